@@ -174,7 +174,7 @@ def test_a_call_without_memory_raises_and_changes_nothing(inputs: Inputs, device
     assert nth > 1, "nothing was allocated"
 
 
-def test_a_batch_without_memory_ends_some_sequences_and_the_others_are_as_alone(
+def test_a_batch_without_memory_fails_some_sequences_and_leaves_others_unaffected(
     inputs: Inputs, device: str
 ) -> None:
     def call(s: Sessions) -> list[Any]:
@@ -206,7 +206,7 @@ def test_a_batch_without_memory_ends_some_sequences_and_the_others_are_as_alone(
     assert failed == {0, 1, 2}
 
 
-def test_reuse_without_memory_keeps_what_it_knows_and_never_wrong_rows(inputs: Inputs) -> None:
+def test_reuse_without_memory_never_keeps_wrong_rows(inputs: Inputs) -> None:
     """The session then has the beginning that it shares with the prompt, or what it had before."""
     prompt = FIRST[:40] + SECOND
 
@@ -246,7 +246,7 @@ def test_reuse_without_memory_keeps_what_it_knows_and_never_wrong_rows(inputs: I
     assert lengths == {140}
 
 
-def test_sessions_end_without_memory(inputs: Inputs) -> None:
+def test_sessions_close_without_memory(inputs: Inputs) -> None:
     """Their prefixes are forgotten then; nothing else happens."""
     for nth in count(1):
         sessions = Sessions(inputs, "cpu")

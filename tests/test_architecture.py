@@ -61,16 +61,16 @@ def open_model(tmp_path: Path) -> Open:
     return open_model
 
 
-def test_plain_file_gives_its_numbers_and_the_defaults(open_model: Open) -> None:
+def test_a_plain_file_has_its_numbers_and_defaults(open_model: Open) -> None:
     assert read_config(open_model()) == PLAIN
 
 
-def test_engines_take_every_field() -> None:
+def test_engines_receive_every_field() -> None:
     core = {name for name in dir(_core.Config) if not name.startswith("_")}
     assert {field.name for field in fields(ModelConfig)} <= core
 
 
-def test_everything_that_can_be_stated_is_read(open_model: Open) -> None:
+def test_every_supported_key_is_read(open_model: Open) -> None:
     stated = {
         "llama.attention.key_length": integer(12),
         "llama.attention.value_length": integer(20),
@@ -89,15 +89,15 @@ def test_heads_of_keys_and_values_default_to_all_heads(open_model: Open) -> None
 
 
 @pytest.mark.parametrize("kind", [U8, U16, U32, I32, U64, I64])
-def test_any_integer_type_will_do(open_model: Open, kind: int) -> None:
+def test_any_integer_type_is_accepted(open_model: Open, kind: int) -> None:
     assert read_config(open_model({"llama.block_count": (kind, scalar(kind, LAYERS))})) == PLAIN
 
 
-def test_double_precision_will_do(open_model: Open) -> None:
+def test_double_precision_is_accepted(open_model: Open) -> None:
     assert read_config(open_model({"llama.rope.freq_base": (F64, scalar(F64, 123.5))})).rope_base == 123.5
 
 
-def test_vocabulary_can_be_stated_without_tokens(open_model: Open) -> None:
+def test_the_vocabulary_size_may_be_stated_without_tokens(open_model: Open) -> None:
     without = {"tokenizer.ggml.tokens": None}
     assert read_config(open_model({**without, "llama.vocab_size": integer(7)})).vocab_size == 7
     with pytest.raises(GGUFError, match=r"metadata llama\.vocab_size is missing"):
@@ -141,7 +141,7 @@ INTEGERS = (
     ],
     ids=str,
 )
-def test_unusable_integers_are_named(
+def test_invalid_integers_are_named(
     open_model: Open, key: str, content: tuple[int, bytes], complaint: str
 ) -> None:
     with pytest.raises(GGUFError, match=f"llama.{key} {complaint}"):
@@ -161,7 +161,7 @@ def test_unusable_integers_are_named(
     ],
     ids=str,
 )
-def test_unusable_floats_are_named(
+def test_invalid_floats_are_named(
     open_model: Open, key: str, content: tuple[int, bytes], complaint: str
 ) -> None:
     with pytest.raises(GGUFError, match=f"llama.{key} {complaint}"):
@@ -212,7 +212,7 @@ def per_layer(kind: int, *values: int) -> tuple[int, bytes]:
 
 
 @pytest.mark.parametrize("key", ["attention.head_count", "attention.head_count_kv", "feed_forward_length"])
-def test_numbers_per_layer_must_be_the_same_in_each(open_model: Open, key: str) -> None:
+def test_values_per_layer_must_be_equal(open_model: Open, key: str) -> None:
     name = f"llama.{key}"
     assert read_config(open_model({name: per_layer(I32, 4, 4)})) == read_config(
         open_model({name: integer(4)})
@@ -301,12 +301,12 @@ def test_yarn_needs_a_base_above_one(open_model: Open) -> None:
         ({"split.count": (U16, scalar(U16, 3))}, "the model is split into 3 files"),
     ],
 )
-def test_what_cannot_be_computed_is_refused(open_model: Open, metadata: dict[str, Any], message: str) -> None:
+def test_unsupported_features_are_rejected(open_model: Open, metadata: dict[str, Any], message: str) -> None:
     with pytest.raises(UnsupportedModelError, match=message):
         read_config(open_model(metadata))
 
 
-def test_neutral_values_of_unsupported_features_pass(open_model: Open) -> None:
+def test_neutral_values_of_unsupported_features_are_accepted(open_model: Open) -> None:
     neutral = {"llama.expert_count": integer(0), "llama.logit_scale": number(1.0), "split.count": integer(1)}
     assert read_config(open_model({**neutral, "llama.attention.causal": (BOOL, b"\1")})) == PLAIN
     both_ways = read_config(open_model({**neutral, "llama.attention.causal": (BOOL, b"\0")}))
@@ -314,12 +314,12 @@ def test_neutral_values_of_unsupported_features_pass(open_model: Open) -> None:
 
 
 @pytest.mark.parametrize("architecture", ["qwen2", "qwen3"])
-def test_qwen_rotates_halves(open_model: Open, architecture: str) -> None:
+def test_qwen_rotates_pairs_half_a_head_apart(open_model: Open, architecture: str) -> None:
     expected = replace(PLAIN, architecture=architecture, rope_style="neox")
     assert read_config(open_model(architecture=architecture)) == expected
 
 
-def test_every_layer_of_phi3_has_the_window_that_the_file_states(open_model: Open) -> None:
+def test_every_layer_of_phi3_has_the_window_of_the_file(open_model: Open) -> None:
     assert read_config(open_model(architecture="phi3")).layer_window == ()
     metadata = {"phi3.attention.sliding_window": integer(8)}
     config = read_config(open_model(metadata, architecture="phi3"))
@@ -327,7 +327,7 @@ def test_every_layer_of_phi3_has_the_window_that_the_file_states(open_model: Ope
     assert config.rope_style == "neox"
 
 
-def test_a_window_of_zero_is_none(open_model: Open) -> None:
+def test_a_window_of_zero_means_none(open_model: Open) -> None:
     config = read_config(open_model({"phi3.attention.sliding_window": integer(0)}, architecture="phi3"))
     assert config.layer_window == ()
 
@@ -343,7 +343,7 @@ def long_rope(tmp_path: Path) -> Iterator[GGUFFile]:
     ("max_context", "long", "context"),
     [(None, True, 1024), (65, True, 1024), (64, False, 64), (2048, True, 1024)],
 )
-def test_the_context_that_a_model_is_opened_for_selects_the_factors_of_long_rope(
+def test_the_requested_context_selects_the_long_rope_factors(
     long_rope: GGUFFile, max_context: int | None, long: bool, context: int
 ) -> None:
     config = read_config(long_rope, max_context)
@@ -425,7 +425,7 @@ def test_gemma3_alternates_windows_and_full_attention(open_model: Open) -> None:
     assert config.attention_scale == 0.0
 
 
-def test_gemma3_may_state_its_pattern(open_model: Open) -> None:
+def test_gemma3_may_specify_its_pattern(open_model: Open) -> None:
     metadata = {
         "gemma3.attention.sliding_window": integer(8),
         "gemma3.attention.sliding_window_pattern": integer(2),
@@ -436,7 +436,7 @@ def test_gemma3_may_state_its_pattern(open_model: Open) -> None:
     assert config.layer_rope_base == (5e3, 1e4, 5e3, 1e4)
 
 
-def test_gemma3_needs_its_window(open_model: Open) -> None:
+def test_gemma3_requires_its_window(open_model: Open) -> None:
     with pytest.raises(GGUFError, match=r"metadata gemma3\.attention\.sliding_window is missing"):
         read_config(open_model(architecture="gemma3"))
 
@@ -466,7 +466,7 @@ def test_only_layers_with_a_window_rotate_in_exaone4(open_model: Open) -> None:
     assert config.layer_rope_base == ()
 
 
-def test_granite_scales_and_others_do_not(open_model: Open) -> None:
+def test_only_granite_scales(open_model: Open) -> None:
     plain = read_config(open_model(architecture="granite"))
     assert (plain.embedding_scale, plain.residual_scale, plain.logit_scale) == (1.0, 1.0, 1.0)
     stated = {"embedding_scale": 12.0, "residual_scale": 0.25, "logit_scale": 8.0, "attention.scale": 0.125}
@@ -477,7 +477,7 @@ def test_granite_scales_and_others_do_not(open_model: Open) -> None:
     assert config.attention_scale == 0.125
 
 
-def test_a_scale_whose_square_float32_does_not_hold_is_refused(tmp_path: Path) -> None:
+def test_a_scale_whose_square_overflows_float32_is_rejected(tmp_path: Path) -> None:
     model = replace(small_models.MODELS["granite"], scales=(("residual_scale", 1e-30),))
     with pytest.raises(GGUFError, match="scales of the embedding, of the residual stream"):
         Model(small_models.write(tmp_path / "m.gguf", model), device="cpu")
@@ -502,7 +502,7 @@ def test_every_role_finds_its_tensor(open_model: Open) -> None:
     assert len(roles) == 3 + LAYERS * 9
 
 
-def test_output_is_the_embedding_unless_there_is_one(open_model: Open) -> None:
+def test_the_embedding_is_the_default_output_projection(open_model: Open) -> None:
     assert collect(open_model)["output", -1] == "token_embd.weight"
     separate = collect(open_model, tensors={"output.weight": ((VOCAB, DIM), 0)})
     assert separate["output", -1] == "output.weight"
@@ -583,7 +583,7 @@ def test_contradicting_shape_is_named(open_model: Open, name: str, shape: tuple[
         ("blk.0.attn_q.bias", (DIM,), 30, "tensor blk.0.attn_q.bias has type BF16"),
     ],
 )
-def test_type_that_is_not_implemented_is_named(
+def test_an_unsupported_type_is_named(
     open_model: Open, name: str, shape: tuple[int, ...], kind: int, message: str
 ) -> None:
     with pytest.raises(UnsupportedModelError, match=message):
@@ -600,7 +600,7 @@ def test_type_that_is_not_implemented_is_named(
         "x",
     ],
 )
-def test_tensor_without_a_place_is_refused(open_model: Open, name: str) -> None:
+def test_an_unknown_tensor_is_rejected(open_model: Open, name: str) -> None:
     with pytest.raises(
         UnsupportedModelError, match=f"tensor {name} is not part of a llama model with 2 layers"
     ):

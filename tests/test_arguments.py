@@ -88,7 +88,7 @@ REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
 
 
 @pytest.mark.parametrize("tokens", ACCEPTED.values(), ids=ACCEPTED.keys())
-def test_integers_of_any_kind_are_token_ids(tokens: Any) -> None:
+def test_any_integer_type_is_a_token_id(tokens: Any) -> None:
     array = token_array(tokens, 10)
     assert array.dtype == np.int32
     assert array.flags.c_contiguous
@@ -96,7 +96,7 @@ def test_integers_of_any_kind_are_token_ids(tokens: Any) -> None:
 
 
 @pytest.mark.parametrize(("tokens", "error", "message"), REFUSED.values(), ids=REFUSED.keys())
-def test_what_is_no_token_id_is_refused(tokens: Any, error: type[Exception], message: str) -> None:
+def test_invalid_token_ids_are_rejected(tokens: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         token_array(tokens, 10)
 
@@ -104,7 +104,7 @@ def test_what_is_no_token_id_is_refused(tokens: Any, error: type[Exception], mes
 @pytest.mark.parametrize(
     "tokens", [range(10**20), range(10**9), np.broadcast_to(np.int8(0), 10**12)], ids=repr
 )
-def test_more_tokens_than_the_context_holds_are_refused_unseen(tokens: Any, demo_path: Path) -> None:
+def test_more_tokens_than_the_context_holds_are_rejected_early(tokens: Any, demo_path: Path) -> None:
     """Looking at 10^9 of them would take minutes, or all of the memory."""
     with Model(demo_path, device="cpu") as model, model.session(max_context=64) as session:
         session.forward_prompt([1, 2])
@@ -133,7 +133,7 @@ def test_the_last_token_that_is_scored_needs_no_room(demo_path: Path) -> None:
 
 
 @pytest.mark.parametrize("value", [True, BOOL, 1.0, 1.5, "1", None, b"1", np.timedelta64(1), [1]], ids=repr)
-def test_what_is_no_integer_is_named(value: Any, demo_path: Path) -> None:
+def test_non_integers_are_named(value: Any, demo_path: Path) -> None:
     kind = type(value).__name__
     with pytest.raises(TypeError, match=rf"a token id must be an integer, got {kind}"):
         token_id(value, 10)
@@ -150,7 +150,7 @@ def test_what_is_no_integer_is_named(value: Any, demo_path: Path) -> None:
 
 
 @pytest.mark.parametrize("value", [np.int8(3), np.uint64(3), Index(3)], ids=lambda v: type(v).__name__)
-def test_integers_of_any_kind_are_integers(value: Any) -> None:
+def test_any_integer_type_is_accepted(value: Any) -> None:
     assert integer("n", value, 0, 3) == 3
     assert token_id(value, 4) == 3
 
@@ -170,7 +170,7 @@ def test_integers_of_any_kind_are_integers(value: Any) -> None:
         ("prefix_memory", -1, "must be between 0 and 9223372036854775807"),
     ],
 )
-def test_options_outside_their_limits_are_named(demo_path: Path, option: str, value: int, limit: str) -> None:
+def test_out_of_range_options_are_named(demo_path: Path, option: str, value: int, limit: str) -> None:
     options: dict[str, Any] = {option: value}
     with pytest.raises(ValueError, match=rf"^{option}.*{limit}") as caught:
         Model(demo_path, device="cpu", **options)
@@ -178,7 +178,7 @@ def test_options_outside_their_limits_are_named(demo_path: Path, option: str, va
 
 
 @pytest.mark.parametrize("position", [-1, 3, 10**20, -(10**20)])
-def test_a_position_that_is_not_there_is_named(demo_path: Path, position: int) -> None:
+def test_an_invalid_position_is_named(demo_path: Path, position: int) -> None:
     with Model(demo_path, device="cpu") as model:
         model.forward_prompt([1, 2])
         with pytest.raises(ValueError, match=rf"rewind to position {position}: .* of the session is 2"):
@@ -186,7 +186,7 @@ def test_a_position_that_is_not_there_is_named(demo_path: Path, position: int) -
         assert model.position == 2
 
 
-def test_numbers_of_tokens_and_streams_are_named(demo_path: Path) -> None:
+def test_invalid_numbers_of_tokens_and_streams_are_named(demo_path: Path) -> None:
     with Model(demo_path, device="cpu") as model:
         with pytest.raises(ValueError, match="max_tokens must not be negative, got -1"):
             model.generate([1], -1)
@@ -232,14 +232,14 @@ def test_numbers_of_answers_and_beams_have_limits(demo_path: Path, number: int) 
         ({"stop": [5.5]}, TypeError, "a token id must be an integer, got float"),
     ],
 )
-def test_options_of_a_text_are_named(
+def test_invalid_text_options_are_named(
     demo_path: Path, options: dict[str, Any], error: type[Exception], said: str
 ) -> None:
     with Model(demo_path, device="cpu") as model, pytest.raises(error, match=f"^{said}"):
         next(model.generate("a", 2, **options))
 
 
-def test_more_tokens_than_the_context_has_may_be_asked_for(demo_path: Path) -> None:
+def test_max_tokens_may_exceed_the_context(demo_path: Path) -> None:
     with Model(demo_path, device="cpu") as model, model.session(max_context=16) as session:
         pieces = list(session.stream("ROMEO:", 10**30, min_tokens=10**30))
         assert pieces[-1].finish_reason == "context"
@@ -247,7 +247,7 @@ def test_more_tokens_than_the_context_has_may_be_asked_for(demo_path: Path) -> N
 
 
 @pytest.mark.parametrize("text", [5, b"a", None, ["a"]], ids=lambda text: type(text).__name__)
-def test_what_is_no_text_is_named(demo_path: Path, text: Any) -> None:
+def test_non_texts_are_named(demo_path: Path, text: Any) -> None:
     with (
         Model(demo_path, device="cpu") as model,
         pytest.raises(TypeError, match=f"^text must be a str, got {type(text).__name__}$"),
@@ -276,7 +276,7 @@ def run_closed(*arguments: str, closed: int) -> subprocess.CompletedProcess[str]
 
 
 @pytest.mark.skipif(os.name != "posix", reason="closes descriptors")
-def test_a_closed_output_is_one_error() -> None:
+def test_a_closed_output_is_reported_once() -> None:
     done = run_closed("run", "-p", "ROMEO:", "-n", "3", "--device", "cpu", closed=1)
     assert (done.returncode, done.stderr) == (1, "error: standard output is closed\n")
     done = run_closed("run", "-p", "ROMEO:", "-n", "3", "--device", "cpu", closed=2)
@@ -304,7 +304,7 @@ def test_an_error_without_a_message_is_named(capsys: pytest.CaptureFixture[str])
     ],
     ids=["command", "library"],
 )
-def test_an_interruption_of_an_import_is_an_interruption(
+def test_interrupting_an_import_raises_keyboard_interrupt(
     tmp_path: Path, program: list[str], code: int, said: str
 ) -> None:
     """NumPy makes an ImportError of it, which speaks of a bad installation."""
@@ -330,7 +330,7 @@ def test_an_interruption_of_an_import_is_an_interruption(
     assert "bad" not in done.stderr
 
 
-def test_notes_are_text(demo_path: Path, tmp_path: Path) -> None:
+def test_notes_must_be_text(demo_path: Path, tmp_path: Path) -> None:
     with Model(demo_path, device="cpu") as model, model.session() as session:
         session.forward_prompt([1])
         session.notes = 5  # type: ignore[assignment]

@@ -109,19 +109,19 @@ def expected(demo_path: Path, ids: list[int]) -> npt.NDArray[np.float64]:
         ("cortex-a72", ["neon", "scalar"]),
     ],
 )
-def test_each_processor_runs_the_sets_that_it_has(name: str, sets: list[str]) -> None:
+def test_each_processor_runs_its_instruction_sets(name: str, sets: list[str]) -> None:
     with processor(name) as machine:
         assert machine.call("kernel_sets") == sets
 
 
 @pytest.mark.parametrize("isa", PROCESSORS)
-def test_the_engine_takes_the_fastest_set_of_the_processor(isa: str, demo_path: Path) -> None:
+def test_the_engine_selects_the_fastest_set_of_the_processor(isa: str, demo_path: Path) -> None:
     with processor(PROCESSORS[isa]) as machine:
         open_model(machine, demo_path)
         assert machine.call("device_name") == f"CPU ({isa}, 2 threads)"
 
 
-def test_a_set_can_be_named_and_one_that_the_processor_lacks_is_an_error(demo_path: Path) -> None:
+def test_a_set_can_be_selected_and_a_missing_set_is_an_error(demo_path: Path) -> None:
     with processor("max", METAL_PREFILL_CPU_ISA="neon") as machine:
         open_model(machine, demo_path, threads=1)
         assert machine.call("device_name") == "CPU (neon, 1 thread)"
@@ -145,7 +145,7 @@ def test_the_bundled_model_agrees_with_the_reference(
 
 
 @pytest.mark.parametrize("isa", PROCESSORS)
-def test_neither_split_nor_threads_change_a_bit(
+def test_results_are_bit_identical_for_any_split_and_number_of_threads(
     isa: str, logits_of: Logits, demo_path: Path, ids: list[int]
 ) -> None:
     whole = logits_of(isa, "int8")
@@ -155,7 +155,7 @@ def test_neither_split_nor_threads_change_a_bit(
             np.testing.assert_array_equal(split, whole, err_msg=f"chunks of {chunk_tokens}")
 
 
-def test_sets_with_the_same_vectors_give_the_same_bits(logits_of: Logits) -> None:
+def test_sets_with_equal_vectors_are_bit_identical(logits_of: Logits) -> None:
     results = [logits_of(isa, "int8") for isa in PROCESSORS]
     np.testing.assert_array_equal(results[0], results[1])
     np.testing.assert_array_equal(results[0], results[2])

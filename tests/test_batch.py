@@ -68,7 +68,7 @@ def alone(model: Model, *pieces: Ids) -> Session:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_prompts_and_tokens_together_are_what_they_are_alone(demo: Model, seed: int) -> None:
+def test_batched_prompts_and_tokens_match_single_ones(demo: Model, seed: int) -> None:
     rng = random.Random(seed)
     lengths = [rng.choice([1, 1, 2, 7, 15, 16, 17, 33, 63, 64, 65, 100]) for _ in range(9)]
     held = [rng.choice([0, 0, 1, 31, 63, 64, 70]) for _ in lengths]
@@ -87,7 +87,7 @@ def test_prompts_and_tokens_together_are_what_they_are_alone(demo: Model, seed: 
     assert [s.position for s in sessions] == [n + b for n, b in zip(lengths, held, strict=True)]
 
 
-def test_every_output_may_be_mixed(demo: Model) -> None:
+def test_all_kinds_of_output_may_be_mixed(demo: Model) -> None:
     prompts = [ids_of(demo, n, n) for n in (20, 1, 33, 40, 5)]
     outputs: list[Any] = ["log_probs", "greedy", "logits", "none", "log_probs"]
     sessions = [demo.session() for _ in prompts]
@@ -100,7 +100,7 @@ def test_every_output_may_be_mixed(demo: Model) -> None:
     assert [s.position for s in sessions] == [19, 1, 33, 40, 4]
 
 
-def test_more_rows_than_a_pass_takes_are_cut(device: str, demo_path: Path) -> None:
+def test_excess_rows_are_split_into_passes(device: str, demo_path: Path) -> None:
     with Model(demo_path, device=device, chunk_tokens=16) as model:
         prompts = [ids_of(model, n, n) for n in (50, 3, 17, 100)]
         results = model.forward_batch([model.session() for _ in prompts], prompts, output="logits")
@@ -134,7 +134,7 @@ def test_every_kind_of_model_computes_sequences_together(
 
 
 @pytest.mark.parametrize("position", [1, 15, 16, 63, 64, 65, 127, 128])
-def test_a_fork_and_its_origin_go_their_own_ways_from_any_position(demo: Model, position: int) -> None:
+def test_a_fork_and_its_origin_diverge_from_any_position(demo: Model, position: int) -> None:
     start = ids_of(demo, position)
     origin = alone(demo, start)
     forks = [origin.fork() for _ in range(3)]
@@ -147,7 +147,7 @@ def test_a_fork_and_its_origin_go_their_own_ways_from_any_position(demo: Model, 
             assert session.tokens == other.tokens
 
 
-def test_forks_share_the_pages_of_what_they_have_in_common(device: str, demo_path: Path) -> None:
+def test_forks_share_the_pages_of_their_common_prefix(device: str, demo_path: Path) -> None:
     with Model(demo_path, device=device) as model:
         with alone(model, ids_of(model, 5 * PAGE)) as origin:
             one = model.stats()["kv_pool_bytes"]
@@ -164,9 +164,7 @@ def test_forks_share_the_pages_of_what_they_have_in_common(device: str, demo_pat
         assert model.stats()["kv_pool_bytes"] == 0
 
 
-def test_rows_that_nobody_wrote_are_never_read(
-    device: str, demo_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unwritten_rows_are_never_read(device: str, demo_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Poisoned(_core.EngineOptions):
         def __init__(self) -> None:
             super().__init__()
@@ -192,7 +190,7 @@ def test_rows_that_nobody_wrote_are_never_read(
                 np.testing.assert_array_equal(result, expected)
 
 
-def test_a_failure_ends_one_sequence_and_leaves_the_others_as_they_were(demo: Model) -> None:
+def test_a_failure_ends_one_sequence_and_leaves_others_unchanged(demo: Model) -> None:
     with demo.session(max_context=30) as short:
         short.forward_prompt(ids_of(demo, 25))
         others = [demo.session() for _ in range(3)]
@@ -212,7 +210,7 @@ def test_a_failure_ends_one_sequence_and_leaves_the_others_as_they_were(demo: Mo
 
 @pytest.mark.parametrize("lengths", [(1, 1, 1), (5, 3, 7), (17, 30, 40)])
 @pytest.mark.parametrize("output", ["logits", "hidden"])
-def test_a_sequence_of_nan_changes_no_other(
+def test_a_nan_sequence_does_not_affect_others(
     device: str, tmp_path: Path, lengths: tuple[int, ...], output: Any
 ) -> None:
     """The rows of all sequences go through products together, in tiles with rows of several sequences."""
@@ -243,7 +241,7 @@ def test_a_sequence_of_nan_changes_no_other(
             assert_same_cache(model, session, alone(model, ids), few)
 
 
-def test_nothing_is_computed_when_arguments_are_wrong(demo: Model, demo_path: Path) -> None:
+def test_nothing_is_computed_with_invalid_arguments(demo: Model, demo_path: Path) -> None:
     session = demo.session()
     with pytest.raises(ValueError, match="a session appears twice"):
         demo.forward_batch([session, session], [[1], [2]])
@@ -277,7 +275,7 @@ def test_a_native_request_has_no_more_rows_than_tokens(demo: Model) -> None:
         _core.Request.log_probs(core, ids, 2)
 
 
-def test_the_limit_of_memory_is_named_and_nothing_changes(device: str, demo_path: Path) -> None:
+def test_the_memory_limit_is_named_and_nothing_changes(device: str, demo_path: Path) -> None:
     with Model(demo_path, device=device) as model:
         page = int(alone(model, ids_of(model, 1)).stats()["kv_cache_bytes"])
     with Model(demo_path, device=device, kv_memory=4 * page) as model:
@@ -296,7 +294,7 @@ def test_the_limit_of_memory_is_named_and_nothing_changes(device: str, demo_path
 
 
 @pytest.mark.parametrize("lengths", [(1, 1, 2, 17, 64, 90), (1, 1, 2, 5, FEW)], ids=["any", "few"])
-def test_random_histories_are_what_they_would_be_one_by_one(
+def test_random_histories_match_sequential_execution(
     device: str, tmp_path: Path, lengths: tuple[int, ...]
 ) -> None:
     """Joins, leaves, forks, rewinds, cancellations and mixed outputs, against sessions that compute alone."""
@@ -363,7 +361,7 @@ def cancel(session: Session) -> None:
 
 
 @pytest.mark.parametrize("shared", [20, 64, 100, 128])
-def test_a_living_session_lends_its_full_pages(device: str, demo_path: Path, shared: int) -> None:
+def test_an_open_session_shares_its_full_pages(device: str, demo_path: Path, shared: int) -> None:
     with Model(demo_path, device=device) as model:
         start = ids_of(model, shared)
         first, second = model.session(), model.session()
@@ -375,7 +373,7 @@ def test_a_living_session_lends_its_full_pages(device: str, demo_path: Path, sha
         assert_same(model, logits, model.session().forward_prompt_logits(prompt))
 
 
-def test_a_finished_session_leaves_all_it_had(device: str, demo_path: Path) -> None:
+def test_a_closed_session_leaves_its_prefix_cached(device: str, demo_path: Path) -> None:
     with Model(demo_path, device=device) as model:
         prompt = ids_of(model, 100)
         with model.session() as session:
@@ -386,7 +384,7 @@ def test_a_finished_session_leaves_all_it_had(device: str, demo_path: Path) -> N
         assert_same(model, logits, model.session().forward_prompt_logits(np.concatenate([prompt, [7]])))
 
 
-def test_prompts_of_one_batch_compute_their_common_beginning_once(device: str, demo_path: Path) -> None:
+def test_prompts_of_one_batch_compute_their_common_prefix_once(device: str, demo_path: Path) -> None:
     with Model(demo_path, device=device, prefix_memory=0) as model:
         start = ids_of(model, 150)
         prompts = [np.concatenate([start, ids_of(model, n, n)]) for n in (1, 9, 30, 64, 5, 90)]
@@ -398,7 +396,7 @@ def test_prompts_of_one_batch_compute_their_common_beginning_once(device: str, d
         assert len(followers) == len(prompts) - 1
 
 
-def test_a_thousand_sessions_hold_what_they_share_once(demo_path: Path) -> None:
+def test_a_thousand_sessions_store_a_shared_prefix_once(demo_path: Path) -> None:
     shared, own, sessions = 4 * PAGE + 44, 20, 1000  # 300 tokens; what differs lies in one page
     with Model(demo_path, device="cpu") as model:
         page = int(alone(model, ids_of(model, 1)).stats()["kv_cache_bytes"])
@@ -410,7 +408,7 @@ def test_a_thousand_sessions_hold_what_they_share_once(demo_path: Path) -> None:
         assert model.stats()["kv_pool_bytes"] == page * (4 + sessions)
 
 
-def test_what_is_remembered_is_bounded_and_the_oldest_leaves_first(device: str, demo_path: Path) -> None:
+def test_the_prefix_cache_is_bounded_and_evicts_the_oldest(device: str, demo_path: Path) -> None:
     with Model(demo_path, device=device) as model:
         page = int(alone(model, ids_of(model, 1)).stats()["kv_cache_bytes"])
     with Model(demo_path, device=device, prefix_memory=3 * page) as model:
@@ -426,7 +424,7 @@ def test_what_is_remembered_is_bounded_and_the_oldest_leaves_first(device: str, 
         assert reused == [PAGE + 1, 0]
 
 
-def test_remembered_pages_make_room_for_prompts(device: str, demo_path: Path) -> None:
+def test_cached_pages_are_evicted_for_prompts(device: str, demo_path: Path) -> None:
     with Model(demo_path, device=device) as model:
         page = int(alone(model, ids_of(model, 1)).stats()["kv_cache_bytes"])
     with Model(demo_path, device=device, kv_memory=4 * page, prefix_memory=4 * page) as model:
@@ -477,12 +475,12 @@ def test_prompts_of_one_batch_share_nothing_with_other_namespaces(device: str, d
         assert [s.stats()["tokens_reused"] for s in sessions] == [0, 0, 149, 149]
 
 
-def test_a_namespace_is_a_str(demo: Model) -> None:
+def test_a_namespace_must_be_a_str(demo: Model) -> None:
     with pytest.raises(TypeError, match="prefix_namespace must be a str, got int"):
         demo.session(prefix_namespace=3)  # type: ignore[arg-type]
 
 
-def test_forward_prompts_is_forward_prompt_of_each(demo: Model) -> None:
+def test_forward_prompts_matches_forward_prompt(demo: Model) -> None:
     prompts = [ids_of(demo, n, n % 5) for n in (1, 3, 40, 17, 40, 90)]
     expected = [demo.session().forward_prompt_logits(p) for p in prompts]
     tokens = demo.forward_prompts(prompts)
@@ -497,7 +495,7 @@ def test_forward_prompts_is_forward_prompt_of_each(demo: Model) -> None:
         demo.forward_prompts([[1], []])
 
 
-def test_pages_are_found_at_their_positions_only(device: str, demo_path: Path) -> None:
+def test_pages_are_found_only_at_their_positions(device: str, demo_path: Path) -> None:
     """The page that followed a whole page is not used after a part of that page."""
     with Model(demo_path, device=device) as model:
         first, second = ids_of(model, PAGE, 1), ids_of(model, PAGE, 2)

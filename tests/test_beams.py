@@ -38,7 +38,7 @@ def found(search: Search, log_probs: Callable[[tuple[int, ...]], Any]) -> list[t
 
 
 @pytest.mark.parametrize("case", RECORDED["cases"], ids=lambda case: str(case["seed"]))
-def test_texts_and_scores_are_those_of_transformers(case: dict[str, Any]) -> None:
+def test_texts_and_scores_match_transformers(case: dict[str, Any]) -> None:
     rows = np.random.default_rng(case["seed"]).normal(size=(7, 6, 6)) * 1.5
     search = Search(
         case["num_beams"],
@@ -56,7 +56,7 @@ def test_texts_and_scores_are_those_of_transformers(case: dict[str, Any]) -> Non
 
 @pytest.mark.parametrize("length_penalty", [0.0, 1.0, -1.0, 2.5])
 @pytest.mark.parametrize("min_tokens", [0, 2])
-def test_with_enough_beams_every_text_is_found_in_order(length_penalty: float, min_tokens: int) -> None:
+def test_enough_beams_find_every_text_in_order(length_penalty: float, min_tokens: int) -> None:
     """As many beams as there are texts: what trying all of them gives."""
     rng, most = np.random.default_rng(7), 4
     table: dict[tuple[int, ...], Any] = {}
@@ -124,7 +124,7 @@ def test_the_engine_finds_the_best_of_all_texts_of_two_tokens(tiny: Model) -> No
     np.testing.assert_allclose([beam.score for beam in beams[:20]], [score for score, _ in best], rtol=1e-5)
 
 
-def test_the_beams_are_rows_of_one_pass(tiny: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_beams_are_rows_of_one_pass(tiny: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     passes: list[int] = []
     engine = tiny.engine.core
 
@@ -144,7 +144,7 @@ def test_the_beams_are_rows_of_one_pass(tiny: Model, monkeypatch: pytest.MonkeyP
     assert tiny.position == position
 
 
-def test_probabilities_are_those_of_the_texts(device: str, model_path: Callable[[str], Path]) -> None:
+def test_probabilities_match_the_texts(device: str, model_path: Callable[[str], Path]) -> None:
     with Model(model_path("gqa 1"), device=device) as model:
         prompt = [5, 9, 5, 8]
         for beam in model.generate_beams(prompt, 5, num_beams=3, length_penalty=0.5):
@@ -153,7 +153,7 @@ def test_probabilities_are_those_of_the_texts(device: str, model_path: Callable[
             assert beam.score == pytest.approx(beam.logprob / len(beam.tokens) ** 0.5)
 
 
-def test_texts_and_why_they_end(demo_path: Path) -> None:
+def test_texts_have_finish_reasons(demo_path: Path) -> None:
     with Model(demo_path, device="cpu", max_context=12) as model:
         tokenizer = model.tokenizer
         prompt = tokenizer.encode("ROMEO:\n")
@@ -212,14 +212,14 @@ def test_texts_end_before_a_stop_string(demo_path: Path, least: int) -> None:
         ({"prompt": [1] * 2000}, ContextOverflowError, "a prompt of 2000 tokens exceeds the context of 1024"),
     ],
 )
-def test_what_cannot_be_searched_is_refused(
+def test_invalid_searches_are_rejected(
     tiny: Model, options: dict[str, Any], error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):
         tiny.generate_beams(**{"prompt": [1], **options})
 
 
-def test_memory_that_runs_out_is_an_error_and_is_given_back(model_path: Callable[[str], Path]) -> None:
+def test_exhausted_memory_is_an_error_and_is_released(model_path: Callable[[str], Path]) -> None:
     with Model(model_path("gqa 1"), device="cpu", kv_memory=1, prefix_memory=0) as model:
         with pytest.raises(KVMemoryError) as kept:  # with its traceback
             model.generate_beams([1] * 60, 10, num_beams=4)

@@ -31,7 +31,7 @@ exec {compiler} "$@"
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the kernels that are left out are for x86")
-def test_kernels_that_crash_the_compiler_are_left_out(tmp_path: Path) -> None:
+def test_kernels_that_crash_the_compiler_are_omitted(tmp_path: Path) -> None:
     cmake, compiler = shutil.which("cmake"), shutil.which("c++")
     generator = shutil.which("ninja") or shutil.which("make")
     if cmake is None or compiler is None or generator is None:
@@ -117,7 +117,7 @@ LIBRARIAN_MISSING = WITH_TOOLCHAIN.replace("while", 'case "$3" in metallib) exit
     [(None, False), (WITHOUT_TOOLCHAIN, False), (LIBRARIAN_MISSING, False), (WITH_TOOLCHAIN, True)],
     ids=["no xcrun", "no toolchain", "no metallib", "toolchain"],
 )
-def test_shaders_are_compiled_ahead_of_time_where_apples_compiler_compiles(
+def test_shaders_are_compiled_ahead_of_time_with_apples_compiler(
     tmp_path: Path, xcrun: str | None, compiled: bool
 ) -> None:
     cmake, generator = shutil.which("cmake"), shutil.which("ninja")

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="the commands ar
         pytest.param("-E - -o a.i", "-E - -o a.i", id="reads"),
     ],
 )
-def test_the_compiler_is_called_as_zig_takes_it(
+def test_compiler_arguments_are_translated_for_zig(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str, passed: str
 ) -> None:
     python = tmp_path / "python"
@@ -55,7 +55,7 @@ CONTENTS = ("_core.abi3.so", "_core.pyi", "py.typed", "data/demo.gguf")
     ],
     ids=["size", "no extension", "extension for tests", "no stub", "no model", "valid"],
 )
-def test_a_wheel_that_is_incomplete_or_too_large_is_refused(
+def test_an_incomplete_or_oversized_wheel_is_rejected(
     tmp_path: Path, names: tuple[str, ...], megabytes: int, message: str | None
 ) -> None:
     wheel = tmp_path / "metal_prefill-0.1.0-cp312-abi3-manylinux_2_28_x86_64.whl"

@@ -44,7 +44,7 @@ def chat(model: Model) -> Conversation:
     return Conversation(model, system=SYSTEM["content"])
 
 
-def test_turns_continue_the_template_and_use_the_cache_again(demo: Model) -> None:
+def test_turns_continue_the_template_and_reuse_the_cache(demo: Model) -> None:
     chat = Conversation(demo, system=SYSTEM["content"])
     (answer,) = talk(chat, QUESTIONS[0])
     asked = [SYSTEM, {"role": "user", "content": QUESTIONS[0]}]
@@ -69,7 +69,7 @@ def test_reuse_changes_no_answer(model: Model, chat: Conversation) -> None:
         messages.append({"role": "assistant", "content": answer})
 
 
-def test_an_answer_that_is_stopped_counts_as_far_as_it_went(chat: Conversation) -> None:
+def test_a_stopped_answer_stays_in_the_conversation(chat: Conversation) -> None:
     pieces = chat.answer(QUESTIONS[0], 24)
     begun = "".join(islice(pieces, 3))
     pieces.close()
@@ -77,7 +77,7 @@ def test_an_answer_that_is_stopped_counts_as_far_as_it_went(chat: Conversation) 
     assert talk(chat, QUESTIONS[1])
 
 
-def test_interrupting_the_prompt_unsays_the_question(chat: Conversation) -> None:
+def test_interrupting_the_prompt_removes_the_question(chat: Conversation) -> None:
     def interrupt(done: int, total: int) -> None:
         raise KeyboardInterrupt
 
@@ -87,7 +87,7 @@ def test_interrupting_the_prompt_unsays_the_question(chat: Conversation) -> None
     assert talk(chat, QUESTIONS[0])
 
 
-def test_a_failed_answer_leaves_the_conversation(chat: Conversation) -> None:
+def test_a_failed_answer_leaves_the_conversation_unchanged(chat: Conversation) -> None:
     talk(chat, QUESTIONS[0])
     before = list(chat.messages)
     with pytest.raises(ValueError, match="temperature"):
@@ -95,7 +95,7 @@ def test_a_failed_answer_leaves_the_conversation(chat: Conversation) -> None:
     assert chat.messages == before
 
 
-def test_the_oldest_turns_are_forgotten_when_the_context_is_full(model: Model) -> None:
+def test_the_oldest_turns_are_dropped_when_the_context_is_full(model: Model) -> None:
     chat = Conversation(model, system="A room.", max_context=96)
     forgotten = 0
     for i in range(12):
@@ -110,7 +110,7 @@ def test_the_oldest_turns_are_forgotten_when_the_context_is_full(model: Model) -
     assert forgotten == 2 * 12 - (len(chat.messages) - 1) > 0
 
 
-def test_a_message_that_can_never_fit_is_refused(model: Model) -> None:
+def test_a_message_that_can_never_fit_is_rejected(model: Model) -> None:
     chat = Conversation(model, max_context=32)
     talk(chat, "Ay?", max_tokens=2)
     before = list(chat.messages)
@@ -119,7 +119,7 @@ def test_a_message_that_can_never_fit_is_refused(model: Model) -> None:
     assert chat.messages == before
 
 
-def test_a_saved_conversation_goes_on(model: Model, chat: Conversation, tmp_path: Path) -> None:
+def test_a_saved_conversation_continues(model: Model, chat: Conversation, tmp_path: Path) -> None:
     talk(chat, QUESTIONS[0])
     chat.save(tmp_path / "talk.session")
     expected = talk(chat, QUESTIONS[1])
@@ -131,7 +131,7 @@ def test_a_saved_conversation_goes_on(model: Model, chat: Conversation, tmp_path
     assert other.session.stats()["tokens_reused"] > 20
 
 
-def test_what_holds_no_conversation_is_refused(model: Model, chat: Conversation, tmp_path: Path) -> None:
+def test_files_without_a_conversation_are_rejected(model: Model, chat: Conversation, tmp_path: Path) -> None:
     talk(chat, QUESTIONS[0])
     before = list(chat.messages)
     for i, notes in enumerate(["", "no json", "3", '["text"]', '[{"role": "user"}]', "[" * 100_000]):
@@ -147,7 +147,7 @@ def test_what_holds_no_conversation_is_refused(model: Model, chat: Conversation,
     assert talk(chat, QUESTIONS[1])
 
 
-def test_an_answer_takes_the_options_of_a_text(model: Model, chat: Conversation) -> None:
+def test_answers_accept_text_options(model: Model, chat: Conversation) -> None:
     prompt = model.tokenizer.apply_chat_template([SYSTEM, {"role": "user", "content": QUESTIONS[0]}])
     comma = model.tokenizer.encode(",", add_bos=False)[0]
     cases: list[dict[str, Any]] = [
@@ -173,7 +173,7 @@ def test_an_answer_takes_the_options_of_a_text(model: Model, chat: Conversation)
     assert chat.messages == [SYSTEM]
 
 
-def test_reset_keeps_what_the_system_said(chat: Conversation) -> None:
+def test_reset_keeps_the_system_message(chat: Conversation) -> None:
     first = talk(chat, QUESTIONS[0])
     chat.reset()
     assert chat.messages == [SYSTEM]
@@ -201,7 +201,7 @@ def piped(text: str, *options: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_pipes_carry_a_conversation(model: Model, tmp_path: Path) -> None:
+def test_a_conversation_works_through_pipes(model: Model, tmp_path: Path) -> None:
     expected = talk(Conversation(model, system="A room."), *QUESTIONS)
     lines = [QUESTIONS[0], "", f"/save {tmp_path}/talk.session", *QUESTIONS[1:], "/quit", "unheard"]
     child = piped("\n".join(lines), "--system", "A room.", "-n", "24", "--stats")
@@ -225,13 +225,13 @@ def test_pipes_carry_a_conversation(model: Model, tmp_path: Path) -> None:
         ("/load /absent/file", 1, "/absent/file: No such file or directory"),
     ],
 )
-def test_an_error_ends_a_pipe(line: str, code: int, message: str) -> None:
+def test_an_error_ends_a_piped_conversation(line: str, code: int, message: str) -> None:
     child = piped(f"{line}\n{QUESTIONS[0]}\n")
     assert (child.returncode, child.stdout) == (code, "")
     assert message in child.stderr
 
 
-def test_help_and_reset_through_a_pipe() -> None:
+def test_help_and_reset_work_through_a_pipe() -> None:
     child = piped(f"{QUESTIONS[0]}\n/reset\n/help\n{QUESTIONS[0]}\n", "-n", "12")
     first, second = child.stdout.splitlines()
     assert first == second
@@ -311,7 +311,7 @@ def terminals() -> Iterator[list[Terminal]]:
         terminal.kill()
 
 
-def test_a_terminal_conversation(terminals: list[Terminal], model: Model) -> None:
+def test_a_conversation_works_in_a_terminal(terminals: list[Terminal], model: Model) -> None:
     expected = talk(Conversation(model), *QUESTIONS[:2])
     terminal = Terminal("-n", "24")
     terminals.append(terminal)

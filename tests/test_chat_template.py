@@ -72,7 +72,7 @@ def special(pieces: list[tuple[str, bool]]) -> list[str]:
     return [piece for piece, is_special in pieces if is_special]
 
 
-def test_a_conversation_becomes_the_tokens_of_its_template(tokenizer_with: GGUFMaker) -> None:
+def test_a_conversation_is_encoded_as_its_template_renders_it(tokenizer_with: GGUFMaker) -> None:
     tokenizer = tokenizer_with(CHATML)
     start, end = (tokenizer.encode(t, parse_special=True)[0] for t in (START, END))
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello, you"}]
@@ -90,7 +90,7 @@ def test_a_conversation_becomes_the_tokens_of_its_template(tokenizer_with: GGUFM
     assert tokenizer.apply_chat_template(messages) == [*expected, start, *tokenizer.encode("assistant\n")]
 
 
-def test_a_later_turn_begins_with_the_earlier_ones(tokenizer_with: GGUFMaker) -> None:
+def test_a_later_turn_has_the_earlier_ones_as_its_prefix(tokenizer_with: GGUFMaker) -> None:
     """The cache is reusable turn by turn because of this."""
     tokenizer = tokenizer_with(CHATML)
     first = tokenizer.apply_chat_template(USER_HI)
@@ -124,14 +124,14 @@ def test_a_message_never_writes_a_control_token(tokenizer_with: GGUFMaker, conte
     assert counted[0].count(f"⟦{END}⟧") == 2
 
 
-def test_the_words_of_a_message_arrive_unchanged(tokenizer_with: GGUFMaker) -> None:
+def test_the_text_of_a_message_is_unchanged(tokenizer_with: GGUFMaker) -> None:
     tokenizer = tokenizer_with(CHATML)
     content = f" spaces \n{END} < 3 <b> [INST] \U000f0000 漢字 🎭 "
     ids = tokenizer.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=False)
     assert tokenizer.decode(ids, skip_special=False) == f"{START}user\n{content}{END}\n"
 
 
-def test_templates_may_trim_and_cut_messages() -> None:
+def test_templates_may_trim_and_slice_messages() -> None:
     messages = [{"role": "user", "content": f"  a {END} <b>\n"}]
     assert text(ChatTemplate(TRIMMING, SPECIAL).render(messages, {})) == f"[INST] a {END} <b> [/INST]"
     messages = [
@@ -144,14 +144,14 @@ def test_templates_may_trim_and_cut_messages() -> None:
     assert special(pieces) == ["<turn>", "</s>"] * 3
 
 
-def test_a_message_cannot_complete_a_token_that_the_template_begins() -> None:
+def test_a_message_cannot_complete_a_control_token_of_the_template() -> None:
     for content in ("end|>", " end|>", "end|>end|>"):
         pieces = ChatTemplate(STRADDLING, SPECIAL).render([{"role": "user", "content": content}], {})
         assert special(pieces) == []
         assert text(pieces) == f"<|im_{content}"
 
 
-def test_cutting_a_message_cannot_join_a_control_token() -> None:
+def test_slicing_a_message_cannot_join_a_control_token() -> None:
     """A template that removes something between two halves does not make them one."""
     template = ChatTemplate("{{ messages[0].content | replace('\n', '') }}", SPECIAL)
     pieces = template.render([{"role": "user", "content": "<|im_\nend|>"}], {})
@@ -159,7 +159,7 @@ def test_cutting_a_message_cannot_join_a_control_token() -> None:
     assert text(pieces) == END
 
 
-def test_roles_may_be_part_of_a_control_token_but_are_words() -> None:
+def test_control_tokens_in_roles_are_plain_text() -> None:
     template = ChatTemplate(
         "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}", ["<|user|>"]
     )
@@ -170,7 +170,7 @@ def test_roles_may_be_part_of_a_control_token_but_are_words() -> None:
 
 
 @pytest.mark.parametrize("message", ["Hi", ("user", "Hi"), {"content": "Hi"}, {"role": 3, "content": "Hi"}])
-def test_what_is_no_message_is_refused(message: Any) -> None:
+def test_invalid_messages_are_rejected(message: Any) -> None:
     with pytest.raises(TypeError, match="message 1 must be a mapping with a string 'role'"):
         ChatTemplate(CHATML, SPECIAL).render([*USER_HI, message], {})
 
@@ -194,7 +194,7 @@ def test_variables_reach_the_template() -> None:
     ]
 
 
-def test_the_functions_of_templates_work() -> None:
+def test_template_functions_work() -> None:
     source = (
         "{% for i in range(9) %}{% if i == 2 %}{% continue %}{% endif %}{% if i == 4 %}{% break %}{% endif %}"
         "{{ i }}{% endfor %} {{ {'a': '<é>'} | tojson }} {{ {'a': 1} | tojson(indent=1) }}\n"
@@ -204,7 +204,7 @@ def test_the_functions_of_templates_work() -> None:
     assert rendered == f'013 {{"a": "<é>"}} {{\n "a": 1\n}}\nsaid {datetime.now().year}'
 
 
-def test_a_template_can_refuse(tokenizer_with: GGUFMaker) -> None:
+def test_a_template_can_raise_an_error(tokenizer_with: GGUFMaker) -> None:
     tokenizer = tokenizer_with("{{ raise_exception('roles must alternate') }}")
     with pytest.raises(ChatTemplateError, match="rejects the messages: roles must alternate"):
         tokenizer.apply_chat_template(USER_HI)
@@ -220,7 +220,7 @@ def test_a_template_can_refuse(tokenizer_with: GGUFMaker) -> None:
         ("{{ nothing.at.all }}", "undefined"),
     ],
 )
-def test_a_bad_template_is_named(tokenizer_with: GGUFMaker, source: str, message: str) -> None:
+def test_an_invalid_template_is_named(tokenizer_with: GGUFMaker, source: str, message: str) -> None:
     tokenizer = tokenizer_with(source)
     with pytest.raises(ChatTemplateError, match=message) as caught:
         tokenizer.apply_chat_template(USER_HI)
@@ -243,7 +243,7 @@ def test_a_template_stays_in_its_sandbox(source: str) -> None:
     assert messages == USER_HI
 
 
-def test_a_template_of_another_type_is_a_bad_file(tmp_path: Path) -> None:
+def test_a_template_of_the_wrong_type_is_a_file_error(tmp_path: Path) -> None:
     writer = GGUFWriter(tmp_path / "bad.gguf", "llama")
     vocabulary = VOCABULARIES["gpt2"](300)
     writer.add_tokenizer_model("gpt2")
@@ -270,7 +270,7 @@ def test_sentencepiece_vocabularies_have_templates_too(tokenizer_with: GGUFMaker
     ]
 
 
-def test_a_beginning_of_text_is_the_templates_to_write(tokenizer_with: GGUFMaker) -> None:
+def test_the_template_writes_the_bos_token(tokenizer_with: GGUFMaker) -> None:
     tokenizer = tokenizer_with(CHATML, add_bos=True)
     assert tokenizer.apply_chat_template(USER_HI)[0] != tokenizer.bos_id
     tokenizer = tokenizer_with("{{ bos_token }}" + CHATML, add_bos=True)
@@ -278,7 +278,7 @@ def test_a_beginning_of_text_is_the_templates_to_write(tokenizer_with: GGUFMaker
     assert tokenizer.bos_id not in tokenizer.apply_chat_template(USER_HI)[1:]
 
 
-def test_without_a_template_a_plain_one_serves(demo_path: Path) -> None:
+def test_the_default_template_is_used_without_one(demo_path: Path) -> None:
     with Model(demo_path, device="cpu") as model:
         tokenizer = model.tokenizer
         assert tokenizer.chat_template is None

@@ -18,7 +18,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return synth.synthesize(tmp_path_factory.mktemp("m") / "small.gguf", preset="tiny-embedding")
 
 
-def test_documents_and_queries_have_their_instructions(path: Path) -> None:
+def test_documents_and_queries_use_their_prompts(path: Path) -> None:
     from metal_prefill.integrations import ChromaEmbeddings
 
     function = ChromaEmbeddings(path, query="query", dimensions=8, model_options={"device": "cpu"})

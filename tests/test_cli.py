@@ -47,12 +47,12 @@ def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("name", list(cli.COMMANDS))
-def test_every_command_explains_itself(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([name, "--help"]) == 0
     assert f"metal-prefill {name}" in capsys.readouterr().out
 
 
-def test_a_former_name_does_the_same_and_says_the_new_one(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_former_name_works_and_names_the_new_one(capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--preset", "tiny", "-p", "32", "--json"]
     assert cli.main(["predict", *options]) == 0
     new = capsys.readouterr()
@@ -63,7 +63,7 @@ def test_a_former_name_does_the_same_and_says_the_new_one(capsys: pytest.Capture
     assert "is deprecated and will be removed in the next release; use 'metal-prefill predict'" in former.err
 
 
-def test_no_command_is_wrong_use(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_command_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([]) == 2
     assert "usage:" in capsys.readouterr().err
 
@@ -75,12 +75,12 @@ def imported_by(code: str, late: tuple[str, ...]) -> str:
     return out.splitlines()[-1]
 
 
-def test_help_waits_for_no_library() -> None:
+def test_help_loads_no_library() -> None:
     late = ("metal_prefill._commands", "metal_prefill.bench", "rich", "numpy")
     assert imported_by("from metal_prefill import cli; cli.main(['--help'])", late) == "[]"
 
 
-def test_opening_a_model_waits_for_no_library_that_it_has_no_use_for() -> None:
+def test_opening_a_model_loads_no_unneeded_library() -> None:
     """They took a third of the time that the import takes."""
     late = ("asyncio", "email", "importlib.metadata", "ssl", "metal_prefill.gpu")
     assert imported_by("from metal_prefill import Model; Model(device='cpu', threads=1)", late) == "[]"
@@ -105,7 +105,7 @@ def test_options_of_the_engine_reach_the_model(demo_path: Path, monkeypatch: pyt
     assert opened == [(demo_path, {**options, "mmap": False, "pack_cache": True})]
 
 
-def test_run_reads_the_file_where_it_is_not_to_be_mapped(
+def test_run_reads_the_file_without_mapping_on_request(
     capsys: pytest.CaptureFixture[str], demo_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The model that guesses as well: neither may end the process when its file is truncated."""
@@ -167,7 +167,7 @@ def test_run_stops_before_the_stop_text(capsys: pytest.CaptureFixture[str]) -> N
     assert word not in capsys.readouterr().out.removeprefix(PROMPT)
 
 
-def test_run_prints_the_best_text_of_a_search(capsys: pytest.CaptureFixture[str]) -> None:
+def test_run_prints_the_best_text_of_a_beam_search(capsys: pytest.CaptureFixture[str]) -> None:
     with Model(device="cpu") as model:
         beams = model.generate_beams(PROMPT, 12, num_beams=3, stop=",", min_tokens=6, length_penalty=0.5)
     assert "," in beams[0].text  # which would end there, but for min_tokens
@@ -188,7 +188,7 @@ def test_run_prints_the_best_text_of_a_search(capsys: pytest.CaptureFixture[str]
     "option",
     ["--temperature 1", "--top-k 4", "--seed 1", "--logit-bias 5=1", "--speculate off", "--json-schema x"],
 )
-def test_a_search_refuses_what_has_no_meaning_for_it(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_beam_search_rejects_unsupported_options(option: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["run", "-p", PROMPT, "--beams", "2", *option.split()]) == 2
     assert f"--beams does not support {option.split()[0]}" in capsys.readouterr().err
 
@@ -237,7 +237,7 @@ def test_info_counts_every_byte_of_the_tensors(capsys: pytest.CaptureFixture[str
     assert (f"pairs of bfloat16 {speedup:.1f} times" in out) == (speedup > 0)
 
 
-def test_info_draws_where_the_bytes_are(tmp_path: Path) -> None:
+def test_info_draws_the_distribution_of_bytes(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     picture = tmp_path / "bytes.png"
     assert cli.main(["info", "--plot", str(picture)]) == 0
@@ -284,14 +284,14 @@ def test_synth_writes_a_model_that_runs(tmp_path: Path, capsys: pytest.CaptureFi
         ["perplexity"],
     ],
 )
-def test_wrong_use_is_two(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_usage_errors_exit_with_two(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(arguments) == 2
     captured = capsys.readouterr()
     assert "error: " in captured.err
     assert "Traceback" not in captured.err
 
 
-def test_a_missing_file_is_a_failed_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_file_exits_with_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "none.gguf"
     for command in (["run", "-p", "a", "-m"], ["info", "-m"], ["bench"], ["run", "-f"]):
         assert cli.main([*command, str(path)]) == 1
@@ -300,7 +300,7 @@ def test_a_missing_file_is_a_failed_run(tmp_path: Path, capsys: pytest.CaptureFi
         assert line.startswith(f"error: {path}: No such file or directory{hint}")
 
 
-def test_a_missing_folder_is_named_before_any_work(
+def test_a_missing_folder_is_reported_before_any_work(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("matplotlib")
@@ -313,7 +313,7 @@ def test_a_missing_folder_is_named_before_any_work(
     assert capsys.readouterr().err == f"error: {folder / 'out.gguf'}: No such file or directory\n"
 
 
-def test_a_picture_of_no_format_is_refused_before_any_work(
+def test_an_unknown_image_format_is_rejected_before_any_work(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("matplotlib")
@@ -328,7 +328,7 @@ def test_a_picture_of_no_format_is_refused_before_any_work(
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
 @pytest.mark.parametrize("unbuffered", ["", "1"])
-def test_a_full_disk_is_said_in_words(unbuffered: str) -> None:
+def test_a_full_disk_is_reported(unbuffered: str) -> None:
     env = {**NO_DEVICE, "PYTHONUNBUFFERED": unbuffered}
     with open("/dev/full", "w") as full:
         process = subprocess.run(
@@ -343,7 +343,7 @@ def test_a_full_disk_is_said_in_words(unbuffered: str) -> None:
     assert process.stderr == "error: No space left on device\n"
 
 
-def test_a_damaged_file_is_a_failed_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_damaged_file_exits_with_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "bad.gguf"
     path.write_bytes(b"GGUF" + b"\xff" * 60)
     assert cli.main(["run", "-p", "a", "-m", str(path)]) == 1
@@ -353,12 +353,12 @@ def test_a_damaged_file_is_a_failed_run(tmp_path: Path, capsys: pytest.CaptureFi
     assert "Traceback" not in error
 
 
-def test_a_prompt_too_long_is_a_failed_run(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_prompt_that_is_too_long_exits_with_one(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["run", "-p", "a " * 100, "--max-context", "16"]) == 1
     assert "16" in capsys.readouterr().err
 
 
-def test_the_traceback_is_there_on_request(
+def test_a_traceback_is_printed_on_request(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("METAL_PREFILL_TRACEBACK", "1")
@@ -389,7 +389,7 @@ def test_a_closed_pipe_ends_quietly() -> None:
     assert error == ""
 
 
-def test_windows_begin_with_bos_and_drop_the_rest() -> None:
+def test_windows_start_with_bos_and_drop_the_remainder() -> None:
     assert windows(range(10), 4, bos=99) == [[99, 1, 2, 3], [99, 5, 6, 7]]
     assert windows(range(10), 4, bos=None) == [[0, 1, 2, 3], [4, 5, 6, 7]]
     assert windows(range(3), 4, bos=None) == []
@@ -406,7 +406,7 @@ def test_perplexity_counts_second_halves_only() -> None:
     assert result.error == pytest.approx(np.exp(2.0) * np.sqrt(variance / 5))
 
 
-def test_perplexity_of_shakespeare_is_that_of_the_logits(
+def test_perplexity_of_shakespeare_matches_the_logits(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     verse = "MENENIUS:\nWhat work's, my countrymen, in hand? where go you\nWith bats and clubs?"
@@ -435,7 +435,7 @@ def test_perplexity_of_shakespeare_is_that_of_the_logits(
 
 
 @pytest.mark.parametrize("compute", ["int8", "f32"])
-def test_perplexity_is_that_of_llama_cpp(
+def test_perplexity_matches_llama_cpp(
     compute: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     recorded = json.loads(comparison.PERPLEXITY.read_text())
@@ -448,7 +448,7 @@ def test_perplexity_is_that_of_llama_cpp(
     assert int(match[2]) == recorded["tokens"]
 
 
-def test_a_text_shorter_than_a_window_is_wrong_use(
+def test_a_text_shorter_than_a_window_is_a_usage_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "short.txt"
@@ -457,12 +457,12 @@ def test_a_text_shorter_than_a_window_is_wrong_use(
     assert "must have at least 512" in capsys.readouterr().err
 
 
-def test_progress_is_silent_where_nobody_looks() -> None:
+def test_progress_is_not_shown_in_a_pipe() -> None:
     with common.progress_bar("prompt", "tokens") as progress:
         assert progress is None
 
 
-def test_progress_counts_where_somebody_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_is_shown_in_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     class Terminal(io.StringIO):
         def isatty(self) -> bool:
             return True
@@ -494,7 +494,7 @@ def test_texts_follow_a_json_schema(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "schema.json is not JSON" in capsys.readouterr().err
 
 
-def test_guesses_change_no_text(demo_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_speculation_does_not_change_the_text(demo_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     printed = []
     for how in ("off", "lookup", str(demo_path)):
         assert (
@@ -515,7 +515,7 @@ def test_guesses_change_no_text(demo_path: Path, capsys: pytest.CaptureFixture[s
         ("rerank", "-q", "a", "-f", "-"),
     ],
 )
-def test_a_closed_standard_input_is_named(arguments: tuple[str, ...], tmp_path: Path) -> None:
+def test_a_closed_standard_input_is_reported(arguments: tuple[str, ...], tmp_path: Path) -> None:
     command = [sys.executable, "-m", "metal_prefill", *arguments]
     done = subprocess.run(
         ["sh", "-c", 'exec "$@" <&-', "sh", *command],

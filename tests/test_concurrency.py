@@ -48,7 +48,7 @@ def model(device: str, fast_demo_path: Path) -> Iterator[Model]:
         yield model
 
 
-def test_a_progress_callback_reads_its_own_session(model: Model) -> None:
+def test_a_progress_callback_can_read_its_own_session(model: Model) -> None:
     session = model.session()
     seen: list[Any] = []
 
@@ -79,7 +79,7 @@ def test_a_progress_callback_reads_its_own_session(model: Model) -> None:
         lambda s: list(s.generate([1], 2)),
     ],
 )
-def test_a_progress_callback_that_would_change_its_session_is_refused(
+def test_a_progress_callback_cannot_change_its_session(
     model: Model, change: Callable[[Session], object]
 ) -> None:
     expected = model.forward_prompt(PROMPT)
@@ -99,7 +99,7 @@ def test_a_progress_callback_that_would_change_its_session_is_refused(
     change(session)  # and afterwards it is allowed
 
 
-def test_a_progress_callback_forks_and_saves_the_finished_chunks(model: Model, tmp_path: Path) -> None:
+def test_a_progress_callback_can_fork_and_save_finished_chunks(model: Model, tmp_path: Path) -> None:
     following = [model.forward_prompt(PROMPT[:CHUNK]), model.forward_prompt(PROMPT[CHUNK:])]
     session = model.session()
     forks: list[Session] = []
@@ -146,7 +146,7 @@ def test_reads_do_not_wait_while_a_chunk_is_computed(device: str, demo_path: Pat
         assert sum(read == (0, 0, 0) for read in reads) > 20  # a read that waits comes once in a prompt
 
 
-def test_a_changing_call_of_another_thread_waits_for_its_turn(model: Model) -> None:
+def test_calls_of_other_threads_that_change_a_session_wait(model: Model) -> None:
     session = model.session()
     threads: list[threading.Thread] = []
     positions: list[int] = []
@@ -165,7 +165,7 @@ def test_a_changing_call_of_another_thread_waits_for_its_turn(model: Model) -> N
 
 
 @pytest.mark.parametrize("wait", [lambda s: s.rewind(0), lambda s: s.forward_prompt([1]), lambda s: s.fork()])
-def test_ctrl_c_ends_the_wait_for_a_turn(model: Model, wait: Callable[[Session], object]) -> None:
+def test_ctrl_c_interrupts_the_wait_for_a_session(model: Model, wait: Callable[[Session], object]) -> None:
     session = model.session()
     inside, done = threading.Event(), threading.Event()
 
@@ -189,7 +189,7 @@ def test_ctrl_c_ends_the_wait_for_a_turn(model: Model, wait: Callable[[Session],
     assert session.position == len(PROMPT)
 
 
-def test_of_two_generators_on_one_session_the_overtaken_one_says_so(model: Model) -> None:
+def test_the_slower_of_two_generators_on_a_session_raises(model: Model) -> None:
     alone = list(model.session().generate("JULIET:", 12))
     session = model.session()
     first, second = session.generate("ROMEO:", 12), session.generate("JULIET:", 12)
@@ -211,7 +211,7 @@ def test_of_two_generators_on_one_session_the_overtaken_one_says_so(model: Model
         lambda s: s.score([5, 6]),
     ],
 )
-def test_a_generator_says_that_its_session_was_changed(
+def test_a_generator_raises_if_its_session_was_changed(
     model: Model, change: Callable[[Session], object], temperature: float
 ) -> None:
     session = model.session()
@@ -224,7 +224,7 @@ def test_a_generator_says_that_its_session_was_changed(
     assert session.tokens == tokens
 
 
-def test_reads_forks_and_other_sessions_leave_a_generator_alone(model: Model, tmp_path: Path) -> None:
+def test_reads_forks_and_other_sessions_do_not_affect_a_generator(model: Model, tmp_path: Path) -> None:
     expected = list(model.session().generate("ROMEO:", 12))
     session, other = model.session(), model.session()
     pieces = []
@@ -238,7 +238,7 @@ def test_reads_forks_and_other_sessions_leave_a_generator_alone(model: Model, tm
     assert pieces == expected
 
 
-def test_threads_in_one_models_generate_get_their_text_or_an_error(demo_path: Path) -> None:
+def test_threads_that_call_generate_get_their_text_or_an_error(demo_path: Path) -> None:
     names = [f"CITIZEN {i}:\n" for i in range(4)]
     with Model(demo_path, device="cpu") as model:
         alone = {name: "".join(model.generate(name, 30)) for name in names}

@@ -84,13 +84,13 @@ def test_a_chain_within_the_limit_compiles(model: Model, chain: str) -> None:
 
 
 @pytest.mark.parametrize("chain", CHAINS)
-def test_a_chain_beyond_the_limit_is_refused(model: Model, chain: str) -> None:
+def test_a_chain_beyond_the_limit_is_rejected(model: Model, chain: str) -> None:
     message = refused(model, **CHAINS[chain](4000))
     assert f"each naming the next, exceeds the limit of {MOST_DEPTH}" in message
 
 
 @pytest.mark.parametrize("chain", ["rules", "terminals", "objects", "references"])
-def test_a_source_that_overflows_the_stack_ends_a_worker_only(
+def test_a_stack_overflow_ends_only_a_worker(
     model: Model, monkeypatch: pytest.MonkeyPatch, chain: str
 ) -> None:
     """Without a limit on depth, 30,000 of each would end the process."""
@@ -100,7 +100,7 @@ def test_a_source_that_overflows_the_stack_ends_a_worker_only(
     assert "recurses too deeply" in message or "too large" in message
 
 
-def test_definitions_that_refer_to_themselves_are_no_chain(model: Model) -> None:
+def test_recursive_definitions_are_not_a_chain(model: Model) -> None:
     tree = {"type": "object", "properties": {"next": {"$ref": "#/$defs/tree"}, "up": {"$ref": "#"}}}
     names = {f"d{i}": {"$ref": "#/$defs/tree"} for i in range(2 * MOST_DEPTH)}
     schema = {"anyOf": [{"$ref": f"#/$defs/{name}"} for name in names], "$defs": {**names, "tree": tree}}
@@ -113,12 +113,12 @@ def test_names_in_strings_patterns_and_comments_are_not_rules(model: Model) -> N
     assert Constraint(model.tokenizer, grammar=grammar).mask()
 
 
-def test_a_large_source_is_refused(model: Model) -> None:
+def test_a_large_source_is_rejected(model: Model) -> None:
     message = refused(model, regex="a" * (MOST_CHARACTERS + 1))
     assert message == "regex: 1,048,577 characters exceed the limit of 1,048,576"
 
 
-def test_a_schema_that_is_nested_too_deeply_is_refused(model: Model) -> None:
+def test_a_schema_that_is_nested_too_deeply_is_rejected(model: Model) -> None:
     schema: Source = {"type": "null"}
     for _ in range(50_000):
         schema = {"not": schema}
@@ -143,7 +143,7 @@ def test_the_memory_of_a_source_is_bounded(model: Model, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("source", ["regex", "error"])
-def test_a_known_source_is_neither_tried_nor_compiled_again(
+def test_a_known_source_is_not_compiled_again(
     model: Model, monkeypatch: pytest.MonkeyPatch, source: str
 ) -> None:
     sources = {"regex": {"regex": "[ab]{3}"}, "error": {"regex": "("}}
@@ -171,7 +171,7 @@ def test_texts_of_one_constraint_do_not_share_its_state(model: Model) -> None:
     assert texts[0].advance([], room=0).met
 
 
-def test_few_constraints_are_kept(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_number_of_cached_constraints_is_limited(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_constraint, "MOST_KEPT", 2)
     forks, real = 0, ForkServer.fork
 
@@ -188,7 +188,7 @@ def test_few_constraints_are_kept(model: Model, monkeypatch: pytest.MonkeyPatch)
     assert found == [1, 2, 2, 3, 3, 4]
 
 
-def test_many_threads_get_their_own_answers(model: Model) -> None:
+def test_concurrent_threads_get_their_own_answers(model: Model) -> None:
     found: dict[int, str] = {}
 
     def compile_one(i: int) -> None:
@@ -211,7 +211,7 @@ def interrupted(*arguments: Any, **named: Any) -> Any:
     signal.raise_signal(signal.SIGINT)
 
 
-def test_ctrl_c_while_a_worker_compiles_is_ctrl_c(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_interrupts_a_compiling_worker(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     text = Constraint(model.tokenizer, regex="[ab]c")
     a = model.tokenizer.encode("a", add_bos=False)
     before = text.advance(a), text.mask()
@@ -228,9 +228,7 @@ def test_ctrl_c_while_a_worker_compiles_is_ctrl_c(model: Model, monkeypatch: pyt
     )
 
 
-def test_ctrl_c_while_a_string_is_written_in_tokens_is_ctrl_c(
-    model: Model, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ctrl_c_interrupts_forced_tokens(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     """The tokenizer is called in this process, for the worker, which waits."""
     sentence = "a long text without a choice"
     constraint = Constraint(model.tokenizer, json_schema={"const": sentence})
@@ -243,7 +241,7 @@ def test_ctrl_c_while_a_string_is_written_in_tokens_is_ctrl_c(
     assert len(forced) > 3
 
 
-def test_a_forked_process_has_workers_of_its_own(model: Model) -> None:
+def test_a_forked_process_has_its_own_workers(model: Model) -> None:
     a, c = (model.tokenizer.encode(letter, add_bos=False) for letter in "ac")
     text = Constraint(model.tokenizer, regex="[ab]c")
     text.advance(a)
@@ -276,7 +274,7 @@ def test_workers_end_with_the_process() -> None:
             os.kill(pid, 0)
 
 
-def test_a_worker_that_cannot_start_is_named(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_that_cannot_start_is_reported(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/bin/false")
     with pytest.raises(ConstraintError, match="did not start: /bin/false, status 1"):
         Constraint(model.tokenizer, regex="a")
@@ -295,7 +293,7 @@ def spaces(model: Model) -> dict[str, Any]:
     return {"grammar": HANGING, "logit_bias": {space: 100.0}, **SPACES}
 
 
-def test_a_grammar_that_hangs_while_it_is_matched_fails_its_text_alone(model: Model) -> None:
+def test_a_grammar_that_hangs_in_matching_fails_only_its_text(model: Model) -> None:
     others: list[Any] = [("A:", {"regex": "[a-z ]{60}"}), "ROMEO:\n"]
     expected = [
         "".join(model.generate("A:", 70, regex="[a-z ]{60}")),
@@ -321,7 +319,7 @@ def hang(text: Constraint, model: Model) -> str:
     return ""
 
 
-def test_a_source_that_exceeded_a_limit_while_matching_is_refused(model: Model) -> None:
+def test_a_source_that_exceeded_a_limit_in_matching_is_rejected(model: Model) -> None:
     texts = [Constraint(model.tokenizer, grammar=HANGING) for _ in range(4)]
     b = model.tokenizer.encode("b", add_bos=False)
     texts[3].advance(b)
@@ -339,7 +337,7 @@ def test_a_source_that_exceeded_a_limit_while_matching_is_refused(model: Model) 
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSEGV])
-def test_texts_whose_worker_is_killed_are_the_same(model: Model, how: signal.Signals) -> None:
+def test_killing_a_worker_does_not_change_its_texts(model: Model, how: signal.Signals) -> None:
     kwargs: dict[str, Any] = {"temperature": 1.0, "seed": 3, "json_schema": {"type": "string"}}
     prompts = ["A:", "ROMEO:\n"]
     expected = ["".join(model.generate(prompt, 60, **kwargs)) for prompt in prompts]
@@ -354,7 +352,7 @@ def test_texts_whose_worker_is_killed_are_the_same(model: Model, how: signal.Sig
     assert len(killed) >= 2
 
 
-def test_a_text_whose_drafts_were_wrong_continues_in_another_worker(model: Model) -> None:
+def test_a_text_with_rejected_drafts_continues_in_another_worker(model: Model) -> None:
     a, c = (model.tokenizer.encode(letter, add_bos=False) for letter in "ac")
     text = Constraint(model.tokenizer, regex="(ac){9}b")
     expected = []
@@ -373,7 +371,7 @@ def test_a_text_whose_drafts_were_wrong_continues_in_another_worker(model: Model
     assert len(expected[0]) == 4 * 3
 
 
-def test_a_text_has_more_time_to_be_replayed(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replaying_a_text_has_a_longer_time_limit(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     """A long text takes longer than a step then, and has done nothing wrong."""
     text = Constraint(model.tokenizer, regex="a{50}")
     a = model.tokenizer.encode("a", add_bos=False)
@@ -394,7 +392,7 @@ def test_a_text_has_more_time_to_be_replayed(model: Model, monkeypatch: pytest.M
     assert seconds == [("advance", 0.25), *again]
 
 
-def test_a_worker_that_crashes_again_ends_the_text_alone(
+def test_a_worker_that_crashes_again_fails_only_the_text(
     model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text, other = (Constraint(model.tokenizer, regex="[ab]{9}") for _ in range(2))
@@ -413,7 +411,7 @@ def test_a_worker_that_crashes_again_ends_the_text_alone(
 
 
 @pytest.mark.parametrize("how", ["dropped", "ended", "cancelled", "closed"])
-def test_a_worker_forgets_the_texts_that_end(model: Model, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+def test_a_worker_releases_finished_texts(model: Model, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
     compiled = Constraint(model.tokenizer, regex="[ab]{9}")._compiled
     released: list[int] = []
     real = Worker.release
@@ -445,7 +443,7 @@ def test_a_worker_forgets_the_texts_that_end(model: Model, monkeypatch: pytest.M
     assert len(released) == 1
 
 
-def test_a_worker_is_told_of_ended_texts_at_once() -> None:
+def test_a_worker_is_notified_of_finished_texts_immediately() -> None:
     """Its memory is not kept until a next text comes."""
     ours, theirs = Pipe()
     server = ForkServer([], [], [])
@@ -462,7 +460,7 @@ def test_a_worker_is_told_of_ended_texts_at_once() -> None:
     theirs.close()
 
 
-def test_constraints_that_are_dropped_leave_no_process_and_no_descriptor(model: Model) -> None:
+def test_dropped_constraints_leave_no_process_and_no_descriptor(model: Model) -> None:
     if sys.platform != "linux":
         pytest.skip("counts descriptors in /proc")
     pids: list[int] = []
@@ -475,7 +473,7 @@ def test_constraints_that_are_dropped_leave_no_process_and_no_descriptor(model: 
     assert len(gone) >= _constraint.MOST_KEPT
 
 
-def test_the_depth_of_a_schema_takes_time_in_proportion_to_its_size(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_depth_of_a_schema_is_found_in_linear_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Parts that contain one another and are all referred to are not walked for each reference."""
     schema: Source = {"type": "null"}
     for _ in range(300):
@@ -494,7 +492,7 @@ def test_the_depth_of_a_schema_takes_time_in_proportion_to_its_size(monkeypatch:
     assert walked < 2.1 * 300 * 303
 
 
-def test_a_worker_forgets_texts_that_are_released() -> None:
+def test_a_worker_drops_released_texts() -> None:
     requests, answers = Pipe()
     texts = _Texts(None)
     texts._texts = {1: (None, []), 2: (None, [])}
@@ -505,7 +503,7 @@ def test_a_worker_forgets_texts_that_are_released() -> None:
     answers.close()
 
 
-def test_the_processes_of_a_tokenizer_end_with_it(demo_path: Path) -> None:
+def test_worker_processes_end_with_their_tokenizer(demo_path: Path) -> None:
     model = Model(demo_path, device="cpu", threads=1)
     compiled = Constraint(model.tokenizer, regex="a")._compiled
     process, pid = compiled._server._process, compiled._worker.pid

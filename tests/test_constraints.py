@@ -68,7 +68,7 @@ def one_by_one(model: Model, ids: list[int], guide: Constraint, seed: int, **opt
     [{}, {"temperature": 1.0}, {"temperature": 1.5, "top_k": 50, "repeat_penalty": 1.2}],
     ids=["greedy", "sampled", "penalties"],
 )
-def test_tokens_are_those_of_masks_alone(model: Model, options: dict[str, Any]) -> None:
+def test_tokens_match_those_of_masks_alone(model: Model, options: dict[str, Any]) -> None:
     """So texts have the same probabilities whether forced tokens are sampled or not."""
     ids = model.tokenizer.encode(PROMPT)
     for seed in range(4):
@@ -100,7 +100,7 @@ def test_forced_tokens_are_computed_together(model: Model) -> None:
 
 
 @pytest.mark.parametrize("speculate", ["off", "lookup"])
-def test_forced_tokens_come_a_bounded_number_in_a_pass(model: Model, speculate: Any) -> None:
+def test_the_number_of_forced_tokens_in_a_pass_is_bounded(model: Model, speculate: Any) -> None:
     regex = "(thou art a fool, my lord! ){40}"
     expected = [piece.token for piece in model.stream(PROMPT, 700, regex=regex, logprobs=0)]
     assert len(expected) > 5 * MOST_FORCED
@@ -129,7 +129,7 @@ def test_a_text_is_cancelled_between_its_forced_tokens(model: Model) -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"temperature": 1.0, "seed": 5}], ids=["greedy", "sampled"])
-def test_guesses_change_no_constrained_text(
+def test_speculation_does_not_change_constrained_text(
     model: Model, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
 ) -> None:
     """Right, wrong and forbidden guesses, alone, with probabilities, and in batches."""
@@ -155,7 +155,7 @@ def test_guesses_change_no_constrained_text(
     assert set(kept) == {0, 1, 2, 3}
 
 
-def test_guesses_save_passes_under_a_constraint(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_speculation_saves_passes_under_a_constraint(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RowCost, "seconds", lambda self, rows: 1.0)
     ids, calls = model.tokenizer.encode(PROMPT), 0
     tokens: list[int] = []
@@ -179,7 +179,7 @@ def test_guesses_save_passes_under_a_constraint(model: Model, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("many", [False, True])
-def test_forced_tokens_do_not_make_guesses_look_cheap(
+def test_forced_tokens_do_not_lower_the_estimated_cost_of_drafts(
     model: Model, monkeypatch: pytest.MonkeyPatch, many: bool
 ) -> None:
     """Their rows choose nothing, so a pass with them says nothing about one with as many guesses."""
@@ -207,7 +207,7 @@ def test_forced_tokens_do_not_make_guesses_look_cheap(
     assert noted == [rows for rows, drafts in passes if rows == drafts + 1]
 
 
-def test_guesses_and_forced_tokens_together_are_rows_that_are_exact(
+def test_drafts_with_forced_tokens_stay_within_exact_rows(
     model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ids, passes, tokens = model.tokenizer.encode(PROMPT), list[tuple[int, int]](), list[int]()
@@ -230,7 +230,7 @@ def test_guesses_and_forced_tokens_together_are_rows_that_are_exact(
     assert all(rows <= 12 for rows, drafts in passes if drafts)
 
 
-def test_an_error_of_a_draft_is_none_of_the_text(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_in_a_draft_does_not_affect_the_text(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_constraint_worker, "_limit_memory", lambda memory: None)  # of this process
     tokenizer = model.tokenizer
     a, b = (tokenizer.encode(c, add_bos=False)[0] for c in "ab")
@@ -263,14 +263,14 @@ def test_an_error_of_a_draft_is_none_of_the_text(model: Model, monkeypatch: pyte
     assert texts.advance(0, None, [b], 0, 9).startswith(b'[1, false, [], "", false]\n')
 
 
-def test_random_schemas_are_met(model: Model) -> None:
+def test_random_schemas_are_satisfied(model: Model) -> None:
     from support.random_schemas import check, make
 
     for schema, text, _ in make(model, 25, 800):
         check(schema, text)
 
 
-def test_each_kind_of_constraint_is_met(model: Model) -> None:
+def test_each_kind_of_constraint_is_satisfied(model: Model) -> None:
     text = "".join(model.generate(PROMPT, 100, json_schema=json.dumps(PERSON), temperature=1.0, seed=1))
     assert set(json.loads(text)) == {"name", "kind", "age"}
     text = "".join(model.generate(PROMPT, 50, regex=r"(ROMEO|JULIET) is \d{2} years old\.", seed=2))
@@ -297,7 +297,7 @@ def test_batches_and_conversations_are_constrained_too(model: Model) -> None:
     }
 
 
-def test_a_stop_string_may_end_it_earlier(model: Model) -> None:
+def test_a_stop_string_may_end_a_constrained_text(model: Model) -> None:
     text = "".join(model.generate(PROMPT, 200, json_schema=PERSON, stop=', "kind"'))
     assert json.loads(text + "}").keys() == {"name"}
 
@@ -314,7 +314,7 @@ def test_a_stop_string_may_end_it_earlier(model: Model) -> None:
         ({"grammar": "start: foo"}, 'grammar: .*unknown name: "foo"'),
     ],
 )
-def test_constraints_that_cannot_be_are_named(model: Model, constraint: dict[str, Any], message: str) -> None:
+def test_invalid_constraints_are_reported(model: Model, constraint: dict[str, Any], message: str) -> None:
     with model.session() as session:
         with pytest.raises(ConstraintError, match=message):
             session.generate(PROMPT, 20, **constraint)
@@ -323,7 +323,7 @@ def test_constraints_that_cannot_be_are_named(model: Model, constraint: dict[str
     assert {i: type(r) for i, r in results} == {0: ConstraintError, 1: str}
 
 
-def test_two_constraints_are_refused(model: Model) -> None:
+def test_two_constraints_are_rejected(model: Model) -> None:
     with pytest.raises(ValueError, match="one constraint at most, got json_schema and regex"):
         model.generate(PROMPT, 20, json_schema=PERSON, regex="a")
 
@@ -342,7 +342,7 @@ def test_a_context_that_ends_first_is_an_error_after_the_last_piece(demo_path: P
         assert [p.finish_reason for p in model.stream([1], 5, json_schema=PERSON)][-1] == "length"
 
 
-def test_without_llguidance_the_error_says_what_to_install(
+def test_without_llguidance_the_error_names_the_extra(
     demo_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "llguidance", None)

@@ -60,7 +60,7 @@ def read(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     return fields, tensors
 
 
-def test_weights_and_shape_of_bert_are_written(bert: Folder, tmp_path: Path) -> None:
+def test_weights_and_hyperparameters_of_bert_are_written(bert: Folder, tmp_path: Path) -> None:
     fields, tensors = read(convert(bert.write(), tmp_path / "bert.gguf"))
     source = bert.tensors
     assert np.array_equal(tensors["token_embd.weight"], source["embeddings.word_embeddings.weight"])
@@ -98,7 +98,7 @@ def test_weights_and_shape_of_bert_are_written(bert: Folder, tmp_path: Path) -> 
     assert "bert.pooling_type" not in fields
 
 
-def test_positions_of_xlm_r_begin_after_the_padding_token(tmp_path: Path) -> None:
+def test_positions_of_xlm_r_start_after_the_padding_token(tmp_path: Path) -> None:
     folder = model_folders.bert(tmp_path / "m", "XLMRobertaModel", "unigram")
     fields, tensors = read(convert(folder.write(), tmp_path / "m.gguf"))
     positions = folder.tensors["embeddings.position_embeddings.weight"]
@@ -110,7 +110,7 @@ def test_positions_of_xlm_r_begin_after_the_padding_token(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(("mode", "number"), [("mean_tokens", 1), ("cls_token", 2), ("lasttoken", 3)])
-def test_pooling_and_dense_layers_are_those_of_the_modules(
+def test_pooling_and_dense_layers_match_the_modules(
     bert: Folder, tmp_path: Path, mode: str, number: int
 ) -> None:
     bert.pool(mode, dense=16)
@@ -123,7 +123,7 @@ def test_pooling_and_dense_layers_are_those_of_the_modules(
 
 
 @pytest.mark.parametrize("name", CLASSES)
-def test_heads_are_written_under_their_names_in_gguf(tmp_path: Path, name: str) -> None:
+def test_heads_have_their_gguf_names(tmp_path: Path, name: str) -> None:
     count = next(
         shape[0] for key, shape in CLASSES[name].items() if key.endswith(("classifier.bias", "proj.bias"))
     )
@@ -140,7 +140,7 @@ def test_heads_are_written_under_their_names_in_gguf(tmp_path: Path, name: str) 
     assert fields["bert.classifier.output_labels"] == list(labels.values())
 
 
-def test_labels_without_names_and_unused_tensors_are_left_out(tmp_path: Path) -> None:
+def test_unnamed_labels_and_unused_tensors_are_omitted(tmp_path: Path) -> None:
     shapes = {
         "classifier.weight": (2, DIM),
         "bert.embeddings.position_ids": (1, CONTEXT),
@@ -156,7 +156,7 @@ def test_labels_without_names_and_unused_tensors_are_left_out(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("kind", [kind for kind in TENSOR_TYPES if not kind.startswith("TQ")])
-def test_matrices_have_the_type_asked_for(bert: Folder, tmp_path: Path, kind: str) -> None:
+def test_matrices_have_the_requested_type(bert: Folder, tmp_path: Path, kind: str) -> None:
     path = convert(bert.write(), tmp_path / "m.gguf", tensor_type=kind)
     types = {t.name: t.tensor_type.name for t in GGUFReader(path).tensors}
     wanted = "F32" if kind == "auto" else kind
@@ -169,14 +169,14 @@ def test_matrices_have_the_type_asked_for(bert: Folder, tmp_path: Path, kind: st
     assert np.sqrt(np.mean(error**2)) <= bound * 0.1
 
 
-def test_rows_that_no_block_fits_become_16_bit(tmp_path: Path) -> None:
+def test_rows_that_do_not_fit_blocks_are_stored_in_16_bits(tmp_path: Path) -> None:
     folder = model_folders.bert(tmp_path / "m")
     path = convert(folder.write(), tmp_path / "m.gguf", tensor_type="TQ2_0")
     types = {t.name: t.tensor_type.name for t in GGUFReader(path).tensors}
     assert types["blk.0.attn_q.weight"] == "F16"
 
 
-def test_bfloat16_weights_stay_as_they_are(bert: Folder, tmp_path: Path) -> None:
+def test_bfloat16_weights_are_unchanged(bert: Folder, tmp_path: Path) -> None:
     bert.write()
     model_folders.save_bfloat16(bert.tensors, bert.path / "model.safetensors")
     path = convert(bert.path, tmp_path / "m.gguf")
@@ -189,7 +189,7 @@ def test_bfloat16_weights_stay_as_they_are(bert: Folder, tmp_path: Path) -> None
     )
 
 
-def test_a_llama_folder_opens_as_it_is(tmp_path: Path, cache: Path) -> None:
+def test_a_llama_folder_can_be_opened(tmp_path: Path, cache: Path) -> None:
     folder = model_folders.llama(tmp_path / "llama").write()
     with Model(folder, device="cpu") as model, Model(str(folder), device="cpu") as again:
         assert model.path == again.path
@@ -201,7 +201,7 @@ def test_a_llama_folder_opens_as_it_is(tmp_path: Path, cache: Path) -> None:
     assert [path.suffix for path in (cache / "converted").iterdir()] == [".gguf"]
 
 
-def test_rotated_pairs_of_llama_are_next_to_each_other(tmp_path: Path) -> None:
+def test_rotated_pairs_of_llama_are_adjacent(tmp_path: Path) -> None:
     folder = model_folders.llama(tmp_path / "llama")
     _, tensors = read(convert(folder.write(), tmp_path / "m.gguf"))
     half = DIM // HEADS // 2
@@ -213,7 +213,7 @@ def test_rotated_pairs_of_llama_are_next_to_each_other(tmp_path: Path) -> None:
             assert np.array_equal(tensors[f"blk.0.{ours}.weight"][first : first + 2 * half], source[rows])
 
 
-def test_sentencepiece_vocabularies_have_the_tokens_of_the_folder(tmp_path: Path, cache: Path) -> None:
+def test_sentencepiece_vocabularies_match_the_folder(tmp_path: Path, cache: Path) -> None:
     vocabulary = json.loads(comparison.TOKENS.read_text())["vocabularies"]["llama"]
     tokens, scores = vocabulary["tokens"], vocabulary["scores"]
     normal = {t: i for i, t in enumerate(tokens) if vocabulary["types"][i] == 1}
@@ -242,7 +242,7 @@ def test_sentencepiece_vocabularies_have_the_tokens_of_the_folder(tmp_path: Path
                 assert model.tokenizer.encode(text, add_bos=False) == theirs.encode(text).ids, repr(text)
 
 
-def test_weights_in_several_files_are_the_same_model(tmp_path: Path) -> None:
+def test_sharded_weights_make_the_same_model(tmp_path: Path) -> None:
     whole = convert(model_folders.llama(tmp_path / "m").write(), tmp_path / "whole.gguf")
     split = model_folders.llama(tmp_path / "split" / "m")
     parts = convert(split.write(shards=3), tmp_path / "parts.gguf")
@@ -263,7 +263,7 @@ def test_a_changed_folder_is_converted_again(tmp_path: Path, cache: Path) -> Non
     assert read(third)[0]["llama.rope.freq_base"] == 5000.0
 
 
-def test_the_least_recently_used_conversions_make_room(
+def test_the_least_recently_used_conversions_are_evicted(
     tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folders = [model_folders.llama(tmp_path / name).write() for name in "abc"]
@@ -283,7 +283,7 @@ def test_a_failed_conversion_leaves_no_file(tmp_path: Path, cache: Path) -> None
     assert list((cache / "converted").iterdir()) == []
 
 
-def test_a_vocabulary_in_lines_is_the_same(tmp_path: Path) -> None:
+def test_a_vocabulary_in_lines_is_equivalent(tmp_path: Path) -> None:
     folder = model_folders.bert(tmp_path / "m")
     first, _ = read(convert(folder.write(), tmp_path / "a.gguf"))
     ids = json.loads((folder.path / "tokenizer.json").read_text())["model"]["vocab"]
@@ -315,7 +315,7 @@ def test_the_cache_command_lists_and_deletes_conversions(
     assert not path.exists()
 
 
-def test_types_of_the_command_are_those_of_the_library() -> None:
+def test_the_command_accepts_the_types_of_the_library() -> None:
     assert TYPES == TENSOR_TYPES
 
 
@@ -373,7 +373,7 @@ NAMES: dict[str, dict[str, str | None]] = {
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_published_names_become_those_of_llama_cpp(tmp_path: Path, name: str) -> None:
+def test_published_names_are_mapped_to_those_of_llama_cpp(tmp_path: Path, name: str) -> None:
     source, task = find_source(Fields(tmp_path, {"architectures": [name]}))
     (architecture,) = (a for a, known in MODEL_ARCH_NAMES.items() if known == source.architecture)
     names = get_tensor_name_map(architecture, 2)

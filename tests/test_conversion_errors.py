@@ -78,7 +78,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("change", "kind", "message"), WRONG)
-def test_what_is_wrong_with_a_folder_is_named(
+def test_problems_of_a_folder_are_reported(
     tmp_path: Path, change: Callable[[Folder], object], kind: type[Exception], message: str
 ) -> None:
     folder = model_folders.llama(tmp_path / "m")
@@ -88,7 +88,7 @@ def test_what_is_wrong_with_a_folder_is_named(
     assert not (tmp_path / "m.gguf").exists()
 
 
-def test_files_that_are_missing_are_named(tmp_path: Path) -> None:
+def test_missing_files_are_named(tmp_path: Path) -> None:
     folder = model_folders.llama(tmp_path / "m")
     for name, message in {
         "tokenizer.json": "has neither tokenizer.json nor vocab.txt",
@@ -106,7 +106,7 @@ def test_files_that_are_missing_are_named(tmp_path: Path) -> None:
         convert(folder.path, tmp_path / "m.gguf", tensor_type="Q9")
 
 
-def test_pickled_weights_are_refused(tmp_path: Path) -> None:
+def test_pickled_weights_are_rejected(tmp_path: Path) -> None:
     folder = model_folders.llama(tmp_path / "m").write()
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     message = r"weights in pytorch_model.bin, a format that can execute code and is never loaded; save"
@@ -123,7 +123,9 @@ def test_pickled_weights_are_refused(tmp_path: Path) -> None:
         ({}, "weight_map names 0 files"),
     ],
 )
-def test_an_index_names_files_of_its_folder(tmp_path: Path, names: dict[str, str], message: str) -> None:
+def test_an_index_may_name_only_files_of_its_folder(
+    tmp_path: Path, names: dict[str, str], message: str
+) -> None:
     folder = model_folders.llama(tmp_path / "m")
     path = folder.write()
     (path / "model.safetensors").unlink()
@@ -171,7 +173,7 @@ def test_damaged_settings_are_an_error(tmp_path: Path, content: str) -> None:
         ("2_Dense/config.json", {"in_features": 5, "out_features": 16}, r"\(16, 32\), expected \(16, 5\)"),
     ],
 )  # fmt: skip
-def test_modules_that_cannot_be_written_are_named(
+def test_unsupported_modules_are_named(
     bert: Folder, tmp_path: Path, file: str, content: Any, message: str
 ) -> None:
     bert.pool(dense=16)

@@ -63,12 +63,12 @@ def described(c: Compared) -> str:
 
 
 @pytest.mark.parametrize("c", [c for c in compared() if c.row["use"] == "held back"], ids=described)
-def test_speeds_that_are_held_back(c: Compared) -> None:
+def test_predictions_match_held_out_speeds(c: Compared) -> None:
     """Within 10% of what llama.cpp published, and 20% of what MLX did, whose kernels are known less well."""
     assert c.predicted == pytest.approx(c.row["speed"], rel=0.10 if c.row["engine"] == "llama.cpp" else 0.20)
 
 
-def test_most_speeds_are_held_back_and_constants_are_fitted_to_the_others() -> None:
+def test_most_speeds_are_held_out_of_the_fit() -> None:
     fit = [c for c in compared() if c.row["use"] == "fit"]
     assert len(fit) == 8
     assert sum(c.row["use"] == "held back" for c in compared()) == 22
@@ -86,7 +86,7 @@ def test_most_speeds_are_held_back_and_constants_are_fitted_to_the_others() -> N
     assert 1 / seconds(slow, works) == pytest.approx(462, rel=0.001)
 
 
-def test_a_prediction_s_range_is_that_of_the_errors() -> None:
+def test_prediction_ranges_cover_the_errors() -> None:
     assert spread() == SPREAD
     m4 = find_chip("m4")
     for tokens, kind in ((512, "prompt"), (1, "token")):
@@ -100,7 +100,7 @@ def test_a_prediction_s_range_is_that_of_the_errors() -> None:
         assert low < prediction.tokens_per_second < high
 
 
-def test_a_program_that_waits_takes_longer() -> None:
+def test_waits_take_time() -> None:
     m4 = find_chip("m4")
     dispatches = plan(shape_named("SmolLM-135M"), 32)
     running = predict(m4, dispatches, 32)
@@ -148,7 +148,7 @@ def test_a_dispatch_takes_the_largest_of_its_bounds() -> None:
     assert time_of(replace(chip, slc_bytes=100e6), large).memory == 0
 
 
-def test_groups_follow_each_other_where_a_core_is_full() -> None:
+def test_threadgroups_queue_on_full_cores() -> None:
     chip = replace(find_chip("m4"), cores=2, threads=256)
     work = Work(
         groups=8,
@@ -181,14 +181,14 @@ def test_bytes_and_products_of_a_prompt(smollm: Shape) -> None:
 
 
 @pytest.mark.parametrize(("window", "seen"), [(0, 512 * 512), (512, 512 * 513 - 256 * 257)])
-def test_tokens_that_see_both_ways_have_the_products_of_all_that_they_see(window: int, seen: int) -> None:
+def test_bidirectional_attention_counts_all_visible_positions(window: int, seen: int) -> None:
     """Without a window 512 tokens see 512 each; with one of 512, 256 on either side, but at the ends."""
     config = replace(SMOLLM, causal=False, layer_window=(window,) * 30)
     dispatches = plan(uniform_shape(config, "q4_0", "q8_0"), 512)
     assert 1 < attention_products(dispatches) / (29 * 9 * 2 * 64 * seen) < 1.2  # with those of rescaling
 
 
-def test_presets_are_predicted_with_their_attention(capsys: pytest.CaptureFixture[str]) -> None:
+def test_presets_use_their_attention(capsys: pytest.CaptureFixture[str]) -> None:
     """Of EmbeddingGemma's shape every token sees those after it, in four of 24 layers without a window."""
     shape = command._shape(argparse.Namespace(model=None, preset="embeddinggemma-300m"))
     assert not shape.config.causal
@@ -218,7 +218,7 @@ def test_an_m5_multiplies_on_its_matrix_units(smollm: Shape) -> None:
     assert time_of(find_chip("m4"), work).issue == float("inf")
 
 
-def test_what_is_larger_takes_longer(smollm: Shape) -> None:
+def test_larger_workloads_take_longer(smollm: Shape) -> None:
     m4 = find_chip("m4")
     for lengths in ((1, 2, 8), (9, 32, 128, 512, 1024)):  # with another kernel for the products each
         times = [predict(m4, plan(smollm, n), n).seconds for n in lengths]
@@ -253,13 +253,13 @@ def test_the_goals_on_an_m4(smollm: Shape) -> None:
 
 
 @pytest.mark.parametrize("page", TABLES)
-def test_pages_have_what_the_model_predicts(page: str) -> None:
+def test_pages_show_the_predictions_of_the_model(page: str) -> None:
     """After a change of the kernels or the model, run tools/write_cost_tables.py."""
     text = (Path(__file__).parents[1] / "docs" / page).read_text()
     assert with_tables(page, text) == text
 
 
-def test_by_kernel_is_the_whole(smollm: Shape) -> None:
+def test_times_by_kernel_sum_to_the_total(smollm: Shape) -> None:
     prediction = predict(find_chip("m2"), plan(smollm, 100), 100)
     rows = prediction.by_kernel()
     assert sum(row.dispatches for row in rows) == len(prediction.dispatches) == 245
@@ -274,7 +274,7 @@ def test_every_constant_has_a_source() -> None:
     assert cited == listed
 
 
-def test_plans_refuse_what_makes_no_sense(smollm: Shape) -> None:
+def test_plans_reject_invalid_arguments(smollm: Shape) -> None:
     with pytest.raises(ValueError, match="cannot plan 0 tokens at position 0"):
         plan(smollm, 0)
     with pytest.raises(ValueError, match="unknown GPU family 6; known are 10, 9, 8, 7"):
@@ -292,7 +292,7 @@ def test_plans_refuse_what_makes_no_sense(smollm: Shape) -> None:
         work_of(Dispatch("conv2d", 0, (1, 1, 1), 32, 0, False, {}))
 
 
-def test_a_trace_has_no_bytes_for_a_kernel_that_the_cost_model_does_not_know(smollm: Shape) -> None:
+def test_a_trace_omits_bytes_of_kernels_unknown_to_the_cost_model(smollm: Shape) -> None:
     known = plan(smollm, 1)[0]
     trace = chrome_trace([Step(1, [known, replace(known, kernel="conv2d")])], {"device": "a GPU"})
     events = [event for event in trace["traceEvents"] if event["ph"] == "X"]
@@ -305,7 +305,7 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return capsys.readouterr().out
 
 
-def test_the_command_always_says_predicted(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_labels_its_figures_as_predicted(capsys: pytest.CaptureFixture[str]) -> None:
     printed = run(capsys, "--chip", "m4", "-p", "512", "-n", "2")
     assert "pp512 on m4, predicted" in printed
     assert "tg2 on m4, predicted" in printed
@@ -346,7 +346,9 @@ def test_the_command_reads_a_model(capsys: pytest.CaptureFixture[str], demo_path
         (["--trace", "t.json", "-p", "3"], "--trace sets the tokens"),
     ],
 )
-def test_wrong_use(capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:
+def test_usage_errors_are_reported(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
     assert cli.main(["predict", *arguments]) == 2
     assert message in capsys.readouterr().err
 

@@ -83,11 +83,11 @@ def inside(out: Floats, rows: int, cols: int) -> Floats:
     return out[:rows, :cols]
 
 
-def test_scalar_kernels_are_always_there() -> None:
+def test_scalar_kernels_are_always_available() -> None:
     assert NATIVE_SETS[-1] == "scalar"
 
 
-def test_the_compiler_left_out_no_kernels() -> None:
+def test_the_compiler_omitted_no_kernels() -> None:
     sets = {
         "x86_64": ["amx", "avx512bf16", "avx512vnni", "avxvnni", "avx2"],
         "arm64": ["neon_i8mm", "neon_dotprod", "neon"],
@@ -96,7 +96,7 @@ def test_the_compiler_left_out_no_kernels() -> None:
     assert _core.cpu.built_sets() == [*sets.get(machine, []), "scalar"]
 
 
-def test_vectors_of_pairs_are_preferred_where_they_are_faster_than_float32() -> None:
+def test_bfloat16_pairs_are_preferred_if_faster_than_float32() -> None:
     sets, speedup = _core.cpu.kernel_sets(), _core.cpu.pair_speedup()
     assert (speedup > 0) == ("avx512bf16" in sets)
     if "avx512bf16" in sets:
@@ -127,7 +127,7 @@ def test_activations_are_quantized_to_the_nearest_step_of_their_block(isa: str, 
 
 @each_set
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_nan_and_infinity_are_not_lost_in_8_bits(isa: str, bad: float) -> None:
+def test_nan_and_infinity_survive_quantization(isa: str, bad: float) -> None:
     x = normal(1, 64)
     x[0, 40] = bad
     raw, _ = random_weight(Type.Q8_0, 32, 64)
@@ -157,7 +157,7 @@ def exact_product(
     ],
     ids=lambda value: value.name if isinstance(value, Type) else str(value),
 )
-def test_quantized_product_is_the_exact_one(isa: str, kind: Type, cols: int) -> None:
+def test_the_quantized_product_is_exact(isa: str, kind: Type, cols: int) -> None:
     block_values = GGML_QUANT_SIZES[kind][0]
     cols = -(-cols // block_values) * block_values
     rows = 70  # two groups of 32, and 6 rows of a third
@@ -188,7 +188,7 @@ MOST_OF_THE_FILE = {
 
 
 @pytest.mark.parametrize("kind", QUANTIZED, ids=lambda t: t.name)
-def test_packed_weights_of_most_types_take_at_most_a_twentieth_more_than_in_the_file(
+def test_packed_weights_of_most_types_are_at_most_5_percent_larger_than_in_the_file(
     kind: Type, tmp_path: Path
 ) -> None:
     path = synth.synthesize(
@@ -246,7 +246,7 @@ def test_product_of_a_token_does_not_depend_on_the_batch(isa: str, kind: Type) -
             )
 
 
-def test_quantized_products_are_equal_on_all_sets_with_fused_multiply_add() -> None:
+def test_quantized_products_are_bit_identical_on_all_sets_with_fma() -> None:
     """AVX2, AVX-512, AMX and NEON run the same float operations in the same order."""
     raw, _ = random_weight(Type.Q4_0, 64, 576)
     x = normal(40, 576)
@@ -261,7 +261,7 @@ def test_quantized_products_are_equal_on_all_sets_with_fused_multiply_add() -> N
 
 @each_set
 @pytest.mark.parametrize("cols", [64, 80, 100, 576, 2048])
-def test_float_product_is_that_of_float64(isa: str, cols: int) -> None:
+def test_float_products_agree_with_float64(isa: str, cols: int) -> None:
     padded = (cols + 15) // 16 * 16
     weight, x = np.zeros((32, padded), np.float32), np.zeros((512, padded), np.float32)
     weight[:, :cols], x[:, :cols] = normal(32, cols), normal(512, cols, seed=1)
@@ -289,7 +289,9 @@ def widened(bits: npt.NDArray[np.uint16]) -> Floats:
 
 @each_set
 @pytest.mark.parametrize("kind", [Type.F16, Type.BF16], ids=lambda kind: str(kind.name))
-def test_few_tokens_of_16_bit_weights_have_the_bits_of_many_in_float32(isa: str, kind: Type) -> None:
+def test_products_of_few_tokens_with_16_bit_weights_are_bit_identical_to_those_of_many(
+    isa: str, kind: Type
+) -> None:
     weight, x = normal(32, 592), normal(9, 592, seed=1)
     bits = bfloat16(weight) if kind == Type.BF16 else weight.astype(np.float16).view(np.uint16)
     expanded = widened(bits) if kind == Type.BF16 else weight.astype(np.float16).astype(np.float32)
@@ -341,7 +343,7 @@ FLOATS = [Type.F32, Type.F16, Type.BF16]
 
 @each_pair_set
 @pytest.mark.parametrize("kind", [*FLOATS, *QUANTIZED], ids=lambda kind: str(kind.name))
-def test_weights_become_the_nearest_bfloat16(isa: str, kind: Type) -> None:
+def test_weights_are_rounded_to_the_nearest_bfloat16(isa: str, kind: Type) -> None:
     rows = 70
     if kind in FLOATS:
         cols = 100
@@ -367,7 +369,7 @@ def test_weights_become_the_nearest_bfloat16(isa: str, kind: Type) -> None:
     [*((Type.BF16, cols) for cols in (32, 80, 576, 2048)), (Type.Q4_0, 576), (Type.Q6_K, 512)],
     ids=lambda value: value.name if isinstance(value, Type) else str(value),
 )
-def test_product_of_pairs_is_that_of_rounded_numbers(isa: str, kind: Type, cols: int) -> None:
+def test_the_product_of_pairs_is_that_of_rounded_numbers(isa: str, kind: Type, cols: int) -> None:
     raw = file_bytes(kind, normal(32, cols)) if kind == Type.BF16 else random_weight(kind, 32, cols)[0]
     exact = paired_weights(isa, kind, raw, 32, cols).astype(np.float64)
     x = normal(512, cols, seed=1)
@@ -405,7 +407,7 @@ def test_the_matrix_unit_adds_even_and_odd_columns_separately() -> None:
 
 
 @each_pair_set
-def test_products_of_pairs_take_subnormal_numbers_for_zero(isa: str) -> None:
+def test_products_of_pairs_flush_subnormal_numbers(isa: str) -> None:
     weight, x = np.full((32, 32), 2.0**-70, np.float32), np.full((2, 32), 2.0**-60, np.float32)
     x[1] = 2.0**-50
     out = guarded(2, 32)
@@ -416,7 +418,7 @@ def test_products_of_pairs_take_subnormal_numbers_for_zero(isa: str) -> None:
 
 @each_pair_set
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_nan_and_infinity_are_not_lost_in_pairs(isa: str, bad: float) -> None:
+def test_nan_and_infinity_survive_rounding_to_pairs(isa: str, bad: float) -> None:
     weight, x = np.ones((32, 64), np.float32), normal(3, 64)
     x[1, 40] = bad
     out = guarded(3, 32)
@@ -581,7 +583,7 @@ def test_attention(
 
 @each_set
 @pytest.mark.parametrize("kv_dtype", ["f16", "f32", "q8_0"])
-def test_attention_wherever_the_last_position_lies_in_its_page(isa: str, kv_dtype: str) -> None:
+def test_attention_at_any_last_position_within_a_page(isa: str, kv_dtype: str) -> None:
     """Nothing but NaN follows it in memory."""
     q, keys, values = normal(1, 96), normal(130, 32, seed=1), normal(130, 32, seed=2)
     error = {"f16": ATTENTION_ERROR[isa], "f32": ATTENTION_ERROR["f32"], "q8_0": Q8_ATTENTION_ERROR}[kv_dtype]
@@ -598,7 +600,7 @@ def test_attention_wherever_the_last_position_lies_in_its_page(isa: str, kv_dtyp
 @pytest.mark.parametrize(
     ("window", "both_ways"), [(0, False), (600, False), (20, False), (0, True), (1200, True)]
 )
-def test_splits_of_positions_may_be_attended_to_one_by_one(
+def test_attention_may_be_computed_split_by_split(
     isa: str, kv_dtype: str, window: int, both_ways: bool
 ) -> None:
     """Tokens 1,003 to 1,039: the third split begins among them, and a window ends before some splits."""
@@ -649,7 +651,7 @@ def test_a_split_may_have_nearly_all_of_the_weight(isa: str, loud: slice) -> Non
 
 @each_set
 @pytest.mark.parametrize("kv_dtype", ["f16", "f32"])
-def test_a_split_of_nan_shows(isa: str, kv_dtype: str) -> None:
+def test_a_nan_split_makes_the_result_nan(isa: str, kv_dtype: str) -> None:
     q, keys, values = normal(4, 64), normal(1100, 64, seed=1), normal(1100, 64, seed=2)
     keys[512:1024] = np.nan
     for by_splits in (False, True):
@@ -669,7 +671,7 @@ Q8_ATTENTION_ERROR = 2**-13
 
 
 @each_set
-def test_attention_is_exact_where_asked_for(isa: str) -> None:
+def test_attention_is_exact_on_request(isa: str) -> None:
     q, keys, values = normal(70, 192), normal(70, 64, seed=1), normal(70, 64, seed=2)
     keys, values = (a.astype(np.float16).astype(np.float32) for a in (keys, values))
     expected = reference_attention(q, keys, values, 3, 0, 0.125)
@@ -681,7 +683,7 @@ def test_attention_is_exact_where_asked_for(isa: str) -> None:
 
 @each_set
 @pytest.mark.parametrize("key_dim", [45, 48, 80])
-def test_dimensions_that_fill_keys_up_change_nothing(isa: str, key_dim: int) -> None:
+def test_padding_of_keys_changes_nothing(isa: str, key_dim: int) -> None:
     """AMX multiplies 32 dimensions at a time. Memory that was not written is NaN here, as 0 * NaN is."""
     q, keys, values = normal(37, 2 * key_dim), normal(203, key_dim, seed=1), normal(203, 16, seed=2)
     plain, filled = np.full((2, 37, 32), SENTINEL)
@@ -691,7 +693,7 @@ def test_dimensions_that_fill_keys_up_change_nothing(isa: str, key_dim: int) -> 
 
 
 @each_set
-def test_attention_does_not_see_what_follows(isa: str) -> None:
+def test_attention_does_not_see_later_positions(isa: str) -> None:
     q, keys, values = normal(70, 64), normal(70, 64, seed=1), normal(70, 64, seed=2)
     out, changed = np.empty((70, 64), np.float32), np.empty((70, 64), np.float32)
     cpu.attention(isa, q, keys, values, "f16", 0, 0.125, 48, 16, out)
@@ -702,7 +704,7 @@ def test_attention_does_not_see_what_follows(isa: str) -> None:
 
 
 @pytest.mark.parametrize("isa", NATIVE_SETS)
-def test_products_are_exact_on_a_thread_that_measured_the_limits(isa: str) -> None:
+def test_products_are_exact_after_limits_were_measured_on_the_thread(isa: str) -> None:
     """Measurements and products of each type leave the tiles of AMX to those that follow."""
     x = normal(32, 256)
     q, scale, *_ = cpu.quantize(isa, x, 0)

@@ -24,7 +24,7 @@ import cross_macos
         ),
     ],
 )
-def test_the_compiler_is_called_as_zig_takes_it(
+def test_compiler_arguments_are_translated_for_zig(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str, passed: str
 ) -> None:
     python = tmp_path / "python"

@@ -48,7 +48,7 @@ def without(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", found)
 
 
-def test_it_writes_chats_measures_and_draws(tiny: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_demo_generates_chats_measures_and_draws(tiny: str, capfd: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
     assert cli.main(["demo", "-m", tiny, "--device", "cpu", "-t", "1"]) == 0
     out = capfd.readouterr().out
@@ -62,7 +62,7 @@ def test_it_writes_chats_measures_and_draws(tiny: str, capfd: pytest.CaptureFixt
     assert Path(demo.PICTURE).read_bytes().startswith(PNG)
 
 
-def test_missing_packages_are_named_and_left_out(
+def test_missing_packages_are_named_and_their_steps_skipped(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     def missing(name: str) -> Path:
@@ -78,7 +78,7 @@ def test_missing_packages_are_named_and_left_out(
     assert list(Path.cwd().iterdir()) == []
 
 
-def test_what_cannot_work_is_an_error_before_anything_is_computed(
+def test_invalid_options_are_reported_before_anything_is_computed(
     tiny: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -117,7 +117,7 @@ def start(*arguments: str) -> subprocess.Popen[str]:
     )
 
 
-def test_ctrl_c_ends_it(tiny: str) -> None:
+def test_ctrl_c_ends_the_demo(tiny: str) -> None:
     with start("900", "-m", tiny, "--device", "cpu") as process:
         assert process.stdout is not None
         assert process.stderr is not None
@@ -127,7 +127,7 @@ def test_ctrl_c_ends_it(tiny: str) -> None:
         assert process.stderr.read() == "interrupted\n"
 
 
-def test_it_ends_with_a_server_if_asked(tiny: str) -> None:
+def test_the_demo_starts_a_server_on_request(tiny: str) -> None:
     pytest.importorskip("uvicorn")
     with start("4", "-m", tiny, "--device", "cpu", "--serve", "--port", "0") as process:
         assert process.stderr is not None
@@ -139,7 +139,7 @@ def test_it_ends_with_a_server_if_asked(tiny: str) -> None:
         assert "Traceback" not in process.stderr.read()
 
 
-def test_a_folder_that_is_not_writable_has_no_picture(
+def test_no_picture_is_written_to_a_read_only_folder(
     tiny: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(os, "access", lambda path, mode: False)

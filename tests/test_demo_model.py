@@ -49,7 +49,7 @@ def test_file_is_about_three_megabytes() -> None:
     assert 2_500_000 < MODEL.stat().st_size < 3_500_000
 
 
-def test_metadata_states_the_whole_architecture(reader: GGUFReader) -> None:
+def test_metadata_contains_the_whole_architecture(reader: GGUFReader) -> None:
     expected = {
         "general.architecture": "llama",
         "general.alignment": None,
@@ -110,7 +110,7 @@ def test_token_ids_are_unique_and_only_the_first_is_control(reader: GGUFReader) 
     assert value(reader, "tokenizer.ggml.add_bos_token") is True
 
 
-def test_every_merge_makes_a_token_of_tokens(reader: GGUFReader) -> None:
+def test_every_merge_joins_two_tokens_to_a_token(reader: GGUFReader) -> None:
     tokens = value(reader, "tokenizer.ggml.tokens")
     merges = [merge.split(" ") for merge in value(reader, "tokenizer.ggml.merges")]
     known = set(pre_tokenizers.ByteLevel.alphabet())
@@ -130,7 +130,7 @@ def test_every_merge_makes_a_token_of_tokens(reader: GGUFReader) -> None:
         "".join(map(chr, range(256))),
     ],
 )
-def test_text_survives_the_tokenizer(reader: GGUFReader, text: str) -> None:
+def test_text_round_trips(reader: GGUFReader, text: str) -> None:
     tokenizer = tokenizer_of(reader)
     assert tokenizer.decode(tokenizer.encode(text).ids) == text
 

@@ -25,7 +25,7 @@ def embed(embedder: Path, *arguments: Any) -> int:
     return main(["embed", "--device", "cpu", "-m", str(embedder), *map(str, arguments)])
 
 
-def test_vectors_of_lines_and_of_json_are_those_of_the_library(
+def test_vectors_of_lines_and_json_match_the_library(
     embedder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     texts = ["The king", "is  dead.", "Long live"]
@@ -43,7 +43,7 @@ def test_vectors_of_lines_and_of_json_are_those_of_the_library(
     assert {p.name for p in tmp_path.iterdir()} == {"t.txt", "t.jsonl", "a.npy", "b.npy"}
 
 
-def test_a_run_that_was_stopped_is_continued(
+def test_an_interrupted_run_is_resumed(
     embedder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     texts = [f"text {i}" for i in range(600)]
@@ -73,7 +73,7 @@ def test_a_run_that_was_stopped_is_continued(
     assert list(tmp_path.glob(".v.npy*")) == []
 
 
-def test_vectors_of_other_texts_are_not_continued(embedder: Path, tmp_path: Path) -> None:
+def test_a_run_with_other_texts_is_not_resumed(embedder: Path, tmp_path: Path) -> None:
     (tmp_path / "t.txt").write_text("a\n")
     assert embed(embedder, "-f", tmp_path / "t.txt", "-o", tmp_path / "v.npy") == 0
     (tmp_path / "t.txt").write_text("b\n")
@@ -103,7 +103,7 @@ def test_parquet_has_texts_and_vectors(embedder: Path, tmp_path: Path) -> None:
         ("t.txt", "a\n", "nowhere/v.npy", "does not exist"),
     ],
 )
-def test_wrong_use_is_named(
+def test_invalid_usage_is_reported(
     embedder: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
@@ -118,7 +118,7 @@ def test_wrong_use_is_named(
     assert [p.name for p in tmp_path.iterdir()] == [name]
 
 
-def test_documents_are_printed_in_their_order(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_documents_are_printed_in_order(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = write(tmp_path / "m.gguf", replace(CLASSIFIERS["qwen3, yes and no"]))
     documents = ["The king is dead.", "A rose", "Long live the king"]
     (tmp_path / "d.txt").write_text("\n".join(documents))
@@ -137,7 +137,7 @@ def test_documents_are_printed_in_their_order(tmp_path: Path, capsys: pytest.Cap
     }
 
 
-def test_texts_that_lost_their_ends_are_counted(
+def test_truncated_texts_are_counted(
     embedder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "t.txt").write_text("a\n" + "a b " * 600 + "\n")
@@ -149,16 +149,14 @@ def test_texts_that_lost_their_ends_are_counted(
     assert np.load(tmp_path / "a.npy").shape == (2, 64)
 
 
-def test_texts_are_brought_into_nfc(embedder: Path, tmp_path: Path) -> None:
+def test_texts_are_normalized_to_nfc(embedder: Path, tmp_path: Path) -> None:
     (tmp_path / "t.txt").write_text("cafe\u0301\n", encoding="utf-8")
     assert embed(embedder, "-f", tmp_path / "t.txt", "-o", tmp_path / "a.npy", "--unicode", "NFC") == 0
     with Model(embedder, device="cpu") as model:
         np.testing.assert_array_equal(np.load(tmp_path / "a.npy"), model.embed(["caf\u00e9"]))
 
 
-def test_documents_that_lost_their_ends_are_counted(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_truncated_documents_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = write(tmp_path / "m.gguf", CLASSIFIERS["qwen3, yes and no"])
     (tmp_path / "d.txt").write_text("a\n" + "a b " * 900 + "\n")
     files = ["-m", str(path), "-q", "a", "-f", str(tmp_path / "d.txt")]

@@ -46,7 +46,7 @@ def tokens_of(model: Model, text: str) -> list[int]:
 
 
 @pytest.mark.parametrize("name", EMBEDDERS)
-def test_vectors_are_those_of_the_reference(device: str, tmp_path: Path, name: str) -> None:
+def test_vectors_match_the_reference(device: str, tmp_path: Path, name: str) -> None:
     path = write(tmp_path / "model.gguf", EMBEDDERS[name])
     reference = ReferenceModel(path)
     with Model(path, device=device, compute="f32", kv_dtype="f32") as model:
@@ -71,7 +71,7 @@ def test_8_bit_activations_stay_near_the_reference(tmp_path: Path, name: str) ->
 
 
 @pytest.mark.parametrize("name", ["qwen3, last", "qwen3, mean", "gemma-embedding"])
-def test_a_text_gets_the_same_bits_alone_and_in_any_company(tmp_path: Path, name: str) -> None:
+def test_a_text_is_bit_identical_alone_and_in_any_batch(tmp_path: Path, name: str) -> None:
     path = write(tmp_path / "model.gguf", EMBEDDERS[name])
     with Model(path, device="cpu") as model, Model(path, device="cpu", threads=1, chunk_tokens=24) as cut:
         together = model.embed(TEXTS)
@@ -87,7 +87,7 @@ def test_no_cache_is_kept(model: Model) -> None:
     assert (stats["position"], stats["kv_pool_bytes"]) == (0, 0)
 
 
-def test_what_texts_have_in_common_is_computed_once(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shared_prefixes_are_computed_once(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = [model.embed([f"{'word ' * 20}{i}"])[0] for i in range(5)]
     computed = ComputedTokens(monkeypatch)
     vectors = model.embed([f"{'word ' * 20}{i}" for i in range(5)])
@@ -96,7 +96,7 @@ def test_what_texts_have_in_common_is_computed_once(model: Model, monkeypatch: p
     np.testing.assert_array_equal(vectors, plain)
 
 
-def test_every_pooling_is_of_the_hidden_states(model: Model) -> None:
+def test_every_pooling_matches_the_hidden_states(model: Model) -> None:
     states = model.embed(TEXTS[:3], pooling="none", normalize=False)
     assert [len(s) for s in states] == [len(tokens_of(model, text)) for text in TEXTS[:3]]
     last = model.embed(TEXTS[:3], pooling="last", normalize=False)
@@ -106,7 +106,7 @@ def test_every_pooling_is_of_the_hidden_states(model: Model) -> None:
         np.testing.assert_allclose(mean[i], state.astype(np.float64).mean(axis=0), rtol=1e-6)
 
 
-def test_a_cut_vector_is_normalized_again(model: Model) -> None:
+def test_a_truncated_vector_is_normalized_again(model: Model) -> None:
     whole = model.embed(TEXTS)
     cut = model.embed(TEXTS, dimensions=16)
     assert cut.shape == (len(TEXTS), 16)
@@ -134,7 +134,7 @@ def test_a_cut_vector_is_normalized_again(model: Model) -> None:
         ("llama", "query: ", "query: TEXT"),
     ],
 )
-def test_instructions_stand_where_the_card_says(
+def test_instructions_are_placed_as_in_the_model_card(
     tmp_path: Path, architecture: str, instruction: str, whole: str
 ) -> None:
     model = next(m for m in EMBEDDERS.values() if m.architecture == architecture)
@@ -144,7 +144,7 @@ def test_instructions_stand_where_the_card_says(
         np.testing.assert_array_equal(opened.embed([text], instruction=instruction), expected)
 
 
-def test_a_query_of_an_architecture_without_a_card_is_refused(tmp_path: Path) -> None:
+def test_a_query_without_a_known_instruction_is_rejected(tmp_path: Path) -> None:
     with (
         Model(write(tmp_path / "m.gguf", EMBEDDERS["llama, mean"]), device="cpu") as model,
         pytest.raises(ValueError, match="no prompts of queries and documents are known for llama"),
@@ -183,7 +183,7 @@ def test_many_texts_in_one_call(model: Model) -> None:
         (["a", "b", "\ud800"], ValueError, "text 2: .*surrogates not allowed"),
     ],
 )
-def test_a_text_that_is_none_is_named(model: Model, texts: Any, error: type[Exception], message: str) -> None:
+def test_non_texts_are_named(model: Model, texts: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         model.embed(texts)
     assert model.stats()["kv_pool_bytes"] == 0
@@ -199,19 +199,19 @@ def test_a_text_that_is_none_is_named(model: Model, texts: Any, error: type[Exce
         ({"pooling": "cls"}, "its attention is causal"),
     ],
 )
-def test_options_that_cannot_be_are_refused(model: Model, options: dict[str, Any], message: str) -> None:
+def test_invalid_options_are_rejected(model: Model, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         model.embed(["a"], **options)
 
 
-def test_pooling_is_never_guessed(demo_path: Path) -> None:
+def test_pooling_has_no_default_without_metadata(demo_path: Path) -> None:
     with Model(demo_path, device="cpu") as model:
         with pytest.raises(ValueError, match=r"states no pooling .llama.pooling_type.; give pooling='last'"):
             model.embed(["a"])
         assert model.embed(["a"], pooling="mean").shape == (1, model.config.dim)
 
 
-def test_a_text_without_tokens_has_a_vector_of_zeros_and_is_named(tmp_path: Path) -> None:
+def test_a_text_without_tokens_has_a_zero_vector_and_is_named(tmp_path: Path) -> None:
     path = synth.synthesize(tmp_path / "m.gguf", preset="tiny")
     with Model(path, device="cpu") as model:
         assert (model.tokenizer.add_bos, model.tokenizer.add_eos) == (False, False)
@@ -224,7 +224,7 @@ def test_a_text_without_tokens_has_a_vector_of_zeros_and_is_named(tmp_path: Path
         assert states.shape == (0, 64)
 
 
-def test_a_text_beyond_the_context_loses_its_end_where_that_is_asked_for(path: Path) -> None:
+def test_texts_beyond_the_context_are_truncated_on_request(path: Path) -> None:
     long = "a b " * 40
     with Model(path, device="cpu", max_context=20) as short, Model(path, device="cpu") as model:
         with pytest.warns(UserWarning, match=r"2 of 3 texts did not fit .* 20 tokens .* text 0, 2"):
@@ -238,7 +238,7 @@ def test_a_text_beyond_the_context_loses_its_end_where_that_is_asked_for(path: P
             short.embed(["a"], truncate="start")
 
 
-def test_what_follows_a_text_stays_where_the_text_loses_its_end(path: Path) -> None:
+def test_truncation_keeps_the_tokens_after_the_text(path: Path) -> None:
     long, form = "a b, " * 40, "q: {text} => one word"
     with Model(path, device="cpu", max_context=24) as short, Model(path, device="cpu") as model:
 
@@ -254,7 +254,7 @@ def test_what_follows_a_text_stays_where_the_text_loses_its_end(path: Path) -> N
             short.embed([""], instruction="{text}" + long, truncate="end")
 
 
-def test_texts_are_brought_into_nfc_where_that_is_asked_for(path: Path) -> None:
+def test_texts_are_normalized_to_nfc_on_request(path: Path) -> None:
     composed, decomposed = "caf\u00e9", "cafe\u0301"
     with Model(path, device="cpu") as model:
         plain = model.embed([composed, decomposed])
@@ -265,7 +265,7 @@ def test_texts_are_brought_into_nfc_where_that_is_asked_for(path: Path) -> None:
             model.embed(["a"], unicode="nfc")  # type: ignore[arg-type]
 
 
-def test_tokens_of_a_model_that_sees_both_ways_go_in_whole(device: str, tmp_path: Path) -> None:
+def test_texts_of_a_bidirectional_model_are_not_split(device: str, tmp_path: Path) -> None:
     path = write(tmp_path / "m.gguf", EMBEDDERS["gemma-embedding"])
     with Model(path, device=device, chunk_tokens=16) as model:
         session = model.session()
@@ -277,7 +277,7 @@ def test_tokens_of_a_model_that_sees_both_ways_go_in_whole(device: str, tmp_path
             model.forward_prompt([1, 2], reuse=True)
 
 
-def test_a_file_that_contradicts_itself_is_refused(tmp_path: Path) -> None:
+def test_a_contradictory_file_is_rejected(tmp_path: Path) -> None:
     embedder = write(tmp_path / "m.gguf", EMBEDDERS["gemma-embedding"])
     names = [t.name for t in GGUFReader(embedder).tensors]
     assert "dense_2.weight" in names
@@ -299,7 +299,7 @@ def test_a_file_that_contradicts_itself_is_refused(tmp_path: Path) -> None:
             Model(lost, device="cpu")
 
 
-def test_the_end_of_a_text_is_marked_where_the_file_says_so(path: Path, tmp_path: Path) -> None:
+def test_the_end_of_a_text_is_marked_if_the_file_requires_it(path: Path, tmp_path: Path) -> None:
     data = path.read_bytes()
     key = b"tokenizer.ggml.add_eos_token"
     at = data.index(key) + len(key) + 4

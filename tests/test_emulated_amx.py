@@ -16,8 +16,8 @@ from metal_prefill import _core
 ENGINE = Path(__file__).with_name("test_engine.py")
 # Small models: an instruction that is emulated takes microseconds.
 TESTS = (
-    "test_models_in_bfloat16_stay_near_the_reference_however_a_prompt_is_split and amx",
-    "test_the_cpu_gives_the_same_bits_however_a_prompt_is_split and f16 and (16-bit or mixed) and not f32",
+    "test_bfloat16_models_stay_near_the_reference_for_any_split and amx",
+    "test_the_cpu_is_bit_identical_for_any_split_of_a_prompt and f16 and (16-bit or mixed) and not f32",
 )
 
 
@@ -26,7 +26,7 @@ TESTS = (
 )
 @pytest.mark.skipif("amx" not in native_sets(), reason="emulated AMX needs AVX512-BF16 and a build for tests")
 @pytest.mark.parametrize("tests", TESTS)
-def test_the_engine_holds_its_promises_on_an_emulated_matrix_unit(tests: str) -> None:
+def test_the_engine_keeps_its_guarantees_on_an_emulated_matrix_unit(tests: str) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", tests, str(ENGINE)]
     environment = {**os.environ, EMULATE_AMX: "1"}
     environment.pop("METAL_PREFILL_CPU_ISA", None)

@@ -60,7 +60,7 @@ def scores_of(model: Model, documents: list[str] = DOCUMENTS, **options: Any) ->
 
 
 @pytest.mark.parametrize("name", RANKERS)
-def test_scores_of_pairs_are_those_of_sentence_transformers(
+def test_scores_of_pairs_match_sentence_transformers(
     device: str, tmp_path: Path, record: dict[str, Any], name: str
 ) -> None:
     with opened(written(tmp_path, RANKERS[name]), device) as model:
@@ -74,7 +74,7 @@ def test_8_bit_products_stay_near_the_scores(tmp_path: Path, record: dict[str, A
         np.testing.assert_allclose(scores_of(model), record["ranks"]["xlm-roberta"], rtol=0, atol=INT8)
 
 
-def test_a_pair_gets_the_same_score_alone_and_in_any_company(tmp_path: Path) -> None:
+def test_a_pair_has_the_same_score_alone_and_in_any_batch(tmp_path: Path) -> None:
     path = written(tmp_path, RANKERS["bert"], "Q8_0")
     with Model(path, device="cpu") as model, Model(path, device="cpu", threads=1) as one:
         together = scores_of(model)
@@ -84,9 +84,7 @@ def test_a_pair_gets_the_same_score_alone_and_in_any_company(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("name", CLASSIFIERS)
-def test_classes_are_those_of_transformers(
-    device: str, tmp_path: Path, record: dict[str, Any], name: str
-) -> None:
+def test_classes_match_transformers(device: str, tmp_path: Path, record: dict[str, Any], name: str) -> None:
     expected = record["classes"][name]
     with opened(written(tmp_path, CLASSIFIERS[name]), device) as model:
         for inputs, key in ((TEXTS, "texts"), (PAIRS, "pairs")):
@@ -110,7 +108,7 @@ def trimmed(text: str, entity: dict[str, Any]) -> tuple[str, int, int]:
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("name", TAGGERS)
-def test_entities_are_those_of_transformers(
+def test_entities_match_transformers(
     tmp_path: Path, record: dict[str, Any], name: str, strategy: str
 ) -> None:
     with opened(written(tmp_path, TAGGERS[name])) as model:
@@ -127,7 +125,7 @@ def test_entities_are_those_of_transformers(
             assert all(text[entity.start : entity.end] == entity.text for entity in entities)
 
 
-def test_labels_on_metal_are_those_of_transformers(tmp_path: Path, record: dict[str, Any]) -> None:
+def test_labels_on_metal_match_transformers(tmp_path: Path, record: dict[str, Any]) -> None:
     with opened(written(tmp_path, TAGGERS["bert"]), "metal") as model:
         for entities, expected in zip(
             model.label_tokens(TEXTS, strategy="none"), record["labels"]["bert"]["none"], strict=True
@@ -138,7 +136,7 @@ def test_labels_on_metal_are_those_of_transformers(tmp_path: Path, record: dict[
             )
 
 
-def test_labels_are_the_same_alone_and_in_any_company(tmp_path: Path) -> None:
+def test_labels_are_the_same_alone_and_in_any_batch(tmp_path: Path) -> None:
     path = written(tmp_path, TAGGERS["bert"], "Q8_0")
     counts: list[tuple[int, int]] = []
     with Model(path, device="cpu") as model, Model(path, device="cpu", threads=1) as one:
@@ -159,7 +157,7 @@ def test_words_end_at_white_space(tmp_path: Path) -> None:
         assert [word.strip() for word in words if word.strip()] == ["ab", "c", "d", "e"]
 
 
-def test_ignored_labels_are_left_out(tmp_path: Path) -> None:
+def test_ignored_labels_are_omitted(tmp_path: Path) -> None:
     with opened(written(tmp_path, TAGGERS["bert"])) as model:
         everything = [e for entities in model.label_tokens(TEXTS, ignore=()) for e in entities]
         assert {entity.label for entity in everything} == {"O", "PER", "LOC"}
@@ -167,7 +165,7 @@ def test_ignored_labels_are_left_out(tmp_path: Path) -> None:
         assert kept == [entity for entity in everything if entity.label == "LOC"]
 
 
-def test_scores_of_late_interaction_are_those_of_sentence_transformers(
+def test_scores_of_late_interaction_match_sentence_transformers(
     device: str, tmp_path: Path, record: dict[str, Any]
 ) -> None:
     expected, documents = record["late"], [text for text in DOCUMENTS if text]
@@ -197,7 +195,7 @@ def test_late_interaction_works_without_a_projection(tmp_path: Path) -> None:
             model.rerank(QUERY, DOCUMENTS)
 
 
-def test_a_vector_for_each_token_is_projected_and_cut(tmp_path: Path) -> None:
+def test_token_vectors_are_projected_and_truncated(tmp_path: Path) -> None:
     with opened(written(tmp_path, task_folders.late_interaction)) as model:
         whole = model.embed(TEXTS)
         assert {rows.shape[1] for rows in whole} == {16}
@@ -212,7 +210,7 @@ def test_a_vector_for_each_token_is_projected_and_cut(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["pair", "text", "late"])
-def test_what_is_too_long_is_an_error_or_loses_its_end(tmp_path: Path, kind: str) -> None:
+def test_long_texts_are_rejected_or_truncated(tmp_path: Path, kind: str) -> None:
     make = {"pair": RANKERS["bert"], "text": TAGGERS["bert"], "late": task_folders.late_interaction}[kind]
     long = "the king is dead " * 30
     with opened(written(tmp_path, make)) as model:
@@ -240,7 +238,7 @@ def test_what_is_too_long_is_an_error_or_loses_its_end(tmp_path: Path, kind: str
             assert model.rerank(QUERY, [shorter])[0].score == cut
 
 
-def test_options_that_do_not_fit_the_model_are_refused(tmp_path: Path) -> None:
+def test_options_unsupported_by_the_model_are_rejected(tmp_path: Path) -> None:
     pairs = written(tmp_path / "pairs", RANKERS["bert"])
     tags = written(tmp_path / "tags", TAGGERS["bert"])
     late = written(tmp_path / "late", task_folders.late_interaction)
@@ -273,12 +271,12 @@ def test_options_that_do_not_fit_the_model_are_refused(tmp_path: Path) -> None:
             tagger.label_tokens("a")
 
 
-def test_pairs_are_for_encoders(demo: Model) -> None:
+def test_pairs_require_an_encoder(demo: Model) -> None:
     with pytest.raises(ValueError, match="has no classification head"):
         demo.classify([("a", "b")])
 
 
-def test_methods_that_generate_name_what_to_use_instead(tmp_path: Path) -> None:
+def test_generating_methods_name_the_alternatives(tmp_path: Path) -> None:
     from metal_prefill import Conversation, Scheduler
 
     folder = model_folders.bert(tmp_path / "m")
@@ -308,7 +306,7 @@ def test_methods_that_generate_name_what_to_use_instead(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("command", ["run", "chat", "perplexity"])
-def test_commands_that_generate_print_one_line(
+def test_generating_commands_print_a_one_line_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
 ) -> None:
     path = written(tmp_path, TAGGERS["bert"])
@@ -321,7 +319,7 @@ def test_commands_that_generate_print_one_line(
     )
 
 
-def test_a_benchmark_of_text_names_the_one_of_vectors(
+def test_a_text_benchmark_names_the_embedding_benchmark(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = written(tmp_path, TAGGERS["bert"])
@@ -404,7 +402,7 @@ def with_tensors(path: Path, whole: Path, change: Callable[[Any], None]) -> Path
         ({"cls.output.weight": (3, DIM, 2)}, r"cls\.output\.weight has shape"),
     ],
 )
-def test_heads_that_do_not_fit_are_refused(
+def test_mismatched_heads_are_rejected(
     tmp_path: Path, changed: dict[str, tuple[int, ...] | None], message: str
 ) -> None:
     shapes: dict[str, tuple[int, ...] | None] = {
@@ -447,12 +445,14 @@ def header(tmp_path: Path, shapes: dict[str, tuple[int, ...] | None], **strings:
         ({"pooling_type": 9}, "classifier.pooling_type 9 is not supported"),
     ],
 )
-def test_unknown_metadata_of_a_head_is_refused(tmp_path: Path, strings: dict[str, Any], message: str) -> None:
+def test_unknown_metadata_of_a_head_is_rejected(
+    tmp_path: Path, strings: dict[str, Any], message: str
+) -> None:
     with pytest.raises((GGUFError, UnsupportedModelError), match=message):
         read_head(GGUFFile(header(tmp_path, {"cls.output.weight": (3, DIM)}, **strings)), "bert", DIM)
 
 
-def test_gelu_is_that_of_the_error_function() -> None:
+def test_gelu_uses_the_error_function() -> None:
     from math import erf
 
     from metal_prefill.files._pooled_head import _gelu
@@ -462,13 +462,13 @@ def test_gelu_is_that_of_the_error_function() -> None:
     np.testing.assert_allclose(_gelu(x), expected, rtol=0, atol=1e-6)
 
 
-def test_tags_of_the_folder_are_the_labels(tmp_path: Path) -> None:
+def test_labels_are_the_tags_of_the_folder(tmp_path: Path) -> None:
     with GGUFFile(written(tmp_path, TAGGERS["bert"])) as gguf:
         head = read_head(gguf, "bert", DIM)
         assert (head.labels, head.pooling, head.dense) == (TAGS, "none", ())
 
 
-def test_a_head_with_another_activation_of_its_output_is_refused(tmp_path: Path) -> None:
+def test_a_head_with_an_unsupported_activation_is_rejected(tmp_path: Path) -> None:
     folder = RANKERS["bert"](tmp_path / "m")
     folder.config["sentence_transformers"] = {"activation_fn": "torch.nn.modules.activation.Tanh"}
     with pytest.raises(UnsupportedModelError, match=r"the activation of the output is torch\.nn.*Tanh"):

@@ -39,9 +39,7 @@ def tokenizer(variant: str, record: Record, tmp_path: Path) -> Tokenizer:
     return recorded.open_folder(recorded.write_recorded(tmp_path, variant, record))
 
 
-def test_ids_are_those_of_transformers(
-    tokenizer: Tokenizer, variant: str, record: Record, texts: list[str]
-) -> None:
+def test_ids_match_transformers(tokenizer: Tokenizer, variant: str, record: Record, texts: list[str]) -> None:
     made = [tokenizer.frame.text(tokenizer.encode(text, add_bos=False)) for text in texts]
     expected = recorded.unpacked(record[f"{variant}: ids"])
     for text, ids, wanted in zip(texts, made, expected, strict=False):
@@ -50,7 +48,7 @@ def test_ids_are_those_of_transformers(
     assert [repr(texts[i]) for i in different] == []
 
 
-def test_pairs_are_those_of_transformers(
+def test_pairs_match_transformers(
     tokenizer: Tokenizer, variant: str, record: Record, texts: list[str]
 ) -> None:
     made = [tokenizer.encode_pair(texts[i], texts[i + 1]) for i in range(recorded.PAIRS)]
@@ -58,7 +56,7 @@ def test_pairs_are_those_of_transformers(
     assert [pair.types for pair in made] == recorded.unpacked(record[f"{variant}: types"])
 
 
-def test_ids_are_those_of_the_installed_transformers(
+def test_ids_match_the_installed_transformers(
     tokenizer: Tokenizer, variant: str, record: Record, tmp_path: Path
 ) -> None:
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
@@ -67,6 +65,6 @@ def test_ids_are_those_of_the_installed_transformers(
         assert tokenizer.frame.text(tokenizer.encode(text, add_bos=False)) == theirs(text)["input_ids"], text
 
 
-def test_variants_differ_in_the_record(record: Record) -> None:
+def test_recorded_variants_differ(record: Record) -> None:
     sums = {name: record[f"{name}: checksums"].tobytes() for name in VARIANTS}
     assert len(set(sums.values())) == len(VARIANTS)

@@ -71,7 +71,7 @@ def open_with(
     return Tokenizer.from_gguf(GGUFFile(folder / "v.gguf"))
 
 
-def test_words_and_their_continuations_are_told_by_the_mark(tmp_path: Path) -> None:
+def test_the_mark_distinguishes_words_from_continuations(tmp_path: Path) -> None:
     tokenizer = open_with(tmp_path, BERT)
     assert tokenizer.encode("Hello, WORLD") == [2, 5, 8, 6, 7]
     assert tokenizer.encode("ld") == [2, 1]  # a continuation does not begin a word
@@ -81,7 +81,7 @@ def test_words_and_their_continuations_are_told_by_the_mark(tmp_path: Path) -> N
     assert 3 not in tokenizer.encode("[SEP]")
 
 
-def test_flags_of_the_file_decide_about_case_and_accents(tmp_path: Path) -> None:
+def test_flags_of_the_file_select_case_and_accents(tmp_path: Path) -> None:
     tokens = strings(*WORDS, "\u2581caf\u00e9", "\u2581cafe", "\u2581CAFE")
     base = {key: value for key, value in BERT.items() if key != "token_type"} | {"tokens": tokens}
     lower, accents = "normalizer.lowercase", "normalizer.strip_accents"
@@ -131,7 +131,7 @@ def test_control_tokens_are_not_pieces_of_text(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("base", [BERT, XLM_R])
-def test_text_without_a_token_is_the_unknown_one(tmp_path: Path, base: dict[str, Any]) -> None:
+def test_text_without_a_token_is_the_unknown_token(tmp_path: Path, base: dict[str, Any]) -> None:
     tokenizer = open_with(tmp_path, base)
     assert tokenizer.unk_id in tokenizer.encode("hello \u6f22")
     assert tokenizer.missing_bytes == b""
@@ -164,7 +164,7 @@ def test_text_without_a_token_is_the_unknown_one(tmp_path: Path, base: dict[str,
         (XLM_R, {"precompiled_charsmap": numbers(U8, 1, 2)}, "charsmap is damaged: its trie has 513 bytes"),
     ],
 )  # fmt: skip
-def test_what_is_wrong_is_named(
+def test_problems_are_named(
     tmp_path: Path, base: dict[str, Any], changes: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(GGUFError, match=message):
@@ -203,7 +203,7 @@ def test_a_character_map_normalizes_text(charsmap: Charsmap, tmp_path: Path) -> 
     assert charsmap.open(tmp_path).encode("\uff48\u212f\u217c\u2113o", add_bos=False) == [4]
 
 
-def test_damaged_character_maps_are_refused(charsmap: Charsmap, tmp_path: Path) -> None:
+def test_damaged_character_maps_are_rejected(charsmap: Charsmap, tmp_path: Path) -> None:
     units, texts = charsmap.units.copy(), charsmap.texts
 
     def message() -> str:

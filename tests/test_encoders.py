@@ -36,7 +36,7 @@ def hidden(model: Model, ids: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
 
 
 @pytest.mark.parametrize("name", ENCODERS)
-def test_hidden_states_are_those_of_the_reference(device: str, tmp_path: Path, name: str) -> None:
+def test_hidden_states_match_the_reference(device: str, tmp_path: Path, name: str) -> None:
     path = write(tmp_path / "model.gguf", ENCODERS[name])
     reference = ReferenceModel(path)
     with Model(path, device=device, compute="f32", kv_dtype="f32") as model:
@@ -59,7 +59,7 @@ def test_8_bit_activations_stay_near_the_reference(tmp_path: Path, name: str) ->
 
 
 @pytest.mark.parametrize("name", ENCODERS)
-def test_a_text_gets_the_same_bits_alone_and_in_any_company(tmp_path: Path, name: str) -> None:
+def test_a_text_is_bit_identical_alone_and_in_any_batch(tmp_path: Path, name: str) -> None:
     path = write(tmp_path / "model.gguf", ENCODERS[name])
     texts = [ids_of(ENCODERS[name], n, seed=n) for n in (5, 70, 1, 33, 16, 130)]
     with Model(path, device="cpu", threads=1) as one, Model(path, device="cpu", threads=2) as two:
@@ -132,7 +132,7 @@ def test_a_missing_tensor_is_named(tmp_path: Path, architecture: str, tensor: st
         Model(path, device="cpu")
 
 
-def test_an_output_projection_is_not_part_of_an_encoder(tmp_path: Path) -> None:
+def test_an_encoder_with_an_output_projection_is_rejected(tmp_path: Path) -> None:
     parts = take_apart(write(tmp_path / "whole.gguf", ENCODERS["bert"]))
     parts.tensors = [
         ("output.weight" if name == "token_types.weight" else name, dims, kind, offset)

@@ -69,7 +69,7 @@ def test_logits_match_the_reference_on_every_kind_of_model(
         assert_close(device, logits, reference(path).forward([*ids, 3]).logits[-1])
 
 
-def test_a_model_opened_for_its_original_context_has_the_short_factors_of_long_rope(
+def test_a_model_opened_for_its_original_context_uses_short_long_rope_factors(
     device: str, model_path: Callable[[str], Path]
 ) -> None:
     path = model_path("phi3, long rope")
@@ -105,7 +105,7 @@ CORRELATION_BFLOAT16 = 0.9999
         ("mixed types", "", "bf16"),
     ],
 )
-def test_models_in_bfloat16_stay_near_the_reference_however_a_prompt_is_split(
+def test_bfloat16_models_stay_near_the_reference_for_any_split(
     isa: str, name: str, kind: str, compute: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("METAL_PREFILL_CPU_ISA", isa)
@@ -127,7 +127,7 @@ def test_models_in_bfloat16_stay_near_the_reference_however_a_prompt_is_split(
 
 @pytest.mark.skipif("avx512bf16" not in _core.cpu.kernel_sets(), reason="the processor lacks AVX512-BF16")
 @pytest.mark.parametrize("kind", ["F32", "F16", "Q4_0", "Q6_K"])
-def test_bfloat16_rounds_weights_of_every_type_where_the_processor_has_such_products(
+def test_bfloat16_mode_rounds_weights_of_every_type_if_supported(
     kind: str, model_path: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("METAL_PREFILL_CPU_ISA", "avx512bf16")
@@ -141,7 +141,7 @@ def test_bfloat16_rounds_weights_of_every_type_where_the_processor_has_such_prod
 
 
 @pytest.mark.parametrize("kind", ["F32", "F16", "Q4_0", "Q6_K"])
-def test_bfloat16_is_float32_where_the_processor_has_no_such_products(
+def test_bfloat16_mode_is_float32_if_unsupported(
     kind: str, model_path: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("METAL_PREFILL_CPU_ISA", "scalar")
@@ -153,7 +153,7 @@ def test_bfloat16_is_float32_where_the_processor_has_no_such_products(
 
 
 @pytest.mark.parametrize("kind", ["F32", "F16"])
-def test_weights_that_are_not_rounded_give_float32_in_either_mode(
+def test_exact_weights_give_float32_results_in_both_modes(
     kind: str, model_path: Callable[[str], Path]
 ) -> None:
     logits = []
@@ -204,7 +204,7 @@ def test_positions_past_2048_match_the_reference(device: str, model_path: Callab
         assert_close(device, model.forward_token(int(ids[-1])), expected[-1])
 
 
-def test_no_key_is_lost_where_the_keys_of_a_token_are_divided(device: str, tmp_path: Path) -> None:
+def test_splitting_the_keys_of_a_token_loses_none(device: str, tmp_path: Path) -> None:
     """Metal divides them from 256 on. In a window of four each weighs enough to be missed."""
     path = write(tmp_path / "m.gguf", replace(MODELS["gemma3"], layers=1, window=4, context=512))
     ids = prompt(262, 320)
@@ -266,7 +266,7 @@ def assert_same_bits(outcomes: list[Outcome]) -> None:
     "name",
     ["smollm shape", "mixed types", "16-bit floats", "gemma3", "gqa 8", "granite", "hunyuan-dense", "olmo2"],
 )
-def test_the_cpu_gives_the_same_bits_however_a_prompt_is_split(
+def test_the_cpu_is_bit_identical_for_any_split_of_a_prompt(
     name: str, compute: str, kv_dtype: str, model_path: Callable[[str], Path]
 ) -> None:
     path = model_path(name)
@@ -291,7 +291,7 @@ def test_the_cpu_gives_the_same_bits_however_a_prompt_is_split(
 
 @pytest.mark.parametrize("compute", ["int8", "bf16"])
 @pytest.mark.parametrize("isa", _core.cpu.kernel_sets())
-def test_each_instruction_set_gives_the_same_bits_however_a_prompt_is_split(
+def test_each_instruction_set_is_bit_identical_for_any_split_of_a_prompt(
     isa: str, compute: str, model_path: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("METAL_PREFILL_CPU_ISA", isa)
@@ -316,7 +316,7 @@ LONG = {
 
 @pytest.mark.parametrize("kv_dtype", ["f16", "f32"])
 @pytest.mark.parametrize("name", LONG)
-def test_threads_that_share_the_positions_of_a_token_give_the_same_bits(
+def test_threads_that_share_the_positions_of_a_token_are_bit_identical(
     name: str, kv_dtype: str, tmp_path: Path
 ) -> None:
     path = write(tmp_path / "m.gguf", LONG[name])
@@ -329,7 +329,7 @@ def test_threads_that_share_the_positions_of_a_token_give_the_same_bits(
     assert_same_bits(outcomes)
 
 
-def test_a_long_and_a_short_sequence_of_a_pass_get_what_they_get_alone(tmp_path: Path) -> None:
+def test_a_long_and_a_short_sequence_of_a_pass_match_single_ones(tmp_path: Path) -> None:
     """Threads share the positions of the long one; the short one has fewer splits."""
     shape = LONG["heads in threes"]
     path = write(tmp_path / "m.gguf", shape)
@@ -351,7 +351,7 @@ def test_a_long_and_a_short_sequence_of_a_pass_get_what_they_get_alone(tmp_path:
 
 
 @pytest.mark.parametrize("name", ["smollm shape", "gemma3"])
-def test_metal_gives_nearly_the_same_however_a_prompt_is_split(
+def test_metal_agrees_for_any_split_of_a_prompt(
     metal: None, name: str, model_path: Callable[[str], Path]
 ) -> None:
     ids = prompt(45, MODELS[name].vocab)
@@ -368,7 +368,7 @@ def test_metal_gives_nearly_the_same_however_a_prompt_is_split(
         assert np.argmax(logits) == np.argmax(outcomes[0])
 
 
-def test_types_with_large_numbers_have_kernels_of_their_own(metal: None, tmp_path: Path) -> None:
+def test_types_with_large_numbers_have_their_own_kernels(metal: None, tmp_path: Path) -> None:
     """MXFP4 has number 39. Its kernels are used next to those of another type, for one token and for many."""
     model = SmallModel(layers=1, types={"*": "Q8_0", "*.ffn_down.*": "MXFP4"})
     path = write(tmp_path / "m.gguf", model)
@@ -419,7 +419,7 @@ def test_all_devices_write_the_same_text(metal: None, short_demo_path: Path) -> 
             a, b = cpu.forward_token(token), gpu.forward_token(token)
 
 
-def test_logits_of_nothing_but_nan_are_an_error_and_change_nothing(device: str, tmp_path: Path) -> None:
+def test_nan_logits_are_an_error_and_change_nothing(device: str, tmp_path: Path) -> None:
     whole = write(tmp_path / "whole.gguf", MODELS["gqa 1"])
     path = with_tensor(tmp_path / "m.gguf", whole, "output_norm.weight", lambda values: values.fill(np.nan))
     with Model(path, device=device) as model:
@@ -428,7 +428,7 @@ def test_logits_of_nothing_but_nan_are_an_error_and_change_nothing(device: str, 
         assert model.position == 0
 
 
-def test_normed_heads_that_need_padding_are_refused_only_by_metal(metal: None, tmp_path: Path) -> None:
+def test_only_metal_rejects_normed_heads_that_need_padding(metal: None, tmp_path: Path) -> None:
     """The mean square of a padded head would be taken over dimensions that the model does not have."""
     model = SmallModel("qwen3", key_dim=12, embedding="F32", types={"*": "F32"})
     path = write(tmp_path / "m.gguf", model)

@@ -46,7 +46,7 @@ def expected_of(
     return float(result.log_probs(whole)[n - 1 :].sum()), greedy
 
 
-def test_likelihoods_are_those_of_the_reference_whatever_contexts_share(
+def test_likelihoods_match_the_reference_for_any_shared_context(
     model: Model, reference: ReferenceModel
 ) -> None:
     greedy = "".join(model.generate(CONTEXT, 6))
@@ -61,11 +61,11 @@ def test_likelihoods_are_those_of_the_reference_whatever_contexts_share(
     assert not found[3][1]
 
 
-def test_spaces_at_the_end_of_a_context_belong_to_the_continuation(model: Model) -> None:
+def test_trailing_spaces_of_a_context_belong_to_the_continuation(model: Model) -> None:
     assert loglikelihood(model, [(CONTEXT + " ", "yonder")]) == loglikelihood(model, [(CONTEXT, " yonder")])
 
 
-def test_a_context_that_is_too_long_loses_its_beginning(demo_path: Path) -> None:
+def test_a_context_that_is_too_long_is_truncated_at_its_start(demo_path: Path) -> None:
     with Model(demo_path, device="cpu", max_context=16) as short, Model(demo_path, device="cpu") as model:
         whole = model.tokenizer.encode(CONTEXT * 4 + " yonder")
         context = model.tokenizer.encode(CONTEXT * 4)
@@ -79,7 +79,7 @@ def test_a_context_that_is_too_long_loses_its_beginning(demo_path: Path) -> None
             loglikelihood(short, [("a", " word" * 100)])
 
 
-def test_whole_texts_are_cut_in_windows(model: Model, demo_path: Path, reference: ReferenceModel) -> None:
+def test_whole_texts_are_split_into_windows(model: Model, demo_path: Path, reference: ReferenceModel) -> None:
     """Each token is predicted once. All windows but the first have a token before it; the last is full."""
     text = CONTEXT * 3
     start = model.tokenizer.bos_id if model.tokenizer.bos_id is not None else model.tokenizer.eos_id
@@ -101,7 +101,7 @@ def test_whole_texts_are_cut_in_windows(model: Model, demo_path: Path, reference
 
 
 @pytest.mark.parametrize("tokens", [1, 9, 10, 11, 19, 20, 21, 34])
-def test_windows_are_those_of_the_harness(demo_path: Path, tokens: int) -> None:
+def test_windows_match_the_harness(demo_path: Path, tokens: int) -> None:
     utils = pytest.importorskip("lm_eval.utils")
     with Model(demo_path, device="cpu", max_context=10) as short:
         start = short.tokenizer.bos_id if short.tokenizer.bos_id is not None else short.tokenizer.eos_id
@@ -113,7 +113,7 @@ def test_windows_are_those_of_the_harness(demo_path: Path, tokens: int) -> None:
         assert [(a.tolist(), b.tolist()) for a, b in rolling_windows(short, text)] == expected
 
 
-def test_a_prompt_that_leaves_no_room_loses_its_beginning(demo_path: Path) -> None:
+def test_a_prompt_that_leaves_no_room_is_truncated_at_its_start(demo_path: Path) -> None:
     with Model(demo_path, device="cpu", max_context=16) as short, Model(demo_path, device="cpu") as model:
         ids = model.tokenizer.encode(CONTEXT * 4)
         expected = "".join(model.generate(ids[-10:], 6))
@@ -137,7 +137,7 @@ def chat_template(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("chat_template")
-def test_texts_of_a_chat_template_have_its_tokens(model: Model) -> None:
+def test_texts_of_a_chat_template_are_encoded_with_its_tokens(model: Model) -> None:
     tokenizer = model.tokenizer
     begin, end = tokenizer.bos_id, tokenizer.eos_id
     assert tokenizer.add_bos
@@ -177,7 +177,7 @@ def test_the_harness_applies_the_chat_template(demo_path: Path) -> None:
         lm.chat_template("tool_use")
 
 
-def test_generation_ends_at_the_strings_and_the_number_asked_for(model: Model) -> None:
+def test_generation_ends_at_stop_strings_and_the_token_limit(model: Model) -> None:
     whole = "".join(model.generate(CONTEXT, 20))
     stop = whole[6:9]
     found = generate_until(model, [(CONTEXT, 20, ()), (CONTEXT, 20, (stop,)), (CONTEXT, 3, ())])
@@ -205,7 +205,7 @@ def agrees(found: list[list[Any]], recorded: list[list[Any]]) -> None:
     assert [request[3] for request in found] == [request[3] for request in recorded]
 
 
-def test_likelihoods_are_those_that_transformers_gave(tmp_path: Path) -> None:
+def test_likelihoods_match_transformers(tmp_path: Path) -> None:
     """Recorded from lm-eval's backend hf by tools/record_transformers.py."""
     recorded = json.loads(choice_task.FILE.read_text(encoding="utf-8"))["requests"]
     with Model(choice_task.model(tmp_path), device="cpu", compute="f32", kv_dtype="f32") as model:
@@ -217,7 +217,7 @@ def test_likelihoods_are_those_that_transformers_gave(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("asked", "expected"), [("cpu", "cpu"), ("metal", "metal"), ("cuda:0", "auto"), (None, "auto")]
 )
-def test_the_harness_chooses_among_our_devices(
+def test_the_harness_can_select_the_device(
     monkeypatch: pytest.MonkeyPatch, asked: str | None, expected: str
 ) -> None:
     """It names cuda:0 where its user names none."""
@@ -230,7 +230,7 @@ def test_the_harness_chooses_among_our_devices(
     assert opened == [{"device": expected, "threads": 3}]
 
 
-def test_the_harness_has_the_results_of_its_own_backend(tmp_path: Path) -> None:
+def test_results_match_the_harness_backend(tmp_path: Path) -> None:
     """The same task and file, by lm-eval's backend hf on the weights that transformers dequantizes."""
     for module in ("lm_eval", "torch", "transformers", "accelerate"):
         pytest.importorskip(module)
@@ -250,7 +250,7 @@ def test_the_harness_has_the_results_of_its_own_backend(tmp_path: Path) -> None:
     assert ours.loglikelihood_rolling(texts) == pytest.approx(theirs, abs=1e-3)
 
 
-def test_likelihoods_of_long_texts_are_those_that_transformers_gave(tmp_path: Path) -> None:
+def test_likelihoods_of_long_texts_match_transformers(tmp_path: Path) -> None:
     """Texts of up to several contexts, recorded as above."""
     recorded = json.loads(choice_task.FILE.read_text(encoding="utf-8"))["rolling"]
     with Model(choice_task.model(tmp_path), device="cpu", compute="f32", kv_dtype="f32") as model:
@@ -259,7 +259,7 @@ def test_likelihoods_of_long_texts_are_those_that_transformers_gave(tmp_path: Pa
         assert loglikelihood_rolling(model, choice_task.TEXTS) == pytest.approx(recorded, abs=1e-2)
 
 
-def test_no_requests_are_no_work(model: Model) -> None:
+def test_no_requests_compute_nothing(model: Model) -> None:
     assert loglikelihood(model, []) == []
     assert loglikelihood_rolling(model, []) == []
     assert np.isfinite(loglikelihood_rolling(model, ["a"])[0])

@@ -55,12 +55,12 @@ def test_rows_of_a_csv_file_are_labelled(tmp_path: Path) -> None:
 
 @pytest.mark.real_model
 @pytest.mark.usefixtures("smollm2_path")
-def test_a_real_model_finds_what_a_review_says() -> None:
+def test_a_real_model_classifies_a_review() -> None:
     rows = list(csv.DictReader(run("classify_csv.py", DATA / "reviews.csv", "-m", "smollm2").splitlines()))
     assert [row["label"] for row in rows[:4]] == ["positive", "negative", "positive", "negative"]
 
 
-def test_the_nearest_paragraph_is_that_with_the_words_of_the_query(tmp_path: Path) -> None:
+def test_the_nearest_paragraph_contains_the_words_of_the_query(tmp_path: Path) -> None:
     paragraphs = ["The king is dead, long live the king.", "Bread needs flour, water and yeast."]
     (tmp_path / "a.md").write_text("# Title\n\n" + "\n\n".join(paragraphs))
     (tmp_path / "more").mkdir()
@@ -71,7 +71,7 @@ def test_the_nearest_paragraph_is_that_with_the_words_of_the_query(tmp_path: Pat
     assert sorted(line.split()[1] for line in lines) == ["a.md:", "a.md:", "more/b.md:"]
 
 
-def test_kept_vectors_are_used_until_a_text_changes(tmp_path: Path) -> None:
+def test_stored_vectors_are_used_until_a_text_changes(tmp_path: Path) -> None:
     model, kept, texts = tmp_path / "embedder.gguf", tmp_path / "kept.npz", tmp_path / "texts"
     synth.synthesize(model, preset="tiny-embedding")
     texts.mkdir()

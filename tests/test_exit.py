@@ -53,7 +53,7 @@ ACTIVITIES = {
 
 
 @pytest.mark.parametrize("activity", ACTIVITIES.values(), ids=ACTIVITIES.keys())
-def test_a_process_exits_cleanly_while_daemon_threads_are(activity: dict[str, str]) -> None:
+def test_a_process_exits_cleanly_with_daemon_threads(activity: dict[str, str]) -> None:
     """With no complaint and with exit status 0, at whatever moment the interpreter ends."""
     for delay in (0, 0.01, 0.02, 0.03):
         plain = {"first": "pass", "callback": "pass", "progress": "None", "between": "pass"}
@@ -76,7 +76,7 @@ ctypes.pythonapi.Py_IncRef(ctypes.py_object(model.engine.core))
 
 
 @pytest.mark.parametrize("asked", [False, True], ids=["users", "developers"])
-def test_only_developers_see_the_objects_that_are_alive_at_exit(asked: bool) -> None:
+def test_leak_reports_at_exit_are_for_developers_only(asked: bool) -> None:
     environment = {k: v for k, v in os.environ.items() if k != "METAL_PREFILL_LEAK_WARNINGS"}
     if asked:
         environment["METAL_PREFILL_LEAK_WARNINGS"] = "1"

@@ -55,14 +55,14 @@ def configure(folder: Path, *options: str, **environment: str) -> str:
     return " ".join(done.stderr.split())
 
 
-def test_a_missing_compiler_names_the_packages_that_have_one(tmp_path: Path) -> None:
+def test_a_missing_compiler_names_packages_to_install(tmp_path: Path) -> None:
     message = configure(tmp_path)
     assert "metal_prefill needs a C++ compiler, and there is none" in message
     for hint in ("apt-get install g++", "xcode-select --install", "--only-binary :all:"):
         assert hint in message
 
 
-def test_an_old_compiler_is_named_with_the_oldest_that_builds(tmp_path: Path) -> None:
+def test_an_old_compiler_is_reported_with_the_required_version(tmp_path: Path) -> None:
     compiler = shutil.which("c++")
     if compiler is None:
         pytest.skip("there is no compiler")
@@ -73,7 +73,7 @@ def test_an_old_compiler_is_named_with_the_oldest_that_builds(tmp_path: Path) ->
     assert f"{compiler} is GNU 10.2.0, which is too old: install GCC 11 or clang 14" in message
 
 
-def test_a_missing_file_is_answered_by_what_a_model_may_be(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_file_lists_what_a_model_may_be(capsys: pytest.CaptureFixture[str]) -> None:
     line = run_error(capsys, "smollm.gguf")
     assert line.startswith(
         "error: smollm.gguf: No such file or directory; a model is a GGUF file, a folder, "
@@ -100,7 +100,7 @@ SAFETENSORS = (2).to_bytes(8, "little") + b"{}" + bytes(64)
     ],
     ids=["LFS", "HTML", "JSON", "safetensors", "ZIP", "gzip", "GGML", "unknown", "empty"],
 )
-def test_a_file_of_another_kind_is_named(
+def test_a_file_of_another_format_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], content: bytes, message: str
 ) -> None:
     path = tmp_path / "model.gguf"
@@ -110,7 +110,7 @@ def test_a_file_of_another_kind_is_named(
     assert message in line
 
 
-def test_a_folder_that_mlx_quantized_is_refused_with_what_to_open(
+def test_an_mlx_folder_is_rejected_with_an_alternative(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     settings = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
@@ -133,7 +133,7 @@ def test_a_folder_of_gguf_files_names_one(tmp_path: Path, capsys: pytest.Capture
 @pytest.mark.parametrize(
     ("name", "nearest"), [("gemma9", "gemma3"), ("qwen2vl", "qwen2"), ("rwkv6", None)], ids=str
 )
-def test_an_unknown_architecture_names_the_nearest_and_where_to_ask(
+def test_an_unknown_architecture_names_similar_ones_and_where_to_ask(
     tmp_path: Path, name: str, nearest: str | None
 ) -> None:
     path = tmp_path / "m.gguf"
@@ -153,7 +153,7 @@ def test_an_unknown_architecture_names_the_nearest_and_where_to_ask(
     assert form.removeprefix("name: ") in message
 
 
-def test_chat_with_a_base_model_says_that_it_is_one(
+def test_chat_warns_about_a_base_model(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO("Hello\n"))
@@ -163,7 +163,7 @@ def test_chat_with_a_base_model_says_that_it_is_one(
     assert "-m smollm2" in note
 
 
-def test_a_prompt_without_room_names_the_limit_and_the_ways_out(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_prompt_without_room_names_the_limit_and_remedies(capsys: pytest.CaptureFixture[str]) -> None:
     line = error_of(capsys, "run", "-p", "word " * 3000)
     assert "exceeds the context of 1024: shorten the text, or use a model with a longer context" in line
 
@@ -196,7 +196,7 @@ class SignIn(BaseHTTPRequestHandler):
 
 @pytest.mark.parametrize("status", [200, 403, 404])
 @pytest.mark.parametrize("spec", ["owner/repo:a.gguf", "owner/repo"])
-def test_a_proxy_that_answers_for_the_hub_is_suspected(tmp_path: Path, status: int, spec: str) -> None:
+def test_a_proxy_that_answers_for_the_hub_is_reported(tmp_path: Path, status: int, spec: str) -> None:
     pytest.importorskip("huggingface_hub", reason="needs the extra hub")
     server = ThreadingHTTPServer(("127.0.0.1", 0), SignIn)
     server.status = status  # type: ignore[attr-defined]
@@ -225,7 +225,7 @@ def test_a_proxy_that_answers_for_the_hub_is_suspected(tmp_path: Path, status: i
     ],
     ids=["old processor", "old compiler"],
 )
-def test_an_old_processor_is_warned_of_once(
+def test_an_old_processor_causes_one_warning(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,

@@ -59,12 +59,12 @@ def test_a_child_computes_on_all_threads(model: Model) -> None:
     assert in_child(work) == "2 more"
 
 
-def test_children_of_children_compute_too(model: Model) -> None:
+def test_grandchildren_compute(model: Model) -> None:
     expected = model.session().forward_prompt(PROMPT)
     assert in_child(lambda: in_child(lambda: str(model.session().forward_prompt(PROMPT)))) == str(expected)
 
 
-def test_a_child_frees_what_it_got_and_opens_models_anew(model: Model, demo_path: Path) -> None:
+def test_a_child_releases_inherited_models_and_opens_new_ones(model: Model, demo_path: Path) -> None:
     session = model.session()
     expected = session.forward_prompt(PROMPT)
 
@@ -85,7 +85,7 @@ def computing(model: Model, stop: threading.Event, begun: threading.Event) -> No
         session.reset()
 
 
-def test_a_fork_while_another_thread_computes_is_a_named_error_or_works(model: Model) -> None:
+def test_a_fork_while_another_thread_computes_works_or_raises(model: Model) -> None:
     """It works where the fork fell between two passes; it never hangs, and never computes something else."""
     expected = str(model.session().forward_prompt(PROMPT))
     stop, begun = threading.Event(), threading.Event()
@@ -160,7 +160,7 @@ def test_a_callback_may_fork_and_the_child_finishes_the_prompt(model: Model) -> 
 
 
 @pytest.mark.usefixtures("metal")
-def test_a_gpu_does_not_come_along(demo_path: Path) -> None:
+def test_a_gpu_cannot_be_used_in_a_child(demo_path: Path) -> None:
     with Model(demo_path, device="metal") as model:
         session = model.session()
         expected = session.forward_prompt(PROMPT)
@@ -180,7 +180,7 @@ def test_a_gpu_does_not_come_along(demo_path: Path) -> None:
         assert session.position == len(PROMPT)
 
 
-def test_a_child_generates_though_the_engine_loop_ran_in_its_parent(model: Model) -> None:
+def test_a_child_generates_after_its_parent_ran_the_engine_loop(model: Model) -> None:
     """The loop's thread is not in the child, which must not wait for it."""
 
     async def text(tokens: int) -> str:
@@ -228,7 +228,7 @@ def test_a_fork_while_another_thread_prepares_the_tokenizer(
         assert answer == str(expected)
 
 
-def test_an_attribute_is_computed_once_however_many_threads_ask_for_it() -> None:
+def test_a_cached_attribute_is_computed_once_by_concurrent_threads() -> None:
     computed = []
 
     class Slow:

@@ -9,7 +9,7 @@ import pytest
 
 
 @pytest.mark.parametrize("enabled", [True, False])
-def test_the_package_is_imported_only_where_python_has_its_lock(enabled: bool) -> None:
+def test_the_package_requires_the_gil(enabled: bool) -> None:
     program = f"import sys; sys._is_gil_enabled = lambda: {enabled}; import metal_prefill; print('imported')"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     if enabled:

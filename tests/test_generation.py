@@ -53,7 +53,7 @@ def reference_tokens(model: Model, ids: list[int], n: int, seed: int, **options:
 
 
 @pytest.mark.parametrize("options", CHAINS)
-def test_a_text_is_what_a_reference_chooses_from_the_logits(demo: Model, options: dict[str, Any]) -> None:
+def test_a_text_matches_a_reference_sampler(demo: Model, options: dict[str, Any]) -> None:
     n = 4 if demo.backend == "metal" else 40
     ids = demo.tokenizer.encode(PROMPT)
     expected = reference_tokens(demo, ids, n, 17, **options)
@@ -72,7 +72,7 @@ def test_streams_of_a_batch_sample_each_with_its_own_seed_and_options(cpu: Model
         assert texts[i] == "".join(cpu.session().generate(PROMPT, **chains[i])), i
 
 
-def test_a_text_that_is_continued_is_the_text_made_at_once(cpu: Model) -> None:
+def test_a_text_generated_in_parts_equals_the_whole_text(cpu: Model) -> None:
     """Random numbers belong to positions, wherever the text began."""
     ids = cpu.tokenizer.encode(PROMPT)
     options = CHAINS[0] | {"seed": 3}
@@ -90,7 +90,7 @@ def test_conversations_sample_in_the_core_too(cpu: Model) -> None:
 
 
 @pytest.mark.parametrize("options", [{}, CHAINS[0]], ids=["greedy", "sampled"])
-def test_pieces_have_the_log_probabilities_of_the_model(demo: Model, options: dict[str, Any]) -> None:
+def test_pieces_have_the_models_log_probabilities(demo: Model, options: dict[str, Any]) -> None:
     n = 4 if demo.backend == "metal" else 12
     ids = demo.tokenizer.encode(PROMPT)
     pieces = list(demo.stream(ids, n, logprobs=3, seed=1, **options))
@@ -109,7 +109,7 @@ def test_pieces_have_the_log_probabilities_of_the_model(demo: Model, options: di
     assert all(p.logprob is None and p.top_logprobs == () for p in demo.stream(ids, 2, **options))
 
 
-def test_logprobs_out_of_range_are_refused(cpu: Model) -> None:
+def test_logprobs_out_of_range_are_rejected(cpu: Model) -> None:
     for wrong in (-1, 1001):
         with pytest.raises(ValueError, match=f"logprobs must be between 0 and 1000, got {wrong}"):
             cpu.stream(PROMPT, 2, logprobs=wrong)
@@ -138,9 +138,7 @@ def test_a_stop_token_ends_the_text_before_it(cpu: Model) -> None:
         (["a", ""], ValueError, "a stop string is empty"),
     ],
 )
-def test_stops_that_cannot_be_are_refused(
-    cpu: Model, stop: Any, error: type[Exception], message: str
-) -> None:
+def test_invalid_stops_are_rejected(cpu: Model, stop: Any, error: type[Exception], message: str) -> None:
     for call in (cpu.generate, cpu.session().stream):
         with pytest.raises(error, match=message):
             call(PROMPT, 3, stop=stop)
@@ -167,7 +165,7 @@ def test_stop_strings_before_min_tokens_are_text(cpu: Model) -> None:
     assert text.startswith(whole[: whole.index(early) + 2])
 
 
-def test_min_tokens_holds_back_the_end_of_text(cpu: Model) -> None:
+def test_min_tokens_suppresses_the_end_of_text(cpu: Model) -> None:
     eos = sorted(cpu.tokenizer.stop_ids)
     favoured = dict.fromkeys(eos, 100.0)
     assert tokens_of(cpu.stream(PROMPT, 9, logit_bias=favoured))[0] in eos
@@ -177,7 +175,7 @@ def test_min_tokens_holds_back_the_end_of_text(cpu: Model) -> None:
     assert tokens[5] in eos
 
 
-def test_echo_begins_the_text_with_the_prompt(cpu: Model) -> None:
+def test_echo_prepends_the_prompt(cpu: Model) -> None:
     text = "".join(cpu.generate(PROMPT, 8))
     ids = cpu.tokenizer.encode(PROMPT)
     assert "".join(cpu.generate(PROMPT, 8, echo=True)) == PROMPT + text
@@ -194,7 +192,7 @@ def test_a_full_context_ends_the_last_piece(demo_path: Path) -> None:
         assert model.position == 12
 
 
-def test_a_bias_can_name_only_tokens_of_the_vocabulary(cpu: Model) -> None:
+def test_a_bias_outside_the_vocabulary_is_rejected(cpu: Model) -> None:
     with pytest.raises(ValueError, match="token id 1024 is outside the vocabulary of 1024"):
         cpu.generate(PROMPT, 3, logit_bias={1024: 1.0})
 
@@ -209,9 +207,7 @@ def test_excluding_every_token_is_an_error_and_changes_nothing(demo: Model) -> N
     assert {i: type(r) for i, r in results} == {0: ValueError, 1: str}
 
 
-def test_a_nan_among_the_logits_is_an_error_of_sampling_and_changes_nothing(
-    device: str, tmp_path: Path
-) -> None:
+def test_a_nan_logit_is_a_sampling_error_and_changes_nothing(device: str, tmp_path: Path) -> None:
     path = write(tmp_path / "m.gguf", MODELS["gqa 1"])
     embedding = next(t for t in GGUFReader(path).tensors if t.name in ("output.weight", "output_norm.weight"))
     broken = bytearray(path.read_bytes())
@@ -225,7 +221,7 @@ def test_a_nan_among_the_logits_is_an_error_of_sampling_and_changes_nothing(
 
 
 @pytest.mark.parametrize("max_tokens", [0, 1, 6])
-def test_tokens_of_a_prompt_are_scored_as_pieces(demo: Model, max_tokens: int) -> None:
+def test_prompt_tokens_are_scored_as_pieces(demo: Model, max_tokens: int) -> None:
     ids = demo.tokenizer.encode("ROMEO:\nBut soft, what light")
     options: dict[str, Any] = {"temperature": 0.8, "seed": 2, "repeat_penalty": 1.2}
     pieces = list(demo.session().stream(ids, max_tokens, logprobs=3, prompt_logprobs=True, **options))
@@ -245,6 +241,6 @@ def test_tokens_of_a_prompt_are_scored_as_pieces(demo: Model, max_tokens: int) -
     assert [piece.token for piece in made] == [piece.token for piece in alone]
 
 
-def test_scores_of_a_prompt_need_log_probabilities(demo_path: Path) -> None:
+def test_prompt_scores_require_logprobs(demo_path: Path) -> None:
     with Model(demo_path, device="cpu") as model, pytest.raises(ValueError, match="prompt_logprobs"):
         list(model.generate("ROMEO:", 3, prompt_logprobs=True))

@@ -117,7 +117,7 @@ def test_arrays_are_read(write: Callable[[bytes], Path]) -> None:
     assert len(empty) == 0
 
 
-def test_metadata_is_a_mapping_in_the_order_of_the_file(write: Callable[[bytes], Path]) -> None:
+def test_metadata_keeps_the_order_of_the_file(write: Callable[[bytes], Path]) -> None:
     file = GGUFFile(write(gguf([entry("b", U8, b"\1"), entry("a", STRING, text("x"))])))
     assert list(file.metadata.items()) == [("b", 1), ("a", "x")]
     assert "a" in file.metadata
@@ -212,7 +212,7 @@ def test_unusual_but_valid_files_are_read(write: Callable[[bytes], Path], conten
         assert file.tensor(name).nbytes == info.nbytes
 
 
-def test_tensor_types_are_those_of_the_gguf_package() -> None:
+def test_tensor_types_match_the_gguf_package() -> None:
     ours = {number: tuple(kind) for number, kind in TENSOR_TYPES.items()}
     theirs = {int(t): (t.name, *sizes) for t, sizes in reference.GGML_QUANT_SIZES.items()}
     assert {number: ours.get(number) for number in theirs} == theirs
@@ -235,7 +235,7 @@ def test_the_bundled_model_reads_as_with_the_gguf_package(demo_path: Path) -> No
         assert np.array_equal(file.tensor(t.name), t.data.view(np.uint8).reshape(-1))
 
 
-def test_missing_file_and_directory_are_the_errors_of_open(tmp_path: Path) -> None:
+def test_missing_files_and_directories_raise_the_errors_of_open(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"absent\.gguf"):
         GGUFFile(tmp_path / "absent.gguf")
     with pytest.raises(IsADirectoryError):
@@ -257,7 +257,7 @@ def test_named_pipe_does_not_hang(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_bad_file_is_refused_by_name(write: Callable[[bytes], Path], name: str) -> None:
+def test_an_invalid_file_is_rejected_by_name(write: Callable[[bytes], Path], name: str) -> None:
     content, message = BAD[name]
     path = write(content)
     tracemalloc.start()
@@ -271,7 +271,7 @@ def test_bad_file_is_refused_by_name(write: Callable[[bytes], Path], name: str) 
     assert peak < 200_000 + 4 * len(content)  # nothing is allocated on the word of the file
 
 
-def test_header_cut_anywhere_is_an_error(write: Callable[[bytes], Path]) -> None:
+def test_a_header_truncated_anywhere_is_an_error(write: Callable[[bytes], Path]) -> None:
     content = rich_file()
     for length in range(len(content)):
         with pytest.raises(GGUFError):
@@ -287,7 +287,7 @@ def test_string_inside_an_array_is_checked_on_access(write: Callable[[bytes], Pa
     assert file.metadata["other"] is not None
 
 
-def test_random_damage_never_escapes_as_another_error(write: Callable[[bytes], Path]) -> None:
+def test_random_damage_raises_no_other_error(write: Callable[[bytes], Path]) -> None:
     content, rng = rich_file(), random.Random(2024)
     header = GGUFFile(write(content)).data_offset
     refused = 0

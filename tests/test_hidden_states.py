@@ -37,7 +37,7 @@ def assert_close(device: str, actual: npt.NDArray[Any], expected: npt.NDArray[An
 
 
 @pytest.mark.parametrize("name", ["gqa 3", "gemma3", "granite", "dimensions that fit no block"])
-def test_they_are_those_of_the_reference(device: str, model_path: Callable[[str], Path], name: str) -> None:
+def test_hidden_states_match_the_reference(device: str, model_path: Callable[[str], Path], name: str) -> None:
     path = model_path(name)
     reference = ReferenceModel(path)
     with Model(path, device=device, compute="f32", kv_dtype="f32") as model:
@@ -50,7 +50,7 @@ def test_they_are_those_of_the_reference(device: str, model_path: Callable[[str]
                 assert_close(device, hidden(model, ids, output, 1), wanted[-1:])
 
 
-def test_they_are_the_same_alone_and_with_every_other_output(device: str, tmp_path: Path) -> None:
+def test_hidden_states_are_the_same_alone_and_with_other_outputs(device: str, tmp_path: Path) -> None:
     path = write(tmp_path / "model.gguf", MODELS["gqa 3"])
     prompts = [ids_of(n, seed=n) for n in (40, 3, 90, 20, 33, 70)]
     outputs: list[Any] = ["hidden", "hidden", "log_probs", "residual", "greedy", "logits"]
@@ -68,7 +68,7 @@ def test_they_are_the_same_alone_and_with_every_other_output(device: str, tmp_pa
                 np.testing.assert_allclose(result, alone, rtol=0, atol=bound)
 
 
-def test_a_prompt_of_several_passes_gives_one_array(device: str, tmp_path: Path) -> None:
+def test_a_prompt_of_several_passes_returns_one_array(device: str, tmp_path: Path) -> None:
     path = write(tmp_path / "model.gguf", MODELS["gqa 3"])
     ids = ids_of(150)
     with Model(path, device=device) as model, Model(path, device=device, chunk_tokens=32) as cut:
@@ -77,7 +77,7 @@ def test_a_prompt_of_several_passes_gives_one_array(device: str, tmp_path: Path)
         np.testing.assert_allclose(hidden(cut, ids), whole, rtol=0, atol=bound)
 
 
-def test_what_cannot_be_is_refused(demo: Model) -> None:
+def test_invalid_requests_are_rejected(demo: Model) -> None:
     session = demo.session()
 
     def forward(output: Any, rows: Any, **options: Any) -> None:
@@ -97,7 +97,7 @@ def test_what_cannot_be_is_refused(demo: Model) -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 5, 39])
-def test_log_probabilities_of_the_last_tokens_are_the_last_of_all(demo: Model, rows: int) -> None:
+def test_log_probabilities_of_the_last_tokens_match_those_of_all(demo: Model, rows: int) -> None:
     ids = ids_of(40)
     with demo.session() as session:
         last = demo.forward_batch([session], [ids], output="log_probs", rows=rows)[0]
@@ -105,7 +105,7 @@ def test_log_probabilities_of_the_last_tokens_are_the_last_of_all(demo: Model, r
     np.testing.assert_allclose(last, demo.score(ids)[-rows:], rtol=0, atol=bound)
 
 
-def test_a_state_that_is_not_a_number_is_an_error(device: str, tmp_path: Path) -> None:
+def test_a_nan_hidden_state_is_an_error(device: str, tmp_path: Path) -> None:
     small = SmallModel(layers=1, embedding="F32", types={"*": "F32"})
 
     def damage(values: Any) -> None:

@@ -39,7 +39,7 @@ def with_number(path: Path, plain: Path, key: str, value: float) -> Path:
 
 
 @pytest.mark.parametrize("context", [2**31 - 1, 2**31 - 64, 2**31 - 513, 2**30 + 1])
-def test_contexts_near_the_end_of_32_bits_compute_as_any(
+def test_contexts_near_the_limit_of_32_bits_work(
     device: str, plain: Path, tmp_path: Path, context: int
 ) -> None:
     path = with_number(tmp_path / "m.gguf", plain, "llama.context_length", context)
@@ -61,7 +61,7 @@ FLOAT_KEYS = [
 
 @pytest.mark.parametrize("key", FLOAT_KEYS)
 @pytest.mark.parametrize("value", [1e-300, 1e300, 1e39, 1e-46, 1e-39, 0.0, -1.0, math.nan, math.inf])
-def test_numbers_that_32_bits_do_not_hold_are_refused(tmp_path: Path, key: str, value: float) -> None:
+def test_numbers_beyond_32_bits_are_rejected(tmp_path: Path, key: str, value: float) -> None:
     """The engines compute with 32 bits, where 1e-300 is 0 and 1e300 infinite."""
     path = tmp_path / "m.gguf"
     path.write_bytes(model_file({f"llama.{key}": (F64, scalar(F64, value))}))
@@ -70,14 +70,14 @@ def test_numbers_that_32_bits_do_not_hold_are_refused(tmp_path: Path, key: str, 
         read_config(gguf_file)
 
 
-def test_numbers_are_those_that_the_engines_compute_with(tmp_path: Path) -> None:
+def test_reported_numbers_are_those_the_engines_use(tmp_path: Path) -> None:
     path = tmp_path / "m.gguf"
     path.write_bytes(model_file({"llama.rope.freq_base": (F64, scalar(F64, 123.4))}))
     with GGUFFile(path) as gguf_file:
         assert read_config(gguf_file).rope_base == float(np.float32(123.4)) != 123.4
 
 
-def test_a_base_that_is_one_in_32_bits_is_none_for_yarn(tmp_path: Path) -> None:
+def test_yarn_rejects_a_base_that_rounds_to_one(tmp_path: Path) -> None:
     path = tmp_path / "m.gguf"
     path.write_bytes(
         model_file(
@@ -96,7 +96,7 @@ def test_a_base_that_is_one_in_32_bits_is_none_for_yarn(tmp_path: Path) -> None:
         read_config(gguf_file)
 
 
-def test_frequencies_that_are_not_finite_are_refused(device: str, tmp_path: Path) -> None:
+def test_infinite_frequencies_are_rejected(device: str, tmp_path: Path) -> None:
     """Each number fits; a frequency of 1e-30 ** (-2 i / 32) / 1e-30 does not for the last pairs."""
     model = replace(MODELS["gqa 1"], rope_scaling="linear", rope_base=1e-30, rope_factor=1e-30)
     with pytest.raises(GGUFError, match=r"m.gguf: the rotary frequencies of layer 0 are not all finite"):
@@ -112,7 +112,7 @@ def test_frequencies_that_are_not_finite_are_refused(device: str, tmp_path: Path
     ],
 )
 @pytest.mark.parametrize("value", [0.0, -1.0, math.nan, math.inf])
-def test_frequency_factors_are_positive_numbers(
+def test_frequency_factors_must_be_positive(
     device: str, tmp_path: Path, value: float, model: str, name: str, max_context: int | None
 ) -> None:
     plain = write(tmp_path / "plain.gguf", MODELS[model])
@@ -125,7 +125,7 @@ def test_frequency_factors_are_positive_numbers(
         Model(path, device=device, max_context=max_context)
 
 
-def test_more_layers_than_an_engine_takes_are_the_files_error(tmp_path: Path) -> None:
+def test_too_many_layers_are_a_file_error(tmp_path: Path) -> None:
     n = 100_001
     path = tmp_path / "m.gguf"
     path.write_bytes(model_file({"llama.block_count": integer(n)}, {f"x{i}": ((1,), 0) for i in range(n)}))
@@ -133,7 +133,7 @@ def test_more_layers_than_an_engine_takes_are_the_files_error(tmp_path: Path) ->
         Model(path, device="cpu")
 
 
-def test_a_logit_that_is_not_a_number_is_an_error_and_changes_nothing(device: str, tmp_path: Path) -> None:
+def test_a_nan_logit_is_an_error_and_changes_nothing(device: str, tmp_path: Path) -> None:
     whole = write(tmp_path / "plain.gguf", replace(MODELS["gqa 1"], output="F32"))
 
     def damage(values: Any) -> None:
@@ -166,7 +166,7 @@ with Model(path, device="cpu", threads=1, mmap=mmap) as model:
 """
 
 
-def test_a_file_that_was_read_may_change_while_it_is_open(tmp_path: Path) -> None:
+def test_a_file_that_was_read_may_change_afterwards(tmp_path: Path) -> None:
     """Of a mapped file the weights would be gone: the process ends by SIGBUS."""
     path = write(tmp_path / "m.gguf", replace(MODELS["gqa 1"], embedding="F32", types={"*": "F32"}))
     with Model(path, device="cpu") as model:
@@ -177,9 +177,7 @@ def test_a_file_that_was_read_may_change_while_it_is_open(tmp_path: Path) -> Non
     assert child.stdout.split() == [str(expected), str(expected), "True"], child.stderr
 
 
-def test_a_file_that_is_read_is_checked_as_one_that_is_mapped(
-    device: str, plain: Path, tmp_path: Path
-) -> None:
+def test_read_files_are_checked_like_mapped_files(device: str, plain: Path, tmp_path: Path) -> None:
     with Model(plain, device=device, mmap=False) as read, Model(plain, device=device) as mapped:
         np.testing.assert_array_equal(
             read.forward_prompt_logits([1, 2]), mapped.forward_prompt_logits([1, 2])
@@ -195,9 +193,7 @@ def test_a_file_that_is_read_is_checked_as_one_that_is_mapped(
         GGUFFile(tmp_path / "fifo.gguf", mmap=False)
 
 
-def test_a_file_that_becomes_shorter_while_it_is_read_is_named(
-    plain: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_truncated_while_it_is_read_is_reported(plain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Longer:
         st_mode, st_size = plain.stat().st_mode, plain.stat().st_size + 5
 

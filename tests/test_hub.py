@@ -138,7 +138,7 @@ def test_files_are_fetched_by_name_and_by_pattern(client: Client) -> None:
     assert [p.name for p in paths] == ["tiny.Q8_0.gguf", "tiny.Q4_0.gguf", "tiny.F16.gguf", "tiny.F16.gguf"]
 
 
-def test_a_cached_file_is_taken_without_a_request(client: Client, server: Hub) -> None:
+def test_a_cached_file_is_used_without_a_request(client: Client, server: Hub) -> None:
     first = client.ask("tiny/model:tiny.Q4_0.gguf")
     server.requests.clear()
     assert client.ask("tiny/model:tiny.Q4_0.gguf") == first
@@ -153,7 +153,7 @@ def test_a_pattern_fetches_a_file_once(client: Client, server: Hub) -> None:
 
 
 @pytest.mark.parametrize("gone", ["server down", "told to stay offline"])
-def test_without_the_hub_the_cache_answers(client: Client, server: Hub, gone: str) -> None:
+def test_the_cache_is_used_without_the_hub(client: Client, server: Hub, gone: str) -> None:
     first = client.ask("tiny/model:*Q4_0.gguf")
     offline = {"HF_ENDPOINT": "http://127.0.0.1:9"} if gone == "server down" else {"HF_HUB_OFFLINE": "1"}
     server.requests.clear()
@@ -171,7 +171,7 @@ def test_without_the_hub_the_cache_answers(client: Client, server: Hub, gone: st
     assert server.requests == []
 
 
-def test_what_cannot_be_had_is_named(client: Client) -> None:
+def test_unavailable_files_are_reported(client: Client) -> None:
     messages = {
         "tiny/model:*.gguf": "3 files in tiny/model match '*.gguf'; name one of more/tiny.F16.gguf, "
         "tiny.Q4_0.gguf, tiny.Q8_0.gguf",
@@ -215,7 +215,7 @@ def test_a_prepared_cache_needs_no_hub(tmp_path: Path) -> None:
     assert "3 files" in answers[3]["error"]
 
 
-def test_a_download_that_breaks_off_is_resumed(client: Client, server: Hub) -> None:
+def test_an_interrupted_download_is_resumed(client: Client, server: Hub) -> None:
     content = bytes(range(256)) * 400
     server.repos["tiny/long"] = Repo({"a.gguf": content}, cut={"a.gguf"})
     (answer,) = client.ask("tiny/long:a.gguf")
@@ -223,7 +223,7 @@ def test_a_download_that_breaks_off_is_resumed(client: Client, server: Hub) -> N
     assert server.requests.count("GET /tiny/long/resolve/main/a.gguf") == 2
 
 
-def test_a_file_that_vanishes_meanwhile_is_named(client: Client, server: Hub) -> None:
+def test_a_file_removed_during_a_download_is_reported(client: Client, server: Hub) -> None:
     server.repos["tiny/hasty"] = Repo({}, vanished=("a.gguf",))
     (answer,) = client.ask("tiny/hasty:*")
     assert "cannot download a.gguf from tiny/hasty" in answer["error"]
@@ -246,11 +246,11 @@ def test_a_model_is_opened_from_the_hub(tmp_path: Path, demo_path: Path) -> None
 
 
 @pytest.mark.parametrize("spec", ["model.gguf", "dir/model.gguf", "/tmp/x:y.gguf", "a/b/c:d.gguf", "a/b:"])
-def test_what_is_no_address_on_the_hub_is_a_path(spec: str) -> None:
+def test_other_names_are_paths(spec: str) -> None:
     assert _hub.resolve_model(spec) == Path(spec)
 
 
-def test_a_file_on_the_disk_comes_before_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_local_file_takes_precedence_over_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "tiny").mkdir()
     (tmp_path / "tiny" / "model:a.gguf").write_bytes(b"local")
@@ -280,7 +280,7 @@ ODD_LISTINGS = {
 }
 
 
-def test_a_hub_that_answers_with_something_else_is_out_of_reach(client: Client, server: Hub) -> None:
+def test_a_hub_with_invalid_answers_counts_as_unreachable(client: Client, server: Hub) -> None:
     for i, listing in enumerate(ODD_LISTINGS.values()):
         server.repos[f"tiny/odd{i}"] = Repo({"a.gguf": b"a"}, listing=listing)
     server.repos["tiny/odd99"] = Repo({"a.gguf": b"a"}, status=500)
@@ -290,9 +290,7 @@ def test_a_hub_that_answers_with_something_else_is_out_of_reach(client: Client, 
         assert f"tiny/odd{i} is not in the cache, and the Hub is unreachable: its " in answer["error"]
 
 
-def test_a_cached_file_is_taken_where_the_hub_answers_with_something_else(
-    client: Client, server: Hub
-) -> None:
+def test_a_cached_file_is_used_if_the_hub_answers_are_invalid(client: Client, server: Hub) -> None:
     repo = server.repos["tiny/odd"] = Repo({"a.gguf": b"content"})
     first = client.ask("tiny/odd:*.gguf")
     assert Path(first[0]["path"]).read_bytes() == b"content"
@@ -305,19 +303,19 @@ def test_a_cached_file_is_taken_where_the_hub_answers_with_something_else(
         assert client.ask("tiny/odd:*.gguf") == first
 
 
-def test_an_endless_listing_is_not_read_to_its_end(client: Client, server: Hub) -> None:
+def test_an_endless_listing_is_limited(client: Client, server: Hub) -> None:
     server.repos["tiny/endless"] = Repo({"a.gguf": b"a"}, endless=True, listing=b" " * 65536)
     (answer,) = client.ask("tiny/endless:*.gguf")
     assert f"the Hub is unreachable: its response has more than {16 << 20} bytes" in answer["error"]
 
 
-def test_a_hub_that_never_answers_is_given_up(client: Client, server: Hub) -> None:
+def test_a_hub_that_never_answers_times_out(client: Client, server: Hub) -> None:
     server.repos["tiny/silent"] = Repo({"a.gguf": b"a"}, silent=True)
     (answer,) = client.ask("tiny/silent:*.gguf", env={"HF_HUB_ETAG_TIMEOUT": "2"})
     assert "the Hub is unreachable" in answer["error"]
 
 
-def test_a_call_that_takes_too_long_is_left_alone() -> None:
+def test_a_call_that_takes_too_long_is_abandoned() -> None:
     never = threading.Event()
     with pytest.raises(TimeoutError, match=r"no complete response within 0.01 s"):
         within(0.01, never.wait)
@@ -342,7 +340,7 @@ HOSTILE_HEADERS: list[dict[str, str | None]] = [
 ]
 
 
-def test_headers_that_are_no_names_of_files_are_refused(client: Client, server: Hub, tmp_path: Path) -> None:
+def test_headers_with_invalid_file_names_are_rejected(client: Client, server: Hub, tmp_path: Path) -> None:
     """Each in a repository of its own; one process asks for all of them."""
     names = [f"tiny/hostile-{n}" for n in range(len(HOSTILE_HEADERS))]
     for name, headers in zip(names, HOSTILE_HEADERS, strict=True):
@@ -355,7 +353,7 @@ def test_headers_that_are_no_names_of_files_are_refused(client: Client, server: 
     assert kept == []
 
 
-def test_headers_are_refused_also_where_they_change_meanwhile(server: Hub, tmp_path: Path) -> None:
+def test_headers_that_change_between_requests_are_rejected(server: Hub, tmp_path: Path) -> None:
     """The library asks again, and may get another answer than the one that was checked."""
     library: Any = _hub._import_hub()
     server.repos["tiny/hostile"] = Repo({"a.gguf": b"a"}, headers={"ETag": '"../../outside"'})

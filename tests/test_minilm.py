@@ -27,7 +27,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache"
 
 
-def test_its_tokens_are_those_of_its_own_tokenizer(minilm_folder: Path, tmp_path: Path) -> None:
+def test_tokens_match_its_own_tokenizer(minilm_folder: Path, tmp_path: Path) -> None:
     for name in ("tokenizer.json", "tokenizer_config.json", "config.json"):
         (tmp_path / name).write_bytes((minilm_folder / name).read_bytes())
     ours: Tokenizer = encoder_tokenizers.open_folder(tmp_path)
@@ -38,7 +38,7 @@ def test_its_tokens_are_those_of_its_own_tokenizer(minilm_folder: Path, tmp_path
         assert ours.frame.text(ours.encode(text, add_bos=False)) == theirs.encode(text).ids, repr(text)
 
 
-def test_it_is_converted_once_into_the_cache(minilm_folder: Path, cache: Path) -> None:
+def test_the_model_is_converted_once_into_the_cache(minilm_folder: Path, cache: Path) -> None:
     path = local_file("minilm")
     assert path.parent == cache / "converted"
     assert path.name.startswith("all-MiniLM-L6-v2-")
@@ -63,7 +63,7 @@ def least_cosine(made: Vectors, expected: Vectors) -> float:
     # In 8 bits, the empty text, with two tokens, is the farthest; the median is 0.9995.
     [("auto", "int8", 0.99999), ("F16", "int8", 0.99999), ("Q8_0", "f32", 0.9995), ("Q8_0", "int8", 0.998)],
 )
-def test_vectors_are_those_of_sentence_transformers(
+def test_vectors_match_sentence_transformers(
     minilm_folder: Path, tmp_path: Path, kind: str, compute: str, least: float
 ) -> None:
     expected = np.load(VECTORS)["vectors"]

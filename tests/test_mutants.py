@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections import Counter
 from pathlib import Path
@@ -12,8 +13,19 @@ from mutants import MUTANTS, Mutant
 ROOT = Path(__file__).parents[1]
 
 
+OPERATORS = {"and", "or", "not"}
+
+
+@functools.cache
+def text_of(path: str) -> str:
+    """Return the text of a Python file, or of all those in a folder."""
+    found = ROOT / path
+    files = [found] if found.is_file() else sorted(found.rglob("*.py"))
+    return "".join(f"{file.stem}\n{file.read_text(encoding='utf-8')}" for file in files)
+
+
 def problems(mutant: Mutant) -> list[str]:
-    """Say what is wrong with an entry."""
+    """List the mistakes in an entry."""
     path = ROOT / mutant.file
     if not path.is_file():
         return [f"{mutant.file}: there is no such file"]
@@ -26,25 +38,35 @@ def problems(mutant: Mutant) -> list[str]:
     if not mutant.reason or "\n" in mutant.reason:
         found.append(f"{mutant.file}: the error is not named in a line")
     options = mutant.tests[mutant.tests.index("-k") :] if "-k" in mutant.tests else ()
+    tests = ""
     for test in mutant.tests[: len(mutant.tests) - len(options)]:
         if test.startswith("-"):
             continue
         file, _, name = test.partition("::")
         if not (ROOT / file).exists():
             found.append(f"{mutant.file}: there is no {file}")
-        elif name and f"def {name}(" not in (ROOT / file).read_text(encoding="utf-8"):
+            continue
+        tests += text_of(file)
+        if name and f"def {name}(" not in tests:
             found.append(f"{mutant.file}: {file} has no {name}")
+    # Words that start with a digit are values of parameters.
+    words = {word for option in options[1:2] for word in re.findall(r"\b[a-z]\w*", option)} - OPERATORS
+    found += [
+        f"{mutant.file}: -k selects nothing by {word}"
+        for word in sorted(words)
+        if word not in tests.lower() + text_of("tests/support").lower()
+    ]
     if not any("tests" in test for test in mutant.tests):
         found.append(f"{mutant.file}: no test is named")
     return found
 
 
-def test_every_planted_error_fits_its_file_and_names_its_tests() -> None:
+def test_every_mutant_matches_its_file_and_tests() -> None:
     assert [problem for mutant in MUTANTS for problem in problems(mutant)] == []
     assert [m for m, count in Counter((m.file, m.old, m.new) for m in MUTANTS).items() if count > 1] == []
 
 
-def test_each_part_of_the_project_has_planted_errors() -> None:
+def test_each_part_of_the_project_has_mutants() -> None:
     assert len(MUTANTS) >= 60
     files = {mutant.file for mutant in MUTANTS}
     shaders = {f"shaders/{path.name}" for path in (ROOT / "shaders").glob("*.metal")}
@@ -88,8 +110,12 @@ def test_each_part_of_the_project_has_planted_errors() -> None:
         ({"tests": ()}, "no test"),
         ({"tests": ("tests/test_none.py",)}, "there is no tests/test_none.py"),
         ({"tests": ("tests/test_mutants.py::test_none",)}, "has no test_none"),
+        (
+            {"tests": ("tests/test_mutants.py", "-k", "tests and no_such" + "_test")},
+            "selects nothing by no_such",
+        ),
     ],
 )
-def test_an_entry_that_does_not_fit_is_named(change: dict[str, object], said: str) -> None:
+def test_an_entry_that_does_not_match_is_reported(change: dict[str, object], said: str) -> None:
     entry = Mutant(**{**vars(MUTANTS[0]), **change})
     assert any(said in problem for problem in problems(entry))

@@ -52,7 +52,7 @@ def some_options(rng: np.random.Generator, n: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("n", [1, 2, 63, 64, 65, 1000, 49152])
-def test_choices_are_those_of_the_reference(n: int) -> None:
+def test_choices_match_the_reference(n: int) -> None:
     rng = np.random.default_rng(n)
     for _ in range(60 if n > 10_000 else 300):
         logits, options = logits_like_a_model(rng, n), some_options(rng, n)
@@ -77,7 +77,7 @@ def test_the_repeat_penalty_makes_recent_tokens_less_probable_whatever_their_sig
         assert sample(logits, repeat_penalty=20.0, recent=recent) == expected
 
 
-def test_each_seed_position_and_answer_has_a_number_of_its_own() -> None:
+def test_each_seed_position_and_answer_has_its_own_random_number() -> None:
     logits = np.zeros(1 << 20, np.float32)  # the token tells the number
 
     def draw(seed: int, position: int, answer: int) -> int:
@@ -104,7 +104,7 @@ def test_without_a_seed_texts_differ() -> None:
 
 @pytest.mark.parametrize("n", [1, 5, 64, 49152])
 @pytest.mark.parametrize("best", [0, 1, 5, 100])
-def test_log_probabilities_are_those_of_the_logits_as_they_are(n: int, best: int) -> None:
+def test_log_probabilities_are_those_of_unmodified_logits(n: int, best: int) -> None:
     rng = np.random.default_rng(n)
     logits = logits_like_a_model(rng, n)
     expected = log_softmax(logits)

@@ -35,7 +35,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_all_of_metal_that_is_used_is_in_every_sdk(cache: Path) -> None:
+def test_every_used_metal_api_is_in_every_sdk(cache: Path) -> None:
     assert check_sdks.check(FOLDERS, cache) == []
 
 
@@ -55,9 +55,7 @@ def test_names_that_an_older_sdk_lacks_are_found(cache: Path, tmp_path: Path) ->
     ]
 
 
-def test_what_a_newer_sdk_is_asked_for_first_needs_not_be_in_an_older_one(
-    cache: Path, tmp_path: Path
-) -> None:
+def test_guarded_apis_may_be_missing_from_older_sdks(cache: Path, tmp_path: Path) -> None:
     (tmp_path / "new.mm").write_text(
         "#if __MAC_OS_X_VERSION_MAX_ALLOWED >= 150000\n"
         "#if defined(X)\n#endif\n"
@@ -75,7 +73,7 @@ def test_what_a_newer_sdk_is_asked_for_first_needs_not_be_in_an_older_one(
     ]
 
 
-def test_the_bindings_of_each_sdk_have_what_it_brought(cache: Path) -> None:
+def test_bindings_of_each_sdk_contain_its_additions(cache: Path) -> None:
     enums = {
         sdk: read_framework(next((cache / f"sdk-{sdk}").glob("*.whl")), "Metal").enums
         for sdk in check_sdks.SDKS
@@ -102,7 +100,7 @@ def newer(text: str) -> list[str]:
     return NEWER.findall(code)
 
 
-def test_nothing_newer_than_the_oldest_xcodes_library_is_used() -> None:
+def test_only_library_features_of_the_oldest_xcode_are_used() -> None:
     sources = [path for folder in FOLDERS for path in folder.rglob("*") if path.suffix in check_sdks.SUFFIXES]
     assert len(sources) > 80
     used = {path.name: found for path in sources if (found := newer(path.read_text()))}

@@ -50,7 +50,7 @@ def only_entry(folder: Path) -> Path:
     return entry
 
 
-def test_weights_of_the_cache_give_the_same_bits(path: Path, folder: Path) -> None:
+def test_cached_weights_are_bit_identical(path: Path, folder: Path) -> None:
     expected, _ = opened(path, pack_cache=False)
     assert not folder.exists()
     assert opened(path) == (expected, False)
@@ -60,7 +60,7 @@ def test_weights_of_the_cache_give_the_same_bits(path: Path, folder: Path) -> No
     assert only_entry(folder).read_bytes() == before
 
 
-def test_weights_that_are_not_packed_are_not_kept(path: Path, folder: Path, tmp_path: Path) -> None:
+def test_unpacked_weights_are_not_cached(path: Path, folder: Path, tmp_path: Path) -> None:
     opened(path, compute="f32")
     opened(write(tmp_path / "m.gguf", MODELS["dimensions that fit no block"]))
     assert not folder.exists()
@@ -68,7 +68,7 @@ def test_weights_that_are_not_packed_are_not_kept(path: Path, folder: Path, tmp_
     assert not opened(path, compute="f32")[1]
 
 
-def test_an_entry_that_is_deleted_stays_with_those_who_use_it(path: Path, folder: Path) -> None:
+def test_a_deleted_entry_remains_usable_while_it_is_open(path: Path, folder: Path) -> None:
     expected, _ = opened(path)
     with Model(path, device="cpu", pack_cache=True) as model:
         only_entry(folder).unlink()
@@ -150,7 +150,7 @@ DAMAGES: dict[Callable[[Path], None], str] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_entry_is_made_again(
+def test_a_damaged_entry_is_rebuilt(
     path: Path, folder: Path, damage: Callable[[Path], None], caplog: pytest.LogCaptureFixture
 ) -> None:
     expected, _ = opened(path)
@@ -161,7 +161,7 @@ def test_a_damaged_entry_is_made_again(
     assert opened(path) == (expected, True)
 
 
-def test_an_entry_under_a_wrong_name_is_not_believed(
+def test_an_entry_with_a_wrong_name_is_ignored(
     path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     expected, _ = opened(path)
@@ -176,7 +176,7 @@ def test_an_entry_under_a_wrong_name_is_not_believed(
     assert opened(path) == (expected, True)
 
 
-def test_another_version_module_or_instruction_set_has_entries_of_its_own(
+def test_entries_are_specific_to_version_module_and_instruction_set(
     path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected, _ = opened(path)
@@ -189,7 +189,7 @@ def test_another_version_module_or_instruction_set_has_entries_of_its_own(
     assert len(list(folder.iterdir())) == 3
 
 
-def test_a_model_that_was_changed_where_no_sample_is_gets_its_own_weights(tmp_path: Path) -> None:
+def test_a_model_changed_between_samples_gets_its_own_weights(tmp_path: Path) -> None:
     path = write(tmp_path / "model.gguf", MODELS["mixed types"])
     before, _ = opened(path)
     with Model(path, device="cpu") as model:
@@ -206,7 +206,7 @@ def test_a_model_that_was_changed_where_no_sample_is_gets_its_own_weights(tmp_pa
     assert opened(path, pack_cache=False)[0] == after
 
 
-def test_processes_that_write_at_once_leave_one_whole_entry(path: Path, folder: Path) -> None:
+def test_concurrent_writers_leave_one_complete_entry(path: Path, folder: Path) -> None:
     code = (
         "import sys; from metal_prefill import Model; sys.stdin.read()\n"
         f"with Model({str(path)!r}, device='cpu', pack_cache=True, threads=1) as m: m.forward_prompt([1])"
@@ -222,9 +222,7 @@ def test_processes_that_write_at_once_leave_one_whole_entry(path: Path, folder: 
     assert opened(path)[1]
 
 
-def test_without_room_on_the_disk_nothing_is_kept(
-    path: Path, folder: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_nothing_is_cached_on_a_full_disk(path: Path, folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     expected, _ = opened(path, pack_cache=False)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
@@ -238,7 +236,7 @@ def test_without_room_on_the_disk_nothing_is_kept(
     assert opened(path) == (expected, True)
 
 
-def test_without_a_folder_nothing_is_kept(
+def test_nothing_is_cached_without_a_folder(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "file").touch()
@@ -247,7 +245,7 @@ def test_without_a_folder_nothing_is_kept(
     assert "cannot store packed weights" in caplog.text
 
 
-def test_what_was_not_used_for_longest_goes_first(
+def test_the_least_recently_used_entry_is_evicted_first(
     path: Path,
     folder: Path,
     tmp_path: Path,
@@ -274,7 +272,7 @@ def test_what_was_not_used_for_longest_goes_first(
         opened(paths[1])
 
 
-def test_looking_at_an_entry_is_not_a_use_of_it(path: Path, folder: Path) -> None:
+def test_listing_an_entry_does_not_count_as_use(path: Path, folder: Path) -> None:
     opened(path)
     file = only_entry(folder)
     status = file.stat()

@@ -54,12 +54,12 @@ def test_the_file_of_an_installed_package_is_found_by_name(site: Path, demo_path
     assert rows[0].model_filename == str(expected)
 
 
-def test_other_names_are_no_package(tmp_path: Path) -> None:
+def test_other_names_are_not_packages(tmp_path: Path) -> None:
     for name in ("smollm", "SmolLM2", "smollm2.gguf", "dir/smollm2", tmp_path):
         assert packaged_model(name) is None
 
 
-def test_a_file_of_that_name_is_first(
+def test_a_file_of_that_name_takes_precedence(
     tmp_path: Path, demo_path: Path, monkeypatch: pytest.MonkeyPatch, nothing_installed: None
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -68,7 +68,7 @@ def test_a_file_of_that_name_is_first(
         assert opened.path == Path("smollm2")
 
 
-def test_a_missing_package_is_an_error_that_says_what_to_install(nothing_installed: None) -> None:
+def test_a_missing_package_error_names_it(nothing_installed: None) -> None:
     for call in (Model, _hub.resolve_model, bench.run):
         with pytest.raises(MissingExtraError, match=rf"SmolLM2-135M.* is not installed: {INSTALL}$"):
             call("smollm2")
@@ -81,7 +81,7 @@ def test_a_package_without_a_model_is_an_error(site: Path) -> None:
         packaged_model("smollm2")
 
 
-def test_the_command_line_says_it_in_one_line(tmp_path: Path) -> None:
+def test_the_command_line_reports_it_in_one_line(tmp_path: Path) -> None:
     code = (
         "import sys; from importlib import metadata\n"
         "def missing(name): raise metadata.PackageNotFoundError(name)\n"

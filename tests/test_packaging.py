@@ -23,19 +23,19 @@ def listed(name: str) -> str:
     return found[1]
 
 
-def test_the_recipes_have_the_version_of_the_package() -> None:
+def test_recipes_match_the_package_version() -> None:
     (version,) = re.findall(r'^version = "(.*)"$', PROJECT, flags=re.MULTILINE)
     assert re.findall(r'^  version: "(.*)"$', RECIPE, flags=re.MULTILINE) == [version]
     assert f"metal_prefill-{version}.tar.gz" in FORMULA
 
 
-def test_the_conda_recipe_has_the_requirements_of_the_package() -> None:
+def test_the_conda_recipe_matches_the_requirements() -> None:
     run = RECIPE[RECIPE.index("  run:\n") : RECIPE.index("\ntests:")]
     expected = {(CONDA_NAMES.get(name, name), least) for name, least in requirements(listed("dependencies"))}
     (python,) = re.findall(r'^requires-python = ">=(.*)"$', PROJECT, flags=re.MULTILINE)
     assert requirements(run) == expected | {("python", python)}
 
 
-def test_the_conda_recipe_has_the_tools_of_the_build() -> None:
+def test_the_conda_recipe_matches_the_build_tools() -> None:
     build = RECIPE[RECIPE.index("  build:\n", RECIPE.index("requirements:")) : RECIPE.index("  run:\n")]
     assert requirements(build) == requirements(listed("build"))

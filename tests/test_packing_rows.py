@@ -40,7 +40,7 @@ def test_the_rows_compile() -> None:
         ("(Q5_0, Q5_0Block)", "(Q5_0, Q5_1Block)", "a minimum exactly if the format has one"),
     ],
 )
-def test_a_row_that_would_lose_weights_does_not_compile(row: str, wrong: str, message: str) -> None:
+def test_a_row_that_loses_weights_does_not_compile(row: str, wrong: str, message: str) -> None:
     text = SOURCE.read_text(encoding="utf-8")
     assert text.count(row) == 1
     result = check(text.replace(row, wrong))

@@ -96,7 +96,7 @@ class Oracle:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_pages_leave_in_the_order_that_the_policy_states(seed: int) -> None:
+def test_pages_are_evicted_in_the_order_of_the_policy(seed: int) -> None:
     max_pages = 24
     chance = random.Random(seed)
     tree, oracle = tree_of(max_pages, 4 * max_pages), Oracle(max_pages)
@@ -148,7 +148,7 @@ def filled(pages: int, depth: int) -> Any:
 
 @pytest.mark.parametrize("depth", [1, 10])
 @pytest.mark.parametrize("pages", [100, 10_000])
-def test_an_eviction_takes_as_many_steps_however_many_pages_there_are(pages: int, depth: int) -> None:
+def test_an_eviction_takes_constant_time(pages: int, depth: int) -> None:
     tree = filled(pages, depth)
     before = tree.examined
     for _ in range(50):
@@ -157,7 +157,7 @@ def test_an_eviction_takes_as_many_steps_however_many_pages_there_are(pages: int
 
 
 @pytest.mark.parametrize("pages", [100, 10_000])
-def test_an_insertion_examines_one_neighbour_however_many_there_are(pages: int) -> None:
+def test_an_insertion_examines_one_neighbour(pages: int) -> None:
     tree = filled(pages, 1)
     for _ in range(10):
         assert tree.evict()
@@ -168,7 +168,7 @@ def test_an_insertion_examines_one_neighbour_however_many_there_are(pages: int) 
 
 
 @pytest.mark.parametrize("pages", [100, 10_000])
-def test_pages_that_sessions_hold_are_passed_over_once(pages: int) -> None:
+def test_pages_in_use_are_skipped_once(pages: int) -> None:
     tree = filled(pages, 1)
     held = [page for token in range(50) for page in tree.find("", [token] * PAGE)[1]]
     for token in range(50, pages):
@@ -181,7 +181,7 @@ def test_pages_that_sessions_hold_are_passed_over_once(pages: int) -> None:
     tree.release(held)
 
 
-def test_nothing_is_evicted_where_sessions_hold_all() -> None:
+def test_nothing_is_evicted_if_all_pages_are_in_use() -> None:
     tree = filled(20, 2)
     held = [page for first in range(10) for page in tree.find("", tokens_of(("", first, 0)))[1]]
     assert not tree.evict()
@@ -190,7 +190,7 @@ def test_nothing_is_evicted_where_sessions_hold_all() -> None:
     assert tree.evict()
 
 
-def test_prefixes_are_found_in_their_namespace_only() -> None:
+def test_prefixes_are_found_only_in_their_namespace() -> None:
     tree = tree_of(10)
     prompt = tokens_of(("", 1, 2))
     assert tree.insert("one", prompt)

@@ -22,7 +22,7 @@ import test_processor as tool  # noqa: E402
         ("import time; time.sleep(60)", 0.5, "did not end"),
     ],
 )
-def test_a_step_that_does_not_end_well_fails(
+def test_a_failed_step_is_reported(
     program: str,
     limit_s: float,
     said: str,
@@ -34,14 +34,14 @@ def test_a_step_that_does_not_end_well_fails(
     assert f"step: {said} in" in capsys.readouterr().out
 
 
-def test_a_step_that_ends_well_passes(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_successful_step_passes(capsys: pytest.CaptureFixture[str]) -> None:
     assert tool.run(tool.Step("step", ("-c", "print('figures')")))
     said, figures = capsys.readouterr().out.splitlines()
     assert said.startswith("step: passed in")
     assert figures.strip() == "figures"
 
 
-def test_each_instruction_set_is_measured_and_no_other_processor_emulated() -> None:
+def test_each_instruction_set_of_this_processor_is_measured() -> None:
     steps = tool.steps(["amx", "avx2", "scalar"], Path("tests"), 2)
     measured = [step.command[-1] for step in steps if "--isa" in step.command]
     assert measured == ["amx", "avx2", "scalar"]

@@ -53,9 +53,7 @@ def same(model: Model, text: str, instruction: str, whole: str) -> None:
         ("modernbert-embed-base", "search_query: ", "search_document: "),
     ],
 )
-def test_cards_are_found_by_the_name_of_the_model(
-    tmp_path: Path, name: str, query: str, document: str
-) -> None:
+def test_prompts_are_found_by_model_name(tmp_path: Path, name: str, query: str, document: str) -> None:
     with opened(model_folders.bert(tmp_path / "m"), name) as model:
         same(model, "a rose", "query", f"{query}a rose")
         same(model, "a rose", "document", f"{document}a rose")
@@ -83,12 +81,12 @@ def test_prompts_of_a_folder_are_stored_in_the_file(tmp_path: Path) -> None:
         same(model, "a rose", "Clustering", "group: a rose")
 
 
-def test_a_document_without_a_prompt_stays_as_it_is(tmp_path: Path) -> None:
+def test_a_document_without_a_prompt_is_unchanged(tmp_path: Path) -> None:
     with opened(stated(tmp_path, prompts={"query": "find: "})) as model:
         same(model, "a rose", "document", "a rose")
 
 
-def test_control_tokens_in_a_prompt_of_the_file_are_these_tokens(tmp_path: Path) -> None:
+def test_control_tokens_in_prompts_of_the_file_are_encoded(tmp_path: Path) -> None:
     with opened(stated(tmp_path, prompts={"query": "[MASK] "})) as model:
         ids = model.tokenizer.encode("a rose", add_bos=False)
         special = model.tokenizer.frame.text([model.tokenizer.mask_id or 0, *ids])
@@ -122,7 +120,9 @@ def test_prefixes_of_pylate_are_prompts(tmp_path: Path) -> None:
         ({"skiplist_words": [1]}, "skiplist_words must contain strings"),
     ],
 )
-def test_prompts_of_a_wrong_type_are_refused(tmp_path: Path, settings: dict[str, Any], message: str) -> None:
+def test_prompts_of_the_wrong_type_are_rejected(
+    tmp_path: Path, settings: dict[str, Any], message: str
+) -> None:
     folder = stated(tmp_path, **settings)
     with pytest.raises(GGUFError, match=message):
         convert(folder.write(), tmp_path / "m.gguf")

@@ -104,14 +104,14 @@ PROGRAMS = {"metal_prefill.__main__", "metal_prefill.bench.__main__"}  # run by 
     ("module", "name"),
     [(module, name) for paths in (PUBLIC, FORMER) for module, names in paths.items() for name in names],
 )
-def test_public_names_stay(module: str, name: str) -> None:
+def test_public_names_are_stable(module: str, name: str) -> None:
     if name in EXTRAS:
         pytest.importorskip(EXTRAS[name])
     assert hasattr(importlib.import_module(module), name)
 
 
 @pytest.mark.parametrize("module", FORMER)
-def test_a_former_path_leads_to_the_same_object(module: str) -> None:
+def test_a_former_path_resolves_to_the_same_object(module: str) -> None:
     homes = {name: home for home, names in PUBLIC.items() for name in names}
     for name in FORMER[module]:
         if name in homes and name not in EXTRAS:
@@ -119,13 +119,13 @@ def test_a_former_path_leads_to_the_same_object(module: str) -> None:
             assert found is getattr(importlib.import_module(homes[name]), name)
 
 
-def test_everything_else_says_that_it_is_private() -> None:
+def test_all_other_modules_are_private() -> None:
     found = {module.name for module in pkgutil.walk_packages(metal_prefill.__path__, "metal_prefill.")}
     open_names = {name for name in found if "._" not in name.removesuffix(".__main__")}
     assert open_names == PUBLIC.keys() - {"metal_prefill"} | PROGRAMS
 
 
-def test_what_only_tests_and_benchmarks_call_is_not_in_the_package() -> None:
+def test_the_package_contains_no_test_helpers() -> None:
     of_the_processor = {name for name in vars(_core.cpu) if not name.startswith("_")}
     expected = {"Workload", "built_sets", "kernel_sets", "pair_speedup", "peak_workload", "peaks"}
     assert of_the_processor == expected

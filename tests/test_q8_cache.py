@@ -56,7 +56,7 @@ def rows_of(model: Model) -> list[npt.NDArray[np.uint8]]:
 
 
 @pytest.mark.parametrize("name", SUITED)
-def test_logits_are_those_of_a_cache_that_was_rounded(name: str, model_path: Callable[[str], Path]) -> None:
+def test_logits_match_a_rounded_cache(name: str, model_path: Callable[[str], Path]) -> None:
     """By prompt and by single tokens, over more than one page.
 
     Arithmetic may add a tenth to the squared error of the cache. It has 15 bits on some sets, and now and
@@ -76,7 +76,7 @@ def test_logits_are_those_of_a_cache_that_was_rounded(name: str, model_path: Cal
 
 
 @pytest.mark.parametrize("isa", sorted({"scalar", "avx2", "neon"} & set(_core.cpu.kernel_sets())))
-def test_logits_are_exact_where_codes_become_float32(
+def test_logits_are_exact_if_codes_are_widened_to_float32(
     isa: str, model_path: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of some prompts. In others a rounding before the cache carries a number to another code."""
@@ -108,7 +108,7 @@ def test_the_cache_holds_the_blocks_that_the_format_defines(tmp_path: Path, head
 
 
 @pytest.mark.parametrize("isa", _core.cpu.kernel_sets())
-def test_every_set_gives_the_same_bits_however_a_prompt_is_split(
+def test_every_set_is_bit_identical_for_any_split_of_a_prompt(
     isa: str, model_path: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("METAL_PREFILL_CPU_ISA", isa)
@@ -125,7 +125,7 @@ def test_every_set_gives_the_same_bits_however_a_prompt_is_split(
 
 
 @pytest.mark.parametrize("name", ["gqa 3", "gemma3"])
-def test_nothing_is_read_that_was_not_written(
+def test_unwritten_positions_are_never_read(
     name: str, model_path: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Pages are NaN before they are used, the scales above all. A window begins inside a page."""
@@ -148,7 +148,7 @@ def test_nothing_is_read_that_was_not_written(
     assert np.all(np.isfinite(outcomes[0]))
 
 
-def test_forks_rewinds_and_prefixes_are_those_of_a_session_alone(model_path: Callable[[str], Path]) -> None:
+def test_forks_rewinds_and_prefixes_match_a_single_session(model_path: Callable[[str], Path]) -> None:
     """A fork inside a page, a page that is taken back and written again, pages that another session left."""
     ids, others = prompt(150), prompt(40, seed=1)
     with opened(model_path("gqa 3")) as model:
@@ -174,7 +174,7 @@ def test_forks_rewinds_and_prefixes_are_those_of_a_session_alone(model_path: Cal
             np.testing.assert_array_equal(logits, alone(np.append(ids, 7)))
 
 
-def test_a_batch_gives_what_each_prompt_gives_alone(model_path: Callable[[str], Path]) -> None:
+def test_a_batch_matches_single_prompts(model_path: Callable[[str], Path]) -> None:
     prompts = [prompt(n, seed=n) for n in (5, 70, 64, 1)]
     with opened(model_path("gqa 3")) as model:
         alone = []
@@ -185,7 +185,7 @@ def test_a_batch_gives_what_each_prompt_gives_alone(model_path: Callable[[str], 
 
 
 @pytest.mark.parametrize("n", [1, 16, 70])
-def test_a_saved_session_continues_with_the_same_bits(
+def test_a_saved_session_continues_bit_for_bit(
     model_path: Callable[[str], Path], tmp_path: Path, n: int
 ) -> None:
     """Its tensors are those of the format: a scale in f16, then 32 signed codes."""
@@ -206,7 +206,7 @@ def test_a_saved_session_continues_with_the_same_bits(
     assert np.square(values - expected).sum() <= 1e-4 * np.square(expected).sum()
 
 
-def test_states_of_other_caches_are_refused_by_name(demo_path: Path, tmp_path: Path) -> None:
+def test_states_of_other_cache_types_are_rejected_by_name(demo_path: Path, tmp_path: Path) -> None:
     path = tmp_path / "s.session"
     with opened(demo_path) as model, Model(demo_path, device="cpu") as other:
         for m in (model, other):
@@ -219,7 +219,7 @@ def test_states_of_other_caches_are_refused_by_name(demo_path: Path, tmp_path: P
             model.load_session(path)
 
 
-def test_it_takes_17_bytes_where_f16_takes_32(model_path: Callable[[str], Path]) -> None:
+def test_it_takes_17_bytes_instead_of_32(model_path: Callable[[str], Path]) -> None:
     used = {}
     for kv_dtype in ("f16", "q8_0"):
         with opened(model_path("gqa 3"), kv_dtype=kv_dtype) as model:
@@ -231,7 +231,7 @@ def test_it_takes_17_bytes_where_f16_takes_32(model_path: Callable[[str], Path])
 
 
 @pytest.mark.parametrize(("key_dim", "value_dim", "wrong"), [(48, 32, 48), (32, 16, 16)])
-def test_heads_that_fill_no_block_are_refused_by_name(
+def test_heads_that_are_not_whole_blocks_are_rejected_by_name(
     tmp_path: Path, key_dim: int, value_dim: int, wrong: int
 ) -> None:
     path = write(tmp_path / "m.gguf", SmallModel(types={"*": "F32"}, key_dim=key_dim, value_dim=value_dim))
@@ -239,12 +239,12 @@ def test_heads_that_fill_no_block_are_refused_by_name(
         opened(path)
 
 
-def test_metal_refuses_it_by_name(metal: None, demo_path: Path) -> None:
+def test_metal_rejects_it_by_name(metal: None, demo_path: Path) -> None:
     with pytest.raises(UnsupportedModelError, match="Metal engine has no KV cache in q8_0"):
         opened(demo_path, device="metal")
 
 
-def test_perplexity_is_within_a_thousandth_of_a_cache_of_f16(demo_path: Path) -> None:
+def test_perplexity_is_within_a_thousandth_of_an_f16_cache(demo_path: Path) -> None:
     """On verse, of a model that was trained. docs/accuracy.md has a larger model and a longer text."""
     text = (
         "Our revels now are ended. These our actors,\nAs I foretold you, were all spirits and\n"

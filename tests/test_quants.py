@@ -37,12 +37,12 @@ def random_rows(kind: str) -> npt.NDArray[np.uint8]:
     return blocks.reshape(-1)
 
 
-def test_every_type_is_in_the_catalogue_that_tests_go_through() -> None:
+def test_every_type_is_tested() -> None:
     assert sorted(_core.tensor_types()) == sorted(TYPES)
 
 
 @pytest.mark.parametrize("kind", TYPES)
-def test_values_are_those_of_the_gguf_package_to_the_bit(kind: str) -> None:
+def test_values_are_bit_identical_to_the_gguf_package(kind: str) -> None:
     rows = random_rows(kind)
     n_bytes = GGML_QUANT_SIZES[Type[kind]][1]
     expected = quants.dequantize(rows.reshape(-1, n_bytes), Type[kind]).reshape(-1)
@@ -51,11 +51,11 @@ def test_values_are_those_of_the_gguf_package_to_the_bit(kind: str) -> None:
     np.testing.assert_array_equal(actual.view(np.uint32), expected.astype(np.float32).view(np.uint32))
 
 
-def test_a_part_of_a_block_is_refused() -> None:
+def test_a_partial_block_is_rejected() -> None:
     with pytest.raises(ValueError, match=r"a row of 33 values is not a multiple of the 32 .* of Q4_0"):
         _core.dequantize(Type.Q4_0, np.zeros(18, np.uint8), 33)
 
 
-def test_a_type_that_is_not_supported_is_refused() -> None:
+def test_an_unsupported_type_is_rejected() -> None:
     with pytest.raises(ValueError, match=f"tensor type {int(Type.IQ1_S)} is not known"):
         _core.dequantize(Type.IQ1_S, np.zeros(50, np.uint8), 256)

@@ -47,7 +47,7 @@ def texts(*rows: str) -> dict[str, npt.NDArray[Any]]:
     return {"prompt": np.array(rows, dtype=object), "id": np.arange(len(rows))}
 
 
-def test_a_batch_is_scored_in_its_own_order(demo_path: Path) -> None:
+def test_a_batch_is_scored_in_order(demo_path: Path) -> None:
     batch = texts(*(prompt(i) for i in (5, 0, 4, 1, 5)))
     result = ScorePrompts(demo_path, **OPTIONS)(batch)
     assert result["id"].tolist() == [0, 1, 2, 3, 4]
@@ -56,7 +56,7 @@ def test_a_batch_is_scored_in_its_own_order(demo_path: Path) -> None:
             np.testing.assert_array_equal(scores, model.score(model.tokenizer.encode(text)))
 
 
-def test_a_batch_of_texts_becomes_vectors_in_its_own_order(demo_path: Path) -> None:
+def test_a_batch_of_texts_is_embedded_in_order(demo_path: Path) -> None:
     batch = {"text": np.array(["b", "a", "b", "word " * 5000], dtype=object)}
     result = EmbedTexts(demo_path, pooling="mean", errors="record", **OPTIONS)(batch)
     with Model(demo_path, **OPTIONS) as model:
@@ -66,7 +66,7 @@ def test_a_batch_of_texts_becomes_vectors_in_its_own_order(demo_path: Path) -> N
     assert "exceed the context" in result["error"][3]
 
 
-def test_a_text_without_tokens_has_a_vector_of_zeros(demo_path: Path) -> None:
+def test_a_text_without_tokens_has_a_zero_vector(demo_path: Path) -> None:
     mapper = EmbedTexts(demo_path, pooling="mean", errors="record", truncate="end", **OPTIONS)
     mapper._model.tokenizer.add_bos = False  # which would be its only token
     result = mapper({"text": np.array(["a", "", "word " * 5000], dtype=object)})
@@ -87,7 +87,7 @@ def test_pairs_of_a_batch_get_the_scores_of_their_queries(tmp_path: Path) -> Non
             assert score == model.rerank(query, [document], template=template)[0].score
 
 
-def test_a_batch_is_continued_in_its_own_order(demo_path: Path) -> None:
+def test_a_batch_is_continued_in_order(demo_path: Path) -> None:
     batch = texts(*(prompt(i) for i in (5, 0, 4, 1)))
     result = ContinuePrompts(demo_path, max_tokens=12, stop="\n", **OPTIONS)(batch)
     with Model(demo_path, **OPTIONS) as model:
@@ -96,7 +96,7 @@ def test_a_batch_is_continued_in_its_own_order(demo_path: Path) -> None:
     assert any(expected)
 
 
-def test_what_prompts_begin_with_is_computed_once(demo_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shared_prefixes_are_computed_once(demo_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     computed: dict[int, int] = {}  # tokens of prompts, by pass
     step = Scheduler.step_pieces
 
@@ -113,7 +113,7 @@ def test_what_prompts_begin_with_is_computed_once(demo_path: Path, monkeypatch: 
 
 
 @pytest.mark.parametrize("kind", [ScorePrompts, ContinuePrompts])
-def test_token_ids_and_text_are_the_same_prompts(demo_path: Path, kind: type) -> None:
+def test_token_ids_and_text_are_equivalent(demo_path: Path, kind: type) -> None:
     with Model(demo_path, **OPTIONS) as model:
         ids = [model.tokenizer.encode(prompt(i)) for i in range(3)]
     ragged = np.empty(3, dtype=object)
@@ -125,7 +125,7 @@ def test_token_ids_and_text_are_the_same_prompts(demo_path: Path, kind: type) ->
         np.testing.assert_array_equal(a, b)
 
 
-def test_bad_prompts_are_recorded_or_end_the_job(demo_path: Path) -> None:
+def test_invalid_prompts_are_recorded_or_end_the_job(demo_path: Path) -> None:
     rows = np.empty(4, dtype=object)
     rows[:] = [[1, 2, 3], [1], [1] * 2000, [1, 1 << 20]]
     result = ScorePrompts(demo_path, errors="record", **OPTIONS)({"prompt": rows})
@@ -136,7 +136,7 @@ def test_bad_prompts_are_recorded_or_end_the_job(demo_path: Path) -> None:
         ScorePrompts(demo_path, **OPTIONS)({"prompt": rows[[0, 2]]})
 
 
-def test_wrong_use_is_named(demo_path: Path) -> None:
+def test_invalid_usage_is_reported(demo_path: Path) -> None:
     with pytest.raises(ValueError, match="no column 'prompt'; the columns are text"):
         ScorePrompts(demo_path, **OPTIONS)({"text": np.array(["a"])})
     with pytest.raises(ValueError, match="errors must be 'raise' or 'record'"):

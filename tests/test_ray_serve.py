@@ -78,7 +78,7 @@ def post(url: str, content: Any) -> httpx.Response:
     return httpx.post(f"{url}/v1/completions", json=content, timeout=120, trust_env=False)
 
 
-def test_it_answers_as_one_server(url: str, demo_path: Path) -> None:
+def test_replicas_behave_as_one_server(url: str, demo_path: Path) -> None:
     with Model(demo_path, device="cpu", threads=1) as model:
         for i in range(2):
             assert text_of(post(url, body(i))) == expected(model, i)
@@ -88,13 +88,13 @@ def test_it_answers_as_one_server(url: str, demo_path: Path) -> None:
     assert httpx.get(f"{url}/v1/models", trust_env=False).json()["data"][0]["id"] == "demo"
 
 
-def test_prompts_that_begin_alike_go_to_the_same_replica(url: str) -> None:
+def test_prompts_with_a_common_prefix_go_to_the_same_replica(url: str) -> None:
     served = {i: [post(url, body(i + 3 * n)).headers["x-replica"] for n in range(6)] for i in range(3)}
     for replicas in served.values():
         assert len(set(replicas)) == 1
 
 
-def test_a_stream_that_breaks_off_ends_with_the_error_and_done() -> None:
+def test_an_interrupted_stream_ends_with_an_error_and_done() -> None:
     async def pieces() -> AsyncIterator[bytes]:
         yield b"data: {}\n\n"
         raise RayError("the replica is dead")
@@ -109,7 +109,7 @@ def test_a_stream_that_breaks_off_ends_with_the_error_and_done() -> None:
     assert (done, rest) == (b"data: [DONE]", b"")
 
 
-def test_a_replica_that_is_killed_costs_retries_or_clean_errors(url: str, demo_path: Path) -> None:
+def test_a_killed_replica_causes_retries_or_clean_errors(url: str, demo_path: Path) -> None:
     answers: dict[int, str] = {}
     failures: dict[int, str] = {}
     tokens = 300

@@ -71,7 +71,7 @@ def assert_equals_fresh(model: Model, session: Session, ids: Array, logits: Arra
 
 @pytest.mark.parametrize("kv_dtype", ["f16", "q8_0"])
 @pytest.mark.parametrize("name", NAMES)
-def test_every_split_and_number_of_threads_gives_the_same_bits(
+def test_results_are_bit_identical_for_any_split_and_number_of_threads(
     name: str, kv_dtype: str, model_path: Callable[[str], Path]
 ) -> None:
     if kv_dtype == "q8_0" and MODELS[name].key_dim % 32:
@@ -117,7 +117,7 @@ def test_the_state_holds_the_inputs_of_the_next_convolution(
                 assert error < (1e-9 if device == "cpu" else 5e-6)
 
 
-def test_pages_hold_the_layers_with_attention_alone(model: Model) -> None:
+def test_pages_hold_only_layers_with_attention(model: Model) -> None:
     with model.session() as session:
         session.forward_prompt(ids_of(64))
         c, stats = model.config, session.stats()
@@ -127,7 +127,7 @@ def test_pages_hold_the_layers_with_attention_alone(model: Model) -> None:
 
 
 @pytest.mark.parametrize("position", [0, 1, 2, 63, 64, 65, 127, 200, 255, 256, 299])
-def test_a_rewound_session_continues_as_a_fresh_one(model: Model, position: int) -> None:
+def test_a_rewound_session_continues_like_a_fresh_one(model: Model, position: int) -> None:
     """At most a page is computed again: snapshots are at every page of this model."""
     ids, rest = ids_of(LONG), ids_of(40, seed=1)
     session = model.session()
@@ -140,7 +140,7 @@ def test_a_rewound_session_continues_as_a_fresh_one(model: Model, position: int)
     assert session.stats()["tokens_recomputed"] == 0
 
 
-def test_a_session_rewound_again_and_again_forgets_what_came_after(model: Model) -> None:
+def test_repeated_rewinds_discard_later_tokens(model: Model) -> None:
     session = model.session()
     kept: list[int] = []
     for round_, position in enumerate([0, 80, 70, 130, 64, 30]):
@@ -151,7 +151,7 @@ def test_a_session_rewound_again_and_again_forgets_what_came_after(model: Model)
     assert_equals_fresh(model, session, np.array(kept), logits)
 
 
-def test_single_tokens_after_a_rewind_are_those_of_a_fresh_session(model: Model) -> None:
+def test_single_tokens_after_a_rewind_match_a_fresh_session(model: Model) -> None:
     ids = ids_of(100)
     session = model.session()
     session.forward_prompt(ids)
@@ -204,7 +204,7 @@ def test_a_stopped_prompt_keeps_its_chunks(device: str, model_path: Callable[[st
         assert_equals_fresh(model, session, ids, session.forward_prompt_logits(ids[128:]))
 
 
-def test_reuse_continues_from_the_own_snapshots(model: Model) -> None:
+def test_reuse_continues_from_its_own_snapshots(model: Model) -> None:
     ids, end = ids_of(LONG), ids_of(50, seed=1)
     session = model.session()
     session.forward_prompt(ids)
@@ -231,7 +231,7 @@ def test_a_later_session_finds_prefixes_at_their_snapshots(model: Model) -> None
             assert_equals_fresh(model, session, prompt, logits)
 
 
-def test_a_found_prefix_outlives_what_is_written_after_it(model: Model) -> None:
+def test_a_shared_prefix_is_not_overwritten(model: Model) -> None:
     ids = ids_of(150)
     with model.session() as session:
         session.forward_prompt(ids, reuse=True)
@@ -255,7 +255,7 @@ def test_a_namespace_does_not_see_the_states_of_another(model: Model) -> None:
 
 
 @pytest.mark.parametrize("wrong", range(8))
-def test_rejected_drafts_leave_the_state_before_them(model: Model, wrong: int) -> None:
+def test_rejected_drafts_restore_the_state_before_them(model: Model, wrong: int) -> None:
     """Seven drafts, of which the one with this number is wrong; none is."""
     ids = ids_of(66)
     with model.session() as session:
@@ -309,7 +309,7 @@ def large_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write(tmp_path_factory.mktemp("large") / "large.gguf", LARGE)
 
 
-def test_states_too_large_to_write_after_each_draft_are_computed_again(device: str, large_path: Path) -> None:
+def test_large_states_are_recomputed_after_rejected_drafts(device: str, large_path: Path) -> None:
     ids = ids_of(30)
     with Model(large_path, device=device) as model, model.session() as session:
         right = session.forward_prompt(ids)
@@ -353,7 +353,7 @@ def test_a_saved_session_continues_bit_for_bit(model: Model, tmp_path: Path) -> 
     assert loaded.stats()["tokens_recomputed"] == 0
 
 
-def test_a_session_saved_after_a_rewind_computes_the_rest_again(model: Model, tmp_path: Path) -> None:
+def test_a_session_saved_after_a_rewind_recomputes_the_rest(model: Model, tmp_path: Path) -> None:
     ids = ids_of(150)
     session = model.session()
     session.forward_prompt(ids)
@@ -369,7 +369,7 @@ def test_a_session_saved_after_a_rewind_computes_the_rest_again(model: Model, tm
     assert_equals_fresh(model, empty, ids, empty.forward_prompt_logits(ids))
 
 
-def test_a_prefix_that_was_stored_on_disk_continues_at_its_state(
+def test_a_prefix_stored_on_disk_continues_from_its_state(
     device: str, model_path: Callable[[str], Path], tmp_path: Path
 ) -> None:
     shared = ids_of(140)
@@ -409,7 +409,7 @@ def test_devices_continue_each_others_sessions(
             np.testing.assert_allclose(logits, expected, atol=2e-3 * np.abs(expected).max())
 
 
-def test_sequences_of_a_batch_get_the_bits_of_each_alone(model: Model) -> None:
+def test_sequences_of_a_batch_are_bit_identical_to_single_ones(model: Model) -> None:
     """Some share a prefix, one was rewound, some are short."""
     ids = ids_of(LONG)
     prompts = [ids[:n] for n in (130, 131, 5, 1, 200)]
@@ -438,7 +438,7 @@ def test_prompts_of_a_batch_compute_their_common_prefix_once(model: Model) -> No
             np.testing.assert_allclose(result, expected, atol=1e-3 * np.abs(expected).max())
 
 
-def test_beams_are_those_of_single_sessions(model: Model) -> None:
+def test_beams_match_single_sessions(model: Model) -> None:
     beams = model.generate_beams(ids_of(70).tolist(), 6, num_beams=3)
     for beam in beams:
         with model.session() as session:
@@ -470,7 +470,7 @@ def test_a_failed_prompt_restores_the_state(device: str, tmp_path: Path) -> None
         assert_equals_fresh(model, session, ids[:100], logits)
 
 
-def test_snapshots_give_way_where_memory_is_short(device: str, model_path: Callable[[str], Path]) -> None:
+def test_snapshots_are_evicted_if_memory_is_short(device: str, model_path: Callable[[str], Path]) -> None:
     """Three prompts of four pages fit; snapshots do not fit with them, and more is computed again."""
     ids = [ids_of(250, seed=seed) for seed in range(3)]
     with Model(model_path("lfm2"), device=device) as model, model.session() as session:
@@ -495,7 +495,7 @@ def test_snapshots_give_way_where_memory_is_short(device: str, model_path: Calla
             assert session.position == 201
 
 
-def test_closed_sessions_leave_no_state_behind(model: Model) -> None:
+def test_closed_sessions_release_their_states(model: Model) -> None:
     with model.session() as session, session.fork() as fork:
         session.forward_prompt(ids_of(200))
         fork.forward_prompt(ids_of(100))
@@ -576,7 +576,7 @@ def heads_of_layers(*counts: int) -> bytes:
         ("attention.head_count_kv", U32, u32(2), GGUFError, r"blk\.0\.attn_q\.weight is missing"),
     ],
 )
-def test_a_file_that_contradicts_itself_is_refused(
+def test_a_contradictory_file_is_rejected(
     tmp_path: Path,
     model_path: Callable[[str], Path],
     key: str,
@@ -590,7 +590,7 @@ def test_a_file_that_contradicts_itself_is_refused(
         Model(path, device="cpu")
 
 
-def test_a_filter_of_another_type_is_refused(tmp_path: Path, model_path: Callable[[str], Path]) -> None:
+def test_a_filter_of_another_type_is_rejected(tmp_path: Path, model_path: Callable[[str], Path]) -> None:
     parts = take_apart(model_path("lfm2"))
     parts.tensors = [
         (name, dims, 1 if name == "blk.0.shortconv.conv.weight" else kind, offset)
@@ -601,7 +601,7 @@ def test_a_filter_of_another_type_is_refused(tmp_path: Path, model_path: Callabl
         Model(tmp_path / "m.gguf", device="cpu")
 
 
-def test_the_scheduler_gives_each_text_what_it_gets_alone(model: Model) -> None:
+def test_scheduled_texts_match_single_ones(model: Model) -> None:
     prompts = [ids_of(n, seed=n % 3).tolist() for n in (5, 90, 91, 140, 33)]
 
     def texts(of: list[list[int]]) -> list[list[int]]:

@@ -45,17 +45,17 @@ def assert_recorded(path: Path, model: SmallModel, recorded: Path, name: str, wi
 
 
 @pytest.mark.parametrize("name", COMPARED)
-def test_logits_are_those_of_llama_cpp(tmp_path: Path, name: str) -> None:
+def test_logits_match_llama_cpp(tmp_path: Path, name: str) -> None:
     assert_recorded(tmp_path / "model.gguf", COMPARED[name], comparison.LOGITS, name, tolerance(name))
 
 
 @pytest.mark.parametrize("name", IN_FLOAT32)
-def test_logits_are_those_of_transformers(tmp_path: Path, name: str) -> None:
+def test_logits_match_transformers(tmp_path: Path, name: str) -> None:
     recorded = comparison.TRANSFORMERS_LOGITS
     assert_recorded(tmp_path / "model.gguf", IN_FLOAT32[name], recorded, name, TRANSFORMERS_TOLERANCE)
 
 
-def test_short_texts_have_other_factors_of_long_rope(tmp_path: Path) -> None:
+def test_short_texts_have_other_long_rope_factors(tmp_path: Path) -> None:
     tokens = comparison.short_tokens()
     path = small_models.write(tmp_path / "model.gguf", IN_FLOAT32[comparison.LONG_ROPE])
     logits = ReferenceModel(path, context=len(tokens)).forward(tokens).logits[-1]
@@ -75,20 +75,20 @@ def assert_vectors(path: Path, model: SmallModel, expected: npt.NDArray[np.float
 
 
 @pytest.mark.parametrize("name", [n for n, m in POOLED.items() if len(m.labels) != 1])
-def test_vectors_are_those_of_llama_cpp(tmp_path: Path, name: str) -> None:
+def test_vectors_match_llama_cpp(tmp_path: Path, name: str) -> None:
     model = POOLED[name]
     with np.load(comparison.VECTORS) as vectors:
         assert_vectors(tmp_path / "model.gguf", model, vectors[name], LLAMA_CPP_VECTORS)
 
 
 @pytest.mark.parametrize("name", POOLED)
-def test_vectors_are_those_of_transformers(tmp_path: Path, name: str) -> None:
+def test_vectors_match_transformers(tmp_path: Path, name: str) -> None:
     with np.load(comparison.TRANSFORMERS_VECTORS) as vectors:
         assert_vectors(tmp_path / "model.gguf", POOLED[name], vectors[name], TRANSFORMERS_TOLERANCE)
 
 
 @pytest.mark.parametrize("name", dict(comparison.encoders_in_float32()))
-def test_states_of_encoders_are_those_of_transformers(tmp_path: Path, name: str) -> None:
+def test_states_of_encoders_match_transformers(tmp_path: Path, name: str) -> None:
     model = dict(comparison.encoders_in_float32())[name]
     reference = ReferenceModel(small_models.write(tmp_path / "model.gguf", model))
     with np.load(comparison.TRANSFORMERS_ENCODERS) as recorded:
@@ -99,7 +99,7 @@ def test_states_of_encoders_are_those_of_transformers(tmp_path: Path, name: str)
 
 
 @pytest.mark.parametrize("name", dict(comparison.encoders_for_llama_cpp()))
-def test_means_of_encoders_are_those_of_llama_cpp(tmp_path: Path, name: str) -> None:
+def test_means_of_encoders_match_llama_cpp(tmp_path: Path, name: str) -> None:
     model = dict(comparison.encoders_for_llama_cpp())[name]
     reference = ReferenceModel(small_models.write(tmp_path / "model.gguf", model))
     with np.load(comparison.ENCODERS_OF_LLAMA_CPP) as recorded:
@@ -126,7 +126,7 @@ def test_log_probs_are_normalized_and_of_the_next_token(tmp_path: Path) -> None:
     assert result.log_probs(tokens) == pytest.approx(expected)
 
 
-def test_rounding_of_the_cache_changes_little_but_something(tmp_path: Path) -> None:
+def test_rounding_the_cache_has_a_small_effect(tmp_path: Path) -> None:
     path = small_models.write(tmp_path / "model.gguf", small_models.SmallModel())
     tokens = np.arange(50)
     exact = ReferenceModel(path).forward(tokens).logits

@@ -31,7 +31,7 @@ def test_the_package_has_the_version_of_pyproject() -> None:
     assert metal_prefill.__version__ == metadata.version("metal_prefill") == stated
 
 
-def test_the_version_stands_in_no_other_source() -> None:
+def test_the_version_is_in_no_other_source() -> None:
     version = check_release.stated_version((ROOT / "pyproject.toml").read_text())
     folders = [*(ROOT / "python").rglob("*.py"), *(ROOT / "cpp").rglob("*.*")]
     sources = [ROOT / "CMakeLists.txt", ROOT / "Makefile", *folders]
@@ -39,7 +39,7 @@ def test_the_version_stands_in_no_other_source() -> None:
     assert [path for path in sources if f'"{version}"' in path.read_text(encoding="utf-8")] == []
 
 
-def test_a_release_whose_parts_agree_passes() -> None:
+def test_a_consistent_release_passes() -> None:
     assert check_release.problems("v1.2.3", PYPROJECT, CHANGELOG) == []
 
 
@@ -52,6 +52,6 @@ def test_a_release_whose_parts_agree_passes() -> None:
         ("v1.2.3", CHANGELOG.replace("1.2.3 - 2027-01-31", "1.2.3"), "CHANGELOG.md has no heading"),
     ],
 )
-def test_a_release_whose_parts_differ_is_refused(tag: str, changelog: str, problem: str) -> None:
+def test_an_inconsistent_release_is_rejected(tag: str, changelog: str, problem: str) -> None:
     (found,) = check_release.problems(tag, PYPROJECT, changelog)
     assert problem in found

@@ -61,7 +61,7 @@ def make_socket(path: Path) -> None:
 @posix_only
 @pytest.mark.parametrize("write", WRITERS.values(), ids=WRITERS.keys())
 @pytest.mark.parametrize(("make", "kind"), [(make_fifo, "FIFO"), (make_socket, "socket")])
-def test_what_is_no_regular_file_is_refused_and_stays(
+def test_special_files_are_rejected_and_kept(
     tmp_path: Path, write: Callable[[Path], None], make: Callable[[Path], None], kind: str
 ) -> None:
     path = tmp_path / "out"
@@ -76,7 +76,7 @@ def test_what_is_no_regular_file_is_refused_and_stays(
 
 @posix_only
 @pytest.mark.parametrize("name", ["/dev/null", "/dev/fd/1", "/proc/self/fd/1", "{tmp}/link"])
-def test_devices_and_open_files_are_refused(tmp_path: Path, name: str) -> None:
+def test_devices_and_open_files_are_rejected(tmp_path: Path, name: str) -> None:
     (tmp_path / "link").symlink_to("/dev/fd/1")  # as /dev/stdout is
     name = name.format(tmp=tmp_path)
     if not os.path.exists(os.path.dirname(name)):
@@ -89,7 +89,7 @@ def test_devices_and_open_files_are_refused(tmp_path: Path, name: str) -> None:
 
 @posix_only
 @pytest.mark.parametrize("options", [("info", "--plot"), ("bench", "--demo", "--plot")], ids=lambda o: o[0])
-def test_pictures_are_refused_likewise(tmp_path: Path, options: tuple[str, ...]) -> None:
+def test_images_are_rejected_likewise(tmp_path: Path, options: tuple[str, ...]) -> None:
     pytest.importorskip("matplotlib")
     path = tmp_path / "picture.png"
     os.mkfifo(path)
@@ -102,7 +102,7 @@ def test_pictures_are_refused_likewise(tmp_path: Path, options: tuple[str, ...])
 
 
 @posix_only
-def test_a_file_that_is_replaced_hands_on_its_permissions(tmp_path: Path) -> None:
+def test_a_replaced_file_keeps_its_permissions(tmp_path: Path) -> None:
     path = tmp_path / "shared.session"
     path.write_bytes(b"old")
     path.chmod(0o664)
@@ -111,7 +111,7 @@ def test_a_file_that_is_replaced_hands_on_its_permissions(tmp_path: Path) -> Non
 
 
 @posix_only
-def test_a_new_file_has_the_permissions_that_the_user_gives_files(tmp_path: Path) -> None:
+def test_a_new_file_has_the_users_default_permissions(tmp_path: Path) -> None:
     path, plain = tmp_path / "new.session", tmp_path / "plain"
     old = os.umask(0o027)
     try:
@@ -123,9 +123,7 @@ def test_a_new_file_has_the_permissions_that_the_user_gives_files(tmp_path: Path
 
 
 @pytest.mark.parametrize("write", [save, write_model])
-def test_names_as_long_as_the_file_system_takes_are_written(
-    tmp_path: Path, write: Callable[[Path], None]
-) -> None:
+def test_names_of_the_maximum_length_are_written(tmp_path: Path, write: Callable[[Path], None]) -> None:
     path = tmp_path / ("n" * 250 + ".gguf")
     write(path)
     assert path.stat().st_size > 0
@@ -151,7 +149,7 @@ def kill_while_writing(path: Path, number: int) -> None:
 
 @posix_only
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_the_next_write_removes_what_a_killed_one_left(tmp_path: Path, number: int) -> None:
+def test_the_next_write_removes_leftovers_of_a_killed_one(tmp_path: Path, number: int) -> None:
     path = tmp_path / "state"
     path.write_bytes(b"old")
     kill_while_writing(path, number)
@@ -163,7 +161,7 @@ def test_the_next_write_removes_what_a_killed_one_left(tmp_path: Path, number: i
 
 
 @posix_only
-def test_writes_under_way_at_the_same_time_leave_each_other_alone(tmp_path: Path) -> None:
+def test_concurrent_writes_do_not_interfere(tmp_path: Path) -> None:
     """Many threads replace files of one folder, each of which looks for abandoned ones."""
     errors: list[BaseException] = []
 
@@ -185,7 +183,7 @@ def test_writes_under_way_at_the_same_time_leave_each_other_alone(tmp_path: Path
 
 
 @posix_only
-def test_a_folder_of_another_writer_is_no_leftover(tmp_path: Path) -> None:
+def test_a_folder_of_another_writer_is_not_a_leftover(tmp_path: Path) -> None:
     with replacing(tmp_path / "slow") as slow:
         with replacing(tmp_path / "quick") as quick:
             quick.write_bytes(b"quick")

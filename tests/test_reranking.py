@@ -41,7 +41,7 @@ def filled(model: Model, document: str) -> list[int]:
 
 
 @pytest.mark.parametrize("name", ["qwen3, yes and no", "qwen3, one class"])
-def test_scores_are_those_of_the_classes(device: str, tmp_path: Path, name: str) -> None:
+def test_scores_match_the_classes(device: str, tmp_path: Path, name: str) -> None:
     path = write(tmp_path / "m.gguf", CLASSIFIERS[name])
     reference = ReferenceModel(path)
     with Model(path, device=device, compute="f32", kv_dtype="f32") as model:
@@ -55,7 +55,7 @@ def test_scores_are_those_of_the_classes(device: str, tmp_path: Path, name: str)
             assert item.score == pytest.approx(expected, abs=1e-4 if device == "cpu" else 1e-2)
 
 
-def test_yes_and_no_are_found_whatever_their_order(tmp_path: Path, model: Model) -> None:
+def test_yes_and_no_are_found_in_any_order(tmp_path: Path, model: Model) -> None:
     turned = write(tmp_path / "m.gguf", replace(CLASSIFIERS["qwen3, yes and no"], labels=("no", "yes")))
     with Model(turned, device="cpu", compute="f32", kv_dtype="f32") as other:
         for a in model.rerank(QUERY, DOCUMENTS, template=TEMPLATE):
@@ -63,7 +63,7 @@ def test_yes_and_no_are_found_whatever_their_order(tmp_path: Path, model: Model)
             assert a.score + b.score == pytest.approx(1)
 
 
-def test_a_generative_reranker_answers_by_two_rows_of_its_head(
+def test_a_generative_reranker_computes_two_rows_of_its_head(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = write(tmp_path / "m.gguf", GENERATIVE)
@@ -107,7 +107,7 @@ def test_only_the_best_are_returned(model: Model) -> None:
     assert model.rerank(QUERY, [], template=TEMPLATE) == []
 
 
-def test_texts_never_spell_control_tokens_or_places(model: Model) -> None:
+def test_texts_cannot_contain_control_tokens_or_placeholders(model: Model) -> None:
     template = "<|endoftext|>{query}|{document}"
     special = model.tokenizer._special.get("<|endoftext|>")
     from metal_prefill.tasks._reranking import encode_template
@@ -119,7 +119,7 @@ def test_texts_never_spell_control_tokens_or_places(model: Model) -> None:
     )
 
 
-def test_what_cannot_be_reranked_is_named(model: Model, tmp_path: Path) -> None:
+def test_unsupported_models_are_reported(model: Model, tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="document 1 must be a string, got int"):
         model.rerank(QUERY, ["a", 1], template=TEMPLATE)  # type: ignore[list-item]
     with pytest.raises(TypeError, match="documents must be a sequence of strings, got one str"):
@@ -142,7 +142,7 @@ def test_what_cannot_be_reranked_is_named(model: Model, tmp_path: Path) -> None:
         other.rerank(QUERY, ["a"], template=TEMPLATE)
 
 
-def test_a_document_beyond_the_context_loses_its_end_where_that_is_asked_for(reranker: Path) -> None:
+def test_documents_beyond_the_context_are_truncated_on_request(reranker: Path) -> None:
     long = "a b, " * 60
     with Model(reranker, device="cpu", max_context=40) as short, Model(reranker, device="cpu") as whole:
         kept = max((long[:n] for n in range(200) if len(filled(whole, long[:n])) <= 40), key=len)
@@ -158,7 +158,7 @@ def test_a_document_beyond_the_context_loses_its_end_where_that_is_asked_for(rer
             short.rerank(QUERY, ["x"], template=TEMPLATE, truncate="start")
 
 
-def test_queries_and_documents_are_brought_into_nfc_where_that_is_asked_for(model: Model) -> None:
+def test_queries_and_documents_are_normalized_to_nfc_on_request(model: Model) -> None:
     composed, decomposed = "caf\u00e9", "cafe\u0301"
     (expected,) = model.rerank(composed, [composed], template=TEMPLATE)
     (plain,) = model.rerank(decomposed, [decomposed], template=TEMPLATE)
@@ -172,7 +172,7 @@ def test_a_pair_without_tokens_is_named(model: Model) -> None:
         model.rerank("", ["a", ""], template="{query}{document}")
 
 
-def test_a_model_that_does_not_know_the_answers_is_refused(demo_path: Path) -> None:
+def test_a_model_without_the_answer_tokens_is_rejected(demo_path: Path) -> None:
     with Model(demo_path, device="cpu") as model:
         with pytest.raises(ValueError, match="none is known for llama: give template="):
             model.rerank(QUERY, ["a"])
@@ -184,7 +184,7 @@ def test_a_model_that_does_not_know_the_answers_is_refused(demo_path: Path) -> N
 # Classes.
 
 
-def test_classes_are_those_of_the_head(device: str, tmp_path: Path) -> None:
+def test_classes_match_the_head(device: str, tmp_path: Path) -> None:
     path = write(tmp_path / "m.gguf", CLASSIFIERS["qwen3, three classes"])
     reference = ReferenceModel(path)
     with Model(path, device=device, compute="f32", kv_dtype="f32") as model:
@@ -199,7 +199,7 @@ def test_classes_are_those_of_the_head(device: str, tmp_path: Path) -> None:
             assert found.best[i] == found.labels[int(expected.argmax())]
 
 
-def test_a_text_beyond_the_context_of_a_head_loses_its_end(tmp_path: Path) -> None:
+def test_texts_beyond_the_context_of_a_head_are_truncated(tmp_path: Path) -> None:
     path = write(tmp_path / "m.gguf", CLASSIFIERS["qwen3, three classes"])
     long = "a b " * 40
     with Model(path, device="cpu", max_context=20) as short, Model(path, device="cpu") as model:
@@ -269,7 +269,7 @@ def likelihood(model: Model, reference: ReferenceModel, text: str, label: str) -
     return float(reference.forward(whole).log_probs(whole)[before - 1 :].sum()), len(whole) - before
 
 
-def test_labels_are_as_likely_as_the_reference_says(device: str, demo_path: Path) -> None:
+def test_label_probabilities_match_the_reference(device: str, demo_path: Path) -> None:
     reference = ReferenceModel(demo_path)
     texts = ["The king", "ROMEO:\nBut soft, what light"]
     with Model(demo_path, device=device, compute="f32", kv_dtype="f32") as model:
@@ -291,7 +291,7 @@ def test_the_same_text_twice_has_the_same_labels(demo_path: Path) -> None:
         np.testing.assert_array_equal(found.log_likelihoods[0], found.log_likelihoods[2])
 
 
-def test_calibration_divides_by_what_labels_get_without_content(demo_path: Path) -> None:
+def test_calibration_divides_by_probabilities_without_content(demo_path: Path) -> None:
     with Model(demo_path, device="cpu") as model:
         plain = model.classify(["The king", "N/A", "[MASK]", ""], LABELS)
         calibrated = model.classify(["The king"], LABELS, calibrate=True)
@@ -300,9 +300,7 @@ def test_calibration_divides_by_what_labels_get_without_content(demo_path: Path)
         np.testing.assert_allclose(calibrated.probabilities[0], expected / expected.sum(), rtol=1e-4)
 
 
-def test_labels_share_the_text_and_texts_share_the_template(
-    demo_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_texts_and_templates_are_shared_prefixes(demo_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     template = f"{'Say what it is. ' * 10}{{text}} is {{label}}"
     with Model(demo_path, device="cpu") as model:
         alone = [model.classify([text], LABELS, template) for text in DOCUMENTS]
@@ -316,7 +314,7 @@ def test_labels_share_the_text_and_texts_share_the_template(
             np.testing.assert_array_equal(together.log_likelihoods[i], one.log_likelihoods[0])
 
 
-def test_a_text_with_labels_beyond_the_context_loses_its_end(demo_path: Path) -> None:
+def test_texts_with_labels_beyond_the_context_are_truncated(demo_path: Path) -> None:
     long, template = "a b, " * 40, "{text} => is {label}"
     with Model(demo_path, device="cpu", max_context=24) as short, Model(demo_path, device="cpu") as model:
 
@@ -332,7 +330,7 @@ def test_a_text_with_labels_beyond_the_context_loses_its_end(demo_path: Path) ->
         np.testing.assert_array_equal(found.log_likelihoods, expected.log_likelihoods)
 
 
-def test_texts_and_labels_are_brought_into_nfc_where_that_is_asked_for(demo_path: Path) -> None:
+def test_texts_and_labels_are_normalized_to_nfc_on_request(demo_path: Path) -> None:
     composed, decomposed = "caf\u00e9", "cafe\u0301"
     with Model(demo_path, device="cpu") as model:
         expected = model.classify([composed], [composed, "x"])
@@ -343,7 +341,7 @@ def test_texts_and_labels_are_brought_into_nfc_where_that_is_asked_for(demo_path
         assert found.labels == (decomposed, "x")  # as they were given
 
 
-def test_what_cannot_be_classified_is_named(demo_path: Path) -> None:
+def test_invalid_classifications_are_reported(demo_path: Path) -> None:
     with Model(demo_path, device="cpu") as model:
         with pytest.raises(ValueError, match=r"has no classification head .cls.output.weight.: give labels="):
             model.classify(["a"])

@@ -79,7 +79,7 @@ def test_rows_of_more_than_one_pass_have_an_output_each(demo_path: Path) -> None
 
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("right", [0, 1, 4, 7])
-def test_drafts_count_up_to_the_first_that_is_wrong(demo: Model, right: int, sampled: bool) -> None:
+def test_drafts_count_up_to_the_first_wrong_one(demo: Model, right: int, sampled: bool) -> None:
     prompt, n = ids_of(demo, 20), 7
     expected = one_by_one(demo, prompt, n + 2, sampled)
     drafts = expected[: n + 1].copy()
@@ -106,7 +106,7 @@ def test_drafts_count_up_to_the_first_that_is_wrong(demo: Model, right: int, sam
 
 
 @pytest.mark.parametrize("name", ["gemma3", "smollm3", "values wider than keys"])
-def test_drafts_are_taken_back_in_every_kind_of_model(device: str, tmp_path: Path, name: str) -> None:
+def test_rejected_drafts_are_removed_in_every_kind_of_model(device: str, tmp_path: Path, name: str) -> None:
     """Also where layers see a window of positions, which the draft may have moved."""
     path = write(tmp_path / "model.gguf", MODELS[name])
     with Model(path, device=device) as model:
@@ -120,7 +120,7 @@ def test_drafts_are_taken_back_in_every_kind_of_model(device: str, tmp_path: Pat
         assert made[:12] == expected
 
 
-def test_drafts_are_cut_where_a_pass_is_full(demo_path: Path) -> None:
+def test_drafts_are_limited_by_a_full_pass(demo_path: Path) -> None:
     for sampled in (False, True):
         with Model(demo_path, device="cpu") as model:
             prompt = ids_of(model, 9)
@@ -140,7 +140,7 @@ def test_drafts_are_cut_where_a_pass_is_full(demo_path: Path) -> None:
                 assert session.position == 9 + wrong
 
 
-def test_reports_tell_of_each_choice(demo: Model) -> None:
+def test_reports_describe_each_choice(demo: Model) -> None:
     prompt = ids_of(demo, 10)
     expected = one_by_one(demo, prompt, 6, sampled=True)
     with demo.session() as session:
@@ -159,7 +159,9 @@ def test_reports_tell_of_each_choice(demo: Model) -> None:
 
 @pytest.mark.parametrize("sampled", [False, True])
 @pytest.mark.parametrize("right", [0, 2])
-def test_a_wrong_draft_of_nan_is_no_error(device: str, tmp_path: Path, right: int, sampled: bool) -> None:
+def test_a_wrong_draft_with_nan_is_not_an_error(
+    device: str, tmp_path: Path, right: int, sampled: bool
+) -> None:
     """In a tile of attention 0 * NaN reaches the rows before it. Then right drafts may be lost as well."""
     small = SmallModel(dim=256, key_dim=64, ffn=256, embedding="F32", output="Q8_0", types={"*": "Q4_0"})
 

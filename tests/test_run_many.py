@@ -60,7 +60,7 @@ def uneven_prompts(tmp_path: Path) -> Path:
     )
 
 
-def test_several_prompts_print_what_each_prints_alone(capsys: pytest.CaptureFixture[str]) -> None:
+def test_several_prompts_print_the_same_as_alone(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("-p", SPEAKERS[0], "-p", SPEAKERS[1], "-p", SPEAKERS[2], "-n", "12") == 0
     expected = "".join(f"{speaker}{alone(speaker, 12)}\n" for speaker in SPEAKERS[:3])
     assert capsys.readouterr().out == expected
@@ -83,7 +83,7 @@ def test_several_answers_are_numbered(capsys: pytest.CaptureFixture[str]) -> Non
     assert capsys.readouterr().out == "".join(expected)
 
 
-def test_several_answers_are_one_line_of_results_and_of_what_is_done(tmp_path: Path) -> None:
+def test_several_answers_are_one_line_of_results(tmp_path: Path) -> None:
     prompts, out = write_lines(tmp_path / "in.jsonl", *SPEAKERS[:2], {"prompt": []}), tmp_path / "out.jsonl"
     options: list[str | Path] = [
         "--prompts",
@@ -116,7 +116,7 @@ def test_several_answers_are_one_line_of_results_and_of_what_is_done(tmp_path: P
     assert read_lines(out) == lines
 
 
-def test_a_file_of_prompts_gives_lines_in_its_order(uneven: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_of_prompts_is_answered_in_order(uneven: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("--prompts", uneven, "--streams", "3") == 0
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [line["prompt"] for line in lines] == SPEAKERS
@@ -213,7 +213,7 @@ def test_an_error_among_several_prompts_is_the_exit_code(capsys: pytest.CaptureF
 
 
 @pytest.mark.parametrize("cut", [0, 1, 10, 0.3, 0.5, 0.8, -2, -1])
-def test_a_file_that_was_cut_anywhere_is_completed(uneven: Path, tmp_path: Path, cut: float) -> None:
+def test_a_file_truncated_anywhere_is_completed(uneven: Path, tmp_path: Path, cut: float) -> None:
     whole, out = tmp_path / "whole.jsonl", tmp_path / "out.jsonl"
     assert run("--prompts", uneven, "-o", whole) == 0
     data = whole.read_bytes()
@@ -222,7 +222,7 @@ def test_a_file_that_was_cut_anywhere_is_completed(uneven: Path, tmp_path: Path,
     assert out.read_bytes() == data
 
 
-def test_nothing_of_a_cut_line_stays(tmp_path: Path) -> None:
+def test_truncated_lines_are_removed(tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
     cut = json.dumps({"prompt": SPEAKERS[0], "continuation": "long " * 1000})[:-2]
     out.write_text(cut, encoding="utf-8")
@@ -230,7 +230,7 @@ def test_nothing_of_a_cut_line_stays(tmp_path: Path) -> None:
     assert [line["continuation"] for line in read_lines(out)] == [alone(SPEAKERS[0], 3)]
 
 
-def test_results_that_are_there_are_not_computed_again(
+def test_existing_results_are_not_recomputed(
     uneven: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out.jsonl"
@@ -246,7 +246,7 @@ def test_results_that_are_there_are_not_computed_again(
     assert "2 prompts done before" in err
 
 
-def test_a_killed_run_continues_where_its_file_ends(tmp_path: Path) -> None:
+def test_a_killed_run_is_resumed(tmp_path: Path) -> None:
     prompts = write_lines(
         tmp_path / "prompts.jsonl",
         *({"prompt": f"{SPEAKERS[i % 5]}{i} ", "max_tokens": 20 + i % 37} for i in range(150)),
@@ -267,7 +267,7 @@ def test_a_killed_run_continues_where_its_file_ends(tmp_path: Path) -> None:
     assert [line["prompt"] for line in read_lines(whole)] == [f"{SPEAKERS[i % 5]}{i} " for i in range(150)]
 
 
-def test_an_interrupted_run_keeps_what_is_done(
+def test_an_interrupted_run_keeps_finished_results(
     uneven: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole, out = tmp_path / "whole.jsonl", tmp_path / "out.jsonl"
@@ -298,7 +298,7 @@ def test_an_interrupted_run_keeps_what_is_done(
     ],
     ids=["another prompt", "cut", "no prompt", "list", "text", "binary", "a line more", "a cut line more"],
 )
-def test_a_file_of_something_else_is_refused_and_stays(
+def test_an_unrelated_file_is_rejected_and_kept(
     content: bytes, uneven: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out.jsonl"
@@ -323,7 +323,7 @@ def test_a_file_of_something_else_is_refused_and_stays(
         ([], ["-m", "smollm2"], 'model null, not "smollm2"'),
     ],
 )
-def test_results_of_other_options_are_refused_and_stay(
+def test_results_with_other_options_are_rejected_and_kept(
     before: list[str], now: list[str], difference: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     prompts, out = write_lines(tmp_path / "in.jsonl", *SPEAKERS[:2]), tmp_path / "out.jsonl"
@@ -339,14 +339,14 @@ def test_results_of_other_options_are_refused_and_stay(
     assert len(read_lines(out)) == 2
 
 
-def test_a_wrong_seed_is_an_error_also_where_nothing_is_drawn(tmp_path: Path) -> None:
+def test_an_invalid_seed_is_an_error_also_without_sampling(tmp_path: Path) -> None:
     prompts, out = write_lines(tmp_path / "in.jsonl", {"prompt": "a", "seed": -1}), tmp_path / "out.jsonl"
     assert run("--prompts", prompts, "-n", "4", "-o", out) == 0
     assert read_lines(out)[0]["error"] == "seed must not be negative, got -1"
     assert run("-p", "a", "-n", "4", "--seed", "-1") == 2
 
 
-def test_a_file_that_another_process_writes_is_refused(
+def test_a_file_in_use_by_another_process_is_rejected(
     uneven: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with open(tmp_path / "out.jsonl", "wb") as held:
@@ -355,7 +355,7 @@ def test_a_file_that_another_process_writes_is_refused(
     assert "another process is writing it" in capsys.readouterr().err
 
 
-def test_devices_are_no_output(capsys: pytest.CaptureFixture[str]) -> None:
+def test_devices_are_not_valid_outputs(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("-p", "a", "-o", "/dev/null") == 1
     assert "/dev/null: is a device" in capsys.readouterr().err
 
@@ -370,12 +370,14 @@ def test_devices_are_no_output(capsys: pytest.CaptureFixture[str]) -> None:
         ["-p", "a", "-p", "b", "--streams", "0"],
     ],
 )
-def test_wrong_use_is_no_error_of_prompts(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_usage_errors_are_not_errors_of_prompts(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run(*arguments) == 2
     assert "prompt 1" not in capsys.readouterr().err
 
 
-def test_a_result_comes_as_soon_as_those_before_it_are_done() -> None:
+def test_a_result_is_written_when_those_before_it_are_done() -> None:
     lengths = [4, 30, 2, 2]
     prompts = iter([Prompt(SPEAKERS[i], {"max_tokens": n}) for i, n in enumerate(lengths)])
     with Model(device="cpu") as model:
@@ -403,7 +405,7 @@ def test_few_results_wait_for_a_slow_prompt(monkeypatch: pytest.MonkeyPatch) -> 
     assert given == 39
 
 
-def test_a_terminal_shows_a_bar_and_the_results_go_where_they_belong(uneven: Path) -> None:
+def test_a_terminal_shows_progress_separately_from_results(uneven: Path) -> None:
     terminal, end = pty.openpty()
     environment = os.environ | {"TERM": "xterm", "COLUMNS": "80"}
     with subprocess.Popen(
@@ -425,7 +427,7 @@ def test_a_terminal_shows_a_bar_and_the_results_go_where_they_belong(uneven: Pat
     assert b"continuation" not in shown
 
 
-def test_a_prompt_that_can_never_fit_the_memory_leaves_the_others_alone() -> None:
+def test_a_prompt_that_never_fits_does_not_affect_others() -> None:
     prompts = [Prompt("ROMEO:" * 40), Prompt("ROMEO:")]
     with Model(device="cpu", kv_memory=1, prefix_memory=0) as model:  # one page of 64 positions
         long, short = in_order(Scheduler(model), iter(prompts), {"max_tokens": 4})

@@ -116,7 +116,7 @@ def test_min_p_is_relative_to_the_highest(choose: Choose, min_p: float, expected
     ("typical_p", "expected"),
     [(0.2, [0, 1, 0]), (0.31, [5 / 8, 3 / 8, 0]), (0.79, [5 / 8, 3 / 8, 0]), (0.81, [0.5, 0.3, 0.2])],
 )
-def test_typical_keeps_the_nearest_to_the_expected_surprise(
+def test_typical_keeps_the_nearest_to_the_expected_surprisal(
     choose: Choose, typical_p: float, expected: list[float]
 ) -> None:
     # The expected surprise is 1.03 nats. The tokens' are 0.69, 1.20 and 1.61: 0.34, 0.17 and 0.58 away.
@@ -134,7 +134,7 @@ def test_typical_comes_before_top_p_and_top_k_before_typical(choose: Choose) -> 
 
 
 @pytest.mark.parametrize("n", [2, 4, 100])
-def test_sums_that_meet_a_threshold_exactly_reach_it(choose: Choose, n: int) -> None:
+def test_sums_equal_to_a_threshold_reach_it(choose: Choose, n: int) -> None:
     # All weights are equal, and half of them is exactly half of their sum.
     for option in ("top_p", "typical_p"):
         observed = frequencies(choose, np.zeros(n), temperature=1.0, **{option: 0.5})
@@ -156,7 +156,7 @@ def test_top_p_acts_on_what_top_k_left(choose: Choose) -> None:
     )
 
 
-def test_filters_look_at_probabilities_before_the_temperature(choose: Choose) -> None:
+def test_filters_use_probabilities_before_the_temperature(choose: Choose) -> None:
     # At temperature 100 all three are nearly equal, and top_p=0.6 would have to keep two of any.
     observed = frequencies(choose, logits_of(0.7, 0.2, 0.1), temperature=100.0, top_p=0.6)
     assert_close(observed, [1, 0, 0])
@@ -172,7 +172,7 @@ def test_repeat_penalty_counts_a_token_once(choose: Choose) -> None:
     assert choose([2.0, 1.5], repeat_penalty=1.25, recent=[0, 0, 0]) == 0
 
 
-def test_presence_penalty_is_taken_once_and_frequency_penalty_each_time(choose: Choose) -> None:
+def test_presence_penalty_applies_once_and_frequency_penalty_per_occurrence(choose: Choose) -> None:
     recent = [0, 0, 1]
     assert choose([2.0, 1.75, 1.0], presence_penalty=0.5, recent=recent) == 0
     assert choose([2.0, 1.75, 1.0], frequency_penalty=0.5, recent=recent) == 1
@@ -218,7 +218,7 @@ def test_minus_infinity_is_never_drawn(choose: Choose) -> None:
     assert_close(frequencies(choose, [0.0, -math.inf, 0.0], temperature=1.0), [0.5, 0, 0.5])
 
 
-def test_logits_are_left_alone(choose: Choose) -> None:
+def test_logits_are_not_modified(choose: Choose) -> None:
     logits = np.array([1.0, 2.0, 3.0], dtype=np.float32)
     choose(logits, temperature=0.7, top_k=2, top_p=0.9, min_p=0.1, repeat_penalty=1.3, recent=[2])
     assert logits.tolist() == [1.0, 2.0, 3.0]
@@ -234,13 +234,13 @@ def test_logits_are_left_alone(choose: Choose) -> None:
     ],
 )
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_unusable_logits_are_refused(choose: Choose, logits: Any, message: str, temperature: float) -> None:
+def test_invalid_logits_are_rejected(choose: Choose, logits: Any, message: str, temperature: float) -> None:
     with pytest.raises(ValueError, match=message):
         choose(logits, temperature=temperature)
 
 
 @pytest.mark.parametrize("recent", [[-1], [3], [0, 10**12]])
-def test_recent_ids_outside_the_vocabulary_are_refused(choose: Choose, recent: list[int]) -> None:
+def test_recent_ids_outside_the_vocabulary_are_rejected(choose: Choose, recent: list[int]) -> None:
     with pytest.raises(ValueError, match="outside the vocabulary of 3"):
         choose([0.0, 1.0, 2.0], repeat_penalty=1.1, recent=recent)
 
@@ -259,7 +259,7 @@ def test_recent_ids_outside_the_vocabulary_are_refused(choose: Choose, recent: l
         *(("logit_bias", v) for v in ({-1: 1.0}, {2**31: 1.0}, {1: math.inf}, {1: math.nan})),
     ],
 )
-def test_options_out_of_range_are_refused_by_name(option: str, value: Any) -> None:
+def test_options_out_of_range_are_rejected_by_name(option: str, value: Any) -> None:
     with pytest.raises(ValueError, match=option):
         Options(**{option: value})
 
@@ -269,12 +269,12 @@ def test_top_k_must_be_an_integer() -> None:
         Options(top_k=2.5)  # type: ignore[arg-type]
 
 
-def test_a_bias_on_no_token_of_the_vocabulary_is_refused(choose: Choose) -> None:
+def test_a_bias_outside_the_vocabulary_is_rejected(choose: Choose) -> None:
     with pytest.raises(ValueError, match="logit bias 3 is outside the vocabulary of 3"):
         choose([0.0, 1.0, 2.0], logit_bias={3: 1.0})
 
 
-def test_greedy_means_no_penalty_either() -> None:
+def test_greedy_sampling_has_no_penalty() -> None:
     assert not Options(frequency_penalty=0.1).is_greedy
     assert not Options(presence_penalty=-0.1).is_greedy
     assert not Options(logit_bias={0: 0.0}).is_greedy
@@ -283,7 +283,7 @@ def test_greedy_means_no_penalty_either() -> None:
     assert not Options(repeat_penalty=1.1).is_greedy
 
 
-def test_seed_fixes_the_draws() -> None:
+def test_the_seed_determines_the_draws() -> None:
     options, logits = Options(temperature=1.0), np.zeros(1000)
     first, second, other = (Sampler(options, seed=seed) for seed in (5, 5, 6))
     draws = [first(logits) for _ in range(20)]
@@ -291,7 +291,7 @@ def test_seed_fixes_the_draws() -> None:
     assert draws != [other(logits) for _ in range(20)]
 
 
-def test_sampler_remembers_its_choices_and_forgets_the_oldest() -> None:
+def test_the_sampler_keeps_a_window_of_its_choices() -> None:
     sampler = Sampler(Options(repeat_penalty=1e9), recent=[0])
     logits = np.arange(REPEAT_WINDOW + 2, 0, -1.0)  # the lowest ids are the most probable
     chosen = [sampler(logits) for _ in range(REPEAT_WINDOW + 1)]

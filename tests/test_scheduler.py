@@ -42,7 +42,7 @@ def texts_of(pieces: Any, n: int) -> list[str]:
 
 
 @pytest.mark.parametrize("max_streams", [1, 3, 32])
-def test_the_texts_are_those_of_each_prompt_alone(cpu: Model, max_streams: int) -> None:
+def test_texts_match_those_of_single_prompts(cpu: Model, max_streams: int) -> None:
     options: list[dict[str, Any]] = [
         {"temperature": 0.8 if i % 2 else 0.0, "seed": i, "max_tokens": 5 + 3 * i} for i in range(8)
     ]
@@ -53,7 +53,7 @@ def test_the_texts_are_those_of_each_prompt_alone(cpu: Model, max_streams: int) 
     assert cpu.position == 0
 
 
-def test_metal_generates_for_many_prompts_too(demo: Model) -> None:
+def test_metal_generates_for_many_prompts(demo: Model) -> None:
     n = 3 if demo.backend == "metal" else 8
     texts = texts_of(demo.generate_many(TEXTS[:3], n), 3)
     assert texts == [alone(demo, p, n) for p in TEXTS[:3]]
@@ -65,7 +65,7 @@ def test_stop_strings_end_a_text_as_they_do_alone(cpu: Model) -> None:
     assert texts_of(cpu.generate_many([TEXTS[0]], 40, stop=stop), 1) == [whole[: whole.index(stop)]]
 
 
-def test_each_end_has_its_reason(demo_path: Path) -> None:
+def test_each_text_has_its_finish_reason(demo_path: Path) -> None:
     with Model(demo_path, device="cpu", max_context=30) as model:
         scheduler = Scheduler(model)
         length = scheduler.submit([1, 2, 3], 4)
@@ -105,7 +105,7 @@ def test_memory_does_not_grow_with_the_number_of_prompts(demo_path: Path) -> Non
     assert most[200] == most[10] > 0
 
 
-def test_a_writing_stream_gets_a_token_in_every_pass(cpu: Model) -> None:
+def test_a_decoding_stream_gets_a_token_in_every_pass(cpu: Model) -> None:
     scheduler = Scheduler(cpu)
     writing = scheduler.submit([1, 2, 3], 60, speculate="off")  # a right guess would be a second token
     scheduler.step()
@@ -133,7 +133,7 @@ def test_prompts_of_different_namespaces_share_a_pass(cpu: Model) -> None:
     assert passes == {("one", "one"): 42, ("one", "two"): 84}
 
 
-def test_no_prompt_waits_for_more_passes_than_there_are_turns(cpu: Model) -> None:
+def test_the_number_of_passes_a_prompt_waits_is_bounded(cpu: Model) -> None:
     n = 24
     scheduler = Scheduler(cpu, max_streams=n)
     streams = [scheduler.submit(np.random.default_rng(i).integers(1, 900, 400), 2) for i in range(n)]
@@ -154,7 +154,7 @@ def test_a_short_prompt_does_not_wait_for_a_long_one(cpu: Model) -> None:
     assert long._made == []
 
 
-def test_memory_that_runs_out_makes_streams_wait_instead_of_fail(demo_path: Path) -> None:
+def test_exhausted_memory_makes_streams_wait(demo_path: Path) -> None:
     with Model(demo_path, device="cpu") as model:
         with model.session() as session:
             session.forward_prompt([1])
@@ -165,7 +165,7 @@ def test_memory_that_runs_out_makes_streams_wait_instead_of_fail(demo_path: Path
         assert texts_of(model.generate_many(prompts, 40), 6) == expected
 
 
-def test_a_prompt_that_would_not_fit_alone_is_named_before_anything_is_computed(demo_path: Path) -> None:
+def test_a_prompt_that_never_fits_is_rejected_before_anything_is_computed(demo_path: Path) -> None:
     with Model(demo_path, device="cpu", kv_memory=1, prefix_memory=0) as model:  # one page
         limit = r"65 tokens do not fit: .* exceeds kv_memory of \d+ bytes \(1 pages of 64 positions\)"
         with pytest.raises(KVMemoryError, match=f"prompt 1: {limit}"):
@@ -278,7 +278,7 @@ def test_errors_reach_the_task(cpu: Model) -> None:
 
 
 @pytest.mark.parametrize("max_streams", [1, 2, 32])
-def test_answers_to_one_prompt_have_random_numbers_of_their_own(cpu: Model, max_streams: int) -> None:
+def test_answers_to_one_prompt_have_their_own_random_numbers(cpu: Model, max_streams: int) -> None:
     options: dict[str, Any] = {"temperature": 1.0, "seed": 3}
     pieces = cpu.generate_many(TEXTS[:2], 20, n=3, max_streams=max_streams, **options)
     texts = texts_of(pieces, 6)
@@ -303,7 +303,7 @@ class CountingEngine:
         return self._engine.forward_batch(requests)
 
 
-def test_answers_are_made_from_one_prefill_on_each_device(demo: Model) -> None:
+def test_answers_share_one_prefill_on_each_device(demo: Model) -> None:
     ids = np.random.default_rng(0).integers(1, 900, 24 if demo.backend == "metal" else 200)
     scheduler = Scheduler(demo)
     engine: Any = CountingEngine(scheduler._core)
@@ -316,7 +316,7 @@ def test_answers_are_made_from_one_prefill_on_each_device(demo: Model) -> None:
     assert engine.rows == len(ids) + 3 + 4 * 2
 
 
-def test_generate_makes_answers_from_one_prefill(cpu: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_answers_of_generate_share_one_prefill(cpu: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     ids = np.random.default_rng(5).integers(1, 900, 300)
     engine: Any = CountingEngine(cpu.engine.core)
     monkeypatch.setattr(cpu.engine, "_core", engine)
@@ -345,7 +345,7 @@ def test_one_answer_has_a_number_too(cpu: Model) -> None:
     assert "".join(piece for _, piece in pieces) == alone(cpu, TEXTS[0], 5)
 
 
-def test_answers_are_refused_before_anything_is_computed(cpu: Model) -> None:
+def test_invalid_numbers_of_answers_are_rejected_before_anything_is_computed(cpu: Model) -> None:
     with pytest.raises(ValueError, match="n must be between 1 and 4096, got 0"):
         cpu.generate([1], 2, n=0)
     with pytest.raises(ValueError, match="token id 1048576"):
@@ -366,7 +366,7 @@ def test_an_error_names_the_answer(cpu: Model) -> None:
         list(cpu.generate([1, 2, 1, 2], 20, n=2, speculate=wrong))
 
 
-def test_answers_follow_even_where_the_first_ends_at_once(cpu: Model) -> None:
+def test_answers_continue_if_the_first_ends_immediately(cpu: Model) -> None:
     scheduler = Scheduler(cpu)
     streams = scheduler.submit_answers([1, 2, 3], 3, 1, temperature=1.0, seed=1)
     while scheduler.streams:
@@ -381,7 +381,7 @@ def test_errors_name_the_prompt_of_answers(cpu: Model) -> None:
         cpu.generate_many([[1]], 2, n=0)
 
 
-def test_pieces_of_many_prompts_are_those_of_each_alone(cpu: Model) -> None:
+def test_pieces_match_those_of_single_prompts(cpu: Model) -> None:
     options: dict[str, Any] = {"temperature": 1.0, "seed": 3, "logprobs": 2}
     pieces: list[list[Any]] = [[], []]
     for index, piece in cpu.stream_many(TEXTS[:2], 9, **options):
@@ -394,7 +394,7 @@ def call(model: Model, sessions: list[Any], prompts: list[list[int]], output: An
     return BatchCall(model.config, [session.native for session in sessions], prompts, output, None)
 
 
-def test_calls_share_passes_with_streams_and_neither_waits_for_all_of_the_other(cpu: Model) -> None:
+def test_calls_and_streams_share_passes(cpu: Model) -> None:
     rows = Scheduler(cpu)._core.pass_rows
     texts = [np.random.default_rng(i).integers(1, 900, rows).tolist() for i in range(6)]
     expected = [cpu.forward_batch([cpu.session()], [text], output="hidden")[0] for text in texts]
@@ -427,7 +427,7 @@ def test_a_cancelled_call_is_dropped(cpu: Model) -> None:
     assert (scheduler.busy, session.position, scheduler.passes) == (False, 0, 0)
 
 
-def test_a_call_gets_the_greedy_tokens_of_all_its_rows(cpu: Model) -> None:
+def test_a_call_returns_the_greedy_tokens_of_all_its_rows(cpu: Model) -> None:
     ids = [3, 1, 4, 1, 5]
     expected = cpu.forward_batch([cpu.session()], [ids], rows="all")[0]
     scheduler = Scheduler(cpu)
@@ -489,7 +489,7 @@ def test_short_prompts_alone_fill_passes(cpu: Model) -> None:
     assert scheduler.last_pass.prompts == full
 
 
-def test_short_prompts_that_keep_coming_do_not_stop_a_long_one(cpu: Model) -> None:
+def test_a_flow_of_short_prompts_does_not_starve_a_long_one(cpu: Model) -> None:
     scheduler = Scheduler(cpu)
     long = scheduler.submit(np.random.default_rng(0).integers(1, 900, 500), 1)
     for i in range(500 // LEAST_PROMPT_ROWS + 1):
@@ -581,7 +581,7 @@ def test_a_stream_fails_for_memory_only_where_it_fails_alone(demo_path: Path, da
         assert results_together(scheduler, streams) == expected
 
 
-def test_more_streams_enter_again_after_memory_ran_out(demo_path: Path) -> None:
+def test_streams_enter_again_after_memory_ran_out(demo_path: Path) -> None:
     with Model(demo_path, device="cpu") as model:
         page = page_bytes(model)
     with Model(demo_path, device="cpu", kv_memory=6 * page, prefix_memory=0) as model:
@@ -603,7 +603,7 @@ def test_more_streams_enter_again_after_memory_ran_out(demo_path: Path) -> None:
         assert scheduler.max_streams == 4
 
 
-def test_a_prompt_that_is_known_to_the_last_page_fits_like_a_new_one(demo_path: Path) -> None:
+def test_a_completely_cached_prompt_fits_like_a_new_one(demo_path: Path) -> None:
     """Where only the prefix cache shares a page, no copy of it is needed before the text continues in it."""
     ids = np.random.default_rng(0).integers(1, 900, 40)
     with Model(demo_path, device="cpu", kv_memory=1) as model:  # one page

@@ -35,7 +35,7 @@ def computed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return ComputedTokens(monkeypatch).counts
 
 
-def test_scores_are_those_of_each_prompt_alone(whole_demo: Model) -> None:
+def test_scores_match_single_prompts(whole_demo: Model) -> None:
     demo = whole_demo
     together = demo.score_many(PROMPTS)
     for prompt, scores in zip(PROMPTS, together, strict=True):
@@ -49,7 +49,7 @@ def test_scores_are_those_of_each_prompt_alone(whole_demo: Model) -> None:
     assert demo.position == 0
 
 
-def test_a_shared_beginning_is_computed_once(demo: Model, computed: list[int]) -> None:
+def test_a_shared_prefix_is_computed_once(demo: Model, computed: list[int]) -> None:
     demo.score_many([np.concatenate([SHARED, [i, i + 1]]) for i in range(10)])
     # The first computes all but its last token; each other one the last shared token, and one of its own.
     assert sum(computed) == len(SHARED) + 1 + 9 * 2
@@ -97,7 +97,7 @@ def test_no_prompts_have_no_scores(demo: Model) -> None:
         ([1] * 1026, ContextOverflowError, "prompt 1: 1026 tokens exceed the limit of 1025"),
     ],
 )
-def test_a_bad_prompt_is_named_before_anything_is_computed(
+def test_an_invalid_prompt_is_named_before_anything_is_computed(
     demo: Model, computed: list[int], bad: Any, error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):

@@ -27,7 +27,7 @@ def continuation(model: Any, token: int, n: int) -> list[int]:
     return made
 
 
-def test_prompt_advances_the_position_and_decode_goes_on_from_there(demo: Model) -> None:
+def test_a_prompt_advances_the_position_and_decode_continues(demo: Model) -> None:
     first = demo.forward_prompt(PROMPT)
     assert demo.position == len(PROMPT)
     second = demo.forward_token_greedy(first)
@@ -100,7 +100,7 @@ def test_any_integer_sequence_is_a_prompt(demo: Model, tokens: Any) -> None:
         (np.array([1 << 63], dtype=np.uint64), ValueError, "9223372036854775808 at index 0"),
     ],
 )
-def test_bad_tokens_are_refused_and_nothing_changes(
+def test_invalid_tokens_are_rejected_and_nothing_changes(
     demo: Model, tokens: Any, error: type[Exception], message: str
 ) -> None:
     first = demo.forward_prompt(PROMPT)
@@ -114,7 +114,7 @@ def test_bad_tokens_are_refused_and_nothing_changes(
 
 
 @pytest.mark.parametrize("token", [-1, 1 << 31, 1 << 40])
-def test_a_single_token_outside_the_vocabulary_is_refused(demo: Model, token: int) -> None:
+def test_a_single_token_outside_the_vocabulary_is_rejected(demo: Model, token: int) -> None:
     for call in (demo.forward_token, demo.forward_token_greedy):
         with pytest.raises(ValueError, match="outside the vocabulary"):
             call(token)
@@ -135,7 +135,7 @@ def test_overflow_of_the_context_changes_nothing(device: str, fast_demo_path: Pa
         assert continuation(model, first, 8) == expected
 
 
-def test_max_context_beyond_the_model_is_refused(demo: Model) -> None:
+def test_max_context_beyond_the_model_is_rejected(demo: Model) -> None:
     with pytest.raises(ValueError, match="context length"):
         demo.session(max_context=demo.config.context_length + 1)
     with pytest.raises(ValueError, match="at least 1"):
@@ -153,7 +153,7 @@ def test_rewind_restores_an_earlier_state(demo: Model) -> None:
             demo.rewind(position)
 
 
-def test_interleaved_sessions_do_not_disturb_each_other(demo: Model) -> None:
+def test_interleaved_sessions_are_independent(demo: Model) -> None:
     prompts = [PROMPT, PROMPT[::-1]]
     alone = []
     for prompt in prompts:
@@ -170,7 +170,7 @@ def test_interleaved_sessions_do_not_disturb_each_other(demo: Model) -> None:
     assert demo.position == 0
 
 
-def test_a_fork_continues_on_its_own(demo: Model) -> None:
+def test_a_fork_continues_independently(demo: Model) -> None:
     first = demo.forward_prompt(PROMPT)
     trunk = demo.session()
     trunk.forward_prompt(PROMPT)
@@ -201,7 +201,7 @@ def test_reuse_computes_only_what_differs(demo: Model) -> None:
         assert fresh.forward_prompt(changed[25:]) == token
 
 
-def test_reuse_of_a_prompt_that_is_held_whole_computes_its_last_token(demo: Model) -> None:
+def test_reuse_of_a_completely_cached_prompt_computes_its_last_token(demo: Model) -> None:
     token = demo.forward_prompt(PROMPT)
     assert demo.forward_prompt(PROMPT, reuse=True) == token
     assert demo.stats()["tokens_reused"] == len(PROMPT) - 1
@@ -323,7 +323,7 @@ def test_the_gil_is_released_during_compute(demo: Model) -> None:
         lambda m: m.device,
     ],
 )
-def test_a_closed_model_says_so(demo: Model, call: Callable[[Model], object]) -> None:
+def test_a_closed_model_raises(demo: Model, call: Callable[[Model], object]) -> None:
     demo.close()
     with pytest.raises(ClosedError, match="closed"):
         call(demo)
@@ -354,7 +354,7 @@ def resident_bytes() -> int:
     _core.has_emulator and _core.emulator.sanitizer == "address",
     reason="AddressSanitizer keeps freed memory for a while, to see who still uses it",
 )
-def test_close_gives_the_memory_of_a_session_back(tmp_path: Path) -> None:
+def test_close_releases_the_memory_of_a_session(tmp_path: Path) -> None:
     narrow: dict[str, Any] = {"layers": 8, "dim": 64, "heads": 1, "kv_heads": 1, "head_dim": 64, "ffn": 64}
     path = synth.synthesize(tmp_path / "m.gguf", preset="tiny", context=1024, vocab=288, **narrow)
     with Model(path, device="cpu", kv_dtype="f32") as model:
@@ -368,7 +368,7 @@ def test_close_gives_the_memory_of_a_session_back(tmp_path: Path) -> None:
         assert before - resident_bytes() > 0.9 * held > 150e6
 
 
-def test_the_environment_chooses_the_device(
+def test_the_environment_selects_the_device(
     device: str, demo_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("METAL_PREFILL_DEVICE", device)

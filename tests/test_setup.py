@@ -66,20 +66,20 @@ def system(tmp_path: Path) -> System:
     return System(tmp_path)
 
 
-def test_root_installs_what_is_missing_and_says_so_in_one_line(system: System) -> None:
+def test_root_installs_missing_packages_and_reports_them(system: System) -> None:
     (line,) = system.setup(user=0).splitlines()
     assert {"clang-19", "lld-19", "llvm-19", "libclang-rt-19-dev", "qemu-user"} <= set(system.installed)
     assert line.startswith("setup: installing with apt-get")
     assert line.endswith(" ".join(system.installed))
 
 
-def test_others_are_told_the_command_and_nothing_is_installed(system: System) -> None:
+def test_other_users_get_the_command_and_nothing_is_installed(system: System) -> None:
     (line,) = system.setup(user=1000).splitlines()
     assert "sudo apt-get install clang-19 lld-19 libclang-rt-19-dev llvm-19 qemu-user" in line
     assert not system.log.exists()
 
 
-def test_what_is_there_is_not_installed(system: System) -> None:
+def test_installed_packages_are_not_installed_again(system: System) -> None:
     system.add("clang++-20")
     system.add("llvm-symbolizer")
     (line,) = system.setup(user=0).splitlines()
@@ -94,7 +94,7 @@ def test_arm_machines_need_no_emulated_arm(system: System) -> None:
     assert "qemu-user" not in system.installed
 
 
-def test_a_failure_of_apt_get_is_said_and_does_not_end_the_build(system: System) -> None:
+def test_a_failure_of_apt_get_is_reported_and_does_not_stop_the_build(system: System) -> None:
     system.add("apt-get", "exit 100")
     announced, failed = system.setup(user=0).splitlines()
     assert "installing" in announced
@@ -137,7 +137,7 @@ def test_the_gpu_of_a_hosted_runner_cannot_fail_the_workflow() -> None:
     assert 'METAL_PREFILL_DEVICE = "cpu"' in wheels
 
 
-def test_what_the_gpu_of_a_hosted_runner_reported_is_kept_though_tests_failed() -> None:
+def test_the_gpu_report_of_a_hosted_runner_is_kept_if_tests_fail() -> None:
     steps = jobs_of("ci.yml")["macos-gpu"].split("\n      - ")
     (doctor,) = [step for step in steps if "metal-prefill doctor" in step]
     (upload,) = [step for step in steps if "actions/upload-artifact" in step]
@@ -148,13 +148,13 @@ def test_what_the_gpu_of_a_hosted_runner_reported_is_kept_though_tests_failed() 
     assert "path: doctor.*" in upload
 
 
-def test_speed_is_measured_on_a_mac_of_ones_own() -> None:
+def test_speed_is_measured_on_self_hosted_macs() -> None:
     (speed,) = [job for job in jobs_of("ci.yml").values() if "metal_prefill.bench" in job]
     assert "runs-on: [self-hosted, macOS, ARM64]" in speed
     assert 'METAL_PREFILL_REQUIRE_METAL: "1"' in speed
 
 
-def test_the_gpu_is_left_alone_where_the_cpu_is_selected(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_gpu_is_not_used_if_the_cpu_is_selected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("METAL_PREFILL_DEVICE", "cpu")
     with pytest.raises(pytest.skip.Exception, match="METAL_PREFILL_DEVICE selects the CPU"):
         skip_where_the_cpu_is_selected()
@@ -171,9 +171,7 @@ $2"
 
 
 @pytest.mark.parametrize(("version", "refused"), [("3, 9", True), ("3, 10", False)])
-def test_make_refuses_a_python_that_is_too_old_before_anything_else(
-    tmp_path: Path, version: str, refused: bool
-) -> None:
+def test_make_rejects_an_old_python_first(tmp_path: Path, version: str, refused: bool) -> None:
     make, git = shutil.which("make"), shutil.which("git")
     if make is None or git is None:
         pytest.skip("there is no make or no git")

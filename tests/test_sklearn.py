@@ -42,7 +42,7 @@ def test_the_output_may_be_a_data_frame(path: Path) -> None:
         np.testing.assert_array_equal(found.to_numpy(), model.embed(TEXTS))
 
 
-def test_tags_say_that_it_takes_texts_and_learns_nothing(path: Path) -> None:
+def test_tags_declare_text_input_and_no_fitting(path: Path) -> None:
     utils = pytest.importorskip("sklearn.utils")
     if not hasattr(utils, "get_tags"):
         pytest.skip("scikit-learn before 1.6 has no get_tags")

@@ -85,9 +85,7 @@ def test_a_pass_is_not_computed_while_every_text_waits(model: Model, monkeypatch
     assert stream.finish_reason == "stop"
 
 
-def test_a_source_whose_last_answer_was_late_is_not_waited_for(
-    model: Model, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_source_with_a_late_answer_is_not_awaited(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     text = Constraint(model.tokenizer, regex="[ab]{9}")
     a = model.tokenizer.encode("a", add_bos=False)
     gate = Gate(monkeypatch)
@@ -103,7 +101,7 @@ def test_a_source_whose_last_answer_was_late_is_not_waited_for(
     assert text.taken == a
 
 
-def test_late_masks_of_drafts_change_no_text(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_late_masks_for_drafts_do_not_change_the_text(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     def proposed(so_far: list[int]) -> list[int]:
         return [*so_far[-1:], *ab]
 
@@ -127,7 +125,7 @@ def test_late_masks_of_drafts_change_no_text(model: Model, monkeypatch: pytest.M
     assert aheads > 1
 
 
-def test_a_text_that_is_cancelled_while_its_constraint_computes_is_forgotten_afterwards(
+def test_a_text_cancelled_while_its_constraint_computes_is_released(
     model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The worker would otherwise look for a text that it has forgotten, and end."""
@@ -156,7 +154,7 @@ def test_a_text_that_is_cancelled_while_its_constraint_computes_is_forgotten_aft
     assert guide._compiled._worker is worker
 
 
-def test_results_that_ctrl_c_left_are_taken_by_the_next_step(
+def test_results_left_by_ctrl_c_are_used_by_the_next_step(
     model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompts = ["A:", "ROMEO:\n", "B:"]
@@ -196,12 +194,12 @@ def test_jobs_do_not_wait_for_each_other_and_threads_are_kept() -> None:
     assert threading.active_count() == before
 
 
-def test_an_exception_of_a_job_is_that_of_its_future() -> None:
+def test_an_exception_of_a_job_is_set_on_its_future() -> None:
     with pytest.raises(ZeroDivisionError):
         threads.in_thread(divmod, 1, 0).result(60)
 
 
-def test_a_forked_process_has_threads_of_its_own_and_asks_again(model: Model) -> None:
+def test_a_forked_process_starts_its_own_threads_and_repeats_requests(model: Model) -> None:
     threads.in_thread(int).result(60)
     text = Constraint(model.tokenizer, regex="[ab]{9}")
     a = model.tokenizer.encode("a", add_bos=False)

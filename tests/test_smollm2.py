@@ -24,7 +24,7 @@ def smollm2(smollm2_path: Path) -> Iterator[Model]:
         yield model
 
 
-def test_it_answers_questions(smollm2: Model) -> None:
+def test_the_model_answers_questions(smollm2: Model) -> None:
     for question, expected in (
         ("Who wrote Romeo and Juliet?", "Shakespeare"),
         ("What is 2 + 3?", "5"),
@@ -33,7 +33,7 @@ def test_it_answers_questions(smollm2: Model) -> None:
         assert expected in "".join(Conversation(smollm2).answer(question, 24))
 
 
-def test_its_texts_are_what_a_reference_chooses_from_its_logits(smollm2: Model) -> None:
+def test_texts_match_a_reference_sampler(smollm2: Model) -> None:
     options = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "repeat_penalty": 1.1}
     for chain in (options, {"temperature": 1.0, "top_p": 0.9}, {"temperature": 0.7}):
         ids = smollm2.tokenizer.encode("The history of the town begins with")

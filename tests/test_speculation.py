@@ -76,7 +76,7 @@ def planted(truth: list[int], seed: int) -> Guess:
 
 
 @pytest.mark.parametrize("options", [{}, SAMPLED], ids=["greedy", "sampled"])
-def test_a_thousand_texts_are_the_same_token_for_token(
+def test_a_thousand_texts_are_identical(
     tiny: Model, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
 ) -> None:
     prompts = prompts_of(1000, 5)
@@ -91,7 +91,7 @@ def test_a_thousand_texts_are_the_same_token_for_token(
 
 
 @pytest.mark.parametrize("options", [{}, SAMPLED], ids=["greedy", "sampled"])
-def test_a_session_is_left_as_without_guesses(
+def test_a_session_ends_as_without_speculation(
     tiny: Model, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
 ) -> None:
     """Whatever ends the text: its length, a stop token, or the caller."""
@@ -139,7 +139,7 @@ def test_a_full_context_ends_the_same_text(demo_path: Path, monkeypatch: pytest.
         assert texts_of(model, [prompt], 60) == [[token for token, _ in expected]]
 
 
-def test_each_engine_and_each_kind_of_drafter_writes_the_same(
+def test_every_engine_and_drafter_generates_the_same(
     device: str, tiny: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     always(monkeypatch)
@@ -155,7 +155,7 @@ def test_each_engine_and_each_kind_of_drafter_writes_the_same(
                 assert texts_of(model, [prompt], n, speculate=speculate, **options) == [expected]
 
 
-def test_guesses_of_the_same_model_are_all_right(shakespeare: Model, demo_path: Path) -> None:
+def test_drafts_of_the_same_model_are_all_accepted(shakespeare: Model, demo_path: Path) -> None:
     """Every row that is computed brings a token."""
     with Model(demo_path, device="cpu", threads=1) as other, shakespeare.session() as session:
         core: Any = CountingCore(session.native)
@@ -181,7 +181,7 @@ class CountingCore:
         return self._core.forward_drafts(tokens, *args)
 
 
-def test_a_conversation_says_the_same(shakespeare: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_conversation_is_unchanged(shakespeare: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     always(monkeypatch)
     answers = []
     for speculate in ("off", "lookup"):
@@ -220,7 +220,7 @@ def test_a_session_that_another_call_changed_ends_the_text(
         (lambda tokens: 1 // 0, ZeroDivisionError, "division"),
     ],
 )
-def test_guesses_that_cannot_be_are_errors_of_that_text_alone(
+def test_invalid_drafts_fail_only_their_text(
     shakespeare: Model,
     monkeypatch: pytest.MonkeyPatch,
     speculate: Any,
@@ -260,7 +260,7 @@ def test_a_draft_model_finds_prefixes_in_the_namespace_of_the_text(
         assert used == ["key", "key"]
 
 
-def test_a_draft_model_needs_the_same_vocabulary(shakespeare: Model, tiny: Model) -> None:
+def test_a_draft_model_requires_the_same_vocabulary(shakespeare: Model, tiny: Model) -> None:
     with pytest.raises(ValueError, match="has a vocabulary of 320 tokens, this model one of 1024"):
         shakespeare.generate([1, 2], 9, speculate=tiny)
 
@@ -285,7 +285,7 @@ def lookup_of(*parts: Sequence[int]) -> _core.Lookup:
 
 
 @pytest.mark.parametrize("alphabet", [1, 2, 3, 30])
-def test_lookup_finds_the_longest_end_that_occurred_before(alphabet: int) -> None:
+def test_lookup_finds_the_longest_suffix_that_occurred_before(alphabet: int) -> None:
     rng = random.Random(alphabet)
     for _ in range(6):
         lookup, text = _core.Lookup(), list[int]()
@@ -297,14 +297,14 @@ def test_lookup_finds_the_longest_end_that_occurred_before(alphabet: int) -> Non
             assert tuple(lookup.after_match(5)) in continuations
 
 
-def test_lookup_prefers_the_latest_place() -> None:
+def test_lookup_prefers_the_latest_occurrence() -> None:
     assert lookup_of([1, 2, 3, 1, 2, 4, 1, 2]).after_match(1) == [4]
 
 
 ROW = [10, 11, 12, 13, 14, 15, 16, 17, 18, 19]
 
 
-def test_lookup_continues_where_it_was_after_a_change() -> None:
+def test_lookup_continues_after_a_change() -> None:
     # 98 was never seen, 16 is of the row, and occurred before: what follows it there is no better guess.
     for change in (98, 16):
         lookup = lookup_of(ROW, [99], ROW[:5])
@@ -316,37 +316,37 @@ def test_lookup_continues_where_it_was_after_a_change() -> None:
         assert lookup.after_change(2) == [18, 19]
 
 
-def test_lookup_guesses_nothing_where_it_keeps_no_place() -> None:
+def test_lookup_drafts_nothing_without_a_match() -> None:
     for lookup in (_core.Lookup(), lookup_of([1, 2, 3])):
         assert (lookup.matched, lookup.since_change) == (0, None)
         assert (lookup.after_match(3), lookup.after_change(3)) == ([], [])
 
 
-def test_lookup_counts_no_forced_token_since_a_change() -> None:
+def test_lookup_ignores_forced_tokens_since_a_change() -> None:
     lookup = lookup_of(ROW, [99], ROW[:5], [98])
     lookup.append(np.array([16], np.int32), forced=True)
     assert (lookup.since_change, lookup.matched) == (0, 1)
     assert lookup.after_change(1) == [17]
 
 
-def test_lookup_leaves_a_place_that_no_longer_fits() -> None:
+def test_lookup_drops_an_occurrence_that_no_longer_matches() -> None:
     for changes in range(8):
         lookup = lookup_of(ROW, [99], ROW[:5], range(50, 50 + changes))
         assert (lookup.since_change is None) == (changes in (0, 5, 6, 7))
 
 
-def test_lookup_keeps_no_place_for_a_short_match() -> None:
+def test_lookup_ignores_short_matches() -> None:
     assert lookup_of(ROW, [99], ROW[:4], [98]).since_change is None
 
 
-def test_lookup_takes_the_place_of_a_longer_match() -> None:
+def test_lookup_switches_to_a_longer_match() -> None:
     other = [30, 31, 32, 33, 34, 35]
     lookup = lookup_of(ROW, other, [99], ROW[:5], [98], other[:5], [97])
     assert lookup.since_change == 0
     assert lookup.after_change(2) == [99, 10]
 
 
-def test_lookups_after_a_change_are_made_while_they_are_the_likelier_ones() -> None:
+def test_lookups_after_a_change_are_used_while_they_are_more_likely() -> None:
     drafter = LookupDrafter()
     drafter.append(np.array([*ROW, 7, 16, 8, *ROW[:5], 16], np.int32))
     after_match, after_change = [8], [16]
@@ -373,7 +373,7 @@ def measured_cost() -> RowCost:
     return cost
 
 
-def test_passes_that_were_not_measured_cost_what_lies_between_those_that_were() -> None:
+def test_costs_of_passes_are_interpolated() -> None:
     cost = RowCost()
     cost.note(1, 2.0)
     assert cost.seconds(5) == pytest.approx(2 * 1.48)  # until more is known, a row more takes 12%
@@ -396,7 +396,7 @@ def test_a_pass_never_costs_less_than_one_of_one_row() -> None:
     assert delayed.seconds(6) == 5.0
 
 
-def test_wrong_guesses_stop_and_are_tried_again_ever_more_seldom() -> None:
+def test_rejected_drafts_back_off() -> None:
     class Hostile(LookupDrafter):
         free = False
         acceptance = Acceptance(0.5)
@@ -411,7 +411,7 @@ def test_wrong_guesses_stop_and_are_tried_again_ever_more_seldom() -> None:
     assert sum(map(bool, counts[200:])) < sum(map(bool, counts[:200]))
 
 
-def test_right_guesses_become_many() -> None:
+def test_accepted_drafts_grow() -> None:
     class Right(LookupDrafter):
         acceptance = Acceptance(0.5)
 
@@ -423,7 +423,7 @@ def test_right_guesses_become_many() -> None:
     assert max(counts) == MOST_DRAFTS
 
 
-def test_free_guesses_are_judged_without_being_used() -> None:
+def test_free_drafts_are_evaluated_without_use() -> None:
     class Free(LookupDrafter):
         acceptance = Acceptance(0.01)
 
@@ -440,7 +440,7 @@ def test_free_guesses_are_judged_without_being_used() -> None:
     assert counts[-1] > 0
 
 
-def test_a_pass_that_was_delayed_hardly_counts() -> None:
+def test_a_delayed_pass_has_little_weight() -> None:
     cost = RowCost()
     assert cost.seconds(8) > cost.seconds(1) > 0
     for _ in range(20):

@@ -102,7 +102,7 @@ def test_saving_what_was_loaded_writes_the_same_state(demo: Model, saved: Path, 
         assert a.metadata() == b.metadata()
 
 
-def test_notes_come_back_with_the_session(demo: Model, tmp_path: Path) -> None:
+def test_notes_are_restored_with_the_session(demo: Model, tmp_path: Path) -> None:
     with demo.session() as session:
         session.notes = 'anything "at all"\n漢字'
         session.save(tmp_path / "s.session")
@@ -110,7 +110,7 @@ def test_notes_come_back_with_the_session(demo: Model, tmp_path: Path) -> None:
     assert demo.session().notes == ""
 
 
-def test_a_rewound_session_saves_what_it_still_holds(demo: Model, tmp_path: Path) -> None:
+def test_a_rewound_session_saves_its_remaining_tokens(demo: Model, tmp_path: Path) -> None:
     path = tmp_path / "half.session"
     with demo.session() as session:
         session.forward_prompt(PROMPT)
@@ -130,7 +130,7 @@ def test_an_empty_session_can_be_saved(demo: Model, tmp_path: Path) -> None:
         assert loaded.forward_prompt(PROMPT) == demo.forward_prompt(PROMPT)
 
 
-def test_float32_cache_is_saved_as_it_is(device: str, demo_path: Path, tmp_path: Path) -> None:
+def test_a_float32_cache_is_saved_unchanged(device: str, demo_path: Path, tmp_path: Path) -> None:
     path = tmp_path / "f32.session"
     with Model(demo_path, device=device, kv_dtype="f32") as model:
         model.forward_prompt(PROMPT)
@@ -160,7 +160,7 @@ def bfloat16(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 
 
 @pytest.mark.parametrize("n", [79, 80])
-def test_every_number_of_a_cache_survives(demo: Model, tmp_path: Path, n: int) -> None:
+def test_every_value_of_a_cache_survives(demo: Model, tmp_path: Path, n: int) -> None:
     """All f16 there are, subnormal ones, infinities and NaN among them, as keys and as values.
 
     A cache of bfloat16 rounds them once, and the largest ones come back as the largest f16.
@@ -228,7 +228,7 @@ def test_devices_continue_each_others_sessions(metal: None, demo_path: Path, tmp
         model.close()
 
 
-def test_another_model_is_refused(demo: Model, device: str, saved: Path, tmp_path: Path) -> None:
+def test_another_model_is_rejected(demo: Model, device: str, saved: Path, tmp_path: Path) -> None:
     """Even one that differs in a single weight."""
     other = tmp_path / "other.gguf"
     shutil.copy(demo.path, other)
@@ -267,9 +267,7 @@ def test_fingerprint_covers_header_and_every_tensor(demo: Model, tmp_path: Path)
     assert len(seen) == 1 + len(places)
 
 
-def test_a_state_belongs_to_the_factors_of_long_rope_that_it_was_computed_with(
-    device: str, tmp_path: Path
-) -> None:
+def test_a_state_requires_the_same_long_rope_factors(device: str, tmp_path: Path) -> None:
     path = write(tmp_path / "m.gguf", MODELS["phi3, long rope"])
     with Model(path, device=device, max_context=64) as short:
         session = short.session()
@@ -282,7 +280,7 @@ def test_a_state_belongs_to_the_factors_of_long_rope_that_it_was_computed_with(
         model.load_session(tmp_path / "state")
 
 
-def test_another_cache_dtype_is_refused(device: str, demo_path: Path, saved: Path) -> None:
+def test_another_cache_dtype_is_rejected(device: str, demo_path: Path, saved: Path) -> None:
     with (
         Model(demo_path, device=device, kv_dtype="f32") as model,
         pytest.raises(StateError, match="kv_dtype 'f16', this model has 'f32'"),
@@ -290,7 +288,7 @@ def test_another_cache_dtype_is_refused(device: str, demo_path: Path, saved: Pat
         model.load_session(saved)
 
 
-def test_a_context_too_small_is_refused(demo: Model, saved: Path) -> None:
+def test_a_context_that_is_too_small_is_rejected(demo: Model, saved: Path) -> None:
     with pytest.raises(ContextOverflowError, match="70 tokens exceeds the context of 69"):
         demo.load_session(saved, max_context=69)
     with demo.load_session(saved, max_context=70) as session:
@@ -299,7 +297,7 @@ def test_a_context_too_small_is_refused(demo: Model, saved: Path) -> None:
         demo.load_session(saved, max_context=demo.config.context_length + 1)
 
 
-def test_a_file_cut_anywhere_is_refused(demo: Model, saved: Path) -> None:
+def test_a_file_truncated_anywhere_is_rejected(demo: Model, saved: Path) -> None:
     content = saved.read_bytes()
     header = 8 + struct.unpack("<Q", content[:8])[0]
     lengths = {0, 1, 7, 8, 9, header - 1, header, header + 1, len(content) - 1, *range(0, len(content), 4099)}
@@ -309,13 +307,13 @@ def test_a_file_cut_anywhere_is_refused(demo: Model, saved: Path) -> None:
             demo.load_session(saved)
 
 
-def test_bytes_after_the_end_are_refused(demo: Model, saved: Path) -> None:
+def test_trailing_bytes_are_rejected(demo: Model, saved: Path) -> None:
     saved.write_bytes(saved.read_bytes() + b"\0")
     with pytest.raises(StateError, match="damaged"):
         demo.load_session(saved)
 
 
-def test_a_flipped_bit_anywhere_is_refused(demo: Model, saved: Path) -> None:
+def test_a_flipped_bit_anywhere_is_rejected(demo: Model, saved: Path) -> None:
     content = saved.read_bytes()
     header = 8 + struct.unpack("<Q", content[:8])[0]
     rng = np.random.default_rng(3)
@@ -339,14 +337,14 @@ def test_a_flipped_bit_anywhere_is_refused(demo: Model, saved: Path) -> None:
         (struct.pack("<Q", 1 << 40) + b"{}", "damaged"),
     ],
 )
-def test_what_is_no_session_is_refused(demo: Model, tmp_path: Path, content: bytes, message: str) -> None:
+def test_other_files_are_rejected(demo: Model, tmp_path: Path, content: bytes, message: str) -> None:
     path = tmp_path / "foreign"
     path.write_bytes(content)
     with pytest.raises(StateError, match=message):
         demo.load_session(path)
 
 
-def test_other_safetensors_files_are_refused(demo: Model, tmp_path: Path) -> None:
+def test_other_safetensors_files_are_rejected(demo: Model, tmp_path: Path) -> None:
     path = tmp_path / "weights.safetensors"
     save_file({"weight": np.zeros((2, 3), np.float32)}, path)
     with pytest.raises(StateError, match="not a saved session"):
@@ -371,7 +369,7 @@ def test_other_safetensors_files_are_refused(demo: Model, tmp_path: Path) -> Non
         ({"arrays": {"tokens": np.full(70, -1, np.int32)}}, "-1 at index 0"),
     ],
 )
-def test_a_whole_file_with_wrong_contents_is_refused(
+def test_a_complete_file_with_wrong_contents_is_rejected(
     demo: Model, saved: Path, change: dict[str, Any], message: str
 ) -> None:
     rewrite(saved, **change)
@@ -415,9 +413,7 @@ def test_a_failed_save_leaves_the_old_file_and_nothing_else(
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")  # the child only writes, and dies
-def test_a_save_that_is_killed_midway_leaves_the_old_file(
-    demo: Model, saved: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_killed_save_leaves_the_old_file(demo: Model, saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The process dies, without any clean-up, when half of the new file is written."""
 
     def die(arrays: object, path: Path, metadata: object) -> None:
@@ -438,7 +434,7 @@ def test_a_save_that_is_killed_midway_leaves_the_old_file(
 
 
 @pytest.mark.parametrize("step", ["_read_header", "_check_owner"])
-def test_a_save_while_a_state_is_loaded_leaves_the_old_state_to_the_loader(
+def test_a_save_does_not_affect_a_concurrent_load(
     demo: Model, saved: Path, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
     original = getattr(_session_file, step)
@@ -455,7 +451,7 @@ def test_a_save_while_a_state_is_loaded_leaves_the_old_state_to_the_loader(
     assert demo.load_session(saved).tokens == [7, 8, 9]
 
 
-def test_loads_next_to_saves_find_a_whole_state(demo_path: Path, tmp_path: Path) -> None:
+def test_concurrent_loads_find_a_complete_state(demo_path: Path, tmp_path: Path) -> None:
     path = tmp_path / "x.session"
     with Model(demo_path, device="cpu", threads=1) as model:
         states = [list(range(3, 3 + n)) for n in (5, 40)]
@@ -481,7 +477,7 @@ def test_loads_next_to_saves_find_a_whole_state(demo_path: Path, tmp_path: Path)
             thread.join()
 
 
-def test_a_state_that_is_truncated_while_it_is_read_is_damaged(
+def test_a_state_truncated_while_it_is_read_is_reported_as_damaged(
     demo: Model, saved: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     original = _session_file._check_owner
@@ -496,7 +492,7 @@ def test_a_state_that_is_truncated_while_it_is_read_is_damaged(
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs FIFOs")
-def test_a_fifo_is_refused_without_waiting_for_a_writer(demo: Model, tmp_path: Path) -> None:
+def test_a_fifo_is_rejected_without_waiting_for_a_writer(demo: Model, tmp_path: Path) -> None:
     path = tmp_path / "fifo"
     os.mkfifo(path)
     with pytest.raises(StateError, match="not a regular file"):
@@ -530,7 +526,7 @@ def test_a_fifo_is_refused_without_waiting_for_a_writer(demo: Model, tmp_path: P
         (b'{"__metadata__": {"format": "\xff"}}', "damaged"),
     ],
 )
-def test_malformed_headers_are_refused(demo: Model, tmp_path: Path, header: bytes, message: str) -> None:
+def test_malformed_headers_are_rejected(demo: Model, tmp_path: Path, header: bytes, message: str) -> None:
     path = tmp_path / "malformed"
     path.write_bytes(struct.pack("<Q", len(header)) + header + bytes(2))
     with pytest.raises(StateError, match=message):
@@ -545,7 +541,7 @@ def test_saving_over_a_loaded_state_does_not_disturb_the_session(demo: Model, sa
     assert demo.load_session(saved).tokens == PROMPT
 
 
-def test_a_link_keeps_pointing_at_the_file(demo: Model, saved: Path) -> None:
+def test_saving_through_a_link_keeps_the_link(demo: Model, saved: Path) -> None:
     link = saved.with_name("link")
     link.symlink_to(saved)
     with demo.session() as session:
@@ -557,7 +553,7 @@ def test_a_link_keeps_pointing_at_the_file(demo: Model, saved: Path) -> None:
 @pytest.mark.parametrize(
     "call", [lambda m, s, p: m.load_session(p), lambda m, s, p: s.save(p)], ids=["load", "save"]
 )
-def test_closed_models_and_sessions_say_so(
+def test_closed_models_and_sessions_raise(
     demo: Model, saved: Path, call: Callable[[Model, Any, Path], object]
 ) -> None:
     session = demo.session()
@@ -611,7 +607,7 @@ def test_a_state_that_was_loaded_is_saved_as_it_was(isa: str, monkeypatch: pytes
         )
 
 
-def test_state_error_is_the_packages_and_a_value_error() -> None:
+def test_state_error_is_a_package_error_and_a_value_error() -> None:
     assert issubclass(StateError, MetalPrefillError)
     assert issubclass(StateError, ValueError)
 

@@ -25,7 +25,7 @@ def passed_on(stops: list[str], text: str) -> tuple[str, bool]:
 
 
 @given(st.lists(st.text("ab", min_size=1, max_size=6), max_size=4), st.lists(LETTERS, max_size=8))
-def test_each_piece_passes_what_cannot_belong_to_a_stop_string(stops: list[str], pieces: list[str]) -> None:
+def test_text_that_cannot_belong_to_a_stop_string_is_passed_on(stops: list[str], pieces: list[str]) -> None:
     stop_filter, text, passed = StopFilter(stops), "", ""
     for piece in pieces:
         text += piece
@@ -37,7 +37,7 @@ def test_each_piece_passes_what_cannot_belong_to_a_stop_string(stops: list[str],
         assert passed + stop_filter.flush() == text
 
 
-def test_a_copy_continues_by_itself() -> None:
+def test_a_copy_continues_independently() -> None:
     stop_filter = StopFilter(["abc", "bd"])
     assert stop_filter.step("xab") == "x"
     other = stop_filter.copy()

@@ -36,7 +36,7 @@ def weights(path: Path) -> dict[str, NDArray[np.float32]]:
 
 
 @pytest.mark.parametrize("kind", TYPES)
-def test_matrices_have_the_type_asked_for_and_norms_are_f32(tmp_path: Path, kind: str) -> None:
+def test_matrices_have_the_requested_type_and_norms_are_f32(tmp_path: Path, kind: str) -> None:
     path = synth.synthesize(
         tmp_path / "m.gguf", **WIDE, tensor_type=kind, embedding_type=kind, output_type=kind
     )
@@ -48,9 +48,7 @@ def test_matrices_have_the_type_asked_for_and_norms_are_f32(tmp_path: Path, kind
 
 
 @pytest.mark.parametrize("kind", TYPES)
-def test_weights_have_mean_zero_and_the_deviation_that_keeps_activations_in_size(
-    tmp_path: Path, kind: str
-) -> None:
+def test_weights_have_zero_mean_and_preserve_activation_variance(tmp_path: Path, kind: str) -> None:
     path = synth.synthesize(tmp_path / "m.gguf", **WIDE, tensor_type=kind, embedding_type=kind)
     tensors = weights(path)
     additions = math.sqrt(2 * 2)  # two a layer, two layers
@@ -138,7 +136,7 @@ def test_same_seed_gives_the_same_file_and_another_seed_other_weights(tmp_path: 
     assert first != other
 
 
-def test_overrides_change_single_tensors_and_the_last_match_counts(tmp_path: Path) -> None:
+def test_overrides_change_single_tensors_and_the_last_match_wins(tmp_path: Path) -> None:
     overrides = {"blk.*.ffn_down.weight": "Q6_K", "blk.1.*": "Q5_1", "blk.1.attn_v.weight": "F16"}
     types = tensor_types(synth.synthesize(tmp_path / "m.gguf", **WIDE, overrides=overrides))
     assert types["blk.0.ffn_down.weight"] == "Q6_K"
@@ -160,7 +158,7 @@ def test_head_dim_follows_dim_unless_given(tmp_path: Path) -> None:
     assert shapes["blk.0.attn_output.weight"] == (192, 96)
 
 
-def test_linear_rope_scaling_is_stated(tmp_path: Path) -> None:
+def test_linear_rope_scaling_is_in_the_metadata(tmp_path: Path) -> None:
     path = synth.synthesize(
         tmp_path / "m.gguf", preset="tiny", rope_scaling="linear", rope_factor=4.0, rope_dims=8
     )
@@ -170,7 +168,7 @@ def test_linear_rope_scaling_is_stated(tmp_path: Path) -> None:
     assert value(reader, "llama.rope.dimension_count") == 8
 
 
-def test_yarn_rope_scaling_is_stated(tmp_path: Path) -> None:
+def test_yarn_rope_scaling_is_in_the_metadata(tmp_path: Path) -> None:
     path = synth.synthesize(tmp_path / "m.gguf", preset="tiny", rope_scaling="yarn", rope_factor=4.0)
     reader = GGUFReader(path)
     assert value(reader, "llama.rope.scaling.type") == "yarn"
@@ -193,7 +191,7 @@ def test_long_rope_has_two_tensors_and_the_published_factor_of_magnitude(tmp_pat
         assert 0 <= model.forward_prompt(np.arange(3)) < model.config.vocab_size
 
 
-def test_llama3_rope_factors_leave_short_waves_and_stretch_long_ones(tmp_path: Path) -> None:
+def test_llama3_rope_factors_stretch_only_long_waves(tmp_path: Path) -> None:
     path = synth.synthesize(
         tmp_path / "m.gguf",
         preset="tiny",
@@ -243,7 +241,7 @@ def test_byte_level_tokenizer_is_consistent_at_any_size(tmp_path: Path, vocab: i
 
 
 @pytest.mark.parametrize("text", ["The quick brown fox, 1599.\n", "".join(map(chr, range(256))), "漢字 🎭"])
-def test_byte_level_tokenizer_gives_text_back(tmp_path: Path, text: str) -> None:
+def test_the_byte_level_tokenizer_round_trips(tmp_path: Path, text: str) -> None:
     tokenizer = byte_level_tokenizer(
         GGUFReader(synth.synthesize(tmp_path / "m.gguf", preset="tiny", vocab=5000))
     )
@@ -316,7 +314,7 @@ def test_contradictions_are_named_and_nothing_is_written(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_interrupted_writing_leaves_the_old_file_and_no_other(tmp_path: Path) -> None:
+def test_interrupted_writing_leaves_only_the_old_file(tmp_path: Path) -> None:
     path = tmp_path / "m.gguf"
     path.write_bytes(b"old")
 
@@ -343,7 +341,7 @@ def test_progress_rises_to_the_total(tmp_path: Path) -> None:
     assert done[-1] == sum(t.n_bytes for t in GGUFReader(path).tensors)
 
 
-def test_options_of_the_command_line_make_the_same_file_as_the_function(tmp_path: Path) -> None:
+def test_the_command_and_the_function_write_the_same_file(tmp_path: Path) -> None:
     parser = argparse.ArgumentParser()
     command.add_arguments(parser)
     line = (
@@ -387,7 +385,7 @@ def test_a_model_of_each_architecture_runs(architecture: str, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("field", ["value_dim", "window", "original_context"])
-def test_dimensions_below_one_are_refused(field: str, tmp_path: Path) -> None:
+def test_dimensions_below_one_are_rejected(field: str, tmp_path: Path) -> None:
     options: dict[str, Any] = {field: 0}
     with pytest.raises(ValueError, match=f"{field} 0: must be at least 1"):
         synth.synthesize(tmp_path / "m.gguf", preset="tiny", **options)

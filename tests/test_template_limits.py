@@ -120,19 +120,19 @@ def rendered() -> tuple[dict[str, str], int]:
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_a_template_that_does_too_much_is_ended(rendered: tuple[dict[str, str], int], name: str) -> None:
+def test_a_template_with_excessive_work_is_stopped(rendered: tuple[dict[str, str], int], name: str) -> None:
     """With limits each takes a few seconds at most; without, the time limit of the suite ends it."""
     assert "exceeds a limit" in rendered[0].get(name, "no error")
 
 
-def test_templates_that_do_too_much_take_little_memory(rendered: tuple[dict[str, str], int]) -> None:
+def test_templates_with_excessive_work_use_little_memory(rendered: tuple[dict[str, str], int]) -> None:
     assert rendered[1] < 256 << 20
 
 
 @pytest.mark.parametrize(
     "source", ["('a' | center({}))", "'a'.ljust({})", "('ab' * 16) | replace('', 'b' * ({} // 33))"]
 )
-def test_a_value_has_a_largest_size(source: str) -> None:
+def test_the_size_of_a_value_is_limited(source: str) -> None:
     """Well before the work of a rendering is used up."""
     assert render("{{ (" + source.format(MAX_VALUE) + ") | length }}")
     with pytest.raises(ChatTemplateError, match="a value has more than"):
@@ -151,7 +151,7 @@ def test_a_value_has_a_largest_size(source: str) -> None:
         "{{ {'a': 1} | xmlattr }}",
     ],
 )
-def test_what_has_no_known_cost_does_not_exist(source: str) -> None:
+def test_functions_without_a_known_cost_are_unavailable(source: str) -> None:
     with pytest.raises(ChatTemplateError, match=r"undefined|unsafe|No filter named"):
         render(source)
 
@@ -175,7 +175,7 @@ MALFORMED = {
 
 
 @pytest.mark.parametrize("source", MALFORMED.values(), ids=MALFORMED.keys())
-def test_what_python_or_jinja_cannot_take_is_the_templates_error(source: str) -> None:
+def test_errors_of_python_and_jinja_are_template_errors(source: str) -> None:
     with pytest.raises(ChatTemplateError, match=r"the chat template"):
         render(source)
 
@@ -214,13 +214,13 @@ def test_formatting_works_within_limits(source: str) -> None:
     assert render(source) == "axb"
 
 
-def test_a_time_is_told_within_limits() -> None:
+def test_strftime_works_within_limits() -> None:
     now = datetime.now()
     told = render("{{ strftime_now('Today is %d %b %Y, and not in 1999%%100') }}")
     assert told in [f"{t:Today is %d %b %Y, and not in 1999%%100}" for t in (now, datetime.now())]
 
 
-def test_the_attributes_of_loops_work() -> None:
+def test_loop_attributes_work() -> None:
     source = (
         "{% for x in 'ab' %}{{ loop.index }}{{ loop.first }}{{ loop.cycle('p', 'q') }}"
         "{{ loop.changed(x) }} {% endfor %}"
@@ -228,7 +228,7 @@ def test_the_attributes_of_loops_work() -> None:
     assert render(source) == "1TruepTrue 2FalseqTrue "
 
 
-def test_the_filters_of_published_templates_exist() -> None:
+def test_filters_of_published_templates_exist() -> None:
     used = (
         "tojson trim length count join list map select reject selectattr rejectattr string upper lower title "
         "capitalize replace default d first last items dictsort int float reverse safe sort unique indent "
@@ -267,14 +267,14 @@ class Thing:
     ids=lambda v: type(v).__name__,
 )
 @pytest.mark.parametrize("place", ["content", "list", "dict"])
-def test_a_message_holds_text_or_what_json_has(value: Any, place: str) -> None:
+def test_messages_may_contain_text_and_json_values(value: Any, place: str) -> None:
     """Anything else would become text by its own method: a control token, if it likes."""
     content = {"content": value, "list": ["x", value], "dict": {"x": value}}[place]
     with pytest.raises(TypeError, match=rf"message 1.*'content'.*is of type {type(value).__name__}"):
         render("{{ messages }}", [*USER_HI, {"role": "user", "content": content}])
 
 
-def test_the_keys_of_a_message_are_text_or_numbers() -> None:
+def test_keys_of_messages_are_text_or_numbers() -> None:
     with pytest.raises(TypeError, match=r"a key of message 0\['call'\] is of type bytes"):
         render("{{ messages }}", [{"role": "user", "call": {END.encode(): "x"}}])
 
@@ -291,7 +291,7 @@ def test_the_keys_of_a_message_are_text_or_numbers() -> None:
     ],
     ids=lambda v: type(v).__name__,
 )
-def test_subclasses_count_by_their_value(value: Any, text: str) -> None:
+def test_subclasses_are_treated_like_their_base(value: Any, text: str) -> None:
     pieces = ChatTemplate("{{ messages[0].content }}", [END]).render([{"role": "user", "content": value}], {})
     assert pieces == [(text, False)]
 
@@ -300,13 +300,13 @@ def test_roles_may_be_members_of_an_enumeration() -> None:
     assert render("{{ messages[0].role }}", [{"role": Speaker.USER}]) == "user"
 
 
-def test_lone_surrogates_of_a_message_are_the_callers_error() -> None:
+def test_lone_surrogates_in_messages_are_rejected() -> None:
     with pytest.raises(ValueError, match=r"message 0\['content'\] has a lone surrogate at index 2") as caught:
         render("{{ messages[0].content }}", [{"role": "user", "content": "ab\ud800"}])
     assert not isinstance(caught.value, ChatTemplateError)
 
 
-def test_a_message_that_holds_itself_is_refused() -> None:
+def test_a_recursive_message_is_rejected() -> None:
     content: list[Any] = []
     content.append(content)
     with pytest.raises(ValueError, match="a message is nested too deeply"):

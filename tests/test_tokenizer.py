@@ -48,13 +48,13 @@ def sentencepiece(open_variant: Open) -> Tokenizer:
     return open_variant(comparison.TOKENIZERS["sentencepiece"])
 
 
-def test_recorded_texts_are_the_current_ones() -> None:
+def test_recorded_texts_are_current() -> None:
     assert RECORD["texts"] == comparison.texts()
     assert set(RECORD["expected"]) == set(comparison.TOKENIZERS)
 
 
 @pytest.mark.parametrize("name", comparison.TOKENIZERS)
-def test_ids_are_those_of_llama_cpp(open_variant: Open, name: str) -> None:
+def test_ids_match_llama_cpp(open_variant: Open, name: str) -> None:
     variant = comparison.TOKENIZERS[name]
     tokenizer = open_variant(variant)
     for string, expected in zip(RECORD["texts"], RECORD["expected"][name], strict=True):
@@ -69,7 +69,7 @@ def test_pre_tokenizers_differ_in_the_record() -> None:
     assert len(set(by_pre)) == 5
 
 
-def test_whole_words_without_merges_are_in_the_record() -> None:
+def test_the_record_contains_whole_words_without_merges() -> None:
     made = {merge.replace(" ", "") for merge in GPT2["merges"]}
     alone = {i for i, token in enumerate(GPT2["tokens"]) if len(token) > 1 and token not in made} - set(
         range(5)
@@ -93,7 +93,7 @@ def test_text_of_the_bundled_model_is_tokenized_as_in_training(demo_path: Path) 
 
 
 @pytest.mark.parametrize("name", comparison.TOKENIZERS)
-def test_text_comes_back_unchanged(open_variant: Open, name: str) -> None:
+def test_text_round_trips(open_variant: Open, name: str) -> None:
     variant = comparison.TOKENIZERS[name]
     tokenizer = open_variant(variant)
     for string in comparison.texts():
@@ -103,13 +103,13 @@ def test_text_comes_back_unchanged(open_variant: Open, name: str) -> None:
         assert tokenizer.decode(ids[tokenizer.add_bos :], skip_special=False) == string
 
 
-def test_special_tokens_are_left_out_of_text_unless_asked_for(smollm: Tokenizer) -> None:
+def test_special_tokens_are_omitted_from_text_by_default(smollm: Tokenizer) -> None:
     ids = smollm.encode("<|im_start|>user\nhi<|im_end|>", parse_special=True)
     assert smollm.decode(ids) == "user\nhi"
     assert smollm.decode(ids, skip_special=False) == "<|im_start|>user\nhi<|im_end|>"
 
 
-def test_bytes_that_are_no_text_become_replacement_characters(sentencepiece: Tokenizer) -> None:
+def test_invalid_bytes_become_replacement_characters(sentencepiece: Tokenizer) -> None:
     ids = [sentencepiece.encode("\x01", add_bos=False)[-1] + n for n in (0, 0xFE)]
     assert sentencepiece.decode(ids) == "\x01\ufffd"
 
@@ -123,7 +123,7 @@ def test_every_token_has_its_bytes(smollm: Tokenizer, sentencepiece: Tokenizer) 
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
-def test_stream_shows_whole_characters_only(open_variant: Open, kind: str) -> None:
+def test_a_stream_contains_only_whole_characters(open_variant: Open, kind: str) -> None:
     tokenizer = open_variant(TokenizerVariant(kind, "smollm"))
     string = "né 🎭 漢字 👩‍👧"
     decoder = tokenizer.decoder()
@@ -134,7 +134,7 @@ def test_stream_shows_whole_characters_only(open_variant: Open, kind: str) -> No
     assert decoder.flush() == ""
 
 
-def test_stream_that_ends_inside_a_character_says_so_at_the_end(smollm: Tokenizer) -> None:
+def test_a_stream_that_ends_within_a_character_ends_with_a_replacement(smollm: Tokenizer) -> None:
     decoder = smollm.decoder()
     ids = smollm.encode("🐉", add_bos=False)
     assert len(ids) > 1
@@ -160,7 +160,7 @@ def test_user_defined_tokens_are_always_recognized(smollm: Tokenizer) -> None:
     assert GPT2["tokens"].index("<|pad|>") in smollm.encode("a<|pad|>b")
 
 
-def test_control_token_cannot_be_spelled_by_merges(open_variant: Open) -> None:
+def test_a_control_token_cannot_be_formed_by_merges(open_variant: Open) -> None:
     # The pieces of "</s>" are made to merge all the way; as a control token it still must not come out of
     # text.
     tokens = [*LLAMA["tokens"][:-2], "/s", "</s"]
@@ -189,19 +189,19 @@ def test_longest_special_token_wins(open_variant: Open) -> None:
     assert tokenizer.encode("<x><y><x>", add_bos=False, parse_special=True) == [n - 1, n - 2]
 
 
-def test_stop_ids_are_the_named_ends_and_the_known_spellings(smollm: Tokenizer) -> None:
+def test_stop_ids_are_those_named_or_known_by_spelling(smollm: Tokenizer) -> None:
     assert smollm.eos_id == 0
     assert smollm.stop_ids == {0, GPT2["tokens"].index("<|im_end|>")}
 
 
 @pytest.mark.parametrize("name", ["eos", "eot", "eom"])
-def test_each_end_that_the_file_names_stops_whatever_its_spelling(tmp_path: Path, name: str) -> None:
+def test_each_end_token_of_the_file_stops_regardless_of_spelling(tmp_path: Path, name: str) -> None:
     key = f"tokenizer.ggml.{name}_token_id"
     (tmp_path / "model.gguf").write_bytes(file_of(**{key: entry(key, U32, u32(1))}))
     assert Tokenizer.from_gguf(GGUFFile(tmp_path / "model.gguf")).stop_ids == {1}
 
 
-def test_ordinary_token_spelled_like_an_end_does_not_stop(open_variant: Open) -> None:
+def test_an_ordinary_token_spelled_like_an_end_does_not_stop(open_variant: Open) -> None:
     types = [
         4 if token == "<|im_end|>" else kind
         for token, kind in zip(GPT2["tokens"], GPT2["types"], strict=True)
@@ -209,9 +209,7 @@ def test_ordinary_token_spelled_like_an_end_does_not_stop(open_variant: Open) ->
     assert open_variant(TokenizerVariant("gpt2", "smollm"), types=types).stop_ids == {0}
 
 
-def test_bos_is_added_as_the_file_says_unless_told_otherwise(
-    smollm: Tokenizer, sentencepiece: Tokenizer
-) -> None:
+def test_bos_is_added_as_the_file_requires_by_default(smollm: Tokenizer, sentencepiece: Tokenizer) -> None:
     assert not smollm.add_bos
     assert smollm.encode("", add_bos=True) == [0]
     assert smollm.encode("") == []
@@ -220,11 +218,11 @@ def test_bos_is_added_as_the_file_says_unless_told_otherwise(
     assert sentencepiece.encode("", add_bos=False) == []
 
 
-def test_llama3_adds_bos_where_the_file_is_silent(open_variant: Open) -> None:
+def test_llama3_adds_bos_by_default(open_variant: Open) -> None:
     assert open_variant(TokenizerVariant("gpt2", "llama-bpe")).encode("") == [0]
 
 
-def test_lone_surrogates_are_refused(smollm: Tokenizer) -> None:
+def test_lone_surrogates_are_rejected(smollm: Tokenizer) -> None:
     with pytest.raises(ValueError, match="surrogates not allowed"):
         smollm.encode("a\ud800b")
 
@@ -261,14 +259,14 @@ def without(kind: str, *lost: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", ["smollm", "sentencepiece"])
-def test_a_vocabulary_that_covers_all_text_misses_no_bytes(open_variant: Open, name: str) -> None:
+def test_a_complete_vocabulary_covers_all_bytes(open_variant: Open, name: str) -> None:
     tokenizer = open_variant(comparison.TOKENIZERS[name])
     assert tokenizer.missing_bytes == b""
     for string in RECORD["texts"]:
         assert tokenizer.encode(string, strict=True) == tokenizer.encode(string)
 
 
-def test_bytes_without_a_token_are_left_out_and_named(open_variant: Open) -> None:
+def test_bytes_without_a_token_are_omitted_and_named(open_variant: Open) -> None:
     """0x01 is written as U+0101, 0xF1 as itself; U+40000 in UTF-8 is f1 80 80 80."""
     tokenizer = open_variant(comparison.TOKENIZERS["smollm"], **without("gpt2", "\u0101", "\u00f1"))
     assert tokenizer.missing_bytes == b"\x01\xf1"
@@ -287,7 +285,7 @@ def test_sentencepiece_bytes_without_a_token_are_named(open_variant: Open) -> No
         tokenizer.encode("a\x01b", strict=True)
 
 
-def test_control_tokens_are_whole_under_strict(smollm: Tokenizer) -> None:
+def test_strict_keeps_control_tokens_whole(smollm: Tokenizer) -> None:
     string = "<|im_start|>user\nHi<|im_end|>"
     for parse in (True, False):
         assert smollm.encode(string, parse_special=parse, strict=True) == smollm.encode(
@@ -296,7 +294,7 @@ def test_control_tokens_are_whole_under_strict(smollm: Tokenizer) -> None:
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
-def test_tokens_of_any_length_would_take_any_time_and_are_refused(open_variant: Open, kind: str) -> None:
+def test_excessively_long_tokens_are_rejected(open_variant: Open, kind: str) -> None:
     """Each is cut everywhere to find what merges to it: 200,000 characters took 10 s."""
     variant = next(v for v in comparison.TOKENIZERS.values() if v.kind == kind)
     tokens = list(RECORD["vocabularies"][kind]["tokens"])
@@ -368,9 +366,7 @@ SPM = {MODEL: entry(MODEL, STRING, text("llama")), MERGES: None}
         ),
     ],
 )  # fmt: skip
-def test_bad_vocabulary_is_an_error_that_names_it(
-    tmp_path: Path, changes: dict[str, Any], message: str
-) -> None:
+def test_an_invalid_vocabulary_is_named(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     (tmp_path / "bad.gguf").write_bytes(file_of(**changes))
     with pytest.raises(GGUFError, match=message):
         Tokenizer.from_gguf(GGUFFile(tmp_path / "bad.gguf")).encode("ab")
@@ -389,13 +385,13 @@ def test_bad_vocabulary_is_an_error_that_names_it(
         ),
     ],
 )
-def test_other_kinds_of_tokenizer_are_named(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+def test_unsupported_tokenizers_are_named(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     (tmp_path / "other.gguf").write_bytes(file_of(**changes))
     with pytest.raises(UnsupportedModelError, match=message):
         Tokenizer.from_gguf(GGUFFile(tmp_path / "other.gguf"))
 
 
-def test_missing_pre_tokenizer_is_the_default_with_a_warning(
+def test_a_missing_pre_tokenizer_selects_the_default_with_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "old.gguf").write_bytes(file_of(**{PRE: None}))
@@ -403,13 +399,13 @@ def test_missing_pre_tokenizer_is_the_default_with_a_warning(
     assert "tokenizer.ggml.pre is missing" in caplog.text
 
 
-def test_bos_must_exist_to_be_asked_for(tmp_path: Path) -> None:
+def test_requesting_bos_requires_a_bos_token(tmp_path: Path) -> None:
     (tmp_path / "model.gguf").write_bytes(file_of())
     with pytest.raises(ValueError, match="no beginning-of-text token"):
         Tokenizer.from_gguf(GGUFFile(tmp_path / "model.gguf")).encode("a", add_bos=True)
 
 
-def test_byte_token_that_names_no_byte_is_an_error(open_variant: Open) -> None:
+def test_an_invalid_byte_token_is_an_error(open_variant: Open) -> None:
     tokens = [("<0xZZ>" if token == "<0x41>" else token) for token in LLAMA["tokens"]]
     tokenizer = open_variant(TokenizerVariant("llama"), tokens=tokens)
     with pytest.raises(GGUFError, match="byte token '<0xZZ>' does not have the form <0x0A>"):

@@ -113,21 +113,21 @@ def by_pieces(text: str, size: int) -> tuple[str, list[ToolCall]]:
 
 @pytest.mark.parametrize("size", [1, 3, 7, 1000])
 @pytest.mark.parametrize("case", ANSWERS)
-def test_calls_are_found_however_an_answer_arrives(case: str, size: int) -> None:
+def test_calls_are_found_in_any_pieces(case: str, size: int) -> None:
     text, around, calls = ANSWERS[case]
     assert by_pieces(text, size) == (around, calls)
 
 
 @pytest.mark.parametrize("size", [1, 5, 1000])
 @pytest.mark.parametrize("text", TEXTS)
-def test_what_only_looks_like_a_call_is_text(text: str, size: int) -> None:
+def test_text_that_resembles_a_call_is_text(text: str, size: int) -> None:
     if text.startswith("[{"):  # the call in a list of other things is one by itself
         assert parse_tool_calls(text, [CLOCK]) == ("[, 5]", [TIME])
     else:
         assert by_pieces(text, size) == (text, [])
 
 
-def test_an_answer_may_have_a_backslash_before_a_call() -> None:
+def test_a_backslash_may_precede_a_call() -> None:
     text = '\\{"name": "clock", "arguments": {}} \\["\\{"name": "clock", "arguments": {}}"]'
     for size in (1, 2, 5, 1000):
         assert by_pieces(text, size) == ('\\ \\["\\"]', [TIME, TIME])
@@ -190,7 +190,7 @@ def steps_of(text: str, size: int, monkeypatch: pytest.MonkeyPatch) -> int:
     ],
     ids=lambda parts: parts[0],
 )
-def test_an_answer_twice_as_long_takes_twice_the_steps(
+def test_parsing_takes_linear_time(
     parts: tuple[str, ...], size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def steps(n: int) -> int:
@@ -203,7 +203,7 @@ _BITS = ["<tool_call>", "</tool_call>", '{"name": "clock"', ', "arguments": {}',
 
 
 @given(st.lists(st.sampled_from(_BITS), max_size=12), st.integers(1, 9))
-def test_any_text_is_parsed_alike_in_any_pieces(parts: list[str], size: int) -> None:
+def test_any_text_is_parsed_the_same_in_any_pieces(parts: list[str], size: int) -> None:
     text = "".join(parts)
     whole = parse_tool_calls(text, [WEATHER, CLOCK])
     assert by_pieces(text, size) == whole
@@ -212,7 +212,7 @@ def test_any_text_is_parsed_alike_in_any_pieces(parts: list[str], size: int) -> 
 
 
 @given(st.lists(st.sampled_from(["a", " b", "\n", "5 < 6", "é"]), max_size=4), st.integers(0, 3))
-def test_text_is_what_is_left_without_the_calls(texts: list[str], tool: int) -> None:
+def test_text_excludes_the_calls(texts: list[str], tool: int) -> None:
     calls = [ToolCall(f"t{tool}", {"t": t}) for t in texts]
     written = [json.dumps({"name": call.name, "arguments": call.arguments}) for call in calls]
     text = "".join(f"{t}<tool_call>{w}</tool_call>" for t, w in zip(texts, written, strict=True))
@@ -239,7 +239,7 @@ def test_text_is_passed_on_as_soon_as_it_is_certain() -> None:
         ([{"function": {"name": ""}}], ValueError, "tool 0 has no name"),
     ],
 )
-def test_what_is_no_tool_is_refused(tools: Any, error: type[Exception], message: str) -> None:
+def test_invalid_tools_are_rejected(tools: Any, error: type[Exception], message: str) -> None:
     for check in (lambda: ToolCallParser(tools), lambda: ChatTemplate(HERMES, []).render(ASKED, {}, tools)):
         with pytest.raises(error, match=message):
             check()
@@ -252,7 +252,7 @@ def rendered(
     return "".join(text for text, _ in pieces)
 
 
-def test_tools_calls_and_results_are_told_by_the_template() -> None:
+def test_the_template_renders_tools_calls_and_results() -> None:
     call = {**VERONA.as_message(), "id": "c1"}
     messages: list[dict[str, Any]] = [
         *ASKED,
@@ -272,7 +272,7 @@ def test_tools_calls_and_results_are_told_by_the_template() -> None:
     assert as_json["arguments"] == '{"city": "Verona"}', "a message of the caller was changed"
 
 
-def test_without_tools_a_template_sees_none() -> None:
+def test_a_template_sees_no_tools_by_default() -> None:
     assert rendered(GENERIC, ASKED) == "user: How is it in Verona?\nassistant: "
     assert rendered(GENERIC, ASKED, CLOCK).startswith('[{"name": "clock", "parameters": {}}]user')
 
@@ -286,7 +286,7 @@ def test_a_tool_never_writes_a_control_token() -> None:
     assert json.dumps(hostile) in "".join(text for text, _ in pieces)
 
 
-def test_a_template_without_tools_is_named(demo_path: Path) -> None:
+def test_a_template_without_tool_support_is_reported(demo_path: Path) -> None:
     with Model(demo_path, device="cpu") as model:
         message = "the chat template does not support tools"
         with pytest.raises(ChatTemplateError, match=message):
@@ -307,7 +307,7 @@ def model(demo_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Model]:
         yield opened
 
 
-def test_a_file_may_have_a_template_of_its_own_for_tools(model: Model) -> None:
+def test_a_file_may_have_a_separate_tool_template(model: Model) -> None:
     def text(**options: Any) -> str:
         return model.tokenizer.decode(model.tokenizer.apply_chat_template(ASKED, **options))
 
@@ -318,7 +318,7 @@ def test_a_file_may_have_a_template_of_its_own_for_tools(model: Model) -> None:
 CALLING = r'I look\.\n<tool_call>\{"name": "weather", "arguments": \{"city": "[a-z]{1,3}"\}\}</tool_call>'
 
 
-def test_a_conversation_calls_tools_and_hears_what_came_of_it(model: Model, tmp_path: Path) -> None:
+def test_a_conversation_calls_tools_and_receives_results(model: Model, tmp_path: Path) -> None:
     pytest.importorskip("llguidance", reason="a constraint lets the bundled model call tools")
     chat = Conversation(model, tools=[WEATHER])
     assert "".join(chat.answer(ASKED[0]["content"], regex=CALLING)) == "I look."
@@ -342,7 +342,7 @@ def test_a_conversation_calls_tools_and_hears_what_came_of_it(model: Model, tmp_
     assert chat.calls == [call]
 
 
-def test_a_saved_call_that_is_none_is_refused(model: Model, tmp_path: Path) -> None:
+def test_an_invalid_saved_call_is_rejected(model: Model, tmp_path: Path) -> None:
     with model.session() as session:
         session.notes = json.dumps([{"role": "assistant", "content": "", "tool_calls": [{"name": 3}]}])
         session.save(tmp_path / "bad.session")
@@ -350,7 +350,7 @@ def test_a_saved_call_that_is_none_is_refused(model: Model, tmp_path: Path) -> N
         Conversation(model).load(tmp_path / "bad.session")
 
 
-def test_turns_with_calls_are_forgotten_whole(model: Model) -> None:
+def test_turns_with_calls_are_dropped_together(model: Model) -> None:
     pytest.importorskip("llguidance", reason="a constraint lets the bundled model call tools")
     chat = Conversation(model, tools=[CLOCK], max_context=250)
     forgotten = 0

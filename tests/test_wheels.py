@@ -85,7 +85,7 @@ def environment(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
     return made
 
 
-def test_nothing_that_compiles_is_on_the_path(environment: Environment) -> None:
+def test_no_compiler_is_on_the_path(environment: Environment) -> None:
     assert not {path.name for path in environment.bin.iterdir()} & {
         "cc",
         "c++",
@@ -106,14 +106,14 @@ def test_the_main_job_runs(environment: Environment) -> None:
     assert len(text) > 16
 
 
-def test_it_has_the_kernels_of_every_processor(environment: Environment) -> None:
+def test_the_wheel_has_the_kernels_of_every_processor(environment: Environment) -> None:
     code = "from metal_prefill import _core; print(*_core.cpu.built_sets())"
     assert environment.run("python", "-c", code).split() == list(
         build_wheels.LINUX_KERNELS[platform.machine()]
     )
 
 
-def test_it_runs_on_a_processor_without_avx(environment: Environment) -> None:
+def test_the_wheel_runs_on_a_processor_without_avx(environment: Environment) -> None:
     qemu = shutil.which("qemu-x86_64")
     if qemu is None or platform.machine() != "x86_64":
         pytest.skip("there is no qemu-x86_64 (make setup), or this is not an x86 processor")
@@ -124,7 +124,7 @@ def test_it_runs_on_a_processor_without_avx(environment: Environment) -> None:
     assert "using scalar kernels, which are many times slower: this processor runs none of amx" in done.stderr
 
 
-def test_the_server_of_the_extra_answers(environment: Environment) -> None:
+def test_the_server_extra_works(environment: Environment) -> None:
     command: list[str | Path] = [environment.bin / "metal-prefill", "serve", "--port", "0"]
     with subprocess.Popen(command, env=environment.env, stderr=subprocess.PIPE, text=True) as server:
         try:
@@ -149,7 +149,7 @@ def test_the_suite_passes(environment: Environment) -> None:
     assert int(passed) > 100
 
 
-def test_a_python_that_is_too_old_is_told_so(tmp_path: Path) -> None:
+def test_an_unsupported_python_is_reported(tmp_path: Path) -> None:
     made = Environment("3.9", tmp_path / "old")
     done = subprocess.run(
         [made.bin / "pip", "install", "--no-deps", wheel_for("3.12")],

@@ -81,7 +81,7 @@ def test_scoring_computes_the_logits_of_every_token_but_the_last(
         assert session.stats()["multiply_adds"] == expected(shape, range(39), range(39))
 
 
-def test_what_is_reused_is_not_computed(model_path: Callable[[str], Path]) -> None:
+def test_reused_tokens_are_not_computed(model_path: Callable[[str], Path]) -> None:
     shape = MODELS["gqa 3"]
     with Model(model_path("gqa 3"), device="cpu") as model:
         model.forward_prompt(ids(shape, 50))
@@ -91,7 +91,7 @@ def test_what_is_reused_is_not_computed(model_path: Callable[[str], Path]) -> No
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_batch_computes_what_its_sessions_want(model_path: Callable[[str], Path], name: str) -> None:
+def test_a_batch_computes_the_outputs_of_its_sessions(model_path: Callable[[str], Path], name: str) -> None:
     """Of two prompts the last rows, of one nothing but K and V: the count is that of the pass they share."""
     shape = MODELS[name]
     with Model(model_path(name), device="cpu") as model:
@@ -105,7 +105,7 @@ def test_a_batch_computes_what_its_sessions_want(model_path: Callable[[str], Pat
         assert [session.stats()["multiply_adds"] for session in sessions] == [total] * 3
 
 
-def test_prompts_of_a_batch_that_begin_alike_compute_that_once(model_path: Callable[[str], Path]) -> None:
+def test_prompts_of_a_batch_compute_a_common_prefix_once(model_path: Callable[[str], Path]) -> None:
     shape = MODELS["gqa 3"]
     common = ids(shape, 64)
     with Model(model_path("gqa 3"), device="cpu") as model:

@@ -32,13 +32,13 @@ def run_without_emulator(folder: Path, **environment: str) -> dict[str, int]:
     return {outcome.rstrip("s"): int(n) for n, outcome in re.findall(r"(\d+) (\w+)", summary)}
 
 
-def test_without_the_emulator_its_tests_are_skipped(tmp_path: Path) -> None:
+def test_tests_are_skipped_without_the_emulator(tmp_path: Path) -> None:
     outcomes = run_without_emulator(tmp_path)
     assert outcomes["skipped"] > 60
     assert not outcomes.keys() & {"failed", "error"}, outcomes
 
 
-def test_without_the_emulator_its_tests_fail_where_it_is_required(tmp_path: Path) -> None:
+def test_tests_fail_if_the_required_emulator_is_missing(tmp_path: Path) -> None:
     outcomes = run_without_emulator(tmp_path, METAL_EMULATOR_REQUIRED="1")
     assert "skipped" not in outcomes, outcomes
     assert outcomes["error"] > 60

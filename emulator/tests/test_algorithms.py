@@ -125,7 +125,7 @@ def test_attention(kernels: ShaderLibrary, rng: np.random.Generator, order: dict
     np.testing.assert_allclose(out, expected, atol=1e-5)
 
 
-def test_grid_that_is_no_multiple_of_the_threadgroup(kernels: ShaderLibrary) -> None:
+def test_grid_that_is_not_a_multiple_of_the_threadgroup(kernels: ShaderLibrary) -> None:
     vector = np.dtype([("xyz", np.uint32, 3), ("pad", np.uint32)])
     names = ("in_grid", "in_group", "group", "group_size", "grid")
     scalars = ("index", "lane", "simdgroup", "simdgroups")

@@ -17,7 +17,7 @@ def parts(device: Any, **macros: str) -> set[str]:
     return {name for name in library.function_names if name.startswith("part_")}
 
 
-def test_macros_select_the_kernels_that_a_compiler_would_leave(device: Any) -> None:
+def test_macros_select_the_same_kernels_as_a_compiler(device: Any) -> None:
     assert parts(device) == {"part_one", "part_two"}
     assert parts(device, ONLY_PARTS="1") == set()
     assert parts(device, ONLY_PARTS="1", WITH_TWO="1") == {"part_two"}
@@ -41,7 +41,7 @@ def test_other_macros_need_a_compiler(device: Any, macros: dict[str, str], why: 
         device.new_library(SOURCE, macros=macros)
 
 
-def test_an_archive_has_what_was_added_also_from_a_file(
+def test_an_archive_contains_added_pipelines_also_after_loading(
     device: Any, library: KernelLibrary, emulator: Any, tmp_path: Path
 ) -> None:
     archive, function = device.new_archive(), library.library.new_function("store")
@@ -77,7 +77,7 @@ def test_a_damaged_archive_is_refused(device: Any, library: KernelLibrary, tmp_p
         device.new_archive(str(tmp_path / "missing"))
 
 
-def test_an_archive_that_cannot_be_written_says_so(
+def test_an_archive_that_cannot_be_written_is_an_error(
     device: Any, library: KernelLibrary, tmp_path: Path
 ) -> None:
     archive = device.new_archive()
@@ -88,7 +88,7 @@ def test_an_archive_that_cannot_be_written_says_so(
         archive.write(str(tmp_path / "missing" / "file"))
 
 
-def test_memory_is_resident_once_it_is_committed_and_requested(device: Any, emulator: Any) -> None:
+def test_memory_is_resident_after_commit_and_request(device: Any, emulator: Any) -> None:
     residency, first, second = device.new_residency_set(), device.new_buffer(100), device.new_buffer(11)
     residency.add(first)
     residency.add(second)
@@ -109,7 +109,7 @@ def test_memory_is_resident_once_it_is_committed_and_requested(device: Any, emul
     assert emulator.resident_bytes() == 0
 
 
-def test_a_system_without_residency_sets_gives_none(device: Any, emulator: Any) -> None:
+def test_systems_without_residency_sets_return_none(device: Any, emulator: Any) -> None:
     emulator.set_limits(emulator.Limits(residency_sets=False))
     with pytest.raises(RuntimeError, match="no residency sets"):
         device.new_residency_set()

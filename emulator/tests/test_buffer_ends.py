@@ -50,7 +50,7 @@ def names(error: str, kernel: str, argument: str) -> bool:
 
 @pytest.mark.parametrize("length", [4, 40, 64, PAGE, PAGE + 4])
 @pytest.mark.usefixtures("checked")
-def test_the_last_element_can_be_used(device: Any, library: KernelLibrary, length: int) -> None:
+def test_the_last_element_is_accessible(device: Any, library: KernelLibrary, length: int) -> None:
     buffer = device.new_buffer(length)
     assert run_store(library, buffer, length // 4 - 1).error == ""
     assert run_load(library, buffer, length // 4 - 1).error == ""

@@ -72,7 +72,7 @@ def test_reads_do_not_need_a_barrier(library: KernelLibrary) -> None:
 
 
 @pytest.mark.usefixtures("checked")
-def test_a_barrier_orders(library: KernelLibrary) -> None:
+def test_a_barrier_orders_dispatches(library: KernelLibrary) -> None:
     encoder = Encoder(library)
     encoder.store(0)
     encoder.encoder.barrier()
@@ -82,7 +82,7 @@ def test_a_barrier_orders(library: KernelLibrary) -> None:
 
 
 @pytest.mark.usefixtures("checked")
-def test_a_serial_encoder_orders_by_itself(library: KernelLibrary) -> None:
+def test_a_serial_encoder_orders_dispatches(library: KernelLibrary) -> None:
     encoder = Encoder(library, concurrent=False)
     encoder.store(0)
     encoder.load(0)
@@ -122,7 +122,7 @@ def test_parts_of_a_buffer_bound_at_different_offsets_are_independent(library: K
 
 
 @pytest.mark.usefixtures("checked_mode")
-def test_checked_mode_finds_parts_that_overlap(library: KernelLibrary) -> None:
+def test_checked_mode_finds_overlapping_ranges(library: KernelLibrary) -> None:
     encoder = Encoder(library)
     encoder.store(4, offset=0)  # bytes 16 to 48
     encoder.load(0, offset=32)  # bytes 32 to 64
@@ -132,7 +132,7 @@ def test_checked_mode_finds_parts_that_overlap(library: KernelLibrary) -> None:
 
 
 @pytest.mark.usefixtures("checked_mode")
-def test_checked_mode_accepts_what_only_seems_to_overlap(library: KernelLibrary) -> None:
+def test_checked_mode_accepts_interleaved_ranges(library: KernelLibrary) -> None:
     encoder = Encoder(library)
     encoder.store(0)
     encoder.load(8)
@@ -149,7 +149,7 @@ def test_checked_mode_finds_two_writes(library: KernelLibrary) -> None:
 
 
 @pytest.mark.usefixtures("checked_mode")
-def test_a_new_encoder_is_ordered_after_the_one_before(library: KernelLibrary) -> None:
+def test_a_new_encoder_is_ordered_after_the_previous_one(library: KernelLibrary) -> None:
     encoder = Encoder(library)
     encoder.store(0)
     encoder.encoder.end()
@@ -195,7 +195,7 @@ class Untracked:
         return command_buffer
 
 
-def test_untracked_buffers_want_a_fence_between_encoders(library: KernelLibrary, emulator: Any) -> None:
+def test_untracked_buffers_require_a_fence_between_encoders(library: KernelLibrary, emulator: Any) -> None:
     untracked = Untracked(library)
     command_buffer = untracked.commands("store")
     with pytest.raises(emulator.ValidationError, match=r"dispatch 1, buffer\(0\) 'x'.*with no fence between"):
@@ -203,7 +203,9 @@ def test_untracked_buffers_want_a_fence_between_encoders(library: KernelLibrary,
     untracked.encode(command_buffer, "load", offset=32)
 
 
-def test_untracked_buffers_want_a_wait_between_command_buffers(library: KernelLibrary, emulator: Any) -> None:
+def test_untracked_buffers_require_a_wait_between_command_buffers(
+    library: KernelLibrary, emulator: Any
+) -> None:
     untracked = Untracked(library)
     first, second = untracked.commands("store"), untracked.commands("load")
     first.commit()
@@ -269,7 +271,7 @@ def test_a_fence_orders_nothing_on_another_queue(library: KernelLibrary, emulato
 
 
 @pytest.mark.parametrize("observe", ["status", "handler"])
-def test_the_host_sees_completion_in_other_ways_too(library: KernelLibrary, observe: str) -> None:
+def test_completion_is_visible_without_a_wait(library: KernelLibrary, observe: str) -> None:
     untracked = Untracked(library)
     first, second = untracked.commands("store"), untracked.commands("load")
     seen = threading.Event()

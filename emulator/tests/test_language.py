@@ -131,7 +131,7 @@ def test_missing_function_constant_is_an_error(language: ShaderLibrary) -> None:
         language.run("specialized", (4,), (1,), [floats(4)], constants={0: False})
 
 
-def test_what_kernel_libraries_write(language: ShaderLibrary) -> None:
+def test_idioms_of_kernel_libraries(language: ShaderLibrary) -> None:
     out = np.zeros(8, np.float32)
     language.run("idioms", (1,), (1,), [out], constants={8: -7})
     # 1.005859375 is in the middle of two numbers that bfloat has.
@@ -139,7 +139,7 @@ def test_what_kernel_libraries_write(language: ShaderLibrary) -> None:
     np.testing.assert_array_equal(out, expected)  # an initializer of threadgroup memory initializes nothing
 
 
-def test_what_kernel_libraries_do_in_simdgroups(language: ShaderLibrary) -> None:
+def test_simdgroup_idioms_of_kernel_libraries(language: ShaderLibrary) -> None:
     m, most = np.random.default_rng(4).integers(-3, 4, (8, 8)).astype(np.float32), np.zeros(32, np.float32)
     x = np.stack([m, np.zeros_like(m)])
     language.run("idioms_of_simdgroups", (1,), (32,), [x, most])
@@ -147,7 +147,7 @@ def test_what_kernel_libraries_do_in_simdgroups(language: ShaderLibrary) -> None
     np.testing.assert_array_equal(most, 31 - 2)
 
 
-def test_template_arguments_follow_from_the_parameters(language: ShaderLibrary) -> None:
+def test_template_arguments_are_deduced_from_parameters(language: ShaderLibrary) -> None:
     floats, ints = np.arange(6, dtype=np.float32), np.arange(6, dtype=np.int32)
     language.run("deduced_float_3", (2,), (1,), [floats, np.float32(0.5)])
     language.run("deduced_int_2", (3,), (1,), [ints, np.int32(4)])
@@ -155,7 +155,7 @@ def test_template_arguments_follow_from_the_parameters(language: ShaderLibrary) 
     np.testing.assert_array_equal(ints, np.arange(6) * 4)
 
 
-def test_functions_of_numbers(language: ShaderLibrary) -> None:
+def test_math_functions(language: ShaderLibrary) -> None:
     expected = [
         65504, 2.0**-23, -(2.0**31), 3 + 1, 8 + 31 + 3 + 1, 3 + 7 + 3, 0xBC, 0x50, 255 + 0,
         0.75 - 1 + 1 + 2, 0.5 + 1 + 10 + 9, np.e + 0 + 2 + 2, 0.25 + 30 + 0 + 100, 0.75 + 4 + 32, 15,

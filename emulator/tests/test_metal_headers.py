@@ -42,7 +42,7 @@ def problems_after(apple: dict[str, Framework], folder: Path, header: str, old: 
     return "\n".join(problems)
 
 
-def test_all_declarations_are_apples(apple: dict[str, Framework]) -> None:
+def test_all_declarations_match_apples(apple: dict[str, Framework]) -> None:
     problems, summary = check_metal_api.check(check_metal_api.INCLUDE, apple)
     assert not problems, "\n".join(problems)
     methods, enums = int(summary.split()[0]), int(summary.split("protocols, ")[1].split()[0])

@@ -18,7 +18,7 @@ def page_aligned(pages: int) -> np.ndarray[Any, Any]:
     return np.frombuffer(mmap.mmap(-1, pages * PAGE), np.uint8)
 
 
-def test_device_says_that_it_is_an_emulator(device: Any) -> None:
+def test_the_device_identifies_itself_as_an_emulator(device: Any) -> None:
     assert "emulator" in device.name.lower()
 
 
@@ -29,7 +29,7 @@ def test_all_devices_are_the_same_object(metal_testing: Any, device: Any, emulat
 
 
 @pytest.mark.parametrize(("family", "last"), [(7, 1007), (9, 1009)])
-def test_device_has_the_family_it_is_given(device: Any, emulator: Any, family: int, last: int) -> None:
+def test_device_has_the_configured_family(device: Any, emulator: Any, family: int, last: int) -> None:
     emulator.set_limits(emulator.Limits(apple_family=family))
     assert [f for f in range(1001, 1011) if device.supports_family(f)] == list(range(1001, last + 1))
     assert device.supports_family(5001)  # Metal 3
@@ -44,7 +44,7 @@ def test_shared_buffers_are_zeroed_and_visible(device: Any) -> None:
     assert buffer.contents[999] == 7
 
 
-def test_private_buffers_begin_as_nan(device: Any, library: KernelLibrary) -> None:
+def test_private_buffers_are_initialized_with_nan(device: Any, library: KernelLibrary) -> None:
     private = device.new_buffer(64, storage="private")
     visible = device.new_buffer(64)
     command_buffer = library.queue.command_buffer()
@@ -56,11 +56,11 @@ def test_private_buffers_begin_as_nan(device: Any, library: KernelLibrary) -> No
     assert np.isnan(visible.contents.view(np.float32)).all()
 
 
-def test_buffers_copy_the_bytes_they_are_made_from(device: Any) -> None:
+def test_buffers_copy_their_initial_bytes(device: Any) -> None:
     assert device.new_buffer_with_bytes(b"metal").contents.tobytes() == b"metal"
 
 
-def test_buffers_without_copy_use_the_memory_itself(device: Any, library: KernelLibrary) -> None:
+def test_no_copy_buffers_use_the_callers_memory(device: Any, library: KernelLibrary) -> None:
     memory = page_aligned(2)
     floats = memory.view(np.float32)
     floats[:] = 1
@@ -93,7 +93,7 @@ def test_the_deallocator_runs_when_the_buffer_is_released(device: Any, emulator:
     assert alive() is None
 
 
-def test_allocated_bytes_are_those_of_live_buffers(device: Any, emulator: Any) -> None:
+def test_allocated_bytes_count_live_buffers(device: Any, emulator: Any) -> None:
     before = device.allocated_bytes
     buffer = device.new_buffer(1 << 20)
     assert device.allocated_bytes - before == 1 << 20
@@ -129,7 +129,7 @@ def test_an_unknown_function_is_an_error(metal_testing: Any, library: KernelLibr
         library.library.new_function("divide")
 
 
-def test_function_constants_choose_arguments_and_values(library: KernelLibrary) -> None:
+def test_function_constants_select_arguments_and_values(library: KernelLibrary) -> None:
     x, y = np.arange(8, dtype=np.float32), np.zeros(8, np.float32)
     library.dispatch("biased", [x, None, y], grid=8, threads=8, constants={0: ("bool", 0), 3: ("float", 0.5)})
     np.testing.assert_array_equal(y, x * 0.5)
@@ -178,9 +178,7 @@ def test_a_command_buffer_passes_through_its_states(library: KernelLibrary) -> N
     assert 0 < command_buffer.gpu_start <= command_buffer.gpu_end
 
 
-def test_command_buffers_run_in_the_order_in_which_they_were_enqueued(
-    device: Any, library: KernelLibrary
-) -> None:
+def test_command_buffers_run_in_the_order_of_their_enqueue(device: Any, library: KernelLibrary) -> None:
     buffer = device.new_buffer(4)
     first, second = library.queue.command_buffer(), library.queue.command_buffer()
     for command_buffer, value in ((first, 1), (second, 2)):
@@ -241,7 +239,7 @@ def test_a_retained_pipeline_lives_until_the_command_buffer_completes(
     assert "EmulatorComputePipeline" not in emulator.live_objects_by_class()
 
 
-def test_an_injected_fault_fails_the_command_buffer_it_is_meant_for(
+def test_an_injected_fault_fails_only_its_command_buffer(
     device: Any, library: KernelLibrary, emulator: Any
 ) -> None:
     emulator.fail_command_buffer(2, "out of luck", code=8)
@@ -256,9 +254,7 @@ def test_an_injected_fault_fails_the_command_buffer_it_is_meant_for(
             assert (command_buffer.error, command_buffer.error_code) == ("out of luck", 8)
 
 
-def test_a_fault_in_the_middle_leaves_the_dispatches_before_it_done(
-    device: Any, library: KernelLibrary, emulator: Any
-) -> None:
+def test_dispatches_before_a_fault_take_effect(device: Any, library: KernelLibrary, emulator: Any) -> None:
     buffer = device.new_buffer(8)
     emulator.fail_command_buffer(1, "half way", dispatches=1)
     command_buffer = library.queue.command_buffer()
@@ -276,7 +272,7 @@ def test_a_fault_in_the_middle_leaves_the_dispatches_before_it_done(
     assert buffer.contents.view(np.uint32).tolist() == [9, 0]
 
 
-def test_a_commit_that_is_refused_throws_and_the_next_does_not(
+def test_a_refused_commit_throws_and_the_next_succeeds(
     library: KernelLibrary, emulator: Any, metal_testing: Any
 ) -> None:
     emulator.refuse_commit(2, "no more")
@@ -288,7 +284,7 @@ def test_a_commit_that_is_refused_throws_and_the_next_does_not(
     np.testing.assert_array_equal(y, 2 * x)
 
 
-def test_fast_exponentials_err_as_much_as_they_may_where_asked(library: KernelLibrary, emulator: Any) -> None:
+def test_fast_exponentials_have_the_maximum_error_on_request(library: KernelLibrary, emulator: Any) -> None:
     """By 3 + |2x| units of the last place, up or down.
 
     The power of 0 stays 1; infinity and 0 stay what they are or next to it.
@@ -315,7 +311,7 @@ def test_fast_exponentials_err_as_much_as_they_may_where_asked(library: KernelLi
     assert (y[[1, 3], 1] < 1e-40).all()
 
 
-def test_a_counter_counts_the_dispatches_in_its_context(
+def test_a_counter_counts_dispatches_within_its_context(
     library: KernelLibrary, emulator: Any, has_checked_mode: None
 ) -> None:
     emulator.set_options(emulator.Options(workers=1, seed=3))
@@ -336,14 +332,14 @@ def test_a_counter_counts_the_dispatches_in_its_context(
     assert emulator.history() == []
 
 
-def test_a_counter_leaves_the_options_where_its_context_fails(emulator: Any, has_checked_mode: None) -> None:
+def test_a_failed_context_of_a_counter_restores_the_options(emulator: Any, has_checked_mode: None) -> None:
     emulator.set_options(emulator.Options(seed=5))
     with pytest.raises(KeyError), emulator.DispatchCounter():
         raise KeyError
     assert (emulator.options().seed, emulator.options().checked) == (5, False)
 
 
-def test_history_tells_what_was_dispatched(library: KernelLibrary, emulator: Any) -> None:
+def test_history_lists_dispatches(library: KernelLibrary, emulator: Any) -> None:
     emulator.set_history_depth(1)
     library.dispatch("add", [np.ones(100, np.float32)] * 3, grid=100, threads=32)
     (record,) = emulator.history()

@@ -44,7 +44,7 @@ def refuses(emulator: Any) -> Callable[[str], Any]:
     return lambda pattern: pytest.raises(emulator.ValidationError, match=pattern)
 
 
-def test_the_setup_itself_is_right(library: KernelLibrary) -> None:
+def test_the_unmodified_setup_is_valid(library: KernelLibrary) -> None:
     setup = Setup(library)
     setup.dispatch()
     assert setup.finish().status == "completed"
@@ -59,7 +59,7 @@ def test_missing_binding(library: KernelLibrary, refuses: Any) -> None:
     setup.encoder.end()
 
 
-def test_binding_that_only_a_function_constant_asks_for(library: KernelLibrary, refuses: Any) -> None:
+def test_binding_required_by_a_function_constant(library: KernelLibrary, refuses: Any) -> None:
     x = np.zeros(4, np.float32)
     with refuses(r"kernel 'biased', dispatch 0, buffer\(1\) 'bias': nothing is bound"):
         library.dispatch(
@@ -67,7 +67,7 @@ def test_binding_that_only_a_function_constant_asks_for(library: KernelLibrary, 
         )
 
 
-def test_bytes_for_an_argument_that_is_written(library: KernelLibrary, refuses: Any) -> None:
+def test_bytes_for_a_writable_argument(library: KernelLibrary, refuses: Any) -> None:
     setup = Setup(library)
     setup.encoder.set_bytes(2, bytes(256))
     with refuses(r"buffer\(2\) 'sum': the kernel writes to it, but it was bound by setBytes"):
@@ -266,7 +266,7 @@ def test_buffer_lengths(device: Any, emulator: Any, refuses: Any) -> None:
         device.new_buffer(16, storage="managed")
 
 
-def test_buffers_without_copy_want_whole_pages(device: Any, refuses: Any) -> None:
+def test_no_copy_buffers_require_whole_pages(device: Any, refuses: Any) -> None:
     memory = np.frombuffer(mmap.mmap(-1, 2 * PAGE), np.uint8)
     with refuses("newBufferWithBytesNoCopy: pointer is NULL or not a multiple of the page size"):
         device.new_buffer_no_copy(memory, offset=64, length=PAGE)

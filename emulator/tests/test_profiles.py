@@ -13,7 +13,7 @@ pytestmark = pytest.mark.emulator
 KERNELS = Path(__file__).parent / "kernels"
 
 
-def test_a_claimed_name_does_not_hide_what_the_device_is(device: Any, emulator: Any) -> None:
+def test_a_custom_name_does_not_hide_the_emulator(device: Any, emulator: Any) -> None:
     emulator.set_limits(emulator.Limits(name="Apple Paravirtual device", apple_family=5))
     assert device.name.startswith("Apple Paravirtual device (")
     assert "emulator" in device.name.lower()
@@ -36,7 +36,7 @@ def test_pipelines_report_the_limits_of_their_kernel(library: KernelLibrary, emu
     assert library.pipeline("load").max_threads == 1024
 
 
-def test_a_broken_kernel_becomes_no_pipeline(library: KernelLibrary, emulator: Any) -> None:
+def test_a_broken_kernel_has_no_pipeline(library: KernelLibrary, emulator: Any) -> None:
     emulator.set_limits(emulator.Limits(broken_kernels={"store"}))
     with pytest.raises(RuntimeError, match="compiler service"):
         library.pipeline("store")
@@ -50,14 +50,16 @@ def store(library: KernelLibrary) -> Any:
     return numbers
 
 
-def test_a_wrong_kernel_spoils_the_beginning_of_its_output(library: KernelLibrary, emulator: Any) -> None:
+def test_a_wrong_kernel_corrupts_the_start_of_its_output(library: KernelLibrary, emulator: Any) -> None:
     right = store(library)
     emulator.set_limits(emulator.Limits(wrong_kernels={"store"}))
     wrong = store(library)
     assert (wrong != right).tolist() == [True, True, False, False]
 
 
-def test_the_watchdog_ends_command_buffers_by_their_steps(library: KernelLibrary, emulator: Any) -> None:
+def test_the_watchdog_aborts_command_buffers_after_a_number_of_steps(
+    library: KernelLibrary, emulator: Any
+) -> None:
     emulator.set_limits(emulator.Limits(watchdog_steps=3))
     with pytest.raises(RuntimeError, match=r"GPU Timeout Error: .*'store'.*: 4 steps"):
         store(library)
@@ -76,7 +78,7 @@ def test_command_buffers_beyond_the_working_set_fail(library: KernelLibrary, emu
     store(library)
 
 
-def test_exact_functions_are_an_option_of_their_own(library: KernelLibrary, emulator: Any) -> None:
+def test_exact_functions_are_a_separate_option(library: KernelLibrary, emulator: Any) -> None:
     (default,) = emulator.compiled_libraries()[-1:]
     assert (default.fast_math, default.fast_functions) == (True, True)
     exact = KernelLibrary((KERNELS / "host_api.metal").read_text(), fast_math=False)
@@ -85,7 +87,7 @@ def test_exact_functions_are_an_option_of_their_own(library: KernelLibrary, emul
     exact.close()
 
 
-def test_the_gpu_may_read_stale_data_from_long_no_copy_buffers(
+def test_large_no_copy_buffers_can_read_stale_data(
     device: Any, library: KernelLibrary, emulator: Any
 ) -> None:
     memory = np.ones(4 * 4096, np.uint8)
@@ -108,7 +110,7 @@ def test_the_gpu_may_read_stale_data_from_long_no_copy_buffers(
     assert seen(limit=4096) == [4096, 0]
 
 
-def test_archives_may_abort_when_they_are_opened(
+def test_opening_an_archive_can_abort(
     device: Any, library: KernelLibrary, emulator: Any, tmp_path: Path
 ) -> None:
     emulator.set_limits(emulator.Limits(binary_archives=False))
@@ -130,7 +132,7 @@ def test_older_families_have_no_residency_sets(device: Any, emulator: Any) -> No
         device.new_residency_set()
 
 
-def test_options_of_the_compiler_are_remembered(library: KernelLibrary, emulator: Any) -> None:
+def test_compiler_options_are_recorded(library: KernelLibrary, emulator: Any) -> None:
     (default,) = emulator.compiled_libraries()[-1:]
     assert default.fast_math
     assert default.language > (3, 1)  # the newest

@@ -87,7 +87,7 @@ def write(folder: Path, body: str) -> Path:
     return path
 
 
-def test_each_entry_gets_a_module_with_what_it_needs() -> None:
+def test_each_entry_has_a_module_with_its_dependencies() -> None:
     modules = ptx.split(ASSEMBLY, "some.metal")
     assert list(modules) == ["first", "second"]
     assert all(module.startswith(HEADER) for module in modules.values())
@@ -101,7 +101,7 @@ def test_each_entry_gets_a_module_with_what_it_needs() -> None:
     assert not any("unused" in module for module in modules.values())
 
 
-def test_what_is_defined_nowhere_is_refused() -> None:
+def test_undefined_symbols_are_rejected() -> None:
     declaration = ".extern .func (.param .b32 r) expf\n(\n\t.param .b32 p\n)\n;\n"
     declared = ASSEMBLY.replace(".func (.param", declaration + ".func (.param")
     assert ptx.split(declared, "some.metal")
@@ -109,7 +109,7 @@ def test_what_is_defined_nowhere_is_refused() -> None:
         ptx.split(declared.replace("[table]", "[expf]"), "some.metal")
 
 
-def test_parameters_lie_where_the_executor_puts_them(tmp_path: Path) -> None:
+def test_parameters_have_the_offsets_that_the_executor_uses(tmp_path: Path) -> None:
     modules = compile_source(
         write(tmp_path, """
 struct Given { uint before; uint4 values; };
@@ -131,7 +131,7 @@ kernel void place(device float* out [[buffer(5)]], uint i [[thread_position_in_g
     assert 128 not in {int(n) for n in re.findall(r"ld\.param[.\w]*\s+[^\n]*\[%rd\d+\+(\d+)\]", addresses)}
 
 
-def test_matrices_of_halves_run_on_tensor_cores(tmp_path: Path) -> None:
+def test_half_matrices_run_on_tensor_cores(tmp_path: Path) -> None:
     body = """
 kernel void products(device const half* a [[buffer(0)]], device const half* b [[buffer(1)]],
                      device float* c [[buffer(2)]]) {
@@ -153,7 +153,7 @@ kernel void products(device const half* a [[buffer(0)]], device const half* b [[
     assert straight.count("movmatrix") == 1
 
 
-def test_function_constants_are_variables_that_the_host_can_find(tmp_path: Path) -> None:
+def test_function_constants_are_variables_visible_to_the_host(tmp_path: Path) -> None:
     module = compile_source(
         write(tmp_path, """
 constant ushort width [[function_constant(7)]];
@@ -165,7 +165,7 @@ kernel void use(device float* out [[buffer(0)]], uint i [[thread_position_in_gri
     assert ".visible .const .align 1 .u8 msl_constant_defined_7_;" in module
 
 
-def test_kernels_need_nothing_but_the_driver(tmp_path: Path) -> None:
+def test_kernels_need_only_the_driver(tmp_path: Path) -> None:
     modules = compile_source(HERE / "kernels/host_api.metal", tmp_path)
     assert len(modules) >= 5
     for entry, module in modules.items():

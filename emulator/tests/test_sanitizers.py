@@ -35,7 +35,7 @@ for kernel, planted, seed, dtype in json.loads(sys.argv[2]):
 Dispatch = Callable[..., subprocess.CompletedProcess[str]]
 
 
-def test_sanitized_shaders_are_found_by_their_whole_text(tmp_path: Path) -> None:
+def test_sanitized_shaders_are_identified_by_their_full_source(tmp_path: Path) -> None:
     """Only the code changes: its loops are not unrolled."""
     source = EMULATOR / "tests" / "kernels" / "ceilings.metal"
     written = source.read_text().count("#pragma unroll")
@@ -132,7 +132,7 @@ def test_a_simdgroup_barrier_orders_nothing_between_simdgroups(thread: Dispatch)
 
 
 @pytest.mark.parametrize(("kernel", "mistake", "words", "dtype"), MISTAKES)
-def test_a_mistake_is_reported_at_its_line(
+def test_a_mistake_is_reported_with_its_line(
     address: Dispatch, kernel: str, mistake: str, words: str, dtype: str
 ) -> None:
     found = address((kernel, True, 0, dtype))

@@ -113,7 +113,7 @@ def refused(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_a_wrong_shader_is_refused(refused: dict[str, list[str]], name: str) -> None:
+def test_an_invalid_shader_is_rejected(refused: dict[str, list[str]], name: str) -> None:
     messages, words = refused[name], WRONG[name][1]
     assert any(word in message for message in messages for word in words.split("|")), messages
     for number, line in enumerate(source_of(name).splitlines(), 1):
@@ -121,7 +121,7 @@ def test_a_wrong_shader_is_refused(refused: dict[str, list[str]], name: str) -> 
             assert any(f".metal:{number}:" in message for message in messages), messages
 
 
-def test_a_source_without_the_standard_library_is_refused(tmp_path: Path) -> None:
+def test_a_source_without_the_standard_library_is_rejected(tmp_path: Path) -> None:
     source = tmp_path / "bare.metal"
     source.write_text("kernel void k(device float* x [[buffer(0)]]) { x[0] = 1; }\n")
     result = check(source)

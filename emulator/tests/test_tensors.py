@@ -41,7 +41,7 @@ def multiply(
 
 
 @pytest.mark.parametrize("options", [{}, {"seed": 3}, {"seed": 4, "checked": True}], ids=str)
-def test_products_are_those_of_numpy(kernels: KernelLibrary, emulator: Any, options: dict[str, Any]) -> None:
+def test_products_agree_with_numpy(kernels: KernelLibrary, emulator: Any, options: dict[str, Any]) -> None:
     if options.get("checked") and emulator.sanitizer:
         pytest.skip("builds with a sanitizer have no checked mode")
     emulator.set_options(emulator.Options(**options))
@@ -60,7 +60,7 @@ def test_products_are_those_of_numpy(kernels: KernelLibrary, emulator: Any, opti
         ("one_lane", "lanes 0 at matmul2d .*lanes 1-31 at threadgroup_barrier"),
     ],
 )
-def test_a_mistake_ends_the_command_buffer(kernels: KernelLibrary, kernel: str, message: str) -> None:
+def test_a_mistake_fails_the_command_buffer(kernels: KernelLibrary, kernel: str, message: str) -> None:
     with pytest.raises(RuntimeError, match=message):
         multiply(kernels, kernel)
 
@@ -138,7 +138,7 @@ def check(tmp_path: Path, changed: dict[str, str], metal_version: int = 400) -> 
         ({"result": "half"}, "summed in floats"),
     ],
 )
-def test_the_static_check_takes_what_is_modelled_alone(
+def test_the_static_check_accepts_only_modelled_features(
     tmp_path: Path, changed: dict[str, str], message: str | None
 ) -> None:
     messages = check(tmp_path, changed)
@@ -146,7 +146,7 @@ def test_the_static_check_takes_what_is_modelled_alone(
 
 
 @pytest.mark.usefixtures("clang")
-def test_tensors_need_the_language_that_brought_them(tmp_path: Path) -> None:
+def test_tensors_require_the_language_version_that_introduced_them(tmp_path: Path) -> None:
     assert any("metal_tensor needs Metal 4.0" in line for line in check(tmp_path, {}, metal_version=320))
 
 

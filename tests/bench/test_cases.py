@@ -7,24 +7,24 @@ import pytest
 from metal_prefill.bench._cases import Case, make_cases, stream_ids, token_ids
 
 
-def test_cases_are_named_as_llama_bench_names_them() -> None:
+def test_cases_have_the_names_of_llama_bench() -> None:
     cases = make_cases([32, 512], 64, depth=32)
     assert [case.name for case in cases] == ["pp32", "pp512", "tg64"]
     assert [case.timed_tokens for case in cases] == [32, 512, 64]
     assert [case.context for case in cases] == [32, 512, 96]
 
 
-def test_decoding_can_be_left_out() -> None:
+def test_decoding_is_optional() -> None:
     assert [case.name for case in make_cases([7], 0)] == ["pp7"]
 
 
 @pytest.mark.parametrize(("prompts", "n_gen"), [([0], 1), ([-3], 1), ([4, 4], 1), ([], 0), ([4], -1)])
-def test_impossible_cases_are_refused(prompts: list[int], n_gen: int) -> None:
+def test_invalid_cases_are_rejected(prompts: list[int], n_gen: int) -> None:
     with pytest.raises(ValueError, match=r"prompt|decod|measure"):
         make_cases(prompts, n_gen)
 
 
-def test_streams_are_named_after_their_number_and_count_the_tokens_of_all() -> None:
+def test_stream_cases_are_named_by_count_and_count_all_tokens() -> None:
     cases = make_cases([32], 64, depth=30, streams=[1, 8])
     assert [case.name for case in cases] == ["pp32", "tg64", "tg64x1", "tg64x8", "pp16x64"]
     assert [case.timed_tokens for case in cases] == [32, 64, 64, 512, 1024]
@@ -32,12 +32,12 @@ def test_streams_are_named_after_their_number_and_count_the_tokens_of_all() -> N
 
 
 @pytest.mark.parametrize(("n_gen", "streams"), [(4, [0]), (4, [-1]), (4, [2, 2]), (0, [2])])
-def test_impossible_streams_are_refused(n_gen: int, streams: list[int]) -> None:
+def test_invalid_streams_are_rejected(n_gen: int, streams: list[int]) -> None:
     with pytest.raises(ValueError, match="streams"):
         make_cases([8], n_gen, streams=streams)
 
 
-def test_streams_begin_with_different_tokens() -> None:
+def test_streams_start_with_different_tokens() -> None:
     ids = stream_ids(Case(16, 0, 0, 64), vocab_size=50_000)
     assert ids.shape == (64, 16)
     assert len(set(ids[:, 0].tolist())) == 64  # nothing to share

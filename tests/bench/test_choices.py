@@ -37,7 +37,7 @@ def test_tokens_are_chosen_after_a_context_that_is_not_timed() -> None:
         assert engine.calls == [("clear",), ("prefill", ids[:3]), ("choose", ids, 9, choice)]
 
 
-def test_the_tests_are_named_and_have_room() -> None:
+def test_cases_have_names_and_enough_context() -> None:
     cases = make_cases([8], 16, 32, sampled=True, task=90)
     assert [case.name for case in cases] == ["pp8", "tg16", "greedy16", "sampled16", "copy16", "lookup16"]
     assert [case.context for case in cases[1:]] == [48, 48, 48, 89 + 16, 89 + 16 + 31]
@@ -52,7 +52,7 @@ def options_for(path: Path) -> Options:
 
 
 @pytest.mark.parametrize("choice", CHOICES)
-def test_our_tokens_are_those_of_generating(demo_path: Path, choice: Choice) -> None:
+def test_our_tokens_match_generate(demo_path: Path, choice: Choice) -> None:
     ids = task_ids(demo_path)
     engine = metal_prefill.Ours(options_for(demo_path))
     with Model(demo_path, device="cpu", threads=1, compute="f32") as model:
@@ -66,7 +66,7 @@ def test_our_tokens_are_those_of_generating(demo_path: Path, choice: Choice) -> 
         assert engine._model.stats()["tokens_reused"] == len(ids) - 1
 
 
-def test_llama_cpp_chooses_the_same_with_guesses_and_without(demo_path: Path) -> None:
+def test_llama_cpp_chooses_the_same_with_and_without_drafts(demo_path: Path) -> None:
     pytest.importorskip("llama_cpp")
     from metal_prefill.bench._peers.llama_cpp import LlamaCpp
 
@@ -87,7 +87,7 @@ def test_llama_cpp_chooses_the_same_with_guesses_and_without(demo_path: Path) ->
 
 
 @pytest.mark.usefixtures("_quiet_machine")
-def test_the_figures_of_rows_of_choices_are_those_of_samples(demo_path: Path) -> None:
+def test_rows_of_choices_summarize_their_samples(demo_path: Path) -> None:
     workers = fakes(ours=10, llama=40, openvino=20)
     results = compare(workers, demo_path, prompts=[8], n_gen=4, sampled=True, speculate=True)
     assert results.tests == ["pp8", "tg4", "greedy4", "sampled4", "copy4", "lookup4"]
@@ -111,7 +111,7 @@ def test_the_figures_of_rows_of_choices_are_those_of_samples(demo_path: Path) ->
 
 
 @pytest.mark.usefixtures("_quiet_machine")
-def test_tests_that_are_compared_take_turns(demo_path: Path) -> None:
+def test_compared_cases_alternate(demo_path: Path) -> None:
     """Whatever slows the machine for a while slows both: here every sample takes longer than the last."""
     asked: list[str] = []
 

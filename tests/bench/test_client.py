@@ -17,7 +17,7 @@ def options_for(path: Path) -> Options:
     return Options(path=str(path), max_context=64, max_prompt=32, threads=1, device="cpu")
 
 
-def test_a_worker_that_cannot_load_says_why(tmp_path: Path) -> None:
+def test_a_worker_that_cannot_load_reports_the_reason(tmp_path: Path) -> None:
     path = tmp_path / "bad.gguf"
     path.write_bytes(b"nothing")
     with pytest.raises(bench.BenchError, match=r"metal_prefill: GGUFError: .*bad\.gguf.*loading the model"):
@@ -36,7 +36,7 @@ def test_a_worker_that_dies_is_named(demo_path: Path) -> None:
         worker.close()
 
 
-def test_the_workers_of_peers_are_processes_of_their_own(demo_path: Path) -> None:
+def test_peers_run_in_separate_processes(demo_path: Path) -> None:
     first = WorkerProcess(_engines.OURS, options_for(demo_path), 1024)
     second = WorkerProcess(_engines.OURS, options_for(demo_path), 1024)
     try:

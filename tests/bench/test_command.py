@@ -13,7 +13,7 @@ from metal_prefill import cli
 from metal_prefill.synth import synthesize
 
 
-def test_the_command_prints_json_alone() -> None:
+def test_the_command_prints_only_json() -> None:
     command = [
         sys.executable,
         "-m",
@@ -43,7 +43,7 @@ def test_the_command_measures_the_named_model(option: list[str], tmp_path: Path)
 @pytest.mark.parametrize(
     "models", [["a.gguf", "-m", "b.gguf"], ["--demo", "-m", "a.gguf"], ["--demo", "a.gguf"]]
 )
-def test_two_models_are_refused(models: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_two_models_are_rejected(models: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["bench", *models]) == 2
     assert "name the model once" in capsys.readouterr().err
 

@@ -64,7 +64,7 @@ def expected_likelihoods(path: Path, pairs: list[tuple[str, str]]) -> list[float
     return sums
 
 
-def test_prompts_to_rank_share_a_query_and_nothing_else() -> None:
+def test_ranked_prompts_share_only_the_query() -> None:
     prompts = ranking_ids(RANKING, 50_000)
     assert [len(ids) for ids in prompts] == [90 + 300 + 9] * 3
     assert RANKING.timed_tokens == 3 * 399
@@ -76,7 +76,7 @@ def test_prompts_to_rank_share_a_query_and_nothing_else() -> None:
     assert len({ids[90:390].tobytes() for ids in prompts}) == 3
 
 
-def test_an_evaluation_has_four_different_answers_to_each_question() -> None:
+def test_each_question_has_four_distinct_answers() -> None:
     pairs = evaluation_texts()
     assert pairs == evaluation_texts()
     questions = [question for question, _ in pairs]
@@ -85,7 +85,7 @@ def test_an_evaluation_has_four_different_answers_to_each_question() -> None:
     assert max(len((question + answer).encode()) for question, answer in pairs) < 500  # bytes: fits anyhow
 
 
-def test_engines_are_given_prompts_with_answers_and_texts(reranker: Path) -> None:
+def test_engines_receive_prompts_with_answers_and_texts(reranker: Path) -> None:
     engine = Recorder()
     answers = _model_file.answer_ids(reranker)
     _worker.timed_run(engine, RANKING, VOCAB, answers=lambda: answers)
@@ -96,12 +96,12 @@ def test_engines_are_given_prompts_with_answers_and_texts(reranker: Path) -> Non
     assert [tokenizer.decode([answer]) for answer in answers] == ["yes", "no"]
 
 
-def test_a_model_without_the_answers_is_refused(demo_path: Path) -> None:
+def test_a_model_without_the_answers_is_rejected(demo_path: Path) -> None:
     with pytest.raises(bench.BenchError, match='no token of its own for "yes" and "no"'):
         _model_file.answer_ids(demo_path)
 
 
-def test_our_figures_are_those_of_the_reference(reranker: Path, demo_path: Path) -> None:
+def test_our_results_match_the_reference(reranker: Path, demo_path: Path) -> None:
     prompts, answers = ranking_ids(RANKING, VOCAB), _model_file.answer_ids(reranker)
     found = metal_prefill.Ours(options_for(reranker)).rank(prompts, answers)
     assert found == pytest.approx(expected_scores(reranker, prompts, answers), abs=1e-5)
@@ -111,7 +111,7 @@ def test_our_figures_are_those_of_the_reference(reranker: Path, demo_path: Path)
     assert likelihoods == pytest.approx(expected_likelihoods(demo_path, pairs), abs=1e-3)
 
 
-def test_llama_cpp_gives_the_same_figures(reranker: Path, demo_path: Path) -> None:
+def test_llama_cpp_returns_the_same_results(reranker: Path, demo_path: Path) -> None:
     pytest.importorskip("llama_cpp")
     from metal_prefill.bench._peers.llama_cpp import LlamaCpp
 
@@ -126,7 +126,7 @@ def test_llama_cpp_gives_the_same_figures(reranker: Path, demo_path: Path) -> No
 
 
 @pytest.mark.usefixtures("_quiet_machine")
-def test_the_figures_of_rows_of_tasks_are_those_of_samples(reranker: Path) -> None:
+def test_rows_of_tasks_summarize_their_samples(reranker: Path) -> None:
     workers = fakes(ours=1000, llama=25_000, hf=2000)
     results = compare(workers, reranker, embed=True, rerank=True, evaluate=True)
     assert results.tests == ["embed64", "rerank20", "evaluate16"]

@@ -33,7 +33,7 @@ class FakeWorkload:
         return repetitions * self.multiply_adds / self.rate
 
 
-def test_kernels_are_measured_against_limits_timed_together_with_them() -> None:
+def test_kernels_are_compared_with_limits_measured_at_the_same_time() -> None:
     limits = {
         name: kernels.Limit(partial(FakeWorkload, rate)) for name, rate in (("int8", 8e9), ("memory", 4e9))
     }
@@ -60,7 +60,7 @@ class Dying(FakeWorkload):
 
 
 @pytest.mark.parametrize("runs", [0, 5, 12])
-def test_a_limit_that_dies_ends_no_measurement(runs: int) -> None:
+def test_a_crashed_limit_does_not_stop_the_measurement(runs: int) -> None:
     limits = {
         "int8": kernels.Limit(partial(Dying, 8e9, runs)),
         "memory": kernels.Limit(partial(FakeWorkload, 4e9)),
@@ -72,7 +72,7 @@ def test_a_limit_that_dies_ends_no_measurement(runs: int) -> None:
     assert (row.of_products is None) == (runs < 12)
 
 
-def test_the_kernel_benchmark_says_which_limits_are_missing(
+def test_the_kernel_benchmark_lists_missing_limits(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cpu_testing()
@@ -125,6 +125,6 @@ def test_kernel_benchmark_measures_all_cases_and_writes_json(
         (("scalar", 2, 49152, 576, 1 << 20, 1), "more than 1 GiB"),
     ],
 )
-def test_impossible_workloads_are_refused(arguments: tuple[object, ...], message: str) -> None:
+def test_invalid_workloads_are_rejected(arguments: tuple[object, ...], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         cpu_testing().product_workload(*arguments)

@@ -15,7 +15,7 @@ from metal_prefill.bench._results import BenchResults
 
 @pytest.mark.parametrize("name", ["gqa 3", "values wider than keys", "separate output", "gemma3"])
 @pytest.mark.parametrize("n", [1, 15, 40])
-def test_the_work_of_a_prompt_is_that_of_its_parts(name: str, n: int, tmp_path: Path) -> None:
+def test_the_work_of_a_prompt_is_the_sum_of_its_parts(name: str, n: int, tmp_path: Path) -> None:
     model = small_models.MODELS[name]
     q, kv = model.heads * model.key_dim, model.kv_heads * (model.key_dim + model.v_dim)
     expected = model.vocab * model.dim
@@ -31,7 +31,7 @@ def test_the_work_of_a_prompt_is_that_of_its_parts(name: str, n: int, tmp_path: 
     assert work.products(n) == expected
 
 
-def test_products_of_floats_have_no_limit_of_8_bit_products(tmp_path: Path) -> None:
+def test_float_products_have_no_8_bit_limit(tmp_path: Path) -> None:
     path = small_models.write(tmp_path / "model.gguf", small_models.SmallModel(types={"*": "F16"}))
     assert _limit.prompt_limits(path, [32], 1) == {}
 
@@ -41,14 +41,14 @@ def test_longer_prompts_have_a_lower_limit(demo_path: Path) -> None:
     assert limits[128] > limits[512] > limits[1024] > 0
 
 
-def test_a_measurement_that_dies_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_crashed_measurement_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_peak, "COMMAND", ILLEGAL_INSTRUCTION)
     with pytest.raises(bench.BenchError, match=r"the limit int8 by \w+: its process died \(SIGILL\)"):
         _peak.int8_peak(1)
 
 
 @pytest.mark.usefixtures("_quiet_machine")
-def test_a_benchmark_goes_without_a_limit_whose_measurement_dies(
+def test_a_benchmark_omits_a_limit_whose_measurement_crashes(
     demo_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(_peak, "COMMAND", ILLEGAL_INSTRUCTION)

@@ -7,7 +7,7 @@ from support.bench_fakes import SteadyCalibrator
 from metal_prefill.bench import _machine
 
 
-def test_a_degraded_machine_is_waited_for() -> None:
+def test_the_runner_waits_for_a_degraded_machine() -> None:
     calibrator = SteadyCalibrator(5000, 4000, 1100)
     assert calibrator.settle(patience_s=60) == 1100
     calibrator = SteadyCalibrator(*[5000] * 1000)

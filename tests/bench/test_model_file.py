@@ -9,7 +9,7 @@ import pytest
 from metal_prefill.bench import _model_file
 
 
-def test_the_smollm_shape_is_written_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_model_file_is_written_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("METAL_PREFILL_CACHE", str(tmp_path / "cache"))
     path = _model_file.smollm_shape()
     assert path.parent == tmp_path / "cache"

@@ -21,7 +21,7 @@ def test_a_missing_peer_names_the_extra(
 
 
 @pytest.mark.parametrize("peer", ["llama.cpp", "openvino"])
-def test_a_peer_answers_as_we_do(
+def test_a_peer_generates_the_same_tokens(
     peer: str, demo_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("METAL_PREFILL_CACHE", str(tmp_path))

@@ -51,7 +51,7 @@ OUR_FIELDS = {
 
 
 @pytest.mark.usefixtures("_quiet_machine")
-def test_a_loss_shows_as_a_loss(demo_path: Path) -> None:
+def test_a_slower_result_has_a_ratio_below_one(demo_path: Path) -> None:
     results = compare(fakes(ours=30, llama=10, openvino=60), demo_path)
     loss, win = results.row("llama.cpp", "pp8").ratio, results.row("openvino", "pp8").ratio
     assert loss is not None
@@ -64,7 +64,7 @@ def test_a_loss_shows_as_a_loss(demo_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("_quiet_machine")
-def test_speeds_are_tokens_over_seconds(demo_path: Path) -> None:
+def test_speeds_are_tokens_per_second(demo_path: Path) -> None:
     row = compare(fakes(ours=1_000_000), demo_path).row(_engines.OURS, "tg4")
     assert row.samples_ns == [4_000_000] * 3
     assert row.median_ts == pytest.approx(1000.0)
@@ -95,7 +95,7 @@ def test_rows_have_the_fields_of_llama_bench(measured: BenchResults) -> None:
         assert row["n_prompt"] == 0 or row["n_gen"] == 0  # prefill and decode are separate
 
 
-def test_rows_say_what_was_measured(measured: BenchResults, demo_path: Path) -> None:
+def test_rows_describe_the_measurement(measured: BenchResults, demo_path: Path) -> None:
     row = measured.row(_engines.OURS, "pp16")
     assert row.build == f"metal_prefill {metal_prefill.__version__}"
     assert row.device.startswith("CPU")
@@ -112,7 +112,7 @@ def test_results_survive_json(measured: BenchResults) -> None:
     assert again == measured
 
 
-def test_html_escapes_what_it_shows(measured: BenchResults) -> None:
+def test_html_is_escaped(measured: BenchResults) -> None:
     rows = [replace(row, device="<b>CPU</b> & co") for row in measured.rows]
     html = BenchResults(rows)._repr_html_()
     assert "&lt;b&gt;CPU&lt;/b&gt; &amp; co" in html
@@ -120,7 +120,7 @@ def test_html_escapes_what_it_shows(measured: BenchResults) -> None:
     assert html.count("<table>") == html.count("</table>") == 1
 
 
-def test_no_results_are_shown_as_such() -> None:
+def test_empty_results_are_shown_as_empty() -> None:
     assert "no results" in BenchResults()._repr_html_()
 
 

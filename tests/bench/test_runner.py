@@ -12,7 +12,7 @@ from metal_prefill.bench._cases import Case
 
 
 @pytest.mark.usefixtures("_quiet_machine")
-def test_engines_take_turns(demo_path: Path) -> None:
+def test_engines_alternate(demo_path: Path) -> None:
     log: list[str] = []
     workers = fakes(ours=10, llama=20, openvino=30)
     for worker in workers.values():
@@ -38,7 +38,7 @@ def test_disturbed_samples_are_repeated_and_counted(demo_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("_quiet_machine")
-def test_repetition_is_bounded_and_says_so(demo_path: Path) -> None:
+def test_repetition_is_bounded_and_reported(demo_path: Path) -> None:
     workers = fakes(ours=10)
     workers[_engines.OURS].switches = iter([99] * 1000)
     results = compare(workers, demo_path, n_gen=0)
@@ -51,7 +51,7 @@ def test_repetition_is_bounded_and_says_so(demo_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("_quiet_machine")
-def test_without_patience_nothing_is_repeated(demo_path: Path) -> None:
+def test_nothing_is_repeated_without_patience(demo_path: Path) -> None:
     workers = fakes(ours=10)
     workers[_engines.OURS].switches = iter([99] * 1000)
     row = compare(workers, demo_path, n_gen=0, patience=0.0).row(_engines.OURS, "pp8")
@@ -66,7 +66,7 @@ def test_repeated_samples_use_up_the_patience(demo_path: Path) -> None:
     assert (len(row.samples_ns), row.n_dropped, row.n_degraded) == (3, 1, 3)
 
 
-def test_a_machine_that_gets_faster_casts_doubt_on_what_came_before(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_earlier_samples_are_repeated_if_the_machine_gets_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_machine, "stolen_ns", lambda: 0)
     worker = FakeWorker("ours", 10)
     # The first two samples are calibrated at 2000 ns, which seems the best until 1000 ns shows.

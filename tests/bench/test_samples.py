@@ -15,14 +15,14 @@ def test_clean_samples_come_first_and_degraded_ones_are_counted() -> None:
     assert (selection.n_dropped, selection.n_degraded) == (2, 0)
 
 
-def test_the_least_degraded_samples_fill_up_in_the_order_taken() -> None:
+def test_the_least_degraded_samples_follow_in_order() -> None:
     good, slow, slower = Sample(1, 100), Sample(2, 200), Sample(3, 300)
     selection = select([slow, slower, good], 2, calibration_limit_ns=125)
     assert selection.kept == [slow, good]
     assert (selection.n_dropped, selection.n_degraded) == (1, 1)
 
 
-def test_the_choice_of_samples_ignores_how_long_they_took() -> None:
+def test_samples_are_selected_regardless_of_their_duration() -> None:
     chosen = [select([Sample(ns, 100), Sample(5, 100), Sample(6, 500)], 2, 125).kept for ns in (1, 10**9)]
     assert [[sample.calibration_ns for sample in kept] for kept in chosen] == [[100, 100], [100, 100]]
 
@@ -37,5 +37,5 @@ def test_the_choice_of_samples_ignores_how_long_they_took() -> None:
         (Sample(10_000_000_000, 100, stolen_ns=10_000_000), False),
     ],
 )
-def test_a_sample_is_disturbed_by_whoever_takes_the_core(sample: Sample, disturbed: bool) -> None:
+def test_a_sample_is_disturbed_if_another_process_takes_the_core(sample: Sample, disturbed: bool) -> None:
     assert sample.disturbed() is disturbed

@@ -69,7 +69,7 @@ def test_prompts_share_300_tokens_and_differ_after_them(demo_path: Path) -> None
     assert all(335 <= len(ids) <= 350 for ids in every)
 
 
-def test_servers_take_turns_and_ours_has_no_ratio(demo_path: Path) -> None:
+def test_servers_alternate_and_ours_has_no_ratio(demo_path: Path) -> None:
     results = bench.run_serving(
         demo_path,
         clients=[1, 2],
@@ -111,7 +111,7 @@ def test_each_client_gets_its_own_answer_and_failures_are_named() -> None:
         )
 
 
-def test_ratios_are_of_rounds_next_to_each_other(demo_path: Path) -> None:
+def test_ratios_compare_adjacent_rounds(demo_path: Path) -> None:
     with Model(demo_path, device="cpu") as model:
         ours, peer = ServingRow("metal_prefill", 2), ServingRow("llama-server", 2)
         for scale in (1.0, 10.0):  # the second round is disturbed
@@ -125,7 +125,7 @@ def test_ratios_are_of_rounds_next_to_each_other(demo_path: Path) -> None:
     assert results.sooner(peer).median == pytest.approx(3)
 
 
-def test_the_figures_of_a_row_are_those_of_its_clients_and_rounds(demo_path: Path) -> None:
+def test_a_row_summarizes_its_clients_and_rounds(demo_path: Path) -> None:
     texts = ["a " * n for n in (1, 2, 3, 5, 9)]
     first_s = [0.9, 0.1, 0.2, 1.5, 0.3]  # median 0.3, mean 0.6
     rounds = [1, 10, 2, 4, 3]  # each so many times as slow; median 3, mean 4
@@ -152,7 +152,7 @@ def test_the_figures_of_a_row_are_those_of_its_clients_and_rounds(demo_path: Pat
     assert of_peer.endswith("4.00x (2.00-9.00) 4.00x (2.00-9.00)")
 
 
-def test_peers_are_started_as_their_users_start_them() -> None:
+def test_peers_are_started_with_documented_commands() -> None:
     for name, command in SERVERS.items():
         words = " ".join(command(OPTIONS, 8123))
         assert "m.gguf" in words, name
@@ -163,7 +163,9 @@ def test_peers_are_started_as_their_users_start_them() -> None:
     assert ANSWER_TOKENS == 64
 
 
-def test_wrong_use_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_usage_is_reported(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(ValueError, match="unknown server 'x' to compare with; known are llama-cpp-python"):
         check_server("x")
     monkeypatch.setenv("PATH", "")

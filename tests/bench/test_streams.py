@@ -36,7 +36,7 @@ def options_for(path: Path) -> Options:
     return Options(path=str(path), max_context=64, max_prompt=32, threads=1, device="cpu", compute="f32")
 
 
-def test_each_stream_decodes_after_a_context_of_its_own() -> None:
+def test_each_stream_decodes_after_its_own_context() -> None:
     case, engine = Case(0, 3, 5, 4), Recorder()
     _worker.timed_run(engine, case, VOCAB)
     ids = stream_ids(case, VOCAB)
@@ -48,13 +48,13 @@ def test_each_stream_decodes_after_a_context_of_its_own() -> None:
     ]
 
 
-def test_prompts_begin_in_empty_contexts() -> None:
+def test_prompts_start_in_empty_contexts() -> None:
     case, engine = Case(6, 0, 0, 3), Recorder()
     _worker.timed_run(engine, case, VOCAB)
     assert engine.calls == [("open", 3, 6), ("prefill", stream_ids(case, VOCAB).tolist())]
 
 
-def test_our_streams_end_where_each_ends_alone(demo_path: Path) -> None:
+def test_our_streams_end_as_they_do_alone(demo_path: Path) -> None:
     ids = stream_ids(Case(0, 3, 5, 4), VOCAB)
     engine = metal_prefill.Ours(options_for(demo_path))
     for _ in range(2):  # a second sample finds nothing of the first one
@@ -99,7 +99,7 @@ def test_llama_cpp_computes_each_stream_as_it_does_alone(demo_path: Path) -> Non
 
 
 @pytest.mark.usefixtures("_quiet_machine")
-def test_the_figures_of_a_row_are_those_of_its_samples(demo_path: Path) -> None:
+def test_a_row_summarizes_its_samples(demo_path: Path) -> None:
     workers = fakes(ours=1)
     milliseconds = [9, 8, 1, 2, 10, 4]  # the first of each test is the warm-up
     workers[_engines.OURS].times = iter(ms * 1_000_000 for ms in 3 * milliseconds)
@@ -119,7 +119,7 @@ def test_the_figures_of_a_row_are_those_of_its_samples(demo_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("_quiet_machine")
-def test_who_takes_one_sequence_is_not_measured_and_says_why(demo_path: Path) -> None:
+def test_engines_without_batches_are_skipped_with_a_reason(demo_path: Path) -> None:
     workers = fakes(ours=10, llama=40, openvino=20)
     results = compare(workers, demo_path, prompts=[8], n_gen=4, streams=[2, 3])
     tests = ["pp8", "tg4", "tg4x2", "tg4x3", "pp16x64"]

@@ -31,7 +31,7 @@ def options_for(path: Path) -> Options:
     return Options(path=str(path), max_context=512, max_prompt=1, threads=1, device="cpu", compute="f32")
 
 
-def test_texts_are_short_and_long_and_always_the_same() -> None:
+def test_texts_vary_in_length_and_are_reproducible() -> None:
     lengths = text_lengths(64)
     assert (min(lengths), max(lengths)) == (8, 512)
     assert 40 < np.median(lengths) < 90
@@ -42,7 +42,7 @@ def test_texts_are_short_and_long_and_always_the_same() -> None:
     assert CASE.name == "embed64"
 
 
-def test_every_engine_gives_the_vectors_of_the_reference(embedder: Path) -> None:
+def test_every_engine_matches_the_reference_vectors(embedder: Path) -> None:
     case = Case(0, 0, 0, n_texts=4, task="embed")
     texts = text_ids(case, 512)
     engine = metal_prefill.load(options_for(embedder))
@@ -55,7 +55,7 @@ def test_every_engine_gives_the_vectors_of_the_reference(embedder: Path) -> None
     assert _worker.timed_run(engine, case, 512)["ns"] > 0
 
 
-def test_llama_cpp_gives_the_same_vectors(embedder: Path) -> None:
+def test_llama_cpp_returns_the_same_vectors(embedder: Path) -> None:
     pytest.importorskip("llama_cpp")
     from metal_prefill.bench._peers import llama_cpp
 
@@ -68,7 +68,7 @@ def test_llama_cpp_gives_the_same_vectors(embedder: Path) -> None:
     assert (theirs.embed(texts) * ours.embed(texts)).sum(axis=1) == pytest.approx(np.ones(9), abs=1e-3)
 
 
-def test_transformers_gives_the_same_vectors(tmp_path: Path) -> None:
+def test_transformers_returns_the_same_vectors(tmp_path: Path) -> None:
     for module in _engines.KINDS["transformers"].modules:
         pytest.importorskip(module)
     from metal_prefill.bench._peers import transformers
@@ -86,7 +86,7 @@ def test_transformers_gives_the_same_vectors(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("peer", ["transformers", "onnxruntime"])
 @pytest.mark.parametrize("architecture", ["bert", "nomic-bert", "modern-bert", "eurobert"])
-def test_peers_give_the_same_vectors_of_encoders(tmp_path: Path, peer: str, architecture: str) -> None:
+def test_peers_return_the_same_vectors_for_encoders(tmp_path: Path, peer: str, architecture: str) -> None:
     for module in _engines.KINDS[peer].modules:
         pytest.importorskip(module)
     model = replace(ENCODERS[architecture], types={"*": "F32"}, embedding="F32")
@@ -101,7 +101,7 @@ def test_peers_give_the_same_vectors_of_encoders(tmp_path: Path, peer: str, arch
 
 
 @pytest.mark.usefixtures("_quiet_machine")
-def test_rows_say_how_many_texts_a_second(embedder: Path) -> None:
+def test_rows_contain_texts_per_second(embedder: Path) -> None:
     results = compare(fakes(ours=1000, llama=3000), embedder, embed=True)
     assert isinstance(results, BenchResults)
     ours, llama = results.row("metal_prefill", "embed64"), results.row("llama.cpp", "embed64")
@@ -112,7 +112,7 @@ def test_rows_say_how_many_texts_a_second(embedder: Path) -> None:
 
 
 @pytest.mark.usefixtures("_quiet_machine")
-def test_texts_a_second_are_those_of_the_median_sample(embedder: Path) -> None:
+def test_texts_per_second_are_those_of_the_median_sample(embedder: Path) -> None:
     workers = fakes(ours=1)
     milliseconds = [9, 8, 1, 2, 10, 4]  # the first is the warm-up; median 4, mean 5
     workers[_engines.OURS].times = iter(ms * 1_000_000 for ms in milliseconds)

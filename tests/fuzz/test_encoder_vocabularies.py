@@ -40,7 +40,7 @@ def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tokenizer]
     }
 
 
-def test_texts_become_tokens_with_their_places(tokenizers: dict[str, Tokenizer]) -> None:
+def test_texts_are_encoded_with_offsets(tokenizers: dict[str, Tokenizer]) -> None:
     def run(name: str, text: str) -> None:
         tokenizer = tokenizers[name]
         with kept("encoder-text", text.encode()):

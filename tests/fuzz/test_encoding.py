@@ -44,7 +44,7 @@ def ids_of(tokenizers: dict[str, Tokenizer], name: str, text: str) -> list[int]:
     return tokenizers[name].encode(text, add_bos=False, parse_special=special)
 
 
-def test_texts_come_back_and_write_no_control_token(tokenizers: dict[str, Tokenizer]) -> None:
+def test_texts_round_trip_without_control_tokens(tokenizers: dict[str, Tokenizer]) -> None:
     def run(name: str, text: str) -> None:
         tokenizer, variant = tokenizers[name], comparison.TOKENIZERS[name]
         with kept("text", text.encode()):
@@ -70,7 +70,7 @@ def test_texts_come_back_and_write_no_control_token(tokenizers: dict[str, Tokeni
         run(random.choice(NAMES), write_text(random))
 
 
-def test_ids_are_those_of_llama_cpp(files: dict[str, Path], tokenizers: dict[str, Tokenizer]) -> None:
+def test_ids_match_llama_cpp(files: dict[str, Path], tokenizers: dict[str, Tokenizer]) -> None:
     llama_cpp = pytest.importorskip("llama_cpp", reason="llama.cpp is not installed")
     peers = {name: llama_cpp.Llama(str(path), vocab_only=True, verbose=False) for name, path in files.items()}
 

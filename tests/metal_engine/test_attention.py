@@ -207,7 +207,7 @@ def test_attention_decode_in_a_window(run: Run, splits: int) -> None:
 
 
 @pytest.mark.parametrize("position", [30, PAGE - 2, PAGE - 1, PAGE, PAGE + 1, 2 * PAGE - 1])
-def test_a_row_of_attention_decode_gets_the_bits_that_it_gets_alone(run: Run, position: int) -> None:
+def test_a_row_of_attention_decode_is_bit_identical_to_that_row_alone(run: Run, position: int) -> None:
     """Whatever the other rows are, and however many threads and splits they need."""
     splits = 1 if position < PAGE else 2
     alone = Case((1, position)).decode(run, splits, threads=32 * min(8, ceil_div(position + 1, 4 * splits)))
@@ -246,7 +246,7 @@ def test_lanes_of_attention_prefill_rarely_share_a_bank(run: Run, dims: int, cac
 
 @pytest.mark.parametrize("tokens", [2, 7, 8, 31, 32, 129])
 @pytest.mark.parametrize("simdgroups", [1, 4])
-def test_attention_prefill_at_the_edges_of_its_tiles(run: Run, tokens: int, simdgroups: int) -> None:
+def test_attention_prefill_at_tile_boundaries(run: Run, tokens: int, simdgroups: int) -> None:
     case = Case((tokens, 0))
     near(case.prefill(run, simdgroups), case.expected())
 
@@ -257,7 +257,7 @@ def test_attention_prefill_after_other_chunks(run: Run, position: int) -> None:
     near(case.prefill(run), case.expected())
 
 
-def test_attention_wherever_a_sequence_ends_in_its_page(run: Run) -> None:
+def test_attention_at_any_position_within_a_page(run: Run) -> None:
     decode = Case(*((1, p) for p in range(2 * PAGE)), heads=(3, 1), dims=(32, 32))
     close(decode.decode(run), decode.expected())
     prefill = Case(*((2, p) for p in range(2 * PAGE)), heads=(3, 1), dims=(32, 32))
@@ -271,7 +271,7 @@ def test_attention_prefill_in_a_window(run: Run, window: int) -> None:
 
 
 @pytest.mark.parametrize("window", [0, 1, 16, 41])
-def test_attention_prefill_both_ways(run: Run, window: int) -> None:
+def test_attention_prefill_bidirectional(run: Run, window: int) -> None:
     case = Case((50, 0), (3, 0), (70, 0), window=window, both_ways=True)
     near(case.prefill(run), case.expected())
 

@@ -111,7 +111,7 @@ def first_of(text: list[int], least: int) -> int:
     return next(i for i in range(least, len(text)) if text[i] not in text[:i])
 
 
-def test_batches_have_the_tokens_of_each_alone_and_are_ahead_of_the_host(
+def test_batches_run_ahead_and_return_the_same_tokens_as_single_sequences(
     model: Model, wanted: list[list[int]]
 ) -> None:
     scheduler, texts = Scheduler(model), None
@@ -132,7 +132,7 @@ def test_batches_have_the_tokens_of_each_alone_and_are_ahead_of_the_host(
     assert texts == [text[:TOKENS] for text in wanted]
 
 
-def test_a_stop_leaves_the_others_what_was_sent_for_them(model: Model, wanted: list[list[int]]) -> None:
+def test_a_stopped_text_keeps_the_work_sent_for_others(model: Model, wanted: list[list[int]]) -> None:
     """The next pass of the rest is not ahead; those after it are."""
     n = first_of(wanted[1], 3)
     scheduler, texts = Scheduler(model), []
@@ -148,9 +148,7 @@ def test_a_stop_leaves_the_others_what_was_sent_for_them(model: Model, wanted: l
     ]
 
 
-def test_nothing_is_sent_after_a_last_token_that_is_known_to_be_one(
-    model: Model, wanted: list[list[int]]
-) -> None:
+def test_nothing_is_sent_after_a_known_last_token(model: Model, wanted: list[list[int]]) -> None:
     scheduler, texts = Scheduler(model), []
     streams = submit(scheduler, {}, {"max_tokens": 5}, {})
     passes = passes_of(lambda: texts.extend(finish(scheduler, streams)))
@@ -159,7 +157,7 @@ def test_nothing_is_sent_after_a_last_token_that_is_known_to_be_one(
     assert rows == [3] * 4 + [2] * (TOKENS - 5)
 
 
-def test_a_cancelled_stream_gives_its_memory_back_and_the_others_continue(
+def test_a_cancelled_stream_releases_its_memory_and_others_continue(
     model: Model, wanted: list[list[int]]
 ) -> None:
     scheduler = Scheduler(model)
@@ -176,7 +174,7 @@ def test_a_cancelled_stream_gives_its_memory_back_and_the_others_continue(
 
 
 @pytest.mark.parametrize("late", [PROMPTS[1], PROMPTS[1][:5]], ids=["long", "short"])
-def test_a_prompt_that_enters_finds_the_others_on_their_way(
+def test_a_prompt_may_enter_while_others_are_in_flight(
     model: Model, wanted: list[list[int]], late: list[int]
 ) -> None:
     """Also one of a few tokens, which would share the pass of theirs."""
@@ -200,7 +198,7 @@ def test_a_prompt_that_enters_finds_the_others_on_their_way(
     assert texts == [*(text[:TOKENS] for text in wanted), alone]
 
 
-def test_a_failure_is_that_of_the_pass_it_concerns(model: Model, wanted: list[list[int]]) -> None:
+def test_a_failure_affects_only_its_pass(model: Model, wanted: list[list[int]]) -> None:
     scheduler = Scheduler(model)
     texts: list[list[int]] = [[], [], []]
     streams = submit(scheduler)
@@ -217,7 +215,7 @@ def test_a_failure_is_that_of_the_pass_it_concerns(model: Model, wanted: list[li
     assert all(stream.error is None for stream in again)
 
 
-def test_no_memory_for_running_ahead_is_no_error(model: Model, wanted: list[list[int]]) -> None:
+def test_a_lack_of_memory_for_running_ahead_is_not_an_error(model: Model, wanted: list[list[int]]) -> None:
     scheduler = Scheduler(model)
     texts: list[list[int]] = [[], [], []]
     streams = submit(scheduler)
@@ -226,7 +224,7 @@ def test_no_memory_for_running_ahead_is_no_error(model: Model, wanted: list[list
     assert finish(scheduler, streams, texts) == [text[:TOKENS] for text in wanted]
 
 
-def test_logits_of_nan_end_their_own_stream(tmp_path: Path) -> None:
+def test_nan_logits_end_only_their_stream(tmp_path: Path) -> None:
     """The row that was sent after them has no token, and is thrown away with the stream."""
     small = SmallModel(heads=3, kv_heads=3, dim=96, types={"*": "F32"}, embedding="F32")
     whole = write(tmp_path / "whole.gguf", small)
@@ -281,7 +279,7 @@ def test_sessions_take_their_rows_one_by_one(batch: Batch, wanted: list[list[int
     assert gpu.counters().command_buffers == before  # nothing else is computed
 
 
-def test_threads_take_their_rows_at_once(batch: Batch, wanted: list[list[int]]) -> None:
+def test_threads_take_their_rows_concurrently(batch: Batch, wanted: list[list[int]]) -> None:
     def follow(i: int) -> list[int]:
         text = [batch.tokens[i]]
         while len(text) < 6:
@@ -292,7 +290,7 @@ def test_threads_take_their_rows_at_once(batch: Batch, wanted: list[list[int]]) 
         assert list(threads.map(follow, range(3))) == [text[:6] for text in wanted]
 
 
-def test_each_session_is_told_of_the_failure(model: Model, wanted: list[list[int]]) -> None:
+def test_each_session_reports_the_failure(model: Model, wanted: list[list[int]]) -> None:
     gpu.fail_command_buffer(2, message="the GPU had enough")
     batch = Batch(model)
     for core, token, prompt in zip(batch.cores[:2], batch.tokens, PROMPTS, strict=False):
@@ -304,9 +302,7 @@ def test_each_session_is_told_of_the_failure(model: Model, wanted: list[list[int
         assert core.forward_token_greedy(text[0]) == text[1]
 
 
-def test_sessions_that_do_otherwise_do_not_disturb_the_rest(
-    model: Model, batch: Batch, wanted: list[list[int]]
-) -> None:
+def test_diverging_sessions_do_not_affect_others(model: Model, batch: Batch, wanted: list[list[int]]) -> None:
     """One takes another token, one is forked and writes, one is closed and its pages are taken."""
     one, two, _ = batch.cores
     fork = two.fork()
@@ -321,7 +317,7 @@ def test_sessions_that_do_otherwise_do_not_disturb_the_rest(
         assert other.forward_token_greedy(wanted[2][0]) == wanted[2][1]
 
 
-def test_groups_that_were_sent_apart_join(model: Model, batch: Batch, wanted: list[list[int]]) -> None:
+def test_separately_sent_groups_merge(model: Model, batch: Batch, wanted: list[list[int]]) -> None:
     """Rows of two passes in flight, and one of neither, in one call."""
     other = Batch(model)
     with model.session() as fresh:
@@ -343,7 +339,7 @@ def steady_cost(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("steady_cost")
-def test_texts_are_ahead_while_no_guess_is_at_hand(
+def test_texts_run_ahead_while_there_are_no_drafts(
     model: Model, wanted: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Drafting starts a token later than it could: a pass in flight is not discarded."""
@@ -377,7 +373,7 @@ def test_texts_are_ahead_while_no_guess_is_at_hand(
 
 
 @pytest.mark.usefixtures("steady_cost")
-def test_guesses_change_no_text_and_throw_no_pass_away(model: Model, wanted: list[list[int]]) -> None:
+def test_drafts_change_no_text_and_discard_no_pass(model: Model, wanted: list[list[int]]) -> None:
     """The second text repeats itself."""
     text: list[int] = []
     with model.session() as session:
@@ -393,7 +389,7 @@ def test_guesses_change_no_text_and_throw_no_pass_away(model: Model, wanted: lis
     ]
 
 
-def test_a_pass_that_is_done_before_it_is_asked_for_costs_what_the_gpu_took(
+def test_the_cost_of_a_pass_computed_early_is_its_gpu_time(
     model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else single tokens would seem to take no time, and guesses never to pay."""

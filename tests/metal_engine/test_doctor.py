@@ -46,7 +46,7 @@ def doctor(path: Path, folder: Path, *options: str) -> tuple[int, dict[str, Any]
     return code, json.loads(report.read_text())
 
 
-def test_a_sound_device_passes(
+def test_a_working_device_passes(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(doctor_report, "BENCH_SECONDS", 0.0)
@@ -72,7 +72,7 @@ def test_a_sound_device_passes(
     assert "all results agree" in capsys.readouterr().out
 
 
-def test_a_model_whose_tokens_see_both_ways_passes(tmp_path: Path) -> None:
+def test_a_bidirectional_model_passes(tmp_path: Path) -> None:
     path = synth.synthesize(
         tmp_path / "m.gguf",
         preset="tiny",
@@ -104,7 +104,7 @@ WRONG = (
 
 
 @pytest.mark.parametrize("kernel", WRONG)
-def test_a_wrong_kernel_is_named_and_no_other(path: Path, kernel: str) -> None:
+def test_only_the_wrong_kernel_is_named(path: Path, kernel: str) -> None:
     gpu.set_limits(gpu.Limits(wrong_kernels={kernel}))
     with Model(path, device="metal") as model:
         found = doctor_report.check_kernels(model, quick=True)
@@ -114,7 +114,7 @@ def test_a_wrong_kernel_is_named_and_no_other(path: Path, kernel: str) -> None:
     assert wrong["got"] != pytest.approx(wrong["expected"], abs=1e-3)
 
 
-def test_the_report_says_where_a_kernel_differs(
+def test_the_report_locates_differences(
     path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     gpu.set_limits(gpu.Limits(wrong_kernels={"matmul_q4_0_split"}))
@@ -158,7 +158,7 @@ def cached() -> list[list[str]]:
 
 
 @pytest.mark.usefixtures("checking")
-def test_the_quick_check_is_made_once(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_quick_check_runs_once(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with Model(path, device="metal"):
         assert cached() == [[]]
     monkeypatch.setattr(_self_test, "kernel_differences", None)
@@ -170,7 +170,7 @@ def test_the_quick_check_is_made_once(path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.usefixtures("checking")
-def test_a_result_is_of_files_of_one_size(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_result_applies_to_files_of_the_same_size(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first layer of a small file may be read correctly, and a large file not."""
     with Model(path, device="metal"):
         assert cached() == [[]]
@@ -180,7 +180,7 @@ def test_a_result_is_of_files_of_one_size(path: Path, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.usefixtures("checking")
-def test_a_damaged_cache_is_made_again(path: Path) -> None:
+def test_a_damaged_cache_is_rebuilt(path: Path) -> None:
     folder = cache_folder()
     folder.mkdir()
     (folder / "first_contact.json").write_text("[")
@@ -189,7 +189,7 @@ def test_a_damaged_cache_is_made_again(path: Path) -> None:
 
 
 @pytest.mark.usefixtures("checking")
-def test_a_wrong_gpu_is_refused_by_name_also_from_the_cache(path: Path) -> None:
+def test_a_wrong_gpu_is_rejected_by_name_also_from_the_cache(path: Path) -> None:
     gpu.set_limits(gpu.Limits(wrong_kernels={"matvec_q4_0"}))
     for _ in range(2):
         with pytest.raises(DeviceError, match="wrong results: matvec_q4_0: value 0 is 195"):
@@ -198,7 +198,7 @@ def test_a_wrong_gpu_is_refused_by_name_also_from_the_cache(path: Path) -> None:
 
 
 @pytest.mark.usefixtures("checking")
-def test_a_wrong_gpu_is_left_for_the_cpu_with_a_warning(
+def test_a_wrong_gpu_falls_back_to_the_cpu_with_a_warning(
     path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(_core, "has_emulator", False)  # as on a Mac
@@ -212,14 +212,14 @@ def test_a_wrong_gpu_is_left_for_the_cpu_with_a_warning(
     assert "attention_prefill_f16_64: value 0" in caplog.text
 
 
-def test_the_emulator_is_not_checked_unasked(path: Path) -> None:
+def test_the_emulator_is_checked_only_on_request(path: Path) -> None:
     gpu.set_limits(gpu.Limits(wrong_kernels={"matvec_q4_0"}))
     with Model(path, device="metal"):
         assert not (cache_folder() / "first_contact.json").exists()
 
 
 @pytest.mark.usefixtures("checking")
-def test_a_model_that_norms_whole_rows_of_queries_and_keys_is_compared(
+def test_a_model_that_normalizes_whole_rows_of_q_and_k_is_compared(
     model_path: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In place, in rows that also hold values; what blocks read is copied and not normed."""

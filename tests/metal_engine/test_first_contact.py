@@ -60,7 +60,7 @@ def open_with(path: Path, **limits: Any) -> Model:
     return Model(path, device="metal")
 
 
-def test_the_gpu_of_a_virtual_machine_is_used_after_a_trial(path: Path, expected: int) -> None:
+def test_a_virtual_gpu_is_used_after_a_trial(path: Path, expected: int) -> None:
     with open_with(path, name=VIRTUAL, apple_family=5) as model:
         assert model.forward_prompt(PROMPT) == expected
     assert _core.metal_device()["tuned_as_family"] == "7"
@@ -72,7 +72,7 @@ def test_the_gpu_of_a_virtual_machine_is_used_after_a_trial(path: Path, expected
     [(VIRTUAL, 5), (VIRTUAL, 7), ("Apple A13", 6)],
     ids=["virtual", "virtual of a newer family", "older"],
 )
-def test_a_gpu_that_is_not_native_gets_nothing_that_it_may_fail_at(
+def test_a_virtual_gpu_is_not_given_features_that_may_fail(
     path: Path, expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, family: int
 ) -> None:
     """Its no-copy buffers are stale, it aborts on archives, and residency sets are an error."""
@@ -91,7 +91,7 @@ def test_a_gpu_that_is_not_native_gets_nothing_that_it_may_fail_at(
         assert not list(tmp_path.rglob("*.pipelines"))
 
 
-def test_an_unknown_gpu_is_tried_once_in_a_process(path: Path) -> None:
+def test_an_unknown_gpu_is_tried_once_per_process(path: Path) -> None:
     gpu.set_limits(gpu.Limits(name="Apple unknown", apple_family=5))
     dispatches = []
     for _ in range(3):
@@ -102,7 +102,7 @@ def test_an_unknown_gpu_is_tried_once_in_a_process(path: Path) -> None:
 
 
 @pytest.mark.parametrize("setting", [None, "0"])
-def test_the_environment_asks_for_a_longer_timeout_unless_it_says_otherwise(setting: str | None) -> None:
+def test_the_watchdog_timeout_is_extended_unless_the_environment_sets_it(setting: str | None) -> None:
     name = "AGX_RELAX_CDM_CTXSTORE_TIMEOUT"
     environment = {key: value for key, value in os.environ.items() if key != name}
     if setting is not None:
@@ -127,7 +127,7 @@ def test_the_environment_asks_for_a_longer_timeout_unless_it_says_otherwise(sett
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_a_gpu_that_fails_the_trial_is_refused_by_what_was_found(
+def test_a_gpu_that_fails_the_trial_is_rejected_with_the_reason(
     path: Path, limits: dict[str, Any], failure: str
 ) -> None:
     name = f"{VIRTUAL} {next(iter(limits))}"  # the trial of a GPU is made once
@@ -144,7 +144,7 @@ def test_known_families_need_no_trial() -> None:
 
 
 @pytest.mark.parametrize("buffer_bytes", [0, 256 * 1024], ids=["one buffer", "many"])
-def test_a_refused_mapping_is_copied_and_said(path: Path, expected: int, buffer_bytes: int) -> None:
+def test_a_refused_mapping_is_copied_and_reported(path: Path, expected: int, buffer_bytes: int) -> None:
     with open_with(path, no_copy=False, max_buffer_length=buffer_bytes) as model:
         assert model.forward_prompt(PROMPT) == expected
         stats = model.stats()
@@ -156,7 +156,7 @@ def test_a_refused_mapping_is_copied_and_said(path: Path, expected: int, buffer_
         assert model.stats()["weights_mapping_refused"] == 0
 
 
-def test_no_memory_for_a_refused_mapping_leaves_no_object(path: Path) -> None:
+def test_a_failed_copy_of_a_refused_mapping_leaks_nothing(path: Path) -> None:
     gpu.fail_allocation()
     with pytest.raises(DeviceError, match=r"cannot allocate .* 'weights'"):
         open_with(path, no_copy=False)
@@ -173,9 +173,7 @@ SMALLER = {
 }
 
 
-def test_kernels_that_take_any_number_of_threads_take_what_their_pipeline_allows(
-    path: Path, expected: int
-) -> None:
+def test_flexible_kernels_use_as_many_threads_as_their_pipeline_allows(path: Path, expected: int) -> None:
     with open_with(path, max_threads=SMALLER) as model:
         assert model.forward_prompt(PROMPT) == expected
         model.score(PROMPT)
@@ -187,7 +185,7 @@ def test_kernels_that_take_any_number_of_threads_take_what_their_pipeline_allows
     assert len(groups.keys() & SMALLER.keys()) >= 5
 
 
-def test_few_tokens_take_what_the_pipelines_allow(path: Path) -> None:
+def test_few_tokens_use_as_many_threads_as_pipelines_allow(path: Path) -> None:
     kernels = ("rope_attention_decode_f16_32", "attention_combine", "swiglu_f32")
     tokens = PROMPT + [1] * 90  # so many keys that two threadgroups share them
     with open_with(path) as model:
@@ -207,7 +205,7 @@ def test_a_kernel_that_needs_more_threads_is_named(path: Path) -> None:
     assert gpu.live_objects() == 0
 
 
-def test_another_simd_width_is_refused_at_load(path: Path) -> None:
+def test_another_simd_width_is_rejected_at_load(path: Path) -> None:
     with pytest.raises(DeviceError, match=r"the kernel '\w+' runs in simdgroups of 64 threads"):
         open_with(path, simd_width=64)
     assert gpu.live_objects() == 0
@@ -248,7 +246,7 @@ LONG = [3 + i for i in range(96)]
 WORK = 6e6  # multiply-adds: about a tenth of that prompt
 
 
-def test_a_long_pass_is_cut_by_its_work_and_gives_the_same_bits(
+def test_a_long_pass_is_split_by_its_work_and_is_bit_identical(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with open_with(path) as model:
@@ -269,7 +267,7 @@ def test_a_long_pass_is_cut_by_its_work_and_gives_the_same_bits(
 
 
 @pytest.mark.parametrize("model", ["heads", "window"])
-def test_attention_of_a_long_context_is_cut_by_its_work_and_gives_the_same_bits(
+def test_attention_of_a_long_context_is_split_by_its_work_and_is_bit_identical(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str
 ) -> None:
     """Three heads to a head of K, so that the heads of a token may be in two dispatches."""
@@ -293,7 +291,7 @@ def test_attention_of_a_long_context_is_cut_by_its_work_and_gives_the_same_bits(
     assert max(cut_threads) < max(threads)
 
 
-def test_attention_of_tokens_that_see_both_ways_is_cut_by_its_work_and_gives_the_same_bits(
+def test_bidirectional_attention_is_split_by_its_work_and_is_bit_identical(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The last of six layers has no window."""
@@ -340,7 +338,7 @@ def test_a_failure_in_any_command_buffer_of_a_pass_changes_nothing(
         np.testing.assert_array_equal(model.forward_prompt_logits(LONG), wanted)
 
 
-def test_an_error_while_a_pass_is_encoded_waits_for_what_was_committed(
+def test_an_error_during_encoding_waits_for_committed_work(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The buffer of the results is made late in a pass: without it, command buffers are already running."""
@@ -365,7 +363,7 @@ def test_the_first_dispatches_of_a_pass_are_committed_early(path: Path) -> None:
         assert model.stats()["command_buffers"] == 2
 
 
-def test_transfers_keep_their_buffers_and_passes_need_not(path: Path) -> None:
+def test_transfers_retain_their_buffers_but_passes_do_not(path: Path) -> None:
     with open_with(path) as model:
         model.forward_prompt(PROMPT)
         kept = {buffer.label: buffer.retained for buffer in gpu.history()}
@@ -400,7 +398,7 @@ def fill_cache(model: Model) -> None:
             held.enter_context(model.session()).forward_prompt([1] * 250)
 
 
-def test_a_cache_beyond_the_working_set_is_refused_before_a_pass_fails(path: Path) -> None:
+def test_a_cache_beyond_the_working_set_is_rejected_before_any_pass(path: Path) -> None:
     """The cache grows on the way, and then its old and its new buffer are used together."""
     room = 40 << 20
     with open_with(path, working_set_bytes=path.stat().st_size + room, out_of_memory=True) as model:
@@ -410,7 +408,7 @@ def test_a_cache_beyond_the_working_set_is_refused_before_a_pass_fails(path: Pat
         assert 0.4 * room < int(limit) <= 0.5 * room
 
 
-def test_a_cache_limit_of_the_caller_is_taken_as_it_is(path: Path) -> None:
+def test_a_callers_cache_limit_is_used_unchanged(path: Path) -> None:
     gpu.set_limits(gpu.Limits(working_set_bytes=1 << 16))  # less than the weights: room for a page alone
     with Model(path, device="metal") as model, pytest.raises(KVMemoryError, match="1 pages"):
         model.forward_prompt([1] * 65)

@@ -59,7 +59,7 @@ def archives(folder: Path) -> list[Path]:
     return sorted(folder.rglob("*.pipelines"))
 
 
-def test_shaders_are_compiled_for_the_types_and_the_heads_of_the_model_alone(path: Path) -> None:
+def test_only_shaders_for_the_types_and_heads_of_the_model_are_compiled(path: Path) -> None:
     with GGUFFile(path) as file:
         types = {tensor.type for tensor in file.tensors.values() if len(tensor.shape) == 2}
     gpu.forget_compiled_libraries()
@@ -73,7 +73,7 @@ def test_shaders_are_compiled_for_the_types_and_the_heads_of_the_model_alone(pat
     assert "trial.metal" not in kernels
 
 
-def test_the_second_time_nothing_is_compiled(path: Path, folder: Path) -> None:
+def test_nothing_is_compiled_the_second_time(path: Path, folder: Path) -> None:
     first = compiled_by_opening(path)
     (left,) = archives(folder)
     second = compiled_by_opening(path)
@@ -85,7 +85,7 @@ def test_the_second_time_nothing_is_compiled(path: Path, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["a byte", "half", "nothing left"])
-def test_a_damaged_archive_is_made_again(path: Path, folder: Path, damage: str) -> None:
+def test_a_damaged_archive_is_rebuilt(path: Path, folder: Path, damage: str) -> None:
     wanted = compiled_by_opening(path)
     (archive,) = archives(folder)
     whole = archive.read_bytes()
@@ -99,9 +99,7 @@ def test_a_damaged_archive_is_made_again(path: Path, folder: Path, damage: str) 
     assert compiled_by_opening(path)[0] == 0
 
 
-def test_an_archive_that_only_its_checksum_shows_to_be_damaged_is_made_again(
-    path: Path, folder: Path
-) -> None:
+def test_an_archive_with_a_wrong_checksum_is_rebuilt(path: Path, folder: Path) -> None:
     """The emulator opens it, and finds all pipelines in it: macOS may do that with any bytes."""
     wanted = compiled_by_opening(path)
     (archive,) = archives(folder)
@@ -120,7 +118,7 @@ def checksum(content: bytes) -> int:
     return value
 
 
-def test_an_archive_without_a_pipeline_is_made_again(path: Path, folder: Path) -> None:
+def test_an_archive_that_lacks_a_pipeline_is_rebuilt(path: Path, folder: Path) -> None:
     wanted = compiled_by_opening(path)
     (archive,) = archives(folder)
     whole = archive.read_bytes()
@@ -134,7 +132,7 @@ def test_an_archive_without_a_pipeline_is_made_again(path: Path, folder: Path) -
     assert [found.read_bytes() for found in archives(folder)] == [whole]
 
 
-def test_pipelines_are_of_one_device_one_version_and_one_set_of_kernels(
+def test_archives_are_specific_to_device_version_and_kernels(
     path: Path, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other = synth.synthesize(tmp_path / "other.gguf", preset="tiny", layers=2, vocab=320, tensor_type="Q8_0")
@@ -153,7 +151,7 @@ def test_pipelines_are_of_one_device_one_version_and_one_set_of_kernels(
     assert compiled_by_opening(path)[0] == compiled_by_opening(other)[0] == 0
 
 
-def test_archives_that_were_not_used_for_longest_are_deleted(
+def test_the_least_recently_used_archives_are_deleted(
     path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of this system and version, and of others."""
@@ -175,7 +173,7 @@ def test_archives_that_were_not_used_for_longest_are_deleted(
     assert not others[1].parent.exists()
 
 
-def test_without_a_folder_to_write_to_pipelines_are_compiled_each_time(path: Path, folder: Path) -> None:
+def test_pipelines_are_compiled_each_time_without_a_writable_folder(path: Path, folder: Path) -> None:
     folder.write_text("this is a file")
     first = compiled_by_opening(path)
     assert first[0] > 20
@@ -215,7 +213,7 @@ def test_opening_does_not_wait_until_the_archive_is_written(path: Path, folder: 
     assert opened
 
 
-def test_shaders_compile_on_as_many_threads_as_there_are(path: Path) -> None:
+def test_shaders_compile_on_all_threads(path: Path) -> None:
     gpu.forget_compiled_libraries()
     with Model(path, device="metal"):
         assert {library.concurrent for library in gpu.compiled_libraries()} == {True}
@@ -233,7 +231,7 @@ def mapped_bytes_in_memory(path: Path) -> int:
     return max(found)
 
 
-def test_a_file_is_read_from_its_beginning_to_its_end_before_it_becomes_resident(tmp_path: Path) -> None:
+def test_a_file_is_read_completely_before_it_becomes_resident(tmp_path: Path) -> None:
     path = synth.synthesize(tmp_path / "m.gguf", preset="tiny", layers=8, dim=256, ffn=1024, vocab=320)
     with Model(path, device="metal"):
         assert mapped_bytes_in_memory(path) >= path.stat().st_size
@@ -242,13 +240,13 @@ def test_a_file_is_read_from_its_beginning_to_its_end_before_it_becomes_resident
         assert mapped_bytes_in_memory(path) < path.stat().st_size // 2
 
 
-def test_the_emulator_keeps_no_pipelines_unless_asked(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_emulator_stores_pipelines_only_on_request(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("METAL_PREFILL_CACHE", raising=False)
     assert cache_folder.pipeline_folder(emulated=True) == ""
     assert Path(cache_folder.pipeline_folder(emulated=False)).parent.name == "pipelines"
 
 
-def test_weights_and_cache_stay_with_the_gpu(path: Path) -> None:
+def test_weights_and_cache_stay_resident(path: Path) -> None:
     with Model(path, device="metal") as model:
         weights = model.stats()["weights_mapped_bytes"] + model.stats()["weights_copied_bytes"]
         assert model.stats()["resident_bytes"] == gpu.resident_bytes() == weights
@@ -281,15 +279,13 @@ def faults_after(model: Model, pause: float) -> int:
     return int(gpu.counters().residency_faults - before)
 
 
-def test_memory_stays_with_the_gpu_in_pauses_in_which_macos_lets_go_of_it(path: Path) -> None:
+def test_memory_stays_resident_during_pauses(path: Path) -> None:
     gpu.set_limits(gpu.Limits(residency_lapse_ms=1500))
     with Model(path, device="metal") as model:
         assert faults_after(model, pause=4) == 0
 
 
-def test_memory_leaves_the_gpu_when_the_model_was_not_used_for_long(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_is_evicted_after_a_long_idle_time(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with_residency(monkeypatch, 0.1)
     gpu.set_limits(gpu.Limits(residency_lapse_ms=1500))
     with Model(path, device="metal") as model:
@@ -299,7 +295,7 @@ def test_memory_leaves_the_gpu_when_the_model_was_not_used_for_long(
         assert faults_after(model, pause=4) == 0
 
 
-def test_the_thread_that_keeps_memory_ends_with_the_model(path: Path) -> None:
+def test_the_residency_thread_ends_with_the_model(path: Path) -> None:
     def threads() -> int:
         return len(os.listdir("/proc/self/task"))
 
@@ -316,7 +312,7 @@ def test_the_thread_that_keeps_memory_ends_with_the_model(path: Path) -> None:
 
 
 @pytest.mark.parametrize("limits", [{"residency_sets": False}, {"working_set_bytes": 1 << 16}])
-def test_memory_comes_and_goes_where_it_cannot_stay(path: Path, limits: dict[str, int]) -> None:
+def test_memory_is_not_kept_resident_without_support(path: Path, limits: dict[str, int]) -> None:
     gpu.set_limits(gpu.Limits(**limits))
     with Model(path, device="metal") as model:
         model.forward_prompt(PROMPT)

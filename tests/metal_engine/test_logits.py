@@ -49,7 +49,7 @@ def test_argmax_of_several_rows(run: Run, rows: int) -> None:
 
 
 @pytest.mark.parametrize("n", [1, 31, 32, 33, 255, 4096, 4097, 49152])
-def test_argmax_gives_index_and_value(run: Run, n: int) -> None:
+def test_argmax_returns_index_and_value(run: Run, n: int) -> None:
     logits = np.random.default_rng(n).standard_normal(n, np.float32)
     winner = argmax(run, logits)
     assert winner["index"] == logits.argmax()
@@ -97,7 +97,7 @@ def test_argmax_of_special_values(run: Run, values: dict[int, np.float32], index
     assert winner["value"] == logits[index]
 
 
-def test_argmax_of_no_number_at_all(run: Run) -> None:
+def test_argmax_of_nan_only(run: Run) -> None:
     assert argmax(run, np.full(300, np.nan, np.float32))["index"] == NONE
 
 

@@ -22,13 +22,13 @@ KINDS = ("Q4_0", "Q4_1", "Q8_0", "Q4_K", "F16", "BF16")
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_it_reads_the_types_of_models(run: Run, kind: str) -> None:
+def test_all_supported_types(run: Run, kind: str) -> None:
     for cols, tile in ((8, "narrow"), (40, "narrow"), (256, "wide")):  # 40: a last step of eight columns
         check_product(run, "matmul_tensor", tile, kind, 70, columns(kind, cols), 33, seed=6)
 
 
 @pytest.mark.parametrize("tile", TILES)
-def test_the_edges_of_its_tiles(run: Run, tile: str) -> None:
+def test_tile_boundaries(run: Run, tile: str) -> None:
     for tokens in (1, 9, 31, 32, 33, 65):
         check_edges(run, "matmul_tensor", tile, tokens, ([64], [1], [40, 20, 5]))
 
@@ -56,7 +56,7 @@ def test_swiglu_of_tall_tiles(run: Run, kind: str, act: str) -> None:
     check_swiglu(run, "matmul_tensor_swiglu", "tall", kind, act, sizes)
 
 
-def test_it_leaves_the_rest_of_a_longer_row(run: Run) -> None:
+def test_the_rest_of_a_longer_row_is_unchanged(run: Run) -> None:
     check_longer_rows(run, "matmul_tensor", "narrow")
 
 
@@ -66,5 +66,5 @@ def test_swiglu(run: Run, kind: str, tile: str, act: str) -> None:
     check_swiglu(run, "matmul_tensor_swiglu", tile, kind, act)
 
 
-def test_swiglu_keeps_what_is_not_a_number(run: Run) -> None:
+def test_swiglu_propagates_nan(run: Run) -> None:
     check_swiglu_keeps_nan(run, "matmul_tensor_swiglu")

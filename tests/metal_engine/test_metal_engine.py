@@ -97,7 +97,7 @@ def test_a_chunk_is_one_command_buffer(demo_path: Path) -> None:
         assert len(middle) == 1 + 8 * (model.config.n_layers - 1) + 3
 
 
-def test_one_layer_per_layer_in_order(model: Model) -> None:
+def test_layers_are_dispatched_in_order(model: Model) -> None:
     model.forward_prompt(prompt(40))
     layer = [
         "rmsnorm_f16",
@@ -112,7 +112,7 @@ def test_one_layer_per_layer_in_order(model: Model) -> None:
     assert kernels()[1:33] == layer * 4
 
 
-def test_dispatches_are_separated_by_barriers_but_for_independent_ones(tmp_path: Path) -> None:
+def test_dependent_dispatches_are_separated_by_barriers(tmp_path: Path) -> None:
     path = synth.synthesize(
         tmp_path / "m.gguf",
         preset="tiny",
@@ -136,7 +136,7 @@ def private_and_shared() -> tuple[set[str], set[str]]:
     )
 
 
-def test_scratch_is_private_and_what_the_host_touches_is_shared(model: Model) -> None:
+def test_scratch_is_private_and_host_accessible_buffers_are_shared(model: Model) -> None:
     model.forward_prompt_logits(prompt(300))
     model.forward_prompt(prompt(3))
     model.score(prompt(40))
@@ -195,9 +195,7 @@ def test_debug_mode_makes_every_intermediate_readable(
             session.inspector().intermediate("nonsense")
 
 
-def test_debug_mode_is_off_where_the_variable_is_zero(
-    monkeypatch: pytest.MonkeyPatch, demo_path: Path
-) -> None:
+def test_debug_mode_is_off_if_the_variable_is_zero(monkeypatch: pytest.MonkeyPatch, demo_path: Path) -> None:
     monkeypatch.setenv("GPU_DEBUG", "0")
     with Model(demo_path, device="metal") as model:
         model.forward_prompt([1])
@@ -229,7 +227,7 @@ def test_batch_buffers_are_freed_with_the_last_session(demo_path: Path) -> None:
     assert gpu.live_buffers() == []
 
 
-def test_ten_thousand_mixed_calls_leave_objects_and_bytes_as_they_were(tmp_path: Path) -> None:
+def test_ten_thousand_mixed_calls_leak_nothing(tmp_path: Path) -> None:
     shape: dict[str, Any] = {
         "layers": 1,
         "dim": 32,
@@ -266,7 +264,7 @@ def test_ten_thousand_mixed_calls_leave_objects_and_bytes_as_they_were(tmp_path:
     model.close()
 
 
-def test_nothing_is_left_when_a_model_is_closed(demo_path: Path) -> None:
+def test_closing_a_model_releases_everything(demo_path: Path) -> None:
     with Model(demo_path, device="metal") as model:
         model.forward_prompt(prompt(20))
     assert gpu.live_buffers() == []
@@ -402,7 +400,7 @@ def test_fused_kernels_save_two_dispatches_a_layer(demo_path: Path) -> None:
         ]
 
 
-def test_fused_kernels_drift_less_than_a_thousandth_through_thirty_layers(tmp_path: Path) -> None:
+def test_fused_kernels_deviate_by_less_than_a_thousandth_after_thirty_layers(tmp_path: Path) -> None:
     path = synth.synthesize(tmp_path / "m.gguf", preset="tiny", layers=30, dim=192, ffn=512)
     tokens = [3, 1, 4, 1, 5]
     logits = []
@@ -434,7 +432,7 @@ def large_pages(tmp_path: Path) -> Iterator[Model]:
 
 
 @pytest.mark.parametrize("failure", ["allocation", "command buffer"])
-def test_a_failure_while_the_cache_grows_keeps_what_it_holds(large_pages: Model, failure: str) -> None:
+def test_a_failure_while_the_cache_grows_keeps_its_contents(large_pages: Model, failure: str) -> None:
     model = large_pages
     token = model.forward_prompt(prompt(60))
     expected = model.forward_token_greedy(token)
@@ -451,7 +449,7 @@ def test_a_failure_while_the_cache_grows_keeps_what_it_holds(large_pages: Model,
     assert model.forward_token_greedy(token) == expected
 
 
-def test_a_cache_that_grows_keeps_what_it_holds(large_pages: Model) -> None:
+def test_a_growing_cache_keeps_its_contents(large_pages: Model) -> None:
     first = large_pages.session()
     logits = first.forward_prompt_logits(prompt(100))
     first.rewind(99)

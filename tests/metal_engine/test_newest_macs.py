@@ -63,7 +63,7 @@ def plain(path: Path) -> np.ndarray[Any, Any]:
     return logits
 
 
-def test_an_m5_multiplies_on_tensors(path: Path, plain: np.ndarray[Any, Any]) -> None:
+def test_an_m5_uses_tensor_products(path: Path, plain: np.ndarray[Any, Any]) -> None:
     gpu.set_limits(gpu.Limits(apple_family=M5))
     logits, kernels, used = logits_of(path)
     assert used == 1
@@ -81,7 +81,7 @@ def test_an_m5_multiplies_on_tensors(path: Path, plain: np.ndarray[Any, Any]) ->
     [{"wrong_kernels": {"matmul_tensor_f16_tall"}}, {"broken_kernels": {"matmul_tensor_f16_tall"}}],
     ids=["wrong", "broken"],
 )
-def test_an_m5_does_without_tall_tiles_if_they_fail(path: Path, limits: dict[str, Any]) -> None:
+def test_an_m5_avoids_tall_tiles_that_fail(path: Path, limits: dict[str, Any]) -> None:
     """Prompts of 128 tokens and more have them, and the other kernels are used where the trial fails."""
     kernels, logits = {}, []
     for name, given in (("passes", {}), ("fails", limits)):
@@ -98,7 +98,7 @@ def test_an_m5_does_without_tall_tiles_if_they_fail(path: Path, limits: dict[str
     assert np.abs(logits[0] - logits[1]).max() <= 1e-3 * np.abs(logits[1]).max()
 
 
-def test_the_trial_is_made_once_for_a_model(path: Path) -> None:
+def test_the_trial_runs_once_per_model(path: Path) -> None:
     gpu.set_limits(gpu.Limits(apple_family=M5))
     gpu.forget_compiled_libraries()
     _core.metal_device()
@@ -108,7 +108,7 @@ def test_the_trial_is_made_once_for_a_model(path: Path) -> None:
     assert compiled.count("matmul_tensor.metal") == 2  # that of the trial, and that of the model's types
 
 
-def test_all_of_its_kernels_agree_with_float64(path: Path) -> None:
+def test_tensor_kernels_agree_with_float64(path: Path) -> None:
     gpu.set_limits(gpu.Limits(apple_family=M5))
     with Model(path, device="metal") as model:
         report = doctor_report.check_kernels(model, quick=True)
@@ -132,7 +132,7 @@ def test_all_of_its_kernels_agree_with_float64(path: Path) -> None:
     ],
     ids=["no header", "wrong narrow", "wrong wide", "broken trial", "broken type", "few threads"],
 )
-def test_an_m5_does_without_what_fails(
+def test_an_m5_avoids_kernels_that_fail(
     path: Path, plain: np.ndarray[Any, Any], limits: dict[str, Any], reason: str
 ) -> None:
     gpu.set_limits(gpu.Limits(apple_family=M5, **limits))
@@ -146,14 +146,14 @@ def test_an_m5_does_without_what_fails(
     assert gpu.live_objects() == 0
 
 
-def test_a_kernel_that_fails_for_another_reason_is_not_taken_for_one_on_tensors(path: Path) -> None:
+def test_unrelated_kernel_failures_do_not_disable_tensors(path: Path) -> None:
     gpu.set_limits(gpu.Limits(apple_family=M5, broken_kernels={"rmsnorm_f16"}))
     with pytest.raises(DeviceError, match="'rmsnorm_f16' cannot be built"):
         Model(path, device="metal")
     assert gpu.live_objects() == 0
 
 
-def test_wrong_products_on_tensors_are_found_at_first_contact(
+def test_the_self_test_finds_wrong_tensor_products(
     path: Path,
     plain: np.ndarray[Any, Any],
     tmp_path: Path,
@@ -172,7 +172,7 @@ def test_wrong_products_on_tensors_are_found_at_first_contact(
         assert "matmul_tensor_q4_0_narrow: value 0 is 195.26" in caplog.text
 
 
-def test_the_environment_leaves_them_out(
+def test_the_environment_disables_tensor_kernels(
     path: Path, plain: np.ndarray[Any, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("METAL_PREFILL_MATMUL_TENSOR", "0")

@@ -115,7 +115,9 @@ def comparable(dispatches: list[Dispatch]) -> list[tuple[Any, ...]]:
 
 @pytest.mark.parametrize(("family", "chip"), GPUS)
 @pytest.mark.parametrize("name", MODELS)
-def test_a_plan_is_what_reaches_the_gpu(tmp_path: Path, name: str, family: int, chip: str) -> None:
+def test_a_plan_lists_the_dispatches_that_reach_the_gpu(
+    tmp_path: Path, name: str, family: int, chip: str
+) -> None:
     path = synth.synthesize(tmp_path / "m.gguf", **MODELS[name])
     shape = shape_in(path)
     claim(family, chip)
@@ -144,7 +146,7 @@ def test_plans_of_other_architectures(tmp_path: Path, name: str) -> None:
             assert encoded(model, tokens) == comparable(plan(shape_in(path), tokens))
 
 
-def test_a_short_convolution_takes_seven_dispatches_whatever_the_length(tmp_path: Path) -> None:
+def test_a_short_convolution_takes_seven_dispatches_at_any_length(tmp_path: Path) -> None:
     shape = shape_in(small_models.write(tmp_path / "m.gguf", small_models.MODELS["lfm2"]))
     for tokens in (1, 2, 8, 9, 40, 300):
         for position in (0, 500):
@@ -401,7 +403,7 @@ def test_larger_chips_have_more_threads_for_a_token() -> None:
     assert lanes == {"Apple M4": {16}, "Apple M4 Pro": {32}, "Apple M4 Max": {32}}
 
 
-def test_arguments_of_another_size_are_refused() -> None:
+def test_arguments_of_another_size_are_rejected() -> None:
     with pytest.raises(ValueError, match="RmsnormArgs must have 16 bytes, got 3"):
         decode_args("RmsnormArgs", b"abc")
 

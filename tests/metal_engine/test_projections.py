@@ -163,7 +163,7 @@ def test_multi_token_matvec_leaves_the_rest_of_a_longer_row(run: Run) -> None:
 
 
 @pytest.mark.parametrize(("kind", "lanes"), [*product(COMMON_TYPES, [8, 32]), *product(OTHER_TYPES, [8])])
-def test_a_token_gets_the_same_bits_alone_and_with_others(run: Run, kind: str, lanes: int) -> None:
+def test_a_token_is_bit_identical_alone_and_in_a_batch(run: Run, kind: str, lanes: int) -> None:
     rng = np.random.default_rng(5)
     cols = columns(kind, 576)
     w = Weights(rng, kind, [45, 45], cols)
@@ -195,7 +195,7 @@ def test_matmul_reads_every_type(run: Run, kind: str, tile: str) -> None:
 
 
 @pytest.mark.parametrize("stem", ["matmul", "matmul_swiglu"])
-def test_matmul_says_with_how_many_threads_it_runs(libraries: dict[str, KernelLibrary], stem: str) -> None:
+def test_matmul_reports_its_number_of_threads(libraries: dict[str, KernelLibrary], stem: str) -> None:
     """So that a compiler need not save registers for more."""
     for tile in SIZES if stem == "matmul" else TILES:
         kernel = f"{stem}_q4_0_{tile}"
@@ -205,7 +205,7 @@ def test_matmul_says_with_how_many_threads_it_runs(libraries: dict[str, KernelLi
 
 @pytest.mark.parametrize("tile", SIZES)
 @pytest.mark.parametrize("tokens", [1, 2, 7, 8, 9, 31, 32, 33, 64, 65])
-def test_matmul_at_the_edges_of_its_tiles(run: Run, tokens: int, tile: str) -> None:
+def test_matmul_at_tile_boundaries(run: Run, tokens: int, tile: str) -> None:
     check_edges(run, "matmul", tile, tokens, ([64], [1], [63], [40, 20, 5]))
 
 
@@ -216,7 +216,7 @@ def test_matmul_over_long_rows(run: Run, cols: int, rows: int, tile: str) -> Non
 
 
 @pytest.mark.parametrize("steps", range(1, 10))
-def test_a_matmul_that_splits_its_columns_multiplies_all_of_them_once(run: Run, steps: int) -> None:
+def test_a_matmul_with_split_columns_multiplies_each_column_once(run: Run, steps: int) -> None:
     """Whole numbers, so that the result is exact: any part of the columns may have a step more or less."""
     rng = np.random.default_rng(steps)
     cols = 32 * steps - 8
@@ -262,7 +262,7 @@ def test_swiglu_stays_finite_in_half(run: Run) -> None:
     assert (y.check() == 65504).all()
 
 
-def test_swiglu_in_half_does_not_hide_what_is_not_a_number(run: Run) -> None:
+def test_swiglu_in_half_propagates_nan(run: Run) -> None:
     check_swiglu_keeps_nan(run, "matmul_swiglu")
 
     gate_up = np.zeros((1, 8), np.float32)

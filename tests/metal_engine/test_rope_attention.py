@@ -179,9 +179,7 @@ def test_several_sequences(run: Run, case: str, cache: type) -> None:
 
 
 @pytest.mark.parametrize("position", [0, 2, 3, PAGE - 1, PAGE, PAGE + 1, 130])
-def test_bits_are_those_of_a_sequence_alone_and_of_the_two_kernels_that_are_joined(
-    run: Run, position: int
-) -> None:
+def test_results_are_bit_identical_to_single_sequences_and_separate_kernels(run: Run, position: int) -> None:
     splits = 1 if position < PAGE else 2
     alone, together = Case(position), Case(70, position, 400)
     threads = 32 * min(8, ceil_div(position + 1, 4 * splits))
@@ -191,7 +189,7 @@ def test_bits_are_those_of_a_sequence_alone_and_of_the_two_kernels_that_are_join
         np.testing.assert_array_equal(each[1], expected[0])
 
 
-def test_wherever_a_sequence_ends_in_its_page(run: Run) -> None:
+def test_at_any_position_within_a_page(run: Run) -> None:
     Case(*range(2 * PAGE), heads=(3, 1), dims=(32, 32), rope=32).check(run)
 
 

@@ -72,7 +72,7 @@ def ahead(run: Any) -> list[int]:
     return [buffer.ahead_of_host for buffer in gpu.history()]
 
 
-def test_the_text_is_that_of_single_tokens(session: Session, wanted: list[int]) -> None:
+def test_the_text_equals_that_of_single_tokens(session: Session, wanted: list[int]) -> None:
     assert tokens_of(session) == wanted
     assert session.position == len(PROMPT) + TOKENS - 1
 
@@ -105,13 +105,13 @@ def test_nothing_is_sent_after_the_last_token(session: Session) -> None:
     [{"temperature": 0.7, "seed": 1}, {"logprobs": 0}, {"min_tokens": 3}],
     ids=lambda options: next(iter(options)),
 )
-def test_texts_that_need_the_host_between_tokens_are_not_ahead(
+def test_texts_that_need_the_host_between_tokens_do_not_run_ahead(
     session: Session, options: dict[str, Any]
 ) -> None:
     assert set(ahead(lambda: tokens_of(session, 6, **options))) == {0}
 
 
-def test_what_a_stop_leaves_is_thrown_away(model: Model, session: Session, wanted: list[int]) -> None:
+def test_work_after_a_stop_is_discarded(model: Model, session: Session, wanted: list[int]) -> None:
     stop = wanted[9]
     first = wanted.index(stop)
     assert tokens_of(session, stop=stop) == wanted[: first + 1]
@@ -122,7 +122,7 @@ def test_what_a_stop_leaves_is_thrown_away(model: Model, session: Session, wante
     assert tokens_of(session) == wanted
 
 
-def test_other_tokens_than_the_chosen_one_are_computed(session: Session, wanted: list[int]) -> None:
+def test_appending_another_token_than_the_chosen_one_works(session: Session, wanted: list[int]) -> None:
     """The row that was written ahead is written anew."""
     text = session.stream(PROMPT, TOKENS, **ONE_BY_ONE)
     first = next(text).token
@@ -137,9 +137,7 @@ def test_other_tokens_than_the_chosen_one_are_computed(session: Session, wanted:
     assert session.forward_token_greedy(other) >= 0
 
 
-def test_a_session_that_returns_to_a_position_does_not_find_what_was_sent_before(
-    session: Session, wanted: list[int]
-) -> None:
+def test_a_rewound_session_ignores_earlier_work_in_flight(session: Session, wanted: list[int]) -> None:
     """At the same position, with the same token, after another text."""
     text = session.stream(PROMPT, TOKENS, **ONE_BY_ONE)
     chosen = [next(text).token, next(text).token]
@@ -180,7 +178,7 @@ def test_other_sessions_compute_between_the_tokens(model: Model, session: Sessio
     assert made == others == wanted[:10]
 
 
-def test_copies_of_pages_wait_for_what_another_session_has_on_its_way(
+def test_copies_of_pages_wait_for_work_of_other_sessions(
     model: Model, session: Session, wanted: list[int]
 ) -> None:
     with model.session() as other:
@@ -194,7 +192,7 @@ def test_copies_of_pages_wait_for_what_another_session_has_on_its_way(
         fork.close()
 
 
-def test_threads_are_ahead_side_by_side(model: Model, wanted: list[int]) -> None:
+def test_threads_run_ahead_concurrently(model: Model, wanted: list[int]) -> None:
     def text(_: int) -> list[int]:
         with model.session() as session:
             return tokens_of(session, 10)
@@ -203,7 +201,7 @@ def test_threads_are_ahead_side_by_side(model: Model, wanted: list[int]) -> None
         assert list(threads.map(text, range(3))) == [wanted[:10]] * 3
 
 
-def test_two_sessions_have_their_next_tokens_on_the_way_at_once(model: Model, wanted: list[int]) -> None:
+def test_two_sessions_have_tokens_in_flight_at_once(model: Model, wanted: list[int]) -> None:
     """Two command buffers of each session: none of the four uses what another still needs."""
     with model.session() as one, model.session() as two:
         texts = [session.stream(PROMPT, 8, **ONE_BY_ONE) for session in (one, two)]
@@ -222,7 +220,7 @@ def test_two_sessions_have_their_next_tokens_on_the_way_at_once(model: Model, wa
 
 
 @pytest.mark.parametrize(("nth", "position"), [(1, 0), (2, 0), (3, len(PROMPT))])
-def test_a_commit_that_throws_is_an_exception_and_changes_nothing(
+def test_a_failed_commit_raises_and_changes_nothing(
     session: Session, wanted: list[int], nth: int, position: int
 ) -> None:
     """The prompt's, and those of the tokens that are sent ahead; nothing waits for what was never sent."""
@@ -234,7 +232,7 @@ def test_a_commit_that_throws_is_an_exception_and_changes_nothing(
 
 
 @pytest.mark.parametrize("nth", [1, 2, 3])
-def test_a_failure_is_that_of_the_token_it_concerns(session: Session, wanted: list[int], nth: int) -> None:
+def test_a_failure_affects_only_its_token(session: Session, wanted: list[int], nth: int) -> None:
     text = session.stream(PROMPT, TOKENS, **ONE_BY_ONE)
     made = [next(text).token]  # the second is in flight
     gpu.fail_command_buffer(nth, message="the GPU had enough")
@@ -245,7 +243,7 @@ def test_a_failure_is_that_of_the_token_it_concerns(session: Session, wanted: li
     assert tokens_of(session) == wanted
 
 
-def test_a_failure_of_what_nobody_asked_for_is_not_said(session: Session, wanted: list[int]) -> None:
+def test_a_failure_of_unused_work_is_not_reported(session: Session, wanted: list[int]) -> None:
     gpu.fail_command_buffer(2, message="the GPU had enough")
     text = session.stream(PROMPT, TOKENS, **ONE_BY_ONE)
     assert next(text).token == wanted[0]
@@ -253,14 +251,14 @@ def test_a_failure_of_what_nobody_asked_for_is_not_said(session: Session, wanted
     assert session.forward_token_greedy(wanted[0] + 1) >= 0
 
 
-def test_no_memory_for_running_ahead_is_no_error(session: Session, wanted: list[int]) -> None:
+def test_a_lack_of_memory_for_running_ahead_is_not_an_error(session: Session, wanted: list[int]) -> None:
     """A second pass in flight has buffers of its own, which are allocated then."""
     text = session.stream(PROMPT, TOKENS, **ONE_BY_ONE)
     gpu.fail_allocation(30)
     assert [piece.token for piece in text] == wanted
 
 
-def test_the_last_page_is_filled(path: Path, wanted: list[int]) -> None:
+def test_the_last_page_can_be_filled(path: Path, wanted: list[int]) -> None:
     """Running ahead needs a page earlier than the text does: where there is none, it waits."""
     with Model(path, device="metal", kv_memory=1) as model, model.session() as session:
         n = 64 - len(PROMPT) + 1
@@ -268,13 +266,13 @@ def test_the_last_page_is_filled(path: Path, wanted: list[int]) -> None:
         assert session.position == 64
 
 
-def test_the_context_is_filled(model: Model, wanted: list[int]) -> None:
+def test_the_context_can_be_filled(model: Model, wanted: list[int]) -> None:
     with model.session(max_context=50) as session:
         assert tokens_of(session) == wanted[:11]
         assert session.position == 50
 
 
-def test_logits_of_nothing_but_nan_are_an_error_and_change_nothing(tmp_path: Path) -> None:
+def test_nan_logits_are_an_error_and_change_nothing(tmp_path: Path) -> None:
     """The pass that runs ahead has no token then, and is discarded."""
     whole = write(tmp_path / "whole.gguf", MODELS["gqa 1"])
     path = with_tensor(tmp_path / "m.gguf", whole, "output_norm.weight", lambda values: values.fill(np.nan))
@@ -297,7 +295,7 @@ def test_a_forked_process_does_not_wait_for_the_gpu(model: Model) -> None:
     assert next(text).token >= 0
 
 
-def test_closing_waits_for_what_is_on_its_way(path: Path) -> None:
+def test_closing_waits_for_work_in_flight(path: Path) -> None:
     before = gpu.live_objects()  # of the model that other tests use
     with Model(path, device="metal") as model:
         next(model._default_session().stream(PROMPT, TOKENS, **ONE_BY_ONE))

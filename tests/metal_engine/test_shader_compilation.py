@@ -36,7 +36,7 @@ def metal_version(source: Path) -> str:
     return str(100 * major + 10 * minor)
 
 
-def test_every_shader_passes_what_can_be_checked_without_apples_compiler() -> None:
+def test_every_shader_passes_the_static_checks() -> None:
     assert len(SOURCES) >= 12
     for version in {metal_version(source) for source in SOURCES}:
         sources = [source for source in SOURCES if metal_version(source) == version]
@@ -46,7 +46,7 @@ def test_every_shader_passes_what_can_be_checked_without_apples_compiler() -> No
 
 
 @pytest.mark.parametrize("name", ["argmax", "rope", "rmsnorm", "embed", "log_prob"])
-def test_on_nvidia_gpus_kernels_need_nothing_but_the_driver(name: str, tmp_path: Path) -> None:
+def test_kernels_on_nvidia_gpus_need_only_the_driver(name: str, tmp_path: Path) -> None:
     flat, assembly = tmp_path / f"{name}.metal", tmp_path / f"{name}.ptx"
     flat.write_text(flat_source(SHADERS / f"{name}.metal"))
     result = run_compiler("compile_shader.py", "--ptx", "--metal-version", "300", flat, "-o", assembly)

@@ -32,7 +32,7 @@ TWO_FORMS = (
 
 
 @pytest.mark.parametrize("path", sorted(SHADERS.glob("*.[hm]*")), ids=lambda p: p.name)
-def test_functions_with_a_fast_form_are_named_with_the_form(path: Path) -> None:
+def test_functions_with_a_fast_variant_name_it_explicitly(path: Path) -> None:
     """Which one a bare name means depends on the compiler's options, and on the macOS that reads them."""
     code = re.sub(r"//.*", "", path.read_text())
     assert re.findall(rf"(?<![\w:.])(?:{TWO_FORMS})\(.*", code) == []

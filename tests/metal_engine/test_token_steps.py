@@ -61,7 +61,7 @@ def test_embed(run: Run, kind: str, scale: float, stride: int) -> None:
     np.testing.assert_allclose(x.check(), scale * table.values[ids], rtol=1e-6, atol=1e-6 * scale)
 
 
-def test_embed_reads_a_row_of_the_table_whatever_the_id(run: Run) -> None:
+def test_embed_reads_the_row_of_any_id(run: Run) -> None:
     """Argmax of logits that are all NaN is not a token: results that depend on it are discarded."""
     table = Weights(np.random.default_rng(1), "F32", [19], 8)
     ids = np.array([CONSTANTS["ARGMAX_NONE"], 3], np.uint32)
@@ -101,7 +101,7 @@ def test_rmsnorm(run: Run, tokens: int, dim: int, threads: int) -> None:
 
 
 @pytest.mark.parametrize("threads", [32, 64])
-def test_rmsnorm_in_place_of_some_columns(run: Run, threads: int) -> None:
+def test_rmsnorm_of_some_columns_in_place(run: Run, threads: int) -> None:
     """Heads of a row, of which the norm takes all together, and other columns after them."""
     rng = np.random.default_rng(4)
     rows = rng.standard_normal((3, 200)).astype(np.float32)
@@ -216,7 +216,7 @@ def test_rope_append(run: Run, case: str, cache: type, sequences: list[tuple[int
 
 
 @pytest.mark.parametrize("kind", ["F32", "Q8_0"])
-def test_embed_adds_rows_of_a_table_to_what_is_there(run: Run, kind: str) -> None:
+def test_embed_adds_rows_of_a_second_table(run: Run, kind: str) -> None:
     """Positions of rows are the ids of the position embedding."""
     rng = np.random.default_rng(2)
     table = Weights(rng, kind, [19], 64)
@@ -384,7 +384,7 @@ def test_short_conv(run: Run, channels: int, taps: int) -> None:
                 np.testing.assert_allclose(after[slot], wanted, rtol=1e-6, atol=1e-6)
 
 
-def test_swiglu_is_as_accurate_as_the_fast_exponential_lets_it_be(run: Run) -> None:
+def test_swiglu_is_as_accurate_as_the_fast_exponential(run: Run) -> None:
     """1 / (1 + e) is wrong by e / (1 + e)^2 times the relative error of e, which is that of `fast::exp`.
 
     The sum, the quotient and the product are rounded once each.

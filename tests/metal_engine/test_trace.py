@@ -54,7 +54,7 @@ def counted(steps: list[Step]) -> list[tuple[Any, dict[str, dict[str, int]]]]:
     ]
 
 
-def test_a_traced_prompt_computes_what_an_untraced_one_does(model: Model) -> None:
+def test_a_traced_prompt_has_the_same_results(model: Model) -> None:
     expected = model.forward_prompt(range(1, PROMPT + 1))
     logits = model.forward_token(expected)
     with model.session() as session:
@@ -64,7 +64,7 @@ def test_a_traced_prompt_computes_what_an_untraced_one_does(model: Model) -> Non
         np.testing.assert_array_equal(session.forward_token(token), logits)
 
 
-def test_a_trace_has_the_dispatches_of_the_call_in_order(model: Model) -> None:
+def test_a_trace_lists_the_dispatches_of_the_call_in_order(model: Model) -> None:
     model.forward_prompt(range(1, PROMPT + 1))
     with model.session() as session:
         planned = session.plan(PROMPT)
@@ -89,7 +89,7 @@ def test_traced_dispatches_run_one_after_another(model: Model) -> None:
 
 
 @pytest.mark.emulator
-def test_what_is_counted_is_what_shapes_say(model: Model, path: Path) -> None:
+def test_counted_work_matches_the_shapes(model: Model, path: Path) -> None:
     if not counts_work(model.device):
         pytest.skip("only the emulator's CPU executor counts, and only without a sanitizer")
     checked = set()
@@ -130,7 +130,7 @@ def test_what_is_counted_is_what_shapes_say(model: Model, path: Path) -> None:
         {"chunk_tokens": 512},
     ],
 )
-def test_the_cost_model_has_the_bytes_that_are_counted(path: Path, metal: None, options: Any) -> None:
+def test_the_cost_model_predicts_the_counted_bytes(path: Path, metal: None, options: Any) -> None:
     """Each byte once: weights, activations and cache, for every kernel of the engine."""
     with Model(path, device="metal", **options) as model:
         if not counts_work(model.device):
@@ -144,7 +144,7 @@ def test_the_cost_model_has_the_bytes_that_are_counted(path: Path, metal: None, 
 
 
 @pytest.mark.emulator
-def test_the_cost_model_has_the_bytes_of_short_convolutions(tmp_path: Path, metal: None) -> None:
+def test_the_cost_model_predicts_the_bytes_of_short_convolutions(tmp_path: Path, metal: None) -> None:
     path = small_models.write(tmp_path / "m.gguf", small_models.MODELS["lfm2"])
     with Model(path, device="metal") as model:
         if not counts_work(model.device):
@@ -211,7 +211,7 @@ def test_a_trace_can_be_read_again(model: Model, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"traceEvents": [{"ph": "X"}], "otherData": {}}'])
-def test_other_files_are_no_traces(tmp_path: Path, text: str) -> None:
+def test_other_files_are_rejected_as_traces(tmp_path: Path, text: str) -> None:
     (tmp_path / "t.json").write_text(text)
     with pytest.raises(ValueError, match=r"t\.json is not a metal-prefill trace"):
         read_trace(tmp_path / "t.json")
@@ -231,7 +231,7 @@ def test_the_cpu_engine_has_no_dispatches(
     assert not list(tmp_path.glob("trace*"))
 
 
-def test_what_does_not_fit_is_refused_before_it_runs(
+def test_calls_that_do_not_fit_are_rejected_before_they_run(
     model: Model, path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     limit = model.config.context_length
@@ -251,7 +251,7 @@ def test_what_does_not_fit_is_refused_before_it_runs(
 
 
 @pytest.mark.emulator
-def test_a_dispatch_that_fails_leaves_the_session(model: Model) -> None:
+def test_a_failed_dispatch_leaves_the_session_unchanged(model: Model) -> None:
     if not _core.has_emulator:
         pytest.skip("faults are the emulator's")
     with model.session() as session:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from mutants.mutant import Mutant
 
 _HAZARDS, _ENDS = "emulator/tests/test_hazards.py", "emulator/tests/test_buffer_ends.py"
-_REFUSED = "emulator/tests/test_metal_objects.py", "-k", "commit_that_is_refused"
+_REFUSED = "emulator/tests/test_metal_objects.py", "-k", "a_refused_commit"
 
 MUTANTS = (
     Mutant(
@@ -139,7 +139,7 @@ MUTANTS = (
         "if (!metal_emulator::limits().binary_archives)",
         "if (false)",
         "archives open on every device",
-        ("emulator/tests/test_profiles.py", "-k", "archives"),
+        ("emulator/tests/test_profiles.py", "-k", "opening_an_archive"),
     ),
     Mutant(
         "emulator/msl/scanner/lint.py",

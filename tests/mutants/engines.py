@@ -8,11 +8,11 @@ _ENGINE, _BATCH, _SAMPLING = "tests/test_engine.py", "tests/test_batch.py", "tes
 _Q8 = "tests/test_q8_cache.py"
 _TREE = "tests/test_prefix_tree.py"
 _KERNELS = "tests/test_cpu_kernels.py"
-_PAIRS = f"{_KERNELS}::test_product_of_pairs_is_that_of_rounded_numbers"
+_PAIRS = f"{_KERNELS}::test_the_product_of_pairs_is_that_of_rounded_numbers"
 _MODELS = f"{_ENGINE}::test_logits_match_the_reference_on_every_kind_of_model"
 _ROWS = "tests/test_row_outputs.py"
 _STATES = "tests/test_recurrent.py"
-_SEVERAL = f"{_BATCH}::test_prompts_and_tokens_together_are_what_they_are_alone"
+_SEVERAL = f"{_BATCH}::test_batched_prompts_and_tokens_match_single_ones"
 
 SHARED = (
     Mutant(
@@ -27,21 +27,21 @@ SHARED = (
         "const int tokens = std::min(behind > 0 ? behind : item.left(), room);",
         "const int tokens = std::min(behind > 1 ? behind - 1 : item.left(), room);",
         "the last token before the position is not computed again",
-        (_STATES, "-k", "cpu and rewound"),
+        (_STATES, "-k", "cpu and (rewound or repeated_rewinds)"),
     ),
     Mutant(
         "cpp/states.cpp",
         "planned.writes.push_back({at - current_.position, pool_.take(), keep});",
         "planned.writes.push_back({at - current_.position, current_.state, keep});",
         "a pass writes to the slot that snapshots and forks share",
-        (_STATES, "-k", "cpu and (fork or rewound)"),
+        (_STATES, "-k", "cpu and (fork or (rewound or repeated_rewinds))"),
     ),
     Mutant(
         "cpp/states.cpp",
         "drop_after(position);\n  if (current_.position <= position) return;",
         "if (current_.position <= position) return;",
         "snapshots of tokens that were taken back stay",
-        (_STATES, "-k", "cpu and again_and_again"),
+        (_STATES, "-k", "cpu and repeated_rewinds"),
     ),
     Mutant(
         "cpp/states.cpp",
@@ -62,21 +62,21 @@ SHARED = (
         "if (state.position <= begin || state.position > end) continue;",
         "if (state.position <= begin) continue;",
         "a page has states of the pages after it",
-        (_STATES, "-k", "cpu and (later_session or outlives)"),
+        (_STATES, "-k", "cpu and (later_session or shared_prefix)"),
     ),
     Mutant(
         "cpp/cache_memory.h",
         "prefixes_.evict() || (states_ && states_->drop_snapshot())",
         "prefixes_.evict()",
         "snapshots keep the memory that prompts need",
-        (_STATES, "-k", "cpu and give_way"),
+        (_STATES, "-k", "cpu and snapshots_are_evicted"),
     ),
     Mutant(
         "cpp/engine.cpp",
         "return states ? std::min(tokens_.size(), std::size_t(states->current().position)) : tokens_.size();",
         "return tokens_.size();",
         "a session that was rewound takes the state of an earlier token for its own",
-        (_STATES, "-k", "cpu and rewound"),
+        (_STATES, "-k", "cpu and (rewound or repeated_rewinds)"),
     ),
     Mutant(
         "cpp/batch.cpp",
@@ -90,14 +90,14 @@ SHARED = (
         "return item.without_output() + 1 + right - result.done;",
         "return item.without_output() + 2 + right - result.done;",
         "the first wrong guess stays in the session",
-        (f"{_ROWS}::test_drafts_count_up_to_the_first_that_is_wrong", "-k", "cpu"),
+        (f"{_ROWS}::test_drafts_count_up_to_the_first_wrong_one", "-k", "cpu"),
     ),
     Mutant(
         "cpp/batch.cpp",
         "item.session().cache_->share(*leader.session().cache_, int(item.shared));",
         "",
         "a prompt that shares a prefix with another takes its tokens but not its pages",
-        (f"{_BATCH}::test_prompts_of_one_batch_compute_their_common_beginning_once",),
+        (f"{_BATCH}::test_prompts_of_one_batch_compute_their_common_prefix_once",),
     ),
     Mutant(
         "cpp/batch.cpp",
@@ -111,14 +111,14 @@ SHARED = (
         "choices.drafts, choices.first + int(first)",
         "choices.drafts, choices.first",
         "the choices of a later pass are compared with the drafts of the first",
-        (f"{_ROWS}::test_drafts_are_cut_where_a_pass_is_full",),
+        (f"{_ROWS}::test_drafts_are_limited_by_a_full_pass",),
     ),
     Mutant(
         "cpp/output.cpp",
         "hidden.states + begin * std::size_t(hidden.dim)",
         "hidden.states",
         "the hidden states of a later pass replace those of the first",
-        ("tests/test_hidden_states.py::test_a_prompt_of_several_passes_gives_one_array", "-k", "cpu"),
+        ("tests/test_hidden_states.py::test_a_prompt_of_several_passes_returns_one_array", "-k", "cpu"),
     ),
     Mutant(
         "cpp/python/engine.cpp",
@@ -139,49 +139,49 @@ SHARED = (
         "copy->cache_->share(*cache_, int(tokens_.size()));",
         "copy->cache_->share(*cache_, int(tokens_.size()) - 1);",
         "a fork lacks the last page where it holds one position",
-        (f"{_BATCH}::test_a_fork_and_its_origin_go_their_own_ways_from_any_position", "-k", "cpu"),
+        (f"{_BATCH}::test_a_fork_and_its_origin_diverge_from_any_position", "-k", "cpu"),
     ),
     Mutant(
         "cpp/pages.cpp",
         "if (pool_.is_shared(pages_[i])) shared.push_back(i);",
         "",
         "a session writes to pages that others hold",
-        (f"{_BATCH}::test_a_fork_and_its_origin_go_their_own_ways_from_any_position", "-k", "cpu"),
+        (f"{_BATCH}::test_a_fork_and_its_origin_diverge_from_any_position", "-k", "cpu"),
     ),
     Mutant(
         "cpp/prefix_tree.cpp",
         "while (positions > 0 && wanted[std::size_t(positions) - 1] == kNone) --positions;",
         "",
         "padding of a page counts as tokens that agree",
-        (_BATCH, "-k", "cpu and (living or finished or once or bounded or positions_only)"),
+        (_BATCH, "-k", "cpu and (open_session or closed_session or once or bounded or found_only)"),
     ),
     Mutant(
         "cpp/prefix_tree.cpp",
         "const auto root = roots_.find(name_space);",
         "const auto root = roots_.begin();",
         "a prompt finds prefixes of another namespace",
-        (f"{_TREE}::test_prefixes_are_found_in_their_namespace_only",),
+        (f"{_TREE}::test_prefixes_are_found_only_in_their_namespace",),
     ),
     Mutant(
         "cpp/prefix_tree.cpp",
         "  touch(last);\n  pool_.retain(match.pages);",
         "  pool_.retain(match.pages);",
         "pages that are found do not count as used",
-        (f"{_TREE}::test_pages_leave_in_the_order_that_the_policy_states",),
+        (f"{_TREE}::test_pages_are_evicted_in_the_order_of_the_policy",),
     ),
     Mutant(
         "cpp/prefix_tree.cpp",
         "for (; node && node->parent; node = node->parent) {",
         "if (node && node->parent) {",
         "the page before one that was evicted leaves too late or too early",
-        (f"{_TREE}::test_pages_leave_in_the_order_that_the_policy_states",),
+        (f"{_TREE}::test_pages_are_evicted_in_the_order_of_the_policy",),
     ),
     Mutant(
         "cpp/prefix_tree.cpp",
         "if (!unused_only || !pool_.is_shared(oldest_->page)) {",
         "if (true) {",
         "a page that a session holds is evicted, which makes no room",
-        (f"{_TREE}::test_nothing_is_evicted_where_sessions_hold_all",),
+        (f"{_TREE}::test_nothing_is_evicted_if_all_pages_are_in_use",),
     ),
     Mutant(
         "cpp/prefix_tree.cpp",
@@ -195,7 +195,7 @@ SHARED = (
         "      remove(*before->second);\n",
         "",
         "a page stays next to one with more of the same tokens",
-        (f"{_TREE}::test_pages_leave_in_the_order_that_the_policy_states",),
+        (f"{_TREE}::test_pages_are_evicted_in_the_order_of_the_policy",),
     ),
     Mutant(
         "cpp/batch.cpp",
@@ -237,7 +237,7 @@ SHARED = (
         "if (before + half >= target) {",
         "if (before + half > target + 1) {",
         "top-p and typical sampling keep too many tokens",
-        (f"{_SAMPLING}::test_choices_are_those_of_the_reference",),
+        (f"{_SAMPLING}::test_choices_match_the_reference",),
     ),
     Mutant(
         "cpp/sampling.cpp",
@@ -251,7 +251,7 @@ SHARED = (
         "philox({std::uint32_t(at_), answer_, 0, 0}, key)",
         "philox({std::uint32_t(at_), 0, 0, 0}, key)",
         "all answers to a prompt are the same",
-        (f"{_SAMPLING}::test_each_seed_position_and_answer_has_a_number_of_its_own",),
+        (f"{_SAMPLING}::test_each_seed_position_and_answer_has_its_own_random_number",),
     ),
     Mutant(
         "cpp/softmax.cpp",
@@ -286,7 +286,7 @@ SHARED = (
         "forgotten |= pool_.forget && pool_.forget(pages_[i]);",
         "static_cast<void>(i);",
         "a page is copied that only the prefix cache holds as well, even where memory is full",
-        ("tests/test_scheduler.py::test_a_prompt_that_is_known_to_the_last_page_fits_like_a_new_one",),
+        ("tests/test_scheduler.py::test_a_completely_cached_prompt_fits_like_a_new_one",),
     ),
     Mutant(
         "cpp/session_lock.cpp",
@@ -345,7 +345,7 @@ CPU = (
         "q8 || layout_ == KvLayout::kPairs ? key_bytes_ : key_block(round_up(positions, kKeyBlock))",
         "q8 ? key_bytes_ : key_block(positions)",
         "a copied page lacks the keys of its last block, or of all but the first dimensions",
-        (f"{_BATCH}::test_a_fork_and_its_origin_go_their_own_ways_from_any_position", "-k", "cpu"),
+        (f"{_BATCH}::test_a_fork_and_its_origin_diverge_from_any_position", "-k", "cpu"),
     ),
     Mutant(
         "cpp/cpu/kernels.h",
@@ -359,14 +359,14 @@ CPU = (
         "return {q8 || layout_ == KvLayout::kPairs ? key_bytes_ :",
         "return {q8 ? q8_scale(key_dim_, 0, 0) : layout_ == KvLayout::kPairs ? key_bytes_ :",
         "a copied page in q8_0 keeps the scales of the keys that it had before",
-        (f"{_Q8}::test_forks_rewinds_and_prefixes_are_those_of_a_session_alone",),
+        (f"{_Q8}::test_forks_rewinds_and_prefixes_match_a_single_session",),
     ),
     Mutant(
         "cpp/cpu/tile_unpacked.h",
         "S::sum_halfwords(start[h], sum[t][r])",
         "S::sum_halfwords(S::set_int(0), sum[t][r])",
         "products of many tokens on AVX2 count codes from 0",
-        ("tests/test_cpu_kernels.py::test_quantized_product_is_the_exact_one", "-k", "avx2"),
+        ("tests/test_cpu_kernels.py::test_the_quantized_product_is_exact", "-k", "avx2"),
     ),
     Mutant(
         "cpp/cpu/tile_blocks.h",
@@ -380,14 +380,14 @@ CPU = (
         "values->scales[block]",
         "values->scales[0]",
         "weights of all blocks are multiplied by the scales of the first one",
-        (f"{_Q8}::test_logits_are_those_of_a_cache_that_was_rounded",),
+        (f"{_Q8}::test_logits_match_a_rounded_cache",),
     ),
     Mutant(
         "cpp/cpu/tile_float.h",
         "share = ceil_div(count - token, passes);",
         "share = Product::kTokens;",
         "the last tile of tokens goes beyond those that there are",
-        ("tests/test_cpu_kernels.py::test_float_product_is_that_of_float64",),
+        ("tests/test_cpu_kernels.py::test_float_products_agree_with_float64",),
     ),
     Mutant(
         "cpp/cpu/weights.cpp",
@@ -401,7 +401,7 @@ CPU = (
         "compute == Compute::kBf16 || (compute == Compute::kInt8 &&",
         "(compute == Compute::kInt8 &&",
         "compute='bf16' computes in float32",
-        (f"{_ENGINE}::test_bfloat16_rounds_weights_of_every_type_where_the_processor_has_such_products",),
+        (f"{_ENGINE}::test_bfloat16_mode_rounds_weights_of_every_type_if_supported",),
     ),
     Mutant(
         "cpp/cpu/tile_pairs_amx.h",
@@ -429,35 +429,35 @@ CPU = (
         "values[std::size_t(code)] = float(code - Block::kZero);",
         "values[std::size_t(code)] = float(code);",
         "4-bit codes count from zero when they become pairs",
-        (f"{_KERNELS}::test_weights_become_the_nearest_bfloat16",),
+        (f"{_KERNELS}::test_weights_are_rounded_to_the_nearest_bfloat16",),
     ),
     Mutant(
         "cpp/cpu/packing.cpp",
         "(bits + 0x7fff + (bits >> 16 & 1)) >> 16",
         "bits >> 16",
         "floats are cut off when they become bfloat16",
-        (f"{_KERNELS}::test_weights_become_the_nearest_bfloat16",),
+        (f"{_KERNELS}::test_weights_are_rounded_to_the_nearest_bfloat16",),
     ),
     Mutant(
         "cpp/cpu/isa.cpp",
         "pair_speedup() < kMinPairSpeedup",
         "pair_speedup() >= kMinPairSpeedup",
         "the slower of the sets with and without bfloat16 is taken",
-        (f"{_KERNELS}::test_vectors_of_pairs_are_preferred_where_they_are_faster_than_float32",),
+        (f"{_KERNELS}::test_bfloat16_pairs_are_preferred_if_faster_than_float32",),
     ),
     Mutant(
         "cpp/cpu/engine.cpp",
         "rounds_coarsely(model, options.compute) ? kernels.half_layout",
         "options.compute == Compute::kInt8 ? kernels.half_layout",
         "attention rounds to bfloat16 where nothing else is rounded",
-        (f"{_ENGINE}::test_weights_that_are_not_rounded_give_float32_in_either_mode",),
+        (f"{_ENGINE}::test_exact_weights_give_float32_results_in_both_modes",),
     ),
     Mutant(
         "cpp/cpu/ops.cpp",
         "round_to_bfloat16(from, columns, a.bfloat16.row(row) + first)",
         "round_to_bfloat16(from, columns, a.bfloat16.row(row))",
         "results of all heads go to the columns of the first",
-        (f"{_ENGINE}::test_models_in_bfloat16_stay_near_the_reference_however_a_prompt_is_split",),
+        (f"{_ENGINE}::test_bfloat16_models_stay_near_the_reference_for_any_split",),
     ),
     Mutant(
         "cpp/cpu/linear.cpp",
@@ -478,14 +478,14 @@ CPU = (
         "if (!is_last(done_[(keys ? 0 : config.n_kv_heads) + i], products)) continue;",
         "if (!is_last(done_[(keys ? 0 : config.n_kv_heads) + i], 1)) continue;",
         "a head of few rows goes to the cache when the first of its columns are computed",
-        (f"{_ENGINE}::test_the_cpu_gives_the_same_bits_however_a_prompt_is_split",),
+        (f"{_ENGINE}::test_the_cpu_is_bit_identical_for_any_split_of_a_prompt",),
     ),
     Mutant(
         "cpp/cpu/linear.cpp",
         "bool prepared = false;",
         "bool prepared = c.worker.index() > 0;",
         "all threads but one multiply the norm of an earlier step, where rows are few",
-        (f"{_ENGINE}::test_the_cpu_gives_the_same_bits_however_a_prompt_is_split",),
+        (f"{_ENGINE}::test_the_cpu_is_bit_identical_for_any_split_of_a_prompt",),
     ),
     Mutant(
         "cpp/cpu/attention.cpp",
@@ -534,7 +534,7 @@ CPU = (
         "return row.pages[row.position / kPagePositions];",
         "return row.pages[(row.position + 1) / kPagePositions];",
         "what is at the last position of a page goes to the next page",
-        (f"{_BATCH}::test_a_fork_and_its_origin_go_their_own_ways_from_any_position", "-k", "cpu"),
+        (f"{_BATCH}::test_a_fork_and_its_origin_diverge_from_any_position", "-k", "cpu"),
     ),
     Mutant(
         "cpp/cpu/attention.cpp",
@@ -569,21 +569,21 @@ CPU = (
         "FloatRows{all.row(item.seen_split * rows), all.stride}",
         "FloatRows{all.row(0), all.stride}",
         "splits of positions share their queries and results",
-        (f"{_ENGINE}::test_threads_that_share_the_positions_of_a_token_give_the_same_bits",),
+        (f"{_ENGINE}::test_threads_that_share_the_positions_of_a_token_are_bit_identical",),
     ),
     Mutant(
         "cpp/cpu/attention.cpp",
         "done.store(0, std::memory_order_relaxed);",
         "",
         "splits of positions are added up, and heads of few rows stored, in the first layer only",
-        (f"{_ENGINE}::test_threads_that_share_the_positions_of_a_token_give_the_same_bits",),
+        (f"{_ENGINE}::test_threads_that_share_the_positions_of_a_token_are_bit_identical",),
     ),
     Mutant(
         "cpp/cpu/tile_unpacked.h",
         "block.factors[step / 4][r]",
         "block.factors[0][r]",
         "both halves of a block have the scale of the first",
-        ("tests/test_cpu_kernels.py::test_quantized_product_is_the_exact_one", "-k", "Q6_K"),
+        ("tests/test_cpu_kernels.py::test_the_quantized_product_is_exact", "-k", "Q6_K"),
     ),
     Mutant(
         "cpp/cpu/tile_blocks.h",
@@ -619,7 +619,7 @@ CPU = (
         "",
         "packed blocks have no minimum",
         (
-            "tests/test_cpu_kernels.py::test_quantized_product_is_the_exact_one",
+            "tests/test_cpu_kernels.py::test_the_quantized_product_is_exact",
             "-k",
             "avx2 and (Q4_1 or Q5_1)",
         ),
@@ -630,7 +630,7 @@ CPU = (
         "",
         "dimensions that fill keys up are not cleared",
         (
-            "tests/test_cpu_kernels.py::test_dimensions_that_fill_keys_up_change_nothing",
+            "tests/test_cpu_kernels.py::test_padding_of_keys_changes_nothing",
             "-k",
             "avx512bf16 or amx",
         ),
@@ -661,7 +661,7 @@ METAL = (
         "chunk.states.writes[0].state = ahead_->states.writes[0].state;",
         ";",
         "a pass that was sent ahead leaves its state to no session",
-        (_STATES, "-k", "metal and scheduler"),
+        (_STATES, "-k", "metal and scheduled_texts"),
     ),
     Mutant(
         "cpp/metal/pass_rows.cpp",
@@ -682,7 +682,7 @@ METAL = (
         "const bool is_private = buffer.storageMode == MTLStorageModePrivate;",
         "const bool is_private = false;",
         "the host asks for the contents of Private buffers",
-        ("tests/metal_engine/test_doctor.py", "-k", "made_once"),
+        ("tests/metal_engine/test_doctor.py", "-k", "quick_check"),
     ),
     Mutant(
         "cpp/metal/engine.mm",
@@ -710,14 +710,14 @@ METAL = (
         "tuning.matmul_tensor = failures.any.empty();",
         "",
         "matrix units are used whatever the trial found",
-        ("tests/metal_engine/test_newest_macs.py", "-k", "without_what_fails"),
+        ("tests/metal_engine/test_newest_macs.py", "-k", "avoids_kernels"),
     ),
     Mutant(
         "cpp/metal/slots.mm",
         "                   size:slot_bytes_];",
         "                   size:slot_bytes_ / 2];",
         "a copied page lacks its second half",
-        (f"{_BATCH}::test_a_fork_and_its_origin_go_their_own_ways_from_any_position", "-k", "metal"),
+        (f"{_BATCH}::test_a_fork_and_its_origin_diverge_from_any_position", "-k", "metal"),
     ),
     Mutant(
         "cpp/metal/metal_encoder.mm",
@@ -743,7 +743,7 @@ METAL = (
         "device_.commit(commands_);\n  committed_.push_back(std::exchange(commands_, nil));",
         "committed_.push_back(commands_);\n  device_.commit(std::exchange(commands_, nil));",
         "a command buffer whose commit threw is waited for",
-        ("tests/metal_engine/test_running_ahead.py", "-k", "commit_that_throws"),
+        ("tests/metal_engine/test_running_ahead.py", "-k", "failed_commit"),
     ),
     Mutant(
         "cpp/metal/sent_passes.mm",
@@ -764,7 +764,7 @@ METAL = (
         "if (failure_) std::rethrow_exception(failure_);",
         "if (auto failure = std::exchange(failure_, nullptr)) std::rethrow_exception(failure);",
         "a failed pass is told to the first of its sessions alone",
-        ("tests/metal_engine/test_batches_ahead.py", "-k", "told_of_the_failure"),
+        ("tests/metal_engine/test_batches_ahead.py", "-k", "each_session"),
     ),
     Mutant(
         "cpp/metal/sent_passes.mm",
@@ -778,28 +778,28 @@ METAL = (
         "if (fs::path(path).stem() != wanted) continue;",
         "",
         "damaged pipelines are taken",
-        ("tests/metal_engine/test_first_open.py", "-k", "only_its_checksum"),
+        ("tests/metal_engine/test_first_open.py", "-k", "archive_with"),
     ),
     Mutant(
         "cpp/metal/pipeline_archive.mm",
         "fs::last_write_time(path, fs::file_time_type::clock::now(), error);",
         "",
         "the use of pipelines is not noted",
-        ("tests/metal_engine/test_first_open.py", "-k", "used_for_longest"),
+        ("tests/metal_engine/test_first_open.py", "-k", "least_recently"),
     ),
     Mutant(
         "cpp/metal/device.mm",
         "native_ = is_native_gpu(device_);",
         "native_ = true;",
         "virtual machines get no-copy buffers, archives and residency sets",
-        ("tests/metal_engine/test_first_contact.py", "-k", "not_native"),
+        ("tests/metal_engine/test_first_contact.py", "-k", "given_features"),
     ),
     Mutant(
         "cpp/metal/device.mm",
         ' && name.find("Paravirtual") == std::string::npos',
         "",
         "a paravirtual GPU of a newer family counts as native",
-        ("tests/metal_engine/test_first_contact.py", "-k", "not_native"),
+        ("tests/metal_engine/test_first_contact.py", "-k", "given_features"),
     ),
     Mutant(
         "cpp/metal/device.mm",
@@ -813,14 +813,14 @@ METAL = (
         '  setenv(kRelaxedTimeout, "1", kUnlessSet);\n',
         "  static_cast<void>(kUnlessSet);\n",
         "the driver is not asked for a longer timeout",
-        ("tests/metal_engine/test_first_contact.py", "-k", "longer_timeout"),
+        ("tests/metal_engine/test_first_contact.py", "-k", "watchdog_timeout"),
     ),
     Mutant(
         "cpp/metal/device.mm",
         "constexpr int kUnlessSet = 0;",
         "constexpr int kUnlessSet = 1;",
         "the timeout that the user chose is overwritten",
-        ("tests/metal_engine/test_first_contact.py", "-k", "longer_timeout"),
+        ("tests/metal_engine/test_first_contact.py", "-k", "watchdog_timeout"),
     ),
     Mutant(
         "cpp/metal/device.mm",
@@ -834,7 +834,7 @@ METAL = (
         "device.shouldMaximizeConcurrentCompilation = YES;",
         "static_cast<void>(device);",
         "shaders do not compile on all processors",
-        ("tests/metal_engine/test_first_open.py", "-k", "as_there_are"),
+        ("tests/metal_engine/test_first_open.py", "-k", "shaders_compile"),
     ),
     Mutant(
         "cpp/metal/ops.mm",
@@ -860,14 +860,14 @@ METAL = (
         "      request();\n",
         "",
         "residency is requested once",
-        ("tests/metal_engine/test_first_open.py", "-k", "in_pauses"),
+        ("tests/metal_engine/test_first_open.py", "-k", "memory_stays"),
     ),
     Mutant(
         "cpp/metal/residency.mm",
         "return Clock::now() - last_use_ < kept_;",
         "return Clock::now() >= last_use_;",
         "memory of an unused model is kept for ever",
-        ("tests/metal_engine/test_first_open.py", "-k", "not_used_for_long"),
+        ("tests/metal_engine/test_first_open.py", "-k", "evicted_after or least_recently"),
     ),
     Mutant(
         "cpp/metal/residency.mm",
@@ -895,14 +895,14 @@ METAL = (
         "read_ahead_ = std::make_unique<ReadAhead>(std::span(model.mapping.data, model.mapping.bytes));",
         "read_ahead_ = nullptr;",
         "pages of the file come in the order in which residency asks for them",
-        ("tests/metal_engine/test_first_open.py", "-k", "read_from"),
+        ("tests/metal_engine/test_first_open.py", "-k", "read_completely"),
     ),
     Mutant(
         "cpp/metal/buffers.mm",
         "model.mapping.bytes <= device.mtl().recommendedMaxWorkingSetSize",
         "model.mapping.bytes > 0",
         "a file is read ahead that memory cannot hold",
-        ("tests/metal_engine/test_first_open.py", "-k", "read_from"),
+        ("tests/metal_engine/test_first_open.py", "-k", "read_completely"),
     ),
     Mutant(
         "cpp/metal/ops.mm",
@@ -958,7 +958,7 @@ METAL = (
         "u32_t(ceil_div(std::size_t(keys), std::size_t(splits)))",
         "u32_t(std::size_t(keys) / std::size_t(splits))",
         "the last keys belong to no part of attention",
-        (f"{_ENGINE}::test_no_key_is_lost_where_the_keys_of_a_token_are_divided", "-k", "metal"),
+        (f"{_ENGINE}::test_splitting_the_keys_of_a_token_loses_none", "-k", "metal"),
     ),
     Mutant(
         "cpp/metal/rope_tables.mm",

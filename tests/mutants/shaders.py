@@ -30,7 +30,7 @@ MUTANTS = (
         "precise::log(sum)",
         "log(sum)",
         "options of the compiler decide how exact a log probability is",
-        ("tests/metal_engine/test_shader_sources.py", "-k", "fast_form"),
+        ("tests/metal_engine/test_shader_sources.py", "-k", "functions_with"),
     ),
     Mutant(
         "shaders/rmsnorm.metal",
@@ -107,14 +107,14 @@ MUTANTS = (
         "(1.0f + fast::exp(min(-argument, 88.0f)))",
         "(1.0f + fast::exp2(1.4427f * min(-argument, 88.0f)))",
         "the exponential of SwiGLU has a rounded base",
-        (f"{_STEPS}::test_swiglu_is_as_accurate_as_the_fast_exponential_lets_it_be",),
+        (f"{_STEPS}::test_swiglu_is_as_accurate_as_the_fast_exponential",),
     ),
     Mutant(
         "shaders/ffn.metal",
         "is_same<T, half>::value ? T(finite_half(value)) : T(value)",
         "T(value)",
         "what is too large for half precision becomes infinite",
-        (_PRODUCTS, "-k", "swiglu_stays_finite or hide"),
+        (_PRODUCTS, "-k", "swiglu_stays_finite or half_propagates"),
     ),
     Mutant(
         "shaders/fused.metal",
@@ -135,21 +135,21 @@ MUTANTS = (
         "out = args.accumulate ? out + scratch[e] : scratch[e];",
         "out = scratch[e];",
         "tiles at an edge overwrite what they should add to",
-        (f"{_PRODUCTS}::test_matmul_at_the_edges_of_its_tiles",),
+        (f"{_PRODUCTS}::test_matmul_at_tile_boundaries",),
     ),
     Mutant(
         "shaders/matmul_tiles.h",
         "if (more) load(k + kStep + part * MATMUL_K);",
         "if (more) load(k + kStep);",
         "all parts of the columns multiply those of the first, but for their first steps",
-        (f"{_PRODUCTS}::test_a_matmul_that_splits_its_columns_multiplies_all_of_them_once",),
+        (f"{_PRODUCTS}::test_a_matmul_with_split_columns_multiplies_each_column_once",),
     ),
     Mutant(
         "shaders/matmul_tensor.metal",
         "out = args.accumulate ? out + results[e] : results[e];",
         "out = results[e];",
         "products on tensors overwrite what they should add to",
-        ("tests/metal_engine/test_matmul_tensor.py", "-k", "edges"),
+        ("tests/metal_engine/test_matmul_tensor.py", "-k", "tile_boundaries"),
     ),
     Mutant(
         "shaders/matmul_tensor.metal",
@@ -233,7 +233,7 @@ MUTANTS = (
         "column >= my_first && column <= my_last",
         "column >= my_first && column < my_last",
         "a token does not see itself",
-        (f"{_ATTENTION}::test_attention_prefill_at_the_edges_of_its_tiles",),
+        (f"{_ATTENTION}::test_attention_prefill_at_tile_boundaries",),
     ),
     Mutant(
         "shaders/attention_prefill.metal",
@@ -345,6 +345,6 @@ MUTANTS = (
         "simd_sum(float(lane))",
         "simd_max(float(lane))",
         "the trial of an unknown GPU computes something else than it expects",
-        ("tests/metal_engine/test_first_contact.py", "-k", "virtual_machine"),
+        ("tests/metal_engine/test_first_contact.py", "-k", "used_after"),
     ),
 )

@@ -70,7 +70,7 @@ def test_a_request_is_described_by_its_passes_and_counts(cpu_model: Model) -> No
     assert found["other_texts"] == 0
 
 
-def test_passes_are_numbered_on_after_the_engine_was_idle(cpu_model: Model) -> None:
+def test_pass_numbers_continue_after_an_idle_engine(cpu_model: Model) -> None:
     with running(cpu_model) as server:
         complete(server, PROMPT)
         latest = activity(server)["passes"][-1]["last"]
@@ -105,7 +105,7 @@ def test_embeddings_count_as_inputs(vector_model: Model) -> None:
     assert found["texts"] == []
 
 
-def test_a_key_sees_no_text_of_another(demo_path: Path) -> None:
+def test_a_key_does_not_see_texts_of_another(demo_path: Path) -> None:
     with Model(demo_path, device="cpu") as model, running(model, api_keys=KEYS) as server:
         answer = complete(server, PROMPT, KEYS[0])
         own, other = activity(server, KEYS[0]), activity(server, KEYS[1])
@@ -118,7 +118,7 @@ def test_a_key_sees_no_text_of_another(demo_path: Path) -> None:
     assert all(done["others"] == rows(done) for done in other["passes"])
 
 
-def test_the_texts_of_another_key_in_flight_are_counted_alone(demo_path: Path) -> None:
+def test_texts_of_another_key_in_flight_are_only_counted(demo_path: Path) -> None:
     with Model(demo_path, device="cpu") as model, running(model, api_keys=KEYS) as server:
         gate = Gate(server.service)
         with ThreadPoolExecutor(1) as threads:
@@ -148,13 +148,13 @@ def test_keys_that_share_prefixes_see_the_texts_of_each_other(demo_path: Path) -
         assert activity(server, KEYS[1])["texts"][0]["id"] == answer["id"]
 
 
-def test_it_needs_a_key(demo_path: Path) -> None:
+def test_activity_requires_a_key(demo_path: Path) -> None:
     with Model(demo_path, device="cpu") as model, running(model, api_keys=KEYS) as server:
         assert server.get("/activity").status_code == 401
         assert server.get("/activity", headers=bearer("wrong")).status_code == 401
 
 
-def test_neither_texts_nor_tokens_are_in_it(cpu_model: Model) -> None:
+def test_activity_contains_neither_texts_nor_tokens(cpu_model: Model) -> None:
     with running(cpu_model) as server:
         complete(server, "A sentence that nothing else contains. " * 5)
         body = server.get("/activity").text
@@ -177,7 +177,7 @@ def test_neither_texts_nor_tokens_are_in_it(cpu_model: Model) -> None:
     assert len(body) < 10_000
 
 
-def test_its_size_is_bounded(cpu_model: Model) -> None:
+def test_the_size_of_activity_is_bounded(cpu_model: Model) -> None:
     with running(cpu_model, max_streams=64) as server:
         streamed = server.post(
             "/v1/completions",
@@ -196,13 +196,13 @@ def test_its_size_is_bounded(cpu_model: Model) -> None:
 @pytest.mark.parametrize(
     "query", ["since=-1", "since=1.5", "since=", f"since={'9' * 19}", "since=x", "after=1"]
 )
-def test_a_wrong_query_is_named(server: Running, query: str) -> None:
+def test_an_invalid_query_is_reported(server: Running, query: str) -> None:
     answer = server.get(f"/activity?{query}")
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == query.partition("=")[0]
 
 
-def test_pages_are_those_of_the_pool(demo_path: Path) -> None:
+def test_pages_match_the_pool(demo_path: Path) -> None:
     with Model(demo_path, device="cpu", kv_memory=8 << 20) as model, running(model) as server:
         complete(server, PROMPT)
         pages = activity(server)["pages"]
@@ -214,7 +214,7 @@ def test_pages_are_those_of_the_pool(demo_path: Path) -> None:
     assert pages["limit"] == (8 << 20) // pages["bytes"]
 
 
-def test_prefixes_tell_what_the_cache_holds(demo_path: Path) -> None:
+def test_prefixes_describe_the_cache(demo_path: Path) -> None:
     with Model(demo_path, device="cpu") as model, running(model) as server:
         complete(server, [*PROMPT, 1, 2, 3])
         complete(server, [*PROMPT, 4, 5])
@@ -224,14 +224,14 @@ def test_prefixes_tell_what_the_cache_holds(demo_path: Path) -> None:
     assert all(leaf["parent"] == 0 and leaf["kept"] == leaf["tokens"] for leaf in leaves)
 
 
-def test_prefixes_that_were_evicted_are_not_kept(demo_path: Path) -> None:
+def test_evicted_prefixes_are_not_listed(demo_path: Path) -> None:
     with Model(demo_path, device="cpu", prefix_memory=0) as model, running(model) as server:
         complete(server, PROMPT)
         (node,) = activity(server)["prefixes"]
     assert (node["tokens"], node["kept"]) == (150, 0)
 
 
-def test_asking_does_not_count_as_a_use_of_a_prefix(demo_path: Path) -> None:
+def test_listing_does_not_count_as_use_of_a_prefix(demo_path: Path) -> None:
     """The least recently used page is evicted first, however often its server is asked."""
     with Model(demo_path, device="cpu") as model, model.session() as session:
         session.forward_prompt([1] * 65)
@@ -246,7 +246,7 @@ def test_asking_does_not_count_as_a_use_of_a_prefix(demo_path: Path) -> None:
     assert sorted(kept) == [0, 60, 60]
 
 
-def test_the_tree_of_random_prompts_holds_each_of_them() -> None:
+def test_the_tree_contains_each_random_prompt() -> None:
     """Every prompt is the concatenation of nodes on its path; siblings differ in their first token."""
     random = np.random.default_rng(3)
     for _ in range(50):
@@ -288,7 +288,7 @@ def test_a_pass_is_recorded_with_the_texts_that_ended_in_it(cpu_model: Model) ->
     assert record.described("recorded")["passes"][1]["others"] == 3
 
 
-def test_passes_of_the_same_texts_are_added_up(cpu_model: Model) -> None:
+def test_passes_of_the_same_texts_are_merged(cpu_model: Model) -> None:
     """A prompt is not pushed out by the many passes of the text that follows it."""
     with running(cpu_model) as server:
         answer = complete(server, "PROSPERO:\n", max_tokens=PASSES + 20, min_tokens=PASSES + 20)

@@ -22,7 +22,7 @@ def strict(cpu_model: Model) -> Iterator[Running]:
         yield server
 
 
-def test_a_client_that_vanishes_frees_its_pages_within_a_pass(cpu_model: Model) -> None:
+def test_a_disconnected_client_releases_its_pages_within_a_pass(cpu_model: Model) -> None:
     with running(cpu_model) as server:
         gate = Gate(server.service)
         client = server.connect()
@@ -40,7 +40,7 @@ def test_a_client_that_vanishes_frees_its_pages_within_a_pass(cpu_model: Model) 
         assert stats["kv_pool_bytes"] == stats["prefix_bytes"]
 
 
-def test_a_client_that_waits_for_the_whole_answer_may_vanish_too(cpu_model: Model) -> None:
+def test_a_client_may_disconnect_while_it_waits_for_a_whole_answer(cpu_model: Model) -> None:
     with running(cpu_model) as server:
         gate = Gate(server.service)
         client = server.connect()
@@ -53,7 +53,7 @@ def test_a_client_that_waits_for_the_whole_answer_may_vanish_too(cpu_model: Mode
         assert gate.scheduler.passes <= 2
 
 
-def test_others_do_not_notice_those_who_vanish_and_stall(strict: Running, cpu_model: Model) -> None:
+def test_disconnected_and_stalled_clients_do_not_affect_others(strict: Running, cpu_model: Model) -> None:
     with cpu_model.session() as session:
         expected = "".join(session.generate("ROMEO:\n", 6))
     stalled = [strict.connect() for _ in range(4)]
@@ -76,7 +76,7 @@ def test_half_a_body_ends_with_408(strict: Running) -> None:
         assert read_all(connection).startswith(b"HTTP/1.1 408 ")
 
 
-def test_a_body_that_is_too_large_is_refused_before_it_is_read(strict: Running) -> None:
+def test_an_oversized_body_is_rejected_before_it_is_read(strict: Running) -> None:
     with strict.connect() as connection:
         connection.sendall(request_bytes(BODY, length=1 << 30))
         answer = read_all(connection)
@@ -126,7 +126,7 @@ def test_a_body_that_is_too_large_is_refused_before_it_is_read(strict: Running) 
         (b'{"prompt": "\\ud800"}', ""),
     ],
 )
-def test_wrong_requests_are_named(strict: Running, body: bytes, message: str) -> None:
+def test_invalid_requests_are_reported(strict: Running, body: bytes, message: str) -> None:
     answer = strict.post("/v1/completions", body)
     assert answer.status_code == 400
     error = answer.json()["error"]
@@ -134,7 +134,7 @@ def test_wrong_requests_are_named(strict: Running, body: bytes, message: str) ->
     assert error["type"] == "invalid_request_error"
 
 
-def test_wrong_conversations_are_named(strict: Running) -> None:
+def test_invalid_conversations_are_reported(strict: Running) -> None:
     user = {"role": "user", "content": "a"}
     for body, message in (
         ({"messages": []}, "messages: expected `array` of length >= 1"),
@@ -164,7 +164,7 @@ def test_a_hostile_schema_ends_at_a_limit(strict: Running) -> None:
     assert strict.post("/v1/completions", BODY).status_code == 200
 
 
-def test_openais_client_raises_its_errors(server: Running) -> None:
+def test_the_openai_client_raises_its_own_errors(server: Running) -> None:
     client = server.client()
     with pytest.raises(
         openai.NotFoundError, match="The model 'gpt-4' does not exist; this server has 'demo'"

@@ -28,7 +28,7 @@ def alone(model: Model, max_tokens: int, messages: list[Any] = MESSAGES, **optio
         return "".join(session.generate(ids, max_tokens, stop=model.tokenizer.chat_stop, **options))
 
 
-def test_an_answer_is_that_of_the_template_alone(server: Running, cpu_model: Model) -> None:
+def test_an_answer_equals_that_of_the_template_alone(server: Running, cpu_model: Model) -> None:
     answer = server.client().chat.completions.create(
         model="demo", messages=MESSAGES, max_tokens=24, temperature=0
     )
@@ -38,7 +38,7 @@ def test_an_answer_is_that_of_the_template_alone(server: Running, cpu_model: Mod
     assert answer.usage.prompt_tokens == len(cpu_model.tokenizer.apply_chat_template(MESSAGES))
 
 
-def test_streams_of_several_answers_are_those_answers(server: Running, cpu_model: Model) -> None:
+def test_streams_of_several_answers_match_them(server: Running, cpu_model: Model) -> None:
     stream = server.client().chat.completions.create(
         model="demo",
         messages=MESSAGES,
@@ -68,7 +68,7 @@ def test_streams_of_several_answers_are_those_answers(server: Running, cpu_model
     assert usage.prompt_tokens == len(ids)
 
 
-def test_a_second_turn_finds_the_first_in_the_cache(server: Running, cpu_model: Model) -> None:
+def test_a_second_turn_reuses_the_cache_of_the_first(server: Running, cpu_model: Model) -> None:
     client = server.client()
     messages = [*MESSAGES, {"role": "user", "content": "What is thy name, and whence comest thou? " * 12}]
     first = client.chat.completions.create(model="demo", messages=messages, max_tokens=8, temperature=0)
@@ -82,7 +82,7 @@ def test_a_second_turn_finds_the_first_in_the_cache(server: Running, cpu_model: 
     assert second.choices[0].message.content == alone(cpu_model, 8, messages)
 
 
-def test_answers_have_the_form_of_a_schema(server: Running, cpu_model: Model) -> None:
+def test_answers_follow_a_schema(server: Running, cpu_model: Model) -> None:
     client = server.client()
     answer = client.chat.completions.create(
         model="demo",
@@ -100,7 +100,7 @@ def test_answers_have_the_form_of_a_schema(server: Running, cpu_model: Model) ->
     assert (anything.choices[0].message.content or "").startswith("{")
 
 
-def test_log_probabilities_are_those_of_a_session(server: Running, cpu_model: Model) -> None:
+def test_log_probabilities_match_a_session(server: Running, cpu_model: Model) -> None:
     answer = server.client().chat.completions.create(
         model="demo", messages=MESSAGES, max_tokens=6, temperature=0, logprobs=True, top_logprobs=2
     )
@@ -115,7 +115,7 @@ def test_log_probabilities_are_those_of_a_session(server: Running, cpu_model: Mo
     assert b"".join(bytes(c.bytes or []) for c in content).decode() == answer.choices[0].message.content
 
 
-def test_parts_of_text_are_joined_and_others_refused(server: Running, cpu_model: Model) -> None:
+def test_text_parts_are_joined_and_others_rejected(server: Running, cpu_model: Model) -> None:
     parts = [{"type": "text", "text": "Who art thou? "}, {"type": "text", "text": "<|endoftext|>"}]
     body: dict[str, Any] = {"messages": [MESSAGES[0], {"role": "user", "content": parts}]}
     answer = server.post("/v1/chat/completions", {**body, "max_tokens": 8, "temperature": 0}).json()

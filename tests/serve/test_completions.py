@@ -19,7 +19,7 @@ def alone(model: Model, prompt: Any, max_tokens: int, **options: Any) -> str:
 
 
 @pytest.mark.parametrize("options", [{"temperature": 0}, {"temperature": 0.8, "top_p": 0.9, "seed": 5}])
-def test_the_text_is_that_of_the_prompt_alone(
+def test_the_text_equals_that_of_the_prompt_alone(
     server: Running, cpu_model: Model, options: dict[str, Any]
 ) -> None:
     answer = server.client().completions.create(model="demo", prompt=PROMPT, max_tokens=20, **options)
@@ -40,7 +40,7 @@ def test_a_stream_has_the_same_text(server: Running, cpu_model: Model) -> None:
     assert len({c.id for c in chunks}) == 1
 
 
-def test_temperature_is_1_and_n_16_tokens_unless_asked_for(server: Running, cpu_model: Model) -> None:
+def test_temperature_1_and_16_tokens_are_the_defaults(server: Running, cpu_model: Model) -> None:
     answer = server.client().completions.create(model="demo", prompt=PROMPT, seed=3)
     assert answer.choices[0].text == alone(cpu_model, PROMPT, 16, temperature=1.0, seed=3)
 
@@ -66,7 +66,7 @@ def test_prompts_may_be_token_ids(server: Running, cpu_model: Model) -> None:
         assert answer.choices[0].text == alone(cpu_model, ids, 8)
 
 
-def test_stops_bias_and_echo_reach_the_text(server: Running, cpu_model: Model) -> None:
+def test_stops_bias_and_echo_take_effect(server: Running, cpu_model: Model) -> None:
     whole = alone(cpu_model, PROMPT, 30)
     client = server.client()
     stopped = client.completions.create(
@@ -85,7 +85,7 @@ def test_stops_bias_and_echo_reach_the_text(server: Running, cpu_model: Model) -
     assert echoed.choices[0].text.startswith(PROMPT)
 
 
-def test_log_probabilities_are_those_of_a_session(server: Running, cpu_model: Model) -> None:
+def test_log_probabilities_match_a_session(server: Running, cpu_model: Model) -> None:
     pieces = list(cpu_model.session().stream(PROMPT, 6, logprobs=2))
     answer = server.client().completions.create(
         model="demo", prompt=PROMPT, max_tokens=6, temperature=0, logprobs=2
@@ -132,9 +132,7 @@ def test_echo_scores_the_prompt(server: Running, cpu_model: Model) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_offsets_count_no_token_that_is_not_in_the_text(
-    server: Running, cpu_model: Model, stream: bool
-) -> None:
+def test_offsets_ignore_tokens_outside_the_text(server: Running, cpu_model: Model, stream: bool) -> None:
     tokenizer = cpu_model.tokenizer
     special = min(i for i in range(tokenizer.vocab_size) if tokenizer.is_special(i))
     ids = [special, *tokenizer.encode("But"), special, *tokenizer.encode(" soft é")]
@@ -151,7 +149,7 @@ def test_offsets_count_no_token_that_is_not_in_the_text(
         assert [text[o : o + len(t)] for o, t in zip(offsets[-3:], tokens[-3:], strict=True)] == tokens[-3:]
 
 
-def test_our_own_options_go_with_extra_body(server: Running, cpu_model: Model) -> None:
+def test_our_extensions_are_passed_in_extra_body(server: Running, cpu_model: Model) -> None:
     options: dict[str, Any] = {"top_k": 3, "min_p": 0.1, "repeat_penalty": 1.2, "min_tokens": 4}
     answer = server.client().completions.create(
         model="demo", prompt=PROMPT, max_tokens=12, seed=1, extra_body={**options, "regex": "[A-Z ]+"}
@@ -160,7 +158,7 @@ def test_our_own_options_go_with_extra_body(server: Running, cpu_model: Model) -
     assert answer.choices[0].text == expected
 
 
-def test_usage_ends_a_stream_that_asks_for_it(server: Running) -> None:
+def test_usage_is_the_last_event_on_request(server: Running) -> None:
     body = {"prompt": PROMPT, "max_tokens": 4, "stream": True, "stream_options": {"include_usage": True}}
     chunks = events(server.post("/v1/completions", body))
     assert [chunk["usage"] for chunk in chunks[:-1]] == [None] * (len(chunks) - 1)
@@ -168,7 +166,7 @@ def test_usage_ends_a_stream_that_asks_for_it(server: Running) -> None:
     assert chunks[-1]["usage"]["completion_tokens"] == 4
 
 
-def test_a_prompt_that_was_computed_before_counts_as_cached(server: Running, cpu_model: Model) -> None:
+def test_a_repeated_prompt_counts_as_cached(server: Running, cpu_model: Model) -> None:
     prompt = "FIRST CITIZEN:\nBefore we proceed any further, hear me speak, and mark my words. " * 8
     client = server.client()
     usages = [client.completions.create(model="demo", prompt=prompt, max_tokens=1).usage for _ in range(2)]
@@ -180,7 +178,7 @@ def test_a_prompt_that_was_computed_before_counts_as_cached(server: Running, cpu
     assert n - 64 <= cached[1] < n  # pages that are full, or all but the last token
 
 
-def test_tokens_and_back(server: Running, cpu_model: Model) -> None:
+def test_tokens_round_trip(server: Running, cpu_model: Model) -> None:
     ids = cpu_model.tokenizer.encode(PROMPT)
     answer = server.post("/tokenize", {"prompt": PROMPT}).json()
     assert answer == {"tokens": ids, "count": len(ids), "max_model_len": cpu_model.max_context}
@@ -190,7 +188,7 @@ def test_tokens_and_back(server: Running, cpu_model: Model) -> None:
     assert server.post("/detokenize", {"tokens": ids}).json()["prompt"] == PROMPT
 
 
-def test_models_have_their_names(server: Running) -> None:
+def test_models_are_listed_by_name(server: Running) -> None:
     client = server.client()
     assert [model.id for model in client.models.list()] == ["demo", "other-name"]
     assert client.models.retrieve("other-name").id == "other-name"

@@ -57,12 +57,12 @@ def test_a_client_that_sends_half_a_header_is_closed(hasty: Running, sent: bytes
         assert read_all(connection) == b""
 
 
-def test_so_is_one_that_sends_it_byte_by_byte(hasty: Running) -> None:
+def test_a_client_that_sends_a_header_byte_by_byte_is_closed(hasty: Running) -> None:
     with hasty.connect() as connection:
         wait_until_closed(connection, b"G")
 
 
-def test_so_is_one_that_sends_half_of_its_next_request(hasty: Running) -> None:
+def test_a_client_that_sends_half_of_its_next_request_is_closed(hasty: Running) -> None:
     with hasty.connect() as connection:
         connection.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
         assert connection.recv(4096).startswith(b"HTTP/1.1 200 ")
@@ -70,7 +70,7 @@ def test_so_is_one_that_sends_half_of_its_next_request(hasty: Running) -> None:
         read_all(connection)  # the rest of the first answer, and the end
 
 
-def test_one_that_asks_again_in_time_is_not(patient: Running) -> None:
+def test_a_client_that_sends_its_next_request_in_time_stays_connected(patient: Running) -> None:
     with patient.connect() as connection:
         for i in range(6):
             connection.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
@@ -91,7 +91,7 @@ def test_an_answer_may_take_longer_than_a_header(cpu_model: Model) -> None:
         assert connection.recv(4096).startswith(b"HTTP/1.1 200 ")
 
 
-def test_a_client_that_never_reads_its_stream_keeps_neither_pages_nor_a_connection(
+def test_a_client_that_never_reads_its_stream_loses_pages_and_connection(
     cpu_model: Model, hasty: Running
 ) -> None:
     with hasty.connect(BUFFER) as connection:
@@ -104,7 +104,7 @@ def test_a_client_that_never_reads_its_stream_keeps_neither_pages_nor_a_connecti
     assert stats["kv_pool_bytes"] == stats["prefix_bytes"]
 
 
-def test_one_that_never_reads_its_answer_keeps_no_connection(hasty: Running) -> None:
+def test_a_client_that_never_reads_its_answer_loses_its_connection(hasty: Running) -> None:
     with hasty.connect(BUFFER) as connection:
         connection.sendall(request_bytes({**BODY, "model": "a" * 500_000}))  # which the error names
         wait_until(lambda: hasty.connections == 1)
@@ -112,7 +112,7 @@ def test_one_that_never_reads_its_answer_keeps_no_connection(hasty: Running) -> 
         assert len(read_all(connection)) < 500_000
 
 
-def test_a_client_that_reads_slowly_gets_all_of_its_answer(patient: Running) -> None:
+def test_a_slow_reader_gets_its_whole_answer(patient: Running) -> None:
     with patient.connect(BUFFER) as connection:
         connection.sendall(request_bytes({**BODY, "model": "a" * 100_000}))
         answer, begin = b"", time.monotonic()
@@ -125,7 +125,7 @@ def test_a_client_that_reads_slowly_gets_all_of_its_answer(patient: Running) -> 
         assert len(answer) > 100_000
 
 
-def test_a_request_beyond_the_connections_is_refused_until_one_is_closed(cpu_model: Model) -> None:
+def test_connections_beyond_the_limit_are_refused_until_one_is_closed(cpu_model: Model) -> None:
     with running(cpu_model, max_connections=3) as server, ExitStack() as stack:
         silent = [stack.enter_context(server.connect()) for _ in range(3)]
         wait_until(lambda: server.connections == 3)
@@ -147,7 +147,7 @@ def test_a_request_beyond_the_connections_is_refused_until_one_is_closed(cpu_mod
         assert server.connections == 3 + _connections.REFUSED
 
 
-def test_bodies_that_arrive_together_have_a_limit(cpu_model: Model) -> None:
+def test_concurrent_bodies_have_a_total_limit(cpu_model: Model) -> None:
     body = {"prompt": "a" * 900, "max_tokens": 1}
     whole = request_bytes(body)
     limit = len(whole) - whole.index(b"{")
@@ -167,9 +167,7 @@ def test_bodies_that_arrive_together_have_a_limit(cpu_model: Model) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("version", ["1.0", "1.1"])
-def test_a_client_that_only_stops_sending_gets_its_answer(
-    cpu_model: Model, stream: bool, version: str
-) -> None:
+def test_a_client_that_half_closes_gets_its_answer(cpu_model: Model, stream: bool, version: str) -> None:
     with running(cpu_model) as server, server.connect() as connection:
         gate = Gate(server.service)
         sent = request_bytes({**BODY, "stream": stream}).replace(b"HTTP/1.1", f"HTTP/{version}".encode())
@@ -187,7 +185,7 @@ def test_a_client_that_only_stops_sending_gets_its_answer(
     assert answer.count(b"[DONE]") == stream
 
 
-def test_so_does_one_that_sent_two_requests_before(patient: Running) -> None:
+def test_a_client_that_half_closes_after_two_requests_gets_both_answers(patient: Running) -> None:
     with patient.connect() as connection:
         connection.sendall(request_bytes(BODY) * 2)
         connection.shutdown(socket.SHUT_WR)
@@ -195,7 +193,7 @@ def test_so_does_one_that_sent_two_requests_before(patient: Running) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_answers_that_outlast_the_time_to_close_end_with_an_error(
+def test_answers_that_exceed_the_shutdown_time_end_with_an_error(
     cpu_model: Model, stream: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     answers: list[httpx.Response] = []
@@ -222,7 +220,7 @@ def test_answers_that_outlast_the_time_to_close_end_with_an_error(
     assert caplog.records == []
 
 
-def test_a_process_gets_a_file_for_each_connection_or_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_limit_of_open_files_is_raised_or_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     raised: list[tuple[int, int]] = []
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (256, 1024))
     monkeypatch.setattr(resource, "setrlimit", lambda kind, limits: raised.append(limits))

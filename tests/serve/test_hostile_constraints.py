@@ -106,7 +106,7 @@ def test_prompts_without_constraints_do_not_wait_for_those_that_compile(
         ({"type": "function", "function": {"name": "f"}}, True),
     ],
 )
-def test_a_call_that_is_required_is_a_constraint(choice: Any, constrained: bool) -> None:
+def test_a_required_call_is_a_constraint(choice: Any, constrained: bool) -> None:
     body = chat(tools=[{"type": "function", "function": {"name": "f"}}], tool_choice=choice)
     form = msgspec.json.decode(json.dumps(body), type=ChatForm)
     assert _chat._is_constrained(form) is constrained

@@ -43,14 +43,14 @@ def expected(cpu_model: Model) -> str:
         return "".join(session.generate(ids, 12, stop=cpu_model.tokenizer.chat_stop))
 
 
-def test_an_answer_is_that_of_the_model_alone(server: Running, expected: str) -> None:
+def test_an_answer_equals_that_of_the_model_alone(server: Running, expected: str) -> None:
     answer = chat_model(server).invoke("Who art thou?")
     assert answer.content == expected
     assert answer.usage_metadata["output_tokens"] == 12
     assert answer.response_metadata["finish_reason"] == "length"
 
 
-def test_so_is_a_stream_with_its_usage(server: Running, expected: str) -> None:
+def test_a_stream_equals_the_answer_and_has_usage(server: Running, expected: str) -> None:
     chunks = list(chat_model(server, stream_usage=True).stream("Who art thou?"))
     assert len(chunks) > 2
     whole = chunks[0]
@@ -60,14 +60,14 @@ def test_so_is_a_stream_with_its_usage(server: Running, expected: str) -> None:
     assert whole.usage_metadata["output_tokens"] == 12
 
 
-def test_many_questions_are_asked_at_a_time(server: Running, expected: str) -> None:
+def test_many_questions_are_batched(server: Running, expected: str) -> None:
     model = chat_model(server)
     assert [answer.content for answer in model.batch(["Who art thou?"] * 6)] == [expected] * 6
     answers = asyncio.run(model.abatch(["Who art thou?"] * 6))
     assert [answer.content for answer in answers] == [expected] * 6
 
 
-def test_a_structured_answer_has_the_form_of_its_schema(server: Running) -> None:
+def test_a_structured_answer_follows_its_schema(server: Running) -> None:
     schema = {
         "title": "Person",
         "type": "object",
@@ -104,7 +104,7 @@ def test_tools_are_called(demo_path: Path) -> None:
 
 
 @pytest.mark.parametrize("max_tokens", [1, 8, 32])
-def test_a_required_call_that_max_tokens_cuts_is_invalid(demo_path: Path, max_tokens: int) -> None:
+def test_a_required_call_truncated_by_max_tokens_is_invalid(demo_path: Path, max_tokens: int) -> None:
     with (
         pytest.MonkeyPatch.context() as patch,
         Model(demo_path, device="cpu") as model,
@@ -128,7 +128,7 @@ def test_a_required_call_that_max_tokens_cuts_is_invalid(demo_path: Path, max_to
         assert whole.response_metadata["finish_reason"] == "length"
 
 
-def test_vectors_are_those_of_the_model(vector_server: Running, vector_model: Model) -> None:
+def test_vectors_match_the_model(vector_server: Running, vector_model: Model) -> None:
     # LangChain would count tokens by a tokenizer of OpenAI's, and send their ids.
     embeddings = langchain_openai.OpenAIEmbeddings(
         base_url=f"{vector_server.url}/v1",

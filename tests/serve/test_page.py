@@ -54,7 +54,7 @@ def test_an_unchanged_file_is_not_sent_again(server: Running) -> None:
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_it_loads_without_a_key(locked: Running, path: str) -> None:
+def test_the_page_loads_without_a_key(locked: Running, path: str) -> None:
     assert locked.get(path).status_code == 200
 
 
@@ -75,7 +75,7 @@ def test_it_loads_without_a_key(locked: Running, path: str) -> None:
         "//",
     ],
 )
-def test_nothing_else_does(locked: Running, path: str) -> None:
+def test_everything_else_requires_a_key(locked: Running, path: str) -> None:
     assert locked.get(path).status_code == 401
 
 
@@ -85,7 +85,7 @@ def test_only_files_of_the_page_are_served(server: Running) -> None:
     assert server.post("/", {}).status_code == 405
 
 
-def test_a_server_without_the_page(cpu_model: Model) -> None:
+def test_the_page_can_be_disabled(cpu_model: Model) -> None:
     with running(cpu_model, page=False, api_keys=["secret"]) as server:
         for path in PATHS:
             assert server.get(path).status_code == 401
@@ -93,7 +93,7 @@ def test_a_server_without_the_page(cpu_model: Model) -> None:
         assert server.get("/activity", headers={"authorization": "Bearer secret"}).status_code == 200
 
 
-def test_it_can_be_mounted_under_a_path(cpu_model: Model) -> None:
+def test_the_page_can_be_mounted_under_a_path(cpu_model: Model) -> None:
     outer = Starlette(routes=[Mount("/models/demo", serve.app(cpu_model, api_keys=["secret"]))])
     with TestClient(outer) as client:
         html = client.get("/models/demo/").text
@@ -102,7 +102,7 @@ def test_it_can_be_mounted_under_a_path(cpu_model: Model) -> None:
         assert client.get("/models/demo/v1/models").status_code == 401
 
 
-def test_files_refer_to_each_other_alone() -> None:
+def test_files_refer_only_to_each_other() -> None:
     """No address of another server, no inline code or style, and nothing that parses a string as HTML."""
     forbidden = (
         r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|new Function|DOMParser|srcdoc|"
@@ -119,7 +119,7 @@ def test_files_refer_to_each_other_alone() -> None:
     assert re.findall(r"<script(?![^>]* src=)", html) == []
 
 
-def test_models_state_what_they_can_do(server: Running, vector_server: Running) -> None:
+def test_models_list_their_capabilities(server: Running, vector_server: Running) -> None:
     model = server.get("/v1/models").json()["data"][0]
     assert model["max_model_len"] == 1024
     assert model["device"].startswith("CPU")

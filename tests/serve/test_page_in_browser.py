@@ -318,14 +318,14 @@ def test_vectors_are_projected_on_their_principal_components(
         page.keyboard.press("ArrowRight")
 
 
-def test_a_model_without_vectors_is_told(pages: Pages, server: Running) -> None:
+def test_a_model_without_vectors_is_reported(pages: Pages, server: Running) -> None:
     page = pages.open(server)
     page.get_by_role("tab", name="Vectors").click()
     assert "--pooling mean" in page.locator("#vectors .empty").inner_text()
     assert page.get_by_role("button", name="Show").is_disabled()
 
 
-def test_it_asks_for_a_key_and_keeps_it_in_the_tab(pages: Pages, cpu_model: Model) -> None:
+def test_the_key_is_requested_and_kept_in_the_tab(pages: Pages, cpu_model: Model) -> None:
     key = "schlüssel ✓"
     with running(cpu_model, api_keys=[key]) as server:
         page = pages.open(server, ready=False)
@@ -346,7 +346,7 @@ def test_it_asks_for_a_key_and_keeps_it_in_the_tab(pages: Pages, cpu_model: Mode
         assert other.locator("#chat-input").count() == 0
 
 
-def test_hostile_names_and_texts_stay_text(pages: Pages, cpu_model: Model) -> None:
+def test_hostile_names_and_texts_are_escaped(pages: Pages, cpu_model: Model) -> None:
     hostile = "<img src=x onerror='window.broken=1'><script>window.broken=1</script><b>bold</b>"
     event = {
         "id": hostile,
@@ -373,7 +373,7 @@ def test_hostile_names_and_texts_stay_text(pages: Pages, cpu_model: Model) -> No
     pages.problems = [problem for problem in pages.problems if "TrustedHTML" not in problem]
 
 
-def test_everything_can_be_reached_by_keyboard(pages: Pages, server: Running) -> None:
+def test_everything_is_reachable_by_keyboard(pages: Pages, server: Running) -> None:
     page = pages.open(server)
     assert page.evaluate("() => document.activeElement.id") == "chat-input"
     page.locator("#tab-chat").focus()
@@ -418,7 +418,7 @@ def test_colours_follow_the_system_and_the_choice(pages: Pages, server: Running)
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("size", [WIDE, NARROW], ids=["wide", "narrow"])
-def test_it_is_legible_at_every_size(
+def test_the_page_is_legible_at_every_size(
     pages: Pages, server: Running, scheme: str, size: dict[str, int]
 ) -> None:
     page = pages.open(server, color_scheme=scheme, viewport=size)

@@ -38,7 +38,7 @@ def serving(path: Path, **limits: Any) -> Iterator[Running]:
         yield server
 
 
-def test_a_key_does_not_find_the_prompts_of_another(demo_path: Path) -> None:
+def test_a_key_does_not_reuse_prompts_of_another(demo_path: Path) -> None:
     with serving(demo_path, api_keys=KEYS) as server:
         assert cached(server, KEYS[0]) == 0
         # A candidate for each of the last tokens, as a client would test them one by one.
@@ -47,13 +47,13 @@ def test_a_key_does_not_find_the_prompts_of_another(demo_path: Path) -> None:
         assert cached(server, KEYS[0]) == len(PROMPT) - 1
 
 
-def test_the_first_prompt_of_a_key_is_computed_and_the_second_is_found(demo_path: Path) -> None:
+def test_the_second_prompt_of_a_key_reuses_the_first(demo_path: Path) -> None:
     with serving(demo_path, api_keys=KEYS) as server:
         assert [cached(server, key) for key in KEYS] == [0, 0]
         assert [cached(server, key) for key in KEYS] == [len(PROMPT) - 1] * 2
 
 
-def test_conversations_of_other_keys_are_not_found(demo_path: Path) -> None:
+def test_conversations_of_other_keys_are_not_reused(demo_path: Path) -> None:
     messages: list[Any] = [{"role": "user", "content": "Speak the speech, I pray you. " * 10}]
     with serving(demo_path, api_keys=KEYS) as server:
         found = []
@@ -68,7 +68,7 @@ def test_conversations_of_other_keys_are_not_found(demo_path: Path) -> None:
     assert found[2] > 64
 
 
-def test_prompts_of_two_keys_at_the_same_time_are_each_computed(demo_path: Path) -> None:
+def test_concurrent_prompts_of_two_keys_are_both_computed(demo_path: Path) -> None:
     """Neither waits for the other to compute what both begin with."""
     with serving(demo_path, api_keys=KEYS) as server, ThreadPoolExecutor(3) as threads:
         gate = Gate(server.service)
@@ -81,7 +81,7 @@ def test_prompts_of_two_keys_at_the_same_time_are_each_computed(demo_path: Path)
         blocking.result()
 
 
-def test_keys_share_prefixes_where_the_server_is_started_so(demo_path: Path) -> None:
+def test_keys_share_prefixes_if_the_server_allows_it(demo_path: Path) -> None:
     with serving(demo_path, api_keys=KEYS, share_prefixes=True) as server:
         assert [cached(server, key) for key in KEYS] == [0, len(PROMPT) - 1]
 
@@ -101,7 +101,7 @@ def test_without_keys_all_requests_share_prefixes(demo_path: Path) -> None:
         assert [cached(server, key) for key in KEYS] == [0, len(PROMPT) - 1]
 
 
-def test_a_key_and_a_prompt_cache_key_never_make_the_namespace_of_another_pair() -> None:
+def test_namespaces_of_distinct_key_pairs_differ() -> None:
     pairs = [
         (b"", None),
         (b"a", None),
@@ -151,7 +151,7 @@ def test_a_stored_prefix_is_found_after_a_restart_with_its_own_key_only(
         assert cached(server, KEYS[0], [*PROMPT, 3]) == 0
 
 
-def test_prompts_of_different_keys_have_nothing_in_common_to_store(demo_path: Path, tmp_path: Path) -> None:
+def test_prompts_of_different_keys_share_no_stored_prefix(demo_path: Path, tmp_path: Path) -> None:
     with serving(demo_path, api_keys=KEYS, prefix_store=tmp_path) as server:
         for key, end in zip(KEYS, (1, 2), strict=True):
             cached(server, key, [*PROMPT, end])

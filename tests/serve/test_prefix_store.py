@@ -71,7 +71,7 @@ def test_a_known_system_message_is_loaded_after_a_restart(
     assert stored.parent.stat().st_mode & 0o77 == 0
 
 
-def test_a_damaged_file_is_removed_and_computed(
+def test_a_damaged_file_is_removed_and_recomputed(
     restarted: Callable[..., Any], tmp_path: Path, cpu_model: Model
 ) -> None:
     with restarted() as (server, _):

@@ -24,7 +24,7 @@ async def collected(pieces: AsyncIterator[Any]) -> tuple[Beginning, bytes]:
     return first, rest
 
 
-def test_answers_are_relayed_whole_and_in_pieces(cpu_model: Model) -> None:
+def test_whole_and_streamed_answers_are_relayed(cpu_model: Model) -> None:
     app = serve.app(cpu_model)
     body: dict[str, Any] = {"prompt": "ROMEO:\n", "max_tokens": 8, "temperature": 0}
 
@@ -45,7 +45,7 @@ def test_answers_are_relayed_whole_and_in_pieces(cpu_model: Model) -> None:
     assert (first.status, first.whole) == (400, True)
 
 
-def test_an_answer_that_is_given_up_ends(cpu_model: Model) -> None:
+def test_an_abandoned_answer_ends(cpu_model: Model) -> None:
     app = serve.app(cpu_model)
     body = json.dumps({"prompt": "ROMEO:\n", "max_tokens": 900, "stream": True}).encode()
 
@@ -59,7 +59,7 @@ def test_an_answer_that_is_given_up_ends(cpu_model: Model) -> None:
     asyncio.run(ask())
 
 
-def test_requests_that_begin_alike_have_the_same_word() -> None:
+def test_requests_with_a_common_prefix_have_the_same_routing_key() -> None:
     def word(**form: Any) -> str:
         return beginning_of(json.dumps(form).encode())
 

@@ -33,7 +33,7 @@ def command(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
             process.kill()
 
 
-def test_sigterm_lets_answers_under_way_end(tmp_path: Path) -> None:
+def test_sigterm_lets_answers_in_flight_finish(tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text("first key\nsecond-key\n")
     with command("--api-key-file", str(keys), "--alias", "bard") as (process, url):
@@ -63,7 +63,7 @@ def test_sigterm_lets_answers_under_way_end(tmp_path: Path) -> None:
             httpx.get(f"{url}/health", trust_env=False)
 
 
-def test_wrong_use_is_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_invalid_usage_is_reported(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     import socket
 
     keys = tmp_path / "keys"
@@ -82,7 +82,7 @@ def test_wrong_use_is_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -
     assert "must be at most 65535, got 70000" in errors[-1]
 
 
-def test_the_page_is_at_the_printed_address_unless_it_is_left_out() -> None:
+def test_the_page_is_at_the_printed_address_unless_disabled() -> None:
     with command() as (_, url):
         assert "<title>metal_prefill</title>" in httpx.get(f"{url}/", trust_env=False).text
     with command("--no-page") as (_, url):
@@ -90,7 +90,7 @@ def test_the_page_is_at_the_printed_address_unless_it_is_left_out() -> None:
 
 
 @pytest.mark.parametrize("host", ["", " "])
-def test_no_address_is_not_every_address(host: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_an_empty_address_does_not_mean_every_address(host: str, capfd: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["serve", "--host", host, "-m", "no such model"]) == cli.EXIT_USAGE
     assert "--host: must not be empty" in capfd.readouterr().err
 

@@ -45,7 +45,7 @@ def test_a_full_queue_answers_429_until_there_is_room(cpu_model: Model) -> None:
         assert server.post("/v1/completions", BODY).status_code == 200
 
 
-def test_more_texts_than_there_is_ever_room_for_are_refused(cpu_model: Model) -> None:
+def test_more_texts_than_the_queue_holds_are_rejected(cpu_model: Model) -> None:
     with running(cpu_model, max_streams=2, max_queue=1) as server:
         refused = server.post("/v1/completions", {**BODY, "n": 4})
         assert refused.status_code == 400
@@ -53,7 +53,7 @@ def test_more_texts_than_there_is_ever_room_for_are_refused(cpu_model: Model) ->
         assert server.post("/v1/completions", {**BODY, "n": 3}).status_code == 200
 
 
-def test_an_answer_that_takes_too_long_ends(cpu_model: Model) -> None:
+def test_an_answer_ends_at_the_time_limit(cpu_model: Model) -> None:
     with running(cpu_model, max_seconds=0.2) as server:
         gate = Gate(server.service)
         refused = server.post("/v1/completions", BODY)
@@ -64,7 +64,7 @@ def test_an_answer_that_takes_too_long_ends(cpu_model: Model) -> None:
         gate.open()
 
 
-def test_a_stream_that_takes_too_long_ends_with_an_error(cpu_model: Model) -> None:
+def test_a_stream_ends_with_an_error_at_the_time_limit(cpu_model: Model) -> None:
     with running(cpu_model, max_seconds=0.3) as server:
         gate = Gate(server.service)
         gate.reached.clear()
@@ -76,7 +76,7 @@ def test_a_stream_that_takes_too_long_ends_with_an_error(cpu_model: Model) -> No
         assert last["error"]["code"] == "timeout" if "error" in last else last["choices"][0]["finish_reason"]
 
 
-def test_a_prompt_that_does_not_fit_is_named_before_anything_is_computed(cpu_model: Model) -> None:
+def test_a_prompt_that_does_not_fit_is_rejected_before_anything_is_computed(cpu_model: Model) -> None:
     with running(cpu_model) as server:
         refused = server.post("/v1/completions", {"prompt": [1] * 1025})
         assert refused.status_code == 400
@@ -89,7 +89,7 @@ def test_a_prompt_that_does_not_fit_is_named_before_anything_is_computed(cpu_mod
         assert b"metal_prefill_passes_total 0.0" in server.get("/metrics").content
 
 
-def test_a_prompt_beyond_the_memory_is_named_too(tmp_path: Path) -> None:
+def test_a_prompt_that_exceeds_the_memory_is_rejected(tmp_path: Path) -> None:
     path = write(tmp_path / "small.gguf", EMBEDDERS["qwen3, last"])
     with Model(path, device="cpu", kv_memory=1, prefix_memory=0) as model, running(model) as server:
         for way, body in (
@@ -106,7 +106,7 @@ def test_a_prompt_beyond_the_memory_is_named_too(tmp_path: Path) -> None:
         assert server.post("/v1/completions", {"prompt": [1] * 30, "max_tokens": 4}).status_code == 200
 
 
-def test_vectors_that_find_no_memory_may_be_asked_for_again(tmp_path: Path) -> None:
+def test_vectors_without_memory_are_a_temporary_error(tmp_path: Path) -> None:
     path = write(tmp_path / "small.gguf", EMBEDDERS["llama, mean"])
     with Model(path, device="cpu", kv_memory=1, prefix_memory=0) as model, running(model) as server:
         with model.session() as session:
@@ -118,7 +118,7 @@ def test_vectors_that_find_no_memory_may_be_asked_for_again(tmp_path: Path) -> N
         assert server.post("/v1/embeddings", {"input": "a"}).status_code == 200
 
 
-def test_a_key_is_asked_for(cpu_model: Model) -> None:
+def test_a_key_is_required(cpu_model: Model) -> None:
     with running(cpu_model, api_keys=["right", "also right"]) as server:
         assert server.get("/health").json() == {"status": "ok"}
         assert server.get("/metrics").status_code == 401
@@ -135,14 +135,14 @@ def test_a_key_is_asked_for(cpu_model: Model) -> None:
         assert missing.json()["error"]["code"] == "invalid_api_key"
 
 
-def test_a_key_may_have_any_characters(cpu_model: Model) -> None:
+def test_a_key_may_contain_any_character(cpu_model: Model) -> None:
     with running(cpu_model, api_keys=["schlüssel"]) as server:
         for encoding, status in (("utf-8", 200), ("latin-1", 401)):
             headers = {b"authorization": "Bearer schlüssel".encode(encoding)}
             assert server.get("/v1/models", headers=headers).status_code == status
 
 
-def test_a_file_name_that_is_not_utf_8_is_still_a_name(
+def test_file_names_may_be_invalid_utf_8(
     demo_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*messages: Any, **options: Any) -> None:
@@ -160,7 +160,7 @@ def test_a_file_name_that_is_not_utf_8_is_still_a_name(
         assert refused.json()["error"]["message"].endswith("a\\udcff.gguf has no template")
 
 
-def test_metrics_count_what_was_done(cpu_model: Model) -> None:
+def test_metrics_count_completed_work(cpu_model: Model) -> None:
     with running(cpu_model) as server:
         for _ in range(2):
             server.post("/v1/completions", {**BODY, "prompt": [1] * 130})
@@ -190,7 +190,7 @@ def test_metrics_count_what_was_done(cpu_model: Model) -> None:
         ({"settings": serve.Settings(), "max_queue": 1}, "pass settings or limits, not both"),
     ],
 )
-def test_wrong_limits_are_refused(cpu_model: Model, limits: dict[str, Any], message: str) -> None:
+def test_invalid_limits_are_rejected(cpu_model: Model, limits: dict[str, Any], message: str) -> None:
     with pytest.raises((TypeError, ValueError), match=message):
         serve.app(cpu_model, **limits)
 

@@ -25,9 +25,7 @@ PARTS = {"queue_seconds", "prefill_seconds", "decode_seconds"}
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "Who art thou? " * 9}]}),
     ],
 )
-def test_they_add_up_to_no_more_than_the_request_took(
-    server: Running, path: str, body: dict[str, Any]
-) -> None:
+def test_timings_sum_to_at_most_the_request_time(server: Running, path: str, body: dict[str, Any]) -> None:
     begin = time.perf_counter()
     answer = server.post(path, {**body, "max_tokens": 8, "temperature": 0}).json()
     took = time.perf_counter() - begin
@@ -39,7 +37,7 @@ def test_they_add_up_to_no_more_than_the_request_took(
     assert sum(timings.values()) <= took
 
 
-def test_they_end_a_stream_with_its_usage(server: Running) -> None:
+def test_timings_are_in_the_last_event_with_usage(server: Running) -> None:
     body = {"prompt": PROMPT, "max_tokens": 4, "stream": True, "stream_options": {"include_usage": True}}
     chunks = events(server.post("/v1/completions", body))
     assert chunks[-1]["timings"].keys() == PARTS
@@ -48,23 +46,23 @@ def test_they_end_a_stream_with_its_usage(server: Running) -> None:
     assert all("timings" not in chunk for chunk in plain)
 
 
-def test_one_token_takes_no_time_to_decode(server: Running) -> None:
+def test_one_token_has_no_decode_time(server: Running) -> None:
     answer = server.post("/v1/completions", {"prompt": PROMPT, "max_tokens": 1}).json()
     assert answer["timings"]["decode_seconds"] == 0
 
 
-def test_scored_prompts_have_them_too(server: Running) -> None:
+def test_scored_prompts_have_timings(server: Running) -> None:
     body = {"prompt": PROMPT[:20], "max_tokens": 0, "echo": True, "logprobs": 1}
     assert server.post("/v1/completions", body).json()["timings"]["prefill_seconds"] > 0
 
 
-def test_openai_s_client_ignores_them(server: Running) -> None:
+def test_the_openai_client_ignores_timings(server: Running) -> None:
     answer = server.client().completions.create(model="demo", prompt="ROMEO:", max_tokens=4)
     assert answer.usage is not None
     assert answer.usage.completion_tokens == 4
 
 
-def test_the_wait_for_others_is_not_part_of_prefill(cpu_model: Model) -> None:
+def test_waiting_for_others_is_not_part_of_prefill(cpu_model: Model) -> None:
     with running(cpu_model, max_streams=1) as server, ThreadPoolExecutor(2) as threads:
         gate = Gate(server.service)
         body = {"max_tokens": 2, "temperature": 0}

@@ -45,13 +45,13 @@ def allows(parameters: Any, arguments: Any) -> bool:
         {"$id": "https://x/y", "$defs": {"Place": PLACE}, "properties": {"a": {"$ref": "#/$defs/Place"}}},
     ],
 )
-def test_references_lead_where_they_did(parameters: Any) -> None:
+def test_references_resolve_to_the_same_definitions(parameters: Any) -> None:
     assert allows(parameters, {"a": {"x": 1}})
     assert not allows(parameters, {"a": {"x": "1"}})
     assert not allows(parameters, {"a": {}})
 
 
-def test_a_schema_may_contain_itself() -> None:
+def test_a_schema_may_be_recursive() -> None:
     tree = {"type": "object", "properties": {"v": {"type": "integer"}, "left": {"$ref": "#"}}}
     assert allows(tree, {"left": {"left": {"v": 1}}})
     assert not allows(tree, {"left": {"left": {"v": "1"}}})
@@ -76,14 +76,14 @@ def test_values_and_names_are_not_references() -> None:
         ("text", 'must be a JSON schema, got "text"'),
     ],
 )
-def test_other_references_are_refused(parameters: Any, message: str) -> None:
+def test_other_references_are_rejected(parameters: Any, message: str) -> None:
     with pytest.raises(ApiError) as caught:
         schema_of({}, parameters)
     assert f"tools[1].parameters{'' if message.startswith('must') else ':'} {message}" in str(caught.value)
     assert (caught.value.status, caught.value.param) == (400, "tools[1].parameters")
 
 
-def test_a_schema_that_is_nested_too_deeply_is_refused() -> None:
+def test_a_schema_that_is_nested_too_deeply_is_rejected() -> None:
     deep: Any = {}
     for _ in range(5000):
         deep = {"not": deep}
@@ -117,7 +117,7 @@ def test_a_schema_that_is_nested_too_deeply_is_refused() -> None:
         ({"properties": {"a": {"allOf": [PLACE, {}]}}}, {"b": 1}, False),
     ],
 )
-def test_objects_have_the_properties_that_they_name(parameters: Any, arguments: Any, allowed: bool) -> None:
+def test_objects_have_their_listed_properties(parameters: Any, arguments: Any, allowed: bool) -> None:
     assert allows(parameters, arguments) is allowed
 
 
@@ -133,7 +133,7 @@ def test_objects_have_the_properties_that_they_name(parameters: Any, arguments: 
         ("", ["ab"], ("ab", "{", False)),
     ],
 )
-def test_a_call_has_the_arguments_that_came(
+def test_a_call_keeps_its_arguments(
     text: str, names: list[str], expected: tuple[str, str, bool] | None
 ) -> None:
     found = required_call(text, names)

@@ -39,7 +39,7 @@ def ask(server: Running, regex: str | None, **options: Any) -> Any:
     )
 
 
-def test_a_call_is_taken_out_of_the_answer(with_tools: tuple[Running, Model]) -> None:
+def test_a_call_is_separated_from_the_answer(with_tools: tuple[Running, Model]) -> None:
     server, model = with_tools
     answer = ask(server, CALLING)
     choice = answer.choices[0]
@@ -51,7 +51,7 @@ def test_a_call_is_taken_out_of_the_answer(with_tools: tuple[Running, Model]) ->
     assert answer.usage.prompt_tokens == len(prompt)
 
 
-def test_calls_of_a_stream_have_their_numbers(with_tools: tuple[Running, Model]) -> None:
+def test_streamed_calls_are_numbered(with_tools: tuple[Running, Model]) -> None:
     server, _ = with_tools
     calls: list[Any] = []
     reasons = []
@@ -72,7 +72,7 @@ def test_calls_of_a_stream_have_their_numbers(with_tools: tuple[Running, Model])
         ({"type": "function", "function": {"name": "clock"}}, {"clock"}),
     ],
 )
-def test_a_call_may_be_required(with_tools: tuple[Running, Model], choice: Any, names: set[str]) -> None:
+def test_a_call_can_be_required(with_tools: tuple[Running, Model], choice: Any, names: set[str]) -> None:
     answer = ask(
         with_tools[0], None, tools=[WEATHER, {"type": "function", "function": CLOCK}], tool_choice=choice
     )
@@ -104,7 +104,7 @@ ROUTE = {  # as pydantic writes a model with a nested one
 }
 
 
-def test_a_required_call_has_the_form_of_its_schema_and_nothing_else(
+def test_a_required_call_contains_only_its_schema(
     with_tools: tuple[Running, Model],
 ) -> None:
     function = ROUTE["function"]
@@ -125,7 +125,7 @@ NAMED = {"type": "function", "function": {"name": "route"}}
 
 
 @pytest.mark.parametrize("max_tokens", [1, 8, 16, 24])
-def test_a_required_call_that_is_cut_is_a_partial_call(
+def test_a_truncated_required_call_is_a_partial_call(
     with_tools: tuple[Running, Model], max_tokens: int
 ) -> None:
     options = {"tools": [ROUTE, WEATHER], "tool_choice": NAMED, "max_tokens": max_tokens}
@@ -145,20 +145,20 @@ def test_a_required_call_that_is_cut_is_a_partial_call(
     assert chunks[-1].finish_reason == "length"
 
 
-def test_a_call_that_is_cut_before_its_tool_is_certain_is_text(with_tools: tuple[Running, Model]) -> None:
+def test_a_call_truncated_within_its_name_is_text(with_tools: tuple[Running, Model]) -> None:
     options = {"tools": [ROUTE, WEATHER], "tool_choice": "required", "max_tokens": 1}
     choice = ask(with_tools[0], None, **options).choices[0]
     assert (choice.finish_reason, choice.message.tool_calls) == ("length", None)
     assert '{"name": "'.startswith(choice.message.content)
 
 
-def test_a_call_that_a_stop_string_cuts_is_not_whole(with_tools: tuple[Running, Model]) -> None:
+def test_a_call_cut_by_a_stop_string_is_partial(with_tools: tuple[Running, Model]) -> None:
     choice = ask(with_tools[0], None, tools=[ROUTE], tool_choice=NAMED, stop="}").choices[0]
     assert choice.finish_reason == "stop"
     assert choice.message.tool_calls[0].function.arguments.count("{") == 2
 
 
-def test_none_may_be_called(with_tools: tuple[Running, Model]) -> None:
+def test_calls_can_be_disabled(with_tools: tuple[Running, Model]) -> None:
     server, model = with_tools
     answer = ask(server, CALLING, tool_choice="none")
     assert answer.choices[0].message.tool_calls is None
@@ -166,7 +166,7 @@ def test_none_may_be_called(with_tools: tuple[Running, Model]) -> None:
     assert answer.usage.prompt_tokens == len(model.tokenizer.apply_chat_template(ASKED))
 
 
-def test_results_reach_the_template(with_tools: tuple[Running, Model]) -> None:
+def test_tool_results_reach_the_template(with_tools: tuple[Running, Model]) -> None:
     server, model = with_tools
     call = ask(server, CALLING).choices[0].message
     messages = [
@@ -186,7 +186,7 @@ def test_results_reach_the_template(with_tools: tuple[Running, Model]) -> None:
         )
 
 
-def test_wrong_tools_are_named(with_tools: tuple[Running, Model], server: Running) -> None:
+def test_invalid_tools_are_reported(with_tools: tuple[Running, Model], server: Running) -> None:
     with pytest.raises(openai.BadRequestError, match="asks for the tool 'sun'; the tools are: weather"):
         ask(with_tools[0], None, tool_choice={"type": "function", "function": {"name": "sun"}})
     with pytest.raises(openai.BadRequestError, match="tool 0 has no name"):

@@ -25,7 +25,7 @@ TEXTS = ["a text", "another one, which is longer", "a text"]
 
 
 @pytest.mark.parametrize("encoding", ["float", "base64"])
-def test_vectors_are_those_of_the_library(vector_server: Running, vector_model: Model, encoding: str) -> None:
+def test_vectors_match_the_library(vector_server: Running, vector_model: Model, encoding: str) -> None:
     client = vector_server.client()
     answer = client.embeddings.create(model="vectors", input=TEXTS, encoding_format=encoding)
     if encoding == "base64":
@@ -36,7 +36,7 @@ def test_vectors_are_those_of_the_library(vector_server: Running, vector_model: 
     assert answer.usage.prompt_tokens == sum(len(vector_model.tokenizer.encode(t)) + 1 for t in TEXTS)
 
 
-def test_inputs_may_be_token_ids_and_vectors_be_cut(vector_server: Running, vector_model: Model) -> None:
+def test_inputs_may_be_token_ids_and_vectors_truncated(vector_server: Running, vector_model: Model) -> None:
     client = vector_server.client()
     end = vector_model.tokenizer.eos_id
     ids = [[*vector_model.tokenizer.encode(text), end] for text in TEXTS]
@@ -45,7 +45,7 @@ def test_inputs_may_be_token_ids_and_vectors_be_cut(vector_server: Running, vect
     np.testing.assert_array_equal(found, vector_model.embed(TEXTS, dimensions=8))
 
 
-def test_a_wrong_input_is_named(vector_server: Running) -> None:
+def test_an_invalid_input_is_reported(vector_server: Running) -> None:
     for input_, message in (
         ([[1, 2], [1 << 40]], "text 1"),
         ([[1], [10**20]], "text 1: token id 100000000000000000000 at index 0"),
@@ -60,7 +60,7 @@ def test_a_wrong_input_is_named(vector_server: Running) -> None:
         assert message in refused.json()["error"]["message"]
 
 
-def test_texts_that_lost_their_ends_are_counted(vector_server: Running, vector_model: Model) -> None:
+def test_truncated_texts_are_counted(vector_server: Running, vector_model: Model) -> None:
     long, ids = "a b " * 2000, [1, 2] * 2000
     body = {"input": [long, "a"], "truncate": "end"}
     answer = vector_server.post("/v1/embeddings", body).json()
@@ -77,13 +77,13 @@ def test_texts_that_lost_their_ends_are_counted(vector_server: Running, vector_m
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "truncate")
 
 
-def test_texts_are_brought_into_nfc(vector_server: Running, vector_model: Model) -> None:
+def test_texts_are_normalized_to_nfc(vector_server: Running, vector_model: Model) -> None:
     answer = vector_server.post("/v1/embeddings", {"input": "cafe\u0301", "unicode": "NFC"}).json()
     found = np.array([d["embedding"] for d in answer["data"]], np.float32)
     np.testing.assert_array_equal(found, vector_model.embed(["caf\u00e9"]))
 
 
-def test_texts_without_tokens_have_vectors_of_zeros_and_are_counted(
+def test_texts_without_tokens_have_zero_vectors_and_are_counted(
     vector_server: Running, vector_model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     frame = vector_model.tokenizer.frame._replace(end=())  # which would be the only token
@@ -95,7 +95,7 @@ def test_texts_without_tokens_have_vectors_of_zeros_and_are_counted(
     assert answer["usage"]["empty_texts"] == 1
 
 
-def test_a_model_without_pooling_says_so(server: Running) -> None:
+def test_a_model_without_pooling_is_an_error(server: Running) -> None:
     refused = server.post("/v1/embeddings", {"input": "a text"})
     assert refused.status_code == 400
     assert "pooling" in refused.json()["error"]["message"]
@@ -112,7 +112,7 @@ QUERY = "what is a page?"
 DOCUMENTS = ["a leaf of a book", "64 positions of K and V", "a young attendant"]
 
 
-def test_jinas_requests_are_answered(ranker: tuple[Running, Model]) -> None:
+def test_jina_requests_are_supported(ranker: tuple[Running, Model]) -> None:
     server, model = ranker
     # As https://api.jina.ai/v1/rerank takes it: documents are texts or objects with one.
     body = {
@@ -131,7 +131,7 @@ def test_jinas_requests_are_answered(ranker: tuple[Running, Model]) -> None:
     assert answer["usage"]["total_tokens"] > 0
 
 
-def test_coheres_requests_are_answered(ranker: tuple[Running, Model]) -> None:
+def test_cohere_requests_are_supported(ranker: tuple[Running, Model]) -> None:
     server, model = ranker
     # As ClientV2.rerank sends it, and reads `id`, `results` and `meta`.
     body = {"model": "ranks", "query": QUERY, "documents": DOCUMENTS, "top_n": 3}
@@ -142,7 +142,7 @@ def test_coheres_requests_are_answered(ranker: tuple[Running, Model]) -> None:
     assert refused.json()["error"]["param"] == "documents[1]"
 
 
-def test_documents_that_lost_their_ends_are_counted(ranker: tuple[Running, Model]) -> None:
+def test_truncated_documents_are_counted(ranker: tuple[Running, Model]) -> None:
     server, model = ranker
     body = {"query": QUERY, "documents": ["a", "a b " * 2000], "truncate": "end", "unicode": "NFC"}
     answer = server.post("/v1/rerank", body).json()
@@ -155,13 +155,13 @@ def test_documents_that_lost_their_ends_are_counted(ranker: tuple[Running, Model
     assert server.post("/v1/rerank", {**body, "truncate": None}).status_code == 400
 
 
-def test_a_model_that_ranks_nothing_says_so(server: Running) -> None:
+def test_a_model_that_cannot_rerank_is_an_error(server: Running) -> None:
     refused = server.post("/v1/rerank", {"query": "a", "documents": ["b"]})
     assert refused.status_code == 400
     assert "demo does not support reranking" in refused.json()["error"]["message"]
 
 
-def test_vectors_take_few_rows_of_a_pass_while_texts_are_written(vector_model: Model) -> None:
+def test_vectors_take_few_rows_of_a_pass_while_texts_are_generated(vector_model: Model) -> None:
     """And the same vectors result; without texts they fill passes."""
     text = [7 * i % 250 for i in range(200)]
     loop = EngineLoop(vector_model)
@@ -221,7 +221,7 @@ def test_a_cross_encoder_ranks(pair_ranker: tuple[Running, Model]) -> None:
         assert message in refused.json()["error"]["message"]
 
 
-def test_requests_for_text_name_what_an_encoder_does(pair_ranker: tuple[Running, Model]) -> None:
+def test_text_requests_to_an_encoder_name_its_endpoints(pair_ranker: tuple[Running, Model]) -> None:
     server, _ = pair_ranker
     for path, body in (
         ("/v1/completions", {"prompt": "a"}),

@@ -69,14 +69,14 @@ def page_bytes(path: Path) -> int:
 
 @pytest.mark.timeout(0)
 @pytest.mark.skipif("SOAK_SECONDS" not in os.environ, reason="minutes: part of make soak")
-def test_each_of_a_thousand_clients_gets_what_it_gets_alone(tmp_path: Path) -> None:
+def test_each_of_a_thousand_clients_gets_the_same_text_as_alone(tmp_path: Path) -> None:
     path = write(tmp_path / "vectors.gguf", EMBEDDERS["qwen3, last"])
     check_each(path, [request(i) for i in range(CLIENTS)])
 
 
 @pytest.mark.timeout(0)
 @pytest.mark.skipif("SOAK_SECONDS" not in os.environ, reason="minutes: part of make soak")
-def test_each_client_gets_its_text_where_memory_is_tiny(tmp_path: Path) -> None:
+def test_each_client_gets_its_text_with_little_memory(tmp_path: Path) -> None:
     path = write(tmp_path / "vectors.gguf", EMBEDDERS["qwen3, last"])
     check_each(path, texts(CLIENTS // 5), kv_memory=16 * page_bytes(path))
 

@@ -29,7 +29,7 @@ UNDER_SANITIZER = any(name in os.environ for name in ("ASAN_OPTIONS", "TSAN_OPTI
 pytestmark = pytest.mark.timeout(0 if SECONDS else 300)
 
 
-def test_results_are_those_of_one_call_at_a_time(device: str, tmp_path: Path) -> None:
+def test_results_match_sequential_calls(device: str, tmp_path: Path) -> None:
     if device == "metal" and not SECONDS:
         pytest.skip("the suite soaks the CPU engine only")
     if sys.platform != "linux":
