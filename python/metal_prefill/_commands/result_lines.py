@@ -8,26 +8,21 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import IO, Any
 
 from metal_prefill._commands.common import UsageError, standard_input
 from metal_prefill._support.atomic_write import check_target
+from metal_prefill.generation._sampling import Options
 
 if os.name == "posix":
     import fcntl
 
-Number = (int, float)
+_NUMBERS: Mapping[object, tuple[type, ...]] = {"int": (int,), "float": (int, float)}
+# Options of a line of prompts, and their types in JSON.
 OPTIONS: Mapping[str, tuple[type, ...]] = {
     "max_tokens": (int,),
-    "temperature": Number,
-    "top_k": (int,),
-    "top_p": Number,
-    "min_p": Number,
-    "repeat_penalty": Number,
-    "typical_p": Number,
-    "frequency_penalty": Number,
-    "presence_penalty": Number,
+    **{field.name: _NUMBERS[field.type] for field in fields(Options) if field.type in _NUMBERS},
     "min_tokens": (int,),
     "seed": (int, type(None)),
     "stop": (str, int, list),
