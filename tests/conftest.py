@@ -24,7 +24,7 @@ METAL_MISSING = (
 
 @pytest.fixture(scope="session", autouse=True)
 def as_users_have_it() -> None:
-    """Give tests and the programs that they start what a terminal gives: Ctrl-C, and buffered output.
+    """Give tests and their subprocesses the environment of a terminal: Ctrl-C, and buffered output.
 
     A process that a shell script starts in the background ignores Ctrl-C. Without buffers, faults in flushing
     them do not show.
@@ -44,7 +44,7 @@ def metal() -> None:
 
 @pytest.fixture(params=["cpu", "metal"])
 def device(request: pytest.FixtureRequest) -> str:
-    """Each engine in turn."""
+    """Run a test with each engine."""
     name: str = request.param
     if name == "metal":
         request.getfixturevalue("metal")

@@ -1,7 +1,7 @@
 """Memory that runs out: each allocation of a call fails once; the call raises and has changed nothing.
 
-A fresh engine for each, so that all allocations of a first call are among them. What a call gives without a
-failure is the expectation for the calls after one.
+Each uses a fresh engine, so that all allocations of a first call are included. The result of a call without a
+failure is the expectation for the calls after a failure.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ State = tuple[list[int], list[bytes]]
 
 @dataclass
 class Inputs:
-    """A model, a session saved after FIRST, and what a sampler chooses after FIRST and SECOND[:5]."""
+    """A model, a session saved after FIRST, and a sampler's choices after FIRST and SECOND[:5]."""
 
     path: Path
     state_path: Path
@@ -71,7 +71,7 @@ def state(session: Session) -> State:
 
 
 class Sessions:
-    """A model that has computed nothing but FIRST, in a session that shares its pages with a fork."""
+    """A model that has computed only FIRST, in a session that shares its pages with a fork."""
 
     def __init__(self, inputs: Inputs, device: str) -> None:
         self.model = Model(inputs.path, device=device, threads=1, chunk_tokens=64)
@@ -207,7 +207,7 @@ def test_a_batch_without_memory_fails_some_sequences_and_leaves_others_unaffecte
 
 
 def test_reuse_without_memory_never_keeps_wrong_rows(inputs: Inputs) -> None:
-    """The session then has the beginning that it shares with the prompt, or what it had before."""
+    """The session then has the prefix that it shares with the prompt, or its earlier tokens."""
     prompt = FIRST[:40] + SECOND
 
     def sessions_with_the_prompt_known() -> Sessions:
@@ -247,7 +247,7 @@ def test_reuse_without_memory_never_keeps_wrong_rows(inputs: Inputs) -> None:
 
 
 def test_sessions_close_without_memory(inputs: Inputs) -> None:
-    """Their prefixes are forgotten then; nothing else happens."""
+    """Only their cached prefixes are lost."""
     for nth in count(1):
         sessions = Sessions(inputs, "cpu")
         sessions.used.forward_prompt(SECOND, reuse=True)

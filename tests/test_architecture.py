@@ -1,4 +1,4 @@
-"""Configuration and tensor roles: what valid files give, and that nothing missing or contradictory passes."""
+"""Configuration and tensor roles: results for valid files, errors for missing or contradictory entries."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Arguments: what is wrong is named with its value and the limit, and nothing has changed."""
+"""Invalid arguments: errors name the value and the limit, and nothing changes."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_invalid_token_ids_are_rejected(tokens: Any, error: type[Exception], mes
     "tokens", [range(10**20), range(10**9), np.broadcast_to(np.int8(0), 10**12)], ids=repr
 )
 def test_more_tokens_than_the_context_holds_are_rejected_early(tokens: Any, demo_path: Path) -> None:
-    """Looking at 10^9 of them would take minutes, or all of the memory."""
+    """Reading 10^9 of them would take minutes, or all of the memory."""
     with Model(demo_path, device="cpu") as model, model.session(max_context=64) as session:
         session.forward_prompt([1, 2])
         calls: list[Callable[[Any], Any]] = [

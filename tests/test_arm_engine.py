@@ -1,4 +1,4 @@
-"""The CPU engine on emulated Arm processors: which kernels it takes, and what it computes with them."""
+"""The CPU engine on emulated Arm processors: the selected kernels and their results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Many sequences in one pass: each gets what it would get alone."""
+"""Many sequences in one pass: each has the same result as alone."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ Ids = npt.NDArray[np.int32]
 
 # Of the largest logit: kernels for a few tokens and for many add in different orders (docs/kernels.md).
 METAL_TOLERANCE = 1e-3
-FEW = 8  # tokens of a sequence in a pass, up to which Metal's results are bitwise those of one by one
+FEW = 8  # tokens of a sequence in a pass, up to which Metal is bit-identical to single tokens
 
 
 @pytest.fixture(scope="module")
 def demo_path(model_path: Callable[[str], Path]) -> Path:
-    """Take a small model instead of the bundled one: nothing here depends on the weights."""
+    """Use a small model instead of the bundled one: the weights do not matter here."""
     return model_path("gqa 3")
 
 
@@ -54,7 +54,7 @@ def assert_same_cache(model: Model, actual: Session, expected: Session, few: boo
 
 
 def cache_of(session: Session) -> list[npt.NDArray[np.uint8]]:
-    """Rows of K and V as they are saved."""
+    """Rows of K and V in saved form."""
     assert session._core is not None
     return [np.array(rows) for rows in session._core.export_state()[1]]
 
@@ -119,7 +119,7 @@ def test_every_kind_of_model_computes_sequences_together(
     with Model(path, device=device, compute=compute) as model:
         prompts = [ids_of(model, n, n) for n in (5, 70, 130, 64, 1, 8)]
         sessions = [model.session() for _ in prompts]
-        for _ in range(2):  # the second time from positions of their own
+        for _ in range(2):  # the second time from different positions
             results = model.forward_batch(sessions, prompts, output="logits")
         for logits, prompt, session in zip(results, prompts, sessions, strict=True):
             few = len(prompt) <= FEW
@@ -297,7 +297,7 @@ def test_the_memory_limit_is_named_and_nothing_changes(device: str, demo_path: P
 def test_random_histories_match_sequential_execution(
     device: str, tmp_path: Path, lengths: tuple[int, ...]
 ) -> None:
-    """Joins, leaves, forks, rewinds, cancellations and mixed outputs, against sessions that compute alone."""
+    """Joins, leaves, forks, rewinds, cancellations and mixed outputs, compared with single sessions."""
     rng = random.Random(5)
     few = max(lengths) <= FEW
     path = write(tmp_path / "model.gguf", MODELS["gqa 3"])
@@ -345,7 +345,7 @@ def test_random_histories_match_sequential_execution(
 
 
 def cancel(session: Session) -> None:
-    """Stop a prompt after its first pass, and take back what that computed."""
+    """Stop a prompt after its first pass, and rewind that pass."""
 
     def stop(done: int, total: int) -> None:
         raise KeyboardInterrupt
@@ -357,7 +357,7 @@ def cancel(session: Session) -> None:
     session.rewind(position)
 
 
-# Shared beginnings.
+# Shared prefixes.
 
 
 @pytest.mark.parametrize("shared", [20, 64, 100, 128])
@@ -368,7 +368,7 @@ def test_an_open_session_shares_its_full_pages(device: str, demo_path: Path, sha
         first.forward_prompt(np.concatenate([start, ids_of(model, 40, 1)]), reuse=True)
         prompt = np.concatenate([start, ids_of(model, 30, 2)])
         logits = second.forward_prompt_logits(prompt, reuse=True)
-        known = (shared + 40) // PAGE * PAGE  # what lies in full pages
+        known = (shared + 40) // PAGE * PAGE  # tokens in full pages
         assert second.stats()["tokens_reused"] == min(known, shared)
         assert_same(model, logits, model.session().forward_prompt_logits(prompt))
 
@@ -397,7 +397,7 @@ def test_prompts_of_one_batch_compute_their_common_prefix_once(device: str, demo
 
 
 def test_a_thousand_sessions_store_a_shared_prefix_once(demo_path: Path) -> None:
-    shared, own, sessions = 4 * PAGE + 44, 20, 1000  # 300 tokens; what differs lies in one page
+    shared, own, sessions = 4 * PAGE + 44, 20, 1000  # 300 tokens; the different ones are in one page
     with Model(demo_path, device="cpu") as model:
         page = int(alone(model, ids_of(model, 1)).stats()["kv_cache_bytes"])
     with Model(demo_path, device="cpu") as model:

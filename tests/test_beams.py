@@ -57,7 +57,7 @@ def test_texts_and_scores_match_transformers(case: dict[str, Any]) -> None:
 @pytest.mark.parametrize("length_penalty", [0.0, 1.0, -1.0, 2.5])
 @pytest.mark.parametrize("min_tokens", [0, 2])
 def test_enough_beams_find_every_text_in_order(length_penalty: float, min_tokens: int) -> None:
-    """As many beams as there are texts: what trying all of them gives."""
+    """As many beams as there are texts: the same as trying all of them."""
     rng, most = np.random.default_rng(7), 4
     table: dict[tuple[int, ...], Any] = {}
     texts = []
@@ -78,7 +78,7 @@ def test_enough_beams_find_every_text_in_order(length_penalty: float, min_tokens
 
 @pytest.mark.parametrize("length_penalty", [0.0, 1.0])
 def test_a_stop_string_ends_a_text_as_a_token_does(length_penalty: float) -> None:
-    """The result equals that of trying all texts, where a text that contains "012" ends there."""
+    """The result equals that of trying all texts, with texts that contain "012" ending there."""
     rng, most = np.random.default_rng(9), 4
     stopped = (0, 1, 2)
     table: dict[tuple[int, ...], Any] = {}

@@ -1,7 +1,7 @@
 """Allowed dependencies: imports of the Python package, includes of the engines and the shaders.
 
-Each rule is a function of all sources that returns what breaks it, one line for each. It is applied to the
-sources as they are, and to sources with a planted mistake.
+Each rule is a function of all sources that returns violations, one line each. It is applied to the sources,
+and to sources with a planted violation.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ PASSES_FOR_PYTHON = ("cpp/metal/python.h", "cpp/metal/python.cpp")  # recorded p
 SHARED_WITH_SHADERS = tuple(
     f"shaders/{name}.h" for name in ("args", "args_fields", "attention", "quants", "grids")
 )
-# Sources with which every build records the passes of the Metal engine.
+# Sources through which every build records the passes of the Metal engine.
 RECORDING = tuple(
     f"cpp/metal/{name}"
     for name in (
@@ -52,7 +52,7 @@ def sources() -> dict[str, str]:
         path for folder, kinds in FOLDERS.items() for kind in kinds for path in (ROOT / folder).rglob(kind)
     ]
     found = {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in paths}
-    # The emulator's files are known by name alone: the rules say who may include them, not what they do.
+    # Only the names of the emulator's files matter: rules about who may include them.
     return found | {path.relative_to(ROOT).as_posix(): "" for path in (ROOT / "emulator").rglob("*.h")}
 
 
@@ -158,7 +158,7 @@ def parse(text: str) -> ast.Module:
 def imports(sources: Sources) -> dict[str, set[str]]:
     """Return the modules that each module of the package imports anywhere, also for type checkers alone.
 
-    Modules of the package have their whole names, those of others the first part of theirs.
+    Modules of the package have their full names, others only the first part.
     """
     modules: dict[str, ast.Module] = {}
     for path, text in sources.items():
@@ -171,7 +171,7 @@ def imports(sources: Sources) -> dict[str, set[str]]:
     def home(name: str) -> str:
         if name.partition(".")[0] != "metal_prefill":
             return name.partition(".")[0]
-        # A name that is no module here is an attribute of its package, or a native module.
+        # Any other name is an attribute of its package, or a native module.
         return name if name in modules or name.rpartition(".")[2] in NATIVE else name.rpartition(".")[0]
 
     found: dict[str, set[str]] = {}
@@ -197,7 +197,7 @@ PROGRAMS = (
     "metal_prefill.bench.__main__",
     "metal_prefill.lm_eval",
 )  # of `python -m`
-# Modules and folders in their order: each may import those before it.
+# Modules and folders in order: each may import those before it.
 LAYERS = (
     "errors",
     "_support",
@@ -275,7 +275,7 @@ def the_package_does_not_control_the_emulator(sources: Sources) -> list[str]:
 
 
 def no_module_uses_private_attributes_of_others(sources: Sources) -> list[str]:
-    """Objects of the same module may look into each other, as a copy does into its original."""
+    """Objects of the same module may access each other, as a copy does with its original."""
     found = []
     for path, text in sources.items():
         if not path.startswith("python/"):
@@ -312,7 +312,7 @@ def errors_know_nothing_of_the_package(sources: Sources) -> list[str]:
 
 
 def locks_survive_a_fork(sources: Sources) -> list[str]:
-    """Each lock of what a forked process may use has a `ForkHandler`; a child touches nothing of Metal's."""
+    """Each lock that a forked process may need has a `ForkHandler`; a child never uses Metal."""
     lock = re.compile(r"std::(?:recursive_|shared_)?mutex\s+\w+;")
     handler = re.compile(r"ForkHandler fork_handler_|void before_fork\(\)")
     return [

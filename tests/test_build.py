@@ -23,7 +23,7 @@ add_library(engine STATIC)
 set(cpu_engine_target engine)
 add_subdirectory({CPU_ENGINE} cpu)
 """
-# Dies as a compiler does that crashes, on whatever is built for AMX.
+# Crashes, as a compiler may, on any source built for AMX.
 CRASHING_COMPILER = """#!/bin/sh
 case "$*" in *-mamx-int8*) kill -SEGV $$ ;; esac
 exec {compiler} "$@"
@@ -41,7 +41,7 @@ def test_kernels_that_crash_the_compiler_are_omitted(tmp_path: Path) -> None:
     crashing.write_text(CRASHING_COMPILER.format(compiler=compiler))
     crashing.chmod(0o755)
     build = tmp_path / "build"
-    # One set that it builds is tried, too. The others are taken to be known from an earlier configuration.
+    # One set that it builds is tried as well. The others count as known from an earlier configuration.
     known = [f"-DMETAL_PREFILL_BUILDS_{name}=ON" for name in ("avx512vnni", "avxvnni", "avx2", "scalar")]
     done = subprocess.run(
         [cmake, "-S", tmp_path, "-B", build, f"-DCMAKE_CXX_COMPILER={crashing}", *known],
@@ -67,7 +67,7 @@ def test_symbols_of_objective_c_are_hidden(tmp_path: Path) -> None:
         pytest.skip("there is no cmake or no ninja")
     if platform.system() != "Darwin" and not any(map(shutil.which, ("clang++-19", "clang++"))):
         fail_or_skip("there is no clang for Objective-C++", "METAL_PREFILL_REQUIRE_EMULATOR")
-    # Sets of kernels are taken to be known from an earlier configuration.
+    # Kernel sets count as known from an earlier configuration.
     sets = ("amx", "avx512bf16", "avx512vnni", "avxvnni", "avx2", "neon_i8mm", "neon_dotprod", "neon")
     variables = [f"-DMETAL_PREFILL_BUILDS_{name}=ON" for name in (*sets, "scalar")]
     variables += ["-DMETAL_PREFILL_EMULATOR=ON", "-DSKBUILD_PROJECT_NAME=metal_prefill"]
@@ -101,7 +101,7 @@ WITHOUT_TOOLCHAIN = """#!/bin/sh
 case "$*" in *--find*) echo /usr/bin/metal; exit 0 ;; esac
 echo "error: cannot execute tool 'metal' due to missing Metal Toolchain" >&2; exit 1
 """
-# Makes what it is told to make of what exists.
+# Creates its outputs from existing inputs.
 WITH_TOOLCHAIN = """#!/bin/sh
 while [ $# -gt 0 ]; do
   case "$1" in -o) out=$2; shift ;; *.metal|*.air) [ -s "$1" ] || exit 1 ;; esac

@@ -1,4 +1,4 @@
-"""The tool that builds wheels: how it calls the compiler, and what it refuses."""
+"""The tool that builds wheels: its compiler calls and its checks."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ def test_turns_continue_the_template_and_reuse_the_cache(demo: Model) -> None:
 
     held = demo.tokenizer.apply_chat_template(chat.messages, add_generation_prompt=False)
     talk(chat, QUESTIONS[1])
-    # The whole first turn, but for what ends its answer: those tokens were not generated just so.
+    # The whole first turn, except the end of its answer, whose tokens were not generated in this form.
     assert chat.session.stats()["tokens_reused"] >= max(len(prompt), len(held) - 4)
 
 
@@ -239,7 +239,7 @@ def test_help_and_reset_work_through_a_pipe() -> None:
         assert command in child.stderr
 
 
-# Makes the terminal on stdin the one whose Ctrl-C reaches the process, as a shell does.
+# Makes the terminal on stdin the controlling one, whose Ctrl-C reaches the process, as a shell does.
 ON_TERMINAL = (
     "import fcntl, sys, termios\n"
     "fcntl.ioctl(0, termios.TIOCSCTTY, 0)\n"
@@ -265,14 +265,14 @@ class Terminal:
         os.close(slave)
 
     def wait_for(self, pattern: str, timeout: float = 60) -> str:
-        """Read until something matches; return what was read up to its end."""
+        """Read until a pattern matches; return the text up to its end."""
         end = time.monotonic() + timeout
         while (found := re.search(pattern, self._seen)) is None:
             ready, _, _ = select.select([self._master], [], [], max(end - time.monotonic(), 0))
             assert ready, f"waited for {pattern!r}, saw {self._seen[-500:]!r}"
             try:
                 self._seen += os.read(self._master, 4096).decode(errors="replace").replace("\r\n", "\n")
-            except OSError:  # what Linux says when the other side is closed
+            except OSError:  # Linux's error when the other side is closed
                 pytest.fail(f"the command ended; waited for {pattern!r}, saw {self._seen[-500:]!r}")
         read, self._seen = self._seen[: found.end()], self._seen[found.end() :]
         return read
@@ -281,7 +281,7 @@ class Terminal:
         os.write(self._master, keys.encode())
 
     def interrupt(self, pattern: str) -> None:
-        """Press Ctrl-C at the prompt, again as a person would when nothing comes of it.
+        """Press Ctrl-C at the prompt, repeatedly if nothing happens.
 
         CPython's `input` misses a signal that arrives between printing the prompt and waiting for a key.
         """
@@ -304,7 +304,7 @@ class Terminal:
 
 @pytest.fixture
 def terminals() -> Iterator[list[Terminal]]:
-    """Terminals to be cleared away, whatever happens."""
+    """Terminals to be closed in any case."""
     opened: list[Terminal] = []
     yield opened
     for terminal in opened:

@@ -1,4 +1,4 @@
-"""Chat templates: rendered as their authors meant, with control tokens only where they write them."""
+"""Chat templates: rendered as their authors intended, with control tokens only from the template."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CHATML = (
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 TRIMMING = "{% for m in messages %}[INST] {{ m.content | trim }} [/INST]{% endfor %}"
-THINKING = (  # looks into messages, and cuts them
+THINKING = (  # inspects messages and slices them
     "{% for m in messages %}<turn>{% if m.content.startswith('<tool_response>') %}TOOL {% endif %}"
     "{{ m.content.split('</think>')[-1].lstrip('\n') }}</s>{% endfor %}"
 )
@@ -60,7 +60,7 @@ def tokenizer_with(tmp_path: Path) -> GGUFMaker:
 
 
 def spelled(tokenizer: Tokenizer, ids: list[int]) -> str:
-    """Text of the tokens, a control token as its name in brackets that no text here has."""
+    """Text of the tokens, with control tokens as names in brackets, which do not occur in the texts here."""
     return "".join(f"⟦{tokenizer.token(i)}⟧" if tokenizer.is_special(i) else "·" for i in ids)
 
 
@@ -91,7 +91,7 @@ def test_a_conversation_is_encoded_as_its_template_renders_it(tokenizer_with: GG
 
 
 def test_a_later_turn_has_the_earlier_ones_as_its_prefix(tokenizer_with: GGUFMaker) -> None:
-    """The cache is reusable turn by turn because of this."""
+    """The cache can be reused from turn to turn because of this."""
     tokenizer = tokenizer_with(CHATML)
     first = tokenizer.apply_chat_template(USER_HI)
     answered = [*USER_HI, {"role": "assistant", "content": "the answer"}, *USER_HI]

@@ -1,4 +1,4 @@
-"""The command line: what it prints, and the exit codes."""
+"""The command line: output and exit codes."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_a_missing_command_is_a_usage_error(capsys: pytest.CaptureFixture[str]) 
 
 
 def imported_by(code: str, late: tuple[str, ...]) -> str:
-    """Run code in a Python of its own, and return which modules it imported whose names begin so."""
+    """Run code in a separate Python process, and return the imported modules with these prefixes."""
     code += f"; import sys; print([m for m in sys.modules if m.startswith({late!r})])"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     return out.splitlines()[-1]
@@ -108,7 +108,7 @@ def test_options_of_the_engine_reach_the_model(demo_path: Path, monkeypatch: pyt
 def test_run_reads_the_file_without_mapping_on_request(
     capsys: pytest.CaptureFixture[str], demo_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The model that guesses as well: neither may end the process when its file is truncated."""
+    """The draft model, too: neither may end the process when its file is truncated."""
     options = ["run", "-m", str(demo_path), "--speculate", str(demo_path), "-p", PROMPT, "-n", "6"]
     assert cli.main([*options, "--device", "cpu"]) == 0
     expected = capsys.readouterr().out
@@ -170,7 +170,7 @@ def test_run_stops_before_the_stop_text(capsys: pytest.CaptureFixture[str]) -> N
 def test_run_prints_the_best_text_of_a_beam_search(capsys: pytest.CaptureFixture[str]) -> None:
     with Model(device="cpu") as model:
         beams = model.generate_beams(PROMPT, 12, num_beams=3, stop=",", min_tokens=6, length_penalty=0.5)
-    assert "," in beams[0].text  # which would end there, but for min_tokens
+    assert "," in beams[0].text  # which would end there without min_tokens
     assert {beam.finish_reason for beam in beams} == {"stop", "length"}
     options = ["run", "-p", PROMPT, "-n", "12", "--device", "cpu", "--beams", "3", "--stop", ","]
     options += ["--min-tokens", "6", "--length-penalty", "0.5"]

@@ -22,7 +22,7 @@ HANGS = 60
 
 
 def within_time(call: Callable[[], T]) -> T:
-    """Return what `call` does; fail where it hangs, instead of hanging too."""
+    """Return the result of `call`; fail instead of hanging."""
     outcome: list[tuple[T | None, BaseException | None]] = []
 
     def run() -> None:
@@ -129,7 +129,7 @@ def test_a_progress_callback_may_wait_for_another_session_of_another_thread(mode
 
 def test_reads_do_not_wait_while_a_chunk_is_computed(device: str, demo_path: Path) -> None:
     """A whole prompt in one pass takes far longer than a read, and until it is done there are no tokens."""
-    n = 256 if device == "cpu" else 100  # what the CPU engine takes at a time; the emulator of a GPU is slow
+    n = 256 if device == "cpu" else 100  # the CPU engine's chunk; the emulator of a GPU is slow
     with Model(demo_path, device=device, chunk_tokens=1024) as model:
         session = model.session()
         session.forward_prompt(PROMPT)
@@ -143,7 +143,7 @@ def test_reads_do_not_wait_while_a_chunk_is_computed(device: str, demo_path: Pat
                 reads.append((session.position, len(session.tokens), session.stats()["position"]))
             thread.join()
         assert {value for read in reads for value in read} <= {0, n}
-        assert sum(read == (0, 0, 0) for read in reads) > 20  # a read that waits comes once in a prompt
+        assert sum(read == (0, 0, 0) for read in reads) > 20  # a read that waits happens once per prompt
 
 
 def test_calls_of_other_threads_that_change_a_session_wait(model: Model) -> None:

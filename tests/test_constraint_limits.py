@@ -49,7 +49,7 @@ def terminals(n: int) -> Source:
 
 
 def definitions(link: Callable[[Source], Any]) -> Callable[[int], Source]:
-    """Return what makes a chain of definitions, each with the next as `link` puts it there."""
+    """Return a function that makes a chain of definitions, linked by `link`."""
 
     def schema(n: int) -> Source:
         chain: Source = {f"d{i}": link({"$ref": f"#/$defs/d{i + 1}"}) for i in range(n)}
@@ -282,7 +282,7 @@ def test_a_worker_that_cannot_start_is_reported(model: Model, monkeypatch: pytes
     assert Constraint(model.tokenizer, regex="a").mask()
 
 
-# llguidance takes time for it that doubles with each space of a text, whatever its limits.
+# llguidance's time for it doubles with each space of a text, whatever its limits are.
 HANGING = '%ignore /[ ]+/\nstart: "b"+ | " "{3,90}'
 SPACES = {"min_tokens": 80, "temperature": 0.0}
 
@@ -444,7 +444,7 @@ def test_a_worker_releases_finished_texts(model: Model, monkeypatch: pytest.Monk
 
 
 def test_a_worker_is_notified_of_finished_texts_immediately() -> None:
-    """Its memory is not kept until a next text comes."""
+    """Its memory is not kept until the next text."""
     ours, theirs = Pipe()
     server = ForkServer([], [], [])
     worker = Worker(server, ours, 0)
@@ -452,7 +452,7 @@ def test_a_worker_is_notified_of_finished_texts_immediately() -> None:
     worker.release(7)
     assert theirs.poll(0)
     assert pickle.loads(theirs.recv_bytes()) == (0, [7], None)
-    with worker._lock:  # a request is under way: the next one tells it
+    with worker._lock:  # a request is in flight: the next one tells it
         worker.release(8)
     assert not theirs.poll(0)
     assert list(worker._released) == [8]

@@ -1,4 +1,4 @@
-"""Constrained texts: they meet the constraint, and are what choosing token by token under masks makes."""
+"""Constrained texts satisfy the constraint, and equal those of choosing single tokens under masks."""
 
 from __future__ import annotations
 
@@ -132,13 +132,13 @@ def test_a_text_is_cancelled_between_its_forced_tokens(model: Model) -> None:
 def test_speculation_does_not_change_constrained_text(
     model: Model, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
 ) -> None:
-    """Right, wrong and forbidden guesses, alone, with probabilities, and in batches."""
+    """Correct, wrong and forbidden drafts, alone, with probabilities, and in batches."""
     prompt = PROMPT + json.dumps({"name": "Lear", "kind": "king", "age": 80}) + "\nAnother person: "
     ids = model.tokenizer.encode(prompt)
     kwargs: dict[str, Any] = {"json_schema": PERSON, **options}
     expected = list(model.stream(ids, 200, speculate="off", **kwargs))
     tokens = [piece.token for piece in expected]
-    monkeypatch.setattr(RowCost, "seconds", lambda self, rows: 1.0)  # as many guesses as there may be
+    monkeypatch.setattr(RowCost, "seconds", lambda self, rows: 1.0)  # as many drafts as allowed
     kept: list[int] = []
 
     def planted(so_far: list[int]) -> list[int]:
@@ -182,7 +182,7 @@ def test_speculation_saves_passes_under_a_constraint(model: Model, monkeypatch: 
 def test_forced_tokens_do_not_lower_the_estimated_cost_of_drafts(
     model: Model, monkeypatch: pytest.MonkeyPatch, many: bool
 ) -> None:
-    """Their rows choose nothing, so a pass with them says nothing about one with as many guesses."""
+    """Their rows have no output, so a pass with them is no measure of one with as many drafts."""
     noted: list[int] = []
     passes: list[tuple[int, int]] = []
     real = Continuation.next_tokens
@@ -193,7 +193,7 @@ def test_forced_tokens_do_not_lower_the_estimated_cost_of_drafts(
         return tokens
 
     monkeypatch.setattr(RowCost, "note", lambda self, rows, seconds: noted.append(rows))
-    monkeypatch.setattr(RowCost, "seconds", lambda self, rows: 1.0)  # as many guesses as there may be
+    monkeypatch.setattr(RowCost, "seconds", lambda self, rows: 1.0)  # as many drafts as allowed
     monkeypatch.setattr(Continuation, "next_tokens", counted)
     options: dict[str, Any] = {"json_schema": PERSON, "speculate": lambda so_far: [5] * 3}
     ids = model.tokenizer.encode(PROMPT)
@@ -246,7 +246,7 @@ def test_an_error_in_a_draft_does_not_affect_the_text(model: Model, monkeypatch:
     assert expected.startswith(b'[1, false, [], "", false]\n')
 
     class Failing:
-        """Does what llguidance does where masks become too complex."""
+        """Behaves like llguidance when masks become too complex."""
 
         def __getattr__(self, name: str) -> Any:
             return getattr(matcher, name)

@@ -1,4 +1,4 @@
-"""Model folders of the Hub: the file that is written, what a folder must contain, and how it is opened."""
+"""Model folders of the Hub: the written file, the required contents of a folder, and opening it."""
 
 from __future__ import annotations
 

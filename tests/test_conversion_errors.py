@@ -1,4 +1,4 @@
-"""Model folders that cannot be converted: the error names the file, the value and what is supported."""
+"""Model folders that cannot be converted: the error names the file, the value and the supported ones."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""The cost model against what others published, and against itself where the answer is known by hand.
+"""The cost model compared with published figures, and with results computed by hand.
 
-Constants are fitted to those of the published figures that are marked with "fit"; of the H200's, three
-ceilings are constants.
+Constants are fitted to the published figures marked with "fit"; for the H200, three ceilings are constants.
 """
 
 from __future__ import annotations
@@ -64,7 +63,7 @@ def described(c: Compared) -> str:
 
 @pytest.mark.parametrize("c", [c for c in compared() if c.row["use"] == "held back"], ids=described)
 def test_predictions_match_held_out_speeds(c: Compared) -> None:
-    """Within 10% of what llama.cpp published, and 20% of what MLX did, whose kernels are known less well."""
+    """Within 10% of llama.cpp's published figures and 20% of those of MLX, whose kernels are less known."""
     assert c.predicted == pytest.approx(c.row["speed"], rel=0.10 if c.row["engine"] == "llama.cpp" else 0.20)
 
 
@@ -78,7 +77,7 @@ def test_most_speeds_are_held_out_of_the_fit() -> None:
     assert prompts[0].ratio == pytest.approx(1, abs=0.01)
     # The host's time in a token of llama.cpp. Without it the Max chips decode 25% to 35% too fast.
     assert host_seconds()["llama.cpp", False] == pytest.approx(2.9e-3, rel=0.02)
-    # The longest time between dispatches: what another engine's 462 tokens a second leave to it.
+    # The longest time between dispatches that another engine's 462 tokens per second allow.
     m4 = find_chip("m4")
     slow = replace(m4, dispatch_us=m4.dispatch_us_range[1])
     works = peer_work.original_decode()
@@ -137,10 +136,10 @@ def test_a_dispatch_takes_the_largest_of_its_bounds() -> None:
     assert time_of(chip, replace(idle, core_bytes=64_000)).core == pytest.approx(1)
     # Four simdgroups on four schedulers: 1,000 FMA each are 1,000 cycles.
     assert time_of(chip, replace(idle, ops=Ops(alu=1000))).issue == pytest.approx(1)
-    # Conversions have a pipeline that gives one in four cycles; two other instructions fit in that time.
+    # Conversions have a pipeline that yields one in four cycles; two other instructions fit in that time.
     assert time_of(chip, replace(idle, ops=Ops(slow=250, alu=500))).issue == pytest.approx(1)
     assert time_of(chip, replace(idle, ops=Ops(slow=250, alu=600))).issue == pytest.approx(1.1)
-    # Ten accesses, each waiting for the one before, at 342 ns.
+    # Ten accesses, each waiting for the previous one, at 342 ns.
     assert time_of(chip, replace(idle, trips=10, dram_bytes=1)).latency == pytest.approx(3.42)
     # Activations that the last cache cannot hold go to memory.
     large = replace(idle, cached_bytes=50e6)
@@ -185,11 +184,11 @@ def test_bidirectional_attention_counts_all_visible_positions(window: int, seen:
     """Without a window 512 tokens see 512 each; with one of 512, 256 on either side, but at the ends."""
     config = replace(SMOLLM, causal=False, layer_window=(window,) * 30)
     dispatches = plan(uniform_shape(config, "q4_0", "q8_0"), 512)
-    assert 1 < attention_products(dispatches) / (29 * 9 * 2 * 64 * seen) < 1.2  # with those of rescaling
+    assert 1 < attention_products(dispatches) / (29 * 9 * 2 * 64 * seen) < 1.2  # including those of rescaling
 
 
 def test_presets_use_their_attention(capsys: pytest.CaptureFixture[str]) -> None:
-    """Of EmbeddingGemma's shape every token sees those after it, in four of 24 layers without a window."""
+    """In EmbeddingGemma's shape every token sees later ones; four of 24 layers have no window."""
     shape = command._shape(argparse.Namespace(model=None, preset="embeddinggemma-300m"))
     assert not shape.config.causal
     assert shape.config.layer_window.count(0) == 4
@@ -200,7 +199,7 @@ def test_presets_use_their_attention(capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_an_m5_multiplies_on_its_matrix_units(smollm: Shape) -> None:
-    """Users of llama.cpp report 2 to 3 times; docs/cost_model.md says what the rate rests on."""
+    """Users of llama.cpp report 2 to 3 times; docs/cost_model.md explains the basis of the rate."""
     m5 = find_chip("m5")
     plans = [plan(smollm, 512, family=m5.family, matmul_tensor=units) for units in (True, False)]
     on_units, plain = (
@@ -232,7 +231,7 @@ def test_larger_workloads_take_longer(smollm: Shape) -> None:
 
 
 def test_a_prompt_of_many_chunks_takes_the_sum_of_its_dispatches(smollm: Shape) -> None:
-    """Dispatches of later chunks look like those of the first, but their attention reads more keys."""
+    """Dispatches of later chunks resemble those of the first, but their attention reads more keys."""
     m4 = find_chip("m4")
     speeds = []
     for n in (512, 1024, 2048):

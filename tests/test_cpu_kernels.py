@@ -60,7 +60,7 @@ def random_weight(kind: Type, rows: int, cols: int, seed: int = 0) -> tuple[npt.
     blocks = rng.integers(0, 256, (rows * cols // block_values, block_bytes), dtype=np.uint8)
     for at in half_fields(
         kind.name
-    ):  # f16 fields get sensible sizes instead of random bits, which may be NaN
+    ):  # f16 fields have plausible values instead of random bits, which may be NaN
         values = (rng.standard_normal(len(blocks)) * 0.01).astype(np.float16)
         blocks[:, at : at + 2] = values.view(np.uint8).reshape(-1, 2)
     if BLOCK_FORMATS[kind.name].exponent_scale:
@@ -169,12 +169,12 @@ def test_the_quantized_product_is_exact(isa: str, kind: Type, cols: int) -> None
     cpu.multiply_int8(isa, int(kind), raw, rows, x, 0, out)
     actual = inside(out, 33, 96)
     np.testing.assert_array_equal(actual[:, rows:], 0)  # the group is filled up with zeros
-    # Integer sums are exact; what is left is float32 rounding, once per block of 32 columns.
+    # Integer sums are exact; the remaining error is float32 rounding, once per block of 32 columns.
     assert np.abs(actual[:, :rows] - expected).max() <= 2e-6 * np.abs(expected).max()
 
 
-# Codes of types with a grid have 3 or 4 bits in place of indices into it, those of TQ1_0 two in place of 1.6;
-# a block of MXFP4 has half a line that is empty; scales of NVFP4 have two bytes in place of one.
+# Codes of types with a grid have 3 or 4 bits instead of indices into it, those of TQ1_0 two instead of 1.6; a
+# block of MXFP4 has an empty half line; scales of NVFP4 have two bytes instead of one.
 MOST_OF_THE_FILE = {
     Type.IQ2_XXS: 1.64,
     Type.IQ2_XS: 1.57,
@@ -231,7 +231,7 @@ def test_product_of_a_token_does_not_depend_on_the_batch(isa: str, kind: Type) -
     raw, _ = random_weight(kind, 64, cols)
     # Of many tokens the other types multiply the same wide blocks; they differ in products of a few.
     batches = BATCHES if kind in COMMON else (*BATCHES[:7], 17, 33)
-    # 37 different tokens, over and over: a prime, so that no two tiles of a batch begin with the same one.
+    # 37 different tokens, repeated: a prime, so that no two tiles of a batch start with the same one.
     tokens = normal(37, cols)
     alone = np.empty((len(tokens), 64), np.float32)
     for t in range(len(tokens)):
@@ -497,7 +497,7 @@ def reference_attention(
 ) -> npt.NDArray[np.float64]:
     """Attention in float64, one head and token at a time.
 
-    A window that goes both ways has half of its positions before a token and half after it.
+    A bidirectional window has half of its positions before a token and half after it.
     """
     tokens, positions = len(q), len(keys)
     out = np.empty((tokens, heads, values.shape[1]))
@@ -584,7 +584,7 @@ def test_attention(
 @each_set
 @pytest.mark.parametrize("kv_dtype", ["f16", "f32", "q8_0"])
 def test_attention_at_any_last_position_within_a_page(isa: str, kv_dtype: str) -> None:
-    """Nothing but NaN follows it in memory."""
+    """It is followed only by NaN in memory."""
     q, keys, values = normal(1, 96), normal(130, 32, seed=1), normal(130, 32, seed=2)
     error = {"f16": ATTENTION_ERROR[isa], "f32": ATTENTION_ERROR["f32"], "q8_0": Q8_ATTENTION_ERROR}[kv_dtype]
     for n in range(1, len(keys) + 1):
@@ -684,7 +684,7 @@ def test_attention_is_exact_on_request(isa: str) -> None:
 @each_set
 @pytest.mark.parametrize("key_dim", [45, 48, 80])
 def test_padding_of_keys_changes_nothing(isa: str, key_dim: int) -> None:
-    """AMX multiplies 32 dimensions at a time. Memory that was not written is NaN here, as 0 * NaN is."""
+    """AMX multiplies 32 dimensions at a time. Unwritten memory is NaN here, since 0 * NaN is NaN."""
     q, keys, values = normal(37, 2 * key_dim), normal(203, key_dim, seed=1), normal(203, 16, seed=2)
     plain, filled = np.full((2, 37, 32), SENTINEL)
     cpu.attention(isa, q, keys, values, "f16", 0, 0.125, 0, 32, plain)
@@ -705,7 +705,7 @@ def test_attention_does_not_see_later_positions(isa: str) -> None:
 
 @pytest.mark.parametrize("isa", NATIVE_SETS)
 def test_products_are_exact_after_limits_were_measured_on_the_thread(isa: str) -> None:
-    """Measurements and products of each type leave the tiles of AMX to those that follow."""
+    """Measurements and products of each type release the tiles of AMX for those that follow."""
     x = normal(32, 256)
     q, scale, *_ = cpu.quantize(isa, x, 0)
     for limit in cpu_testing().peaks(isa):

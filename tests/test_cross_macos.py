@@ -1,4 +1,4 @@
-"""The commands that stand in for Apple's compiler when the extension is built for macOS without a Mac."""
+"""The commands that replace Apple's compiler when the extension is built for macOS without a Mac."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ def tiny(tmp_path: Path) -> str:
 
 
 def without(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
-    """Let a package seem not to be installed."""
+    """Let a package appear not to be installed."""
     find = importlib.util.find_spec
 
     def found(name: str, *rest: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The demo model's file: what it says of itself, and that its parts agree with each other."""
+"""The demo model's file: its metadata, and the consistency of its parts."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_weights_are_trained(reader: GGUFReader) -> None:
         values = quants.dequantize(tensor.data, tensor.tensor_type)
         assert np.isfinite(values).all(), tensor.name
         assert values.std() > 0, tensor.name
-        if tensor.tensor_type == GGMLQuantizationType.F32:  # a norm begins as all ones
+        if tensor.tensor_type == GGMLQuantizationType.F32:  # a norm is initialized with ones
             assert np.abs(values - 1).max() > 0.01, tensor.name
 
 

@@ -1,4 +1,4 @@
-"""The documentation names things that exist."""
+"""Names in the documentation exist."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ def test_an_interrupted_run_is_resumed(
     with open(part, "ab") as file:
         file.write(b"half a row")
     assert embed(embedder, *arguments) == 0
-    assert calls == 4  # two blocks before, one that was stopped, one that was left
+    assert calls == 4  # two earlier blocks, one interrupted, one remaining
     assert "512 done before" in capsys.readouterr().err
     with Model(embedder, device="cpu") as model:
         np.testing.assert_array_equal(np.load(tmp_path / "v.npy"), model.embed(texts))

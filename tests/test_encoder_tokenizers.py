@@ -1,4 +1,4 @@
-"""Tokenizers of encoders: the ids of transformers for hostile texts, and what a file must contain."""
+"""Tokenizers of encoders: ids of transformers for hostile texts, and the required contents of a file."""
 
 from __future__ import annotations
 

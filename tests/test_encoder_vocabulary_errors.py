@@ -1,4 +1,4 @@
-"""Files with the vocabularies of encoders: which tokens they define, and what is wrong with some."""
+"""Files with encoder vocabularies: the tokens that they define, and errors."""
 
 from __future__ import annotations
 

@@ -19,9 +19,9 @@ from metal_prefill.files._gguf_file import GGUFFile
 
 Logits = npt.NDArray[np.float32]
 
-# Of a normalized squared error. float32 sums of a few hundred products and float32 exponentials stay far
-# below the first. The Metal engine multiplies in half (11 bits) with float32 sums: a relative error of 2^-11
-# each operand, averaged over the products and passed through a few layers, stays below the second.
+# Bounds of a normalized squared error. float32 sums of a few hundred products and float32 exponentials are
+# far below the first. The Metal engine multiplies in half (11 bits) with float32 sums: a relative error of
+# 2^-11 for each operand, averaged over the products and passed through a few layers, is below the second.
 NMSE_F32 = 1e-9
 NMSE_HALF = 5e-6
 # Activations in 8 bits per block of 32 have a relative error near 0.5% each. Logits of random weights are
@@ -52,7 +52,7 @@ def correlation(actual: npt.ArrayLike, expected: npt.ArrayLike) -> float:
 
 
 def assert_close(device: str, actual: npt.ArrayLike, expected: npt.ArrayLike) -> None:
-    """Hold an engine in float32 compute to its bound; NaN never passes."""
+    """Check an engine with float32 compute against its bound; NaN never passes."""
     assert nmse(actual, expected) <= (NMSE_F32 if device == "cpu" else NMSE_HALF)
 
 
@@ -79,7 +79,7 @@ def test_a_model_opened_for_its_original_context_uses_short_long_rope_factors(
         assert_close(device, model.forward_prompt_logits(ids), expected)
         with pytest.raises(ValueError, match="max_context 65 is outside 1 to 64"):
             model.session(max_context=65)
-    assert nmse(reference(path).forward(ids).logits[-1], expected) > 1e-3  # those of long contexts
+    assert nmse(reference(path).forward(ids).logits[-1], expected) > 1e-3  # factors of long contexts
 
 
 @pytest.mark.parametrize("name", [n for n in MODELS if n.startswith("type ")])
@@ -91,7 +91,7 @@ def test_8_bit_activations_stay_near_the_reference(name: str, model_path: Callab
     assert correlation(logits, reference(path).forward(ids).logits[-1]) > CORRELATION_INT8
 
 
-# Activations in bfloat16 have a relative error below 2^-9, a tenth of what 8 bits have.
+# Activations in bfloat16 have a relative error below 2^-9, a tenth of that of 8 bits.
 CORRELATION_BFLOAT16 = 0.9999
 
 
@@ -205,7 +205,7 @@ def test_positions_past_2048_match_the_reference(device: str, model_path: Callab
 
 
 def test_splitting_the_keys_of_a_token_loses_none(device: str, tmp_path: Path) -> None:
-    """Metal divides them from 256 on. In a window of four each weighs enough to be missed."""
+    """Metal splits them from 256 on. In a window of four, each has enough weight to be noticed."""
     path = write(tmp_path / "m.gguf", replace(MODELS["gemma3"], layers=1, window=4, context=512))
     ids = prompt(262, 320)
     expected = ReferenceModel(path).forward(ids).logits
@@ -246,7 +246,7 @@ Outcome = tuple[npt.NDArray[np.float32], list[npt.NDArray[Any]]]
 
 
 def after(model: Model, ids: npt.NDArray[np.int64], cuts: list[int]) -> Outcome:
-    """Logits and the cache after a prompt in pieces of so many tokens."""
+    """Logits and the cache after a prompt in pieces of these sizes."""
     for end in np.cumsum(cuts):
         logits = model.forward_prompt_logits(ids[model.position : end])
     return logits, exported(model)[1]
@@ -280,7 +280,7 @@ def test_the_cpu_is_bit_identical_for_any_split_of_a_prompt(
         (2, 7, [61]),
         (1, 512, [1] * 61),
         (2, 512, [1, 30, 2, 8, 20]),
-        (16, 512, [4, 3, 2, 1, 51]),  # so many that each of them norms a few rows for itself
+        (16, 512, [4, 3, 2, 1, 51]),  # enough threads that each normalizes a few rows itself
     ]:
         with Model(
             path, device="cpu", compute=compute, kv_dtype=kv_dtype, threads=threads, chunk_tokens=chunk_tokens
@@ -295,7 +295,7 @@ def test_each_instruction_set_is_bit_identical_for_any_split_of_a_prompt(
     isa: str, compute: str, model_path: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("METAL_PREFILL_CPU_ISA", isa)
-    name, n = "smollm shape", 300  # several spans of attention, and more than goes through the layers at once
+    name, n = "smollm shape", 300  # several spans of attention, and more than one pass
     ids = prompt(n, MODELS[name].vocab)
     outcomes = []
     for threads, cuts in [(1, [n]), (2, [n]), (2, [64, 1, 1, 33, 201]), (2, [270] + [1] * 30)]:
@@ -400,7 +400,7 @@ def test_scores_of_the_cpu_do_not_depend_on_the_chunk(model_path: Callable[[str]
 
 
 def test_all_devices_write_the_same_text(metal: None, short_demo_path: Path) -> None:
-    """For 200 tokens, or until the two best logits differ by less than those of the engines."""
+    """For 200 tokens, or until the two best logits differ by less than the engines' tolerance."""
     with (
         Model(short_demo_path, device="cpu", compute="f32") as cpu,
         Model(short_demo_path, device="metal") as gpu,
@@ -440,7 +440,7 @@ def test_only_metal_rejects_normed_heads_that_need_padding(metal: None, tmp_path
 
 
 def test_norms_and_biases_are_copied_when_a_model_is_opened(tmp_path: Path) -> None:
-    """In the file they lie between packed matrices, of which a page that is read brings back up to 2 MiB."""
+    """In the file they are between packed matrices, of which reading a page would load up to 2 MiB again."""
     path = write(tmp_path / "m.gguf", MODELS["qwen2"])
     vectors = [tensor for tensor in GGUFFile(path).tensors.values() if len(tensor.shape) == 1]
     assert {tensor.name.rpartition(".")[2] for tensor in vectors} == {"weight", "bias"}

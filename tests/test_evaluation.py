@@ -80,7 +80,7 @@ def test_a_context_that_is_too_long_is_truncated_at_its_start(demo_path: Path) -
 
 
 def test_whole_texts_are_split_into_windows(model: Model, demo_path: Path, reference: ReferenceModel) -> None:
-    """Each token is predicted once. All windows but the first have a token before it; the last is full."""
+    """Each token is predicted once. All windows but the first have a token before them; the last is full."""
     text = CONTEXT * 3
     start = model.tokenizer.bos_id if model.tokenizer.bos_id is not None else model.tokenizer.eos_id
     assert start is not None
@@ -89,7 +89,7 @@ def test_whole_texts_are_split_into_windows(model: Model, demo_path: Path, refer
         float(reference.forward(ids).log_probs(ids).sum()), abs=1e-2
     )
     n = len(ids) - 1
-    assert n % 10  # the last window predicts fewer tokens than there is room for
+    assert n % 10  # the last window predicts fewer tokens than it has room for
     with Model(demo_path, device="cpu", compute="f32", kv_dtype="f32", max_context=10) as short:
         expected = 0.0
         for first in range(0, n - n % 10, 10):
@@ -132,7 +132,7 @@ TEMPLATE = (
 
 @pytest.fixture
 def chat_template(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Give files a template that writes the token that begins texts, as their tokenizers do."""
+    """Give files a template that writes the BOS token, as their tokenizers do."""
     monkeypatch.setattr(Tokenizer, "_template", lambda self, key: TEMPLATE)
 
 

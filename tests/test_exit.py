@@ -1,4 +1,4 @@
-"""Calls under way when their process exits."""
+"""Calls in progress when their process exits."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import sys
 
 import pytest
 
-# Daemon threads compute without end; `{between}` is what they do, and `callback` what their prompts call.
+# Daemon threads compute endlessly; `{between}` runs between calls, and `callback` is the callback of their
+# prompts.
 PROGRAM = """
 import atexit, threading, time
 {first}
@@ -54,7 +55,7 @@ ACTIVITIES = {
 
 @pytest.mark.parametrize("activity", ACTIVITIES.values(), ids=ACTIVITIES.keys())
 def test_a_process_exits_cleanly_with_daemon_threads(activity: dict[str, str]) -> None:
-    """With no complaint and with exit status 0, at whatever moment the interpreter ends."""
+    """Without messages and with exit status 0, at whatever moment the interpreter ends."""
     for delay in (0, 0.01, 0.02, 0.03):
         plain = {"first": "pass", "callback": "pass", "progress": "None", "between": "pass"}
         words = {**plain, "delay": str(delay), **activity}
@@ -62,7 +63,7 @@ def test_a_process_exits_cleanly_with_daemon_threads(activity: dict[str, str]) -
         done = subprocess.run(
             [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False
         )
-        assert done.stderr == ""  # by itself, so that pytest shows all of it
+        assert done.stderr == ""  # separately, so that pytest shows all of it
         assert (done.returncode, done.stdout) == (0, "the last line\n")
 
 

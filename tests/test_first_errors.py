@@ -1,4 +1,4 @@
-"""Mistakes of the first hour: each is answered by a line that says what to do."""
+"""Common first mistakes: each is answered by a line with the remedy."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def run_error(capsys: pytest.CaptureFixture[str], model: str | Path) -> str:
 
 
 def configure(folder: Path, *options: str, **environment: str) -> str:
-    """Configure a build that fails; return what CMake prints, in one line."""
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # programs here are no scripts of pyenv
+    """Configure a build that fails; return CMake's output in one line."""
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # programs here must not be scripts of pyenv
     cmake, generator = shutil.which("cmake", path=path), shutil.which("ninja", path=path)
     if cmake is None or generator is None:
         pytest.skip("there is no cmake or no ninja")

@@ -86,7 +86,7 @@ def computing(model: Model, stop: threading.Event, begun: threading.Event) -> No
 
 
 def test_a_fork_while_another_thread_computes_works_or_raises(model: Model) -> None:
-    """It works where the fork fell between two passes; it never hangs, and never computes something else."""
+    """It works if the fork happened between two passes; it never hangs and never computes anything else."""
     expected = str(model.session().forward_prompt(PROMPT))
     stop, begun = threading.Event(), threading.Event()
     thread = threading.Thread(target=computing, args=(model, stop, begun))
@@ -104,11 +104,11 @@ def test_a_fork_while_another_thread_computes_works_or_raises(model: Model) -> N
     lost = [a for a in answers if a.startswith("ForkError: this process was forked while another thread")]
     assert lost
     assert set(answers) - set(lost) <= {expected}
-    assert str(own.forward_prompt(PROMPT)) == expected  # here nothing happened
+    assert str(own.forward_prompt(PROMPT)) == expected  # nothing happened in the parent
 
 
 def test_a_session_in_use_by_another_thread_is_lost_in_the_child(model: Model) -> None:
-    """Its thread stands in a callback, between two chunks: reads tell how far it got, other sessions work."""
+    """Its thread is in a callback, between two chunks: reads return the progress, other sessions work."""
     session, other = model.session(), model.session()
     inside, done = threading.Event(), threading.Event()
 
@@ -138,7 +138,7 @@ def test_a_session_in_use_by_another_thread_is_lost_in_the_child(model: Model) -
 
 
 def test_a_callback_may_fork_and_the_child_finishes_the_prompt(model: Model) -> None:
-    """The thread that forks is the one that computes: the child has it."""
+    """The forking thread is the one that computes, so the child has it."""
     expected = model.session().forward_prompt_logits(PROMPT)
     reading, writing = os.pipe()
     children: list[int] = []
@@ -264,7 +264,7 @@ sys.exit(0 if child else 3)
 
 
 def test_parent_and_child_exit_cleanly(device: str) -> None:
-    """Each takes Python's whole way out, with its modules and the objects in them."""
+    """Each runs Python's complete shutdown, with its modules and their objects."""
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", EXITING_CHILD, device],
         capture_output=True,

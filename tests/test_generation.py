@@ -1,4 +1,4 @@
-"""Texts: tokens are those that a reference chooses from the logits, and each text ends as asked."""
+"""Texts: tokens match a reference that samples from the logits, and each text ends as requested."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def tokens_of(pieces: Iterator[Piece]) -> list[int]:
 
 
 def reference_tokens(model: Model, ids: list[int], n: int, seed: int, **options: Any) -> list[int]:
-    """Choose in NumPy, from logits that leave the core, with the random numbers of the seed."""
+    """Choose in NumPy, from exported logits, with the random numbers of the seed."""
     with model.session() as session:
         logits, made = session.forward_prompt_logits(ids), list(ids)
         for _ in range(n):
@@ -151,7 +151,7 @@ def test_nothing_ends_a_text_before_min_tokens(cpu: Model) -> None:
         tokens = tokens_of(cpu.stream(PROMPT, 30, stop=stop, min_tokens=least))
         assert len(tokens) > least
         assert stop not in tokens[:least]
-    # The first token that may be the stop token again is the one after the least.
+    # The first token that may be the stop token again is the one after min_tokens.
     assert len(tokens_of(cpu.stream(PROMPT, 30, stop=stop, min_tokens=3))) == 4
     with pytest.raises(ValueError, match="min_tokens must not be negative, got -1"):
         cpu.generate(PROMPT, 3, min_tokens=-1)
@@ -234,7 +234,7 @@ def test_prompt_tokens_are_scored_as_pieces(demo: Model, max_tokens: int) -> Non
     scores = np.array([piece.logprob for piece in scored])
     np.testing.assert_allclose(scores, expected, rtol=0, atol=1e-9)  # of sums in float64
     assert [piece.top_logprobs[0][0] for piece in scored] == [row.argmax() for row in logits]
-    # What follows is the text without scores, by the same random numbers.
+    # The rest is the text without scores, with the same random numbers.
     alone = list(demo.session().stream(ids, max_tokens, logprobs=3, **options))
     if demo.backend == "cpu":
         assert made == alone

@@ -1,4 +1,4 @@
-"""The GGUF reader: what valid files hold, and that every bad file is an error that names what is wrong."""
+"""The GGUF reader: contents of valid files, and errors that name the problem of invalid ones."""
 
 from __future__ import annotations
 
@@ -268,7 +268,7 @@ def test_an_invalid_file_is_rejected_by_name(write: Callable[[bytes], Path], nam
     finally:
         tracemalloc.stop()
     assert str(error.value).startswith(f"{path}: ")
-    assert peak < 200_000 + 4 * len(content)  # nothing is allocated on the word of the file
+    assert peak < 200_000 + 4 * len(content)  # nothing is allocated from a declared length alone
 
 
 def test_a_header_truncated_anywhere_is_an_error(write: Callable[[bytes], Path]) -> None:
@@ -307,7 +307,7 @@ def test_random_damage_raises_no_other_error(write: Callable[[bytes], Path]) -> 
         assert all(file.data_offset <= begin < end <= len(damaged) for begin, end in extents)
         for name, info in file.tensors.items():
             assert file.tensor(name).nbytes == info.nbytes
-    assert 1000 < refused < 4000  # the damage reaches checks, and also leaves valid files
+    assert 1000 < refused < 4000  # the damage reaches checks, and some files stay valid
 
 
 def test_long_arrays_cost_nothing_until_they_are_read(write: Callable[[bytes], Path]) -> None:

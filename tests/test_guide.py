@@ -1,4 +1,4 @@
-"""The first minute and the task pages: the snippets of a page run in order and print what the page says."""
+"""The first page and the task pages: snippets run in order and print the documented output."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from support.hub_server import Repo, serve
 DOCS = Path(__file__).parents[1] / "docs"
 PAGES = [DOCS / "index.md", *sorted((DOCS / "tasks").glob("*.md"))]
 FENCE = re.compile(r"^```(\w*)([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-TAGS = {"", "guide", "hub", "minilm", "ray", "serve", "smollm2"}  # what a snippet needs
+TAGS = {"", "guide", "hub", "minilm", "ray", "serve", "smollm2"}  # requirements of a snippet
 
 # Runs numbered snippets as if they were one program, and marks where the output of each begins.
 RUNNER = """
@@ -37,7 +37,7 @@ for file in sorted(Path(sys.argv[1]).iterdir()):
 
 @dataclass(frozen=True)
 class Snippet:
-    """A fenced block of the page, and the output that it is said to have."""
+    """A fenced block of the page, and its documented output."""
 
     line: int
     language: str
@@ -73,14 +73,14 @@ def pages(tag: str) -> pytest.MarkDecorator:
 
 
 def run(page: Path, chosen: list[Snippet], folder: Path, demo_path: Path) -> None:
-    """Run snippets in one process and compare what each prints."""
+    """Run snippets in one process and compare their output."""
     code, work = folder / "code", folder / "work"
     code.mkdir()
     work.mkdir()
     (work / "docs").symlink_to(DOCS)  # as in a checkout
     for snippet in chosen:
         suffix = {"python": "py", "sh": "sh"}[snippet.language]
-        # Blank lines in front make the lines of a traceback those of the page.
+        # Blank lines in front make line numbers in a traceback those of the page.
         (code / f"{snippet.line:04}.{suffix}").write_text("\n" * (snippet.line - 1) + snippet.code)
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     env = {k: v for k, v in os.environ.items() if not k.startswith(("HF_", "METAL_PREFILL_"))}

@@ -28,7 +28,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def with_number(path: Path, plain: Path, key: str, value: float) -> Path:
-    """Write a copy of a file in which a number of 4 bytes is another."""
+    """Write a copy of a file in which a number of 4 bytes is replaced."""
     content = bytearray(plain.read_bytes())
     name = struct.pack("<Q", len(key)) + key.encode()
     at = content.index(name) + len(name)

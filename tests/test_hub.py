@@ -28,7 +28,7 @@ FILES = {
     "more/tiny.F16.gguf": b"sixteen bits",
 }
 
-# Makes each call in turn, in a process that knows nothing of this one; prints a path or an error for each.
+# Makes each call in turn in a separate process; prints a path or an error for each.
 CHILD = """
 import json, sys
 from metal_prefill import HubError, files as hub
@@ -44,7 +44,7 @@ print(json.dumps(answers))
 
 
 class Client:
-    """A user of the Hub with a home of their own."""
+    """A user of the Hub with a separate home."""
 
     def __init__(self, home: Path, endpoint: str) -> None:
         self.env = {k: v for k, v in os.environ.items() if not k.startswith(("HF_", "HUGGING"))}
@@ -341,7 +341,7 @@ HOSTILE_HEADERS: list[dict[str, str | None]] = [
 
 
 def test_headers_with_invalid_file_names_are_rejected(client: Client, server: Hub, tmp_path: Path) -> None:
-    """Each in a repository of its own; one process asks for all of them."""
+    """Each in a separate repository; one process requests all of them."""
     names = [f"tiny/hostile-{n}" for n in range(len(HOSTILE_HEADERS))]
     for name, headers in zip(names, HOSTILE_HEADERS, strict=True):
         server.repos[name] = Repo({"a.gguf": b"a"}, headers=headers)
@@ -354,7 +354,7 @@ def test_headers_with_invalid_file_names_are_rejected(client: Client, server: Hu
 
 
 def test_headers_that_change_between_requests_are_rejected(server: Hub, tmp_path: Path) -> None:
-    """The library asks again, and may get another answer than the one that was checked."""
+    """The library repeats the request, and may get another answer than the checked one."""
     library: Any = _hub._import_hub()
     server.repos["tiny/hostile"] = Repo({"a.gguf": b"a"}, headers={"ETag": '"../../outside"'})
 

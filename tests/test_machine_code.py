@@ -19,7 +19,7 @@ PROGRAM_HEADER_LOAD, EXECUTABLE, WRITABLE = 1, 1, 2
 
 
 class Segment(NamedTuple):
-    """Part of the extension as it is in memory."""
+    """Part of the extension as loaded into memory."""
 
     address: int
     flags: int
@@ -27,7 +27,7 @@ class Segment(NamedTuple):
 
 
 def segments(elf: bytes) -> Iterator[Segment]:
-    """Yield what the system maps of a 64-bit ELF file."""
+    """Yield the mapped segments of a 64-bit ELF file."""
     (table,) = struct.unpack_from("<Q", elf, 32)
     size, count = struct.unpack_from("<HH", elf, 54)
     for at in range(table, table + size * count, size):
@@ -64,7 +64,7 @@ def tile_configs(elf: bytes) -> Iterator[bytes]:
 
 
 def test_every_tile_configuration_is_a_whole_constant() -> None:
-    """The processor faults on a configuration of which the compiler left out a part."""
+    """The processor faults on a configuration if the compiler omits a part of it."""
     elf = Path(_core.__file__).read_bytes()
     if elf[:4] != b"\x7fELF" or platform.machine() != "x86_64" or TILE_CONFIG_OPCODE not in elf:
         pytest.skip("the extension has no kernels for AMX")
@@ -78,5 +78,5 @@ def test_every_tile_configuration_is_a_whole_constant() -> None:
         assert widths == (64,) * 4 + (depth,) * 2 + (64,) * 2 + (0,) * 8
         assert tuple(rows) == (16,) * 6 + (depth // 4,) * 2 + (0,) * 8
         depths.add(depth)
-    # Half a block with scales of its own, a block, and what the measurement of peaks multiplies.
+    # Half a block with separate scales, a block, and the operands of the peak measurement.
     assert depths == {16, 32, 64}

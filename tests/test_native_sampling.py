@@ -1,6 +1,6 @@
 """The sampler of the native core: its random numbers, and its choices against `sampling.sample` in NumPy.
 
-`tests/test_sampling.py` holds both to what each filter is defined to do. Here they get the same random
+`tests/test_sampling.py` compares both with the definition of each filter. Here they use the same random
 numbers and must choose the same tokens.
 """
 
@@ -36,7 +36,7 @@ def test_random_numbers_are_those_of_philox(counter: list[int], key: list[int], 
 
 
 def some_options(rng: np.random.Generator, n: int) -> dict[str, Any]:
-    """Each option with a value of its own in one of two cases."""
+    """Each option has its own value in one of two cases."""
     values = {
         "top_k": int(rng.integers(1, 2 * min(n, 200) + 1)),
         "top_p": float(rng.uniform(0.05, 1)),
@@ -78,7 +78,7 @@ def test_the_repeat_penalty_makes_recent_tokens_less_probable_whatever_their_sig
 
 
 def test_each_seed_position_and_answer_has_its_own_random_number() -> None:
-    logits = np.zeros(1 << 20, np.float32)  # the token tells the number
+    logits = np.zeros(1 << 20, np.float32)  # the token identifies the number
 
     def draw(seed: int, position: int, answer: int) -> int:
         return core_sampler(Options(1.0), seed, [0] * position, answer).choose(logits)

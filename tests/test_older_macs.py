@@ -17,13 +17,13 @@ import check_metal_api  # noqa: E402
 import check_sdks  # noqa: E402
 from apple_metadata import WHEELS, download, read_framework  # noqa: E402
 
-FOLDERS = [ROOT / "cpp", ROOT / "emulator" / "testing"]  # what is compiled on a Mac
+FOLDERS = [ROOT / "cpp", ROOT / "emulator" / "testing"]  # compiled on a Mac
 NEEDED = "needs clang (Debian: apt-get install clang-19) and PyPI"
 
 
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder with the bindings that tell what each SDK has."""
+    """Folder with the bindings that list the contents of each SDK."""
     folder = tmp_path_factory.mktemp("sdks")
     try:
         if not any(shutil.which(name) for name in check_metal_api.COMPILERS):
@@ -83,8 +83,8 @@ def test_bindings_of_each_sdk_contain_its_additions(cache: Path) -> None:
         assert [has for has in enums if name in enums[has]] == [s for s in enums if int(s) >= int(sdk)]
 
 
-# Of C++20 and 23, what libc++ before 16 lacks: Xcode 14 has an earlier one. The list is that of libc++'s
-# status page.
+# Features of C++20 and 23 missing from libc++ before 16: Xcode 14 has an earlier one. The list is that of
+# libc++'s status page.
 NEWER = re.compile(
     r"""\b(?:make_unique_for_overwrite|make_shared_for_overwrite|allocate_shared_for_overwrite)\b
     | \bstd::(?:format|vformat|ranges|views|source_location|jthread|stop_token|stop_source|expected

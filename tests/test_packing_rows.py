@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
 
 
 def check(source: str) -> subprocess.CompletedProcess[str]:
-    """Check a source in place of `packing.cpp`, without code generation."""
+    """Compile a variant of `packing.cpp` without code generation."""
     assert COMPILER is not None
     folder = str(SOURCE.parent)
     command = [COMPILER, "-std=c++20", "-fsyntax-only", "-iquote", folder, "-x", "c++", "-"]

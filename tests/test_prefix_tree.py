@@ -1,4 +1,4 @@
-"""The prefix tree: what it finds, the order in which pages leave, and the steps that takes."""
+"""The prefix tree: lookups, eviction order, and number of steps."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def tree_of(max_pages: int, pool_pages: int | None = None) -> Any:
 
 
 class Oracle:
-    """The same policy, written down as it is stated, in as many steps as it takes."""
+    """The same policy, written as it is defined, without regard to the number of steps."""
 
     def __init__(self, max_pages: int) -> None:
         self._max_pages = max_pages
@@ -138,7 +138,7 @@ def test_pages_are_evicted_in_the_order_of_the_policy(seed: int) -> None:
 
 
 def filled(pages: int, depth: int) -> Any:
-    """Return a tree of prompts of `depth` pages, each with a first page of its own."""
+    """Return a tree of prompts of `depth` pages, each with a distinct first page."""
     tree = tree_of(pages)
     for first in range(pages // depth):
         assert tree.insert("", tokens_of(("", first, *range(depth - 1))))

@@ -1,4 +1,4 @@
-"""The check of phrases reports what it should."""
+"""The check of phrases reports the right ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Public names stay where they are; everything else has an underscore, or lives in a package that has one."""
+"""Public names are stable; everything else has an underscore, or is in a private package."""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ def test_logits_are_exact_if_codes_are_widened_to_float32(
 
 @pytest.mark.parametrize("head_dim", [32, 256])
 def test_the_cache_holds_the_blocks_that_the_format_defines(tmp_path: Path, head_dim: int) -> None:
-    """K and V of the first layer depend on no cache: they are those of float32, rounded."""
+    """K and V of the first layer depend on no cache: they are the rounded float32 values."""
     path = write(tmp_path / "m.gguf", SmallModel(layers=1, key_dim=head_dim))
     ids = prompt(70)
     with opened(path) as model, Model(path, device="cpu", kv_dtype="f32") as exact:
@@ -149,7 +149,7 @@ def test_unwritten_positions_are_never_read(
 
 
 def test_forks_rewinds_and_prefixes_match_a_single_session(model_path: Callable[[str], Path]) -> None:
-    """A fork inside a page, a page that is taken back and written again, pages that another session left."""
+    """A fork inside a page, a page that is rewound and rewritten, pages released by another session."""
     ids, others = prompt(150), prompt(40, seed=1)
     with opened(model_path("gqa 3")) as model:
 
@@ -188,7 +188,7 @@ def test_a_batch_matches_single_prompts(model_path: Callable[[str], Path]) -> No
 def test_a_saved_session_continues_bit_for_bit(
     model_path: Callable[[str], Path], tmp_path: Path, n: int
 ) -> None:
-    """Its tensors are those of the format: a scale in f16, then 32 signed codes."""
+    """Its tensors follow the format: a scale in f16, then 32 signed codes."""
     path = tmp_path / "s.session"
     with opened(model_path("values wider than keys"), compute="f32") as model:
         model.forward_prompt(prompt(n))

@@ -17,7 +17,7 @@ SCALES = np.array([1, -1, 0.01, -0.3, 6e-5, -6e-8, 3e-6, 0, -0.0, 65504], np.flo
 # Of powers of two, from float32's subnormals to below infinity.
 EXPONENTS = np.array([0, 1, 2, 90, 120, 127, 128, 250], np.uint8)
 
-# Types with three, four and eight magnitudes, of which 2048 random values give fewer different ones.
+# Types with three, four and eight magnitudes, of which 2048 random values contain fewer distinct ones.
 VALUES_OF_FEW_CODES = {"TQ1_0": 10, "TQ2_0": 15, "MXFP4": 80}
 
 

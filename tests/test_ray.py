@@ -1,4 +1,4 @@
-"""Bulk work on Ray: the classes by themselves, and a cluster that loses a worker on the way.
+"""Bulk work on Ray: the classes alone, and a cluster that loses a worker during the job.
 
 Not part of ``make test``, since Ray is large and slow to start: ``make test-ray`` installs and runs it.
 """
@@ -144,7 +144,7 @@ def test_invalid_usage_is_reported(demo_path: Path) -> None:
 
 
 class Mortal(ScorePrompts):
-    """Says who computed a row. The first actor that comes to a third batch is killed with that batch done."""
+    """Records who computed a row. The first actor to receive a third batch is killed after that batch."""
 
     def __init__(self, *, grave: str, **options: Any) -> None:
         super().__init__(**options)
@@ -154,7 +154,7 @@ class Mortal(ScorePrompts):
     def __call__(self, batch: dict[str, npt.NDArray[Any]]) -> dict[str, npt.NDArray[Any]]:
         result = super().__call__(batch)
         self._calls += 1
-        time.sleep(0.05)  # long enough for both actors to get a share
+        time.sleep(0.05)  # long enough for both actors to receive a share
         if self._calls == 3:
             try:
                 with open(self._grave, "x") as file:

@@ -20,7 +20,8 @@ import pytest
 
 from metal_prefill import Model
 
-# Ray's workers have a low priority, and on a busy machine need more than the 5 s that a proxy has to start.
+# Ray's workers have a low priority, and on a busy machine need more than the 5 s that a proxy allows for its
+# start.
 os.environ.setdefault("RAY_worker_niceness", "0")
 for name in ("READY_CHECK", "HEALTH_CHECK"):
     os.environ.setdefault(f"RAY_SERVE_PROXY_{name}_TIMEOUT_S", "120")

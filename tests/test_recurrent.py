@@ -212,7 +212,7 @@ def test_reuse_continues_from_its_own_snapshots(model: Model) -> None:
     logits = session.forward_prompt_logits(prompt, reuse=True)
     assert (session.stats()["tokens_reused"], session.stats()["tokens_recomputed"]) == (192, 58)
     assert_equals_fresh(model, session, prompt, logits)
-    longer = np.append(prompt, ids_of(3, seed=2))  # the turn of a chat: nothing is computed again
+    longer = np.append(prompt, ids_of(3, seed=2))  # a turn of a chat: nothing is recomputed
     logits = session.forward_prompt_logits(longer, reuse=True)
     assert (session.stats()["tokens_reused"], session.stats()["tokens_recomputed"]) == (300, 0)
     assert_equals_fresh(model, session, longer, logits)
@@ -256,7 +256,7 @@ def test_a_namespace_does_not_see_the_states_of_another(model: Model) -> None:
 
 @pytest.mark.parametrize("wrong", range(8))
 def test_rejected_drafts_restore_the_state_before_them(model: Model, wrong: int) -> None:
-    """Seven drafts, of which the one with this number is wrong; none is."""
+    """Seven drafts, of which the one with this number is wrong; -1: none."""
     ids = ids_of(66)
     with model.session() as session:
         chosen = [session.forward_prompt(ids)]
@@ -327,7 +327,7 @@ def test_large_states_are_recomputed_after_rejected_drafts(device: str, large_pa
 
 
 def test_the_distance_of_snapshots_follows_from_the_size_of_a_state(device: str, large_path: Path) -> None:
-    """A state takes the memory of more than 17 pages, so that snapshots are 18 pages apart."""
+    """A state is larger than 17 pages, so snapshots are 18 pages apart."""
     ids = ids_of(2600)
     with Model(large_path, device=device) as model, model.session() as session:
         session.forward_prompt(ids)
@@ -508,7 +508,7 @@ def test_closed_sessions_release_their_states(model: Model) -> None:
 
 
 def changed(path: Path, whole: Path, key: str, kind: int, value: bytes) -> Path:
-    """Write a copy of a file with another value of a key of lfm2, or without it if there is no value."""
+    """Write a copy of a file with another value of a key of lfm2, or without the key if there is no value."""
     parts = take_apart(whole)
     parts.metadata = [
         (

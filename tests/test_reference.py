@@ -1,4 +1,4 @@
-"""The oracle itself against llama.cpp and transformers, whose logits tools/record_*.py recorded."""
+"""The oracle compared with logits of llama.cpp and transformers, recorded by tools/record_*.py."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ TRANSFORMERS_TOLERANCE = 1e-5
 def tolerance(name: str) -> float:
     """Largest difference allowed, relative to the largest logit.
 
-    With float32 weights llama.cpp computes in float32; its GELU looks up half-precision values. Against
-    weights of other types it rounds activations to the type, or to 8 bits per block.
+    With float32 weights llama.cpp computes in float32; its GELU looks up half-precision values. With other
+    weights it rounds activations to the type, or to 8 bits per block.
     """
     if name.startswith(("type ", "tied ", "mixed ")):
         return 3e-2
@@ -35,7 +35,7 @@ def tolerance(name: str) -> float:
 
 
 def assert_recorded(path: Path, model: SmallModel, recorded: Path, name: str, within: float) -> None:
-    """Hold the reference to what another program made of the last token's logits."""
+    """Compare the reference with another program's logits of the last token."""
     small_models.write(path, model)
     logits = ReferenceModel(path).forward(comparison.tokens_for(model)).logits[-1]
     with np.load(recorded) as logits_of:
@@ -69,7 +69,7 @@ def assert_vectors(path: Path, model: SmallModel, expected: npt.NDArray[np.float
     reference = ReferenceModel(small_models.write(path, model))
     for tokens, wanted in zip(comparison.vector_tokens(model), expected, strict=True):
         vector = reference.pooled(tokens)
-        if len(model.labels) > 1 and within > TRANSFORMERS_TOLERANCE:  # llama.cpp gives probabilities
+        if len(model.labels) > 1 and within > TRANSFORMERS_TOLERANCE:  # llama.cpp returns probabilities
             vector = np.exp(vector) / np.exp(vector).sum()
         assert np.abs(vector - wanted).max() <= within * np.abs(wanted).max()
 

@@ -1,4 +1,4 @@
-"""The version is stated once, and a release is refused whose tag, version and changelog differ."""
+"""The version is defined once, and a release whose tag, version and changelog differ is rejected."""
 
 from __future__ import annotations
 

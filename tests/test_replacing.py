@@ -1,4 +1,4 @@
-"""Files that the package writes: what they may replace, what they keep, what killed writers leave."""
+"""Files that the package writes: what they may replace, permissions, and leftovers of killed writers."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def test_names_of_the_maximum_length_are_written(tmp_path: Path, write: Callable
 
 
 def kill_while_writing(path: Path, number: int) -> None:
-    """Let a process begin to replace `path`, and end it there by a signal."""
+    """Let a process start to replace `path`, and kill it there."""
     program = (
         "import sys, time\n"
         "from metal_prefill._support.atomic_write import replacing\n"
@@ -162,7 +162,7 @@ def test_the_next_write_removes_leftovers_of_a_killed_one(tmp_path: Path, number
 
 @posix_only
 def test_concurrent_writes_do_not_interfere(tmp_path: Path) -> None:
-    """Many threads replace files of one folder, each of which looks for abandoned ones."""
+    """Many threads replace files of one folder, and each looks for abandoned ones."""
     errors: list[BaseException] = []
 
     def work(name: str) -> None:

@@ -153,7 +153,7 @@ def test_documents_beyond_the_context_are_truncated_on_request(reranker: Path) -
         assert {item.index: item.score for item in ranked} == expected
         assert {item.document for item in ranked} == {"x", long}
         with pytest.raises(ContextOverflowError, match=r"document 0: \d+ tokens exceed the context of 40"):
-            short.rerank(long, ["x"], template=TEMPLATE, truncate="end")  # the query is never cut
+            short.rerank(long, ["x"], template=TEMPLATE, truncate="end")  # the query is never truncated
         with pytest.raises(ValueError, match="truncate must be one of error, end; got 'start'"):
             short.rerank(QUERY, ["x"], template=TEMPLATE, truncate="start")
 
@@ -220,7 +220,7 @@ def test_a_text_without_tokens_has_no_class_of_a_head(tmp_path: Path) -> None:
 
 
 def test_a_head_of_two_layers_has_an_activation_between_them(tmp_path: Path) -> None:
-    """As RoBERTa's: a dense layer with tanh comes before the classes. Its biases may be there or not."""
+    """Like RoBERTa's: a dense layer with tanh comes before the classes. Its biases are optional."""
     rng = np.random.default_rng(3)
     shapes = {
         "cls.weight": (5, 8),

@@ -1,4 +1,4 @@
-"""Outputs of several rows of a pass are those of single tokens; drafts are checked where the logits are."""
+"""Outputs of several rows equal those of single tokens; drafts are verified where the logits are."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from metal_prefill.generation._sampling import Options, core_sampler
 
 @pytest.fixture(scope="module")
 def demo_path(model_path: Callable[[str], Path]) -> Path:
-    """Take a small model instead of the bundled one: nothing here depends on the weights."""
+    """Use a small model instead of the bundled one: the weights do not matter here."""
     return model_path("gqa 1")
 
 
@@ -35,7 +35,7 @@ def sampler_of(model: Model, prompt: npt.NDArray[np.int32], sampled: bool) -> _c
 
 
 def one_by_one(model: Model, prompt: npt.NDArray[np.int32], n: int, sampled: bool) -> list[int]:
-    """Tokens after a prompt, each computed by itself."""
+    """Tokens after a prompt, each computed separately."""
     with model.session() as session:
         core, sampler = session.native, sampler_of(model, prompt, sampled)
         made: list[int] = []
@@ -162,7 +162,7 @@ def test_reports_describe_each_choice(demo: Model) -> None:
 def test_a_wrong_draft_with_nan_is_not_an_error(
     device: str, tmp_path: Path, right: int, sampled: bool
 ) -> None:
-    """In a tile of attention 0 * NaN reaches the rows before it. Then right drafts may be lost as well."""
+    """In a tile of attention 0 * NaN reaches earlier rows. Correct drafts may then be lost as well."""
     small = SmallModel(dim=256, key_dim=64, ffn=256, embedding="F32", output="Q8_0", types={"*": "Q4_0"})
 
     def damage(values: Any) -> None:

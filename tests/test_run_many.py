@@ -33,7 +33,7 @@ def _plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def alone(prompt: str | list[int], max_tokens: int, **options: Any) -> str:
-    """Return what the model makes of a prompt by itself."""
+    """Return the model's text for a prompt alone."""
     with Model(device="cpu") as model:
         return "".join(model.generate(prompt, max_tokens, **options))
 
@@ -67,7 +67,7 @@ def test_several_prompts_print_the_same_as_alone(capsys: pytest.CaptureFixture[s
 
 
 def all_answers(prompt: str, max_tokens: int, n: int) -> list[str]:
-    """Return what `Model.generate` gives as answers, at temperature 1 and with seed 5."""
+    """Return the answers of `Model.generate` at temperature 1 and with seed 5."""
     texts = [""] * n
     with Model(device="cpu") as model:
         for answer, piece in model.generate(prompt, max_tokens, n=n, temperature=1.0, seed=5):
@@ -384,7 +384,7 @@ def test_a_result_is_written_when_those_before_it_are_done() -> None:
         scheduler = Scheduler(model)
         results = in_order(scheduler, prompts, {})
         assert next(results).prompt.text == SPEAKERS[0]
-        assert scheduler.streams == 1  # the long one: those after it are done, and wait for it
+        assert scheduler.streams == 1  # the long one: later ones are done and wait for it
         assert [next(results).prompt.text for _ in range(3)] == SPEAKERS[1:4]
         assert next(results, None) is None
 
@@ -418,7 +418,7 @@ def test_a_terminal_shows_progress_separately_from_results(uneven: Path) -> None
         try:
             while part := os.read(terminal, 4096):
                 shown += part
-        except OSError:  # how Linux says that the other end is closed
+        except OSError:  # Linux's error when the other end is closed
             pass
     os.close(terminal)
     assert process.returncode == 0

@@ -1,4 +1,4 @@
-"""The choice of a token: each filter by itself, their order, the frequencies of the draws, and bad input."""
+"""Sampling: each filter alone, their order, the frequencies of draws, and invalid input."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def choose_in_numpy(logits: npt.ArrayLike, *, seed: int = 0, **options: Any) -> 
 
 @pytest.fixture(params=[choose_in_numpy, choose_natively], ids=["numpy", "native"])
 def choose(request: pytest.FixtureRequest) -> Choose:
-    """Each implementation in turn."""
+    """Run a test with each implementation."""
     implementation: Choose = request.param
     return implementation
 
@@ -47,7 +47,7 @@ def frequencies(choose: Choose, logits: npt.ArrayLike, **options: Any) -> npt.ND
 
 
 def assert_close(observed: npt.NDArray[np.float64], expected: list[float]) -> None:
-    """Each frequency within 4.5 standard deviations; what has probability 0 never drawn."""
+    """Each frequency is within 4.5 standard deviations; tokens of probability 0 are never drawn."""
     p = np.array(expected)
     deviation = np.sqrt(p * (1 - p) / DRAWS)
     assert (np.abs(observed - p) <= 4.5 * deviation).all(), (observed, p)
@@ -296,7 +296,5 @@ def test_the_sampler_keeps_a_window_of_its_choices() -> None:
     logits = np.arange(REPEAT_WINDOW + 2, 0, -1.0)  # the lowest ids are the most probable
     chosen = [sampler(logits) for _ in range(REPEAT_WINDOW + 1)]
     assert chosen[: REPEAT_WINDOW - 1] == list(range(1, REPEAT_WINDOW))
-    assert (
-        chosen[REPEAT_WINDOW - 1] == REPEAT_WINDOW
-    )  # 0 has just left the window, but only after this choice
+    assert chosen[REPEAT_WINDOW - 1] == REPEAT_WINDOW  # 0 leaves the window, but only after this choice
     assert chosen[REPEAT_WINDOW] == 0

@@ -1,4 +1,4 @@
-"""Continuous batching: every stream gets the text it would get alone, and none waits for long."""
+"""Continuous batching: every stream has the same text as alone, and none waits for long."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def cpu(demo_path: Path) -> Iterator[Model]:
 
 
 def alone(model: Model, prompt: Any, max_tokens: int, **options: Any) -> str:
-    """Continue a prompt in a session of its own."""
+    """Continue a prompt in a separate session."""
     with model.session() as session:
         return "".join(session.generate(prompt, max_tokens, **options))
 
 
 def texts_of(pieces: Any, n: int) -> list[str]:
-    """Join what belongs to each prompt."""
+    """Join the pieces of each prompt."""
     texts = [""] * n
     for index, piece in pieces:
         texts[index] += piece
@@ -92,7 +92,7 @@ def test_prompts_enter_as_others_end(cpu: Model) -> None:
     begun = set()
     for index, _ in cpu.generate_many(prompts(), 4, max_streams=4):
         begun.add(index)
-        assert taken <= max(begun) + 1 + 5  # they are not all read at once
+        assert taken <= max(begun) + 1 + 5  # they are not all read immediately
 
 
 def test_memory_does_not_grow_with_the_number_of_prompts(demo_path: Path) -> None:
@@ -107,7 +107,7 @@ def test_memory_does_not_grow_with_the_number_of_prompts(demo_path: Path) -> Non
 
 def test_a_decoding_stream_gets_a_token_in_every_pass(cpu: Model) -> None:
     scheduler = Scheduler(cpu)
-    writing = scheduler.submit([1, 2, 3], 60, speculate="off")  # a right guess would be a second token
+    writing = scheduler.submit([1, 2, 3], 60, speculate="off")  # a correct draft would be a second token
     scheduler.step()
     for i in range(5):
         scheduler.submit([i + 1] * 500, 2)
@@ -121,7 +121,7 @@ def test_a_decoding_stream_gets_a_token_in_every_pass(cpu: Model) -> None:
 
 
 def test_prompts_of_different_namespaces_share_a_pass(cpu: Model) -> None:
-    """A prompt that waited for another namespace to compute its prefix would tell by its time that it did."""
+    """A prompt that waited for another namespace to compute its prefix would reveal it by its time."""
     passes: dict[tuple[str, str], int] = {}
     for spaces in (("one", "one"), ("one", "two")):
         scheduler = Scheduler(cpu)
@@ -172,7 +172,7 @@ def test_a_prompt_that_never_fits_is_rejected_before_anything_is_computed(demo_p
             list(model.generate_many([[1] * 64, [1] * 65], 1))
         scheduler = Scheduler(model)
         with pytest.raises(KVMemoryError, match=limit):
-            scheduler.submit([1] * 60, 10, min_tokens=6)  # of which the last one needs no room
+            scheduler.submit([1] * 60, 10, min_tokens=6)  # of which the last one needs no memory
         assert not scheduler.busy
         with pytest.raises(KVMemoryError, match=limit):
             model.generate_beams([1] * 65, 1)
@@ -522,7 +522,7 @@ def page_bytes(model: Model) -> int:
 
 
 def result_alone(model: Model, prompt: Any, max_tokens: int, **options: Any) -> tuple[str, type | None]:
-    """Continue a prompt in a session of its own; return its text and the error that ended it."""
+    """Continue a prompt in a separate session; return its text and its error."""
     text = ""
     with model.session() as session:
         try:
@@ -618,7 +618,7 @@ def test_a_completely_cached_prompt_fits_like_a_new_one(demo_path: Path) -> None
 def test_drafts_that_do_not_fit_in_memory_are_dropped(
     demo_path: Path, monkeypatch: pytest.MonkeyPatch, sampled: bool
 ) -> None:
-    monkeypatch.setattr(RowCost, "seconds", lambda self, rows: 1.0)  # as many drafts as there may be
+    monkeypatch.setattr(RowCost, "seconds", lambda self, rows: 1.0)  # as many drafts as allowed
     ids = np.random.default_rng(0).integers(1, 900, 60)
     options: dict[str, Any] = {"temperature": 1.0, "seed": 3} if sampled else {}
     with Model(demo_path, device="cpu", kv_memory=1) as model:  # one page

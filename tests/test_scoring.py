@@ -1,4 +1,4 @@
-"""Scoring many prompts: the same numbers as one by one, with a shared beginning computed once."""
+"""Scoring many prompts: the same values as one by one, with shared prefixes computed once."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_order_changes_neither_results_nor_work(
 ) -> None:
     scores = demo.score_many([PROMPTS[i] for i in order])
     beginnings = {tuple(p[:n]) for p in PROMPTS for n in range(1, len(p))}
-    # Each beginning once, and where a prompt leaves the one before it, the last token that they share.
+    # Each prefix once, and where prompts diverge, the last token that they share.
     assert len(beginnings) <= sum(computed) < len(beginnings) + len(PROMPTS)
     if device == "cpu":
         for i, result in zip(order, scores, strict=True):

@@ -290,7 +290,7 @@ def test_calls_from_several_threads_on_one_model_are_safe(demo: Model) -> None:
 
 
 def test_the_gil_is_released_during_compute(demo: Model) -> None:
-    """Another thread makes progress while one native call is under way."""
+    """Another thread makes progress during a native call."""
     ticks = 0
     running = True
 
@@ -358,7 +358,7 @@ def test_close_releases_the_memory_of_a_session(tmp_path: Path) -> None:
     narrow: dict[str, Any] = {"layers": 8, "dim": 64, "heads": 1, "kv_heads": 1, "head_dim": 64, "ffn": 64}
     path = synth.synthesize(tmp_path / "m.gguf", preset="tiny", context=1024, vocab=288, **narrow)
     with Model(path, device="cpu", kv_dtype="f32") as model:
-        sessions = [model.session() for _ in range(60)]  # a pool keeps what a few need
+        sessions = [model.session() for _ in range(60)]  # a pool keeps the memory of a few
         for session in sessions:
             session.forward_prompt([1] * 1000)
         held = sum(session.stats()["kv_cache_bytes"] for session in sessions)

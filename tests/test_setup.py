@@ -1,4 +1,4 @@
-"""Packages of the system: installed by one script, which says so in one line, and only as root."""
+"""System packages: installed by one script, with a one-line report, and only as root."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="installs with a
 
 
 class System:
-    """A system whose commands are those in a folder; apt-get notes how it is called."""
+    """A system whose commands are those in a folder; apt-get records its arguments."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -34,13 +34,13 @@ class System:
         self.add("uname", 'case "$1" in -s) echo Linux ;; -m) echo x86_64 ;; esac')
 
     def add(self, name: str, body: str = "") -> None:
-        """Put a command there."""
+        """Add a command to it."""
         path = self.folder / name
         path.write_text(f"#!{shutil.which('bash')}\n{body}\n")
         path.chmod(0o755)
 
     def setup(self, user: int) -> str:
-        """Run the script as some user; return what it printed."""
+        """Run the script as some user; return its output."""
         self.add("id", f"echo {user}")
         done = subprocess.run(
             [SETUP], env=os.environ | {"PATH": str(self.folder)}, capture_output=True, text=True, check=True
@@ -50,7 +50,7 @@ class System:
 
     @property
     def installed(self) -> list[str]:
-        """Packages that apt-get was asked to install."""
+        """Packages passed to apt-get."""
         calls = [line.split() for line in self.log.read_text().splitlines()]
         words = [word for call in calls if "install" in call for word in call]
         return [word for word in words if not word.startswith("-") and word != "install"]
@@ -184,7 +184,7 @@ def test_make_rejects_an_old_python_first(tmp_path: Path, version: str, refused:
     shutil.copy(ROOT / "Makefile", tree)
     subprocess.run([git, "init", "-q", tree], check=True)
     path = f"{programs}:{os.environ['PATH']}"
-    # A folder that is a file: `python3 -m venv` fails there at once.
+    # A folder that is a file: `python3 -m venv` fails there immediately.
     (tree / ".venv").write_text("")
     done = subprocess.run(
         [make, "-C", tree, ".venv/.ready"],

@@ -1,4 +1,4 @@
-"""A constraint whose answers are late leaves its text out of passes, and the other texts continue."""
+"""A text whose constraint answers late is left out of passes, and the other texts continue."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_late_masks_for_drafts_do_not_change_the_text(model: Model, monkeypatch:
 def test_a_text_cancelled_while_its_constraint_computes_is_released(
     model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The worker would otherwise look for a text that it has forgotten, and end."""
+    """The worker would otherwise look up a text that it has released, and end."""
     gate = Gate(monkeypatch)
     scheduler = Scheduler(model)
     streams = [scheduler.submit("A:", 20, **SLOW) for _ in range(2)]
@@ -206,7 +206,7 @@ def test_a_forked_process_starts_its_own_threads_and_repeats_requests(model: Mod
     text.deadline = time.monotonic() + 60
     gate = threading.Event()
     text.send_advance(a)
-    text._answer = threads.in_thread(gate.wait, 60)  # never in the child, where its thread does not exist
+    text._answer = threads.in_thread(gate.wait, 60)  # never in the child, which does not have its thread
 
     def work() -> bool:
         assert threads.in_thread(int).result(60) == 0

@@ -1,4 +1,4 @@
-"""Drafts of the next tokens save passes, and never change a text."""
+"""Speculative decoding saves passes and never changes a text."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Guess = Callable[[list[int]], Sequence[int]]
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
-    """Two layers, one of which looks at a window, with random weights."""
+    """Two layers, one of them with a window, with random weights."""
     path = write(tmp_path_factory.mktemp("speculation") / "tiny.gguf", MODELS["gqa 1"])
     with Model(path, device="cpu", threads=1) as model:
         yield model
@@ -44,7 +44,7 @@ def shakespeare(demo_path: Path) -> Iterator[Model]:
 
 
 def prompts_of(n: int, seed: int) -> list[list[int]]:
-    """Random tokens of a small alphabet, in which much occurs twice."""
+    """Random tokens of a small alphabet, so that much of it repeats."""
     rng = random.Random(seed)
     return [[rng.randrange(1, 12) for _ in range(rng.randrange(1, 40))] for _ in range(n)]
 
@@ -59,12 +59,12 @@ def texts_of(model: Model, prompts: list[Any], max_tokens: int = LENGTH, **optio
 
 
 def always(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make as many guesses as there may be, whether they pay or not."""
+    """Make as many drafts as allowed, whether they pay or not."""
     monkeypatch.setattr(RowCost, "seconds", lambda self, rows: 1.0)
 
 
 def planted(truth: list[int], seed: int) -> Guess:
-    """Guess rightly for a while and then wrongly."""
+    """Drafts correctly for a while and then wrongly."""
     rng = random.Random(seed)
 
     def guess(tokens: list[int]) -> list[int]:
@@ -94,7 +94,7 @@ def test_a_thousand_texts_are_identical(
 def test_a_session_ends_as_without_speculation(
     tiny: Model, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
 ) -> None:
-    """Whatever ends the text: its length, a stop token, or the caller."""
+    """For any end of the text: its length, a stop token, or the caller."""
     always(monkeypatch)
 
     def state(prompt: list[int], n: int, take: int | None = None, **more: Any) -> tuple[Any, ...]:
@@ -156,7 +156,7 @@ def test_every_engine_and_drafter_generates_the_same(
 
 
 def test_drafts_of_the_same_model_are_all_accepted(shakespeare: Model, demo_path: Path) -> None:
-    """Every row that is computed brings a token."""
+    """Every computed row yields a token."""
     with Model(demo_path, device="cpu", threads=1) as other, shakespeare.session() as session:
         core: Any = CountingCore(session.native)
         session._core = core
@@ -194,7 +194,7 @@ def test_a_conversation_is_unchanged(shakespeare: Model, monkeypatch: pytest.Mon
 def test_a_session_that_another_call_changed_ends_the_text(
     shakespeare: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also among tokens that one pass made."""
+    """Also among tokens of one pass."""
     always(monkeypatch)
     prompt = [5, 6, 7] * 8
     truth = [*prompt, *(p.token for p in shakespeare.session().stream(prompt, 20, speculate="off"))]
@@ -266,7 +266,7 @@ def test_a_draft_model_requires_the_same_vocabulary(shakespeare: Model, tiny: Mo
 
 
 def oracle_of(text: list[int], count: int) -> tuple[int, set[tuple[int, ...]]]:
-    """Return the longest end that occurred before, and what followed each place of it."""
+    """Return the longest suffix that occurred before, and the continuation of each occurrence."""
     n = len(text)
     for length in range(n - 1, 0, -1):
         end = text[n - length :]
@@ -305,10 +305,10 @@ ROW = [10, 11, 12, 13, 14, 15, 16, 17, 18, 19]
 
 
 def test_lookup_continues_after_a_change() -> None:
-    # 98 was never seen, 16 is of the row, and occurred before: what follows it there is no better guess.
+    # 98 was never seen; 16 is part of the row and occurred before, so its continuation is no better draft.
     for change in (98, 16):
         lookup = lookup_of(ROW, [99], ROW[:5])
-        assert lookup.since_change is None  # the match says the same
+        assert lookup.since_change is None  # the match agrees
         lookup.append(np.array([change], np.int32))
         assert lookup.since_change == 0
         assert lookup.after_change(5) == [16, 17, 18, 19, 99]
@@ -356,7 +356,7 @@ def test_lookups_after_a_change_are_used_while_they_are_more_likely() -> None:
 
 
 def steps(speculation: Speculation, cost: RowCost, right: Callable[[list[int]], int], n: int) -> list[int]:
-    """Take passes, and return how many guesses each had."""
+    """Take passes, and return the number of drafts of each."""
     counts, token = [], 50
     for _ in range(n):
         drafts = speculation.drafts(MOST_DRAFTS, cost, 1, 1.0)

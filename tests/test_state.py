@@ -36,7 +36,7 @@ PROMPT = [int(t) for t in np.random.default_rng(7).integers(1, 500, 70)]
 
 @pytest.fixture(scope="module")
 def states() -> dict[str, bytes]:
-    """Contents of a saved session for each device that was asked for one."""
+    """Contents of a saved session for each requested device."""
     return {}
 
 
@@ -63,7 +63,7 @@ def saved(demo: Model, device: str, states: dict[str, bytes], tmp_path: Path) ->
 def rewrite(
     path: Path, *, arrays: dict[str, Any] | None = None, metadata: dict[str, str] | None = None
 ) -> None:
-    """Change a state and give it a checksum that is right again, as its author would have."""
+    """Change a state and update its checksum, as its author could."""
     with safe_open(path, framework="numpy") as file:
         stated = {**file.metadata(), **(metadata or {})}
     contents = {**load_file(path), **(arrays or {})}
@@ -161,9 +161,9 @@ def bfloat16(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 
 @pytest.mark.parametrize("n", [79, 80])
 def test_every_value_of_a_cache_survives(demo: Model, tmp_path: Path, n: int) -> None:
-    """All f16 there are, subnormal ones, infinities and NaN among them, as keys and as values.
+    """All f16 values, including subnormal ones, infinities and NaN, as keys and as values.
 
-    A cache of bfloat16 rounds them once, and the largest ones come back as the largest f16.
+    A cache of bfloat16 rounds them once, and the largest ones return as the largest f16.
     """
     c, path = demo.config, tmp_path / "s.session"
     halves = np.arange(1 << 16, dtype=np.uint16).view(np.float16)
@@ -580,7 +580,7 @@ def test_wrong_arrays_never_reach_the_cache(demo: Model) -> None:
 
 @pytest.mark.parametrize("isa", _core.cpu.kernel_sets())
 def test_a_state_that_was_loaded_is_saved_as_it_was(isa: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sets whose cache holds bfloat16 round what comes from elsewhere once, to 8 significant bits."""
+    """Sets whose cache is in bfloat16 round imported values once, to 8 significant bits."""
     monkeypatch.setenv("METAL_PREFILL_CPU_ISA", isa)
     with Model(default_model_path(), device="cpu", threads=1) as model, model.session() as session:
         session.forward_prompt(PROMPT)
@@ -613,7 +613,7 @@ def test_state_error_is_a_package_error_and_a_value_error() -> None:
 
 
 def test_a_stored_file_of_version_1_loads(demo: Model) -> None:
-    """The file holds the tokens of ROMEO and a note; its layout and checksum are those of every release."""
+    """The file contains the tokens of ROMEO and a note; its layout and checksum are stable."""
     loaded = demo.load_session(DATA / "version_1.session")
     assert loaded.tokens == ROMEO
     assert loaded.notes == "the balcony \u2014 kept"

@@ -1,4 +1,4 @@
-"""Stop strings in a text that comes in pieces."""
+"""Stop strings in a text that arrives in pieces."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LETTERS = st.text("ab", max_size=12)
 
 
 def passed_on(stops: list[str], text: str) -> tuple[str, bool]:
-    """Return what of a text comes before a stop string for certain, and whether one is in it."""
+    """Return the part of a text that certainly precedes any stop string, and whether one was found."""
     found = [text.index(stop) for stop in stops if stop in text]
     if found:
         return text[: min(found)], True

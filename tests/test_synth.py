@@ -1,4 +1,4 @@
-"""Synthetic models: what is written is what was asked for, as gguf-py and the tokenizers library read it."""
+"""Synthetic models: files have the requested contents, as read by gguf-py and the tokenizers library."""
 
 from __future__ import annotations
 

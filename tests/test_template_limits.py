@@ -1,4 +1,4 @@
-"""Chat templates of hostile files: each ends soon, takes little memory, and fails as what it is."""
+"""Chat templates of hostile files: each ends soon, uses little memory, and fails with the right error."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ print(json.dumps([errors, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - b
 
 @pytest.fixture(scope="module")
 def rendered() -> tuple[dict[str, str], int]:
-    """Render what is hostile in a process of its own: its errors by name, and the bytes by which it grew."""
+    """Render hostile templates in a separate process: their errors by name, and its growth in bytes."""
     child = subprocess.run(
         [sys.executable, "-c", RENDER_ALL],
         input=json.dumps(HOSTILE),

@@ -161,8 +161,7 @@ def test_user_defined_tokens_are_always_recognized(smollm: Tokenizer) -> None:
 
 
 def test_a_control_token_cannot_be_formed_by_merges(open_variant: Open) -> None:
-    # The pieces of "</s>" are made to merge all the way; as a control token it still must not come out of
-    # text.
+    # The pieces of "</s>" merge completely; as a control token it still must not be formed from text.
     tokens = [*LLAMA["tokens"][:-2], "/s", "</s"]
     for i, piece in enumerate(("<", "/", "s", ">")):
         if piece not in tokens:
@@ -295,7 +294,7 @@ def test_strict_keeps_control_tokens_whole(smollm: Tokenizer) -> None:
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
 def test_excessively_long_tokens_are_rejected(open_variant: Open, kind: str) -> None:
-    """Each is cut everywhere to find what merges to it: 200,000 characters took 10 s."""
+    """Each is split everywhere to find its merges: 200,000 characters took 10 s."""
     variant = next(v for v in comparison.TOKENIZERS.values() if v.kind == kind)
     tokens = list(RECORD["vocabularies"][kind]["tokens"])
     tokens[-1] = "x" * 1024
@@ -312,7 +311,7 @@ def strings(*values: str) -> bytes:
 
 
 def file_of(**changes: bytes | None) -> bytes:
-    """Make a file of three tokens and one merge; `changes` replaces entries, or leaves them out."""
+    """Make a file of three tokens and one merge; `changes` replaces or omits entries."""
     entries: dict[str, bytes | None] = {
         MODEL: entry(MODEL, STRING, text("gpt2")),
         PRE: entry(PRE, STRING, text("gpt-2")),

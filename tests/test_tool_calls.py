@@ -1,4 +1,4 @@
-"""Calls of tools: told to the model by its template, found in its answers, answered in conversations."""
+"""Tool calls: described by the template, found in answers, answered in conversations."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ GENERIC = "{% if tools is not none %}{{ tools | tojson }}{% endif %}" + HERMES[H
 
 VERONA = ToolCall("weather", {"city": "Verona"})
 TIME = ToolCall("clock", {})
-# Answers, and what is in them.
+# Answers, and their calls and text.
 ANSWERS: dict[str, tuple[str, str, list[ToolCall]]] = {
     "tags": (
         '<tool_call>\n{"name": "weather", "arguments": {"city": "Verona"}}\n</tool_call>',
@@ -66,7 +66,7 @@ ANSWERS: dict[str, tuple[str, str, list[ToolCall]]] = {
         [ToolCall("other", {})],
     ),
 }
-# Texts that only look like calls.
+# Texts that only resemble calls.
 TEXTS = [
     "",
     " \n",
@@ -98,7 +98,7 @@ def by_pieces_of(parser: ToolCallParser, text: str, size: int) -> list[str | Too
 
 
 def by_pieces(text: str, size: int) -> tuple[str, list[ToolCall]]:
-    """Parse a text that comes in pieces of some size; at no time is more told than is certain."""
+    """Parse a text in pieces of some size; at no time is more returned than is certain."""
     parser = ToolCallParser([WEATHER, CLOCK])
     whole = parse_tool_calls(text, [WEATHER, CLOCK])
     made, calls = "", []
@@ -121,7 +121,7 @@ def test_calls_are_found_in_any_pieces(case: str, size: int) -> None:
 @pytest.mark.parametrize("size", [1, 5, 1000])
 @pytest.mark.parametrize("text", TEXTS)
 def test_text_that_resembles_a_call_is_text(text: str, size: int) -> None:
-    if text.startswith("[{"):  # the call in a list of other things is one by itself
+    if text.startswith("[{"):  # the call in a list of other values is one by itself
         assert parse_tool_calls(text, [CLOCK]) == ("[, 5]", [TIME])
     else:
         assert by_pieces(text, size) == (text, [])

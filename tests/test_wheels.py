@@ -1,4 +1,4 @@
-"""Wheels, installed where there is no compiler; `make test-wheels` runs this on those in build/wheels/dist.
+"""Wheels, installed without a compiler; `make test-wheels` runs this on those in build/wheels/dist.
 
 Not part of ``make test``: ``METAL_PREFILL_WHEELS`` names the folder of the wheels.
 """
@@ -48,7 +48,7 @@ def wheel_for(version: str) -> Path:
 
 
 class Environment:
-    """An environment of a Python with a wheel in it, and a PATH that has nothing else."""
+    """An environment of a Python with a wheel, and a PATH with nothing else."""
 
     def __init__(self, version: str, folder: Path) -> None:
         try:
@@ -63,7 +63,7 @@ class Environment:
         self.env |= {"PATH": str(self.bin), "HOME": str(folder)}
 
     def run(self, *command: str | Path) -> str:
-        """Run a program of the environment; return what it printed."""
+        """Run a program of the environment; return its output."""
         done = subprocess.run(
             [self.bin / command[0], *command[1:]],
             env=self.env,

@@ -1,6 +1,6 @@
 """Counts of multiplications of the CPU engine: no row, layer, token or logit too many.
 
-The expected numbers are computed here, from the hyperparameters alone.
+Expected numbers are computed here, from the hyperparameters alone.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def windows(model: SmallModel) -> list[int | None]:
 def expected(model: SmallModel, positions: Iterable[int], wanted: Iterable[int]) -> int:
     """Products of a pass over rows at `positions`, of which those at `wanted` have an output.
 
-    The last layer leaves K and V of every row, and computes the rest for the wanted rows alone.
+    The last layer stores K and V of every row, and computes the rest only for the wanted rows.
     """
     positions, wanted = list(positions), list(wanted)
     keys_and_values = model.dim * model.kv_heads * (model.key_dim + model.v_dim)
@@ -92,7 +92,7 @@ def test_reused_tokens_are_not_computed(model_path: Callable[[str], Path]) -> No
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_batch_computes_the_outputs_of_its_sessions(model_path: Callable[[str], Path], name: str) -> None:
-    """Of two prompts the last rows, of one nothing but K and V: the count is that of the pass they share."""
+    """The last rows of two prompts, and only K and V of another: the count is that of their shared pass."""
     shape = MODELS[name]
     with Model(model_path(name), device="cpu") as model:
         sessions = [model.session() for _ in range(3)]

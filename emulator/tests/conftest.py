@@ -29,7 +29,7 @@ def fail_or_skip() -> NoReturn:
 
 @pytest.fixture(scope="session")
 def metal_testing() -> Any:
-    """Return the module through which tests call Metal, with an emulator of its own.
+    """Return the module through which tests call Metal, with a separate emulator.
 
     On a Mac the module calls Apple's Metal and has no emulator.
     """
@@ -66,7 +66,7 @@ def has_checked_mode(metal_testing: Any) -> None:
 
 @pytest.fixture
 def checked_mode(has_checked_mode: None, emulator: Any) -> None:
-    """Make the emulator record what each dispatch touches."""
+    """Make the emulator record the memory accesses of each dispatch."""
     emulator.set_options(emulator.Options(checked=True))
 
 

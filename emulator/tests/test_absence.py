@@ -1,4 +1,4 @@
-"""The tests here are skipped on a Mac, whose test module calls Apple's Metal and has no emulator."""
+"""On a Mac, whose test module calls Apple's Metal without an emulator, these tests are skipped."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 TESTS = Path(__file__).resolve().parent
-# One file for each fixture through which tests reach the emulator. This file must not be one of them.
+# One file for each fixture that provides the emulator. This file must not be one of them.
 FILES = ("test_algorithms.py", "test_hazards.py", "test_metal_validation.py", "test_objective_c.py")
 
 

@@ -113,7 +113,7 @@ def test_simdgroup_matmul(
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_attention(kernels: ShaderLibrary, rng: np.random.Generator, order: dict[str, Any]) -> None:
-    n = 45  # with four simdgroups to a threadgroup, the last ones return at once
+    n = 45  # with four simdgroups per threadgroup, the last ones return immediately
     q, k, v = (rng.standard_normal((n, 64)).astype(np.float32) for _ in range(3))
     out = np.full((n, 64), np.nan, np.float32)
     arguments = [q, k, v, out, np.uint32(n), np.float32(0.125)]

@@ -1,4 +1,4 @@
-"""Reads and writes past a buffer's end are found, also where the memory after it is mapped."""
+"""Reads and writes past a buffer's end are found, also if the following memory is mapped."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def file_mapping(shared: bool) -> np.ndarray[Any, Any]:
 
 
 def check_end_inside_mapping(library: KernelLibrary, memory: np.ndarray[Any, Any], write: bool) -> None:
-    """Use the last element of a buffer over the second page, then the one after it."""
+    """Access the last element of a buffer on the second page, then the one after it."""
     buffer = library.device.new_buffer_no_copy(memory, offset=PAGE, length=PAGE)
     run = run_store if write else run_load
     assert run(library, buffer, PAGE // 4 - 1).error == ""

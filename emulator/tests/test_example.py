@@ -1,4 +1,4 @@
-"""The example program builds by itself and runs."""
+"""The example program builds and runs on its own."""
 
 from __future__ import annotations
 

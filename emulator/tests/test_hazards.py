@@ -170,7 +170,7 @@ class Untracked:
     def encode(
         self, command_buffer: Any, kernel: str, offset: int = 0, *, waits: Any = None, updates: Any = None
     ) -> None:
-        """Encode one dispatch, on an encoder of its own."""
+        """Encode one dispatch on a separate encoder."""
         encoder = command_buffer.compute_encoder()
         if waits is not None:
             encoder.wait_for_fence(waits)

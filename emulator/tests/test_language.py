@@ -1,4 +1,4 @@
-"""Metal Shading Language on the emulator gives the values that the language defines."""
+"""Metal Shading Language has the defined semantics on the emulator."""
 
 from __future__ import annotations
 

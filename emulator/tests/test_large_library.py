@@ -16,7 +16,7 @@ LINES = 10_000
 
 
 def large_library() -> tuple[str, int]:
-    """Return copies of the test's algorithms under names of their own, and how many copies there are."""
+    """Return renamed copies of the tests' algorithms, and the number of copies."""
     text = SOURCE.read_text()
     head, body = text[: text.index("using namespace")], text[text.index("using namespace") :]
     names = re.findall(r"kernel void (\w+)", body) + re.findall(r'host_name\("(\w+)"', body)
@@ -34,7 +34,7 @@ def test_ten_thousand_lines_compile_and_run(
     assert text.count("\n") >= LINES
     source = tmp_path / "large.metal"
     source.write_text(text)
-    # Not optimized, for the sake of time: it is the translation that a large source puts to the test.
+    # Not optimized, to save time: the test is about the translation of a large source.
     library = build_shaders(source, variants=("plain",), flags=("-O0", "-g0"))
     x = np.arange(1024, dtype=np.int32)
     for n in (0, copies - 1):

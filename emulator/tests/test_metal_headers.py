@@ -1,4 +1,4 @@
-"""The stand-in headers of the emulator declare nothing that Apple's frameworks do not."""
+"""The emulator's headers declare only what Apple's frameworks declare."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NEEDED = "needs clang (Debian: apt-get install clang-19) and PyPI"
 
 @pytest.fixture(scope="module")
 def apple(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Framework]:
-    """Apple's API, as wheels from PyPI tell it."""
+    """Apple's API, from wheels on PyPI."""
     folder = tmp_path_factory.mktemp("wheels")
     try:
         if not any(shutil.which(name) for name in check_metal_api.COMPILERS):
@@ -32,7 +32,7 @@ def apple(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Framework]:
 
 
 def problems_after(apple: dict[str, Framework], folder: Path, header: str, old: str, new: str) -> str:
-    """Return what the check says when a header is changed."""
+    """Return the messages of the check for a changed header."""
     include = folder / "include"
     shutil.copytree(check_metal_api.INCLUDE, include)
     text = (include / header).read_text()

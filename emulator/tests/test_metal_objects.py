@@ -1,4 +1,4 @@
-"""Devices, buffers, libraries, pipelines, queues and command buffers do what Metal's documentation says."""
+"""Devices, buffers, libraries, pipelines, queues and command buffers behave as Metal documents."""
 
 from __future__ import annotations
 
@@ -287,7 +287,7 @@ def test_a_refused_commit_throws_and_the_next_succeeds(
 def test_fast_exponentials_have_the_maximum_error_on_request(library: KernelLibrary, emulator: Any) -> None:
     """By 3 + |2x| units of the last place, up or down.
 
-    The power of 0 stays 1; infinity and 0 stay what they are or next to it.
+    The power of 0 stays 1; infinity and 0 keep their value or become a neighbour.
     """
     x = np.linspace(-60, 60, 241, dtype=np.float32)
     y = np.zeros((len(x), 4), np.float32)
@@ -323,7 +323,7 @@ def test_a_counter_counts_dispatches_within_its_context(
             library.dispatch("add", [x, x, y], grid=8, threads=8)
         records = counter.counted()
     assert [record.kernel for record in records] == ["add", "add"]
-    # Both inputs are buffers of their own: 8 floats each, and 8 of the sum.
+    # Both inputs are separate buffers: 8 floats each, and 8 of the sum.
     assert [[b.bytes_read for b in record.bindings] for record in records] == [[32, 32, 0]] * 2
     assert [record.bindings[2].bytes_written for record in records] == [32, 32]
     after = emulator.options()
@@ -373,7 +373,7 @@ def test_checked_mode_counts_the_bytes_of_each_binding(library: KernelLibrary, e
 def test_checked_mode_counts_the_cycles_of_banks(
     library: KernelLibrary, emulator: Any, stride: int, cycles: int
 ) -> None:
-    """32 banks of four bytes. Three threadgroups of two simdgroups, of which each lane writes and reads."""
+    """32 banks of four bytes. Each lane of three threadgroups of two simdgroups writes and reads."""
     emulator.set_options(emulator.Options(checked=True, banks=True, seed=7))
     emulator.set_history_depth(1)
     y = np.zeros(192, np.uint32)

@@ -14,7 +14,7 @@ PAGE = mmap.PAGESIZE
 
 
 class Setup:
-    """An open encoder with everything that `add` needs, of which a test spoils one thing."""
+    """An open encoder with everything that `add` requires; each test breaks one part."""
 
     def __init__(self, library: KernelLibrary, kernel: str = "add", concurrent: bool = False) -> None:
         self.library = library
@@ -40,7 +40,7 @@ class Setup:
 
 @pytest.fixture
 def refuses(emulator: Any) -> Callable[[str], Any]:
-    """Context in which a call must be refused with a message that matches."""
+    """Context in which a call must fail with a matching message."""
     return lambda pattern: pytest.raises(emulator.ValidationError, match=pattern)
 
 

@@ -62,7 +62,7 @@ ASSEMBLY = (
 
 
 def require_clang() -> str:
-    """Return the compiler; skip the test where there is none."""
+    """Return the compiler; skip the test without one."""
     try:
         return str(find_clang())
     except SourceError:
@@ -146,7 +146,7 @@ kernel void products(device const half* a [[buffer(0)]], device const half* b [[
         "kernel_0_values"
     ]
     assert transposed.count("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32") == 1
-    assert "movmatrix" not in transposed  # the operand is read in the order that the tensor cores want
+    assert "movmatrix" not in transposed  # the operand has the order that tensor cores require
     straight = compile_source(write(tmp_path, body.replace("TRANSPOSE", "false")), tmp_path)[
         "kernel_0_values"
     ]
@@ -177,7 +177,7 @@ def test_kernels_need_only_the_driver(tmp_path: Path) -> None:
 
 
 def test_the_executor_compiles(tmp_path: Path) -> None:
-    """Builds leave it out unless asked, so that its code could miss changes of the contract."""
+    """Builds omit the executor by default, so its code could miss changes of the interface."""
     folder = EMULATOR / "cuda"
     unit = tmp_path / "executor.cpp"
     unit.write_text("".join(f'#include "{path}"\n' for path in sorted(folder.glob("*.cpp"))))

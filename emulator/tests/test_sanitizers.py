@@ -65,7 +65,7 @@ def missing(what: str, package: str) -> None:
 
 
 def dispatcher(clang: str, folder: Path, sanitizers: str) -> Dispatch:
-    """Build the planted shaders with sanitizers; return a function that runs one in a Python of its own."""
+    """Build the faulty shaders with sanitizers; return a function that runs one in a new Python process."""
     runtime = f"libclang_rt.{RUNTIMES[sanitizers]}-{platform.machine()}.so"
     found = subprocess.run([clang, f"-print-file-name={runtime}"], capture_output=True, text=True, check=True)
     runtime = found.stdout.strip()

@@ -1,4 +1,4 @@
-"""The static check takes every shader of ours and refuses what Metal has not."""
+"""The static check accepts every shader of the project and rejects what Metal does not support."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def source_of(name: str) -> str:
 
 @pytest.fixture(scope="module")
 def refused(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
-    """Messages about each wrong source, all of them checked by one command."""
+    """Messages about each invalid source, all checked by one command."""
     folder = tmp_path_factory.mktemp("wrong")
     files = {name: folder / f"{number}.metal" for number, name in enumerate(WRONG)}
     for name, file in files.items():

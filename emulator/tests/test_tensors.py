@@ -113,7 +113,7 @@ RIGHT = {"descriptor": "32, 32, 32, false, true", "operand": "Staged", "result":
 
 
 def check(tmp_path: Path, changed: dict[str, str], metal_version: int = 400) -> list[str]:
-    """Return what the static check says of the product above."""
+    """Return the messages of the static check about the product above."""
     source = tmp_path / "k.metal"
     source.write_text(HEAD + PRODUCT.format(**RIGHT | changed))
     module: Any = importlib.import_module("check_shaders")

@@ -1,4 +1,4 @@
-"""The cases of a benchmark: its tests, and the tokens that every engine gets."""
+"""Benchmark cases: their names, and the tokens that every engine receives."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tokens that engines choose: what they are given, what they make, what rows say, and who cannot."""
+"""Tokens that engines choose: inputs, results, rows, and engines without support."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_rows_of_choices_summarize_their_samples(demo_path: Path) -> None:
 
 @pytest.mark.usefixtures("_quiet_machine")
 def test_compared_cases_alternate(demo_path: Path) -> None:
-    """Whatever slows the machine for a while slows both: here every sample takes longer than the last."""
+    """A slowdown affects both: here every sample takes longer than the previous one."""
     asked: list[str] = []
 
     class Slowing(FakeWorker):

@@ -1,4 +1,4 @@
-"""Engines in processes of their own."""
+"""Engines in separate processes."""
 
 from __future__ import annotations
 

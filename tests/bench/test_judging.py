@@ -1,4 +1,4 @@
-"""Documents to rank and answers to judge: what engines are given and compute, what rows say."""
+"""Documents to rank and answers to judge: inputs, results and rows."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from metal_prefill.bench._results import BenchResults
 from metal_prefill.files._gguf_file import GGUFFile
 from metal_prefill.text._tokenizer import Tokenizer
 
-VOCAB = 4096  # the least of a synthetic model in which "yes" is a token
+VOCAB = 4096  # the smallest vocabulary of a synthetic model in which "yes" is a token
 RANKING = Case(0, 0, 0, n_texts=3, task="rerank")
 
 
@@ -118,7 +118,7 @@ def test_llama_cpp_returns_the_same_results(reranker: Path, demo_path: Path) -> 
     prompts, answers = ranking_ids(RANKING, VOCAB), _model_file.answer_ids(reranker)
     engine = LlamaCpp(options_for(reranker))
     expected = expected_scores(reranker, prompts, answers)
-    for _ in range(2):  # a second sample finds nothing of the first one
+    for _ in range(2):  # a second sample reuses nothing of the first one
         assert engine.rank(prompts, answers) == pytest.approx(expected, abs=0.02)  # its products are of int8
     pairs = evaluation_texts()[:6]
     likelihoods = LlamaCpp(options_for(demo_path)).likelihoods(pairs)

@@ -1,4 +1,4 @@
-"""The state of the machine, by a computation whose time is known."""
+"""The state of the machine, measured by a computation of known duration."""
 
 from __future__ import annotations
 

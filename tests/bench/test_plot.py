@@ -23,7 +23,7 @@ def test_a_chart_shows_the_limit(
     measured: BenchResults, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     matplotlib = pytest.importorskip("matplotlib")
-    monkeypatch.setitem(matplotlib.rcParams, "svg.fonttype", "none")  # text stays text
+    monkeypatch.setitem(matplotlib.rcParams, "svg.fonttype", "none")  # text is stored as text
     for limit_ts, shown in ((None, False), (5000.0, True)):
         rows = [replace(row, limit_ts=limit_ts) for row in measured.rows]
         BenchResults(rows).plot(str(tmp_path / "chart.svg"))

@@ -1,4 +1,4 @@
-"""Rows: their fields, what they say, and how they are shown."""
+"""Rows: their fields, contents and presentation."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from metal_prefill.bench import _engines, _machine
 from metal_prefill.bench._results import BenchResults
 from metal_prefill.bench._rows import EMULATOR_NOTE
 
-# The names that llama-bench gives to what we report too.
+# The names of llama-bench for common fields.
 LLAMA_BENCH_FIELDS = {
     "cpu_info": str,
     "model_filename": str,

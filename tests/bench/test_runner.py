@@ -1,4 +1,4 @@
-"""In which order engines are measured, and what is repeated."""
+"""The order in which engines are measured, and repetition."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_nothing_is_repeated_without_patience(demo_path: Path) -> None:
 
 @pytest.mark.usefixtures("_quiet_machine")
 def test_repeated_samples_use_up_the_patience(demo_path: Path) -> None:
-    workers = fakes(ours=10**9)  # a sample of 8 tokens says that it took 8 s
+    workers = fakes(ours=10**9)  # a sample of 8 tokens reports 8 s
     workers[_engines.OURS].switches = iter([999] * 1000)
     row = compare(workers, demo_path, n_gen=0, patience=30.0).row(_engines.OURS, "pp8")
     assert (len(row.samples_ns), row.n_dropped, row.n_degraded) == (3, 1, 3)

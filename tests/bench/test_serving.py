@@ -1,4 +1,4 @@
-"""Servers measured by many clients: what they are asked, what rows say, and what failures say."""
+"""Servers measured with many clients: requests, rows and failures."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_ratios_compare_adjacent_rounds(demo_path: Path) -> None:
 def test_a_row_summarizes_its_clients_and_rounds(demo_path: Path) -> None:
     texts = ["a " * n for n in (1, 2, 3, 5, 9)]
     first_s = [0.9, 0.1, 0.2, 1.5, 0.3]  # median 0.3, mean 0.6
-    rounds = [1, 10, 2, 4, 3]  # each so many times as slow; median 3, mean 4
+    rounds = [1, 10, 2, 4, 3]  # slowdown of each; median 3, mean 4
     ratios = [4, 2, 9, 3, 7]  # of ours to the peer, round by round; median 4, mean 5
     ours, peer = ServingRow("metal_prefill", 5), ServingRow("llama-server", 5)
     with Model(demo_path, device="cpu") as model:

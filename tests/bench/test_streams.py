@@ -1,4 +1,4 @@
-"""Several sequences together: what engines are given, what rows say, and who cannot."""
+"""Several sequences together: inputs, rows, and engines without support."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_prompts_start_in_empty_contexts() -> None:
 def test_our_streams_end_as_they_do_alone(demo_path: Path) -> None:
     ids = stream_ids(Case(0, 3, 5, 4), VOCAB)
     engine = metal_prefill.Ours(options_for(demo_path))
-    for _ in range(2):  # a second sample finds nothing of the first one
+    for _ in range(2):  # a second sample reuses nothing of the first one
         engine.open_streams(4, 9)
         engine.prefill_streams(ids[:, :5])
         engine.decode_streams(ids[:, 5:])

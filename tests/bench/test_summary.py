@@ -21,7 +21,7 @@ def test_standard_deviation_is_that_of_a_sample() -> None:
 
 
 def test_ratios_pair_neighbours_in_time() -> None:
-    # Both slow down together to a tenth: the ratio stays 2, which that of the extremes would not show.
+    # Both slow down to a tenth together: the ratio stays 2, which a ratio of extremes would not show.
     assert _summary.ratios([200.0, 20.0, 200.0], [100.0, 10.0, 100.0]) == Spread(2.0, 2.0, 2.0)
     assert _summary.ratios([50.0, 80.0, 90.0], [100.0, 100.0]) == Spread(0.65, 0.5, 0.8)
     assert _summary.ratios([20.0, 10.0], [10.0, 20.0]) == Spread(1.25, 0.5, 2.0)

@@ -1,4 +1,4 @@
-"""Vectors of texts: what engines are given, what rows say, and who cannot."""
+"""Vectors of texts: inputs, rows, and engines without support."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_transformers_returns_the_same_vectors(tmp_path: Path) -> None:
     from metal_prefill.bench._peers import transformers
 
     texts = text_ids(Case(0, 0, 0, n_texts=9, task="embed"), 512)
-    # transformers takes heads of 128 dimensions, whatever a file of this architecture says.
+    # transformers uses heads of 128 dimensions for this architecture, regardless of the file.
     path = synth.synthesize(tmp_path / "m.gguf", preset="tiny-embedding", head_dim=128)
     options = options_for(path)
     theirs = transformers.load(options)
@@ -96,7 +96,7 @@ def test_peers_return_the_same_vectors_for_encoders(tmp_path: Path, peer: str, a
     assert isinstance(ours, TextEngine)
     texts = [ids[: model.context] for ids in text_ids(Case(0, 0, 0, n_texts=9, task="embed"), model.vocab)]
     for ids in texts:
-        ids[ids == SEPARATOR] += 1  # peers give all tokens of a text one type
+        ids[ids == SEPARATOR] += 1  # peers use one type for all tokens of a text
     assert (theirs.embed(texts) * ours.embed(texts)).sum(axis=1) == pytest.approx(np.ones(9), abs=1e-5)
 
 

@@ -57,7 +57,7 @@ def write_answer(random: Random) -> str:
 
 
 def in_pieces(text: str, random: Random) -> tuple[str, list[ToolCall]]:
-    """Parse an answer that is cut at random, and hold each part to what it may be."""
+    """Parse an answer that is split at random, and check each part."""
     parser = ToolCallParser(TOOLS)
     largest = random.choice((1, 3, 20, 1000))
     parts: list[str | ToolCall] = []

@@ -38,7 +38,7 @@ def answered(constraint: Any, method: str, *arguments: Any, **named: Any) -> Any
 
 
 def follow(model: Model, kind: str, source: str, random: Random) -> None:
-    """Choose random tokens among those that a constraint allows, after drafts some of which are wrong."""
+    """Choose random tokens among those that a constraint allows, after drafts of which some are wrong."""
     from metal_prefill.generation._constraint import Constraint
 
     tokenizer = model.tokenizer

@@ -1,7 +1,7 @@
-"""Vocabularies of encoders: hostile texts, and files whose metadata are wrong.
+"""Vocabularies of encoders: hostile texts, and files with invalid metadata.
 
-A text becomes tokens that say where they come from, and none of them is a control token. A file opens, or
-raises an error of the package; the tokenizers library ends with a panic on some that are not checked.
+A text is encoded as tokens with offsets, none of which is a control token. A file opens or raises an error of
+the package; the tokenizers library would panic on some files without the checks.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Random texts, with every way to split text into tokens that there is.
+"""Random texts, with every supported way to split text into tokens.
 
-A text comes back from its tokens, whole and piece by piece; its words never become control tokens; and where
-llama.cpp is installed, the ids are llama.cpp's.
+A text round-trips through its tokens, whole and piece by piece; its words never become control tokens. If
+llama.cpp is installed, the ids are compared with its ids.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ def test_texts_round_trip_without_control_tokens(tokenizers: dict[str, Tokenizer
             streamed = "".join(decoder.step(i) for i in ids) + decoder.flush()
             whole = tokenizer.decode(ids, skip_special=False)
             if variant.kind == "llama" and variant.space_prefix:
-                # A stream continues a text: it keeps the spaces that are put before stretches of plain text.
+                # A stream continues a text: it keeps the spaces that the tokenizer inserts before stretches
+                # of plain text.
                 assert streamed.replace(" ", "") == whole.replace(" ", "")
             else:
                 assert streamed == whole

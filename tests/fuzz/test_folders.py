@@ -1,6 +1,6 @@
 """Model folders that are almost right: values of another kind in their JSON files, damaged weights.
 
-A folder is converted, or raises an error of the package, and then there is no file.
+A folder is converted, or raises an error of the package and leaves no file.
 """
 
 from __future__ import annotations

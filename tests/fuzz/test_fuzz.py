@@ -1,9 +1,9 @@
 """Random inputs that are almost right: model files, saved states, chat templates, arguments.
 
-Whatever comes in, a call returns or raises an error of the package; it neither ends the process nor hangs.
-The suite runs a few seconds of each with a fixed seed; ``make fuzz MINUTES=n`` runs longer, with another seed
-each time and under sanitizers. An input that fails is kept in ``build/fuzz``; moved to ``regressions``, it is
-tried first ever after.
+For any input, a call returns or raises an error of the package; it neither ends the process nor hangs. The
+suite runs a few seconds of each with a fixed seed; ``make fuzz MINUTES=n`` runs longer, with a new seed each
+time and under sanitizers. A failing input is kept in ``build/fuzz``; moved to ``regressions``, it is tried
+first in all later runs.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def small(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 def use_model(path: Path) -> None:
-    """Do with a model file what a user does, and expect no error but the package's own."""
+    """Use a model file as a user does, and accept only the package's own errors."""
     with suppress(MetalPrefillError), Model(path, device="cpu", threads=1, prefix_memory=0) as model:
         with suppress(MetalPrefillError):
             logits = model.forward_prompt_logits([1, 2, 3])
@@ -159,7 +159,7 @@ def test_token_ids() -> None:
             array = token_array(tokens, 10)
         except (TypeError, ValueError):
             return
-        # Whatever is accepted were integers of the vocabulary, unchanged and none of them a boolean.
+        # Accepted ids were integers of the vocabulary, unchanged and not booleans.
         assert array.dtype == np.int32
         assert array.tolist() == [int(t) for t in tokens]
         assert all(0 <= t < 10 and not isinstance(t, (bool, np.bool_, float)) for t in tokens)
@@ -175,11 +175,11 @@ def tokens_after(call: str, tokens: list[int], value: Any) -> list[int]:
         return tokens[:value]
     if call == "token":
         return [*tokens, value]
-    return [*tokens, *(value if call == "prompt" else value[:-1])]  # of what is scored, the last is not read
+    return [*tokens, *(value if call == "prompt" else value[:-1])]  # the last scored token is not read
 
 
 def test_calls_in_any_order(small: Path) -> None:
-    """Of a session: whatever is called with whatever, the tokens are those of the calls that did not fail."""
+    """After any sequence of calls, a session has the tokens of those that succeeded."""
     pytest.importorskip("hypothesis", reason="needs the extra test")
     from hypothesis import given
     from hypothesis import strategies as st

@@ -1,7 +1,7 @@
 """Many more inputs than `test_fuzz` has time for: headers of model files and saved states, read and no more.
 
-An input is written over the one before in a file that stays after a crash. No process is started for it, no
-model opened, nothing computed. Half of the changes are of the structure, the others of its bytes.
+Inputs overwrite each other in one file, which remains after a crash. No process is started, no model opened,
+nothing computed. Half of the changes affect the structure, the others single bytes.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ pytestmark = pytest.mark.timeout(TIMEOUT)
 
 @contextmanager
 def overwritten(target: str) -> Iterator[tuple[Path, int]]:
-    """Give a file and its descriptor; it is removed unless the block fails, or ends the process."""
+    """Yield a file and its descriptor; it is removed unless the block fails or ends the process."""
     path = place_of(target)
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o666)
     try:

@@ -1,6 +1,6 @@
 """Answers of a hub that are almost right: listings, statuses and headers of a server on this machine.
 
-Whatever comes, a call returns a file of the cache or raises `HubError`, and nothing is written elsewhere.
+For any answer, a call returns a file of the cache or raises `HubError`, and writes nothing elsewhere.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def odd_listing(random: Random) -> bytes:
 
 
 def odd_repo(listing: bytes, random: Random) -> Repo:
-    """Make a repository whose headers are odd, and often its listing as well."""
+    """Make a repository with odd headers, and often an odd listing."""
     headers = {name: random.choice(HEADERS) for name in NAMES if random.random() < 0.3}
     status = random.choice((0, 0, 0, 0, 0, 204, 301, 400, 403, 404, 418))
     return Repo(

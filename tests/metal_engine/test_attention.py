@@ -53,7 +53,7 @@ class Case:
         self.v: list[Array] = []
         row = 0
         for i, (tokens, position) in enumerate(sequences):
-            # What a sequence holds depends on nothing but its shape: alone it is the same.
+            # The contents of a sequence depend only on its shape: alone it is the same.
             rng = np.random.default_rng([tokens, position])
             shape = (tokens, self.n_heads * self.key_dim)
             self.q[row : row + tokens, : shape[1]] = spread * rng.standard_normal(shape)
@@ -111,7 +111,7 @@ class Case:
         )
 
     def decode(self, run: Run, splits: int | Sequence[int] = 1, threads: int = 256) -> Array:
-        """Run attention_decode with so many splits, of every row or of each."""
+        """Run attention_decode with this number of splits, for every row or for each."""
         each = [splits] * len(self.rows) if isinstance(splits, int) else splits
         most = max(each)
         size = next(s for s in (32, 64, 96, 128, 256) if s >= max(self.key_dim, self.value_dim))
@@ -149,7 +149,7 @@ class Case:
                 (row, tokens, position, self.pages.first[i], first, tokens + position) for first in stacked
             ]
             row += tokens
-        np.random.default_rng(0).shuffle(tiles)  # their order says who starts first, and nothing else
+        np.random.default_rng(0).shuffle(tiles)  # their order determines only which one starts first
         out = Output([len(self.rows), self.n_heads, self.value_dim], np.float16)
         scratch = _core.prefill_scratch_bytes(size, self.k[0].dtype.itemsize)
         simdgroups = min(simdgroups, (32 << 10) // scratch)
@@ -208,7 +208,7 @@ def test_attention_decode_in_a_window(run: Run, splits: int) -> None:
 
 @pytest.mark.parametrize("position", [30, PAGE - 2, PAGE - 1, PAGE, PAGE + 1, 2 * PAGE - 1])
 def test_a_row_of_attention_decode_is_bit_identical_to_that_row_alone(run: Run, position: int) -> None:
-    """Whatever the other rows are, and however many threads and splits they need."""
+    """The other rows, and their numbers of threads and splits, have no influence."""
     splits = 1 if position < PAGE else 2
     alone = Case((1, position)).decode(run, splits, threads=32 * min(8, ceil_div(position + 1, 4 * splits)))
     together = Case((2, 3), (1, position), (1, 400)).decode(run, [1, 1, splits, 3])

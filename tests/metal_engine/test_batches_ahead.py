@@ -1,4 +1,4 @@
-"""Batches of greedy text, and texts with guesses, of which the GPU begins the next tokens early."""
+"""Batches of greedy text, and texts with drafts, for which the GPU starts the next tokens early."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if not _core.has_emulator:
 gpu = _core.emulator
 VOCAB = 320
 PROMPTS = [[(5 + i + 7 * k) % VOCAB for k in range(n)] for i, n in enumerate([40, 11, 58])]
-TOKENS = 12  # of each text; the third one gets a second page
+TOKENS = 12  # of each text; the third one needs a second page
 GREEDY: Any = {"speculate": "off"}
 
 
@@ -45,7 +45,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
 
 @pytest.fixture(scope="module")
 def wanted(model: Model) -> list[list[int]]:
-    """Of each prompt, the tokens that follow, each computed alone once the one before is known."""
+    """Compute the tokens that follow each prompt, each alone once the previous one is known."""
     texts = []
     for prompt in PROMPTS:
         with model.session() as session:
@@ -98,7 +98,7 @@ def step(scheduler: Scheduler, streams: Sequence[Stream], texts: list[list[int]]
 
 
 def submit(scheduler: Scheduler, *options: dict[str, Any], tokens: int = TOKENS) -> list[Stream]:
-    """Enter a stream of each prompt, all with options of their own."""
+    """Submit a stream for each prompt, with separate options."""
     chosen = options or ({},) * len(PROMPTS)
     return [
         scheduler.submit(prompt, **{"max_tokens": tokens, **GREEDY, **own})
@@ -133,7 +133,7 @@ def test_batches_run_ahead_and_return_the_same_tokens_as_single_sequences(
 
 
 def test_a_stopped_text_keeps_the_work_sent_for_others(model: Model, wanted: list[list[int]]) -> None:
-    """The next pass of the rest is not ahead; those after it are."""
+    """The next pass of the others is not ahead; the later ones are."""
     n = first_of(wanted[1], 3)
     scheduler, texts = Scheduler(model), []
     streams = submit(scheduler, {}, {"stop": wanted[1][n]}, {})
@@ -192,7 +192,7 @@ def test_a_prompt_may_enter_while_others_are_in_flight(
         streams.append(scheduler.submit(late, TOKENS, **GREEDY))
         step(scheduler, streams, texts)
 
-    # A long one waits for them; a short one is sent at once.
+    # A long prompt waits for them; a short one is sent immediately.
     assert passes_of(run)[-2:] == [Pass(3, 3, -1, 1), Pass(len(late), 1, 0, int(len(late) <= 8))]
     finish(scheduler, streams, texts)
     assert texts == [*(text[:TOKENS] for text in wanted), alone]
@@ -225,7 +225,7 @@ def test_a_lack_of_memory_for_running_ahead_is_not_an_error(model: Model, wanted
 
 
 def test_nan_logits_end_only_their_stream(tmp_path: Path) -> None:
-    """The row that was sent after them has no token, and is thrown away with the stream."""
+    """The row that was sent after them has no token and is discarded with the stream."""
     small = SmallModel(heads=3, kv_heads=3, dim=96, types={"*": "F32"}, embedding="F32")
     whole = write(tmp_path / "whole.gguf", small)
     bad = 7
@@ -276,7 +276,7 @@ def test_sessions_take_their_rows_one_by_one(batch: Batch, wanted: list[list[int
     before = gpu.counters().command_buffers
     for core, token, text in zip(batch.cores, batch.tokens, wanted, strict=True):
         assert core.forward_token_greedy(token) == text[1]
-    assert gpu.counters().command_buffers == before  # nothing else is computed
+    assert gpu.counters().command_buffers == before  # only this is computed
 
 
 def test_threads_take_their_rows_concurrently(batch: Batch, wanted: list[list[int]]) -> None:
@@ -334,7 +334,7 @@ def test_separately_sent_groups_merge(model: Model, batch: Batch, wanted: list[l
 
 @pytest.fixture
 def steady_cost(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let passes seem to take what they take on a GPU, whatever the emulator takes."""
+    """Replace measured times by those of a GPU."""
     monkeypatch.setattr(RowCost, "seconds", lambda self, rows: 1 + 0.1 * (rows - 1))
 
 
@@ -346,7 +346,7 @@ def test_texts_run_ahead_while_there_are_no_drafts(
     prompt, truth = PROMPTS[0], wanted[0]
 
     class Scripted(LookupDrafter):
-        """Guesses rightly after 6 tokens, until there are 14."""
+        """Drafts correctly after 6 tokens, until there are 14."""
 
         acceptance = Acceptance(0.9)
         made = -len(prompt)
@@ -365,7 +365,7 @@ def test_texts_run_ahead_while_there_are_no_drafts(
     assert passes == [
         Pass(n, 1, 0, 0),
         *[Pass(1, 1, n + made - 1, 1) for made in range(1, 7)],
-        Pass(8, 1, n + 6, 0),  # 7 tokens are made: this brings 8
+        Pass(8, 1, n + 6, 0),  # 7 tokens so far: this adds 8
         Pass(1, 1, n + 14, 0),
         *[Pass(1, 1, n + made - 1, 1) for made in range(16, 20)],
     ]
@@ -392,7 +392,7 @@ def test_drafts_change_no_text_and_discard_no_pass(model: Model, wanted: list[li
 def test_the_cost_of_a_pass_computed_early_is_its_gpu_time(
     model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else single tokens would seem to take no time, and guesses never to pay."""
+    """Otherwise single tokens would seem to take no time, and drafts never to pay."""
     noted: list[float] = []
     monkeypatch.setattr(RowCost, "note", lambda self, rows, seconds: noted.append(seconds))
     with model.session() as session:

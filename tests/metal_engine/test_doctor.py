@@ -148,7 +148,7 @@ def test_a_device_that_cannot_open_the_model_is_reported(
 
 @pytest.fixture
 def checking(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Check the emulator as if it were a GPU that was never seen."""
+    """Check the emulator as if it were an unknown GPU."""
     monkeypatch.setenv("METAL_PREFILL_CHECK", "1")
 
 
@@ -222,7 +222,7 @@ def test_the_emulator_is_checked_only_on_request(path: Path) -> None:
 def test_a_model_that_normalizes_whole_rows_of_q_and_k_is_compared(
     model_path: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In place, in rows that also hold values; what blocks read is copied and not normed."""
+    """In place, in rows that also contain other values; inputs of blocks are copied, not normalized."""
     with Model(model_path("olmo2"), device="metal"):
         assert cached() == [[]]
     gpu.set_limits(gpu.Limits(wrong_kernels={"rmsnorm_in_place"}))

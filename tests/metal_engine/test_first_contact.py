@@ -187,7 +187,7 @@ def test_flexible_kernels_use_as_many_threads_as_their_pipeline_allows(path: Pat
 
 def test_few_tokens_use_as_many_threads_as_pipelines_allow(path: Path) -> None:
     kernels = ("rope_attention_decode_f16_32", "attention_combine", "swiglu_f32")
-    tokens = PROMPT + [1] * 90  # so many keys that two threadgroups share them
+    tokens = PROMPT + [1] * 90  # enough keys for two threadgroups
     with open_with(path) as model:
         model.forward_prompt(tokens)
         wanted = model.forward_token(3)
@@ -376,7 +376,7 @@ def test_shaders_are_compiled_without_fast_maths_and_in_the_oldest_language(path
         compiled = gpu.compiled_libraries()
     assert len(compiled) > 10
     assert {(library.fast_math, library.language) for library in compiled} == {(False, (3, 0))}
-    assert not any(library.fast_functions for library in compiled)  # an option of its own on macOS 15
+    assert not any(library.fast_functions for library in compiled)  # a separate option on macOS 15
 
 
 def test_kernel_tests_compile_as_the_engine_does(
@@ -399,7 +399,7 @@ def fill_cache(model: Model) -> None:
 
 
 def test_a_cache_beyond_the_working_set_is_rejected_before_any_pass(path: Path) -> None:
-    """The cache grows on the way, and then its old and its new buffer are used together."""
+    """While the cache grows, its old and its new buffer are in use together."""
     room = 40 << 20
     with open_with(path, working_set_bytes=path.stat().st_size + room, out_of_memory=True) as model:
         with pytest.raises(KVMemoryError, match="exceeds kv_memory") as refused:

@@ -68,7 +68,9 @@ def test_only_shaders_for_the_types_and_heads_of_the_model_are_compiled(path: Pa
     assert kernels["matmul.metal"] == 5 * len(types)
     assert kernels["matvec.metal"] == 5 * len(types)
     assert kernels["embed.metal"] == len(types)
-    assert kernels["attention_decode.metal"] == 2 + 1  # with rope and without, and what joins the shares
+    assert (
+        kernels["attention_decode.metal"] == 2 + 1
+    )  # with and without rope, and the kernel that combines the shares
     assert kernels["attention_prefill.metal"] == 1
     assert "trial.metal" not in kernels
 
@@ -167,7 +169,7 @@ def test_the_least_recently_used_archives_are_deleted(
     notes.write_text("not ours")
     os.utime(notes, (0, 0))
     monkeypatch.setattr(cache_folder, "PIPELINE_LIMIT", used.stat().st_size + 1500)
-    assert compiled_by_opening(path)[0] == 0  # it is read, and so it is the one that was used last
+    assert compiled_by_opening(path)[0] == 0  # reading makes it the most recently used one
     assert archives(folder) == sorted([used, others[2]])
     assert notes.exists()
     assert not others[1].parent.exists()
@@ -194,7 +196,7 @@ def test_shader_validation_neither_reads_nor_writes_archives(
 
 
 def test_opening_does_not_wait_until_the_archive_is_written(path: Path, folder: Path) -> None:
-    """The writer meets a pipe that nobody reads, and waits."""
+    """The writer blocks on a pipe without a reader."""
     compiled_by_opening(path)
     (archive,) = archives(folder)
     archive.unlink()
@@ -205,7 +207,7 @@ def test_opening_does_not_wait_until_the_archive_is_written(path: Path, folder: 
     user.start()
     user.join(60)
     opened = not user.is_alive()
-    end = os.open(pipe, os.O_RDWR)  # the writer goes on
+    end = os.open(pipe, os.O_RDWR)  # the writer continues
     pipe.unlink()
     os.close(end)
     user.join()
@@ -236,7 +238,7 @@ def test_a_file_is_read_completely_before_it_becomes_resident(tmp_path: Path) ->
     with Model(path, device="metal"):
         assert mapped_bytes_in_memory(path) >= path.stat().st_size
     gpu.set_limits(gpu.Limits(working_set_bytes=path.stat().st_size // 2))
-    with Model(path, device="metal"):  # its beginning would be lost again
+    with Model(path, device="metal"):  # its start would be evicted again
         assert mapped_bytes_in_memory(path) < path.stat().st_size // 2
 
 
@@ -260,7 +262,7 @@ def test_weights_and_cache_stay_resident(path: Path) -> None:
 
 
 def with_residency(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
-    """Let engines made from now on keep their memory for so long after a pass."""
+    """Let engines created from now on keep their memory resident for this time after a pass."""
 
     class Kept(_core.EngineOptions):
         def __init__(self) -> None:
@@ -271,7 +273,7 @@ def with_residency(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
 
 
 def faults_after(model: Model, pause: float) -> int:
-    """Return how often memory had left the GPU in a pause between two passes."""
+    """Return how often memory was evicted in a pause between two passes."""
     model.forward_prompt(PROMPT)
     before = gpu.counters().residency_faults
     time.sleep(pause)

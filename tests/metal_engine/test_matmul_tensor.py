@@ -1,6 +1,6 @@
 """Products on tensors of Metal 4, against float64 products with the dequantized weights.
 
-They are tested as those of matmul are, with fewer types: how weights are read is the same code.
+They are tested like matmul, with fewer types: the code that reads weights is the same.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The Metal engine's use of the GPU: dispatches, storage modes, pools, pipelines, failures.
 
-The emulator shows all of it; on a Mac these tests are skipped and those of the sessions' behaviour run.
+These tests need the emulator; on a Mac they are skipped, and those of sessions run.
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ def test_the_number_of_dispatches_does_not_grow_with_the_prompt(
     model.forward_prompt(prompt(tokens))
     stats = model.stats()
     layers = model.config.n_layers
-    # Only where there is no more than one token is rope part of attention. Around the layers: embedding,
-    # norm, head and two stages of argmax.
+    # Rope is part of attention only for a single token. Around the layers: embedding, norm, head and two
+    # stages of argmax.
     assert stats["dispatches"] == layers * per_layer + 5 == len(kernels())
     assert stats["command_buffers"] == 1
 
@@ -411,7 +411,7 @@ def test_fused_kernels_deviate_by_less_than_a_thousandth_after_thirty_layers(tmp
     assert np.abs(separate - together).max() <= 1e-3 * np.abs(separate).max()
 
 
-LARGE_PAGES: dict[str, Any] = {  # of 2 MiB: the first four fill what the pool begins with
+LARGE_PAGES: dict[str, Any] = {  # of 2 MiB: the first four fill the initial pool
     "preset": "tiny",
     "layers": 4,
     "dim": 64,
@@ -499,7 +499,7 @@ def test_the_number_of_dispatches_does_not_grow_with_the_number_of_sequences(
 
 
 def test_a_table_of_sequences_is_written_once_for_all_layers(model: Model) -> None:
-    """The host copies ids and tables before the pass; a second pass of the size makes no buffers."""
+    """The host copies ids and tables before the pass; a second pass of this size creates no buffers."""
     sessions = [model.session() for _ in range(4)]
     for _ in range(2):
         before = gpu.counters().buffers

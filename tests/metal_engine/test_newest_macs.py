@@ -37,13 +37,13 @@ def own_device() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a model of whose products some have enough tiles for matrix units, even of a few tokens."""
+    """Return a model in which some products have enough tiles for matrix units, even for a few tokens."""
     folder = tmp_path_factory.mktemp("newest")
     return synth.synthesize(folder / "m.gguf", preset="smollm-135m", layers=2, vocab=320)
 
 
 def logits_of(path: Path) -> tuple[np.ndarray[Any, Any], set[str], float]:
-    """Return the logits after a prompt, the kernels that ran, and what stats() say of tensors."""
+    """Return the logits after a prompt, the kernels that ran, and the entry of stats() about tensors."""
     with Model(path, device="metal") as model:
         gpu.set_history_depth(0)
         gpu.set_history_depth(16)  # from here on
@@ -69,7 +69,7 @@ def test_an_m5_uses_tensor_products(path: Path, plain: np.ndarray[Any, Any]) -> 
     assert used == 1
     assert _core.metal_device()["matmul_tensor"] == "where it passes a trial"
     products = {kernel for kernel in kernels if kernel.startswith("matmul")}
-    # Of the output of attention and the down projection there are so few tiles that others are faster.
+    # The attention output and the down projection have so few tiles that other kernels are faster.
     on_tensors = {"matmul_tensor_q4_0_narrow", "matmul_tensor_swiglu_q4_0_narrow"}
     assert products == on_tensors | {"matmul_q4_0_split"}
     # Both multiply halves and add in float32, in another order.
@@ -163,7 +163,7 @@ def test_the_self_test_finds_wrong_tensor_products(
     monkeypatch.setenv("METAL_PREFILL_CACHE", str(tmp_path))
     monkeypatch.setenv("METAL_PREFILL_CHECK", "1")
     gpu.set_limits(gpu.Limits(apple_family=M5, wrong_kernels={"matmul_tensor_q4_0_narrow"}))
-    for _ in range(2):  # the second time by what the first one found
+    for _ in range(2):  # the second time from the first result
         caplog.clear()
         with caplog.at_level(logging.WARNING, "metal_prefill"), Model(path, device="metal") as model:
             assert model.stats()["matmul_tensor"] == 0

@@ -85,10 +85,10 @@ def planned(shape: Shape, tokens: int, **options: Any) -> list[Dispatch]:
 def encoded(model: Model, tokens: int, chunk: int = 512) -> list[tuple[Any, ...]]:
     """Return the dispatches that reached the GPU when a prompt was processed.
 
-    Running them takes most of the time and shows nothing here: the GPU fails before the first. After a chunk
-    that failed the others are not sent, so a prompt of several chunks is computed.
+    Running them takes most of the time and shows nothing here, so the GPU fails before the first. After a
+    failed chunk the others are not sent, so a prompt of several chunks is computed.
     """
-    gpu.set_history_depth(0)  # forget what ran before
+    gpu.set_history_depth(0)  # discard earlier runs
     gpu.set_history_depth(64)
     prompt = [(5 + 7 * i) % model.config.vocab_size for i in range(tokens)]
     if tokens > chunk:
@@ -268,7 +268,7 @@ def test_no_pass_of_any_length_dispatches_a_kernel_that_was_not_built(
         path = synth.synthesize(tmp_path / "m.gguf", preset="tiny", context=300, **(shape | features))
         with Model(path, device="metal", chunk_tokens=chunk_tokens, **options) as model:
             built = model.stats()["pipelines"]
-        # The engine builds what passes of a few lengths need, which are among these: as many are the same.
+        # The engine builds the kernels for a few lengths, which are among these: the sets must be equal.
         lengths = range(1, min(chunk_tokens, 300) + 1)
         found = kernels_of(shape_in(path), lengths, chunk_tokens, family=family, gpu=chip, **options)
         assert len(found) == built
@@ -292,8 +292,8 @@ def test_every_kernel_of_the_shaders_is_dispatched_by_some_pass(
         for kv_type in ("f16", "f32"):
             for tokens in (1, 2, 300):
                 found |= {d.kernel for d in plan(heads, tokens, kv_type=kv_type)}
-    # Tiles are wide where there are enough of them. A plain Llama has no rmsnorm_add, no rmsnorm_in_place
-    # and no gate and up of two types.
+    # Tiles are wide if there are enough of them. A plain Llama has no rmsnorm_add, no rmsnorm_in_place and no
+    # gate and up of two types.
     large = replace(SMALL, dim=2048, ffn_dim=8192, context_length=512)
     for kind in TYPES:
         for family in (7, 10):
@@ -322,7 +322,7 @@ def test_every_kernel_of_the_shaders_is_dispatched_by_some_pass(
 
 
 def tile_choices(dispatch: Dispatch, family: int) -> list[Dispatch]:
-    """Return a matmul with every kind of tiles that it could have, with the one that it has."""
+    """Return a matmul with every possible kind of tiles, and the kind that it uses."""
     stem, _ = dispatch.kernel.rsplit("_", 1)
     if family == 10 and "tensor" not in stem:
         stem = stem.replace("matmul", "matmul_tensor")

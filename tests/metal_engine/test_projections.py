@@ -134,7 +134,7 @@ def multi_token(
 @pytest.mark.parametrize("accumulate", [False, True])
 def test_multi_token_matvec(run: Run, tokens: int, cols: int, lanes: int, accumulate: bool) -> None:
     rng = np.random.default_rng(tokens)
-    rows = [11, 4, 4] if cols == 576 else [19]  # no multiple of what a threadgroup takes
+    rows = [11, 4, 4] if cols == 576 else [19]  # not a multiple of a threadgroup's rows
     w = Weights(rng, "Q4_0", rows, cols)
     x = rng.standard_normal((tokens, cols), np.float32)
     before = rng.standard_normal((tokens, 19), np.float32)

@@ -137,7 +137,7 @@ class Case:
         return out.check()
 
     def check(self, run: Run, *splits: int, threads: int = 256) -> None:
-        """Run the kernel; look at its result and at what it appended."""
+        """Run the kernel; check its result and the K and V that it appends."""
         pages, untouched = self.pages(), self.pages()
         close(self.attend(run, pages, splits or [1] * len(self.positions), threads), self.expected)
         bound = 1e-3 if self.cache == np.float16 else 1e-5
@@ -162,7 +162,7 @@ def test_rope_attention_decode(run: Run, case: str, cache: type, position: int, 
 
 @pytest.mark.parametrize("heads", [(8, 1), (5, 1)])
 def test_more_query_heads_than_a_threadgroup_takes(run: Run, heads: tuple[int, int]) -> None:
-    """Several threadgroups have the token's key, and one of them appends it."""
+    """Several threadgroups need the token's key, and one of them appends it."""
     Case(20, heads=heads).check(run)
 
 

@@ -1,4 +1,4 @@
-"""Greedy text of which the GPU begins the next token before the host has seen the last one."""
+"""Greedy text for which the GPU starts the next token before the host has seen the last one."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def session(model: Model) -> Iterator[Session]:
 
 @pytest.fixture(scope="module")
 def wanted(model: Model) -> list[int]:
-    """Tokens after the prompt, each computed once the one before is known."""
+    """Tokens after the prompt, each computed once the previous one is known."""
     with model.session() as session:
         tokens = [session.forward_prompt(PROMPT)]
         while len(tokens) < TOKENS:
@@ -65,7 +65,7 @@ def tokens_of(session: Session, n: int = TOKENS, **options: Any) -> list[int]:
 
 
 def ahead(run: Any) -> list[int]:
-    """Return how far each command buffer of what `run` does was committed before the host knew of others."""
+    """Return how far ahead each command buffer of `run` was committed before the host saw earlier results."""
     gpu.set_history_depth(0)
     gpu.set_history_depth(256)
     run()
@@ -123,7 +123,7 @@ def test_work_after_a_stop_is_discarded(model: Model, session: Session, wanted: 
 
 
 def test_appending_another_token_than_the_chosen_one_works(session: Session, wanted: list[int]) -> None:
-    """The row that was written ahead is written anew."""
+    """The row that was written ahead is overwritten."""
     text = session.stream(PROMPT, TOKENS, **ONE_BY_ONE)
     first = next(text).token
     other = (first + 1) % 320
@@ -184,7 +184,9 @@ def test_copies_of_pages_wait_for_work_of_other_sessions(
     with model.session() as other:
         first, second = session.stream(PROMPT, 2, **ONE_BY_ONE), other.stream(PROMPT, 9, **ONE_BY_ONE)
         made = [next(first).token, next(second).token]  # the second token of each is in flight
-        assert next(first).token == wanted[1]  # which leaves nothing of this session, and that of the other
+        assert (
+            next(first).token == wanted[1]
+        )  # which leaves nothing of this session, and the pass of the other
         fork = session.fork()
         assert fork.forward_token_greedy(wanted[1]) == wanted[2]  # the fork takes a copy of the last page
         assert made == [wanted[0]] * 2
@@ -202,7 +204,7 @@ def test_threads_run_ahead_concurrently(model: Model, wanted: list[int]) -> None
 
 
 def test_two_sessions_have_tokens_in_flight_at_once(model: Model, wanted: list[int]) -> None:
-    """Two command buffers of each session: none of the four uses what another still needs."""
+    """Two command buffers of each session: none of the four uses memory that another still needs."""
     with model.session() as one, model.session() as two:
         texts = [session.stream(PROMPT, 8, **ONE_BY_ONE) for session in (one, two)]
         made: list[list[int]] = [[], []]
@@ -223,7 +225,7 @@ def test_two_sessions_have_tokens_in_flight_at_once(model: Model, wanted: list[i
 def test_a_failed_commit_raises_and_changes_nothing(
     session: Session, wanted: list[int], nth: int, position: int
 ) -> None:
-    """The prompt's, and those of the tokens that are sent ahead; nothing waits for what was never sent."""
+    """The prompt's, and those of tokens sent ahead; nothing waits for passes that were never sent."""
     gpu.refuse_commit(nth, message="no more")
     with pytest.raises(gpu.ValidationError, match="commit: no more"):
         tokens_of(session, 5)
@@ -252,14 +254,14 @@ def test_a_failure_of_unused_work_is_not_reported(session: Session, wanted: list
 
 
 def test_a_lack_of_memory_for_running_ahead_is_not_an_error(session: Session, wanted: list[int]) -> None:
-    """A second pass in flight has buffers of its own, which are allocated then."""
+    """A second pass in flight needs separate buffers, which are allocated then."""
     text = session.stream(PROMPT, TOKENS, **ONE_BY_ONE)
     gpu.fail_allocation(30)
     assert [piece.token for piece in text] == wanted
 
 
 def test_the_last_page_can_be_filled(path: Path, wanted: list[int]) -> None:
-    """Running ahead needs a page earlier than the text does: where there is none, it waits."""
+    """Running ahead needs a page earlier than the text does: without one, it waits."""
     with Model(path, device="metal", kv_memory=1) as model, model.session() as session:
         n = 64 - len(PROMPT) + 1
         assert tokens_of(session, n) == wanted[:n]
@@ -273,7 +275,7 @@ def test_the_context_can_be_filled(model: Model, wanted: list[int]) -> None:
 
 
 def test_nan_logits_are_an_error_and_change_nothing(tmp_path: Path) -> None:
-    """The pass that runs ahead has no token then, and is discarded."""
+    """The pass that runs ahead has no token then and is discarded."""
     whole = write(tmp_path / "whole.gguf", MODELS["gqa 1"])
     path = with_tensor(tmp_path / "m.gguf", whole, "output_norm.weight", lambda values: values.fill(np.nan))
     with Model(path, device="metal") as model:

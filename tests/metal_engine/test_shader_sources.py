@@ -9,7 +9,7 @@ import pytest
 from support.kernel_harness import SHADERS
 
 SOURCES = sorted(SHADERS.glob("*.metal"))
-# Attributes that may be scalars or vectors; those of one kernel must have as many components as each other.
+# Attributes that may be scalars or vectors; those of one kernel must have the same number of components.
 GRID_ATTRIBUTES = (
     "thread_position_in_grid|threads_per_grid|threadgroup_position_in_grid|threadgroups_per_grid"
     "|thread_position_in_threadgroup|threads_per_threadgroup"

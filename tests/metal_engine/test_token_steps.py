@@ -1,4 +1,4 @@
-"""Kernels that act on each token by itself: embedding, norms, rope and SwiGLU."""
+"""Kernels that process each token separately: embedding, norms, rope and SwiGLU."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_embed(run: Run, kind: str, scale: float, stride: int) -> None:
     table_bytes = table.bytes[table.offsets[0] :]
     ids = rng.integers(0, 19, 9).astype(np.int32)
     ids[:2] = 0, 18
-    between = np.full((9, stride), 1 << 30, np.int32)  # of which nothing is read but the first column
+    between = np.full((9, stride), 1 << 30, np.int32)  # of which only the first column is read
     between[:, 0] = ids
     x = Output([9, dim])
     args = make_args(
@@ -102,7 +102,7 @@ def test_rmsnorm(run: Run, tokens: int, dim: int, threads: int) -> None:
 
 @pytest.mark.parametrize("threads", [32, 64])
 def test_rmsnorm_of_some_columns_in_place(run: Run, threads: int) -> None:
-    """Heads of a row, of which the norm takes all together, and other columns after them."""
+    """Heads of a row that are normalized together, followed by other columns."""
     rng = np.random.default_rng(4)
     rows = rng.standard_normal((3, 200)).astype(np.float32)
     weight = rng.uniform(-1.5, 1.5, 136).astype(np.float32)
@@ -142,7 +142,7 @@ def test_rmsnorm_of_zeros_is_zero(run: Run) -> None:
 @pytest.mark.parametrize("cache", [np.float16, np.float32], ids=["f16", "f32"])
 @pytest.mark.parametrize("sequences", [[(1, 0)], [(5, 37)], [(3, 62), (1, 64), (2, 7)]])
 def test_rope_append(run: Run, case: str, cache: type, sequences: list[tuple[int, int]]) -> None:
-    """Tokens of sequences, (tokens, position) each, which go to pages of their own."""
+    """Tokens of sequences, (tokens, position) each, that are stored in separate pages."""
     given = {"neox": False, "bias": False, "norms": False, "norm_after": False} | ROPE_CASES[case]
     (n_heads, n_kv), (key_dim, value_dim), rope_dim = given["heads"], given["dims"], given["rope"]
     rng = np.random.default_rng(3)
@@ -220,7 +220,7 @@ def test_embed_adds_rows_of_a_second_table(run: Run, kind: str) -> None:
     """Positions of rows are the ids of the position embedding."""
     rng = np.random.default_rng(2)
     table = Weights(rng, kind, [19], 64)
-    rows = rng.integers(0, 19, (9, 4)).astype(np.uint32)  # PassRow, of which the position comes first
+    rows = rng.integers(0, 19, (9, 4)).astype(np.uint32)  # PassRow, whose first member is the position
     before = rng.standard_normal((9, 64)).astype(np.float32)
     x = Output([9, 64], initial=before)
     args = make_args(
@@ -254,7 +254,7 @@ def test_layernorm(run: Run, dim: int, threads: int, has_bias: int, offset: int)
     weight, bias, addend = (rng.uniform(-1.5, 1.5, dim).astype(np.float32) for _ in range(3))
     args = make_args("LayernormArgs", dim=dim, has_bias=has_bias, has_addend=0, eps=1e-5)
     expected = layer_norm(x, weight, bias * has_bias, 1e-5)
-    # A mean of 1000 leaves values of 10 with 13 bits.
+    # With a mean of 1000, values of 10 keep 13 bits.
     check = close if offset == 0 else near
     y = Output([9, dim])
     run("layernorm_f32", weight, bias, x, y.buffer, args, groups=(9,), threads=(threads,))
@@ -326,7 +326,7 @@ def test_swiglu(run: Run, tokens: int, ffn_dim: int, gated: int, has_bias: int, 
 @pytest.mark.parametrize("taps", [2, 3, 5])
 @pytest.mark.parametrize("channels", [64, 200])
 def test_short_conv(run: Run, channels: int, taps: int) -> None:
-    """Three sequences, two of which are divided: their last tokens follow those of the others."""
+    """Three sequences, two of which are split: their last tokens follow those of the others."""
     rng = np.random.default_rng(taps)
     none, slots = CONSTANTS["STATE_NONE"], 7
     lengths, divided, before = (6, 1, 9), (2, 0, 8), (3, none, none)
@@ -385,7 +385,7 @@ def test_short_conv(run: Run, channels: int, taps: int) -> None:
 
 
 def test_swiglu_is_as_accurate_as_the_fast_exponential(run: Run) -> None:
-    """1 / (1 + e) is wrong by e / (1 + e)^2 times the relative error of e, which is that of `fast::exp`.
+    """1 / (1 + e) has e / (1 + e)^2 times the relative error of e, which is that of `fast::exp`.
 
     The sum, the quotient and the product are rounded once each.
     """

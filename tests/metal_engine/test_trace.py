@@ -1,4 +1,4 @@
-"""Timelines of single dispatches: kernels in the order in which they ran, and the bytes that they moved."""
+"""Timelines of single dispatches: kernels in execution order, and the bytes that they moved."""
 
 from __future__ import annotations
 

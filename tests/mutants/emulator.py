@@ -1,4 +1,4 @@
-"""Errors in what the emulator checks."""
+"""Errors in the emulator's checks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Errors in the engines, and in what they share."""
+"""Errors in the engines and in their shared code."""
 
 from __future__ import annotations
 

@@ -16,11 +16,11 @@ class Mutant:
     old : str
         A text that occurs in the file exactly once.
     new : str
-        What takes its place.
+        Its replacement.
     reason : str
         The error, in a line.
     tests : tuple of str
-        What notices it, as arguments of pytest.
+        Tests that notice it, as arguments of pytest.
     """
 
     file: str

@@ -1,4 +1,4 @@
-"""``/activity``: what a server does, in numbers alone, of bounded size, and by prefix namespace."""
+"""``/activity``: the state of a server, in numbers only, of bounded size, by prefix namespace."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_a_key_does_not_see_texts_of_another(demo_path: Path) -> None:
     assert len(own["prefixes"]) == 1
     assert answer["id"] not in json.dumps(other)
     assert (other["texts"], other["prefixes"]) == ([], [])
-    # What remains is what /metrics shows: how busy the others are.
+    # Only what /metrics shows remains: how busy the others are.
     assert [rows(done) for done in other["passes"]] == [rows(done) for done in own["passes"]]
     assert all(done["others"] == rows(done) for done in other["passes"])
 
@@ -232,7 +232,7 @@ def test_evicted_prefixes_are_not_listed(demo_path: Path) -> None:
 
 
 def test_listing_does_not_count_as_use_of_a_prefix(demo_path: Path) -> None:
-    """The least recently used page is evicted first, however often its server is asked."""
+    """The least recently used page is evicted first, however often the endpoint is read."""
     with Model(demo_path, device="cpu") as model, model.session() as session:
         session.forward_prompt([1] * 65)
         page = session.native.memory_bytes() // 2

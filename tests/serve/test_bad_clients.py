@@ -1,4 +1,4 @@
-"""Clients that vanish, stall, or send what is no request: they get an error, and others notice nothing."""
+"""Clients that disconnect, stall or send invalid requests get an error, and do not affect others."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_an_oversized_body_is_rejected_before_it_is_read(strict: Running) -> Non
         answer = read_all(connection)
         assert answer.startswith(b"HTTP/1.1 413 ")
         assert b"more than 20000 bytes" in answer
-    with strict.connect() as connection:  # one that does not say how large it is
+    with strict.connect() as connection:  # one without a declared length
         connection.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n")
         for _ in range(3):
             connection.sendall(b"2000\r\n" + b" " * 0x2000 + b"\r\n")

@@ -1,4 +1,4 @@
-"""Completions: OpenAI's client gets the text that the prompt makes alone."""
+"""Completions: OpenAI's client gets the same text as the prompt alone."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_echo_scores_the_prompt(server: Running, cpu_model: Model) -> None:
         )
         assert answer.usage is not None
         assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (len(ids), max_tokens)
-    # The most probable token of each row, as lm-eval asks whether a text is greedy.
+    # The most probable token of each row; lm-eval checks with it whether a text is greedy.
     greedy = cpu_model.forward_batch([cpu_model.session()], [ids], output="greedy", rows="all")[0]
     assert found.top_logprobs is not None
     for best, token in zip(found.top_logprobs[1 : len(ids)], greedy, strict=False):

@@ -1,4 +1,4 @@
-"""Clients that keep connections open without need: each has a limit, and nothing of theirs stays."""
+"""Clients that keep connections open without need: each has a limit, and their resources are released."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ def test_a_client_that_half_closes_gets_its_answer(cpu_model: Model, stream: boo
         connection.sendall(sent)
         assert gate.reached.wait(60)
         connection.shutdown(socket.SHUT_WR)
-        time.sleep(0.1)  # in which the server sees it
+        time.sleep(0.1)  # until the server notices
         gate.open()
         answer = read_all(connection).removeprefix(b"HTTP/1.1 102 \r\n\r\n")  # that it may send meanwhile
     with cpu_model.session() as session:

@@ -1,4 +1,4 @@
-"""Constraints that are made to stall a server, next to requests of others, which get what they get alone."""
+"""Constraints that try to stall a server, next to other requests, whose answers stay the same."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Many clients at a time: each gets what it gets alone, whatever the others ask for."""
+"""Many clients at a time: each gets the same answers as alone."""
 
 from __future__ import annotations
 

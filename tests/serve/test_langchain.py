@@ -1,4 +1,4 @@
-"""langchain-openai as a client: it is installed by those who ask for it, since it brings much with it."""
+"""langchain-openai as a client: optional, because of its many dependencies."""
 
 from __future__ import annotations
 
@@ -118,7 +118,8 @@ def test_a_required_call_truncated_by_max_tokens_is_invalid(demo_path: Path, max
         assert (call["name"], answer.tool_calls) == ("weather", [])
         assert answer.response_metadata["finish_reason"] == "length"
 
-        # LangChain completes the arguments of streams by itself: the reason tells that they are not whole.
+        # LangChain completes the arguments of streams itself; the finish reason shows that they are
+        # incomplete.
         chunks = list(client.stream("How is the weather?"))
         whole = chunks[0]
         for chunk in chunks[1:]:

@@ -1,6 +1,6 @@
 """The page in a real browser: ``make test-page``.
 
-A page may send requests to its own server alone, and its console must stay empty; each test checks both.
+The page may send requests only to its own server, and its console must stay empty; each test checks both.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ NAMELESS = """() => {
 
 
 def browser_path() -> str:
-    """Return the browser to test with; skip the tests if there is none."""
+    """Return the browser to test with; skip the tests without one."""
     if found := os.environ.get("CHROMIUM"):
         return found
     for name in BROWSERS:
@@ -96,7 +96,7 @@ def browser() -> Iterator[Any]:
 
 
 class Pages:
-    """Opens pages, and records what they must not do."""
+    """Opens pages, and records forbidden requests and messages."""
 
     def __init__(self, browser: Any) -> None:
         self._browser = browser
@@ -104,7 +104,7 @@ class Pages:
         self.problems: list[str] = []
 
     def open(self, server: Running, *, ready: bool = True, **options: Any) -> Any:
-        """Open the page in a context of its own."""
+        """Open the page in a separate context."""
         context = self._browser.new_context(**{"viewport": WIDE, **options})
         context.set_default_timeout(60_000)
         self._contexts.append(context)
@@ -198,7 +198,7 @@ def test_a_conversation_reuses_its_earlier_messages(pages: Pages, server: Runnin
 
 
 def slow_down(server: Running) -> None:
-    """Let passes take so long that a text can be stopped; those of the bundled model are too fast."""
+    """Slow passes down so that a text can be stopped; those of the bundled model are too fast."""
     counted = server.service.loop._after_pass
     assert counted is not None
 
@@ -488,7 +488,7 @@ CLIENTS = [
 
 
 def read(server: Running, question: str, max_tokens: int) -> None:
-    """Ask a question of the librarian, with an answer of a fixed length."""
+    """Ask the librarian a question, with an answer of fixed length."""
     messages = [{"role": "system", "content": LIBRARIAN}, {"role": "user", "content": question}]
     body = {
         "messages": messages,

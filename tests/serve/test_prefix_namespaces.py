@@ -69,7 +69,7 @@ def test_conversations_of_other_keys_are_not_reused(demo_path: Path) -> None:
 
 
 def test_concurrent_prompts_of_two_keys_are_both_computed(demo_path: Path) -> None:
-    """Neither waits for the other to compute what both begin with."""
+    """Neither waits for the other to compute their common prefix."""
     with serving(demo_path, api_keys=KEYS) as server, ThreadPoolExecutor(3) as threads:
         gate = Gate(server.service)
         blocking = threads.submit(cached, server, KEYS[0], [1, 2, 3])
@@ -161,7 +161,7 @@ def test_prompts_of_different_keys_share_no_stored_prefix(demo_path: Path, tmp_p
 def test_a_file_without_a_namespace_stays_valid_for_a_server_without_keys(
     demo_path: Path, tmp_path: Path
 ) -> None:
-    """Its name is the number of tokens and BLAKE2b of them, as little-endian int32."""
+    """Its name consists of the number of tokens and their BLAKE2b digest, as little-endian int32."""
     with serving(demo_path, prefix_store=tmp_path) as server:
         store_prefix(server, "any")
     (stored,) = tmp_path.glob("*/*.session")
@@ -172,7 +172,7 @@ def test_a_file_without_a_namespace_stays_valid_for_a_server_without_keys(
 def test_prompts_of_a_namespace_are_not_displaced_by_those_of_another(
     demo_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A prompt that was sent once is stored when it comes again, however much another key sends meanwhile."""
+    """A repeated prompt is stored, however many prompts another key sends in between."""
     ids = np.arange(200, dtype=np.int32)
     saved: list[str] = []
     with Model(demo_path, device="cpu") as model:

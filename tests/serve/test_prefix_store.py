@@ -33,7 +33,7 @@ def text_alone(model: Model, question: str) -> str:
 
 @pytest.fixture
 def restarted(demo_path: Path, tmp_path: Path) -> Callable[..., Any]:
-    """Serve with a fresh model, as after a restart, and a store in a folder that stays."""
+    """Serve with a fresh model, as after a restart, and a persistent store."""
 
     def serve(**limits: Any) -> Any:
         class Served:

@@ -20,7 +20,7 @@ from metal_prefill import cli
 
 @contextmanager
 def command(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """Run the command at a free port; gives the process and its address."""
+    """Run the command at a free port; return the process and its address."""
     argv = [sys.executable, "-m", "metal_prefill.cli", "serve", "--port", "0", *arguments]
     with subprocess.Popen(argv, stderr=subprocess.PIPE, text=True) as process:
         try:

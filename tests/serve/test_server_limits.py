@@ -110,7 +110,7 @@ def test_vectors_without_memory_are_a_temporary_error(tmp_path: Path) -> None:
     path = write(tmp_path / "small.gguf", EMBEDDERS["llama, mean"])
     with Model(path, device="cpu", kv_memory=1, prefix_memory=0) as model, running(model) as server:
         with model.session() as session:
-            session.forward_prompt([1] * 64)  # all that there is
+            session.forward_prompt([1] * 64)  # the whole memory
             refused = server.post("/v1/embeddings", {"input": "a"})
         assert refused.status_code == 503
         assert "retry-after" in refused.headers

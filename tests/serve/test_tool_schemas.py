@@ -108,12 +108,12 @@ def test_a_schema_that_is_nested_too_deeply_is_rejected() -> None:
         ({"properties": {"a": {"type": "array", "items": PLACE}}}, {"a": [{"x": 1, "b": 1}]}, False),
         ({**PLACE, "required": ["b"]}, {"b": 1}, True),
         ({"properties": {"allOf": True, "a": PLACE}}, {"a": {"x": 1}}, True),
-        # Two descriptions of one object: each alone would forbid what the other one names.
+        # Two descriptions of one object: closed separately, each would forbid the other's properties.
         ({"properties": {"a": {"allOf": [PLACE, {"properties": {"b": {}}}]}}}, {"a": {"x": 1, "b": 1}}, True),
         ({"properties": {"a": {**PLACE, "$ref": "#/$defs/B"}}, "$defs": {"B": PLACE}}, {"a": {"x": 1}}, True),
         ({**PLACE, "anyOf": [{"properties": {"b": {"type": "integer"}}}]}, {"x": 1, "b": 1}, True),
         ({"properties": {"a": {"not": {"properties": {"x": {"const": 1}}}}}}, {"a": {"x": 1, "b": 1}}, False),
-        # Of such a schema, the outermost object is closed all the same.
+        # The outermost object of such a schema is closed nevertheless.
         ({"properties": {"a": {"allOf": [PLACE, {}]}}}, {"b": 1}, False),
     ],
 )

@@ -1,4 +1,4 @@
-"""Tools over HTTP: told to the model, called by it, whole and in streams, and their results heard."""
+"""Tools over HTTP: described to the model, called whole and in streams, and their results returned."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from support.tools import ASKED, CLOCK, HERMES, WEATHER
 
 from metal_prefill import Model
 
-# What the bundled model, which knows nothing of tools, is held to say.
+# Forced output of the bundled model, which was not trained on tools.
 CALLING = r'I look\.\n<tool_call>\{"name": "weather", "arguments": \{"city": "[a-z]{1,3}"\}\}</tool_call>'
 TWICE = r'(<tool_call>\{"name": "weather", "arguments": \{"city": "a"\}\}</tool_call>){2}'
 
@@ -133,7 +133,7 @@ def test_a_truncated_required_call_is_a_partial_call(
     (call,) = choice.message.tool_calls
     assert (choice.finish_reason, choice.message.content) == ("length", None)
     assert call.function.name == "route"
-    assert call.function.arguments  # empty ones are read as those of a whole call
+    assert call.function.arguments  # empty ones are read like those of a complete call
     assert '{"start": {"x": '.startswith(call.function.arguments[:16])
     with pytest.raises(json.JSONDecodeError):
         json.loads(call.function.arguments)

@@ -32,7 +32,7 @@ def check_each(
     others: Callable[[Running], Iterable[Callable[[], object]]] = lambda server: (),
     **options: Any,
 ) -> None:
-    """Compare what clients get at the same time with each request alone, on a model with these options.
+    """Compare the results of concurrent clients with each request alone, on a model with these options.
 
     `others` returns functions that further clients call meanwhile, each in a thread, again and again.
     """

@@ -1,4 +1,4 @@
-"""Many threads on one model while allocations fail: every result is the serial one, and nothing is left.
+"""Many threads on one model while allocations fail: every result equals the serial one, and nothing leaks.
 
 The suite runs a second of it; ``make soak MINUTES=n`` runs longer, with another seed each time.
 """
@@ -18,12 +18,12 @@ from support.small_models import MODELS, write
 from support.soak import Footprint, soak
 
 SEED = os.environ.get("SOAK_SEED", "1")
-SECONDS = float(os.environ.get("SOAK_SECONDS", "0"))  # of each device; 0: what the suite takes
+SECONDS = float(os.environ.get("SOAK_SECONDS", "0"))  # per device; 0: the time of the suite
 ROUND_S = 20.0
-GROWTH = 8 << 20  # bytes; what allocators keep differs by that much from round to round
-SETTLING = 3  # rounds after which a process has what it keeps
+GROWTH = 8 << 20  # bytes; memory kept by allocators varies by this amount from round to round
+SETTLING = 3  # rounds after which memory is stable
 
-# Sanitizers keep what is freed.
+# Sanitizers keep freed memory.
 UNDER_SANITIZER = any(name in os.environ for name in ("ASAN_OPTIONS", "TSAN_OPTIONS"))
 
 pytestmark = pytest.mark.timeout(0 if SECONDS else 300)

@@ -1,4 +1,4 @@
-"""Allocations that fail when a test wants it: the CPU engine's by the linker, Metal's in the emulator."""
+"""Allocations that fail on request: those of the CPU engine by the linker, those of Metal in the emulator."""
 
 from __future__ import annotations
 
@@ -50,11 +50,11 @@ def failing_allocation(device: str, nth: int, *, with_gil: bool = False) -> Iter
     Parameters
     ----------
     device
-        ``cpu``: memory that the package's C++ code asks for, on any thread. ``metal``: buffers.
+        ``cpu``: memory allocated by the package's C++ code on any thread. ``metal``: buffers.
     nth
         Counted from 1.
     with_gil
-        On the CPU, count also what is allocated while the thread has the GIL.
+        On the CPU, also count allocations while the thread holds the GIL.
     """
     fault = Fault()
     if device == "metal":

@@ -25,7 +25,7 @@ MISSING = (
 )
 # The oldest processor for each set, so that a kernel of one set cannot lean on the instructions of another.
 PROCESSORS = {"neon_i8mm": "max", "neon_dotprod": "cortex-a76", "neon": "cortex-a72"}
-# Not on Arm, nor under a sanitizer, which sees nothing of another process.
+# Not on Arm, nor under a sanitizer, which cannot see another process.
 SANITIZED = _core.has_emulator and bool(_core.emulator.sanitizer)
 SETS = [] if platform.machine() in ("arm64", "aarch64") or SANITIZED else list(PROCESSORS)
 TYPES = {"i": struct.Struct("<q"), "f": struct.Struct("<d")}
@@ -56,7 +56,7 @@ class ArmMachine:
         )
 
     def call(self, name: str, *arguments: Any) -> Any:
-        """Call a function; arrays that it writes are written here."""
+        """Call a function; arrays that it writes are updated here."""
         sent = self._process.stdin
         assert sent is not None
         sent.write(struct.pack("<I", 1 + len(arguments)) + b"".join(map(_encoded, (name, *arguments))))
@@ -115,7 +115,7 @@ def machine_of(isa: str) -> ArmMachine:
 
 
 class Kernels:
-    """The functions of `_cpu_testing`; the name of the set, their first argument, says where they run."""
+    """The functions of `_cpu_testing`; their first argument, the name of the set, selects where they run."""
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         def call(isa: str, *arguments: Any, **options: int) -> Any:

@@ -1,7 +1,7 @@
-"""Every way we know in which a GGUF file can be bad, with what the error must say of it.
+"""Every known way in which a GGUF file can be invalid, with words that its error must contain.
 
-The cases follow the defects that other readers had: counts and sizes that overflow when summed or multiplied,
-lengths taken for granted, types not checked, tensors outside the file.
+The cases follow defects of other readers: counts and sizes that overflow when summed or multiplied, lengths
+that are trusted, types that are not checked, tensors outside the file.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from support.gguf_bytes import (
 
 HUGE = 2**64 - 1
 ALIGNMENT = "general.alignment"
-F32_DATA = bytes(128)  # what tensor() asks for
-# Name of the case: content, and what the message must match.
+F32_DATA = bytes(128)  # name passed to tensor()
+# Name of the case: content, and the pattern of the message.
 BAD: dict[str, tuple[bytes, str]] = {
     "magic of another format": (b"GGML" + gguf()[4:], "not a GGUF file: begins with b'GGML'"),
     "magic in lower case": (gguf(magic=b"gguf"), "not a GGUF file"),

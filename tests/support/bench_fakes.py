@@ -43,7 +43,7 @@ class RecordingEngine(Engine):
 
 @dataclass
 class FakeWorker:
-    """An engine whose every token takes `ns_per_token`, and that remembers what it was asked."""
+    """Engine that takes `ns_per_token` for each token and records its inputs."""
 
     name: str
     ns_per_token: int
@@ -73,7 +73,7 @@ class FakeWorker:
 
 
 class SteadyCalibrator(_machine.Calibrator):
-    """A machine whose calibration takes the given times, then its best one for ever."""
+    """Machine whose calibration takes the given times, then always its best one."""
 
     def __init__(self, *times_ns: int, best_ns: int = 1000) -> None:
         self.times = list(times_ns)

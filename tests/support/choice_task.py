@@ -1,4 +1,4 @@
-"""A local task with four choices for lm-eval, and the small random model that is asked."""
+"""A local task with four choices for lm-eval, and a small random model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ QUESTIONS = (
     ("What is the sea made of?", ("salt water", "stone", "light and air", "bread"), 0),
     ("Is this a question?", ("no", "yes", "perhaps it is, perhaps not", "ask again"), 1),
     ("Name a colour.", ("Tuesday", "seven", "green", "to run"), 2),
-    ("", ("one", "two", "three", "nr"), 3),  # the last one is what the model writes
+    ("", ("one", "two", "three", "nr"), 3),  # the last one is the model's own text
 )
 # Whole texts: short, and of several contexts of the model.
 TEXTS = ("To be, or not to be", "A", " ".join(f"The {i}th man went to the sea." for i in range(60)))
@@ -26,7 +26,7 @@ def model(folder: Path) -> Path:
 
 
 def task(folder: Path) -> dict[str, Any]:
-    """Write the questions, and return how lm-eval is told of them."""
+    """Write the questions, and return the task description for lm-eval."""
     file = folder / "questions.jsonl"
     lines = [
         json.dumps({"question": question, "choices": list(choices), "answer": answer})
@@ -47,7 +47,7 @@ def task(folder: Path) -> dict[str, Any]:
 
 
 def evaluate(lm: Any, folder: Path) -> dict[str, Any]:
-    """Let lm-eval ask a model; return its scores, and each request with its answer."""
+    """Evaluate a model with lm-eval; return its scores, and each request with its answer."""
     from lm_eval import simple_evaluate
 
     found = simple_evaluate(lm, tasks=[task(folder)], log_samples=True, bootstrap_iters=0)

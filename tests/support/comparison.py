@@ -3,7 +3,7 @@
 The tools that record their answers and the tests that compare with them share these definitions.
 """
 
-# ruff: noqa: RUF001  (the look-alikes are the point)
+# ruff: noqa: RUF001  (the look-alikes are intended)
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ Leave not a rack behind. We are such stuff
 As dreams are made on, and our little life
 Is rounded with a sleep.
 """
-VERSE_WINDOW = 64  # tokens of a window, of which llama.cpp's perplexity of the verse is recorded
+VERSE_WINDOW = 64  # tokens of a window in which llama.cpp's perplexity of the verse is recorded
 
 PROSE = """\
 Before we proceed any further, hear me speak. "Speak, speak!" You are all resolved rather to die than to
@@ -169,7 +169,7 @@ def texts() -> list[str]:
 
 @dataclass(frozen=True)
 class TokenizerVariant:
-    """One way to read a vocabulary.
+    """A way to read a vocabulary.
 
     Attributes
     ----------
@@ -178,7 +178,7 @@ class TokenizerVariant:
     pre
         Name of the pre-tokenizer.
     space_prefix
-        Whether text begins with a space of its own.
+        Whether text starts with an additional space.
     parse_special
         Whether control tokens are recognized in the text.
     """
@@ -242,12 +242,12 @@ LONG_ROPE_SHORT = f"{LONG_ROPE}, short text"
 
 
 def _comparable_models() -> Iterator[tuple[str, SmallModel]]:
-    """Models of the catalogue that others take; those whose point is not a tensor type are in float32.
+    """Models of the catalogue that peers support; those not about a tensor type are in float32.
 
     So llama.cpp's rounding of activations does not hide a difference in the features.
     """
     for name, model in MODELS.items():
-        # llama.cpp and transformers want heads of one width, all of it rotated.
+        # llama.cpp and transformers require heads of one width that are rotated completely.
         if model.rope_dim or model.v_dim != model.key_dim:
             continue
         if not name.startswith(("type ", "tied ", "mixed ")):
@@ -274,12 +274,12 @@ def models_in_float32() -> Iterator[tuple[str, SmallModel]]:
     return ((name, model) for name, model in _comparable_models() if model.types == {"*": "F32"})
 
 
-# Lengths of the texts whose vectors are recorded: shorter and longer than windows and pages.
+# Lengths of the texts with recorded vectors: shorter and longer than windows and pages.
 VECTOR_LENGTHS = (1, 5, 20, 64, 100)
 
 
 def vector_tokens(model: SmallModel) -> Iterator[npt.NDArray[np.int64]]:
-    """Yield the tokens of the texts whose vectors are recorded."""
+    """Yield the tokens of the texts with recorded vectors."""
     for n in VECTOR_LENGTHS:
         yield np.random.default_rng(n).integers(0, model.vocab, n)
 
@@ -321,7 +321,7 @@ def encoder_tokens(model: SmallModel) -> Iterator[npt.NDArray[np.int64]]:
 
 
 def segments_of(tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Return the segment of each token, 0 or 1: the first one ends with a separator."""
+    """Return the segment of each token, 0 or 1: the first segment ends with a separator."""
     before = np.concatenate([[0], np.cumsum(tokens == SEPARATOR)[:-1]])
     return (before > 0).astype(np.int64)
 

@@ -1,4 +1,4 @@
-"""Random regular expressions, Lark grammars and JSON schemas, valid or not, some of them hostile."""
+"""Random regular expressions, Lark grammars and JSON schemas, valid or invalid, some of them hostile."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def _expansion(random: Random, depth: int, terminals_only: bool) -> str:
 
 
 def _ambiguous_spaces(random: Random) -> str:
-    """Return a grammar that ignores white space and has some of its own; matching some takes forever."""
+    """Return a grammar that ignores white space and contains some; matching can take forever."""
     ignored = random.choice(["/[ ]+/", "/ +/", "/ /", '" "', "/[ \\t]*/", "/ {1,9}/"])
     items = [
         random.choice(['" "', "/ /", "/ +/", '(" " | "a")', "r1"]) for _ in range(random.randrange(1, 3))

@@ -1,4 +1,4 @@
-"""Published speeds, what the cost model predicts for the same work, and the tables of its pages."""
+"""Published speeds, predictions of the cost model for the same work, and the tables of the documents."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ def h200_ratios() -> dict[int, float]:
 
 
 def spread() -> dict[str, tuple[float, float]]:
-    """Return what `SPREAD` should be: the ratios of all that is held back, rounded outwards."""
+    """Compute `SPREAD`: the ratios of all held-out figures, rounded outwards."""
     found = {}
     for kind in ("prompt", "token"):
         prompt = kind == "prompt"
@@ -211,7 +211,7 @@ def chips_table() -> str:
 
 
 def peers_table() -> str:
-    """Return what MLX published next to predictions for the same prompts."""
+    """Return MLX's published speeds next to predictions for the same prompts."""
     rows = []
     for row in PUBLISHED:
         if row["engine"] != "mlx-lm":
@@ -247,7 +247,7 @@ _PARTS = {
 
 
 def shares_table() -> str:
-    """Return where the time of passes goes on an M4."""
+    """Return how the time of passes on an M4 is divided."""
     columns = [predict_ours("SmolLM-135M", find_chip("m4"), n, 128 if n == 1 else 0) for n in (1, 32, 512)]
     vocab = CONFIGS["SmolLM-135M"].vocab_size
     cells: dict[str, list[str]] = {part: [] for part in _PARTS}

@@ -22,7 +22,7 @@ def _with_emulated_amx() -> Any:
     before = os.environ.get(EMULATE_AMX)
     os.environ[EMULATE_AMX] = "1"
     try:
-        module.kernel_sets()  # asks for the processor's features, once
+        module.kernel_sets()  # reads the processor's features, once
     finally:
         del os.environ[EMULATE_AMX]
         if before is not None:
@@ -31,7 +31,7 @@ def _with_emulated_amx() -> Any:
 
 
 def native_sets() -> list[str]:
-    """Return the kernel sets that this processor runs or whose instructions are emulated, fastest first."""
+    """Return the kernel sets that this processor runs or that are emulated, fastest first."""
     try:
         sets: list[str] = _with_emulated_amx().kernel_sets()
     except ImportError:

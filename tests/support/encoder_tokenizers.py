@@ -25,7 +25,7 @@ from metal_prefill.text._tokenizer import Tokenizer
 
 DATA = Path(__file__).parents[1] / "data"
 RECORD = DATA / "transformers_tokenizers.npz"
-WHOLE = 1000  # texts of which all ids are recorded; of the others a checksum is
+WHOLE = 1000  # texts whose ids are all recorded; of the others a checksum is
 PAIRS = 200  # pairs of neighbouring texts
 
 

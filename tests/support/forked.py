@@ -11,7 +11,7 @@ HANGS = 60
 
 
 def in_child(work: Callable[[], object], hangs: float = HANGS) -> str:
-    """Return what `work` returns in a forked process, or the error that it raises there.
+    """Run `work` in a forked process, and return its result or raise its error here.
 
     A child that takes longer than `hangs` seconds is killed.
     """

@@ -1,4 +1,4 @@
-"""Shared by the fuzzers: how long and with which seed they run, and where inputs are kept."""
+"""Shared by the fuzzers: duration, seed, and where inputs are kept."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from random import Random
 
 SEED = int(os.environ.get("FUZZ_SEED", "1"))
 SECONDS = float(os.environ.get("FUZZ_SECONDS", "0"))  # of each target; 0: as many inputs as the suite takes
-RENEWED = 2  # seconds after which a watch begins anew: to stop its thread takes longer than many inputs
+RENEWED = 2  # seconds after which a watch restarts: stopping its thread takes longer than many inputs
 PATIENCE = 120  # seconds after which an input counts as one that hangs; sanitizers make all ten times slower
 REGRESSIONS = Path(__file__).parents[1] / "fuzz" / "regressions"
 FAILED = Path(__file__).parents[2] / "build" / "fuzz"
@@ -22,7 +22,7 @@ TIMEOUT = 0 if SECONDS else 300  # of a test, in seconds; 0: none
 
 
 def rounds(count: int, each: int = 1) -> Iterator[Random]:
-    """Give a generator of random numbers for each input: `count` of them, or as many as the time allows.
+    """Yield a random number generator for each input: `count` of them, or as many as the time allows.
 
     Parameters
     ----------
@@ -50,7 +50,7 @@ def regressions(target: str) -> list[bytes]:
 def watched() -> Iterator[Callable[[], None]]:
     """End the process, with a traceback, where the block does not end.
 
-    What it gives is called between inputs, and then the time counts anew.
+    The yielded function is called between inputs and restarts the timer.
     """
     begun = -math.inf
 

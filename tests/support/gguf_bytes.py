@@ -1,4 +1,4 @@
-"""Writes GGUF files byte by byte, so that a test can put anything anywhere."""
+"""Writes GGUF files byte by byte, so that a test can put any bytes anywhere."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def u64(value: int) -> bytes:
 
 
 def text(value: str | bytes, *, length: int | None = None) -> bytes:
-    """Encode a string; `length` is what it claims instead of its own."""
+    """Encode a string; `length` replaces its length."""
     raw = value.encode() if isinstance(value, str) else value
     return u64(len(raw) if length is None else length) + raw
 
@@ -31,7 +31,7 @@ def scalar(kind: int, value: float) -> bytes:
 
 
 def array(kind: int, items: Sequence[bytes], *, count: int | None = None) -> bytes:
-    """Encode an array; `count` is what it claims instead of its own."""
+    """Encode an array; `count` replaces its count."""
     return u32(kind) + u64(len(items) if count is None else count) + b"".join(items)
 
 

@@ -1,4 +1,4 @@
-"""GGUF files that are wrong in a few places: taken apart, changed where it matters, put together again."""
+"""GGUF files with a few errors: parsed, changed and reassembled."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ FLOATS = [0.0, -0.0, -1.0, 1e-300, 1e-46, 1e-39, 1e38, 1e39, 1e300, float("nan")
 
 @dataclass
 class Parts:
-    """A file taken apart.
+    """A parsed file.
 
     Attributes
     ----------
@@ -43,7 +43,7 @@ class Parts:
     tensors
         Name, dimensions as in the file, number of the type, offset.
     data
-        What follows the header.
+        Bytes after the header.
     """
 
     metadata: list[tuple[bytes, int, bytes]]
@@ -115,7 +115,7 @@ def _some(parts: Parts, random: Random, wanted: bool) -> int | None:
 
 
 def _number(parts: Parts, random: Random) -> None:
-    """Give a number another value, and often another type."""
+    """Change the value of a number, and often its type."""
     i = _some(parts, random, wanted=False)
     if i is None:
         return
@@ -143,7 +143,7 @@ def _number(parts: Parts, random: Random) -> None:
 
 
 def _value_type(parts: Parts, random: Random) -> None:
-    """Say that a value is of another type than its bytes."""
+    """Give a value another type than its bytes."""
     i = random.randrange(len(parts.metadata))
     key, _, value = parts.metadata[i]
     parts.metadata[i] = (key, random.choice((*range(14), 2**32 - 1)), value)
@@ -197,7 +197,7 @@ def _tensor(parts: Parts, random: Random) -> None:
     choice = random.randrange(6)
     if choice == 0:
         name = random.choice(("", "x" * 65, parts.tensors[0][0], "output.weight", "rope_freqs.weight"))
-    elif choice == 1 and dims:  # a change before may have left none
+    elif choice == 1 and dims:  # an earlier change may have removed all
         dims = list(dims)
         dims[random.randrange(len(dims))] = random.choice((*INTEGERS, dims[0] * 2, dims[0] + 32))
     elif choice == 2:

@@ -1,4 +1,4 @@
-"""Requests whose constraints compile or match slowly, or are refused."""
+"""Requests whose constraints compile or match slowly, or are rejected."""
 
 from __future__ import annotations
 

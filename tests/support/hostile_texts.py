@@ -1,4 +1,4 @@
-"""Texts in which tokenizers of encoders differ: any code point, accents, controls, very long words."""
+"""Texts on which tokenizers of encoders differ: any code point, accents, controls, very long words."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def _piece(random: Random) -> str:
 
 
 def hostile_texts(count: int = COUNT, seed: int = 33) -> Iterator[str]:
-    """Yield texts of up to 12 pieces, the first of them empty."""
+    """Yield texts of up to 12 pieces, starting with the empty text."""
     random = Random(seed)
     yield ""
     for _ in range(count - 1):

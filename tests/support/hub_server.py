@@ -21,15 +21,13 @@ class Repo:
     revisions: tuple[str, ...] = ("main",)
     token: str | None = None  # needed to see it at all
     gated: bool = False
-    vanished: tuple[str, ...] = ()  # listed, but not there when asked for
+    vanished: tuple[str, ...] = ()  # listed but missing
     cut: set[str] = field(default_factory=set)  # the connection breaks halfway through the next download
-    listing: bytes | None = None  # the body of its listing, in place of a true one
+    listing: bytes | None = None  # replaces the body of its listing
     endless: bool = False  # the listing never ends
-    silent: bool = False  # no answer comes, until the server ends
-    status: int = 0  # of all answers, in place of true ones
-    headers: dict[str, str | None] = field(
-        default_factory=dict
-    )  # of files, in place of true ones; None: left out
+    silent: bool = False  # sends no answer until the server ends
+    status: int = 0  # replace those of all answers
+    headers: dict[str, str | None] = field(default_factory=dict)  # replace those of files; None omits one
 
     @property
     def commit(self) -> str:

@@ -1,4 +1,4 @@
-"""Shared by the kernel tests: argument structs, random weights, guarded outputs and one way to dispatch."""
+"""Shared by the kernel tests: argument structs, random weights, guarded outputs and a dispatch function."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ class Output:
             self.array[...] = initial
 
     def check(self) -> Array:
-        """Return the array, after a look at the sentinels that follow it."""
+        """Return the array after checking the sentinels behind its end."""
         assert (self.buffer[self._bytes :] == SENTINEL).all(), "written beyond the end"
         array: Array = self.array
         return array
@@ -122,7 +122,7 @@ class Weights:
             flat = raw.view({"F32": np.float32, "F16": np.float16}.get(kind, np.uint8)).reshape(n, -1)
             values.append(gguf.quants.dequantize(flat, quant_type).astype(np.float64))
         self.row_bytes = parts[0].size // rows[0]
-        # Each matrix begins at a multiple of 32 bytes, as in a file, and not where the one before it ends.
+        # Each matrix starts at a multiple of 32 bytes, as in a file, not at the end of the previous one.
         self.offsets, size = [], 0
         for raw in parts:
             self.offsets.append(size + 32)

@@ -1,4 +1,4 @@
-"""A tiny valid model file, every entry of which a test can replace or leave out."""
+"""A tiny valid model file in which tests can replace or omit every entry."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from support.gguf_bytes import ARRAY, F32, STRING, U32, array, entry, gguf, scal
 LAYERS, DIM, HEADS, KV_HEADS, FFN, VOCAB, CONTEXT = 2, 16, 4, 2, 24, 10, 64
 HEAD = DIM // HEADS
 
-# A test's change of an entry: value type and bytes, or None to leave it out.
+# A change of an entry: value type and bytes, or None to omit it.
 Metadata = Mapping[str, tuple[int, bytes] | None]
-# Shape in NumPy order and number of the tensor type, or None to leave it out.
+# Shape in NumPy order and number of the tensor type, or None to omit it.
 Tensors = Mapping[str, tuple[Sequence[int], int] | None]
 
 
@@ -68,7 +68,7 @@ def model_file(
     architecture: str = "llama",
     layers: int = LAYERS,
 ) -> bytes:
-    """Make the file: the base with the given entries in place of, or besides, its own."""
+    """Make the file: the base with the given entries replaced or added."""
     entries = {
         **base_metadata(architecture),
         f"{architecture}.block_count": integer(layers),

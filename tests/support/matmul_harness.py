@@ -22,7 +22,7 @@ from .kernel_harness import (
 SILU, GELU = CONSTANTS["ACTIVATION_SILU"], CONSTANTS["ACTIVATION_GELU"]
 ACTIVATIONS = {"silu": SILU, "gelu": GELU}
 TILES = {"narrow": 32, "wide": 64}
-SIZES = TILES | {"split": 32}  # of a matmul also tiles whose columns are split
+SIZES = TILES | {"split": 32}  # for a matmul also tiles with split columns
 TALL_TOKENS = CONSTANTS["MATMUL_TALL_TOKENS"]  # of a tall tile, which has the rows of a wide one
 
 
@@ -100,7 +100,7 @@ def check_edges(run: Run, kernel: str, tile: str, tokens: int, stacks: Sequence[
 
 
 def check_longer_rows(run: Run, kernel: str, tile: str) -> None:
-    """See that what follows the results in a row of the output stays."""
+    """Check that the values after the results in a row of the output are unchanged."""
     rng = np.random.default_rng(8)
     w = Weights(rng, "Q4_0", [40], 64)
     x = rng.standard_normal((40, 64), np.float32)

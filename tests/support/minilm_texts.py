@@ -1,4 +1,4 @@
-"""Texts whose vectors by all-MiniLM-L6-v2 are recorded."""
+"""Texts with recorded vectors of all-MiniLM-L6-v2."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from typing import NoReturn
 
 import pytest
 
-# With either, a missing GPU fails a test: CI sets the first on a Mac, the second where there is the emulator.
+# With either, a missing GPU fails a test: CI sets the first on a Mac, the second with the emulator.
 REQUIRE_METAL = ("METAL_PREFILL_REQUIRE_METAL", "METAL_PREFILL_REQUIRE_EMULATOR")
 
 

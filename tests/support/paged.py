@@ -45,11 +45,11 @@ class Pages:
                 place[...] = row
 
     def get(self, sequence: int, values: bool) -> Array:
-        """Return what the sequence holds."""
+        """Return the contents of the sequence."""
         return np.array(self.rows(sequence, values))
 
     def copies(self) -> tuple[Array, Array]:
-        """Return both pools as they are, after a look at their sentinels."""
+        """Return both pools after checking their sentinels."""
         return self.k.check().copy(), self.v.check().copy()
 
     def row_table(self, rows: Sequence[tuple[int, int]], splits: Sequence[int] | None = None) -> Array:

@@ -1,4 +1,4 @@
-"""Work that other programs give the GPU, as far as it is published, for the cost model to be held against.
+"""Published GPU work of other programs, with which the cost model is compared.
 
 The kernels are described by their published geometry, not by their speed.
 """
@@ -136,9 +136,9 @@ def llama_cpp_7b(tokens: int, position: int = 0) -> list[Work]:
 def mlx_matmul(rows: int, cols: int, tokens: int, matrix_units: bool) -> Work:
     """Return MLX's qmm_t of four bits: four simdgroups, 2 x 2 over a tile, one step staged at a time.
 
-    Tiles of 32 x 32 without matrix units, of which a thread dequantizes 8 weights a step (mask, conversion,
-    FMA with the group's scale and bias). On matrix units tiles of 64 x 64, whose activations the simdgroups
-    read from device memory themselves.
+    Tiles of 32 x 32 without matrix units, of which a thread dequantizes 8 weights per step (mask, conversion,
+    FMA with the group's scale and bias). With matrix units, tiles of 64 x 64 whose activations the simdgroups
+    read from device memory.
     """
     tile = 64 if matrix_units else 32
     steps, groups, blocks = ceil(cols / 32), ceil(rows / tile) * ceil(tokens / tile), tile // 16
@@ -219,9 +219,9 @@ def original_matvec(rows: int, cols: int, weight_bytes: float, of_weight: Ops) -
 def original_decode() -> list[Work]:
     """Return a token of SmolLM-135M as the plan's own engine computes it: 302 dispatches, ten a layer.
 
-    Seven projections, two norms, and attention, in each layer; SwiGLU and rope are taken to be part of
-    others. Q4_0 without tricks: a byte's nibbles masked and shifted, then conversion, subtraction, scale and
-    an FMA that waits for the one before (two cycles), and scalar loads.
+    Seven projections, two norms and attention in each layer; SwiGLU and rope are assumed to be part of
+    others. Q4_0 is unpacked plainly: a byte's nibbles are masked and shifted, then converted, subtracted and
+    scaled, with an FMA that waits for the previous one (two cycles), and scalar loads.
     """
     dim, ffn, kv, vocab = 576, 1536, 192, 49152
     naive = Ops(alu=4.5, slow=1.5, memory=1.5)

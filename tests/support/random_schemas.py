@@ -1,6 +1,6 @@
 """Random JSON schemas, and texts that a model makes under them.
 
-As a program it makes many, checks all and says how many tokens they took::
+As a program it generates many, checks all and prints how many tokens they took::
 
     PYTHONPATH=tests python -m support.random_schemas smollm2 500
 """
@@ -22,7 +22,7 @@ WORDS = ("name", "age", "city", "kind", "notes", "size", "tags", "x", "y", "übe
 
 
 def random_schema(rng: random.Random, depth: int = 2) -> Schema:
-    """Return a schema of which every instance is short."""
+    """Return a schema whose instances are all short."""
     kinds = ["integer", "number", "boolean", "null", "string", "pattern", "enum", "const"]
     kind = rng.choice([*kinds, *["object", "array", "anyOf"] * (2 if depth else 0)])
     if kind == "integer":

@@ -38,11 +38,11 @@ class Result:
     residual, hidden : float64 [n, dim]
         After the last layer, before and after the output norm.
     keys : list of float64 [n, kv_heads, key_dim]
-        Per layer, after rotation: what a KV cache holds.
+        Contents of the KV cache of each layer, after rotation.
     values : list of float64 [n, kv_heads, value_dim]
         Per layer.
     products : dict of int to float64 [n, dim]
-        Per layer with a short convolution: what its filter reads of each token.
+        Inputs of the filter for each token, per layer with a short convolution.
     """
 
     logits: Array
@@ -53,7 +53,7 @@ class Result:
     products: dict[int, Array]
 
     def log_probs(self, tokens: npt.ArrayLike) -> Array:
-        """Log probability of each token given those before it, ``[n - 1]``."""
+        """Log probability of each token given the previous ones, ``[n - 1]``."""
         highest = self.logits.max(axis=1, keepdims=True)
         log_total = highest[:, 0] + np.log(np.exp(self.logits - highest).sum(axis=1))
         targets = np.asarray(tokens)[1:]
@@ -284,7 +284,7 @@ class ReferenceModel:
         if kind == "none":
             return frequencies, 1.0
         # YaRN, arXiv:2309.00071: pairs that turn often within the original context keep their frequency,
-        # those that turn seldom are interpolated, and a ramp over the pairs between blends the two.
+        # those that turn seldom are interpolated, and a ramp blends the pairs in between.
         original = self._key("rope.scaling.original_context_length")
 
         def pair_of(rotations: float) -> float:
@@ -314,7 +314,7 @@ class ReferenceModel:
         return scale
 
     def _split(self) -> None:
-        """Take stacked matrices apart: q, k and v, and gate and up."""
+        """Split stacked matrices: q, k and v, and gate and up."""
         q, k = self.n_heads * self.key_dim, self.n_kv_heads * self.key_dim
         ffn = self._key("feed_forward_length")
         for layer in range(self.n_layers):

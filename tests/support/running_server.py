@@ -29,18 +29,18 @@ class Running:
         self.url = f"http://127.0.0.1:{port}"
 
     def client(self, **options: Any) -> openai.OpenAI:
-        """Return OpenAI's client; it repeats nothing by itself."""
+        """Return OpenAI's client, without retries."""
         return openai.OpenAI(
             **{"base_url": f"{self.url}/v1", "api_key": "none", "max_retries": 0, "timeout": 60, **options}
         )
 
     def post(self, path: str, body: Any, **options: Any) -> httpx.Response:
-        """Send JSON, or bytes as they are."""
+        """Send JSON, or bytes unchanged."""
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
         return httpx.post(self.url + path, content=content, timeout=60, trust_env=False, **options)
 
     def get(self, path: str, **options: Any) -> httpx.Response:
-        """Ask for a path."""
+        """Request a path."""
         return httpx.get(self.url + path, timeout=60, trust_env=False, **options)
 
     def connect(self, receive_buffer: int | None = None) -> socket.socket:
@@ -68,7 +68,7 @@ def running(
 ) -> Iterator[Running]:
     """Serve a model until the block ends.
 
-    `send_buffer` is what the system keeps of an answer that the client does not take; by default megabytes.
+    `send_buffer` limits how much of an unread answer the system buffers; the default is megabytes.
     """
     app = serve.app(model, **limits)
     with socket.create_server(("127.0.0.1", 0), backlog=2048) as listener:
@@ -86,7 +86,7 @@ def running(
 
 
 class Gate:
-    """Lets the engine loop of a server make one pass, and holds it there until it is opened."""
+    """Lets the engine loop of a server make one pass, and blocks it there until it is opened."""
 
     def __init__(self, service: Service) -> None:
         self._counted = service.loop._after_pass
@@ -114,7 +114,7 @@ def events(response: httpx.Response) -> list[Any]:
 
 
 def request_bytes(body: Any, path: str = "/v1/completions", length: int | None = None) -> bytes:
-    """Return a request as it is sent; `length` is that which it states."""
+    """Return the bytes of a request; `length` replaces its declared length."""
     content = json.dumps(body).encode()
     length = len(content) if length is None else length
     return f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-length: {length}\r\n\r\n".encode() + content

@@ -16,7 +16,7 @@ Scores: TypeAlias = npt.NDArray[np.float64]
 
 
 def philox(counter: list[int], key: list[int]) -> list[int]:
-    """Philox 4x32-10 as its paper gives it (Salmon et al., 2011), in integers without limits."""
+    """Philox 4x32-10 as defined in its paper (Salmon et al., 2011), in unbounded integers."""
     c, k = list(counter), list(key)
     for _ in range(10):
         first, second = 0xD2511F53 * c[0], 0xCD9E8D57 * c[2]
@@ -26,7 +26,7 @@ def philox(counter: list[int], key: list[int]) -> list[int]:
 
 
 class Drawn(np.random.Generator):
-    """Gives one number: the one of a seed, a position and an answer."""
+    """Returns the one random number of a seed, a position and an answer."""
 
     def __init__(self, seed: int, position: int, answer: int = 0) -> None:
         super().__init__(np.random.PCG64())
@@ -61,7 +61,7 @@ def sample(
     rng: np.random.Generator | None = None,
     **options: Any,
 ) -> int:
-    """Choose one token as `Sampler` does; `options` are those of `Options`."""
+    """Choose one token as `Sampler` does; `options` are the fields of `Options`."""
     return _choose(
         logits, Options(**options), allowed, recent, np.random.default_rng() if rng is None else rng
     )

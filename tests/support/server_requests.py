@@ -1,4 +1,4 @@
-"""Requests of all kinds to a server, what each makes alone, and what clients get at the same time."""
+"""Requests of all kinds to a server, their results alone, and those of concurrent clients."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def request(i: int) -> tuple[str, dict[str, Any]]:
 
 
 def alone(model: Model, path: str, body: dict[str, Any]) -> Any:
-    """Compute in sessions of their own what a request asks for."""
+    """Compute the expected result of a request in separate sessions."""
     if path == "/v1/embeddings":
         return np.concatenate([model.embed([text]) for text in body["input"]]).tolist()
     options = {name: body[name] for name in ("temperature", "top_p", "seed", "stop", "regex") if name in body}

@@ -1,7 +1,7 @@
 """Small synthetic models that between them have every tensor type, shape and feature of the format.
 
-Weights are random, scaled so that attention looks back and activations keep their size. `MODELS` is the
-catalogue; `write` makes the file of one.
+Weights are random, scaled so that attention spreads over earlier tokens and activations keep their size.
+`MODELS` is the catalogue; `write` writes the file of one.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class SmallModel:
     output
         Tensor type of a separate output projection; None ties it to the embedding.
     types
-        Patterns of tensor names, and the type of what they match; the last match counts.
+        Patterns of tensor names and their types; the last match wins.
     value_dim
         None selects `key_dim`.
     rope_scaling
@@ -68,9 +68,9 @@ class SmallModel:
     scales
         Keys of the metadata, after the architecture, and their values.
     qkv_bias
-        Biases of q, k and v where the architecture leaves it open.
+        Biases of q, k and v, if optional in the architecture.
     all_biases
-        Biases of all projections where the architecture leaves it open.
+        Biases of all projections, if optional in the architecture.
     """
 
     architecture: str = "llama"
@@ -225,7 +225,7 @@ EMBEDDERS: dict[str, SmallModel] = {
     "gemma-embedding": replace(_GEMMA_EMBEDDING, pooling="mean", dense=96),
     "gemma-embedding, without dense layers": replace(_GEMMA_EMBEDDING, pooling="mean"),
 }
-# Models without an output projection, whose tokens see both ways.
+# Models without an output projection, with bidirectional attention.
 _ENCODER = SmallModel(tokenizer="bert", vocab=400, pooling="mean", context=512, dim=96, heads=3, kv_heads=3)
 _MODERN_BERT = replace(_ENCODER, architecture="modern-bert", tokenizer="gpt2", layers=5, window=32)
 ENCODERS: dict[str, SmallModel] = {
@@ -253,14 +253,14 @@ CLASSIFIERS: dict[str, SmallModel] = {
 
 
 def write(path: str | Path, model: SmallModel) -> Path:
-    """Write the file of a model; the same model gives the same file."""
+    """Write the file of a model; the same model always has the same file."""
     shape = _shape(model)
     # Scores of attention have a deviation of 2; the layers together add as much as the embedding.
     residual = 2 * model.dim**-0.5 * model.layers**-0.5
     listed = _model.tensors(shape, "F32", model.embedding, scores=1.4, residual=residual)
     tensors = [_typed(tensor, model) for tensor in listed]
-    # The recorded answers of llama.cpp and transformers are for values that one stream of numbers gave:
-    # first to the tensors outside the layers, then to each layer's matrices, norms and biases.
+    # The recorded results of llama.cpp and transformers are for values drawn from one stream of numbers:
+    # first the tensors outside the layers, then each layer's matrices, norms and biases.
     rng = np.random.default_rng(model.seed)
     data = {tensor.name: _data(rng, tensor) for tensor in sorted(tensors, key=_turn)}
     tensors = _fused(tensors, data, FUSED.get(model.architecture, ()))
@@ -282,7 +282,7 @@ def _fused(
     data: dict[str, npt.NDArray[np.uint8]],
     fused: Sequence[tuple[str, tuple[str, ...]]],
 ) -> list[Tensor]:
-    """Put matrices of a layer into one tensor, as files of some architectures have them."""
+    """Stack matrices of a layer in one tensor, as some architectures do."""
     found = {tensor.name: tensor for tensor in tensors}
     for layer in sorted({name.split(".")[1] for name in found if name.startswith("blk.")}):
         for name, parts in fused:
@@ -336,7 +336,7 @@ def _typed(tensor: Tensor, model: SmallModel) -> Tensor:
     return replace(tensor, kind=kinds[-1])
 
 
-# Norms in the order in which numbers are drawn for them.
+# Norms in the order in which their numbers are drawn.
 _NORMS = (
     *("attn_norm", "ffn_norm", "attn_q_norm", "attn_k_norm", "post_attention_norm", "post_ffw_norm"),
     *("attn_output_norm", "layer_output_norm"),
@@ -351,7 +351,7 @@ _HEADS = ("dense_2.weight", "dense_3.weight", "cls.output.weight")
 
 
 def _turn(tensor: Tensor) -> tuple[int, ...]:
-    """When random numbers are drawn for a tensor; those with the same turn keep the order of the file."""
+    """Order in which random numbers are drawn for a tensor; equal values keep the order of the file."""
     if tensor.name in _HEADS:
         return (1 << 20, _HEADS.index(tensor.name))
     if tensor.name in _OUTSIDE:
@@ -386,7 +386,7 @@ def first_layers(path: Path, whole: Path, layers: int) -> Path:
 
 
 def with_tensor(path: Path, plain: Path, name: str, change: Callable[[Any], None]) -> Path:
-    """Write a copy of a file in which values of a float32 tensor are others."""
+    """Write a copy of a file with changed values of a float32 tensor."""
     content = bytearray(plain.read_bytes())
     found = next(t for t in GGUFReader(plain).tensors if t.name == name)
     values = np.frombuffer(content, "<f4", int(found.n_elements), int(found.data_offset))

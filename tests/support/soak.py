@@ -1,7 +1,7 @@
-"""Work that many threads do to one model at a time, each result held to what a model alone gives.
+"""Work of many threads on one model at a time, compared with that of a model without other users.
 
-Sessions belong to single threads, which know the tokens that each holds; a few are shared. Allocations fail
-all the while: a call may then raise, and its session must hold what it held before.
+Sessions belong to single threads, which know their tokens; a few are shared. Meanwhile allocations fail: a
+call may then raise, and its session must be unchanged.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ class Worker:
         return self._random.choice(self._held)
 
     def _tokens(self, most: int = 90) -> list[int]:
-        """Make a prompt, often with a beginning that other threads use as well."""
+        """Make a prompt, often with a prefix that other threads use as well."""
         family, n = self._random.randrange(4), self._random.randrange(1, most)
         common = [(17 * i + 31 * family) % 280 for i in range(self._random.choice((0, 20, 64, 130)))]
         return [*common, *(self._random.randrange(280) for _ in range(n))][:most]
@@ -166,7 +166,7 @@ class Worker:
         held, ids = self._any(), self._tokens(150)
         try:
             logits = held.session.forward_prompt_logits(ids, reuse=True)
-        except REFUSALS:  # it keeps what it has of the prompt, or what it had
+        except REFUSALS:  # it keeps the finished part of the prompt, or its earlier tokens
             tokens = held.session.tokens
             assert tokens in (held.tokens, ids[: len(tokens)])
             held.tokens = tokens
@@ -276,7 +276,7 @@ class Worker:
             assert self._oracle.text(ids, 6, seed).startswith(text)
 
     def _leave(self) -> None:
-        """Leave a text after its first piece."""
+        """Abandon a text after its first piece."""
         held, (ids, seed) = self._any(), self._request()
         pieces = held.session.generate(ids, 6, seed=seed, **SAMPLED)
         first = ""
@@ -288,7 +288,7 @@ class Worker:
         assert self._oracle.text(ids, 6, seed).startswith(first)
 
     def _join(self) -> None:
-        """Use a session that other threads use as well: a prompt that replaces what it holds."""
+        """Use a session shared with other threads: a prompt that replaces its contents."""
         session, ids = self._random.choice(self._shared), self._tokens(120)
         logits = session.forward_prompt_logits(ids, reuse=True)
         assert logits.tobytes() == self._oracle.logits(ids)
@@ -304,7 +304,7 @@ class Footprint:
 
     @classmethod
     def now(cls) -> Footprint:
-        """Measure, once what is free was given back."""
+        """Measure after free memory was returned."""
         gc.collect()
         with suppress(AttributeError, OSError):
             ctypes.CDLL(ctypes.util.find_library("c")).malloc_trim(0)
@@ -317,7 +317,7 @@ class Footprint:
 def fail_now_and_then(device: str, random: Random, end: float) -> int:
     """Have single allocations fail until a time of the monotonic clock; return how many did.
 
-    On Metal there are few: of buffers, while pools grow.
+    Metal has few: buffers, while pools grow.
     """
     most, pause = (100, 0.02) if device == "cpu" else (4, 2.0)
     came = 0
@@ -334,7 +334,7 @@ def soak(path: Path, device: str, folder: Path, seconds: float, seed: str) -> di
     Raises
     ------
     AssertionError
-        A result differs from that of the oracle, or a session from what it must hold.
+        A result differs from the oracle, or a session from its expected tokens.
     """
     chunk = 64 if device == "cpu" else 8  # on Metal bits do not depend on the split up to 8 tokens
     page = 64 * 4 * 32 * 2 * 2

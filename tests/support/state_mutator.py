@@ -15,7 +15,7 @@ from metal_prefill.files import _session_file
 
 
 def mutate_state(plain: bytes, random: Random) -> bytes:
-    """Change the header by its structure, the rest by its bytes; often the checksum is that of the result."""
+    """Change the header by its structure, the rest by its bytes; often with a matching checksum."""
     (length,) = struct.unpack_from("<Q", plain)
     header, body = json.loads(plain[8 : 8 + length]), bytearray(plain[8 + length :])
     odd: list[Any] = [0, -1, 2**63, 1.5, "x", None, [], {}, [0, 1], True, "F16", "I64", [[[]]], 10**30]
@@ -32,7 +32,7 @@ def mutate_state(plain: bytes, random: Random) -> bytes:
             node[random.randrange(len(node))] = deepcopy(random.choice(odd))
     for _ in range(random.choice((0, 0, 1, 8))):
         body[random.randrange(len(body))] = random.randrange(256)
-    with suppress(Exception):  # a header that no checksum can be made for stays without one
+    with suppress(Exception):  # a header without a computable checksum keeps the old one
         metadata = header["__metadata__"]
         tensors = {k: v for k, v in header.items() if k != "__metadata__"}
         if random.random() < 0.7:

@@ -1,4 +1,4 @@
-"""Model folders for tasks, and the texts with which they are compared with their own libraries.
+"""Model folders for tasks, and texts on which they are compared with their own libraries.
 
 The tool that records results of transformers and sentence-transformers, and the tests that compare with them,
 share these definitions.
@@ -63,7 +63,7 @@ def _bert_pairs(path: Path) -> Folder:
 
 
 def _bert_logits(path: Path) -> Folder:
-    """Return the same with an output that stays as it is."""
+    """Return the same with an unchanged output."""
     folder = _bert_pairs(path)
     folder.config["sentence_transformers"] = {"activation_fn": IDENTITY}
     return folder
@@ -165,7 +165,7 @@ def _write_byte_level(path: Path) -> None:
     """Write a tokenizer of bytes and merges, as ModernBERT has."""
     vocabulary = gpt2_vocabulary(MODERN_VOCAB)
     fixed = len(vocabulary.tokens) - len(vocabulary.merges)
-    # The first ids are those of the special tokens; the same number of merges is left out.
+    # The first ids are those of the special tokens; as many merges are omitted.
     kept = [t for t, kind in zip(vocabulary.tokens[:fixed], vocabulary.types, strict=False) if kind == 1]
     merges = vocabulary.merges[: MODERN_VOCAB - len(MODERN_SPECIAL) - len(kept)]
     tokens = [*MODERN_SPECIAL, *kept, *(merge.replace(" ", "") for merge in merges)]
@@ -227,7 +227,7 @@ def _write_byte_level(path: Path) -> None:
 
 
 def late_interaction(path: Path) -> Folder:
-    """Make a folder whose tokens are projected, with prompts and tokens that are not compared."""
+    """Make a folder with token projection, prompts and tokens that are not compared."""
     folder = _sized(model_folders.bert(path, model_type="bert"))
     kinds = (
         ("sentence_transformers.base.modules.transformer.Transformer", ""),

@@ -1,4 +1,4 @@
-"""Chat templates that nobody would write: random trees of Jinja's statements and expressions."""
+"""Unusual chat templates: random trees of Jinja's statements and expressions."""
 
 from __future__ import annotations
 

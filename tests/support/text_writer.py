@@ -1,4 +1,4 @@
-"""Texts that nobody would write: scripts, spaces, marks and spellings of tokens, in any order."""
+"""Unusual texts: scripts, spaces, marks and spellings of tokens, in any order."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from random import Random
 
 from support.comparison import BYTE_LEVEL_SPECIALS, USER_DEFINED, texts
 
-# First and last code points of what tokenizers treat differently; surrogates are in none.
+# First and last code points of classes that tokenizers treat differently; none contains surrogates.
 RANGES = (
     *((0x20, 0x7E), (0x30, 0x39), (0x41, 0x5A), (0x61, 0x7A)),  # ASCII: all, digits, letters
     *((0x00, 0x1F), (0x7F, 0x9F)),  # control characters

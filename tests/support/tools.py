@@ -1,4 +1,4 @@
-"""Tools, and a chat template that tells a model of them."""
+"""Tools, and a chat template that describes them."""
 
 from __future__ import annotations
 
