@@ -60,23 +60,23 @@ struct DeviceLimits {
   std::uint64_t max_buffer_length = 0;  // 0: half the machine's memory
   std::uint64_t working_set_bytes = 0;  // 0: three quarters of the machine's memory
   int apple_family = 7;                 // 7 to 10 for M1 to M5
-  std::string name;                     // precedes the name that says what this is
+  std::string name;                     // precedes the name that identifies the emulator
   bool no_copy = true;                  // false: newBufferWithBytesNoCopy returns nil
   bool simdgroup_matrix = true;         // false: kernels that use it become no pipelines
-  // What pipelines of a kernel report, by its name: the executor's limit where there is none.
+  // Values that pipelines of a kernel report, by its name; by default the executor's limit.
   std::map<std::string, std::uint32_t> max_threads;
-  std::uint32_t simd_width = kSimdWidth;  // the same, of all kernels; they run with 32 whatever this says
+  std::uint32_t simd_width = kSimdWidth;  // the same for all kernels; they run with 32 in any case
   std::set<std::string> broken_kernels;   // become no pipelines
   std::set<std::string> wrong_kernels;    // the first bytes of their first output are overwritten
   // A command buffer fails as the watchdog of a Mac makes one fail when its kernels, or a single dispatch,
   // take more steps: a thread counts once, and once more for each barrier that it passes. 0: no limit.
   std::uint64_t watchdog_steps = 0;
   bool residency_sets = true;  // false: newResidencySetWithDescriptor returns nil
-  // Residency lapses when for so long it was not requested and no command buffer of the queue used it. 0:
+  // Residency lapses if for this time it was not requested and no command buffer of the queue used it. 0:
   // never.
   std::uint64_t residency_lapse_ms = 0;
-  // The GPU reads zeros beyond so many bytes of a no-copy buffer, and before them what the memory held when
-  // the buffer was made. 0: no-copy buffers of any length are right.
+  // The GPU reads zeros beyond this many bytes of a no-copy buffer, and before them the contents of the
+  // memory when the buffer was made. 0: no-copy buffers of any length work.
   std::uint64_t stale_no_copy = 0;
   // False: opening a binary archive from a file throws a ValidationError, as a Mac aborts the process, and an
   // archive cannot be serialized. Adding functions works.

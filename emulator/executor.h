@@ -73,7 +73,7 @@ struct Kernel {
   const char* file;
   std::span<const KernelArgument> arguments;
   const void* entry;                  // meaning belongs to the executor
-  const char* selected_by = nullptr;  // macro without which the guard leaves it out; null: it is always there
+  const char* selected_by = nullptr;  // macro without which the guard omits it; null: always present
 };
 
 struct ShaderLibrary {
@@ -81,9 +81,9 @@ struct ShaderLibrary {
   std::string_view source;  // the exact text that newLibraryWithSource must be given
   std::span<const Kernel> kernels;
   std::span<const FunctionConstant> constants;
-  // Macros that the options of newLibraryWithSource may define as 1: the guard leaves kernels out, a selector
-  // brings those back that it selects.
-  const char* guard = nullptr;  // null: there are none
+  // Macros that the options of newLibraryWithSource may define as 1: the guard omits kernels, a selector
+  // restores those that it selects.
+  const char* guard = nullptr;  // null: none
   std::span<const char* const> selectors{};
   unsigned metal_version = 0;  // of the language that it was compiled as: 300 is Metal 3.0
 };
@@ -125,8 +125,8 @@ class Allocation {
 // between the end and the next alignment boundary are watched by intact(). Filled with `fill`. Null: out of
 // memory.
 std::shared_ptr<Allocation> allocate_guarded(std::size_t bytes, std::uint8_t fill);
-// The caller's memory. With `guarded`, host() is a second view of the same pages with a guard after it where
-// the kernel can give one (shared mappings), else the memory itself.
+// The caller's memory. With `guarded`, host() is a second view of the same pages, followed by a guard if the
+// kernel supports it (shared mappings); otherwise the memory itself.
 std::shared_ptr<Allocation> wrap_memory(void* memory, std::size_t bytes, bool guarded);
 
 // Called on the thread and stack of a kernel in place of an instruction that accessed a guard of

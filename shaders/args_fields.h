@@ -112,7 +112,7 @@ ARGS_STRUCT(AttentionArgs)
   ARGS_FIELD(u32_t, q_stride)     // from one token of q to the next
   ARGS_FIELD(u32_t, page_stride)  // from one page of the cache to the next
   ARGS_FIELD(u32_t, window)       // positions that a token sees, including its own; 0: all
-  ARGS_FIELD(u32_t, both_ways)    // a token sees those after it: half the window before it, half after it
+  ARGS_FIELD(u32_t, both_ways)  // a token sees later ones: half the window before it, half after it
   ARGS_FIELD(u32_t, splits)       // attention_decode: most splits of a row; 1: no combining pass
   ARGS_FIELD(u32_t, tiles)        // attention_prefill: how many
   ARGS_FIELD(float, scale)        // of q . k

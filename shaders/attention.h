@@ -13,8 +13,8 @@
 // V. Limited by registers: a lane holds 8 * chunks values of query and output for each head.
 #define DECODE_HEADS(chunks) ((chunks) <= 2 ? 4 : (chunks) <= 4 ? 2 : 1)
 
-// Whether attention_decode loads the keys of the next step before it multiplies those of the current one:
-// where both fit the registers, 32 of a lane for both steps.
+// Whether attention_decode loads the keys of the next step before it multiplies the current ones: if both fit
+// the registers, 32 of a lane for both steps.
 #define DECODE_LOADS_AHEAD(chunks, element_bytes) ((chunks) * (element_bytes) <= 8)
 
 // 8-row blocks of queries that a simdgroup of attention_prefill owns, by the most dimensions of a head and

@@ -144,7 +144,7 @@ struct Stage {
     load(part * MATMUL_K);
     store(current);
   }
-  // Whether there is a step after that of column k, whose loads have begun then.
+  // Whether there is a step after that of column k; its loads have then started.
   bool load_after(uint k) {
     // All threads have stored `current` and have read the old contents of `next`.
     threadgroup_barrier(mem_flags::mem_threadgroup);

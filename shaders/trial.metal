@@ -1,5 +1,5 @@
-// A GPU that the engine does not know must get this right before it is used: a product of blocks on
-// simdgroup_matrix, and a sum over 32 lanes.
+// An unknown GPU must compute this correctly before it is used: a product of blocks on simdgroup_matrix, and
+// a sum over 32 lanes.
 #include <metal_simdgroup_matrix>
 #include <metal_stdlib>
 

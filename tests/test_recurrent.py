@@ -256,7 +256,7 @@ def test_a_namespace_does_not_see_the_states_of_another(model: Model) -> None:
 
 @pytest.mark.parametrize("wrong", range(8))
 def test_rejected_drafts_restore_the_state_before_them(model: Model, wrong: int) -> None:
-    """Seven drafts, of which the one with this number is wrong; -1: none."""
+    """Seven drafts, of which the one at this index is wrong; 7: none."""
     ids = ids_of(66)
     with model.session() as session:
         chosen = [session.forward_prompt(ids)]

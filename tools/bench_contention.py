@@ -1,13 +1,13 @@
 """Measure the slowdown caused by another process on one of the cores.
 
-Samples alternate: alone, then together with a process that keeps one core busy. The system gives that
-process half of its core, so what degrades in proportion keeps (cores - 1/2) / cores of its speed: three
-quarters on two cores. An engine whose threads wait for the one that is off its core keeps less than half,
-or far less where they spin.
+Samples alternate: alone, then together with a process that keeps one core busy. The system gives that process
+half of its core, so an engine that degrades in proportion keeps (cores - 1/2) / cores of its speed: three
+quarters on two cores. An engine whose threads wait for the preempted one keeps less than half, or far less if
+they spin.
 
-The share that this machine really leaves is measured in the same way, with work that cannot be divided
-better: loops of products in registers, in small pieces that depend on nothing, taken by as many threads.
-Where two of its processors share a core, or the scheduler is unfair, those lose more than their share too.
+The share that this machine really leaves is measured in the same way, with perfectly divisible work: loops of
+products in registers, in small independent pieces, taken by as many threads. If two processors share a core,
+or the scheduler is unfair, that work loses more than its share as well.
 
     python tools/bench_contention.py [MODEL] [--prompt N] [--threads N] [--rounds N]
 """
@@ -58,7 +58,7 @@ class Prompts:
 
 
 class Pieces:
-    """Products in registers on threads that share nothing and never wait for each other."""
+    """Products in registers on independent threads that never wait for each other."""
 
     def __init__(self, threads: int) -> None:
         isa = _core.cpu.kernel_sets()[0]

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Measure what running ahead gains: greedy decoding with the next token sent early, and without, in turns.
+"""Measure the gain of running ahead: greedy decoding with and without sending the next token early.
 
 It needs the Metal engine: a Mac, or a build with METAL_PREFILL_EMULATOR_CUDA=ON and an NVIDIA GPU. The texts
 are compared as well.
@@ -28,7 +28,7 @@ DEPTH = 32  # tokens in the context before decoding
 
 
 class Run(NamedTuple):
-    """Seconds per token, the GPU-busy part of them, and the text."""
+    """Seconds per token, their GPU-busy part, and the text."""
 
     seconds: float
     gpu_seconds: float

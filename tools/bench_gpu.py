@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""Measure the Metal engine on a GPU: speeds, the time of every kernel, and what the GPU can do at most.
+"""Measure the Metal engine on a GPU: speeds, the time of every kernel, and the limits of the GPU.
 
 It needs a build with METAL_PREFILL_EMULATOR_CUDA=ON and an NVIDIA GPU (``make bench-gpu``). Times of kernels
-come from a second process, in which the emulator puts an event between all dispatches; speeds from the first,
-without.
+come from a second process, in which the emulator puts an event between all dispatches; speeds come from the
+first, without events.
 
 Examples
 --------
@@ -131,7 +131,7 @@ def measure_dispatches(path: Path, repeats: int) -> list[Record]:
 
 
 def dispatch_times(path: Path, repeats: int) -> list[Record]:
-    """Run measure_dispatches in a process of its own, in timed mode."""
+    """Run measure_dispatches in a separate process, in timed mode."""
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "dispatches.json"
         command = [sys.executable, __file__, "--model", str(path), "--repeats", str(repeats), "--dispatches",
@@ -208,7 +208,7 @@ def share_table(record: Record) -> list[str]:
 
 
 def projection_seconds(record: Record) -> float:
-    """Return the time of one pass in the layers' products of weights; the head comes last and is left out."""
+    """Return the time of one pass in the layers' weight products, without the head, which comes last."""
     names = ("matvec", "multi_token", "matmul")
     products = [row for row in record["dispatches"] if row["kernel"].startswith(names)]
     return sum(float(row["microseconds"]) for row in products[:-1]) * 1e-6
@@ -229,7 +229,7 @@ def report(result: Record) -> list[str]:
     lines += [f"{row['tokens']:7} {row['ratio']:9.1f} x" for row in speeds["sequential"]]
     by_tokens = {record["tokens"]: record for record in result["dispatches"]}
     one = projection_seconds(by_tokens[1])
-    lines += ["", "products of weights per token, against one token (the layers; the head left out)"]
+    lines += ["", "products of weights per token, against one token (the layers, without the head)"]
     lines += [f"{n:7} {one / (projection_seconds(by_tokens[n]) / n):9.1f} x" for n in by_tokens if n > 1]
     lines += ["", "ceilings measured here",
               f"  copy {ceilings['copied_bytes_per_second'] / 1e12:.2f} TB/s, read and written",

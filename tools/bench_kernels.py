@@ -1,8 +1,8 @@
 """Benchmark single steps of the CPU engine against the limits of this machine.
 
 ``python tools/bench_kernels.py`` times products and attention together with loops that only multiply
-registers, and with plain reading of memory: the share of these limits says how good a kernel is, whatever
-the machine is doing at that moment.
+registers, and with plain reading of memory: the share of these limits measures a kernel independently of the
+load of the machine.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class Limit:
     Parameters
     ----------
     start
-        Returns what is timed. When that fails, here or later, the limit is not known from then on.
+        Function to time. Once it fails, here or later, the limit is unknown.
 
     Attributes
     ----------
@@ -188,7 +188,7 @@ def run(
     types
         GGUF types of the matrices; those of K-quants need columns in multiples of 256.
     shapes
-        Rows and columns; shapes that a type cannot have are left out.
+        Rows and columns; unsupported shapes of a type are omitted.
     tokens, attention_tokens
         Chunk sizes; the head is measured up to those that the engine passes to it.
     threads
@@ -200,7 +200,7 @@ def run(
     compute
         "int8" or "bf16", as for `metal_prefill.Model`.
     progress
-        Called with the name of what is measured next.
+        Called with the name of the next measurement.
 
     Raises
     ------

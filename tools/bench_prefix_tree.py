@@ -1,7 +1,7 @@
 """Benchmark finding, inserting and evicting pages of the prefix tree, by its number of pages.
 
-``python tools/bench_prefix_tree.py`` needs a build with METAL_PREFILL_TESTING, as `make test` makes it. Each
-prompt has a first page of its own, so that one node has as many children as there are prompts.
+``python tools/bench_prefix_tree.py`` needs a build with METAL_PREFILL_TESTING, such as that of `make test`.
+Each prompt has a distinct first page, so that one node has as many children as there are prompts.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ done
 
 
 class WheelError(Exception):
-    """A wheel cannot be built, or is not what it should be."""
+    """A wheel cannot be built, or is invalid."""
 
 
 def find_python(version: str) -> Path:
@@ -143,7 +143,7 @@ def build_macos(version: str, folder: Path, stub: Path) -> Path:
 
 
 def check_contents(wheel: Path) -> int:
-    """Check what every wheel must contain, and its size; return the size in bytes."""
+    """Check the required contents of a wheel, and its size; return the size in bytes."""
     size = wheel.stat().st_size
     if size > MAX_MEGABYTES * 10**6:
         raise WheelError(f"{wheel.name} has {size / 1e6:.1f} MB, more than {MAX_MEGABYTES}")
@@ -212,7 +212,7 @@ def main() -> int:
     finished = folder / "dist"
     finished.mkdir(parents=True, exist_ok=True)
     stub = folder / "_core.pyi"
-    # That of this machine comes first: the others take the stub that it writes.
+    # That of this machine comes first: the others use its stub.
     for name in sorted(options.platforms, key=lambda name: name != platform.machine()):
         for version in options.pythons:
             if name == "macos":

@@ -81,7 +81,7 @@ def find(path: str, text: str) -> Iterator[Finding]:
 
 
 def main() -> int:
-    """Print what is wrong and return the exit code."""
+    """Print the findings and return the exit code."""
     names = subprocess.run(
         ["git", "ls-files", "--", *PATTERNS], cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout.splitlines()

@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def stated_version(pyproject: str) -> str:
-    """Return the version in the text of a ``pyproject.toml``; raises ValueError if there is none."""
+    """Return the version in the text of a ``pyproject.toml``; raises ValueError without one."""
     found = re.search(r'^\[project\]$.*?^version = "([^"]+)"$', pyproject, re.MULTILINE | re.DOTALL)
     if not found:
         raise ValueError("pyproject.toml states no version")
@@ -23,7 +23,7 @@ def stated_version(pyproject: str) -> str:
 
 
 def problems(tag: str, pyproject: str, changelog: str) -> list[str]:
-    """Return what is wrong with a tag, given the texts of ``pyproject.toml`` and ``CHANGELOG.md``."""
+    """Return the problems of a tag, given the texts of ``pyproject.toml`` and ``CHANGELOG.md``."""
     version = stated_version(pyproject)
     found = []
     if tag != f"v{version}":
@@ -34,7 +34,7 @@ def problems(tag: str, pyproject: str, changelog: str) -> list[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print what is wrong with the tag and return 1, or return 0."""
+    """Print the problems of the tag and return 1, or return 0."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("tag", help="tag of the release, such as v1.2.3")
     tag: str = parser.parse_args(argv).tag

@@ -1,6 +1,6 @@
 """Compare the logits of this package and of llama.cpp with each other and with float64 arithmetic.
 
-Prints the tables of ``docs/accuracy.md``. Every engine is given the same tokens, and all its logits are
+Prints the tables of ``docs/accuracy.md``. Every engine processes the same tokens, and all its logits are
 compared with those of the tests' float64 reference over the same dequantized weights::
 
     pip install . llama-cpp-python
@@ -102,7 +102,7 @@ def comparison(actual: Logits, expected: Logits) -> list[str]:
 
 
 def margin_where_different(actual: Logits, expected: Logits) -> float:
-    """Return by how much `expected`'s choice leads there, at most, where the two choose differently."""
+    """Return the largest lead of `expected`'s choice where the two choose differently."""
     chosen, wanted = actual.argmax(axis=1), expected.argmax(axis=1)
     rows = np.arange(len(expected))
     return float((expected[rows, wanted] - expected[rows, chosen]).max())
@@ -185,7 +185,7 @@ def chosen_types(only: Sequence[str]) -> dict[str, int]:
     Raises
     ------
     SystemExit
-        A name is none of them.
+        If a name is not one of them.
     """
     types = llama_types()
     if unknown := [name for name in only if name not in types]:
@@ -200,10 +200,11 @@ def print_header(cells: Sequence[str]) -> None:
 
 
 def compare_types(source: Path, text: str, tokens: int, only: Sequence[str], length: int = 512) -> None:
-    """Print what each type that llama.cpp makes of a model, or some of them, makes of a text.
+    """Print the accuracy of each type, or of some, that llama.cpp quantizes a model to.
 
-    The perplexity, and how near the logits after each of the first tokens are to those of float32 products
-    with the same weights: the correlation over the vocabulary, its median over the tokens, and the lowest.
+    The perplexity of a text, and the similarity of the logits after each of the first tokens to those of
+    float32 products with the same weights: the correlation over the vocabulary, its median over the tokens,
+    and the lowest.
     """
     with Model(source, device="cpu") as model:
         ids = model.tokenizer.encode(text)[:tokens]

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""Build the wheel for macOS on Linux, and check what can be checked of it without running it.
+"""Build the wheel for macOS on Linux, and check it as far as possible without running it.
 
 Compiler and C++ library come from the PyPI package ziglang; Foundation and Metal are declared by the
-emulator's headers and linked against the stubs in tools/macos_stubs. The result was compiled, linked and
-inspected. It was not executed: no Metal device and no macOS took part.
+emulator's headers and linked against the stubs in tools/macos_stubs. The result is compiled, linked and
+inspected, but not executed: neither a Metal device nor macOS is involved.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ def native_stub() -> Path:
 
 
 def build(folder: Path, stub: Path) -> Path:
-    """Build the wheel and give it the tag of the system that it is for."""
+    """Build the wheel and set the tag of its target system."""
     write_tools(folder / "tools")
     wheels = folder / "wheels"
     for old in wheels.glob("*.whl"):

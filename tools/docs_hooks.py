@@ -38,7 +38,7 @@ REFERENCE = {
     **{name: (name.capitalize(), f"metal_prefill.{name}") for name in PACKAGES},
 }
 LINK = re.compile(r"(\]\()([^)#\s]+)([^)]*\))")
-FENCE = re.compile(r"^(```\w+) \w+$", re.MULTILINE)  # the tag says which test runs the snippet
+FENCE = re.compile(r"^(```\w+) \w+$", re.MULTILINE)  # the tag determines which test runs the snippet
 
 log = logging.getLogger("mkdocs.hooks.docs_hooks")
 
@@ -58,7 +58,7 @@ def reference(page: str) -> str:
     names = public_names(module)
     if module == "metal_prefill":
         documented = {name for other, (_, m) in REFERENCE.items() if m != module for name in public_names(m)}
-        names.sort(key=lambda name: name not in ("Model", "Session"))  # which most readers look for
+        names.sort(key=lambda name: name not in ("Model", "Session"))  # the one most readers look for
         names = [
             name for name in names if name.endswith("Error") == (page == "errors") and name not in documented
         ]

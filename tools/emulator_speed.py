@@ -1,6 +1,6 @@
 """Speed of the Metal emulator on this machine's CPU: products of one core, and a prompt of a whole model.
 
-For those who wait for tests; it says nothing about any GPU. Kernels are those of ``shaders/`` on the
+It concerns the duration of tests and predicts nothing about any GPU. Kernels are those of ``shaders/`` on the
 shapes of SmolLM-135M's feed-forward block, on one thread of the host.
 
 ``--prepare`` compiles and makes the model, in ``build/emulator-speed``, and measures nothing.

@@ -1,4 +1,4 @@
-"""Measure what sessions save: reuse, forks, saved state, shared prefixes, and the memory of each.
+"""Measure the savings of sessions: reuse, forks, saved state, shared prefixes, and the memory of each.
 
 Prints the table of ``docs/measurements/sessions.md``: medians of samples taken in turns::
 
@@ -20,8 +20,8 @@ import numpy as np
 from metal_prefill import Model
 from metal_prefill.bench._model_file import smollm_shape
 
-NEW = 16  # tokens after what is shared
-ANSWERS = 8  # prompts that share their beginning
+NEW = 16  # tokens after the shared prefix
+ANSWERS = 8  # prompts with a shared prefix
 
 
 def in_turns(repetitions: int, calls: dict[str, Callable[[], object]]) -> dict[str, list[float]]:

@@ -1,7 +1,7 @@
-"""Measure what drafts and forced tokens save, in interleaved pairs, in CPU time and wall time.
+"""Measure the savings of drafts and forced tokens, in interleaved pairs, in CPU time and wall time.
 
-Each text is made twice, with and without, in changing order, from a prompt that is already computed. The
-texts must be the same. Prints a line for each kind of task, of several rounds the median and range::
+Each text is generated twice, with and without, in alternating order, from a prompt that is already computed.
+The texts must be equal. Prints a line for each kind of task: median and range of several rounds::
 
     python tools/measure_texts.py smollm2 --threads 2
     python tools/measure_texts.py smollm2 --threads 2 -r 5 --only record
@@ -87,7 +87,7 @@ class Sum:
 
 @dataclass(frozen=True)
 class Task:
-    """Prompts, and two sets of options that must make the same texts of them.
+    """Prompts, and two sets of options that must generate the same texts.
 
     Attributes
     ----------
@@ -159,14 +159,14 @@ def compare(model: Model, task: Task, rounds: int) -> None:
 
 
 def all_tasks(model: Model, tokens: int) -> list[Task]:
-    """Return each kind of text with two sets of options that must make the same of it."""
+    """Return each kind of text with two sets of options that must generate the same text."""
     off = {"speculate": "off"}
     free = [_asked(model, f"Write a few sentences about {topic}.") for topic in TOPICS]
     sampled = {"temperature": 0.8, "top_p": 0.95, "seed": 1}
     wrong = {"speculate": lambda tokens: [3] * 31}
     people = [_asked(model, f"Make up record {i} of a person as JSON.") for i in range(5)]
     constrained = {"json_schema": RECORD, "temperature": 0.8, "seed": 2}
-    # Log probabilities are of every token, so each is computed by itself then.
+    # Log probabilities are of every token, so each is computed separately then.
     one_by_one = {**constrained, "logprobs": 0, **off}
     copies = [_asked(model, f"Repeat this record as JSON:\n\n{record}") for record in RECORDS]
     copied = {"json_schema": RECORD}
@@ -174,10 +174,10 @@ def all_tasks(model: Model, tokens: int) -> list[Task]:
         Task("copying tasks", copying_tasks(model), tokens, {}, off),
         Task("free text", free, tokens, {}, off),
         Task("free text, sampled", free, tokens, sampled, {**off, **sampled}),
-        Task("guesses that are always wrong", free, tokens, wrong, off),
+        Task("drafts that are always wrong", free, tokens, wrong, off),
         Task("record of 12 fields", people, 400, constrained, one_by_one),
-        Task("record of 12 fields, guesses", people, 400, constrained, {**constrained, **off}),
-        Task("record of 12 fields, copied, guesses", copies, 400, copied, {**copied, **off}),
+        Task("record of 12 fields, drafts", people, 400, constrained, {**constrained, **off}),
+        Task("record of 12 fields, copied, drafts", copies, 400, copied, {**copied, **off}),
     ]
 
 

@@ -37,7 +37,7 @@ def speed(value: float, ratio: Spread) -> str:
 
 
 def packed_share(path: Path) -> str:
-    """Bytes of the packed tensors over those of the file; nothing where none is packed."""
+    """Bytes of the packed tensors over those in the file; empty if none is packed."""
     with Model(path, device="cpu", threads=1, max_context=16) as model:
         packed = model.stats()["weight_bytes"]
         floats = ("F32", "F16", "BF16")
@@ -77,7 +77,7 @@ def measure(path: Path, arguments: argparse.Namespace) -> list[str]:
 
 
 def writer(arguments: argparse.Namespace) -> tuple[list[str], Callable[[str, Path], bool]]:
-    """Return the types to measure, and what writes the file of one: False where there is none of it."""
+    """Return the types to measure, and a function that writes the file of one or returns False."""
     if arguments.shape:
 
         def synthesized(name: str, path: Path) -> bool:

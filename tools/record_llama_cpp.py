@@ -127,8 +127,7 @@ def all_logits(path: Path, tokens: list[int]) -> npt.NDArray[np.float64]:
 def record_perplexity() -> None:
     """Compute the perplexity of the verse under the bundled model, as llama.cpp's perplexity tool does.
 
-    The windows do not overlap and begin with the token of beginnings; of each, the tokens at n / 2 + 1 to
-    n - 1 count.
+    The windows do not overlap and start with the BOS token; in each, the tokens at n / 2 + 1 to n - 1 count.
     """
     path = next((TESTS.parent / "python" / "metal_prefill" / "data").glob("*.gguf"))
     llama = llama_cpp.Llama(str(path), vocab_only=True, verbose=False)
@@ -217,7 +216,7 @@ def record_vectors(folder: Path) -> None:
     recorded: dict[str, Any] = {}
     for name, model in (small_models.EMBEDDERS | small_models.CLASSIFIERS).items():
         if len(model.labels) == 1:
-            continue  # of which llama.cpp makes a probability of 1
+            continue  # which llama.cpp turns into a probability of 1
         path = small_models.write(folder / "model.gguf", model)
         width = len(model.labels) or model.dim
         vectors = [vector(path, tokens, width) for tokens in comparison.vector_tokens(model)]

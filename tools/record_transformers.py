@@ -138,7 +138,7 @@ def config_of(path: Path, model: SmallModel) -> transformers.PreTrainedConfig:
         settings["layer_types"] = [
             "conv" if i in model.conv_layers else "full_attention" for i in range(model.layers)
         ]
-    if model.architecture in GEMMA:  # layers with a window rotate by a base of their own, unscaled
+    if model.architecture in GEMMA:  # layers with a window use a separate rope base, unscaled
         settings["rope_parameters"] = {"full_attention": rope, "sliding_attention": {"rope_type": "default"}}
         settings["sliding_window"] = model.window
         settings["query_pre_attn_scalar"] = model.key_dim

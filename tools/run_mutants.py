@@ -1,15 +1,15 @@
 """Plant errors one at a time and report those that no test notices.
 
-``tests/mutants`` lists them: a file, a text that occurs in it once, what takes its place, the error, and the
-tests that the file's owner names. This program copies the sources to ``build/mutants``, builds them there,
-expects those tests to pass, and then applies one change after another::
+``tests/mutants`` lists them: a file, a text that occurs in it once, its replacement, the error, and the tests
+that must notice it. This program copies the sources to ``build/mutants``, builds them there, expects those
+tests to pass, and then applies one change after another::
 
     make mutants
     .venv/bin/python tools/run_mutants.py shaders/ cpp/batch.cpp     # only what begins so
     .venv/bin/python tools/run_mutants.py --rest                     # only those without a result so far
 
-What ends a process, hangs or fails to compile in a test is noticed, too. A change that the build refuses is a
-fault of the list. With survivors, or with such faults, the exit status is 1.
+A test that ends the process, hangs or fails to compile counts as noticing the error. A change that does not
+build is an error of the list. With survivors, or with such errors, the exit status is 1.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ TREE, BUILD, PACKAGE = WORK / "tree", WORK / "native", WORK / "package"
 RESULTS = WORK / "results.json"
 TOOLS = Path(sys.executable).parent  # cmake and ninja of the environment
 TARGETS = ("_core", "_cpu_testing", "_metal_testing")
-# Of the kernels of shaders only these variants are built: all of them take a core ten minutes. What
-# `tests/mutants` names uses no others.
+# Of the kernels of shaders only these variants are built: all of them take a core ten minutes. The tests in
+# `tests/mutants` use no others.
 TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "q6_k")
 VARIANTS = (
     *TYPES,
     *(f"attention_decode_{cache}_{size}" for cache in ("f16", "f32") for size in (32, 64, 96, 128, 256)),
     *("attention_prefill_f16_64", "attention_prefill_f32_64"),
 )
-TIME_LIMIT_S = 600  # of the tests of one error; what takes longer hangs
+TIME_LIMIT_S = 600  # for the tests of one error; beyond it they hang
 CAUGHT, SURVIVED, NOT_BUILT, NO_TESTS = "caught", "survived", "not built", "no tests"
 
 
@@ -97,7 +97,7 @@ def configure() -> None:
 
 
 def link_modules() -> None:
-    """Put the built modules where Python finds them."""
+    """Copy the built modules to where Python finds them."""
     for target in TARGETS:
         (built,) = [path for path in BUILD.rglob(f"{target}*.so") if PACKAGE not in path.parents]
         link = (PACKAGE / "metal_prefill" if target == "_core" else PACKAGE) / built.name
@@ -174,7 +174,7 @@ def read_results() -> dict[str, dict[str, object]]:
 
 
 def check_plain(mutants: Iterable[Mutant]) -> None:
-    """Expect the tests to pass where nothing is planted; ends the program where they do not."""
+    """Expect the tests to pass without a planted error; exit otherwise."""
     passed = 0
     for tests in sorted({mutant.tests for mutant in mutants}):
         status, said = run_tests(tests)
@@ -199,7 +199,7 @@ def main() -> int:
     if options.rest:
         chosen = [m for m in chosen if key(m) not in results]
     if not chosen:
-        parser.error("no planted error is left to try")
+        parser.error("no mutants selected")
     WORK.mkdir(parents=True, exist_ok=True)
     copy_sources()
     configure()

@@ -1,9 +1,9 @@
 """Test the CPU engine on this processor and report which instruction sets ran.
 
 ``python tools/test_processor.py`` needs the package from a build with ``METAL_PREFILL_TESTING``, the folder
-of tests and pytest, but no compiler. It runs the tests of all kernels that this processor has and those of
-the engine, then both benchmarks, whose figures after so few samples say only that they run. On an idle
-machine that takes less than two minutes.
+of tests and pytest, but no compiler. It runs the tests of all kernels of this processor and those of the
+engine, then both benchmarks, whose few samples show only that they run. On an idle machine that takes less
+than two minutes.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from pathlib import Path
 TESTS = Path(__file__).parents[1] / "tests"
 BENCH_KERNELS = Path(__file__).with_name("bench_kernels.py")
 FILES = ("test_machine_code.py", "test_cpu_kernels.py", "test_engine.py")
-DEAD = "its process died"  # as `BenchError` says it
-TIME_LIMIT_S = 600  # of a step: what takes longer hangs
+DEAD = "its process died"  # the message of a `BenchError`
+TIME_LIMIT_S = 600  # per step; beyond it the step hangs
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def run(step: Step) -> bool:
             timeout=TIME_LIMIT_S,
         )
         how, text, passed = outcome(done.returncode), done.stdout, done.returncode == 0
-        if DEAD in text:  # a benchmark goes without a limit whose process dies; a processor does not pass so
+        if DEAD in text:  # a benchmark omits a limit whose process crashes; here that is a failure
             how, passed = "lost a process", False
     except subprocess.TimeoutExpired as error:
         output = error.stdout or b""
@@ -97,7 +97,7 @@ def main() -> int:
     parser.add_argument("--tests", type=Path, default=TESTS, help="folder of tests (default: %(default)s)")
     options = parser.parse_args()
     if importlib.util.find_spec("_cpu_testing") is None:
-        parser.error("the package lacks what calls single kernels: run `make test-processor`")
+        parser.error("the package lacks the module that calls single kernels: run `make test-processor`")
 
     import metal_prefill
     from metal_prefill import _core

@@ -1,6 +1,6 @@
 """Run clang-tidy over the project's sources that a build compiled, on all cores.
 
-Checks are those of ``.clang-tidy``; whatever one of them finds fails the run::
+Checks are those of ``.clang-tidy``; any finding fails the run::
 
     make tidy
     .venv/bin/python tools/tidy.py build/emulator cpp/cpu cpp/model.cpp    # only what begins so
@@ -29,7 +29,7 @@ def sources(build: Path, wanted: list[str]) -> list[str]:
 
 
 def check(build: Path, file: str) -> str:
-    """Return the findings of clang-tidy in a file; empty if there are none."""
+    """Return the findings of clang-tidy in a file; empty without findings."""
     tidy = Path(sysconfig.get_path("scripts")) / "clang-tidy"
     command = [str(tidy), "-p", str(build), "--quiet", file]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
@@ -37,7 +37,7 @@ def check(build: Path, file: str) -> str:
 
 
 def main() -> int:
-    """Check all, print what was found as it comes, and return 1 if there was anything."""
+    """Check all files, print findings as they come, and return 1 if there were any."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("build", type=Path, help="folder of a configured build")
     parser.add_argument("sources", nargs="*", help="path prefixes of sources (default: all)")

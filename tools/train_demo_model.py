@@ -36,7 +36,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor, nn
 
 TEXT_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
-END_OF_TEXT = "<|endoftext|>"  # id 0; begins every window, so it serves as BOS and EOS alike
+END_OF_TEXT = "<|endoftext|>"  # id 0; starts every window, so it is both BOS and EOS
 BLOCK = 32  # weights that share one scale in Q4_0 and Q8_0
 
 
@@ -92,7 +92,7 @@ def train_tokenizer(text: str, vocab: int) -> Tokenizer:
 
 
 class Text:
-    """One split of the text as token ids, cut into windows that each begin with END_OF_TEXT."""
+    """One split of the text as token ids, divided into windows that each start with END_OF_TEXT."""
 
     def __init__(self, text: str, tokenizer: Tokenizer, context: int) -> None:
         encoding = tokenizer.encode(text)
@@ -365,7 +365,7 @@ def write_gguf(path: Path, model: Llama, shape: Shape, tokenizer: Tokenizer) -> 
 
 
 def read_gguf(path: Path, shape: Shape) -> Llama:
-    """Load what `write_gguf` wrote, the weights dequantized to float32."""
+    """Load the file of `write_gguf`, with the weights dequantized to float32."""
     tensors = {t.name: quants.dequantize(t.data, t.tensor_type) for t in gguf.GGUFReader(path).tensors}
     model = Llama(shape, dropout=0.0)
     model.load_state_dict({n: torch.tensor(tensors[tensor_name(n)]) for n in model.state_dict()})

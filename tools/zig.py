@@ -26,8 +26,8 @@ def write_commands(folder: Path, **scripts: str) -> None:
 def python_headers(copy: Path) -> Path:
     """Return the folder of Python's headers.
 
-    In a Debian system's Python, pyconfig.h only includes that of the host's processor, and fails for any
-    other target. A copy gets that one in its place.
+    On Debian, Python's pyconfig.h only includes that of the host's processor, and fails for any other target.
+    A copy replaces it with that one.
     """
     headers = Path(sysconfig.get_path("include"))
     config = headers.parent / str(sysconfig.get_config_var("MULTIARCH")) / headers.name / "pyconfig.h"

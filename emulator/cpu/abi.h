@@ -186,7 +186,7 @@ struct Kernel {
   void (*call)(const Invocation& invocation);
   const ThreadgroupLayout* layout;
   void (*specialize)(ConstantValues values);  // for the calling host thread
-  const char* selected_by;  // macro without which the guard leaves it out; null: it is always there
+  const char* selected_by;                    // macro without which the guard omits it; null: always present
 };
 
 struct FunctionConstant {
@@ -204,7 +204,7 @@ struct Library {
   const FunctionConstant* constants;
   u32 constant_count;
   bool checked;                  // every memory access calls the executor
-  const char* guard;             // macro that leaves kernels out; null: there is none
+  const char* guard;             // macro that omits kernels; null: none
   const char* const* selectors;  // macros that bring them back
   u32 selector_count;
   u32 metal_version;  // __METAL_VERSION__ that it was compiled with

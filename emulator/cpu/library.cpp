@@ -22,8 +22,8 @@ struct Loaded {
   std::vector<FunctionConstant> constants;
 };
 
-// Libraries that were registered, by name and text. Plain and checked variants of a source are two objects of
-// the same name; the first one waits here for the other.
+// Registered libraries, by name and text. Plain and checked variants of a source are two objects of the same
+// name; the first one waits here for the other.
 struct Registry {
   std::mutex mutex;
   std::map<std::pair<std::string_view, std::string_view>, Loaded*> by_text;

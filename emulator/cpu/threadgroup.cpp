@@ -101,7 +101,7 @@ void ThreadgroupRunner::reset_fibers() {
 }
 
 // Destroys the sanitizer's fibers: those of suspended threads never end, so the next threadgroup could not
-// come after them.
+// start.
 void ThreadgroupRunner::forget() {
 #if METAL_EMULATOR_TSAN
   for (void*& fiber : tsan_fibers_) {
@@ -220,7 +220,7 @@ std::string ThreadgroupRunner::run(Dim3 position) {
   place_threadgroup_memory();
   place_threads();
 #if METAL_EMULATOR_TSAN
-  reset_fibers();  // a fiber for each thread, so that no order is seen where there is none
+  reset_fibers();  // a separate fiber for each thread, so that unordered accesses are not ordered by accident
   // All are made here: a fiber that another one makes is ordered after everything that the other did so far.
   // They are used by later threadgroups, too, which begin after the end of this one.
   for (unsigned i = 0; i < count_; i++) {

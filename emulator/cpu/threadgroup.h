@@ -127,8 +127,8 @@ class ThreadgroupRunner {
   struct alignas(64) SyncPoint {  // an address that represents an order between fibers
     char byte;
   };
-  // Successive barriers use them in turns: the first thread arrives at a barrier before the last has left the
-  // previous one, which must not order the two.
+  // Successive barriers alternate between them: the first thread arrives at a barrier before the last has
+  // left the previous one, which must not order the two.
   SyncPoint sync_begin_, sync_end_, sync_barrier_[2], sync_simdgroup_[abi::kMaxThreads / abi::kLanes][2];
 
   void* host_stack_ = nullptr;

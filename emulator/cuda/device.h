@@ -11,7 +11,7 @@ namespace metal_emulator::cuda {
 
 class Device {
  public:
-  // The first GPU. Throws std::runtime_error where there is none.
+  // The first GPU. Throws std::runtime_error without one.
   Device();
   const std::string& name() const { return name_; }
   // Compute capability, 90 for Hopper.

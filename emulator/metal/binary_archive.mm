@@ -1,4 +1,4 @@
-// Archives of compiled pipelines. A file lists what was compiled: nothing is read from it but that.
+// Archives of compiled pipelines. A file only lists what was compiled.
 #include <unistd.h>
 
 #include <fstream>

@@ -33,10 +33,9 @@ struct Encoded {
   std::vector<EncodedBarrier> barriers;
 };
 
-// Conflicts between dispatches by the bytes that they touched; empty when there is none.
+// Conflicts between dispatches by the bytes that they touched; empty without conflicts.
 std::string find_hazard(const Encoded& encoded, const std::vector<DispatchStatistics>& statistics);
-// The first use of a buffer that is wrong by now: deallocated, or written past its end; empty when there is
-// none.
+// The first use of a buffer that is now invalid: deallocated, or written past its end; empty without one.
 std::string find_misuse(const Encoded& encoded);
 // Uses of buffers that Metal does not track.
 std::vector<Access> find_untracked(const Command& command, const std::vector<EncodedBinding>& bindings);
@@ -44,10 +43,10 @@ std::vector<DispatchRecord> make_records(const Encoded& encoded,
                                          const std::vector<DispatchStatistics>& statistics);
 // After each dispatch of a kernel named, overwrites the first bytes of the first output.
 void plant_mistakes(std::vector<Command>& commands, const std::set<std::string>& kernels);
-// What the watchdog says of more steps than the limit, where there is one; see DeviceLimits.
+// The watchdog's error for more steps than the limit, if there is one; see DeviceLimits.
 std::string find_timeout(const Encoded& encoded, const std::vector<DispatchStatistics>& statistics,
                          std::uint64_t limit);
-// What Metal says of commands whose buffers are together larger than `most` bytes; empty: they are not.
+// Metal's error for commands whose buffers are together larger than `most` bytes; empty if they are not.
 std::string find_excess(const Encoded& encoded, std::uint64_t most);
 // Keeps the first `dispatches` dispatches and the other commands before them.
 void truncate(std::vector<Command>& commands, int dispatches);

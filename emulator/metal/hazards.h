@@ -35,7 +35,7 @@ class HazardTracker {
   void barrier() { accesses_.clear(); }
   // The same, but only for accesses to these allocations.
   void barrier(std::span<const Allocation* const> memory);
-  // Describes the first of one command's accesses that conflicts with an earlier one; `missing` says what
+  // Describes the first of one command's accesses that conflicts with an earlier one; `missing` names what
   // should have come between them.
   std::optional<std::string> find_conflict(std::span<const Access> accesses, const char* missing) const;
   void add(std::vector<Access> accesses);

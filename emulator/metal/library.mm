@@ -82,7 +82,7 @@ Value make_value(const void* bytes, MTLDataType type) {
   }
   return self;
 }
-// It leaves mathFloatingPointFunctions as it is, which Apple does not rule out.
+// It does not change mathFloatingPointFunctions, which Apple does not rule out.
 - (void)setFastMathEnabled:(BOOL)enabled {
   _fastMathEnabled = enabled;
   _mathMode = enabled ? MTLMathModeFast : MTLMathModeSafe;

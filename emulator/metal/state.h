@@ -36,9 +36,8 @@ class State {
   static State& get();
 
   Executor& executor() { return *executor_; }
-  // Whether to look for misuse that a Mac finds only with its validation layer, or not at all: commands
-  // without an order that access the same memory, and changes to buffers that a command buffer does not know
-  // of.
+  // Whether to check for misuse that a Mac finds only with its validation layer, or not at all: unordered
+  // commands that access the same memory, and changes to buffers that a command buffer does not track.
   bool validates() const { return validates_; }
   ExecutorOptions options();
   void set_options(const ExecutorOptions& options);

@@ -104,7 +104,7 @@ def embed_ptx(modules: dict[str, str], source: Path, output: Path) -> None:
 
 
 def without_unrolling(translated: str) -> str:
-    """Leave loops to be loops: instrumented kernels would be too large. The text that finds them stays."""
+    """Prevent unrolling of loops: instrumented kernels would be too large. The text that finds them stays."""
     code, source, table = translated.partition("const char kSource[]")
     return re.sub(r"^[ \t]*#[ \t]*pragma[ \t]+unroll[^\n]*$", "", code, flags=re.MULTILINE) + source + table
 

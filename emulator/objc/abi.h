@@ -1,5 +1,5 @@
-// Data that clang emits for -fobjc-runtime=gnustep-2.0, and the few calls that the emulator's own code makes
-// into the runtime. Only what the compiler itself writes is described here; the layout is fixed by it.
+// Data that clang emits for -fobjc-runtime=gnustep-2.0, and the few runtime calls that the emulator's own
+// code makes. It describes only what the compiler writes, which determines the layout.
 #pragma once
 
 #include <atomic>

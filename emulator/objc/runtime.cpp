@@ -74,7 +74,7 @@ long align_up(long value, long alignment) {
   return (value + alignment - 1) / alignment * alignment;
 }
 
-// Ivars follow those of the superclass, whose size is known only now.
+// Ivars follow those of the superclass, whose size is not known earlier.
 void lay_out_ivars(Class* cls) {
   const long own = cls->instance_size < 0 ? -cls->instance_size : cls->instance_size;
   long base = cls->superclass ? cls->superclass->instance_size : 0;
@@ -132,7 +132,7 @@ std::atomic<const FoundMethod*>& cached_method(Class* cls, const char* name) {
   return method_cache[(hash ^ hash >> 10) % kCachedMethods];
 }
 
-// A new image may bring methods that change what a message finds.
+// A new image may add methods that change the result of a lookup.
 void forget_methods_locked() {
   tables().found.clear();
   for (auto& entry : method_cache) entry.store(nullptr, std::memory_order_release);

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Find names in Objective-C++ sources that an older SDK of macOS does not have.
 
-The version of PyPI's pyobjc-framework-Metal that was made from an SDK lists the names of Metal in it.
-A name that the headers here declare, that a source uses and that the SDK lacks is a build that fails with
-that SDK: a guard by ``@available`` does not help, since the compiler does not know the name.
+The release of PyPI's pyobjc-framework-Metal made from an SDK lists the names of Metal in it. A name that the
+headers here declare, that a source uses and that the SDK lacks breaks the build with that SDK: a guard by
+``@available`` does not help, since the compiler does not know the name.
 
 Usage: ``check_sdks.py [--cache FOLDER] SOURCE_FOLDER...``; exits with 1 and a list of uses.
 """

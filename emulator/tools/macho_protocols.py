@@ -1,8 +1,8 @@
 """Read the Objective-C protocols of a Mach-O library: their selectors and type encodings.
 
 Compilers write a full description of every protocol that a binary refers to, so a binding of Apple's
-frameworks holds their interface in a form that needs no header. Only what such a 64-bit little-endian library
-contains is understood: classic rebase information (pointers are stored as they are) and both forms of method
+frameworks contains their interface in a form that needs no header. Only what such a 64-bit little-endian
+library contains is supported: classic rebase information (pointers stored unchanged) and both forms of method
 lists.
 """
 

@@ -35,14 +35,13 @@ void* or_throw(Allocate allocate) {
 
 extern "C" {
 
-// The nth allocation from now on fails, whichever thread makes it; 0: none. With the GIL, arguments and
-// results are converted: nanobind ends the process where that fails, so those count only if they are asked
-// for.
+// Makes the nth allocation from now on fail, on any thread; 0: none. Arguments and results are converted
+// while the GIL is held: nanobind ends the process if that fails, so those allocations count only on request.
 EXPORTED void metal_prefill_fail_allocation(long nth, bool also_with_gil) {
   with_gil.store(also_with_gil, std::memory_order_relaxed);
   countdown.store(nth, std::memory_order_relaxed);
 }
-// Whether it has not come yet.
+// Whether it is still to come.
 EXPORTED bool metal_prefill_allocation_will_fail() {
   return countdown.load(std::memory_order_relaxed) > 0;
 }

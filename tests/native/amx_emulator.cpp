@@ -34,7 +34,7 @@ thread_local Tiles tiles;
 
 struct sigaction previous;
 
-// An instruction: VEX, opcode, ModRM, and SIB and displacement where there are any.
+// An instruction: VEX, opcode, ModRM, and SIB and displacement if present.
 struct Instruction {
   int opcode = 0, prefix = 0;     // prefix: 0 none, 1 66, 2 F3, 3 F2
   int reg = 0, rm = 0, vvvv = 0;  // tile registers, if there is no memory operand
@@ -135,8 +135,8 @@ void store(int tile, const Instruction& to) {
                 tiles.row_bytes[tile]);
 }
 
-// Products of the first elements of pairs and of the second ones have sums of their own, which are added to
-// C at the end.
+// Products of the first and of the second elements of pairs have separate sums, which are added to C at the
+// end.
 __attribute__((target("avx512f"))) void multiply_pairs(int c, int a, int b) {
   const unsigned mode = _mm_getcsr();
   _mm_setcsr(kRoundToNearestQuiet | kFlushDenormals);

@@ -1,5 +1,5 @@
-// _cpu_testing: the kernels of each instruction set on NumPy arrays, and single steps of the engine to be
-// timed. Every function of a kernel names a set of _core.cpu.kernel_sets(). Also the prefix tree by itself.
+// _cpu_testing: the kernels of each instruction set on NumPy arrays, single steps of the engine for timing,
+// and the prefix tree alone. Every function of a kernel takes the name of a set in _core.cpu.kernel_sets().
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/string.h>

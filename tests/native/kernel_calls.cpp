@@ -138,7 +138,7 @@ void multiply_pairs(const std::string& set, std::uint32_t type, const Bytes& wei
   const Buffer blocks(packed.group_bytes() * std::size_t(packed.groups()), "weights");
   packed.blocks = blocks.data();
   for (int group = 0; group < packed.groups(); ++group) pack_group(tensor, group, packed.group(group));
-  // What is not in use of the last tile is NaN.
+  // Unused rows of the last tile are NaN.
   const std::size_t stride = padded + kPairPad, n_rows = round_up(std::size_t(first) + tokens, kTileTokens);
   const Buffer memory((n_rows + kTileTokens) * stride * sizeof(std::uint16_t), "activations");
   std::memset(memory.data(), 0xff, memory.bytes());
@@ -209,7 +209,7 @@ void attention(const std::string& set, const Matrix& q, const Matrix& keys, cons
                           : exact              ? KvLayout::kHalf
                                                : kernels.half_layout;
   KvPages cache(config, layout, key_multiple > 0 ? key_multiple : kernels.key_multiple, 8192, true);
-  // Pages in no order, with nothing but NaN where no position was stored.
+  // Pages in random order, with NaN at all positions that were not stored.
   const int n_pages = (positions + kKeySpan - 1) / kKeySpan;
   std::vector<PageId> ids;
   for (int i = 0; i < n_pages; ++i) ids.push_back(PageId(i % 2 == 0 ? i / 2 : n_pages - 1 - i / 2));
@@ -243,7 +243,7 @@ void attention(const std::string& set, const Matrix& q, const Matrix& keys, cons
                         .length = both_ways ? positions : 0,
                         .scale = scale};
   if (by_splits) {
-    // The last split first; what no row writes stays NaN.
+    // The last split first; values that no row writes stay NaN.
     const int n = ceil_div(positions, kSplitPositions);
     const std::size_t size = out.shape(0) * out.shape(1), row_sums = std::size_t(heads);
     std::vector<float> results(std::size_t(n) * size, std::numeric_limits<float>::quiet_NaN());

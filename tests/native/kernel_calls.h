@@ -41,7 +41,8 @@ struct QuantizedRows {
 // The first row of x becomes token `first`.
 QuantizedRows quantize(const std::string& set, const Matrix& x, int first);
 
-// out[i, 32 * g + r] for tokens first + i, i < len(x). `out` may be wider: what is beyond the groups stays.
+// out[i, 32 * g + r] for tokens first + i, i < len(x). `out` may be wider: columns beyond the groups are
+// unchanged.
 void multiply_int8(const std::string& set, std::uint32_t type, const Bytes& weight, int rows, const Matrix& x,
                    int first, OutMatrix out);
 // weight [32, padded], x [tokens, padded] with zeros after `cols`.

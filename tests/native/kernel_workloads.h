@@ -1,4 +1,4 @@
-// Single steps of the engine, each timed on a team of its own: `make bench-kernels` measures them.
+// Single steps of the engine, each timed on a separate team: `make bench-kernels` measures them.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +9,7 @@
 
 namespace metal_prefill::cpu {
 
-// One matrix by `tokens` activations, with weights enough that they come from memory, as in a model.
+// One matrix by `tokens` activations, with enough weights that they come from memory, as in a model.
 // `compute`: "int8" or "bf16".
 std::unique_ptr<Workload> product_workload(const std::string& set, std::uint32_t type, int rows, int cols,
                                            int tokens, int threads, const std::string& compute);

@@ -1,7 +1,7 @@
 """Checks on clang's syntax tree of a source as C++ for OpenCL.
 
-C++ for OpenCL has a generic address space, which a pointer without one points to. Metal has none, so whatever
-is written without address space is refused here. So are recursion and lambdas.
+C++ for OpenCL has a generic address space, to which a pointer without one points. Metal has none, so pointers
+without an address space are rejected here. So are recursion and lambdas.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ SPACES = ("__global", "__local", "__constant")
 
 
 class Checker:
-    """Walks a syntax tree as clang prints it in JSON, where a location omits what the one before it had."""
+    """Walks a syntax tree in clang's JSON, where a location omits what the previous one contained."""
 
     def __init__(self, shim: str) -> None:
         self.shim = shim  # folder whose declarations are not checked

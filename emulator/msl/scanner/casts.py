@@ -257,7 +257,7 @@ class CastRewriter:
         return end
 
     def _is_declarator(self, opening: int) -> bool:
-        """Whether ``(*name)[`` or ``(&name)(`` stands here, as in a declaration of a pointer or reference."""
+        """Whether ``(*name)[`` or ``(&name)(`` starts here, as in a declaration of a pointer or reference."""
         closing = self.tokens.partner[opening]
         return (
             self.tokens.at(opening + 1) in ("*", "&")

@@ -89,7 +89,7 @@ def _scope_name(tokens: TokenList, found: Declaration) -> tuple[str, ...]:
 
 
 def _declaration(tokens: TokenList, begin: int, end: int, scope: tuple[str, ...]) -> Declaration:
-    """Parse the one declaration that begins here."""
+    """Parse the one declaration that starts here."""
     index, templates, instantiation = begin, [], False
     while tokens.at(index) == "template":
         if tokens.at(index + 1) == "<":

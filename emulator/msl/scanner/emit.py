@@ -61,7 +61,7 @@ def cpu_table(
     Parameters
     ----------
     name
-        File name of the source, by which the host knows the library.
+        File name of the source, by which the host identifies the library.
     source
         Exact text that the host gives to newLibraryWithSource.
     uses

@@ -69,9 +69,9 @@ def check_directives(path: Path, directives: list[tuple[str, int, str]]) -> None
 def constant_uses(tokens: TokenList, found: list[Declaration], program: Program) -> dict[str, list[int]]:
     """Return for each kernel the function constants that must have a value.
 
-    Those are the ones that the kernel, or what it calls, may read.
-    A name selects all functions, classes and variables with that name, so the result may be too large but
-    never too small. Constants that the source asks is_function_constant_defined about are left out.
+    Those are the ones that the kernel, or its callees, may read. A name selects all functions, classes and
+    variables with that name, so the result may be too large but never too small. Constants that the source
+    queries with is_function_constant_defined are omitted.
     """
     tested = {
         tokens.at(i + 2) for i, token in enumerate(tokens) if token.text == "is_function_constant_defined"

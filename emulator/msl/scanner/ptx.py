@@ -33,7 +33,7 @@ class _Item:
 
 
 def _statements(assembly: str) -> list[str]:
-    """Return what stands at the outermost level: declarations, and functions with their bodies."""
+    """Return the outermost level: declarations, and functions with their bodies."""
     statements, begin, depth = [], 0, 0
     text = re.sub(r"//[^\n]*", lambda m: m[0] if m[0] == AWAIT else "", assembly)
     for position, character in enumerate(text):

@@ -125,7 +125,7 @@ def _is_constructor(tokens: TokenList, index: int) -> bool:
 
 
 def _function_constants(tokens: TokenList, found: list[Declaration], program: Program) -> None:
-    """Turn function constants, and what is computed from them, into variables of the host thread."""
+    """Turn function constants, and values computed from them, into variables of the host thread."""
     dependent: set[str] = set()
     for constant in program.constants:
         declaration = constant.declaration
@@ -237,7 +237,7 @@ def _kernels(tokens: TokenList, found: list[Declaration], program: Program, chec
 
 
 def _attributes(tokens: TokenList) -> None:
-    """Erase ``[[...]]``: what they say is in the kernel table."""
+    """Erase ``[[...]]``: their contents are in the kernel table."""
     index = 0
     while index < len(tokens):
         if tokens.is_attribute(index):

@@ -18,7 +18,7 @@ HOST_NAME = re.compile(r'host_name\s*\(((?:\s*"[^"]*")+)\s*\)')
 class Macros:
     """Macros that a host may define in the options of newLibraryWithSource.
 
-    ``guard`` leaves out all that ``selectors`` do not bring back, each by itself. Their value is 1.
+    ``guard`` omits all kernels that no macro of ``selectors`` restores. Their value is 1.
     """
 
     guard: str
@@ -27,19 +27,19 @@ class Macros:
 
 @dataclass(frozen=True)
 class Selection:
-    """The macros, and for each kernel that one of them brings back, which does."""
+    """The macros, and for each kernel that one of them restores, which one."""
 
     macros: Macros
     by_kernel: dict[str, str]
 
 
 def select(path: Path, metal_version: int, flags: list[str], macros: Macros, kernels: list[str]) -> Selection:
-    """Return what selects each kernel of a source, by what the preprocessor leaves of it.
+    """Return what selects each kernel of a source, according to the preprocessor's output.
 
     Raises
     ------
     SourceError
-        A kernel is not there with all macros, or several bring it back.
+        If a kernel is missing with all macros, or several restore it.
     """
     if macros.guard not in path.read_text(encoding="utf-8"):
         return Selection(macros, {})

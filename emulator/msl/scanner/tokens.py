@@ -38,7 +38,7 @@ class SourceError(Exception):
 
 @dataclass(slots=True)
 class Token:
-    """One token: its kind and text, the space before it, where it stands, and what to write in its place."""
+    """One token: its kind and text, the space before it, its position, and its replacement."""
 
     kind: str
     text: str
@@ -82,7 +82,7 @@ class TokenList(list[Token]):
         return self[index].text if 0 <= index < len(self) else ""
 
     def enclosing(self, index: int) -> int:
-        """Return the index of the bracket that encloses a token, -1 where there is none."""
+        """Return the index of the bracket that encloses a token, -1 without one."""
         index -= 1
         while index >= 0 and self[index].text not in OPENING:
             index = self.partner.get(index, index) - 1

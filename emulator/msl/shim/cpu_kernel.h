@@ -82,7 +82,7 @@ MSL_CONSTANT_TYPE(short, 3) MSL_CONSTANT_TYPE(ushort, 4) MSL_CONSTANT_TYPE(int, 
         MSL_CONSTANT_TYPE(float, 10)
 
     // Function constants are variables of the host thread: each thread sets them before it runs a kernel, in
-    // the order of their declarations, so pipelines with different constants can run at once.
+    // the order of their declarations, so pipelines with different constants can run concurrently.
     struct Specializer {
   void (*set)(abi::ConstantValues values);
   Specializer* next = nullptr;

@@ -1,6 +1,6 @@
 // Matrix products on fibers. A lane puts its elements into the queue of its simdgroup and continues; the
-// products are computed, for all lanes at once, before a lane looks at a result or waits for anything else. A
-// loop of products then costs no switches between lanes.
+// products are computed for all lanes together before a lane reads a result or waits for anything else. A
+// loop of products therefore needs no switches between lanes.
 #pragma once
 
 namespace msl {

@@ -9,7 +9,7 @@ namespace abi = ::metal_emulator::cuda;
 #define MSL_SHARED __attribute__((address_space(3)))
 #define MSL_PARAMETER __attribute__((address_space(101)))
 
-// Threadgroup memory whose size the dispatch gives.
+// Threadgroup memory of a size that the dispatch sets.
 extern "C" MSL_SHARED __attribute__((aligned(16))) char msl_threadgroup_memory[];
 
 // The parameters as the entry declares them, and as they are read: in their own address space, by the address
@@ -29,7 +29,7 @@ struct Given {
   }
 };
 
-// Memory of an argument, from an address of its own space: the compiler then knows the space.
+// Memory of an argument, from an address in its own space, so that the compiler knows the space.
 template <class T>
 MSL_INLINE T* device_memory(ulong address) {
   return (T*)(T MSL_GLOBAL*)address;
@@ -152,7 +152,7 @@ struct Entry<Kernel, Constants, P...> {
   }
   template <bool ByValue>
   MSL_INLINE static void call(ulong parameters) {
-    // Where a kernel may begin before the one ahead of it has ended, the executor puts a wait here.
+    // If a kernel may start before the previous one has ended, the executor inserts a wait here.
     asm volatile("// await" ::: "memory");
     const Given given{reinterpret_cast<const MSL_PARAMETER char*>(parameters)};
     call<ByValue>(given, __make_integer_seq<Indices, uint, sizeof...(T)>());
@@ -172,8 +172,8 @@ struct Entry<Kernel, Constants, P...> {
   MSL_ENTRY_FOR(kernel_##number##_values, true, __VA_ARGS__) \
   MSL_ENTRY_FOR(kernel_##number##_addresses, false, __VA_ARGS__)
 
-// Function constants are in constant memory, as variables that the emitter declares. Each pipeline has a module
-// of its own, and writes them there.
+// Function constants are in constant memory, as variables that the emitter declares. Each pipeline has a
+// separate module, and writes them there.
 #define MSL_FUNCTION_CONSTANT(type, name, index)                                   \
   struct name##_constant {                                                         \
     MSL_INLINE operator type() const { return ::msl_constant_##index##_; }         \

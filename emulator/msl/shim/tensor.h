@@ -8,7 +8,7 @@
 
 namespace metal {
 
-// Dimension 0 is the one whose elements are neighbours in memory: (columns, rows).
+// Dimension 0 is the one whose elements are adjacent in memory: (columns, rows).
 template <class Index, ulong Rank>
 struct dextents {
   static_assert(msl::Same<Index, int32_t>::value && Rank == 2, "modelled: dextents<int32_t, 2>");

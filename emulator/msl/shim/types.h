@@ -222,8 +222,8 @@ MSL_INLINE constexpr Braced<A...> braced(A... elements) {
   return {elements...};
 }
 
-// `Cast<T>()->*x` is `(T)x`. A sign or negation before the cast stays outside of it, and so does another cast:
-// `Cast<A>()->*Cast<B>()->*x` is `(A)(B)x`, though C++ reads it from the left.
+// `Cast<T>()->*x` is `(T)x`. A sign or negation before the cast stays outside of it, and so does another
+// cast: `Cast<A>()->*Cast<B>()->*x` is `(A)(B)x`, although C++ reads it from the left.
 template <class T>
 struct Cast {};
 template <class Operator>
@@ -233,7 +233,7 @@ struct Not {};
 template <class Operator>
 struct Complement {};
 template <class T, class Operator>
-struct Chain {};  // a cast of what the operator gives
+struct Chain {};  // a cast of the operator's result
 template <class T>
 struct IsOperator {
   MSL_CONSTANT bool value = false;

@@ -122,7 +122,7 @@ class ChoosingEngine(Engine):
 
     @abstractmethod
     def choose(self, ids: Ids, count: int, choice: Choice) -> list[int]:
-        """Choose `count` tokens after `ids`, all but the last of which are in the context, and return them.
+        """Choose `count` tokens after `ids`, of which all but the last are in the context, and return them.
 
         Tokens that end a text are excluded.
         """
@@ -184,9 +184,9 @@ KINDS = {
         ("openvino", "openvino_genai"),
         "openvino and openvino-genai",
         without={
-            "streams": "its graph holds one sequence; OpenVINO GenAI's batches choose tokens by themselves "
-            "and take none given",
-            "choices": "its graph computes logits and chooses no token",
+            "streams": "its graph holds one sequence; OpenVINO GenAI's batches choose tokens themselves "
+            "and accept none",
+            "choices": "its graph computes logits but chooses no tokens",
             "embed": "its graph computes logits and no pooled states",
             "rerank": _ONE_PROMPT,
             "evaluate": _ONE_PROMPT,
@@ -215,7 +215,7 @@ def check_installed(name: str) -> None:
     Raises
     ------
     ValueError
-        There is no engine with that name.
+        If no engine has that name.
     MissingExtraError
         Its package is not installed.
     """

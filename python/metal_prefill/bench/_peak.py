@@ -34,7 +34,7 @@ class PeakProcess:
     Raises
     ------
     BenchError
-        The process ended, here or in `run`.
+        If the process crashed, here or in `run`.
     """
 
     def __init__(self, isa: str, limit: str, threads: int) -> None:

@@ -27,11 +27,11 @@ def check(path: str | os.PathLike[str]) -> None:
     MissingExtraError
         matplotlib is not installed.
     ValueError
-        The ending of `path` is that of no format.
+        If the suffix of `path` is not a supported format.
     FileNotFoundError
         Its folder does not exist.
     OutputError
-        A device, a FIFO or a socket is there.
+        If `path` is a device, a FIFO or a socket.
     """
     if importlib.util.find_spec("matplotlib") is None:
         raise MissingExtraError(
@@ -140,7 +140,7 @@ def draw(results: Rows, path: str | os.PathLike[str]) -> None:
     MissingExtraError, ValueError, FileNotFoundError, OutputError
         See `check`.
     BenchError
-        There is nothing to draw.
+        If there are no results.
     """
     check(path)
     panels = [

@@ -1,8 +1,8 @@
 """Comparison of individual dispatches with the same step computed in float64.
 
 A trace with contents contains the buffers of each dispatch before and after it ran. The step is recomputed
-from the buffers before, so that only the faulty kernel is reported, and not those that read its results. The
-CPU engine's code unpacks the weights. For matrix products, only some rows are computed.
+from the buffers before, so that only the faulty kernel is reported, not those that read its results. The CPU
+engine's code unpacks the weights. For matrix products, only some rows are computed.
 """
 
 from __future__ import annotations
@@ -236,7 +236,7 @@ def _short_conv(d: Captured) -> Expected:
     out = d.after(4, np.float16 if d.kernel.endswith("f16") else np.float32)
 
     def inputs(row: Values) -> Values:
-        """Return what the filter reads for a row, ``[taps][channels]``."""
+        """Return the inputs of the filter for a row, ``[taps][channels]``."""
         found = np.zeros((taps, channels))
         for i in range(taps):
             token = int(row["token"]) - (taps - 1 - i)
@@ -465,7 +465,7 @@ def difference(dispatch: _core.Dispatch) -> Difference | None:
     Raises
     ------
     KeyError
-        There is no reference computation for the kernel.
+        If the kernel has no reference computation.
     """
     captured = Captured(dispatch)
     step = next((step for start, step in _STEPS.items() if dispatch.kernel.startswith(start)), None)

@@ -228,7 +228,7 @@ def random_norm(rng: np.random.Generator, count: int, *, signed: bool = False) -
     """Generate norm weights as float32 bytes: close to 1, but different enough to affect the results.
 
     With `signed`, half of them are negative. Before a tied output head, this prevents tokens from predicting
-    themselves, because their embeddings are then not similar to their rows of the head.
+    themselves, because their embeddings then differ from their rows of the head.
     """
     weights = _random_floats(rng, count, 0.75, 1.25)
     if signed:

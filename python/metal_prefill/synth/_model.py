@@ -258,7 +258,7 @@ def tensors(
             return Tensor(name, spec.shape, "F32", Role.NORM)
         if spec.kind == "vector":
             return Tensor(name, spec.shape, "F32", Role.BIAS, 0.5)
-        if spec.role in ("token_types", "position_embedding"):  # which llama.cpp never quantizes
+        if spec.role in ("token_types", "position_embedding"):  # llama.cpp never quantizes it
             return Tensor(name, spec.shape, "F32", Role.MATRIX, embedding)
         if spec.kind == "filter":
             return Tensor(name, spec.shape, "F32", Role.FILTER, spec.shape[1] ** -0.5)
@@ -390,8 +390,8 @@ def llama3_rope_factors(
 def long_rope_factors(name: str, count: int, factor: float) -> NDArray[np.float32]:
     """Return divisors of the RoPE frequencies, as LongRoPE has them for long and for short contexts.
 
-    Those of published models were found by a search. These grow in a similar way: from 1 for the fastest pair
-    to `factor` for the slowest, or to 1.1 for short contexts.
+    Factors of published models were found by a search. These grow in a similar way: from 1 for the fastest
+    pair to `factor` for the slowest, or to 1.1 for short contexts.
 
     Returns
     -------

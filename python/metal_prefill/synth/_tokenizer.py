@@ -59,7 +59,7 @@ def byte_alphabet() -> list[str]:
 
 
 def _merges(space: str) -> Iterator[tuple[str, str]]:
-    """Yield pairs of pieces that join to ever longer pieces; `space` precedes the first letter of words."""
+    """Yield pairs of pieces that join to longer pieces; `space` precedes the first letter of words."""
     pieces = [space, *_LETTERS]
     known = set(pieces)
     for total in count():

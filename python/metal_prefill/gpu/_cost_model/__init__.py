@@ -15,14 +15,14 @@ core
 issue
     Instructions, each with the cycles it takes a scheduler, on the core that has the most threadgroups.
 latency
-    The time of the longest simdgroup by itself, with the latency of each memory access that waits for the one
-    before, times the number of threadgroups that run one after another on a core. It limits dispatches with
-    little work.
+    The time of the longest simdgroup alone, including the latency of each memory access that waits for the
+    previous one, times the number of threadgroups that run one after another on a core. It limits dispatches
+    with little work.
 
 A program that waits for a pass waits `Chip.wait_us` longer than the GPU computes.
 
-The constants are those of `chips.py`. Those that are fitted to published speeds are marked there; other
-published speeds are held back, and the errors on them give the range of a prediction (`SPREAD`).
+The constants are in `chips.py`, which marks those fitted to published speeds. Other published speeds are held
+out, and the errors on them give the range of a prediction (`SPREAD`).
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ __all__ = [
 SCHEDULERS = 4  # of a core
 SIMD = 32
 
-# Measured speeds over predicted ones, the lowest and the highest: those that others published and that no
-# constant was fitted to, and those of this engine's dispatches on an H200, for prompts and for passes of a
-# few tokens. `tests/test_cost_model.py` computes them, rounded outwards.
+# Lowest and highest ratio of measured to predicted speed: of published figures to which no constant was
+# fitted, and of this engine's dispatches on an H200, for prompts and for passes of a few tokens.
+# `tests/test_cost_model.py` computes them, rounded outwards.
 SPREAD = {"prompt": (0.81, 1.16), "token": (0.82, 1.05)}
 
 
@@ -105,7 +105,7 @@ def time_of(chip: Chip, work: Work) -> Time:
     """Predict one dispatch."""
     mma, other, complex_pipe = _cycles(chip, work.ops)
     groups_of_core = ceil(work.groups / chip.cores)
-    # The longest simdgroup decides where a core has few of them.
+    # The longest simdgroup determines the time if a core has few of them.
     busiest = max(groups_of_core * work.simdgroups / SCHEDULERS, work.longest)
     issue = busiest * max(mma + other, complex_pipe)
 
@@ -115,7 +115,7 @@ def time_of(chip: Chip, work: Work) -> Time:
         chip.threadgroup_bytes // work.threadgroup_bytes if work.threadgroup_bytes else groups_of_core,
     )
     waves = ceil(groups_of_core / max(resident, 1))
-    # Each step of a matmul needs weights that come from memory, whatever else it reads.
+    # Each step of a matmul needs weights from memory, in addition to its other reads.
     from_memory = work.covered or work.dram_bytes > work.cached_bytes
     waiting = work.trips * (chip.dram_ns if from_memory else chip.slc_ns) * chip.ghz
     alone = max(other * chip.cycles.alone, complex_pipe)
@@ -164,7 +164,7 @@ class Prediction:
 
     @property
     def seconds(self) -> float:
-        """All of them, one after the other, and the waits."""
+        """All dispatches, one after the other, and the waits."""
         return (sum(time.total for time in self.times) + self.waits * self.chip.wait_us) / 1e6
 
     @property

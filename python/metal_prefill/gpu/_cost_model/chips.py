@@ -1,4 +1,4 @@
-"""The constants of the cost model, each with where it comes from.
+"""The constants of the cost model, each with its source.
 
 Sources
 -------
@@ -16,7 +16,7 @@ Sources
     Clock of the M3 from the collection of specifications at hmc-tech.com. Apple publishes none.
 [ECL]
     Howard Oakley, "M4 Pro full on", eclecticlight.co, 22 January 2025: clock of an M4 Pro's GPU under full
-    load, by powermetrics. Those of M4 and M4 Max are taken to be the same: with it the errors of all three
+    load, by powermetrics. M4 and M4 Max are assumed to have the same: with it, the errors of all three
     against llama.cpp's figures are within two percentage points of each other.
 [M5]
     "Apple M5 GPU Roofline Analysis", michaelstinkerings.org, of a MacBook Air: clock under load, and 122 of
@@ -36,7 +36,7 @@ Sources
     An estimate: no measurement for Apple's GPUs was found. The H200's is 32 cycles.
 [FIT]
     Fitted to published speeds, which `tests/data/published_speeds.json` marks with "fit". The other speeds
-    there are held back: the accuracy of the model is its error on them.
+    there are held out: the accuracy of the model is its error on them.
 [CUDA]
     CUDA C++ Programming Guide, "Throughput of Native Arithmetic Instructions", compute capability 9.0.
 [H200]
@@ -66,12 +66,12 @@ class Cycles:
         On the pipeline for complex instructions, while others run: conversion, shift, bit field and
         integer multiplication; exponential; reciprocal; reciprocal square root.
     complex_issue
-        Cycles of the scheduler that one of these takes.
+        Cycles of the scheduler for one of these.
     shuffle
     mma
         A product of 8x8 blocks: 512 FMA.
     matrix_unit
-        The same by a matrix unit; infinite where there is none that kernels reach.
+        The same on a matrix unit; infinite if kernels cannot use one.
     memory
         Issue of a load or store.
     alone
@@ -148,7 +148,7 @@ class Chip:
     slc_gbs, l2_gbs
         Bandwidth of that cache, and of the one that all cores share before it.
     core_bytes
-        Bytes that the first-level cache and threadgroup memory of a core give in a cycle.
+        Bytes per cycle from the first-level cache and threadgroup memory of a core.
     dram_ns, slc_ns
         From a load to its value.
     local_cycles
@@ -185,7 +185,7 @@ class Chip:
 
     @property
     def gpu(self) -> str:
-        """The name that Metal gives it."""
+        """Name reported by Metal."""
         return "Apple " + self.name.replace("-", " ").title()
 
 
@@ -206,7 +206,7 @@ def _apple(name: str, family: int, cores: int, ghz: float, dram_gbs: float, slc_
 
 _H200 = Chip(
     "h200",
-    family=7,  # which the emulator claims to be
+    family=7,  # the family that the emulator reports
     cores=132,  # [H200]
     ghz=1.98,  # [H200]
     dram_gbs=4800,  # [H200]
@@ -231,7 +231,7 @@ CHIPS: dict[str, Chip] = {
     chip.name: chip
     for chip in (
         # Clock and cores of M1 and M2: [MB]; bandwidth: [APPLE]; clock of M3 [CLK], of M4 [ECL]; SLC of M1
-        # and M2 [MB], for the others taken to be that of their predecessors.
+        # and M2 [MB], for the others assumed to be that of their predecessors.
         _apple("m1", 7, 8, 1.278, 68.3, 8),
         _apple("m1-pro", 7, 16, 1.296, 204.8, 24),
         _apple("m1-max", 7, 32, 1.296, 409.6, 48),
@@ -243,7 +243,7 @@ CHIPS: dict[str, Chip] = {
         _apple("m4", 9, 10, 1.578, 120.0, 8),
         _apple("m4-pro", 9, 20, 1.578, 273.0, 24),
         _apple("m4-max", 9, 40, 1.578, 546.0, 48),
-        # [M5]; cores [APPLE]; matrix units [NA]; the rest is taken to be the M4's
+        # [M5]; cores [APPLE]; matrix units [NA]; the rest is assumed to be as in the M4
         replace(
             _apple("m5", 10, 10, 1.578, 153.6, 8),
             dram_efficiency=122 / 153.6,

@@ -109,7 +109,7 @@ def plan(
     family
         Apple GPU family, 7 (M1) to 10 (M5).
     gpu
-        Its name, as Metal gives it. Those with Pro, Max or Ultra have more cores.
+        Name reported by Metal. Chips with Pro, Max or Ultra have more cores.
     kv_type, chunk_tokens, fused_norm, fused_silu
         As the options of :class:`metal_prefill.Model`.
     matmul_tensor

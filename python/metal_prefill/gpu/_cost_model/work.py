@@ -150,7 +150,7 @@ def _cache_bytes(kernel: str) -> int:
 def _matvec(d: Dispatch) -> Work:
     """Return the work of products in float32: of one token, or of tiles of tokens that share the weights.
 
-    Kernels that include the step before the product take each token by itself.
+    Kernels that include the step before the product process each token separately.
     """
     a = d.args
     item_bytes, dequantize = _item(d.kernel)
@@ -160,7 +160,7 @@ def _matvec(d: Dispatch) -> Work:
     matrices = 2 if "swiglu" in d.kernel else 1
     rows = 2 if many else matrices  # of weights that a lane has together
     tile = next(n for n in (2, 4, 8) if n >= min(tokens, MULTI_TOKEN_TILE)) if many else 1
-    # Rounds that are loaded at once, also those beyond the end.
+    # Rounds that are loaded at once, including those beyond the end.
     ahead = 1 if silu else {1: 3, 2: 3, 4: 2, 8: 1}[tile]
     rounds = ceil(ceil(items / lanes) / ahead) * ahead
     round_ops = (dequantize + Ops(alu=8) * tile) * rows + Ops(memory=2) * tile + _LOOP
@@ -212,11 +212,11 @@ def _matmul(d: Dispatch) -> Work:
     sums = row_blocks * token_blocks
     if tensors:
         step += Ops(matrix_unit=4 * sums)
-        ops = step * steps + (Ops(alu=6, memory=3) + _LOOP) * 2 * sums  # by way of threadgroup memory
+        ops = step * steps + (Ops(alu=6, memory=3) + _LOOP) * 2 * sums  # through threadgroup memory
     else:
         step += Ops(mma=4 * sums, memory=4 * (row_blocks + token_blocks))
         ops = step * steps + Ops(memory=2 * sums, alu=4 * sums)
-    if split:  # the sums of the parts, by way of threadgroup memory
+    if split:  # the sums of the parts, through threadgroup memory
         outputs = rows * tokens // d.threads  # of a thread
         ops += (Ops(alu=parts + 6, memory=parts + 2) + _LOOP) * outputs
     if swiglu:
@@ -341,7 +341,7 @@ def _first_key(d: Dispatch, position: int) -> int:
 
 
 def _keys_after(d: Dispatch, end: int) -> int:
-    """Return how many keys a row sees after its own, as far as there are any, of a sequence of `end`."""
+    """Return how many later keys a row sees, within a sequence of `end` keys."""
     if not d.args["both_ways"]:
         return 0
     return d.args["window"] // 2 or end
@@ -406,7 +406,7 @@ def _attention_decode(d: Dispatch) -> Work:
 
 
 def _rope_attention_decode(d: Dispatch) -> Work:
-    """Return the work of attention_decode and of the rotation before it, which has a barrier of its own."""
+    """Return the work of attention_decode and of the preceding rotation, which has a separate barrier."""
     a = d.args
     attention = _attention_decode(d)
     simdgroups = d.threads // SIMD
@@ -483,10 +483,10 @@ def _attention_prefill(d: Dispatch) -> Work:
     tables = tiles * 5 * _FLOAT + _pages(d)
     return _work(
         d,
-        # A group has `simdgroups` tiles; tiles beyond the rows end at once.
+        # A group has `simdgroups` tiles; tiles beyond the rows end immediately.
         ops=(step * mean + around) * (tiles / (simdgroups * d.grid[0])),
-        # A block of eight keys is loaded after another, and then as many blocks of values; where heads do not
-        # fill the variant, each block of dimensions is loaded in a branch and waits for the one before.
+        # Blocks of eight keys are loaded one after another, then as many blocks of values; if heads do not
+        # fill the variant, each block of dimensions is loaded in a branch and waits for the previous one.
         trips=blocks * (2 if whole else key_blocks + value_blocks) * mean + 3,
         local_trips=(blocks + 3) * mean,
         longest=longest / mean,
@@ -558,7 +558,7 @@ def _log_prob(d: Dispatch) -> Work:
     )
 
 
-# By the beginning of a kernel's name.
+# By the prefix of a kernel's name.
 _WORK: dict[str, Callable[[Dispatch], Work]] = {
     "embed": _embed,
     "matvec": _matvec,
