@@ -14,4 +14,8 @@ struct ProcessorFeatures {
 
 ProcessorFeatures processor_features();
 
+// Takes what pair_speedup() measured in an earlier process, for the same processor; has no effect once it has
+// measured. A processor without such products ignores it.
+void use_pair_speedup(double speedup);
+
 }  // namespace metal_prefill::cpu

@@ -10,6 +10,7 @@
 
 #include "../gil.h"
 #include "kernels.h"
+#include "processor.h"
 #include "workload.h"
 
 namespace nb = nanobind;
@@ -31,6 +32,8 @@ void bind_machine(nb::module_& m) {
   m.def("pair_speedup", pair_speedup,
         "Measured speed of products of bfloat16 pairs in vectors relative to float32; 0 without such "
         "products.");
+  m.def("use_pair_speedup", use_pair_speedup, "speedup"_a,
+        "Takes the result of an earlier process for pair_speedup(), before anything has measured it.");
   m.def("built_sets", built_sets, "Names of the sets that the compiler built, fastest first.");
   nb::class_<Workload>(m, "Workload", "A step of the engine, or a limit of the machine, to be timed.")
       .def("run", &Workload::run, "repetitions"_a, nb::call_guard<GilRelease>(),

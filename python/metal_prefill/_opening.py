@@ -10,6 +10,7 @@ from pathlib import Path
 from metal_prefill import _core
 from metal_prefill._engine import Engine
 from metal_prefill._support.cache_folder import pipeline_folder, remove_old_pipelines
+from metal_prefill._support.pair_speed import settle_pair_speed
 from metal_prefill.conversion._local_file import local_file
 from metal_prefill.errors import DeviceError, GGUFError, MetalPrefillError
 from metal_prefill.files import _pack_cache
@@ -92,6 +93,7 @@ def open_engine(
         for role, layer, info in collect_tensors(gguf, config):
             rows, cols = info.shape if len(info.shape) == 2 else (1, info.shape[0])
             builder.add(role, layer, info.name, info.type, rows, cols, info.offset, info.nbytes)
+        settle_pair_speed()
         if device == "cpu":
             _announce_slow_kernels()
         core = _gpu_engine(builder, options, config, gguf, automatic) if device == "metal" else None

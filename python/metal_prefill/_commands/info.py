@@ -54,6 +54,7 @@ def bytes_by_role(gguf: GGUFFile) -> list[tuple[str, dict[str, int]]]:
 def devices() -> list[tuple[str, str]]:
     """Return name and availability of each device."""
     from metal_prefill import _core
+    from metal_prefill._support.pair_speed import settle_pair_speed
     from metal_prefill.model import resolve_device
 
     if problem := _core.metal_device().get("problem"):
@@ -62,8 +63,9 @@ def devices() -> list[tuple[str, str]]:
         metal = "emulator: for correctness tests, its speed is not that of a GPU"
     else:
         metal = "available"
+    speedup = settle_pair_speed()
     cpu = f"available, with {_core.cpu.kernel_sets()[0]}"
-    if speedup := _core.cpu.pair_speedup():
+    if speedup:
         cpu += f"; pairs of bfloat16 {speedup:.1f} times as fast as float32"
     return [("auto", resolve_device("auto")), ("cpu", cpu), ("metal", metal)]
 

@@ -1,0 +1,70 @@
+"""Measured speed of the processor's products of bfloat16 pairs, kept from one process to the next.
+
+The CPU engine chooses between two kernel sets by this measurement. Sets round differently, so a process that
+measured anew on a busy machine could get other bits than the one before.
+"""
+
+from __future__ import annotations
+
+import logging
+import platform
+import threading
+from pathlib import Path
+
+from metal_prefill import _core
+from metal_prefill._support.atomic_write import replacing
+from metal_prefill._support.cache_folder import cache_folder, cache_key
+
+SLOWEST, FASTEST = 0.05, 20.0  # times float32: anything else is not a measurement
+
+_log = logging.getLogger("metal_prefill")
+_lock = threading.Lock()
+_settled = False
+
+
+def settle_pair_speed() -> float:
+    """Return the speed relative to float32, 0 without such products; store it if it was measured now.
+
+    Kernel sets are chosen by it, so this comes before `_core.cpu.kernel_sets` and before the engine.
+    """
+    global _settled
+    with _lock:
+        path = cache_folder() / "processors" / cache_key([_processor()])[:16]
+        known = 0.0 if _settled else _read(path)
+        if known:
+            _core.cpu.use_pair_speedup(known)
+        speedup: float = _core.cpu.pair_speedup()
+        if speedup > 0 and not known and not _settled:
+            _write(path, speedup)
+        _settled = True
+        return speedup
+
+
+def _processor() -> str:
+    """Return what tells processors apart: family, model and stepping, or the machine's type."""
+    wanted = ("vendor_id", "cpu family", "model", "model name", "stepping")
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8").partition("\n\n")[0]
+    except OSError:
+        return platform.processor() or platform.machine()
+    lines = (line.partition(":") for line in text.splitlines())
+    return "; ".join(value.strip() for name, _, value in lines if name.strip() in wanted)
+
+
+def _read(path: Path) -> float:
+    """Return a stored measurement, or 0."""
+    try:
+        speedup = float(path.read_text(encoding="ascii"))
+    except (OSError, ValueError):
+        return 0.0
+    return speedup if SLOWEST <= speedup <= FASTEST else 0.0
+
+
+def _write(path: Path, speedup: float) -> None:
+    """Store a measurement; without a writable cache folder each process measures."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(path) as temporary:
+            temporary.write_text(repr(speedup), encoding="ascii")
+    except OSError as error:
+        _log.debug("the speed of bfloat16 products was not stored: %s", error)

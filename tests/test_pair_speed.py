@@ -1,0 +1,66 @@
+"""The measured speed of bfloat16 products, which one process leaves to the next."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from metal_prefill import _core
+
+OPEN = """
+import json
+from metal_prefill import Model, _core
+Model(device="cpu", threads=1).close()
+print(json.dumps([_core.cpu.pair_speedup(), _core.cpu.kernel_sets()]))
+"""
+
+pytestmark = pytest.mark.skipif(
+    "avx512bf16" not in _core.cpu.kernel_sets(), reason="the processor lacks AVX512-BF16"
+)
+
+
+def outcome(cache: Path) -> tuple[float, list[str]]:
+    """Open a model in a process of its own; return the speed that it knows, and its kernel sets."""
+    environment = {**os.environ, "METAL_PREFILL_CACHE": str(cache)}
+    done = subprocess.run(
+        [sys.executable, "-c", OPEN], env=environment, check=True, capture_output=True, text=True
+    )
+    speedup, sets = json.loads(done.stdout)
+    return speedup, sets
+
+
+def only_file(cache: Path) -> Path:
+    (path,) = (cache / "processors").iterdir()
+    return path
+
+
+def test_a_process_takes_the_measurement_of_an_earlier_one(tmp_path: Path) -> None:
+    measured, _ = outcome(tmp_path)
+    assert float(only_file(tmp_path).read_text()) == measured
+    for stored in (0.75, 1.75):
+        only_file(tmp_path).write_text(str(stored))
+        known, sets = outcome(tmp_path)
+        assert known == stored
+        assert (sets.index("avx512bf16") < sets.index("avx512vnni")) == (stored >= 1.5)
+        assert only_file(tmp_path).read_text() == str(stored)
+
+
+@pytest.mark.parametrize("text", ["", "fast", "nan", "inf", "0", "-2", "1e9", "\x00"])
+def test_what_is_no_measurement_is_replaced(tmp_path: Path, text: str) -> None:
+    outcome(tmp_path)
+    only_file(tmp_path).write_text(text)
+    measured, _ = outcome(tmp_path)
+    assert 0.05 <= measured <= 20
+    assert float(only_file(tmp_path).read_text()) == measured
+
+
+def test_a_folder_that_cannot_be_written_is_no_error(tmp_path: Path) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("no folder")
+    speedup, _ = outcome(blocked)
+    assert speedup > 0
