@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import platform
 from collections.abc import Callable
 from functools import cache
@@ -470,9 +471,52 @@ def test_gated_activation(isa: str, gelu: bool, n: int) -> None:
         activated = g / (1 + np.exp(-g))
     out = np.full(n + 4, SENTINEL, np.float32)
     out[:n] = np.nan
-    cpu.gated(isa, gate, up, gelu, out)
+    cpu.gated(isa, gate, up, int(gelu), out)
     np.testing.assert_allclose(out[:n], activated * up, rtol=2e-6, atol=1e-6)
     assert np.all(out[n:] == SENTINEL)
+
+
+@each_set
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_erf"])
+def test_activations_are_exact_to_a_few_roundings_for_numbers_of_every_size(
+    isa: str, activation: str
+) -> None:
+    sizes = np.concatenate([np.linspace(0, 30, 4001), np.geomspace(1e-9, 1e30, 400)])
+    x = np.concatenate([sizes, -sizes]).astype(np.float32)
+    wide = x.astype(np.float64)
+    with np.errstate(over="ignore"):
+        if activation == "silu":
+            share = 1 / (1 + np.exp(-wide))
+        elif activation == "gelu":
+            share = 0.5 * (1 + np.tanh(np.sqrt(2 / np.pi) * (wide + 0.044715 * wide**3)))
+        else:
+            share = 0.5 * np.array([math.erfc(-value / math.sqrt(2)) for value in wide])
+    out = np.empty_like(x)
+    cpu.gated(isa, x, np.ones_like(x), ["silu", "gelu", "gelu_erf"].index(activation), out)
+    # 7.1.26 of Abramowitz and Stegun, which most sets take for erf, is within 1.5e-7.
+    assert np.all(np.abs(out - wide * share) <= 4e-7 * np.maximum(1, np.abs(wide * share)))
+    bad = np.array([np.nan, np.inf, 1.0], np.float32)
+    result = np.empty_like(bad)
+    cpu.gated(isa, bad, np.ones_like(bad), 0, result)
+    assert np.isnan(result[0])
+    assert result[1] == np.inf
+    assert np.isfinite(result[2])
+
+
+@each_set
+@pytest.mark.parametrize("columns", [1, 7, 16, 31, 32])
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("add", [False, True])
+def test_products_reach_their_columns_with_a_bias_and_added(
+    isa: str, columns: int, biased: bool, add: bool
+) -> None:
+    products, bias = normal(5, 32), normal(32, seed=1) if biased else np.zeros(32, np.float32)
+    before = normal(5, columns, seed=2)
+    out = guarded(5, columns)
+    out[:5, :columns] = before
+    cpu.add_products(isa, products, bias if biased else bias[:0], columns, add, out)
+    expected = products[:, :columns] + bias[:columns]
+    np.testing.assert_array_equal(inside(out, 5, columns), before + expected if add else expected)
 
 
 @each_set

@@ -59,10 +59,24 @@ def test_8_bit_activations_stay_near_the_reference(tmp_path: Path, name: str) ->
 
 
 @pytest.mark.parametrize("name", ENCODERS)
-def test_a_text_is_bit_identical_alone_and_in_any_batch(tmp_path: Path, name: str) -> None:
+def test_bfloat16_stays_near_the_reference(tmp_path: Path, name: str) -> None:
+    """Of 130 tokens, which are more than products of pairs take at a time."""
+    path = write(tmp_path / "model.gguf", ENCODERS[name])
+    reference = ReferenceModel(path)
+    with Model(path, device="cpu", compute="bf16") as model:
+        ids = ids_of(ENCODERS[name], 130)
+        states, expected = hidden(model, ids).astype(np.float64), reference.forward(ids).hidden
+        norms = np.linalg.norm(states, axis=1) * np.linalg.norm(expected, axis=1)
+        assert ((states * expected).sum(axis=1) / norms).min() >= COSINE_INT8
+
+
+@pytest.mark.parametrize("compute", ["int8", "bf16"])
+@pytest.mark.parametrize("name", ENCODERS)
+def test_a_text_is_bit_identical_alone_and_in_any_batch(tmp_path: Path, name: str, compute: str) -> None:
     path = write(tmp_path / "model.gguf", ENCODERS[name])
     texts = [ids_of(ENCODERS[name], n, seed=n) for n in (5, 70, 1, 33, 16, 130)]
-    with Model(path, device="cpu", threads=1) as one, Model(path, device="cpu", threads=2) as two:
+    options: dict[str, Any] = {"device": "cpu", "compute": compute}
+    with Model(path, threads=1, **options) as one, Model(path, threads=2, **options) as two:
         alone = [hidden(one, ids) for ids in texts]
         for order in (slice(None), slice(None, None, -1)):
             sessions = [two.session() for _ in texts]

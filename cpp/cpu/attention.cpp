@@ -145,6 +145,42 @@ CacheWriter::CacheWriter(const AttentionStep& step, std::span<const Row> rows,
                          std::span<const RowRange> blocks, std::atomic<int>* done)
     : step_(step), rows_(rows), blocks_(blocks), done_(done) {}
 
+bool CacheWriter::takes_columns(CachePart part) const {
+  if (at_once() || step_.cache.layout() != KvLayout::kPairs) return false;
+  if (part == CachePart::kValues) return true;
+  return part == CachePart::kKeys && !step_.weights.k_norm && !step_.rotations &&
+         step_.config.key_dim % 2 == 0;
+}
+
+void CacheWriter::store_columns(const Context& c, CachePart part, int column, int columns, RowRange rows,
+                                const float* products) const {
+  constexpr std::size_t kValueStep = 2 * sizeof(std::uint16_t);
+  const bool keys = part == CachePart::kKeys;
+  const KvPages& cache = step_.cache;
+  const int dim = keys ? step_.config.key_dim : step_.config.value_dim, end = rows.first + rows.count;
+  auto block = std::partition_point(blocks_.begin(), blocks_.end(),
+                                    [&](RowRange b) { return b.first + b.count <= rows.first; });
+  for (; block != blocks_.end() && block->first < end; ++block) {
+    const int first = std::max(block->first, rows.first);
+    const int count = std::min(block->first + block->count, end) - first;
+    const Row& row = rows_[std::size_t(first)];
+    std::byte* page = page_of(row);
+    const int in_page = row.position % kPagePositions;
+    const float* from = products + (first - rows.first) * kGroupRows;
+    for (int at = column, n = 0; at < column + columns; at += n, from += n) {
+      const int head = at / dim, d = at % dim;
+      n = std::min(dim - d, column + columns - at);
+      if (keys)
+        c.kernels.store_keys(from, kGroupRows, count, n, cache.key_stride(), cache.layout(),
+                             page + cache.keys(step_.layer, head) + std::size_t(d / 2) * kKeyLaneStep,
+                             in_page);
+      else
+        c.kernels.store_values(from, kGroupRows, count, n, cache.value_stride(), cache.layout(),
+                               page + cache.values(step_.layer, head) + std::size_t(d) * kValueStep, in_page);
+    }
+  }
+}
+
 void CacheWriter::computed(const Context& c, CachePart part, int column, int columns) const {
   if (part == CachePart::kNone || !at_once()) return;
   const Config& config = step_.config;
@@ -155,43 +191,44 @@ void CacheWriter::computed(const Context& c, CachePart part, int column, int col
   for (int i = column / width; i * width < column + columns; ++i) {
     const int products = ceil_div((i + 1) * width, kGroupRows) - i * width / kGroupRows;
     if (!is_last(done_[(keys ? 0 : config.n_kv_heads) + i], products)) continue;
-    for (int row = 0; row < int(rows_.size()); ++row) {
-      if (together) normalize_heads(c, step_, norm, step_.k.row(row));
-      for (int head = i * heads; head < (i + 1) * heads; ++head)
-        keys ? store_key(c, row, head) : store_value(c, row, head);
-    }
+    if (together)
+      for (int row = 0; row < int(rows_.size()); ++row) normalize_heads(c, step_, norm, step_.k.row(row));
+    for (int head = i * heads; head < (i + 1) * heads; ++head)
+      for (const RowRange& block : blocks_) keys ? store_keys(c, block, head) : store_values(c, block, head);
   }
 }
 
 void CacheWriter::store_rest(const Context& c) const {
-  if (at_once()) return;
+  const bool keys = !takes_columns(CachePart::kKeys), values = !takes_columns(CachePart::kValues);
+  if (at_once() || !(keys || values)) return;
   if (const Tensor& norm = step_.weights.k_norm; normed_together(step_, norm))
     c.worker.for_each(int(rows_.size()), [&](int row) { normalize_heads(c, step_, norm, step_.k.row(row)); });
   const int heads = step_.config.n_kv_heads;
   c.worker.for_each(int(blocks_.size()) * heads, [&](int item) {
-    const auto [first, count] = blocks_[std::size_t(item / heads)];
-    for (int row = first; row < first + count; ++row) {
-      store_key(c, row, item % heads);
-      store_value(c, row, item % heads);
-    }
+    const RowRange& block = blocks_[std::size_t(item / heads)];
+    if (keys) store_keys(c, block, item % heads);
+    if (values) store_values(c, block, item % heads);
   });
 }
 
-void CacheWriter::store_key(const Context& c, int index, int head) const {
+void CacheWriter::store_keys(const Context& c, RowRange block, int head) const {
   const Config& config = step_.config;
-  const Row& row = rows_[std::size_t(index)];
-  float* key = step_.k.row(index) + std::size_t(head) * std::size_t(config.key_dim);
-  prepare_head(c, step_, step_.weights.k_norm, row.index, key);
-  c.kernels.store_key(key, config.key_dim, step_.cache.key_stride(), step_.cache.layout(),
-                      page_of(row) + step_.cache.keys(step_.layer, head), row.position % kPagePositions);
+  const Row& first = rows_[std::size_t(block.first)];
+  const std::size_t column = std::size_t(head) * std::size_t(config.key_dim);
+  for (int row = block.first; row < block.first + block.count; ++row)
+    prepare_head(c, step_, step_.weights.k_norm, rows_[std::size_t(row)].index, step_.k.row(row) + column);
+  c.kernels.store_keys(step_.k.row(block.first) + column, step_.k.stride, block.count, config.key_dim,
+                       step_.cache.key_stride(), step_.cache.layout(),
+                       page_of(first) + step_.cache.keys(step_.layer, head), first.position % kPagePositions);
 }
 
-void CacheWriter::store_value(const Context& c, int index, int head) const {
+void CacheWriter::store_values(const Context& c, RowRange block, int head) const {
   const Config& config = step_.config;
-  const Row& row = rows_[std::size_t(index)];
-  const float* value = step_.v.row(index) + std::size_t(head) * std::size_t(config.value_dim);
-  c.kernels.store_value(value, config.value_dim, step_.cache.value_stride(), step_.cache.layout(),
-                        page_of(row) + step_.cache.values(step_.layer, head), row.position % kPagePositions);
+  const Row& first = rows_[std::size_t(block.first)];
+  const float* values = step_.v.row(block.first) + std::size_t(head) * std::size_t(config.value_dim);
+  c.kernels.store_values(values, step_.v.stride, block.count, config.value_dim, step_.cache.value_stride(),
+                         step_.cache.layout(), page_of(first) + step_.cache.values(step_.layer, head),
+                         first.position % kPagePositions);
 }
 
 int query_tile_rows(int total, int kv_heads, int threads) {
@@ -302,8 +339,7 @@ void attend(const Context& c, const AttentionStep& step, const AttentionItems& i
     c.scratch.multiply_adds +=
         visible_pairs(config, window, item.tile) * item.heads * (config.key_dim + config.value_dim);
     if (whole_blocks)
-      for (int row = item.tile.first; row < item.tile.first + item.tile.count; ++row)
-        round_row(c, out, row, item.first_head * config.value_dim, columns);
+      round_rows(c, out, item.tile.first, item.tile.count, item.first_head * config.value_dim, columns);
   });
   // Blocks that hold columns of two items wait for both.
   if (!whole_blocks)

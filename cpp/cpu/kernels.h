@@ -188,8 +188,9 @@ struct Kernels {
                          float* out, std::size_t stride, const PrefetchRange& next) = nullptr;
   // A group of a quantized matrix in wide blocks as pairs, rounded to nearest; null as multiply_pairs.
   void (*widen_to_pairs)(const PackedMatrix& weight, int group, PairBlock* out) = nullptr;
-  // To nearest, ties to even.
-  void (*round_to_bfloat16)(const float* x, int n, std::uint16_t* out) = nullptr;
+  // The first n values of rows, to nearest, ties to even.
+  void (*round_to_bfloat16)(const float* x, std::size_t x_stride, int rows, int n, std::uint16_t* out,
+                            std::size_t out_stride) = nullptr;
   void (*half_to_float)(const std::uint16_t* in, float* out, int n);
   void (*bfloat16_to_float)(const std::uint16_t* in, float* out, int n);
 
@@ -203,16 +204,22 @@ struct Kernels {
   void (*layer_norm)(const float* x, const float* weight, const float* bias, float eps, int n, float* out);
   // Turns each pair by its angle; cos_sin is [pairs] cosines, then [pairs] sines.
   void (*rope)(float* head, const float* cos_sin, int pairs, RopeStyle style);
+  // out = products + bias, or += with `add`, for rows of kGroupRows products, of which the first `columns`
+  // count. The bias has kGroupRows values; without one it is null.
+  void (*add_products)(const float* products, const float* bias, int rows, int columns, bool add, float* out,
+                       std::size_t stride);
   // out = activation(gate) * up.
   void (*gated)(const float* gate, const float* up, Activation activation, int n, float* out);
   // out = activation(x). out may be x.
   void (*activate)(const float* x, Activation activation, int n, float* out);
   // Sum of exp(x - shift).
   double (*sum_exp)(const float* x, float shift, int n);
-  // The key, or the value, of a position of a page into the keys, or the values, of a head there; `stride` is
-  // key_stride or value_stride.
-  void (*store_key)(const float* key, int dim, int stride, KvLayout layout, void* keys, int position);
-  void (*store_value)(const float* value, int dim, int stride, KvLayout layout, void* values, int position);
+  // Keys, or values, `step` floats apart, of `count` positions of a page from `position` on, into those of a
+  // head there. The positions are in one block of kKeyBlock; `stride` is key_stride or value_stride.
+  void (*store_keys)(const float* key, std::size_t step, int count, int dim, int stride, KvLayout layout,
+                     void* keys, int position);
+  void (*store_values)(const float* value, std::size_t step, int count, int dim, int stride, KvLayout layout,
+                       void* values, int position);
   // The layout in which attention is fastest where the cache is in f16. All sets take the others, too, with
   // products in float32. Keys are filled up with zeros to a multiple in pairs.
   KvLayout half_layout = KvLayout::kHalf;

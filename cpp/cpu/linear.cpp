@@ -12,6 +12,8 @@ namespace {
 constexpr int kTokenBlock = 192;
 // The same where quantized weights become pairs, which takes as long as many tokens do.
 constexpr int kWidenedTokenBlock = 512;
+// Of products of pairs: with what is made of them they stay in the L1 cache. Whole tiles of every set.
+constexpr int kPartTokens = 96;
 
 // What unpacking a group of weights costs, in tokens that are multiplied meanwhile.
 int unpacking_tokens(const Linear& linear) {
@@ -93,17 +95,28 @@ PrefetchRange next_group(const PackedMatrix& packed, int group) {
   if (packed.packing != Packing::kPairs || group + 1 >= packed.groups()) return {};
   return {packed.group(group + 1), packed.group_bytes()};
 }
+// A share of its lines.
+PrefetchRange share_of(const PrefetchRange& range, int share, int shares) {
+  constexpr std::size_t kLine = 64;
+  const std::size_t lines = range.bytes / kLine, n = std::size_t(shares);
+  const std::size_t begin = lines * std::size_t(share) / n, end = lines * std::size_t(share + 1) / n;
+  return {range.begin + begin * kLine, (end - begin) * kLine};
+}
 PrefetchRange next_group(const Tensor& tensor, int group) {
   const int begin = (group + 1) * kGroupRows, end = std::min(begin + kGroupRows, tensor.rows);
   if (begin >= end) return {};
   return {tensor.row(begin), tensor.bytes / std::size_t(tensor.rows) * std::size_t(end - begin)};
 }
 
+void count_products(const Context& c, const Linear& linear, int group, int tokens) {
+  const int n_rows = std::min(kGroupRows, linear.packed.rows - group * kGroupRows);
+  c.scratch.multiply_adds += double(n_rows) * linear.packed.cols * tokens;
+}
+
 // out[t] = the product of a group of rows with token range.first + t.
 void multiply_group(const Context& c, const Linear& linear, int group, const Activations& x, RowRange range,
                     float* out, std::size_t stride) {
-  const int n_rows = std::min(kGroupRows, linear.packed.rows - group * kGroupRows);
-  c.scratch.multiply_adds += double(n_rows) * linear.packed.cols * range.count;
+  count_products(c, linear, group, range.count);
   if (linear.int8()) {
     multiply_packed(c.kernels, linear.packed, group, x.int8, range.first, range.count, out, stride,
                     c.scratch.weights.data());
@@ -121,6 +134,41 @@ void multiply_group(const Context& c, const Linear& linear, int group, const Act
                              next_group(linear.tensor, group));
   }
 }
+
+// Calls body(part, products) for parts of `range`, with their products, rows of kGroupRows in `tile`. A group
+// of pairs is multiplied part by part; the others are unpacked for all tokens of a call.
+template <typename Body>
+void multiply_parts(const Context& c, const Linear& linear, int group, const Activations& x, RowRange range,
+                    Tile& tile, Body&& body) {
+  if (!linear.pairs) {
+    multiply_group(c, linear, group, x, range, tile[0], kGroupRows);
+    return body(range, tile[0]);
+  }
+  count_products(c, linear, group, range.count);
+  const PairBlock* pairs = pairs_of_group(c.kernels, linear.packed, group, c.scratch.weights.data());
+  const PrefetchRange next = next_group(linear.packed, group);
+  const int parts = ceil_div(range.count, kPartTokens);
+  for (int i = 0; i < parts; ++i) {
+    const int first = i * kPartTokens;
+    const RowRange part = {range.first + first, std::min(kPartTokens, range.count - first)};
+    c.kernels.multiply_pairs(pairs, ceil_div(linear.packed.cols, kBlockCols), x.bfloat16, part.first,
+                             part.count, tile[0], kGroupRows, share_of(next, i, parts));
+    body(part, tile[0]);
+  }
+}
+
+// The bias of a group, zeros beyond the matrix.
+class GroupBias {
+ public:
+  GroupBias(const Tensor& bias, int row, int n_rows) : exists_(bool(bias)) {
+    if (exists_) std::copy_n(floats(bias) + row, n_rows, values_);
+  }
+  const float* values() const { return exists_ ? values_ : nullptr; }
+
+ private:
+  const bool exists_;
+  alignas(64) float values_[kGroupRows] = {};
+};
 
 // A phase of items that multiply rows of x.
 template <typename F>
@@ -176,36 +224,38 @@ const PairBlock* pairs_of_group(const Kernels& kernels, const PackedMatrix& weig
 void multiply(const Context& c, std::initializer_list<Product> products, const NormedRows& x, int rows,
               const AttentionItems* fetch, const CacheWriter* cache) {
   int groups = 0, unpacking = 0;
+  bool pairs = true;
   for (const Product& p : products) {
     groups += p.weight.packed.groups();
     unpacking = std::max(unpacking, unpacking_tokens(p.weight));
+    pairs = pairs && p.weight.pairs;
   }
   const TokenBlocks blocks = blocks_of(rows, groups, c.worker.count(), unpacking);
-  const auto items_of = [&](const Product& p) { return p.weight.packed.groups() * blocks.count; };
   for_each_of(c, groups * blocks.count, x, [&](int item) {
     if (fetch) fetch->fetch_share(item, groups * blocks.count);
+    // Pairs wait for activations: all groups pass a block of tokens, which stays in the L2 cache. For others
+    // a group is unpacked, which is then in the cache for its next block.
+    const int block = pairs ? item / groups : item % blocks.count;
+    int group = pairs ? item % groups : item / blocks.count;
     const Product* p = products.begin();
-    for (; item >= items_of(*p); ++p) item -= items_of(*p);
-    const int group = item / blocks.count;
-    const RowRange range = blocks.range(item % blocks.count);
+    for (; group >= p->weight.packed.groups(); ++p) group -= p->weight.packed.groups();
+    const RowRange range = blocks.range(block);
     const int row = group * kGroupRows, n_rows = std::min(kGroupRows, p->weight.packed.rows - row);
-    const auto* bias = p->bias && *p->bias ? floats(*p->bias) + row : nullptr;
-    float* first_out = p->out.row(range.first) + row;
-    if (!p->add && !bias && n_rows == kGroupRows) {
-      multiply_group(c, p->weight, group, x.rows(), range, first_out, p->out.stride);
+    const GroupBias bias(p->bias ? *p->bias : kNoTensor, row, n_rows);
+    alignas(64) Tile tile;
+    if (cache && cache->takes_columns(p->part)) {
+      multiply_parts(c, p->weight, group, x.rows(), range, tile, [&](RowRange part, float* sums) {
+        if (bias.values())
+          c.kernels.add_products(sums, bias.values(), part.count, kGroupRows, false, sums, kGroupRows);
+        cache->store_columns(c, p->part, row, n_rows, part, sums);
+      });
+    } else if (!p->add && !bias.values() && n_rows == kGroupRows) {
+      multiply_group(c, p->weight, group, x.rows(), range, p->out.row(range.first) + row, p->out.stride);
     } else {
-      alignas(64) Tile tile;
-      multiply_group(c, p->weight, group, x.rows(), range, tile[0], kGroupRows);
-      for (int t = 0; t < range.count; ++t) {
-        float* out = first_out + std::size_t(t) * p->out.stride;
-        if (bias)
-          for (int r = 0; r < n_rows; ++r) tile[t][r] += bias[r];
-        if (p->add) {
-          for (int r = 0; r < n_rows; ++r) out[r] += tile[t][r];
-        } else {
-          std::copy_n(tile[t], n_rows, out);
-        }
-      }
+      multiply_parts(c, p->weight, group, x.rows(), range, tile, [&](RowRange part, const float* sums) {
+        c.kernels.add_products(sums, bias.values(), part.count, n_rows, p->add, p->out.row(part.first) + row,
+                               p->out.stride);
+      });
     }
     if (cache) cache->computed(c, p->part, row, n_rows);
   });
@@ -213,37 +263,45 @@ void multiply(const Context& c, std::initializer_list<Product> products, const N
 
 void multiply_gated(const Context& c, const GateAndUp& w, const NormedRows& x, int rows,
                     const Activations& h) {
-  const TokenBlocks blocks = blocks_of(rows, w.up.packed.groups(), c.worker.count(), unpacking_tokens(w.up));
-  for_each_of(c, w.up.packed.groups() * blocks.count, x, [&](int item) {
-    const int group = item / blocks.count;
+  const int groups = w.up.packed.groups();
+  const TokenBlocks blocks = blocks_of(rows, groups, c.worker.count(), unpacking_tokens(w.up));
+  for_each_of(c, groups * blocks.count, x, [&](int item) {
+    const int group = w.up.pairs ? item % groups : item / blocks.count;
     const int row = group * kGroupRows, n_rows = std::min(kGroupRows, w.up.packed.rows - row);
-    const RowRange range = blocks.range(item % blocks.count);
+    const RowRange range = blocks.range(w.up.pairs ? item / groups : item % blocks.count);
+    const GroupBias gate_bias(w.gate_bias, row, n_rows), up_bias(w.up_bias, row, n_rows);
     alignas(64) Tile gates, ups;
-    const auto multiply_half = [&](const Linear& half, const Tensor& bias, Tile& out) {
-      multiply_group(c, half, group, x.rows(), range, out[0], kGroupRows);
-      if (!bias) return;
-      for (int t = 0; t < range.count; ++t)
-        for (int r = 0; r < n_rows; ++r) out[t][r] += floats(bias)[row + r];
+    const auto add_bias = [&](const GroupBias& bias, int count, float* products) {
+      if (bias.values())
+        c.kernels.add_products(products, bias.values(), count, kGroupRows, false, products, kGroupRows);
+    };
+    // What was computed of a part of the tokens, in the forms that h asks for.
+    const auto store = [&](RowRange part, const float* from) {
+      if (h.forms.f32)
+        c.kernels.add_products(from, nullptr, part.count, n_rows, false, h.f32.row(part.first) + row,
+                               h.f32.stride);
+      if (h.forms.int8) {
+        for (int t = 0; t < part.count; t += kTileTokens)
+          c.kernels.quantize(from + t * kGroupRows, kGroupRows, 0, std::min(part.count - t, kTileTokens), 1,
+                             h.int8.tile(part.first + t) + group);
+      }
+      if (h.forms.bfloat16)
+        c.kernels.round_to_bfloat16(from, kGroupRows, part.count, n_rows, h.bfloat16.row(part.first) + row,
+                                    h.bfloat16.stride);
     };
     if (w.gate.tensor) {
-      multiply_half(w.gate, w.gate_bias, gates);
-      multiply_half(w.up, w.up_bias, ups);
+      multiply_group(c, w.gate, group, x.rows(), range, gates[0], kGroupRows);
+      add_bias(gate_bias, range.count, gates[0]);
+      multiply_group(c, w.up, group, x.rows(), range, ups[0], kGroupRows);
+      add_bias(up_bias, range.count, ups[0]);
       c.kernels.gated(gates[0], ups[0], w.activation, range.count * kGroupRows, gates[0]);
+      store(range, gates[0]);
     } else {
-      multiply_half(w.up, w.up_bias, gates);
-      c.kernels.activate(gates[0], w.activation, range.count * kGroupRows, gates[0]);
-    }
-    if (h.forms.f32) {
-      for (int t = 0; t < range.count; ++t) std::copy_n(gates[t], n_rows, h.f32.row(range.first + t) + row);
-    }
-    if (h.forms.int8) {
-      for (int t = 0; t < range.count; t += kTileTokens)
-        c.kernels.quantize(gates[t], kGroupRows, 0, std::min(range.count - t, kTileTokens), 1,
-                           h.int8.tile(range.first + t) + group);
-    }
-    if (h.forms.bfloat16) {
-      for (int t = 0; t < range.count; ++t)
-        c.kernels.round_to_bfloat16(gates[t], n_rows, h.bfloat16.row(range.first + t) + row);
+      multiply_parts(c, w.up, group, x.rows(), range, ups, [&](RowRange part, float* products) {
+        add_bias(up_bias, part.count, products);
+        c.kernels.activate(products, w.activation, part.count * kGroupRows, products);
+        store(part, products);
+      });
     }
   });
 }

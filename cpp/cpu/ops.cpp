@@ -6,9 +6,25 @@ namespace metal_prefill::cpu {
 
 namespace {
 
+// Fills the other forms of columns [first, first + columns) of rows [row, row + rows) from `from`.
+void round_from(const Context& c, const FloatRows& from, const Activations& a, int row, int rows, int first,
+                int columns) {
+  const float* x = from.data + first;
+  if (a.forms.int8)
+    for (int r = 0; r < rows; ++r)
+      c.kernels.quantize(x + std::size_t(r) * from.stride, 0, (row + r) % kTileTokens, 1,
+                         columns / kBlockCols, a.int8.tile(row + r) + first / kBlockCols);
+  if (a.forms.bfloat16)
+    c.kernels.round_to_bfloat16(x, from.stride, rows, columns, a.bfloat16.row(row) + first,
+                                a.bfloat16.stride);
+}
+
+// What nobody reads in float32 stays in the thread's own memory, which is in its cache.
 void normalize_row(const Context& c, const float* x, const Norm& norm, int row, const Activations& out) {
-  apply(c.kernels, norm, x, out.f32.row(row));
-  round_row(c, out, row, 0, norm.dim);
+  const FloatRows& rows = out.forms.f32 ? out.f32 : c.scratch.normed.f32;
+  const FloatRows normed = {rows.row(out.forms.f32 ? row : 0), rows.stride};
+  apply(c.kernels, norm, x, normed.data);
+  round_from(c, normed, out, row, 1, 0, norm.dim);
 }
 
 // out += row `row` of a table.
@@ -30,12 +46,8 @@ void apply(const Kernels& kernels, const Norm& norm, const float* x, float* out)
   }
 }
 
-void round_row(const Context& c, const Activations& a, int row, int first, int columns) {
-  const float* from = a.f32.row(row) + first;
-  if (a.forms.int8)
-    c.kernels.quantize(from, 0, row % kTileTokens, 1, columns / kBlockCols,
-                       a.int8.tile(row) + first / kBlockCols);
-  if (a.forms.bfloat16) c.kernels.round_to_bfloat16(from, columns, a.bfloat16.row(row) + first);
+void round_rows(const Context& c, const Activations& a, int row, int rows, int first, int columns) {
+  round_from(c, {a.f32.row(row), a.f32.stride}, a, row, rows, first, columns);
 }
 
 void embed(const Context& c, const Model& model, std::span<const Row> rows, const FloatRows& x) {
@@ -81,8 +93,9 @@ void add_normalized(const Context& c, const FloatRows& y, const Norm& norm, int 
 void normalize_in_place(const Context& c, const Norm& norm, int rows, const FloatRows& x,
                         const Activations& out) {
   c.worker.for_each(rows, [&](int i) {
-    normalize_row(c, x.row(i), norm, i, out);
-    std::copy_n(out.f32.row(i), norm.dim, x.row(i));
+    apply(c.kernels, norm, x.row(i), x.row(i));
+    round_from(c, {x.row(i), x.stride}, out, i, 1, 0, norm.dim);
+    if (out.forms.f32) std::copy_n(x.row(i), norm.dim, out.f32.row(i));
   });
 }
 

@@ -162,8 +162,11 @@ inline const float* floats(const Tensor& tensor) {
   return reinterpret_cast<const float*>(tensor.data);
 }
 
-// Fills the other forms of columns [first, first + columns) of a row from the float32 one.
-void round_row(const Context& c, const Activations& a, int row, int first, int columns);
+// Fills the other forms of columns [first, first + columns) of rows [row, row + rows) from the float32 one.
+void round_rows(const Context& c, const Activations& a, int row, int rows, int first, int columns);
+inline void round_row(const Context& c, const Activations& a, int row, int first, int columns) {
+  round_rows(c, a, row, 1, first, columns);
+}
 
 // The norm of rows [first, first + rows) of x, which become rows [0, rows). Many rows go to `out`, in a
 // phase; few go to the scratch of each thread, when it needs them.
@@ -233,6 +236,12 @@ class CacheWriter {
   CacheWriter(const AttentionStep& step, std::span<const Row> rows, std::span<const RowRange> blocks,
               std::atomic<int>* done);
 
+  // Whether store_columns() takes products of the part: many rows, which nothing changes before they are
+  // stored, in a layout without blocks of columns. They need not be written anywhere else.
+  bool takes_columns(CachePart part) const;
+  // Stores columns [column, column + columns) of some rows, which lie kGroupRows floats apart.
+  void store_columns(const Context& c, CachePart part, int column, int columns, RowRange rows,
+                     const float* products) const;
   // Columns [column, column + columns) of keys or values are computed, for all rows.
   void computed(const Context& c, CachePart part, int column, int columns) const;
   // Stores what was not stored as it was computed.
@@ -241,8 +250,8 @@ class CacheWriter {
  private:
   // Whether rows are so few that each item of a product has all of them, as computed() takes for granted.
   bool at_once() const { return rows_.size() <= kTileTokens; }
-  void store_key(const Context& c, int index, int head) const;
-  void store_value(const Context& c, int index, int head) const;
+  void store_keys(const Context& c, RowRange block, int head) const;
+  void store_values(const Context& c, RowRange block, int head) const;
 
   const AttentionStep& step_;
   const std::span<const Row> rows_;

@@ -210,13 +210,24 @@ void quantize(const float* x, std::size_t stride, int first, int count, int n_bl
   quantize_rows<Simd>(x, stride, first, count, n_blocks, out);
 }
 
+// The sum of what add(sum, vector) adds for each vector of a row, in four sums: a single one would wait for
+// every addition.
+template <typename Add>
+inline float sum_of_vectors(const float* x, int n, Add&& add) {
+  constexpr int kSums = 4;
+  F sums[kSums] = {Simd::set(0), Simd::set(0), Simd::set(0), Simd::set(0)};
+  int i = 0;
+  for (; i + kSums * Simd::kLanes <= n; i += kSums * Simd::kLanes)
+    unrolled<kSums>([&](auto s) __attribute__((always_inline)) {
+      sums[s] = add(sums[s], Simd::load(x + i + s * Simd::kLanes));
+    });
+  for (; i < n; i += Simd::kLanes) sums[0] = add(sums[0], load_part(x + i, n - i));
+  return Simd::reduce_add(Simd::add(Simd::add(sums[0], sums[1]), Simd::add(sums[2], sums[3])));
+}
+
 void rms_norm(const float* x, const float* weight, float eps, int n, float* out) {
-  F squares = Simd::set(0);
-  for (int i = 0; i < n; i += Simd::kLanes) {
-    const F v = load_part(x + i, n - i);
-    squares = Simd::fma(v, v, squares);
-  }
-  const F scale = Simd::set(1.0f / std::sqrt(Simd::reduce_add(squares) / float(n) + eps));
+  const float squares = sum_of_vectors(x, n, [](F sum, F v) { return Simd::fma(v, v, sum); });
+  const F scale = Simd::set(1.0f / std::sqrt(squares / float(n) + eps));
   for (int i = 0; i < n; i += Simd::kLanes) {
     const F v = Simd::mul(load_part(x + i, n - i), scale);
     store_part(out + i, Simd::mul(v, load_part(weight + i, n - i)), n - i);
@@ -226,20 +237,15 @@ void rms_norm(const float* x, const float* weight, float eps, int n, float* out)
 // The deviation is taken around the mean, not from the sum of squares, which would cancel where the mean is
 // large.
 void layer_norm(const float* x, const float* weight, const float* bias, float eps, int n, float* out) {
-  F sums = Simd::set(0);
-  for (int i = 0; i < n; i += Simd::kLanes) sums = Simd::add(sums, load_part(x + i, n - i));
-  const float mean = Simd::reduce_add(sums) / float(n);
-  F squares = Simd::set(0);
-  float rest = 0;  // of values after the last full vector
-  int i = 0;
-  for (; i + Simd::kLanes <= n; i += Simd::kLanes) {
-    const F d = Simd::sub(Simd::load(x + i), Simd::set(mean));
-    squares = Simd::fma(d, d, squares);
-  }
-  for (; i < n; ++i) rest += (x[i] - mean) * (x[i] - mean);
-  const float variance = (Simd::reduce_add(squares) + rest) / float(n);
-  const F scale = Simd::set(1.0f / std::sqrt(variance + eps));
-  for (i = 0; i < n; i += Simd::kLanes) {
+  const float mean = sum_of_vectors(x, n, [](F sum, F v) { return Simd::add(sum, v); }) / float(n);
+  const int whole = n / Simd::kLanes * Simd::kLanes;
+  float squares = sum_of_vectors(x, whole, [&](F sum, F v) {
+    const F d = Simd::sub(v, Simd::set(mean));
+    return Simd::fma(d, d, sum);
+  });
+  for (int i = whole; i < n; ++i) squares += (x[i] - mean) * (x[i] - mean);
+  const F scale = Simd::set(1.0f / std::sqrt(squares / float(n) + eps));
+  for (int i = 0; i < n; i += Simd::kLanes) {
     const F v = Simd::mul(Simd::sub(load_part(x + i, n - i), Simd::set(mean)), scale);
     const F offset = bias ? load_part(bias + i, n - i) : Simd::set(0);
     store_part(out + i, Simd::fma(v, load_part(weight + i, n - i), offset), n - i);
@@ -266,54 +272,24 @@ void rope(float* head, const float* cos_sin, int pairs, RopeStyle style) {
   }
 }
 
-inline F sigmoid(F x) {
-  return Simd::div(Simd::set(1.0f), Simd::add(Simd::set(1.0f), exp2(Simd::mul(x, Simd::set(-kLog2E)))));
+template <bool kBias, bool kAdd>
+inline void add_rows(const float* products, const float* bias, int rows, int columns, float* out,
+                     std::size_t stride) {
+  for (int row = 0; row < rows; ++row, products += kGroupRows, out += stride)
+    for (int r = 0; r < columns; r += Simd::kLanes) {
+      F value = Simd::load(products + r);
+      if constexpr (kBias) value = Simd::add(value, Simd::load(bias + r));
+      if constexpr (kAdd) value = Simd::add(load_part(out + r, columns - r), value);
+      store_part(out + r, value, columns - r);
+    }
 }
 
-// The tanh approximation, 0.5 x (1 + tanh(u)) = x sigmoid(2u) with u = sqrt(2/pi) (x + 0.044715 x^3).
-inline F gelu(F x) {
-  const F cubic = Simd::fma(Simd::mul(Simd::set(0.044715f), Simd::mul(x, x)), x, x);
-  return Simd::mul(x, sigmoid(Simd::mul(Simd::set(1.59576912f), cubic)));
-}
-
-// x Phi(x), with erf(z) = 1 - p(t) exp(-z^2) for z >= 0 and t = 1 / (1 + 0.3275911 z): Abramowitz and Stegun,
-// 7.1.26, which is within 1.5e-7. Half of p(t) exp(-z^2) is what is missing to x on the positive side.
-inline F gelu_erf(F x) {
-  const F size = Simd::max(x, Simd::sub(Simd::set(0.0f), x));
-  const F z = Simd::mul(size, Simd::set(0.707106781f));
-  const F t = Simd::div(Simd::set(1.0f), Simd::fma(z, Simd::set(0.3275911f), Simd::set(1.0f)));
-  F p = Simd::set(1.061405429f);
-  p = Simd::fma(p, t, Simd::set(-1.453152027f));
-  p = Simd::fma(p, t, Simd::set(1.421413741f));
-  p = Simd::fma(p, t, Simd::set(-0.284496736f));
-  p = Simd::fma(p, t, Simd::set(0.254829592f));
-  const F tail = Simd::mul(Simd::mul(p, t), exp2(Simd::mul(Simd::mul(z, z), Simd::set(-kLog2E))));
-  const F missing = Simd::mul(Simd::mul(size, tail), Simd::set(0.5f));
-  return Simd::sub(Simd::max(Simd::set(0.0f), x), missing);  // NaN, which max() keeps, stays
-}
-
-inline F activated(F x, Activation activation) {
-  switch (activation) {
-    case Activation::kSilu:
-      return Simd::mul(x, sigmoid(x));
-    case Activation::kGelu:
-      return gelu(x);
-    case Activation::kGeluErf:
-      break;
-  }
-  return gelu_erf(x);
-}
-
-void gated(const float* gate, const float* up, Activation activation, int n, float* out) {
-  for (int i = 0; i < n; i += Simd::kLanes) {
-    const F g = activated(load_part(gate + i, n - i), activation);
-    store_part(out + i, Simd::mul(g, load_part(up + i, n - i)), n - i);
-  }
-}
-
-void activate(const float* x, Activation activation, int n, float* out) {
-  for (int i = 0; i < n; i += Simd::kLanes)
-    store_part(out + i, activated(load_part(x + i, n - i), activation), n - i);
+void add_products(const float* products, const float* bias, int rows, int columns, bool add, float* out,
+                  std::size_t stride) {
+  if (bias && add) return add_rows<true, true>(products, bias, rows, columns, out, stride);
+  if (bias) return add_rows<true, false>(products, bias, rows, columns, out, stride);
+  if (add) return add_rows<false, true>(products, bias, rows, columns, out, stride);
+  add_rows<false, false>(products, bias, rows, columns, out, stride);
 }
 
 // ALiBi: scores of a span, of which position `own` is that of the query, lose `slope` for each position.
@@ -405,6 +381,17 @@ void store_value(const float* value, int dim, int stride, KvLayout layout, void*
   store_q8(value, dim, head + q8_scale(dim, 0, position), [&](int d, const std::uint8_t* codes) {
     for (int i = 0; i < kBlockCols; ++i) out[(d + i) * 4] = std::byte(codes[i]);
   });
+}
+
+void store_keys(const float* key, std::size_t step, int count, int dim, int stride, KvLayout layout,
+                void* keys, int position) {
+  for (int i = 0; i < count; ++i, key += step) store_key(key, dim, stride, layout, keys, position + i);
+}
+
+void store_values(const float* value, std::size_t step, int count, int dim, int stride, KvLayout layout,
+                  void* values, int position) {
+  for (int i = 0; i < count; ++i, value += step)
+    store_value(value, dim, stride, layout, values, position + i);
 }
 
 }  // namespace

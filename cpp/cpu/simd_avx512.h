@@ -83,6 +83,12 @@ struct Simd {
   }
   static I max_int(I a, I b) { return _mm512_max_epi32(a, b); }
   static std::int32_t reduce_max(I a) { return _mm512_reduce_max_epi32(a); }
+  static F magnitude(F a) { return _mm512_abs_ps(a); }
+  // Of 32 floats, those that the lowest five bits of lanes select.
+  static F look_up32(const float* table, F bits) {
+    return _mm512_permutex2var_ps(_mm512_load_ps(table), _mm512_castps_si512(bits),
+                                  _mm512_load_ps(table + 16));
+  }
 
   static F load_half(const std::uint16_t* p) {
     return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));

@@ -1,6 +1,7 @@
 // The table of one instruction set; included last by each kernels_*.cpp.
 #pragma once
 
+#include "row_activations.h"
 #include "row_ops.h"
 #include "tile_attention.h"
 #include "tile_float.h"
@@ -24,11 +25,12 @@ constexpr Kernels kTable = {
     .rms_norm = rms_norm,
     .layer_norm = layer_norm,
     .rope = rope,
+    .add_products = add_products,
     .gated = gated,
     .activate = activate,
     .sum_exp = sum_exp,
-    .store_key = store_key,
-    .store_value = store_value,
+    .store_keys = store_keys,
+    .store_values = store_values,
     .attention = attention,
     .combine_splits = combine_splits,
     .run_dots = run_dots,

@@ -51,7 +51,7 @@ inline void amx_tile(const AttentionHead& head, int span, int row, int rows, Att
   multiply_blocks(head.key_stride / kAmxDepth, key_blocks, strip.q + row * head.key_stride, head.key_stride,
                   strip.keys, kKeyPairStep, 2 * kKeyBlock, products);
   const int stride = head.value_stride;
-  bf16_weights(strip, row, rows, span, stride, products, p);
+  bf16_weights(strip, row, rows, span, n, stride, products, p);
   for (int column = 0; column < stride; column += 64) {
     const int blocks = std::min(4, (stride - column) / 16);
     multiply_blocks(ceil_div(n, kAmxDepth), blocks, p[0], kKeySpan, strip.values + column * 2, stride * 2,

@@ -15,6 +15,7 @@
 #include <type_traits>
 
 #include "simd_bf16.h"
+#include "store_pairs.h"
 #include "tile_attention.h"
 #include "tile_pairs.h"
 
@@ -26,8 +27,7 @@ constexpr int kStripValues = 96 * 64;  // rows times dimensions: longer heads ta
 constexpr int kMaxTileRows = 16;       // that a strip takes at least, whatever the head
 constexpr int kTileRows = 6;           // by 4 vectors: 24 sums, 4 of keys or values, one query
 constexpr int kPairsOfSpan = kKeySpan / 2;
-constexpr int kKeyPairStep = kKeySpan * 2;  // elements from one pair of dimensions to the next
-constexpr float kSlack = 8;                 // weights are up to 2^8
+constexpr float kSlack = 8;  // weights are up to 2^8
 constexpr float kNoScore = -std::numeric_limits<float>::infinity();
 constexpr float kExp2Cubic[] = {0.69542432f, 0.22630768f, 0.07826797f};
 
@@ -44,36 +44,6 @@ struct alignas(64) AttentionStrip {
   float slope[kStripRows];                      // of ALiBi, in base-2 logarithms
   const std::uint16_t *keys, *values;           // of the span
 };
-
-// Sixteen values from `at` on, of `dim`, zeros after the last: rounded to f16, which is what a saved cache
-// holds, and then to bfloat16.
-inline void round_values(const float* values, int at, int dim, std::uint16_t (&out)[Simd::kLanes]) {
-  std::uint16_t half[Simd::kLanes];
-  Simd::store_half(half, _mm512_maskz_loadu_ps(lanes_below(dim - at), values + at));
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(out),
-                      reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(Simd::load_half(half))));
-}
-
-void store_key_pairs(const float* key, int dim, int stride, KvLayout layout, void* keys, int position) {
-  if (layout != KvLayout::kPairs) return store_key(key, dim, stride, layout, keys, position);
-  auto* out = static_cast<std::uint16_t*>(keys) + position * 2;
-  std::uint16_t lanes[Simd::kLanes];
-  for (int d = 0; d < dim; d += Simd::kLanes) {
-    round_values(key, d, dim, lanes);
-    for (int i = 0; i < Simd::kLanes && d + i < dim; i += 2)
-      std::memcpy(out + (d + i) / 2 * kKeyPairStep, lanes + i, 2 * sizeof *out);
-  }
-}
-
-void store_value_pairs(const float* value, int dim, int stride, KvLayout layout, void* values, int position) {
-  if (layout != KvLayout::kPairs) return store_value(value, dim, stride, layout, values, position);
-  auto* out = static_cast<std::uint16_t*>(values) + position / 2 * 2 * stride + position % 2;
-  std::uint16_t lanes[Simd::kLanes];
-  for (int d = 0; d < dim; d += Simd::kLanes) {
-    round_values(value, d, dim, lanes);
-    for (int i = 0; i < Simd::kLanes && d + i < dim; ++i) out[2 * (d + i)] = lanes[i];
-  }
-}
 
 // scores[r][key] = q[r] . k[key] for kVectors * 16 positions.
 template <int kRows, int kVectors>
@@ -144,9 +114,11 @@ inline void raise_shift(AttentionStrip& strip, int row, float shift, int stride)
 // Scores of a span to weights in bfloat16, of which the sum grows. A weight is 2^(score - shift). The shift
 // is the largest score of the first span, and changes only where a later score is far above it: so weights
 // rarely wait for the largest score, and sums rarely for a factor.
+// No row sees more than the first `n` positions: weights of others are zero, and stored up to a multiple of
+// 32.
 template <bool kWhole>
 inline __attribute__((always_inline)) void bf16_softmax(AttentionStrip& strip, int row, int rows, int span,
-                                                        int stride, const float (*scores)[kKeySpan],
+                                                        int n, int stride, const float (*scores)[kKeySpan],
                                                         std::uint16_t (*p)[kKeySpan]) {
   const F nothing = Simd::set(kNoScore);
   const auto score = [&](int r, std::uint64_t seen, int i) __attribute__((always_inline)) {
@@ -155,8 +127,8 @@ inline __attribute__((always_inline)) void bf16_softmax(AttentionStrip& strip, i
   };
   const auto largest = [&](int r) __attribute__((always_inline)) {
     const std::uint64_t seen = kWhole ? 0 : visible(strip, row + r, span);
-    return Simd::max(Simd::max(score(r, seen, 0), score(r, seen, 16)),
-                     Simd::max(score(r, seen, 32), score(r, seen, 48)));
+    const F first = Simd::max(score(r, seen, 0), score(r, seen, 16));
+    return n <= 32 ? first : Simd::max(first, Simd::max(score(r, seen, 32), score(r, seen, 48)));
   };
   static_assert(kKeySpan == 4 * Simd::kLanes);
   unsigned above = 0;
@@ -173,7 +145,7 @@ inline __attribute__((always_inline)) void bf16_softmax(AttentionStrip& strip, i
     const F shift = Simd::set(strip.shift[row + r]);
     F sum = Simd::load(strip.sum[row + r]);
 #pragma GCC unroll 2
-    for (int i = 0; i < kKeySpan; i += 2 * Simd::kLanes) {
+    for (int i = 0; i < n; i += 2 * Simd::kLanes) {
       const __m512i weights = round_to_pairs(weight_exp2(Simd::sub(score(r, seen, i), shift)),
                                              weight_exp2(Simd::sub(score(r, seen, i + Simd::kLanes), shift)));
       _mm512_store_si512(p[r] + i, weights);
@@ -185,16 +157,16 @@ inline __attribute__((always_inline)) void bf16_softmax(AttentionStrip& strip, i
 
 // The same, whether all rows see all of the span or not.
 inline __attribute__((always_inline)) void bf16_weights(AttentionStrip& strip, int row, int rows, int span,
-                                                        int stride, float (*scores)[kKeySpan],
+                                                        int n, int stride, float (*scores)[kKeySpan],
                                                         std::uint16_t (*p)[kKeySpan]) {
   const int first = span * kKeySpan;
   for (int r = 0; r < rows; ++r)
     if (strip.slope[row + r] != 0)
       subtract_distances(scores[r], strip.slope[row + r], strip.own[row + r] - first);
   if (strip.begin[row + rows - 1] <= first && first + kKeySpan <= strip.end[row])
-    bf16_softmax<true>(strip, row, rows, span, stride, scores, p);
+    bf16_softmax<true>(strip, row, rows, span, kKeySpan, stride, scores, p);
   else
-    bf16_softmax<false>(strip, row, rows, span, stride, scores, p);
+    bf16_softmax<false>(strip, row, rows, span, n, stride, scores, p);
 }
 
 // acc += p * v over the first `n` positions of a span, for kVectors vectors of columns. A pair of which only
@@ -246,7 +218,7 @@ void bf16_tile(const AttentionHead& head, int span, int row, AttentionStrip& str
     bf16_scores<kRows, 1>(strip, q, head.key_stride, scores);
   }
   const int stride = head.value_stride;
-  bf16_weights(strip, row, kRows, span, stride, scores, p);
+  bf16_weights(strip, row, kRows, span, n, stride, scores, p);
   float* out = strip.acc + row * stride;
   int column = 0;
   for (; column + 64 <= stride; column += 64) bf16_values<kRows, 4>(strip, p, n, column, stride, out);
@@ -286,8 +258,10 @@ void bf16_strip(const AttentionHead& head, int row, int rows, AttentionStrip& st
     strip.own[r] = head.position + int(token);
     strip.slope[r] = head.slopes ? head.slopes[h] * kLog2E : 0.0f;
   }
-  begin_rows(head, row, rows, strip.splits);
-  each_split(head, {strip.begin[0], strip.end[rows - 1]}, [&](VisibleRange split, bool last) {
+  const VisibleRange all = {strip.begin[0], strip.end[rows - 1]};
+  const bool one = !head.sums && all.begin / kSplitPositions == (all.end - 1) / kSplitPositions;
+  if (!one) begin_rows(head, row, rows, strip.splits);
+  each_split(head, all, [&](VisibleRange split, bool last) {
     std::fill_n(strip.acc, rows * head.value_stride, 0.0f);
     for (int r = 0; r < rows; ++r) {
       std::fill_n(strip.sum[r], 16, 0.0f);
@@ -304,7 +278,10 @@ void bf16_strip(const AttentionHead& head, int row, int rows, AttentionStrip& st
       sums[r] = Simd::reduce_add(Simd::load(strip.sum[r]));
       if (strip.limit[r] == kNoScore) strip.shift[r] = kNoScore;
     }
-    add_split(head, row, rows, strip.shift, sums, strip.acc, head.value_stride, last, strip.splits);
+    if (one)
+      divide_split(head, row, rows, sums, strip.acc, head.value_stride);
+    else
+      add_split(head, row, rows, strip.shift, sums, strip.acc, head.value_stride, last, strip.splits);
   });
 }
 
@@ -334,8 +311,8 @@ constexpr Kernels with_pairs(Kernels table, int key_multiple) {
   table.round_to_bfloat16 = round_to_bfloat16;
   table.half_layout = KvLayout::kPairs;
   table.key_multiple = key_multiple;
-  table.store_key = store_key_pairs;
-  table.store_value = store_value_pairs;
+  table.store_keys = store_key_pairs;
+  table.store_values = store_value_pairs;
   table.run_bfloat16 = run_bfloat16;
   return table;
 }

@@ -133,11 +133,17 @@ void widen_to_pairs(const PackedMatrix& weight, int group, PairBlock* out) {
   });
 }
 
-void round_to_bfloat16(const float* x, int n, std::uint16_t* out) {
-  for (int i = 0; i < n; i += Simd::kLanes) {
-    const __mmask16 lanes = lanes_below(n - i);
-    _mm256_mask_storeu_epi16(
-        out + i, lanes, reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(_mm512_maskz_loadu_ps(lanes, x + i))));
+void round_to_bfloat16(const float* x, std::size_t x_stride, int rows, int n, std::uint16_t* out,
+                       std::size_t out_stride) {
+  for (int row = 0; row < rows; ++row, x += x_stride, out += out_stride) {
+    int i = 0;
+    for (; i + 2 * Simd::kLanes <= n; i += 2 * Simd::kLanes)
+      _mm512_storeu_si512(out + i, round_to_pairs(Simd::load(x + i), Simd::load(x + i + Simd::kLanes)));
+    for (; i < n; i += Simd::kLanes) {
+      const __mmask16 lanes = lanes_below(n - i);
+      _mm256_mask_storeu_epi16(
+          out + i, lanes, reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(_mm512_maskz_loadu_ps(lanes, x + i))));
+    }
   }
 }
 

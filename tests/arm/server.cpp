@@ -253,6 +253,7 @@ const std::map<std::string, Call> kCalls = {
     {"multiply_half", on_values(cpu::calls::multiply_half)},
     {"rms_norm", on_values(cpu::calls::rms_norm)},
     {"rope", on_values(cpu::calls::rope)},
+    {"add_products", on_values(cpu::calls::add_products)},
     {"gated", on_values(cpu::calls::gated)},
     {"sum_exp", on_values(cpu::calls::sum_exp)},
     {"half_to_float", on_values(cpu::calls::half_to_float)},

@@ -104,7 +104,10 @@ void bind_kernels(nb::module_& m) {
         "RMSNorm of a row.");
   m.def("rope", on_arrays(calls::rope), "set"_a, "head"_a, "cos_sin"_a, "neox"_a,
         "Rotation of a head, in place.");
-  m.def("gated", on_arrays(calls::gated), "set"_a, "gate"_a, "up"_a, "gelu"_a, "out"_a, "SwiGLU or GeGLU.");
+  m.def("gated", on_arrays(calls::gated), "set"_a, "gate"_a, "up"_a, "activation"_a, "out"_a,
+        "SwiGLU, or GeGLU by tanh or by erf.");
+  m.def("add_products", on_arrays(calls::add_products), "set"_a, "products"_a, "bias"_a, "columns"_a, "add"_a,
+        "out"_a, "Products of a group with a bias, which may be empty, or added to what is there.");
   m.def("sum_exp", on_arrays(calls::sum_exp), "set"_a, "x"_a, "shift"_a, "Sum of exp(x - shift).");
   m.def("half_to_float", on_arrays(calls::half_to_float), "set"_a, "values"_a, "bfloat16"_a, "out"_a,
         "Conversion of 16-bit floats.");

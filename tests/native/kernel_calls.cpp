@@ -146,7 +146,7 @@ void multiply_pairs(const std::string& set, std::uint32_t type, const Bytes& wei
   for (std::size_t t = 0; t < tokens; ++t) {
     std::uint16_t* row = activations.row(first + int(t));
     std::fill_n(row, padded, std::uint16_t(0));
-    kernels.round_to_bfloat16(x.data() + t * cols, int(cols), row);
+    kernels.round_to_bfloat16(x.data() + t * cols, cols, 1, int(cols), row, stride);
   }
   const Buffer scratch(scratch_bytes_of(linear), "scratch");
   for (int group = 0; group < packed.groups(); ++group)
@@ -168,10 +168,20 @@ void rope(const std::string& set, OutVector head, const Vector& cos_sin, bool ne
                           neox ? RopeStyle::kNeox : RopeStyle::kInterleaved);
 }
 
-void gated(const std::string& set, const Vector& gate, const Vector& up, bool gelu, OutVector out) {
+void gated(const std::string& set, const Vector& gate, const Vector& up, int activation, OutVector out) {
   require(gate.shape(0) == up.shape(0) && out.shape(0) >= gate.shape(0), "wrong shape");
-  kernels_named(set).gated(gate.data(), up.data(), gelu ? Activation::kGelu : Activation::kSilu,
-                           int(gate.shape(0)), out.data());
+  require(activation >= 0 && activation <= int(Activation::kGeluErf), "no such activation");
+  kernels_named(set).gated(gate.data(), up.data(), Activation(activation), int(gate.shape(0)), out.data());
+}
+
+void add_products(const std::string& set, const Matrix& products, const Vector& bias, int columns, bool add,
+                  OutMatrix out) {
+  require(products.shape(1) == kGroupRows && (bias.shape(0) == 0 || bias.shape(0) == kGroupRows) &&
+              columns >= 1 && columns <= kGroupRows && out.shape(0) >= products.shape(0) &&
+              int(out.shape(1)) >= columns,
+          "wrong shape");
+  kernels_named(set).add_products(products.data(), bias.shape(0) > 0 ? bias.data() : nullptr,
+                                  int(products.shape(0)), columns, add, out.data(), out.shape(1));
 }
 
 double sum_exp(const std::string& set, const Vector& x, float shift) {
@@ -188,7 +198,7 @@ void round_to_bfloat16(const std::string& set, const Vector& x, OutHalves out) {
   const Kernels& kernels = kernels_named(set);
   require(kernels.round_to_bfloat16, "the set has no products of bfloat16 pairs");
   require(out.shape(0) >= x.shape(0), "out is too small");
-  kernels.round_to_bfloat16(x.data(), int(x.shape(0)), out.data());
+  kernels.round_to_bfloat16(x.data(), x.shape(0), 1, int(x.shape(0)), out.data(), x.shape(0));
 }
 
 void attention(const std::string& set, const Matrix& q, const Matrix& keys, const Matrix& values,
@@ -217,13 +227,15 @@ void attention(const std::string& set, const Matrix& q, const Matrix& keys, cons
   for (const PageId id : ids) cache.taken(id);
   std::vector<std::byte*> pages(ids.size());
   cache.addresses(ids, pages.data());
-  for (int p = 0; p < positions; ++p) {
+  // Blocks of keys are stored in pieces of all lengths, and so from all positions on.
+  for (int p = 0, piece = 1; p < positions; piece = piece % kKeyBlock + 1) {
     std::byte* page = pages[std::size_t(p / kKeySpan)];
-    const int in_page = p % kKeySpan;
-    kernels.store_key(keys.data() + std::size_t(p) * std::size_t(key_dim), key_dim, cache.key_stride(),
-                      layout, page + cache.keys(0, 0), in_page);
-    kernels.store_value(values.data() + std::size_t(p) * std::size_t(value_dim), value_dim,
-                        cache.value_stride(), layout, page + cache.values(0, 0), in_page);
+    const int in_page = p % kKeySpan, count = std::min({piece, kKeyBlock - p % kKeyBlock, positions - p});
+    kernels.store_keys(keys.data() + std::size_t(p) * std::size_t(key_dim), std::size_t(key_dim), count,
+                       key_dim, cache.key_stride(), layout, page + cache.keys(0, 0), in_page);
+    kernels.store_values(values.data() + std::size_t(p) * std::size_t(value_dim), std::size_t(value_dim),
+                         count, value_dim, cache.value_stride(), layout, page + cache.values(0, 0), in_page);
+    p += count;
   }
   AttentionHead head = {.q = q.data(),
                         .q_stride = q.shape(1),

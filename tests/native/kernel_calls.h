@@ -53,10 +53,12 @@ void multiply_half(const std::string& set, const Halves& weight, bool bfloat16, 
 // multiply_int8 in pairs of bfloat16, with weights of any type.
 void multiply_pairs(const std::string& set, std::uint32_t type, const Bytes& weight, int rows,
                     const Matrix& x, int first, OutMatrix out);
+void add_products(const std::string& set, const Matrix& products, const Vector& bias, int columns, bool add,
+                  OutMatrix out);
 void round_to_bfloat16(const std::string& set, const Vector& x, OutHalves out);
 void rms_norm(const std::string& set, const Vector& x, const Vector& weight, float eps, OutVector out);
 void rope(const std::string& set, OutVector head, const Vector& cos_sin, bool neox);
-void gated(const std::string& set, const Vector& gate, const Vector& up, bool gelu, OutVector out);
+void gated(const std::string& set, const Vector& gate, const Vector& up, int activation, OutVector out);
 double sum_exp(const std::string& set, const Vector& x, float shift);
 void half_to_float(const std::string& set, const Halves& in, bool bfloat16, OutVector out);
 // Causal attention of one group of heads: q [tokens, heads * key_dim] are the last tokens of the keys and

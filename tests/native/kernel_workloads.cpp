@@ -99,7 +99,8 @@ std::unique_ptr<Workload> product_workload(const std::string& set, std::uint32_t
     w.x.bfloat16.stride = std::size_t(cols) + kPairPad;
     w.pairs = Buffer(n_tiles * kTileTokens * w.x.bfloat16.stride * sizeof(std::uint16_t), "activations");
     w.x.bfloat16.data = w.pairs.as<std::uint16_t>();
-    for (int t = 0; t < tokens; ++t) kernels.round_to_bfloat16(w.x.f32.row(t), cols, w.x.bfloat16.row(t));
+    kernels.round_to_bfloat16(w.x.f32.data, w.x.f32.stride, tokens, cols, w.x.bfloat16.data,
+                              w.x.bfloat16.stride);
   }
   w.out = random_rows(w.output, tokens, rows);
   w.scratch.resize(std::size_t(threads));
@@ -140,14 +141,14 @@ std::unique_ptr<Workload> attention_workload(const std::string& set, int tokens,
   w.k = random_rows(w.k_memory, tokens, kv_heads * head_dim);
   w.v = random_rows(w.v_memory, tokens, kv_heads * head_dim);
   w.out = random_rows(w.out_memory, tokens, heads * head_dim);
-  for (int t = 0; t < tokens; ++t) {
+  for (int t = 0; t < tokens; t += kKeyBlock) {
     std::byte* page = w.pages[std::size_t(t / kPagePositions)];
-    const int in_page = t % kPagePositions;
+    const int in_page = t % kPagePositions, count = std::min(kKeyBlock, tokens - t);
     for (int h = 0; h < kv_heads; ++h) {
-      kernels.store_key(w.k.row(t) + h * head_dim, head_dim, w.cache->key_stride(), kernels.half_layout,
-                        page + w.cache->keys(0, h), in_page);
-      kernels.store_value(w.v.row(t) + h * head_dim, head_dim, w.cache->value_stride(), kernels.half_layout,
-                          page + w.cache->values(0, h), in_page);
+      kernels.store_keys(w.k.row(t) + h * head_dim, w.k.stride, count, head_dim, w.cache->key_stride(),
+                         kernels.half_layout, page + w.cache->keys(0, h), in_page);
+      kernels.store_values(w.v.row(t) + h * head_dim, w.v.stride, count, head_dim, w.cache->value_stride(),
+                           kernels.half_layout, page + w.cache->values(0, h), in_page);
     }
   }
   w.scratch.resize(std::size_t(threads));
