@@ -5,6 +5,8 @@
 #include <iterator>
 #include <stdexcept>
 
+#include "ops.h"
+
 namespace metal_prefill::cpu {
 
 namespace {
@@ -22,13 +24,13 @@ constexpr LayerLinear kLayerLinears[] = {
 
 }  // namespace
 
-Linear linear_of(const Tensor& tensor, Compute compute, const Kernels& kernels) {
+Linear linear_of(const Tensor& tensor, Compute compute, const Kernels& kernels, bool keep_pairs) {
   Linear linear{tensor, packed_matrix(tensor)};
   const bool is_quantized = linear.packed.packing != Packing::kNone;
   const bool may_round =
       compute == Compute::kBf16 || (compute == Compute::kInt8 && tensor.type == TensorType::kBF16);
   linear.pairs = may_round && kernels.multiply_pairs;
-  if (linear.pairs && !is_quantized) {
+  if (linear.pairs && (keep_pairs || !is_quantized)) {
     linear.packed.packing = Packing::kPairs;
     linear.packed.group_stride = linear.packed.group_bytes();
   }
@@ -79,6 +81,34 @@ bool rounds_coarsely(const Model& model, Compute compute) {
   };
   return packed(model.output) || std::any_of(model.layers.begin(), model.layers.end(), in_layer);
 }
+
+namespace {
+
+// Whether quantized weights are packed as pairs.
+bool is_widened(const Linear& linear) {
+  return linear.packed.packing == Packing::kPairs && packing_of(linear.tensor.type) != Packing::kNone;
+}
+// Memory that pack() takes for a group of it: the group as it is packed for 8 bits, and what widening takes.
+std::size_t packing_bytes(const Linear& linear) {
+  if (!is_widened(linear)) return 0;
+  const PackedMatrix own = packed_matrix(linear.tensor);
+  return round_up(own.group_bytes(), std::size_t(64)) + scratch_bytes_of({linear.tensor, own, true});
+}
+
+// Packs a group of a matrix where it belongs.
+void pack(const Linear& linear, int group, const Kernels& kernels, std::byte* memory) {
+  if (!is_widened(linear)) return pack_group(linear.tensor, group, linear.packed.group(group));
+  PackedMatrix own = packed_matrix(linear.tensor);
+  const std::size_t bytes = round_up(own.group_bytes(), std::size_t(64));
+  std::memset(memory, 0, bytes);
+  own.blocks = memory;
+  own.group_stride = 0;  // every group is packed in the same place
+  pack_group(linear.tensor, group, own.blocks);
+  std::memcpy(linear.packed.group(group), pairs_of_group(kernels, own, group, memory + bytes),
+              linear.packed.group_bytes());
+}
+
+}  // namespace
 
 Forms& Weights::input_of(Extent cols) {
   if (cols == Extent::kDim) return dim_input;
@@ -135,10 +165,12 @@ void Weights::settle(Team& team) {
 Weights::Weights(const Model& model, Compute compute, const Kernels& kernels, Team& team)
     : given_(model.packed) {
   layers.resize(model.layers.size());
+  // An encoder has no single tokens, for which twice or four times the bytes would take longer to read.
+  const bool keep_pairs = !model.config.causal;
   std::vector<Linear*> linears;
   const auto add = [&](Linear& linear, const Tensor& tensor, Extent cols) {
     if (!tensor) return;
-    linear = linear_of(tensor, compute, kernels);
+    linear = linear_of(tensor, compute, kernels, keep_pairs);
     input_of(cols).add(linear);
     widens |= linear.pairs && linear.packed.packing != Packing::kPairs;
     scratch_bytes = std::max(scratch_bytes, scratch_bytes_of(linear));
@@ -178,12 +210,17 @@ Weights::Weights(const Model& model, Compute compute, const Kernels& kernels, Te
   for (const Linear* linear : linears)
     for (int group = 0; group < linear->packed.groups(); group += kGroupsPerItem)
       items.push_back({linear, group});
+  std::size_t bytes = 0;
+  for (const Linear* linear : linears) bytes = std::max(bytes, packing_bytes(*linear));
+  std::vector<Buffer> memory(std::size_t(team.size()));
+  if (bytes > 0)
+    for (Buffer& of_thread : memory) of_thread = Buffer(bytes, "weights while they are packed");
   team.run([&](Worker& worker) {
     worker.for_each(int(items.size()), [&](int i) {
       const auto& [linear, first] = items[std::size_t(i)];
       const int end = std::min(first + kGroupsPerItem, linear->packed.groups());
       for (int group = first; group < end; ++group)
-        pack_group(linear->tensor, group, linear->packed.group(group));
+        pack(*linear, group, kernels, memory[std::size_t(worker.index())].data());
       const std::byte* begin = linear->tensor.row(first * kGroupRows);
       const std::byte* rest = linear->tensor.data + linear->tensor.bytes;
       if (end * kGroupRows < linear->tensor.rows) rest = linear->tensor.row(end * kGroupRows);

@@ -22,8 +22,9 @@ struct Linear {
   bool int8() const { return packed.packing != Packing::kNone && !pairs; }
 };
 
-// A matrix as a set multiplies it, still without a place.
-Linear linear_of(const Tensor& tensor, Compute compute, const Kernels& kernels);
+// A matrix as a set multiplies it, still without a place. Quantized weights that are multiplied in pairs are
+// kept in pairs, too, with `keep_pairs`; otherwise each pass widens them.
+Linear linear_of(const Tensor& tensor, Compute compute, const Kernels& kernels, bool keep_pairs = false);
 // Memory that a thread needs for a group of it: expanded to float32, widened or padded.
 std::size_t scratch_bytes_of(const Linear& linear);
 
