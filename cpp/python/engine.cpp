@@ -6,6 +6,7 @@
 #include <nanobind/stl/unique_ptr.h>
 #include <nanobind/stl/vector.h>
 
+#include <atomic>
 #include <memory>
 #include <string>
 #include <utility>
@@ -75,7 +76,7 @@ class OwnedRequest {
   std::size_t n_tokens() const { return request_.tokens.size(); }
 
   Request& begin() {
-    if (std::exchange(is_used_, true))
+    if (begun_->test_and_set())
       throw std::invalid_argument("a request is computed once: make another for further tokens");
     return request_;
   }
@@ -127,7 +128,7 @@ class OwnedRequest {
   std::vector<TokenId> chosen_;
   std::unique_ptr<FloatResult> floats_;
   Request request_;
-  bool is_used_ = false;
+  std::unique_ptr<std::atomic_flag> begun_ = std::make_unique<std::atomic_flag>();  // threads may share it
 };
 
 nb::typed<nb::list, nb::any> forward_batch(Engine& engine, const std::vector<OwnedRequest*>& owned,

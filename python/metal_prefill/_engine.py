@@ -78,9 +78,10 @@ class Engine:
         ClosedError
             The model is closed.
         """
-        if self._core is None:
+        core = self._core  # another thread may close the model now
+        if core is None:
             raise ClosedError("the model is closed")
-        return self._core
+        return core
 
     @property
     def path(self) -> Path:

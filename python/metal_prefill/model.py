@@ -206,9 +206,10 @@ class Model(GenerationMethods, TaskMethods):
         return self._engine
 
     def _default_session(self) -> Session:
-        if self._default is None:
+        default = self._default  # another thread may close the model now
+        if default is None:
             raise ClosedError("the model is closed")
-        return self._default
+        return default
 
     def session(self, *, max_context: int | None = None, prefix_namespace: str = "") -> Session:
         """Make a session: its own cache and position over this model's weights.

@@ -60,9 +60,10 @@ class Session:
         ClosedError
             The session is closed.
         """
-        if self._core is None:
+        core = self._core  # another thread may close the session now
+        if core is None:
             raise ClosedError("the session is closed")
-        return self._core
+        return core
 
     def _checked(self, tokens: TokenIds, unread: int = 0) -> npt.NDArray[np.int32]:
         """Convert token ids, of which the last `unread` need no room in the cache."""
