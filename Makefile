@@ -133,11 +133,13 @@ wheels: $(VENV)/.ready
 	$(PIP) install --group cross
 	$(BIN)/python tools/build_wheels.py
 
-# Those for this machine, installed by each Python in an environment without a compiler.
+# Those for this machine, installed by each Python in an environment without a compiler; that for Arm with an emulated processor.
 test-wheels: $(VENV)/.ready
 	@ls build/wheels/dist/*.whl >/dev/null 2>&1 || { echo "error: there are no wheels: run make wheels" >&2; exit 1; }
-	$(PIP) install "pytest>=8" "pytest-timeout>=2"
-	METAL_PREFILL_WHEELS=build/wheels/dist $(BIN)/python -m pytest tests/test_wheels.py
+	$(PIP) install "pytest>=8" "pytest-timeout>=2" uv py-rattler-build
+	tools/fetch_arm_python.sh build/wheels/arm-python
+	METAL_PREFILL_WHEELS=build/wheels/dist METAL_PREFILL_ARM_PYTHON=build/wheels/arm-python \
+	  $(BIN)/python -m pytest --noconftest tests/test_wheels.py tests/test_packaging.py  # without the package in this environment
 
 # The server's page in a browser; PAGE_PICTURE=1 also renews the picture of the README.
 $(VENV)/.page: pyproject.toml $(VENV)/.ready

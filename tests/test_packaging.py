@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import re
+import shutil
+import subprocess
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parents[1]
 RECIPE = (ROOT / "packaging/conda/recipe.yaml").read_text(encoding="utf-8")
@@ -39,3 +43,27 @@ def test_the_conda_recipe_matches_the_requirements() -> None:
 def test_the_conda_recipe_matches_the_build_tools() -> None:
     build = RECIPE[RECIPE.index("  build:\n", RECIPE.index("requirements:")) : RECIPE.index("  run:\n")]
     assert requirements(build) == requirements(listed("build"))
+
+
+@pytest.mark.parametrize("platform", ["linux-64", "linux-aarch64", "osx-arm64"])
+def test_the_conda_recipe_renders_with_the_pins_of_conda_forge(platform: str) -> None:
+    rattler = pytest.importorskip("rattler_build", reason="needs py-rattler-build (make test-wheels)")
+    pins = {"python": ["3.13.* *_cp313"], "c_stdlib": ["sysroot"], "cxx_compiler": ["gxx"]}
+    rendered = rattler.Stage0Recipe.from_file(ROOT / "packaging/conda/recipe.yaml").render(
+        rattler.VariantConfig(pins),
+        rattler.RenderConfig(platform=rattler.PlatformConfig(target_platform=platform)),
+    )
+    (recipe,) = [variant.recipe for variant in rendered]
+    requirements = recipe.requirements.to_dict()
+    assert recipe.package.name == "metal-prefill"
+    assert f"gxx_{platform}" in requirements["build"]
+    assert recipe.build.string.startswith("py313h")
+
+
+def test_the_formula_is_valid_ruby() -> None:
+    ruby = shutil.which("ruby")
+    if ruby is None:
+        pytest.skip("there is no ruby")
+    formula = ROOT / "packaging/homebrew/metal-prefill.rb"
+    done = subprocess.run([ruby, "-c", formula], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

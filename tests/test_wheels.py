@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 import urllib.request
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
@@ -31,20 +32,32 @@ pytestmark = [
 ]
 
 
+def wheels_folder() -> Path:
+    return Path(FOLDER or "").resolve()
+
+
 @cache
-def wheels() -> list[Path]:
-    """Return the wheels for this machine."""
-    return sorted(Path(FOLDER or "").resolve().glob(f"*manylinux*_{platform.machine()}.whl"))
+def wheels(machine: str) -> list[Path]:
+    """Return the wheels for Linux on a processor."""
+    return sorted(wheels_folder().glob(f"*manylinux*_{machine}.whl"))
 
 
-def wheel_for(version: str) -> Path:
+def wheel_for(version: str, machine: str = platform.machine()) -> Path:
     minor = int(version.partition(".")[2])
-    for wheel in wheels():
+    for wheel in wheels(machine):
         python, abi = wheel.name.split("-")[2:4]
         built = int(python.removeprefix("cp3"))
         if minor == built or (abi == "abi3" and minor > built):
             return wheel
-    pytest.skip(f"there is no wheel for Python {version} in {FOLDER}")
+    pytest.skip(f"there is no wheel for Python {version} on {machine} in {FOLDER}")
+
+
+def main_job() -> str:
+    """Return the README's first program, which prints the shape of the logits and the file of the package."""
+    (code,) = re.findall(
+        r"^```python\n(.*?)^```$", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL
+    )
+    return f"{code}import metal_prefill\nprint(logits.shape, metal_prefill.__file__)\n"
 
 
 class Environment:
@@ -80,8 +93,9 @@ class Environment:
 def environment(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Environment:
     version: str = request.param
     made = Environment(version, tmp_path_factory.mktemp(f"python-{version}"))
-    wheel = wheel_for(version)
-    made.run("pip", "install", "--quiet", "--only-binary=:all:", f"{wheel}[serve]")
+    wheel_for(version)
+    options: list[str | Path] = ["--quiet", "--only-binary=:all:", "--find-links", wheels_folder()]
+    made.run("pip", "install", *options, "metal-prefill[serve]")
     return made
 
 
@@ -97,11 +111,9 @@ def test_no_compiler_is_on_the_path(environment: Environment) -> None:
 
 
 def test_the_main_job_runs(environment: Environment) -> None:
-    (code,) = re.findall(
-        r"^```python\n(.*?)^```$", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL
-    )
-    check = "import metal_prefill\nassert '/site-packages/' in metal_prefill.__file__\nprint(logits.shape)\n"
-    assert environment.run("python", "-c", code + check) == "(1024,)\n"
+    shape, file = environment.run("python", "-c", main_job()).rsplit(" ", 1)
+    assert shape == "(1024,)"
+    assert "/site-packages/" in file
     text = environment.run("metal-prefill", "run", "-p", "ROMEO:", "-n", "16")
     assert len(text) > 16
 
@@ -129,7 +141,7 @@ def test_the_server_extra_works(environment: Environment) -> None:
     with subprocess.Popen(command, env=environment.env, stderr=subprocess.PIPE, text=True) as server:
         try:
             assert server.stderr is not None
-            (url,) = re.findall(r"http://127\.0\.0\.1:\d+", server.stderr.readline())
+            url, *_ = re.findall(r"http://127\.0\.0\.1:\d+", server.stderr.readline())
             opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
             with opener.open(f"{url}/health", timeout=60) as answer:
                 assert answer.status == 200
@@ -164,10 +176,57 @@ def test_an_unsupported_python_is_reported(tmp_path: Path) -> None:
 
 def test_uvx_runs_the_command(tmp_path: Path) -> None:
     uv = pytest.importorskip("uv", reason="needs uv (pip install uv)")
+    wheel_for("3.12")
     command = [uv.find_uv_bin(), "tool", "run", "--python", build_wheels.find_python("3.12")]
-    command += ["--from", wheel_for("3.12"), "metal-prefill", "--version"]
+    command += ["--find-links", wheels_folder(), "metal-prefill", "--version"]
     done = subprocess.run(
         command, env=os.environ | {"UV_CACHE_DIR": str(tmp_path)}, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("metal-prefill ")
+
+
+@pytest.fixture(scope="module")
+def emulated_arm(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
+    """Run Debian's Python for 64-bit Arm, with the wheel, on an emulated processor."""
+    qemu = shutil.which("qemu-aarch64")
+    root = Path(os.environ.get("METAL_PREFILL_ARM_PYTHON", "nowhere")).resolve()
+    python = root / "usr/bin/python3.13"
+    if qemu is None or not python.exists():
+        pytest.skip("no qemu-aarch64 (make setup), or no Python for Arm (tools/fetch_arm_python.sh)")
+    site = tmp_path_factory.mktemp("arm")
+    command: list[str | Path] = [sys.executable, "-m", "pip", "install", "--quiet", "--target", site]
+    command += ["--only-binary=:all:", "--implementation", "cp", "--python-version", "3.13"]
+    older = (f"manylinux_2_{glibc}_aarch64" for glibc in range(17, 29))  # pip extends no tag
+    for tag in (*older, "manylinux2014_aarch64", "any"):
+        command += ["--platform", tag]
+    subprocess.run([*command, wheel_for("3.13", "aarch64")], check=True)
+
+    def run(processor: str, *arguments: str) -> str:
+        done = subprocess.run(
+            [qemu, "-L", root, "-cpu", processor, python, *arguments],
+            env={"PYTHONPATH": str(site), "HOME": str(site), "PATH": str(site / "bin")},
+            cwd=site,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+        return done.stdout
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("processor", "kernels"),
+    [("cortex-a53", "neon"), ("neoverse-n1", "neon_dotprod"), ("max", "neon_i8mm")],
+)
+def test_the_main_job_runs_on_an_emulated_arm_processor(
+    emulated_arm: Callable[..., str], processor: str, kernels: str
+) -> None:
+    code = main_job() + "from metal_prefill import _core; print(_core.cpu.kernel_sets()[0])"
+    first, fastest = emulated_arm(processor, "-c", code).splitlines()
+    assert first.startswith("(1024,) ")
+    assert fastest == kernels
+    text = emulated_arm(processor, "-m", "metal_prefill", "run", "-p", "ROMEO:", "-n", "4")
+    assert len(text) > 4

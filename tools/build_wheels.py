@@ -98,9 +98,10 @@ def build_linux(version: str, processor: str, folder: Path, stub: Path) -> Path:
     options = {
         "CMAKE_TOOLCHAIN_FILE": ROOT / "cmake/cross_linux.cmake",
         "SKBUILD_SOABI": f"cpython-{version.replace('.', '')}-{processor}-linux-gnu",
+        "Python_INCLUDE_DIR": described["headers"],
     }
     if not native:
-        options |= {"Python_INCLUDE_DIR": described["headers"], "METAL_PREFILL_STUB": stub}
+        options["METAL_PREFILL_STUB"] = stub
     environment = os.environ | {
         "CROSS_LINUX_TOOLS": str(work / "tools"),
         "CROSS_LINUX_PROCESSOR": "" if native else processor,

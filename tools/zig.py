@@ -26,8 +26,8 @@ def write_commands(folder: Path, **scripts: str) -> None:
 def python_headers(copy: Path) -> Path:
     """Return the folder of Python's headers.
 
-    On Debian, Python's pyconfig.h only includes that of the host's processor, and fails for any other target.
-    A copy replaces it with that one.
+    On Debian, Python's pyconfig.h only includes that of the host's processor, from a folder that zig does not
+    search. A copy replaces it with that one.
     """
     headers = Path(sysconfig.get_path("include"))
     config = headers.parent / str(sysconfig.get_config_var("MULTIARCH")) / headers.name / "pyconfig.h"
