@@ -122,8 +122,8 @@ SHARED = (
     ),
     Mutant(
         "cpp/python/engine.cpp",
-        "if (std::exchange(is_used_, true))",
-        "if (is_used_)",
+        "if (begun_->test_and_set())",
+        "if (begun_->test())",
         "a finished request writes to arrays that Python now owns",
         (f"{_BATCH}::test_a_native_request_is_computed_once", "-k", "cpu"),
     ),
