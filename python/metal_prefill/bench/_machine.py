@@ -132,6 +132,14 @@ def involuntary_switches() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
 
 
+def has_amx() -> bool:
+    """Whether the processor has the matrix unit of AMX."""
+    try:
+        return " amx_tile " in f" {Path('/proc/cpuinfo').read_text(encoding='utf-8')} ".replace("\n", " ")
+    except OSError:
+        return False
+
+
 def cpu_name() -> str:
     """Name of the processor."""
     try:

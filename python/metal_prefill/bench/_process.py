@@ -11,8 +11,29 @@ from collections.abc import Sequence
 from typing import Any
 
 from metal_prefill.bench._errors import BenchError
+from metal_prefill.bench._machine import has_amx
 
 TAIL_LINES = 5  # last lines of a process's log in an error message
+
+
+# Processes of llama.cpp that die of an illegal instruction, or of a fault at start, on processors with AMX.
+_LLAMA_CPP = ("llama.cpp", "llama-bench", "ik_llama.cpp")
+
+
+def describe_exit(name: str, code: int) -> str:
+    """Describe the exit status of a process; a signal is negative.
+
+    GCC 12 miscompiles the tile configuration of llama.cpp's AMX kernels (llama.cpp issue 26954).
+    """
+    if code >= 0:
+        return f"exit code {code}"
+    died = signal.Signals(-code)
+    if name in _LLAMA_CPP and died in (signal.SIGILL, signal.SIGSEGV, signal.SIGBUS) and has_amx():
+        return (
+            f"{died.name}; this processor has AMX, for which GCC 12 miscompiles llama.cpp: build it with "
+            "clang or a later GCC"
+        )
+    return died.name
 
 
 class JsonProcess:
@@ -82,7 +103,7 @@ class JsonProcess:
         line = self._process.stdout.readline()
         if not line:
             code = self._process.wait()
-            how = f"exit code {code}" if code >= 0 else signal.Signals(-code).name
+            how = describe_exit(self.name, code)
             tail = " / ".join(self.log().strip().splitlines()[-TAIL_LINES:])
             raise BenchError(
                 f"{self.name}: its process died ({how}) while {doing}" + (f": {tail}" if tail else "")

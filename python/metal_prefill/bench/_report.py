@@ -70,7 +70,7 @@ def _single(results: Rows) -> Grid:
             rate(row.spread.high),
             f"{rate(row.avg_ts)} ± {rate(row.stddev_ts)}",
             f"{row.median_ns / 1e6:.2f}",
-            f"{row.load_ns / 1e9:.2f}",
+            _load_cell(row),
             f"{row.peak_rss / MIB:.0f}",
         ]
         for row in results.rows
@@ -84,9 +84,13 @@ def _speeds(results: Rows) -> Grid:
         of_engine = [results.row(engine, test) for test in results.tests]
         cells = [_speed_cell(row) for row in of_engine]
         first = of_engine[0]
-        rows.append([engine, *cells, f"{first.load_ns / 1e9:.2f}", f"{first.peak_rss / MIB:.0f}"])
+        rows.append([engine, *cells, _load_cell(first), f"{first.peak_rss / MIB:.0f}"])
     title = f"{_headline(results)}\ntok/s, median (min-max)"
     return Grid(title, ["engine", *results.tests, "load s", "peak MiB"], rows)
+
+
+def _load_cell(row: Row) -> str:
+    return f"{row.load_ns / 1e9:.2f}" if row.load_ns else ""
 
 
 def _speed_cell(row: Row) -> str:
@@ -113,7 +117,7 @@ def _ratios(results: Rows) -> Grid:
             [
                 engine,
                 *(_ratio_cell(row) for row in of_engine),
-                f"{first.load_ns / ours.load_ns:.2f}x",
+                f"{first.load_ns / ours.load_ns:.2f}x" if first.load_ns else "",
                 f"{first.peak_rss / ours.peak_rss:.2f}x",
             ]
         )

@@ -18,7 +18,15 @@ from typing import IO, Any
 
 from metal_prefill.bench import _engines, _machine
 from metal_prefill.bench._cases import Case, evaluation_texts, ranking_ids, stream_ids, text_ids, token_ids
-from metal_prefill.bench._engines import BatchEngine, ChoosingEngine, Engine, Ids, JudgingEngine, TextEngine
+from metal_prefill.bench._engines import (
+    BatchEngine,
+    ChoosingEngine,
+    Engine,
+    Ids,
+    JudgingEngine,
+    ProgramEngine,
+    TextEngine,
+)
 from metal_prefill.bench._model_file import answer_ids, task_ids
 
 
@@ -99,11 +107,19 @@ def serve(name: str, options: dict[str, Any], requests: IO[str], replies: IO[str
         engine = _engines.load(name, _engines.Options(**options))
         task = cache(lambda: task_ids(options["path"]))
         answers = cache(lambda: answer_ids(options["path"]))
-        reply(load_ns=time.perf_counter_ns() - begin, rss_before_load=before, **asdict(engine.identity()))
+        loaded = time.perf_counter_ns()
+        is_program = isinstance(engine, ProgramEngine)
+        load_ns = 0 if is_program else loaded - begin  # a program loads the model in each run
+        reply(load_ns=load_ns, rss_before_load=before, **asdict(engine.identity()))
         gc.disable()
         for line in requests:
             request = json.loads(line)
-            if request["do"] == "sample":
+            if isinstance(engine, ProgramEngine):
+                if request["do"] == "sample":
+                    reply(ns=engine.measure(Case(**request["case"])), switches=0)
+                else:
+                    reply(peak_rss=engine.peak_rss())
+            elif request["do"] == "sample":
                 reply(**timed_run(engine, Case(**request["case"]), vocab_size, task, answers))
                 gc.collect()
             else:
