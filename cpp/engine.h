@@ -15,6 +15,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <span>
 #include <stdexcept>
 #include <string>
@@ -65,12 +66,13 @@ TensorType tensor_type(KvType type);
 
 // Options of the Metal engine alone.
 struct MetalOptions {
-  bool fused_norm = false;        // RMSNorm inside the projections (decode)
-  bool fused_silu = false;        // SwiGLU inside the down projection (decode)
-  double buffer_work = 0;         // multiply-adds of a command buffer; 0: chosen for the GPU
-  double resident_seconds = 180;  // after a pass, for how long the memory stays with the GPU
-  std::string pipeline_folder;    // of compiled pipelines; empty: they are not kept
-  std::string no_matmul_tensor;   // why matmul_tensor is not used; empty: used where it is faster
+  std::optional<bool> fused_norm;  // RMSNorm inside the projections (decode); none: chosen for the GPU
+  int matvec_rows = 0;             // 1, 2 or 4 rows of a matvec for a simdgroup; 0: chosen for the GPU
+  bool fused_silu = false;         // SwiGLU inside the down projection (decode)
+  double buffer_work = 0;          // multiply-adds of a command buffer; 0: chosen for the GPU
+  double resident_seconds = 180;   // after a pass, for how long the memory stays with the GPU
+  std::string pipeline_folder;     // of compiled pipelines; empty: they are not kept
+  std::string no_matmul_tensor;    // why matmul_tensor is not used; empty: used where it is faster
 };
 
 struct EngineOptions {

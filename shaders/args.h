@@ -25,6 +25,7 @@ typedef std::uint64_t u64_t;
 
 #define PAGE_POSITIONS 64      // positions of a page of K and V
 #define MULTI_TOKEN_TILE 8     // most tokens that share a dequantized weight in multi_token_matvec
+#define NORMED_MATVEC_ROWS 2   // of y for a group of lanes, with a norm, which costs as much as a row
 #define MATMUL_THREADS 128     // four simdgroups, 2 x 2 over the tile
 #define MATMUL_K 32            // columns that a matmul stages at a time
 #define MATMUL_NARROW_TILE 32  // tokens and rows of a matmul's tile

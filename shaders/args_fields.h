@@ -53,7 +53,9 @@ ARGS_STRUCT(MatvecArgs)
   ARGS_FIELD(u32_t, accumulate)     // matvec: add to y instead of storing
   ARGS_FIELD(u32_t, activation)     // SwiGLU only
   ARGS_FIELD(float, eps)            // with RMSNorm only
-ARGS_END(MatvecArgs, 72)
+  ARGS_FIELD(u32_t, norm_threads)   // with RMSNorm only: of a threadgroup of rmsnorm_f32
+  ARGS_FIELD(u32_t, unused)         // up to a multiple of 8 bytes
+ARGS_END(MatvecArgs, 80)
 
 ARGS_STRUCT(MatmulArgs)
   ARGS_FIELD(StackedWeights, weights)

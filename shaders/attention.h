@@ -4,6 +4,11 @@
 #define DECODE_SIMDGROUPS 8  // most simdgroups of an attention_decode threadgroup
 #define PREFILL_KEYS 32      // keys of one step of attention_prefill
 
+// Stacked rows of a tile of attention_tensor, and whether it has heads of so many dimensions; others take
+// attention_prefill.
+#define ATTENTION_TENSOR_ROWS 64
+#define ATTENTION_TENSOR_DIMS(dims) ((dims) == 64 || (dims) == 128)
+
 // Rows of scores and weights in threadgroup memory are longer than PREFILL_KEYS, so that eight rows of an 8x8
 // block fall in distinct banks: floats of a row of scores, elements of a row of weights.
 #define PREFILL_SCORE_ROW 36

@@ -10,6 +10,7 @@
 #include "args.h"
 #include "attention.h"
 #include "pages.h"
+#include "stacked_rows.h"
 #include "variants.h"
 
 using namespace metal;
@@ -40,34 +41,16 @@ static inline void attend(device const float* q, AttentionTile tile, device cons
   threadgroup T* tail = (threadgroup T*)(diagonal + kRowBlocks * 64);                   // [8][8]
   threadgroup T* staged = (threadgroup T*)(diagonal + kRowBlocks * 64 + 64);            // [kRows][kQueryRow]
 
-  const uint g = args.n_heads / args.n_kv_heads, rows = g * tile.tokens, first_row = tile.first;
+  StackedRows rows;
+  rows.begin(tile, args);
   device const uint* block_table = pages + tile.pages;
   const ushort row = lane / kRowLanes, part = lane % kRowLanes * kLaneKeys;  // of the scores, for this lane
-  const uint my_row = min(first_row + row, rows - 1), my_token = my_row / g;
-  // Keys that a row sees before its own and after it; neither end goes back from one row to the next.
-  const uint before = args.window == 0 ? tile.end
-                      : args.both_ways ? args.window / 2
-                                       : args.window - 1,
-             after = !args.both_ways    ? 0
-                     : args.window == 0 ? tile.end
-                                        : args.window / 2;
-  const uint my_position = tile.position + my_token;
-  const uint my_first = my_position > before ? my_position - before : 0,
-             my_last = min(my_position + after, tile.end - 1);
-
-  // ALiBi: what a score, a base-2 logarithm, loses for each position that the key is away.
-  float slope = 0.0f;
-  if (args.alibi_heads > 0) {
-    const uint head = kv_head * g + my_row % g;
-    const float steps = head < args.alibi_heads ? float(head + 1) : float(head - args.alibi_heads) + 0.5f;
-    slope = M_LOG2E_F * fast::exp2(-args.max_alibi_bias * steps / float(args.alibi_heads));
-  }
+  const StackedRow mine = rows.row(row, kv_head, args);
 
   // Queries, scaled for exp2: in registers, or in threadgroup memory where there would be too many.
   const ushort key_blocks = kWhole ? kDimBlocks : args.key_dim / 8,
                value_blocks = kWhole ? kDimBlocks : args.value_dim / 8;
-  device const float* my_query =
-      q + (tile.row + my_token) * args.q_stride + (kv_head * g + my_row % g) * args.key_dim;
+  device const float* my_query = q + (tile.row + mine.token) * args.q_stride + mine.head * args.key_dim;
   Block query[kStaged ? 1 : kRowBlocks][kStaged ? 1 : kDimBlocks];
 #pragma unroll
   for (ushort c = 0; c < kDimBlocks; c += 4) {
@@ -102,12 +85,10 @@ static inline void attend(device const float* q, AttentionTile tile, device cons
   for (ushort i = lane; i < kRowBlocks * 64; i += 32) diagonal[i] = 0.0f;
   float best = kLowest, sum = 0.0f;  // of this lane's row
 
-  const uint first_token = first_row / g, last_token = min(first_row + kRows - 1, rows - 1) / g;
-  const uint end = min(tile.position + last_token + after, tile.end - 1) + 1, cached = tile.end;
-  const uint window_start = tile.position + first_token > before ? tile.position + first_token - before : 0;
+  const uint end = rows.end_key(kRows), cached = tile.end;
   const ulong k_stride = args.n_kv_heads * args.key_dim, v_stride = args.n_kv_heads * args.value_dim;
   // A step of keys never straddles two pages.
-  for (uint key = window_start / PREFILL_KEYS * PREFILL_KEYS; key < end; key += PREFILL_KEYS) {
+  for (uint key = rows.first_key() / PREFILL_KEYS * PREFILL_KEYS; key < end; key += PREFILL_KEYS) {
     const uint in_page = key % PAGE_POSITIONS;
     device const T* k_keys = page_at(k, block_table, key, args.page_stride) + in_page * k_stride;
     device const T* v_keys = page_at(v, block_table, key, args.page_stride) + in_page * v_stride;
@@ -148,10 +129,7 @@ static inline void attend(device const float* q, AttentionTile tile, device cons
       lane_scores[i] = *(threadgroup const float4*)(scores + row * kScoreRow + part + i * 4);
 #pragma unroll
       for (ushort c = 0; c < 4; ++c) {
-        const uint column = key + part + i * 4 + c;
-        const bool visible = column >= my_first && column <= my_last;
-        const float distance = abs(float(column) - float(my_position));
-        lane_scores[i][c] = visible ? lane_scores[i][c] - slope * distance : -INFINITY;
+        lane_scores[i][c] = mine.score(lane_scores[i][c], key + part + i * 4 + c);
         new_best = max(new_best, lane_scores[i][c]);
       }
     }
@@ -224,8 +202,7 @@ static inline void attend(device const float* q, AttentionTile tile, device cons
 
   // Normalize: four blocks of 8 dimensions at a time through threadgroup memory.
   for (ushort offset = kRowLanes / 2; offset > 0; offset /= 2) sum += simd_shuffle_xor(sum, offset);
-  device half* my_out =
-      out + ((tile.row + my_token) * args.n_heads + kv_head * g + my_row % g) * args.value_dim;
+  device half* my_out = out + ((tile.row + mine.token) * args.n_heads + mine.head) * args.value_dim;
 #pragma unroll
   for (ushort c = 0; c < kDimBlocks; c += 4) {
     if (c < value_blocks) {
@@ -238,7 +215,7 @@ static inline void attend(device const float* q, AttentionTile tile, device cons
       simdgroup_barrier(mem_flags::mem_threadgroup);
       for (ushort i = 0; i < kLaneKeys; i += 4) {
         const ushort d = c * 8 + part + i;
-        if (first_row + row < rows && d < args.value_dim)
+        if (mine.inside && d < args.value_dim)
           *(device half4*)(my_out + d) =
               half4(*(threadgroup const float4*)(scores + row * kScoreRow + part + i) / sum);
       }

@@ -3,6 +3,7 @@
 
 #include "args.h"
 #include "dequant.h"
+#include "norm.h"
 #include "projection.h"
 #include "variants.h"
 
@@ -14,15 +15,31 @@ static inline float row_sum(float sum, ushort lanes) {
   return sum;
 }
 
+// Where products read the values of a token, from a column on.
+struct StoredToken {
+  device const float* x;
+  float4 values(uint column) const { return *(device const float4*)(x + column); }
+};
+
+// The same of a token that is normed meanwhile: x * scale * weight.
+struct NormedToken {
+  device const float* x;
+  device const float* weight;
+  float scale;
+  float4 values(uint column) const {
+    return *(device const float4*)(x + column) * scale * *(device const float4*)(weight + column);
+  }
+};
+
 // A lane's share of the products of kRows rows of weights with kTokens tokens. `lanes` lanes share a row and
 // take every lanes-th item of it. A sum has the same terms in the same order for any kRows and kTokens, so
 // that a token gets the same bits alone and together with others.
-template <typename W, ushort kRows, ushort kTokens>
+template <typename W, ushort kRows, ushort kTokens, typename Token = StoredToken>
 struct Products {
   // Items that are loaded before the first is needed, as many as there are registers for.
-  static constant constexpr ushort kRounds = kTokens <= 2 ? kAhead : kTokens <= 4 ? 2 : 1;
+  static constant constexpr ushort kRounds = kRows > 2 || kTokens > 4 ? 1 : kTokens > 2 ? 2 : kAhead;
   device const uchar* row[kRows];
-  device const float* token[kTokens];
+  Token token[kTokens];
   float4 sum[kRows][kTokens];
 
   void multiply(uint in_dim, ushort lane, ushort lanes) {
@@ -41,9 +58,8 @@ struct Products {
         for (ushort w = 0; w < kRows; ++w) W::load(row[w], i, a[r][w], b[r][w]);
 #pragma unroll
         for (ushort t = 0; t < kTokens; ++t) {
-          device const float4* values = (device const float4*)(token[t] + W::first(i));
-          x_a[r][t] = values[0];
-          x_b[r][t] = values[W::kSecond / 4];
+          x_a[r][t] = token[t].values(W::first(i));
+          x_b[r][t] = token[t].values(W::first(i) + W::kSecond);
         }
       }
 #pragma unroll
@@ -67,8 +83,35 @@ struct Products {
   }
 };
 
-// y[row] (+)= w[row] . x. A simdgroup takes 32 / lanes_per_row rows.
-template <typename W>
+// y[row] (+)= w[row] . x of kRows rows for each group of lanes, which share what is read of x. One lane of a
+// group writes for each row.
+template <typename W, ushort kRows, typename Token>
+static inline void rows_times_token(device const uchar* w, Token token, device float* y,
+                                    constant MatvecArgs& args, uint first_row, ushort lane) {
+  const ushort lanes = args.lanes_per_row;
+  Products<W, kRows, 1, Token> products;
+  uint row[kRows];
+  bool writes[kRows];
+  float before[kRows];  // in flight during the sum
+#pragma unroll
+  for (ushort r = 0; r < kRows; ++r) {
+    row[r] = first_row + r * (32 / lanes) + lane / lanes;
+    writes[r] = lane % lanes == r && row[r] < args.out_dim;
+    before[r] = writes[r] && args.accumulate ? y[row[r]] : 0.0f;
+    // Lanes beyond the last row repeat it: every lane must take part in the sums.
+    products.row[r] = stacked_row(w, args.weights, min(row[r], args.out_dim - 1));
+  }
+  products.token[0] = token;
+  products.multiply(args.in_dim, lane, lanes);
+#pragma unroll
+  for (ushort r = 0; r < kRows; ++r) {
+    const float total = products.total(r, 0, lanes);
+    if (writes[r]) y[row[r]] = args.accumulate ? before[r] + total : total;
+  }
+}
+
+// y[row] (+)= w[row] . x. A simdgroup takes kRows * 32 / lanes_per_row rows.
+template <typename W, ushort kRows>
 kernel void matvec(device const uchar* w [[buffer(0)]],  // stacked matrices [out_dim][in_dim]
                    device const float* x [[buffer(1)]],  // [in_dim]
                    device float* y [[buffer(2)]],        // [out_dim]
@@ -76,20 +119,55 @@ kernel void matvec(device const uchar* w [[buffer(0)]],  // stacked matrices [ou
                    ushort lane [[thread_index_in_simdgroup]],
                    ushort simdgroup [[simdgroup_index_in_threadgroup]],
                    ushort simdgroups [[simdgroups_per_threadgroup]]) {
-  const ushort lanes = args.lanes_per_row;
-  const uint row = (group * simdgroups + simdgroup) * (32 / lanes) + lane / lanes;
-  const bool writes = lane % lanes == 0 && row < args.out_dim;
-  const float before = writes && args.accumulate ? y[row] : 0.0f;  // in flight during the sum
-  Products<W, 1, 1> products;
-  // Lanes beyond the last row repeat it: every lane must take part in the sums.
-  products.row[0] = stacked_row(w, args.weights, min(row, args.out_dim - 1));
-  products.token[0] = x;
-  products.multiply(args.in_dim, lane, lanes);
-  const float total = products.total(0, 0, lanes);
-  if (writes) y[row] = args.accumulate ? before + total : total;
+  const uint row = (group * simdgroups + simdgroup) * (kRows * 32 / args.lanes_per_row);
+  rows_times_token<W, kRows>(w, StoredToken{x}, y, args, row, lane);
 }
 
-// y[row] = activation(gate[row] . x) * (up[row] . x); the stacked matrices are gate and up.
+// The token's norm, whose factor each simdgroup computes for itself, with the bits of the kernel rmsnorm.
+static inline NormedToken normed_token(device const float* x, device const float* norm,
+                                       constant MatvecArgs& args, ushort lane) {
+  device const float4* row = (device const float4*)x;
+  return {x, norm, norm_scale_of(row, args.in_dim, args.eps, args.norm_threads, lane)};
+}
+
+// y[row] = w[row] . rmsnorm(x). A simdgroup takes NORMED_MATVEC_ROWS * 32 / lanes_per_row rows.
+template <typename W>
+kernel void rmsnorm_matvec(device const uchar* w [[buffer(0)]],     // stacked matrices [out_dim][in_dim]
+                           device const float* norm [[buffer(1)]],  // [in_dim]
+                           device const float* x [[buffer(2)]],     // [in_dim]
+                           device float* y [[buffer(3)]],           // [out_dim]
+                           constant MatvecArgs& args [[buffer(4)]],
+                           uint group [[threadgroup_position_in_grid]],
+                           ushort lane [[thread_index_in_simdgroup]],
+                           ushort simdgroup [[simdgroup_index_in_threadgroup]],
+                           ushort simdgroups [[simdgroups_per_threadgroup]]) {
+  const uint row = (group * simdgroups + simdgroup) * (NORMED_MATVEC_ROWS * 32 / args.lanes_per_row);
+  rows_times_token<W, NORMED_MATVEC_ROWS>(w, normed_token(x, norm, args, lane), y, args, row, lane);
+}
+
+// y[row] = activation(gate[row] . x) * (up[row] . x) of kRows rows for each group of lanes; the stacked
+// matrices are gate and up.
+template <typename W, ushort kRows, typename Token>
+static inline void swiglu_of_token(device const uchar* w, Token token, device float* y,
+                                   constant MatvecArgs& args, uint first_row, ushort lane) {
+  const ushort lanes = args.lanes_per_row;
+  const uint row = first_row + lane / lanes, last = args.out_dim - 1;
+  Products<W, 2 * kRows, 1, Token> products;
+#pragma unroll
+  for (ushort r = 0; r < kRows; ++r)
+#pragma unroll
+    for (ushort which = 0; which < 2; ++which)
+      products.row[2 * r + which] = half_row(w, args.weights, which, min(row + r * (32 / lanes), last));
+  products.token[0] = token;
+  products.multiply(args.in_dim, lane, lanes);
+#pragma unroll
+  for (ushort r = 0; r < kRows; ++r) {
+    const float gate = products.total(2 * r, 0, lanes), up = products.total(2 * r + 1, 0, lanes);
+    const uint out = row + r * (32 / lanes);
+    if (lane % lanes == r && out <= last) y[out] = activate(gate, args.activation) * up;
+  }
+}
+
 template <typename W>
 kernel void matvec_swiglu(device const uchar* w [[buffer(0)]],  // [2][out_dim][in_dim]
                           device const float* x [[buffer(1)]],  // [in_dim]
@@ -99,15 +177,23 @@ kernel void matvec_swiglu(device const uchar* w [[buffer(0)]],  // [2][out_dim][
                           ushort lane [[thread_index_in_simdgroup]],
                           ushort simdgroup [[simdgroup_index_in_threadgroup]],
                           ushort simdgroups [[simdgroups_per_threadgroup]]) {
-  const ushort lanes = args.lanes_per_row;
-  const uint row = (group * simdgroups + simdgroup) * (32 / lanes) + lane / lanes;
-  Products<W, 2, 1> products;
-  products.row[0] = half_row(w, args.weights, 0, min(row, args.out_dim - 1));
-  products.row[1] = half_row(w, args.weights, 1, min(row, args.out_dim - 1));
-  products.token[0] = x;
-  products.multiply(args.in_dim, lane, lanes);
-  const float gate = products.total(0, 0, lanes), up = products.total(1, 0, lanes);
-  if (lane % lanes == 0 && row < args.out_dim) y[row] = activate(gate, args.activation) * up;
+  const uint row = (group * simdgroups + simdgroup) * (32 / args.lanes_per_row);
+  swiglu_of_token<W, 1>(w, StoredToken{x}, y, args, row, lane);
+}
+
+// The same of rmsnorm(x). A simdgroup takes NORMED_MATVEC_ROWS * 32 / lanes_per_row rows.
+template <typename W>
+kernel void rmsnorm_matvec_swiglu(device const uchar* w [[buffer(0)]],     // [2][out_dim][in_dim]
+                                  device const float* norm [[buffer(1)]],  // [in_dim]
+                                  device const float* x [[buffer(2)]],     // [in_dim]
+                                  device float* y [[buffer(3)]],           // [out_dim]
+                                  constant MatvecArgs& args [[buffer(4)]],
+                                  uint group [[threadgroup_position_in_grid]],
+                                  ushort lane [[thread_index_in_simdgroup]],
+                                  ushort simdgroup [[simdgroup_index_in_threadgroup]],
+                                  ushort simdgroups [[simdgroups_per_threadgroup]]) {
+  const uint row = (group * simdgroups + simdgroup) * (NORMED_MATVEC_ROWS * 32 / args.lanes_per_row);
+  swiglu_of_token<W, NORMED_MATVEC_ROWS>(w, normed_token(x, norm, args, lane), y, args, row, lane);
 }
 
 // A tile of up to kTokens tokens, of which there are `tokens`; those beyond repeat the last. Each lane group
@@ -122,7 +208,7 @@ static inline void rows_times_tokens(device const uchar* w, device const float* 
 #pragma unroll
   for (ushort r = 0; r < 2; ++r) products.row[r] = stacked_row(w, args.weights, min(row[r], last));
 #pragma unroll
-  for (ushort t = 0; t < kTokens; ++t) products.token[t] = x + min(uint(t), tokens - 1) * args.in_dim;
+  for (ushort t = 0; t < kTokens; ++t) products.token[t] = {x + min(uint(t), tokens - 1) * args.in_dim};
   products.multiply(args.in_dim, lane, lanes);
 #pragma unroll
   for (ushort t = 0; t < kTokens; ++t) {
@@ -145,7 +231,7 @@ static inline void swiglu_of_tokens(device const uchar* w, device const float* x
   products.row[0] = half_row(w, args.weights, 0, min(row, last));
   products.row[1] = half_row(w, args.weights, 1, min(row, last));
 #pragma unroll
-  for (ushort t = 0; t < kTokens; ++t) products.token[t] = x + min(uint(t), tokens - 1) * args.in_dim;
+  for (ushort t = 0; t < kTokens; ++t) products.token[t] = {x + min(uint(t), tokens - 1) * args.in_dim};
   products.multiply(args.in_dim, lane, lanes);
 #pragma unroll
   for (ushort t = 0; t < kTokens; ++t) {
@@ -201,12 +287,17 @@ kernel void multi_token_matvec_swiglu(device const uchar* w [[buffer(0)]],  // [
     swiglu_of_tokens<W, 2>(w, x, y, args, row, tokens, lane);
 }
 
-typedef decltype(matvec<F32>) matvec_t;
+typedef decltype(matvec<F32, 1>) matvec_t;
+typedef decltype(rmsnorm_matvec<F32>) rmsnorm_matvec_t;
 typedef decltype(multi_token_matvec<F32, false>) multi_token_t;
 #define INSTANTIATE(name, W, number)                                                                         \
   IF_WANTED(name)(                                                                                           \
-      template [[host_name("matvec_" #name)]] kernel matvec_t matvec<W>;                                     \
+      template [[host_name("matvec_" #name)]] kernel matvec_t matvec<W, 1>;                                  \
+      template [[host_name("matvec_" #name "_rows2")]] kernel matvec_t matvec<W, 2>;                         \
+      template [[host_name("matvec_" #name "_rows4")]] kernel matvec_t matvec<W, 4>;                         \
       template [[host_name("matvec_swiglu_" #name)]] kernel matvec_t matvec_swiglu<W>;                       \
+      template [[host_name("rmsnorm_matvec_" #name)]] kernel rmsnorm_matvec_t rmsnorm_matvec<W>; template    \
+      [[host_name("rmsnorm_matvec_swiglu_" #name)]] kernel rmsnorm_matvec_t rmsnorm_matvec_swiglu<W>;        \
       template [[host_name("multi_token_matvec_" #name)]] kernel multi_token_t multi_token_matvec<W, false>; \
       template [[host_name("multi_token_matvec_" #name                                                       \
                            "_accumulate")]] kernel multi_token_t multi_token_matvec<W, true>;                \

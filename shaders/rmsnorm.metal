@@ -3,9 +3,11 @@
 #include <metal_stdlib>
 
 #include "args.h"
-#include "reduce.h"
+#include "norm.h"
 
 using namespace metal;
+
+constant constexpr ushort kMostThreads = 1024;  // of a threadgroup
 
 // A row, normed by all threads of the group: scale is 1 / sqrt(mean(x^2) + eps). A thread keeps its first
 // four values, which are all it has where there are enough threads, and reads their weights before the sum.
@@ -16,15 +18,14 @@ struct NormedRow {
 };
 static inline NormedRow normed_row(device const float4* x, device const float4* weight, uint dim, float eps,
                                    threadgroup float* partial, ushort thread_index, ushort threads,
-                                   ushort lane, ushort simdgroup, ushort simdgroups) {
+                                   ushort lane) {
   const uint columns = dim / 4;
   NormedRow row = {};
   if (thread_index < columns) row = {x[thread_index], weight[thread_index], 0.0f};
   float sum = dot(row.x, row.x);
 #pragma unroll(2)
   for (uint i = thread_index + threads; i < columns; i += threads) sum += dot(x[i], x[i]);
-  sum = threadgroup_reduce<Sum>(sum, partial, lane, simdgroup, simdgroups);
-  row.scale = precise::rsqrt(sum / float(dim) + eps);
+  row.scale = norm_scale(sum, dim, eps, partial, thread_index, threads, lane);
   return row;
 }
 
@@ -35,10 +36,8 @@ kernel void rmsnorm(device const float4* weight [[buffer(0)]],  // [dim]
                     device vec<T, 4>* y [[buffer(2)]],          // [tokens][stride]
                     constant RmsnormArgs& args [[buffer(3)]], uint token [[threadgroup_position_in_grid]],
                     ushort thread_index [[thread_index_in_threadgroup]],
-                    ushort threads [[threads_per_threadgroup]], ushort lane [[thread_index_in_simdgroup]],
-                    ushort simdgroup [[simdgroup_index_in_threadgroup]],
-                    ushort simdgroups [[simdgroups_per_threadgroup]]) {
-  threadgroup float partial[32];
+                    ushort threads [[threads_per_threadgroup]], ushort lane [[thread_index_in_simdgroup]]) {
+  threadgroup float partial[kMostThreads];
   const uint columns = args.dim / 4;
   x += token * (args.stride / 4);
   y += token * (args.stride / 4);
@@ -46,8 +45,7 @@ kernel void rmsnorm(device const float4* weight [[buffer(0)]],  // [dim]
     for (uint i = thread_index; i < columns; i += threads) y[i] = vec<T, 4>(x[i]);
     return;
   }
-  const NormedRow row =
-      normed_row(x, weight, args.dim, args.eps, partial, thread_index, threads, lane, simdgroup, simdgroups);
+  const NormedRow row = normed_row(x, weight, args.dim, args.eps, partial, thread_index, threads, lane);
   if (thread_index < columns) y[thread_index] = vec<T, 4>(row.x * row.scale * row.weight);
 #pragma unroll(2)
   for (uint i = thread_index + threads; i < columns; i += threads)
@@ -64,14 +62,11 @@ kernel void rmsnorm_in_place(device const float4* weight [[buffer(0)]],  // [dim
                              uint token [[threadgroup_position_in_grid]],
                              ushort thread_index [[thread_index_in_threadgroup]],
                              ushort threads [[threads_per_threadgroup]],
-                             ushort lane [[thread_index_in_simdgroup]],
-                             ushort simdgroup [[simdgroup_index_in_threadgroup]],
-                             ushort simdgroups [[simdgroups_per_threadgroup]]) {
-  threadgroup float partial[32];
+                             ushort lane [[thread_index_in_simdgroup]]) {
+  threadgroup float partial[kMostThreads];
   const uint columns = args.dim / 4;
   y += token * (args.stride / 4);
-  const NormedRow row =
-      normed_row(y, weight, args.dim, args.eps, partial, thread_index, threads, lane, simdgroup, simdgroups);
+  const NormedRow row = normed_row(y, weight, args.dim, args.eps, partial, thread_index, threads, lane);
   if (thread_index < columns) y[thread_index] = row.x * row.scale * row.weight;
 #pragma unroll(2)
   for (uint i = thread_index + threads; i < columns; i += threads) y[i] = y[i] * row.scale * weight[i];
@@ -83,15 +78,13 @@ kernel void rmsnorm_add(device const float4* weight [[buffer(0)]],  // [dim]
                         device float4* y [[buffer(2)]],             // [tokens][dim]
                         constant RmsnormArgs& args [[buffer(3)]], uint token [[threadgroup_position_in_grid]],
                         ushort thread_index [[thread_index_in_threadgroup]],
-                        ushort threads [[threads_per_threadgroup]], ushort lane [[thread_index_in_simdgroup]],
-                        ushort simdgroup [[simdgroup_index_in_threadgroup]],
-                        ushort simdgroups [[simdgroups_per_threadgroup]]) {
-  threadgroup float partial[32];
+                        ushort threads [[threads_per_threadgroup]],
+                        ushort lane [[thread_index_in_simdgroup]]) {
+  threadgroup float partial[kMostThreads];
   const uint columns = args.dim / 4;
   x += token * columns;
   y += token * columns;
-  const NormedRow row =
-      normed_row(x, weight, args.dim, args.eps, partial, thread_index, threads, lane, simdgroup, simdgroups);
+  const NormedRow row = normed_row(x, weight, args.dim, args.eps, partial, thread_index, threads, lane);
   if (thread_index < columns) y[thread_index] += row.x * row.scale * row.weight;
 #pragma unroll(2)
   for (uint i = thread_index + threads; i < columns; i += threads) y[i] += x[i] * row.scale * weight[i];

@@ -10,6 +10,7 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support import peer_work
@@ -208,13 +209,45 @@ def test_an_m5_multiplies_on_its_matrix_units(smollm: Shape) -> None:
     assert [w.groups * w.ops.matrix_unit for w in on_units] == [w.groups * w.ops.mma for w in plain]
     assert not any(w.ops.mma for w in on_units)
     assert [w.dram_bytes for w in on_units] == [w.dram_bytes for w in plain]
-    fast, slow = (predict(m5, dispatches, 512).seconds for dispatches in plans)
+    attention = [d for d in plans[1] if d.kernel.startswith("attention")]  # without units in both
+    fast, slow = (
+        predict(m5, [d for d in p if not d.kernel.startswith("attention")] + attention, 512).seconds
+        for p in plans
+    )
     assert 2 < slow / fast < 3
     # 1,024 FLOP a core and cycle: 16 TFLOP/s. No other chip has units that kernels reach.
     rate = 4 * 2 * 512 / m5.cycles.matrix_unit * m5.cores * m5.ghz * 1e9
     assert rate == pytest.approx(16.2e12, rel=0.01)
     work = replace(on_units[0], ops=Ops(matrix_unit=1000), groups=1)
     assert time_of(find_chip("m4"), work).issue == float("inf")
+
+
+def test_an_m5_attends_on_its_matrix_units(smollm: Shape) -> None:
+    """As many products of blocks as on other chips, but for those of rescaling and of larger tiles."""
+    m5 = find_chip("m5")
+    for tokens, gain in ((512, 1.05), (2048, 1.25)):
+        on_units, plain = (plan(smollm, tokens, family=f) for f in (10, 9))
+        products = [
+            sum(w.groups * w.simdgroups * (w.ops.mma + w.ops.matrix_unit) for w in works)
+            for works in (
+                [work_of(d) for d in dispatches if d.kernel.startswith("attention")]
+                for dispatches in (on_units, plain)
+            )
+        ]
+        assert 0.8 < products[0] / products[1] < 1.2
+        attention = [d for d in plain if d.kernel.startswith("attention")]
+        without = [d for d in on_units if not d.kernel.startswith("attention")] + attention
+        assert predict(m5, without, tokens).seconds > gain * predict(m5, on_units, tokens).seconds
+
+
+def test_by_the_model_a_norm_that_is_part_of_a_product_costs_less_than_a_dispatch(smollm: Shape) -> None:
+    for chip in ("m1", "m4", "m4-max", "m5"):
+        gpu = find_chip(chip)
+        options: dict[str, Any] = {"family": gpu.family, "gpu": gpu.gpu, "position": 128}
+        fused, separate = (
+            predict(gpu, plan(smollm, 1, fused_norm=f, **options), 1).seconds for f in (True, False)
+        )
+        assert 1.03 < separate / fused < 1.25
 
 
 def test_larger_workloads_take_longer(smollm: Shape) -> None:

@@ -141,13 +141,14 @@ Device::Device() : device_(find_device()), debug_(debug_requested()) {
 Device Device::of_engine(const MetalOptions& options) {
   Device device;
   Tuning& tuning = device.tuning_;
-  if (options.buffer_work > 0) tuning.buffer_work = options.buffer_work;
+  tuning = tuned_by(options, tuning);
   if (device.native_) compile_concurrently(device.device_);
   if (!tuning.matmul_tensor) return device;
   TensorFailures failures{.any = options.no_matmul_tensor};
   if (failures.any.empty()) failures = failures_of_tensor_trial(device.device_, device.queue_);
   tuning.matmul_tensor = failures.any.empty();
   tuning.tall_tiles = failures.tall.empty();
+  tuning.attention_tensor = failures.attention.empty();
   device.no_matmul_tensor_ = std::move(failures.any);
   return device;
 }

@@ -143,7 +143,8 @@ class ForwardPass {
   Rows all_rows(const PassRows& rows) const;
   Rows wanted_rows(const PassRows& rows) const;
   Activations activations(const PassRows& rows, PassBuffers& buffers) const;
-  bool fuses_norm(const Norm& norm, const std::vector<Projection>& projections) const;
+  // Whether the norm is part of the products that follow.
+  bool fuses_norm(const Norm& norm, const Rows& rows) const;
   bool fuses_silu(const Layer& w) const;
   // True if gate and up are computed before SwiGLU, in dispatches of their own.
   bool gate_up_separate(const Layer& w, Path path) const;

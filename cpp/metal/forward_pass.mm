@@ -128,7 +128,9 @@ void ForwardPass::feed_forward(const Pass& pass, const Layer& w, const View& x, 
   Encoder& e = pass.e;
   const Activations& a = pass.a;
   const bool few = rows.path == Path::kFewTokens;
-  if (!gate_up_separate(w, rows.path)) {
+  if (!gate_up_separate(w, rows.path) && fuses_norm(w.ffn_norm, rows)) {
+    ops::rmsnorm_matvec_swiglu(e, w.gate_up[0], w.ffn_norm, x, a.ffn, activation_);
+  } else if (!gate_up_separate(w, rows.path)) {
     const View input = normalized(e, w.ffn_norm, x, a.normed, rows);
     if (few)
       ops::matvec_swiglu(e, w.gate_up[0], input, a.ffn, rows.count, activation_);
@@ -158,12 +160,12 @@ View ForwardPass::normalized(Encoder& e, const Norm& norm, const View& x, const 
 void ForwardPass::normed_projections(Encoder& e, const Norm& norm, const std::vector<Projection>& projections,
                                      const View& x, const View& normed, const StridedRows& y,
                                      const Rows& rows) const {
-  const bool fused = rows.path == Path::kFewTokens && fuses_norm(norm, projections);
+  const bool fused = fuses_norm(norm, rows);
   const View input = fused ? x : normalized(e, norm, x, normed, rows);
   const Encoder::Overlap overlap(e);
   for (const Projection& w : projections) {
     if (fused)
-      ops::rmsnorm_matvec(e, w, norm, input, y, rows.count);
+      ops::rmsnorm_matvec(e, w, norm, input, y);
     else
       project(e, w, input, y, rows, Write::kStore);
   }
@@ -192,8 +194,11 @@ void ForwardPass::add_residual(const Pass& pass, const BlockOutput& output, cons
 }
 
 void ForwardPass::head(const Pass& pass, const Rows& rows, const View& logits) const {
-  normed_projections(pass.e, head_norm_, output_, pass.a.x.row(std::size_t(rows.first), config_.dim),
-                     pass.a.normed, {logits, config_.vocab_size}, rows);
+  // Never fused: the norm would be repeated for each of the many rows of a vocabulary.
+  const View x = pass.a.x.row(std::size_t(rows.first), config_.dim);
+  const View input = normalized(pass.e, head_norm_, x, pass.a.normed, rows);
+  for (const Projection& w : output_)
+    project(pass.e, w, input, {logits, config_.vocab_size}, rows, Write::kStore);
 }
 
 void ForwardPass::score(const Pass& pass) const {

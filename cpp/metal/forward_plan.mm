@@ -147,8 +147,7 @@ ForwardPass::Layer ForwardPass::layer_of(LayerKind kind, const LayerWeights& w, 
 }
 
 PassRows ForwardPass::rows_of(std::span<const PassChunk> chunks) const {
-  PassRows rows(chunks, tuning_, ops::tile_shape(cache_shape_, config_.n_heads / config_.n_kv_heads),
-                config_.causal);
+  PassRows rows(chunks, tuning_, ops::tile_shape(tuning_, cache_shape_, attention_args(0)), config_.causal);
   if (state_layout_.values > 0) rows.add_states(chunks);
   return rows;
 }
@@ -177,11 +176,9 @@ ForwardPass::Rows ForwardPass::wanted_rows(const PassRows& rows) const {
   return {rows.wanted.first, rows.wanted.count, few ? Path::kFewTokens : Path::kManyTokens};
 }
 
-bool ForwardPass::fuses_norm(const Norm& norm, const std::vector<Projection>& projections) const {
-  return options_.metal.fused_norm && norm.weight && norm.kind == NormKind::kRms &&
-         std::all_of(projections.begin(), projections.end(), [](const Projection& w) {
-           return w.type == TensorType::kQ4_0 || w.type == TensorType::kF32;
-         });
+bool ForwardPass::fuses_norm(const Norm& norm, const Rows& rows) const {
+  return tuning_.fused_norm && rows.count == 1 && rows.path == Path::kFewTokens && norm.weight &&
+         norm.kind == NormKind::kRms;
 }
 
 bool ForwardPass::fuses_silu(const Layer& w) const {
@@ -191,8 +188,7 @@ bool ForwardPass::fuses_silu(const Layer& w) const {
 }
 
 bool ForwardPass::gate_up_separate(const Layer& w, Path path) const {
-  return w.gate_up.size() > 1 || !w.gated || w.gate_up_bias ||
-         (path == Path::kFewTokens && (fuses_norm(w.ffn_norm, w.gate_up) || fuses_silu(w)));
+  return w.gate_up.size() > 1 || !w.gated || w.gate_up_bias || (path == Path::kFewTokens && fuses_silu(w));
 }
 
 AttentionArgs ForwardPass::attention_args(int layer) const {

@@ -49,6 +49,10 @@ std::string kernel_name(const KernelKey& key, const CacheShape& cache) {
       return typed("embed_");
     case Kernel::kMatvec:
       return typed("matvec_");
+    case Kernel::kMatvecRows2:
+      return typed("matvec_") + "_rows2";
+    case Kernel::kMatvecRows4:
+      return typed("matvec_") + "_rows4";
     case Kernel::kMatvecSwiglu:
       return typed("matvec_swiglu_");
     case Kernel::kMatmulNarrow:
@@ -81,6 +85,8 @@ std::string kernel_name(const KernelKey& key, const CacheShape& cache) {
       return typed("multi_token_matvec_swiglu_");
     case Kernel::kRmsnormMatvec:
       return typed("rmsnorm_matvec_");
+    case Kernel::kRmsnormMatvecSwiglu:
+      return typed("rmsnorm_matvec_swiglu_");
     case Kernel::kSiluMatvecQ4_0Accumulate:
       return "silu_matvec_q4_0_accumulate";
     case Kernel::kRmsnormF32:
@@ -109,6 +115,8 @@ std::string kernel_name(const KernelKey& key, const CacheShape& cache) {
       return "attention_combine";
     case Kernel::kAttentionPrefill:
       return cached("attention_prefill_") + "_" + std::to_string(cache.prefill_size());
+    case Kernel::kAttentionTensor:
+      return cached("attention_tensor_") + "_" + std::to_string(cache.prefill_size());
     case Kernel::kSwigluF32:
       return "swiglu_f32";
     case Kernel::kSwigluF16:
@@ -137,6 +145,7 @@ std::string variant_of(const KernelKey& key, const CacheShape& cache) {
   if (key.kernel == Kernel::kAttentionDecode || key.kernel == Kernel::kRopeAttentionDecode)
     return attention("attention_decode_", cache.decode_size());
   if (key.kernel == Kernel::kAttentionPrefill) return attention("attention_prefill_", cache.prefill_size());
+  if (key.kernel == Kernel::kAttentionTensor) return attention("attention_tensor_", cache.prefill_size());
   return {};
 }
 

@@ -14,6 +14,8 @@ namespace metal_prefill::metal {
 enum class Kernel {
   kEmbed,
   kMatvec,
+  kMatvecRows2,
+  kMatvecRows4,
   kMatvecSwiglu,
   kMatmulNarrow,
   kMatmulWide,
@@ -29,8 +31,9 @@ enum class Kernel {
   kMultiTokenMatvec,
   kMultiTokenMatvecAccumulate,
   kMultiTokenMatvecSwiglu,
-  kRmsnormMatvec,  // Q4_0 and F32 only
-  kLastTyped = kRmsnormMatvec,
+  kRmsnormMatvec,
+  kRmsnormMatvecSwiglu,
+  kLastTyped = kRmsnormMatvecSwiglu,
 
   kSiluMatvecQ4_0Accumulate,
   kRmsnormF32,
@@ -46,6 +49,7 @@ enum class Kernel {
   kAttentionDecode,
   kAttentionCombine,
   kAttentionPrefill,
+  kAttentionTensor,
   kSwigluF32,
   kSwigluF16,
   kShortConvF32,
@@ -56,9 +60,11 @@ enum class Kernel {
   kCount,
 };
 
-// Whether a kernel is one of shaders/matmul_tensor.metal, which not every device compiles.
+// Whether a kernel is one of shaders/matmul_tensor.metal or attention_tensor.metal, which not every device
+// compiles.
 constexpr bool needs_tensors(Kernel kernel) {
-  return kernel >= Kernel::kMatmulTensorNarrow && kernel <= Kernel::kMatmulTensorSwigluTall;
+  return (kernel >= Kernel::kMatmulTensorNarrow && kernel <= Kernel::kMatmulTensorSwigluTall) ||
+         kernel == Kernel::kAttentionTensor;
 }
 
 struct KernelKey {

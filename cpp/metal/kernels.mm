@@ -4,6 +4,7 @@
 #include <exception>
 #include <set>
 #include <string>
+#include <string_view>
 #include <system_error>
 #include <utility>
 #include <vector>
@@ -11,6 +12,7 @@
 #include "concurrently.h"
 #include "libraries.h"
 #include "pipeline_archive.h"
+#include "shader_language.h"
 
 namespace metal_prefill::metal {
 
@@ -29,10 +31,12 @@ constexpr std::size_t kSimdWidth = 32;  // the shaders are written for it
 Libraries open_libraries_of(id<MTLDevice> device, const std::vector<KernelKey>& keys,
                             const std::set<std::string>& variants) {
   Libraries libraries = open_libraries(device, variants);
-  if (std::none_of(keys.begin(), keys.end(), [](const KernelKey& key) { return needs_tensors(key.kernel); }))
-    return libraries;
+  std::set<std::string_view> sources;
+  for (const KernelKey& key : keys)
+    if (needs_tensors(key.kernel))
+      sources.insert(key.kernel == Kernel::kAttentionTensor ? kAttentionTensorSource : kMatmulTensorSource);
   try {
-    libraries.add(open_tensors(device, variants));
+    for (const std::string_view source : sources) libraries.add(open_tensors(device, source, variants));
   } catch (const DeviceError& error) {
     throw TensorKernelError(error.what());
   }

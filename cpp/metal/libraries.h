@@ -8,6 +8,7 @@
 #include <map>
 #include <set>
 #include <string>
+#include <string_view>
 
 namespace metal_prefill::metal {
 
@@ -25,8 +26,8 @@ struct Libraries {
 Libraries open_libraries(id<MTLDevice> device, const std::set<std::string>& variants);
 // That of the trial alone, which the others do not have.
 Libraries open_trial(id<MTLDevice> device);
-// That of the kernels on tensors, likewise, which is always compiled here: where the language or its headers
-// are missing, the others are not concerned.
-Libraries open_tensors(id<MTLDevice> device, const std::set<std::string>& variants);
+// That of one source of kernels on tensors, likewise, which is always compiled here: where the language or
+// its headers are missing, the others are not concerned.
+Libraries open_tensors(id<MTLDevice> device, std::string_view source, const std::set<std::string>& variants);
 
 }  // namespace metal_prefill::metal

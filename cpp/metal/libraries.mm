@@ -103,15 +103,15 @@ id<MTLFunction> Libraries::function(const std::string& kernel) const {
 
 Libraries open_libraries(id<MTLDevice> device, const std::set<std::string>& variants) {
   return open(device, variants,
-              [](std::string_view source) { return source != kTrial && source != kTensorSource; });
+              [](std::string_view source) { return source != kTrial && !is_tensor_source(source); });
 }
 
 Libraries open_trial(id<MTLDevice> device) {
   return open(device, {}, [](std::string_view source) { return source == kTrial; });
 }
 
-Libraries open_tensors(id<MTLDevice> device, const std::set<std::string>& variants) {
-  const auto wanted = [](std::string_view source) { return source == kTensorSource; };
+Libraries open_tensors(id<MTLDevice> device, std::string_view source, const std::set<std::string>& variants) {
+  const auto wanted = [&](std::string_view other) { return other == source; };
   return with_kernels(compile(device, variants, wanted), false);
 }
 

@@ -77,6 +77,9 @@ class MetalEngine final : public Engine, private PassInspector {
             {"kv_limit_bytes", double(memory_.pages().limit_bytes())},
             {"matmul_tensor", double(device_.tuning().matmul_tensor)},
             {"matmul_tall", double(device_.tuning().matmul_tensor && device_.tuning().tall_tiles)},
+            {"attention_tensor", double(device_.tuning().matmul_tensor && device_.tuning().attention_tensor)},
+            {"fused_norm", double(device_.tuning().fused_norm)},
+            {"matvec_rows", double(device_.tuning().matvec_rows)},
             {"pipelines", double(kernels_.count())},
             {"pipelines_compiled", double(kernels_.compiled_now())}};
   }

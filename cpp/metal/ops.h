@@ -84,8 +84,10 @@ void rmsnorm_add(Encoder& e, const Norm& norm, const View& x, const View& y, int
 void matvec(Encoder& e, const Projection& w, const View& x, const StridedRows& y, int tokens, Write write);
 void matvec_swiglu(Encoder& e, const Projection& w, const View& x, const View& y, int tokens,
                    u32_t activation);
-void rmsnorm_matvec(Encoder& e, const Projection& w, const Norm& norm, const View& x, const StridedRows& y,
-                    int tokens);
+// Of one token that is normed meanwhile, with the bits of norm and matvec.
+void rmsnorm_matvec(Encoder& e, const Projection& w, const Norm& norm, const View& x, const StridedRows& y);
+void rmsnorm_matvec_swiglu(Encoder& e, const Projection& w, const Norm& norm, const View& x, const View& y,
+                           u32_t activation);
 void silu_matvec_q4_0_accumulate(Encoder& e, const Projection& w, const View& gate_up, const View& y,
                                  int tokens, u32_t activation);
 // Most tokens for which a matmul may split its columns, and by which it chooses its tiles: more get the tiles
@@ -109,8 +111,9 @@ void rope_attention_decode(Encoder& e, const RopeInputs& inputs, const View& qkv
 // One dispatch, or several where one would have more work than a command buffer (see Tuning).
 void attention_prefill(Encoder& e, const View& q, const Sequences& sequences, const LayerCache& cache,
                        const View& out, AttentionArgs args);
-// Tiles of attention_prefill.
-TileShape tile_shape(const CacheShape& cache, int heads_per_kv_head);
+// Tiles of attention_prefill, or of attention_tensor where the GPU has matrix units and the kernel suits the
+// heads.
+TileShape tile_shape(const Tuning& tuning, const CacheShape& cache, const AttentionArgs& args);
 
 // The projections that swiglu activates.
 struct GateUp {

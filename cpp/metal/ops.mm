@@ -143,13 +143,18 @@ void rmsnorm_add(Encoder& e, const Norm& norm, const View& x, const View& y, int
 }
 
 void matvec(Encoder& e, const Projection& w, const View& x, const StridedRows& y, int tokens, Write write) {
-  const bool one = tokens == 1, accumulate = write == Write::kAccumulate;
-  MatvecPlan plan = plan_matvec(e.tuning(), w, std::size_t(w.out_dim), y, tokens, one ? 1 : 2);
+  const bool accumulate = write == Write::kAccumulate;
+  const std::size_t rows = std::size_t(w.out_dim);
+  std::size_t together = 2;
+  Kernel kernel = accumulate ? Kernel::kMultiTokenMatvecAccumulate : Kernel::kMultiTokenMatvec;
+  if (tokens == 1) {
+    together = lanes_per_row(e.tuning(), rows) == kSimd ? std::size_t(e.tuning().matvec_rows) : 1;
+    kernel = together == 4 ? Kernel::kMatvecRows4 : together == 2 ? Kernel::kMatvecRows2 : Kernel::kMatvec;
+  }
+  MatvecPlan plan = plan_matvec(e.tuning(), w, rows, y, tokens, together);
   plan.args.accumulate = accumulate;
   plan.grid.y = token_tiles(tokens);
-  const Kernel many = accumulate ? Kernel::kMultiTokenMatvecAccumulate : Kernel::kMultiTokenMatvec;
-  e.dispatch({one ? Kernel::kMatvec : many, w.type}, {w.weights, x, output_of(w, y.view)}, plan.args,
-             plan.grid);
+  e.dispatch({kernel, w.type}, {w.weights, x, output_of(w, y.view)}, plan.args, plan.grid);
 }
 
 void matvec_swiglu(Encoder& e, const Projection& w, const View& x, const View& y, int tokens,
@@ -162,12 +167,29 @@ void matvec_swiglu(Encoder& e, const Projection& w, const View& x, const View& y
              {w.weights, x, y}, plan.args, plan.grid);
 }
 
-void rmsnorm_matvec(Encoder& e, const Projection& w, const Norm& norm, const View& x, const StridedRows& y,
-                    int tokens) {
-  MatvecPlan plan = plan_matvec(e.tuning(), w, std::size_t(w.out_dim), y, tokens);
+namespace {
+
+MatvecPlan plan_normed_matvec(const Encoder& e, const Projection& w, const Norm& norm, std::size_t rows) {
+  MatvecPlan plan = plan_matvec(e.tuning(), w, rows, {{}, int(rows)}, 1, NORMED_MATVEC_ROWS);
   plan.args.eps = norm.eps;
+  plan.args.norm_threads = u32_t(norm_threads(e, Kernel::kRmsnormF32, norm.dim));
+  return plan;
+}
+
+}  // namespace
+
+void rmsnorm_matvec(Encoder& e, const Projection& w, const Norm& norm, const View& x, const StridedRows& y) {
+  MatvecPlan plan = plan_normed_matvec(e, w, norm, std::size_t(w.out_dim));
+  plan.args.out_stride = u32_t(y.stride);
   e.dispatch({Kernel::kRmsnormMatvec, w.type}, {w.weights, norm.weight, x, output_of(w, y.view)}, plan.args,
              plan.grid);
+}
+
+void rmsnorm_matvec_swiglu(Encoder& e, const Projection& w, const Norm& norm, const View& x, const View& y,
+                           u32_t activation) {
+  MatvecPlan plan = plan_normed_matvec(e, w, norm, std::size_t(w.out_dim) / 2);
+  plan.args.activation = activation;
+  e.dispatch({Kernel::kRmsnormMatvecSwiglu, w.type}, {w.weights, norm.weight, x, y}, plan.args, plan.grid);
 }
 
 void silu_matvec_q4_0_accumulate(Encoder& e, const Projection& w, const View& gate_up, const View& y,
@@ -416,30 +438,44 @@ std::vector<RowRun> runs_of(const Sequences& sequences, const TileRange& range, 
 
 }  // namespace
 
-TileShape tile_shape(const CacheShape& cache, int heads_per_kv_head) {
-  return {heads_per_kv_head, 8 * PREFILL_ROW_BLOCKS(cache.prefill_size(), element_bytes(cache))};
+namespace {
+
+bool attends_on_tensors(const Tuning& tuning, const CacheShape& cache, const AttentionArgs& args) {
+  return tuning.matmul_tensor && tuning.attention_tensor && cache.type == KvType::kF16 &&
+         args.key_dim == args.value_dim && ATTENTION_TENSOR_DIMS(args.key_dim);
+}
+
+}  // namespace
+
+TileShape tile_shape(const Tuning& tuning, const CacheShape& cache, const AttentionArgs& args) {
+  return {int(args.n_heads / args.n_kv_heads),
+          attends_on_tensors(tuning, cache, args)
+              ? ATTENTION_TENSOR_ROWS
+              : 8 * PREFILL_ROW_BLOCKS(cache.prefill_size(), element_bytes(cache))};
 }
 
 void attention_prefill(Encoder& e, const View& q, const Sequences& sequences, const LayerCache& cache,
                        const View& out, AttentionArgs args) {
-  // Threadgroup memory of a simdgroup.
+  // Threadgroup memory of a simdgroup, each of which takes a tile; on tensors all of them share one.
   const std::size_t bytes =
       std::size_t(PREFILL_SCRATCH(e.cache().prefill_size(), element_bytes(e.cache()))) * sizeof(float);
   const std::size_t most = std::min(std::size_t(e.tuning().prefill_simdgroups), kThreadgroupBytes / bytes);
-  const std::size_t simdgroups = allowed_threads(e, Kernel::kAttentionPrefill, most * kSimd) / kSimd;
-  const TileShape shape = tile_shape(e.cache(), int(args.n_heads / args.n_kv_heads));
+  const bool on_tensors = attends_on_tensors(e.tuning(), e.cache(), args);
+  const std::size_t simdgroups =
+      on_tensors ? 1 : allowed_threads(e, Kernel::kAttentionPrefill, most * kSimd) / kSimd;
+  const TileShape shape = tile_shape(e.tuning(), e.cache(), args);
   const std::vector<TileRange> ranges = ranges_of(sequences, args, shape, e.tuning().buffer_work);
   for (const TileRange& range : ranges) {
     const bool all = ranges.size() == 1;
     args.tiles = u32_t(range.end - range.first);
-    e.dispatch(Kernel::kAttentionPrefill,
+    e.dispatch(on_tensors ? Kernel::kAttentionTensor : Kernel::kAttentionPrefill,
                {q, sequences.tiles.at(range.first * sizeof(AttentionTile)), sequences.pages, cache.keys,
                 cache.values, out},
                args,
                {.x = ceil_div(args.tiles, simdgroups),
                 .y = args.n_kv_heads,
-                .threads = simdgroups * kSimd,
-                .threadgroup_bytes = simdgroups * bytes,
+                .threads = on_tensors ? MATMUL_THREADS : simdgroups * kSimd,
+                .threadgroup_bytes = on_tensors ? 0 : simdgroups * bytes,
                 .work = range.work},
                all ? sequences.part.runs : runs_of(sequences, range, args, shape));
   }

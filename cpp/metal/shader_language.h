@@ -9,11 +9,16 @@ struct ShaderLanguage {
   int major, minor;
 };
 
-// Needs Metal 4. Other sources take the language of the oldest macOS that the package runs on.
-inline constexpr std::string_view kTensorSource = METAL_PREFILL_TENSOR_SOURCE;
+// The sources that need Metal 4. Others take the language of the oldest macOS that the package runs on.
+inline constexpr std::string_view kMatmulTensorSource = "matmul_tensor.metal";
+inline constexpr std::string_view kAttentionTensorSource = "attention_tensor.metal";
+
+constexpr bool is_tensor_source(std::string_view source) {
+  return source == kMatmulTensorSource || source == kAttentionTensorSource;
+}
 
 constexpr ShaderLanguage language_of(std::string_view source) {
-  return source == kTensorSource
+  return is_tensor_source(source)
              ? ShaderLanguage{METAL_PREFILL_TENSOR_LANGUAGE_MAJOR, METAL_PREFILL_TENSOR_LANGUAGE_MINOR}
              : ShaderLanguage{METAL_PREFILL_LANGUAGE_MAJOR, METAL_PREFILL_LANGUAGE_MINOR};
 }

@@ -9,10 +9,10 @@ namespace metal_prefill::metal {
 
 // Runs the kernel `trial`. Empty if its results are right; else says what went wrong.
 std::string failure_of_trial(id<MTLDevice> device, id<MTLCommandQueue> queue);
-// The same of the kernels `matmul_tensor`, with weights in half precision: why none of them is used, or why
-// tall tiles are not. Empty where they are.
+// The same of the kernels `matmul_tensor`, with weights in half precision, and of `attention_tensor`: why
+// none of them is used, or why tall tiles, or those of attention, are not. Empty where they are.
 struct TensorFailures {
-  std::string any = {}, tall = {};
+  std::string any = {}, tall = {}, attention = {};
 };
 TensorFailures failures_of_tensor_trial(id<MTLDevice> device, id<MTLCommandQueue> queue);
 

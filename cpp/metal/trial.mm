@@ -1,13 +1,16 @@
 #include "trial.h"
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
 #include <vector>
 
+#include "../../shaders/attention.h"
 #include "args_layout.h"
 #include "device.h"
 #include "libraries.h"
+#include "shader_language.h"
 
 namespace metal_prefill::metal {
 
@@ -25,34 +28,30 @@ int w_at(int row, int column) {
   return (7 * row + 29 * column) % 113 - 56;
 }
 
+using Bytes = std::vector<std::byte>;
+
+template <typename T>
+Bytes bytes_of(const std::vector<T>& values) {
+  Bytes bytes(values.size() * sizeof(T));
+  std::memcpy(bytes.data(), values.data(), bytes.size());
+  return bytes;
+}
+
 // What a kernel is given, and what it should leave in its output.
 struct Trial {
   const char* kernel;
-  int x_rows, w_rows, columns;  // of its operands in half precision
   MTLSize groups;
   NSUInteger threads;
-  std::vector<std::byte> args;          // bound after the output; empty: it has none
-  bool weights_first;                   // the order of the operands' bindings
-  std::vector<float> before, expected;  // of the output
-
-  // x w^T, row by row.
-  std::vector<float> product() const {
-    std::vector<float> results(std::size_t(x_rows) * std::size_t(w_rows));
-    for (int i = 0; i < x_rows; ++i)
-      for (int j = 0; j < w_rows; ++j)
-        for (int k = 0; k < columns; ++k)
-          results[std::size_t(i * w_rows + j)] += float(x_at(i, k) * w_at(j, k));
-    return results;
-  }
+  std::vector<Bytes> buffers;  // by binding
+  std::size_t output;          // the binding of the results
+  Bytes args;                  // bound after the buffers; empty: there are none
+  Bytes expected;              // of the output
+  bool half_results = false;   // else float
 };
 
-id<MTLBuffer> make_operand(id<MTLDevice> device, int rows, int columns, int (*at)(int, int)) {
-  std::vector<std::uint16_t> values;
-  for (int i = 0; i < rows; ++i)
-    for (int j = 0; j < columns; ++j) values.push_back(float_to_half(float(at(i, j))));
-  return [device newBufferWithBytes:values.data()
-                             length:values.size() * sizeof(std::uint16_t)
-                            options:MTLResourceStorageModeShared];
+float result_at(const void* results, bool half, std::size_t i) {
+  if (half) return half_to_float(static_cast<const std::uint16_t*>(results)[i]);
+  return static_cast<const float*>(results)[i];
 }
 
 std::string failure_of(const Trial& trial, const Libraries& libraries, id<MTLDevice> device,
@@ -69,78 +68,159 @@ std::string failure_of(const Trial& trial, const Libraries& libraries, id<MTLDev
     return kernel + " runs with at most " + std::to_string(pipeline.maxTotalThreadsPerThreadgroup) +
            " threads";
 
-  id<MTLBuffer> x = make_operand(device, trial.x_rows, trial.columns, x_at);
-  id<MTLBuffer> w = make_operand(device, trial.w_rows, trial.columns, w_at);
-  id<MTLBuffer> out = [device newBufferWithBytes:trial.before.data()
-                                          length:trial.before.size() * sizeof(float)
-                                         options:MTLResourceStorageModeShared];
+  std::vector<id<MTLBuffer>> buffers;
+  for (const Bytes& bytes : trial.buffers) {
+    buffers.push_back([device newBufferWithBytes:bytes.data()
+                                          length:bytes.size()
+                                         options:MTLResourceStorageModeShared]);
+    if (!buffers.back()) return "it gave no memory";
+  }
   id<MTLCommandBuffer> commands = [queue commandBuffer];  // which keeps the buffers
   id<MTLComputeCommandEncoder> encoder = [commands computeCommandEncoder];
-  if (!x || !w || !out || !encoder) return "it gave no memory or no encoder";
+  if (!encoder) return "it gave no encoder";
   [encoder setComputePipelineState:pipeline];
-  [encoder setBuffer:trial.weights_first ? w : x offset:0 atIndex:0];
-  [encoder setBuffer:trial.weights_first ? x : w offset:0 atIndex:1];
-  [encoder setBuffer:out offset:0 atIndex:2];
-  if (!trial.args.empty()) [encoder setBytes:trial.args.data() length:trial.args.size() atIndex:3];
+  for (std::size_t i = 0; i < buffers.size(); ++i) [encoder setBuffer:buffers[i] offset:0 atIndex:i];
+  if (!trial.args.empty())
+    [encoder setBytes:trial.args.data() length:trial.args.size() atIndex:buffers.size()];
   [encoder dispatchThreadgroups:trial.groups threadsPerThreadgroup:MTLSizeMake(trial.threads, 1, 1)];
   [encoder endEncoding];
   [commands commit];
   [commands waitUntilCompleted];
   if (commands.status != MTLCommandBufferStatusCompleted)
     return kernel + " failed: " + describe(commands.error);
-  std::vector<float> results(trial.expected.size());
-  std::memcpy(results.data(), out.contents, results.size() * sizeof(float));
-  for (std::size_t i = 0; i < results.size(); ++i)
-    if (results[i] != trial.expected[i])
-      return kernel + " is wrong: result " + std::to_string(i) + " is " + std::to_string(results[i]) +
-             ", not " + std::to_string(trial.expected[i]);
+  const void* results = buffers[trial.output].contents;
+  const std::size_t size = trial.half_results ? sizeof(std::uint16_t) : sizeof(float);
+  for (std::size_t i = 0; i < trial.expected.size() / size; ++i) {
+    const float found = result_at(results, trial.half_results, i);
+    const float expected = result_at(trial.expected.data(), trial.half_results, i);
+    if (found != expected)
+      return kernel + " is wrong: result " + std::to_string(i) + " is " + std::to_string(found) + ", not " +
+             std::to_string(expected);
+  }
   return {};
+}
+
+Bytes operand(int rows, int columns, int (*at)(int, int)) {
+  std::vector<std::uint16_t> values;
+  for (int i = 0; i < rows; ++i)
+    for (int j = 0; j < columns; ++j) values.push_back(float_to_half(float(at(i, j))));
+  return bytes_of(values);
+}
+
+// x w^T + addend, row by row.
+std::vector<float> product(int x_rows, int w_rows, int columns, float addend) {
+  std::vector<float> results(std::size_t(x_rows) * std::size_t(w_rows), addend);
+  for (int i = 0; i < x_rows; ++i)
+    for (int j = 0; j < w_rows; ++j)
+      for (int k = 0; k < columns; ++k)
+        results[std::size_t(i * w_rows + j)] += float(x_at(i, k) * w_at(j, k));
+  return results;
 }
 
 // A block, and the sum of the lanes' numbers in each lane.
 Trial trial_of_simdgroups() {
-  Trial trial{.kernel = "trial",
-              .x_rows = kBlock,
-              .w_rows = kBlock,
-              .columns = kBlock,
-              .groups = MTLSizeMake(1, 1, 1),
-              .threads = kLanes,
-              .args = {},
-              .weights_first = false,
-              .before = {},
-              .expected = {}};
-  trial.expected = trial.product();
-  trial.expected.insert(trial.expected.end(), kLanes, 0.5f * float(kLanes * (kLanes - 1)));
-  trial.before.resize(trial.expected.size());
-  return trial;
+  std::vector<float> expected = product(kBlock, kBlock, kBlock, 0.0f);
+  expected.insert(expected.end(), kLanes, 0.5f * float(kLanes * (kLanes - 1)));
+  return {.kernel = "trial",
+          .groups = MTLSizeMake(1, 1, 1),
+          .threads = kLanes,
+          .buffers = {operand(kBlock, kBlock, x_at), operand(kBlock, kBlock, w_at),
+                      Bytes(expected.size() * sizeof(float))},
+          .output = 2,
+          .args = {},
+          .expected = bytes_of(expected)};
 }
 
 // Two tiles each way, the last of them in part, of more columns than a step has, added to ones.
 Trial trial_of_tensors(const char* kernel, int tile_tokens, int tile_rows, int columns) {
-  Trial trial{.kernel = kernel,
-              .x_rows = tile_tokens + 3,
-              .w_rows = tile_rows + 5,
-              .columns = columns,
-              .groups = MTLSizeMake(2, 2, 1),
-              .threads = MATMUL_THREADS,
-              .args = std::vector<std::byte>(sizeof(MatmulArgs)),
-              .weights_first = true,
-              .before = {},
-              .expected = {}};
+  const int tokens = tile_tokens + 3, rows = tile_rows + 5;
   const MatmulArgs args = {.weights = {.offset = {},
-                                       .rows = {u32_t(trial.w_rows)},
+                                       .rows = {u32_t(rows)},
                                        .row_bytes = u32_t(std::size_t(columns) * sizeof(std::uint16_t))},
                            .in_dim = u32_t(columns),
-                           .out_dim = u32_t(trial.w_rows),
-                           .tokens = u32_t(trial.x_rows),
-                           .out_stride = u32_t(trial.w_rows),
+                           .out_dim = u32_t(rows),
+                           .tokens = u32_t(tokens),
+                           .out_stride = u32_t(rows),
                            .accumulate = true,
                            .activation = ACTIVATION_SILU};
-  std::memcpy(trial.args.data(), &args, sizeof args);
-  trial.expected = trial.product();
-  trial.before.assign(trial.expected.size(), 1.0f);
-  for (float& result : trial.expected) result += 1.0f;
-  return trial;
+  const std::vector<float> expected = product(tokens, rows, columns, 1.0f);
+  return {.kernel = kernel,
+          .groups = MTLSizeMake(2, 2, 1),
+          .threads = MATMUL_THREADS,
+          .buffers = {operand(rows, columns, w_at), operand(tokens, columns, x_at),
+                      bytes_of(std::vector<float>(expected.size(), 1.0f))},
+          .output = 2,
+          .args = bytes_of(std::vector{args}),
+          .expected = bytes_of(expected)};
+}
+
+// Attention that finds one key for each row: its score exceeds the others by so much that their weights are
+// exactly 0, and the result is its value. Two tiles, two pages that are not in order, keys of earlier chunks.
+// The key after a row's own would exceed all others if it were seen, and beyond the last key there is NaN.
+Trial trial_of_attention(const char* kernel, int dims) {
+  constexpr int kHeads = 3, kTokens = 40, kPosition = 30, kEnd = kPosition + kTokens;
+  constexpr int kRows = kHeads * kTokens, kPool = 2 * PAGE_POSITIONS;
+  constexpr int kDistinct = 64;  // keys, each of which has a dimension of its own; others repeat the first
+  static_assert(kEnd < kPool && kEnd > PAGE_POSITIONS && kRows > ATTENTION_TENSOR_ROWS);
+  const auto at = [&](int row, int d) { return std::size_t(row * dims + d); };
+  const auto place = [](int key) { return (key + PAGE_POSITIONS) % kPool; };
+  constexpr std::uint16_t kNotANumber = 0x7e00;
+  std::vector<std::uint16_t> keys(at(kPool, 0), kNotANumber), values = keys, expected(at(kRows, 0));
+  std::vector<float> q(at(kRows, 0));
+  for (int key = 0; key < kEnd; ++key)
+    for (int d = 0; d < dims; ++d) {
+      keys[at(place(key), d)] = float_to_half(d == key % kDistinct ? 64.0f : 0.0f);
+      values[at(place(key), d)] = float_to_half(float(w_at(key, d)));
+    }
+  for (int row = 0; row < kRows; ++row) {
+    constexpr int kFirst = kEnd - kDistinct;  // of the keys that none repeats
+    const int position = kPosition + row / kHeads, after = position + 1;
+    const int wanted = std::min(kFirst + 11 * row % (position - kFirst), kDistinct - 1);
+    q[at(row, wanted)] = 64.0f;
+    q[at(row, after % kDistinct)] = 128.0f;
+    const int found = after < kDistinct ? wanted : after % kDistinct;  // which the one after repeats
+    for (int d = 0; d < dims; ++d) expected[at(row, d)] = float_to_half(float(w_at(found, d)));
+  }
+  std::vector<AttentionTile> tiles;
+  for (int first = 0; first < kRows; first += ATTENTION_TENSOR_ROWS)
+    tiles.push_back({0, kTokens, kPosition, 0, u32_t(first), kEnd});
+  const AttentionArgs args = {.n_heads = kHeads,
+                              .n_kv_heads = 1,
+                              .key_dim = u32_t(dims),
+                              .value_dim = u32_t(dims),
+                              .q_stride = u32_t(kHeads * dims),
+                              .page_stride = u32_t(PAGE_POSITIONS * dims),
+                              .window = 0,
+                              .both_ways = false,
+                              .splits = 1,
+                              .tiles = u32_t(tiles.size()),
+                              .scale = 1.0f,
+                              .alibi_heads = 0,
+                              .max_alibi_bias = 0.0f};
+  return {.kernel = kernel,
+          .groups = MTLSizeMake(tiles.size(), 1, 1),
+          .threads = MATMUL_THREADS,
+          .buffers = {bytes_of(q), bytes_of(tiles), bytes_of(std::vector<u32_t>{1, 0}), bytes_of(keys),
+                      bytes_of(values), Bytes(expected.size() * sizeof(std::uint16_t))},
+          .output = 5,
+          .args = bytes_of(std::vector{args}),
+          .expected = bytes_of(expected),
+          .half_results = true};
+}
+
+std::string failure_of_attention_trial(id<MTLDevice> device, id<MTLCommandQueue> queue) {
+  try {
+    const Libraries libraries =
+        open_tensors(device, kAttentionTensorSource, {"attention_tensor_f16_64", "attention_tensor_f16_128"});
+    for (const auto& [kernel, dims] :
+         {std::pair("attention_tensor_f16_64", 64), std::pair("attention_tensor_f16_128", 128)})
+      if (std::string why = failure_of(trial_of_attention(kernel, dims), libraries, device, queue);
+          !why.empty())
+        return why;
+    return {};
+  } catch (const DeviceError& error) {
+    return error.what();
+  }
 }
 
 }  // namespace
@@ -155,7 +235,7 @@ std::string failure_of_trial(id<MTLDevice> device, id<MTLCommandQueue> queue) {
 
 TensorFailures failures_of_tensor_trial(id<MTLDevice> device, id<MTLCommandQueue> queue) {
   try {
-    const Libraries libraries = open_tensors(device, {"f16"});
+    const Libraries libraries = open_tensors(device, kMatmulTensorSource, {"f16"});
     const auto failure = [&](const char* kernel, int tokens, int rows, int columns) {
       return failure_of(trial_of_tensors(kernel, tokens, rows, columns), libraries, device, queue);
     };
@@ -163,7 +243,8 @@ TensorFailures failures_of_tensor_trial(id<MTLDevice> device, id<MTLCommandQueue
     for (const auto& [kernel, tile] : {std::pair("matmul_tensor_f16_narrow", MATMUL_NARROW_TILE),
                                        std::pair("matmul_tensor_f16_wide", MATMUL_WIDE_TILE)})
       if (std::string why = failure(kernel, tile, tile, kEdge); !why.empty()) return {.any = std::move(why)};
-    return {.tall = failure("matmul_tensor_f16_tall", MATMUL_TALL_TOKENS, MATMUL_WIDE_TILE, 2 * MATMUL_K)};
+    return {.tall = failure("matmul_tensor_f16_tall", MATMUL_TALL_TOKENS, MATMUL_WIDE_TILE, 2 * MATMUL_K),
+            .attention = failure_of_attention_trial(device, queue)};
   } catch (const DeviceError& error) {
     return {.any = error.what()};
   }

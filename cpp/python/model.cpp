@@ -209,7 +209,8 @@ void bind_model(nb::module_& m) {
   m.def("tensors", &tensor_specs, "config"_a, "The rows of the table of tensors.");
 
   nb::class_<MetalOptions>(m, "MetalOptions", "Options of the Metal engine alone.")
-      .def_rw("fused_norm", &MetalOptions::fused_norm)
+      .def_rw("fused_norm", &MetalOptions::fused_norm, nb::arg().none())
+      .def_rw("matvec_rows", &MetalOptions::matvec_rows)
       .def_rw("fused_silu", &MetalOptions::fused_silu)
       .def_rw("buffer_work", &MetalOptions::buffer_work)
       .def_rw("resident_seconds", &MetalOptions::resident_seconds)

@@ -134,7 +134,7 @@ def check(tmp_path: Path, changed: dict[str, str], metal_version: int = 400) -> 
         ({}, None),
         ({"target": "staged"}, "no matching constructor"),
         ({"descriptor": "8, 8, 32, false, true"}, "multiples of 16"),
-        ({"descriptor": "32, 32, 32, false, false"}, "the right tensor transposed"),
+        ({"descriptor": "32, 32, 32, true, true"}, "the left tensor not transposed"),
         ({"result": "half"}, "summed in floats"),
     ],
 )

@@ -88,8 +88,11 @@ class Model(GenerationMethods, TaskMethods):
         CPU only: keep the weights as the engine packs them in a file of the cache folder, so that the model
         opens without packing from the second time on. Such files take up to 8 GiB together; ``metal-prefill
         cache`` lists and deletes them.
-    fused_norm, fused_silu
-        Metal only: use the kernels that fuse RMSNorm, or SwiGLU, into the projections of single tokens.
+    fused_norm
+        Metal only: norm a single token inside the projections that follow, with the same results. None
+        selects what was faster when a model of this shape was first opened on this GPU.
+    fused_silu
+        Metal only: use the kernel that fuses SwiGLU into the down projection of single tokens.
 
     Raises
     ------
@@ -126,7 +129,7 @@ class Model(GenerationMethods, TaskMethods):
         prefix_memory: int = 256 << 20,
         mmap: bool = True,
         pack_cache: bool = False,
-        fused_norm: bool = False,
+        fused_norm: bool | None = None,
         fused_silu: bool = False,
     ) -> None:
         self._default: Session | None = None

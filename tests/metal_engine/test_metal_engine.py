@@ -388,16 +388,32 @@ def test_every_failed_allocation_is_an_error_and_the_next_call_works(tiny_path: 
 
 
 def test_fused_kernels_save_two_dispatches_a_layer(demo_path: Path) -> None:
-    with Model(demo_path, device="metal", fused_norm=True, fused_silu=True) as model:
+    for fused_silu, projections in (
+        (False, ["rmsnorm_matvec_swiglu_q4_0", "matvec_q4_0"]),
+        (True, ["rmsnorm_matvec_q4_0", "silu_matvec_q4_0_accumulate"]),
+    ):
+        with Model(demo_path, device="metal", fused_norm=True, fused_silu=fused_silu) as model:
+            model.forward_token_greedy(model.forward_prompt(prompt(12)))
+            assert model.stats()["dispatches"] == 5 * model.config.n_layers + 5
+            attention = ["rmsnorm_matvec_q4_0", "rope_attention_decode_f16_32", "matvec_q4_0"]
+            assert kernels()[1:6] == attention + projections
+    with Model(demo_path, device="metal") as model:
         model.forward_token_greedy(model.forward_prompt(prompt(12)))
-        assert model.stats()["dispatches"] == 5 * model.config.n_layers + 5
-        assert kernels()[1:6] == [
-            "rmsnorm_matvec_q4_0",
-            "rope_attention_decode_f16_32",
-            "matvec_q4_0",
-            "rmsnorm_matvec_q4_0",
-            "silu_matvec_q4_0_accumulate",
-        ]
+        assert model.stats()["dispatches"] == 7 * model.config.n_layers + 5
+
+
+@pytest.mark.parametrize(
+    "features", [{}, {"tensor_type": "Q4_K", "overrides": {"*attn_v*": "Q6_K", "*ffn_up*": "Q8_0"}}], ids=str
+)
+def test_a_fused_norm_gives_the_same_bits(tmp_path: Path, features: dict[str, Any]) -> None:
+    path = synth.synthesize(tmp_path / "m.gguf", preset="tiny", layers=6, dim=256, ffn=512, **features)
+    logits = []
+    for fused in (False, True):
+        with Model(path, device="metal", fused_norm=fused) as model:
+            assert model.stats()["fused_norm"] == fused
+            logits.append([model.forward_token(token) for token in (3, 1, 4, 1, 5)])
+            assert any(kernel.startswith("rmsnorm_matvec") for kernel in kernels()) == fused
+    np.testing.assert_array_equal(*np.array(logits))
 
 
 def test_fused_kernels_deviate_by_less_than_a_thousandth_after_thirty_layers(tmp_path: Path) -> None:
@@ -472,18 +488,23 @@ def test_the_pool_is_no_larger_than_a_buffer(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "per_layer"), [({}, 7), ({"fused_norm": True, "fused_silu": True}, 5)], ids=str
+    ("options", "alone", "per_layer"),
+    [({}, 7, 7), ({"fused_norm": True}, 5, 7), ({"fused_norm": True, "fused_silu": True}, 5, 7)],
+    ids=str,
 )
 def test_the_number_of_dispatches_does_not_grow_with_the_number_of_sequences(
-    tiny_path: Path, options: dict[str, Any], per_layer: int
+    tiny_path: Path, options: dict[str, Any], alone: int, per_layer: int
 ) -> None:
+    """Except where the norms of one token alone are part of the products."""
     with Model(tiny_path, device="metal", **options) as model:
         layers = model.config.n_layers
         sessions = [model.session() for _ in range(32)]
         for session in sessions[::3]:
             session.forward_prompt(prompt(5))
         counts: dict[str, set[float]] = {"tokens": set(), "a few": set(), "prompts": set(), "scores": set()}
-        for n in (1, 8, 32):
+        model.forward_batch(sessions[:1], [[3]])
+        assert sessions[0].stats()["dispatches"] == alone * layers + 5
+        for n in (2, 8, 32):
             some = sessions[:n]
             model.forward_batch(some, [[3]] * n)
             counts["tokens"].add(some[0].stats()["dispatches"])

@@ -98,6 +98,33 @@ def test_an_m5_avoids_tall_tiles_that_fail(path: Path, limits: dict[str, Any]) -
     assert np.abs(logits[0] - logits[1]).max() <= 1e-3 * np.abs(logits[1]).max()
 
 
+@pytest.mark.parametrize(
+    "limits",
+    [
+        {"wrong_kernels": {"attention_tensor_f16_64"}},
+        {"wrong_kernels": {"attention_tensor_f16_128"}},
+        {"broken_kernels": {"attention_tensor_f16_64"}},
+    ],
+    ids=["wrong", "wrong heads of 128", "broken"],
+)
+def test_an_m5_attends_without_tensors_if_that_fails(
+    path: Path, plain: np.ndarray[Any, Any], limits: dict[str, Any]
+) -> None:
+    gpu.set_limits(gpu.Limits(apple_family=M5))
+    logits, kernels, _ = logits_of(path)
+    assert "attention_tensor_f16_64" in kernels
+    assert not any(kernel.startswith("attention_prefill") for kernel in kernels)
+    assert np.abs(logits - plain).max() <= 1e-3 * np.abs(plain).max()
+    gpu.set_limits(gpu.Limits(apple_family=M5, **limits))
+    logits, kernels, used = logits_of(path)
+    assert used == 1
+    assert "attention_prefill_f16_64" in kernels
+    assert not any(kernel.startswith("attention_tensor") for kernel in kernels)
+    assert np.abs(logits - plain).max() <= 1e-3 * np.abs(plain).max()
+    with Model(path, device="metal") as model:
+        assert model.stats()["attention_tensor"] == 0
+
+
 def test_the_trial_runs_once_per_model(path: Path) -> None:
     gpu.set_limits(gpu.Limits(apple_family=M5))
     gpu.forget_compiled_libraries()
@@ -105,7 +132,8 @@ def test_the_trial_runs_once_per_model(path: Path) -> None:
     assert gpu.compiled_libraries() == []
     with Model(path, device="metal"):
         compiled = [library.name for library in gpu.compiled_libraries()]
-    assert compiled.count("matmul_tensor.metal") == 2  # that of the trial, and that of the model's types
+    for source in ("matmul_tensor.metal", "attention_tensor.metal"):
+        assert compiled.count(source) == 2  # that of the trial, and that of the model's types and heads
 
 
 def test_tensor_kernels_agree_with_float64(path: Path) -> None:
@@ -114,7 +142,8 @@ def test_tensor_kernels_agree_with_float64(path: Path) -> None:
         report = doctor_report.check_kernels(model, quick=True)
     assert report["differences"] == []
     assert report["no_matmul_tensor"] == ""
-    assert {"matmul_tensor_q4_0_narrow", "matmul_tensor_swiglu_q4_0_narrow"} <= set(report["checked"])
+    on_tensors = {"matmul_tensor_q4_0_narrow", "matmul_tensor_swiglu_q4_0_narrow", "attention_tensor_f16_64"}
+    assert on_tensors <= set(report["checked"])
 
 
 @pytest.mark.parametrize(

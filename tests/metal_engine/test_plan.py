@@ -169,6 +169,7 @@ LLAMA_7B = ModelConfig(
     norm_eps=1e-5,
     rope_dim=128,
 )
+PROMPT_ATTENTION = ("attention_prefill", "attention_tensor")
 COMMAND_BUFFER = {7: 6.5e10, 8: 7e10, 9: 9e10, 10: 9e10}  # multiply-adds, of docs/kernels.md
 
 
@@ -180,14 +181,14 @@ def test_no_dispatch_of_attention_has_more_work_than_a_command_buffer(family: in
     for position in (0, 2048, 32768 - 512, 131072 - 512):
         plans = [d for d in plan(shape, 512, position=position, family=family, output="none")]
         attention = [d for d in plan(shape, 512, position=position, family=family, output="log_probs")]
-        attention = [d for d in attention if d.kernel.startswith("attention_prefill")]
+        attention = [d for d in attention if d.kernel.startswith(PROMPT_ATTENTION)]
         work = [
             of_a_key * sum(p + 1 for first, n in d.runs for p in range(first, first + n)) for d in attention
         ]
         rows = sorted(p for d in attention for first, n in d.runs for p in range(first, first + n))
         assert rows == list(range(position, position + 512))  # each token once
         assert max(work) <= COMMAND_BUFFER[family]
-        tile = 16 * of_a_key * (position + 512)
+        tile = (64 if family == 10 else 16) * of_a_key * (position + 512)
         assert len(attention) <= sum(work) / (COMMAND_BUFFER[family] - tile) + 1
         assert len(plans) <= 10
         parts[position] = len(attention)
@@ -239,7 +240,7 @@ def kernels_of(shape: Shape, lengths: range, chunk_tokens: int, **options: Any) 
     engine = _core.EngineOptions()
     engine.kv_type = _core.KvType[options.get("kv_dtype", "f16").upper()]
     engine.chunk_tokens = chunk_tokens
-    engine.metal.fused_norm = options.get("fused_norm", False)
+    engine.metal.fused_norm = options.get("fused_norm")
     engine.metal.fused_silu = options.get("fused_silu", False)
     for tokens in lengths:
         positions = range(context) if tokens == 1 else (0, context - tokens)
@@ -283,15 +284,19 @@ def test_every_kernel_of_the_shaders_is_dispatched_by_some_pass(
         for fused in (False, True):
             for tokens in (1, 2, 9, 64, 300):
                 for output in ("none", "greedy", "logits", "log_probs"):
-                    options: dict[str, Any] = {"fused_norm": fused, "fused_silu": fused, "output": output}
+                    options: dict[str, Any] = {"fused_norm": fused, "output": output}
                     found |= {d.kernel for d in plan(shape, tokens, **options)}
+                    found |= {d.kernel for d in plan(shape, tokens, fused_silu=True, **options)}
         for tokens in (9, 64, 300):
             found |= {d.kernel for d in plan(shape, tokens, family=10)}  # with matrix units
+        for rows in (2, 4):
+            found |= {d.kernel for d in plan(shape, 1, matvec_rows=rows)}
     for head_dim in (32, 64, 96, 128, 256):
         heads = uniform_shape(replace(SMALL, key_dim=head_dim, value_dim=head_dim, rope_dim=32), "f32", "f32")
         for kv_type in ("f16", "f32"):
             for tokens in (1, 2, 300):
                 found |= {d.kernel for d in plan(heads, tokens, kv_type=kv_type)}
+        found |= {d.kernel for d in plan(heads, 300, family=10)}
     # Tiles are wide if there are enough of them. A plain Llama has no rmsnorm_add, no rmsnorm_in_place and no
     # gate and up of two types.
     large = replace(SMALL, dim=2048, ffn_dim=8192, context_length=512)
@@ -377,6 +382,47 @@ def test_tiles_are_within_two_percent_of_the_best_by_the_cost_model(chip: str, d
                 time = min(time_of(gpu, work_of(choice)).total for choice in choices)
             best += time
         assert chosen <= 1.02 * best, f"{tokens} tokens: {chosen / best - 1:.1%} slower"
+
+
+@pytest.mark.parametrize("rows", [1, 2, 4])
+def test_rows_share_a_simdgroup_where_all_its_lanes_share_a_row(rows: int) -> None:
+    shape = uniform_shape(replace(SMALL, vocab_size=32768), "q4_0", "q4_0")
+    for d in plan(shape, 1, matvec_rows=rows):
+        if d.kernel.startswith("matvec_q4_0"):
+            together = rows if d.args["lanes_per_row"] == 32 else 1
+            assert d.kernel == "matvec_q4_0" + ("" if together == 1 else f"_rows{together}")
+            of_a_group = together * d.threads // d.args["lanes_per_row"]
+            assert d.grid[0] == -(-d.args["out_dim"] // of_a_group)
+    lanes = {d.args["lanes_per_row"] for d in plan(shape, 1) if d.kernel.startswith("matvec_q4_0")}
+    assert lanes == {8, 32}
+
+
+def test_a_fused_norm_of_one_token_is_part_of_the_products_that_follow() -> None:
+    shape = uniform_shape(SMALL, "q4_0", "q4_0")
+    for tokens, output, fused, norms in ((1, "greedy", 4, 1), (2, "log_probs", 0, 5), (9, "greedy", 1, 4)):
+        found = Counter(d.kernel for d in plan(shape, tokens, output=output, fused_norm=True))
+        assert sum(n for kernel, n in found.items() if kernel.startswith("rmsnorm_matvec")) == fused
+        assert found["rmsnorm_f32"] + found["rmsnorm_f16"] == norms
+        separate = Counter(d.kernel for d in plan(shape, tokens, output=output))
+        assert separate["rmsnorm_f32"] + separate["rmsnorm_f16"] == 5
+
+
+def test_attention_on_matrix_units_takes_heads_of_64_and_128_in_half_precision() -> None:
+    for dims, kv_type, family, used in (
+        ((64, 64), "f16", 10, True),
+        ((128, 128), "f16", 10, True),
+        ((64, 64), "f32", 10, False),
+        ((96, 96), "f16", 10, False),
+        ((128, 64), "f16", 10, False),
+        ((64, 64), "f16", 9, False),
+    ):
+        config = replace(SMALL, key_dim=dims[0], value_dim=dims[1])
+        found = {
+            d.kernel
+            for d in plan(uniform_shape(config, "q4_0", "q4_0"), 40, family=family, kv_type=kv_type)
+            if d.kernel.startswith(PROMPT_ATTENTION)
+        }
+        assert {kernel.startswith("attention_tensor") for kernel in found} == {used}
 
 
 def test_a_matmul_that_leaves_cores_idle_is_split() -> None:

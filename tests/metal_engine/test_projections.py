@@ -40,7 +40,8 @@ OTHER_TYPES = [kind for kind in TYPES if kind not in COMMON_TYPES]
 
 
 def matvec_args(w: Weights, out_dim: int, lanes: int = 8, **fields: Any) -> Array:
-    given = {"tokens": 1, "out_stride": out_dim, "accumulate": 0, "activation": SILU, "eps": 0.0} | fields
+    given = {"tokens": 1, "out_stride": out_dim, "accumulate": 0, "activation": SILU} | fields
+    given = {"eps": 0.0, "norm_threads": 0, "unused": 0} | given
     return make_args(
         "MatvecArgs", weights=w.stacked(), in_dim=w.cols, out_dim=out_dim, lanes_per_row=lanes, **given
     )
@@ -276,19 +277,47 @@ def test_swiglu_in_half_propagates_nan(run: Run) -> None:
 FUSED_SHAPES = [(576, 576), (576, 192), (576, 1536), (1536, 576)]
 
 
+def normed_groups(out_dim: int, lanes: int) -> tuple[int]:
+    return (ceil_div(out_dim, CONSTANTS["NORMED_MATVEC_ROWS"] * 64 // lanes),)
+
+
+def normed(run: Run, x: Array, norm: Array, threads: int) -> Array:
+    """Return what rmsnorm_f32 makes of x."""
+    y = Output([x.size])
+    args = make_args("RmsnormArgs", dim=x.size, stride=x.size, has_weight=1, eps=1e-5)
+    run("rmsnorm_f32", norm, x, y.buffer, args, groups=(1,), threads=(threads,))
+    return y.check().astype(np.float32)
+
+
+@pytest.mark.parametrize("kind", TYPES)
+@pytest.mark.parametrize(
+    ("cols", "threads"), [(64, 32), (576, 160), (576, 64), (1536, 384), (4352, 1024)], ids=str
+)
+def test_rmsnorm_matvec_has_the_bits_of_the_norm_and_the_product(
+    run: Run, kind: str, cols: int, threads: int
+) -> None:
+    """For any number of threads of the norm: one value of a row for each, or several."""
+    rng = np.random.default_rng(cols)
+    cols = columns(kind, cols)
+    w = Weights(rng, kind, [19, 19], cols)
+    x = (3 * rng.standard_normal(cols)).astype(np.float32)
+    norm = rng.uniform(0.5, 1.5, cols).astype(np.float32)
+    between = normed(run, x, norm, threads)
+    for lanes in (8, 32):
+        for stem, out_dim in (("matvec", 38), ("matvec_swiglu", 19)):
+            fused, separate = Output([out_dim]), Output([out_dim])
+            groups, half = matvec_groups(out_dim, lanes, 64), normed_groups(out_dim, lanes)
+            args = matvec_args(w, out_dim, lanes, eps=1e-5, norm_threads=threads)
+            kernel = f"{stem}_{kind.lower()}"
+            run(f"rmsnorm_{kernel}", w.bytes, norm, x, fused.buffer, args, groups=half, threads=(64,))
+            run(kernel, w.bytes, between, separate.buffer, args, groups=groups, threads=(64,))
+            np.testing.assert_array_equal(fused.check(), separate.check())
+
+
 @pytest.mark.parametrize(("cols", "rows"), FUSED_SHAPES)
 @pytest.mark.parametrize(("kind", "bound"), [("Q4_0", 2e-4), ("F32", 1e-4)])
 @pytest.mark.parametrize("lanes", [8, 32])
 def test_rmsnorm_matvec(run: Run, kind: str, bound: float, cols: int, rows: int, lanes: int) -> None:
-    check_rmsnorm_matvec(run, kind, bound, cols, rows, lanes)
-
-
-@pytest.mark.parametrize(("kind", "bound"), [("Q4_0", 2e-4), ("F32", 1e-4)])
-def test_rmsnorm_matvec_of_a_whole_vocabulary(run: Run, kind: str, bound: float) -> None:
-    check_rmsnorm_matvec(run, kind, bound, 64, 49152, 8)
-
-
-def check_rmsnorm_matvec(run: Run, kind: str, bound: float, cols: int, rows: int, lanes: int) -> None:
     rng = np.random.default_rng(11)
     w = Weights(rng, kind, [rows], cols)
     x = (3 * rng.standard_normal(cols)).astype(np.float32)
@@ -300,30 +329,34 @@ def check_rmsnorm_matvec(run: Run, kind: str, bound: float, cols: int, rows: int
         norm,
         x,
         y.buffer,
-        matvec_args(w, rows, lanes, eps=1e-5),
-        groups=matvec_groups(rows, lanes, 64),
+        matvec_args(w, rows, lanes, eps=1e-5, norm_threads=cols // 4),
+        groups=normed_groups(rows, lanes),
         threads=(64,),
     )
     wide = x.astype(np.float64)
     close(y.check(), w.values @ (wide / np.sqrt((wide**2).mean() + 1e-5) * norm), bound)
 
 
-@pytest.mark.parametrize("kind", ["Q4_0", "F32"])
-def test_rmsnorm_matvec_of_several_tokens(run: Run, kind: str) -> None:
-    rng = np.random.default_rng(13)
-    w = Weights(rng, kind, [45], 576)
-    x = rng.standard_normal((3, 576), np.float32)
-    norm = rng.uniform(0.5, 1.5, 576).astype(np.float32)
-
-    def product(x: Array, y: Output) -> Array:
-        args = matvec_args(w, 45, 16, eps=1e-5, tokens=len(x), out_stride=50)
-        grid: dict[str, Any] = {"groups": (12, len(x)), "threads": (64,)}
-        run(f"rmsnorm_matvec_{kind.lower()}", w.bytes, norm, x, y.buffer, args, **grid)
-        return y.check()[:, :45]
-
-    together = product(x, Output([3, 50], initial=np.zeros((3, 50))))
-    for t in range(3):
-        np.testing.assert_array_equal(product(x[t : t + 1], Output([1, 50]))[0], together[t])
+@pytest.mark.parametrize("kind", TYPES)
+@pytest.mark.parametrize("together", [2, 4])
+def test_rows_of_a_matvec_that_share_a_simdgroup_have_the_bits_that_they_have_alone(
+    run: Run, kind: str, together: int
+) -> None:
+    rng = np.random.default_rng(together)
+    for cols, accumulate in ((8, 0), (576, 1), (1536, 0)):
+        cols = columns(kind, cols)
+        w = Weights(rng, kind, [19, 6, 5], cols)
+        x = rng.standard_normal(cols, np.float32)
+        before = rng.standard_normal(30, np.float32)
+        found = []
+        for suffix, rows in (("", 1), (f"_rows{together}", together)):
+            y = Output([30], initial=before)
+            args = matvec_args(w, 30, 32, accumulate=accumulate)
+            grid: dict[str, Any] = {"groups": (ceil_div(30, 2 * rows),), "threads": (64,)}
+            run(f"matvec_{kind.lower()}{suffix}", w.bytes, x, y.buffer, args, **grid)
+            found.append(y.check())
+        np.testing.assert_array_equal(found[0], found[1])
+        close(found[0], w.values @ x.astype(np.float64) + (before if accumulate else 0))
 
 
 @pytest.mark.parametrize(("cols", "rows"), FUSED_SHAPES)

@@ -125,7 +125,8 @@ def test_counted_work_matches_the_shapes(model: Model, path: Path) -> None:
     [
         {},
         {"kv_dtype": "f32"},
-        {"fused_norm": True, "fused_silu": True},
+        {"fused_norm": True},
+        {"fused_silu": True},
         {"chunk_tokens": 6},
         {"chunk_tokens": 512},
     ],

@@ -238,7 +238,7 @@ def units_table() -> str:
 # Parts of a pass, by how the names of their kernels begin; the first that fits.
 _PARTS = {
     "attention": ("attention", "rope_attention"),
-    "norms": ("rmsnorm",),
+    "norms": ("rmsnorm_f", "rmsnorm_add", "rmsnorm_in_place"),
     "rope and append": ("rope_append",),
     "embedding and argmax": ("embed", "argmax"),
     "head": (),  # the products with the vocabulary's rows

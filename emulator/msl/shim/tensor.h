@@ -159,14 +159,15 @@ struct matmul2d_descriptor {
   ulong packed;
 };
 
-// result (+)= left right^T: left (k, m), right (k, n), result (n, m), each as (columns, rows).
+// result (+)= left right^T: left (k, m), right (k, n), result (n, m), each as (columns, rows). Or left right, where the
+// right tensor is not transposed: then it is (n, k).
 template <ulong Descriptor, class Scope>
 class matmul2d {
   MSL_CONSTANT uint kM = Descriptor & 0xffff, kN = Descriptor >> 16 & 0xffff, kK = Descriptor >> 32 & 0xffff;
-  MSL_CONSTANT bool kAccumulates = Descriptor >> 51 & 1;
+  MSL_CONSTANT bool kTransposesRight = Descriptor >> 49 & 1, kAccumulates = Descriptor >> 51 & 1;
   static_assert(kM % 16 == 0 && kN % 16 == 0 && kK % 16 == 0 && kM > 0 && kN > 0 && kK > 0,
                 "m, n and k are multiples of 16");
-  static_assert((Descriptor >> 48 & 7) == 2, "modelled: the right tensor transposed, full precision");
+  static_assert((Descriptor >> 48 & 5) == 0, "modelled: the left tensor not transposed, full precision");
 
  public:
   template <class Left, class Right, class T>
@@ -197,15 +198,26 @@ class matmul2d {
                   "modelled: products of halves");
     msl::together<msl::Matmul2d, Scope::simdgroups>(MSL_HERE);
     msl::require_size("the left tensor", left.extents().extent(0), left.extents().extent(1), kK, kM, MSL_HERE);
-    msl::require_size("the right tensor", right.extents().extent(0), right.extents().extent(1), kK, kN,
-                      MSL_HERE);
+    msl::require_size("the right tensor", right.extents().extent(0), right.extents().extent(1),
+                      kTransposesRight ? kK : kN, kTransposesRight ? kN : kK, MSL_HERE);
     const uint elements = result.get_capacity(), first = msl::thread_of_threadgroup() * elements;
     if (kAccumulates) msl::require_written(&result[0], elements, "what is added to", MSL_HERE);
-    const msl::HalfRow<kK> x(left.row(first / kN));
-    for (uint i = 0; i < elements; ++i) {
-      float& sum = result[static_cast<uint16_t>(i)];
-      const float product = x.dot(right.row(first % kN + i));
-      sum = kAccumulates ? sum + product : product;
+    if constexpr (kTransposesRight) {
+      const msl::HalfRow<kK> x(left.row(first / kN));
+      for (uint i = 0; i < elements; ++i) {
+        float& sum = result[static_cast<uint16_t>(i)];
+        const float product = x.dot(right.row(first % kN + i));
+        sum = kAccumulates ? sum + product : product;
+      }
+    } else {
+      for (uint i = 0; i < elements; ++i) {
+        float product = 0.0f;
+        for (uint k = 0; k < kK; ++k)
+          product += static_cast<float>(left.row(first / kN)[k]) *
+                     static_cast<float>(right.row(k)[first % kN + i]);
+        float& sum = result[static_cast<uint16_t>(i)];
+        sum = kAccumulates ? sum + product : product;
+      }
     }
   }
 #endif

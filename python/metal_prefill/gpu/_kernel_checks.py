@@ -352,6 +352,8 @@ def _rows_of_tiles(d: Captured, tiles: Values) -> Iterator[tuple[int, int, int, 
     """Yield the first and last row of each run that the tiles contain completely, in `_attention` order."""
     size, element = int(d.kernel.rsplit("_", 1)[1]), 2 if "_f16" in d.kernel else 4
     stacked, heads = 8 * _core.prefill_row_blocks(size, element), d.args["n_heads"] // d.args["n_kv_heads"]
+    if d.kernel.startswith("attention_tensor"):
+        stacked = _core.shader_constants["ATTENTION_TENSOR_ROWS"]
     for row, n, position, table, end in sorted({tuple(int(t[name]) for name in _RUN) for t in tiles}):
         firsts = tiles["first"][tiles["row"] == row]
         begin = -(-int(firsts.min()) // heads)
@@ -362,7 +364,7 @@ def _rows_of_tiles(d: Captured, tiles: Values) -> Iterator[tuple[int, int, int, 
 
 def _attention(d: Captured) -> Expected:
     a, fused = d.args, d.kernel.startswith("rope_")
-    prefill = d.kernel.startswith("attention_prefill")
+    prefill = d.kernel.startswith(("attention_prefill", "attention_tensor"))
     first = 3 if fused else -1  # the bindings of rope come first
     q_binding, rows_binding, pages, k, v, out = (first + i for i in range(1, 7))
     head, width = a["key_dim"], a["n_heads"] * a["value_dim"]

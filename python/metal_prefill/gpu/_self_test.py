@@ -7,21 +7,19 @@ kernels and size class of the model file, because some GPUs misread large files 
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 from collections.abc import Sequence
-from contextlib import suppress
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from metal_prefill import _core
-from metal_prefill._support.atomic_write import replacing
 from metal_prefill._support.cache_folder import cache_folder, cache_key
+from metal_prefill._support.known_results import read_known, write_known
 from metal_prefill.errors import DeviceError
+from metal_prefill.gpu import _fastest_decode
 from metal_prefill.gpu._kernel_checks import Difference, difference
 
 if TYPE_CHECKING:
@@ -34,7 +32,7 @@ QUICK = (9, 1, 2)
 _SIZE_CLASS = (
     1 << 30
 )  # bytes; files in the same class share a result, as some GPUs misread files of 2.5 GB or more
-_ON_TENSORS = "matmul_tensor_"  # name prefix of the kernels that an engine can replace
+_ON_TENSORS = ("matmul_tensor_", "attention_tensor_")  # name prefixes of kernels that an engine can replace
 
 
 def known_tokens(n: int, vocab_size: int, first: int = 0) -> NDArray[np.int32]:
@@ -82,21 +80,6 @@ def _wanted() -> bool:
     return setting == "1" or (setting != "0" and not _core.has_emulator)
 
 
-def _read(path: Path) -> dict[str, list[str]]:
-    try:
-        known = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):  # missing or damaged: run the test again
-        return {}
-    return known if isinstance(known, dict) else {}
-
-
-def _write(path: Path, known: dict[str, list[str]]) -> None:
-    with suppress(OSError):  # without a cache, the next process runs the test again
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(path) as part:
-            part.write_text(json.dumps(known), encoding="utf-8")
-
-
 def _findings(engine: _core.Engine, config: ModelConfig, file_bytes: int) -> list[str]:
     """Return the errors found by the self-test, which runs unless a stored result exists."""
     session = engine.session(0)
@@ -106,10 +89,10 @@ def _findings(engine: _core.Engine, config: ModelConfig, file_bytes: int) -> lis
     path = cache_folder() / "first_contact.json"
     kernels = sorted(pipeline.kernel for pipeline in inspector.pipelines())
     key = cache_key([engine.device_name, kernels, file_bytes // _SIZE_CLASS])
-    known = _read(path)
+    known = read_known(path)
     if key not in known:
         known[key] = [str(wrong) for wrong in kernel_differences(session, config, QUICK)[1]]
-        _write(path, known)
+        write_known(path, known)
     return known[key]
 
 
@@ -118,7 +101,8 @@ def build_checked(
 ) -> _core.Engine:
     """Build a GPU engine that passes the self-test.
 
-    If only kernels that use matrix units are faulty, the engine is built without them.
+    If only kernels that use matrix units are faulty, the engine is built without them. Then the fastest way
+    to decode is selected.
 
     Parameters
     ----------
@@ -146,4 +130,25 @@ def build_checked(
             f"the GPU '{engine.device_name}' computes wrong results: {'; '.join(wrong)}. Please report "
             "the output of `metal-prefill doctor`; use device='cpu' until it is fixed"
         )
-    return engine
+    return _with_fastest_decode(engine, builder, options, config, file_bytes)
+
+
+def _with_fastest_decode(
+    engine: _core.Engine,
+    builder: _core.ModelBuilder,
+    options: _core.EngineOptions,
+    config: ModelConfig,
+    file_bytes: int,
+) -> _core.Engine:
+    """Return the engine, or one that decodes faster and passes the self-test, too."""
+    choice = _fastest_decode.fastest(builder, options, config) if _fastest_decode.is_wanted() else None
+    if choice is None or choice == _fastest_decode.UNMEASURED:
+        return engine
+    before = options.metal.fused_norm
+    choice.apply(options)
+    other = builder.build("metal", options)
+    if wrong := _findings(other, config, file_bytes):
+        _log.warning("a faster way to decode is not used, because it is wrong: %s", "; ".join(wrong))
+        options.metal.fused_norm, options.metal.matvec_rows = before, 0
+        return engine
+    return other

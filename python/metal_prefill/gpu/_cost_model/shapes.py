@@ -89,8 +89,9 @@ def plan(
     gpu: str = "",
     kv_type: str = "f16",
     chunk_tokens: int = 512,
-    fused_norm: bool = False,
+    fused_norm: bool | None = None,
     fused_silu: bool = False,
+    matvec_rows: int = 0,
     matmul_tensor: bool = True,
 ) -> list[Dispatch]:
     """Return the dispatches of a prompt.
@@ -112,6 +113,9 @@ def plan(
         Name reported by Metal. Chips with Pro, Max or Ultra have more cores.
     kv_type, chunk_tokens, fused_norm, fused_silu
         As the options of :class:`metal_prefill.Model`.
+    matvec_rows
+        Rows of a ``matvec`` for each simdgroup, 1, 2 or 4, where all lanes share a row. 0 selects as many as
+        without a measurement.
     matmul_tensor
         Whether the matrix units are used, where the family has some.
 
@@ -129,5 +133,6 @@ def plan(
     options.chunk_tokens = chunk_tokens
     options.metal.fused_norm = fused_norm
     options.metal.fused_silu = fused_silu
+    options.metal.matvec_rows = matvec_rows
     options.metal.no_matmul_tensor = "" if matmul_tensor else "not wanted"
     return from_core(shape.core.plan(tokens, position, _core.RowOutput[output.upper()], family, gpu, options))

@@ -18,6 +18,7 @@ from metal_prefill._support.dispatches import Dispatch
 SIMD = 32
 PREFILL_KEYS = _core.shader_constants["PREFILL_KEYS"]
 MULTI_TOKEN_TILE = _core.shader_constants["MULTI_TOKEN_TILE"]
+NORMED_MATVEC_ROWS = _core.shader_constants["NORMED_MATVEC_ROWS"]
 PAGE_POSITIONS = _core.shader_constants["PAGE_POSITIONS"]
 # Cycles that scores and weights of attention_prefill take of the banks of threadgroup memory, over the fewest
 # possible: at most, as the emulator counts them (`tests/metal_engine/test_attention.py`).
@@ -150,7 +151,7 @@ def _cache_bytes(kernel: str) -> int:
 def _matvec(d: Dispatch) -> Work:
     """Return the work of products in float32: of one token, or of tiles of tokens that share the weights.
 
-    Kernels that include the step before the product process each token separately.
+    Kernels that norm the token process one token; that of SwiGLU processes each token separately.
     """
     a = d.args
     item_bytes, dequantize = _item(d.kernel)
@@ -158,36 +159,45 @@ def _matvec(d: Dispatch) -> Work:
     silu, norm = d.kernel.startswith("silu"), d.kernel.startswith("rmsnorm")
     many = d.kernel.startswith("multi_token")
     matrices = 2 if "swiglu" in d.kernel else 1
-    rows = 2 if many else matrices  # of weights that a lane has together
+    # Outputs of a group of lanes.
+    together = int(d.kernel[-1]) if "_rows" in d.kernel else 2 if many and matrices == 1 else 1
+    if norm:
+        together = NORMED_MATVEC_ROWS
+    rows = together * matrices  # of weights that a lane has
     tile = next(n for n in (2, 4, 8) if n >= min(tokens, MULTI_TOKEN_TILE)) if many else 1
     # Rounds that are loaded at once, including those beyond the end.
-    ahead = 1 if silu else {1: 3, 2: 3, 4: 2, 8: 1}[tile]
+    ahead = 1 if silu or rows == 4 else {1: 3, 2: 3, 4: 2, 8: 1}[tile]
     rounds = ceil(ceil(items / lanes) / ahead) * ahead
     round_ops = (dequantize + Ops(alu=8) * tile) * rows + Ops(memory=2) * tile + _LOOP
     x_row, shared = a["in_dim"] * _FLOAT, 0
     if silu:
         round_ops += Ops(alu=24, exp=8, rcp=8, memory=6)
         x_row *= 2
-    if norm:
+    ops, loads = Ops(), 0
+    if norm:  # its factor first
         round_ops += Ops(alu=16, memory=2)
         shared = x_row  # the norm's weights
-    ops = round_ops * rounds + Ops(alu=6 + log2(lanes), shuffle=log2(lanes)) * (rows * tile)
+        loads = ceil(a["in_dim"] / 4 / SIMD / 8)  # eight values of a lane at a time
+        ops = (Ops(alu=56, memory=8) + _LOOP) * loads + Ops(alu=7, shuffle=5, rsqrt=1)
+    ops += round_ops * rounds + Ops(alu=6 + log2(lanes), shuffle=log2(lanes)) * (rows * tile)
     if "swiglu" in d.kernel:
         ops += Ops(alu=6, exp=1, rcp=1) * tile
     simdgroups = d.threads // SIMD
-    group_rows = d.threads // lanes * (2 if many and matrices == 1 else 1)
+    group_rows = d.threads // lanes * together
     weights = matrices * a["out_dim"] * a["row_bytes"]
     x, tile_x = tokens * x_row + shared, tile * x_row + shared
     out = tokens * a["out_dim"] * _FLOAT * (2 if a["accumulate"] or silu else 1)
     return _work(
         d,
         ops=ops,
-        trips=ceil(rounds / ahead) + 1,
+        trips=ceil(rounds / ahead) + 1 + loads,
         dram=weights,
         cached=x + out,
         fetched=weights * d.grid[1] + d.groups * tile_x + out,
-        # Rows of a simdgroup share the values that it reads of x.
-        core=group_rows * d.groups * items * item_bytes * matrices + d.groups * simdgroups * tile_x + out,
+        # Rows of a simdgroup share the values that it reads of x; for the norm it reads them once more.
+        core=group_rows * d.groups * items * item_bytes * matrices
+        + d.groups * simdgroups * (tile_x + norm * x_row)
+        + out,
     )
 
 
@@ -440,6 +450,34 @@ def _attention_combine(d: Dispatch) -> Work:
     )
 
 
+def _key_steps(d: Dispatch, rows: int) -> list[float]:
+    """Return the steps of keys of each tile of so many stacked rows."""
+    shared, steps = d.args["n_heads"] // d.args["n_kv_heads"], []
+    for position, n in d.runs:
+        for stacked in range(0, shared * n, rows):
+            last = position + min(stacked + rows - 1, shared * n - 1) // shared
+            end = min(last + _keys_after(d, position + n), position + n - 1) + 1
+            start = _first_key(d, position + stacked // shared) // PREFILL_KEYS * PREFILL_KEYS
+            steps.append((end - start) / PREFILL_KEYS)
+    return steps
+
+
+def _attention_bytes(d: Dispatch, steps: float, element: int) -> dict[str, float]:
+    """Return the bytes of attention over many tokens; `steps` are those of all groups that load keys."""
+    a = d.args
+    tokens, keys = sum(n for _, n in d.runs), sum(position + n for position, n in d.runs)
+    of_key = (a["key_dim"] + a["value_dim"]) * element
+    kv = keys * a["n_kv_heads"] * of_key
+    moved = tokens * a["n_heads"] * (a["key_dim"] * _FLOAT + a["value_dim"] * _HALF)  # queries and results
+    before = kv * (keys - tokens) / keys
+    return {
+        "dram": before,
+        "cached": kv - before + moved + a["tiles"] * 5 * _FLOAT + _pages(d),
+        "fetched": steps * PREFILL_KEYS * of_key + moved,
+        "core": moved,
+    }
+
+
 def _attention_prefill(d: Dispatch) -> Work:
     a = d.args
     size = int(d.kernel.rsplit("_", 1)[1])
@@ -447,18 +485,10 @@ def _attention_prefill(d: Dispatch) -> Work:
     row_blocks, dim_blocks = _core.prefill_row_blocks(size, element), size // 8
     key_blocks, value_blocks = a["key_dim"] // 8, a["value_dim"] // 8
     whole = key_blocks == value_blocks == dim_blocks
-    shared, tokens = a["n_heads"] // a["n_kv_heads"], sum(n for _, n in d.runs)
     rows, tiles = 8 * row_blocks, a["tiles"]
     simdgroups = d.threads // SIMD
     lane_keys = PREFILL_KEYS // (SIMD // rows)
-
-    key_steps = []
-    for position, n in d.runs:
-        for stacked in range(0, shared * n, rows):
-            last = position + min(stacked + rows - 1, shared * n - 1) // shared
-            end = min(last + _keys_after(d, position + n), position + n - 1) + 1
-            start = _first_key(d, position + stacked // shared) // PREFILL_KEYS * PREFILL_KEYS
-            key_steps.append((end - start) / PREFILL_KEYS)
+    key_steps = _key_steps(d, rows)
     mean, longest = sum(key_steps) / tiles, max(key_steps)
 
     blocks = PREFILL_KEYS // 8
@@ -474,13 +504,9 @@ def _attention_prefill(d: Dispatch) -> Work:
     kv_step = PREFILL_KEYS * (a["key_dim"] + a["value_dim"]) * element
     scores = rows * PREFILL_KEYS * (3 * _FLOAT + 2 * element) * SCORE_BANK_CYCLES
     scores += queries * _BLOCK * element
-    keys = sum(position + n for position, n in d.runs)
-    kv = keys * a["n_kv_heads"] * (a["key_dim"] + a["value_dim"]) * element
-    q = tokens * a["n_heads"] * a["key_dim"] * _FLOAT
-    out = tokens * a["n_heads"] * a["value_dim"] * _HALF
     all_steps = sum(key_steps) * a["n_kv_heads"]
-    before = kv * (keys - tokens) / keys
-    tables = tiles * 5 * _FLOAT + _pages(d)
+    moved = _attention_bytes(d, all_steps / simdgroups, element)
+    moved["core"] += all_steps * (kv_step + scores)
     return _work(
         d,
         # A group has `simdgroups` tiles; tiles beyond the rows end immediately.
@@ -490,11 +516,36 @@ def _attention_prefill(d: Dispatch) -> Work:
         trips=blocks * (2 if whole else key_blocks + value_blocks) * mean + 3,
         local_trips=(blocks + 3) * mean,
         longest=longest / mean,
-        dram=before,
-        cached=kv - before + q + out + tables,
-        fetched=all_steps * kv_step / simdgroups + q + out,
-        core=all_steps * (kv_step + scores) + q + out,
         threadgroup_bytes=d.threadgroup_bytes,
+        **moved,
+    )
+
+
+def _attention_tensor(d: Dispatch) -> Work:
+    """Return the work of attention on matrix units: a group of four simdgroups takes a tile."""
+    dims, rows = d.args["key_dim"], _core.shader_constants["ATTENTION_TENSOR_ROWS"]
+    key_steps = _key_steps(d, rows)
+    mean, longest = sum(key_steps) / d.args["tiles"], max(key_steps)
+    scores, outputs = rows * PREFILL_KEYS // d.threads, rows * dims // d.threads  # of a thread
+    blocks = rows * PREFILL_KEYS * dims // (8 * _BLOCK) // (d.threads // SIMD)  # of a product and a simdgroup
+    step = Ops(matrix_unit=2 * blocks) + Ops(alu=10, exp=1, memory=2) * scores + _LOOP * 3
+    step += Ops(alu=8, shuffle=1, exp=1, memory=8) + Ops(alu=3, memory=1) * outputs  # rescaled each time
+    around = Ops(alu=6, rcp=1, memory=3) * outputs + Ops(alu=3, memory=1) * outputs
+    # Operands by quarters of the tile: rows with keys, weights with values. Then scores and weights.
+    operands = 4 * _HALF * (
+        (rows + PREFILL_KEYS) // 2 * dims + (rows + dims) // 2 * PREFILL_KEYS
+    ) + rows * PREFILL_KEYS * (2 * _FLOAT + _HALF)
+    all_steps = sum(key_steps) * d.args["n_kv_heads"]
+    moved = _attention_bytes(d, all_steps, _HALF)
+    moved["core"] += all_steps * operands
+    return _work(
+        d,
+        ops=step * mean + around,
+        trips=2 * mean + 3,  # keys, then values
+        local_trips=6 * mean,
+        longest=longest / mean,
+        threadgroup_bytes=rows * (dims * _HALF + PREFILL_KEYS * _FLOAT + _FLOAT) + 16,
+        **moved,
     )
 
 
@@ -574,6 +625,7 @@ _WORK: dict[str, Callable[[Dispatch], Work]] = {
     "attention_decode": _attention_decode,
     "attention_combine": _attention_combine,
     "attention_prefill": _attention_prefill,
+    "attention_tensor": _attention_tensor,
     "swiglu": _swiglu,
     "short_conv": _short_conv,
     "argmax": _argmax,

@@ -1,0 +1,115 @@
+"""Choice between ways to decode a token that give the same bits, by their times on the GPU.
+
+The times are measured when the first model of a shape is opened on a GPU, and the choice is stored in the
+cache folder by device, OS build, package version and shape.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import statistics
+from dataclasses import dataclass
+from math import inf
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from metal_prefill import _core
+from metal_prefill._support.cache_folder import cache_folder, cache_key
+from metal_prefill._support.known_results import read_known, write_known
+from metal_prefill.errors import DeviceError
+
+if TYPE_CHECKING:
+    from metal_prefill.files._architecture import ModelConfig
+
+_log = logging.getLogger("metal_prefill")
+
+_TOKENS = 12  # decoded for a time, after three others
+_GAIN = 0.98  # share of the time of a simpler choice that another must be below
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Options of the Metal engine: see :func:`metal_prefill.gpu._cost_model.plan`."""
+
+    fused_norm: bool
+    matvec_rows: int
+
+    def apply(self, options: _core.EngineOptions) -> None:
+        """Set the options."""
+        options.metal.fused_norm = self.fused_norm
+        options.metal.matvec_rows = self.matvec_rows
+
+
+UNMEASURED = Choice(fused_norm=False, matvec_rows=1)  # what an engine does without a measurement
+
+
+def is_wanted() -> bool:
+    """Return whether to measure: on real GPUs, unless ``METAL_PREFILL_TUNE`` is set to 0 or 1."""
+    setting = os.environ.get("METAL_PREFILL_TUNE", "")
+    return setting == "1" or (setting != "0" and not _core.has_emulator)
+
+
+def decode_seconds(engine: _core.Engine, vocab_size: int) -> float:
+    """Return the GPU's median time for a token after a few others."""
+    session = engine.session(0)
+    token = session.forward_prompt(np.arange(3, dtype=np.int32) % vocab_size)
+    times = []
+    for _ in range(3 + min(_TOKENS, session.max_context - 6)):
+        token = session.forward_token_greedy(token)
+        times.append(session.stats()["gpu_seconds"])
+    return statistics.median(times[3:])
+
+
+def fastest(builder: _core.ModelBuilder, options: _core.EngineOptions, config: ModelConfig) -> Choice | None:
+    """Return the fastest choice; None if there is nothing to decide.
+
+    Fused norms are compared first, then numbers of rows.
+
+    Parameters
+    ----------
+    builder, options, config
+        Builder, engine options and configuration of the model. The options are as before afterwards.
+    """
+    given = options.metal.fused_norm
+    if not (config.causal and config.has_head and config.context_length >= 8) or options.metal.matvec_rows:
+        return None
+    device = _core.metal_device().get("name", "")
+    shape = [config.architecture, config.n_layers, config.dim, config.ffn_dim, config.vocab_size]
+    key = cache_key([device, shape, given])
+    path = cache_folder() / "decode.json"
+    known = read_known(path)
+    if (stored := _choice_of(known.get(key))) is not None:
+        return stored
+
+    def seconds(choice: Choice) -> float:
+        choice.apply(options)
+        try:
+            return decode_seconds(builder.build("metal", options), config.vocab_size)
+        except DeviceError as error:
+            _log.warning("%s is not used: %s", choice, error)
+            return inf
+        finally:
+            options.metal.fused_norm, options.metal.matvec_rows = given, 0
+
+    best = UNMEASURED if given is None else Choice(given, 1)
+    time = seconds(best)
+    if given is None and (other := seconds(Choice(not best.fused_norm, 1))) < _GAIN * time:
+        best, time = Choice(not best.fused_norm, 1), other
+    limit = _GAIN * time
+    for choice in (Choice(best.fused_norm, 2), Choice(best.fused_norm, 4)):
+        if (other := seconds(choice)) < limit:
+            best, limit = choice, other
+    known[key] = [str(int(best.fused_norm)), str(best.matvec_rows)]
+    write_known(path, known)
+    return best
+
+
+def _choice_of(stored: list[str] | None) -> Choice | None:
+    """Return a stored choice; None if there is none, or a damaged one."""
+    for fused in (False, True):
+        for rows in (1, 2, 4):
+            if stored == [str(int(fused)), str(rows)]:
+                return Choice(fused, rows)
+    return None

@@ -1,0 +1,38 @@
+// The norm's factor, the same bits by a threadgroup and by a simdgroup alone.
+#pragma once
+
+#include <metal_stdlib>
+
+using namespace metal;
+
+// 1 / sqrt(mean(x^2) + eps) of `dim` values: a sum for each thread, over simdgroups in their order, then over
+// lanes. `partial` holds a float for each thread, and may be used again only after another barrier.
+static inline float norm_scale(float sum_of_thread, uint dim, float eps, threadgroup float* partial,
+                               ushort thread_index, ushort threads, ushort lane) {
+  partial[thread_index] = sum_of_thread;
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  float sum = 0.0f;
+  for (ushort i = lane; i < threads; i += 32) sum += partial[i];
+  return precise::rsqrt(simd_sum(sum) / float(dim) + eps);
+}
+
+// The same, by one simdgroup that adds as a threadgroup of `threads` threads does. The first values of so many
+// threads for each lane are loaded together.
+static inline float norm_scale_of(device const float4* x, uint dim, float eps, uint threads, ushort lane) {
+  constexpr ushort kTogether = 8;
+  const uint columns = dim / 4;
+  float sum = 0.0f;
+  for (uint first = lane; first < threads; first += 32 * kTogether) {
+    float4 values[kTogether];
+#pragma unroll
+    for (ushort r = 0; r < kTogether; ++r) values[r] = x[min(first + r * 32, columns - 1)];
+#pragma unroll
+    for (ushort r = 0; r < kTogether; ++r) {
+      const uint thread_index = first + r * 32;
+      float sum_of_thread = thread_index < columns ? dot(values[r], values[r]) : 0.0f;
+      for (uint i = thread_index + threads; i < columns; i += threads) sum_of_thread += dot(x[i], x[i]);
+      sum += thread_index < threads ? sum_of_thread : 0.0f;
+    }
+  }
+  return precise::rsqrt(simd_sum(sum) / float(dim) + eps);
+}

@@ -1,0 +1,64 @@
+// The stacked rows of a tile of attention_prefill: their tokens and heads, the keys that they see, ALiBi.
+#pragma once
+
+#include <metal_stdlib>
+
+#include "args.h"
+
+using namespace metal;
+
+// Row `first + i` of a run is head `row % heads` of token `row / heads`, where `heads` share a KV head.
+struct StackedRow {
+  uint token, head, position;
+  uint first_key, last_key;  // that it sees
+  float slope;               // of ALiBi: what a base-2 logarithm loses for each position between query and key
+  bool inside;               // false: beyond the last row, which it repeats
+
+  // A scaled product with a key, or minus infinity.
+  float score(float product, uint key) const {
+    const float distance = abs(float(key) - float(position));
+    return key >= first_key && key <= last_key ? product - slope * distance : -INFINITY;
+  }
+};
+
+struct StackedRows {
+  AttentionTile tile;
+  uint heads, count;   // count: of the run
+  uint before, after;  // keys that a row sees before its own and after it; neither end goes back from row to row
+
+  void begin(AttentionTile of, constant AttentionArgs& args) {
+    tile = of;
+    heads = args.n_heads / args.n_kv_heads;
+    count = heads * tile.tokens;
+    before = args.window == 0 ? tile.end : args.both_ways ? args.window / 2 : args.window - 1;
+    after = !args.both_ways ? 0 : args.window == 0 ? tile.end : args.window / 2;
+  }
+
+  StackedRow row(uint i, uint kv_head, constant AttentionArgs& args) const {
+    StackedRow found;
+    const uint r = min(tile.first + i, count - 1);
+    found.inside = tile.first + i < count;
+    found.token = r / heads;
+    found.head = kv_head * heads + r % heads;
+    found.position = tile.position + found.token;
+    found.first_key = found.position > before ? found.position - before : 0;
+    found.last_key = min(found.position + after, tile.end - 1);
+    found.slope = 0.0f;
+    if (args.alibi_heads > 0) {
+      const float steps = found.head < args.alibi_heads ? float(found.head + 1)
+                                                        : float(found.head - args.alibi_heads) + 0.5f;
+      found.slope = M_LOG2E_F * fast::exp2(-args.max_alibi_bias * steps / float(args.alibi_heads));
+    }
+    return found;
+  }
+
+  // The first key that a row of the tile sees, and the end of those that the last of `rows` rows sees.
+  uint first_key() const {
+    const uint position = tile.position + tile.first / heads;
+    return position > before ? position - before : 0;
+  }
+  uint end_key(uint rows) const {
+    const uint last = min(tile.first + rows - 1, count - 1) / heads;
+    return min(tile.position + last + after, tile.end - 1) + 1;
+  }
+};

@@ -1,0 +1,158 @@
+"""Ways to decode that give the same bits: measured once for a GPU and a shape; the fastest is used."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from metal_prefill import Model, _core, synth
+from metal_prefill._support.cache_folder import cache_folder
+from metal_prefill.gpu import _fastest_decode
+
+pytestmark = pytest.mark.emulator
+
+if not _core.has_emulator:
+    pytest.skip("needs a build with the Metal emulator", allow_module_level=True)
+
+gpu = _core.emulator
+decode_seconds = _fastest_decode.decode_seconds
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """Return a model of which all lanes of a simdgroup share a row."""
+    return synth.synthesize(tmp_path / "m.gguf", preset="tiny", layers=2, vocab=320)
+
+
+@pytest.fixture(autouse=True)
+def unknown_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("METAL_PREFILL_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("METAL_PREFILL_CHECK", "1")
+    monkeypatch.setenv("METAL_PREFILL_TUNE", "1")
+    yield
+    gpu.set_limits(gpu.Limits())
+    assert gpu.take_violations() == []
+
+
+class Clock:
+    """Times of the choices, in their order; counts how many were measured."""
+
+    def __init__(self, *seconds: float) -> None:
+        self.seconds = seconds
+        self.measured = 0
+
+    def __call__(self, engine: _core.Engine, vocab_size: int) -> float:
+        decode_seconds(engine, vocab_size)  # which decodes
+        self.measured += 1
+        return self.seconds[(self.measured - 1) % len(self.seconds)]
+
+
+def used(path: Path, **options: Any) -> tuple[float, float]:
+    with Model(path, device="metal", **options) as model:
+        return model.stats()["fused_norm"], model.stats()["matvec_rows"]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "expected"),
+    [
+        ((1.0, 2.0, 2.0, 2.0), (0, 1)),
+        ((1.0, 0.5, 0.6, 0.7), (1, 1)),
+        ((1.0, 2.0, 0.9, 0.95), (0, 2)),
+        ((1.0, 2.0, 0.9, 0.8), (0, 4)),
+        ((1.0, 0.9, 0.8, 0.85), (1, 2)),
+        ((1.0, 0.99, 0.985, 0.99), (0, 1)),
+        ((1.0, 0.9, 0.89, 0.95), (1, 1)),
+    ],
+    ids=[
+        "the first",
+        "fused norm",
+        "two rows",
+        "four rows",
+        "both",
+        "too small gains",
+        "a small gain of rows",
+    ],
+)
+def test_the_fastest_is_used_and_kept(
+    path: Path, monkeypatch: pytest.MonkeyPatch, seconds: tuple[float, ...], expected: tuple[int, int]
+) -> None:
+    """Times of separate norms, of fused ones, and of two and four rows with the faster of them."""
+    clock = Clock(*seconds)
+    monkeypatch.setattr(_fastest_decode, "decode_seconds", clock)
+    assert used(path) == expected
+    assert used(path) == expected
+    assert clock.measured == 4
+    (stored,) = json.loads((cache_folder() / "decode.json").read_text()).values()
+    assert stored == [str(n) for n in expected]
+
+
+def test_all_choices_give_the_same_bits(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    logits, kernels = [], set()
+    for i, times in enumerate([(1, 2, 2, 2), (2, 1, 2, 2), (2, 3, 1, 2), (2, 3, 2, 1)]):
+        monkeypatch.setenv("METAL_PREFILL_CACHE", str(cache_folder() / str(i)))
+        monkeypatch.setattr(_fastest_decode, "decode_seconds", Clock(*times))
+        with Model(path, device="metal") as model:
+            gpu.set_history_depth(8)
+            logits.append([model.forward_token(token) for token in (5, 9, 2)])
+            kernels |= {d.kernel for buffer in gpu.history() for d in buffer.dispatches}
+            gpu.set_history_depth(0)
+    for other in logits[1:]:
+        np.testing.assert_array_equal(logits[0], other)
+    assert {"matvec_q4_0", "matvec_q4_0_rows2", "matvec_q4_0_rows4", "rmsnorm_matvec_q4_0"} <= kernels
+
+
+def test_what_the_caller_sets_is_not_measured(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(1.0, 0.5, 0.4)
+    monkeypatch.setattr(_fastest_decode, "decode_seconds", clock)
+    assert used(path, fused_norm=False) == (0, 4)
+    assert used(path, fused_norm=True) == (1, 4)
+    assert clock.measured == 6
+
+
+def test_the_emulator_is_not_measured_unasked(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("METAL_PREFILL_TUNE")
+    monkeypatch.setattr(_fastest_decode, "decode_seconds", None)
+    assert used(path) == (0, 1)
+    monkeypatch.setattr(_core, "has_emulator", False)  # as on a Mac
+    monkeypatch.setenv("METAL_PREFILL_TUNE", "0")
+    assert used(path) == (0, 1)
+
+
+def test_a_choice_that_is_wrong_is_not_used(
+    path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(_fastest_decode, "decode_seconds", Clock(1.0, 2.0, 2.0, 0.5))
+    gpu.set_limits(gpu.Limits(wrong_kernels={"matvec_q4_0_rows4"}))
+    with caplog.at_level(logging.WARNING, "metal_prefill"):
+        assert used(path) == (0, 1)
+    assert "a faster way to decode is not used" in caplog.text
+    assert "matvec_q4_0_rows4: value 0 is 195" in caplog.text
+
+
+def test_a_kernel_that_cannot_be_built_leaves_the_others(
+    path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_fastest_decode, "decode_seconds", Clock(2.0, 1.0, 0.5))
+    gpu.set_limits(gpu.Limits(broken_kernels={"rmsnorm_matvec_q4_0", "matvec_q4_0_rows2"}))
+    with caplog.at_level(logging.WARNING, "metal_prefill"):
+        assert used(path) == (0, 4)
+    assert "Choice(fused_norm=True, matvec_rows=1) is not used: " in caplog.text
+
+
+def test_times_are_those_of_the_gpu(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = []
+
+    def measure(engine: _core.Engine, vocab_size: int) -> float:
+        measured.append(decode_seconds(engine, vocab_size))
+        return measured[-1]
+
+    monkeypatch.setattr(_fastest_decode, "decode_seconds", measure)
+    used(path)
+    assert len(measured) == 4
+    assert all(0 < seconds < 5 for seconds in measured)

@@ -1,0 +1,179 @@
+"""Queries over a cache in pages, the attention kernels on them, and a float64 softmax."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from metal_prefill import _core
+from support.kernel_harness import CONSTANTS, STRUCTS, Array, Doubles, Output, Run, ceil_div, make_args
+from support.paged import Pages
+
+
+class Case:
+    """Random queries of sequences, (tokens, position) each, over a cache in pages."""
+
+    def __init__(
+        self,
+        *sequences: tuple[int, int],
+        heads: tuple[int, int] = (9, 3),
+        dims: tuple[int, int] = (64, 64),
+        cache: type = np.float16,
+        window: int = 0,
+        both_ways: bool = False,
+        spread: float = 1.0,
+        max_alibi_bias: float = 0.0,
+    ) -> None:
+        self.sequences, self.window, self.both_ways = sequences, window, both_ways
+        self.max_alibi_bias = max_alibi_bias
+        self.n_heads, self.n_kv = heads
+        self.key_dim, self.value_dim = dims
+        self.name = "f16" if cache is np.float16 else "f32"
+        self.scale = 1 / np.sqrt(self.key_dim)
+        self.rows = [(i, p + t) for i, (tokens, p) in enumerate(sequences) for t in range(tokens)]
+        self.q_stride = self.n_heads * self.key_dim + 24  # queries are the first columns of longer rows
+        self.q = np.full((len(self.rows), self.q_stride), np.nan, np.float32)
+        self.pages = Pages([sum(s) for s in sequences], self.n_kv, dims, cache)
+        self.k: list[Array] = []
+        self.v: list[Array] = []
+        row = 0
+        for i, (tokens, position) in enumerate(sequences):
+            # What a sequence holds depends on nothing but its shape: alone it is the same.
+            rng = np.random.default_rng([tokens, position])
+            shape = (tokens, self.n_heads * self.key_dim)
+            self.q[row : row + tokens, : shape[1]] = spread * rng.standard_normal(shape)
+            row += tokens
+            keys = tokens + position
+            self.k.append(rng.standard_normal((keys, self.n_kv, self.key_dim)).astype(cache))
+            self.v.append(rng.standard_normal((keys, self.n_kv, self.value_dim)).astype(cache))
+            self.pages.put(i, self.k[-1], self.v[-1])
+
+    def expected(self) -> Doubles:
+        out = np.empty((len(self.rows), self.n_heads, self.value_dim))
+        for row, (sequence, position) in enumerate(self.rows):
+            q = self.q[row, : self.n_heads * self.key_dim].astype(np.float64)
+            keys = len(self.k[sequence])
+            before = keys if not self.window else self.window // 2 if self.both_ways else self.window - 1
+            after = 0 if not self.both_ways else self.window // 2 if self.window else keys
+            seen = slice(max(0, position - before), min(keys, position + after + 1))
+            k, v = (
+                np.repeat(x[sequence][seen].astype(np.float64), self.n_heads // self.n_kv, axis=1)
+                for x in (self.k, self.v)
+            )
+            scores = np.einsum("hd,khd->hk", q.reshape(self.n_heads, self.key_dim), k) * self.scale
+            distance = np.abs(np.arange(keys)[seen] - position)
+            scores -= np.array([self.slope(head) for head in range(self.n_heads)])[:, None] * distance
+            weights = np.exp(scores - scores.max(1, keepdims=True))
+            out[row] = np.einsum("hk,khd->hd", weights / weights.sum(1, keepdims=True), v)
+        return out
+
+    @property
+    def alibi_heads(self) -> int:
+        return 2 ** int(np.log2(self.n_heads)) if self.max_alibi_bias else 0
+
+    def slope(self, head: int) -> float:
+        """Slope of ALiBi: heads beyond a power of two have every other slope of twice as many."""
+        if not (whole := self.alibi_heads):
+            return 0.0
+        power = (head + 1) / whole if head < whole else (2 * (head - whole) + 1) / (2 * whole)
+        return float(2.0 ** (-self.max_alibi_bias * power))
+
+    def args(self, **fields: Any) -> Array:
+        return make_args(
+            "AttentionArgs",
+            n_heads=self.n_heads,
+            n_kv_heads=self.n_kv,
+            key_dim=self.key_dim,
+            value_dim=self.value_dim,
+            q_stride=self.q_stride,
+            page_stride=self.pages.stride,
+            window=self.window,
+            both_ways=self.both_ways,
+            scale=self.scale,
+            alibi_heads=self.alibi_heads,
+            max_alibi_bias=self.max_alibi_bias,
+            **({"splits": 1, "tiles": 0} | fields),
+        )
+
+    def decode(self, run: Run, splits: int | Sequence[int] = 1, threads: int = 256) -> Array:
+        """Run attention_decode with so many splits, of every row or of each."""
+        each = [splits] * len(self.rows) if isinstance(splits, int) else splits
+        most = max(each)
+        size = next(s for s in (32, 64, 96, 128, 256) if s >= max(self.key_dim, self.value_dim))
+        heads = {32: 4, 64: 4, 96: 2, 128: 2, 256: 1}[size]
+        blocks = self.n_kv * ceil_div(self.n_heads // self.n_kv, heads)
+        out = Output([len(self.rows), self.n_heads, self.value_dim])
+        partial = Output([len(self.rows), self.n_heads, most, self.value_dim + 2])
+        rows, args = self.pages.row_table(self.rows, each), self.args(splits=most)
+        run(
+            f"attention_decode_{self.name}_{size}",
+            self.q,
+            rows.view(np.uint8),
+            self.pages.pages,
+            self.pages.k.buffer,
+            self.pages.v.buffer,
+            (out if most == 1 else partial).buffer,
+            args,
+            groups=(most, blocks, len(self.rows)),
+            threads=(threads,),
+        )
+        if most > 1:
+            groups = (self.n_heads, len(self.rows))
+            buffers = (partial.buffer, rows.view(np.uint8), out.buffer, args)
+            run("attention_combine", *buffers, groups=groups, threads=(64,))
+            partial.check()
+        return out.check()
+
+    def tiles(self, rows: int) -> Array:
+        """Return the tiles of so many stacked rows."""
+        tiles, row = [], 0
+        for i, (tokens, position) in enumerate(self.sequences):
+            stacked = range(0, tokens * self.n_heads // self.n_kv, rows)
+            tiles += [
+                (row, tokens, position, self.pages.first[i], first, tokens + position) for first in stacked
+            ]
+            row += tokens
+        np.random.default_rng(0).shuffle(tiles)  # their order says who starts first, and nothing else
+        return np.array([tuple(t) for t in tiles], STRUCTS["AttentionTile"])
+
+    def prefill_on_tensors(self, run: Run) -> Array:
+        """Run attention_tensor."""
+        tiles = self.tiles(CONSTANTS["ATTENTION_TENSOR_ROWS"])
+        out = Output([len(self.rows), self.n_heads, self.value_dim], np.float16)
+        run(
+            f"attention_tensor_f16_{self.key_dim}",
+            self.q,
+            tiles.view(np.uint8),
+            self.pages.pages,
+            self.pages.k.buffer,
+            self.pages.v.buffer,
+            out.buffer,
+            self.args(tiles=len(tiles)),
+            groups=(len(tiles), self.n_kv),
+            threads=(CONSTANTS["MATMUL_THREADS"],),
+        )
+        return out.check()
+
+    def prefill(self, run: Run, simdgroups: int = 4) -> Array:
+        size = next(s for s in (64, 128, 256) if s >= max(self.key_dim, self.value_dim))
+        blocks = 2 if size == 64 or (size == 128 and self.name == "f16") else 1
+        tiles = self.tiles(8 * blocks)
+        out = Output([len(self.rows), self.n_heads, self.value_dim], np.float16)
+        scratch = _core.prefill_scratch_bytes(size, self.k[0].dtype.itemsize)
+        simdgroups = min(simdgroups, (32 << 10) // scratch)
+        run(
+            f"attention_prefill_{self.name}_{size}",
+            self.q,
+            tiles.view(np.uint8),
+            self.pages.pages,
+            self.pages.k.buffer,
+            self.pages.v.buffer,
+            out.buffer,
+            self.args(tiles=len(tiles)),
+            groups=(ceil_div(len(tiles), simdgroups), self.n_kv),
+            threads=(32 * simdgroups,),
+            threadgroup_bytes=simdgroups * scratch,
+        )
+        return out.check()
