@@ -265,16 +265,15 @@ template <typename Visit>
 void Session::each_part(std::size_t computed, const Visit& visit) const {
   const Config& c = engine_->config();
   for (int layer = 0; layer < c.n_layers; ++layer) {
-    if (c.kind(layer) == LayerKind::kAttention) {
+    if (has_attention(c.kind(layer))) {
       visit(layer, Part::kKeys, computed * kv_row_bytes(false));
       visit(layer, Part::kValues, computed * kv_row_bytes(true));
-    } else {
-      visit(layer, Part::kState, c.state_values(layer) * sizeof(float));
     }
+    if (c.state_values(layer) > 0) visit(layer, Part::kState, c.state_values(layer) * sizeof(float));
   }
 }
 
-std::vector<TokenId> Session::export_state(const StateSink& sink) {
+Session::Exported Session::export_state(const StateSink& sink) {
   const SessionLock::Share hold(lock_, "save");
   const std::size_t computed = this->computed();
   each_part(computed, [&](int layer, Part part, std::size_t bytes) {
@@ -286,7 +285,7 @@ std::vector<TokenId> Session::export_state(const StateSink& sink) {
     else
       std::fill_n(out, bytes, std::byte(0));
   });
-  return tokens_;
+  return {tokens_, computed};
 }
 
 void Session::import_state(std::span<const TokenId> tokens, std::size_t computed, const StateSource& source) {

@@ -222,7 +222,11 @@ class Session {
   using StateSink = std::function<std::byte*(int layer, Part part, std::size_t bytes)>;
   using StateSource = std::function<const std::byte*(int layer, Part part, std::size_t bytes)>;
   std::size_t kv_row_bytes(bool values) const;  // of one position of one layer
-  std::vector<TokenId> export_state(const StateSink& sink);
+  struct Exported {
+    std::vector<TokenId> tokens;
+    std::size_t computed;
+  };
+  Exported export_state(const StateSink& sink);
   void import_state(std::span<const TokenId> tokens, std::size_t computed, const StateSource& source);
 
   std::size_t memory_bytes() const;  // of the KV cache and the states as allocated now

@@ -54,7 +54,7 @@ std::vector<int> attention_places(const Config& config) {
   std::vector<int> places;
   int next = 0;
   for (int layer = 0; layer < config.n_layers; ++layer) {
-    next += config.kind(layer) == LayerKind::kAttention;
+    next += has_attention(config.kind(layer));
     places.push_back(next - 1);
   }
   return places;
@@ -62,11 +62,22 @@ std::vector<int> attention_places(const Config& config) {
 
 void validate(const Model& model) {
   const Config& c = model.config;
-  require(c.n_layers > 0 && c.dim > 0 && c.ffn_dim > 0 && c.vocab_size > 0 && c.context_length > 0,
+  const auto any_layer = [&](const auto& holds) {
+    for (int layer = 0; layer < c.n_layers; ++layer)
+      if (holds(c.kind(layer))) return true;
+    return false;
+  };
+  require(c.n_layers > 0 && c.dim > 0 && c.ffn_dim >= 0 && c.vocab_size > 0 && c.context_length > 0,
           "layers, dimensions, vocabulary and context length must be positive");
-  require(c.n_heads > 0 && c.n_kv_heads > 0 && c.n_heads % c.n_kv_heads == 0,
-          "the number of heads must be a multiple of the number of key-value heads");
-  require(c.key_dim > 0 && c.value_dim > 0, "head dimensions must be positive");
+  require(per_layer(c.layer_kinds, c.n_layers), "per-layer lists must name every layer");
+  if (any_layer(has_attention)) {
+    require(c.n_heads > 0 && c.n_kv_heads > 0 && c.n_heads % c.n_kv_heads == 0,
+            "the number of heads must be a multiple of the number of key-value heads");
+    require(c.key_dim > 0 && c.value_dim > 0, "head dimensions must be positive");
+  } else {
+    require(c.n_heads == 0 && c.n_kv_heads == 0 && c.key_dim == 0 && c.value_dim == 0,
+            "heads must have dimensions where a layer has attention, and only there");
+  }
   require(c.rope_dim >= 0 && c.rope_dim <= c.key_dim && c.rope_dim % 2 == 0,
           "the rotated dimensions must be an even part of the head");
   require(c.rope_base > 0 && c.rope_factor > 0 && c.norm_eps >= 0,
@@ -79,8 +90,7 @@ void validate(const Model& model) {
   require(c.rope_scaling != RopeScaling::kYarn || c.rope_original_context > 0,
           "YaRN scaling needs the original context length");
   require(per_layer(c.layer_uses_rope, c.n_layers) && per_layer(c.layer_window, c.n_layers) &&
-              per_layer(c.layer_rope_base, c.n_layers) && per_layer(c.layer_rope_factor, c.n_layers) &&
-              per_layer(c.layer_kinds, c.n_layers),
+              per_layer(c.layer_rope_base, c.n_layers) && per_layer(c.layer_rope_factor, c.n_layers),
           "per-layer lists must name every layer");
   require(c.max_alibi_bias >= 0 && std::isfinite(c.max_alibi_bias), "the bias of ALiBi must be positive");
   require(c.token_types >= 0 && c.separator_id >= -1, "token types and the separator must not be negative");
@@ -88,15 +98,27 @@ void validate(const Model& model) {
   require(bool(model.output_norm) || !c.has_head, "logits need the output norm");
   require(c.token_types == 0 || (model.token_types && !c.causal),
           "token types need their embedding, and a text that enters as a whole");
-  const auto is_kind = [&](LayerKind kind) {
-    return std::count(c.layer_kinds.begin(), c.layer_kinds.end(), kind);
+  const bool convolves = any_layer([](LayerKind kind) { return kind == LayerKind::kShortConv; });
+  const bool scans = any_layer(has_state_space);
+  require(!(convolves || scans) || c.causal, "layers with a state need a causal model");
+  require(!(convolves || scans) || c.conv_taps >= 2, "a convolution must cover two tokens or more");
+  require(!convolves || c.dim <= std::numeric_limits<int>::max() / 3,
+          "the channels of a convolution must be countable");
+  require(!scans || (c.scan_heads > 0 && c.scan_groups > 0 && c.scan_key_dim > 0 && c.scan_value_dim > 0 &&
+                     c.scan_heads % c.scan_groups == 0),
+          "layers with a matrix as state must have heads in whole groups, with dimensions");
+  const auto projected = [&] {  // of a scan, without overflow
+    return (2 * std::int64_t(c.scan_value_dim) + 1) * c.scan_heads +
+           2 * std::int64_t(c.scan_groups) * c.scan_key_dim;
   };
-  const auto recurrent = is_kind(LayerKind::kShortConv);
-  require(recurrent < c.n_layers, "at least one layer must have attention");
-  require(recurrent == 0 || c.causal, "layers with a state need a causal model");
-  require(recurrent == 0 || (c.conv_taps >= 2 && c.dim <= std::numeric_limits<int>::max() / 3),
-          "a convolution must cover two tokens or more, and its channels must be countable");
+  require(!scans || projected() <= std::numeric_limits<int>::max(),
+          "the rows of the projection of a scan must be countable");
   require(model.layers.size() == std::size_t(c.n_layers), "weights of every layer are needed");
+  require(std::all_of(model.layers.begin(), model.layers.end(),
+                      [&](const LayerWeights& layer) {
+                        return bool(layer.w_up) == (c.ffn_dim > 0) && bool(layer.w_down) == (c.ffn_dim > 0);
+                      }),
+          "layers must have both matrices of the feed-forward, or none");
 
   for_each_tensor(model, [&](const TensorRow& row, const Tensor& t) { check_tensor(model, row, t); });
 }

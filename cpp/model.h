@@ -26,9 +26,19 @@ enum class NormKind { kRms, kLayer };  // RMSNorm, or LayerNorm, which subtracts
 enum class QkNormPlace { kHeads, kRotatedHeads, kRows };
 // The step of a layer that reads other tokens.
 enum class LayerKind : std::uint8_t {
-  kAttention,  // keys and values of all positions, in pages
-  kShortConv,  // gated convolution over the last conv_taps tokens; all but one of its inputs are its state
+  kAttention,   // keys and values of all positions, in pages
+  kShortConv,   // gated convolution over the last conv_taps tokens; all but one of its inputs are its state
+  kStateSpace,  // a convolution, then the scan of a state-space layer (Mamba-2): a matrix for each head
+  kAttentionAndStateSpace,  // both, of the same input; their outputs are added
 };
+
+constexpr bool has_attention(LayerKind kind) {
+  return kind == LayerKind::kAttention || kind == LayerKind::kAttentionAndStateSpace;
+}
+
+constexpr bool has_state_space(LayerKind kind) {
+  return kind == LayerKind::kStateSpace || kind == LayerKind::kAttentionAndStateSpace;
+}
 
 // Hyperparameters, in the notation of the GGUF metadata. What differs between architectures is data here, so
 // that the forward passes know no architecture by name.
@@ -36,11 +46,11 @@ struct Config {
   std::string architecture;
   int n_layers = 0;
   int dim = 0;         // embedding_length
-  int n_heads = 0;     // query heads
+  int n_heads = 0;     // query heads; 0: no layer has attention
   int n_kv_heads = 0;  // divides n_heads
   int key_dim = 0;     // attention.key_length: head_dim of q and k
   int value_dim = 0;   // attention.value_length: head_dim of v
-  int ffn_dim = 0;     // feed_forward_length
+  int ffn_dim = 0;     // feed_forward_length; 0: layers have no feed-forward
   int vocab_size = 0;
   int context_length = 0;  // positions that the model was made for
   NormKind norm_kind = NormKind::kRms;
@@ -81,16 +91,38 @@ struct Config {
   std::vector<float> layer_rope_factor;  // divides positions; empty: rope_factor where kLinear
   std::vector<LayerKind> layer_kinds;    // empty: attention
 
-  int conv_taps = 0;  // tokens that a short convolution covers, including the current one
+  int conv_taps = 0;  // tokens that the convolution of a layer covers, including the current one
+
+  // Layers whose state has a matrix [scan_key_dim][scan_value_dim] for each head. Heads share the keys and
+  // queries of their group.
+  int scan_heads = 0;      // ssm.time_step_rank
+  int scan_groups = 0;     // ssm.group_count; divides scan_heads
+  int scan_key_dim = 0;    // ssm.state_size
+  int scan_value_dim = 0;  // ssm.inner_size / scan_heads
 
   bool uses_rope(int layer) const { return layer_uses_rope.empty() || layer_uses_rope[layer] != 0; }
   LayerKind kind(int layer) const {
     return layer_kinds.empty() ? LayerKind::kAttention : layer_kinds[std::size_t(layer)];
   }
-  // Float32 values of the state that a layer keeps of the tokens before a position.
-  std::size_t state_values(int layer) const {
-    return kind(layer) == LayerKind::kShortConv ? std::size_t(conv_taps - 1) * std::size_t(dim) : 0;
+  int scan_dim() const { return scan_heads * scan_value_dim; }
+  // Rows of the input projection of a scan: gates, what the convolution takes (values, then b and c of the
+  // groups), and the steps of the heads.
+  int scan_projected() const { return scan_dim() + conv_channels(LayerKind::kStateSpace) + scan_heads; }
+  // Channels of the convolution of layers of a kind; 0: they have none.
+  int conv_channels(LayerKind kind) const {
+    if (has_state_space(kind)) return 2 * scan_groups * scan_key_dim + scan_dim();
+    return kind == LayerKind::kShortConv ? dim : 0;
   }
+  // The state that a layer keeps of the tokens before a position, in float32: the inputs of its convolution,
+  // [conv_taps - 1][conv_channels], the oldest token first, then its matrices, [scan_heads][scan_key_dim]
+  // [scan_value_dim].
+  std::size_t conv_state_values(int layer) const {
+    return std::size_t(conv_channels(kind(layer))) * std::size_t(conv_taps > 0 ? conv_taps - 1 : 0);
+  }
+  std::size_t matrix_state_values(int layer) const {
+    return has_state_space(kind(layer)) ? std::size_t(scan_dim()) * std::size_t(scan_key_dim) : 0;
+  }
+  std::size_t state_values(int layer) const { return conv_state_values(layer) + matrix_state_values(layer); }
   int window(int layer) const { return layer_window.empty() ? 0 : layer_window[layer]; }
 
   // A pass keeps the residual stream divided by residual_scale. A block then adds its output without a

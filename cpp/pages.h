@@ -32,6 +32,8 @@ inline std::size_t pages_of(int positions) {
 // The memory of an engine's pages.
 class PageStore {
  public:
+  // Bytes of a page that has no K and V, as no layer has attention. It only counts positions.
+  static constexpr std::size_t kLeastPage = 64;
   virtual ~PageStore() = default;
   virtual std::size_t page_bytes() const = 0;
   // That all pages together can have.

@@ -18,7 +18,10 @@ StateLayout::StateLayout(const Config& config) {
 
 StatePool::StatePool(PageStore& store, std::size_t limit, std::size_t page_bytes, MemoryBudget* budget)
     : slots_(store, limit, budget),
-      interval_(int(std::min(ceil_div(store.page_bytes(), page_bytes), kMostPages)) * kPagePositions) {}
+      interval_(int(page_bytes > PageStore::kLeastPage
+                        ? std::min(ceil_div(store.page_bytes(), page_bytes), kMostPages)
+                        : kPagesWithoutAttention) *
+                kPagePositions) {}
 
 bool StatePool::drop_snapshot() {
   const std::scoped_lock lock(mutex_);

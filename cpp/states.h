@@ -90,7 +90,8 @@ class StatePool {
 
   // Throws as PagePool::take.
   StateRef take() { return {slots_, slots_.take(1).front()}; }
-  // Positions between the snapshots of a long sequence: as many pages as take the memory of a snapshot.
+  // Positions between the snapshots of a long sequence: as many pages as take the memory of a snapshot, or a
+  // fixed number where pages have no K and V.
   int interval() const { return interval_; }
   // Whether a pass writes a state after each draft. Where a state is too large for that, the accepted drafts
   // are computed again.
@@ -108,6 +109,8 @@ class StatePool {
   // States of this size after each of 16 drafts take less time and memory than a pass of a small model.
   static constexpr std::size_t kMostDraftBytes = std::size_t(256) << 10;
   static constexpr std::size_t kMostPages = std::size_t(1) << 20;  // between snapshots
+  // The state of Mamba2-130M has 19 MB. A model of that size with attention has as much in this many pages.
+  static constexpr std::size_t kPagesWithoutAttention = 16;
   struct Snapshot {
     SequenceStates* owner;
     int position;

@@ -38,6 +38,18 @@ Groups groups_of(Extent extent, const Config& c) {
       return {3, c.dim};
     case Extent::kTaps:
       return {1, c.conv_taps};
+    case Extent::kScanProjected:
+      return {1, c.scan_projected()};
+    case Extent::kScanChannels:
+      return {1, c.conv_channels(LayerKind::kStateSpace)};
+    case Extent::kScanDim:
+      return {1, c.scan_dim()};
+    case Extent::kScanHeads:
+      return {1, c.scan_heads};
+    case Extent::kScanGroups:
+      return {1, c.scan_groups};
+    case Extent::kScanGroup:
+      return {1, c.scan_groups > 0 ? c.scan_dim() / c.scan_groups : 0};
   }
   throw std::logic_error("not an extent");
 }
@@ -47,9 +59,11 @@ bool has_rows_of(LayersOf layers, LayerKind kind) {
     case LayersOf::kEvery:
       return true;
     case LayersOf::kAttention:
-      return kind == LayerKind::kAttention;
+      return has_attention(kind);
     case LayersOf::kShortConv:
       return kind == LayerKind::kShortConv;
+    case LayersOf::kStateSpace:
+      return has_state_space(kind);
   }
   throw std::logic_error("not a kind of layer");
 }

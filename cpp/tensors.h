@@ -13,7 +13,7 @@ enum class TensorKind {
   kMatrix,  // of any type
   kNorm,    // weights of a norm over `cols` values, F32
   kVector,  // F32
-  kFilter,  // of convolutions, [channels][taps], F32
+  kFilter,  // of convolutions, [channels][taps], and other tables of float32
 };
 
 // A length in a tensor's shape.
@@ -34,6 +34,12 @@ enum class Extent {
   kChannels,       // of a short convolution: dim
   kGatedChannels,  // three times as many: both gates and the input
   kTaps,           // conv_taps
+  kScanProjected,  // scan_projected()
+  kScanChannels,   // conv_channels()
+  kScanDim,        // scan_dim()
+  kScanHeads,      // scan_heads
+  kScanGroups,     // scan_groups
+  kScanGroup,      // scan_dim() / scan_groups
 };
 
 // An extent is `count` groups of `size`: the heads of a projection, or one group.
@@ -68,7 +74,7 @@ inline constexpr ModelTensor kModelTensors[] = {
 };
 
 // The layers that have a tensor.
-enum class LayersOf { kEvery, kAttention, kShortConv };
+enum class LayersOf { kEvery, kAttention, kShortConv, kStateSpace };
 bool has_rows_of(LayersOf layers, LayerKind kind);
 
 struct LayerTensor {

@@ -33,6 +33,7 @@ typedef std::uint64_t u64_t;
 #define MATMUL_TALL_TOKENS 128   // tokens of a tall tile of matmul_tensor, which has MATMUL_WIDE_TILE rows
 #define MATMUL_PARTS 4           // of the columns, in matmul_split: each multiplied by MATMUL_THREADS threads
 #define ARGMAX_NONE 0xffffffffu  // index where every value was NaN
+#define SCAN_COLUMNS 8           // of a head's state that a simdgroup holds
 #define STATE_NONE 0xffffffffu   // slot where a sequence has no state yet, or none is written
 
 // clang-format off

@@ -136,15 +136,42 @@ ARGS_STRUCT(StateRow)
   ARGS_FIELD(u32_t, rest)
   ARGS_FIELD(u32_t, before)  // slot with the state before the chunk, or STATE_NONE: it is zero
   ARGS_FIELD(u32_t, after)   // slot for the state after the token, or STATE_NONE
-ARGS_END(StateRow, 24)
+  ARGS_FIELD(u32_t, tokens)  // of the chunk
+ARGS_END(StateRow, 28)
 
-ARGS_STRUCT(ShortConvArgs)
+ARGS_STRUCT(CausalConvArgs)
   ARGS_FIELD(u32_t, channels)
   ARGS_FIELD(u32_t, taps)         // tokens that the convolution covers
+  ARGS_FIELD(u32_t, in_stride)    // from one token of the input to the next
   ARGS_FIELD(u32_t, slot_stride)  // from one slot of the states to the next
   ARGS_FIELD(u32_t, tokens)
   ARGS_FIELD(u32_t, first_out)    // first row with a result
-ARGS_END(ShortConvArgs, 20)
+  ARGS_FIELD(u32_t, gated)        // the input is [b | c | x]; otherwise the result is activated
+  ARGS_FIELD(u32_t, has_bias)
+ARGS_END(CausalConvArgs, 32)
+
+// The scan of a state-space layer. A row of the input is [heads][dim] of x, [groups][rows] of b, and the same
+// of c.
+ARGS_STRUCT(ScanArgs)
+  ARGS_FIELD(u32_t, heads)
+  ARGS_FIELD(u32_t, heads_per_group)  // that share b and c
+  ARGS_FIELD(u32_t, dim)              // of a head
+  ARGS_FIELD(u32_t, rows)             // of its state
+  ARGS_FIELD(u32_t, row_stride)       // from one token of the projection to the next
+  ARGS_FIELD(u32_t, dt_column)        // of the projection
+  ARGS_FIELD(u32_t, slot_stride)      // from one slot of the states to the next
+  ARGS_FIELD(u32_t, tokens)
+  ARGS_FIELD(u32_t, first_out)        // first row with a result
+ARGS_END(ScanArgs, 36)
+
+ARGS_STRUCT(ScanNormArgs)
+  ARGS_FIELD(u32_t, inner)       // values of a row
+  ARGS_FIELD(u32_t, groups)
+  ARGS_FIELD(u32_t, row_stride)  // from one token of the gates to the next
+  ARGS_FIELD(u32_t, first_out)   // first row with a result
+  ARGS_FIELD(u32_t, has_weight)
+  ARGS_FIELD(float, eps)
+ARGS_END(ScanNormArgs, 24)
 
 // out[t][i] = activation(gate[t][i]) * up[t][i]; a row of the input, and the bias that is added to it, is
 // [gate | up]. Without a gate: activation(up[t][i]).

@@ -18,6 +18,7 @@ from support.allocation_faults import failing_allocation
 from support.small_models import MODELS, write
 
 from metal_prefill import DeviceError, Model, Session, _core
+from metal_prefill.synth import ScanShape
 
 OUT_OF_MEMORY = (MemoryError, DeviceError)
 FIRST = [(7 * i + 3) % 280 for i in range(70)]  # a page and a part of the next
@@ -39,6 +40,7 @@ TINY: dict[str, Any] = {"dim": 32, "key_dim": 32, "heads": 2, "kv_heads": 1, "ff
 SHAPES = {
     "gemma3": replace(MODELS["gemma3"], layers=2, **TINY),
     "lfm2": replace(MODELS["lfm2"], layers=2, conv_layers=(0,), **TINY),
+    "mamba2": replace(MODELS["mamba2"], layers=1, dim=32, vocab=280, scan=ScanShape(32, 8, 2)),
 }
 
 
@@ -54,7 +56,7 @@ def inputs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         for _ in range(8):
             last = chosen[-1:] if len(chosen) > 5 else chosen
             chosen.append(session.native.forward_prompt_sampled(np.array(last, np.int32), sampler))
-    return Inputs(path, folder / "s.session", chosen[5:], bool(shape.conv_layers))
+    return Inputs(path, folder / "s.session", chosen[5:], bool(shape.conv_layers or shape.scan))
 
 
 def new_sampler() -> _core.Sampler:

@@ -445,6 +445,34 @@ def test_rms_norm(isa: str, n: int) -> None:
 
 
 @each_set
+@pytest.mark.parametrize("dim", [1, 10, 16, 32, 64, 80, 100])
+@pytest.mark.parametrize("rows", [1, 16, 128])
+def test_scan(isa: str, dim: int, rows: int) -> None:
+    """The state-space recurrence of a head, over tokens in calls of any length."""
+    tokens = 70
+    x, b, c = normal(tokens, dim), normal(tokens, rows, seed=1), normal(tokens, rows, seed=2)
+    dt, before = 2 * normal(tokens, seed=3), normal(rows, dim, seed=4)
+    dt[3], dt[5] = 30.0, -30.0  # softplus of a large and of a small number
+    a, bias, skip = -0.7, 0.3, 1.5
+    state, expected = before.astype(np.float64), np.empty((tokens, dim))
+    for t in range(tokens):
+        step = np.logaddexp(0.0, float(dt[t]) + bias)
+        state = np.exp(step * a) * state + np.outer(b[t], step * x[t].astype(np.float64))
+        expected[t] = c[t] @ state + skip * x[t]
+    factors = np.array([a, bias, skip], np.float32)
+    results = []
+    for piece in (tokens, 1, 33):
+        out, held = guarded(tokens, dim), np.concatenate([before, np.full((1, dim), SENTINEL, np.float32)])
+        cpu.scan(isa, x, b, c, dt, factors, piece, held, out)
+        results.append((inside(out, tokens, dim).tobytes(), held.tobytes()))
+        scale = np.abs(expected).max()
+        np.testing.assert_allclose(inside(out, tokens, dim), expected, atol=3e-6 * scale)
+        np.testing.assert_allclose(held[:rows], state, atol=3e-6 * np.abs(state).max())
+        assert np.all(held[rows:] == SENTINEL)
+    assert results[1:] == results[:-1]
+
+
+@each_set
 @pytest.mark.parametrize("neox", [False, True])
 def test_rope_turns_pairs_and_leaves_the_rest(isa: str, neox: bool) -> None:
     head, angle = normal(80), np.linspace(0.0, 9.0, 32)

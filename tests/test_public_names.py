@@ -43,7 +43,7 @@ PUBLIC = {
     "metal_prefill.model": ["Model", "default_model_path", "resolve_device"],
     "metal_prefill.serve": ["Settings", "app"],
     "metal_prefill.session": ["Logits", "Piece", "Progress", "Session", "TokenIds"],
-    "metal_prefill.synth": ["PRESETS", "TENSOR_TYPES", "ModelShape", "synthesize"],
+    "metal_prefill.synth": ["PRESETS", "TENSOR_TYPES", "ModelShape", "ScanShape", "synthesize"],
     "metal_prefill.tasks": [
         "PROMPTS",
         "Classification",

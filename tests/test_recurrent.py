@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from support.gguf_bytes import ARRAY, I32, U32, array, scalar, u32
+from support.gguf_bytes import ARRAY, BOOL, I32, U32, array, scalar, u32
 from support.gguf_mutator import take_apart
 from support.reference import ReferenceModel
 from support.small_models import MODELS, with_tensor, write
@@ -24,11 +24,18 @@ from metal_prefill import (
     Session,
     UnsupportedModelError,
 )
+from metal_prefill.files._architecture import layer_kind, state_values
 from metal_prefill.serve._prefix_store import PrefixStore
 
 Array = npt.NDArray[Any]
 
-NAMES = ("lfm2", "lfm2, attention last", "lfm2, four taps, odd dimensions")
+ARCHITECTURES = ("lfm2", "mamba2", "granitehybrid", "falcon-h1")
+NAMES = (
+    *("lfm2", "lfm2, attention last", "lfm2, four taps, odd dimensions"),
+    *("mamba2", "mamba2, three groups, odd dimensions"),
+    *("granitehybrid", "granitehybrid, attention last"),
+    *("falcon-h1", "falcon-h1, norms in groups"),
+)
 LONG = 300  # tokens of five pages
 # The state of a layer has 1,100 tokens of 64 channels. It takes the memory of 18 pages, and none is written
 # after a draft.
@@ -40,10 +47,36 @@ def ids_of(n: int, seed: int = 0) -> Array:
     return np.random.default_rng(seed).integers(0, 320, n)
 
 
+@pytest.fixture(params=ARCHITECTURES)
+def name(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
 @pytest.fixture
-def model(device: str, model_path: Callable[[str], Path]) -> Iterator[Model]:
-    with Model(model_path("lfm2"), device=device, threads=2) as model:
+def model(device: str, name: str, model_path: Callable[[str], Path]) -> Iterator[Model]:
+    with Model(model_path(name), device=device, threads=2) as model:
         yield model
+
+
+def kinds_of(model: Model) -> list[str]:
+    return [layer_kind(model.config, layer) for layer in range(model.config.n_layers)]
+
+
+def page_bytes(model: Model) -> int:
+    """K and V in f16 of 64 positions, of the layers with attention."""
+    c, attend = model.config, sum("attention" in kind for kind in kinds_of(model))
+    return attend * 64 * c.n_kv_heads * (c.key_dim + c.value_dim) * 2
+
+
+def state_bytes(model: Model) -> int:
+    """States of all layers in float32."""
+    return sum(4 * state_values(model.config, layer) for layer in range(model.config.n_layers))
+
+
+def interval(model: Model) -> int:
+    """Positions between snapshots: whole pages that take as much memory, or 16 pages without K and V."""
+    page = page_bytes(model)
+    return 64 * (-(-state_bytes(model) // page) if page else 16)
 
 
 def contents(session: Session) -> list[bytes]:
@@ -95,24 +128,29 @@ def test_results_are_bit_identical_for_any_split_and_number_of_threads(
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_state_holds_the_inputs_of_the_next_convolution(
+def test_the_state_is_that_of_the_reference(
     device: str, name: str, model_path: Callable[[str], Path]
 ) -> None:
-    shape, path = MODELS[name], model_path(name)
+    """Inputs of the next convolution, and the matrices of state-space layers."""
+    path = model_path(name)
     for n in (1, 2, 70):
         ids = ids_of(n)
-        expected = ReferenceModel(path).forward(ids).products
+        expected = ReferenceModel(path).forward(ids)
         with Model(path, device=device, compute="f32", kv_dtype="f32") as model, model.session() as session:
             session.forward_prompt(ids)
             parts = iter(session.native.export_state()[1])
-            for layer in range(shape.layers):
-                if layer not in shape.conv_layers:
+            for layer, kind in enumerate(kinds_of(model)):
+                if "attention" in kind:
                     next(parts), next(parts)
+                if kind == "attention":
                     continue
-                held = np.asarray(next(parts)).view(np.float32).reshape(shape.conv_taps - 1, shape.dim)
-                wanted = np.zeros_like(held)
-                last = expected[layer][-(shape.conv_taps - 1) :]
-                wanted[len(wanted) - len(last) :] = last
+                held = np.asarray(next(parts)).view(np.float32)
+                last = expected.products[layer][-(model.config.conv_taps - 1) :]
+                missing = (model.config.conv_taps - 1 - len(last)) * last.shape[1]  # before the first token
+                wanted = np.concatenate(
+                    [np.zeros(missing), last.ravel(), expected.states.get(layer, np.zeros(0)).ravel()]
+                )
+                assert len(held) == len(wanted) == state_values(model.config, layer)
                 error = np.square(held - wanted).sum() / np.square(wanted).sum()
                 assert error < (1e-9 if device == "cpu" else 5e-6)
 
@@ -120,22 +158,20 @@ def test_the_state_holds_the_inputs_of_the_next_convolution(
 def test_pages_hold_only_layers_with_attention(model: Model) -> None:
     with model.session() as session:
         session.forward_prompt(ids_of(64))
-        c, stats = model.config, session.stats()
-        page = 64 * c.n_kv_heads * (c.key_dim + c.value_dim) * 2  # one layer of four
-        states = 3 * 2 * c.dim * 4
-        assert page < stats["kv_cache_bytes"] <= 1.5 * page + 2 * (states + 4096)
+        page, states = page_bytes(model), state_bytes(model)
+        assert page < session.stats()["kv_cache_bytes"] <= 1.5 * page + 2 * (states + 4096)
 
 
 @pytest.mark.parametrize("position", [0, 1, 2, 63, 64, 65, 127, 200, 255, 256, 299])
 def test_a_rewound_session_continues_like_a_fresh_one(model: Model, position: int) -> None:
-    """At most a page is computed again: snapshots are at every page of this model."""
+    """Only tokens after the last snapshot are computed again."""
     ids, rest = ids_of(LONG), ids_of(40, seed=1)
     session = model.session()
     session.forward_prompt(ids)
     session.rewind(position)
     logits = session.forward_prompt_logits(rest)
     assert_equals_fresh(model, session, np.concatenate([ids[:position], rest]), logits)
-    assert session.stats()["tokens_recomputed"] == position % 64
+    assert session.stats()["tokens_recomputed"] == position % interval(model)
     session.forward_token(3)
     assert session.stats()["tokens_recomputed"] == 0
 
@@ -178,10 +214,10 @@ def test_a_fork_and_its_origin_do_not_see_each_other(model: Model) -> None:
 
 
 def test_a_fork_in_a_progress_callback_has_the_finished_chunks(
-    device: str, model_path: Callable[[str], Path]
+    device: str, name: str, model_path: Callable[[str], Path]
 ) -> None:
     ids, forks = ids_of(LONG), []
-    with Model(model_path("lfm2"), device=device, chunk_tokens=64) as model:
+    with Model(model_path(name), device=device, chunk_tokens=64) as model:
         session = model.session()
         logits = session.forward_prompt_logits(ids, progress=lambda done, total: forks.append(session.fork()))
         assert [fork.position for fork in forks] == [64, 128, 192, 256, 300]
@@ -190,13 +226,13 @@ def test_a_fork_in_a_progress_callback_has_the_finished_chunks(
         assert_equals_fresh(model, session, ids, logits)
 
 
-def test_a_stopped_prompt_keeps_its_chunks(device: str, model_path: Callable[[str], Path]) -> None:
+def test_a_stopped_prompt_keeps_its_chunks(device: str, name: str, model_path: Callable[[str], Path]) -> None:
     def stop(done: int, total: int) -> None:
         if done >= 128:
             raise KeyError(done)
 
     ids = ids_of(LONG)
-    with Model(model_path("lfm2"), device=device, chunk_tokens=64) as model:
+    with Model(model_path(name), device=device, chunk_tokens=64) as model:
         session = model.session()
         with pytest.raises(KeyError):
             session.forward_prompt(ids, progress=stop)
@@ -210,7 +246,8 @@ def test_reuse_continues_from_its_own_snapshots(model: Model) -> None:
     session.forward_prompt(ids)
     prompt = np.concatenate([ids[:250], end])
     logits = session.forward_prompt_logits(prompt, reuse=True)
-    assert (session.stats()["tokens_reused"], session.stats()["tokens_recomputed"]) == (192, 58)
+    again = 250 % interval(model)
+    assert (session.stats()["tokens_reused"], session.stats()["tokens_recomputed"]) == (250 - again, again)
     assert_equals_fresh(model, session, prompt, logits)
     longer = np.append(prompt, ids_of(3, seed=2))  # a turn of a chat: nothing is recomputed
     logits = session.forward_prompt_logits(longer, reuse=True)
@@ -222,7 +259,8 @@ def test_a_later_session_finds_prefixes_at_their_snapshots(model: Model) -> None
     ids, end = ids_of(200), ids_of(50, seed=1)
     with model.session() as session:
         session.forward_prompt(ids, reuse=True)
-    for known, reused in ((200, 200), (199, 192), (130, 128), (64, 64), (63, 0)):
+    for known in (200, 199, 130, 64, 63):
+        reused = known if known == 200 else known - known % interval(model)  # 200: the end of the prompt
         prompt = np.concatenate([ids[:known], end])
         with model.session() as session:
             logits = session.forward_prompt_logits(prompt, reuse=True)
@@ -341,6 +379,19 @@ def test_the_distance_of_snapshots_follows_from_the_size_of_a_state(device: str,
         assert session.stats()["kv_cache_bytes"] < 3 * page * 2600 / 64
 
 
+def test_without_pages_snapshots_are_1024_positions_apart(device: str, tmp_path: Path) -> None:
+    path = write(tmp_path / "m.gguf", replace(MODELS["mamba2"], layers=1, context=4096))
+    ids = ids_of(2300)
+    with Model(path, device=device) as model, model.session() as session:
+        session.forward_prompt(ids)
+        for position in (2299, 2048, 1500, 1023):
+            session.rewind(position)
+            logits = session.forward_token(int(ids[position]))
+            assert session.stats()["tokens_recomputed"] == position % 1024
+            assert_equals_fresh(model, session, ids[: position + 1], logits)
+        assert session.stats()["kv_cache_bytes"] < 64 * 20 + 4 * (state_bytes(model) + 4096)
+
+
 def test_a_saved_session_continues_bit_for_bit(model: Model, tmp_path: Path) -> None:
     ids = ids_of(150)
     session = model.session()
@@ -362,7 +413,7 @@ def test_a_session_saved_after_a_rewind_recomputes_the_rest(model: Model, tmp_pa
     loaded = model.load_session(tmp_path / "s.session")
     assert loaded.position == 140
     assert_equals_fresh(model, loaded, np.append(ids[:140], 5), loaded.forward_token(5))
-    assert loaded.stats()["tokens_recomputed"] == 12
+    assert loaded.stats()["tokens_recomputed"] == 140 % interval(model)
     empty = model.session()
     empty.save(tmp_path / "empty.session")
     empty = model.load_session(tmp_path / "empty.session")
@@ -446,9 +497,9 @@ def test_beams_match_single_sessions(model: Model) -> None:
         assert beam.logprob == pytest.approx(total.sum(), rel=1e-3)
 
 
-def test_a_failed_prompt_restores_the_state(device: str, tmp_path: Path) -> None:
+def test_a_failed_prompt_restores_the_state(device: str, name: str, tmp_path: Path) -> None:
     """The second chunk fails: a token's embedding is NaN."""
-    shape = replace(MODELS["lfm2"], embedding="F32", output="F32")
+    shape = replace(MODELS[name], embedding="F32", output="F32")
     plain = write(tmp_path / "plain.gguf", shape)
 
     def spoil(values: Array) -> None:
@@ -507,17 +558,13 @@ def test_closed_sessions_release_their_states(model: Model) -> None:
     assert stats["kv_pool_bytes"] == stats["prefix_bytes"] > 0
 
 
-def changed(path: Path, whole: Path, key: str, kind: int, value: bytes) -> Path:
-    """Write a copy of a file with another value of a key of lfm2, or without the key if there is no value."""
-    parts = take_apart(whole)
+def changed(path: Path, whole: Path, key: str, kind: int, value: bytes, architecture: str = "lfm2") -> Path:
+    """Write a copy of a file with another value of a key, or without it if there is no value."""
+    parts, full = take_apart(whole), f"{architecture}.{key}".encode()
     parts.metadata = [
-        (
-            name,
-            kind if name == f"lfm2.{key}".encode() else own,
-            value if name == f"lfm2.{key}".encode() else held,
-        )
+        (name, kind if name == full else own, value if name == full else held)
         for name, own, held in parts.metadata
-        if value or name != f"lfm2.{key}".encode()
+        if value or name != full
     ]
     path.write_bytes(parts.assemble())
     return path
@@ -588,6 +635,55 @@ def test_a_contradictory_file_is_rejected(
     path = changed(tmp_path / "m.gguf", model_path("lfm2"), key, kind, value)
     with pytest.raises(error, match=message):
         Model(path, device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("key", "kind", "value", "message"),
+    [
+        ("conv_kernel", U32, b"", r"metadata granitehybrid\.ssm\.conv_kernel is missing"),
+        ("conv_kernel", U32, u32(1), r"ssm\.conv_kernel is 1, must be at least 2"),
+        ("conv_kernel", U32, u32(3), r"ssm_conv1d\.weight has shape \(320, 4\), .*\(320, 3\)"),
+        ("inner_size", U32, u32(0), r"inner_size is 0, must be between 1 and"),
+        ("inner_size", U32, u32(257), r"inner_size 257 is not a multiple of .*time_step_rank 8"),
+        ("inner_size", U32, u32(264), r"blk\.0\.ssm_in\.weight has shape \(584, 128\), .*\(600, 128\)"),
+        ("inner_size", U32, u32(2**31 - 8), r"ssm\.inner_size 2147483640, .*more than 2147483647 rows"),
+        ("state_size", U32, u32(2**31 - 1), r"state_size 2147483647 .*more than 2147483647 rows"),
+        ("group_count", U32, u32(3), r"time_step_rank 8 is not a multiple of .*group_count 3"),
+        ("group_count", U32, u32(2), r"has shape \(584, 128\), .*\(648, 128\)"),
+        ("time_step_rank", U32, u32(4), r"blk\.0\.ssm_in\.weight has shape"),
+    ],
+)
+def test_a_state_space_layer_that_contradicts_itself_is_rejected(
+    tmp_path: Path, model_path: Callable[[str], Path], key: str, kind: int, value: bytes, message: str
+) -> None:
+    whole = model_path("granitehybrid")
+    path = changed(tmp_path / "m.gguf", whole, f"ssm.{key}", kind, value, "granitehybrid")
+    with pytest.raises(GGUFError, match=message):
+        Model(path, device="cpu")
+
+
+def test_experts_are_rejected_by_name(tmp_path: Path, model_path: Callable[[str], Path]) -> None:
+    parts = take_apart(model_path("granitehybrid"))
+    parts.metadata.append((b"granitehybrid.expert_count", U32, u32(8)))
+    (tmp_path / "m.gguf").write_bytes(parts.assemble())
+    with pytest.raises(UnsupportedModelError, match=r"granitehybrid\.expert_count = 8 is not supported"):
+        Model(tmp_path / "m.gguf", device="cpu")
+
+
+def test_a_hybrid_whose_metadata_say_so_rotates(tmp_path: Path, model_path: Callable[[str], Path]) -> None:
+    """Files of Bamba do, those of Granite 4 do not."""
+    whole, key = model_path("granitehybrid"), "rope.scaling.finetuned"
+    logits: list[Array] = []
+    for value in (b"\0", b"\1", b""):  # without the key, layers rotate
+        path = changed(tmp_path / f"{len(logits)}.gguf", whole, key, BOOL, value, "granitehybrid")
+        ids = ids_of(20)
+        with Model(path, device="cpu", compute="f32", kv_dtype="f32") as model:
+            found = model.forward_prompt_logits(ids)
+            logits.append(found)
+            expected = ReferenceModel(path).forward(ids).logits[-1]
+            np.testing.assert_allclose(found, expected, atol=1e-4 * np.abs(expected).max())
+    assert np.abs(logits[0] - logits[1]).max() > 1e-3 * np.abs(logits[0]).max()
+    np.testing.assert_array_equal(logits[1], logits[2])
 
 
 def test_a_filter_of_another_type_is_rejected(tmp_path: Path, model_path: Callable[[str], Path]) -> None:

@@ -17,7 +17,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from metal_prefill import Model, synth
 from metal_prefill._commands import synth as command
-from metal_prefill.files._architecture import ARCHITECTURES
+from metal_prefill.files._architecture import ARCHITECTURES, has_state_space
+from metal_prefill.synth import _model
 
 # Rows of 256 fit the blocks of every type, and the matrices are large enough for statistics.
 WIDE: dict[str, Any] = {"preset": "tiny", "dim": 256, "heads": 4, "head_dim": 64, "ffn": 512}
@@ -124,6 +125,15 @@ def test_preset_has_the_published_number_of_parameters(preset: str, parameters: 
     layer = 2 * shape.dim * (att_dim + kv_dim) + 3 * shape.dim * shape.ffn + 2 * shape.dim
     heads = 1 if shape.output_type == "tied" else 2
     assert heads * shape.vocab * shape.dim + shape.layers * layer + shape.dim == parameters
+
+
+@pytest.mark.parametrize(
+    ("preset", "parameters"),
+    [("mamba2-130m", 128_989_632), ("granite-4.0-h-350m", 340_332_224), ("falcon-h1-0.5b", 521_411_104)],
+)
+def test_state_space_presets_have_the_published_number_of_parameters(preset: str, parameters: int) -> None:
+    listed = _model.tensors(synth.PRESETS[preset], "F32", "F32")
+    assert sum(tensor.count for tensor in listed) == parameters
 
 
 def test_same_seed_gives_the_same_file_and_another_seed_other_weights(tmp_path: Path) -> None:
@@ -369,12 +379,15 @@ def test_the_command_and_the_function_write_the_same_file(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_a_model_of_each_architecture_runs(architecture: str, tmp_path: Path) -> None:
+    traits = ARCHITECTURES[architecture]
+    scans = any(has_state_space(kind) for kind in (traits.mixer, traits.recurrent))
     path = synth.synthesize(
         tmp_path / "m.gguf",
         preset="tiny",
         architecture=architecture,
         value_dim=64,
-        window=8 if ARCHITECTURES[architecture].window == "required" else None,
+        scan=synth.ScanShape(128, 16, 4, layers=(0,)) if scans else None,
+        window=8 if traits.window == "required" else None,
     )
     with Model(path, device="cpu") as model:
         assert model.config.architecture == architecture

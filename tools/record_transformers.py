@@ -31,10 +31,14 @@ sys.path.insert(0, str(TESTS))
 from support import choice_task, comparison, small_models  # noqa: E402
 from support.small_models import SmallModel  # noqa: E402
 
+from metal_prefill.synth import ScanShape  # noqa: E402
+
 MODEL_TYPES = {  # where transformers has another name
     "gemma3": "gemma3_text",
     "gemma-embedding": "gemma3_text",
     "hunyuan-dense": "hunyuan_v1_dense",
+    "granitehybrid": "granitemoehybrid",
+    "falcon-h1": "falcon_h1",
 }
 
 NAMES = {
@@ -58,7 +62,39 @@ POST_NORMS = NAMES | {
     "post_attention_norm": "post_attention_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
+SCAN = {
+    "ssm_in": "in_proj",
+    "ssm_conv1d": "conv1d",
+    "ssm_dt": "dt",
+    "ssm_a": "A_log",
+    "ssm_d": "D",
+    "ssm_norm": "norm",
+    "ssm_out": "out_proj",
+}
+HYBRID = NAMES | {name: f"mamba.{other}" for name, other in SCAN.items()}
+# Factors of falcon-h1 that a converter multiplies weights by.
+MULTIPLIERS: dict[str, Any] = {
+    "embedding_multiplier": 2.0,
+    "lm_head_multiplier": 0.5,
+    "mlp_multipliers": [0.5, 2.0],
+    "key_multiplier": 0.25,
+    "attention_in_multiplier": 2.0,
+    "attention_out_multiplier": 0.5,
+    "ssm_multipliers": [0.5, 2.0, 4.0, 0.25, 0.125],
+    "ssm_in_multiplier": 0.5,
+    "ssm_out_multiplier": 4.0,
+}
 ARCHITECTURE_NAMES = {
+    "mamba2": NAMES | {"attn_norm": "norm"} | {name: f"mixer.{other}" for name, other in SCAN.items()},
+    "granitehybrid": HYBRID | {"ffn_down": "shared_mlp.output_linear", "ffn_up": "shared_mlp.input_linear"},
+    "falcon-h1": HYBRID
+    | {
+        "output_norm": "model.final_layernorm",
+        "ffn_norm": "pre_ff_layernorm",
+        "ffn_gate": "feed_forward.gate_proj",
+        "ffn_up": "feed_forward.up_proj",
+        "ffn_down": "feed_forward.down_proj",
+    },
     **dict.fromkeys(("olmo2", "exaone4"), POST_NORMS),
     **dict.fromkeys(GEMMA, POST_NORMS | {"ffn_norm": "pre_feedforward_layernorm"}),
     "phi3": NAMES | {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
@@ -117,15 +153,15 @@ def config_of(path: Path, model: SmallModel) -> transformers.PreTrainedConfig:
     }
     if model.rope_scaling == "longrope":
         settings["original_max_position_embeddings"] = model.original_context
-    if model.architecture in ("llama", "granite"):
+    if model.architecture in ("llama", "granite", "granitehybrid"):
         settings["attention_bias"] = model.qkv_bias
         settings["mlp_bias"] = model.all_biases
-    if model.architecture == "granite":
+    if model.architecture in ("granite", "granitehybrid"):
         scales = dict(model.scales)
-        settings["embedding_multiplier"] = scales["embedding_scale"]
-        settings["residual_multiplier"] = scales["residual_scale"]
-        settings["logits_scaling"] = scales["logit_scale"]
-        settings["attention_multiplier"] = scales["attention.scale"]
+        settings["embedding_multiplier"] = scales.get("embedding_scale", 1.0)
+        settings["residual_multiplier"] = scales.get("residual_scale", 1.0)
+        settings["logits_scaling"] = scales.get("logit_scale", 1.0)
+        settings["attention_multiplier"] = scales.get("attention.scale", model.key_dim**-0.5)
     if model.architecture == "exaone4":
         kinds = [
             "sliding_attention" if model.window and i % 4 != 3 else "full_attention"
@@ -138,6 +174,8 @@ def config_of(path: Path, model: SmallModel) -> transformers.PreTrainedConfig:
         settings["layer_types"] = [
             "conv" if i in model.conv_layers else "full_attention" for i in range(model.layers)
         ]
+    if model.scan is not None:
+        settings |= scan_settings(model, model.scan)
     if model.architecture in GEMMA:  # layers with a window use a separate rope base, unscaled
         settings["rope_parameters"] = {"full_attention": rope, "sliding_attention": {"rope_type": "default"}}
         settings["sliding_window"] = model.window
@@ -147,11 +185,69 @@ def config_of(path: Path, model: SmallModel) -> transformers.PreTrainedConfig:
     )
 
 
+def scan_settings(model: SmallModel, scan: ScanShape) -> dict[str, Any]:
+    """Return the settings of state-space layers."""
+    if model.architecture == "mamba2":
+        return {
+            "num_heads": scan.heads,
+            "head_dim": scan.inner // scan.heads,
+            "state_size": scan.state,
+            "n_groups": scan.groups,
+            "conv_kernel": scan.taps,
+            "expand": scan.inner // model.dim,
+            "layer_norm_epsilon": model.norm_eps,
+        }
+    settings: dict[str, Any] = {
+        "mamba_n_heads": scan.heads,
+        "mamba_d_head": scan.inner // scan.heads,
+        "mamba_d_state": scan.state,
+        "mamba_n_groups": scan.groups,
+        "mamba_d_conv": scan.taps,
+        "mamba_expand": scan.inner // model.dim,
+    }
+    if model.architecture == "falcon-h1":
+        norm = {"mamba_rms_norm": scan.norm, "mamba_norm_before_gate": False}
+        return settings | MULTIPLIERS | norm | {"mamba_d_ssm": scan.inner}
+    kinds = ["mamba" if i in (scan.layers or ()) else "attention" for i in range(model.layers)]
+    return settings | {
+        "layer_types": kinds,
+        "num_local_experts": 0,
+        "shared_intermediate_size": model.ffn,
+        "position_embedding_type": "nope",
+    }
+
+
+def without_multipliers(model: SmallModel, name: str, data: torch.Tensor) -> torch.Tensor:
+    """Divide a tensor of falcon-h1 by the factors that a converter multiplied it by."""
+    m, scan = MULTIPLIERS, model.scan
+    assert scan is not None
+    part = name.removesuffix(".weight").rpartition(".")[2]
+    inner, states = scan.inner, scan.groups * scan.state
+    gate, down = m["mlp_multipliers"]
+    rows = [inner, inner, states, states, scan.heads]
+    factors: dict[str, Any] = {
+        "embed_tokens": m["embedding_multiplier"],
+        "lm_head": m["lm_head_multiplier"],
+        "gate_proj": gate,
+        "down_proj": down,
+        "q_proj": m["attention_in_multiplier"],
+        "k_proj": m["attention_in_multiplier"] * m["key_multiplier"],
+        "v_proj": m["attention_in_multiplier"],
+        "o_proj": m["attention_out_multiplier"],
+        "out_proj": m["ssm_out_multiplier"],
+        "in_proj": m["ssm_in_multiplier"]
+        * torch.repeat_interleave(torch.tensor(m["ssm_multipliers"]), torch.tensor(rows))[:, None],
+    }
+    return data / factors.get(part, 1.0)
+
+
 def weights_of(path: Path, model: SmallModel) -> Iterator[tuple[str, torch.Tensor]]:
     """Convert the tensors of a file to the names and layout of transformers."""
     names = ARCHITECTURE_NAMES.get(model.architecture, NAMES)
     for tensor in GGUFReader(path).tensors:
         stem, kind = tensor.name.rsplit(".", 1)
+        if kind in ("ssm_a", "ssm_d", "ffn_norm"):  # which have no suffix
+            stem, kind = tensor.name, "weight" if kind == "ffn_norm" else ""
         *layer, part = stem.split(".")
         if part.startswith("rope_f") or stem.startswith(("dense_", "cls")):
             continue
@@ -163,9 +259,25 @@ def weights_of(path: Path, model: SmallModel) -> Iterator[tuple[str, torch.Tenso
             data = pairs.swapaxes(1, 2).reshape(data.shape)
         if model.architecture in GEMMA and "norm" in part:
             data = data - 1  # transformers adds it
-        if part == "conv":
+        if part in ("conv", "ssm_conv1d") and data.ndim == 2:
             data = data[:, None]
-        yield f"{prefix}{names[part]}.{kind}", torch.from_numpy(data)
+        if tensor.name.endswith(("ssm_a", "ssm_d", "ssm_dt.bias", "ssm_norm.weight")):
+            data = data.reshape(-1)
+        name = f"{prefix}{names[part]}.{kind}".rstrip(".")
+        if tensor.name.endswith("ssm_a"):
+            data = np.log(-data)
+        if part == "ssm_dt":
+            name = f"{prefix}{names[part]}_bias"
+        if model.architecture == "falcon-h1":
+            yield name, without_multipliers(model, name, torch.from_numpy(data))
+        else:
+            yield name, torch.from_numpy(data)
+
+
+def _of_mamba(name: str) -> str:
+    for other, own in (("model.embed_tokens", "backbone.embeddings"), ("model.norm", "backbone.norm_f")):
+        name = name.replace(other, own)
+    return name.replace("model.layers", "backbone.layers")
 
 
 def load(path: Path, model: SmallModel) -> transformers.PreTrainedModel:
@@ -174,11 +286,21 @@ def load(path: Path, model: SmallModel) -> transformers.PreTrainedModel:
     weights = dict(weights_of(path, model))
     if model.output is None:
         weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
-    if (
-        model.architecture in ("llama", "granite") and model.qkv_bias and not model.all_biases
-    ):  # o_proj has one, too
+    if model.architecture == "granitehybrid":  # gate and up are one matrix
         for layer in range(model.layers):
-            weights[f"model.layers.{layer}.self_attn.o_proj.bias"] = torch.zeros(model.dim)
+            name = f"model.layers.{layer}.shared_mlp.input_linear.weight"
+            weights[name] = torch.cat(
+                [weights.pop(f"model.layers.{layer}.mlp.gate_proj.weight"), weights[name]]
+            )
+    if model.architecture == "mamba2":
+        weights = {_of_mamba(name): value for name, value in weights.items()}
+    if (
+        model.architecture in ("llama", "granite", "granitehybrid")
+        and model.qkv_bias
+        and not model.all_biases
+    ):  # o_proj has one, too
+        for name in [name for name in weights if name.endswith("self_attn.o_proj.weight")]:
+            weights[name.replace(".weight", ".bias")] = torch.zeros(model.dim)
     made.load_state_dict(weights, strict=True)
     if model.rope_scaling == "freqs":
         made.model.rotary_emb.inv_freq /= torch.from_numpy(tensor(path, "rope_freqs.weight"))

@@ -102,9 +102,14 @@ void ForwardPass::run_layer(const Context& c, int layer, const Rows& wanted) {
     case LayerKind::kShortConv:
       short_convolution(c, layer, wanted);
       break;
+    case LayerKind::kStateSpace:
+    case LayerKind::kAttentionAndStateSpace:
+      scan(c, layer, wanted);
+      break;
   }
   if (n == 0) return;
   normalize_stream(c, m.attn_residual_norm, m.attn_residual_norm_bias, n);
+  if (config_.ffn_dim == 0) return;
   gate_and_up(c, w, m, n);
   add_residual(c, {w.w_down, m.b_down, m.post_ffn_norm}, work_.ffn, n);
   normalize_stream(c, m.ffn_residual_norm, m.ffn_residual_norm_bias, n);
@@ -127,15 +132,46 @@ void ForwardPass::short_convolution(const Context& c, int layer, const Rows& wan
   const LayerWeights& m = model_.layers[std::size_t(layer)];
   const CpuLayer& w = weights_.layers[std::size_t(layer)];
   const int n = all_.count(), n_wanted = wanted.count();
-  const ShortConvStep step = {.config = config_,
-                              .filter = weights_.filter(layer),
-                              .first = states_.layout().first[std::size_t(layer)],
-                              .gated = work_.gated};
-  multiply(c, {{w.conv_in, step.gated}}, normalize(c, work_.x, stream_norm(m.attn_norm), 0, n, work_.normed),
-           n);
-  short_conv(c, step, all_.rows, wanted.rows, work_.conv);
+  const ConvStep step = conv_step(layer, work_.gated, true);
+  multiply(c, {{w.conv_in, step.in}}, normalize(c, work_.x, stream_norm(m.attn_norm), 0, n, work_.normed), n);
+  causal_conv(c, step, all_.rows, wanted.rows, work_.conv);
   if (n_wanted < n) keep_rows(c, work_.x, config_.dim, wanted.rows);
   if (n_wanted > 0) add_residual(c, {w.conv_out, kNoTensor, m.post_attn_norm}, work_.conv, n_wanted);
+}
+
+// Where the layer also has attention, that reads the same rows of x, and adds to them first.
+void ForwardPass::scan(const Context& c, int layer, const Rows& wanted) {
+  const LayerWeights& m = model_.layers[std::size_t(layer)];
+  const CpuLayer& w = weights_.layers[std::size_t(layer)];
+  const int n = all_.count(), n_wanted = wanted.count();
+  const std::size_t first = states_.layout().first[std::size_t(layer)];
+  const ScanStep step = {.config = config_,
+                         .weights = m,
+                         .first = first + config_.conv_state_values(layer),
+                         .projected = work_.projected,
+                         .convolved = work_.convolved.f32,
+                         .out = work_.scanned};
+  multiply(c, {{w.scan_in, step.projected}},
+           normalize(c, work_.x, stream_norm(m.attn_norm), 0, n, work_.normed), n);
+  const bool attends = has_attention(config_.kind(layer));
+  if (attends) attention(c, layer, wanted);
+  const FloatRows mixed = {step.projected.data + config_.scan_dim(), step.projected.stride};
+  causal_conv(c, conv_step(layer, mixed, false), all_.rows, all_.rows, work_.convolved);
+  cpu::scan(c, step, all_.rows, sequences_);
+  gate_scan(c, step, wanted.rows, work_.scan);
+  if (!attends && n_wanted < n) keep_rows(c, work_.x, config_.dim, wanted.rows);
+  if (n_wanted > 0) add_residual(c, {w.scan_out, kNoTensor, m.post_attn_norm}, work_.scan, n_wanted);
+}
+
+ConvStep ForwardPass::conv_step(int layer, const FloatRows& in, bool gated) const {
+  const LayerWeights& m = model_.layers[std::size_t(layer)];
+  return {.channels = config_.conv_channels(config_.kind(layer)),
+          .taps = config_.conv_taps,
+          .filter = weights_.filter(layer),
+          .bias = m.scan_conv_bias ? floats(m.scan_conv_bias) : nullptr,
+          .first = states_.layout().first[std::size_t(layer)],
+          .in = in,
+          .gated = gated};
 }
 
 AttentionStep ForwardPass::attention_step(int layer) const {
@@ -271,6 +307,7 @@ void ForwardPass::plan(std::span<Chunk> chunks) {
   pages_.resize(n_pages);
   all_.rows.clear();
   all_.tiles.clear();
+  sequences_.clear();
   key_blocks_.clear();
   wanted_.rows.clear();
   wanted_.tiles.clear();
@@ -278,6 +315,7 @@ void ForwardPass::plan(std::span<Chunk> chunks) {
   logits_.clear();
 
   const auto tile_rows = [&](int total) { return query_tile_rows(total, config_.n_kv_heads, team_.size()); };
+  const bool attends = config_.n_heads > 0;  // in some layer
   std::byte** pages = pages_.data();
   const auto add = [&](Chunk& chunk) {
     const int first = all_.count(), first_wanted = wanted_.count();
@@ -293,15 +331,19 @@ void ForwardPass::plan(std::span<Chunk> chunks) {
     for (const StateWrite& write : chunk.states.writes)
       all_.rows[std::size_t(first + write.tokens - 1)].next = states_.values(write.state);
     const auto rows = std::span<const Row>(all_.rows).subspan(std::size_t(first));
-    add_tiles(all_.tiles, rows, first, tile_rows(n));
-    add_key_blocks(key_blocks_, rows, first);
+    sequences_.push_back({first, count});
+    if (attends) {
+      add_tiles(all_.tiles, rows, first, tile_rows(n));
+      add_key_blocks(key_blocks_, rows, first);
+    }
     for (int i = 0; i < count_wanted; ++i) {
       wanted_.rows.push_back(all_.rows[std::size_t(first + count - count_wanted + i)]);
       outputs_.push_back({&chunk, i});
       if (logits_use(chunk.output) != LogitsUse::kNone) logits_.push_back(logits ? logits->logits : nullptr);
     }
-    add_tiles(wanted_.tiles, std::span(wanted_.rows).subspan(std::size_t(first_wanted)), first_wanted,
-              tile_rows(n_wanted));
+    if (attends)
+      add_tiles(wanted_.tiles, std::span(wanted_.rows).subspan(std::size_t(first_wanted)), first_wanted,
+                tile_rows(n_wanted));
     pages += chunk.cache->pages().size();
   };
   for (const bool with_logits : {true, false})
@@ -313,6 +355,7 @@ void ForwardPass::plan(std::span<Chunk> chunks) {
     if (logits_use(outputs_[i].chunk->output) == LogitsUse::kPass)
       logits_[i] = work_.logits + used++ % kHeadRows * std::size_t(config_.vocab_size);
   for (Rows* rows : {&all_, &wanted_}) {
+    if (!attends) break;
     deal(rows->tiles, team_.size());
     // Of a layer without a window: where there is one, splits are fewer, and items more alike.
     if (const int splits = attention_splits(config_, 0, rows->tiles, team_.size()); splits > 1)

@@ -67,6 +67,8 @@ class ForwardPass {
   void run_layer(const Context& c, int layer, const Rows& wanted);
   void attention(const Context& c, int layer, const Rows& wanted);
   void short_convolution(const Context& c, int layer, const Rows& wanted);
+  ConvStep conv_step(int layer, const FloatRows& in, bool gated) const;
+  void scan(const Context& c, int layer, const Rows& wanted);
   AttentionStep attention_step(int layer) const;
   void project_qkv(const Context& c, const CpuLayer& w, const AttentionStep& step,
                    const AttentionItems& items, const Rows& wanted);
@@ -95,7 +97,8 @@ class ForwardPass {
   Workspace work_;
   std::vector<std::byte*> pages_;
   Rows all_, wanted_;                 // of every layer, and of the last one
-  std::vector<RowRange> key_blocks_;  // of all rows
+  std::vector<RowRange> sequences_;   // of all rows
+  std::vector<RowRange> key_blocks_;  // likewise
   std::vector<Wanted> outputs_;       // those of logits first, after them hidden states
   std::vector<float*> logits_;        // where those of each output go; null: only the largest is wanted
 };

@@ -162,6 +162,21 @@ struct AttentionHead {
   const void* values_of(int span) const { return pages[span] + values; }
 };
 
+// One head of a state-space layer (Mamba-2, arXiv:2405.21060) over consecutive tokens of a sequence. With
+// step = softplus(dt + dt_bias) of a token: state = exp(step * a) * state + b (step * x)^T, and
+// y = state^T c + skip * x.
+struct ScanHead {
+  const float* x;                   // [tokens][dim]
+  const float *b, *c;               // [tokens][rows]
+  const float* dt;                  // [tokens]
+  float* y;                         // [tokens][dim]
+  std::size_t x_stride, dt_stride;  // from one token to the next; x_stride also of b and c
+  std::size_t y_stride;
+  int dim, rows;
+  float a, dt_bias, skip;
+  float* state;  // [rows][dim], before the first token; the kernel leaves that after the last one
+};
+
 struct Kernels {
   const char* name;
 
@@ -212,6 +227,9 @@ struct Kernels {
   void (*gated)(const float* gate, const float* up, Activation activation, int n, float* out);
   // out = activation(x). out may be x.
   void (*activate)(const float* x, Activation activation, int n, float* out);
+  // Token by token and, of each value of y, row by row, so that the bits do not depend on how tokens are
+  // divided among calls.
+  void (*scan)(const ScanHead& head, int tokens);
   // Sum of exp(x - shift).
   double (*sum_exp)(const float* x, float shift, int n);
   // Keys, or values, `step` floats apart, of `count` positions of a page from `position` on, into those of a

@@ -23,10 +23,12 @@ KvPages::KvPages(const Config& config, KvLayout layout, int key_multiple, int ma
       value_stride_(round_up(config.value_dim, kFloatPad)),
       key_bytes_(span_bytes(layout_, key_stride_)),
       head_bytes_(key_bytes_ + span_bytes(layout_, value_stride_)),
-      page_bytes_(round_up(std::size_t(n_layers_) * std::size_t(n_heads_) * head_bytes_, 64)),
-      group_(std::clamp<std::size_t>(std::size_t(max_context) / kPositionsOfGrouped, 1,
-                                     std::clamp<std::size_t>(kStretchBytes / head_bytes_, 1, kMostGrouped))) {
-}
+      // Without attention in any layer, pages only count positions.
+      page_bytes_(
+          std::max(round_up(std::size_t(n_layers_) * std::size_t(n_heads_) * head_bytes_, 64), kLeastPage)),
+      group_(std::clamp<std::size_t>(
+          std::size_t(max_context) / kPositionsOfGrouped, 1,
+          std::clamp<std::size_t>(kStretchBytes / std::max(head_bytes_, kLeastPage), 1, kMostGrouped))) {}
 
 void KvPages::grow(std::size_t pages) {
   const std::scoped_lock lock(mutex_);

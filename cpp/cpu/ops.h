@@ -263,16 +263,37 @@ class CacheWriter {
 void attend(const Context& c, const AttentionStep& step, const AttentionItems& items,
             const AttentionSplits& splits, const Activations& out);
 
-// A gated short convolution of one layer.
-struct ShortConvStep {
+// The scan of a state-space layer (Mamba-2).
+struct ScanStep {
   const Config& config;
-  const float* filter;  // [taps][dim]
-  std::size_t first;    // of the layer's values in a slot of states
-  FloatRows gated;      // [rows][3 * dim]: the input projection
+  const LayerWeights& weights;
+  std::size_t first;    // of the heads' values in a slot of states
+  FloatRows projected;  // [rows][scan_projected()]
+  FloatRows convolved;  // [rows][conv_channels()]
+  FloatRows out;        // [rows][scan_dim()]
 };
+// Goes through the tokens of each sequence and writes the states of the rows that have a place for one.
+void scan(const Context& c, const ScanStep& step, std::span<const Row> all,
+          std::span<const RowRange> sequences);
+// What the wanted rows of step.out give with their gates, normed in groups, in the forms that `out` asks for.
+void gate_scan(const Context& c, const ScanStep& step, std::span<const Row> wanted, const Activations& out);
+
+// The convolution of one layer.
+struct ConvStep {
+  int channels, taps;
+  const float* filter;  // [taps][channels]
+  const float* bias;    // [channels]; null: there is none
+  std::size_t first;    // of the layer's values in a slot of states
+  FloatRows in;         // [rows][channels], or, with gates, [rows][3 * channels]
+  bool gated;           // without gates, the result is activated
+};
+// A row of the result.
+void convolve(const Context& c, const ConvStep& step, const Row& row, float* out);
+// Writes the inputs of the next convolution where the row has a place for a state.
+void store_conv_state(const ConvStep& step, const Row& row);
 // Convolves the wanted rows, which become the first rows of `out`, in the forms that it asks for, and writes
-// the states of all rows that have a place for one.
-void short_conv(const Context& c, const ShortConvStep& step, std::span<const Row> all,
-                std::span<const Row> wanted, const Activations& out);
+// the states of all rows.
+void causal_conv(const Context& c, const ConvStep& step, std::span<const Row> all,
+                 std::span<const Row> wanted, const Activations& out);
 
 }  // namespace metal_prefill::cpu

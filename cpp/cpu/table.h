@@ -8,6 +8,7 @@
 #include "tile_gemm.h"
 #include "tile_narrow.h"
 #include "tile_peak.h"
+#include "tile_scan.h"
 
 namespace metal_prefill::cpu {
 namespace {
@@ -28,6 +29,7 @@ constexpr Kernels kTable = {
     .add_products = add_products,
     .gated = gated,
     .activate = activate,
+    .scan = scan,
     .sum_exp = sum_exp,
     .store_keys = store_keys,
     .store_values = store_values,

@@ -115,6 +115,7 @@ Forms& Weights::input_of(Extent cols) {
   if (cols == Extent::kAttention) return attention_input;
   if (cols == Extent::kFfn) return ffn_input;
   if (cols == Extent::kChannels) return conv_input;
+  if (cols == Extent::kScanDim) return scan_input;
   throw std::logic_error("no step computes the input of a matrix");
 }
 
@@ -183,11 +184,13 @@ Weights::Weights(const Model& model, Compute compute, const Kernels& kernels, Te
 
   for (const LayerWeights& layer : model.layers) {
     has_conv = has_conv || layer.conv;
-    std::vector<float>& filter = filters_.emplace_back(layer.conv.bytes / sizeof(float));
-    const auto* values = reinterpret_cast<const float*>(layer.conv.data);
-    for (int channel = 0; channel < layer.conv.rows; ++channel)
-      for (int tap = 0; tap < layer.conv.cols; ++tap)
-        filter[std::size_t(tap) * std::size_t(layer.conv.rows) + std::size_t(channel)] = *values++;
+    has_scan = has_scan || layer.scan_in;
+    const Tensor& conv = layer.conv ? layer.conv : layer.scan_conv;
+    std::vector<float>& filter = filters_.emplace_back(conv.bytes / sizeof(float));
+    const auto* values = reinterpret_cast<const float*>(conv.data);
+    for (int channel = 0; channel < conv.rows; ++channel)
+      for (int tap = 0; tap < conv.cols; ++tap)
+        filter[std::size_t(tap) * std::size_t(conv.rows) + std::size_t(channel)] = *values++;
   }
 
   packed_bytes_ = lay_out(nullptr);

@@ -58,17 +58,18 @@ class Weights {
   std::vector<CpuLayer> layers;
   Linear output;
   bool widens = false;  // quantized weights to pairs, once for all rows of a pass
-  // Of products that read [dim], [n_heads * value_dim], [ffn_dim], the output of a short convolution.
-  Forms dim_input, attention_input, ffn_input, conv_input;
-  bool has_conv = false;          // in some layer
-  std::size_t scratch_bytes = 0;  // the largest scratch_bytes_of()
+  // Of products that read [dim], [n_heads * value_dim], [ffn_dim], the output of a short convolution or of a
+  // scan.
+  Forms dim_input, attention_input, ffn_input, conv_input, scan_input;
+  bool has_conv = false, has_scan = false;  // in some layer
+  std::size_t scratch_bytes = 0;            // the largest scratch_bytes_of()
   std::size_t packed_bytes() const { return packed_bytes_; }
   // What was packed here, in the order of Model::packed.
   std::span<const std::byte> packed_here() const {
     return were_packed_ ? std::span<const std::byte>() : std::span(arena_.data(), arena_.bytes());
   }
   bool were_packed() const { return were_packed_; }
-  // The filter of a short convolution, [taps][dim].
+  // The filter of a convolution, [taps][channels].
   const float* filter(int layer) const { return filters_[std::size_t(layer)].data(); }
   // Copies Model::packed to memory of its own, once: a mapped file lies on small pages, on which a token of a
   // small model takes 1.4 times as long. Left to the first pass, that does not delay opening.

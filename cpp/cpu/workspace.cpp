@@ -80,6 +80,14 @@ void Workspace::reserve(const Config& c, const Weights& weights, std::size_t rop
         w.gated = layout.floats(3 * dim);
         w.conv = layout.activations(dim, weights.conv_input, Layout::Float32::kAlways);
       }
+      if (weights.has_scan) {
+        const std::size_t inner = std::size_t(c.scan_dim());
+        w.projected = layout.floats(std::size_t(c.scan_projected()));
+        w.convolved = layout.activations(std::size_t(c.conv_channels(LayerKind::kStateSpace)), {},
+                                         Layout::Float32::kAlways);
+        w.scanned = layout.floats(inner);
+        w.scan = layout.activations(inner, weights.scan_input, Layout::Float32::kAlways);
+      }
       w.rotations = layout.take<float>(rope_tables * std::size_t(rows) * std::size_t(c.rope_dim));
       w.cache_done = layout.take<std::atomic<int>>(2 * kv_heads);
       return layout.bytes();

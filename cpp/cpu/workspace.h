@@ -48,6 +48,10 @@ struct Workspace {
   Activations ffn;             // [rows][ffn_dim]
   FloatRows gated;             // [rows][3 * dim]: the input of a short convolution and its gates
   Activations conv;            // [rows][dim]: its output
+  FloatRows projected;         // [rows][scan_projected()]: the gate, x, B and C, and the steps of a scan
+  Activations convolved;       // [rows][conv_channels()]: x, B and C after the convolution
+  FloatRows scanned;           // [rows][scan_dim()]
+  Activations scan;            // [rows][scan_dim()]: gated and normed
   float* rotations = nullptr;  // [tables][rows][rope_dim] cosines and sines
   float* logits = nullptr;     // [logit_rows][vocab_size]
   AttentionSplits splits;      // where threads share positions

@@ -106,11 +106,14 @@ class ForwardPass {
     View bias;                        // of q, k and v; null: the model has none
     std::vector<Projection> qkv;      // merged as far as the weights allow
     std::vector<Projection> conv_in;  // one; of a short convolution
-    View conv;                        // its filter; null: the layer has attention
+    View conv, conv_bias;             // filter and bias of a convolution; null: there is none
+    std::vector<Projection> scan_in;  // one; of a state-space layer
+    ops::ScanWeights scan;            // likewise
     std::vector<Projection> gate_up;  // one, merged, or two; without a gate that of up
     bool gated;
     View gate_up_bias;                    // null: the model has none
     BlockOutput attn_output, ffn_output;  // the first one also of a convolution
+    BlockOutput scan_output;              // of a state-space layer
   };
   // The rows of a pass that a step works on.
   struct Rows {
@@ -125,7 +128,8 @@ class ForwardPass {
     Sequences sequences;
   };
   struct Activations {
-    View x, normed, qkv, partial, att, block, gate_up, ffn, gated, conv, logits;
+    View x, normed, qkv, partial, att, block, gate_up, ffn, gated, conv, projected, convolved, scanned,
+        scan_out, logits;
   };
   // A pass in progress.
   struct Pass {
@@ -155,6 +159,9 @@ class ForwardPass {
   void embed(const Pass& pass) const;
   void attention(Pass& pass, int layer, const Part& wanted) const;
   void short_convolution(Pass& pass, int layer, const Rows& wanted) const;
+  void convolve(const Pass& pass, int layer, const StridedRows& in, const View& out, const Rows& wanted,
+                bool gated) const;
+  void scan(Pass& pass, int layer, const Part& wanted) const;
   // Norms x into `normed` and returns where the result is: where nothing is to be done, in x.
   View normalized(Encoder& e, const Norm& norm, const View& x, const View& normed, const Rows& rows) const;
   void norm_rows_of_qk(const Pass& pass, const Layer& w) const;

@@ -66,8 +66,12 @@ void ForwardPass::encode_layer(Pass& pass, int layer, const Part& wanted) const 
     case LayerKind::kShortConv:
       short_convolution(pass, layer, rows);
       break;
+    case LayerKind::kStateSpace:
+    case LayerKind::kAttentionAndStateSpace:
+      scan(pass, layer, wanted);
+      break;
   }
-  if (rows.count > 0)
+  if (rows.count > 0 && config_.ffn_dim > 0)
     feed_forward(pass, layers_[std::size_t(layer)], pass.a.x.row(std::size_t(rows.first), config_.dim), rows);
 }
 
@@ -76,15 +80,62 @@ void ForwardPass::short_convolution(Pass& pass, int layer, const Rows& wanted) c
   const Activations& a = pass.a;
   const Rows& all = pass.all.rows;
   normed_projections(pass.e, w.attn_norm, w.conv_in, a.x, a.normed, {a.gated, 3 * config_.dim}, all);
-  ops::short_conv(pass.e, w.conv, a.gated, pass.tables.states, pass.buffers.states(layer), a.conv,
-                  {.channels = u32_t(config_.dim),
-                   .taps = u32_t(config_.conv_taps),
-                   .slot_stride = u32_t(state_layout_.values),
-                   .tokens = u32_t(all.count),
-                   .first_out = u32_t(all.count - wanted.count)},
-                  wanted.precision(), pass.rows.all.runs);
+  convolve(pass, layer, {a.gated, 3 * config_.dim}, a.conv, wanted, true);
   if (wanted.count > 0)
     add_residual(pass, w.attn_output, a.conv, a.x.row(std::size_t(wanted.first), config_.dim), wanted);
+}
+
+void ForwardPass::convolve(const Pass& pass, int layer, const StridedRows& in, const View& out,
+                           const Rows& wanted, bool gated) const {
+  const View filter = layers_[std::size_t(layer)].conv, bias = layers_[std::size_t(layer)].conv_bias;
+  const int count = pass.all.rows.count;
+  ops::causal_conv(pass.e, {filter, bias ? bias : filter, pass.tables.states, pass.buffers.states(layer)},
+                   in.view, out,
+                   {.channels = u32_t(config_.conv_channels(config_.kind(layer))),
+                    .taps = u32_t(config_.conv_taps),
+                    .in_stride = u32_t(in.stride),
+                    .slot_stride = u32_t(state_layout_.values),
+                    .tokens = u32_t(count),
+                    .first_out = u32_t(count - wanted.count),
+                    .gated = gated,
+                    .has_bias = bool(bias)},
+                   wanted.precision(), pass.rows.all.runs);
+}
+
+// Where the layer also has attention, that reads the same rows of x, and adds to them first.
+void ForwardPass::scan(Pass& pass, int layer, const Part& wanted) const {
+  const Layer& w = layers_[std::size_t(layer)];
+  const Activations& a = pass.a;
+  const Rows &all = pass.all.rows, &rows = wanted.rows;
+  const LayerKind kind = config_.kind(layer);
+  const int stride = config_.scan_projected(), channels = config_.conv_channels(kind);
+  const u32_t first_out = u32_t(all.count - rows.count);
+  normed_projections(pass.e, w.attn_norm, w.scan_in, a.x, a.normed, {a.projected, stride}, all);
+  if (has_attention(kind)) attention(pass, layer, wanted);
+  convolve(pass, layer, {a.projected.at(std::size_t(config_.scan_dim()) * sizeof(float)), stride},
+           a.convolved, {0, all.count, Path::kFewTokens}, false);
+  const View states = pass.buffers.states(layer).at(config_.conv_state_values(layer) * sizeof(float));
+  ops::scan(pass.e, w.scan, a.projected, a.convolved, pass.tables.states, states, a.scanned,
+            {.heads = u32_t(config_.scan_heads),
+             .heads_per_group = u32_t(config_.scan_heads / config_.scan_groups),
+             .dim = u32_t(config_.scan_value_dim),
+             .rows = u32_t(config_.scan_key_dim),
+             .row_stride = u32_t(stride),
+             .dt_column = u32_t(config_.scan_dim() + channels),
+             .slot_stride = u32_t(state_layout_.values),
+             .tokens = u32_t(all.count),
+             .first_out = first_out},
+            pass.rows.chunks(), pass.rows.all.runs);
+  if (rows.count == 0) return;
+  ops::scan_norm(pass.e, w.scan, a.projected, a.scanned, a.scan_out,
+                 {.inner = u32_t(config_.scan_dim()),
+                  .groups = u32_t(config_.scan_groups),
+                  .row_stride = u32_t(stride),
+                  .first_out = first_out,
+                  .has_weight = w.scan.has_norm,
+                  .eps = config_.norm_eps},
+                 rows.count, rows.precision());
+  add_residual(pass, w.scan_output, a.scan_out, a.x.row(std::size_t(rows.first), config_.dim), rows);
 }
 
 void ForwardPass::attention(Pass& pass, int layer, const Part& wanted) const {

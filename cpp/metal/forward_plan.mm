@@ -93,6 +93,10 @@ ForwardPass::ForwardPass(const Tuning& tuning, const Model& model, const EngineO
   static_cast<void>(cache_shape_.decode_size());  // throws for heads that are too large
   if (embedding_norm_.weight && (config_.causal || config_.norm_kind != NormKind::kLayer))
     throw UnsupportedModelError("the Metal engine norms embeddings with LayerNorm, in encoders alone");
+  if (config_.scan_key_dim > ops::kMostScanRows)
+    throw UnsupportedModelError("states of " + std::to_string(config_.scan_key_dim) +
+                                " rows: the Metal engine takes up to " + std::to_string(ops::kMostScanRows) +
+                                ", use device='cpu'");
   if (config_.max_alibi_bias > 0 && config_.causal)
     throw UnsupportedModelError("the Metal engine has ALiBi in encoders alone: use device='cpu'");
   if (model.output) output_.push_back(projection(model.output, weights));
@@ -116,27 +120,41 @@ ForwardPass::Layer ForwardPass::layer_of(LayerKind kind, const LayerWeights& w, 
   const auto norm = [&](const Tensor& weight, float e) { return norm_of(weight, {}, e, weights); };
   const auto output = [&](const Tensor& weight, const Tensor& bias, const Tensor& block_norm,
                           const Tensor& residual_norm, const Tensor& residual_bias) {
+    if (!weight) return BlockOutput{};
     return BlockOutput{.w = projection(weight, weights),
                        .bias = bias ? weights.view(bias) : View{},
                        .norm = norm(block_norm, eps),
                        .residual_norm = norm_of(residual_norm, residual_bias, stream_eps, weights)};
   };
-  const bool gated = bool(w.w_gate), attention = kind == LayerKind::kAttention;
+  const bool gated = bool(w.w_gate), attention = has_attention(kind), scans = has_state_space(kind);
+  const auto view = [&](const Tensor& t) { return t ? weights.view(t) : View{}; };
   Layer layer = {.attn_norm = norm(w.attn_norm, stream_eps),
                  .ffn_norm = norm(w.ffn_norm, stream_eps),
                  .q_norm = norm(w.q_norm, eps),
                  .k_norm = norm(w.k_norm, eps),
                  .bias = {},
                  .qkv = attention ? merge({&w.wq, &w.wk, &w.wv}, weights) : std::vector<Projection>(),
-                 .conv_in = attention ? std::vector<Projection>() : merge({&w.conv_in}, weights),
-                 .conv = w.conv ? weights.view(w.conv) : View{},
-                 .gate_up = gated ? merge({&w.w_gate, &w.w_up}, weights) : merge({&w.w_up}, weights),
+                 .conv_in = w.conv_in ? merge({&w.conv_in}, weights) : std::vector<Projection>(),
+                 .conv = view(scans ? w.scan_conv : w.conv),
+                 .conv_bias = view(w.scan_conv_bias),
+                 .scan_in = scans ? merge({&w.scan_in}, weights) : std::vector<Projection>(),
+                 .scan = {},
+                 .gate_up = gated    ? merge({&w.w_gate, &w.w_up}, weights)
+                            : w.w_up ? merge({&w.w_up}, weights)
+                                     : std::vector<Projection>(),
                  .gated = gated,
                  .gate_up_bias = {},
                  .attn_output = output(attention ? w.wo : w.conv_out, w.bo, w.post_attn_norm,
                                        w.attn_residual_norm, w.attn_residual_norm_bias),
                  .ffn_output = output(w.w_down, w.b_down, w.post_ffn_norm, w.ffn_residual_norm,
-                                      w.ffn_residual_norm_bias)};
+                                      w.ffn_residual_norm_bias),
+                 .scan_output = output(w.scan_out, {}, w.post_attn_norm, {}, {})};
+  if (scans)
+    layer.scan = {.a = view(w.scan_rates),
+                  .bias = view(w.scan_step),
+                  .skip = view(w.scan_skip),
+                  .norm = view(w.scan_group_norm ? w.scan_group_norm : w.scan_rates),
+                  .has_norm = bool(w.scan_group_norm)};
   if (w.bq || w.bk || w.bv)
     layer.bias = weights.concatenate(BufferName::kQkvBias,
                                      {{{&w.bq, w.wq.rows}, {&w.bk, w.wk.rows}, {&w.bv, w.wv.rows}}}, 1.0f);
@@ -163,7 +181,9 @@ PassTables ForwardPass::tables(const PassRows& rows, PassBuffers& buffers) const
           .rows = list(BufferName::kRows, n, 1, sizeof(PassRow)),
           .tiles = list(BufferName::kTiles, rows.tiles.size(), 64, sizeof(AttentionTile)),
           .pages = list(BufferName::kPages, rows.first_page.back(), 256, sizeof(PageId)),
-          .states = rows.states.empty() ? View{} : list(BufferName::kStateRows, n, 1, sizeof(StateRow)),
+          .states = rows.states.empty()
+                        ? View{}
+                        : list(BufferName::kStateRows, n + std::size_t(rows.chunks()), 1, sizeof(StateRow)),
           .targets = list(BufferName::kTargets, std::size_t(rows.scored.count), 1, sizeof(TokenId))};
 }
 
@@ -244,21 +264,30 @@ ForwardPass::Activations ForwardPass::activations(const PassRows& rows, PassBuff
   Activations a;
   a.x = buffers.get(BufferName::kX, floats(config_.dim, n));
   a.normed = buffers.get(BufferName::kNormed, operand(config_.dim));
-  a.qkv = buffers.get(BufferName::kQkv, floats(qkv_dim_, n));
-  a.att = buffers.get(BufferName::kAtt, operand(att_dim_));
-  a.ffn = buffers.get(BufferName::kFfn, operand(config_.ffn_dim));
-  if (any_layer([](const Layer& w) { return bool(w.conv); })) {
+  if (config_.n_heads > 0) {
+    a.qkv = buffers.get(BufferName::kQkv, floats(qkv_dim_, n));
+    a.att = buffers.get(BufferName::kAtt, operand(att_dim_));
+  }
+  if (config_.ffn_dim > 0) a.ffn = buffers.get(BufferName::kFfn, operand(config_.ffn_dim));
+  if (any_layer([](const Layer& w) { return !w.scan_in.empty(); })) {
+    a.projected = buffers.get(BufferName::kProjected, floats(config_.scan_projected(), n));
+    a.convolved =
+        buffers.get(BufferName::kConvolved, floats(config_.conv_channels(LayerKind::kStateSpace), n));
+    a.scanned = buffers.get(BufferName::kScanned, floats(config_.scan_dim(), n));
+    a.scan_out = buffers.get(BufferName::kScanOut, operand(config_.scan_dim()));
+  }
+  if (any_layer([](const Layer& w) { return !w.conv_in.empty(); })) {
     a.gated = buffers.get(BufferName::kGated, floats(3 * config_.dim, n));
     a.conv = buffers.get(BufferName::kConv, operand(config_.dim));
   }
   if (any_layer([](const Layer& w) { return w.attn_output.norm.weight || w.ffn_output.norm.weight; }))
     a.block = buffers.get(BufferName::kBlock, floats(config_.dim, n));
-  if (any_layer([&](const Layer& w) {
+  if (config_.ffn_dim > 0 && any_layer([&](const Layer& w) {
         return gate_up_separate(w, all.path) || gate_up_separate(w, Path::kFewTokens);
       }))
     a.gate_up = buffers.get(BufferName::kGateUp, floats(2 * config_.ffn_dim, n));
   const PassPart& decoded = rows.few ? rows.all : rows.wanted;
-  if (decoded.splits > 1 && wanted.path == Path::kFewTokens) {
+  if (config_.n_heads > 0 && decoded.splits > 1 && wanted.path == Path::kFewTokens) {
     AttentionArgs attention = attention_args(0);
     attention.splits = u32_t(tuning_.max_splits);
     const int count = int(buffered_tokens(decoded.count));
@@ -275,7 +304,11 @@ std::vector<ForwardPass::Intermediate> ForwardPass::intermediates(const PassRows
   const Rows all = all_rows(rows), wanted = wanted_rows(rows);
   std::vector<Intermediate> kept = {{BufferName::kX, elements(all.count, config_.dim), Precision::kF32},
                                     {BufferName::kQkv, elements(all.count, qkv_dim_), Precision::kF32}};
-  if (wanted.count == 0) return kept;
+  const auto without_empty = [&] {
+    std::erase_if(kept, [](const Intermediate& buffer) { return buffer.elements == 0; });
+    return kept;
+  };
+  if (wanted.count == 0) return without_empty();
   // The head norms the rows of each output, at most kHeadRows at a time, in one place.
   const auto [head_rows, path] = rows.logits.count > 0   ? std::pair(rows.logits.count, Path::kFewTokens)
                                  : rows.greedy.count > 0 ? std::pair(rows.greedy.count, Path::kFewTokens)
@@ -287,7 +320,7 @@ std::vector<ForwardPass::Intermediate> ForwardPass::intermediates(const PassRows
   if (rows.greedy.count > 0)
     kept.push_back({BufferName::kLogits,
                     elements((rows.greedy.count - 1) % kHeadRows + 1, config_.vocab_size), Precision::kF32});
-  return kept;
+  return without_empty();
 }
 
 KernelThreads ForwardPass::kernels(const ThreadLimit& limit) const {

@@ -121,10 +121,18 @@ std::string kernel_name(const KernelKey& key, const CacheShape& cache) {
       return "swiglu_f32";
     case Kernel::kSwigluF16:
       return "swiglu_f16";
-    case Kernel::kShortConvF32:
-      return "short_conv_f32";
-    case Kernel::kShortConvF16:
-      return "short_conv_f16";
+    case Kernel::kCausalConvF32:
+      return "causal_conv_f32";
+    case Kernel::kCausalConvF16:
+      return "causal_conv_f16";
+    case Kernel::kScan128:
+      return "scan_128";
+    case Kernel::kScan256:
+      return "scan_256";
+    case Kernel::kScanNormF32:
+      return "scan_norm_f32";
+    case Kernel::kScanNormF16:
+      return "scan_norm_f16";
     case Kernel::kArgmaxStage1:
       return "argmax_stage1";
     case Kernel::kArgmaxStage2:

@@ -125,11 +125,30 @@ struct GateUp {
 };
 void swiglu(Encoder& e, const GateUp& gate_up, const View& out, int tokens, Precision precision);
 
+// A convolution and the states of its layer. Without a bias any buffer will do.
+struct ConvInputs {
+  View filter, bias, rows, states;
+};
 // Convolves the rows of the pass from args.first_out on, which become the first rows of `out`, and writes the
 // states of all rows that have a slot for one.
-void short_conv(Encoder& e, const View& filter, const View& gated, const View& rows, const View& states,
-                const View& out, const ShortConvArgs& args, Precision precision,
-                std::span<const RowRun> runs);
+void causal_conv(Encoder& e, const ConvInputs& inputs, const View& in, const View& out,
+                 const CausalConvArgs& args, Precision precision, std::span<const RowRun> runs);
+
+// What a state-space layer has besides its projections. Without a norm any buffer will do.
+struct ScanWeights {
+  View a, bias, skip, norm;
+  bool has_norm = false;
+};
+// Most rows of the state of a head.
+inline constexpr int kMostScanRows = 256;
+// Goes through the tokens of each of `sequences` and writes the states of all rows that have a slot for one.
+// `states` are the matrices of the layer. Of the rows before args.first_out it computes no result.
+void scan(Encoder& e, const ScanWeights& w, const View& projected, const View& convolved, const View& rows,
+          const View& states, const View& out, const ScanArgs& args, int sequences,
+          std::span<const RowRun> runs);
+// Gates and norms rows from args.first_out on, which become the first rows of `out`.
+void scan_norm(Encoder& e, const ScanWeights& w, const View& gates, const View& y, const View& out,
+               const ScanNormArgs& args, int tokens, Precision precision);
 
 // Both stages, of each row of `n` logits; `candidates` holds candidates_bytes.
 std::size_t candidates_bytes(const Tuning& tuning, int rows);

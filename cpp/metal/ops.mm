@@ -448,7 +448,7 @@ bool attends_on_tensors(const Tuning& tuning, const CacheShape& cache, const Att
 }  // namespace
 
 TileShape tile_shape(const Tuning& tuning, const CacheShape& cache, const AttentionArgs& args) {
-  return {int(args.n_heads / args.n_kv_heads),
+  return {args.n_kv_heads > 0 ? int(args.n_heads / args.n_kv_heads) : 1,
           attends_on_tensors(tuning, cache, args)
               ? ATTENTION_TENSOR_ROWS
               : 8 * PREFILL_ROW_BLOCKS(cache.prefill_size(), element_bytes(cache))};
@@ -491,15 +491,38 @@ void swiglu(Encoder& e, const GateUp& gate_up, const View& out, int tokens, Prec
       {.x = ceil_div(std::size_t(gate_up.ffn_dim), threads), .y = std::size_t(tokens), .threads = threads});
 }
 
-void short_conv(Encoder& e, const View& filter, const View& gated, const View& rows, const View& states,
-                const View& out, const ShortConvArgs& args, Precision precision,
-                std::span<const RowRun> runs) {
-  const Kernel kernel = precision == Precision::kF16 ? Kernel::kShortConvF16 : Kernel::kShortConvF32;
+void causal_conv(Encoder& e, const ConvInputs& inputs, const View& in, const View& out,
+                 const CausalConvArgs& args, Precision precision, std::span<const RowRun> runs) {
+  const Kernel kernel = precision == Precision::kF16 ? Kernel::kCausalConvF16 : Kernel::kCausalConvF32;
   const std::size_t threads = allowed_threads(e, kernel, 256);
   e.dispatch(
-      kernel, {filter, gated, rows, states, out}, args,
+      kernel, {inputs.filter, inputs.bias, in, inputs.rows, inputs.states, out}, args,
       {.x = ceil_div(std::size_t(args.channels), threads), .y = std::size_t(args.tokens), .threads = threads},
       runs);
+}
+
+void scan(Encoder& e, const ScanWeights& w, const View& projected, const View& convolved, const View& rows,
+          const View& states, const View& out, const ScanArgs& args, int sequences,
+          std::span<const RowRun> runs) {
+  const Kernel kernel = args.rows > 128 ? Kernel::kScan256 : Kernel::kScan128;
+  const std::size_t threads = allowed_threads(e, kernel, 128);
+  const std::size_t simdgroups = args.heads * ceil_div(args.dim, std::size_t(SCAN_COLUMNS));
+  e.dispatch(kernel, {w.a, w.bias, w.skip, projected, convolved, rows, states, out}, args,
+             {.x = ceil_div(simdgroups, threads / kSimd),
+              .y = std::size_t(sequences),
+              .threads = threads,
+              .work = 3.0 * args.tokens * args.heads * args.dim * args.rows},
+             runs);
+}
+
+void scan_norm(Encoder& e, const ScanWeights& w, const View& gates, const View& y, const View& out,
+               const ScanNormArgs& args, int tokens, Precision precision) {
+  const Kernel kernel = precision == Precision::kF16 ? Kernel::kScanNormF16 : Kernel::kScanNormF32;
+  const std::size_t columns = args.inner / args.groups;
+  e.dispatch(kernel, {w.norm, gates, y, out}, args,
+             {.x = std::size_t(tokens),
+              .y = args.groups,
+              .threads = allowed_threads(e, kernel, std::min(round_up(columns, kSimd), std::size_t(256)))});
 }
 
 std::size_t candidates_bytes(const Tuning& tuning, int rows) {

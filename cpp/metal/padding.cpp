@@ -2,9 +2,11 @@
 
 #include <unistd.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
+#include <iterator>
 #include <new>
 #include <utility>
 
@@ -90,7 +92,8 @@ class Arena {
 }  // namespace
 
 bool fits_kernels(const Config& c) {
-  return c.dim % kItem == 0 && c.key_dim % kItem == 0 && c.value_dim % kItem == 0 && c.ffn_dim % kItem == 0;
+  const int dimensions[] = {c.dim, c.key_dim, c.value_dim, c.ffn_dim, c.scan_dim()};
+  return std::all_of(std::begin(dimensions), std::end(dimensions), [](int n) { return n % kItem == 0; });
 }
 
 Model pad_model(const Model& original) {
@@ -100,6 +103,9 @@ Model pad_model(const Model& original) {
     throw UnsupportedModelError("LayerNorm over " + std::to_string(own.dim) +
                                 " values, or heads and a feed-forward that are not multiples of 8: the Metal "
                                 "engine pads dimensions with zeros, which would change means");
+  if (own.scan_dim() % kItem != 0)
+    throw UnsupportedModelError("a state-space layer of " + std::to_string(own.scan_dim()) +
+                                " values: the Metal engine needs a multiple of 8");
   Config& c = model.config;
   for (int Config::* dimension : {&Config::dim, &Config::ffn_dim, &Config::key_dim, &Config::value_dim})
     c.*dimension = round_up(own.*dimension, kItem);

@@ -117,7 +117,8 @@ PassRows::PassRows(std::span<const PassChunk> chunks, const Tuning& tuning, cons
 
 void PassRows::add_states(std::span<const PassChunk> chunks) {
   states.resize(rows.size());
-  std::vector<StateRow> of_chunk(chunks.size(), StateRow{0, 0, 0, 0, STATE_NONE, STATE_NONE});
+  std::vector<StateRow> of_chunk(chunks.size(), StateRow{0, 0, 0, 0, STATE_NONE, STATE_NONE, 0});
+  for (std::size_t i = 0; i < chunks.size(); ++i) of_chunk[i].tokens = u32_t(chunks[i].tokens);
   for (const RowRun& run : all.runs) {
     StateRow& row = of_chunk[std::size_t(run.chunk)];
     if (run.token == 0) row.first = u32_t(run.row);
@@ -130,6 +131,7 @@ void PassRows::add_states(std::span<const PassChunk> chunks) {
       row = of_chunk[std::size_t(run.chunk)];
       row.token = u32_t(run.token + i);
     }
+  states.insert(states.end(), of_chunk.begin(), of_chunk.end());
 }
 
 }  // namespace metal_prefill::metal

@@ -72,6 +72,8 @@ struct PassRows {
   struct Range {
     int first = 0, count = 0;
   };
+  // Chunks in `states`.
+  int chunks() const { return int(states.size() - rows.size()); }
 
   // Rows without an output come first, then those whose targets are scored, then those of which the largest
   // logit is wanted, then those whose logits the host wants, then those whose hidden state it wants: after
@@ -85,7 +87,7 @@ struct PassRows {
   // Tables for the kernels.
   std::vector<PassRow> rows;
   std::vector<AttentionTile> tiles;     // those of all rows, then those of the wanted ones
-  std::vector<StateRow> states;         // of each row; empty: no layer has a state
+  std::vector<StateRow> states;         // of each row, then of each chunk; empty: no layer has a state
   std::vector<std::size_t> first_page;  // of each chunk in the block tables, and after the last chunk
 };
 

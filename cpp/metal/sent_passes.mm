@@ -195,6 +195,9 @@ void MetalEngine::fill(const Config& config, const PassTables& tables, const Pas
   }
   if (!rows.states.empty()) {
     std::vector<StateRow> states = rows.states;
+    const std::span of_chunks = std::span(states).last(chunks.size());
+    for (std::size_t i = 0; i < chunks.size(); ++i)
+      if (const StateRef& before = chunks[i]->states.before) of_chunks[i].before = before.slot();
     for (const RowRun& run : rows.all.runs) {
       const ChunkStates& chunk = chunks[std::size_t(run.chunk)]->states;
       for (int i = 0; i < run.count; ++i) {

@@ -39,6 +39,14 @@ BufferTraits traits_of(BufferName name) {
       return {"gated", false};
     case BufferName::kConv:
       return {"conv", false};
+    case BufferName::kProjected:
+      return {"projected", false};
+    case BufferName::kConvolved:
+      return {"convolved", false};
+    case BufferName::kScanned:
+      return {"scanned", false};
+    case BufferName::kScanOut:
+      return {"scan_out", false};
     case BufferName::kLogits:
       return {"logits", false};
     case BufferName::kHostLogits:

@@ -23,6 +23,10 @@ enum class BufferName {
   kFfn,         // [tokens][ffn_dim] f16 or f32
   kGated,       // [tokens][3 * dim] f32: the input of a short convolution and its gates
   kConv,        // [tokens][dim] f16 or f32: its output
+  kProjected,   // [tokens][scan_projected()] f32: gates, x, b and c, and steps of a scan
+  kConvolved,   // [tokens][conv_channels()] f32: x, b and c after the convolution
+  kScanned,     // [tokens][scan_dim()] f32
+  kScanOut,     // [tokens][scan_dim()] f16 or f32: gated and normed
   kLogits,      // [rows][vocab_size] f32
   kHostLogits,  // [rows][vocab_size] f32, to the host
   kCandidates,  // argmax: [rows], one for each threadgroup

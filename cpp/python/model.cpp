@@ -112,7 +112,9 @@ void bind_model(nb::module_& m) {
       .value("ROWS", QkNormPlace::kRows);
   nb::enum_<LayerKind>(m, "LayerKind")
       .value("ATTENTION", LayerKind::kAttention)
-      .value("SHORT_CONV", LayerKind::kShortConv);
+      .value("SHORT_CONV", LayerKind::kShortConv)
+      .value("STATE_SPACE", LayerKind::kStateSpace)
+      .value("ATTENTION_AND_STATE_SPACE", LayerKind::kAttentionAndStateSpace);
   nb::enum_<Compute>(m, "Compute")
       .value("INT8", Compute::kInt8)
       .value("F32", Compute::kF32)
@@ -163,8 +165,12 @@ void bind_model(nb::module_& m) {
       .def_rw("layer_rope_factor", &Config::layer_rope_factor)
       .def_rw("layer_kinds", &Config::layer_kinds)
       .def_rw("conv_taps", &Config::conv_taps)
+      .def_rw("scan_heads", &Config::scan_heads)
+      .def_rw("scan_groups", &Config::scan_groups)
+      .def_rw("scan_key_dim", &Config::scan_key_dim)
+      .def_rw("scan_value_dim", &Config::scan_value_dim)
       .def("state_values", &Config::state_values, "layer"_a,
-           "Float32 values that a layer keeps of the tokens before a position; 0: it has attention.");
+           "Float32 values that a layer keeps of the tokens before a position; 0: it has no state.");
 
   nb::class_<TensorSpec>(m, "TensorSpec", "A tensor that a model may have.")
       .def_prop_ro(

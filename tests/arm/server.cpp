@@ -255,6 +255,7 @@ const std::map<std::string, Call> kCalls = {
     {"rope", on_values(cpu::calls::rope)},
     {"add_products", on_values(cpu::calls::add_products)},
     {"gated", on_values(cpu::calls::gated)},
+    {"scan", on_values(cpu::calls::scan)},
     {"sum_exp", on_values(cpu::calls::sum_exp)},
     {"half_to_float", on_values(cpu::calls::half_to_float)},
     {"attention", on_values(cpu::calls::attention)},

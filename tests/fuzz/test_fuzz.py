@@ -24,6 +24,7 @@ from support.template_writer import write_template
 
 from metal_prefill import ChatTemplateError, MetalPrefillError, Model
 from metal_prefill._support.arguments import token_array
+from metal_prefill.synth import ScanShape
 from metal_prefill.text._chat_template import ChatTemplate
 
 pytestmark = pytest.mark.timeout(TIMEOUT)
@@ -33,6 +34,8 @@ TINY: dict[str, Any] = {"dim": 32, "key_dim": 32, "heads": 2, "kv_heads": 1, "ff
 SHAPES = {
     "gemma3": replace(MODELS["gemma3"], layers=2, **TINY),
     "lfm2": replace(MODELS["lfm2"], layers=2, conv_layers=(0,), **TINY),
+    "mamba2": replace(MODELS["mamba2"], layers=1, dim=32, vocab=280, scan=ScanShape(32, 8, 2)),
+    "falcon-h1": replace(MODELS["falcon-h1"], layers=1, scan=ScanShape(32, 8, 4, groups=2), **TINY),
 }
 
 

@@ -133,7 +133,21 @@ def test_a_plan_lists_the_dispatches_that_reach_the_gpu(
 
 @pytest.mark.parametrize(
     "name",
-    ["qwen2", "qwen3", "gemma3", "smollm3", "phi3", "granite", "hunyuan-dense", "olmo2", "exaone4", "lfm2"],
+    [
+        *(
+            "qwen2",
+            "qwen3",
+            "gemma3",
+            "smollm3",
+            "phi3",
+            "granite",
+            "hunyuan-dense",
+            "olmo2",
+            "exaone4",
+            "lfm2",
+        ),
+        *("mamba2", "granitehybrid", "falcon-h1"),
+    ],
 )
 def test_plans_of_other_architectures(tmp_path: Path, name: str) -> None:
     found = [model for model in small_models.MODELS.values() if model.architecture == name]
@@ -153,6 +167,17 @@ def test_a_short_convolution_takes_seven_dispatches_at_any_length(tmp_path: Path
             per_layer = Counter(d.layer for d in plan(shape, tokens, position=position))
             assert [per_layer[layer] for layer in (0, 1, 3)] == [7, 7, 7]
             assert per_layer[2] <= 10
+
+
+@pytest.mark.parametrize(("name", "expected"), [("mamba2", 6), ("granitehybrid", 9)])
+def test_a_state_space_layer_takes_as_many_dispatches_whatever_the_length(
+    tmp_path: Path, name: str, expected: int
+) -> None:
+    shape = shape_in(small_models.write(tmp_path / "m.gguf", small_models.MODELS[name]))
+    for tokens in (1, 2, 8, 9, 40, 300):
+        for position in (0, 500):
+            per_layer = Counter(d.layer for d in plan(shape, tokens, position=position))
+            assert per_layer[0] == per_layer[1] == expected
 
 
 LLAMA_7B = ModelConfig(
@@ -316,6 +341,20 @@ def test_every_kernel_of_the_shaders_is_dispatched_by_some_pass(
     )
     for tokens in (1, 300):
         found |= {d.kernel for d in plan(uniform_shape(convolving, "f32", "f32"), tokens)}
+    both: Any = ("attention_and_state_space",) * SMALL.n_layers
+    for rows in (128, 256):
+        scanning = replace(
+            SMALL,
+            architecture="falcon-h1",
+            layer_kinds=both,
+            conv_taps=4,
+            scan_heads=4,
+            scan_groups=1,
+            scan_key_dim=rows,
+            scan_value_dim=32,
+        )
+        for tokens in (1, 300):
+            found |= {d.kernel for d in plan(uniform_shape(scanning, "f32", "f32"), tokens)}
     mixed = uniform_shape(SMALL, "q4_0", "q4_0")
     bias = TensorShape("bo", 0, GGMLQuantizationType.F32, (SMALL.dim,))
     found |= {d.kernel for d in plan(Shape(SMALL, (*mixed.tensors, bias)), 9)}

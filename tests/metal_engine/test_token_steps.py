@@ -323,14 +323,18 @@ def test_swiglu(run: Run, tokens: int, ffn_dim: int, gated: int, has_bias: int, 
         check(out.check(), expected)
 
 
+@pytest.mark.parametrize("kind", ["gated", "activated", "with a bias"])
 @pytest.mark.parametrize("taps", [2, 3, 5])
 @pytest.mark.parametrize("channels", [64, 200])
-def test_short_conv(run: Run, channels: int, taps: int) -> None:
+def test_causal_conv(run: Run, channels: int, taps: int, kind: str) -> None:
     """Three sequences, two of which are split: their last tokens follow those of the others."""
     rng = np.random.default_rng(taps)
     none, slots = CONSTANTS["STATE_NONE"], 7
     lengths, divided, before = (6, 1, 9), (2, 0, 8), (3, none, none)
-    gated = rng.standard_normal((sum(lengths), 3, channels)).astype(np.float32)
+    given = rng.standard_normal((sum(lengths), 3, channels)).astype(np.float32)
+    bias = rng.standard_normal(channels).astype(np.float32)
+    wide = given.astype(np.float64)
+    entering = wide[:, 0] * wide[:, 2] if kind == "gated" else wide[:, 0]
     filters = rng.standard_normal((channels, taps)).astype(np.float32)
     stride = (taps - 1) * channels + 16
     states = rng.standard_normal((slots, stride)).astype(np.float32)
@@ -349,32 +353,40 @@ def test_short_conv(run: Run, channels: int, taps: int) -> None:
         inputs = np.zeros((taps - 1 + n, channels))
         if before[i] != none:
             inputs[: taps - 1] = states[before[i], : (taps - 1) * channels].reshape(taps - 1, channels)
-        inputs[taps - 1 :] = gated[rows, 0].astype(np.float64) * gated[rows, 2]
+        inputs[taps - 1 :] = entering[rows]
         for token, row in enumerate(rows):
-            table[row] = (token, first[i], heads[i], rest[i], before[i], table[row]["after"])
+            table[row] = (token, first[i], heads[i], rest[i], before[i], table[row]["after"], n)
             window = inputs[token : token + taps]
-            expected[row] = gated[row, 1] * (window * filters.T).sum(axis=0)
+            sums = (window * filters.T).sum(axis=0)
+            if kind == "gated":
+                expected[row] = wide[row, 1] * sums
+            else:
+                expected[row] = activated(sums + (bias if kind == "with a bias" else 0), "silu")
             if table[row]["after"] != none:
                 states_after[table[row]["after"]] = window[1:].reshape(-1)
     for first_out in (0, 5):
         for name, dtype, check in (
-            ("short_conv_f32", np.float32, close),
-            ("short_conv_f16", np.float16, near),
+            ("causal_conv_f32", np.float32, close),
+            ("causal_conv_f16", np.float16, near),
         ):
             out, held = (
                 Output([sum(lengths) - first_out, channels], dtype),
                 Output(states.shape, initial=states),
             )
             args = make_args(
-                "ShortConvArgs",
+                "CausalConvArgs",
                 channels=channels,
                 taps=taps,
+                in_stride=3 * channels,
                 slot_stride=stride,
                 tokens=sum(lengths),
                 first_out=first_out,
+                gated=kind == "gated",
+                has_bias=kind == "with a bias",
             )
             grid = (ceil_div(channels, 64), sum(lengths))
-            run(name, filters, gated, table, held.buffer, out.buffer, args, groups=grid, threads=(64, 1))
+            buffers = (filters, bias, given, table, held.buffer, out.buffer, args)
+            run(name, *buffers, groups=grid, threads=(64, 1))
             check(out.check(), expected[first_out:])
             after = held.check()
             for slot in range(slots):

@@ -150,8 +150,24 @@ def test_the_cost_model_predicts_the_bytes_of_short_convolutions(tmp_path: Path,
     with Model(path, device="metal") as model:
         if not counts_work(model.device):
             pytest.skip("only the emulator's CPU executor counts, and only without a sanitizer")
-        found = [d for d in counted(trace(model, DECODED)) if d[0].kernel.startswith("short_conv")]
+        found = [d for d in counted(trace(model, DECODED)) if d[0].kernel.startswith("causal_conv")]
         assert len(found) == 3 * 3
+        for d, bindings in found:
+            work = work_of(d)
+            moved = sum(
+                b["unique_bytes_read"] + b["unique_bytes_written"] for n, b in bindings.items() if n != "args"
+            )
+            assert work.dram_bytes + work.cached_bytes == pytest.approx(moved, rel=0.03, abs=64), d
+
+
+@pytest.mark.emulator
+def test_the_cost_model_has_the_bytes_of_state_space_layers(tmp_path: Path, metal: None) -> None:
+    path = small_models.write(tmp_path / "m.gguf", small_models.MODELS["mamba2"])
+    with Model(path, device="metal") as model:
+        if not counts_work(model.device):
+            pytest.skip("only the emulator's CPU executor counts, and only without a sanitizer")
+        found = [d for d in counted(trace(model, DECODED)) if d[0].kernel.startswith("scan")]
+        assert len(found) == 3 * 2 * 3
         for d, bindings in found:
             work = work_of(d)
             moved = sum(

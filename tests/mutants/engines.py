@@ -16,6 +16,13 @@ _SEVERAL = f"{_BATCH}::test_batched_prompts_and_tokens_match_single_ones"
 
 SHARED = (
     Mutant(
+        "cpp/python/session.cpp",
+        "const auto count = std::int32_t(computed);",
+        "const auto count = std::int32_t(tokens.size());",
+        "a saved session without K and V counts tokens after its state as computed",
+        (_STATES, "-k", "cpu and mamba2 and saved_after_a_rewind"),
+    ),
+    Mutant(
         "cpp/batch.cpp",
         "if (item.states()) item.states()->replace(int(item.before), item.state);",
         "",
@@ -52,8 +59,8 @@ SHARED = (
     ),
     Mutant(
         "cpp/states.cpp",
-        "interval_(int(std::min(ceil_div(store.page_bytes(), page_bytes), kMostPages)) * kPagePositions)",
-        "interval_(kPagePositions)",
+        "? std::min(ceil_div(store.page_bytes(), page_bytes), kMostPages)",
+        "? std::size_t(1)",
         "large states have a snapshot at every page",
         (_STATES, "-k", "cpu and distance_of_snapshots"),
     ),
@@ -299,18 +306,53 @@ SHARED = (
 
 CPU = (
     Mutant(
-        "cpp/cpu/short_conv.cpp",
+        "cpp/cpu/scan.cpp",
+        "    before = scanned.state;\n",
+        "",
+        "after a snapshot, a scan continues from the state before the chunk",
+        (_STATES, "-k", "cpu and rewound_session_continues"),
+    ),
+    Mutant(
+        "cpp/cpu/scan.cpp",
+        "if (before)\n      std::copy_n(before, values, scanned.state);\n    else\n      std::fill_n",
+        "std::fill_n",
+        "a scan forgets the tokens of the passes before",
+        (_STATES, "-k", "cpu and single_tokens_after_a_rewind"),
+    ),
+    Mutant(
+        "cpp/cpu/scan.cpp",
+        "group = head / (c.scan_heads / c.scan_groups)",
+        "group = head % c.scan_groups",
+        "heads of a scan take b and c of other groups",
+        (_MODELS, "-k", "groups and cpu"),
+    ),
+    Mutant(
+        "cpp/cpu/forward_pass.cpp",
+        "if (!attends && n_wanted < n) keep_rows",
+        "if (n_wanted < n) keep_rows",
+        "a layer with attention and a scan drops rows of the residual stream twice",
+        (_MODELS, "-k", "falcon and cpu"),
+    ),
+    Mutant(
+        "cpp/cpu/tile_scan.h",
+        "Simd::fma(skip, load(x + v * Simd::kLanes), y[v])",
+        "y[v]",
+        "a scan has no skip connection",
+        (f"{_KERNELS}::test_scan",),
+    ),
+    Mutant(
+        "cpp/cpu/causal_conv.cpp",
         "if (back <= row.in_chunk) {",
         "if (back <= row.index) {",
         "a convolution reads the rows of the sequence before its own",
         (_STATES, "-k", "cpu and batch"),
     ),
     Mutant(
-        "cpp/cpu/short_conv.cpp",
-        "if (row.next) store_state(step, row);",
-        "",
+        "cpp/cpu/causal_conv.cpp",
+        "if (!row.next) return;",
+        "return;",
         "no state is written",
-        (_STATES, "-k", "cpu and holds_the_inputs"),
+        (_STATES, "-k", "cpu and state_is_that_of_the_reference"),
     ),
     Mutant(
         "cpp/cpu/forward_pass.cpp",
@@ -703,7 +745,7 @@ METAL = (
         "if (write.tokens == run.token + i + 1) row.after = write.state.slot();",
         "if (write.tokens == run.count) row.after = write.state.slot();",
         "states are written after the wrong tokens",
-        (_STATES, "-k", "metal and holds_the_inputs"),
+        (_STATES, "-k", "metal and state_is_that_of_the_reference"),
     ),
     Mutant(
         "cpp/metal/metal_cache.mm",

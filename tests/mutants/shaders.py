@@ -7,23 +7,52 @@ from mutants.mutant import Mutant
 _STEPS, _LOGITS = "tests/metal_engine/test_token_steps.py", "tests/metal_engine/test_logits.py"
 _PRODUCTS, _ATTENTION = "tests/metal_engine/test_projections.py", "tests/metal_engine/test_attention.py"
 _TOKEN_ATTENTION = "tests/metal_engine/test_rope_attention.py"
+_SCAN = "tests/metal_engine/test_scan.py"
 _TYPES = "F32 or Q4_0"  # the build for planted errors has no kernels of rarer types
 _HEADS = "64_64"  # nor attention of prompts with other heads
 
 MUTANTS = (
     Mutant(
-        "shaders/short_conv.metal",
+        "shaders/scan.metal",
+        "if (first.before == STATE_NONE || row >= args.rows) continue;",
+        "if (row >= args.rows) continue;",
+        "the first token of a sequence reads a state that does not exist",
+        (_SCAN, "-k", "test_scan and not norm"),
+    ),
+    Mutant(
+        "shaders/scan.metal",
+        "const uint at = row_of(first, token);",
+        "const uint at = first.first + token;",
+        "the last tokens of a sequence are those of its neighbour",
+        (_SCAN, "-k", "test_scan and not norm"),
+    ),
+    Mutant(
+        "shaders/scan.metal",
+        "const uint after = rows[at].after;",
+        "const uint after = token + 1 < first.tokens ? STATE_NONE : rows[at].after;",
+        "no state is written within a chunk",
+        (_SCAN, "-k", "test_scan and not norm"),
+    ),
+    Mutant(
+        "shaders/scan.metal",
+        "scale = precise::rsqrt(sum / float(columns) + args.eps);",
+        "scale = precise::rsqrt(sum / float(args.inner) + args.eps);",
+        "a norm in groups divides by the length of the row",
+        (_SCAN, "-k", "scan_norm"),
+    ),
+    Mutant(
+        "shaders/state_rows.h",
         "return token < row.split ? row.first + token : row.rest + (token - row.split);",
         "return row.first + token;",
         "the last tokens of a sequence are those of its neighbour",
-        (_STEPS, "-k", "short_conv"),
+        (_STEPS, "-k", "causal_conv"),
     ),
     Mutant(
-        "shaders/short_conv.metal",
+        "shaders/causal_conv.metal",
         "if (row.before == STATE_NONE) return 0.0f;",
         "",
         "the first tokens of a sequence read a state that does not exist",
-        (_STEPS, "-k", "short_conv"),
+        (_STEPS, "-k", "causal_conv"),
     ),
     Mutant(
         "shaders/log_prob.metal",

@@ -108,6 +108,8 @@ void bind_kernels(nb::module_& m) {
         "SwiGLU, or GeGLU by tanh or by erf.");
   m.def("add_products", on_arrays(calls::add_products), "set"_a, "products"_a, "bias"_a, "columns"_a, "add"_a,
         "out"_a, "Products of a group with a bias, which may be empty, or added to what is there.");
+  m.def("scan", on_arrays(calls::scan), "set"_a, "x"_a, "b"_a, "c"_a, "dt"_a, "factors"_a, "piece"_a,
+        "state"_a, "out"_a, "The recurrence of one head of a state-space layer.");
   m.def("sum_exp", on_arrays(calls::sum_exp), "set"_a, "x"_a, "shift"_a, "Sum of exp(x - shift).");
   m.def("half_to_float", on_arrays(calls::half_to_float), "set"_a, "values"_a, "bfloat16"_a, "out"_a,
         "Conversion of 16-bit floats.");

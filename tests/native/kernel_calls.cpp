@@ -184,6 +184,43 @@ void add_products(const std::string& set, const Matrix& products, const Vector& 
                                   int(products.shape(0)), columns, add, out.data(), out.shape(1));
 }
 
+void scan(const std::string& set, const Matrix& x, const Matrix& b, const Matrix& c, const Vector& dt,
+          const Vector& factors, int piece, OutMatrix state, OutMatrix out) {
+  const std::size_t tokens = x.shape(0), dim = x.shape(1), rows = b.shape(1);
+  require(b.shape(0) == tokens && c.shape(0) == tokens && c.shape(1) == rows && dt.shape(0) == tokens &&
+              factors.shape(0) == 3 && piece > 0,
+          "wrong shape");
+  require(state.shape(0) >= rows && state.shape(1) == dim && out.shape(0) >= tokens && out.shape(1) >= dim,
+          "out is too small");
+  // As in the engine, where a row has all three.
+  const std::size_t stride = dim + 2 * rows;
+  std::vector<float> joined(tokens * stride);
+  for (std::size_t t = 0; t < tokens; ++t) {
+    float* row = joined.data() + t * stride;
+    std::copy_n(x.data() + t * dim, dim, row);
+    std::copy_n(b.data() + t * rows, rows, row + dim);
+    std::copy_n(c.data() + t * rows, rows, row + dim + rows);
+  }
+  for (std::size_t first = 0; first < tokens; first += std::size_t(piece)) {
+    const float* row = joined.data() + first * stride;
+    kernels_named(set).scan({.x = row,
+                             .b = row + dim,
+                             .c = row + dim + rows,
+                             .dt = dt.data() + first,
+                             .y = out.data() + first * out.shape(1),
+                             .x_stride = stride,
+                             .dt_stride = 1,
+                             .y_stride = out.shape(1),
+                             .dim = int(dim),
+                             .rows = int(rows),
+                             .a = factors.data()[0],
+                             .dt_bias = factors.data()[1],
+                             .skip = factors.data()[2],
+                             .state = state.data()},
+                            int(std::min(std::size_t(piece), tokens - first)));
+  }
+}
+
 double sum_exp(const std::string& set, const Vector& x, float shift) {
   return kernels_named(set).sum_exp(x.data(), shift, int(x.shape(0)));
 }

@@ -59,6 +59,10 @@ void round_to_bfloat16(const std::string& set, const Vector& x, OutHalves out);
 void rms_norm(const std::string& set, const Vector& x, const Vector& weight, float eps, OutVector out);
 void rope(const std::string& set, OutVector head, const Vector& cos_sin, bool neox);
 void gated(const std::string& set, const Vector& gate, const Vector& up, int activation, OutVector out);
+// A head of a state-space layer: x [tokens, dim], b and c [tokens, rows], dt [tokens], `factors` [3] are a,
+// the bias of dt and the skip. `state` [rows, dim] is read and written. Tokens go in calls of `piece`.
+void scan(const std::string& set, const Matrix& x, const Matrix& b, const Matrix& c, const Vector& dt,
+          const Vector& factors, int piece, OutMatrix state, OutMatrix out);
 double sum_exp(const std::string& set, const Vector& x, float shift);
 void half_to_float(const std::string& set, const Halves& in, bool bfloat16, OutVector out);
 // Causal attention of one group of heads: q [tokens, heads * key_dim] are the last tokens of the keys and

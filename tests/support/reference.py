@@ -23,7 +23,7 @@ ENCODERS = (*BERT, "modern-bert", "eurobert")
 LAYER_NORM = (*BERT, "modern-bert")
 EXACT_GELU = ("bert", "modern-bert", "jina-bert-v2")
 ROTATES_HALVES = (
-    *("qwen2", "qwen3", "phi3", "hunyuan-dense", "olmo2", "exaone4", "lfm2"),
+    *("qwen2", "qwen3", "phi3", "hunyuan-dense", "olmo2", "exaone4", "lfm2", "falcon-h1"),
     *("nomic-bert", "modern-bert", "eurobert", *GEMMA),
 )
 
@@ -38,11 +38,13 @@ class Result:
     residual, hidden : float64 [n, dim]
         After the last layer, before and after the output norm.
     keys : list of float64 [n, kv_heads, key_dim]
-        Contents of the KV cache of each layer, after rotation.
+        Contents of the KV cache of each layer with attention, after rotation.
     values : list of float64 [n, kv_heads, value_dim]
-        Per layer.
-    products : dict of int to float64 [n, dim]
-        Inputs of the filter for each token, per layer with a short convolution.
+        Per layer with attention.
+    products : dict of int to float64 [n, channels]
+        Inputs of the filter for each token, per layer with a convolution.
+    states : dict of int to float64 [heads, state, head_dim]
+        State after the last token, per state-space layer.
     """
 
     logits: Array
@@ -51,6 +53,7 @@ class Result:
     keys: list[Array]
     values: list[Array]
     products: dict[int, Array]
+    states: dict[int, Array]
 
     def log_probs(self, tokens: npt.ArrayLike) -> Array:
         """Log probability of each token given the previous ones, ``[n - 1]``."""
@@ -99,8 +102,9 @@ class ReferenceModel:
         kv_heads: int | list[int] = self._key("attention.head_count_kv", self.n_heads)
         self.kv_heads_of_layers = [kv_heads] * self.n_layers if isinstance(kv_heads, int) else kv_heads
         self.n_kv_heads: int = max(self.kv_heads_of_layers)
-        self.key_dim: int = self._key("attention.key_length", self.dim // self.n_heads)
-        self.value_dim: int = self._key("attention.value_length", self.dim // self.n_heads)
+        head_dim = self.dim // max(self.n_heads, 1)
+        self.key_dim: int = self._key("attention.key_length", head_dim)
+        self.value_dim: int = self._key("attention.value_length", head_dim)
         layer_norm = self.architecture in LAYER_NORM
         self.norm_eps: float = self._key(f"attention.layer_norm_{'' if layer_norm else 'rms_'}epsilon")
         self.rope_dim: int = self._key("rope.dimension_count", self.key_dim)
@@ -115,27 +119,33 @@ class ReferenceModel:
             x = x * math.sqrt(self.dim)
         if self.architecture != "lfm2":  # where the output norm has this name
             x = self._norm("token_embd_norm", x + self._positions_and_types(ids))
-        keys, values, products = [], [], {}
+        keys, values = [], []
+        products: dict[int, Array] = {}
+        states: dict[int, Array] = {}
         for layer in range(self.n_layers):
-            if self.kv_heads_of_layers[layer] == 0:
+            projected: Array = np.zeros_like(x)
+            if f"blk.{layer}.shortconv.in_proj.weight" in self.tensors:
                 projected, products[layer] = self._short_convolution(layer, x)
-            else:
+            if f"blk.{layer}.ssm_in.weight" in self.tensors:
+                projected, products[layer], states[layer] = self._state_space(layer, x)
+            if self.kv_heads_of_layers[layer] > 0:
                 q, k, v = self._project(layer, x)
                 keys.append(k)
                 values.append(v)
                 attended = self._attention(layer, q, self._cached(k), self._cached(v))
-                projected = self._linear(layer, "attn_output", attended)
+                projected = projected + self._linear(layer, "attn_output", attended)
             added = self.scale["residual_scale"]
             x = x + added * self._normed(layer, "post_attention_norm", projected)
             x = self._normed(layer, "attn_output_norm", x)
-            x = x + added * self._normed(layer, "post_ffw_norm", self._feed_forward(layer, x))
+            if f"blk.{layer}.ffn_up.weight" in self.tensors:
+                x = x + added * self._normed(layer, "post_ffw_norm", self._feed_forward(layer, x))
             x = self._normed(layer, "layer_output_norm", x)
         head = self.tensors.get("output.weight", self.tensors["token_embd.weight"])
         hidden = self._norm("token_embd_norm" if self.architecture == "lfm2" else "output_norm", x)
         logits = hidden @ head.T / self.scale["logit_scale"]
         if self.architecture in ENCODERS:
             logits = np.empty((len(x), 0))
-        return Result(logits, x, hidden, keys, values, products)
+        return Result(logits, x, hidden, keys, values, products, states)
 
     def pooled(self, tokens: npt.ArrayLike) -> Array:
         """Vector of a text, or the logits of its classes: ``[dim]`` or ``[classes]``."""
@@ -166,12 +176,48 @@ class ReferenceModel:
         h = self._normed(layer, "attn_norm", x)
         before, after, inner = np.split(h @ self._weight(layer, "shortconv.in_proj").T, 3, axis=1)
         products = before * inner
-        taps = self._weight(layer, "shortconv.conv")  # [dim, taps], the current token's last
-        convolved = np.zeros_like(products)
-        for back in range(taps.shape[1]):
-            convolved[back:] += products[: len(products) - back] * taps[:, taps.shape[1] - 1 - back]
+        convolved = self._convolved(products, self._weight(layer, "shortconv.conv"))
         mixed: Array = (after * convolved) @ self._weight(layer, "shortconv.out_proj").T
         return mixed, products
+
+    @staticmethod
+    def _convolved(x: Array, taps: Array) -> Array:
+        """Convolve each channel with its filter, [channels, taps], the current token's tap last."""
+        convolved = np.zeros_like(x)
+        for back in range(taps.shape[1]):
+            convolved[back:] += x[: len(x) - back] * taps[:, taps.shape[1] - 1 - back]
+        return convolved
+
+    def _state_space(self, layer: int, x: Array) -> tuple[Array, Array, Array]:
+        """Mamba-2, arXiv:2405.21060, section 7: ``[n, dim]``.
+
+        Also return the input of the convolution, and the state after the last token.
+        """
+        inner, size = self._key("ssm.inner_size"), self._key("ssm.state_size")
+        heads, groups = self._key("ssm.time_step_rank"), self._key("ssm.group_count")
+        n, mixed = len(x), inner + 2 * groups * size
+        projected = self._normed(layer, "attn_norm", x) @ self._weight(layer, "ssm_in").T
+        gate, products, steps = np.split(projected, [inner, inner + mixed], axis=1)
+        convolved = self._convolved(products, self._weight(layer, "ssm_conv1d"))
+        convolved = self._silu(convolved + self.tensors.get(f"blk.{layer}.ssm_conv1d.bias", 0.0))
+        u, b, c = np.split(convolved, [inner, inner + groups * size], axis=1)
+        u = u.reshape(n, heads, inner // heads)
+        # Consecutive heads share b and c of a group.
+        b, c = (np.repeat(part.reshape(n, groups, size), heads // groups, axis=1) for part in (b, c))
+        step = np.logaddexp(0.0, steps + self.tensors[f"blk.{layer}.ssm_dt.bias"])  # softplus, [n, heads]
+        decay = np.exp(step * self.tensors[f"blk.{layer}.ssm_a"].reshape(heads))
+        state, y = np.zeros((heads, size, inner // heads)), np.empty_like(u)
+        for t in range(n):
+            state = decay[t][:, None, None] * state + (step[t][:, None] * b[t])[:, :, None] * u[t][:, None]
+            y[t] = np.einsum("hn,hnp->hp", c[t], state)
+        y += self.tensors[f"blk.{layer}.ssm_d"].reshape(heads, 1) * u
+        gated = (y.reshape(n, inner) * self._silu(gate)).reshape(n, groups, -1)
+        weight = self.tensors.get(f"blk.{layer}.ssm_norm.weight")
+        if weight is not None:
+            scale = np.sqrt(np.mean(gated**2, axis=-1, keepdims=True) + self.norm_eps)
+            gated = gated / scale * weight.reshape(groups, -1)
+        out: Array = gated.reshape(n, inner) @ self._weight(layer, "ssm_out").T
+        return out, products, state
 
     def _project(self, layer: int, x: Array) -> tuple[Array, Array, Array]:
         """Compute queries, keys and values as attention reads them, each ``[n, heads, head_dim]``."""
@@ -239,6 +285,10 @@ class ReferenceModel:
             inner = math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)
             approximate: Array = 0.5 * x * (1 + np.tanh(inner))
             return approximate
+        return self._silu(x)
+
+    @staticmethod
+    def _silu(x: Array) -> Array:
         silu: Array = x / (1 + np.exp(-x))
         return silu
 
@@ -249,6 +299,8 @@ class ReferenceModel:
         ):
             return x
         if self.architecture == "exaone4" and self._window and not self._is_windowed(layer):
+            return x
+        if self.architecture == "granitehybrid" and not self._key("rope.scaling.finetuned", True):
             return x
         frequencies, magnitude = self._frequencies(layer)
         angles = np.arange(len(x))[:, None, None] * frequencies  # [n, 1, rope_dim / 2]
@@ -310,7 +362,7 @@ class ReferenceModel:
         return window
 
     def _attention_scale(self) -> float:
-        scale: float = self._key("attention.scale", 1 / math.sqrt(self.key_dim))
+        scale: float = self._key("attention.scale", self.key_dim**-0.5)
         return scale
 
     def _split(self) -> None:
@@ -321,7 +373,8 @@ class ReferenceModel:
             parts: dict[str, Array] = {}
             if (qkv := self.tensors.pop(f"blk.{layer}.attn_qkv.weight", None)) is not None:
                 parts |= dict(zip(("attn_q", "attn_k", "attn_v"), np.split(qkv, [q, q + k]), strict=True))
-            if len(gate_up := self.tensors[f"blk.{layer}.ffn_up.weight"]) == 2 * ffn:
+            gate_up = self.tensors.get(f"blk.{layer}.ffn_up.weight")
+            if gate_up is not None and len(gate_up) == 2 * ffn:
                 parts |= dict(zip(("ffn_gate", "ffn_up"), np.split(gate_up, 2), strict=True))
             for name, weight in parts.items():
                 self.tensors[f"blk.{layer}.{name}.weight"] = weight
@@ -338,7 +391,7 @@ class ReferenceModel:
 
     def _norm(self, name: str, x: Array) -> Array:
         """Norm where the model has one of that name."""
-        weight = self.tensors.get(f"{name}.weight")
+        weight = self.tensors.get(f"{name}.weight", self.tensors.get(name))
         if weight is None:
             return x
         if self.architecture in LAYER_NORM:

@@ -20,6 +20,7 @@ from gguf import GGUFReader
 from metal_prefill.synth import _file, _model
 from metal_prefill.synth._blocks import BLOCK_FORMATS, random_norm, random_tensor
 from metal_prefill.synth._model import TIED, ModelShape, Role, Tensor
+from metal_prefill.synth._scan import ScanShape, random_decay, random_step
 from support.gguf_mutator import take_apart
 
 TYPES = (
@@ -102,6 +103,7 @@ class SmallModel:
     scales: tuple[tuple[str, float], ...] = ()
     conv_layers: tuple[int, ...] = ()
     conv_taps: int = 3
+    scan: ScanShape | None = None
     seed: int = 1
 
     @property
@@ -124,6 +126,17 @@ def _of_type(kind: str) -> SmallModel:
         types={"*": kind},
     )
 
+
+_MAMBA2 = SmallModel(
+    architecture="mamba2",
+    layers=3,
+    dim=64,
+    heads=0,
+    kv_heads=0,
+    key_dim=0,
+    ffn=0,
+    scan=ScanShape(inner=128, state=32, heads=4),
+)
 
 MODELS: dict[str, SmallModel] = {
     **{f"type {kind}": _of_type(kind) for kind in TYPES},
@@ -208,6 +221,52 @@ MODELS: dict[str, SmallModel] = {
         types={"*": "F32"},
         conv_layers=(0, 2),
         conv_taps=4,
+    ),
+    "mamba2": _MAMBA2,
+    "mamba2, three groups, odd dimensions": replace(
+        _MAMBA2,
+        dim=36,
+        embedding="F16",
+        output="F32",
+        types={"*": "F32"},
+        scan=ScanShape(inner=72, state=20, heads=6, groups=3, taps=3),
+    ),
+    "granitehybrid": SmallModel(
+        architecture="granitehybrid",
+        layers=4,
+        dim=128,
+        scan=ScanShape(inner=256, state=32, heads=8, layers=(0, 1, 3)),
+        scales=(
+            ("embedding_scale", 12.0),
+            ("residual_scale", 0.22),
+            ("logit_scale", 6.0),
+            ("attention.scale", 0.125),
+        ),
+    ),
+    "granitehybrid, attention last": SmallModel(
+        architecture="granitehybrid",
+        layers=3,
+        dim=96,
+        key_dim=24,
+        qkv_bias=True,
+        scan=ScanShape(inner=192, state=16, heads=4, groups=2, layers=(0, 1)),
+    ),
+    "falcon-h1": SmallModel(
+        architecture="falcon-h1",
+        layers=3,
+        dim=128,
+        output="Q8_0",
+        rope_base=1e11,
+        scan=ScanShape(inner=192, state=32, heads=6, norm=False),
+    ),
+    "falcon-h1, norms in groups": SmallModel(
+        architecture="falcon-h1",
+        dim=96,
+        output="Q8_0",
+        heads=3,
+        kv_heads=1,
+        rope_base=1e11,
+        scan=ScanShape(inner=256, state=48, heads=4, groups=2),
     ),
     "gemma3": SmallModel(architecture="gemma3", layers=7, rope_base=1e6, window=16, key_dim=64),
     "gemma3, scaled": SmallModel(architecture="gemma3", layers=7, window=16, rope_scaling="linear"),
@@ -326,6 +385,7 @@ def _shape(model: SmallModel) -> ModelShape:
         scales=model.scales,
         conv_layers=model.conv_layers,
         conv_taps=model.conv_taps,
+        scan=model.scan,
     )
 
 
@@ -346,7 +406,7 @@ _OUTSIDE = (
     *("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"),
     *("token_types.weight", "position_embd.weight", "token_embd_norm.weight", "token_embd_norm.bias"),
 )
-_ROLES = (Role.MATRIX, Role.NORM, Role.BIAS, Role.FILTER)
+_ROLES = (Role.MATRIX, Role.NORM, Role.BIAS, Role.FILTER, Role.DECAY, Role.STEP)
 _HEADS = ("dense_2.weight", "dense_3.weight", "cls.output.weight")
 
 
@@ -356,8 +416,8 @@ def _turn(tensor: Tensor) -> tuple[int, ...]:
         return (1 << 20, _HEADS.index(tensor.name))
     if tensor.name in _OUTSIDE:
         return (-1, _OUTSIDE.index(tensor.name))
-    _, layer, *_, name, _ = tensor.name.split(".")
-    place = _NORMS.index(name) if tensor.role is Role.NORM else 0
+    _, layer, *names = tensor.name.split(".")
+    place = _NORMS.index(names[0]) if tensor.role is Role.NORM and names[0] in _NORMS else 0
     return (int(layer), _ROLES.index(tensor.role), place)
 
 
@@ -368,6 +428,10 @@ def _data(rng: np.random.Generator, tensor: Tensor) -> npt.NDArray[np.uint8]:
     if tensor.role is Role.FACTORS:  # as Llama 3's: fast pairs keep their frequency, slow ones are divided
         last = 2.0 if "short" in tensor.name else 8.0
         return np.geomspace(1.0, last, tensor.count, dtype=np.float32).view(np.uint8)
+    if tensor.role is Role.DECAY:
+        return random_decay(rng, tensor.count)
+    if tensor.role is Role.STEP:
+        return random_step(rng, tensor.count)
     return random_tensor(rng, tensor.kind, tensor.count, tensor.std)
 
 

@@ -99,11 +99,20 @@ def _shape(arguments: argparse.Namespace) -> Shape:
         has_head=traits.head != "absent",
         token_types=TOKEN_TYPES if traits.token_types != "absent" else 0,
         max_alibi_bias=traits.max_alibi_bias,
-        layer_uses_rope=() if traits.rope else (False,) * s.layers,
+        layer_uses_rope=() if traits.rope and not traits.rope_switch else (False,) * s.layers,
         layer_window=tuple(0 if sees_all else s.window for sees_all in whole) if s.window else (),
-        layer_kinds=tuple("attention" if heads else "short_conv" for heads in s.kv_heads_of_layers),
+        layer_kinds=s.kinds,
         conv_taps=s.conv_taps if s.conv_layers else 0,
     )
+    if s.scan is not None:
+        config = replace(
+            config,
+            conv_taps=s.scan.taps,
+            scan_heads=s.scan.heads,
+            scan_groups=s.scan.groups,
+            scan_key_dim=s.scan.state,
+            scan_value_dim=s.scan.inner // s.scan.heads,
+        )
     return uniform_shape(config, "q4_0", "q8_0", None if s.output_type == TIED else s.output_type.lower())
 
 

@@ -8,7 +8,13 @@ from math import prod
 from pathlib import Path
 
 from metal_prefill.bench._peak import int8_peak
-from metal_prefill.files._architecture import layer_kind, read_config
+from metal_prefill.files._architecture import (
+    expected_tensors,
+    has_attention,
+    layer_kind,
+    read_config,
+    tensor_name,
+)
 from metal_prefill.files._gguf_file import GGUFFile
 
 FLOAT_TYPES = ("F32", "F16", "BF16")
@@ -59,20 +65,25 @@ def read_work(path: Path) -> PromptWork | None:
         config = read_config(gguf)
         last = f"blk.{config.n_layers - 1}."
         each = once = 0
+        others = {
+            tensor_name(config, spec, layer)
+            for spec, layer, _ in expected_tensors(config)
+            if spec.kind != "matrix"
+        }
         for tensor in gguf.tensors.values():
-            if len(tensor.shape) != 2 or not tensor.name.startswith("blk."):
+            if len(tensor.shape) != 2 or not tensor.name.startswith("blk.") or tensor.name in others:
                 continue
             if tensor.type_name in FLOAT_TYPES:
                 return None
             if tensor.name.startswith(last) and not tensor.name.startswith(
-                (f"{last}attn_k", f"{last}attn_v", f"{last}shortconv.in_proj")
+                tuple(f"{last}{name}" for name in ("attn_k", "attn_v", "shortconv.in_proj", "ssm_in"))
             ):
                 once += prod(tensor.shape)
             else:
                 each += prod(tensor.shape)
         windows = config.layer_window or (0,) * config.n_layers
         kinds = [layer_kind(config, layer) for layer in range(config.n_layers)]
-        windows = tuple(w if kind == "attention" else -1 for w, kind in zip(windows, kinds, strict=True))
+        windows = tuple(w if has_attention(kind) else -1 for w, kind in zip(windows, kinds, strict=True))
         position = config.n_heads * (config.key_dim + config.value_dim)
         return PromptWork(each, once + config.vocab_size * config.dim, position, windows)
 

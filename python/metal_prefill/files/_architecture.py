@@ -24,7 +24,7 @@ RopeScaling: TypeAlias = Literal["none", "linear", "yarn"]
 Activation: TypeAlias = Literal["silu", "gelu", "gelu_erf"]
 NormKind: TypeAlias = Literal["rms", "layer"]
 QkNormPlace: TypeAlias = Literal["heads", "rotated_heads", "rows"]
-LayerKind: TypeAlias = Literal["attention", "short_conv"]
+LayerKind: TypeAlias = Literal["attention", "short_conv", "state_space", "attention_and_state_space"]
 WindowRope: TypeAlias = Literal["same", "own", "only"]
 Presence: TypeAlias = Literal["required", "optional", "absent"]
 
@@ -42,7 +42,7 @@ class ModelConfig:
         the vocabulary.
     n_heads, n_kv_heads : int
         Number of query heads, and of the key-value heads that they share; `n_heads` is a multiple of
-        `n_kv_heads`.
+        `n_kv_heads`. Both are 0, as are the dimensions of heads, if no layer has attention.
     key_dim, value_dim : int
         Width of a query or key head, and of a value head.
     context_length : int
@@ -104,11 +104,15 @@ class ModelConfig:
         layer attends to all positions.
     layer_rope_base, layer_rope_factor : tuple of float
         Per-layer values; empty if `rope_base` and `rope_factor` apply to every layer.
-    layer_kinds : tuple of {"attention", "short_conv"}
-        Kind of each layer; empty if every layer has attention. Layers of other kinds keep a state instead of
-        keys and values.
+    layer_kinds : tuple of {"attention", "short_conv", "state_space", "attention_and_state_space"}
+        Kind of each layer; empty if every layer has attention. Layers of other kinds keep a state, instead of
+        keys and values or together with them.
     conv_taps : int
-        Number of tokens that a short convolution covers, including the current one; 0 without such layers.
+        Number of tokens that a convolution covers, including the current one; 0 without such layers.
+    scan_heads, scan_groups, scan_key_dim, scan_value_dim : int
+        Layers whose state has a matrix ``[scan_key_dim, scan_value_dim]`` for each head, such as state-space
+        layers (Mamba-2, arXiv:2405.21060): number of heads, number of groups of consecutive heads that share
+        what they write to their states and read from them by, and dimensions; 0 without such layers.
     """
 
     architecture: str
@@ -150,6 +154,10 @@ class ModelConfig:
     layer_rope_factor: tuple[float, ...] = ()
     layer_kinds: tuple[LayerKind, ...] = ()
     conv_taps: int = 0
+    scan_heads: int = 0
+    scan_groups: int = 0
+    scan_key_dim: int = 0
+    scan_value_dim: int = 0
 
 
 def _gemma3_attention_scale(config: ModelConfig) -> float:
@@ -176,8 +184,10 @@ class Architecture:
         Presence of the norms of the embedding and of the last layer's output.
     positions, token_types : {"required", "optional", "absent"}
         Presence of embeddings of positions and of token types.
-    gate : {"required", "optional", "absent"}
-        Presence of the gate of the feed-forward.
+    ffn, gate : {"required", "optional", "absent"}
+        Presence of the feed-forward, and of its gate.
+    conv_bias, ssm_norm : {"required", "optional", "absent"}
+        State-space layers: presence of the bias of the convolution, and of the norm of the output.
     head : {"tied", "absent"}
         ``"absent"`` for encoders, which have no output projection; ``"tied"`` if the embedding can replace
         it.
@@ -208,8 +218,12 @@ class Architecture:
         divided by theirs.
     qk_norm_place : {"heads", "rotated_heads", "rows"}
         Same as in `ModelConfig`.
-    short_conv : bool
-        Whether the layers without key-value heads are short convolutions.
+    mixer : {"attention", "attention_and_state_space"}
+        Kind of the layers with key-value heads.
+    recurrent : {"short_conv", "state_space"} or None
+        Kind of the layers without key-value heads; None if every layer has them.
+    rope_switch : bool
+        Whether the metadata can say that no layer rotates.
     names : mapping of str to str
         Names of tensors, by role, that differ from those in ``cpp/tensors.inc``.
     fused : mapping of str to tuple of str
@@ -234,7 +248,10 @@ class Architecture:
     output_norm: Presence = "required"
     positions: Presence = "absent"
     token_types: Presence = "absent"
+    ffn: Presence = "required"
     gate: Presence = "required"
+    conv_bias: Presence = "optional"
+    ssm_norm: Presence = "optional"
     head: Literal["tied", "absent"] = "tied"
     rope: bool = True
     max_alibi_bias: float = 0.0
@@ -247,7 +264,9 @@ class Architecture:
     scales: bool = False
     qk_norm_place: QkNormPlace = "heads"
     causal: bool = True
-    short_conv: bool = False
+    mixer: LayerKind = "attention"
+    recurrent: LayerKind | None = None
+    rope_switch: bool = False
     names: Mapping[str, str] = field(default_factory=dict)
     fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     attention_scale: Callable[[ModelConfig], float] = lambda _: 0.0
@@ -323,8 +342,19 @@ ARCHITECTURES: dict[str, Architecture] = {
     "lfm2": Architecture(
         rope_style="neox",
         qk_norm="required",
-        short_conv=True,
+        recurrent="short_conv",
         names={"output_norm": "token_embd_norm.weight"},
+    ),
+    "granitehybrid": Architecture(
+        recurrent="state_space", qkv_bias="optional", ssm_norm="required", scales=True, rope_switch=True
+    ),
+    "mamba2": Architecture(
+        recurrent="state_space", ssm_norm="required", ffn="absent", ffn_norm="absent", gate="absent"
+    ),
+    "falcon-h1": Architecture(
+        rope_style="neox",
+        mixer="attention_and_state_space",
+        names={"ffn_norm": "blk.{layer}.ffn_norm"},  # as its files have it, without a suffix
     ),
     "gemma3": _GEMMA3,
     "gemma-embedding": replace(_GEMMA3, causal=False),
@@ -449,26 +479,12 @@ def read_config(gguf: GGUFFile, max_context: int | None = None) -> ModelConfig:
             f"{name}.block_count is {n_layers}, but the file has only {len(gguf.tensors)} tensors"
         )
     dim = keys.positive("embedding_length")
-    n_heads = keys.positive_each_layer("attention.head_count", n_layers)
-    kinds: tuple[LayerKind, ...] = ()
-    if traits.short_conv:
-        counts = keys.count_each_layer("attention.head_count_kv", n_layers)
-        n_kv_heads = max(counts)
-        if n_kv_heads == 0:
-            raise keys.unsupported(f"{name}.attention.head_count_kv is 0 in every layer: none has attention")
-        kinds = tuple("attention" if count else "short_conv" for count in counts)
-    else:
-        n_kv_heads = keys.positive_each_layer("attention.head_count_kv", n_layers, default=n_heads)
-    if n_heads % n_kv_heads:
-        raise keys.error(
-            f"{name}.attention.head_count {n_heads} is not a multiple of "
-            f"{name}.attention.head_count_kv {n_kv_heads}"
-        )
+    n_heads, n_kv_heads, kinds = _heads(keys, traits, n_layers)
     key_dim = _head_dim(keys, "attention.key_length", dim, n_heads)
     value_dim = _head_dim(keys, "attention.value_length", dim, n_heads)
     if n_heads * max(key_dim, value_dim) > MAX_INT:
         raise keys.error(f"{n_heads} heads of {max(key_dim, value_dim)} dimensions are more than {MAX_INT}")
-    rope_dim = keys.positive("rope.dimension_count", default=key_dim)
+    rope_dim = keys.positive("rope.dimension_count", default=key_dim) if n_heads else 0
     if rope_dim > key_dim or rope_dim % 2:
         raise keys.error(
             f"{name}.rope.dimension_count is {rope_dim}, must be even and at most the head width {key_dim}"
@@ -482,7 +498,7 @@ def read_config(gguf: GGUFFile, max_context: int | None = None) -> ModelConfig:
         n_kv_heads=n_kv_heads,
         key_dim=key_dim,
         value_dim=value_dim,
-        ffn_dim=keys.positive_each_layer("feed_forward_length", n_layers),
+        ffn_dim=keys.positive_each_layer("feed_forward_length", n_layers) if traits.ffn != "absent" else 0,
         vocab_size=_vocab_size(keys),
         context_length=keys.positive("context_length"),
         norm_kind=traits.norm_kind,
@@ -504,6 +520,8 @@ def read_config(gguf: GGUFFile, max_context: int | None = None) -> ModelConfig:
         layer_kinds=kinds,
         conv_taps=_conv_taps(keys, dim) if "short_conv" in kinds else 0,
     )
+    if any(has_state_space(kind) for kind in kinds):
+        config = _with_scan(config, keys)
     config = _with_rope_scaling(config, keys)
     if traits.long_rope != "absent":
         config = _with_long_rope(config, keys, max_context)
@@ -538,6 +556,21 @@ def collect_tensors(gguf: GGUFFile, config: ModelConfig) -> list[tuple[str, int,
                 f"with {config.n_layers} layers"
             )
     return found
+
+
+def has_attention(kind: LayerKind | None) -> bool:
+    """Return whether a layer of a kind keeps keys and values."""
+    return kind in ("attention", "attention_and_state_space")
+
+
+def has_state_space(kind: LayerKind | None) -> bool:
+    """Return whether a layer of a kind is a state-space layer, or contains one."""
+    return kind in ("state_space", "attention_and_state_space")
+
+
+def state_values(config: ModelConfig, layer: int) -> int:
+    """Return the number of float32 values in the state of a layer; 0 if it has none."""
+    return core_config(config).state_values(layer)
 
 
 def layer_kind(config: ModelConfig, layer: int) -> LayerKind:
@@ -654,16 +687,76 @@ def _refuse_unsupported(keys: Keys, traits: Architecture) -> None:
         raise keys.unsupported(f"the model is split into {parts} files; merge them first")
 
 
-def _conv_taps(keys: Keys, dim: int) -> int:
-    taps = keys.positive("shortconv.l_cache")
+def _heads(keys: Keys, traits: Architecture, n_layers: int) -> tuple[int, int, tuple[LayerKind, ...]]:
+    """Return the numbers of query and of key-value heads, and the kinds of layers."""
+    name = keys.architecture
+    if traits.recurrent and keys.number(f"{name}.attention.head_count", default=-1) == 0:
+        return 0, 0, (traits.recurrent,) * n_layers
+    n_heads = keys.positive_each_layer("attention.head_count", n_layers)
+    kinds: tuple[LayerKind, ...] = ()
+    if traits.recurrent:
+        counts = keys.count_each_layer("attention.head_count_kv", n_layers)
+        n_kv_heads = max(counts)
+        if n_kv_heads == 0:
+            raise keys.unsupported(f"{name}.attention.head_count_kv is 0 in every layer: none has attention")
+        kinds = tuple(traits.mixer if count else traits.recurrent for count in counts)
+    else:
+        n_kv_heads = keys.positive_each_layer("attention.head_count_kv", n_layers, default=n_heads)
+        kinds = () if traits.mixer == "attention" else (traits.mixer,) * n_layers
+    if n_heads % n_kv_heads:
+        raise keys.error(
+            f"{name}.attention.head_count {n_heads} is not a multiple of "
+            f"{name}.attention.head_count_kv {n_kv_heads}"
+        )
+    return n_heads, n_kv_heads, kinds
+
+
+def _with_scan(config: ModelConfig, keys: Keys) -> ModelConfig:
+    """Read the shape of the state-space layers."""
+    name = keys.architecture
+    inner, state = keys.positive("ssm.inner_size"), keys.positive("ssm.state_size")
+    heads, groups = keys.positive("ssm.time_step_rank"), keys.positive("ssm.group_count", default=1)
+    if inner % heads:
+        raise keys.error(
+            f"{name}.ssm.inner_size {inner} is not a multiple of {name}.ssm.time_step_rank {heads}"
+        )
+    if heads % groups:
+        raise keys.error(
+            f"{name}.ssm.time_step_rank {heads} is not a multiple of {name}.ssm.group_count {groups}"
+        )
+    if 2 * inner + 2 * groups * state + heads > MAX_INT:
+        raise keys.error(
+            f"{name}.ssm.inner_size {inner}, ssm.state_size {state} and ssm.group_count {groups}: their "
+            f"projection has more than {MAX_INT} rows"
+        )
+    taps = _taps(keys, "ssm.conv_kernel")
+    return replace(
+        config,
+        conv_taps=taps,
+        scan_heads=heads,
+        scan_groups=groups,
+        scan_key_dim=state,
+        scan_value_dim=inner // heads,
+    )
+
+
+def _taps(keys: Keys, suffix: str) -> int:
+    taps = keys.positive(suffix)
     if taps < 2:
-        raise keys.error(f"{keys.architecture}.shortconv.l_cache is {taps}, must be at least 2")
+        raise keys.error(f"{keys.architecture}.{suffix} is {taps}, must be at least 2")
+    return taps
+
+
+def _conv_taps(keys: Keys, dim: int) -> int:
+    taps = _taps(keys, "shortconv.l_cache")
     if dim > MAX_INT // 3:
         raise keys.error(f"{keys.architecture}.embedding_length {dim} is more than {MAX_INT // 3}")
     return taps
 
 
 def _head_dim(keys: Keys, suffix: str, dim: int, n_heads: int) -> int:
+    if n_heads == 0:
+        return 0
     if not keys.has(suffix) and dim % n_heads:
         raise keys.error(
             f"{keys.architecture}.{suffix} is missing, and embedding_length {dim} "
@@ -765,7 +858,7 @@ def _with_long_rope(config: ModelConfig, keys: Keys, max_context: int | None) ->
 
 def _with_layer_kinds(config: ModelConfig, keys: Keys, traits: Architecture) -> ModelConfig:
     layers = range(config.n_layers)
-    if not traits.rope:
+    if not traits.rope or (traits.rope_switch and not keys.boolean("rope.scaling.finetuned", default=True)):
         return replace(config, layer_uses_rope=(False,) * config.n_layers)
     if traits.rope_free_every:
         uses_rope = tuple((layer + 1) % traits.rope_free_every != 0 for layer in layers)

@@ -45,13 +45,14 @@ from safetensors.numpy import save_file
 
 from metal_prefill._support.atomic_write import replacing
 from metal_prefill.errors import StateError
-from metal_prefill.files._architecture import ModelConfig, layer_kind
+from metal_prefill.files._architecture import ModelConfig, has_attention, layer_kind, state_values
 from metal_prefill.files._gguf_file import GGUFFile
 
 FORMAT = "metal_prefill.session"
 VERSION = "1"
 CHECKSUM = "checksum"
 TOKENS = "tokens"
+COMPUTED = "computed"  # of a model without K and V: number of tokens whose states these are
 
 
 class _Rows(NamedTuple):
@@ -122,7 +123,7 @@ class Owner:
 
     @property
     def recurrent(self) -> bool:
-        """Whether a layer has a state instead of K and V."""
+        """Whether a layer has a state."""
         return any(kind != "attention" for kind in self.config.layer_kinds)
 
     def tensors(self, n: int) -> dict[str, tuple[str, tuple[int, ...]]]:
@@ -131,12 +132,16 @@ class Owner:
         kinds = (("key", c.key_dim), ("value", c.value_dim))
         tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
         for layer in range(c.n_layers):
-            if layer_kind(c, layer) == "short_conv":
-                tensors[f"layer.{layer}.state"] = ("F32", (c.conv_taps - 1, c.dim))
-                continue
-            for kind, dim in kinds:
+            kind = layer_kind(c, layer)
+            for name, dim in kinds if has_attention(kind) else ():
                 shape = (n, c.n_kv_heads, dim // rows.values * rows.words)
-                tensors[f"layer.{layer}.{kind}"] = (rows.dtype, shape)
+                tensors[f"layer.{layer}.{name}"] = (rows.dtype, shape)
+            if kind == "short_conv":
+                tensors[f"layer.{layer}.state"] = ("F32", (c.conv_taps - 1, c.dim))
+            elif values := state_values(c, layer):
+                tensors[f"layer.{layer}.state"] = ("F32", (values,))
+        if c.n_heads == 0:
+            tensors[COMPUTED] = ("I32", (1,))
         return tensors
 
 

@@ -226,14 +226,18 @@ def _swiglu(d: Captured) -> Expected:
         yield d.after(2, out)[token * n : (token + 1) * n], expected
 
 
-def _short_conv(d: Captured) -> Expected:
+def _causal_conv(d: Captured) -> Expected:
     a = d.args
     channels, taps, stride = a["channels"], a["taps"], a["slot_stride"]
     filters = d.before(0, np.float32)[: channels * taps].reshape(channels, taps).astype(np.float64)
-    gated = d.before(1, np.float32)[: a["tokens"] * 3 * channels].reshape(-1, 3, channels)
-    rows = d.before(2, _STATE_ROW)
-    before, after = d.before(3, np.float32), d.after(3, np.float32)
-    out = d.after(4, np.float16 if d.kernel.endswith("f16") else np.float32)
+    bias = d.before(1, np.float32)[:channels].astype(np.float64) if a["has_bias"] else 0.0
+    given = d.before(2, np.float32)[: a["tokens"] * a["in_stride"]].reshape(-1, a["in_stride"])
+    rows = d.before(3, _STATE_ROW)
+    before, after = d.before(4, np.float32), d.after(4, np.float32)
+    out = d.after(5, np.float16 if d.kernel.endswith("f16") else np.float32)
+
+    def part(row: int, index: int) -> Values:
+        return given[row, index * channels :][:channels].astype(np.float64)
 
     def inputs(row: Values) -> Values:
         """Return the inputs of the filter for a row, ``[taps][channels]``."""
@@ -243,7 +247,7 @@ def _short_conv(d: Captured) -> Expected:
             if token >= 0:
                 split = int(row["split"])
                 at = int(row["first"]) + token if token < split else int(row["rest"]) + token - split
-                found[i] = gated[at, 0].astype(np.float64) * gated[at, 2]
+                found[i] = part(at, 0) * (part(at, 2) if a["gated"] else 1.0)
             elif row["before"] != _STATE_NONE:
                 start = int(row["before"]) * stride + (taps - 1 + token) * channels
                 found[i] = before[start : start + channels]
@@ -251,11 +255,57 @@ def _short_conv(d: Captured) -> Expected:
 
     for token in _some(a["tokens"] - a["first_out"], _SAMPLED_TOKENS):
         row = token + a["first_out"]
-        expected = gated[row, 1] * (inputs(rows[row]) * filters.T).sum(axis=0)
+        expected = (inputs(rows[row]) * filters.T).sum(axis=0)
+        expected = part(row, 1) * expected if a["gated"] else _activate(expected + bias, _SILU)
         yield out[token * channels : (token + 1) * channels], expected
     for row in np.flatnonzero(rows["after"][: a["tokens"]] != _STATE_NONE)[-_SAMPLED_TOKENS:]:
         start = int(rows["after"][row]) * stride
         yield after[start : start + (taps - 1) * channels], inputs(rows[row])[1:].reshape(-1)
+
+
+def _scan(d: Captured) -> Expected:
+    a = d.args
+    heads, dim, rows, total = a["heads"], a["dim"], a["rows"], a["tokens"]
+    groups = heads // a["heads_per_group"]
+    rates, bias, skip = (d.before(i, np.float32)[:heads].astype(np.float64) for i in range(3))
+    steps = d.before(3, np.float32)
+    convolved = d.before(4, np.float32)[: total * (heads * dim + 2 * groups * rows)].reshape(total, -1)
+    table = d.before(5, _STATE_ROW)
+    held, after, out = d.before(6, np.float32), d.after(6, np.float32), d.after(7, np.float32)
+    for first in table[total : total + d.grid[1]]:
+        at = [int(first["first"]) + t for t in range(min(int(first["split"]), int(first["tokens"])))]
+        at += [int(first["rest"]) + t for t in range(int(first["tokens"]) - len(at))]
+        state = np.zeros((heads, rows, dim))
+        if first["before"] != _STATE_NONE:
+            start = int(first["before"]) * a["slot_stride"]
+            state = held[start : start + state.size].reshape(state.shape).astype(np.float64)
+        for row in at:
+            x, b, c = np.split(convolved[row].astype(np.float64), [heads * dim, heads * dim + groups * rows])
+            b, c = (np.repeat(part.reshape(groups, rows), heads // groups, axis=0) for part in (b, c))
+            x, start = x.reshape(heads, dim), row * a["row_stride"] + a["dt_column"]
+            step = np.logaddexp(0.0, steps[start : start + heads].astype(np.float64) + bias)
+            state = np.exp(step * rates)[:, None, None] * state + (step[:, None] * b)[:, :, None] * x[:, None]
+            if row >= a["first_out"]:
+                y = (c[:, :, None] * state).sum(axis=1) + skip[:, None] * x
+                yield out[row * heads * dim : (row + 1) * heads * dim], y.reshape(-1)
+            if table["after"][row] != _STATE_NONE:
+                start = int(table["after"][row]) * a["slot_stride"]
+                yield after[start : start + state.size], state.reshape(-1)
+
+
+def _scan_norm(d: Captured) -> Expected:
+    a = d.args
+    inner, groups = a["inner"], a["groups"]
+    weight, gates, y = (d.before(i, np.float32).astype(np.float64) for i in range(3))
+    out = d.after(3, np.float16 if d.kernel.endswith("f16") else np.float32)
+    for token in _some(d.grid[0], _SAMPLED_TOKENS):
+        row = token + a["first_out"]
+        gate = gates[row * a["row_stride"] : row * a["row_stride"] + inner]
+        gated = (_activate(gate, _SILU) * y[row * inner : (row + 1) * inner]).reshape(groups, -1)
+        if a["has_weight"]:
+            gated = gated / np.sqrt((gated**2).mean(axis=-1, keepdims=True) + a["eps"])
+            gated = gated * weight[:inner].reshape(groups, -1)
+        yield out[token * inner : (token + 1) * inner], gated.reshape(-1)
 
 
 def _rotated(d: Captured, args: dict[str, Any], row: Values, position: int) -> tuple[Values, Values, Values]:
@@ -450,7 +500,9 @@ _STEPS: dict[str, Callable[[Captured], Expected]] = {
     "multi_token_matvec_": _product,
     "matmul_": _product,
     "swiglu_": _swiglu,
-    "short_conv_": _short_conv,
+    "causal_conv_": _causal_conv,
+    "scan_norm_": _scan_norm,
+    "scan_": _scan,
     "rope_append_": _rope_append,
     "rope_attention_decode_": _attention,
     "attention_combine": _combine,

@@ -32,6 +32,7 @@ from metal_prefill.synth._model import (
     tensors,
     with_types,
 )
+from metal_prefill.synth._scan import ScanShape, random_decay, random_step
 
 __all__ = [
     "PRESETS",
@@ -40,6 +41,7 @@ __all__ = [
     "TIED",
     "TOKEN_TYPES",
     "ModelShape",
+    "ScanShape",
     "llama3_rope_factors",
     "synthesize",
 ]
@@ -64,6 +66,29 @@ PRESETS: Mapping[str, ModelShape] = {
         architecture="lfm2",
         rope_base=1e6,
         conv_layers=(0, 1, 3, 4, 6, 7, 9, 11, 13, 15),
+    ),
+    "granite-4.0-h-350m": ModelShape(
+        *(32, 768, 12, 4, 64, 2048, 100352, 32768),
+        architecture="granitehybrid",
+        scan=ScanShape(1536, 128, 48, layers=tuple(n for n in range(32) if n not in (10, 13, 17, 27))),
+        scales=(
+            ("embedding_scale", 12.0),
+            ("residual_scale", 0.246),
+            ("logit_scale", 3.0),
+            ("attention.scale", 0.015625),
+        ),
+    ),
+    "mamba2-130m": ModelShape(
+        *(24, 768, 0, 0, 0, 0, 50288, 1048576),
+        architecture="mamba2",
+        scan=ScanShape(1536, 128, 24),
+    ),
+    "falcon-h1-0.5b": ModelShape(
+        *(36, 1024, 8, 2, 64, 2048, 32784, 16384),
+        architecture="falcon-h1",
+        output_type="Q8_0",
+        rope_base=1e11,
+        scan=ScanShape(1536, 128, 24, norm=False),
     ),
     "tiny": ModelShape(2, 64, 4, 2, 32, 128, 512, 256),
     "tiny-embedding": ModelShape(
@@ -155,6 +180,10 @@ class _Weights:
                 shape.rotated, shape.rope_base, shape.rope_factor, shape.context_before
             )
         rng = np.random.Generator(np.random.SFC64(self.streams[tensor.name]))
+        if tensor.role is Role.DECAY:
+            return random_decay(rng, tensor.count)
+        if tensor.role is Role.STEP:
+            return random_step(rng, tensor.count)
         if tensor.role in (Role.NORM, Role.OUTPUT_NORM):
             return random_norm(rng, tensor.count, signed=tensor.role is Role.OUTPUT_NORM)
         return random_tensor(rng, tensor.kind, tensor.count, tensor.std)
@@ -192,6 +221,7 @@ def synthesize(
     labels: Sequence[str] | None = None,
     conv_layers: Sequence[int] | None = None,
     conv_taps: int | None = None,
+    scan: ScanShape | None = None,
     seed: int = 0,
     progress: Progress | None = None,
 ) -> Path:
@@ -223,8 +253,9 @@ def synthesize(
     architecture
         Architecture name, which determines the norms and biases of the layers. Unknown names get Llama's
         tensors.
-    value_dim, window, qkv_bias, original_context, pooling, dense, labels, conv_layers, conv_taps
-        See `ModelShape`. If `layers` is given without `conv_layers`, those of the preset beyond are omitted.
+    value_dim, window, qkv_bias, original_context, pooling, dense, labels, conv_layers, conv_taps, scan
+        See `ModelShape`. If `layers` is given without `conv_layers` or `scan`, the preset's layers beyond are
+        omitted from these.
     seed
         Seed of all weights.
     progress
@@ -271,12 +302,16 @@ def synthesize(
         "labels": None if labels is None else tuple(labels),
         "conv_layers": None if conv_layers is None else tuple(conv_layers),
         "conv_taps": conv_taps,
+        "scan": scan,
     }
     given = {name: value for name, value in changes.items() if value is not None}
     shape = replace(PRESETS[preset], **given)  # type: ignore[arg-type]  # each has its field's type
     if conv_layers is None:
         shape = replace(shape, conv_layers=tuple(n for n in shape.conv_layers if n < shape.layers))
-    if head_dim is None and (dim is not None or heads is not None):
+    if scan is None and shape.scan is not None and shape.scan.layers is not None:
+        kept = tuple(n for n in shape.scan.layers if n < shape.layers)
+        shape = replace(shape, scan=replace(shape.scan, layers=kept))
+    if head_dim is None and shape.kv_heads and (dim is not None or heads is not None):
         if shape.heads < 1 or shape.dim % shape.heads:
             raise ValueError(
                 f"dim {shape.dim}: not a multiple of heads {shape.heads}, so head_dim must be given"

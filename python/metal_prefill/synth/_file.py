@@ -43,10 +43,17 @@ def _add_metadata(writer: GGUFWriter, name: str, shape: ModelShape, tensor_type:
     writer.add_block_count(shape.layers)
     writer.add_feed_forward_length(shape.ffn)
     writer.add_head_count(shape.heads)
-    writer.add_head_count_kv(shape.kv_heads_of_layers if shape.conv_layers else shape.kv_heads)
+    traits = ARCHITECTURES.get(shape.architecture, Architecture())
+    counts = shape.kv_heads_of_layers
+    writer.add_head_count_kv(counts if len(set(counts)) > 1 else counts[0])
     if shape.conv_layers:
         writer.add_shortconv_l_cache(shape.conv_taps)
-    traits = ARCHITECTURES.get(shape.architecture, Architecture())
+    if shape.scan is not None:
+        writer.add_ssm_conv_kernel(shape.scan.taps)
+        writer.add_ssm_inner_size(shape.scan.inner)
+        writer.add_ssm_state_size(shape.scan.state)
+        writer.add_ssm_time_step_rank(shape.scan.heads)
+        writer.add_ssm_group_count(shape.scan.groups)
     (writer.add_layer_norm_rms_eps if traits.norm_kind == "rms" else writer.add_layer_norm_eps)(
         shape.norm_eps
     )
@@ -57,6 +64,8 @@ def _add_metadata(writer: GGUFWriter, name: str, shape: ModelShape, tensor_type:
         writer.add_sliding_window(shape.window)
     for key, value in shape.scales:
         writer.add_float32(f"{shape.architecture}.{key}", value)
+    if traits.rope_switch:
+        writer.add_rope_scaling_finetuned(False)
     if traits.rope:
         writer.add_rope_dimension_count(shape.rotated)
         writer.add_rope_freq_base(shape.rope_base)

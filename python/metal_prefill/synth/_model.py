@@ -12,10 +12,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from metal_prefill import _core
-from metal_prefill.files._architecture import ARCHITECTURES, Architecture, presence_of
+from metal_prefill.files._architecture import (
+    ARCHITECTURES,
+    Architecture,
+    LayerKind,
+    has_attention,
+    has_state_space,
+    presence_of,
+)
 from metal_prefill.files._metadata_keys import MAX_INT
 from metal_prefill.files._pooled_head import POOLINGS
 from metal_prefill.synth._blocks import TENSOR_TYPES, block_weights, tensor_bytes
+from metal_prefill.synth._scan import ScanShape, check_scan
 from metal_prefill.synth._tokenizer import VOCABULARIES
 
 TIED = "tied"  # output type without an output tensor: the embedding is the head
@@ -72,6 +80,8 @@ class ModelShape:
         Layers with a short convolution instead of attention.
     conv_taps
         Number of tokens that a short convolution covers.
+    scan
+        Shape of the state-space layers; None for a model without them.
     """
 
     layers: int
@@ -101,11 +111,23 @@ class ModelShape:
     scales: tuple[tuple[str, float], ...] = ()
     conv_layers: tuple[int, ...] = ()
     conv_taps: int = 3
+    scan: ScanShape | None = None
+
+    @property
+    def kinds(self) -> tuple[LayerKind, ...]:
+        """Kind of each layer."""
+        traits = ARCHITECTURES.get(self.architecture, Architecture())
+        recurrent = self.conv_layers if self.scan is None else self.scan.layers
+        every = range(self.layers) if recurrent is None else recurrent
+        return tuple(
+            traits.mixer if traits.recurrent is None or layer not in every else traits.recurrent
+            for layer in range(self.layers)
+        )
 
     @property
     def kv_heads_of_layers(self) -> list[int]:
-        """Key-value heads of each layer; 0 for a short convolution."""
-        return [0 if layer in self.conv_layers else self.kv_heads for layer in range(self.layers)]
+        """Key-value heads of each layer; 0 without attention."""
+        return [self.kv_heads if has_attention(kind) else 0 for kind in self.kinds]
 
     @property
     def value_width(self) -> int:
@@ -133,6 +155,11 @@ class Role(Enum):
     NORM = "around 1"
     OUTPUT_NORM = "around 1 and -1, so that with a tied embedding tokens do not predict themselves"
     FACTORS = "divisors of RoPE's frequencies"
+    DECAY = "negative: rates at which the heads of a state-space layer forget"
+    STEP = "biases of step sizes, before softplus"
+
+
+_SCAN_ROLES = {"scan_rates": Role.DECAY, "scan_step": Role.STEP, "scan_skip": Role.NORM}
 
 
 @dataclass(frozen=True)
@@ -173,8 +200,11 @@ class Tensor:
 def check(shape: ModelShape) -> None:
     """Raise ValueError if a shape is inconsistent; the message names the field."""
     whole = ("layers", "dim", "heads", "kv_heads", "head_dim", "ffn", "vocab", "context")
+    traits = _traits(shape)
+    unused = {*(("heads", "kv_heads", "head_dim") if not _attends(shape) else ())}
+    unused |= {"ffn"} if traits.ffn == "absent" else set()
     for name in whole:
-        if getattr(shape, name) < 1:
+        if getattr(shape, name) < (0 if name in unused else 1):
             raise ValueError(f"{name} {getattr(shape, name)}: must be at least 1")
         if getattr(shape, name) > MAX_INT:
             raise ValueError(f"{name} {getattr(shape, name)}: must be at most {MAX_INT}")
@@ -184,26 +214,26 @@ def check(shape: ModelShape) -> None:
         given = getattr(shape, name)
         if given is not None and given < 1:
             raise ValueError(f"{name} {given}: must be at least 1")
-    if shape.heads % shape.kv_heads:
+    if _attends(shape) and shape.heads % shape.kv_heads:
         raise ValueError(f"heads {shape.heads}: must be a multiple of kv_heads {shape.kv_heads}")
     rope_dims = shape.head_dim if shape.rope_dims is None else shape.rope_dims
-    if rope_dims % 2 or not 0 < rope_dims <= shape.head_dim:
+    if _attends(shape) and (rope_dims % 2 or not 0 < rope_dims <= shape.head_dim):
         raise ValueError(f"rope_dims {rope_dims}: must be even, and in 2..head_dim {shape.head_dim}")
     if shape.rope_scaling not in ROPE_SCALINGS:
         raise ValueError(f"rope_scaling {shape.rope_scaling!r}: must be one of {', '.join(ROPE_SCALINGS)}")
     for name in ("rope_base", "rope_factor", "norm_eps"):
         if not (math.isfinite(getattr(shape, name)) and getattr(shape, name) > 0):
             raise ValueError(f"{name} {getattr(shape, name)}: must be finite and above 0")
-    if shape.rope_scaling == "longrope":
-        traits = ARCHITECTURES.get(shape.architecture, Architecture())
-        if traits.long_rope == "absent" or shape.context_before < 2:
-            raise ValueError(
-                f"rope_scaling 'longrope': architecture {shape.architecture} with an original context of "
-                f"{shape.context_before}; must be phi3, with at least 2"
-            )
-    if shape.conv_layers and not ARCHITECTURES.get(shape.architecture, Architecture()).short_conv:
+    if shape.rope_scaling == "longrope" and (traits.long_rope == "absent" or shape.context_before < 2):
+        raise ValueError(
+            f"rope_scaling 'longrope': architecture {shape.architecture} with an original context of "
+            f"{shape.context_before}; must be phi3, with at least 2"
+        )
+    if shape.conv_layers and traits.recurrent != "short_conv":
         raise ValueError(f"conv_layers {shape.conv_layers}: {shape.architecture} has no short convolutions")
-    if not all(0 <= layer < shape.layers for layer in shape.conv_layers) or not any(shape.kv_heads_of_layers):
+    if not all(0 <= layer < shape.layers for layer in shape.conv_layers) or (
+        shape.conv_layers and not _attends(shape)
+    ):
         raise ValueError(
             f"conv_layers {shape.conv_layers}: must be layers, and leave one of {shape.layers} with attention"
         )
@@ -211,6 +241,18 @@ def check(shape: ModelShape) -> None:
         raise ValueError(f"conv_taps {shape.conv_taps}: must be at least 2")
     if shape.tokenizer not in VOCABULARIES:
         raise ValueError(f"tokenizer {shape.tokenizer!r}: must be one of {', '.join(VOCABULARIES)}")
+    has_layers = any(has_state_space(kind) for kind in (traits.mixer, traits.recurrent))
+    if (shape.scan is not None) != has_layers:
+        raise ValueError(
+            f"scan {shape.scan}: {shape.architecture} has "
+            + ("no state-space layers" if shape.scan else "state-space layers, so it must be given")
+        )
+    if shape.scan is not None:
+        check_scan(shape.scan, shape.layers)
+
+
+def _attends(shape: ModelShape) -> bool:
+    return any(has_attention(kind) for kind in shape.kinds)
 
 
 def tensors(
@@ -245,7 +287,8 @@ def tensors(
         residual = 1.5 * embedding * (2 * shape.layers) ** -0.5
     kinds = {"token_embedding": embedding_type, "output": shape.output_type}
     # Magnitudes of the outputs; those of other projections are 1.
-    sizes = {"wq": scores, "wk": scores, "wo": residual, "w_down": residual, "conv_out": residual}
+    sizes = {"wq": scores, "wk": scores}
+    sizes |= dict.fromkeys(("wo", "w_down", "conv_out", "scan_out"), residual)
     names = ARCHITECTURES.get(shape.architecture, Architecture()).names
 
     def tensor(spec: _core.TensorSpec, layer: int | None = None) -> Tensor:
@@ -254,6 +297,8 @@ def tensors(
             return Tensor(name, spec.shape, "F32", Role.FACTORS)
         if spec.role == "output_norm":
             return Tensor(name, spec.shape, "F32", Role.OUTPUT_NORM)
+        if spec.role in _SCAN_ROLES:
+            return Tensor(name, spec.shape, "F32", _SCAN_ROLES[spec.role])
         if spec.kind == "norm":
             return Tensor(name, spec.shape, "F32", Role.NORM)
         if spec.kind == "vector":
@@ -271,7 +316,7 @@ def tensors(
     yield from (tensor(spec) for spec in whole if spec.role in _FACTORS)
     yield from (tensor(spec) for spec in whole if spec.role not in (*after, *_FACTORS))
     for layer in range(shape.layers):
-        kind = _core.LayerKind.SHORT_CONV if layer in shape.conv_layers else _core.LayerKind.ATTENTION
+        kind = _core.LayerKind[shape.kinds[layer].upper()]
         for spec in specs:
             # An optional norm of the first layer would repeat the norm of the embedding.
             repeats = layer == 0 and spec.role == "attn_norm" and _traits(shape).attn_norm == "optional"
@@ -326,6 +371,9 @@ def _core_config(shape: ModelShape) -> _core.Config:
     config.token_types = TOKEN_TYPES if traits.token_types != "absent" else 0
     config.n_heads, config.n_kv_heads = shape.heads, shape.kv_heads
     config.conv_taps = shape.conv_taps
+    if (scan := shape.scan) is not None:
+        config.conv_taps, config.scan_heads, config.scan_groups = scan.taps, scan.heads, scan.groups
+        config.scan_key_dim, config.scan_value_dim = scan.state, scan.inner // scan.heads
     config.key_dim, config.value_dim, config.rope_dim = shape.head_dim, shape.value_width, shape.rotated
     return config
 
@@ -338,11 +386,14 @@ def _is_present(spec: _core.TensorSpec, shape: ModelShape) -> bool:
     presence = presence_of(spec.presence, _traits(shape))
     if presence == "tied":
         return shape.output_type != TIED
+    if spec.role == "scan_group_norm" and presence == "optional":
+        return shape.scan is not None and shape.scan.norm
     return presence == "required" or (
         presence == "optional"
         and (
             shape.all_biases
             or (spec.presence == "qkv_bias" and shape.qkv_bias)
+            or spec.presence == "conv_bias"
             or not spec.presence.endswith("bias")
         )
     )

@@ -76,6 +76,8 @@ PRE_TOKENIZERS: dict[str, PreTokenizer] = {
     "llama-v3": _LLAMA3,
     "llama3": _LLAMA3,
     "falcon3": _LLAMA3,
+    "falcon-h1": _LLAMA3,
+    "lfm2": _LLAMA3,
     "smaug-bpe": PreTokenizer(_LLAMA3.patterns),  # the name in SmolLM3 files
     "qwen2": _QWEN2,
     "deepseek-r1-qwen": _QWEN2,

@@ -74,7 +74,7 @@ def uniform_shape(config: ModelConfig, kind: str, embedding: str, output: str | 
     for spec, layer, presence in expected_tensors(config):
         if presence == "optional" and not (spec.role == "token_types" and config.token_types):
             continue
-        name = types.get(spec.role, kind if len(spec.shape) == 2 else "f32")
+        name = types.get(spec.role, kind if spec.kind == "matrix" else "f32")
         tensors.append(TensorShape(spec.role, layer, GGMLQuantizationType[name.upper()], spec.shape))
     return Shape(config, tuple(tensors))
 

@@ -562,11 +562,13 @@ def _swiglu(d: Dispatch) -> Work:
     )
 
 
-def _short_conv(d: Dispatch) -> Work:
+def _causal_conv(d: Dispatch) -> Work:
     a = d.args
     channels, taps, tokens = a["channels"], a["taps"], a["tokens"]
     wanted = tokens - a["first_out"]
-    inputs = min(tokens, wanted + (taps - 1) * max(1, len(d.runs)))  # rows whose b and x are read
+    inputs = min(tokens, wanted + (taps - 1) * max(1, len(d.runs)))  # rows whose inputs are read
+    factors = 2 if a["gated"] else 1  # of an input
+    biases = channels * _FLOAT if a["has_bias"] else 0
     states = sum((position > 0) + 1 for position, _ in d.runs)  # read before a run, and written after it
     out = _HALF if d.kernel.endswith("f16") else _FLOAT
     row = Ops(alu=6, memory=2) + _LOOP
@@ -574,13 +576,52 @@ def _short_conv(d: Dispatch) -> Work:
         d,
         ops=row * taps + Ops(alu=12, memory=8) + (Ops(memory=1) + row) * (taps - 1) * (len(d.runs) / tokens),
         trips=2 + taps,
-        dram=channels * taps * _FLOAT,
-        cached=(2 * inputs + wanted) * channels * _FLOAT
+        dram=channels * taps * _FLOAT + biases,
+        cached=(factors * inputs + a["gated"] * wanted) * channels * _FLOAT
         + wanted * channels * out
         + states * (taps - 1) * channels * _FLOAT
         + wanted * 20
         + (tokens - wanted) * 4,  # of a row without a result, the slot for its state
-        fetched=tokens * channels * (taps * _FLOAT + (2 * taps + 1) * _FLOAT + out),
+        fetched=tokens * channels * (taps * _FLOAT + (factors * taps + 1) * _FLOAT + out),
+    )
+
+
+def _scan(d: Dispatch) -> Work:
+    a = d.args
+    heads, dim, rows, tokens = a["heads"], a["dim"], a["rows"], a["tokens"]
+    groups, wanted, held = heads // a["heads_per_group"], tokens - a["first_out"], ceil(rows / 8)
+    each = tokens / d.grid[1]  # of a sequence
+    states = sum((position > 0) + 1 for position, _ in d.runs)  # read before a run, and written after it
+    per_token = (Ops(alu=8, memory=2) + _LOOP) * held + Ops(alu=30, exp=3, shuffle=6, memory=8) + _LOOP
+    shared = tokens * 2 * groups * rows * _FLOAT  # b and c
+    moved = (tokens + wanted) * heads * dim * _FLOAT + states * heads * rows * dim * _FLOAT
+    steps = tokens * heads * _FLOAT
+    return _work(
+        d,
+        ops=per_token * each + (Ops(memory=4) + _LOOP) * held,
+        trips=2 + each,
+        dram=3 * heads * _FLOAT,
+        cached=moved + shared + steps + tokens * 4 + d.grid[1] * 20,
+        # Each simdgroup reads b, c and steps.
+        fetched=moved + d.groups * (d.threads // SIMD) * each * (2 * rows + 1) * _FLOAT,
+    )
+
+
+def _scan_norm(d: Dispatch) -> Work:
+    a = d.args
+    inner, tokens = a["inner"], d.grid[0]
+    rounds, passes = ceil(inner / a["groups"] / d.threads), 2 if a["has_weight"] else 1
+    out = _HALF if d.kernel.endswith("f16") else _FLOAT
+    row = Ops(alu=8, exp=1, rcp=1, memory=3) + _LOOP
+    weight = inner * _FLOAT if a["has_weight"] else 0
+    moved = tokens * inner * (2 * _FLOAT + out)
+    return _work(
+        d,
+        ops=row * (rounds * passes) + Ops(alu=20, shuffle=10, rsqrt=1, memory=2) * (passes - 1),
+        trips=rounds * passes,
+        dram=weight,
+        cached=moved,
+        fetched=moved + (passes - 1) * tokens * inner * 2 * _FLOAT + tokens * weight,
     )
 
 
@@ -627,7 +668,9 @@ _WORK: dict[str, Callable[[Dispatch], Work]] = {
     "attention_prefill": _attention_prefill,
     "attention_tensor": _attention_tensor,
     "swiglu": _swiglu,
-    "short_conv": _short_conv,
+    "causal_conv": _causal_conv,
+    "scan": _scan,
+    "scan_norm": _scan_norm,
     "argmax": _argmax,
     "log_prob": _log_prob,
 }
