@@ -509,6 +509,13 @@ CPU = (
         ("tests/test_encoders.py", "-k", "bfloat16_stays"),
     ),
     Mutant(
+        "cpp/cpu/weights.cpp",
+        "pack_group(linear.tensor, group, own.blocks);",
+        "pack_group(linear.tensor, 0, own.blocks);",
+        "all groups of an encoder's matrix have the weights of the first one",
+        ("tests/test_encoders.py", "-k", "bfloat16_stays"),
+    ),
+    Mutant(
         "cpp/cpu/store_pairs.h",
         "rows[4 + k] = _mm512_shuffle_i32x4(odd, next_odd, 0x88);",
         "rows[4 + k] = _mm512_shuffle_i32x4(odd, next_odd, 0xdd);",
