@@ -207,6 +207,7 @@ cp $$($(BIN)/python -c "import metal_prefill, pathlib; print(pathlib.Path(metal_
 $(BIN)/mypy
 $(BIN)/clang-format --dry-run --Werror $(NATIVE)
 $(BIN)/python tools/check_prose.py
+$(BIN)/python tools/check_commits.py
 endef
 
 # Linters, and the quick tests that need neither the Metal emulator nor an emulated Arm processor: about a minute.

@@ -137,7 +137,7 @@ def test_a_text_cancelled_while_its_constraint_computes_is_released(
         scheduler.step()
     gate.open.clear()
     scheduler.step()
-    guide = streams[0].text._guide
+    guide = streams[0].text._constraint
     assert guide is not None
     assert guide.pending is not None
     pending, worker = guide.pending, guide.worker

@@ -43,6 +43,8 @@ PHRASES = {  # each has no good use in this project, whatever the sentence
     r'"""(What|Who) ': "begin with a verb or a noun phrase",
     r'"""Of (them|it)\b': "name the thing",
     r"\bmend(s|ed|ing)?\b": "fix",
+    r"\bin any company\b": "in any batch",
+    r"\b(brought|bring|brings) into nfc\b": "normalize to NFC",
     r"\bsince then\b": "describe the present; history belongs to the changelog",
 }
 

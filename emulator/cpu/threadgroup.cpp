@@ -549,7 +549,7 @@ void ThreadgroupRunner::release_barrier() {
   barriers_++;
 }
 
-// Nobody can run. In active-lane mode, the lanes that wait at the foremost line of a simdgroup continue
+// No thread can run. In active-lane mode, the lanes that wait at the foremost line of a simdgroup continue
 // without the others, and a barrier opens when all that have not returned wait for it or for lanes that do.
 int ThreadgroupRunner::resolve() {
   if (!active_lanes_) fail_waiting("deadlock: not all threads reach the same operation");

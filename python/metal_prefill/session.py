@@ -350,7 +350,7 @@ logit_bias
             An option is out of range; or no token may be chosen, such as where `logit_bias` excludes all.
         ConstraintError
             A constraint cannot be read, nothing satisfies it, or the context is full before it is met: then
-            after the last piece. A text that `max_tokens` ends says so by its `finish_reason`.
+            after the last piece. If `max_tokens` ends a text, its `finish_reason` is ``"length"``.
         """
         text = self._continuation(prompt, max_tokens, options)
         if max_tokens == 0:
@@ -435,7 +435,7 @@ logit_bias
                     position += 1
                     yield piece
             finally:
-                if position < computed:  # the text ended before the last guess
+                if position < computed:  # the text ended before the last draft
                     core.rewind(position, claim)
 
     def close(self) -> None:

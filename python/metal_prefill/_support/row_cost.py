@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 _ROW_SHARE = 0.12  # of the time of one row that another row takes, until it is measured: rather too little,
-# or longer guesses would never be tried
+# or longer drafts would never be tried
 
 
 class RowCost:

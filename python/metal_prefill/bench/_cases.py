@@ -136,7 +136,7 @@ def make_cases(
 
     With `streams` there is also one of decoding for each number of streams, and one of many short prompts.
     With `sampled` there is one of greedy choices and one of sampling, and with `task`, the number of tokens
-    of `TASK`, one of copying without guesses and one with them.
+    of `TASK`, one of copying without drafts and one with them.
 
     Raises
     ------

@@ -56,7 +56,7 @@ class Row:
         In a peer's row, our speed over the peer's: below 1 is a loss.
     of_compared : Spread or None
         Speed over that of the test which this one is compared with, of the same engine: of sampling over
-        that of greedy choices, and with guesses over that without.
+        that of greedy choices, and with drafts over that without.
     """
 
     engine: str

@@ -79,7 +79,7 @@ def _deliver(items: Iterable[tuple[Texts, list[Made] | Exception]]) -> None:
     for loop, batch in of_loops.items():
         try:
             loop.call_soon_threadsafe(_put, batch)
-        except RuntimeError:  # it is closed: nobody waits
+        except RuntimeError:  # closed: no task is waiting
             for texts, _ in batch:
                 texts.cancel()
 

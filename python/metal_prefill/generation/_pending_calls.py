@@ -69,7 +69,7 @@ class PendingCalls:
             at = end
 
     def drop_cancelled(self) -> None:
-        """Forget the calls that nobody waits for."""
+        """Drop the calls whose results are no longer awaited."""
         self._calls = [pending for pending in self._calls if not pending.cancelled]
 
 

@@ -230,17 +230,17 @@ class Speculation:
         count = self._best_count(most, cost, rows, tokens)
         start = time.perf_counter()
         if self._drafter.free:
-            guesses = self._drafter.draft(max(count, 1))
-            self._shadow = guesses[:1]
+            drafted = self._drafter.draft(max(count, 1))
+            self._shadow = drafted[:1]
         else:
             self._shadow = []
             if count == 0 and most > 0:
                 self._wait -= 1
                 if self._wait <= 0:
                     count = min(most, LENGTHS[2])
-            guesses = self._drafter.draft(count) if count and not sent else []
-        self.has_drafts = count > 0 and bool(guesses or (sent and not self._drafter.free))
-        self._drafts = [] if sent else guesses[:count]
+            drafted = self._drafter.draft(count) if count and not sent else []
+        self.has_drafts = count > 0 and bool(drafted or (sent and not self._drafter.free))
+        self._drafts = [] if sent else drafted[:count]
         allowed = allow(self._drafts) if self._drafts and allow is not None else count
         if self._drafts and (allow is not None or not self._drafter.free):
             seconds = (time.perf_counter() - start) / len(self._drafts)

@@ -320,20 +320,20 @@ class Continuation:
         self._made, self._least, self._most = 0, given + min_tokens, given + max_tokens
         self._context = context
         self._reports = logprobs is not None
-        self._guide: Constraint | None = None
+        self._constraint: Constraint | None = None
         if json_schema is not None or regex is not None or grammar is not None:
-            self._guide = Constraint(tokenizer, json_schema=json_schema, regex=regex, grammar=grammar)
+            self._constraint = Constraint(tokenizer, json_schema=json_schema, regex=regex, grammar=grammar)
         self.sampler: _core.Sampler | None = None
-        if not options.is_greedy or self._reports or min_tokens or self._guide is not None:
+        if not options.is_greedy or self._reports or min_tokens or self._constraint is not None:
             self.sampler = _sampling.core_sampler(options, seed, self.ids.tolist(), answer)
             self.sampler.report(-1 if logprobs is None else logprobs)
             self.sampler.follow(self._given)
             if min_tokens:
                 self.sampler.forbid(sorted(self._stop_ids), len(ids) + min_tokens)
             self._allow()
-        drafter = make_drafter(speculate, vocab_size, self._guide is not None, prefix_namespace)
-        guesses = drafter is not None and max_tokens > 2
-        self._speculation = Speculation(drafter, ids) if drafter is not None and guesses else None
+        drafter = make_drafter(speculate, vocab_size, self._constraint is not None, prefix_namespace)
+        may_draft = drafter is not None and max_tokens > 2
+        self._speculation = Speculation(drafter, ids) if drafter is not None and may_draft else None
         self._next: list[int] = []  # tokens of the text that are not computed
         self._forced: list[int] = []  # tokens that must follow those
         self._step: Step | None = None  # what the constraint answered to the tokens of the latest pass
@@ -365,12 +365,12 @@ class Continuation:
         most = min(most, MOST_DRAFTS)
         if self._speculation is None:
             return NextTokens(np.array(self._next, np.int32), 0, 0.0)
-        allow = None if self._guide is None else self._allow
+        allow = None if self._constraint is None else self._allow
         drafts = self._speculation.drafts(max(most, 0), cost, rows + forced, tokens, allow, sent)
         expected = self._speculation.expected()
         return NextTokens(np.array([*self._next, *drafts], np.int32), len(drafts), expected)
 
-    def _allow(self, guesses: Sequence[int] = ()) -> int:
+    def _allow(self, drafts: Sequence[int] = ()) -> int:
         """Let the sampler choose what the constraint allows, also after the drafts that it allows.
 
         Returns
@@ -378,10 +378,10 @@ class Continuation:
         int
             How many of the drafts it allows.
         """
-        if self._guide is None or self.sampler is None:
-            return len(guesses)
-        ahead = self._guide.ahead(guesses)
-        self.sampler.allow_bits([self._guide.mask(), *ahead])
+        if self._constraint is None or self.sampler is None:
+            return len(drafts)
+        ahead = self._constraint.ahead(drafts)
+        self.sampler.allow_bits([self._constraint.mask(), *ahead])
         return len(ahead)
 
     def take(self, chosen: Sequence[int]) -> Iterator[Piece]:
@@ -403,7 +403,7 @@ class Continuation:
             if self.ended is not None:
                 break
         self._next = [chosen[-1]]
-        if self._guide is None or self.sampler is None:
+        if self._constraint is None or self.sampler is None:
             return
         forced, self._forced = self._forced[:MOST_FORCED], self._forced[MOST_FORCED:]
         for token in forced if self.ended is None else ():
@@ -426,25 +426,25 @@ class Continuation:
     def send(self, chosen: Sequence[int]) -> None:
         """Send what a pass chose to the constraint, whose answer :meth:`take` waits for."""
         request = self._request(chosen, chosen[max(len(self._given) - self._made, 0) :])
-        if request is not None and self._guide is not None:
-            self._guide.send_advance(**request)
+        if request is not None and self._constraint is not None:
+            self._constraint.send_advance(**request)
 
     def wait_until(self, deadline: float) -> None:
         """Let :meth:`take` and :meth:`next_tokens` wait for the constraint until then, see `Constraint`."""
-        if self._guide is not None:
-            self._guide.deadline = deadline
+        if self._constraint is not None:
+            self._constraint.deadline = deadline
 
     @property
     def pending(self) -> Future[Any] | None:
         """The answer of the constraint that the text waits for."""
-        return None if self._guide is None else self._guide.pending
+        return None if self._constraint is None else self._constraint.pending
 
     def _request(self, chosen: Sequence[int], free: Sequence[int]) -> _AdvanceRequest | None:
         """Return what to advance the constraint by: tokens of a pass that were not given, and forced ones.
 
         New forced tokens are computed once the text has taken the earlier ones.
         """
-        if self._guide is None or not free:
+        if self._constraint is None or not free:
             return None
         n = len(chosen)
         most = min(self._most, self._context - len(self.ids) + 1)
@@ -469,16 +469,16 @@ class Continuation:
     def _advance(self, chosen: Sequence[int], free: Sequence[int]) -> Step | None:
         request = self._request(chosen, free)
         step = None
-        if request is not None and self._guide is not None:
-            step = self._guide.advance(**request)
-        if self._guide is not None and free:
+        if request is not None and self._constraint is not None:
+            step = self._constraint.advance(**request)
+        if self._constraint is not None and free:
             self._forced = self._forced_after(chosen) or (step.forced if step is not None else [])
         return step
 
     def release(self) -> None:
         """Release the resources of the text in other processes; it cannot continue afterwards."""
-        if self._guide is not None:
-            self._guide.close()
+        if self._constraint is not None:
+            self._constraint.close()
 
     @property
     def wanted(self) -> bool:
@@ -492,8 +492,8 @@ class Continuation:
         This is known when the tokens of the next pass are: without a draft for it, there will be none for the
         pass after it.
         """
-        guesses = self._speculation is not None and self._speculation.has_drafts
-        return self.sampler is None and not guesses and self._made + 1 < self._most
+        drafting = self._speculation is not None and self._speculation.has_drafts
+        return self.sampler is None and not drafting and self._made + 1 < self._most
 
     @property
     def _position(self) -> int:

@@ -239,13 +239,13 @@ class LlamaCpp(BatchEngine, TextEngine, ChoosingEngine, JudgingEngine):
         find = LlamaPromptLookupDecoding(num_pred_tokens=GUESSES_GPU if self._gpu else GUESSES_CPU)
         text, made = ids.astype(np.intc), 0
         while made < count:
-            guesses = find(text)[: count - made - 1] if choice == "lookup" else text[:0]
-            self._single.check(np.concatenate([text[-1:], guesses]))
-            for row in range(len(guesses) + 1):
+            drafts = find(text)[: count - made - 1] if choice == "lookup" else text[:0]
+            self._single.check(np.concatenate([text[-1:], drafts]))
+            for row in range(len(drafts) + 1):
                 token = self._single.sample(sampler, row)
                 text, made = np.append(text, np.intc(token)), made + 1
-                if row < len(guesses) and token != guesses[row]:
-                    self._single.rewind(len(guesses) - row)
+                if row < len(drafts) and token != drafts[row]:
+                    self._single.rewind(len(drafts) - row)
                     break
         llama.llama_sampler_free(sampler)
         return [int(token) for token in text[len(ids) :]]
