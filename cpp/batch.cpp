@@ -22,11 +22,11 @@ class Batch {
   struct Item {
     Request& request;
     std::size_t start = 0;   // position of tokens[0]
-    std::size_t before = 0;  // tokens that the session is left with if the request fails
+    std::size_t before = 0;  // tokens of the session if the request fails
     bool active = false;
-    Item* leader = nullptr;  // computes first what both begin with
+    Item* leader = nullptr;  // computes their common prefix first
     std::size_t shared = 0;  // tokens of that
-    StatePoint state;        // that the session is left with if the request fails
+    StatePoint state;        // tokens of the session if the request fails
     std::vector<int> marks;  // positions at which others follow it
 
     Session& session() const { return *request.session; }
@@ -36,7 +36,7 @@ class Batch {
     int without_output() const { return int(request.tokens.size()) - rows_of(request.output); }
     bool reuses() const { return request.prefix == Prefix::kReuse; }
     SequenceStates* states() const { return session().cache_->states(); }
-    // Tokens of the session whose state is not known: they are computed again before those of the request.
+    // Tokens of the session whose state is unknown: they are computed again before those of the request.
     int behind() const { return int(session().tokens_.size() - session().computed()); }
   };
 
@@ -57,7 +57,7 @@ class Batch {
 
   Engine& engine_;
   std::vector<Item> items_;
-  std::vector<Item*> order_;  // in which they are computed: items with a common prefix follow each other
+  std::vector<Item*> order_;  // order of computation: items with a common prefix follow each other
   std::deque<SessionLock::Hold> locks_;
 };
 
@@ -73,7 +73,7 @@ Batch::Batch(Engine& engine, std::span<Request* const> requests, const char* cal
       samplers.push_back(sampled->sampler);
     check_output(request->output);
   }
-  // Locked in the order of addresses, so that two batches never wait for each other.
+  // Locked in order of their addresses, so that two batches never wait for each other.
   std::sort(sessions.begin(), sessions.end(), std::less<>());
   if (std::adjacent_find(sessions.begin(), sessions.end()) != sessions.end())
     throw std::invalid_argument("a session appears twice in a batch");
@@ -126,7 +126,7 @@ void Batch::begin(Item& item) const {
   if (item.reuses()) {
     const std::size_t known = session.keep_known(tokens);
     item.before = session.computed();
-    session.keep_first(tokens.first(item.before));  // those after it are computed with the rest
+    session.keep_first(tokens.first(item.before));  // later tokens are computed with the rest
     if (item.states()) item.state = item.states()->current();
     item.request.result.done = int(item.before);
     again = known - item.before;
@@ -134,7 +134,7 @@ void Batch::begin(Item& item) const {
   if (const Choices* choices = choices_of(item.request.output))
     std::fill(choices->chosen.begin(), choices->chosen.end(), TokenId(-1));
   const std::scoped_lock lock(session.state_mutex_);
-  session.tokens_.reserve(item.start + tokens.size());  // what follows a computed chunk must not fail
+  session.tokens_.reserve(item.start + tokens.size());  // from here on nothing may fail
   session.claim_ = claim;
   session.recomputed_ = again;
   item.active = true;
@@ -199,8 +199,8 @@ void Batch::make_room(Item& item, int kept, int end) const {
   session.counters_ += counters;
 }
 
-// Whether the engine may start on the token at position `end` early. Makes room for it; a lack of memory is
-// no error here, as the token has not been requested yet.
+// Whether the engine may start on the token at position `end` early. Reserves room for it; a lack of memory
+// is not an error here, as the token has not been requested yet.
 bool Batch::continues(Item& item, int end, StateRef* state) const {
   const Request& request = item.request;
   const auto* greedy = std::get_if<GreedyOutput>(&request.output);
@@ -260,7 +260,7 @@ Chunk Batch::chunk_again(Item& item, int tokens) const {
   return chunk;
 }
 
-// Throws NumericalError for a result that is NaN; calls never return NaN.
+// Throws NumericalError for a NaN result; calls never return NaN.
 void Batch::check_results(const Chunk& chunk) const {
   const std::size_t first = chunk.tokens.size() - std::size_t(rows_of(chunk.output));
   const auto fail = [&](const std::string& what, std::size_t row) {
@@ -416,8 +416,8 @@ void Batch::run(const Progress& progress) {
     }
   }
   std::vector<Chunk> chunks;
-  std::vector<Item*> members;     // whose chunks they are
-  chunks.reserve(order_.size());  // what fails from here on fails for one request
+  std::vector<Item*> members;     // sessions of the chunks
+  chunks.reserve(order_.size());  // a later failure ends one request only
   members.reserve(order_.size());
   while (true) {
     chunks.clear();

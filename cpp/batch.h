@@ -25,8 +25,8 @@ struct Request {
   std::exception_ptr error;  // null: none
 };
 
-// Each session may appear once, and all must be of `engine`; else std::invalid_argument, and nothing is
-// computed. All other errors except SessionBusyError end one request only. `call` is a string
+// Each session may appear once, and all must be of `engine`; otherwise throws std::invalid_argument and
+// computes nothing. All other errors except SessionBusyError end one request only. `call` is a string
 // literal: the name of the call in messages.
 void run_batch(Engine& engine, std::span<Request* const> requests, const char* call,
                const Progress& progress = {});

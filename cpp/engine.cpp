@@ -69,8 +69,8 @@ std::size_t Session::computed() const {
   return states ? std::min(tokens_.size(), std::size_t(states->current().position)) : tokens_.size();
 }
 
-// Tokens whose K and V the session has, or has now of the pages that are remembered. The last token is always
-// computed: what follows it is what the caller asks for. States may be known of fewer tokens.
+// Tokens whose K and V the session has, or now shares with cached pages. The last token is always computed,
+// since the caller requests its output. States may be known for fewer tokens.
 std::size_t Session::keep_known(std::span<const TokenId> tokens) {
   {
     const std::scoped_lock lock(state_mutex_);
@@ -294,7 +294,7 @@ void Session::import_state(std::span<const TokenId> tokens, std::size_t computed
     throw ContextOverflowError("a state of " + std::to_string(tokens.size()) +
                                " tokens exceeds the context of " + std::to_string(max_context_));
   for (std::size_t i = 0; i < tokens.size(); ++i) engine_->check_token(tokens[i], i);
-  // In a cache of its own: whatever fails on the way, the session is as before.
+  // In a separate cache: if anything fails, the session is unchanged.
   std::vector<TokenId> replacement(tokens.begin(), tokens.end());
   std::unique_ptr<Cache> cache = engine_->make_cache(max_context_);
   SequenceStates* states = cache->states();

@@ -36,7 +36,7 @@ namespace metal_prefill {
 struct ContextOverflowError : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
-// The pages of K and V that sessions may hold together are all in use. Nothing was changed.
+// All pages of K and V that sessions may hold together are in use. Nothing was changed.
 struct KvMemoryError : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
@@ -83,7 +83,7 @@ struct EngineOptions {
   int max_context = 0;     // positions that sessions are made for; 0: the model's. Others may be longer
   std::size_t prefix_memory = std::size_t(256) << 20;  // most bytes of pages kept for later sessions
   // Bytes of K and V that all sessions may hold together; 0: half of the memory, and on a GPU at most half of
-  // what the weights leave of its working set.
+  // its working set without the weights.
   std::size_t kv_memory = 0;
   bool poison_cache = false;  // fills pages with NaN before they are used, for tests
   MetalOptions metal;
@@ -126,7 +126,7 @@ class Cache {
   // Becomes the first `positions` of another cache of the same engine.
   virtual void share(const Cache& from, int positions) = 0;
   virtual std::span<const PageId> pages() const = 0;
-  // Replaces its pages by these, of which the caller already holds one reference for it.
+  // Replaces its pages by these; the caller already holds one reference to each for it.
   virtual void adopt(std::vector<PageId> pages) = 0;
   // Canonical layout [position][kv_head][head_dim], elements or blocks of kv_type.
   virtual void read(int layer, bool values, int positions, std::byte* out) const = 0;
@@ -139,8 +139,8 @@ class Cache {
   virtual std::size_t bytes() const = 0;
 };
 
-// Called between chunks with the number of prompt tokens that are done and the total. Returning false stops
-// the prompt there.
+// Called between chunks with the number of finished prompt tokens and the total. Returning false stops the
+// prompt there.
 using Progress = std::function<bool(int done, int total)>;
 
 struct PromptResult {
@@ -193,7 +193,7 @@ class Session {
   // NaN, the call discards all drafts of the pass, even accepted ones, and continues without them.
   std::vector<TokenId> forward_drafts(std::span<const TokenId> tokens, int drafts, Sampler* sampler,
                                       Claim claim = 0, bool continues = false);
-  // Log probability of tokens[i + 1] given those before it, [tokens.size() - 1].
+  // Log probability of tokens[i + 1] given the previous ones, [tokens.size() - 1].
   PromptResult score(std::span<const TokenId> tokens, float* log_probs, const Progress& progress = {});
   TokenId forward_token_greedy(TokenId token);
   void forward_token(TokenId token, float* logits);
@@ -248,10 +248,10 @@ class Session {
   void remember_pages();
   PromptResult run(const char* call, Request request, const Progress& progress);
   void check_room(std::size_t position, std::size_t tokens) const;
-  // Tokens whose K, V and states the cache has. It has neither those of later tokens nor relies on their
+  // Tokens whose K, V and states the cache has. It neither has those of later tokens nor relies on their
   // pages.
   std::size_t computed() const;
-  // Calls visit(layer, part, bytes) for what is exported of `computed` tokens.
+  // Calls visit(layer, part, bytes) for the exported data of `computed` tokens.
   template <typename Visit>
   void each_part(std::size_t computed, const Visit& visit) const;
 
@@ -306,7 +306,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   virtual PrefixTree* prefixes() { return nullptr; }
 
   virtual std::unique_ptr<Cache> make_cache(int max_context) = 0;
-  // Throws KvMemoryError where a sequence of so many tokens would not fit in the memory for K and V alone.
+  // Throws KvMemoryError if a sequence of this length would not fit in the memory for K and V alone.
   virtual void check_fits(int positions) const = 0;
   // Largest number of rows in one pass: the context length, if tokens attend to later ones.
   virtual int pass_rows() const = 0;
@@ -333,7 +333,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
 std::shared_ptr<Engine> make_cpu_engine(Model model, const EngineOptions& options);
 // Throws DeviceError if there is neither a Metal device nor an emulator.
 std::shared_ptr<Engine> make_metal_engine(Model model, const EngineOptions& options);
-// Facts about the GPU, by name; only `problem` where there is none that the Metal engine can use.
+// Facts about the GPU, by name; only `problem` if the Metal engine cannot use any.
 std::map<std::string, std::string> metal_device();
 
 }  // namespace metal_prefill

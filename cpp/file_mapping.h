@@ -5,8 +5,8 @@
 
 namespace metal_prefill {
 
-// A file, mapped for reading. Python's mmap would do, but on macOS it writes everything that the disk still
-// has in its cache before it maps a file.
+// A file, mapped for reading. Python's mmap on macOS would flush the disk's write cache before it maps a
+// file.
 class FileMapping {
  public:
   // Throws std::system_error, and std::invalid_argument where the file has fewer than `bytes` bytes by now.

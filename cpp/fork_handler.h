@@ -1,5 +1,4 @@
-// Objects that survive fork(): the child has all memory of the process, and of its threads only the one that
-// forked.
+// Objects that survive fork(): the child has all memory of the process, but only the thread that forked.
 #pragma once
 
 #include <functional>
@@ -12,14 +11,14 @@ struct ForkError : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// While one exists, its functions run around each fork() of the process. A member of what it looks after: the
-// last one, so that it is there only while all others are.
+// While one exists, its functions run around each fork() of the process. It must be the last member of the
+// object that it protects, so that it exists only while all others do.
 class ForkHandler {
  public:
-  // `before` takes the locks that others hold for moments only, so that what they guard is whole in the
-  // child; `after` gives them back, in parent and child. The youngest handler takes its locks first: what
-  // uses a thing under a lock of its own is made after it. Neither may throw, nor make or destroy a
-  // ForkHandler.
+  // `before` takes the locks that other threads hold only briefly, so that the data they guard is consistent
+  // in the child; `after` releases them, in parent and child. The youngest handler takes its locks first: an
+  // object that uses another under its own lock is created after it. Neither may throw, nor create or destroy
+  // a ForkHandler.
   ForkHandler(std::function<void()> before, std::function<void(bool child)> after);
   ~ForkHandler();
   ForkHandler(const ForkHandler&) = delete;

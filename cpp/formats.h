@@ -44,7 +44,7 @@ concept HasTable = requires { Format::kTable; };
 // A super-block: its scales are small integers, multiples of one float.
 template <class Format>
 concept HasScaleCodes = requires(typename Format::Block block) { Format::scale_code(block, 0, 0); };
-// Each half of a span has a float scale of its own.
+// Each half of a span has a separate float scale.
 template <class Format>
 concept HasHalfScales = requires(typename Format::Block block) { Format::half_scale(block, 0, 0); };
 template <class Format>

@@ -12,7 +12,7 @@ std::atomic<int> asking_threads{0};
 std::atomic<bool> exiting{false};
 std::atomic<std::thread::id> exiting_thread{};
 
-// The threads that asked are not in a forked process.
+// The waiting threads do not exist in a forked process.
 const int registered = pthread_atfork(nullptr, nullptr, [] { asking_threads.store(0); });
 
 }  // namespace

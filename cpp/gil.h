@@ -18,12 +18,12 @@ namespace metal_prefill {
 
 [[noreturn]] void stop_this_thread() noexcept;
 
-// Told by Python's atexit, before the interpreter begins to end: from here on no other thread asks for the
-// GIL through this header. Waits, without the GIL, for those that ask at the moment.
+// Called by Python's atexit, before the interpreter starts to end: from then on no other thread requests the
+// GIL through this header. Waits, without the GIL, for threads that are requesting it.
 void interpreter_exits();
 
-// While one exists, the interpreter does not begin to end: it waits for this thread, which is about to take
-// the GIL. Does not come back once interpreter_exits() was called, but to the thread that called it.
+// While one exists, the interpreter does not start to end: it waits for this thread, which is about to take
+// the GIL. After interpreter_exits() was called, it returns only to the thread that called it.
 class AskingForGil {
  public:
   AskingForGil() noexcept;
@@ -53,7 +53,7 @@ auto without_gil(F&& f) {
   return f();
 }
 
-// Calls f() with the GIL. It may run Python code, and throw what derives from std::exception.
+// Calls f() with the GIL. It may run Python code, and throw exceptions derived from std::exception.
 template <typename F>
 auto with_gil(F&& f) {
   const PyGILState_STATE state = [] {

@@ -1,4 +1,4 @@
-// Looking into the passes of an engine that makes dispatches: what they are, when they ran, what they left.
+// Inspection of the passes of an engine with dispatches: their order, times and buffers.
 #pragma once
 
 #include <array>
@@ -15,19 +15,19 @@ namespace metal_prefill {
 // A buffer of a dispatch, from its binding on.
 struct Contents {
   std::vector<std::byte> copy;
-  std::span<const std::byte> weights;  // these are not copied, and stay as long as the engine
+  std::span<const std::byte> weights;  // these are not copied, and stay valid as long as the engine
 
   std::span<const std::byte> bytes() const { return weights.empty() ? std::span(copy) : weights; }
 };
 
-// One dispatch of a GPU: what runs, over what, and, where it ran alone, when.
+// One dispatch of a GPU: the kernel, its buffers, and if it ran alone, its time.
 struct Dispatch {
   std::string kernel;
   int layer = -1;                     // -1: before the layers or after them
   std::array<std::size_t, 3> grid{};  // threadgroups
   std::size_t threads = 0;            // of a threadgroup
   std::size_t threadgroup_bytes = 0;
-  bool after_barrier = false;        // waits for those before it
+  bool after_barrier = false;        // waits for the previous dispatches
   std::vector<std::string> buffers;  // labels, by binding
   std::vector<std::byte> args;       // the kernel's struct of shaders/args_fields.h
   std::string args_struct;           // its name
@@ -60,24 +60,24 @@ class PassInspector {
   virtual bool shaders_were_compiled() const = 0;
   // Why a GPU with matrix units does without them; empty: it uses them, or has none.
   virtual std::string no_matmul_tensor() const = 0;
-  // The dispatches that a prompt of so many tokens would make.
+  // The dispatches of a prompt of this length.
   virtual std::vector<Dispatch> plan(int tokens, int position) const = 0;
-  // A buffer as the last pass over the cache left it, by its name in the forward pass, where the engine was
-  // told to keep them. Throws std::invalid_argument for one that is not kept.
+  // A buffer after the last pass over the cache, by its name in the forward pass, if the engine was told to
+  // keep them. Throws std::invalid_argument for others.
   virtual std::vector<float> intermediate(const Cache& cache, const std::string& name) const = 0;
 };
 
 // Of a session, which must outlive it.
 class SessionInspector {
  public:
-  // Null where the engine makes no dispatches.
+  // Null for engines without dispatches.
   static std::unique_ptr<SessionInspector> of(Session& session);
 
   std::vector<PipelineInfo> pipelines() const { return passes_.pipelines(); }
   bool shaders_were_compiled() const { return passes_.shaders_were_compiled(); }
   std::string no_matmul_tensor() const { return passes_.no_matmul_tensor(); }
-  // The dispatches that forward_prompt of so many tokens would make from where the session stands. Nothing is
-  // computed, and nothing changes.
+  // The dispatches of forward_prompt for this number of tokens at the session's position. Computes and
+  // changes nothing.
   std::vector<Dispatch> plan(int tokens) const;
   // As forward_prompt, with each dispatch run alone, so that its time can be read.
   PromptResult trace(std::span<const TokenId> tokens, Trace& trace, const Progress& progress);

@@ -7,7 +7,7 @@ namespace metal_prefill {
 namespace {
 
 constexpr int kLong = 5;    // tokens of a match that a place is kept for
-constexpr int kEnough = 4;  // of the latest 8 tokens that must have been the same there
+constexpr int kEnough = 4;  // of the latest 8 tokens, how many must agree there
 
 }  // namespace
 

@@ -18,7 +18,7 @@ namespace metal_prefill {
 
 class Lookup {
  public:
-  // `forced` tokens nobody chose: that they occurred before says nothing about what follows.
+  // `forced` tokens were not chosen, so an earlier occurrence says nothing about their continuation.
   void append(std::span<const TokenId> tokens, bool forced);
 
   // How many of the last tokens occurred before, as one string, without forced ones at the end; 1 at least
@@ -28,8 +28,8 @@ class Lookup {
   // than the match.
   std::optional<int> since_change() const;
 
-  // The tokens that followed the match, or the kept place; where the text ends, they are taken to repeat.
-  // None where there is no match, or no place is kept.
+  // The tokens after the match, or after the kept place; at the end of the text, they are assumed to repeat.
+  // Empty without a match or a kept place.
   std::vector<TokenId> after_match(int count) const;
   std::vector<TokenId> after_change(int count) const;
 
@@ -38,8 +38,8 @@ class Lookup {
 
   SuffixAutomaton automaton_;
   int forced_ = 0;           // tokens at the end
-  int place_ = -1;           // number of the token that is taken to follow; -1: no place is kept
-  int since_change_ = 0;     // tokens that were the same there
+  int place_ = -1;           // number of the token assumed to follow; -1: no place is kept
+  int since_change_ = 0;     // tokens that agreed there
   std::uint8_t latest_ = 0;  // a bit of each of the latest tokens: it was the same; the last is lowest
 };
 

@@ -40,7 +40,7 @@ struct GreedyOutput {
 struct SampledOutput {
   Choices choices;
   Sampler* sampler = nullptr;  // never null; used by one request only
-  std::exception_ptr error;    // why there is no token, in a chunk
+  std::exception_ptr error;    // in a chunk, the reason for a missing token
 
   // Has the sampler choose after a row, where the logits [vocab_size] are. Rows are given in their order. A
   // row after a draft that was not chosen has no meaning and is skipped.

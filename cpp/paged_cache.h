@@ -1,5 +1,4 @@
-// The cache of a session whose engine keeps K and V in pages. Engines add what pages and states look like
-// inside.
+// The cache of a session whose engine keeps K and V in pages. Engines add the layout of pages and states.
 #pragma once
 
 #include <optional>

@@ -12,7 +12,7 @@ namespace metal_prefill {
 
 namespace {
 
-// Free pages that stay in memory: sessions that come and go do not ask the system for memory each time.
+// Free pages that stay in memory, so that new sessions do not need the system's allocator each time.
 constexpr std::size_t kWarmBytes = std::size_t(16) << 20;
 
 // Least bytes of one request to the system: several of its huge pages. Memory that is not written to yet
@@ -64,7 +64,7 @@ std::vector<PageId> PagePool::take(std::size_t n) {
   };
   bool reserved = reserve();
   while (!reserved && reclaim) {
-    lock.unlock();  // what is reclaimed is released
+    lock.unlock();  // reclaimed pages are released
     const bool reclaimed = reclaim();
     lock.lock();
     reserved = reserve();
@@ -118,7 +118,7 @@ void PagePool::release(std::span<const PageId> pages) {
   // The last page first, so that the next text takes them in order: neighbours are read faster.
   std::for_each(pages.rbegin(), pages.rend(), [&](PageId page) {
     if (--holders_[page] > 0) return;
-    free_.push_back(page);  // there is room: free_ was reserved for all
+    free_.push_back(page);  // cannot fail: free_ was reserved for all
     if (budget_) budget_->give_back(page_bytes_);
   });
   while ((free_.size() - n_idle_) * page_bytes_ > kWarmBytes) store_.idle(free_[n_idle_++]);
@@ -156,7 +156,7 @@ void BlockTable::reserve(int kept, int end) {
   try {
     taken = pool_.take(wanted - held + replaced.size());
   } catch (const KvMemoryError&) {
-    // Nothing is left to reclaim, except pages of this table that are kept for later prompts.
+    // Nothing can be reclaimed except pages of this table that are kept for later prompts.
     bool forgotten = false;
     for (const std::size_t i : replaced) forgotten |= pool_.forget && pool_.forget(pages_[i]);
     if (!forgotten) throw;

@@ -21,8 +21,7 @@ namespace metal_prefill {
 
 using PageId = std::uint32_t;
 
-// A whole number of attention tiles: what an attention kernel of either engine reads at a time never
-// straddles two pages.
+// A whole number of attention tiles: a tile of either engine's attention kernel never straddles two pages.
 inline constexpr int kPagePositions = 64;
 
 inline std::size_t pages_of(int positions) {
@@ -38,17 +37,17 @@ class PageStore {
   virtual std::size_t page_bytes() const = 0;
   // That all pages together can have.
   virtual std::size_t most_bytes() const { return std::numeric_limits<std::size_t>::max(); }
-  // Room for `pages` in all; those that exist stay as they are. Throws DeviceError without a change.
+  // Room for `pages` in total; existing ones are unchanged. Throws DeviceError without a change.
   virtual void grow(std::size_t pages) = 0;
   // The first `positions` of a page, in every layer.
   virtual void copy(PageId from, PageId to, int positions) = 0;
   // Somebody is about to write to the page.
   virtual void taken(PageId) {}
-  // Nobody holds the page: its memory may go back to the system until it is taken again.
+  // The page has no holder: its memory may be returned to the system until it is taken again.
   virtual void idle(PageId) {}
 };
 
-// Most bytes of pages where nothing else limits them: weights, activations and other programs have the rest.
+// Most bytes of pages if nothing else limits them: weights, activations and other programs use the rest.
 std::size_t half_of_the_memory();
 
 // Bytes that several pools may hold together. Safe to call from several threads.
@@ -80,13 +79,13 @@ class PagePool {
 
   // Throws KvMemoryError naming the limit, or DeviceError, without a change.
   std::vector<PageId> take(std::size_t n);
-  // Throws KvMemoryError if so many positions of one session would not fit even if all pages were free.
+  // Throws KvMemoryError if this many positions of one session would not fit even if all pages were free.
   void check_fits(int positions) const;
-  // Asked for pages that are not needed when there is no room; false: there are none. Set before the first
-  // take.
+  // Called to free unneeded pages when there is no room; returns false if there are none. Set before the
+  // first take.
   std::function<bool()> reclaim;
-  // Asked to release a page that is kept for later prompts, so that its only user need not copy it; false: it
-  // is not kept, or pages after it are. Set before the first take.
+  // Called to release a page kept for later prompts, so that its only user need not copy it; returns false if
+  // it is not kept, or has successors. Set before the first take.
   std::function<bool(PageId)> forget;
   void retain(std::span<const PageId> pages);
   void release(std::span<const PageId> pages);
@@ -98,7 +97,7 @@ class PagePool {
   std::size_t limit_bytes() const { return max_pages_ * page_bytes_; }
 
  private:
-  std::string beyond_limit(std::size_t bytes) const;  // the beginning of an error
+  std::string beyond_limit(std::size_t bytes) const;  // start of an error message
   std::vector<PageId> take_reserved(std::size_t n);
 
   PageStore& store_;
@@ -107,7 +106,7 @@ class PagePool {
   mutable std::mutex mutex_;
   std::vector<std::uint32_t> holders_;  // of each page
   std::vector<PageId> free_;            // the last one is taken first, so that it is one in memory
-  std::size_t n_idle_ = 0;              // the first ones of free_, whose memory the system has
+  std::size_t n_idle_ = 0;              // the first ones of free_, whose memory was returned to the system
   const ForkHandler fork_handler_{[this] { mutex_.lock(); }, [this](bool) { mutex_.unlock(); }};
 };
 
@@ -119,14 +118,13 @@ class BlockTable {
   BlockTable(const BlockTable&) = delete;
   BlockTable& operator=(const BlockTable&) = delete;
 
-  // Makes positions [kept, end) writable and keeps what lies before them. Throws as PagePool::take, without a
-  // change.
+  // Makes positions [kept, end) writable and keeps earlier ones. Throws as PagePool::take, without a change.
   void reserve(int kept, int end);
   // Releases the pages that hold none of the first `positions`.
   void truncate(int positions);
   // Holds the pages of another table's first `positions` too, instead of its own.
   void share(const BlockTable& from, int positions);
-  // Holds these pages, which are held for it already, instead of its own.
+  // Holds these pages instead of its own; the caller already holds a reference to each for it.
   void adopt(std::vector<PageId> pages);
 
   std::span<const PageId> pages() const { return pages_; }

@@ -1,5 +1,5 @@
 // Random numbers that are a function of a key and a counter: Philox 4x32-10 (Salmon et al., "Parallel random
-// numbers: as easy as 1, 2, 3", 2011). There is no state that could depend on what was drawn before.
+// numbers: as easy as 1, 2, 3", 2011). There is no state, so a number does not depend on earlier ones.
 #pragma once
 
 #include <array>

@@ -32,7 +32,7 @@ PrefixTree::PrefixTree(PagePool& pool, std::size_t max_pages, const StatePool* s
     : pool_(pool), max_pages_(max_pages), states_(states) {}
 
 PrefixTree::~PrefixTree() {
-  // Leaves first: destroying a root would recurse as deep as a prompt is long.
+  // Leaves first: recursive destruction of a root would be as deep as a prompt is long.
   while (oldest_) remove(*oldest_);
 }
 
@@ -113,7 +113,7 @@ bool PrefixTree::insert(std::string_view name_space, std::span<const TokenId> to
   return complete;
 }
 
-// Goes down from a root, `at`, and adds what is missing; `at` is then the last node.
+// Descends from a root, `at`, and adds missing nodes; `at` is then the last node.
 void PrefixTree::remember(Node*& at, std::span<const TokenId> tokens, std::span<const PageId> pages,
                           std::span<const StatePoint> states) {
   for (std::size_t i = 0; i * kPagePositions < tokens.size(); ++i) {
@@ -137,8 +137,8 @@ void PrefixTree::remember(Node*& at, std::span<const TokenId> tokens, std::span<
     ++count_;
     at = &node;
     add_states(node, begin, end, states);
-    // Replaces a page with fewer of the same tokens. There is at most one, and it is next to the new one:
-    // any page between them would begin with its tokens, and would have replaced it.
+    // Replaces a page with fewer of the same tokens. There is at most one, and it is next to the new one: any
+    // page in between would start with its tokens, and would have replaced it.
     if (place == node.parent->children.begin()) continue;
     ++examined_;
     const auto before = std::prev(place);
@@ -186,7 +186,7 @@ bool PrefixTree::forget(PageId page) {
   return false;
 }
 
-// Drops a leaf: the pages before it are of use without it, but it is of no use without them.
+// Removes a leaf: earlier pages are useful without it, but not the reverse.
 bool PrefixTree::drop_oldest(bool unused_only) {
   const Node* first_held = nullptr;
   while (oldest_ && oldest_ != first_held) {
@@ -217,7 +217,7 @@ void PrefixTree::drop_if_empty(const Node& root) {
   if (root.name_space && root.children.empty()) roots_.erase(roots_.find(*root.name_space));
 }
 
-// Makes a node and all before it the most recently used, each more recently than those that follow it.
+// Makes a node and its ancestors the most recently used, each more recent than its descendants.
 void PrefixTree::touch(Node* node) {
   for (; node && node->parent; node = node->parent) {
     unlink(*node);

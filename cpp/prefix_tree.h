@@ -1,4 +1,4 @@
-// Pages that are found again by what they hold.
+// Pages that are found by their tokens.
 #pragma once
 
 #include <array>
@@ -25,8 +25,8 @@ namespace metal_prefill {
 // prefix that ends at a state is usable there. Safe to call from several threads.
 class PrefixTree {
  public:
-  // Keeps at most the memory of `max_pages` in all namespaces together; the least recently used leave first.
-  // `states`: null for a model without recurrent layers.
+  // Keeps at most the memory of `max_pages` in all namespaces together; the least recently used are evicted
+  // first. `states`: null for a model without recurrent layers.
   PrefixTree(PagePool& pool, std::size_t max_pages, const StatePool* states = nullptr);
   ~PrefixTree();
   PrefixTree(const PrefixTree&) = delete;
@@ -50,10 +50,10 @@ class PrefixTree {
   // `states` are of positions within the tokens, in ascending order.
   [[nodiscard]] bool insert(std::string_view name_space, std::span<const TokenId> tokens,
                             std::span<const PageId> pages, std::span<const StatePoint> states = {}) noexcept;
-  // Releases the least recently used page that only the tree holds, of those that no other page of the tree
-  // follows. False if there is none. A page that a session holds counts as used at this moment.
+  // Releases the least recently used page that only the tree holds and that has no successor in the tree.
+  // False if there is none. A page that a session holds counts as used at this moment.
   bool evict();
-  // Releases a page where no others follow it; false: there is no such page.
+  // Releases a page without successors; returns false if there is no such page.
   bool forget(PageId page);
 
   std::size_t pages() const;
@@ -80,7 +80,7 @@ class PrefixTree {
   };
   struct Step {
     Node* node = nullptr;  // the child that agrees longest
-    int positions = 0;     // on so many tokens
+    int positions = 0;     // of this many tokens
   };
   static Step longest(Children& children, const PageTokens& wanted);
   template <typename Visit>

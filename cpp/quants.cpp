@@ -1,5 +1,5 @@
-// Reference conversions: every operation and its order is that of gguf.quants, so that results are equal to
-// the bit. Built without contraction to FMA for the same reason.
+// Reference conversions: all operations and their order are those of gguf.quants, so that results are
+// bit-identical. Built without contraction to FMA for the same reason.
 #include "quants.h"
 
 #include <bit>
@@ -85,7 +85,7 @@ std::uint16_t float_to_half(float value) {
   const std::uint16_t sign = std::uint16_t(bits >> 16 & 0x8000);
   const std::uint32_t magnitude = bits & 0x7fffffff;
   if (magnitude > 0x7f800000)
-    return std::uint16_t(sign | 0x7e00 | (magnitude >> 13 & 0x3ff));  // NaN stays quiet
+    return std::uint16_t(sign | 0x7e00 | (magnitude >> 13 & 0x3ff));  // a NaN stays quiet
   if (magnitude >= 0x477ff000) return sign | 0x7c00;                  // 65520 and above round to infinity
   if (magnitude < 0x38800000) {
     // Below 2^-14 the result counts units of 2^-24: adding 0.5 makes the float32 adder round to such units.

@@ -10,7 +10,7 @@
 
 namespace metal_prefill {
 
-// Values are those of the GGUF specification.
+// Values follow the GGUF specification.
 enum class TensorType : std::uint32_t {
 #define METAL_PREFILL_TYPE(shader_name, Name, number) k##Name = (number),
   EACH_TENSOR_TYPE(METAL_PREFILL_TYPE)
@@ -24,7 +24,7 @@ struct TypeInfo {
   std::size_t block_bytes;   // bytes of a block
 };
 
-// All of them, in the order in which a message lists them.
+// All types, in the order in which a message lists them.
 std::span<const TypeInfo> tensor_types();
 
 // Throws std::invalid_argument for a type that is not in the enumeration.

@@ -38,8 +38,8 @@ void shrink(std::vector<Candidate>& found, std::size_t count) {
   found.resize(count);
 }
 
-// The `count` largest values above -inf, of equal ones those of lowest index, in any order. A value is looked
-// at once, and seldom compared with more than the least of the best so far.
+// The `count` largest values above -inf, in any order; among equal ones, those of lowest index. Each value is
+// read once, and rarely compared with more than the smallest of the best so far.
 template <typename Candidate>
 void find_best(std::span<const float> values, std::size_t count, std::vector<Candidate>& found) {
   found.clear();
@@ -123,7 +123,7 @@ TokenId Sampler::pick(std::span<const float> logits, std::span<const TokenId> ah
   } else if (o.typical_p < 1) {
     collect_from(-std::numeric_limits<double>::max());
   } else if (o.top_p < 1) {
-    // The most probable ones mostly suffice; the sum of all needs no order.
+    // The most probable tokens usually suffice; the total needs no order.
     double total = sum_exp(scores_, largest_);
     for (const Candidate& c : adjusted_) total += std::exp(c.score - largest_);
     double collected = 0;
@@ -207,7 +207,7 @@ double Sampler::score_of(TokenId id, float logit) const {
   return score - double(count) * o.frequency_penalty - o.presence_penalty;
 }
 
-// Some scores are infinite: the choice is among their tokens.
+// Some scores are infinite: only their tokens can be chosen.
 void Sampler::restrict_to_infinite() {
   for (float& score : scores_) score = score == -kExcluded ? 0.0f : kExcluded;
   std::erase_if(adjusted_, [](const Candidate& c) { return c.score != kInfinity; });
@@ -221,7 +221,7 @@ TokenId Sampler::most_probable() const {
     if (c.score == largest_ && best < 0) best = c.id;
   const auto end = best < 0 ? scores_.end() : scores_.begin() + best;
   const auto found = std::find(scores_.begin(), end, float(largest_));
-  // The largest score is not a float where it is an adjusted one.
+  // The largest score may be an adjusted one, which need not be a float.
   return found != end && double(*found) == largest_ ? TokenId(found - scores_.begin()) : best;
 }
 
@@ -243,7 +243,7 @@ void Sampler::weigh() {
   for (Candidate& c : candidates_) c.weight = std::exp(c.score - largest_);
 }
 
-// Meister et al., "Locally typical sampling", 2022: tokens whose surprise is nearest to the expected one.
+// Meister et al., "Locally typical sampling", 2022: tokens whose surprisal is nearest to the expected one.
 void Sampler::keep_typical() {
   weigh();
   double total = 0, below = 0;
@@ -262,8 +262,9 @@ void Sampler::keep_top_p(double target) {
   keep_fewest(target);
 }
 
-// Keeps the fewest candidates of least key, of equal ones those of lowest id, whose weights sum to `target`.
-// Halves them until one is left that is the last: no more of them are sorted than need be.
+// Keeps the fewest candidates with the smallest keys, among equal ones those of lowest id, whose weights sum
+// to `target`. Bisects until the last kept candidate is found, so that no more of them are sorted than
+// necessary.
 void Sampler::keep_fewest(double target) {
   const auto is_before = [](const Candidate& a, const Candidate& b) {
     return a.key != b.key ? a.key < b.key : a.id < b.id;
@@ -293,11 +294,11 @@ double Sampler::drawn() const {
 
 namespace {
 
-// The first of `count` whose stretch of the cumulative weights holds `target`, which is below their sum.
+// The first of `count` whose interval of the cumulative weights contains `target`, which is below their sum.
 template <typename WeightOf>
 std::size_t find_drawn(std::size_t count, double target, WeightOf&& weight_of) {
   double cumulative = 0;
-  std::size_t last = 0;  // with a weight: what rounding leaves of the target falls to it
+  std::size_t last = 0;  // the last one with a weight; a target beyond the sum, due to rounding, selects it
   for (std::size_t i = 0; i < count; ++i) {
     const double weight = weight_of(i);
     cumulative += weight;
@@ -307,7 +308,7 @@ std::size_t find_drawn(std::size_t count, double target, WeightOf&& weight_of) {
   return last;
 }
 
-// Of the temperature; finite, so that times 0 it is 0.
+// Of the temperature; finite, so that its product with 0 is 0.
 double factor_of(double temperature) {
   return std::min(1 / temperature, std::numeric_limits<double>::max());
 }
@@ -339,7 +340,7 @@ TokenId Sampler::draw() {
       .id;
 }
 
-// By the logits as they are: bias, penalties and filters say how tokens are chosen, not what the model gives.
+// From the unmodified logits: bias, penalties and filters affect the choice, not the model's output.
 Sampler::Report Sampler::describe(std::span<const float> logits, TokenId chosen) {
   const double largest = largest_of(logits);
   const auto log_sum = [&] { return std::log(sum_exp(logits, largest)); };

@@ -42,7 +42,7 @@ void SessionLock::after_fork(bool child) {
   if (child) {
     const std::thread::id owner = owner_.load(std::memory_order_relaxed);
     lost_ = lost_ || (owner != std::thread::id() && owner != std::this_thread::get_id());
-    new (&free_) std::condition_variable;  // the old one may count threads that are not here
+    new (&free_) std::condition_variable;  // the old one may count threads that do not exist here
   }
   mutex_.unlock();
 }

@@ -6,7 +6,8 @@
 #include <cstdint>
 #include <limits>
 
-// The default target of x86 has vectors of two doubles; what follows takes half the time in vectors of four.
+// The default target of x86 has vectors of two doubles; these functions take half the time with vectors of
+// four.
 #if defined(__x86_64__)
 #include <cpuid.h>
 #define METAL_PREFILL_WIDE __attribute__((target("avx2")))
@@ -20,10 +21,10 @@ namespace metal_prefill {
 namespace {
 
 constexpr std::size_t kLanes = 16;  // partial results that do not wait for each other
-constexpr double kLowest = -700;    // what is below has the weight 0: no sum of so small weights counts
+constexpr double kLowest = -700;    // smaller values have weight 0: no sum of such small weights matters
 
 #if defined(__x86_64__)
-// In place of __builtin_cpu_supports, which reads a table that zig's runtime library does not have.
+// Replaces __builtin_cpu_supports, which reads a table that zig's runtime library lacks.
 bool detect_avx2() {
   unsigned a = 0, b = 0, c = 0, d = 0;
   if (!__get_cpuid(1, &a, &b, &c, &d) || !(c >> 27 & 1)) return false;
@@ -46,7 +47,7 @@ bool has_wide_vectors() {
 // exp(x) for x <= 0, -inf included: 2^n * exp(r) with |r| <= ln(2) / 2, where the Taylor polynomial of degree
 // 12 is exact to 2e-16.
 METAL_PREFILL_INLINE double exp_of(double x) {
-  constexpr double kShift = 0x1.8p52;  // adding it rounds to an integer, which then stands in the lowest bits
+  constexpr double kShift = 0x1.8p52;  // adding it rounds to an integer, which is then in the lowest bits
   constexpr double kLog2e = 0x1.71547652b82fep0;
   constexpr double kLn2High = 0x1.62e42fefa3800p-1, kLn2Low = 0x1.ef35793c76730p-45;
   const double clamped = x < kLowest ? kLowest : x;

@@ -6,7 +6,7 @@
 
 namespace metal_prefill {
 
-// The largest value, -inf where there is none. Values are not NaN.
+// The largest value, -inf if there is none. Values are not NaN.
 float largest_of(std::span<const float> values);
 
 // Index of the first NaN, or -1.

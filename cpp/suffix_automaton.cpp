@@ -3,8 +3,8 @@
 namespace metal_prefill {
 
 void SuffixAutomaton::append(TokenId token) {
-  // The match first, in the automaton of the text without the token: an end of the text is no match of
-  // itself. What matched so far occurs here too, which is nearer than where it was found.
+  // The match first, in the automaton of the text without the token: a suffix of the text does not match
+  // itself. The current match occurs here too, closer than where it was found.
   states_[std::size_t(match_)].end = int(tokens_.size());
   const auto at = [&](int state) -> State& { return states_[std::size_t(state)]; };
   auto found = at(match_).next.find(token);
@@ -18,7 +18,7 @@ void SuffixAutomaton::append(TokenId token) {
     ++matched_;
   }
   grow(token);
-  // Growing may have split the state: the match belongs to the one whose strings are as short as it is.
+  // Growing may have split the state: the match belongs to the part whose strings are short enough.
   while (match_ != 0 && at(at(match_).link).length >= matched_) match_ = at(match_).link;
 }
 

@@ -1,7 +1,7 @@
-// Where the longest end of a text occurred before.
+// Where the longest suffix of a text occurred before.
 //
-// A suffix automaton has a state for each set of strings that end at the same places of the text. It grows by
-// a token in constant time on average, and keeps the longest end of the text that occurred before.
+// A suffix automaton has a state for each set of strings that end at the same positions of the text. It grows
+// by a token in constant amortized time, and keeps the longest suffix of the text that occurred before.
 #pragma once
 
 #include <map>
@@ -16,11 +16,11 @@ class SuffixAutomaton {
   void append(TokenId token);
   TokenId token(int number) const { return tokens_[std::size_t(number)]; }
 
-  // How many of the last tokens occurred before, as one string.
+  // Number of the last tokens that occurred before, as one string.
   int matched() const { return matched_; }
   // Number of the token that followed them there.
   int place() const { return states_[std::size_t(match_)].end; }
-  // The tokens, at most `count`, from a number on. Where the text ends, they are taken to repeat.
+  // At most `count` tokens, from a number on. At the end of the text, they are assumed to repeat.
   std::vector<TokenId> copy(int place, int count) const;
 
  private:
@@ -36,7 +36,7 @@ class SuffixAutomaton {
   std::vector<TokenId> tokens_;
   std::vector<State> states_ = std::vector<State>(1);
   int last_ = 0;     // state of the whole text
-  int match_ = 0;    // state of what matched
+  int match_ = 0;    // state of the match
   int matched_ = 0;  // its length
 };
 

@@ -287,7 +287,7 @@ AttentionItem AttentionItems::operator[](int i) const {
 }
 
 void AttentionItems::fetch(int i) const {
-  constexpr int kMost = 4 * kPagePositions;  // of a sequence: the processor follows what comes after it
+  constexpr int kMost = 4 * kPagePositions;  // of a sequence: the processor prefetches what follows
   const AttentionItem item = (*this)[i];
   const VisibleRange visible = visible_range(step_.config, step_.config.window(step_.layer), item.tile);
   const int begin = item.seen_split == 0

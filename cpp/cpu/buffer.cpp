@@ -21,7 +21,7 @@ namespace {
 
 #if METAL_PREFILL_ASAN
 
-// AddressSanitizer knows the ends of what malloc returns, and nothing of mapped pages.
+// AddressSanitizer knows the ends of malloc's blocks, but not those of mapped pages.
 void* allocate(std::size_t bytes) {
   void* p = nullptr;
   if (posix_memalign(&p, 64, bytes) != 0) return nullptr;

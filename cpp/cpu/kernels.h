@@ -1,8 +1,8 @@
-// The operations that are written once per instruction set, in one table of functions.
+// The operations that are implemented once per instruction set, in one table of functions.
 //
-// All of them work on rows of single tokens or on tiles whose values do not depend on the tile: the sum
-// of each output runs over its inputs in one fixed order. That is what makes results independent of how a
-// prompt is split.
+// All of them work on rows of single tokens, or on tiles whose values do not depend on the tile: the sum of
+// each output runs over its inputs in one fixed order, which makes results independent of how a prompt is
+// split.
 #pragma once
 
 #include <cstddef>
@@ -18,7 +18,7 @@ namespace metal_prefill::cpu {
 
 constexpr int kTileTokens = 16;  // tokens in a tile of quantized activations
 
-// 32 columns of 16 tokens in 8 bits, x = scale * q, with what else a product needs to know. Tokens lie
+// 32 columns of 16 tokens in 8 bits, x = scale * q, with the other inputs of a product. Tokens are stored
 // together so that a product reads one linear stream, whether it takes them one by one or as a matrix.
 struct alignas(64) ActivationTile {
   struct Terms {
@@ -58,7 +58,7 @@ struct FloatRows {
 };
 constexpr int kFloatPad = 16;
 
-// Rows of bfloat16, filled up with zeros to a multiple of kPairPad. There is memory for a multiple of
+// Rows of bfloat16, padded with zeros to a multiple of kPairPad. There is memory for a multiple of
 // kTileTokens of them.
 struct PairRows {
   std::uint16_t* data = nullptr;
@@ -116,7 +116,7 @@ constexpr std::size_t span_bytes(KvLayout layout, int stride) {
   return std::size_t(kKeySpan) * std::size_t(stride) * element_bytes(layout);
 }
 
-// The sum of the weights of a softmax, 2^(score - shift), before the division; 0: there are none.
+// The sum of the weights of a softmax, 2^(score - shift), before the division; 0: none.
 struct SoftmaxSum {
   float shift, sum;
 };
@@ -125,8 +125,9 @@ struct SoftmaxSum {
 struct VisibleRange {
   int begin, end;
 };
-// Of the token at position `own`. `window`: how many positions it sees, itself included; 0: all. `length`:
-// how many there are where it sees those after it, half the window before it and half after it; else 0.
+// Range of the token at position `own`. `window`: number of positions that it sees, including itself; 0: all.
+// `length`: total number of positions if it also sees later ones, half the window before it and half after
+// it; otherwise 0.
 inline VisibleRange visible_range(int own, int window, int length) {
   const int before = window == 0 ? own : length == 0 ? window - 1 : window / 2;
   const int after = length == 0 ? 0 : window == 0 ? length : window / 2;

@@ -228,8 +228,8 @@ void convert_row(const std::byte* in, int n, std::byte* out) {
   if (whole < bytes) convert(whole, bytes - whole);
 }
 
-// A row of pairs: its elements lie kTogether at a time, and kStride bytes from there to the next ones. Keys
-// are pairs of dimensions, of all positions in turns; values are pairs of positions.
+// A row of pairs: kTogether adjacent elements at a time, kStride bytes apart. Keys are pairs of dimensions,
+// interleaved over all positions; values are pairs of positions.
 template <int kTogether, std::size_t kStride>
 struct PairsRow {
   static constexpr std::size_t kPiece = 2 * kTogether;
@@ -246,7 +246,7 @@ struct PairsRow {
 using KeyRow = PairsRow<2, kKeyLaneStep>;
 using ValueRow = PairsRow<1, 4>;
 
-// The first code of a position, and how many codes lie together, kStep bytes from there to the next ones.
+// The first code of a position, and the number of adjacent codes, kStep bytes apart.
 struct KeyCodes {
   static constexpr int kTogether = 4;
   static constexpr std::size_t kStep = kKeyLaneStep;
@@ -300,7 +300,7 @@ void copy_matrix(int rows, int columns, std::size_t element, const Matrix& from,
 
 }  // namespace
 
-// Positions and dimensions of a piece in a page, where keys of 16 positions lie in turns.
+// Positions and dimensions of a piece of a page in which the keys of 16 positions are interleaved.
 KvPages::Matrix KvPages::matrix(std::byte* own, bool values) const {
   if (values) return {own, std::size_t(value_stride_) * element(), element()};
   return {own, element(), kKeyBlock * element()};

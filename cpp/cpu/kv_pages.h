@@ -23,8 +23,7 @@ namespace metal_prefill::cpu {
 //   group  | layer 0, head 0: page 0, page 1, ... | layer 0, head 1: page 0, page 1, ... | ...
 class KvPages final : public PageStore {
  public:
-  // With `poison`, pages are filled with NaN whenever they are taken anew: whatever reads a row that was not
-  // written shows it.
+  // With `poison`, pages are filled with NaN whenever they are taken, which reveals reads of unwritten rows.
   KvPages(const Config& config, KvLayout layout, int key_multiple, int max_context, bool poison);
 
   std::size_t page_bytes() const override { return page_bytes_; }

@@ -90,7 +90,7 @@ bool lies_ready(const Tensor& tensor, int group) {
   return (tensor.type == TensorType::kF16 || tensor.type == TensorType::kBF16) && is_whole(tensor, group);
 }
 
-// Where the group after this one lies in packed memory, and where its rows lie in the file.
+// Where the next group is in packed memory, and where its rows are in the file.
 PrefetchRange next_group(const PackedMatrix& packed, int group) {
   if (packed.packing != Packing::kPairs || group + 1 >= packed.groups()) return {};
   return {packed.group(group + 1), packed.group_bytes()};

@@ -25,10 +25,10 @@ struct Best {
 
 // Memory that each thread needs for itself.
 struct alignas(128) Scratch {
-  Buffer weights;            // scratch_bytes_of() a matrix
-  Buffer rows;               // of `normed`
-  Activations normed;        // few rows after a norm, for NormedRows
-  std::vector<Best> best;    // of each row whose largest logit is wanted, among those this thread computed
+  Buffer weights;          // scratch_bytes_of() a matrix
+  Buffer rows;             // of `normed`
+  Activations normed;      // few rows after a norm, for NormedRows
+  std::vector<Best> best;  // of each row that needs its largest logit, among those that this thread computed
   double multiply_adds = 0;  // that this thread did in products and attention
 };
 
@@ -47,7 +47,7 @@ struct Context {
 
 inline const Tensor kNoTensor;
 
-// The norm of rows of `dim` values; without a weight it leaves them as they are.
+// The norm of rows of `dim` values; without a weight, rows are unchanged.
 struct Norm {
   const Tensor& weight;
   const Tensor& bias;  // of a LayerNorm
@@ -83,11 +83,11 @@ class NormedRows {
 // A row of a pass: one token of one sequence.
 struct Row {
   TokenId token;
-  int type;                 // Config::token_types
-  int position;             // in its sequence
-  int index;                // among all rows of the pass: its row in the rotation tables
-  std::byte* const* pages;  // of the sequence, by position / kPagePositions
-  int in_chunk = 0;         // number in the chunk of its sequence: the rows of those before it come before it
+  int type;                      // Config::token_types
+  int position;                  // in its sequence
+  int index;                     // among all rows of the pass: its row in the rotation tables
+  std::byte* const* pages;       // of the sequence, by position / kPagePositions
+  int in_chunk = 0;              // index in the chunk of its sequence: earlier rows come before it
   const float* state = nullptr;  // of recurrent layers, before the chunk; null: zero
   float* next = nullptr;         // where the state after this token goes; null: nowhere
 };
@@ -214,7 +214,7 @@ class AttentionItems {
   // Query heads of an item.
   int heads() const { return heads_; }
 
-  // Asks for what an item reads first of the cache.
+  // Prefetches the parts of the cache that an item reads first.
   void fetch(int i) const;
   // The same for one of `shares` shares of the items, which are those of threads: while products are
   // computed, which need little of the memory's speed. Attention would wait for it.

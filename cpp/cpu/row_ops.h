@@ -151,7 +151,7 @@ inline void quantize_block(const float* x, int token, ActivationTile& out) {
   put_scale(magnitude / 127.0f, half_sum[0], half_sum[1], token, out);
 }
 
-// Sets with vectors of sixteen may reduce four of them at once.
+// Sets with vectors of sixteen can reduce four of them together.
 template <class S>
 concept ReducesFour = requires(const typename S::I (&a)[4], std::int32_t (&sums)[4]) {
   S::reduce_max4(a);
@@ -292,7 +292,8 @@ void add_products(const float* products, const float* bias, int rows, int column
   add_rows<false, false>(products, bias, rows, columns, out, stride);
 }
 
-// ALiBi: scores of a span, of which position `own` is that of the query, lose `slope` for each position.
+// ALiBi: subtracts `slope` per position of distance from the scores of a span; `own` is the position of the
+// query in it.
 inline void subtract_distances(float* scores, float slope, int own) {
   for (int i = 0; i < kKeySpan; ++i) scores[i] -= slope * std::fabs(float(i - own));
 }

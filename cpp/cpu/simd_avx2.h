@@ -185,7 +185,7 @@ struct Simd {
   static I sum_halfwords(I acc, I pairs, I factors = _mm256_set1_epi16(1)) {
     return _mm256_add_epi32(acc, _mm256_madd_epi16(pairs, factors));
   }
-  // And those of two steps of codes up to 63. The sum of them in 32 bits may have factors in 16 bits.
+  // The same for two steps of codes up to 63. Their sum in 32 bits may have factors in 16 bits.
   static constexpr bool kScalesHalfwords = true;
   static I add_two_pairs(I acc, I codes, I x, I next_codes, I next_x, I factors = _mm256_set1_epi16(1)) {
     return in_register(

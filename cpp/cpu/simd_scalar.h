@@ -1,6 +1,5 @@
-// Vectors of four in plain C++: what runs where nothing better is known, and the oracle of the other sets.
-// Everything is internal to the including file, so that code built for one instruction set never runs on
-// another.
+// Vectors of four in plain C++: the fallback, and the oracle of the other sets. Everything is internal to the
+// including file, so that code built for one instruction set never runs on another.
 #pragma once
 
 #include <bit>

@@ -68,7 +68,7 @@ int Worker::claim(int owner, int items) {
   std::uint64_t seen = next.load(std::memory_order_relaxed);
   for (;;) {
     const auto ahead = std::int32_t(std::uint32_t(seen >> 32) - phase_);
-    if (ahead > 0) return -1;  // the others have left this phase behind
+    if (ahead > 0) return -1;  // the other threads have left this phase
     const std::uint32_t item = ahead == 0 ? std::uint32_t(seen) : first;
     if (item >= end) return -1;
     if (next.compare_exchange_weak(seen, std::uint64_t(phase_) << 32 | (item + 1), std::memory_order_relaxed))

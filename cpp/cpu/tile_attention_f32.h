@@ -62,8 +62,7 @@ void score_span(const AttentionHead& head, const Element* keys, AttentionTile<kR
   }
 }
 
-// Scores to weights; the running maximum and sum move on, rescale is what earlier results are to be
-// multiplied by.
+// Scores to weights; updates the running maximum and sum. `rescale` is the factor for earlier results.
 template <int kRows>
 void softmax_span(int span, AttentionTile<kRows>& tile) {
   constexpr float kInfinity = std::numeric_limits<float>::infinity();
@@ -206,7 +205,7 @@ struct WidenedSpan {
   }
 };
 
-// Scores, weights and values of a span for some tiles. With `more`, there is a span after it.
+// Scores, weights and values of a span for some tiles. With `more`, another span follows.
 template <typename Span, typename Tile, int kRows, int kTiles>
 void attention_span(const AttentionHead& head, int span, bool more, Span& elements, Tile (&tiles)[kTiles]) {
   const auto sees = [&](const Tile& tile) {

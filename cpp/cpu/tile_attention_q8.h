@@ -195,8 +195,8 @@ struct Digits {
   std::int8_t high[kPlaces], low[kPlaces];
   std::int32_t start[kPlaces / kBlock];
 
-  // Takes `count` values, of which the largest becomes kMostDigits. Returns the unit, which is NaN where
-  // there is one; sums may wrap then, and nothing depends on them.
+  // Takes `count` values, of which the largest becomes kMostDigits. Returns the unit, which is NaN if a value
+  // is; sums may wrap then, but their values do not matter.
   float split(const float* x, int count) {
     I largest = Simd::set_int(0);
     for (int i = 0; i < count; i += Simd::kLanes)
@@ -208,7 +208,7 @@ struct Digits {
 #pragma GCC unroll 16
       for (int i = block; i < block + kBlock; i += Simd::kLanes) {
         const I whole = Simd::round(Simd::mul(Simd::load(x + i), inverse));
-        // The low byte is the low digit, with its sign; what is left is a multiple of 256.
+        // The low byte is the low digit, with its sign; the rest is a multiple of 256.
         Simd::store_low_bytes(low + i, whole);
         Simd::store_low_bytes(high + i, Simd::template byte_of<1>(Simd::add_int(whole, Simd::set_int(128))));
         sum = Simd::add_int(sum, whole);

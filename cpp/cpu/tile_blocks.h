@@ -1,4 +1,4 @@
-// What products of 8-bit integers share, whatever the order in which they take blocks and tokens.
+// Shared by products of 8-bit integers, in any order of blocks and tokens.
 #pragma once
 
 #include "row_ops.h"
@@ -10,7 +10,7 @@ namespace {
 template <class S>
 concept SumsHalfwords = requires { typename S::Halfwords; };
 
-// Steps of four columns whose products, in pairs, 16 bits hold; 0 where a set sums in 32 at once.
+// Steps of four columns whose products, in pairs, fit in 16 bits; 0 if a set sums in 32 bits directly.
 template <class S, class Block>
 constexpr int kHalfwordSteps = SumsHalfwords<S> ? 32767 / (2 * 127 * Block::kMaxCode) : 0;
 

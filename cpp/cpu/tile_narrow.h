@@ -1,4 +1,4 @@
-// Narrow blocks: products of a single token, which read them as they are, and their way to wide blocks.
+// Narrow blocks: products of a single token, which read them directly, and their conversion to wide blocks.
 #pragma once
 
 #include <cstring>
@@ -15,9 +15,9 @@ constexpr int kGroupVectors = kGroupRows / Simd::kLanes;
 // Bytes by which weights of a single token are prefetched.
 constexpr std::size_t kFetchAhead = 8192;
 
-// Brings a span's share of the block that lies `ahead` bytes further to the L2. The loads of a span are too
-// many streams for the processor to follow: without prefetching, a token got 8 GB/s of the 24 GB/s that one
-// stream gets.
+// Prefetches a span's share of the block `ahead` bytes further on into the L2 cache. The loads of a span are
+// too many streams for the processor to follow: without prefetching, a token reads 8 GB/s of the 24 GB/s of a
+// single stream.
 template <class Block>
 inline void prefetch_span(const Block* block, int span, std::size_t ahead) {
   constexpr std::size_t kBytes = ceil_div(sizeof(Block), std::size_t(64) * Block::kSpans) * 64;
@@ -155,7 +155,7 @@ void widen_span(const Block& block, int span, I table, typename Block::Wide& out
         Simd::store_codes(out.codes[panel][step][lane],
                           Simd::load_codes(block.codes[span][panel][step][lane]));
     } else {
-      // Codes below 128 and what is added to them stay within their bytes.
+      // Codes below 128 and their addends stay within their bytes.
       const I to_zero = Simd::set_int((Block::kZero - Wide::kZero) * 0x01010101);
       unrolled<8>([&](auto step) __attribute__((always_inline)) {
         const I codes = narrow_codes<Block, step>(block.codes[span][panel], lane, table);

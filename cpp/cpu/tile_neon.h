@@ -32,7 +32,7 @@ inline float32x4_t convert(int32x4_t sum) {
   }
 }
 
-// Nibbles of one vector as signed bytes: `low` and `high` lie 16 columns apart.
+// Nibbles of one vector as signed bytes: `low` and `high` are 16 columns apart.
 template <class Block>
 inline void unpack_nibbles(uint8x16_t packed, int8x16_t& low, int8x16_t& high) {
   if constexpr (Block::kZero == 8) {
@@ -81,9 +81,8 @@ inline __attribute__((always_inline)) void unpack_quad(const Block& block, int q
   }
 }
 
-// `count` tokens from `token` on, taken through a tile of kTokens: as there are not tiles of every size, one
-// computes more than is asked for. It begins earlier where it would run over the end of the activations'
-// tile.
+// `count` tokens from `token` on, in a tile of kTokens: since there are no tiles of every size, one may
+// compute more than requested. It starts earlier if it would exceed the activations' tile.
 struct TileTokens {
   int begin;  // first token that is computed
   int skip;   // tokens computed before the first that is asked for

@@ -27,8 +27,8 @@ inline __attribute__((always_inline)) void forget(T& x) {
   }
 }
 
-// acc = step(acc, x) for every chain in each round. What they begin with and x come from memory that the
-// compiler cannot see through, so that it can neither leave out a round nor take two chains for one.
+// acc = step(acc, x) for every chain in each round. Initial values and x come from opaque memory, so that the
+// compiler can neither omit a round nor merge two chains.
 template <typename Start, typename Load, typename Step>
 inline void run_chains(int rounds, Start start, Load load, Step step) {
   alignas(64) std::uint8_t memory[kPeakChains + 1][64] = {};

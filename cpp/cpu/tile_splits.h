@@ -12,7 +12,7 @@
 namespace metal_prefill::cpu {
 namespace {
 
-// Calls body(positions, last) for each split that is asked for, with those of its positions that rows see.
+// Calls body(positions, last) for each requested split, with those of its positions that rows see.
 template <typename Body>
 inline void each_split(const AttentionHead& head, VisibleRange visible, Body&& body) {
   const auto of_split = [&](int split) {

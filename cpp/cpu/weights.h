@@ -64,7 +64,7 @@ class Weights {
   bool has_conv = false, has_scan = false;  // in some layer
   std::size_t scratch_bytes = 0;            // the largest scratch_bytes_of()
   std::size_t packed_bytes() const { return packed_bytes_; }
-  // What was packed here, in the order of Model::packed.
+  // The weights packed here, in the order of Model::packed.
   std::span<const std::byte> packed_here() const {
     return were_packed_ ? std::span<const std::byte>() : std::span(arena_.data(), arena_.bytes());
   }

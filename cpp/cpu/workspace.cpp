@@ -22,7 +22,7 @@ class Layout {
     const std::size_t stride = round_up(columns, kFloatPad);
     return {take<float>(rows_ * stride), stride};
   }
-  // A norm and attention write float32 first, whatever their readers want.
+  // A norm and attention write float32 first, for any readers.
   enum class Float32 { kAlways, kWhereRead };
   Activations activations(std::size_t columns, Forms forms, Float32 f32) {
     Activations a{forms, {}, {}, {}};

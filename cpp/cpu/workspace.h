@@ -28,8 +28,8 @@ struct AttentionSplits {
       nullptr;  // [items]: splits of a tile and its heads that are done; 0 between layers
 };
 
-// The most rows that each thread norms for itself. The more threads there are, the longer does a phase take
-// in which they do it once.
+// The most rows that each thread normalizes itself. With more threads, a separate phase for them takes
+// longer.
 inline int rows_of_own(int threads) {
   return std::clamp(threads / 4, 1, kTileTokens);
 }

@@ -16,9 +16,9 @@
 
 namespace metal_prefill::metal {
 
-// The weights as Metal buffers without a copy: views of the mapped file. A file that is larger than the
-// largest buffer is covered by several views that overlap, so that every tensor is inside one of them. Only
-// tensors at addresses that the kernels cannot read from are copied, and the file where the GPU is not native
+// The weights as Metal buffers without a copy: views of the mapped file. A file larger than the largest
+// buffer is covered by several overlapping views, so that every tensor is inside one of them. Copies are made
+// only of tensors at addresses that kernels cannot read from, and of the whole file if the GPU is not native
 // (see Device) or Metal refuses to map it.
 class WeightBuffers final : public WeightViews {
  public:
@@ -31,7 +31,7 @@ class WeightBuffers final : public WeightViews {
   std::vector<id<MTLBuffer>> buffers() const;
   std::size_t mapped_bytes() const { return mapped_bytes_; }
   std::size_t copied_bytes() const { return copied_bytes_; }
-  // There is no buffer over the mapping: the file was copied.
+  // The mapping has no buffer: the file was copied.
   bool mapping_refused() const { return mapping_refused_; }
   // Waits until the mapped file is in memory. Does nothing for one that does not fit the GPU's working set.
   void wait_until_read() const {
@@ -63,7 +63,7 @@ class Batch {
  public:
   // The buffer, at least `bytes` long. Its contents are lost when it grows.
   View get(const Device& device, BufferName name, std::size_t bytes);
-  // The buffer as it is, for the host to read; null when it has not been needed yet.
+  // The buffer itself, for the host to read; null if it has not been needed yet.
   id<MTLBuffer> peek(BufferName name) const { return buffers_[std::size_t(name)]; }
   std::size_t bytes() const;
 
@@ -71,7 +71,7 @@ class Batch {
   id<MTLBuffer> buffers_[std::size_t(BufferName::kActivationCount)];
 };
 
-// Batches that no chunk uses now. A chunk takes one and returns it: there are as many as chunks have been in
+// Batches that no chunk is using. A chunk takes one and returns it: there are as many as chunks were in
 // flight at the same time.
 class BatchPool {
  public:

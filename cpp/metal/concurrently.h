@@ -1,4 +1,4 @@
-// Work that Metal does on threads of its own and reports by a block.
+// Work that Metal performs on its own threads and reports through a block.
 #pragma once
 
 #include <condition_variable>
@@ -9,7 +9,7 @@
 
 namespace metal_prefill::metal {
 
-// Starts `n` asynchronous jobs and waits for all of them. A job gets its index and must call `done` once,
+// Starts `n` asynchronous jobs and waits for all of them. A job receives its index and must call `done` once,
 // with an error message or an empty one; it must not throw. Throws DeviceError with the first message.
 template <typename Start>
 void run_concurrently(std::size_t n, const Start& start) {

@@ -30,9 +30,9 @@ class AutoreleasePool {
 NSString* to_ns(const std::string& text);
 std::string describe(NSError* error);
 
-// Who reads a buffer apart from the GPU.
+// Who accesses a buffer besides the GPU.
 enum class Access {
-  kGpu,   // nobody: Private, or Shared when debugging
+  kGpu,   // only the GPU: Private, or Shared when debugging
   kHost,  // the host: Shared
 };
 
@@ -47,10 +47,9 @@ bool debug_requested();
 
 class Device {
  public:
-  // Throws DeviceError where there is no GPU of Apple's seventh family or later, nor one that passes the
-  // trial.
+  // Throws DeviceError without a GPU of Apple's seventh family or later, or one that passes the trial.
   Device();
-  // The same of an engine: matrix units are used where the GPU has them and they pass a trial, which compiles
+  // The same for an engine: matrix units are used if the GPU has them and they pass a trial, which compiles
   // kernels. From here on the GPU's driver compiles on as many threads as it likes.
   static Device of_engine(const MetalOptions& options);
 
@@ -61,9 +60,9 @@ class Device {
   id<MTLCommandQueue> queue() const { return queue_; }
   const Tuning& tuning() const { return tuning_; }
   bool debug() const { return debug_; }
-  // Whether the GPU is of Apple's seventh family or later, and is not one that macOS paravirtualizes. Others
-  // get no no-copy buffers, of which they read stale data, no binary archives, on which they abort, no
-  // residency sets, on which Metal's debug layer asserts, and no request for concurrent compilation.
+  // Whether the GPU is of Apple's seventh family or later and not paravirtualized by macOS. Other GPUs are
+  // not given no-copy buffers, from which they read stale data, binary archives, on which they abort,
+  // residency sets, on which Metal's debug layer asserts, or a request for concurrent compilation.
   bool is_native() const { return native_; }
   std::string name() const;
   std::string families() const;  // such as Apple7, Metal3

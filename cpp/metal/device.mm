@@ -15,8 +15,8 @@ namespace metal_prefill::metal {
 
 namespace {
 
-// Command buffers that run at the same time share only memory that none of them writes, and within one the
-// encoder sets the barriers: Metal need not track hazards.
+// Concurrent command buffers share only memory that none of them writes, and within one the encoder sets the
+// barriers: Metal need not track hazards.
 constexpr MTLResourceOptions kUntracked = MTLResourceHazardTrackingModeUntracked;
 constexpr std::size_t kStagingBytes = std::size_t(8) << 20;
 
@@ -32,9 +32,9 @@ id<MTLDevice> find_device() {
   return device ? device : MTLCopyAllDevices().firstObject;
 }
 
-// The families that the GPU says it belongs to. By number: older headers lack the names of newer families.
+// The families that the GPU reports. By number: older headers lack the names of newer families.
 std::string families_of(id<MTLDevice> device) {
-  constexpr int kNewest = 20;  // of Apple's, with room for those to come
+  constexpr int kNewest = 20;  // Apple's families, with room for future ones
   std::string families;
   const auto add = [&](const std::string& name, long value) {
     if ([device supportsFamily:MTLGPUFamily(value)]) families += (families.empty() ? "" : ", ") + name;
@@ -51,7 +51,7 @@ bool is_native_gpu(id<MTLDevice> device) {
   return [device supportsFamily:MTLGPUFamilyApple7] && name.find("Paravirtual") == std::string::npos;
 }
 
-// Lets the driver compile on as many threads as there are processors; by default it leaves some to others.
+// Lets the driver compile on as many threads as there are processors; by default it uses fewer.
 void compile_concurrently(id<MTLDevice> device) {
 #if __MAC_OS_X_VERSION_MAX_ALLOWED >= 130300
 #pragma clang diagnostic push
@@ -62,7 +62,7 @@ void compile_concurrently(id<MTLDevice> device) {
 #endif
 }
 
-// What the trial finds, made once in a process for each GPU.
+// The result of the trial, which runs once per process for each GPU.
 std::string known_failure_of_trial(id<MTLDevice> device, id<MTLCommandQueue> queue) {
   static std::mutex mutex;
   static auto& known = *new std::map<std::string, std::string>;
@@ -90,7 +90,7 @@ std::string failure_of(id<MTLCommandBuffer> commands) {
   return failure;
 }
 
-// The row of the family; for others, such as the GPU that macOS has in a virtual machine, the most modest
+// The row of the family; for other GPUs, such as that of a virtual machine on macOS, the most conservative
 // row, if the GPU passes the trial.
 Tuning tuning_of(id<MTLDevice> device, id<MTLCommandQueue> queue) {
   static_assert(MTLGPUFamilyApple7 == 1007);

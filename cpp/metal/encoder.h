@@ -21,14 +21,14 @@ struct Grid {
   double work = 0;  // multiply-adds, about, where a kernel has many
 };
 
-// One dispatch, as an encoder gets it. Valid for the length of the call.
+// One dispatch, as passed to an encoder. Valid for the duration of the call.
 struct Step {
   KernelKey kernel;
   std::span<const View> buffers;  // by binding; the arguments come after them
   const void* args;
   const ArgsLayout& layout;  // of the arguments
   const Grid& grid;
-  bool after_barrier;            // waits for the dispatches before it
+  bool after_barrier;            // waits for the previous dispatches
   int layer;                     // -1: before the layers or after them
   std::span<const RowRun> runs;  // the rows, where a kernel reads or writes the cache
 };
@@ -77,7 +77,7 @@ class Encoder {
   void leave_layers() { layer_ = -1; }
 
   const Tuning& tuning() const { return tuning_; }
-  // Most threads of a threadgroup of the kernel: of any kernel, where no pipeline says less.
+  // Most threads in a threadgroup of the kernel: of any kernel, unless its pipeline allows fewer.
   virtual std::size_t max_threads(const KernelKey&) const { return kMaxThreads; }
   const CacheShape& cache() const { return cache_; }
 

@@ -8,12 +8,12 @@ namespace metal_prefill {
 namespace metal {
 namespace {
 
-// Rows of the rope tables that a session begins with, so that its first prompts need not wait for them.
+// Initial rows of the rope tables of a session, so that its first prompts need not wait for them.
 constexpr int kFirstRopePositions = 2048;
 
-// Most bytes of K and V where the caller sets no limit: half of what the weights leave of the memory that
-// command buffers can use. Beyond it they fail. A cache that grows is copied from its buffer to a larger one,
-// so that the two together must fit.
+// Most bytes of K and V if the caller sets no limit: half of the memory that command buffers can use besides
+// the weights; beyond it they fail. A growing cache is copied from its buffer to a larger one, so that the
+// two together must fit.
 std::size_t default_kv_memory(const Device& device, const WeightBuffers& weights) {
   const std::size_t working_set = device.mtl().recommendedMaxWorkingSetSize;  // 0: unknown
   if (working_set == 0) return half_of_the_memory();

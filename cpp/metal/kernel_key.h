@@ -10,7 +10,7 @@
 
 namespace metal_prefill::metal {
 
-// Named as in the shaders. Those of the first group exist once for every tensor type.
+// Named as in the shaders. Those of the first group exist once per tensor type.
 enum class Kernel {
   kEmbed,
   kMatvec,

@@ -22,10 +22,10 @@ class TensorKernelError : public DeviceError {
 
 class Kernels {
  public:
-  // Builds the pipelines concurrently, from what earlier processes left in the folder where there is any. A
-  // thread leaves there what had to be compiled. A GPU that is not native has no archives, nor have pipelines
-  // that Metal's shader validation changes. Throws DeviceError naming the first kernel that failed, or that
-  // the GPU runs in simdgroups of another width; TensorKernelError where it is one that needs tensors.
+  // Builds the pipelines concurrently, from archives of earlier processes if there are any. A thread stores
+  // those that had to be compiled. A GPU that is not native has no archives, nor do pipelines that Metal's
+  // shader validation changes. Throws DeviceError naming the first kernel that failed, or that the GPU runs
+  // in simdgroups of another width; TensorKernelError for one that needs tensors.
   Kernels(const Device& device, const KernelThreads& wanted, const CacheShape& cache,
           const std::string& archive_folder);
   ~Kernels();

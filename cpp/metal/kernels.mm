@@ -27,7 +27,7 @@ constexpr std::size_t kSimdWidth = 32;  // the shaders are written for it
   throw DeviceError(message);
 }
 
-// With the kernels on tensors where one of the keys is such a kernel.
+// Includes the kernels on tensors if one of the keys is such a kernel.
 Libraries open_libraries_of(id<MTLDevice> device, const std::vector<KernelKey>& keys,
                             const std::set<std::string>& variants) {
   Libraries libraries = open_libraries(device, variants);
@@ -69,7 +69,7 @@ Kernels::Kernels(const Device& device, const KernelThreads& wanted, const CacheS
     try {
       build(device, functions, @[ earlier ]);
       return;
-    } catch (const DeviceError&) {  // such as a pipeline that it lacks
+    } catch (const DeviceError&) {  // such as a missing pipeline
     }
   }
   build(device, functions, nil);
@@ -87,7 +87,7 @@ void Kernels::write_later(const PipelineArchive& archive, std::vector<id<MTLFunc
       const AutoreleasePool pool;
       try {
         archive.write(functions);
-      } catch (const std::exception&) {  // such as no memory: later processes compile again
+      } catch (const std::exception&) {  // such as a lack of memory: later processes compile again
       }
     });
   } catch (const std::system_error&) {  // no thread: the same

@@ -1,5 +1,5 @@
-// The shaders as Metal libraries: the one that was compiled when the package was built, or those of the
-// sources in the extension, compiled here.
+// The shaders as Metal libraries: the one compiled with the package, or those compiled here from the sources
+// in the extension.
 #pragma once
 
 #import <Foundation/Foundation.h>
@@ -21,7 +21,7 @@ struct Libraries {
   void add(const Libraries& others) { by_kernel.insert(others.by_kernel.begin(), others.by_kernel.end()); }
 };
 
-// Where they are compiled here, with these variants of kernels (see shaders/variants.h) and what has none.
+// If compiled here, with these variants of kernels (see shaders/variants.h) and all kernels without variants.
 // Throws DeviceError naming the source that does not compile.
 Libraries open_libraries(id<MTLDevice> device, const std::set<std::string>& variants);
 // That of the trial alone, which the others do not have.

@@ -30,7 +30,8 @@ id<MTLLibrary> compiled_library(id<MTLDevice> device) {
 }
 
 // Fast maths, Metal's default, assumes that there are no infinities and no NaN; masks and argmax need both.
-// The default language is the newest that the system knows: with an older one, all systems compile the same.
+// The default language is the newest that the system supports: with an older one, all systems compile the
+// same.
 MTLCompileOptions* compile_options(const std::set<std::string>& variants, ShaderLanguage language) {
   MTLCompileOptions* options = [[MTLCompileOptions alloc] init];
 #pragma clang diagnostic push
@@ -38,8 +39,8 @@ MTLCompileOptions* compile_options(const std::set<std::string>& variants, Shader
   options.fastMathEnabled = METAL_PREFILL_FAST_MATH != 0;
 #pragma clang diagnostic pop
 #if __MAC_OS_X_VERSION_MAX_ALLOWED >= 150000
-  // From macOS 15 on, functions of single precision have an option of their own, which fastMathEnabled need
-  // not change.
+  // From macOS 15 on, single-precision functions have a separate option, which fastMathEnabled need not
+  // change.
 #pragma clang diagnostic push
 #pragma clang diagnostic ignored "-Wunguarded-availability-new"
   if ([options respondsToSelector:@selector(setMathFloatingPointFunctions:)]) {
@@ -57,7 +58,7 @@ MTLCompileOptions* compile_options(const std::set<std::string>& variants, Shader
   return options;
 }
 
-// Those of the sources for which `wanted` is true, which are compiled concurrently.
+// Those of the sources for which `wanted` is true, compiled concurrently.
 template <typename Wanted>
 std::vector<id<MTLLibrary>> compile(id<MTLDevice> device, const std::set<std::string>& variants,
                                     const Wanted& wanted) {

@@ -38,13 +38,13 @@ class MetalEngine::MetalCache final : public PagedCache {
   void write_state(const StateRef& state, int layer, const float* in) override;
 
   void keep_ahead(Ahead ahead) { ahead_ = std::make_unique<Ahead>(std::move(ahead)); }
-  // The pass that computes the chunk, if it was sent ahead; otherwise null, and no pass is in flight.
-  // The chunk's state is then the one that the pass writes.
+  // The pass that computes the chunk, if it was sent ahead; otherwise null, and no pass is in flight. The
+  // chunk's state is then the one that the pass writes.
   std::unique_ptr<Ahead> take_ahead(Chunk& chunk);
   // The GPU may still run it and write to a page that another session takes now: later passes and blits wait
   // for it (see KvPages::Hold).
   void drop_ahead() {
-    // A forked process has no GPU to wait for, so it leaves what its parent sent.
+    // A forked process has no GPU to wait for, so it drops the passes of its parent.
     if (ahead_ && metal_.forked_) {
       [[maybe_unused]] const Ahead* left = ahead_.release();
     }

@@ -24,7 +24,7 @@ std::unique_ptr<MetalEngine::Ahead> MetalEngine::MetalCache::take_ahead(Chunk& c
 
 void MetalEngine::MetalCache::reserve(int kept, int end, CallCounters& counters) {
   metal_.require_unforked();
-  // Rows from `kept` on are written anew: what was sent ahead stays where it begins there, or after it.
+  // Rows from `kept` on are overwritten: work sent ahead remains valid if it starts there, or later.
   if (ahead_ && kept < ahead_->position) drop_ahead();
   const AutoreleasePool pool;
   metal_.rope_tables_.reserve(metal_.device_.counting(counters), end);

@@ -10,7 +10,7 @@
 
 namespace metal_prefill::metal {
 
-// What the GPU does when a pass is encoded.
+// What the GPU is doing when a pass is encoded.
 enum class Gpu { kIdle, kBusy };
 
 // Encodes the dispatches of a pass in command buffers, which run one after another, and after those of
@@ -24,7 +24,7 @@ class MetalEncoder final : public Encoder {
   // Waits for the GPU if finish() was not called: until then it uses the buffers of the pass.
   ~MetalEncoder() override;
 
-  // Commits what is left, and returns the last command buffer.
+  // Commits the rest, and returns the last command buffer.
   id<MTLCommandBuffer> send();
   // Waits for the GPU. Throws DeviceError when it failed in any of the command buffers.
   void finish();
@@ -51,7 +51,7 @@ class MetalEncoder final : public Encoder {
   double work_ = 0;     // of them
 };
 
-// Runs each dispatch in a command buffer of its own, waits for it, and appends it with its time to a trace.
+// Runs each dispatch in a separate command buffer, waits for it, and appends it with its time to a trace.
 class TracingEncoder final : public Encoder {
  public:
   TracingEncoder(const Device& device, const Kernels& kernels, Trace& trace);

@@ -28,7 +28,7 @@ void encode_step(__unsafe_unretained id<MTLComputeCommandEncoder> encoder, const
                  bool after_barrier, const Kernels& kernels) {
   if (after_barrier) [encoder memoryBarrierWithScope:MTLBarrierScopeBuffers];
   [encoder setComputePipelineState:kernels.pipeline(step.kernel)];
-  // One message for all buffers; the array holds no references of its own.
+  // One message for all buffers; the array holds no references itself.
   std::array<__unsafe_unretained id<MTLBuffer>, kMostBindings> buffers;
   std::array<NSUInteger, kMostBindings> offsets;
   const std::size_t n = step.buffers.size();
@@ -92,7 +92,7 @@ void MetalEncoder::commit() {
   [encoder_ updateFence:device_.fence()];
   [encoder_ endEncoding];
   encoder_ = nil;
-  // One whose commit throws will never complete: it is not waited for.
+  // A command buffer whose commit throws will never complete: it is not waited for.
   committed_.reserve(committed_.size() + 1);
   device_.commit(commands_);
   committed_.push_back(std::exchange(commands_, nil));
@@ -122,7 +122,7 @@ id<MTLCommandBuffer> MetalEncoder::send() {
 }
 
 void MetalEncoder::finish() {
-  // After a failure Metal may end the later ones as well: the first error says why.
+  // After a failure Metal may abort the later ones as well: the first error gives the reason.
   for (id<MTLCommandBuffer> commands : committed_) [commands waitUntilCompleted];
   for (id<MTLCommandBuffer> commands : std::exchange(committed_, {})) device_.wait(commands);
 }

@@ -20,7 +20,7 @@ struct TokenIds {
   View view;
   u32_t stride = 1;
 };
-// Those of Candidates, as argmax leaves them.
+// The fields of Candidates, as written by argmax.
 inline TokenIds ids_of(const View& candidates) {
   return {candidates.at(offsetof(Candidate, index)), sizeof(Candidate) / sizeof(u32_t)};
 }
@@ -29,7 +29,7 @@ inline TokenIds positions_of(const View& rows) {
   return {rows.at(offsetof(PassRow, position)), sizeof(PassRow) / sizeof(u32_t)};
 }
 
-// The norm of rows of `dim` values; without a weight it leaves them as they are.
+// The norm of rows of `dim` values; without a weight, rows are unchanged.
 struct Norm {
   View weight;
   View bias;  // null: there is none
@@ -38,7 +38,7 @@ struct Norm {
   NormKind kind = NormKind::kRms;
 };
 
-// Inputs of rope other than q, k and v. For one that the model does not have, any buffer will do.
+// Inputs of rope other than q, k and v. If the model lacks one, any buffer will do.
 struct RopeInputs {
   View bias, q_norm, k_norm, table;
 };
@@ -56,7 +56,7 @@ struct Sequences {
   View pages;                                 // of the pass
 };
 
-// Rows of float32 that begin `stride` elements apart.
+// Rows of float32 that start `stride` elements apart.
 struct StridedRows {
   View view;
   int stride;
@@ -71,7 +71,7 @@ void embed(Encoder& e, const Projection& table, const TokenIds& ids, const View&
            Write write);
 
 void norm(Encoder& e, const Norm& norm, const View& x, const View& y, int tokens, Precision precision);
-// x = norm(x + addend), a LayerNorm; `copy` gets x in half.
+// x = norm(x + addend), a LayerNorm; `copy` receives x in half precision.
 void layernorm_stream(Encoder& e, const Norm& norm, const View& addend, const View& x, const View& copy,
                       int tokens);
 void add_bias(Encoder& e, const View& bias, const View& x, int dim, int tokens);
@@ -79,8 +79,8 @@ void add_bias(Encoder& e, const View& bias, const View& x, int dim, int tokens);
 void rmsnorm_in_place(Encoder& e, const Norm& norm, const StridedRows& rows, int tokens);
 void rmsnorm_add(Encoder& e, const Norm& norm, const View& x, const View& y, int tokens);
 
-// Products with the weights. x is float32, except for matmul: float16.
-// Those of matvec are bitwise the same for any number of tokens.
+// Products with the weights. x is float32, except for matmul: float16. Those of matvec are bit-identical for
+// any number of tokens.
 void matvec(Encoder& e, const Projection& w, const View& x, const StridedRows& y, int tokens, Write write);
 void matvec_swiglu(Encoder& e, const Projection& w, const View& x, const View& y, int tokens,
                    u32_t activation);

@@ -11,7 +11,7 @@ namespace metal_prefill::metal {
 namespace {
 
 constexpr std::size_t kSimd = 32;
-constexpr std::size_t kThreadgroupBytes = 32 << 10;  // that Metal gives a threadgroup
+constexpr std::size_t kThreadgroupBytes = 32 << 10;  // limit of a threadgroup in Metal
 
 }  // namespace
 
@@ -19,7 +19,7 @@ namespace ops {
 
 namespace {
 
-// Lanes that share a row: the fewest of 8, 16 and 32 with which a matvec has enough threads for the whole
+// Lanes that share a row: the smallest of 8, 16 and 32 with which a matvec has enough threads for the whole
 // GPU.
 std::size_t lanes_per_row(const Tuning& tuning, std::size_t rows) {
   std::size_t lanes = 8;
@@ -97,7 +97,7 @@ std::size_t norm_threads(const Encoder& e, Kernel kernel, int dim) {
   return allowed_threads(e, kernel, round_up(std::size_t(dim) / 4, kSimd));
 }
 
-// Rows of the buffers begin `stride` elements apart.
+// Rows of the buffers start `stride` elements apart.
 void dispatch_norm(Encoder& e, Kernel kernel, const Norm& norm, std::initializer_list<View> buffers,
                    int stride, int tokens) {
   e.dispatch(kernel, buffers, RmsnormArgs{u32_t(norm.dim), u32_t(stride), bool(norm.weight), norm.eps},
@@ -201,7 +201,7 @@ void silu_matvec_q4_0_accumulate(Encoder& e, const Projection& w, const View& ga
 
 namespace {
 
-// A kind of tiles of a product: what they cost, and the kernel.
+// A kind of tiles of a product: their cost and their kernel.
 struct TileKind {
   Kernel kernel;
   std::size_t rows, tokens;  // of a tile
@@ -209,7 +209,7 @@ struct TileKind {
   std::size_t threads = MATMUL_THREADS;
 };
 
-// Of a product, by the kind of its tiles. They differ in how a tile is multiplied, and in nothing else.
+// Of a product, by the kind of its tiles. They differ only in how a tile is multiplied.
 struct MatmulKernels {
   Kernel narrow, wide;
   Kernel tensor_narrow, tensor_wide, tensor_tall;
@@ -228,7 +228,7 @@ struct MatmulKernels {
                                            : TileKind{wide, kWide, kWide, costs.wide});
     found.push_back(tuning.matmul_tensor ? TileKind{tensor_narrow, kNarrow, kNarrow, costs.tensor_narrow}
                                          : TileKind{narrow, kNarrow, kNarrow, costs.narrow});
-    // Without matrix units, also where there are some: so few tiles wait for memory.
+    // Without matrix units, even if there are some: so few tiles wait for memory.
     if (split && args.tokens <= u32_t(kMostSplitTokens))
       found.push_back({*split, kNarrow, kNarrow, costs.split, MATMUL_PARTS * MATMUL_THREADS});
     return found;

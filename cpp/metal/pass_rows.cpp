@@ -18,7 +18,7 @@ PassRow row_at(int position, std::size_t first_page, const Tuning& tuning) {
           u32_t(ceil_div(std::size_t(keys), std::size_t(splits)))};
 }
 
-// Appends the tiles of a part. Those that see the most keys come first: they take longest.
+// Appends the tiles of a part. Those with the most visible keys come first: they take longest.
 void add_tiles(std::vector<AttentionTile>& tiles, PassPart& part, const PassRows& pass,
                std::span<const PassChunk> chunks, const TileShape& shape) {
   part.first_tile = int(tiles.size());
@@ -90,7 +90,7 @@ PassRows::PassRows(std::span<const PassChunk> chunks, const Tuning& tuning, cons
       const RowRun run = add(i, chunk.tokens - count, count, chunk.position);
       wanted.runs.push_back(run);
       if (!all.runs.empty() && all.runs.back().chunk == i)
-        all.runs.back().count += count;  // follows what came before in its sequence
+        all.runs.back().count += count;  // follows the previous rows of its sequence
       else
         all.runs.push_back(run);
     }

@@ -10,7 +10,7 @@
 
 namespace metal_prefill::metal {
 
-// What dispatches compute of a row after the last layer.
+// What dispatches compute for a row after the last layer.
 enum class RowOutput {
   kNone,
   kGreedy,    // the id of the largest logit
@@ -27,10 +27,10 @@ struct PassChunk {
   int tokens;
   int position;  // of the first one
   RowOutput output;
-  int output_rows;  // the last tokens, of which the output is wanted
+  int output_rows;  // the last tokens, which have an output
 };
 
-// One that wants the output of its last token, or the log probabilities of all.
+// One with an output of its last token, or log probabilities of all.
 inline PassChunk last_rows(int tokens, int position, RowOutput output) {
   const int rows = output == RowOutput::kNone ? 0 : output == RowOutput::kLogProbs ? tokens : 1;
   return {tokens, position, output, rows};
@@ -63,7 +63,7 @@ struct PassPart {
 };
 
 struct PassRows {
-  // Where tokens see those after them, the rows count as those of long chunks.
+  // If tokens see later ones, the rows count as those of long chunks.
   PassRows(std::span<const PassChunk> chunks, const Tuning& tuning, const TileShape& tile, bool causal);
 
   // Fills `states`, without slots.

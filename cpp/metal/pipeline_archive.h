@@ -10,16 +10,16 @@
 
 namespace metal_prefill::metal {
 
-// A file has the pipelines of one set of kernels on one device, and its checksum in its name: what is damaged
-// is not read, and what is there is never changed. Its time of modification says when it was used last:
-// Python deletes the files whose use is longest ago.
+// A file contains the pipelines of one set of kernels on one device, and its name contains its checksum:
+// damaged files are not read, and existing ones never change. The modification time records the last use:
+// Python deletes the least recently used files.
 class PipelineArchive {
  public:
-  // `folder` is for one build of the system and one version of the package; empty: nothing is kept.
+  // `folder` is specific to one build of the system and one version of the package; empty: nothing is stored.
   PipelineArchive(id<MTLDevice> device, const std::string& folder, std::span<const std::string> kernels);
 
   bool is_kept() const { return !folder_.empty(); }
-  // Null where no process has left one, or it is damaged.
+  // Null if no process has stored one, or if it is damaged.
   id<MTLBinaryArchive> read() const;
   // Compiles the functions into an archive for later processes. Does nothing where that fails: they compile
   // again.

@@ -85,7 +85,7 @@ id<MTLBinaryArchive> PipelineArchive::read() const {
     const std::string wanted = set_ + "-" + checksum_of(path).value_or("");
     if (fs::path(path).stem() != wanted) continue;
     if (id<MTLBinaryArchive> archive = open(device_, path)) {
-      std::error_code error;  // such as a file system that is read-only
+      std::error_code error;  // such as a read-only file system
       fs::last_write_time(path, fs::file_time_type::clock::now(), error);
       return archive;
     }

@@ -32,7 +32,7 @@ class ModelShape {
     if (config.n_layers < 0 || config.n_layers > 100000)
       throw std::invalid_argument("n_layers is out of range");
     model_.layers.resize(std::size_t(config.n_layers));
-    // Tensors are distinguished by their addresses, which nobody reads from.
+    // Tensors are distinguished by their addresses, which are never read.
     model_.mapping.data = reinterpret_cast<const std::byte*>(std::uintptr_t{1} << 30);  // NOLINT
   }
 

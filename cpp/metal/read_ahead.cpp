@@ -10,7 +10,7 @@ namespace metal_prefill::metal {
 
 namespace {
 
-// The system reads one block while the thread waits for the pages of the one before.
+// The system reads one block while the thread waits for the pages of the previous one.
 constexpr std::size_t kBlock = std::size_t(8) << 20;
 
 void ask_for(std::span<const std::byte> mapping, std::size_t begin) {
@@ -34,7 +34,7 @@ void ReadAhead::read(std::span<const std::byte> mapping) const {
 ReadAhead::ReadAhead(std::span<const std::byte> mapping) {
   try {
     thread_ = std::thread([this, mapping] { read(mapping); });
-  } catch (const std::system_error&) {  // no thread: the pages come when they are needed
+  } catch (const std::system_error&) {  // no thread: pages are loaded on demand
   }
 }
 

@@ -8,12 +8,12 @@
 
 namespace metal_prefill::metal {
 
-// Brings the pages of a mapping into memory from the first to the last, on a thread. Residency would ask for
-// them in an order of its own, which takes longer where they come from a disk.
+// Loads the pages of a mapping into memory from the first to the last, on a thread. Residency would request
+// them in a different order, which takes longer from a disk.
 class ReadAhead {
  public:
   explicit ReadAhead(std::span<const std::byte> mapping);
-  ~ReadAhead();  // leaves the rest
+  ~ReadAhead();  // stops early
   ReadAhead(const ReadAhead&) = delete;
   ReadAhead& operator=(const ReadAhead&) = delete;
 

@@ -9,7 +9,7 @@
 
 namespace metal_prefill::metal {
 
-// A copy of the dispatch that an encoder got, which stays valid.
+// A copy of the dispatch passed to an encoder, which stays valid.
 Dispatch describe(const Step& step, const CacheShape& cache);
 
 // Lists dispatches.
@@ -74,9 +74,8 @@ class RecordedWeights final : public WeightViews {
   const std::byte* file_;
 };
 
-// The dispatches of a prompt, in the passes that a batch makes of it when it is alone; what else a batch does
-// needs sessions and pages. Only the last chunk has the output; log probabilities are the output of every
-// chunk.
+// The dispatches of a prompt, in the passes of a batch with this prompt alone; other steps of a batch need
+// sessions and pages. Only the last chunk has the output; log probabilities are the output of every chunk.
 std::vector<Dispatch> record_prompt(const ForwardPass& forward, int tokens, int position, RowOutput output);
 
 // The dispatches for a model of which only configuration, types and dimensions are known, on a GPU of Apple's

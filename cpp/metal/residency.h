@@ -1,4 +1,4 @@
-// Memory that stays with the GPU between passes.
+// Memory that stays resident on the GPU between passes.
 #pragma once
 
 #import <Foundation/Foundation.h>
@@ -38,11 +38,11 @@ class Residency {
 
   void commit();
   void request();
-  void keep();  // what the thread does
+  void keep();  // task of the thread
 
   id<MTLDevice> device_;
   id<MTLCommandQueue> queue_;
-  id set_;  // id<MTLResidencySet>; null: there is none
+  id set_;  // id<MTLResidencySet>; null: none
   std::mutex set_mutex_;
   std::atomic<std::size_t> bytes_{0};
 

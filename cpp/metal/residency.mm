@@ -5,7 +5,7 @@
 
 namespace metal_prefill::metal {
 
-// The SDK that brought residency sets. What the system has is asked when the program runs.
+// The SDK that introduced residency sets. Whether the system supports them is tested at run time.
 #if __MAC_OS_X_VERSION_MAX_ALLOWED >= 150000
 #pragma clang diagnostic ignored "-Wunguarded-availability-new"
 
@@ -46,7 +46,7 @@ Residency::~Residency() {
   if (bytes() > 0) [(id<MTLResidencySet>)set_ endResidency];
 }
 
-// Beyond the recommended size other programs would lose their memory: those buffers come and go as without.
+// Beyond the recommended size other programs would lose their memory: those buffers are managed as usual.
 void Residency::add(id<MTLBuffer> buffer) {
   if (!set_ || bytes() + buffer.length > device_.recommendedMaxWorkingSetSize) return;
   const std::scoped_lock lock(set_mutex_);

@@ -51,7 +51,7 @@ std::vector<PassChunk> shapes_of(std::span<Chunk* const> chunks) {
   return shapes;
 }
 
-// Those of the token after a chunk, in a pass that is sent ahead.
+// The states after a chunk's next token, in a pass that is sent ahead.
 ChunkStates states_after(const Chunk& chunk) {
   if (chunk.states.writes.empty()) return {};
   return {chunk.states.writes.back().state, {{1, chunk.states.ahead, false}}, {}};
@@ -102,7 +102,7 @@ void MetalEngine::run_pass(std::span<Chunk* const> chunks, CallCounters& counter
     const auto* greedy = std::get_if<GreedyOutput>(&chunk->output);
     return greedy && greedy->continues;
   });
-  // Its rows are those that the pass after it finds the tokens of.
+  // The following pass finds its tokens in these rows.
   if (goes_on && std::equal(chunks.begin(), chunks.end(), passes[0].chunks.begin(), passes[0].chunks.end()))
     next = send_after(chunks, cache, *passes[0].pass);
   for (const auto& [pass, asking] : passes) {
@@ -167,7 +167,7 @@ void MetalEngine::trace_pass(std::span<Chunk* const> chunks, CallCounters& count
 std::shared_ptr<MetalEngine::SentPass> MetalEngine::send_after(std::span<Chunk* const> chunks,
                                                                CacheHold& cache, const SentPass& before) {
   static constexpr TokenId kUnknown[] = {0};       // the host writes no tokens that a kernel reads
-  std::vector<TokenId> chosen(chunks.size(), -1);  // filled by the calls that ask for the pass, not here
+  std::vector<TokenId> chosen(chunks.size(), -1);  // filled by the calls that request the pass, not here
   std::vector<Chunk> next(chunks.size());
   std::vector<Chunk*> pointers;
   for (std::size_t i = 0; i < chunks.size(); ++i) {

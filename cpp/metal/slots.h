@@ -15,8 +15,8 @@ namespace metal_prefill::metal {
 // buffer takes the place of the old one, with its contents.
 class Slots : public PageStore {
  public:
-  // With `poison`, slots are filled with NaN whenever they are taken anew: a kernel that reads a row before
-  // it was written shows it. `device` and `residency` must outlive the slots.
+  // With `poison`, slots are filled with NaN whenever they are taken, which reveals kernels that read
+  // unwritten rows. `device` and `residency` must outlive the slots.
   Slots(const Device& device, Residency& residency, std::string label, std::string what,
         std::size_t slot_bytes, bool poison)
       : device_(device),
@@ -32,8 +32,8 @@ class Slots : public PageStore {
   void copy(PageId from, PageId to, int positions) override;
   void taken(PageId slot) override;
 
-  // The buffer belongs to the holder: it does not move, and no other thread reads or writes it. Command
-  // buffers that an earlier holder left on the GPU may, so that the passes of one engine follow each other.
+  // The buffer belongs to the holder: it does not move, and no other thread accesses it. Command buffers that
+  // an earlier holder left on the GPU may access it, so that the passes of one engine follow each other.
   class Hold {
    public:
     explicit Hold(Slots& slots) : slots_(slots), lock_(slots.mutex_) {}
@@ -56,7 +56,7 @@ class Slots : public PageStore {
   };
 
  protected:
-  // Waits for command buffers that were left on the GPU: blits do not wait for the fence.
+  // Waits for command buffers in flight: blits do not wait for the fence.
   void settle();
 
   const Device& device_;

@@ -4,7 +4,7 @@ namespace metal_prefill::metal {
 
 namespace {
 
-// Runs what `record` encodes, and waits for it. `what` names it in errors.
+// Runs the commands encoded by `record`, and waits for them. `what` names them in errors.
 template <class Record>
 void blit(const Device& device, const std::string& what, const Record& record) {
   id<MTLCommandBuffer> commands = device.command_buffer(what, References::kRetained);

@@ -1,4 +1,4 @@
-// Whether a GPU that the engine does not know can run its kernels, and one with matrix units those for them.
+// Whether an unknown GPU can run the kernels, and one with matrix units those for them.
 #pragma once
 
 #import <Metal/Metal.h>
@@ -7,7 +7,7 @@
 
 namespace metal_prefill::metal {
 
-// Runs the kernel `trial`. Empty if its results are right; else says what went wrong.
+// Runs the kernel `trial`. Empty if its results are right; otherwise describes the error.
 std::string failure_of_trial(id<MTLDevice> device, id<MTLCommandQueue> queue);
 // The same of the kernels `matmul_tensor`, with weights in half precision, and of `attention_tensor`: why
 // none of them is used, or why tall tiles, or those of attention, are not. Empty where they are.

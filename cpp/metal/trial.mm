@@ -131,7 +131,7 @@ Trial trial_of_simdgroups() {
           .expected = bytes_of(expected)};
 }
 
-// Two tiles each way, the last of them in part, of more columns than a step has, added to ones.
+// Two tiles each way, the last of them partial, with more columns than a step, added to ones.
 Trial trial_of_tensors(const char* kernel, int tile_tokens, int tile_rows, int columns) {
   const int tokens = tile_tokens + 3, rows = tile_rows + 5;
   const MatmulArgs args = {.weights = {.offset = {},
@@ -239,7 +239,7 @@ TensorFailures failures_of_tensor_trial(id<MTLDevice> device, id<MTLCommandQueue
     const auto failure = [&](const char* kernel, int tokens, int rows, int columns) {
       return failure_of(trial_of_tensors(kernel, tokens, rows, columns), libraries, device, queue);
     };
-    constexpr int kEdge = MATMUL_K + kBlock;  // columns whose last step is a part of one
+    constexpr int kEdge = MATMUL_K + kBlock;  // columns whose last step is partial
     for (const auto& [kernel, tile] : {std::pair("matmul_tensor_f16_narrow", MATMUL_NARROW_TILE),
                                        std::pair("matmul_tensor_f16_wide", MATMUL_WIDE_TILE)})
       if (std::string why = failure(kernel, tile, tile, kEdge); !why.empty()) return {.any = std::move(why)};

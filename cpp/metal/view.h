@@ -1,4 +1,4 @@
-// Buffers as the forward pass sees them: a name and a place. Only their owner knows what they are made of.
+// Buffers as the forward pass sees them: a name and a location. Only their owner knows their type.
 #pragma once
 
 #include <cstddef>
@@ -33,7 +33,7 @@ enum class BufferName {
   kResult,      // [rows] Candidate, to the host
   kTargets,     // [rows] int32, from the host
   kLogProbs,    // [rows] f32, to the host
-  kHidden,      // [rows][dim] f32, to the host: normed rows, then those of the residual stream
+  kHidden,      // [rows][dim] f32, to the host: normed rows, then rows of the residual stream
   kActivationCount,
 
   kWeights = kActivationCount,  // of the file

@@ -1,4 +1,4 @@
-// Arrays that pass between Python and the engines, and what a call does between its chunks.
+// Arrays that pass between Python and the engines, and the progress callback between chunks.
 #pragma once
 
 #include <nanobind/nanobind.h>

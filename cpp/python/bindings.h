@@ -16,7 +16,7 @@ void bind_engines(nanobind::module_& m);
 // Sessions, and inspection of their passes.
 void bind_sessions(nanobind::module_& m);
 
-// Raises the class of metal_prefill.errors for a C++ exception, if there is one.
+// Raises the class of metal_prefill.errors for a C++ exception, if it has one.
 void translate(const std::exception_ptr& pointer, void*);
 // The Python exception for a C++ one.
 nanobind::object exception_of(const std::exception_ptr& error);

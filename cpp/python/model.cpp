@@ -50,7 +50,7 @@ class ModelBuilder {
     *slot = {name, TensorType(type), rows, cols, model_.mapping.data + offset, bytes};
   }
 
-  // What packed_weights() of an engine of the same model gave.
+  // The result of packed_weights() of an engine of the same model.
   void use_packed(ByteArray packed, nb::object owner) {
     model_.packed = {reinterpret_cast<const std::byte*>(packed.data()), packed.shape(0),
                      keep_alive(std::move(owner))};
