@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from metal_prefill.cli import main
 from metal_prefill.conversion import convert
 from metal_prefill.files._gguf_file import GGUFFile
 from metal_prefill.files._pooled_head import read_head
+from metal_prefill.tasks._text_passes import TextPasses, pooled_states
 
 # Probabilities and products of vectors: sums in float32, and products of half precision on Metal.
 NEAR = {"cpu": 1e-5, "metal": 5e-3}
@@ -473,3 +475,47 @@ def test_a_head_with_an_unsupported_activation_is_rejected(tmp_path: Path) -> No
     folder.config["sentence_transformers"] = {"activation_fn": "torch.nn.modules.activation.Tanh"}
     with pytest.raises(UnsupportedModelError, match=r"the activation of the output is torch\.nn.*Tanh"):
         convert(with_head(folder, {}).write(), tmp_path / "m.gguf")
+
+
+def test_a_text_that_fails_is_named_and_the_others_can_be_computed(tmp_path: Path) -> None:
+    path = written(tmp_path, lambda folder: model_folders.bert(folder))
+    with opened(path) as model:
+        passes = TextPasses(model.engine)
+        good, bad = np.array([1, 2, 3], np.int32), np.array([1, model.config.vocab_size], np.int32)
+        with pytest.raises(ValueError, match=rf"^text 1: token id {model.config.vocab_size} at index 1 "):
+            list(pooled_states(passes, "mean", [good, bad], ["text 0", "text 1"]))
+        alone = list(pooled_states(passes, "mean", [good], ["text 0"]))
+        assert alone[0].shape == (DIM,)
+        assert np.all(np.isfinite(alone[0]))
+
+
+@pytest.mark.parametrize("pooling", ["mean", "cls", "last"])
+def test_pooled_states_are_those_of_all_tokens(tmp_path: Path, pooling: Any) -> None:
+    path = written(tmp_path, lambda folder: model_folders.bert(folder))
+    with opened(path) as model:
+        passes = TextPasses(model.engine, rows=lambda: 7)  # of several passes
+        texts = [np.arange(1, n + 1, dtype=np.int32) for n in (3, 4, 1, 9, 2)]
+        names = [f"text {i}" for i in range(5)]
+        whole = list(pooled_states(passes, "none", texts, names))
+        assert [len(states) for states in whole] == [3, 4, 1, 9, 2]
+        for states, vector in zip(whole, pooled_states(passes, pooling, texts, names), strict=True):
+            expected = {"mean": states.mean(axis=0, dtype=np.float64), "cls": states[0], "last": states[-1]}
+            assert np.array_equal(vector, expected[pooling].astype(np.float32))
+
+
+@pytest.mark.parametrize(
+    ("lengths", "pooling", "message"),
+    [
+        ([2, 2], "mean", "text 1 has 2 tokens, of 1 that are left"),
+        ([2, 0], "mean", "text 1 has 0 tokens, of 1 that are left"),
+        ([2, -1], "mean", "text 1 has -1 tokens, of 1 that are left"),
+        ([2], "mean", "the texts have 2 tokens, but 3 were given"),
+        ([3], "max", "pooling of a text is none, mean, cls or last, not 'max'"),
+    ],
+)
+def test_texts_of_wrong_lengths_are_refused(
+    tmp_path: Path, lengths: list[int], pooling: str, message: str
+) -> None:
+    path = written(tmp_path, lambda folder: model_folders.bert(folder))
+    with opened(path) as model, pytest.raises(ValueError, match=re.escape(message)):
+        model.engine.core.text_requests(np.zeros(3, np.int32), np.array(lengths, np.int32), pooling)

@@ -23,7 +23,7 @@ class ComputedTokens:
         take_requests, results = BatchCall.take_requests, BatchCall.results
         before: dict[int, list[tuple[Any, int]]] = {}
 
-        def noting(call: BatchCall, *, reuse: bool) -> Any:
+        def noting(call: BatchCall, *, reuse: bool = False) -> Any:
             before[id(call)] = [(session, session.position) for session in call.sessions]
             return take_requests(call, reuse=reuse)
 

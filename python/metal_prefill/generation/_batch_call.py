@@ -25,6 +25,8 @@ class BatchCall:
     ----------
     sessions : list of _core.Session
         The native sessions.
+    count, rows : int
+        Number of sessions, and of tokens of all of them.
     tokens : list of numpy.ndarray
         Token ids of each session, int32 ``[n]``.
 
@@ -72,6 +74,7 @@ class BatchCall:
             for i, item in enumerate(zip(outputs, map(len, self.tokens), wanted, strict=True))
         ]
         self.sessions = list(sessions)
+        self.count, self.rows = len(self.sessions), sum(map(len, self.tokens))
         self._wanted = wanted
 
     def requests(self, *, reuse: bool = False) -> list[_core.Request]:
@@ -83,7 +86,7 @@ class BatchCall:
             )
         ]
 
-    def take_requests(self, *, reuse: bool) -> list[_core.Request]:
+    def take_requests(self, *, reuse: bool = False) -> list[_core.Request]:
         """Return the requests and forget the sessions.
 
         The traceback of an exception may hold this object, which must not keep the pages of the sessions.

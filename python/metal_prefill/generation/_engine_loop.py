@@ -13,6 +13,7 @@ from metal_prefill.generation._batch_call import BatchCall
 from metal_prefill.generation._pending_calls import PendingCall
 from metal_prefill.generation._scheduler import LEAST_PROMPT_ROWS, ROWS_PER_WRITING, Scheduler
 from metal_prefill.generation._stream import Stream, make_streams
+from metal_prefill.generation._text_call import TextCall
 from metal_prefill.generation._text_generation import Piece
 
 if TYPE_CHECKING:
@@ -90,7 +91,7 @@ def _put(batch: Iterable[tuple[Texts, list[Made] | Exception]]) -> None:
 
 
 class _Call(NamedTuple):
-    arguments: BatchCall
+    arguments: BatchCall | TextCall
     results: Future[list[Any]]
 
 
@@ -145,7 +146,7 @@ class EngineLoop:
         self._add(texts)
         return texts
 
-    def submit(self, call: BatchCall) -> Future[list[Any]]:
+    def submit(self, call: BatchCall | TextCall) -> Future[list[Any]]:
         """Compute tokens of sessions in a pass with the streams; see :meth:`Scheduler.call`.
 
         The future may be cancelled; then nothing is computed from the next pass on.

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from metal_prefill.generation._batch_call import BatchCall
+from metal_prefill.generation._text_call import TextCall
 
 
 class PendingCall:
@@ -13,14 +14,14 @@ class PendingCall:
 
     Attributes
     ----------
-    call : BatchCall
+    call : BatchCall or TextCall
     results : list or None
         As the native engine gives them; None before the pass.
     cancelled : bool
         Set it, and the call is dropped before the next pass.
     """
 
-    def __init__(self, call: BatchCall) -> None:
+    def __init__(self, call: BatchCall | TextCall) -> None:
         self.call = call
         self.results: list[Any] | None = None
         self.cancelled = False
@@ -28,7 +29,7 @@ class PendingCall:
     @property
     def rows(self) -> int:
         """Rows of a pass that it takes."""
-        return sum(map(len, self.call.tokens))
+        return self.call.rows
 
 
 class PendingCalls:
@@ -40,7 +41,7 @@ class PendingCalls:
     def __len__(self) -> int:
         return len(self._calls)
 
-    def add(self, call: BatchCall) -> PendingCall:
+    def add(self, call: BatchCall | TextCall) -> PendingCall:
         """Add a call."""
         pending = PendingCall(call)
         self._calls.append(pending)
@@ -64,7 +65,7 @@ class PendingCalls:
         at = 0
         for pending in calls:
             self._calls.remove(pending)
-            end = at + len(pending.call.sessions)
+            end = at + pending.call.count
             pending.results = list(results[at:end])
             at = end
 

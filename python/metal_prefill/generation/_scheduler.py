@@ -22,6 +22,7 @@ from metal_prefill.generation._constraint import BATCH_PATIENCE, ConstraintPendi
 from metal_prefill.generation._pending_calls import PendingCall, PendingCalls, rows_of
 from metal_prefill.generation._run_ahead import RunAhead
 from metal_prefill.generation._stream import Stream, make_streams
+from metal_prefill.generation._text_call import TextCall
 from metal_prefill.generation._text_generation import NextTokens, Piece, TextOptions
 
 if TYPE_CHECKING:
@@ -203,7 +204,7 @@ class Scheduler:
         """Add streams that :func:`make_streams` made."""
         self._waiting.extend(streams)
 
-    def call(self, call: BatchCall) -> PendingCall:
+    def call(self, call: BatchCall | TextCall) -> PendingCall:
         """Add tokens of the caller's sessions, which share a pass with the streams.
 
         All of them are in one pass.

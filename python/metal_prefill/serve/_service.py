@@ -21,6 +21,7 @@ from metal_prefill.generation._constraint import MOST_COMPILING
 from metal_prefill.generation._engine_loop import EngineLoop
 from metal_prefill.generation._scheduler import Scheduler
 from metal_prefill.generation._stream import Stream
+from metal_prefill.generation._text_call import TextCall
 from metal_prefill.model import Model
 from metal_prefill.serve._activity import Activity
 from metal_prefill.serve._bodies import Bodies
@@ -224,13 +225,13 @@ class SharedPasses(TextPasses):
         self._future: Future[list[Any]] | None = None
         self.tokens = 0
 
-    def _run(self, call: BatchCall) -> list[Any]:
+    def _run(self, call: BatchCall | TextCall) -> list[Any]:
         with self._lock:
             if self._cancelled:
                 raise CancelledError
             self._future = self._loop.submit(call)
         computed = self._future.result()
-        self.tokens += sum(map(len, call.tokens))
+        self.tokens += call.rows
         return computed
 
     @property

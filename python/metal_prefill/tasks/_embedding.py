@@ -15,7 +15,7 @@ from metal_prefill.errors import ContextOverflowError, KVMemoryError
 from metal_prefill.files._pooled_head import POOLINGS, Pooling
 from metal_prefill.tasks._prompt_rules import PromptRules, cut_message, named, shortened
 from metal_prefill.tasks._prompts import PLAIN, PROMPTS, PromptForm, prompt_form
-from metal_prefill.tasks._text_passes import TextPasses, pooled_states
+from metal_prefill.tasks._text_passes import TextPasses, pooled_blocks
 
 __all__ = ["PROMPTS", "embed"]
 
@@ -200,21 +200,27 @@ def embed_prompts(
 
     # Texts that are the same are computed once.
     places: dict[bytes, int] = {}
-    for i, ids in enumerate(prompts):
-        places.setdefault(ids.tobytes(), i)
-    distinct = [i for i in places.values() if len(prompts[i])]
+    keys = [ids.tobytes() for ids in prompts]
+    for i, key in enumerate(keys):
+        places.setdefault(key, i)
+    distinct = [i for key, i in places.items() if key]
     results: dict[int, Vectors] = {}
-    named = [f"text {i}" for i in distinct]
-    vectors = vectors_of(
-        passes, kind, [prompts[i] for i in distinct], named, normalize=normalize, dimensions=dimensions
+    blocks = vector_blocks(
+        passes,
+        kind,
+        [prompts[i] for i in distinct],
+        [f"text {i}" for i in distinct],
+        normalize=normalize,
+        dimensions=dimensions,
     )
-    for i, vector in zip(distinct, vectors, strict=True):
-        results[i] = vector
-        if progress is not None:
-            progress(len(results), len(distinct))
+    for block in blocks:
+        for vector in block:
+            results[distinct[len(results)]] = vector
+            if progress is not None:
+                progress(len(results), len(distinct))
     if b"" in places:
         results[places[b""]] = np.zeros((0, width) if kind == "none" else width, np.float32)
-    ordered = [results[places[ids.tobytes()]] for ids in prompts]
+    ordered = [results[places[key]] for key in keys]
     if kind == "none":
         return [states.copy() for states in ordered]
     return np.array(ordered, np.float32).reshape(len(ordered), width)
@@ -233,10 +239,31 @@ def vectors_of(
 
     `names` are those of the prompts in errors.
     """
+    for block in vector_blocks(passes, pooling, prompts, names, normalize=normalize, dimensions=dimensions):
+        yield from block
+
+
+def vector_blocks(
+    passes: TextPasses,
+    pooling: Pooling,
+    prompts: Sequence[npt.NDArray[np.int32]],
+    names: Sequence[str],
+    *,
+    normalize: bool = True,
+    dimensions: int | None = None,
+) -> Iterable[list[Vectors]]:
+    """Yield what `vectors_of` does for the prompts of each pass together."""
     head = passes.engine.head
-    for states in pooled_states(passes, pooling, prompts, names):
-        vector = states if pooling == "none" and not head.per_token else head.embedding_of(states)
-        yield _normalized(vector[..., :dimensions]) if normalize else vector[..., :dimensions]
+    for vectors in pooled_blocks(passes, pooling, prompts, names):
+        if head.dense and (pooling != "none" or head.per_token):
+            vectors = [head.embedding_of(states) for states in vectors]
+        if dimensions is not None:
+            vectors = [vector[..., :dimensions] for vector in vectors]
+        if normalize and pooling == "none":
+            vectors = [_normalized(vector) for vector in vectors]
+        elif normalize:
+            vectors = list(_normalized(np.stack(vectors)))  # each row as it would be alone
+        yield vectors
 
 
 def _normalized(vectors: Vectors) -> Vectors:

@@ -14,16 +14,19 @@ from metal_prefill import _core
 from metal_prefill._engine import Engine
 from metal_prefill.files._pooled_head import Pooling
 from metal_prefill.generation._batch_call import BatchCall, BatchOutput
+from metal_prefill.generation._text_call import TextCall, TextPooling
 
 Ids = npt.NDArray[np.int32]
 
 # Computes a batch and returns a result or an exception for each of its sessions.
-RunBatch: TypeAlias = Callable[[BatchCall], list[Any]]
+RunBatch: TypeAlias = Callable[[BatchCall | TextCall], list[Any]]
 
 # Fewest tokens of a text that fill the rest of a pass: shorter pieces use other kernels.
 LEAST_PIECE = 16
 # Fewest tokens of a shared prefix that are worth a copied page.
 WORTH_SHARING = 16
+# Poolings of whole texts, by those of heads.
+WHOLE_POOLINGS: dict[Pooling, TextPooling] = {"none": "none", "mean": "mean", "cls": "cls", "last": "last"}
 
 
 @dataclass(eq=False)
@@ -81,7 +84,7 @@ class TextPasses:
     ) -> None:
         self.engine = engine
         self.rows: Callable[[], int] = rows or (lambda: engine.core.pass_rows)
-        self.run: RunBatch = run or (lambda call: engine.core.forward_batch(call.take_requests(reuse=False)))
+        self.run: RunBatch = run or (lambda call: engine.core.forward_batch(call.take_requests()))
 
 
 def compute(passes: TextPasses, jobs: Sequence[TextJob]) -> Iterator[TextJob]:
@@ -90,9 +93,8 @@ def compute(passes: TextPasses, jobs: Sequence[TextJob]) -> Iterator[TextJob]:
     A pass takes as many jobs as fit. At most one job continues in the next pass; only that job and parents
     with heirs keep K and V.
     """
-    whole = (
-        not passes.engine.config.causal
-    )  # every token sees all others: they go through the layers together
+    # Where every token sees all others, they go through the layers together.
+    whole = not passes.engine.config.causal
     for job in jobs:
         if job.parent is not None:
             job.parent.heirs += 1
@@ -178,11 +180,8 @@ def shared_beginning(prompts: Sequence[Ids]) -> int:
 def last_states(
     passes: TextPasses, prompts: Sequence[Ids], names: Sequence[str]
 ) -> Iterator[npt.NDArray[np.float32]]:
-    """Yield the hidden state of the last token of each prompt; a shared prefix is computed once.
-
-    Models with bidirectional attention share nothing.
-    """
-    shared = shared_beginning(prompts) if passes.engine.config.causal else 0
+    """Yield the hidden state of the last token of each prompt; a shared prefix is computed once."""
+    shared = shared_beginning(prompts)
     parent = TextJob(prompts[0][:shared], "none", name=names[0]) if shared else None
     jobs = [
         TextJob(ids[shared:], "hidden", 1, parent, name) for ids, name in zip(prompts, names, strict=True)
@@ -198,10 +197,22 @@ def pooled_states(
     passes: TextPasses, pooling: Pooling, prompts: Sequence[Ids], names: Sequence[str]
 ) -> Iterator[npt.NDArray[np.float32]]:
     """Yield the pooled hidden states of each prompt, ``[dim]``, or all of them, ``[n, dim]``."""
+    for block in pooled_blocks(passes, pooling, prompts, names):
+        yield from block
+
+
+def pooled_blocks(
+    passes: TextPasses, pooling: Pooling, prompts: Sequence[Ids], names: Sequence[str]
+) -> Iterator[list[npt.NDArray[np.float32]]]:
+    """Yield what `pooled_states` does for the prompts of each pass together."""
     if not prompts:
         return
+    if not passes.engine.config.causal:
+        yield from _whole_blocks(passes, WHOLE_POOLINGS[pooling], prompts, names)
+        return
     if pooling == "last":
-        yield from last_states(passes, prompts, names)
+        for state in last_states(passes, prompts, names):
+            yield [state]
         return
     jobs = [TextJob(ids, "hidden", len(ids), name=name) for ids, name in zip(prompts, names, strict=True)]
     for job in compute(passes, jobs):
@@ -209,6 +220,26 @@ def pooled_states(
         job.parts.clear()
         if pooling == "mean":
             # Of all states at once, however passes cut them: sums of parts would be rounded differently.
-            yield states.mean(axis=0, dtype=np.float64).astype(np.float32)
+            yield [states.mean(axis=0, dtype=np.float64).astype(np.float32)]
         else:
-            yield states if pooling == "none" else states[0]
+            yield [states if pooling == "none" else states[0]]
+
+
+def _whole_blocks(
+    passes: TextPasses, pooling: TextPooling, prompts: Sequence[Ids], names: Sequence[str]
+) -> Iterator[list[npt.NDArray[np.float32]]]:
+    """Yield the results of passes of whole prompts, as many as fit, in their order."""
+    lengths = list(map(len, prompts))
+    first = 0
+    while first < len(prompts):
+        room, end = max(passes.rows(), lengths[first]), first
+        while end < len(prompts) and lengths[end] <= room:
+            room -= lengths[end]
+            end += 1
+        call = TextCall(passes.engine.core, prompts[first:end], pooling)
+        results = call.results(passes.run(call))
+        for name, result in zip(names[first:end], results, strict=True):
+            if isinstance(result, Exception):
+                raise type(result)(f"{name}: {result}") from result
+        yield results
+        first = end

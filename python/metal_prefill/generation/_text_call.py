@@ -1,0 +1,56 @@
+"""A batch of whole texts, each of which is computed from an empty context and then forgotten."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from metal_prefill import _core
+
+TextPooling: TypeAlias = Literal["none", "mean", "cls", "last"]
+
+
+class TextCall:
+    """Texts of one pass, whose requests and sessions are made by the native engine.
+
+    Attributes
+    ----------
+    count, rows : int
+        Number of texts, and of their tokens.
+
+    Parameters
+    ----------
+    core
+        The native engine.
+    texts
+        Token ids of each text, int32 ``[n]``, at least one.
+    pooling
+        Result of a text: one vector of its hidden states, or with ``"none"`` all of them.
+    """
+
+    def __init__(
+        self, core: _core.Engine, texts: Sequence[npt.NDArray[np.int32]], pooling: TextPooling
+    ) -> None:
+        self._core = core
+        self._pooling = pooling
+        self._tokens = np.concatenate(texts)
+        self._lengths = np.fromiter(map(len, texts), np.int32, len(texts))
+        self.count, self.rows = len(texts), len(self._tokens)
+
+    def requests(self) -> list[_core.Request]:
+        """Return a request for each text."""
+        return self._core.text_requests(self._tokens, self._lengths, self._pooling)
+
+    def take_requests(self) -> list[_core.Request]:
+        """Return the requests."""
+        return self.requests()
+
+    def results(self, computed: list[Any]) -> list[Any]:
+        """Return float32 ``[dim]`` or ``[n, dim]`` for each text, or the exception that ended it."""
+        if self._pooling != "none":
+            return computed
+        shapes = zip(computed, self._lengths.tolist(), strict=True)
+        return [result if isinstance(result, Exception) else result.reshape(n, -1) for result, n in shapes]
