@@ -13,6 +13,7 @@ import numpy.typing as npt
 import pytest
 from gguf import GGUFWriter
 from support import model_folders, task_folders
+from support.gguf_bytes import text
 from support.gguf_mutator import take_apart
 from support.model_folders import DIM, Folder, with_head
 from support.task_folders import (
@@ -519,3 +520,20 @@ def test_texts_of_wrong_lengths_are_refused(
     path = written(tmp_path, lambda folder: model_folders.bert(folder))
     with opened(path) as model, pytest.raises(ValueError, match=re.escape(message)):
         model.engine.core.text_requests(np.zeros(3, np.int32), np.array(lengths, np.int32), pooling)
+
+
+def test_a_damaged_vocabulary_is_an_error_of_the_file(tmp_path: Path) -> None:
+    path = written(tmp_path, lambda folder: model_folders.bert(folder))
+    parts = take_apart(path)
+    parts.metadata = [
+        (name, kind, text("t5") if name == b"tokenizer.ggml.model" else value)
+        for name, kind, value in parts.metadata
+    ]
+    path.write_bytes(parts.assemble())
+    with opened(path) as model:
+        for call in (
+            lambda: model.embed(["a"], pooling="mean"),
+            lambda: model.rerank("a", ["b"], how="late"),
+        ):
+            with pytest.raises(GGUFError, match=rf"^{re.escape(str(path))}: metadata .* is missing"):
+                call()

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from metal_prefill._engine import Engine, EngineOwner
 from metal_prefill._support.arguments import Progress, integer
-from metal_prefill.errors import ContextOverflowError, KVMemoryError
+from metal_prefill.errors import ContextOverflowError, GGUFError, KVMemoryError
 from metal_prefill.files._pooled_head import POOLINGS, Pooling
 from metal_prefill.tasks._prompt_rules import PromptRules, cut_message, named, shortened
 from metal_prefill.tasks._prompts import PLAIN, PROMPTS, PromptForm, prompt_form
@@ -107,6 +107,8 @@ def encode_text(
 
     try:
         ids = encode(text)
+    except GGUFError:  # of the vocabulary, which is read for the first text
+        raise
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None
     cut = rules.truncate == "end" and len(ids) > room

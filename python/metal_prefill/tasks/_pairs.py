@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from metal_prefill._engine import Engine
-from metal_prefill.errors import ContextOverflowError
+from metal_prefill.errors import ContextOverflowError, GGUFError
 from metal_prefill.tasks._embedding import check_length
 from metal_prefill.tasks._prompt_rules import PromptRules
 from metal_prefill.tasks._text_passes import Ids
@@ -15,6 +15,8 @@ def encode_part(engine: Engine, text: str, name: str, rules: PromptRules) -> lis
     """Return the tokens of one text of a pair; `name` identifies it in errors."""
     try:
         return engine.tokenizer.encode(rules.normalized(text), add_bos=False)
+    except GGUFError:  # of the vocabulary, which is read for the first text
+        raise
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None
 
