@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-from support.bench_fakes import compare, fakes
+from support.bench_fakes import RecordingEngine, compare, fakes
 from support.comparison import SEPARATOR
 from support.reference import ReferenceModel
 from support.small_models import ENCODERS, write
 
 from metal_prefill import synth
 from metal_prefill.bench import _engines, _worker
-from metal_prefill.bench._cases import Case, text_ids, text_lengths
-from metal_prefill.bench._engines import Options, TextEngine
+from metal_prefill.bench._cases import Case, make_tasks, text_ids, text_lengths
+from metal_prefill.bench._engines import Ids, Options, TextEngine, Vectors
 from metal_prefill.bench._peers import metal_prefill
 from metal_prefill.bench._results import BenchResults
 
@@ -118,3 +119,56 @@ def test_texts_per_second_are_those_of_the_median_sample(embedder: Path) -> None
     workers[_engines.OURS].times = iter(ms * 1_000_000 for ms in milliseconds)
     results = compare(workers, embedder, embed=True, repetitions=5)
     assert results.row(_engines.OURS, "embed64").note == "16,000.0 texts/s"
+
+
+def test_texts_of_one_length_are_measured_in_each_number() -> None:
+    cases = make_tasks(True, False, 0, text_tokens=[16, 256], text_counts=[1, 64])
+    assert [case.name for case in cases] == ["embed16x1", "embed256x1", "embed16x64", "embed256x64"]
+    assert [case.context for case in cases] == [16, 256, 16, 256]
+    assert [len(ids) for ids in text_ids(cases[0], 100)] == [16]
+    assert [len(ids) for ids in text_ids(cases[3], 100)] == [256] * 64
+    # Samples of few tokens are many calls.
+    assert [case.calls for case in cases] == [128, 8, 2, 1]
+    assert [case.timed_tokens for case in cases] == [2048, 2048, 2048, 16384]
+    assert [case.name for case in make_tasks(True, False, 0, [16])] == ["embed16x64"]
+
+
+@pytest.mark.parametrize(
+    ("embed", "tokens", "counts", "message"),
+    [
+        (True, [16, 0], [1], "text lengths are at least 1 and differ, got 16,0"),
+        (True, [16], [4, 4], "numbers of texts are at least 1 and differ, got 4,4"),
+        (True, [], [4], "numbers of texts are measured for texts of some length, of which there is none"),
+        (False, [16], [], "lengths of texts are those of texts to embed, which are not measured"),
+    ],
+)
+def test_lengths_and_numbers_of_texts_are_checked(
+    embed: bool, tokens: list[int], counts: list[int], message: str
+) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        make_tasks(embed, False, 0, tokens, counts)
+
+
+def test_a_sample_is_all_of_its_calls() -> None:
+    calls: list[list[int]] = []
+
+    class Recording(RecordingEngine, TextEngine):
+        def embed(self, texts: list[Ids]) -> Vectors:
+            calls.append([len(text) for text in texts])
+            return np.zeros((len(texts), 1), np.float32)
+
+    case = Case(0, 0, 0, n_texts=4, task="embed", text_tokens=128)
+    _worker.timed_run(Recording(), case, 100)
+    assert calls == [[128] * 4] * 4
+
+
+@pytest.mark.usefixtures("_quiet_machine")
+def test_rows_count_the_texts_of_all_calls(embedder: Path) -> None:
+    workers = fakes(ours=1000, llama=2000)
+    results = compare(workers, embedder, embed=True, text_tokens=[16], text_counts=[1, 8])
+    row = results.row(_engines.OURS, "embed16x1")
+    assert (row.n_texts, row.text_tokens) == (1, 16)
+    assert row.median_ts == pytest.approx(1e6)
+    assert row.note == f"{1e6 / 16:,.1f} texts/s"
+    assert "embed16x8" in results.tests
+    assert "tokens of each and number of texts in a call" in results._repr_html_()

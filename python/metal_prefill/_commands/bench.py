@@ -82,6 +82,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="measure an embedding model on 64 texts of 8 to 512 tokens instead",
     )
     parser.add_argument(
+        "--text-tokens",
+        type=_lengths,
+        default=[],
+        metavar="N,N,...",
+        help="with --embed: lengths of texts in tokens, instead of texts of many lengths",
+    )
+    parser.add_argument(
+        "--text-counts",
+        type=_lengths,
+        default=[],
+        metavar="N,N,...",
+        help="with --text-tokens: numbers of texts in a call (default: 64)",
+    )
+    parser.add_argument(
         "--rerank",
         action="store_true",
         help='measure the reranking of 20 documents of 300 tokens for one query instead, by "yes" and "no"',
@@ -165,6 +179,8 @@ def execute(arguments: argparse.Namespace) -> None:
             depth=arguments.depth,
             streams=arguments.streams,
             embed=arguments.embed,
+            text_tokens=arguments.text_tokens,
+            text_counts=arguments.text_counts,
             rerank=arguments.rerank,
             evaluate=arguments.evaluate,
             sampled=arguments.sampled,

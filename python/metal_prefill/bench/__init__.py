@@ -43,6 +43,8 @@ def run(
     depth: int = 32,
     streams: Sequence[int] = (),
     embed: bool = False,
+    text_tokens: Sequence[int] = (),
+    text_counts: Sequence[int] = (),
     rerank: bool = False,
     evaluate: bool = False,
     sampled: bool = False,
@@ -78,6 +80,10 @@ def run(
         tokens (``tg64x8``). If not empty, a batch of 64 prompts of 16 tokens is also measured (``pp16x64``).
     embed
         Measure the embedding of 64 texts of 8 to 512 tokens (``embed64``) instead of prompts and decoding.
+    text_tokens, text_counts
+        With `embed`: lengths of texts in tokens, and numbers of texts in a call, by default 64. Each length
+        is measured with each number (``embed16x64``), instead of texts of many lengths. Short calls are
+        repeated within a sample.
     rerank
         Measure the ranking of 20 documents of 300 tokens for one query (``rerank20``), instead of prompts and
         decoding. The model must have tokens for "yes" and "no".
@@ -135,7 +141,8 @@ def run(
     path = _model_file.smollm_shape() if model is None else local_file(model)
     if not embed or rerank or evaluate:
         _model_file.check_generates(path)
-    tests = _cases.make_tasks(embed, rerank, _model_file.evaluation_tokens(path) if evaluate else 0)
+    evaluated = _model_file.evaluation_tokens(path) if evaluate else 0
+    tests = _cases.make_tasks(embed, rerank, evaluated, text_tokens, text_counts)
     if not tests:
         task = len(_model_file.task_ids(path)) if speculate else 0
         tests = _cases.make_cases(prompts, n_gen, depth, streams, sampled, task)

@@ -14,6 +14,7 @@ SHORT_PROMPT = 16  # tokens of each prompt of a batch
 SHORT_PROMPTS = 64  # prompts of a batch
 TEXTS = 64  # texts to embed, of these lengths
 SHORTEST_TEXT, LONGEST_TEXT = 8, 512
+SAMPLE_TOKENS = 2048  # of texts of one length: as many calls as have so many tokens are a sample
 DOCUMENTS, DOCUMENT_TOKENS = 20, 300  # to rank
 # Tokens of Qwen3-Reranker's template before a document, including a query of about 15 tokens, and after it.
 QUERY_TOKENS, CLOSING_TOKENS = 90, 9
@@ -64,7 +65,9 @@ class Case:
     n_streams : int
         Number of sequences in a batch, each with its own context; 0 for one sequence without batching.
     n_texts : int
-        Number of texts of a task; 0 in other tests. `text_lengths` returns the lengths of texts to embed.
+        Number of texts of a task; 0 in other tests.
+    text_tokens : int
+        Length of each text to embed; 0 selects texts of many lengths, those of `text_lengths`.
     task : str
         Task performed on the texts. For "evaluate", `n_prompt` is their total number of tokens.
     choice : str
@@ -79,15 +82,19 @@ class Case:
     n_texts: int = 0
     choice: Choice = ""
     task: Task = ""
+    text_tokens: int = 0
 
     @property
     def name(self) -> str:
         """Name of the test.
 
         ``pp<n>`` for a prompt and ``tg<n>`` for decoding, with the suffix ``x<streams>`` for a batch;
-        ``embed<n>``, ``rerank<n>`` and ``evaluate<n>`` for a task with n texts; ``greedy<n>``,
+        ``embed<n>``, ``rerank<n>`` and ``evaluate<n>`` for a task with n texts, ``embed16x64`` for 64 texts
+        of 16 tokens; ``greedy<n>``,
         ``sampled<n>``, ``copy<n>`` and, with drafts, ``lookup<n>`` for tokens that the engine chooses.
         """
+        if self.text_tokens:
+            return f"{self.task}{self.text_tokens}x{self.n_texts}"
         if self.task:
             return f"{self.task}{self.n_texts}"
         if self.choice:
@@ -96,11 +103,18 @@ class Case:
         return f"{name}x{self.n_streams}" if self.n_streams else name
 
     @property
+    def calls(self) -> int:
+        """Number of calls of a sample, one after another: a single short text takes too little time."""
+        return max(1, SAMPLE_TOKENS // (self.text_tokens * self.n_texts)) if self.text_tokens else 1
+
+    @property
     def timed_tokens(self) -> int:
         """Number of tokens processed while timed, of all streams.
 
         Shared prefixes of a task's texts count for each text, even if an engine computes them once.
         """
+        if self.text_tokens:
+            return self.calls * self.n_texts * self.text_tokens
         if self.task == "embed":
             return sum(text_lengths(self.n_texts))
         if self.task == "rerank":
@@ -111,7 +125,7 @@ class Case:
     def context(self) -> int:
         """Number of positions that the test needs in each stream."""
         if self.task:
-            return LONGEST_TEXT
+            return self.text_tokens or LONGEST_TEXT
         return self.n_depth + self.n_prompt + self.n_gen + (MOST_GUESSES if self.choice == "lookup" else 0)
 
     @property
@@ -174,9 +188,32 @@ def make_cases(
     return cases
 
 
-def make_tasks(embed: bool, rerank: bool, evaluated: int) -> list[Case]:
-    """Return a test for each task with texts; `evaluated` is the tokens of `evaluation_texts`, or 0."""
-    tasks = [Case(0, 0, 0, n_texts=TEXTS, task="embed")] if embed else []
+def make_tasks(
+    embed: bool,
+    rerank: bool,
+    evaluated: int,
+    text_tokens: Iterable[int] = (),
+    text_counts: Iterable[int] = (),
+) -> list[Case]:
+    """Return a test for each task with texts; `evaluated` is the tokens of `evaluation_texts`, or 0.
+
+    With `text_tokens` there is a test of embedding for each of these lengths and each number of texts.
+
+    Raises
+    ------
+    ValueError
+        A length or a number is below 1 or named twice, or there is nothing to measure with them.
+    """
+    lengths, counts = list(text_tokens), list(text_counts)
+    for what, numbers in (("text lengths", lengths), ("numbers of texts", counts)):
+        if any(n < 1 for n in numbers) or len(set(numbers)) != len(numbers):
+            raise ValueError(f"{what} are at least 1 and differ, got {','.join(map(str, numbers))}")
+    if lengths and not embed:
+        raise ValueError("lengths of texts are those of texts to embed, which are not measured")
+    if counts and not lengths:
+        raise ValueError("numbers of texts are measured for texts of some length, of which there is none")
+    sizes = [(n, count) for count in counts or (TEXTS,) for n in lengths] or [(0, TEXTS)]
+    tasks = [Case(0, 0, 0, n_texts=count, task="embed", text_tokens=n) for n, count in sizes if embed]
     if rerank:
         tasks.append(Case(0, 0, 0, n_texts=DOCUMENTS, task="rerank"))
     if evaluated:
@@ -203,7 +240,7 @@ def text_lengths(count: int) -> list[int]:
 
 def text_ids(case: Case, vocab_size: int) -> list[npt.NDArray[np.int32]]:
     """Return the ids of the texts, the same for every engine."""
-    lengths = text_lengths(case.n_texts)
+    lengths = [case.text_tokens] * case.n_texts if case.text_tokens else text_lengths(case.n_texts)
     ends = np.cumsum(lengths)
     return np.split(token_ids(int(ends[-1]), vocab_size), ends[:-1])
 

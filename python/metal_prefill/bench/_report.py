@@ -148,9 +148,11 @@ def _captions(results: Rows) -> Iterator[str]:
         if test := next((row.test for row in results.rows if row.choice == choice), None):
             yield f"{test}: {meaning}"
     for task, meaning in _TASKS.items():
-        tests = [row.test for row in results.rows if row.n_texts and row.test.startswith(task)]
-        if tests:
+        rows = [row for row in results.rows if row.n_texts and row.test.startswith(task)]
+        if tests := [row.test for row in rows if not row.text_tokens]:
             yield f"{tests[0]}: {meaning}"
+    if test := next((row.test for row in results.rows if row.text_tokens), None):
+        yield f"{test}: vectors of texts, tokens of each and number of texts in a call"
     for row in results.rows:
         if row.of_compared is not None:
             share, compared = row.of_compared, COMPARED[row.choice]

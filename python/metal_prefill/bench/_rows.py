@@ -35,6 +35,8 @@ class Row:
         Sequences that go through the model together; 0 where there is one, by the calls for one.
     n_texts : int
         Texts of a task; 0 in other tests.
+    text_tokens : int
+        Tokens of each text to embed; 0 in other tests, and where lengths differ.
     choice : str
         How the engine chose the tokens that were timed: ``"argmax"``, ``"sampled"``, ``"greedy"``,
         ``"lookup"``, see `metal_prefill.bench._cases`; empty where they were given.
@@ -95,6 +97,7 @@ class Row:
     n_streams: int = 0
     choice: Choice = ""
     n_texts: int = 0
+    text_tokens: int = 0
     of_compared: Spread | None = None
 
     @property
@@ -126,7 +129,8 @@ def make_row(
     identity = worker.identity
     notes = [note] if note else []
     if case.n_texts and samples_ns:
-        notes.append(f"{case.n_texts * NANO / float(median(samples_ns)):,.1f} {TEXTS_ARE[case.task]}/s")
+        texts = case.calls * case.n_texts
+        notes.append(f"{texts * NANO / float(median(samples_ns)):,.1f} {TEXTS_ARE[case.task]}/s")
     if "emulat" in identity.device.lower():
         notes.append(EMULATOR_NOTE)
     if selection.n_degraded:
@@ -166,6 +170,7 @@ def make_row(
         limit_ts=limit_ts,
         n_streams=case.n_streams,
         n_texts=case.n_texts,
+        text_tokens=case.text_tokens,
         choice=case.choice,
     )
 

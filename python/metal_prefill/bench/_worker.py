@@ -76,7 +76,7 @@ def _task_of(
     if case.task == "embed":
         assert isinstance(engine, TextEngine)
         texts = text_ids(case, vocab_size)
-        return lambda: engine.embed(texts)
+        return lambda: [engine.embed(texts) for _ in range(case.calls)]
     assert isinstance(engine, JudgingEngine)
     if case.task == "evaluate":
         pairs = evaluation_texts()
