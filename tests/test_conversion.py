@@ -14,7 +14,7 @@ from support.model_folders import CONTEXT, DIM, FFN, HEADS, LAYERS, Folder, with
 from tokenizers import Tokenizer as HubTokenizer
 from tokenizers import models, normalizers
 
-from metal_prefill import GGUFError, Model
+from metal_prefill import GGUFError, Model, UnsupportedModelError
 from metal_prefill._commands.convert import TYPES
 from metal_prefill.cli import main
 from metal_prefill.conversion import TENSOR_TYPES, _local_file, convert
@@ -378,3 +378,68 @@ def test_published_names_are_mapped_to_those_of_llama_cpp(tmp_path: Path, name: 
     (architecture,) = (a for a, known in MODEL_ARCH_NAMES.items() if known == source.architecture)
     names = get_tensor_name_map(architecture, 2)
     assert {theirs: gguf_name(source, task, names, theirs) for theirs in NAMES[name]} == NAMES[name]
+
+
+def test_an_lfm2_folder_has_convolutions_and_attention(tmp_path: Path) -> None:
+    folder = model_folders.lfm2(tmp_path / "lfm2")
+    fields, tensors = read(path := convert(folder.write(), tmp_path / "m.gguf", tensor_type="Q8_0"))
+    assert fields["lfm2.attention.head_count_kv"] == [0, 2]
+    assert fields["lfm2.feed_forward_length"] == 96
+    assert fields["lfm2.shortconv.l_cache"] == 3
+    assert fields["lfm2.rope.freq_base"] == 1e6
+    kinds = {t.name: t.tensor_type.name for t in GGUFReader(path).tensors}
+    assert kinds["blk.0.shortconv.conv.weight"] == "F32"
+    assert kinds["blk.0.shortconv.in_proj.weight"] == "Q8_0"
+    filters = folder.tensors["model.layers.0.conv.conv.weight"][:, 0]
+    assert np.array_equal(tensors["blk.0.shortconv.conv.weight"], filters)
+
+
+@pytest.mark.parametrize(
+    ("changes", "width"),
+    [
+        ({"block_auto_adjust_ff_dim": False, "intermediate_size": 96}, 96),
+        ({"block_ff_dim": 70, "block_ffn_dim_multiplier": 2.0}, 96),  # before intermediate_size
+        ({"layer_types": None, "full_attn_idxs": [1]}, 96),
+        ({"rope_theta": None, "rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}}, 96),
+    ],
+)
+def test_lfm2_folders_of_other_versions_are_the_same_model(
+    tmp_path: Path, changes: dict[str, Any], width: int
+) -> None:
+    usual = read(convert(model_folders.lfm2(tmp_path / "m").write(), tmp_path / "usual.gguf"))[0]
+    folder = model_folders.lfm2(tmp_path / "other" / "m", **changes)
+    other = read(convert(folder.write(), tmp_path / "other.gguf"))[0]
+    assert other["lfm2.feed_forward_length"] == width
+    assert other == usual
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"conv_bias": True}, r"conv_bias is True; supported: False"),
+        (
+            {"layer_types": ["conv", "other"]},
+            "layer_types must have full_attention or conv for each of the 2",
+        ),
+        ({"layer_types": ["conv"]}, "layer_types must have full_attention or conv for each of the 2 layers"),
+    ],
+)
+def test_features_of_lfm2_that_are_missing_are_refused(
+    tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    folder = model_folders.lfm2(tmp_path / "m", **changes)
+    with pytest.raises(UnsupportedModelError, match=message):
+        convert(folder.write(), tmp_path / "m.gguf")
+
+
+def test_logits_of_an_lfm2_folder_are_those_of_transformers(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    folder = model_folders.lfm2(tmp_path / "m", tie_word_embeddings=True, bos_token_id=0, pad_token_id=0)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder.write()).float().eval()
+    ids = np.array([5, 17, 3, 200, 42, 9, 9, 150], np.int32)
+    with torch.no_grad():
+        expected = theirs(torch.tensor(ids[None].astype(np.int64))).logits[0, -1].numpy()
+    with Model(folder.path, device="cpu", compute="f32", kv_dtype="f32") as model:
+        logits = model.forward_prompt_logits(ids)
+    np.testing.assert_allclose(logits, expected, rtol=0, atol=1e-5 * np.abs(expected).max())

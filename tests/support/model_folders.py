@@ -211,3 +211,53 @@ def llama(path: Path, architecture: str = "LlamaForCausalLM", **config: Any) -> 
     if architecture.endswith("CausalLM"):
         shapes["lm_head.weight"] = (304, DIM)
     return Folder(path, settings, {name: values(shape, i) for i, (name, shape) in enumerate(shapes.items())})
+
+
+def lfm2(path: Path, **config: Any) -> Folder:
+    """Make a folder of LFM2: a layer with a short convolution, then one with attention."""
+    path.mkdir(parents=True, exist_ok=True)
+    byte_level_tokenizer(path)
+    kv, taps, width = DIM // 2, 3, 96
+    settings = {
+        "architectures": ["Lfm2ForCausalLM"],
+        "model_type": "lfm2",
+        "hidden_size": DIM,
+        "num_hidden_layers": LAYERS,
+        "intermediate_size": 100,
+        "block_multiple_of": 32,  # two thirds of 100 are 66, which become 96
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": HEADS // 2,
+        "max_position_embeddings": CONTEXT,
+        "norm_eps": 1e-5,
+        "conv_L_cache": taps,
+        "conv_bias": False,
+        "rope_theta": 1000000.0,
+        "vocab_size": 304,
+        "layer_types": ["conv", "full_attention"],
+        **config,
+    }
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (304, DIM),
+        "model.embedding_norm.weight": (DIM,),
+        "model.layers.0.conv.conv.weight": (DIM, 1, taps),
+        "model.layers.0.conv.in_proj.weight": (3 * DIM, DIM),
+        "model.layers.0.conv.out_proj.weight": (DIM, DIM),
+        "model.layers.1.self_attn.q_proj.weight": (DIM, DIM),
+        "model.layers.1.self_attn.k_proj.weight": (kv, DIM),
+        "model.layers.1.self_attn.v_proj.weight": (kv, DIM),
+        "model.layers.1.self_attn.out_proj.weight": (DIM, DIM),
+        "model.layers.1.self_attn.q_layernorm.weight": (DIM // HEADS,),
+        "model.layers.1.self_attn.k_layernorm.weight": (DIM // HEADS,),
+    }
+    for layer in range(LAYERS):
+        shapes |= {
+            f"model.layers.{layer}.{name}.weight": shape
+            for name, shape in {
+                "operator_norm": (DIM,),
+                "ffn_norm": (DIM,),
+                "feed_forward.w1": (width, DIM),
+                "feed_forward.w2": (DIM, width),
+                "feed_forward.w3": (width, DIM),
+            }.items()
+        }
+    return Folder(path, settings, {name: values(shape, i) for i, (name, shape) in enumerate(shapes.items())})

@@ -135,6 +135,34 @@ def modern_bert(config: Fields) -> dict[str, Any]:
     }
 
 
+def lfm2(config: Fields) -> dict[str, Any]:
+    """Return the layers with attention, the inner width of the feed-forward, and the rotation.
+
+    Unless ``block_auto_adjust_ff_dim`` is false, the width is two thirds of the stated one, times a factor,
+    rounded up.
+    """
+    layers = config.integer("num_hidden_layers")
+    kinds = config.sequence("layer_types")
+    chosen = config.sequence("full_attn_idxs") if config.has("full_attn_idxs") else list(range(layers))
+    if not kinds:
+        kinds = ["full_attention" if i in chosen else "conv" for i in range(layers)]
+    if len(kinds) != layers or not set(kinds) <= {"full_attention", "conv"}:
+        raise config.unsupported(
+            f"layer_types must have full_attention or conv for each of the {layers} layers"
+        )
+    heads = config.integer("num_key_value_heads")
+    width = config.integer("block_ff_dim", "intermediate_size")
+    if config.boolean("block_auto_adjust_ff_dim", default=True):
+        step = config.integer("block_multiple_of", default=256)
+        width = int(config.number("block_ffn_dim_multiplier", default=1.0) * (2 * width // 3))
+        width = -(-width // step) * step
+    return {
+        "attention.head_count_kv": [heads if kind == "full_attention" else 0 for kind in kinds],
+        "feed_forward_length": width,
+        **rope_scaling(config),
+    }
+
+
 def gemma3(config: Fields) -> dict[str, Any]:
     """Return the window, the bases of the rotation with and without it, and the scale of q.k."""
     rope = config.object("rope_parameters")

@@ -236,6 +236,19 @@ SOURCES: dict[str, Source] = {
     "Mistral": replace(_LLAMA, accepted={"hidden_act": ("silu",), "sliding_window": (None,)}),
     "Qwen2": replace(_QWEN, architecture="qwen2"),
     "Qwen3": replace(_QWEN, architecture="qwen3"),
+    "Lfm2": Source(
+        "lfm2",
+        added_prefix="model.",
+        keys={
+            **{key: name for key, name in SHAPE.items() if key != "feed_forward_length"},
+            "attention.layer_norm_rms_epsilon": _float("norm_eps", "block_norm_eps", default=1e-5),
+            "rope.freq_base": _float("rope_theta", default=1000000.0),
+            "shortconv.l_cache": _integer("conv_L_cache", default=3),
+        },
+        accepted={"conv_bias": (False,)},
+        heads={"causal": {"lm_head": "output"}},
+        more=_settings.lfm2,
+    ),
     "Gemma3": _GEMMA3,
     "Gemma3Text": _GEMMA3,
 }

@@ -37,6 +37,7 @@ _OF_WEIGHTS = {"BF16": "BF16", "F16": "F16"}  # a folder's number types that AUT
 # Matrices that stay in float32, as in llama.cpp: they are added, not multiplied, or are small and come last.
 _EXACT = ("position_embd.weight", "token_types.weight")
 _EXACT_PREFIXES = ("cls", "dense_")
+_FILTER = "shortconv.conv.weight"  # [channels, 1, taps] in a folder
 
 Progress = Callable[[int, int], None]
 
@@ -178,12 +179,15 @@ def _type_of(weights: dict[str, Weight]) -> str:
 
 def _planned(source: Source, config: Fields, name: str, weight: Weight, chosen: str) -> _Tensor:
     shape = weight.shape
+    is_filter = name.endswith(_FILTER)
+    if is_filter and len(shape) == 3 and shape[1] == 1:
+        shape = (shape[0], shape[2])
     if len(shape) not in (1, 2) or 0 in shape:
         where = f"{weight.file}: tensor {weight.name}"
         raise GGUFError(f"{where} has shape {shape}, expected 1 or 2 dimensions, none of them 0")
     if source.position_offset and name == "position_embd.weight":
         shape = (max(shape[0] - position_offset(config), 1), *shape[1:])
-    exact = len(shape) == 1 or name in _EXACT or name.startswith(_EXACT_PREFIXES)
+    exact = len(shape) == 1 or is_filter or name in _EXACT or name.startswith(_EXACT_PREFIXES)
     kind = GGMLQuantizationType["F32" if exact else chosen]
     if shape[-1] % gguf.GGML_QUANT_SIZES[kind][0]:
         kind = GGMLQuantizationType[_FALLBACK]
@@ -200,7 +204,7 @@ def _values(source: Source, config: Fields, tensor: _Tensor) -> npt.NDArray[np.f
     for pattern, change in source.changes.items():
         if re.fullmatch(pattern, tensor.name):
             values = change(config, tensor.name, values)
-    return values
+    return values.reshape(tensor.shape)
 
 
 def _write(
