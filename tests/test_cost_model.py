@@ -30,6 +30,7 @@ from support.cost_tables import (
 from metal_prefill import UnsupportedModelError, cli
 from metal_prefill._commands import predict as command
 from metal_prefill._support.dispatches import Dispatch
+from metal_prefill.files._gguf_file import GGUFFile
 from metal_prefill.gpu._cost_model import (
     SPREAD,
     Ops,
@@ -42,7 +43,9 @@ from metal_prefill.gpu._cost_model import (
     uniform_shape,
     work_of,
 )
+from metal_prefill.gpu._cost_model.shapes import shape_of
 from metal_prefill.gpu._trace import HOST_CLOCK, Step, chrome_trace
+from metal_prefill.synth import synthesize
 
 SMOLLM = CONFIGS["SmolLM-135M"]
 
@@ -186,6 +189,18 @@ def test_bidirectional_attention_counts_all_visible_positions(window: int, seen:
     config = replace(SMOLLM, causal=False, layer_window=(window,) * 30)
     dispatches = plan(uniform_shape(config, "q4_0", "q8_0"), 512)
     assert 1 < attention_products(dispatches) / (29 * 9 * 2 * 64 * seen) < 1.2  # including those of rescaling
+
+
+@pytest.mark.parametrize("preset", ["tiny", "tiny-embedding"])
+def test_the_shape_of_a_preset_is_that_of_its_file(tmp_path: Path, preset: str) -> None:
+    with GGUFFile(synthesize(tmp_path / "m.gguf", preset=preset)) as gguf:
+        assert command._shape(argparse.Namespace(model=None, preset=preset)) == shape_of(gguf)
+
+
+def test_presets_of_encoders_have_their_norms_and_windows() -> None:
+    shape = command._shape(argparse.Namespace(model=None, preset="modernbert-base"))
+    assert shape.config.layer_rope_base[:4] == (160000.0, 10000.0, 10000.0, 160000.0)
+    assert [tensor.layer for tensor in shape.tensors if tensor.role == "attn_norm"] == list(range(1, 22))
 
 
 def test_presets_use_their_attention(capsys: pytest.CaptureFixture[str]) -> None:

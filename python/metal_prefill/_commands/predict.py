@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -67,53 +68,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _shape(arguments: argparse.Namespace) -> Shape:
-    from metal_prefill.files._architecture import ARCHITECTURES, ModelConfig
     from metal_prefill.files._gguf_file import GGUFFile
-    from metal_prefill.gpu._cost_model import shape_of, uniform_shape
-    from metal_prefill.synth import PRESETS, TIED, TOKEN_TYPES
+    from metal_prefill.gpu._cost_model import shape_of
+    from metal_prefill.synth import write_preset_outline
 
     path = common.model_path(arguments.model)
-    if path is not None:
+    with tempfile.TemporaryDirectory() as folder:
+        if path is None:
+            path = write_preset_outline(Path(folder) / "model.gguf", arguments.preset)
         with GGUFFile(path) as gguf:
             return shape_of(gguf)
-    s = PRESETS[arguments.preset]
-    traits = ARCHITECTURES[s.architecture]
-    shift = 0 if traits.window_free_first else 1
-    whole = [traits.window_period and (n + shift) % traits.window_period == 0 for n in range(s.layers)]
-    config = ModelConfig(
-        architecture=s.architecture,
-        n_layers=s.layers,
-        dim=s.dim,
-        n_heads=s.heads,
-        n_kv_heads=s.kv_heads,
-        key_dim=s.head_dim,
-        value_dim=s.head_dim,
-        ffn_dim=s.ffn,
-        vocab_size=s.vocab,
-        context_length=s.context,
-        norm_kind=traits.norm_kind,
-        norm_eps=s.norm_eps,
-        activation=traits.activation,
-        rope_dim=s.rope_dims or s.head_dim,
-        causal=traits.causal,
-        has_head=traits.head != "absent",
-        token_types=TOKEN_TYPES if traits.token_types != "absent" else 0,
-        max_alibi_bias=traits.max_alibi_bias,
-        layer_uses_rope=() if traits.rope and not traits.rope_switch else (False,) * s.layers,
-        layer_window=tuple(0 if sees_all else s.window for sees_all in whole) if s.window else (),
-        layer_kinds=s.kinds,
-        conv_taps=s.conv_taps if s.conv_layers else 0,
-    )
-    if s.scan is not None:
-        config = replace(
-            config,
-            conv_taps=s.scan.taps,
-            scan_heads=s.scan.heads,
-            scan_groups=s.scan.groups,
-            scan_key_dim=s.scan.state,
-            scan_value_dim=s.scan.inner // s.scan.heads,
-        )
-    return uniform_shape(config, "q4_0", "q8_0", None if s.output_type == TIED else s.output_type.lower())
 
 
 def predictions(arguments: argparse.Namespace) -> list[tuple[str, Prediction]]:

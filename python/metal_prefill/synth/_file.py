@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -144,23 +145,51 @@ def write(
         Function called after each tensor.
     """
     vocabulary = VOCABULARIES[shape.tokenizer](shape.vocab)
-    writer = GGUFWriter(None, shape.architecture)
-    _add_metadata(writer, name, shape, tensor_type)
+    writer = _writer(name, shape, tensor_type, tensors)
     add_vocabulary(writer, vocabulary)
     writer.add_add_bos_token(vocabulary.model != "gpt2")
     if shape.pooling is not None:
         writer.add_add_eos_token(True)
     writer.add_add_space_prefix(vocabulary.model == "llama")
-    for tensor in tensors:
-        kind = GGMLQuantizationType[tensor.kind]
-        writer.add_tensor_info(tensor.name, tensor.shape, np.dtype(np.float32), tensor.size, raw_dtype=kind)
     with replacing(path) as part:
         try:
-            writer.write_header_to_file(part)
-            writer.write_kv_data_to_file()
-            writer.write_ti_data_to_file()
+            _write_header(writer, part)
             for tensor in tensors:
                 writer.write_tensor_data(values(tensor))
                 written(tensor)
         finally:
             writer.close()
+
+
+def write_outline(
+    path: str | os.PathLike[str], shape: ModelShape, tensor_type: str, tensors: Sequence[Tensor]
+) -> None:
+    """Write a file with the metadata and the tensors of a model, but without vocabulary and values.
+
+    It has the size of the model, but takes no space where the file system supports that.
+    """
+    writer = _writer("outline", shape, tensor_type, tensors)
+    try:
+        _write_header(writer, path)
+        assert writer.fout is not None
+        writer.flush()
+        alignment = writer.data_alignment
+        sizes = [writer.fout[0].tell(), *(tensor.size for tensor in tensors)]
+        os.truncate(path, sum(-(-size // alignment) * alignment for size in sizes))
+    finally:
+        writer.close()
+
+
+def _writer(name: str, shape: ModelShape, tensor_type: str, tensors: Sequence[Tensor]) -> GGUFWriter:
+    writer = GGUFWriter(None, shape.architecture)
+    _add_metadata(writer, name, shape, tensor_type)
+    for tensor in tensors:
+        kind = GGMLQuantizationType[tensor.kind]
+        writer.add_tensor_info(tensor.name, tensor.shape, np.dtype(np.float32), tensor.size, raw_dtype=kind)
+    return writer
+
+
+def _write_header(writer: GGUFWriter, path: str | os.PathLike[str]) -> None:
+    writer.write_header_to_file(Path(path))
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
