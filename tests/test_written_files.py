@@ -1,0 +1,120 @@
+"""Files that conversion writes, opened by llama.cpp: the same tokens, vectors and logits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support import model_folders
+from support.minilm_texts import TEXTS, VECTORS
+from support.model_folders import Folder
+
+from metal_prefill import Model
+from metal_prefill.bench._engines import Options
+from metal_prefill.conversion import convert
+from metal_prefill.tasks._embedding import encode_texts
+
+llama = pytest.importorskip("llama_cpp")
+# Its log has parts of binary metadata, which its Python callback cannot decode.
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+
+SENTENCES = [
+    "Now my charms are all o'erthrown,",
+    "and what strength I have's mine own",
+    "Now",
+    "most faint: 1611",
+]
+# GELU in a table of half precision, and attention in half precision.
+NEAR = 1e-4
+# Both programs round activations to 8 bits, on models of 32 columns, but not to the same codes everywhere.
+NEAR_INT8 = 2e-3
+
+
+def pooled(folder: Folder, mode: str) -> Folder:
+    folder.pool(mode)
+    return folder
+
+
+ENCODERS: dict[str, Callable[[Path], Folder]] = {
+    "bert": lambda path: pooled(model_folders.bert(path), "mean_tokens"),
+    "bert, first token": lambda path: pooled(model_folders.bert(path), "cls_token"),
+    "xlm-r": lambda path: pooled(model_folders.bert(path, "XLMRobertaModel", "unigram"), "mean_tokens"),
+}
+
+
+def vectors_of(path: Path, prompts: list[Any]) -> Any:
+    """Return llama.cpp's vectors of token ids."""
+    from metal_prefill.bench._peers import llama_cpp
+
+    engine = llama_cpp.load(
+        Options(path=str(path), max_context=512, max_prompt=1, threads=1, device="cpu", compute="int8")
+    )
+    return engine.embed(prompts)  # type: ignore[attr-defined]  # an engine of texts
+
+
+def least_cosine(made: Any, expected: Any) -> float:
+    norms = np.linalg.norm(made, axis=1) * np.linalg.norm(expected, axis=1)
+    return float(((made * expected).sum(axis=1) / norms).min())
+
+
+@pytest.mark.parametrize(("kind", "near"), [("F32", NEAR), ("Q8_0", NEAR_INT8)])
+@pytest.mark.parametrize("name", ENCODERS)
+def test_vectors_of_written_encoders_are_those_of_llama_cpp(
+    tmp_path: Path, name: str, kind: str, near: float
+) -> None:
+    path = convert(ENCODERS[name](tmp_path / "m").write(), tmp_path / "m.gguf", tensor_type=kind)
+    with Model(path, device="cpu") as model:
+        prompts = encode_texts(model.engine, SENTENCES).prompts
+        assert least_cosine(vectors_of(path, prompts), model.embed(SENTENCES)) > 1 - near
+
+
+@pytest.mark.parametrize("name", ENCODERS)
+def test_tokens_of_written_encoders_are_those_of_llama_cpp(tmp_path: Path, name: str) -> None:
+    path = convert(ENCODERS[name](tmp_path / "m").write(), tmp_path / "m.gguf")
+    theirs = llama.Llama(str(path), vocab_only=True, verbose=False)
+    with Model(path, device="cpu") as model:
+        for text in SENTENCES:
+            expected = theirs.tokenize(text.encode(), add_bos=True, special=False)
+            ids = model.tokenizer.frame.text(model.tokenizer.encode(text, add_bos=False))
+            assert ids == expected, text
+
+
+@pytest.mark.parametrize("make", [model_folders.llama, model_folders.lfm2])
+def test_logits_of_written_decoders_are_those_of_llama_cpp(
+    tmp_path: Path, make: Callable[[Path], Folder]
+) -> None:
+    path = convert(make(tmp_path / "m").write(), tmp_path / "m.gguf")
+    ids = np.array([5, 17, 3, 200, 42, 9, 9, 150], np.int32)
+    theirs = llama.Llama(str(path), n_ctx=32, n_threads=1, logits_all=True, verbose=False)
+    theirs.eval(ids.tolist())
+    expected = np.array(theirs.scores[len(ids) - 1])
+    with Model(path, device="cpu", compute="f32") as model:
+        logits = model.forward_prompt_logits(ids)
+    np.testing.assert_allclose(logits, expected, rtol=0, atol=2e-3 * np.abs(expected).max())
+
+
+@pytest.mark.real_model
+@pytest.mark.parametrize(("kind", "near"), [("F32", NEAR), ("F16", NEAR), ("Q8_0", NEAR_INT8)])
+def test_vectors_of_minilm_are_those_of_llama_cpp(
+    minilm_folder: Path, tmp_path: Path, kind: str, near: float
+) -> None:
+    path = convert(minilm_folder, tmp_path / "m.gguf", tensor_type=kind)
+    with Model(path, device="cpu") as model:
+        prompts = encode_texts(model.engine, TEXTS).prompts
+        assert least_cosine(vectors_of(path, prompts), model.embed(TEXTS)) > 1 - near
+
+
+@pytest.mark.real_model
+def test_8_bit_vectors_of_minilm_are_as_near_to_float64_as_those_of_llama_cpp(
+    minilm_folder: Path, tmp_path: Path
+) -> None:
+    path = convert(minilm_folder, tmp_path / "m.gguf", tensor_type="Q8_0")
+    exact = np.load(VECTORS)["vectors"].astype(np.float64)
+    with Model(path, device="cpu") as model:
+        prompts = encode_texts(model.engine, TEXTS).prompts
+        ours, theirs = model.embed(TEXTS), vectors_of(path, prompts)
+    distances = [1 - (made * exact).sum(axis=1) for made in (ours, theirs)]
+    assert distances[0].mean() <= distances[1].mean()
