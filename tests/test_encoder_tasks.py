@@ -504,6 +504,22 @@ def test_pooled_states_are_those_of_all_tokens(tmp_path: Path, pooling: Any) -> 
             assert np.array_equal(vector, expected[pooling].astype(np.float32))
 
 
+def test_texts_fill_the_rows_of_a_pass(tmp_path: Path) -> None:
+    path = written(tmp_path, lambda folder: model_folders.bert(folder))
+    counts: list[int] = []
+    with opened(path) as model:
+        core = model.engine.core
+
+        def run(call: Any) -> list[Any]:
+            counts.append(call.rows)
+            return core.forward_batch(call.take_requests())
+
+        texts = [np.arange(1, n + 1, dtype=np.int32) for n in (3, 4, 1, 9, 2, 5, 1)]
+        passes = TextPasses(model.engine, run, rows=lambda: 7)
+        assert len(list(pooled_states(passes, "mean", texts, ["text"] * 7))) == 7
+    assert counts == [7, 1, 9, 7, 1]  # a longer text goes alone
+
+
 @pytest.mark.parametrize(
     ("lengths", "pooling", "message"),
     [

@@ -114,6 +114,27 @@ SHARED = (
         (_BATCH, "-k", "cpu and (once or random or forward_prompts)", "--timeout=60"),
     ),
     Mutant(
+        "cpp/python/engine.cpp",
+        "float(sums[d] / hidden.rows)",
+        "float(sums[d])",
+        "the mean of a text's states is their sum",
+        ("tests/test_encoder_tasks.py", "-k", "pooled_states_are"),
+    ),
+    Mutant(
+        "cpp/python/engine.cpp",
+        "view(tokens_).subspan(first, count)",
+        "view(tokens_).subspan(0, count)",
+        "each text of a pass has the tokens of the first",
+        ("tests/test_encoder_tasks.py", "-k", "alone_and_in_any"),
+    ),
+    Mutant(
+        "cpp/cpu/tile_attention_f32.h",
+        "const int n = Span::kWhole ? kKeySpan : round_up(seen(tile), Simd::kLanes);",
+        "const int n = Span::kWhole ? kKeySpan : seen(tile) / Simd::kLanes * Simd::kLanes;",
+        "attention leaves out the last positions of a text",
+        (f"{_KERNELS}::test_attention",),
+    ),
+    Mutant(
         "cpp/output.cpp",
         "choices.drafts, choices.first + int(first)",
         "choices.drafts, choices.first",
