@@ -15,16 +15,11 @@ from pathlib import Path
 import pytest
 from support.allocation_faults import require_failing_allocations
 from support.small_models import MODELS, write
-from support.soak import Footprint, soak
+from support.soak import SETTLING, Footprint, soak
 
 SEED = os.environ.get("SOAK_SEED", "1")
 SECONDS = float(os.environ.get("SOAK_SECONDS", "0"))  # per device; 0: the time of the suite
 ROUND_S = 20.0
-GROWTH = 8 << 20  # bytes; memory kept by allocators varies by this amount from round to round
-SETTLING = 3  # rounds after which memory is stable
-
-# Sanitizers keep freed memory.
-UNDER_SANITIZER = any(name in os.environ for name in ("ASAN_OPTIONS", "TSAN_OPTIONS"))
 
 pytestmark = pytest.mark.timeout(0 if SECONDS else 300)
 
@@ -50,6 +45,4 @@ def test_results_match_sequential_calls(device: str, tmp_path: Path) -> None:
     if len(footprints) > SETTLING:
         settled = footprints[SETTLING - 1]
         for footprint in footprints[SETTLING:]:
-            assert footprint.descriptors <= settled.descriptors
-            assert footprint.threads <= settled.threads
-            assert UNDER_SANITIZER or footprint.resident <= settled.resident + GROWTH
+            footprint.assert_no_growth(settled)

@@ -59,7 +59,7 @@ def answers(server: Running, requests: list[tuple[str, dict[str, Any]]]) -> list
     async def run() -> list[Any]:
         limits = httpx.Limits(max_connections=None)
         async with httpx.AsyncClient(
-            base_url=server.url, timeout=300, limits=limits, trust_env=False
+            base_url=server.url, timeout=3600, limits=limits, trust_env=False
         ) as client:
             return await asyncio.gather(*(answer(client, *r) for r in requests))
 

@@ -28,6 +28,10 @@ REFUSALS = (MemoryError, DeviceError, KVMemoryError)
 CONTEXT = 320
 MOST_SESSIONS = 4  # of a thread
 SAMPLED: dict[str, Any] = {"temperature": 0.9, "top_k": 40, "repeat_penalty": 1.1}
+GROWTH = 8 << 20  # bytes; memory kept by allocators varies by this amount from round to round
+SETTLING = 3  # rounds after which memory is stable
+# Sanitizers keep freed memory.
+UNDER_SANITIZER = any(name in os.environ for name in ("ASAN_OPTIONS", "TSAN_OPTIONS"))
 
 
 class Cancelled(Exception):
@@ -301,6 +305,7 @@ class Footprint:
     resident: int  # bytes
     descriptors: int
     threads: int
+    children: int  # processes that it started and that have not ended
 
     @classmethod
     def now(cls) -> Footprint:
@@ -309,9 +314,24 @@ class Footprint:
         with suppress(AttributeError, OSError):
             ctypes.CDLL(ctypes.util.find_library("c")).malloc_trim(0)
         pages = int(Path("/proc/self/statm").read_text().split()[1])
-        return cls(
-            pages * os.sysconf("SC_PAGE_SIZE"), len(os.listdir("/proc/self/fd")), threading.active_count()
-        )
+        resident = pages * os.sysconf("SC_PAGE_SIZE")
+        return cls(resident, len(os.listdir("/proc/self/fd")), threading.active_count(), _children())
+
+    def assert_no_growth(self, settled: Footprint) -> None:
+        """Compare with what the process needed once it had settled."""
+        assert self.descriptors <= settled.descriptors
+        assert self.threads <= settled.threads
+        assert self.children <= settled.children
+        assert UNDER_SANITIZER or self.resident <= settled.resident + GROWTH
+
+
+def _children() -> int:
+    """Return the number of processes whose parent is this one."""
+    parents = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # it ended meanwhile
+            parents.append(int(path.read_text().rpartition(")")[2].split()[1]))
+    return parents.count(os.getpid())
 
 
 def fail_now_and_then(device: str, random: Random, end: float) -> int:
