@@ -9,6 +9,7 @@
 #include <utility>
 #include <vector>
 
+#include "../long_wait.h"
 #include "concurrently.h"
 #include "libraries.h"
 #include "pipeline_archive.h"
@@ -78,7 +79,7 @@ Kernels::Kernels(const Device& device, const KernelThreads& wanted, const CacheS
 }
 
 Kernels::~Kernels() {
-  if (archive_writer_.joinable()) archive_writer_.join();
+  if (archive_writer_.joinable()) long_wait([&] { archive_writer_.join(); });
 }
 
 void Kernels::write_later(const PipelineArchive& archive, std::vector<id<MTLFunction>> functions) {

@@ -7,6 +7,7 @@
 #include <cerrno>
 #include <cstdlib>
 #include <cstring>
+#include <functional>
 #include <string>
 #include <system_error>
 #include <utility>
@@ -14,6 +15,7 @@
 #include "../cpu/python.h"
 #include "../engine.h"
 #include "../file_mapping.h"
+#include "../long_wait.h"
 #include "../metal/python.h"
 #include "../quants.h"
 #include "../session_lock.h"
@@ -35,6 +37,14 @@ void check_signals() {
   });
 }
 
+// Once the interpreter ends there is no other thread to run.
+void wait_without_gil(const std::function<void()>& wait) {
+  if (Py_IsInitialized() && PyGILState_Check())
+    metal_prefill::without_gil(wait);
+  else
+    wait();
+}
+
 }  // namespace
 
 NB_MODULE(_core, m) {
@@ -43,6 +53,7 @@ NB_MODULE(_core, m) {
   m.doc() = "Native engines of metal_prefill.";
   nb::register_exception_translator(translate);
   SessionLock::while_waiting = check_signals;
+  long_wait = wait_without_gil;
   nb::module_::import_("atexit").attr("register")(nb::cpp_function([] {
     interpreter_exits();
     // Objects that other threads hold at exit are not leaks.

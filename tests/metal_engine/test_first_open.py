@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
+import sys
 import threading
 import time
 from collections import Counter
@@ -213,6 +215,34 @@ def test_opening_does_not_wait_until_the_archive_is_written(path: Path, folder: 
     user.join()
     models[0].close()
     assert opened
+
+
+# Unblocks the writer when its input ends; after a while in any case, if this process cannot run.
+UNBLOCK = """
+import os, select, sys, time
+select.select([0], [], [], 20)
+end = os.open(sys.argv[1], os.O_RDWR)
+os.unlink(sys.argv[1])
+time.sleep(0.5)
+"""
+
+
+def test_other_threads_run_while_closing_waits_for_the_archive(path: Path, folder: Path) -> None:
+    compiled_by_opening(path)
+    (archive,) = archives(folder)
+    archive.unlink()
+    pipe = archive.with_name(f"{archive.name.partition('-')[0]}.{os.getpid()}.part")
+    os.mkfifo(pipe)
+    model = Model(path, device="metal")
+    with subprocess.Popen([sys.executable, "-S", "-c", UNBLOCK, str(pipe)], stdin=subprocess.PIPE) as child:
+        closing = threading.Thread(target=model.close)
+        closing.start()
+        closing.join(0.5)
+        runs_meanwhile = closing.is_alive() and pipe.exists()
+        assert child.stdin is not None
+        child.stdin.close()
+        closing.join()
+    assert runs_meanwhile
 
 
 def test_shaders_compile_on_all_threads(path: Path) -> None:

@@ -1010,6 +1010,13 @@ METAL = (
         ("tests/metal_engine/test_first_open.py", "-k", "is_written"),
     ),
     Mutant(
+        "cpp/python/module.cpp",
+        "  long_wait = wait_without_gil;\n",
+        "",
+        "closing a model stops other threads until its archive is written",
+        ("tests/metal_engine/test_first_open.py", "-k", "closing_waits"),
+    ),
+    Mutant(
         "cpp/metal/buffers.mm",
         "read_ahead_ = std::make_unique<ReadAhead>(std::span(model.mapping.data, model.mapping.bytes));",
         "read_ahead_ = nullptr;",

@@ -1,0 +1,13 @@
+// Waiting for work in the background, where a thread may hold something that other threads need.
+#pragma once
+
+#include <functional>
+
+namespace metal_prefill {
+
+// Calls a function that waits. The Python module replaces it by one that releases the GIL meanwhile.
+inline void (*long_wait)(const std::function<void()>& wait) = [](const std::function<void()>& wait) {
+  wait();
+};
+
+}  // namespace metal_prefill
