@@ -5,17 +5,24 @@ that must notice it. This program copies the sources to ``build/mutants``, build
 tests to pass, and then applies one change after another::
 
     make mutants
-    .venv/bin/python tools/run_mutants.py shaders/ cpp/batch.cpp     # only what begins so
+    .venv/bin/python tools/run_mutants.py shaders/ cpp/batch.cpp     # only files with these prefixes
     .venv/bin/python tools/run_mutants.py --rest                     # only those without a result so far
 
-A test that ends the process, hangs or fails to compile counts as noticing the error. A change that does not
-build is an error of the list. With survivors, or with such errors, the exit status is 1.
+Errors in Python files need no build: if only such are chosen, the tests run with the native modules that are
+installed. After an error in a native file the objects that it changed are put back, so that the next error
+compiles only what it changes itself. ``--in-place`` spares the first build: it plants in this checkout and
+builds in ``build/emulator``, and is meant for a copy of a checkout. The program prints an estimate of its
+time from earlier results, if there are any.
+
+An error is noticed, too, if the tests end their process, hang or do not compile. A change that the build
+refuses is a mistake in the list. With survivors, or with such mistakes, the exit status is 1.
 """
 
 from __future__ import annotations
 
 import argparse
 import hashlib
+import importlib.util
 import json
 import os
 import re
@@ -24,9 +31,9 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -34,83 +41,153 @@ sys.path.insert(0, str(ROOT / "tests"))
 
 from mutants import MUTANTS, Mutant  # noqa: E402
 
-WORK = ROOT / "build" / "mutants"
-TREE, BUILD, PACKAGE = WORK / "tree", WORK / "native", WORK / "package"
-RESULTS = WORK / "results.json"
 TOOLS = Path(sys.executable).parent  # cmake and ninja of the environment
 TARGETS = ("_core", "_cpu_testing", "_metal_testing")
-# Of the kernels of shaders only these variants are built: all of them take a core ten minutes. The tests in
-# `tests/mutants` use no others.
+# Of the kernels of shaders only these variants are built: all of them take a core ten minutes. What
+# `tests/mutants` names uses no others.
 TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "q6_k")
 VARIANTS = (
     *TYPES,
     *(f"attention_decode_{cache}_{size}" for cache in ("f16", "f32") for size in (32, 64, 96, 128, 256)),
     *("attention_prefill_f16_64", "attention_prefill_f32_64"),
 )
-TIME_LIMIT_S = 600  # for the tests of one error; beyond it they hang
+TIME_LIMIT_S = 600  # of the tests of one error; if they take longer, they hang
+OBJECTS = (".o", ".a", ".so")  # outputs that compilers replace instead of changing them
 CAUGHT, SURVIVED, NOT_BUILT, NO_TESTS = "caught", "survived", "not built", "no tests"
 
 
-def copy_sources() -> None:
-    """Update the copy; unchanged files keep their times, so that little is rebuilt."""
-    listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
-    names = subprocess.run(listed, cwd=ROOT, check=True, capture_output=True, text=True).stdout.split("\0")
-    wanted = {name for name in names if name and (ROOT / name).is_file()}
-    for path in TREE.rglob("*"):
-        if (
-            path.is_file()
-            and path.relative_to(TREE).as_posix() not in wanted
-            and "__pycache__" not in path.parts
-        ):
-            path.unlink()
-    for name in wanted:
-        source, copy = ROOT / name, TREE / name
-        if not copy.exists() or copy.read_bytes() != source.read_bytes():
-            copy.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(source, copy)
-            shutil.copymode(source, copy)
+@dataclass(frozen=True)
+class Place:
+    """Folders that errors are planted and built in.
 
+    Attributes
+    ----------
+    work : Path
+        Results, logs and the package that tests import.
+    tree : Path
+        Sources.
+    build : Path
+        Native build.
+    """
 
-def configure() -> None:
-    """Set up the build, and a package made of the copied Python files and the built modules."""
-    if not (BUILD / "build.ninja").exists():
-        options = shlex.split(
-            subprocess.run(
-                [ROOT / "tools" / "setup_clang.sh"], check=True, stdout=subprocess.PIPE, text=True
-            ).stdout
+    work: Path
+    tree: Path
+    build: Path
+
+    @classmethod
+    def of(cls, work: Path, *, in_place: bool) -> Place:
+        """Return a copy of the sources in a folder, or this checkout and its build."""
+        return (
+            cls(work, ROOT, ROOT / "build" / "emulator")
+            if in_place
+            else cls(work, work / "tree", work / "native")
         )
+
+    @property
+    def package(self) -> Path:
+        """Folder of the package and of the modules for tests."""
+        return self.work / "package"
+
+    @property
+    def results(self) -> Path:
+        """Results of this and earlier runs."""
+        return self.work / "results.json"
+
+    def copy_sources(self) -> None:
+        """Update the copy; unchanged files keep their times, so that little is rebuilt."""
+        listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+        names = subprocess.run(listed, cwd=ROOT, check=True, capture_output=True, text=True).stdout.split(
+            "\0"
+        )
+        wanted = {name for name in names if name and (ROOT / name).is_file()}
+        for path in self.tree.rglob("*"):
+            if (
+                path.is_file()
+                and path.relative_to(self.tree).as_posix() not in wanted
+                and "__pycache__" not in path.parts
+            ):
+                path.unlink()
+        for name in wanted:
+            source, copy = ROOT / name, self.tree / name
+            if not copy.exists() or copy.read_bytes() != source.read_bytes():
+                copy.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(source, copy)
+                shutil.copymode(source, copy)
+
+    def configure(self) -> None:
+        """Set up the build."""
+        if (self.build / "build.ninja").exists():
+            return
+        done = subprocess.run(
+            [ROOT / "tools" / "setup_clang.sh"], check=True, stdout=subprocess.PIPE, text=True
+        )
+        options = shlex.split(done.stdout)
         defines = [f"-D{o.removeprefix('cmake.define.')}" for o in options if o.startswith("cmake.define.")]
         subprocess.run(
             [
-                *(TOOLS / "cmake", "-S", TREE, "-B", BUILD, "-G", "Ninja", "-DCMAKE_BUILD_TYPE=Release"),
-                *(f"-DPython_EXECUTABLE={sys.executable}", "-DSKBUILD_PROJECT_NAME=metal_prefill", *defines),
+                *(TOOLS / "cmake", "-S", self.tree, "-B", self.build, "-G", "Ninja"),
+                *("-DCMAKE_BUILD_TYPE=Release", "-DSKBUILD_PROJECT_NAME=metal_prefill"),
+                *(f"-DPython_EXECUTABLE={sys.executable}", *defines),
                 f"-DMETAL_PREFILL_SHADER_VARIANTS={';'.join(VARIANTS)}",
             ],
             check=True,
             stdout=subprocess.DEVNULL,
         )
-    shutil.rmtree(PACKAGE, ignore_errors=True)
-    (PACKAGE / "metal_prefill").mkdir(parents=True)
-    for path in (TREE / "python" / "metal_prefill").iterdir():
-        if path.name != "__pycache__":
-            (PACKAGE / "metal_prefill" / path.name).symlink_to(path)
+
+    def make_package(self, *, built: bool) -> None:
+        """Make a package of the Python files and of the native modules, built here or installed."""
+        shutil.rmtree(self.package, ignore_errors=True)
+        (self.package / "metal_prefill").mkdir(parents=True)
+        for path in (self.tree / "python" / "metal_prefill").iterdir():
+            if path.name != "__pycache__" and path.suffix not in OBJECTS:
+                (self.package / "metal_prefill" / path.name).symlink_to(path)
+        for target in TARGETS:
+            module = self._built(target) if built else installed_module(target)
+            folder = self.package / "metal_prefill" if target == "_core" else self.package
+            if module is not None:
+                (folder / module.name).symlink_to(module)
+
+    def _built(self, target: str) -> Path:
+        (built,) = self.build.rglob(f"{target}*.so")
+        return built
+
+    def compile(self) -> str | None:
+        """Build; return the compiler's output if it fails."""
+        done = subprocess.run(
+            [TOOLS / "ninja", "-C", self.build, *TARGETS],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        return done.stdout if done.returncode else None
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Put the build back as it is now when the block ends, instead of compiling again.
+
+        Objects are kept by hard links, since compilers replace them. Generated sources are copied.
+        """
+        kept = self.build.with_name(self.build.name + ".kept")
+        shutil.rmtree(kept, ignore_errors=True)
+        shutil.copytree(self.build, kept, symlinks=True, copy_function=_keep)
+        try:
+            yield
+        finally:
+            shutil.rmtree(self.build)
+            kept.rename(self.build)
 
 
-def link_modules() -> None:
-    """Copy the built modules to where Python finds them."""
-    for target in TARGETS:
-        (built,) = [path for path in BUILD.rglob(f"{target}*.so") if PACKAGE not in path.parents]
-        link = (PACKAGE / "metal_prefill" if target == "_core" else PACKAGE) / built.name
-        if not link.is_symlink():
-            link.symlink_to(built)
+def _keep(source: str, copy: str) -> None:
+    if source.endswith(OBJECTS):
+        os.link(source, copy)
+    else:
+        shutil.copy2(source, copy)
 
 
-def build() -> str | None:
-    """Build the copy; return the compiler's output if it fails."""
-    done = subprocess.run(
-        [TOOLS / "ninja", "-C", BUILD, *TARGETS], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-    return done.stdout if done.returncode else None
+def installed_module(name: str) -> Path | None:
+    """Return a native module of the installed package, if it has it."""
+    spec = importlib.util.find_spec(f"metal_prefill.{name}" if name == "_core" else name)
+    return Path(spec.origin) if spec is not None and spec.origin is not None else None
 
 
 def is_native(path: str) -> bool:
@@ -118,44 +195,46 @@ def is_native(path: str) -> bool:
     return path.startswith(("cpp/", "shaders/", "emulator/")) and not path.endswith(".py")
 
 
-def run_tests(tests: Sequence[str]) -> tuple[int, str]:
-    """Run tests on the copy; returns the exit status, 1 where they do not end, and the output."""
+def run_tests(place: Place, tests: Sequence[str], limit_s: float | None = TIME_LIMIT_S) -> tuple[int, str]:
+    """Run tests; returns the exit status, 1 if they do not end, and the output."""
     command = [sys.executable, "-B", "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests]
-    environment = {**os.environ, "PYTHONPATH": str(PACKAGE), "METAL_PREFILL_REQUIRE_EMULATOR": "1"}
+    environment = {**os.environ, "PYTHONPATH": str(place.package), "METAL_PREFILL_REQUIRE_EMULATOR": "1"}
     try:
         done = subprocess.run(
             command,
-            cwd=TREE,
+            cwd=place.tree,
             env=environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
             errors="replace",
-            timeout=TIME_LIMIT_S,
+            timeout=limit_s,
         )
     except subprocess.TimeoutExpired:
-        return 1, f"did not end within {TIME_LIMIT_S} s"
+        return 1, f"did not end within {limit_s} s"
     return done.returncode, done.stdout
 
 
 @contextmanager
-def planted(mutant: Mutant) -> Iterator[None]:
-    """Plant the error in the copy for the duration of the block."""
-    path = TREE / mutant.file
-    plain = path.read_text(encoding="utf-8")
+def planted(place: Place, mutant: Mutant) -> Iterator[None]:
+    """Plant the error for the duration of the block; afterwards the file has its former time, too."""
+    path = place.tree / mutant.file
+    plain, before = path.read_text(encoding="utf-8"), path.stat()
     path.write_text(mutant.applied(plain), encoding="utf-8")
     try:
         yield
     finally:
         path.write_text(plain, encoding="utf-8")
+        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
 
 
-def outcome(mutant: Mutant) -> tuple[str, str]:
+def outcome(place: Place, mutant: Mutant) -> tuple[str, str]:
     """Plant an error; return the outcome and the output that shows it."""
-    with planted(mutant):
-        if is_native(mutant.file) and (said := build()):
+    native = is_native(mutant.file)
+    with place.restored() if native else nullcontext(), planted(place, mutant):
+        if native and (said := place.compile()):
             return NOT_BUILT, said
-        status, said = run_tests(mutant.tests)
+        status, said = run_tests(place, mutant.tests)
     # 4 and 5: pytest found nothing to run.
     return (SURVIVED if status == 0 else NO_TESTS if status in (4, 5) else CAUGHT), said
 
@@ -165,23 +244,64 @@ def key(mutant: Mutant) -> str:
     return hashlib.sha256(json.dumps(asdict(mutant)).encode()).hexdigest()[:16]
 
 
-def read_results() -> dict[str, dict[str, object]]:
+def read_results(place: Place) -> dict[str, dict[str, object]]:
     """Return the results so far."""
-    if not RESULTS.exists():
+    if not place.results.exists():
         return {}
-    found: dict[str, dict[str, object]] = json.loads(RESULTS.read_text(encoding="utf-8"))
+    found: dict[str, dict[str, object]] = json.loads(place.results.read_text(encoding="utf-8"))
     return found
 
 
-def check_plain(mutants: Iterable[Mutant]) -> None:
-    """Expect the tests to pass without a planted error; exit otherwise."""
+def estimate_s(mutants: Collection[Mutant], results: dict[str, dict[str, object]]) -> float | None:
+    """Return the seconds that errors will take by earlier results; None without a similar result.
+
+    An error without a result counts as the average of those whose files need a build, or of the others.
+    """
+    seconds = {name: float(str(result["seconds"])) for name, result in results.items()}
+    total = 0.0
+    for native in (False, True):
+        chosen = [key(m) for m in mutants if is_native(m.file) is native]
+        similar = [seconds[name] for name, r in results.items() if is_native(str(r["file"])) is native]
+        if chosen and not similar:
+            return None
+        total += sum(seconds.get(name, sum(similar) / len(similar)) for name in chosen)
+    return total
+
+
+def together(mutants: Iterable[Mutant]) -> list[list[str]]:
+    """Return arguments of pytest that run the tests of all errors, or more, in few processes.
+
+    One for each folder with a configuration of its own.
+    """
+    wanted: dict[
+        str, dict[str, set[str]]
+    ] = {}  # by folder, then by file: expressions; an empty one selects all
+    for tests in {mutant.tests for mutant in mutants}:
+        expression = tests[tests.index("-k") + 1] if "-k" in tests else ""
+        for test in tests[: tests.index("-k")] if "-k" in tests else tests:
+            file, _, name = test.partition("::")
+            name = name.partition("[")[0].replace("::", " and ")
+            both = " and ".join(f"({part})" for part in (name, expression) if part)
+            wanted.setdefault(file.partition("/")[0], {}).setdefault(file, set()).add(both)
+    runs = []
+    for files in wanted.values():
+        whole = sorted(file for file, expressions in files.items() if "" in expressions)
+        terms = [Path(file).name for file in whole]
+        for file in sorted(set(files) - set(whole)):
+            terms.append(f"({Path(file).name} and ({' or '.join(sorted(files[file]))}))")
+        runs.append([*sorted(files), "-k", " or ".join(terms)])
+    return runs
+
+
+def check_plain(place: Place, mutants: Iterable[Mutant]) -> None:
+    """Expect the tests to pass if nothing is planted; otherwise ends the program."""
     passed = 0
-    for tests in sorted({mutant.tests for mutant in mutants}):
-        status, said = run_tests(tests)
-        last = said.splitlines()[-1] if said else ""
+    for tests in together(mutants):
+        status, said = run_tests(place, tests, limit_s=None)
         if status != 0:
             print(said)
-            sys.exit(f"error: without a planted error these tests fail: {shlex.join(tests)}")
+            sys.exit("error: without a planted error these tests fail")
+        last = said.splitlines()[-1] if said else ""
         passed += int(match[1]) if (match := re.search(r"(\d+) passed", last)) else 0
     print(f"without a planted error {passed} tests pass", flush=True)
 
@@ -193,25 +313,47 @@ def main() -> int:
         "paths", nargs="*", help="path prefixes of the files to plant errors in (default: all)"
     )
     parser.add_argument("--rest", action="store_true", help="skip errors that already have a result")
+    parser.add_argument(
+        "--in-place", action="store_true", help="plant in this checkout, and build in build/emulator"
+    )
+    parser.add_argument(
+        "--work",
+        type=Path,
+        default=ROOT / "build" / "mutants",
+        help="folder of the copy and of results (default: build/mutants)",
+    )
     options = parser.parse_args()
-    results = read_results()
+    place = Place.of(options.work.resolve(), in_place=options.in_place)
+    results = read_results(place)
     chosen = [m for m in MUTANTS if not options.paths or m.file.startswith(tuple(options.paths))]
     if options.rest:
         chosen = [m for m in chosen if key(m) not in results]
     if not chosen:
-        parser.error("no mutants selected")
-    WORK.mkdir(parents=True, exist_ok=True)
-    copy_sources()
-    configure()
-    if said := build():
-        print(said)
-        return 1
-    link_modules()
-    check_plain(chosen)
+        parser.error("no planted error is left to try")
+    n_native = sum(is_native(m.file) for m in chosen)
+    expected = estimate_s(chosen, results)
+    hint = (
+        "no earlier result to estimate the time from"
+        if expected is None
+        else f"about {expected / 60:.0f} min"
+    )
+    print(f"{len(chosen)} errors, {n_native} in native files: {hint}", flush=True)
+    start = time.monotonic()
+    place.work.mkdir(parents=True, exist_ok=True)
+    if not options.in_place:
+        place.copy_sources()
+    if n_native:
+        place.configure()
+        if said := place.compile():
+            print(said)
+            return 1
+    place.make_package(built=n_native > 0)
+    check_plain(place, chosen)
+    print(f"set up in {(time.monotonic() - start) / 60:.0f} min", flush=True)
     wrong = []
     for mutant in chosen:
         begin = time.monotonic()
-        how, said = outcome(mutant)
+        how, said = outcome(place, mutant)
         seconds = time.monotonic() - begin
         results[key(mutant)] = {
             "file": mutant.file,
@@ -219,14 +361,14 @@ def main() -> int:
             "outcome": how,
             "seconds": seconds,
         }
-        RESULTS.write_text(json.dumps(results, indent=1), encoding="utf-8")
+        place.results.write_text(json.dumps(results, indent=1), encoding="utf-8")
         print(f"{how:9} {seconds:5.0f} s  {mutant.file}: {mutant.reason}", flush=True)
         if how != CAUGHT:
             wrong.append(mutant)
-            (WORK / f"{key(mutant)}.log").write_text(said, encoding="utf-8")
-            print(f"          {WORK / key(mutant)}.log", flush=True)
-    build()
-    print(f"{len(chosen) - len(wrong)} of {len(chosen)} planted errors were caught")
+            (place.work / f"{key(mutant)}.log").write_text(said, encoding="utf-8")
+            print(f"          {place.work / key(mutant)}.log", flush=True)
+    minutes = (time.monotonic() - start) / 60
+    print(f"{len(chosen) - len(wrong)} of {len(chosen)} planted errors were caught, in {minutes:.0f} min")
     return 1 if wrong else 0
 
 
