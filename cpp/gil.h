@@ -32,13 +32,17 @@ class AskingForGil {
   AskingForGil& operator=(const AskingForGil&) = delete;
 };
 
+// Whether this thread has released the GIL through this header. (PyGILState_Check is not in the stable ABI.)
+inline thread_local bool gil_is_released = false;
+
 // As nanobind's gil_scoped_release, also as a call guard.
 class GilRelease {
  public:
-  GilRelease() : thread_(PyEval_SaveThread()) {}
+  GilRelease() : thread_(PyEval_SaveThread()) { gil_is_released = true; }
   ~GilRelease() {
     const AskingForGil asking;
     PyEval_RestoreThread(thread_);
+    gil_is_released = false;
   }
   GilRelease(const GilRelease&) = delete;
   GilRelease& operator=(const GilRelease&) = delete;
@@ -56,21 +60,27 @@ auto without_gil(F&& f) {
 // Calls f() with the GIL. It may run Python code, and throw exceptions derived from std::exception.
 template <typename F>
 auto with_gil(F&& f) {
+  const bool was_released = gil_is_released;
   const PyGILState_STATE state = [] {
     const AskingForGil asking;
     return PyGILState_Ensure();
   }();
+  gil_is_released = false;
+  const auto release = [&] {
+    PyGILState_Release(state);
+    gil_is_released = was_released;
+  };
   try {
     if constexpr (std::is_void_v<decltype(f())>) {
       f();
-      PyGILState_Release(state);
+      release();
     } else {
       auto value = f();
-      PyGILState_Release(state);
+      release();
       return value;
     }
   } catch (const std::exception&) {
-    PyGILState_Release(state);
+    release();
     throw;
   } catch (...) {  // the interpreter ended this thread by pthread_exit() inside of Python code
     stop_this_thread();

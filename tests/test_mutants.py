@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import re
-import runpy
 from collections import Counter
 from pathlib import Path
 
@@ -120,23 +119,3 @@ def test_each_part_of_the_project_has_mutants() -> None:
 def test_an_entry_that_does_not_match_is_reported(change: dict[str, object], said: str) -> None:
     entry = Mutant(**{**vars(MUTANTS[0]), **change})
     assert any(said in problem for problem in problems(entry))
-
-
-def test_one_run_selects_the_tests_of_all_errors() -> None:
-    """It names each file once, and the tests of a file by an expression."""
-    together = runpy.run_path(str(ROOT / "tools" / "run_mutants.py"))["together"]
-    tests = [
-        ("tests/test_a.py",),
-        ("tests/test_b.py", "-k", "one and cpu"),
-        ("tests/test_b.py::test_two[x y]", "tests/metal_engine/test_c.py::Group::test_three", "-k", "metal"),
-        ("emulator/tests/test_d.py::test_four",),
-    ]
-    runs = together(Mutant("file", "old", "new", "reason", each) for each in tests)
-    assert sorted(runs) == [
-        ["emulator/tests/test_d.py", "-k", "(test_d.py and ((test_four)))"],
-        [
-            *("tests/metal_engine/test_c.py", "tests/test_a.py", "tests/test_b.py", "-k"),
-            "test_a.py or (test_c.py and ((Group and test_three) and (metal))) or "
-            "(test_b.py and ((one and cpu) or (test_two) and (metal)))",
-        ],
-    ]

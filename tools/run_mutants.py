@@ -1,8 +1,8 @@
 """Plant errors one at a time and report those that no test notices.
 
 ``tests/mutants`` lists them: a file, a text that occurs in it once, its replacement, the error, and the tests
-that must notice it. This program copies the sources to ``build/mutants``, builds them there, expects those
-tests to pass, and then applies one change after another::
+that must notice it. This program copies the sources to ``build/mutants``, builds them there, and applies one
+change after another. At the end it expects the tests that failed to pass without the errors::
 
     make mutants
     .venv/bin/python tools/run_mutants.py shaders/ cpp/batch.cpp     # only files with these prefixes
@@ -10,9 +10,9 @@ tests to pass, and then applies one change after another::
 
 Errors in Python files need no build: if only such are chosen, the tests run with the native modules that are
 installed. After an error in a native file the objects that it changed are put back, so that the next error
-compiles only what it changes itself. ``--in-place`` spares the first build: it plants in this checkout and
-builds in ``build/emulator``, and is meant for a copy of a checkout. The program prints an estimate of its
-time from earlier results, if there are any.
+compiles only what it changes itself. ``--in-place build/emulator`` spares the first build: it plants in this
+checkout and builds in that folder, and is meant for a copy of a checkout. ``--part 3/16`` takes every 16th
+error, for several copies at the same time. The program prints an estimate of its time from earlier results.
 
 An error is noticed, too, if the tests end their process, hang or do not compile. A change that the build
 refuses is a mistake in the list. With survivors, or with such mistakes, the exit status is 1.
@@ -25,13 +25,12 @@ import hashlib
 import importlib.util
 import json
 import os
-import re
 import shlex
 import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -54,6 +53,7 @@ VARIANTS = (
 TIME_LIMIT_S = 600  # of the tests of one error; if they take longer, they hang
 OBJECTS = (".o", ".a", ".so")  # outputs that compilers replace instead of changing them
 CAUGHT, SURVIVED, NOT_BUILT, NO_TESTS = "caught", "survived", "not built", "no tests"
+FALSE = "its test fails without it, too"
 
 
 @dataclass(frozen=True)
@@ -75,13 +75,9 @@ class Place:
     build: Path
 
     @classmethod
-    def of(cls, work: Path, *, in_place: bool) -> Place:
-        """Return a copy of the sources in a folder, or this checkout and its build."""
-        return (
-            cls(work, ROOT, ROOT / "build" / "emulator")
-            if in_place
-            else cls(work, work / "tree", work / "native")
-        )
+    def of(cls, work: Path, in_place: Path | None) -> Place:
+        """Return a copy of the sources in a folder, or this checkout and the folder of its build."""
+        return cls(work, ROOT, in_place) if in_place else cls(work, work / "tree", work / "native")
 
     @property
     def package(self) -> Path:
@@ -147,14 +143,19 @@ class Place:
             if module is not None:
                 (folder / module.name).symlink_to(module)
 
-    def _built(self, target: str) -> Path:
-        (built,) = self.build.rglob(f"{target}*.so")
-        return built
+    def _built(self, target: str) -> Path | None:
+        return next(self.build.rglob(f"{target}*.so"), None)
 
     def compile(self) -> str | None:
         """Build; return the compiler's output if it fails."""
+        rules = (self.build / "build.ninja").read_text(encoding="utf-8")
         done = subprocess.run(
-            [TOOLS / "ninja", "-C", self.build, *TARGETS],
+            [
+                TOOLS / "ninja",
+                "-C",
+                self.build,
+                *(target for target in TARGETS if f"build {target}:" in rules),
+            ],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -197,7 +198,9 @@ def is_native(path: str) -> bool:
 
 def run_tests(place: Place, tests: Sequence[str], limit_s: float | None = TIME_LIMIT_S) -> tuple[int, str]:
     """Run tests; returns the exit status, 1 if they do not end, and the output."""
-    command = [sys.executable, "-B", "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests]
+    cache = place.work / "cache"
+    shutil.rmtree(cache, ignore_errors=True)
+    command = [sys.executable, "-B", "-m", "pytest", "-q", "-x", "-o", f"cache_dir={cache}", *tests]
     environment = {**os.environ, "PYTHONPATH": str(place.package), "METAL_PREFILL_REQUIRE_EMULATOR": "1"}
     try:
         done = subprocess.run(
@@ -213,6 +216,12 @@ def run_tests(place: Place, tests: Sequence[str], limit_s: float | None = TIME_L
     except subprocess.TimeoutExpired:
         return 1, f"did not end within {limit_s} s"
     return done.returncode, done.stdout
+
+
+def failed_tests(place: Place, tests: Sequence[str]) -> Sequence[str]:
+    """Return the tests that failed in the last run; all of these if their process ended or hung."""
+    path = place.work / "cache" / "v" / "cache" / "lastfailed"
+    return sorted(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else tests
 
 
 @contextmanager
@@ -268,42 +277,28 @@ def estimate_s(mutants: Collection[Mutant], results: dict[str, dict[str, object]
     return total
 
 
-def together(mutants: Iterable[Mutant]) -> list[list[str]]:
-    """Return arguments of pytest that run the tests of all errors, or more, in few processes.
+def false_alarms(place: Place, noticed: dict[str, Sequence[str]]) -> list[str]:
+    """Return the keys of errors whose tests fail without them, too.
 
-    One for each folder with a configuration of its own.
+    Parameters
+    ----------
+    place
+        Where nothing is planted now.
+    noticed
+        By the key of an error, the tests that failed with it.
     """
-    wanted: dict[
-        str, dict[str, set[str]]
-    ] = {}  # by folder, then by file: expressions; an empty one selects all
-    for tests in {mutant.tests for mutant in mutants}:
-        expression = tests[tests.index("-k") + 1] if "-k" in tests else ""
-        for test in tests[: tests.index("-k")] if "-k" in tests else tests:
-            file, _, name = test.partition("::")
-            name = name.partition("[")[0].replace("::", " and ")
-            both = " and ".join(f"({part})" for part in (name, expression) if part)
-            wanted.setdefault(file.partition("/")[0], {}).setdefault(file, set()).add(both)
-    runs = []
-    for files in wanted.values():
-        whole = sorted(file for file, expressions in files.items() if "" in expressions)
-        terms = [Path(file).name for file in whole]
-        for file in sorted(set(files) - set(whole)):
-            terms.append(f"({Path(file).name} and ({' or '.join(sorted(files[file]))}))")
-        runs.append([*sorted(files), "-k", " or ".join(terms)])
-    return runs
-
-
-def check_plain(place: Place, mutants: Iterable[Mutant]) -> None:
-    """Expect the tests to pass if nothing is planted; otherwise ends the program."""
-    passed = 0
-    for tests in together(mutants):
-        status, said = run_tests(place, tests, limit_s=None)
-        if status != 0:
-            print(said)
-            sys.exit("error: without a planted error these tests fail")
-        last = said.splitlines()[-1] if said else ""
-        passed += int(match[1]) if (match := re.search(r"(\d+) passed", last)) else 0
-    print(f"without a planted error {passed} tests pass", flush=True)
+    failing: set[str] = set()
+    by_folder: dict[str, set[str]] = {}  # each with a configuration of its own
+    for tests in noticed.values():
+        if "-k" in tests:
+            if run_tests(place, tests)[0] != 0:
+                failing.add(shlex.join(tests))
+        else:
+            by_folder.setdefault(tests[0].partition("/")[0], set()).update(tests)
+    for one_folder in by_folder.values():
+        if run_tests(place, sorted(one_folder), limit_s=None)[0] != 0:
+            failing.update(test for test in one_folder if run_tests(place, [test])[0] != 0)
+    return [name for name, tests in noticed.items() if shlex.join(tests) in failing or failing & set(tests)]
 
 
 def main() -> int:
@@ -314,8 +309,12 @@ def main() -> int:
     )
     parser.add_argument("--rest", action="store_true", help="skip errors that already have a result")
     parser.add_argument(
-        "--in-place", action="store_true", help="plant in this checkout, and build in build/emulator"
+        "--in-place",
+        type=Path,
+        metavar="BUILD",
+        help="plant in this checkout, and build in this folder of it",
     )
+    parser.add_argument("--part", metavar="I/N", default="1/1", help="take every Nth error, from the Ith")
     parser.add_argument(
         "--work",
         type=Path,
@@ -323,9 +322,11 @@ def main() -> int:
         help="folder of the copy and of results (default: build/mutants)",
     )
     options = parser.parse_args()
-    place = Place.of(options.work.resolve(), in_place=options.in_place)
+    place = Place.of(options.work.resolve(), options.in_place and options.in_place.resolve())
     results = read_results(place)
     chosen = [m for m in MUTANTS if not options.paths or m.file.startswith(tuple(options.paths))]
+    first, step = map(int, options.part.split("/"))
+    chosen = chosen[first - 1 :: step]
     if options.rest:
         chosen = [m for m in chosen if key(m) not in results]
     if not chosen:
@@ -339,16 +340,17 @@ def main() -> int:
     )
     print(f"{len(chosen)} errors, {n_native} in native files: {hint}", flush=True)
     start = time.monotonic()
+    noticed: dict[str, Sequence[str]] = {}
     place.work.mkdir(parents=True, exist_ok=True)
     if not options.in_place:
         place.copy_sources()
-    if n_native:
+    builds = n_native > 0 or options.in_place is not None
+    if builds:
         place.configure()
         if said := place.compile():
             print(said)
             return 1
-    place.make_package(built=n_native > 0)
-    check_plain(place, chosen)
+    place.make_package(built=builds)
     print(f"set up in {(time.monotonic() - start) / 60:.0f} min", flush=True)
     wrong = []
     for mutant in chosen:
@@ -361,12 +363,19 @@ def main() -> int:
             "outcome": how,
             "seconds": seconds,
         }
+        if how == CAUGHT:
+            results[key(mutant)]["tests"] = noticed[key(mutant)] = failed_tests(place, mutant.tests)
         place.results.write_text(json.dumps(results, indent=1), encoding="utf-8")
         print(f"{how:9} {seconds:5.0f} s  {mutant.file}: {mutant.reason}", flush=True)
         if how != CAUGHT:
             wrong.append(mutant)
             (place.work / f"{key(mutant)}.log").write_text(said, encoding="utf-8")
             print(f"          {place.work / key(mutant)}.log", flush=True)
+    for name in false_alarms(place, noticed):
+        results[name]["outcome"] = FALSE
+        wrong += [mutant for mutant in chosen if key(mutant) == name]
+        print(f"{FALSE}: {results[name]['file']}: {results[name]['reason']}: {shlex.join(noticed[name])}")
+    place.results.write_text(json.dumps(results, indent=1), encoding="utf-8")
     minutes = (time.monotonic() - start) / 60
     print(f"{len(chosen) - len(wrong)} of {len(chosen)} planted errors were caught, in {minutes:.0f} min")
     return 1 if wrong else 0

@@ -37,9 +37,9 @@ void check_signals() {
   });
 }
 
-// Once the interpreter ends there is no other thread to run.
+// Threads of the engines have no Python state. Once the interpreter ends there is no other thread to run.
 void wait_without_gil(const std::function<void()>& wait) {
-  if (Py_IsInitialized() && PyGILState_Check())
+  if (Py_IsInitialized() && PyGILState_GetThisThreadState() && !metal_prefill::gil_is_released)
     metal_prefill::without_gil(wait);
   else
     wait();

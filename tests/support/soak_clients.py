@@ -120,6 +120,7 @@ def vanishing(server: Running, n: int, sent: Counter[str]) -> list[Call]:
         leaves = dice.choice(("in the request", "after the request", "in the answer"))
         cut = dice.randrange(len(message)) if leaves == "in the request" else len(message)
         with suppress(ConnectionError), server.connect() as connection:
+            connection.settimeout(None)
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             connection.sendall(message[:cut])
             if leaves == "in the answer":
