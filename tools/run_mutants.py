@@ -201,7 +201,8 @@ def run_tests(place: Place, tests: Sequence[str], limit_s: float | None = TIME_L
     cache = place.work / "cache"
     shutil.rmtree(cache, ignore_errors=True)
     command = [sys.executable, "-B", "-m", "pytest", "-q", "-x", "-o", f"cache_dir={cache}", *tests]
-    environment = {**os.environ, "PYTHONPATH": str(place.package), "METAL_PREFILL_REQUIRE_EMULATOR": "1"}
+    paths = filter(None, (str(place.package), os.environ.get("PYTHONPATH")))
+    environment = {"METAL_PREFILL_REQUIRE_EMULATOR": "1", **os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     try:
         done = subprocess.run(
             command,
