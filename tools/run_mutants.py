@@ -42,15 +42,15 @@ from mutants import MUTANTS, Mutant  # noqa: E402
 
 TOOLS = Path(sys.executable).parent  # cmake and ninja of the environment
 TARGETS = ("_core", "_cpu_testing", "_metal_testing")
-# Of the kernels of shaders only these variants are built: all of them take a core ten minutes. What
-# `tests/mutants` names uses no others.
+# Of the kernels of shaders only these variants are built: all of them take a core ten minutes. The tests in
+# `tests/mutants` use no others.
 TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "q6_k")
 VARIANTS = (
     *TYPES,
     *(f"attention_decode_{cache}_{size}" for cache in ("f16", "f32") for size in (32, 64, 96, 128, 256)),
     *("attention_prefill_f16_64", "attention_prefill_f32_64"),
 )
-TIME_LIMIT_S = 600  # of the tests of one error; if they take longer, they hang
+TIME_LIMIT_S = 600  # for the tests of one error; beyond it they hang
 OBJECTS = (".o", ".a", ".so")  # outputs that compilers replace instead of changing them
 CAUGHT, SURVIVED, NOT_BUILT, NO_TESTS = "caught", "survived", "not built", "no tests"
 FALSE = "its test fails without it, too"
@@ -200,7 +200,18 @@ def run_tests(place: Place, tests: Sequence[str], limit_s: float | None = TIME_L
     """Run tests; returns the exit status, 1 if they do not end, and the output."""
     cache = place.work / "cache"
     shutil.rmtree(cache, ignore_errors=True)
-    command = [sys.executable, "-B", "-m", "pytest", "-q", "-x", "-o", f"cache_dir={cache}", *tests]
+    command = [
+        sys.executable,
+        "-B",
+        "-m",
+        "pytest",
+        "-q",
+        "-x",
+        "-o",
+        f"cache_dir={cache}",
+        f"--rootdir={place.tree}",
+        *tests,
+    ]
     paths = filter(None, (str(place.package), os.environ.get("PYTHONPATH")))
     environment = {"METAL_PREFILL_REQUIRE_EMULATOR": "1", **os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     try:
@@ -331,7 +342,7 @@ def main() -> int:
     if options.rest:
         chosen = [m for m in chosen if key(m) not in results]
     if not chosen:
-        parser.error("no planted error is left to try")
+        parser.error("no mutants selected")
     n_native = sum(is_native(m.file) for m in chosen)
     expected = estimate_s(chosen, results)
     hint = (
