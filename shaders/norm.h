@@ -16,8 +16,8 @@ static inline float norm_scale(float sum_of_thread, uint dim, float eps, threadg
   return precise::rsqrt(simd_sum(sum) / float(dim) + eps);
 }
 
-// The same, by one simdgroup that adds as a threadgroup of `threads` threads does. The first values of so many
-// threads for each lane are loaded together.
+// The same, by one simdgroup that adds as a threadgroup of `threads` threads does. The first values of so
+// many threads for each lane are loaded together.
 static inline float norm_scale_of(device const float4* x, uint dim, float eps, uint threads, ushort lane) {
   constexpr ushort kTogether = 8;
   const uint columns = dim / 4;

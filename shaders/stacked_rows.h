@@ -11,8 +11,8 @@ using namespace metal;
 struct StackedRow {
   uint token, head, position;
   uint first_key, last_key;  // that it sees
-  float slope;               // of ALiBi: what a base-2 logarithm loses for each position between query and key
-  bool inside;               // false: beyond the last row, which it repeats
+  float slope;  // of ALiBi: what a base-2 logarithm loses for each position between query and key
+  bool inside;  // false: beyond the last row, which it repeats
 
   // A scaled product with a key, or minus infinity.
   float score(float product, uint key) const {
@@ -23,8 +23,9 @@ struct StackedRow {
 
 struct StackedRows {
   AttentionTile tile;
-  uint heads, count;   // count: of the run
-  uint before, after;  // keys that a row sees before its own and after it; neither end goes back from row to row
+  uint heads, count;  // count: of the run
+  uint before,
+      after;  // keys that a row sees before its own and after it; neither end goes back from row to row
 
   void begin(AttentionTile of, constant AttentionArgs& args) {
     tile = of;
@@ -45,8 +46,8 @@ struct StackedRows {
     found.last_key = min(found.position + after, tile.end - 1);
     found.slope = 0.0f;
     if (args.alibi_heads > 0) {
-      const float steps = found.head < args.alibi_heads ? float(found.head + 1)
-                                                        : float(found.head - args.alibi_heads) + 0.5f;
+      const float steps =
+          found.head < args.alibi_heads ? float(found.head + 1) : float(found.head - args.alibi_heads) + 0.5f;
       found.slope = M_LOG2E_F * fast::exp2(-args.max_alibi_bias * steps / float(args.alibi_heads));
     }
     return found;

@@ -63,6 +63,7 @@ def random_decay(rng: np.random.Generator, count: int) -> NDArray[np.uint8]:
 
 def random_step(rng: np.random.Generator, count: int) -> NDArray[np.uint8]:
     """Generate biases of steps, before softplus, as float32 bytes."""
-    steps = np.exp(rng.uniform(*np.log(_STEPS), count))
+    low, high = (float(bound) for bound in np.log(_STEPS))
+    steps = np.exp(rng.uniform(low, high, count))
     biases: NDArray[np.float32] = np.log(np.expm1(steps)).astype(np.float32)  # the inverse of softplus
     return biases.view(np.uint8)
