@@ -69,13 +69,13 @@ kernel void scan(device const float* a [[buffer(0)]],          // [heads]
     for (ushort i = 0; i < kRows; ++i) {
       const uint row = part + 8 * i;
       if (row >= args.rows) break;
-      state[i] = fma(state[i], decay, b[row] * input);
-      y = fma(state[i], c[row], y);
+      state[i] = fma(state[i], float2(decay), b[row] * input);
+      y = fma(state[i], float2(c[row]), y);
     }
     for (ushort offset = 1; offset < 8; offset *= 2) y += simd_shuffle_xor(y, offset);
     if (part == 0 && at >= args.first_out) {
       device float* to = out + ulong(at) * inner + head * args.dim + column;
-      y = fma(skip[head], value, y);
+      y = fma(float2(skip[head]), value, y);
       if (has_first) to[0] = y.x;
       if (has_second) to[1] = y.y;
     }

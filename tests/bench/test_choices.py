@@ -104,7 +104,7 @@ def test_rows_of_choices_summarize_their_samples(demo_path: Path) -> None:
         assert llama.ratio is not None
         assert llama.ratio.median == pytest.approx(4.0)
         assert not openvino.measured
-        assert openvino.note == "not measured: its graph computes logits and chooses no token"
+        assert openvino.note == "not measured: its graph computes logits but chooses no tokens"
     html = results._repr_html_()
     assert "sampled4: tokens sampled by the engine, temperature 0.8, top_k 40" in html
     assert "lookup4: the same with drafts" in html
