@@ -131,10 +131,12 @@ def test_bfloat16_mode_rounds_weights_of_every_type_if_supported(
     kind: str, model_path: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("METAL_PREFILL_CPU_ISA", "avx512bf16")
-    logits = []
+    logits, packed = [], []
     for compute in ("bf16", "f32", "int8"):
         with Model(model_path(f"type {kind}"), device="cpu", compute=compute) as model:
             logits.append(model.forward_prompt_logits(prompt(9, 320)))
+            packed.append(model.stats()["weight_bytes"])
+    assert packed[0] > packed[1] == 0  # attention alone would change the logits, too
     for other in logits[1:]:
         assert not np.array_equal(logits[0], other)
         assert correlation(logits[0], other) > CORRELATION_BFLOAT16 - 0.001

@@ -93,6 +93,7 @@ def test_a_source_with_a_late_answer_is_not_awaited(model: Model, monkeypatch: p
     text.deadline = time.monotonic() + 60
     with pytest.raises(_constraint.ConstraintPending):
         text.advance(a)
+    assert time.monotonic() < text.deadline
     gate.open.set()
     assert text.pending is not None
     text.pending.result(60)
