@@ -200,14 +200,15 @@ class Tensor:
 def check(shape: ModelShape) -> None:
     """Raise ValueError if a shape is inconsistent; the message names the field."""
     whole = ("layers", "dim", "heads", "kv_heads", "head_dim", "ffn", "vocab", "context")
+    for name in whole:  # first, since what follows takes time for each layer
+        if getattr(shape, name) > MAX_INT:
+            raise ValueError(f"{name} {getattr(shape, name)}: must be at most {MAX_INT}")
     traits = _traits(shape)
     unused = {*(("heads", "kv_heads", "head_dim") if not _attends(shape) else ())}
     unused |= {"ffn"} if traits.ffn == "absent" else set()
     for name in whole:
         if getattr(shape, name) < (0 if name in unused else 1):
             raise ValueError(f"{name} {getattr(shape, name)}: must be at least 1")
-        if getattr(shape, name) > MAX_INT:
-            raise ValueError(f"{name} {getattr(shape, name)}: must be at most {MAX_INT}")
     if shape.pooling not in (None, *POOLINGS):
         raise ValueError(f"pooling {shape.pooling!r}: must be one of {', '.join(POOLINGS)}")
     for name in ("value_dim", "window", "original_context", "dense"):
