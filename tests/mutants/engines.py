@@ -128,13 +128,6 @@ SHARED = (
         ("tests/test_encoder_tasks.py", "-k", "alone_and_in_any"),
     ),
     Mutant(
-        "cpp/cpu/tile_attention_f32.h",
-        "const int n = Span::kWhole ? kKeySpan : round_up(seen(tile), Simd::kLanes);",
-        "const int n = Span::kWhole ? kKeySpan : seen(tile) / Simd::kLanes * Simd::kLanes;",
-        "attention leaves out the last positions of a text",
-        (f"{_KERNELS}::test_attention",),
-    ),
-    Mutant(
         "cpp/output.cpp",
         "choices.drafts, choices.first + int(first)",
         "choices.drafts, choices.first",
