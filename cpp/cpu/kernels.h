@@ -233,8 +233,9 @@ struct Kernels {
   void (*scan)(const ScanHead& head, int tokens);
   // Sum of exp(x - shift).
   double (*sum_exp)(const float* x, float shift, int n);
-  // Keys, or values, `step` floats apart, of `count` positions of a page from `position` on, into those of a
-  // head there. The positions are in one block of kKeyBlock; `stride` is key_stride or value_stride.
+  // Stores keys, or values, of `count` positions of a page from `position` on, for one head. Rows of the
+  // input are `step` floats apart. The positions are in one block of kKeyBlock; `stride` is key_stride or
+  // value_stride.
   void (*store_keys)(const float* key, std::size_t step, int count, int dim, int stride, KvLayout layout,
                      void* keys, int position);
   void (*store_values)(const float* value, std::size_t step, int count, int dim, int stride, KvLayout layout,

@@ -6,6 +6,7 @@ measured anew on a busy machine could get other bits than the one before.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import platform
 import threading
@@ -13,7 +14,7 @@ from pathlib import Path
 
 from metal_prefill import _core
 from metal_prefill._support.atomic_write import replacing
-from metal_prefill._support.cache_folder import cache_folder, cache_key
+from metal_prefill._support.cache_folder import cache_folder
 
 SLOWEST, FASTEST = 0.05, 20.0  # times float32: anything else is not a measurement
 
@@ -29,19 +30,19 @@ def settle_pair_speed() -> float:
     """
     global _settled
     with _lock:
-        path = cache_folder() / "processors" / cache_key([_processor()])[:16]
-        known = 0.0 if _settled else _read(path)
-        if known:
-            _core.cpu.use_pair_speedup(known)
-        speedup: float = _core.cpu.pair_speedup()
-        if speedup > 0 and not known and not _settled:
-            _write(path, speedup)
+        if not _settled and "avx512bf16" in _core.cpu.built_sets():
+            path = cache_folder() / "processors" / hashlib.sha256(_processor().encode()).hexdigest()[:16]
+            if known := _read(path):
+                _core.cpu.use_pair_speedup(known)
+            elif (speedup := _core.cpu.pair_speedup()) > 0:
+                _write(path, speedup)
         _settled = True
-        return speedup
+        speed: float = _core.cpu.pair_speedup()
+        return speed
 
 
 def _processor() -> str:
-    """Return what tells processors apart: family, model and stepping, or the machine's type."""
+    """Return the identity of the processor: family, model and stepping, or the type of the machine."""
     wanted = ("vendor_id", "cpu family", "model", "model name", "stepping")
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8").partition("\n\n")[0]
