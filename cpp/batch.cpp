@@ -122,7 +122,7 @@ void Batch::begin(Item& item) const {
     throw std::invalid_argument(
         "the tokens of this model see those after them: a text goes in whole, into an empty session");
   session.check_room(item.start, tokens.size());
-  std::size_t again = std::size_t(item.behind());  // known tokens that are computed again
+  std::size_t again = std::size_t(item.behind());  // known tokens to recompute
   if (item.reuses()) {
     const std::size_t known = session.keep_known(tokens);
     item.before = session.computed();

@@ -23,9 +23,8 @@ struct StackedRow {
 
 struct StackedRows {
   AttentionTile tile;
-  uint heads, count;  // count: of the run
-  uint before,
-      after;  // keys that a row sees before its own and after it; neither end goes back from row to row
+  uint heads, count;   // count: of the run
+  uint before, after;  // keys that a row sees before and after its own; both ends ascend from row to row
 
   void begin(AttentionTile of, constant AttentionArgs& args) {
     tile = of;

@@ -19,7 +19,7 @@ void round_from(const Context& c, const FloatRows& from, const Activations& a, i
                                 a.bfloat16.stride);
 }
 
-// What nobody reads in float32 stays in the thread's own memory, which is in its cache.
+// A row without a float32 reader stays in the scratch memory of the thread, which is in its cache.
 void normalize_row(const Context& c, const float* x, const Norm& norm, int row, const Activations& out) {
   const FloatRows& rows = out.forms.f32 ? out.f32 : c.scratch.normed.f32;
   const FloatRows normed = {rows.row(out.forms.f32 ? row : 0), rows.stride};

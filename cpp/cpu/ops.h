@@ -239,7 +239,7 @@ class CacheWriter {
   // Whether store_columns() takes products of the part: many rows, which nothing changes before they are
   // stored, in a layout without blocks of columns. They need not be written anywhere else.
   bool takes_columns(CachePart part) const;
-  // Stores columns [column, column + columns) of some rows, which lie kGroupRows floats apart.
+  // Stores columns [column, column + columns) of some rows; their products are kGroupRows floats apart.
   void store_columns(const Context& c, CachePart part, int column, int columns, RowRange rows,
                      const float* products) const;
   // Columns [column, column + columns) of keys or values are computed, for all rows.

@@ -45,8 +45,8 @@ inline void transpose(__m512i (&rows)[16]) {
   });
 }
 
-// Keys as they are rounded lie in rows, a pair of dimensions in a lane; in the cache, sixteen positions of a
-// pair lie in a line.
+// Rounded keys are rows with a pair of dimensions in each lane; a line of the cache holds sixteen positions
+// of one pair.
 void store_key_pairs(const float* key, std::size_t step, int count, int dim, int stride, KvLayout layout,
                      void* keys, int position) {
   constexpr int kFew = 4;  // for which transposing takes longer than storing lane by lane
@@ -75,7 +75,7 @@ void store_key_pairs(const float* key, std::size_t step, int count, int dim, int
   }
 }
 
-// Values of two positions lie in turns.
+// Values of two positions are interleaved.
 void store_value_pairs(const float* value, std::size_t step, int count, int dim, int stride, KvLayout layout,
                        void* values, int position) {
   if (layout != KvLayout::kPairs)

@@ -17,7 +17,7 @@ struct ScanFactors {
   float step[kScanTokens], decay[kScanTokens];
 };
 
-// Columns [column, column + kVectors * lanes) of all rows; of a single vector `n` of them.
+// Columns [column, column + kVectors * lanes) of all rows; with a single vector, only `n` of them.
 template <int kVectors>
 inline void scan_columns(const ScanHead& h, int first, int count, const ScanFactors& factors, int column,
                          int n) {

@@ -56,10 +56,11 @@ class MetalEngine::MetalCache final : public PagedCache {
   std::shared_ptr<const Intermediates> intermediates;
 
  private:
-  struct Heads {  // of K or V at one position
-    std::size_t count, bytes, padded_bytes;
+  struct PaddedRows {
+    std::size_t count, bytes, padded_bytes;  // bytes of a row
   };
-  Heads heads_of(bool values) const;
+  PaddedRows heads_of(bool values, int positions) const;
+  PaddedRows rows_of_state(int layer) const;
 
   MetalEngine& metal_;
   std::unique_ptr<Ahead> ahead_;

@@ -5,6 +5,30 @@
 
 namespace metal_prefill::metal {
 
+namespace {
+
+// Calls read(to) for rows with padding, and copies them to `out` without it.
+template <typename Rows, typename Read>
+void without_padding(const Rows& rows, std::byte* out, const Read& read) {
+  if (rows.bytes == rows.padded_bytes) return read(out);
+  std::vector<std::byte> padded(rows.count * rows.padded_bytes);
+  read(padded.data());
+  for (std::size_t i = 0; i < rows.count; ++i)
+    std::memcpy(out + i * rows.bytes, padded.data() + i * rows.padded_bytes, rows.bytes);
+}
+
+// Calls write(from) for the rows of `in` with padding of zeros.
+template <typename Rows, typename Write>
+void with_padding(const Rows& rows, const std::byte* in, const Write& write) {
+  if (rows.bytes == rows.padded_bytes) return write(in);
+  std::vector<std::byte> padded(rows.count * rows.padded_bytes);
+  for (std::size_t i = 0; i < rows.count; ++i)
+    std::memcpy(padded.data() + i * rows.padded_bytes, in + i * rows.bytes, rows.bytes);
+  write(padded.data());
+}
+
+}  // namespace
+
 std::unique_ptr<MetalEngine::Ahead> MetalEngine::MetalCache::take_ahead(Chunk& chunk) {
   if (!ahead_) return nullptr;
   const std::span<const PageId> held = pages();
@@ -31,63 +55,54 @@ void MetalEngine::MetalCache::reserve(int kept, int end, CallCounters& counters)
   PagedCache::reserve(kept, end, counters);
 }
 
-// Rows are exported and imported without the dimensions that padding added to the heads.
+// Rows are exported and imported without the dimensions that padding added to them.
 void MetalEngine::MetalCache::read(int layer, bool values, int positions, std::byte* out) const {
   metal_.require_unforked();
-  const Heads heads = heads_of(values);
-  if (heads.bytes == heads.padded_bytes) return metal_.store_.read(pages(), layer, values, positions, out);
-  const std::size_t n = std::size_t(positions) * heads.count;
-  std::vector<std::byte> padded(n * heads.padded_bytes);
-  metal_.store_.read(pages(), layer, values, positions, padded.data());
-  for (std::size_t i = 0; i < n; ++i)
-    std::memcpy(out + i * heads.bytes, padded.data() + i * heads.padded_bytes, heads.bytes);
+  without_padding(heads_of(values, positions), out,
+                  [&](std::byte* to) { metal_.store_.read(pages(), layer, values, positions, to); });
 }
 
 void MetalEngine::MetalCache::write(int layer, bool values, int positions, const std::byte* in) {
   metal_.require_unforked();
   drop_ahead();
-  const Heads heads = heads_of(values);
-  if (heads.bytes == heads.padded_bytes) return metal_.store_.write(pages(), layer, values, positions, in);
-  const std::size_t n = std::size_t(positions) * heads.count;
-  std::vector<std::byte> padded(n * heads.padded_bytes);
-  for (std::size_t i = 0; i < n; ++i)
-    std::memcpy(padded.data() + i * heads.padded_bytes, in + i * heads.bytes, heads.bytes);
-  metal_.store_.write(pages(), layer, values, positions, padded.data());
+  with_padding(heads_of(values, positions), in,
+               [&](const std::byte* from) { metal_.store_.write(pages(), layer, values, positions, from); });
 }
 
-// The values of a short convolution's state are [token][channel].
 void MetalEngine::MetalCache::read_state(const StateRef& state, int layer, float* out) const {
   metal_.require_unforked();
-  const std::size_t n = metal_.config().state_values(layer),
-                    padded_n = metal_.padded_.config.state_values(layer);
-  if (n == padded_n) return metal_.states_.read(state.slot(), layer, n, out);
-  std::vector<float> padded(padded_n);
-  metal_.states_.read(state.slot(), layer, padded_n, padded.data());
-  const std::size_t channels = std::size_t(metal_.config().dim),
-                    padded_channels = std::size_t(metal_.padded_.config.dim);
-  for (std::size_t i = 0; i < n / channels; ++i)
-    std::copy_n(padded.data() + i * padded_channels, channels, out + i * channels);
+  const PaddedRows rows = rows_of_state(layer);
+  const std::size_t values = rows.count * rows.padded_bytes / sizeof(float);
+  without_padding(rows, reinterpret_cast<std::byte*>(out),
+                  [&](std::byte* to) { metal_.states_.read(state.slot(), layer, values, to); });
 }
 
 void MetalEngine::MetalCache::write_state(const StateRef& state, int layer, const float* in) {
   metal_.require_unforked();
-  const std::size_t n = metal_.config().state_values(layer),
-                    padded_n = metal_.padded_.config.state_values(layer);
-  if (n == padded_n) return metal_.states_.write(state.slot(), layer, n, in);
-  std::vector<float> padded(padded_n);
-  const std::size_t channels = std::size_t(metal_.config().dim),
-                    padded_channels = std::size_t(metal_.padded_.config.dim);
-  for (std::size_t i = 0; i < n / channels; ++i)
-    std::copy_n(in + i * channels, channels, padded.data() + i * padded_channels);
-  metal_.states_.write(state.slot(), layer, padded_n, padded.data());
+  const PaddedRows rows = rows_of_state(layer);
+  const std::size_t values = rows.count * rows.padded_bytes / sizeof(float);
+  with_padding(rows, reinterpret_cast<const std::byte*>(in),
+               [&](const std::byte* from) { metal_.states_.write(state.slot(), layer, values, from); });
 }
 
-MetalEngine::MetalCache::Heads MetalEngine::MetalCache::heads_of(bool values) const {
+// Heads of K or V.
+MetalEngine::MetalCache::PaddedRows MetalEngine::MetalCache::heads_of(bool values, int positions) const {
   const Config& own = metal_.config();
   const Config& padded = metal_.padded_.config;
   const std::size_t element = metal_.forward_.page_layout().element;
-  return {std::size_t(own.n_kv_heads), std::size_t(values ? own.value_dim : own.key_dim) * element,
+  return {std::size_t(positions) * std::size_t(own.n_kv_heads),
+          std::size_t(values ? own.value_dim : own.key_dim) * element,
           std::size_t(values ? padded.value_dim : padded.key_dim) * element};
+}
+
+// The state of a short convolution has a row for each token; padding changes no other state.
+MetalEngine::MetalCache::PaddedRows MetalEngine::MetalCache::rows_of_state(int layer) const {
+  const Config& own = metal_.config();
+  const Config& padded = metal_.padded_.config;
+  const LayerKind kind = own.kind(layer);
+  const std::size_t count = kind == LayerKind::kShortConv ? std::size_t(own.conv_taps - 1) : 1;
+  return {count, own.state_values(layer) / count * sizeof(float),
+          padded.state_values(layer) / count * sizeof(float)};
 }
 
 }  // namespace metal_prefill::metal

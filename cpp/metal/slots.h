@@ -56,14 +56,34 @@ class Slots : public PageStore {
   };
 
  protected:
+  // Copies pieces of the slots, one after the other, to or from the memory of the host. `pieces` returns
+  // them; it is called while the buffer does not move.
+  template <typename Pieces>
+  void read(const Pieces& pieces, void* out) {
+    const AutoreleasePool pool;
+    const std::scoped_lock lock(mutex_);
+    settle();
+    device_.download(pieces(), out);
+  }
+  template <typename Pieces>
+  void write(const Pieces& pieces, const void* in) {
+    const AutoreleasePool pool;
+    const std::scoped_lock lock(mutex_);
+    settle();
+    device_.upload(pieces(), in);
+  }
+  // A place in a slot; for `pieces`.
+  View view_in(PageId slot, BufferName name, std::size_t offset) const {
+    return view_of(buffer_, name, slot * slot_bytes_ + offset);
+  }
+
+ private:
   // Waits for command buffers in flight: blits do not wait for the fence.
   void settle();
 
   const Device& device_;
   std::mutex mutex_;  // guards the buffer and its contents
   id<MTLBuffer> buffer_;
-
- private:
   const std::string label_;  // of the buffer
   const std::string what_;   // in messages
   Residency& residency_;

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 
 #include "../states.h"
 #include "slots.h"
@@ -18,11 +19,11 @@ class StateSlots final : public Slots {
   const StateLayout& layout() const { return layout_; }
 
   // `count` values of a layer's state in a slot.
-  void read(PageId slot, int layer, std::size_t count, float* out);
-  void write(PageId slot, int layer, std::size_t count, const float* in);
+  void read(PageId slot, int layer, std::size_t count, void* out);
+  void write(PageId slot, int layer, std::size_t count, const void* in);
 
  private:
-  Device::Piece piece(PageId slot, int layer, std::size_t count) const;
+  std::array<Device::Piece, 1> piece(PageId slot, int layer, std::size_t count) const;
 
   const StateLayout layout_;
 };

@@ -2,25 +2,17 @@
 
 namespace metal_prefill::metal {
 
-Device::Piece StateSlots::piece(PageId slot, int layer, std::size_t count) const {
+std::array<Device::Piece, 1> StateSlots::piece(PageId slot, int layer, std::size_t count) const {
   const std::size_t first = layout_.first[std::size_t(layer)] * sizeof(float);
-  return {view_of(buffer_, BufferName::kStates, slot * page_bytes() + first), count * sizeof(float)};
+  return {{{view_in(slot, BufferName::kStates, first), count * sizeof(float)}}};
 }
 
-void StateSlots::read(PageId slot, int layer, std::size_t count, float* out) {
-  const AutoreleasePool pool;
-  const std::scoped_lock lock(mutex_);
-  settle();
-  const Device::Piece from = piece(slot, layer, count);
-  device_.download({&from, 1}, out);
+void StateSlots::read(PageId slot, int layer, std::size_t count, void* out) {
+  Slots::read([&] { return piece(slot, layer, count); }, out);
 }
 
-void StateSlots::write(PageId slot, int layer, std::size_t count, const float* in) {
-  const AutoreleasePool pool;
-  const std::scoped_lock lock(mutex_);
-  settle();
-  const Device::Piece to = piece(slot, layer, count);
-  device_.upload({&to, 1}, in);
+void StateSlots::write(PageId slot, int layer, std::size_t count, const void* in) {
+  Slots::write([&] { return piece(slot, layer, count); }, in);
 }
 
 }  // namespace metal_prefill::metal

@@ -12,7 +12,7 @@ enum class BufferName {
   kRows,        // [tokens] PassRow, from the host
   kTiles,       // [tiles] AttentionTile, from the host
   kPages,       // block tables, int32, from the host
-  kStateRows,   // [tokens] StateRow, from the host
+  kStateRows,   // [tokens + chunks] StateRow, from the host
   kX,           // [tokens][dim] f32: the residual stream
   kNormed,      // [tokens][dim] f16 or f32
   kQkv,         // [tokens][q | k | v] f32
