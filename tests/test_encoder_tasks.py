@@ -384,13 +384,6 @@ def test_a_command_ranks_by_late_interaction(tmp_path: Path, capsys: pytest.Capt
     assert "has a vector for each token" in capsys.readouterr().err
 
 
-def with_tensors(path: Path, whole: Path, change: Callable[[Any], None]) -> Path:
-    parts = take_apart(whole)
-    change(parts)
-    path.write_bytes(parts.assemble())
-    return path
-
-
 @pytest.mark.parametrize(
     ("changed", "message"),
     [

@@ -37,6 +37,7 @@ APPLE_FAMILY = 9  # the engine is tuned as for an M3 or M4
 class Variant(NamedTuple):
     """Variant that a process measures."""
 
+    text: str  # as given
     name: str
     folder: str  # of another installation; empty: the one that runs this
     options: dict[str, str]
@@ -49,7 +50,7 @@ class Variant(NamedTuple):
         options = dict(pair.split("=", 1) for pair in rest.split(",") if pair)
         if unknown := set(options) - {"fused_norm", "matvec_rows", "gpu"}:
             raise ValueError(f"unknown options {sorted(unknown)} in {text!r}")
-        return cls(name, folder, options)
+        return cls(text, name, folder, options)
 
 
 def median_speed(run: Callable[[], int], repeats: int) -> float:
@@ -125,12 +126,10 @@ def main() -> int:
             from metal_prefill.synth import synthesize
 
             path = synthesize(Path(folder) / "smollm-135m.Q4_0.gguf")
-        texts = [text for text in sys.argv[1:] if not text.startswith("-")]
         results: dict[str, list[dict[str, float]]] = {}
         for _ in range(options.rounds):
             for variant in options.variants:
-                text = next(text for text in texts if Variant.parse(text) == variant)
-                command = [sys.executable, __file__, text, "--measure", "-m", str(path)]
+                command = [sys.executable, __file__, variant.text, "--measure", "-m", str(path)]
                 command += ["--repeats", str(options.repeats)]
                 environment = {**os.environ, "METAL_PREFILL_CACHE": folder}
                 if variant.folder:

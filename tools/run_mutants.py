@@ -49,6 +49,7 @@ VARIANTS = (
     *TYPES,
     *(f"attention_decode_{cache}_{size}" for cache in ("f16", "f32") for size in (32, 64, 96, 128, 256)),
     *("attention_prefill_f16_64", "attention_prefill_f32_64"),
+    *("attention_tensor_f16_64", "attention_tensor_f16_128"),
 )
 TIME_LIMIT_S = 600  # for the tests of one error; beyond it they hang
 OBJECTS = (".o", ".a", ".so")  # outputs that compilers replace instead of changing them

@@ -197,13 +197,19 @@ def test_shader_validation_neither_reads_nor_writes_archives(
     assert compiled_by_opening(path)[0] > 20
 
 
-def test_opening_does_not_wait_until_the_archive_is_written(path: Path, folder: Path) -> None:
-    """The writer blocks on a pipe without a reader."""
+def blocked_archive(path: Path, folder: Path) -> Path:
+    """Delete the archive of a model; return a pipe without a reader in place of the next one's file."""
     compiled_by_opening(path)
     (archive,) = archives(folder)
     archive.unlink()
     pipe = archive.with_name(f"{archive.name.partition('-')[0]}.{os.getpid()}.part")
     os.mkfifo(pipe)
+    return pipe
+
+
+def test_opening_does_not_wait_until_the_archive_is_written(path: Path, folder: Path) -> None:
+    """The writer blocks on a pipe without a reader."""
+    pipe = blocked_archive(path, folder)
     models: list[Model] = []
     user = threading.Thread(target=lambda: models.append(Model(path, device="metal")))
     user.start()
@@ -228,11 +234,7 @@ time.sleep(0.5)
 
 
 def test_other_threads_run_while_closing_waits_for_the_archive(path: Path, folder: Path) -> None:
-    compiled_by_opening(path)
-    (archive,) = archives(folder)
-    archive.unlink()
-    pipe = archive.with_name(f"{archive.name.partition('-')[0]}.{os.getpid()}.part")
-    os.mkfifo(pipe)
+    pipe = blocked_archive(path, folder)
     model = Model(path, device="metal")
     with subprocess.Popen([sys.executable, "-S", "-c", UNBLOCK, str(pipe)], stdin=subprocess.PIPE) as child:
         closing = threading.Thread(target=model.close)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from support import small_models
 
 from metal_prefill import ContextOverflowError, DeviceError, Model, _core, cli, synth
 from metal_prefill.gpu._cost_model import work_of
@@ -119,6 +118,16 @@ def test_counted_work_matches_the_shapes(model: Model, path: Path) -> None:
     assert checked == {"matvec_q4_0", "matmul_q4_0_narrow", "matmul_q4_0_split"}
 
 
+def assert_bytes_predicted(found: list[Any], rel: float) -> None:
+    """Compare the bytes that the emulator counted, each once, with those of the cost model."""
+    for d, bindings in found:
+        work = work_of(d)
+        moved = sum(
+            b["unique_bytes_read"] + b["unique_bytes_written"] for n, b in bindings.items() if n != "args"
+        )
+        assert work.dram_bytes + work.cached_bytes == pytest.approx(moved, rel=rel, abs=64), d
+
+
 @pytest.mark.emulator
 @pytest.mark.parametrize(
     "options",
@@ -136,44 +145,22 @@ def test_the_cost_model_predicts_the_counted_bytes(path: Path, metal: None, opti
     with Model(path, device="metal", **options) as model:
         if not counts_work(model.device):
             pytest.skip("only the emulator's CPU executor counts, and only without a sanitizer")
-        for d, bindings in counted(trace(model, DECODED)):
-            work = work_of(d)
-            moved = sum(
-                b["unique_bytes_read"] + b["unique_bytes_written"] for n, b in bindings.items() if n != "args"
-            )
-            assert work.dram_bytes + work.cached_bytes == pytest.approx(moved, rel=0.02, abs=64), d
+        assert_bytes_predicted(counted(trace(model, DECODED)), 0.02)
 
 
 @pytest.mark.emulator
-def test_the_cost_model_predicts_the_bytes_of_short_convolutions(tmp_path: Path, metal: None) -> None:
-    path = small_models.write(tmp_path / "m.gguf", small_models.MODELS["lfm2"])
-    with Model(path, device="metal") as model:
+@pytest.mark.parametrize(
+    ("name", "stem", "count"), [("lfm2", "causal_conv", 3 * 3), ("mamba2", "scan", 3 * 2 * 3)]
+)
+def test_the_cost_model_predicts_the_bytes_of_recurrent_layers(
+    model_path: Callable[[str], Path], metal: None, name: str, stem: str, count: int
+) -> None:
+    with Model(model_path(name), device="metal") as model:
         if not counts_work(model.device):
             pytest.skip("only the emulator's CPU executor counts, and only without a sanitizer")
-        found = [d for d in counted(trace(model, DECODED)) if d[0].kernel.startswith("causal_conv")]
-        assert len(found) == 3 * 3
-        for d, bindings in found:
-            work = work_of(d)
-            moved = sum(
-                b["unique_bytes_read"] + b["unique_bytes_written"] for n, b in bindings.items() if n != "args"
-            )
-            assert work.dram_bytes + work.cached_bytes == pytest.approx(moved, rel=0.03, abs=64), d
-
-
-@pytest.mark.emulator
-def test_the_cost_model_has_the_bytes_of_state_space_layers(tmp_path: Path, metal: None) -> None:
-    path = small_models.write(tmp_path / "m.gguf", small_models.MODELS["mamba2"])
-    with Model(path, device="metal") as model:
-        if not counts_work(model.device):
-            pytest.skip("only the emulator's CPU executor counts, and only without a sanitizer")
-        found = [d for d in counted(trace(model, DECODED)) if d[0].kernel.startswith("scan")]
-        assert len(found) == 3 * 2 * 3
-        for d, bindings in found:
-            work = work_of(d)
-            moved = sum(
-                b["unique_bytes_read"] + b["unique_bytes_written"] for n, b in bindings.items() if n != "args"
-            )
-            assert work.dram_bytes + work.cached_bytes == pytest.approx(moved, rel=0.03, abs=64), d
+        found = [d for d in counted(trace(model, DECODED)) if d[0].kernel.startswith(stem)]
+        assert len(found) == count
+        assert_bytes_predicted(found, 0.03)
 
 
 def events_of(file: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:

@@ -127,6 +127,12 @@ def _of_type(kind: str) -> SmallModel:
     )
 
 
+_GRANITE_SCALES = (
+    ("embedding_scale", 12.0),
+    ("residual_scale", 0.22),
+    ("logit_scale", 6.0),
+    ("attention.scale", 0.125),
+)
 _MAMBA2 = SmallModel(
     architecture="mamba2",
     layers=3,
@@ -191,12 +197,7 @@ MODELS: dict[str, SmallModel] = {
         architecture="granite",
         qkv_bias=True,
         norm_eps=0.01,  # which the scale of the residual stream must not change
-        scales=(
-            ("embedding_scale", 12.0),
-            ("residual_scale", 0.22),
-            ("logit_scale", 6.0),
-            ("attention.scale", 0.125),
-        ),
+        scales=_GRANITE_SCALES,
     ),
     "hunyuan-dense": SmallModel(architecture="hunyuan-dense", key_dim=64),
     "olmo2": SmallModel(architecture="olmo2", dim=128, output="Q8_0"),
@@ -236,12 +237,7 @@ MODELS: dict[str, SmallModel] = {
         layers=4,
         dim=128,
         scan=ScanShape(inner=256, state=32, heads=8, layers=(0, 1, 3)),
-        scales=(
-            ("embedding_scale", 12.0),
-            ("residual_scale", 0.22),
-            ("logit_scale", 6.0),
-            ("attention.scale", 0.125),
-        ),
+        scales=_GRANITE_SCALES,
     ),
     "granitehybrid, attention last": SmallModel(
         architecture="granitehybrid",
