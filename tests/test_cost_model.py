@@ -26,6 +26,7 @@ from support.cost_tables import (
     spread,
     with_tables,
 )
+from support.uniform_shape import uniform_shape
 
 from metal_prefill import UnsupportedModelError, cli
 from metal_prefill._commands import predict as command
@@ -40,7 +41,6 @@ from metal_prefill.gpu._cost_model import (
     plan,
     predict,
     time_of,
-    uniform_shape,
     work_of,
 )
 from metal_prefill.gpu._cost_model.shapes import shape_of

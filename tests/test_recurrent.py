@@ -24,7 +24,7 @@ from metal_prefill import (
     Session,
     UnsupportedModelError,
 )
-from metal_prefill.files._architecture import layer_kind, state_values
+from metal_prefill.files._architecture import core_config, layer_kind
 from metal_prefill.serve._prefix_store import PrefixStore
 
 Array = npt.NDArray[Any]
@@ -70,7 +70,8 @@ def page_bytes(model: Model) -> int:
 
 def state_bytes(model: Model) -> int:
     """States of all layers in float32."""
-    return sum(4 * state_values(model.config, layer) for layer in range(model.config.n_layers))
+    core = core_config(model.config)
+    return sum(4 * core.state_values(layer) for layer in range(model.config.n_layers))
 
 
 def interval(model: Model) -> int:
@@ -150,7 +151,7 @@ def test_the_state_is_that_of_the_reference(
                 wanted = np.concatenate(
                     [np.zeros(missing), last.ravel(), expected.states.get(layer, np.zeros(0)).ravel()]
                 )
-                assert len(held) == len(wanted) == state_values(model.config, layer)
+                assert len(held) == len(wanted) == core_config(model.config).state_values(layer)
                 error = np.square(held - wanted).sum() / np.square(wanted).sum()
                 assert error < (1e-9 if device == "cpu" else 5e-6)
 
@@ -369,8 +370,7 @@ def test_the_distance_of_snapshots_follows_from_the_size_of_a_state(device: str,
     ids = ids_of(2600)
     with Model(large_path, device=device) as model, model.session() as session:
         session.forward_prompt(ids)
-        c = model.config
-        page = 64 * c.n_kv_heads * (c.key_dim + c.value_dim) * 2
+        page = page_bytes(model)
         distance = 64 * -(-(1100 * 64 * 4) // page)
         for position in (2599, 2 * distance, 2 * distance - 1):
             session.rewind(position)
@@ -525,8 +525,7 @@ def test_snapshots_are_evicted_if_memory_is_short(device: str, model_path: Calla
     """Three prompts of four pages fit; snapshots do not fit with them, and more is computed again."""
     ids = [ids_of(250, seed=seed) for seed in range(3)]
     with Model(model_path("lfm2"), device=device, prefix_memory=0) as model:
-        c = model.config
-        page = 64 * c.n_kv_heads * (c.key_dim + c.value_dim) * 2
+        page = page_bytes(model)
         limit = int(12 * page * 1.12)
         sessions = [model.session() for _ in ids]
         for session, prompt in zip(sessions, ids, strict=True):

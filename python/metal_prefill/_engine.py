@@ -118,7 +118,7 @@ class Engine:
 
     def check_generates(self) -> None:
         """Raise ValueError if the model does not predict text, as encoders do not."""
-        if self.config.causal and self.config.has_head:
+        if self.config.generates:
             return
         if not self.head.labels:
             methods = "embed, or rerank" if self.head.per_token else "embed"

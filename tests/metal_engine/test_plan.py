@@ -13,6 +13,7 @@ from gguf import GGMLQuantizationType
 from metal_kernels import KernelLibrary
 from support import small_models
 from support.small_models import TYPES
+from support.uniform_shape import uniform_shape
 
 from metal_prefill import DeviceError, Model, _core, synth
 from metal_prefill._support.dispatches import Dispatch, decode_args
@@ -24,7 +25,6 @@ from metal_prefill.gpu._cost_model import (
     plan,
     shape_of,
     time_of,
-    uniform_shape,
     work_of,
 )
 from metal_prefill.gpu._cost_model.chips import with_cores

@@ -22,11 +22,11 @@ from metal_prefill.gpu._cost_model import (
     plan,
     predict,
     time_of,
-    uniform_shape,
     work_of,
 )
 from metal_prefill.gpu._cost_model.chips import with_cores
 from support import peer_work
+from support.uniform_shape import uniform_shape
 
 DATA = Path(__file__).parents[1] / "data"
 PUBLISHED: list[dict[str, Any]] = json.loads((DATA / "published_speeds.json").read_text())["rows"]

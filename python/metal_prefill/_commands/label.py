@@ -14,8 +14,6 @@ from metal_prefill._commands.text_files import add_text_arguments, add_truncate_
 if TYPE_CHECKING:
     from metal_prefill import Model
 
-BLOCK = 256  # texts per call
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
@@ -50,23 +48,19 @@ def _label_parts(model: Model, texts: list[str], arguments: argparse.Namespace) 
     spanned, cut = encode_spans(model.engine, texts, arguments.truncate)
     if cut:
         print(f"warning: {cut_message(cut, len(texts), model.max_context, 'text')}", file=sys.stderr)
-    passes = TextPasses(model.engine)
-    for first in range(0, len(texts), BLOCK):
-        block = spanned[first : first + BLOCK]
-        for i, entities in enumerate(entities_of(passes, block, arguments.strategy), first):
-            if arguments.json:
-                print(json.dumps({"index": i, "entities": [asdict(entity) for entity in entities]}))
-                continue
-            for entity in entities:
-                print(f"{i}:{entity.start}-{entity.end}  {entity.label}  {entity.score:.4f}  {entity.text}")
+    for i, entities in enumerate(entities_of(TextPasses(model.engine), spanned, arguments.strategy)):
+        if arguments.json:
+            print(json.dumps({"index": i, "entities": [asdict(entity) for entity in entities]}))
+            continue
+        for entity in entities:
+            print(f"{i}:{entity.start}-{entity.end}  {entity.label}  {entity.score:.4f}  {entity.text}")
 
 
 def _label_texts(model: Model, texts: list[str], arguments: argparse.Namespace) -> None:
-    for first in range(0, len(texts), BLOCK):
-        found = model.classify(texts[first : first + BLOCK], truncate=arguments.truncate)
-        for i, (label, values) in enumerate(zip(found.best, found.probabilities, strict=True), first):
-            if arguments.json:
-                scores = dict(zip(found.labels, values.tolist(), strict=True))
-                print(json.dumps({"index": i, "label": label, "probabilities": scores}))
-            else:
-                print(f"{i}  {label}  {values.max():.4f}  {texts[i]}")
+    found = model.classify(texts, truncate=arguments.truncate)
+    for i, (label, values) in enumerate(zip(found.best, found.probabilities, strict=True)):
+        if arguments.json:
+            scores = dict(zip(found.labels, values.tolist(), strict=True))
+            print(json.dumps({"index": i, "label": label, "probabilities": scores}))
+        else:
+            print(f"{i}  {label}  {values.max():.4f}  {texts[i]}")

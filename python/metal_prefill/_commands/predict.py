@@ -72,12 +72,14 @@ def _shape(arguments: argparse.Namespace) -> Shape:
     from metal_prefill.gpu._cost_model import shape_of
     from metal_prefill.synth import write_preset_outline
 
-    path = common.model_path(arguments.model)
-    with tempfile.TemporaryDirectory() as folder:
-        if path is None:
-            path = write_preset_outline(Path(folder) / "model.gguf", arguments.preset)
+    if (path := common.model_path(arguments.model)) is not None:
         with GGUFFile(path) as gguf:
             return shape_of(gguf)
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        GGUFFile(write_preset_outline(Path(folder) / "model.gguf", arguments.preset)) as gguf,
+    ):
+        return shape_of(gguf)
 
 
 def predictions(arguments: argparse.Namespace) -> list[tuple[str, Prediction]]:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from metal_prefill.bench._peak import int8_peak
 from metal_prefill.files._architecture import (
+    ARCHITECTURES,
     expected_tensors,
     has_attention,
     layer_kind,
@@ -66,7 +67,7 @@ def read_work(path: Path) -> PromptWork | None:
         last = f"blk.{config.n_layers - 1}."
         each = once = 0
         others = {
-            tensor_name(config, spec, layer)
+            tensor_name(ARCHITECTURES[config.architecture], spec, layer)
             for spec, layer, _ in expected_tensors(config)
             if spec.kind != "matrix"
         }

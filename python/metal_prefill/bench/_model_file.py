@@ -51,7 +51,7 @@ def check_generates(path: str | Path) -> None:
     """Raise ValueError if a model does not predict text, as encoders do not."""
     with GGUFFile(path) as gguf:
         config = read_config(gguf)
-    if not (config.causal and config.has_head):
+    if not config.generates:
         raise ValueError(f"{Path(path).name} is an encoder, which does not generate text: measure --embed")
 
 
@@ -94,8 +94,6 @@ def _short(count: int) -> str:
 
 def read_facts(path: Path) -> ModelFacts:
     """Read them from the file; `model_type` names the type that most of the layers' weights have."""
-    from metal_prefill.files._architecture import read_config
-
     with GGUFFile(path) as gguf:
         config = read_config(gguf)
         sizes: Counter[str] = Counter()

@@ -159,6 +159,11 @@ class ModelConfig:
     scan_key_dim: int = 0
     scan_value_dim: int = 0
 
+    @property
+    def generates(self) -> bool:
+        """Whether the model predicts text."""
+        return self.causal and self.has_head
+
 
 def _gemma3_attention_scale(config: ModelConfig) -> float:
     # The 27B model, the only one with 62 layers, scales by the nominal instead of the actual head width. The
@@ -186,8 +191,8 @@ class Architecture:
         Presence of embeddings of positions and of token types.
     ffn, gate : {"required", "optional", "absent"}
         Presence of the feed-forward, and of its gate.
-    conv_bias, ssm_norm : {"required", "optional", "absent"}
-        State-space layers: presence of the bias of the convolution, and of the norm of the output.
+    ssm_norm : {"required", "optional", "absent"}
+        Presence of the norm of the output of state-space layers.
     head : {"tied", "absent"}
         ``"absent"`` for encoders, which have no output projection; ``"tied"`` if the embedding can replace
         it.
@@ -250,7 +255,6 @@ class Architecture:
     token_types: Presence = "absent"
     ffn: Presence = "required"
     gate: Presence = "required"
-    conv_bias: Presence = "optional"
     ssm_norm: Presence = "optional"
     head: Literal["tied", "absent"] = "tied"
     rope: bool = True
@@ -568,19 +572,14 @@ def has_state_space(kind: LayerKind | None) -> bool:
     return kind in ("state_space", "attention_and_state_space")
 
 
-def state_values(config: ModelConfig, layer: int) -> int:
-    """Return the number of float32 values in the state of a layer; 0 if it has none."""
-    return core_config(config).state_values(layer)
-
-
 def layer_kind(config: ModelConfig, layer: int) -> LayerKind:
     """Return the kind of a layer."""
     return config.layer_kinds[layer] if config.layer_kinds else "attention"
 
 
-def tensor_name(config: ModelConfig, spec: _core.TensorSpec, layer: int) -> str:
+def tensor_name(traits: Architecture, spec: _core.TensorSpec, layer: int) -> str:
     """Return the name of a tensor in files of an architecture."""
-    return ARCHITECTURES[config.architecture].names.get(spec.role, spec.name).format(layer=layer)
+    return traits.names.get(spec.role, spec.name).format(layer=layer)
 
 
 def expected_tensors(config: ModelConfig) -> Iterator[tuple[_core.TensorSpec, int, str]]:
@@ -614,8 +613,8 @@ def _find_tensors(gguf: GGUFFile, config: ModelConfig) -> Iterator[tuple[str, in
     embedding = next(s.name for s in specs if s.role == "token_embedding")
     shapes = {spec.role: spec.shape for spec in specs}
     names = {spec.role: spec.name for spec in specs}
-    fused = ARCHITECTURES[config.architecture].fused
-    parts = {role: (name, roles) for name, roles in fused.items() for role in roles}
+    traits = ARCHITECTURES[config.architecture]
+    parts = {role: (name, roles) for name, roles in traits.fused.items() for role in roles}
     for spec, layer, presence in expected_tensors(config):
         if spec.role in parts:
             whole, roles = parts[spec.role]
@@ -624,7 +623,7 @@ def _find_tensors(gguf: GGUFFile, config: ModelConfig) -> Iterator[tuple[str, in
             if whole in gguf.tensors and not (own - {whole}) & gguf.tensors.keys():
                 yield spec.role, layer, _part(gguf, whole, {role: shapes[role] for role in roles}, spec.role)
                 continue
-        name = tensor_name(config, spec, layer)
+        name = tensor_name(traits, spec, layer)
         tensor = gguf.tensors.get(name)
         if tensor is not None:
             if spec.shape[0] == 1 and tensor.shape == spec.shape[1:]:  # a matrix of one row, as a vector
@@ -693,7 +692,7 @@ def _heads(keys: Keys, traits: Architecture, n_layers: int) -> tuple[int, int, t
     if traits.recurrent and keys.number(f"{name}.attention.head_count", default=-1) == 0:
         return 0, 0, (traits.recurrent,) * n_layers
     n_heads = keys.positive_each_layer("attention.head_count", n_layers)
-    kinds: tuple[LayerKind, ...] = ()
+    kinds: tuple[LayerKind, ...]
     if traits.recurrent:
         counts = keys.count_each_layer("attention.head_count_kv", n_layers)
         n_kv_heads = max(counts)

@@ -121,11 +121,7 @@ class PooledHead:
     def probabilities_of(self, logits: npt.NDArray[np.floating[Any]]) -> npt.NDArray[np.float64]:
         """Convert outputs of the classification head, ``[n, labels]``, to probabilities."""
         x = np.asarray(logits, np.float64)
-        if self.scores == "sigmoid":
-            return sigmoid(x)
-        weights = np.exp(x - x.max(axis=-1, keepdims=True, initial=-np.inf))
-        probabilities: npt.NDArray[np.float64] = weights / weights.sum(axis=-1, keepdims=True)
-        return probabilities
+        return sigmoid(x) if self.scores == "sigmoid" else softmax(x)
 
     def _affine(self, name: str, x: Vector) -> Vector:
         y = _product(self._matrix(f"{name}.weight"), x)
@@ -136,6 +132,13 @@ class PooledHead:
         if name not in matrices:
             matrices[name] = dequantized(self.gguf, self.gguf.tensors[name])
         return matrices[name]
+
+
+def softmax(x: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """Return the softmax over the last axis."""
+    weights = np.exp(x - x.max(axis=-1, keepdims=True, initial=-np.inf))
+    probabilities: npt.NDArray[np.float64] = weights / weights.sum(axis=-1, keepdims=True)
+    return probabilities
 
 
 def sigmoid(x: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:

@@ -18,9 +18,11 @@ word is the scale in f16, and each of the others contains two signed codes. The 
 shape ``[n, n_kv_heads, head_dim / 32 * 17]``, which every reader of version 1 can parse; a reader without
 support for ``q8_0`` rejects the file by its ``kv_dtype``.
 
-Recurrent layers have ``layer.i.state`` instead: float32, of a short convolution ``[conv_taps - 1, dim]``, its
-inputs of the last tokens, oldest first. In a model with such layers, K and V are those of the tokens before
-the position of the states, and the loaded session computes the tokens after it again.
+Recurrent layers have ``layer.i.state``, instead of K and V or next to them, in float32: of a short
+convolution ``[conv_taps - 1, dim]``, its inputs of the last tokens, oldest first; of other layers
+``[values]``, the inputs of the convolution followed by the matrix of each head. In a model with such
+layers, K and V are those of the tokens before the position of the states, and the loaded session recomputes
+the later tokens. A model without any K and V stores that position as ``computed`` (int32 ``[1]``).
 
 The layout does not depend on the engine: a session saved on one device can continue on another.
 """
@@ -45,7 +47,7 @@ from safetensors.numpy import save_file
 
 from metal_prefill._support.atomic_write import replacing
 from metal_prefill.errors import StateError
-from metal_prefill.files._architecture import ModelConfig, has_attention, layer_kind, state_values
+from metal_prefill.files._architecture import ModelConfig, core_config, has_attention, layer_kind
 from metal_prefill.files._gguf_file import GGUFFile
 
 FORMAT = "metal_prefill.session"
@@ -131,6 +133,7 @@ class Owner:
         c, rows = self.config, _KV_DTYPES[self.kv_dtype]
         kinds = (("key", c.key_dim), ("value", c.value_dim))
         tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
+        core = core_config(c)
         for layer in range(c.n_layers):
             kind = layer_kind(c, layer)
             for name, dim in kinds if has_attention(kind) else ():
@@ -138,7 +141,7 @@ class Owner:
                 tensors[f"layer.{layer}.{name}"] = (rows.dtype, shape)
             if kind == "short_conv":
                 tensors[f"layer.{layer}.state"] = ("F32", (c.conv_taps - 1, c.dim))
-            elif values := state_values(c, layer):
+            elif values := core.state_values(layer):
                 tensors[f"layer.{layer}.state"] = ("F32", (values,))
         if c.n_heads == 0:
             tensors[COMPUTED] = ("I32", (1,))

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from metal_prefill import _core
-
-TextPooling: TypeAlias = Literal["none", "mean", "cls", "last"]
+from metal_prefill.files._pooled_head import Pooling
 
 
 class TextCall:
@@ -31,9 +30,7 @@ class TextCall:
         Result of a text: one vector of its hidden states, or with ``"none"`` all of them.
     """
 
-    def __init__(
-        self, core: _core.Engine, texts: Sequence[npt.NDArray[np.int32]], pooling: TextPooling
-    ) -> None:
+    def __init__(self, core: _core.Engine, texts: Sequence[npt.NDArray[np.int32]], pooling: Pooling) -> None:
         self._core = core
         self._pooling = pooling
         self._tokens = np.concatenate(texts)

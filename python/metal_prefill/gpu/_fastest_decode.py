@@ -41,13 +41,19 @@ class Choice:
         options.metal.fused_norm = self.fused_norm
         options.metal.matvec_rows = self.matvec_rows
 
+    @property
+    def stored(self) -> list[str]:
+        """Form in the file of choices."""
+        return [str(int(self.fused_norm)), str(self.matvec_rows)]
+
 
 UNMEASURED = Choice(fused_norm=False, matvec_rows=1)  # what an engine does without a measurement
+_CHOICES = [Choice(fused, rows) for fused in (False, True) for rows in (1, 2, 4)]
 
 
-def is_wanted() -> bool:
-    """Return whether to measure: on real GPUs, unless ``METAL_PREFILL_TUNE`` is set to 0 or 1."""
-    setting = os.environ.get("METAL_PREFILL_TUNE", "")
+def is_wanted(variable: str) -> bool:
+    """Return whether to test or measure: on real GPUs, unless an environment variable is set to 0 or 1."""
+    setting = os.environ.get(variable, "")
     return setting == "1" or (setting != "0" and not _core.has_emulator)
 
 
@@ -73,15 +79,16 @@ def fastest(builder: _core.ModelBuilder, options: _core.EngineOptions, config: M
         Builder, engine options and configuration of the model. The options are as before afterwards.
     """
     given = options.metal.fused_norm
-    if not (config.causal and config.has_head and config.context_length >= 8) or options.metal.matvec_rows:
+    if not config.generates or config.context_length < 8 or options.metal.matvec_rows:
         return None
     device = _core.metal_device().get("name", "")
     shape = [config.architecture, config.n_layers, config.dim, config.ffn_dim, config.vocab_size]
     key = cache_key([device, shape, given])
     path = cache_folder() / "decode.json"
     known = read_known(path)
-    if (stored := _choice_of(known.get(key))) is not None:
-        return stored
+    for choice in _CHOICES:
+        if known.get(key) == choice.stored:
+            return choice
 
     def seconds(choice: Choice) -> float:
         choice.apply(options)
@@ -101,15 +108,6 @@ def fastest(builder: _core.ModelBuilder, options: _core.EngineOptions, config: M
     for choice in (Choice(best.fused_norm, 2), Choice(best.fused_norm, 4)):
         if (other := seconds(choice)) < limit:
             best, limit = choice, other
-    known[key] = [str(int(best.fused_norm)), str(best.matvec_rows)]
+    known[key] = best.stored
     write_known(path, known)
     return best
-
-
-def _choice_of(stored: list[str] | None) -> Choice | None:
-    """Return a stored choice; None if there is none, or a damaged one."""
-    for fused in (False, True):
-        for rows in (1, 2, 4):
-            if stored == [str(int(fused)), str(rows)]:
-                return Choice(fused, rows)
-    return None

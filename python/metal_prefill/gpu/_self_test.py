@@ -8,7 +8,6 @@ kernels and size class of the model file, because some GPUs misread large files 
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -74,12 +73,6 @@ def kernel_differences(
     return checked, list(found.values())
 
 
-def _wanted() -> bool:
-    """Return whether to run the test: on real GPUs, unless ``METAL_PREFILL_CHECK`` is set to 0 or 1."""
-    setting = os.environ.get("METAL_PREFILL_CHECK", "")
-    return setting == "1" or (setting != "0" and not _core.has_emulator)
-
-
 def _findings(engine: _core.Engine, config: ModelConfig, file_bytes: int) -> list[str]:
     """Return the errors found by the self-test, which runs unless a stored result exists."""
     session = engine.session(0)
@@ -117,7 +110,7 @@ def build_checked(
         Other kernels are faulty; the message names them.
     """
     engine = builder.build("metal", options)
-    if not _wanted():
+    if not _fastest_decode.is_wanted("METAL_PREFILL_CHECK"):
         return engine
     wrong = _findings(engine, config, file_bytes)
     if wrong and all(text.startswith(_ON_TENSORS) for text in wrong):
@@ -141,7 +134,9 @@ def _with_fastest_decode(
     file_bytes: int,
 ) -> _core.Engine:
     """Return the engine, or one that decodes faster and passes the self-test, too."""
-    choice = _fastest_decode.fastest(builder, options, config) if _fastest_decode.is_wanted() else None
+    choice = None
+    if _fastest_decode.is_wanted("METAL_PREFILL_TUNE"):
+        choice = _fastest_decode.fastest(builder, options, config)
     if choice is None or choice == _fastest_decode.UNMEASURED:
         return engine
     before = options.metal.fused_norm

@@ -27,12 +27,13 @@ import numpy as np
 import numpy.typing as npt
 
 from metal_prefill._support.arguments import integer
+from metal_prefill._support.cached_property import cached_property
 from metal_prefill.errors import MissingExtraError
 from metal_prefill.files._hub import resolve_model
 from metal_prefill.model import Model
 from metal_prefill.tasks._embedding import encode_texts
 from metal_prefill.tasks._prompt_rules import PromptRules
-from metal_prefill.tasks._prompts import prompt_form
+from metal_prefill.tasks._prompts import PromptForm, prompt_form
 from metal_prefill.tasks._scoring import check_prompt
 
 try:
@@ -222,9 +223,12 @@ class EmbedTexts(_PromptMapper):
     def _encode(self, prompt: Any) -> Any:
         return prompt
 
+    @cached_property
+    def _form(self) -> PromptForm:
+        return prompt_form(self._model.engine, self._embedding["instruction"])
+
     def _check(self, prompt: Any) -> Any:
-        form = prompt_form(self._model.engine, self._embedding["instruction"])
-        encode_texts(self._model.engine, [prompt], form, self._rules)
+        encode_texts(self._model.engine, [prompt], self._form, self._rules)
         return prompt
 
     def _answer(self, prompts: Sequence[Any]) -> Sequence[Any]:

@@ -20,7 +20,6 @@ from gguf import (
 from numpy.typing import NDArray
 
 from metal_prefill._support.atomic_write import replacing
-from metal_prefill.files._architecture import ARCHITECTURES, Architecture
 from metal_prefill.files._pooled_head import POOLINGS
 from metal_prefill.synth._model import TOKEN_TYPES, ModelShape, Tensor
 from metal_prefill.synth._tokenizer import VOCABULARIES, Vocabulary
@@ -44,7 +43,7 @@ def _add_metadata(writer: GGUFWriter, name: str, shape: ModelShape, tensor_type:
     writer.add_block_count(shape.layers)
     writer.add_feed_forward_length(shape.ffn)
     writer.add_head_count(shape.heads)
-    traits = ARCHITECTURES.get(shape.architecture, Architecture())
+    traits = shape.traits
     counts = shape.kv_heads_of_layers
     writer.add_head_count_kv(counts if len(set(counts)) > 1 else counts[0])
     if shape.conv_layers:

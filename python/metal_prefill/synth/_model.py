@@ -19,6 +19,7 @@ from metal_prefill.files._architecture import (
     has_attention,
     has_state_space,
     presence_of,
+    tensor_name,
 )
 from metal_prefill.files._metadata_keys import MAX_INT
 from metal_prefill.files._pooled_head import POOLINGS
@@ -114,13 +115,17 @@ class ModelShape:
     scan: ScanShape | None = None
 
     @property
+    def traits(self) -> Architecture:
+        """Traits of the architecture; those of llama for an unknown one."""
+        return ARCHITECTURES.get(self.architecture, Architecture())
+
+    @property
     def kinds(self) -> tuple[LayerKind, ...]:
         """Kind of each layer."""
-        traits = ARCHITECTURES.get(self.architecture, Architecture())
-        recurrent = self.conv_layers if self.scan is None else self.scan.layers
-        every = range(self.layers) if recurrent is None else recurrent
+        traits, listed = self.traits, self.conv_layers if self.scan is None else self.scan.layers
+        recurrent = set(range(self.layers) if listed is None else listed)
         return tuple(
-            traits.mixer if traits.recurrent is None or layer not in every else traits.recurrent
+            traits.mixer if traits.recurrent is None or layer not in recurrent else traits.recurrent
             for layer in range(self.layers)
         )
 
@@ -203,8 +208,8 @@ def check(shape: ModelShape) -> None:
     for name in whole:  # first, since what follows takes time for each layer
         if getattr(shape, name) > MAX_INT:
             raise ValueError(f"{name} {getattr(shape, name)}: must be at most {MAX_INT}")
-    traits = _traits(shape)
-    unused = {*(("heads", "kv_heads", "head_dim") if not _attends(shape) else ())}
+    traits, attends = shape.traits, any(has_attention(kind) for kind in shape.kinds)
+    unused = {*(("heads", "kv_heads", "head_dim") if not attends else ())}
     unused |= {"ffn"} if traits.ffn == "absent" else set()
     for name in whole:
         if getattr(shape, name) < (0 if name in unused else 1):
@@ -215,10 +220,10 @@ def check(shape: ModelShape) -> None:
         given = getattr(shape, name)
         if given is not None and given < 1:
             raise ValueError(f"{name} {given}: must be at least 1")
-    if _attends(shape) and shape.heads % shape.kv_heads:
+    if attends and shape.heads % shape.kv_heads:
         raise ValueError(f"heads {shape.heads}: must be a multiple of kv_heads {shape.kv_heads}")
     rope_dims = shape.head_dim if shape.rope_dims is None else shape.rope_dims
-    if _attends(shape) and (rope_dims % 2 or not 0 < rope_dims <= shape.head_dim):
+    if attends and (rope_dims % 2 or not 0 < rope_dims <= shape.head_dim):
         raise ValueError(f"rope_dims {rope_dims}: must be even, and in 2..head_dim {shape.head_dim}")
     if shape.rope_scaling not in ROPE_SCALINGS:
         raise ValueError(f"rope_scaling {shape.rope_scaling!r}: must be one of {', '.join(ROPE_SCALINGS)}")
@@ -233,7 +238,7 @@ def check(shape: ModelShape) -> None:
     if shape.conv_layers and traits.recurrent != "short_conv":
         raise ValueError(f"conv_layers {shape.conv_layers}: {shape.architecture} has no short convolutions")
     if not all(0 <= layer < shape.layers for layer in shape.conv_layers) or (
-        shape.conv_layers and not _attends(shape)
+        shape.conv_layers and not attends
     ):
         raise ValueError(
             f"conv_layers {shape.conv_layers}: must be layers, and leave one of {shape.layers} with attention"
@@ -250,10 +255,6 @@ def check(shape: ModelShape) -> None:
         )
     if shape.scan is not None:
         check_scan(shape.scan, shape.layers)
-
-
-def _attends(shape: ModelShape) -> bool:
-    return any(has_attention(kind) for kind in shape.kinds)
 
 
 def tensors(
@@ -290,10 +291,10 @@ def tensors(
     # Magnitudes of the outputs; those of other projections are 1.
     sizes = {"wq": scores, "wk": scores}
     sizes |= dict.fromkeys(("wo", "w_down", "conv_out", "scan_out"), residual)
-    names = ARCHITECTURES.get(shape.architecture, Architecture()).names
+    traits = shape.traits
 
-    def tensor(spec: _core.TensorSpec, layer: int | None = None) -> Tensor:
-        name = names.get(spec.role, spec.name).format(layer=layer)
+    def tensor(spec: _core.TensorSpec, layer: int = -1) -> Tensor:
+        name = tensor_name(traits, spec, layer)
         if spec.role in _FACTORS:
             return Tensor(name, spec.shape, "F32", Role.FACTORS)
         if spec.role == "output_norm":
@@ -316,11 +317,11 @@ def tensors(
     after = ("output_norm", "output")
     yield from (tensor(spec) for spec in whole if spec.role in _FACTORS)
     yield from (tensor(spec) for spec in whole if spec.role not in (*after, *_FACTORS))
-    for layer in range(shape.layers):
-        kind = _core.LayerKind[shape.kinds[layer].upper()]
+    for layer, name in enumerate(shape.kinds):
+        kind = _core.LayerKind[name.upper()]
         for spec in specs:
             # An optional norm of the first layer would repeat the norm of the embedding.
-            repeats = layer == 0 and spec.role == "attn_norm" and _traits(shape).attn_norm == "optional"
+            repeats = layer == 0 and spec.role == "attn_norm" and traits.attn_norm == "optional"
             if spec.per_layer and spec.is_in(kind) and not repeats:
                 yield tensor(spec, layer)
     yield from (tensor(spec) for spec in whole if spec.role in after)
@@ -332,7 +333,7 @@ def stacked(listed: Iterable[Tensor], shape: ModelShape) -> list[Tensor]:
 
     The combined tensor has the position, type and standard deviation of the first matrix.
     """
-    fused = _traits(shape).fused
+    fused = shape.traits.fused
     names = {spec.role: spec.name for spec in _core.tensors(_core_config(shape))}
     found = {tensor.name: tensor for tensor in listed}
     result = dict(found)
@@ -359,12 +360,8 @@ def _heads(shape: ModelShape) -> Iterator[Tensor]:
         yield Tensor("cls.output.weight", size, "F32", Role.HEAD, shape.dim**-0.5)
 
 
-def _traits(shape: ModelShape) -> Architecture:
-    return ARCHITECTURES.get(shape.architecture, Architecture())
-
-
 def _core_config(shape: ModelShape) -> _core.Config:
-    traits = _traits(shape)
+    traits = shape.traits
     config = _core.Config()
     config.qk_norm_place = _core.QkNormPlace[traits.qk_norm_place.upper()]
     config.vocab_size, config.dim, config.ffn_dim = shape.vocab, shape.dim, shape.ffn
@@ -384,7 +381,7 @@ def _is_present(spec: _core.TensorSpec, shape: ModelShape) -> bool:
         return shape.rope_scaling == "llama3"
     if spec.presence == "long_rope":
         return shape.rope_scaling == "longrope"
-    presence = presence_of(spec.presence, _traits(shape))
+    presence = presence_of(spec.presence, shape.traits)
     if presence == "tied":
         return shape.output_type != TIED
     if spec.role == "scan_group_norm" and presence == "optional":
@@ -394,7 +391,6 @@ def _is_present(spec: _core.TensorSpec, shape: ModelShape) -> bool:
         and (
             shape.all_biases
             or (spec.presence == "qkv_bias" and shape.qkv_bias)
-            or spec.presence == "conv_bias"
             or not spec.presence.endswith("bias")
         )
     )

@@ -10,10 +10,11 @@ import numpy as np
 import numpy.typing as npt
 
 from metal_prefill._engine import Engine, EngineOwner
+from metal_prefill.files._pooled_head import softmax
 from metal_prefill.tasks._embedding import check_length, checked_texts, encode_text
 from metal_prefill.tasks._pairs import encode_pair as encode_text_pair
 from metal_prefill.tasks._pairs import encode_part
-from metal_prefill.tasks._prompt_rules import PromptRules, shortened, warn_of_cut
+from metal_prefill.tasks._prompt_rules import PromptRules, errors_of, shortened, warn_of_cut
 from metal_prefill.tasks._text_passes import (
     Ids,
     TextJob,
@@ -91,11 +92,9 @@ def classify(
     def pairs_of(i: int, text: str) -> list[tuple[Ids, Ids]]:
         made = []
         for label in labels:
-            try:
+            with errors_of(f"text {i}, label {label!r}"):
                 context = rules.normalized(f"{before}{text}{after}")
                 made.append(encode_pair(engine, context, rules.normalized(label)))
-            except ValueError as error:
-                raise ValueError(f"text {i}, label {label!r}: {error}") from None
         return made
 
     def excess_of(i: int, text: str) -> int:
@@ -122,8 +121,8 @@ def classify(
     scores = likelihoods / lengths if normalize_length else likelihoods
     n = len(given)
     if calibrate:
-        scores = scores - np.log(_softmax(scores[n:]).mean(axis=0))
-    probabilities = _softmax(scores[:n]).astype(np.float32)
+        scores = scores - np.log(softmax(scores[n:]).mean(axis=0))
+    probabilities = softmax(scores[:n]).astype(np.float32)
     return Classification(tuple(labels), probabilities, likelihoods[:n], lengths[:n])
 
 
@@ -183,12 +182,6 @@ def _checked_pairs(engine: Engine, texts: Iterable[TextOrPair]) -> list[TextOrPa
             raise ValueError(f"text {i} is a pair, which only encoders take")
         checked.append((parts[0], parts[1]))
     return checked
-
-
-def _softmax(scores: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    weights = np.exp(scores - scores.max(axis=1, keepdims=True, initial=-np.inf))
-    probabilities: npt.NDArray[np.float64] = weights / weights.sum(axis=1, keepdims=True)
-    return probabilities
 
 
 def encode_pair(

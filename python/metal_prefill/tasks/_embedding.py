@@ -11,9 +11,9 @@ import numpy.typing as npt
 
 from metal_prefill._engine import Engine, EngineOwner
 from metal_prefill._support.arguments import Progress, integer
-from metal_prefill.errors import ContextOverflowError, GGUFError, KVMemoryError
+from metal_prefill.errors import ContextOverflowError, KVMemoryError
 from metal_prefill.files._pooled_head import POOLINGS, Pooling
-from metal_prefill.tasks._prompt_rules import PromptRules, cut_message, named, shortened
+from metal_prefill.tasks._prompt_rules import PromptRules, cut_message, errors_of, named, shortened
 from metal_prefill.tasks._prompts import PLAIN, PROMPTS, PromptForm, prompt_form
 from metal_prefill.tasks._text_passes import TextPasses, pooled_blocks
 
@@ -105,12 +105,8 @@ def encode_text(
     def encode(text: str) -> list[int]:
         return form.tokens(tokenizer, text, rules)
 
-    try:
+    with errors_of(name):
         ids = encode(text)
-    except GGUFError:  # of the vocabulary, which is read for the first text
-        raise
-    except ValueError as error:
-        raise ValueError(f"{name}: {error}") from None
     cut = rules.truncate == "end" and len(ids) > room
     if cut and form.after:
         ids = encode(shortened(tokenizer, text, lambda kept: len(encode(kept)) - room))
@@ -207,7 +203,7 @@ def embed_prompts(
         places.setdefault(key, i)
     distinct = [i for key, i in places.items() if key]
     results: dict[int, Vectors] = {}
-    blocks = vector_blocks(
+    vectors = vectors_of(
         passes,
         kind,
         [prompts[i] for i in distinct],
@@ -215,11 +211,10 @@ def embed_prompts(
         normalize=normalize,
         dimensions=dimensions,
     )
-    for block in blocks:
-        for vector in block:
-            results[distinct[len(results)]] = vector
-            if progress is not None:
-                progress(len(results), len(distinct))
+    for vector in vectors:
+        results[distinct[len(results)]] = vector
+        if progress is not None:
+            progress(len(results), len(distinct))
     if b"" in places:
         results[places[b""]] = np.zeros((0, width) if kind == "none" else width, np.float32)
     ordered = [results[places[key]] for key in keys]
@@ -241,20 +236,6 @@ def vectors_of(
 
     `names` are those of the prompts in errors.
     """
-    for block in vector_blocks(passes, pooling, prompts, names, normalize=normalize, dimensions=dimensions):
-        yield from block
-
-
-def vector_blocks(
-    passes: TextPasses,
-    pooling: Pooling,
-    prompts: Sequence[npt.NDArray[np.int32]],
-    names: Sequence[str],
-    *,
-    normalize: bool = True,
-    dimensions: int | None = None,
-) -> Iterable[list[Vectors]]:
-    """Yield what `vectors_of` does for the prompts of each pass together."""
     head = passes.engine.head
     for vectors in pooled_blocks(passes, pooling, prompts, names):
         if head.dense and (pooling != "none" or head.per_token):
@@ -265,7 +246,7 @@ def vector_blocks(
             vectors = [_normalized(vector) for vector in vectors]
         elif normalize:
             vectors = list(_normalized(np.stack(vectors)))  # each row as it would be alone
-        yield vectors
+        yield from vectors
 
 
 def _normalized(vectors: Vectors) -> Vectors:

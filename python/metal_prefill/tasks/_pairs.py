@@ -5,20 +5,16 @@ from __future__ import annotations
 import numpy as np
 
 from metal_prefill._engine import Engine
-from metal_prefill.errors import ContextOverflowError, GGUFError
+from metal_prefill.errors import ContextOverflowError
 from metal_prefill.tasks._embedding import check_length
-from metal_prefill.tasks._prompt_rules import PromptRules
+from metal_prefill.tasks._prompt_rules import PromptRules, errors_of
 from metal_prefill.tasks._text_passes import Ids
 
 
 def encode_part(engine: Engine, text: str, name: str, rules: PromptRules) -> list[int]:
     """Return the tokens of one text of a pair; `name` identifies it in errors."""
-    try:
+    with errors_of(name):
         return engine.tokenizer.encode(rules.normalized(text), add_bos=False)
-    except GGUFError:  # of the vocabulary, which is read for the first text
-        raise
-    except ValueError as error:
-        raise ValueError(f"{name}: {error}") from None
 
 
 def encode_pair(

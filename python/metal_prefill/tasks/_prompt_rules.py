@@ -4,13 +4,26 @@ from __future__ import annotations
 
 import unicodedata
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
 from metal_prefill._support.arguments import one_of
+from metal_prefill.errors import GGUFError
 
 if TYPE_CHECKING:
     from metal_prefill.text._tokenizer import Tokenizer
+
+
+@contextmanager
+def errors_of(name: str) -> Iterator[None]:
+    """Put the name of a text before the message of a ValueError about it."""
+    try:
+        yield
+    except GGUFError:  # of the vocabulary, which is read for the first text
+        raise
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
 
 
 class PromptRules(NamedTuple):

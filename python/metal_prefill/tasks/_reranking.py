@@ -17,7 +17,7 @@ from metal_prefill.files._pooled_head import dequantized, sigmoid
 from metal_prefill.tasks._embedding import DEFAULT_RULES, check_length, encode_text
 from metal_prefill.tasks._late_interaction import late_scores
 from metal_prefill.tasks._pairs import encode_pair, encode_part
-from metal_prefill.tasks._prompt_rules import PromptRules, shortened, warn_of_cut
+from metal_prefill.tasks._prompt_rules import PromptRules, errors_of, shortened, warn_of_cut
 from metal_prefill.tasks._prompts import has_prompts, prompt_form
 from metal_prefill.tasks._text_passes import Ids, TextPasses, pooled_states
 
@@ -143,24 +143,25 @@ def kind_of(engine: Engine, options: Options) -> str:
     if options.how not in (None, "late"):
         raise ValueError(f"how must be 'late' or None, got {options.how!r}")
     head, name = engine.head, engine.path.name
-    late = options.how == "late" or (head.per_token and not head.labels)
-    if late and (head.labels or head.pooling == "rank"):
-        raise ValueError(f"{name} has a classification head, which scores pairs: leave how='late' out")
-    if not late and not engine.config.has_head:
+    if options.how == "late" or (head.per_token and not head.labels):
+        if head.labels or head.pooling == "rank":
+            raise ValueError(f"{name} has a classification head, which scores pairs: leave how='late' out")
+        kind = "late"
+    elif engine.config.has_head:
+        return "template"
+    else:
         if not head.labels:
             raise ValueError(
                 f"{name} is an encoder without a classification head: it does not rank pairs of texts; "
                 "compare vectors of embed, or select late interaction with how='late'"
             )
         check_scores(engine)
-        late = False
-    elif not late:
-        return "template"
+        kind = "pair"
     if options.template is not None:
         raise ValueError(f"template is not supported: {name} does not read query and document as one text")
-    if not late and options.instruction is not None:
+    if kind == "pair" and options.instruction is not None:
         raise ValueError(f"instruction is not supported: {name} has no place for it between two texts")
-    return "late" if late else "pair"
+    return kind
 
 
 def _encode_late(engine: Engine, query: str, documents: Sequence[str], options: Options) -> Ranking:
@@ -203,10 +204,8 @@ def _encode_templates(engine: Engine, query: str, documents: Sequence[str], opti
 
     ranking = Ranking(documents, [], [])
     for i, document in enumerate(documents):
-        try:
+        with errors_of(f"document {i}"):
             ids = encode(document)
-        except ValueError as error:
-            raise ValueError(f"document {i}: {error}") from None
         cut = options.rules.truncate == "end" and len(ids) > engine.max_context
         if cut:
             kept = shortened(engine.tokenizer, document, lambda text: len(encode(text)) - engine.max_context)

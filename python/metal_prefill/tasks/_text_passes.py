@@ -14,7 +14,7 @@ from metal_prefill import _core
 from metal_prefill._engine import Engine
 from metal_prefill.files._pooled_head import Pooling
 from metal_prefill.generation._batch_call import BatchCall, BatchOutput
-from metal_prefill.generation._text_call import TextCall, TextPooling
+from metal_prefill.generation._text_call import TextCall
 
 Ids = npt.NDArray[np.int32]
 
@@ -25,8 +25,6 @@ RunBatch: TypeAlias = Callable[[BatchCall | TextCall], list[Any]]
 LEAST_PIECE = 16
 # Fewest tokens of a shared prefix that are worth a copied page.
 WORTH_SHARING = 16
-# Poolings of whole texts, by those of heads.
-WHOLE_POOLINGS: dict[Pooling, TextPooling] = {"none": "none", "mean": "mean", "cls": "cls", "last": "last"}
 
 
 @dataclass(eq=False)
@@ -208,7 +206,7 @@ def pooled_blocks(
     if not prompts:
         return
     if not passes.engine.config.causal:
-        yield from _whole_blocks(passes, WHOLE_POOLINGS[pooling], prompts, names)
+        yield from _whole_blocks(passes, pooling, prompts, names)
         return
     if pooling == "last":
         for state in last_states(passes, prompts, names):
@@ -226,7 +224,7 @@ def pooled_blocks(
 
 
 def _whole_blocks(
-    passes: TextPasses, pooling: TextPooling, prompts: Sequence[Ids], names: Sequence[str]
+    passes: TextPasses, pooling: Pooling, prompts: Sequence[Ids], names: Sequence[str]
 ) -> Iterator[list[npt.NDArray[np.float32]]]:
     """Yield the results of passes of whole prompts, as many as fit, in their order."""
     lengths = list(map(len, prompts))

@@ -12,9 +12,8 @@ import numpy.typing as npt
 
 from metal_prefill._engine import Engine, EngineOwner
 from metal_prefill._support.arguments import Progress, one_of
-from metal_prefill.errors import GGUFError
 from metal_prefill.tasks._embedding import check_length, checked_texts
-from metal_prefill.tasks._prompt_rules import cut_message
+from metal_prefill.tasks._prompt_rules import cut_message, errors_of
 from metal_prefill.tasks._text_passes import Ids, TextPasses, pooled_states
 from metal_prefill.text._tokenizer import TokenSpan
 
@@ -115,12 +114,8 @@ def encode_spans(engine: Engine, texts: Iterable[str], truncate: str) -> tuple[l
     room = max(engine.max_context - len(frame.begin) - len(frame.end), 0)
     spanned, cut = [], []
     for i, text in enumerate(checked_texts(texts)):
-        try:
+        with errors_of(f"text {i}"):
             spans = engine.tokenizer.encode_spans(text)
-        except GGUFError:  # of the vocabulary, which is read for the first text
-            raise
-        except ValueError as error:
-            raise ValueError(f"text {i}: {error}") from None
         if truncate == "end" and len(spans) > room:
             spans = spans[:room]
             cut.append(i)

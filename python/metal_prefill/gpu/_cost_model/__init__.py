@@ -33,7 +33,7 @@ from math import ceil
 
 from metal_prefill._support.dispatches import Dispatch
 from metal_prefill.gpu._cost_model.chips import CHIPS, Chip, find_chip
-from metal_prefill.gpu._cost_model.shapes import Shape, plan, shape_of, uniform_shape
+from metal_prefill.gpu._cost_model.shapes import Shape, plan, shape_of
 from metal_prefill.gpu._cost_model.work import Ops, Work, find_work, work_of
 
 __all__ = [
@@ -51,7 +51,6 @@ __all__ = [
     "predict",
     "shape_of",
     "time_of",
-    "uniform_shape",
     "work_of",
 ]
 

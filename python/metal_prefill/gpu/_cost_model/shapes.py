@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gguf import GGMLQuantizationType
-
 from metal_prefill import _core
 from metal_prefill._support.cached_property import cached_property
 from metal_prefill._support.dispatches import Dispatch, from_core
@@ -13,7 +11,6 @@ from metal_prefill.files._architecture import (
     ModelConfig,
     collect_tensors,
     core_config,
-    expected_tensors,
     read_config,
 )
 from metal_prefill.files._gguf_file import GGUFFile
@@ -57,26 +54,6 @@ def shape_of(gguf: GGUFFile) -> Shape:
     config = read_config(gguf)
     found = collect_tensors(gguf, config)
     return Shape(config, tuple(TensorShape(role, layer, t.type, t.shape) for role, layer, t in found))
-
-
-def uniform_shape(config: ModelConfig, kind: str, embedding: str, output: str | None = None) -> Shape:
-    """Return the shape of a model whose layers have matrices of one type and no optional tensor.
-
-    Parameters
-    ----------
-    config
-        Of the model.
-    kind, embedding, output
-        Tensor types in the layers, of the embedding and of the head; without `output` the head is tied.
-    """
-    types = {"token_embedding": embedding, "output": output or embedding}
-    tensors = []
-    for spec, layer, presence in expected_tensors(config):
-        if presence == "optional" and not (spec.role == "token_types" and config.token_types):
-            continue
-        name = types.get(spec.role, kind if spec.kind == "matrix" else "f32")
-        tensors.append(TensorShape(spec.role, layer, GGMLQuantizationType[name.upper()], spec.shape))
-    return Shape(config, tuple(tensors))
 
 
 def plan(

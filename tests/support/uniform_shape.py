@@ -1,0 +1,28 @@
+"""Shapes of models without a file, for the cost model."""
+
+from __future__ import annotations
+
+from gguf import GGMLQuantizationType
+
+from metal_prefill.files._architecture import ModelConfig, expected_tensors
+from metal_prefill.gpu._cost_model.shapes import Shape, TensorShape
+
+
+def uniform_shape(config: ModelConfig, kind: str, embedding: str, output: str | None = None) -> Shape:
+    """Return the shape of a model whose layers have matrices of one type and no optional tensor.
+
+    Parameters
+    ----------
+    config
+        Of the model.
+    kind, embedding, output
+        Tensor types in the layers, of the embedding and of the head; without `output` the head is tied.
+    """
+    types = {"token_embedding": embedding, "output": output or embedding}
+    tensors = []
+    for spec, layer, presence in expected_tensors(config):
+        if presence == "optional" and not (spec.role == "token_types" and config.token_types):
+            continue
+        name = types.get(spec.role, kind if spec.kind == "matrix" else "f32")
+        tensors.append(TensorShape(spec.role, layer, GGMLQuantizationType[name.upper()], spec.shape))
+    return Shape(config, tuple(tensors))
