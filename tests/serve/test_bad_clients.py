@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+import struct
 from collections.abc import Iterator
 from typing import Any
 
@@ -68,6 +70,19 @@ def test_disconnected_and_stalled_clients_do_not_affect_others(strict: Running, 
     for connection in stalled:
         connection.close()
     wait_until(lambda: strict.service._texts == 0)
+
+
+def test_a_reset_in_the_middle_of_many_events_logs_nothing(
+    server: Running, caplog: pytest.LogCaptureFixture
+) -> None:
+    body = {**LONG, "n": 16}
+    for i in range(30):
+        with server.connect() as client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            client.sendall(request_bytes(body))
+            client.recv(2000 + 100 * i)
+    wait_until(lambda: server.service._texts == 0)
+    assert [record.getMessage() for record in caplog.records] == []
 
 
 def test_half_a_body_ends_with_408(strict: Running) -> None:

@@ -156,15 +156,15 @@ async def send_choices(
     no_usage: dict[str, Any] = {"usage": None} if with_usage else {}
     async with aclosing(generate(service, choices, head["id"], begin)) as passes:
         async for made in passes:
-            for choice, text in made if form.stream else ():
-                for chunk in choice.chunks(text.pieces):
-                    await reply.event({**head, "choices": [chunk], **no_usage})
+            if form.stream:
+                chunks = [chunk for choice, text in made for chunk in choice.chunks(text.pieces)]
+                await reply.events(*({**head, "choices": [chunk], **no_usage} for chunk in chunks))
     usage = {"usage": usage_of(choices), "timings": timings_of(choices, begin)}
     if not form.stream:
         await reply.json({**head, "choices": [choice.whole() for choice in choices], **usage})
         return
     if with_usage:
-        await reply.event({**head, "choices": [], **usage})
+        await reply.events({**head, "choices": [], **usage})
     await reply.end_of_events()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import anyio
+import anyio.lowlevel
 import msgspec
 from starlette.types import Send
 
@@ -41,12 +42,13 @@ class Reply:
         """Send a complete JSON answer."""
         await self._whole(200, msgspec.json.encode(content), {})
 
-    async def event(self, content: Any) -> None:
-        """Send one event; the first one starts the stream."""
+    async def events(self, *contents: Any) -> None:
+        """Send events in one piece; the first ones start the stream."""
         if not self._events:
             await self._begin(200, {"content-type": "text/event-stream", "cache-control": "no-cache"})
             self._events = True
-        await self._body(b"data: " + msgspec.json.encode(content) + b"\n\n", more=True)
+        pieces = [b"data: " + msgspec.json.encode(content) + b"\n\n" for content in contents]
+        await self._body(b"".join(pieces), more=True)
 
     async def end_of_events(self) -> None:
         """End the stream with the event ``[DONE]``, as clients expect."""
@@ -61,7 +63,7 @@ class Reply:
         if not self._begun:
             await self._whole(answer.status, msgspec.json.encode(answer.body()), answer.headers)
         elif self._events and not self._complete:
-            await self.event(answer.body())
+            await self.events(answer.body())
             await self.end_of_events()
 
     async def _whole(self, status: int, body: bytes, headers: dict[str, str]) -> None:
@@ -80,6 +82,7 @@ class Reply:
         self._complete = not more
         with anyio.move_on_after(self._seconds) as scope:
             await self._send({"type": "http.response.body", "body": body, "more_body": more})
+            await anyio.lowlevel.checkpoint()  # uvicorn learns that the client has gone before the next piece
         if scope.cancelled_caught:
             raise StalledClientError
 
