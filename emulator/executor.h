@@ -117,14 +117,17 @@ class Allocation {
   virtual ~Allocation() = default;
   virtual void* host() = 0;               // null where the host cannot reach it
   virtual bool intact() { return true; }  // false: a write past the end was found
+  // Another mapping of the host's memory, numbered from 1, which lives as long as the allocation; null where
+  // its pages cannot be mapped twice.
+  virtual void* view(std::size_t) { return nullptr; }
   std::size_t bytes = 0;
   std::uint64_t device_address = 0;  // where the executor's device has memory of its own
 };
 
 // Host memory whose end is guarded: an access past it faults (or is reported by AddressSanitizer), and bytes
-// between the end and the next alignment boundary are watched by intact(). Filled with `fill`. Null: out of
-// memory.
-std::shared_ptr<Allocation> allocate_guarded(std::size_t bytes, std::uint8_t fill);
+// between the end and the next alignment boundary are watched by intact(). Filled with `fill`. It has views
+// if its pages are `shared`, also with forked processes. Null: out of memory.
+std::shared_ptr<Allocation> allocate_guarded(std::size_t bytes, std::uint8_t fill, bool shared);
 // The caller's memory. With `guarded`, host() is a second view of the same pages, followed by a guard if the
 // kernel supports it (shared mappings); otherwise the memory itself.
 std::shared_ptr<Allocation> wrap_memory(void* memory, std::size_t bytes, bool guarded);

@@ -7,6 +7,7 @@
 #include <filesystem>
 #include <fstream>
 #include <iterator>
+#include <mutex>
 #include <optional>
 #include <string_view>
 
@@ -95,6 +96,8 @@ id<MTLBinaryArchive> PipelineArchive::read() const {
 
 void PipelineArchive::write(std::span<const id<MTLFunction>> functions) const {
   if (!is_kept()) return;
+  static std::mutex writing;  // threads of a process share the name of the incomplete file
+  const std::scoped_lock lock(writing);
   id<MTLBinaryArchive> archive = open(device_, "");
   for (id<MTLFunction> function : functions) {
     MTLComputePipelineDescriptor* descriptor = [[MTLComputePipelineDescriptor alloc] init];

@@ -38,6 +38,27 @@ std::byte* address_of(const BoundBuffer& buffer) {
   return const_cast<std::byte*>(buffer.bytes.data());
 }
 
+// In checked mode, bindings of one allocation of which one is written have addresses of their own, so that
+// each access belongs to the binding through which the kernel makes it.
+std::byte* distinct_address(const Kernel& kernel, const DispatchCommand& command,
+                            const KernelArgument& argument) {
+  const BoundBuffer& own = command.buffers[static_cast<std::size_t>(argument.index)];
+  std::size_t before = 0;
+  bool shared = false, written = argument.writable;
+  for (const KernelArgument& other : kernel.arguments) {
+    const auto index = static_cast<std::size_t>(other.index);
+    if (other.space == KernelArgument::Space::kThreadgroup || other.index == argument.index ||
+        index >= command.buffers.size() || command.buffers[index].allocation != own.allocation)
+      continue;
+    shared = true;
+    written |= other.writable;
+    before += other.index < argument.index;
+  }
+  if (!own.allocation || !shared || !written || before == 0) return address_of(own);
+  auto* view = static_cast<std::byte*>(own.allocation->view(before));
+  return view ? view + own.offset : address_of(own);
+}
+
 std::size_t length_of(const BoundBuffer& buffer) {
   return buffer.allocation ? buffer.allocation->bytes - buffer.offset : buffer.bytes.size();
 }
@@ -150,7 +171,7 @@ class CpuExecutor final : public Executor {
   }
 
   std::shared_ptr<Allocation> allocate(std::size_t bytes, bool host_visible) override {
-    return allocate_guarded(bytes, host_visible ? 0 : 0xff);
+    return allocate_guarded(bytes, host_visible ? 0 : 0xff, true);
   }
   std::shared_ptr<Allocation> wrap(void* memory, std::size_t bytes) override {
     return wrap_memory(memory, bytes, true);
@@ -287,7 +308,8 @@ class CpuExecutor final : public Executor {
       if (index >= command.buffers.size()) continue;
       const BoundBuffer& bound = command.buffers[index];
       if (!bound.allocation && bound.bytes.empty()) continue;
-      std::byte* address = address_of(bound);
+      std::byte* address =
+          work.options.checked ? distinct_address(*pipeline.kernel, command, argument) : address_of(bound);
       work.buffers[index] = address;
       const auto begin = reinterpret_cast<std::uintptr_t>(address);
       work.bindings.push_back({.begin = begin,

@@ -145,7 +145,7 @@ std::shared_ptr<Allocation> allocate_private(const Device& device, std::size_t b
 }
 
 std::shared_ptr<Allocation> allocate_shared(const Device& device, std::size_t bytes) {
-  return map(device, allocate_guarded(bytes, 0));
+  return map(device, allocate_guarded(bytes, 0, false));
 }
 
 std::shared_ptr<Allocation> wrap(const Device& device, void* memory, std::size_t bytes) {

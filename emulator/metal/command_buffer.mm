@@ -192,6 +192,7 @@ struct Running {
   std::string message = completion.error;
   NSInteger code = MTLCommandBufferErrorInternal;
   if (message.empty() && State::get().validates()) message = find_misuse(_encoded);
+  if (message.empty()) message = find_overlap(_encoded, completion.statistics);
   if (message.empty()) message = find_hazard(_encoded, completion.statistics);
   if (message.empty()) {
     message = find_timeout(_encoded, completion.statistics, State::get().limits().watchdog_steps);

@@ -1,5 +1,7 @@
 #include "encoded.h"
 
+#include <algorithm>
+#include <optional>
 #include <set>
 #include <utility>
 
@@ -58,6 +60,23 @@ std::vector<Access> touched(const Command& command, const std::vector<EncodedBin
   return accesses;
 }
 
+const std::vector<ByteRange>& ranges_of(const std::vector<std::vector<ByteRange>>& by_index,
+                                        const EncodedBinding& binding) {
+  static const std::vector<ByteRange> none;
+  const auto index = static_cast<std::size_t>(binding.index);
+  return index < by_index.size() ? by_index[index] : none;
+}
+
+// Of two sorted lists.
+std::optional<ByteRange> first_common(const std::vector<ByteRange>& a, const std::vector<ByteRange>& b) {
+  for (std::size_t i = 0, j = 0; i < a.size() && j < b.size();) {
+    const ByteRange both{std::max(a[i].begin, b[j].begin), std::min(a[i].end, b[j].end)};
+    if (both.begin < both.end) return both;
+    a[i].end < b[j].end ? i++ : j++;
+  }
+  return std::nullopt;
+}
+
 std::uint64_t total_bytes(const std::vector<ByteRange>& ranges) {
   std::uint64_t total = 0;
   for (const ByteRange& range : ranges) total += range.end - range.begin;
@@ -75,6 +94,32 @@ std::string find_hazard(const Encoded& encoded, const std::vector<DispatchStatis
     auto accesses = touched(encoded.commands[i], encoded.bindings[i], statistics[dispatch++]);
     if (auto conflict = tracker.find_conflict(accesses, kNoBarrier)) return *conflict;
     tracker.add(std::move(accesses));
+  }
+  return {};
+}
+
+std::string find_overlap(const Encoded& encoded, const std::vector<DispatchStatistics>& statistics) {
+  std::size_t dispatch = 0;
+  for (std::size_t i = 0; i < encoded.commands.size() && dispatch < statistics.size(); i++) {
+    const Command& command = encoded.commands[i];
+    if (command.kind != Command::Kind::kDispatch) continue;
+    const DispatchStatistics& ran = statistics[dispatch++];
+    for (const EncodedBinding& own : encoded.bindings[i]) {
+      for (const EncodedBinding& other : encoded.bindings[i]) {
+        if (!own.buffer || !other.buffer || own.index == other.index ||
+            own.buffer->allocation != other.buffer->allocation)
+          continue;
+        const auto& written = ranges_of(ran.written, own);
+        for (const bool writes : {false, true}) {
+          const auto both = first_common(written, ranges_of(writes ? ran.written : ran.read, other));
+          if (!both) continue;
+          return describe(command, own) + " writes bytes " + std::to_string(both->begin) + " to " +
+                 std::to_string(both->end) + " of a buffer that buffer(" + std::to_string(other.index) +
+                 ") '" + other.name + "' of the same dispatch " + (writes ? "writes" : "reads") +
+                 ", which Metal's compiler assumes never to happen";
+        }
+      }
+    }
   }
   return {};
 }

@@ -7,6 +7,7 @@
 #include <cstring>
 #include <map>
 #include <mutex>
+#include <vector>
 
 #include "emulator.h"
 
@@ -76,62 +77,6 @@ struct Guards {
 // Pages with an inaccessible stretch after them. A whole megabyte of guard catches strided accesses as well.
 constexpr std::size_t kGuardBytes = 1 << 20;
 
-class GuardedAllocation final : public Allocation {
- public:
-  GuardedAllocation(char* mapping, std::size_t data_bytes, std::size_t length)
-      : mapping_(mapping), data_bytes_(data_bytes) {
-    bytes = length;
-    first_ = mapping + data_bytes - round_up(length, kAlignment);
-    std::memset(first_ + length, kCanary, slack());
-    ASAN_POISON_MEMORY_REGION(first_ + length, slack());
-    Guards::get().add(mapping_ + data_bytes_, kGuardBytes, this);
-  }
-  GuardedAllocation(const GuardedAllocation&) = delete;
-  GuardedAllocation& operator=(const GuardedAllocation&) = delete;
-  ~GuardedAllocation() override {
-    Guards::get().remove(mapping_ + data_bytes_, kGuardBytes);
-    ASAN_UNPOISON_MEMORY_REGION(first_ + bytes, slack());
-    munmap(mapping_, data_bytes_ + kGuardBytes);
-  }
-  void* host() override { return first_; }
-  bool intact() override {
-#if !defined(METAL_EMULATOR_ASAN)
-    for (std::size_t i = 0; i < slack(); i++) {
-      if (static_cast<unsigned char>(first_[bytes + i]) != kCanary) return false;
-    }
-#endif
-    return true;
-  }
-
- private:
-  std::size_t slack() const { return round_up(bytes, kAlignment) - bytes; }
-
-  char* const mapping_;
-  const std::size_t data_bytes_;
-  char* first_;
-};
-
-// The caller's pages, seen through a second mapping when `view` is not null.
-class WrappedAllocation final : public Allocation {
- public:
-  WrappedAllocation(void* memory, void* view, std::size_t length) : memory_(memory), view_(view) {
-    bytes = length;
-    if (view_) Guards::get().add(static_cast<char*>(view_) + bytes, kGuardBytes, this);
-  }
-  WrappedAllocation(const WrappedAllocation&) = delete;
-  WrappedAllocation& operator=(const WrappedAllocation&) = delete;
-  ~WrappedAllocation() override {
-    if (!view_) return;
-    Guards::get().remove(static_cast<char*>(view_) + bytes, kGuardBytes);
-    munmap(view_, bytes + kGuardBytes);
-  }
-  void* host() override { return view_ ? view_ : memory_; }
-
- private:
-  void* const memory_;
-  void* const view_;
-};
-
 void* map_inaccessible(std::size_t bytes) {
   void* address = mmap(nullptr, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   return address == MAP_FAILED ? nullptr : address;
@@ -151,6 +96,97 @@ void* map_again(void* memory, std::size_t bytes) {
 #endif
   return nullptr;
 }
+
+// Further mappings of whole shared pages, made when they are first asked for.
+class Views {
+ public:
+  Views(char* memory, std::size_t bytes) : memory_(memory), bytes_(bytes) {}
+  Views(const Views&) = delete;
+  Views& operator=(const Views&) = delete;
+  ~Views() {
+    for (void* view : views_) munmap(view, bytes_ + kGuardBytes);
+  }
+  // Null where the pages cannot be mapped twice.
+  char* get(std::size_t number) {
+    std::lock_guard lock(mutex_);
+    while (views_.size() < number) {
+      void* view = map_again(memory_, bytes_);
+      if (!view) return nullptr;
+      views_.push_back(view);
+    }
+    return static_cast<char*>(views_[number - 1]);
+  }
+
+ private:
+  char* const memory_;
+  const std::size_t bytes_;
+  std::mutex mutex_;
+  std::vector<void*> views_;
+};
+
+class GuardedAllocation final : public Allocation {
+ public:
+  GuardedAllocation(char* mapping, std::size_t data_bytes, std::size_t length)
+      : mapping_(mapping), data_bytes_(data_bytes), views_(mapping, data_bytes) {
+    bytes = length;
+    first_ = mapping + data_bytes - round_up(length, kAlignment);
+    std::memset(first_ + length, kCanary, slack());
+    ASAN_POISON_MEMORY_REGION(first_ + length, slack());
+    Guards::get().add(mapping_ + data_bytes_, kGuardBytes, this);
+  }
+  GuardedAllocation(const GuardedAllocation&) = delete;
+  GuardedAllocation& operator=(const GuardedAllocation&) = delete;
+  ~GuardedAllocation() override {
+    Guards::get().remove(mapping_ + data_bytes_, kGuardBytes);
+    ASAN_UNPOISON_MEMORY_REGION(first_ + bytes, slack());
+    munmap(mapping_, data_bytes_ + kGuardBytes);
+  }
+  void* host() override { return first_; }
+  void* view(std::size_t number) override {
+    char* pages = views_.get(number);
+    return pages ? pages + (first_ - mapping_) : nullptr;
+  }
+  bool intact() override {
+#if !defined(METAL_EMULATOR_ASAN)
+    for (std::size_t i = 0; i < slack(); i++) {
+      if (static_cast<unsigned char>(first_[bytes + i]) != kCanary) return false;
+    }
+#endif
+    return true;
+  }
+
+ private:
+  std::size_t slack() const { return round_up(bytes, kAlignment) - bytes; }
+
+  char* const mapping_;
+  const std::size_t data_bytes_;
+  char* first_;
+  Views views_;
+};
+
+// The caller's pages, seen through a second mapping when `view` is not null.
+class WrappedAllocation final : public Allocation {
+ public:
+  WrappedAllocation(void* memory, void* view, std::size_t length)
+      : memory_(memory), view_(view), views_(static_cast<char*>(view), length) {
+    bytes = length;
+    if (view_) Guards::get().add(static_cast<char*>(view_) + bytes, kGuardBytes, this);
+  }
+  WrappedAllocation(const WrappedAllocation&) = delete;
+  WrappedAllocation& operator=(const WrappedAllocation&) = delete;
+  ~WrappedAllocation() override {
+    if (!view_) return;
+    Guards::get().remove(static_cast<char*>(view_) + bytes, kGuardBytes);
+    munmap(view_, bytes + kGuardBytes);
+  }
+  void* host() override { return view_ ? view_ : memory_; }
+  void* view(std::size_t number) override { return view_ ? views_.get(number) : nullptr; }
+
+ private:
+  void* const memory_;
+  void* const view_;
+  Views views_;
+};
 
 // Left by the signal handler for `landing`, which runs instead of the faulting instruction.
 struct Fault {
@@ -253,12 +289,15 @@ const char* sanitizer() {
 #endif
 }
 
-std::shared_ptr<Allocation> allocate_guarded(std::size_t bytes, std::uint8_t fill) {
+std::shared_ptr<Allocation> allocate_guarded(std::size_t bytes, std::uint8_t fill, bool shared) {
   if (bytes > SIZE_MAX / 2) return nullptr;
   const std::size_t data_bytes = round_up(round_up(bytes, kAlignment), page_size());
   auto* mapping = static_cast<char*>(map_inaccessible(data_bytes + kGuardBytes));
   if (!mapping) return nullptr;
-  if (mprotect(mapping, data_bytes, PROT_READ | PROT_WRITE) != 0) {
+  const bool writable = shared ? mmap(mapping, data_bytes, PROT_READ | PROT_WRITE,
+                                      MAP_SHARED | MAP_ANONYMOUS | MAP_FIXED, -1, 0) != MAP_FAILED
+                               : mprotect(mapping, data_bytes, PROT_READ | PROT_WRITE) == 0;
+  if (!writable) {
     munmap(mapping, data_bytes + kGuardBytes);
     return nullptr;
   }

@@ -36,7 +36,7 @@ void check_buffer(const Pipeline& pipeline, int dispatch, const KernelArgument& 
 }
 
 // Metal's compiler takes the buffers of a kernel not to overlap. Bindings of one buffer at different offsets
-// are assumed to use different parts of it.
+// may use different parts of it: find_overlap compares what they accessed.
 void check_overlap(const Pipeline& pipeline, int dispatch, const KernelArgument& written,
                    const Bindings& bindings) {
   const Binding& own = bindings.at(static_cast<std::size_t>(written.index));

@@ -293,3 +293,66 @@ def test_tracked_buffers_are_ordered_by_metal(library: KernelLibrary) -> None:
     second.commit()
     second.wait()
     assert second.status == "completed"
+
+
+class Addition:
+    """Sums of floats, of which the second addends and the sums are in one buffer.
+
+    Parameters
+    ----------
+    addends, sums
+        Offsets of bindings in the buffer, in bytes.
+    """
+
+    def __init__(self, library: KernelLibrary, addends: int, sums: int) -> None:
+        ones = library.device.new_buffer(256)
+        ones.contents.view(np.float32)[:] = 1
+        self.both = library.device.new_buffer(512, label="both")
+        self.both.contents.view(np.float32)[:] = np.arange(128)
+        self.command_buffer = library.queue.command_buffer()
+        self.encoder = self.command_buffer.compute_encoder(True)
+        self.encoder.set_pipeline(library.pipeline("add"))
+        for index, (buffer, offset) in enumerate(((ones, 0), (self.both, addends), (self.both, sums))):
+            self.encoder.set_buffer(index, buffer, offset)
+
+    def run(self, count: int) -> str:
+        """Compute this many sums; returns the error."""
+        self.encoder.dispatch_threads((count, 1, 1), (count, 1, 1))
+        self.encoder.end()
+        self.command_buffer.commit()
+        self.command_buffer.wait()
+        return str(self.command_buffer.error)
+
+
+@pytest.mark.parametrize(("addends", "sums"), [(0, 128), (128, 0)], ids=["sums last", "sums first"])
+@pytest.mark.usefixtures("checked_mode")
+def test_checked_mode_finds_bindings_that_overlap(library: KernelLibrary, addends: int, sums: int) -> None:
+    error = Addition(library, addends, sums).run(33)
+    assert "kernel 'add', dispatch 0, buffer(2) 'sum' = \"both\" writes bytes 128 to 132" in error
+    assert "buffer(1) 'b' of the same dispatch reads" in error
+
+
+@pytest.mark.usefixtures("checked_mode")
+def test_checked_mode_finds_a_byte_that_two_bindings_write(library: KernelLibrary) -> None:
+    first = library.device.new_buffer(256, label="first")
+    command_buffer = library.queue.command_buffer()
+    encoder = command_buffer.compute_encoder(True)
+    encoder.set_pipeline(library.pipeline("store_twice"))
+    encoder.set_buffer(0, first)
+    encoder.set_buffer(1, first, 64)
+    encoder.dispatch_threads((17, 1, 1), (17, 1, 1))
+    encoder.end()
+    command_buffer.commit()
+    command_buffer.wait()
+    assert "buffer(0) 'y' = \"first\" writes bytes 64 to 68" in command_buffer.error
+    assert "buffer(1) 'z' of the same dispatch writes" in command_buffer.error
+
+
+@pytest.mark.parametrize(("addends", "sums"), [(0, 128), (128, 0)], ids=["sums last", "sums first"])
+@pytest.mark.usefixtures("checked")
+def test_bindings_of_one_buffer_may_use_its_parts(library: KernelLibrary, addends: int, sums: int) -> None:
+    addition = Addition(library, addends, sums)
+    assert addition.run(32) == ""
+    expected = np.arange(128, dtype=np.float32)
+    expected[sums // 4 : sums // 4 + 32] = expected[addends // 4 : addends // 4 + 32] + 1
+    np.testing.assert_array_equal(addition.both.contents.view(np.float32), expected)

@@ -30,6 +30,20 @@ MUTANTS = (
         ("emulator/tests/test_metal_validation.py", "-k", "bound_twice"),
     ),
     Mutant(
+        "emulator/cpu/executor.cpp",
+        "auto* view = static_cast<std::byte*>(own.allocation->view(before));",
+        "std::byte* view = nullptr;",
+        "accesses through bindings that overlap belong to the one that begins last",
+        (_HAZARDS, "-k", "bindings_that_overlap"),
+    ),
+    Mutant(
+        "emulator/metal/encoded.cpp",
+        "for (const bool writes : {false, true}) {",
+        "for (const bool writes : {false}) {",
+        "two bindings may write the same bytes",
+        (_HAZARDS, "-k", "two_bindings_write"),
+    ),
+    Mutant(
         "emulator/metal/buffer.mm",
         "if (_state->info.storage_mode == metal_emulator::StorageMode::kPrivate)",
         "if (false)",

@@ -939,7 +939,7 @@ METAL = (
         "error.code == MTLCommandBufferErrorTimeout",
         "false",
         "a timeout error does not name the setting",
-        ("tests/metal_engine/test_first_contact.py", "-k", "long_pass"),
+        ("tests/metal_engine/test_pass_work.py", "-k", "long_pass"),
     ),
     Mutant(
         "cpp/metal/device.mm",
@@ -955,9 +955,9 @@ METAL = (
         "attention of a long context is one dispatch",
         (
             "tests/metal_engine/test_plan.py",
-            "tests/metal_engine/test_first_contact.py",
+            "tests/metal_engine/test_pass_work.py",
             "-k",
-            "no_dispatch_of_attention or long_context",
+            "no_dispatch_of_attention or long_context or several_texts",
         ),
     ),
     Mutant(
@@ -965,7 +965,7 @@ METAL = (
         "sequences.tiles.at(range.first * sizeof(AttentionTile))",
         "sequences.tiles",
         "each part of attention computes the first tiles",
-        ("tests/metal_engine/test_first_contact.py", "-k", "long_context"),
+        ("tests/metal_engine/test_pass_work.py", "-k", "several_texts"),
     ),
     Mutant(
         "cpp/metal/residency.mm",

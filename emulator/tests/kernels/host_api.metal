@@ -73,6 +73,13 @@ kernel void store(device uint* y [[buffer(0)]],        //
   y[first + i] = value;
 }
 
+kernel void store_twice(device uint* y [[buffer(0)]],  //
+                        device uint* z [[buffer(1)]],  //
+                        uint i [[thread_position_in_grid]]) {
+  y[i] = 1;
+  z[i] = 2;
+}
+
 kernel void load(device const uint* x [[buffer(0)]],  //
                  device uint* y [[buffer(1)]],        //
                  constant uint& first [[buffer(2)]],  //

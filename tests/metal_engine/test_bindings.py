@@ -1,0 +1,82 @@
+"""No dispatch accesses the same bytes through two bindings, through one of them to write.
+
+Metal's compiler assumes that the buffers of a kernel do not overlap. In checked mode, the emulator ends a
+pass with an error if they do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support import small_models
+
+from metal_prefill import Model, _core
+
+if not _core.has_emulator:
+    pytest.skip("needs a build with the Metal emulator", allow_module_level=True)
+
+gpu = _core.emulator
+if gpu.sanitizer:
+    pytest.skip("builds with a sanitizer have no checked mode", allow_module_level=True)
+pytestmark = pytest.mark.emulator
+
+# One for each kind of layer, of norm, and of rotation, with and without biases.
+GENERATORS = (
+    "gqa 3",
+    "all biases",
+    "16-bit floats",
+    "mixed types",
+    "qwen3",
+    "olmo2",
+    "phi3",
+    "exaone4",
+    "gemma3",
+    "lfm2",
+    "mamba2",
+    "granitehybrid",
+    "falcon-h1",
+)
+LONG = 300  # tokens in the context, so that attention of one token is divided
+ENCODERS = ("bert", "nomic-bert", "jina-bert-v2", "modern-bert")
+
+
+@pytest.fixture(autouse=True)
+def checked() -> Iterator[None]:
+    gpu.set_options(gpu.Options(checked=True))
+    yield
+    gpu.set_options(gpu.Options())
+
+
+def ids(n: int) -> np.ndarray:
+    return np.random.default_rng(n).integers(1, 300, n).astype(np.int32)
+
+
+@pytest.mark.parametrize("name", GENERATORS)
+def test_bindings_of_a_pass_do_not_overlap(tmp_path: Path, name: str) -> None:
+    path = small_models.write(tmp_path / "model.gguf", small_models.MODELS[name])
+    with Model(path, device="metal") as model:
+        sessions = [model.session() for _ in range(3)]
+        for session, tokens in zip(sessions, (33, 9, 2), strict=True):
+            session.forward_prompt(ids(tokens))
+        sessions[0].forward_token_greedy(3)
+        model.forward_batch(sessions, [[5]] * 3)
+        model.forward_batch(sessions, [[5, 6, 7]] * 3)
+        sessions[1].reset()
+        sessions[1].score(ids(20))
+
+
+def test_bindings_of_a_divided_attention_do_not_overlap(tmp_path: Path) -> None:
+    path = small_models.write(tmp_path / "model.gguf", small_models.MODELS["long context"])
+    with Model(path, device="metal") as model, model.session() as session:
+        session.forward_prompt(ids(LONG))
+        session.forward_token_greedy(3)
+
+
+@pytest.mark.parametrize("name", ENCODERS)
+def test_bindings_of_an_encoder_do_not_overlap(tmp_path: Path, name: str) -> None:
+    path = small_models.write(tmp_path / "model.gguf", small_models.ENCODERS[name])
+    with Model(path, device="metal") as model:
+        model.embed(["one text", "another text that is a little longer than the first"])

@@ -1,0 +1,217 @@
+"""Passes and dispatches that are divided by their work, so that no command buffer runs too long.
+
+On a Mac these tests are skipped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.small_models import ENCODERS, write
+
+from metal_prefill import DeviceError, Model, _core, synth
+
+pytestmark = pytest.mark.emulator
+
+if not _core.has_emulator:
+    pytest.skip("needs a build with the Metal emulator", allow_module_level=True)
+
+gpu = _core.emulator
+PROMPT = [5 + 7 * i for i in range(40)]
+
+
+@pytest.fixture(autouse=True)
+def own_device() -> Iterator[None]:
+    yield
+    gpu.clear_faults()
+    gpu.set_history_depth(0)
+    gpu.set_limits(gpu.Limits())
+    assert gpu.take_violations() == []
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Make a model whose passes have more than 64 dispatches."""
+    folder = tmp_path_factory.mktemp("first_contact")
+    return synth.synthesize(folder / "m.gguf", preset="tiny", layers=12, vocab=320)
+
+
+def open_with(path: Path, **limits: Any) -> Model:
+    gpu.set_limits(gpu.Limits(**limits))
+    gpu.set_history_depth(0)
+    gpu.set_history_depth(64)
+    return Model(path, device="metal")
+
+
+def steps() -> list[int]:
+    """Return the steps of each command buffer of the last pass, as the watchdog counts them."""
+    label = gpu.history()[-1].label
+    return [
+        sum(d.threads + d.barriers * d.group[0] for d in buffer.dispatches)
+        for buffer in gpu.history()
+        if buffer.label == label
+    ]
+
+
+def dispatches() -> list[Any]:
+    """Return the dispatches of the command buffers that are kept."""
+    return [dispatch for buffer in gpu.history() for dispatch in buffer.dispatches]
+
+
+def with_work(monkeypatch: pytest.MonkeyPatch, multiply_adds: float) -> None:
+    """Let command buffers of engines made from now on have so much work."""
+
+    class Limited(_core.EngineOptions):
+        def __init__(self) -> None:
+            super().__init__()
+            self.metal.buffer_work = multiply_adds
+
+    monkeypatch.setattr(_core, "EngineOptions", Limited)
+
+
+LONG = [3 + i for i in range(96)]
+WORK = 6e6  # multiply-adds: about a tenth of that prompt
+
+
+def test_a_long_pass_is_split_by_its_work_and_is_bit_identical(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open_with(path) as model:
+        whole = model.forward_prompt_logits(LONG)
+        most = max(steps())
+    limit = most // 4
+    with open_with(path, watchdog_steps=limit) as model:
+        with pytest.raises(
+            DeviceError,
+            match=r"96 tokens at position 0: .*GPU Timeout.*AGX_RELAX_CDM_CTXSTORE_TIMEOUT is '1'",
+        ):
+            model.forward_prompt_logits(LONG)
+        assert model.position == 0
+    with_work(monkeypatch, WORK)
+    with open_with(path, watchdog_steps=limit) as model:
+        np.testing.assert_array_equal(model.forward_prompt_logits(LONG), whole)
+        assert model.stats()["command_buffers"] == len(steps()) > 4
+
+
+@pytest.mark.parametrize("model", ["heads", "window"])
+def test_attention_of_a_long_context_is_split_by_its_work_and_is_bit_identical(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str
+) -> None:
+    """Three heads to a head of K, so that the heads of a token may be in two dispatches."""
+    shapes: dict[str, dict[str, Any]] = {
+        "heads": {"heads": 9, "kv_heads": 3, "head_dim": 64, "dim": 576},
+        "window": {"architecture": "gemma3", "window": 64},
+    }
+    file = synth.synthesize(tmp_path / "m.gguf", preset="tiny", layers=3, vocab=320, **shapes[model])
+    tokens = [3 + i for i in range(240)]
+
+    def run() -> tuple[Any, list[int]]:
+        with open_with(file) as opened:
+            result = opened.forward_prompt_logits(tokens)
+        return result, [d.threads for d in dispatches() if d.kernel.startswith("attention_prefill")]
+
+    whole, threads = run()
+    with_work(monkeypatch, WORK / 2)
+    cut, cut_threads = run()
+    np.testing.assert_array_equal(cut, whole)
+    assert len(cut_threads) >= len(threads) + 2
+    assert max(cut_threads) < max(threads)
+
+
+def test_bidirectional_attention_is_split_by_its_work_and_is_bit_identical(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last of six layers has no window."""
+    file = synth.synthesize(
+        tmp_path / "m.gguf",
+        preset="tiny",
+        architecture="gemma-embedding",
+        tokenizer="llama",
+        layers=6,
+        vocab=320,
+        window=64,
+        pooling="mean",
+    )
+
+    def run() -> tuple[Any, list[int]]:
+        with open_with(file) as opened:
+            vector = opened.embed(["a bird in the hand " * 12])
+        threads = [d.threads for d in dispatches() if d.kernel.startswith("attention_prefill")]
+        return vector, threads
+
+    whole, threads = run()
+    with_work(monkeypatch, WORK / 4)
+    cut, cut_threads = run()
+    np.testing.assert_array_equal(cut, whole)
+    assert len(cut_threads) > len(threads)
+    assert max(cut_threads) < max(threads)
+
+
+@pytest.mark.parametrize(
+    ("encoder", "limits", "kernel"),
+    [
+        ("jina-bert-v2", {}, "attention_prefill"),
+        ("modern-bert", {}, "attention_prefill"),
+        ("nomic-bert", {"apple_family": 10}, "attention_tensor"),
+    ],
+)
+def test_attention_of_several_texts_is_split_by_its_work_and_is_bit_identical(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, encoder: str, limits: dict[str, int], kernel: str
+) -> None:
+    """Tiles of texts of unequal lengths, the longest first, with ALiBi, a window, and on matrix units."""
+    shape = replace(ENCODERS[encoder], dim=192, key_dim=64) if limits else ENCODERS[encoder]
+    file = write(tmp_path / "m.gguf", shape)
+    texts = [np.arange(5, 5 + n) for n in (200, 9, 77, 130)]
+
+    def run() -> tuple[list[Any], list[int]]:
+        with open_with(file, **limits) as opened:
+            sessions = [opened.session() for _ in texts]
+            states = opened.forward_batch(sessions, texts, output="hidden", rows="all")
+        return states, [d.threads for d in dispatches() if d.kernel.startswith(kernel)]
+
+    whole, threads = run()
+    with_work(monkeypatch, WORK / 4)
+    cut, cut_threads = run()
+    for state, expected in zip(cut, whole, strict=True):
+        np.testing.assert_array_equal(state, expected)
+    assert len(cut_threads) >= len(threads) + shape.layers > shape.layers
+    assert max(cut_threads) < max(threads)
+
+
+def test_a_failure_in_any_command_buffer_of_a_pass_changes_nothing(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_work(monkeypatch, WORK)
+    with open_with(path) as model:
+        wanted = model.forward_prompt_logits(LONG)
+        buffers = int(model.stats()["command_buffers"])
+        for nth in (1, 2, buffers):
+            model.reset()
+            model.forward_prompt(PROMPT)
+            gpu.fail_command_buffer(nth, message="the GPU had enough")
+            with pytest.raises(DeviceError, match=r"96 tokens at position 40: the GPU had enough"):
+                model.forward_prompt(LONG)
+            assert model.position == len(PROMPT)
+        model.reset()
+        np.testing.assert_array_equal(model.forward_prompt_logits(LONG), wanted)
+
+
+def test_an_error_during_encoding_waits_for_committed_work(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The buffer of the results is made late in a pass: without it, command buffers are already running."""
+    with_work(monkeypatch, WORK)
+    with open_with(path) as model:
+        model.forward_prompt_logits(LONG)
+        before = gpu.counters()
+        gpu.fail_allocation(2)  # after that of the logits
+        with pytest.raises(DeviceError, match=r"cannot allocate .* 'candidates'"):
+            model.forward_prompt(LONG)
+        committed = gpu.counters().command_buffers - before.command_buffers
+        assert committed > 2
+        assert model.position == len(LONG)
