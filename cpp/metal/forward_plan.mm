@@ -335,9 +335,7 @@ KernelThreads ForwardPass::kernels(const ThreadLimit& limit) const {
   RecordedBuffers buffers;
   for (int tokens = MATMUL_NARROW_TILE; tokens <= std::min(longest, ops::kMostTiledTokens);
        tokens += MATMUL_NARROW_TILE)
-    for (const int length : {tokens, tokens + 1})
-      if (length <= longest)
-        encode(collector, rows_of({{last_rows(length, 0, RowOutput::kLogProbs)}}), buffers);
+    encode(collector, rows_of({{last_rows(tokens, 0, RowOutput::kLogProbs)}}), buffers);
   for (const int tokens : lengths)
     for (const int position : {0, config_.context_length - tokens})
       for (const RowOutput output : {RowOutput::kNone, RowOutput::kHidden, RowOutput::kGreedy,

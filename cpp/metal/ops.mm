@@ -246,7 +246,8 @@ std::size_t step_cycles(const Tuning& tuning, const TileKind& kind, std::size_t 
 }
 
 // With the tiles that take the least time; of equal ones, the largest. ForwardPass::kernels relies on this:
-// the choice changes only at multiples of MATMUL_NARROW_TILE and after them, up to kMostTiledTokens.
+// the choice changes only after multiples of MATMUL_NARROW_TILE, up to kMostTiledTokens. Tall tiles, from
+// MATMUL_TALL_TOKENS on, are an exception, but no chip has a kind of tiles for 97 to 127 tokens alone.
 void dispatch_matmul(Encoder& e, const MatmulKernels& kernels, const Projection& w, const View& x,
                      const View& y, MatmulArgs args) {
   const std::size_t rows = std::size_t(w.out_dim), tokens = args.tokens;

@@ -36,7 +36,7 @@ if not _core.has_emulator:
     pytest.skip("needs a build with the Metal emulator", allow_module_level=True)
 
 gpu = _core.emulator
-GPUS = ((7, "Apple M1"), (8, "Apple M2 Max"), (9, "Apple M4"))
+GPUS = ((7, "Apple M1"), (8, "Apple M2 Max"), (9, "Apple M4"), (10, "Apple M5"), (10, "Apple M5 Max"))
 
 MODELS: dict[str, dict[str, Any]] = {
     "as SmolLM": {"preset": "smollm-135m", "layers": 1, "vocab": 512},
