@@ -132,7 +132,9 @@ def test_the_last_token_that_is_scored_needs_no_room(demo_path: Path) -> None:
             session.score(range(10))
 
 
-@pytest.mark.parametrize("value", [True, BOOL, 1.0, 1.5, "1", None, b"1", np.timedelta64(1), [1]], ids=repr)
+@pytest.mark.parametrize(
+    "value", [True, BOOL, 1.0, 1.5, "1", None, b"1", np.timedelta64(1, "s"), [1]], ids=repr
+)
 def test_non_integers_are_named(value: Any, demo_path: Path) -> None:
     kind = type(value).__name__
     with pytest.raises(TypeError, match=rf"a token id must be an integer, got {kind}"):

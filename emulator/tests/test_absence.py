@@ -18,11 +18,12 @@ def run_without_emulator(folder: Path, **environment: str) -> dict[str, int]:
     (folder / "_metal_testing.py").write_text("class Device: pass\n")
     (folder / "programs").mkdir()
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("METAL_EMULATOR")}
+    path = os.pathsep.join([str(folder), *filter(None, [inherited.get("PYTHONPATH")])])
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", "pytest.ini"]
         + [f"tests/{name}" for name in FILES],
         cwd=TESTS.parent,
-        env=inherited | {"PYTHONPATH": str(folder), "PATH": str(folder / "programs")} | environment,
+        env=inherited | {"PYTHONPATH": path, "PATH": str(folder / "programs")} | environment,
         capture_output=True,
         text=True,
         check=False,
