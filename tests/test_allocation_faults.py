@@ -7,7 +7,7 @@ failure is the expectation for the calls after a failure.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -15,14 +15,14 @@ from typing import Any
 import numpy as np
 import pytest
 from support.allocation_faults import failing_allocation
-from support.small_models import MODELS, write
+from support.small_models import write
+from support.tiny_models import TINY_MODELS, VOCAB
 
 from metal_prefill import DeviceError, Model, Session, _core
-from metal_prefill.synth import ScanShape
 
 OUT_OF_MEMORY = (MemoryError, DeviceError)
-FIRST = [(7 * i + 3) % 280 for i in range(70)]  # a page and a part of the next
-SECOND = [(11 * i + 5) % 280 for i in range(150)]  # three chunks
+FIRST = [(7 * i + 3) % VOCAB for i in range(70)]  # a page and a part of the next
+SECOND = [(11 * i + 5) % VOCAB for i in range(150)]  # three chunks
 State = tuple[list[int], list[bytes]]
 
 
@@ -36,18 +36,10 @@ class Inputs:
     has_snapshots: bool
 
 
-TINY: dict[str, Any] = {"dim": 32, "key_dim": 32, "heads": 2, "kv_heads": 1, "ffn": 32, "vocab": 280}
-SHAPES = {
-    "gemma3": replace(MODELS["gemma3"], layers=2, **TINY),
-    "lfm2": replace(MODELS["lfm2"], layers=2, conv_layers=(0,), **TINY),
-    "mamba2": replace(MODELS["mamba2"], layers=1, dim=32, vocab=280, scan=ScanShape(32, 8, 2)),
-}
-
-
-@pytest.fixture(scope="module", params=SHAPES)
+@pytest.fixture(scope="module", params=("gemma3", "lfm2", "mamba2"))
 def inputs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Inputs:
     folder = tmp_path_factory.mktemp("faults")
-    shape = SHAPES[request.param]
+    shape = TINY_MODELS[request.param]
     path = write(folder / "m.gguf", shape)
     with Model(path, device="cpu", threads=1) as model, model.session() as session:
         session.forward_prompt(FIRST)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,35 +17,22 @@ import numpy as np
 import pytest
 from support.fuzzing import SECONDS, TIMEOUT, kept, regressions, rounds
 from support.gguf_mutator import mutate, take_apart
-from support.small_models import ENCODERS, MODELS, write
+from support.small_models import write
 from support.state_mutator import mutate_state
 from support.template_writer import write_template
+from support.tiny_models import TINY_ENCODERS, TINY_MODELS
 
 from metal_prefill import ChatTemplateError, MetalPrefillError, Model
 from metal_prefill._support.arguments import token_array
-from metal_prefill.synth import ScanShape
 from metal_prefill.text._chat_template import ChatTemplate
 
 pytestmark = pytest.mark.timeout(TIMEOUT)
+FILES = {**TINY_MODELS, **TINY_ENCODERS}
 
 
-TINY: dict[str, Any] = {"dim": 32, "key_dim": 32, "heads": 2, "kv_heads": 1, "ffn": 32, "vocab": 280}
-SHAPES = {
-    "gemma3": replace(MODELS["gemma3"], layers=2, **TINY),
-    "lfm2": replace(MODELS["lfm2"], layers=2, conv_layers=(0,), **TINY),
-    "mamba2": replace(MODELS["mamba2"], layers=1, dim=32, vocab=280, scan=ScanShape(32, 8, 2)),
-    "falcon-h1": replace(MODELS["falcon-h1"], layers=1, scan=ScanShape(32, 8, 4, groups=2), **TINY),
-}
-FILES = {
-    **SHAPES,
-    "jina-bert-v2": replace(ENCODERS["jina-bert-v2"], **{**TINY, "kv_heads": 2}, layers=2, context=64),
-    "modern-bert": replace(ENCODERS["modern-bert"], **{**TINY, "kv_heads": 2}, layers=3, context=64),
-}
-
-
-@pytest.fixture(scope="module", params=SHAPES)
+@pytest.fixture(scope="module", params=TINY_MODELS)
 def small(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write(tmp_path_factory.mktemp("fuzz") / "m.gguf", SHAPES[request.param])
+    return write(tmp_path_factory.mktemp("fuzz") / "m.gguf", TINY_MODELS[request.param])
 
 
 @pytest.fixture(scope="module", params=FILES)

@@ -1,15 +1,15 @@
-"""Many more inputs than `test_fuzz` has time for: headers of model files and saved states, read and no more.
+"""Headers of model files and saved states: many more inputs than `test_fuzz` has time for.
 
-Inputs overwrite each other in one file, which remains after a crash. No process is started, no model opened,
-nothing computed. Half of the changes affect the structure, the others single bytes.
+Headers are only read: no model is opened, no process started. Inputs overwrite each other in one file, which
+remains after a crash. Of each `EACH` inputs one has a changed structure; the others are copies of it with
+changed bytes.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from pathlib import Path
 from random import Random
 
@@ -17,9 +17,10 @@ import numpy as np
 import pytest
 from support import task_folders
 from support.fuzzing import TIMEOUT, place_of, rounds, watched
-from support.gguf_mutator import INTEGERS, mutate, take_apart
-from support.small_models import MODELS, write
+from support.gguf_mutator import INTEGERS, Parts, mutate, take_apart
+from support.small_models import write
 from support.state_mutator import mutate_state
+from support.tiny_models import TINY_MODELS
 
 from metal_prefill import MetalPrefillError, Model
 from metal_prefill.conversion import convert
@@ -28,7 +29,7 @@ from metal_prefill.files._architecture import collect_tensors, read_config
 from metal_prefill.files._gguf_file import GGUFFile
 from metal_prefill.files._pooled_head import read_head
 
-EACH = 40  # inputs made of one that was changed by its structure
+EACH = 40  # inputs made of one whose structure was changed
 
 pytestmark = pytest.mark.timeout(TIMEOUT)
 
@@ -65,61 +66,72 @@ def variants(content: bytes, header: int, random: Random) -> Iterator[bytes]:
         yield bytes(changed)
 
 
-def put(descriptor: int, content: bytes) -> None:
-    """Make this the content of a file."""
-    os.ftruncate(descriptor, len(content))
-    os.pwrite(descriptor, content, 0)
+def inputs(target: str, count: int, change: Callable[[Random], tuple[bytes, int]]) -> Iterator[Path]:
+    """Write inputs to one file, and yield its path after each.
 
-
-def test_headers_of_model_files(tmp_path: Path) -> None:
-    shape = replace(MODELS["gemma3"], layers=1, dim=32, key_dim=32, heads=1, kv_heads=1, ffn=32, vocab=270)
-    parts = take_apart(write(tmp_path / "m.gguf", shape))
-    with overwritten("header") as (path, descriptor), watched() as renew:
-        for random in rounds(1000, EACH):
+    `change` returns the content of a file and the length of its header.
+    """
+    with overwritten(target) as (path, descriptor), watched() as renew:
+        for random in rounds(count, EACH):
             renew()
-            content = mutate(parts, random)
-            for variant in variants(content, len(content) - len(parts.data), random):
-                put(descriptor, variant)
-                with suppress(MetalPrefillError), GGUFFile(path) as opened:
-                    for key in opened.metadata:
-                        with suppress(MetalPrefillError):
-                            opened.metadata[key]
-                    collect_tensors(opened, read_config(opened))
+            content, header = change(random)
+            for variant in variants(content, header, random):
+                os.ftruncate(descriptor, len(variant))
+                os.pwrite(descriptor, variant, 0)
+                yield path
+
+
+def model_files(target: str, count: int, parts: Parts) -> Iterator[Path]:
+    """Write variants of a model file to one file, and yield its path after each."""
+
+    def change(random: Random) -> tuple[bytes, int]:
+        content = mutate(parts, random)
+        return content, len(content) - len(parts.data)
+
+    return inputs(target, count, change)
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> Path:
+    return write(tmp_path / "tiny.gguf", TINY_MODELS["gemma3"])
+
+
+def test_headers_of_model_files(tiny: Path) -> None:
+    for path in model_files("header", 1000, take_apart(tiny)):
+        with suppress(MetalPrefillError), GGUFFile(path) as opened:
+            for key in opened.metadata:
+                with suppress(MetalPrefillError):
+                    opened.metadata[key]
+            collect_tensors(opened, read_config(opened))
 
 
 @pytest.mark.parametrize("kind", ["pairs", "late"])
 def test_headers_of_heads(tmp_path: Path, kind: str) -> None:
-    """Classification heads, projections and prompts either are refused or compute something."""
+    """Classification heads and projections are rejected or can be applied."""
     make = task_folders.RANKERS["modernbert"] if kind == "pairs" else task_folders.late_interaction
     parts = take_apart(convert(make(tmp_path / "m").write(), tmp_path / "m.gguf"))
-    with overwritten("head") as (path, descriptor), watched() as renew, np.errstate(all="ignore"):
-        for random in rounds(300, EACH):
-            renew()
-            content = mutate(parts, random)
-            for variant in variants(content, len(content) - len(parts.data), random):
-                put(descriptor, variant)
-                with suppress(MetalPrefillError), GGUFFile(path) as opened:
-                    config = read_config(opened)
-                    head = read_head(opened, config.architecture, config.dim)
-                    if head.labels or head.dense:
-                        states = np.zeros((2, config.dim), np.float32)
-                        (head.logits_of if head.labels else head.embedding_of)(states)
+    for path in model_files("head", 300, parts):
+        with suppress(MetalPrefillError), np.errstate(all="ignore"), GGUFFile(path) as opened:
+            config = read_config(opened)
+            head = read_head(opened, config.architecture, config.dim)
+            if head.labels or head.dense:
+                states = np.zeros((2, config.dim), np.float32)
+                (head.logits_of if head.labels else head.embedding_of)(states)
 
 
-def test_headers_of_saved_states(tmp_path: Path) -> None:
-    shape = replace(MODELS["gemma3"], layers=1, dim=32, key_dim=32, heads=1, kv_heads=1, ffn=32, vocab=270)
+def test_headers_of_saved_states(tiny: Path, tmp_path: Path) -> None:
     saved = tmp_path / "s.session"
-    with Model(write(tmp_path / "m.gguf", shape), device="cpu", threads=1) as model:
+    with Model(tiny, device="cpu", threads=1) as model:
         with model.session() as session:
             session.forward_prompt(range(3))
             session.save(saved)
         owner = model.engine.state_owner
     plain = saved.read_bytes()
-    with overwritten("state-header") as (path, descriptor), watched() as renew:
-        for random in rounds(1000, EACH):
-            renew()
-            content = mutate_state(plain, random)
-            for variant in variants(content, int.from_bytes(content[:8], "little") + 8, random):
-                put(descriptor, variant)
-                with suppress(MetalPrefillError):
-                    _session_file.read(path, owner)
+
+    def change(random: Random) -> tuple[bytes, int]:
+        content = mutate_state(plain, random)
+        return content, int.from_bytes(content[:8], "little") + 8
+
+    for path in inputs("state-header", 1000, change):
+        with suppress(MetalPrefillError):
+            _session_file.read(path, owner)

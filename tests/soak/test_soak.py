@@ -9,13 +9,13 @@ import os
 import sys
 import time
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from support.allocation_faults import require_failing_allocations
-from support.small_models import MODELS, write
+from support.small_models import write
 from support.soak import SETTLING, Footprint, soak
+from support.tiny_models import TINY_MODELS
 
 SEED = os.environ.get("SOAK_SEED", "1")
 SECONDS = float(os.environ.get("SOAK_SECONDS", "0"))  # per device; 0: the time of the suite
@@ -30,8 +30,7 @@ def test_results_match_sequential_calls(device: str, tmp_path: Path) -> None:
     if sys.platform != "linux":
         pytest.skip("reads /proc")
     require_failing_allocations(device)
-    shape = replace(MODELS["gemma3"], layers=2, dim=32, key_dim=32, heads=2, kv_heads=1, ffn=32, vocab=280)
-    path = write(tmp_path / "m.gguf", shape)
+    path = write(tmp_path / "m.gguf", TINY_MODELS["gemma3"])
     end = time.monotonic() + SECONDS
     counts: Counter[str] = Counter()
     footprints: list[Footprint] = []

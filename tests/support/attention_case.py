@@ -40,7 +40,7 @@ class Case:
         self.v: list[Array] = []
         row = 0
         for i, (tokens, position) in enumerate(sequences):
-            # What a sequence holds depends on nothing but its shape: alone it is the same.
+            # Contents depend on the shape of the sequence only, so a sequence alone has the same.
             rng = np.random.default_rng([tokens, position])
             shape = (tokens, self.n_heads * self.key_dim)
             self.q[row : row + tokens, : shape[1]] = spread * rng.standard_normal(shape)
@@ -135,36 +135,40 @@ class Case:
                 (row, tokens, position, self.pages.first[i], first, tokens + position) for first in stacked
             ]
             row += tokens
-        np.random.default_rng(0).shuffle(tiles)  # their order says who starts first, and nothing else
+        np.random.default_rng(0).shuffle(tiles)  # results do not depend on their order
         return np.array([tuple(t) for t in tiles], STRUCTS["AttentionTile"])
 
-    def prefill_on_tensors(self, run: Run) -> Array:
-        """Run attention_tensor."""
-        tiles = self.tiles(CONSTANTS["ATTENTION_TENSOR_ROWS"])
-        out = Output([len(self.rows), self.n_heads, self.value_dim], np.float16)
-        run(
-            f"attention_tensor_f16_{self.key_dim}",
-            self.q,
-            tiles.view(np.uint8),
-            self.pages.pages,
-            self.pages.k.buffer,
-            self.pages.v.buffer,
-            out.buffer,
-            self.args(tiles=len(tiles)),
-            groups=(len(tiles), self.n_kv),
-            threads=(CONSTANTS["MATMUL_THREADS"],),
-        )
-        return out.check()
-
     def prefill(self, run: Run, simdgroups: int = 4) -> Array:
+        """Run attention_prefill, with a tile for each simdgroup."""
         size = next(s for s in (64, 128, 256) if s >= max(self.key_dim, self.value_dim))
         blocks = 2 if size == 64 or (size == 128 and self.name == "f16") else 1
         tiles = self.tiles(8 * blocks)
-        out = Output([len(self.rows), self.n_heads, self.value_dim], np.float16)
         scratch = _core.prefill_scratch_bytes(size, self.k[0].dtype.itemsize)
         simdgroups = min(simdgroups, (32 << 10) // scratch)
-        run(
+        return self._prefill(
+            run,
             f"attention_prefill_{self.name}_{size}",
+            tiles,
+            groups=(ceil_div(len(tiles), simdgroups), self.n_kv),
+            threads=(32 * simdgroups,),
+            threadgroup_bytes=simdgroups * scratch,
+        )
+
+    def prefill_on_tensors(self, run: Run) -> Array:
+        """Run attention_tensor, with a tile for each threadgroup."""
+        tiles = self.tiles(CONSTANTS["ATTENTION_TENSOR_ROWS"])
+        return self._prefill(
+            run,
+            f"attention_tensor_f16_{self.key_dim}",
+            tiles,
+            groups=(len(tiles), self.n_kv),
+            threads=(CONSTANTS["MATMUL_THREADS"],),
+        )
+
+    def _prefill(self, run: Run, kernel: str, tiles: Array, **launch: Any) -> Array:
+        out = Output([len(self.rows), self.n_heads, self.value_dim], np.float16)
+        run(
+            kernel,
             self.q,
             tiles.view(np.uint8),
             self.pages.pages,
@@ -172,8 +176,6 @@ class Case:
             self.pages.v.buffer,
             out.buffer,
             self.args(tiles=len(tiles)),
-            groups=(ceil_div(len(tiles), simdgroups), self.n_kv),
-            threads=(32 * simdgroups,),
-            threadgroup_bytes=simdgroups * scratch,
+            **launch,
         )
         return out.check()

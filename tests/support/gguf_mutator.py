@@ -57,6 +57,22 @@ class Parts:
         tensors = [tensor(name, dims, kind, offset) for name, dims, kind, offset in self.tensors]
         return gguf(entries, tensors, self.data, **self.options)  # type: ignore[arg-type]
 
+    def write(self, path: Path) -> Path:
+        """Write a file of the parts."""
+        path.write_bytes(self.assemble())
+        return path
+
+    def replace(self, key: bytes, value: bytes, kind: int | None = None) -> None:
+        """Replace the value of a key and, if given, the number of its type."""
+        i = next(i for i, (name, _, _) in enumerate(self.metadata) if name == key)
+        self.metadata[i] = (key, self.metadata[i][1] if kind is None else kind, value)
+
+    def replace_tensor(self, name: str, *, new_name: str | None = None, kind: int | None = None) -> None:
+        """Change the name or the number of the type of a tensor, but not its bytes."""
+        i = next(i for i, tensor in enumerate(self.tensors) if tensor[0] == name)
+        _, dims, held, offset = self.tensors[i]
+        self.tensors[i] = (new_name or name, dims, held if kind is None else kind, offset)
+
 
 def take_apart(path: Path) -> Parts:
     """Read a valid file."""

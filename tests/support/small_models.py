@@ -434,15 +434,12 @@ def _data(rng: np.random.Generator, tensor: Tensor) -> npt.NDArray[np.uint8]:
 def first_layers(path: Path, whole: Path, layers: int) -> Path:
     """Write a copy of a file that has fewer layers, and everything around them."""
     parts = take_apart(whole)
-    parts.metadata = [
-        (key, kind, struct.pack("<I", layers) if key.endswith(b".block_count") else value)
-        for key, kind, value in parts.metadata
-    ]
+    count = next(key for key, _, _ in parts.metadata if key.endswith(b".block_count"))
+    parts.replace(count, struct.pack("<I", layers))
     parts.tensors = [
         t for t in parts.tensors if not t[0].startswith("blk.") or int(t[0].split(".")[1]) < layers
     ]
-    path.write_bytes(parts.assemble())
-    return path
+    return parts.write(path)
 
 
 def with_tensor(path: Path, plain: Path, name: str, change: Callable[[Any], None]) -> Path:
