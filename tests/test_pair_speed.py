@@ -1,4 +1,4 @@
-"""The measured speed of bfloat16 products, which one process leaves to the next."""
+"""The measured speed of bfloat16 products, which is cached for later processes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.skipif(
 
 
 def outcome(cache: Path) -> tuple[float, list[str]]:
-    """Open a model in a process of its own; return the speed that it knows, and its kernel sets."""
+    """Open a model in a separate process; return its measured or cached speed, and its kernel sets."""
     environment = {**os.environ, "METAL_PREFILL_CACHE": str(cache)}
     done = subprocess.run(
         [sys.executable, "-c", OPEN], env=environment, check=True, capture_output=True, text=True
@@ -39,7 +39,7 @@ def only_file(cache: Path) -> Path:
     return path
 
 
-def test_a_process_takes_the_measurement_of_an_earlier_one(tmp_path: Path) -> None:
+def test_a_cached_measurement_is_used(tmp_path: Path) -> None:
     measured, _ = outcome(tmp_path)
     assert float(only_file(tmp_path).read_text()) == measured
     for stored in (0.75, 1.75):
@@ -51,7 +51,7 @@ def test_a_process_takes_the_measurement_of_an_earlier_one(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("text", ["", "fast", "nan", "inf", "0", "-2", "1e9", "\x00"])
-def test_what_is_no_measurement_is_replaced(tmp_path: Path, text: str) -> None:
+def test_an_invalid_measurement_is_replaced(tmp_path: Path, text: str) -> None:
     outcome(tmp_path)
     only_file(tmp_path).write_text(text)
     measured, _ = outcome(tmp_path)
@@ -59,7 +59,7 @@ def test_what_is_no_measurement_is_replaced(tmp_path: Path, text: str) -> None:
     assert float(only_file(tmp_path).read_text()) == measured
 
 
-def test_a_folder_that_cannot_be_written_is_no_error(tmp_path: Path) -> None:
+def test_an_unwritable_cache_is_not_an_error(tmp_path: Path) -> None:
     blocked = tmp_path / "file"
     blocked.write_text("no folder")
     speedup, _ = outcome(blocked)

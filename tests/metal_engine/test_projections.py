@@ -153,7 +153,7 @@ def test_multi_token_matvec_at_its_largest_batch(run: Run) -> None:
     close(y.check(), x.astype(np.float64) @ w.values.T)
 
 
-def test_multi_token_matvec_leaves_the_rest_of_a_longer_row(run: Run) -> None:
+def test_multi_token_matvec_writes_only_its_columns_of_a_longer_row(run: Run) -> None:
     rng = np.random.default_rng(4)
     w = Weights(rng, "Q4_0", [9], 64)
     x = rng.standard_normal((20, 64), np.float32)
@@ -236,7 +236,7 @@ def test_matmul_of_512_tokens(run: Run) -> None:
 
 
 @pytest.mark.parametrize("tile", SIZES)
-def test_matmul_leaves_the_rest_of_a_longer_row(run: Run, tile: str) -> None:
+def test_matmul_writes_only_its_columns_of_a_longer_row(run: Run, tile: str) -> None:
     check_longer_rows(run, "matmul", tile)
 
 
@@ -293,7 +293,7 @@ def normed(run: Run, x: Array, norm: Array, threads: int) -> Array:
 @pytest.mark.parametrize(
     ("cols", "threads"), [(64, 32), (576, 160), (576, 64), (1536, 384), (4352, 1024)], ids=str
 )
-def test_rmsnorm_matvec_has_the_bits_of_the_norm_and_the_product(
+def test_rmsnorm_matvec_is_bit_identical_to_norm_and_product(
     run: Run, kind: str, cols: int, threads: int
 ) -> None:
     """For any number of threads of the norm: one value of a row for each, or several."""
@@ -339,7 +339,7 @@ def test_rmsnorm_matvec(run: Run, kind: str, bound: float, cols: int, rows: int,
 
 @pytest.mark.parametrize("kind", TYPES)
 @pytest.mark.parametrize("together", [2, 4])
-def test_rows_of_a_matvec_that_share_a_simdgroup_have_the_bits_that_they_have_alone(
+def test_matvec_rows_that_share_a_simdgroup_are_bit_identical_to_single_rows(
     run: Run, kind: str, together: int
 ) -> None:
     rng = np.random.default_rng(together)

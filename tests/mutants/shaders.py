@@ -157,7 +157,7 @@ MUTANTS = (
         "for (uint i = thread_index + threads; i < columns; i += threads) sum_of_thread += dot(x[i], x[i]);",
         "for (uint i = thread_index + threads; i < columns; i += threads) sum += dot(x[i], x[i]);",
         "a norm inside a product adds in another order than rmsnorm",
-        (f"{_PRODUCTS}::test_rmsnorm_matvec_has_the_bits_of_the_norm_and_the_product",),
+        (f"{_PRODUCTS}::test_rmsnorm_matvec_is_bit_identical_to_norm_and_product",),
     ),
     Mutant(
         "shaders/norm.h",
@@ -171,14 +171,14 @@ MUTANTS = (
         "* scale * *(device const float4*)(weight + column);",
         "* (scale * *(device const float4*)(weight + column));",
         "a normed token is rounded in another order",
-        (f"{_PRODUCTS}::test_rmsnorm_matvec_has_the_bits_of_the_norm_and_the_product",),
+        (f"{_PRODUCTS}::test_rmsnorm_matvec_is_bit_identical_to_norm_and_product",),
     ),
     Mutant(
         "shaders/matvec.metal",
         "row[r] = first_row + r * (32 / lanes) + lane / lanes;",
         "row[r] = first_row + lane / lanes + 0 * r;",
         "rows that share a simdgroup are all the first of them",
-        (f"{_PRODUCTS}::test_rows_of_a_matvec_that_share_a_simdgroup_have_the_bits_that_they_have_alone",),
+        (f"{_PRODUCTS}::test_matvec_rows_that_share_a_simdgroup_are_bit_identical_to_single_rows",),
     ),
     Mutant(
         "shaders/attention_tensor.metal",
