@@ -57,20 +57,20 @@ class Keys:
 
     def positive_each_layer(self, suffix: str, n_layers: int, default: int | None = None) -> int:
         """Read a positive integer, stored once or per layer with the same value in every layer."""
-        key = self._key(suffix)
-        if not self.has(suffix) or not self.gguf.metadata.type_name(key).startswith("array["):
+        if not self._is_list(suffix):
             return self.positive(suffix, default)
-        values = self._integers(key, n_layers)
+        key = self._key(suffix)
+        values = self._each_layer(key, n_layers, np.integer, _INTEGER_TYPES)
         if (values != values[0]).any():
             raise self.unsupported(f"{key} differs between layers, which is not supported")
         return self._positive(key, int(values[0]))
 
     def count_each_layer(self, suffix: str, n_layers: int) -> tuple[int, ...]:
         """Read a count per layer, each 0 or the same positive integer, stored once or as a list."""
-        key = self._key(suffix)
-        if not self.has(suffix) or not self.gguf.metadata.type_name(key).startswith("array["):
+        if not self._is_list(suffix):
             return (self.positive(suffix),) * n_layers
-        values = self._integers(key, n_layers)
+        key = self._key(suffix)
+        values = self._each_layer(key, n_layers, np.integer, _INTEGER_TYPES)
         counts = {int(value) for value in values} - {0}
         if len(counts) > 1:
             raise self.unsupported(f"{key} differs between layers, which is not supported")
@@ -85,15 +85,10 @@ class Keys:
 
         It is the last of each n layers, or the `first` one.
         """
-        key = self._key(suffix)
-        if not self.has(suffix) or not self.gguf.metadata.type_name(key).startswith("array["):
+        if not self._is_list(suffix):
             n = self.positive(suffix, default)
             return tuple((layer + (not first)) % n != 0 for layer in range(n_layers))
-        values = self.gguf.metadata[key]
-        if not isinstance(values, np.ndarray) or values.dtype != np.bool_:
-            raise self._wrong_type(key, ("an integer", "array[bool]"))
-        if len(values) != n_layers:
-            raise self.error(f"{key} lists {len(values)} values for {n_layers} layers")
+        values = self._each_layer(self._key(suffix), n_layers, np.bool_, ("an integer", "array[bool]"))
         return tuple(bool(value) for value in values)
 
     def positive_float(self, suffix: str, default: float | None = None) -> float:
@@ -124,10 +119,16 @@ class Keys:
         """Read a bool."""
         return bool(self._scalar(self._key(suffix), "bool")) if self.has(suffix) else default
 
-    def _integers(self, key: str, n_layers: int) -> npt.NDArray[Any]:
+    def _is_list(self, suffix: str) -> bool:
+        return self.has(suffix) and self.gguf.metadata.type_name(self._key(suffix)).startswith("array[")
+
+    def _each_layer(
+        self, key: str, n_layers: int, kind: type[Any], expected: tuple[str, ...]
+    ) -> npt.NDArray[Any]:
+        """Read a list with a value of this kind per layer."""
         values = self.gguf.metadata[key]
-        if not isinstance(values, np.ndarray) or not np.issubdtype(values.dtype, np.integer):
-            raise self._wrong_type(key, _INTEGER_TYPES)
+        if not isinstance(values, np.ndarray) or not np.issubdtype(values.dtype, kind):
+            raise self._wrong_type(key, expected)
         if len(values) != n_layers:
             raise self.error(f"{key} lists {len(values)} values for {n_layers} layers")
         return values
