@@ -40,8 +40,8 @@ def display_name(path: Path, root: Path) -> str:
 def flatten(path: Path, include: list[Path], root: Path) -> tuple[str, list[Path]]:
     """Return the text of a source with its local includes in place, and all files that it came from.
 
-    A file with ``#pragma once`` is taken the first time only. An include that a condition switches off is
-    replaced too: its text then lies in the condition.
+    A file with ``#pragma once`` is included once. An include inside a disabled ``#if`` is replaced as well:
+    its text is then inside that ``#if``.
     """
     once: set[Path] = set()
     files: list[Path] = []

@@ -21,14 +21,15 @@ from metal_prefill.errors import MissingExtraError
 from metal_prefill.files import _hub
 
 PNG = b"\x89PNG\r\n\x1a\n"
+SHORT_BENCH = ["-p", "32", "-n", "4", "-r", "1", "--patience", "0"]
 
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Measure little, in an empty folder."""
+    """Run a short benchmark in an empty folder."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(demo, "TEXT", ["-p", "ROMEO:", "-n", "8"])
-    monkeypatch.setattr(demo, "BENCH", ["-p", "32", "-n", "4", "-r", "1", "--patience", "0"])
+    monkeypatch.setattr(demo, "BENCH", SHORT_BENCH)
     monkeypatch.delenv("METAL_PREFILL_TRACEBACK", raising=False)
 
 
@@ -39,7 +40,7 @@ def tiny(tmp_path: Path) -> str:
 
 
 def without(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
-    """Let a package appear not to be installed."""
+    """Make a package appear to be missing."""
     find = importlib.util.find_spec
 
     def found(name: str, *rest: Any) -> Any:
@@ -100,13 +101,13 @@ def test_invalid_options_are_reported_before_anything_is_computed(
     assert err.splitlines()[-1].endswith("pip install 'metal_prefill[serve]'")
 
 
-# Runs the command with less to measure.
-QUICK = """
+# Runs the command with a short benchmark.
+QUICK = f"""
 import sys
 from metal_prefill import cli
 from metal_prefill._commands import demo
 demo.TEXT = ["-p", "ROMEO:", "-n", sys.argv[1]]
-demo.BENCH = ["-p", "32", "-n", "4", "-r", "1", "--patience", "0"]
+demo.BENCH = {SHORT_BENCH}
 sys.exit(cli.main(["demo", *sys.argv[2:]]))
 """
 

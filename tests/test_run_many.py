@@ -85,20 +85,8 @@ def test_several_answers_are_numbered(capsys: pytest.CaptureFixture[str]) -> Non
 
 def test_several_answers_are_one_line_of_results(tmp_path: Path) -> None:
     prompts, out = write_lines(tmp_path / "in.jsonl", *SPEAKERS[:2], {"prompt": []}), tmp_path / "out.jsonl"
-    options: list[str | Path] = [
-        "--prompts",
-        prompts,
-        "-n",
-        "6",
-        "--answers",
-        "3",
-        "--temperature",
-        "1",
-        "--seed",
-        "5",
-        "-o",
-        out,
-    ]
+    sampling = ["-n", "6", "--answers", "3", "--temperature", "1", "--seed", "5"]
+    options: list[str | Path] = ["--prompts", prompts, *sampling, "-o", out]
     assert run(*options) == 0
     lines = read_lines(out)
     assert [line["prompt"] for line in lines] == [*SPEAKERS[:2], []]

@@ -1,6 +1,6 @@
-// Lets tests make one allocation of the engines fail. The linker replaces what `_core` calls by the functions
-// here
-// (`--wrap`), so no source of the engines knows of it; calls from within the C++ library stay as they are.
+// Makes one allocation of the engines fail, for tests. The linker (`--wrap`) redirects the allocations of
+// `_core` to the functions here, so the engines' sources need no hooks. Allocations inside the C++ library
+// are not redirected.
 #include <sys/mman.h>
 
 #include <atomic>
@@ -13,8 +13,8 @@ extern "C" int PyGILState_Check();
 
 namespace {
 
-std::atomic<long> countdown{
-    0};  // allocations up to and including the one that fails; none fails at 0 or below
+// Allocations up to and including the one that fails; none fails at 0 or below.
+std::atomic<long> countdown{0};
 std::atomic<bool> with_gil{false};
 
 bool fails() {
@@ -36,12 +36,13 @@ void* or_throw(Allocate allocate) {
 extern "C" {
 
 // Makes the nth allocation from now on fail, on any thread; 0: none. Arguments and results are converted
-// while the GIL is held: nanobind ends the process if that fails, so those allocations count only on request.
+// while the GIL is held, and nanobind ends the process if that fails: those allocations count on request
+// only.
 EXPORTED void metal_prefill_fail_allocation(long nth, bool also_with_gil) {
   with_gil.store(also_with_gil, std::memory_order_relaxed);
   countdown.store(nth, std::memory_order_relaxed);
 }
-// Whether it is still to come.
+// Whether the failure is still pending.
 EXPORTED bool metal_prefill_allocation_will_fail() {
   return countdown.load(std::memory_order_relaxed) > 0;
 }

@@ -19,7 +19,7 @@ OPENCL_SPACES = {
 }
 OPENCL_KEYWORDS = ("global", "local", "generic", "pipe", "read_only", "write_only", "read_write", "event_t")
 ERASED_SPACES = {"device": "", "constant": "const", "threadgroup": "", "thread": ""}
-NOTHING = re.compile(r"\{0?\}")  # an initializer
+EMPTY_INITIALIZER = re.compile(r"\{0?\}")
 FLOAT_LITERAL = re.compile(r"(?P<value>(?:\d+\.\d*|\.\d+|\d+)(?:[eE][+-]?\d+)?)(?P<suffix>[fFhH]|bf|BF)?")
 
 
@@ -74,14 +74,14 @@ def _function_pointers(tokens: TokenList) -> None:
 
 
 def _coherence(tokens: TokenList) -> None:
-    """Erase ``coherent(scope)``: memory of the host is coherent."""
+    """Erase ``coherent(scope)``: host memory is coherent."""
     for index, token in enumerate(tokens):
         if token.text == "coherent" and tokens.at(index + 1) == "(" and tokens.kind(index - 1) == "name":
             tokens.erase(index, tokens.partner[index + 1] + 1)
 
 
 def _opencl_keywords(tokens: TokenList) -> None:
-    """Rename what is a name in Metal and a keyword in OpenCL."""
+    """Rename identifiers that are keywords in OpenCL."""
     for token in tokens:
         if token.text in OPENCL_KEYWORDS:
             token.out = f"msl_{token.text}"
@@ -178,10 +178,10 @@ def _threadgroup_variables(tokens: TokenList, program: Program) -> None:
             raise token.error("a threadgroup variable must be declared in a kernel")
         stop = end
         if tokens.at(end) == "=":
-            # Kernel libraries write empty or zero initializers and rely on none: taken, and without effect.
+            # Some kernel libraries write empty or zero initializers without relying on them: ignored.
             while stop < len(tokens) and tokens[stop].text != ";":
                 stop = tokens.partner[stop] + 1 if tokens[stop].text == "{" else stop + 1
-            if not NOTHING.fullmatch("".join(t.text for t in tokens[end + 1 : stop])):
+            if not EMPTY_INITIALIZER.fullmatch("".join(t.text for t in tokens[end + 1 : stop])):
                 raise token.error("a threadgroup variable cannot have an initializer")
             tokens.erase(end, stop)
         _threadgroup_variable(tokens, index, end, inside[index])
@@ -216,14 +216,14 @@ def _threadgroup_variable(tokens: TokenList, index: int, end: int, kernel: Kerne
 
 
 def _kernels(tokens: TokenList, found: list[Declaration], program: Program, check: bool) -> None:
-    """Make kernels plain functions and drop their instantiations: the kernel table instantiates them."""
+    """Make kernels plain functions, and erase their instantiations: the kernel table instantiates them."""
     kept: set[int] = set()
     for entry in program.instantiations:
         if entry.declaration is not None:  # the parameters' types say which instantiation it is
             assert entry.declaration.parameters is not None
             opening, closing = entry.declaration.parameters
             entry.parameters = tokens.written(opening + 1, closing)
-            if check:  # whose table names only the type
+            if check:  # the kernel table of the check names only the type
                 kept.add(entry.declaration.begin)
     for declaration in found:
         if not is_kernel(tokens, declaration):

@@ -22,8 +22,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--strategy",
         choices=("none", "simple", "first", "average", "max"),
         default="simple",
-        help="how tokens become entities: each token has its most probable label, or a word has that of its "
-        "first token, of their mean or of the most certain one; none prints tokens (default: simple)",
+        help="how tokens are grouped: adjacent tokens with the same label (simple); whole words, labelled by "
+        "their first token (first), the mean of their tokens (average) or the most certain token (max); not "
+        "at all (none) (default: simple)",
     )
     add_truncate_argument(parser, "texts")
     parser.add_argument("--json", action="store_true", help="print lines of JSON, one for each text")

@@ -14,12 +14,12 @@ SHORT_PROMPT = 16  # tokens of each prompt of a batch
 SHORT_PROMPTS = 64  # prompts of a batch
 TEXTS = 64  # texts to embed, of these lengths
 SHORTEST_TEXT, LONGEST_TEXT = 8, 512
-SAMPLE_TOKENS = 2048  # of texts of one length: as many calls as have so many tokens are a sample
+SAMPLE_TOKENS = 2048  # texts of one length: calls are repeated up to this number of tokens per sample
 DOCUMENTS, DOCUMENT_TOKENS = 20, 300  # to rank
 # Tokens of Qwen3-Reranker's template before a document, including a query of about 15 tokens, and after it.
 QUERY_TOKENS, CLOSING_TOKENS = 90, 9
 QUESTIONS, ANSWERS = 4, 4  # questions of an evaluation, and answers to each
-MOST_GUESSES = 31  # drafts of a pass: positions that engines may use after the last token
+MOST_DRAFTS = 31  # drafts of a pass: positions that engines may use after the last token
 
 # How an engine chooses tokens: greedily; by SAMPLING, after the same context; greedily in a copying task; the
 # same with prompt-lookup drafts.
@@ -90,8 +90,8 @@ class Case:
 
         ``pp<n>`` for a prompt and ``tg<n>`` for decoding, with the suffix ``x<streams>`` for a batch;
         ``embed<n>``, ``rerank<n>`` and ``evaluate<n>`` for a task with n texts, ``embed16x64`` for 64 texts
-        of 16 tokens; ``greedy<n>``,
-        ``sampled<n>``, ``copy<n>`` and, with drafts, ``lookup<n>`` for tokens that the engine chooses.
+        of 16 tokens; ``greedy<n>``, ``sampled<n>``, ``copy<n>`` and, with drafts, ``lookup<n>`` for tokens
+        that the engine chooses.
         """
         if self.text_tokens:
             return f"{self.task}{self.text_tokens}x{self.n_texts}"
@@ -104,7 +104,7 @@ class Case:
 
     @property
     def calls(self) -> int:
-        """Number of calls of a sample, one after another: a single short text takes too little time."""
+        """Number of calls per sample: a single short text takes too little time to be timed."""
         return max(1, SAMPLE_TOKENS // (self.text_tokens * self.n_texts)) if self.text_tokens else 1
 
     @property
@@ -126,7 +126,7 @@ class Case:
         """Number of positions that the test needs in each stream."""
         if self.task:
             return self.text_tokens or LONGEST_TEXT
-        return self.n_depth + self.n_prompt + self.n_gen + (MOST_GUESSES if self.choice == "lookup" else 0)
+        return self.n_depth + self.n_prompt + self.n_gen + (MOST_DRAFTS if self.choice == "lookup" else 0)
 
     @property
     def ability(self) -> Ability:

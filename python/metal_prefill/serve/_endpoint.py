@@ -86,7 +86,7 @@ class Endpoint(Generic[_Form]):
             if scope.cancelled_caught:
                 await reply.error(timeout_error(seconds))
         except (StalledClientError, OSError):  # uvicorn closes the connection
-            log.info("a client did not take its answer")
+            log.info("a client stopped reading its answer")
         except Exception as error:
             await reply.error(error)
 
