@@ -54,7 +54,7 @@ void unpack(const Block& block, int panel, SignedPanel& out) {
   }
   if constexpr (kHasHalves<Block>) {
     for (int half = 0; half < 2; ++half)
-      Simd::store(out.scale[half], half_scale(block, half, panel * kPanelRows));
+      Simd::store(out.scale[half], load_floats(block.half_scale[half] + panel * kPanelRows));
   } else {
     Simd::store(out.scale[0], load_floats(block.scale + panel * kPanelRows));
   }
@@ -80,19 +80,33 @@ inline __attribute__((always_inline)) void multiply_step(const std::int8_t* toke
 
 // results[t] += sums[t] * (weight scale * token scale), and the minimum.
 template <class Block>
-inline __attribute__((always_inline)) void add_sums(const Sums& sums, const SignedPanel& panel, int half,
+inline __attribute__((always_inline)) void add_sums(const Sums& sums, const SignedPanel& panel,
                                                     const ActivationTile& x, F (&results)[kTileTokens]) {
-  const F scale = Simd::load(panel.scale[half]);
-  [[maybe_unused]] F min;
-  if constexpr (kHasMin<Block> || kHasHalfMins<Block>) min = Simd::load(panel.min[half]);
+  const F scale = Simd::load(panel.scale[0]);
 #pragma GCC unroll 16
   for (int t = 0; t < kTileTokens; ++t) {
     results[t] = Simd::fma(Simd::to_float(_mm512_load_si512(sums[t])),
                            Simd::mul(scale, Simd::set(x.terms[t].scale)), results[t]);
-    if constexpr (kHasMin<Block> || kHasHalfMins<Block>) {
-      const float scaled = kStepsOfBlock<Block> == 2 ? scaled_half_sum(x, t, half) : x.terms[t].scaled_sum;
-      results[t] = Simd::fma(min, Simd::set(scaled), results[t]);
-    }
+    if constexpr (kHasMin<Block>)
+      results[t] = Simd::fma(Simd::load(panel.min[0]), Simd::set(x.terms[t].scaled_sum), results[t]);
+  }
+}
+
+// The same with the sums of both halves of a block.
+template <class Block>
+inline __attribute__((always_inline)) void add_halves(const Sums (&sums)[2], const SignedPanel& panel,
+                                                      const ActivationTile& x, F (&results)[kTileTokens]) {
+  static_assert(kJoinsHalves<Simd, Block>);
+  const F first = Simd::load(panel.scale[0]), second = Simd::load(panel.scale[1]);
+#pragma GCC unroll 16
+  for (int t = 0; t < kTileTokens; ++t) {
+    const F sum = joined_sum(first, _mm512_load_si512(sums[0][t]), second, _mm512_load_si512(sums[1][t]));
+    results[t] = Simd::fma(sum, Simd::set(x.terms[t].scale), results[t]);
+    if constexpr (kHasHalfMins<Block>)
+#pragma GCC unroll 2
+      for (int half = 0; half < 2; ++half)
+        results[t] =
+            Simd::fma(Simd::load(panel.min[half]), Simd::set(scaled_half_sum(x, t, half)), results[t]);
   }
 }
 
@@ -112,25 +126,38 @@ void multiply_slab(const SignedPanel* panels, const ActivationTile* x, int n_blo
     const int block = step / kHalves, half = step % kHalves;
     multiply_step<kSlot, kDepth>(x[block].q[0] + half * kDepth, panels[block].codes[half * 4][0]);
   };
-  const auto finish = [&]<int kSlot>(int step, std::integral_constant<int, kSlot>)
-                          __attribute__((always_inline)) {
-                            const int block = step / kHalves;
-                            store_tile<kSlot>(sums[kSlot]);
-                            add_sums<Block>(sums[kSlot], panels[block], step % kHalves, x[block], results);
-                          };
   constexpr std::integral_constant<int, 0> kEven;
   constexpr std::integral_constant<int, 1> kOdd;
   const int steps = n_blocks * kHalves;
   NextLines lines = next;  // in registers
   lines.begin_tile(ceil_div(steps, 2));
   start(0, kEven);
-  for (int step = 0; step < steps; step += 2) {
-    lines.step();
-    if (step + 1 < steps) start(step + 1, kOdd);
-    finish(step, kEven);
-    if (step + 1 == steps) break;
-    if (step + 2 < steps) start(step + 2, kEven);
-    finish(step + 1, kOdd);
+  if constexpr (kHalves == 2) {
+    // The unit multiplies both halves of the next block while those of this one are added up.
+    start(1, kOdd);
+    for (int block = 0; block < n_blocks; ++block) {
+      const bool more = block + 1 < n_blocks;
+      lines.step();
+      store_tile<0>(sums[0]);
+      if (more) start(2 * block + 2, kEven);
+      store_tile<1>(sums[1]);
+      if (more) start(2 * block + 3, kOdd);
+      add_halves<Block>(sums, panels[block], x[block], results);
+    }
+  } else {
+    const auto finish = [&]<int kSlot>(int block, std::integral_constant<int, kSlot>)
+                            __attribute__((always_inline)) {
+                              store_tile<kSlot>(sums[kSlot]);
+                              add_sums<Block>(sums[kSlot], panels[block], x[block], results);
+                            };
+    for (int step = 0; step < steps; step += 2) {
+      lines.step();
+      if (step + 1 < steps) start(step + 1, kOdd);
+      finish(step, kEven);
+      if (step + 1 == steps) break;
+      if (step + 2 < steps) start(step + 2, kEven);
+      finish(step + 1, kOdd);
+    }
   }
   next = lines;
 #pragma GCC unroll 16

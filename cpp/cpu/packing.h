@@ -118,11 +118,12 @@ struct alignas(64) ByteHalvesBlock {
   float half_scale[2][kGroupRows];
 };
 
-// The scales are integers, multiples of a float.
+// The scales are integers, multiples of a float, for sets that add up both halves of a block as integers.
 struct alignas(64) SixBitByteHalvesBlock {
   static constexpr Packing kPacking = Packing::kSixBitByteHalves;
   static constexpr int kBits = 8, kZero = 32, kMaxCode = 63;
   std::uint8_t codes[2][8][kPanelRows][4];
+  float half_scale[2][kGroupRows];  // for all others
   std::int8_t scale_code[2][kGroupRows];
   float scale_unit[kGroupRows];
 };
@@ -139,7 +140,7 @@ static_assert(sizeof(NibbleBlock) == 576 && sizeof(NibbleMinBlock) == 768 &&
               sizeof(NibbleF16MinBlock) == 640 && sizeof(ByteBlock) == 1088 &&
               sizeof(FiveBitByteBlock) == 1088 && sizeof(ByteFloatBlock) == 1152 &&
               sizeof(ByteMinBlock) == 1280 && sizeof(ByteHalvesBlock) == 1280 &&
-              sizeof(SixBitByteHalvesBlock) == 1216 && sizeof(ByteHalvesMinBlock) == 1536);
+              sizeof(SixBitByteHalvesBlock) == 1472 && sizeof(ByteHalvesMinBlock) == 1536);
 
 // Not quantized: bfloat16, in pairs of columns, as a tile of AMX holds them. Columns are filled up with
 // zeros.
@@ -231,7 +232,7 @@ concept IsNarrow = requires { typename Block::Wide; };
 template <class Block>
 constexpr bool kHasIntegerHalves = requires(Block b) { b.scale_code; };
 template <class Block>
-constexpr bool kHasHalves = requires(Block b) { b.half_scale; } || kHasIntegerHalves<Block>;
+constexpr bool kHasHalves = requires(Block b) { b.half_scale; };
 template <class Block>
 constexpr bool kHasMin = requires(Block b) { b.min; };
 template <class Block>

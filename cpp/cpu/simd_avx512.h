@@ -17,6 +17,7 @@ struct Simd {
   // 32 registers. 2 panels by 6 tokens: 12 integer and 12 float sums, 4 of codes, the nibble mask;
   // activations come as broadcast operands. Seven tokens spill.
   static constexpr int kInt8Rows = 2, kInt8RowsOfOne = 2, kInt8Tokens = 6;
+  static constexpr bool kJoinsHalves = true;
   static constexpr bool kFetchesForOne = false;  // slower on Zen 4; AMX fetches by itself
   static constexpr int kFloatRows = 4, kFloatTokens = 6;
   static constexpr int kAttentionRows = 6, kAttentionVectors = 4;

@@ -28,13 +28,14 @@ struct Sum<S, true> {
 template <class S, class Block>
 constexpr bool kAddsHalves = kHasIntegerHalves<Block> && requires { S::kScalesHalfwords; };
 
-// Scales of 16 columns of the rows from `row` on.
-template <class Block>
-inline F half_scale(const Block& block, int half, int row) {
-  if constexpr (kHasIntegerHalves<Block>)
-    return Simd::mul(load_floats(block.scale_unit + row), load_floats(block.scale_code[half] + row));
-  else
-    return load_floats(block.half_scale[half] + row);
+// Whether a set scales the sums of both halves of a block and adds them up before the scale of the
+// activations follows, one multiplication less for each token.
+template <class S, class Block>
+constexpr bool kJoinsHalves = kHasHalves<Block> && !kAddsHalves<S, Block> && requires { S::kJoinsHalves; };
+
+// The scaled sum of a block and of activations of scale 1, for kJoinsHalves.
+inline F joined_sum(F first_scale, I first, F second_scale, I second) {
+  return Simd::fma(Simd::to_float(second), second_scale, Simd::mul(Simd::to_float(first), first_scale));
 }
 
 // The sums of both halves of a block times the integers of their scales, for the rows from `row` on.

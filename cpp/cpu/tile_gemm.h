@@ -131,16 +131,24 @@ inline void int8_tile(const Block* block, int n_blocks, int v, const ActivationT
         }
         continue;
       }
+      if constexpr (kJoinsHalves<S, Block>) {
+        const F first = load_floats(block->half_scale[0] + row),
+                second = load_floats(block->half_scale[1] + row);
+#pragma GCC unroll 16
+        for (int t = 0; t < kTokens; ++t)
+          acc[r][t] = Simd::fma(joined_sum(first, sum[0][r][t], second, sum[1][r][t]),
+                                Simd::set(x->terms[token + t].scale), acc[r][t]);
+      }
 #pragma GCC unroll 2
       for (int h = 0; h < kSums; ++h) {
         F scale;
         if constexpr (kHalves) {
-          scale = half_scale(*block, h, row);
+          scale = load_floats(block->half_scale[h] + row);
         } else {
           scale = load_floats(block->scale + row);
         }
 #pragma GCC unroll 16
-        for (int t = 0; t < kTokens; ++t) {
+        for (int t = 0; t < kTokens && !kJoinsHalves<S, Block>; ++t) {
           const F both = Simd::mul(scale, Simd::set(x->terms[token + t].scale));
           F total;
           if constexpr (kHalfwords) {

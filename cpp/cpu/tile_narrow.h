@@ -111,10 +111,15 @@ void narrow_token(const Block* block, int n_blocks, const std::uint8_t* table, c
               scaled_sum(block->scale_code[span], row, Simd::to_float(sum[0]), Simd::to_float(sum[1]));
           acc[v] = Simd::fma(total, Simd::mul(load_floats(block->scale_unit + row), x_scale), acc[v]);
         } else if constexpr (kSums == 2) {
+          if constexpr (kJoinsHalves<Simd, typename Block::Wide>)
+            acc[v] = Simd::fma(joined_sum(narrow_scale(*block, span, 0, row), sum[0],
+                                          narrow_scale(*block, span, 1, row), sum[1]),
+                               x_scale, acc[v]);
 #pragma GCC unroll 2
           for (int half = 0; half < 2; ++half) {
-            acc[v] = Simd::fma(Simd::to_float(sum[half]),
-                               Simd::mul(narrow_scale(*block, span, half, row), x_scale), acc[v]);
+            if constexpr (!kJoinsHalves<Simd, typename Block::Wide>)
+              acc[v] = Simd::fma(Simd::to_float(sum[half]),
+                                 Simd::mul(narrow_scale(*block, span, half, row), x_scale), acc[v]);
             if constexpr (kNarrowMin<Block>) {
               acc[v] = Simd::fma(narrow_min(*block, span, half, row),
                                  Simd::set(scaled_half_sum(*x, token, half)), acc[v]);
@@ -162,7 +167,7 @@ void widen_span(const Block& block, int span, I table, typename Block::Wide& out
         Simd::store_codes(out.codes[panel][step][lane], Simd::sub_int(codes, to_zero));
       });
     }
-    if constexpr (kHasIntegerHalves<Wide>) {
+    if constexpr (kAddsHalves<Simd, Wide>) {
       for (int half = 0; half < 2; ++half)
         std::memcpy(out.scale_code[half] + row, block.scale_code[span][half] + row, Simd::kLanes);
       Simd::store(out.scale_unit + row, load_floats(block.scale_unit + row));

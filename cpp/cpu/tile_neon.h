@@ -61,7 +61,7 @@ inline uint8x16_t quad_codes(const Block& block, int quad, int step) {
 template <class Block>
 inline float32x4_t quad_scale(const Block& block, int quad, int half) {
   if constexpr (kHasHalves<Block>) {
-    return half_scale(block, half, quad * kQuadRows);
+    return load_floats(block.half_scale[half] + quad * kQuadRows);
   } else {
     return load_floats(block.scale + quad * kQuadRows);
   }

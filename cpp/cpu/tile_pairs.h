@@ -102,7 +102,7 @@ void widen_block(const Block& block, PairBlock& out) {
     F scale[2], min[2] = {};
     for (int half = 0; half < 2; ++half) {
       if constexpr (kHasHalves<Block>)
-        scale[half] = half_scale(block, half, row);
+        scale[half] = load_floats(block.half_scale[half] + row);
       else
         scale[half] = load_floats(block.scale + row);
       if constexpr (kHasHalfMins<Block>)

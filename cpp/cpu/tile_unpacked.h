@@ -59,7 +59,7 @@ struct UnpackedBlock {
                                         S::template shift_left<2>(second));
         scale[0][r] = load_floats(block.scale_unit + row);
       } else if constexpr (kHasHalves<Block>)
-        for (int h = 0; h < kSums; ++h) scale[h][r] = half_scale(block, h, row);
+        for (int h = 0; h < kSums; ++h) scale[h][r] = load_floats(block.half_scale[h] + row);
       else
         scale[0][r] = load_floats(block.scale + row);
       if constexpr (kHasHalfMins<Block>)

@@ -426,6 +426,20 @@ CPU = (
     ),
     Mutant(
         "cpp/cpu/tile_blocks.h",
+        "Simd::mul(Simd::to_float(first), first_scale)",
+        "Simd::mul(Simd::to_float(first), second_scale)",
+        "both halves of a block have the scale of the second on AVX-512",
+        ("tests/test_cpu_kernels.py::test_the_quantized_product_is_exact", "-k", "avx512vnni and Q6_K"),
+    ),
+    Mutant(
+        "cpp/cpu/kernels_amx.cpp",
+        "joined_sum(first, _mm512_load_si512(sums[0][t])",
+        "joined_sum(first, _mm512_load_si512(sums[1][t])",
+        "AMX multiplies the second half of a block by the scales of both",
+        ("tests/test_cpu_kernels.py::test_the_quantized_product_is_exact", "-k", "amx and Q6_K"),
+    ),
+    Mutant(
+        "cpp/cpu/tile_blocks.h",
         "32767 / (2 * 127 * Block::kMaxCode)",
         "32767 / (127 * Block::kMaxCode)",
         "sums of products in 16 bits overflow where all codes are the largest",
