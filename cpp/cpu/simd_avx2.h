@@ -185,9 +185,9 @@ struct Simd {
   static I sum_halfwords(I acc, I pairs, I factors = _mm256_set1_epi16(1)) {
     return _mm256_add_epi32(acc, _mm256_madd_epi16(pairs, factors));
   }
-  // The same for two steps of codes up to 63. Their sum in 32 bits may have factors in 16 bits.
+  // The same for two steps of codes up to 63, times factors in 16 bits.
   static constexpr bool kScalesHalfwords = true;
-  static I add_two_pairs(I acc, I codes, I x, I next_codes, I next_x, I factors = _mm256_set1_epi16(1)) {
+  static I add_two_pairs(I acc, I codes, I x, I next_codes, I next_x, I factors) {
     return in_register(
         sum_halfwords(acc, add_pairs(_mm256_maddubs_epi16(codes, x), next_codes, next_x), factors));
   }

@@ -78,7 +78,11 @@ inline __attribute__((always_inline)) void multiply_unpacked(const UnpackedBlock
   static_assert(!kAdds || Block::kZero == 32);
   constexpr int kRows = S::kUnpackedRows, kSums = UnpackedBlock<S, Block>::kSums, kSteps = 8 / kSums;
   constexpr bool kHalfwords = kWholeHalfwords<S, Block>;
-  constexpr int kTogether = !kHalfwords && kHalfwordSteps<S, Block> >= 2 ? 2 : 1;
+  constexpr int kTogether = kAdds ? 2 : 1;
+  static_assert(!kAdds || kHalfwordSteps<S, Block> >= 2);
+  // Four steps add up in 16 bits before their sum is widened: 6 additions and 2 widenings for a block, not 8
+  // and 4.
+  constexpr bool kFours = !kAdds && !kHalfwords && kHalfwordSteps<S, Block> >= 4 && kSteps % 4 == 0;
   const ActivationTile::Terms* terms = x.terms + token;
 #pragma GCC unroll 2
   for (int h = 0; h < kSums; ++h) {
@@ -97,8 +101,32 @@ inline __attribute__((always_inline)) void multiply_unpacked(const UnpackedBlock
           sum[t][r] = kHalfwords ? S::set_int(0) : start[h];
       }
     }
+    if constexpr (kFours) {
+#pragma GCC unroll 2
+      for (int first = h * kSteps; first < (h + 1) * kSteps; first += 4) {
+        I pairs[kTokens][kRows];
+#pragma GCC unroll 4
+        for (int step = first; step < first + 4; ++step) {
+          I codes[kRows];
+#pragma GCC unroll 16
+          for (int r = 0; r < kRows; ++r) codes[r] = S::in_register(block.codes[step][r]);
+#pragma GCC unroll 16
+          for (int t = 0; t < kTokens; ++t) {
+            const I value = S::broadcast4(x.q[token + t] + 4 * step);
+#pragma GCC unroll 16
+            for (int r = 0; r < kRows; ++r)
+              pairs[t][r] = S::add_pairs(step == first ? S::no_halfwords() : pairs[t][r], codes[r], value);
+          }
+        }
+#pragma GCC unroll 16
+        for (int t = 0; t < kTokens; ++t)
+#pragma GCC unroll 16
+          for (int r = 0; r < kRows; ++r)
+            sum[t][r] = S::in_register(S::sum_halfwords(sum[t][r], pairs[t][r]));
+      }
+    }
 #pragma GCC unroll 8
-    for (int step = h * kSteps; step < (h + 1) * kSteps; step += kTogether) {
+    for (int step = h * kSteps; step < (h + 1) * kSteps && !kFours; step += kTogether) {
       I codes[kTogether][kRows];
 #pragma GCC unroll 2
       for (int i = 0; i < kTogether; ++i)
@@ -116,8 +144,6 @@ inline __attribute__((always_inline)) void multiply_unpacked(const UnpackedBlock
           else if constexpr (kAdds)
             sum[t][r] = S::add_two_pairs(sum[t][r], codes[0][r], values[0], codes[1][r], values[1],
                                          block.factors[step / 4][r]);
-          else if constexpr (kTogether == 2)
-            sum[t][r] = S::add_two_pairs(sum[t][r], codes[0][r], values[0], codes[1][r], values[1]);
           else
             sum[t][r] = S::template dot<Block::kZero>(sum[t][r], codes[0][r], values[0]);
         }
