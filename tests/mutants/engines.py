@@ -786,8 +786,8 @@ METAL = (
         "cpp/metal/sent_passes.mm",
         "if (write.tokens == run.token + i + 1) row.after = write.state.slot();",
         "if (write.tokens == run.count) row.after = write.state.slot();",
-        "states are written after the wrong tokens",
-        (_STATES, "-k", "metal and state_is_that_of_the_reference"),
+        "no state is written within a prompt",
+        (_STATES, "-k", "metal and a_rewound_session"),
     ),
     Mutant(
         "cpp/metal/metal_cache.mm",
