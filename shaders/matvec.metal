@@ -5,6 +5,7 @@
 #include "dequant.h"
 #include "norm.h"
 #include "projection.h"
+#include "token_tiles.h"
 #include "variants.h"
 
 using namespace metal;
@@ -77,9 +78,38 @@ struct Products {
     }
   }
 
+  // Of a lane.
+  float own_sum(ushort w, ushort t) const { return sum[w][t].x + sum[w][t].y + sum[w][t].z + sum[w][t].w; }
   // In every lane of the row.
-  float total(ushort w, ushort t, ushort lanes) const {
-    return row_sum(sum[w][t].x + sum[w][t].y + sum[w][t].z + sum[w][t].w, lanes);
+  float total(ushort w, ushort t, ushort lanes) const { return row_sum(own_sum(w, t), lanes); }
+
+  // The totals of token lane % kTokens, with the bits of `total`. From one step to the next a lane has to add
+  // for half as many tokens, and the steps of all sums are in flight together.
+  void totals_of_own_token(thread float (&totals)[kRows], ushort lane, ushort lanes) const {
+    float values[kRows][kTokens];
+#pragma unroll
+    for (ushort w = 0; w < kRows; ++w)
+#pragma unroll
+      for (ushort t = 0; t < kTokens; ++t) values[w][t] = own_sum(w, t);
+    for (ushort offset = lanes / 2; offset >= kTokens; offset /= 2)
+#pragma unroll
+      for (ushort w = 0; w < kRows; ++w)
+#pragma unroll
+        for (ushort t = 0; t < kTokens; ++t) values[w][t] += simd_shuffle_xor(values[w][t], offset);
+#pragma unroll
+    for (ushort offset = kTokens / 2; offset > 0; offset /= 2) {
+      const bool upper = lane & offset;
+#pragma unroll
+      for (ushort w = 0; w < kRows; ++w)
+#pragma unroll
+        for (ushort t = 0; t < offset; ++t) {
+          const float lower_value = values[w][t], upper_value = values[w][t + offset];
+          const float kept = upper ? upper_value : lower_value, sent = upper ? lower_value : upper_value;
+          values[w][t] = kept + simd_shuffle_xor(sent, offset);
+        }
+    }
+#pragma unroll
+    for (ushort w = 0; w < kRows; ++w) totals[w] = values[w][0];
   }
 };
 
@@ -197,53 +227,60 @@ kernel void rmsnorm_matvec_swiglu(device const uchar* w [[buffer(0)]],     // [2
 }
 
 // A tile of up to kTokens tokens, of which there are `tokens`; those beyond repeat the last. Each lane group
-// has two rows, so that what is read of x serves both. One lane of a group writes for each token.
-template <typename W, bool kAccumulate, ushort kTokens>
+// has kRows rows, so that what is read of x serves all of them. One lane of a group writes for each token,
+// all of them at the same time.
+template <typename W, bool kAccumulate, ushort kRows, ushort kTokens>
 static inline void rows_times_tokens(device const uchar* w, device const float* x, device float* y,
                                      constant MatvecArgs& args, uint first_row, uint tokens, ushort lane) {
-  const ushort lanes = args.lanes_per_row;
+  const ushort lanes = args.lanes_per_row, token = lane % lanes;  // that the lane writes
   const uint last = args.out_dim - 1;
-  const uint row[2] = {first_row + lane / lanes, first_row + 32 / lanes + lane / lanes};
-  Products<W, 2, kTokens> products;
+  Products<W, kRows, kTokens> products;
+  uint row[kRows];
+  bool writes[kRows];
+  float before[kRows], totals[kRows];  // `before` is in flight during the products
+  y += token * args.out_stride;
 #pragma unroll
-  for (ushort r = 0; r < 2; ++r) products.row[r] = stacked_row(w, args.weights, min(row[r], last));
+  for (ushort r = 0; r < kRows; ++r) {
+    row[r] = first_row + r * (32 / lanes) + lane / lanes;
+    products.row[r] = stacked_row(w, args.weights, min(row[r], last));
+    writes[r] = token < tokens && row[r] <= last;
+    before[r] = kAccumulate && writes[r] ? y[row[r]] : 0.0f;
+  }
 #pragma unroll
   for (ushort t = 0; t < kTokens; ++t) products.token[t] = {x + min(uint(t), tokens - 1) * args.in_dim};
   products.multiply(args.in_dim, lane, lanes);
+  products.totals_of_own_token(totals, lane, lanes);
 #pragma unroll
-  for (ushort t = 0; t < kTokens; ++t) {
-#pragma unroll
-    for (ushort r = 0; r < 2; ++r) {
-      const float total = products.total(r, t, lanes);
-      if (lane % lanes != t || t >= tokens || row[r] > last) continue;
-      device float& out = y[t * args.out_stride + row[r]];
-      out = kAccumulate ? out + total : total;
-    }
-  }
+  for (ushort r = 0; r < kRows; ++r)
+    if (writes[r]) y[row[r]] = kAccumulate ? before[r] + totals[r] : totals[r];
 }
 
-template <typename W, ushort kTokens>
+// The same of kRows rows of gate and up together, in pairs.
+template <typename W, ushort kRows, ushort kTokens>
 static inline void swiglu_of_tokens(device const uchar* w, device const float* x, device float* y,
                                     constant MatvecArgs& args, uint first_row, uint tokens, ushort lane) {
-  const ushort lanes = args.lanes_per_row;
+  const ushort lanes = args.lanes_per_row, token = lane % lanes;
   const uint row = first_row + lane / lanes, last = args.out_dim - 1;
-  Products<W, 2, kTokens> products;
-  products.row[0] = half_row(w, args.weights, 0, min(row, last));
-  products.row[1] = half_row(w, args.weights, 1, min(row, last));
+  Products<W, kRows, kTokens> products;
+  float totals[kRows];
+#pragma unroll
+  for (ushort r = 0; r < kRows; ++r)
+    products.row[r] = half_row(w, args.weights, r % 2, min(row + r / 2 * (32 / lanes), last));
 #pragma unroll
   for (ushort t = 0; t < kTokens; ++t) products.token[t] = {x + min(uint(t), tokens - 1) * args.in_dim};
   products.multiply(args.in_dim, lane, lanes);
+  products.totals_of_own_token(totals, lane, lanes);
 #pragma unroll
-  for (ushort t = 0; t < kTokens; ++t) {
-    const float gate = products.total(0, t, lanes), up = products.total(1, t, lanes);
-    if (lane % lanes == t && t < tokens && row <= last)
-      y[t * args.out_stride + row] = activate(gate, args.activation) * up;
+  for (ushort r = 0; r < kRows; r += 2) {
+    const uint out = row + r / 2 * (32 / lanes);
+    if (token < tokens && out <= last)
+      y[token * args.out_stride + out] = activate(totals[r], args.activation) * totals[r + 1];
   }
 }
 
-// matvec of several tokens: y[t][row] (+)= w[row] . x[t]. A simdgroup takes 2 * 32 / lanes_per_row rows and a
-// tile of tokens. Grid: (rows, tokens / MULTI_TOKEN_TILE), rounded up. The number of tokens is known to the
-// compiler, so that no load depends on a branch, and those of all tokens are in flight together.
+// matvec of several tokens: y[t][row] (+)= w[row] . x[t]. Grid: (tiles of tokens, rows), rounded up: groups
+// that follow each other read the same weights. The number of tokens of a tile is known to the compiler, so
+// that no load depends on a branch, and those of all tokens are in flight together.
 template <typename W, bool kAccumulate>
 kernel void multi_token_matvec(device const uchar* w [[buffer(0)]],  // stacked matrices [out_dim][in_dim]
                                device const float* x [[buffer(1)]],  // [tokens][in_dim]
@@ -253,19 +290,23 @@ kernel void multi_token_matvec(device const uchar* w [[buffer(0)]],  // stacked 
                                ushort lane [[thread_index_in_simdgroup]],
                                ushort simdgroup [[simdgroup_index_in_threadgroup]],
                                ushort simdgroups [[simdgroups_per_threadgroup]]) {
-  const uint first = group.y * MULTI_TOKEN_TILE, tokens = min(uint(MULTI_TOKEN_TILE), args.tokens - first);
-  const uint row = (group.x * simdgroups + simdgroup) * (2 * 32 / args.lanes_per_row);
+  const bool many = args.tokens > MULTI_TOKEN_TILE;
+  const uint tile = many ? MANY_TOKEN_TILE : MULTI_TOKEN_TILE, rows = many ? MANY_TOKEN_ROWS : FEW_TOKEN_ROWS;
+  const uint first = group.x * tile, tokens = min(tile, args.tokens - first);
+  const uint row = (group.y * simdgroups + simdgroup) * (rows * 32 / args.lanes_per_row);
   x += first * args.in_dim;
   y += first * args.out_stride;
-  if (tokens > 4)
-    rows_times_tokens<W, kAccumulate, 8>(w, x, y, args, row, tokens, lane);
+  if (many)
+    rows_times_tokens<W, kAccumulate, MANY_TOKEN_ROWS, MANY_TOKEN_TILE>(w, x, y, args, row, tokens, lane);
+  else if (tokens > 4)
+    rows_times_tokens<W, kAccumulate, FEW_TOKEN_ROWS, 8>(w, x, y, args, row, tokens, lane);
   else if (tokens > 2)
-    rows_times_tokens<W, kAccumulate, 4>(w, x, y, args, row, tokens, lane);
+    rows_times_tokens<W, kAccumulate, FEW_TOKEN_ROWS, 4>(w, x, y, args, row, tokens, lane);
   else
-    rows_times_tokens<W, kAccumulate, 2>(w, x, y, args, row, tokens, lane);
+    rows_times_tokens<W, kAccumulate, FEW_TOKEN_ROWS, 2>(w, x, y, args, row, tokens, lane);
 }
 
-// matvec_swiglu of several tokens. A simdgroup takes 32 / lanes_per_row rows of gate and of up.
+// matvec_swiglu of several tokens. The rows of a tile are half of gate and half of up.
 template <typename W>
 kernel void multi_token_matvec_swiglu(device const uchar* w [[buffer(0)]],  // [2][out_dim][in_dim]
                                       device const float* x [[buffer(1)]],  // [tokens][in_dim]
@@ -275,16 +316,20 @@ kernel void multi_token_matvec_swiglu(device const uchar* w [[buffer(0)]],  // [
                                       ushort lane [[thread_index_in_simdgroup]],
                                       ushort simdgroup [[simdgroup_index_in_threadgroup]],
                                       ushort simdgroups [[simdgroups_per_threadgroup]]) {
-  const uint first = group.y * MULTI_TOKEN_TILE, tokens = min(uint(MULTI_TOKEN_TILE), args.tokens - first);
-  const uint row = (group.x * simdgroups + simdgroup) * (32 / args.lanes_per_row);
+  const bool many = args.tokens > MULTI_TOKEN_TILE;
+  const uint tile = many ? MANY_TOKEN_TILE : MULTI_TOKEN_TILE, rows = many ? MANY_TOKEN_ROWS : FEW_TOKEN_ROWS;
+  const uint first = group.x * tile, tokens = min(tile, args.tokens - first);
+  const uint row = (group.y * simdgroups + simdgroup) * (rows / 2 * 32 / args.lanes_per_row);
   x += first * args.in_dim;
   y += first * args.out_stride;
-  if (tokens > 4)
-    swiglu_of_tokens<W, 8>(w, x, y, args, row, tokens, lane);
+  if (many)
+    swiglu_of_tokens<W, MANY_TOKEN_ROWS, MANY_TOKEN_TILE>(w, x, y, args, row, tokens, lane);
+  else if (tokens > 4)
+    swiglu_of_tokens<W, FEW_TOKEN_ROWS, 8>(w, x, y, args, row, tokens, lane);
   else if (tokens > 2)
-    swiglu_of_tokens<W, 4>(w, x, y, args, row, tokens, lane);
+    swiglu_of_tokens<W, FEW_TOKEN_ROWS, 4>(w, x, y, args, row, tokens, lane);
   else
-    swiglu_of_tokens<W, 2>(w, x, y, args, row, tokens, lane);
+    swiglu_of_tokens<W, FEW_TOKEN_ROWS, 2>(w, x, y, args, row, tokens, lane);
 }
 
 typedef decltype(matvec<F32, 1>) matvec_t;

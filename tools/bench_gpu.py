@@ -34,6 +34,7 @@ from metal_prefill.synth import synthesize
 ROOT = Path(__file__).resolve().parents[1]
 PROMPTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 TIMED_PROMPTS = (1, 4, 8, 32, 128, 512, 2048)
+STREAMS = (8, 32)  # sequences that decode together
 SEQUENTIAL = (32, 128, 512)
 DEPTH, DECODED = 32, 64  # tokens in the context before decoding, and decoded ones
 # Of SmolLM-135M's shape in Q4_0 with a head in Q8_0: operations of the layers' weights for a token and of the
@@ -82,7 +83,14 @@ def measure_speeds(path: Path, repeats: int) -> Record:
             sequential.append({"tokens": n, "seconds": one_by_one, "ratio": one_by_one / together})
         device = model.device
     decoding = [measure_decoding(path, repeats, fused_norm) for fused_norm in (False, True)]
-    return {"device": device, "prefill": rows, "decode": decoding, "sequential": sequential}
+    streams = [measure_streams(path, repeats, n) for n in STREAMS]
+    return {
+        "device": device,
+        "prefill": rows,
+        "decode": decoding,
+        "streams": streams,
+        "sequential": sequential,
+    }
 
 
 def decode(session: Session, count: int) -> float:
@@ -110,6 +118,63 @@ def measure_decoding(path: Path, repeats: int, fused_norm: bool) -> Record:
                 "dispatches": session.stats()["dispatches"]}  # fmt: skip
 
 
+def decoding_sessions(model: Model, count: int) -> list[Session]:
+    """Return sessions after short prompts of their own."""
+    sessions = [model.session() for _ in range(count)]
+    for i, session in enumerate(sessions):
+        session.forward_prompt(prompt_of(DEPTH + i)[:DEPTH])
+    return sessions
+
+
+def measure_streams(path: Path, repeats: int, count: int) -> Record:
+    """Return the speed of passes with one token for each of several sequences."""
+    with Model(path, device="metal") as model:
+        sessions = decoding_sessions(model, count)
+        gpu_seconds: list[float] = []
+
+        def step() -> None:
+            model.forward_batch(sessions, [[1]] * count)
+            gpu_seconds.append(sessions[0].stats()["gpu_seconds"])
+
+        for _ in range(3):
+            step()
+        seconds, spread = median_seconds(step, 4 * repeats, lambda: None)
+        dispatches = sessions[0].stats()["dispatches"]
+    return {"streams": count, "tokens_per_second": count / seconds, "seconds": seconds, "spread": spread,
+            "gpu_seconds": statistics.median(gpu_seconds[3:]), "dispatches": dispatches}  # fmt: skip
+
+
+def median_rows(samples: list[list[Any]]) -> list[Record]:
+    """Return the dispatches of a pass, with the medians of their times in all samples but the first two."""
+    return [
+        {"kernel": runs[0].kernel, "grid": list(runs[0].grid), "threads": list(runs[0].group),
+         "microseconds": statistics.median(run.seconds for run in runs) * 1e6}
+        for runs in zip(*samples[2:], strict=True)
+    ]  # fmt: skip
+
+
+def last_dispatches() -> list[Any]:
+    """Return the dispatches of the last pass, which is one command buffer or several."""
+    label = _core.emulator.history()[-1].label
+    return [d for buffer in _core.emulator.history() if buffer.label == label for d in buffer.dispatches]
+
+
+def measure_stream_dispatches(path: Path, repeats: int) -> list[Record]:
+    """Return the same for passes with one token for each of several sequences."""
+    result = []
+    with Model(path, device="metal") as model:
+        for n in STREAMS:
+            sessions = decoding_sessions(model, n)
+            samples: list[list[Any]] = []
+            for _ in range(repeats + 2):
+                _core.emulator.set_history_depth(0)
+                _core.emulator.set_history_depth(8)
+                model.forward_batch(sessions, [[1]] * n)
+                samples.append(last_dispatches())
+            result.append({"tokens": n, "streams": n, "dispatches": median_rows(samples)})
+    return result
+
+
 def measure_dispatches(path: Path, repeats: int) -> list[Record]:
     """Return for each prompt length the dispatches in order, with the median of their times on the GPU."""
     _core.emulator.set_history_depth(1)
@@ -121,13 +186,8 @@ def measure_dispatches(path: Path, repeats: int) -> list[Record]:
                 session.reset()
                 session.forward_prompt(prompt_of(n))
                 samples.append(list(_core.emulator.history()[-1].dispatches))
-            rows = [
-                {"kernel": runs[0].kernel, "grid": list(runs[0].grid), "threads": list(runs[0].group),
-                 "microseconds": statistics.median(run.seconds for run in runs) * 1e6}
-                for runs in zip(*samples[2:], strict=True)
-            ]  # fmt: skip
-            result.append({"tokens": n, "dispatches": rows})
-    return result
+            result.append({"tokens": n, "dispatches": median_rows(samples)})
+    return result + measure_stream_dispatches(path, repeats)
 
 
 def dispatch_times(path: Path, repeats: int) -> list[Record]:
@@ -200,7 +260,8 @@ def share_table(record: Record) -> list[str]:
     times: dict[str, list[float]] = defaultdict(list)
     for row in record["dispatches"]:
         times[row["kernel"]].append(row["microseconds"])
-    lines = [f"{record['tokens']} tokens: {total:.0f} us in {len(record['dispatches'])} dispatches"]
+    what = f"{record['streams']} streams" if "streams" in record else f"{record['tokens']} tokens"
+    lines = [f"{what}: {total:.0f} us in {len(record['dispatches'])} dispatches"]
     for kernel, values in sorted(times.items(), key=lambda item: -sum(item[1])):
         share = 100 * sum(values) / total
         lines.append(f"  {share:5.1f}%  {kernel:36} {len(values):4} x {statistics.median(values):7.2f} us")
@@ -225,9 +286,12 @@ def report(result: Record) -> list[str]:
         name = "decode, norms fused" if row["fused_norm"] else "decode"
         lines.append(f"{name}: {row['tokens_per_second']:.0f} tok/s, {row['seconds'] * 1e3:.2f} ms, GPU "
                      f"{row['gpu_seconds'] * 1e3:.2f} ms, {row['dispatches']:.0f} dispatches")  # fmt: skip
+    for row in speeds["streams"]:
+        lines.append(f"{row['streams']} streams: {row['tokens_per_second']:.0f} tok/s, {row['seconds'] * 1e3:.2f} ms, "
+                     f"GPU {row['gpu_seconds'] * 1e3:.2f} ms, {row['dispatches']:.0f} dispatches")  # fmt: skip
     lines += ["", "a prompt against its tokens one by one"]
     lines += [f"{row['tokens']:7} {row['ratio']:9.1f} x" for row in speeds["sequential"]]
-    by_tokens = {record["tokens"]: record for record in result["dispatches"]}
+    by_tokens = {record["tokens"]: record for record in result["dispatches"] if "streams" not in record}
     one = projection_seconds(by_tokens[1])
     lines += ["", "products of weights per token, against one token (the layers, without the head)"]
     lines += [f"{n:7} {one / (projection_seconds(by_tokens[n]) / n):9.1f} x" for n in by_tokens if n > 1]
@@ -246,6 +310,9 @@ def report(result: Record) -> list[str]:
         )
     for n in (1, 32, 512):
         lines += ["", *share_table(by_tokens[n])]
+    for record in result["dispatches"]:
+        if "streams" in record:
+            lines += ["", *share_table(record)]
     return lines
 
 

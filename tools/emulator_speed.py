@@ -47,7 +47,8 @@ def measure(kernels: ShaderLibrary, kernel: str, tokens: int, tile: tuple[int, i
         args = make_args(
             "MatvecArgs", **given, tokens=tokens, lanes_per_row=LANES, accumulate=0, activation=0, eps=0
         )
-    grid = (ceil_div(OUT_DIM, tile[0]), ceil_div(tokens, tile[1]))
+    tiles = (ceil_div(OUT_DIM, tile[0]), ceil_div(tokens, tile[1]))
+    grid = tiles if matmul else tiles[::-1]
     buffers = [weights.bytes, x, y, args.tobytes()]
     seconds = [kernels.run(kernel, grid, (threads,), buffers, workers=1).seconds for _ in range(REPEATS + 1)][
         1:
@@ -93,7 +94,12 @@ def main() -> None:
     for kernel, tokens, tile, size in (
         ("matmul_q4_0_wide", 128, (64, 64), threads),
         ("matmul_q4_0_narrow", 128, (32, 32), threads),
-        ("multi_token_matvec_q4_0", 8, (2 * 64 // LANES, CONSTANTS["MULTI_TOKEN_TILE"]), 64),
+        (
+            "multi_token_matvec_q4_0",
+            8,
+            (CONSTANTS["FEW_TOKEN_ROWS"] * 64 // LANES, CONSTANTS["MULTI_TOKEN_TILE"]),
+            64,
+        ),
     ):
         speed = measure(kernels, kernel, tokens, tile, size)
         print(f"{kernel:26s} {tokens:4d} tokens  {speed:5.2f} GMAC/s a core")

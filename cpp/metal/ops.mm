@@ -4,6 +4,7 @@
 #include <optional>
 
 #include "../../shaders/attention.h"
+#include "../../shaders/token_tiles.h"
 #include "../rounding.h"
 
 namespace metal_prefill::metal {
@@ -65,8 +66,21 @@ MatvecPlan plan_matvec(const Tuning& tuning, const Projection& w, std::size_t ro
            .work = product_work(w, tokens)}};
 }
 
-std::size_t token_tiles(int tokens) {
-  return ceil_div(std::size_t(tokens), MULTI_TOKEN_TILE);
+// Of multi_token_matvec.
+struct TokenTiles {
+  std::size_t count, rows;  // tiles; rows of weights for each group of lanes
+};
+TokenTiles token_tiles(int tokens) {
+  const bool many = tokens > MULTI_TOKEN_TILE;
+  return {ceil_div(std::size_t(tokens), std::size_t(many ? MANY_TOKEN_TILE : MULTI_TOKEN_TILE)),
+          std::size_t(many ? MANY_TOKEN_ROWS : FEW_TOKEN_ROWS)};
+}
+
+// Groups that follow each other have the same rows, of other tokens.
+Grid by_tiles(Grid grid, std::size_t tiles) {
+  grid.y = grid.x;
+  grid.x = tiles;
+  return grid;
 }
 
 // Where the rows of `w` begin in y.
@@ -145,7 +159,8 @@ void rmsnorm_add(Encoder& e, const Norm& norm, const View& x, const View& y, int
 void matvec(Encoder& e, const Projection& w, const View& x, const StridedRows& y, int tokens, Write write) {
   const bool accumulate = write == Write::kAccumulate;
   const std::size_t rows = std::size_t(w.out_dim);
-  std::size_t together = 2;
+  const TokenTiles tiles = token_tiles(tokens);
+  std::size_t together = tiles.rows;
   Kernel kernel = accumulate ? Kernel::kMultiTokenMatvecAccumulate : Kernel::kMultiTokenMatvec;
   if (tokens == 1) {
     together = lanes_per_row(e.tuning(), rows) == kSimd ? std::size_t(e.tuning().matvec_rows) : 1;
@@ -153,16 +168,18 @@ void matvec(Encoder& e, const Projection& w, const View& x, const StridedRows& y
   }
   MatvecPlan plan = plan_matvec(e.tuning(), w, rows, y, tokens, together);
   plan.args.accumulate = accumulate;
-  plan.grid.y = token_tiles(tokens);
+  if (tokens > 1) plan.grid = by_tiles(plan.grid, tiles.count);
   e.dispatch({kernel, w.type}, {w.weights, x, output_of(w, y.view)}, plan.args, plan.grid);
 }
 
 void matvec_swiglu(Encoder& e, const Projection& w, const View& x, const View& y, int tokens,
                    u32_t activation) {
   const int rows = w.out_dim / 2;
-  MatvecPlan plan = plan_matvec(e.tuning(), w, std::size_t(rows), {y, rows}, tokens);
+  const TokenTiles tiles = token_tiles(tokens);
+  MatvecPlan plan =
+      plan_matvec(e.tuning(), w, std::size_t(rows), {y, rows}, tokens, tokens > 1 ? tiles.rows / 2 : 1);
   plan.args.activation = activation;
-  plan.grid.y = token_tiles(tokens);
+  if (tokens > 1) plan.grid = by_tiles(plan.grid, tiles.count);
   e.dispatch({tokens == 1 ? Kernel::kMatvecSwiglu : Kernel::kMultiTokenMatvecSwiglu, w.type},
              {w.weights, x, y}, plan.args, plan.grid);
 }

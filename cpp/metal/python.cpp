@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "../../shaders/attention.h"
+#include "../../shaders/token_tiles.h"
 #include "../rounding.h"
 #include "../tensors.h"
 #include "recorder.h"
@@ -77,7 +78,8 @@ const std::map<std::string, std::uint32_t> kConstants = {
     CONSTANT(MATMUL_NARROW_TILE), CONSTANT(MATMUL_WIDE_TILE),  CONSTANT(MATMUL_PARTS),
     CONSTANT(MATMUL_TALL_TOKENS), CONSTANT(DECODE_SIMDGROUPS), CONSTANT(PREFILL_KEYS),
     CONSTANT(ARGMAX_NONE),        CONSTANT(STATE_NONE),        CONSTANT(ATTENTION_TENSOR_ROWS),
-    CONSTANT(NORMED_MATVEC_ROWS), CONSTANT(SCAN_COLUMNS)};
+    CONSTANT(NORMED_MATVEC_ROWS), CONSTANT(SCAN_COLUMNS),      CONSTANT(FEW_TOKEN_ROWS),
+    CONSTANT(MANY_TOKEN_ROWS),    CONSTANT(MANY_TOKEN_TILE)};
 #undef CONSTANT
 
 }  // namespace

@@ -117,7 +117,9 @@ def multi_token(
 ) -> None:
     """Run multi_token_matvec or multi_token_matvec_swiglu."""
     out_dim = sum(w.rows) // (2 if swiglu else 1)
-    rows_of_group = (1 if swiglu else 2) * 64 // lanes
+    many = len(x) > CONSTANTS["MULTI_TOKEN_TILE"]
+    rows = CONSTANTS["MANY_TOKEN_ROWS" if many else "FEW_TOKEN_ROWS"] // (2 if swiglu else 1)
+    tile = CONSTANTS["MANY_TOKEN_TILE" if many else "MULTI_TOKEN_TILE"]
     stem = "multi_token_matvec_swiglu" if swiglu else "multi_token_matvec"
     run(
         f"{stem}_{w.kind.lower()}" + ("_accumulate" if fields.get("accumulate") else ""),
@@ -125,7 +127,7 @@ def multi_token(
         x,
         y.buffer,
         matvec_args(w, out_dim, lanes, tokens=len(x), **fields),
-        groups=(ceil_div(out_dim, rows_of_group), ceil_div(len(x), CONSTANTS["MULTI_TOKEN_TILE"])),
+        groups=(ceil_div(len(x), tile), ceil_div(out_dim, rows * 64 // lanes)),
         threads=(64,),
     )
 

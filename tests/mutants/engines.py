@@ -983,6 +983,13 @@ METAL = (
     ),
     Mutant(
         "cpp/metal/ops.mm",
+        "ceil_div(std::size_t(tokens), std::size_t(many ? MANY_TOKEN_TILE : MULTI_TOKEN_TILE))",
+        "ceil_div(std::size_t(tokens), std::size_t(MULTI_TOKEN_TILE))",
+        "products of more than eight tokens leave out half of them",
+        ("tests/metal_engine/test_many_sequences.py",),
+    ),
+    Mutant(
+        "cpp/metal/ops.mm",
         "sequences.tiles.at(range.first * sizeof(AttentionTile))",
         "sequences.tiles",
         "each part of attention computes the first tiles",

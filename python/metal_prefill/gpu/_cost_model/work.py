@@ -18,6 +18,9 @@ from metal_prefill._support.dispatches import Dispatch
 SIMD = 32
 PREFILL_KEYS = _core.shader_constants["PREFILL_KEYS"]
 MULTI_TOKEN_TILE = _core.shader_constants["MULTI_TOKEN_TILE"]
+FEW_TOKEN_ROWS = _core.shader_constants["FEW_TOKEN_ROWS"]
+MANY_TOKEN_ROWS = _core.shader_constants["MANY_TOKEN_ROWS"]
+MANY_TOKEN_TILE = _core.shader_constants["MANY_TOKEN_TILE"]
 NORMED_MATVEC_ROWS = _core.shader_constants["NORMED_MATVEC_ROWS"]
 PAGE_POSITIONS = _core.shader_constants["PAGE_POSITIONS"]
 # Cycles that scores and weights of attention_prefill take of the banks of threadgroup memory, over the fewest
@@ -157,14 +160,18 @@ def _matvec(d: Dispatch) -> Work:
     item_bytes, dequantize = _item(d.kernel)
     lanes, items, tokens = a["lanes_per_row"], a["in_dim"] // 8, a["tokens"]
     silu, norm = d.kernel.startswith("silu"), d.kernel.startswith("rmsnorm")
-    many = d.kernel.startswith("multi_token")
     matrices = 2 if "swiglu" in d.kernel else 1
-    # Outputs of a group of lanes.
-    together = int(d.kernel[-1]) if "_rows" in d.kernel else 2 if many and matrices == 1 else 1
+    # Outputs of a group of lanes, for each token of a tile.
+    together, tile, tiles = int(d.kernel[-1]) if "_rows" in d.kernel else 1, 1, 1
     if norm:
         together = NORMED_MATVEC_ROWS
+    if d.kernel.startswith("multi_token"):
+        tiles = d.grid[0]
+        if tokens > MULTI_TOKEN_TILE:
+            together, tile = MANY_TOKEN_ROWS // matrices, MANY_TOKEN_TILE
+        else:
+            together, tile = FEW_TOKEN_ROWS // matrices, next(n for n in (2, 4, 8) if n >= tokens)
     rows = together * matrices  # of weights that a lane has
-    tile = next(n for n in (2, 4, 8) if n >= min(tokens, MULTI_TOKEN_TILE)) if many else 1
     # Rounds that are loaded at once, including those beyond the end.
     ahead = 1 if silu or rows == 4 else {1: 3, 2: 3, 4: 2, 8: 1}[tile]
     rounds = ceil(ceil(items / lanes) / ahead) * ahead
@@ -179,9 +186,11 @@ def _matvec(d: Dispatch) -> Work:
         shared = x_row  # the norm's weights
         loads = ceil(a["in_dim"] / 4 / SIMD / 8)  # eight values of a lane at a time
         ops = (Ops(alu=56, memory=8) + _LOOP) * loads + Ops(alu=7, shuffle=5, rsqrt=1)
-    ops += round_ops * rounds + Ops(alu=6 + log2(lanes), shuffle=log2(lanes)) * (rows * tile)
+    # Sums of each token, then of half as many tokens from one step to the next.
+    steps = rows * (tile * log2(lanes / tile) + tile - 1)
+    ops += round_ops * rounds + Ops(alu=6) * (rows * tile) + Ops(alu=1 if tile == 1 else 3, shuffle=1) * steps
     if "swiglu" in d.kernel:
-        ops += Ops(alu=6, exp=1, rcp=1) * tile
+        ops += Ops(alu=6, exp=1, rcp=1) * together
     simdgroups = d.threads // SIMD
     group_rows = d.threads // lanes * together
     weights = matrices * a["out_dim"] * a["row_bytes"]
@@ -193,7 +202,7 @@ def _matvec(d: Dispatch) -> Work:
         trips=ceil(rounds / ahead) + 1 + loads,
         dram=weights,
         cached=x + out,
-        fetched=weights * d.grid[1] + d.groups * tile_x + out,
+        fetched=weights * tiles + d.groups * tile_x + out,
         # Rows of a simdgroup share the values that it reads of x; for the norm it reads them once more.
         core=group_rows * d.groups * items * item_bytes * matrices
         + d.groups * simdgroups * (tile_x + norm * x_row)

@@ -1,0 +1,9 @@
+// How multi_token_matvec divides its work: the lanes that share a row multiply a tile of tokens by a few rows
+// of weights. What is read of a token serves all rows of the tile, and a dequantized weight all its tokens.
+#pragma once
+
+// Up to MULTI_TOKEN_TILE tokens are one tile, so that each weight is dequantized once.
+#define FEW_TOKEN_ROWS 2
+// More are divided into smaller tiles of more rows, which take as many registers and read half as much.
+#define MANY_TOKEN_ROWS 4
+#define MANY_TOKEN_TILE 4
