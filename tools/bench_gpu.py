@@ -287,8 +287,10 @@ def report(result: Record) -> list[str]:
         lines.append(f"{name}: {row['tokens_per_second']:.0f} tok/s, {row['seconds'] * 1e3:.2f} ms, GPU "
                      f"{row['gpu_seconds'] * 1e3:.2f} ms, {row['dispatches']:.0f} dispatches")  # fmt: skip
     for row in speeds["streams"]:
-        lines.append(f"{row['streams']} streams: {row['tokens_per_second']:.0f} tok/s, {row['seconds'] * 1e3:.2f} ms, "
-                     f"GPU {row['gpu_seconds'] * 1e3:.2f} ms, {row['dispatches']:.0f} dispatches")  # fmt: skip
+        lines.append(
+            f"{row['streams']} streams: {row['tokens_per_second']:.0f} tok/s, {row['seconds'] * 1e3:.2f} ms, "
+            f"GPU {row['gpu_seconds'] * 1e3:.2f} ms, {row['dispatches']:.0f} dispatches"
+        )
     lines += ["", "a prompt against its tokens one by one"]
     lines += [f"{row['tokens']:7} {row['ratio']:9.1f} x" for row in speeds["sequential"]]
     by_tokens = {record["tokens"]: record for record in result["dispatches"] if "streams" not in record}
