@@ -265,6 +265,28 @@ def test_by_the_model_a_norm_that_is_part_of_a_product_costs_less_than_a_dispatc
         assert 1.03 < separate / fused < 1.25
 
 
+@pytest.mark.parametrize(
+    ("arguments", "options", "kernel"),
+    [
+        ((), {}, "rmsnorm_f32"),
+        (("--fused-norm",), {"fused_norm": True}, "rmsnorm_matvec_q4_0"),
+        (("--matvec-rows", "4"), {"matvec_rows": 4}, "matvec_q4_0_rows4"),
+    ],
+)
+def test_the_command_predicts_each_way_to_decode(
+    capsys: pytest.CaptureFixture[str],
+    smollm: Shape,
+    arguments: tuple[str, ...],
+    options: dict[str, Any],
+    kernel: str,
+) -> None:
+    (row,) = json.loads(run(capsys, "--chip", "m4-max", "-p", "0", "-n", "1", "--json", *arguments))
+    chip = find_chip("m4-max")
+    expected = predict(chip, plan(smollm, 1, family=chip.family, gpu=chip.gpu, **options), 1)
+    assert row["predicted_seconds"] == pytest.approx(expected.seconds)
+    assert kernel in {d.kernel for d in expected.dispatches}
+
+
 def test_larger_workloads_take_longer(smollm: Shape) -> None:
     m4 = find_chip("m4")
     for lengths in ((1, 2, 8), (9, 32, 128, 512, 1024)):  # with another kernel for the products each

@@ -46,6 +46,19 @@ def doctor(path: Path, folder: Path, *options: str) -> tuple[int, dict[str, Any]
     return code, json.loads(report.read_text())
 
 
+def test_the_prediction_is_for_the_kernels_of_the_engine(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor_report, "BENCH_SECONDS", 0.0)
+    monkeypatch.setattr(doctor_report, "BENCH_PROMPT", 16)
+    monkeypatch.setattr(doctor_report, "BENCH_TOKENS", 2)
+    gpu.set_limits(gpu.Limits(name="Apple M4", apple_family=9))
+    predicted = []
+    for fused_norm in (False, True):
+        with Model(path, device="metal", fused_norm=fused_norm) as model:
+            predicted.append([b["predicted_range"] for b in doctor_report.benchmark(model)])
+    (_, separate), (_, fused) = predicted
+    assert fused > separate  # by the model
+
+
 def test_a_working_device_passes(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

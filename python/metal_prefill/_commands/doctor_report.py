@@ -149,7 +149,14 @@ def benchmark(model: Model) -> list[Report]:
     chip = next((name for name in sorted(CHIPS, key=len, reverse=True) if words.startswith(name)), None)
     if chip is not None:
         shape = shape_of(model.gguf)
-        options: dict[str, Any] = {"family": find_chip(chip).family, "gpu": model.device}
+        stats = model.stats()
+        options: dict[str, Any] = {
+            "family": find_chip(chip).family,
+            "gpu": model.device,
+            "fused_norm": bool(stats["fused_norm"]),
+            "matvec_rows": int(stats["matvec_rows"]),
+            "matmul_tensor": bool(stats["matmul_tensor"]),
+        }
         steps = [d for i in range(BENCH_TOKENS) for d in plan(shape, 1, position=prompt + i, **options)]
         listed = (plan(shape, prompt, **options), steps)
         waits = (1, BENCH_TOKENS)

@@ -59,6 +59,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="prompt tokens processed in one pass (default: 512)",
     )
     parser.add_argument(
+        "--fused-norm",
+        action="store_true",
+        help="norms of a token are part of the products that follow (a GPU is measured to decide)",
+    )
+    parser.add_argument(
+        "--matvec-rows",
+        type=int,
+        choices=(1, 2, 4),
+        default=1,
+        help="rows of a product of one token for each simdgroup (likewise; default: 1)",
+    )
+    parser.add_argument(
         "--trace",
         type=Path,
         metavar="FILE",
@@ -107,6 +119,8 @@ def predictions(arguments: argparse.Namespace) -> list[tuple[str, Prediction]]:
         "gpu": chip.gpu,
         "kv_type": arguments.kv_dtype,
         "chunk_tokens": arguments.chunk_tokens,
+        "fused_norm": arguments.fused_norm,
+        "matvec_rows": arguments.matvec_rows,
     }
     if not prompt and not arguments.n_gen:
         raise ValueError("nothing to predict: set -p or -n")
