@@ -1,6 +1,6 @@
-"""Errors to plant, one at a time: each must be noticed by the tests that its file's owner names.
+"""Errors to plant one at a time, each with the tests that must notice it.
 
-`tools/run_mutants.py` plants them; `tests/test_mutants.py` holds that the list fits the sources.
+`tools/run_mutants.py` plants them. `tests/test_mutants.py` checks that each entry matches the sources.
 """
 
 from __future__ import annotations
@@ -8,18 +8,13 @@ from __future__ import annotations
 from mutants import emulator, engines, package, server, shaders
 from mutants.mutant import Mutant
 
-MUTANTS: tuple[Mutant, ...] = (
-    *package.FILES,
-    *package.TEXT,
-    *package.FIGURES,
-    *package.COMMANDS,
-    *server.MUTANTS,
-    *package.BUILD,
-    *package.CHECKS,
-    *engines.SHARED,
-    *engines.CPU,
-    *engines.METAL,
-    *shaders.MUTANTS,
-    *emulator.MUTANTS,
+# The lists of each module, found by their type so that none can be left out.
+MUTANTS: tuple[Mutant, ...] = tuple(
+    mutant
+    for module in (package, server, engines, shaders, emulator)
+    for listed in vars(module).values()
+    if isinstance(listed, tuple)
+    for mutant in listed
+    if isinstance(mutant, Mutant)
 )
 __all__ = ["MUTANTS", "Mutant"]

@@ -180,7 +180,7 @@ CONVERSION = (
         "            _check(writer, part, folder, tensors)\n",
         "",
         "a folder without one of its tensors is converted",
-        ("tests/test_conversion_errors.py", "-k", "wrong_with_a_folder"),
+        ("tests/test_conversion_errors.py", "-k", "problems_of_a_folder"),
     ),
     Mutant(
         f"{_P}/conversion/_local_file.py",

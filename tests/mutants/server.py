@@ -170,8 +170,8 @@ MUTANTS = (
     ),
     Mutant(
         f"{_P}/serve/_reply.py",
-        "            await self.event(answer.body())\n            await self.end_of_events()\n",
-        "            await self.event(answer.body())\n",
+        "            await self.events(answer.body())\n            await self.end_of_events()\n",
+        "            await self.events(answer.body())\n",
         "a stream that fails has no final event",
         ("tests/serve/test_connections.py", "-k", "answers_that"),
     ),

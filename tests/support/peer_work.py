@@ -128,11 +128,6 @@ def llama_cpp(shape: PeerShape, tokens: int, position: int = 0, weight_bytes: fl
     return [*works, llama_matvec(shape.vocab, shape.dim, Q6_K)]
 
 
-def llama_cpp_7b(tokens: int, position: int = 0) -> list[Work]:
-    """Return a pass of Llama-2-7B in Q4_0."""
-    return llama_cpp(SHAPES["Llama-2-7B"], tokens, position)
-
-
 def mlx_matmul(rows: int, cols: int, tokens: int, matrix_units: bool) -> Work:
     """Return MLX's qmm_t of four bits: four simdgroups, 2 x 2 over a tile, one step staged at a time.
 
