@@ -214,11 +214,14 @@ endef
 check: $(if $(wildcard build/.emulator),build/.emulator,build/.testing) $(VENV)/.dev-tools
 	$(LINTERS)
 	$(PIP) install "pytest>=8" "pytest-timeout>=2" "pytest-xdist>=3.5" "hypothesis>=6.100"
-	$(BIN)/python -m pytest -q tests -m "not emulator" -k "not metal and not neon" --dist loadfile \
+	$(BIN)/python -m pytest -q tests -m "not emulator and not slow" -k "not metal and not neon" --dist loadfile \
 	  --numprocesses $(CMAKE_BUILD_PARALLEL_LEVEL) $(addprefix --ignore=tests/,$(SLOW_TESTS))
 
-SLOW_TESTS := bench fuzz serve soak test_arm_engine.py test_build.py test_concurrency.py test_exit.py test_guide.py test_hub.py \
-  test_run_many.py test_smollm2.py test_synth.py test_template_limits.py
+# Files and folders that take more than two seconds of processor time; single tests have the marker `slow`.
+SLOW_TESTS := bench fuzz serve soak test_allocation_faults.py test_arm_engine.py test_build.py test_chat.py test_concurrency.py \
+  test_constraint_limits.py test_demo.py test_emulated_amx.py test_encoder_tokenizers.py test_examples.py test_exit.py \
+  test_first_errors.py test_fork.py test_guide.py test_hub.py test_minilm.py test_older_macs.py test_packing_rows.py \
+  test_pair_speed.py test_replacing.py test_run_many.py test_smollm2.py test_synth.py test_template_limits.py
 
 # Static analysis of what the build compiled. It takes minutes, so it is no part of lint.
 tidy: build/.emulator $(VENV)/.dev-tools

@@ -22,6 +22,13 @@ METAL_MISSING = (
 )
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the tests that need the Metal engine."""
+    for item in items:
+        if "metal" in getattr(item, "fixturenames", ()):
+            item.add_marker("emulator")
+
+
 @pytest.fixture(scope="session", autouse=True)
 def as_users_have_it() -> None:
     """Give tests and their subprocesses the environment of a terminal: Ctrl-C, and buffered output.

@@ -98,6 +98,7 @@ def test_weights_and_hyperparameters_of_bert_are_written(bert: Folder, tmp_path:
     assert "bert.pooling_type" not in fields
 
 
+@pytest.mark.slow
 def test_positions_of_xlm_r_start_after_the_padding_token(tmp_path: Path) -> None:
     folder = model_folders.bert(tmp_path / "m", "XLMRobertaModel", "unigram")
     fields, tensors = read(convert(folder.write(), tmp_path / "m.gguf"))
@@ -122,7 +123,9 @@ def test_pooling_and_dense_layers_match_the_modules(
     assert fields["bert.embedding_normalize"] is True
 
 
-@pytest.mark.parametrize("name", CLASSES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if "XLM" in name else name for name in CLASSES]
+)
 def test_heads_have_their_gguf_names(tmp_path: Path, name: str) -> None:
     count = next(
         shape[0] for key, shape in CLASSES[name].items() if key.endswith(("classifier.bias", "proj.bias"))

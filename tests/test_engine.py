@@ -28,6 +28,10 @@ NMSE_HALF = 5e-6
 # sensitive to it; this bound keeps the effect from growing unnoticed.
 CORRELATION_INT8 = 0.998
 
+SETS = [
+    pytest.param(isa, marks=pytest.mark.slow) if isa == "scalar" else isa for isa in _core.cpu.kernel_sets()
+]
+
 
 @cache
 def reference(path: Path) -> ReferenceModel:
@@ -36,18 +40,18 @@ def reference(path: Path) -> ReferenceModel:
 
 
 def prompt(n: int, vocab: int, seed: int = 0) -> npt.NDArray[np.int64]:
-    """Random tokens."""
+    """Return random tokens."""
     return np.random.default_rng(seed).integers(0, vocab, n)
 
 
 def nmse(actual: npt.ArrayLike, expected: npt.ArrayLike) -> float:
-    """Squared error over the squared size of the expected."""
+    """Return the squared error relative to the squared size of the expected values."""
     a, e = np.asarray(actual, dtype=np.float64), np.asarray(expected, dtype=np.float64)
     return float(np.square(a - e).sum() / np.square(e).sum())
 
 
 def correlation(actual: npt.ArrayLike, expected: npt.ArrayLike) -> float:
-    """Pearson correlation over all elements."""
+    """Return the Pearson correlation over all elements."""
     return float(np.corrcoef(np.ravel(actual), np.ravel(expected))[0, 1])
 
 
@@ -292,7 +296,7 @@ def test_the_cpu_is_bit_identical_for_any_split_of_a_prompt(
 
 
 @pytest.mark.parametrize("compute", ["int8", "bf16"])
-@pytest.mark.parametrize("isa", _core.cpu.kernel_sets())
+@pytest.mark.parametrize("isa", SETS)
 def test_each_instruction_set_is_bit_identical_for_any_split_of_a_prompt(
     isa: str, compute: str, model_path: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -287,6 +287,7 @@ def test_string_inside_an_array_is_checked_on_access(write: Callable[[bytes], Pa
     assert file.metadata["other"] is not None
 
 
+@pytest.mark.slow
 def test_random_damage_raises_no_other_error(write: Callable[[bytes], Path]) -> None:
     content, rng = rich_file(), random.Random(2024)
     header = GGUFFile(write(content)).data_offset

@@ -125,6 +125,7 @@ def test_frequency_factors_must_be_positive(
         Model(path, device=device, max_context=max_context)
 
 
+@pytest.mark.slow
 def test_too_many_layers_are_a_file_error(tmp_path: Path) -> None:
     n = 100_001
     path = tmp_path / "m.gguf"

@@ -554,6 +554,7 @@ def test_streams_that_need_a_page_in_the_same_pass_both_get_their_text(demo_path
         assert [error for _, error in expected] == [None, None]
 
 
+@pytest.mark.slow
 @settings(max_examples=30, deadline=None)
 @given(data=st.data())
 def test_a_stream_fails_for_memory_only_where_it_fails_alone(demo_path: Path, data: st.DataObject) -> None:

@@ -75,6 +75,7 @@ def planted(truth: list[int], seed: int) -> Guess:
     return guess
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, SAMPLED], ids=["greedy", "sampled"])
 def test_a_thousand_texts_are_identical(
     tiny: Model, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]

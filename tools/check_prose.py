@@ -75,11 +75,10 @@ class Finding(NamedTuple):
 
 def find(path: str, text: str) -> Iterator[Finding]:
     """Yield each phrase to avoid in the text of a file."""
-    for number, line in enumerate(text.splitlines(), 1):
-        prose = re.sub(r"`[^`]*`", "", line)
-        for phrase, hint in PHRASES.items():
-            for match in re.finditer(phrase, prose, flags=re.IGNORECASE):
-                yield Finding(path, number, match[0], hint)
+    prose = re.sub(r"`[^`\n]*`", "", text)
+    for phrase, hint in PHRASES.items():
+        for match in re.finditer(phrase, prose, flags=re.IGNORECASE):
+            yield Finding(path, prose.count("\n", 0, match.start()) + 1, match[0], hint)
 
 
 def main() -> int:
