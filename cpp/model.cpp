@@ -99,20 +99,20 @@ void validate(const Model& model) {
   require(c.token_types == 0 || (model.token_types && !c.causal),
           "token types need their embedding, and a text that enters as a whole");
   const bool convolves = any_layer([](LayerKind kind) { return kind == LayerKind::kShortConv; });
-  const bool scans = any_layer(has_state_space);
-  require(!(convolves || scans) || c.causal, "layers with a state need a causal model");
-  require(!(convolves || scans) || c.conv_taps >= 2, "a convolution must cover two tokens or more");
+  const bool recurs = any_layer(has_matrix_state);
+  require(!(convolves || recurs) || c.causal, "layers with a state need a causal model");
+  require(!(convolves || recurs) || c.conv_taps >= 2, "a convolution must cover two tokens or more");
   require(!convolves || c.dim <= std::numeric_limits<int>::max() / 3,
           "the channels of a convolution must be countable");
-  require(!scans || (c.scan_heads > 0 && c.scan_groups > 0 && c.scan_key_dim > 0 && c.scan_value_dim > 0 &&
-                     c.scan_heads % c.scan_groups == 0),
+  require(!recurs || (c.scan_heads > 0 && c.scan_groups > 0 && c.scan_key_dim > 0 && c.scan_value_dim > 0 &&
+                      c.scan_heads % c.scan_groups == 0),
           "layers with a matrix as state must have heads in whole groups, with dimensions");
-  const auto projected = [&] {  // of a scan, without overflow
-    return (2 * std::int64_t(c.scan_value_dim) + 1) * c.scan_heads +
-           2 * std::int64_t(c.scan_groups) * c.scan_key_dim;
+  const auto projected = [&] {  // at least recurrent_in_dim(), without overflow
+    return (2.0 * c.scan_value_dim + 2.0) * c.scan_heads + 2.0 * c.scan_groups * c.scan_key_dim;
   };
-  require(!scans || projected() <= std::numeric_limits<int>::max(),
-          "the rows of the projection of a scan must be countable");
+  require(!recurs || projected() <= std::numeric_limits<int>::max(),
+          "the rows of the projections of a recurrence must be countable");
+  require(!c.query_gate || c.key_dim == c.value_dim, "a gate of heads must be as wide as their values");
   require(model.layers.size() == std::size_t(c.n_layers), "weights of every layer are needed");
   require(std::all_of(model.layers.begin(), model.layers.end(),
                       [&](const LayerWeights& layer) {

@@ -30,6 +30,7 @@ enum class LayerKind : std::uint8_t {
   kShortConv,   // gated convolution over the last conv_taps tokens; all but one of its inputs are its state
   kStateSpace,  // a convolution, then the scan of a state-space layer (Mamba-2): a matrix for each head
   kAttentionAndStateSpace,  // both, of the same input; their outputs are added
+  kGatedDelta,              // a convolution, then the gated delta rule: a matrix for each head
 };
 
 constexpr bool has_attention(LayerKind kind) {
@@ -40,21 +41,27 @@ constexpr bool has_state_space(LayerKind kind) {
   return kind == LayerKind::kStateSpace || kind == LayerKind::kAttentionAndStateSpace;
 }
 
+constexpr bool has_matrix_state(LayerKind kind) {
+  return has_state_space(kind) || kind == LayerKind::kGatedDelta;
+}
+
 // Hyperparameters, in the notation of the GGUF metadata. What differs between architectures is data here, so
 // that the forward passes know no architecture by name.
 struct Config {
   std::string architecture;
   int n_layers = 0;
-  int dim = 0;         // embedding_length
-  int n_heads = 0;     // query heads; 0: no layer has attention
-  int n_kv_heads = 0;  // divides n_heads
-  int key_dim = 0;     // attention.key_length: head_dim of q and k
-  int value_dim = 0;   // attention.value_length: head_dim of v
-  int ffn_dim = 0;     // feed_forward_length; 0: layers have no feed-forward
+  int dim = 0;              // embedding_length
+  int n_heads = 0;          // query heads; 0: no layer has attention
+  int n_kv_heads = 0;       // divides n_heads
+  int key_dim = 0;          // attention.key_length: head_dim of q and k
+  int value_dim = 0;        // attention.value_length: head_dim of v
+  bool query_gate = false;  // wq has rows for a gate of each head's output, after those of its query
+  int ffn_dim = 0;          // feed_forward_length; 0: layers have no feed-forward
   int vocab_size = 0;
   int context_length = 0;  // positions that the model was made for
   NormKind norm_kind = NormKind::kRms;
   float norm_eps = 1e-5f;
+  float dim_filled = 1.0f;  // part of `dim` that is not padding, whose zeros count in means of squares
 
   int rope_dim = 0;  // rotated leading dimensions of a head
   float rope_base = 10000.0f;
@@ -100,18 +107,26 @@ struct Config {
   int scan_key_dim = 0;    // ssm.state_size
   int scan_value_dim = 0;  // ssm.inner_size / scan_heads
 
+  // From the query of one head to that of the next.
+  int query_step() const { return query_gate ? 2 * key_dim : key_dim; }
   bool uses_rope(int layer) const { return layer_uses_rope.empty() || layer_uses_rope[layer] != 0; }
   LayerKind kind(int layer) const {
     return layer_kinds.empty() ? LayerKind::kAttention : layer_kinds[std::size_t(layer)];
   }
   int scan_dim() const { return scan_heads * scan_value_dim; }
-  // Rows of the input projection of a scan: gates, what the convolution takes (values, then b and c of the
-  // groups), and the steps of the heads.
-  int scan_projected() const { return scan_dim() + conv_channels(LayerKind::kStateSpace) + scan_heads; }
+  // Channels of the convolution before a recurrence: keys, queries and values.
+  int scan_channels() const { return 2 * scan_groups * scan_key_dim + scan_dim(); }
   // Channels of the convolution of layers of a kind; 0: they have none.
   int conv_channels(LayerKind kind) const {
-    if (has_state_space(kind)) return 2 * scan_groups * scan_key_dim + scan_dim();
+    if (has_matrix_state(kind)) return scan_channels();
     return kind == LayerKind::kShortConv ? dim : 0;
+  }
+  // Columns of the projections with which layers of a kind begin. A short convolution has two gates and its
+  // input. A recurrence has gates of its output, the input of its convolution, and for each head the step of
+  // a scan, or the two rates of a delta rule.
+  int recurrent_in_dim(LayerKind kind) const {
+    if (!has_matrix_state(kind)) return 3 * conv_channels(kind);
+    return scan_dim() + scan_channels() + (kind == LayerKind::kGatedDelta ? 2 : 1) * scan_heads;
   }
   // The state that a layer keeps of the tokens before a position, in float32: the inputs of its convolution,
   // [conv_taps - 1][conv_channels], the oldest token first, then its matrices, [scan_heads][scan_key_dim]
@@ -120,7 +135,7 @@ struct Config {
     return std::size_t(conv_channels(kind(layer))) * std::size_t(conv_taps > 0 ? conv_taps - 1 : 0);
   }
   std::size_t matrix_state_values(int layer) const {
-    return has_state_space(kind(layer)) ? std::size_t(scan_dim()) * std::size_t(scan_key_dim) : 0;
+    return has_matrix_state(kind(layer)) ? std::size_t(scan_dim()) * std::size_t(scan_key_dim) : 0;
   }
   std::size_t state_values(int layer) const { return conv_state_values(layer) + matrix_state_values(layer); }
   int window(int layer) const { return layer_window.empty() ? 0 : layer_window[layer]; }
@@ -128,7 +143,8 @@ struct Config {
   // A pass keeps the residual stream divided by residual_scale. A block then adds its output without a
   // factor, and RMSNorm with stream_eps() makes the same of the stream as with norm_eps of the undivided one.
   float stream_embedding_scale() const { return embedding_scale / residual_scale; }
-  float stream_eps() const { return norm_eps / (residual_scale * residual_scale); }
+  float stream_eps() const { return block_eps() / (residual_scale * residual_scale); }
+  float block_eps() const { return norm_eps * dim_filled; }  // of norms of a block's output
 
   float score_scale() const {  // multiplies q.k
     return attention_scale != 0.0f ? attention_scale : 1.0f / std::sqrt(float(key_dim));

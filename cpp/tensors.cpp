@@ -19,7 +19,7 @@ Groups groups_of(Extent extent, const Config& c) {
     case Extent::kFfn:
       return {1, c.ffn_dim};
     case Extent::kQueries:
-      return {c.n_heads, c.key_dim};
+      return {c.query_gate ? 2 * c.n_heads : c.n_heads, c.key_dim};
     case Extent::kKeys:
       return {c.n_kv_heads, c.key_dim};
     case Extent::kValues:
@@ -39,19 +39,25 @@ Groups groups_of(Extent extent, const Config& c) {
     case Extent::kTaps:
       return {1, c.conv_taps};
     case Extent::kScanProjected:
-      return {1, c.scan_projected()};
+      return {1, c.recurrent_in_dim(LayerKind::kStateSpace)};
     case Extent::kScanChannels:
-      return {1, c.conv_channels(LayerKind::kStateSpace)};
+      return {1, c.scan_channels()};
     case Extent::kScanDim:
       return {1, c.scan_dim()};
     case Extent::kScanHeads:
       return {1, c.scan_heads};
+    case Extent::kScanValue:
+      return {1, c.scan_value_dim};
     case Extent::kScanGroups:
       return {1, c.scan_groups};
     case Extent::kScanGroup:
       return {1, c.scan_groups > 0 ? c.scan_dim() / c.scan_groups : 0};
   }
   throw std::logic_error("not an extent");
+}
+
+const Tensor& conv_filter(const LayerWeights& layer) {
+  return layer.conv ? layer.conv : layer.scan_conv;
 }
 
 bool has_rows_of(LayersOf layers, LayerKind kind) {
@@ -62,8 +68,12 @@ bool has_rows_of(LayersOf layers, LayerKind kind) {
       return has_attention(kind);
     case LayersOf::kShortConv:
       return kind == LayerKind::kShortConv;
+    case LayersOf::kRecurrence:
+      return has_matrix_state(kind);
     case LayersOf::kStateSpace:
       return has_state_space(kind);
+    case LayersOf::kGatedDelta:
+      return kind == LayerKind::kGatedDelta;
   }
   throw std::logic_error("not a kind of layer");
 }

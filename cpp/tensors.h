@@ -24,7 +24,7 @@ enum class Extent {
   kTokenTypes,     // token_types
   kDim,            // dim
   kFfn,            // ffn_dim
-  kQueries,        // n_heads * key_dim
+  kQueries,        // n_heads * key_dim, or twice as many where a gate follows each query
   kKeys,           // n_kv_heads * key_dim
   kValues,         // n_kv_heads * value_dim
   kAttention,      // n_heads * value_dim
@@ -34,10 +34,11 @@ enum class Extent {
   kChannels,       // of a short convolution: dim
   kGatedChannels,  // three times as many: both gates and the input
   kTaps,           // conv_taps
-  kScanProjected,  // scan_projected()
-  kScanChannels,   // conv_channels()
+  kScanProjected,  // of a scan: recurrent_in_dim()
+  kScanChannels,   // scan_channels()
   kScanDim,        // scan_dim()
   kScanHeads,      // scan_heads
+  kScanValue,      // scan_value_dim
   kScanGroups,     // scan_groups
   kScanGroup,      // scan_dim() / scan_groups
 };
@@ -73,8 +74,8 @@ inline constexpr ModelTensor kModelTensors[] = {
 #include "tensors.inc"
 };
 
-// The layers that have a tensor.
-enum class LayersOf { kEvery, kAttention, kShortConv, kStateSpace };
+// The layers that have a tensor; kRecurrence: those whose state has matrices.
+enum class LayersOf { kEvery, kAttention, kShortConv, kRecurrence, kStateSpace, kGatedDelta };
 bool has_rows_of(LayersOf layers, LayerKind kind);
 
 struct LayerTensor {
@@ -99,6 +100,9 @@ void for_each_tensor(AnyModel& model, const Visit& visit) {
     for (const auto& [row, layers, member] : kLayerTensors)
       if (has_rows_of(layers, model.config.kind(int(i)))) visit(row, model.layers[i].*member);
 }
+
+// The filter of a layer's convolution, or a tensor that is absent.
+const Tensor& conv_filter(const LayerWeights& layer);
 
 // The place of a tensor by its role; layer -1 for those that belong to none. Null where there is no such
 // place.

@@ -86,7 +86,7 @@ ARGS_STRUCT(AttentionTile)
   ARGS_FIELD(u32_t, end)       // positions of the sequence, after the pass
 ARGS_END(AttentionTile, 24)
 
-// Rotates q in place and appends K and V to the cache. A row of qkv is [n_heads * key_dim | n_kv_heads *
+// Rotates q in place and appends K and V to the cache. A row of qkv is [n_heads * query_step | n_kv_heads *
 // key_dim | n_kv_heads * value_dim].
 ARGS_STRUCT(RopeArgs)
   ARGS_FIELD(u32_t, n_heads)
@@ -102,7 +102,8 @@ ARGS_STRUCT(RopeArgs)
   ARGS_FIELD(u32_t, norm_after)    // the norms follow the rotation
   ARGS_FIELD(float, eps)
   ARGS_FIELD(u32_t, skip_queries)  // only K and V are needed
-ARGS_END(RopeArgs, 52)
+  ARGS_FIELD(u32_t, query_step)    // from one head of q to the next
+ARGS_END(RopeArgs, 56)
 
 // softmax(scale * q . k) v over the keys at and before each token's position. K and V of a page are
 // [PAGE_POSITIONS][kv_head][dim].
@@ -120,15 +121,26 @@ ARGS_STRUCT(AttentionArgs)
   ARGS_FIELD(float, scale)        // of q . k
   ARGS_FIELD(u32_t, alibi_heads)  // attention_prefill: largest power of two up to n_heads; 0: no ALiBi
   ARGS_FIELD(float, max_alibi_bias)
-ARGS_END(AttentionArgs, 52)
+  ARGS_FIELD(u32_t, query_step)   // from one head of q to the next
+ARGS_END(AttentionArgs, 56)
 
 // rope_append and attention_decode of sequences with a single token each.
 ARGS_STRUCT(RopeAttentionArgs)
   ARGS_FIELD(RopeArgs, rope)
   ARGS_FIELD(AttentionArgs, attention)
-ARGS_END(RopeAttentionArgs, 104)
+ARGS_END(RopeAttentionArgs, 112)
 
-// A row of a pass, as recurrent layers read it. The rows of a chunk are consecutive up to one place.
+// y[t][head] *= sigmoid(gate[t][head]). The gate of a head follows its query in a row of q.
+ARGS_STRUCT(GateHeadsArgs)
+  ARGS_FIELD(u32_t, n_heads)
+  ARGS_FIELD(u32_t, value_dim)
+  ARGS_FIELD(u32_t, q_stride)    // from one token of q to the next
+  ARGS_FIELD(u32_t, query_step)  // from one head of q to the next; its second half is the gate
+  ARGS_FIELD(u32_t, tokens)
+ARGS_END(GateHeadsArgs, 20)
+
+// A row of a pass, as recurrent layers read it. The rows of a chunk are consecutive up to one place. After
+// those of all rows, a table has the first one of each chunk once more.
 ARGS_STRUCT(StateRow)
   ARGS_FIELD(u32_t, token)   // of the chunk
   ARGS_FIELD(u32_t, first)   // row of its first token
@@ -172,6 +184,28 @@ ARGS_STRUCT(ScanNormArgs)
   ARGS_FIELD(u32_t, has_weight)
   ARGS_FIELD(float, eps)
 ARGS_END(ScanNormArgs, 24)
+
+// The gated delta rule of each head, token by token: S = decay S; S += k (beta (v - k S)); out = q S / sqrt
+// (key_dim). q and k have length 1. A row of the input is [groups][key_dim] of q, the same of k, and
+// [heads][value_dim] of v.
+ARGS_STRUCT(GatedDeltaArgs)
+  ARGS_FIELD(u32_t, heads)
+  ARGS_FIELD(u32_t, groups)       // head h has q and k of group h % groups
+  ARGS_FIELD(u32_t, key_dim)
+  ARGS_FIELD(u32_t, value_dim)
+  ARGS_FIELD(u32_t, in_stride)    // from one token of q, k and v to the next
+  ARGS_FIELD(u32_t, rate_stride)  // from one token of alpha and beta to the next
+  ARGS_FIELD(u32_t, slot_stride)  // from one slot of the states to the next
+  ARGS_FIELD(u32_t, tokens)
+ARGS_END(GatedDeltaArgs, 32)
+
+// y[t][head] = x[t][head] / sqrt(mean(x[t][head]^2) + eps) * weight * silu(gate[t][head])
+ARGS_STRUCT(GatedNormArgs)
+  ARGS_FIELD(u32_t, heads)
+  ARGS_FIELD(u32_t, dim)          // of a head
+  ARGS_FIELD(u32_t, gate_stride)  // from one token of the gate to the next
+  ARGS_FIELD(float, eps)
+ARGS_END(GatedNormArgs, 16)
 
 // out[t][i] = activation(gate[t][i]) * up[t][i]; a row of the input, and the bias that is added to it, is
 // [gate | up]. Without a gate: activation(up[t][i]).

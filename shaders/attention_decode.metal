@@ -250,7 +250,7 @@ kernel void attention_decode(
     for (ushort c = 0; c < kChunks; ++c) {
       const bool inside = h < share.heads && dim + c * 32 < args.key_dim;
       device const float* values =
-          q + share.token * args.q_stride + (share.head + h) * args.key_dim + dim + c * 32;
+          q + share.token * args.q_stride + (share.head + h) * args.query_step + dim + c * 32;
       queries.query[h][c] = inside ? args.scale * *(device const float4*)values : float4(0.0f);
     }
   }
@@ -299,13 +299,13 @@ kernel void rope_attention_decode(
   cached.begin(cache, attention, share.kv_head, first, end, step, lane);
 
   // A simdgroup takes a head at a time.
-  const uint k_first = attention.n_heads * attention.key_dim;
+  const uint k_first = attention.n_heads * attention.query_step;
   const uint v_first = k_first + attention.n_kv_heads * attention.key_dim;
   table += position * (rope.rope_dim / 2);
   qkv += group.z * attention.q_stride;
   for (ushort h = simdgroup; h < share.heads + 2; h += simdgroups) {
     if (h < share.heads)
-      rotate_head<float>(qkv, (share.head + h) * attention.key_dim, bias, q_norm, rope.has_q_norm, table,
+      rotate_head<float>(qkv, (share.head + h) * attention.query_step, bias, q_norm, rope.has_q_norm, table,
                          rope, lane, rotated + h * kDims);
     else if (h == share.heads)
       rotate_head<T>(qkv, k_first + share.kv_head * attention.key_dim, bias, k_norm, rope.has_k_norm, table,

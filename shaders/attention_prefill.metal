@@ -50,7 +50,7 @@ static inline void attend(device const float* q, AttentionTile tile, device cons
   // Queries, scaled for exp2: in registers, or in threadgroup memory where there would be too many.
   const ushort key_blocks = kWhole ? kDimBlocks : args.key_dim / 8,
                value_blocks = kWhole ? kDimBlocks : args.value_dim / 8;
-  device const float* my_query = q + (tile.row + mine.token) * args.q_stride + mine.head * args.key_dim;
+  device const float* my_query = q + (tile.row + mine.token) * args.q_stride + mine.head * args.query_step;
   Block query[kStaged ? 1 : kRowBlocks][kStaged ? 1 : kDimBlocks];
 #pragma unroll
   for (ushort c = 0; c < kDimBlocks; c += 4) {

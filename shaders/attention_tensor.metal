@@ -60,7 +60,8 @@ template <ushort kDims>
   const StackedRow mine = rows.row(row, kv_head, args);
 
   // Queries, scaled for exp2.
-  device const float* my_query = q + (rows.tile.row + mine.token) * args.q_stride + mine.head * kDims;
+  device const float* my_query =
+      q + (rows.tile.row + mine.token) * args.q_stride + mine.head * args.query_step;
   for (ushort d = half_of_row * (kDims / 2); d < (half_of_row + 1) * (kDims / 2); d += 4)
     *(threadgroup half4*)(queries + row * kDims + d) =
         half4(*(device const float4*)(my_query + d) * (args.scale * M_LOG2E_F));

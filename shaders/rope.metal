@@ -24,7 +24,7 @@ kernel void rope_append(device const float* bias [[buffer(0)]],    // one row of
                         ushort lane [[thread_index_in_simdgroup]]) {
   const uint token = thread_position.y, position = rows[token].position, in_page = position % PAGE_POSITIONS;
   device const uint* block_table = pages + rows[token].pages;
-  const uint q_dim = args.n_heads * args.key_dim, k_dim = args.n_kv_heads * args.key_dim,
+  const uint q_dim = args.n_heads * args.query_step, k_dim = args.n_kv_heads * args.key_dim,
              v_dim = args.n_kv_heads * args.value_dim;
   device float* row = qkv + token * (q_dim + k_dim + v_dim);
   uint head = thread_position.x / 32 + (args.skip_queries ? args.n_heads : 0);
@@ -36,7 +36,9 @@ kernel void rope_append(device const float* bias [[buffer(0)]],    // one row of
     return round_head<T>(row, first, bias, args, lane, v_page + in_page * v_dim + head * args.value_dim);
   }
 
-  const uint first = head * args.key_dim;  // the heads of k follow those of q
+  // The heads of k follow those of q.
+  const uint first =
+      head < args.n_heads ? head * args.query_step : q_dim + (head - args.n_heads) * args.key_dim;
   table += position * (args.rope_dim / 2);
   if (head < args.n_heads)
     return rotate_head<float>(row, first, bias, q_norm, args.has_q_norm, table, args, lane, row + first);

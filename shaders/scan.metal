@@ -6,17 +6,10 @@
 #include "args.h"
 #include "projection.h"
 #include "reduce.h"
+#include "softplus.h"
 #include "state_rows.h"
 
 using namespace metal;
-
-// log(1 + exp(x)). MSL has no log1p: a sum of 1 and a small number would keep few digits of that.
-static inline float softplus(float x) {
-  if (x > 20.0f) return x;
-  const float e = precise::exp(x);
-  if (e < 0.0625f) return e * (1.0f + e * (-0.5f + e * (0.333333333f + e * (-0.25f + e * 0.2f))));
-  return precise::log(1.0f + e);
-}
 
 // A simdgroup holds SCAN_COLUMNS columns of the state of a head in registers, and goes through the tokens of
 // a sequence. Eight lanes share two columns: each has every eighth row.

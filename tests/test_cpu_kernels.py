@@ -487,6 +487,38 @@ def test_rope_turns_pairs_and_leaves_the_rest(isa: str, neox: bool) -> None:
 
 
 @each_set
+@pytest.mark.parametrize("n", [3, 32, 100])
+def test_gate_of_a_head(isa: str, n: int) -> None:
+    x, gate = np.full(n + 4, SENTINEL, np.float32), normal(n, seed=1) * np.float32(4)
+    x[:n] = normal(n)
+    gate[:2] = -100.0, 100.0
+    expected = x[:n] / (1 + np.exp(-gate.astype(np.float64)))
+    cpu.apply_gate(isa, gate, x)
+    np.testing.assert_allclose(x[:n], expected, rtol=1e-5, atol=1e-6)
+    assert np.all(x[n:] == SENTINEL)
+
+
+@each_set
+@pytest.mark.parametrize("keys", [1, 7, 20, 128])
+@pytest.mark.parametrize("columns", [1, 5, 32])
+def test_delta_rule(isa: str, keys: int, columns: int) -> None:
+    """Three tokens, one after the other; columns that are not there stay zero."""
+    state, out = np.zeros((keys, 32), np.float32), np.full(36, SENTINEL, np.float32)
+    state[:, :columns] = normal(keys, columns)
+    expected = state[:, :columns].astype(np.float64)
+    for t, (decay, beta) in enumerate([(0.9, 0.7), (0.01, 1.0), (1.0, 0.0)]):
+        q, k, v = normal(keys, seed=t), normal(keys, seed=t + 3), normal(columns, seed=t + 6)
+        k /= np.float32(np.linalg.norm(k))
+        cpu.delta_rule(isa, q, k, v, decay, beta, state, out)
+        expected = decay * expected
+        expected = expected + np.outer(k, beta * (v - k @ expected))
+        np.testing.assert_allclose(out[:columns], q @ expected, rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(state[:, :columns], expected, rtol=1e-5, atol=1e-5)
+        assert np.all(state[:, columns:] == 0)
+        assert np.all(out[columns:] == SENTINEL)
+
+
+@each_set
 @pytest.mark.parametrize("gelu", [False, True])
 @pytest.mark.parametrize("n", [3, 32, 100])
 def test_gated_activation(isa: str, gelu: bool, n: int) -> None:

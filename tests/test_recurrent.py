@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -23,23 +25,33 @@ from metal_prefill import (
     NumericalError,
     Session,
     UnsupportedModelError,
+    cli,
 )
-from metal_prefill.files._architecture import core_config, layer_kind
+from metal_prefill.files._architecture import core_config, ignored_tensors, layer_kind, read_config
+from metal_prefill.files._gguf_file import GGUFFile
 from metal_prefill.serve._prefix_store import PrefixStore
+from metal_prefill.synth import ScanShape
 
 Array = npt.NDArray[Any]
 
-ARCHITECTURES = ("lfm2", "mamba2", "granitehybrid", "falcon-h1")
+ARCHITECTURES = ("lfm2", "mamba2", "granitehybrid", "falcon-h1", "qwen35")
 NAMES = (
     *("lfm2", "lfm2, attention last", "lfm2, four taps, odd dimensions"),
     *("mamba2", "mamba2, three groups, odd dimensions"),
     *("granitehybrid", "granitehybrid, attention last"),
     *("falcon-h1", "falcon-h1, norms in groups"),
+    *("qwen35", "qwen35, recurrence last", "qwen35, odd dimensions"),
 )
+PAGEWISE = ("lfm2", "qwen35")  # states take at most the memory of a page, so that each has a snapshot
 LONG = 300  # tokens of five pages
-# The state of a layer has 1,100 tokens of 64 channels. It takes the memory of 18 pages, and none is written
-# after a draft.
-LARGE = replace(MODELS["lfm2"], dim=64, ffn=64, layers=2, conv_layers=(0,), conv_taps=1101, context=4096)
+# The state of a layer takes the memory of many pages, and none is written after a draft: 1,100 tokens of 64
+# channels, or four matrices of 128 by 128.
+_FEW: dict[str, Any] = {"dim": 64, "ffn": 64, "layers": 2, "context": 4096}
+_SCAN = ScanShape(inner=512, state=128, heads=4, groups=2, layers=(0,))
+LARGE = {
+    "lfm2": replace(MODELS["lfm2"], **_FEW, conv_layers=(0,), conv_taps=1101),
+    "qwen35": replace(MODELS["qwen35"], **_FEW, scan=_SCAN),
+}
 
 
 def ids_of(n: int, seed: int = 0) -> Array:
@@ -132,7 +144,7 @@ def test_results_are_bit_identical_for_any_split_and_number_of_threads(
 def test_the_state_is_that_of_the_reference(
     device: str, name: str, model_path: Callable[[str], Path]
 ) -> None:
-    """Inputs of the next convolution, and the matrices of state-space layers."""
+    """Inputs of the next convolution, and the matrices of recurrences."""
     path = model_path(name)
     for n in (1, 2, 70):
         ids = ids_of(n)
@@ -343,9 +355,9 @@ def test_speculation_does_not_change_the_text(model: Model, options: dict[str, A
     assert text(lambda ids: [*made[len(ids) : len(ids) + 3], 5]) == expected
 
 
-@pytest.fixture(scope="module")
-def large_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write(tmp_path_factory.mktemp("large") / "large.gguf", LARGE)
+@pytest.fixture(scope="module", params=LARGE)
+def large_path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write(tmp_path_factory.mktemp("large") / "large.gguf", LARGE[request.param])
 
 
 def test_large_states_are_recomputed_after_rejected_drafts(device: str, large_path: Path) -> None:
@@ -366,7 +378,7 @@ def test_large_states_are_recomputed_after_rejected_drafts(device: str, large_pa
 
 
 def test_the_distance_of_snapshots_follows_from_the_size_of_a_state(device: str, large_path: Path) -> None:
-    """A state is larger than 17 pages, so snapshots are 18 pages apart."""
+    """Snapshots are as many pages apart as take the memory of a state."""
     ids = ids_of(2600)
     with Model(large_path, device=device) as model, model.session() as session:
         session.forward_prompt(ids)
@@ -420,13 +432,14 @@ def test_a_session_saved_after_a_rewind_recomputes_the_rest(model: Model, tmp_pa
     assert_equals_fresh(model, empty, ids, empty.forward_prompt_logits(ids))
 
 
+@pytest.mark.parametrize("name", PAGEWISE)
 def test_a_prefix_stored_on_disk_continues_from_its_state(
-    device: str, model_path: Callable[[str], Path], tmp_path: Path
+    name: str, device: str, model_path: Callable[[str], Path], tmp_path: Path
 ) -> None:
     shared = ids_of(140)
     prompts = [np.append(shared, ids_of(20, seed=seed)).astype(np.int32) for seed in (1, 2, 3)]
     for prompt in prompts[:2]:
-        with Model(model_path("lfm2"), device=device) as model:
+        with Model(model_path(name), device=device) as model:
             store = PrefixStore(model, tmp_path, 1 << 30)
             for known in prompts[:2]:
                 with model.session() as session:
@@ -434,7 +447,7 @@ def test_a_prefix_stored_on_disk_continues_from_its_state(
                 store.note(known)
             store.close()
             assert store.saved == (1 if prompt is prompts[0] else 0)
-    with Model(model_path("lfm2"), device=device) as model:
+    with Model(model_path(name), device=device) as model:
         store = PrefixStore(model, tmp_path, 1 << 30)
         store.load(prompts[2])
         assert store.loaded == 1
@@ -521,18 +534,21 @@ def test_a_failed_prompt_restores_the_state(device: str, name: str, tmp_path: Pa
         assert_equals_fresh(model, session, ids[:100], logits)
 
 
-def test_snapshots_are_evicted_if_memory_is_short(device: str, model_path: Callable[[str], Path]) -> None:
+@pytest.mark.parametrize(("name", "slots"), [("lfm2", 4), ("qwen35", 6)])
+def test_snapshots_are_evicted_if_memory_is_short(
+    name: str, slots: int, device: str, model_path: Callable[[str], Path]
+) -> None:
     """Three prompts of four pages fit; snapshots do not fit with them, and more is computed again."""
     ids = [ids_of(250, seed=seed) for seed in range(3)]
-    with Model(model_path("lfm2"), device=device, prefix_memory=0) as model:
+    with Model(model_path(name), device=device, prefix_memory=0) as model:
         page = page_bytes(model)
-        limit = int(12 * page * 1.12)
+        limit = int(12 * page * 1.1) + slots * state_bytes(model)
         sessions = [model.session() for _ in ids]
         for session, prompt in zip(sessions, ids, strict=True):
             session.forward_prompt(prompt)
         assert model.stats()["kv_pool_bytes"] > limit
         expected = [fresh(model, np.append(prompt[:200], 5))[0] for prompt in ids]
-    with Model(model_path("lfm2"), device=device, kv_memory=limit, prefix_memory=0) as model:
+    with Model(model_path(name), device=device, kv_memory=limit, prefix_memory=0) as model:
         sessions = [model.session() for _ in ids]
         for session, prompt in zip(sessions, ids, strict=True):
             session.forward_prompt(prompt)
@@ -561,9 +577,11 @@ def test_closed_sessions_release_their_states(model: Model) -> None:
     assert stats["kv_pool_bytes"] == stats["prefix_bytes"] > 0
 
 
-def changed(path: Path, whole: Path, key: str, kind: int, value: bytes, architecture: str = "lfm2") -> Path:
-    """Write a copy of a file with another value of a key, or without it if there is no value."""
-    parts, full = take_apart(whole), f"{architecture}.{key}".encode()
+def changed(path: Path, whole: Path, key: str, kind: int, value: bytes) -> Path:
+    """Write a copy of a file with another value of a key, or without the key if there is no value."""
+    parts = take_apart(whole)
+    (architecture,) = (held[8:] for name, _, held in parts.metadata if name == b"general.architecture")
+    full = architecture + b"." + key.encode()
     parts.metadata = [
         (name, kind if name == full else own, value if name == full else held)
         for name, own, held in parts.metadata
@@ -577,65 +595,86 @@ def heads_of_layers(*counts: int) -> bytes:
     return array(I32, [scalar(I32, count) for count in counts])
 
 
+LFM2_ERRORS: list[tuple[str, int, bytes, type[Exception], str]] = [
+    ("shortconv.l_cache", U32, b"", GGUFError, r"metadata lfm2\.shortconv\.l_cache is missing"),
+    ("shortconv.l_cache", U32, u32(0), GGUFError, r"l_cache is 0, must be between 1 and"),
+    ("shortconv.l_cache", U32, u32(1), GGUFError, r"l_cache is 1, must be at least 2"),
+    (
+        "shortconv.l_cache",
+        U32,
+        u32(4),
+        GGUFError,
+        r"shortconv\.conv\.weight has shape \(128, 3\), .*\(128, 4\)",
+    ),
+    ("shortconv.l_cache", U32, u32(2**31 - 1), GGUFError, r"has shape \(128, 3\), .*2147483647"),
+    ("shortconv.l_cache", U32, u32(2**32 - 1), GGUFError, r"l_cache is 4294967295, must be between"),
+    (
+        "embedding_length",
+        U32,
+        u32(2**30),
+        GGUFError,
+        r"embedding_length 1073741824 is more than 715827882",
+    ),
+    (
+        "attention.head_count_kv",
+        ARRAY,
+        heads_of_layers(0, 0, 0, 0),
+        UnsupportedModelError,
+        "none has attention",
+    ),
+    (
+        "attention.head_count_kv",
+        ARRAY,
+        heads_of_layers(0, 2, 4, 0),
+        UnsupportedModelError,
+        "differs between",
+    ),
+    ("attention.head_count_kv", ARRAY, heads_of_layers(0, 2), GGUFError, "lists 2 values for 4 layers"),
+    ("attention.head_count_kv", ARRAY, heads_of_layers(0, 0, -2, 0), GGUFError, "is -2, must be between"),
+    ("attention.head_count_kv", ARRAY, heads_of_layers(0, 0, 3, 0), GGUFError, "4 is not a multiple of"),
+    (
+        "attention.head_count_kv",
+        ARRAY,
+        heads_of_layers(2, 0, 2, 0),
+        GGUFError,
+        r"blk\.0\.attn_q\.weight is missing",
+    ),
+    ("attention.head_count_kv", U32, u32(2), GGUFError, r"blk\.0\.attn_q\.weight is missing"),
+]
+QWEN35_ERRORS: list[tuple[str, int, bytes, type[Exception], str]] = [
+    ("ssm.conv_kernel", U32, b"", GGUFError, r"metadata qwen35\.ssm\.conv_kernel is missing"),
+    ("ssm.conv_kernel", U32, u32(1), GGUFError, r"conv_kernel is 1, must be at least 2"),
+    ("ssm.conv_kernel", U32, u32(3), GGUFError, r"ssm_conv1d\.weight has shape \(128, 4\), .*\(128, 3\)"),
+    ("ssm.time_step_rank", U32, u32(0), GGUFError, "time_step_rank is 0, must be between 1"),
+    ("ssm.time_step_rank", U32, u32(3), GGUFError, "inner_size 64 is not a multiple of .*time_step_rank 3"),
+    ("ssm.group_count", U32, u32(3), GGUFError, "time_step_rank 2 is not a multiple of .*group_count 3"),
+    ("ssm.state_size", U32, u32(2**31 - 1), GGUFError, "more than 2147483647 rows"),
+    ("ssm.state_size", U32, u32(16), GGUFError, r"attn_qkv\.weight has shape \(128, 96\), .*\(96, 96\)"),
+    ("full_attention_interval", U32, u32(5), UnsupportedModelError, "no layer has attention"),
+    ("full_attention_interval", U32, u32(2), GGUFError, r"blk\.1\.attn_q\.weight is missing"),
+    ("attention.value_length", U32, u32(32), UnsupportedModelError, "32 differs from .*key_length 64"),
+]
+
+
 @pytest.mark.parametrize(
-    ("key", "kind", "value", "error", "message"),
+    ("name", "key", "kind", "value", "error", "message"),
     [
-        ("shortconv.l_cache", U32, b"", GGUFError, r"metadata lfm2\.shortconv\.l_cache is missing"),
-        ("shortconv.l_cache", U32, u32(0), GGUFError, r"l_cache is 0, must be between 1 and"),
-        ("shortconv.l_cache", U32, u32(1), GGUFError, r"l_cache is 1, must be at least 2"),
-        (
-            "shortconv.l_cache",
-            U32,
-            u32(4),
-            GGUFError,
-            r"shortconv\.conv\.weight has shape \(128, 3\), .*\(128, 4\)",
-        ),
-        ("shortconv.l_cache", U32, u32(2**31 - 1), GGUFError, r"has shape \(128, 3\), .*2147483647"),
-        ("shortconv.l_cache", U32, u32(2**32 - 1), GGUFError, r"l_cache is 4294967295, must be between"),
-        (
-            "embedding_length",
-            U32,
-            u32(2**30),
-            GGUFError,
-            r"embedding_length 1073741824 is more than 715827882",
-        ),
-        (
-            "attention.head_count_kv",
-            ARRAY,
-            heads_of_layers(0, 0, 0, 0),
-            UnsupportedModelError,
-            "none has attention",
-        ),
-        (
-            "attention.head_count_kv",
-            ARRAY,
-            heads_of_layers(0, 2, 4, 0),
-            UnsupportedModelError,
-            "differs between",
-        ),
-        ("attention.head_count_kv", ARRAY, heads_of_layers(0, 2), GGUFError, "lists 2 values for 4 layers"),
-        ("attention.head_count_kv", ARRAY, heads_of_layers(0, 0, -2, 0), GGUFError, "is -2, must be between"),
-        ("attention.head_count_kv", ARRAY, heads_of_layers(0, 0, 3, 0), GGUFError, "4 is not a multiple of"),
-        (
-            "attention.head_count_kv",
-            ARRAY,
-            heads_of_layers(2, 0, 2, 0),
-            GGUFError,
-            r"blk\.0\.attn_q\.weight is missing",
-        ),
-        ("attention.head_count_kv", U32, u32(2), GGUFError, r"blk\.0\.attn_q\.weight is missing"),
+        (name, *case)
+        for name, cases in zip(("lfm2", "qwen35"), (LFM2_ERRORS, QWEN35_ERRORS), strict=True)
+        for case in cases
     ],
 )
 def test_a_contradictory_file_is_rejected(
     tmp_path: Path,
     model_path: Callable[[str], Path],
+    name: str,
     key: str,
     kind: int,
     value: bytes,
     error: type[Exception],
     message: str,
 ) -> None:
-    path = changed(tmp_path / "m.gguf", model_path("lfm2"), key, kind, value)
+    path = changed(tmp_path / "m.gguf", model_path(name), key, kind, value)
     with pytest.raises(error, match=message):
         Model(path, device="cpu")
 
@@ -660,7 +699,7 @@ def test_a_state_space_layer_that_contradicts_itself_is_rejected(
     tmp_path: Path, model_path: Callable[[str], Path], key: str, kind: int, value: bytes, message: str
 ) -> None:
     whole = model_path("granitehybrid")
-    path = changed(tmp_path / "m.gguf", whole, f"ssm.{key}", kind, value, "granitehybrid")
+    path = changed(tmp_path / "m.gguf", whole, f"ssm.{key}", kind, value)
     with pytest.raises(GGUFError, match=message):
         Model(path, device="cpu")
 
@@ -678,7 +717,7 @@ def test_a_hybrid_whose_metadata_say_so_rotates(tmp_path: Path, model_path: Call
     whole, key = model_path("granitehybrid"), "rope.scaling.finetuned"
     logits: list[Array] = []
     for value in (b"\0", b"\1", b""):  # without the key, layers rotate
-        path = changed(tmp_path / f"{len(logits)}.gguf", whole, key, BOOL, value, "granitehybrid")
+        path = changed(tmp_path / f"{len(logits)}.gguf", whole, key, BOOL, value)
         ids = ids_of(20)
         with Model(path, device="cpu", compute="f32", kv_dtype="f32") as model:
             found = model.forward_prompt_logits(ids)
@@ -689,15 +728,72 @@ def test_a_hybrid_whose_metadata_say_so_rotates(tmp_path: Path, model_path: Call
     np.testing.assert_array_equal(logits[1], logits[2])
 
 
-def test_a_filter_of_another_type_is_rejected(tmp_path: Path, model_path: Callable[[str], Path]) -> None:
-    parts = take_apart(model_path("lfm2"))
+@pytest.mark.parametrize("name", PAGEWISE)
+def test_a_filter_of_another_type_is_rejected(
+    name: str, tmp_path: Path, model_path: Callable[[str], Path]
+) -> None:
+    tensor = {"lfm2": "blk.0.shortconv.conv.weight", "qwen35": "blk.0.ssm_conv1d.weight"}[name]
+    parts = take_apart(model_path(name))
     parts.tensors = [
-        (name, dims, 1 if name == "blk.0.shortconv.conv.weight" else kind, offset)
-        for name, dims, kind, offset in parts.tensors
+        (own, dims, 1 if own == tensor else kind, offset) for own, dims, kind, offset in parts.tensors
     ]
     (tmp_path / "m.gguf").write_bytes(parts.assemble())
-    with pytest.raises(MetalPrefillError, match=r"blk\.0\.shortconv\.conv\.weight"):
+    with pytest.raises(MetalPrefillError, match=re.escape(tensor)):
         Model(tmp_path / "m.gguf", device="cpu")
+
+
+def test_layers_with_attention_may_be_listed(tmp_path: Path) -> None:
+    """Attention is in the first and the last layer, which no interval describes."""
+    qwen = MODELS["qwen35"]
+    assert qwen.scan is not None
+    shape = replace(qwen, scan=replace(qwen.scan, layers=(1, 2)))
+    path = write(tmp_path / "m.gguf", shape)
+    ids = ids_of(70)
+    with Model(path, device="cpu", compute="f32", kv_dtype="f32") as model:
+        kinds = ("attention", "gated_delta", "gated_delta", "attention")
+        assert model.config.layer_kinds == kinds
+        expected = ReferenceModel(path).forward(ids).logits[-1]
+        np.testing.assert_allclose(
+            model.session().forward_prompt_logits(ids), expected, atol=1e-5 * np.abs(expected).max()
+        )
+
+
+@pytest.mark.parametrize("counted", [False, True], ids=["own names", "as another block"])
+def test_tensors_of_multi_token_prediction_and_vision_are_ignored(
+    tmp_path: Path, model_path: Callable[[str], Path], capsys: pytest.CaptureFixture[str], counted: bool
+) -> None:
+    whole = model_path("qwen35")
+    parts = take_apart(whole)
+    (norm,) = (t for t in parts.tensors if t[0] == "output_norm.weight")
+    if counted:
+        extra = {
+            "blk.4.nextn.enorm.weight": "multi-token prediction",
+            "blk.4.attn_norm.weight": "multi-token prediction",
+        }
+        parts.metadata = [
+            (key, kind, u32(5) if key == b"qwen35.block_count" else value)
+            for key, kind, value in parts.metadata
+        ]
+        parts.metadata.append((b"qwen35.nextn_predict_layers", U32, u32(1)))
+    else:
+        extra = {"mtp.norm.weight": "multi-token prediction", "v.blk.0.ln1.weight": "vision"}
+    for name in extra:
+        parts.tensors.append((name, *norm[1:3], len(parts.data)))
+        parts.data += parts.data[norm[3] :][: 4 * norm[1][0]]
+    path = tmp_path / "m.gguf"
+    path.write_bytes(parts.assemble())
+    with GGUFFile(path) as gguf:
+        config = read_config(gguf)
+        assert config.n_layers == 4
+        assert ignored_tensors(gguf, config) == extra
+    assert cli.main(["info", "-m", str(path)]) == 0
+    out = capsys.readouterr().out
+    for purpose, count in Counter(extra.values()).items():
+        assert f"{count} tensors for {purpose} are ignored" in out
+    with Model(path, device="cpu") as model, Model(whole, device="cpu") as plain:
+        ids = ids_of(40)
+        found, expected = (m.session().forward_prompt_logits(ids) for m in (model, plain))
+        np.testing.assert_array_equal(found, expected)
 
 
 def test_scheduled_texts_match_single_ones(model: Model) -> None:

@@ -17,7 +17,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from metal_prefill import Model, synth
 from metal_prefill._commands import synth as command
-from metal_prefill.files._architecture import ARCHITECTURES, has_state_space
+from metal_prefill.files._architecture import ARCHITECTURES, has_matrix_state
 from metal_prefill.synth import _model
 
 # Rows of 256 fit the blocks of every type, and the matrices are large enough for statistics.
@@ -380,13 +380,14 @@ def test_the_command_and_the_function_write_the_same_file(tmp_path: Path) -> Non
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_a_model_of_each_architecture_runs(architecture: str, tmp_path: Path) -> None:
     traits = ARCHITECTURES[architecture]
-    scans = any(has_state_space(kind) for kind in (traits.mixer, traits.recurrent))
+    scans = any(has_matrix_state(kind) for kind in (traits.mixer, traits.recurrent))
     path = synth.synthesize(
         tmp_path / "m.gguf",
         preset="tiny",
         architecture=architecture,
         value_dim=64,
         scan=synth.ScanShape(128, 16, 4, layers=(0,)) if scans else None,
+        head_dim=64 if traits.query_gate else 32,
         window=8 if traits.window == "required" else None,
     )
     with Model(path, device="cpu") as model:

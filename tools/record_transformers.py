@@ -39,6 +39,7 @@ MODEL_TYPES = {  # where transformers has another name
     "hunyuan-dense": "hunyuan_v1_dense",
     "granitehybrid": "granitemoehybrid",
     "falcon-h1": "falcon_h1",
+    "qwen35": "qwen3_5_text",
 }
 
 NAMES = {
@@ -113,6 +114,15 @@ ARCHITECTURE_NAMES = {
         "ffn_up": "feed_forward.w3",
         "ffn_down": "feed_forward.w2",
     },
+    "qwen35": NAMES
+    | {
+        "post_attention_norm": "post_attention_layernorm",
+        "attn_qkv": "linear_attn.in_proj_qkv",
+        "attn_gate": "linear_attn.in_proj_z",
+        "ssm_alpha": "linear_attn.in_proj_a",
+        "ssm_beta": "linear_attn.in_proj_b",
+        **{name: f"linear_attn.{other}" for name, other in SCAN.items()},
+    },
     "hunyuan-dense": NAMES
     | {"attn_q_norm": "self_attn.query_layernorm", "attn_k_norm": "self_attn.key_layernorm"},
 }
@@ -174,6 +184,11 @@ def config_of(path: Path, model: SmallModel) -> transformers.PreTrainedConfig:
         settings["layer_types"] = [
             "conv" if i in model.conv_layers else "full_attention" for i in range(model.layers)
         ]
+    if model.architecture == "qwen35":
+        pairs = (model.rope_dim or model.key_dim) // 2
+        rope["partial_rotary_factor"] = 2 * pairs / model.key_dim
+        # Of positions in an image; all positions of a text are the same.
+        rope["mrope_section"] = [pairs - 2 * (pairs // 3), pairs // 3, pairs // 3]
     if model.scan is not None:
         settings |= scan_settings(model, model.scan)
     if model.architecture in GEMMA:  # layers with a window use a separate rope base, unscaled
@@ -186,7 +201,7 @@ def config_of(path: Path, model: SmallModel) -> transformers.PreTrainedConfig:
 
 
 def scan_settings(model: SmallModel, scan: ScanShape) -> dict[str, Any]:
-    """Return the settings of state-space layers."""
+    """Return the settings of layers whose state has matrices."""
     if model.architecture == "mamba2":
         return {
             "num_heads": scan.heads,
@@ -196,6 +211,17 @@ def scan_settings(model: SmallModel, scan: ScanShape) -> dict[str, Any]:
             "conv_kernel": scan.taps,
             "expand": scan.inner // model.dim,
             "layer_norm_epsilon": model.norm_eps,
+        }
+    recurrent = scan.layers or ()
+    if model.architecture == "qwen35":
+        kinds = ["linear_attention" if i in recurrent else "full_attention" for i in range(model.layers)]
+        return {
+            "linear_conv_kernel_dim": scan.taps,
+            "linear_num_value_heads": scan.heads,
+            "linear_num_key_heads": scan.groups,
+            "linear_key_head_dim": scan.state,
+            "linear_value_head_dim": scan.inner // scan.heads,
+            "layer_types": kinds,
         }
     settings: dict[str, Any] = {
         "mamba_n_heads": scan.heads,
@@ -208,7 +234,7 @@ def scan_settings(model: SmallModel, scan: ScanShape) -> dict[str, Any]:
     if model.architecture == "falcon-h1":
         norm = {"mamba_rms_norm": scan.norm, "mamba_norm_before_gate": False}
         return settings | MULTIPLIERS | norm | {"mamba_d_ssm": scan.inner}
-    kinds = ["mamba" if i in (scan.layers or ()) else "attention" for i in range(model.layers)]
+    kinds = ["mamba" if i in recurrent else "attention" for i in range(model.layers)]
     return settings | {
         "layer_types": kinds,
         "num_local_experts": 0,
@@ -241,6 +267,25 @@ def without_multipliers(model: SmallModel, name: str, data: torch.Tensor) -> tor
     return data / factors.get(part, 1.0)
 
 
+def with_value_heads_by_key(
+    data: npt.NDArray[np.float32], part: str, scan: ScanShape
+) -> npt.NDArray[np.float32]:
+    """Put the value heads of a key head of qwen35 next to each other; in the file they are far apart."""
+    heads, groups, width = scan.heads, scan.groups, scan.inner // scan.heads
+    order = np.arange(heads).reshape(heads // groups, groups).T.ravel()
+    columns = (order[:, None] * width + np.arange(width)).ravel()
+    keys = 2 * groups * scan.state
+    if part in ("ssm_a", "ssm_dt", "ssm_alpha", "ssm_beta"):
+        data = data[order]
+    elif part == "attn_gate":
+        data = data[columns]
+    elif part == "ssm_out":
+        data = np.ascontiguousarray(data[:, columns])
+    elif part in ("attn_qkv", "ssm_conv1d"):
+        data = np.concatenate([data[:keys], data[keys:][columns]])
+    return data
+
+
 def weights_of(path: Path, model: SmallModel) -> Iterator[tuple[str, torch.Tensor]]:
     """Convert the tensors of a file to the names and layout of transformers."""
     names = ARCHITECTURE_NAMES.get(model.architecture, NAMES)
@@ -259,6 +304,10 @@ def weights_of(path: Path, model: SmallModel) -> Iterator[tuple[str, torch.Tenso
             data = pairs.swapaxes(1, 2).reshape(data.shape)
         if model.architecture in GEMMA and "norm" in part:
             data = data - 1  # transformers adds it
+        if model.architecture == "qwen35" and model.scan is not None:
+            if "norm" in part and part != "ssm_norm":
+                data = data - 1  # likewise
+            data = with_value_heads_by_key(data, part, model.scan)
         if part in ("conv", "ssm_conv1d") and data.ndim == 2:
             data = data[:, None]
         if tensor.name.endswith(("ssm_a", "ssm_d", "ssm_dt.bias", "ssm_norm.weight")):

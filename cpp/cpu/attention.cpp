@@ -75,7 +75,7 @@ void prepare_queries(const Context& c, const AttentionStep& step, const Attentio
   for (int i = 0; i < tile.count; ++i)
     for (int h = item.first_head; h < item.first_head + item.heads; ++h)
       prepare_head(c, step, step.weights.q_norm, tile.index + i,
-                   q.row(tile.first + i) + std::size_t(h) * std::size_t(step.config.key_dim));
+                   q.row(tile.first + i) + std::size_t(h) * std::size_t(step.config.query_step()));
 }
 
 // The attention of an item, all of it, from rows of `q` into rows of `out`.
@@ -84,8 +84,9 @@ AttentionHead attention_head(const AttentionStep& step, const AttentionItem& ite
   const Config& config = step.config;
   const std::size_t head = std::size_t(item.first_head);
   return {
-      .q = q.row(item.tile.first) + head * std::size_t(config.key_dim),
+      .q = q.row(item.tile.first) + head * std::size_t(config.query_step()),
       .q_stride = q.stride,
+      .q_step = std::size_t(config.query_step()),
       .out = out.row(item.tile.first) + head * std::size_t(config.value_dim),
       .out_stride = out.stride,
       .pages = item.tile.pages,
@@ -110,14 +111,14 @@ AttentionHead attention_head(const AttentionStep& step, const AttentionItem& ite
 void attend_to_split(const Context& c, const AttentionStep& step, const AttentionItem& item, int split,
                      int rows, const AttentionSplits& splits) {
   const std::size_t n_heads = std::size_t(step.config.n_heads), first_head = std::size_t(item.first_head);
-  const std::size_t key_dim = std::size_t(step.config.key_dim);
+  const std::size_t query_step = std::size_t(step.config.query_step());
   const auto of_split = [&](const FloatRows& all) {
     return FloatRows{all.row(item.seen_split * rows), all.stride};
   };
   const FloatRows q = of_split(splits.q);
   for (int row = item.tile.first; row < item.tile.first + item.tile.count; ++row)
-    std::copy_n(step.q.row(row) + first_head * key_dim, std::size_t(item.heads) * key_dim,
-                q.row(row) + first_head * key_dim);
+    std::copy_n(step.q.row(row) + first_head * query_step, std::size_t(item.heads) * query_step,
+                q.row(row) + first_head * query_step);
   prepare_queries(c, step, item, q);
   AttentionHead head = attention_head(step, item, q, of_split(splits.out));
   head.sums = splits.sums + std::size_t(item.seen_split * rows + item.tile.first) * n_heads + first_head;
@@ -137,6 +138,17 @@ void combine_splits(const Context& c, const AttentionStep& step, const Attention
                                splits.sums + std::size_t(row) * n_heads + std::size_t(h),
                                std::size_t(rows) * n_heads, n, step.config.value_dim, out.row(row) + column);
     }
+}
+
+// Multiplies the results of an item by the gates that follow its queries.
+void apply_gates(const Context& c, const AttentionStep& step, const AttentionItem& item,
+                 const FloatRows& out) {
+  const Config& config = step.config;
+  for (int row = item.tile.first; row < item.tile.first + item.tile.count; ++row)
+    for (int h = item.first_head; h < item.first_head + item.heads; ++h)
+      c.kernels.apply_gate(
+          step.q.row(row) + std::size_t(h) * std::size_t(config.query_step()) + std::size_t(config.key_dim),
+          config.value_dim, out.row(row) + std::size_t(h) * std::size_t(config.value_dim));
 }
 
 }  // namespace
@@ -336,6 +348,7 @@ void attend(const Context& c, const AttentionStep& step, const AttentionItems& i
     if (items.tiles().size() > 1 && i + 1 < items.count()) items.fetch(i + 1);
     const AttentionItem item = items[i];
     if (!attend_to(item, i)) return;
+    if (config.query_gate) apply_gates(c, step, item, out.f32);
     c.scratch.multiply_adds +=
         visible_pairs(config, window, item.tile) * item.heads * (config.key_dim + config.value_dim);
     if (whole_blocks)

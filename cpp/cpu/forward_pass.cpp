@@ -63,7 +63,12 @@ ForwardPass::ForwardPass(const Model& model, const EngineOptions& options, const
     head_norm_ = model.output_norm;
     head_norm_.data = reinterpret_cast<const std::byte*>(scaled_norm_.data());
   }
+  const float keys = float(std::max(config_.scan_key_dim, 1));
+  lengths_.assign(std::size_t(config_.scan_key_dim), 1.0f / keys);
+  lengths_.resize(2 * lengths_.size(), 1.0f / std::sqrt(keys));
   for (Scratch& scratch : scratch_) {
+    scratch.matrix =
+        Buffer(std::size_t(config_.scan_key_dim) * kDeltaColumns * sizeof(float), "a recurrence");
     scratch.weights = Buffer(weights_.scratch_bytes, "expanded weights");
     scratch.rows = reserve_normed(config_, weights_, rows_of_own(team.size()), scratch.normed);
   }
@@ -106,6 +111,9 @@ void ForwardPass::run_layer(const Context& c, int layer, const Rows& wanted) {
     case LayerKind::kAttentionAndStateSpace:
       scan(c, layer, wanted);
       break;
+    case LayerKind::kGatedDelta:
+      delta_rule(c, layer, wanted);
+      break;
   }
   if (n == 0) return;
   normalize_stream(c, m.attn_residual_norm, m.attn_residual_norm_bias, n);
@@ -132,7 +140,7 @@ void ForwardPass::short_convolution(const Context& c, int layer, const Rows& wan
   const LayerWeights& m = model_.layers[std::size_t(layer)];
   const CpuLayer& w = weights_.layers[std::size_t(layer)];
   const int n = all_.count(), n_wanted = wanted.count();
-  const ConvStep step = conv_step(layer, work_.gated, true);
+  const ConvStep step = conv_step(layer, work_.recurrent_in);
   multiply(c, {{w.conv_in, step.in}}, normalize(c, work_.x, stream_norm(m.attn_norm), 0, n, work_.normed), n);
   causal_conv(c, step, all_.rows, wanted.rows, work_.conv);
   if (n_wanted < n) keep_rows(c, work_.x, config_.dim, wanted.rows);
@@ -148,30 +156,57 @@ void ForwardPass::scan(const Context& c, int layer, const Rows& wanted) {
   const ScanStep step = {.config = config_,
                          .weights = m,
                          .first = first + config_.conv_state_values(layer),
-                         .projected = work_.projected,
+                         .projected = work_.recurrent_in,
                          .convolved = work_.convolved.f32,
                          .out = work_.scanned};
   multiply(c, {{w.scan_in, step.projected}},
            normalize(c, work_.x, stream_norm(m.attn_norm), 0, n, work_.normed), n);
   const bool attends = has_attention(config_.kind(layer));
   if (attends) attention(c, layer, wanted);
-  const FloatRows mixed = {step.projected.data + config_.scan_dim(), step.projected.stride};
-  causal_conv(c, conv_step(layer, mixed, false), all_.rows, all_.rows, work_.convolved);
+  const ConvStep conv = conv_step(layer, step.projected.from(config_.scan_dim()));
+  causal_conv(c, conv, all_.rows, all_.rows, work_.convolved);
   cpu::scan(c, step, all_.rows, sequences_);
   gate_scan(c, step, wanted.rows, work_.scan);
   if (!attends && n_wanted < n) keep_rows(c, work_.x, config_.dim, wanted.rows);
   if (n_wanted > 0) add_residual(c, {w.scan_out, kNoTensor, m.post_attn_norm}, work_.scan, n_wanted);
 }
 
-ConvStep ForwardPass::conv_step(int layer, const FloatRows& in, bool gated) const {
+void ForwardPass::delta_rule(const Context& c, int layer, const Rows& wanted) {
   const LayerWeights& m = model_.layers[std::size_t(layer)];
-  return {.channels = config_.conv_channels(config_.kind(layer)),
+  const CpuLayer& w = weights_.layers[std::size_t(layer)];
+  const int n = all_.count(), n_wanted = wanted.count();
+  const std::size_t first = states_.layout().first[std::size_t(layer)];
+  const FloatRows gate = work_.recurrent_in, qkv = gate.from(config_.scan_dim()),
+                  alpha = qkv.from(config_.scan_channels()), beta = alpha.from(config_.scan_heads);
+  const DeltaStep step = {.config = config_,
+                          .weights = m,
+                          .q_norm = lengths_.data(),
+                          .k_norm = lengths_.data() + config_.scan_key_dim,
+                          .conv = conv_step(layer, qkv),
+                          .first = first + config_.conv_state_values(layer),
+                          .convolved = work_.convolved.f32,
+                          .rates = alpha,
+                          .out = work_.scanned};
+  multiply(c, {{w.delta_gate, gate}, {w.delta_qkv, qkv}, {w.delta_alpha, alpha}, {w.delta_beta, beta}},
+           normalize(c, work_.x, stream_norm(m.attn_norm), 0, n, work_.normed), n);
+  gated_delta(c, step, all_.rows, sequences_);
+  if (n_wanted < n) keep_rows(c, work_.x, config_.dim, wanted.rows);
+  if (n_wanted == 0) return;
+  const Norm of_heads = {m.delta_norm, kNoTensor, config_.scan_value_dim, config_.norm_eps, NormKind::kRms};
+  gated_norm(c, of_heads, step.out, gate, wanted.rows, config_.scan_heads, work_.scan);
+  add_residual(c, {w.scan_out, kNoTensor, m.post_attn_norm}, work_.scan, n_wanted);
+}
+
+ConvStep ForwardPass::conv_step(int layer, const FloatRows& in) const {
+  const LayerWeights& m = model_.layers[std::size_t(layer)];
+  const LayerKind kind = config_.kind(layer);
+  return {.channels = config_.conv_channels(kind),
           .taps = config_.conv_taps,
           .filter = weights_.filter(layer),
           .bias = m.scan_conv_bias ? floats(m.scan_conv_bias) : nullptr,
           .first = states_.layout().first[std::size_t(layer)],
           .in = in,
-          .gated = gated};
+          .gated = kind == LayerKind::kShortConv};
 }
 
 AttentionStep ForwardPass::attention_step(int layer) const {

@@ -67,8 +67,9 @@ class ForwardPass {
   void run_layer(const Context& c, int layer, const Rows& wanted);
   void attention(const Context& c, int layer, const Rows& wanted);
   void short_convolution(const Context& c, int layer, const Rows& wanted);
-  ConvStep conv_step(int layer, const FloatRows& in, bool gated) const;
+  ConvStep conv_step(int layer, const FloatRows& in) const;
   void scan(const Context& c, int layer, const Rows& wanted);
+  void delta_rule(const Context& c, int layer, const Rows& wanted);
   AttentionStep attention_step(int layer) const;
   void project_qkv(const Context& c, const CpuLayer& w, const AttentionStep& step,
                    const AttentionItems& items, const Rows& wanted);
@@ -91,6 +92,7 @@ class ForwardPass {
   Tensor head_norm_;                // a view of them
   const Ropes ropes_;
   const std::vector<float> slopes_;  // of ALiBi
+  std::vector<float> lengths_;       // DeltaStep::q_norm, then k_norm
   std::vector<Scratch> scratch_;
 
   // Of the pass under way. They keep their memory.

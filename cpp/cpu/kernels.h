@@ -5,6 +5,7 @@
 // split.
 #pragma once
 
+#include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <string>
@@ -55,6 +56,8 @@ struct FloatRows {
   std::size_t stride = 0;  // in floats
 
   float* row(int token) const { return data + std::size_t(token) * stride; }
+  // The same rows without their first columns.
+  FloatRows from(int column) const { return {data + column, stride}; }
 };
 constexpr int kFloatPad = 16;
 
@@ -137,9 +140,9 @@ inline VisibleRange visible_range(int own, int window, int length) {
 
 // Attention of the query heads that share one key-value head. Rows of q, out and sums are tokens.
 struct AttentionHead {
-  const float* q;  // [tokens][q_stride], at the first head of the group
-  std::size_t q_stride;
-  float* out;  // [tokens][out_stride], likewise
+  const float* q;                // [tokens][q_stride], at the first head of the group
+  std::size_t q_stride, q_step;  // from one token to the next, and from one head to the next
+  float* out;                    // [tokens][out_stride], likewise
   std::size_t out_stride;
   const std::byte* const* pages;  // of the sequence, by position / kKeySpan
   std::size_t keys, values;       // bytes from a page to the head's keys, and to its values
@@ -163,6 +166,11 @@ struct AttentionHead {
   const void* values_of(int span) const { return pages[span] + values; }
 };
 
+// log(1 + exp(x)), which is x in float32 where that is large.
+static inline float softplus(float x) {
+  return x > 20.0f ? x : std::log1p(std::exp(x));
+}
+
 // One head of a state-space layer (Mamba-2, arXiv:2405.21060) over consecutive tokens of a sequence. With
 // step = softplus(dt + dt_bias) of a token: state = exp(step * a) * state + b (step * x)^T, and
 // y = state^T c + skip * x.
@@ -176,6 +184,15 @@ struct ScanHead {
   int dim, rows;
   float a, dt_bias, skip;
   float* state;  // [rows][dim], before the first token; the kernel leaves that after the last one
+};
+
+// A token of the gated delta rule, for kDeltaColumns columns of the matrix of a head.
+constexpr int kDeltaColumns = 32;
+struct DeltaToken {
+  const float *q, *k;  // [key_dim]
+  const float* v;      // [columns]
+  float decay, beta;
+  int key_dim, columns;  // columns up to kDeltaColumns
 };
 
 struct Kernels {
@@ -231,6 +248,10 @@ struct Kernels {
   // Token by token and, of each value of y, row by row, so that the bits do not depend on how tokens are
   // divided among calls.
   void (*scan)(const ScanHead& head, int tokens);
+  // x *= sigmoid(gate).
+  void (*apply_gate)(const float* gate, int n, float* x);
+  // S = decay * S; S += k * beta * (v - k S); out = q S. `state` is S, [key_dim][kDeltaColumns].
+  void (*delta_rule)(const DeltaToken& token, float* state, float* out);
   // Sum of exp(x - shift).
   double (*sum_exp)(const float* x, float shift, int n);
   // Stores keys, or values, of `count` positions of a page from `position` on, for one head. Rows of the

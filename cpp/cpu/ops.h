@@ -27,6 +27,7 @@ struct Best {
 struct alignas(128) Scratch {
   Buffer weights;          // scratch_bytes_of() a matrix
   Buffer rows;             // of `normed`
+  Buffer matrix;           // of the delta rule: columns of a state, [scan_key_dim][kDeltaColumns]
   Activations normed;      // few rows after a norm, for NormedRows
   std::vector<Best> best;  // of each row that needs its largest logit, among those that this thread computed
   double multiply_adds = 0;  // that this thread did in products and attention
@@ -263,21 +264,6 @@ class CacheWriter {
 void attend(const Context& c, const AttentionStep& step, const AttentionItems& items,
             const AttentionSplits& splits, const Activations& out);
 
-// The scan of a state-space layer (Mamba-2).
-struct ScanStep {
-  const Config& config;
-  const LayerWeights& weights;
-  std::size_t first;    // of the heads' values in a slot of states
-  FloatRows projected;  // [rows][scan_projected()]
-  FloatRows convolved;  // [rows][conv_channels()]
-  FloatRows out;        // [rows][scan_dim()]
-};
-// Goes through the tokens of each sequence and writes the states of the rows that have a place for one.
-void scan(const Context& c, const ScanStep& step, std::span<const Row> all,
-          std::span<const RowRange> sequences);
-// What the wanted rows of step.out give with their gates, normed in groups, in the forms that `out` asks for.
-void gate_scan(const Context& c, const ScanStep& step, std::span<const Row> wanted, const Activations& out);
-
 // The convolution of one layer.
 struct ConvStep {
   int channels, taps;
@@ -295,5 +281,38 @@ void store_conv_state(const ConvStep& step, const Row& row);
 // the states of all rows.
 void causal_conv(const Context& c, const ConvStep& step, std::span<const Row> all,
                  std::span<const Row> wanted, const Activations& out);
+
+// The scan of a state-space layer (Mamba-2).
+struct ScanStep {
+  const Config& config;
+  const LayerWeights& weights;
+  std::size_t first;    // of the heads' values in a slot of states
+  FloatRows projected;  // [rows][recurrent_in_dim()]
+  FloatRows convolved;  // [rows][scan_channels()]
+  FloatRows out;        // [rows][scan_dim()]
+};
+// Goes through the tokens of each sequence and writes the states of the rows that have a place for one.
+void scan(const Context& c, const ScanStep& step, std::span<const Row> all,
+          std::span<const RowRange> sequences);
+// What the wanted rows of step.out give with their gates, normed in groups, in the forms that `out` asks for.
+void gate_scan(const Context& c, const ScanStep& step, std::span<const Row> wanted, const Activations& out);
+
+// The gated delta rule of one layer, and the convolution before it.
+struct DeltaStep {
+  const Config& config;
+  const LayerWeights& weights;
+  const float *q_norm, *k_norm;  // [scan_key_dim]: weights with which RMSNorm divides by lengths
+  ConvStep conv;
+  std::size_t first;    // of the layer's matrices in a slot of states
+  FloatRows convolved;  // [rows][q | k | v]
+  FloatRows rates;      // [rows][2 * scan_heads]: alpha and beta
+  FloatRows out;        // [rows][scan_dim()]
+};
+// Goes through the tokens of each sequence and writes the states of the rows that have a place for one.
+void gated_delta(const Context& c, const DeltaStep& step, std::span<const Row> all,
+                 std::span<const RowRange> sequences);
+// The norm of each head of the wanted rows, times SiLU of its gate, in the forms that `out` asks for.
+void gated_norm(const Context& c, const Norm& norm, const FloatRows& x, const FloatRows& gate,
+                std::span<const Row> wanted, int heads, const Activations& out);
 
 }  // namespace metal_prefill::cpu

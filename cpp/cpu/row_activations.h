@@ -92,5 +92,10 @@ void activate(const float* x, Activation activation, int n, float* out) {
   activate_rows(x, activation, n, out, [](F activated, int) { return activated; });
 }
 
+void apply_gate(const float* gate, int n, float* x) {
+  for (int i = 0; i < n; i += Simd::kLanes)
+    store_part(x + i, Simd::mul(load_part(x + i, n - i), sigmoid(load_part(gate + i, n - i))), n - i);
+}
+
 }  // namespace
 }  // namespace metal_prefill::cpu

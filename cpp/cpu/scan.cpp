@@ -19,7 +19,7 @@ ScanHead head_of(const ScanStep& step, int first, int head) {
   return {.x = x + head * dim,
           .b = b,
           .c = b + c.scan_groups * c.scan_key_dim,
-          .dt = step.projected.row(first) + c.scan_dim() + c.conv_channels(LayerKind::kStateSpace) + head,
+          .dt = step.projected.row(first) + c.scan_dim() + c.scan_channels() + head,
           .y = step.out.row(first) + head * dim,
           .x_stride = step.convolved.stride,
           .dt_stride = step.projected.stride,

@@ -4,6 +4,7 @@
 #include "row_activations.h"
 #include "row_ops.h"
 #include "tile_attention.h"
+#include "tile_delta.h"
 #include "tile_float.h"
 #include "tile_gemm.h"
 #include "tile_narrow.h"
@@ -30,6 +31,8 @@ constexpr Kernels kTable = {
     .gated = gated,
     .activate = activate,
     .scan = scan,
+    .apply_gate = apply_gate,
+    .delta_rule = delta_rule,
     .sum_exp = sum_exp,
     .store_keys = store_keys,
     .store_values = store_values,

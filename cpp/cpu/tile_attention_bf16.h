@@ -244,7 +244,7 @@ template <class Tiles>
 void bf16_strip(const AttentionHead& head, int row, int rows, AttentionStrip& strip) {
   for (int r = 0; r < rows; ++r) {
     const auto [token, h] = token_and_head(head, row + r);
-    const float* q = head.q + token * head.q_stride + h * std::size_t(head.key_dim);
+    const float* q = head.q + token * head.q_stride + h * head.q_step;
     std::uint16_t* out = strip.q + r * head.key_stride;
     const F scale = Simd::set(head.scale * kLog2E);
     for (int d = 0; d < head.key_stride; d += Simd::kLanes) {

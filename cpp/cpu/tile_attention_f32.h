@@ -147,7 +147,7 @@ template <int kRows>
 void begin_tile(const AttentionHead& head, int row, AttentionTile<kRows>& tile) {
   for (int r = 0; r < kRows; ++r) {
     const auto [token, h] = token_and_head(head, row + r);
-    const float* q = head.q + token * head.q_stride + h * std::size_t(head.key_dim);
+    const float* q = head.q + token * head.q_stride + h * head.q_step;
     for (int d = 0; d < head.key_dim; ++d) tile.q[r][d] = q[d] * (head.scale * kLog2E);
     const VisibleRange visible = visible_range(head.position + int(token), head.window, head.length);
     tile.begin[r] = visible.begin;

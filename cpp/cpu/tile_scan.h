@@ -61,8 +61,7 @@ void scan(const ScanHead& h, int tokens) {
     const int count = std::min(kScanTokens, tokens - first);
     for (int i = 0; i < count; ++i) {
       const float raw = h.dt[std::size_t(first + i) * h.dt_stride] + h.dt_bias;
-      // softplus, which is its argument in float32 where that is large
-      factors.step[i] = raw > 20.0f ? raw : std::log1p(std::exp(raw));
+      factors.step[i] = softplus(raw);
       factors.decay[i] = std::exp(factors.step[i] * h.a);
     }
     int column = 0;

@@ -184,8 +184,8 @@ Weights::Weights(const Model& model, Compute compute, const Kernels& kernels, Te
 
   for (const LayerWeights& layer : model.layers) {
     has_conv = has_conv || layer.conv;
-    has_scan = has_scan || layer.scan_in;
-    const Tensor& conv = layer.conv ? layer.conv : layer.scan_conv;
+    has_scan = has_scan || layer.scan_conv;
+    const Tensor& conv = conv_filter(layer);
     std::vector<float>& filter = filters_.emplace_back(conv.bytes / sizeof(float));
     const auto* values = reinterpret_cast<const float*>(conv.data);
     for (int channel = 0; channel < conv.rows; ++channel)

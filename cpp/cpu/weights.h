@@ -39,6 +39,7 @@ struct Forms {
   bool bfloat16 = false;
   bool f32 = false;
 
+  bool any() const { return int8 || bfloat16 || f32; }
   void add(const Linear& linear) { (linear.int8() ? int8 : linear.pairs ? bfloat16 : f32) = true; }
 };
 
@@ -59,7 +60,7 @@ class Weights {
   Linear output;
   bool widens = false;  // quantized weights to pairs, once for all rows of a pass
   // Of products that read [dim], [n_heads * value_dim], [ffn_dim], the output of a short convolution or of a
-  // scan.
+  // layer whose state has matrices.
   Forms dim_input, attention_input, ffn_input, conv_input, scan_input;
   bool has_conv = false, has_scan = false;  // in some layer
   std::size_t scratch_bytes = 0;            // the largest scratch_bytes_of()

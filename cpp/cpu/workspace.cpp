@@ -69,22 +69,21 @@ void Workspace::reserve(const Config& c, const Weights& weights, std::size_t rop
                         kv_heads = std::size_t(c.n_kv_heads);
       w.x = layout.floats(dim);
       w.block = layout.floats(dim);
-      w.q = layout.floats(heads * std::size_t(c.key_dim));
+      w.q = layout.floats(heads * std::size_t(c.query_step()));
       w.k = layout.floats(kv_heads * std::size_t(c.key_dim));
       w.v = layout.floats(kv_heads * std::size_t(c.value_dim));
       w.normed = layout.activations(dim, weights.dim_input, Layout::Float32::kAlways);
       w.att = layout.activations(heads * std::size_t(c.value_dim), weights.attention_input,
                                  Layout::Float32::kAlways);
       w.ffn = layout.activations(std::size_t(c.ffn_dim), weights.ffn_input, Layout::Float32::kWhereRead);
-      if (weights.has_conv) {
-        w.gated = layout.floats(3 * dim);
-        w.conv = layout.activations(dim, weights.conv_input, Layout::Float32::kAlways);
-      }
+      int recurrent_in = 0;
+      for (const LayerKind kind : c.layer_kinds)
+        recurrent_in = std::max(recurrent_in, c.recurrent_in_dim(kind));
+      if (recurrent_in > 0) w.recurrent_in = layout.floats(std::size_t(recurrent_in));
+      if (weights.has_conv) w.conv = layout.activations(dim, weights.conv_input, Layout::Float32::kAlways);
       if (weights.has_scan) {
         const std::size_t inner = std::size_t(c.scan_dim());
-        w.projected = layout.floats(std::size_t(c.scan_projected()));
-        w.convolved = layout.activations(std::size_t(c.conv_channels(LayerKind::kStateSpace)), {},
-                                         Layout::Float32::kAlways);
+        w.convolved = layout.activations(std::size_t(c.scan_channels()), {}, Layout::Float32::kAlways);
         w.scanned = layout.floats(inner);
         w.scan = layout.activations(inner, weights.scan_input, Layout::Float32::kAlways);
       }
@@ -110,7 +109,7 @@ void Workspace::reserve_splits(const Config& c, int n_splits, int rows) {
   const std::size_t heads = std::size_t(c.n_heads), all = std::size_t(n_splits) * std::size_t(rows);
   const auto lay_out = [&](std::byte* base, AttentionSplits& room) {
     Layout layout(base, all);
-    room.q = layout.floats(heads * std::size_t(c.key_dim));
+    room.q = layout.floats(heads * std::size_t(c.query_step()));
     room.out = layout.floats(heads * std::size_t(c.value_dim));
     room.sums = layout.take<SoftmaxSum>(all * heads);
     room.done = layout.take<std::atomic<int>>(all * heads);

@@ -21,7 +21,7 @@ struct Activations {
 
 // Attention over splits of positions, which threads share, before they are added up.
 struct AttentionSplits {
-  FloatRows q;                 // [splits][rows][n_heads * key_dim]
+  FloatRows q;                 // [splits][rows][n_heads * query_step]
   FloatRows out;               // [splits][rows][n_heads * value_dim]
   SoftmaxSum* sums = nullptr;  // [splits][rows][n_heads]
   std::atomic<int>* done =
@@ -40,17 +40,16 @@ Buffer reserve_normed(const Config& config, const Weights& weights, int rows, Ac
 struct Workspace {
   FloatRows x;                 // [rows][dim]: the residual stream
   FloatRows block;             // [rows][dim]: a block's output where a norm follows it
-  FloatRows q;                 // [rows][n_heads * key_dim]
+  FloatRows q;                 // [rows][n_heads * query_step]
   FloatRows k;                 // [rows][n_kv_heads * key_dim]
   FloatRows v;                 // [rows][n_kv_heads * value_dim]
   Activations normed;          // [rows][dim]
   Activations att;             // [rows][n_heads * value_dim]
   Activations ffn;             // [rows][ffn_dim]
-  FloatRows gated;             // [rows][3 * dim]: the input of a short convolution and its gates
-  Activations conv;            // [rows][dim]: its output
-  FloatRows projected;         // [rows][scan_projected()]: the gate, x, B and C, and the steps of a scan
-  Activations convolved;       // [rows][conv_channels()]: x, B and C after the convolution
-  FloatRows scanned;           // [rows][scan_dim()]
+  FloatRows recurrent_in;      // [rows][recurrent_in_dim()]: of a layer with a state, its projections
+  Activations conv;            // [rows][dim]: output of a short convolution
+  Activations convolved;       // [rows][scan_channels()]: keys, queries and values of a recurrence
+  FloatRows scanned;           // [rows][scan_dim()]: its output
   Activations scan;            // [rows][scan_dim()]: gated and normed
   float* rotations = nullptr;  // [tables][rows][rope_dim] cosines and sines
   float* logits = nullptr;     // [logit_rows][vocab_size]

@@ -101,19 +101,19 @@ class ForwardPass {
     Norm residual_norm;  // of the residual stream after that; no weight: it stays as it is
   };
   struct Layer {
-    Norm attn_norm, ffn_norm;         // no weight: the block reads the residual stream as it is
-    Norm q_norm, k_norm;              // of a head, or of all together
-    View bias;                        // of q, k and v; null: the model has none
-    std::vector<Projection> qkv;      // merged as far as the weights allow
-    std::vector<Projection> conv_in;  // one; of a short convolution
-    View conv, conv_bias;             // filter and bias of a convolution; null: there is none
-    std::vector<Projection> scan_in;  // one; of a state-space layer
-    ops::ScanWeights scan;            // likewise
-    std::vector<Projection> gate_up;  // one, merged, or two; without a gate that of up
+    Norm attn_norm, ffn_norm;              // no weight: the block reads the residual stream as it is
+    Norm q_norm, k_norm;                   // of a head, or of all together
+    View bias;                             // of q, k and v; null: the model has none
+    std::vector<Projection> qkv;           // merged as far as the weights allow
+    std::vector<Projection> recurrent_in;  // of a layer with a state: recurrent_in_dim() columns
+    View conv, conv_bias;                  // filter and bias of its convolution; null: there is none
+    ops::ScanWeights scan;                 // of a state-space layer
+    ops::DeltaWeights delta;               // of a layer with a delta rule
+    std::vector<Projection> gate_up;       // one, merged, or two; without a gate that of up
     bool gated;
     View gate_up_bias;                    // null: the model has none
-    BlockOutput attn_output, ffn_output;  // the first one also of a convolution
-    BlockOutput scan_output;              // of a state-space layer
+    BlockOutput attn_output, ffn_output;  // the first one also of a short convolution
+    BlockOutput scan_output;              // of a layer whose state has matrices
   };
   // The rows of a pass that a step works on.
   struct Rows {
@@ -121,6 +121,7 @@ class ForwardPass {
     int count;
     Path path;
     Precision precision() const { return path == Path::kManyTokens ? Precision::kF16 : Precision::kF32; }
+    Rows in_float32() const { return {first, count, Path::kFewTokens}; }
   };
   // Rows that go through a layer, and their sequences.
   struct Part {
@@ -128,8 +129,8 @@ class ForwardPass {
     Sequences sequences;
   };
   struct Activations {
-    View x, normed, qkv, partial, att, block, gate_up, ffn, gated, conv, projected, convolved, scanned,
-        scan_out, logits;
+    View x, normed, qkv, partial, att, block, gate_up, ffn, recurrent_in, conv, convolved, scanned, scan_out,
+        logits;
   };
   // A pass in progress.
   struct Pass {
@@ -159,9 +160,12 @@ class ForwardPass {
   void embed(const Pass& pass) const;
   void attention(Pass& pass, int layer, const Part& wanted) const;
   void short_convolution(Pass& pass, int layer, const Rows& wanted) const;
-  void convolve(const Pass& pass, int layer, const StridedRows& in, const View& out, const Rows& wanted,
-                bool gated) const;
+  void project_recurrent_in(const Pass& pass, int layer) const;
+  void convolve(const Pass& pass, int layer, const View& in, const View& out, const Rows& wanted) const;
   void scan(Pass& pass, int layer, const Part& wanted) const;
+  void gated_delta(Pass& pass, int layer, const Rows& wanted) const;
+  // The states of a layer, from its matrices in the first slot on.
+  View matrices(const Pass& pass, int layer) const;
   // Norms x into `normed` and returns where the result is: where nothing is to be done, in x.
   View normalized(Encoder& e, const Norm& norm, const View& x, const View& normed, const Rows& rows) const;
   void norm_rows_of_qk(const Pass& pass, const Layer& w) const;

@@ -70,6 +70,9 @@ void ForwardPass::encode_layer(Pass& pass, int layer, const Part& wanted) const 
     case LayerKind::kAttentionAndStateSpace:
       scan(pass, layer, wanted);
       break;
+    case LayerKind::kGatedDelta:
+      gated_delta(pass, layer, rows);
+      break;
   }
   if (rows.count > 0 && config_.ffn_dim > 0)
     feed_forward(pass, layers_[std::size_t(layer)], pass.a.x.row(std::size_t(rows.first), config_.dim), rows);
@@ -78,26 +81,34 @@ void ForwardPass::encode_layer(Pass& pass, int layer, const Part& wanted) const 
 void ForwardPass::short_convolution(Pass& pass, int layer, const Rows& wanted) const {
   const Layer& w = layers_[std::size_t(layer)];
   const Activations& a = pass.a;
-  const Rows& all = pass.all.rows;
-  normed_projections(pass.e, w.attn_norm, w.conv_in, a.x, a.normed, {a.gated, 3 * config_.dim}, all);
-  convolve(pass, layer, {a.gated, 3 * config_.dim}, a.conv, wanted, true);
+  project_recurrent_in(pass, layer);
+  convolve(pass, layer, a.recurrent_in, a.conv, wanted);
   if (wanted.count > 0)
     add_residual(pass, w.attn_output, a.conv, a.x.row(std::size_t(wanted.first), config_.dim), wanted);
 }
 
-void ForwardPass::convolve(const Pass& pass, int layer, const StridedRows& in, const View& out,
-                           const Rows& wanted, bool gated) const {
+// The projections with which a layer with a state begins, of all rows.
+void ForwardPass::project_recurrent_in(const Pass& pass, int layer) const {
+  const Layer& w = layers_[std::size_t(layer)];
+  const Activations& a = pass.a;
+  normed_projections(pass.e, w.attn_norm, w.recurrent_in, a.x, a.normed,
+                     {a.recurrent_in, config_.recurrent_in_dim(config_.kind(layer))}, pass.all.rows);
+}
+
+void ForwardPass::convolve(const Pass& pass, int layer, const View& in, const View& out,
+                           const Rows& wanted) const {
   const View filter = layers_[std::size_t(layer)].conv, bias = layers_[std::size_t(layer)].conv_bias;
+  const LayerKind kind = config_.kind(layer);
   const int count = pass.all.rows.count;
-  ops::causal_conv(pass.e, {filter, bias ? bias : filter, pass.tables.states, pass.buffers.states(layer)},
-                   in.view, out,
-                   {.channels = u32_t(config_.conv_channels(config_.kind(layer))),
+  ops::causal_conv(pass.e, {filter, bias ? bias : filter, pass.tables.states, pass.buffers.states(layer)}, in,
+                   out,
+                   {.channels = u32_t(config_.conv_channels(kind)),
                     .taps = u32_t(config_.conv_taps),
-                    .in_stride = u32_t(in.stride),
+                    .in_stride = u32_t(config_.recurrent_in_dim(kind)),
                     .slot_stride = u32_t(state_layout_.values),
                     .tokens = u32_t(count),
                     .first_out = u32_t(count - wanted.count),
-                    .gated = gated,
+                    .gated = kind == LayerKind::kShortConv,
                     .has_bias = bool(bias)},
                    wanted.precision(), pass.rows.all.runs);
 }
@@ -108,34 +119,60 @@ void ForwardPass::scan(Pass& pass, int layer, const Part& wanted) const {
   const Activations& a = pass.a;
   const Rows &all = pass.all.rows, &rows = wanted.rows;
   const LayerKind kind = config_.kind(layer);
-  const int stride = config_.scan_projected(), channels = config_.conv_channels(kind);
-  const u32_t first_out = u32_t(all.count - rows.count);
-  normed_projections(pass.e, w.attn_norm, w.scan_in, a.x, a.normed, {a.projected, stride}, all);
+  const u32_t stride = u32_t(config_.recurrent_in_dim(kind)), first_out = u32_t(all.count - rows.count);
+  project_recurrent_in(pass, layer);
   if (has_attention(kind)) attention(pass, layer, wanted);
-  convolve(pass, layer, {a.projected.at(std::size_t(config_.scan_dim()) * sizeof(float)), stride},
-           a.convolved, {0, all.count, Path::kFewTokens}, false);
-  const View states = pass.buffers.states(layer).at(config_.conv_state_values(layer) * sizeof(float));
-  ops::scan(pass.e, w.scan, a.projected, a.convolved, pass.tables.states, states, a.scanned,
+  convolve(pass, layer, a.recurrent_in.row(1, config_.scan_dim()), a.convolved, all.in_float32());
+  ops::scan(pass.e, w.scan, a.recurrent_in, a.convolved, pass.tables.states, matrices(pass, layer), a.scanned,
             {.heads = u32_t(config_.scan_heads),
              .heads_per_group = u32_t(config_.scan_heads / config_.scan_groups),
              .dim = u32_t(config_.scan_value_dim),
              .rows = u32_t(config_.scan_key_dim),
-             .row_stride = u32_t(stride),
-             .dt_column = u32_t(config_.scan_dim() + channels),
+             .row_stride = stride,
+             .dt_column = u32_t(config_.scan_dim() + config_.scan_channels()),
              .slot_stride = u32_t(state_layout_.values),
              .tokens = u32_t(all.count),
              .first_out = first_out},
             pass.rows.chunks(), pass.rows.all.runs);
   if (rows.count == 0) return;
-  ops::scan_norm(pass.e, w.scan, a.projected, a.scanned, a.scan_out,
+  ops::scan_norm(pass.e, w.scan, a.recurrent_in, a.scanned, a.scan_out,
                  {.inner = u32_t(config_.scan_dim()),
                   .groups = u32_t(config_.scan_groups),
-                  .row_stride = u32_t(stride),
+                  .row_stride = stride,
                   .first_out = first_out,
                   .has_weight = w.scan.has_norm,
                   .eps = config_.norm_eps},
                  rows.count, rows.precision());
   add_residual(pass, w.scan_output, a.scan_out, a.x.row(std::size_t(rows.first), config_.dim), rows);
+}
+
+void ForwardPass::gated_delta(Pass& pass, int layer, const Rows& wanted) const {
+  const Layer& w = layers_[std::size_t(layer)];
+  const Activations& a = pass.a;
+  const Rows& all = pass.all.rows;
+  const int stride = config_.recurrent_in_dim(config_.kind(layer)), inner = config_.scan_dim();
+  const View gate = a.recurrent_in, qkv = gate.row(1, inner), rates = qkv.row(1, config_.scan_channels());
+  project_recurrent_in(pass, layer);
+  convolve(pass, layer, qkv, a.convolved, all.in_float32());
+  ops::gated_delta(pass.e, w.delta, a.convolved, rates, pass.tables.states, matrices(pass, layer), a.scanned,
+                   {.heads = u32_t(config_.scan_heads),
+                    .groups = u32_t(config_.scan_groups),
+                    .key_dim = u32_t(config_.scan_key_dim),
+                    .value_dim = u32_t(config_.scan_value_dim),
+                    .in_stride = u32_t(config_.scan_channels()),
+                    .rate_stride = u32_t(stride),
+                    .slot_stride = u32_t(state_layout_.values),
+                    .tokens = u32_t(all.count)},
+                   pass.rows.chunks(), pass.rows.all.runs);
+  if (wanted.count == 0) return;
+  const std::size_t first = std::size_t(wanted.first);
+  ops::gated_norm(pass.e, w.delta.norm, a.scanned.row(first, inner), {gate.row(first, stride), stride},
+                  a.scan_out, config_.scan_heads, wanted.count, wanted.precision());
+  add_residual(pass, w.scan_output, a.scan_out, a.x.row(first, config_.dim), wanted);
+}
+
+View ForwardPass::matrices(const Pass& pass, int layer) const {
+  return pass.buffers.states(layer).at(config_.conv_state_values(layer) * sizeof(float));
 }
 
 void ForwardPass::attention(Pass& pass, int layer, const Part& wanted) const {
@@ -165,6 +202,14 @@ void ForwardPass::attention(Pass& pass, int layer, const Part& wanted) const {
     ops::attention_prefill(pass.e, q, wanted.sequences, cache, a.att, attention);
   else
     ops::attention_decode(pass.e, q, wanted.sequences, cache, {a.partial, a.att}, attention);
+  if (config_.query_gate)
+    ops::gate_heads(pass.e, q, a.att,
+                    {.n_heads = attention.n_heads,
+                     .value_dim = attention.value_dim,
+                     .q_stride = attention.q_stride,
+                     .query_step = attention.query_step,
+                     .tokens = u32_t(rows.count)},
+                    rows.precision());
   add_residual(pass, w.attn_output, a.att, x, rows);
 }
 

@@ -54,7 +54,7 @@ std::vector<Projection> merge(std::vector<const Tensor*> tensors, const WeightVi
   int column = 0;
   for (std::size_t first = 0; first < tensors.size();) {
     // The longest run of tensors that can be one stack.
-    std::size_t n = tensors.size() - first;
+    std::size_t n = std::min(tensors.size() - first, std::size(StackedWeights{}.rows));
     auto stacked = stack(std::span(tensors).subspan(first, n), weights);
     while (!stacked) stacked = stack(std::span(tensors).subspan(first, --n), weights);
     stacked->column = column;
@@ -81,7 +81,7 @@ ForwardPass::ForwardPass(const Tuning& tuning, const Model& model, const EngineO
       output_norm_(norm_of(model.output_norm, {}, config_.stream_eps(), weights)),
       head_norm_(output_norm_),
       norms_stream_(bool(model.layers[0].attn_residual_norm)),
-      qkv_dim_(config_.n_heads * config_.key_dim +
+      qkv_dim_(config_.n_heads * config_.query_step() +
                config_.n_kv_heads * (config_.key_dim + config_.value_dim)),
       att_dim_(config_.n_heads * config_.value_dim),
       activation_(config_.activation == Activation::kSilu   ? ACTIVATION_SILU
@@ -117,28 +117,28 @@ Norm ForwardPass::norm_of(const Tensor& weight, const Tensor& bias, float eps,
 
 ForwardPass::Layer ForwardPass::layer_of(LayerKind kind, const LayerWeights& w, WeightViews& weights) const {
   const float eps = config_.norm_eps, stream_eps = config_.stream_eps();
+  const auto view = [&](const Tensor& t) { return t ? weights.view(t) : View{}; };
   const auto norm = [&](const Tensor& weight, float e) { return norm_of(weight, {}, e, weights); };
   const auto output = [&](const Tensor& weight, const Tensor& bias, const Tensor& block_norm,
                           const Tensor& residual_norm, const Tensor& residual_bias) {
     if (!weight) return BlockOutput{};
     return BlockOutput{.w = projection(weight, weights),
                        .bias = bias ? weights.view(bias) : View{},
-                       .norm = norm(block_norm, eps),
+                       .norm = norm(block_norm, config_.block_eps()),
                        .residual_norm = norm_of(residual_norm, residual_bias, stream_eps, weights)};
   };
-  const bool gated = bool(w.w_gate), attention = has_attention(kind), scans = has_state_space(kind);
-  const auto view = [&](const Tensor& t) { return t ? weights.view(t) : View{}; };
+  const bool gated = bool(w.w_gate), attention = has_attention(kind);
   Layer layer = {.attn_norm = norm(w.attn_norm, stream_eps),
                  .ffn_norm = norm(w.ffn_norm, stream_eps),
                  .q_norm = norm(w.q_norm, eps),
                  .k_norm = norm(w.k_norm, eps),
                  .bias = {},
                  .qkv = attention ? merge({&w.wq, &w.wk, &w.wv}, weights) : std::vector<Projection>(),
-                 .conv_in = w.conv_in ? merge({&w.conv_in}, weights) : std::vector<Projection>(),
-                 .conv = view(scans ? w.scan_conv : w.conv),
+                 .recurrent_in = {},
+                 .conv = view(conv_filter(w)),
                  .conv_bias = view(w.scan_conv_bias),
-                 .scan_in = scans ? merge({&w.scan_in}, weights) : std::vector<Projection>(),
                  .scan = {},
+                 .delta = {},
                  .gate_up = gated    ? merge({&w.w_gate, &w.w_up}, weights)
                             : w.w_up ? merge({&w.w_up}, weights)
                                      : std::vector<Projection>(),
@@ -149,12 +149,19 @@ ForwardPass::Layer ForwardPass::layer_of(LayerKind kind, const LayerWeights& w, 
                  .ffn_output = output(w.w_down, w.b_down, w.post_ffn_norm, w.ffn_residual_norm,
                                       w.ffn_residual_norm_bias),
                  .scan_output = output(w.scan_out, {}, w.post_attn_norm, {}, {})};
-  if (scans)
+  if (kind == LayerKind::kShortConv) layer.recurrent_in = merge({&w.conv_in}, weights);
+  if (has_state_space(kind)) {
+    layer.recurrent_in = merge({&w.scan_in}, weights);
     layer.scan = {.a = view(w.scan_rates),
                   .bias = view(w.scan_step),
                   .skip = view(w.scan_skip),
                   .norm = view(w.scan_group_norm ? w.scan_group_norm : w.scan_rates),
                   .has_norm = bool(w.scan_group_norm)};
+  }
+  if (kind == LayerKind::kGatedDelta) {
+    layer.recurrent_in = merge({&w.delta_gate, &w.delta_qkv, &w.delta_alpha, &w.delta_beta}, weights);
+    layer.delta = {.decay = view(w.delta_decay), .step = view(w.scan_step), .norm = norm(w.delta_norm, eps)};
+  }
   if (w.bq || w.bk || w.bv)
     layer.bias = weights.concatenate(BufferName::kQkvBias,
                                      {{{&w.bq, w.wq.rows}, {&w.bk, w.wk.rows}, {&w.bv, w.wv.rows}}}, 1.0f);
@@ -224,7 +231,8 @@ AttentionArgs ForwardPass::attention_args(int layer) const {
           .tiles = 0,
           .scale = config_.score_scale(),
           .alibi_heads = config_.max_alibi_bias > 0 ? std::bit_floor(u32_t(config_.n_heads)) : 0,
-          .max_alibi_bias = config_.max_alibi_bias};
+          .max_alibi_bias = config_.max_alibi_bias,
+          .query_step = u32_t(config_.query_step())};
 }
 
 RopeArgs ForwardPass::rope_args(int layer, bool skip_queries) const {
@@ -242,7 +250,8 @@ RopeArgs ForwardPass::rope_args(int layer, bool skip_queries) const {
           .has_k_norm = of_heads && w.k_norm.weight,
           .norm_after = config_.qk_norm_place == QkNormPlace::kRotatedHeads,
           .eps = config_.norm_eps,
-          .skip_queries = skip_queries};
+          .skip_queries = skip_queries,
+          .query_step = u32_t(config_.query_step())};
 }
 
 ForwardPass::Activations ForwardPass::activations(const PassRows& rows, PassBuffers& buffers) const {
@@ -269,16 +278,19 @@ ForwardPass::Activations ForwardPass::activations(const PassRows& rows, PassBuff
     a.att = buffers.get(BufferName::kAtt, operand(att_dim_));
   }
   if (config_.ffn_dim > 0) a.ffn = buffers.get(BufferName::kFfn, operand(config_.ffn_dim));
-  if (any_layer([](const Layer& w) { return !w.scan_in.empty(); })) {
-    a.projected = buffers.get(BufferName::kProjected, floats(config_.scan_projected(), n));
-    a.convolved =
-        buffers.get(BufferName::kConvolved, floats(config_.conv_channels(LayerKind::kStateSpace), n));
+  const auto any_kind = [&](const auto& holds) {
+    return std::any_of(config_.layer_kinds.begin(), config_.layer_kinds.end(), holds);
+  };
+  int recurrent_in = 0;
+  for (const LayerKind kind : config_.layer_kinds)
+    recurrent_in = std::max(recurrent_in, config_.recurrent_in_dim(kind));
+  if (recurrent_in > 0) a.recurrent_in = buffers.get(BufferName::kRecurrentIn, floats(recurrent_in, n));
+  if (any_kind([](LayerKind kind) { return kind == LayerKind::kShortConv; }))
+    a.conv = buffers.get(BufferName::kConv, operand(config_.dim));
+  if (any_kind(has_matrix_state)) {
+    a.convolved = buffers.get(BufferName::kConvolved, floats(config_.scan_channels(), n));
     a.scanned = buffers.get(BufferName::kScanned, floats(config_.scan_dim(), n));
     a.scan_out = buffers.get(BufferName::kScanOut, operand(config_.scan_dim()));
-  }
-  if (any_layer([](const Layer& w) { return !w.conv_in.empty(); })) {
-    a.gated = buffers.get(BufferName::kGated, floats(3 * config_.dim, n));
-    a.conv = buffers.get(BufferName::kConv, operand(config_.dim));
   }
   if (any_layer([](const Layer& w) { return w.attn_output.norm.weight || w.ffn_output.norm.weight; }))
     a.block = buffers.get(BufferName::kBlock, floats(config_.dim, n));

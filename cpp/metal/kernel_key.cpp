@@ -117,6 +117,10 @@ std::string kernel_name(const KernelKey& key, const CacheShape& cache) {
       return cached("attention_prefill_") + "_" + std::to_string(cache.prefill_size());
     case Kernel::kAttentionTensor:
       return cached("attention_tensor_") + "_" + std::to_string(cache.prefill_size());
+    case Kernel::kGateHeadsF32:
+      return "gate_heads_f32";
+    case Kernel::kGateHeadsF16:
+      return "gate_heads_f16";
     case Kernel::kSwigluF32:
       return "swiglu_f32";
     case Kernel::kSwigluF16:
@@ -133,6 +137,12 @@ std::string kernel_name(const KernelKey& key, const CacheShape& cache) {
       return "scan_norm_f32";
     case Kernel::kScanNormF16:
       return "scan_norm_f16";
+    case Kernel::kGatedDelta:
+      return "gated_delta";
+    case Kernel::kGatedNormF32:
+      return "gated_norm_f32";
+    case Kernel::kGatedNormF16:
+      return "gated_norm_f16";
     case Kernel::kArgmaxStage1:
       return "argmax_stage1";
     case Kernel::kArgmaxStage2:

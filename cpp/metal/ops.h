@@ -149,6 +149,21 @@ void scan(Encoder& e, const ScanWeights& w, const View& projected, const View& c
 // Gates and norms rows from args.first_out on, which become the first rows of `out`.
 void scan_norm(Encoder& e, const ScanWeights& w, const View& gates, const View& y, const View& out,
                const ScanNormArgs& args, int tokens, Precision precision);
+// Parameters of a delta rule, and the norm of the heads of its output.
+struct DeltaWeights {
+  View decay, step;
+  Norm norm;
+};
+// Goes through the tokens of each of `sequences` and writes the states of all rows that have a slot for one.
+// `states` are the matrices of the layer.
+void gated_delta(Encoder& e, const DeltaWeights& w, const View& qkv, const View& rates, const View& rows,
+                 const View& states, const View& out, const GatedDeltaArgs& args, int sequences,
+                 std::span<const RowRun> runs);
+// Norms each head and multiplies it by its gate.
+void gated_norm(Encoder& e, const Norm& norm, const View& x, const StridedRows& gate, const View& y,
+                int heads, int tokens, Precision precision);
+// Multiplies the output of attention by gates that follow the queries.
+void gate_heads(Encoder& e, const View& q, const View& y, const GateHeadsArgs& args, Precision precision);
 
 // Both stages, of each row of `n` logits; `candidates` holds candidates_bytes.
 std::size_t candidates_bytes(const Tuning& tuning, int rows);

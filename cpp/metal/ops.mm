@@ -4,6 +4,7 @@
 #include <optional>
 
 #include "../../shaders/attention.h"
+#include "../../shaders/gated_delta.h"
 #include "../../shaders/token_tiles.h"
 #include "../rounding.h"
 
@@ -12,7 +13,8 @@ namespace metal_prefill::metal {
 namespace {
 
 constexpr std::size_t kSimd = 32;
-constexpr std::size_t kThreadgroupBytes = 32 << 10;  // limit of a threadgroup in Metal
+constexpr std::size_t kThreadgroupBytes = 32 << 10;       // limit of a threadgroup in Metal
+static_assert(ops::kMostScanRows == kSimd * DELTA_ROWS);  // of either recurrence
 
 }  // namespace
 
@@ -541,6 +543,38 @@ void scan_norm(Encoder& e, const ScanWeights& w, const View& gates, const View& 
              {.x = std::size_t(tokens),
               .y = args.groups,
               .threads = allowed_threads(e, kernel, std::min(round_up(columns, kSimd), std::size_t(256)))});
+}
+
+void gated_delta(Encoder& e, const DeltaWeights& w, const View& qkv, const View& rates, const View& rows,
+                 const View& states, const View& out, const GatedDeltaArgs& args, int sequences,
+                 std::span<const RowRun> runs) {
+  const std::size_t threads = allowed_threads(e, Kernel::kGatedDelta, DELTA_SIMDGROUPS * kSimd);
+  e.dispatch(Kernel::kGatedDelta, {w.decay, w.step, qkv, rates, rows, states, out}, args,
+             {.x = ceil_div(std::size_t(args.value_dim), threads / kSimd * DELTA_COLUMNS),
+              .y = std::size_t(args.heads),
+              .z = std::size_t(sequences),
+              .threads = threads,
+              .work = 4.0 * args.tokens * args.heads * args.value_dim * args.key_dim},
+             runs);
+}
+
+void gated_norm(Encoder& e, const Norm& norm, const View& x, const StridedRows& gate, const View& y,
+                int heads, int tokens, Precision precision) {
+  const Kernel kernel = precision == Precision::kF16 ? Kernel::kGatedNormF16 : Kernel::kGatedNormF32;
+  const std::size_t threads = allowed_threads(e, kernel, 8 * kSimd);
+  e.dispatch(
+      kernel, {norm.weight, x, gate.view, y},
+      GatedNormArgs{u32_t(heads), u32_t(norm.dim), u32_t(gate.stride), norm.eps},
+      {.x = ceil_div(std::size_t(heads) * kSimd, threads), .y = std::size_t(tokens), .threads = threads});
+}
+
+void gate_heads(Encoder& e, const View& q, const View& y, const GateHeadsArgs& args, Precision precision) {
+  const Kernel kernel = precision == Precision::kF16 ? Kernel::kGateHeadsF16 : Kernel::kGateHeadsF32;
+  const std::size_t threads = allowed_threads(e, kernel, 256);
+  e.dispatch(kernel, {q, y}, args,
+             {.x = ceil_div(std::size_t(args.n_heads) * args.value_dim, threads),
+              .y = std::size_t(args.tokens),
+              .threads = threads});
 }
 
 std::size_t candidates_bytes(const Tuning& tuning, int rows) {

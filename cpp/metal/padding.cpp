@@ -104,13 +104,13 @@ Model pad_model(const Model& original) {
                                 " values, or heads and a feed-forward that are not multiples of 8: the Metal "
                                 "engine pads dimensions with zeros, which would change means");
   if (own.scan_dim() % kItem != 0)
-    throw UnsupportedModelError("a state-space layer of " + std::to_string(own.scan_dim()) +
+    throw UnsupportedModelError("a recurrence of " + std::to_string(own.scan_dim()) +
                                 " values: the Metal engine needs a multiple of 8");
   Config& c = model.config;
   for (int Config::* dimension : {&Config::dim, &Config::ffn_dim, &Config::key_dim, &Config::value_dim})
     c.*dimension = round_up(own.*dimension, kItem);
   c.attention_scale = own.score_scale();  // by the heads as they were
-  c.norm_eps *= float(own.dim) / float(c.dim);
+  c.dim_filled = float(own.dim) / float(c.dim);
 
   const auto widening = [&](Extent extent) {
     const Groups from = groups_of(extent, own), to = groups_of(extent, c);

@@ -196,7 +196,8 @@ Trial trial_of_attention(const char* kernel, int dims) {
                               .tiles = u32_t(tiles.size()),
                               .scale = 1.0f,
                               .alibi_heads = 0,
-                              .max_alibi_bias = 0.0f};
+                              .max_alibi_bias = 0.0f,
+                              .query_step = u32_t(dims)};
   return {.kernel = kernel,
           .groups = MTLSizeMake(tiles.size(), 1, 1),
           .threads = MATMUL_THREADS,

@@ -35,12 +35,10 @@ BufferTraits traits_of(BufferName name) {
       return {"gate_up", false};
     case BufferName::kFfn:
       return {"ffn", false};
-    case BufferName::kGated:
-      return {"gated", false};
+    case BufferName::kRecurrentIn:
+      return {"recurrent_in", false};
     case BufferName::kConv:
       return {"conv", false};
-    case BufferName::kProjected:
-      return {"projected", false};
     case BufferName::kConvolved:
       return {"convolved", false};
     case BufferName::kScanned:

@@ -114,7 +114,8 @@ void bind_model(nb::module_& m) {
       .value("ATTENTION", LayerKind::kAttention)
       .value("SHORT_CONV", LayerKind::kShortConv)
       .value("STATE_SPACE", LayerKind::kStateSpace)
-      .value("ATTENTION_AND_STATE_SPACE", LayerKind::kAttentionAndStateSpace);
+      .value("ATTENTION_AND_STATE_SPACE", LayerKind::kAttentionAndStateSpace)
+      .value("GATED_DELTA", LayerKind::kGatedDelta);
   nb::enum_<Compute>(m, "Compute")
       .value("INT8", Compute::kInt8)
       .value("F32", Compute::kF32)
@@ -165,12 +166,15 @@ void bind_model(nb::module_& m) {
       .def_rw("layer_rope_factor", &Config::layer_rope_factor)
       .def_rw("layer_kinds", &Config::layer_kinds)
       .def_rw("conv_taps", &Config::conv_taps)
+      .def_rw("query_gate", &Config::query_gate)
       .def_rw("scan_heads", &Config::scan_heads)
       .def_rw("scan_groups", &Config::scan_groups)
       .def_rw("scan_key_dim", &Config::scan_key_dim)
       .def_rw("scan_value_dim", &Config::scan_value_dim)
       .def("state_values", &Config::state_values, "layer"_a,
-           "Float32 values that a layer keeps of the tokens before a position; 0: it has no state.");
+           "Float32 values that a layer keeps of the tokens before a position; 0: it has no state.")
+      .def("conv_channels", &Config::conv_channels, "kind"_a,
+           "Channels of the convolution of layers of a kind.");
 
   nb::class_<TensorSpec>(m, "TensorSpec", "A tensor that a model may have.")
       .def_prop_ro(

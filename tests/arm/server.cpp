@@ -256,6 +256,8 @@ const std::map<std::string, Call> kCalls = {
     {"add_products", on_values(cpu::calls::add_products)},
     {"gated", on_values(cpu::calls::gated)},
     {"scan", on_values(cpu::calls::scan)},
+    {"apply_gate", on_values(cpu::calls::apply_gate)},
+    {"delta_rule", on_values(cpu::calls::delta_rule)},
     {"sum_exp", on_values(cpu::calls::sum_exp)},
     {"half_to_float", on_values(cpu::calls::half_to_float)},
     {"attention", on_values(cpu::calls::attention)},

@@ -146,7 +146,7 @@ def test_a_plan_lists_the_dispatches_that_reach_the_gpu(
             "exaone4",
             "lfm2",
         ),
-        *("mamba2", "granitehybrid", "falcon-h1"),
+        *("mamba2", "granitehybrid", "falcon-h1", "qwen35"),
     ],
 )
 def test_plans_of_other_architectures(tmp_path: Path, name: str) -> None:
@@ -178,6 +178,18 @@ def test_a_state_space_layer_takes_as_many_dispatches_whatever_the_length(
         for position in (0, 500):
             per_layer = Counter(d.layer for d in plan(shape, tokens, position=position))
             assert per_layer[0] == per_layer[1] == expected
+
+
+@pytest.mark.parametrize("name", ["qwen35", "qwen35, recurrence last"])
+def test_a_gated_delta_rule_takes_at_most_twelve_dispatches_at_any_length(tmp_path: Path, name: str) -> None:
+    shape = shape_in(small_models.write(tmp_path / "m.gguf", small_models.MODELS[name]))
+    counts = set()
+    for tokens in (1, 2, 8, 9, 40, 300):
+        for position in (0, 500):
+            per_layer = Counter(d.layer for d in plan(shape, tokens, position=position))
+            assert max(per_layer[layer] for layer in range(shape.config.n_layers)) <= 12
+            counts.add(per_layer[0])
+    assert counts == {{"qwen35": 10, "qwen35, recurrence last": 11}[name]}
 
 
 LLAMA_7B = ModelConfig(
@@ -339,8 +351,12 @@ def test_every_kernel_of_the_shaders_is_dispatched_by_some_pass(
     convolving = replace(
         SMALL, architecture="lfm2", layer_kinds=("short_conv", "attention"), conv_taps=3, n_layers=2
     )
-    for tokens in (1, 300):
-        found |= {d.kernel for d in plan(uniform_shape(convolving, "f32", "f32"), tokens)}
+    scan = {"scan_heads": 4, "scan_groups": 2, "scan_key_dim": 32, "scan_value_dim": 32}
+    kinds = ("gated_delta", "attention", "gated_delta")
+    delta: Any = {"layer_kinds": kinds, "n_layers": len(kinds), "query_gate": True, **scan}
+    for config in (convolving, replace(convolving, architecture="qwen35", **delta)):
+        for tokens in (1, 300):
+            found |= {d.kernel for d in plan(uniform_shape(config, "f32", "f32"), tokens)}
     both: Any = ("attention_and_state_space",) * SMALL.n_layers
     for rows in (128, 256):
         scanning = replace(

@@ -78,6 +78,7 @@ class Case:
             "norm_after": given["norm_after"],
             "eps": 1e-6,
             "skip_queries": 0,
+            "query_step": self.key_dim,
         }
 
     def pages(self) -> Pages:
@@ -108,6 +109,7 @@ class Case:
             scale=1 / np.sqrt(self.key_dim),
             alibi_heads=0,
             max_alibi_bias=0,
+            query_step=self.key_dim,
         )
         rope = make_args("RopeArgs", page_stride=pages.stride, **self.rope)
         args = np.zeros(1, STRUCTS["RopeAttentionArgs"])

@@ -186,6 +186,7 @@ def test_rope_append(run: Run, case: str, cache: type, sequences: list[tuple[int
             norm_after=given["norm_after"],
             eps=1e-6,
             skip_queries=skip_queries,
+            query_step=key_dim,
         )
         tables = (into.row_table(rows).view(np.uint8), into.pages)
         heads = 2 * n_kv + (0 if skip_queries else n_heads)

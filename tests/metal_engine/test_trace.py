@@ -150,15 +150,20 @@ def test_the_cost_model_predicts_the_counted_bytes(path: Path, metal: None, opti
 
 @pytest.mark.emulator
 @pytest.mark.parametrize(
-    ("name", "stem", "count"), [("lfm2", "causal_conv", 3 * 3), ("mamba2", "scan", 3 * 2 * 3)]
+    ("name", "stems", "count"),
+    [
+        ("lfm2", ("causal_conv",), 3 * 3),
+        ("mamba2", ("scan",), 3 * 2 * 3),
+        ("qwen35", ("causal_conv", "gated_delta", "gated_norm", "gate_heads"), 3 * (3 * 3 + 1)),
+    ],
 )
 def test_the_cost_model_predicts_the_bytes_of_recurrent_layers(
-    model_path: Callable[[str], Path], metal: None, name: str, stem: str, count: int
+    model_path: Callable[[str], Path], metal: None, name: str, stems: tuple[str, ...], count: int
 ) -> None:
     with Model(model_path(name), device="metal") as model:
         if not counts_work(model.device):
             pytest.skip("only the emulator's CPU executor counts, and only without a sanitizer")
-        found = [d for d in counted(trace(model, DECODED)) if d[0].kernel.startswith(stem)]
+        found = [d for d in counted(trace(model, DECODED)) if d[0].kernel.startswith(stems)]
         assert len(found) == count
         assert_bytes_predicted(found, 0.03)
 

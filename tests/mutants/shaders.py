@@ -6,6 +6,7 @@ from mutants.mutant import Mutant
 
 _STEPS, _LOGITS = "tests/metal_engine/test_token_steps.py", "tests/metal_engine/test_logits.py"
 _PRODUCTS, _ATTENTION = "tests/metal_engine/test_projections.py", "tests/metal_engine/test_attention.py"
+_RECURRENT = "tests/metal_engine/test_recurrent_steps.py"
 _TOKEN_ATTENTION = "tests/metal_engine/test_rope_attention.py"
 _SCAN = "tests/metal_engine/test_scan.py"
 _TYPES = "F32 or Q4_0"  # the build for planted errors has no kernels of rarer types
@@ -39,6 +40,48 @@ MUTANTS = (
         "scale = precise::rsqrt(sum / float(args.inner) + args.eps);",
         "a norm in groups divides by the length of the row",
         (_SCAN, "-k", "scan_norm"),
+    ),
+    Mutant(
+        "shaders/gated_delta.metal",
+        "const uint key_group = head % args.groups;",
+        "const uint key_group = head / (args.heads / args.groups);",
+        "a head has the keys of another group",
+        (_RECURRENT, "-k", "gated_delta"),
+    ),
+    Mutant(
+        "shaders/gated_delta.metal",
+        "first.before != STATE_NONE && row < args.key_dim",
+        "row < args.key_dim",
+        "a sequence begins with matrices that are not there",
+        (_RECURRENT, "-k", "gated_delta"),
+    ),
+    Mutant(
+        "shaders/gated_delta.metal",
+        "const uint at = row_of(first, token);",
+        "const uint at = first.first + token;",
+        "the last tokens of a sequence are those of its neighbour",
+        (_RECURRENT, "-k", "gated_delta"),
+    ),
+    Mutant(
+        "shaders/gated_delta.metal",
+        "precise::rsqrt(float(args.key_dim))",
+        "1.0f",
+        "queries of a recurrence are not divided by the root of their width",
+        (_RECURRENT, "-k", "gated_delta"),
+    ),
+    Mutant(
+        "shaders/gated_delta.metal",
+        "+ args.query_step / 2 +",
+        "+",
+        "the gate of a head is its query",
+        (_RECURRENT, "-k", "gate_heads"),
+    ),
+    Mutant(
+        "shaders/gated_delta.metal",
+        "* activate(gate[i], ACTIVATION_SILU);",
+        "* gate[i];",
+        "the gate of a norm is not activated",
+        (_RECURRENT, "-k", "gated_norm"),
     ),
     Mutant(
         "shaders/state_rows.h",

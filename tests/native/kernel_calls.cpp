@@ -221,6 +221,26 @@ void scan(const std::string& set, const Matrix& x, const Matrix& b, const Matrix
   }
 }
 
+void apply_gate(const std::string& set, const Vector& gate, OutVector x) {
+  require(x.shape(0) >= gate.shape(0), "wrong shape");
+  kernels_named(set).apply_gate(gate.data(), int(gate.shape(0)), x.data());
+}
+
+void delta_rule(const std::string& set, const Vector& q, const Vector& k, const Vector& v, float decay,
+                float beta, OutMatrix state, OutVector out) {
+  require(q.shape(0) == k.shape(0) && state.shape(0) == k.shape(0) && state.shape(1) == kDeltaColumns &&
+              v.shape(0) <= kDeltaColumns && out.shape(0) >= v.shape(0),
+          "wrong shape");
+  const DeltaToken token = {.q = q.data(),
+                            .k = k.data(),
+                            .v = v.data(),
+                            .decay = decay,
+                            .beta = beta,
+                            .key_dim = int(k.shape(0)),
+                            .columns = int(v.shape(0))};
+  kernels_named(set).delta_rule(token, state.data(), out.data());
+}
+
 double sum_exp(const std::string& set, const Vector& x, float shift) {
   return kernels_named(set).sum_exp(x.data(), shift, int(x.shape(0)));
 }
@@ -276,6 +296,7 @@ void attention(const std::string& set, const Matrix& q, const Matrix& keys, cons
   }
   AttentionHead head = {.q = q.data(),
                         .q_stride = q.shape(1),
+                        .q_step = std::size_t(keys.shape(1)),
                         .out = out.data(),
                         .out_stride = out.shape(1),
                         .pages = pages.data(),

@@ -63,6 +63,11 @@ void gated(const std::string& set, const Vector& gate, const Vector& up, int act
 // the bias of dt and the skip. `state` [rows, dim] is read and written. Tokens go in calls of `piece`.
 void scan(const std::string& set, const Matrix& x, const Matrix& b, const Matrix& c, const Vector& dt,
           const Vector& factors, int piece, OutMatrix state, OutMatrix out);
+// x times sigmoid(gate), in place.
+void apply_gate(const std::string& set, const Vector& gate, OutVector x);
+// A token for as many columns as v has; `state` is [len(k), kDeltaColumns].
+void delta_rule(const std::string& set, const Vector& q, const Vector& k, const Vector& v, float decay,
+                float beta, OutMatrix state, OutVector out);
 double sum_exp(const std::string& set, const Vector& x, float shift);
 void half_to_float(const std::string& set, const Halves& in, bool bfloat16, OutVector out);
 // Causal attention of one group of heads: q [tokens, heads * key_dim] are the last tokens of the keys and

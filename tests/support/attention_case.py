@@ -94,6 +94,7 @@ class Case:
             scale=self.scale,
             alibi_heads=self.alibi_heads,
             max_alibi_bias=self.max_alibi_bias,
+            query_step=self.key_dim,
             **({"splits": 1, "tiles": 0} | fields),
         )
 

@@ -247,8 +247,8 @@ def _comparable_models() -> Iterator[tuple[str, SmallModel]]:
     So llama.cpp's rounding of activations does not hide a difference in the features.
     """
     for name, model in MODELS.items():
-        # llama.cpp and transformers require heads of one width that are rotated completely.
-        if model.rope_dim or model.v_dim != model.key_dim:
+        # llama.cpp and transformers require heads of one width that are rotated completely, except in qwen35.
+        if (model.rope_dim and model.architecture != "qwen35") or model.v_dim != model.key_dim:
             continue
         if not name.startswith(("type ", "tied ", "mixed ")):
             output = "F32" if model.output else None
@@ -259,12 +259,20 @@ def _comparable_models() -> Iterator[tuple[str, SmallModel]]:
 def compared_models() -> Iterator[tuple[str, SmallModel]]:
     """Models that are compared with llama.cpp.
 
-    It has windows of exaone4 only in models of 64 layers. In lfm2 all its heads are as wide as the model.
+    It has windows of exaone4 only in models of 64 layers. In lfm2 all its heads are as wide as the model. In
+    qwen35 keys and values of the delta rule have one width, and layers with attention are as far apart as the
+    metadata set.
     """
     for name, model in _comparable_models():
         if model.architecture == "exaone4" and model.window:
             continue
         if model.architecture == "lfm2" and model.heads * model.key_dim != model.dim:
+            continue
+        if (
+            model.architecture == "qwen35"
+            and model.scan is not None
+            and model.scan.inner != model.scan.state * model.scan.heads
+        ):
             continue
         yield name, model
 

@@ -23,9 +23,22 @@ ENCODERS = (*BERT, "modern-bert", "eurobert")
 LAYER_NORM = (*BERT, "modern-bert")
 EXACT_GELU = ("bert", "modern-bert", "jina-bert-v2")
 ROTATES_HALVES = (
-    *("qwen2", "qwen3", "phi3", "hunyuan-dense", "olmo2", "exaone4", "lfm2", "falcon-h1"),
+    *("qwen2", "qwen3", "phi3", "hunyuan-dense", "olmo2", "exaone4", "lfm2", "falcon-h1", "qwen35"),
     *("nomic-bert", "modern-bert", "eurobert", *GEMMA),
 )
+
+
+def _convolved(inputs: Array, taps: Array) -> Array:
+    """Causal convolution of each channel with its filter, ``[channels, taps]``, the current token's last."""
+    convolved = np.zeros_like(inputs)
+    for back in range(min(taps.shape[1], len(inputs))):
+        convolved[back:] += inputs[: len(inputs) - back] * taps[:, taps.shape[1] - 1 - back]
+    return convolved
+
+
+def _of_length_1(heads: Array) -> Array:
+    result: Array = heads / np.sqrt((heads**2).sum(axis=-1, keepdims=True) + 1e-6)
+    return result
 
 
 @dataclass(frozen=True)
@@ -43,8 +56,8 @@ class Result:
         Per layer with attention.
     products : dict of int to float64 [n, channels]
         Inputs of the filter for each token, per layer with a convolution.
-    states : dict of int to float64 [heads, state, head_dim]
-        State after the last token, per state-space layer.
+    states : dict of int to float64 [heads, key_dim, value_dim]
+        State after the last token, per layer with a recurrence.
     """
 
     logits: Array
@@ -128,14 +141,18 @@ class ReferenceModel:
                 projected, products[layer] = self._short_convolution(layer, x)
             if f"blk.{layer}.ssm_in.weight" in self.tensors:
                 projected, products[layer], states[layer] = self._state_space(layer, x)
-            if self.kv_heads_of_layers[layer] > 0:
-                q, k, v = self._project(layer, x)
+            if self._is_delta(layer):
+                projected, products[layer], states[layer] = self._gated_delta(layer, x)
+            elif self.kv_heads_of_layers[layer] > 0:
+                q, k, v, gate = self._project(layer, x)
                 keys.append(k)
                 values.append(v)
-                attended = self._attention(layer, q, self._cached(k), self._cached(v))
+                attended = gate * self._attention(layer, q, self._cached(k), self._cached(v))
                 projected = projected + self._linear(layer, "attn_output", attended)
             added = self.scale["residual_scale"]
-            x = x + added * self._normed(layer, "post_attention_norm", projected)
+            if self.architecture != "qwen35":  # where the norm of the feed-forward has this name
+                projected = self._normed(layer, "post_attention_norm", projected)
+            x = x + added * projected
             x = self._normed(layer, "attn_output_norm", x)
             if f"blk.{layer}.ffn_up.weight" in self.tensors:
                 x = x + added * self._normed(layer, "post_ffw_norm", self._feed_forward(layer, x))
@@ -176,17 +193,9 @@ class ReferenceModel:
         h = self._normed(layer, "attn_norm", x)
         before, after, inner = np.split(h @ self._weight(layer, "shortconv.in_proj").T, 3, axis=1)
         products = before * inner
-        convolved = self._convolved(products, self._weight(layer, "shortconv.conv"))
+        convolved = _convolved(products, self._weight(layer, "shortconv.conv"))
         mixed: Array = (after * convolved) @ self._weight(layer, "shortconv.out_proj").T
         return mixed, products
-
-    @staticmethod
-    def _convolved(x: Array, taps: Array) -> Array:
-        """Convolve each channel with its filter, [channels, taps], the current token's tap last."""
-        convolved = np.zeros_like(x)
-        for back in range(taps.shape[1]):
-            convolved[back:] += x[: len(x) - back] * taps[:, taps.shape[1] - 1 - back]
-        return convolved
 
     def _state_space(self, layer: int, x: Array) -> tuple[Array, Array, Array]:
         """Mamba-2, arXiv:2405.21060, section 7: ``[n, dim]``.
@@ -198,7 +207,7 @@ class ReferenceModel:
         n, mixed = len(x), inner + 2 * groups * size
         projected = self._normed(layer, "attn_norm", x) @ self._weight(layer, "ssm_in").T
         gate, products, steps = np.split(projected, [inner, inner + mixed], axis=1)
-        convolved = self._convolved(products, self._weight(layer, "ssm_conv1d"))
+        convolved = _convolved(products, self._weight(layer, "ssm_conv1d"))
         convolved = self._silu(convolved + self.tensors.get(f"blk.{layer}.ssm_conv1d.bias", 0.0))
         u, b, c = np.split(convolved, [inner, inner + groups * size], axis=1)
         u = u.reshape(n, heads, inner // heads)
@@ -219,9 +228,44 @@ class ReferenceModel:
         out: Array = gated.reshape(n, inner) @ self._weight(layer, "ssm_out").T
         return out, products, state
 
-    def _project(self, layer: int, x: Array) -> tuple[Array, Array, Array]:
-        """Compute queries, keys and values as attention reads them, each ``[n, heads, head_dim]``."""
+    def _is_delta(self, layer: int) -> bool:
+        return f"blk.{layer}.ssm_alpha.weight" in self.tensors
+
+    def _gated_delta(self, layer: int, x: Array) -> tuple[Array, Array, Array]:
+        """Gated delta rule (arXiv:2412.06464), ``[n, dim]``.
+
+        Also return the inputs of its convolution, and the matrices after the last token.
+        """
+        n, heads, groups = len(x), self._key("ssm.time_step_rank"), self._key("ssm.group_count")
+        keys, width = self._key("ssm.state_size"), self._key("ssm.inner_size") // heads
         h = self._normed(layer, "attn_norm", x)
+        inputs = self._linear(layer, "attn_qkv", h)
+        mixed = self._activated(_convolved(inputs, self._weight(layer, "ssm_conv1d")))
+        q, k, v = np.split(mixed, [groups * keys, 2 * groups * keys], axis=1)
+        q, k = (_of_length_1(part.reshape(n, groups, keys)) for part in (q, k))
+        # Value heads are stored so that those of one key head are `groups` apart.
+        q, k = (np.tile(part, (1, heads // groups, 1)) for part in (q / math.sqrt(keys), k))
+        v = v.reshape(n, heads, width)
+        alpha = self._linear(layer, "ssm_alpha", h) + self.tensors[f"blk.{layer}.ssm_dt.bias"]
+        decay = np.exp(self.tensors[f"blk.{layer}.ssm_a"] * np.log1p(np.exp(alpha)))
+        beta = 1 / (1 + np.exp(-self._linear(layer, "ssm_beta", h)))
+        state, out = np.zeros((heads, keys, width)), np.empty((n, heads, width))
+        for t in range(n):
+            state = state * decay[t][:, None, None]
+            error = v[t] - np.einsum("hk,hkv->hv", k[t], state)
+            state = state + np.einsum("hk,hv->hkv", k[t], beta[t][:, None] * error)
+            out[t] = np.einsum("hk,hkv->hv", q[t], state)
+        gate = self._activated(self._linear(layer, "attn_gate", h))
+        gated = self._normed(layer, "ssm_norm", out).reshape(n, -1) * gate
+        return self._linear(layer, "ssm_out", gated), inputs, state
+
+    def _project(self, layer: int, x: Array) -> tuple[Array, Array, Array, Array | float]:
+        """Compute queries, keys and values as attention reads them, each ``[n, heads, head_dim]``.
+
+        Also return the factors of the output, ``[n, heads * head_dim]``.
+        """
+        h = self._normed(layer, "attn_norm", x)
+        gate: Array | float = 1.0
         heads = []
         for name, count, width in (
             ("attn_q", self.n_heads, self.key_dim),
@@ -229,11 +273,14 @@ class ReferenceModel:
             ("attn_v", self.n_kv_heads, self.value_dim),
         ):
             projected = self._linear(layer, name, h)
+            if self.architecture == "qwen35" and name == "attn_q":  # each head, then its gate
+                projected, gate = np.split(projected.reshape(len(x), count, 2 * width), 2, axis=2)
+                gate = (1 / (1 + np.exp(-gate))).reshape(len(x), -1)
             if self.architecture == "olmo2":  # a norm of all heads of a token together
                 projected = self._normed(layer, f"{name}_norm", projected)
             heads.append(projected.reshape(len(x), count, width))
         q, k = (self._normed_and_rotated(layer, n, h) for n, h in zip("qk", heads, strict=False))
-        return q, k, heads[2]
+        return q, k, heads[2], gate
 
     def _normed_and_rotated(self, layer: int, name: str, heads: Array) -> Array:
         if self.architecture == "olmo2":
@@ -269,7 +316,8 @@ class ReferenceModel:
         return float(2.0 ** (-8.0 * (2 * (head - whole) + 1) / (2 * whole)))
 
     def _feed_forward(self, layer: int, x: Array) -> Array:
-        h = self._normed(layer, "ffn_norm", x)
+        name = "post_attention_norm" if self.architecture == "qwen35" else "ffn_norm"
+        h = self._normed(layer, name, x)
         up = self._linear(layer, "ffn_up", h)
         if f"blk.{layer}.ffn_gate.weight" in self.tensors:
             up = self._activated(self._linear(layer, "ffn_gate", h)) * up
@@ -371,7 +419,8 @@ class ReferenceModel:
         ffn = self._key("feed_forward_length")
         for layer in range(self.n_layers):
             parts: dict[str, Array] = {}
-            if (qkv := self.tensors.pop(f"blk.{layer}.attn_qkv.weight", None)) is not None:
+            qkv = None if self._is_delta(layer) else self.tensors.pop(f"blk.{layer}.attn_qkv.weight", None)
+            if qkv is not None:
                 parts |= dict(zip(("attn_q", "attn_k", "attn_v"), np.split(qkv, [q, q + k]), strict=True))
             gate_up = self.tensors.get(f"blk.{layer}.ffn_up.weight")
             if gate_up is not None and len(gate_up) == 2 * ffn:

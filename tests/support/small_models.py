@@ -264,6 +264,40 @@ MODELS: dict[str, SmallModel] = {
         rope_base=1e11,
         scan=ScanShape(inner=256, state=48, heads=4, groups=2),
     ),
+    "qwen35": SmallModel(
+        architecture="qwen35",
+        layers=4,
+        dim=96,
+        key_dim=64,
+        rope_dim=16,
+        rope_base=1e7,
+        output="Q8_0",
+        scan=ScanShape(inner=64, state=32, heads=2, layers=(0, 1, 2)),
+    ),
+    "qwen35, recurrence last": SmallModel(
+        architecture="qwen35",
+        layers=3,
+        dim=64,
+        heads=2,
+        kv_heads=1,
+        key_dim=32,
+        rope_dim=8,
+        types={"*": "Q4_0", "*.ssm_alpha.*": "F32", "*.ssm_beta.*": "F32", "*.attn_gate.*": "Q8_0"},
+        scan=ScanShape(inner=256, state=64, heads=4, groups=2, taps=3, layers=(0, 2)),
+    ),
+    "qwen35, odd dimensions": SmallModel(
+        architecture="qwen35",
+        layers=3,
+        dim=50,
+        heads=2,
+        kv_heads=1,
+        key_dim=24,
+        rope_dim=6,
+        ffn=70,
+        embedding="F16",
+        types={"*": "F32"},
+        scan=ScanShape(inner=216, state=20, heads=6, groups=2, layers=(0, 1)),
+    ),
     "gemma3": SmallModel(architecture="gemma3", layers=7, rope_base=1e6, window=16, key_dim=64),
     "gemma3, scaled": SmallModel(architecture="gemma3", layers=7, window=16, rope_scaling="linear"),
 }
@@ -395,7 +429,7 @@ def _typed(tensor: Tensor, model: SmallModel) -> Tensor:
 # Norms in the order in which their numbers are drawn.
 _NORMS = (
     *("attn_norm", "ffn_norm", "attn_q_norm", "attn_k_norm", "post_attention_norm", "post_ffw_norm"),
-    *("attn_output_norm", "layer_output_norm"),
+    *("attn_output_norm", "layer_output_norm", "ssm_norm"),
 )
 _OUTSIDE = (
     *("token_embd.weight", "output_norm.weight", "output.weight"),

@@ -17,6 +17,7 @@ TINY_MODELS = {
     "lfm2": replace(MODELS["lfm2"], layers=2, conv_layers=(0,), **_SIZE),
     "mamba2": replace(MODELS["mamba2"], layers=1, dim=32, vocab=VOCAB, scan=ScanShape(32, 8, 2)),
     "falcon-h1": replace(MODELS["falcon-h1"], layers=1, scan=ScanShape(32, 8, 4, groups=2), **_SIZE),
+    "qwen35": replace(MODELS["qwen35"], layers=2, scan=ScanShape(32, 8, 2, layers=(0,)), **_SIZE),
 }
 TINY_ENCODERS = {
     "jina-bert-v2": replace(ENCODERS["jina-bert-v2"], layers=2, **_ENCODER_SIZE),

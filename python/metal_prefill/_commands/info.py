@@ -76,7 +76,7 @@ def execute(arguments: argparse.Namespace) -> None:
 
     from metal_prefill import default_model_path
     from metal_prefill.bench._plot import check
-    from metal_prefill.files._architecture import read_config
+    from metal_prefill.files._architecture import ignored_tensors, read_config
     from metal_prefill.files._gguf_file import GGUFFile
 
     if arguments.plot:
@@ -104,6 +104,8 @@ def execute(arguments: argparse.Namespace) -> None:
             bits = f"{8 * size / weights:.2f}"
             table.add_row(kind, str(count), f"{weights:,}", f"{size:,}", f"{size / MIB:.2f}", bits)
         console.print(table)
+        for purpose, count in Counter(ignored_tensors(gguf, config).values()).items():
+            console.print(f"{count} tensors for {purpose} are ignored", highlight=False)
         if arguments.plot:
             draw(gguf, arguments.plot)
 

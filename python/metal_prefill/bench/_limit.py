@@ -12,6 +12,7 @@ from metal_prefill.files._architecture import (
     ARCHITECTURES,
     expected_tensors,
     has_attention,
+    ignored_tensors,
     layer_kind,
     read_config,
     tensor_name,
@@ -71,13 +72,17 @@ def read_work(path: Path) -> PromptWork | None:
             for spec, layer, _ in expected_tensors(config)
             if spec.kind != "matrix"
         }
+        others |= ignored_tensors(gguf, config).keys()
         for tensor in gguf.tensors.values():
             if len(tensor.shape) != 2 or not tensor.name.startswith("blk.") or tensor.name in others:
                 continue
             if tensor.type_name in FLOAT_TYPES:
                 return None
             if tensor.name.startswith(last) and not tensor.name.startswith(
-                tuple(f"{last}{name}" for name in ("attn_k", "attn_v", "shortconv.in_proj", "ssm_in"))
+                tuple(
+                    f"{last}{name}"
+                    for name in ("attn_k", "attn_v", "shortconv.in_proj", "ssm_in", "ssm_alpha", "ssm_beta")
+                )
             ):
                 once += prod(tensor.shape)
             else:

@@ -11,6 +11,7 @@ import difflib
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
+from fnmatch import fnmatchcase
 from typing import Literal, TypeAlias
 
 from metal_prefill import _core
@@ -24,7 +25,9 @@ RopeScaling: TypeAlias = Literal["none", "linear", "yarn"]
 Activation: TypeAlias = Literal["silu", "gelu", "gelu_erf"]
 NormKind: TypeAlias = Literal["rms", "layer"]
 QkNormPlace: TypeAlias = Literal["heads", "rotated_heads", "rows"]
-LayerKind: TypeAlias = Literal["attention", "short_conv", "state_space", "attention_and_state_space"]
+LayerKind: TypeAlias = Literal[
+    "attention", "short_conv", "state_space", "attention_and_state_space", "gated_delta"
+]
 WindowRope: TypeAlias = Literal["same", "own", "only"]
 Presence: TypeAlias = Literal["required", "optional", "absent"]
 
@@ -104,15 +107,19 @@ class ModelConfig:
         layer attends to all positions.
     layer_rope_base, layer_rope_factor : tuple of float
         Per-layer values; empty if `rope_base` and `rope_factor` apply to every layer.
-    layer_kinds : tuple of {"attention", "short_conv", "state_space", "attention_and_state_space"}
+    layer_kinds : tuple of LayerKind
         Kind of each layer; empty if every layer has attention. Layers of other kinds keep a state, instead of
         keys and values or together with them.
     conv_taps : int
         Number of tokens that a convolution covers, including the current one; 0 without such layers.
+    query_gate : bool
+        Whether the query projection also has rows for a gate of each head's output.
     scan_heads, scan_groups, scan_key_dim, scan_value_dim : int
         Layers whose state has a matrix ``[scan_key_dim, scan_value_dim]`` for each head, such as state-space
-        layers (Mamba-2, arXiv:2405.21060): number of heads, number of groups of consecutive heads that share
-        what they write to their states and read from them by, and dimensions; 0 without such layers.
+        layers (Mamba-2, arXiv:2405.21060) and those with a gated delta rule (arXiv:2412.06464): number of
+        heads, number of groups of heads that share what they write to their states and read from them by,
+        and dimensions; 0 without such layers. Heads of a group are consecutive in state-space layers;
+        otherwise group g has heads g, ``g + scan_groups``, and so on.
     """
 
     architecture: str
@@ -154,6 +161,7 @@ class ModelConfig:
     layer_rope_factor: tuple[float, ...] = ()
     layer_kinds: tuple[LayerKind, ...] = ()
     conv_taps: int = 0
+    query_gate: bool = False
     scan_heads: int = 0
     scan_groups: int = 0
     scan_key_dim: int = 0
@@ -224,11 +232,18 @@ class Architecture:
     qk_norm_place : {"heads", "rotated_heads", "rows"}
         Same as in `ModelConfig`.
     mixer : {"attention", "attention_and_state_space"}
-        Kind of the layers with key-value heads.
-    recurrent : {"short_conv", "state_space"} or None
-        Kind of the layers without key-value heads; None if every layer has them.
+        Kind of the layers with attention.
+    recurrent : {"short_conv", "state_space", "gated_delta"} or None
+        Kind of the layers without attention; None if every layer has it.
+    attention_every : int
+        Every n-th layer has attention, unless the metadata set another period or list the layers. 0: the
+        layers with key-value heads in the metadata have it.
     rope_switch : bool
         Whether the metadata can say that no layer rotates.
+    query_gate : bool
+        Same as in `ModelConfig`.
+    ignored : mapping of str to str
+        Patterns of tensors that files may have for other purposes than the text model, and their purposes.
     names : mapping of str to str
         Names of tensors, by role, that differ from those in ``cpp/tensors.inc``.
     fused : mapping of str to tuple of str
@@ -270,7 +285,10 @@ class Architecture:
     causal: bool = True
     mixer: LayerKind = "attention"
     recurrent: LayerKind | None = None
+    attention_every: int = 0
     rope_switch: bool = False
+    query_gate: bool = False
+    ignored: Mapping[str, str] = field(default_factory=dict)
     names: Mapping[str, str] = field(default_factory=dict)
     fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     attention_scale: Callable[[ModelConfig], float] = lambda _: 0.0
@@ -359,6 +377,20 @@ ARCHITECTURES: dict[str, Architecture] = {
         rope_style="neox",
         mixer="attention_and_state_space",
         names={"ffn_norm": "blk.{layer}.ffn_norm"},  # as its files have it, without a suffix
+    ),
+    "qwen35": Architecture(
+        rope_style="neox",
+        qk_norm="required",
+        recurrent="gated_delta",
+        attention_every=4,
+        query_gate=True,
+        names={"ffn_norm": "blk.{layer}.post_attention_norm.weight"},
+        ignored={
+            "mtp.*": "multi-token prediction",
+            "*.nextn.*": "multi-token prediction",
+            "v.*": "vision",
+            "mm.*": "vision",
+        },
     ),
     "gemma3": _GEMMA3,
     "gemma-embedding": replace(_GEMMA3, causal=False),
@@ -477,13 +509,14 @@ def read_config(gguf: GGUFFile, max_context: int | None = None) -> ModelConfig:
         )
     _refuse_unsupported(keys, traits)
 
-    n_layers = keys.positive("block_count")
-    if n_layers > len(gguf.tensors):
+    n_blocks = keys.positive("block_count")
+    if n_blocks > len(gguf.tensors):
         raise keys.error(
-            f"{name}.block_count is {n_layers}, but the file has only {len(gguf.tensors)} tensors"
+            f"{name}.block_count is {n_blocks}, but the file has only {len(gguf.tensors)} tensors"
         )
+    n_layers = n_blocks - _prediction_layers(keys, traits, n_blocks)
     dim = keys.positive("embedding_length")
-    n_heads, n_kv_heads, kinds = _heads(keys, traits, n_layers)
+    n_heads, n_kv_heads, kinds = _heads(keys, traits, n_layers, n_blocks)
     key_dim = _head_dim(keys, "attention.key_length", dim, n_heads)
     value_dim = _head_dim(keys, "attention.value_length", dim, n_heads)
     if n_heads * max(key_dim, value_dim) > MAX_INT:
@@ -523,9 +556,15 @@ def read_config(gguf: GGUFFile, max_context: int | None = None) -> ModelConfig:
         attention_scale=keys.positive_float("attention.scale", default=0.0),
         layer_kinds=kinds,
         conv_taps=_conv_taps(keys, dim) if "short_conv" in kinds else 0,
+        query_gate=traits.query_gate,
     )
-    if any(has_state_space(kind) for kind in kinds):
+    if any(has_matrix_state(kind) for kind in kinds):
         config = _with_scan(config, keys)
+    if config.query_gate and key_dim != value_dim:
+        raise keys.unsupported(
+            f"{name}.attention.value_length {value_dim} differs from attention.key_length {key_dim}, the "
+            "width of the gates"
+        )
     config = _with_rope_scaling(config, keys)
     if traits.long_rope != "absent":
         config = _with_long_rope(config, keys, max_context)
@@ -552,7 +591,7 @@ def collect_tensors(gguf: GGUFFile, config: ModelConfig) -> list[tuple[str, int,
         A tensor has a type that is not implemented, or is not part of the architecture.
     """
     found = list(_find_tensors(gguf, config))
-    used = {tensor.name for _, _, tensor in found} | HEAD_TENSORS
+    used = {tensor.name for _, _, tensor in found} | HEAD_TENSORS | ignored_tensors(gguf, config).keys()
     for name in gguf.tensors:
         if name not in used:
             raise UnsupportedModelError(
@@ -567,9 +606,24 @@ def has_attention(kind: LayerKind | None) -> bool:
     return kind in ("attention", "attention_and_state_space")
 
 
-def has_state_space(kind: LayerKind | None) -> bool:
-    """Return whether a layer of a kind is a state-space layer, or contains one."""
-    return kind in ("state_space", "attention_and_state_space")
+def has_matrix_state(kind: LayerKind | None) -> bool:
+    """Return whether the state of a layer of a kind has a matrix for each head."""
+    return kind in ("state_space", "attention_and_state_space", "gated_delta")
+
+
+def ignored_tensors(gguf: GGUFFile, config: ModelConfig) -> dict[str, str]:
+    """Return the tensors of a file that the text model does not use, and what each of them is for."""
+    patterns = dict(ARCHITECTURES[config.architecture].ignored)
+    if patterns:
+        last = range(config.n_layers, Keys(gguf).positive("block_count"))
+        patterns |= {f"blk.{layer}.*": "multi-token prediction" for layer in last}
+    found: dict[str, str] = {}
+    for name in gguf.tensors:
+        for pattern, purpose in patterns.items():
+            if fnmatchcase(name, pattern):
+                found[name] = purpose
+                break
+    return found
 
 
 def layer_kind(config: ModelConfig, layer: int) -> LayerKind:
@@ -686,7 +740,21 @@ def _refuse_unsupported(keys: Keys, traits: Architecture) -> None:
         raise keys.unsupported(f"the model is split into {parts} files; merge them first")
 
 
-def _heads(keys: Keys, traits: Architecture, n_layers: int) -> tuple[int, int, tuple[LayerKind, ...]]:
+def _prediction_layers(keys: Keys, traits: Architecture, n_blocks: int) -> int:
+    """Return the number of blocks after the layers, which predict several tokens and are ignored."""
+    if not traits.ignored or not keys.has("nextn_predict_layers"):
+        return 0
+    stated = int(keys.number(f"{keys.architecture}.nextn_predict_layers", default=0))
+    if not 0 <= stated < n_blocks:
+        raise keys.error(
+            f"{keys.architecture}.nextn_predict_layers is {stated}, must be below block_count {n_blocks}"
+        )
+    return stated
+
+
+def _heads(
+    keys: Keys, traits: Architecture, n_layers: int, n_blocks: int
+) -> tuple[int, int, tuple[LayerKind, ...]]:
     """Return the numbers of query and of key-value heads, and the kinds of layers."""
     name = keys.architecture
     if traits.recurrent and keys.number(f"{name}.attention.head_count", default=-1) == 0:
@@ -694,11 +762,12 @@ def _heads(keys: Keys, traits: Architecture, n_layers: int) -> tuple[int, int, t
     n_heads = keys.positive_each_layer("attention.head_count", n_layers)
     kinds: tuple[LayerKind, ...]
     if traits.recurrent:
-        counts = keys.count_each_layer("attention.head_count_kv", n_layers)
+        counts = keys.count_each_layer("attention.head_count_kv", n_blocks)[:n_layers]
         n_kv_heads = max(counts)
         if n_kv_heads == 0:
             raise keys.unsupported(f"{name}.attention.head_count_kv is 0 in every layer: none has attention")
-        kinds = tuple(traits.mixer if count else traits.recurrent for count in counts)
+        attends = _layers_with_attention(keys, traits, counts, n_blocks)
+        kinds = tuple(traits.mixer if has else traits.recurrent for has in attends)
     else:
         n_kv_heads = keys.positive_each_layer("attention.head_count_kv", n_layers, default=n_heads)
         kinds = () if traits.mixer == "attention" else (traits.mixer,) * n_layers
@@ -710,8 +779,24 @@ def _heads(keys: Keys, traits: Architecture, n_layers: int) -> tuple[int, int, t
     return n_heads, n_kv_heads, kinds
 
 
+def _layers_with_attention(
+    keys: Keys, traits: Architecture, kv_heads: tuple[int, ...], n_blocks: int
+) -> tuple[bool, ...]:
+    if not traits.attention_every or 0 in kv_heads:
+        return tuple(heads > 0 for heads in kv_heads)
+    key = "attention.recurrent_layers"
+    if keys.has(key):
+        attends = tuple(not recurrent for recurrent in keys.flag_each_layer(key, n_blocks))
+    else:
+        n = keys.positive("full_attention_interval", default=traits.attention_every)
+        attends = tuple((layer + 1) % n == 0 for layer in range(n_blocks))
+    if not any(attends[: len(kv_heads)]):
+        raise keys.unsupported("no layer has attention")
+    return attends[: len(kv_heads)]
+
+
 def _with_scan(config: ModelConfig, keys: Keys) -> ModelConfig:
-    """Read the shape of the state-space layers."""
+    """Read the shape of the layers whose state has matrices."""
     name = keys.architecture
     inner, state = keys.positive("ssm.inner_size"), keys.positive("ssm.state_size")
     heads, groups = keys.positive("ssm.time_step_rank"), keys.positive("ssm.group_count", default=1)
@@ -723,10 +808,10 @@ def _with_scan(config: ModelConfig, keys: Keys) -> ModelConfig:
         raise keys.error(
             f"{name}.ssm.time_step_rank {heads} is not a multiple of {name}.ssm.group_count {groups}"
         )
-    if 2 * inner + 2 * groups * state + heads > MAX_INT:
+    if 2 * inner + 2 * groups * state + 2 * heads > MAX_INT:
         raise keys.error(
             f"{name}.ssm.inner_size {inner}, ssm.state_size {state} and ssm.group_count {groups}: their "
-            f"projection has more than {MAX_INT} rows"
+            f"projections have more than {MAX_INT} rows"
         )
     taps = _taps(keys, "ssm.conv_kernel")
     return replace(

@@ -60,7 +60,7 @@ class Keys:
         if not self._is_list(suffix):
             return self.positive(suffix, default)
         key = self._key(suffix)
-        values = self._each_layer(key, n_layers, np.integer, _INTEGER_TYPES)
+        values = self._each_layer(key, n_layers, (np.integer,), _INTEGER_TYPES)
         if (values != values[0]).any():
             raise self.unsupported(f"{key} differs between layers, which is not supported")
         return self._positive(key, int(values[0]))
@@ -70,13 +70,18 @@ class Keys:
         if not self._is_list(suffix):
             return (self.positive(suffix),) * n_layers
         key = self._key(suffix)
-        values = self._each_layer(key, n_layers, np.integer, _INTEGER_TYPES)
+        values = self._each_layer(key, n_layers, (np.integer,), _INTEGER_TYPES)
         counts = {int(value) for value in values} - {0}
         if len(counts) > 1:
             raise self.unsupported(f"{key} differs between layers, which is not supported")
         for count in counts:
             self._positive(key, count)
         return tuple(int(value) for value in values)
+
+    def flag_each_layer(self, suffix: str, n_layers: int) -> tuple[bool, ...]:
+        """Read a list of a bool, or of 0 or 1, per layer."""
+        values = self._each_layer(self._key(suffix), n_layers, (np.bool_, np.integer), ("array[bool]",))
+        return tuple(bool(value) for value in values)
 
     def each_layer_but_every_nth(
         self, suffix: str, n_layers: int, default: int, *, first: bool = False
@@ -88,7 +93,7 @@ class Keys:
         if not self._is_list(suffix):
             n = self.positive(suffix, default)
             return tuple((layer + (not first)) % n != 0 for layer in range(n_layers))
-        values = self._each_layer(self._key(suffix), n_layers, np.bool_, ("an integer", "array[bool]"))
+        values = self._each_layer(self._key(suffix), n_layers, (np.bool_,), ("an integer", "array[bool]"))
         return tuple(bool(value) for value in values)
 
     def positive_float(self, suffix: str, default: float | None = None) -> float:
@@ -123,11 +128,11 @@ class Keys:
         return self.has(suffix) and self.gguf.metadata.type_name(self._key(suffix)).startswith("array[")
 
     def _each_layer(
-        self, key: str, n_layers: int, kind: type[Any], expected: tuple[str, ...]
+        self, key: str, n_layers: int, kinds: tuple[type[Any], ...], expected: tuple[str, ...]
     ) -> npt.NDArray[Any]:
-        """Read a list with a value of this kind per layer."""
+        """Read a list with a value of one of these kinds per layer."""
         values = self.gguf.metadata[key]
-        if not isinstance(values, np.ndarray) or not np.issubdtype(values.dtype, kind):
+        if not isinstance(values, np.ndarray) or not issubclass(values.dtype.type, kinds):
             raise self._wrong_type(key, expected)
         if len(values) != n_layers:
             raise self.error(f"{key} lists {len(values)} values for {n_layers} layers")

@@ -263,6 +263,21 @@ def _causal_conv(d: Captured) -> Expected:
         yield after[start : start + (taps - 1) * channels], inputs(rows[row])[1:].reshape(-1)
 
 
+def _rows_of(first: Any) -> list[int]:
+    """Return the rows of the tokens of a sequence, from the table's row of its first token."""
+    before_split = min(int(first["split"]), int(first["tokens"]))
+    rows = [int(first["first"]) + token for token in range(before_split)]
+    return rows + [int(first["rest"]) + token for token in range(int(first["tokens"]) - before_split)]
+
+
+def _state_before(first: Any, held: Values, stride: int, shape: tuple[int, ...]) -> Values:
+    """Return the state before a sequence's tokens of a pass, from slots that are `stride` numbers apart."""
+    if first["before"] == _STATE_NONE:
+        return np.zeros(shape)
+    start = int(first["before"]) * stride
+    return held[start : start + math.prod(shape)].reshape(shape).astype(np.float64)
+
+
 def _scan(d: Captured) -> Expected:
     a = d.args
     heads, dim, rows, total = a["heads"], a["dim"], a["rows"], a["tokens"]
@@ -273,13 +288,8 @@ def _scan(d: Captured) -> Expected:
     table = d.before(5, _STATE_ROW)
     held, after, out = d.before(6, np.float32), d.after(6, np.float32), d.after(7, np.float32)
     for first in table[total : total + d.grid[1]]:
-        at = [int(first["first"]) + t for t in range(min(int(first["split"]), int(first["tokens"])))]
-        at += [int(first["rest"]) + t for t in range(int(first["tokens"]) - len(at))]
-        state = np.zeros((heads, rows, dim))
-        if first["before"] != _STATE_NONE:
-            start = int(first["before"]) * a["slot_stride"]
-            state = held[start : start + state.size].reshape(state.shape).astype(np.float64)
-        for row in at:
+        state = _state_before(first, held, a["slot_stride"], (heads, rows, dim))
+        for row in _rows_of(first):
             x, b, c = np.split(convolved[row].astype(np.float64), [heads * dim, heads * dim + groups * rows])
             b, c = (np.repeat(part.reshape(groups, rows), heads // groups, axis=0) for part in (b, c))
             x, start = x.reshape(heads, dim), row * a["row_stride"] + a["dt_column"]
@@ -308,15 +318,71 @@ def _scan_norm(d: Captured) -> Expected:
         yield out[token * inner : (token + 1) * inner], gated.reshape(-1)
 
 
+def _gated_delta(d: Captured) -> Expected:
+    a = d.args
+    heads, groups, keys, width, total = a["heads"], a["groups"], a["key_dim"], a["value_dim"], a["tokens"]
+    decay, bias = (d.before(i, np.float32)[:heads].astype(np.float64) for i in range(2))
+    given, rates, table = d.before(2, np.float32), d.before(3, np.float32), d.before(4, _STATE_ROW)
+    held, after, out = d.before(5, np.float32), d.after(5, np.float32), d.after(6, np.float32)
+    for first in table[total : total + d.grid[2]]:
+        state = _state_before(first, held, a["slot_stride"], (heads, keys, width))
+        rows = _rows_of(first)
+        sampled = [rows[token] for token in _some(len(rows), _SAMPLED_TOKENS)]
+        for row in rows:
+            qkv = given[row * a["in_stride"] :][: 2 * groups * keys + heads * width].astype(np.float64)
+            q, k, v = np.split(qkv, [groups * keys, 2 * groups * keys])
+            q, k = (part.reshape(groups, keys) for part in (q, k))
+            q, k = (part / np.sqrt((part**2).sum(-1, keepdims=True) + 1e-6) for part in (q, k))
+            q, k = (np.tile(part, (heads // groups, 1)) for part in (q / np.sqrt(keys), k))
+            rate = rates[row * a["rate_stride"] :][: 2 * heads].astype(np.float64)
+            state = state * np.exp(decay * np.logaddexp(0.0, rate[:heads] + bias))[:, None, None]
+            error = v.reshape(heads, width) - np.einsum("hk,hkv->hv", k, state)
+            state = state + np.einsum("hk,hv->hkv", k, error / (1.0 + np.exp(-rate[heads:]))[:, None])
+            if row in sampled:
+                found = out[row * heads * width : (row + 1) * heads * width]
+                yield found, np.einsum("hk,hkv->hv", q, state).reshape(-1)
+            if table["after"][row] != _STATE_NONE:
+                start = int(table["after"][row]) * a["slot_stride"]
+                yield after[start : start + state.size], state.reshape(-1)
+
+
+def _gated_norm(d: Captured) -> Expected:
+    heads, dim, stride = d.args["heads"], d.args["dim"], d.args["gate_stride"]
+    weight = d.before(0, np.float32)[:dim].astype(np.float64)
+    out = d.after(3, np.float16 if d.kernel.endswith("f16") else np.float32)
+    for token in _some(d.grid[1], _SAMPLED_TOKENS):
+        row = slice(token * heads * dim, (token + 1) * heads * dim)
+        x = d.before(1, np.float32)[row].astype(np.float64).reshape(heads, dim)
+        gate = d.before(2, np.float32)[token * stride :][: heads * dim].astype(np.float64)
+        yield out[row], _normed(x, weight, d.args["eps"]).ravel() * _activate(gate, _SILU)
+
+
+def _gate_heads(d: Captured) -> Expected:
+    a, dtype = d.args, np.float16 if d.kernel.endswith("f16") else np.float32
+    heads, width, step = a["n_heads"], a["value_dim"], a["query_step"]
+    for token in _some(a["tokens"], _SAMPLED_TOKENS):
+        q = d.before(0, np.float32)[token * a["q_stride"] :][: heads * step].reshape(heads, step)
+        gate = q[:, step // 2 :][:, :width].astype(np.float64).ravel()
+        row = slice(token * heads * width, (token + 1) * heads * width)
+        yield d.after(1, dtype)[row], d.before(1, dtype)[row] / (1.0 + np.exp(-gate))
+
+
+def _queries(row: Values, args: dict[str, Any]) -> Values:
+    """Return the queries at the beginning of a row of qkv, ``[head][key_dim]``."""
+    heads, step = args["n_heads"], args["query_step"]
+    result: Values = row[: heads * step].reshape(heads, step)[:, : args["key_dim"]]
+    return result
+
+
 def _rotated(d: Captured, args: dict[str, Any], row: Values, position: int) -> tuple[Values, Values, Values]:
     """Return q, k and v of a row of qkv: with bias, norms of heads and rotation, ``[head][dim]``."""
     heads, kv, key, value = args["n_heads"], args["n_kv_heads"], args["key_dim"], args["value_dim"]
     row = row.astype(np.float64)
     if args["has_bias"]:
         row = row + d.before(0, np.float32)[: row.size]
-    q = row[: heads * key].reshape(heads, key)
-    k = row[heads * key : (heads + kv) * key].reshape(kv, key)
-    v = row[(heads + kv) * key :].reshape(kv, value)
+    q = _queries(row, args)
+    k, v = np.split(row[heads * args["query_step"] :], [kv * key])
+    k, v = k.reshape(kv, key), v.reshape(kv, value)
     if args["has_q_norm"]:
         q = _normed(q, d.before(1, np.float32)[:key].astype(np.float64), args["eps"])
     if args["has_k_norm"]:
@@ -366,13 +432,13 @@ def _seen(position: int, end: int, window: int, both_ways: bool) -> range:
 
 def _rope_append(d: Captured) -> Expected:
     a = d.args
-    width = a["n_heads"] * a["key_dim"] + a["n_kv_heads"] * (a["key_dim"] + a["value_dim"])
+    width = a["n_heads"] * a["query_step"] + a["n_kv_heads"] * (a["key_dim"] + a["value_dim"])
     for token in _some(d.grid[1], _SAMPLED_TOKENS):
         position, table = (int(d.before(5, _ROW)[name][token]) for name in ("position", "pages"))
         row = slice(token * width, (token + 1) * width)
         q, k, v = _rotated(d, a, d.before(4, np.float32)[row], position)
         if not a["skip_queries"]:
-            yield d.after(4, np.float32)[row][: q.size], q.ravel()
+            yield _queries(d.after(4, np.float32)[row], a).ravel(), q.ravel()
         yield _Cache(d, 7, 6, a, a["key_dim"], table).at(position).ravel(), k.ravel()
         yield _Cache(d, 8, 6, a, a["value_dim"], table).at(position).ravel(), v.ravel()
 
@@ -435,7 +501,7 @@ def _attention(d: Captured) -> Expected:
             yield keys.at(position).ravel(), own_key.ravel()
             yield values.at(position).ravel(), own_value.ravel()
         else:
-            q = row[: a["n_heads"] * head].astype(np.float64).reshape(-1, head)
+            q = _queries(row, a).astype(np.float64)
         seen = _seen(position, end, a["window"], bool(a.get("both_ways")))
         distances = np.abs(np.array(seen, np.float64) - position)
         expected = _attend(q, keys.of(seen), values.of(seen), a, distances)
@@ -503,6 +569,9 @@ _STEPS: dict[str, Callable[[Captured], Expected]] = {
     "causal_conv_": _causal_conv,
     "scan_norm_": _scan_norm,
     "scan_": _scan,
+    "gated_delta": _gated_delta,
+    "gated_norm_": _gated_norm,
+    "gate_heads_": _gate_heads,
     "rope_append_": _rope_append,
     "rope_attention_decode_": _attention,
     "attention_combine": _combine,

@@ -90,6 +90,14 @@ PRESETS: Mapping[str, ModelShape] = {
         rope_base=1e11,
         scan=ScanShape(1536, 128, 24, norm=False),
     ),
+    "qwen3.5-0.8b": ModelShape(
+        *(24, 1024, 8, 2, 256, 3584, 248320, 262144),
+        architecture="qwen35",
+        rope_base=1e7,
+        rope_dims=64,
+        norm_eps=1e-6,
+        scan=ScanShape(2048, 128, 16, 16, layers=tuple(n for n in range(24) if n % 4 != 3)),
+    ),
     "tiny": ModelShape(2, 64, 4, 2, 32, 128, 512, 256),
     "tiny-embedding": ModelShape(
         2, 64, 4, 2, 32, 128, 512, 512, architecture="qwen3", rope_base=1e6, norm_eps=1e-6, pooling="last"

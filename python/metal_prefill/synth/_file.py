@@ -20,6 +20,7 @@ from gguf import (
 from numpy.typing import NDArray
 
 from metal_prefill._support.atomic_write import replacing
+from metal_prefill.files._architecture import has_attention
 from metal_prefill.files._pooled_head import POOLINGS
 from metal_prefill.synth._model import TOKEN_TYPES, ModelShape, Tensor
 from metal_prefill.synth._tokenizer import VOCABULARIES, Vocabulary
@@ -44,8 +45,10 @@ def _add_metadata(writer: GGUFWriter, name: str, shape: ModelShape, tensor_type:
     writer.add_feed_forward_length(shape.ffn)
     writer.add_head_count(shape.heads)
     traits = shape.traits
-    counts = shape.kv_heads_of_layers
+    counts = [shape.kv_heads] if traits.attention_every else shape.kv_heads_of_layers
     writer.add_head_count_kv(counts if len(set(counts)) > 1 else counts[0])
+    if traits.attention_every:
+        _add_layers_with_attention(writer, shape)
     if shape.conv_layers:
         writer.add_shortconv_l_cache(shape.conv_taps)
     if shape.scan is not None:
@@ -95,6 +98,18 @@ def _add_metadata(writer: GGUFWriter, name: str, shape: ModelShape, tensor_type:
             writer.add_uint32(f"{shape.architecture}.{name}_feat_{end}", width)
     if shape.labels:
         writer.add_array(f"{shape.architecture}.classifier.output_labels", list(shape.labels))
+
+
+def _add_layers_with_attention(writer: GGUFWriter, shape: ModelShape) -> None:
+    attends = [has_attention(kind) for kind in shape.kinds]
+    every = attends.index(True) + 1 if True in attends else shape.layers + 1
+    if attends == [(layer + 1) % every == 0 for layer in range(shape.layers)]:
+        writer.add_full_attention_interval(every)
+    else:
+        writer.add_array(f"{shape.architecture}.attention.recurrent_layers", [not has for has in attends])
+    # Sections of positions in an image; all positions of a text are the same.
+    pairs = shape.rotated // 2
+    writer.add_rope_dimension_sections([pairs - 2 * (pairs // 3), pairs // 3, pairs // 3, 0])
 
 
 def add_vocabulary(writer: GGUFWriter, vocabulary: Vocabulary) -> None:

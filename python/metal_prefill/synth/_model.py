@@ -17,7 +17,7 @@ from metal_prefill.files._architecture import (
     Architecture,
     LayerKind,
     has_attention,
-    has_state_space,
+    has_matrix_state,
     presence_of,
     tensor_name,
 )
@@ -82,7 +82,7 @@ class ModelShape:
     conv_taps
         Number of tokens that a short convolution covers.
     scan
-        Shape of the state-space layers; None for a model without them.
+        Shape of the layers whose state has matrices; None for a model without them.
     """
 
     layers: int
@@ -160,11 +160,15 @@ class Role(Enum):
     NORM = "around 1"
     OUTPUT_NORM = "around 1 and -1, so that with a tied embedding tokens do not predict themselves"
     FACTORS = "divisors of RoPE's frequencies"
-    DECAY = "negative: rates at which the heads of a state-space layer forget"
+    DECAY = "negative: rates at which the heads of a recurrence forget"
     STEP = "biases of step sizes, before softplus"
 
 
-_SCAN_ROLES = {"scan_rates": Role.DECAY, "scan_step": Role.STEP, "scan_skip": Role.NORM}
+_SCAN_ROLES = {
+    **dict.fromkeys(("scan_rates", "delta_decay"), Role.DECAY),
+    "scan_step": Role.STEP,
+    "scan_skip": Role.NORM,
+}
 
 
 @dataclass(frozen=True)
@@ -247,11 +251,15 @@ def check(shape: ModelShape) -> None:
         raise ValueError(f"conv_taps {shape.conv_taps}: must be at least 2")
     if shape.tokenizer not in VOCABULARIES:
         raise ValueError(f"tokenizer {shape.tokenizer!r}: must be one of {', '.join(VOCABULARIES)}")
-    has_layers = any(has_state_space(kind) for kind in (traits.mixer, traits.recurrent))
+    has_layers = any(has_matrix_state(kind) for kind in (traits.mixer, traits.recurrent))
     if (shape.scan is not None) != has_layers:
         raise ValueError(
             f"scan {shape.scan}: {shape.architecture} has "
-            + ("no state-space layers" if shape.scan else "state-space layers, so it must be given")
+            + (
+                "no layers with a recurrence"
+                if shape.scan
+                else "layers with a recurrence, so it must be given"
+            )
         )
     if shape.scan is not None:
         check_scan(shape.scan, shape.layers)
@@ -368,7 +376,7 @@ def _core_config(shape: ModelShape) -> _core.Config:
     config.context_length = shape.context
     config.token_types = TOKEN_TYPES if traits.token_types != "absent" else 0
     config.n_heads, config.n_kv_heads = shape.heads, shape.kv_heads
-    config.conv_taps = shape.conv_taps
+    config.conv_taps, config.query_gate = shape.conv_taps, traits.query_gate
     if (scan := shape.scan) is not None:
         config.conv_taps, config.scan_heads, config.scan_groups = scan.taps, scan.heads, scan.groups
         config.scan_key_dim, config.scan_value_dim = scan.state, scan.inner // scan.heads

@@ -1,4 +1,4 @@
-"""Shape of synthetic state-space layers, and their vectors."""
+"""Shape of synthetic layers whose state has matrices, and their vectors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _STEPS = (0.01, 0.3)  # range of the steps that the biases select
 
 @dataclass(frozen=True)
 class ScanShape:
-    """Shape of state-space layers (Mamba-2).
+    """Shape of layers whose state has a matrix for each head: state-space layers (Mamba-2), delta rules.
 
     Attributes
     ----------
@@ -23,11 +23,11 @@ class ScanShape:
     heads
         Number of heads, a divisor of `inner`.
     groups
-        Number of groups of consecutive heads that read and write their states alike.
+        Number of groups of heads that read and write their states alike.
     taps
         Number of tokens that the convolution covers.
     layers
-        Layers of this kind; None selects all.
+        Layers of this kind, instead of attention; None selects all.
     norm
         Whether the output is normalized, in architectures where that is optional.
     """

@@ -634,6 +634,52 @@ def _scan_norm(d: Dispatch) -> Work:
     )
 
 
+def _gated_delta(d: Dispatch) -> Work:
+    a = d.args
+    tokens, chunks = sum(n for _, n in d.runs), d.grid[2]
+    rows, columns = ceil(a["key_dim"] / SIMD), 4  # of a matrix, that a lane has
+    matrices = a["heads"] * a["key_dim"] * a["value_dim"] * _FLOAT
+    read = sum(position > 0 for position, _ in d.runs)
+    token = (
+        Ops(alu=4 * rows * columns + 12 * columns, shuffle=5 * 2 * columns, memory=columns)  # the matrix
+        + Ops(alu=6 * rows + 24, shuffle=10, memory=2 * rows + 6, exp=3, rsqrt=3, rcp=1)  # q, k and rates
+        + _LOOP * (2 + columns)
+    )
+    row = (2 * a["groups"] * a["key_dim"] + 2 * a["heads"] * a["value_dim"] + 2 * a["heads"]) * _FLOAT
+    return _work(
+        d,
+        ops=token * (tokens / chunks) + Ops(alu=24, memory=2 * rows * columns) + _LOOP * 2 * rows,
+        trips=2 + tokens / chunks,
+        dram=(read + chunks) * matrices,
+        cached=tokens * row,
+        fetched=tokens * row * ceil(a["value_dim"] / columns),
+    )
+
+
+def _gated_norm(d: Dispatch) -> Work:
+    heads, dim, tokens = d.args["heads"], d.args["dim"], d.grid[1]
+    rounds = ceil(dim / SIMD)
+    out = _HALF if d.kernel.endswith("f16") else _FLOAT
+    return _work(
+        d,
+        ops=(Ops(alu=9, exp=1, rcp=1, memory=5) + _LOOP * 2) * rounds + Ops(alu=12, shuffle=5, rsqrt=1),
+        trips=2,
+        cached=tokens * heads * dim * (2 * _FLOAT + out) + dim * _FLOAT,
+        fetched=tokens * heads * dim * (4 * _FLOAT + out),
+    )
+
+
+def _gate_heads(d: Dispatch) -> Work:
+    values = d.args["n_heads"] * d.args["value_dim"] * d.args["tokens"]
+    size = _HALF if d.kernel.endswith("f16") else _FLOAT
+    return _work(
+        d,
+        ops=Ops(alu=10, exp=1, rcp=1, memory=3) + _LOOP,
+        trips=1,
+        cached=values * (_FLOAT + 2 * size),
+    )
+
+
 def _argmax(d: Dispatch) -> Work:
     first = "stage1" in d.kernel
     rounds = ceil(d.args["n"] / ((d.grid[0] if first else 1) * d.threads))
@@ -680,6 +726,9 @@ _WORK: dict[str, Callable[[Dispatch], Work]] = {
     "causal_conv": _causal_conv,
     "scan": _scan,
     "scan_norm": _scan_norm,
+    "gated_delta": _gated_delta,
+    "gated_norm": _gated_norm,
+    "gate_heads": _gate_heads,
     "argmax": _argmax,
     "log_prob": _log_prob,
 }

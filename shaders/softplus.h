@@ -1,0 +1,14 @@
+// The activation of the steps of recurrences.
+#pragma once
+
+#include <metal_stdlib>
+
+using namespace metal;
+
+// log(1 + exp(x)). MSL has no log1p: a sum of 1 and a small number would keep few digits of that.
+static inline float softplus(float x) {
+  if (x > 20.0f) return x;
+  const float e = precise::exp(x);
+  if (e < 0.0625f) return e * (1.0f + e * (-0.5f + e * (0.333333333f + e * (-0.25f + e * 0.2f))));
+  return precise::log(1.0f + e);
+}
