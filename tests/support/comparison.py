@@ -192,12 +192,15 @@ class TokenizerVariant:
 PRE_TOKENIZERS = (
     "default",
     "gpt-2",
+    "mpt",
     "smollm",
     "llama-bpe",
     "falcon3",
     "smaug-bpe",
+    "dbrx",
     "qwen2",
     "deepseek-r1-qwen",
+    "qwen35",
 )
 TOKENIZERS = {
     **{pre: TokenizerVariant("gpt2", pre) for pre in PRE_TOKENIZERS},

@@ -65,11 +65,14 @@ _CL100K = (
     r"'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD]|[^\r\n\p{L}\p{N}]?\p{L}+|%s"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+# Combining marks are part of a word.
+_QWEN35 = (_CL100K % r"\p{N}").replace(r"\p{L}+", r"[\p{L}\p{M}]+").replace(r"[^\s\p{L}", r"[^\s\p{L}\p{M}")
 _LLAMA3 = PreTokenizer((_CL100K % r"\p{N}{1,3}",), whole_words=True, adds_bos=True)
 _QWEN2 = PreTokenizer((_CL100K % r"\p{N}",))
 PRE_TOKENIZERS: dict[str, PreTokenizer] = {
     "default": PreTokenizer((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")),
     "gpt-2": PreTokenizer((_GPT2,)),
+    "mpt": PreTokenizer((_GPT2,)),  # the name in files of Mamba-2
     "modern-bert": PreTokenizer((_GPT2,), nfc=True),
     "smollm": PreTokenizer((r"\p{N}", _GPT2)),
     "llama-bpe": _LLAMA3,
@@ -79,8 +82,10 @@ PRE_TOKENIZERS: dict[str, PreTokenizer] = {
     "falcon-h1": _LLAMA3,
     "lfm2": _LLAMA3,
     "smaug-bpe": PreTokenizer(_LLAMA3.patterns),  # the name in SmolLM3 files
+    "dbrx": PreTokenizer(_LLAMA3.patterns),  # the name in Granite 4 files
     "qwen2": _QWEN2,
     "deepseek-r1-qwen": _QWEN2,
+    "qwen35": PreTokenizer((_QWEN35,)),
 }
 
 
