@@ -22,6 +22,13 @@ MUTANTS = (
         ("tests/serve/test_vectors.py", "-k", "few_rows"),
     ),
     Mutant(
+        "python/metal_prefill/generation/_engine_loop.py",
+        "os.register_at_fork(after_in_child=_begin_in_child)",
+        "pass",
+        "a forked process waits for the engine loop of its parent",
+        ("tests/test_fork.py", "-k", "engine_loop"),
+    ),
+    Mutant(
         f"{_P}/serve/_tools.py",
         "moved[key] = root + item[1:]",
         "moved[key] = item",

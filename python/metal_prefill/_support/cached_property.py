@@ -20,11 +20,12 @@ class cached_property(Generic[Value]):  # named after the functools class
 
     def __init__(self, compute: Callable[[Any], Value]) -> None:
         self._compute = compute
-        self._begin()
+        self._renew_lock()
+        os.register_at_fork(after_in_child=self._renew_lock)  # its holder may not exist in the child
         self.__doc__ = compute.__doc__
 
-    def _begin(self) -> None:
-        self._process, self._lock = os.getpid(), threading.RLock()
+    def _renew_lock(self) -> None:
+        self._lock = threading.RLock()
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
@@ -38,8 +39,6 @@ class cached_property(Generic[Value]):  # named after the functools class
     def __get__(self, instance: object | None, owner: type) -> cached_property[Value] | Value:
         if instance is None:
             return self
-        if self._process != os.getpid():  # the lock's holder may not exist in this process
-            self._begin()
         # Later accesses find the value in the instance dictionary and do not reach this descriptor.
         known = vars(instance)
         with self._lock:

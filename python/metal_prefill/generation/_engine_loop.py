@@ -7,6 +7,7 @@ import threading
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import WeakSet
 
 from metal_prefill._engine import EngineOwner
 from metal_prefill.generation._batch_call import BatchCall
@@ -118,10 +119,11 @@ class EngineLoop:
         self._model = model
         self._max_streams = max_streams
         self._after_pass = after_pass
-        self._begin()
+        self.begin()
+        _loops.add(self)
 
-    def _begin(self) -> None:
-        self._process = os.getpid()
+    def begin(self) -> None:
+        """Start anew, also in a forked process, which has neither the thread nor those who wait for it."""
         self._lock = threading.Lock()  # guards what follows
         self._new: list[Texts] = []
         self._new_calls: list[_Call] = []
@@ -129,8 +131,6 @@ class EngineLoop:
         self._writing = 0  # streams whose prompts are computed
 
     def _add(self, new: Texts | _Call) -> None:
-        if self._process != os.getpid():  # a forked process has neither the thread nor who waits for it
-            self._begin()
         with self._lock:
             if isinstance(new, Texts):
                 self._new.append(new)
@@ -234,6 +234,17 @@ class EngineLoop:
             pending.cancelled = True
             del calls[pending]
         return True
+
+
+_loops: WeakSet[EngineLoop] = WeakSet()
+
+
+def _begin_in_child() -> None:
+    for loop in _loops:
+        loop.begin()
+
+
+os.register_at_fork(after_in_child=_begin_in_child)
 
 
 def _resolve(future: Future[list[Any]], results: list[Any] | None, error: Exception | None = None) -> None:
