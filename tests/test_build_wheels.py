@@ -40,6 +40,22 @@ def test_compiler_arguments_are_translated_for_zig(
     assert done.stdout.split() == f"-m ziglang c++ -target aarch64-linux-gnu.2.28 {passed}".split()
 
 
+def test_a_free_threaded_python_is_told_from_the_regular_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for folder, version in (("3.14.7", "3.14"), ("3.14.7t", "3.14t"), ("3.13.1t", "3.13")):
+        python = tmp_path / "versions" / folder / "bin" / "python"
+        python.parent.mkdir(parents=True)
+        python.write_text(f"#!/bin/sh\necho {version}\n")
+        python.chmod(0o755)
+    monkeypatch.setenv("PYENV_ROOT", str(tmp_path))
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert build_wheels.find_python("3.14").parts[-3] == "3.14.7"
+    assert build_wheels.find_python("3.14t").parts[-3] == "3.14.7t"
+    with pytest.raises(build_wheels.WheelError, match=r"there is no Python 3\.13t"):
+        build_wheels.find_python("3.13t")
+
+
 CONTENTS = ("_core.abi3.so", "_core.pyi", "py.typed", "data/demo.gguf")
 
 

@@ -43,10 +43,12 @@ def wheels(machine: str) -> list[Path]:
 
 
 def wheel_for(version: str, machine: str = platform.machine()) -> Path:
-    minor = int(version.partition(".")[2])
+    minor = int(version.rstrip("t").partition(".")[2])
     for wheel in wheels(machine):
         python, abi = wheel.name.split("-")[2:4]
         built = int(python.removeprefix("cp3"))
+        if abi.endswith("t") != version.endswith("t"):
+            continue
         if minor == built or (abi == "abi3" and minor > built):
             return wheel
     pytest.skip(f"there is no wheel for Python {version} on {machine} in {FOLDER}")
@@ -89,13 +91,19 @@ class Environment:
         return done.stdout
 
 
-@pytest.fixture(scope="module", params=["3.10", "3.13"], ids=["oldest", "newest"])
+@pytest.fixture(
+    scope="module",
+    params=["3.10", "3.11", "3.13", "3.14t"],
+    ids=["oldest", "3.11", "newest", "free-threaded"],
+)
 def environment(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Environment:
     version: str = request.param
     made = Environment(version, tmp_path_factory.mktemp(f"python-{version}"))
     wheel_for(version)
     options: list[str | Path] = ["--quiet", "--only-binary=:all:", "--find-links", wheels_folder()]
-    made.run("pip", "install", *options, "metal-prefill[serve]")
+    # Of safetensors, only a release candidate has a wheel for free-threaded Python.
+    candidates = ["safetensors>=0.9rc0"] if version.endswith("t") else []
+    made.run("pip", "install", *options, "metal-prefill[serve]", *candidates)
     return made
 
 

@@ -5,8 +5,9 @@
     python tools/build_wheels.py --platforms x86_64 --pythons 3.12  # one
 
 The compiler of the PyPI package ziglang builds for an old glibc and links its own C++ library, so the wheels
-need nothing but glibc 2.28. Python 3.12 and later share one wheel, for the stable ABI. Wheels for other
-processors are compiled, linked and inspected; those for this machine are also installed and run by
+need nothing but glibc 2.28. Python 3.12 and later share one wheel, for the stable ABI. Free-threaded Python
+has no stable ABI, so 3.14t has a wheel of its own, which is built if that interpreter is installed. Wheels
+for other processors are compiled, linked and inspected; those for this machine are also installed and run by
 `make test-wheels`.
 """
 
@@ -30,6 +31,7 @@ import zig
 ROOT = Path(__file__).resolve().parents[1]
 GLIBC = (2, 28)
 PYTHONS = ("3.10", "3.11", "3.12")  # the last one is for all later versions, too
+FREE_THREADED = ("3.14t",)
 MAX_MEGABYTES = 12
 LINUX_KERNELS = {
     "x86_64": ("amx", "avx512bf16", "avx512vnni", "avxvnni", "avx2", "scalar"),
@@ -55,17 +57,30 @@ class WheelError(Exception):
 
 
 def find_python(version: str) -> Path:
-    """Return an interpreter of a version: on PATH, or one that pyenv installed."""
+    """Return an interpreter of a version, such as 3.12 or 3.14t: on PATH, or one that pyenv installed."""
     pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
     found = shutil.which(f"python{version}")
     candidates = [Path(found)] if found else []
-    candidates += sorted(pyenv.glob(f"{version}.*/bin/python"), reverse=True)
+    threads = "t" if version.endswith("t") else "[0-9]"
+    candidates += sorted(pyenv.glob(f"{version.rstrip('t')}.*{threads}/bin/python"), reverse=True)
+    code = (
+        "import sys, sysconfig; "
+        "print('%d.%d' % sys.version_info[:2] + 't' * bool(sysconfig.get_config_var('Py_GIL_DISABLED')))"
+    )
     for candidate in candidates:
-        code = "import sys; print('%d.%d' % sys.version_info[:2])"
         done = subprocess.run([candidate, "-c", code], capture_output=True, text=True, check=False)
         if done.returncode == 0 and done.stdout.strip() == version:
             return candidate
     raise WheelError(f"there is no Python {version}, neither on PATH nor in {pyenv}")
+
+
+def _is_installed(version: str) -> bool:
+    try:
+        find_python(version)
+    except WheelError:
+        print(f"no wheel for Python {version}, which is not installed")
+        return False
+    return True
 
 
 def tools_of(version: str, folder: Path) -> Path:
@@ -199,7 +214,12 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--platforms", nargs="+", choices=PLATFORMS, default=PLATFORMS)
-    parser.add_argument("--pythons", nargs="+", choices=PYTHONS, default=PYTHONS)
+    parser.add_argument(
+        "--pythons",
+        nargs="+",
+        choices=(*PYTHONS, *FREE_THREADED),
+        help=f"default: {', '.join(PYTHONS)}, and of {', '.join(FREE_THREADED)} what is installed",
+    )
     parser.add_argument("--folder", type=Path, default=ROOT / "build/wheels", help="folder for all output")
     parser.add_argument("--write-tools", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -209,13 +229,14 @@ def main() -> int:
         zig.write_commands(options.write_tools, cxx=COMPILER + run)
         print(json.dumps({"headers": str(zig.python_headers(options.write_tools.parent / "include"))}))
         return 0
+    pythons = options.pythons or (*PYTHONS, *(version for version in FREE_THREADED if _is_installed(version)))
     folder = options.folder.resolve()
     finished = folder / "dist"
     finished.mkdir(parents=True, exist_ok=True)
     stub = folder / "_core.pyi"
     # That of this machine comes first: the others use its stub.
     for name in sorted(options.platforms, key=lambda name: name != platform.machine()):
-        for version in options.pythons:
+        for version in pythons:
             if name == "macos":
                 wheel, lines = build_macos(version, folder, stub), ["compiled and linked, not executed"]
             else:

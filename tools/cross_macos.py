@@ -165,7 +165,7 @@ def build(folder: Path, stub: Path) -> Path:
     for old in wheels.glob("*.whl"):
         old.unlink()
     environment = os.environ | {"CROSS_MACOS_TOOLS": str(folder / "tools"), "CMAKE_GENERATOR": "Ninja"}
-    soabi = f"cpython-{sys.version_info.major}{sys.version_info.minor}-darwin"
+    soabi = f"cpython-{sys.version_info.major}{sys.version_info.minor}{sys.abiflags}-darwin"
     command = [
         sys.executable,
         "-m",
