@@ -1,21 +1,229 @@
-"""Python without its global lock: refused when the package is imported, with the reason."""
+"""Threads that share objects without help from the GIL, and a Python without it, which importing leaves so.
+
+Every Python runs the tests. Those whose objects the GIL protects can fail in free-threaded Python only.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import os
 import subprocess
 import sys
+import sysconfig
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
 
+import numpy as np
 import pytest
+from support.forked import in_child
+
+from metal_prefill import ClosedError, Model, _core
+from metal_prefill.generation._sampling import Options, core_sampler
+
+THREADS = 4
+HANGS = 120  # seconds after which a thread is taken to hang
+ROUNDS = 8  # of races that take a moment only
+PROMPT = list(range(100, 140))
+T = TypeVar("T")
 
 
-@pytest.mark.parametrize("enabled", [True, False])
-def test_the_package_requires_the_gil(enabled: bool) -> None:
-    program = f"import sys; sys._is_gil_enabled = lambda: {enabled}; import metal_prefill; print('imported')"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-    if enabled:
-        assert (done.returncode, done.stdout) == (0, "imported\n"), done.stderr
-    else:
-        assert done.returncode == 1
-        last = done.stderr.splitlines()[-1]
-        assert last.startswith("ImportError: metal_prefill requires Python's global interpreter lock")
-        assert "PYTHON_GIL=1" in last
+def at_once(work: Callable[[int], T], threads: int = THREADS) -> list[T]:
+    """Call `work` in several threads that start together; return their results, or raise an error of one."""
+    start = threading.Barrier(threads)
+    results: dict[int, T] = {}
+    errors: list[BaseException] = []
+
+    def run(number: int) -> None:
+        try:
+            start.wait(HANGS)
+            results[number] = work(number)
+        except BaseException as error:
+            errors.append(error)
+
+    running = [threading.Thread(target=run, args=(i,), daemon=True) for i in range(threads)]
+    for thread in running:
+        thread.start()
+    for thread in running:
+        thread.join(HANGS)
+    assert not any(thread.is_alive() for thread in running), f"no result within {HANGS} s"
+    if errors:
+        raise errors[0]
+    return [results[number] for number in range(threads)]
+
+
+@pytest.mark.skipif(not sysconfig.get_config_var("Py_GIL_DISABLED"), reason="this Python always has the GIL")
+@pytest.mark.parametrize(
+    "module", ["metal_prefill.model", "metal_prefill.serve", "_cpu_testing", "_metal_testing"]
+)
+def test_importing_leaves_the_gil_off(module: str) -> None:
+    path = os.pathsep.join(entry for entry in sys.path if entry)
+    if module.startswith("_"):
+        pytest.importorskip(module)
+    program = f"import sys, metal_prefill, {module}; print(sys._is_gil_enabled())"
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", program],
+        env={k: v for k, v in os.environ.items() if k != "PYTHON_GIL"} | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (0, "False\n"), done.stderr
+
+
+def test_a_sampler_makes_one_choice_at_a_time() -> None:
+    sampler = core_sampler(Options(temperature=1.0, repeat_penalty=1.1), 1, ())
+    logits = np.zeros(64, np.float32)
+    choices = 500
+
+    def choose(number: int) -> None:
+        for _ in range(choices):
+            sampler.allow(np.ones(64, np.uint8))
+            sampler.accept(sampler.choose(logits))
+            assert len(sampler.reports) == 0
+
+    at_once(choose)
+    assert sampler.position == THREADS * choices
+
+
+def test_drafts_are_looked_up_in_one_text_by_several_threads() -> None:
+    lookup = _core.Lookup()
+    appended = 500
+
+    def append(number: int) -> None:
+        for _ in range(appended):
+            lookup.append(np.array([7], np.int32))
+            assert set(lookup.after_match(4)) <= {7}
+
+    at_once(append)
+    assert lookup.matched == THREADS * appended - 1
+
+
+def test_calls_of_threads_on_one_session_run_one_after_another(demo_path: Path) -> None:
+    with Model(demo_path, device="cpu", threads=1) as model:
+        session, alone = model.session(), model.session()
+        calls = 12
+
+        def append(number: int) -> None:
+            for _ in range(calls):
+                before = session.position
+                session.forward_token_greedy(5)
+                assert before < session.position <= THREADS * calls
+                assert set(session.tokens) == {5}
+
+        at_once(append)
+        assert session.tokens == [5] * (THREADS * calls)
+        alone.forward_prompt(session.tokens)
+        assert session.forward_token(6).tobytes() == alone.forward_token(6).tobytes()
+
+
+def test_sessions_of_threads_get_the_results_that_they_get_alone(demo_path: Path) -> None:
+    with Model(demo_path, device="cpu", threads=2) as model:
+        prompts = [[*PROMPT, number, *PROMPT[:number]] for number in range(THREADS)]
+        expected = [model.session().forward_prompt_logits(prompt).tobytes() for prompt in prompts]
+
+        def compute(number: int) -> None:
+            for _ in range(4):
+                with model.session() as session:
+                    logits = session.forward_prompt_logits(prompts[number], reuse=True)
+                    assert logits.tobytes() == expected[number]
+
+        at_once(compute)
+
+
+def test_a_request_of_several_threads_is_computed_once(demo_path: Path) -> None:
+    with Model(demo_path, device="cpu", threads=1) as model:
+        engine = model.engine
+        for _ in range(ROUNDS):
+            request = _core.Request.greedy(engine.session(), np.array(PROMPT[:3], np.int32))
+
+            def compute(number: int, request: _core.Request = request) -> bool:
+                try:
+                    engine.core.forward_batch([request])
+                except ValueError:  # of all but the first
+                    return False
+                return True
+
+            assert sum(at_once(compute)) == 1
+
+
+def test_the_first_calls_of_several_threads_build_one_tokenizer(demo_path: Path) -> None:
+    with Model(demo_path, device="cpu", threads=1) as model:
+        expected = model.tokenizer.encode("ROMEO:")
+    for _ in range(3):
+        with Model(demo_path, device="cpu", threads=1) as model:
+
+            def encode(number: int, model: Model = model) -> int:
+                assert model.tokenizer.encode("ROMEO:") == expected
+                return id(model.tokenizer)
+
+            assert len(set(at_once(encode))) == 1
+
+
+def test_closing_a_model_lets_other_threads_finish_or_raise(demo_path: Path) -> None:
+    for _ in range(ROUNDS):
+        model = Model(demo_path, device="cpu", threads=1)
+
+        def use(number: int, model: Model = model) -> None:
+            if number % 4 == 0:
+                model.close()
+                return
+            for _ in range(5):
+                assert repr(model).startswith("<metal_prefill.Model ")
+                try:
+                    model.session().forward_prompt(PROMPT[:2])
+                except ClosedError:
+                    return
+
+        at_once(use)
+        with pytest.raises(ClosedError):
+            model.session()
+
+
+def test_closing_a_file_lets_other_threads_read_or_raise(demo_path: Path) -> None:
+    from metal_prefill.files import GGUFFile
+
+    with GGUFFile(demo_path) as file:
+        expected = file.metadata["tokenizer.ggml.tokens"]
+    for _ in range(ROUNDS):
+        file = GGUFFile(demo_path)
+
+        def read(number: int, file: GGUFFile = file) -> None:
+            if number == 0:
+                file.close()
+                return
+            try:
+                assert len(file.mapping) > 0
+                assert file.metadata["tokenizer.ggml.tokens"] == expected
+            except ClosedError:
+                pass
+
+        at_once(read)
+
+
+def test_texts_of_threads_begin_one_constraint_together(demo_path: Path) -> None:
+    pytest.importorskip("llguidance")
+    with Model(demo_path, device="cpu", threads=1) as model:
+        texts = at_once(
+            lambda number: "".join(
+                model.session().generate("A:", 12, regex="[0-9]{4}", seed=number, temperature=1)
+            ),
+            4,
+        )
+        assert all(len(text) == 4 and text.isdigit() for text in texts)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
+def test_threads_of_a_forked_process_share_its_first_engine_loop(demo_path: Path) -> None:
+    with Model(demo_path, device="cpu", threads=1) as model:
+
+        async def text(number: int) -> str:
+            return "".join([piece async for piece in model.generate_async([number + 1], 3)])
+
+        def texts() -> list[str]:
+            return at_once(lambda number: asyncio.run(text(number)))
+
+        expected = str(texts())
+        assert [in_child(texts) for _ in range(5)] == [expected] * 5

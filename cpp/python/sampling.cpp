@@ -38,13 +38,15 @@ void bind_sampling(nb::module_& m) {
       .def_rw("window", &SamplingOptions::window)
       .def_rw("logit_bias", &SamplingOptions::logit_bias);
 
+  // One call at a time, as with the GIL: neither class has a lock of its own.
+  const nb::lock_self locked;
   nb::class_<Sampler>(m, "Sampler", "Chooses the tokens of one text.")
       .def(
           "__init__",
           [](Sampler* self, const SamplingOptions& options, std::uint64_t seed, std::uint32_t answer,
              TokenArray tokens) { new (self) Sampler(options, seed, answer, view(tokens)); },
           "options"_a, "seed"_a, "answer"_a, "tokens"_a)
-      .def("forbid", &Sampler::forbid, "tokens"_a, "position"_a)
+      .def("forbid", &Sampler::forbid, "tokens"_a, "position"_a, locked)
       .def(
           "allow",
           [](Sampler& self, ByteArray allowed) {
@@ -53,7 +55,7 @@ void bind_sampling(nb::module_& m) {
               words[i / 32] |= std::uint32_t(allowed.data()[i] != 0) << i % 32;
             self.allow({std::move(words)});
           },
-          "allowed"_a, "Takes whether each token may be chosen; nothing allows all.")
+          "allowed"_a, locked, "Takes whether each token may be chosen; nothing allows all.")
       .def(
           "allow_bits",
           [](Sampler& self, const std::vector<nb::bytes>& masks) {
@@ -64,16 +66,17 @@ void bind_sampling(nb::module_& m) {
             }
             self.allow(std::move(words));
           },
-          "masks"_a,
+          "masks"_a, locked,
           "Takes whether each token may be chosen next, after one token more, and so on; the last counts "
           "from "
           "there on: bit id % 32 of word id // 32.")
-      .def("follow", &Sampler::follow, "tokens"_a)
-      .def("report", &Sampler::report, "best"_a)
+      .def("follow", &Sampler::follow, "tokens"_a, locked)
+      .def("report", &Sampler::report, "best"_a, locked)
       .def(
-          "choose", [](Sampler& self, FloatArray logits) { return self.choose(view(logits)); }, "logits"_a)
-      .def("accept", &Sampler::accept, "token"_a)
-      .def_prop_ro("position", &Sampler::position)
+          "choose", [](Sampler& self, FloatArray logits) { return self.choose(view(logits)); }, "logits"_a,
+          locked)
+      .def("accept", &Sampler::accept, "token"_a, locked)
+      .def_prop_ro("position", &Sampler::position, locked)
       .def_prop_ro(
           "reports",
           [](const Sampler& self) {
@@ -84,18 +87,20 @@ void bind_sampling(nb::module_& m) {
             }
             return reports;
           },
+          locked,
           "Of each choice of the last call: its log probability, and ids and log probabilities of the most "
           "probable tokens.");
   nb::class_<Lookup>(m, "Lookup", "Drafts of what follows a text, found in the text itself.")
       .def(nb::init<>())
       .def(
           "append", [](Lookup& self, TokenArray tokens, bool forced) { self.append(view(tokens), forced); },
-          "tokens"_a, "forced"_a = false)
-      .def_prop_ro("matched", &Lookup::matched, "How many of the last tokens occurred before.")
-      .def_prop_ro("since_change", &Lookup::since_change,
+          "tokens"_a, "forced"_a = false, locked)
+      .def_prop_ro("matched", &Lookup::matched, locked, "How many of the last tokens occurred before.")
+      .def_prop_ro("since_change", &Lookup::since_change, locked,
                    "How many were the same since the last change, where a place was kept; else None.")
-      .def("after_match", &Lookup::after_match, "count"_a, "The tokens that followed the match.")
-      .def("after_change", &Lookup::after_change, "count"_a, "The tokens that followed the place kept.");
+      .def("after_match", &Lookup::after_match, "count"_a, locked, "The tokens that followed the match.")
+      .def("after_change", &Lookup::after_change, "count"_a, locked,
+           "The tokens that followed the place kept.");
   m.def(
       "philox", [](PhiloxCounter counter, PhiloxKey key) { return philox(counter, key); }, "counter"_a,
       "key"_a, "Four random words of a counter and a key.");

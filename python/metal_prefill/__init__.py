@@ -10,14 +10,7 @@
 from __future__ import annotations
 
 import importlib
-import sys
 from typing import TYPE_CHECKING, Any
-
-if not getattr(sys, "_is_gil_enabled", lambda: True)():  # before the native module, which would switch it on
-    raise ImportError(
-        "metal_prefill requires Python's global interpreter lock; free-threaded Python is not supported. Set "
-        "PYTHON_GIL=1, or use a regular build of Python"
-    )
 
 from metal_prefill._support.interruptions import interruptions
 from metal_prefill._support.lazy import keep_former_paths

@@ -429,9 +429,9 @@ class Model(GenerationMethods, TaskMethods):
 
         Calls under way finish; later ones raise :class:`ClosedError`.
         """
-        if self._default is not None:
-            self._default.close()
-        self._default = None
+        default, self._default = self._default, None  # another thread may close the model, too
+        if default is not None:
+            default.close()
         self.engine.close()
 
     def __enter__(self) -> Model:
@@ -443,5 +443,8 @@ class Model(GenerationMethods, TaskMethods):
         self.close()
 
     def __repr__(self) -> str:
-        state = "closed" if self._default is None else self.device
+        try:
+            state = self.device
+        except ClosedError:
+            state = "closed"
         return f"<metal_prefill.Model {self.path.name!r} on {state}>"

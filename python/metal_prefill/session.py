@@ -451,6 +451,7 @@ logit_bias
         self.close()
 
     def __repr__(self) -> str:
-        if self._core is None:
+        core = self._core  # another thread may close the session now
+        if core is None:
             return "<metal_prefill.Session closed>"
-        return f"<metal_prefill.Session position={self.position} of {self.max_context}>"
+        return f"<metal_prefill.Session position={core.position} of {core.max_context}>"

@@ -170,9 +170,10 @@ class GGUFFile:
     @property
     def mapping(self) -> npt.NDArray[np.uint8]:
         """Contents of the whole file, ``uint8 [file size]``: a page-aligned, read-only view."""
-        if self._mapping is None:
+        mapping = self._mapping  # another thread may close the file now
+        if mapping is None:
             raise ClosedError(f"{self.path} is closed")
-        return self._mapping
+        return mapping
 
     def tensor(self, name: str) -> npt.NDArray[np.uint8]:
         """Return the bytes of a tensor as a view of `mapping`, ``uint8 [nbytes]``.

@@ -213,7 +213,9 @@ class Metadata(Mapping[str, MetadataValue]):
 
     def __init__(self, path: Path, data: memoryview) -> None:
         self._path = path
-        self._data: memoryview | None = data
+        # Not the view: without the GIL, threads must not slice the same one (CPython 3.14 counts the slices
+        # without a lock, and releases the buffer where the count is wrong).
+        self._data: npt.NDArray[np.uint8] | None = np.frombuffer(data, np.uint8)
         self._values: dict[str, MetadataValue | Array] = {}
         self._types: dict[str, str] = {}
 
@@ -221,9 +223,10 @@ class Metadata(Mapping[str, MetadataValue]):
         value = self._values[key]
         if not isinstance(value, Array):
             return value
-        if self._data is None:
+        data = self._data  # another thread may close the file now
+        if data is None:
             raise ClosedError(f"{self._path} is closed; {key} must be read before it is closed")
-        decoded = Cursor(self._path, self._data).decode_array(value, key)
+        decoded = Cursor(self._path, data.data).decode_array(value, key)
         self._values[key] = decoded
         return decoded
 

@@ -353,9 +353,10 @@ class Constraint:
             self._forget()
 
     def _forget(self) -> None:
-        if self._release is not None:
-            self._release()
-        self.worker = self._release = None
+        release, self._release = self._release, None  # the thread of an earlier request may do the same
+        if release is not None:
+            release()
+        self.worker = None
 
     def send_advance(self, tokens: Sequence[int], *, most_forced: int = 0, room: int | None = None) -> None:
         """Send the request of :meth:`advance`, which takes its answer."""
