@@ -148,7 +148,8 @@ $(VENV)/.page: pyproject.toml $(VENV)/.ready
 
 test-page: build/.emulator $(VENV)/.page $(VENV)/.model
 	@tools/setup_packages.sh browser
-	$(BIN)/python -m pytest tests/serve/test_page.py tests/serve/test_activity.py tests/serve/test_page_in_browser.py
+	$(BIN)/python -m pytest tests/serve/test_page.py tests/serve/test_activity.py tests/serve/test_page_in_browser.py \
+	  tests/serve/test_page_picture.py
 
 bench: build/.plain
 	$(BIN)/python -m metal_prefill.bench

@@ -1,11 +1,14 @@
-"""Servers that tests share: the bundled model, and a small one for text and vectors."""
+"""Servers that tests share, with the bundled model or a small one for text and vectors, and a browser."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from support.page import Pages, browser_path
 from support.running_server import Running, running
 from support.small_models import EMBEDDERS, write
 
@@ -37,3 +40,25 @@ def vector_server(vector_model: Model) -> Iterator[Running]:
     """Serve a model that writes text and makes vectors."""
     with running(vector_model, max_streams=64) as server:
         yield server
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    playwright = pytest.importorskip(
+        "playwright.sync_api", reason="the page's tests need playwright: make test-page"
+    )
+    path = browser_path()
+    # Chromium's sandbox does not start for root.
+    flags = ["--no-sandbox"] if os.geteuid() == 0 else []
+    with playwright.sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=path, args=flags)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def pages(browser: Any) -> Iterator[Pages]:
+    pages = Pages(browser)
+    yield pages
+    pages.close()
+    assert pages.problems == []

@@ -7,154 +7,21 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import re
-import shutil
-import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from support.page import CONTRASTS, NAMELESS, NARROW, WIDE, Pages, ask, facts
 from support.running_server import Running, running, wait_until
 
-from metal_prefill import Model, hub
+from metal_prefill import Model
 
-sync_api = pytest.importorskip(
-    "playwright.sync_api", reason="the page's tests need playwright: make test-page"
-)
-
-BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 PARTS = ("chat", "compare", "vectors", "batch")
-WIDE, NARROW = {"width": 1440, "height": 900}, {"width": 360, "height": 720}
-README_PICTURE = Path(__file__).parents[2] / "docs/images/page.png"
-MOST_PICTURE_BYTES = 300_000
 # The lowest contrast of WCAG 2.2, level AA.
 LEAST_CONTRAST = 4.5
-
-# The contrast of each visible text with its background.
-CONTRASTS = """() => {
-  const canvas = new OffscreenCanvas(1, 1).getContext("2d", { willReadFrequently: true });
-  const channels = (colour) => {
-    canvas.clearRect(0, 0, 1, 1);
-    canvas.fillStyle = colour;
-    canvas.fillRect(0, 0, 1, 1);
-    return [...canvas.getImageData(0, 0, 1, 1).data];
-  };
-  const linear = (x) => (x <= 0.04045 ? x / 12.92 : ((x + 0.055) / 1.055) ** 2.4);
-  const weights = [0.2126, 0.7152, 0.0722];
-  const light = (colour) => weights.reduce((sum, weight, i) => sum + weight * linear(colour[i] / 255), 0);
-  const left_out = "svg, noscript, :disabled, .skip, .visually-hidden";
-  const found = [];
-  for (const node of document.querySelectorAll("body *")) {
-    const own = [...node.childNodes].some((child) => child.nodeType === 3 && child.data.trim());
-    if (!own || !node.checkVisibility({ visibilityProperty: true }) || node.closest(left_out)) continue;
-    let opacity = 1;
-    let behind = null;
-    for (let up = node; up; up = up.parentElement) {
-      opacity *= Number(getComputedStyle(up).opacity);
-      const ground = channels(getComputedStyle(up).backgroundColor);
-      if (!behind && ground[3] === 255) behind = ground;
-    }
-    const text = channels(getComputedStyle(node).color);
-    const seen = text.map((x, i) => opacity * x + (1 - opacity) * behind[i]);
-    const [low, high] = [light(seen), light(behind)].sort((a, b) => a - b);
-    found.push([(high + 0.05) / (low + 0.05), node.textContent.trim().slice(0, 40)]);
-  }
-  return found;
-}"""
-# Controls without a name for screen readers.
-NAMELESS = """() => {
-  const controls = "button, input, textarea, summary, [role=button], [role=img], [role=log]";
-  const named = (node) => node.labels?.length || node.getAttribute("aria-label") || node.textContent.trim();
-  const found = [...document.querySelectorAll(controls)].filter((node) => !named(node));
-  return found.map((node) => node.outerHTML);
-}"""
-
-
-def browser_path() -> str:
-    """Return the browser to test with; skip the tests without one."""
-    if found := os.environ.get("CHROMIUM"):
-        return found
-    for name in BROWSERS:
-        if found := shutil.which(name):
-            return found
-    pytest.skip("no Chromium found: apt-get install chromium, or set CHROMIUM to its path")
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    path = browser_path()
-    # Chromium's sandbox does not start for root.
-    flags = ["--no-sandbox"] if os.geteuid() == 0 else []
-    with sync_api.sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=path, args=flags)
-        yield browser
-        browser.close()
-
-
-class Pages:
-    """Opens pages, and records forbidden requests and messages."""
-
-    def __init__(self, browser: Any) -> None:
-        self._browser = browser
-        self._contexts: list[Any] = []
-        self.problems: list[str] = []
-
-    def open(self, server: Running, *, ready: bool = True, **options: Any) -> Any:
-        """Open the page in a separate context."""
-        context = self._browser.new_context(**{"viewport": WIDE, **options})
-        context.set_default_timeout(60_000)
-        self._contexts.append(context)
-        page = context.new_page()
-        page.on("console", lambda message: self._note_console(message))
-        page.on("pageerror", lambda error: self.problems.append(f"exception: {error}"))
-        page.on("request", lambda request: self._note_request(request.url, server.url))
-        page.goto(f"{server.url}/")
-        if ready:
-            page.locator("body[data-ready]").wait_for()
-        return page
-
-    def _note_console(self, message: Any) -> None:
-        # Chromium reports each answer with an error status; tests check those themselves.
-        if message.type in ("error", "warning") and "Failed to load resource" not in message.text:
-            self.problems.append(f"console: {message.text}")
-
-    def _note_request(self, url: str, own: str) -> None:
-        if not url.startswith(f"{own}/"):
-            self.problems.append(f"request to {url}")
-
-    def close(self) -> None:
-        """Close all pages."""
-        for context in self._contexts:
-            context.close()
-
-
-@pytest.fixture
-def pages(browser: Any) -> Iterator[Pages]:
-    pages = Pages(browser)
-    yield pages
-    pages.close()
-    assert pages.problems == []
-
-
-def ask(page: Any, text: str) -> Any:
-    """Send a text, and return the card of its finished answer."""
-    cards = page.locator("#chat .card")
-    before = cards.count()
-    page.fill("#chat-input", text)
-    page.press("#chat-input", "Enter")
-    card = cards.nth(before)
-    card.locator(".prefill").wait_for()
-    return card
-
-
-def facts(card: Any) -> dict[str, str]:
-    """Return the facts of prefill by their names."""
-    names = card.locator(".prefill dt").all_inner_texts()
-    return dict(zip(names, card.locator(".prefill dd").all_inner_texts(), strict=True))
 
 
 def test_a_text_is_continued_and_its_prefill_explained(pages: Pages, demo_path: Path) -> None:
@@ -436,65 +303,3 @@ def test_the_page_is_legible_at_every_size(
         assert [found for found in page.evaluate(CONTRASTS) if found[0] < LEAST_CONTRAST] == []
         overflow = page.evaluate("() => document.scrollingElement.scrollWidth - innerWidth")
         assert overflow <= 0
-
-
-@pytest.mark.real_model
-def test_the_picture_of_the_readme(pages: Pages, tmp_path: Path) -> None:
-    """With ``PAGE_PICTURE=1``, the picture replaces that of the README."""
-    try:
-        path = hub.resolve_model("smollm2")
-    except Exception as error:
-        if os.environ.get("METAL_PREFILL_REQUIRE_MODEL", "0") not in ("", "0"):
-            raise
-        pytest.skip(f"needs SmolLM2-135M-Instruct: {error}")
-    with Model(path, device="cpu") as model, running(model, names=["SmolLM2-135M-Instruct"]) as server:
-        # The first request also reads the chat template.
-        server.post("/v1/chat/completions", {"messages": QUESTION, "max_tokens": 1, "prompt_cache_key": "x"})
-        page = pages.open(server, color_scheme="light", viewport={"width": 1400, "height": 940})
-        page.locator(".options summary").click()
-        page.fill("#chat-system", LIBRARIAN)
-        page.fill("#chat-temperature", "0")
-        page.fill("#chat-max", "60")
-        page.locator(".options summary").click()
-        ask(page, "Where do I find a play about two families?")
-        clients = [threading.Thread(target=read, args=(server, *client)) for client in CLIENTS]
-        for client in clients:
-            client.start()
-            page.wait_for_timeout(250)
-        page.fill("#chat-input", "And a map of the stars?")
-        page.press("#chat-input", "Enter")
-        page.locator("#chat .prefill").nth(1).wait_for()
-        page.locator("#chat summary", has_text="Prompt").nth(1).click()
-        page.locator("#chat mark.computed").wait_for(state="attached")
-        page.wait_for_timeout(600)
-        picture = README_PICTURE if os.environ.get("PAGE_PICTURE") else tmp_path / "page.png"
-        page.screenshot(path=picture)
-        for client in clients:
-            client.join()
-    assert 20_000 < picture.stat().st_size < MOST_PICTURE_BYTES
-
-
-LIBRARIAN = (
-    "You are the librarian of a small town. Answer in one sentence and name the shelf. Shelf A holds plays "
-    "and poems, shelf B travel, shelf C the sciences, shelf D letters and diaries, shelf E maps."
-)
-QUESTION = [{"role": "user", "content": "Who are you?"}]
-CLIENTS = [
-    ("I look for a book about Italy and the sea.", 90),
-    ("Do you have the letters of painters?", 120),
-    ("Who wrote about the planets?", 200),
-    ("Which maps may I borrow?", 260),
-]
-
-
-def read(server: Running, question: str, max_tokens: int) -> None:
-    """Ask the librarian a question, with an answer of fixed length."""
-    messages = [{"role": "system", "content": LIBRARIAN}, {"role": "user", "content": question}]
-    body = {
-        "messages": messages,
-        "max_tokens": max_tokens,
-        "min_tokens": max_tokens,
-        "temperature": 0.8,
-        "seed": 1,
-    }
-    server.post("/v1/chat/completions", body)
