@@ -27,7 +27,8 @@ THE_LOCK_OF_PYTHON = "cpp/gil.h"  # how the bindings take it
 MACHINE_IN_PYTHON = ("cpp/cpu/python.h", "cpp/cpu/python.cpp")  # kernel sets and limits of the machine
 PASSES_FOR_PYTHON = ("cpp/metal/python.h", "cpp/metal/python.cpp")  # recorded passes as Python objects
 SHARED_WITH_SHADERS = tuple(
-    f"shaders/{name}.h" for name in ("args", "args_fields", "attention", "gated_delta", "quants", "grids")
+    f"shaders/{name}.h"
+    for name in ("args", "args_fields", "attention", "gated_delta", "token_tiles", "quants", "grids")
 )
 # Sources through which every build records the passes of the Metal engine.
 RECORDING = tuple(

@@ -106,7 +106,9 @@ def test_models_are_opened_and_closed_while_archives_are_written(
 
 def test_a_failed_open_ends_the_thread_that_reads_the_file(tmp_path: Path) -> None:
     """It must not read a mapping that is gone."""
-    path = synth.synthesize(tmp_path / "m.gguf", preset="tiny", layers=8, dim=512, ffn=2048, vocab=320)
+    path = synth.synthesize(
+        tmp_path / "m.gguf", preset="tiny", layers=8, dim=512, heads=8, kv_heads=2, head_dim=64, vocab=320
+    )
     with Model(path, device="metal") as model:  # the emulator starts its own threads
         model.forward_prompt(PROMPT)
     before = threads()
