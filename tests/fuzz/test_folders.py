@@ -54,13 +54,15 @@ def damaged(content: bytes, random: Random) -> bytes:
     return bytes(data[: random.randrange(len(data))] if random.random() < 0.2 else data)
 
 
-@pytest.mark.parametrize("kind", ["bert", "xlm-r", "llama", "lfm2"])
+@pytest.mark.parametrize("kind", ["bert", "xlm-r", "llama", "lfm2", "qwen35"])
 def test_folders_are_converted_or_raise_an_error(tmp_path: Path, kind: str) -> None:
     folder = tmp_path / "m"
     if kind == "llama":
         made = model_folders.llama(folder)
     elif kind == "lfm2":
         made = model_folders.lfm2(folder)
+    elif kind == "qwen35":
+        made = model_folders.qwen35(folder)
     elif kind == "bert":
         made = model_folders.bert(folder)
     else:

@@ -149,6 +149,20 @@ FILES = (
 CONVERSION = (
     Mutant(
         f"{_P}/conversion/_settings.py",
+        "own.swapaxes(0, 1).reshape(rows.shape)",
+        "rows",
+        "value heads of a folder of qwen35 keep their order",
+        ("tests/test_conversion.py", "-k", "qwen35_folder_has"),
+    ),
+    Mutant(
+        f"{_P}/conversion/_sources.py",
+        'r".*(?<!ssm_)norm\\.weight": _settings.plus_one,',
+        'r".*norm\\.weight": _settings.plus_one,',
+        "the norm after a delta rule has 1 more than in its folder",
+        ("tests/test_conversion.py", "-k", "qwen35_folder_has"),
+    ),
+    Mutant(
+        f"{_P}/conversion/_settings.py",
         "return values[position_offset(config) :]",
         "return values[: len(values) - position_offset(config)]",
         "positions of XLM-R begin with those of padding",

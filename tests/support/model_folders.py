@@ -145,13 +145,20 @@ def with_head(folder: Folder, shapes: dict[str, tuple[int, ...]]) -> Folder:
     return folder
 
 
-def byte_level_tokenizer(path: Path, size: int = 300) -> None:
-    """Write a byte-level BPE tokenizer as Llama 3 has it, with two control tokens."""
-    pattern = Regex(PRE_TOKENIZERS["llama-bpe"].patterns[0])
-    tokenizer = Tokenizer(models.BPE(ignore_merges=True))
+# The pattern of Qwen3.5 as published.
+QWEN35_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}"
+    r"| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+def byte_level_tokenizer(path: Path, size: int = 300, pattern: str | None = None) -> None:
+    """Write a byte-level BPE tokenizer with two control tokens, by default with the pattern of Llama 3."""
+    split = Regex(pattern or PRE_TOKENIZERS["llama-bpe"].patterns[0])
+    tokenizer = Tokenizer(models.BPE(ignore_merges=pattern is None))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
-            pre_tokenizers.Split(pattern, "isolated"),
+            pre_tokenizers.Split(split, "isolated"),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
@@ -260,4 +267,77 @@ def lfm2(path: Path, **config: Any) -> Folder:
                 "feed_forward.w3": (width, DIM),
             }.items()
         }
+    return Folder(path, settings, {name: values(shape, i) for i, (name, shape) in enumerate(shapes.items())})
+
+
+def qwen35(path: Path, architecture: str = "Qwen3_5ForCausalLM", **config: Any) -> Folder:
+    """Make a folder of Qwen3.5: a layer with a gated delta rule, then one with attention.
+
+    As ``Qwen3_5ForConditionalGeneration`` it has parts for images and for multi-token prediction.
+    """
+    path.mkdir(parents=True, exist_ok=True)
+    byte_level_tokenizer(path, pattern=QWEN35_PATTERN)
+    heads, groups, key_width, width, head_dim = 4, 2, 8, 6, 16
+    channels = 2 * groups * key_width + heads * width
+    text = {
+        "model_type": "qwen3_5_text",
+        "hidden_size": DIM,
+        "num_hidden_layers": LAYERS,
+        "intermediate_size": FFN,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": HEADS // 2,
+        "head_dim": head_dim,
+        "max_position_embeddings": CONTEXT,
+        "rms_norm_eps": 1e-6,
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": key_width,
+        "linear_value_head_dim": width,
+        "linear_num_key_heads": groups,
+        "linear_num_value_heads": heads,
+        "layer_types": ["linear_attention", "full_attention"],
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 1e7,
+            "partial_rotary_factor": 0.5,
+            "mrope_section": [2, 1, 1],
+        },
+        "vocab_size": 304,
+        **config,
+    }
+    shapes: dict[str, tuple[int, ...]] = {
+        "embed_tokens.weight": (304, DIM),
+        "norm.weight": (DIM,),
+        "layers.0.linear_attn.in_proj_qkv.weight": (channels, DIM),
+        "layers.0.linear_attn.in_proj_z.weight": (heads * width, DIM),
+        "layers.0.linear_attn.in_proj_a.weight": (heads, DIM),
+        "layers.0.linear_attn.in_proj_b.weight": (heads, DIM),
+        "layers.0.linear_attn.conv1d.weight": (channels, 1, 4),
+        "layers.0.linear_attn.A_log": (heads,),
+        "layers.0.linear_attn.dt_bias": (heads,),
+        "layers.0.linear_attn.norm.weight": (width,),
+        "layers.0.linear_attn.out_proj.weight": (DIM, heads * width),
+        "layers.1.self_attn.q_proj.weight": (2 * HEADS * head_dim, DIM),
+        "layers.1.self_attn.k_proj.weight": (HEADS // 2 * head_dim, DIM),
+        "layers.1.self_attn.v_proj.weight": (HEADS // 2 * head_dim, DIM),
+        "layers.1.self_attn.o_proj.weight": (DIM, HEADS * head_dim),
+        "layers.1.self_attn.q_norm.weight": (head_dim,),
+        "layers.1.self_attn.k_norm.weight": (head_dim,),
+    }
+    for layer in range(LAYERS):
+        shapes |= {
+            f"layers.{layer}.{name}.weight": shape
+            for name, shape in {
+                "input_layernorm": (DIM,),
+                "post_attention_layernorm": (DIM,),
+                "mlp.gate_proj": (FFN, DIM),
+                "mlp.up_proj": (FFN, DIM),
+                "mlp.down_proj": (DIM, FFN),
+            }.items()
+        }
+    settings = {"architectures": [architecture], **text}
+    shapes = {f"model.{name}": shape for name, shape in shapes.items()}
+    if architecture.endswith("ConditionalGeneration"):
+        settings = {"architectures": [architecture], "model_type": "qwen3_5", "text_config": text}
+        shapes = {name.replace("model.", "model.language_model."): shape for name, shape in shapes.items()}
+        shapes |= {"model.visual.patch_embed.proj.weight": (DIM, 3, 2, 4, 4), "mtp.norm.weight": (DIM,)}
     return Folder(path, settings, {name: values(shape, i) for i, (name, shape) in enumerate(shapes.items())})

@@ -163,6 +163,72 @@ def lfm2(config: Fields) -> dict[str, Any]:
     }
 
 
+def qwen35(config: Fields) -> dict[str, Any]:
+    """Return the layers with attention, the width of the delta rule, and the rotation of a part of a head."""
+    layers = config.integer("num_hidden_layers")
+    every = config.integer("full_attention_interval", default=4)
+    kinds = config.sequence("layer_types")
+    if not kinds:
+        kinds = ["linear_attention" if (i + 1) % every else "full_attention" for i in range(layers)]
+    if len(kinds) != layers or not set(kinds) <= {"full_attention", "linear_attention"}:
+        raise config.unsupported(
+            f"layer_types must have full_attention or linear_attention for each of the {layers} layers"
+        )
+    recurrent = [kind == "linear_attention" for kind in kinds]
+    every = recurrent.index(False) + 1 if False in recurrent else layers + 1
+    found: dict[str, Any] = {"full_attention_interval": every}
+    if recurrent != [(i + 1) % every != 0 for i in range(layers)]:
+        found = {"attention.recurrent_layers": recurrent}
+    rope = config.object("rope_parameters")
+    part = rope.number("partial_rotary_factor", default=config.number("partial_rotary_factor", default=0.25))
+    dims = int(config.integer("head_dim", default=256) * part)
+    # Pairs that rotate by the time, the row and the column of an image; the same in a text.
+    third = dims // 2 // 3
+    sections = rope.sequence("mrope_section") or [dims // 2 - 2 * third, third, third]
+    inner = config.integer("linear_num_value_heads", default=32)
+    inner *= config.integer("linear_value_head_dim", default=128)
+    return {
+        **found,
+        "ssm.inner_size": inner,
+        "rope.dimension_count": dims,
+        "rope.dimension_sections": [*sections, 0],
+        **rope_scaling(config),
+    }
+
+
+def rates_of_decay(config: Fields, name: str, values: Values) -> Values:
+    """Return the rates of decay, of which a folder has the logarithms."""
+    rates: Values = -np.exp(values)
+    return rates
+
+
+def value_heads_by_turns(config: Fields, name: str, values: Values) -> Values:
+    """Reorder the value heads of a delta rule.
+
+    In a folder those of one key head follow each other. In a file, value head h has key head
+    ``h % groups``.
+    """
+    groups = config.integer("linear_num_key_heads", default=16)
+    heads = config.integer("linear_num_value_heads", default=32)
+    width = config.integer("linear_value_head_dim", default=128)
+    keys = 2 * groups * config.integer("linear_key_head_dim", default=128)
+
+    def by_turns(rows: Values, width: int) -> Values:
+        own = rows.reshape(groups, heads // groups, width, *rows.shape[1:])
+        turned: Values = own.swapaxes(0, 1).reshape(rows.shape)
+        return turned
+
+    part = name.split(".")[2]
+    if part in ("attn_qkv", "ssm_conv1d"):
+        return np.concatenate([values[:keys], by_turns(values[keys:], width)])
+    if part == "ssm_out":
+        columns: Values = by_turns(values.T, width).T
+        return columns
+    if part == "ssm_norm":
+        return values
+    return by_turns(values, width if part == "attn_gate" else 1)
+
+
 def gemma3(config: Fields) -> dict[str, Any]:
     """Return the window, the bases of the rotation with and without it, and the scale of q.k."""
     rope = config.object("rope_parameters")

@@ -24,6 +24,7 @@ TASKS: dict[str, Task] = {
     "ForSequenceClassification": "sequence",
     "ForTokenClassification": "tokens",
     "ForCausalLM": "causal",
+    "ForConditionalGeneration": "causal",
     "ForMaskedLM": "body",
     "ForPreTraining": "body",
     "TextModel": "body",
@@ -115,6 +116,8 @@ class Source:
         Function of the configuration that returns tensors that the folder does not contain.
     position_offset : bool
         Whether positions start after the id of the padding token.
+    text_part : str
+        Object of the configuration that describes the text model, if the class has other parts, too.
     """
 
     architecture: str
@@ -129,6 +132,7 @@ class Source:
     more: Callable[[Fields], Mapping[str, Any]] = lambda config: {}
     computed: Callable[[Fields], Mapping[str, Values]] = lambda config: {}
     position_offset: bool = False
+    text_part: str = ""
 
 
 _BERT = Source(
@@ -251,6 +255,31 @@ SOURCES: dict[str, Source] = {
     ),
     "Gemma3": _GEMMA3,
     "Gemma3Text": _GEMMA3,
+    "Qwen3_5": Source(
+        "qwen35",
+        prefixes=("model.language_model.",),
+        added_prefix="model.",
+        keys={
+            **SHAPE,
+            **DECODER,
+            "attention.key_length": _integer("head_dim", default=256),
+            "attention.value_length": _integer("head_dim", default=256),
+            "ssm.conv_kernel": _integer("linear_conv_kernel_dim", default=4),
+            "ssm.state_size": _integer("linear_key_head_dim", default=128),
+            "ssm.group_count": _integer("linear_num_key_heads", default=16),
+            "ssm.time_step_rank": _integer("linear_num_value_heads", default=32),
+        },
+        accepted={"hidden_act": ("silu",), "attention_bias": (False,), "attn_output_gate": (True,)},
+        heads={"causal": {"lm_head": "output"}},
+        unused=(*_UNUSED, r"model\.visual\..*", r"mtp\..*"),
+        changes={
+            r".*(?<!ssm_)norm\.weight": _settings.plus_one,
+            r".*\.ssm_a": _settings.rates_of_decay,
+            r".*\.(ssm_.*|attn_qkv\.weight|attn_gate\.weight)": _settings.value_heads_by_turns,
+        },
+        more=_settings.qwen35,
+        text_part="text_config",
+    ),
 }
 
 
@@ -277,9 +306,16 @@ def find_source(config: Fields) -> tuple[Source, Task]:
         source = replace(source, architecture="gemma-embedding")
     if source.architecture == "bert" and config.string("position_embedding_type", default="") == "alibi":
         source = SOURCES["JinaBert"]  # whose folders also name the class BertModel
-    if task not in ("body", *source.heads):
+    has_other_parts = match[2] == "ForConditionalGeneration"
+    if task not in ("body", *source.heads) or (has_other_parts and not source.text_part):
         raise config.unsupported(f"the head of {name} is not supported")
     return source, task
+
+
+def text_fields(source: Source, config: Fields) -> Fields:
+    """Return the part of a configuration that describes the text model."""
+    part = source.text_part
+    return config.object(part) if part and config.has(part) else config
 
 
 def _is_bidirectional(config: Fields) -> bool:
@@ -342,8 +378,13 @@ def gguf_name(source: Source, task: Task, names: Any, name: str) -> str | None:
         return f"{head}.{suffix}"
     if any(re.fullmatch(pattern, bare) for pattern in source.unused):
         return None
+    if suffix == "dt_bias":
+        stem, suffix = f"{stem}.dt_proj", "bias"
     if source.added_prefix and not bare.startswith(source.added_prefix):
         stem = source.added_prefix + stem
+    whole: str | None = names.get_name(f"{stem}.{suffix}")  # of a parameter without a suffix
+    if whole is not None:
+        return whole
     found: str | None = names.get_name(stem)
     if found is None or suffix not in ("weight", "bias"):
         raise UnsupportedModelError(f"tensor {name} is not part of a {source.architecture} model")

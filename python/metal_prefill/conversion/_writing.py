@@ -21,7 +21,7 @@ from metal_prefill.conversion._folder_vocabulary import FolderVocabulary
 from metal_prefill.conversion._modules import read_modules
 from metal_prefill.conversion._prompts import prompt_metadata
 from metal_prefill.conversion._settings import position_offset
-from metal_prefill.conversion._sources import Source, find_source, gguf_name, metadata_of
+from metal_prefill.conversion._sources import Source, find_source, gguf_name, metadata_of, text_fields
 from metal_prefill.conversion._vocabulary import read_vocabulary
 from metal_prefill.conversion._weights import Weight, read_weights
 from metal_prefill.errors import GGUFError, UnsupportedModelError
@@ -37,7 +37,7 @@ _OF_WEIGHTS = {"BF16": "BF16", "F16": "F16"}  # a folder's number types that AUT
 # Matrices that stay in float32, as in llama.cpp: they are added, not multiplied, or are small and come last.
 _EXACT = ("position_embd.weight", "token_types.weight")
 _EXACT_PREFIXES = ("cls", "dense_")
-_FILTER = "shortconv.conv.weight"  # [channels, 1, taps] in a folder
+_FILTERS = ("shortconv.conv.weight", "ssm_conv1d.weight")  # [channels, 1, taps] in a folder
 
 Progress = Callable[[int, int], None]
 
@@ -109,6 +109,7 @@ def convert(
     config = Fields.read(folder / "config.json")
     _refuse_quantized(config)
     source, task = find_source(config)
+    config = text_fields(source, config)
     metadata = metadata_of(source, config)
     modules = read_modules(folder, config, task)
     metadata |= modules.metadata
@@ -179,7 +180,7 @@ def _type_of(weights: dict[str, Weight]) -> str:
 
 def _planned(source: Source, config: Fields, name: str, weight: Weight, chosen: str) -> _Tensor:
     shape = weight.shape
-    is_filter = name.endswith(_FILTER)
+    is_filter = name.endswith(_FILTERS)
     if is_filter and len(shape) == 3 and shape[1] == 1:
         shape = (shape[0], shape[2])
     if len(shape) not in (1, 2) or 0 in shape:
