@@ -73,6 +73,20 @@ SCAN = {
     "ssm_out": "out_proj",
 }
 HYBRID = NAMES | {name: f"mamba.{other}" for name, other in SCAN.items()}
+# Settings of the heads, the values of a head, the rows of a state, the groups of heads and the taps.
+MAMBA_SETTINGS = ("mamba_n_heads", "mamba_d_head", "mamba_d_state", "mamba_n_groups", "mamba_d_conv")
+SCAN_SETTINGS = {
+    "mamba2": ("num_heads", "head_dim", "state_size", "n_groups", "conv_kernel"),
+    "granitehybrid": MAMBA_SETTINGS,
+    "falcon-h1": MAMBA_SETTINGS,
+    "qwen35": (
+        "linear_num_value_heads",
+        "linear_value_head_dim",
+        "linear_key_head_dim",
+        "linear_num_key_heads",
+        "linear_conv_kernel_dim",
+    ),
+}
 # Factors of falcon-h1 that a converter multiplies weights by.
 MULTIPLIERS: dict[str, Any] = {
     "embedding_multiplier": 2.0,
@@ -202,41 +216,23 @@ def config_of(path: Path, model: SmallModel) -> transformers.PreTrainedConfig:
 
 def scan_settings(model: SmallModel, scan: ScanShape) -> dict[str, Any]:
     """Return the settings of layers whose state has matrices."""
-    if model.architecture == "mamba2":
-        return {
-            "num_heads": scan.heads,
-            "head_dim": scan.inner // scan.heads,
-            "state_size": scan.state,
-            "n_groups": scan.groups,
-            "conv_kernel": scan.taps,
-            "expand": scan.inner // model.dim,
-            "layer_norm_epsilon": model.norm_eps,
-        }
-    recurrent = scan.layers or ()
+    sizes = (scan.heads, scan.inner // scan.heads, scan.state, scan.groups, scan.taps)
+    settings: dict[str, Any] = dict(zip(SCAN_SETTINGS[model.architecture], sizes, strict=True))
+
+    def layer_types(recurrent: str, other: str) -> list[str]:
+        return [recurrent if i in (scan.layers or ()) else other for i in range(model.layers)]
+
     if model.architecture == "qwen35":
-        kinds = ["linear_attention" if i in recurrent else "full_attention" for i in range(model.layers)]
-        return {
-            "linear_conv_kernel_dim": scan.taps,
-            "linear_num_value_heads": scan.heads,
-            "linear_num_key_heads": scan.groups,
-            "linear_key_head_dim": scan.state,
-            "linear_value_head_dim": scan.inner // scan.heads,
-            "layer_types": kinds,
-        }
-    settings: dict[str, Any] = {
-        "mamba_n_heads": scan.heads,
-        "mamba_d_head": scan.inner // scan.heads,
-        "mamba_d_state": scan.state,
-        "mamba_n_groups": scan.groups,
-        "mamba_d_conv": scan.taps,
-        "mamba_expand": scan.inner // model.dim,
-    }
+        return settings | {"layer_types": layer_types("linear_attention", "full_attention")}
+    expansion = scan.inner // model.dim
+    if model.architecture == "mamba2":
+        return settings | {"expand": expansion, "layer_norm_epsilon": model.norm_eps}
+    settings["mamba_expand"] = expansion
     if model.architecture == "falcon-h1":
         norm = {"mamba_rms_norm": scan.norm, "mamba_norm_before_gate": False}
         return settings | MULTIPLIERS | norm | {"mamba_d_ssm": scan.inner}
-    kinds = ["mamba" if i in recurrent else "attention" for i in range(model.layers)]
     return settings | {
-        "layer_types": kinds,
+        "layer_types": layer_types("mamba", "attention"),
         "num_local_experts": 0,
         "shared_intermediate_size": model.ffn,
         "position_embedding_type": "nope",

@@ -2,9 +2,9 @@
 // Cortex-A710.
 //
 // An smmla multiplies 2 tokens x 8 columns by 8 columns x 2 weight rows: twice the work of an sdot. Four
-// columns of a row lie together in a packed block, so two steps are zipped to eight; two tokens are zipped
-// likewise, once for all rows of a group. The 2 x 2 results stay as they are until the end: scales are laid
-// out in the same way.
+// columns of a row are adjacent in a packed block, so two steps are zipped to eight. Two tokens are zipped in
+// the same way, once for all rows of a group. The 2 x 2 results are reordered only at the end: scales have
+// their layout.
 //
 // A tile of one quad keeps the 8 vectors of a block in registers and takes up to 8 pairs of tokens through
 // them. A pair costs 8 smmla, 2 conversions, 2 multiplications and 2 multiply-adds for four rows, unpacking
@@ -28,8 +28,8 @@ struct alignas(64) PairTile {
   float half_sum[kTilePairs][2][4];  // scaled sums of the halves
 };
 
-// Pairs of `count` tokens from `token` on; an odd one has itself for a partner. Pairs after the last stay as
-// they were: what a product makes of them is not stored.
+// Zips `count` tokens from `token` on to pairs; the last of an odd number is paired with itself. Pairs after
+// the last are left unchanged: their products are not stored.
 void zip_tokens(const ActivationTile& x, int token, int count, PairTile& out) {
   for (int pair = 0; 2 * pair < count; ++pair) {
     const int a = token + 2 * pair, b = 2 * pair + 1 < count ? a + 1 : a;
