@@ -292,10 +292,10 @@ void add_products(const float* products, const float* bias, int rows, int column
   add_rows<false, false>(products, bias, rows, columns, out, stride);
 }
 
-// ALiBi: subtracts `slope` per position of distance from the scores of a span; `own` is the position of the
+// ALiBi: subtracts `slope` per position of distance from `n` scores of a span; `own` is the position of the
 // query in it.
-inline void subtract_distances(float* scores, float slope, int own) {
-  for (int i = 0; i < kKeySpan; ++i) scores[i] -= slope * std::fabs(float(i - own));
+inline void subtract_distances(float* scores, float slope, int own, int n) {
+  for (int i = 0; i < n; ++i) scores[i] -= slope * std::fabs(float(i - own));
 }
 
 double sum_exp(const float* x, float shift, int n) {

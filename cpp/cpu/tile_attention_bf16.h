@@ -162,7 +162,7 @@ inline __attribute__((always_inline)) void bf16_weights(AttentionStrip& strip, i
   const int first = span * kKeySpan;
   for (int r = 0; r < rows; ++r)
     if (strip.slope[row + r] != 0)
-      subtract_distances(scores[r], strip.slope[row + r], strip.own[row + r] - first);
+      subtract_distances(scores[r], strip.slope[row + r], strip.own[row + r] - first, kKeySpan);
   if (strip.begin[row + rows - 1] <= first && first + kKeySpan <= strip.end[row])
     bf16_softmax<true>(strip, row, rows, span, kKeySpan, stride, scores, p);
   else

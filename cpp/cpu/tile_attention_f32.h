@@ -28,43 +28,57 @@ struct AttentionTile {
   float slope[kRows];            // of ALiBi, in base-2 logarithms
 };
 
-// p[r][key] = q[r] . k[key] for the positions of a span; `next` is fetched meanwhile.
-template <int kRows, typename Element, class Lines>
-void score_span(const AttentionHead& head, const Element* keys, AttentionTile<kRows>& tile, Lines next) {
-  constexpr int kVectors = Simd::kAttentionVectors;
-  next.begin_tile(kKeySpan / (kVectors * Simd::kLanes) * head.key_dim);
+// p[r][first + i] = q[r] . k[first + i] for kVectors vectors of positions of a span.
+template <int kRows, int kVectors, typename Element, class Lines>
+void score_vectors(const AttentionHead& head, const Element* keys, int first, AttentionTile<kRows>& tile,
+                   Lines& next) {
   const std::size_t block_size = std::size_t(head.key_stride) * kKeyBlock;
-  for (int first = 0; first < kKeySpan; first += kVectors * Simd::kLanes) {
-    F acc[kRows][kVectors];
+  F acc[kRows][kVectors];
 #pragma GCC unroll 16
-    for (int r = 0; r < kRows; ++r)
+  for (int r = 0; r < kRows; ++r)
 #pragma GCC unroll 16
-      for (int v = 0; v < kVectors; ++v) acc[r][v] = Simd::set(0);
-    const Element* column[kVectors];
+    for (int v = 0; v < kVectors; ++v) acc[r][v] = Simd::set(0);
+  const Element* column[kVectors];
 #pragma GCC unroll 16
-    for (int v = 0; v < kVectors; ++v) {
-      const int position = first + v * Simd::kLanes;
-      column[v] = keys + std::size_t(position / kKeyBlock) * block_size + position % kKeyBlock;
-    }
-    for (int d = 0; d < head.key_dim; ++d) {
-      next.step();
-      each_product<kRows, kVectors>(
-          [&](int r) __attribute__((always_inline)) { return Simd::set(tile.q[r][d]); },
-          [&](int v)
-              __attribute__((always_inline)) { return load_floats(column[v] + std::size_t(d) * kKeyBlock); },
-          [&](int r, int v, F q, F key)
-              __attribute__((always_inline)) { acc[r][v] = Simd::fma(q, key, acc[r][v]); });
-    }
-#pragma GCC unroll 16
-    for (int r = 0; r < kRows; ++r)
-#pragma GCC unroll 16
-      for (int v = 0; v < kVectors; ++v) Simd::store(tile.p[r] + first + v * Simd::kLanes, acc[r][v]);
+  for (int v = 0; v < kVectors; ++v) {
+    const int position = first + v * Simd::kLanes;
+    column[v] = keys + std::size_t(position / kKeyBlock) * block_size + position % kKeyBlock;
   }
+  Lines lines = next;  // in registers
+  for (int d = 0; d < head.key_dim; ++d) {
+    lines.step();
+    each_product<kRows, kVectors>(
+        [&](int r) __attribute__((always_inline)) { return Simd::set(tile.q[r][d]); },
+        [&](int v)
+            __attribute__((always_inline)) { return load_floats(column[v] + std::size_t(d) * kKeyBlock); },
+        [&](int r, int v, F q, F key)
+            __attribute__((always_inline)) { acc[r][v] = Simd::fma(q, key, acc[r][v]); });
+  }
+  next = lines;
+#pragma GCC unroll 16
+  for (int r = 0; r < kRows; ++r)
+#pragma GCC unroll 16
+    for (int v = 0; v < kVectors; ++v) Simd::store(tile.p[r] + first + v * Simd::kLanes, acc[r][v]);
 }
 
-// Scores to weights; updates the running maximum and sum. `rescale` is the factor for earlier results.
+// Scores of the first `n` positions of a span, whole vectors: a short text does not fill a span. `next` is
+// fetched meanwhile.
+template <int kRows, typename Element, class Lines>
+void score_span(const AttentionHead& head, const Element* keys, int n, AttentionTile<kRows>& tile,
+                Lines next) {
+  constexpr int kVectors = Simd::kAttentionVectors;
+  const int vectors = n / Simd::kLanes;
+  next.begin_tile((vectors / kVectors + vectors % kVectors) * head.key_dim);
+  int v = 0;
+  for (; v + kVectors <= vectors; v += kVectors)
+    score_vectors<kRows, kVectors>(head, keys, v * Simd::kLanes, tile, next);
+  for (; v < vectors; ++v) score_vectors<kRows, 1>(head, keys, v * Simd::kLanes, tile, next);
+}
+
+// Scores to weights; updates the running maximum and sum. `rescale` is the factor for earlier results. `n`:
+// positions with scores, whole vectors; those after them are not seen.
 template <int kRows>
-void softmax_span(int span, AttentionTile<kRows>& tile) {
+void softmax_span(int span, AttentionTile<kRows>& tile, int n) {
   constexpr float kInfinity = std::numeric_limits<float>::infinity();
   float change[round_up(kRows, Simd::kLanes)] = {};  // of the maxima
   const auto begin = [&](int r) { return tile.begin[r] - span * kKeySpan; };
@@ -73,11 +87,11 @@ void softmax_span(int span, AttentionTile<kRows>& tile) {
   for (int r = 0; r < kRows; ++r) {
     if (!sees(r)) continue;
     float* p = tile.p[r];
-    if (tile.slope[r] != 0) subtract_distances(p, tile.slope[r], tile.own[r] - span * kKeySpan);
+    if (tile.slope[r] != 0) subtract_distances(p, tile.slope[r], tile.own[r] - span * kKeySpan, n);
     for (int i = 0; i < begin(r); ++i) p[i] = -kInfinity;
-    for (int i = end(r); i < kKeySpan; ++i) p[i] = -kInfinity;
+    for (int i = end(r); i < n; ++i) p[i] = -kInfinity;
     F largest = Simd::set(-kInfinity);
-    for (int i = 0; i < kKeySpan; i += Simd::kLanes) largest = Simd::max(largest, Simd::load(p + i));
+    for (int i = 0; i < n; i += Simd::kLanes) largest = Simd::max(largest, Simd::load(p + i));
     const float before = tile.max[r], span_max = Simd::reduce_max(largest);
     tile.max[r] = span_max > before ? span_max : before;
     change[r] = before - tile.max[r];
@@ -87,12 +101,12 @@ void softmax_span(int span, AttentionTile<kRows>& tile) {
     float* p = tile.p[r];
     tile.rescale[r] = change[r];
     if (!sees(r)) {
-      for (int i = 0; i < kKeySpan; ++i) p[i] = 0;
+      for (int i = 0; i < n; ++i) p[i] = 0;
       continue;
     }
     const F shift = Simd::set(tile.max[r]);
     F sum = Simd::set(0);
-    for (int i = 0; i < kKeySpan; i += Simd::kLanes) {
+    for (int i = 0; i < n; i += Simd::kLanes) {
       const F weight = exp2(Simd::sub(Simd::load(p + i), shift));
       Simd::store(p + i, weight);
       sum = Simd::add(sum, weight);
@@ -175,6 +189,7 @@ void end_split(const AttentionHead& head, int row, bool last, AttentionTile<kRow
 // float32.
 template <typename Element>
 struct StoredSpan {
+  static constexpr bool kWhole = false;  // whether weights of positions that are not seen are read as zeros
   template <int kRows>
   using Tile = AttentionTile<kRows>;
 
@@ -186,6 +201,7 @@ struct StoredSpan {
   }
 };
 struct WidenedSpan {
+  static constexpr bool kWhole = false;
   template <int kRows>
   using Tile = AttentionTile<kRows>;
   float elements[kKeySpan * kMaxHeadDim];
@@ -226,8 +242,9 @@ void attention_span(const AttentionHead& head, int span, bool more, Span& elemen
   const auto keys = elements.keys(head, span);
   for (Tile& tile : tiles) {
     if (!sees(tile)) continue;
-    score_span(head, keys, tile, next_keys);
-    softmax_span<kRows>(span, tile);
+    const int n = Span::kWhole ? kKeySpan : round_up(seen(tile), Simd::kLanes);
+    score_span(head, keys, n, tile, next_keys);
+    softmax_span<kRows>(span, tile, n);
   }
   const auto values = elements.values(head, span, seen(tiles[kTiles - 1]));
   for (Tile& tile : tiles)

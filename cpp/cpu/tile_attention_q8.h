@@ -39,6 +39,7 @@ struct Q8Values {
 };
 template <template <int> class KindOfTile>
 struct Q8Codes {
+  static constexpr bool kWhole = true;  // products of four positions at a time
   template <int kRows>
   using Tile = KindOfTile<kRows>;
   Q8Values stored;
@@ -68,6 +69,7 @@ inline F zero_of(F scale) {
 
 // Codes of Q8_0 as float32: keys [kKeySpan / 16][key_dim][16] and values [kKeySpan][value_dim].
 struct WidenedQ8Span {
+  static constexpr bool kWhole = true;
   template <int kRows>
   using Tile = AttentionTile<kRows>;
   float elements[kKeySpan * kMaxHeadDim];
@@ -115,13 +117,13 @@ struct WidenedQ8Span {
 template <int kRows>
 constexpr int kWidenedVectors = kRows >= Simd::kAttentionRows ? 2 : 4;
 
-// p[r][key] = q[r] . k[key] for the positions of a span, with the sums of the float tiles.
+// p[r][key] = q[r] . k[key] for the first `n` positions of a span, with the sums of the float tiles.
 template <int kRows, class Lines>
-void score_span(const AttentionHead& head, Q8Keys keys, AttentionTile<kRows>& tile, Lines next) {
+void score_span(const AttentionHead& head, Q8Keys keys, int n, AttentionTile<kRows>& tile, Lines next) {
   constexpr int kVectors = kWidenedVectors<kRows>;
   const int dim = head.key_dim;
-  next.begin_tile(kKeySpan / (kVectors * Simd::kLanes) * (dim / 4));
-  for (int first = 0; first < kKeySpan; first += kVectors * Simd::kLanes) {
+  next.begin_tile(ceil_div(n, kVectors * Simd::kLanes) * (dim / 4));
+  for (int first = 0; first < n; first += kVectors * Simd::kLanes) {
     F acc[kRows][kVectors];
     unrolled<kRows * kVectors>([&](auto i) { acc[i / kVectors][i % kVectors] = Simd::set(0); });
     for (int block = 0; block < dim / kBlockCols; ++block) {
@@ -269,13 +271,13 @@ void begin_tile(const AttentionHead& head, int row, Q8Tile<kRows>& tile) {
 template <int kRows>
 constexpr int kDigitVectors = kRows >= Simd::kAttentionRows ? 1 : 2;
 
-// p[r][key] = q[r] . k[key] for the positions of a span.
+// p[r][key] = q[r] . k[key] for the first `n` positions of a span.
 template <int kRows, class Lines>
-void score_span(const AttentionHead& head, Q8Keys keys, Q8Tile<kRows>& tile, Lines next) {
+void score_span(const AttentionHead& head, Q8Keys keys, int n, Q8Tile<kRows>& tile, Lines next) {
   constexpr int kVectors = kDigitVectors<kRows>;
   const int dim = head.key_dim;
   next.all();
-  for (int first = 0; first < kKeySpan; first += kVectors * Simd::kLanes) {
+  for (int first = 0; first < n; first += kVectors * Simd::kLanes) {
     const std::size_t at = std::size_t(first) * kKeyLane;
     for (int block = 0; block < dim / kBlockCols; ++block) {
       F scale[kVectors];
