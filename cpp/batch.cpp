@@ -121,6 +121,14 @@ void Batch::begin(Item& item) const {
   if (!engine_.config().causal && (item.start > 0 || item.reuses()))
     throw std::invalid_argument(
         "the tokens of this model see those after them: a text goes in whole, into an empty session");
+  if (const Expansion& expansion = item.request.expansion; expansion.tokens != 0) {
+    if (engine_.config().causal)
+      throw std::invalid_argument("only texts whose tokens see later ones are expanded");
+    if (expansion.tokens < 0 || std::size_t(expansion.tokens) >= tokens.size())
+      throw std::invalid_argument("an expansion of " + std::to_string(expansion.tokens) + " tokens leaves " +
+                                  std::to_string(int(tokens.size()) - expansion.tokens) +
+                                  " of the text: at least one is needed");
+  }
   session.check_room(item.start, tokens.size());
   std::size_t again = std::size_t(item.behind());  // known tokens to recompute
   if (item.reuses()) {
@@ -228,6 +236,7 @@ Chunk Batch::next_chunk(Item& item, int tokens) const {
   chunk.tokens = request.tokens.subspan(done, std::size_t(tokens));
   chunk.position = position;
   chunk.cache = item.session().cache_.get();
+  chunk.expansion = request.expansion;
   chunk.trace = request.trace;
   const int first = std::max(int(done), item.without_output());  // token with an output
   chunk.output =

@@ -17,7 +17,8 @@ struct Request {
   Session* session = nullptr;
   std::span<const TokenId> tokens;
   Prefix prefix = Prefix::kAppend;
-  Output output;  // of the last tokens. Afterwards `chosen` lacks the rows after a wrong draft
+  Output output;        // of the last tokens. Afterwards `chosen` lacks the rows after a wrong draft
+  Expansion expansion;  // of a whole text, whose tokens see later ones
   Trace* trace = nullptr;
   Claim claim = 0;
 

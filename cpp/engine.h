@@ -93,14 +93,27 @@ class Cache;
 class PassInspector;  // inspection.h
 struct Trace;         // inspection.h
 
+// The last tokens of a text, which a model adds to a query (ColBERT, arXiv:2004.12832). They have the token
+// type of its beginning. Unless they are `seen`, all tokens see the text alone.
+struct Expansion {
+  int tokens = 0;
+  bool seen = false;
+
+  int hidden() const { return seen ? 0 : tokens; }
+};
+
 // The next tokens of one session in a pass.
 struct Chunk {
   std::span<const TokenId> tokens;
   int position = 0;        // of tokens[0]
   Cache* cache = nullptr;  // of the session, with room for the tokens
   Output output;           // of the last tokens
+  Expansion expansion;     // of a whole text
   ChunkStates states;      // of recurrent layers
   Trace* trace = nullptr;  // if not null: each dispatch runs alone and is recorded there
+
+  // End of the positions that tokens see where they see later ones.
+  int visible_end() const { return position + int(tokens.size()) - expansion.hidden(); }
 };
 
 // Counts of one call, for Session::stats().

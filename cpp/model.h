@@ -180,11 +180,12 @@ class TokenTypes {
   int type_ = 0;
 };
 
-// Of a whole sequence.
-inline std::vector<TokenId> token_types(const Config& config, std::span<const TokenId> tokens) {
+// Of a whole sequence, of which the last `expansion` tokens have the type of the first.
+inline std::vector<TokenId> token_types(const Config& config, std::span<const TokenId> tokens,
+                                        int expansion) {
   TokenTypes types(config);
-  std::vector<TokenId> all;
-  for (const TokenId token : tokens) all.push_back(types.next(token));
+  std::vector<TokenId> all(tokens.size(), 0);
+  for (std::size_t i = 0; i + std::size_t(expansion) < tokens.size(); ++i) all[i] = types.next(tokens[i]);
   return all;
 }
 

@@ -83,7 +83,7 @@ ARGS_STRUCT(AttentionTile)
   ARGS_FIELD(u32_t, position)  // of its first row
   ARGS_FIELD(u32_t, pages)     // as in PassRow
   ARGS_FIELD(u32_t, first)     // stacked row of the run at which the tile begins
-  ARGS_FIELD(u32_t, end)       // positions of the sequence, after the pass
+  ARGS_FIELD(u32_t, end)       // of the positions that rows see where they see later ones
 ARGS_END(AttentionTile, 24)
 
 // Rotates q in place and appends K and V to the cache. A row of qkv is [n_heads * query_step | n_kv_heads *

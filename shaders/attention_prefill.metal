@@ -202,6 +202,7 @@ static inline void attend(device const float* q, AttentionTile tile, device cons
 
   // Normalize: four blocks of 8 dimensions at a time through threadgroup memory.
   for (ushort offset = kRowLanes / 2; offset > 0; offset /= 2) sum += simd_shuffle_xor(sum, offset);
+  sum = mine.divisor(sum);
   device half* my_out = out + ((tile.row + mine.token) * args.n_heads + mine.head) * args.value_dim;
 #pragma unroll
   for (ushort c = 0; c < kDimBlocks; c += 4) {

@@ -152,7 +152,7 @@ template <ushort kDims>
   // Normalize, from where each thread has its part of the output.
   sum += simd_shuffle_xor(sum, 1);
   threadgroup_barrier(mem_flags::mem_threadgroup);  // factors were read
-  if (half_of_row == 0) of_row[row] = sum;
+  if (half_of_row == 0) of_row[row] = mine.divisor(sum);
   threadgroup_barrier(mem_flags::mem_threadgroup);
   for (ushort i = 0; i < output.get_capacity(); ++i) {
     if (!output.is_valid_element(i)) continue;

@@ -19,6 +19,9 @@ struct StackedRow {
     const float distance = abs(float(key) - float(position));
     return key >= first_key && key <= last_key ? product - slope * distance : -INFINITY;
   }
+
+  // The divisor of weighted values whose weights have this sum: a row that sees no key gets zeros.
+  float divisor(float sum) const { return first_key <= last_key ? sum : INFINITY; }
 };
 
 struct StackedRows {
@@ -30,7 +33,9 @@ struct StackedRows {
     tile = of;
     heads = args.n_heads / args.n_kv_heads;
     count = heads * tile.tokens;
-    before = args.window == 0 ? tile.end : args.both_ways ? args.window / 2 : args.window - 1;
+    before = args.window == 0 ? tile.position + tile.tokens
+             : args.both_ways ? args.window / 2
+                              : args.window - 1;
     after = !args.both_ways ? 0 : args.window == 0 ? tile.end : args.window / 2;
   }
 

@@ -30,6 +30,8 @@ from support.model_folders import CONTEXT  # noqa: E402
 from support.task_folders import (  # noqa: E402
     CLASSIFIERS,
     DOCUMENTS,
+    LATE,
+    LONG_QUERY,
     PAIRS,
     QUERY,
     RANKERS,
@@ -88,14 +90,15 @@ def labels(folder: Path) -> dict[str, Any]:
 
 
 def late(folder: Path) -> dict[str, Any]:
-    """Return scores, and the vectors of the query and of the first document."""
+    """Return scores, and the vectors of two queries and of the first document."""
     model = MultiVectorEncoder(str(folder), device="cpu")
     documents = [text for text in DOCUMENTS if text]
-    query = np.asarray(model.encode_query(QUERY))
+    query, long = (np.asarray(model.encode_query(text)) for text in (QUERY, LONG_QUERY))
     vectors = [np.asarray(rows) for rows in model.encode_document(documents)]
     scores = [float((query @ rows.T).max(axis=1).sum()) for rows in vectors]
     return {
         "query": task_folders.rounded(query),
+        "long_query": task_folders.rounded(long),
         "document": task_folders.rounded(vectors[0]),
         "scores": task_folders.rounded(scores),
     }
@@ -113,7 +116,7 @@ def main() -> None:
             "ranks": {name: ranks(write("ranks", name, make)) for name, make in RANKERS.items()},
             "classes": {name: classes(write("classes", name, make)) for name, make in CLASSIFIERS.items()},
             "labels": {name: labels(write("labels", name, make)) for name, make in TAGGERS.items()},
-            "late": late(write("late", "bert", task_folders.late_interaction)),
+            "late": {name: late(write("late", name, make)) for name, make in LATE.items()},
         }
     task_folders.RECORD.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     versions = (transformers.__version__, sentence_transformers.__version__, torch.__version__)

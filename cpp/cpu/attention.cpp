@@ -53,9 +53,9 @@ VisibleRange visible_range(const Config& config, int window, const QueryTile& ti
           cpu::visible_range(tile.position + tile.count - 1, window, length).end};
 }
 
-// Splits that hold some of the positions.
+// Splits that hold some of the positions; one if there are none.
 int splits_of(VisibleRange visible) {
-  return ceil_div(visible.end, kSplitPositions) - visible.begin / kSplitPositions;
+  return std::max(1, ceil_div(visible.end, kSplitPositions) - visible.begin / kSplitPositions);
 }
 
 // Products of a query and a key that the rows of a tile compute.
@@ -251,11 +251,11 @@ int query_tile_rows(int total, int kv_heads, int threads) {
   return rows;
 }
 
-void add_tiles(std::vector<QueryTile>& tiles, std::span<const Row> rows, int first, int tile_rows) {
+void add_tiles(std::vector<QueryTile>& tiles, std::span<const Row> rows, int first, int tile_rows, int end) {
   for (int i = 0; i < int(rows.size()); i += tile_rows) {
     const Row& row = rows[std::size_t(i)];
     const int count = std::min(tile_rows, int(rows.size()) - i);
-    tiles.push_back({first + i, count, row.index, row.position, rows.back().position + 1, row.pages});
+    tiles.push_back({first + i, count, row.index, row.position, end, row.pages});
   }
 }
 

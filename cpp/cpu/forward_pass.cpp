@@ -361,14 +361,15 @@ void ForwardPass::plan(std::span<Chunk> chunks) {
     const float* state = states_.values(chunk.states.before);
     for (int i = 0; i < count; ++i) {
       const TokenId token = chunk.tokens[std::size_t(i)];
-      all_.rows.push_back({token, types.next(token), chunk.position + i, first + i, pages, i, state});
+      const int type = i < count - chunk.expansion.tokens ? types.next(token) : 0;
+      all_.rows.push_back({token, type, chunk.position + i, first + i, pages, i, state});
     }
     for (const StateWrite& write : chunk.states.writes)
       all_.rows[std::size_t(first + write.tokens - 1)].next = states_.values(write.state);
     const auto rows = std::span<const Row>(all_.rows).subspan(std::size_t(first));
     sequences_.push_back({first, count});
     if (attends) {
-      add_tiles(all_.tiles, rows, first, tile_rows(n));
+      add_tiles(all_.tiles, rows, first, tile_rows(n), chunk.visible_end());
       add_key_blocks(key_blocks_, rows, first);
     }
     for (int i = 0; i < count_wanted; ++i) {
@@ -378,7 +379,7 @@ void ForwardPass::plan(std::span<Chunk> chunks) {
     }
     if (attends)
       add_tiles(wanted_.tiles, std::span(wanted_.rows).subspan(std::size_t(first_wanted)), first_wanted,
-                tile_rows(n_wanted));
+                tile_rows(n_wanted), chunk.visible_end());
     pages += chunk.cache->pages().size();
   };
   for (const bool with_logits : {true, false})

@@ -124,18 +124,20 @@ struct SoftmaxSum {
   float shift, sum;
 };
 
-// The positions that a token sees. Neither end goes back from one token to the next.
+// The positions that a token sees, none if both ends are equal. Neither end goes back from one token to the
+// next.
 struct VisibleRange {
   int begin, end;
 };
 // Range of the token at position `own`. `window`: number of positions that it sees, including itself; 0: all.
-// `length`: total number of positions if it also sees later ones, half the window before it and half after
+// `length`: end of the visible positions if it also sees later ones, half the window before it and half after
 // it; otherwise 0.
 inline VisibleRange visible_range(int own, int window, int length) {
   const int before = window == 0 ? own : length == 0 ? window - 1 : window / 2;
   const int after = length == 0 ? 0 : window == 0 ? length : window / 2;
   const int last = length > 0 && own + after >= length ? length - 1 : own + after;
-  return {own > before ? own - before : 0, last + 1};
+  const int begin = own > before ? own - before : 0;
+  return {begin < last + 1 ? begin : last + 1, last + 1};
 }
 
 // Attention of the query heads that share one key-value head. Rows of q, out and sums are tokens.

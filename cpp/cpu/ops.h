@@ -98,7 +98,7 @@ struct QueryTile {
   int first, count;
   int index;     // of the first row, among all of the pass
   int position;  // likewise
-  int end;       // positions of the sequence, after the pass
+  int end;       // of the positions that rows see where they see later ones
   std::byte* const* pages;
 };
 // Consecutive rows of a pass.
@@ -108,8 +108,8 @@ struct RowRange {
 // Rows of a tile, for a pass of `total` rows: K and V are read once for all of them, but all threads should
 // have a part.
 int query_tile_rows(int total, int kv_heads, int threads);
-// Cuts the last rows of one sequence into tiles.
-void add_tiles(std::vector<QueryTile>& tiles, std::span<const Row> rows, int first, int tile_rows);
+// Cuts the last rows of one sequence into tiles. `end` is QueryTile::end.
+void add_tiles(std::vector<QueryTile>& tiles, std::span<const Row> rows, int first, int tile_rows, int end);
 // Cuts rows of one sequence, of which the first is number `first`, where blocks of keys end: a block of a
 // page is filled by one thread.
 void add_key_blocks(std::vector<RowRange>& blocks, std::span<const Row> rows, int first);

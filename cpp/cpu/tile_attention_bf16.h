@@ -259,7 +259,8 @@ void bf16_strip(const AttentionHead& head, int row, int rows, AttentionStrip& st
     strip.slope[r] = head.slopes ? head.slopes[h] * kLog2E : 0.0f;
   }
   const VisibleRange all = {strip.begin[0], strip.end[rows - 1]};
-  const bool one = !head.sums && all.begin / kSplitPositions == (all.end - 1) / kSplitPositions;
+  const bool one =
+      !head.sums && all.begin < all.end && all.begin / kSplitPositions == (all.end - 1) / kSplitPositions;
   if (!one) begin_rows(head, row, rows, strip.splits);
   each_split(head, all, [&](VisibleRange split, bool last) {
     std::fill_n(strip.acc, rows * head.value_stride, 0.0f);

@@ -83,7 +83,7 @@ void softmax_span(int span, AttentionTile<kRows>& tile, int n) {
   float change[round_up(kRows, Simd::kLanes)] = {};  // of the maxima
   const auto begin = [&](int r) { return tile.begin[r] - span * kKeySpan; };
   const auto end = [&](int r) { return tile.end[r] - span * kKeySpan; };
-  const auto sees = [&](int r) { return begin(r) < kKeySpan && end(r) > 0; };
+  const auto sees = [&](int r) { return begin(r) < kKeySpan && end(r) > 0 && begin(r) < end(r); };
   for (int r = 0; r < kRows; ++r) {
     if (!sees(r)) continue;
     float* p = tile.p[r];

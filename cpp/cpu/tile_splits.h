@@ -24,6 +24,11 @@ inline void each_split(const AttentionHead& head, VisibleRange visible, Body&& b
     body(of_split(split), (split + 1) * kSplitPositions >= visible.end);
 }
 
+// The inverse of a sum of weights, which is 0 in rows that see no position: their results are 0.
+inline F inverse_sum(F sum) {
+  return Simd::div(Simd::set(1), Simd::max(Simd::set(std::numeric_limits<float>::min()), sum));
+}
+
 // The splits of kRows rows so far, added up: a lane for each row.
 template <int kRows>
 struct SplitSums {
@@ -53,7 +58,7 @@ struct SplitSums {
       Simd::store(sum + r, weights);
       Simd::store(before + r, old_factor);
       Simd::store(now + r, next_factor);
-      Simd::store(scale + r, last ? Simd::div(Simd::set(1), weights) : Simd::set(1));
+      Simd::store(scale + r, last ? inverse_sum(weights) : Simd::set(1));
     }
   }
 
@@ -105,7 +110,7 @@ inline void divide_split(const AttentionHead& head, int row, int rows, const flo
   for (int r = 0; r < rows; ++r, acc += acc_stride) {
     const auto [token, h] = token_and_head(head, row + r);
     float* out = head.out + token * head.out_stride + h * std::size_t(head.value_dim);
-    const F scale = Simd::set(1.0f / sum[r]);
+    const F scale = inverse_sum(Simd::set(sum[r]));
     for (int d = 0; d < head.value_dim; d += Simd::kLanes) {
       const int left = head.value_dim - d;
       store_part(out + d, Simd::mul(Simd::add(load_part(acc + d, left), Simd::set(0)), scale), left);

@@ -410,13 +410,15 @@ TileRows rows_of(const AttentionTile& tile, const AttentionArgs& args, const Til
   const u32_t heads = u32_t(shape.heads),
               end_row = std::min(tile.first + u32_t(shape.rows), heads * tile.tokens);
   const u32_t first = tile.first / heads, last = (end_row - 1) / heads;
-  const u32_t before = args.window == 0 ? tile.end : args.both_ways ? args.window / 2 : args.window - 1;
+  const u32_t before = args.window == 0 ? tile.position + tile.tokens
+                       : args.both_ways ? args.window / 2
+                                        : args.window - 1;
   const u32_t after = !args.both_ways ? 0 : args.window == 0 ? tile.end : args.window / 2;
   const u32_t first_key = std::max(tile.position + first, before) - before;
   const u32_t end_key = std::min(tile.position + last + after, tile.end - 1) + 1;
   return {int(first), int(last) + 1,
-          double(end_row - tile.first) * double(end_key - first_key) * double(args.n_kv_heads) *
-              double(args.key_dim + args.value_dim)};
+          double(end_row - tile.first) * double(std::max(end_key, first_key) - first_key) *
+              double(args.n_kv_heads) * double(args.key_dim + args.value_dim)};
 }
 
 // Consecutive tiles that are dispatched together.

@@ -23,12 +23,12 @@ void add_tiles(std::vector<AttentionTile>& tiles, PassPart& part, const PassRows
                std::span<const PassChunk> chunks, const TileShape& shape) {
   part.first_tile = int(tiles.size());
   for (const RowRun& run : part.runs) {
+    const PassChunk& chunk = chunks[std::size_t(run.chunk)];
     const int stacked = run.count * shape.heads;
     for (int first = (stacked - 1) / shape.rows * shape.rows; first >= 0; first -= shape.rows)
-      tiles.push_back(
-          {u32_t(run.row - part.first), u32_t(run.count), u32_t(run.position),
-           u32_t(pass.first_page[std::size_t(run.chunk)]), u32_t(first),
-           u32_t(chunks[std::size_t(run.chunk)].position + chunks[std::size_t(run.chunk)].tokens)});
+      tiles.push_back({u32_t(run.row - part.first), u32_t(run.count), u32_t(run.position),
+                       u32_t(pass.first_page[std::size_t(run.chunk)]), u32_t(first),
+                       u32_t(chunk.position + chunk.tokens - chunk.hidden)});
   }
   part.n_tiles = int(tiles.size()) - part.first_tile;
   if (part.runs.size() < 2) return;

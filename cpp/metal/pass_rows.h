@@ -28,12 +28,13 @@ struct PassChunk {
   int position;  // of the first one
   RowOutput output;
   int output_rows;  // the last tokens, which have an output
+  int hidden = 0;   // the last tokens, which no token sees: Expansion::hidden()
 };
 
 // One with an output of its last token, or log probabilities of all.
 inline PassChunk last_rows(int tokens, int position, RowOutput output) {
   const int rows = output == RowOutput::kNone ? 0 : output == RowOutput::kLogProbs ? tokens : 1;
-  return {tokens, position, output, rows};
+  return {tokens, position, output, rows, 0};
 }
 
 // Most tokens of a chunk that are computed as if they came one by one, bit for bit.

@@ -46,8 +46,8 @@ std::string label_of(const PassRows& rows, std::span<Chunk* const> chunks) {
 std::vector<PassChunk> shapes_of(std::span<Chunk* const> chunks) {
   std::vector<PassChunk> shapes;
   for (const Chunk* chunk : chunks)
-    shapes.push_back(
-        {int(chunk->tokens.size()), chunk->position, row_output_of(chunk->output), rows_of(chunk->output)});
+    shapes.push_back({int(chunk->tokens.size()), chunk->position, row_output_of(chunk->output),
+                      rows_of(chunk->output), chunk->expansion.hidden()});
   return shapes;
 }
 
@@ -216,7 +216,8 @@ void MetalEngine::fill(const Config& config, const PassTables& tables, const Pas
     copy(tokens_of(run, chunks[std::size_t(run.chunk)]->tokens), tables.ids, std::size_t(run.row));
   if (tables.types) {
     for (const RowRun& run : rows.all.runs) {
-      const std::vector<TokenId> types = token_types(config, chunks[std::size_t(run.chunk)]->tokens);
+      const Chunk& chunk = *chunks[std::size_t(run.chunk)];
+      const std::vector<TokenId> types = token_types(config, chunk.tokens, chunk.expansion.tokens);
       copy(tokens_of(run, types), tables.types, std::size_t(run.row));
     }
   }

@@ -1,6 +1,7 @@
 #include "../engine.h"
 
 #include <nanobind/stl/map.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/unique_ptr.h>
@@ -9,6 +10,7 @@
 #include <algorithm>
 #include <atomic>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <variant>
@@ -87,8 +89,9 @@ class OwnedRequest {
 
   // A whole text, in a session that lives as long as the request.
   static OwnedRequest text(Engine& engine, TokenArray all, std::size_t first, std::size_t count,
-                           TextPooling pooling) {
+                           TextPooling pooling, Expansion expansion) {
     OwnedRequest owned(engine.session(int(count)), std::move(all), first, count);
+    owned.request_.expansion = expansion;
     const int rows = pooling == TextPooling::kLast ? 1 : int(count), dim = engine.config().dim;
     float* states = owned.make_floats(std::size_t(rows) * std::size_t(dim));
     owned.request_.output = HiddenOutput{states, rows, dim, true};
@@ -200,8 +203,12 @@ nb::typed<nb::list, nb::any> forward_batch(Engine& engine, const std::vector<Own
 // A request for each text, of which `tokens` holds one after the other. Texts are many and short: made one by
 // one in Python, their sessions and requests would take longer than their tokens take to compute.
 nb::typed<nb::list, OwnedRequest> text_requests(Engine& engine, const TokenArray& tokens,
-                                                const TokenArray& lengths, const std::string& pooling) {
+                                                const TokenArray& lengths, const std::string& pooling,
+                                                const std::optional<TokenArray>& expansions, bool seen) {
   const TextPooling pooled = pooling_named(pooling);
+  if (expansions && expansions->shape(0) != lengths.shape(0))
+    throw std::invalid_argument("there are " + std::to_string(expansions->shape(0)) + " expansions for " +
+                                std::to_string(lengths.shape(0)) + " texts");
   nb::list requests;
   std::size_t first = 0;
   for (const TokenId length : view(lengths)) {
@@ -209,7 +216,9 @@ nb::typed<nb::list, OwnedRequest> text_requests(Engine& engine, const TokenArray
       throw std::invalid_argument("text " + std::to_string(nb::len(requests)) + " has " +
                                   std::to_string(length) + " tokens, of " +
                                   std::to_string(tokens.shape(0) - first) + " that are left");
-    requests.append(nb::cast(OwnedRequest::text(engine, tokens, first, std::size_t(length), pooled)));
+    const Expansion expansion = {expansions ? view(*expansions)[nb::len(requests)] : 0, seen};
+    requests.append(
+        nb::cast(OwnedRequest::text(engine, tokens, first, std::size_t(length), pooled, expansion)));
     first += std::size_t(length);
   }
   if (first != tokens.shape(0))
@@ -247,9 +256,12 @@ void bind_engines(nb::module_& m) {
            nb::call_guard<GilRelease>())
       .def("forward_batch", &forward_batch, "requests"_a, "progress"_a = nb::none(),
            "Return the result of each request, or the exception that ended it.")
-      .def("text_requests", &text_requests, "tokens"_a, "lengths"_a, "pooling"_a,
+      .def("text_requests", &text_requests, "tokens"_a, "lengths"_a, "pooling"_a, "expansions"_a = nb::none(),
+           "seen"_a = false,
            "Return a request for each text, in a session of its own, whose tokens follow each other in "
-           "`tokens`. The result is the vector of pooling mean, cls or last, [dim], or all states.")
+           "`tokens`. The result is the vector of pooling mean, cls or last, [dim], or all states. "
+           "`expansions` are the numbers of last tokens that expand a query; unless `seen`, no token sees "
+           "them.")
       .def("check_fits", &Engine::check_fits, "positions"_a,
            "Raise KVMemoryError where a sequence of so many tokens would not fit in kv_memory alone.")
       .def(

@@ -97,7 +97,8 @@ class TaskMethods:
         instruction
             Prompt of each text. ``"query"`` and ``"document"`` (or ``"passage"``) select the prompts for
             these: those of the file, which conversion takes from the folder of a model, or those of the
-            model's card, if it is known here (``tasks.PROMPTS``). Other names of the file or card, such as
+            model's card, if it is known here (``tasks.PROMPTS``). With pooling ``"none"``, ``"query"`` also
+            expands queries if the file's model does (ColBERT). Other names of the file or card, such as
             ``"clustering"``, work in the same way. A text with ``{text}`` in it is the complete form. Any
             other text is the task: it is put into the form of the model's card if the card has one for
             tasks, and otherwise before each text. None adds nothing.
@@ -181,7 +182,8 @@ class TaskMethods:
             pooling).
         truncate
             ``"error"``: a pair that does not fit the context is an error. ``"end"``: its document loses its
-            end, and a ``UserWarning`` counts and names such documents. The query is never cut.
+            end, and a ``UserWarning`` counts and names such documents. The query is cut only if it exceeds
+            the length to which its model expands queries.
         unicode
             See :meth:`embed`.
 

@@ -8,7 +8,7 @@ _P = "python/metal_prefill"
 _SPACES = "tests/serve/test_prefix_namespaces.py"
 _SLOW = "tests/test_slow_constraints.py"
 _SCHEDULER = "tests/test_scheduler.py"
-_ENCODER_TASKS = "tests/test_encoder_tasks.py"
+_ENCODER_TASKS = "tests/encoder_tasks"
 
 FILES = (
     Mutant(
@@ -361,11 +361,25 @@ TEXT = (
         ("tests/test_conversion.py", "-k", "lfm2"),
     ),
     Mutant(
+        f"{_P}/tasks/_query_expansion.py",
+        "added = max(self.length - len(ids), 0)",
+        "added = max(self.length - len(ids) - 1, 0)",
+        "an expanded query is too short",
+        ("tests/encoder_tasks", "-k", "interaction_match and cpu"),
+    ),
+    Mutant(
+        f"{_P}/tasks/_text_passes.py",
+        "seen = expansion is not None and expansion.seen",
+        "seen = expansion is not None and not expansion.seen",
+        "tokens that expand a query are seen where they should not be",
+        ("tests/encoder_tasks", "-k", "interaction_match and cpu"),
+    ),
+    Mutant(
         f"{_P}/tasks/_text_passes.py",
         "while end < len(prompts) and lengths[end] <= room:",
         "while end < len(prompts) and lengths[end] <= room + 1:",
         "a pass of texts has more rows than it may",
-        ("tests/test_encoder_tasks.py", "-k", "rows_of_a_pass"),
+        ("tests/encoder_tasks", "-k", "rows_of_a_pass"),
     ),
     Mutant(
         f"{_P}/bench/_worker.py",
@@ -376,14 +390,14 @@ TEXT = (
     ),
     Mutant(
         f"{_P}/tasks/_embedding.py",
-        "room = engine.max_context - len(frame.begin) - len(frame.end)",
-        "room = engine.max_context",
+        "room = most - len(frame.begin) - len(frame.end)",
+        "room = most",
         "a text truncated to the context leaves no room for its end token",
         ("tests/test_embedding.py", "-k", "texts_beyond or truncation_keeps"),
     ),
     Mutant(
         f"{_P}/tasks/_embedding.py",
-        "        if cut:\n",
+        "        if text.cut:\n",
         "        if False:\n",
         "texts are truncated silently",
         (
@@ -402,7 +416,7 @@ TEXT = (
     ),
     Mutant(
         f"{_P}/tasks/_embedding.py",
-        "        if not len(ids):\n",
+        "        if not len(text.ids):\n",
         "        if False:\n",
         "a text without tokens silently has a zero vector",
         ("tests/test_embedding.py", "-k", "without_tokens"),

@@ -244,7 +244,7 @@ MUTANTS = (
     ),
     Mutant(
         f"{_P}/serve/_vectors.py",
-        '{**usage, "truncated_texts": len(cut)} if truncate == "end" else usage',
+        '{**usage, "truncated_texts": cut} if truncate == "end" else usage',
         "usage",
         "the server truncates texts silently",
         ("tests/serve/test_vectors.py", "-k", "truncated_documents or truncated_texts"),

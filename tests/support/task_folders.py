@@ -22,6 +22,7 @@ DATA = Path(__file__).parents[1] / "data"
 RECORD = DATA / "transformers_tasks.json"
 
 QUERY = "who is the king?"
+LONG_QUERY = "who is the king, and who was the queen?"
 DOCUMENTS = ["The king is dead.", "A rose, by any other name", "", "Long live the King! Éa", "x"]
 PAIRS = [("The king is dead.", "He lives"), ("a", "b c d"), ("", "The end")]
 TEXTS = ["Angela met the Queen in Rome.", "nothing", "Île-de-Ré, São  Paulo and I", "a b"]
@@ -228,7 +229,10 @@ def _write_byte_level(path: Path) -> None:
 
 def late_interaction(path: Path) -> Folder:
     """Make a folder with token projection, prompts and tokens that are not compared."""
-    folder = _sized(model_folders.bert(path, model_type="bert"))
+    return _projecting(_sized(model_folders.bert(path, model_type="bert")))
+
+
+def _projecting(folder: Folder) -> Folder:
     kinds = (
         ("sentence_transformers.base.modules.transformer.Transformer", ""),
         ("sentence_transformers.base.modules.dense.Dense", "1_Dense"),
@@ -247,7 +251,7 @@ def late_interaction(path: Path) -> Folder:
         "1_Dense/config.json",
         {**dense, "module_input_name": "token_embeddings", "module_output_name": "token_embeddings"},
     )
-    save_file({"linear.weight": values((16, DIM))}, path / "1_Dense" / "model.safetensors")
+    save_file({"linear.weight": values((16, DIM))}, folder.path / "1_Dense" / "model.safetensors")
     folder.json(
         "2_MultiVectorMask/config.json", {"skiplist_words": list(".,!?"), "skiplist_tasks": ["document"]}
     )
@@ -257,6 +261,49 @@ def late_interaction(path: Path) -> Folder:
         {"model_type": "MultiVectorEncoder", "prompts": {"query": "query: ", "document": "passage: "}},
     )
     return folder
+
+
+def _expanded(folder: Folder, **expansion: Any) -> Folder:
+    """Add the expansion of queries."""
+    folder.json("sentence_bert_config.json", {"query_expansion": {"token": None, **expansion}})
+    return folder
+
+
+def _pylate(path: Path) -> Folder:
+    """Make a folder as PyLate writes it."""
+    folder = late_interaction(path)
+    kinds = (("sentence_transformers.models.Transformer", ""), ("pylate.models.Dense.Dense", "1_Dense"))
+    folder.json(
+        "modules.json",
+        [{"idx": i, "name": str(i), "path": place, "type": kind} for i, (kind, place) in enumerate(kinds)],
+    )
+    folder.json(
+        "config_sentence_transformers.json",
+        {
+            "model_type": "ColBERT",
+            "query_prefix": "query: ",
+            "document_prefix": "passage: ",
+            "query_length": 30,
+            "document_length": 38,
+            "attend_to_expansion_tokens": False,
+            "do_query_expansion": True,
+            "skiplist_words": list(".,!?"),
+        },
+    )
+    return folder
+
+
+def _modern_late(path: Path) -> Folder:
+    """Make a ModernBERT folder whose window does not reach from the end of an expanded query to the text."""
+    folder = _modern(path, "ModernBertModel", ("x",))
+    del folder.config["id2label"]
+    prefix = "model."
+    folder.tensors = {
+        name.removeprefix(prefix): tensor
+        for name, tensor in folder.tensors.items()
+        if name.startswith(prefix)
+    }
+    return _expanded(_projecting(folder), strategy="min", attend=False, length=34)
 
 
 # Cross-encoders with a single output, classifiers of texts or pairs, and labels of tokens.
@@ -280,6 +327,14 @@ TAGGERS: dict[str, Callable[[Path], Folder]] = {
     "bert": _bert_tags,
     "xlm-roberta": _roberta_tags,
     "modernbert": lambda path: _modern(path, "ModernBertForTokenClassification", TAGS),
+}
+# Late interaction, by how queries are expanded.
+LATE: dict[str, Callable[[Path], Folder]] = {
+    "as they are": late_interaction,
+    "unseen": lambda path: _expanded(late_interaction(path), strategy="min", attend=False, length=32),
+    "seen, fixed": lambda path: _expanded(late_interaction(path), strategy="fixed", attend=True, length=32),
+    "PyLate": _pylate,
+    "modernbert": _modern_late,
 }
 
 

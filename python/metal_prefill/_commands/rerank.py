@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def execute(arguments: argparse.Namespace) -> None:
     """Print documents with their scores, best first."""
-    from metal_prefill.tasks._prompt_rules import PromptRules, cut_message
+    from metal_prefill.tasks._prompt_rules import PromptRules
     from metal_prefill.tasks._reranking import Options, encode_documents
     from metal_prefill.tasks._text_passes import TextPasses
 
@@ -46,8 +46,7 @@ def execute(arguments: argparse.Namespace) -> None:
         rules = PromptRules(arguments.truncate, arguments.unicode)
         options = Options(arguments.instruction, arguments.template, arguments.how, rules)
         ranking = encode_documents(model.engine, arguments.query, documents, options)
-        if ranking.cut:
-            note = cut_message(ranking.cut, len(documents), model.max_context, "document")
+        for note in ranking.notes(model.max_context):
             print(f"warning: {note}", file=sys.stderr)
         ranked = ranking.ranked(TextPasses(model.engine), arguments.top_n)
     for item in ranked:

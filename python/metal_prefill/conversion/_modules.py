@@ -43,6 +43,11 @@ class Modules:
     tensors: dict[str, Weight] = field(default_factory=dict)
     skipped_words: list[str] | None = None
 
+    @property
+    def per_token(self) -> bool:
+        """Whether dense layers project each token, as in models for late interaction."""
+        return bool(self.tensors) and self.metadata.get("pooling_type") == POOLINGS.index("none")
+
     def set_pooling(self, pooling: Pooling) -> None:
         """Set the pooling."""
         self.metadata["pooling_type"] = POOLINGS.index(pooling)

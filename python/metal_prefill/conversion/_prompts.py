@@ -1,19 +1,30 @@
-"""Prompts of sentence-transformers, and the tokens that late interaction leaves out, as metadata."""
+"""Prompts of sentence-transformers and settings of late interaction, as metadata."""
 
 from __future__ import annotations
 
 import string
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from metal_prefill.conversion._fields import Fields
 from metal_prefill.conversion._folder_vocabulary import FolderVocabulary
 from metal_prefill.conversion._modules import Modules, words_of
-from metal_prefill.files._metadata_keys import PROMPT_KEYS, SKIPPED_KEY
+from metal_prefill.files._metadata_keys import EXPANSION_KEYS, PROMPT_KEYS, SKIPPED_KEY
 from metal_prefill.text._encoder_vocabulary import SPACE
 
 # Prefixes of PyLate's models, and the prompts that contain them.
 _PREFIXES = {"query_prefix": "query", "document_prefix": "document"}
+# Settings of PyLate, in whose presence queries are expanded.
+_EXPANDS = (
+    *_PREFIXES,
+    "query_length",
+    "document_length",
+    "skiplist_words",
+    "do_query_expansion",
+    "attend_to_expansion_tokens",
+    "attend_to_mask_tokens",
+)
 
 
 def prompt_metadata(folder: Path, modules: Modules, vocabulary: FolderVocabulary) -> dict[str, Any]:
@@ -34,7 +45,42 @@ def prompt_metadata(folder: Path, modules: Modules, vocabulary: FolderVocabulary
     begin = SPACE if vocabulary.model == "bert" else ""
     ids = {token: i for i, token in enumerate(vocabulary.tokens)}
     skipped = [ids[begin + word] for word in words or () if begin + word in ids]
-    return {**found, SKIPPED_KEY: skipped} if skipped else found
+    if skipped:
+        found[SKIPPED_KEY] = skipped
+    if modules.per_token:
+        found |= {
+            f"{EXPANSION_KEYS}{key}": value for key, value in _expansion(folder, config, ids, vocabulary)
+        }
+    return found
+
+
+def _expansion(
+    folder: Path, config: Fields, ids: Mapping[str, int], vocabulary: FolderVocabulary
+) -> Iterator[tuple[str, Any]]:
+    """Yield how queries are expanded, by the keys of the metadata."""
+    # In the order of sentence-transformers: settings of the Transformer module, of the model, and of PyLate,
+    # whose models expand queries to 32 tokens unless they state otherwise.
+    module = Fields.read_if_present(folder / "sentence_bert_config.json")
+    stated = next((f for f in (module, config) if "query_expansion" in f.values), None)
+    if stated is not None and not stated.has("query_expansion"):
+        return
+    if stated is not None:
+        options = stated.object("query_expansion")
+        options.require("strategy", ("fixed", "min"), None)
+        length, seen = options.integer("length"), options.boolean("attend", default=False)
+        fixed = options.string("strategy") == "fixed"
+    elif any(map(config.has, _EXPANDS)) and config.boolean("do_query_expansion", default=True):
+        options, fixed = config, True
+        length = config.integer("query_length", default=32)
+        seen = config.boolean("attend_to_expansion_tokens", "attend_to_mask_tokens", default=False)
+    else:
+        return
+    token = options.string("token", default="")
+    known = ids.get(token) if token else vocabulary.ids.get("mask", vocabulary.ids.get("eos"))
+    if known is None:
+        missing = f"token {token!r}" if token else "mask token"
+        raise options.error(f"queries are expanded, but the vocabulary has no {missing}")
+    yield from {"length": length, "token": known, "seen": seen, "fixed": fixed}.items()
 
 
 def _prompts(config: Fields) -> dict[str, str]:

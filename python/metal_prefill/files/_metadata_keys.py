@@ -18,6 +18,8 @@ MAX_INT = 2**31 - 1  # the engines count in 32 bits
 PROMPT_KEYS = "metal_prefill.prompts."
 # Ids of tokens of documents that late interaction leaves out, such as punctuation.
 SKIPPED_KEY = "metal_prefill.skipped_tokens"
+# How late interaction expands queries: ``length``, ``token``, ``seen`` and ``fixed``.
+EXPANSION_KEYS = "metal_prefill.query_expansion."
 
 _SMALLEST = float(np.finfo(np.float32).tiny)  # smallest float with full precision
 

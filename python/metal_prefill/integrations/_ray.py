@@ -31,9 +31,10 @@ from metal_prefill._support.cached_property import cached_property
 from metal_prefill.errors import MissingExtraError
 from metal_prefill.files._hub import resolve_model
 from metal_prefill.model import Model
-from metal_prefill.tasks._embedding import encode_texts
+from metal_prefill.tasks._embedding import check_pooling, encode_texts, expansion_of
 from metal_prefill.tasks._prompt_rules import PromptRules
 from metal_prefill.tasks._prompts import PromptForm, prompt_form
+from metal_prefill.tasks._query_expansion import QueryExpansion
 from metal_prefill.tasks._scoring import check_prompt
 
 try:
@@ -227,8 +228,13 @@ class EmbedTexts(_PromptMapper):
     def _form(self) -> PromptForm:
         return prompt_form(self._model.engine, self._embedding["instruction"])
 
+    @cached_property
+    def _expansion(self) -> QueryExpansion | None:
+        pooling = check_pooling(self._model.engine, self._embedding["pooling"])
+        return expansion_of(self._model.engine, pooling, self._embedding["instruction"])
+
     def _check(self, prompt: Any) -> Any:
-        encode_texts(self._model.engine, [prompt], self._form, self._rules)
+        encode_texts(self._model.engine, [prompt], self._form, self._rules, self._expansion)
         return prompt
 
     def _answer(self, prompts: Sequence[Any]) -> Sequence[Any]:

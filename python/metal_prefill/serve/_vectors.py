@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import uuid
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -18,11 +17,13 @@ from metal_prefill.serve._forms import EmbeddingForm, RerankForm
 from metal_prefill.serve._reply import Reply
 from metal_prefill.serve._service import Service, SharedPasses
 from metal_prefill.tasks._embedding import (
+    EncodedText,
     EncodedTexts,
     check_length,
     check_pooling,
     embed_prompts,
     encode_text,
+    expansion_of,
 )
 from metal_prefill.tasks._prompt_rules import PromptRules
 from metal_prefill.tasks._prompts import prompt_form
@@ -54,12 +55,13 @@ async def embed(service: Service, form: EmbeddingForm, reply: Reply, namespace: 
                 param="encoding_format",
                 code="unsupported",
             )
+        expansion = expansion_of(engine, pooling, form.instruction)
         prompt = prompt_form(engine, form.instruction)
         rules = PromptRules(form.truncate or "error", form.unicode)
-        encoded = EncodedTexts([], [], [])
+        encoded = EncodedTexts.none()
         for i, text in enumerate(inputs):
             if isinstance(text, str):
-                ids, cut = encode_text(engine, text, f"text {i}", prompt, rules)
+                encoded.add(encode_text(engine, text, f"text {i}", prompt, rules, expansion))
             else:
                 try:
                     ids = token_array(text, engine.config.vocab_size)
@@ -68,7 +70,7 @@ async def embed(service: Service, form: EmbeddingForm, reply: Reply, namespace: 
                 cut = form.truncate == "end" and len(ids) > engine.max_context
                 ids = ids[: engine.max_context] if cut else ids
                 check_length(engine, len(ids), f"text {i}")
-            encoded.add(ids, cut=cut)
+                encoded.add(EncodedText(ids, cut))
         return encoded
 
     with service.admitted(1):
@@ -76,7 +78,11 @@ async def embed(service: Service, form: EmbeddingForm, reply: Reply, namespace: 
 
         def compute(passes: SharedPasses) -> Any:
             return embed_prompts(
-                passes, encoded.prompts, pooling=service.settings.pooling, dimensions=form.dimensions
+                passes,
+                encoded.prompts,
+                encoded.expansions,
+                pooling=service.settings.pooling,
+                dimensions=form.dimensions,
             )
 
         vectors: npt.NDArray[np.float32] = await service.compute(compute)
@@ -90,16 +96,16 @@ async def embed(service: Service, form: EmbeddingForm, reply: Reply, namespace: 
         }
         for i, vector in enumerate(vectors)
     ]
-    usage = _usage(sum(map(len, encoded.prompts)), form.truncate, encoded.cut)
+    usage = _usage(sum(map(len, encoded.prompts)), form.truncate, len(encoded.cut))
     if encoded.empty:
         usage["empty_texts"] = len(encoded.empty)
     await reply.json({"object": "list", "data": data, "model": name, "usage": usage})
 
 
-def _usage(tokens: int, truncate: str | None, cut: Sequence[int]) -> dict[str, int]:
+def _usage(tokens: int, truncate: str | None, cut: int) -> dict[str, int]:
     """Return the counts of a request; that of texts that lost their ends where it allows that."""
     usage = {"prompt_tokens": tokens, "total_tokens": tokens}
-    return {**usage, "truncated_texts": len(cut)} if truncate == "end" else usage
+    return {**usage, "truncated_texts": cut} if truncate == "end" else usage
 
 
 async def rank(service: Service, form: RerankForm, reply: Reply, namespace: str) -> None:
@@ -122,7 +128,7 @@ async def rank(service: Service, form: RerankForm, reply: Reply, namespace: str)
     def compute(passes: SharedPasses) -> tuple[list[Ranked], dict[str, int]]:
         ranking = encode_documents(passes.engine, form.query, documents, options)
         ranked = ranking.ranked(passes, form.top_n)
-        return ranked, _usage(passes.tokens, form.truncate, ranking.cut)  # a shared prefix counts once
+        return ranked, _usage(passes.tokens, form.truncate, ranking.cut_texts)  # a shared prefix counts once
 
     with service.admitted(1):
         ranked, usage = await service.compute(compute)

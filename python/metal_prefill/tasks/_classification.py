@@ -155,7 +155,7 @@ def _encode_for_head(
     for i, text in enumerate(_checked_pairs(engine, texts)):
         name = f"text {i}"
         if isinstance(text, str):
-            ids, is_cut = encode_text(engine, text, name, rules=rules)
+            ids, is_cut, _ = encode_text(engine, text, name, rules=rules)
         else:
             first, second = (encode_part(engine, part, name, rules) for part in text)
             ids, is_cut = encode_text_pair(engine, first, second, name, rules)

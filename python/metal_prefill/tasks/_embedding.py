@@ -15,12 +15,15 @@ from metal_prefill.errors import ContextOverflowError, KVMemoryError
 from metal_prefill.files._pooled_head import POOLINGS, Pooling
 from metal_prefill.tasks._prompt_rules import PromptRules, cut_message, errors_of, named, shortened
 from metal_prefill.tasks._prompts import PLAIN, PROMPTS, PromptForm, prompt_form
+from metal_prefill.tasks._query_expansion import QueryExpansion, query_expansion
 from metal_prefill.tasks._text_passes import TextPasses, pooled_blocks
 
 __all__ = ["PROMPTS", "embed"]
 
 Vectors = npt.NDArray[np.float32]
 DEFAULT_RULES = PromptRules()
+_SMALLEST = np.finfo(np.float64).tiny  # below the length of every other vector in float32
+_NO_TOKENS = (b"", 0)  # a prompt and its expansion
 
 
 def checked_texts(texts: Iterable[str]) -> list[str]:
@@ -34,6 +37,24 @@ def checked_texts(texts: Iterable[str]) -> list[str]:
     return checked
 
 
+class EncodedText(NamedTuple):
+    """Prompt of a text.
+
+    Attributes
+    ----------
+    ids
+        Token ids.
+    cut : bool
+        Whether the text lost its end.
+    expansion : int
+        Number of last tokens that expand a query.
+    """
+
+    ids: npt.NDArray[np.int32]
+    cut: bool = False
+    expansion: int = 0
+
+
 class EncodedTexts(NamedTuple):
     """Prompts of texts.
 
@@ -41,21 +62,30 @@ class EncodedTexts(NamedTuple):
     ----------
     prompts
         Token ids of each text.
+    expansions
+        Number of last tokens of each text that expand a query.
     cut, empty
         Indices of texts that lost their ends, and of those without tokens.
     """
 
     prompts: list[npt.NDArray[np.int32]]
+    expansions: list[int]
     cut: list[int]
     empty: list[int]
 
-    def add(self, ids: npt.NDArray[np.int32], *, cut: bool) -> None:
+    @classmethod
+    def none(cls) -> EncodedTexts:
+        """Return those of no texts."""
+        return cls([], [], [], [])
+
+    def add(self, text: EncodedText) -> None:
         """Append the prompt of the next text."""
-        if cut:
+        if text.cut:
             self.cut.append(len(self.prompts))
-        if not len(ids):
+        if not len(text.ids):
             self.empty.append(len(self.prompts))
-        self.prompts.append(ids)
+        self.prompts.append(text.ids)
+        self.expansions.append(text.expansion)
 
     def notes(self, context: int) -> list[str]:
         """Return a message for each of `cut` and `empty` that names texts."""
@@ -73,6 +103,7 @@ def encode_texts(
     texts: Iterable[str],
     form: PromptForm = PLAIN,
     rules: PromptRules = DEFAULT_RULES,
+    expansion: QueryExpansion | None = None,
 ) -> EncodedTexts:
     """Turn texts into tokens, with those that begin and end texts in the file.
 
@@ -81,10 +112,9 @@ def encode_texts(
     TypeError, ValueError, ContextOverflowError, KVMemoryError
         A text is not a string, cannot be encoded or does not fit; the message has its index.
     """
-    encoded = EncodedTexts([], [], [])
+    encoded = EncodedTexts.none()
     for i, text in enumerate(checked_texts(texts)):
-        ids, cut = encode_text(engine, text, f"text {i}", form, rules)
-        encoded.add(ids, cut=cut)
+        encoded.add(encode_text(engine, text, f"text {i}", form, rules, expansion))
     return encoded
 
 
@@ -94,13 +124,17 @@ def encode_text(
     name: str,
     form: PromptForm = PLAIN,
     rules: PromptRules = DEFAULT_RULES,
-) -> tuple[npt.NDArray[np.int32], bool]:
-    """Turn a text into tokens, as `encode_texts` does; return them and whether the text lost its end.
+    expansion: QueryExpansion | None = None,
+) -> EncodedText:
+    """Turn a text into tokens, as `encode_texts` does.
 
-    The tokens after the text are kept. `name` identifies the text in errors.
+    If the text loses its end, the tokens after it are kept. `name` identifies the text in errors.
     """
     tokenizer, frame = engine.tokenizer, engine.tokenizer.frame
-    room = engine.max_context - len(frame.begin) - len(frame.end)
+    most = engine.max_context
+    if expansion is not None and expansion.fixed:
+        most = min(most, expansion.length)
+    room = most - len(frame.begin) - len(frame.end)
 
     def encode(text: str) -> list[int]:
         return form.tokens(tokenizer, text, rules)
@@ -112,9 +146,16 @@ def encode_text(
         ids = encode(shortened(tokenizer, text, lambda kept: len(encode(kept)) - room))
     elif cut:
         ids = ids[: max(room, 0)]
-    ids = frame.text(ids)
-    check_length(engine, len(ids), name)
-    return np.array(ids, np.int32), cut
+    prompt, added = np.array(frame.text(ids), np.int32), 0
+    if expansion is not None:
+        if len(prompt) > most:
+            raise ContextOverflowError(
+                f"{name}: {len(prompt)} tokens exceed the {most} of this model's queries; truncate='end' "
+                "removes the rest"
+            )
+        prompt, added = expansion.expand(prompt)
+    check_length(engine, len(prompt), name)
+    return EncodedText(prompt, cut, added)
 
 
 def check_length(engine: Engine, tokens: int, name: str) -> None:
@@ -164,14 +205,15 @@ def embed(
 ) -> Any:
     """Turn texts into vectors; see :meth:`metal_prefill.Model.embed`."""
     engine = model.engine
-    check_pooling(engine, pooling)
+    expansion = expansion_of(engine, check_pooling(engine, pooling), instruction)
     form = prompt_form(engine, instruction)
-    encoded = encode_texts(engine, texts, form, PromptRules(truncate, unicode).checked())
+    encoded = encode_texts(engine, texts, form, PromptRules(truncate, unicode).checked(), expansion)
     for note in encoded.notes(engine.max_context):
         warnings.warn(note, stacklevel=3)
     return embed_prompts(
         TextPasses(engine),
         encoded.prompts,
+        encoded.expansions,
         normalize=normalize,
         dimensions=dimensions,
         pooling=pooling,
@@ -179,16 +221,25 @@ def embed(
     )
 
 
+def expansion_of(engine: Engine, pooling: Pooling, instruction: str | None) -> QueryExpansion | None:
+    """Return how texts with this instruction are expanded: queries of which each token has a vector."""
+    return query_expansion(engine) if pooling == "none" and instruction == "query" else None
+
+
 def embed_prompts(
     passes: TextPasses,
     prompts: Sequence[npt.NDArray[np.int32]],
+    expansions: Sequence[int] = (),
     *,
     normalize: bool = True,
     dimensions: int | None = None,
     pooling: str | None = None,
     progress: Progress | None = None,
 ) -> Any:
-    """Turn token ids of texts, as `encode_texts` makes them, into vectors; those of no tokens are zeros."""
+    """Turn token ids of texts, as `encode_texts` makes them, into vectors; those of no tokens are zeros.
+
+    `expansions` are the numbers of last tokens that expand queries, if any text has some.
+    """
     config, head = passes.engine.config, passes.engine.head
     kind = check_pooling(passes.engine, pooling)
     width = head.width if kind != "none" or head.per_token else config.dim
@@ -197,17 +248,19 @@ def embed_prompts(
     width = dimensions or width
 
     # Texts that are the same are computed once.
-    places: dict[bytes, int] = {}
-    keys = [ids.tobytes() for ids in prompts]
+    places: dict[tuple[bytes, int], int] = {}
+    added = list(expansions) or [0] * len(prompts)
+    keys = [(ids.tobytes(), n) for ids, n in zip(prompts, added, strict=True)]
     for i, key in enumerate(keys):
         places.setdefault(key, i)
-    distinct = [i for key, i in places.items() if key]
+    distinct = [i for key, i in places.items() if key != _NO_TOKENS]
     results: dict[int, Vectors] = {}
     vectors = vectors_of(
         passes,
         kind,
         [prompts[i] for i in distinct],
         [f"text {i}" for i in distinct],
+        [added[i] for i in distinct],
         normalize=normalize,
         dimensions=dimensions,
     )
@@ -215,8 +268,8 @@ def embed_prompts(
         results[distinct[len(results)]] = vector
         if progress is not None:
             progress(len(results), len(distinct))
-    if b"" in places:
-        results[places[b""]] = np.zeros((0, width) if kind == "none" else width, np.float32)
+    if _NO_TOKENS in places:
+        results[places[_NO_TOKENS]] = np.zeros((0, width) if kind == "none" else width, np.float32)
     ordered = [results[places[key]] for key in keys]
     if kind == "none":
         return [states.copy() for states in ordered]
@@ -228,16 +281,17 @@ def vectors_of(
     pooling: Pooling,
     prompts: Sequence[npt.NDArray[np.int32]],
     names: Sequence[str],
+    expansions: Sequence[int] = (),
     *,
     normalize: bool = True,
     dimensions: int | None = None,
 ) -> Iterable[Vectors]:
     """Yield the vector of each prompt, or with pooling "none" those of all its tokens.
 
-    `names` are those of the prompts in errors.
+    `names` are those of the prompts in errors. For `expansions` see `pooled_blocks`.
     """
     head = passes.engine.head
-    for vectors in pooled_blocks(passes, pooling, prompts, names):
+    for vectors in pooled_blocks(passes, pooling, prompts, names, expansions):
         if head.dense and (pooling != "none" or head.per_token):
             vectors = [head.embedding_of(states) for states in vectors]
         if dimensions is not None:
@@ -245,11 +299,12 @@ def vectors_of(
         if normalize and pooling == "none":
             vectors = [_normalized(vector) for vector in vectors]
         elif normalize:
-            vectors = list(_normalized(np.stack(vectors)))  # each row as it would be alone
+            vectors = list(_normalized(np.array(vectors)))  # each row as it would be alone
         yield from vectors
 
 
 def _normalized(vectors: Vectors) -> Vectors:
     """Divide vectors by their length; those of length 0 stay."""
-    length = np.sqrt(np.square(vectors, dtype=np.float64).sum(axis=-1, keepdims=True))
-    return (vectors / np.where(length == 0, 1, length)).astype(np.float32)
+    squares = np.square(vectors, dtype=np.float64)
+    length = np.sqrt(np.add.reduce(squares, axis=-1, keepdims=True))
+    return (vectors / np.maximum(length, _SMALLEST)).astype(np.float32)

@@ -10,17 +10,18 @@ import numpy.typing as npt
 from metal_prefill._engine import Engine
 from metal_prefill.errors import GGUFError
 from metal_prefill.files._metadata_keys import SKIPPED_KEY
-from metal_prefill.tasks._embedding import vectors_of
+from metal_prefill.tasks._embedding import EncodedText, vectors_of
 from metal_prefill.tasks._text_passes import Ids, TextPasses
 
 
-def late_scores(passes: TextPasses, query: Ids, documents: Sequence[Ids]) -> list[float]:
+def late_scores(passes: TextPasses, query: EncodedText, documents: Sequence[Ids]) -> list[float]:
     """Return the score of each document: the sum of each query token's largest similarity (MaxSim).
 
     Similarities are products of vectors of length 1. Reference: arXiv:2004.12832, equation 3.
     """
     names = ["the query", *(f"document {i}" for i in range(len(documents)))]
-    vectors = iter(vectors_of(passes, "none", [query, *documents], names))
+    expansions = [query.expansion, *(0 for _ in documents)]
+    vectors = iter(vectors_of(passes, "none", [query.ids, *documents], names, expansions))
     asked = next(vectors)
     skipped = skipped_tokens(passes.engine)
     scores = []

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import unicodedata
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from metal_prefill._support.arguments import one_of
@@ -15,15 +14,21 @@ if TYPE_CHECKING:
     from metal_prefill.text._tokenizer import Tokenizer
 
 
-@contextmanager
-def errors_of(name: str) -> Iterator[None]:
-    """Put the name of a text before the message of a ValueError about it."""
-    try:
-        yield
-    except GGUFError:  # of the vocabulary, which is read for the first text
-        raise
-    except ValueError as error:
-        raise ValueError(f"{name}: {error}") from None
+class errors_of:
+    """Context that puts the name of a text before the message of a ValueError about it."""
+
+    __slots__ = ("_name",)
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        # A GGUFError is one of the vocabulary, which is read for the first text.
+        if isinstance(error, ValueError) and not isinstance(error, GGUFError):
+            raise ValueError(f"{self._name}: {error}") from None
 
 
 class PromptRules(NamedTuple):

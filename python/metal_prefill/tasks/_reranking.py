@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -14,11 +15,12 @@ from metal_prefill._engine import Engine, EngineOwner
 from metal_prefill._support.arguments import integer
 from metal_prefill.errors import GGUFError
 from metal_prefill.files._pooled_head import dequantized, sigmoid
-from metal_prefill.tasks._embedding import DEFAULT_RULES, check_length, encode_text
+from metal_prefill.tasks._embedding import DEFAULT_RULES, EncodedText, check_length, encode_text
 from metal_prefill.tasks._late_interaction import late_scores
 from metal_prefill.tasks._pairs import encode_pair, encode_part
-from metal_prefill.tasks._prompt_rules import PromptRules, errors_of, shortened, warn_of_cut
+from metal_prefill.tasks._prompt_rules import PromptRules, cut_message, errors_of, shortened
 from metal_prefill.tasks._prompts import has_prompts, prompt_form
+from metal_prefill.tasks._query_expansion import query_expansion
 from metal_prefill.tasks._text_passes import Ids, TextPasses, pooled_states
 
 TEMPLATE_KEY = "tokenizer.chat_template.rerank"
@@ -32,6 +34,7 @@ TEMPLATES = {
 }
 INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
 ANSWERS = ("yes", "no")
+CUT_QUERY = "the query is longer than those of its model and lost its end"
 
 
 @dataclass(frozen=True)
@@ -72,14 +75,26 @@ class Ranking:
         Prompt of each document: with the query, or for late interaction alone.
     cut : list of int
         Indices of documents that lost their ends.
-    query : int32 [n] or None
+    query : EncodedText or None
         The query, for late interaction.
     """
 
     documents: Sequence[str]
     prompts: list[Ids]
     cut: list[int]
-    query: Ids | None = None
+    query: EncodedText | None = None
+
+    @property
+    def cut_texts(self) -> int:
+        """Number of texts that lost their ends."""
+        return len(self.cut) + (self.query is not None and self.query.cut)
+
+    def notes(self, context: int) -> list[str]:
+        """Return messages about the texts that lost their ends."""
+        notes = [CUT_QUERY] if self.query is not None and self.query.cut else []
+        if self.cut:
+            notes.append(cut_message(self.cut, len(self.prompts), context, "document"))
+        return notes
 
     def ranked(self, passes: TextPasses, top_n: int | None) -> list[Ranked]:
         """Order the documents by their scores."""
@@ -112,7 +127,8 @@ def rerank(
         integer("top_n", top_n, 1)
     engine, rules = model.engine, PromptRules(truncate, unicode).checked()
     ranking = encode_documents(engine, query, documents, Options(instruction, template, how, rules))
-    warn_of_cut(ranking.cut, len(ranking.prompts), engine.max_context, "document")
+    for note in ranking.notes(engine.max_context):
+        warnings.warn(note, stacklevel=3)
     return ranking.ranked(TextPasses(engine), top_n)
 
 
@@ -167,16 +183,16 @@ def kind_of(engine: Engine, options: Options) -> str:
 def _encode_late(engine: Engine, query: str, documents: Sequence[str], options: Options) -> Ranking:
     known = has_prompts(engine)
     asked = options.instruction if options.instruction is not None else "query" if known else None
-    query_ids, _ = encode_text(
-        engine, query, "the query", prompt_form(engine, asked), options.rules._replace(truncate="error")
-    )
-    if not len(query_ids):
+    expansion = query_expansion(engine)
+    rules = options.rules if expansion is not None else options.rules._replace(truncate="error")
+    encoded = encode_text(engine, query, "the query", prompt_form(engine, asked), rules, expansion)
+    if not len(encoded.ids):
         raise ValueError("the query has no tokens")
     form = prompt_form(engine, "document" if known else None)
-    ranking = Ranking(documents, [], [], query_ids)
+    ranking = Ranking(documents, [], [], encoded)
     for i, document in enumerate(documents):
-        ids, cut = encode_text(engine, document, f"document {i}", form, options.rules)
-        _add(ranking, ids, cut)
+        text = encode_text(engine, document, f"document {i}", form, options.rules)
+        _add(ranking, text.ids, text.cut)
     return ranking
 
 

@@ -15,6 +15,7 @@ from metal_prefill._engine import Engine
 from metal_prefill.files._pooled_head import Pooling
 from metal_prefill.generation._batch_call import BatchCall, BatchOutput
 from metal_prefill.generation._text_call import TextCall
+from metal_prefill.tasks._query_expansion import query_expansion
 
 Ids = npt.NDArray[np.int32]
 
@@ -200,13 +201,20 @@ def pooled_states(
 
 
 def pooled_blocks(
-    passes: TextPasses, pooling: Pooling, prompts: Sequence[Ids], names: Sequence[str]
+    passes: TextPasses,
+    pooling: Pooling,
+    prompts: Sequence[Ids],
+    names: Sequence[str],
+    expansions: Sequence[int] = (),
 ) -> Iterator[list[npt.NDArray[np.float32]]]:
-    """Yield what `pooled_states` does for the prompts of each pass together."""
+    """Yield what `pooled_states` does for the prompts of each pass together.
+
+    `expansions` are the numbers of last tokens that expand queries, if any prompt has some.
+    """
     if not prompts:
         return
     if not passes.engine.config.causal:
-        yield from _whole_blocks(passes, pooling, prompts, names)
+        yield from _whole_blocks(passes, pooling, prompts, names, expansions)
         return
     if pooling == "last":
         for state in last_states(passes, prompts, names):
@@ -224,9 +232,15 @@ def pooled_blocks(
 
 
 def _whole_blocks(
-    passes: TextPasses, pooling: Pooling, prompts: Sequence[Ids], names: Sequence[str]
+    passes: TextPasses,
+    pooling: Pooling,
+    prompts: Sequence[Ids],
+    names: Sequence[str],
+    expansions: Sequence[int],
 ) -> Iterator[list[npt.NDArray[np.float32]]]:
     """Yield the results of passes of whole prompts, as many as fit, in their order."""
+    expansion = query_expansion(passes.engine) if any(expansions) else None
+    seen = expansion is not None and expansion.seen
     lengths = list(map(len, prompts))
     first = 0
     while first < len(prompts):
@@ -234,7 +248,7 @@ def _whole_blocks(
         while end < len(prompts) and lengths[end] <= room:
             room -= lengths[end]
             end += 1
-        call = TextCall(passes.engine.core, prompts[first:end], pooling)
+        call = TextCall(passes.engine.core, prompts[first:end], pooling, expansions[first:end], seen=seen)
         results = call.results(passes.run(call))
         for name, result in zip(names[first:end], results, strict=True):
             if isinstance(result, Exception):

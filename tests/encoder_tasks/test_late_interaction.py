@@ -1,0 +1,200 @@
+"""Late interaction, next to sentence-transformers'."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from support import model_folders, task_folders
+from support.encoder_tasks import NEAR, FileOf, opened, scores_of
+from support.gguf_bytes import text
+from support.gguf_mutator import take_apart
+from support.task_folders import DOCUMENTS, LATE, LONG_QUERY, QUERY, TEXTS
+
+from metal_prefill import ContextOverflowError, GGUFError, Model, UnsupportedModelError
+from metal_prefill.cli import main
+from metal_prefill.conversion import convert
+from metal_prefill.generation._text_call import TextCall
+from metal_prefill.tasks._text_passes import TextPasses
+
+
+@pytest.mark.parametrize("name", LATE)
+def test_scores_of_late_interaction_match_sentence_transformers(
+    device: str, file_of: FileOf, record: dict[str, Any], name: str
+) -> None:
+    expected, documents = record["late"][name], [text for text in DOCUMENTS if text]
+    with opened(file_of(LATE[name]), device) as model:
+        query = model.embed([QUERY], instruction="query")[0]
+        np.testing.assert_allclose(query, expected["query"], rtol=0, atol=4 * NEAR[device])
+        document = model.embed([DOCUMENTS[0]], instruction="document")[0]
+        kept = document[[i for i, row in enumerate(document) if near_any(row, expected["document"], device)]]
+        assert len(kept) == len(document) - 1 == len(expected["document"])  # without the full stop
+        for options in ({}, {"how": "late"}):
+            scores = scores_of(model, documents, **options)
+            np.testing.assert_allclose(scores, expected["scores"], rtol=2e-6 if device == "cpu" else 2e-3)
+
+
+@pytest.mark.parametrize("name", LATE)
+def test_longer_queries_are_cut_only_on_request(
+    device: str, file_of: FileOf, record: dict[str, Any], name: str
+) -> None:
+    expected = record["late"][name]["long_query"]
+    with opened(file_of(LATE[name]), device) as model:
+        if name not in ("seen, fixed", "PyLate"):
+            query = model.embed([LONG_QUERY], instruction="query")[0]
+        else:
+            for call in (
+                lambda: model.embed([LONG_QUERY], instruction="query"),
+                lambda: model.rerank(LONG_QUERY, DOCUMENTS),
+            ):
+                with pytest.raises(
+                    ContextOverflowError, match=rf"39 tokens exceed the {len(expected)} of this"
+                ):
+                    call()
+            with pytest.warns(UserWarning, match="lost its end"):
+                model.rerank(LONG_QUERY, DOCUMENTS[:1], truncate="end")
+            with pytest.warns(UserWarning, match="1 of 1 texts .* lost their ends"):
+                query = model.embed([LONG_QUERY], instruction="query", truncate="end")[0]
+        np.testing.assert_allclose(query, expected, rtol=0, atol=4 * NEAR[device])
+
+
+@pytest.mark.parametrize("compute", ["f32", "int8", "bf16"])
+@pytest.mark.parametrize("name", [name for name in LATE if name != "as they are"])
+def test_an_expanded_query_is_the_same_alone_and_in_any_batch(
+    file_of: FileOf, name: str, compute: Any
+) -> None:
+    path, queries = file_of(LATE[name], "Q8_0"), [QUERY, "who", "the king", "", QUERY + " he"]
+    with (
+        Model(path, device="cpu", compute=compute) as model,
+        Model(path, device="cpu", compute=compute, threads=1) as one,
+    ):
+        together = model.embed(queries, instruction="query")
+        for query, vectors in zip(queries, together, strict=True):
+            np.testing.assert_array_equal(one.embed([query], instruction="query")[0], vectors)
+            assert np.all(np.isfinite(vectors))
+
+
+def test_only_queries_are_expanded(file_of: FileOf) -> None:
+    with opened(file_of(LATE["unseen"])) as model:
+        for options in ({}, {"instruction": "document"}, {"instruction": "query", "pooling": "mean"}):
+            vectors = model.embed(["who"], **options)[0]  # type: ignore[arg-type]
+            assert vectors.ndim == 1 or len(vectors) < 32
+        assert len(model.embed(["who"], instruction="query")[0]) == 32
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"length": 0}, "metal_prefill.query_expansion.length is 0, must be between 1 and"),
+        ({"length": "32"}, "metal_prefill.query_expansion.length has type string, expected an integer"),
+        ({"token": 1 << 20}, "metal_prefill.query_expansion.token is 1048576, must be between 0 and"),
+        ({"seen": 1}, "metal_prefill.query_expansion.seen has type uint32, expected bool"),
+        ({"fixed": None}, "metal_prefill.query_expansion.fixed is missing"),
+        ({"length": 41}, "the query: 41 tokens exceed the context of 40"),
+    ],
+)
+def test_wrong_expansions_are_rejected(
+    file_of: FileOf, tmp_path: Path, changed: dict[str, Any], message: str
+) -> None:
+    path = Path(shutil.copy(file_of(LATE["unseen"]), tmp_path))
+    parts = take_apart(path)
+    values = {f"metal_prefill.query_expansion.{key}".encode(): value for key, value in changed.items()}
+    kinds: dict[type, Callable[[Any], tuple[int, bytes]]] = {
+        int: lambda value: (4, value.to_bytes(4, "little")),
+        str: lambda value: (8, text(value)),
+    }
+    parts.metadata = [
+        item if item[0] not in values else (item[0], *kinds[type(values[item[0]])](values[item[0]]))
+        for item in parts.metadata
+        if item[0] not in values or values[item[0]] is not None
+    ]
+    path.write_bytes(parts.assemble())
+    with opened(path) as model, pytest.raises((GGUFError, ContextOverflowError), match=message):
+        model.rerank(QUERY, DOCUMENTS)
+
+
+@pytest.mark.parametrize(
+    ("expansions", "message"),
+    [
+        ([0, 1], "there are 2 expansions for 1 texts"),
+        ([3], "an expansion of 3 tokens leaves 0 of the text: at least one is needed"),
+        ([-1], "an expansion of -1 tokens leaves 4 of the text"),
+    ],
+)
+def test_expansions_outside_a_text_are_rejected(file_of: FileOf, expansions: list[int], message: str) -> None:
+    with opened(file_of(LATE["unseen"])) as model:
+        call = TextCall(model.engine.core, [np.array([1, 2, 3], np.int32)], "none", expansions)
+
+        def compute() -> None:
+            for result in TextPasses(model.engine).run(call):
+                if isinstance(result, Exception):
+                    raise result
+
+        with pytest.raises(ValueError, match=message):
+            compute()
+
+
+def test_expansion_requires_a_known_token(tmp_path: Path) -> None:
+    folder = task_folders.late_interaction(tmp_path / "m")
+    expansion = {"strategy": "fixed", "length": 8, "token": "[EXPAND]"}
+    folder.json("sentence_bert_config.json", {"query_expansion": expansion})
+    with pytest.raises(
+        GGUFError, match=r"queries are expanded, but the vocabulary has no token '\[EXPAND\]'"
+    ):
+        convert(folder.write(), tmp_path / "m.gguf")
+    folder.json("sentence_bert_config.json", {"query_expansion": {**expansion, "strategy": "max"}})
+    with pytest.raises(
+        UnsupportedModelError, match=r"query_expansion\.strategy is 'max'; supported: 'fixed', 'min'"
+    ):
+        convert(folder.write(), tmp_path / "m.gguf")
+
+
+def near_any(row: npt.NDArray[Any], rows: list[list[float]], device: str) -> bool:
+    return bool((np.abs(np.array(rows) - row).max(axis=1) < 4 * NEAR[device]).any())
+
+
+def test_late_interaction_works_without_a_projection(tmp_path: Path) -> None:
+    folder = model_folders.bert(tmp_path / "m")
+    folder.pool()
+    with opened(convert(folder.write(), tmp_path / "m.gguf")) as model:
+        query, *documents = model.embed([QUERY, *DOCUMENTS], pooling="none")
+        expected = [(query @ rows.T).max(axis=1).sum() for rows in documents]
+        np.testing.assert_allclose(scores_of(model, how="late"), expected, rtol=1e-6)
+        with pytest.raises(ValueError, match="is an encoder without a classification head: it does not rank"):
+            model.rerank(QUERY, DOCUMENTS)
+
+
+def test_token_vectors_are_projected_and_truncated(file_of: FileOf) -> None:
+    with opened(file_of(task_folders.late_interaction)) as model:
+        whole = model.embed(TEXTS)
+        assert {rows.shape[1] for rows in whole} == {16}
+        np.testing.assert_allclose(np.linalg.norm(whole[0], axis=1), 1, rtol=1e-6)
+        cut = model.embed(TEXTS, dimensions=4)
+        np.testing.assert_allclose(np.linalg.norm(cut[0], axis=1), 1, rtol=1e-6)
+        assert np.all(
+            np.abs((cut[0] * whole[0][:, :4]).sum(axis=1) - np.linalg.norm(whole[0][:, :4], axis=1)) < 1e-5
+        )
+        with pytest.raises(ValueError, match=r"dimensions.*16"):
+            model.embed(TEXTS, dimensions=17)
+
+
+def test_a_command_ranks_by_late_interaction(
+    file_of: FileOf, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = file_of(task_folders.late_interaction)
+    file = tmp_path / "texts"
+    file.write_text("The king is dead.\nx\n")
+    assert main(["rerank", "-m", str(path), "-q", QUERY, "-f", str(file), "--how", "late", "--json"]) == 0
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    with Model(path, device="cpu") as model:
+        assert [line["score"] for line in lines] == [
+            item.score for item in model.rerank(QUERY, ["The king is dead.", "x"])
+        ]
+    assert main(["embed", "-m", str(path), "-f", str(file), "-o", str(tmp_path / "v.npy")]) == 2
+    assert "has a vector for each token" in capsys.readouterr().err

@@ -1,0 +1,156 @@
+"""Texts, options and methods that an encoder does not take."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support import model_folders, task_folders
+from support.encoder_tasks import FileOf, opened
+from support.gguf_bytes import text
+from support.gguf_mutator import take_apart
+from support.task_folders import (
+    DOCUMENTS,
+    QUERY,
+    RANKERS,
+    TAGGERS,
+    TEXTS,
+)
+
+from metal_prefill import ContextOverflowError, GGUFError
+from metal_prefill.cli import main
+from metal_prefill.conversion import convert
+
+
+@pytest.mark.parametrize("kind", ["pair", "text", "late"])
+def test_long_texts_are_rejected_or_truncated(file_of: FileOf, kind: str) -> None:
+    make = {"pair": RANKERS["bert"], "text": TAGGERS["bert"], "late": task_folders.late_interaction}[kind]
+    long = "the king is dead " * 30
+    with opened(file_of(make)) as model:
+
+        def call(**options: Any) -> Any:
+            if kind == "text":
+                return model.label_tokens(["a", long], **options)
+            return model.rerank(QUERY, ["a", long], **options)
+
+        name = "text 1" if kind == "text" else "document 1"
+        with pytest.raises(ContextOverflowError, match=f"{name}: .* tokens exceed the context of 40"):
+            call()
+        with pytest.warns(UserWarning, match=f"1 of 2 .* lost their ends: {name}"):
+            call(truncate="end")
+        if kind == "pair":
+            with pytest.raises(ContextOverflowError, match="leaves no room for the second"):
+                model.rerank(long, ["a"], truncate="end")
+            # The tokens at the end stay, and so does the query.
+            frame, encode = model.tokenizer.frame, model.tokenizer.encode
+            first = encode(QUERY, add_bos=False)
+            room = 40 - len(first) - frame.pair_tokens
+            with pytest.warns(UserWarning, match="1 of 1"):
+                cut = model.rerank(QUERY, [long], truncate="end")[0].score
+            shorter = model.tokenizer.decode(encode(long, add_bos=False)[:room])
+            assert model.rerank(QUERY, [shorter])[0].score == cut
+
+
+def test_options_unsupported_by_the_model_are_rejected(file_of: FileOf) -> None:
+    pairs = file_of(RANKERS["bert"])
+    tags = file_of(TAGGERS["bert"])
+    late = file_of(task_folders.late_interaction)
+    with opened(pairs) as ranker, opened(tags) as tagger, opened(late) as projecting:
+        for options, message in (
+            ({"template": "{query} {document}"}, "template is not supported"),
+            ({"instruction": "web search"}, "instruction is not supported"),
+            ({"how": "late"}, "has a classification head, which scores pairs"),
+            ({"how": "early"}, "how must be 'late' or None, got 'early'"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                ranker.rerank(QUERY, DOCUMENTS, **options)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="template is not supported"):
+            projecting.rerank(QUERY, DOCUMENTS, template="{query} {document}")
+        with pytest.raises(ValueError, match="has labels for whole texts: use classify"):
+            ranker.label_tokens(TEXTS)
+        with pytest.raises(ValueError, match="has labels for tokens: use label_tokens"):
+            tagger.classify(TEXTS)
+        with pytest.raises(ValueError, match="has no classification head"):
+            projecting.label_tokens(TEXTS)
+        with pytest.raises(ValueError, match="is an encoder, which predicts no text: leave labels out"):
+            ranker.classify(TEXTS, ["a", "b"])
+        with pytest.raises(TypeError, match="text 0 must be a string or a pair of strings, got tuple"):
+            ranker.classify([("a", "b", "c")])  # type: ignore[list-item]
+        with pytest.raises(ValueError, match="strategy must be one of"):
+            tagger.label_tokens(TEXTS, strategy="best")
+        with pytest.raises(ValueError, match=r"text 1: .*surrogates"):
+            tagger.label_tokens(["a", "\ud800"])
+        with pytest.raises(TypeError, match="texts must be a sequence of strings"):
+            tagger.label_tokens("a")
+
+
+def test_generating_methods_name_the_alternatives(file_of: FileOf, tmp_path: Path) -> None:
+    from metal_prefill import Conversation, Scheduler
+
+    folder = model_folders.bert(tmp_path / "m")
+    folder.pool()
+    plain = convert(folder.write(), tmp_path / "plain.gguf")
+    for path, use in (
+        (plain, "embed"),
+        (file_of(RANKERS["bert"]), "rerank or classify"),
+        (file_of(TAGGERS["bert"]), "label_tokens"),
+        (file_of(task_folders.late_interaction), "embed, or rerank"),
+    ):
+        with opened(path) as model, model.session() as session:
+            message = f"is an encoder, which does not generate or score text: use {use}$"
+            for call in (
+                lambda: model.generate("a"),
+                lambda: list(model.generate("a", n=2)),
+                lambda: list(model.stream("a")),
+                lambda: list(session.generate("a")),
+                lambda: list(model.generate_many(["a"])),
+                lambda: model.generate_beams("a"),
+                lambda: Conversation(model),
+                lambda: Scheduler(model).submit("a"),
+            ):
+                with pytest.raises(ValueError, match=message):
+                    call()
+            assert session.position == model.position == 0
+
+
+@pytest.mark.parametrize("command", ["run", "chat", "perplexity"])
+def test_generating_commands_print_a_one_line_error(
+    file_of: FileOf, tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    path = file_of(TAGGERS["bert"])
+    (tmp_path / "text").write_text("a b c d e f g h")
+    arguments = {"run": ["-p", "a"], "chat": [], "perplexity": ["-f", str(tmp_path / "text")]}[command]
+    assert main([command, "-m", str(path), *arguments]) == 2
+    error = capsys.readouterr().err
+    assert (
+        error == "error: model.gguf is an encoder, which does not generate or score text: use label_tokens\n"
+    )
+
+
+def test_a_text_benchmark_names_the_embedding_benchmark(
+    file_of: FileOf, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = file_of(TAGGERS["bert"])
+    assert main(["bench", "-m", str(path)]) == 2
+    expected = "error: model.gguf is an encoder, which does not generate text: measure --embed\n"
+    assert capsys.readouterr().err == expected
+
+
+def test_a_damaged_vocabulary_is_an_error_of_the_file(file_of: FileOf, tmp_path: Path) -> None:
+    path = Path(shutil.copy(file_of(model_folders.bert), tmp_path))
+    parts = take_apart(path)
+    parts.metadata = [
+        (name, kind, text("t5") if name == b"tokenizer.ggml.model" else value)
+        for name, kind, value in parts.metadata
+    ]
+    path.write_bytes(parts.assemble())
+    with opened(path) as model:
+        for call in (
+            lambda: model.embed(["a"], pooling="mean"),
+            lambda: model.rerank("a", ["b"], how="late"),
+        ):
+            with pytest.raises(GGUFError, match=rf"^{re.escape(str(path))}: metadata .* is missing"):
+                call()

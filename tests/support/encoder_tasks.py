@@ -1,0 +1,37 @@
+"""Shared by the tests of tasks of encoders."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from metal_prefill import Model
+from support.model_folders import Folder
+from support.task_folders import DOCUMENTS, QUERY
+
+# Probabilities and products of vectors: sums in float32, and products of half precision on Metal.
+NEAR = {"cpu": 1e-5, "metal": 5e-3}
+INT8 = 2e-2  # with matrices in 8 bits, on models of 32 columns
+
+
+class FileOf(Protocol):
+    """Converts a folder, and returns the path of the file."""
+
+    def __call__(self, make: Callable[[Path], Folder], tensor_type: str = "auto") -> Path: ...
+
+
+def opened(path: Path, device: str = "cpu") -> Model:
+    """Open a file in float32."""
+    return Model(path, device=device, compute="f32", kv_dtype="f32")
+
+
+def scores_of(model: Model, documents: list[str] = DOCUMENTS, **options: Any) -> npt.NDArray[np.float64]:
+    """Return the scores in the order of the documents."""
+    scores = np.empty(len(documents))
+    for item in model.rerank(QUERY, documents, **options):
+        scores[item.index] = item.score
+    return scores
