@@ -9,41 +9,23 @@ tokens, since it accepts none: the untimed first run of a test computes that con
 
 from __future__ import annotations
 
-import hashlib
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import ctranslate2
 
-from metal_prefill._support.cache_folder import cache_folder
 from metal_prefill.bench._engines import Engine, Identity, Ids, Options
-from metal_prefill.bench._errors import BenchError
 from metal_prefill.bench._machine import available_threads, counted, cpu_name
+from metal_prefill.bench._peers.converted import convert_once, folder_of
 
 COMPUTE_TYPES = {"int8": "int8_float32", "f32": "float32", "bf16": "bfloat16"}
 
 
 def convert(path: Path) -> Path:
-    """Return the converted model of a GGUF file, which is cached.
-
-    The conversion runs in its own process, so that its memory does not count as the engine's.
-    """
-    stat = path.stat()
-    identity = f"{path.resolve()}:{stat.st_size}:{stat.st_mtime_ns}:{ctranslate2.__version__}"
-    folder = cache_folder() / f"ctranslate2-{hashlib.sha256(identity.encode()).hexdigest()[:16]}"
-    done = folder / "complete"
-    if not done.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        module = "metal_prefill.bench._peers.ctranslate2_model"
-        result = subprocess.run(
-            [sys.executable, "-m", module, str(path), str(folder)], capture_output=True, text=True
-        )
-        if result.returncode != 0:
-            tail = (result.stderr.strip().splitlines() or ["no message"])[-1]
-            raise BenchError(f"{path} cannot be converted for CTranslate2: {tail}")
-        done.touch()
+    """Return the converted model of a GGUF file, which is cached."""
+    folder = folder_of("CTranslate2", ctranslate2.__version__, path)
+    module = "metal_prefill.bench._peers.ctranslate2_model"
+    convert_once("CTranslate2", path, folder, folder / "model.bin", ["-m", module, str(path), str(folder)])
     return folder
 
 

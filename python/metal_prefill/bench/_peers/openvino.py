@@ -10,10 +10,7 @@ arithmetic instead.
 
 from __future__ import annotations
 
-import hashlib
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +18,9 @@ import numpy as np
 import openvino as ov
 from openvino import opset13 as ops
 
-from metal_prefill._support.cache_folder import cache_folder
 from metal_prefill.bench._engines import Engine, Identity, Ids, Options
-from metal_prefill.bench._errors import BenchError
 from metal_prefill.bench._machine import available_threads, counted
+from metal_prefill.bench._peers.converted import convert_once, folder_of
 
 _CONVERT = """
 import sys
@@ -34,31 +30,14 @@ openvino_genai.LLMPipeline(sys.argv[1], "CPU", enable_save_ov_model=True)
 
 
 def convert(path: Path) -> Path:
-    """Return the graph of a GGUF file, converted once and cached.
-
-    The conversion runs in its own process, so that its memory does not count as the engine's.
-    """
-    stat = path.stat()
-    identity = f"{path.resolve()}:{stat.st_size}:{stat.st_mtime_ns}:{ov.get_version()}"
-    folder = cache_folder() / f"openvino-{hashlib.sha256(identity.encode()).hexdigest()[:16]}"
+    """Return the graph of a GGUF file, converted once and cached."""
+    folder = folder_of("OpenVINO", ov.get_version(), path)
     graph = folder / "openvino_model.xml"
-    done = folder / "complete"
-    if done.exists():
-        return graph
-    folder.mkdir(parents=True, exist_ok=True)
     link = folder / "model.gguf"  # the graph is saved next to the file that was read
-    link.unlink(missing_ok=True)
-    link.symlink_to(path.resolve())
-    result = subprocess.run(
-        [sys.executable, "-c", _CONVERT, os.fspath(link)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    if result.returncode != 0 or not graph.exists():
-        tail = result.stdout.strip().splitlines()[-3:]
-        raise BenchError(f"OpenVINO GenAI cannot convert {path}: {' / '.join(tail)}")
-    done.touch()
+    if not link.exists():
+        link.unlink(missing_ok=True)
+        link.symlink_to(path.resolve())
+    convert_once("OpenVINO", path, folder, graph, ["-c", _CONVERT, os.fspath(link)])
     return graph
 
 
