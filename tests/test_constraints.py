@@ -111,7 +111,7 @@ def test_the_number_of_forced_tokens_in_a_pass_is_bounded(model: Model, speculat
     while scheduler.streams:
         tokens = [piece.token for _, piece in scheduler.step_pieces()]
         made += tokens
-        most, passes = max(most, len(tokens)), passes + 1
+        most, passes = max(most, len(tokens)), passes + bool(tokens)  # none if the constraint is slow
     assert made == expected
     assert most <= 1 + MOST_DRAFTS + MOST_FORCED
     if speculate == "off":
