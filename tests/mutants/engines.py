@@ -394,7 +394,7 @@ CPU = (
         "if (rows[0].state) std::copy_n(rows[0].state + first + std::ptrdiff_t(i) * width, columns, to);",
         "",
         "a chunk begins with empty matrices",
-        (_STATES, "-k", "cpu and any_split and qwen35"),
+        (_STATES, "-k", "any_split and qwen35"),
     ),
     Mutant(
         "cpp/cpu/gated_delta.cpp",
