@@ -259,9 +259,11 @@ def test_a_changed_folder_is_converted_again(tmp_path: Path, cache: Path) -> Non
     folder = model_folders.llama(tmp_path / "m")
     first = local_file(folder.write())
     folder.tensors["model.norm.weight"] = folder.tensors["model.norm.weight"] + 1
-    second = local_file(folder.write())
-    folder.config["rope_theta"] = 5000.0
-    third = local_file(folder.write())
+    path = folder.write()
+    second = local_file(path)
+    settings = path / "config.json"  # alone: the weights and their time stay as they are
+    settings.write_text(json.dumps({**json.loads(settings.read_text()), "rope_theta": 5000.0}))
+    third = local_file(path)
     assert len({first, second, third}) == 3
     assert read(second)[1]["output_norm.weight"][0] == folder.tensors["model.norm.weight"][0]
     assert read(third)[0]["llama.rope.freq_base"] == 5000.0
