@@ -32,6 +32,7 @@ Dir::Cache::srcpkgcache "";
 END
 export APT_CONFIG=$apt/apt.conf
 apt-get -qq update
-apt-get -qq -y --download-only install "$python" >/dev/null
+# NumPy needs the C++ library.
+apt-get -qq -y --download-only install "$python" libstdc++6 >/dev/null
 for package in "$apt"/archives/*.deb; do dpkg-deb -x "$package" "$root"; done
 ln -sfn usr/lib "$root/lib"  # Debian's packages rely on this link of an installed system
