@@ -438,19 +438,6 @@ def test_features_of_lfm2_that_are_missing_are_refused(
         convert(folder.write(), tmp_path / "m.gguf")
 
 
-def test_logits_of_an_lfm2_folder_are_those_of_transformers(tmp_path: Path) -> None:
-    torch = pytest.importorskip("torch")
-    transformers = pytest.importorskip("transformers")
-    folder = model_folders.lfm2(tmp_path / "m", tie_word_embeddings=True, bos_token_id=0, pad_token_id=0)
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder.write()).float().eval()
-    ids = np.array([5, 17, 3, 200, 42, 9, 9, 150], np.int32)
-    with torch.no_grad():
-        expected = theirs(torch.tensor(ids[None].astype(np.int64))).logits[0, -1].numpy()
-    with Model(folder.path, device="cpu", compute="f32", kv_dtype="f32") as model:
-        logits = model.forward_prompt_logits(ids)
-    np.testing.assert_allclose(logits, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
-
-
 @pytest.mark.parametrize("architecture", ["Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration"])
 def test_a_qwen35_folder_has_delta_rules_and_attention(tmp_path: Path, architecture: str) -> None:
     folder = model_folders.qwen35(tmp_path / "m", architecture)
@@ -520,10 +507,16 @@ def test_folders_of_qwen35_that_contradict_themselves_are_refused(
         convert(folder.write(), tmp_path / "m.gguf")
 
 
-def test_logits_of_a_qwen35_folder_are_those_of_transformers(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("architecture", "settings"),
+    [("lfm2", {"bos_token_id": 0, "pad_token_id": 0}), ("qwen35", {})],
+)
+def test_logits_of_a_folder_are_those_of_transformers(
+    tmp_path: Path, architecture: str, settings: dict[str, Any]
+) -> None:
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
-    folder = model_folders.qwen35(tmp_path / "m", tie_word_embeddings=True)
+    folder = getattr(model_folders, architecture)(tmp_path / "m", tie_word_embeddings=True, **settings)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder.write()).float().eval()
     ids = np.array([5, 17, 3, 200, 42, 9, 9, 150], np.int32)
     with torch.no_grad():

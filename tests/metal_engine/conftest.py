@@ -12,7 +12,7 @@ from metal_kernels import KernelLibrary, testing_module
 from support.kernel_harness import SHADERS, Array, Run, flat_source
 from support.missing import REQUIRE_METAL, fail_or_skip, skip_where_the_cpu_is_selected
 
-from metal_prefill import _core
+from metal_prefill import _core, synth
 
 MISSING = "the package was built without the means to dispatch single kernels: run `make test`"
 SHUFFLED = 7  # seed of the order of threads
@@ -30,6 +30,23 @@ def open_source(path: Path) -> KernelLibrary | None:
         if _core.has_emulator or language < (4, 0):
             raise
         return None
+
+
+@pytest.fixture
+def own_device() -> Iterator[None]:
+    """Reset what a test set on the emulated GPU, which must have found no violation."""
+    yield
+    gpu = _core.emulator
+    gpu.clear_faults()
+    gpu.set_history_depth(0)
+    gpu.set_limits(gpu.Limits())
+    assert gpu.take_violations() == []
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Make a model whose passes have more than 64 dispatches; some files of tests have another `path`."""
+    return synth.synthesize(tmp_path_factory.mktemp("deep") / "m.gguf", preset="tiny", layers=12, vocab=320)
 
 
 @pytest.fixture(scope="module", params=["source", *["metallib"] * COMPILED.exists()])

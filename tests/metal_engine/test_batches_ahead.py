@@ -16,7 +16,7 @@ from metal_prefill._support.row_cost import RowCost
 from metal_prefill.generation._scheduler import Stream
 from metal_prefill.generation._speculation import Acceptance, LookupDrafter
 
-pytestmark = pytest.mark.emulator
+pytestmark = [pytest.mark.emulator, pytest.mark.usefixtures("own_device")]
 
 if not _core.has_emulator:
     pytest.skip("needs a build with the Metal emulator", allow_module_level=True)
@@ -26,14 +26,6 @@ VOCAB = 320
 PROMPTS = [[(5 + i + 7 * k) % VOCAB for k in range(n)] for i, n in enumerate([40, 11, 58])]
 TOKENS = 12  # of each text; the third one needs a second page
 GREEDY: Any = {"speculate": "off"}
-
-
-@pytest.fixture(autouse=True)
-def own_device() -> Iterator[None]:
-    yield
-    gpu.clear_faults()
-    gpu.set_history_depth(0)
-    assert gpu.take_violations() == []
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,6 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -17,10 +16,11 @@ from typing import Any
 import metal_kernels
 import numpy as np
 import pytest
+from support.emulated_gpu import open_with
 
-from metal_prefill import DeviceError, KVMemoryError, Model, _core, synth
+from metal_prefill import DeviceError, KVMemoryError, Model, _core
 
-pytestmark = pytest.mark.emulator
+pytestmark = [pytest.mark.emulator, pytest.mark.usefixtures("own_device")]
 
 if not _core.has_emulator:
     pytest.skip("needs a build with the Metal emulator", allow_module_level=True)
@@ -30,34 +30,11 @@ VIRTUAL = "Apple Paravirtual device"
 PROMPT = [5 + 7 * i for i in range(40)]
 
 
-@pytest.fixture(autouse=True)
-def own_device() -> Iterator[None]:
-    yield
-    gpu.clear_faults()
-    gpu.set_history_depth(0)
-    gpu.set_limits(gpu.Limits())
-    assert gpu.take_violations() == []
-
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Make a model whose passes have more than 64 dispatches."""
-    folder = tmp_path_factory.mktemp("first_contact")
-    return synth.synthesize(folder / "m.gguf", preset="tiny", layers=12, vocab=320)
-
-
 @pytest.fixture(scope="module")
 def expected(path: Path) -> int:
     """Return the token after the prompt, by the CPU engine."""
     with Model(path, device="cpu", compute="f32") as model:
         return model.forward_prompt(PROMPT)
-
-
-def open_with(path: Path, **limits: Any) -> Model:
-    gpu.set_limits(gpu.Limits(**limits))
-    gpu.set_history_depth(0)
-    gpu.set_history_depth(64)
-    return Model(path, device="metal")
 
 
 def test_a_virtual_gpu_is_used_after_a_trial(path: Path, expected: int) -> None:

@@ -9,7 +9,6 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -19,20 +18,13 @@ from metal_prefill import Model, _core, synth
 from metal_prefill._support import cache_folder
 from metal_prefill.files._gguf_file import GGUFFile
 
-pytestmark = pytest.mark.emulator
+pytestmark = [pytest.mark.emulator, pytest.mark.usefixtures("own_device")]
 
 if not _core.has_emulator:
     pytest.skip("needs a build with the Metal emulator", allow_module_level=True)
 
 gpu = _core.emulator
 PROMPT = [5 + 7 * i for i in range(12)]
-
-
-@pytest.fixture(autouse=True)
-def own_device() -> Iterator[None]:
-    yield
-    gpu.set_limits(gpu.Limits())
-    assert gpu.take_violations() == []
 
 
 @pytest.fixture(scope="module")

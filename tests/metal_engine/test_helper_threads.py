@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +15,7 @@ import pytest
 
 from metal_prefill import DeviceError, Model, _core, synth
 
-pytestmark = pytest.mark.emulator
+pytestmark = [pytest.mark.emulator, pytest.mark.usefixtures("own_device")]
 
 if not _core.has_emulator:
     pytest.skip("needs a build with the Metal emulator", allow_module_level=True)
@@ -23,13 +23,6 @@ if not _core.has_emulator:
 gpu = _core.emulator
 PROMPT = [5 + 7 * i for i in range(12)]
 LENGTHS = (40, 70, 130, 190, 250)  # of contexts; each needs more pages, so that the cache grows
-
-
-@pytest.fixture(autouse=True)
-def own_device() -> Iterator[None]:
-    yield
-    gpu.set_limits(gpu.Limits())
-    assert gpu.take_violations() == []
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ import pytest
 from metal_prefill import DeviceError, Model, _core, synth
 from metal_prefill._commands import doctor_report
 
-pytestmark = pytest.mark.emulator
+pytestmark = [pytest.mark.emulator, pytest.mark.usefixtures("own_device")]
 
 if not _core.has_emulator:
     pytest.skip("needs a build with the Metal emulator", allow_module_level=True)
@@ -25,14 +24,6 @@ if not _core.has_emulator:
 gpu = _core.emulator
 M5 = 10  # its family
 PROMPT = [5 + 7 * i for i in range(30)]
-
-
-@pytest.fixture(autouse=True)
-def own_device() -> Iterator[None]:
-    yield
-    gpu.set_history_depth(0)
-    gpu.set_limits(gpu.Limits())
-    assert gpu.take_violations() == []
 
 
 @pytest.fixture(scope="module")

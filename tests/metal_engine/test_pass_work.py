@@ -5,47 +5,24 @@ On a Mac these tests are skipped.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from support.emulated_gpu import open_with
 from support.small_models import ENCODERS, write
 
-from metal_prefill import DeviceError, Model, _core, synth
+from metal_prefill import DeviceError, _core, synth
 
-pytestmark = pytest.mark.emulator
+pytestmark = [pytest.mark.emulator, pytest.mark.usefixtures("own_device")]
 
 if not _core.has_emulator:
     pytest.skip("needs a build with the Metal emulator", allow_module_level=True)
 
 gpu = _core.emulator
 PROMPT = [5 + 7 * i for i in range(40)]
-
-
-@pytest.fixture(autouse=True)
-def own_device() -> Iterator[None]:
-    yield
-    gpu.clear_faults()
-    gpu.set_history_depth(0)
-    gpu.set_limits(gpu.Limits())
-    assert gpu.take_violations() == []
-
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Make a model whose passes have more than 64 dispatches."""
-    folder = tmp_path_factory.mktemp("first_contact")
-    return synth.synthesize(folder / "m.gguf", preset="tiny", layers=12, vocab=320)
-
-
-def open_with(path: Path, **limits: Any) -> Model:
-    gpu.set_limits(gpu.Limits(**limits))
-    gpu.set_history_depth(0)
-    gpu.set_history_depth(64)
-    return Model(path, device="metal")
 
 
 def steps() -> list[int]:

@@ -14,7 +14,7 @@ from support.small_models import MODELS, with_tensor, write
 
 from metal_prefill import DeviceError, Model, NumericalError, Session, SessionBusyError, _core, synth
 
-pytestmark = pytest.mark.emulator
+pytestmark = [pytest.mark.emulator, pytest.mark.usefixtures("own_device")]
 
 if not _core.has_emulator:
     pytest.skip("needs a build with the Metal emulator", allow_module_level=True)
@@ -23,14 +23,6 @@ gpu = _core.emulator
 PROMPT = [5 + 7 * i for i in range(40)]
 TOKENS = 28  # beyond the first page, which ends at position 64
 ONE_BY_ONE: Any = {"temperature": 0.0, "speculate": "off"}
-
-
-@pytest.fixture(autouse=True)
-def own_device() -> Iterator[None]:
-    yield
-    gpu.clear_faults()
-    gpu.set_history_depth(0)
-    assert gpu.take_violations() == []
 
 
 @pytest.fixture(scope="module")
