@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -10,6 +10,7 @@ import numpy.typing as npt
 from metal_prefill._engine import Engine
 from metal_prefill.errors import GGUFError, UnsupportedModelError
 from metal_prefill.files._metadata_keys import EXPANSION_KEYS, MAX_INT
+from metal_prefill.text._metadata import boolean, integer
 
 
 class QueryExpansion(NamedTuple):
@@ -53,8 +54,8 @@ def query_expansion(engine: Engine) -> QueryExpansion | None:
     found = QueryExpansion(
         _integer(engine, "length", 1, MAX_INT),
         _integer(engine, "token", 0, engine.config.vocab_size - 1),
-        _flag(engine, "seen"),
-        _flag(engine, "fixed"),
+        boolean(engine.gguf, f"{EXPANSION_KEYS}seen"),
+        boolean(engine.gguf, f"{EXPANSION_KEYS}fixed"),
     )
     if engine.config.causal and not found.seen:
         raise UnsupportedModelError(
@@ -64,28 +65,8 @@ def query_expansion(engine: Engine) -> QueryExpansion | None:
 
 
 def _integer(engine: Engine, name: str, least: int, most: int) -> int:
-    key, value = _value(engine, name)
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
-        raise _wrong_type(engine, key, "an integer")
+    key = f"{EXPANSION_KEYS}{name}"
+    value = integer(engine.gguf, key)
     if not least <= value <= most:
         raise GGUFError(f"{engine.path}: {key} is {value}, must be between {least} and {most}")
-    return int(value)
-
-
-def _flag(engine: Engine, name: str) -> bool:
-    key, value = _value(engine, name)
-    if not isinstance(value, (bool, np.bool_)):
-        raise _wrong_type(engine, key, "bool")
-    return bool(value)
-
-
-def _value(engine: Engine, name: str) -> tuple[str, Any]:
-    key = f"{EXPANSION_KEYS}{name}"
-    if key not in engine.gguf.metadata:
-        raise GGUFError(f"{engine.path}: {key} is missing")
-    return key, engine.gguf.metadata[key]
-
-
-def _wrong_type(engine: Engine, key: str, expected: str) -> GGUFError:
-    kind = engine.gguf.metadata.type_name(key)
-    return GGUFError(f"{engine.path}: {key} has type {kind}, expected {expected}")
+    return value

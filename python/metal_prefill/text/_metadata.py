@@ -52,13 +52,27 @@ def numbers(
     return value
 
 
-def flag(gguf: GGUFFile, name: str, default: bool) -> bool:
-    """Read a bool under ``tokenizer.ggml``."""
-    key = f"tokenizer.ggml.{name}"
-    value = gguf.metadata.get(key, default)
+def boolean(gguf: GGUFFile, key: str) -> bool:
+    """Read a bool that must be there."""
+    value = _value(gguf, key)
     if not isinstance(value, bool):
         raise GGUFError(f"{gguf.path}: {key} has type {gguf.metadata.type_name(key)}, expected bool")
     return value
+
+
+def integer(gguf: GGUFFile, key: str) -> int:
+    """Read an integer that must be there."""
+    value = _value(gguf, key)
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise GGUFError(f"{gguf.path}: {key} has type {gguf.metadata.type_name(key)}, expected an integer")
+    number: int = value
+    return number
+
+
+def flag(gguf: GGUFFile, name: str, default: bool) -> bool:
+    """Read a bool under ``tokenizer.ggml``."""
+    key = f"tokenizer.ggml.{name}"
+    return boolean(gguf, key) if key in gguf.metadata else default
 
 
 def special_id(gguf: GGUFFile, name: str, vocab_size: int) -> int | None:
@@ -66,9 +80,7 @@ def special_id(gguf: GGUFFile, name: str, vocab_size: int) -> int | None:
     key = f"tokenizer.ggml.{name}_token_id"
     if key not in gguf.metadata:
         return None
-    value = gguf.metadata[key]
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise GGUFError(f"{gguf.path}: {key} has type {gguf.metadata.type_name(key)}, expected an integer")
+    value = integer(gguf, key)
     if not 0 <= value < vocab_size:
         raise GGUFError(f"{gguf.path}: {key} is {value}, must be a token id from 0 to {vocab_size - 1}")
     return value
@@ -77,9 +89,7 @@ def special_id(gguf: GGUFFile, name: str, vocab_size: int) -> int | None:
 def count(gguf: GGUFFile, name: str, default: int) -> int:
     """Read a number that is not negative under ``tokenizer.ggml``."""
     key = f"tokenizer.ggml.{name}"
-    value = gguf.metadata.get(key, default)
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise GGUFError(f"{gguf.path}: {key} has type {gguf.metadata.type_name(key)}, expected an integer")
+    value = integer(gguf, key) if key in gguf.metadata else default
     if value < 0:
         raise GGUFError(f"{gguf.path}: {key} is {value}, must not be negative")
     return value
