@@ -30,8 +30,10 @@ from support.llama_file import (
 
 from metal_prefill import Model, _core
 from metal_prefill.errors import GGUFError, UnsupportedModelError
-from metal_prefill.files._architecture import ModelConfig, collect_tensors, read_config
 from metal_prefill.files._gguf_file import GGUFFile
+from metal_prefill.files._hyperparameters import read_config
+from metal_prefill.files._model_config import ModelConfig
+from metal_prefill.files._model_tensors import collect_tensors
 
 Open = Callable[..., GGUFFile]
 

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from metal_prefill.files._architecture import ARCHITECTURES, MATRIX_TYPES
+from metal_prefill.files._architecture import ARCHITECTURES
+from metal_prefill.files._model_tensors import MATRIX_TYPES
 
 ROOT = Path(__file__).parent.parent
 PAGES = [

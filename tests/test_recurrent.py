@@ -27,8 +27,10 @@ from metal_prefill import (
     UnsupportedModelError,
     cli,
 )
-from metal_prefill.files._architecture import core_config, ignored_tensors, layer_kind, read_config
 from metal_prefill.files._gguf_file import GGUFFile
+from metal_prefill.files._hyperparameters import read_config
+from metal_prefill.files._model_config import core_config, layer_kind
+from metal_prefill.files._model_tensors import ignored_tensors
 from metal_prefill.serve._prefix_store import PrefixStore
 from metal_prefill.synth import ScanShape
 

@@ -17,7 +17,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from metal_prefill import Model, synth
 from metal_prefill._commands import synth as command
-from metal_prefill.files._architecture import ARCHITECTURES, has_matrix_state
+from metal_prefill.files._architecture import ARCHITECTURES
+from metal_prefill.files._model_config import has_matrix_state
 from metal_prefill.synth import _model
 
 # Rows of 256 fit the blocks of every type, and the matrices are large enough for statistics.

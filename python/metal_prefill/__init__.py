@@ -78,7 +78,7 @@ _HOMES = {
 
 # Import paths of earlier versions.
 _FORMER_PATHS = {
-    "architecture": "files._architecture",
+    "architecture": "files._model_config",
     "beams": "generation._beams",
     "chat_template": "text._chat_template",
     "classification": "tasks._classification",

@@ -11,8 +11,8 @@ from metal_prefill._support.cached_property import cached_property
 from metal_prefill._support.row_cost import RowCost
 from metal_prefill.errors import ClosedError
 from metal_prefill.files import _session_file
-from metal_prefill.files._architecture import ModelConfig
 from metal_prefill.files._gguf_file import GGUFFile
+from metal_prefill.files._model_config import ModelConfig
 from metal_prefill.files._pooled_head import PooledHead
 
 if TYPE_CHECKING:

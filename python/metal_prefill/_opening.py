@@ -14,8 +14,10 @@ from metal_prefill._support.pair_speed import settle_pair_speed
 from metal_prefill.conversion._local_file import local_file
 from metal_prefill.errors import DeviceError, GGUFError, MetalPrefillError
 from metal_prefill.files import _pack_cache
-from metal_prefill.files._architecture import ModelConfig, collect_tensors, core_config, read_config
 from metal_prefill.files._gguf_file import GGUFFile
+from metal_prefill.files._hyperparameters import read_config
+from metal_prefill.files._model_config import ModelConfig, core_config
+from metal_prefill.files._model_tensors import collect_tensors
 from metal_prefill.files._pooled_head import read_head
 
 _log = logging.getLogger("metal_prefill")

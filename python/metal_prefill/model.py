@@ -19,9 +19,9 @@ from metal_prefill._opening import default_model_path, open_engine, resolve_devi
 from metal_prefill._support.arguments import MAX_INTEGER, integer, one_of
 from metal_prefill.errors import ClosedError, MetalPrefillError, StateError
 from metal_prefill.files import _session_file
-from metal_prefill.files._architecture import ModelConfig
 from metal_prefill.files._gguf_file import GGUFFile
 from metal_prefill.files._hub import fetch
+from metal_prefill.files._model_config import ModelConfig
 from metal_prefill.generation._batch_call import BatchCall, BatchOutput, OutputRows
 from metal_prefill.session import Logits, Progress, Session, TokenIds
 from metal_prefill.tasks._scoring import check_prompts, groups

@@ -25,8 +25,9 @@ from support.tiny_models import TINY_MODELS
 from metal_prefill import MetalPrefillError, Model
 from metal_prefill.conversion import convert
 from metal_prefill.files import _session_file
-from metal_prefill.files._architecture import collect_tensors, read_config
 from metal_prefill.files._gguf_file import GGUFFile
+from metal_prefill.files._hyperparameters import read_config
+from metal_prefill.files._model_tensors import collect_tensors
 from metal_prefill.files._pooled_head import read_head
 
 EACH = 40  # inputs made of one whose structure was changed

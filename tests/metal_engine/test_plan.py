@@ -17,8 +17,8 @@ from support.uniform_shape import uniform_shape
 
 from metal_prefill import DeviceError, Model, _core, synth
 from metal_prefill._support.dispatches import Dispatch, decode_args
-from metal_prefill.files._architecture import ModelConfig
 from metal_prefill.files._gguf_file import GGUFFile
+from metal_prefill.files._model_config import ModelConfig
 from metal_prefill.gpu._cost_model import (
     CHIPS,
     find_chip,

@@ -82,7 +82,7 @@ FILES = (
         ("tests/test_state.py", "-k", "long_rope and cpu"),
     ),
     Mutant(
-        f"{_P}/files/_architecture.py",
+        f"{_P}/files/_positions.py",
         "max_context or config.context_length) > original",
         "max_context or config.context_length) >= original",
         "a model opened for its original context uses the factors for long contexts",
@@ -124,7 +124,7 @@ FILES = (
         ("tests/test_arguments.py",),
     ),
     Mutant(
-        f"{_P}/files/_architecture.py",
+        f"{_P}/files/_hyperparameters.py",
         'embedding_scale=math.sqrt(dim) if traits.scale_embedding else scales["embedding_scale"],',
         "embedding_scale=1.0,",
         "embeddings of gemma are not scaled",

@@ -12,7 +12,7 @@ from statistics import median
 from typing import Any
 
 from metal_prefill._support.dispatches import Dispatch
-from metal_prefill.files._architecture import ModelConfig
+from metal_prefill.files._model_config import ModelConfig
 from metal_prefill.gpu._cost_model import (
     Chip,
     Prediction,

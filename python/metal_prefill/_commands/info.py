@@ -76,8 +76,9 @@ def execute(arguments: argparse.Namespace) -> None:
 
     from metal_prefill import default_model_path
     from metal_prefill.bench._plot import check
-    from metal_prefill.files._architecture import ignored_tensors, read_config
     from metal_prefill.files._gguf_file import GGUFFile
+    from metal_prefill.files._hyperparameters import read_config
+    from metal_prefill.files._model_tensors import ignored_tensors
 
     if arguments.plot:
         check(arguments.plot)

@@ -8,16 +8,11 @@ from math import prod
 from pathlib import Path
 
 from metal_prefill.bench._peak import int8_peak
-from metal_prefill.files._architecture import (
-    ARCHITECTURES,
-    expected_tensors,
-    has_attention,
-    ignored_tensors,
-    layer_kind,
-    read_config,
-    tensor_name,
-)
+from metal_prefill.files._architecture import ARCHITECTURES
 from metal_prefill.files._gguf_file import GGUFFile
+from metal_prefill.files._hyperparameters import read_config
+from metal_prefill.files._model_config import has_attention, layer_kind
+from metal_prefill.files._model_tensors import expected_tensors, ignored_tensors, tensor_name
 
 FLOAT_TYPES = ("F32", "F16", "BF16")
 

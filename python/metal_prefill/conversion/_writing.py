@@ -25,8 +25,10 @@ from metal_prefill.conversion._sources import Source, find_source, gguf_name, me
 from metal_prefill.conversion._vocabulary import read_vocabulary
 from metal_prefill.conversion._weights import Weight, read_weights
 from metal_prefill.errors import GGUFError, UnsupportedModelError
-from metal_prefill.files._architecture import ARCHITECTURES, collect_tensors, read_config
+from metal_prefill.files._architecture import ARCHITECTURES
 from metal_prefill.files._gguf_file import GGUFFile
+from metal_prefill.files._hyperparameters import read_config
+from metal_prefill.files._model_tensors import collect_tensors
 from metal_prefill.files._pooled_head import read_head
 
 AUTO = "auto"

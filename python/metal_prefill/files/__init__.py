@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 from metal_prefill._support.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from metal_prefill.files._architecture import ModelConfig
     from metal_prefill.files._gguf_file import GGUFFile, TensorInfo
     from metal_prefill.files._hub import fetch, fetch_folder, resolve_model
+    from metal_prefill.files._model_config import ModelConfig
 
 __all__ = ["GGUFFile", "ModelConfig", "TensorInfo", "fetch", "fetch_folder", "resolve_model"]
 
@@ -17,7 +17,7 @@ __getattr__ = lazy_names(
     __name__,
     {
         "GGUFFile": "_gguf_file",
-        "ModelConfig": "_architecture",
+        "ModelConfig": "_model_config",
         "TensorInfo": "_gguf_file",
         "fetch": "_hub",
         "fetch_folder": "_hub",

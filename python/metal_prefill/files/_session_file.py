@@ -47,8 +47,8 @@ from safetensors.numpy import save_file
 
 from metal_prefill._support.atomic_write import replacing
 from metal_prefill.errors import StateError
-from metal_prefill.files._architecture import ModelConfig, core_config, has_attention, layer_kind
 from metal_prefill.files._gguf_file import GGUFFile
+from metal_prefill.files._model_config import ModelConfig, core_config, has_attention, layer_kind
 
 FORMAT = "metal_prefill.session"
 VERSION = "1"

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from metal_prefill import _core
 from metal_prefill._support.arguments import TokenIds, integer, one_of, token_array
-from metal_prefill.files._architecture import ModelConfig
+from metal_prefill.files._model_config import ModelConfig
 
 BatchOutput: TypeAlias = Literal["none", "greedy", "logits", "log_probs", "hidden", "residual"]
 OutputRows: TypeAlias = int | Literal["all"] | None

@@ -21,7 +21,7 @@ from metal_prefill._support.known_results import read_known, write_known
 from metal_prefill.errors import DeviceError
 
 if TYPE_CHECKING:
-    from metal_prefill.files._architecture import ModelConfig
+    from metal_prefill.files._model_config import ModelConfig
 
 _log = logging.getLogger("metal_prefill")
 

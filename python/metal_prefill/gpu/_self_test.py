@@ -22,7 +22,7 @@ from metal_prefill.gpu import _fastest_decode
 from metal_prefill.gpu._kernel_checks import Difference, difference
 
 if TYPE_CHECKING:
-    from metal_prefill.files._architecture import ModelConfig
+    from metal_prefill.files._model_config import ModelConfig
 
 _log = logging.getLogger("metal_prefill")
 

@@ -13,8 +13,9 @@ import numpy.typing as npt
 from metal_prefill.bench._engines import Identity, Ids, Options, TextEngine, Vectors
 from metal_prefill.bench._errors import BenchError
 from metal_prefill.bench._machine import available_threads, counted, cpu_name
-from metal_prefill.files._architecture import ModelConfig, read_config
 from metal_prefill.files._gguf_file import GGUFFile
+from metal_prefill.files._hyperparameters import read_config
+from metal_prefill.files._model_config import ModelConfig
 from metal_prefill.files._pooled_head import read_head
 
 POOLINGS = ("last", "mean", "cls")

@@ -1,0 +1,287 @@
+"""Read and check the hyperparameters of a model from the metadata of its file.
+
+Missing or contradictory metadata raises a `GGUFError` that names it. A file that needs an unimplemented
+feature raises an `UnsupportedModelError`; the feature is never ignored, because the model would compute
+different results.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from dataclasses import replace
+
+from metal_prefill.errors import UnsupportedModelError
+from metal_prefill.files._architecture import ARCHITECTURES, Architecture
+from metal_prefill.files._gguf_file import GGUFFile
+from metal_prefill.files._metadata_keys import MAX_INT, Keys
+from metal_prefill.files._model_config import LayerKind, ModelConfig, NormKind, has_matrix_state
+from metal_prefill.files._positions import with_positions
+
+# Keys that change the forward pass in ways that are not implemented, and the value that has no effect.
+_UNSUPPORTED_KEYS: dict[str, float] = {
+    "expert_count": 0,  # mixture of experts
+    "attn_logit_softcapping": 0,
+    "final_logit_softcapping": 0,
+    "attention.clamp_kqv": 0,
+    "rope.scaling.yarn_ext_factor": 1,
+    "rope.scaling.yarn_log_multiplier": 0,
+}
+
+_NORM_EPS_KEYS: dict[NormKind, str] = {
+    "rms": "attention.layer_norm_rms_epsilon",
+    "layer": "attention.layer_norm_epsilon",
+}
+
+# Keys that are valid only for architectures with the trait `scales`.
+_SCALE_KEYS = ("embedding_scale", "residual_scale", "logit_scale")
+
+
+def read_config(gguf: GGUFFile, max_context: int | None = None) -> ModelConfig:
+    """Read and check the hyperparameters of a file.
+
+    Parameters
+    ----------
+    gguf
+        The file.
+    max_context
+        Largest position that the model is opened for; None selects that of the file. It decides which factors
+        of LongRoPE a model uses. With those of short contexts, its context length is the original one.
+
+    Raises
+    ------
+    GGUFError
+        Required metadata is missing, of the wrong type, out of range or contradictory.
+    UnsupportedModelError
+        The architecture, or a feature that the file requires, is not implemented.
+    """
+    keys = Keys(gguf)
+    name = keys.architecture
+    traits = ARCHITECTURES.get(name)
+    if traits is None:
+        near = difflib.get_close_matches(name, ARCHITECTURES, n=1, cutoff=0.5)
+        raise UnsupportedModelError(
+            f"{gguf.path}: architecture {name} is not supported; "
+            + (f"the nearest that is supported is {near[0]}; " if near else "")
+            + f"supported are {', '.join(ARCHITECTURES)}. To ask for it, use the project's issue form "
+            "'A model that does not open'"
+        )
+    _refuse_unsupported(keys, traits)
+
+    n_blocks = keys.positive("block_count")
+    if n_blocks > len(gguf.tensors):
+        raise keys.error(
+            f"{name}.block_count is {n_blocks}, but the file has only {len(gguf.tensors)} tensors"
+        )
+    n_layers = n_blocks - _prediction_layers(keys, traits, n_blocks)
+    dim = keys.positive("embedding_length")
+    n_heads, n_kv_heads, kinds = _heads(keys, traits, n_layers, n_blocks)
+    key_dim = _head_dim(keys, "attention.key_length", dim, n_heads)
+    value_dim = _head_dim(keys, "attention.value_length", dim, n_heads)
+    if n_heads * max(key_dim, value_dim) > MAX_INT:
+        raise keys.error(f"{n_heads} heads of {max(key_dim, value_dim)} dimensions are more than {MAX_INT}")
+    rope_dim = keys.positive("rope.dimension_count", default=key_dim) if n_heads else 0
+    if rope_dim > key_dim or rope_dim % 2:
+        raise keys.error(
+            f"{name}.rope.dimension_count is {rope_dim}, must be even and at most the head width {key_dim}"
+        )
+    scales = {suffix: keys.positive_float(suffix, default=1.0) for suffix in _SCALE_KEYS}
+    config = ModelConfig(
+        architecture=name,
+        n_layers=n_layers,
+        dim=dim,
+        n_heads=n_heads,
+        n_kv_heads=n_kv_heads,
+        key_dim=key_dim,
+        value_dim=value_dim,
+        ffn_dim=keys.positive_each_layer("feed_forward_length", n_layers) if traits.ffn != "absent" else 0,
+        vocab_size=_vocab_size(keys),
+        context_length=keys.positive("context_length"),
+        norm_kind=traits.norm_kind,
+        norm_eps=keys.positive_float(_NORM_EPS_KEYS[traits.norm_kind]),
+        rope_dim=rope_dim,
+        rope_base=keys.positive_float("rope.freq_base", default=10000.0),
+        rope_style=traits.rope_style,
+        activation=traits.activation,
+        causal=keys.boolean("attention.causal", default=traits.causal),
+        has_head=traits.head != "absent",
+        token_types=_token_types(keys, traits),
+        max_alibi_bias=keys.number(f"{name}.attention.max_alibi_bias", default=traits.max_alibi_bias),
+        separator_id=_separator_id(keys) if traits.token_types != "absent" else -1,
+        embedding_scale=math.sqrt(dim) if traits.scale_embedding else scales["embedding_scale"],
+        residual_scale=scales["residual_scale"],
+        logit_scale=1 / scales["logit_scale"],
+        qk_norm_place=traits.qk_norm_place,
+        attention_scale=keys.positive_float("attention.scale", default=0.0),
+        layer_kinds=kinds,
+        conv_taps=_conv_taps(keys, dim) if "short_conv" in kinds else 0,
+        query_gate=traits.query_gate,
+    )
+    if any(has_matrix_state(kind) for kind in kinds):
+        config = _with_scan(config, keys)
+    if config.query_gate and key_dim != value_dim:
+        raise keys.unsupported(
+            f"{name}.attention.value_length {value_dim} differs from attention.key_length {key_dim}, the "
+            "width of the gates"
+        )
+    config = with_positions(config, keys, traits, max_context)
+    return (
+        config if config.attention_scale else replace(config, attention_scale=traits.attention_scale(config))
+    )
+
+
+def _refuse_unsupported(keys: Keys, traits: Architecture) -> None:
+    refused = _UNSUPPORTED_KEYS if traits.scales else _UNSUPPORTED_KEYS | dict.fromkeys(_SCALE_KEYS, 1.0)
+    for suffix, neutral in refused.items():
+        key = f"{keys.architecture}.{suffix}"
+        value = keys.number(key, default=neutral)
+        if value != neutral:
+            raise keys.unsupported(f"{key} = {value} is not supported")
+    if not traits.max_alibi_bias and keys.number(f"{keys.architecture}.attention.max_alibi_bias", default=0):
+        raise keys.unsupported(f"attention.max_alibi_bias is not supported for {keys.architecture}")
+    if traits.window == "absent" and keys.number(f"{keys.architecture}.attention.sliding_window", default=0):
+        raise keys.unsupported(f"attention.sliding_window is not supported for {keys.architecture}")
+    parts = keys.number("split.count", default=0)
+    if parts > 1:
+        raise keys.unsupported(f"the model is split into {parts} files; merge them first")
+
+
+def _prediction_layers(keys: Keys, traits: Architecture, n_blocks: int) -> int:
+    """Return the number of blocks after the layers, which predict several tokens and are ignored."""
+    if not traits.ignored or not keys.has("nextn_predict_layers"):
+        return 0
+    stated = int(keys.number(f"{keys.architecture}.nextn_predict_layers", default=0))
+    if not 0 <= stated < n_blocks:
+        raise keys.error(
+            f"{keys.architecture}.nextn_predict_layers is {stated}, must be below block_count {n_blocks}"
+        )
+    return stated
+
+
+def _head_dim(keys: Keys, suffix: str, dim: int, n_heads: int) -> int:
+    if n_heads == 0:
+        return 0
+    if not keys.has(suffix) and dim % n_heads:
+        raise keys.error(
+            f"{keys.architecture}.{suffix} is missing, and embedding_length {dim} "
+            f"is not a multiple of attention.head_count {n_heads}"
+        )
+    return keys.positive(suffix, default=dim // n_heads)
+
+
+def _heads(
+    keys: Keys, traits: Architecture, n_layers: int, n_blocks: int
+) -> tuple[int, int, tuple[LayerKind, ...]]:
+    """Return the numbers of query and of key-value heads, and the kinds of layers."""
+    name = keys.architecture
+    if traits.recurrent and keys.number(f"{name}.attention.head_count", default=-1) == 0:
+        return 0, 0, (traits.recurrent,) * n_layers
+    n_heads = keys.positive_each_layer("attention.head_count", n_layers)
+    kinds: tuple[LayerKind, ...]
+    if traits.recurrent:
+        counts = keys.count_each_layer("attention.head_count_kv", n_blocks)[:n_layers]
+        n_kv_heads = max(counts)
+        if n_kv_heads == 0:
+            raise keys.unsupported(f"{name}.attention.head_count_kv is 0 in every layer: none has attention")
+        attends = _layers_with_attention(keys, traits, counts, n_blocks)
+        kinds = tuple(traits.mixer if has else traits.recurrent for has in attends)
+    else:
+        n_kv_heads = keys.positive_each_layer("attention.head_count_kv", n_layers, default=n_heads)
+        kinds = () if traits.mixer == "attention" else (traits.mixer,) * n_layers
+    if n_heads % n_kv_heads:
+        raise keys.error(
+            f"{name}.attention.head_count {n_heads} is not a multiple of "
+            f"{name}.attention.head_count_kv {n_kv_heads}"
+        )
+    return n_heads, n_kv_heads, kinds
+
+
+def _layers_with_attention(
+    keys: Keys, traits: Architecture, kv_heads: tuple[int, ...], n_blocks: int
+) -> tuple[bool, ...]:
+    if not traits.attention_every or 0 in kv_heads:
+        return tuple(heads > 0 for heads in kv_heads)
+    key = "attention.recurrent_layers"
+    if keys.has(key):
+        attends = tuple(not recurrent for recurrent in keys.flag_each_layer(key, n_blocks))
+    else:
+        n = keys.positive("full_attention_interval", default=traits.attention_every)
+        attends = tuple((layer + 1) % n == 0 for layer in range(n_blocks))
+    if not any(attends[: len(kv_heads)]):
+        raise keys.unsupported("no layer has attention")
+    return attends[: len(kv_heads)]
+
+
+def _with_scan(config: ModelConfig, keys: Keys) -> ModelConfig:
+    """Read the shape of the layers whose state has matrices."""
+    name = keys.architecture
+    inner, state = keys.positive("ssm.inner_size"), keys.positive("ssm.state_size")
+    heads, groups = keys.positive("ssm.time_step_rank"), keys.positive("ssm.group_count", default=1)
+    if inner % heads:
+        raise keys.error(
+            f"{name}.ssm.inner_size {inner} is not a multiple of {name}.ssm.time_step_rank {heads}"
+        )
+    if heads % groups:
+        raise keys.error(
+            f"{name}.ssm.time_step_rank {heads} is not a multiple of {name}.ssm.group_count {groups}"
+        )
+    if 2 * inner + 2 * groups * state + 2 * heads > MAX_INT:
+        raise keys.error(
+            f"{name}.ssm.inner_size {inner}, ssm.state_size {state} and ssm.group_count {groups}: their "
+            f"projections have more than {MAX_INT} rows"
+        )
+    taps = _taps(keys, "ssm.conv_kernel")
+    return replace(
+        config,
+        conv_taps=taps,
+        scan_heads=heads,
+        scan_groups=groups,
+        scan_key_dim=state,
+        scan_value_dim=inner // heads,
+    )
+
+
+def _conv_taps(keys: Keys, dim: int) -> int:
+    taps = _taps(keys, "shortconv.l_cache")
+    if dim > MAX_INT // 3:
+        raise keys.error(f"{keys.architecture}.embedding_length {dim} is more than {MAX_INT // 3}")
+    return taps
+
+
+def _taps(keys: Keys, suffix: str) -> int:
+    taps = keys.positive(suffix)
+    if taps < 2:
+        raise keys.error(f"{keys.architecture}.{suffix} is {taps}, must be at least 2")
+    return taps
+
+
+def _vocab_size(keys: Keys) -> int:
+    tokens = "tokenizer.ggml.tokens"
+    listed = keys.gguf.metadata.length(tokens) if tokens in keys.gguf.metadata else None
+    stated = keys.positive("vocab_size") if listed is None or keys.has("vocab_size") else listed
+    if listed is not None and stated != listed:
+        raise keys.error(f"{keys.architecture}.vocab_size is {stated}, but {tokens} lists {listed} tokens")
+    if not 0 < stated <= MAX_INT:
+        raise keys.error(f"{tokens} lists {stated} tokens")
+    return stated
+
+
+def _token_types(keys: Keys, traits: Architecture) -> int:
+    tensor = keys.gguf.tensors.get("token_types.weight")
+    if traits.token_types == "absent" or tensor is None:
+        return 0
+    key = "tokenizer.ggml.token_type_count"
+    # A single row is stored as a vector by some converters.
+    rows = tensor.shape[0] if len(tensor.shape) == 2 else 1
+    stated = keys.number(key, default=rows)
+    if stated != rows:
+        raise keys.error(f"{key} is {stated}, but token_types.weight has {rows} rows")
+    return rows
+
+
+def _separator_id(keys: Keys) -> int:
+    key = "tokenizer.ggml.seperator_token_id"  # the format's spelling
+    value = keys.number(key, default=-1)
+    if not -1 <= value <= MAX_INT:
+        raise keys.error(f"{key} is {value}, must be between 0 and {MAX_INT}")
+    return int(value)

@@ -1,0 +1,153 @@
+"""Find the tensors of a model in its file, by their roles."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from fnmatch import fnmatchcase
+
+from metal_prefill import _core
+from metal_prefill.errors import GGUFError, UnsupportedModelError
+from metal_prefill.files._architecture import ARCHITECTURES, Architecture
+from metal_prefill.files._gguf_file import GGUFFile, TensorInfo
+from metal_prefill.files._metadata_keys import Keys
+from metal_prefill.files._model_config import ModelConfig, core_config, layer_kind
+from metal_prefill.files._pooled_head import HEAD_TENSORS
+
+# Tensor types that are supported for matrices; vectors are F32.
+MATRIX_TYPES = tuple(_core.tensor_types())
+
+
+def collect_tensors(gguf: GGUFFile, config: ModelConfig) -> list[tuple[str, int, TensorInfo]]:
+    """Find the tensor of every role, and check its shape and type.
+
+    Returns
+    -------
+    list of (role, layer, TensorInfo)
+        The roles are the rows of ``cpp/tensors.inc``; `layer` is -1 for tensors outside the layers. If the
+        output projection is tied to the embedding, its role has the embedding's tensor.
+
+    Raises
+    ------
+    GGUFError
+        A tensor is missing, or its shape contradicts the configuration.
+    UnsupportedModelError
+        A tensor has a type that is not implemented, or is not part of the architecture.
+    """
+    found = list(_find_tensors(gguf, config))
+    used = {tensor.name for _, _, tensor in found} | HEAD_TENSORS | ignored_tensors(gguf, config).keys()
+    for name in gguf.tensors:
+        if name not in used:
+            raise UnsupportedModelError(
+                f"{gguf.path}: tensor {name} is not part of a {config.architecture} model "
+                f"with {config.n_layers} layers"
+            )
+    return found
+
+
+def ignored_tensors(gguf: GGUFFile, config: ModelConfig) -> dict[str, str]:
+    """Return the tensors of a file that the text model does not use, and what each of them is for."""
+    patterns = dict(ARCHITECTURES[config.architecture].ignored)
+    if patterns:
+        last = range(config.n_layers, Keys(gguf).positive("block_count"))
+        patterns |= {f"blk.{layer}.*": "multi-token prediction" for layer in last}
+    found: dict[str, str] = {}
+    for name in gguf.tensors:
+        for pattern, purpose in patterns.items():
+            if fnmatchcase(name, pattern):
+                found[name] = purpose
+                break
+    return found
+
+
+def expected_tensors(config: ModelConfig) -> Iterator[tuple[_core.TensorSpec, int, str]]:
+    """Yield every tensor that a model can have: its table row, its layer and its presence.
+
+    The presence is ``"required"``, ``"optional"``, or ``"tied"`` if the embedding can replace the tensor.
+    """
+    traits = ARCHITECTURES[config.architecture]
+    specs = _core.tensors(core_config(config))
+    for layer in range(-1, config.n_layers):
+        kind = _core.LayerKind[layer_kind(config, layer).upper()] if layer >= 0 else None
+        for spec in specs:
+            if kind is not None and not spec.is_in(kind):
+                continue
+            presence = presence_of(spec.presence, traits)
+            if spec.per_layer == (layer >= 0) and presence != "absent":
+                yield spec, layer, presence
+
+
+def presence_of(stated: str, traits: Architecture) -> str:
+    """Return "required", "optional", "absent" or "tied" for the presence that a row of the table states."""
+    if stated in ("required", "optional"):
+        return stated
+    presence = getattr(traits, stated)
+    assert isinstance(presence, str)
+    return presence
+
+
+def tensor_name(traits: Architecture, spec: _core.TensorSpec, layer: int) -> str:
+    """Return the name of a tensor in files of an architecture."""
+    return traits.names.get(spec.role, spec.name).format(layer=layer)
+
+
+def _find_tensors(gguf: GGUFFile, config: ModelConfig) -> Iterator[tuple[str, int, TensorInfo]]:
+    specs = _core.tensors(core_config(config))
+    embedding = next(s.name for s in specs if s.role == "token_embedding")
+    shapes = {spec.role: spec.shape for spec in specs}
+    names = {spec.role: spec.name for spec in specs}
+    traits = ARCHITECTURES[config.architecture]
+    parts = {role: (name, roles) for name, roles in traits.fused.items() for role in roles}
+    for spec, layer, presence in expected_tensors(config):
+        if spec.role in parts:
+            whole, roles = parts[spec.role]
+            whole = f"blk.{layer}.{whole}"
+            own = {names[role].format(layer=layer) for role in roles}
+            if whole in gguf.tensors and not (own - {whole}) & gguf.tensors.keys():
+                yield spec.role, layer, _part(gguf, whole, {role: shapes[role] for role in roles}, spec.role)
+                continue
+        name = tensor_name(traits, spec, layer)
+        tensor = gguf.tensors.get(name)
+        if tensor is not None:
+            if spec.shape[0] == 1 and tensor.shape == spec.shape[1:]:  # a matrix of one row, as a vector
+                tensor = replace(tensor, shape=spec.shape)
+            _check_tensor(gguf, tensor, spec.shape, MATRIX_TYPES if spec.kind == "matrix" else ("F32",))
+            yield spec.role, layer, tensor
+        elif presence == "required":
+            raise GGUFError(f"{gguf.path}: tensor {name} is missing{_or_part(parts, spec.role, layer, name)}")
+        elif presence == "tied":
+            yield spec.role, layer, gguf.tensors[embedding]
+
+
+def _or_part(parts: Mapping[str, tuple[str, tuple[str, ...]]], role: str, layer: int, name: str) -> str:
+    """Return, for messages, the other tensor that may hold the rows of a role."""
+    whole = f"blk.{layer}.{parts[role][0]}" if role in parts else name
+    return f", as is {whole}, which may contain it" if whole != name else ""
+
+
+def _part(gguf: GGUFFile, name: str, shapes: Mapping[str, tuple[int, ...]], role: str) -> TensorInfo:
+    """Return the rows of one role in a fused tensor that holds several roles in the order of `shapes`."""
+    tensor = gguf.tensors[name]
+    rows = {other: shape[0] for other, shape in shapes.items()}
+    types = MATRIX_TYPES if len(shapes[role]) == 2 else ("F32",)
+    _check_tensor(gguf, tensor, (sum(rows.values()), *shapes[role][1:]), types)
+    row_bytes = tensor.nbytes // sum(rows.values())
+    before = sum(rows[other] for other in list(rows)[: list(rows).index(role)])
+    return replace(
+        tensor,
+        shape=shapes[role],
+        offset=tensor.offset + before * row_bytes,
+        nbytes=rows[role] * row_bytes,
+    )
+
+
+def _check_tensor(gguf: GGUFFile, tensor: TensorInfo, shape: tuple[int, ...], types: tuple[str, ...]) -> None:
+    if tensor.shape != shape:
+        raise GGUFError(
+            f"{gguf.path}: tensor {tensor.name} has shape {tensor.shape}, the metadata requires {shape}"
+        )
+    if tensor.type_name not in types:
+        raise UnsupportedModelError(
+            f"{gguf.path}: tensor {tensor.name} has type {tensor.type_name}; "
+            f"supported types are {', '.join(types)}"
+        )

@@ -1,0 +1,112 @@
+"""Read how the layers of a model use positions: rotation, its scaling, and windows of attention."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from metal_prefill.files._architecture import Architecture
+from metal_prefill.files._metadata_keys import Keys
+from metal_prefill.files._model_config import ModelConfig
+
+_DEFAULT_WINDOW_ROPE_BASE = 10000.0  # for layers with a window, in every published gemma3 model
+
+_LONG_ROPE_TENSORS = ("rope_factors_long.weight", "rope_factors_short.weight")
+
+
+def with_positions(
+    config: ModelConfig, keys: Keys, traits: Architecture, max_context: int | None
+) -> ModelConfig:
+    """Read the scaling of rotations, and which layers rotate or have a window.
+
+    `max_context` is the largest position that the model is opened for; None selects that of the file.
+    """
+    config = _with_rope_scaling(config, keys, traits)
+    if traits.long_rope != "absent":
+        config = _with_long_rope(config, keys, max_context)
+    return _with_layer_positions(config, keys, traits)
+
+
+def _with_rope_scaling(config: ModelConfig, keys: Keys, traits: Architecture) -> ModelConfig:
+    attn_factor = keys.positive_float("rope.scaling.attn_factor", default=1.0)
+    # A factor without a type means linear scaling. Files from before the type existed use another key for the
+    # factor.
+    factor_key = "rope.scaling.factor" if keys.has("rope.scaling.factor") else "rope.scale_linear"
+    kind = keys.string("rope.scaling.type", default="linear" if keys.has(factor_key) else "none")
+    config = replace(config, rope_attn_factor=attn_factor)
+    if kind == "longrope" and traits.long_rope != "absent":
+        if (factor := keys.positive_float(factor_key, default=1.0)) != 1:
+            raise keys.unsupported(f"{factor_key} {factor} together with LongRoPE is not supported")
+        return config
+    if kind == "none":
+        return config
+    if kind not in ("linear", "yarn"):
+        raise keys.unsupported(
+            f"rope scaling of type {kind} is not supported; supported are none, linear, yarn"
+        )
+    factor = keys.positive_float(factor_key)
+    if kind == "linear":
+        return replace(config, rope_scaling="linear", rope_factor=factor)
+    if config.rope_base <= 1:
+        raise keys.error(
+            f"{keys.architecture}.rope.freq_base is {config.rope_base}, must be greater than 1 for YaRN"
+        )
+    return replace(
+        config,
+        rope_scaling="yarn",
+        rope_factor=factor,
+        rope_original_context=keys.positive("rope.scaling.original_context_length"),
+        rope_attn_factor=attn_factor * keys.positive_float("rope.scaling.yarn_attn_factor", default=1.0),
+        rope_beta_fast=keys.positive_float("rope.scaling.yarn_beta_fast", default=32.0),
+        rope_beta_slow=keys.positive_float("rope.scaling.yarn_beta_slow", default=1.0),
+    )
+
+
+def _with_long_rope(config: ModelConfig, keys: Keys, max_context: int | None) -> ModelConfig:
+    """Choose the factors of LongRoPE by the positions that the model is opened for.
+
+    All keys in a cache must have the same rotation, so the choice is made once per model and not, for
+    instance, when a session exceeds the original context.
+    """
+    missing = [name for name in _LONG_ROPE_TENSORS if name not in keys.gguf.tensors]
+    if len(missing) == 2 and keys.string("rope.scaling.type", default="none") != "longrope":
+        return config
+    if missing:
+        raise keys.error(f"tensor {missing[0]} is missing, which LongRoPE requires")
+    original = keys.positive("rope.scaling.original_context_length")
+    long = min(config.context_length, max_context or config.context_length) > original
+    return replace(
+        config,
+        rope_original_context=original,
+        rope_long=long,
+        context_length=config.context_length if long else min(original, config.context_length),
+    )
+
+
+def _with_layer_positions(config: ModelConfig, keys: Keys, traits: Architecture) -> ModelConfig:
+    layers = range(config.n_layers)
+    if not traits.rope or (traits.rope_switch and not keys.boolean("rope.scaling.finetuned", default=True)):
+        return replace(config, layer_uses_rope=(False,) * config.n_layers)
+    if traits.rope_free_every:
+        uses_rope = tuple((layer + 1) % traits.rope_free_every != 0 for layer in layers)
+        return replace(config, layer_uses_rope=uses_rope)
+    stated = keys.number(f"{keys.architecture}.attention.sliding_window", default=0)
+    if traits.window == "absent" or (traits.window == "optional" and stated == 0):
+        return config
+    window = keys.positive("attention.sliding_window")
+    windowed = (True,) * config.n_layers
+    if traits.window_period:
+        pattern = "attention.sliding_window_pattern"
+        windowed = keys.each_layer_but_every_nth(
+            pattern, config.n_layers, default=traits.window_period, first=traits.window_free_first
+        )
+    config = replace(config, layer_window=tuple(window if w else 0 for w in windowed))
+    if traits.window_rope == "same":
+        return config
+    if traits.window_rope == "only":
+        return replace(config, layer_uses_rope=windowed)
+    window_base = keys.positive_float("rope.freq_base_swa", default=_DEFAULT_WINDOW_ROPE_BASE)
+    return replace(
+        config,
+        layer_rope_base=tuple(window_base if w else config.rope_base for w in windowed),
+        layer_rope_factor=tuple(1.0 if w else config.rope_factor for w in windowed),
+    )
