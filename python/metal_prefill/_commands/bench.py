@@ -159,6 +159,8 @@ def execute(arguments: argparse.Namespace) -> None:
     if len([name for name in named if name]) > 1:
         raise common.UsageError("name the model once: -m FILE, FILE, or --demo for the bundled model")
     # Report an unwritable file before measuring, which takes minutes.
+    if arguments.plot and arguments.serve:
+        raise common.UsageError("--plot draws speed over prompt length, which --serve does not measure")
     if arguments.plot:
         _plot.check(arguments.plot)
     if arguments.json and arguments.json != "-":
@@ -207,8 +209,6 @@ def _counted(show: Callable[[str], object] | None) -> Callable[[str, int, int], 
 def _measure_servers(arguments: argparse.Namespace, model: Path | None) -> None:
     from metal_prefill import bench
 
-    if arguments.plot:
-        raise common.UsageError("--plot draws speed over prompt length, which --serve does not measure")
     with common.status_line() as show:
         results = bench.run_serving(
             model,
