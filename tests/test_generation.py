@@ -26,12 +26,6 @@ CHAINS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.fixture
-def cpu(demo_path: Path) -> Iterator[Model]:
-    with Model(demo_path, device="cpu") as model:
-        yield model
-
-
 def text_of(pieces: Iterator[tuple[int, str | Exception]]) -> str:
     """Join the text of a single prompt."""
     return "".join(str(piece) for _, piece in pieces)

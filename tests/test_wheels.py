@@ -21,7 +21,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 FOLDER = os.environ.get("METAL_PREFILL_WHEELS")
 # Their modules need no module for tests; together they use all of the extension.
-SUITE = ("test_gguf_file.py", "test_tokenizer.py", "test_sampling.py", "test_scoring.py", "test_state.py")
+SUITE = ("test_gguf_file.py", "test_tokenizer.py", "test_sampling.py", "test_scoring.py", "saved_sessions")
 
 sys.path.insert(0, str(ROOT / "tools"))
 import build_wheels  # noqa: E402

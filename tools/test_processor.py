@@ -21,7 +21,7 @@ from pathlib import Path
 
 TESTS = Path(__file__).parents[1] / "tests"
 BENCH_KERNELS = Path(__file__).with_name("bench_kernels.py")
-FILES = ("test_machine_code.py", "test_cpu_kernels.py", "test_engine.py")
+FILES = ("test_machine_code.py", "cpu_kernels", "test_engine.py")
 DEAD = "its process died"  # the message of a `BenchError`
 TIME_LIMIT_S = 600  # per step; beyond it the step hangs
 

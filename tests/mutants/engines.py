@@ -7,11 +7,11 @@ from mutants.mutant import Mutant
 _ENGINE, _BATCH, _SAMPLING = "tests/test_engine.py", "tests/test_batch.py", "tests/test_native_sampling.py"
 _Q8 = "tests/test_q8_cache.py"
 _TREE = "tests/test_prefix_tree.py"
-_KERNELS = "tests/test_cpu_kernels.py"
+_KERNELS = "tests/cpu_kernels"
 _PAIRS = f"{_KERNELS}::test_the_product_of_pairs_is_that_of_rounded_numbers"
 _MODELS = f"{_ENGINE}::test_logits_match_the_reference_on_every_kind_of_model"
 _ROWS = "tests/test_row_outputs.py"
-_STATES = "tests/test_recurrent.py"
+_STATES = "tests/recurrent"
 _SEVERAL = f"{_BATCH}::test_batched_prompts_and_tokens_match_single_ones"
 
 SHARED = (
@@ -272,7 +272,7 @@ SHARED = (
         "return load_floats(block.half_scale[half] + row);",
         "return load_floats(block.half_scale[0] + row);",
         "all columns of a packed block of NVFP4 have the scale of the first ones",
-        ("tests/test_cpu_kernels.py", "-k", "product and NVFP4"),
+        ("tests/cpu_kernels", "-k", "product and NVFP4"),
     ),
     Mutant(
         "cpp/rope.cpp",
@@ -328,14 +328,14 @@ SHARED = (
         "if (!drop_drafts(*item)) throw;",
         "throw;",
         "a text fails because its drafts do not fit in memory",
-        ("tests/test_scheduler.py::test_drafts_that_do_not_fit_in_memory_are_dropped",),
+        ("tests/scheduler/test_scheduler_memory.py::test_drafts_that_do_not_fit_in_memory_are_dropped",),
     ),
     Mutant(
         "cpp/pages.cpp",
         "forgotten |= pool_.forget && pool_.forget(pages_[i]);",
         "static_cast<void>(i);",
         "a page shared only with the prefix cache is copied, even if memory is full",
-        ("tests/test_scheduler.py::test_a_completely_cached_prompt_fits_like_a_new_one",),
+        ("tests/scheduler/test_scheduler_memory.py::test_a_completely_cached_prompt_fits_like_a_new_one",),
     ),
     Mutant(
         "cpp/session_lock.cpp",
@@ -422,7 +422,7 @@ CPU = (
         "Simd::sub(value, Simd::mul(decay, total(v)))",
         "value",
         "a recurrence adds values without what it knows of them",
-        ("tests/test_cpu_kernels.py", "-k", "delta_rule"),
+        ("tests/cpu_kernels", "-k", "delta_rule"),
     ),
     Mutant(
         "cpp/cpu/attention.cpp",
@@ -506,35 +506,43 @@ CPU = (
         "S::sum_halfwords(start[h], sum[t][r])",
         "S::sum_halfwords(S::set_int(0), sum[t][r])",
         "products of many tokens on AVX2 count codes from 0",
-        ("tests/test_cpu_kernels.py::test_the_quantized_product_is_exact", "-k", "avx2"),
+        ("tests/cpu_kernels/test_cpu_products.py::test_the_quantized_product_is_exact", "-k", "avx2"),
     ),
     Mutant(
         "cpp/cpu/tile_unpacked.h",
         "step < first + 4; ++step",
         "step < first + 3; ++step",
         "products of many tokens on AVX2 leave out columns of codes of five bits",
-        ("tests/test_cpu_kernels.py::test_the_quantized_product_is_exact", "-k", "avx2 and Q5_K"),
+        (
+            "tests/cpu_kernels/test_cpu_products.py::test_the_quantized_product_is_exact",
+            "-k",
+            "avx2 and Q5_K",
+        ),
     ),
     Mutant(
         "cpp/cpu/tile_blocks.h",
         "Simd::mul(Simd::to_float(first), first_scale)",
         "Simd::mul(Simd::to_float(first), second_scale)",
         "both halves of a block have the scale of the second on AVX-512",
-        ("tests/test_cpu_kernels.py::test_the_quantized_product_is_exact", "-k", "avx512vnni and Q6_K"),
+        (
+            "tests/cpu_kernels/test_cpu_products.py::test_the_quantized_product_is_exact",
+            "-k",
+            "avx512vnni and Q6_K",
+        ),
     ),
     Mutant(
         "cpp/cpu/kernels_amx.cpp",
         "joined_sum(first, _mm512_load_si512(sums[0][t])",
         "joined_sum(first, _mm512_load_si512(sums[1][t])",
         "AMX multiplies the second half of a block by the scales of both",
-        ("tests/test_cpu_kernels.py::test_the_quantized_product_is_exact", "-k", "amx and Q6_K"),
+        ("tests/cpu_kernels/test_cpu_products.py::test_the_quantized_product_is_exact", "-k", "amx and Q6_K"),
     ),
     Mutant(
         "cpp/cpu/tile_blocks.h",
         "32767 / (2 * 127 * Block::kMaxCode)",
         "32767 / (127 * Block::kMaxCode)",
         "sums of products in 16 bits overflow where all codes are the largest",
-        ("tests/test_cpu_kernels.py::test_integer_sums_are_exact_at_the_extremes", "-k", "avx2"),
+        ("tests/cpu_kernels/test_cpu_products.py::test_integer_sums_are_exact_at_the_extremes", "-k", "avx2"),
     ),
     Mutant(
         "cpp/cpu/tile_attention_q8.h",
@@ -548,7 +556,7 @@ CPU = (
         "share = ceil_div(count - token, passes);",
         "share = Product::kTokens;",
         "the last tile of tokens exceeds the number of tokens",
-        ("tests/test_cpu_kernels.py::test_float_products_agree_with_float64",),
+        ("tests/cpu_kernels/test_cpu_products.py::test_float_products_agree_with_float64",),
     ),
     Mutant(
         "cpp/cpu/weights.cpp",
@@ -779,7 +787,7 @@ CPU = (
         "Simd::set(tile.p[r][position + i])",
         "Simd::set(tile.p[r][position])",
         "a weight of the softmax counts for four positions of a cache in q8_0",
-        ("tests/test_cpu_kernels.py::test_attention", "-k", "q8_0"),
+        ("tests/cpu_kernels/test_cpu_attention.py::test_attention", "-k", "q8_0"),
     ),
     Mutant(
         "cpp/cpu/attention.cpp",
@@ -800,14 +808,18 @@ CPU = (
         "block.factors[step / 4][r]",
         "block.factors[0][r]",
         "both halves of a block have the scale of the first",
-        ("tests/test_cpu_kernels.py::test_the_quantized_product_is_exact", "-k", "Q6_K"),
+        ("tests/cpu_kernels/test_cpu_products.py::test_the_quantized_product_is_exact", "-k", "Q6_K"),
     ),
     Mutant(
         "cpp/cpu/tile_blocks.h",
         "Simd::mul(second, load_floats(scale_code[1] + row))",
         "Simd::mul(second, load_floats(scale_code[0] + row))",
         "both halves of a block of a single token have the scale of the first",
-        ("tests/test_cpu_kernels.py::test_product_of_a_token_does_not_depend_on_the_batch", "-k", "Q6_K"),
+        (
+            "tests/cpu_kernels/test_cpu_products.py::test_product_of_a_token_does_not_depend_on_the_batch",
+            "-k",
+            "Q6_K",
+        ),
     ),
     Mutant(
         "cpp/cpu/weights.cpp",
@@ -821,7 +833,7 @@ CPU = (
         "const F old_factor = exp2(Simd::sub(old_shift, new_shift));",
         "const F old_factor = Simd::set(1);",
         "the weights of earlier splits stay relative to their own shift",
-        ("tests/test_cpu_kernels.py::test_a_split_may_have_nearly_all_of_the_weight",),
+        ("tests/cpu_kernels/test_cpu_attention.py::test_a_split_may_have_nearly_all_of_the_weight",),
     ),
     Mutant(
         "cpp/cpu/packing.cpp",
@@ -836,7 +848,7 @@ CPU = (
         "",
         "packed blocks have no minimum",
         (
-            "tests/test_cpu_kernels.py::test_the_quantized_product_is_exact",
+            "tests/cpu_kernels/test_cpu_products.py::test_the_quantized_product_is_exact",
             "-k",
             "avx2 and (Q4_1 or Q5_1)",
         ),
@@ -847,7 +859,7 @@ CPU = (
         "",
         "padding dimensions of keys are not cleared",
         (
-            "tests/test_cpu_kernels.py::test_padding_of_keys_changes_nothing",
+            "tests/cpu_kernels/test_cpu_attention.py::test_padding_of_keys_changes_nothing",
             "-k",
             "avx512bf16 or amx",
         ),
@@ -858,7 +870,7 @@ CPU = (
         "if (done == 0 &&",
         "a phase ends when the first thread has finished its share",
         (
-            "tests/test_cpu_kernels.py::test_team_computes_each_item_once_and_phases_in_order",
+            "tests/cpu_kernels/test_cpu_products.py::test_team_computes_each_item_once_and_phases_in_order",
             "--timeout=60",
             "--timeout-method=thread",
         ),

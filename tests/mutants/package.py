@@ -7,7 +7,7 @@ from mutants.mutant import Mutant
 _P = "python/metal_prefill"
 _SPACES = "tests/serve/test_prefix_namespaces.py"
 _SLOW = "tests/test_slow_constraints.py"
-_SCHEDULER = "tests/test_scheduler.py"
+_SCHEDULER = "tests/scheduler"
 _ENCODER_TASKS = "tests/encoder_tasks"
 
 FILES = (
@@ -58,35 +58,35 @@ FILES = (
         "value = xxhash.xxh64_intdigest(name.encode(), value)",
         "pass",
         "names of tensors do not count in the fingerprint of a state",
-        ("tests/test_state.py", "-k", "cpu"),
+        ("tests/saved_sessions", "-k", "cpu"),
     ),
     Mutant(
         f"{_P}/files/_session_file.py",
         "if size != status.st_size:",
         "if size > status.st_size:",
         "bytes after the end of a state are accepted",
-        ("tests/test_state.py", "-k", "cpu"),
+        ("tests/saved_sessions", "-k", "cpu"),
     ),
     Mutant(
         f"{_P}/files/_session_file.py",
         'if metadata.get("model") != owner.fingerprint:',
         "if False:",
         "a state of another model is read",
-        ("tests/test_state.py", "-k", "cpu"),
+        ("tests/saved_sessions", "-k", "cpu"),
     ),
     Mutant(
         f"{_P}/_engine.py",
         '"long contexts" if self.config.rope_long else ""',
         '""',
         "a state is continued with other factors of LongRoPE",
-        ("tests/test_state.py", "-k", "long_rope and cpu"),
+        ("tests/saved_sessions", "-k", "long_rope and cpu"),
     ),
     Mutant(
         f"{_P}/files/_positions.py",
         "max_context or config.context_length) > original",
         "max_context or config.context_length) >= original",
         "a model opened for its original context uses the factors for long contexts",
-        ("tests/test_architecture.py", "-k", "long_rope"),
+        ("tests/architecture", "-k", "long_rope"),
     ),
     Mutant(
         f"{_P}/_support/atomic_write.py",
@@ -128,7 +128,7 @@ FILES = (
         'embedding_scale=math.sqrt(dim) if traits.scale_embedding else scales["embedding_scale"],',
         "embedding_scale=1.0,",
         "embeddings of gemma are not scaled",
-        ("tests/test_architecture.py", "tests/test_engine.py", "-k", "gemma3 and not metal"),
+        ("tests/architecture", "tests/test_engine.py", "-k", "gemma3 and not metal"),
     ),
     Mutant(
         f"{_P}/files/_pooled_head.py",
@@ -531,7 +531,7 @@ TEXT = (
         "self.core.rewind(len(self.ids) - 1)",
         "self.core.rewind(len(self.ids) - 2)",
         "each further answer computes two tokens of the prompt again",
-        ("tests/test_scheduler.py",),
+        ("tests/scheduler",),
     ),
     Mutant(
         f"{_P}/generation/_constraint.py",
@@ -559,49 +559,51 @@ TEXT = (
         "self._waiting.appendleft(stream)",
         "pass",
         "a stream without memory is dropped",
-        ("tests/test_scheduler.py", "-k", "memory", "--timeout=60"),
+        ("tests/scheduler", "-k", "memory", "--timeout=60"),
     ),
     Mutant(
         f"{_P}/generation/_scheduler.py",
         "if isinstance(result, KVMemoryError) and not alone:",
         "if isinstance(result, KVMemoryError) and len(self._active) > 1:",
         "the last of several streams that need a page in one pass fails",
-        ("tests/test_scheduler.py::test_streams_that_need_a_page_in_the_same_pass_both_get_their_text",),
+        (
+            "tests/scheduler/test_scheduler_memory.py::test_streams_that_need_a_page_in_the_same_pass_both_get_their_text",
+        ),
     ),
     Mutant(
         f"{_P}/generation/_scheduler.py",
         "self._max_streams = min(self._max_streams + 1, self._most_streams)",
         "pass",
         "after memory ran out, fewer streams enter permanently",
-        ("tests/test_scheduler.py::test_streams_enter_again_after_memory_ran_out",),
+        ("tests/scheduler/test_scheduler_memory.py::test_streams_enter_again_after_memory_ran_out",),
     ),
     Mutant(
         f"{_P}/generation/_scheduler.py",
         "most_long = min(least, LEAST_PROMPT_ROWS + ROWS_PER_WRITING * writing)",
         "most_long = least",
         "long prompts fill passes while other texts decode",
-        ("tests/test_scheduler.py::test_long_prompts_delay_a_short_text_by_a_bounded_factor",),
+        ("tests/scheduler/test_turns.py::test_long_prompts_delay_a_short_text_by_a_bounded_factor",),
     ),
     Mutant(
         f"{_P}/generation/_scheduler.py",
         "most_short = min(most_short, PROMPT_TURN + ROWS_PER_WRITING * writing)",
         "pass",
         "short prompts fill passes while other texts decode",
-        ("tests/test_scheduler.py::test_short_prompts_delay_a_text_by_a_bounded_factor",),
+        ("tests/scheduler/test_turns.py::test_short_prompts_delay_a_text_by_a_bounded_factor",),
     ),
     Mutant(
         f"{_P}/generation/_scheduler.py",
         "if long and (short or writing):",
         "if long:",
         "a long prompt does not fill passes although no stream is decoding",
-        ("tests/test_scheduler.py::test_long_prompts_alone_fill_passes",),
+        ("tests/scheduler/test_turns.py::test_long_prompts_alone_fill_passes",),
     ),
     Mutant(
         f"{_P}/generation/_scheduler.py",
         "stream.passes_waited = 0",
         "pass",
         "a stream counts passes in which it got rows as waiting",
-        ("tests/test_scheduler.py::test_passes_waited_counts_the_passes_since_a_prompt_got_rows",),
+        ("tests/scheduler/test_turns.py::test_passes_waited_counts_the_passes_since_a_prompt_got_rows",),
     ),
     Mutant(
         f"{_P}/generation/_text_generation.py",

@@ -3,12 +3,34 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
+import numpy as np
+
+from metal_prefill.files._gguf_file import GGUFFile
+from metal_prefill.files._model_config import ModelConfig
 from support.gguf_bytes import ARRAY, F32, STRING, U32, array, entry, gguf, scalar, tensor, text
 
 LAYERS, DIM, HEADS, KV_HEADS, FFN, VOCAB, CONTEXT = 2, 16, 4, 2, 24, 10, 64
 HEAD = DIM // HEADS
+
+# The configuration of a file without changes.
+PLAIN = ModelConfig(
+    architecture="llama",
+    n_layers=LAYERS,
+    dim=DIM,
+    n_heads=HEADS,
+    n_kv_heads=KV_HEADS,
+    key_dim=HEAD,
+    value_dim=HEAD,
+    ffn_dim=FFN,
+    vocab_size=VOCAB,
+    context_length=CONTEXT,
+    norm_eps=float(np.float32(1e-5)),
+    rope_dim=HEAD,
+)
+
+Open = Callable[..., GGUFFile]  # writes a file with changes, and opens it
 
 # A change of an entry: value type and bytes, or None to omit it.
 Metadata = Mapping[str, tuple[int, bytes] | None]

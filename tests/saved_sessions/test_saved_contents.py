@@ -1,77 +1,26 @@
-"""Saved sessions: a loaded one continues bit for bit, and one that does not belong is refused by name."""
+"""Saved sessions contain what the session had, and belong to one model."""
 
 from __future__ import annotations
 
-import os
 import shutil
 import struct
-import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from safetensors import safe_open
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file
+from support.saved_sessions import PROMPT, rewrite
 from support.small_models import MODELS, write
 
-from metal_prefill import (
-    ClosedError,
-    ContextOverflowError,
-    MetalPrefillError,
-    Model,
-    StateError,
-    _core,
-    default_model_path,
-)
+from metal_prefill import ContextOverflowError, Model, StateError, _core, default_model_path
 from metal_prefill.files import _session_file
 from metal_prefill.files._gguf_file import GGUFFile
 from metal_prefill.synth import synthesize
 
-DATA = Path(__file__).parent / "data"
+DATA = Path(__file__).parents[1] / "data"
 ROMEO = [0, 814, 26, 199, 450, 366, 70, 84]  # "ROMEO:\nBut soft"
-PROMPT = [int(t) for t in np.random.default_rng(7).integers(1, 500, 70)]
-
-
-@pytest.fixture(scope="module")
-def states() -> dict[str, bytes]:
-    """Contents of a saved session for each requested device."""
-    return {}
-
-
-@pytest.fixture
-def demo(whole_demo: Model) -> Model:
-    """Return the model whose fingerprint is in the stored file."""
-    return whole_demo
-
-
-@pytest.fixture
-def saved(demo: Model, device: str, states: dict[str, bytes], tmp_path: Path) -> Path:
-    """State of the demo model after PROMPT."""
-    path = tmp_path / "prompt.session"
-    if device in states:
-        path.write_bytes(states[device])
-    else:
-        with demo.session() as session:
-            session.forward_prompt(PROMPT)
-            session.save(path)
-        states[device] = path.read_bytes()
-    return path
-
-
-def rewrite(
-    path: Path, *, arrays: dict[str, Any] | None = None, metadata: dict[str, str] | None = None
-) -> None:
-    """Change a state and update its checksum, as its author could."""
-    with safe_open(path, framework="numpy") as file:
-        stated = {**file.metadata(), **(metadata or {})}
-    contents = {**load_file(path), **(arrays or {})}
-    kept = {name: np.ascontiguousarray(a) for name, a in contents.items() if a is not None}
-    stated["checksum"] = _session_file._checksum(
-        {n: a.reshape(-1).view(np.uint8) for n, a in kept.items()}, stated
-    )
-    save_file(kept, path, stated)
 
 
 def test_a_loaded_session_continues_bit_for_bit(demo: Model, saved: Path) -> None:
@@ -297,272 +246,6 @@ def test_a_context_that_is_too_small_is_rejected(demo: Model, saved: Path) -> No
         demo.load_session(saved, max_context=demo.config.context_length + 1)
 
 
-def test_a_file_truncated_anywhere_is_rejected(demo: Model, saved: Path) -> None:
-    content = saved.read_bytes()
-    header = 8 + struct.unpack("<Q", content[:8])[0]
-    lengths = {0, 1, 7, 8, 9, header - 1, header, header + 1, len(content) - 1, *range(0, len(content), 4099)}
-    for length in sorted(lengths):
-        saved.write_bytes(content[:length])
-        with pytest.raises(StateError, match="damaged"):
-            demo.load_session(saved)
-
-
-def test_trailing_bytes_are_rejected(demo: Model, saved: Path) -> None:
-    saved.write_bytes(saved.read_bytes() + b"\0")
-    with pytest.raises(StateError, match="damaged"):
-        demo.load_session(saved)
-
-
-def test_a_flipped_bit_anywhere_is_rejected(demo: Model, saved: Path) -> None:
-    content = saved.read_bytes()
-    header = 8 + struct.unpack("<Q", content[:8])[0]
-    rng = np.random.default_rng(3)
-    in_header = rng.choice(header, 300, replace=False)
-    in_data = header + rng.choice(len(content) - header, 100, replace=False)
-    for place in (*in_header, *in_data, len(content) - 1):
-        damaged = bytearray(content)
-        damaged[place] ^= 1 << int(rng.integers(8))
-        saved.write_bytes(damaged)
-        with pytest.raises(StateError):
-            demo.load_session(saved)
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (b"", "damaged"),
-        (b"GGUF" * 100, "damaged"),
-        (b"\xff" * 64, "damaged"),
-        (struct.pack("<Q", 2) + b"{}", "not a saved session: format None"),
-        (struct.pack("<Q", 1 << 40) + b"{}", "damaged"),
-    ],
-)
-def test_other_files_are_rejected(demo: Model, tmp_path: Path, content: bytes, message: str) -> None:
-    path = tmp_path / "foreign"
-    path.write_bytes(content)
-    with pytest.raises(StateError, match=message):
-        demo.load_session(path)
-
-
-def test_other_safetensors_files_are_rejected(demo: Model, tmp_path: Path) -> None:
-    path = tmp_path / "weights.safetensors"
-    save_file({"weight": np.zeros((2, 3), np.float32)}, path)
-    with pytest.raises(StateError, match="not a saved session"):
-        demo.load_session(path)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"metadata": {"version": "2"}}, "format version 2 is not supported"),
-        ({"metadata": {"format": "somebody.else"}}, "'somebody.else'"),
-        ({"metadata": {"kv_dtype": "q8_0"}}, "kv_dtype 'q8_0'"),
-        ({"arrays": {"tokens": None}}, "tensors do not match"),
-        ({"arrays": {"tokens": np.array(3, np.int32)}}, "tensors do not match"),
-        ({"arrays": {"tokens": np.arange(69, dtype=np.int32)}}, "tensors do not match"),
-        ({"arrays": {"tokens": np.arange(70, dtype=np.float32)}}, "tensors do not match"),
-        ({"arrays": {"tokens": np.arange(70, dtype=np.int64)}}, "dtype I64"),
-        ({"arrays": {"layer.1.value": None}}, "tensors do not match"),
-        ({"arrays": {"layer.99.key": np.zeros((70, 3, 32), np.float16)}}, "tensors do not match"),
-        ({"arrays": {"layer.0.key": np.zeros((70, 3, 16), np.float16)}}, "tensors do not match"),
-        ({"arrays": {"tokens": np.full(70, 99999, np.int32)}}, "99999 at index 0"),
-        ({"arrays": {"tokens": np.full(70, -1, np.int32)}}, "-1 at index 0"),
-    ],
-)
-def test_a_complete_file_with_wrong_contents_is_rejected(
-    demo: Model, saved: Path, change: dict[str, Any], message: str
-) -> None:
-    rewrite(saved, **change)
-    with pytest.raises(StateError, match=message):
-        demo.load_session(saved)
-
-
-def test_rewriting_without_a_change_is_accepted(demo: Model, saved: Path) -> None:
-    rewrite(saved)
-    assert demo.load_session(saved).tokens == PROMPT
-
-
-def test_missing_files_and_directories_are_os_errors(demo: Model, tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError):
-        demo.load_session(tmp_path / "absent")
-    with pytest.raises(IsADirectoryError):
-        demo.load_session(tmp_path)
-    with pytest.raises(FileNotFoundError), demo.session() as session:
-        session.save(tmp_path / "absent" / "x.session")
-    assert list(tmp_path.iterdir()) == []
-
-
-def fail(*_: object, **__: object) -> None:
-    raise OSError("the disk is gone")
-
-
-@pytest.mark.parametrize("step", ["save_file", "os.fsync", "os.replace"])
-def test_a_failed_save_leaves_the_old_file_and_nothing_else(
-    demo: Model, saved: Path, monkeypatch: pytest.MonkeyPatch, step: str
-) -> None:
-    before = saved.read_bytes()
-    monkeypatch.setattr(f"metal_prefill.files._session_file.{step}", fail)
-    with demo.session() as session:
-        session.forward_prompt(PROMPT[:5])
-        with pytest.raises(OSError, match="the disk is gone"):
-            session.save(saved)
-        assert session.position == 5
-    assert saved.read_bytes() == before
-    assert list(saved.parent.iterdir()) == [saved]
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-@pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")  # the child only writes, and dies
-def test_a_killed_save_leaves_the_old_file(demo: Model, saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The process dies, without any clean-up, when half of the new file is written."""
-
-    def die(arrays: object, path: Path, metadata: object) -> None:
-        path.write_bytes(before[:99])
-        os._exit(9)
-
-    before = saved.read_bytes()
-    monkeypatch.setattr(_session_file, "save_file", die)
-    child = os.fork()
-    if child == 0:
-        owner, n = demo.engine.state_owner, 3
-        rows = [np.zeros(n * shape[1] * shape[2] * 2, np.uint8) for _, shape in owner.tensors(n).values()]
-        _session_file.write(saved, owner, _session_file.State(np.arange(n, dtype=np.int32), rows))
-        os._exit(0)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
-    assert saved.read_bytes() == before
-    assert demo.load_session(saved).tokens == PROMPT
-
-
-@pytest.mark.parametrize("step", ["_read_header", "_check_owner"])
-def test_a_save_does_not_affect_a_concurrent_load(
-    demo: Model, saved: Path, monkeypatch: pytest.MonkeyPatch, step: str
-) -> None:
-    original = getattr(_session_file, step)
-
-    def save_first(*arguments: object) -> object:
-        with demo.session() as other:
-            other.forward_prompt([7, 8, 9])
-            other.save(saved)
-        return original(*arguments)
-
-    monkeypatch.setattr(_session_file, step, save_first)
-    assert demo.load_session(saved).tokens == PROMPT
-    monkeypatch.undo()
-    assert demo.load_session(saved).tokens == [7, 8, 9]
-
-
-def test_concurrent_loads_find_a_complete_state(demo_path: Path, tmp_path: Path) -> None:
-    path = tmp_path / "x.session"
-    with Model(demo_path, device="cpu", threads=1) as model:
-        states = [list(range(3, 3 + n)) for n in (5, 40)]
-        sessions = [model.session() for _ in states]
-        for session, tokens in zip(sessions, states, strict=True):
-            session.forward_prompt(tokens)
-        sessions[0].save(path)
-        stop = threading.Event()
-
-        def save() -> None:
-            while not stop.is_set():
-                for session in sessions:
-                    session.save(path)
-
-        thread = threading.Thread(target=save)
-        thread.start()
-        try:
-            for _ in range(500):
-                with model.load_session(path) as loaded:
-                    assert loaded.tokens in states
-        finally:
-            stop.set()
-            thread.join()
-
-
-def test_a_state_truncated_while_it_is_read_is_reported_as_damaged(
-    demo: Model, saved: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    original = _session_file._check_owner
-
-    def truncate_first(*arguments: Any) -> None:
-        original(*arguments)
-        os.truncate(saved, saved.stat().st_size // 2)
-
-    monkeypatch.setattr(_session_file, "_check_owner", truncate_first)
-    with pytest.raises(StateError, match=r"damaged: the file ends at \d+ bytes"):
-        demo.load_session(saved)
-
-
-@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs FIFOs")
-def test_a_fifo_is_rejected_without_waiting_for_a_writer(demo: Model, tmp_path: Path) -> None:
-    path = tmp_path / "fifo"
-    os.mkfifo(path)
-    with pytest.raises(StateError, match="not a regular file"):
-        demo.load_session(path)
-
-
-@pytest.mark.parametrize(
-    ("header", "message"),
-    [
-        (b"[" * 100_000, "damaged"),
-        (b'{"a": 1}', "damaged"),
-        (b'{"__metadata__": {"format": 1}}', "metadata is not text"),
-        (b'{"__metadata__": []}', "damaged"),
-        (b'{"a": {"dtype": ["F16"], "shape": [1], "data_offsets": [0, 2]}}', "damaged"),
-        (
-            b'{"a": {"dtype": "F16", "shape": [true], "data_offsets": [0, 2]}}',
-            "sizes that are not nonnegative integers",
-        ),
-        (
-            b'{"a": {"dtype": "F16", "shape": [-1, -1], "data_offsets": [0, 2]}}',
-            "sizes that are not nonnegative integers",
-        ),
-        (
-            b'{"a": {"dtype": "F16", "shape": [2], "data_offsets": [0, 2]}}',
-            r"is at \[0, 2\], not at \[0, 4\]",
-        ),
-        (b'{"a": {"dtype": "F64", "shape": [1], "data_offsets": [0, 8]}}', "dtype F64"),
-        (b'{"a": {"dtype": "F16", "shape": [1]}}', "damaged"),
-        (b'{"a": {"dtype": "F16", "shape": [9], "data_offsets": [0, 18]}}', "bytes, its header requires"),
-        (b'{"__metadata__": {}, "__metadata__": {}}', "duplicate name"),
-        (b'{"__metadata__": {"format": "\xff"}}', "damaged"),
-    ],
-)
-def test_malformed_headers_are_rejected(demo: Model, tmp_path: Path, header: bytes, message: str) -> None:
-    path = tmp_path / "malformed"
-    path.write_bytes(struct.pack("<Q", len(header)) + header + bytes(2))
-    with pytest.raises(StateError, match=message):
-        demo.load_session(path)
-
-
-def test_saving_over_a_loaded_state_does_not_disturb_the_session(demo: Model, saved: Path) -> None:
-    with demo.load_session(saved) as session, demo.session() as other:
-        other.forward_prompt(PROMPT[:3])
-        other.save(saved)
-        session.save(saved)
-    assert demo.load_session(saved).tokens == PROMPT
-
-
-def test_saving_through_a_link_keeps_the_link(demo: Model, saved: Path) -> None:
-    link = saved.with_name("link")
-    link.symlink_to(saved)
-    with demo.session() as session:
-        session.save(link)
-    assert link.is_symlink()
-    assert demo.load_session(saved).position == 0
-
-
-@pytest.mark.parametrize(
-    "call", [lambda m, s, p: m.load_session(p), lambda m, s, p: s.save(p)], ids=["load", "save"]
-)
-def test_closed_models_and_sessions_raise(
-    demo: Model, saved: Path, call: Callable[[Model, Any, Path], object]
-) -> None:
-    session = demo.session()
-    session.close()
-    demo.close()
-    with pytest.raises(ClosedError):
-        call(demo, session, saved)
-
-
 def test_wrong_arrays_never_reach_the_cache(demo: Model) -> None:
     """The native import checks its arguments itself."""
     session = demo.session()
@@ -605,11 +288,6 @@ def test_a_state_that_was_loaded_is_saved_as_it_was(isa: str, monkeypatch: pytes
         np.testing.assert_allclose(
             got[finite].astype(np.float64), expected[finite].astype(np.float64), rtol=2**-8, atol=2**-25
         )
-
-
-def test_state_error_is_a_package_error_and_a_value_error() -> None:
-    assert issubclass(StateError, MetalPrefillError)
-    assert issubclass(StateError, ValueError)
 
 
 def test_a_stored_file_of_version_1_loads(demo: Model) -> None:

@@ -1,0 +1,235 @@
+"""Hyperparameters that are read from a file, and errors that name what is missing or contradictory."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support import small_models
+from support.gguf_bytes import ARRAY, BOOL, F32, F64, I32, I64, STRING, U8, U16, U32, U64, array, scalar
+from support.llama_file import DIM, HEADS, LAYERS, PLAIN, VOCAB, Open, integer, number, string
+
+from metal_prefill import Model, _core
+from metal_prefill.errors import GGUFError, UnsupportedModelError
+from metal_prefill.files._hyperparameters import read_config
+from metal_prefill.files._model_config import ModelConfig
+
+
+def test_a_plain_file_has_its_numbers_and_defaults(open_model: Open) -> None:
+    assert read_config(open_model()) == PLAIN
+
+
+def test_engines_receive_every_field() -> None:
+    core = {name for name in dir(_core.Config) if not name.startswith("_")}
+    assert {field.name for field in fields(ModelConfig)} <= core
+
+
+def test_every_supported_key_is_read(open_model: Open) -> None:
+    stated = {
+        "llama.attention.key_length": integer(12),
+        "llama.attention.value_length": integer(20),
+        "llama.rope.dimension_count": integer(6),
+        "llama.rope.freq_base": number(5e5),
+        "llama.attention.scale": number(0.25),
+        "llama.vocab_size": integer(VOCAB),
+    }
+    config = read_config(open_model(stated))
+    expected = replace(PLAIN, key_dim=12, value_dim=20, rope_dim=6, rope_base=5e5, attention_scale=0.25)
+    assert config == expected
+
+
+def test_heads_of_keys_and_values_default_to_all_heads(open_model: Open) -> None:
+    assert read_config(open_model({"llama.attention.head_count_kv": None})).n_kv_heads == HEADS
+
+
+@pytest.mark.parametrize("kind", [U8, U16, U32, I32, U64, I64])
+def test_any_integer_type_is_accepted(open_model: Open, kind: int) -> None:
+    assert read_config(open_model({"llama.block_count": (kind, scalar(kind, LAYERS))})) == PLAIN
+
+
+def test_double_precision_is_accepted(open_model: Open) -> None:
+    assert read_config(open_model({"llama.rope.freq_base": (F64, scalar(F64, 123.5))})).rope_base == 123.5
+
+
+def test_the_vocabulary_size_may_be_stated_without_tokens(open_model: Open) -> None:
+    without = {"tokenizer.ggml.tokens": None}
+    assert read_config(open_model({**without, "llama.vocab_size": integer(7)})).vocab_size == 7
+    with pytest.raises(GGUFError, match=r"metadata llama\.vocab_size is missing"):
+        read_config(open_model(without))
+
+
+REQUIRED = (
+    "context_length",
+    "embedding_length",
+    "block_count",
+    "feed_forward_length",
+    "attention.head_count",
+    "attention.layer_norm_rms_epsilon",
+)
+
+
+@pytest.mark.parametrize("key", ["general.architecture", *(f"llama.{key}" for key in REQUIRED)])
+def test_missing_metadata_is_named(open_model: Open, key: str) -> None:
+    with pytest.raises(GGUFError, match=f"metadata {key} is missing"):
+        read_config(open_model({key: None}))
+
+
+INTEGERS = (
+    *(key for key in REQUIRED if "epsilon" not in key),
+    "attention.key_length",
+    "rope.dimension_count",
+)
+
+
+@pytest.mark.parametrize("key", INTEGERS)
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [
+        (integer(0), "is 0, must be between 1 and 2147483647"),
+        ((I32, scalar(I32, -1)), "is -1, must be between 1 and"),
+        (integer(2**31), "is 2147483648, must be between 1 and"),
+        ((U64, scalar(U64, 2**64 - 1)), "is 18446744073709551615, must be between"),
+        (number(2.0), "has type float32, expected an integer"),
+        (string("2"), "has type string, expected an integer"),
+        ((BOOL, b"\1"), "has type bool, expected an integer"),
+    ],
+    ids=str,
+)
+def test_invalid_integers_are_named(
+    open_model: Open, key: str, content: tuple[int, bytes], complaint: str
+) -> None:
+    with pytest.raises(GGUFError, match=f"llama.{key} {complaint}"):
+        read_config(open_model({f"llama.{key}": content}))
+
+
+@pytest.mark.parametrize("key", ["attention.layer_norm_rms_epsilon", "rope.freq_base", "attention.scale"])
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [
+        (number(0.0), "is 0.0, must be positive and finite"),
+        (number(-1.0), "is -1.0, must be positive"),
+        (number(math.inf), "is inf"),
+        (number(math.nan), "is nan"),
+        (integer(1), "has type uint32, expected a float"),
+        ((ARRAY, array(F32, [scalar(F32, 1)])), r"has type array\[float32\], expected a float"),
+    ],
+    ids=str,
+)
+def test_invalid_floats_are_named(
+    open_model: Open, key: str, content: tuple[int, bytes], complaint: str
+) -> None:
+    with pytest.raises(GGUFError, match=f"llama.{key} {complaint}"):
+        read_config(open_model({f"llama.{key}": content}))
+
+
+@pytest.mark.parametrize(
+    ("metadata", "message"),
+    [
+        ({"general.architecture": integer(1)}, "general.architecture has type uint32, expected string"),
+        ({"llama.block_count": integer(1000)}, "block_count is 1000, but the file has only 20 tensors"),
+        (
+            {"llama.attention.head_count": integer(3), "llama.attention.head_count_kv": integer(3)},
+            "key_length is missing, and embedding_length 16 is not a multiple of attention.head_count 3",
+        ),
+        (
+            {"llama.attention.head_count_kv": integer(3)},
+            "head_count 4 is not a multiple of llama.attention.head_count_kv 3",
+        ),
+        (
+            {"llama.attention.head_count_kv": integer(8)},
+            "head_count 4 is not a multiple of llama.attention.head_count_kv 8",
+        ),
+        (
+            {"llama.rope.dimension_count": integer(3)},
+            "is 3, must be even and at most the head width 4",
+        ),
+        (
+            {"llama.rope.dimension_count": integer(6)},
+            "is 6, must be even and at most the head width 4",
+        ),
+        ({"llama.attention.key_length": integer(2**30)}, "4 heads of 1073741824 dimensions are more than"),
+        (
+            {"llama.vocab_size": integer(11)},
+            "llama.vocab_size is 11, but tokenizer.ggml.tokens lists 10 tokens",
+        ),
+        ({"tokenizer.ggml.tokens": (ARRAY, array(STRING, []))}, "tokenizer.ggml.tokens lists 0 tokens"),
+        ({"tokenizer.ggml.tokens": string("a")}, "tokenizer.ggml.tokens has type string, expected an array"),
+    ],
+)
+def test_contradictions_are_named(open_model: Open, metadata: dict[str, Any], message: str) -> None:
+    with pytest.raises(GGUFError, match=message):
+        read_config(open_model(metadata))
+
+
+def per_layer(kind: int, *values: int) -> tuple[int, bytes]:
+    return ARRAY, array(kind, [scalar(kind, value) for value in values])
+
+
+@pytest.mark.parametrize("key", ["attention.head_count", "attention.head_count_kv", "feed_forward_length"])
+def test_values_per_layer_must_be_equal(open_model: Open, key: str) -> None:
+    name = f"llama.{key}"
+    assert read_config(open_model({name: per_layer(I32, 4, 4)})) == read_config(
+        open_model({name: integer(4)})
+    )
+    with pytest.raises(UnsupportedModelError, match=f"{name} differs between layers"):
+        read_config(open_model({name: per_layer(U32, 4, 2)}))
+    with pytest.raises(GGUFError, match=f"{name} lists 3 values for 2 layers"):
+        read_config(open_model({name: per_layer(U32, 4, 4, 4)}))
+    with pytest.raises(GGUFError, match=rf"{name} has type array\[float32\], expected an integer"):
+        read_config(open_model({name: per_layer(F32, 4, 4)}))
+    with pytest.raises(GGUFError, match=f"{name} is 0, must be between"):
+        read_config(open_model({name: per_layer(U32, 0, 0)}))
+
+
+@pytest.mark.parametrize(
+    ("metadata", "message"),
+    [
+        (
+            {"general.architecture": string("mamba")},
+            "architecture mamba is not supported; .*supported are llama, qwen2",
+        ),
+        ({"llama.expert_count": integer(8)}, "llama.expert_count = 8 is not supported"),
+        ({"llama.final_logit_softcapping": number(30.0)}, "final_logit_softcapping = 30.0"),
+        ({"llama.logit_scale": number(0.5)}, "llama.logit_scale = 0.5"),
+        ({"llama.rope.scaling.yarn_ext_factor": number(0.0)}, "yarn_ext_factor = 0.0"),
+        ({"llama.rope.scaling.type": string("longrope")}, "rope scaling of type longrope is not supported"),
+        ({"llama.attention.sliding_window": integer(64)}, "sliding_window is not supported for llama"),
+        ({"split.count": (U16, scalar(U16, 3))}, "the model is split into 3 files"),
+    ],
+)
+def test_unsupported_features_are_rejected(open_model: Open, metadata: dict[str, Any], message: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=message):
+        read_config(open_model(metadata))
+
+
+def test_neutral_values_of_unsupported_features_are_accepted(open_model: Open) -> None:
+    neutral = {"llama.expert_count": integer(0), "llama.logit_scale": number(1.0), "split.count": integer(1)}
+    assert read_config(open_model({**neutral, "llama.attention.causal": (BOOL, b"\1")})) == PLAIN
+    both_ways = read_config(open_model({**neutral, "llama.attention.causal": (BOOL, b"\0")}))
+    assert both_ways == replace(PLAIN, causal=False)
+
+
+def test_only_granite_scales(open_model: Open) -> None:
+    plain = read_config(open_model(architecture="granite"))
+    assert (plain.embedding_scale, plain.residual_scale, plain.logit_scale) == (1.0, 1.0, 1.0)
+    stated = {"embedding_scale": 12.0, "residual_scale": 0.25, "logit_scale": 8.0, "attention.scale": 0.125}
+    metadata = {f"granite.{key}": number(value) for key, value in stated.items()}
+    config = read_config(open_model(metadata, architecture="granite"))
+    assert (config.embedding_scale, config.residual_scale) == (12.0, 0.25)
+    assert config.logit_scale == 1 / 8  # which the file has as a divisor
+    assert config.attention_scale == 0.125
+
+
+def test_a_scale_whose_square_overflows_float32_is_rejected(tmp_path: Path) -> None:
+    model = replace(small_models.MODELS["granite"], scales=(("residual_scale", 1e-30),))
+    with pytest.raises(GGUFError, match="scales of the embedding, of the residual stream"):
+        Model(small_models.write(tmp_path / "m.gguf", model), device="cpu")
+
+
+def test_largest_gemma3_scales_attention_by_the_nominal_head(open_model: Open) -> None:
+    metadata = {"gemma3.attention.sliding_window": integer(8), "gemma3.attention.key_length": integer(32)}
+    config = read_config(open_model(metadata, architecture="gemma3", layers=62))
+    assert config.attention_scale == pytest.approx((DIM / HEADS) ** -0.5)

@@ -1,0 +1,166 @@
+"""Tensors that are found for each role, and errors that name those that are missing or wrong."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support import small_models
+from support.llama_file import DIM, FFN, HEAD, LAYERS, VOCAB, Open, base_tensors, integer
+
+from metal_prefill.errors import GGUFError, UnsupportedModelError
+from metal_prefill.files._gguf_file import GGUFFile
+from metal_prefill.files._hyperparameters import read_config
+from metal_prefill.files._model_tensors import collect_tensors
+
+
+def collect(open_model: Open, *args: Any, **kwargs: Any) -> dict[tuple[str, int], str]:
+    gguf = open_model(*args, **kwargs)
+    return {(role, layer): tensor.name for role, layer, tensor in collect_tensors(gguf, read_config(gguf))}
+
+
+def test_every_role_finds_its_tensor(open_model: Open) -> None:
+    roles = collect(open_model)
+    assert roles["token_embedding", -1] == "token_embd.weight"
+    assert roles["wq", 0] == "blk.0.attn_q.weight"
+    assert roles["w_down", 1] == "blk.1.ffn_down.weight"
+    assert len(roles) == 3 + LAYERS * 9
+
+
+def test_the_embedding_is_the_default_output_projection(open_model: Open) -> None:
+    assert collect(open_model)["output", -1] == "token_embd.weight"
+    separate = collect(open_model, tensors={"output.weight": ((VOCAB, DIM), 0)})
+    assert separate["output", -1] == "output.weight"
+
+
+def test_optional_tensors_are_found(open_model: Open) -> None:
+    optional = {"rope_freqs.weight": ((HEAD // 2,), 0), "blk.1.attn_q.bias": ((DIM,), 0)}
+    optional |= {"blk.0.attn_output.bias": ((DIM,), 0), "blk.0.ffn_gate.bias": ((FFN,), 0)}
+    roles = collect(open_model, tensors=optional)
+    assert roles["bo", 0] == "blk.0.attn_output.bias"
+    assert roles["b_gate", 0] == "blk.0.ffn_gate.bias"
+    assert roles["rope_freqs", -1] == "rope_freqs.weight"
+    assert roles["bq", 1] == "blk.1.attn_q.bias"
+    assert ("bq", 0) not in roles
+
+
+@pytest.mark.parametrize("name", [name for name in base_tensors() if not name.startswith("blk.0.")])
+def test_missing_tensor_is_named(open_model: Open, name: str) -> None:
+    with pytest.raises(GGUFError, match=f"tensor {name} is missing"):
+        collect(open_model, tensors={name: None})
+
+
+@pytest.mark.parametrize(
+    ("architecture", "name"),
+    [
+        ("qwen2", "blk.0.attn_q.bias"),
+        ("qwen3", "blk.0.attn_q_norm.weight"),
+        ("gemma3", "blk.0.attn_q_norm.weight"),
+        ("hunyuan-dense", "blk.0.attn_q_norm.weight"),
+        ("exaone4", "blk.0.attn_q_norm.weight"),
+    ],
+)
+def test_architectures_require_their_own_tensors(open_model: Open, architecture: str, name: str) -> None:
+    metadata = {"gemma3.attention.sliding_window": integer(8)} if architecture == "gemma3" else {}
+    with pytest.raises(GGUFError, match=f"tensor {name} is missing"):
+        collect(open_model, metadata, architecture=architecture)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        ("token_embd.weight", (VOCAB + 1, DIM)),
+        ("output_norm.weight", (DIM + 1,)),
+        ("output_norm.weight", (1, DIM)),
+        ("output.weight", (DIM, VOCAB)),
+        ("rope_freqs.weight", (HEAD,)),
+        ("blk.0.attn_q.weight", (DIM, DIM, 1)),
+        ("blk.1.attn_k.weight", (DIM, DIM)),
+        ("blk.1.attn_output.weight", (DIM * DIM,)),
+        ("blk.0.ffn_down.weight", (FFN, DIM)),
+        ("blk.0.attn_v.bias", (DIM,)),
+        ("blk.0.ffn_down.bias", (FFN,)),
+    ],
+)
+def test_contradicting_shape_is_named(open_model: Open, name: str, shape: tuple[int, ...]) -> None:
+    with pytest.raises(
+        GGUFError, match=rf"tensor {name} has shape \({shape[0]}.*\), the metadata requires \("
+    ):
+        collect(open_model, tensors={name: (shape, 0)})
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "kind", "message"),
+    [
+        (
+            "output.weight",
+            (VOCAB, DIM),
+            26,
+            "tensor output.weight has type I32; supported types are F32, F16",
+        ),
+        ("output.weight", (VOCAB, DIM), 28, "tensor output.weight has type F64"),
+        (
+            "output_norm.weight",
+            (DIM,),
+            1,
+            "tensor output_norm.weight has type F16; supported types are F32",
+        ),
+        ("blk.0.attn_q.bias", (DIM,), 30, "tensor blk.0.attn_q.bias has type BF16"),
+    ],
+)
+def test_an_unsupported_type_is_named(
+    open_model: Open, name: str, shape: tuple[int, ...], kind: int, message: str
+) -> None:
+    with pytest.raises(UnsupportedModelError, match=message):
+        collect(open_model, tensors={name: (shape, kind)})
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "blk.2.attn_norm.weight",
+        "blk.0.attn_norm.bias",
+        "blk.0.ffn_gate_inp.weight",
+        "blk.0.attn_q_norm.weight",
+        "x",
+    ],
+)
+def test_an_unknown_tensor_is_rejected(open_model: Open, name: str) -> None:
+    with pytest.raises(
+        UnsupportedModelError, match=f"tensor {name} is not part of a llama model with 2 layers"
+    ):
+        collect(open_model, tensors={name: ((DIM,), 0)})
+
+
+@pytest.fixture(scope="module")
+def phi3_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return small_models.write(tmp_path_factory.mktemp("phi3") / "m.gguf", small_models.MODELS["phi3"])
+
+
+def test_matrices_that_phi3_stacks_are_rows_of_one_tensor(phi3_path: Path) -> None:
+    with GGUFFile(phi3_path) as gguf:
+        config = read_config(gguf)
+        parts = {role: tensor for role, layer, tensor in collect_tensors(gguf, config) if layer == 1}
+        for name, roles in (("attn_qkv", ("wq", "wk", "wv")), ("ffn_up", ("w_gate", "w_up"))):
+            whole = gguf.tensors[f"blk.1.{name}.weight"]
+            ends = [whole.offset, *(parts[role].offset + parts[role].nbytes for role in roles)]
+            assert [parts[role].offset for role in roles] == ends[:-1]
+            assert ends[-1] == whole.offset + whole.nbytes
+            assert sum(parts[role].shape[0] for role in roles) == whole.shape[0]
+
+
+def test_a_stacked_tensor_that_is_missing_or_too_short_is_named(phi3_path: Path) -> None:
+    with GGUFFile(phi3_path) as gguf:
+        config = read_config(gguf)
+        name = "blk.1.attn_qkv.weight"
+        whole = gguf.tensors[name]
+        gguf.tensors[name] = replace(whole, shape=(whole.shape[0] - 1, whole.shape[1]))
+        with pytest.raises(GGUFError, match=r"qkv.weight has shape \(383, 128\), .* requires \(384, 128\)"):
+            collect_tensors(gguf, config)
+        del gguf.tensors[name]
+        with pytest.raises(
+            GGUFError, match=r"tensor blk\.1\.attn_q\.weight is missing, as is blk\.1\.attn_qkv\.weight"
+        ):
+            collect_tensors(gguf, config)

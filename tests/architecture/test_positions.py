@@ -1,0 +1,197 @@
+"""Rotation, its scaling, and windows of attention, as files and architectures define them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support import small_models
+from support.gguf_bytes import ARRAY, BOOL, U8, array
+from support.llama_file import DIM, LAYERS, PLAIN, Open, integer, number, string
+
+from metal_prefill.errors import GGUFError, UnsupportedModelError
+from metal_prefill.files._gguf_file import GGUFFile
+from metal_prefill.files._hyperparameters import read_config
+from metal_prefill.files._model_config import ModelConfig
+
+SCALING = "llama.rope.scaling."
+
+
+def test_linear_scaling(open_model: Open) -> None:
+    linear = replace(PLAIN, rope_scaling="linear", rope_factor=4.0)
+    factor = number(4.0)
+    assert read_config(open_model({SCALING + "type": string("linear"), SCALING + "factor": factor})) == linear
+    assert read_config(open_model({SCALING + "factor": factor})) == linear
+    assert read_config(open_model({"llama.rope.scale_linear": factor})) == linear
+
+
+def test_scaling_of_type_none_ignores_the_factor(open_model: Open) -> None:
+    assert (
+        read_config(open_model({SCALING + "type": string("none"), SCALING + "factor": number(4.0)})) == PLAIN
+    )
+
+
+def test_yarn_scaling(open_model: Open) -> None:
+    yarn = {
+        SCALING + "type": string("yarn"),
+        SCALING + "factor": number(8.0),
+        SCALING + "original_context_length": integer(32),
+    }
+    expected = replace(PLAIN, rope_scaling="yarn", rope_factor=8.0, rope_original_context=32)
+    assert read_config(open_model(yarn)) == expected
+    tuned = {
+        SCALING + "attn_factor": number(0.5),
+        SCALING + "yarn_attn_factor": number(3.0),
+        SCALING + "yarn_beta_fast": number(16.0),
+        SCALING + "yarn_beta_slow": number(2.0),
+        SCALING + "yarn_ext_factor": number(1.0),
+    }
+    expected = replace(expected, rope_attn_factor=1.5, rope_beta_fast=16.0, rope_beta_slow=2.0)
+    assert read_config(open_model({**yarn, **tuned})) == expected
+
+
+@pytest.mark.parametrize(
+    ("metadata", "message"),
+    [
+        ({"type": string("linear")}, "metadata llama.rope.scale_linear is missing"),
+        ({"type": string("yarn"), "factor": number(2.0)}, "scaling.original_context_length is missing"),
+        ({"factor": number(0.0)}, "scaling.factor is 0.0, must be positive"),
+        ({"factor": number(math.nan)}, "scaling.factor is nan"),
+        ({"type": integer(1)}, "scaling.type has type uint32, expected string"),
+    ],
+)
+def test_incomplete_scaling_is_named(open_model: Open, metadata: dict[str, Any], message: str) -> None:
+    with pytest.raises(GGUFError, match=message):
+        read_config(open_model({SCALING + key: value for key, value in metadata.items()}))
+
+
+def test_yarn_needs_a_base_above_one(open_model: Open) -> None:
+    yarn = {"type": string("yarn"), "factor": number(2.0), "original_context_length": integer(32)}
+    metadata = {SCALING + key: value for key, value in yarn.items()}
+    with pytest.raises(GGUFError, match=r"rope\.freq_base is 1\.0, must be greater than 1 for YaRN"):
+        read_config(open_model({**metadata, "llama.rope.freq_base": number(1.0)}))
+
+
+@pytest.mark.parametrize("architecture", ["qwen2", "qwen3"])
+def test_qwen_rotates_pairs_half_a_head_apart(open_model: Open, architecture: str) -> None:
+    expected = replace(PLAIN, architecture=architecture, rope_style="neox")
+    assert read_config(open_model(architecture=architecture)) == expected
+
+
+def test_every_layer_of_phi3_has_the_window_of_the_file(open_model: Open) -> None:
+    assert read_config(open_model(architecture="phi3")).layer_window == ()
+    metadata = {"phi3.attention.sliding_window": integer(8)}
+    config = read_config(open_model(metadata, architecture="phi3"))
+    assert config.layer_window == (8,) * LAYERS
+    assert config.rope_style == "neox"
+
+
+def test_a_window_of_zero_means_none(open_model: Open) -> None:
+    config = read_config(open_model({"phi3.attention.sliding_window": integer(0)}, architecture="phi3"))
+    assert config.layer_window == ()
+
+
+@pytest.fixture
+def long_rope(tmp_path: Path) -> Iterator[GGUFFile]:
+    """Model with factors for long and for short contexts: 64 positions, extended to 1,024."""
+    with GGUFFile(small_models.write(tmp_path / "m.gguf", small_models.MODELS["phi3, long rope"])) as gguf:
+        yield gguf
+
+
+@pytest.mark.parametrize(
+    ("max_context", "long", "context"),
+    [(None, True, 1024), (65, True, 1024), (64, False, 64), (2048, True, 1024)],
+)
+def test_the_requested_context_selects_the_long_rope_factors(
+    long_rope: GGUFFile, max_context: int | None, long: bool, context: int
+) -> None:
+    config = read_config(long_rope, max_context)
+    assert (config.rope_long, config.context_length, config.rope_original_context) == (long, context, 64)
+    assert config.rope_attn_factor == pytest.approx(math.sqrt(1 + math.log(16) / math.log(64)))
+
+
+def test_long_rope_requires_both_tensors(long_rope: GGUFFile) -> None:
+    long_rope.tensors.pop("rope_factors_short.weight")
+    with pytest.raises(GGUFError, match=r"tensor rope_factors_short\.weight is missing, which LongRoPE"):
+        read_config(long_rope)
+
+
+def test_the_type_of_long_rope_requires_its_tensors(open_model: Open) -> None:
+    metadata = {"phi3.rope.scaling.type": string("longrope")}
+    with pytest.raises(GGUFError, match=r"tensor rope_factors_long\.weight is missing, which LongRoPE"):
+        read_config(open_model(metadata, architecture="phi3"))
+    metadata["phi3.rope.scaling.factor"] = number(4.0)
+    with pytest.raises(UnsupportedModelError, match=r"scaling\.factor 4\.0 together with LongRoPE"):
+        read_config(open_model(metadata, architecture="phi3"))
+
+
+def test_the_attention_factor_needs_no_type_of_scaling(open_model: Open) -> None:
+    config = read_config(open_model({SCALING + "attn_factor": number(1.25)}))
+    assert config == replace(PLAIN, rope_attn_factor=1.25)
+
+
+def test_every_fourth_layer_of_smollm3_does_not_rotate(open_model: Open) -> None:
+    config = read_config(open_model(architecture="smollm3", layers=9))
+    assert config.layer_uses_rope == (True, True, True, False, True, True, True, False, True)
+    assert config.rope_style == "interleaved"
+
+
+def test_gemma3_alternates_windows_and_full_attention(open_model: Open) -> None:
+    metadata = {
+        "gemma3.attention.sliding_window": integer(8),
+        "gemma3.rope.freq_base": number(1e6),
+        "gemma3.rope.scaling.type": string("linear"),
+        "gemma3.rope.scaling.factor": number(8.0),
+    }
+    config = read_config(open_model(metadata, architecture="gemma3", layers=7))
+    assert config.layer_window == (8, 8, 8, 8, 8, 0, 8)
+    assert config.layer_rope_base == (1e4, 1e4, 1e4, 1e4, 1e4, 1e6, 1e4)
+    assert config.layer_rope_factor == (1, 1, 1, 1, 1, 8, 1)
+    assert (config.rope_style, config.activation) == ("neox", "gelu")
+    assert config.embedding_scale == math.sqrt(DIM)
+    assert config.attention_scale == 0.0
+
+
+def test_gemma3_may_specify_its_pattern(open_model: Open) -> None:
+    metadata = {
+        "gemma3.attention.sliding_window": integer(8),
+        "gemma3.attention.sliding_window_pattern": integer(2),
+        "gemma3.rope.freq_base_swa": number(5e3),
+    }
+    config = read_config(open_model(metadata, architecture="gemma3", layers=4))
+    assert config.layer_window == (8, 0, 8, 0)
+    assert config.layer_rope_base == (5e3, 1e4, 5e3, 1e4)
+
+
+def test_gemma3_requires_its_window(open_model: Open) -> None:
+    with pytest.raises(GGUFError, match=r"metadata gemma3\.attention\.sliding_window is missing"):
+        read_config(open_model(architecture="gemma3"))
+
+
+def test_gemma3_may_list_its_windows(open_model: Open) -> None:
+    def config(kind: int, *values: bytes) -> ModelConfig:
+        metadata = {
+            "gemma3.attention.sliding_window": integer(8),
+            "gemma3.attention.sliding_window_pattern": (ARRAY, array(kind, values)),
+        }
+        return read_config(open_model(metadata, architecture="gemma3", layers=3))
+
+    assert config(BOOL, b"\0", b"\1", b"\1").layer_window == (0, 8, 8)
+    with pytest.raises(GGUFError, match="sliding_window_pattern lists 2 values for 3 layers"):
+        config(BOOL, b"\0", b"\1")
+    with pytest.raises(GGUFError, match=r"has type array\[uint8\], expected an integer or array\[bool\]"):
+        config(U8, b"\0", b"\1", b"\1")
+
+
+def test_only_layers_with_a_window_rotate_in_exaone4(open_model: Open) -> None:
+    plain = read_config(open_model(architecture="exaone4", layers=5))
+    assert (plain.layer_window, plain.layer_uses_rope) == ((), ())
+    metadata = {"exaone4.attention.sliding_window": integer(8)}
+    config = read_config(open_model(metadata, architecture="exaone4", layers=5))
+    assert config.layer_window == (8, 8, 8, 0, 8)
+    assert config.layer_uses_rope == (True, True, True, False, True)
+    assert config.layer_rope_base == ()

@@ -1,0 +1,222 @@
+"""Attention of the CPU kernels, on every instruction set."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from gguf import GGMLQuantizationType as Type
+from gguf import quants
+from support.kernel_cases import SENTINEL, SETS, Floats, cpu, each_set, normal
+
+
+def reference_attention(
+    q: Floats, keys: Floats, values: Floats, heads: int, window: int, scale: float, both_ways: bool = False
+) -> npt.NDArray[np.float64]:
+    """Attention in float64, one head and token at a time.
+
+    A bidirectional window has half of its positions before a token and half after it.
+    """
+    tokens, positions = len(q), len(keys)
+    out = np.empty((tokens, heads, values.shape[1]))
+    for t in range(tokens):
+        end = positions - tokens + t + 1
+        begin = max(0, end - window) if window else 0
+        if both_ways:
+            begin = max(0, end - 1 - window // 2) if window else 0
+            end = min(positions, end + window // 2) if window else positions
+        for h, head in enumerate(q[t].reshape(heads, -1).astype(np.float64)):
+            scores = keys[begin:end].astype(np.float64) @ head * scale
+            weights = np.exp(scores - scores.max())
+            out[t, h] = weights / weights.sum() @ values[begin:end].astype(np.float64)
+    return out.reshape(tokens, -1)
+
+
+def as_cached(rows: Floats, kv_dtype: str) -> Floats:
+    """Values of the numbers that a cache holds, by NumPy and by `gguf`."""
+    if kv_dtype == "q8_0":
+        blocks = quants.quantize(rows, Type.Q8_0)
+        values: Floats = quants.dequantize(blocks, Type.Q8_0).astype(np.float32)
+        return values
+    return rows.astype({"f16": np.float16, "f32": np.float32}[kv_dtype]).astype(np.float32)
+
+
+@cache
+def attention_case(
+    kv_dtype: str, heads: int, key_dim: int, value_dim: int, window: int, both_ways: bool
+) -> tuple[Floats, Floats, Floats, npt.NDArray[np.float64]]:
+    """Return queries of 37 tokens, keys and values of 203 positions, and attention in float64."""
+    q, keys, values = (
+        normal(37, heads * key_dim),
+        normal(203, key_dim, seed=1),
+        normal(203, value_dim, seed=2),
+    )
+    k, v = as_cached(keys, kv_dtype), as_cached(values, kv_dtype)
+    return q, keys, values, reference_attention(q, k, v, heads, window, key_dim**-0.5, both_ways)
+
+
+ATTENTION_SHAPES = [  # heads of queries, dimensions of keys and values, window, both ways
+    (1, 64, 64, 0, False),
+    (3, 64, 64, 0, False),
+    (8, 32, 32, 0, False),
+    (3, 80, 40, 0, False),
+    (2, 128, 128, 0, False),
+    (1, 32, 96, 0, False),
+    (5, 256, 256, 70, False),
+    (3, 64, 64, 20, False),
+    (4, 48, 16, 130, False),
+    (2, 45, 16, 0, False),
+    (3, 64, 64, 0, True),
+    (3, 64, 64, 20, True),
+    (4, 48, 16, 131, True),
+]
+
+
+@each_set
+@pytest.mark.parametrize(
+    ("kv_dtype", "heads", "key_dim", "value_dim", "window", "both_ways"),
+    [
+        (kv_dtype, *shape)
+        for kv_dtype in ("f16", "f32", "q8_0")
+        for shape in ATTENTION_SHAPES
+        if kv_dtype != "q8_0" or not (shape[1] % 32 or shape[2] % 32)  # its blocks have 32 dimensions
+    ],
+)
+def test_attention(
+    isa: str, kv_dtype: str, heads: int, key_dim: int, value_dim: int, window: int, both_ways: bool
+) -> None:
+    q, keys, values, expected = attention_case(kv_dtype, heads, key_dim, value_dim, window, both_ways)
+    scale = key_dim**-0.5
+    single = np.full(expected.shape, np.nan, np.float32)
+    for t in range(len(q)):
+        cpu.attention(isa, q, keys, values, kv_dtype, window, scale, t, 1, single, both_ways=both_ways)
+    error = {"f16": ATTENTION_ERROR[isa], "f32": ATTENTION_ERROR["f32"], "q8_0": Q8_ATTENTION_ERROR}[kv_dtype]
+    assert np.abs(single - expected).max() <= error * np.abs(expected).max()
+    for first, count in ((0, 32), (16, 16), (32, 5), (3, 7)):
+        out = np.full_like(single, SENTINEL)
+        cpu.attention(isa, q, keys, values, kv_dtype, window, scale, first, count, out, both_ways=both_ways)
+        np.testing.assert_array_equal(out[first : first + count], single[first : first + count])
+        assert np.all(np.delete(out, np.s_[first : first + count], axis=0) == SENTINEL)
+
+
+@each_set
+@pytest.mark.parametrize("kv_dtype", ["f16", "f32", "q8_0"])
+def test_attention_at_any_last_position_within_a_page(isa: str, kv_dtype: str) -> None:
+    """It is followed only by NaN in memory."""
+    q, keys, values = normal(1, 96), normal(130, 32, seed=1), normal(130, 32, seed=2)
+    error = {"f16": ATTENTION_ERROR[isa], "f32": ATTENTION_ERROR["f32"], "q8_0": Q8_ATTENTION_ERROR}[kv_dtype]
+    for n in range(1, len(keys) + 1):
+        out = np.full_like(q, np.nan)
+        cpu.attention(isa, q, keys[:n], values[:n], kv_dtype, 0, 32**-0.5, 0, 1, out)
+        k, v = as_cached(keys[:n], kv_dtype), as_cached(values[:n], kv_dtype)
+        expected = reference_attention(q, k, v, 3, 0, 32**-0.5)
+        assert np.abs(out - expected).max() <= error * np.abs(values[:n]).max(), n
+
+
+@each_set
+@pytest.mark.parametrize("kv_dtype", ["f16", "f32", "q8_0"])
+@pytest.mark.parametrize(
+    ("window", "both_ways"), [(0, False), (600, False), (20, False), (0, True), (1200, True)]
+)
+def test_attention_may_be_computed_split_by_split(
+    isa: str, kv_dtype: str, window: int, both_ways: bool
+) -> None:
+    """Tokens 1,003 to 1,039: the third split begins among them, and a window ends before some splits."""
+    q, keys, values = normal(37, 96), normal(1040, 32, seed=1), normal(1040, 64, seed=2)
+    k, v = as_cached(keys, kv_dtype), as_cached(values, kv_dtype)
+    expected = reference_attention(q, k, v, 3, window, 32**-0.5, both_ways)
+    single = np.full(expected.shape, np.nan, np.float32)
+    for t in range(len(q)):
+        cpu.attention(isa, q, keys, values, kv_dtype, window, 32**-0.5, t, 1, single, both_ways=both_ways)
+    error = {"f16": ATTENTION_ERROR[isa], "f32": ATTENTION_ERROR["f32"], "q8_0": Q8_ATTENTION_ERROR}[kv_dtype]
+    assert np.abs(single - expected).max() <= error * np.abs(expected).max()
+    for first, count, by_splits in (
+        (0, 32, False),
+        (0, 32, True),
+        (17, 8, True),
+        (20, 1, True),
+        (21, 1, True),
+    ):
+        out = np.full_like(single, np.nan)
+        cpu.attention(
+            isa,
+            q,
+            keys,
+            values,
+            kv_dtype,
+            window,
+            32**-0.5,
+            first,
+            count,
+            out,
+            both_ways=both_ways,
+            by_splits=by_splits,
+        )
+        np.testing.assert_array_equal(out[first : first + count], single[first : first + count])
+
+
+@each_set
+@pytest.mark.parametrize("loud", [slice(0, 512), slice(512, 1024), slice(1024, 1100)])
+def test_a_split_may_have_nearly_all_of_the_weight(isa: str, loud: slice) -> None:
+    q, keys, values = normal(4, 64), normal(1100, 64, seed=1), normal(1100, 64, seed=2)
+    keys[loud] *= 30
+    expected = reference_attention(q, keys, values, 1, 0, 1.0)
+    for by_splits in (False, True):
+        out = np.full_like(q, np.nan)
+        cpu.attention(isa, q, keys, values, "f32", 0, 1.0, 0, 4, out, by_splits=by_splits)
+        assert np.abs(out - expected).max() <= 1e-4 * np.abs(expected).max()  # scores are up to 1,000
+
+
+@each_set
+@pytest.mark.parametrize("kv_dtype", ["f16", "f32"])
+def test_a_nan_split_makes_the_result_nan(isa: str, kv_dtype: str) -> None:
+    q, keys, values = normal(4, 64), normal(1100, 64, seed=1), normal(1100, 64, seed=2)
+    keys[512:1024] = np.nan
+    for by_splits in (False, True):
+        out = np.zeros_like(q)
+        cpu.attention(isa, q, keys, values, kv_dtype, 0, 0.125, 0, 4, out, by_splits=by_splits)
+        assert np.isnan(out).all()
+
+
+# Relative to the largest output: float32 throughout, but where products are of bfloat16, whose half unit is
+# 2^-9; a weight and its value add up to two of them, and the scores' errors move weights.
+ATTENTION_ERROR = dict.fromkeys([*SETS, "f32"], 1e-5) | dict.fromkeys(["avx512bf16", "amx"], 2**-7)
+
+# Queries and weights of the softmax keep 15 bits and their sign there: half a unit is 2^-16 of the largest.
+# The errors of a query's dimensions add up in a score, with a deviation of some 2^-15.
+Q8_ATTENTION_ERROR = 2**-13
+
+
+@each_set
+def test_attention_is_exact_on_request(isa: str) -> None:
+    q, keys, values = normal(70, 192), normal(70, 64, seed=1), normal(70, 64, seed=2)
+    keys, values = (a.astype(np.float16).astype(np.float32) for a in (keys, values))
+    expected = reference_attention(q, keys, values, 3, 0, 0.125)
+    out = np.empty_like(q)
+    for first in range(0, 70, 32):
+        cpu.attention(isa, q, keys, values, "f16", 0, 0.125, first, min(32, 70 - first), out, exact=True)
+    assert np.abs(out - expected).max() <= ATTENTION_ERROR["f32"] * np.abs(expected).max()
+
+
+@each_set
+@pytest.mark.parametrize("key_dim", [45, 48, 80])
+def test_padding_of_keys_changes_nothing(isa: str, key_dim: int) -> None:
+    """AMX multiplies 32 dimensions at a time. Unwritten memory is NaN here, since 0 * NaN is NaN."""
+    q, keys, values = normal(37, 2 * key_dim), normal(203, key_dim, seed=1), normal(203, 16, seed=2)
+    plain, filled = np.full((2, 37, 32), SENTINEL)
+    cpu.attention(isa, q, keys, values, "f16", 0, 0.125, 0, 32, plain)
+    cpu.attention(isa, q, keys, values, "f16", 0, 0.125, 0, 32, filled, key_multiple=32)
+    np.testing.assert_array_equal(filled, plain)
+
+
+@each_set
+def test_attention_does_not_see_later_positions(isa: str) -> None:
+    q, keys, values = normal(70, 64), normal(70, 64, seed=1), normal(70, 64, seed=2)
+    out, changed = np.empty((70, 64), np.float32), np.empty((70, 64), np.float32)
+    cpu.attention(isa, q, keys, values, "f16", 0, 0.125, 48, 16, out)
+    keys[60:], values[60:] = 1e3, -1e3
+    cpu.attention(isa, q, keys, values, "f16", 0, 0.125, 48, 16, changed)
+    np.testing.assert_array_equal(out[48:60], changed[48:60])
+    assert not np.array_equal(out[60:64], changed[60:64])

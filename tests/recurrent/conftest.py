@@ -1,0 +1,31 @@
+"""Models with recurrent layers, of each architecture that has them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from support.recurrent import ARCHITECTURES, LARGE
+from support.small_models import write
+
+from metal_prefill import Model
+
+
+@pytest.fixture(params=ARCHITECTURES)
+def name(request: pytest.FixtureRequest) -> str:
+    """Run a test with each architecture."""
+    return str(request.param)
+
+
+@pytest.fixture
+def model(device: str, name: str, model_path: Callable[[str], Path]) -> Iterator[Model]:
+    """Open the small model of an architecture."""
+    with Model(model_path(name), device=device, threads=2) as model:
+        yield model
+
+
+@pytest.fixture(scope="module", params=LARGE)
+def large_path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Write a model whose states are larger than its pages."""
+    return write(tmp_path_factory.mktemp("large") / "large.gguf", LARGE[request.param])

@@ -1,0 +1,201 @@
+"""States of recurrent layers: a session that was split, rewound or forked equals one that was not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.recurrent import (
+    LONG,
+    NAMES,
+    Array,
+    assert_equals_fresh,
+    contents,
+    ids_of,
+    interval,
+    kinds_of,
+    page_bytes,
+    state_bytes,
+)
+from support.reference import ReferenceModel
+from support.small_models import MODELS, with_tensor, write
+
+from metal_prefill import Model, NumericalError
+from metal_prefill.files._model_config import core_config
+
+
+@pytest.mark.parametrize("kv_dtype", ["f16", "q8_0"])
+@pytest.mark.parametrize("name", NAMES)
+def test_results_are_bit_identical_for_any_split_and_number_of_threads(
+    name: str, kv_dtype: str, model_path: Callable[[str], Path]
+) -> None:
+    if kv_dtype == "q8_0" and MODELS[name].key_dim % 32:
+        pytest.skip("heads that are no blocks")
+    outcomes = []
+    ids = ids_of(LONG)
+    for threads, cuts in [
+        (1, [LONG]),
+        (2, [LONG]),
+        (3, [1, 1, 1, 60, 1, 1, 135, 100]),
+        (2, [1] * 10 + [64] + [2] * 113),
+    ]:
+        with Model(model_path(name), device="cpu", threads=threads, kv_dtype=kv_dtype) as model:
+            session = model.session()
+            done = 0
+            for n in cuts:
+                logits = session.forward_prompt_logits(ids[done : done + n])
+                done += n
+            outcomes.append((logits.tobytes(), contents(session)))
+    assert all(outcome == outcomes[0] for outcome in outcomes)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_state_is_that_of_the_reference(
+    device: str, name: str, model_path: Callable[[str], Path]
+) -> None:
+    """Inputs of the next convolution, and the matrices of recurrences."""
+    path = model_path(name)
+    for n in (1, 2, 70):
+        ids = ids_of(n)
+        expected = ReferenceModel(path).forward(ids)
+        with Model(path, device=device, compute="f32", kv_dtype="f32") as model, model.session() as session:
+            session.forward_prompt(ids)
+            parts = iter(session.native.export_state()[1])
+            for layer, kind in enumerate(kinds_of(model)):
+                if "attention" in kind:
+                    next(parts), next(parts)
+                if kind == "attention":
+                    continue
+                held = np.asarray(next(parts)).view(np.float32)
+                last = expected.products[layer][-(model.config.conv_taps - 1) :]
+                missing = (model.config.conv_taps - 1 - len(last)) * last.shape[1]  # before the first token
+                wanted = np.concatenate(
+                    [np.zeros(missing), last.ravel(), expected.states.get(layer, np.zeros(0)).ravel()]
+                )
+                assert len(held) == len(wanted) == core_config(model.config).state_values(layer)
+                error = np.square(held - wanted).sum() / np.square(wanted).sum()
+                assert error < (1e-9 if device == "cpu" else 5e-6)
+
+
+def test_pages_hold_only_layers_with_attention(model: Model) -> None:
+    with model.session() as session:
+        session.forward_prompt(ids_of(64))
+        page, states = page_bytes(model), state_bytes(model)
+        assert page < session.stats()["kv_cache_bytes"] <= 1.5 * page + 2 * (states + 4096)
+
+
+@pytest.mark.parametrize("position", [0, 1, 2, 63, 64, 65, 127, 200, 255, 256, 299])
+def test_a_rewound_session_continues_like_a_fresh_one(model: Model, position: int) -> None:
+    """Only tokens after the last snapshot are computed again."""
+    ids, rest = ids_of(LONG), ids_of(40, seed=1)
+    session = model.session()
+    session.forward_prompt(ids)
+    session.rewind(position)
+    logits = session.forward_prompt_logits(rest)
+    assert_equals_fresh(model, session, np.concatenate([ids[:position], rest]), logits)
+    assert session.stats()["tokens_recomputed"] == position % interval(model)
+    session.forward_token(3)
+    assert session.stats()["tokens_recomputed"] == 0
+
+
+def test_repeated_rewinds_discard_later_tokens(model: Model) -> None:
+    session = model.session()
+    kept: list[int] = []
+    for round_, position in enumerate([0, 80, 70, 130, 64, 30]):
+        session.rewind(position)
+        added = ids_of(90, seed=round_)
+        kept = [*kept[:position], *added.tolist()]
+        logits = session.forward_prompt_logits(added)
+    assert_equals_fresh(model, session, np.array(kept), logits)
+
+
+def test_single_tokens_after_a_rewind_match_a_fresh_session(model: Model) -> None:
+    ids = ids_of(100)
+    session = model.session()
+    session.forward_prompt(ids)
+    for position in (97, 80, 66):
+        session.rewind(position)
+        logits = session.forward_token(int(ids[position]))
+        assert_equals_fresh(model, session, ids[: position + 1], logits)
+
+
+def test_a_fork_and_its_origin_do_not_see_each_other(model: Model) -> None:
+    ids, one, other = ids_of(100), ids_of(30, seed=1), ids_of(30, seed=2)
+    session = model.session()
+    session.forward_prompt(ids)
+    fork = session.fork()
+    logits = session.forward_prompt_logits(one)
+    of_fork = fork.forward_prompt_logits(other)
+    assert_equals_fresh(model, session, np.concatenate([ids, one]), logits)
+    assert_equals_fresh(model, fork, np.concatenate([ids, other]), of_fork)
+    again = fork.fork()
+    again.rewind(90)
+    session.close()
+    fork.close()
+    assert_equals_fresh(model, again, np.append(ids[:90], 5), again.forward_token(5))
+
+
+def test_a_fork_in_a_progress_callback_has_the_finished_chunks(
+    device: str, name: str, model_path: Callable[[str], Path]
+) -> None:
+    ids, forks = ids_of(LONG), []
+    with Model(model_path(name), device=device, chunk_tokens=64) as model:
+        session = model.session()
+        logits = session.forward_prompt_logits(ids, progress=lambda done, total: forks.append(session.fork()))
+        assert [fork.position for fork in forks] == [64, 128, 192, 256, 300]
+        for fork in forks:
+            assert_equals_fresh(model, fork, np.append(ids[: fork.position], 9), fork.forward_token(9))
+        assert_equals_fresh(model, session, ids, logits)
+
+
+def test_a_stopped_prompt_keeps_its_chunks(device: str, name: str, model_path: Callable[[str], Path]) -> None:
+    def stop(done: int, total: int) -> None:
+        if done >= 128:
+            raise KeyError(done)
+
+    ids = ids_of(LONG)
+    with Model(model_path(name), device=device, chunk_tokens=64) as model:
+        session = model.session()
+        with pytest.raises(KeyError):
+            session.forward_prompt(ids, progress=stop)
+        assert session.position == 128
+        assert_equals_fresh(model, session, ids, session.forward_prompt_logits(ids[128:]))
+
+
+def test_a_failed_prompt_restores_the_state(device: str, name: str, tmp_path: Path) -> None:
+    """The second chunk fails: a token's embedding is NaN."""
+    shape = replace(MODELS[name], embedding="F32", output="F32")
+    plain = write(tmp_path / "plain.gguf", shape)
+
+    def spoil(values: Array) -> None:
+        values.reshape(shape.vocab, shape.dim)[319] = np.nan
+
+    path = with_tensor(tmp_path / "nan.gguf", plain, "token_embd.weight", spoil)
+    ids = ids_of(LONG) % 319
+    with Model(path, device=device, chunk_tokens=64) as model, model.session() as session:
+        session.forward_prompt(ids[:70])
+        before = contents(session)
+        for spoilt in ([*ids[70:200], 319], [319], [1, 319]):
+            with pytest.raises(NumericalError):
+                session.forward_prompt_logits(spoilt)
+            assert session.position == 70
+            assert contents(session) == before
+        assert_equals_fresh(model, session, np.append(ids[:70], 5), session.forward_token(5))
+        session.rewind(68)
+        logits = session.forward_prompt_logits(ids[68:100])
+        assert_equals_fresh(model, session, ids[:100], logits)
+
+
+def test_closed_sessions_release_their_states(model: Model) -> None:
+    with model.session() as session, session.fork() as fork:
+        session.forward_prompt(ids_of(200))
+        fork.forward_prompt(ids_of(100))
+        session.rewind(100)
+    assert model.stats()["kv_pool_bytes"] == 0
+    with model.session() as session:
+        session.forward_prompt(ids_of(200), reuse=True)
+    stats = model.stats()
+    assert stats["kv_pool_bytes"] == stats["prefix_bytes"] > 0

@@ -1,0 +1,167 @@
+"""Texts of many prompts match those of single prompts, from a loop and from tasks."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.scheduled_texts import TEXTS, alone, texts_of
+
+from metal_prefill import ClosedError, ContextOverflowError, Model, Scheduler
+from metal_prefill.generation._scheduler import Stream
+
+
+@pytest.mark.parametrize("max_streams", [1, 3, 32])
+def test_texts_match_those_of_single_prompts(cpu: Model, max_streams: int) -> None:
+    options: list[dict[str, Any]] = [
+        {"temperature": 0.8 if i % 2 else 0.0, "seed": i, "max_tokens": 5 + 3 * i} for i in range(8)
+    ]
+    prompts = [TEXTS[i % 4] for i in range(8)]
+    expected = [alone(cpu, p, **o) for p, o in zip(prompts, options, strict=True)]
+    pieces = cpu.generate_many(zip(prompts, options, strict=True), max_streams=max_streams)
+    assert texts_of(pieces, 8) == expected
+    assert cpu.position == 0
+
+
+def test_metal_generates_for_many_prompts(demo: Model) -> None:
+    n = 3 if demo.backend == "metal" else 8
+    texts = texts_of(demo.generate_many(TEXTS[:3], n), 3)
+    assert texts == [alone(demo, p, n) for p in TEXTS[:3]]
+
+
+def test_stop_strings_end_a_text_as_they_do_alone(cpu: Model) -> None:
+    whole = alone(cpu, TEXTS[0], 40)
+    stop = whole[10:13]
+    assert texts_of(cpu.generate_many([TEXTS[0]], 40, stop=stop), 1) == [whole[: whole.index(stop)]]
+
+
+def test_each_text_has_its_finish_reason(demo_path: Path) -> None:
+    with Model(demo_path, device="cpu", max_context=30) as model:
+        scheduler = Scheduler(model)
+        length = scheduler.submit([1, 2, 3], 4)
+        context = scheduler.submit([1] * 20, 40)
+        stopped = scheduler.submit([1, 2, 3], 20, stop=alone(model, [1, 2, 3], 20)[5])
+        cancelled = scheduler.submit([4], 100)
+        cancelled.cancel()
+        while scheduler.streams:
+            scheduler.step()
+        reasons = [s.finish_reason for s in (length, context, stopped, cancelled)]
+        assert reasons == ["length", "context", "stop", "cancelled"]
+        assert model.stats()["kv_pool_bytes"] == model.stats()["prefix_bytes"]
+
+
+def test_memory_does_not_grow_with_the_number_of_prompts(demo_path: Path) -> None:
+    most = {}
+    for prompts in (10, 200):
+        with Model(demo_path, device="cpu", prefix_memory=0) as model:
+            texts = ([i % 50 + 1, 5] for i in range(prompts))
+            pieces = model.generate_many(texts, 2, max_streams=4)
+            most[prompts] = max(model.stats()["kv_pool_bytes"] for _ in pieces)
+    assert most[200] == most[10] > 0
+
+
+def test_errors_of_single_prompts_are_raised_or_returned(cpu: Model) -> None:
+    prompts: list[Any] = [[1, 2], [1 << 20], [3] * 2000, [4, 5]]
+    with pytest.raises(ValueError, match="prompt 1: token id"):
+        list(cpu.generate_many(prompts, 3))
+    results = list(cpu.generate_many(prompts, 3, errors="return"))
+    errors = {index: type(item) for index, item in results if isinstance(item, Exception)}
+    assert errors == {1: ValueError, 2: ContextOverflowError}
+    assert {index for index, item in results if isinstance(item, str)} == {0, 3}
+    with pytest.raises(ValueError, match="errors must be"):
+        cpu.generate_many([], errors="ignore")
+
+
+def test_progress_counts_prompts_that_ended(cpu: Model) -> None:
+    seen: list[tuple[int, int]] = []
+    list(cpu.generate_many([[i + 1] for i in range(5)], 3, progress=lambda *counts: seen.append(counts)))
+    assert seen[-1] == (5, 5)
+    assert [done for done, _ in seen] == [1, 2, 3, 4, 5]
+
+
+def test_tasks_share_one_engine_loop(cpu: Model) -> None:
+    expected = [alone(cpu, p, 20) for p in TEXTS]
+
+    async def text(prompt: str) -> str:
+        return "".join([piece async for piece in cpu.generate_async(prompt, 20)])
+
+    async def all_texts() -> list[str]:
+        return await asyncio.gather(*(text(p) for p in TEXTS))
+
+    assert asyncio.run(all_texts()) == expected
+    assert asyncio.run(all_texts()) == expected  # in another event loop
+
+
+def test_tasks_of_several_event_loops_run_at_the_same_time(cpu: Model) -> None:
+    expected = [alone(cpu, p, 15) for p in TEXTS]
+    texts = [""] * len(TEXTS)
+
+    def run(i: int) -> None:
+        async def text() -> str:
+            return "".join([piece async for piece in cpu.generate_async(TEXTS[i], 15)])
+
+        texts[i] = asyncio.run(text())
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(len(TEXTS))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert texts == expected
+
+
+def test_leaving_the_loop_cancels_the_rest(cpu: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    streams: list[Stream] = []
+    enter = Scheduler.enter
+
+    def noting(self: Scheduler, entering: list[Stream]) -> None:
+        streams.extend(entering)
+        enter(self, entering)
+
+    monkeypatch.setattr(Scheduler, "enter", noting)
+
+    async def first_piece() -> str:
+        pieces = cpu.generate_async(TEXTS[0], 900)
+        async for piece in pieces:
+            await pieces.aclose()  # type: ignore[attr-defined]
+            return piece
+        return ""
+
+    async def run() -> None:
+        assert await first_piece()
+        for _ in range(500):
+            if streams[0].finish_reason is not None:
+                break
+            await asyncio.sleep(0.01)
+
+    asyncio.run(run())
+    assert streams[0].finish_reason == "cancelled"
+
+
+def test_errors_reach_the_task(cpu: Model) -> None:
+    async def run() -> None:
+        with pytest.raises(ContextOverflowError, match="a prompt of 2000 tokens"):
+            async for _ in cpu.generate_async([1] * 2000, 3):
+                pass
+
+    asyncio.run(run())
+    cpu.close()
+
+    async def closed() -> None:
+        with pytest.raises(ClosedError):
+            async for _ in cpu.generate_async([1], 3):
+                pass
+
+    asyncio.run(closed())
+
+
+def test_pieces_match_those_of_single_prompts(cpu: Model) -> None:
+    options: dict[str, Any] = {"temperature": 1.0, "seed": 3, "logprobs": 2}
+    pieces: list[list[Any]] = [[], []]
+    for index, piece in cpu.stream_many(TEXTS[:2], 9, **options):
+        pieces[index].append(piece)
+    for prompt, made in zip(TEXTS[:2], pieces, strict=True):
+        assert made == list(cpu.session().stream(prompt, 9, **options))

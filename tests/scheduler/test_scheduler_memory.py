@@ -1,0 +1,160 @@
+"""Streams that run out of memory wait, and fail only where they fail alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.scheduled_texts import alone, texts_of
+
+from metal_prefill import KVMemoryError, Model, Scheduler
+from metal_prefill._support.row_cost import RowCost
+from metal_prefill.generation._scheduler import Stream
+
+
+def test_exhausted_memory_makes_streams_wait(demo_path: Path) -> None:
+    with Model(demo_path, device="cpu") as model:
+        with model.session() as session:
+            session.forward_prompt([1])
+            page = int(session.stats()["kv_cache_bytes"])
+        prompts = [np.random.default_rng(i).integers(1, 900, 100) for i in range(6)]
+        expected = [alone(model, p, 40) for p in prompts]
+    with Model(demo_path, device="cpu", kv_memory=5 * page, prefix_memory=0) as model:
+        assert texts_of(model.generate_many(prompts, 40), 6) == expected
+
+
+def test_a_prompt_that_never_fits_is_rejected_before_anything_is_computed(demo_path: Path) -> None:
+    with Model(demo_path, device="cpu", kv_memory=1, prefix_memory=0) as model:  # one page
+        limit = r"65 tokens do not fit: .* exceeds kv_memory of \d+ bytes \(1 pages of 64 positions\)"
+        with pytest.raises(KVMemoryError, match=f"prompt 1: {limit}"):
+            list(model.generate_many([[1] * 64, [1] * 65], 1))
+        scheduler = Scheduler(model)
+        with pytest.raises(KVMemoryError, match=limit):
+            scheduler.submit([1] * 60, 10, min_tokens=6)  # of which the last one needs no memory
+        assert not scheduler.busy
+        with pytest.raises(KVMemoryError, match=limit):
+            model.generate_beams([1] * 65, 1)
+        assert model.stats()["kv_pool_bytes"] == 0
+        assert len(texts_of(model.generate_many([[1] * 64], 1), 1)) == 1
+        scheduler.submit([1] * 60, 10, min_tokens=5)
+        assert scheduler.step()
+
+
+def page_bytes(model: Model) -> int:
+    with model.session() as session:
+        session.forward_prompt([1])
+        return int(session.stats()["kv_cache_bytes"])
+
+
+def result_alone(model: Model, prompt: Any, max_tokens: int, **options: Any) -> tuple[str, type | None]:
+    """Continue a prompt in a separate session; return its text and its error."""
+    text = ""
+    with model.session() as session:
+        try:
+            for piece in session.generate(prompt, max_tokens, **options):
+                text += piece
+        except KVMemoryError as error:
+            return text, type(error)
+    return text, None
+
+
+def results_together(scheduler: Scheduler, streams: list[Stream]) -> list[tuple[str, type | None]]:
+    texts = dict.fromkeys(streams, "")
+    while scheduler.streams:
+        for stream, piece in scheduler.step():
+            texts[stream] += piece
+    return [(texts[s], None if s.error is None else type(s.error)) for s in streams]
+
+
+def test_streams_that_need_a_page_in_the_same_pass_both_get_their_text(demo_path: Path) -> None:
+    with Model(demo_path, device="cpu") as model:
+        page = page_bytes(model)
+    with Model(demo_path, device="cpu", kv_memory=2 * page, prefix_memory=0) as model:
+        prompts = [[1 + i] * 60 for i in range(2)]
+        options: dict[str, Any] = {"min_tokens": 20, "speculate": "off"}
+        expected = [result_alone(model, prompt, 20, **options) for prompt in prompts]
+        scheduler = Scheduler(model)
+        streams = [scheduler.submit(prompt, 20, **options) for prompt in prompts]
+        assert results_together(scheduler, streams) == expected
+        assert [error for _, error in expected] == [None, None]
+
+
+@pytest.mark.slow
+@settings(max_examples=30, deadline=None)
+@given(data=st.data())
+def test_a_stream_fails_for_memory_only_where_it_fails_alone(demo_path: Path, data: st.DataObject) -> None:
+    with Model(demo_path, device="cpu") as model:
+        page = page_bytes(model)
+    pages = data.draw(st.integers(1, 4), label="pages")
+    texts = data.draw(
+        st.lists(
+            st.tuples(st.integers(1, 64 * pages), st.integers(1, 90), st.integers(1, 3), st.booleans()),
+            min_size=2,
+            max_size=6,
+        ),
+        label="tokens of the prompt, of the text, kind of prompt, sampled",
+    )
+    prefix_memory = data.draw(st.sampled_from([0, 4 * page]), label="prefix_memory")
+    with Model(demo_path, device="cpu", kv_memory=pages * page, prefix_memory=prefix_memory) as model:
+        prompts = [np.random.default_rng(kind).integers(1, 900, length) for length, _, kind, _ in texts]
+        options: list[dict[str, Any]] = [
+            {"max_tokens": made, "seed": i, "temperature": 0.9 if sampled else 0.0}
+            for i, (_, made, _, sampled) in enumerate(texts)
+        ]
+        expected = [result_alone(model, p, **o) for p, o in zip(prompts, options, strict=True)]
+        scheduler = Scheduler(model, max_streams=data.draw(st.integers(2, 6), label="max_streams"))
+        streams = [scheduler.submit(p, **o) for p, o in zip(prompts, options, strict=True)]
+        assert results_together(scheduler, streams) == expected
+
+
+def test_streams_enter_again_after_memory_ran_out(demo_path: Path) -> None:
+    with Model(demo_path, device="cpu") as model:
+        page = page_bytes(model)
+    with Model(demo_path, device="cpu", kv_memory=6 * page, prefix_memory=0) as model:
+        scheduler = Scheduler(model, max_streams=4)
+        for i in range(4):
+            scheduler.submit([1 + i] * 180, 8, min_tokens=8)  # three pages each
+        least = 4
+        while scheduler.streams:
+            scheduler.step()
+            least = min(least, scheduler.max_streams)
+        assert least < 4
+        for i in range(20):
+            scheduler.submit([1 + i] * 5, 8, min_tokens=8)
+        together: list[int] = []
+        while scheduler.streams:
+            scheduler.step()
+            together.append(scheduler.last_pass.writing)
+        assert max(together) == 4
+        assert scheduler.max_streams == 4
+
+
+def test_a_completely_cached_prompt_fits_like_a_new_one(demo_path: Path) -> None:
+    """Where only the prefix cache shares a page, no copy of it is needed before the text continues in it."""
+    ids = np.random.default_rng(0).integers(1, 900, 40)
+    with Model(demo_path, device="cpu", kv_memory=1) as model:  # one page
+        expected = alone(model, ids, 5)
+        scheduler = Scheduler(model)
+        for _ in range(2):
+            assert results_together(scheduler, [scheduler.submit(ids, 5)]) == [(expected, None)]
+        assert result_alone(model, ids, 5) == (expected, None)
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+def test_drafts_that_do_not_fit_in_memory_are_dropped(
+    demo_path: Path, monkeypatch: pytest.MonkeyPatch, sampled: bool
+) -> None:
+    monkeypatch.setattr(RowCost, "seconds", lambda self, rows: 1.0)  # as many drafts as allowed
+    ids = np.random.default_rng(0).integers(1, 900, 60)
+    options: dict[str, Any] = {"temperature": 1.0, "seed": 3} if sampled else {}
+    with Model(demo_path, device="cpu", kv_memory=1) as model:  # one page
+        tokens = [p.token for p in model.session().stream(ids, 5, speculate="off", **options)]
+        options |= {"stop": tokens[4], "speculate": lambda so_far: [*tokens[len(so_far) - 60 :], *[7] * 9]}
+        expected = model.tokenizer.decode(tokens[:4])
+        assert result_alone(model, ids, 30, **options) == (expected, None)
+        scheduler = Scheduler(model)
+        assert results_together(scheduler, [scheduler.submit(ids, 30, **options)]) == [(expected, None)]

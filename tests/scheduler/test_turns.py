@@ -1,0 +1,214 @@
+"""How passes are divided among prompts, texts and calls."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from support.scheduled_texts import TEXTS, alone
+
+from metal_prefill import Model, Scheduler
+from metal_prefill.generation._batch_call import BatchCall
+from metal_prefill.generation._scheduler import LEAST_PROMPT_ROWS, PROMPT_TURN, Stream, make_streams
+
+
+def test_prompts_enter_as_others_end(cpu: Model) -> None:
+    taken = 0
+
+    def prompts() -> Iterator[list[int]]:
+        nonlocal taken
+        for i in range(100):
+            taken += 1
+            yield [i + 1, 5]
+
+    begun = set()
+    for index, _ in cpu.generate_many(prompts(), 4, max_streams=4):
+        begun.add(index)
+        assert taken <= max(begun) + 1 + 5  # they are not all read immediately
+
+
+def test_a_decoding_stream_gets_a_token_in_every_pass(cpu: Model) -> None:
+    scheduler = Scheduler(cpu)
+    writing = scheduler.submit([1, 2, 3], 60, speculate="off")  # a correct draft would be a second token
+    scheduler.step()
+    for i in range(5):
+        scheduler.submit([i + 1] * 500, 2)
+    passes = 0
+    while writing.finish_reason is None:
+        before = len(writing._made)
+        scheduler.step()
+        passes += 1
+        assert len(writing._made) == before + 1
+    assert passes == 59
+
+
+def test_prompts_of_different_namespaces_share_a_pass(cpu: Model) -> None:
+    """A prompt that waited for another namespace to compute its prefix would reveal it by its time."""
+    passes: dict[tuple[str, str], int] = {}
+    for spaces in (("one", "one"), ("one", "two")):
+        scheduler = Scheduler(cpu)
+        prompt = [len(passes) + 1, *range(40)]
+        for i, space in enumerate(spaces):
+            scheduler.enter(make_streams(cpu.engine, [*prompt, i], 1, 1, prefix_namespace=space))
+        scheduler.step()
+        passes[spaces] = scheduler.last_pass.prompts
+    assert passes == {("one", "one"): 42, ("one", "two"): 84}
+
+
+def test_the_number_of_passes_a_prompt_waits_is_bounded(cpu: Model) -> None:
+    n = 24
+    scheduler = Scheduler(cpu, max_streams=n)
+    streams = [scheduler.submit(np.random.default_rng(i).integers(1, 900, 400), 2) for i in range(n)]
+    longest = 0
+    while scheduler.streams:
+        scheduler.step()
+        longest = max(longest, *(s.passes_waited for s in streams))
+    assert 0 < longest <= n / (LEAST_PROMPT_ROWS / PROMPT_TURN)
+
+
+def test_a_short_prompt_does_not_wait_for_a_long_one(cpu: Model) -> None:
+    scheduler = Scheduler(cpu)
+    long = scheduler.submit(np.random.default_rng(1).integers(1, 900, 1000), 2)
+    scheduler.step()
+    short = scheduler.submit([1, 2, 3], 2)
+    scheduler.step()
+    assert len(short._made) == 1
+    assert long._made == []
+
+
+def call(model: Model, sessions: list[Any], prompts: list[list[int]], output: Any) -> BatchCall:
+    return BatchCall(model.config, [session.native for session in sessions], prompts, output, None)
+
+
+def test_calls_and_streams_share_passes(cpu: Model) -> None:
+    rows = Scheduler(cpu)._core.pass_rows
+    texts = [np.random.default_rng(i).integers(1, 900, rows).tolist() for i in range(6)]
+    expected = [cpu.forward_batch([cpu.session()], [text], output="hidden")[0] for text in texts]
+    alone_ = alone(cpu, TEXTS[0], 20)
+    scheduler = Scheduler(cpu)
+    writing = scheduler.submit(TEXTS[0], 20)
+    ((_, made),) = scheduler.step()
+    reading = scheduler.submit(np.random.default_rng(9).integers(1, 900, 3 * PROMPT_TURN), 1)
+    calls = [scheduler.call(call(cpu, [cpu.session()], [text], "hidden")) for text in texts]
+    order: list[int | str] = []
+    while scheduler.busy:
+        for stream, piece in scheduler.step():
+            made += piece if stream is writing else ""
+        order += [i for i, pending in enumerate(calls) if pending.results is not None and i not in order]
+        order += ["prompt"] if reading.finish_reason and "prompt" not in order else []
+    assert made == alone_
+    assert [i for i in order if i != "prompt"] == [0, 1, 2, 3, 4, 5]
+    assert 2 <= order.index("prompt") <= 4  # three turns of the prompt between those of the calls
+    for pending, state in zip(calls, expected, strict=True):
+        assert pending.results is not None
+        np.testing.assert_array_equal(pending.results[0], state)
+
+
+def test_a_cancelled_call_is_dropped(cpu: Model) -> None:
+    scheduler = Scheduler(cpu)
+    session = cpu.session()
+    pending = scheduler.call(call(cpu, [session], [[1, 2, 3]], "hidden"))
+    pending.cancelled = True
+    assert scheduler.step() == []
+    assert (scheduler.busy, session.position, scheduler.passes) == (False, 0, 0)
+
+
+def test_a_call_returns_the_greedy_tokens_of_all_its_rows(cpu: Model) -> None:
+    ids = [3, 1, 4, 1, 5]
+    expected = cpu.forward_batch([cpu.session()], [ids], rows="all")[0]
+    scheduler = Scheduler(cpu)
+    writing = scheduler.submit(TEXTS[0], 2)
+    pending = scheduler.call(BatchCall(cpu.config, [cpu.session().native], [ids], "greedy", "all"))
+    while scheduler.busy:
+        scheduler.step()
+    assert writing.finish_reason == "length"
+    assert pending.results == [expected.tolist()]
+
+
+def passes_until_it_ends(scheduler: Scheduler, stream: Stream) -> list[int]:
+    """Return the rows of each pass until a stream has ended."""
+    rows = []
+    while stream.finish_reason is None:
+        scheduler.step()
+        rows.append(scheduler.last_pass.writing + scheduler.last_pass.prompts)
+    return rows
+
+
+def single_rows(passes: list[int]) -> float:
+    """Estimate the time of passes in passes of one row, where each further row adds 5 percent."""
+    return sum(1 + 0.05 * (rows - 1) for rows in passes)
+
+
+@pytest.mark.parametrize(("clients", "most"), [(1, 3), (16, 5)])
+def test_long_prompts_delay_a_short_text_by_a_bounded_factor(cpu: Model, clients: int, most: int) -> None:
+    options: dict[str, Any] = {"speculate": "off", "min_tokens": 8}
+    scheduler = Scheduler(cpu)
+    undisturbed = passes_until_it_ends(scheduler, scheduler.submit([1, 2, 3], 8, **options))
+    assert undisturbed == [3] + [1] * 7
+    for i in range(clients):
+        scheduler.submit(np.random.default_rng(i).integers(1, 900, 1000), 8)
+    scheduler.step()
+    disturbed = passes_until_it_ends(scheduler, scheduler.submit([1, 2, 3], 8, **options))
+    assert len(disturbed) == len(undisturbed)
+    assert single_rows(disturbed) <= most * single_rows(undisturbed)
+    assert min(disturbed) > LEAST_PROMPT_ROWS  # the long prompts get their share meanwhile
+
+
+def test_long_prompts_alone_fill_passes(cpu: Model) -> None:
+    full = cpu.engine.core.pass_rows
+    scheduler = Scheduler(cpu)
+    for i in range(3):
+        scheduler.submit(np.random.default_rng(i).integers(1, 900, 900), 1)
+    rows = []
+    while scheduler.streams:
+        scheduler.step()
+        rows.append(scheduler.last_pass.prompts)
+    assert rows == [full] * (2700 // full) + [2700 % full]
+
+
+def test_short_prompts_alone_fill_passes(cpu: Model) -> None:
+    full = cpu.engine.core.pass_rows
+    scheduler = Scheduler(cpu)
+    for i in range(20):
+        scheduler.submit(np.random.default_rng(i).integers(1, 900, 60), 1)
+    scheduler.step()
+    assert scheduler.last_pass.prompts == full
+
+
+def test_a_flow_of_short_prompts_does_not_starve_a_long_one(cpu: Model) -> None:
+    scheduler = Scheduler(cpu)
+    long = scheduler.submit(np.random.default_rng(0).integers(1, 900, 500), 1)
+    for i in range(500 // LEAST_PROMPT_ROWS + 1):
+        while scheduler.streams < 24:
+            scheduler.submit(np.random.default_rng([i, scheduler.streams]).integers(1, 900, 60), 1)
+        scheduler.step()
+    assert long.finish_reason == "length"
+
+
+def test_passes_waited_counts_the_passes_since_a_prompt_got_rows(cpu: Model) -> None:
+    n = 12
+    scheduler = Scheduler(cpu, max_streams=n)
+    streams = [scheduler.submit(np.random.default_rng(i).integers(1, 900, 800), 1) for i in range(n)]
+    waited, longest = [0] * n, 0
+    while scheduler.streams:
+        before = [s.computed for s in streams]
+        scheduler.step()
+        for i, (stream, had) in enumerate(zip(streams, before, strict=True)):
+            waited[i] = waited[i] + 1 if stream.computed == had else 0
+        running = [i for i, s in enumerate(streams) if s.finish_reason is None]
+        assert [streams[i].passes_waited for i in running] == [waited[i] for i in running]
+        longest = max([longest, *(waited[i] for i in running)])
+    assert 0 < longest <= -(-n * PROMPT_TURN // cpu.engine.core.pass_rows)
+
+
+def test_short_prompts_delay_a_text_by_a_bounded_factor(cpu: Model) -> None:
+    scheduler = Scheduler(cpu)
+    writing = scheduler.submit([1, 2, 3], 9, speculate="off", min_tokens=9)
+    scheduler.step()
+    for i in range(30):
+        scheduler.submit(np.random.default_rng(i).integers(1, 900, 200), 1)
+    disturbed = passes_until_it_ends(scheduler, writing)
+    assert len(disturbed) == 8
+    assert PROMPT_TURN < min(disturbed) <= max(disturbed) <= 2 * PROMPT_TURN

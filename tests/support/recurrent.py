@@ -1,0 +1,86 @@
+"""Models with recurrent layers, and the comparison of their sessions with fresh ones."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from metal_prefill import Model, Session
+from metal_prefill.files._model_config import core_config, layer_kind
+from metal_prefill.synth import ScanShape
+from support.small_models import MODELS
+
+Array = npt.NDArray[Any]
+
+ARCHITECTURES = ("lfm2", "mamba2", "granitehybrid", "falcon-h1", "qwen35")
+NAMES = (
+    *("lfm2", "lfm2, attention last", "lfm2, four taps, odd dimensions"),
+    *("mamba2", "mamba2, three groups, odd dimensions"),
+    *("granitehybrid", "granitehybrid, attention last"),
+    *("falcon-h1", "falcon-h1, norms in groups"),
+    *("qwen35", "qwen35, recurrence last", "qwen35, odd dimensions"),
+)
+PAGEWISE = ("lfm2", "qwen35")  # states take at most the memory of a page, so that each has a snapshot
+LONG = 300  # tokens of five pages
+# The state of a layer takes the memory of many pages, and none is written after a draft: 1,100 tokens of 64
+# channels, or four matrices of 128 by 128.
+_FEW: dict[str, Any] = {"dim": 64, "ffn": 64, "layers": 2, "context": 4096}
+_SCAN = ScanShape(inner=512, state=128, heads=4, groups=2, layers=(0,))
+LARGE = {
+    "lfm2": replace(MODELS["lfm2"], **_FEW, conv_layers=(0,), conv_taps=1101),
+    "qwen35": replace(MODELS["qwen35"], **_FEW, scan=_SCAN),
+}
+
+
+def ids_of(n: int, seed: int = 0) -> Array:
+    """Random tokens."""
+    return np.random.default_rng(seed).integers(0, 320, n)
+
+
+def kinds_of(model: Model) -> list[str]:
+    return [layer_kind(model.config, layer) for layer in range(model.config.n_layers)]
+
+
+def page_bytes(model: Model) -> int:
+    """K and V in f16 of 64 positions, of the layers with attention."""
+    c, attend = model.config, sum("attention" in kind for kind in kinds_of(model))
+    return attend * 64 * c.n_kv_heads * (c.key_dim + c.value_dim) * 2
+
+
+def state_bytes(model: Model) -> int:
+    """States of all layers in float32."""
+    core = core_config(model.config)
+    return sum(4 * core.state_values(layer) for layer in range(model.config.n_layers))
+
+
+def interval(model: Model) -> int:
+    """Positions between snapshots: whole pages that take as much memory, or 16 pages without K and V."""
+    page = page_bytes(model)
+    return 64 * (-(-state_bytes(model) // page) if page else 16)
+
+
+def contents(session: Session) -> list[bytes]:
+    """K and V of each layer with attention, and the states of the others."""
+    return [np.asarray(part).tobytes() for part in session.native.export_state()[1]]
+
+
+def fresh(model: Model, ids: Sequence[int] | Array) -> tuple[Array, list[bytes]]:
+    """Logits and contents of a session that computes the tokens in one call."""
+    with model.session() as session:
+        return session.forward_prompt_logits(ids), contents(session)
+
+
+def assert_equals_fresh(model: Model, session: Session, ids: Array, logits: Array) -> None:
+    """Compare a session with one that computed the same tokens in one call."""
+    expected, parts = fresh(model, ids)
+    assert session.tokens == list(ids)
+    if model.device.startswith("CPU"):
+        np.testing.assert_array_equal(logits, expected)
+        assert contents(session) == parts
+    else:
+        assert np.argmax(logits) == np.argmax(expected)
+        np.testing.assert_allclose(logits, expected, atol=1e-3 * np.abs(expected).max())

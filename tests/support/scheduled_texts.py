@@ -1,0 +1,23 @@
+"""Texts of the scheduler, and the same texts alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from metal_prefill import Model
+
+TEXTS = ["ROMEO:\nBut soft", "JULIET:\n", "First Citizen:\nWe are", "KING:\nO my lord, what"]
+
+
+def alone(model: Model, prompt: Any, max_tokens: int, **options: Any) -> str:
+    """Continue a prompt in a separate session."""
+    with model.session() as session:
+        return "".join(session.generate(prompt, max_tokens, **options))
+
+
+def texts_of(pieces: Any, n: int) -> list[str]:
+    """Join the pieces of each prompt."""
+    texts = [""] * n
+    for index, piece in pieces:
+        texts[index] += piece
+    return texts
