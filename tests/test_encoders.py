@@ -59,7 +59,7 @@ def test_hidden_states_match_the_reference(device: str, tmp_path: Path, name: st
 def test_8_bit_activations_stay_near_the_reference(tmp_path: Path, name: str) -> None:
     path = write(tmp_path / "model.gguf", ENCODERS[name])
     reference = ReferenceModel(path)
-    with Model(path, device="cpu") as model:
+    with Model(path, device="cpu", compute="int8") as model:
         ids = ids_of(ENCODERS[name], 70)
         assert lowest_cosine(hidden(model, ids), reference.forward(ids).hidden) >= LOWEST_COSINE
 

@@ -11,6 +11,7 @@ from metal_prefill._support.cached_property import cached_property
 from metal_prefill._support.row_cost import RowCost
 from metal_prefill.errors import ClosedError
 from metal_prefill.files import _session_file
+from metal_prefill.files._compute_mode import ComputeMode
 from metal_prefill.files._gguf_file import GGUFFile
 from metal_prefill.files._model_config import ModelConfig
 from metal_prefill.files._pooled_head import PooledHead
@@ -32,6 +33,8 @@ class Engine:
         The file and what was read from it.
     max_context
         Largest position of a session that sets none.
+    compute
+        Numbers that products multiply; None on a GPU.
     kv_dtype
         ``f16``, ``f32`` or ``q8_0``.
 
@@ -41,6 +44,7 @@ class Engine:
     config : ModelConfig
     head : PooledHead
     max_context : int
+    compute : str or None
     kv_dtype : str
     row_cost : RowCost
         Measured times of passes, for all texts.
@@ -57,6 +61,7 @@ class Engine:
         config: ModelConfig,
         head: PooledHead,
         max_context: int,
+        compute: ComputeMode | None,
         kv_dtype: str,
     ) -> None:
         self._core: _core.Engine | None = core
@@ -64,6 +69,7 @@ class Engine:
         self.config = config
         self.head = head
         self.max_context = max_context
+        self.compute = compute
         self.kv_dtype = kv_dtype
         self.row_cost = RowCost()
         self.exact_rows = core.exact_rows

@@ -6,6 +6,7 @@ import logging
 import os
 import platform
 from pathlib import Path
+from typing import Literal
 
 from metal_prefill import _core
 from metal_prefill._engine import Engine
@@ -14,6 +15,7 @@ from metal_prefill._support.pair_speed import settle_pair_speed
 from metal_prefill.conversion._local_file import local_file
 from metal_prefill.errors import DeviceError, GGUFError, MetalPrefillError
 from metal_prefill.files import _pack_cache
+from metal_prefill.files._compute_mode import AUTO, ComputeMode, chosen_mode, core_mode
 from metal_prefill.files._gguf_file import GGUFFile
 from metal_prefill.files._hyperparameters import read_config
 from metal_prefill.files._model_config import ModelConfig, core_config
@@ -71,6 +73,7 @@ def open_engine(
     options: _core.EngineOptions,
     *,
     max_context: int | None,
+    compute: ComputeMode | Literal["auto"],
     kv_dtype: str,
     mmap: bool,
     pack_cache: bool,
@@ -99,16 +102,17 @@ def open_engine(
         if device == "cpu":
             _announce_slow_kernels()
         core = _gpu_engine(builder, options, config, gguf, automatic) if device == "metal" else None
-        if core is None and pack_cache and options.compute == _core.Compute.INT8:
-            core = _pack_cache.build(builder, options, gguf)
-        elif core is None:
-            core = builder.build("cpu", options)
+        mode: ComputeMode | None = None
+        if core is None:
+            mode = chosen_mode(gguf, config) if compute == AUTO else compute
+            options.compute = core_mode(mode)
+            core = _pack_cache.build(builder, options, gguf) if pack_cache else builder.build("cpu", options)
     except MetalPrefillError:
         raise
     except ValueError as error:  # the options were checked, so the file is at fault
         raise GGUFError(f"{gguf.path}: {error}") from None
     context = config.context_length if max_context is None else max_context
-    return Engine(core, gguf, config, head, context, kv_dtype)
+    return Engine(core, gguf, config, head, context, mode, kv_dtype)
 
 
 def _announce_slow_kernels() -> None:

@@ -19,6 +19,7 @@ from metal_prefill._opening import default_model_path, open_engine, resolve_devi
 from metal_prefill._support.arguments import MAX_INTEGER, integer, one_of
 from metal_prefill.errors import ClosedError, MetalPrefillError, StateError
 from metal_prefill.files import _session_file
+from metal_prefill.files._compute_mode import AUTO, CHOICES, ComputeMode
 from metal_prefill.files._gguf_file import GGUFFile
 from metal_prefill.files._hub import fetch
 from metal_prefill.files._model_config import ModelConfig
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Model", "default_model_path", "resolve_device"]
 
-_COMPUTE = {"int8": _core.Compute.INT8, "bf16": _core.Compute.BF16, "f32": _core.Compute.F32}
 _KV_DTYPE = {"f16": _core.KvType.F16, "f32": _core.KvType.F32, "q8_0": _core.KvType.Q8_0}
 
 
@@ -60,12 +60,14 @@ class Model(GenerationMethods, TaskMethods):
     threads
         CPU threads; by default one per core available to the process.
     compute
-        CPU only: numbers that products multiply. ``"int8"``: activations are rounded to 8 bits per block of
-        32 if weights are quantized, and to bfloat16 if weights are in bfloat16 and the CPU multiplies pairs
-        of these (AVX512-BF16, AMX); otherwise they stay in float32. ``"bf16"``: all weights and activations
-        are rounded to bfloat16 on such a CPU; on others this is ``"f32"``. On AMX, prompts in quantized
-        weights are faster than with ``"int8"`` and closer to float32, but single tokens are slower.
-        ``"f32"``: activations stay in float32.
+        CPU only: numbers that products multiply. ``"auto"``: ``"bf16"`` for encoders with quantized weights
+        on AMX, where it is faster than ``"int8"`` and closer to float32, and ``"int8"`` otherwise;
+        :attr:`compute` names the choice. ``"int8"``: activations are rounded to 8 bits per block of 32 if
+        weights are quantized, and to bfloat16 if weights are in bfloat16 and the CPU multiplies pairs of
+        these (AVX512-BF16, AMX); otherwise they stay in float32. ``"bf16"``: all weights and activations are
+        rounded to bfloat16 on such a CPU; on others this is ``"f32"``. On AMX, prompts in quantized weights
+        are faster than with ``"int8"`` and closer to float32, but single tokens are slower. ``"f32"``:
+        activations stay in float32.
     kv_dtype
         Number format of the KV cache: ``"f16"``, ``"f32"``, or on the CPU ``"q8_0"``, blocks of 32 numbers in
         8 bits with a scale, in about half of the memory of ``"f16"``. Heads must then have a multiple of 32
@@ -122,7 +124,7 @@ class Model(GenerationMethods, TaskMethods):
         device: Literal["auto", "cpu", "metal"] | str = "auto",
         max_context: int | None = None,
         threads: int | None = None,
-        compute: Literal["int8", "bf16", "f32"] | str = "int8",
+        compute: Literal["auto", "int8", "bf16", "f32"] | str = AUTO,
         kv_dtype: Literal["f16", "f32", "q8_0"] | str = "f16",
         chunk_tokens: int = 512,
         kv_memory: int | None = None,
@@ -134,7 +136,6 @@ class Model(GenerationMethods, TaskMethods):
     ) -> None:
         self._default: Session | None = None
         options = _core.EngineOptions()
-        options.compute = one_of("compute", compute, _COMPUTE)
         options.kv_type = one_of("kv_dtype", kv_dtype, _KV_DTYPE)
         options.threads = 0 if threads is None else integer("threads", threads, 1, 1024)
         options.chunk_tokens = integer("chunk_tokens", chunk_tokens, 1, 2048)
@@ -149,6 +150,7 @@ class Model(GenerationMethods, TaskMethods):
             device,
             options,
             max_context=max_context,
+            compute=one_of("compute", compute, dict(zip(CHOICES, CHOICES, strict=True))),
             kv_dtype=kv_dtype,
             mmap=mmap,
             pack_cache=pack_cache,
@@ -418,6 +420,11 @@ class Model(GenerationMethods, TaskMethods):
     def backend(self) -> str:
         """``cpu`` or ``metal``."""
         return self.engine.core.backend
+
+    @property
+    def compute(self) -> ComputeMode | None:
+        """Numbers that products multiply, as chosen for ``compute="auto"``; None on a GPU."""
+        return self.engine.compute
 
     @property
     def tokenizer(self) -> Tokenizer:

@@ -54,6 +54,20 @@ FILES = (
         ("tests/test_pack_cache.py",),
     ),
     Mutant(
+        f"{_P}/files/_compute_mode.py",
+        "in_pairs = not config.causal and",
+        "in_pairs =",
+        "models that generate multiply pairs of bfloat16 on AMX by default",
+        ("tests/test_compute_mode.py",),
+    ),
+    Mutant(
+        f"{_P}/files/_compute_mode.py",
+        "and any(map(_is_quantized, _layer_types(gguf)))",
+        "",
+        "encoders in float32 are rounded to bfloat16 on AMX by default",
+        ("tests/test_compute_mode.py",),
+    ),
+    Mutant(
         f"{_P}/files/_session_file.py",
         "value = xxhash.xxh64_intdigest(name.encode(), value)",
         "pass",

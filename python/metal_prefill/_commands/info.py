@@ -55,6 +55,7 @@ def devices() -> list[tuple[str, str]]:
     """Return name and availability of each device."""
     from metal_prefill import _core
     from metal_prefill._support.pair_speed import settle_pair_speed
+    from metal_prefill.files._compute_mode import kernel_set
     from metal_prefill.model import resolve_device
 
     if problem := _core.metal_device().get("problem"):
@@ -64,7 +65,7 @@ def devices() -> list[tuple[str, str]]:
     else:
         metal = "available"
     speedup = settle_pair_speed()
-    cpu = f"available, with {_core.cpu.kernel_sets()[0]}"
+    cpu = f"available, with {kernel_set()}"
     if speedup:
         cpu += f"; pairs of bfloat16 {speedup:.1f} times as fast as float32"
     return [("auto", resolve_device("auto")), ("cpu", cpu), ("metal", metal)]
@@ -76,6 +77,7 @@ def execute(arguments: argparse.Namespace) -> None:
 
     from metal_prefill import default_model_path
     from metal_prefill.bench._plot import check
+    from metal_prefill.files._compute_mode import chosen_mode
     from metal_prefill.files._gguf_file import GGUFFile
     from metal_prefill.files._hyperparameters import read_config
     from metal_prefill.files._model_tensors import ignored_tensors
@@ -96,6 +98,7 @@ def execute(arguments: argparse.Namespace) -> None:
         table.add_row(
             "tokenizer", "none" if model_name is None else f"{model_name}" + (f" ({pre})" if pre else "")
         )
+        table.add_row("compute on the CPU", chosen_mode(gguf, config))
         console.print(table)
 
         table = Table(title="tensors", title_justify="left")

@@ -52,7 +52,7 @@ def run(
     repetitions: int = 5,
     threads: int | None = None,
     device: str = "auto",
-    compute: str = "int8",
+    compute: str = "auto",
     kv_dtype: str = "f16",
     compare: Sequence[str] = (),
     patience: float = 60.0,
@@ -159,6 +159,7 @@ def run(
         )
     if threads is None and compare:
         threads = _machine.available_threads()
+    compute = _model_file.compute_mode(path, compute)
     options = _engines.Options(
         path=os.fspath(path),
         max_context=longest.context,

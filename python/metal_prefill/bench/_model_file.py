@@ -13,6 +13,7 @@ import numpy.typing as npt
 from metal_prefill._support.cache_folder import cache_folder
 from metal_prefill.bench._cases import TASK, evaluation_texts
 from metal_prefill.bench._errors import BenchError
+from metal_prefill.files._compute_mode import AUTO, chosen_mode
 from metal_prefill.files._gguf_file import GGUFFile
 from metal_prefill.files._hyperparameters import read_config
 from metal_prefill.tasks._reranking import ANSWERS
@@ -53,6 +54,14 @@ def check_generates(path: str | Path) -> None:
         config = read_config(gguf)
     if not config.generates:
         raise ValueError(f"{Path(path).name} is an encoder, which does not generate text: measure --embed")
+
+
+def compute_mode(path: str | Path, compute: str) -> str:
+    """Return the mode that ``"auto"`` selects for a model, or another mode unchanged."""
+    if compute != AUTO:
+        return compute
+    with GGUFFile(path) as gguf:
+        return chosen_mode(gguf, read_config(gguf))
 
 
 def task_ids(path: str | Path) -> npt.NDArray[np.int32]:

@@ -34,6 +34,7 @@ import numpy.typing as npt
 from metal_prefill import _core
 from metal_prefill._support.atomic_write import replacing
 from metal_prefill._support.cache_folder import beyond_limit, cache_folder, version
+from metal_prefill.files._compute_mode import kernel_set
 from metal_prefill.files._gguf_file import GGUFFile
 from metal_prefill.files._session_file import fingerprint, sample_starts
 
@@ -77,6 +78,8 @@ class Identity:
         builds.
     instruction_set
         Instruction set of the engine.
+    compute
+        Numbers that products multiply.
     """
 
     model: str
@@ -86,6 +89,7 @@ class Identity:
     core_bytes: int
     core_modified: int
     instruction_set: str
+    compute: str
 
     @property
     def path(self) -> Path:
@@ -122,7 +126,7 @@ class Entry:
 
 def build(builder: _core.ModelBuilder, options: _core.EngineOptions, gguf: GGUFFile) -> _core.Engine:
     """Build the CPU engine of a model from its cache entry, packing the weights if there is none."""
-    identity = identify(gguf)
+    identity = identify(gguf, options.compute)
     known = load(identity)
     if known is not None:
         builder.use_packed(known, known)
@@ -133,7 +137,7 @@ def build(builder: _core.ModelBuilder, options: _core.EngineOptions, gguf: GGUFF
     return engine
 
 
-def identify(gguf: GGUFFile) -> Identity:
+def identify(gguf: GGUFFile, compute: _core.Compute) -> Identity:
     """Return the inputs that the packed weights of a model depend on."""
     file, core = os.stat(gguf.path), os.stat(_core.__file__)
     return Identity(
@@ -143,7 +147,8 @@ def identify(gguf: GGUFFile) -> Identity:
         version=version(),
         core_bytes=core.st_size,
         core_modified=core.st_mtime_ns,
-        instruction_set=os.environ.get("METAL_PREFILL_CPU_ISA") or _core.cpu.kernel_sets()[0],
+        instruction_set=kernel_set(),
+        compute=compute.name,
     )
 
 

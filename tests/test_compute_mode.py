@@ -1,0 +1,100 @@
+"""The numbers that products multiply where the caller does not choose them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.reference import ReferenceModel
+from support.small_models import EMBEDDERS, ENCODERS, MODELS, write
+
+from metal_prefill import Model, _core, cli
+from metal_prefill.files._compute_mode import chosen_mode
+from metal_prefill.files._gguf_file import GGUFFile
+from metal_prefill.files._hyperparameters import read_config
+
+IDS = np.random.default_rng(0).integers(5, 300, 90)
+SETS = _core.cpu.kernel_sets()
+QUANTIZED = ("bert", "modern-bert", "eurobert")
+OTHERS = {
+    "float weights": ENCODERS["bert, float32"],
+    "16-bit floats": ENCODERS["bert, 16-bit floats"],
+    "an embedding model in float32": EMBEDDERS["gemma-embedding"],
+    "a model that generates": MODELS["type Q8_0"],
+}
+
+
+def states(model: Model) -> Any:
+    with model.session() as session:
+        return model.forward_batch([session], [IDS], output="hidden", rows="all")[0]
+
+
+@pytest.mark.parametrize("isa", SETS)
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_quantized_encoders_use_pairs_on_amx_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, isa: str, name: str
+) -> None:
+    monkeypatch.setenv("METAL_PREFILL_CPU_ISA", isa)
+    path = write(tmp_path / "model.gguf", ENCODERS[name])
+    expected = "bf16" if isa == "amx" else "int8"
+    with Model(path, device="cpu") as model, Model(path, device="cpu", compute=expected) as stated:
+        assert model.compute == expected
+        np.testing.assert_array_equal(states(model), states(stated))
+
+
+def test_the_kernel_set_decides_even_where_it_cannot_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen = {}
+    with GGUFFile(write(tmp_path / "model.gguf", ENCODERS["bert"])) as gguf:
+        for isa in ("amx", "avx512bf16", "avx2", "neon_i8mm"):
+            monkeypatch.setenv("METAL_PREFILL_CPU_ISA", isa)
+            chosen[isa] = chosen_mode(gguf, read_config(gguf))
+    assert chosen == {"amx": "bf16", "avx512bf16": "int8", "avx2": "int8", "neon_i8mm": "int8"}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_models_use_8_bits_at_most_for_quantized_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setenv("METAL_PREFILL_CPU_ISA", "amx")
+    with GGUFFile(write(tmp_path / "model.gguf", OTHERS[name])) as gguf:
+        assert chosen_mode(gguf, read_config(gguf)) == "int8"
+
+
+@pytest.mark.parametrize("compute", ["int8", "bf16", "f32"])
+def test_a_stated_mode_wins(tmp_path: Path, compute: Any) -> None:
+    with Model(write(tmp_path / "model.gguf", ENCODERS["bert"]), device="cpu", compute=compute) as model:
+        assert model.compute == compute
+
+
+@pytest.mark.skipif("amx" not in SETS, reason="the processor has no AMX")
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_the_choice_on_amx_is_closer_to_float32(tmp_path: Path, name: str) -> None:
+    path = write(tmp_path / "model.gguf", ENCODERS[name])
+    expected = ReferenceModel(path).forward(IDS).hidden
+    errors = {}
+    for compute in ("auto", "int8"):
+        with Model(path, device="cpu", compute=compute) as model:
+            errors[compute] = float(np.square(states(model) - expected).sum())
+    assert errors["auto"] < errors["int8"]
+
+
+def test_a_gpu_has_no_mode(tmp_path: Path, device: str) -> None:
+    with Model(write(tmp_path / "model.gguf", ENCODERS["bert"]), device=device) as model:
+        assert (model.compute is None) == (device == "metal")
+
+
+def test_the_command_info_prints_the_choice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write(tmp_path / "model.gguf", ENCODERS["bert"])
+    for isa, expected in (("amx", "bf16"), ("avx2", "int8")):
+        monkeypatch.setenv("METAL_PREFILL_CPU_ISA", isa)
+        assert cli.main(["info", "-m", str(path)]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        (line,) = [line for line in lines if "compute on the CPU" in line]
+        assert expected in line
+        assert any(f"available, with {isa}" in line for line in lines)
