@@ -56,6 +56,18 @@ def test_a_free_threaded_python_is_told_from_the_regular_one(
         build_wheels.find_python("3.13t")
 
 
+def test_a_wheel_for_another_system_is_not_built_without_a_stub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The module cannot be imported here: its stub is that of a build for this machine."""
+    built: list[str] = []
+    monkeypatch.setattr(build_wheels, "build_macos", lambda version, *_: built.append(version))
+    monkeypatch.setattr(sys, "argv", ["build_wheels", "--platforms", "macos", "--folder", str(tmp_path)])
+    with pytest.raises(build_wheels.WheelError, match=r"there is no .*_core\.pyi, .*: add .* to --platforms"):
+        build_wheels.main()
+    assert built == []
+
+
 CONTENTS = ("_core.abi3.so", "_core.pyi", "py.typed", "data/demo.gguf")
 
 

@@ -235,7 +235,12 @@ def main() -> int:
     finished.mkdir(parents=True, exist_ok=True)
     stub = folder / "_core.pyi"
     # That of this machine comes first: the others use its stub.
-    for name in sorted(options.platforms, key=lambda name: name != platform.machine()):
+    platforms = sorted(options.platforms, key=lambda name: name != platform.machine())
+    if platforms[0] != platform.machine() and not stub.exists():
+        raise WheelError(
+            f"there is no {stub}, which a build for this machine writes: add {platform.machine()} to --platforms"
+        )
+    for name in platforms:
         for version in pythons:
             if name == "macos":
                 wheel, lines = build_macos(version, folder, stub), ["compiled and linked, not executed"]
