@@ -238,7 +238,8 @@ def main() -> int:
     platforms = sorted(options.platforms, key=lambda name: name != platform.machine())
     if platforms[0] != platform.machine() and not stub.exists():
         raise WheelError(
-            f"there is no {stub}, which a build for this machine writes: add {platform.machine()} to --platforms"
+            f"there is no {stub}, which the build for this machine writes: "
+            f"add {platform.machine()} to --platforms"
         )
     for name in platforms:
         for version in pythons:
