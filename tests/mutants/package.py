@@ -278,6 +278,27 @@ TEXT = (
     ),
     Mutant(
         f"{_P}/text/_chat_template.py",
+        "range(0x2801, 0x2900), range(0x20000, 0x2A6D7), range(0xF0000, 0xFFFFE)",
+        "range(0xF0000, 0xFFFFE)",
+        "printed lists contain the escaped marker",
+        ("tests/test_chat_families.py",),
+    ),
+    Mutant(
+        f"{_P}/text/_chat_template.py",
+        '.replace(escaped, "")',
+        "",
+        "escaped JSON contains the marker",
+        ("tests/test_chat_families.py", "-k", "escaped"),
+    ),
+    Mutant(
+        f"{_P}/text/_chat_template.py",
+        'return {"thinking": reasoning, **message, "reasoning_content": reasoning}',
+        'return {**message, "reasoning_content": reasoning}',
+        "templates that read thinking lose reasoning_content",
+        ("tests/test_chat_families.py", "-k", "2.5"),
+    ),
+    Mutant(
+        f"{_P}/text/_chat_template.py",
         "_MAX_TIME_FORMAT or _WIDTH.search(format):",
         "_MAX_TIME_FORMAT:",
         "time formats may have any width",

@@ -103,6 +103,7 @@ class Message(msgspec.Struct, kw_only=True, omit_defaults=True):
     tool_call_id: str | None = None
     refusal: str | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None
 
 
 class NamedFunction(msgspec.Struct):

@@ -10,6 +10,7 @@ marker is then removed from the text between them.
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -38,7 +39,11 @@ PLAIN_STOP = "\n\n"  # ends an answer under the plain template
 _ROLE = re.compile(r"[\w-]+")
 _MAX_TIME_FORMAT = 1000  # characters
 _WIDTH = re.compile(r"(?<!%)(?:%%)*%[^A-Za-z%]*\d{3}")
-_MARKERS = range(0xF0000, 0xFFFFE)  # private use area: does not occur in ordinary text
+# Candidates for the marker: Braille patterns, rare ideographs and private use characters. Where a template
+# prints a list, `repr` keeps the first two as they are, and escapes the last.
+_MARKERS = (range(0x2801, 0x2900), range(0x20000, 0x2A6D7), range(0xF0000, 0xFFFFE))
+# Names under which clients send the reasoning of an assistant, and templates read it.
+_REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
 class _GenerationTag(Extension):
@@ -117,6 +122,14 @@ def _plain_all(what: str, values: Sequence[Mapping[str, Any]]) -> list[dict[Any,
         return [_plain(value, f"{what} {i}") for i, value in enumerate(values)]
     except RecursionError:
         raise ValueError(f"a {what} is nested too deeply") from None
+
+
+def _with_reasoning(message: dict[Any, Any]) -> dict[Any, Any]:
+    """Copy the reasoning of a message to the names that templates read, as transformers does."""
+    reasoning = next((message[name] for name in _REASONING if message.get(name) is not None), None)
+    if reasoning is None:
+        return message
+    return {"thinking": reasoning, **message, "reasoning_content": reasoning}
 
 
 def _strings(value: Any) -> Iterator[str]:
@@ -203,7 +216,7 @@ class ChatTemplate:
             if not _ROLE.fullmatch(role):  # templates put roles into control tokens: '<|' + role + '|>'
                 raise ValueError(f"message {i} has the role {role!r}, must be a word")
         self.check_tools(tools)
-        plain = [parse_arguments(message) for message in _plain_all("message", messages)]
+        plain = [_with_reasoning(parse_arguments(message)) for message in _plain_all("message", messages)]
         plain_tools = _plain_all("tool", tools or ())
         marker = self._unused_character([*plain, *plain_tools])
         marked = {
@@ -224,7 +237,12 @@ class ChatTemplate:
             raise ChatTemplateError(f"the chat template fails: {type(error).__name__}: {error}") from error
         found = self._tokens.split(text) if self._special else [text]
         # After a split by a pattern with one group, every second piece is a match.
-        return [(piece.replace(marker, ""), bool(i % 2)) for i, piece in enumerate(found) if piece]
+        escaped = json.dumps(marker)[1:-1]  # as templates write it with `tojson(ensure_ascii=True)`
+        return [
+            (piece.replace(marker, "").replace(escaped, ""), bool(i % 2))
+            for i, piece in enumerate(found)
+            if piece
+        ]
 
     def check_tools(self, tools: Sequence[Mapping[str, Any]] | None) -> None:
         """Check that tools are valid, and that the template passes them to the model.
@@ -245,8 +263,11 @@ class ChatTemplate:
             raise ChatTemplateError("the chat template does not support tools; use a model trained for them")
 
     def _unused_character(self, messages: list[dict[Any, Any]]) -> str:
-        used = set(self._source).union(*_strings(messages))
-        return next(c for c in map(chr, _MARKERS) if c not in used)
+        """Return a character that occurs neither in the template nor in messages, escaped or not."""
+        texts = [self._source, *_strings(messages)]
+        used = set().union(*texts)
+        candidates = (c for c in map(chr, itertools.chain(*_MARKERS)) if c not in used)
+        return next(c for c in candidates if not any(json.dumps(c)[1:-1] in text for text in texts))
 
     def _mark(self, value: Any, marker: str) -> Any:
         if isinstance(value, str):
