@@ -323,7 +323,9 @@ class Constraint:
         ((self._kind, source),) = sources.items()
         try:
             text = source if isinstance(source, str) else json.dumps(source)
-        except (TypeError, ValueError, RecursionError) as error:
+        except RecursionError:
+            raise ConstraintError(f"{self._kind}: its objects are nested too deeply") from None
+        except (TypeError, ValueError) as error:
             raise ConstraintError(f"{self._kind}: {error}") from None
         self._compiled = _vocabulary(tokenizer).compiled(self._kind, text)
         self.number = next(_numbers)
