@@ -9,6 +9,7 @@ inspected, but not executed: neither a Metal device nor macOS is involved.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import importlib.util
 import os
 import re
@@ -34,7 +35,8 @@ DYLIBS = {
 }
 
 MAGIC_64, CPU_ARM64, FILE_DYLIB = 0xFEEDFACF, 0x0100000C, 6
-LC_SYMTAB, LC_LOAD_DYLIB, LC_SEGMENT_64, LC_BUILD_VERSION = 0x2, 0xC, 0x19, 0x32
+LC_SYMTAB, LC_LOAD_DYLIB, LC_SEGMENT_64, LC_CODE_SIGNATURE, LC_BUILD_VERSION = 0x2, 0xC, 0x19, 0x1D, 0x32
+SIGNATURES, CODE_DIRECTORY, SHA256 = 0xFADE0CC0, 0xFADE0C02, 2
 N_EXT, N_TYPE, N_UNDEFINED = 0x01, 0x0E, 0x00
 PLATFORM_MACOS = 1
 DYNAMIC_LOOKUP = (0xFE, 0)  # as ordinal of a library: what dyld finds anywhere; zig writes 0
@@ -52,6 +54,7 @@ class MachO:
     kind: int = 0
     platform: int = 0
     minimum: tuple[int, int] = (0, 0)
+    signature_at: int = 0  # 0: there is none
     dylibs: set[str] = field(default_factory=set)
     sections: set[str] = field(default_factory=set)
     exported: set[str] = field(default_factory=set)
@@ -74,6 +77,8 @@ def read_macho(data: bytes) -> MachO:
         elif command == LC_BUILD_VERSION:
             result.platform, minimum = struct.unpack_from("<2I", data, at + 8)
             result.minimum = (minimum >> 16, minimum >> 8 & 0xFF)
+        elif command == LC_CODE_SIGNATURE:
+            (result.signature_at,) = struct.unpack_from("<I", data, at + 8)
         elif command == LC_SEGMENT_64:
             (n_sections,) = struct.unpack_from("<I", data, at + 64)
             for i in range(n_sections):
@@ -92,6 +97,31 @@ def read_macho(data: bytes) -> MachO:
                         result.looked_up.add(name_text)
         at += size
     return result
+
+
+def check_signature(data: bytes, at: int) -> int:
+    """Check the code signature at an offset, without which Apple Silicon loads no library; return its pages.
+
+    The linker makes an ad-hoc signature: a hash of each page, without a certificate. A tool that changes the
+    file afterwards invalidates it.
+    """
+    magic, _, count, kind, offset = struct.unpack_from(">5I", data, at) if at else (0, 0, 0, 0, 0)
+    if magic != SIGNATURES or count != 1 or kind != 0:
+        raise CheckError("no ad-hoc code signature")
+    directory = at + offset
+    magic, _, _, _, hashes, _, _, pages, limit, size, algorithm, _, shift = struct.unpack_from(
+        ">9I4B", data, directory
+    )
+    if magic != CODE_DIRECTORY or algorithm != SHA256 or limit != at or pages != -(-limit >> shift):
+        raise CheckError(
+            f"the code signature has {pages} hashes of type {algorithm} for {limit} of {at} bytes"
+        )
+    for page in range(pages):
+        content = data[page << shift : min(page + 1 << shift, limit)]
+        stored = directory + hashes + size * page
+        if hashlib.sha256(content).digest()[:size] != data[stored : stored + size]:
+            raise CheckError(f"page {page} differs from its hash in the code signature")
+    return int(pages)
 
 
 def check_extension(data: bytes) -> list[str]:
@@ -116,8 +146,10 @@ def check_extension(data: bytes) -> list[str]:
             raise CheckError(f"the kernels {kernels} are missing")
     if found.looked_up != python:  # all others were found in a library when linking
         raise CheckError(f"symbols that nothing has: {sorted(found.looked_up ^ python)}")
+    pages = check_signature(data, found.signature_at)
     return [
         f"arm64 library for macOS {found.minimum[0]}.{found.minimum[1]} and later",
+        f"ad-hoc code signature of {pages} pages",
         "linked to " + ", ".join(sorted(Path(d).name for d in found.dylibs)),
         "kernels of the CPU engine: " + ", ".join(KERNEL_SETS),
         f"{len(python)} symbols of Python, {len(objc)} of Objective-C and Metal, "
