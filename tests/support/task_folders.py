@@ -293,6 +293,42 @@ def _pylate(path: Path) -> Folder:
     return folder
 
 
+def stanford(path: Path, **settings: Any) -> Folder:
+    """Make a checkpoint of Stanford's ColBERT: the projection is a tensor of the model."""
+    folder = _sized(model_folders.bert(path, model_type="bert"))
+    tokenizer = json.loads((path / "tokenizer.json").read_bytes())
+    vocabulary = tokenizer["model"]["vocab"]
+    vocabulary |= {f"[unused{i}]": len(vocabulary) + i for i in range(2)}
+    folder.json("tokenizer.json", tokenizer)
+    folder.config |= {"architectures": ["HF_ColBERT"], "vocab_size": len(vocabulary)}
+    folder.tensors = {f"bert.{name}": tensor for name, tensor in folder.tensors.items()}
+    words = "bert.embeddings.word_embeddings.weight"
+    folder.tensors[words] = values((len(vocabulary), DIM), 7) * 8
+    folder.tensors |= {
+        "bert.pooler.dense.weight": values((DIM, DIM)),
+        "bert.pooler.dense.bias": values((DIM,)),
+        "linear.weight": values((16, DIM)),
+    }
+    folder.json(
+        "artifact.metadata",
+        {
+            "query_token_id": "[unused0]",
+            "doc_token_id": "[unused1]",
+            "query_token": "[Q]",
+            "doc_token": "[D]",
+            "dim": 16,
+            "similarity": "cosine",
+            "mask_punctuation": True,
+            "attend_to_mask_tokens": False,
+            "query_maxlen": 32,
+            "doc_maxlen": 180,
+            "interaction": "colbert",
+            **settings,
+        },
+    )
+    return folder
+
+
 def _modern_late(path: Path) -> Folder:
     """Make a ModernBERT folder whose window does not reach from the end of an expanded query to the text."""
     folder = _modern(path, "ModernBertModel", ("x",))

@@ -28,7 +28,7 @@ LIMIT = 16 << 30  # bytes of all converted models
 LAYOUT = 3  # counts changes of what a conversion writes
 
 _SAMPLES, _SAMPLE_BYTES = 64, 4096
-_SMALL = (".json", ".txt", ".jinja")  # endings of files that are hashed in full
+_SMALL = (".json", ".txt", ".jinja", ".metadata")  # endings of files that are hashed in full
 _SMALL_BYTES = 256 << 20
 _HEADER_BYTES = 1 << 20
 

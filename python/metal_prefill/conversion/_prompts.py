@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import string
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -42,16 +42,21 @@ def prompt_metadata(folder: Path, modules: Modules, vocabulary: FolderVocabulary
         words = words_of(config)
     elif words is None and any(map(config.has, _PREFIXES)):
         words = list(string.punctuation)  # the default of PyLate
-    begin = SPACE if vocabulary.model == "bert" else ""
-    ids = {token: i for i, token in enumerate(vocabulary.tokens)}
-    skipped = [ids[begin + word] for word in words or () if begin + word in ids]
-    if skipped:
+    if skipped := skipped_ids(words or (), vocabulary):
         found[SKIPPED_KEY] = skipped
     if modules.per_token:
+        ids = {token: i for i, token in enumerate(vocabulary.tokens)}
         found |= {
             f"{EXPANSION_KEYS}{key}": value for key, value in _expansion(folder, config, ids, vocabulary)
         }
     return found
+
+
+def skipped_ids(words: Iterable[str], vocabulary: FolderVocabulary) -> list[int]:
+    """Return the ids of the words that are tokens of the vocabulary."""
+    begin = SPACE if vocabulary.model == "bert" else ""
+    ids = {token: i for i, token in enumerate(vocabulary.tokens)}
+    return [ids[begin + word] for word in words if begin + word in ids]
 
 
 def _expansion(

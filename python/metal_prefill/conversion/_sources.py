@@ -16,7 +16,7 @@ from metal_prefill.conversion._fields import Fields
 from metal_prefill.conversion._settings import Values
 from metal_prefill.errors import UnsupportedModelError
 
-Task: TypeAlias = Literal["body", "causal", "sequence", "tokens"]
+Task: TypeAlias = Literal["body", "causal", "sequence", "tokens", "late"]
 Change: TypeAlias = Callable[[Fields, str, Values], Values]
 
 # Ends of the names of model classes, and what the head after the body is for.
@@ -83,6 +83,9 @@ _UNUSED = (
 )
 # A classifier that reads a hidden state or the output of another layer.
 _CLASSIFIER = {"classifier": "cls.output"}
+# Stanford's ColBERT: the name of its class, its projection of tokens, and families by the type of its body.
+_COLBERT, _PROJECTION = "HF_ColBERT", {"linear": "dense_2"}
+_BODIES = {"bert": "Bert", "roberta": "Roberta", "xlm-roberta": "XLMRoberta"}
 
 
 @dataclass(frozen=True)
@@ -146,7 +149,11 @@ _BERT = Source(
         "is_decoder": (False,),
         "add_cross_attention": (False,),
     },
-    heads={"sequence": {"pooler.dense": "cls", **_CLASSIFIER}, "tokens": _CLASSIFIER},
+    heads={
+        "sequence": {"pooler.dense": "cls", **_CLASSIFIER},
+        "tokens": _CLASSIFIER,
+        "late": _PROJECTION,
+    },
 )
 _ROBERTA = replace(
     _BERT,
@@ -154,6 +161,7 @@ _ROBERTA = replace(
     heads={
         "sequence": {"classifier.dense": "cls", "classifier.out_proj": "cls.output"},
         "tokens": _CLASSIFIER,
+        "late": _PROJECTION,
     },
     changes={r"position_embd\.weight": _settings.without_padding_positions},
     position_offset=True,
@@ -297,9 +305,12 @@ def find_source(config: Fields) -> tuple[Source, Task]:
     name = classes[0] if classes and isinstance(classes[0], str) else None
     if name is None:
         raise config.error("architectures must name the class of the model, such as BertModel")
+    if name == _COLBERT:
+        config.require("model_type", tuple(_BODIES), None)
+        return SOURCES[_BODIES[config.string("model_type")]], "late"
     match = re.fullmatch(rf"(.+?)({'|'.join(TASKS)})", name)
     if match is None or match[1] not in SOURCES:
-        known = ", ".join(SOURCES)
+        known = ", ".join((*SOURCES, _COLBERT))
         raise config.unsupported(f"model class {name} is not supported; supported families are {known}")
     source, task = SOURCES[match[1]], TASKS[match[2]]
     if source.architecture == "gemma3" and (match[2] == "TextModel" or _is_bidirectional(config)):

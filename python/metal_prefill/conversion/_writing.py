@@ -16,9 +16,10 @@ import numpy.typing as npt
 from gguf import GGMLQuantizationType, GGUFWriter, quants
 
 from metal_prefill._support.atomic_write import replacing
+from metal_prefill.conversion._colbert import colbert_heads, colbert_metadata
 from metal_prefill.conversion._fields import Fields
 from metal_prefill.conversion._folder_vocabulary import FolderVocabulary
-from metal_prefill.conversion._modules import read_modules
+from metal_prefill.conversion._modules import Modules, read_modules
 from metal_prefill.conversion._prompts import prompt_metadata
 from metal_prefill.conversion._settings import position_offset
 from metal_prefill.conversion._sources import Source, find_source, gguf_name, metadata_of, text_fields
@@ -113,7 +114,8 @@ def convert(
     source, task = find_source(config)
     config = text_fields(source, config)
     metadata = metadata_of(source, config)
-    modules = read_modules(folder, config, task)
+    late = task == "late"
+    modules = Modules(colbert_heads(folder, config)) if late else read_modules(folder, config, task)
     metadata |= modules.metadata
     weights = read_weights(folder)
     names = gguf.get_tensor_name_map(_architecture(source), metadata["block_count"])
@@ -141,7 +143,8 @@ def convert(
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     for suffix, value in metadata.items():
         _add(writer, f"{source.architecture}.{suffix}", value)
-    for key, value in prompt_metadata(folder, modules, vocabulary).items():
+    prompts = colbert_metadata(folder, vocabulary) if late else prompt_metadata(folder, modules, vocabulary)
+    for key, value in prompts.items():
         _add(writer, key, value)
     add_vocabulary(writer, vocabulary, config)
     _write(Path(path), folder, writer, tensors, lambda tensor: _values(source, config, tensor), progress)

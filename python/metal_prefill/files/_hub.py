@@ -35,6 +35,8 @@ _FOLDER_FILES = (
     "chat_template.jinja",
     "modules.json",
     "config_sentence_transformers.json",
+    "sentence_bert_config.json",
+    "artifact.metadata",
     "*_MultiVectorMask/config.json",
     "*_Pooling/config.json",
     "*_Dense/config.json",

@@ -1,0 +1,190 @@
+"""Checkpoints of Stanford's ColBERT, next to float64 arithmetic on the folder itself."""
+
+from __future__ import annotations
+
+import math
+import string
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from support import task_folders
+from support.encoder_tasks import NEAR, FileOf, opened, scores_of
+from support.model_folders import HEADS, LAYERS, Folder
+from support.task_folders import DOCUMENTS, LONG_QUERY, QUERY
+from tokenizers import Tokenizer
+
+from metal_prefill import ContextOverflowError, GGUFError, Model, UnsupportedModelError
+from metal_prefill.conversion import convert
+
+Array = npt.NDArray[np.float64]
+QUERY_TOKENS = 32
+
+
+class ColBert:
+    """The model of a folder, as its paper and library describe it.
+
+    A marker replaces the token of a full stop in front of the text. Masks fill a query up; other tokens do
+    not attend to them unless `attend`.
+    """
+
+    def __init__(self, folder: Folder) -> None:
+        self.tensors = {name: tensor.astype(np.float64) for name, tensor in folder.tensors.items()}
+        self.tokenizer = Tokenizer.from_file(str(folder.path / "tokenizer.json"))
+        self.tokenizer.no_truncation()
+        self.tokenizer.no_padding()
+
+    def query(self, text: str, *, attend: bool = False) -> Array:
+        ids = self._marked(text, "[unused0]")
+        end = [self.tokenizer.token_to_id("[SEP]")]
+        ids = ids if len(ids) <= QUERY_TOKENS else ids[: QUERY_TOKENS - 1] + end
+        seen = len(ids)
+        ids += [self.tokenizer.token_to_id("[MASK]")] * (QUERY_TOKENS - len(ids))
+        return self._vectors(ids, QUERY_TOKENS if attend else seen)
+
+    def document(self, text: str) -> Array:
+        ids = self._marked(text, "[unused1]")
+        punctuation = [self.tokenizer.token_to_id(symbol) for symbol in string.punctuation]
+        return self._vectors(ids, len(ids))[[i not in punctuation for i in ids]]
+
+    def score(self, query: str, document: str) -> float:
+        return float((self.query(query) @ self.document(document).T).max(axis=1).sum())
+
+    def _marked(self, text: str, marker: str) -> list[int]:
+        ids: list[int] = self.tokenizer.encode(". " + text).ids
+        return [ids[0], self.tokenizer.token_to_id(marker), *ids[2:]]
+
+    def _vectors(self, ids: list[int], seen: int) -> Array:
+        x = self._at("embeddings.word_embeddings.weight")[ids]
+        x = x + self._at("embeddings.position_embeddings.weight")[: len(ids)]
+        x = self._normed("embeddings.LayerNorm", x + self._at("embeddings.token_type_embeddings.weight")[0])
+        for layer in range(LAYERS):
+            at = f"encoder.layer.{layer}."
+            q, k, v = (
+                np.stack(np.split(self._linear(f"{at}attention.self.{name}", x), HEADS, axis=1))
+                for name in ("query", "key", "value")
+            )
+            scores = q @ k[:, :seen].swapaxes(1, 2) / math.sqrt(q.shape[2])
+            weights = np.exp(scores - scores.max(axis=2, keepdims=True))
+            attended = weights / weights.sum(axis=2, keepdims=True) @ v[:, :seen]
+            joined = np.concatenate(list(attended), axis=1)
+            x = self._normed(
+                f"{at}attention.output.LayerNorm", x + self._linear(f"{at}attention.output.dense", joined)
+            )
+            inner = self._linear(f"{at}intermediate.dense", x)
+            inner = inner / 2 * (1 + np.vectorize(math.erf)(inner / math.sqrt(2)))
+            x = self._normed(f"{at}output.LayerNorm", x + self._linear(f"{at}output.dense", inner))
+        vectors = x @ self.tensors["linear.weight"].T
+        unit: Array = vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
+        return unit
+
+    def _at(self, name: str) -> Array:
+        return self.tensors[f"bert.{name}"]
+
+    def _linear(self, name: str, x: Array) -> Array:
+        return x @ self._at(f"{name}.weight").T + self._at(f"{name}.bias")
+
+    def _normed(self, name: str, x: Array) -> Array:
+        x = x - x.mean(axis=1, keepdims=True)
+        normed: Array = x / np.sqrt((x * x).mean(axis=1, keepdims=True) + 1e-12)
+        return normed * self._at(f"{name}.weight") + self._at(f"{name}.bias")
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> ColBert:
+    folder = task_folders.stanford(tmp_path_factory.mktemp("colbert"))
+    return ColBert(folder)
+
+
+def test_vectors_and_scores_match_float64(device: str, file_of: FileOf, expected: ColBert) -> None:
+    near = {"rtol": 0, "atol": 4 * NEAR[device]}
+    with opened(file_of(task_folders.stanford), device) as model:
+        for query in (QUERY, "who", ""):
+            vectors = model.embed([query], instruction="query")[0]
+            np.testing.assert_allclose(vectors, expected.query(query), **near)
+        with pytest.raises(ContextOverflowError, match="exceed the 32 of this model's queries"):
+            model.embed([LONG_QUERY], instruction="query")
+        with pytest.warns(UserWarning, match="lost their ends"):
+            cut = model.embed([LONG_QUERY], instruction="query", truncate="end")[0]
+        np.testing.assert_allclose(cut, expected.query(LONG_QUERY), **near)
+        scores = [expected.score(QUERY, document) for document in DOCUMENTS]
+        np.testing.assert_allclose(scores_of(model), scores, rtol=2e-6 if device == "cpu" else 2e-3)
+
+
+def test_tokens_attend_to_masks_on_request(tmp_path: Path) -> None:
+    folder = task_folders.stanford(tmp_path / "folder", attend_to_mask_tokens=True)
+    with opened(convert(folder.write(), tmp_path / "m.gguf")) as model:
+        vectors = model.embed([QUERY], instruction="query")[0]
+    np.testing.assert_allclose(vectors, ColBert(folder).query(QUERY, attend=True), atol=4 * NEAR["cpu"])
+
+
+def test_punctuation_is_compared_on_request(tmp_path: Path, file_of: FileOf, expected: ColBert) -> None:
+    folder = task_folders.stanford(tmp_path / "folder", mask_punctuation=False)
+    with (
+        opened(convert(folder.write(), tmp_path / "m.gguf")) as model,
+        opened(file_of(task_folders.stanford)) as usual,
+    ):
+        documents = ["!?", "The king, the queen: dead.", "who?"]
+        query, scores = expected.query(QUERY), scores_of(model, documents)
+        whole = model.embed(documents, instruction="document")
+        np.testing.assert_allclose(scores, [(query @ rows.T).max(axis=1).sum() for rows in whole], rtol=2e-6)
+        assert np.all(scores >= scores_of(usual, documents))
+        assert np.any(scores > scores_of(usual, documents))
+
+
+def test_a_folder_opens_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, expected: ColBert) -> None:
+    """A changed setting makes another conversion, although no other file changes."""
+    monkeypatch.setenv("METAL_PREFILL_CACHE", str(tmp_path / "cache"))
+    folder = task_folders.stanford(tmp_path / "folder")
+    folder.write()
+    lengths = []
+    for length in (32, 20):
+        task_folders.stanford(tmp_path / "folder", query_maxlen=length)
+        with Model(folder.path, device="cpu", compute="f32") as model:
+            lengths.append(len(model.embed(["who"], instruction="query")[0]))
+    assert lengths == [32, 20]
+
+
+@pytest.mark.parametrize(
+    ("settings", "config", "error", "message"),
+    [
+        ({"similarity": "l2"}, {}, UnsupportedModelError, "similarity is 'l2'; supported: 'cosine'"),
+        ({"dim": 8}, {}, GGUFError, r"dense_2.weight has shape \(16, 32\), but dense_2_feat_out is 8"),
+        ({"dim": "16"}, {}, GGUFError, "dim is str, expected an integer"),
+        (
+            {"query_token_id": "[Q]"},
+            {},
+            GGUFError,
+            r"query_token_id is '\[Q\]', which the vocabulary does not",
+        ),
+        ({}, {"model_type": "electra"}, UnsupportedModelError, "model_type is 'electra'; supported: 'bert'"),
+    ],
+)
+def test_wrong_settings_are_rejected(
+    tmp_path: Path, settings: dict[str, Any], config: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    folder = task_folders.stanford(tmp_path / "folder", **settings)
+    folder.config |= config
+    with pytest.raises(error, match=message):
+        convert(folder.write(), tmp_path / "m.gguf")
+
+
+def test_missing_settings_are_those_of_the_library(tmp_path: Path) -> None:
+    folder = task_folders.stanford(tmp_path / "folder")
+    folder.tensors["linear.weight"] = np.resize(folder.tensors["linear.weight"], (128, 32))
+    (folder.path / "artifact.metadata").unlink()
+    with opened(convert(folder.write(), tmp_path / "m.gguf")) as model:
+        np.testing.assert_allclose(
+            model.embed([QUERY], instruction="query")[0],
+            ColBert(folder).query(QUERY),
+            atol=4 * NEAR["cpu"],
+        )
+
+
+def test_a_missing_projection_is_named(tmp_path: Path) -> None:
+    folder = task_folders.stanford(tmp_path / "folder")
+    del folder.tensors["linear.weight"]
+    with pytest.raises(GGUFError, match=r"tensor dense_2\.weight is missing"):
+        convert(folder.write(), tmp_path / "m.gguf")
