@@ -32,10 +32,12 @@ ARGS_END(RmsnormArgs, 16)
 // y[t] = (x[t] - mean(x[t])) / sqrt(variance(x[t]) + eps) * weight + bias
 ARGS_STRUCT(LayernormArgs)
   ARGS_FIELD(u32_t, dim)
+  ARGS_FIELD(u32_t, stride)  // from one token of x, and of y, to the next
   ARGS_FIELD(u32_t, has_bias)
-  ARGS_FIELD(u32_t, has_addend)  // layernorm_stream: x[t] + addend takes the place of x[t]
+  ARGS_FIELD(u32_t, has_addend)       // where it is bound, x[t] + addend takes the place of x[t]
+  ARGS_FIELD(u32_t, has_second_bias)  // layernorm_twice
   ARGS_FIELD(float, eps)
-ARGS_END(LayernormArgs, 16)
+ARGS_END(LayernormArgs, 24)
 
 // x[t] += bias
 ARGS_STRUCT(AddBiasArgs)

@@ -99,6 +99,79 @@ kernel void layernorm_stream(device const float4* weight [[buffer(0)]],  // [dim
   }
 }
 
+// The norm of rows where they are, x = layernorm(x + addend), such as the heads of a token.
+kernel void layernorm_in_place(device const float4* weight [[buffer(0)]],  // [dim]
+                               device const float4* bias [[buffer(1)]],    // [dim]
+                               device const float4* addend [[buffer(2)]],  // [dim]
+                               device float4* x [[buffer(3)]],             // [tokens][stride], of which dim
+                               constant LayernormArgs& args [[buffer(4)]],
+                               uint token [[threadgroup_position_in_grid]],
+                               ushort thread_index [[thread_index_in_threadgroup]],
+                               ushort threads [[threads_per_threadgroup]],
+                               ushort lane [[thread_index_in_simdgroup]],
+                               ushort simdgroup [[simdgroup_index_in_threadgroup]],
+                               ushort simdgroups [[simdgroups_per_threadgroup]]) {
+  threadgroup float partial[32];
+  const uint columns = args.dim / 4;
+  x += token * (args.stride / 4);
+  const StreamRow row = {addend, x, bool(args.has_addend)};
+  const Moments m =
+      moments_of(row, columns, args.eps, partial, thread_index, threads, lane, simdgroup, simdgroups);
+  for (uint i = thread_index; i < columns; i += threads) {
+    const float4 offset = args.has_bias ? bias[i] : float4(0.0f);
+    x[i] = (row(i) - m.mean) * m.scale * weight[i] + offset;
+  }
+}
+
+struct AttendedRow {
+  device const float4* addend;
+  device const float4* x;
+  device float4* y;
+  bool has_addend;
+  float4 operator()(uint i) const { return has_addend ? x[i] + y[i] + addend[i] : x[i] + y[i]; }
+};
+
+// Two norms of the residual stream after attention, whose output is y: x = second(x + first(x + y + addend)),
+// and a copy in half. Overwrites y; a thread reads no values but its own.
+kernel void layernorm_twice(device const float4* weight [[buffer(0)]],         // [dim]
+                            device const float4* bias [[buffer(1)]],           // [dim]
+                            device const float4* addend [[buffer(2)]],         // [dim]
+                            device const float4* second_weight [[buffer(3)]],  // [dim]
+                            device const float4* second_bias [[buffer(4)]],    // [dim]
+                            device float4* y [[buffer(5)]],                    // [tokens][dim]
+                            device float4* x [[buffer(6)]],                    // [tokens][dim]
+                            device half4* copy [[buffer(7)]],                  // [tokens][dim]
+                            constant LayernormArgs& args [[buffer(8)]],
+                            uint token [[threadgroup_position_in_grid]],
+                            ushort thread_index [[thread_index_in_threadgroup]],
+                            ushort threads [[threads_per_threadgroup]],
+                            ushort lane [[thread_index_in_simdgroup]],
+                            ushort simdgroup [[simdgroup_index_in_threadgroup]],
+                            ushort simdgroups [[simdgroups_per_threadgroup]]) {
+  threadgroup float partial[32];
+  const uint columns = args.dim / 4;
+  x += token * columns;
+  y += token * columns;
+  copy += token * columns;
+  const AttendedRow attended = {addend, x, y, bool(args.has_addend)};
+  const Moments first =
+      moments_of(attended, columns, args.eps, partial, thread_index, threads, lane, simdgroup, simdgroups);
+  for (uint i = thread_index; i < columns; i += threads) {
+    const float4 offset = args.has_bias ? bias[i] : float4(0.0f);
+    y[i] = x[i] + (attended(i) - first.mean) * first.scale * weight[i] + offset;
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup);  // partial is written again
+  const PlainRow row = {y};
+  const Moments second =
+      moments_of(row, columns, args.eps, partial, thread_index, threads, lane, simdgroup, simdgroups);
+  for (uint i = thread_index; i < columns; i += threads) {
+    const float4 offset = args.has_second_bias ? second_bias[i] : float4(0.0f);
+    const float4 stream = (y[i] - second.mean) * second.scale * second_weight[i] + offset;
+    x[i] = stream;
+    copy[i] = half4(stream);
+  }
+}
+
 // The bias of a projection that was added to the residual stream: x += bias.
 kernel void add_bias(device const float4* bias [[buffer(0)]],  // [dim]
                      device float4* x [[buffer(1)]],           // [tokens][dim]

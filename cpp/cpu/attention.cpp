@@ -6,22 +6,34 @@ namespace metal_prefill::cpu {
 
 namespace {
 
-// Whether the heads of a row have one norm in common.
-bool normed_together(const AttentionStep& step, const Tensor& norm) {
-  return norm && step.config.qk_norm_place == QkNormPlace::kRows;
+// The norm of the queries, or of the keys.
+struct QkNorm {
+  const Tensor& weight;
+  const Tensor& bias;
+};
+QkNorm query_norm(const AttentionStep& step) {
+  return {step.weights.q_norm, step.weights.q_norm_bias};
+}
+QkNorm key_norm(const AttentionStep& step) {
+  return {step.weights.k_norm, step.weights.k_norm_bias};
 }
 
-// Norms all heads of a row together.
-void normalize_heads(const Context& c, const AttentionStep& step, const Tensor& norm, float* row) {
-  c.kernels.rms_norm(row, floats(norm), step.config.norm_eps, norm.cols, row);
+// Whether the heads of a row have one norm in common.
+bool normed_together(const AttentionStep& step, const QkNorm& norm) {
+  return norm.weight && step.config.qk_norm_place == QkNormPlace::kRows;
+}
+
+// Norms a head, or all heads of a row together, where they are.
+void normalize_heads(const Context& c, const AttentionStep& step, const QkNorm& norm, float* heads) {
+  apply(c.kernels, {norm.weight, norm.bias, norm.weight.cols, step.config.norm_eps, step.config.norm_kind},
+        heads, heads);
 }
 
 // Norms and rotates a head of a row of the pass.
-void prepare_head(const Context& c, const AttentionStep& step, const Tensor& norm, int row, float* head) {
+void prepare_head(const Context& c, const AttentionStep& step, const QkNorm& norm, int row, float* head) {
   const std::size_t pairs = std::size_t(step.config.rope_dim) / 2;
   const auto norm_at = [&](QkNormPlace place) {
-    if (norm && step.config.qk_norm_place == place)
-      c.kernels.rms_norm(head, floats(norm), step.config.norm_eps, norm.cols, head);
+    if (norm.weight && step.config.qk_norm_place == place) normalize_heads(c, step, norm, head);
   };
   norm_at(QkNormPlace::kHeads);
   if (step.rotations)
@@ -74,7 +86,7 @@ void prepare_queries(const Context& c, const AttentionStep& step, const Attentio
   const QueryTile& tile = item.tile;
   for (int i = 0; i < tile.count; ++i)
     for (int h = item.first_head; h < item.first_head + item.heads; ++h)
-      prepare_head(c, step, step.weights.q_norm, tile.index + i,
+      prepare_head(c, step, query_norm(step), tile.index + i,
                    q.row(tile.first + i) + std::size_t(h) * std::size_t(step.config.query_step()));
 }
 
@@ -196,7 +208,7 @@ void CacheWriter::store_columns(const Context& c, CachePart part, int column, in
 void CacheWriter::computed(const Context& c, CachePart part, int column, int columns) const {
   if (part == CachePart::kNone || !at_once()) return;
   const Config& config = step_.config;
-  const Tensor& norm = step_.weights.k_norm;
+  const QkNorm norm = key_norm(step_);
   const bool keys = part == CachePart::kKeys, together = keys && normed_together(step_, norm);
   const int heads = together ? config.n_kv_heads : 1;  // that are complete at the same time
   const int width = heads * (keys ? config.key_dim : config.value_dim);
@@ -213,7 +225,7 @@ void CacheWriter::computed(const Context& c, CachePart part, int column, int col
 void CacheWriter::store_rest(const Context& c) const {
   const bool keys = !takes_columns(CachePart::kKeys), values = !takes_columns(CachePart::kValues);
   if (at_once() || !(keys || values)) return;
-  if (const Tensor& norm = step_.weights.k_norm; normed_together(step_, norm))
+  if (const QkNorm norm = key_norm(step_); normed_together(step_, norm))
     c.worker.for_each(int(rows_.size()), [&](int row) { normalize_heads(c, step_, norm, step_.k.row(row)); });
   const int heads = step_.config.n_kv_heads;
   c.worker.for_each(int(blocks_.size()) * heads, [&](int item) {
@@ -228,7 +240,7 @@ void CacheWriter::store_keys(const Context& c, RowRange block, int head) const {
   const Row& first = rows_[std::size_t(block.first)];
   const std::size_t column = std::size_t(head) * std::size_t(config.key_dim);
   for (int row = block.first; row < block.first + block.count; ++row)
-    prepare_head(c, step_, step_.weights.k_norm, rows_[std::size_t(row)].index, step_.k.row(row) + column);
+    prepare_head(c, step_, key_norm(step_), rows_[std::size_t(row)].index, step_.k.row(row) + column);
   c.kernels.store_keys(step_.k.row(block.first) + column, step_.k.stride, block.count, config.key_dim,
                        step_.cache.key_stride(), step_.cache.layout(),
                        page_of(first) + step_.cache.keys(step_.layer, head), first.position % kPagePositions);
@@ -341,7 +353,7 @@ void attend(const Context& c, const AttentionStep& step, const AttentionItems& i
     return true;
   };
 
-  if (const Tensor& norm = step.weights.q_norm; normed_together(step, norm))
+  if (const QkNorm norm = query_norm(step); normed_together(step, norm))
     c.worker.for_each(rows, [&](int i) { normalize_heads(c, step, norm, step.q.row(i)); });
   c.for_each(items.count(), [&](int i) {
     // Not all that was asked for during the products is still near.

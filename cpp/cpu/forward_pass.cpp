@@ -116,7 +116,7 @@ void ForwardPass::run_layer(const Context& c, int layer, const Rows& wanted) {
       break;
   }
   if (n == 0) return;
-  normalize_stream(c, m.attn_residual_norm, m.attn_residual_norm_bias, n);
+  normalize_attended(c, m, n);
   if (config_.ffn_dim == 0) return;
   gate_and_up(c, w, m, n);
   add_residual(c, {w.w_down, m.b_down, m.post_ffn_norm}, work_.ffn, n);
@@ -133,7 +133,7 @@ void ForwardPass::attention(const Context& c, int layer, const Rows& wanted) {
   project_qkv(c, w, step, items, wanted);
   if (n == 0) return;
   attend(c, step, items, work_.splits, work_.att);
-  add_residual(c, {w.wo, m.bo, m.post_attn_norm}, work_.att, n);
+  add_residual(c, {w.wo, m.bo, m.post_attn_norm, bool(m.second_residual_norm)}, work_.att, n);
 }
 
 void ForwardPass::short_convolution(const Context& c, int layer, const Rows& wanted) {
@@ -253,10 +253,21 @@ void ForwardPass::project_qkv(const Context& c, const CpuLayer& w, const Attenti
 
 // x += w * in; where the model has a norm after the block, x += norm(w * in).
 void ForwardPass::add_residual(const Context& c, const BlockOutput& w, const Activations& in, int rows) {
-  const bool add = !w.norm;
+  const bool add = !w.norm && !w.apart;
   multiply(c, {{.weight = w.weight, .out = add ? work_.x : work_.block, .bias = &w.bias, .add = add}},
            NormedRows(in), rows);
-  if (!add) add_normalized(c, work_.block, norm(w.norm, kNoTensor, config_.norm_eps), rows, work_.x);
+  if (w.norm) add_normalized(c, work_.block, norm(w.norm, kNoTensor, config_.norm_eps), rows, work_.x);
+}
+
+// The norms of the residual stream after attention. Between two of them, the input of the layer is added
+// again.
+void ForwardPass::normalize_attended(const Context& c, const LayerWeights& m, int rows) {
+  if (!m.second_residual_norm)
+    return normalize_stream(c, m.attn_residual_norm, m.attn_residual_norm_bias, rows);
+  const float eps = config_.stream_eps();
+  normalize_twice(c, work_.block, norm(m.attn_residual_norm, m.attn_residual_norm_bias, eps),
+                  norm(m.second_residual_norm, m.second_residual_norm_bias, eps), rows, work_.x,
+                  work_.normed);
 }
 
 // x = norm(x), where the model norms the residual stream itself.

@@ -55,6 +55,7 @@ class ForwardPass {
     const Linear& weight;
     const Tensor& bias;
     const Tensor& norm;
+    bool apart = false;  // left in Workspace::block, for norms that read it and the stream
   };
 
   Norm norm(const Tensor& weight, const Tensor& bias, float eps) const {
@@ -74,6 +75,7 @@ class ForwardPass {
   void project_qkv(const Context& c, const CpuLayer& w, const AttentionStep& step,
                    const AttentionItems& items, const Rows& wanted);
   void add_residual(const Context& c, const BlockOutput& w, const Activations& in, int rows);
+  void normalize_attended(const Context& c, const LayerWeights& m, int rows);
   void normalize_stream(const Context& c, const Tensor& weight, const Tensor& bias, int rows);
   void gate_and_up(const Context& c, const CpuLayer& w, const LayerWeights& m, int rows);
   void head(const Context& c);

@@ -27,10 +27,22 @@ void normalize_row(const Context& c, const float* x, const Norm& norm, int row, 
   round_from(c, normed, out, row, 1, 0, norm.dim);
 }
 
+// x = norm(x) of a row, and the forms of it that `out` asks for.
+void normalize_row_in_place(const Context& c, const Norm& norm, int row, const FloatRows& x,
+                            const Activations& out) {
+  apply(c.kernels, norm, x.row(row), x.row(row));
+  round_from(c, {x.row(row), x.stride}, out, row, 1, 0, norm.dim);
+  if (out.forms.f32) std::copy_n(x.row(row), norm.dim, out.f32.row(row));
+}
+
+void add(const float* from, int n, float* to) {
+  for (int i = 0; i < n; ++i) to[i] += from[i];
+}
+
 // out += row `row` of a table.
 void add_embedding(const Tensor& table, int row, std::span<float> scratch, float* out) {
   dequantize_row(table.type, table.row(row), scratch.data(), scratch.size());
-  for (std::size_t d = 0; d < scratch.size(); ++d) out[d] += scratch[d];
+  add(scratch.data(), int(scratch.size()), out);
 }
 
 }  // namespace
@@ -84,18 +96,24 @@ NormedRows normalize(const Context& c, const FloatRows& x, const Norm& norm, int
 void add_normalized(const Context& c, const FloatRows& y, const Norm& norm, int rows, const FloatRows& x) {
   c.worker.for_each(rows, [&](int i) {
     float* from = y.row(i);
-    float* to = x.row(i);
     apply(c.kernels, norm, from, from);
-    for (int d = 0; d < norm.dim; ++d) to[d] += from[d];
+    add(from, norm.dim, x.row(i));
   });
 }
 
 void normalize_in_place(const Context& c, const Norm& norm, int rows, const FloatRows& x,
                         const Activations& out) {
+  c.worker.for_each(rows, [&](int i) { normalize_row_in_place(c, norm, i, x, out); });
+}
+
+void normalize_twice(const Context& c, const FloatRows& y, const Norm& first, const Norm& second, int rows,
+                     const FloatRows& x, const Activations& out) {
   c.worker.for_each(rows, [&](int i) {
-    apply(c.kernels, norm, x.row(i), x.row(i));
-    round_from(c, {x.row(i), x.stride}, out, i, 1, 0, norm.dim);
-    if (out.forms.f32) std::copy_n(x.row(i), norm.dim, out.f32.row(i));
+    float* attended = y.row(i);
+    add(x.row(i), first.dim, attended);
+    apply(c.kernels, first, attended, attended);
+    add(attended, first.dim, x.row(i));
+    normalize_row_in_place(c, second, i, x, out);
   });
 }
 

@@ -178,6 +178,9 @@ void add_normalized(const Context& c, const FloatRows& y, const Norm& norm, int 
 // x = norm(x), and the forms of it that `out` asks for.
 void normalize_in_place(const Context& c, const Norm& norm, int rows, const FloatRows& x,
                         const Activations& out);
+// x = second(x + first(x + y)), and the forms of it that `out` asks for. Overwrites y.
+void normalize_twice(const Context& c, const FloatRows& y, const Norm& first, const Norm& second, int rows,
+                     const FloatRows& x, const Activations& out);
 // Row kept[i].index, which is i or a later one, becomes row i.
 void keep_rows(const Context& c, const FloatRows& x, int columns, std::span<const Row> kept);
 

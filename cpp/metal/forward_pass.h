@@ -99,10 +99,12 @@ class ForwardPass {
     View bias;           // null: there is none
     Norm norm;           // of the block's output; no weight: it joins the residual stream as it is
     Norm residual_norm;  // of the residual stream after that; no weight: it stays as it is
+    Norm second_norm{};  // after it, of the result plus the input of the layer; no weight: there is none
   };
   struct Layer {
     Norm attn_norm, ffn_norm;              // no weight: the block reads the residual stream as it is
     Norm q_norm, k_norm;                   // of a head, or of all together
+    View q_bias, k_bias;                   // added before q_norm and k_norm; null: they are in `bias`
     View bias;                             // of q, k and v; null: the model has none
     std::vector<Projection> qkv;           // merged as far as the weights allow
     std::vector<Projection> recurrent_in;  // of a layer with a state: recurrent_in_dim() columns
@@ -151,6 +153,8 @@ class ForwardPass {
   // Whether the norm is part of the products that follow.
   bool fuses_norm(const Norm& norm, const Rows& rows) const;
   bool fuses_silu(const Layer& w) const;
+  // Whether all heads of q, and of k, of a token are normed together.
+  bool norms_rows_of_qk(const Layer& w) const;
   // True if gate and up are computed before SwiGLU, in dispatches of their own.
   bool gate_up_separate(const Layer& w, Path path) const;
   RopeArgs rope_args(int layer, bool skip_queries) const;

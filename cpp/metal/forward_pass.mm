@@ -186,7 +186,7 @@ void ForwardPass::attention(Pass& pass, int layer, const Part& wanted) const {
   const RopeInputs rope_inputs = {bound(w.bias), bound(w.q_norm.weight), bound(w.k_norm.weight), table};
 
   normed_projections(pass.e, w.attn_norm, w.qkv, a.x, a.normed, {a.qkv, qkv_dim_}, all);
-  if (config_.qk_norm_place == QkNormPlace::kRows) norm_rows_of_qk(pass, w);
+  if (norms_rows_of_qk(w)) norm_rows_of_qk(pass, w);
   const RopeArgs rope = rope_args(layer, rows.count == 0);
   const bool rope_with_attention = pass.rows.one_each && rows.count == all.count;
   if (!rope_with_attention) ops::rope_append(pass.e, rope_inputs, a.qkv, pass.all.sequences, cache, rope);
@@ -214,10 +214,10 @@ void ForwardPass::attention(Pass& pass, int layer, const Part& wanted) const {
 }
 
 void ForwardPass::norm_rows_of_qk(const Pass& pass, const Layer& w) const {
-  const View &q = pass.a.qkv, k = q.at(std::size_t(w.q_norm.dim) * sizeof(float));
+  const View &q = pass.a.qkv, k = q.at(std::size_t(config_.n_heads * config_.key_dim) * sizeof(float));
   const Encoder::Overlap overlap(pass.e);
-  ops::rmsnorm_in_place(pass.e, w.q_norm, {q, qkv_dim_}, pass.all.rows.count);
-  ops::rmsnorm_in_place(pass.e, w.k_norm, {k, qkv_dim_}, pass.all.rows.count);
+  if (w.q_norm.weight) ops::norm_in_place(pass.e, w.q_norm, w.q_bias, {q, qkv_dim_}, pass.all.rows.count);
+  if (w.k_norm.weight) ops::norm_in_place(pass.e, w.k_norm, w.k_bias, {k, qkv_dim_}, pass.all.rows.count);
 }
 
 void ForwardPass::feed_forward(const Pass& pass, const Layer& w, const View& x, const Rows& rows) const {
@@ -277,9 +277,13 @@ void ForwardPass::project(Encoder& e, const Projection& w, const View& x, const 
 
 void ForwardPass::add_residual(const Pass& pass, const BlockOutput& output, const View& x,
                                const View& residual, const Rows& rows) const {
-  if (output.norm.weight) {
+  if (output.norm.weight || output.second_norm.weight) {
     project(pass.e, output.w, x, {pass.a.block, config_.dim}, rows, Write::kStore);
-    ops::rmsnorm_add(pass.e, output.norm, pass.a.block, residual, rows.count);
+    if (output.second_norm.weight)
+      ops::layernorm_twice(pass.e, output.residual_norm, output.bias, output.second_norm, pass.a.block,
+                           residual, pass.a.normed, rows.count);
+    else
+      ops::rmsnorm_add(pass.e, output.norm, pass.a.block, residual, rows.count);
     return;
   }
   project(pass.e, output.w, x, {residual, config_.dim}, rows, Write::kAccumulate);

@@ -130,8 +130,10 @@ ForwardPass::Layer ForwardPass::layer_of(LayerKind kind, const LayerWeights& w, 
   const bool gated = bool(w.w_gate), attention = has_attention(kind);
   Layer layer = {.attn_norm = norm(w.attn_norm, stream_eps),
                  .ffn_norm = norm(w.ffn_norm, stream_eps),
-                 .q_norm = norm(w.q_norm, eps),
-                 .k_norm = norm(w.k_norm, eps),
+                 .q_norm = norm_of(w.q_norm, w.q_norm_bias, eps, weights),
+                 .k_norm = norm_of(w.k_norm, w.k_norm_bias, eps, weights),
+                 .q_bias = {},
+                 .k_bias = {},
                  .bias = {},
                  .qkv = attention ? merge({&w.wq, &w.wk, &w.wv}, weights) : std::vector<Projection>(),
                  .recurrent_in = {},
@@ -162,9 +164,19 @@ ForwardPass::Layer ForwardPass::layer_of(LayerKind kind, const LayerWeights& w, 
     layer.recurrent_in = merge({&w.delta_gate, &w.delta_qkv, &w.delta_alpha, &w.delta_beta}, weights);
     layer.delta = {.decay = view(w.delta_decay), .step = view(w.scan_step), .norm = norm(w.delta_norm, eps)};
   }
-  if (w.bq || w.bk || w.bv)
+  if (w.second_residual_norm)
+    layer.attn_output.second_norm =
+        norm_of(w.second_residual_norm, w.second_residual_norm_bias, stream_eps, weights);
+  // The biases of q and k come before a norm of their rows, and after other ones.
+  const Tensor none;
+  const auto before = [&](const Norm& n) { return config_.qk_norm_place == QkNormPlace::kRows && n.weight; };
+  if (before(layer.q_norm)) layer.q_bias = view(w.bq);
+  if (before(layer.k_norm)) layer.k_bias = view(w.bk);
+  const Tensor& bq = before(layer.q_norm) ? none : w.bq;
+  const Tensor& bk = before(layer.k_norm) ? none : w.bk;
+  if (bq || bk || w.bv)
     layer.bias = weights.concatenate(BufferName::kQkvBias,
-                                     {{{&w.bq, w.wq.rows}, {&w.bk, w.wk.rows}, {&w.bv, w.wv.rows}}}, 1.0f);
+                                     {{{&bq, w.wq.rows}, {&bk, w.wk.rows}, {&w.bv, w.wv.rows}}}, 1.0f);
   if (w.b_gate || w.b_up)
     layer.gate_up_bias = weights.concatenate(
         BufferName::kFfnBias, {{{&w.b_gate, gated ? w.w_gate.rows : 0}, {&w.b_up, w.w_up.rows}}}, 1.0f);
@@ -206,6 +218,10 @@ ForwardPass::Rows ForwardPass::wanted_rows(const PassRows& rows) const {
 bool ForwardPass::fuses_norm(const Norm& norm, const Rows& rows) const {
   return tuning_.fused_norm && rows.count == 1 && rows.path == Path::kFewTokens && norm.weight &&
          norm.kind == NormKind::kRms;
+}
+
+bool ForwardPass::norms_rows_of_qk(const Layer& w) const {
+  return config_.qk_norm_place == QkNormPlace::kRows && (w.q_norm.weight || w.k_norm.weight);
 }
 
 bool ForwardPass::fuses_silu(const Layer& w) const {
@@ -292,7 +308,9 @@ ForwardPass::Activations ForwardPass::activations(const PassRows& rows, PassBuff
     a.scanned = buffers.get(BufferName::kScanned, floats(config_.scan_dim(), n));
     a.scan_out = buffers.get(BufferName::kScanOut, operand(config_.scan_dim()));
   }
-  if (any_layer([](const Layer& w) { return w.attn_output.norm.weight || w.ffn_output.norm.weight; }))
+  if (any_layer([](const Layer& w) {
+        return w.attn_output.norm.weight || w.attn_output.second_norm.weight || w.ffn_output.norm.weight;
+      }))
     a.block = buffers.get(BufferName::kBlock, floats(config_.dim, n));
   if (config_.ffn_dim > 0 && any_layer([&](const Layer& w) {
         return gate_up_separate(w, all.path) || gate_up_separate(w, Path::kFewTokens);

@@ -103,6 +103,10 @@ std::string kernel_name(const KernelKey& key, const CacheShape& cache) {
       return "layernorm_f16";
     case Kernel::kLayernormStream:
       return "layernorm_stream";
+    case Kernel::kLayernormInPlace:
+      return "layernorm_in_place";
+    case Kernel::kLayernormTwice:
+      return "layernorm_twice";
     case Kernel::kAddBias:
       return "add_bias";
     case Kernel::kRopeAppend:

@@ -43,6 +43,8 @@ enum class Kernel {
   kLayernormF32,
   kLayernormF16,
   kLayernormStream,
+  kLayernormInPlace,
+  kLayernormTwice,
   kAddBias,
   kRopeAppend,
   kRopeAttentionDecode,

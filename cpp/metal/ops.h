@@ -75,8 +75,11 @@ void norm(Encoder& e, const Norm& norm, const View& x, const View& y, int tokens
 void layernorm_stream(Encoder& e, const Norm& norm, const View& addend, const View& x, const View& copy,
                       int tokens);
 void add_bias(Encoder& e, const View& bias, const View& x, int dim, int tokens);
-// Norms rows where they are.
-void rmsnorm_in_place(Encoder& e, const Norm& norm, const StridedRows& rows, int tokens);
+// x = second(x + first(x + y + addend)), of LayerNorms; `copy` receives x in half precision. Overwrites y.
+void layernorm_twice(Encoder& e, const Norm& first, const View& addend, const Norm& second, const View& y,
+                     const View& x, const View& copy, int tokens);
+// Norms rows where they are, plus `addend` if it is given, which only a LayerNorm takes.
+void norm_in_place(Encoder& e, const Norm& norm, const View& addend, const StridedRows& rows, int tokens);
 void rmsnorm_add(Encoder& e, const Norm& norm, const View& x, const View& y, int tokens);
 
 // Products with the weights. x is float32, except for matmul: float16. Those of matvec are bit-identical for

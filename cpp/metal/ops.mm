@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <optional>
+#include <stdexcept>
 
 #include "../../shaders/attention.h"
 #include "../../shaders/gated_delta.h"
@@ -113,6 +114,15 @@ std::size_t norm_threads(const Encoder& e, Kernel kernel, int dim) {
   return allowed_threads(e, kernel, round_up(std::size_t(dim) / 4, kSimd));
 }
 
+LayernormArgs layernorm_args(const Norm& norm, const View& addend, int stride) {
+  return {.dim = u32_t(norm.dim),
+          .stride = u32_t(stride),
+          .has_bias = bool(norm.bias),
+          .has_addend = bool(addend),
+          .has_second_bias = false,
+          .eps = norm.eps};
+}
+
 // Rows of the buffers start `stride` elements apart.
 void dispatch_norm(Encoder& e, Kernel kernel, const Norm& norm, std::initializer_list<View> buffers,
                    int stride, int tokens) {
@@ -127,7 +137,7 @@ void norm(Encoder& e, const Norm& norm, const View& x, const View& y, int tokens
   if (norm.weight && norm.kind == NormKind::kLayer) {
     const Kernel kernel = half ? Kernel::kLayernormF16 : Kernel::kLayernormF32;
     e.dispatch(kernel, {norm.weight, norm.bias ? norm.bias : norm.weight, x, y},
-               LayernormArgs{u32_t(norm.dim), bool(norm.bias), false, norm.eps},
+               layernorm_args(norm, {}, norm.dim),
                {.x = std::size_t(tokens), .threads = norm_threads(e, kernel, norm.dim)});
     return;
   }
@@ -140,8 +150,19 @@ void layernorm_stream(Encoder& e, const Norm& norm, const View& addend, const Vi
                       int tokens) {
   e.dispatch(Kernel::kLayernormStream,
              {norm.weight, norm.bias ? norm.bias : norm.weight, addend ? addend : norm.weight, x, copy},
-             LayernormArgs{u32_t(norm.dim), bool(norm.bias), bool(addend), norm.eps},
+             layernorm_args(norm, addend, norm.dim),
              {.x = std::size_t(tokens), .threads = norm_threads(e, Kernel::kLayernormStream, norm.dim)});
+}
+
+void layernorm_twice(Encoder& e, const Norm& first, const View& addend, const Norm& second, const View& y,
+                     const View& x, const View& copy, int tokens) {
+  LayernormArgs args = layernorm_args(first, addend, first.dim);
+  args.has_second_bias = bool(second.bias);
+  e.dispatch(Kernel::kLayernormTwice,
+             {first.weight, first.bias ? first.bias : first.weight, addend ? addend : first.weight,
+              second.weight, second.bias ? second.bias : second.weight, y, x, copy},
+             args,
+             {.x = std::size_t(tokens), .threads = norm_threads(e, Kernel::kLayernormTwice, first.dim)});
 }
 
 void add_bias(Encoder& e, const View& bias, const View& x, int dim, int tokens) {
@@ -150,8 +171,14 @@ void add_bias(Encoder& e, const View& bias, const View& x, int dim, int tokens) 
              {.x = ceil_div(columns, threads), .y = std::size_t(tokens), .threads = threads});
 }
 
-void rmsnorm_in_place(Encoder& e, const Norm& norm, const StridedRows& rows, int tokens) {
-  dispatch_norm(e, Kernel::kRmsnormInPlace, norm, {norm.weight, rows.view}, rows.stride, tokens);
+void norm_in_place(Encoder& e, const Norm& norm, const View& addend, const StridedRows& rows, int tokens) {
+  if (norm.kind == NormKind::kRms && addend) throw std::logic_error("RMSNorm of rows takes no addend");
+  if (norm.kind == NormKind::kRms)
+    return dispatch_norm(e, Kernel::kRmsnormInPlace, norm, {norm.weight, rows.view}, rows.stride, tokens);
+  e.dispatch(Kernel::kLayernormInPlace,
+             {norm.weight, norm.bias ? norm.bias : norm.weight, addend ? addend : norm.weight, rows.view},
+             layernorm_args(norm, addend, rows.stride),
+             {.x = std::size_t(tokens), .threads = norm_threads(e, Kernel::kLayernormInPlace, norm.dim)});
 }
 
 void rmsnorm_add(Encoder& e, const Norm& norm, const View& x, const View& y, int tokens) {

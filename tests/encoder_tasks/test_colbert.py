@@ -38,15 +38,15 @@ class ColBert:
 
     def query(self, text: str, *, attend: bool = False) -> Array:
         ids = self._marked(text, "[unused0]")
-        end = [self.tokenizer.token_to_id("[SEP]")]
+        end = [self._id("[SEP]")]
         ids = ids if len(ids) <= QUERY_TOKENS else ids[: QUERY_TOKENS - 1] + end
         seen = len(ids)
-        ids += [self.tokenizer.token_to_id("[MASK]")] * (QUERY_TOKENS - len(ids))
+        ids += [self._id("[MASK]")] * (QUERY_TOKENS - len(ids))
         return self._vectors(ids, QUERY_TOKENS if attend else seen)
 
     def document(self, text: str) -> Array:
         ids = self._marked(text, "[unused1]")
-        punctuation = [self.tokenizer.token_to_id(symbol) for symbol in string.punctuation]
+        punctuation = [self._id(symbol) for symbol in string.punctuation]
         return self._vectors(ids, len(ids))[[i not in punctuation for i in ids]]
 
     def score(self, query: str, document: str) -> float:
@@ -54,7 +54,11 @@ class ColBert:
 
     def _marked(self, text: str, marker: str) -> list[int]:
         ids: list[int] = self.tokenizer.encode(". " + text).ids
-        return [ids[0], self.tokenizer.token_to_id(marker), *ids[2:]]
+        return [ids[0], self._id(marker), *ids[2:]]
+
+    def _id(self, token: str) -> int:
+        found = self.tokenizer.token_to_id(token)
+        return -1 if found is None else found
 
     def _vectors(self, ids: list[int], seen: int) -> Array:
         x = self._at("embeddings.word_embeddings.weight")[ids]
@@ -84,7 +88,8 @@ class ColBert:
         return self.tensors[f"bert.{name}"]
 
     def _linear(self, name: str, x: Array) -> Array:
-        return x @ self._at(f"{name}.weight").T + self._at(f"{name}.bias")
+        y: Array = x @ self._at(f"{name}.weight").T
+        return y + self._at(f"{name}.bias")
 
     def _normed(self, name: str, x: Array) -> Array:
         x = x - x.mean(axis=1, keepdims=True)
@@ -99,7 +104,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> ColBert:
 
 
 def test_vectors_and_scores_match_float64(device: str, file_of: FileOf, expected: ColBert) -> None:
-    near = {"rtol": 0, "atol": 4 * NEAR[device]}
+    near: dict[str, Any] = {"rtol": 0, "atol": 4 * NEAR[device]}
     with opened(file_of(task_folders.stanford), device) as model:
         for query in (QUERY, "who", ""):
             vectors = model.embed([query], instruction="query")[0]

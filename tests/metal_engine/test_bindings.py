@@ -40,7 +40,7 @@ GENERATORS = (
     "falcon-h1",
 )
 LONG = 300  # tokens in the context, so that attention of one token is divided
-ENCODERS = ("bert", "nomic-bert", "jina-bert-v2", "modern-bert")
+ENCODERS = ("bert", "nomic-bert", "jina-bert-v2", "jina-bert-v2, code", "modern-bert")
 
 
 @pytest.fixture(autouse=True)

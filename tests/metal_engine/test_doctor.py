@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.small_models import ENCODERS, write
 
 from metal_prefill import DeviceError, Model, _core, cli, synth
 from metal_prefill._commands import doctor_report
@@ -242,3 +243,15 @@ def test_a_model_that_normalizes_whole_rows_of_q_and_k_is_compared(
     monkeypatch.setenv("METAL_PREFILL_CACHE", str(tmp_path / "other"))
     with pytest.raises(DeviceError, match="rmsnorm_in_place"):
         Model(model_path("olmo2"), device="metal")
+
+
+@pytest.mark.usefixtures("checking")
+@pytest.mark.parametrize("kernel", ["layernorm_in_place", "layernorm_twice"])
+def test_the_norms_of_an_encoder_are_compared(tmp_path: Path, kernel: str) -> None:
+    path = write(tmp_path / "m.gguf", ENCODERS["jina-bert-v2, code"])
+    with Model(path, device="metal"):
+        assert cached() == [[]]
+    (cache_folder() / "first_contact.json").unlink()
+    gpu.set_limits(gpu.Limits(wrong_kernels={kernel}))
+    with pytest.raises(DeviceError, match=kernel):
+        Model(path, device="metal")

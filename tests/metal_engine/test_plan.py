@@ -348,6 +348,9 @@ def test_every_kernel_of_the_shaders_is_dispatched_by_some_pass(
         found |= {d.kernel for d in plan(shape, 9)}
     encoder = replace(SMALL, causal=False, has_head=False, norm_kind="layer", architecture="modern-bert")
     found |= {d.kernel for d in plan(uniform_shape(encoder, "f16", "f16"), 9, output="hidden")}
+    jina = replace(encoder, architecture="jina-bert-v2", n_kv_heads=4, qk_norm_place="rows")
+    shape = uniform_shape(jina, "f16", "f16", optional=True)
+    found |= {d.kernel for d in plan(shape, 9, output="hidden")}
     convolving = replace(
         SMALL, architecture="lfm2", layer_kinds=("short_conv", "attention"), conv_taps=3, n_layers=2
     )

@@ -246,6 +246,11 @@ def layer_norm(x: Array, weight: Array, bias: Array | float, eps: float) -> Arra
     return normed
 
 
+def layernorm_args(dim: int, **fields: int) -> Array:
+    chosen = {"stride": dim, "has_bias": 0, "has_addend": 0, "has_second_bias": 0, **fields}
+    return make_args("LayernormArgs", dim=dim, eps=1e-5, **chosen)
+
+
 @pytest.mark.parametrize("offset", [0, 1000], ids=["around 0", "around 1000"])
 @pytest.mark.parametrize("has_bias", [0, 1])
 @pytest.mark.parametrize(("dim", "threads"), [(64, 32), (384, 96), (768, 192), (1024, 64), (72, 1024)])
@@ -253,7 +258,7 @@ def test_layernorm(run: Run, dim: int, threads: int, has_bias: int, offset: int)
     rng = np.random.default_rng(dim)
     x = (offset + 10 * rng.standard_normal((9, dim))).astype(np.float32)
     weight, bias, addend = (rng.uniform(-1.5, 1.5, dim).astype(np.float32) for _ in range(3))
-    args = make_args("LayernormArgs", dim=dim, has_bias=has_bias, has_addend=0, eps=1e-5)
+    args = layernorm_args(dim, has_bias=has_bias)
     expected = layer_norm(x, weight, bias * has_bias, 1e-5)
     # With a mean of 1000, values of 10 keep 13 bits.
     check = close if offset == 0 else near
@@ -264,7 +269,7 @@ def test_layernorm(run: Run, dim: int, threads: int, has_bias: int, offset: int)
     run("layernorm_f16", weight, bias, x, y.buffer, args, groups=(9,), threads=(threads,))
     near(y.check(), expected)
     for has_addend in (0, 1):
-        args = make_args("LayernormArgs", dim=dim, has_bias=has_bias, has_addend=has_addend, eps=1e-5)
+        args = layernorm_args(dim, has_bias=has_bias, has_addend=has_addend)
         expected = layer_norm(x + has_addend * addend, weight, bias * has_bias, 1e-5)
         stream, copy = Output([9, dim], initial=x), Output([9, dim], np.float16)
         run(
@@ -274,6 +279,42 @@ def test_layernorm(run: Run, dim: int, threads: int, has_bias: int, offset: int)
         )
         check(stream.check(), expected)
         near(copy.check(), expected)
+
+
+@pytest.mark.parametrize("present", [0, 1])
+@pytest.mark.parametrize(("dim", "stride", "threads"), [(64, 208, 32), (768, 2304, 192), (72, 72, 1024)])
+def test_layernorm_in_place(run: Run, dim: int, stride: int, threads: int, present: int) -> None:
+    """Rows are the first columns of wider ones, as q and k are of the products of a token."""
+    rng = np.random.default_rng(dim)
+    x = (3 + 10 * rng.standard_normal((5, stride))).astype(np.float32)
+    weight, bias, addend = (rng.uniform(-1.5, 1.5, dim).astype(np.float32) for _ in range(3))
+    args = layernorm_args(dim, stride=stride, has_bias=present, has_addend=present)
+    y = Output([5, stride], initial=x)
+    run("layernorm_in_place", weight, bias, addend, y.buffer, args, groups=(5,), threads=(threads,))
+    expected = x.astype(np.float64)
+    expected[:, :dim] = layer_norm(x[:, :dim] + addend * present, weight, bias * present, 1e-5)
+    close(y.check(), expected)
+
+
+@pytest.mark.parametrize("present", [0, 1])
+@pytest.mark.parametrize(("dim", "threads"), [(64, 32), (768, 192), (72, 1024)])
+def test_layernorm_twice(run: Run, dim: int, threads: int, present: int) -> None:
+    rng = np.random.default_rng(dim)
+    x, attended = (10 * rng.standard_normal((2, 9, dim)) + 1).astype(np.float32)
+    weight, bias, addend, second, second_bias = rng.uniform(-1.5, 1.5, (5, dim)).astype(np.float32)
+    args = layernorm_args(dim, has_bias=present, has_addend=present, has_second_bias=present)
+    stream, copy = Output([9, dim], initial=x), Output([9, dim], np.float16)
+    block = Output([9, dim], initial=attended)
+    run(
+        *("layernorm_twice", weight, bias, addend, second, second_bias),
+        *(block.buffer, stream.buffer, copy.buffer, args),
+        groups=(9,),
+        threads=(threads,),
+    )
+    first = layer_norm(x.astype(np.float64) + attended + addend * present, weight, bias * present, 1e-5)
+    expected = layer_norm(x + first, second, second_bias * present, 1e-5)
+    close(stream.check(), expected)
+    near(copy.check(), expected)
 
 
 def test_add_bias(run: Run) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from mutants.mutant import Mutant
 
 _ENGINE, _BATCH, _SAMPLING = "tests/test_engine.py", "tests/test_batch.py", "tests/test_native_sampling.py"
+_ENCODERS = "tests/test_encoders.py"
 _Q8 = "tests/test_q8_cache.py"
 _TREE = "tests/test_prefix_tree.py"
 _KERNELS = "tests/cpu_kernels"
@@ -633,14 +634,14 @@ CPU = (
         "const RowRange part = {range.first + first, std::min(kPartTokens, range.count - first)};",
         "const RowRange part = {range.first, std::min(kPartTokens, range.count - first)};",
         "parts of a block of tokens have the products of the first one",
-        ("tests/test_encoders.py", "-k", "bfloat16_stays"),
+        (_ENCODERS, "-k", "bfloat16_stays"),
     ),
     Mutant(
         "cpp/cpu/weights.cpp",
         "pack_group(linear.tensor, group, own.blocks);",
         "pack_group(linear.tensor, 0, own.blocks);",
         "all groups of an encoder's matrix have the weights of the first one",
-        ("tests/test_encoders.py", "-k", "bfloat16_stays"),
+        (_ENCODERS, "-k", "bfloat16_stays"),
     ),
     Mutant(
         "cpp/cpu/store_pairs.h",
@@ -661,7 +662,7 @@ CPU = (
         "const float* from = products + (first - rows.first) * kGroupRows;",
         "const float* from = products;",
         "blocks of keys that are stored by columns have the rows of the first block",
-        ("tests/test_encoders.py", "-k", "any_batch and bf16"),
+        (_ENCODERS, "-k", "any_batch and bf16"),
     ),
     Mutant(
         "cpp/cpu/tile_splits.h",
@@ -724,28 +725,49 @@ CPU = (
         "scores[i] -= slope * std::fabs(float(i - own));",
         "scores[i] -= slope * float(own - i);",
         "ALiBi raises the scores of keys after a token",
-        ("tests/test_encoders.py", "-k", "reference and jina and cpu"),
+        (_ENCODERS, "-k", "reference and jina and cpu"),
     ),
     Mutant(
         "cpp/cpu/linear.cpp",
         "gate_bias(w.gate_bias, row, n_rows), up_bias(w.up_bias, row, n_rows)",
         "gate_bias(w.gate_bias, row, n_rows), up_bias(w.gate_bias, row, n_rows)",
         "a feed-forward without a gate has no bias",
-        ("tests/test_encoders.py", "-k", "reference and bert and cpu"),
+        (_ENCODERS, "-k", "reference and bert and cpu"),
     ),
     Mutant(
         "cpp/model.h",
         "if (token == config_.separator_id && type_ + 1 < config_.token_types) ++type_;",
         "if (token == config_.separator_id) ++type_;",
         "a third segment reads beyond the token types",
-        ("tests/test_encoders.py", "-k", "separator"),
+        (_ENCODERS, "-k", "separator"),
     ),
     Mutant(
         "cpp/cpu/ops.cpp",
-        "to[d] += from[d];",
-        "to[d] = from[d];",
+        "add(from, norm.dim, x.row(i));",
+        "std::copy_n(from, norm.dim, x.row(i));",
         "the norm of a block overwrites the residual stream",
         (_MODELS, "-k", "gemma3 and cpu"),
+    ),
+    Mutant(
+        "cpp/cpu/ops.cpp",
+        "add(attended, first.dim, x.row(i));",
+        "std::copy_n(attended, first.dim, x.row(i));",
+        "the input of a layer is not added again before the second norm after attention",
+        (_ENCODERS, "-k", "reference and code and cpu"),
+    ),
+    Mutant(
+        "cpp/cpu/attention.cpp",
+        "return {step.weights.q_norm, step.weights.q_norm_bias};",
+        "return {step.weights.q_norm, step.weights.k_norm_bias};",
+        "the norm of queries adds the bias of the norm of keys",
+        (_ENCODERS, "-k", "reference and code and cpu"),
+    ),
+    Mutant(
+        "cpp/metal/forward_plan.mm",
+        "before(layer.q_norm) ? none : w.bq",
+        "w.bq",
+        "the bias of queries is added before their norm and after it",
+        (_ENCODERS, "-k", "reference and code and metal"),
     ),
     Mutant(
         "cpp/cpu/forward_pass.cpp",

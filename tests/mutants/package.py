@@ -54,6 +54,27 @@ FILES = (
         ("tests/test_pack_cache.py",),
     ),
     Mutant(
+        f"{_P}/conversion/_colbert.py",
+        "vocabulary.tokens[i], vocabulary.types[i] = text, int(TokenType.CONTROL)",
+        "pass",
+        "queries of a ColBERT checkpoint begin with the spelling of their marker",
+        (f"{_ENCODER_TASKS}/test_colbert.py", "-k", "float64 and cpu"),
+    ),
+    Mutant(
+        f"{_P}/conversion/_local_file.py",
+        '_SMALL = (".json", ".txt", ".jinja", ".metadata")',
+        '_SMALL = (".json", ".txt", ".jinja")',
+        "changed settings of a ColBERT checkpoint leave its conversion as it is",
+        (f"{_ENCODER_TASKS}/test_colbert.py", "-k", "opens_as_it_is"),
+    ),
+    Mutant(
+        f"{_P}/files/_model_tensors.py",
+        "roles = roles[::-1]",
+        "pass",
+        "models for code of jina-bert-v2 activate the wrong half of their feed-forward",
+        ("tests/test_encoders.py", "-k", "reference and code and cpu"),
+    ),
+    Mutant(
         f"{_P}/files/_compute_mode.py",
         "in_pairs = not config.causal and",
         "in_pairs =",

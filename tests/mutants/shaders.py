@@ -168,6 +168,20 @@ MUTANTS = (
         (f"{_STEPS}::test_layernorm",),
     ),
     Mutant(
+        "shaders/layernorm.metal",
+        "y[i] = x[i] + (attended(i) - first.mean)",
+        "y[i] = (attended(i) - first.mean)",
+        "the input of a layer is not added again before the second norm after attention",
+        (f"{_STEPS}::test_layernorm_twice",),
+    ),
+    Mutant(
+        "shaders/layernorm.metal",
+        "x += token * (args.stride / 4);",
+        "x += token * columns;",
+        "rows of q and k are normed as if nothing was between them",
+        (f"{_STEPS}::test_layernorm_in_place",),
+    ),
+    Mutant(
         "shaders/projection.h",
         "t * (-1.453152027f + t * 1.061405429f)",
         "t * (-1.453152027f + t * 1.161405429f)",

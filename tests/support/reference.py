@@ -22,6 +22,7 @@ BERT = ("bert", "nomic-bert", "jina-bert-v2")
 ENCODERS = (*BERT, "modern-bert", "eurobert")
 LAYER_NORM = (*BERT, "modern-bert")
 EXACT_GELU = ("bert", "modern-bert", "jina-bert-v2")
+NORMS_ROWS_OF_QK = ("olmo2", "jina-bert-v2")  # all heads of a token together
 ROTATES_HALVES = (
     *("qwen2", "qwen3", "phi3", "hunyuan-dense", "olmo2", "exaone4", "lfm2", "falcon-h1", "qwen35"),
     *("nomic-bert", "modern-bert", "eurobert", *GEMMA),
@@ -152,8 +153,11 @@ class ReferenceModel:
             added = self.scale["residual_scale"]
             if self.architecture != "qwen35":  # where the norm of the feed-forward has this name
                 projected = self._normed(layer, "post_attention_norm", projected)
-            x = x + added * projected
-            x = self._normed(layer, "attn_output_norm", x)
+            stream = x + added * projected
+            stream = self._normed(layer, "attn_output_norm", stream)
+            if f"blk.{layer}.attn_norm_2.weight" in self.tensors:
+                stream = self._normed(layer, "attn_norm_2", x + stream)
+            x = stream
             if f"blk.{layer}.ffn_up.weight" in self.tensors:
                 x = x + added * self._normed(layer, "post_ffw_norm", self._feed_forward(layer, x))
             x = self._normed(layer, "layer_output_norm", x)
@@ -276,14 +280,14 @@ class ReferenceModel:
             if self.architecture == "qwen35" and name == "attn_q":  # each head, then its gate
                 projected, gate = np.split(projected.reshape(len(x), count, 2 * width), 2, axis=2)
                 gate = (1 / (1 + np.exp(-gate))).reshape(len(x), -1)
-            if self.architecture == "olmo2":  # a norm of all heads of a token together
+            if self.architecture in NORMS_ROWS_OF_QK:
                 projected = self._normed(layer, f"{name}_norm", projected)
             heads.append(projected.reshape(len(x), count, width))
         q, k = (self._normed_and_rotated(layer, n, h) for n, h in zip("qk", heads, strict=False))
         return q, k, heads[2], gate
 
     def _normed_and_rotated(self, layer: int, name: str, heads: Array) -> Array:
-        if self.architecture == "olmo2":
+        if self.architecture in NORMS_ROWS_OF_QK:
             return self._rotated(layer, heads)
         if self.architecture == "hunyuan-dense":
             return self._normed(layer, f"attn_{name}_norm", self._rotated(layer, heads))
@@ -424,7 +428,10 @@ class ReferenceModel:
                 parts |= dict(zip(("attn_q", "attn_k", "attn_v"), np.split(qkv, [q, q + k]), strict=True))
             gate_up = self.tensors.get(f"blk.{layer}.ffn_up.weight")
             if gate_up is not None and len(gate_up) == 2 * ffn:
-                parts |= dict(zip(("ffn_gate", "ffn_up"), np.split(gate_up, 2), strict=True))
+                order = ("ffn_gate", "ffn_up")
+                if f"blk.{layer}.attn_norm_2.weight" in self.tensors:  # jina-bert-v2 for code
+                    order = ("ffn_up", "ffn_gate")
+                parts |= dict(zip(order, np.split(gate_up, 2), strict=True))
             for name, weight in parts.items():
                 self.tensors[f"blk.{layer}.{name}.weight"] = weight
 

@@ -72,6 +72,10 @@ class SmallModel:
         Biases of q, k and v, if optional in the architecture.
     all_biases
         Biases of all projections, if optional in the architecture.
+    all_norms
+        Norms of q and k, and further norms, if optional in the architecture.
+    fused
+        Whether matrices are stacked, if files of the architecture may have them so.
     """
 
     architecture: str = "llama"
@@ -96,6 +100,8 @@ class SmallModel:
     window: int | None = None
     qkv_bias: bool = False
     all_biases: bool = False
+    all_norms: bool = False
+    fused: bool = True
     norm_eps: float = 1e-5
     pooling: str | None = None
     dense: int | None = None
@@ -317,6 +323,8 @@ EMBEDDERS: dict[str, SmallModel] = {
 # Models without an output projection, with bidirectional attention.
 _ENCODER = SmallModel(tokenizer="bert", vocab=400, pooling="mean", context=512, dim=96, heads=3, kv_heads=3)
 _MODERN_BERT = replace(_ENCODER, architecture="modern-bert", tokenizer="gpt2", layers=5, window=32)
+_JINA = replace(_ENCODER, architecture="jina-bert-v2", heads=6, kv_heads=6, key_dim=16)
+_JINA_CODE = replace(_JINA, tokenizer="gpt2", all_norms=True)
 ENCODERS: dict[str, SmallModel] = {
     "bert": replace(_ENCODER, architecture="bert"),
     "bert, float32": replace(_ENCODER, architecture="bert", types={"*": "F32"}, embedding="F32"),
@@ -324,7 +332,11 @@ ENCODERS: dict[str, SmallModel] = {
     "bert, cls": replace(_ENCODER, architecture="bert", pooling="cls", layers=3),
     "nomic-bert": replace(_ENCODER, architecture="nomic-bert", rope_base=1000.0),
     "nomic-bert, biases": replace(_ENCODER, architecture="nomic-bert", qkv_bias=True, all_biases=True),
-    "jina-bert-v2": replace(_ENCODER, architecture="jina-bert-v2", heads=6, kv_heads=6, key_dim=16),
+    "jina-bert-v2": _JINA,
+    "jina-bert-v2, code": _JINA_CODE,
+    "jina-bert-v2, code, separate": replace(
+        _JINA_CODE, fused=False, layers=1, heads=4, kv_heads=4, key_dim=32
+    ),
     "modern-bert": replace(_MODERN_BERT, rope_base=160000.0),
     "eurobert": replace(_ENCODER, architecture="eurobert", tokenizer="gpt2", kv_heads=1),
 }
@@ -352,7 +364,8 @@ def write(path: str | Path, model: SmallModel) -> Path:
     # first the tensors outside the layers, then each layer's matrices, norms and biases.
     rng = np.random.default_rng(model.seed)
     data = {tensor.name: _data(rng, tensor) for tensor in sorted(tensors, key=_turn)}
-    tensors = _fused(tensors, data, FUSED.get(model.architecture, ()))
+    fused = FUSED.get("jina-bert-v2, code" if model.all_norms else model.architecture, ())
+    tensors = _fused(tensors, data, fused if model.fused else ())
     _file.write(Path(path), "Small", shape, "F32", tensors, lambda tensor: data[tensor.name])
     return Path(path)
 
@@ -362,6 +375,7 @@ FUSED = {
     "phi3": (_QKV, _GATE_UP),
     "nomic-bert": (_QKV,),
     "jina-bert-v2": (_GATE_UP,),
+    "jina-bert-v2, code": (("ffn_up", ("ffn_up", "ffn_gate")),),
     "modern-bert": (_QKV, _GATE_UP),
 }
 
@@ -408,6 +422,7 @@ def _shape(model: SmallModel) -> ModelShape:
         window=model.window,
         qkv_bias=model.qkv_bias,
         all_biases=model.all_biases,
+        all_norms=model.all_norms,
         original_context=model.original_context,
         pooling=model.pooling,
         dense=model.dense,
@@ -429,7 +444,7 @@ def _typed(tensor: Tensor, model: SmallModel) -> Tensor:
 # Norms in the order in which their numbers are drawn.
 _NORMS = (
     *("attn_norm", "ffn_norm", "attn_q_norm", "attn_k_norm", "post_attention_norm", "post_ffw_norm"),
-    *("attn_output_norm", "layer_output_norm", "ssm_norm"),
+    *("attn_output_norm", "layer_output_norm", "ssm_norm", "attn_norm_2"),
 )
 _OUTSIDE = (
     *("token_embd.weight", "output_norm.weight", "output.weight"),

@@ -21,5 +21,6 @@ TINY_MODELS = {
 }
 TINY_ENCODERS = {
     "jina-bert-v2": replace(ENCODERS["jina-bert-v2"], layers=2, **_ENCODER_SIZE),
+    "jina-bert-v2, code": replace(ENCODERS["jina-bert-v2, code"], layers=1, **_ENCODER_SIZE),
     "modern-bert": replace(ENCODERS["modern-bert"], layers=3, **_ENCODER_SIZE),
 }

@@ -9,8 +9,10 @@ from metal_prefill.files._model_tensors import expected_tensors
 from metal_prefill.gpu._cost_model.shapes import Shape, TensorShape
 
 
-def uniform_shape(config: ModelConfig, kind: str, embedding: str, output: str | None = None) -> Shape:
-    """Return the shape of a model whose layers have matrices of one type and no optional tensor.
+def uniform_shape(
+    config: ModelConfig, kind: str, embedding: str, output: str | None = None, *, optional: bool = False
+) -> Shape:
+    """Return the shape of a model whose layers have matrices of one type.
 
     Parameters
     ----------
@@ -18,11 +20,14 @@ def uniform_shape(config: ModelConfig, kind: str, embedding: str, output: str | 
         Of the model.
     kind, embedding, output
         Tensor types in the layers, of the embedding and of the head; without `output` the head is tied.
+    optional
+        Whether the model has optional tensors of layers.
     """
     types = {"token_embedding": embedding, "output": output or embedding}
     tensors = []
     for spec, layer, presence in expected_tensors(config):
-        if presence == "optional" and not (spec.role == "token_types" and config.token_types):
+        has_types = spec.role == "token_types" and config.token_types
+        if presence == "optional" and not (has_types or (optional and layer >= 0)):
             continue
         name = types.get(spec.role, kind if spec.kind == "matrix" else "f32")
         tensors.append(TensorShape(spec.role, layer, GGMLQuantizationType[name.upper()], spec.shape))

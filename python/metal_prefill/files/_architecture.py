@@ -40,6 +40,11 @@ class Architecture:
     qk_norm, attn_norm, ffn_norm, post_norms, residual_norms : {"required", "optional", "absent"}
         Presence of norms: of q and k; of the inputs of attention and feed-forward; of their outputs; and of
         the residual stream after each addition to it.
+    qk_norm_bias : {"required", "optional", "absent"}
+        Presence of biases of the norms of q and k.
+    second_residual_norm : {"required", "optional", "absent"}
+        Presence of a norm after the one of the residual stream after attention. Between them, the input of
+        the layer is added again.
     long_rope : {"required", "optional", "absent"}
         Presence of the factors of LongRoPE.
     embedding_norm, embedding_norm_bias, output_norm : {"required", "optional", "absent"}
@@ -95,6 +100,8 @@ class Architecture:
         Patterns of tensors that files may have for other purposes than the text model, and their purposes.
     names : mapping of str to str
         Names of tensors, by role, that differ from those in ``cpp/tensors.inc``.
+    reversed_with : mapping of str to str
+        Tensors of `fused` whose parts are in reverse order in layers that also have another tensor.
     fused : mapping of str to tuple of str
         Layer tensors that may hold the rows of several tensors in sequence, and the roles of those tensors.
     attention_scale : callable
@@ -109,11 +116,13 @@ class Architecture:
     gate_bias: Presence = "absent"
     up_bias: Presence = "absent"
     qk_norm: Presence = "absent"
+    qk_norm_bias: Presence = "absent"
     attn_norm: Presence = "required"
     ffn_norm: Presence = "required"
     post_norms: Presence = "absent"
     long_rope: Presence = "absent"
     residual_norms: Presence = "absent"
+    second_residual_norm: Presence = "absent"
     embedding_norm: Presence = "absent"
     embedding_norm_bias: Presence = "absent"
     output_norm: Presence = "required"
@@ -141,6 +150,7 @@ class Architecture:
     query_gate: bool = False
     ignored: Mapping[str, str] = field(default_factory=dict)
     names: Mapping[str, str] = field(default_factory=dict)
+    reversed_with: Mapping[str, str] = field(default_factory=dict)
     fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     attention_scale: Callable[[ModelConfig], float] = lambda _: 0.0
 
@@ -263,7 +273,13 @@ ARCHITECTURES: dict[str, Architecture] = {
         positions="absent",
         gate="required",
         max_alibi_bias=8.0,
+        # The variant for code has more norms, and another order of gate and up.
+        qk_norm="optional",
+        qk_norm_bias="optional",
+        qk_norm_place="rows",
+        second_residual_norm="optional",
         fused={"ffn_up.weight": ("w_gate", "w_up")},
+        reversed_with={"ffn_up.weight": "attn_norm_2.weight"},
     ),
     "modern-bert": Architecture(
         norm_kind="layer",

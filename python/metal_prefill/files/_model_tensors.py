@@ -101,6 +101,8 @@ def _find_tensors(gguf: GGUFFile, config: ModelConfig) -> Iterator[tuple[str, in
     for spec, layer, presence in expected_tensors(config):
         if spec.role in parts:
             whole, roles = parts[spec.role]
+            if f"blk.{layer}.{traits.reversed_with.get(whole)}" in gguf.tensors:
+                roles = roles[::-1]
             whole = f"blk.{layer}.{whole}"
             own = {names[role].format(layer=layer) for role in roles}
             if whole in gguf.tensors and not (own - {whole}) & gguf.tensors.keys():

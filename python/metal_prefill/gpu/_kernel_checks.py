@@ -158,20 +158,38 @@ def _rmsnorm(d: Captured) -> Expected:
 
 
 def _layernorm(d: Captured) -> Expected:
-    dim, stream = d.args["dim"], d.kernel == "layernorm_stream"
+    dim, stride, stream = d.args["dim"], d.args["stride"], d.kernel == "layernorm_stream"
+    in_place = stream or d.kernel == "layernorm_in_place"
     weight, bias = (d.before(binding, np.float32)[:dim].astype(np.float64) for binding in (0, 1))
-    addend = d.before(2, np.float32)[:dim] if stream and d.args["has_addend"] else 0.0
-    x_binding, y_binding = (3, 3) if stream else (2, 3)
+    addend = d.before(2, np.float32)[:dim] if in_place and d.args["has_addend"] else 0.0
+    x_binding, y_binding = (3, 3) if in_place else (2, 3)
     x = d.before(x_binding, np.float32)
     out = np.float16 if d.kernel.endswith("f16") else np.float32
     for token in _some(d.grid[0], _SAMPLED_TOKENS):
-        row = slice(token * dim, (token + 1) * dim)
+        first = token * stride
+        row = slice(first, first + dim)
         values = x[row].astype(np.float64) + addend
         expected = _normed(values - values.mean(), weight, d.args["eps"])
         expected = expected + (bias if d.args["has_bias"] else 0.0)
         yield d.after(y_binding, out)[row], expected
         if stream:
             yield d.after(4, np.float16)[row], expected
+
+
+def _layernorm_twice(d: Captured) -> Expected:
+    dim, eps = d.args["dim"], d.args["eps"]
+    vectors = [d.before(binding, np.float32)[:dim].astype(np.float64) for binding in range(5)]
+    weight, bias, addend, second_weight, second_bias = vectors
+    for token in _some(d.grid[0], _SAMPLED_TOKENS):
+        row = slice(token * dim, (token + 1) * dim)
+        attended, x = (d.before(binding, np.float32)[row].astype(np.float64) for binding in (5, 6))
+        attended = x + attended + (addend if d.args["has_addend"] else 0.0)
+        stream = x + _normed(attended - attended.mean(), weight, eps) + (bias if d.args["has_bias"] else 0.0)
+        expected = _normed(stream - stream.mean(), second_weight, eps)
+        expected = expected + (second_bias if d.args["has_second_bias"] else 0.0)
+        yield d.after(5, np.float32)[row], stream
+        yield d.after(6, np.float32)[row], expected
+        yield d.after(7, np.float16)[row], expected
 
 
 def _add_bias(d: Captured) -> Expected:
@@ -559,6 +577,7 @@ _STEPS: dict[str, Callable[[Captured], Expected]] = {
     "embed_": _embed,
     "rmsnorm_matvec_": _product,
     "rmsnorm_": _rmsnorm,
+    "layernorm_twice": _layernorm_twice,
     "layernorm_": _layernorm,
     "add_bias": _add_bias,
     "silu_matvec_": _product,

@@ -45,6 +45,9 @@ class ModelShape:
         Whether q, k and v have biases, in architectures where they are optional.
     all_biases
         Whether all projections have biases, in architectures where they are optional.
+    all_norms
+        Whether q and k have norms, and layers a second residual norm, in architectures where they are
+        optional.
     output_type
         Tensor type of a separate output head, or "tied".
     tokenizer
@@ -99,6 +102,7 @@ class ModelShape:
     window: int | None = None
     qkv_bias: bool = False
     all_biases: bool = False
+    all_norms: bool = False
     original_context: int | None = None
     pooling: str | None = None
     dense: int | None = None
@@ -158,6 +162,8 @@ class Role(Enum):
     STEP = "biases of step sizes, before softplus"
 
 
+# Presences of norms that only some models of an architecture have.
+_OPTIONAL_NORMS = ("qk_norm", "qk_norm_bias", "second_residual_norm")
 _SCAN_ROLES = {
     **dict.fromkeys(("scan_rates", "delta_decay"), Role.DECAY),
     "scan_step": Role.STEP,
@@ -388,6 +394,8 @@ def _is_present(spec: _core.TensorSpec, shape: ModelShape) -> bool:
         return shape.output_type != TIED
     if spec.role == "scan_group_norm" and presence == "optional":
         return shape.scan is not None and shape.scan.norm
+    if presence == "optional" and spec.presence in _OPTIONAL_NORMS:
+        return shape.all_norms
     return presence == "required" or (
         presence == "optional"
         and (

@@ -73,6 +73,8 @@ PRE_TOKENIZERS: dict[str, PreTokenizer] = {
     "default": PreTokenizer((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")),
     "gpt-2": PreTokenizer((_GPT2,)),
     "mpt": PreTokenizer((_GPT2,)),  # the name in files of Mamba-2
+    "jina-v2-code": PreTokenizer((_GPT2,)),
+    "roberta-bpe": PreTokenizer((_GPT2,)),
     "modern-bert": PreTokenizer((_GPT2,), nfc=True),
     "smollm": PreTokenizer((r"\p{N}", _GPT2)),
     "llama-bpe": _LLAMA3,

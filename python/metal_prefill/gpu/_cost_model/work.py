@@ -297,6 +297,24 @@ def _layernorm(d: Dispatch) -> Work:
     )
 
 
+def _layernorm_twice(d: Dispatch) -> Work:
+    rounds = ceil(d.args["dim"] / 4 / d.threads)
+    row = d.args["dim"] * _FLOAT
+    moved = d.groups * row * 9 / 2
+    shared = row * (2 + d.args["has_bias"] + d.args["has_addend"] + d.args["has_second_bias"])
+    simdgroups = d.threads // SIMD
+    reduce = Ops(alu=5, shuffle=5) * (1 if simdgroups == 1 else 2)
+    ops = (Ops(alu=46, memory=17) + _LOOP * 6) * rounds + reduce * 4
+    return _work(
+        d,
+        ops=ops + Ops(alu=8, rcp=4, rsqrt=2),
+        trips=6 * rounds,
+        dram=shared,
+        cached=moved,
+        core=moved + 7 * d.groups * row + d.groups * shared,
+    )
+
+
 def _add_bias(d: Dispatch) -> Work:
     row = d.args["dim"] * _FLOAT
     return _work(d, ops=Ops(alu=4, memory=3) + _LOOP, trips=1, dram=row, cached=2 * d.grid[1] * row)
@@ -715,6 +733,7 @@ _WORK: dict[str, Callable[[Dispatch], Work]] = {
     "matmul": _matmul,
     "rmsnorm": _rmsnorm,
     "layernorm": _layernorm,
+    "layernorm_twice": _layernorm_twice,
     "add_bias": _add_bias,
     "rope_append": _rope,
     "rope_attention_decode": _rope_attention_decode,
