@@ -15,7 +15,7 @@ from support.sampling_reference import Drawn, sample
 
 from metal_prefill import ConstraintError, Conversation, MissingExtraError, Model, Scheduler
 from metal_prefill._support.row_cost import RowCost
-from metal_prefill.generation import _constraint_worker
+from metal_prefill.generation import _constraint, _constraint_worker, _scheduler
 from metal_prefill.generation._constraint import Constraint
 from metal_prefill.generation._constraint_worker import _prepare, _Spelling, _Texts
 from metal_prefill.generation._sampling import REPEAT_WINDOW
@@ -99,6 +99,14 @@ def test_forced_tokens_are_computed_together(model: Model) -> None:
     assert len(calls) < 0.7 * len(pieces)
 
 
+@pytest.fixture
+def patient_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch waits for constraints however slow the machine is, so that each step delivers one pass."""
+    for module in (_constraint, _scheduler):
+        monkeypatch.setattr(module, "BATCH_PATIENCE", 100.0)
+
+
+@pytest.mark.usefixtures("patient_batches")
 @pytest.mark.parametrize("speculate", ["off", "lookup"])
 def test_the_number_of_forced_tokens_in_a_pass_is_bounded(model: Model, speculate: Any) -> None:
     regex = "(thou art a fool, my lord! ){40}"
@@ -111,13 +119,14 @@ def test_the_number_of_forced_tokens_in_a_pass_is_bounded(model: Model, speculat
     while scheduler.streams:
         tokens = [piece.token for _, piece in scheduler.step_pieces()]
         made += tokens
-        most, passes = max(most, len(tokens)), passes + bool(tokens)  # none if the constraint is slow
+        most, passes = max(most, len(tokens)), passes + bool(tokens)
     assert made == expected
     assert most <= 1 + MOST_DRAFTS + MOST_FORCED
     if speculate == "off":
         assert passes == -(-len(expected) // (1 + MOST_FORCED))
 
 
+@pytest.mark.usefixtures("patient_batches")
 def test_a_text_is_cancelled_between_its_forced_tokens(model: Model) -> None:
     scheduler = Scheduler(model)
     stream = scheduler.submit(PROMPT, 700, regex="(thou art a fool, my lord! ){40}")
