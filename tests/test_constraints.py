@@ -101,7 +101,7 @@ def test_forced_tokens_are_computed_together(model: Model) -> None:
 
 @pytest.fixture
 def patient_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A batch waits for constraints however slow the machine is, so that each step delivers one pass."""
+    """Let batches wait for constraints however slow the machine is, so that each step delivers one pass."""
     for module in (_constraint, _scheduler):
         monkeypatch.setattr(module, "BATCH_PATIENCE", 100.0)
 
