@@ -2,34 +2,65 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
-import numpy.typing as npt
 import pytest
-from support.kernel_harness import CONSTANTS, STRUCTS, Output, Run, ceil_div, close, make_args, near
-
-Array = npt.NDArray[Any]
-NONE = CONSTANTS["STATE_NONE"]
-LENGTHS, DIVIDED = (6, 1, 9), (2, 0, 8)  # tokens of three sequences; those after the others in the pass
-BEFORE, SLOTS = (3, NONE, NONE), 7
+from support.kernel_harness import Array, Output, Run, ceil_div, close, make_args, near
+from support.state_rows import BEFORE, LENGTHS, NONE, SLOTS, TOKENS, state_rows
 
 
-def table() -> tuple[Array, list[list[int]]]:
-    """Rows of the pass, with those that begin each sequence after them, and the rows of each sequence."""
-    heads = [n - d for n, d in zip(LENGTHS, DIVIDED, strict=True)]
-    first, rest = np.cumsum([0, *heads]), np.cumsum([sum(heads), *DIVIDED])
-    entries = np.zeros(sum(LENGTHS) + len(LENGTHS), STRUCTS["StateRow"])
-    rows = []
-    for i, n in enumerate(LENGTHS):
-        own = [*range(first[i], first[i] + heads[i]), *range(rest[i], rest[i] + DIVIDED[i])]
-        rows.append(own)
-        for token, row in enumerate([*own, sum(LENGTHS) + i]):
-            entries[row] = (token % n, first[i], heads[i], rest[i], BEFORE[i], NONE, n)
-    # After the second and the last token of the first sequence, and the last ones of the others.
-    for slot, (sequence, token) in zip((0, 5, 6, 1), ((0, 1), (0, 5), (1, 0), (2, 8)), strict=True):
-        entries["after"][rows[sequence][token]] = slot
-    return entries, rows
+@pytest.mark.parametrize("kind", ["gated", "activated", "with a bias"])
+@pytest.mark.parametrize("taps", [2, 3, 5])
+@pytest.mark.parametrize("channels", [64, 200])
+def test_causal_conv(run: Run, channels: int, taps: int, kind: str) -> None:
+    """Three sequences, two of which are split: their last tokens follow those of the others."""
+    rng = np.random.default_rng(taps)
+    table, rows = state_rows()
+    given = rng.standard_normal((TOKENS, 3, channels)).astype(np.float32)
+    bias = rng.standard_normal(channels).astype(np.float32)
+    wide = given.astype(np.float64)
+    entering = wide[:, 0] * wide[:, 2] if kind == "gated" else wide[:, 0]
+    filters = rng.standard_normal((channels, taps)).astype(np.float32)
+    stride = (taps - 1) * channels + 16
+    states = rng.standard_normal((SLOTS, stride)).astype(np.float32)
+    expected, after = np.zeros((TOKENS, channels)), states.astype(np.float64)
+    for i, own in enumerate(rows):
+        inputs = np.zeros((taps - 1 + len(own), channels))
+        if BEFORE[i] != NONE:
+            inputs[: taps - 1] = states[BEFORE[i], : (taps - 1) * channels].reshape(taps - 1, channels)
+        inputs[taps - 1 :] = entering[own]
+        for token, row in enumerate(own):
+            window = inputs[token : token + taps]
+            sums = (window * filters.T).sum(axis=0)
+            if kind == "gated":
+                expected[row] = wide[row, 1] * sums
+            else:
+                x = sums + (bias if kind == "with a bias" else 0)
+                expected[row] = x / (1 + np.exp(-x))
+            if table["after"][row] != NONE:
+                after[table["after"][row], : (taps - 1) * channels] = window[1:].reshape(-1)
+    for first_out in (0, 5):
+        for name, dtype, check in (
+            ("causal_conv_f32", np.float32, close),
+            ("causal_conv_f16", np.float16, near),
+        ):
+            out = Output([TOKENS - first_out, channels], dtype)
+            held = Output(states.shape, initial=states)
+            args = make_args(
+                "CausalConvArgs",
+                channels=channels,
+                taps=taps,
+                in_stride=3 * channels,
+                slot_stride=stride,
+                tokens=TOKENS,
+                first_out=first_out,
+                gated=kind == "gated",
+                has_bias=kind == "with a bias",
+            )
+            grid = (ceil_div(channels, 64), TOKENS)
+            buffers = (filters, bias, given, table, held.buffer, out.buffer, args)
+            run(name, *buffers, groups=grid, threads=(64, 1))
+            check(out.check(), expected[first_out:])
+            np.testing.assert_allclose(held.check(), after, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -37,7 +68,7 @@ def table() -> tuple[Array, list[list[int]]]:
 )
 def test_gated_delta(run: Run, heads: int, groups: int, keys: int, width: int) -> None:
     rng = np.random.default_rng(heads)
-    tokens, size = sum(LENGTHS), heads * keys * width
+    tokens, size = TOKENS, heads * keys * width
     in_stride, stride = 2 * groups * keys + heads * width + 5, size + 16
     decay = -np.exp(rng.uniform(-4, 1, heads)).astype(np.float32)
     bias = rng.standard_normal(heads).astype(np.float32)
@@ -45,7 +76,7 @@ def test_gated_delta(run: Run, heads: int, groups: int, keys: int, width: int) -
     rates = (3 * rng.standard_normal((tokens, 2 * heads + 3))).astype(np.float32)
     rates[0, :2] = 90, -90
     states = rng.standard_normal((SLOTS, stride)).astype(np.float32)
-    entries, rows = table()
+    table, rows = state_rows()
 
     expected, after = np.empty((tokens, heads, width)), states.astype(np.float64)
     for i, own in enumerate(rows):
@@ -66,8 +97,8 @@ def test_gated_delta(run: Run, heads: int, groups: int, keys: int, width: int) -
                 rate = 1 / (1 + np.exp(-np.float64(beta[h])))
                 state[h] += np.outer(key, rate * (value - key @ state[h]))
                 expected[row, h] = q[h % groups] @ state[h] / np.sqrt(keys)
-            if entries["after"][row] != NONE:
-                after[entries["after"][row], :size] = state.ravel()
+            if table["after"][row] != NONE:
+                after[table["after"][row], :size] = state.ravel()
 
     out, held = Output([tokens, heads, width]), Output(states.shape, initial=states)
     args = make_args(
@@ -81,7 +112,7 @@ def test_gated_delta(run: Run, heads: int, groups: int, keys: int, width: int) -
         slot_stride=stride,
         tokens=tokens,
     )
-    buffers = (decay, bias, given, rates, entries, held.buffer, out.buffer, args)
+    buffers = (decay, bias, given, rates, table, held.buffer, out.buffer, args)
     run("gated_delta", *buffers, groups=(ceil_div(width, 16), heads, len(LENGTHS)), threads=(128,))
     close(out.check(), expected, 1e-5)
     close(held.check(), after, 1e-5)

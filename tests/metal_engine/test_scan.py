@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 from support.kernel_harness import (
     CONSTANTS,
-    STRUCTS,
     Array,
     Output,
     Run,
@@ -15,8 +14,7 @@ from support.kernel_harness import (
     make_args,
     near,
 )
-
-NONE = CONSTANTS["STATE_NONE"]
+from support.state_rows import BEFORE, LENGTHS, NONE, SLOTS, TOKENS, state_rows
 
 
 def softplus(x: Array) -> Array:
@@ -31,41 +29,32 @@ def softplus(x: Array) -> Array:
 def test_scan(run: Run, kernel: str, heads: int, groups: int, dim: int, rows: int) -> None:
     """Three sequences, two of which are divided: their last tokens follow those of the others."""
     rng = np.random.default_rng(dim)
-    slots, lengths, divided, before = 7, (6, 1, 9), (2, 0, 8), (3, NONE, NONE)
-    total, inner, mixed = sum(lengths), heads * dim, heads * dim + 2 * groups * rows
-    row_stride, dt_column, stride, padding = heads + 9, 7, heads * rows * dim + 16, 16
+    inner, mixed = heads * dim, heads * dim + 2 * groups * rows
+    row_stride, dt_column, stride = heads + 9, 7, heads * rows * dim + 16
     a, bias = -rng.uniform(0.5, 2.0, heads), rng.standard_normal(heads)
     skip = rng.standard_normal(heads)
-    projected = rng.standard_normal((total, row_stride)).astype(np.float32)
+    projected = rng.standard_normal((TOKENS, row_stride)).astype(np.float32)
     projected[2, dt_column], projected[4, dt_column] = 40.0, -9.0  # softplus of large and small numbers
-    convolved = rng.standard_normal((total, mixed)).astype(np.float32)
-    states = rng.standard_normal((slots, stride)).astype(np.float32)
-    table = np.zeros(total, STRUCTS["StateRow"])
-    table["after"] = NONE
-    # After the second and the last token of one sequence, and the last of another.
-    table["after"][[1, 15, 14]] = (0, 5, 6)
-    whole = [n - d for n, d in zip(lengths, divided, strict=True)]  # tokens before the division
-    first, rest = np.cumsum([0, *whole]), np.cumsum([sum(whole), *divided])
-    expected, states_after = np.zeros((total, inner)), {}
-    for i, n in enumerate(lengths):
-        at = [*range(first[i], first[i] + whole[i]), *range(rest[i], rest[i] + divided[i])]
+    convolved = rng.standard_normal((TOKENS, mixed)).astype(np.float32)
+    states = rng.standard_normal((SLOTS, stride)).astype(np.float32)
+    table, rows_of = state_rows()
+    expected, after = np.zeros((TOKENS, inner)), states.astype(np.float64)
+    for i, own in enumerate(rows_of):
         state = np.zeros((heads, rows, dim))
-        if before[i] != NONE:
-            state = states[before[i], : heads * rows * dim].reshape(heads, rows, dim).astype(np.float64)
-        for token, row in enumerate(at):
-            table[row] = (token, first[i], whole[i], rest[i], before[i], table[row]["after"], n)
+        if BEFORE[i] != NONE:
+            state = states[BEFORE[i], : heads * rows * dim].reshape(heads, rows, dim).astype(np.float64)
+        for row in own:
             x, b, c = np.split(convolved[row].astype(np.float64), [inner, inner + groups * rows])
             b, c = (np.repeat(part.reshape(groups, rows), heads // groups, axis=0) for part in (b, c))
             x = x.reshape(heads, dim)
             step = softplus(projected[row, dt_column : dt_column + heads] + bias)
             state = np.exp(step * a)[:, None, None] * state + np.einsum("h,hr,hd->hrd", step, b, x)
             expected[row] = (np.einsum("hr,hrd->hd", c, state) + skip[:, None] * x).reshape(-1)
-            if table[row]["after"] != NONE:
-                states_after[table[row]["after"]] = state.reshape(-1)
-    firsts = np.stack([table[first[i] if whole[i] else rest[i]] for i in range(len(lengths))])
+            if table["after"][row] != NONE:
+                after[table["after"][row], : heads * rows * dim] = state.reshape(-1)
     vectors = [v.astype(np.float32) for v in (a, bias, skip)]
     for first_out in (0, 5):
-        out, held = Output([total, inner]), Output(states.shape, initial=states)
+        out, held = Output([TOKENS, inner]), Output(states.shape, initial=states)
         args = make_args(
             "ScanArgs",
             heads=heads,
@@ -75,7 +64,7 @@ def test_scan(run: Run, kernel: str, heads: int, groups: int, dim: int, rows: in
             row_stride=row_stride,
             dt_column=dt_column,
             slot_stride=stride,
-            tokens=total,
+            tokens=TOKENS,
             first_out=first_out,
         )
         items = heads * ceil_div(dim, CONSTANTS["SCAN_COLUMNS"])
@@ -84,21 +73,17 @@ def test_scan(run: Run, kernel: str, heads: int, groups: int, dim: int, rows: in
             *vectors,
             projected,
             convolved,
-            np.concatenate([table, firsts]),
+            table,
             held.buffer,
             out.buffer,
             args,
-            groups=(ceil_div(items, 4), len(lengths)),
+            groups=(ceil_div(items, 4), len(LENGTHS)),
             threads=(128, 1),
         )
-        result, after = out.check(), held.check()
+        result = out.check()
         assert np.isnan(result[:first_out]).all()
         close(result[first_out:], expected[first_out:], 1e-5)
-        for slot in range(slots):
-            wanted = states[slot].astype(np.float64)
-            if slot in states_after:
-                wanted[: stride - padding] = states_after[slot]
-            close(after[slot], wanted, 1e-5)
+        close(held.check(), after, 1e-5)
 
 
 @pytest.mark.parametrize(("groups", "size"), [(1, 96), (3, 20), (2, 700)])

@@ -9,7 +9,6 @@ import pytest
 from support.head_cases import ROPE_CASES, rms, rotate
 from support.kernel_harness import (
     CONSTANTS,
-    STRUCTS,
     Array,
     Output,
     Run,
@@ -363,79 +362,6 @@ def test_swiglu(run: Run, tokens: int, ffn_dim: int, gated: int, has_bias: int, 
         out = Output([tokens, ffn_dim], dtype)
         run(name, bias, gate_up, out.buffer, args, groups=(ceil_div(ffn_dim, 64), tokens), threads=(64, 1))
         check(out.check(), expected)
-
-
-@pytest.mark.parametrize("kind", ["gated", "activated", "with a bias"])
-@pytest.mark.parametrize("taps", [2, 3, 5])
-@pytest.mark.parametrize("channels", [64, 200])
-def test_causal_conv(run: Run, channels: int, taps: int, kind: str) -> None:
-    """Three sequences, two of which are split: their last tokens follow those of the others."""
-    rng = np.random.default_rng(taps)
-    none, slots = CONSTANTS["STATE_NONE"], 7
-    lengths, divided, before = (6, 1, 9), (2, 0, 8), (3, none, none)
-    given = rng.standard_normal((sum(lengths), 3, channels)).astype(np.float32)
-    bias = rng.standard_normal(channels).astype(np.float32)
-    wide = given.astype(np.float64)
-    entering = wide[:, 0] * wide[:, 2] if kind == "gated" else wide[:, 0]
-    filters = rng.standard_normal((channels, taps)).astype(np.float32)
-    stride = (taps - 1) * channels + 16
-    states = rng.standard_normal((slots, stride)).astype(np.float32)
-    table = np.zeros(sum(lengths), STRUCTS["StateRow"])
-    table["after"] = none
-    table["after"][[1, 15, 14]] = (
-        0,
-        5,
-        6,
-    )  # after the second and the last token of one, and the last of another
-    heads = [n - d for n, d in zip(lengths, divided, strict=True)]  # tokens before the division
-    first, rest = np.cumsum([0, *heads]), np.cumsum([sum(heads), *divided])
-    expected, states_after = np.zeros((sum(lengths), channels)), {}
-    for i, n in enumerate(lengths):
-        rows = [*range(first[i], first[i] + heads[i]), *range(rest[i], rest[i] + divided[i])]
-        inputs = np.zeros((taps - 1 + n, channels))
-        if before[i] != none:
-            inputs[: taps - 1] = states[before[i], : (taps - 1) * channels].reshape(taps - 1, channels)
-        inputs[taps - 1 :] = entering[rows]
-        for token, row in enumerate(rows):
-            table[row] = (token, first[i], heads[i], rest[i], before[i], table[row]["after"], n)
-            window = inputs[token : token + taps]
-            sums = (window * filters.T).sum(axis=0)
-            if kind == "gated":
-                expected[row] = wide[row, 1] * sums
-            else:
-                expected[row] = activated(sums + (bias if kind == "with a bias" else 0), "silu")
-            if table[row]["after"] != none:
-                states_after[table[row]["after"]] = window[1:].reshape(-1)
-    for first_out in (0, 5):
-        for name, dtype, check in (
-            ("causal_conv_f32", np.float32, close),
-            ("causal_conv_f16", np.float16, near),
-        ):
-            out, held = (
-                Output([sum(lengths) - first_out, channels], dtype),
-                Output(states.shape, initial=states),
-            )
-            args = make_args(
-                "CausalConvArgs",
-                channels=channels,
-                taps=taps,
-                in_stride=3 * channels,
-                slot_stride=stride,
-                tokens=sum(lengths),
-                first_out=first_out,
-                gated=kind == "gated",
-                has_bias=kind == "with a bias",
-            )
-            grid = (ceil_div(channels, 64), sum(lengths))
-            buffers = (filters, bias, given, table, held.buffer, out.buffer, args)
-            run(name, *buffers, groups=grid, threads=(64, 1))
-            check(out.check(), expected[first_out:])
-            after = held.check()
-            for slot in range(slots):
-                wanted = states[slot].astype(np.float64)
-                if slot in states_after:
-                    wanted[: (taps - 1) * channels] = states_after[slot]
-                np.testing.assert_allclose(after[slot], wanted, rtol=1e-6, atol=1e-6)
 
 
 def test_swiglu_is_as_accurate_as_the_fast_exponential(run: Run) -> None:

@@ -88,14 +88,14 @@ MUTANTS = (
         "return token < row.split ? row.first + token : row.rest + (token - row.split);",
         "return row.first + token;",
         "the last tokens of a sequence are those of its neighbour",
-        (_STEPS, "-k", "causal_conv"),
+        (_RECURRENT, "-k", "causal_conv"),
     ),
     Mutant(
         "shaders/causal_conv.metal",
         "if (row.before == STATE_NONE) return 0.0f;",
         "",
         "the first tokens of a sequence read a state that does not exist",
-        (_STEPS, "-k", "causal_conv"),
+        (_RECURRENT, "-k", "causal_conv"),
     ),
     Mutant(
         "shaders/log_prob.metal",
