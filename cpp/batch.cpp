@@ -37,7 +37,7 @@ class Batch {
     bool reuses() const { return request.prefix == Prefix::kReuse; }
     SequenceStates* states() const { return session().cache_->states(); }
     // Tokens of the session whose state is unknown: they are computed again before those of the request.
-    int behind() const { return int(session().tokens_.size() - session().computed()); }
+    int behind() const { return int(session().tokens_.size() - session().cached()); }
   };
 
   void check_output(const Output& output) const;
@@ -133,7 +133,7 @@ void Batch::begin(Item& item) const {
   std::size_t again = std::size_t(item.behind());  // known tokens to recompute
   if (item.reuses()) {
     const std::size_t known = session.keep_known(tokens);
-    item.before = session.computed();
+    item.before = session.cached();
     session.keep_first(tokens.first(item.before));  // later tokens are computed with the rest
     if (item.states()) item.state = item.states()->current();
     item.request.result.done = int(item.before);
@@ -258,7 +258,7 @@ Chunk Batch::next_chunk(Item& item, int tokens) const {
 // Tokens that the session has, from the last known state on.
 Chunk Batch::chunk_again(Item& item, int tokens) const {
   Session& session = item.session();
-  const int position = int(session.computed());
+  const int position = int(session.cached());
   make_room(item, position, position + tokens);
   Chunk chunk;
   chunk.tokens = std::span(session.tokens_).subspan(std::size_t(position), std::size_t(tokens));
@@ -411,7 +411,7 @@ void Batch::run(const Progress& progress) {
   for (Item* item : order_) {
     if (item->leader) continue;
     const auto make_room_for_all = [&] {
-      make_room(*item, int(item->session().computed()), int(item->start + item->request.tokens.size()));
+      make_room(*item, int(item->session().cached()), int(item->start + item->request.tokens.size()));
     };
     try {
       try {

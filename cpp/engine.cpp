@@ -56,7 +56,7 @@ Session::~Session() {
   PrefixTree* tree = engine_->prefixes();
   if (!tree || !remembers_) return;
   try {
-    const auto tokens = std::span(tokens_).first(computed());
+    const auto tokens = std::span(tokens_).first(cached());
     const auto points =
         cache_->states() ? cache_->states()->points(int(tokens.size())) : std::vector<StatePoint>();
     static_cast<void>(tree->insert(prefix_namespace_, tokens, cache_->pages(), points));
@@ -64,7 +64,7 @@ Session::~Session() {
   }
 }
 
-std::size_t Session::computed() const {
+std::size_t Session::cached() const {
   const SequenceStates* states = cache_->states();
   return states ? std::min(tokens_.size(), std::size_t(states->current().position)) : tokens_.size();
 }
@@ -107,7 +107,7 @@ void Session::keep_first(std::span<const TokenId> tokens) {
 
 // The call has succeeded: without memory, others find less.
 void Session::remember_pages() try {
-  const std::size_t full = computed() / kPagePositions;
+  const std::size_t full = cached() / kPagePositions;
   PrefixTree* tree = engine_->prefixes();
   if (!tree || !remembers_ || full <= remembered_) return;
   const auto tokens = std::span(tokens_).first(full * kPagePositions);
@@ -262,12 +262,12 @@ std::size_t Session::kv_row_bytes(bool values) const {
 }
 
 template <typename Visit>
-void Session::each_part(std::size_t computed, const Visit& visit) const {
+void Session::each_part(std::size_t cached, const Visit& visit) const {
   const Config& c = engine_->config();
   for (int layer = 0; layer < c.n_layers; ++layer) {
     if (has_attention(c.kind(layer))) {
-      visit(layer, Part::kKeys, computed * kv_row_bytes(false));
-      visit(layer, Part::kValues, computed * kv_row_bytes(true));
+      visit(layer, Part::kKeys, cached * kv_row_bytes(false));
+      visit(layer, Part::kValues, cached * kv_row_bytes(true));
     }
     if (c.state_values(layer) > 0) visit(layer, Part::kState, c.state_values(layer) * sizeof(float));
   }
@@ -275,20 +275,20 @@ void Session::each_part(std::size_t computed, const Visit& visit) const {
 
 Session::Exported Session::export_state(const StateSink& sink) {
   const SessionLock::Share hold(lock_, "save");
-  const std::size_t computed = this->computed();
-  each_part(computed, [&](int layer, Part part, std::size_t bytes) {
+  const std::size_t cached = this->cached();
+  each_part(cached, [&](int layer, Part part, std::size_t bytes) {
     std::byte* out = sink(layer, part, bytes);
-    if (part != Part::kState) return cache_->read(layer, part == Part::kValues, int(computed), out);
+    if (part != Part::kState) return cache_->read(layer, part == Part::kValues, int(cached), out);
     const StateRef& state = cache_->states()->current().state;
     if (state)
       cache_->read_state(state, layer, reinterpret_cast<float*>(out));
     else
       std::fill_n(out, bytes, std::byte(0));
   });
-  return {tokens_, computed};
+  return {tokens_, cached};
 }
 
-void Session::import_state(std::span<const TokenId> tokens, std::size_t computed, const StateSource& source) {
+void Session::import_state(std::span<const TokenId> tokens, std::size_t cached, const StateSource& source) {
   const SessionLock::Hold hold(lock_, "import_state");
   if (tokens.size() > std::size_t(max_context_))
     throw ContextOverflowError("a state of " + std::to_string(tokens.size()) +
@@ -298,15 +298,15 @@ void Session::import_state(std::span<const TokenId> tokens, std::size_t computed
   std::vector<TokenId> replacement(tokens.begin(), tokens.end());
   std::unique_ptr<Cache> cache = engine_->make_cache(max_context_);
   SequenceStates* states = cache->states();
-  if (computed > tokens.size() || (!states && computed < tokens.size()))
-    throw std::invalid_argument("a state of " + std::to_string(computed) + " computed tokens is not one of " +
+  if (cached > tokens.size() || (!states && cached < tokens.size()))
+    throw std::invalid_argument("a state of " + std::to_string(cached) + " cached tokens is not one of " +
                                 std::to_string(tokens.size()));
   CallCounters counters;
   cache->reserve(0, int(tokens.size()), counters);
-  StatePoint point{int(computed), states && computed > 0 ? states->pool().take() : StateRef()};
-  each_part(computed, [&](int layer, Part part, std::size_t bytes) {
+  StatePoint point{int(cached), states && cached > 0 ? states->pool().take() : StateRef()};
+  each_part(cached, [&](int layer, Part part, std::size_t bytes) {
     const std::byte* in = source(layer, part, bytes);
-    if (part != Part::kState) return cache->write(layer, part == Part::kValues, int(computed), in);
+    if (part != Part::kState) return cache->write(layer, part == Part::kValues, int(cached), in);
     if (point.state) cache->write_state(point.state, layer, reinterpret_cast<const float*>(in));
   });
   if (states) states->replace(0, std::move(point));

@@ -228,7 +228,7 @@ class Session {
   std::unique_ptr<Session> fork();
   // State out and in, layer by layer. K and V of a layer with attention travel in canonical layout
   // [position][kv_head][head_dim] with elements or blocks of kv_type, the state of a recurrent layer as
-  // float32. In a model with recurrent layers, both are of the first `computed` tokens; otherwise of all. The
+  // float32. In a model with recurrent layers, both are of the first `cached` tokens; otherwise of all. The
   // caller gives the memory that they are written to or read from; an import may reuse one buffer for all of
   // them.
   enum class Part { kKeys, kValues, kState };
@@ -237,10 +237,10 @@ class Session {
   std::size_t kv_row_bytes(bool values) const;  // of one position of one layer
   struct Exported {
     std::vector<TokenId> tokens;
-    std::size_t computed;
+    std::size_t cached;
   };
   Exported export_state(const StateSink& sink);
-  void import_state(std::span<const TokenId> tokens, std::size_t computed, const StateSource& source);
+  void import_state(std::span<const TokenId> tokens, std::size_t cached, const StateSource& source);
 
   std::size_t memory_bytes() const;  // of the KV cache and the states as allocated now
   Stats stats() const;               // of the last call
@@ -263,10 +263,10 @@ class Session {
   void check_room(std::size_t position, std::size_t tokens) const;
   // Tokens whose K, V and states the cache has. It neither has those of later tokens nor relies on their
   // pages.
-  std::size_t computed() const;
-  // Calls visit(layer, part, bytes) for the exported data of `computed` tokens.
+  std::size_t cached() const;
+  // Calls visit(layer, part, bytes) for the exported data of `cached` tokens.
   template <typename Visit>
-  void each_part(std::size_t computed, const Visit& visit) const;
+  void each_part(std::size_t cached, const Visit& visit) const;
 
   const std::shared_ptr<Engine> engine_;
   const int max_context_;

@@ -60,7 +60,7 @@ def new_sampler() -> _core.Sampler:
 
 
 def state(session: Session) -> State:
-    ids, rows = session.native.export_state()
+    ids, _, rows = session.native.export_state()
     return ids.tolist(), [array.tobytes() for array in rows]
 
 

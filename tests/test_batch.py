@@ -56,7 +56,7 @@ def assert_same_cache(model: Model, actual: Session, expected: Session, few: boo
 def cache_of(session: Session) -> list[npt.NDArray[np.uint8]]:
     """Rows of K and V in saved form."""
     assert session._core is not None
-    return [np.array(rows) for rows in session._core.export_state()[1]]
+    return [np.array(rows) for rows in session._core.export_state()[2]]
 
 
 def alone(model: Model, *pieces: Ids) -> Session:

@@ -243,7 +243,7 @@ def test_the_cache_holds_every_token(
 
 def exported(model: Model) -> tuple[list[int], list[npt.NDArray[Any]]]:
     """Token ids, and K and V of each layer in turn, of the default session."""
-    tokens, rows = model._default_session().native.export_state()
+    tokens, _, rows = model._default_session().native.export_state()
     element = np.float16 if model.engine.kv_dtype == "f16" else np.float32
     return tokens.tolist(), [row.view(element) for row in rows]
 

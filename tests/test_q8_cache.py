@@ -51,7 +51,7 @@ def opened(path: Path, **options: Any) -> Model:
 
 def rows_of(model: Model) -> list[npt.NDArray[np.uint8]]:
     """Bytes of K and V of each layer in turn, of the default session."""
-    rows: list[npt.NDArray[np.uint8]] = model._default_session().native.export_state()[1]
+    rows: list[npt.NDArray[np.uint8]] = model._default_session().native.export_state()[2]
     return rows
 
 

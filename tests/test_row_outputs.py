@@ -49,7 +49,7 @@ def one_by_one(model: Model, prompt: npt.NDArray[np.int32], n: int, sampled: boo
 
 
 def state_of(session: Any) -> list[bytes]:
-    ids, rows = session._core.export_state()
+    ids, _, rows = session._core.export_state()
     return [np.asarray(ids).tobytes(), *(np.asarray(row).tobytes() for row in rows)]
 
 

@@ -103,7 +103,7 @@ def test_a_session_ends_as_without_speculation(
             pieces = session.stream(prompt, n, **options, **more)
             tokens = [p.token for _, p in zip(range(take or n), pieces, strict=False)]
             pieces.close()  # type: ignore[attr-defined]
-            ids, rows = session.native.export_state()
+            ids, _, rows = session.native.export_state()
             return tokens, ids.tolist(), [np.asarray(row).tobytes() for row in rows]
 
     for i, prompt in enumerate(prompts_of(20, 6)):

@@ -26,23 +26,19 @@ using namespace nb::literals;
 namespace metal_prefill::python {
 namespace {
 
-// Token ids, and the parts of each layer: K and V, or its state as float32.
+// Token ids, the number of them in the cache, and the parts of each layer: K and V, or its state as float32.
 nb::tuple export_state(Session& session) {
   std::vector<Result<std::uint8_t>> parts;
-  const auto [tokens, computed] = without_gil([&] {
+  const auto [tokens, cached] = without_gil([&] {
     return session.export_state([&](int, Session::Part, std::size_t bytes) {
       return reinterpret_cast<std::byte*>(parts.emplace_back(bytes).data());
     });
   });
-  if (session.engine().config().n_heads == 0) {
-    const auto count = std::int32_t(computed);
-    std::memcpy(parts.emplace_back(sizeof count).data(), &count, sizeof count);
-  }
   Result<TokenId> ids(tokens.size());
   std::copy(tokens.begin(), tokens.end(), ids.data());
   nb::list arrays;
   for (auto& part : parts) arrays.append(part.release());
-  return nb::make_tuple(ids.release(), arrays);
+  return nb::make_tuple(ids.release(), cached, arrays);
 }
 
 const char* holding(Session::Part part) {
@@ -57,35 +53,17 @@ const char* holding(Session::Part part) {
   throw std::logic_error("not a part of a layer");
 }
 
-// Number of tokens whose keys or states are among the parts. In a model with recurrent layers that is the
-// number of rows of K; where no layer has K, the last part is that number.
-std::size_t computed_tokens(const Session& session, const TokenArray& tokens,
-                            const std::vector<ByteArray>& parts) {
+void import_state(Session& session, const TokenArray& tokens, std::size_t cached,
+                  const std::vector<ByteArray>& parts) {
   const Config& config = session.engine().config();
-  if (config.n_heads == 0) {
-    std::int32_t count = -1;
-    if (parts.back().shape(0) == sizeof count) std::memcpy(&count, parts.back().data(), sizeof count);
-    if (count < 0) throw std::invalid_argument("the last array is not a number of computed tokens");
-    return std::size_t(count);
-  }
-  std::size_t keys = 0;  // index of the keys of the first layer with attention
-  int layer = 0;
-  for (; !has_attention(config.kind(layer)); ++layer) ++keys;
-  const bool recurrent = StateLayout(config).values > 0;
-  return recurrent ? parts[keys].shape(0) / session.kv_row_bytes(false) : tokens.shape(0);
-}
-
-void import_state(Session& session, const TokenArray& tokens, const std::vector<ByteArray>& parts) {
-  const Config& config = session.engine().config();
-  std::size_t expected = config.n_heads == 0, next = 0;
+  std::size_t expected = 0, next = 0;
   for (int layer = 0; layer < config.n_layers; ++layer)
     expected += (has_attention(config.kind(layer)) ? 2 : 0) + (config.state_values(layer) > 0);
   if (parts.size() != expected)
     throw std::invalid_argument("a state of " + std::to_string(config.n_layers) + " layers has " +
                                 std::to_string(expected) + " arrays, got " + std::to_string(parts.size()));
-  const std::size_t computed = computed_tokens(session, tokens, parts);
   without_gil([&] {
-    session.import_state(view(tokens), computed, [&](int layer, Session::Part part, std::size_t bytes) {
+    session.import_state(view(tokens), cached, [&](int layer, Session::Part part, std::size_t bytes) {
       const ByteArray& array = parts[next++];
       if (array.shape(0) != bytes)
         throw std::invalid_argument(holding(part) + std::to_string(layer) + " have " +
@@ -198,8 +176,8 @@ void bind_sessions(nb::module_& m) {
       .def("rewind", &Session::rewind, "position"_a, "claim"_a = 0, nb::call_guard<GilRelease>())
       .def("fork", &Session::fork, nb::call_guard<GilRelease>())
       .def("export_state", &export_state,
-           nb::sig("def export_state(self) -> tuple[numpy.ndarray, list[numpy.ndarray]]"))
-      .def("import_state", &import_state, "tokens"_a, "parts"_a)
+           nb::sig("def export_state(self) -> tuple[numpy.ndarray, int, list[numpy.ndarray]]"))
+      .def("import_state", &import_state, "tokens"_a, "cached"_a, "parts"_a)
       .def("memory_bytes", &Session::memory_bytes)
       .def("inspector", &SessionInspector::of, nb::keep_alive<0, 1>(),
            "What looks into the session's passes; None where the engine makes no dispatches.")

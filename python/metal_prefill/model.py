@@ -262,7 +262,7 @@ class Model(GenerationMethods, TaskMethods):
         session = self.session(max_context=max_context, prefix_namespace=prefix_namespace)
         saved = _session_file.read(path, self.engine.state_owner)
         try:
-            session.native.import_state(saved.tokens, saved.rows)
+            session.native.import_state(saved.tokens, saved.cached, saved.rows)
         except MetalPrefillError:
             raise
         except ValueError as error:

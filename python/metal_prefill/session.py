@@ -223,8 +223,8 @@ class Session:
         """
         if not isinstance(self.notes, str):
             raise TypeError(f"notes must be a str, got {type(self.notes).__name__}")
-        tokens, rows = self.native.export_state()
-        _session_file.write(path, self._engine.state_owner, _session_file.State(tokens, rows, self.notes))
+        state = _session_file.State(*self.native.export_state(), self.notes)
+        _session_file.write(path, self._engine.state_owner, state)
 
     def _inspector(self) -> _core.SessionInspector:
         inspector = self.native.inspector()

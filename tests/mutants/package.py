@@ -7,7 +7,6 @@ from mutants.mutant import Mutant
 _P = "python/metal_prefill"
 _SPACES = "tests/serve/test_prefix_namespaces.py"
 _SLOW = "tests/test_slow_constraints.py"
-_SCHEDULER = "tests/scheduler"
 _ENCODER_TASKS = "tests/encoder_tasks"
 
 FILES = (
@@ -826,7 +825,7 @@ COMMANDS = (
         "if self.prefix_namespace != other.prefix_namespace:",
         "if False:",
         "a prompt waits for one of another namespace with the same prefix",
-        (f"{_SCHEDULER}::test_prompts_of_different_namespaces_share_a_pass",),
+        ("tests/scheduler/test_turns.py::test_prompts_of_different_namespaces_share_a_pass",),
     ),
     Mutant(
         f"{_P}/_commands/perplexity.py",

@@ -63,7 +63,7 @@ def test_the_state_is_that_of_the_reference(
         expected = ReferenceModel(path).forward(ids)
         with Model(path, device=device, compute="f32", kv_dtype="f32") as model, model.session() as session:
             session.forward_prompt(ids)
-            parts = iter(session.native.export_state()[1])
+            parts = iter(session.native.export_state()[2])
             for layer, kind in enumerate(kinds_of(model)):
                 if "attention" in kind:
                     next(parts), next(parts)

@@ -250,14 +250,14 @@ def test_wrong_arrays_never_reach_the_cache(demo: Model) -> None:
     """The native import checks its arguments itself."""
     session = demo.session()
     session.forward_prompt(PROMPT)
-    tokens, rows = session.native.export_state()
+    tokens, cached, rows = session.native.export_state()
     core = demo.session().native
     with pytest.raises(ValueError, match="arrays, got"):
-        core.import_state(tokens, rows[:-1])
+        core.import_state(tokens, cached, rows[:-1])
     with pytest.raises(ValueError, match=r"values of layer 1 have \d+ bytes, expected"):
-        core.import_state(tokens, [*rows[:3], rows[3][:-1], *rows[4:]])
+        core.import_state(tokens, cached, [*rows[:3], rows[3][:-1], *rows[4:]])
     assert core.position == 0
-    core.import_state(tokens, rows)
+    core.import_state(tokens, cached, rows)
     assert core.tokens() == PROMPT
 
 
@@ -268,19 +268,19 @@ def test_a_state_that_was_loaded_is_saved_as_it_was(isa: str, monkeypatch: pytes
     with Model(default_model_path(), device="cpu", threads=1) as model, model.session() as session:
         session.forward_prompt(PROMPT)
         core = session.native
-        tokens, own = core.export_state()
-        core.import_state(tokens, own)
-        for before, after in zip(own, core.export_state()[1], strict=True):
+        tokens, cached, own = core.export_state()
+        core.import_state(tokens, cached, own)
+        for before, after in zip(own, core.export_state()[2], strict=True):
             np.testing.assert_array_equal(after, before)
 
         patterns = np.random.default_rng(2).integers(0, 2**16, own[0].nbytes // 2).astype(np.uint16)
         patterns[:6] = (0x0000, 0x8001, 0x03FF, 0x7BFF, 0xFBFF, 0x7C00)  # zero to infinity
         patterns[(patterns & 0x7C00) == 0x7C00] &= 0xFC00  # infinities, no NaN
         foreign = [patterns.view(own[0].dtype).reshape(own[0].shape)] * len(own)
-        core.import_state(tokens, foreign)
-        rounded = core.export_state()[1]
-        core.import_state(tokens, rounded)
-        for before, after in zip(rounded, core.export_state()[1], strict=True):
+        core.import_state(tokens, cached, foreign)
+        rounded = core.export_state()[2]
+        core.import_state(tokens, cached, rounded)
+        for before, after in zip(rounded, core.export_state()[2], strict=True):
             np.testing.assert_array_equal(after, before)
         expected, got = patterns.view(np.float16), rounded[0].view(np.float16).ravel()
         finite = np.isfinite(expected)

@@ -48,10 +48,12 @@ def test_a_killed_save_leaves_the_old_file(demo: Model, saved: Path, monkeypatch
     monkeypatch.setattr(_session_file, "save_file", die)
     child = os.fork()
     if child == 0:
-        owner, n = demo.engine.state_owner, 3
-        rows = [np.zeros(n * shape[1] * shape[2] * 2, np.uint8) for _, shape in owner.tensors(n).values()]
-        _session_file.write(saved, owner, _session_file.State(np.arange(n, dtype=np.int32), rows))
-        os._exit(0)
+        try:
+            owner, n = demo.engine.state_owner, 3
+            rows = [np.zeros(n * shape[1] * shape[2] * 2, np.uint8) for _, shape in owner.tensors(n).values()]
+            _session_file.write(saved, owner, _session_file.State(np.arange(n, dtype=np.int32), n, rows))
+        finally:
+            os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
     assert saved.read_bytes() == before
     assert demo.load_session(saved).tokens == PROMPT

@@ -65,7 +65,7 @@ def interval(model: Model) -> int:
 
 def contents(session: Session) -> list[bytes]:
     """K and V of each layer with attention, and the states of the others."""
-    return [np.asarray(part).tobytes() for part in session.native.export_state()[1]]
+    return [np.asarray(part).tobytes() for part in session.native.export_state()[2]]
 
 
 def fresh(model: Model, ids: Sequence[int] | Array) -> tuple[Array, list[bytes]]:

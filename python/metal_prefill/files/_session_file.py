@@ -54,7 +54,7 @@ FORMAT = "metal_prefill.session"
 VERSION = "1"
 CHECKSUM = "checksum"
 TOKENS = "tokens"
-COMPUTED = "computed"  # of a model without K and V: number of tokens whose states these are
+CACHED = "computed"  # in files of models without K and V: number of tokens whose states these are
 
 
 class _Rows(NamedTuple):
@@ -129,7 +129,7 @@ class Owner:
         return any(kind != "attention" for kind in self.config.layer_kinds)
 
     def tensors(self, n: int) -> dict[str, tuple[str, tuple[int, ...]]]:
-        """Return dtype and shape of each tensor of a state of `n` computed tokens, layer by layer."""
+        """Return dtype and shape of K, V and states of `n` cached tokens, layer by layer."""
         c, rows = self.config, _KV_DTYPES[self.kv_dtype]
         kinds = (("key", c.key_dim), ("value", c.value_dim))
         tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
@@ -143,8 +143,6 @@ class Owner:
                 tensors[f"layer.{layer}.state"] = ("F32", (c.conv_taps - 1, c.dim))
             elif values := core.state_values(layer):
                 tensors[f"layer.{layer}.state"] = ("F32", (values,))
-        if c.n_heads == 0:
-            tensors[COMPUTED] = ("I32", (1,))
         return tensors
 
 
@@ -154,7 +152,9 @@ class State(NamedTuple):
     Attributes
     ----------
     tokens : numpy.ndarray
-        Ids of the tokens in the cache, int32 ``[n]``.
+        Ids of the session's tokens, int32 ``[n]``.
+    cached : int
+        Number of first tokens that K, V and states are of: all, unless a layer has a state.
     rows : list of numpy.ndarray
         Bytes of K and V of each layer, in the canonical layout ``[n, n_kv_heads, head_dim]`` of numbers, or
         of ``q8_0`` blocks; of a recurrent layer, of its state.
@@ -163,6 +163,7 @@ class State(NamedTuple):
     """
 
     tokens: npt.NDArray[np.int32]
+    cached: int
     rows: list[Bytes]
     notes: str = ""
 
@@ -180,9 +181,10 @@ def write(path: str | os.PathLike[str], owner: Owner, state: State) -> None:
         The file cannot be written.
     """
     arrays: dict[str, npt.NDArray[Any]] = {TOKENS: state.tokens}
-    for (name, (dtype, shape)), raw in zip(owner.tensors(0).items(), state.rows, strict=True):
-        rows = shape if name.endswith(".state") else (-1, *shape[1:])
-        arrays[name] = raw.view(_NUMPY_DTYPES[dtype]).reshape(rows)
+    for (name, (dtype, shape)), raw in zip(owner.tensors(state.cached).items(), state.rows, strict=True):
+        arrays[name] = raw.view(_NUMPY_DTYPES[dtype]).reshape(shape)
+    if owner.config.n_heads == 0:
+        arrays[CACHED] = np.array([state.cached], _NUMPY_DTYPES["I32"])
     metadata = {
         "format": FORMAT,
         "version": VERSION,
@@ -218,8 +220,14 @@ def read(path: str | os.PathLike[str], owner: Owner) -> State:
         _check_owner(path, header, owner)
         arrays = _read_arrays(path, file, header)
     tokens = arrays[TOKENS].view(_NUMPY_DTYPES["I32"])
-    rows = [arrays[name] for name in owner.tensors(0)]
-    return State(tokens, rows, header.metadata.get("notes", ""))
+    if CACHED in arrays:
+        cached = int(arrays[CACHED].view(_NUMPY_DTYPES["I32"])[0])
+        if not 0 <= cached <= len(tokens):
+            raise StateError(f"{path}: damaged: it has states of {cached} tokens, and {len(tokens)} tokens")
+    else:
+        cached = _key_rows(header)
+    rows = [arrays[name] for name in owner.tensors(cached)]
+    return State(tokens, cached, rows, header.metadata.get("notes", ""))
 
 
 def _check_owner(path: str | os.PathLike[str], header: _Header, owner: Owner) -> None:
@@ -236,11 +244,18 @@ def _check_owner(path: str | os.PathLike[str], header: _Header, owner: Owner) ->
     dtype, shape = tensors.get(TOKENS, ("nothing", ()))
     n = shape[0] if shape else 0
     if owner.recurrent:
-        rows = next((shape for name, (_, shape) in tensors.items() if name.endswith(".key")), ())
-        n = min(n, rows[0]) if rows else 0
-    expected = owner.tensors(n)
-    if dtype != "I32" or len(shape) != 1 or tensors != {TOKENS: (dtype, shape), **expected}:
+        n = min(n, _key_rows(header))
+    expected = {TOKENS: (dtype, shape), **owner.tensors(n)}
+    if owner.config.n_heads == 0:
+        expected[CACHED] = ("I32", (1,))
+    if dtype != "I32" or len(shape) != 1 or tensors != expected:
         raise StateError(f"{path}: its tensors do not match a session of this model")
+
+
+def _key_rows(header: _Header) -> int:
+    """Return the number of rows of K of the first layer that has them, or 0."""
+    shape = next((shape for name, (_, shape) in header.tensors.items() if name.endswith(".key")), ())
+    return shape[0] if shape else 0
 
 
 class _Header(NamedTuple):
