@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.chat_families import FAMILIES
 from support.tools import ASKED, CLOCK, HERMES, WEATHER
 
 from metal_prefill import ChatTemplateError, Conversation, Model, StateError
@@ -60,6 +61,52 @@ ANSWERS: dict[str, tuple[str, str, list[ToolCall]]] = {
         "!",
         [ToolCall("clock", {"a": '}]</tool_call>"{', "b": "\\"})],
     ),
+    "elements": (
+        "<tool_call>\n<function=weather>\n<parameter=city>\nVerona\n</parameter>\n</function>\n</tool_call>",
+        "",
+        [VERONA],
+    ),
+    "several elements": (
+        "I look.\n\n<tool_call>\n<function=clock>\n</function>\n</tool_call>\n<tool_call>\n<function=weather>"
+        "<parameter=city>Verona</parameter></function></tool_call>",
+        "I look.",
+        [TIME, VERONA],
+    ),
+    "elements without a tag": ("<function=clock></function> Wait.", " Wait.", [TIME]),
+    "tags in a value": (
+        "<tool_call><function=weather><parameter=city>\n<a>\n</function><parameter=x> \n\n</parameter>"
+        "</function></tool_call>",
+        "",
+        [ToolCall("weather", {"city": "<a>\n</function><parameter=x> \n"})],
+    ),
+    "python": ('<|tool_call_start|>[weather(city="Verona")]<|tool_call_end|>', "", [VERONA]),
+    "python without control tokens": ("Wait. [clock(), weather(city='Verona')]", "Wait.", [TIME, VERONA]),
+    "python with values of all types": (
+        "[weather(city='Verona', a=[1, -2.5e1, (True, None), ], b={\"k\": {'n': false}}, "
+        'c="it\'s ]\\n\\u00e9")]',
+        "",
+        [
+            ToolCall(
+                "weather",
+                {"city": "Verona", "a": [1, -25.0, [True, None]], "b": {"k": {"n": False}}, "c": "it's ]\né"},
+            )
+        ],
+    ),
+    "quotes that are not escaped": (
+        "[weather(city='it's \"here\"\n(there)')]",
+        "",
+        [ToolCall("weather", {"city": 'it\'s "here"\n(there)'})],
+    ),
+    "json between control tokens": (
+        '<|tool_call_start|>[{"name": "weather", "arguments": {"city": "Verona"}}]<|tool_call_end|>',
+        "",
+        [VERONA],
+    ),
+    "an unknown tool in python": (
+        "<|tool_call_start|> [ other (x=1) ] <|tool_call_end|>",
+        "",
+        [ToolCall("other", {"x": 1})],
+    ),
     "an unknown tool in tags": (
         '<tool_call>{"name": "other", "arguments": {}}</tool_call>',
         "",
@@ -90,6 +137,20 @@ TEXTS = [
     '{"name": ' * 30,
     "<tool_call>" + " " * 65 + '{"name": "clock"}',
     '{"name": "clock", "arguments": ' + '{"a": ' * 64 + "1" + "}" * 65,
+    "[other()] and [clock] and [clock(s)] and [clock(1)] (clock(a=1))",
+    "[clock(a=1, a=2)]",
+    "[clock(a=b)]",
+    "[clock(a=1e999)]",
+    "[clock(a='\\ud800')]",
+    "[clock(a=" + "[" * 65 + "]" * 65 + ")]",
+    "[clock(a='b)] and more",
+    "[clock(), 5]",
+    "[clock()",
+    "<function=other></function> <function=clock",
+    "<tool_call><function=clock> x</function>",
+    "<tool_call><function=clock><parameter=a>1</parameter>",
+    "<function=clock><parameter=a>1</parameter>2</function>",
+    "<|tool_call_start|>" + " " * 65 + "[clock()]"[:-1],
 ]
 
 
@@ -127,6 +188,80 @@ def test_text_that_resembles_a_call_is_text(text: str, size: int) -> None:
         assert by_pieces(text, size) == (text, [])
 
 
+TYPED = {
+    "name": "typed",
+    "parameters": {
+        "properties": {
+            "text": {"type": "string"},
+            "count": {"type": "integer"},
+            "ratio": {"type": "number"},
+            "flag": {"type": "boolean"},
+            "list": {"type": "array"},
+            "map": {"anyOf": [{"type": "object"}, {"type": "null"}]},
+            "either": {"type": ["string", "integer"]},
+        }
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "written", "value"),
+    [
+        ("text", "3", "3"),
+        ("text", "true", "true"),
+        ("count", "3", 3),
+        ("count", "3.5", "3.5"),
+        ("count", "three", "three"),
+        ("ratio", "3", 3),
+        ("ratio", "3.5", 3.5),
+        ("ratio", "1e999", "1e999"),
+        ("flag", "True", True),
+        ("flag", "false", False),
+        ("flag", "1", "1"),
+        ("list", '[1, "a"]', [1, "a"]),
+        ("list", '{"a": 1}', '{"a": 1}'),
+        ("map", '{"a": 1}', {"a": 1}),
+        ("map", "None", None),
+        ("either", "3", 3),
+        ("either", "[3]", "[3]"),
+        ("unknown", "3", 3),
+        ("unknown", '"3"', '"3"'),
+        ("unknown", "\n3 4\n", "\n3 4\n"),
+    ],
+)
+def test_values_in_elements_have_the_types_of_the_parameters(name: str, written: str, value: Any) -> None:
+    text = f"<function=typed><parameter={name}>\n{written}\n</parameter></function>"
+    ((_, (call,)),) = [parse_tool_calls(text, [TYPED])]
+    assert call.arguments == {name: value}
+    assert type(call.arguments[name]) is type(value)
+
+
+@pytest.mark.parametrize("name", ["lfm2.5", "qwen35", "granite4"])
+def test_calls_are_found_in_what_templates_write(name: str) -> None:
+    arguments = {
+        "city": "Verona\n(<b>) é",
+        "days": 3,
+        "x": [1, "two", None, True],
+        "m": {"k": [1.5]},
+        "f": -0.25,
+    }
+    calls = [ToolCall("weather", arguments), TIME]
+    answer: dict[str, Any] = {
+        "role": "assistant",
+        "content": "So.",
+        "tool_calls": [call.as_message() for call in calls],
+    }
+    family = FAMILIES[name]
+    template = ChatTemplate(family.template, family.special)
+    written = [
+        "".join(text for text, special in template.render(messages, {}) if not special or "tool" in text)
+        for messages in ([*ASKED, answer], ASKED)
+    ]
+    made = written[0].removeprefix(written[1]).removeprefix("assistant").removesuffix("\n")
+    made = made.removeprefix("\n").removeprefix("<think>\n\n</think>\n\n")
+    assert parse_tool_calls(made, [WEATHER, CLOCK]) == ("So.", calls)
+
+
 def test_a_backslash_may_precede_a_call() -> None:
     text = '\\{"name": "clock", "arguments": {}} \\["\\{"name": "clock", "arguments": {}}"]'
     for size in (1, 2, 5, 1000):
@@ -142,9 +277,14 @@ def test_a_call_longer_than_the_limit_is_text(monkeypatch: pytest.MonkeyPatch) -
         assert by_pieces(longest.replace("x", "xx", 1), size) == (longest.replace("x", "xx", 1), [])
         text, calls = by_pieces("<tool_call>" + longest.replace("x", "xx", 1) + longest, size)
         assert (text, len(calls)) == ("<tool_call>" + longest.replace("x", "xx", 1), 1)
-    parser = ToolCallParser()
-    held = sum(len(str(part)) for _ in range(100) for part in parser.step('{"name": "'))
-    assert held >= 900  # of 1000 characters no more is held back than a call may have
+    for beginning in ('{"name": "', "[clock(a='", "<function="):  # no more is held back than a call may have
+        parser = ToolCallParser([CLOCK])
+        passed = sum(len(str(part)) for _ in range(100) for part in parser.step(beginning))
+        assert passed >= 99 * len(beginning) - 100
+    python = "[clock(a='" + "x" * 86 + "')]"
+    for size in (1, 7, 1000):
+        assert by_pieces(python, size)[1] == [ToolCall("clock", {"a": "x" * 86})]
+        assert by_pieces(python.replace("x", "xxx", 1), size) == (python.replace("x", "xxx", 1), [])
 
 
 def steps_of(text: str, size: int, monkeypatch: pytest.MonkeyPatch) -> int:
@@ -154,7 +294,7 @@ def steps_of(text: str, size: int, monkeypatch: pytest.MonkeyPatch) -> int:
     def trace(frame: FrameType, event: str, argument: object) -> Any:
         nonlocal steps
         steps += event == "line"
-        return trace if frame.f_code.co_filename == _tool_calls.__file__ else None
+        return trace if Path(frame.f_code.co_filename).parent == Path(_tool_calls.__file__).parent else None
 
     def loads(text: str) -> Any:
         nonlocal steps
@@ -187,6 +327,13 @@ def steps_of(text: str, size: int, monkeypatch: pytest.MonkeyPatch) -> int:
         ('{"name": [', "1", "}"),
         ("<tool_call>", " ", ""),
         ('{"name": "clock", "arguments": {}}', " ", ""),
+        ("<function=clock>",),
+        ("<function=clock><parameter=a>", "</parameter>", "x</function>"),
+        ("<tool_call><function=clock>", " ", "</function>"),
+        ("[clock(a='",),
+        ("[clock(a=", "[", "]"),
+        ("<|tool_call_start|>[clock(a='", "')", "]"),
+        ("[clock(a='", "' ", "\\"),
     ],
     ids=lambda parts: parts[0],
 )
@@ -199,7 +346,11 @@ def test_parsing_takes_linear_time(
     assert steps(1000) < 2.2 * steps(500)
 
 
-_BITS = ["<tool_call>", "</tool_call>", '{"name": "clock"', ', "arguments": {}', *'<{}[]",\\ n']
+_BITS = [
+    *("<tool_call>", "</tool_call>", '{"name": "clock"', ', "arguments": {}', *'<{}[]",\\ n'),
+    *("<function=clock>", "<parameter=a>", "</parameter>", "</function>"),
+    *("[clock(", "a=", "'", ")", "clock()", "<|tool_call_start|>", "<|tool_call_end|>"),
+]
 
 
 @given(st.lists(st.sampled_from(_BITS), max_size=12), st.integers(1, 9))

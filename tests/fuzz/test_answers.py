@@ -16,7 +16,10 @@ from metal_prefill.text._tool_calls import ToolCall, ToolCallParser, parse_tool_
 
 pytestmark = pytest.mark.timeout(TIMEOUT)
 
-TOOLS = [{"name": "clock"}, {"name": "weather"}]
+TOOLS = [
+    {"name": "clock"},
+    {"name": "weather", "parameters": {"properties": {"a": {"type": "integer"}, "b": {"type": "string"}}}},
+]
 CALL = '{"name": "clock", "arguments": {}}'
 PARTS = (
     *'<>{}[]",:\\ \n\u00e9\u2003',
@@ -34,6 +37,21 @@ PARTS = (
     '"\\ud800"',
     CALL,
     f"<tool_call>{CALL}</tool_call>",
+    "<function=clock>",
+    "<function=weather>",
+    "<parameter=a>",
+    "<parameter=b>\n",
+    "\n</parameter>",
+    "</function>",
+    "<function=clock></function>",
+    "<|tool_call_start|>",
+    "<|tool_call_end|>",
+    "[clock(",
+    "[clock()]",
+    "weather(a=",
+    "'it's'",
+    "\\ud800",
+    *"()=',",
 )
 
 
@@ -45,7 +63,8 @@ def write_answer(random: Random) -> str:
         depth = random.choice((3, 30, 63, 64, 65, 300, 3000))
         opening, closing = random.choice((('{"name": ', "}"), ("[", "]"), ('{"a": [', "]}")))
         nested = opening * depth + random.choice(("1", CALL, "")) + closing * (depth - random.randrange(2))
-        parts.insert(random.randrange(len(parts)), f'{{"name": "clock", "arguments": {nested}}}')
+        call = random.choice((f'{{"name": "clock", "arguments": {nested}}}', f"[clock(a={nested})]"))
+        parts.insert(random.randrange(len(parts)), call)
     elif kind < 0.4:
         at = random.randrange(len(parts))
         parts[at : at + 3] = ["".join(parts[at : at + 3]) * random.choice((10, 100, 1000))]

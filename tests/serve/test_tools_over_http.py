@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,22 @@ def test_a_call_is_separated_from_the_answer(with_tools: tuple[Running, Model]) 
     assert set(json.loads(call.function.arguments)) == {"city"}
     prompt = model.tokenizer.apply_chat_template(ASKED, tools=[WEATHER])
     assert answer.usage.prompt_tokens == len(prompt)
+
+
+@pytest.mark.parametrize(
+    "regex",
+    [
+        r"I look\.\n<tool_call><function=weather><parameter=city>\n[a-z]\n</parameter></function>",
+        r"I look\.\n\[weather\(city='[a-z]'\)\]",
+    ],
+    ids=["elements", "python"],
+)
+def test_a_call_may_have_the_form_of_its_model(with_tools: tuple[Running, Model], regex: str) -> None:
+    choice = ask(with_tools[0], regex).choices[0]
+    assert (choice.message.content, choice.finish_reason) == ("I look.", "tool_calls")
+    (call,) = choice.message.tool_calls
+    assert call.function.name == "weather"
+    assert re.fullmatch(r'\{"city": "[a-z]"\}', call.function.arguments)
 
 
 def test_streamed_calls_are_numbered(with_tools: tuple[Running, Model]) -> None:

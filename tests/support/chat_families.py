@@ -167,7 +167,7 @@ _QWEN35 = r"""
           {{- '<parameter=' + name + '>\n' }}
           {%- set listed = value is sequence and value is not string %}
           {%- set value = value | tojson | safe if value is mapping or listed else value | string %}
-          {{- value + '\n</parameter>\n' }}
+          {{- value }}{{- '\n</parameter>\n' }}
         {%- endfor %}
         {{- '</function>\n</tool_call>' }}
       {%- endfor %}

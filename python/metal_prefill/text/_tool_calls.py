@@ -1,34 +1,43 @@
-"""Parser of tool calls in answers, in Hermes tags or as plain JSON.
+"""Parser of tool calls in answers, with or without tags.
 
 A chat template describes the tools to the model (``tools`` of
-:meth:`metal_prefill.text.Tokenizer.apply_chat_template`), and the model answers in one of two forms::
+:meth:`metal_prefill.text.Tokenizer.apply_chat_template`), and the model answers in one of these forms::
 
     <tool_call>{"name": "weather", "arguments": {"city": "Verona"}}</tool_call>
     {"name": "weather", "parameters": {"city": "Verona"}}
+    <tool_call><function=weather><parameter=city>Verona</parameter></function></tool_call>
+    <|tool_call_start|>[weather(city="Verona"), clock()]<|tool_call_end|>
 
-Both forms may also contain a list of calls. Everything else, including invalid calls, is text.
+Either pair of tags, or none, may enclose each form. JSON may also be a list of calls. Everything else,
+including invalid calls, is text.
 """
 
 from __future__ import annotations
 
 import itertools
-import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
-_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+from metal_prefill.text._json_calls import Brackets, read_json
+from metal_prefill.text._written_calls import MOST_DEPTH, ElementScanner, PythonScanner, types_of
+
+# The second pair are control tokens, which texts of generated tokens do not contain.
+_OPEN = ("<tool_call>", "<|tool_call_start|>")
+_CLOSE = ("</tool_call>", "<|tool_call_end|>")
 # Start of JSON that may be a call, ignoring white space.
 _KEYS = ("name", "arguments", "parameters", "function", "type", "id")
 _BEGINNINGS = tuple(f'{bracket}"{key}"' for bracket in ("{", "[{") for key in _KEYS)
 _LONGEST_BEGINNING = 64  # characters, including white space, after which JSON must match the start of a call
 _MOST_SPACE = 64  # characters of white space next to a tag
 LONGEST_CALL = 1 << 20  # characters from the first bracket of a call to the last; longer JSON is text
-MOST_DEPTH = 64  # nesting depth of brackets, which limits how often a character is parsed
+_FUNCTION = "<function="
+_LONGEST_NAME = 256
 _CANDIDATE = re.compile(r"[<{\[]")
 _SPACE = re.compile(r"\s*")
-_STRUCTURE = re.compile(r'\\.|["{}\[\]]', re.DOTALL)
+_IN_ELEMENTS = re.compile(rf"{_FUNCTION}([^<>\s]{{0,{_LONGEST_NAME}}})(>?)")
+_IN_LIST = re.compile(rf"\[\s{{0,{_MOST_SPACE}}}([\w.-]{{0,{_LONGEST_NAME}}})\s{{0,{_MOST_SPACE}}}(\(?)")
 
 
 @dataclass(frozen=True)
@@ -92,8 +101,8 @@ def parse_tool_calls(text: str, tools: Sequence[Mapping[str, Any]] | None = None
     text
         The answer, without control tokens.
     tools
-        Tools passed to the chat template. JSON without tags is a call if it names one of them; None accepts
-        any name.
+        Tools passed to the chat template. A call without tags must name one of them, and the values of a call
+        in elements have the types of its parameters. None accepts any name, but no Python without tags.
 
     Raises
     ------
@@ -163,12 +172,13 @@ class ToolCallParser:
 
     def __init__(self, tools: Sequence[Mapping[str, Any]] | None = None) -> None:
         self._names = None if tools is None else tool_names(tools)
+        self._types = {name: types_of(tool) for tool in tools or () for name in tool_names([tool])}
         self._text = ""  # the answer from `_position` on, without the pieces in `_arrived`
         self._at = 0  # index in `_text` of the first undecided character
         self._position = 0  # position of `_text` in the answer
         self._arrived: list[str] = []  # pieces to append to `_text` once the value may end in them
-        self._value: _Value | None = None
-        self._brackets = _Brackets()
+        self._value: _Value | _Written | None = None
+        self._brackets = Brackets()
         self._space: list[
             str
         ] = []  # pending white space, which is part of the text only if more text follows
@@ -177,7 +187,9 @@ class ToolCallParser:
     def step(self, piece: str) -> list[str | ToolCall]:
         """Add a piece of the answer and return the texts and calls that are now decided, in order."""
         self._arrived.append(piece)
-        if self._value is not None:
+        if isinstance(self._value, _Written):
+            self._value.scan(piece)
+        elif self._value is not None:
             self._brackets.scan(piece)
         return self._advance(final=False)
 
@@ -205,13 +217,14 @@ class ToolCallParser:
         while self._at < len(self._text):
             if self._after_call:
                 rest = self._after_space(self._at)
-                arrived = len(self._text) - rest
-                close_may_come = arrived < len(_CLOSE) and self._text.endswith(_CLOSE[:arrived])
-                if not final and close_may_come and rest - self._at <= _MOST_SPACE:
+                near = rest - self._at <= _MOST_SPACE
+                arrived = self._text[rest : rest + max(map(len, _CLOSE))]
+                if not final and near and any(c.startswith(arrived) and c != arrived for c in _CLOSE):
                     break
                 self._after_call = False
-                if rest - self._at <= _MOST_SPACE and self._text.startswith(_CLOSE, rest):
-                    self._at = rest + len(_CLOSE)
+                closing = next((c for c in _CLOSE if arrived.startswith(c)), "")
+                if near and closing:
+                    self._at = rest + len(closing)
                 continue
             value = self._value
             if value is None:
@@ -220,26 +233,31 @@ class ToolCallParser:
                 self._value = value
                 if value is None:
                     break
-                self._brackets.begin(value.start)
-                self._brackets.scan(self._text[self._brackets.scanned - self._position :])
+                self._begin(value)
             if not final and self._is_open(value):
                 break
-            end = self._brackets.end(value.start)
-            limit = value.start + LONGEST_CALL
-            calls = None if end is None or end > limit else self._calls(value, end)
-            if (end is None or end > limit) and self._brackets.scanned > limit:
-                self._take_text(limit - self._position - self._at, made)
-            elif end is None or calls is None:
-                self._take_text(value.skipped, made)
+            length, calls = self._read(value) if isinstance(value, _Value) else self._read_written(value)
+            if calls is None:
+                self._take_text(length, made)
             else:
                 made += calls
-                self._at = end - self._position
+                self._at += length
                 self._called = self._after_call = True
             self._value = None
         return _joined(made)
 
-    def _is_open(self, value: _Value) -> bool:
-        """Return whether incomplete JSON may still become a call."""
+    def _begin(self, value: _Value | _Written) -> None:
+        """Scan what has arrived of a value."""
+        if isinstance(value, _Written):
+            value.scan(self._text[value.start - self._position :])
+        else:
+            self._brackets.begin(value.start)
+            self._brackets.scan(self._text[self._brackets.scanned - self._position :])
+
+    def _is_open(self, value: _Value | _Written) -> bool:
+        """Return whether an incomplete value may still become a call."""
+        if isinstance(value, _Written):
+            return value.scanner.end is None and value.scanned < LONGEST_CALL
         brackets = self._brackets
         return brackets.end(value.start) is None and brackets.scanned - value.start <= LONGEST_CALL
 
@@ -259,43 +277,89 @@ class ToolCallParser:
         if len(text) < length:
             self._space.append(taken[len(text) :])
 
-    def _opening(self, final: bool) -> tuple[int, _Value | None]:
-        """Return the index of the next possible call, and its JSON if that has begun."""
-        text = self._text
-        for match in _CANDIDATE.finditer(text, self._at):
-            at = match.start()
-            if text.startswith(_OPEN, at):
-                start = self._after_space(at + len(_OPEN))
-                if start - at - len(_OPEN) > _MOST_SPACE:
-                    continue
-                if start == len(text):
-                    if not final:
-                        return at, None
-                elif text[start] in "{[":
-                    return at, _Value(self._position + start, len(_OPEN), tagged=True)
-                continue
-            squeezed = "".join(text[at : at + _LONGEST_BEGINNING].split())
-            if squeezed.startswith(_BEGINNINGS):
-                return at, _Value(self._position + at, 1, tagged=False)
-            arrived = len(text) - at
-            undecided = arrived < len(_OPEN) and _OPEN.startswith(text[at:])
-            undecided |= arrived < _LONGEST_BEGINNING and any(b.startswith(squeezed) for b in _BEGINNINGS)
-            if undecided and not final:
-                return at, None
-        return len(text), None
+    def _opening(self, final: bool) -> tuple[int, _Value | _Written | None]:
+        """Return the index of the next possible call, and its value if that has begun."""
+        for match in _CANDIDATE.finditer(self._text, self._at):
+            value = self._begun(match.start())
+            if value is _UNDECIDED and not final:
+                return match.start(), None
+            if isinstance(value, (_Value, _Written)):
+                return match.start(), value
+        return len(self._text), None
 
-    def _calls(self, value: _Value, end: int) -> list[ToolCall] | None:
-        """Parse complete JSON; return None if it contains no calls."""
-        if self._brackets.depth(value.start) > MOST_DEPTH:
+    def _begun(self, at: int) -> _Value | _Written | object | None:
+        """Return the value that begins at an index, after a tag or without one; None, or `_UNDECIDED`."""
+        text = self._text
+        arrived = text[at : at + _LONGEST_BEGINNING]
+        tag = next((tag for tag in _OPEN if arrived.startswith(tag)), "")
+        start = self._after_space(at + len(tag)) if tag else at
+        if start - at - len(tag) > _MOST_SPACE:
             return None
+        if start == len(text) or any(tag.startswith(arrived) for tag in _OPEN):
+            return _UNDECIDED
+        written = self._written(start, bool(tag))
+        if written is not None:
+            return written
+        if tag:
+            return _Value(self._position + start, len(tag), tagged=True) if text[start] in "{[" else None
+        squeezed = "".join(arrived.split())
+        if squeezed.startswith(_BEGINNINGS):
+            return _Value(self._position + at, 1, tagged=False)
+        undecided = len(arrived) < _LONGEST_BEGINNING and any(b.startswith(squeezed) for b in _BEGINNINGS)
+        return _UNDECIDED if undecided else None
+
+    def _written(self, start: int, tagged: bool) -> _Written | object | None:
+        """Return the call in elements, or list in Python, that begins at an index; None, or `_UNDECIDED`."""
+        text = self._text
+        elements = text.startswith("<", start)
+        arrived = text[start : start + len(_FUNCTION)]
+        if elements and arrived != _FUNCTION and _FUNCTION.startswith(arrived):
+            return _UNDECIDED
+        found = (_IN_ELEMENTS if elements else _IN_LIST).match(text, start)
+        if found is None:
+            return None
+        name, is_whole = found[1], bool(found[2])
+        if tagged or (elements and self._names is None):
+            known = bool(name) or not is_whole
+        elif is_whole:
+            known = name in (self._names or ())
+        else:
+            known = any(other.startswith(name) for other in self._names or ())
+        if not known or (not is_whole and found.end() < len(text)):
+            return None
+        scanner = ElementScanner(self._types) if elements else PythonScanner()
+        return _Written(self._position + start, scanner, tagged) if is_whole else _UNDECIDED
+
+    def _read(self, value: _Value) -> tuple[int, list[ToolCall] | None]:
+        """Return the number of characters to take, and the calls of the JSON; None if they are text."""
+        end, limit = self._brackets.end(value.start), value.start + LONGEST_CALL
+        if (end is None or end > limit) and self._brackets.scanned > limit:
+            return limit - self._position - self._at, None
+        if end is None or self._brackets.depth(value.start) > MOST_DEPTH:
+            return value.skipped, None
         try:
-            found = _read_json(self._text[value.start - self._position : end - self._position])
+            found = read_json(self._text[value.start - self._position : end - self._position])
         except (ValueError, RecursionError):
-            return None
+            return value.skipped, None
         calls = [_call(one, value.tagged) for one in (found if isinstance(found, list) else [found])]
         read = [call for call in calls if call is not None]
         known = value.tagged or self._names is None or all(call.name in self._names for call in read)
-        return read if read and len(read) == len(calls) and known else None
+        if not read or len(read) < len(calls) or not known:
+            return value.skipped, None
+        return end - self._position - self._at, read
+
+    def _read_written(self, value: _Written) -> tuple[int, list[ToolCall] | None]:
+        """Return the number of characters to take, and the calls in them; None if they are text."""
+        begin, end = value.start - self._position, value.scanner.end
+        if end is None:
+            return begin + value.scanned - self._at, None
+        calls = value.scanner.calls(self._text[begin : begin + end])
+        names = self._names
+        allows_all = value.tagged or names is None  # without names, a list needs a tag to begin
+        if calls is not None and not allows_all and not all(call.name in (names or ()) for call in calls):
+            calls = None
+        read = None if calls is None else [ToolCall(call.name, call.arguments) for call in calls]
+        return begin + end - self._at, read
 
 
 def _joined(parts: list[str | ToolCall]) -> list[str | ToolCall]:
@@ -325,85 +389,36 @@ class _Value(NamedTuple):
     tagged: bool
 
 
-_Parts: TypeAlias = "list[tuple[int, int]]"
+_UNDECIDED = object()
 
 
-class _Brackets:
-    """Pairs of matching brackets in an answer, found in a single pass.
-
-    Whether a quote begins or ends a string depends on where the JSON begins. A text thus has two readings,
-    each with its own brackets: those after an even number of quotes, and those after an odd number. A value
-    that begins at a bracket contains only brackets of the same reading. Whether a quote is escaped does not
-    depend on where the JSON begins.
+@dataclass
+class _Written:
+    """Calls in elements or in Python.
 
     Attributes
     ----------
+    start : int
+        Position of the first character after a tag in the answer.
+    scanner : ElementScanner or PythonScanner
+        Finds their end.
+    tagged : bool
+        Whether a tag precedes them.
     scanned : int
-        Position in the answer up to which pairs are known.
+        Number of characters that the scanner has taken.
     """
 
-    def __init__(self) -> None:
-        self.scanned = 0
-        self._forget()
-
-    def _forget(self) -> None:
-        self._quotes = 0  # modulo 2
-        self._escape = ""  # a trailing backslash
-        # For each open bracket, the entries that end with it: itself and brackets after a backslash, as
-        # (position, 0), and (-1, depth) for each pair inside it. The first list belongs to no bracket.
-        self._open: tuple[list[_Parts], list[_Parts]] = ([[]], [[]])
-        self._pairs: dict[int, tuple[int, int]] = {}  # end and depth of the value at a position
-
-    def begin(self, start: int) -> None:
-        """Register the bracket at which a value begins."""
-        if start >= self.scanned:
-            self.scanned = start
-            self._forget()
-
-    def end(self, start: int) -> int | None:
-        """Return the position after the value that begins at a bracket, or None if it is incomplete."""
-        return self._pairs[start][0] if start in self._pairs else None
-
-    def depth(self, start: int) -> int:
-        """Return the nesting depth of the value that begins at a bracket."""
-        return self._pairs[start][1]
+    start: int
+    scanner: ElementScanner | PythonScanner
+    tagged: bool
+    scanned: int = 0
 
     def scan(self, piece: str) -> None:
-        """Scan the next characters of the answer, which begin at `scanned`."""
-        begin = self.scanned - len(self._escape)
-        text, after = self._escape + piece, 0
-        for match in _STRUCTURE.finditer(text):
-            after = match.end()
-            found = match[0]
-            if found == '"':
-                self._quotes ^= 1
-                continue
-            opened = self._open[self._quotes]
-            if found[0] == "\\":
-                if found[1] in "{[":
-                    opened[-1].append((begin + after - 1, 0))
-            elif found in "{[":
-                opened.append([(begin + match.start(), 0)])
-            else:
-                depth = 1
-                for start, inner in reversed(opened.pop()):
-                    if start < 0:
-                        depth = max(depth, inner + 1)
-                    else:
-                        self._pairs[start] = begin + after, depth
-                if opened:
-                    opened[-1].append((-1, depth))
-                else:
-                    opened.append([])
-        self._escape = "\\" if after < len(text) and text[-1] == "\\" else ""
-        self.scanned += len(piece)
-
-
-def _read_json(text: str) -> Any:
-    """Parse JSON that can be serialized again: without NaN, numbers beyond float64 and lone surrogates."""
-    value = json.loads(text)
-    json.dumps(value, ensure_ascii=False, allow_nan=False).encode("utf-8")
-    return value
+        """Take the next characters, up to the limit of a call."""
+        if self.scanner.end is None:
+            taken = piece[: LONGEST_CALL - self.scanned]
+            self.scanner.scan(taken)
+            self.scanned += len(taken)
 
 
 def _call(value: Any, tagged: bool) -> ToolCall | None:
@@ -414,7 +429,7 @@ def _call(value: Any, tagged: bool) -> ToolCall | None:
     arguments = inner.get("arguments", inner.get("parameters", {} if tagged else None))
     if isinstance(arguments, str):
         try:
-            arguments = _read_json(arguments)
+            arguments = read_json(arguments)
         except (ValueError, RecursionError):
             return None
     if not isinstance(arguments, Mapping):

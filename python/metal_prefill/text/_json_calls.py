@@ -1,0 +1,89 @@
+"""Calls as JSON: matching brackets, and values that can be serialized again."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any, TypeAlias
+
+_STRUCTURE = re.compile(r'\\.|["{}\[\]]', re.DOTALL)
+
+_Parts: TypeAlias = "list[tuple[int, int]]"
+
+
+class Brackets:
+    """Pairs of matching brackets in an answer, found in a single pass.
+
+    Whether a quote begins or ends a string depends on where the JSON begins. A text thus has two readings,
+    each with its own brackets: those after an even number of quotes, and those after an odd number. A value
+    that begins at a bracket contains only brackets of the same reading. Whether a quote is escaped does not
+    depend on where the JSON begins.
+
+    Attributes
+    ----------
+    scanned : int
+        Position in the answer up to which pairs are known.
+    """
+
+    def __init__(self) -> None:
+        self.scanned = 0
+        self._forget()
+
+    def _forget(self) -> None:
+        self._quotes = 0  # modulo 2
+        self._escape = ""  # a trailing backslash
+        # For each open bracket, the entries that end with it: itself and brackets after a backslash, as
+        # (position, 0), and (-1, depth) for each pair inside it. The first list belongs to no bracket.
+        self._open: tuple[list[_Parts], list[_Parts]] = ([[]], [[]])
+        self._pairs: dict[int, tuple[int, int]] = {}  # end and depth of the value at a position
+
+    def begin(self, start: int) -> None:
+        """Register the bracket at which a value begins."""
+        if start >= self.scanned:
+            self.scanned = start
+            self._forget()
+
+    def end(self, start: int) -> int | None:
+        """Return the position after the value that begins at a bracket, or None if it is incomplete."""
+        return self._pairs[start][0] if start in self._pairs else None
+
+    def depth(self, start: int) -> int:
+        """Return the nesting depth of the value that begins at a bracket."""
+        return self._pairs[start][1]
+
+    def scan(self, piece: str) -> None:
+        """Scan the next characters of the answer, which begin at `scanned`."""
+        begin = self.scanned - len(self._escape)
+        text, after = self._escape + piece, 0
+        for match in _STRUCTURE.finditer(text):
+            after = match.end()
+            found = match[0]
+            if found == '"':
+                self._quotes ^= 1
+                continue
+            opened = self._open[self._quotes]
+            if found[0] == "\\":
+                if found[1] in "{[":
+                    opened[-1].append((begin + after - 1, 0))
+            elif found in "{[":
+                opened.append([(begin + match.start(), 0)])
+            else:
+                depth = 1
+                for start, inner in reversed(opened.pop()):
+                    if start < 0:
+                        depth = max(depth, inner + 1)
+                    else:
+                        self._pairs[start] = begin + after, depth
+                if opened:
+                    opened[-1].append((-1, depth))
+                else:
+                    opened.append([])
+        self._escape = "\\" if after < len(text) and text[-1] == "\\" else ""
+        self.scanned += len(piece)
+
+
+def read_json(text: str) -> Any:
+    """Parse JSON that can be serialized again: without NaN, numbers beyond float64 and lone surrogates."""
+    value = json.loads(text)
+    json.dumps(value, ensure_ascii=False, allow_nan=False).encode("utf-8")
+    return value

@@ -1,0 +1,326 @@
+"""Calls that are not JSON: elements, as Qwen3.5 writes them, and Python, as LFM2 does.
+
+The two forms are::
+
+    <function=weather>
+    <parameter=city>
+    Verona
+    </parameter>
+    </function>
+
+    [weather(city="Verona", days=3), clock()]
+
+A scanner finds where such calls end, in a single pass over the pieces of an answer. The text of the calls is
+then parsed once, and nothing in text that is rejected is examined again.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+from metal_prefill.text._json_calls import read_json
+
+MOST_DEPTH = 64  # nesting depth of brackets, which limits how often a character is parsed
+_WORDS = {"True": True, "False": False, "None": None, "true": True, "false": False, "null": None}
+
+
+class WrittenCall(NamedTuple):
+    """Name and arguments of a call."""
+
+    name: str
+    arguments: dict[str, Any]
+
+
+def types_of(tool: Mapping[str, Any]) -> dict[str, frozenset[str]]:
+    """Return the JSON types of a tool's parameters, by name; none where the schema names no type."""
+    parameters = tool.get("function", tool).get("parameters")
+    properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
+    if not isinstance(properties, Mapping):
+        return {}
+    return {str(name): frozenset(_schema_types(schema)) for name, schema in properties.items()}
+
+
+def _schema_types(schema: Any) -> Iterator[str]:
+    if not isinstance(schema, Mapping):
+        return
+    types = schema.get("type")
+    yield from (kind for kind in (types if isinstance(types, list) else [types]) if isinstance(kind, str))
+    for key in ("anyOf", "oneOf"):
+        for part in schema.get(key, ()) if isinstance(schema.get(key), list) else ():
+            yield from _schema_types(part)
+
+
+def _typed(text: str, types: frozenset[str]) -> Any:
+    """Convert the text of a parameter to a value of one of its types, or of any type if these are unknown."""
+    if types == {"string"}:
+        return text
+    try:
+        value = _WORDS[text] if text in _WORDS else read_json(text)
+    except (ValueError, RecursionError):
+        return text
+    kinds = {
+        bool: {"boolean"},
+        int: {"integer", "number"},
+        float: {"number"},
+        list: {"array"},
+        dict: {"object"},
+        type(None): {"null"},
+    }.get(type(value), set())
+    return value if kinds and (not types or kinds & types) else text
+
+
+def _valid(calls: list[WrittenCall]) -> list[WrittenCall] | None:
+    """Return calls that can be written as JSON, which lacks infinity and lone surrogates; None otherwise."""
+    try:
+        json.dumps(calls, ensure_ascii=False, allow_nan=False).encode()
+    except ValueError:
+        return None
+    return calls
+
+
+class ElementScanner:
+    """Finds the end of a call in elements.
+
+    Parameters
+    ----------
+    types
+        JSON types of the parameters of each tool. A value is text, unless these allow another type or are
+        unknown.
+
+    Attributes
+    ----------
+    end : int or None
+        Number of characters of the call; None while it is open.
+    """
+
+    _TAG = re.compile(r"<parameter=[^<>\s]{1,200}>|</parameter>|</function>")
+    _LONGEST_TAG = 212
+    _FUNCTION = re.compile(r"<function=([^<>\s]+)>\s*")
+    _PARAMETER = re.compile(r"<parameter=([^<>\s]{1,200})>\n?(.*?)\n?</parameter>\s*", re.DOTALL)
+
+    def __init__(self, types: Mapping[str, Mapping[str, frozenset[str]]]) -> None:
+        self.end: int | None = None
+        self._types = types
+        self._scanned = 0
+        self._rest = ""  # the last characters, which may begin a tag
+        self._inside = False  # a parameter
+
+    def scan(self, piece: str) -> None:
+        """Take the next characters."""
+        text, after = self._rest + piece, 0
+        begin, self._scanned = self._scanned - len(self._rest), self._scanned + len(piece)
+        for tag in self._TAG.finditer(text):
+            after = tag.end()
+            if tag[0] == "</function>" and not self._inside:
+                self.end = begin + after
+                return
+            self._inside = tag[0] != "</parameter>"
+        last = text.rfind("<", max(after, len(text) - self._LONGEST_TAG))
+        self._rest = text[last:] if last >= 0 else ""
+
+    def calls(self, text: str) -> list[WrittenCall] | None:
+        """Parse complete text; return None if it is not a call."""
+        begin = self._FUNCTION.match(text)
+        if begin is None:
+            return None
+        arguments, at = {}, begin.end()
+        types = self._types.get(begin[1], {})
+        while (parameter := self._PARAMETER.match(text, at)) is not None:
+            arguments[parameter[1]] = _typed(parameter[2], types.get(parameter[1], frozenset()))
+            at = parameter.end()
+        return _valid([WrittenCall(begin[1], arguments)]) if text[at:] == "</function>" else None
+
+
+_OUTSIDE = re.compile(r"[\"'()\[\]{}]")
+_WITHIN = {quote: re.compile(rf"\\|{quote}") for quote in "\"'"}
+_AFTER_STRING = ",:)]}"
+
+
+class PythonScanner:
+    """Finds the end of a list of calls in Python's syntax.
+
+    Templates may write text between quotes as it is. A quote therefore ends a string only if a comma, a colon
+    or a closing bracket follows it.
+
+    Attributes
+    ----------
+    end : int or None
+        Number of characters of the list; None while it is open.
+    """
+
+    def __init__(self) -> None:
+        self.end: int | None = None
+        self._scanned = 0
+        self._depth = 0
+        self._quote = ""  # of the string that is open
+        self._begin = 0  # of that string, after its quote
+        self._escaped = False  # the next character follows a backslash
+        self._last_quote: int | None = None  # position of a quote after which nothing but space has arrived
+        self._strings: dict[int, int] = {}  # first and last position of each string, without quotes
+
+    def scan(self, piece: str) -> None:
+        """Take the next characters."""
+        base, at = self._scanned, 0
+        self._scanned += len(piece)
+        while at < len(piece):
+            if self._escaped:
+                self._escaped = False
+                at += 1
+            elif self._last_quote is not None:
+                if piece[at].isspace():
+                    at += 1
+                    continue
+                if piece[at] in _AFTER_STRING:
+                    self._strings[self._begin] = self._last_quote
+                    self._quote = ""
+                self._last_quote = None
+            elif (found := self._next(piece, at)) is None:
+                return
+            else:
+                at = found.end()
+                self._take(found[0], base + found.start())
+                if self.end is not None:
+                    return
+
+    def _next(self, piece: str, at: int) -> re.Match[str] | None:
+        pattern = _WITHIN[self._quote] if self._quote else _OUTSIDE
+        return pattern.search(piece, at)
+
+    def _take(self, character: str, position: int) -> None:
+        """Take a quote, a bracket, or a backslash in a string."""
+        if self._quote:
+            if character == "\\":
+                self._escaped = True
+            else:
+                self._last_quote = position
+        elif character in "\"'":
+            self._quote, self._begin = character, position + 1
+        else:
+            self._depth += 1 if character in "([{" else -1
+            if self._depth == 0:
+                self.end = position + 1
+
+    def calls(self, text: str) -> list[WrittenCall] | None:
+        """Parse complete text; return None if it is not a list of calls with named arguments."""
+        try:
+            return _valid(_PythonReader(text, self._strings).calls())
+        except ValueError:
+            return None
+
+
+_ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|x([0-9a-fA-F]{2})|(.))", re.DOTALL)
+_ESCAPED = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "\n": "", **{c: c for c in "\\\"'/"}}
+_CLOSING = {"[": "]", "(": ")", "{": "}"}
+
+
+def _unescaped(match: re.Match[str]) -> str:
+    code = match[1] or match[2]
+    return chr(int(code, 16)) if code else _ESCAPED.get(match[3], match[0])
+
+
+class _PythonReader:
+    """Recursive descent over a list of calls; `ValueError` ends it."""
+
+    _SPACE = re.compile(r"\s*")
+    _NAME = re.compile(r"[A-Za-z_][\w.-]*")
+    _NUMBER = re.compile(r"[-+]?[0-9]+(\.[0-9]*)?([eE][-+]?[0-9]+)?")
+
+    def __init__(self, text: str, strings: Mapping[int, int]) -> None:
+        self._text = text
+        self._strings = strings
+        self._at = 0
+
+    def calls(self) -> list[WrittenCall]:
+        self._expect("[")
+        calls: list[WrittenCall] = []
+        while not self._ends("]", first=not calls):
+            name = self._word()
+            self._expect("(")
+            arguments: dict[str, Any] = {}
+            while not self._ends(")", first=not arguments):
+                key = self._word()
+                self._expect("=")
+                if key in arguments:
+                    raise ValueError(f"{key} is repeated")
+                arguments[key] = self._value(1)
+            calls.append(WrittenCall(name, arguments))
+        if self._at != len(self._text) or not calls:
+            raise ValueError("text after the list, or no call")
+        return calls
+
+    def _value(self, depth: int) -> Any:
+        if depth > MOST_DEPTH:
+            raise ValueError("nested too deeply")
+        self._skip_space()
+        character = self._text[self._at : self._at + 1]
+        if character in _CLOSING:
+            return self._sequence(character, depth) if character != "{" else self._mapping(depth)
+        if character in ("'", '"'):
+            return self._string()
+        if (number := self._NUMBER.match(self._text, self._at)) is not None:
+            self._at = number.end()
+            return float(number[0]) if number[1] or number[2] else int(number[0])
+        word = self._word()
+        if word not in _WORDS:
+            raise ValueError(f"{word} is not a value")
+        return _WORDS[word]
+
+    def _sequence(self, opening: str, depth: int) -> list[Any]:
+        self._expect(opening)
+        values: list[Any] = []
+        while not self._ends(_CLOSING[opening], first=not values):
+            values.append(self._value(depth + 1))
+        return values
+
+    def _mapping(self, depth: int) -> dict[str, Any]:
+        self._expect("{")
+        values: dict[str, Any] = {}
+        while not self._ends("}", first=not values):
+            self._skip_space()
+            key = self._string()
+            self._expect(":")
+            values[key] = self._value(depth + 1)
+        return values
+
+    def _string(self) -> str:
+        begin = self._at + 1
+        end = self._strings.get(begin)
+        if end is None:
+            raise ValueError("no string")
+        self._at = end + 1
+        text = _ESCAPE.sub(_unescaped, self._text[begin:end])
+        return text.encode("utf-16", "surrogatepass").decode("utf-16")  # no lone surrogates
+
+    def _word(self) -> str:
+        self._skip_space()
+        word = self._NAME.match(self._text, self._at)
+        if word is None:
+            raise ValueError("no name")
+        self._at = word.end()
+        return word[0]
+
+    def _skip_space(self) -> None:
+        space = self._SPACE.match(self._text, self._at)
+        self._at = self._at if space is None else space.end()
+
+    def _expect(self, character: str) -> None:
+        self._skip_space()
+        if not self._text.startswith(character, self._at):
+            raise ValueError(f"no {character}")
+        self._at += 1
+
+    def _ends(self, closing: str, first: bool) -> bool:
+        """Take the comma before an element, or the closing bracket; return whether it was the bracket."""
+        self._skip_space()
+        if not first and self._text.startswith(",", self._at):
+            self._at += 1
+            self._skip_space()
+        elif not first and not self._text.startswith(closing, self._at):
+            raise ValueError(f"no {closing}")
+        if not self._text.startswith(closing, self._at):
+            return False
+        self._at += 1
+        return True
