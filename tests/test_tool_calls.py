@@ -145,6 +145,7 @@ TEXTS = [
     "[clock(a=" + "[" * 65 + "]" * 65 + ")]",
     "[clock(a='b)] and more",
     "[clock(), 5]",
+    "[clock(), other()]",
     "[clock()",
     "<function=other></function> <function=clock",
     "<tool_call><function=clock> x</function>",
