@@ -23,9 +23,9 @@ name=$1
 shift
 # The longest come first, so that no core is idle at the end. The rest is about Python, or about what sanitizers leave out.
 mapfile -t files < <(printf '%s\n' tests/metal_engine/test_metal_engine.py \
-  tests/test_{session,engine,cpu_kernels,state}.py \
-  tests/test_{speculation,batch,scheduler,q8_cache,concurrency,allocation_faults}.py \
-  tests/test_{recurrent,encoders,embedding}*.py tests/test_{prefix_tree,row_outputs,beams}.py tests/encoder_tasks/test_*.py \
+  tests/test_{session,engine}.py tests/{cpu_kernels,saved_sessions}/test_*.py \
+  tests/test_{speculation,batch,q8_cache,concurrency,allocation_faults}.py tests/scheduler/test_*.py \
+  tests/test_{encoders,embedding,prefix_tree,row_outputs,beams}.py tests/{recurrent,encoder_tasks}/test_*.py \
   tests/metal_engine/test_*.py \
   emulator/tests/test_{language,algorithms,buffer_ends,hazards,metal_objects,metal_validation,objective_c}.py |
   awk '!seen[$0]++')
