@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-from gguf import MODEL_ARCH_NAMES, GGUFReader, get_tensor_name_map, quants
+from gguf import MODEL_ARCH_NAMES, GGUFReader, get_tensor_name_map
 from support import comparison, model_folders
-from support.model_folders import CONTEXT, DIM, FFN, HEADS, LAYERS, Folder, with_head
+from support.model_folders import CONTEXT, DIM, FFN, HEADS, LAYERS, Folder, read, with_head
 from tokenizers import Tokenizer as HubTokenizer
 from tokenizers import models, normalizers
 
-from metal_prefill import GGUFError, Model, UnsupportedModelError
+from metal_prefill import GGUFError, Model
 from metal_prefill._commands.convert import TYPES
 from metal_prefill.cli import main
 from metal_prefill.conversion import TENSOR_TYPES, _local_file, convert
@@ -49,16 +47,6 @@ def bert(tmp_path: Path) -> Folder:
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("METAL_PREFILL_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache"
-
-
-def read(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the metadata and the dequantized tensors of a file, as the gguf package reads them."""
-    reader = GGUFReader(path)
-    fields = {key: field.contents() for key, field in reader.fields.items()}
-    tensors = {
-        t.name: quants.dequantize(t.data, t.tensor_type).reshape(t.shape[::-1]) for t in reader.tensors
-    }
-    return fields, tensors
 
 
 def test_weights_and_hyperparameters_of_bert_are_written(bert: Folder, tmp_path: Path) -> None:
@@ -389,143 +377,3 @@ def test_published_names_are_mapped_to_those_of_llama_cpp(tmp_path: Path, name: 
     (architecture,) = (a for a, known in MODEL_ARCH_NAMES.items() if known == source.architecture)
     names = get_tensor_name_map(architecture, 2)
     assert {theirs: gguf_name(source, task, names, theirs) for theirs in NAMES[name]} == NAMES[name]
-
-
-def test_an_lfm2_folder_has_convolutions_and_attention(tmp_path: Path) -> None:
-    folder = model_folders.lfm2(tmp_path / "lfm2")
-    fields, tensors = read(path := convert(folder.write(), tmp_path / "m.gguf", tensor_type="Q8_0"))
-    assert fields["lfm2.attention.head_count_kv"] == [0, 2]
-    assert fields["lfm2.feed_forward_length"] == 96
-    assert fields["lfm2.shortconv.l_cache"] == 3
-    assert fields["lfm2.rope.freq_base"] == 1e6
-    kinds = {t.name: t.tensor_type.name for t in GGUFReader(path).tensors}
-    assert kinds["blk.0.shortconv.conv.weight"] == "F32"
-    assert kinds["blk.0.shortconv.in_proj.weight"] == "Q8_0"
-    filters = folder.tensors["model.layers.0.conv.conv.weight"][:, 0]
-    assert np.array_equal(tensors["blk.0.shortconv.conv.weight"], filters)
-
-
-@pytest.mark.parametrize(
-    ("changes", "width"),
-    [
-        ({"block_auto_adjust_ff_dim": False, "intermediate_size": 96}, 96),
-        ({"block_ff_dim": 70, "block_ffn_dim_multiplier": 2.0}, 96),  # before intermediate_size
-        ({"layer_types": None, "full_attn_idxs": [1]}, 96),
-        ({"rope_theta": None, "rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}}, 96),
-    ],
-)
-def test_lfm2_folders_of_other_versions_are_the_same_model(
-    tmp_path: Path, changes: dict[str, Any], width: int
-) -> None:
-    usual = read(convert(model_folders.lfm2(tmp_path / "m").write(), tmp_path / "usual.gguf"))[0]
-    folder = model_folders.lfm2(tmp_path / "other" / "m", **changes)
-    other = read(convert(folder.write(), tmp_path / "other.gguf"))[0]
-    assert other["lfm2.feed_forward_length"] == width
-    assert other == usual
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"conv_bias": True}, r"conv_bias is True; supported: False"),
-        (
-            {"layer_types": ["conv", "other"]},
-            "layer_types must have full_attention or conv for each of the 2",
-        ),
-        ({"layer_types": ["conv"]}, "layer_types must have full_attention or conv for each of the 2 layers"),
-    ],
-)
-def test_features_of_lfm2_that_are_missing_are_refused(
-    tmp_path: Path, changes: dict[str, Any], message: str
-) -> None:
-    folder = model_folders.lfm2(tmp_path / "m", **changes)
-    with pytest.raises(UnsupportedModelError, match=message):
-        convert(folder.write(), tmp_path / "m.gguf")
-
-
-@pytest.mark.parametrize("architecture", ["Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration"])
-def test_a_qwen35_folder_has_delta_rules_and_attention(tmp_path: Path, architecture: str) -> None:
-    folder = model_folders.qwen35(tmp_path / "m", architecture)
-    fields, tensors = read(path := convert(folder.write(), tmp_path / "m.gguf", tensor_type="Q8_0"))
-    expected = {
-        "ssm.conv_kernel": 4,
-        "ssm.state_size": 8,
-        "ssm.group_count": 2,
-        "ssm.time_step_rank": 4,
-        "ssm.inner_size": 24,
-        "full_attention_interval": 2,
-        "rope.dimension_count": 8,
-        "rope.dimension_sections": [2, 1, 1, 0],
-        "rope.freq_base": 1e7,
-    }
-    assert {key: fields[f"qwen35.{key}"] for key in expected} == expected
-    assert fields["tokenizer.ggml.pre"] == "qwen35"
-    kinds = {t.name: t.tensor_type.name for t in GGUFReader(path).tensors}
-    assert kinds["blk.0.ssm_conv1d.weight"] == kinds["blk.0.ssm_a"] == kinds["blk.0.ssm_dt.bias"] == "F32"
-    assert not any(name.startswith(("v.", "mtp")) for name in kinds)
-    given = {name.rpartition("layers.")[2]: values for name, values in folder.tensors.items()}
-    turns = [0, 2, 1, 3]  # value heads 0 and 1 have key head 0 in the folder, and 0 and 2 in the file
-    np.testing.assert_allclose(
-        tensors["blk.0.ssm_a"], -np.exp(given["0.linear_attn.A_log"][turns]), rtol=1e-6
-    )
-    assert np.array_equal(tensors["blk.0.ssm_dt.bias"], given["0.linear_attn.dt_bias"][turns])
-    filters = given["0.linear_attn.conv1d.weight"][:, 0]
-    keys, values = filters[:32], filters[32:].reshape(4, 6, 4)[turns].reshape(24, 4)
-    assert np.array_equal(tensors["blk.0.ssm_conv1d.weight"], np.concatenate([keys, values]))
-    assert np.array_equal(tensors["blk.0.ssm_norm.weight"], given["0.linear_attn.norm.weight"])
-    assert np.array_equal(tensors["blk.1.attn_q_norm.weight"], given["1.self_attn.q_norm.weight"] + 1)
-
-
-def test_layers_of_qwen35_without_a_period_are_listed(tmp_path: Path) -> None:
-    folder = model_folders.qwen35(
-        tmp_path / "m", layer_types=["full_attention", "linear_attention"], num_hidden_layers=2
-    )
-    swapped = {
-        re.sub(r"layers\.(\d)", lambda layer: f"layers.{1 - int(layer[1])}", name): values
-        for name, values in folder.tensors.items()
-    }
-    folder.tensors = swapped
-    fields = read(path := convert(folder.write(), tmp_path / "m.gguf"))[0]
-    assert list(fields["qwen35.attention.recurrent_layers"]) == [False, True]
-    with Model(path, device="cpu") as model:
-        assert model.config.layer_kinds == ("attention", "gated_delta")
-
-
-@pytest.mark.parametrize(
-    ("changes", "error", "message"),
-    [
-        ({"attn_output_gate": False}, UnsupportedModelError, "attn_output_gate is False; supported: True"),
-        (
-            {"layer_types": ["linear_attention"]},
-            UnsupportedModelError,
-            "layer_types must have full_attention or linear_attention for each of the 2 layers",
-        ),
-        ({"linear_num_key_heads": 3}, GGUFError, "time_step_rank 4 is not a multiple of .*group_count 3"),
-        ({"linear_value_head_dim": 7}, GGUFError, r"has shape \(24, 32\), the metadata requires \(28, 32\)"),
-    ],
-)
-def test_folders_of_qwen35_that_contradict_themselves_are_refused(
-    tmp_path: Path, changes: dict[str, Any], error: type[Exception], message: str
-) -> None:
-    folder = model_folders.qwen35(tmp_path / "m", **changes)
-    with pytest.raises(error, match=message):
-        convert(folder.write(), tmp_path / "m.gguf")
-
-
-@pytest.mark.parametrize(
-    ("architecture", "settings"),
-    [("lfm2", {"bos_token_id": 0, "pad_token_id": 0}), ("qwen35", {})],
-)
-def test_logits_of_a_folder_are_those_of_transformers(
-    tmp_path: Path, architecture: str, settings: dict[str, Any]
-) -> None:
-    torch = pytest.importorskip("torch")
-    transformers = pytest.importorskip("transformers")
-    folder = getattr(model_folders, architecture)(tmp_path / "m", tie_word_embeddings=True, **settings)
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder.write()).float().eval()
-    ids = np.array([5, 17, 3, 200, 42, 9, 9, 150], np.int32)
-    with torch.no_grad():
-        expected = theirs(torch.tensor(ids[None].astype(np.int64))).logits[0, -1].numpy()
-    with Model(folder.path, device="cpu", compute="f32", kv_dtype="f32") as model:
-        logits = model.forward_prompt_logits(ids)
-    np.testing.assert_allclose(logits, expected, rtol=0, atol=1e-5 * np.abs(expected).max())

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support import model_folders
+from support import model_folders, recurrent_folders
 from support.minilm_texts import TEXTS, VECTORS
 from support.model_folders import Folder
 
@@ -82,7 +82,7 @@ def test_tokens_of_written_encoders_are_those_of_llama_cpp(tmp_path: Path, name:
             assert ids == expected, text
 
 
-@pytest.mark.parametrize("make", [model_folders.llama, model_folders.lfm2])
+@pytest.mark.parametrize("make", [model_folders.llama, *recurrent_folders.RECORDED.values()])
 def test_logits_of_written_decoders_are_those_of_llama_cpp(
     tmp_path: Path, make: Callable[[Path], Folder]
 ) -> None:

@@ -12,7 +12,7 @@ from random import Random
 from typing import Any
 
 import pytest
-from support import model_folders
+from support import model_folders, recurrent_folders
 from support.fuzzing import TIMEOUT, kept, rounds
 
 from metal_prefill import MetalPrefillError
@@ -20,6 +20,7 @@ from metal_prefill.conversion import convert
 
 pytestmark = pytest.mark.timeout(TIMEOUT)
 
+RECURRENT = ("lfm2", "qwen35", "granite_hybrid", "mamba2", "falcon_h1")
 SETTINGS = ("config.json", "tokenizer.json", "tokenizer_config.json", "modules.json", "1_Pooling/config.json")
 VALUES: list[Any] = [
     *(None, True, False, 0, 1, -1, 3, 2**31, 2**70, 1.5, -0.0, 1e400),
@@ -54,15 +55,13 @@ def damaged(content: bytes, random: Random) -> bytes:
     return bytes(data[: random.randrange(len(data))] if random.random() < 0.2 else data)
 
 
-@pytest.mark.parametrize("kind", ["bert", "xlm-r", "llama", "lfm2", "qwen35"])
+@pytest.mark.parametrize("kind", ["bert", "xlm-r", "llama", *RECURRENT])
 def test_folders_are_converted_or_raise_an_error(tmp_path: Path, kind: str) -> None:
     folder = tmp_path / "m"
     if kind == "llama":
         made = model_folders.llama(folder)
-    elif kind == "lfm2":
-        made = model_folders.lfm2(folder)
-    elif kind == "qwen35":
-        made = model_folders.qwen35(folder)
+    elif kind in RECURRENT:
+        made = getattr(recurrent_folders, kind)(folder)
     elif kind == "bert":
         made = model_folders.bert(folder)
     else:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from gguf import GGUFReader, quants
 from safetensors.numpy import save_file
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers, processors, trainers
 
@@ -72,6 +73,16 @@ class Folder:
             settings = {"in_features": shape[1], "out_features": shape[0], "bias": False}
             self.json(f"{name}/config.json", {**settings, "activation_function": IDENTITY})
             save_file({"linear.weight": values(shape)}, self.path / name / "model.safetensors")
+
+
+def read(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the metadata and the dequantized tensors of a GGUF file, as the gguf package reads them."""
+    reader = GGUFReader(path)
+    fields = {key: field.contents() for key, field in reader.fields.items()}
+    tensors = {
+        t.name: quants.dequantize(t.data, t.tensor_type).reshape(t.shape[::-1]) for t in reader.tensors
+    }
+    return fields, tensors
 
 
 def save_bfloat16(tensors: dict[str, Values], path: Path) -> None:
@@ -217,127 +228,4 @@ def llama(path: Path, architecture: str = "LlamaForCausalLM", **config: Any) -> 
         }
     if architecture.endswith("CausalLM"):
         shapes["lm_head.weight"] = (304, DIM)
-    return Folder(path, settings, {name: values(shape, i) for i, (name, shape) in enumerate(shapes.items())})
-
-
-def lfm2(path: Path, **config: Any) -> Folder:
-    """Make a folder of LFM2: a layer with a short convolution, then one with attention."""
-    path.mkdir(parents=True, exist_ok=True)
-    byte_level_tokenizer(path)
-    kv, taps, width = DIM // 2, 3, 96
-    settings = {
-        "architectures": ["Lfm2ForCausalLM"],
-        "model_type": "lfm2",
-        "hidden_size": DIM,
-        "num_hidden_layers": LAYERS,
-        "intermediate_size": 100,
-        "block_multiple_of": 32,  # two thirds of 100 are 66, which become 96
-        "num_attention_heads": HEADS,
-        "num_key_value_heads": HEADS // 2,
-        "max_position_embeddings": CONTEXT,
-        "norm_eps": 1e-5,
-        "conv_L_cache": taps,
-        "conv_bias": False,
-        "rope_theta": 1000000.0,
-        "vocab_size": 304,
-        "layer_types": ["conv", "full_attention"],
-        **config,
-    }
-    shapes: dict[str, tuple[int, ...]] = {
-        "model.embed_tokens.weight": (304, DIM),
-        "model.embedding_norm.weight": (DIM,),
-        "model.layers.0.conv.conv.weight": (DIM, 1, taps),
-        "model.layers.0.conv.in_proj.weight": (3 * DIM, DIM),
-        "model.layers.0.conv.out_proj.weight": (DIM, DIM),
-        "model.layers.1.self_attn.q_proj.weight": (DIM, DIM),
-        "model.layers.1.self_attn.k_proj.weight": (kv, DIM),
-        "model.layers.1.self_attn.v_proj.weight": (kv, DIM),
-        "model.layers.1.self_attn.out_proj.weight": (DIM, DIM),
-        "model.layers.1.self_attn.q_layernorm.weight": (DIM // HEADS,),
-        "model.layers.1.self_attn.k_layernorm.weight": (DIM // HEADS,),
-    }
-    for layer in range(LAYERS):
-        shapes |= {
-            f"model.layers.{layer}.{name}.weight": shape
-            for name, shape in {
-                "operator_norm": (DIM,),
-                "ffn_norm": (DIM,),
-                "feed_forward.w1": (width, DIM),
-                "feed_forward.w2": (DIM, width),
-                "feed_forward.w3": (width, DIM),
-            }.items()
-        }
-    return Folder(path, settings, {name: values(shape, i) for i, (name, shape) in enumerate(shapes.items())})
-
-
-def qwen35(path: Path, architecture: str = "Qwen3_5ForCausalLM", **config: Any) -> Folder:
-    """Make a folder of Qwen3.5: a layer with a gated delta rule, then one with attention.
-
-    As ``Qwen3_5ForConditionalGeneration`` it has parts for images and for multi-token prediction.
-    """
-    path.mkdir(parents=True, exist_ok=True)
-    byte_level_tokenizer(path, pattern=QWEN35_PATTERN)
-    heads, groups, key_width, width, head_dim = 4, 2, 8, 6, 16
-    channels = 2 * groups * key_width + heads * width
-    text = {
-        "model_type": "qwen3_5_text",
-        "hidden_size": DIM,
-        "num_hidden_layers": LAYERS,
-        "intermediate_size": FFN,
-        "num_attention_heads": HEADS,
-        "num_key_value_heads": HEADS // 2,
-        "head_dim": head_dim,
-        "max_position_embeddings": CONTEXT,
-        "rms_norm_eps": 1e-6,
-        "linear_conv_kernel_dim": 4,
-        "linear_key_head_dim": key_width,
-        "linear_value_head_dim": width,
-        "linear_num_key_heads": groups,
-        "linear_num_value_heads": heads,
-        "layer_types": ["linear_attention", "full_attention"],
-        "rope_parameters": {
-            "rope_type": "default",
-            "rope_theta": 1e7,
-            "partial_rotary_factor": 0.5,
-            "mrope_section": [2, 1, 1],
-        },
-        "vocab_size": 304,
-        **config,
-    }
-    shapes: dict[str, tuple[int, ...]] = {
-        "embed_tokens.weight": (304, DIM),
-        "norm.weight": (DIM,),
-        "layers.0.linear_attn.in_proj_qkv.weight": (channels, DIM),
-        "layers.0.linear_attn.in_proj_z.weight": (heads * width, DIM),
-        "layers.0.linear_attn.in_proj_a.weight": (heads, DIM),
-        "layers.0.linear_attn.in_proj_b.weight": (heads, DIM),
-        "layers.0.linear_attn.conv1d.weight": (channels, 1, 4),
-        "layers.0.linear_attn.A_log": (heads,),
-        "layers.0.linear_attn.dt_bias": (heads,),
-        "layers.0.linear_attn.norm.weight": (width,),
-        "layers.0.linear_attn.out_proj.weight": (DIM, heads * width),
-        "layers.1.self_attn.q_proj.weight": (2 * HEADS * head_dim, DIM),
-        "layers.1.self_attn.k_proj.weight": (HEADS // 2 * head_dim, DIM),
-        "layers.1.self_attn.v_proj.weight": (HEADS // 2 * head_dim, DIM),
-        "layers.1.self_attn.o_proj.weight": (DIM, HEADS * head_dim),
-        "layers.1.self_attn.q_norm.weight": (head_dim,),
-        "layers.1.self_attn.k_norm.weight": (head_dim,),
-    }
-    for layer in range(LAYERS):
-        shapes |= {
-            f"layers.{layer}.{name}.weight": shape
-            for name, shape in {
-                "input_layernorm": (DIM,),
-                "post_attention_layernorm": (DIM,),
-                "mlp.gate_proj": (FFN, DIM),
-                "mlp.up_proj": (FFN, DIM),
-                "mlp.down_proj": (DIM, FFN),
-            }.items()
-        }
-    settings = {"architectures": [architecture], **text}
-    shapes = {f"model.{name}": shape for name, shape in shapes.items()}
-    if architecture.endswith("ConditionalGeneration"):
-        settings = {"architectures": [architecture], "model_type": "qwen3_5", "text_config": text}
-        shapes = {name.replace("model.", "model.language_model."): shape for name, shape in shapes.items()}
-        shapes |= {"model.visual.patch_embed.proj.weight": (DIM, 3, 2, 4, 4), "mtp.norm.weight": (DIM,)}
     return Folder(path, settings, {name: values(shape, i) for i, (name, shape) in enumerate(shapes.items())})

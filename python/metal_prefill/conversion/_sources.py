@@ -11,13 +11,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, TypeAlias
 
-from metal_prefill.conversion import _settings
+from metal_prefill.conversion import _scan_settings, _settings
 from metal_prefill.conversion._fields import Fields
 from metal_prefill.conversion._settings import Values
 from metal_prefill.errors import UnsupportedModelError
 
 Task: TypeAlias = Literal["body", "causal", "sequence", "tokens", "late"]
 Change: TypeAlias = Callable[[Fields, str, Values], Values]
+Shape: TypeAlias = tuple[int, ...]
 
 # Ends of the names of model classes, and what the head after the body is for.
 TASKS: dict[str, Task] = {
@@ -108,10 +109,16 @@ class Source:
         Values of fields that the architecture implies; the first is the default.
     heads : mapping of str to mapping of str to str
         Names in a GGUF file of the tensors of a head, by task.
+    parts : mapping of str to tuple of str
+        Names of the tensors that one tensor of the folder contains, with equal numbers of rows, by its name.
+        All are names of modules within a layer.
     unused : tuple of str
         Patterns of tensors that are left out, unless they belong to a head.
     changes : mapping of str to callable
         Functions of configuration, name in the GGUF file and values that return the values to write, by a
+        pattern of the name.
+    shapes : mapping of str to callable
+        Functions of configuration, name in the GGUF file and shape that return the shape to write, by a
         pattern of the name.
     more : callable
         Function of the configuration that returns more metadata.
@@ -130,8 +137,10 @@ class Source:
     constants: Mapping[str, Any] = field(default_factory=dict)
     accepted: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     heads: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    parts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     unused: tuple[str, ...] = _UNUSED
     changes: Mapping[str, Change] = field(default_factory=dict)
+    shapes: Mapping[str, Callable[[Fields, str, Shape], Shape]] = field(default_factory=dict)
     more: Callable[[Fields], Mapping[str, Any]] = lambda config: {}
     computed: Callable[[Fields], Mapping[str, Values]] = lambda config: {}
     position_offset: bool = False
@@ -189,6 +198,17 @@ _GEMMA3 = replace(
     changes={r".*norm\.weight": _settings.plus_one},
     more=_settings.gemma3,
 )
+# Shapes of the vectors of a state-space layer.
+_SCAN_SHAPES = {
+    r".*\.ssm_[ad]": _scan_settings.columns,
+    r".*\.ssm_norm\.weight": _scan_settings.groups,
+}
+_MAMBA = {
+    "ssm.conv_kernel": _integer("mamba_d_conv", default=4),
+    "ssm.state_size": _integer("mamba_d_state", default=256),
+    "ssm.group_count": _integer("mamba_n_groups", default=1),
+    "ssm.time_step_rank": _integer("mamba_n_heads", default=128),
+}
 
 SOURCES: dict[str, Source] = {
     "Bert": _BERT,
@@ -288,6 +308,68 @@ SOURCES: dict[str, Source] = {
         more=_settings.qwen35,
         text_part="text_config",
     ),
+    "GraniteMoeHybrid": Source(
+        "granitehybrid",
+        added_prefix="model.",
+        keys={
+            **SHAPE,
+            **_MAMBA,
+            "feed_forward_length": _integer("shared_intermediate_size", default=1024),
+            "attention.layer_norm_rms_epsilon": _float("rms_norm_eps", default=1e-6),
+            "rope.freq_base": _float("rope_theta", default=10000.0),
+            "embedding_scale": _float("embedding_multiplier", default=1.0),
+            "residual_scale": _float("residual_multiplier", default=1.0),
+            "logit_scale": _float("logits_scaling", default=1.0),
+            "attention.scale": _float("attention_multiplier", default=1.0),
+        },
+        accepted={"hidden_act": ("silu",), "num_local_experts": (0,), "mamba_proj_bias": (False,)},
+        heads={"causal": {"lm_head": "output"}},
+        parts={
+            "shared_mlp.input_linear": ("mlp.gate_proj", "mlp.up_proj"),
+            "shared_mlp.output_linear": ("mlp.down_proj",),
+        },
+        changes={
+            r"blk\.\d+\.attn_[qk]\.(weight|bias)": _settings.interleaved,
+            r".*\.ssm_a": _settings.rates_of_decay,
+        },
+        shapes=_SCAN_SHAPES,
+        more=_scan_settings.granite_hybrid,
+    ),
+    "Mamba2": Source(
+        "mamba2",
+        added_prefix="backbone.",
+        keys={
+            "embedding_length": _integer("hidden_size"),
+            "block_count": _integer("num_hidden_layers"),
+            "attention.layer_norm_rms_epsilon": _float("layer_norm_epsilon", default=1e-5),
+            "ssm.conv_kernel": _integer("conv_kernel", default=4),
+            "ssm.state_size": _integer("state_size", default=128),
+            "ssm.group_count": _integer("n_groups", default=8),
+            "ssm.time_step_rank": _integer("num_heads", default=128),
+        },
+        constants={"context_length": 1 << 20, "feed_forward_length": 0, "attention.head_count": 0},
+        accepted={"hidden_act": ("silu",), "use_bias": (False,)},
+        heads={"causal": {"lm_head": "output"}},
+        changes={r".*\.ssm_a": _settings.rates_of_decay},
+        shapes=_SCAN_SHAPES,
+        more=_scan_settings.mamba2,
+    ),
+    "FalconH1": Source(
+        "falcon-h1",
+        added_prefix="model.",
+        keys={**SHAPE, **DECODER, **_MAMBA},
+        accepted={
+            "hidden_act": ("silu",),
+            "attention_bias": (False,),
+            "mlp_bias": (False,),
+            "projectors_bias": (False,),
+            "mamba_proj_bias": (False,),
+        },
+        heads={"causal": {"lm_head": "output"}},
+        changes={r".*\.ssm_a": _settings.rates_of_decay, r".*\.weight": _scan_settings.multiplied},
+        shapes=_SCAN_SHAPES,
+        more=_scan_settings.falcon_h1,
+    ),
 }
 
 
@@ -315,6 +397,8 @@ def find_source(config: Fields) -> tuple[Source, Task]:
     source, task = SOURCES[match[1]], TASKS[match[2]]
     if source.architecture == "gemma3" and (match[2] == "TextModel" or _is_bidirectional(config)):
         source = replace(source, architecture="gemma-embedding")
+    if source.architecture == "granitehybrid" and _scan_settings.only_rotated_attention(config):
+        source = replace(source, architecture="granite")
     if source.architecture == "bert" and config.string("position_embedding_type", default="") == "alibi":
         source = SOURCES["JinaBert"]  # whose folders also name the class BertModel
     has_other_parts = match[2] == "ForConditionalGeneration"

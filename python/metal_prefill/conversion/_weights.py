@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -48,6 +48,25 @@ class Weight:
     start: int
     end: int
 
+    def parts(self, names: tuple[str, ...]) -> list[Weight]:
+        """Divide the rows into equal parts, and name these.
+
+        Raises
+        ------
+        GGUFError
+            The parts do not divide the rows.
+        """
+        rows = self.shape[0] if self.shape else 1
+        if rows % len(names):
+            raise GGUFError(
+                f"{self.file}: tensor {self.name} has {rows} rows, which {len(names)} parts do not divide"
+            )
+        shape, size = (rows // len(names), *self.shape[1:]), (self.end - self.start) // len(names)
+        return [
+            replace(self, name=name, shape=shape, start=begin, end=begin + size)
+            for name, begin in zip(names, range(self.start, self.end + 1, max(size, 1)), strict=False)
+        ]
+
     def values(self) -> npt.NDArray[np.float32]:
         """Read the tensor as float32."""
         if self.dtype not in _DTYPES:
@@ -80,6 +99,23 @@ def read_weights(folder: Path) -> dict[str, Weight]:
                 raise GGUFError(f"{file}: tensor {weight.name} is also in {weights[weight.name].file.name}")
             weights[weight.name] = weight
     return weights
+
+
+def divided(weights: Mapping[str, Weight], parts: Mapping[str, tuple[str, ...]]) -> Iterator[Weight]:
+    """Yield weights, and instead of one with a name in `parts` its parts; see `Source.parts`.
+
+    Raises
+    ------
+    GGUFError
+        The parts of a tensor do not divide its rows.
+    """
+    for name, weight in weights.items():
+        module, _, suffix = name.rpartition(".")
+        end = next((end for end in parts if module.endswith(f".{end}")), None)
+        if end is None:
+            yield weight
+        else:
+            yield from weight.parts(tuple(f"{module.removesuffix(end)}{own}.{suffix}" for own in parts[end]))
 
 
 def read_module(folder: Path) -> Mapping[str, Weight]:

@@ -24,7 +24,7 @@ from metal_prefill.conversion._prompts import prompt_metadata
 from metal_prefill.conversion._settings import position_offset
 from metal_prefill.conversion._sources import Source, find_source, gguf_name, metadata_of, text_fields
 from metal_prefill.conversion._vocabulary import read_vocabulary
-from metal_prefill.conversion._weights import Weight, read_weights
+from metal_prefill.conversion._weights import Weight, divided, read_weights
 from metal_prefill.errors import GGUFError, UnsupportedModelError
 from metal_prefill.files._architecture import ARCHITECTURES
 from metal_prefill.files._gguf_file import GGUFFile
@@ -120,7 +120,7 @@ def convert(
     weights = read_weights(folder)
     names = gguf.get_tensor_name_map(_architecture(source), metadata["block_count"])
     found: dict[str, Weight] = dict(modules.tensors)
-    for weight in weights.values():
+    for weight in divided(weights, source.parts):
         try:
             role = gguf_name(source, task, names, weight.name)
         except UnsupportedModelError as error:
@@ -191,9 +191,12 @@ def _planned(source: Source, config: Fields, name: str, weight: Weight, chosen: 
     if len(shape) not in (1, 2) or 0 in shape:
         where = f"{weight.file}: tensor {weight.name}"
         raise GGUFError(f"{where} has shape {shape}, expected 1 or 2 dimensions, none of them 0")
+    for pattern, shape_of in source.shapes.items():
+        if re.fullmatch(pattern, name):
+            shape = shape_of(config, name, shape)
     if source.position_offset and name == "position_embd.weight":
         shape = (max(shape[0] - position_offset(config), 1), *shape[1:])
-    exact = len(shape) == 1 or is_filter or name in _EXACT or name.startswith(_EXACT_PREFIXES)
+    exact = len(weight.shape) == 1 or is_filter or name in _EXACT or name.startswith(_EXACT_PREFIXES)
     kind = GGMLQuantizationType["F32" if exact else chosen]
     if shape[-1] % gguf.GGML_QUANT_SIZES[kind][0]:
         kind = GGMLQuantizationType[_FALLBACK]

@@ -1,0 +1,142 @@
+"""Metadata and weights of state-space layers (Mamba-2) that depend on several fields of ``config.json``."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from metal_prefill.conversion._fields import Fields
+from metal_prefill.conversion._settings import Values, rope_scaling
+
+_ATTENTION, _STATE_SPACE = {"attention", "full_attention"}, {"mamba", "linear_attention"}
+# Limits of steps that limit nothing: as JSON has them, and as transformers writes numbers that JSON lacks.
+_NO_LIMITS = ([0.0, math.inf], [0.0, {"__float__": "Infinity"}])
+
+
+def columns(config: Fields, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the shape of a vector as a matrix with one column."""
+    return (*shape, 1)
+
+
+def groups(config: Fields, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the shape of the factors of a norm as a matrix with a row for each group of heads."""
+    count = config.integer("mamba_n_groups", "n_groups", default=8 if config.has("state_size") else 1)
+    if len(shape) != 1 or shape[0] % count:
+        raise config.error(f"{name} has shape {shape}, which {count} groups do not divide")
+    return (count, shape[0] // count)
+
+
+def _check_steps(config: Fields) -> None:
+    """Refuse limits of the steps."""
+    limits = config.sequence("time_step_limit")
+    if limits and limits not in _NO_LIMITS:
+        raise config.unsupported(f"time_step_limit is {limits}; supported: no limits")
+
+
+def mamba2(config: Fields) -> dict[str, Any]:
+    """Return the width of the layers."""
+    _check_steps(config)
+    inner = config.integer("num_heads", default=128) * config.integer("head_dim", default=64)
+    expanded = config.integer("expand", default=2) * config.integer("hidden_size")
+    if inner != expanded:
+        raise config.error(f"num_heads and head_dim make {inner} values, expand and hidden_size {expanded}")
+    return {"ssm.inner_size": inner}
+
+
+def only_rotated_attention(config: Fields) -> bool:
+    """Return whether every layer of a Granite 4 model has attention, with rotated positions."""
+    kinds = set(_granite_layers(config))
+    return kinds <= _ATTENTION and config.string("position_embedding_type", default="nope") == "rope"
+
+
+def _granite_layers(config: Fields) -> list[Any]:
+    """Return the kind of each layer, under any of the names of versions."""
+    layers = config.integer("num_hidden_layers")
+    kinds = config.sequence("layer_types") or config.sequence("layers_block_type") or ["mamba"] * layers
+    known = all(isinstance(kind, str) and kind in _ATTENTION | _STATE_SPACE for kind in kinds)
+    if len(kinds) != layers or not known:
+        raise config.unsupported(f"layer_types must have attention or mamba for each of the {layers} layers")
+    return kinds
+
+
+def granite_hybrid(config: Fields) -> dict[str, Any]:
+    """Return the layers with attention, the width of the others, and whether positions rotate."""
+    _check_steps(config)
+    heads = config.integer("num_attention_heads")
+    heads = config.integer("num_key_value_heads", default=heads)
+    scaling = rope_scaling(config)
+    rotates = config.string("position_embedding_type", default="nope") == "rope"
+    if "rope.scaling.type" in scaling:
+        raise config.unsupported("the rotation of a granitehybrid model is scaled")
+    return {
+        **scaling,
+        "attention.head_count_kv": [heads if kind in _ATTENTION else 0 for kind in _granite_layers(config)],
+        "rope.scaling.finetuned": rotates,
+        "ssm.inner_size": config.integer("mamba_expand", default=2) * config.integer("hidden_size"),
+    }
+
+
+def falcon_h1(config: Fields) -> dict[str, Any]:
+    """Return the width of the state-space part, and the rotation."""
+    _check_steps(config)
+    if config.boolean("mamba_rms_norm", default=False):
+        config.require("mamba_norm_before_gate", (False,), True)
+    if config.boolean("tie_word_embeddings", default=False):
+        one, other = (config.number(f"{name}_multiplier", default=1.0) for name in ("embedding", "lm_head"))
+        if one != other:
+            raise config.unsupported(
+                f"tie_word_embeddings is True, and embedding_multiplier {one} differs from "
+                f"lm_head_multiplier {other}"
+            )
+    return {"ssm.inner_size": _falcon_inner(config), **rope_scaling(config)}
+
+
+def _falcon_inner(config: Fields) -> int:
+    expanded = config.integer("mamba_expand", default=2) * config.integer("hidden_size")
+    return config.integer("mamba_d_ssm", default=expanded)
+
+
+def multiplied(config: Fields, name: str, values: Values) -> Values:
+    """Return a matrix of falcon-h1 times the factors of its input and of its output."""
+
+    def factor(key: str) -> float:
+        return config.number(f"{key}_multiplier", default=1.0)
+
+    part = name.removesuffix(".weight").rpartition(".")[2]
+    if part == "ssm_in":
+        return values * (factor("ssm_in") * _rows_of_scan(config, len(values)))[:, None]
+    gate, down = _factors(config, "mlp_multipliers", 2)
+    attention_in = factor("attention_in")
+    found = {
+        "token_embd": factor("embedding"),
+        "output": factor("lm_head"),
+        "ffn_gate": gate,
+        "ffn_down": down,
+        "attn_q": attention_in,
+        "attn_k": attention_in * factor("key"),
+        "attn_v": attention_in,
+        "attn_output": factor("attention_out"),
+        "ssm_out": factor("ssm_out"),
+    }.get(part)
+    return values if found is None else values * np.float32(found)
+
+
+def _factors(config: Fields, key: str, count: int) -> list[float]:
+    """Return a list of factors; a missing one has no effect."""
+    found = config.sequence(key) or [1.0] * count
+    numbers = [value for value in found if isinstance(value, (int, float)) and not isinstance(value, bool)]
+    if len(found) != count or len(numbers) != count or not all(map(math.isfinite, numbers)):
+        raise config.error(f"{key} is {found}, must be {count} numbers")
+    return numbers
+
+
+def _rows_of_scan(config: Fields, rows: int) -> Values:
+    """Return the factors of the rows: of gates, values, keys, queries and steps."""
+    inner = _falcon_inner(config)
+    states = config.integer("mamba_n_groups", default=1) * config.integer("mamba_d_state", default=256)
+    counts = [inner, inner, states, states, config.integer("mamba_n_heads", default=128)]
+    if sum(counts) != rows:
+        raise config.error(f"ssm_in has {rows} rows, the configuration requires {sum(counts)}")
+    return np.repeat(np.array(_factors(config, "ssm_multipliers", len(counts)), np.float32), counts)

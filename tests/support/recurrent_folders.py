@@ -1,0 +1,324 @@
+"""Small model folders with recurrent layers, and what transformers computes with them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from support.model_folders import (
+    CONTEXT,
+    DIM,
+    FFN,
+    HEADS,
+    LAYERS,
+    QWEN35_PATTERN,
+    Folder,
+    Values,
+    byte_level_tokenizer,
+    values,
+)
+
+RECORD = Path(__file__).parents[1] / "data" / "transformers_folders.npz"
+IDS = np.random.default_rng(7).integers(2, 300, 37).astype(np.int32)  # a prompt
+ROWS = [0, 1, 7, 36]  # its tokens after which logits are recorded
+
+
+def lfm2(path: Path, **config: Any) -> Folder:
+    """Make a folder of LFM2: a layer with a short convolution, then one with attention."""
+    path.mkdir(parents=True, exist_ok=True)
+    byte_level_tokenizer(path)
+    kv, taps, width = DIM // 2, 3, 96
+    settings = {
+        "architectures": ["Lfm2ForCausalLM"],
+        "model_type": "lfm2",
+        "hidden_size": DIM,
+        "num_hidden_layers": LAYERS,
+        "intermediate_size": 100,
+        "block_multiple_of": 32,  # two thirds of 100 are 66, which become 96
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": HEADS // 2,
+        "max_position_embeddings": CONTEXT,
+        "norm_eps": 1e-5,
+        "conv_L_cache": taps,
+        "conv_bias": False,
+        "rope_theta": 1000000.0,
+        "vocab_size": 304,
+        "layer_types": ["conv", "full_attention"],
+        **config,
+    }
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (304, DIM),
+        "model.embedding_norm.weight": (DIM,),
+        "model.layers.0.conv.conv.weight": (DIM, 1, taps),
+        "model.layers.0.conv.in_proj.weight": (3 * DIM, DIM),
+        "model.layers.0.conv.out_proj.weight": (DIM, DIM),
+        "model.layers.1.self_attn.q_proj.weight": (DIM, DIM),
+        "model.layers.1.self_attn.k_proj.weight": (kv, DIM),
+        "model.layers.1.self_attn.v_proj.weight": (kv, DIM),
+        "model.layers.1.self_attn.out_proj.weight": (DIM, DIM),
+        "model.layers.1.self_attn.q_layernorm.weight": (DIM // HEADS,),
+        "model.layers.1.self_attn.k_layernorm.weight": (DIM // HEADS,),
+    }
+    for layer in range(LAYERS):
+        shapes |= {
+            f"model.layers.{layer}.{name}.weight": shape
+            for name, shape in {
+                "operator_norm": (DIM,),
+                "ffn_norm": (DIM,),
+                "feed_forward.w1": (width, DIM),
+                "feed_forward.w2": (DIM, width),
+                "feed_forward.w3": (width, DIM),
+            }.items()
+        }
+    return Folder(path, settings, {name: values(shape, i) for i, (name, shape) in enumerate(shapes.items())})
+
+
+def qwen35(path: Path, architecture: str = "Qwen3_5ForCausalLM", **config: Any) -> Folder:
+    """Make a folder of Qwen3.5: a layer with a gated delta rule, then one with attention.
+
+    As ``Qwen3_5ForConditionalGeneration`` it has parts for images and for multi-token prediction.
+    """
+    path.mkdir(parents=True, exist_ok=True)
+    byte_level_tokenizer(path, pattern=QWEN35_PATTERN)
+    heads, groups, key_width, width, head_dim = 4, 2, 8, 6, 16
+    channels = 2 * groups * key_width + heads * width
+    text = {
+        "model_type": "qwen3_5_text",
+        "hidden_size": DIM,
+        "num_hidden_layers": LAYERS,
+        "intermediate_size": FFN,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": HEADS // 2,
+        "head_dim": head_dim,
+        "max_position_embeddings": CONTEXT,
+        "rms_norm_eps": 1e-6,
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": key_width,
+        "linear_value_head_dim": width,
+        "linear_num_key_heads": groups,
+        "linear_num_value_heads": heads,
+        "layer_types": ["linear_attention", "full_attention"],
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 1e7,
+            "partial_rotary_factor": 0.5,
+            "mrope_section": [2, 1, 1],
+        },
+        "vocab_size": 304,
+        **config,
+    }
+    shapes: dict[str, tuple[int, ...]] = {
+        "embed_tokens.weight": (304, DIM),
+        "norm.weight": (DIM,),
+        "layers.0.linear_attn.in_proj_qkv.weight": (channels, DIM),
+        "layers.0.linear_attn.in_proj_z.weight": (heads * width, DIM),
+        "layers.0.linear_attn.in_proj_a.weight": (heads, DIM),
+        "layers.0.linear_attn.in_proj_b.weight": (heads, DIM),
+        "layers.0.linear_attn.conv1d.weight": (channels, 1, 4),
+        "layers.0.linear_attn.A_log": (heads,),
+        "layers.0.linear_attn.dt_bias": (heads,),
+        "layers.0.linear_attn.norm.weight": (width,),
+        "layers.0.linear_attn.out_proj.weight": (DIM, heads * width),
+        "layers.1.self_attn.q_proj.weight": (2 * HEADS * head_dim, DIM),
+        "layers.1.self_attn.k_proj.weight": (HEADS // 2 * head_dim, DIM),
+        "layers.1.self_attn.v_proj.weight": (HEADS // 2 * head_dim, DIM),
+        "layers.1.self_attn.o_proj.weight": (DIM, HEADS * head_dim),
+        "layers.1.self_attn.q_norm.weight": (head_dim,),
+        "layers.1.self_attn.k_norm.weight": (head_dim,),
+    }
+    for layer in range(LAYERS):
+        shapes |= {
+            f"layers.{layer}.{name}.weight": shape
+            for name, shape in {
+                "input_layernorm": (DIM,),
+                "post_attention_layernorm": (DIM,),
+                "mlp.gate_proj": (FFN, DIM),
+                "mlp.up_proj": (FFN, DIM),
+                "mlp.down_proj": (DIM, FFN),
+            }.items()
+        }
+    settings = {"architectures": [architecture], **text}
+    shapes = {f"model.{name}": shape for name, shape in shapes.items()}
+    if architecture.endswith("ConditionalGeneration"):
+        settings = {"architectures": [architecture], "model_type": "qwen3_5", "text_config": text}
+        shapes = {name.replace("model.", "model.language_model."): shape for name, shape in shapes.items()}
+        shapes |= {"model.visual.patch_embed.proj.weight": (DIM, 3, 2, 4, 4), "mtp.norm.weight": (DIM,)}
+    return Folder(path, settings, {name: values(shape, i) for i, (name, shape) in enumerate(shapes.items())})
+
+
+def _layers(count: int, shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    return {f"layers.{i}.{name}": shape for i in range(count) for name, shape in shapes.items()}
+
+
+def _scan(heads: int, width: int, state: int, groups: int, name: str) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the tensors of a state-space layer."""
+    inner, channels = heads * width, heads * width + 2 * groups * state
+    return {
+        f"{name}.in_proj.weight": (inner + channels + heads, DIM),
+        f"{name}.conv1d.weight": (channels, 1, 4),
+        f"{name}.conv1d.bias": (channels,),
+        f"{name}.A_log": (heads,),
+        f"{name}.D": (heads,),
+        f"{name}.dt_bias": (heads,),
+        f"{name}.norm.weight": (inner,),
+        f"{name}.out_proj.weight": (DIM, inner),
+    }
+
+
+def _attention(head_dim: int) -> dict[str, tuple[int, ...]]:
+    q, kv = HEADS * head_dim, HEADS // 2 * head_dim
+    return {
+        "self_attn.q_proj.weight": (q, DIM),
+        "self_attn.k_proj.weight": (kv, DIM),
+        "self_attn.v_proj.weight": (kv, DIM),
+        "self_attn.o_proj.weight": (DIM, q),
+    }
+
+
+def _made(path: Path, settings: dict[str, Any], shapes: dict[str, tuple[int, ...]]) -> Folder:
+    path.mkdir(parents=True, exist_ok=True)
+    byte_level_tokenizer(path)
+    settings = {"vocab_size": 304, "hidden_size": DIM, "num_hidden_layers": LAYERS, **settings}
+    return Folder(path, settings, {name: values(shape, i) for i, (name, shape) in enumerate(shapes.items())})
+
+
+def granite_hybrid(path: Path, **config: Any) -> Folder:
+    """Make a folder of Granite 4: a state-space layer, then one with attention.
+
+    Gate and up are one matrix.
+    """
+    settings = {
+        "architectures": ["GraniteMoeHybridForCausalLM"],
+        "model_type": "granitemoehybrid",
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": HEADS // 2,
+        "intermediate_size": FFN,
+        "shared_intermediate_size": FFN,
+        "num_local_experts": 0,
+        "max_position_embeddings": CONTEXT,
+        "rms_norm_eps": 1e-5,
+        "layer_types": ["mamba", "attention"],
+        "position_embedding_type": "nope",
+        "embedding_multiplier": 12.0,
+        "residual_multiplier": 0.25,
+        "logits_scaling": 8.0,
+        "attention_multiplier": 0.3,
+        "mamba_n_heads": 4,
+        "mamba_d_head": 16,
+        "mamba_d_state": 8,
+        "mamba_n_groups": 1,
+        "mamba_d_conv": 4,
+        "mamba_expand": 2,
+        **config,
+    }
+    mixers = [_scan(4, 16, 8, 1, "mamba"), _attention(DIM // HEADS)]
+    if settings["layer_types"] == ["attention", "attention"]:
+        mixers[0] = mixers[1]
+    shapes = {"model.embed_tokens.weight": (304, DIM), "model.norm.weight": (DIM,)}
+    for i, mixer in enumerate(mixers):
+        shapes |= {f"model.layers.{i}.{name}": shape for name, shape in mixer.items()}
+    common = {
+        "input_layernorm.weight": (DIM,),
+        "post_attention_layernorm.weight": (DIM,),
+        "shared_mlp.input_linear.weight": (2 * FFN, DIM),
+        "shared_mlp.output_linear.weight": (DIM, FFN),
+    }
+    shapes |= {f"model.{name}": shape for name, shape in _layers(LAYERS, common).items()}
+    return _made(path, settings, shapes)
+
+
+def mamba2(path: Path, **config: Any) -> Folder:
+    """Make a folder of Mamba-2, with two groups of heads."""
+    settings = {
+        "architectures": ["Mamba2ForCausalLM"],
+        "model_type": "mamba2",
+        "num_heads": 4,
+        "head_dim": 16,
+        "state_size": 8,
+        "n_groups": 2,
+        "conv_kernel": 4,
+        "expand": 2,
+        "layer_norm_epsilon": 1e-5,
+        "time_step_limit": [0.0, float("inf")],
+        **config,
+    }
+    layer = {"norm.weight": (DIM,), **_scan(4, 16, 8, 2, "mixer")}
+    shapes = {"backbone.embeddings.weight": (304, DIM), "backbone.norm_f.weight": (DIM,)}
+    shapes |= {f"backbone.{name}": shape for name, shape in _layers(LAYERS, layer).items()}
+    return _made(path, settings, shapes)
+
+
+def falcon_h1(path: Path, **config: Any) -> Folder:
+    """Make a folder of Falcon-H1, whose layers have attention and a state-space part."""
+    settings = {
+        "architectures": ["FalconH1ForCausalLM"],
+        "model_type": "falcon_h1",
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": HEADS // 2,
+        "head_dim": 16,
+        "intermediate_size": FFN,
+        "max_position_embeddings": CONTEXT,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1e6,
+        "mamba_d_ssm": 48,
+        "mamba_n_heads": 4,
+        "mamba_d_head": 12,
+        "mamba_d_state": 8,
+        "mamba_n_groups": 2,
+        "mamba_d_conv": 4,
+        "mamba_rms_norm": True,
+        "mamba_norm_before_gate": False,
+        "embedding_multiplier": 2.0,
+        "lm_head_multiplier": 0.5,
+        "mlp_multipliers": [0.5, 2.0],
+        "key_multiplier": 0.25,
+        "attention_in_multiplier": 2.0,
+        "attention_out_multiplier": 0.75,
+        "ssm_multipliers": [0.5, 2.0, 4.0, 0.25, 0.125],
+        "ssm_in_multiplier": 0.6,
+        "ssm_out_multiplier": 4.0,
+        **config,
+    }
+    layer = {
+        "input_layernorm.weight": (DIM,),
+        "pre_ff_layernorm.weight": (DIM,),
+        "feed_forward.gate_proj.weight": (FFN, DIM),
+        "feed_forward.up_proj.weight": (FFN, DIM),
+        "feed_forward.down_proj.weight": (DIM, FFN),
+        **_attention(16),
+        **_scan(4, 12, 8, 2, "mamba"),
+    }
+    shapes = {"model.embed_tokens.weight": (304, DIM), "model.final_layernorm.weight": (DIM,)}
+    shapes |= {f"model.{name}": shape for name, shape in _layers(LAYERS, layer).items()}
+    shapes["lm_head.weight"] = (304, DIM)
+    return _made(path, settings, shapes)
+
+
+RECORDED: dict[str, Callable[[Path], Folder]] = {
+    "lfm2": partial(lfm2, tie_word_embeddings=True, bos_token_id=0, pad_token_id=0),
+    "qwen35": partial(qwen35, tie_word_embeddings=True),
+    "granite_hybrid": partial(granite_hybrid, tie_word_embeddings=True),
+    "granite_hybrid, attention with rotation": partial(
+        granite_hybrid,
+        tie_word_embeddings=True,
+        layer_types=["attention", "attention"],
+        position_embedding_type="rope",
+    ),
+    "mamba2": partial(mamba2, tie_word_embeddings=True),
+    "falcon_h1": falcon_h1,
+}
+
+
+def logits_of_transformers(folder: Path) -> Values:
+    """Return the logits of transformers after some tokens of a prompt, ``[len(ROWS), vocab]``."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").float().eval()
+    with torch.no_grad():
+        logits: Values = model(torch.tensor(IDS[None].astype(np.int64))).logits[0, ROWS].numpy()
+    return logits
