@@ -9,7 +9,6 @@ Run it when a folder or a text of `tests/support/task_folders.py` changes::
 
 from __future__ import annotations
 
-import json
 import sys
 import tempfile
 from pathlib import Path
@@ -27,6 +26,7 @@ sys.path.insert(0, str(TESTS))
 
 from support import task_folders  # noqa: E402
 from support.model_folders import CONTEXT  # noqa: E402
+from support.recorded_json import dumps  # noqa: E402
 from support.task_folders import (  # noqa: E402
     CLASSIFIERS,
     DOCUMENTS,
@@ -118,7 +118,7 @@ def main() -> None:
             "labels": {name: labels(write("labels", name, make)) for name, make in TAGGERS.items()},
             "late": {name: late(write("late", name, make)) for name, make in LATE.items()},
         }
-    task_folders.RECORD.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    task_folders.RECORD.write_text(dumps(record) + "\n", encoding="utf-8")
     versions = (transformers.__version__, sentence_transformers.__version__, torch.__version__)
     print("transformers {}, sentence-transformers {}, torch {}".format(*versions))
 

@@ -11,7 +11,6 @@ Run it when a model of the catalogue changes::
 
 from __future__ import annotations
 
-import json
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -29,6 +28,7 @@ TESTS = Path(__file__).parents[1] / "tests"
 sys.path.insert(0, str(TESTS))
 
 from support import choice_task, comparison, small_models  # noqa: E402
+from support.recorded_json import dumps  # noqa: E402
 from support.small_models import SmallModel  # noqa: E402
 
 from metal_prefill.synth import ScanShape  # noqa: E402
@@ -419,7 +419,7 @@ def main() -> None:
             for name, model in (small_models.EMBEDDERS | small_models.CLASSIFIERS).items()
         }
     np.savez_compressed(comparison.TRANSFORMERS_VECTORS, allow_pickle=False, **pooled)
-    choice_task.FILE.write_text(json.dumps(likelihoods(), indent=1) + "\n", encoding="utf-8")
+    choice_task.FILE.write_text(dumps(likelihoods()) + "\n", encoding="utf-8")
     print(f"transformers {transformers.__version__}, torch {torch.__version__}")
 
 
