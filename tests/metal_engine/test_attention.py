@@ -11,7 +11,7 @@ from support.attention_case import Case
 from support.kernel_harness import Run, ceil_div, close, near
 from support.paged import PAGE
 
-from metal_prefill.gpu._cost_model.work import SCORE_BANK_CYCLES
+from metal_prefill.gpu._cost_model.attention import SCORE_BANK_CYCLES
 
 SHAPES: list[dict[str, Any]] = [
     {"heads": (9, 3), "dims": (64, 64)},

@@ -783,7 +783,7 @@ FIGURES = (
         ("tests/bench/test_samples.py",),
     ),
     Mutant(
-        f"{_P}/gpu/_cost_model/work.py",
+        f"{_P}/gpu/_cost_model/products.py",
         'matrices = 2 if "swiglu" in d.kernel else 1',
         "matrices = 1",
         "the cost model counts gate and up as one matrix",
@@ -1048,14 +1048,14 @@ COMMANDS = (
 
 CHECKS = (
     Mutant(
-        f"{_P}/gpu/_kernel_checks.py",
+        f"{_P}/gpu/_kernel_checks/steps.py",
         "row = slice(token * stride, token * stride + dim)",
         "row = slice(token * dim, (token + 1) * dim)",
         "norms of queries and keys are compared with the wrong rows",
         ("tests/metal_engine/test_doctor.py", "-k", "whole_rows"),
     ),
     Mutant(
-        f"{_P}/gpu/_kernel_checks.py",
+        f"{_P}/gpu/_kernel_checks/steps.py",
         'if d.args["has_weight"]:  # else a copy',
         "if True:",
         "a GPU that copies where there is no norm is rejected",

@@ -33,8 +33,9 @@ from math import ceil
 
 from metal_prefill._support.dispatches import Dispatch
 from metal_prefill.gpu._cost_model.chips import CHIPS, Chip, find_chip
+from metal_prefill.gpu._cost_model.operations import Ops, Work
 from metal_prefill.gpu._cost_model.shapes import Shape, plan, shape_of
-from metal_prefill.gpu._cost_model.work import Ops, Work, find_work, work_of
+from metal_prefill.gpu._cost_model.work import find_work, work_of
 
 __all__ = [
     "CHIPS",

@@ -1,0 +1,129 @@
+"""Instructions and bytes of a dispatch, and what dequantizing and loops cost."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from metal_prefill._support.dispatches import Dispatch
+
+SIMD = 32
+
+
+@dataclass(frozen=True)
+class Ops:
+    """Instructions of one simdgroup, by kind; see :class:`metal_prefill.gpu._cost_model.chips.Cycles`."""
+
+    alu: float = 0
+    slow: float = 0
+    exp: float = 0
+    rcp: float = 0
+    rsqrt: float = 0
+    shuffle: float = 0
+    mma: float = 0
+    memory: float = 0
+    matrix_unit: float = 0
+
+    def __add__(self, other: Ops) -> Ops:
+        return Ops(*(a + b for a, b in zip(vars(self).values(), vars(other).values(), strict=True)))
+
+    def __mul__(self, factor: float) -> Ops:
+        return Ops(*(a * factor for a in vars(self).values()))
+
+
+@dataclass(frozen=True)
+class Work:
+    """The work of a dispatch.
+
+    Attributes
+    ----------
+    groups, simdgroups
+        Threadgroups, and simdgroups of each.
+    ops
+        Of one simdgroup.
+    longest
+        Work of the simdgroup that has most, in multiples of the average.
+    trips
+        Times that a simdgroup waits for memory, one after another.
+    local_trips
+        The same for threadgroup memory.
+    covered
+        Whether its products run while it waits.
+    ahead
+        Whether all of its instructions do.
+    dram_bytes
+        Bytes read from or written to memory, each counted once: weights, and data that is not in the last
+        cache.
+    cached_bytes
+        Other bytes, each counted once: activations.
+    fetched_bytes
+        Bytes that the threadgroups read and write, counted for each threadgroup.
+    core_bytes
+        Bytes that the simdgroups move to and from the first-level cache and threadgroup memory.
+    threadgroup_bytes
+        Threadgroup memory of a group.
+    """
+
+    groups: int
+    simdgroups: int
+    ops: Ops
+    trips: float
+    dram_bytes: float
+    cached_bytes: float
+    fetched_bytes: float
+    core_bytes: float
+    threadgroup_bytes: int = 0
+    local_trips: float = 0
+    covered: bool = False
+    ahead: bool = False
+    longest: float = 1.0
+
+
+# By tensor type, for an item of 8 values: bytes that a thread loads, and instructions to dequantize it.
+_ITEMS: dict[str, tuple[float, Ops]] = {
+    "q4_0": (6, Ops(alu=25, slow=2, memory=3)),  # nibbles become halves without conversions
+    "q4_1": (8, Ops(alu=25, slow=2, memory=4)),
+    "q5_0": (10, Ops(alu=36, slow=25, memory=5)),
+    "q5_1": (12, Ops(alu=29, slow=25, memory=6)),
+    "q8_0": (10, Ops(alu=9, slow=12, memory=5)),  # pairs of bytes: blocks begin at even addresses
+    "q4_k": (14.5, Ops(alu=40, slow=12, memory=8)),
+    "q5_k": (22.5, Ops(alu=50, slow=42, memory=12)),
+    "q6_k": (19, Ops(alu=50, slow=38, memory=10)),
+    "f32": (32, Ops(memory=2)),
+    "f16": (16, Ops(memory=2)),
+    "bf16": (16, Ops(slow=8, memory=2)),
+}
+LOOP = Ops(alu=8, slow=2)  # addresses, the comparison and the branch of a loop
+HALF, FLOAT = 2, 4
+BLOCK = 64  # values of an 8x8 block
+
+
+def dispatch_work(
+    d: Dispatch,
+    ops: Ops,
+    trips: float,
+    *,
+    dram: float = 0,
+    cached: float,
+    fetched: float | None = None,
+    core: float | None = None,
+    **others: Any,
+) -> Work:
+    """Return the work of a dispatch; unless given, bytes are fetched once, and moved as often as fetched."""
+    once = dram + cached if fetched is None else fetched
+    return Work(
+        groups=d.groups,
+        simdgroups=d.threads // SIMD,
+        ops=ops,
+        trips=trips,
+        dram_bytes=dram,
+        cached_bytes=cached,
+        fetched_bytes=once,
+        core_bytes=once if core is None else core,
+        **others,
+    )
+
+
+def item_of(kernel: str) -> tuple[float, Ops]:
+    kinds = [kind for kind in _ITEMS if f"_{kind}" in kernel]
+    return _ITEMS[max(kinds, key=len)]

@@ -1,0 +1,183 @@
+"""Rotation and attention."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from metal_prefill import _core
+from metal_prefill._support.dispatches import layout_of
+from metal_prefill.gpu._kernel_checks.captured import (
+    SAMPLED_TOKENS,
+    Captured,
+    Expected,
+    Values,
+    rms_normed,
+    some_of,
+)
+
+_PAGE = _core.shader_constants["PAGE_POSITIONS"]
+_INTERLEAVED = _core.shader_constants["ROPE_INTERLEAVED"]
+_TILE = layout_of("AttentionTile")
+_ROW = layout_of("PassRow")
+_RUN = ("row", "tokens", "position", "pages", "end")  # of a tile: that of its run
+
+
+def _queries(row: Values, args: dict[str, Any]) -> Values:
+    """Return the queries at the beginning of a row of qkv, ``[head][key_dim]``."""
+    heads, step = args["n_heads"], args["query_step"]
+    result: Values = row[: heads * step].reshape(heads, step)[:, : args["key_dim"]]
+    return result
+
+
+def _rotated(d: Captured, args: dict[str, Any], row: Values, position: int) -> tuple[Values, Values, Values]:
+    """Return q, k and v of a row of qkv: with bias, norms of heads and rotation, ``[head][dim]``."""
+    heads, kv, key, value = args["n_heads"], args["n_kv_heads"], args["key_dim"], args["value_dim"]
+    row = row.astype(np.float64)
+    if args["has_bias"]:
+        row = row + d.before(0, np.float32)[: row.size]
+    q = _queries(row, args)
+    k, v = np.split(row[heads * args["query_step"] :], [kv * key])
+    k, v = k.reshape(kv, key), v.reshape(kv, value)
+    if args["has_q_norm"]:
+        q = rms_normed(q, d.before(1, np.float32)[:key].astype(np.float64), args["eps"])
+    if args["has_k_norm"]:
+        k = rms_normed(k, d.before(2, np.float32)[:key].astype(np.float64), args["eps"])
+    n = args["rope_dim"]
+    table = d.before(3, np.float32)[position * n : (position + 1) * n].reshape(n // 2, 2).astype(np.float64)
+    first = np.arange(n // 2)
+    first, second = (2 * first, 2 * first + 1) if args["style"] == _INTERLEAVED else (first, first + n // 2)
+    for head in (q := q.copy(), k := k.copy()):
+        a, b = head[:, first].copy(), head[:, second].copy()
+        head[:, first] = a * table[:, 0] - b * table[:, 1]
+        head[:, second] = a * table[:, 1] + b * table[:, 0]
+    return q, k, v
+
+
+class _Cache:
+    """K or V of a sequence after a dispatch."""
+
+    def __init__(
+        self, d: Captured, binding: int, pages: int, args: dict[str, Any], dim: int, table: int
+    ) -> None:
+        self._values = d.after(binding, np.float16 if "_f16" in d.kernel else np.float32)
+        self._pages = d.before(pages, np.uint32)[table:]
+        self._stride, self._row = args["page_stride"], args["n_kv_heads"] * dim
+        self._shape = (args["n_kv_heads"], dim)
+
+    def at(self, position: int) -> Values:
+        """Return all heads at a position, ``[kv_head][dim]``."""
+        start = int(self._pages[position // _PAGE]) * self._stride + position % _PAGE * self._row
+        return self._values[start : start + self._row].reshape(self._shape)
+
+    def of(self, positions: range) -> Values:
+        """Return all heads at some positions, ``[position][kv_head][dim]``."""
+        return np.array([self.at(p) for p in positions], np.float64)
+
+
+def _seen(position: int, end: int, window: int, both_ways: bool) -> range:
+    """Return the positions that `position` attends to in a sequence of length `end`.
+
+    With causal attention, a window ends at the position; with bidirectional attention, it is centred on it.
+    """
+    if both_ways:
+        side = window // 2 if window else end
+        return range(max(0, position - side), min(end, position + side + 1))
+    return range(max(0, position + 1 - window) if window else 0, position + 1)
+
+
+def rope_append(d: Captured) -> Expected:
+    a = d.args
+    width = a["n_heads"] * a["query_step"] + a["n_kv_heads"] * (a["key_dim"] + a["value_dim"])
+    for token in some_of(d.grid[1], SAMPLED_TOKENS):
+        position, table = (int(d.before(5, _ROW)[name][token]) for name in ("position", "pages"))
+        row = slice(token * width, (token + 1) * width)
+        q, k, v = _rotated(d, a, d.before(4, np.float32)[row], position)
+        if not a["skip_queries"]:
+            yield _queries(d.after(4, np.float32)[row], a).ravel(), q.ravel()
+        yield _Cache(d, 7, 6, a, a["key_dim"], table).at(position).ravel(), k.ravel()
+        yield _Cache(d, 8, 6, a, a["value_dim"], table).at(position).ravel(), v.ravel()
+
+
+def _attend(q: Values, keys: Values, values: Values, a: dict[str, Any], distances: Values) -> Values:
+    group = a["n_heads"] // a["n_kv_heads"]
+    keys, values = keys.repeat(group, 1), values.repeat(group, 1)
+    scores = np.einsum("hd,phd->hp", q, keys) * a["scale"]
+    if a["alibi_heads"]:
+        head, whole = np.arange(a["n_heads"]), a["alibi_heads"]
+        steps = np.where(head < whole, head + 1.0, head - whole + 0.5)
+        scores -= (2.0 ** (-a["max_alibi_bias"] * steps / whole))[:, None] * distances
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    result: Values = np.einsum("hp,phd->hd", weights / weights.sum(-1, keepdims=True), values)
+    return result
+
+
+def _joined(partial: Values, splits: int) -> Values:
+    """Combine the splits of a row, ``[head][split][value_dim + 2]``, which end with maximum and sum."""
+    parts = partial[:, :splits].astype(np.float64)
+    weight = np.exp(parts[..., -2:-1] - parts[..., -2:-1].max(1, keepdims=True))
+    result: Values = (weight * parts[..., :-2]).sum(1) / (weight * parts[..., -1:]).sum(1)
+    return result
+
+
+def _rows_of_tiles(d: Captured, tiles: Values) -> Iterator[tuple[int, int, int, int, int]]:
+    """Yield the first and last row of each run that the tiles contain completely, in `_attention` order."""
+    size, element = int(d.kernel.rsplit("_", 1)[1]), 2 if "_f16" in d.kernel else 4
+    stacked, heads = 8 * _core.prefill_row_blocks(size, element), d.args["n_heads"] // d.args["n_kv_heads"]
+    if d.kernel.startswith("attention_tensor"):
+        stacked = _core.shader_constants["ATTENTION_TENSOR_ROWS"]
+    for row, n, position, table, end in sorted({tuple(int(t[name]) for name in _RUN) for t in tiles}):
+        firsts = tiles["first"][tiles["row"] == row]
+        begin = -(-int(firsts.min()) // heads)
+        whole = min(int(firsts.max()) + stacked, n * heads) // heads
+        for i in sorted({begin, whole - 1}) if begin < whole else ():
+            yield row + i, position + i, table, 1, end
+
+
+def attention(d: Captured) -> Expected:
+    a, fused = d.args, d.kernel.startswith("rope_")
+    prefill = d.kernel.startswith(("attention_prefill", "attention_tensor"))
+    first = 3 if fused else -1  # the bindings of rope come first
+    q_binding, rows_binding, pages, k, v, out = (first + i for i in range(1, 7))
+    head, width = a["key_dim"], a["n_heads"] * a["value_dim"]
+    stride = a["q_stride"]
+    if prefill:
+        wanted = list(_rows_of_tiles(d, d.before(rows_binding, _TILE)[: a["tiles"]]))
+    else:
+        rows = d.before(rows_binding, _ROW)
+        wanted = []
+        for i in some_of(d.grid[2], SAMPLED_TOKENS):
+            position, table, splits = (int(rows[name][i]) for name in ("position", "pages", "splits"))
+            wanted.append((int(i), position, table, splits, position + 1))
+    for token, position, table, splits, end in wanted:
+        row = d.before(q_binding, np.float32)[token * stride : (token + 1) * stride]
+        keys, values = _Cache(d, k, pages, a, head, table), _Cache(d, v, pages, a, a["value_dim"], table)
+        if fused:
+            q, own_key, own_value = _rotated(d, a, row, position)
+            yield keys.at(position).ravel(), own_key.ravel()
+            yield values.at(position).ravel(), own_value.ravel()
+        else:
+            q = _queries(row, a).astype(np.float64)
+        seen = _seen(position, end, a["window"], bool(a.get("both_ways")))
+        distances = np.abs(np.array(seen, np.float64) - position)
+        expected = _attend(q, keys.of(seen), values.of(seen), a, distances)
+        if a["splits"] > 1 and not prefill:
+            shape = (a["n_heads"], a["splits"], a["value_dim"] + 2)
+            size = int(np.prod(shape))
+            partial = d.after(out, np.float32)[token * size : (token + 1) * size].reshape(shape)
+            yield _joined(partial, splits).ravel(), expected.ravel()
+        else:
+            got = d.after(out, np.float16 if prefill else np.float32)[token * width : (token + 1) * width]
+            yield got, expected.ravel()
+
+
+def combine(d: Captured) -> Expected:
+    a = d.args
+    shape = (a["n_heads"], a["splits"], a["value_dim"] + 2)
+    size, width = int(np.prod(shape)), a["n_heads"] * a["value_dim"]
+    for token in some_of(d.grid[1], SAMPLED_TOKENS):
+        partial = d.before(0, np.float32)[token * size : (token + 1) * size].reshape(shape)
+        joined = _joined(partial, int(d.before(1, _ROW)["splits"][token]))
+        yield d.after(2, np.float32)[token * width : (token + 1) * width], joined.ravel()

@@ -1,0 +1,68 @@
+"""A dispatch with the contents of its buffers, and functions that several steps need."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from metal_prefill import _core
+from metal_prefill._support.dispatches import decode_args
+
+Values = npt.NDArray[Any]
+Expected = Iterator[tuple[Values, Values]]  # actual and expected results
+SILU = _core.shader_constants["ACTIVATION_SILU"]
+_GELU_ERF = _core.shader_constants["ACTIVATION_GELU_ERF"]
+SAMPLED_ROWS = 24
+SAMPLED_TOKENS = 3
+
+
+class Captured:
+    """A dispatch with the contents of its buffers."""
+
+    def __init__(self, dispatch: _core.Dispatch) -> None:
+        self.kernel = dispatch.kernel
+        self.args = decode_args(dispatch.args_struct, dispatch.args)
+        self.grid = dispatch.grid
+        self._dispatch = dispatch
+
+    @property
+    def offsets(self) -> list[int]:
+        """Offsets of the stacked matrices, in bytes from the binding."""
+        return [int(n) for n in np.frombuffer(self._dispatch.args, np.uint64, 3)]
+
+    def before(self, binding: int, dtype: Any) -> Values:
+        """Return the contents of a buffer, from its binding on, before the dispatch."""
+        return _as(np.asarray(self._dispatch.before(binding)), dtype)
+
+    def after(self, binding: int, dtype: Any) -> Values:
+        """Return the contents of a buffer, from its binding on, after the dispatch."""
+        return _as(np.asarray(self._dispatch.after(binding)), dtype)
+
+
+def _as(data: npt.NDArray[np.uint8], dtype: Any) -> Values:
+    size = np.dtype(dtype).itemsize
+    values: Values = data[: data.size // size * size].view(dtype)
+    return values
+
+
+def some_of(n: int, most: int) -> npt.NDArray[np.int64]:
+    """Return at most `most` of n indices, including the first and the last."""
+    return np.unique(np.linspace(0, n - 1, min(n, most)).astype(np.int64))
+
+
+def activate(x: Values, activation: int) -> Values:
+    if activation == _GELU_ERF:
+        exact: Values = 0.5 * x * (1.0 + np.array([math.erf(value) for value in x.ravel() / math.sqrt(2.0)]))
+        return exact
+    argument = x if activation == SILU else 1.5957691216057308 * (x + 0.044715 * x**3)
+    result: Values = x / (1.0 + np.exp(-argument))
+    return result
+
+
+def rms_normed(x: Values, weight: Values, eps: float) -> Values:
+    result: Values = x / np.sqrt((x * x).mean(-1, keepdims=True) + eps) * weight
+    return result

@@ -1,0 +1,155 @@
+"""Steps of recurrent layers."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from metal_prefill import _core
+from metal_prefill._support.dispatches import layout_of
+from metal_prefill.gpu._kernel_checks.captured import (
+    SAMPLED_TOKENS,
+    SILU,
+    Captured,
+    Expected,
+    Values,
+    activate,
+    rms_normed,
+    some_of,
+)
+
+_STATE_ROW = layout_of("StateRow")
+_STATE_NONE = _core.shader_constants["STATE_NONE"]
+
+
+def causal_conv(d: Captured) -> Expected:
+    a = d.args
+    channels, taps, stride = a["channels"], a["taps"], a["slot_stride"]
+    filters = d.before(0, np.float32)[: channels * taps].reshape(channels, taps).astype(np.float64)
+    bias = d.before(1, np.float32)[:channels].astype(np.float64) if a["has_bias"] else 0.0
+    given = d.before(2, np.float32)[: a["tokens"] * a["in_stride"]].reshape(-1, a["in_stride"])
+    rows = d.before(3, _STATE_ROW)
+    before, after = d.before(4, np.float32), d.after(4, np.float32)
+    out = d.after(5, np.float16 if d.kernel.endswith("f16") else np.float32)
+
+    def part(row: int, index: int) -> Values:
+        return given[row, index * channels :][:channels].astype(np.float64)
+
+    def inputs(row: Values) -> Values:
+        """Return the inputs of the filter for a row, ``[taps][channels]``."""
+        found = np.zeros((taps, channels))
+        for i in range(taps):
+            token = int(row["token"]) - (taps - 1 - i)
+            if token >= 0:
+                split = int(row["split"])
+                at = int(row["first"]) + token if token < split else int(row["rest"]) + token - split
+                found[i] = part(at, 0) * (part(at, 2) if a["gated"] else 1.0)
+            elif row["before"] != _STATE_NONE:
+                start = int(row["before"]) * stride + (taps - 1 + token) * channels
+                found[i] = before[start : start + channels]
+        return found
+
+    for token in some_of(a["tokens"] - a["first_out"], SAMPLED_TOKENS):
+        row = token + a["first_out"]
+        expected = (inputs(rows[row]) * filters.T).sum(axis=0)
+        expected = part(row, 1) * expected if a["gated"] else activate(expected + bias, SILU)
+        yield out[token * channels : (token + 1) * channels], expected
+    for row in np.flatnonzero(rows["after"][: a["tokens"]] != _STATE_NONE)[-SAMPLED_TOKENS:]:
+        start = int(rows["after"][row]) * stride
+        yield after[start : start + (taps - 1) * channels], inputs(rows[row])[1:].reshape(-1)
+
+
+def _rows_of(first: Any) -> list[int]:
+    """Return the rows of the tokens of a sequence, from the table's row of its first token."""
+    before_split = min(int(first["split"]), int(first["tokens"]))
+    rows = [int(first["first"]) + token for token in range(before_split)]
+    return rows + [int(first["rest"]) + token for token in range(int(first["tokens"]) - before_split)]
+
+
+def _state_before(first: Any, held: Values, stride: int, shape: tuple[int, ...]) -> Values:
+    """Return the state before a sequence's tokens of a pass, from slots that are `stride` numbers apart."""
+    if first["before"] == _STATE_NONE:
+        return np.zeros(shape)
+    start = int(first["before"]) * stride
+    return held[start : start + math.prod(shape)].reshape(shape).astype(np.float64)
+
+
+def scan(d: Captured) -> Expected:
+    a = d.args
+    heads, dim, rows, total = a["heads"], a["dim"], a["rows"], a["tokens"]
+    groups = heads // a["heads_per_group"]
+    rates, bias, skip = (d.before(i, np.float32)[:heads].astype(np.float64) for i in range(3))
+    steps = d.before(3, np.float32)
+    convolved = d.before(4, np.float32)[: total * (heads * dim + 2 * groups * rows)].reshape(total, -1)
+    table = d.before(5, _STATE_ROW)
+    held, after, out = d.before(6, np.float32), d.after(6, np.float32), d.after(7, np.float32)
+    for first in table[total : total + d.grid[1]]:
+        state = _state_before(first, held, a["slot_stride"], (heads, rows, dim))
+        for row in _rows_of(first):
+            x, b, c = np.split(convolved[row].astype(np.float64), [heads * dim, heads * dim + groups * rows])
+            b, c = (np.repeat(part.reshape(groups, rows), heads // groups, axis=0) for part in (b, c))
+            x, start = x.reshape(heads, dim), row * a["row_stride"] + a["dt_column"]
+            step = np.logaddexp(0.0, steps[start : start + heads].astype(np.float64) + bias)
+            state = np.exp(step * rates)[:, None, None] * state + (step[:, None] * b)[:, :, None] * x[:, None]
+            if row >= a["first_out"]:
+                y = (c[:, :, None] * state).sum(axis=1) + skip[:, None] * x
+                yield out[row * heads * dim : (row + 1) * heads * dim], y.reshape(-1)
+            if table["after"][row] != _STATE_NONE:
+                start = int(table["after"][row]) * a["slot_stride"]
+                yield after[start : start + state.size], state.reshape(-1)
+
+
+def scan_norm(d: Captured) -> Expected:
+    a = d.args
+    inner, groups = a["inner"], a["groups"]
+    weight, gates, y = (d.before(i, np.float32).astype(np.float64) for i in range(3))
+    out = d.after(3, np.float16 if d.kernel.endswith("f16") else np.float32)
+    for token in some_of(d.grid[0], SAMPLED_TOKENS):
+        row = token + a["first_out"]
+        gate = gates[row * a["row_stride"] : row * a["row_stride"] + inner]
+        gated = (activate(gate, SILU) * y[row * inner : (row + 1) * inner]).reshape(groups, -1)
+        if a["has_weight"]:
+            gated = gated / np.sqrt((gated**2).mean(axis=-1, keepdims=True) + a["eps"])
+            gated = gated * weight[:inner].reshape(groups, -1)
+        yield out[token * inner : (token + 1) * inner], gated.reshape(-1)
+
+
+def gated_delta(d: Captured) -> Expected:
+    a = d.args
+    heads, groups, keys, width, total = a["heads"], a["groups"], a["key_dim"], a["value_dim"], a["tokens"]
+    decay, bias = (d.before(i, np.float32)[:heads].astype(np.float64) for i in range(2))
+    given, rates, table = d.before(2, np.float32), d.before(3, np.float32), d.before(4, _STATE_ROW)
+    held, after, out = d.before(5, np.float32), d.after(5, np.float32), d.after(6, np.float32)
+    for first in table[total : total + d.grid[2]]:
+        state = _state_before(first, held, a["slot_stride"], (heads, keys, width))
+        rows = _rows_of(first)
+        sampled = [rows[token] for token in some_of(len(rows), SAMPLED_TOKENS)]
+        for row in rows:
+            qkv = given[row * a["in_stride"] :][: 2 * groups * keys + heads * width].astype(np.float64)
+            q, k, v = np.split(qkv, [groups * keys, 2 * groups * keys])
+            q, k = (part.reshape(groups, keys) for part in (q, k))
+            q, k = (part / np.sqrt((part**2).sum(-1, keepdims=True) + 1e-6) for part in (q, k))
+            q, k = (np.tile(part, (heads // groups, 1)) for part in (q / np.sqrt(keys), k))
+            rate = rates[row * a["rate_stride"] :][: 2 * heads].astype(np.float64)
+            state = state * np.exp(decay * np.logaddexp(0.0, rate[:heads] + bias))[:, None, None]
+            error = v.reshape(heads, width) - np.einsum("hk,hkv->hv", k, state)
+            state = state + np.einsum("hk,hv->hkv", k, error / (1.0 + np.exp(-rate[heads:]))[:, None])
+            if row in sampled:
+                found = out[row * heads * width : (row + 1) * heads * width]
+                yield found, np.einsum("hk,hkv->hv", q, state).reshape(-1)
+            if table["after"][row] != _STATE_NONE:
+                start = int(table["after"][row]) * a["slot_stride"]
+                yield after[start : start + state.size], state.reshape(-1)
+
+
+def gated_norm(d: Captured) -> Expected:
+    heads, dim, stride = d.args["heads"], d.args["dim"], d.args["gate_stride"]
+    weight = d.before(0, np.float32)[:dim].astype(np.float64)
+    out = d.after(3, np.float16 if d.kernel.endswith("f16") else np.float32)
+    for token in some_of(d.grid[1], SAMPLED_TOKENS):
+        row = slice(token * heads * dim, (token + 1) * heads * dim)
+        x = d.before(1, np.float32)[row].astype(np.float64).reshape(heads, dim)
+        gate = d.before(2, np.float32)[token * stride :][: heads * dim].astype(np.float64)
+        yield out[row], rms_normed(x, weight, d.args["eps"]).ravel() * activate(gate, SILU)
