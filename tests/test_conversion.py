@@ -43,12 +43,6 @@ def bert(tmp_path: Path) -> Folder:
     return model_folders.bert(tmp_path / "bert")
 
 
-@pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("METAL_PREFILL_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache"
-
-
 def test_weights_and_hyperparameters_of_bert_are_written(bert: Folder, tmp_path: Path) -> None:
     fields, tensors = read(convert(bert.write(), tmp_path / "bert.gguf"))
     source = bert.tensors
@@ -181,16 +175,16 @@ def test_bfloat16_weights_are_unchanged(bert: Folder, tmp_path: Path) -> None:
     )
 
 
-def test_a_llama_folder_can_be_opened(tmp_path: Path, cache: Path) -> None:
+def test_a_llama_folder_can_be_opened(tmp_path: Path, own_cache: Path) -> None:
     folder = model_folders.llama(tmp_path / "llama").write()
     with Model(folder, device="cpu") as model, Model(str(folder), device="cpu") as again:
         assert model.path == again.path
-        assert model.path.parent == cache / "converted"
+        assert model.path.parent == own_cache / "converted"
         ids = model.tokenizer.encode("Our revels now are ended")
         assert ids[0] == model.tokenizer.bos_id == 0
         assert model.tokenizer.eos_id == 1
         assert np.array_equal(model.forward_prompt_logits(ids), again.forward_prompt_logits(ids))
-    assert [path.suffix for path in (cache / "converted").iterdir()] == [".gguf"]
+    assert [path.suffix for path in (own_cache / "converted").iterdir()] == [".gguf"]
 
 
 def test_rotated_pairs_of_llama_are_adjacent(tmp_path: Path) -> None:
@@ -205,7 +199,7 @@ def test_rotated_pairs_of_llama_are_adjacent(tmp_path: Path) -> None:
             assert np.array_equal(tensors[f"blk.0.{ours}.weight"][first : first + 2 * half], source[rows])
 
 
-def test_sentencepiece_vocabularies_match_the_folder(tmp_path: Path, cache: Path) -> None:
+def test_sentencepiece_vocabularies_match_the_folder(tmp_path: Path, own_cache: Path) -> None:
     vocabulary = json.loads(comparison.TOKENS.read_text())["vocabularies"]["llama"]
     tokens, scores = vocabulary["tokens"], vocabulary["scores"]
     normal = {t: i for i, t in enumerate(tokens) if vocabulary["types"][i] == 1}
@@ -243,7 +237,7 @@ def test_sharded_weights_make_the_same_model(tmp_path: Path) -> None:
     assert all(np.array_equal(one[name], other[name]) for name in one)
 
 
-def test_a_changed_folder_is_converted_again(tmp_path: Path, cache: Path) -> None:
+def test_a_changed_folder_is_converted_again(tmp_path: Path, own_cache: Path) -> None:
     folder = model_folders.llama(tmp_path / "m")
     first = local_file(folder.write())
     folder.tensors["model.norm.weight"] = folder.tensors["model.norm.weight"] + 1
@@ -258,7 +252,7 @@ def test_a_changed_folder_is_converted_again(tmp_path: Path, cache: Path) -> Non
 
 
 def test_the_least_recently_used_conversions_are_evicted(
-    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folders = [model_folders.llama(tmp_path / name).write() for name in "abc"]
     size = local_file(folders[0]).stat().st_size
@@ -266,15 +260,15 @@ def test_the_least_recently_used_conversions_are_evicted(
     local_file(folders[1])
     local_file(folders[0])
     local_file(folders[2])
-    assert sorted(path.name[0] for path in (cache / "converted").iterdir()) == ["a", "c"]
+    assert sorted(path.name[0] for path in (own_cache / "converted").iterdir()) == ["a", "c"]
 
 
-def test_a_failed_conversion_leaves_no_file(tmp_path: Path, cache: Path) -> None:
+def test_a_failed_conversion_leaves_no_file(tmp_path: Path, own_cache: Path) -> None:
     folder = model_folders.llama(tmp_path / "m")
     folder.tensors["model.layers.1.mlp.up_proj.weight"][3, 5] = np.nan
     with pytest.raises(GGUFError, match=r"layers\.1\.mlp\.up_proj\.weight contains a value that is"):
         Model(folder.write())
-    assert list((cache / "converted").iterdir()) == []
+    assert list((own_cache / "converted").iterdir()) == []
 
 
 def test_a_vocabulary_in_lines_is_equivalent(tmp_path: Path) -> None:
@@ -300,7 +294,7 @@ def test_the_command_writes_a_file(bert: Folder, tmp_path: Path, capsys: pytest.
 
 
 def test_the_cache_command_lists_and_deletes_conversions(
-    tmp_path: Path, cache: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, own_cache: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = local_file(model_folders.llama(tmp_path / "shakespeare").write())
     assert main(["cache"]) == 0

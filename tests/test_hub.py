@@ -112,8 +112,8 @@ def test_a_model_folder_is_fetched_whole(client: Client, server: Hub, tmp_path: 
     assert server.requests == []
 
 
-def test_a_model_opens_a_repository_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("METAL_PREFILL_CACHE", str(tmp_path / "cache"))
+@pytest.mark.usefixtures("own_cache")
+def test_a_model_opens_a_repository_by_its_name(tmp_path: Path) -> None:
     folder = model_folders.llama(tmp_path / "made").write()
     files = {p.name: p.read_bytes() for p in folder.iterdir()}
     script = (

@@ -21,12 +21,6 @@ from metal_prefill.text._tokenizer import Tokenizer
 pytestmark = pytest.mark.real_model
 
 
-@pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("METAL_PREFILL_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache"
-
-
 def test_tokens_match_its_own_tokenizer(minilm_folder: Path, tmp_path: Path) -> None:
     for name in ("tokenizer.json", "tokenizer_config.json", "config.json"):
         (tmp_path / name).write_bytes((minilm_folder / name).read_bytes())
@@ -38,9 +32,9 @@ def test_tokens_match_its_own_tokenizer(minilm_folder: Path, tmp_path: Path) -> 
         assert ours.frame.text(ours.encode(text, add_bos=False)) == theirs.encode(text).ids, repr(text)
 
 
-def test_the_model_is_converted_once_into_the_cache(minilm_folder: Path, cache: Path) -> None:
+def test_the_model_is_converted_once_into_the_cache(minilm_folder: Path, own_cache: Path) -> None:
     path = local_file("minilm")
-    assert path.parent == cache / "converted"
+    assert path.parent == own_cache / "converted"
     assert path.name.startswith("all-MiniLM-L6-v2-")
     written = path.stat().st_mtime_ns
     assert local_file("minilm") == path
@@ -76,8 +70,8 @@ def test_vectors_match_sentence_transformers(
         assert np.array_equal(made, alone)
 
 
-def test_similar_texts_have_similar_vectors(minilm_folder: Path, cache: Path) -> None:
+def test_similar_texts_have_similar_vectors(minilm_folder: Path, own_cache: Path) -> None:
     with Model("minilm", device="cpu") as model:
-        assert model.path.parent == cache / "converted"
+        assert model.path.parent == own_cache / "converted"
         person, dog, day = model.embed(TEXTS[:3])
     assert person @ dog > 0.6 > person @ day

@@ -26,10 +26,9 @@ resource = pytest.importorskip("resource")  # the limits of a process, which onl
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Name the folder of entries, which each test has for itself."""
-    monkeypatch.setenv("METAL_PREFILL_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache" / "packed"
+def folder(own_cache: Path) -> Path:
+    """Return the folder of entries, which each test has for itself."""
+    return own_cache / "packed"
 
 
 @pytest.fixture(scope="module")

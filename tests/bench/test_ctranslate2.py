@@ -17,10 +17,7 @@ from metal_prefill import bench
 from metal_prefill.bench._engines import Options
 from metal_prefill.bench._peers import ctranslate2 as peer
 
-
-@pytest.fixture(autouse=True)
-def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("METAL_PREFILL_CACHE", str(tmp_path / "cache"))
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 def options_for(path: Path) -> Options:

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from metal_prefill.bench import _model_file
 
 
-def test_the_model_file_is_written_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("METAL_PREFILL_CACHE", str(tmp_path / "cache"))
+def test_the_model_file_is_written_once(own_cache: Path) -> None:
     path = _model_file.smollm_shape()
-    assert path.parent == tmp_path / "cache"
+    assert path.parent == own_cache
     facts = _model_file.read_facts(path)
     assert facts.model_type == "llama 135M Q4_0"
     assert facts.vocab_size == 49152

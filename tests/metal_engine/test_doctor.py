@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,19 +16,12 @@ from metal_prefill._commands import doctor_report
 from metal_prefill._support.cache_folder import cache_folder
 from metal_prefill.gpu import _self_test
 
-pytestmark = pytest.mark.emulator
+pytestmark = [pytest.mark.emulator, pytest.mark.usefixtures("own_cache", "own_device")]
 
 if not _core.has_emulator:
     pytest.skip("needs a build with the Metal emulator", allow_module_level=True)
 
 gpu = _core.emulator
-
-
-@pytest.fixture(autouse=True)
-def own_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("METAL_PREFILL_CACHE", str(tmp_path / "cache"))
-    yield
-    gpu.set_limits(gpu.Limits())
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +30,9 @@ def path(tmp_path: Path) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def unknown_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("METAL_PREFILL_CACHE", str(tmp_path / "cache"))
+def unknown_gpu(own_cache: Path, own_device: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("METAL_PREFILL_CHECK", "1")
     monkeypatch.setenv("METAL_PREFILL_TUNE", "1")
-    yield
-    gpu.set_limits(gpu.Limits())
-    assert gpu.take_violations() == []
 
 
 class Clock:

@@ -34,12 +34,6 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
 
 
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("METAL_PREFILL_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache"
-
-
 def compiled_by_opening(path: Path) -> tuple[int, bytes]:
     """Return how many pipelines opening the model compiles, and the logits of a prompt."""
     before = gpu.counters().compiled_pipelines
@@ -69,21 +63,21 @@ def test_only_shaders_for_the_types_and_heads_of_the_model_are_compiled(path: Pa
     assert "trial.metal" not in kernels
 
 
-def test_nothing_is_compiled_the_second_time(path: Path, folder: Path) -> None:
+def test_nothing_is_compiled_the_second_time(path: Path, own_cache: Path) -> None:
     first = compiled_by_opening(path)
-    (left,) = archives(folder)
+    (left,) = archives(own_cache)
     second = compiled_by_opening(path)
     assert first[0] > 20
     assert second[0] == 0
     assert second[1] == first[1]
-    assert archives(folder) == [left]
-    assert not list(folder.rglob("*.part"))
+    assert archives(own_cache) == [left]
+    assert not list(own_cache.rglob("*.part"))
 
 
 @pytest.mark.parametrize("damage", ["a byte", "half", "nothing left"])
-def test_a_damaged_archive_is_rebuilt(path: Path, folder: Path, damage: str) -> None:
+def test_a_damaged_archive_is_rebuilt(path: Path, own_cache: Path, damage: str) -> None:
     wanted = compiled_by_opening(path)
-    (archive,) = archives(folder)
+    (archive,) = archives(own_cache)
     whole = archive.read_bytes()
     changed = bytearray(whole)
     changed[len(whole) // 2] ^= 1
@@ -91,19 +85,19 @@ def test_a_damaged_archive_is_rebuilt(path: Path, folder: Path, damage: str) -> 
         {"a byte": bytes(changed), "half": whole[: len(whole) // 2], "nothing left": b""}[damage]
     )
     assert compiled_by_opening(path) == wanted
-    assert [found.read_bytes() for found in archives(folder)] == [whole]
+    assert [found.read_bytes() for found in archives(own_cache)] == [whole]
     assert compiled_by_opening(path)[0] == 0
 
 
-def test_an_archive_with_a_wrong_checksum_is_rebuilt(path: Path, folder: Path) -> None:
+def test_an_archive_with_a_wrong_checksum_is_rebuilt(path: Path, own_cache: Path) -> None:
     """The emulator opens it, and finds all pipelines in it: macOS may do that with any bytes."""
     wanted = compiled_by_opening(path)
-    (archive,) = archives(folder)
+    (archive,) = archives(own_cache)
     whole = archive.read_bytes()
     content = b"".join([*whole.splitlines(keepends=True)[:-1], b"something else\n"])
     archive.write_bytes(content + f"{checksum(content)}\n".encode())  # the emulator's own fits
     assert compiled_by_opening(path) == wanted
-    assert [found.read_bytes() for found in archives(folder)] == [whole]
+    assert [found.read_bytes() for found in archives(own_cache)] == [whole]
 
 
 def checksum(content: bytes) -> int:
@@ -114,9 +108,9 @@ def checksum(content: bytes) -> int:
     return value
 
 
-def test_an_archive_that_lacks_a_pipeline_is_rebuilt(path: Path, folder: Path) -> None:
+def test_an_archive_that_lacks_a_pipeline_is_rebuilt(path: Path, own_cache: Path) -> None:
     wanted = compiled_by_opening(path)
-    (archive,) = archives(folder)
+    (archive,) = archives(own_cache)
     whole = archive.read_bytes()
     lines = whole.splitlines(keepends=True)[:-2]  # without the last pipeline, and the emulator's own checksum
     content = b"".join(lines)
@@ -125,11 +119,11 @@ def test_an_archive_that_lacks_a_pipeline_is_rebuilt(path: Path, folder: Path) -
     lacking = archive.with_name(f"{archive.name.split('-')[0]}-{checksum(content):016x}.pipelines")
     lacking.write_bytes(content)
     assert compiled_by_opening(path) == wanted
-    assert [found.read_bytes() for found in archives(folder)] == [whole]
+    assert [found.read_bytes() for found in archives(own_cache)] == [whole]
 
 
 def test_archives_are_specific_to_device_version_and_kernels(
-    path: Path, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    path: Path, own_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other = synth.synthesize(tmp_path / "other.gguf", preset="tiny", layers=2, vocab=320, tensor_type="Q8_0")
     compiled = Counter[str]()
@@ -141,67 +135,67 @@ def test_archives_are_specific_to_device_version_and_kernels(
     monkeypatch.setattr(cache_folder, "version", lambda: "99.0")
     compiled["version"] = compiled_by_opening(path)[0]
     assert all(compiled.values()), compiled
-    assert len(archives(folder)) == len(compiled)
+    assert len(archives(own_cache)) == len(compiled)
     monkeypatch.undo()
-    monkeypatch.setenv("METAL_PREFILL_CACHE", str(folder))
+    monkeypatch.setenv("METAL_PREFILL_CACHE", str(own_cache))
     assert compiled_by_opening(path)[0] == compiled_by_opening(other)[0] == 0
 
 
 def test_the_least_recently_used_archives_are_deleted(
-    path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+    path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of this system and version, and of others."""
     compiled_by_opening(path)
-    (used,) = archives(folder)
-    others = [folder / "pipelines" / name / f"{name}.pipelines" for name in ("older", "newer", "newest")]
+    (used,) = archives(own_cache)
+    others = [own_cache / "pipelines" / name / f"{name}.pipelines" for name in ("older", "newer", "newest")]
     for days, other in zip((30, 20, 10), others, strict=True):
         other.parent.mkdir()
         other.write_bytes(bytes(1000))
         os.utime(other, (time.time() - days * 86400,) * 2)
     os.utime(used, (0, 0))
-    notes = folder / "pipelines" / "older" / "notes.txt"
+    notes = own_cache / "pipelines" / "older" / "notes.txt"
     notes.write_text("not ours")
     os.utime(notes, (0, 0))
     monkeypatch.setattr(cache_folder, "PIPELINE_LIMIT", used.stat().st_size + 1500)
     assert compiled_by_opening(path)[0] == 0  # reading makes it the most recently used one
-    assert archives(folder) == sorted([used, others[2]])
+    assert archives(own_cache) == sorted([used, others[2]])
     assert notes.exists()
     assert not others[1].parent.exists()
 
 
-def test_pipelines_are_compiled_each_time_without_a_writable_folder(path: Path, folder: Path) -> None:
-    folder.write_text("this is a file")
+def test_pipelines_are_compiled_each_time_without_a_writable_folder(path: Path, own_cache: Path) -> None:
+    own_cache.write_text("this is a file")
     first = compiled_by_opening(path)
     assert first[0] > 20
     assert compiled_by_opening(path) == first
-    assert folder.read_text() == "this is a file"
+    assert own_cache.read_text() == "this is a file"
 
 
 def test_shader_validation_neither_reads_nor_writes_archives(
-    path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+    path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MTL_SHADER_VALIDATION", "1")
     assert compiled_by_opening(path)[0] > 20
-    assert archives(folder) == []
+    assert archives(own_cache) == []
     monkeypatch.setenv("MTL_SHADER_VALIDATION", "0")
     compiled_by_opening(path)
     monkeypatch.setenv("MTL_SHADER_VALIDATION", "1")
     assert compiled_by_opening(path)[0] > 20
 
 
-def blocked_archive(path: Path, folder: Path) -> Path:
+def blocked_archive(path: Path, own_cache: Path) -> Path:
     """Delete the archive of a model; return a pipe without a reader in place of the next one's file."""
     compiled_by_opening(path)
-    (archive,) = archives(folder)
+    (archive,) = archives(own_cache)
     archive.unlink()
     pipe = archive.with_name(f"{archive.name.partition('-')[0]}.{os.getpid()}.part")
     os.mkfifo(pipe)
     return pipe
 
 
-def test_opening_does_not_wait_until_the_archive_is_written(path: Path, folder: Path) -> None:
+def test_opening_does_not_wait_until_the_archive_is_written(path: Path, own_cache: Path) -> None:
     """The writer blocks on a pipe without a reader."""
-    pipe = blocked_archive(path, folder)
+    pipe = blocked_archive(path, own_cache)
     models: list[Model] = []
     user = threading.Thread(target=lambda: models.append(Model(path, device="metal")))
     user.start()
@@ -225,8 +219,8 @@ time.sleep(0.5)
 """
 
 
-def test_other_threads_run_while_closing_waits_for_the_archive(path: Path, folder: Path) -> None:
-    pipe = blocked_archive(path, folder)
+def test_other_threads_run_while_closing_waits_for_the_archive(path: Path, own_cache: Path) -> None:
+    pipe = blocked_archive(path, own_cache)
     model = Model(path, device="metal")
     with subprocess.Popen([sys.executable, "-S", "-c", UNBLOCK, str(pipe)], stdin=subprocess.PIPE) as child:
         closing = threading.Thread(target=model.close)

@@ -78,11 +78,8 @@ def test_caches_grow_while_residency_is_requested(path: Path) -> None:
     assert gpu.resident_bytes() == 0
 
 
-def test_models_are_opened_and_closed_while_archives_are_written(
-    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_models_are_opened_and_closed_while_archives_are_written(path: Path, own_cache: Path) -> None:
     """All of them write the same file; the last one to rename it wins."""
-    monkeypatch.setenv("METAL_PREFILL_CACHE", str(tmp_path / "cache"))
     logits: list[bytes] = []
 
     def use() -> None:
@@ -94,7 +91,7 @@ def test_models_are_opened_and_closed_while_archives_are_written(
         assert model.stats()["pipelines_compiled"] == 0
         logits.append(model.forward_prompt_logits(PROMPT).tobytes())
     assert len(set(logits)) == 1
-    assert [file.suffix for file in (tmp_path / "cache").rglob("*") if file.is_file()] == [".pipelines"]
+    assert [file.suffix for file in own_cache.rglob("*") if file.is_file()] == [".pipelines"]
 
 
 def test_a_failed_open_ends_the_thread_that_reads_the_file(tmp_path: Path) -> None:
