@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,12 +14,13 @@ from support.model_folders import CONTEXT, DIM, FFN, HEADS, LAYERS, Folder, read
 from tokenizers import Tokenizer as HubTokenizer
 from tokenizers import models, normalizers
 
-from metal_prefill import GGUFError, Model
+from metal_prefill import GGUFError, Model, UnsupportedModelError
 from metal_prefill._commands.convert import TYPES
 from metal_prefill.cli import main
 from metal_prefill.conversion import TENSOR_TYPES, _local_file, convert
 from metal_prefill.conversion._fields import Fields
 from metal_prefill.conversion._local_file import local_file
+from metal_prefill.conversion._settings import gemma3
 from metal_prefill.conversion._sources import find_source, gguf_name
 
 CLASSES = {
@@ -371,3 +373,28 @@ def test_published_names_are_mapped_to_those_of_llama_cpp(tmp_path: Path, name: 
     (architecture,) = (a for a, known in MODEL_ARCH_NAMES.items() if known == source.architecture)
     names = get_tensor_name_map(architecture, 2)
     assert {theirs: gguf_name(source, task, names, theirs) for theirs in NAMES[name]} == NAMES[name]
+
+
+@pytest.mark.parametrize(
+    ("settings", "pattern"),
+    [
+        ({}, None),
+        ({"layer_types": ["sliding_attention"] * 5 + ["full_attention"] + ["sliding_attention"]}, None),
+        ({"sliding_window_pattern": 2}, 2),
+        (
+            {"layer_types": ["full_attention", "sliding_attention"] + ["full_attention"] * 5},
+            [False, True, False, False, False, False, False],
+        ),
+    ],
+)
+def test_layers_of_gemma3_with_a_window_are_those_of_the_folder(
+    tmp_path: Path, settings: dict[str, Any], pattern: Any
+) -> None:
+    config = Fields(tmp_path, {"num_hidden_layers": 7, "sliding_window": 512, **settings})
+    assert gemma3(config).get("attention.sliding_window_pattern") == pattern
+
+
+def test_unknown_kinds_of_layers_of_gemma3_are_refused(tmp_path: Path) -> None:
+    config = Fields(tmp_path, {"num_hidden_layers": 2, "sliding_window": 512, "layer_types": ["conv"] * 2})
+    with pytest.raises(UnsupportedModelError, match="full_attention or sliding_attention for each of the 2"):
+        gemma3(config)

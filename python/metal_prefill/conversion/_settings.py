@@ -229,8 +229,24 @@ def value_heads_by_turns(config: Fields, name: str, values: Values) -> Values:
     return by_turns(values, width if part == "attn_gate" else 1)
 
 
+def _layers_with_window(config: Fields) -> dict[str, Any]:
+    """Return which layers have a window, unless that is all but every sixth."""
+    layers = config.integer("num_hidden_layers")
+    period = config.integer("sliding_window_pattern", "_sliding_window_pattern", default=6)
+    kinds = config.sequence("layer_types")
+    if not kinds:
+        return {} if period == 6 else {"attention.sliding_window_pattern": period}
+    if len(kinds) != layers or not set(kinds) <= {"full_attention", "sliding_attention"}:
+        raise config.unsupported(
+            f"layer_types must have full_attention or sliding_attention for each of the {layers} layers"
+        )
+    windowed = [kind == "sliding_attention" for kind in kinds]
+    usual = [(i + 1) % 6 != 0 for i in range(layers)]
+    return {} if windowed == usual else {"attention.sliding_window_pattern": windowed}
+
+
 def gemma3(config: Fields) -> dict[str, Any]:
-    """Return the window, the bases of the rotation with and without it, and the scale of q.k."""
+    """Return the window, its layers, the bases of the rotation with and without it, and the scale of q.k."""
     rope = config.object("rope_parameters")
     full, local = rope.object("full_attention"), rope.object("sliding_attention")
     kind = full.string("rope_type", default="default")
@@ -244,6 +260,7 @@ def gemma3(config: Fields) -> dict[str, Any]:
             "rope_theta", default=config.number("rope_local_base_freq", default=10000.0)
         ),
         "attention.sliding_window": config.integer("sliding_window"),
+        **_layers_with_window(config),
     }
     if factor != 1:
         found |= {"rope.scaling.type": "linear", "rope.scaling.factor": factor}

@@ -194,7 +194,11 @@ _GEMMA3 = replace(
     _LLAMA,
     architecture="gemma3",
     keys={**SHAPE, **DECODER, "attention.head_count_kv": _integer("num_key_value_heads")},
-    accepted={"hidden_activation": ("gelu_pytorch_tanh",), "attn_logit_softcapping": (None,)},
+    accepted={
+        "hidden_activation": ("gelu_pytorch_tanh",),
+        "attn_logit_softcapping": (None,),
+        "final_logit_softcapping": (None,),
+    },
     changes={r".*norm\.weight": _settings.plus_one},
     more=_settings.gemma3,
 )
