@@ -31,10 +31,10 @@ class KernelLibrary:
     Parameters
     ----------
     source
-        Text of the source, with local includes in place. Off a Mac it must be that of a file which the test
-        module was built with. None selects the compiled library.
+        Text of the source, with local includes in place. On systems other than macOS it must be the text of a
+        file that the test module was built with. None selects the compiled library.
     compiled
-        Path of that file.
+        Path of the compiled library.
     fast_math, language
         Options of the compiler: Metal's defaults are fast maths, and the newest language.
     """

@@ -8,12 +8,12 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from metal_prefill import Model, serve
-from metal_prefill.serve._relay import Beginning, answers, beginning_of
+from metal_prefill.serve._relay import ResponseStart, answers, prefix_hash
 
 REQUEST = {"method": "POST", "path": "/v1/completions", "query": "", "headers": [("host", "x")]}
 
 
-async def collected(pieces: AsyncIterator[Any]) -> tuple[Beginning, bytes]:
+async def collected(pieces: AsyncIterator[Any]) -> tuple[ResponseStart, bytes]:
     first, rest = None, b""
     async for piece in pieces:
         if first is None:
@@ -28,7 +28,7 @@ def test_whole_and_streamed_answers_are_relayed(cpu_model: Model) -> None:
     app = serve.app(cpu_model)
     body: dict[str, Any] = {"prompt": "ROMEO:\n", "max_tokens": 8, "temperature": 0}
 
-    async def ask(**more: Any) -> tuple[Beginning, bytes]:
+    async def ask(**more: Any) -> tuple[ResponseStart, bytes]:
         return await collected(answers(app, REQUEST, json.dumps({**body, **more}).encode()))
 
     first, content = asyncio.run(ask())
@@ -61,7 +61,7 @@ def test_an_abandoned_answer_ends(cpu_model: Model) -> None:
 
 def test_requests_with_a_common_prefix_have_the_same_routing_key() -> None:
     def word(**form: Any) -> str:
-        return beginning_of(json.dumps(form).encode())
+        return prefix_hash(json.dumps(form).encode())
 
     system = {"role": "system", "content": "Be brief. " * 200}
     one = word(messages=[system, {"role": "user", "content": "a"}])
@@ -73,5 +73,5 @@ def test_requests_with_a_common_prefix_have_the_same_routing_key() -> None:
         word(prompt="a", prompt_cache_key="x") != word(prompt="a") != word(prompt="b", prompt_cache_key="x")
     )
     body = json.dumps({"prompt": "a"}).encode()
-    assert len({beginning_of(body), beginning_of(body, b"one key"), beginning_of(body, b"another")}) == 3
-    assert len({beginning_of(b""), beginning_of(b"[" * 100_000), beginning_of(b"3")}) == 1
+    assert len({prefix_hash(body), prefix_hash(body, b"one key"), prefix_hash(body, b"another")}) == 3
+    assert len({prefix_hash(b""), prefix_hash(b"[" * 100_000), prefix_hash(b"3")}) == 1

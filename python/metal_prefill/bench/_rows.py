@@ -41,7 +41,7 @@ class Row:
         How the engine chose the tokens that were timed: ``"argmax"``, ``"sampled"``, ``"greedy"``,
         ``"lookup"``, see `metal_prefill.bench._cases`; empty where they were given.
     avg_ns, stddev_ns, median_ns : float
-        Of `samples_ns`, the durations in nanoseconds; 0 where there are none, and `note` says why.
+        Of `samples_ns`, the durations in nanoseconds; 0 if there are none, for the reason in `note`.
     avg_ts, stddev_ts, median_ts : float
         Of `samples_ts`, the speeds in tokens per second, of all streams together.
     n_dropped, n_degraded : int

@@ -27,10 +27,10 @@ class Made(NamedTuple):
     Attributes
     ----------
     text : int
-        Its number among those of the request.
+        Index of the text in its request.
     pieces : list of Piece
     ended : bool
-        Whether there is no more; `Stream.finish_reason` and `Stream.error` say why.
+        Whether the text has ended; `Stream.finish_reason` and `Stream.error` have the reason.
     """
 
     text: int
@@ -41,22 +41,22 @@ class Made(NamedTuple):
 class Texts:
     """The streams of one request, and the task that waits for them.
 
-    An asynchronous iterator over what each pass brings. It ends once all texts have ended, and raises only
-    where the engine loop itself failed: the error of a text is its stream's.
+    An asynchronous iterator over the results of each pass. It ends once all texts have ended, and raises an
+    error only if the engine loop itself failed; the error of a text is in its stream.
     """
 
     def __init__(self, streams: Sequence[Stream]) -> None:
-        import asyncio  # who comes here has it: it takes longer to import than most of the package
+        import asyncio  # callers have imported it; it takes longer to import than most of the package
 
         self.streams = list(streams)
         self.cancelled = False
         self._loop = asyncio.get_running_loop()
         self._queue: asyncio.Queue[list[Made] | Exception] = asyncio.Queue()
         self._running = len(self.streams)
-        self._ended: set[int] = set()  # texts of which the engine loop has told that they ended
+        self._ended: set[int] = set()  # texts whose end the engine loop has reported
 
     def cancel(self) -> None:
-        """End all of them before the next pass, and give their memory back."""
+        """End all texts before the next pass, and release their memory."""
         self.cancelled = True
 
     def __aiter__(self) -> Texts:
@@ -123,7 +123,7 @@ class EngineLoop:
         _loops.add(self)
 
     def begin(self) -> None:
-        """Start anew, also in a forked process, which has neither the thread nor those who wait for it."""
+        """Start anew, also in a forked process, which has neither the thread nor the waiting tasks."""
         self._lock = threading.Lock()  # guards what follows
         self._new: list[Texts] = []
         self._new_calls: list[_Call] = []
@@ -141,7 +141,7 @@ class EngineLoop:
                 threading.Thread(target=self._run, name="metal_prefill engine loop", daemon=True).start()
 
     def enter(self, streams: Sequence[Stream]) -> Texts:
-        """Begin streams, from a task that then iterates over what is made of them."""
+        """Begin streams, from a task that then iterates over their results."""
         texts = Texts(streams)
         self._add(texts)
         return texts
@@ -149,7 +149,7 @@ class EngineLoop:
     def submit(self, call: BatchCall | TextCall) -> Future[list[Any]]:
         """Compute tokens of sessions in a pass with the streams; see :meth:`Scheduler.call`.
 
-        The future may be cancelled; then nothing is computed from the next pass on.
+        If the future is cancelled, nothing is computed from the next pass on.
         """
         future: Future[list[Any]] = Future()
         self._add(_Call(call, future))
@@ -159,7 +159,8 @@ class EngineLoop:
     def call_rows(self) -> int:
         """Number of rows that a call to :meth:`submit` should have.
 
-        While streams are writing, it is that of long prompts, so that calls do not delay their tokens more.
+        While streams are writing, it is that of long prompts, so that calls delay their tokens no more than
+        such prompts do.
         """
         pass_rows = self._model.engine.core.pass_rows
         writing = self._writing if self._running else 0
@@ -210,7 +211,7 @@ class EngineLoop:
     ) -> bool:
         """Pass new requests to the scheduler, and cancel those whose callers are gone.
 
-        Returns False, after which the loop has ended, if nothing is left to do.
+        Returns False if nothing is left to do; the loop then ends.
         """
         with self._lock:
             new, self._new = self._new, []

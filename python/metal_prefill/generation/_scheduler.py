@@ -402,8 +402,8 @@ class Scheduler:
     def _note_end(self) -> None:
         """Raise the limit once as many streams ended as it allows.
 
-        Only ends give memory back. A limit that rose sooner would have streams take each other's pages and
-        compute their prompts again, without end.
+        Only the end of a stream releases memory. If the limit rose sooner, streams would take each other's
+        pages and compute their prompts again, without end.
         """
         self._ends += 1
         if self._ends >= self._max_streams:

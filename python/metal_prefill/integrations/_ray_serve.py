@@ -23,12 +23,12 @@ try:
     from metal_prefill.serve._bodies import Bodies
     from metal_prefill.serve._errors import ApiError
     from metal_prefill.serve._keys import prefix_key
-    from metal_prefill.serve._relay import Beginning, answers, beginning_of, broken_answer, described
+    from metal_prefill.serve._relay import ResponseStart, answers, broken_answer, described, prefix_hash
 except ImportError as error:
     needed = "pip install 'metal_prefill[ray,serve]'"
     raise MissingExtraError(f"serving on Ray needs: {needed} ({error})") from error
 
-MOST_BEGINNINGS = 4096  # prompt prefixes that Ray tracks for each replica
+MOST_PREFIXES = 4096  # prompt prefixes that Ray tracks for each replica
 MOST_TRIES = 3  # attempts for a request whose replicas die before they answer
 MOST_REQUESTS = 10_000  # requests in flight at the ingress
 
@@ -40,19 +40,19 @@ class Replica:
         self._app = make_app(Model(None if model is None else resolve_model(model), **options), settings)
         self._name = f"{socket.gethostname()}-{os.getpid()}"
 
-    @ray_serve.multiplexed(max_num_models_per_replica=MOST_BEGINNINGS)  # type: ignore[misc]
-    async def _remember(self, beginning: str) -> str:
+    @ray_serve.multiplexed(max_num_models_per_replica=MOST_PREFIXES)  # type: ignore[misc]
+    async def _remember(self, prefix: str) -> str:
         """Register a prefix with Ray, which then routes requests with the same prefix to this replica."""
-        return beginning
+        return prefix
 
     async def answer(
         self, request: Mapping[str, Any], body: bytes
-    ) -> AsyncGenerator[Beginning | bytes, None]:
+    ) -> AsyncGenerator[ResponseStart | bytes, None]:
         """Answer a request in pieces."""
-        if beginning := ray_serve.get_multiplexed_model_id():
-            await self._remember(beginning)
+        if prefix := ray_serve.get_multiplexed_model_id():
+            await self._remember(prefix)
         async for piece in answers(self._app, request, body):
-            if isinstance(piece, Beginning):
+            if isinstance(piece, ResponseStart):
                 piece = piece._replace(headers=[*piece.headers, ("x-replica", self._name)])
             yield piece
 
@@ -75,7 +75,7 @@ class Ingress:
             return Response(status_code=499)
         options: dict[str, Any] = {"stream": True}
         if request.method == "POST":
-            options["multiplexed_model_id"] = beginning_of(body, prefix_key(self._settings, request.headers))
+            options["multiplexed_model_id"] = prefix_hash(body, prefix_key(self._settings, request.headers))
         failure: Exception | None = None
         for _ in range(MOST_TRIES):
             pieces = self._replicas.options(**options).answer.remote(described(request), body)
@@ -89,7 +89,7 @@ class Ingress:
         return broken_answer(failure).response()
 
 
-def _response(first: Beginning, pieces: AsyncIterator[bytes]) -> Response:
+def _response(first: ResponseStart, pieces: AsyncIterator[bytes]) -> Response:
     # Ray sets these headers itself.
     headers = {n: v for n, v in first.headers if n not in ("content-length", "transfer-encoding")}
     if first.whole:

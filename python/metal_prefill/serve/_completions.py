@@ -84,7 +84,7 @@ class CompletionChoice(Choice):
 
     tokenizer: Tokenizer | None = None  # set if log probabilities are requested
     known: int = 0  # prompt tokens at the start of the text
-    told: int = 0  # tokens whose log probabilities were reported
+    reported: int = 0  # tokens whose log probabilities were reported
     length: int = 0  # characters of their text
     decoder: TokenDecoder | None = None
 
@@ -92,13 +92,13 @@ class CompletionChoice(Choice):
         """Return the event of a pass, if it has anything to report."""
         if not any(piece.text for piece in pieces) and not self.ended and self.tokenizer is None:
             return []
-        return [self._told(pieces)]
+        return [self._choice(pieces)]
 
     def whole(self) -> dict[str, Any]:
         """Return the complete text."""
-        return self._told(self.pieces)
+        return self._choice(self.pieces)
 
-    def _told(self, pieces: Sequence[Piece]) -> dict[str, Any]:
+    def _choice(self, pieces: Sequence[Piece]) -> dict[str, Any]:
         text = "".join(piece.text for piece in pieces)
         logprobs = None if self.tokenizer is None else _logprobs(self.tokenizer, self, pieces)
         return {"index": self.index, "text": text, "logprobs": logprobs, "finish_reason": self.finish_reason}
@@ -111,17 +111,17 @@ def _logprobs(tokenizer: Tokenizer, choice: CompletionChoice, pieces: Sequence[P
     best: list[dict[str, float] | None] = []
 
     def add(token: int) -> None:
-        if choice.told == choice.known:
+        if choice.reported == choice.known:
             choice.length += 0 if choice.decoder is None else len(choice.decoder.flush())
             choice.decoder = tokenizer.decoder()
         elif choice.decoder is None:
             choice.decoder = tokenizer.decoder(whole=True)
         tokens.append(spelling(tokenizer, token)[0])
         offsets.append(choice.length)
-        choice.told += 1
+        choice.reported += 1
         choice.length += len(choice.decoder.step(token))
 
-    if choice.known and choice.told == 0:
+    if choice.known and choice.reported == 0:
         add(int(choice.stream.prompt[0]))  # the first token has no log probability
         values.append(None)
         best.append(None)

@@ -15,11 +15,11 @@ from starlette.types import ASGIApp, Message
 from metal_prefill.serve._errors import ApiError
 from metal_prefill.serve._keys import prefix_namespace
 
-BEGINNING = 256  # characters of a prompt that identify its prefix
+PREFIX_CHARACTERS = 256  # characters of a prompt that identify its prefix
 MOST_MESSAGES = 16  # messages of an answer that may be queued before the application waits
 
 
-class Beginning(NamedTuple):
+class ResponseStart(NamedTuple):
     """The first piece of an answer.
 
     Attributes
@@ -64,7 +64,7 @@ def _scope(request: Mapping[str, Any]) -> dict[str, Any]:
 
 async def answers(
     app: ASGIApp, request: Mapping[str, Any], body: bytes
-) -> AsyncGenerator[Beginning | bytes, None]:
+) -> AsyncGenerator[ResponseStart | bytes, None]:
     """Run an application on a request; yield the start of its answer, then the further pieces.
 
     Closing the generator signals a disconnect to the application.
@@ -100,7 +100,7 @@ async def answers(
             if not begun and start is not None:
                 headers = [(n.decode("latin-1"), v.decode("latin-1")) for n, v in start.get("headers", [])]
                 begun = True
-                yield Beginning(start["status"], headers, message.get("body", b""), not more)
+                yield ResponseStart(start["status"], headers, message.get("body", b""), not more)
             elif message.get("body"):
                 yield message["body"]
             if not more:
@@ -116,7 +116,7 @@ async def answers(
             task.result()
 
 
-def beginning_of(body: bytes, key: bytes = b"") -> str:
+def prefix_hash(body: bytes, key: bytes = b"") -> str:
     """Hash the start of a request's prompt; requests that may share a prefix have equal hashes.
 
     Parameters
@@ -135,10 +135,10 @@ def beginning_of(body: bytes, key: bytes = b"") -> str:
     except (ValueError, TypeError, AttributeError, KeyError, RecursionError):
         text = ""
     if isinstance(text, list):
-        text = text[:BEGINNING]
+        text = text[:PREFIX_CHARACTERS]
     shown = text if isinstance(text, str) else json.dumps(text)
     namespace = prefix_namespace(key, cache_key if isinstance(cache_key, str) else None)
-    shown = namespace + shown[:BEGINNING]
+    shown = namespace + shown[:PREFIX_CHARACTERS]
     return hashlib.blake2b(shown.encode("utf-8", "replace"), digest_size=12).hexdigest()
 
 

@@ -30,7 +30,7 @@ class Entity:
     Attributes
     ----------
     label : str
-        Without the prefix of BIO tags (``B-``, ``I-``), unless the strategy is ``"none"``.
+        Label, without the prefix of BIO tags (``B-``, ``I-``) unless the strategy is ``"none"``.
     score : float
         Probability of the label; the mean over the tokens, or words, of which the entity consists.
     start, end : int
@@ -53,7 +53,7 @@ class SpannedText(NamedTuple):
     ----------
     text : str
     ids : int32 [n]
-        With the tokens that begin and end it.
+        Token ids, including the special tokens at both ends.
     spans : list of TokenSpan
         Tokens of the text alone.
     """
