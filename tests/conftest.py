@@ -76,30 +76,26 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
     return path
 
 
+def real_model(name: str) -> Path:
+    """Return the path of a model that a package contains."""
+    try:
+        path = packaged_model(name)
+    except MissingExtraError as error:
+        fail_or_skip(str(error), "METAL_PREFILL_REQUIRE_MODEL")
+    assert path is not None
+    return path
+
+
 @pytest.fixture(scope="session")
 def smollm2_path() -> Path:
     """Path of a real model, where its package is installed."""
-    try:
-        path = packaged_model("smollm2")
-    except MissingExtraError as error:
-        if os.environ.get("METAL_PREFILL_REQUIRE_MODEL"):
-            pytest.fail(str(error))
-        pytest.skip(str(error))
-    assert path is not None
-    return path
+    return real_model("smollm2")
 
 
 @pytest.fixture(scope="session")
 def minilm_folder() -> Path:
     """Path of a real model folder, where its package is installed."""
-    try:
-        path = packaged_model("minilm")
-    except MissingExtraError as error:
-        if os.environ.get("METAL_PREFILL_REQUIRE_MODEL"):
-            pytest.fail(str(error))
-        pytest.skip(str(error))
-    assert path is not None
-    return path
+    return real_model("minilm")
 
 
 @pytest.fixture(scope="module")

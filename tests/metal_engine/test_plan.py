@@ -12,6 +12,7 @@ import pytest
 from gguf import GGMLQuantizationType
 from metal_kernels import KernelLibrary
 from support import small_models
+from support.cost_tables import with_cores
 from support.small_models import TYPES
 from support.uniform_shape import uniform_shape
 
@@ -27,7 +28,6 @@ from metal_prefill.gpu._cost_model import (
     time_of,
     work_of,
 )
-from metal_prefill.gpu._cost_model.chips import with_cores
 from metal_prefill.gpu._cost_model.shapes import Shape, TensorShape
 
 pytestmark = pytest.mark.emulator

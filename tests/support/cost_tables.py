@@ -24,7 +24,6 @@ from metal_prefill.gpu._cost_model import (
     time_of,
     work_of,
 )
-from metal_prefill.gpu._cost_model.chips import with_cores
 from support import peer_work
 from support.uniform_shape import uniform_shape
 
@@ -90,6 +89,11 @@ def _works(row: dict[str, Any]) -> list[Work]:
     if row["engine"] == "mlx-lm":
         return peer_work.mlx(peer_work.SHAPES[row["model"]], row["tokens"], row["chip"] == "m5")
     return peer_work.original_decode()
+
+
+def with_cores(chip: Chip, cores: int) -> Chip:
+    """Return the variant of a chip that has fewer GPU cores, such as an M1 with seven."""
+    return replace(chip, cores=cores, l2_gbs=chip.l2_gbs * cores / chip.cores)
 
 
 def chip_of(row: dict[str, Any]) -> Chip:

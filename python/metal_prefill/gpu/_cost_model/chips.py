@@ -255,11 +255,6 @@ CHIPS: dict[str, Chip] = {
 }
 
 
-def with_cores(chip: Chip, cores: int) -> Chip:
-    """Return the variant of a chip that has fewer GPU cores, such as an M1 with seven."""
-    return replace(chip, cores=cores, l2_gbs=chip.l2_gbs * cores / chip.cores)
-
-
 def find_chip(name: str) -> Chip:
     """Return a chip by name.
 
