@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from random import Random
+from typing import Any
 
 import pytest
 from support.fuzzing import TIMEOUT, kept, regressions, rounds
@@ -16,7 +17,7 @@ from metal_prefill.text._tool_calls import ToolCall, ToolCallParser, parse_tool_
 
 pytestmark = pytest.mark.timeout(TIMEOUT)
 
-TOOLS = [
+TOOLS: list[dict[str, Any]] = [
     {"name": "clock"},
     {"name": "weather", "parameters": {"properties": {"a": {"type": "integer"}, "b": {"type": "string"}}}},
 ]
