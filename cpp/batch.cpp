@@ -126,7 +126,7 @@ void Batch::begin(Item& item) const {
       throw std::invalid_argument("only texts whose tokens see later ones are expanded");
     if (expansion.tokens < 0 || std::size_t(expansion.tokens) >= tokens.size())
       throw std::invalid_argument("an expansion of " + std::to_string(expansion.tokens) + " tokens leaves " +
-                                  std::to_string(int(tokens.size()) - expansion.tokens) +
+                                  std::to_string(std::int64_t(tokens.size()) - expansion.tokens) +
                                   " of the text: at least one is needed");
   }
   session.check_room(item.start, tokens.size());

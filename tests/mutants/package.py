@@ -452,10 +452,31 @@ TEXT = (
     ),
     Mutant(
         f"{_P}/tasks/_query_expansion.py",
-        "added = max(self.length - len(ids), 0)",
-        "added = max(self.length - len(ids) - 1, 0)",
+        "return max(self.length - tokens, 0)",
+        "return max(self.length - tokens - 1, 0)",
         "an expanded query is too short",
         ("tests/encoder_tasks", "-k", "interaction_match and cpu"),
+    ),
+    Mutant(
+        f"{_P}/tasks/_embedding.py",
+        "check_length(engine, len(prompt) + added, name)",
+        "check_length(engine, len(prompt), name)",
+        "a file that expands queries to billions of tokens exhausts the memory",
+        (f"{_ENCODER_TASKS}/test_late_interaction.py", "-k", "wrong_expansions"),
+    ),
+    Mutant(
+        f"{_P}/tasks/_text_passes.py",
+        "pooling, expansions[first:end], seen",
+        "pooling, expansions[: end - first], seen",
+        "texts of a later pass are expanded as those of the first one",
+        ("tests/fuzz/test_query_expansion.py", "-k", "files"),
+    ),
+    Mutant(
+        "cpp/batch.cpp",
+        "std::size_t(expansion.tokens) >= tokens.size()",
+        "std::size_t(expansion.tokens) > tokens.size()",
+        "an expansion may leave nothing of a text",
+        ("tests/fuzz/test_query_expansion.py", "-k", "calls"),
     ),
     Mutant(
         f"{_P}/tasks/_text_passes.py",

@@ -74,6 +74,8 @@ MODELS: dict[str, tuple[Callable[[Path], model_folders.Folder], tuple[Task, ...]
     "labels": (TAGGERS["bert"], (_label,)),
     "late, unseen": (LATE["unseen"], (_queries, _rank)),
     "late, fixed": (LATE["seen, fixed"], (_queries, _rank)),
+    "late, windows": (LATE["modernbert"], (_queries, _rank)),
+    "ColBERT": (task_folders.stanford, (_queries, _rank)),
 }
 
 

@@ -37,6 +37,8 @@ class Fields:
     @classmethod
     def read(cls, path: Path) -> Fields:
         """Read a file that contains one object."""
+        if not path.is_file():
+            raise GGUFError(f"{path}: is missing")
         with open(path, "rb") as file:
             content = file.read(MAX_JSON + 1)
         if len(content) > MAX_JSON:

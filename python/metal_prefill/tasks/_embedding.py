@@ -153,8 +153,10 @@ def encode_text(
                 f"{name}: {len(prompt)} tokens exceed the {most} of this model's queries; truncate='end' "
                 "removes the rest"
             )
-        prompt, added = expansion.expand(prompt)
-    check_length(engine, len(prompt), name)
+        added = expansion.added(len(prompt))
+    check_length(engine, len(prompt) + added, name)  # before a file's length takes memory
+    if expansion is not None:
+        prompt = expansion.expand(prompt)
     return EncodedText(prompt, cut, added)
 
 

@@ -33,10 +33,14 @@ class QueryExpansion(NamedTuple):
     seen: bool
     fixed: bool
 
-    def expand(self, ids: npt.NDArray[np.int32]) -> tuple[npt.NDArray[np.int32], int]:
-        """Return the tokens of an expanded query, and how many were added."""
-        added = max(self.length - len(ids), 0) if len(ids) else 0
-        return (np.append(ids, np.full(added, self.token, np.int32)) if added else ids), added
+    def added(self, tokens: int) -> int:
+        """Return how many tokens are added to a query of `tokens`."""
+        return max(self.length - tokens, 0) if tokens else 0
+
+    def expand(self, ids: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
+        """Return the tokens of an expanded query."""
+        added = self.added(len(ids))
+        return np.append(ids, np.full(added, self.token, np.int32)) if added else ids
 
 
 def query_expansion(engine: Engine) -> QueryExpansion | None:

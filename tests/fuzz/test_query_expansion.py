@@ -1,0 +1,120 @@
+"""Expansion of queries in late interaction: files with any settings, and calls with any numbers of tokens.
+
+A query has as many vectors as the file requires, or the call raises an error of the package. Texts in the
+same call have the bits that they have alone.
+"""
+
+from __future__ import annotations
+
+import struct
+from contextlib import suppress
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from support.fuzzing import TIMEOUT, kept, rounds
+from support.gguf_bytes import scalar, text
+from support.gguf_mutator import FLOATS, INTEGERS, Parts, take_apart
+from support.hostile_texts import hostile_texts
+from support.model_folders import CONTEXT
+from support.task_folders import LATE
+
+from metal_prefill import MetalPrefillError, Model
+from metal_prefill.conversion import convert
+from metal_prefill.generation._text_call import TextCall
+from metal_prefill.tasks._text_passes import TextPasses
+
+pytestmark = [
+    pytest.mark.timeout(TIMEOUT),
+    pytest.mark.filterwarnings("ignore::UserWarning"),  # of texts that lost their ends
+]
+
+SETTINGS = "metal_prefill.query_expansion."
+UINT32, INT32, FLOAT32, BOOL, STRING, UINT64 = 4, 5, 6, 7, 8, 10
+NEAR_CONTEXT = (1, 2, 31, 32, CONTEXT - 1, CONTEXT, CONTEXT + 1)
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("late")
+    return convert(LATE["unseen"](folder / "folder").write(), folder / "model.gguf", tensor_type="Q8_0")
+
+
+def value(random: Random) -> tuple[int, bytes]:
+    """Return the type and the bytes of a value, most often of an integer that fits."""
+    kind = random.choice((UINT32, UINT32, UINT32, INT32, FLOAT32, BOOL, BOOL, STRING, UINT64))
+    if kind == STRING:
+        return kind, text("32")
+    if kind == FLOAT32:
+        return kind, scalar(kind, random.choice([x for x in FLOATS if not abs(x) > 3e38]))
+    if kind == BOOL:
+        return kind, bytes([random.choice((0, 1))])
+    bits = 64 if kind == UINT64 else 31 if kind == INT32 else 32
+    chosen = random.choice([*NEAR_CONTEXT, *(i for i in INTEGERS if i < 2**bits)])
+    return kind, struct.pack("<q" if kind == UINT64 and chosen < 2**63 else "<Q", chosen)[
+        : 4 if bits < 64 else 8
+    ]
+
+
+def changed(parts: Parts, random: Random) -> Parts:
+    """Change, drop or repeat settings of the expansion."""
+    metadata = list(parts.metadata)
+    for _ in range(random.choice((1, 1, 2, 4))):
+        own = [i for i, (key, _, _) in enumerate(metadata) if key.startswith(SETTINGS.encode())]
+        if not own:
+            break
+        i = random.choice(own)
+        key = metadata[i][0]
+        metadata[i : i + 1] = [] if random.random() < 0.1 else [(key, *value(random))]
+    return Parts(metadata, parts.tensors, parts.data)
+
+
+def test_files_rank_or_raise_an_error(path: Path, tmp_path: Path) -> None:
+    parts, file = take_apart(path), tmp_path / "changed.gguf"
+    for random in rounds(150):
+        content = changed(parts, random).assemble()
+        queries = [*hostile_texts(2, random.randrange(2**32)), "who", ""]
+        with kept("expansion", content), suppress(MetalPrefillError, ValueError):
+            file.write_bytes(content)
+            with Model(file, device="cpu", threads=1) as model:
+                length: Any = model.gguf.metadata.get(SETTINGS + "length", 0)
+                options: dict[str, Any] = {"instruction": "query", "truncate": "end"}
+                for query, vectors in zip(queries, model.embed(queries, **options), strict=True):
+                    np.testing.assert_array_equal(model.embed([query], **options)[0], vectors)
+                    assert min(length, CONTEXT) <= len(vectors) <= CONTEXT
+                    assert np.all(np.isfinite(vectors))
+                scores = [item.score for item in model.rerank("who", queries, truncate="end")]
+                assert np.all(np.isfinite(scores))
+
+
+def test_calls_with_any_expansion_leave_other_texts_unchanged(path: Path) -> None:
+    with Model(path, device="cpu", threads=2) as model, Model(path, device="cpu", threads=1) as one:
+        vocabulary = model.config.vocab_size
+
+        def computed(
+            model: Model, texts: list[npt.NDArray[np.int32]], extra: list[int], seen: bool
+        ) -> list[Any]:
+            call = TextCall(model.engine.core, texts, pooling, extra, seen=seen)
+            return call.results(TextPasses(model.engine).run(call))
+
+        for random in rounds(120):
+            generator = np.random.default_rng(random.randrange(2**32))
+            lengths = [random.randint(1, CONTEXT) for _ in range(random.randint(1, 6))]
+            texts = [generator.integers(0, vocabulary, n).astype(np.int32) for n in lengths]
+            extra = [random.choice((0, 0, 1, n - 1, n, -1, -(2**31), 2**31 - 1)) for n in lengths]
+            pooling: Any = random.choice(("none", "mean", "cls", "last"))
+            seen = random.random() < 0.5
+            with kept("expanded-call", repr((lengths, extra, pooling, seen)).encode()):
+                together = computed(model, texts, extra, seen)
+                for ids, n, found in zip(texts, extra, together, strict=True):
+                    (alone,) = computed(one, [ids], [n], seen)
+                    valid = 0 <= n < len(ids)
+                    assert isinstance(found, np.ndarray) == isinstance(alone, np.ndarray) == valid
+                    if valid:
+                        np.testing.assert_array_equal(found, alone)
+                        assert np.all(np.isfinite(found))
+                    else:
+                        assert isinstance(found, ValueError), found
