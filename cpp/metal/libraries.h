@@ -21,13 +21,14 @@ struct Libraries {
   void add(const Libraries& others) { by_kernel.insert(others.by_kernel.begin(), others.by_kernel.end()); }
 };
 
-// If compiled here, with these variants of kernels (see shaders/variants.h) and all kernels without variants.
-// Throws DeviceError naming the source that does not compile.
+// The libraries of all sources but those below. If compiled here, they have these variants of kernels (see
+// shaders/variants.h) and all kernels without variants. Throws a DeviceError that names a source that does
+// not compile.
 Libraries open_libraries(id<MTLDevice> device, const std::set<std::string>& variants);
-// That of the trial alone, which the others do not have.
+// The library of the trial, which the others do not contain.
 Libraries open_trial(id<MTLDevice> device);
-// That of one source of kernels on tensors, likewise, which is always compiled here: where the language or
-// its headers are missing, the others are not concerned.
+// The library of one source of tensor kernels, with these variants. It is always compiled here, and
+// separately: systems that lack the language or its headers have the other libraries.
 Libraries open_tensors(id<MTLDevice> device, std::string_view source, const std::set<std::string>& variants);
 
 }  // namespace metal_prefill::metal

@@ -252,14 +252,14 @@ class GenerationMethods:
         max_tokens
             Upper bound on the tokens of a text.
         num_beams
-            Beginnings that are followed at a time, and texts that are found; at most 4,096.
+            Number of partial texts that are extended at a time, and of texts to find; at most 4,096.
         length_penalty
             The log probability of a text is divided by its number of tokens to this power: above 0, longer
             texts gain.
         early_stopping
-            When the search ends once `num_beams` texts are found. True: at once. False: when the best
-            beginning, as long as it is, scores no better than the worst of them. ``"never"``: when it could
-            not do so at any length.
+            When the search ends once `num_beams` texts are found. True: at once. False: when the best partial
+            text, at its present length, scores no better than the worst of them. ``"never"``: when it could
+            not score better at any length.
         min_tokens, stop, echo
             As in :meth:`Session.generate`.
 

@@ -318,8 +318,8 @@ logit_bias
         stop
             Strings and token ids that end the text; they are not part of it.
         min_tokens
-            Tokens before which nothing ends the text but `max_tokens` and a full context: end-of-text and
-            stop tokens are not chosen, and stop strings are text.
+            Smallest number of tokens. Until then, only `max_tokens` and a full context end the text:
+            end-of-text and stop tokens are not chosen, and stop strings are part of the text.
         echo
             Let the text begin with the prompt.
         speculate

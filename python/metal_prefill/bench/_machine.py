@@ -82,12 +82,12 @@ class Calibrator:
         return calibration_ns > TOLERANCE * self.reference_ns
 
     def settle(self, patience_s: float) -> int:
-        """Wait for the machine to be at its best; return the last calibration.
+        """Wait until the machine reaches its full speed; return the last calibration.
 
         Parameters
         ----------
         patience_s
-            Seconds after which it is taken as it is.
+            Seconds after which the machine is used in its present state.
         """
         deadline = time.monotonic() + patience_s
         while self.is_degraded(calibration := self.measure()) and time.monotonic() < deadline:

@@ -22,7 +22,7 @@ from metal_prefill.errors import ConstraintError
 from metal_prefill.generation import _constraint_worker
 from metal_prefill.generation._constraint_worker import END, FORK, READY, SPELL
 
-# Seconds after which a process hangs for a reason other than its work, which is limited in processor time.
+# Seconds after which a process that does not answer is taken to hang. Its work is limited in processor time.
 PATIENCE = 120.0
 
 Encode = Callable[[bytes], list[int]]
@@ -32,7 +32,7 @@ class Limits(NamedTuple):
     """Limits of a request."""
 
     seconds: float  # of processor time
-    patience: float  # seconds until an answer is given up
+    patience: float  # seconds to wait for an answer
 
 
 class WorkerEnded(Exception):
@@ -112,7 +112,7 @@ class Worker:
                     self._requests.send_bytes(pickle.dumps(ids))
             except (EOFError, OSError):
                 pass
-            finally:  # after KeyboardInterrupt, too, its answer must not be read as that to the next request
+            finally:  # also after KeyboardInterrupt: the answer must not be read as that to the next request
                 if not answered:
                     self.alive = False
                     self._requests.close()
@@ -131,13 +131,13 @@ class Worker:
         if self.alive and self._lock.acquire(blocking=False):
             try:
                 self._send(0, None)
-            except OSError:  # it has ended, which the next request notices
+            except OSError:  # the worker has ended; the next request reports it
                 pass
             finally:
                 self._lock.release()
 
     def forget(self) -> None:
-        """Leave the process to the one that this process was forked from."""
+        """Leave the process to the parent of this forked process."""
         self.alive = False
         self._lock = threading.Lock()
         self._finalizer.detach()
@@ -244,7 +244,7 @@ class ForkServer:
                     stdin=theirs.fileno(),
                     stdout=subprocess.DEVNULL,
                     stderr=subprocess.DEVNULL,
-                    start_new_session=True,  # Ctrl-C in a terminal is not for it
+                    start_new_session=True,  # so that Ctrl-C in a terminal does not end it
                 )
             except BaseException:
                 self._control.close()
@@ -271,7 +271,7 @@ class ForkServer:
         return status
 
     def forget(self) -> None:
-        """Leave the process to the one that this process was forked from."""
+        """Leave the process to the parent of this forked process."""
         self._lock = threading.Lock()
         self.ended.clear()
         if self._process is not None and self._control is not None:

@@ -200,7 +200,7 @@ class NextTokens(NamedTuple):
 
     @property
     def forced(self) -> int:
-        """Tokens among them after which nothing is chosen: they take less time than drafts."""
+        """Number of forced tokens. No token is chosen after them, so they take less time than drafts."""
         return len(self.ids) - self.drafts - 1
 
 
@@ -240,8 +240,8 @@ class Continuation:
     stop
         Strings and token ids that end the text.
     min_tokens
-        Number of tokens before which nothing ends the text: end-of-text and stop tokens are not chosen, and
-        stop strings are part of the text.
+        Smallest number of tokens. Until then, end-of-text and stop tokens are not chosen, and stop strings
+        are part of the text.
     echo
         Whether the text begins with the prompt.
     prompt_logprobs
