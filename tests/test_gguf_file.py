@@ -14,7 +14,7 @@ from typing import Any
 import gguf as reference
 import numpy as np
 import pytest
-from support.bad_gguf import BAD
+from support.bad_gguf import ALIGNMENT, BAD, HUGE
 from support.gguf_bytes import (
     ARRAY,
     BOOL,
@@ -42,9 +42,6 @@ from support.gguf_bytes import (
 from metal_prefill import _core
 from metal_prefill.errors import ClosedError, GGUFError
 from metal_prefill.files._gguf_file import TENSOR_TYPES, GGUFFile
-
-HUGE = 2**64 - 1
-ALIGNMENT = "general.alignment"
 
 
 @pytest.fixture

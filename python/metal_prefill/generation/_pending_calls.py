@@ -1,4 +1,4 @@
-"""Tokens of sessions that are not a scheduler's, which share its passes."""
+"""Calls that compute tokens of other sessions in the passes of a scheduler."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from metal_prefill.generation._text_call import TextCall
 
 
 class PendingCall:
-    """Tokens of sessions that are not the scheduler's, until a pass has computed them.
+    """A call with tokens of sessions that the scheduler does not own, until a pass has computed them.
 
     Attributes
     ----------
     call : BatchCall or TextCall
     results : list or None
-        As the native engine gives them; None before the pass.
+        Results as the native engine returns them; None before the pass.
     cancelled : bool
-        Set it, and the call is dropped before the next pass.
+        If set, the call is dropped before the next pass.
     """
 
     def __init__(self, call: BatchCall | TextCall) -> None:
@@ -28,12 +28,12 @@ class PendingCall:
 
     @property
     def rows(self) -> int:
-        """Rows of a pass that it takes."""
+        """Number of rows of a pass that the call takes."""
         return self.call.rows
 
 
 class PendingCalls:
-    """Calls in the order in which they came, each of which goes into one pass."""
+    """Calls in order of arrival; each is computed in one pass."""
 
     def __init__(self) -> None:
         self._calls: list[PendingCall] = []
@@ -61,7 +61,7 @@ class PendingCalls:
         return chosen
 
     def take_results(self, calls: Sequence[PendingCall], results: Sequence[Any]) -> None:
-        """Give calls their results, those of all their sessions in turn, and forget them."""
+        """Distribute results, in the order of the calls and their sessions, and remove the calls."""
         at = 0
         for pending in calls:
             self._calls.remove(pending)
@@ -75,5 +75,5 @@ class PendingCalls:
 
 
 def rows_of(calls: Sequence[PendingCall]) -> int:
-    """Rows of a pass that calls take."""
+    """Return the number of rows of a pass that calls take."""
     return sum(pending.rows for pending in calls)
