@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from metal_prefill.cli import main
 from metal_prefill.conversion import TENSOR_TYPES, _local_file, convert
 from metal_prefill.conversion._fields import Fields
 from metal_prefill.conversion._local_file import local_file
-from metal_prefill.conversion._settings import gemma3
+from metal_prefill.conversion._settings import gemma3, rope_scaling
 from metal_prefill.conversion._sources import find_source, gguf_name
 
 CLASSES = {
@@ -398,3 +399,48 @@ def test_unknown_kinds_of_layers_of_gemma3_are_refused(tmp_path: Path) -> None:
     config = Fields(tmp_path, {"num_hidden_layers": 2, "sliding_window": 512, "layer_types": ["conv"] * 2})
     with pytest.raises(UnsupportedModelError, match="full_attention or sliding_attention for each of the 2"):
         gemma3(config)
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, {}),
+        ({"attention_factor": 1.3}, {"attn_factor": 1.3 / 1.1386294}),
+        ({"mscale": 1.5, "mscale_all_dim": 0.7}, {"attn_factor": 1.2079442 / 1.0970406 / 1.1386294}),
+        ({"mscale": 1.0, "mscale_all_dim": 0.0}, {}),
+        ({"beta_fast": 20.0, "beta_slow": 2.0}, {"beta_fast": 20.0, "beta_slow": 2.0}),
+    ],
+)
+def test_settings_of_yarn_are_those_of_the_folder(
+    tmp_path: Path, settings: dict[str, Any], expected: dict[str, float]
+) -> None:
+    rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, **settings}
+    found = rope_scaling(Fields(tmp_path, {"rope_parameters": rope}))
+    begin = "rope.scaling.yarn_"
+    assert {key.removeprefix(begin): value for key, value in found.items() if begin in key} == pytest.approx(
+        expected, rel=1e-6
+    )
+
+
+def test_yarn_with_fractional_bounds_is_refused(tmp_path: Path) -> None:
+    rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "truncate": False}
+    with pytest.raises(UnsupportedModelError, match=r"rope_parameters\.truncate is False; supported: True"):
+        rope_scaling(Fields(tmp_path, {"rope_parameters": rope}))
+
+
+@pytest.mark.parametrize(
+    ("settings_of", "rope", "message"),
+    [
+        (gemma3, {"sliding_attention": {"rope_type": "yarn"}}, r"sliding_attention\.rope_type is 'yarn'"),
+        (
+            rope_scaling,
+            {"rope_type": "llama3"},
+            r"rope_parameters\.rope_type is 'llama3'; supported: 'default', 'linear'",
+        ),
+    ],
+)
+def test_rotations_that_files_cannot_state_are_refused(
+    tmp_path: Path, settings_of: Callable[[Fields], object], rope: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UnsupportedModelError, match=message):
+        settings_of(Fields(tmp_path, {"num_hidden_layers": 2, "rope_parameters": rope}))

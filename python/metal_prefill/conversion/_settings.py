@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -39,24 +40,52 @@ def plus_one(config: Fields, name: str, values: Values) -> Values:
     return values + 1
 
 
-def rope_scaling(config: Fields) -> dict[str, Any]:
-    """Return the metadata of a scaled rotation; newer folders have it in ``rope_parameters``."""
-    rope = config.object("rope_parameters" if config.has("rope_parameters") else "rope_scaling")
+def rope_scaling(config: Fields, kinds: tuple[str, ...] = ("default", "linear", "yarn")) -> dict[str, Any]:
+    """Return the metadata of a rotation of one of the given kinds."""
+    rope = _rope(config)
     found: dict[str, Any] = {}
     if rope.has("rope_theta"):
         found["rope.freq_base"] = rope.number("rope_theta")
     kind = rope.string("rope_type", "type", default="default")
-    if kind == "llama3":  # its factors are a tensor
-        return found
+    if kind not in kinds:
+        known = ", ".join(map(repr, kinds))
+        raise rope.unsupported(f"{rope.name('rope_type')} is {kind!r}; supported: {known}")
     if kind in ("linear", "yarn"):
         found["rope.scaling.type"] = kind
         found["rope.scaling.factor"] = rope.number("factor")
-    elif kind != "default":
-        raise rope.unsupported(
-            f"{rope.name('rope_type')} is {kind!r}; supported: 'default', 'linear', 'llama3', 'yarn'"
-        )
-    if kind == "yarn":
-        found["rope.scaling.original_context_length"] = rope.integer("original_max_position_embeddings")
+    return found | (_yarn(rope) if kind == "yarn" else {})
+
+
+def rope_scaling_or_factors(config: Fields) -> dict[str, Any]:
+    """Return the metadata of a rotation that may be that of Llama 3, whose factors are a tensor."""
+    return rope_scaling(config, ("default", "linear", "llama3", "yarn"))
+
+
+def _rope(config: Fields) -> Fields:
+    # Older folders have it in rope_scaling.
+    return config.object("rope_parameters" if config.has("rope_parameters") else "rope_scaling")
+
+
+def _yarn(rope: Fields) -> dict[str, Any]:
+    """Return what files say about YaRN besides its factor.
+
+    Without ``attention_factor``, q.k grows with the logarithm of the factor, or as ``mscale`` and
+    ``mscale_all_dim`` say. Files state its ratio to the usual growth.
+    """
+    rope.require("truncate", (True,), True)
+    found: dict[str, Any] = {
+        "rope.scaling.original_context_length": rope.integer("original_max_position_embeddings")
+    }
+    for name in ("beta_fast", "beta_slow"):
+        if rope.has(name):
+            found[f"rope.scaling.yarn_{name}"] = rope.number(name)
+    growth = 0.1 * math.log(max(rope.number("factor"), 1.0))
+    scale = 1.0 + growth
+    if rope.values.get("mscale") and rope.values.get("mscale_all_dim"):  # 0 counts as absent
+        scale = (1 + rope.number("mscale") * growth) / (1 + rope.number("mscale_all_dim") * growth)
+    scale = rope.number("attention_factor", default=scale)
+    if scale != 1.0 + growth:
+        found["rope.scaling.yarn_attn_factor"] = scale / (1.0 + growth)
     return found
 
 
@@ -66,7 +95,7 @@ def rope_factors(config: Fields) -> dict[str, Values]:
     Waves of at most the original context divided by ``high_freq_factor`` are kept, those of at least the
     context divided by ``low_freq_factor`` are stretched by ``factor``, and those between are interpolated.
     """
-    rope = config.object("rope_parameters" if config.has("rope_parameters") else "rope_scaling")
+    rope = _rope(config)
     if rope.string("rope_type", "type", default="default") != "llama3":
         return {}
     base = rope.number("rope_theta", default=config.number("rope_theta", default=10000.0))
@@ -249,6 +278,7 @@ def gemma3(config: Fields) -> dict[str, Any]:
     """Return the window, its layers, the bases of the rotation with and without it, and the scale of q.k."""
     rope = config.object("rope_parameters")
     full, local = rope.object("full_attention"), rope.object("sliding_attention")
+    local.require("rope_type", ("default",), "default")
     kind = full.string("rope_type", default="default")
     if kind not in ("default", "linear"):
         raise full.unsupported(f"{full.name('rope_type')} is {kind!r}; supported: 'default', 'linear'")

@@ -186,7 +186,7 @@ _LLAMA = Source(
         "tokens": {"score": "cls.output"},
     },
     changes={r"blk\.\d+\.attn_[qk]\.(weight|bias)": _settings.interleaved},
-    more=_settings.rope_scaling,
+    more=_settings.rope_scaling_or_factors,
     computed=_settings.rope_factors,
 )
 _QWEN = replace(_LLAMA, changes={}, accepted={"hidden_act": ("silu",), "use_sliding_window": (False,)})
