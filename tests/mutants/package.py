@@ -88,6 +88,27 @@ FILES = (
         ("tests/test_recurrent_folders.py", "-k", "refused"),
     ),
     Mutant(
+        f"{_P}/text/_word_tokens.py",
+        "if _OTHER.search(text):",
+        "if not text.isascii():",
+        "control characters separate the words of an encoder's text",
+        ("tests/test_word_tokens.py",),
+    ),
+    Mutant(
+        f"{_P}/text/_word_tokens.py",
+        "if len(known) < MOST_WORDS:",
+        "if True:",
+        "clients fill the memory with words",
+        ("tests/test_word_tokens.py", "-k", "bounded"),
+    ),
+    Mutant(
+        f"{_P}/text/_word_tokens.py",
+        "if len(word) <= MAX_WORD_CHARACTERS",
+        "if word",
+        "texts without spaces are remembered as words",
+        ("tests/test_word_tokens.py", "-k", "bounded"),
+    ),
+    Mutant(
         f"{_P}/conversion/_colbert.py",
         "vocabulary.tokens[i], vocabulary.types[i] = text, int(TokenType.CONTROL)",
         "pass",

@@ -18,6 +18,7 @@ from metal_prefill.text._metadata import flag
 from metal_prefill.text._special_tokens import SpecialTokens, TokenPair
 from metal_prefill.text._token_decoder import Piece, TokenDecoder
 from metal_prefill.text._vocabulary import ENCODER_KINDS, TokenType, Vocabulary
+from metal_prefill.text._word_tokens import WordTokens
 
 if TYPE_CHECKING:
     from metal_prefill.text._chat_template import ChatTemplate
@@ -158,10 +159,17 @@ class Tokenizer:
             else:
                 if self.space_prefix:  # a piece is the whole text between two spelled tokens
                     piece = " " + piece
-                made = self._segmenter.encode(self._plain(piece), add_special_tokens=False).ids
+                made = self._made_of(piece)
                 if strict:
                     self._check_whole(piece, made)
                 ids += made
+        return ids
+
+    def _made_of(self, piece: str) -> list[int]:
+        """Return the tokens of text without spelled tokens."""
+        ids = None if self._words is None else self._words.encode(piece)
+        if ids is None:
+            ids = self._segmenter.encode(self._plain(piece), add_special_tokens=False).ids
         return ids
 
     def encode_spans(self, text: str) -> list[TokenSpan]:
@@ -442,6 +450,12 @@ class Tokenizer:
     @cached_property
     def _segmenter(self) -> Segmenter:
         return self._vocabulary.segmenter(self._gguf)
+
+    @cached_property
+    def _words(self) -> WordTokens | None:
+        if self._vocabulary.kind != "bert":
+            return None
+        return WordTokens(self._segmenter, lowercase=flag(self._gguf, "normalizer.lowercase", default=True))
 
     @cached_property
     def _special(self) -> dict[str, int]:
