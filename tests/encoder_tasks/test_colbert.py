@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import math
 import string
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 from support import task_folders
 from support.encoder_tasks import NEAR, FileOf, opened, scores_of
+from support.folder_reference import Array, FolderTensors, attended, gelu
 from support.model_folders import HEADS, LAYERS, Folder
 from support.task_folders import DOCUMENTS, LONG_QUERY, QUERY
 from tokenizers import Tokenizer
@@ -19,7 +18,6 @@ from tokenizers import Tokenizer
 from metal_prefill import ContextOverflowError, GGUFError, Model, UnsupportedModelError
 from metal_prefill.conversion import convert
 
-Array = npt.NDArray[np.float64]
 QUERY_TOKENS = 32
 
 
@@ -31,7 +29,8 @@ class ColBert:
     """
 
     def __init__(self, folder: Folder) -> None:
-        self.tensors = {name: tensor.astype(np.float64) for name, tensor in folder.tensors.items()}
+        self.tensors = FolderTensors(folder.tensors, "bert.")
+        self.projection = folder.tensors["linear.weight"].astype(np.float64)
         self.tokenizer = Tokenizer.from_file(str(folder.path / "tokenizer.json"))
         self.tokenizer.no_truncation()
         self.tokenizer.no_padding()
@@ -61,40 +60,20 @@ class ColBert:
         return -1 if found is None else found
 
     def _vectors(self, ids: list[int], seen: int) -> Array:
-        x = self._at("embeddings.word_embeddings.weight")[ids]
-        x = x + self._at("embeddings.position_embeddings.weight")[: len(ids)]
-        x = self._normed("embeddings.LayerNorm", x + self._at("embeddings.token_type_embeddings.weight")[0])
+        t = self.tensors
+        x = t["embeddings.word_embeddings.weight"][ids]
+        x = x + t["embeddings.position_embeddings.weight"][: len(ids)]
+        x = t.normed("embeddings.LayerNorm", x + t["embeddings.token_type_embeddings.weight"][0])
         for layer in range(LAYERS):
             at = f"encoder.layer.{layer}."
-            q, k, v = (
-                np.stack(np.split(self._linear(f"{at}attention.self.{name}", x), HEADS, axis=1))
-                for name in ("query", "key", "value")
-            )
-            scores = q @ k[:, :seen].swapaxes(1, 2) / math.sqrt(q.shape[2])
-            weights = np.exp(scores - scores.max(axis=2, keepdims=True))
-            attended = weights / weights.sum(axis=2, keepdims=True) @ v[:, :seen]
-            joined = np.concatenate(list(attended), axis=1)
-            x = self._normed(
-                f"{at}attention.output.LayerNorm", x + self._linear(f"{at}attention.output.dense", joined)
-            )
-            inner = self._linear(f"{at}intermediate.dense", x)
-            inner = inner / 2 * (1 + np.vectorize(math.erf)(inner / math.sqrt(2)))
-            x = self._normed(f"{at}output.LayerNorm", x + self._linear(f"{at}output.dense", inner))
-        vectors = x @ self.tensors["linear.weight"].T
+            q, k, v = (t.linear(f"{at}attention.self.{name}", x) for name in ("query", "key", "value"))
+            read = t.linear(f"{at}attention.output.dense", attended(q, k, v, HEADS, seen=seen))
+            x = t.normed(f"{at}attention.output.LayerNorm", x + read)
+            inner = gelu(t.linear(f"{at}intermediate.dense", x))
+            x = t.normed(f"{at}output.LayerNorm", x + t.linear(f"{at}output.dense", inner))
+        vectors = x @ self.projection.T
         unit: Array = vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
         return unit
-
-    def _at(self, name: str) -> Array:
-        return self.tensors[f"bert.{name}"]
-
-    def _linear(self, name: str, x: Array) -> Array:
-        y: Array = x @ self._at(f"{name}.weight").T
-        return y + self._at(f"{name}.bias")
-
-    def _normed(self, name: str, x: Array) -> Array:
-        x = x - x.mean(axis=1, keepdims=True)
-        normed: Array = x / np.sqrt((x * x).mean(axis=1, keepdims=True) + 1e-12)
-        return normed * self._at(f"{name}.weight") + self._at(f"{name}.bias")
 
 
 @pytest.fixture(scope="module")
