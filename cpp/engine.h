@@ -255,7 +255,7 @@ class Session {
   // The session's part of a prompt with kReuse; `cache_bytes_` and `reused_` follow.
   std::size_t keep_known(std::span<const TokenId> tokens);
   void keep_first(std::span<const TokenId> tokens);
-  // Of the cache, those after the rows of `tokens_`. The caller has locked `state_mutex_`.
+  // Drops rows of the cache after those of `tokens_`. The caller has locked `state_mutex_`.
   void drop_uncounted_rows();
   // Lets other sessions find the pages that are full.
   void remember_pages();

@@ -67,7 +67,7 @@ class PassInspector {
   virtual std::vector<float> intermediate(const Cache& cache, const std::string& name) const = 0;
 };
 
-// Of a session, which must outlive it.
+// Access to the passes of a session, which must outlive it.
 class SessionInspector {
  public:
   // Null for engines without dispatches.

@@ -21,7 +21,7 @@ enum class RopeScaling { kNone, kLinear, kYarn };
 // kGelu is the tanh approximation, kGeluErf the exact function.
 enum class Activation { kSilu, kGelu, kGeluErf };
 enum class NormKind { kRms, kLayer };  // RMSNorm, or LayerNorm, which subtracts the mean first
-// What the norms of q and k take: each head, before or after its rotation, or all heads of a token together,
+// Input of the norms of q and k: each head, before or after its rotation, or all heads of a token together,
 // before the rotation.
 enum class QkNormPlace { kHeads, kRotatedHeads, kRows };
 // The step of a layer that reads other tokens.
@@ -180,7 +180,7 @@ class TokenTypes {
   int type_ = 0;
 };
 
-// Of a whole sequence, of which the last `expansion` tokens have the type of the first.
+// Types of a whole sequence, whose last `expansion` tokens have the type of the first.
 inline std::vector<TokenId> token_types(const Config& config, std::span<const TokenId> tokens,
                                         int expansion) {
   TokenTypes types(config);

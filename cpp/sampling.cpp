@@ -308,7 +308,7 @@ std::size_t find_drawn(std::size_t count, double target, WeightOf&& weight_of) {
   return last;
 }
 
-// Of the temperature; finite, so that its product with 0 is 0.
+// Factor of the logits for a temperature; finite, so that its product with 0 is 0.
 double factor_of(double temperature) {
   return std::min(1 / temperature, std::numeric_limits<double>::max());
 }

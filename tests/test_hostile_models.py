@@ -168,7 +168,7 @@ with Model(path, device="cpu", threads=1, mmap=mmap) as model:
 
 
 def test_a_file_that_was_read_may_change_afterwards(tmp_path: Path) -> None:
-    """Of a mapped file the weights would be gone: the process ends by SIGBUS."""
+    """If the file were still mapped, reading its weights would end the process by SIGBUS."""
     path = write(tmp_path / "m.gguf", replace(MODELS["gqa 1"], embedding="F32", types={"*": "F32"}))
     with Model(path, device="cpu") as model:
         expected = model.forward_prompt([1, 2, 3])

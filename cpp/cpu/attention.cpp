@@ -58,7 +58,7 @@ int rows_of(std::span<const QueryTile> tiles) {
   return rows;
 }
 
-// What the rows of a tile see together.
+// Range that the rows of a tile see together.
 VisibleRange visible_range(const Config& config, int window, const QueryTile& tile) {
   const int length = config.causal ? 0 : tile.end;
   return {cpu::visible_range(tile.position, window, length).begin,

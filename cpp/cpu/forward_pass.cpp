@@ -404,7 +404,7 @@ void ForwardPass::plan(std::span<Chunk> chunks) {
   for (Rows* rows : {&all_, &wanted_}) {
     if (!attends) break;
     deal(rows->tiles, team_.size());
-    // Of a layer without a window: where there is one, splits are fewer, and items more alike.
+    // As for a layer without a window. With one, splits are fewer, and items more alike.
     if (const int splits = attention_splits(config_, 0, rows->tiles, team_.size()); splits > 1)
       work_.reserve_splits(config_, splits, rows->count());
   }

@@ -97,7 +97,7 @@ class ForwardPass {
   std::vector<float> lengths_;       // DeltaStep::q_norm, then k_norm
   std::vector<Scratch> scratch_;
 
-  // Of the pass under way. They keep their memory.
+  // Data of the pass under way. The memory is kept for the next one.
   Workspace work_;
   std::vector<std::byte*> pages_;
   Rows all_, wanted_;                 // of every layer, and of the last one

@@ -297,7 +297,7 @@ struct ScanStep {
 // Goes through the tokens of each sequence and writes the states of the rows that have a place for one.
 void scan(const Context& c, const ScanStep& step, std::span<const Row> all,
           std::span<const RowRange> sequences);
-// What the wanted rows of step.out give with their gates, normed in groups, in the forms that `out` asks for.
+// Multiplies the wanted rows of step.out by their gates, and norms them in groups, in the forms of `out`.
 void gate_scan(const Context& c, const ScanStep& step, std::span<const Row> wanted, const Activations& out);
 
 // The gated delta rule of one layer, and the convolution before it.

@@ -228,7 +228,7 @@ struct alignas(64) IQ2_XSBlock
 template <class Block>
 concept IsNarrow = requires { typename Block::Wide; };
 
-// Of a wide block: scales of 16 columns, the same as integers, minima of 32 columns, minima of 16.
+// Whether a wide block has integer or float scales of 16 columns, minima of 32 columns, minima of 16.
 template <class Block>
 constexpr bool kHasIntegerHalves = requires(Block b) { b.scale_code; };
 template <class Block>

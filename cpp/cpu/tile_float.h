@@ -86,7 +86,7 @@ void row_tiles(int count, const Operands<Product>& from, int token, float* out, 
   if constexpr (kTokens > 1) {
     if (count < kTokens) return row_tiles<Product, kRows, kTokens - 1>(count, from, token, out, stride, next);
   }
-  // Of a single token eight rows: enough independent sums to hide the latency of a multiply-add.
+  // Eight rows of a single token are enough independent sums to hide the latency of a multiply-add.
   constexpr int kTileRows = kTokens == 1 && kRows > 1 ? 8 : kRows;
   for (int row = 0; row < kGroupRows; row += kTileRows)
     row_tile<Product, kTileRows, kTokens>(from, row, token, out, stride, next);

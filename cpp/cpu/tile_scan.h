@@ -12,7 +12,7 @@ namespace {
 
 constexpr int kScanTokens = 32;
 
-// What a token multiplies its input and the state before it by.
+// Factors by which a token multiplies its input and the state before it.
 struct ScanFactors {
   float step[kScanTokens], decay[kScanTokens];
 };

@@ -73,7 +73,7 @@ struct SplitSums {
   }
 };
 
-// What a row of an item is of: row = token * heads + head.
+// Token and head of a row of an item: row = token * heads + head.
 struct TokenAndHead {
   std::size_t token, head;
 };

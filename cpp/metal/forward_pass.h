@@ -46,7 +46,7 @@ enum class Path {
   kManyTokens,  // matmul, activations in float16 where it reads them
 };
 
-// What the host writes for a pass; null where the list is empty.
+// Tables that the host writes for a pass; null if the list is empty.
 struct PassTables {
   View ids;      // [rows] int32
   View types;    // [rows] int32, where the model has types of tokens

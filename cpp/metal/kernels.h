@@ -14,7 +14,7 @@
 
 namespace metal_prefill::metal {
 
-// Of a kernel that needs tensors (see needs_tensors): a pass can do without it.
+// An error of a kernel that needs tensors (see needs_tensors); a pass can use other kernels instead.
 class TensorKernelError : public DeviceError {
  public:
   using DeviceError::DeviceError;

@@ -58,7 +58,7 @@ MTLCompileOptions* compile_options(const std::set<std::string>& variants, Shader
   return options;
 }
 
-// Those of the sources for which `wanted` is true, compiled concurrently.
+// Compiles the sources for which `wanted` is true, concurrently.
 template <typename Wanted>
 std::vector<id<MTLLibrary>> compile(id<MTLDevice> device, const std::set<std::string>& variants,
                                     const Wanted& wanted) {

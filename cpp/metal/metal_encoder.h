@@ -10,7 +10,7 @@
 
 namespace metal_prefill::metal {
 
-// What the GPU is doing when a pass is encoded.
+// State of the GPU when a pass is encoded.
 enum class Gpu { kIdle, kBusy };
 
 // Encodes the dispatches of a pass in command buffers, which run one after another, and after those of

@@ -137,7 +137,7 @@ struct ConvInputs {
 void causal_conv(Encoder& e, const ConvInputs& inputs, const View& in, const View& out,
                  const CausalConvArgs& args, Precision precision, std::span<const RowRun> runs);
 
-// What a state-space layer has besides its projections. Without a norm any buffer will do.
+// Weights of a state-space layer other than its projections. Without a norm, `norm` may be any buffer.
 struct ScanWeights {
   View a, bias, skip, norm;
   bool has_norm = false;

@@ -255,7 +255,7 @@ struct TileKind {
   std::size_t threads = MATMUL_THREADS;
 };
 
-// Of a product, by the kind of its tiles. They differ only in how a tile is multiplied.
+// Kernels of a product, by the kind of its tiles. They differ only in how a tile is multiplied.
 struct MatmulKernels {
   Kernel narrow, wide;
   Kernel tensor_narrow, tensor_wide, tensor_tall;
@@ -467,7 +467,7 @@ std::vector<TileRange> ranges_of(const Sequences& sequences, const AttentionArgs
   return ranges;
 }
 
-// Those of the rows that the tiles have; of a token whose heads are in two ranges, both.
+// Runs of the rows in the tiles; a token whose heads are in two ranges belongs to both.
 std::vector<RowRun> runs_of(const Sequences& sequences, const TileRange& range, const AttentionArgs& args,
                             const TileShape& shape) {
   std::vector<RowRun> runs;

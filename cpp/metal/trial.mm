@@ -37,7 +37,7 @@ Bytes bytes_of(const std::vector<T>& values) {
   return bytes;
 }
 
-// What a kernel is given, and what it should leave in its output.
+// The inputs of a kernel, and the output that it should produce.
 struct Trial {
   const char* kernel;
   MTLSize groups;

@@ -9,9 +9,9 @@
 
 namespace metal_prefill::metal {
 
-// What a step of MATMUL_K columns takes in a matmul with tiles of one kind, in cycles of a core, for Q4_0: of
+// Cost of a step of MATMUL_K columns in a matmul with tiles of one kind, in cycles of a core, for Q4_0: of
 // the schedulers or of threadgroup memory, whichever is more, and of a threadgroup that is alone on its core.
-// Other types take more of both, so that they get the same tiles.
+// Other types need more cycles of both, so the same tiles suit them.
 struct TileCost {
   int work, alone;
   int resident;  // threadgroups that a core holds at the same time

@@ -110,7 +110,7 @@ inline void require_open(bool ended, const char* call) {
 
 @interface EmulatorBinaryArchive : NSObject <MTLBinaryArchive>
 - (instancetype)initWithDevice:(id<MTLDevice>)device;
-// What a file has. Returns why it cannot be read; empty: it was.
+// Reads the contents of a file. Returns why it cannot be read; an empty string means that it was read.
 - (std::string)load:(const std::string&)path;
 - (BOOL)has:(const std::string&)identity;
 @end

@@ -67,10 +67,10 @@ std::string unknown_macro(const ShaderLibrary& library, NSDictionary<NSString*, 
   return guarded ? "" : "macros without the guard of " + std::string(library.name) + needed;
 }
 
-// What the compiler of a Mac would not find in a source of this language; empty: it finds everything. Newer
-// languages have what older ones have.
+// The header that a Mac's compiler would not find in a source of this language; empty if it finds all. Newer
+// languages include the older ones.
 std::string missing_header(const ShaderLibrary& library, std::uint32_t language) {
-  constexpr unsigned kTensors = 400;  // the language that brought them
+  constexpr unsigned kTensors = 400;  // the language that introduced them
   const unsigned version = (language >> 16) * 100 + (language & 0xffff) * 10;
   if (library.metal_version < kTensors) return "";
   if (!metal_emulator::limits().metal_tensor)

@@ -23,7 +23,7 @@ constexpr int kTiles = 8, kMaxRows = 16, kRowBytes = 64;
 constexpr unsigned kFlushDenormals = 0x8040;       // FTZ and DAZ, which the matrix unit always has
 constexpr unsigned kRoundToNearestQuiet = 0x1f80;  // the default: all exceptions masked
 
-// Of the thread. Without a palette no instruction but ldtilecfg and tilerelease is allowed.
+// Tiles of the thread. Without a palette, only ldtilecfg and tilerelease are allowed.
 struct Tiles {
   std::uint8_t palette;
   std::uint8_t rows[kTiles];
