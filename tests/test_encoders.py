@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import struct
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
+from support.gguf_bytes import STRING
 from support.gguf_mutator import take_apart
 from support.reference import ReferenceModel
 from support.small_models import ENCODERS, SmallModel, with_tensor, write
@@ -87,6 +89,32 @@ def test_a_text_is_bit_identical_alone_and_in_any_batch(tmp_path: Path, name: st
             together = two.forward_batch(sessions, texts[order], output="hidden", rows="all")
             for got, wanted in zip(together, alone[order], strict=True):
                 np.testing.assert_array_equal(got, wanted)
+
+
+def with_activation(path: Path, name: str) -> Path:
+    """Write a small file of ModernBERT that states its activation."""
+    parts = take_apart(write(path.with_suffix(".plain"), ENCODERS["modern-bert"]))
+    value = struct.pack("<Q", len(name)) + name.encode()
+    parts.metadata.append((b"modern-bert.hidden_activation", STRING, value))
+    return parts.write(path)
+
+
+@pytest.mark.parametrize("name", ["gelu", "silu", "gelu_pytorch_tanh"])
+def test_the_activation_of_a_file_is_used(device: str, tmp_path: Path, name: str) -> None:
+    """Files of Granite Embedding 97M state SiLU."""
+    path = with_activation(tmp_path / "model.gguf", name)
+    ids = ids_of(ENCODERS["modern-bert"], 20)
+    with Model(path, device=device, compute="f32", kv_dtype="f32") as model:
+        assert squared_error(hidden(model, ids), ReferenceModel(path).forward(ids).hidden) <= NMSE[device]
+
+
+def test_an_unknown_activation_is_refused(tmp_path: Path) -> None:
+    path = with_activation(tmp_path / "model.gguf", "relu")
+    with pytest.raises(
+        UnsupportedModelError,
+        match=r"modern-bert\.hidden_activation is relu; supported: gelu, gelu_pytorch_tanh, silu",
+    ):
+        Model(path)
 
 
 def test_tokens_after_a_separator_have_the_next_type(device: str, tmp_path: Path) -> None:

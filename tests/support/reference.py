@@ -330,10 +330,11 @@ class ReferenceModel:
         return self._linear(layer, "ffn_down", up)
 
     def _activated(self, x: Array) -> Array:
-        if self.architecture in EXACT_GELU:
+        stated: str = self._key("hidden_activation", "")
+        if self.architecture in EXACT_GELU and stated in ("", "gelu"):
             exact: Array = 0.5 * x * (1 + np.vectorize(math.erf)(x / math.sqrt(2)))
             return exact
-        if self.architecture in GEMMA:
+        if self.architecture in GEMMA or stated == "gelu_pytorch_tanh":
             inner = math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)
             approximate: Array = 0.5 * x * (1 + np.tanh(inner))
             return approximate

@@ -244,7 +244,10 @@ SOURCES: dict[str, Source] = {
         prefixes=("model.",),
         keys={**SHAPE, "attention.layer_norm_epsilon": _float("norm_eps", default=1e-5)},
         constants={"attention.causal": False},
-        accepted={"classifier_activation": ("gelu",)},
+        accepted={
+            "hidden_activation": ("gelu", "gelu_pytorch_tanh", "silu"),
+            "classifier_activation": ("gelu",),
+        },
         heads={
             task: {"head.dense": "cls", "head.norm": "cls.norm", "classifier": "cls.output"}
             for task in ("sequence", "tokens")

@@ -58,6 +58,8 @@ class Architecture:
     head : {"tied", "absent"}
         ``"absent"`` for encoders, which have no output projection; ``"tied"`` if the embedding can replace
         it.
+    activations : mapping of str to str
+        Activations by their names in the metadata, where a file may state one.
     norm_kind : {"rms", "layer"}
         Same as in `ModelConfig`.
     rope : bool
@@ -110,6 +112,7 @@ class Architecture:
 
     rope_style: RopeStyle = "interleaved"
     activation: Activation = "silu"
+    activations: Mapping[str, Activation] = field(default_factory=dict)
     norm_kind: NormKind = "rms"
     qkv_bias: Presence = "absent"
     output_bias: Presence = "absent"
@@ -285,6 +288,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         norm_kind="layer",
         rope_style="neox",
         activation="gelu_erf",
+        activations={"gelu": "gelu_erf", "gelu_pytorch_tanh": "gelu", "silu": "silu"},
         attn_norm="optional",  # the first layer has none, as the embedding is normed
         embedding_norm="required",
         head="absent",

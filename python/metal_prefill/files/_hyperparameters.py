@@ -15,7 +15,7 @@ from metal_prefill.errors import UnsupportedModelError
 from metal_prefill.files._architecture import ARCHITECTURES, Architecture
 from metal_prefill.files._gguf_file import GGUFFile
 from metal_prefill.files._metadata_keys import MAX_INT, Keys
-from metal_prefill.files._model_config import LayerKind, ModelConfig, NormKind, has_matrix_state
+from metal_prefill.files._model_config import Activation, LayerKind, ModelConfig, NormKind, has_matrix_state
 from metal_prefill.files._positions import with_positions
 
 # Keys that change the forward pass in ways that are not implemented, and the value that has no effect.
@@ -102,7 +102,7 @@ def read_config(gguf: GGUFFile, max_context: int | None = None) -> ModelConfig:
         rope_dim=rope_dim,
         rope_base=keys.positive_float("rope.freq_base", default=10000.0),
         rope_style=traits.rope_style,
-        activation=traits.activation,
+        activation=_activation(keys, traits),
         causal=keys.boolean("attention.causal", default=traits.causal),
         has_head=traits.head != "absent",
         token_types=_token_types(keys, traits),
@@ -144,6 +144,17 @@ def _refuse_unsupported(keys: Keys, traits: Architecture) -> None:
     parts = keys.number("split.count", default=0)
     if parts > 1:
         raise keys.unsupported(f"the model is split into {parts} files; merge them first")
+
+
+def _activation(keys: Keys, traits: Architecture) -> Activation:
+    name = keys.string("hidden_activation", default="") if traits.activations else ""
+    if not name:
+        return traits.activation
+    if name not in traits.activations:
+        raise keys.unsupported(
+            f"{keys.architecture}.hidden_activation is {name}; supported: {', '.join(traits.activations)}"
+        )
+    return traits.activations[name]
 
 
 def _prediction_layers(keys: Keys, traits: Architecture, n_blocks: int) -> int:
