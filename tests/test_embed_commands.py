@@ -73,6 +73,31 @@ def test_an_interrupted_run_is_resumed(
     assert list(tmp_path.glob(".v.npy*")) == []
 
 
+def test_a_run_with_another_precision_is_not_resumed(
+    embedder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Vectors in float32 and in 8 bits are never in the same file."""
+    texts = [f"text {i}" for i in range(300)]
+    (tmp_path / "t.txt").write_text("\n".join(texts))
+    arguments = ("-f", tmp_path / "t.txt", "-o", tmp_path / "v.npy")
+    with monkeypatch.context() as patch:
+        plain = _embedding.embed_prompts
+        calls = iter([plain])  # the second block is interrupted
+
+        def stopping(*positional: Any, **options: Any) -> Any:
+            return next(calls, interrupted)(*positional, **options)
+
+        def interrupted(*_: Any, **__: Any) -> Any:
+            raise KeyboardInterrupt
+
+        patch.setattr(_embedding, "embed_prompts", stopping)
+        assert embed(embedder, *arguments, "--compute", "f32") == 130
+    assert list(tmp_path.glob(".v.npy.*.part"))
+    assert embed(embedder, *arguments) == 0
+    with Model(embedder, device="cpu") as model:
+        np.testing.assert_array_equal(np.load(tmp_path / "v.npy"), model.embed(texts))
+
+
 def test_a_run_with_other_texts_is_not_resumed(embedder: Path, tmp_path: Path) -> None:
     (tmp_path / "t.txt").write_text("a\n")
     assert embed(embedder, "-f", tmp_path / "t.txt", "-o", tmp_path / "v.npy") == 0

@@ -88,6 +88,13 @@ FILES = (
         ("tests/test_recurrent_folders.py", "-k", "refused"),
     ),
     Mutant(
+        f"{_P}/_commands/embed.py",
+        '            "compute": model.compute,\n',
+        "",
+        "a file of vectors is continued with another precision",
+        ("tests/test_embed_commands.py", "-k", "precision"),
+    ),
+    Mutant(
         f"{_P}/text/_word_tokens.py",
         "if _OTHER.search(text):",
         "if not text.isascii():",

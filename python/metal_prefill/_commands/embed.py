@@ -89,6 +89,7 @@ def execute(arguments: argparse.Namespace) -> None:
             "instruction": arguments.instruction,
             "truncate": [arguments.truncate, model.max_context],
             "unicode": arguments.unicode,
+            "compute": model.compute,
         }
         passes = TextPasses(model.engine)
         part = _Part(arguments.output, _identity(model, texts, identity), len(texts))
