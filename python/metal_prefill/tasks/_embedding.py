@@ -131,9 +131,7 @@ def encode_text(
     If the text loses its end, the tokens after it are kept. `name` identifies the text in errors.
     """
     tokenizer, frame = engine.tokenizer, engine.tokenizer.frame
-    most = engine.max_context
-    if expansion is not None and expansion.fixed:
-        most = min(most, expansion.length)
+    most = engine.max_context if expansion is None else expansion.limit(engine.max_context)
     room = most - len(frame.begin) - len(frame.end)
 
     def encode(text: str) -> list[int]:
@@ -210,7 +208,8 @@ def embed(
     expansion = expansion_of(engine, check_pooling(engine, pooling), instruction)
     form = prompt_form(engine, instruction)
     encoded = encode_texts(engine, texts, form, PromptRules(truncate, unicode).checked(), expansion)
-    for note in encoded.notes(engine.max_context):
+    limit = engine.max_context if expansion is None else expansion.limit(engine.max_context)
+    for note in encoded.notes(limit):
         warnings.warn(note, stacklevel=3)
     return embed_prompts(
         TextPasses(engine),
