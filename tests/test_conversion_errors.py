@@ -169,6 +169,7 @@ def test_damaged_settings_are_an_error(tmp_path: Path, content: str) -> None:
         ("modules.json", [{"type": "a.CNN", "path": "x"}], r"modules\[0\].type CNN is not supported"),
         ("1_Pooling/config.json", {"pooling_mode_max_tokens": True}, "sets pooling_mode_max_tokens;"),
         ("1_Pooling/config.json", {}, "sets no pooling_mode"),
+        ("1_Pooling/config.json", {"include_prompt": False}, "include_prompt is False; supported: True"),
         ("2_Dense/config.json", {"activation_function": "torch.nn.Tanh"}, "activation_function is Tanh"),
         ("2_Dense/config.json", {"in_features": 5, "out_features": 16}, r"\(16, 32\), expected \(16, 5\)"),
     ],

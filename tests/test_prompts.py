@@ -10,7 +10,7 @@ import pytest
 from support import model_folders, task_folders
 from support.model_folders import Folder
 
-from metal_prefill import GGUFError, Model
+from metal_prefill import GGUFError, Model, UnsupportedModelError
 from metal_prefill.conversion import convert
 from metal_prefill.tasks import prompt_names
 from metal_prefill.tasks._prompt_rules import PromptRules
@@ -31,7 +31,7 @@ def stated(tmp_path: Path, **settings: Any) -> Folder:
     return folder
 
 
-def same(model: Model, text: str, instruction: str, whole: str) -> None:
+def same(model: Model, text: str, instruction: str | None, whole: str) -> None:
     """Check that a prompt and a text have the tokens of the whole."""
     form = prompt_form(model.engine, instruction)
     ids = form.tokens(model.tokenizer, text, PromptRules())
@@ -86,6 +86,14 @@ def test_a_document_without_a_prompt_is_unchanged(tmp_path: Path) -> None:
         same(model, "a rose", "document", "a rose")
 
 
+def test_the_default_prompt_of_a_folder_is_that_without_an_instruction(tmp_path: Path) -> None:
+    settings = {"prompts": {"query": "find: "}, "default_prompt_name": "query"}
+    with opened(stated(tmp_path, **settings)) as model:
+        same(model, "a rose", None, "find: a rose")
+        same(model, "a rose", "document", "a rose")
+        same(model, "a rose", "{text}", "a rose")
+
+
 def test_control_tokens_in_prompts_of_the_file_are_encoded(tmp_path: Path) -> None:
     with opened(stated(tmp_path, prompts={"query": "[MASK] "})) as model:
         ids = model.tokenizer.encode("a rose", add_bos=False)
@@ -118,6 +126,7 @@ def test_prefixes_of_pylate_are_prompts(tmp_path: Path) -> None:
         ({"prompts": []}, "prompts is list, expected an object"),
         ({"query_prefix": 1}, "query_prefix is int, expected a string"),
         ({"skiplist_words": [1]}, "skiplist_words must contain strings"),
+        ({"prompts": {"a": "b"}, "default_prompt_name": "q"}, "default_prompt_name is 'q'; prompts are 'a'"),
     ],
 )
 def test_prompts_of_the_wrong_type_are_rejected(
@@ -126,6 +135,11 @@ def test_prompts_of_the_wrong_type_are_rejected(
     folder = stated(tmp_path, **settings)
     with pytest.raises(GGUFError, match=message):
         convert(folder.write(), tmp_path / "m.gguf")
+
+
+def test_a_folder_that_cuts_its_vectors_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModelError, match="truncate_dim is 8; supported: None"):
+        convert(stated(tmp_path, truncate_dim=8).write(), tmp_path / "m.gguf")
 
 
 def test_late_interaction_uses_the_prompts_of_the_file(tmp_path: Path) -> None:

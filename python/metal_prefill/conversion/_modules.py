@@ -116,6 +116,7 @@ def _relative(module: Fields) -> Path:
 
 
 def _pooling_of(config: Fields) -> Pooling:
+    config.require("include_prompt", (True,), True)
     if config.has("pooling_mode"):
         mode = config.string("pooling_mode")
         if mode not in _MODE_NAMES:

@@ -10,7 +10,7 @@ from typing import Any
 from metal_prefill.conversion._fields import Fields
 from metal_prefill.conversion._folder_vocabulary import FolderVocabulary
 from metal_prefill.conversion._modules import Modules, words_of
-from metal_prefill.files._metadata_keys import EXPANSION_KEYS, PROMPT_KEYS, SKIPPED_KEY
+from metal_prefill.files._metadata_keys import DEFAULT_PROMPT_KEY, EXPANSION_KEYS, PROMPT_KEYS, SKIPPED_KEY
 from metal_prefill.text._encoder_vocabulary import SPACE
 
 # Prefixes of PyLate's models, and the prompts that contain them.
@@ -33,10 +33,21 @@ def prompt_metadata(folder: Path, modules: Modules, vocabulary: FolderVocabulary
     Raises
     ------
     GGUFError
-        A prompt, a prefix or a skipped word is not a string.
+        A prompt, a prefix or a skipped word is not a string, or no prompt has the name of the default one.
+    UnsupportedModelError
+        The model cuts its vectors.
     """
     config = Fields.read_if_present(folder / "config_sentence_transformers.json")
-    found: dict[str, Any] = {f"{PROMPT_KEYS}{name}": text for name, text in _prompts(config).items()}
+    prompts = _prompts(config)
+    found: dict[str, Any] = {f"{PROMPT_KEYS}{name}": text for name, text in prompts.items()}
+    if config.has("default_prompt_name"):
+        name = config.string("default_prompt_name")
+        if name not in prompts:
+            raise config.error(
+                f"default_prompt_name is {name!r}; prompts are {', '.join(map(repr, prompts))}"
+            )
+        found[DEFAULT_PROMPT_KEY] = name
+    config.require("truncate_dim", (None,), None)
     words = modules.skipped_words
     if words is None and config.has("skiplist_words"):
         words = words_of(config)

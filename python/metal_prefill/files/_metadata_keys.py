@@ -16,6 +16,8 @@ MAX_INT = 2**31 - 1  # the engines count in 32 bits
 # Keys of this project, which the conversion of folders of sentence-transformers writes. Each prompt has a key
 # that ends with its name; its text precedes the text to embed.
 PROMPT_KEYS = "metal_prefill.prompts."
+# Name of the prompt of texts that are embedded without an instruction.
+DEFAULT_PROMPT_KEY = "metal_prefill.default_prompt"
 # Ids of tokens of documents that late interaction leaves out, such as punctuation.
 SKIPPED_KEY = "metal_prefill.skipped_tokens"
 # How late interaction expands queries: ``length``, ``token``, ``seen`` and ``fixed``.

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from metal_prefill._engine import Engine, EngineOwner
 from metal_prefill.errors import GGUFError
-from metal_prefill.files._metadata_keys import PROMPT_KEYS
+from metal_prefill.files._metadata_keys import DEFAULT_PROMPT_KEY, PROMPT_KEYS
 
 if TYPE_CHECKING:
     from metal_prefill.tasks._prompt_rules import PromptRules
@@ -119,7 +119,9 @@ def prompt_form(engine: Engine, instruction: str | None) -> PromptForm:
         A prompt of the file is not a string.
     """
     if instruction is None:
-        return PLAIN
+        default = engine.gguf.metadata.get(DEFAULT_PROMPT_KEY)
+        prompt = file_prompts(engine).get(default) if isinstance(default, str) else None
+        return PLAIN if prompt is None else PromptForm(prompt, spells_tokens=True)
     if not isinstance(instruction, str):
         raise TypeError(f"instruction must be a string, got {type(instruction).__name__}")
     if "{text}" in instruction:
