@@ -160,6 +160,14 @@ def test_plans_of_other_architectures(tmp_path: Path, name: str) -> None:
             assert encoded(model, tokens) == comparable(plan(shape_in(path), tokens))
 
 
+def test_an_encoder_with_norms_of_q_and_k_takes_ten_dispatches_a_layer(tmp_path: Path) -> None:
+    model = small_models.ENCODERS["jina-bert-v2, code"]
+    shape = shape_in(small_models.write(tmp_path / "m.gguf", model))
+    for tokens in (1, 8, 9, 300):
+        per_layer = Counter(d.layer for d in plan(shape, tokens, output="hidden"))
+        assert [per_layer[layer] for layer in range(model.layers)] == [10] * model.layers
+
+
 def test_a_short_convolution_takes_seven_dispatches_at_any_length(tmp_path: Path) -> None:
     shape = shape_in(small_models.write(tmp_path / "m.gguf", small_models.MODELS["lfm2"]))
     for tokens in (1, 2, 8, 9, 40, 300):
