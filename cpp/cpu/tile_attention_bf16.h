@@ -26,7 +26,7 @@ constexpr int kStripRows = 96;         // 32 tokens of a group of three heads
 constexpr int kStripValues = 96 * 64;  // rows times dimensions: longer heads take fewer rows
 constexpr int kMaxTileRows = 16;       // that a strip takes at least, whatever the head
 constexpr int kTileRows = 6;           // by 4 vectors: 24 sums, 4 of keys or values, one query
-constexpr float kSlack = 8;  // weights are up to 2^8
+constexpr float kSlack = 8;            // weights are up to 2^8
 constexpr float kNoScore = -std::numeric_limits<float>::infinity();
 constexpr float kExp2Cubic[] = {0.69542432f, 0.22630768f, 0.07826797f};
 
