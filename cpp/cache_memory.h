@@ -32,13 +32,13 @@ class CacheMemory {
   PrefixTree& prefixes() { return prefixes_; }
   const PagePool& pages() const { return pages_; }
   const PrefixTree& prefixes() const { return prefixes_; }
-  // Of pages and states.
+  // Bytes of the pages and states in use.
   std::size_t bytes_in_use() const {
     return pages_.pages_in_use() * pages_.page_bytes() + (states_ ? states_->bytes_in_use() : 0);
   }
 
  private:
-  // Of one sequence that runs ahead: before a pass, after it, and after the next one.
+  // Bytes of the states of one sequence that runs ahead: before a pass, after it, and after the next one.
   static std::size_t least_states(const PageStore* states) { return states ? 3 * states->page_bytes() : 0; }
 
   MemoryBudget budget_;

@@ -51,7 +51,7 @@ struct Trace {
   bool keeps_contents = false;  // of the buffers, around the layers and in the first one
 };
 
-// Of an engine.
+// Access to the passes of an engine.
 class PassInspector {
  public:
   virtual ~PassInspector() = default;

@@ -35,7 +35,7 @@ class PageStore {
   static constexpr std::size_t kLeastPage = 64;
   virtual ~PageStore() = default;
   virtual std::size_t page_bytes() const = 0;
-  // That all pages together can have.
+  // Largest size of all pages together.
   virtual std::size_t most_bytes() const { return std::numeric_limits<std::size_t>::max(); }
   // Room for `pages` in total; existing ones are unchanged. Throws DeviceError without a change.
   virtual void grow(std::size_t pages) = 0;

@@ -17,7 +17,7 @@ from metal_prefill import ContextOverflowError, KVMemoryError, Model, NumericalE
 PAGE = 64  # positions
 Ids = npt.NDArray[np.int32]
 
-# Of the largest logit: kernels for a few tokens and for many add in different orders (docs/kernels.md).
+# Relative to the largest logit: kernels for few and many tokens add in different orders (docs/kernels.md).
 METAL_TOLERANCE = 1e-3
 FEW = 8  # tokens of a sequence in a pass, up to which Metal is bit-identical to single tokens
 

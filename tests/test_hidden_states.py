@@ -16,7 +16,7 @@ from metal_prefill import Model, NumericalError
 
 # Normalized squared errors, as in test_engine.py: sums in float32, and products of half precision on Metal.
 NMSE_F32, NMSE_HALF = 1e-9, 5e-6
-# Of the largest element: Metal's kernels for a few tokens and for many add in different orders.
+# Relative to the largest element: Metal's kernels for a few tokens and for many add in different orders.
 METAL_TOLERANCE = 1e-3
 
 

@@ -22,8 +22,8 @@ from metal_prefill import Model, StateError, UnsupportedModelError, _core
 
 Logits = npt.NDArray[np.float32]
 
-# Of a normalized squared error, where codes become float32, which is exact; and where a number near the
-# middle between two codes went to the other one.
+# Bounds of normalized squared errors: where codes become float32, which is exact; and where a number near
+# the middle between two codes was rounded to the other one.
 NMSE_F32, NMSE_OTHER_CODE = 1e-12, 1e-6
 
 SUITED = [

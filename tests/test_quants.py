@@ -12,9 +12,9 @@ from support.small_models import TYPES, half_fields
 from metal_prefill import _core
 from metal_prefill.synth._blocks import BLOCK_FORMATS
 
-# Of either sign, down to where float16 is subnormal, and zeros of both signs.
+# Scales of either sign, down to where float16 is subnormal, and zeros of both signs.
 SCALES = np.array([1, -1, 0.01, -0.3, 6e-5, -6e-8, 3e-6, 0, -0.0, 65504], np.float16)
-# Of powers of two, from float32's subnormals to below infinity.
+# Exponents of powers of two, from float32's subnormals to below infinity.
 EXPONENTS = np.array([0, 1, 2, 90, 120, 127, 128, 250], np.uint8)
 
 # Types with three, four and eight magnitudes, of which 2048 random values contain fewer distinct ones.

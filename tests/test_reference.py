@@ -19,7 +19,7 @@ IN_FLOAT32 = dict(comparison.models_in_float32())
 POOLED = small_models.EMBEDDERS | small_models.CLASSIFIERS
 LLAMA_CPP_VECTORS = 1e-3  # of the largest value: its GELU looks up half-precision values
 
-# Of the largest logit: transformers computes in float32, which keeps 24 bits of every sum.
+# Relative to the largest logit: transformers computes in float32, which keeps 24 bits of every sum.
 TRANSFORMERS_TOLERANCE = 1e-5
 
 

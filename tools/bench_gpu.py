@@ -37,7 +37,7 @@ TIMED_PROMPTS = (1, 4, 8, 32, 128, 512, 2048)
 STREAMS = (8, 32)  # sequences that decode together
 SEQUENTIAL = (32, 128, 512)
 DEPTH, DECODED = 32, 64  # tokens in the context before decoding, and decoded ones
-# Of SmolLM-135M's shape in Q4_0 with a head in Q8_0: operations of the layers' weights for a token and of the
+# SmolLM-135M's shape in Q4_0 with a head in Q8_0: operations of the layers' weights for a token and of the
 # head for a prompt, and the bytes of both.
 LINEAR_FLOP, HEAD_FLOP, WEIGHT_BYTES = 212.3e6, 56.6e6, 89.8e6
 APPLE_FAMILY = 9  # the engine is tuned as for an M3 or M4

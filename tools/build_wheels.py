@@ -234,7 +234,7 @@ def main() -> int:
     finished = folder / "dist"
     finished.mkdir(parents=True, exist_ok=True)
     stub = folder / "_core.pyi"
-    # That of this machine comes first: the others use its stub.
+    # The wheel for this machine comes first: the others use its stub.
     platforms = sorted(options.platforms, key=lambda name: name != platform.machine())
     if platforms[0] != platform.machine() and not stub.exists():
         raise WheelError(

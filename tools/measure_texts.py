@@ -18,7 +18,7 @@ from typing import Any
 
 from metal_prefill import Model
 
-# Of A Tale of Two Cities, Pride and Prejudice, Moby-Dick, Alice's Adventures in Wonderland and Walden.
+# From A Tale of Two Cities, Pride and Prejudice, Moby-Dick, Alice's Adventures in Wonderland and Walden.
 PASSAGES = (
     "It was the best of times, it was the worst of times, it was the age of wisdom, it was the age of"
     " foolishness, it was the epoch of belief, it was the epoch of incredulity, it was the season of "

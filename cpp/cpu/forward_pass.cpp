@@ -95,7 +95,7 @@ void ForwardPass::run_layers(const Context& c) {
   deliver_hidden(c);
 }
 
-// What later tokens read of all rows; the output of the wanted ones, which become the first rows of x.
+// Stores what later tokens read of all rows, and computes the wanted ones, which become the first rows of x.
 void ForwardPass::run_layer(const Context& c, int layer, const Rows& wanted) {
   const LayerWeights& m = model_.layers[std::size_t(layer)];
   const CpuLayer& w = weights_.layers[std::size_t(layer)];

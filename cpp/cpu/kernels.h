@@ -91,7 +91,7 @@ constexpr int kQueryTile = 32;    // tokens per attention item at most: K and V 
 enum class KvLayout {
   kFloat,  // float32: keys [kKeySpan / 16][key_stride][16], values [kKeySpan][value_stride]
   kHalf,   // the same in f16
-  // What was rounded to f16, as bfloat16, in pairs of dimensions and of positions: keys
+  // Values rounded to f16, as bfloat16, in pairs of dimensions and of positions: keys
   // [key_stride / 2][kKeySpan][2], values [kKeySpan / 2][value_stride][2].
   kPairs,
   // Blocks of Q8_0, of 32 dimensions: their codes, each 128 more than in Q8_0, in fours of dimensions and of

@@ -12,10 +12,11 @@ namespace {
 constexpr int kTokenBlock = 192;
 // The same where quantized weights become pairs, which takes as long as many tokens do.
 constexpr int kWidenedTokenBlock = 512;
-// Of products of pairs: with what is made of them they stay in the L1 cache. Whole tiles of every set.
+// Tokens of a part in products of pairs: with their results they stay in the L1 cache. Whole tiles of all
+// sets.
 constexpr int kPartTokens = 96;
 
-// What unpacking a group of weights costs, in tokens that are multiplied meanwhile.
+// Cost of unpacking a group of weights, in tokens that could be multiplied meanwhile.
 int unpacking_tokens(const Linear& linear) {
   if (!linear.pairs) return 8;
   return linear.packed.packing == Packing::kPairs ? 0 : 64;
@@ -275,7 +276,7 @@ void multiply_gated(const Context& c, const GateAndUp& w, const NormedRows& x, i
       if (bias.values())
         c.kernels.add_products(products, bias.values(), count, kGroupRows, false, products, kGroupRows);
     };
-    // What was computed of a part of the tokens, in the forms that h asks for.
+    // Stores the results of a part of the tokens in the forms of h.
     const auto store = [&](RowRange part, const float* from) {
       if (h.forms.f32)
         c.kernels.add_products(from, nullptr, part.count, n_rows, false, h.f32.row(part.first) + row,

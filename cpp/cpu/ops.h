@@ -138,7 +138,7 @@ struct Product {
 };
 class AttentionItems;
 class CacheWriter;
-// What `fetch` reads is asked for meanwhile, where it is given. `cache` hears of what is to go there.
+// If given, what `fetch` reads is prefetched meanwhile, and `cache` is notified of K and V.
 void multiply(const Context& c, std::initializer_list<Product> products, const NormedRows& x, int rows,
               const AttentionItems* fetch = nullptr, const CacheWriter* cache = nullptr);
 // The first half of a feed-forward block. Biases that a model does not have are null.

@@ -1,4 +1,4 @@
-// What an x86 processor has, and its system allows.
+// Features that an x86 processor has and its system enables.
 #pragma once
 
 namespace metal_prefill::cpu {

@@ -59,8 +59,8 @@ class Weights {
   std::vector<CpuLayer> layers;
   Linear output;
   bool widens = false;  // quantized weights to pairs, once for all rows of a pass
-  // Of products that read [dim], [n_heads * value_dim], [ffn_dim], the output of a short convolution or of a
-  // layer whose state has matrices.
+  // Forms of the inputs of products that read [dim], [n_heads * value_dim], [ffn_dim], the output of a short
+  // convolution or of a layer whose state has matrices.
   Forms dim_input, attention_input, ffn_input, conv_input, scan_input;
   bool has_conv = false, has_scan = false;  // in some layer
   std::size_t scratch_bytes = 0;            // the largest scratch_bytes_of()

@@ -66,7 +66,7 @@ class Device {
   bool is_native() const { return native_; }
   std::string name() const;
   std::string families() const;  // such as Apple7, Metal3
-  // Of an engine: why a GPU with matrix units does without them; empty: it uses them, or has none.
+  // The reason for which a GPU does not use its matrix units; empty if it uses them, or has none.
   const std::string& no_matmul_tensor() const { return no_matmul_tensor_; }
 
   // Throws DeviceError naming the buffer and its size.

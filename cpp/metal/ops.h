@@ -87,7 +87,7 @@ void rmsnorm_add(Encoder& e, const Norm& norm, const View& x, const View& y, int
 void matvec(Encoder& e, const Projection& w, const View& x, const StridedRows& y, int tokens, Write write);
 void matvec_swiglu(Encoder& e, const Projection& w, const View& x, const View& y, int tokens,
                    u32_t activation);
-// Of one token that is normed meanwhile, with the bits of norm and matvec.
+// Products of one token, which is normed meanwhile; bit-identical to norm and matvec.
 void rmsnorm_matvec(Encoder& e, const Projection& w, const Norm& norm, const View& x, const StridedRows& y);
 void rmsnorm_matvec_swiglu(Encoder& e, const Projection& w, const Norm& norm, const View& x, const View& y,
                            u32_t activation);

@@ -69,7 +69,7 @@ MatvecPlan plan_matvec(const Tuning& tuning, const Projection& w, std::size_t ro
            .work = product_work(w, tokens)}};
 }
 
-// Of multi_token_matvec.
+// Tiles of multi_token_matvec.
 struct TokenTiles {
   std::size_t count, rows;  // tiles; rows of weights for each group of lanes
 };

@@ -10,7 +10,7 @@
 
 namespace metal_prefill::metal {
 
-// What dispatches compute for a row after the last layer.
+// Result that dispatches compute for a row after the last layer.
 enum class RowOutput {
   kNone,
   kGreedy,    // the id of the largest logit

@@ -111,7 +111,7 @@ class ThreadgroupRunner {
   std::uint64_t rng_ = 0;  // 0: in order
   bool active_lanes_ = false;
   std::uint64_t barriers_ = 0, threads_run_ = 0;
-  // Of the operations that a simdgroup has executed together with the others: how many, a hash of which, and
+  // The operations that a simdgroup has executed together with the others: their number, a hash of them, and
   // the place of the last.
   struct Together {
     unsigned count;

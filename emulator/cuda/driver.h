@@ -107,7 +107,7 @@ static_assert(sizeof(GraphEdge) == 8);
   X(cuFuncGetAttribute, int* value, int attribute, Function function)                                  \
   X(cuLaunchKernelEx, const LaunchConfig* config, Function function, void** parameters, void** extra)
 
-// Of version 545 and newer; null before.
+// Functions of version 545 and newer; null before.
 #define METAL_EMULATOR_DRIVER_GRAPH_FUNCTIONS(X)                                                           \
   X(cuGraphCreate, GraphHandle* graph, unsigned flags)                                                     \
   X(cuGraphDestroy, GraphHandle graph)                                                                     \

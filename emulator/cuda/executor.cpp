@@ -191,7 +191,7 @@ class CudaExecutor final : public Executor {
     return end;
   }
 
-  // Of commands that are all dispatches; those without a barrier between them are of one stage.
+  // Prepares commands that are all dispatches; those without a barrier between them form a stage.
   std::vector<Launch> prepare_all(Running& running, std::size_t begin, std::size_t end) {
     std::vector<Launch> launches;
     launches.reserve(end - begin);

@@ -12,7 +12,7 @@ struct Module {
   const char* assembly;
 };
 
-// Of one source. The modules of kernel n, in the order of its ShaderLibrary, are kernel_n_values and
+// The modules of one source. Those of kernel n, in the order of its ShaderLibrary, are kernel_n_values and
 // kernel_n_addresses.
 struct Image {
   std::string_view name, source;  // as in the ShaderLibrary

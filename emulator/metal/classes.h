@@ -87,7 +87,7 @@ inline void require_open(bool ended, const char* call) {
                      constants:(metal_emulator::Specialization)constants;
 // Throws std::runtime_error where the kernel cannot be made to run.
 - (std::shared_ptr<const metal_emulator::Pipeline>)prepare;
-// Of its code and constants on this device, in one line.
+// Identifies the code and constants on this device, in one line.
 - (std::string)identity;
 @end
 

@@ -67,7 +67,7 @@ const std::vector<ByteRange>& ranges_of(const std::vector<std::vector<ByteRange>
   return index < by_index.size() ? by_index[index] : none;
 }
 
-// Of two sorted lists.
+// Returns the first range that two sorted lists have in common.
 std::optional<ByteRange> first_common(const std::vector<ByteRange>& a, const std::vector<ByteRange>& b) {
   for (std::size_t i = 0, j = 0; i < a.size() && j < b.size();) {
     const ByteRange both{std::max(a[i].begin, b[j].begin), std::min(a[i].end, b[j].end)};

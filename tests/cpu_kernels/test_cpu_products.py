@@ -191,7 +191,7 @@ def test_integer_sums_are_exact_at_the_extremes(isa: str, kind: Type) -> None:
 def test_product_of_a_token_does_not_depend_on_the_batch(isa: str, kind: Type) -> None:
     cols = 512
     raw, _ = random_weight(kind, 64, cols)
-    # Of many tokens the other types multiply the same wide blocks; they differ in products of a few.
+    # With many tokens, the other types multiply the same wide blocks; they differ in products of a few.
     batches = BATCHES if kind in COMMON else (*BATCHES[:7], 17, 33)
     # 37 different tokens, repeated: a prime, so that no two tiles of a batch start with the same one.
     tokens = normal(37, cols)

@@ -38,7 +38,7 @@ MOST_COMPILING = 2  # at a time
 COMPILE_SECONDS = 5.0  # of processor time for a source; large published schemas take less than one
 # To compile it again, or to replay a text, after the worker was ended by another text or from outside.
 AGAIN_SECONDS = 1.0
-# Of processor time for a request of a text. A mask usually takes less than 0.01 s, and 0.1 s where it is as
+# Processor time for a request of a text. A mask usually takes less than 0.01 s, and 0.1 s where it is as
 # complex as llguidance's limits allow.
 STEP_SECONDS = 0.25
 # Seconds that a batch waits for requests of its texts. Later answers leave their texts out of passes.

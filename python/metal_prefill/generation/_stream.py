@@ -217,7 +217,7 @@ def make_streams(
             prefix_namespace=prefix_namespace,
             **options,
         )
-        # Of a prompt with log probabilities every token is computed for each.
+        # If a prompt has log probabilities, all of its tokens are computed for each stream.
         follows = streams and len(text.ids) == len(ids)
         streams.append(Stream(text, streams[0] if follows else None, prefix_namespace))
     return streams

@@ -66,7 +66,7 @@ def check_prompts(prompts: Sequence[TokenIds], vocab_size: int, least: int, limi
     return arrays
 
 
-# Of prompts that are scored together: how many, and how many tokens of K and V they may need.
+# Limits of prompts that are scored together: their number, and their tokens of K and V.
 GROUP_PROMPTS, GROUP_TOKENS = 64, 16384
 
 

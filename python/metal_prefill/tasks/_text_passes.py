@@ -225,7 +225,7 @@ def pooled_blocks(
         states = job.result
         job.parts.clear()
         if pooling == "mean":
-            # Of all states at once, however passes cut them: sums of parts would be rounded differently.
+            # The mean of all states at once, however passes divide them: sums of parts round differently.
             yield [states.mean(axis=0, dtype=np.float64).astype(np.float32)]
         else:
             yield [states if pooling == "none" else states[0]]
