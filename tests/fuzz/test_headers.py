@@ -92,13 +92,13 @@ def model_files(target: str, count: int, parts: Parts) -> Iterator[Path]:
     return inputs(target, count, change)
 
 
-@pytest.fixture
-def tiny(tmp_path: Path) -> Path:
-    return write(tmp_path / "tiny.gguf", TINY_MODELS["gemma3"])
+@pytest.fixture(params=TINY_MODELS)
+def tiny(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    return write(tmp_path / "tiny.gguf", TINY_MODELS[request.param])
 
 
 def test_headers_of_model_files(tiny: Path) -> None:
-    for path in model_files("header", 1000, take_apart(tiny)):
+    for path in model_files("header", 400, take_apart(tiny)):
         with suppress(MetalPrefillError), GGUFFile(path) as opened:
             for key in opened.metadata:
                 with suppress(MetalPrefillError):
@@ -133,6 +133,6 @@ def test_headers_of_saved_states(tiny: Path, tmp_path: Path) -> None:
         content = mutate_state(plain, random)
         return content, int.from_bytes(content[:8], "little") + 8
 
-    for path in inputs("state-header", 1000, change):
+    for path in inputs("state-header", 400, change):
         with suppress(MetalPrefillError):
             _session_file.read(path, owner)
