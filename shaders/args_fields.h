@@ -176,16 +176,16 @@ ARGS_STRUCT(ScanArgs)
   ARGS_FIELD(u32_t, slot_stride)      // from one slot of the states to the next
   ARGS_FIELD(u32_t, tokens)
   ARGS_FIELD(u32_t, first_out)        // first row with a result
-ARGS_END(ScanArgs, 36)
+  ARGS_FIELD(u32_t, gated)            // the result is gated by the first columns of the projection
+ARGS_END(ScanArgs, 40)
 
 ARGS_STRUCT(ScanNormArgs)
   ARGS_FIELD(u32_t, inner)       // values of a row
   ARGS_FIELD(u32_t, groups)
   ARGS_FIELD(u32_t, row_stride)  // from one token of the gates to the next
   ARGS_FIELD(u32_t, first_out)   // first row with a result
-  ARGS_FIELD(u32_t, has_weight)
   ARGS_FIELD(float, eps)
-ARGS_END(ScanNormArgs, 24)
+ARGS_END(ScanNormArgs, 20)
 
 // The gated delta rule of each head, token by token: S = decay S; S += k (beta (v - k S)); out = q S / sqrt
 // (key_dim). q and k have length 1. A row of the input is [groups][key_dim] of q, the same of k, and

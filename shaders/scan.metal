@@ -1,6 +1,6 @@
 // State-space layers (Mamba-2, arXiv:2405.21060). Each head has a state [rows][dim]. With step =
 // softplus(dt + bias) of a token, state = exp(step * a) * state + b (step * x)^T and y = state^T c + skip *
-// x.
+// x. Where no norm follows, the result is gated here: y * silu(gate).
 #include <metal_stdlib>
 
 #include "args.h"
@@ -11,19 +11,26 @@
 
 using namespace metal;
 
+template <typename T>
+static inline T result_of(float y, device const float* gate, uint gated) {
+  if (gated) y *= activate(gate[0], ACTIVATION_SILU);
+  return is_same<T, half>::value ? T(finite_half(y)) : T(y);
+}
+
 // A simdgroup holds SCAN_COLUMNS columns of the state of a head in registers, and goes through the tokens of
 // a sequence. Eight lanes share two columns: each has every eighth row.
 //
-// Grid: simdgroups of all heads, and sequences. A slot that is read is not written. kRows * 8 rows at most.
-template <ushort kRows>
+// Grid: simdgroups of all heads, and sequences. A slot that is read is not written. kRows * 8 rows at most. T
+// is half where a matmul reads the result, else float.
+template <typename T, ushort kRows>
 kernel void scan(device const float* a [[buffer(0)]],          // [heads]
                  device const float* bias [[buffer(1)]],       // [heads], of dt
                  device const float* skip [[buffer(2)]],       // [heads]
-                 device const float* projected [[buffer(3)]],  // [tokens][row_stride], with dt at dt_column
+                 device const float* projected [[buffer(3)]],  // [tokens][gate | ... | dt at dt_column | ...]
                  device const float* convolved [[buffer(4)]],  // [tokens][x | b | c]
                  constant StateRow* rows [[buffer(5)]],  // [tokens], then the first one of each sequence
                  device float* states [[buffer(6)]],     // slots, from the layer's matrices in the first one
-                 device float* out [[buffer(7)]],        // [tokens][heads * dim]; rows before first_out stay
+                 device T* out [[buffer(7)]],            // [tokens - first_out][heads * dim]
                  constant ScanArgs& args [[buffer(8)]], uint2 group [[threadgroup_position_in_grid]],
                  ushort lane [[thread_index_in_simdgroup]],
                  ushort simdgroup [[simdgroup_index_in_threadgroup]],
@@ -54,7 +61,8 @@ kernel void scan(device const float* a [[buffer(0)]],          // [heads]
     device const float* x = convolved + ulong(at) * (inner + 2 * shared_rows);
     device const float* b = x + inner + of_group;
     device const float* c = b + shared_rows;
-    const float step = softplus(projected[ulong(at) * args.row_stride + args.dt_column + head] + bias[head]);
+    device const float* gate = projected + ulong(at) * args.row_stride;
+    const float step = softplus(gate[args.dt_column + head] + bias[head]);
     const float decay = precise::exp(step * a[head]);
     x += head * args.dim + column;
     const float2 value = float2(has_first ? x[0] : 0.0f, has_second ? x[1] : 0.0f), input = step * value;
@@ -67,10 +75,11 @@ kernel void scan(device const float* a [[buffer(0)]],          // [heads]
     }
     for (ushort offset = 1; offset < 8; offset *= 2) y += simd_shuffle_xor(y, offset);
     if (part == 0 && at >= args.first_out) {
-      device float* to = out + ulong(at) * inner + head * args.dim + column;
+      const uint to = head * args.dim + column;
+      device T* row = out + ulong(at - args.first_out) * inner;
       y = fma(float2(skip[head]), value, y);
-      if (has_first) to[0] = y.x;
-      if (has_second) to[1] = y.y;
+      if (has_first) row[to] = result_of<T>(y.x, gate + to, args.gated);
+      if (has_second) row[to + 1] = result_of<T>(y.y, gate + to + 1, args.gated);
     }
     const uint after = rows[at].after;
     if (after == STATE_NONE) continue;
@@ -84,15 +93,17 @@ kernel void scan(device const float* a [[buffer(0)]],          // [heads]
   }
 }
 
-template [[host_name("scan_128")]] kernel decltype(scan<16>) scan<16>;
-template [[host_name("scan_256")]] kernel decltype(scan<32>) scan<32>;
+template [[host_name("scan_f32_128")]] kernel decltype(scan<float, 16>) scan<float, 16>;
+template [[host_name("scan_f32_256")]] kernel decltype(scan<float, 32>) scan<float, 32>;
+template [[host_name("scan_f16_128")]] kernel decltype(scan<half, 16>) scan<half, 16>;
+template [[host_name("scan_f16_256")]] kernel decltype(scan<half, 32>) scan<half, 32>;
 
-// RMSNorm of y * silu(gate) over each of `groups` parts of a row; without a weight only the product. Grid:
-// rows from first_out on, and groups. T is half where a matmul reads the result, float where a matvec does.
+// RMSNorm of y * silu(gate) over each of `groups` parts of a row. Grid: rows from first_out on, and groups. T
+// is half where a matmul reads the result, float where a matvec does.
 template <typename T>
 kernel void scan_norm(device const float* weight [[buffer(0)]],  // [inner]
                       device const float* gates [[buffer(1)]],   // [tokens][row_stride]
-                      device const float* y [[buffer(2)]],       // [tokens][inner]
+                      device const float* y [[buffer(2)]],       // [tokens - first_out][inner]
                       device T* out [[buffer(3)]],               // [tokens - first_out][inner]
                       constant ScanNormArgs& args [[buffer(4)]], uint2 group [[threadgroup_position_in_grid]],
                       ushort thread_index [[thread_index_in_threadgroup]],
@@ -101,23 +112,18 @@ kernel void scan_norm(device const float* weight [[buffer(0)]],  // [inner]
                       ushort simdgroups [[simdgroups_per_threadgroup]]) {
   threadgroup float partial[32];
   const uint columns = args.inner / args.groups, first = group.y * columns;
-  const ulong row = ulong(group.x + args.first_out);
-  gates += row * args.row_stride + first;
-  y += row * args.inner + first;
+  gates += ulong(group.x + args.first_out) * args.row_stride + first;
+  y += ulong(group.x) * args.inner + first;
   out += ulong(group.x) * args.inner + first;
-  float scale = 1.0f;
-  if (args.has_weight) {
-    float sum = 0.0f;
-    for (uint i = thread_index; i < columns; i += threads.x) {
-      const float value = y[i] * activate(gates[i], ACTIVATION_SILU);
-      sum = fma(value, value, sum);
-    }
-    sum = threadgroup_reduce<Sum>(sum, partial, lane, simdgroup, simdgroups);
-    scale = precise::rsqrt(sum / float(columns) + args.eps);
-  }
+  float sum = 0.0f;
   for (uint i = thread_index; i < columns; i += threads.x) {
-    const float value = y[i] * activate(gates[i], ACTIVATION_SILU) * scale;
-    const float result = args.has_weight ? value * weight[first + i] : value;
+    const float value = y[i] * activate(gates[i], ACTIVATION_SILU);
+    sum = fma(value, value, sum);
+  }
+  sum = threadgroup_reduce<Sum>(sum, partial, lane, simdgroup, simdgroups);
+  const float scale = precise::rsqrt(sum / float(columns) + args.eps);
+  for (uint i = thread_index; i < columns; i += threads.x) {
+    const float result = y[i] * activate(gates[i], ACTIVATION_SILU) * scale * weight[first + i];
     out[i] = is_same<T, half>::value ? T(finite_half(result)) : T(result);
   }
 }

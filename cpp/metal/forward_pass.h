@@ -164,7 +164,7 @@ class ForwardPass {
   void embed(const Pass& pass) const;
   void attention(Pass& pass, int layer, const Part& wanted) const;
   void short_convolution(Pass& pass, int layer, const Rows& wanted) const;
-  void project_recurrent_in(const Pass& pass, int layer) const;
+  void project_in(const Pass& pass, int layer) const;
   void convolve(const Pass& pass, int layer, const View& in, const View& out, const Rows& wanted) const;
   void scan(Pass& pass, int layer, const Part& wanted) const;
   void gated_delta(Pass& pass, int layer, const Rows& wanted) const;
@@ -173,8 +173,11 @@ class ForwardPass {
   // Norms x into `normed` and returns where the result is: where nothing is to be done, in x.
   View normalized(Encoder& e, const Norm& norm, const View& x, const View& normed, const Rows& rows) const;
   void norm_rows_of_qk(const Pass& pass, const Layer& w) const;
+  // What normed_projections reads: x itself where the norm is part of the products.
+  View input_of_projections(Encoder& e, const Norm& norm, const View& x, const View& normed,
+                            const Rows& rows) const;
   void normed_projections(Encoder& e, const Norm& norm, const std::vector<Projection>& projections,
-                          const View& x, const View& normed, const StridedRows& y, const Rows& rows) const;
+                          const View& input, const StridedRows& y, const Rows& rows) const;
   void project(Encoder& e, const Projection& w, const View& x, const StridedRows& y, const Rows& rows,
                Write write) const;
   // Adds a block's output to the residual stream.

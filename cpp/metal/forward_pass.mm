@@ -59,6 +59,7 @@ void ForwardPass::embed(const Pass& pass) const {
 
 void ForwardPass::encode_layer(Pass& pass, int layer, const Part& wanted) const {
   const Rows& rows = wanted.rows;
+  project_in(pass, layer);
   switch (config_.kind(layer)) {
     case LayerKind::kAttention:
       attention(pass, layer, wanted);
@@ -81,18 +82,22 @@ void ForwardPass::encode_layer(Pass& pass, int layer, const Part& wanted) const 
 void ForwardPass::short_convolution(Pass& pass, int layer, const Rows& wanted) const {
   const Layer& w = layers_[std::size_t(layer)];
   const Activations& a = pass.a;
-  project_recurrent_in(pass, layer);
   convolve(pass, layer, a.recurrent_in, a.conv, wanted);
   if (wanted.count > 0)
     add_residual(pass, w.attn_output, a.conv, a.x.row(std::size_t(wanted.first), config_.dim), wanted);
 }
 
-// The projections with which a layer with a state begins, of all rows.
-void ForwardPass::project_recurrent_in(const Pass& pass, int layer) const {
+// The projections with which a layer begins, of all rows: for its attention, and for its state. Their inputs
+// are the same.
+void ForwardPass::project_in(const Pass& pass, int layer) const {
   const Layer& w = layers_[std::size_t(layer)];
   const Activations& a = pass.a;
-  normed_projections(pass.e, w.attn_norm, w.recurrent_in, a.x, a.normed,
-                     {a.recurrent_in, config_.recurrent_in_dim(config_.kind(layer))}, pass.all.rows);
+  const Rows& rows = pass.all.rows;
+  const View input = input_of_projections(pass.e, w.attn_norm, a.x, a.normed, rows);
+  const Encoder::Overlap overlap(pass.e);
+  normed_projections(pass.e, w.attn_norm, w.recurrent_in, input,
+                     {a.recurrent_in, config_.recurrent_in_dim(config_.kind(layer))}, rows);
+  normed_projections(pass.e, w.attn_norm, w.qkv, input, {a.qkv, qkv_dim_}, rows);
 }
 
 void ForwardPass::convolve(const Pass& pass, int layer, const View& in, const View& out,
@@ -113,17 +118,19 @@ void ForwardPass::convolve(const Pass& pass, int layer, const View& in, const Vi
                    wanted.precision(), pass.rows.all.runs);
 }
 
-// Where the layer also has attention, that reads the same rows of x, and adds to them first.
+// Where the layer also has attention, that adds to the rows first.
 void ForwardPass::scan(Pass& pass, int layer, const Part& wanted) const {
   const Layer& w = layers_[std::size_t(layer)];
   const Activations& a = pass.a;
   const Rows &all = pass.all.rows, &rows = wanted.rows;
   const LayerKind kind = config_.kind(layer);
   const u32_t stride = u32_t(config_.recurrent_in_dim(kind)), first_out = u32_t(all.count - rows.count);
-  project_recurrent_in(pass, layer);
   if (has_attention(kind)) attention(pass, layer, wanted);
   convolve(pass, layer, a.recurrent_in.row(1, config_.scan_dim()), a.convolved, all.in_float32());
-  ops::scan(pass.e, w.scan, a.recurrent_in, a.convolved, pass.tables.states, matrices(pass, layer), a.scanned,
+  // A norm needs whole rows; a gate alone is part of the scan.
+  const bool has_norm = bool(w.scan.norm);
+  ops::scan(pass.e, w.scan, a.recurrent_in, a.convolved, pass.tables.states, matrices(pass, layer),
+            has_norm ? a.scanned : a.scan_out,
             {.heads = u32_t(config_.scan_heads),
              .heads_per_group = u32_t(config_.scan_heads / config_.scan_groups),
              .dim = u32_t(config_.scan_value_dim),
@@ -132,17 +139,18 @@ void ForwardPass::scan(Pass& pass, int layer, const Part& wanted) const {
              .dt_column = u32_t(config_.scan_dim() + config_.scan_channels()),
              .slot_stride = u32_t(state_layout_.values),
              .tokens = u32_t(all.count),
-             .first_out = first_out},
-            pass.rows.chunks(), pass.rows.all.runs);
+             .first_out = first_out,
+             .gated = !has_norm},
+            pass.rows.chunks(), has_norm ? Precision::kF32 : rows.precision(), pass.rows.all.runs);
   if (rows.count == 0) return;
-  ops::scan_norm(pass.e, w.scan, a.recurrent_in, a.scanned, a.scan_out,
-                 {.inner = u32_t(config_.scan_dim()),
-                  .groups = u32_t(config_.scan_groups),
-                  .row_stride = stride,
-                  .first_out = first_out,
-                  .has_weight = w.scan.has_norm,
-                  .eps = config_.norm_eps},
-                 rows.count, rows.precision());
+  if (has_norm)
+    ops::scan_norm(pass.e, w.scan, a.recurrent_in, a.scanned, a.scan_out,
+                   {.inner = u32_t(config_.scan_dim()),
+                    .groups = u32_t(config_.scan_groups),
+                    .row_stride = stride,
+                    .first_out = first_out,
+                    .eps = config_.norm_eps},
+                   rows.count, rows.precision());
   add_residual(pass, w.scan_output, a.scan_out, a.x.row(std::size_t(rows.first), config_.dim), rows);
 }
 
@@ -152,7 +160,6 @@ void ForwardPass::gated_delta(Pass& pass, int layer, const Rows& wanted) const {
   const Rows& all = pass.all.rows;
   const int stride = config_.recurrent_in_dim(config_.kind(layer)), inner = config_.scan_dim();
   const View gate = a.recurrent_in, qkv = gate.row(1, inner), rates = qkv.row(1, config_.scan_channels());
-  project_recurrent_in(pass, layer);
   convolve(pass, layer, qkv, a.convolved, all.in_float32());
   ops::gated_delta(pass.e, w.delta, a.convolved, rates, pass.tables.states, matrices(pass, layer), a.scanned,
                    {.heads = u32_t(config_.scan_heads),
@@ -185,7 +192,6 @@ void ForwardPass::attention(Pass& pass, int layer, const Part& wanted) const {
   const auto bound = [&](const View& view) { return view ? view : table; };
   const RopeInputs rope_inputs = {bound(w.bias), bound(w.q_norm.weight), bound(w.k_norm.weight), table};
 
-  normed_projections(pass.e, w.attn_norm, w.qkv, a.x, a.normed, {a.qkv, qkv_dim_}, all);
   if (norms_rows_of_qk(w)) norm_rows_of_qk(pass, w);
   const RopeArgs rope = rope_args(layer, rows.count == 0);
   const bool rope_with_attention = pass.rows.one_each && rows.count == all.count;
@@ -234,7 +240,11 @@ void ForwardPass::feed_forward(const Pass& pass, const Layer& w, const View& x, 
       ops::matmul_swiglu(e, w.gate_up[0], input, a.ffn, rows.count, activation_);
   } else {
     const int columns = (w.gated ? 2 : 1) * config_.ffn_dim;
-    normed_projections(e, w.ffn_norm, w.gate_up, x, a.normed, {a.gate_up, columns}, rows);
+    const View input = input_of_projections(e, w.ffn_norm, x, a.normed, rows);
+    {
+      const Encoder::Overlap overlap(e);
+      normed_projections(e, w.ffn_norm, w.gate_up, input, {a.gate_up, columns}, rows);
+    }
     if (few && fuses_silu(w)) {
       ops::silu_matvec_q4_0_accumulate(e, w.ffn_output.w, a.gate_up, x, rows.count, activation_);
       return;
@@ -253,12 +263,14 @@ View ForwardPass::normalized(Encoder& e, const Norm& norm, const View& x, const 
   return normed;
 }
 
+View ForwardPass::input_of_projections(Encoder& e, const Norm& norm, const View& x, const View& normed,
+                                       const Rows& rows) const {
+  return fuses_norm(norm, rows) ? x : normalized(e, norm, x, normed, rows);
+}
+
 void ForwardPass::normed_projections(Encoder& e, const Norm& norm, const std::vector<Projection>& projections,
-                                     const View& x, const View& normed, const StridedRows& y,
-                                     const Rows& rows) const {
+                                     const View& input, const StridedRows& y, const Rows& rows) const {
   const bool fused = fuses_norm(norm, rows);
-  const View input = fused ? x : normalized(e, norm, x, normed, rows);
-  const Encoder::Overlap overlap(e);
   for (const Projection& w : projections) {
     if (fused)
       ops::rmsnorm_matvec(e, w, norm, input, y);

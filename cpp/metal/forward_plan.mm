@@ -157,8 +157,7 @@ ForwardPass::Layer ForwardPass::layer_of(LayerKind kind, const LayerWeights& w, 
     layer.scan = {.a = view(w.scan_rates),
                   .bias = view(w.scan_step),
                   .skip = view(w.scan_skip),
-                  .norm = view(w.scan_group_norm ? w.scan_group_norm : w.scan_rates),
-                  .has_norm = bool(w.scan_group_norm)};
+                  .norm = view(w.scan_group_norm)};
   }
   if (kind == LayerKind::kGatedDelta) {
     layer.recurrent_in = merge({&w.delta_gate, &w.delta_qkv, &w.delta_alpha, &w.delta_beta}, weights);

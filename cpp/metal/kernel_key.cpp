@@ -133,10 +133,14 @@ std::string kernel_name(const KernelKey& key, const CacheShape& cache) {
       return "causal_conv_f32";
     case Kernel::kCausalConvF16:
       return "causal_conv_f16";
-    case Kernel::kScan128:
-      return "scan_128";
-    case Kernel::kScan256:
-      return "scan_256";
+    case Kernel::kScanF32Rows128:
+      return "scan_f32_128";
+    case Kernel::kScanF32Rows256:
+      return "scan_f32_256";
+    case Kernel::kScanF16Rows128:
+      return "scan_f16_128";
+    case Kernel::kScanF16Rows256:
+      return "scan_f16_256";
     case Kernel::kScanNormF32:
       return "scan_norm_f32";
     case Kernel::kScanNormF16:

@@ -137,19 +137,18 @@ struct ConvInputs {
 void causal_conv(Encoder& e, const ConvInputs& inputs, const View& in, const View& out,
                  const CausalConvArgs& args, Precision precision, std::span<const RowRun> runs);
 
-// Weights of a state-space layer other than its projections. Without a norm, `norm` may be any buffer.
+// Weights of a state-space layer other than its projections; `norm` is null if it has none.
 struct ScanWeights {
   View a, bias, skip, norm;
-  bool has_norm = false;
 };
 // Most rows of the state of a head.
 inline constexpr int kMostScanRows = 256;
 // Goes through the tokens of each of `sequences` and writes the states of all rows that have a slot for one.
-// `states` are the matrices of the layer. Of the rows before args.first_out it computes no result.
+// `states` are the matrices of the layer. Rows from args.first_out on become the first rows of `out`.
 void scan(Encoder& e, const ScanWeights& w, const View& projected, const View& convolved, const View& rows,
-          const View& states, const View& out, const ScanArgs& args, int sequences,
+          const View& states, const View& out, const ScanArgs& args, int sequences, Precision precision,
           std::span<const RowRun> runs);
-// Gates and norms rows from args.first_out on, which become the first rows of `out`.
+// Gates and norms the result of a scan.
 void scan_norm(Encoder& e, const ScanWeights& w, const View& gates, const View& y, const View& out,
                const ScanNormArgs& args, int tokens, Precision precision);
 // Parameters of a delta rule, and the norm of the heads of its output.

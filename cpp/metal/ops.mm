@@ -551,9 +551,12 @@ void causal_conv(Encoder& e, const ConvInputs& inputs, const View& in, const Vie
 }
 
 void scan(Encoder& e, const ScanWeights& w, const View& projected, const View& convolved, const View& rows,
-          const View& states, const View& out, const ScanArgs& args, int sequences,
+          const View& states, const View& out, const ScanArgs& args, int sequences, Precision precision,
           std::span<const RowRun> runs) {
-  const Kernel kernel = args.rows > 128 ? Kernel::kScan256 : Kernel::kScan128;
+  const bool many_rows = args.rows > 128;
+  const Kernel kernel = precision == Precision::kF16
+                            ? (many_rows ? Kernel::kScanF16Rows256 : Kernel::kScanF16Rows128)
+                            : (many_rows ? Kernel::kScanF32Rows256 : Kernel::kScanF32Rows128);
   const std::size_t threads = allowed_threads(e, kernel, 128);
   const std::size_t simdgroups = args.heads * ceil_div(args.dim, std::size_t(SCAN_COLUMNS));
   e.dispatch(kernel, {w.a, w.bias, w.skip, projected, convolved, rows, states, out}, args,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -186,6 +187,19 @@ def test_a_state_space_layer_takes_as_many_dispatches_whatever_the_length(
         for position in (0, 500):
             per_layer = Counter(d.layer for d in plan(shape, tokens, position=position))
             assert per_layer[0] == per_layer[1] == expected
+
+
+@pytest.mark.parametrize(("name", "most"), [("falcon-h1", 12), ("falcon-h1, norms in groups", 13)])
+def test_attention_and_a_state_space_share_the_norm_of_their_layer(
+    tmp_path: Path, name: str, most: int
+) -> None:
+    """The gate is part of the scan unless a norm follows. Attention in splits takes one dispatch more."""
+    shape = shape_in(small_models.write(tmp_path / "m.gguf", small_models.MODELS[name]))
+    for tokens in (1, 2, 8, 9, 40, 300):
+        for position in (0, 500):
+            kernels = [d.kernel for d in plan(shape, tokens, position=position) if d.layer == 0]
+            fewer = int(tokens == 1) - int("attention_combine" in kernels)
+            assert len(kernels) == most - fewer, (tokens, position)
 
 
 @pytest.mark.parametrize("name", ["qwen35", "qwen35, recurrence last"])
@@ -380,8 +394,9 @@ def test_every_kernel_of_the_shaders_is_dispatched_by_some_pass(
             scan_key_dim=rows,
             scan_value_dim=32,
         )
-        for tokens in (1, 300):
-            found |= {d.kernel for d in plan(uniform_shape(scanning, "f32", "f32"), tokens)}
+        for tokens, norm in itertools.product((1, 300), (False, True)):
+            shape = uniform_shape(scanning, "f32", "f32", optional=norm)
+            found |= {d.kernel for d in plan(shape, tokens)}
     mixed = uniform_shape(SMALL, "q4_0", "q4_0")
     bias = TensorShape("bo", 0, GGMLQuantizationType.F32, (SMALL.dim,))
     found |= {d.kernel for d in plan(Shape(SMALL, (*mixed.tensors, bias)), 9)}

@@ -42,6 +42,20 @@ MUTANTS = (
         (_SCAN, "-k", "scan_norm"),
     ),
     Mutant(
+        "shaders/scan.metal",
+        "if (has_second) row[to + 1] = result_of<T>(y.y, gate + to + 1, args.gated);",
+        "if (has_second) row[to + 1] = result_of<T>(y.y, gate + to, args.gated);",
+        "every second value of a scan has the gate of its neighbour",
+        (_SCAN, "-k", "test_scan and not norm"),
+    ),
+    Mutant(
+        "shaders/scan.metal",
+        "device T* row = out + ulong(at - args.first_out) * inner;",
+        "device T* row = out + ulong(at) * inner;",
+        "results of a scan are not the first rows of its output",
+        (_SCAN, "-k", "test_scan and not norm"),
+    ),
+    Mutant(
         "shaders/gated_delta.metal",
         "const uint key_group = head % args.groups;",
         "const uint key_group = head / (args.heads / args.groups);",

@@ -48,7 +48,9 @@ def scan(d: Dispatch) -> Work:
     states = sum((position > 0) + 1 for position, _ in d.runs)  # read before a run, and written after it
     per_token = (Ops(alu=8, memory=2) + LOOP) * held + Ops(alu=30, exp=3, shuffle=6, memory=8) + LOOP
     shared = tokens * 2 * groups * rows * FLOAT  # b and c
-    moved = (tokens + wanted) * heads * dim * FLOAT + states * heads * rows * dim * FLOAT
+    out = HALF if d.kernel.startswith("scan_f16") else FLOAT
+    result = heads * dim * (out + (FLOAT if a["gated"] else 0))  # and the gate that it is multiplied by
+    moved = tokens * heads * dim * FLOAT + wanted * result + states * heads * rows * dim * FLOAT
     steps = tokens * heads * FLOAT
     return dispatch_work(
         d,
@@ -64,10 +66,10 @@ def scan(d: Dispatch) -> Work:
 def scan_norm(d: Dispatch) -> Work:
     a = d.args
     inner, tokens = a["inner"], d.grid[0]
-    rounds, passes = ceil(inner / a["groups"] / d.threads), 2 if a["has_weight"] else 1
+    rounds, passes = ceil(inner / a["groups"] / d.threads), 2
     out = HALF if d.kernel.endswith("f16") else FLOAT
     row = Ops(alu=8, exp=1, rcp=1, memory=3) + LOOP
-    weight = inner * FLOAT if a["has_weight"] else 0
+    weight = inner * FLOAT
     moved = tokens * inner * (2 * FLOAT + out)
     return dispatch_work(
         d,

@@ -81,21 +81,26 @@ def scan(d: Captured) -> Expected:
     heads, dim, rows, total = a["heads"], a["dim"], a["rows"], a["tokens"]
     groups = heads // a["heads_per_group"]
     rates, bias, skip = (d.before(i, np.float32)[:heads].astype(np.float64) for i in range(3))
-    steps = d.before(3, np.float32)
+    projected = d.before(3, np.float32)
     convolved = d.before(4, np.float32)[: total * (heads * dim + 2 * groups * rows)].reshape(total, -1)
     table = d.before(5, _STATE_ROW)
-    held, after, out = d.before(6, np.float32), d.after(6, np.float32), d.after(7, np.float32)
+    held, after = d.before(6, np.float32), d.after(6, np.float32)
+    out = d.after(7, np.float16 if d.kernel.startswith("scan_f16") else np.float32)
     for first in table[total : total + d.grid[1]]:
         state = _state_before(first, held, a["slot_stride"], (heads, rows, dim))
         for row in _rows_of(first):
             x, b, c = np.split(convolved[row].astype(np.float64), [heads * dim, heads * dim + groups * rows])
             b, c = (np.repeat(part.reshape(groups, rows), heads // groups, axis=0) for part in (b, c))
             x, start = x.reshape(heads, dim), row * a["row_stride"] + a["dt_column"]
-            step = np.logaddexp(0.0, steps[start : start + heads].astype(np.float64) + bias)
+            step = np.logaddexp(0.0, projected[start : start + heads].astype(np.float64) + bias)
             state = np.exp(step * rates)[:, None, None] * state + (step[:, None] * b)[:, :, None] * x[:, None]
             if row >= a["first_out"]:
-                y = (c[:, :, None] * state).sum(axis=1) + skip[:, None] * x
-                yield out[row * heads * dim : (row + 1) * heads * dim], y.reshape(-1)
+                y = ((c[:, :, None] * state).sum(axis=1) + skip[:, None] * x).reshape(-1)
+                if a["gated"]:
+                    gate = projected[row * a["row_stride"] :][: heads * dim].astype(np.float64)
+                    y = y * activate(gate, SILU)
+                start = (row - a["first_out"]) * heads * dim
+                yield out[start : start + heads * dim], y
             if table["after"][row] != _STATE_NONE:
                 start = int(table["after"][row]) * a["slot_stride"]
                 yield after[start : start + state.size], state.reshape(-1)
@@ -107,12 +112,11 @@ def scan_norm(d: Captured) -> Expected:
     weight, gates, y = (d.before(i, np.float32).astype(np.float64) for i in range(3))
     out = d.after(3, np.float16 if d.kernel.endswith("f16") else np.float32)
     for token in some_of(d.grid[0], SAMPLED_TOKENS):
-        row = token + a["first_out"]
-        gate = gates[row * a["row_stride"] : row * a["row_stride"] + inner]
-        gated = (activate(gate, SILU) * y[row * inner : (row + 1) * inner]).reshape(groups, -1)
-        if a["has_weight"]:
-            gated = gated / np.sqrt((gated**2).mean(axis=-1, keepdims=True) + a["eps"])
-            gated = gated * weight[:inner].reshape(groups, -1)
+        start = (token + a["first_out"]) * a["row_stride"]
+        gate = gates[start : start + inner]
+        gated = (activate(gate, SILU) * y[token * inner : (token + 1) * inner]).reshape(groups, -1)
+        gated = gated / np.sqrt((gated**2).mean(axis=-1, keepdims=True) + a["eps"])
+        gated = gated * weight[:inner].reshape(groups, -1)
         yield out[token * inner : (token + 1) * inner], gated.reshape(-1)
 
 
