@@ -309,6 +309,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
   virtual std::string device_name() const = 0;  // never presents an emulator as Metal
   virtual std::string backend() const = 0;      // "cpu" or "metal"
   virtual Stats stats() const = 0;              // bytes of weights and pools, pipelines
+  // Waits for work that continues after calls, as the destructor does.
+  virtual void finish() const {}
   // The weights as the engine packed them: given as Model::packed, they spare another engine the work. Empty
   // where it packed none itself.
   virtual std::span<const std::byte> packed_weights() const { return {}; }

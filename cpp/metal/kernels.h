@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <array>
+#include <mutex>
 #include <string>
 #include <thread>
 #include <vector>
@@ -41,6 +42,8 @@ class Kernels {
   std::size_t compiled_now() const { return n_compiled_; }  // pipelines that no archive had
   const std::vector<PipelineInfo>& built() const { return built_; }
   bool compiled() const { return compiled_; }  // the shaders were, when the package was built
+  // Waits until the archive is written, as the destructor does.
+  void finish() const;
 
  private:
   // One more than the largest number of a tensor type.
@@ -58,7 +61,8 @@ class Kernels {
   std::vector<KernelKey> keys_;
   std::vector<PipelineInfo> built_;  // of the keys
   std::array<std::array<id<MTLComputePipelineState>, kTypes>, std::size_t(Kernel::kCount)> pipelines_;
-  std::thread archive_writer_;
+  mutable std::mutex finishing_;
+  mutable std::thread archive_writer_;
 };
 
 }  // namespace metal_prefill::metal

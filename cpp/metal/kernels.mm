@@ -79,7 +79,12 @@ Kernels::Kernels(const Device& device, const KernelThreads& wanted, const CacheS
 }
 
 Kernels::~Kernels() {
-  if (archive_writer_.joinable()) long_wait([&] { archive_writer_.join(); });
+  if (archive_writer_.joinable()) long_wait([&] { finish(); });
+}
+
+void Kernels::finish() const {
+  const std::scoped_lock lock(finishing_);
+  if (archive_writer_.joinable()) archive_writer_.join();
 }
 
 void Kernels::write_later(const PipelineArchive& archive, std::vector<id<MTLFunction>> functions) {

@@ -93,6 +93,9 @@ class MetalEngine final : public Engine, private PassInspector {
   void forward(std::span<Chunk> chunks, CallCounters& counters) override;
   void add_call_stats(const CallCounters& counters, Stats& stats) const override;
   const PassInspector* inspector() const override { return this; }
+  void finish() const override {
+    if (!forked_) kernels_.finish();
+  }
 
   // A forked process has neither the GPU nor usable locks of its driver: it does not touch its copy of the
   // engine, not even to free it.

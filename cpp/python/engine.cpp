@@ -288,6 +288,8 @@ void bind_engines(nb::module_& m) {
             return {reinterpret_cast<const std::uint8_t*>(packed.data()), {packed.size()}, nb::find(engine)};
           },
           "The weights as the engine packed them itself, not a copy; none where it did not.")
+      .def("finish", &Engine::finish, nb::call_guard<GilRelease>(),
+           "Wait for work that continues after calls, such as writing compiled shaders to disk.")
       .def("stats", &Engine::stats);
 }
 

@@ -138,7 +138,10 @@ class Engine:
 
     def close(self) -> None:
         """Free weights and pools once calls in flight have finished."""
-        self._core = None
+        core, self._core = self._core, None
+        if core is not None:
+            # So does the destructor, which in free-threaded Python runs in the thread that made `core`.
+            core.finish()
 
 
 @runtime_checkable
