@@ -234,7 +234,7 @@ class TaskMethods:
         labels
             Texts; the model predicts how likely each is to follow. None selects the classes of the file's
             classification head. Their probabilities are the softmax of its outputs, or the sigmoid of each
-            if the file requires that (``{arch}.classifier.activation``) or an encoder has one output.
+            if the file requires that (``{arch}.classifier.activation``) or there is only one output.
         template
             Text with ``{text}``, and ``{label}`` at its end.
         normalize_length

@@ -9,14 +9,17 @@ from typing import Any
 import numpy as np
 import pytest
 from support.encoder_tasks import NEAR, FileOf, opened
+from support.model_folders import read
 from support.task_folders import (
     CLASSIFIERS,
     PAIRS,
+    RANKERS,
     TEXTS,
 )
 
-from metal_prefill import Model
+from metal_prefill import Model, UnsupportedModelError
 from metal_prefill.cli import main
+from metal_prefill.conversion import convert
 
 
 @pytest.mark.parametrize("name", CLASSIFIERS)
@@ -33,6 +36,28 @@ def test_classes_match_transformers(device: str, file_of: FileOf, record: dict[s
             )
             best = np.argmax(expected[key]["probabilities"], axis=1)
             assert found.best == [found.labels[i] for i in best]
+
+
+def test_the_probability_of_a_single_class_is_a_sigmoid(file_of: FileOf) -> None:
+    """Also in a file whose scores of pairs are the output itself."""
+    with opened(file_of(RANKERS["bert, output as it is"]), "cpu") as model:
+        found = model.classify(TEXTS)
+    np.testing.assert_allclose(found.probabilities, 1 / (1 + np.exp(-found.log_likelihoods)), rtol=1e-6)
+    assert np.ptp(found.probabilities) > 0
+
+
+def test_pooling_for_classes_is_a_setting_of_modernbert_alone(tmp_path: Path) -> None:
+    folder = CLASSIFIERS["bert"](tmp_path / "m")
+    folder.config["classifier_pooling"] = "mean"
+    fields, _ = read(convert(folder.write(), tmp_path / "m.gguf"))
+    assert "bert.classifier.pooling_type" not in fields
+
+
+def test_several_outputs_of_a_regression_are_refused(tmp_path: Path) -> None:
+    folder = CLASSIFIERS["bert"](tmp_path / "m")
+    folder.config["problem_type"] = "regression"
+    with pytest.raises(UnsupportedModelError, match="problem_type is 'regression', and its 3 outputs"):
+        convert(folder.write(), tmp_path / "m.gguf")
 
 
 def test_pairs_require_an_encoder(demo: Model) -> None:

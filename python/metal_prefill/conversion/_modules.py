@@ -169,18 +169,22 @@ def _add_labels(found: Modules, config: Fields, task: Task) -> None:
 
 def _add_scores(found: Modules, config: Fields) -> None:
     """Add the state that a head for whole texts reads, and the function of its outputs."""
-    if config.has("classifier_pooling") or config.string("model_type", default="") == "modernbert":
+    if config.string("model_type", default="") == "modernbert":
         pooling = config.string("classifier_pooling", default="cls")
         if pooling not in ("cls", "mean"):
             raise config.unsupported(f"classifier_pooling is {pooling!r}; supported: 'cls', 'mean'")
         found.metadata["classifier.pooling_type"] = POOLINGS.index("cls" if pooling == "cls" else "mean")
-    if config.string("problem_type", default="") == "multi_label_classification":
+    labels = len(config.object("id2label").values)
+    problem = config.string("problem_type", default="")
+    if problem == "regression" and labels > 1:
+        raise config.unsupported(f"problem_type is {problem!r}, and its {labels} outputs are not classes")
+    if problem == "multi_label_classification":
         found.metadata["classifier.activation"] = "sigmoid"
         return
     function = config.string("sbert_ce_default_activation_function", default="")
     function = config.object("sentence_transformers").string("activation_fn", default=function)
     name = function.rpartition(".")[2]
-    if name in _OUTPUT_FUNCTIONS and len(config.object("id2label").values) == 1:
+    if name in _OUTPUT_FUNCTIONS and labels == 1:
         found.metadata["classifier.activation"] = _OUTPUT_FUNCTIONS[name]
     elif name and name not in _OUTPUT_FUNCTIONS:
         raise config.unsupported(

@@ -119,9 +119,12 @@ class PooledHead:
         return self._affine("cls.output", states)
 
     def probabilities_of(self, logits: npt.NDArray[np.floating[Any]]) -> npt.NDArray[np.float64]:
-        """Convert outputs of the classification head, ``[n, labels]``, to probabilities."""
+        """Convert outputs of the classification head, ``[n, labels]``, to probabilities.
+
+        That of a single label is the sigmoid of its output, whatever a score is.
+        """
         x = np.asarray(logits, np.float64)
-        return sigmoid(x) if self.scores == "sigmoid" else softmax(x)
+        return sigmoid(x) if self.scores == "sigmoid" or x.shape[-1] == 1 else softmax(x)
 
     def _affine(self, name: str, x: Vector) -> Vector:
         y = _product(self._matrix(f"{name}.weight"), x)
