@@ -1053,6 +1053,20 @@ COMMANDS = (
     ),
     Mutant(
         f"{_P}/generation/_constraint.py",
+        "        except RecursionError:\n            raise ConstraintError",
+        "        except KeyError:\n            raise ConstraintError",
+        "a schema that is nested too deeply is not rejected as a constraint",
+        ("tests/test_constraint_limits.py", "-k", "nested_too_deeply"),
+    ),
+    Mutant(
+        f"{_P}/session.py",
+        "        return self.native.position\n",
+        "        return self.native.fork().position\n",
+        "reading the position waits until a pass has ended",
+        ("tests/test_concurrency.py", "-k", "reads_do_not_wait and cpu"),
+    ),
+    Mutant(
+        f"{_P}/generation/_constraint.py",
         "                if self.refusal is not None and self._strikes >= MOST_STRIKES:",
         "                if self._strikes > 100:",
         "texts of a hanging source stall a server one after another",
