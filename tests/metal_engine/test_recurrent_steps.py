@@ -64,7 +64,8 @@ def test_causal_conv(run: Run, channels: int, taps: int, kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("heads", "groups", "keys", "width"), [(2, 1, 32, 32), (6, 2, 20, 36), (3, 3, 128, 128), (2, 2, 256, 8)]
+    ("heads", "groups", "keys", "width"),
+    [(2, 1, 32, 32), (6, 2, 20, 36), (4, 2, 40, 33), (3, 3, 128, 128), (2, 2, 256, 8)],
 )
 def test_gated_delta(run: Run, heads: int, groups: int, keys: int, width: int) -> None:
     rng = np.random.default_rng(heads)

@@ -426,6 +426,20 @@ CPU = (
         ("tests/cpu_kernels", "-k", "delta_rule"),
     ),
     Mutant(
+        "cpp/cpu/tile_delta.h",
+        "const F kept = Simd::mul(decay, Simd::load(row + v * Simd::kLanes));",
+        "const F kept = Simd::load(row + v * Simd::kLanes);",
+        "a recurrence forgets nothing",
+        ("tests/cpu_kernels", "-k", "delta_rule"),
+    ),
+    Mutant(
+        "cpp/cpu/tile_delta.h",
+        "for (; i < token.key_dim; ++i) row(i, std::integral_constant<int, 0>());",
+        "",
+        "the last rows of a matrix are left out of a recurrence",
+        ("tests/cpu_kernels", "-k", "delta_rule"),
+    ),
+    Mutant(
         "cpp/cpu/attention.cpp",
         "if (config.query_gate) apply_gates(c, step, item, out.f32);",
         "",

@@ -57,6 +57,27 @@ MUTANTS = (
     ),
     Mutant(
         "shaders/gated_delta.metal",
+        "s[i][j] *= keep;\n        known = fma(key[i], s[i][j], known);",
+        "known = fma(key[i], s[i][j], known);\n        s[i][j] *= keep;",
+        "a recurrence knows values as they were before it forgot",
+        (_RECURRENT, "-k", "delta"),
+    ),
+    Mutant(
+        "shaders/gated_delta.metal",
+        "if (lane == 0 && j < columns) out",
+        "if (lane == 0) out",
+        "the last columns of a head overwrite the next head",
+        (_RECURRENT, "-k", "delta"),
+    ),
+    Mutant(
+        "shaders/gated_delta.metal",
+        "const uint after = rows[at].after;",
+        "const uint after = token + 1 < first.tokens ? STATE_NONE : rows[at].after;",
+        "a recurrence writes no state within a chunk",
+        (_RECURRENT, "-k", "delta"),
+    ),
+    Mutant(
+        "shaders/gated_delta.metal",
         "const uint key_group = head % args.groups;",
         "const uint key_group = head / (args.heads / args.groups);",
         "a head has the keys of another group",
