@@ -395,8 +395,9 @@ def test_layers_of_gemma3_with_a_window_are_those_of_the_folder(
     assert gemma3(config).get("attention.sliding_window_pattern") == pattern
 
 
-def test_unknown_kinds_of_layers_of_gemma3_are_refused(tmp_path: Path) -> None:
-    config = Fields(tmp_path, {"num_hidden_layers": 2, "sliding_window": 512, "layer_types": ["conv"] * 2})
+@pytest.mark.parametrize("kinds", [["conv"] * 2, ["full_attention"], [{}, []]])
+def test_unknown_kinds_of_layers_of_gemma3_are_refused(tmp_path: Path, kinds: list[Any]) -> None:
+    config = Fields(tmp_path, {"num_hidden_layers": 2, "sliding_window": 512, "layer_types": kinds})
     with pytest.raises(UnsupportedModelError, match="full_attention or sliding_attention for each of the 2"):
         gemma3(config)
 

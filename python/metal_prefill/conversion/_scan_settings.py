@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from metal_prefill.conversion._fields import Fields
-from metal_prefill.conversion._settings import Values, rope_scaling
+from metal_prefill.conversion._settings import Values, check_kinds, rope_scaling
 
 _ATTENTION, _STATE_SPACE = {"attention", "full_attention"}, {"mamba", "linear_attention"}
 # Limits of steps that limit nothing: as JSON has them, and as transformers writes numbers that JSON lacks.
@@ -55,9 +55,7 @@ def _granite_layers(config: Fields) -> list[Any]:
     """Return the kind of each layer, under any of the names of versions."""
     layers = config.integer("num_hidden_layers")
     kinds = config.sequence("layer_types") or config.sequence("layers_block_type") or ["mamba"] * layers
-    known = all(isinstance(kind, str) and kind in _ATTENTION | _STATE_SPACE for kind in kinds)
-    if len(kinds) != layers or not known:
-        raise config.unsupported(f"layer_types must have attention or mamba for each of the {layers} layers")
+    check_kinds(config, kinds, ("attention", "mamba", *_ATTENTION, *_STATE_SPACE))
     return kinds
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -164,6 +165,14 @@ def modern_bert(config: Fields) -> dict[str, Any]:
     }
 
 
+def check_kinds(config: Fields, kinds: Sequence[Any], known: Sequence[str]) -> None:
+    """Check that each layer has a kind that is `known`; messages name the first two."""
+    layers = config.integer("num_hidden_layers")
+    if len(kinds) != layers or not all(isinstance(kind, str) and kind in known for kind in kinds):
+        names = " or ".join(known[:2])
+        raise config.unsupported(f"layer_types must have {names} for each of the {layers} layers")
+
+
 def lfm2(config: Fields) -> dict[str, Any]:
     """Return the layers with attention, the inner width of the feed-forward, and the rotation.
 
@@ -175,10 +184,7 @@ def lfm2(config: Fields) -> dict[str, Any]:
     chosen = config.sequence("full_attn_idxs") if config.has("full_attn_idxs") else list(range(layers))
     if not kinds:
         kinds = ["full_attention" if i in chosen else "conv" for i in range(layers)]
-    if len(kinds) != layers or not set(kinds) <= {"full_attention", "conv"}:
-        raise config.unsupported(
-            f"layer_types must have full_attention or conv for each of the {layers} layers"
-        )
+    check_kinds(config, kinds, ("full_attention", "conv"))
     heads = config.integer("num_key_value_heads")
     width = config.integer("block_ff_dim", "intermediate_size")
     if config.boolean("block_auto_adjust_ff_dim", default=True):
@@ -199,10 +205,7 @@ def qwen35(config: Fields) -> dict[str, Any]:
     kinds = config.sequence("layer_types")
     if not kinds:
         kinds = ["linear_attention" if (i + 1) % every else "full_attention" for i in range(layers)]
-    if len(kinds) != layers or not set(kinds) <= {"full_attention", "linear_attention"}:
-        raise config.unsupported(
-            f"layer_types must have full_attention or linear_attention for each of the {layers} layers"
-        )
+    check_kinds(config, kinds, ("full_attention", "linear_attention"))
     recurrent = [kind == "linear_attention" for kind in kinds]
     every = recurrent.index(False) + 1 if False in recurrent else layers + 1
     found: dict[str, Any] = {"full_attention_interval": every}
@@ -265,10 +268,7 @@ def _layers_with_window(config: Fields) -> dict[str, Any]:
     kinds = config.sequence("layer_types")
     if not kinds:
         return {} if period == 6 else {"attention.sliding_window_pattern": period}
-    if len(kinds) != layers or not set(kinds) <= {"full_attention", "sliding_attention"}:
-        raise config.unsupported(
-            f"layer_types must have full_attention or sliding_attention for each of the {layers} layers"
-        )
+    check_kinds(config, kinds, ("full_attention", "sliding_attention"))
     windowed = [kind == "sliding_attention" for kind in kinds]
     usual = [(i + 1) % 6 != 0 for i in range(layers)]
     return {} if windowed == usual else {"attention.sliding_window_pattern": windowed}

@@ -15,6 +15,7 @@ from metal_prefill.conversion import _scan_settings, _settings
 from metal_prefill.conversion._fields import Fields
 from metal_prefill.conversion._settings import Values
 from metal_prefill.errors import UnsupportedModelError
+from metal_prefill.files._architecture import ARCHITECTURES
 
 Task: TypeAlias = Literal["body", "causal", "sequence", "tokens", "late"]
 Change: TypeAlias = Callable[[Fields, str, Values], Values]
@@ -245,7 +246,7 @@ SOURCES: dict[str, Source] = {
         keys={**SHAPE, "attention.layer_norm_epsilon": _float("norm_eps", default=1e-5)},
         constants={"attention.causal": False},
         accepted={
-            "hidden_activation": ("gelu", "gelu_pytorch_tanh", "silu"),
+            "hidden_activation": tuple(ARCHITECTURES["modern-bert"].activations),
             "classifier_activation": ("gelu",),
         },
         heads={
