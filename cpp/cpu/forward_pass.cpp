@@ -253,7 +253,7 @@ void ForwardPass::project_qkv(const Context& c, const CpuLayer& w, const Attenti
 
 // x += w * in; where the model has a norm after the block, x += norm(w * in).
 void ForwardPass::add_residual(const Context& c, const BlockOutput& w, const Activations& in, int rows) {
-  const bool add = !w.norm && !w.apart;
+  const bool add = !w.norm && !w.separate;
   multiply(c, {{.weight = w.weight, .out = add ? work_.x : work_.block, .bias = &w.bias, .add = add}},
            NormedRows(in), rows);
   if (w.norm) add_normalized(c, work_.block, norm(w.norm, kNoTensor, config_.norm_eps), rows, work_.x);

@@ -55,7 +55,7 @@ class ForwardPass {
     const Linear& weight;
     const Tensor& bias;
     const Tensor& norm;
-    bool apart = false;  // left in Workspace::block, for norms that read it and the stream
+    bool separate = false;  // left in Workspace::block, for norms that read it and the stream
   };
 
   Norm norm(const Tensor& weight, const Tensor& bias, float eps) const {

@@ -101,8 +101,8 @@ class TaskMethods:
             expands queries if the file's model does (ColBERT). Other names of the file or card, such as
             ``"clustering"``, work in the same way. A text with ``{text}`` in it is the complete form. Any
             other text is the task: it is put into the form of the model's card if the card has one for
-            tasks, and otherwise before each text. None selects the default
-            prompt of the file; most files have none, and nothing is added.
+            tasks, and otherwise before each text. None selects the default prompt of the file; most files
+            have none, and nothing is added.
         truncate
             ``"error"``: a text that does not fit the context is an error. ``"end"``: it loses its end, but
             for the token that ends texts and for what the instruction puts after it, and a ``UserWarning``

@@ -158,9 +158,9 @@ def execute(arguments: argparse.Namespace) -> None:
     named = [arguments.model, arguments.positional_model, "--demo" if arguments.demo else None]
     if len([name for name in named if name]) > 1:
         raise common.UsageError("name the model once: -m FILE, FILE, or --demo for the bundled model")
-    # Report an unwritable file before measuring, which takes minutes.
     if arguments.plot and arguments.serve:
         raise common.UsageError("--plot draws speed over prompt length, which --serve does not measure")
+    # Report an unwritable file before measuring, which takes minutes.
     if arguments.plot:
         _plot.check(arguments.plot)
     if arguments.json and arguments.json != "-":
