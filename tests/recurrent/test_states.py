@@ -87,18 +87,18 @@ def test_pages_hold_only_layers_with_attention(model: Model) -> None:
         assert page < session.stats()["kv_cache_bytes"] <= 1.5 * page + 2 * (states + 4096)
 
 
-@pytest.mark.parametrize("position", [0, 1, 2, 63, 64, 65, 127, 200, 255, 256, 299])
-def test_a_rewound_session_continues_like_a_fresh_one(model: Model, position: int) -> None:
+def test_a_rewound_session_continues_like_a_fresh_one(model: Model) -> None:
     """Only tokens after the last snapshot are computed again."""
     ids, rest = ids_of(LONG), ids_of(40, seed=1)
     session = model.session()
     session.forward_prompt(ids)
-    session.rewind(position)
-    logits = session.forward_prompt_logits(rest)
-    assert_equals_fresh(model, session, np.concatenate([ids[:position], rest]), logits)
-    assert session.stats()["tokens_recomputed"] == position % interval(model)
-    session.forward_token(3)
-    assert session.stats()["tokens_recomputed"] == 0
+    for position in (299, 256, 255, 200, 127, 65, 64, 63, 2, 1, 0):
+        session.rewind(position)
+        logits = session.forward_prompt_logits(rest)
+        assert_equals_fresh(model, session, np.concatenate([ids[:position], rest]), logits)
+        assert session.stats()["tokens_recomputed"] == position % interval(model)
+        session.forward_token(3)
+        assert session.stats()["tokens_recomputed"] == 0
 
 
 def test_repeated_rewinds_discard_later_tokens(model: Model) -> None:
