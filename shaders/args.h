@@ -23,6 +23,7 @@ typedef std::uint64_t u64_t;
 #define ROPE_INTERLEAVED 0
 #define ROPE_NEOX 1
 
+#define STACKED_MATRICES 4     // most matrices that a product reads as one
 #define PAGE_POSITIONS 64      // positions of a page of K and V
 #define MULTI_TOKEN_TILE 8     // most tokens that share a dequantized weight in multi_token_matvec
 #define NORMED_MATVEC_ROWS 2   // of y for a group of lanes, with a norm, which costs as much as a row

@@ -2,13 +2,14 @@
 // makes tables of names, types and offsets for reading recorded arguments. Both define the macros first.
 // clang-format off
 
-// Up to three matrices of the same type and columns, read as if their rows were stacked: Q, K and V, or gate
+// Up to four matrices of the same type and columns, read as if their rows were stacked: Q, K and V, or gate
 // and up.
 ARGS_STRUCT(StackedWeights)
-  ARGS_ARRAY(u64_t, offset, 3)  // from the binding to each matrix
-  ARGS_ARRAY(u32_t, rows, 3)    // 0 for an absent matrix
+  ARGS_ARRAY(u64_t, offset, STACKED_MATRICES)  // from the binding to each matrix
+  ARGS_ARRAY(u32_t, rows, STACKED_MATRICES)    // 0 for an absent matrix
   ARGS_FIELD(u32_t, row_bytes)
-ARGS_END(StackedWeights, 40)
+  ARGS_FIELD(u32_t, unused)     // up to a multiple of 8 bytes
+ARGS_END(StackedWeights, 56)
 
 // x[t] (+)= scale * table[ids[t * id_stride]]
 ARGS_STRUCT(EmbedArgs)
@@ -57,7 +58,7 @@ ARGS_STRUCT(MatvecArgs)
   ARGS_FIELD(float, eps)            // with RMSNorm only
   ARGS_FIELD(u32_t, norm_threads)   // with RMSNorm only: of a threadgroup of rmsnorm_f32
   ARGS_FIELD(u32_t, unused)         // up to a multiple of 8 bytes
-ARGS_END(MatvecArgs, 80)
+ARGS_END(MatvecArgs, 96)
 
 ARGS_STRUCT(MatmulArgs)
   ARGS_FIELD(StackedWeights, weights)
@@ -67,7 +68,7 @@ ARGS_STRUCT(MatmulArgs)
   ARGS_FIELD(u32_t, out_stride)
   ARGS_FIELD(u32_t, accumulate)
   ARGS_FIELD(u32_t, activation)  // SwiGLU only
-ARGS_END(MatmulArgs, 64)
+ARGS_END(MatmulArgs, 80)
 
 // A row of a pass: a token of one of its sequences.
 ARGS_STRUCT(PassRow)
@@ -88,8 +89,8 @@ ARGS_STRUCT(AttentionTile)
   ARGS_FIELD(u32_t, end)       // of the positions that rows see where they see later ones
 ARGS_END(AttentionTile, 24)
 
-// Rotates q in place and appends K and V to the cache. A row of qkv is [n_heads * query_step | n_kv_heads *
-// key_dim | n_kv_heads * value_dim].
+// Rotates q in place and appends K and V to the cache. A row of qkv begins with [n_heads * query_step |
+// n_kv_heads * key_dim | n_kv_heads * value_dim].
 ARGS_STRUCT(RopeArgs)
   ARGS_FIELD(u32_t, n_heads)
   ARGS_FIELD(u32_t, n_kv_heads)
@@ -105,7 +106,8 @@ ARGS_STRUCT(RopeArgs)
   ARGS_FIELD(float, eps)
   ARGS_FIELD(u32_t, skip_queries)  // only K and V are needed
   ARGS_FIELD(u32_t, query_step)    // from one head of q to the next
-ARGS_END(RopeArgs, 56)
+  ARGS_FIELD(u32_t, row_stride)    // from one token of qkv to the next
+ARGS_END(RopeArgs, 60)
 
 // softmax(scale * q . k) v over the keys at and before each token's position. K and V of a page are
 // [PAGE_POSITIONS][kv_head][dim].
@@ -130,7 +132,7 @@ ARGS_END(AttentionArgs, 56)
 ARGS_STRUCT(RopeAttentionArgs)
   ARGS_FIELD(RopeArgs, rope)
   ARGS_FIELD(AttentionArgs, attention)
-ARGS_END(RopeAttentionArgs, 112)
+ARGS_END(RopeAttentionArgs, 116)
 
 // y[t][head] *= sigmoid(gate[t][head]). The gate of a head follows its query in a row of q.
 ARGS_STRUCT(GateHeadsArgs)

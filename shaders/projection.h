@@ -15,15 +15,15 @@ constant constexpr ushort kAhead = 3;
 static inline device const uchar* stacked_row(device const uchar* weights, constant StackedWeights& stack,
                                               uint row) {
   ulong offset = stack.offset[0];
-  if (row >= stack.rows[0]) {
-    row -= stack.rows[0];
-    offset = stack.offset[1];
-    if (row >= stack.rows[1]) {
-      row -= stack.rows[1];
-      offset = stack.offset[2];
-    }
+  uint first = 0, end = 0;  // rows of the matrix
+#pragma unroll
+  for (ushort i = 1; i < STACKED_MATRICES; ++i) {
+    end += stack.rows[i - 1];
+    if (row < end) continue;
+    first = end;
+    offset = stack.offset[i];
   }
-  return weights + offset + ulong(row) * stack.row_bytes;
+  return weights + offset + ulong(row - first) * stack.row_bytes;
 }
 
 // Row `row` of matrix `which` of two with as many rows: gate or up.

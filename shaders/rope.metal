@@ -14,9 +14,9 @@ kernel void rope_append(device const float* bias [[buffer(0)]],    // one row of
                         device const float* q_norm [[buffer(1)]],  // [key_dim]
                         device const float* k_norm [[buffer(2)]],  // [key_dim]
                         device const float2* table [[buffer(3)]],  // [position][rope_dim / 2] (cos, sin)
-                        device float* qkv [[buffer(4)]],         // [tokens][q | k | v]; q is rotated in place
-                        constant PassRow* rows [[buffer(5)]],    // [tokens]
-                        device const uint* pages [[buffer(6)]],  // block tables
+                        device float* qkv [[buffer(4)]],  // [tokens][q | k | v | ...]; q is rotated in place
+                        device const PassRow* rows [[buffer(5)]],  // [tokens]
+                        device const uint* pages [[buffer(6)]],    // block tables
                         device T* k_cache [[buffer(7)]],  // pages of [PAGE_POSITIONS][n_kv_heads][key_dim]
                         device T* v_cache [[buffer(8)]],  // pages of [PAGE_POSITIONS][n_kv_heads][value_dim]
                         constant RopeArgs& args [[buffer(9)]],
@@ -26,7 +26,7 @@ kernel void rope_append(device const float* bias [[buffer(0)]],    // one row of
   device const uint* block_table = pages + rows[token].pages;
   const uint q_dim = args.n_heads * args.query_step, k_dim = args.n_kv_heads * args.key_dim,
              v_dim = args.n_kv_heads * args.value_dim;
-  device float* row = qkv + token * (q_dim + k_dim + v_dim);
+  device float* row = qkv + ulong(token) * args.row_stride;
   uint head = thread_position.x / 32 + (args.skip_queries ? args.n_heads : 0);
 
   if (head >= args.n_heads + args.n_kv_heads) {  // v: only stored

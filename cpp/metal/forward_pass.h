@@ -102,16 +102,15 @@ class ForwardPass {
     Norm second_norm{};  // after it, of the result plus the input of the layer; no weight: there is none
   };
   struct Layer {
-    Norm attn_norm, ffn_norm;              // no weight: the block reads the residual stream as it is
-    Norm q_norm, k_norm;                   // of a head, or of all together
-    View q_bias, k_bias;                   // added before q_norm and k_norm; null: they are in `bias`
-    View bias;                             // of q, k and v; null: the model has none
-    std::vector<Projection> qkv;           // merged as far as the weights allow
-    std::vector<Projection> recurrent_in;  // of a layer with a state: recurrent_in_dim() columns
-    View conv, conv_bias;                  // filter and bias of its convolution; null: there is none
-    ops::ScanWeights scan;                 // of a state-space layer
-    ops::DeltaWeights delta;               // of a layer with a delta rule
-    std::vector<Projection> gate_up;       // one, merged, or two; without a gate that of up
+    Norm attn_norm, ffn_norm;         // no weight: the block reads the residual stream as it is
+    Norm q_norm, k_norm;              // of a head, or of all together
+    View q_bias, k_bias;              // added before q_norm and k_norm; null: they are in `bias`
+    View bias;                        // of q, k and v; null: the model has none
+    std::vector<Projection> in;       // rows of ProjectedRow, merged as far as the weights allow
+    View conv, conv_bias;             // filter and bias of its convolution; null: there is none
+    ops::ScanWeights scan;            // of a state-space layer
+    ops::DeltaWeights delta;          // of a layer with a delta rule
+    std::vector<Projection> gate_up;  // one, merged, or two; without a gate that of up
     bool gated;
     View gate_up_bias;                    // null: the model has none
     BlockOutput attn_output, ffn_output;  // the first one also of a short convolution
@@ -131,8 +130,12 @@ class ForwardPass {
     Sequences sequences;
   };
   struct Activations {
-    View x, normed, qkv, partial, att, block, gate_up, ffn, recurrent_in, conv, convolved, scanned, scan_out,
-        logits;
+    View x, normed, projected, partial, att, block, gate_up, ffn, conv, convolved, scanned, scan_out, logits;
+  };
+  // A row of the projections with which layers of a kind begin.
+  struct ProjectedRow {
+    int stride;          // from one row to the next
+    int qkv, recurrent;  // columns of q, and of Config::recurrent_in_dim()
   };
   // A pass in progress.
   struct Pass {
@@ -147,6 +150,9 @@ class ForwardPass {
 
   Norm norm_of(const Tensor& weight, const Tensor& bias, float eps, const WeightViews& weights) const;
   Layer layer_of(LayerKind kind, const LayerWeights& w, WeightViews& weights) const;
+  ProjectedRow projected_row(LayerKind kind) const;
+  // Most columns of a layer's projections.
+  int projected_columns() const;
   Rows all_rows(const PassRows& rows) const;
   Rows wanted_rows(const PassRows& rows) const;
   Activations activations(const PassRows& rows, PassBuffers& buffers) const;
@@ -165,14 +171,14 @@ class ForwardPass {
   void attention(Pass& pass, int layer, const Part& wanted) const;
   void short_convolution(Pass& pass, int layer, const Rows& wanted) const;
   void project_in(const Pass& pass, int layer) const;
-  void convolve(const Pass& pass, int layer, const View& in, const View& out, const Rows& wanted) const;
+  void convolve(const Pass& pass, int layer, int column, const View& out, const Rows& wanted) const;
   void scan(Pass& pass, int layer, const Part& wanted) const;
   void gated_delta(Pass& pass, int layer, const Rows& wanted) const;
   // The states of a layer, from its matrices in the first slot on.
   View matrices(const Pass& pass, int layer) const;
   // Norms x into `normed` and returns where the result is: where nothing is to be done, in x.
   View normalized(Encoder& e, const Norm& norm, const View& x, const View& normed, const Rows& rows) const;
-  void norm_rows_of_qk(const Pass& pass, const Layer& w) const;
+  void norm_rows_of_qk(const Pass& pass, int layer) const;
   // What normed_projections reads: x itself where the norm is part of the products.
   View input_of_projections(Encoder& e, const Norm& norm, const View& x, const View& normed,
                             const Rows& rows) const;

@@ -82,34 +82,36 @@ void ForwardPass::encode_layer(Pass& pass, int layer, const Part& wanted) const 
 void ForwardPass::short_convolution(Pass& pass, int layer, const Rows& wanted) const {
   const Layer& w = layers_[std::size_t(layer)];
   const Activations& a = pass.a;
-  convolve(pass, layer, a.recurrent_in, a.conv, wanted);
+  convolve(pass, layer, 0, a.conv, wanted);
   if (wanted.count > 0)
     add_residual(pass, w.attn_output, a.conv, a.x.row(std::size_t(wanted.first), config_.dim), wanted);
 }
 
-// The projections with which a layer begins, of all rows: for its attention, and for its state. Their inputs
-// are the same.
+// The projections with which a layer begins, of all rows: for its attention, and for its state. Their input
+// is the same.
 void ForwardPass::project_in(const Pass& pass, int layer) const {
   const Layer& w = layers_[std::size_t(layer)];
   const Activations& a = pass.a;
   const Rows& rows = pass.all.rows;
   const View input = input_of_projections(pass.e, w.attn_norm, a.x, a.normed, rows);
   const Encoder::Overlap overlap(pass.e);
-  normed_projections(pass.e, w.attn_norm, w.recurrent_in, input,
-                     {a.recurrent_in, config_.recurrent_in_dim(config_.kind(layer))}, rows);
-  normed_projections(pass.e, w.attn_norm, w.qkv, input, {a.qkv, qkv_dim_}, rows);
+  normed_projections(pass.e, w.attn_norm, w.in, input,
+                     {a.projected, projected_row(config_.kind(layer)).stride}, rows);
 }
 
-void ForwardPass::convolve(const Pass& pass, int layer, const View& in, const View& out,
+// Its input begins at a column of the projections of the state.
+void ForwardPass::convolve(const Pass& pass, int layer, int column, const View& out,
                            const Rows& wanted) const {
   const View filter = layers_[std::size_t(layer)].conv, bias = layers_[std::size_t(layer)].conv_bias;
   const LayerKind kind = config_.kind(layer);
+  const ProjectedRow row = projected_row(kind);
+  const View in = pass.a.projected.row(1, row.recurrent + column);
   const int count = pass.all.rows.count;
   ops::causal_conv(pass.e, {filter, bias ? bias : filter, pass.tables.states, pass.buffers.states(layer)}, in,
                    out,
                    {.channels = u32_t(config_.conv_channels(kind)),
                     .taps = u32_t(config_.conv_taps),
-                    .in_stride = u32_t(config_.recurrent_in_dim(kind)),
+                    .in_stride = u32_t(row.stride),
                     .slot_stride = u32_t(state_layout_.values),
                     .tokens = u32_t(count),
                     .first_out = u32_t(count - wanted.count),
@@ -124,12 +126,14 @@ void ForwardPass::scan(Pass& pass, int layer, const Part& wanted) const {
   const Activations& a = pass.a;
   const Rows &all = pass.all.rows, &rows = wanted.rows;
   const LayerKind kind = config_.kind(layer);
-  const u32_t stride = u32_t(config_.recurrent_in_dim(kind)), first_out = u32_t(all.count - rows.count);
+  const ProjectedRow row = projected_row(kind);
+  const View projected = a.projected.row(1, row.recurrent);
+  const u32_t stride = u32_t(row.stride), first_out = u32_t(all.count - rows.count);
   if (has_attention(kind)) attention(pass, layer, wanted);
-  convolve(pass, layer, a.recurrent_in.row(1, config_.scan_dim()), a.convolved, all.in_float32());
+  convolve(pass, layer, config_.scan_dim(), a.convolved, all.in_float32());
   // A norm needs whole rows; a gate alone is part of the scan.
   const bool has_norm = bool(w.scan.norm);
-  ops::scan(pass.e, w.scan, a.recurrent_in, a.convolved, pass.tables.states, matrices(pass, layer),
+  ops::scan(pass.e, w.scan, projected, a.convolved, pass.tables.states, matrices(pass, layer),
             has_norm ? a.scanned : a.scan_out,
             {.heads = u32_t(config_.scan_heads),
              .heads_per_group = u32_t(config_.scan_heads / config_.scan_groups),
@@ -144,7 +148,7 @@ void ForwardPass::scan(Pass& pass, int layer, const Part& wanted) const {
             pass.rows.chunks(), has_norm ? Precision::kF32 : rows.precision(), pass.rows.all.runs);
   if (rows.count == 0) return;
   if (has_norm)
-    ops::scan_norm(pass.e, w.scan, a.recurrent_in, a.scanned, a.scan_out,
+    ops::scan_norm(pass.e, w.scan, projected, a.scanned, a.scan_out,
                    {.inner = u32_t(config_.scan_dim()),
                     .groups = u32_t(config_.scan_groups),
                     .row_stride = stride,
@@ -158,9 +162,10 @@ void ForwardPass::gated_delta(Pass& pass, int layer, const Rows& wanted) const {
   const Layer& w = layers_[std::size_t(layer)];
   const Activations& a = pass.a;
   const Rows& all = pass.all.rows;
-  const int stride = config_.recurrent_in_dim(config_.kind(layer)), inner = config_.scan_dim();
-  const View gate = a.recurrent_in, qkv = gate.row(1, inner), rates = qkv.row(1, config_.scan_channels());
-  convolve(pass, layer, qkv, a.convolved, all.in_float32());
+  const auto [stride, qkv, first_column] = projected_row(config_.kind(layer));
+  const int inner = config_.scan_dim();
+  const View gate = a.projected.row(1, first_column), rates = gate.row(1, inner + config_.scan_channels());
+  convolve(pass, layer, inner, a.convolved, all.in_float32());
   ops::gated_delta(pass.e, w.delta, a.convolved, rates, pass.tables.states, matrices(pass, layer), a.scanned,
                    {.heads = u32_t(config_.scan_heads),
                     .groups = u32_t(config_.scan_groups),
@@ -186,23 +191,25 @@ void ForwardPass::attention(Pass& pass, int layer, const Part& wanted) const {
   const Layer& w = layers_[std::size_t(layer)];
   const Activations& a = pass.a;
   const Rows &all = pass.all.rows, &rows = wanted.rows;
+  const ProjectedRow row = projected_row(config_.kind(layer));
+  const View qkv = a.projected.row(1, row.qkv);
   const LayerCache cache = pass.buffers.cache(layer);
   const View table = pass.buffers.rope_table(layer);
   // A binding for which the model has no tensor is never read, but must have a buffer: any will do.
   const auto bound = [&](const View& view) { return view ? view : table; };
   const RopeInputs rope_inputs = {bound(w.bias), bound(w.q_norm.weight), bound(w.k_norm.weight), table};
 
-  if (norms_rows_of_qk(w)) norm_rows_of_qk(pass, w);
+  if (norms_rows_of_qk(w)) norm_rows_of_qk(pass, layer);
   const RopeArgs rope = rope_args(layer, rows.count == 0);
   const bool rope_with_attention = pass.rows.one_each && rows.count == all.count;
-  if (!rope_with_attention) ops::rope_append(pass.e, rope_inputs, a.qkv, pass.all.sequences, cache, rope);
+  if (!rope_with_attention) ops::rope_append(pass.e, rope_inputs, qkv, pass.all.sequences, cache, rope);
   if (rows.count == 0) return;
 
   const AttentionArgs attention = attention_args(layer);
-  const View q = a.qkv.row(std::size_t(rows.first), qkv_dim_),
+  const View q = qkv.row(std::size_t(rows.first), row.stride),
              x = a.x.row(std::size_t(rows.first), config_.dim);
   if (rope_with_attention)
-    ops::rope_attention_decode(pass.e, rope_inputs, a.qkv, wanted.sequences, cache, {a.partial, a.att},
+    ops::rope_attention_decode(pass.e, rope_inputs, qkv, wanted.sequences, cache, {a.partial, a.att},
                                {rope, attention});
   else if (rows.path == Path::kManyTokens)
     ops::attention_prefill(pass.e, q, wanted.sequences, cache, a.att, attention);
@@ -219,11 +226,13 @@ void ForwardPass::attention(Pass& pass, int layer, const Part& wanted) const {
   add_residual(pass, w.attn_output, a.att, x, rows);
 }
 
-void ForwardPass::norm_rows_of_qk(const Pass& pass, const Layer& w) const {
-  const View &q = pass.a.qkv, k = q.at(std::size_t(config_.n_heads * config_.key_dim) * sizeof(float));
+void ForwardPass::norm_rows_of_qk(const Pass& pass, int layer) const {
+  const Layer& w = layers_[std::size_t(layer)];
+  const ProjectedRow row = projected_row(config_.kind(layer));
+  const View q = pass.a.projected.row(1, row.qkv), k = q.row(1, config_.n_heads * config_.key_dim);
   const Encoder::Overlap overlap(pass.e);
-  if (w.q_norm.weight) ops::norm_in_place(pass.e, w.q_norm, w.q_bias, {q, qkv_dim_}, pass.all.rows.count);
-  if (w.k_norm.weight) ops::norm_in_place(pass.e, w.k_norm, w.k_bias, {k, qkv_dim_}, pass.all.rows.count);
+  if (w.q_norm.weight) ops::norm_in_place(pass.e, w.q_norm, w.q_bias, {q, row.stride}, pass.all.rows.count);
+  if (w.k_norm.weight) ops::norm_in_place(pass.e, w.k_norm, w.k_bias, {k, row.stride}, pass.all.rows.count);
 }
 
 void ForwardPass::feed_forward(const Pass& pass, const Layer& w, const View& x, const Rows& rows) const {

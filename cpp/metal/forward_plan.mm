@@ -27,7 +27,7 @@ std::optional<Projection> stack(std::span<const Tensor* const> tensors, const We
   const Tensor& like = *tensors[0];
   Projection stacked = {
       .weights = weights.view(like), .stack = {}, .type = like.type, .in_dim = like.cols, .out_dim = 0};
-  std::array<std::size_t, 3> offsets{};
+  std::array<std::size_t, STACKED_MATRICES> offsets{};
   for (std::size_t i = 0; i < tensors.size(); ++i) {
     const Tensor& t = *tensors[i];
     const View v = weights.view(t);
@@ -49,7 +49,9 @@ Projection projection(const Tensor& tensor, const WeightViews& weights) {
   return *stack(alone, weights);
 }
 
+// Absent tensors have no rows.
 std::vector<Projection> merge(std::vector<const Tensor*> tensors, const WeightViews& weights) {
+  std::erase_if(tensors, [](const Tensor* tensor) { return !*tensor; });
   std::vector<Projection> merged;
   int column = 0;
   for (std::size_t first = 0; first < tensors.size();) {
@@ -128,6 +130,10 @@ ForwardPass::Layer ForwardPass::layer_of(LayerKind kind, const LayerWeights& w, 
                        .residual_norm = norm_of(residual_norm, residual_bias, stream_eps, weights)};
   };
   const bool gated = bool(w.w_gate), attention = has_attention(kind);
+  std::vector<const Tensor*> in = {&w.conv_in,   &w.scan_in,     &w.delta_gate,
+                                   &w.delta_qkv, &w.delta_alpha, &w.delta_beta};
+  const std::array<const Tensor*, 3> qkv = {&w.wq, &w.wk, &w.wv};
+  in.insert(projected_row(kind).qkv > 0 ? in.end() : in.begin(), qkv.begin(), qkv.end());
   Layer layer = {.attn_norm = norm(w.attn_norm, stream_eps),
                  .ffn_norm = norm(w.ffn_norm, stream_eps),
                  .q_norm = norm_of(w.q_norm, w.q_norm_bias, eps, weights),
@@ -135,15 +141,12 @@ ForwardPass::Layer ForwardPass::layer_of(LayerKind kind, const LayerWeights& w, 
                  .q_bias = {},
                  .k_bias = {},
                  .bias = {},
-                 .qkv = attention ? merge({&w.wq, &w.wk, &w.wv}, weights) : std::vector<Projection>(),
-                 .recurrent_in = {},
+                 .in = merge(in, weights),
                  .conv = view(conv_filter(w)),
                  .conv_bias = view(w.scan_conv_bias),
                  .scan = {},
                  .delta = {},
-                 .gate_up = gated    ? merge({&w.w_gate, &w.w_up}, weights)
-                            : w.w_up ? merge({&w.w_up}, weights)
-                                     : std::vector<Projection>(),
+                 .gate_up = merge({&w.w_gate, &w.w_up}, weights),
                  .gated = gated,
                  .gate_up_bias = {},
                  .attn_output = output(attention ? w.wo : w.conv_out, w.bo, w.post_attn_norm,
@@ -151,16 +154,13 @@ ForwardPass::Layer ForwardPass::layer_of(LayerKind kind, const LayerWeights& w, 
                  .ffn_output = output(w.w_down, w.b_down, w.post_ffn_norm, w.ffn_residual_norm,
                                       w.ffn_residual_norm_bias),
                  .scan_output = output(w.scan_out, {}, w.post_attn_norm, {}, {})};
-  if (kind == LayerKind::kShortConv) layer.recurrent_in = merge({&w.conv_in}, weights);
   if (has_state_space(kind)) {
-    layer.recurrent_in = merge({&w.scan_in}, weights);
     layer.scan = {.a = view(w.scan_rates),
                   .bias = view(w.scan_step),
                   .skip = view(w.scan_skip),
                   .norm = view(w.scan_group_norm)};
   }
   if (kind == LayerKind::kGatedDelta) {
-    layer.recurrent_in = merge({&w.delta_gate, &w.delta_qkv, &w.delta_alpha, &w.delta_beta}, weights);
     layer.delta = {.decay = view(w.delta_decay), .step = view(w.scan_step), .norm = norm(w.delta_norm, eps)};
   }
   if (w.second_residual_norm)
@@ -205,6 +205,24 @@ PassTables ForwardPass::tables(const PassRows& rows, PassBuffers& buffers) const
           .targets = list(BufferName::kTargets, std::size_t(rows.scored.count), 1, sizeof(TokenId))};
 }
 
+ForwardPass::ProjectedRow ForwardPass::projected_row(LayerKind kind) const {
+  // Kernels read q four values at a time. Q, K and V are last where they can be: V is often of another type,
+  // and would otherwise be between tensors of one type.
+  constexpr int kTogether = 4;
+  const int recurrent = config_.recurrent_in_dim(kind), qkv = has_attention(kind) ? qkv_dim_ : 0;
+  const bool last = recurrent % kTogether == 0;
+  return {.stride = round_up(recurrent + qkv, kTogether),
+          .qkv = last ? recurrent : 0,
+          .recurrent = last ? 0 : qkv};
+}
+
+int ForwardPass::projected_columns() const {
+  int most = 0;
+  for (int layer = 0; layer < config_.n_layers; ++layer)
+    most = std::max(most, projected_row(config_.kind(layer)).stride);
+  return most;
+}
+
 ForwardPass::Rows ForwardPass::all_rows(const PassRows& rows) const {
   return {0, rows.all.count, rows.few ? Path::kFewTokens : Path::kManyTokens};
 }
@@ -238,7 +256,7 @@ AttentionArgs ForwardPass::attention_args(int layer) const {
           .n_kv_heads = u32_t(config_.n_kv_heads),
           .key_dim = u32_t(config_.key_dim),
           .value_dim = u32_t(config_.value_dim),
-          .q_stride = u32_t(qkv_dim_),
+          .q_stride = u32_t(projected_row(config_.kind(layer)).stride),
           .page_stride = u32_t(page_layout_.bytes / page_layout_.element),
           .window = u32_t(config_.window(layer)),
           .both_ways = !config_.causal,
@@ -266,7 +284,8 @@ RopeArgs ForwardPass::rope_args(int layer, bool skip_queries) const {
           .norm_after = config_.qk_norm_place == QkNormPlace::kRotatedHeads,
           .eps = config_.norm_eps,
           .skip_queries = skip_queries,
-          .query_step = u32_t(config_.query_step())};
+          .query_step = u32_t(config_.query_step()),
+          .row_stride = u32_t(projected_row(config_.kind(layer)).stride)};
 }
 
 ForwardPass::Activations ForwardPass::activations(const PassRows& rows, PassBuffers& buffers) const {
@@ -289,17 +308,13 @@ ForwardPass::Activations ForwardPass::activations(const PassRows& rows, PassBuff
   a.x = buffers.get(BufferName::kX, floats(config_.dim, n));
   a.normed = buffers.get(BufferName::kNormed, operand(config_.dim));
   if (config_.n_heads > 0) {
-    a.qkv = buffers.get(BufferName::kQkv, floats(qkv_dim_, n));
     a.att = buffers.get(BufferName::kAtt, operand(att_dim_));
   }
   if (config_.ffn_dim > 0) a.ffn = buffers.get(BufferName::kFfn, operand(config_.ffn_dim));
   const auto any_kind = [&](const auto& holds) {
     return std::any_of(config_.layer_kinds.begin(), config_.layer_kinds.end(), holds);
   };
-  int recurrent_in = 0;
-  for (const LayerKind kind : config_.layer_kinds)
-    recurrent_in = std::max(recurrent_in, config_.recurrent_in_dim(kind));
-  if (recurrent_in > 0) a.recurrent_in = buffers.get(BufferName::kRecurrentIn, floats(recurrent_in, n));
+  a.projected = buffers.get(BufferName::kProjected, floats(projected_columns(), n));
   if (any_kind([](LayerKind kind) { return kind == LayerKind::kShortConv; }))
     a.conv = buffers.get(BufferName::kConv, operand(config_.dim));
   if (any_kind(has_matrix_state)) {
@@ -331,8 +346,9 @@ ForwardPass::Activations ForwardPass::activations(const PassRows& rows, PassBuff
 std::vector<ForwardPass::Intermediate> ForwardPass::intermediates(const PassRows& rows) const {
   const auto elements = [](int n, int columns) { return std::size_t(n) * std::size_t(columns); };
   const Rows all = all_rows(rows), wanted = wanted_rows(rows);
-  std::vector<Intermediate> kept = {{BufferName::kX, elements(all.count, config_.dim), Precision::kF32},
-                                    {BufferName::kQkv, elements(all.count, qkv_dim_), Precision::kF32}};
+  std::vector<Intermediate> kept = {
+      {BufferName::kX, elements(all.count, config_.dim), Precision::kF32},
+      {BufferName::kProjected, elements(all.count, projected_columns()), Precision::kF32}};
   const auto without_empty = [&] {
     std::erase_if(kept, [](const Intermediate& buffer) { return buffer.elements == 0; });
     return kept;

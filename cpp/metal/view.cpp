@@ -23,8 +23,8 @@ BufferTraits traits_of(BufferName name) {
       return {"x", false};
     case BufferName::kNormed:
       return {"normed", false};
-    case BufferName::kQkv:
-      return {"qkv", false};
+    case BufferName::kProjected:
+      return {"projected", false};
     case BufferName::kPartial:
       return {"partial", false};
     case BufferName::kAtt:
@@ -35,8 +35,6 @@ BufferTraits traits_of(BufferName name) {
       return {"gate_up", false};
     case BufferName::kFfn:
       return {"ffn", false};
-    case BufferName::kRecurrentIn:
-      return {"recurrent_in", false};
     case BufferName::kConv:
       return {"conv", false};
     case BufferName::kConvolved:

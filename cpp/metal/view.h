@@ -7,32 +7,31 @@ namespace metal_prefill::metal {
 
 // docs/kernels.md lists the sizes of the activation buffers.
 enum class BufferName {
-  kIds,          // [tokens] int32, from the host
-  kTypes,        // [tokens] int32, from the host
-  kRows,         // [tokens] PassRow, from the host
-  kTiles,        // [tiles] AttentionTile, from the host
-  kPages,        // block tables, int32, from the host
-  kStateRows,    // [tokens + chunks] StateRow, from the host
-  kX,            // [tokens][dim] f32: the residual stream
-  kNormed,       // [tokens][dim] f16 or f32
-  kQkv,          // [tokens][q | k | v] f32
-  kPartial,      // attention_decode: the splits that attention_combine joins
-  kAtt,          // [tokens][n_heads * value_dim] f16 or f32
-  kBlock,        // [tokens][dim] f32: a block's output where a norm follows it
-  kGateUp,       // [tokens][2 * ffn_dim] f32
-  kFfn,          // [tokens][ffn_dim] f16 or f32
-  kRecurrentIn,  // [tokens][recurrent_in_dim()] f32: projections of a layer with a state
-  kConv,         // [tokens][dim] f16 or f32: output of a short convolution
-  kConvolved,    // [tokens][scan_channels()] f32: keys, queries and values of a recurrence
-  kScanned,      // [tokens][scan_dim()] f32: its output
-  kScanOut,      // [tokens][scan_dim()] f16 or f32: gated and normed
-  kLogits,       // [rows][vocab_size] f32
-  kHostLogits,   // [rows][vocab_size] f32, to the host
-  kCandidates,   // argmax: [rows], one for each threadgroup
-  kResult,       // [rows] Candidate, to the host
-  kTargets,      // [rows] int32, from the host
-  kLogProbs,     // [rows] f32, to the host
-  kHidden,       // [rows][dim] f32, to the host: normed rows, then rows of the residual stream
+  kIds,         // [tokens] int32, from the host
+  kTypes,       // [tokens] int32, from the host
+  kRows,        // [tokens] PassRow, from the host
+  kTiles,       // [tiles] AttentionTile, from the host
+  kPages,       // block tables, int32, from the host
+  kStateRows,   // [tokens + chunks] StateRow, from the host
+  kX,           // [tokens][dim] f32: the residual stream
+  kNormed,      // [tokens][dim] f16 or f32
+  kProjected,   // [tokens][projected_dim()] f32: q, k and v, and the projections of a state
+  kPartial,     // attention_decode: the splits that attention_combine joins
+  kAtt,         // [tokens][n_heads * value_dim] f16 or f32
+  kBlock,       // [tokens][dim] f32: a block's output where a norm follows it
+  kGateUp,      // [tokens][2 * ffn_dim] f32
+  kFfn,         // [tokens][ffn_dim] f16 or f32
+  kConv,        // [tokens][dim] f16 or f32: output of a short convolution
+  kConvolved,   // [tokens][scan_channels()] f32: keys, queries and values of a recurrence
+  kScanned,     // [tokens][scan_dim()] f32: its output
+  kScanOut,     // [tokens][scan_dim()] f16 or f32: gated and normed
+  kLogits,      // [rows][vocab_size] f32
+  kHostLogits,  // [rows][vocab_size] f32, to the host
+  kCandidates,  // argmax: [rows], one for each threadgroup
+  kResult,      // [rows] Candidate, to the host
+  kTargets,     // [rows] int32, from the host
+  kLogProbs,    // [rows] f32, to the host
+  kHidden,      // [rows][dim] f32, to the host: normed rows, then rows of the residual stream
   kActivationCount,
 
   kWeights = kActivationCount,  // of the file

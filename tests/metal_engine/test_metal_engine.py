@@ -145,7 +145,7 @@ def test_scratch_is_private_and_host_accessible_buffers_are_shared(model: Model)
     assert private == {
         "x",
         "normed",
-        "qkv",
+        "projected",
         "partial",
         "att",
         "ffn",
@@ -179,7 +179,7 @@ def test_debug_mode_makes_every_intermediate_readable(
         session, config = native(model), model.config
         sizes = {
             "x": 40 * config.dim,
-            "qkv": 40
+            "projected": 40
             * (config.n_heads * config.key_dim + config.n_kv_heads * (config.key_dim + config.value_dim)),
             "normed": config.dim,
             "att": config.n_heads * config.value_dim,
@@ -199,7 +199,7 @@ def test_debug_mode_is_off_if_the_variable_is_zero(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("GPU_DEBUG", "0")
     with Model(demo_path, device="metal") as model:
         model.forward_prompt([1])
-        assert "qkv" in private_and_shared()[0]
+        assert "projected" in private_and_shared()[0]
 
 
 @pytest.mark.parametrize("tokens", [1, 5, 40])

@@ -74,7 +74,7 @@ def test_matvec(run: Run, kind: str, cols: int) -> None:
 
 def test_matvec_reads_stacked_matrices_and_accumulates(run: Run) -> None:
     rng = np.random.default_rng(2)
-    w = Weights(rng, "Q4_0", [19, 6, 5], 576)
+    w = Weights(rng, "Q4_0", [13, 6, 5, 6], 576)
     x = rng.standard_normal(576, np.float32)
     before = rng.standard_normal(30, np.float32)
     y = Output([30], initial=before)
@@ -137,7 +137,7 @@ def multi_token(
 @pytest.mark.parametrize("accumulate", [False, True])
 def test_multi_token_matvec(run: Run, tokens: int, cols: int, lanes: int, accumulate: bool) -> None:
     rng = np.random.default_rng(tokens)
-    rows = [11, 4, 4] if cols == 576 else [19]  # not a multiple of a threadgroup's rows
+    rows = [8, 4, 4, 3] if cols == 576 else [19]  # not a multiple of a threadgroup's rows
     w = Weights(rng, "Q4_0", rows, cols)
     x = rng.standard_normal((tokens, cols), np.float32)
     before = rng.standard_normal((tokens, 19), np.float32)
@@ -209,7 +209,7 @@ def test_matmul_reports_its_number_of_threads(libraries: dict[str, KernelLibrary
 @pytest.mark.parametrize("tile", SIZES)
 @pytest.mark.parametrize("tokens", [1, 2, 7, 8, 9, 31, 32, 33, 64, 65])
 def test_matmul_at_tile_boundaries(run: Run, tokens: int, tile: str) -> None:
-    check_edges(run, "matmul", tile, tokens, ([64], [1], [63], [40, 20, 5]))
+    check_edges(run, "matmul", tile, tokens, ([64], [1], [63], [40, 9, 11, 5]))
 
 
 @pytest.mark.parametrize("tile", SIZES)
@@ -347,7 +347,7 @@ def test_matvec_rows_that_share_a_simdgroup_are_bit_identical_to_single_rows(
     rng = np.random.default_rng(together)
     for cols, accumulate in ((8, 0), (576, 1), (1536, 0)):
         cols = columns(kind, cols)
-        w = Weights(rng, kind, [19, 6, 5], cols)
+        w = Weights(rng, kind, [13, 6, 5, 6], cols)
         x = rng.standard_normal(cols, np.float32)
         before = rng.standard_normal(30, np.float32)
         found = []

@@ -79,6 +79,7 @@ class Case:
             "eps": 1e-6,
             "skip_queries": 0,
             "query_step": self.key_dim,
+            "row_stride": self.qkv.shape[1],
         }
 
     def pages(self) -> Pages:

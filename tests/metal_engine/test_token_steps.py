@@ -166,6 +166,9 @@ def test_rope_append(run: Run, case: str, cache: type, sequences: list[tuple[int
     if given["norm_after"]:
         q, k = rms(q, 1e-6) * norms[0], rms(k, 1e-6) * norms[1]
 
+    # The projections of a state may follow q, k and v.
+    projected = np.hstack([qkv, rng.standard_normal((tokens, 12)).astype(np.float32)])
+
     def pages() -> Pages:
         return Pages([n + p for n, p in sequences], n_kv, (key_dim, value_dim), cache)
 
@@ -186,6 +189,7 @@ def test_rope_append(run: Run, case: str, cache: type, sequences: list[tuple[int
             eps=1e-6,
             skip_queries=skip_queries,
             query_step=key_dim,
+            row_stride=projected.shape[1],
         )
         tables = (into.row_table(rows).view(np.uint8), into.pages)
         heads = 2 * n_kv + (0 if skip_queries else n_heads)
@@ -193,10 +197,10 @@ def test_rope_append(run: Run, case: str, cache: type, sequences: list[tuple[int
         name = "rope_append_" + ("f16" if cache is np.float16 else "f32")
         run(name, *buffers, groups=(heads, tokens), threads=(32,))
 
-    out, written = Output(qkv.shape, initial=qkv), pages()
+    out, written = Output(projected.shape, initial=projected), pages()
     append(written, out.buffer, 0)
     close(out.check()[:, :q_dim], q.reshape(tokens, q_dim), 1e-5)
-    np.testing.assert_array_equal(out.array[:, q_dim:], qkv[:, q_dim:])
+    np.testing.assert_array_equal(out.array[:, q_dim:], projected[:, q_dim:])
     bound = 1e-3 if cache is np.float16 else 1e-5
     k_pool, v_pool = written.copies()
     for values, expected in ((False, k), (True, v)):
@@ -208,11 +212,11 @@ def test_rope_append(run: Run, case: str, cache: type, sequences: list[tuple[int
     assert np.isnan(written.v.array).all(), "values were written to another place"
 
     keys_alone = pages()
-    out.array[...] = qkv
+    out.array[...] = projected
     append(keys_alone, out.buffer, 1)
     np.testing.assert_array_equal(keys_alone.k.check(), k_pool)
     np.testing.assert_array_equal(keys_alone.v.check(), v_pool)
-    np.testing.assert_array_equal(out.check(), qkv)
+    np.testing.assert_array_equal(out.check(), projected)
 
 
 @pytest.mark.parametrize("kind", ["F32", "Q8_0"])

@@ -778,6 +778,20 @@ CPU = (
     ),
     Mutant(
         "cpp/metal/forward_plan.mm",
+        ".recurrent = last ? 0 : qkv};",
+        ".recurrent = 0};",
+        "a state is read from the columns of queries where these are first",
+        (_MODELS, "-k", "metal and falcon-h1"),
+    ),
+    Mutant(
+        "cpp/metal/forward_plan.mm",
+        "in.insert(projected_row(kind).qkv > 0 ? in.end() : in.begin(),",
+        "in.insert(in.begin(),",
+        "a V of another type is between tensors of one type",
+        ("tests/metal_engine/test_plan.py", "-k", "one_product_for_each_run"),
+    ),
+    Mutant(
+        "cpp/metal/forward_plan.mm",
         "before(layer.q_norm) ? none : w.bq",
         "w.bq",
         "the bias of queries is added before their norm and after it",

@@ -218,6 +218,13 @@ MUTANTS = (
     ),
     Mutant(
         "shaders/projection.h",
+        "if (row < end) continue;",
+        "if (row < end || i == STACKED_MATRICES - 1) continue;",
+        "rows of the last of four matrices are read after those of the third",
+        (f"{_PRODUCTS}::test_matvec_reads_stacked_matrices_and_accumulates",),
+    ),
+    Mutant(
+        "shaders/projection.h",
         "t * (-1.453152027f + t * 1.061405429f)",
         "t * (-1.453152027f + t * 1.161405429f)",
         "exact GELU is wrong by a thousandth",

@@ -132,10 +132,10 @@ class Weights:
             self.bytes[offset : offset + raw.size] = raw
         self.values = np.concatenate(values)
 
-    def stacked(self) -> tuple[list[int], list[int], int]:
+    def stacked(self) -> tuple[list[int], list[int], int, int]:
         """Contents of a StackedWeights struct."""
-        missing = [0] * (3 - len(self.rows))
-        return self.offsets + missing, self.rows + missing, self.row_bytes
+        missing = [0] * (CONSTANTS["STACKED_MATRICES"] - len(self.rows))
+        return self.offsets + missing, self.rows + missing, self.row_bytes, 0
 
 
 def block_columns(kind: str) -> int:

@@ -33,9 +33,9 @@ def _queries(row: Values, args: dict[str, Any]) -> Values:
 
 
 def _rotated(d: Captured, args: dict[str, Any], row: Values, position: int) -> tuple[Values, Values, Values]:
-    """Return q, k and v of a row of qkv: with bias, norms of heads and rotation, ``[head][dim]``."""
+    """Return q, k and v, with which a row begins: with bias, norms of heads and rotation, ``[head][dim]``."""
     heads, kv, key, value = args["n_heads"], args["n_kv_heads"], args["key_dim"], args["value_dim"]
-    row = row.astype(np.float64)
+    row = row[: heads * args["query_step"] + kv * (key + value)].astype(np.float64)
     if args["has_bias"]:
         row = row + d.before(0, np.float32)[: row.size]
     q = _queries(row, args)
@@ -90,10 +90,10 @@ def _seen(position: int, end: int, window: int, both_ways: bool) -> range:
 
 def rope_append(d: Captured) -> Expected:
     a = d.args
-    width = a["n_heads"] * a["query_step"] + a["n_kv_heads"] * (a["key_dim"] + a["value_dim"])
+    stride = a["row_stride"]
     for token in some_of(d.grid[1], SAMPLED_TOKENS):
         position, table = (int(d.before(5, _ROW)[name][token]) for name in ("position", "pages"))
-        row = slice(token * width, (token + 1) * width)
+        row = slice(token * stride, (token + 1) * stride)
         q, k, v = _rotated(d, a, d.before(4, np.float32)[row], position)
         if not a["skip_queries"]:
             yield _queries(d.after(4, np.float32)[row], a).ravel(), q.ravel()
