@@ -105,7 +105,7 @@ struct Share {
 };
 
 // Grid: (splits, n_kv_heads * blocks of query heads, tokens). A row may have fewer splits than the grid.
-static inline Share share_of(uint3 group, constant PassRow& row, constant AttentionArgs& args,
+static inline Share share_of(uint3 group, device const PassRow& row, constant AttentionArgs& args,
                              ushort most_heads) {
   const uint heads_per_kv = args.n_heads / args.n_kv_heads;
   const uint blocks = (heads_per_kv + most_heads - 1) / most_heads;
@@ -222,18 +222,18 @@ static inline void store(threadgroup const float* shared, device float* out, con
 // Up to DECODE_SIMDGROUPS simdgroups.
 template <typename T, ushort kChunks>
 kernel void attention_decode(
-    device const float* q [[buffer(0)]],     // [tokens][q_stride]
-    constant PassRow* rows [[buffer(1)]],    // [tokens]
-    device const uint* pages [[buffer(2)]],  // block tables
-    device const T* k [[buffer(3)]],         // pages of [PAGE_POSITIONS][n_kv_heads][key_dim]
-    device const T* v [[buffer(4)]],         // the same with value_dim
+    device const float* q [[buffer(0)]],       // [tokens][q_stride]
+    device const PassRow* rows [[buffer(1)]],  // [tokens]
+    device const uint* pages [[buffer(2)]],    // block tables
+    device const T* k [[buffer(3)]],           // pages of [PAGE_POSITIONS][n_kv_heads][key_dim]
+    device const T* v [[buffer(4)]],           // the same with value_dim
     device float* out [[buffer(5)]], constant AttentionArgs& args [[buffer(6)]],
     uint3 group [[threadgroup_position_in_grid]], ushort thread_index [[thread_index_in_threadgroup]],
     ushort3 threads [[threads_per_threadgroup]], ushort lane [[thread_index_in_simdgroup]],
     ushort simdgroup [[simdgroup_index_in_threadgroup]], ushort simdgroups [[simdgroups_per_threadgroup]]) {
   constexpr ushort kHeads = DECODE_HEADS(kChunks), kPart = kHeads * (kChunks * 32 + 2);
   threadgroup float shared[DECODE_SIMDGROUPS * kPart];
-  constant PassRow& row = rows[group.z];
+  device const PassRow& row = rows[group.z];
   if (group.x >= row.splits) return;
   const Share share = share_of(group, row, args, kHeads);
   const uint first = share.begin + simdgroup * (32 / kLanes), step = simdgroups * (32 / kLanes);
@@ -269,8 +269,8 @@ kernel void rope_attention_decode(
     device const float* q_norm [[buffer(1)]],  // [key_dim]
     device const float* k_norm [[buffer(2)]],  // [key_dim]
     device const float2* table [[buffer(3)]],  // [position][rope_dim / 2]
-    device const float* qkv [[buffer(4)]],     // [tokens][q | k | v]
-    constant PassRow* rows [[buffer(5)]],      // [tokens]
+    device const float* qkv [[buffer(4)]],     // [tokens][q | k | v | ...]
+    device const PassRow* rows [[buffer(5)]],  // [tokens]
     device const uint* pages [[buffer(6)]],    // block tables
     device T* k_cache [[buffer(7)]],           // pages of [PAGE_POSITIONS][n_kv_heads][key_dim]
     device T* v_cache [[buffer(8)]],           // pages of [PAGE_POSITIONS][n_kv_heads][value_dim]
@@ -285,7 +285,7 @@ kernel void rope_attention_decode(
       (threadgroup float*)aligned;  // the queries, the token's own key and value
   constant RopeArgs& rope = args.rope;
   constant AttentionArgs& attention = args.attention;
-  constant PassRow& row = rows[group.z];
+  device const PassRow& row = rows[group.z];
   if (group.x >= row.splits) return;
   const Share share = share_of(group, row, attention, kHeads);
   threadgroup float* const own_key = rotated + kHeads * kDims;
@@ -363,8 +363,8 @@ kernel void rope_attention_decode(
 // Joins the splits. Grid: (n_heads, tokens) threadgroups.
 kernel void attention_combine(device const float* partial
                               [[buffer(0)]],  // [tokens][n_heads][splits][value_dim + 2]
-                              constant PassRow* rows [[buffer(1)]],  // [tokens]
-                              device float* out [[buffer(2)]],       // [tokens][n_heads][value_dim]
+                              device const PassRow* rows [[buffer(1)]],  // [tokens]
+                              device float* out [[buffer(2)]],           // [tokens][n_heads][value_dim]
                               constant AttentionArgs& args [[buffer(3)]],
                               uint2 group [[threadgroup_position_in_grid]],
                               ushort thread_index [[thread_index_in_threadgroup]],

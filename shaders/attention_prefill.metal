@@ -229,7 +229,7 @@ static inline void attend(device const float* q, AttentionTile tile, device cons
 template <typename T, ushort kDimBlocks, ushort kRowBlocks>
 kernel void attention_prefill(
     device const float* q [[buffer(0)]],  // [tokens][q_stride]
-    constant AttentionTile* tiles [[buffer(1)]],
+    device const AttentionTile* tiles [[buffer(1)]],
     device const uint* pages [[buffer(2)]],  // block tables
     device const T* k [[buffer(3)]],         // pages of [PAGE_POSITIONS][n_kv_heads][key_dim]
     device const T* v [[buffer(4)]],         // the same with value_dim

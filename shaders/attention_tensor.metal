@@ -32,7 +32,7 @@ typedef tensor<threadgroup half, dextents<int32_t, 2>, tensor_inline> Staged;
 template <ushort kDims>
 [[max_total_threads_per_threadgroup(MATMUL_THREADS)]] kernel void attention_tensor(
     device const float* q [[buffer(0)]],  // [tokens][q_stride]
-    constant AttentionTile* tiles [[buffer(1)]],
+    device const AttentionTile* tiles [[buffer(1)]],
     device const uint* pages [[buffer(2)]],  // block tables
     device const half* k [[buffer(3)]],      // pages of [PAGE_POSITIONS][n_kv_heads][kDims]
     device const half* v [[buffer(4)]],      // the same
@@ -54,7 +54,7 @@ template <ushort kDims>
 
   const uint kv_head = group.y;
   StackedRows rows;
-  constant AttentionTile& of = tiles[group.x];
+  device const AttentionTile& of = tiles[group.x];
   rows.begin({of.row, of.tokens, of.position, of.pages, of.first, of.end}, args);
   const ushort row = thread_index / 2, half_of_row = thread_index % 2;
   const StackedRow mine = rows.row(row, kv_head, args);

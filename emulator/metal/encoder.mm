@@ -1,4 +1,6 @@
 // The part that all encoders share, and the blit encoder.
+#include <initializer_list>
+
 #include "classes.h"
 
 using metal_emulator::BufferState;
@@ -70,6 +72,15 @@ const std::shared_ptr<BufferState>& check_range(id<MTLBuffer> buffer, NSUInteger
   return state;
 }
 
+// On macOS, offsets and sizes of copies and fills are multiples of 4 bytes.
+void check_units(const char* call, std::initializer_list<NSUInteger> values) {
+  constexpr NSUInteger kUnit = 4;
+  for (const NSUInteger value : values)
+    if (value % kUnit != 0)
+      throw ValidationError(std::string(call) + ": " + std::to_string(value) + " is not a multiple of " +
+                            std::to_string(kUnit) + " bytes");
+}
+
 }  // namespace
 
 @implementation EmulatorBlitEncoder
@@ -83,6 +94,7 @@ const std::shared_ptr<BufferState>& check_range(id<MTLBuffer> buffer, NSUInteger
   require_open(_ended, kCall);
   const auto& from = check_range(source, sourceOffset, size, kCall, "source");
   const auto& to = check_range(destination, destinationOffset, size, kCall, "destination");
+  check_units(kCall, {sourceOffset, destinationOffset, size});
   if (from == to && sourceOffset < destinationOffset + size && destinationOffset < sourceOffset + size) {
     throw ValidationError("copyFromBuffer: source and destination overlap");
   }
@@ -101,6 +113,7 @@ const std::shared_ptr<BufferState>& check_range(id<MTLBuffer> buffer, NSUInteger
 - (void)fillBuffer:(id<MTLBuffer>)buffer range:(NSRange)range value:(uint8_t)value {
   require_open(_ended, "fillBuffer");
   const auto& to = check_range(buffer, range.location, range.length, "fillBuffer", "range:");
+  check_units("fillBuffer", {range.location, range.length});
   Command command;
   command.kind = Command::Kind::kFill;
   command.fill.to = {to->allocation, range.location, {}};

@@ -5,8 +5,9 @@
 namespace metal_emulator {
 namespace {
 
-// Apple GPUs need offsets of constant buffers at multiples of 4 bytes even for smaller types.
-constexpr std::size_t kMinConstantAlignment = 4;
+// Offsets of buffers in constant memory are multiples of 4 bytes on Apple's GPUs, of 32 on those of the
+// family Mac2, which an M1 also reports, and of 256 in the simulator. The strictest of these applies.
+constexpr std::size_t kConstantAlignment = 256;
 
 std::string join(const Size& size) {
   return std::to_string(size.width) + "x" + std::to_string(size.height) + "x" + std::to_string(size.depth);
@@ -27,8 +28,7 @@ void check_buffer(const Pipeline& pipeline, int dispatch, const KernelArgument& 
          std::to_string(binding.offset) + ", the argument needs " + std::to_string(needed));
   }
   std::size_t alignment = argument.element_align;
-  if (argument.space == KernelArgument::Space::kConstant)
-    alignment = std::max(alignment, kMinConstantAlignment);
+  if (argument.space == KernelArgument::Space::kConstant) alignment = std::max(alignment, kConstantAlignment);
   if (binding.buffer && binding.offset % alignment != 0) {
     fail("offset " + std::to_string(binding.offset) + " is not a multiple of " + std::to_string(alignment));
   }

@@ -83,7 +83,9 @@ def test_struct_argument_that_is_too_short(library: KernelLibrary, refuses: Any)
     setup.encoder.end()
 
 
-@pytest.mark.parametrize(("kernel", "index", "offset", "unit"), [("add", 0, 2, 4), ("negate4", 1, 8, 16)])
+@pytest.mark.parametrize(
+    ("kernel", "index", "offset", "unit"), [("add", 0, 2, 4), ("negate4", 1, 8, 16), ("scale", 2, 128, 256)]
+)
 def test_misaligned_offset(
     library: KernelLibrary, refuses: Any, kernel: str, index: int, offset: int, unit: int
 ) -> None:
@@ -294,6 +296,12 @@ def test_blit_ranges(device: Any, library: KernelLibrary, refuses: Any) -> None:
         encoder.fill(a, 8, 16, 0)
     with refuses("copyFromBuffer: size is 0"):
         encoder.copy(a, 0, b, 0, 0)
+    with refuses("copyFromBuffer: 2 is not a multiple of 4 bytes"):
+        encoder.copy(a, 2, b, 0, 4)
+    with refuses("copyFromBuffer: 6 is not a multiple of 4 bytes"):
+        encoder.copy(a, 0, b, 0, 6)
+    with refuses("fillBuffer: 10 is not a multiple of 4 bytes"):
+        encoder.fill(a, 0, 10, 0)
     encoder.end()
 
 
