@@ -302,6 +302,6 @@ def add_vocabulary(writer: GGUFWriter, vocabulary: FolderVocabulary, config: Fie
     for name, i in vocabulary.ids.items():
         writer.add_uint32(f"tokenizer.ggml.{keys.get(name, name)}_token_id", i)
     for name, value in vocabulary.flags.items():
-        writer.add_bool(f"tokenizer.ggml.{name}", value)
+        _add(writer, f"tokenizer.ggml.{name}", value)
     if vocabulary.chat_template is not None:
         writer.add_chat_template(vocabulary.chat_template)

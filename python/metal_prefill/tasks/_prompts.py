@@ -89,13 +89,10 @@ class PromptForm(NamedTuple):
         # Text next to the text is tokenized together with it.
         left = before.pop() if before and isinstance(before[-1], str) else ""
         right = after.pop(0) if after and isinstance(after[0], str) else ""
-        ids: list[int] = []
-        for piece in (*before, f"{left}{text}{right}", *after):
-            if isinstance(piece, int):
-                ids.append(piece)
-            else:
-                ids += tokenizer.encode(rules.normalized(piece), add_bos=False)
-        return ids
+        pieces = (*before, f"{left}{text}{right}", *after)
+        return tokenizer.encode_pieces(
+            piece if isinstance(piece, int) else rules.normalized(piece) for piece in pieces
+        )
 
 
 PLAIN = PromptForm()

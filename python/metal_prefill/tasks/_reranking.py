@@ -273,12 +273,12 @@ def encode_template(
     tokenizer = engine.tokenizer
     pattern = re.compile("|".join(re.escape(f"{{{name}}}") for name in values))
     ids = [tokenizer.bos_id] if tokenizer.add_bos and tokenizer.bos_id is not None else []
-    for piece in tokenizer.split(template, parse_special=True):
-        if isinstance(piece, int):
-            ids.append(piece)
-        else:
-            text = pattern.sub(lambda match: values[match[0][1:-1]], piece)
-            ids += tokenizer.encode(rules.normalized(text), add_bos=False)
+    ids += tokenizer.encode_pieces(
+        piece
+        if isinstance(piece, int)
+        else rules.normalized(pattern.sub(lambda match: values[match[0][1:-1]], piece))
+        for piece in tokenizer.split(template, parse_special=True)
+    )
     return np.array(ids, np.int32)
 
 

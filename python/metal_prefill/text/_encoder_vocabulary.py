@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
+from tokenizers import AddedToken, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Segmenter
-from tokenizers import models, normalizers, pre_tokenizers
 
 from metal_prefill.errors import GGUFError
 from metal_prefill.files._gguf_file import GGUFFile
@@ -20,7 +20,12 @@ _CONTINUATION = "##"
 _NO_WORD = " "  # a piece that no word contains, because words contain no white space
 
 
-def word_piece(gguf: GGUFFile, tokens: Sequence[str], plain: npt.NDArray[np.bool_]) -> Segmenter:
+def word_piece(
+    gguf: GGUFFile,
+    tokens: Sequence[str],
+    plain: npt.NDArray[np.bool_],
+    added: Mapping[int, AddedToken],
+) -> Segmenter:
     """Build a WordPiece segmenter.
 
     In a file, tokens at the beginning of a word begin with U+2581, and others, which BERT writes as
@@ -32,11 +37,15 @@ def word_piece(gguf: GGUFFile, tokens: Sequence[str], plain: npt.NDArray[np.bool
         Text of each id.
     plain
         Whether text may produce each token.
+    added
+        Tokens that are recognized by their spelling, by id.
     """
     vocabulary = {}
     for i in map(int, np.flatnonzero(plain)):
         text = tokens[i]
-        if text.startswith(SPACE) and text != SPACE:  # a single U+2581 is the character inside a word
+        if i in added:
+            vocabulary[added[i].content] = i
+        elif text.startswith(SPACE) and text != SPACE:  # a single U+2581 is the character inside a word
             vocabulary[text[1:]] = i
         elif text:
             vocabulary[_CONTINUATION + text] = i
@@ -52,11 +61,12 @@ def word_piece(gguf: GGUFFile, tokens: Sequence[str], plain: npt.NDArray[np.bool
         lowercase=lowercase,
     )
     segmenter.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    segmenter.add_tokens(list(added.values()))
     return segmenter
 
 
 def unigram(gguf: GGUFFile, tokens: Sequence[str], plain: npt.NDArray[np.bool_]) -> Segmenter:
-    """Build a Unigram segmenter; its parameters are those of `word_piece`."""
+    """Build a Unigram segmenter; its parameters are the first of `word_piece`."""
     scores = numbers(gguf, "tokenizer.ggml.scores", np.floating, len(tokens))
     if not np.isfinite(scores).all():
         raise GGUFError(f"{gguf.path}: tokenizer.ggml.scores contains a value that is not finite")

@@ -86,6 +86,20 @@ def special_id(gguf: GGUFFile, name: str, vocab_size: int) -> int | None:
     return value
 
 
+def ids_under(gguf: GGUFFile, name: str, vocab_size: int) -> frozenset[int]:
+    """Read an array of token ids under ``tokenizer.ggml``; a missing one is empty."""
+    key = f"tokenizer.ggml.{name}"
+    if key not in gguf.metadata:
+        return frozenset()
+    value = gguf.metadata[key]
+    if not isinstance(value, np.ndarray) or not np.issubdtype(value.dtype, np.integer):
+        raise GGUFError(f"{gguf.path}: {key} has type {gguf.metadata.type_name(key)}, expected token ids")
+    for i in value:
+        if not 0 <= i < vocab_size:
+            raise GGUFError(f"{gguf.path}: {key} contains {i}, must be token ids from 0 to {vocab_size - 1}")
+    return frozenset(map(int, value))
+
+
 def count(gguf: GGUFFile, name: str, default: int) -> int:
     """Read a number that is not negative under ``tokenizer.ggml``."""
     key = f"tokenizer.ggml.{name}"

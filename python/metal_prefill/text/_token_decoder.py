@@ -19,19 +19,26 @@ class TokenDecoder:
     """Incremental decoder of a stream of token ids, which holds incomplete characters back.
 
     Created by :meth:`Tokenizer.decoder`. With `strip_prefix`, the decoder removes the space that `encode`
-    inserts before each span of plain text.
+    inserts before each span of plain text; with `first_only`, only at the beginning of the text.
     """
 
-    def __init__(self, piece_of: Callable[[int], Piece], skip_special: bool, strip_prefix: bool) -> None:
+    def __init__(
+        self,
+        piece_of: Callable[[int], Piece],
+        skip_special: bool,
+        strip_prefix: bool,
+        first_only: bool = False,
+    ) -> None:
         self._piece_of = piece_of
         self._skip_special = skip_special
         self._strip_prefix = strip_prefix
+        self._first_only = first_only
         self._prefix_next = strip_prefix
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
     def copy(self) -> TokenDecoder:
         """Return an independent decoder in the same state."""
-        other = TokenDecoder(self._piece_of, self._skip_special, self._strip_prefix)
+        other = TokenDecoder(self._piece_of, self._skip_special, self._strip_prefix, self._first_only)
         other._prefix_next = self._prefix_next
         other._utf8.setstate(self._utf8.getstate())
         return other
@@ -41,8 +48,12 @@ class TokenDecoder:
         raw, special, spelled = self._piece_of(token_id)
         if self._prefix_next and not spelled:
             raw = raw.removeprefix(b" ")
-        self._prefix_next = self._strip_prefix and spelled
-        return "" if special and self._skip_special else self._utf8.decode(raw)
+        omitted = special and self._skip_special
+        if self._first_only:
+            self._prefix_next = self._prefix_next and omitted
+        else:
+            self._prefix_next = self._strip_prefix and spelled
+        return "" if omitted else self._utf8.decode(raw)
 
     def flush(self) -> str:
         """End the stream and return the remaining text: U+FFFD for an incomplete character."""

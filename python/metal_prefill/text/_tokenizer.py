@@ -35,6 +35,9 @@ END_TOKENS = (
     "</s>",
 )
 
+# Characters that Unicode calls white space. Python's str.strip() also removes four separators of information.
+_WHITE_SPACE = "".join(c for c in map(chr, range(0x3001)) if c.isspace() and not "\x1c" <= c <= "\x1f")
+
 _SPECIAL = (TokenType.CONTROL, TokenType.UNKNOWN)
 
 
@@ -96,6 +99,9 @@ class Tokenizer:
         self.add_bos, self.add_eos = special.add_bos, special.add_eos
         self.frame = special.frame
         self.space_prefix = self._vocabulary.kind == "llama" and flag(gguf, "add_space_prefix", default=True)
+        self._prepend_scheme = self._vocabulary.prepend_scheme(gguf)
+        self._strips_before = self._vocabulary.spelling(gguf, "lstrip")
+        self._strips_after = self._vocabulary.spelling(gguf, "rstrip")
         named = {i for i in (self.eos_id, self.eot_id, self.eom_id) if i is not None}
         self.stop_ids = frozenset(named | {i for i in self._special.values() if self.token(i) in END_TOKENS})
 
@@ -153,17 +159,59 @@ class Tokenizer:
                 raise ValueError("add_bos is set, but the vocabulary has no beginning-of-text token")
             ids.append(self.bos_id)
         text.encode("utf-8")  # lone surrogates have no tokens; the error names their position
-        for piece in self.split(text, parse_special):
+        return ids + self._joined(self.split(text, parse_special), strict)
+
+    def encode_pieces(self, pieces: Iterable[str | int]) -> list[int]:
+        """Convert texts, and the tokens between them, to token ids, without `bos_id`.
+
+        The texts do not spell control tokens.
+
+        Raises
+        ------
+        ValueError
+            A text contains lone surrogates.
+        """
+        parts: list[str | int] = []
+        for piece in pieces:
+            if isinstance(piece, str):
+                piece.encode("utf-8")
+                parts += self.split(piece, parse_special=False)
+            else:
+                parts.append(piece)
+        return self._joined(parts, strict=False)
+
+    def _joined(self, pieces: Iterable[str | int], strict: bool) -> list[int]:
+        ids: list[int] = []
+        for i, piece in enumerate(self._without_white_space(list(pieces))):
             if isinstance(piece, int):
                 ids.append(piece)
-            else:
-                if self.space_prefix:  # a piece is the whole text between two spelled tokens
-                    piece = " " + piece
+            elif piece:
+                piece = self._prefix(piece, first=i == 0) + piece
                 made = self._made_of(piece)
                 if strict:
                     self._check_whole(piece, made)
                 ids += made
         return ids
+
+    def _prefix(self, piece: str, *, first: bool) -> str:
+        """Return what precedes the text between two spelled tokens, or the first text."""
+        if not self.space_prefix or (self._prepend_scheme == "first" and not first):
+            return ""
+        return "" if self._prepend_scheme and piece.startswith((" ", SPACE)) else " "
+
+    def _without_white_space(self, pieces: list[str | int]) -> list[str | int]:
+        """Remove the white space that belongs to the tokens next to it."""
+        if not (self._strips_before or self._strips_after):
+            return pieces
+        made: list[str | int] = []
+        for before, piece, after in zip([None, *pieces], pieces, [*pieces[1:], None]):  # noqa: B905
+            if isinstance(piece, str):
+                if before in self._strips_after:
+                    piece = piece.lstrip(_WHITE_SPACE)
+                if after in self._strips_before:
+                    piece = piece.rstrip(_WHITE_SPACE)
+            made.append(piece)
+        return made
 
     def _made_of(self, piece: str) -> list[int]:
         """Return the tokens of text without spelled tokens."""
@@ -187,17 +235,18 @@ class Tokenizer:
         text.encode("utf-8")
         spans: list[TokenSpan] = []
         at = 0
-        for piece in self.split(text, parse_special=False):
-            if isinstance(piece, int):
-                length = len(self.token(piece))
-                spans.append(TokenSpan(piece, at, at + length))
+        whole = list(self.split(text, parse_special=False))
+        for i, (original, piece) in enumerate(zip(whole, self._without_white_space(whole), strict=True)):
+            if isinstance(original, int) or isinstance(piece, int):
+                length = len(self.token(int(piece)))
+                spans.append(TokenSpan(int(piece), at, at + length))
             else:
-                length = len(piece)
-                before = " " if self.space_prefix else ""
+                length = len(original)
+                before = self._prefix(piece, first=i == 0) if piece else ""
+                shift = at + original.find(piece) - len(before)
                 made = self._segmenter.encode(self._plain(before + piece), add_special_tokens=False)
                 for token, (start, end) in zip(made.ids, made.offsets, strict=True):
-                    first, last = max(start - len(before), 0), max(end - len(before), 0)
-                    spans.append(TokenSpan(token, at + first, at + last))
+                    spans.append(TokenSpan(token, max(shift + start, at), max(shift + end, at)))
             at += length
         return spans
 
@@ -317,10 +366,8 @@ class Tokenizer:
         TypeError, ValueError
             A message or tool is not a mapping, or has no valid role or name.
         """
-        ids: list[int] = []
-        for text, special in self.chat_pieces(messages, tools, add_generation_prompt, variables):
-            ids += [self._special[text]] if special else self.encode(text, add_bos=False)
-        return ids
+        pieces = self.chat_pieces(messages, tools, add_generation_prompt, variables)
+        return self.encode_pieces(self._special[text] if special else text for text, special in pieces)
 
     def chat_pieces(
         self,
@@ -405,12 +452,17 @@ class Tokenizer:
 
     @property
     def strips_space(self) -> bool:
-        """Whether `decode` omits the space before each span of plain text."""
+        """Whether `decode` omits the space before each span of plain text, or before the first one."""
         return self.space_prefix or self._vocabulary.kind in ENCODER_KINDS
 
     def decoder(self, *, skip_special: bool = True, whole: bool = False) -> TokenDecoder:
         """Return a decoder that takes a token at a time, for a continuation or for a whole text."""
-        return TokenDecoder(self._piece, skip_special, strip_prefix=whole and self.strips_space)
+        return TokenDecoder(
+            self._piece,
+            skip_special,
+            strip_prefix=whole and self.strips_space,
+            first_only=self._prepend_scheme == "first",
+        )
 
     def token(self, token_id: int) -> str:
         """Return the text of a token as written in the file, such as ``Ġthe`` or ``<0x0A>``."""
@@ -434,7 +486,8 @@ class Tokenizer:
             kind = TokenType(int(self._vocabulary.types[token_id]))
             special = kind in _SPECIAL
             spelled = special or kind == TokenType.USER_DEFINED
-            raw = self._raw_bytes(self.token(token_id), kind, spelled)
+            text = self._vocabulary.spelled(token_id) if spelled else self.token(token_id)
+            raw = self._raw_bytes(text, kind, spelled)
             piece = self._pieces[token_id] = Piece(raw, special, spelled)
         return piece
 
@@ -455,7 +508,11 @@ class Tokenizer:
     def _words(self) -> WordTokens | None:
         if self._vocabulary.kind != "bert":
             return None
-        return WordTokens(self._segmenter, lowercase=flag(self._gguf, "normalizer.lowercase", default=True))
+        return WordTokens(
+            self._segmenter,
+            lowercase=flag(self._gguf, "normalizer.lowercase", default=True),
+            spelled=[token.content for token in self._vocabulary.added_tokens(self._gguf).values()],
+        )
 
     @cached_property
     def _special(self) -> dict[str, int]:
@@ -465,7 +522,12 @@ class Tokenizer:
 
     @cached_property
     def _user_defined(self) -> dict[str, int]:
-        """Ids of user-defined tokens, which replace their spelling wherever it occurs, by spelling."""
+        """Ids of user-defined tokens, which replace their spelling wherever it occurs, by spelling.
+
+        Those of WordPiece are recognized by the segmenter, also in normalized text.
+        """
+        if self._vocabulary.kind == "bert":
+            return {}
         ids = np.flatnonzero(self._vocabulary.types == TokenType.USER_DEFINED)
         return {self._vocabulary.tokens[i]: int(i) for i in ids if self._vocabulary.tokens[i]}
 

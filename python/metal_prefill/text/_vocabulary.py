@@ -11,24 +11,37 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from tokenizers import Regex, models, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Segmenter
 
 from metal_prefill.errors import GGUFError, UnsupportedModelError
 from metal_prefill.files._gguf_file import GGUFFile
-from metal_prefill.text._encoder_vocabulary import unigram, word_piece
-from metal_prefill.text._metadata import numbers, special_id, string, strings
+from metal_prefill.text._encoder_vocabulary import SPACE, unigram, word_piece
+from metal_prefill.text._metadata import flag, ids_under, numbers, special_id, string, strings
 
 _log = logging.getLogger("metal_prefill")
 
 MAX_TOKEN_CHARACTERS = (
     1024  # published vocabularies have runs of up to 256 spaces; finding merges is quadratic
 )
+_MERGES_KEY = "tokenizer.ggml.merges"
 ENCODER_KINDS = ("bert", "t5")
 KINDS = ("gpt2", "llama", *ENCODER_KINDS)
+# Which texts begin with a space of their own, in files that differ from SentencePiece: the whole text, or all
+# between spelled tokens; in either case, only those that begin with another character.
+PREPEND_SCHEMES = ("first", "always")
+PREPEND_KEY = "tokenizer.ggml.prepend_scheme"
+# Options of tokens that are recognized by their spelling, and the keys under tokenizer.ggml that list their
+# ids: white space before or after the token belongs to it, or it is recognized in normalized text.
+SPELLING_KEYS = {
+    "lstrip": "lstrip_tokens",
+    "rstrip": "rstrip_tokens",
+    "normalized": "normalized_tokens",
+}
 NAMED = ("bos", "eos", "unknown", "seperator", "padding", "cls", "mask")  # special tokens of encoders
 
 
@@ -154,51 +167,83 @@ class Vocabulary:
         It cannot produce control or unknown tokens from any text.
         """
         special = np.isin(self.types, (TokenType.CONTROL, TokenType.UNKNOWN))
-        if self.kind in ENCODER_KINDS:
-            build = word_piece if self.kind == "bert" else unigram
-            return build(gguf, self.tokens, ~special & (self.types != TokenType.UNUSED))
+        plain_or_spelled = ~special & (self.types != TokenType.UNUSED)
+        if self.kind == "bert":
+            return word_piece(gguf, self.tokens, plain_or_spelled, self.added_tokens(gguf))
+        if self.kind == "t5":
+            return unigram(gguf, self.tokens, plain_or_spelled)
         plain = {token: i for i, token in enumerate(self.tokens) if not special[i]}
         if self.kind == "gpt2":
             return self._byte_level_bpe(gguf, plain)
         return self._sentencepiece_bpe(gguf, plain)
 
+    def added_tokens(self, gguf: GGUFFile) -> dict[int, AddedToken]:
+        """Return user-defined tokens of WordPiece with their options, by id."""
+        options = {name: self.spelling(gguf, name) for name in SPELLING_KEYS}
+        return {
+            i: AddedToken(self.spelled(i), **{name: i in ids for name, ids in options.items()})
+            for i in map(int, np.flatnonzero(self.types == TokenType.USER_DEFINED))
+            if self.spelled(i)
+        }
+
+    def spelling(self, gguf: GGUFFile, option: str) -> frozenset[int]:
+        """Return the ids of tokens with an option of `SPELLING_KEYS`."""
+        return ids_under(gguf, SPELLING_KEYS[option], len(self.tokens))
+
+    def spelled(self, token_id: int) -> str:
+        """Return how text spells a token that is recognized by its spelling."""
+        text = self.tokens[token_id]
+        word = self.kind == "bert" and self.types[token_id] == TokenType.USER_DEFINED
+        return text.removeprefix(SPACE) if word else text
+
+    def prepend_scheme(self, gguf: GGUFFile) -> str:
+        """Return one of `PREPEND_SCHEMES`; empty for files that do not state one.
+
+        Raises
+        ------
+        GGUFError
+            The scheme has another value.
+        """
+        scheme = string(gguf, PREPEND_KEY) if PREPEND_KEY in gguf.metadata else ""
+        if scheme and scheme not in PREPEND_SCHEMES:
+            known = ", ".join(PREPEND_SCHEMES)
+            raise GGUFError(f"{gguf.path}: {PREPEND_KEY} is {scheme!r}, must be one of {known}")
+        return scheme
+
     def _byte_level_bpe(self, gguf: GGUFFile, plain: dict[str, int]) -> Segmenter:
+        segmenter = Segmenter(
+            models.BPE(plain, self._merges(gguf, plain), ignore_merges=self.pre.whole_words)
+        )
+        splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in self.pre.patterns]
+        byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        segmenter.pre_tokenizer = pre_tokenizers.Sequence([*splits, byte_level])
+        if flag(gguf, "normalizer.nfc", default=self.pre.nfc):
+            segmenter.normalizer = normalizers.NFC()
+        return segmenter
+
+    def _merges(self, gguf: GGUFFile, plain: dict[str, int]) -> list[tuple[str, str]]:
         merges = []
         known = set(self.tokens)
-        for index, merge in enumerate(strings(gguf, "tokenizer.ggml.merges")):
+        for index, merge in enumerate(strings(gguf, _MERGES_KEY)):
             border = merge.find(" ", 1)  # a piece may begin with a space, but is never empty
             left, right = merge[:border], merge[border + 1 :]
             if border < 0 or not {left, right, left + right} <= known:
                 raise GGUFError(
-                    f"{gguf.path}: merge {index} of tokenizer.ggml.merges, {merge!r}, "
+                    f"{gguf.path}: merge {index} of {_MERGES_KEY}, {merge!r}, "
                     "does not join two tokens to a token"
                 )
             if {left, right, left + right} <= plain.keys():
                 merges.append((left, right))
-        segmenter = Segmenter(models.BPE(plain, merges, ignore_merges=self.pre.whole_words))
-        splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in self.pre.patterns]
-        byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-        segmenter.pre_tokenizer = pre_tokenizers.Sequence([*splits, byte_level])
-        if self.pre.nfc:
-            segmenter.normalizer = normalizers.NFC()
-        return segmenter
+        return merges
 
     def _sentencepiece_bpe(self, gguf: GGUFFile, plain: dict[str, int]) -> Segmenter:
         scores = numbers(gguf, "tokenizer.ggml.scores", np.floating, len(self.tokens))
         if not np.isfinite(scores).all():
             raise GGUFError(f"{gguf.path}: tokenizer.ggml.scores contains a value that is not finite")
-        # SentencePiece merges by the score of the result, but the library merges by the rank of the pair.
-        # Every pair that forms a token therefore gets a rank in the order of the scores.
-        ranked = sorted(
-            (token for token, i in plain.items() if int(self.types[i]) != TokenType.BYTE),
-            key=lambda token: -scores[plain[token]],
-        )
-        merges = [
-            (token[:at], token[at:])
-            for token in ranked
-            for at in range(1, len(token))
-            if token[:at] in plain and token[at:] in plain
-        ]
+        if _MERGES_KEY in gguf.metadata:  # in files of folders whose merges do not follow from scores
+            merges = self._merges(gguf, plain)
+        else:
+            merges = self._scored_merges(scores, plain)
         unknown = np.flatnonzero(self.types == TokenType.UNKNOWN)
         vocabulary = dict(plain)
         unk_token = None
@@ -208,6 +253,20 @@ class Vocabulary:
         return Segmenter(
             models.BPE(vocabulary, merges, unk_token=unk_token, fuse_unk=True, byte_fallback=True)
         )
+
+    def _scored_merges(self, scores: npt.NDArray[Any], plain: dict[str, int]) -> list[tuple[str, str]]:
+        # SentencePiece merges by the score of the result, but the library merges by the rank of the pair.
+        # Every pair that forms a token therefore gets a rank in the order of the scores.
+        ranked = sorted(
+            (token for token, i in plain.items() if int(self.types[i]) != TokenType.BYTE),
+            key=lambda token: -scores[plain[token]],
+        )
+        return [
+            (token[:at], token[at:])
+            for token in ranked
+            for at in range(1, len(token))
+            if token[:at] in plain and token[at:] in plain
+        ]
 
 
 def _pre_tokenizer(gguf: GGUFFile) -> PreTokenizer:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 
 from tokenizers import Tokenizer as Segmenter
 
@@ -25,9 +26,12 @@ class WordTokens:
         WordPiece segmenter.
     lowercase
         Whether it converts text to lower case.
+    spelled
+        Tokens that the segmenter recognizes by their spelling.
     """
 
-    def __init__(self, segmenter: Segmenter, *, lowercase: bool) -> None:
+    def __init__(self, segmenter: Segmenter, *, lowercase: bool, spelled: Iterable[str] = ()) -> None:
+        self._spelled = tuple({text.lower().strip() for text in spelled})
         self._segmenter = segmenter
         self._lowercase = lowercase
         self._tokens = {
@@ -37,8 +41,10 @@ class WordTokens:
         }
 
     def encode(self, text: str) -> list[int] | None:
-        """Return the ids that the segmenter makes of a text; None if the text is not plain ASCII."""
+        """Return the ids that the segmenter makes of a text; None if the text is not plain ASCII words."""
         if _OTHER.search(text):
+            return None
+        if self._spelled and any(map(text.lower().__contains__, self._spelled)):
             return None
         words, tokens = _WORD.findall(text.lower() if self._lowercase else text), self._tokens
         try:

@@ -1,0 +1,183 @@
+"""Vocabularies of SentencePiece in ``tokenizer.json``: BPE with byte fallback, and Unigram."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Mapping, Sequence
+
+from metal_prefill.conversion._added_tokens import ListedTokens, listed_tokens
+from metal_prefill.conversion._fields import Fields
+from metal_prefill.conversion._folder_vocabulary import FolderVocabulary, steps
+from metal_prefill.text._encoder_vocabulary import SPACE
+from metal_prefill.text._vocabulary import PREPEND_SCHEMES, TokenType
+
+
+def unigram(json: Fields, model: Fields, settings: Fields) -> FolderVocabulary:
+    """Read a Unigram vocabulary."""
+    pieces = model.sequence("vocab")
+    ids: dict[str, int] = {}
+    scores: list[float] = []
+    for i, piece in enumerate(pieces):
+        match piece:
+            case [str(text), int() | float() as score]:
+                ids.setdefault(text, i)
+                scores.append(float(score))
+            case _:
+                raise model.error(f"{model.name('vocab')}[{i}] must be a token and its score")
+    tokens = [piece[0] for piece in pieces]
+    listed = listed_tokens(json, ids, tokens, survives=lambda text: text.isascii() and text.strip() == text)
+    scores += [0.0] * (len(listed.tokens) - len(scores))
+    unknown = model.integer("unk_id", least=0)
+    if unknown >= len(tokens):
+        raise model.error(f"{model.name('unk_id')} is {unknown}, must be less than {len(tokens)}")
+    if listed.types[unknown] == TokenType.NORMAL:
+        raise model.unsupported(
+            f"{model.name('unk_id')} is {unknown}, {tokens[unknown]!r}, which is not an added token"
+        )
+    listed.types[unknown] = TokenType.UNKNOWN
+    if model.boolean("byte_fallback", default=False):
+        listed.mark_bytes()
+    charsmap, strips, joins = _normalizer(json)
+    prefix, white_space = _words(json, listed)
+    if strips != joins or (strips and charsmap is None and not white_space):
+        raise json.unsupported("normalizer removes only some of the spaces, or keeps other white space")
+    found = FolderVocabulary("t5", "default", listed, scores=scores, charsmap=charsmap)
+    found.flags |= {"add_space_prefix": prefix, "remove_extra_whitespaces": white_space or strips}
+    found.ids["unk"] = unknown
+    return found
+
+
+def _normalizer(json: Fields) -> tuple[bytes | None, bool, bool]:
+    """Return the character map, and whether spaces at the end are removed, and several joined."""
+    charsmap, strips, joins = None, False, False
+    for step in steps(json, "normalizer", "normalizers"):
+        kind = step.string("type")
+        if kind == "Precompiled":
+            encoded = step.string("precompiled_charsmap", default="")
+            try:
+                charsmap = base64.b64decode(encoded, validate=True)
+            except (binascii.Error, ValueError):
+                raise step.error(f"{step.name('precompiled_charsmap')} is not valid base64") from None
+        elif kind == "Strip":
+            step.require("strip_right", (True,), False)
+            strips = True
+        elif kind == "Replace":
+            step.object("pattern").require("Regex", (" {2,}",), None)
+            step.require("content", (" ", SPACE), None)
+            joins = True
+        else:
+            raise step.unsupported(f"{step.name('type')} {kind} is not supported with a Unigram model")
+    return charsmap, strips, joins
+
+
+def _words(json: Fields, listed: ListedTokens) -> tuple[bool, bool]:
+    """Return whether words begin with a space of their own, and whether other spaces are removed."""
+    words = steps(json, "pre_tokenizer", "pretokenizers")
+    kinds = [step.string("type") for step in words]
+    if kinds not in (["Metaspace"], ["WhitespaceSplit", "Metaspace"]):
+        raise json.unsupported(
+            f"pre_tokenizer is {', '.join(kinds) or 'missing'}; supported with a Unigram model: Metaspace, "
+            "or WhitespaceSplit and Metaspace"
+        )
+    scheme = _prepend_scheme(words[-1], listed, splits=True)
+    if scheme == "first":
+        raise words[-1].unsupported(
+            f"{words[-1].name('prepend_scheme')} is 'first'; supported with a Unigram model: always, never"
+        )
+    return scheme != "never", len(words) > 1
+
+
+def byte_fallback_bpe(
+    json: Fields, ids: Mapping[str, int], merges: Sequence[tuple[str, str]]
+) -> FolderVocabulary:
+    """Return a SentencePiece BPE vocabulary; a score is the rank of the first merge that makes the token."""
+    prepends = any(step.string("type") == "Prepend" for step in steps(json, "normalizer", "normalizers"))
+    listed = listed_tokens(
+        json, ids, survives=lambda text: not prepends and " " not in text and SPACE not in text
+    )
+    rank: dict[str, int] = {}
+    for i, (left, right) in enumerate(merges):
+        rank.setdefault(left + right, i)
+    listed.mark_bytes()
+    found = FolderVocabulary("llama", "default", listed)
+    found.scores = [-float(rank.get(token, len(merges))) for token in listed.tokens]
+    if not _follow_from_scores(listed, merges):
+        found.merges = [f"{left} {right}" for left, right in merges]
+    found.flags["add_space_prefix"] = False
+    replaced = _space_steps(json, listed, found)
+    if not replaced:
+        raise json.unsupported(f"no step of normalizer or pre_tokenizer replaces spaces by {SPACE}")
+    return found
+
+
+def _space_steps(json: Fields, listed: ListedTokens, found: FolderVocabulary) -> bool:
+    """Set how a text begins; return whether spaces are replaced."""
+    replaced = False
+    normalizers = steps(json, "normalizer", "normalizers")
+    words = steps(json, "pre_tokenizer", "pretokenizers")
+    kinds = [step.string("type") for step in (*normalizers, *words)]
+    if kinds.count("Prepend") + kinds.count("Metaspace") > 1:
+        raise json.unsupported(f"several steps begin a text with a space: {', '.join(kinds)}")
+    for step in normalizers:
+        kind = step.string("type")
+        if kind == "Prepend":
+            step.require("prepend", (SPACE,), None)
+            found.flags["add_space_prefix"] = True
+        elif kind == "Replace":
+            step.object("pattern").require("String", (" ",), None)
+            step.require("content", (SPACE,), None)
+            replaced = True
+        else:
+            raise step.unsupported(f"{step.name('type')} {kind} is not supported with byte fallback")
+    for step in words:
+        kind = step.string("type")
+        if kind == "Metaspace":
+            scheme = _prepend_scheme(step, listed, splits=False)
+            if scheme != "never":
+                found.flags |= {"add_space_prefix": True, "prepend_scheme": scheme}
+            replaced = True
+        elif kind == "Split" and replaced:  # no space is left
+            step.object("pattern").require("String", (" ",), None)
+        else:
+            raise step.unsupported(f"{step.name('type')} {kind} is not supported with byte fallback")
+    return replaced
+
+
+def _prepend_scheme(step: Fields, listed: ListedTokens, *, splits: bool) -> str:
+    """Return which texts a Metaspace step begins with a space.
+
+    `splits` is whether the tokenizer separates words, which matters if a token contains the end of one.
+    """
+    step.require("replacement", (SPACE,), SPACE)
+    if any(
+        kind == TokenType.NORMAL and SPACE in text[1:]
+        for text, kind in zip(listed.tokens, listed.types, strict=True)
+    ):
+        step.require("split", (splits,), True)
+    default = "always" if step.boolean("add_prefix_space", default=True) else "never"
+    scheme = step.string("prepend_scheme", default=default)
+    if scheme not in ("never", *PREPEND_SCHEMES):
+        raise step.error(f"{step.name('prepend_scheme')} is {scheme!r}")
+    return scheme
+
+
+def _follow_from_scores(listed: ListedTokens, merges: Sequence[tuple[str, str]]) -> bool:
+    """Return whether the merges are all pairs of tokens that form a token, in the order of the scores."""
+    normal = {
+        text for text, kind in zip(listed.tokens, listed.types, strict=True) if kind == TokenType.NORMAL
+    }
+    known = set(listed.tokens)
+    counts: dict[str, int] = {}
+    last = ""
+    for left, right in merges:
+        token = left + right
+        if token != last and token in counts:
+            return False  # merges of another token are between those of this one
+        counts[token] = counts.get(token, 0) + 1
+        last = token
+
+    def pairs_of(token: str) -> int:
+        return sum(token[:at] in known and token[at:] in known for at in range(1, len(token)))
+
+    return all(counts.get(token, 0) == pairs_of(token) for token in normal)

@@ -1,0 +1,121 @@
+"""Small tokenizers of each kind, as ``tokenizer.json`` describes them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, Regex, Tokenizer, models, pre_tokenizers, processors, trainers
+
+from metal_prefill.text._vocabulary import PRE_TOKENIZERS
+from support import encoder_tokenizers
+from support.comparison import VERSE
+
+Json = dict[str, Any]
+
+_SPACES = {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"}
+_BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
+_TEXTS = [VERSE, VERSE.lower(), "0 1 2 3 4 5 6 7 8 9 the king is dead, long live! a-b_c", "\u00e9 \u00fc"]
+
+
+def _trained(tokenizer: Tokenizer, size: int, special: list[str], alphabet: list[str]) -> Json:
+    trainer = trainers.BpeTrainer(
+        vocab_size=size, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(_TEXTS, trainer)
+    made: Json = json.loads(tokenizer.to_str())
+    return made
+
+
+def _with_tool(made: Json) -> Tokenizer:
+    """Return a tokenizer with a token that any text spells as ``<tool>``."""
+    tokenizer = Tokenizer.from_str(json.dumps(made))
+    tokenizer.add_tokens([AddedToken("<tool>", normalized=False)])
+    return tokenizer
+
+
+def _framed(made: Json, single: str, pair: str) -> Json:
+    tokenizer = _with_tool(made)
+    ids = {token["content"]: token["id"] for token in made["added_tokens"]}
+    used = [(name, ids[name]) for name in ids if name in f"{single} {pair}".split()]
+    tokenizer.post_processor = processors.TemplateProcessing(single=single, pair=pair, special_tokens=used)
+    framed: Json = json.loads(tokenizer.to_str())
+    return framed
+
+
+def byte_level() -> Json:
+    """Return the tokenizer of a Llama 3 model."""
+    tokenizer = Tokenizer(models.BPE(ignore_merges=True))
+    split = pre_tokenizers.Split(Regex(PRE_TOKENIZERS["llama-bpe"].patterns[0]), "isolated")
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
+    made = _trained(tokenizer, 420, ["<s>", "</s>"], pre_tokenizers.ByteLevel.alphabet())
+    return _framed(made, "<s> $A", "<s> $A <s> $B")
+
+
+def _byte_fallback() -> Json:
+    tokenizer = Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
+    made = _trained(tokenizer, 700, ["<unk>", "<s>", "</s>", *_BYTES], [])
+    made["added_tokens"] = made["added_tokens"][:3]
+    return _framed(made, "<s> $A", "<s> $A <s> $B")
+
+
+def llama_2() -> Json:
+    """Return a tokenizer whose normalizer begins each text with a space, as that of Llama 2."""
+    prepend = {"type": "Prepend", "prepend": "\u2581"}
+    normalizer = {"type": "Sequence", "normalizers": [prepend, _SPACES]}
+    return {**_byte_fallback(), "normalizer": normalizer, "pre_tokenizer": None}
+
+
+def mistral() -> Json:
+    """Return a tokenizer whose first text alone begins with a space, as that of Mistral."""
+    words = {"type": "Metaspace", "replacement": "\u2581", "prepend_scheme": "first", "split": False}
+    return {**_byte_fallback(), "normalizer": None, "pre_tokenizer": words}
+
+
+def gemma() -> Json:
+    """Return a tokenizer that adds no space, as that of Gemma."""
+    split = {"type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithPrevious", "invert": False}
+    return {**_byte_fallback(), "normalizer": dict(_SPACES), "pre_tokenizer": split}
+
+
+def _recorded(variant: str) -> Json:
+    made: Json = json.loads(encoder_tokenizers.recorded()[f"{variant}: tokenizer.json"].tobytes())
+    return made
+
+
+def word_piece() -> Json:
+    """Return the tokenizer of BERT."""
+    made: Json = json.loads(_with_tool(_recorded("uncased")).to_str())
+    return made
+
+
+def unigram() -> Json:
+    """Return the tokenizer of XLM-R."""
+    made: Json = json.loads(_with_tool(_recorded("unigram as written")).to_str())
+    return made
+
+
+TOKENIZERS: dict[str, Callable[[], Json]] = {
+    "byte level": byte_level,
+    "llama 2": llama_2,
+    "mistral": mistral,
+    "gemma": gemma,
+    "word piece": word_piece,
+    "unigram": unigram,
+}
+
+
+def write(folder: Path, made: Json, settings: Json | None = None) -> Path:
+    """Write a folder with the files of a tokenizer."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "tokenizer.json").write_text(json.dumps(made))
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings or {}))
+    vocab = made["model"]["vocab"]
+    numbers = range(len(vocab)) if isinstance(vocab, list) else vocab.values()
+    size = max(*numbers, *(token["id"] for token in made["added_tokens"])) + 1
+    (folder / "config.json").write_text(json.dumps({"vocab_size": size, "type_vocab_size": 2}))
+    return folder

@@ -1,0 +1,314 @@
+"""Settings of ``tokenizer.json``, changed one at a time: a vocabulary follows each, or it is refused.
+
+The tokenizers library, which transformers uses, reads the same files.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support import encoder_tokenizers, tokenizer_folders
+from support.hostile_texts import hostile_texts
+from support.tokenizer_folders import TOKENIZERS, Json
+from tokenizers import Tokenizer as HubTokenizer
+from tokenizers import decoders, processors
+
+from metal_prefill import GGUFError, UnsupportedModelError
+from metal_prefill.files._gguf_file import GGUFFile
+from metal_prefill.text._tokenizer import Tokenizer
+
+TEXTS = [
+    *(
+        "",
+        " ",
+        "a",
+        " a",
+        "a ",
+        "  two  spaces  ",
+        "Hello World",
+        "don't we'll",
+        "\n\na\r\n c\t\td",
+        "1,000.50",
+    ),
+    *(
+        "e\u0301x y",
+        "\u00e9x \u212b",
+        "\u6f22\u5b57",
+        "foo_bar-baz C++",
+        "\u2581a \u2581 b",
+        "a\u00a0b\u3000c",
+    ),
+    *(
+        "<tool>",
+        "a<tool>b",
+        "a <tool> b",
+        " <tool>\n<tool>  y",
+        "<TOOL>",
+        "the king",
+        "the the  the",
+        "x" * 101,
+    ),
+    *hostile_texts(seed=5, count=40),
+]
+SPELLED = ["the<s>king", "a </s> b", "</s></s> a", "a</s>\n b", "a [SEP] b", "a[MASK]b", "a <mask> b"]
+
+Change = Callable[[Json], Any]
+_META = {"type": "Metaspace", "replacement": "\u2581", "prepend_scheme": "always", "split": True}
+
+
+def tool(**options: Any) -> Change:
+    return lambda made: made["added_tokens"][-1].update(options)
+
+
+def control(i: int, **options: bool) -> Change:
+    return lambda made: made["added_tokens"][i].update(options)
+
+
+def model(**settings: Any) -> Change:
+    return lambda made: made["model"].update(settings)
+
+
+def top(**settings: Any) -> Change:
+    return lambda made: made.update(settings)
+
+
+def normalizers(*first: Json, last: tuple[Json, ...] = ()) -> Change:
+    def change(made: Json) -> None:
+        inner = made["normalizer"]
+        steps = inner["normalizers"] if inner and inner["type"] == "Sequence" else [inner] if inner else []
+        made["normalizer"] = {"type": "Sequence", "normalizers": [*first, *steps, *last]}
+
+    return change
+
+
+def template(single: str, pair: str) -> Change:
+    def change(made: Json) -> None:
+        tokenizer = HubTokenizer.from_str(json.dumps(made))
+        names = {word.split(":")[0] for word in f"{single} {pair}".split()} - {"$A", "$B"}
+        used = [(name, tokenizer.token_to_id(name)) for name in names]
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=single, pair=pair, special_tokens=used
+        )
+        made["post_processor"] = json.loads(tokenizer.to_str())["post_processor"]
+
+    return change
+
+
+def merges(made: Json) -> None:
+    made["model"]["merges"] = made["model"]["merges"][::2]
+
+
+def interleaved(made: Json) -> None:
+    """Add a second way to form a token, after the merges of others."""
+    vocab = made["model"]["vocab"]
+    known = {tuple(merge) for merge in made["model"]["merges"]}
+    made["model"]["merges"] += next(
+        [[token[:at], token[at:]]]
+        for token in vocab
+        for at in range(1, len(token))
+        if token[:at] in vocab and token[at:] in vocab and (token[:at], token[at:]) not in known
+    )
+
+
+def replaces(text: str, by: str) -> Json:
+    return {"type": "Replace", "pattern": {"String": text}, "content": by}
+
+
+NFC = {"type": "NFC"}
+FOLLOWED: list[tuple[str, str, Change]] = [
+    *((name, "unchanged", lambda made: None) for name in TOKENIZERS),
+    *((name, "lstrip", tool(lstrip=True)) for name in TOKENIZERS if name != "unigram"),
+    *((name, "rstrip", tool(rstrip=True)) for name in TOKENIZERS),
+    *((name, "lstrip of a control token", control(1, lstrip=True)) for name in ("byte level", "llama 2")),
+    *((name, "rstrip of a control token", control(2, rstrip=True)) for name in ("llama 2", "mistral")),
+    ("byte level", "NFC", normalizers(NFC)),
+    ("byte level", "a pair as two texts", template("<s> $A", "<s> $A $B")),
+    ("byte level", "an end", template("<s> $A </s>", "<s> $A </s> <s> $B </s>")),
+    ("byte level", "no begin", template("$A </s>", "$A </s> $B </s>")),
+    ("byte level", "no frame", top(post_processor=None)),
+    ("byte level", "some merges", merges),
+    *((name, "some merges", merges) for name in ("llama 2", "gemma")),
+    *((name, "interleaved merges", interleaved) for name in ("llama 2", "gemma")),
+    *(
+        ("mistral", f"Metaspace {scheme}, {split}", top(pre_tokenizer={**_META, "prepend_scheme": scheme}))
+        for scheme in ("always", "first", "never")
+        for split in (True, False)
+    ),
+    ("mistral", "older Metaspace", top(pre_tokenizer={"type": "Metaspace", "replacement": "\u2581"})),
+    ("word piece", "a token in normalized text", tool(content="TOOL", normalized=True)),
+    ("word piece", "a word", tool(content="tool", normalized=True)),
+    ("word piece", "no frame", top(post_processor=None)),
+    ("word piece", "another unknown token", model(unk_token="[PAD]")),
+    ("unigram", "no space", top(pre_tokenizer={**_META, "prepend_scheme": "never"})),
+    ("unigram", "Metaspace alone", top(pre_tokenizer=_META)),
+    ("unigram", "no frame", top(post_processor=None)),
+]
+_PRE: dict[str, list[Json]] = {
+    "first": [{**_META, "prepend_scheme": "first"}],
+    "Whitespace": [{"type": "Whitespace"}, _META],
+    "after Metaspace": [_META, {"type": "WhitespaceSplit"}],
+}
+REFUSED: list[tuple[str, str, Change, str]] = [
+    *((name, "single_word", tool(single_word=True), "single_word") for name in TOKENIZERS),
+    ("llama 2", "normalized", tool(normalized=True), "normalized is true for the token '<tool>'"),
+    (
+        "byte level",
+        "normalized",
+        lambda made: (normalizers(NFC)(made), tool(content="\u00e9", normalized=True)(made)),
+        "normalized",
+    ),
+    ("word piece", "not normalized", tool(content="tool"), "normalized is False"),
+    *((name, "dropout", model(dropout=0.1), "dropout is 0.1") for name in ("byte level", "gemma")),
+    ("byte level", "end of words", model(end_of_word_suffix="</w>"), "end_of_word_suffix"),
+    ("byte level", "continuations", model(continuing_subword_prefix="##"), "continuing_subword_prefix"),
+    ("byte level", "NFKC", normalizers({"type": "NFKC"}), "NFKC"),
+    ("llama 2", "another prefix", normalizers({"type": "Prepend", "prepend": "_"}), "several steps"),
+    ("gemma", "another prefix", normalizers({"type": "Prepend", "prepend": "_"}), "prepend is '_'"),
+    *((name, "a letter", normalizers(replaces("a", "o")), "'a'") for name in ("llama 2", "gemma", "mistral")),
+    ("gemma", "another space", normalizers(replaces(" ", "_")), "'_'"),
+    (
+        "gemma",
+        "digits",
+        top(
+            pre_tokenizer={
+                "type": "Split",
+                "pattern": {"Regex": r"\d"},
+                "behavior": "Isolated",
+                "invert": False,
+            }
+        ),
+        "String",
+    ),
+    ("gemma", "spaces kept", top(normalizer=None, pre_tokenizer=None), "replaces spaces"),
+    ("mistral", "another space", top(pre_tokenizer={**_META, "replacement": "_"}), "replacement"),
+    (
+        "mistral",
+        "twice",
+        top(pre_tokenizer={"type": "Sequence", "pretokenizers": [_META, _META]}),
+        "several steps",
+    ),
+    ("byte level", "a pair without end", template("<s> $A </s>", "<s> $A </s> $B"), "ends of pairs"),
+    ("byte level", "a pair without begin", template("<s> $A", "$A <s> $B"), "ends of pairs"),
+    ("byte level", "a pair in reverse", template("<s> $A", "<s> $B </s> $A"), "ends of pairs"),
+    ("byte level", "three separators", template("$A </s>", "$A </s> </s> </s> $B </s>"), "separates pairs"),
+    ("word piece", "types", template("[CLS] $A [SEP]", "[CLS] $A [SEP] $B [SEP]"), "type 0"),
+    ("word piece", "unknown token", model(unk_token="the"), "the unknown token the"),
+    ("unigram", "unknown token", model(unk_id=10), "unk_id is 10"),
+    *(
+        (
+            "unigram",
+            name,
+            top(pre_tokenizer={"type": "Sequence", "pretokenizers": steps}),
+            "pre_tokenizer" if len(steps) > 1 else "first",
+        )
+        for name, steps in _PRE.items()
+    ),
+    ("unigram", "a letter", normalizers(replaces("a", "o")), "Regex"),
+    (
+        "unigram",
+        "spaces at the end",
+        normalizers({"type": "Strip", "strip_left": False, "strip_right": True}),
+        "some of the spaces",
+    ),
+]
+
+
+def opened(folder: Path, name: str, change: Change) -> tuple[Tokenizer, HubTokenizer]:
+    made = TOKENIZERS[name]()
+    change(made)
+    path = tokenizer_folders.write(folder, made, {"bos_token": "<s>", "eos_token": "</s>"})
+    return encoder_tokenizers.open_folder(path), HubTokenizer.from_file(str(path / "tokenizer.json"))
+
+
+@pytest.mark.parametrize(
+    ("name", "what", "change"), FOLLOWED, ids=[f"{name}, {what}" for name, what, _ in FOLLOWED]
+)
+def test_a_changed_setting_is_followed(tmp_path: Path, name: str, what: str, change: Change) -> None:
+    ours, theirs = opened(tmp_path, name, change)
+    control = [token.content for token in theirs.get_added_tokens_decoder().values() if token.special]
+    for text in TEXTS:
+        if any(token in text for token in control):
+            continue
+        assert ours.frame.text(ours.encode(text, add_bos=False)) == theirs.encode(text).ids, repr(text)
+    for text in SPELLED:
+        expected = theirs.encode(text, add_special_tokens=False).ids
+        assert ours.encode(text, add_bos=False, parse_special=True) == expected, repr(text)
+    pair, expected_pair = ours.encode_pair("the king", "b c"), theirs.encode("the king", "b c")
+    assert pair.ids == expected_pair.ids
+    if name == "word piece" and what != "no frame":
+        assert pair.types == expected_pair.type_ids
+
+
+@pytest.mark.parametrize(
+    ("name", "what", "change", "message"), REFUSED, ids=[f"{name}, {what}" for name, what, *_ in REFUSED]
+)
+def test_a_changed_setting_is_refused(
+    tmp_path: Path, name: str, what: str, change: Change, message: str
+) -> None:
+    with pytest.raises((UnsupportedModelError, GGUFError)) as error:
+        opened(tmp_path, name, change)
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["byte level", "mistral", "gemma"])
+def test_decoded_texts_are_those_of_the_library(tmp_path: Path, name: str) -> None:
+    ours, theirs = opened(tmp_path, name, lambda made: None)
+    strip = [decoders.Strip(" ", 1, 0)] if name == "mistral" else []
+    byte_fallback = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
+    theirs.decoder = decoders.ByteLevel() if name == "byte level" else decoders.Sequence(byte_fallback)
+    for text in TEXTS:
+        ids = theirs.encode(text).ids
+        for skip in (True, False):
+            expected = theirs.decode(ids, skip_special_tokens=skip)
+            assert ours.decode(ids, skip_special=skip) == expected, repr(text)
+
+
+def test_white_space_of_tokens_in_chats_is_removed(tmp_path: Path) -> None:
+    def change(made: Json) -> None:
+        for token in made["added_tokens"][1:3]:
+            token["rstrip"] = True
+
+    ours, theirs = opened(tmp_path, "mistral", change)
+    rendered = "<s> \n the king</s>\na <tool> b</s>\n"
+    pieces = ours.split(rendered, parse_special=True)
+    assert ours.encode_pieces(pieces) == theirs.encode(rendered, add_special_tokens=False).ids
+
+
+@pytest.mark.parametrize("name", ["byte level", "llama 2", "mistral"])
+def test_spans_leave_out_the_white_space_of_tokens(tmp_path: Path, name: str) -> None:
+    ours, _ = opened(tmp_path, name, tool(lstrip=True, rstrip=True))
+    text = "a  <tool> \n king"
+    spans = ours.encode_spans(text)
+    assert [span.id for span in spans] == ours.encode(text, add_bos=False)
+    at = next(i for i, span in enumerate(spans) if ours.token(span.id) == "<tool>")
+    assert text[spans[at].start : spans[at].end] == "<tool>"
+    assert spans[at - 1].end == 1
+    assert text[max(spans[at + 1].start, text.index("k")) : spans[-1].end] == "king"
+
+
+def test_merges_are_written_unless_scores_order_them(tmp_path: Path) -> None:
+    def complete(made: Json) -> None:
+        vocab = made["model"]["vocab"]
+        ranked = dict.fromkeys("".join(merge) for merge in made["model"]["merges"])
+        made["model"]["merges"] = [
+            [token[:at], token[at:]]
+            for token in ranked
+            for at in range(1, len(token))
+            if token[:at] in vocab and token[at:] in vocab
+        ]
+
+    def swapped(made: Json) -> None:
+        complete(made)
+        several = next(
+            i for i, (a, b) in enumerate(pairwise(made["model"]["merges"])) if "".join(a) == "".join(b)
+        )
+        made["model"]["merges"].append(made["model"]["merges"].pop(several))
+
+    for change, written in ((complete, False), (swapped, True), (merges, True)):
+        opened(tmp_path, "gemma", change)
+        assert ("tokenizer.ggml.merges" in GGUFFile(tmp_path / "vocabulary.gguf").metadata) == written
