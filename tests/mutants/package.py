@@ -667,8 +667,8 @@ TEXT = (
     ),
     Mutant(
         f"{_P}/tasks/_prompt_rules.py",
-        "return text if self.unicode is None else unicodedata",
-        "return text if True else unicodedata",
+        "return text if self.unicode is None else _NFC",
+        "return text if True else _NFC",
         "texts are not normalized",
         ("tests/test_embedding.py", "tests/test_reranking.py", "-k", "nfc"),
     ),

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-import unicodedata
 import warnings
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
+
+from tokenizers import normalizers
 
 from metal_prefill._support.arguments import one_of
 from metal_prefill.errors import GGUFError
 
 if TYPE_CHECKING:
     from metal_prefill.text._tokenizer import Tokenizer
+
+# As in the tokenizers of models that normalize. `unicodedata.normalize` takes quadratic time for a sequence
+# of combining marks.
+_NFC = normalizers.NFC()
 
 
 class errors_of:
@@ -46,7 +51,7 @@ class PromptRules(NamedTuple):
 
     def normalized(self, text: str) -> str:
         """Return a text in the Unicode form asked for."""
-        return text if self.unicode is None else unicodedata.normalize("NFC", text)
+        return text if self.unicode is None else _NFC.normalize_str(text)
 
 
 def shortened(tokenizer: Tokenizer, text: str, excess_of: Callable[[str], int]) -> str:
