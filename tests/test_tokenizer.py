@@ -48,6 +48,25 @@ def sentencepiece(open_variant: Open) -> Tokenizer:
     return open_variant(comparison.TOKENIZERS["sentencepiece"])
 
 
+@pytest.mark.parametrize("name", comparison.TOKENIZERS)
+def test_a_lower_bound_of_the_number_of_tokens(open_variant: Open, name: str) -> None:
+    tokenizer = open_variant(comparison.TOKENIZERS[name])
+    longest = max((tokenizer.token_bytes(i) for i in range(tokenizer.vocab_size)), key=len).decode(
+        "utf-8", "ignore"
+    )
+    for string in (longest, "a", " ", "\u00e9", "\U000e0001", "\1", "\u2581", *RECORD["texts"][:4]):
+        copies = string * (20_000 // max(len(string), 1))
+        assert tokenizer.least_tokens(copies) <= len(tokenizer.encode(copies, add_bos=False))
+    assert tokenizer.least_tokens("a" * 2_000_000) > 2000
+
+
+def test_a_lower_bound_without_omitted_text(open_variant: Open) -> None:
+    tokenizer = open_variant(comparison.TOKENIZERS["smollm"], **without("gpt2", "\u0101", "\u00f1"))
+    for string in ("\1", "\U00040000"):
+        assert tokenizer.least_tokens(string * 100_000) <= len(tokenizer.encode(string * 100_000))
+    assert tokenizer.least_tokens("a" * 2_000_000) > 2000
+
+
 def test_recorded_texts_are_current() -> None:
     assert RECORD["texts"] == comparison.texts()
     assert set(RECORD["expected"]) == set(comparison.TOKENIZERS)

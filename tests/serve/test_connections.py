@@ -106,7 +106,7 @@ def test_a_client_that_never_reads_its_stream_loses_pages_and_connection(
 
 def test_a_client_that_never_reads_its_answer_loses_its_connection(hasty: Running) -> None:
     with hasty.connect(BUFFER) as connection:
-        connection.sendall(request_bytes({**BODY, "model": "a" * 500_000}))  # which the error names
+        connection.sendall(request_bytes({"tokens": [70] * 250_000}, "/detokenize"))
         wait_until(lambda: hasty.connections == 1)
         wait_until(lambda: hasty.connections == 0)
         assert len(read_all(connection)) < 500_000
@@ -114,9 +114,9 @@ def test_a_client_that_never_reads_its_answer_loses_its_connection(hasty: Runnin
 
 def test_a_slow_reader_gets_its_whole_answer(patient: Running) -> None:
     with patient.connect(BUFFER) as connection:
-        connection.sendall(request_bytes({**BODY, "model": "a" * 100_000}))
+        connection.sendall(request_bytes({"tokens": [70] * 50_000}, "/detokenize"))
         answer, begin = b"", time.monotonic()
-        while not answer.endswith(b"}}"):
+        while not answer.endswith(b'"}'):
             piece = connection.recv(2048)
             assert piece, f"it was closed after {len(answer)} bytes"
             answer += piece
@@ -153,7 +153,7 @@ def test_concurrent_bodies_have_a_total_limit(cpu_model: Model) -> None:
     limit = len(whole) - whole.index(b"{")
     with running(cpu_model, max_body=limit) as server, ExitStack() as stack:
         clients: list[socket.socket] = []
-        for _ in range(_bodies.ARRIVING + 1):
+        for _ in range(_bodies.HELD + 1):
             clients.append(stack.enter_context(server.connect()))
             clients[-1].sendall(whole[:-2])
         (refused,) = select.select(clients, [], [], 60)[0]
@@ -163,6 +163,41 @@ def test_concurrent_bodies_have_a_total_limit(cpu_model: Model) -> None:
         patient = next(client for client in clients if client is not refused)
         patient.sendall(whole[-2:])
         assert patient.recv(4096).startswith(b"HTTP/1.1 200 ")
+
+
+def test_bodies_of_requests_being_answered_count_towards_the_limit(cpu_model: Model) -> None:
+    body = {"prompt": "a" * 900, "max_tokens": 9, "temperature": 0}
+    whole = request_bytes(body)
+    limit = len(whole) - whole.index(b"{")
+    with running(cpu_model, max_body=limit, max_streams=_bodies.HELD) as server, ExitStack() as stack:
+        gate = Gate(server.service)
+        for i in range(_bodies.HELD):
+            stack.enter_context(server.connect()).sendall(whole)
+            wait_until(lambda count=i + 1: server.service._texts == count)
+        assert server.post("/v1/completions", BODY).status_code == 503
+        gate.open()
+        wait_until(lambda: server.service._texts == 0)
+        assert server.post("/v1/completions", BODY).status_code == 200
+
+
+def test_answers_that_are_not_read_count_towards_the_limit(cpu_model: Model) -> None:
+    with running(cpu_model, max_body=200, send_buffer=BUFFER) as server:
+        with server.connect(BUFFER) as connection:
+            connection.sendall(request_bytes({**BODY, "n": 64, "logprobs": 20, "max_tokens": 16}))
+            wait_until(lambda: server.service.bodies._held > 32 * 200)
+            assert server.service._texts == 0
+            assert server.post("/v1/completions", BODY).status_code == 503
+        wait_until(lambda: server.service.bodies._held == 0)
+        assert server.post("/v1/completions", BODY).status_code == 200
+
+
+def test_the_server_buffers_only_a_part_of_an_answer(cpu_model: Model) -> None:
+    with running(cpu_model, send_buffer=BUFFER) as server, server.connect(BUFFER) as connection:
+        connection.sendall(request_bytes({"tokens": [70] * 1_000_000}, "/detokenize"))
+        wait_until(lambda: server.service.bodies._held > 2_000_000)  # the answer
+        (protocol,) = server.protocols
+        wait_until(lambda: protocol.transport.get_write_buffer_size() > 0)
+        assert protocol.transport.get_write_buffer_size() < 1_000_000
 
 
 @pytest.mark.parametrize("stream", [False, True])

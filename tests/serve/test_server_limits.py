@@ -154,7 +154,7 @@ def test_file_names_may_be_invalid_utf_8(
         assert [m["id"] for m in server.get("/v1/models").json()["data"]] == ["a\ufffd"]
         answer = server.post("/v1/completions", {**BODY, "model": "a\ufffd"})
         assert answer.json()["model"] == "a\ufffd"
-        monkeypatch.setattr(model.tokenizer, "apply_chat_template", refuse)
+        monkeypatch.setattr(model.tokenizer, "chat_pieces", refuse)
         refused = server.post("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]})
         assert refused.status_code == 400
         assert refused.json()["error"]["message"].endswith("a\\udcff.gguf has no template")

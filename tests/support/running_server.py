@@ -59,7 +59,12 @@ class Running:
     @property
     def connections(self) -> int:
         """Connections that are open."""
-        return len(self._server.server_state.connections)
+        return len(self.protocols)
+
+    @property
+    def protocols(self) -> set[Any]:
+        """Protocols of the connections that are open."""
+        return self._server.server_state.connections
 
 
 @contextmanager

@@ -175,6 +175,14 @@ class Stream:
         return _core.Request.greedy(self.session, ids, rows, drafts=True, continues=continues)
 
 
+def check_size(engine: Engine, least: int) -> None:
+    """Raise ContextOverflowError if a prompt of at least so many tokens does not fit."""
+    if least > engine.max_context:
+        raise ContextOverflowError(
+            f"a prompt of at least {least} tokens exceeds the context of {engine.max_context}"
+        )
+
+
 def make_streams(
     engine: Engine,
     prompt: str | TokenIds,
@@ -192,6 +200,8 @@ def make_streams(
     """
     engine.check_generates()
     n = integer("n", n, 1, MOST_ANSWERS)
+    if isinstance(prompt, str):
+        check_size(engine, engine.tokenizer.least_tokens(prompt))
     tokens = engine.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
     if length_of(tokens) > engine.max_context:
         raise ContextOverflowError(

@@ -32,10 +32,12 @@ from metal_prefill.serve._service import Service
 from metal_prefill.serve._settings import Settings
 from metal_prefill.serve._tokens import detokenize, tokenize
 from metal_prefill.serve._vectors import embed, rank
+from metal_prefill.text._segmentation import let_threads_run
 
 
 def make_app(model: Model, settings: Settings) -> Starlette:
     """Return the ASGI application; its ``state.service`` is the :class:`Service`."""
+    let_threads_run()
     service = Service(model, settings)
 
     async def described(name: str) -> dict[str, object]:

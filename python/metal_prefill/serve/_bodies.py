@@ -1,6 +1,10 @@
-"""Request bodies, read within limits on size, time and memory."""
+"""Bodies of requests and answers: limits on their size, time and memory."""
 
 from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from typing import NamedTuple
 
 import anyio
 from starlette.requests import Request
@@ -8,19 +12,49 @@ from starlette.requests import Request
 from metal_prefill.serve._errors import ApiError
 from metal_prefill.serve._settings import Settings
 
-ARRIVING = 32  # bodies of the largest size that may be in flight, or more smaller ones
+HELD = 32  # requests and answers of the largest size of a request that may be in flight, or more smaller ones
+LARGE = 1 << 18  # bytes; preparing a body takes up to 200 times its size, so large ones take turns
 
 # The unread rest of a body must not be parsed as the next request.
 _CLOSE = {"connection": "close"}
 
 
+class Turn:
+    """Turn of a request with a large body to be decoded and prepared; empty for other requests."""
+
+    def __init__(self, turns: anyio.Semaphore | None) -> None:
+        self._turns = turns
+
+    def end(self) -> None:
+        """Let the next one be prepared."""
+        turns, self._turns = self._turns, None
+        if turns is not None:
+            turns.release()
+
+
+class Sender(NamedTuple):
+    """Facts about a request in addition to its form.
+
+    Attributes
+    ----------
+    namespace : str
+        Prefix namespace.
+    turn : Turn
+        To be ended once the request is prepared.
+    """
+
+    namespace: str
+    turn: Turn
+
+
 class Bodies:
-    """Reader of the request bodies of a server."""
+    """Reader of the request bodies of a server, and count of the bytes in flight."""
 
     def __init__(self, settings: Settings) -> None:
         self._limit = settings.max_body
         self._seconds = settings.body_seconds
-        self._arriving = 0  # bytes of incomplete bodies
+        self._held = 0  # bytes of requests that arrive or are answered, and of answers
+        self._turns = anyio.Semaphore(1)
 
     async def read(self, request: Request) -> bytes:
         """Read a body.
@@ -44,18 +78,19 @@ class Bodies:
             with anyio.move_on_after(self._seconds) as scope:
                 async for piece in request.stream():
                     body += piece
-                    self._arriving += len(piece)
+                    self._held += len(piece)
                     if len(body) > limit:
                         raise too_large
-                    if self._arriving > ARRIVING * limit:
+                    if self._held > HELD * limit:
                         raise ApiError(
                             503,
-                            f"request bodies in flight exceed {ARRIVING * limit} bytes in total; retry later",
+                            f"requests and answers in flight exceed {HELD * limit} bytes in total; "
+                            "retry later",
                             code="too_many_bytes",
                             headers={**_CLOSE, "Retry-After": "1"},
                         )
         finally:
-            self._arriving -= len(body)
+            self._held -= len(body)
         if scope.cancelled_caught:
             raise ApiError(
                 408,
@@ -64,3 +99,23 @@ class Bodies:
                 headers=_CLOSE,
             )
         return bytes(body)
+
+    @contextmanager
+    def holding(self, size: int) -> Iterator[None]:
+        """Count bytes of a request or an answer as in flight."""
+        self._held += size
+        try:
+            yield
+        finally:
+            self._held -= size
+
+    @asynccontextmanager
+    async def turn(self, size: int) -> AsyncIterator[Turn]:
+        """Wait for the turn of a body of `size` bytes."""
+        if size > LARGE:
+            await self._turns.acquire()
+        turn = Turn(self._turns if size > LARGE else None)
+        try:
+            yield turn
+        finally:
+            turn.end()

@@ -9,7 +9,8 @@ from typing import Any
 
 import msgspec
 
-from metal_prefill.generation._stream import Stream, make_streams
+from metal_prefill.generation._stream import Stream, check_size, make_streams
+from metal_prefill.serve._bodies import Sender
 from metal_prefill.serve._errors import ApiError
 from metal_prefill.serve._forms import ChatForm, Message
 from metal_prefill.serve._generation import (
@@ -63,9 +64,10 @@ def chat_tokens(service: Service, form: ChatForm) -> list[int]:
     variables: dict[str, Any] = dict(form.chat_template_kwargs or {})
     if reserved := sorted(set(variables) & {"messages", "tools", "documents", "add_generation_prompt"}):
         raise ApiError(400, f"chat_template_kwargs: {reserved[0]} is reserved", param="chat_template_kwargs")
-    return service.model.tokenizer.apply_chat_template(
-        plain_messages(form.messages), tools=offered_tools(form), **variables
-    )
+    tokenizer = service.model.tokenizer
+    pieces = tokenizer.chat_pieces(plain_messages(form.messages), offered_tools(form), True, variables)
+    check_size(service.model.engine, sum(tokenizer.least_tokens(text) for text, _ in pieces))
+    return tokenizer.encode_chat(pieces)
 
 
 def constraint_of(form: ChatForm) -> dict[str, Any]:
@@ -186,7 +188,7 @@ class ChatChoice(Choice):
         }
 
 
-async def chat(service: Service, form: ChatForm, reply: Reply, namespace: str) -> None:
+async def chat(service: Service, form: ChatForm, reply: Reply, sender: Sender) -> None:
     """Answer a conversation."""
     begin = time.perf_counter()
     name = service.check_model(form.model)
@@ -194,15 +196,19 @@ async def chat(service: Service, form: ChatForm, reply: Reply, namespace: str) -
     tools = offered_tools(form)
     with service.admitted(n):
         streams = await service.streams(
-            lambda: _streams(service, form, n, namespace), constrained=_is_constrained(form)
+            lambda: _streams(service, form, n, sender.namespace), constrained=_is_constrained(form)
         )
+        sender.turn.end()
         choices = [ChatChoice(i, stream, i == 0) for i, stream in enumerate(streams)]
         for choice in choices:
             choice.parser = ToolCallParser(tools) if tools else None
             choice.required = possible_calls(form)
             choice.tokenizer = service.model.tokenizer if form.logprobs else None
+        form.messages, form.tools = [], None  # may be large
         head = head_of("chatcmpl", "chat.completion.chunk" if form.stream else "chat.completion", name)
-        await send_choices(service, form, reply, choices, head, begin)
+        answer = await send_choices(service, form, reply, choices, head, begin)
+    if answer is not None:
+        await reply.encoded(answer)
 
 
 def _logprobs(tokenizer: Tokenizer, pieces: Sequence[Piece]) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from metal_prefill.generation._stream import make_streams
+from metal_prefill.serve._bodies import Sender
 from metal_prefill.serve._errors import ApiError
 from metal_prefill.serve._forms import CompletionForm, TokenOrText
 from metal_prefill.serve._generation import (
@@ -41,7 +42,7 @@ def prompts_of(prompt: str | list[TokenOrText], param: str) -> list[str | list[i
     return prompts
 
 
-async def complete(service: Service, form: CompletionForm, reply: Reply, namespace: str) -> None:
+async def complete(service: Service, form: CompletionForm, reply: Reply, sender: Sender) -> None:
     """Answer a completion request."""
     begin = time.perf_counter()
     name = service.check_model(form.model)
@@ -59,7 +60,7 @@ async def complete(service: Service, form: CompletionForm, reply: Reply, namespa
         "logprobs": form.logprobs,
         "echo": bool(form.echo),
         "prompt_logprobs": scored,
-        "prefix_namespace": namespace,
+        "prefix_namespace": sender.namespace,
     }
     if max_tokens == 0 and not scored:
         raise ApiError(400, "max_tokens may be 0 only with echo and logprobs", param="max_tokens")
@@ -70,12 +71,15 @@ async def complete(service: Service, form: CompletionForm, reply: Reply, namespa
             ],
             constrained=not CONSTRAINTS.isdisjoint(options),
         )
+        sender.turn.end()
         choices = [CompletionChoice(i, stream, i % n == 0) for i, stream in enumerate(streams)]
         for choice in choices:
             choice.tokenizer = service.model.tokenizer if form.logprobs is not None else None
             choice.known = choice.stream.prompt_tokens if scored else 0
         head = head_of("cmpl", "text_completion", name)
-        await send_choices(service, form, reply, choices, head, begin)
+        answer = await send_choices(service, form, reply, choices, head, begin)
+    if answer is not None:
+        await reply.encoded(answer)
 
 
 @dataclass

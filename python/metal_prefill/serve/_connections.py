@@ -24,6 +24,9 @@ from metal_prefill.serve._settings import Settings
 REFUSED = 64  # connections beyond the limit that are answered; further ones are closed at once
 OTHER_FILES = 64  # descriptors other than connections: the model, the prefix store, libraries
 MAX_HEADERS = 1 << 16  # bytes of a request's headers
+# Chunks that a body may have, in addition to one for each KiB: the event loop parses all chunks that a read
+# from the socket returns, 43,000 in 256 KiB, before it serves other connections.
+MOST_CHUNKS = 4096
 LOOKS = 4  # checks of a connection within the shortest of its time limits
 FIRST_LOOK, LAST_LOOK = 0.005, 1.0  # seconds between checks for a reset, doubled after each
 
@@ -50,7 +53,6 @@ class Server(uvicorn.Server):
                 app,
                 http=_limited_protocol(settings),
                 ws="none",
-                h11_max_incomplete_event_size=MAX_HEADERS,
                 timeout_graceful_shutdown=shutdown_grace + 2 * CLOSING_SECONDS,
                 **options,
             )
@@ -102,6 +104,32 @@ def _refusal(settings: Settings) -> ASGIApp:
     return refuse
 
 
+class _TooManyChunksError(Exception):
+    """Body in many small chunks."""
+
+
+class _Connection(h11.Connection):
+    """Parser of requests that limits the number of chunks of a body."""
+
+    def __init__(self) -> None:
+        super().__init__(h11.SERVER, MAX_HEADERS)
+        self._chunks = self._bytes = 0
+
+    def next_event(self) -> h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]:
+        event = super().next_event()
+        if isinstance(event, h11.Request):
+            self._chunks = self._bytes = 0
+        elif isinstance(event, h11.Data):
+            self._chunks += event.chunk_start
+            self._bytes += len(event.data)
+            if self._chunks > MOST_CHUNKS + self._bytes // 1024:
+                raise _TooManyChunksError(
+                    f"the body has {self._chunks} chunks in its first {self._bytes} bytes; "
+                    f"the limit is {MOST_CHUNKS}, and one for each KiB"
+                )
+        return event
+
+
 def _limited_protocol(settings: Settings) -> type[H11Protocol]:
     """Return the protocol class for the connections of one server."""
     refuse = _refusal(settings)
@@ -113,6 +141,10 @@ def _limited_protocol(settings: Settings) -> type[H11Protocol]:
         This class limits the time from the start of the connection, or the end of an answer, to the end of
         the headers of the next request. In between, the endpoint limits the time for each piece.
         """
+
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **options)
+            self.conn = _Connection()
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             super().connection_made(transport)
@@ -161,9 +193,19 @@ def _limited_protocol(settings: Settings) -> type[H11Protocol]:
                 )
 
         def handle_events(self) -> None:
-            super().handle_events()
+            try:
+                super().handle_events()
+            except _TooManyChunksError as error:
+                self.send_400_response(str(error))
             if self.cycle is not None and not self.cycle.response_complete:
                 self._turn_began = None
+
+        def send_400_response(self, msg: str) -> None:
+            """Answer an invalid request; if an answer was sent, only close the connection."""
+            if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+                super().send_400_response(msg)
+            else:
+                self.transport.close()
 
         def on_response_complete(self) -> None:
             self._turn_began = self._took = self.loop.time()

@@ -12,6 +12,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive, Scope, Send
 
 from metal_prefill.errors import ClosedError
+from metal_prefill.serve._bodies import Sender
 from metal_prefill.serve._errors import ApiError, log
 from metal_prefill.serve._forms import Form, decode
 from metal_prefill.serve._keys import prefix_key, prefix_namespace
@@ -34,14 +35,14 @@ class Endpoint(Generic[_Form]):
         Type of the request.
     answer
         Function that sends the answer, and raises an exception if the request is invalid. Its last argument
-        is the prefix namespace of the request.
+        describes its sender.
     """
 
     def __init__(
         self,
         service: Service,
         form: type[_Form],
-        answer: Callable[[Service, _Form, Reply, str], Awaitable[None]],
+        answer: Callable[[Service, _Form, Reply, Sender], Awaitable[None]],
     ) -> None:
         self._service = service
         self._form = form
@@ -50,17 +51,18 @@ class Endpoint(Generic[_Form]):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request."""
         settings, metrics = self._service.settings, self._service.metrics
-        reply = Reply(send, settings.send_seconds)
+        bodies = self._service.bodies
+        reply = Reply(send, settings.send_seconds, bodies.holding)
         begin = time.perf_counter()
         try:
             async with anyio.create_task_group() as group:
                 with self._service.answering() as answering:
                     request = Request(scope, receive)
-                    form = await self._read(request, reply)
-                    if form is not None:
+                    body = await self._read(request, reply)
+                    if body is not None:
                         group.start_soon(_cancel_after_disconnect, receive, group.cancel_scope)
-                        key = prefix_key(settings, request.headers)
-                        await self._reply(form, reply, prefix_namespace(key, form.prompt_cache_key))
+                        with bodies.holding(len(body)):
+                            await self._reply(body, reply, prefix_key(settings, request.headers))
                 if answering.cancelled_caught:
                     with anyio.move_on_after(CLOSING_SECONDS), suppress(StalledClientError, OSError):
                         await reply.error(ClosedError("the server is closing"))
@@ -69,20 +71,23 @@ class Endpoint(Generic[_Form]):
             metrics.requests.labels(scope["path"], reply.status).inc()
             metrics.request_seconds.labels(scope["path"]).observe(time.perf_counter() - begin)
 
-    async def _read(self, request: Request, reply: Reply) -> _Form | None:
+    async def _read(self, request: Request, reply: Reply) -> bytes | None:
         try:
-            return decode(await self._service.bodies.read(request), self._form)
+            return await self._service.bodies.read(request)
         except ApiError as error:
             await reply.error(error)
         except ClientDisconnect:
             pass
         return None
 
-    async def _reply(self, form: _Form, reply: Reply, namespace: str) -> None:
+    async def _reply(self, body: bytes, reply: Reply, key: bytes) -> None:
         seconds = self._service.settings.max_seconds
         try:
             with anyio.move_on_after(seconds) as scope:
-                await self._answer(self._service, form, reply, namespace)
+                async with self._service.bodies.turn(len(body)) as turn:
+                    form = decode(body, self._form)
+                    sender = Sender(prefix_namespace(key, form.prompt_cache_key), turn)
+                    await self._answer(self._service, form, reply, sender)
             if scope.cancelled_caught:
                 await reply.error(timeout_error(seconds))
         except (StalledClientError, OSError):  # uvicorn closes the connection

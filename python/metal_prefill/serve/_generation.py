@@ -9,6 +9,8 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from metal_prefill.generation._engine_loop import Made
 from metal_prefill.generation._stream import Stream
 from metal_prefill.generation._text_generation import SamplingOptions
@@ -150,8 +152,11 @@ async def send_choices(
     choices: Sequence[Choice],
     head: Mapping[str, Any],
     begin: float,
-) -> None:
-    """Generate texts and send them, as a stream of events or as one answer."""
+) -> bytes | None:
+    """Generate texts, and send them as a stream of events or return the answer.
+
+    A client may take long to receive an answer, of texts that have ended.
+    """
     with_usage = form.stream_options is not None and form.stream_options.include_usage
     no_usage: dict[str, Any] = {"usage": None} if with_usage else {}
     async with aclosing(generate(service, choices, head["id"], begin)) as passes:
@@ -161,11 +166,16 @@ async def send_choices(
                 await reply.events(*({**head, "choices": [chunk], **no_usage} for chunk in chunks))
     usage = {"usage": usage_of(choices), "timings": timings_of(choices, begin)}
     if not form.stream:
-        await reply.json({**head, "choices": [choice.whole() for choice in choices], **usage})
-        return
+
+        def assembled() -> bytes:
+            return msgspec.json.encode({**head, "choices": [choice.whole() for choice in choices], **usage})
+
+        # Log probabilities of many texts take seconds, in which the event loop serves other clients.
+        return await service.prepare(assembled)
     if with_usage:
         await reply.events({**head, "choices": [], **usage})
     await reply.end_of_events()
+    return None
 
 
 def usage_of(choices: Sequence[Choice]) -> dict[str, Any]:

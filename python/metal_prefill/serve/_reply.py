@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import anyio
@@ -10,6 +12,8 @@ import msgspec
 from starlette.types import Send
 
 from metal_prefill.serve._errors import NO_RETRY, ApiError, api_error
+
+_PIECE = 1 << 18  # bytes of an answer that are sent at a time
 
 
 class StalledClientError(Exception):
@@ -25,6 +29,8 @@ class Reply:
         ASGI's send function.
     send_seconds
         Time limit in seconds for the client to receive a piece.
+    holding
+        Returns a context in which so many bytes of an answer count as in flight.
 
     Attributes
     ----------
@@ -32,15 +38,22 @@ class Reply:
         HTTP status of the answer; until one is sent, 499, which nginx logs for clients that disconnect.
     """
 
-    def __init__(self, send: Send, send_seconds: float) -> None:
+    def __init__(
+        self, send: Send, send_seconds: float, holding: Callable[[int], AbstractContextManager[None]]
+    ) -> None:
         self._send = send
+        self._holding = holding
         self._seconds = send_seconds
         self._begun = self._events = self._complete = False
         self.status = 499
 
     async def json(self, content: Any) -> None:
         """Send a complete JSON answer."""
-        await self._whole(200, msgspec.json.encode(content), {})
+        await self.encoded(msgspec.json.encode(content))
+
+    async def encoded(self, body: bytes) -> None:
+        """Send a complete answer that is JSON already."""
+        await self._whole(200, body, {})
 
     async def events(self, *contents: Any) -> None:
         """Send events in one piece; the first ones start the stream."""
@@ -70,7 +83,10 @@ class Reply:
         await self._begin(
             status, {"content-type": "application/json", "content-length": str(len(body)), **headers}
         )
-        await self._body(body, more=False)
+        with self._holding(len(body)):
+            # A server keeps what its client has not received: it gets the next piece once it has sent most.
+            for end in range(_PIECE, len(body) + _PIECE, _PIECE):
+                await self._body(body[end - _PIECE : end], more=end < len(body))
 
     async def _begin(self, status: int, headers: dict[str, str]) -> None:
         self.status = status

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from metal_prefill.serve._bodies import Sender
 from metal_prefill.serve._chat import plain_messages
 from metal_prefill.serve._errors import ApiError
 from metal_prefill.serve._forms import DetokenizeForm, TokenizeForm
@@ -9,7 +10,7 @@ from metal_prefill.serve._reply import Reply
 from metal_prefill.serve._service import Service
 
 
-async def tokenize(service: Service, form: TokenizeForm, reply: Reply, namespace: str) -> None:
+async def tokenize(service: Service, form: TokenizeForm, reply: Reply, sender: Sender) -> None:
     """Return the tokens of a text (`prompt` or `content`) or of a conversation."""
     service.check_model(form.model)
     given = [value for value in (form.prompt, form.content, form.messages) if value is not None]
@@ -28,11 +29,13 @@ async def tokenize(service: Service, form: TokenizeForm, reply: Reply, namespace
         )
 
     ids = await service.prepare(encode)
+    sender.turn.end()
     await reply.json({"tokens": ids, "count": len(ids), "max_model_len": service.model.max_context})
 
 
-async def detokenize(service: Service, form: DetokenizeForm, reply: Reply, namespace: str) -> None:
+async def detokenize(service: Service, form: DetokenizeForm, reply: Reply, sender: Sender) -> None:
     """Return the text of tokens."""
     service.check_model(form.model)
     text = await service.prepare(lambda: service.model.tokenizer.decode(form.tokens))
+    sender.turn.end()
     await reply.json({"prompt": text, "content": text})

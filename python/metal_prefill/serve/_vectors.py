@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from metal_prefill._support.arguments import token_array
 from metal_prefill.errors import GGUFError
+from metal_prefill.serve._bodies import Sender
 from metal_prefill.serve._completions import prompts_of
 from metal_prefill.serve._errors import ApiError
 from metal_prefill.serve._forms import EmbeddingForm, RerankForm
@@ -35,7 +36,7 @@ def _check_inputs(service: Service, count: int, param: str) -> None:
         raise ApiError(400, f"{param} has {count} texts; the limit is {limit}", param=param)
 
 
-async def embed(service: Service, form: EmbeddingForm, reply: Reply, namespace: str) -> None:
+async def embed(service: Service, form: EmbeddingForm, reply: Reply, sender: Sender) -> None:
     """Answer an embedding request, for texts or token ids."""
     name = service.check_model(form.model)
     inputs = prompts_of(form.input, "input")
@@ -75,6 +76,7 @@ async def embed(service: Service, form: EmbeddingForm, reply: Reply, namespace: 
 
     with service.admitted(1):
         encoded = await service.prepare(encode)
+        sender.turn.end()
 
         def compute(passes: SharedPasses) -> Any:
             return embed_prompts(
@@ -108,7 +110,7 @@ def _usage(tokens: int, truncate: str | None, cut: int) -> dict[str, int]:
     return {**usage, "truncated_texts": cut} if truncate == "end" else usage
 
 
-async def rank(service: Service, form: RerankForm, reply: Reply, namespace: str) -> None:
+async def rank(service: Service, form: RerankForm, reply: Reply, sender: Sender) -> None:
     """Answer a reranking request."""
     name = service.check_model(form.model)
     _check_inputs(service, len(form.documents), "documents")
@@ -126,11 +128,13 @@ async def rank(service: Service, form: RerankForm, reply: Reply, namespace: str)
     _check_ranks(service, options)
 
     def compute(passes: SharedPasses) -> tuple[list[Ranked], dict[str, int]]:
-        ranking = encode_documents(passes.engine, form.query, documents, options)
         ranked = ranking.ranked(passes, form.top_n)
         return ranked, _usage(passes.tokens, form.truncate, ranking.cut_texts)  # a shared prefix counts once
 
+    engine = service.model.engine
     with service.admitted(1):
+        ranking = await service.prepare(lambda: encode_documents(engine, form.query, documents, options))
+        sender.turn.end()
         ranked, usage = await service.compute(compute)
     results = [
         {

@@ -42,6 +42,8 @@ _WIDTH = re.compile(r"(?<!%)(?:%%)*%[^A-Za-z%]*\d{3}")
 # Candidates for the marker: Braille patterns, rare ideographs and private use characters. Where a template
 # prints a list, `repr` keeps the first two as they are, and escapes the last.
 _MARKERS = (range(0x2801, 0x2900), range(0x20000, 0x2A6D7), range(0xF0000, 0xFFFFE))
+# A character in JSON; its group is the second surrogate, or another character, that may follow.
+_ESCAPED = re.compile(r"\\u[0-9a-f]{4}(?=((?:\\u[0-9a-f]{4})?))")
 # Names under which clients send the reasoning of an assistant, and templates read it.
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 
@@ -263,11 +265,25 @@ class ChatTemplate:
             raise ChatTemplateError("the chat template does not support tools; use a model trained for them")
 
     def _unused_character(self, messages: list[dict[Any, Any]]) -> str:
-        """Return a character that occurs neither in the template nor in messages, escaped or not."""
+        """Return a character that occurs neither in the template nor in messages, escaped or not.
+
+        Takes time linear in the texts, whatever they contain.
+
+        Raises
+        ------
+        ValueError
+            The messages contain all candidates.
+        """
         texts = [self._source, *_strings(messages)]
         used = set().union(*texts)
-        candidates = (c for c in map(chr, itertools.chain(*_MARKERS)) if c not in used)
-        return next(c for c in candidates if not any(json.dumps(c)[1:-1] in text for text in texts))
+        escaped: set[str] = set()
+        for match in itertools.chain.from_iterable(map(_ESCAPED.finditer, texts)):
+            escaped |= {match[0], match[0] + match[1]}
+        for candidate in map(chr, itertools.chain(*_MARKERS)):
+            if candidate not in used and json.dumps(candidate)[1:-1] not in escaped:
+                return candidate
+        count = sum(map(len, _MARKERS))
+        raise ValueError(f"the messages contain all of the {count:,} characters that can mark control tokens")
 
     def _mark(self, value: Any, marker: str) -> Any:
         if isinstance(value, str):

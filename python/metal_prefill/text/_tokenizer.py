@@ -15,6 +15,7 @@ from metal_prefill.errors import GGUFError
 from metal_prefill.files._gguf_file import GGUFFile
 from metal_prefill.text._encoder_vocabulary import SPACE
 from metal_prefill.text._metadata import flag
+from metal_prefill.text._segmentation import segmented, segmented_ids
 from metal_prefill.text._special_tokens import SpecialTokens, TokenPair
 from metal_prefill.text._token_decoder import Piece, TokenDecoder
 from metal_prefill.text._vocabulary import ENCODER_KINDS, TokenType, Vocabulary
@@ -38,6 +39,7 @@ END_TOKENS = (
 # Characters that Unicode calls white space. Python's str.strip() also removes four separators of information.
 _WHITE_SPACE = "".join(c for c in map(chr, range(0x3001)) if c.isspace() and not "\x1c" <= c <= "\x1f")
 
+_MOST_UNCHECKED = 1 << 14  # characters of a text that is encoded even if it cannot fit
 _SPECIAL = (TokenType.CONTROL, TokenType.UNKNOWN)
 
 
@@ -213,11 +215,33 @@ class Tokenizer:
             made.append(piece)
         return made
 
+    def least_tokens(self, text: str) -> int:
+        """Return a lower bound of the number of tokens of a text, without encoding it.
+
+        It is 0 for short texts, and for vocabularies that omit text or replace any length by one token.
+        """
+        if len(text) < _MOST_UNCHECKED or self._longest_token == 0:
+            return 0
+        raw = text.encode("utf-8", "replace")
+        # A character that contains a missing byte may be omitted.
+        present = len(raw) - 4 * sum(raw.count(byte) for byte in self.missing_bytes)
+        return max(present, 0) // self._longest_token
+
+    @cached_property
+    def _longest_token(self) -> int:
+        """Largest number of bytes that a token can represent; 0 if it is not limited."""
+        kind = self._vocabulary.kind
+        fuses = kind in ENCODER_KINDS or (kind == "llama" and self.missing_bytes)
+        if fuses or self._strips_before or self._strips_after:
+            return 0
+        shrinks = 4 if self._segmenter.normalizer is not None else 1  # NFC: 9 bytes of Hangul become 3
+        return shrinks * max(len(token.encode("utf-8", "replace")) for token in self._vocabulary.tokens)
+
     def _made_of(self, piece: str) -> list[int]:
         """Return the tokens of text without spelled tokens."""
         ids = None if self._words is None else self._words.encode(piece)
         if ids is None:
-            ids = self._segmenter.encode(self._plain(piece), add_special_tokens=False).ids
+            ids = segmented_ids(self._segmenter, self._plain(piece))
         return ids
 
     def encode_spans(self, text: str) -> list[TokenSpan]:
@@ -244,7 +268,7 @@ class Tokenizer:
                 length = len(original)
                 before = self._prefix(piece, first=i == 0) if piece else ""
                 shift = at + original.find(piece) - len(before)
-                made = self._segmenter.encode(self._plain(before + piece), add_special_tokens=False)
+                made = segmented(self._segmenter, self._plain(before + piece))
                 for token, (start, end) in zip(made.ids, made.offsets, strict=True):
                     spans.append(TokenSpan(token, max(shift + start, at), max(shift + end, at)))
             at += length
@@ -366,7 +390,10 @@ class Tokenizer:
         TypeError, ValueError
             A message or tool is not a mapping, or has no valid role or name.
         """
-        pieces = self.chat_pieces(messages, tools, add_generation_prompt, variables)
+        return self.encode_chat(self.chat_pieces(messages, tools, add_generation_prompt, variables))
+
+    def encode_chat(self, pieces: Iterable[tuple[str, bool]]) -> list[int]:
+        """Convert the pieces of `chat_pieces` to token ids."""
         return self.encode_pieces(self._special[text] if special else text for text, special in pieces)
 
     def chat_pieces(

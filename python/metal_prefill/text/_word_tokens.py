@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from tokenizers import Tokenizer as Segmenter
 
 from metal_prefill.text._encoder_vocabulary import MAX_WORD_CHARACTERS
+from metal_prefill.text._segmentation import segmented
 
 # BERT's tokenizer removes other control characters, and changes text beyond ASCII in several ways.
 _OTHER = re.compile(r"[^\t\n\r -~]")
@@ -60,7 +61,7 @@ class WordTokens:
         return ids
 
     def _segmented(self, words: list[str]) -> dict[str, list[int]]:
-        encoding = self._segmenter.encode(" ".join(words), add_special_tokens=False)
+        encoding = segmented(self._segmenter, " ".join(words))
         made: dict[str, list[int]] = {word: [] for word in words}
         for place, token in zip(encoding.word_ids, encoding.ids, strict=True):
             assert place is not None  # only special tokens have no word

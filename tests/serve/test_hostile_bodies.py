@@ -1,0 +1,239 @@
+"""Bodies that are valid JSON, and made to take long, or much memory, or to be repeated in the answer."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from support.running_server import Running, read_all
+
+from metal_prefill import Model
+from metal_prefill.serve import _connections
+from metal_prefill.serve._bodies import LARGE, Bodies
+from metal_prefill.serve._completions import CompletionChoice
+from metal_prefill.serve._errors import MOST_CHARACTERS, ApiError
+from metal_prefill.serve._forms import ChatForm, CompletionForm, RerankForm, decode
+from metal_prefill.serve._settings import Settings
+from metal_prefill.tasks._prompt_rules import PromptRules
+from metal_prefill.text._chat_template import _MARKERS, PLAIN_TEMPLATE, ChatTemplate
+
+BODY = {"prompt": "ROMEO:", "max_tokens": 2, "temperature": 0}
+MOST_S = 2.0  # of processor time; each of these took more than 5 s, which grew with the square of its size
+
+
+def seconds(call: Callable[[], Any]) -> float:
+    begin = time.process_time()
+    call()
+    return time.process_time() - begin
+
+
+def refused(body: str, form: Any = CompletionForm) -> ApiError:
+    with pytest.raises(ApiError) as caught:
+        decode(body.encode(), form)
+    return caught.value
+
+
+def test_keys_with_equal_hashes_are_rejected_in_linear_time() -> None:
+    keys = ", ".join(f'"{i * (2**61 - 1)}": 1' for i in range(1, 40_000))
+    error = None
+
+    def read() -> None:
+        nonlocal error
+        error = refused(f'{{"prompt": "a", "logit_bias": {{{keys}}}}}')
+
+    assert seconds(read) < MOST_S
+    assert "2147483647" in str(error)
+    assert "logit_bias" in str(error)
+
+
+@pytest.mark.parametrize("name", ["` - at `$", "`", "` - at `$.a`", "Object contains unknown field `"])
+def test_unknown_fields_with_any_name_are_rejected_in_linear_time(name: str) -> None:
+    body = json.dumps({"prompt": "a", name * 20_000 + "\n": 1})
+    assert seconds(lambda: refused(body)) < MOST_S
+
+
+def test_an_unknown_field_is_named_with_its_place() -> None:
+    assert refused('{"prompt": "a", "x`y": 1}').param == "x`y"
+    messages = [{"role": "user"}]
+    body = json.dumps({"messages": messages, "response_format": {"type": "text", "x": 1}})
+    error = refused(body, ChatForm)
+    assert error.param == "response_format.x"
+    assert str(error) == "Unrecognized request argument supplied: response_format.x"
+
+
+def test_errors_repeat_only_the_ends_of_long_values(server: Running) -> None:
+    long = "\U000e0001" * 200_000
+    chat = {"messages": [{"role": "user", "content": "a"}]}
+    for path, body in (
+        ("/v1/completions", {**BODY, "model": long}),
+        ("/v1/completions", {**BODY, long: 1}),
+        ("/v1/chat/completions", {**chat, "tool_choice": long}),
+        ("/v1/chat/completions", {"messages": [{"role": long}]}),
+        ("/v1/chat/completions", {**chat, "tools": [{"function": {"name": "a"}}], "tool_choice": long}),
+        ("/v1/completions", {**BODY, "regex": "(" + long}),
+    ):
+        answer = server.post(path, body)
+        assert answer.status_code in (400, 404)
+        error = answer.json()["error"]
+        assert len(error["message"]) < MOST_CHARACTERS + 10
+        assert len(error["param"] or "") < MOST_CHARACTERS + 10
+
+
+def test_messages_may_contain_every_character_that_marks_control_tokens(server: Running) -> None:
+    marks = "".join(map(chr, itertools.chain(*_MARKERS)))
+    answer = server.post("/v1/chat/completions", {"messages": [{"role": "user", "content": marks}]})
+    assert answer.status_code == 400
+    assert "contain all of the 108,500 characters" in answer.json()["error"]["message"]
+
+
+def test_a_marker_is_found_in_linear_time_whatever_messages_contain() -> None:
+    escaped = "".join(json.dumps(chr(c))[1:-1] for c in itertools.chain(range(0x2801, 0x2900), _MARKERS[1]))
+    template = ChatTemplate(PLAIN_TEMPLATE, ["<|im_end|>"])
+    messages = [{"role": "user", "content": "\\ud840" * 150_000}, {"role": "user", "content": escaped}]
+    found = ""
+
+    def render() -> None:
+        nonlocal found
+        found = "".join(text for text, _ in template.render(messages, {}))
+
+    assert seconds(render) < MOST_S
+    assert escaped in found
+
+
+def test_normalization_of_combining_marks_takes_linear_time() -> None:
+    rules = PromptRules(unicode="NFC")
+    text = "a" + "\u0301" * 40_000 + "\u0316" * 40_000
+    assert seconds(lambda: rules.normalized(text)) < MOST_S
+    assert rules.normalized("a\u0301\u0316") == "\u00e1\u0316"
+
+
+def test_metadata_is_not_kept() -> None:
+    assert decode(b'{"prompt": "a", "metadata": {"a": [[], []]}}', CompletionForm).metadata is None
+    assert decode(b'{"query": "a", "documents": [], "metadata": {"a": 1}}', RerankForm).metadata is None
+
+
+def chunked(chunks: int) -> bytes:
+    body = json.dumps(BODY).encode()
+    pieces = [b" "] * (chunks - 1) + [body]
+    head = (
+        b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\ntransfer-encoding: chunked\r\n\r\n"
+    )
+    return head + b"".join(b"%x\r\n%s\r\n" % (len(piece), piece) for piece in pieces) + b"0\r\n\r\n"
+
+
+def test_a_body_may_have_many_chunks_but_not_any_number(server: Running) -> None:
+    for count, status in ((_connections.MOST_CHUNKS, b"200 "), (2 * _connections.MOST_CHUNKS, b"400 ")):
+        with server.connect() as connection:
+            connection.sendall(chunked(count))
+            answer = read_all(connection)
+        assert answer.startswith(b"HTTP/1.1 " + status)
+    assert b"the body has 4101 chunks in its first 4101 bytes; the limit is 4096" in answer
+
+
+def test_invalid_data_after_an_answer_closes_the_connection_silently(
+    server: Running, caplog: pytest.LogCaptureFixture
+) -> None:
+    with server.connect() as connection:
+        connection.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n")
+        assert connection.recv(4096).startswith(b"HTTP/1.1 200 ")
+        connection.sendall(b"not a chunk\r\n")
+        read_all(connection)
+    assert server.get("/health").status_code == 200
+    assert [record.getMessage() for record in caplog.records if record.exc_info] == []
+
+
+def test_long_texts_are_encoded_while_other_threads_run(cpu_model: Model) -> None:
+    cpu_model.tokenizer.encode("a")  # builds the segmenter
+    done = threading.Event()
+    longest = 0.0
+
+    def tick() -> None:
+        nonlocal longest
+        last = time.perf_counter()
+        while not done.is_set():
+            time.sleep(0.001)
+            now = time.perf_counter()
+            longest = max(longest, now - last)
+            last = now
+
+    thread = threading.Thread(target=tick)
+    thread.start()
+    begin = time.perf_counter()
+    cpu_model.tokenizer.encode("hello world " * 100_000)
+    took = time.perf_counter() - begin
+    done.set()
+    thread.join()
+    assert longest < took / 2
+
+
+def test_a_text_that_cannot_fit_is_rejected_before_it_is_encoded(
+    server: Running, cpu_model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*arguments: Any, **options: Any) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr(cpu_model.tokenizer, "encode", refuse)
+    long = "a" * 100_000
+    for path, body in (
+        ("/v1/completions", {"prompt": long}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": long}]}),
+    ):
+        answer = server.post(path, body)
+        assert answer.status_code == 400
+        error = answer.json()["error"]
+        assert error["code"] == "context_length_exceeded"
+        assert "tokens exceeds the context of 1024" in error["message"]
+
+
+def test_large_bodies_are_prepared_one_at_a_time() -> None:
+    async def run() -> None:
+        bodies = Bodies(Settings())
+        order: list[str] = []
+
+        async def prepare(name: str, size: int, ready: asyncio.Event) -> None:
+            async with bodies.turn(size) as turn:
+                order.append(name)
+                await ready.wait()
+                turn.end()
+                turn.end()  # further calls have no effect
+                order.append(f"{name} is answered")
+                await asyncio.sleep(0)
+
+        first, second = asyncio.Event(), asyncio.Event()
+        tasks = [asyncio.create_task(prepare("a", LARGE + 1, first))]
+        tasks += [asyncio.create_task(prepare(name, LARGE + 1, second)) for name in "bc"]
+        tasks += [asyncio.create_task(prepare("small", LARGE, second))]
+        await asyncio.sleep(0.01)
+        assert sorted(order) == ["a", "small"]
+        first.set()
+        await asyncio.sleep(0.01)
+        assert order[2:] == ["a is answered", "b"]
+        tasks[1].cancel()  # its turn ends, too
+        await asyncio.sleep(0.01)
+        assert order[-1] == "c"
+        second.set()
+        await asyncio.wait(tasks)
+
+    asyncio.run(run())
+
+
+def test_answers_are_assembled_outside_the_event_loop(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads = set()
+    whole = CompletionChoice.whole
+
+    def noted(choice: CompletionChoice) -> dict[str, Any]:
+        threads.add(threading.current_thread().name)
+        return whole(choice)
+
+    monkeypatch.setattr(CompletionChoice, "whole", noted)
+    assert server.post("/v1/completions", {**BODY, "logprobs": 2}).status_code == 200
+    assert len(threads) == 1
+    assert "AnyIO worker thread" in threads.pop()
