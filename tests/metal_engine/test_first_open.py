@@ -219,17 +219,20 @@ time.sleep(0.5)
 """
 
 
-def test_other_threads_run_while_closing_waits_for_the_archive(path: Path, own_cache: Path) -> None:
+@pytest.mark.parametrize("closes", [True, False], ids=["close", "last reference"])
+def test_other_threads_run_while_a_model_waits_for_the_archive(
+    path: Path, own_cache: Path, closes: bool
+) -> None:
     pipe = blocked_archive(path, own_cache)
-    model = Model(path, device="metal")
+    models = [Model(path, device="metal")]
     with subprocess.Popen([sys.executable, "-S", "-c", UNBLOCK, str(pipe)], stdin=subprocess.PIPE) as child:
-        closing = threading.Thread(target=model.close)
-        closing.start()
-        closing.join(0.5)
-        runs_meanwhile = closing.is_alive() and pipe.exists()
+        ending = threading.Thread(target=models[0].close if closes else models.clear)
+        ending.start()
+        ending.join(0.5)
+        runs_meanwhile = ending.is_alive() and pipe.exists()
         assert child.stdin is not None
         child.stdin.close()
-        closing.join()
+        ending.join()
     assert runs_meanwhile
 
 

@@ -124,8 +124,8 @@ MUTANTS = (
         "emulator/metal/encoded.cpp",
         "if (steps <= limit) return {};",
         "return {};",
-        "the watchdog aborts nothing",
-        ("tests/metal_engine/test_first_contact.py", "tests/test_older_macs.py", "-k", "watchdog"),
+        "the watchdog aborts only single dispatches",
+        ("tests/metal_engine/test_pass_work.py", "-k", "long_pass"),
     ),
     Mutant(
         "emulator/metal/encoded.cpp",

@@ -497,7 +497,7 @@ TEXT = (
         "if self.left < 0:",
         "if False:",
         "a template may run forever",
-        ("tests/test_template_limits.py", "-k", "template_with and loop_attributes", "--timeout=30"),
+        ("tests/test_template_limits.py", "-k", "excessive_work and loops", "--timeout=30"),
     ),
     Mutant(
         f"{_P}/text/_template_budget.py",

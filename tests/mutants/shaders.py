@@ -410,7 +410,7 @@ MUTANTS = (
         "if (lane == 0) partial[simdgroup] = value;",
         "if (lane == 0) partial[0] = value;",
         "simdgroups of a reduction overwrite each other's sums",
-        (f"{_STEPS}::test_rmsnorm",),
+        (f"{_STEPS}::test_layernorm",),
     ),
     Mutant(
         "shaders/norm.h",
