@@ -15,6 +15,8 @@ from metal_prefill import GGUFError, UnsupportedModelError
 from metal_prefill.conversion import convert
 
 BAD, NOT = GGUFError, UnsupportedModelError
+ST = "sentence_transformers.models"
+LINEAR = {"activation_function": "torch.nn.Identity", "in_features": 5, "out_features": 16}
 
 
 @pytest.fixture
@@ -164,14 +166,15 @@ def test_damaged_settings_are_an_error(tmp_path: Path, content: str) -> None:
     ("file", "content", "message"),
     [
         ("modules.json", {}, "modules is dict, expected an array"),
-        ("modules.json", [{"type": "a.Pooling", "path": "../x"}], r"path is '../x', must be a folder"),
-        ("modules.json", [{"type": "a.Pooling", "path": "x\0"}], r"path is 'x\\x00', must be a folder"),
-        ("modules.json", [{"type": "a.CNN", "path": "x"}], r"modules\[0\].type CNN is not supported"),
+        ("modules.json", [{"type": f"{ST}.Pooling", "path": "../x"}], r"path is '../x', must be a folder"),
+        ("modules.json", [{"type": f"{ST}.Pooling", "path": "x\0"}], r"path is 'x\\x00', must be a folder"),
+        ("modules.json", [{"type": f"{ST}.CNN", "path": "x"}], r"modules\[0\].type .*CNN is not supported"),
+        ("modules.json", [{"type": "custom.Pooling", "path": "x"}], r"type custom.Pooling is not supported"),
         ("1_Pooling/config.json", {"pooling_mode_max_tokens": True}, "sets pooling_mode_max_tokens;"),
         ("1_Pooling/config.json", {}, "sets no pooling_mode"),
         ("1_Pooling/config.json", {"include_prompt": False}, "include_prompt is False; supported: True"),
         ("2_Dense/config.json", {"activation_function": "torch.nn.Tanh"}, "activation_function is Tanh"),
-        ("2_Dense/config.json", {"in_features": 5, "out_features": 16}, r"\(16, 32\), expected \(16, 5\)"),
+        ("2_Dense/config.json", LINEAR, r"\(16, 32\), expected \(16, 5\)"),
     ],
 )  # fmt: skip
 def test_unsupported_modules_are_named(

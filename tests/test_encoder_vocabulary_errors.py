@@ -96,7 +96,7 @@ def test_flags_of_the_file_select_case_and_accents(tmp_path: Path) -> None:
     [
         ({}, TokenFrame((2,), (3,), (3,), 1)),
         ({"add_eos_token": true(), "add_sep_token": false()}, TokenFrame((2,), (3,), (3,), 1)),
-        ({"cls_token_id": None, "seperator_token_id": None}, TokenFrame((2,), (3,), (3,), 1)),
+        ({"cls_token_id": None, "seperator_token_id": None}, TokenFrame((2,), (3,), (3,), 0)),
         ({"add_bos_token": false(), "add_sep_token": false()}, TokenFrame((), (), (), 1)),
         ({"token_type_count": integer(1)}, TokenFrame((2,), (3,), (3,), 0)),
     ],

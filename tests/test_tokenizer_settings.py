@@ -142,6 +142,7 @@ FOLLOWED: list[tuple[str, str, Change]] = [
     ("mistral", "older Metaspace", top(pre_tokenizer={"type": "Metaspace", "replacement": "\u2581"})),
     ("word piece", "a token in normalized text", tool(content="TOOL", normalized=True)),
     ("word piece", "a word", tool(content="tool", normalized=True)),
+    ("word piece", "a pair without types", template("[CLS] $A [SEP]", "[CLS] $A [SEP] $B [SEP]")),
     ("word piece", "no frame", top(post_processor=None)),
     ("word piece", "another unknown token", model(unk_token="[PAD]")),
     ("unigram", "no space", top(pre_tokenizer={**_META, "prepend_scheme": "never"})),
@@ -196,7 +197,12 @@ REFUSED: list[tuple[str, str, Change, str]] = [
     ("byte level", "a pair without begin", template("<s> $A", "$A <s> $B"), "ends of pairs"),
     ("byte level", "a pair in reverse", template("<s> $A", "<s> $B </s> $A"), "ends of pairs"),
     ("byte level", "three separators", template("$A </s>", "$A </s> </s> </s> $B </s>"), "separates pairs"),
-    ("word piece", "types", template("[CLS] $A [SEP]", "[CLS] $A [SEP] $B [SEP]"), "type 0"),
+    (
+        "word piece",
+        "types",
+        template("[CLS] $A [SEP]", "[CLS] $A:1 [SEP] $B [SEP]"),
+        "gives the first text of a pair, or tokens next to it, the type 1",
+    ),
     ("word piece", "unknown token", model(unk_token="the"), "the unknown token the"),
     ("unigram", "unknown token", model(unk_id=10), "unk_id is 10"),
     *(
@@ -253,6 +259,17 @@ def test_a_changed_setting_is_refused(
     with pytest.raises((UnsupportedModelError, GGUFError)) as error:
         opened(tmp_path, name, change)
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize(("whole", "name"), [(True, "granite-embed-multi-97m"), (False, "gpt-4o")])
+def test_words_end_where_case_changes(tmp_path: Path, whole: bool, name: str) -> None:
+    made = tokenizer_folders.byte_level(tokenizer_folders.GPT_4O_PATTERN)
+    made["model"]["ignore_merges"] = whole
+    path = tokenizer_folders.write(tmp_path, made)
+    ours, theirs = encoder_tokenizers.open_folder(path), HubTokenizer.from_file(str(path / "tokenizer.json"))
+    assert GGUFFile(path / "vocabulary.gguf").metadata["tokenizer.ggml.pre"] == name
+    for text in (*TEXTS, "HelloWORLDfoo'LL", "a\u00c9b\u0301C", "x//\n\ny", "12345", "\u0c15\u0c4d\u0c37"):
+        assert ours.frame.text(ours.encode(text, add_bos=False)) == theirs.encode(text).ids, repr(text)
 
 
 @pytest.mark.parametrize("name", ["byte level", "mistral", "gemma"])

@@ -45,10 +45,18 @@ def _framed(made: Json, single: str, pair: str) -> Json:
     return framed
 
 
-def byte_level() -> Json:
-    """Return the tokenizer of a Llama 3 model."""
+# The pattern of Granite Embedding 97M multilingual, and of other models with the vocabulary of GPT-4o.
+GPT_4O_PATTERN = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
+    r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+def byte_level(pattern: str = PRE_TOKENIZERS["llama-bpe"].patterns[0]) -> Json:
+    """Return a byte-level tokenizer, by default that of a Llama 3 model."""
     tokenizer = Tokenizer(models.BPE(ignore_merges=True))
-    split = pre_tokenizers.Split(Regex(PRE_TOKENIZERS["llama-bpe"].patterns[0]), "isolated")
+    split = pre_tokenizers.Split(Regex(pattern), "isolated")
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
     made = _trained(tokenizer, 420, ["<s>", "</s>"], pre_tokenizers.ByteLevel.alphabet())

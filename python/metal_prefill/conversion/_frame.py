@@ -59,6 +59,8 @@ def set_frame(found: FolderVocabulary, json: Fields, settings: Fields, config: F
             raise json.unsupported("post_processor separates pairs by tokens other than the end of a text")
         if end:
             found.ids["sep"] = end[0]
+        if not _has_second_type(settings, [*single, *pair] if template else []):
+            found.ids.pop("sep", None)  # the type of a token is the number of separators before it
     elif template:
         if between[: len(end)] != end or len(between) - len(end) not in (0, 1):
             raise json.unsupported(
@@ -82,6 +84,10 @@ def _between(json: Fields, begin: list[int], end: list[int], pair: list[int]) ->
     return pair[places[0] + 1 : places[1]]
 
 
+def _has_second_type(settings: Fields, items: list[_Item]) -> bool:
+    return _reads_types(settings) and any(item.type for item in items)
+
+
 def _reads_types(settings: Fields) -> bool:
     """Return whether the tokenizer gives a model the types of tokens."""
     if settings.has("model_input_names"):
@@ -92,11 +98,12 @@ def _reads_types(settings: Fields) -> bool:
 def _check_types(found: FolderVocabulary, json: Fields, items: list[_Item]) -> None:
     """Raise an error unless the second text and what follows it alone have type 1, where types are known."""
     second = False
+    has_second = "sep" in found.ids and found.model == "bert"
     for item in items:
         if item.id == _FIRST:
             second = False
         second |= item.id == _SECOND
-        expected = int(second and found.model == "bert")
+        expected = int(second and has_second)
         if item.type != expected:
             raise json.unsupported(
                 f"post_processor gives {'the second' if second else 'the first'} text of a pair, or tokens "

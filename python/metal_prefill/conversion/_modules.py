@@ -21,6 +21,25 @@ _MODES: dict[str, Pooling] = {
     "pooling_mode_lasttoken": "last",
 }
 _MODE_NAMES: dict[str, Pooling] = {"cls": "cls", "mean": "mean", "lasttoken": "last", "last": "last"}
+# Classes of modules, in the order in which vectors are computed.
+_KINDS = ("Transformer", "Pooling", "Dense", "Normalize", "MultiVectorMask")
+# Arguments of tokenizers and models in the settings of the module Transformer, and those without an effect.
+_ARGUMENTS = (
+    *("model_args", "model_kwargs", "config_args", "config_kwargs"),
+    *("tokenizer_args", "processor_kwargs", "processing_kwargs"),
+)
+_HARMLESS = (
+    *(
+        "trust_remote_code",
+        "torch_dtype",
+        "dtype",
+        "attn_implementation",
+        "device_map",
+        "revision",
+        "use_fast",
+    ),
+    *("model_max_length", "padding_side", "truncation_side", "use_safetensors", "low_cpu_mem_usage"),
+)
 # Functions of the single output of a cross-encoder, by the last part of the name of their class.
 _OUTPUT_FUNCTIONS: dict[str, Scores] = {"Identity": "none", "Sigmoid": "sigmoid"}
 
@@ -65,30 +84,91 @@ def read_modules(folder: Path, config: Fields, task: Task) -> Modules:
     """
     found = Modules()
     if task in ("sequence", "tokens"):
-        _add_labels(found, config, task)
+        _add_labels(found, folder, config, task)
         return found
     path = folder / "modules.json"
     if not path.is_file():
         return found
+    _check_transformer(folder, "feature-extraction")
     listing = Fields(path, {"modules": _read_listing(path)})
-    pooled = False
-    for module in listing.objects("modules"):
-        kind = module.string("type").rpartition(".")[2]
+    modules = listing.objects("modules")
+    kinds = [_kind_of(module) for module in modules]
+    _check_order(listing, kinds)
+    # The feature that modules after the body read and replace: vectors of texts, or of tokens.
+    feature = "sentence_embedding" if "Pooling" in kinds else "token_embeddings"
+    for module, kind in zip(modules, kinds, strict=True):
         place = folder / _relative(module)
         if kind == "Pooling":
             found.set_pooling(_pooling_of(Fields.read(place / "config.json")))
-            pooled = True
         elif kind == "Dense":
-            _add_dense(found, place, config, pooled)
+            _add_dense(found, place, module, feature)
         elif kind == "Normalize":
+            _check_feature(Fields.read_if_present(place / "config.json"), feature, "sentence_embedding")
             found.metadata["embedding_normalize"] = True
         elif kind == "MultiVectorMask":
-            found.skipped_words = words_of(Fields.read(place / "config.json"))
-        elif kind != "Transformer":
-            raise module.unsupported(f"{module.name('type')} {kind} is not supported")
-    if found.tensors and not pooled:  # late interaction: each token is projected
+            found.skipped_words = _skipped_words(Fields.read(place / "config.json"))
+    if found.tensors and "Pooling" not in kinds:
         found.set_pooling("none")
+        _check_normalized(folder, listing, kinds)
     return found
+
+
+def _kind_of(module: Fields) -> str:
+    """Return the class of a module, without its package."""
+    name = module.string("type")
+    package, _, kind = name.rpartition(".")
+    if package.split(".")[0] not in ("sentence_transformers", "pylate") or kind not in _KINDS:
+        raise module.unsupported(f"{module.name('type')} {name} is not supported")
+    return kind
+
+
+def _check_order(listing: Fields, kinds: list[str]) -> None:
+    """Raise an error unless modules have the order in which vectors are computed here."""
+    order = [kind for kind in kinds if kind != "MultiVectorMask"]
+    expected = sorted(order, key=_KINDS.index)
+    if order != expected or any(order.count(kind) > 1 for kind in ("Transformer", "Pooling")):
+        raise listing.unsupported(
+            f"modules are {', '.join(order)}; supported are one Transformer, Pooling, Dense and Normalize, "
+            "in this order"
+        )
+
+
+def _check_feature(config: Fields, feature: str, default: str) -> None:
+    config.require("module_input_name", (feature,), default)
+    config.require("module_output_name", (feature,), feature)
+
+
+def _check_normalized(folder: Path, listing: Fields, kinds: list[str]) -> None:
+    """Raise an error if vectors of tokens are compared without normalization."""
+    stated = Fields.read_if_present(folder / "config_sentence_transformers.json")
+    if stated.values.get("model_type") == "MultiVectorEncoder" and "Normalize" not in kinds:
+        raise listing.unsupported("modules have no Normalize; late interaction compares vectors of size 1")
+
+
+def transformer_settings(folder: Path) -> list[Fields]:
+    """Read the settings of the module Transformer, whose file has one of several names."""
+    return [Fields.read(path) for path in sorted(folder.glob("sentence_*_config.json"))]
+
+
+def _check_transformer(folder: Path, task: str) -> None:
+    """Check the settings of the module Transformer.
+
+    Raises
+    ------
+    UnsupportedModelError
+        They change what the tokenizer or the model computes.
+    """
+    for module in transformer_settings(folder):
+        module.require("transformer_task", (task,), task)
+        if task == "feature-extraction":
+            text = module.object("modality_config").object("text")
+            text.require("method", ("forward",), "forward")
+            text.require("method_output_name", ("last_hidden_state",), "last_hidden_state")
+            module.require("module_output_name", ("token_embeddings",), "token_embeddings")
+        for key in _ARGUMENTS:
+            for name in module.object(key).values:
+                if name not in _HARMLESS:
+                    raise module.unsupported(f"{key}.{name} is not supported")
 
 
 def words_of(config: Fields) -> list[str]:
@@ -97,6 +177,12 @@ def words_of(config: Fields) -> list[str]:
     if not all(isinstance(word, str) for word in words):
         raise config.error(f"{config.name('skiplist_words')} must contain strings")
     return words
+
+
+def _skipped_words(config: Fields) -> list[str]:
+    config.require("skiplist_tasks", (["document"], "document"), ["document"])
+    config.require("keep_only_token_ids", (None,), None)
+    return words_of(config)
 
 
 def _read_listing(path: Path) -> Any:
@@ -132,10 +218,15 @@ def _pooling_of(config: Fields) -> Pooling:
     return _MODES[chosen[0]]
 
 
-def _add_dense(found: Modules, place: Path, config: Fields, pooled: bool) -> None:
-    """Add a dense layer; one before the pooling projects each token."""
+def _add_dense(found: Modules, place: Path, module: Fields, feature: str) -> None:
+    """Add a dense layer; without pooling, it projects each token."""
     settings = Fields.read(place / "config.json")
-    activation = settings.string("activation_function", default="Identity").rpartition(".")[2]
+    pylate = module.string("type").startswith("pylate.")
+    # The defaults of the classes.
+    activation = settings.string("activation_function", default="Identity" if pylate else "Tanh")
+    activation = activation.rpartition(".")[2]
+    _check_feature(settings, feature, feature)
+    settings.require("use_residual", (False,), False)
     if activation != "Identity":
         raise settings.unsupported(f"activation_function is {activation}; supported is Identity")
     index = len(found.tensors)
@@ -153,21 +244,21 @@ def _add_dense(found: Modules, place: Path, config: Fields, pooled: bool) -> Non
     name = DENSE[index]
     found.tensors[f"{name}.weight"] = weight
     found.metadata |= {f"{name}_feat_out": shape[0], f"{name}_feat_in": shape[1]}
-    if not pooled:
+    if feature == "token_embeddings":
         found.metadata["embedding_length_out"] = shape[0]
 
 
-def _add_labels(found: Modules, config: Fields, task: Task) -> None:
+def _add_labels(found: Modules, folder: Path, config: Fields, task: Task) -> None:
     found.set_pooling("rank" if task == "sequence" else "none")
     if task == "sequence":
-        _add_scores(found, config)
+        _add_scores(found, folder, config)
     labels = _labels_of(config.object("id2label").values, config)
     # Labels that transformers makes up for a head that has none of its own are left out.
     if labels and labels != [f"LABEL_{i}" for i in range(len(labels))]:
         found.metadata["classifier.output_labels"] = labels
 
 
-def _add_scores(found: Modules, config: Fields) -> None:
+def _add_scores(found: Modules, folder: Path, config: Fields) -> None:
     """Add the state that a head for whole texts reads, and the function of its outputs."""
     if config.string("model_type", default="") == "modernbert":
         pooling = config.string("classifier_pooling", default="cls")
@@ -181,8 +272,10 @@ def _add_scores(found: Modules, config: Fields) -> None:
     if problem == "multi_label_classification":
         found.metadata["classifier.activation"] = "sigmoid"
         return
-    function = config.string("sbert_ce_default_activation_function", default="")
-    function = config.object("sentence_transformers").string("activation_fn", default=function)
+    function = _activation_of_module(folder)
+    if not function:
+        function = config.string("sbert_ce_default_activation_function", default="")
+        function = config.object("sentence_transformers").string("activation_fn", default=function)
     name = function.rpartition(".")[2]
     if name in _OUTPUT_FUNCTIONS and labels == 1:
         found.metadata["classifier.activation"] = _OUTPUT_FUNCTIONS[name]
@@ -190,6 +283,29 @@ def _add_scores(found: Modules, config: Fields) -> None:
         raise config.unsupported(
             f"the activation of the output is {function}; supported: {', '.join(_OUTPUT_FUNCTIONS)}"
         )
+
+
+def _activation_of_module(folder: Path) -> str:
+    """Return the activation that a cross-encoder with a list of modules states; empty without one.
+
+    Raises
+    ------
+    UnsupportedModelError
+        Modules follow the model.
+    """
+    path = folder / "modules.json"
+    if not path.is_file():
+        return ""
+    listing = Fields(path, {"modules": _read_listing(path)})
+    kinds = [_kind_of(module) for module in listing.objects("modules")]
+    if kinds != ["Transformer"]:
+        raise listing.unsupported(f"modules are {', '.join(kinds)}; supported with a classifier: Transformer")
+    _check_transformer(folder, "sequence-classification")
+    stated = Fields.read_if_present(folder / "config_sentence_transformers.json")
+    default = stated.values.get("default_prompt_name")
+    if default is not None and stated.object("prompts").values.get(default):
+        raise stated.unsupported(f"default_prompt_name is {default!r}; a classifier has no prompts")
+    return stated.string("activation_fn", default="")
 
 
 def _labels_of(stated: Mapping[str, Any], config: Fields) -> list[str]:

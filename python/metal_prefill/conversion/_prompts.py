@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import string
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from metal_prefill.conversion._fields import Fields
 from metal_prefill.conversion._folder_vocabulary import FolderVocabulary
-from metal_prefill.conversion._modules import Modules, words_of
+from metal_prefill.conversion._modules import Modules, transformer_settings, words_of
 from metal_prefill.files._metadata_keys import DEFAULT_PROMPT_KEY, EXPANSION_KEYS, PROMPT_KEYS, SKIPPED_KEY
-from metal_prefill.text._encoder_vocabulary import SPACE
 
 # Prefixes of PyLate's models, and the prompts that contain them.
 _PREFIXES = {"query_prefix": "query", "document_prefix": "document"}
@@ -48,6 +47,14 @@ def prompt_metadata(folder: Path, modules: Modules, vocabulary: FolderVocabulary
             )
         found[DEFAULT_PROMPT_KEY] = name
     config.require("truncate_dim", (None,), None)
+    for module in transformer_settings(folder):
+        if module.boolean("do_lower_case", default=False):
+            lowercase = vocabulary.flags.get("normalizer.lowercase", False)
+            module.require("do_lower_case", (lowercase,), False)
+    if config.values.get("similarity_fn_name") == "meanmaxsim":
+        raise config.unsupported(
+            "similarity_fn_name is 'meanmaxsim'; supported with late interaction: 'maxsim'"
+        )
     words = modules.skipped_words
     if words is None and config.has("skiplist_words"):
         words = words_of(config)
@@ -56,23 +63,17 @@ def prompt_metadata(folder: Path, modules: Modules, vocabulary: FolderVocabulary
     if skipped := skipped_ids(words or (), vocabulary):
         found[SKIPPED_KEY] = skipped
     if modules.per_token:
-        ids = {token: i for i, token in enumerate(vocabulary.tokens)}
-        found |= {
-            f"{EXPANSION_KEYS}{key}": value for key, value in _expansion(folder, config, ids, vocabulary)
-        }
+        expansion = _expansion(folder, config, vocabulary)
+        found |= {f"{EXPANSION_KEYS}{key}": value for key, value in expansion}
     return found
 
 
 def skipped_ids(words: Iterable[str], vocabulary: FolderVocabulary) -> list[int]:
     """Return the ids of the words that are tokens of the vocabulary."""
-    begin = SPACE if vocabulary.model == "bert" else ""
-    ids = {token: i for i, token in enumerate(vocabulary.tokens)}
-    return [ids[begin + word] for word in words if begin + word in ids]
+    return [vocabulary.by_text[word] for word in words if word in vocabulary.by_text]
 
 
-def _expansion(
-    folder: Path, config: Fields, ids: Mapping[str, int], vocabulary: FolderVocabulary
-) -> Iterator[tuple[str, Any]]:
+def _expansion(folder: Path, config: Fields, vocabulary: FolderVocabulary) -> Iterator[tuple[str, Any]]:
     """Yield how queries are expanded, by the keys of the metadata."""
     # In the order of sentence-transformers: settings of the Transformer module, of the model, and of PyLate,
     # whose models expand queries to 32 tokens unless they state otherwise.
@@ -85,14 +86,15 @@ def _expansion(
         options.require("strategy", ("fixed", "min"), None)
         length, seen = options.integer("length"), options.boolean("attend", default=False)
         fixed = options.string("strategy") == "fixed"
-    elif any(map(config.has, _EXPANDS)) and config.boolean("do_query_expansion", default=True):
+    elif config.values.keys() & set(_EXPANDS) and config.boolean("do_query_expansion", default=True):
         options, fixed = config, True
         length = config.integer("query_length", default=32)
         seen = config.boolean("attend_to_expansion_tokens", "attend_to_mask_tokens", default=False)
     else:
         return
     token = options.string("token", default="")
-    known = ids.get(token) if token else vocabulary.ids.get("mask", vocabulary.ids.get("eos"))
+    ids = vocabulary.ids
+    known = vocabulary.by_text.get(token) if token else ids.get("mask", ids.get("eos"))
     if known is None:
         missing = f"token {token!r}" if token else "mask token"
         raise options.error(f"queries are expanded, but the vocabulary has no {missing}")

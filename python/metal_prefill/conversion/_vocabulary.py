@@ -186,7 +186,8 @@ def _pre_tokenizer(json: Fields, model: Fields) -> tuple[str, bool]:
     same = [
         name
         for name in (*_PREFERRED, *PRE_TOKENIZERS)
-        if PRE_TOKENIZERS[name].patterns == tuple(patterns) and PRE_TOKENIZERS[name].whole_words == whole
+        if PRE_TOKENIZERS[name].whole_words == whole
+        and [pattern.replace(*_CONTRACTIONS) for pattern in PRE_TOKENIZERS[name].patterns] == patterns
     ]
     if same:
         return next((name for name in same if PRE_TOKENIZERS[name].nfc == nfc), same[0]), nfc

@@ -35,10 +35,11 @@ _FOLDER_FILES = (
     "chat_template.jinja",
     "modules.json",
     "config_sentence_transformers.json",
-    "sentence_bert_config.json",
+    "sentence_*_config.json",
     "artifact.metadata",
     "*_MultiVectorMask/config.json",
     "*_Pooling/config.json",
+    "*_Normalize/config.json",
     "*_Dense/config.json",
     "*_Dense/model.safetensors",
 )

@@ -103,6 +103,7 @@ class SpecialTokens:
         """
         tokens = vocabulary.tokens
         ids = {name: special_id(gguf, key, len(tokens)) for name, key in _KEYS.items()}
+        separated = ids["sep"] is not None  # the type of a token is the number of separators before it
         word_piece, unigram = vocabulary.kind == "bert", vocabulary.kind == "t5"
         if word_piece:  # early converters wrote only one of the ids of a token, or none
             spelled = {text: tokens.index(text) for text in ("[CLS]", "[SEP]", "[UNK]") if text in tokens}
@@ -127,7 +128,10 @@ class SpecialTokens:
         separator = end if word_piece else (*end, *_known(ids["sep"] if add_sep else None))
         types = count(gguf, "token_type_count", default=2)
         frame = TokenFrame(
-            _known(ids["bos"] if add_bos else None), separator, end, int(word_piece and types > 1)
+            _known(ids["bos"] if add_bos else None),
+            separator,
+            end,
+            int(word_piece and separated and types > 1),
         )
         del ids["cls"]
         return cls(**ids, add_bos=add_bos, add_eos=add_eos, frame=frame)

@@ -80,6 +80,15 @@ _CL100K = (
 )
 # Combining marks are part of a word.
 _QWEN35 = (_CL100K % r"\p{N}").replace(r"\p{L}+", r"[\p{L}\p{M}]+").replace(r"[^\s\p{L}", r"[^\s\p{L}\p{M}")
+# Upper and lower case end words; contractions belong to the word before them.
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_WORD = r"[^\r\n\p{L}\p{N}]?%s(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+_O200K = "|".join(
+    (
+        *(_WORD % f"{_UPPER}*{_LOWER}+", _WORD % f"{_UPPER}+{_LOWER}*"),
+        r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    )
+)
 _LLAMA3 = PreTokenizer((_CL100K % r"\p{N}{1,3}",), whole_words=True, adds_bos=True)
 _QWEN2 = PreTokenizer((_CL100K % r"\p{N}",))
 PRE_TOKENIZERS: dict[str, PreTokenizer] = {
@@ -101,6 +110,8 @@ PRE_TOKENIZERS: dict[str, PreTokenizer] = {
     "qwen2": _QWEN2,
     "deepseek-r1-qwen": _QWEN2,
     "qwen35": PreTokenizer((_QWEN35,)),
+    "gpt-4o": PreTokenizer((_O200K,)),
+    "granite-embed-multi-97m": PreTokenizer((_O200K,), whole_words=True),
 }
 
 

@@ -1,0 +1,226 @@
+"""Settings of the modules of sentence-transformers: a model follows each of them, or it is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support import model_folders, task_folders
+from support.encoder_tasks import opened
+from support.model_folders import DIM, IDENTITY, Folder, read
+from support.task_folders import DOCUMENTS, QUERY
+
+from metal_prefill import UnsupportedModelError
+from metal_prefill.conversion import convert
+
+ST = "sentence_transformers.models"
+DENSE = {"in_features": DIM, "out_features": DIM, "bias": False, "activation_function": IDENTITY}
+TOKENS = {"module_input_name": "token_embeddings", "module_output_name": "token_embeddings"}
+SETTINGS = "config_sentence_transformers.json"
+
+Change = Callable[[Folder], Any]
+
+
+def modules(*kinds: str) -> Change:
+    listing = [
+        {"idx": i, "path": "" if kind == "Transformer" else f"{i}_{kind}", "type": f"{ST}.{kind}"}
+        for i, kind in enumerate(kinds)
+    ]
+    return lambda folder: folder.json("modules.json", listing)
+
+
+def file(name: str, **content: Any) -> Change:
+    return lambda folder: folder.json(name, content)
+
+
+def merged(name: str, **content: Any) -> Change:
+    def change(folder: Folder) -> None:
+        stated = json.loads((folder.path / name).read_bytes())
+        folder.json(name, {**stated, **content})
+
+    return change
+
+
+def both(*changes: Change) -> Change:
+    def change(folder: Folder) -> None:
+        for one in changes:
+            one(folder)
+
+    return change
+
+
+def dense(**settings: Any) -> Change:
+    return file("2_Dense/config.json", **{**DENSE, "out_features": 16, **settings})
+
+
+def bert(path: Path) -> Folder:
+    folder = model_folders.bert(path)
+    folder.pool(dense=16)
+    return folder
+
+
+REFUSED: dict[str, tuple[Callable[[Path], Folder], Change, str]] = {
+    "a layer after the norm": (
+        bert,
+        modules("Transformer", "Pooling", "Normalize", "Dense"),
+        "modules are Transformer, Pooling, Normalize, Dense; supported are one",
+    ),
+    "a layer before the pooling": (
+        bert,
+        modules("Transformer", "Dense", "Pooling"),
+        "modules are Transformer, Dense, Pooling",
+    ),
+    "two poolings": (bert, modules("Transformer", "Pooling", "Pooling"), "modules are Transformer, Pooling"),
+    "the default activation": (
+        bert,
+        file("2_Dense/config.json", in_features=DIM, out_features=16, bias=False),
+        "activation_function is Tanh",
+    ),
+    "a residual": (bert, dense(use_residual=True), "use_residual is True"),
+    "another output": (bert, dense(module_output_name="other"), "module_output_name is 'other'"),
+    "an input of tokens": (bert, dense(module_input_name="token_embeddings"), "module_input_name is 'token"),
+    "a norm of tokens": (
+        bert,
+        file("4_Normalize/config.json", module_input_name="token_embeddings"),
+        "module_input_name is 'token_embeddings'",
+    ),
+    "another task": (
+        bert,
+        file("sentence_bert_config.json", transformer_task="fill-mask"),
+        "transformer_task is 'fill-mask'",
+    ),
+    "another output of the model": (
+        bert,
+        file(
+            "sentence_bert_config.json",
+            modality_config={"text": {"method": "forward", "method_output_name": "pooler_output"}},
+        ),
+        "method_output_name is 'pooler_output'",
+    ),
+    "arguments of the model": (
+        bert,
+        file("sentence_roberta_config.json", config_args={"layer_norm_eps": 0.1}),
+        "config_args.layer_norm_eps is not supported",
+    ),
+    "arguments of the tokenizer": (
+        bert,
+        file("sentence_bert_config.json", tokenizer_args={"do_lower_case": False}),
+        "tokenizer_args.do_lower_case is not supported",
+    ),
+    "lower case": (
+        lambda path: model_folders.bert(path, variant="cased"),
+        file("sentence_bert_config.json", do_lower_case=True),
+        "do_lower_case is True; supported: False",
+    ),
+    "queries without some words": (
+        task_folders.late_interaction,
+        merged("2_MultiVectorMask/config.json", skiplist_tasks=["query", "document"]),
+        "skiplist_tasks is ",
+    ),
+    "some tokens": (
+        task_folders.late_interaction,
+        merged("2_MultiVectorMask/config.json", keep_only_token_ids=[5]),
+        r"keep_only_token_ids is \[5\]",
+    ),
+    "vectors of tokens as they are": (
+        task_folders.late_interaction,
+        lambda folder: folder.json(
+            "modules.json", json.loads((folder.path / "modules.json").read_bytes())[:3]
+        ),
+        "modules have no Normalize",
+    ),
+    "means of scores": (
+        task_folders.late_interaction,
+        merged(SETTINGS, similarity_fn_name="meanmaxsim"),
+        "similarity_fn_name is 'meanmaxsim'",
+    ),
+    "layers after a cross-encoder": (
+        task_folders.RANKERS["bert"],
+        modules("Transformer", "Dense"),
+        "modules are Transformer, Dense; supported with a classifier: Transformer",
+    ),
+    "a prompt of a cross-encoder": (
+        task_folders.RANKERS["bert"],
+        both(
+            modules("Transformer"),
+            file(SETTINGS, prompts={"query": "find: "}, default_prompt_name="query"),
+        ),
+        "default_prompt_name is 'query'; a classifier has no prompts",
+    ),
+    "an activation of a cross-encoder": (
+        task_folders.RANKERS["bert"],
+        both(modules("Transformer"), file(SETTINGS, activation_fn="torch.nn.modules.activation.Tanh")),
+        "the activation of the output is torch.nn.modules.activation.Tanh",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_setting_that_is_not_followed_is_refused(tmp_path: Path, name: str) -> None:
+    make, change, message = REFUSED[name]
+    folder = make(tmp_path / "m")
+    change(folder)
+    with pytest.raises(UnsupportedModelError, match=message):
+        convert(folder.write(), tmp_path / "m.gguf")
+
+
+def test_settings_without_an_effect_are_accepted(tmp_path: Path) -> None:
+    folder = bert(tmp_path / "m")
+    folder.json(
+        "sentence_bert_config.json",
+        {
+            "max_seq_length": 20,
+            "do_lower_case": True,  # as the tokenizer does
+            "transformer_task": "feature-extraction",
+            "module_output_name": "token_embeddings",
+            "model_args": {"trust_remote_code": True},
+        },
+    )
+    dense(use_residual=False, module_input_name="sentence_embedding")(folder)
+    convert(folder.write(), tmp_path / "m.gguf")
+
+
+@pytest.mark.parametrize("listed", [True, False])
+def test_the_activation_of_a_listed_module_is_followed(tmp_path: Path, listed: bool) -> None:
+    folder = task_folders.RANKERS["bert"](tmp_path / "m")
+    if listed:
+        modules("Transformer")(folder)
+    folder.json(SETTINGS, {"model_type": "CrossEncoder", "activation_fn": IDENTITY})
+    with opened(convert(folder.write(), tmp_path / "m.gguf")) as model:
+        scores = [item.score for item in model.rerank(QUERY, DOCUMENTS)]
+    with opened(
+        convert(task_folders.RANKERS["bert, output as it is"](tmp_path / "n").write(), tmp_path / "n.gguf")
+    ) as model:
+        outputs = np.array([item.score for item in model.rerank(QUERY, DOCUMENTS)])
+    expected = outputs if listed else 1 / (1 + np.exp(-outputs))
+    np.testing.assert_allclose(scores, expected, rtol=1e-5)
+
+
+def test_control_tokens_and_parts_of_words_are_left_out(tmp_path: Path) -> None:
+    folder = task_folders.late_interaction(tmp_path / "m")
+    merged("2_MultiVectorMask/config.json", skiplist_words=["[SEP]", "##e", "the", "nothing like it"])(folder)
+    fields, _ = read(convert(folder.write(), tmp_path / "m.gguf"))
+    ids = json.loads((folder.path / "tokenizer.json").read_bytes())["model"]["vocab"]
+    assert list(fields["metal_prefill.skipped_tokens"]) == [
+        ids[word] for word in ("[SEP]", "##e", "the") if word in ids
+    ]
+
+
+@pytest.mark.parametrize("inputs", [["input_ids", "attention_mask"], ["input_ids", "token_type_ids"]])
+def test_pairs_have_types_if_the_tokenizer_gives_them(tmp_path: Path, inputs: list[str]) -> None:
+    folder = task_folders.RANKERS["bert"](tmp_path / "m")
+    merged("tokenizer_config.json", model_input_names=inputs)(folder)
+    types = folder.tensors["bert.embeddings.token_type_embeddings.weight"]
+    with opened(convert(folder.write(), tmp_path / "m.gguf")) as model:
+        made = model.tokenizer.encode_pair(QUERY, DOCUMENTS[0])
+        scores = [item.score for item in model.rerank(QUERY, DOCUMENTS)]
+    assert set(made.types) == ({0, 1} if "token_type_ids" in inputs else {0})
+    types[1] = types[0]  # all tokens have the first type
+    merged("tokenizer_config.json", model_input_names=["input_ids", "token_type_ids"])(folder)
+    with opened(convert(folder.write(), tmp_path / "n.gguf")) as model:
+        expected = [item.score for item in model.rerank(QUERY, DOCUMENTS)]
+    assert np.allclose(scores, expected, rtol=1e-5) == ("token_type_ids" not in inputs)
