@@ -305,17 +305,17 @@ def faults_after(model: Model, pause: float) -> int:
 def test_memory_stays_resident_during_pauses(path: Path) -> None:
     gpu.set_limits(gpu.Limits(residency_lapse_ms=1500))
     with Model(path, device="metal") as model:
-        assert faults_after(model, pause=4) == 0
+        assert faults_after(model, pause=2) == 0
 
 
 def test_memory_is_evicted_after_a_long_idle_time(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with_residency(monkeypatch, 0.1)
     gpu.set_limits(gpu.Limits(residency_lapse_ms=1500))
     with Model(path, device="metal") as model:
-        assert faults_after(model, pause=4) == 1
+        assert faults_after(model, pause=2) == 1
     with_residency(monkeypatch, 3600)
     with Model(path, device="metal") as model:
-        assert faults_after(model, pause=4) == 0
+        assert faults_after(model, pause=2) == 0
 
 
 def test_the_residency_thread_ends_with_the_model(path: Path) -> None:

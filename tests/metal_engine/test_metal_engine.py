@@ -227,7 +227,7 @@ def test_batch_buffers_are_freed_with_the_last_session(demo_path: Path) -> None:
     assert gpu.live_buffers() == []
 
 
-def test_ten_thousand_mixed_calls_leak_nothing(tmp_path: Path) -> None:
+def test_thousands_of_mixed_calls_leak_nothing(tmp_path: Path) -> None:
     shape: dict[str, Any] = {
         "layers": 1,
         "dim": 32,
@@ -257,7 +257,7 @@ def test_ten_thousand_mixed_calls_leak_nothing(tmp_path: Path) -> None:
 
     made = calls()
     objects, memory = gpu.live_objects(), gpu.allocated_bytes()
-    while made < (1_000 if gpu.sanitizer else 10_000):  # a sanitizer finds the leak of a single call
+    while made < (1_000 if gpu.sanitizer else 3_000):  # a sanitizer finds the leak of a single call
         made += calls()
     assert gpu.live_objects() == objects
     assert gpu.allocated_bytes() == memory
