@@ -195,6 +195,7 @@ def test_values_per_layer_must_be_equal(open_model: Open, key: str) -> None:
         ({"llama.final_logit_softcapping": number(30.0)}, "final_logit_softcapping = 30.0"),
         ({"llama.logit_scale": number(0.5)}, "llama.logit_scale = 0.5"),
         ({"llama.rope.scaling.yarn_ext_factor": number(0.0)}, "yarn_ext_factor = 0.0"),
+        ({"llama.rope.scaling.alpha": number(1000.0)}, "rope.scaling.alpha = 1000.0"),
         ({"llama.rope.scaling.type": string("longrope")}, "rope scaling of type longrope is not supported"),
         ({"llama.attention.sliding_window": integer(64)}, "sliding_window is not supported for llama"),
         ({"split.count": (U16, scalar(U16, 3))}, "the model is split into 3 files"),

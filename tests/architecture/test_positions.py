@@ -195,3 +195,29 @@ def test_only_layers_with_a_window_rotate_in_exaone4(open_model: Open) -> None:
     assert config.layer_window == (8, 8, 8, 0, 8)
     assert config.layer_uses_rope == (True, True, True, False, True)
     assert config.layer_rope_base == ()
+
+
+@pytest.mark.parametrize("stated", [True, False])
+def test_granite_rotates_unless_its_file_states_otherwise(open_model: Open, stated: bool) -> None:
+    metadata = {"granite.rope.scaling.finetuned": (BOOL, bytes([stated]))}
+    config = read_config(open_model(metadata, architecture="granite"))
+    assert config.layer_uses_rope == (() if stated else (False,) * LAYERS)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("rope.dimension_count_swa", integer(2), "rope.dimension_count_swa is 2; supported is 4"),
+        ("attention.key_length_swa", integer(8), "attention.key_length_swa is 8; supported is 4"),
+        ("attention.value_length_swa", integer(8), "attention.value_length_swa is 8; supported is 4"),
+        ("attention.causal", (BOOL, b"\0"), "attention.causal is false, which is not supported with"),
+    ],
+)
+def test_layers_with_a_window_have_the_heads_of_the_others(
+    open_model: Open, key: str, value: tuple[int, bytes], message: str
+) -> None:
+    metadata = {"gemma3.attention.sliding_window": integer(8), f"gemma3.{key}": value}
+    with pytest.raises(UnsupportedModelError, match=message):
+        read_config(open_model(metadata, architecture="gemma3"))
+    same = {"gemma3.rope.dimension_count_swa": integer(4), "gemma3.attention.key_length_swa": integer(4)}
+    read_config(open_model({**metadata, **same, f"gemma3.{key}": None}, architecture="gemma3"))

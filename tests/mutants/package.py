@@ -771,6 +771,20 @@ TEXT = (
         ("tests/test_module_settings.py", "-k", "activation"),
     ),
     Mutant(
+        f"{_P}/files/_positions.py",
+        "        if stated != value:",
+        "        if stated < value:",
+        "wider heads of layers with a window are ignored",
+        ("tests/architecture/test_positions.py", "-k", "heads_of_the_others"),
+    ),
+    Mutant(
+        f"{_P}/files/_positions.py",
+        "if traits.causal and not config.causal:",
+        "if False:",
+        "a decoder with windows attends both ways",
+        ("tests/architecture/test_positions.py", "-k", "heads_of_the_others"),
+    ),
+    Mutant(
         f"{_P}/conversion/_frame.py",
         "if not _has_second_type(",
         "if False and not _has_second_type(",

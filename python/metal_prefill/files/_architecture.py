@@ -197,7 +197,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "qwen2": Architecture(rope_style="neox", qkv_bias="required"),
     "qwen3": Architecture(rope_style="neox", qk_norm="required"),
     "smollm3": Architecture(rope_free_every=4),
-    "granite": Architecture(qkv_bias="optional", scales=True),
+    "granite": Architecture(qkv_bias="optional", scales=True, rope_switch=True),
     "hunyuan-dense": Architecture(rope_style="neox", qk_norm="required", qk_norm_place="rotated_heads"),
     "olmo2": Architecture(
         rope_style="neox",

@@ -24,6 +24,7 @@ _UNSUPPORTED_KEYS: dict[str, float] = {
     "attn_logit_softcapping": 0,
     "final_logit_softcapping": 0,
     "attention.clamp_kqv": 0,
+    "rope.scaling.alpha": 0,
     "rope.scaling.yarn_ext_factor": 1,
     "rope.scaling.yarn_log_multiplier": 0,
 }

@@ -93,6 +93,7 @@ def _with_layer_positions(config: ModelConfig, keys: Keys, traits: Architecture)
     if traits.window == "absent" or (traits.window == "optional" and stated == 0):
         return config
     window = keys.positive("attention.sliding_window")
+    _check_windows(config, keys, traits)
     windowed = (True,) * config.n_layers
     if traits.window_period:
         pattern = "attention.sliding_window_pattern"
@@ -110,3 +111,20 @@ def _with_layer_positions(config: ModelConfig, keys: Keys, traits: Architecture)
         layer_rope_base=tuple(window_base if w else config.rope_base for w in windowed),
         layer_rope_factor=tuple(1.0 if w else config.rope_factor for w in windowed),
     )
+
+
+def _check_windows(config: ModelConfig, keys: Keys, traits: Architecture) -> None:
+    """Refuse heads of other shapes in layers with a window, and windows that see both sides in a decoder."""
+    same = {
+        "rope.dimension_count_swa": config.rope_dim,
+        "attention.key_length_swa": config.key_dim,
+        "attention.value_length_swa": config.value_dim,
+    }
+    for suffix, value in same.items():
+        stated = keys.positive(suffix, default=value)
+        if stated != value:
+            raise keys.unsupported(f"{keys.architecture}.{suffix} is {stated}; supported is {value}")
+    if traits.causal and not config.causal:
+        raise keys.unsupported(
+            f"{keys.architecture}.attention.causal is false, which is not supported with attention windows"
+        )
