@@ -200,11 +200,11 @@ def test_blit_encoders_copy_and_fill(device: Any, library: KernelLibrary) -> Non
     command_buffer = library.queue.command_buffer()
     encoder = command_buffer.blit_encoder()
     encoder.fill(b, 0, 16, 0xEE)
-    encoder.copy(a, 4, b, 8, 5)
+    encoder.copy(a, 4, b, 8, 4)
     encoder.end()
     command_buffer.commit()
     command_buffer.wait()
-    assert b.contents.tolist() == [0xEE] * 8 + [4, 5, 6, 7, 8] + [0xEE] * 3
+    assert b.contents.tolist() == [0xEE] * 8 + [4, 5, 6, 7] + [0xEE] * 4
 
 
 def test_retained_buffers_live_until_the_command_buffer_completes(
