@@ -163,8 +163,17 @@ ARGS_STRUCT(CausalConvArgs)
   ARGS_FIELD(u32_t, tokens)
   ARGS_FIELD(u32_t, first_out)    // first row with a result
   ARGS_FIELD(u32_t, gated)        // the input is [b | c | x]; otherwise the result is activated
-  ARGS_FIELD(u32_t, has_bias)
+  ARGS_FIELD(u32_t, biased)
 ARGS_END(CausalConvArgs, 32)
+
+// rope_append and causal_conv of the same rows.
+ARGS_STRUCT(RopeConvArgs)
+  ARGS_FIELD(RopeArgs, rope)
+  ARGS_FIELD(CausalConvArgs, conv)
+  ARGS_FIELD(u32_t, qkv_column)   // of a row
+  ARGS_FIELD(u32_t, conv_column)
+  ARGS_FIELD(u32_t, head_groups)  // threadgroups of a row that take heads
+ARGS_END(RopeConvArgs, 104)
 
 // The scan of a state-space layer. A row of the input is [heads][dim] of x, [groups][rows] of b, and the same
 // of c.

@@ -136,6 +136,7 @@ class ForwardPass {
   struct ProjectedRow {
     int stride;          // from one row to the next
     int qkv, recurrent;  // columns of q, and of Config::recurrent_in_dim()
+    int conv;            // of the input of the convolution
   };
   // A pass in progress.
   struct Pass {
@@ -171,7 +172,11 @@ class ForwardPass {
   void attention(Pass& pass, int layer, const Part& wanted) const;
   void short_convolution(Pass& pass, int layer, const Rows& wanted) const;
   void project_in(const Pass& pass, int layer) const;
-  void convolve(const Pass& pass, int layer, int column, const View& out, const Rows& wanted) const;
+  ops::ConvInputs conv_inputs(const Pass& pass, int layer) const;
+  CausalConvArgs conv_args(const Pass& pass, int layer, const Rows& wanted) const;
+  void convolve(const Pass& pass, int layer, const View& out, const Rows& wanted) const;
+  // Whether the rotation of queries and keys is part of attention.
+  static bool rotates_in_attention(const Pass& pass, const Part& wanted);
   void scan(Pass& pass, int layer, const Part& wanted) const;
   void gated_delta(Pass& pass, int layer, const Rows& wanted) const;
   // The states of a layer, from its matrices in the first slot on.

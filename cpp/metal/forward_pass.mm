@@ -82,7 +82,7 @@ void ForwardPass::encode_layer(Pass& pass, int layer, const Part& wanted) const 
 void ForwardPass::short_convolution(Pass& pass, int layer, const Rows& wanted) const {
   const Layer& w = layers_[std::size_t(layer)];
   const Activations& a = pass.a;
-  convolve(pass, layer, 0, a.conv, wanted);
+  convolve(pass, layer, a.conv, wanted);
   if (wanted.count > 0)
     add_residual(pass, w.attn_output, a.conv, a.x.row(std::size_t(wanted.first), config_.dim), wanted);
 }
@@ -99,28 +99,32 @@ void ForwardPass::project_in(const Pass& pass, int layer) const {
                      {a.projected, projected_row(config_.kind(layer)).stride}, rows);
 }
 
-// Its input begins at a column of the projections of the state.
-void ForwardPass::convolve(const Pass& pass, int layer, int column, const View& out,
-                           const Rows& wanted) const {
+ops::ConvInputs ForwardPass::conv_inputs(const Pass& pass, int layer) const {
   const View filter = layers_[std::size_t(layer)].conv, bias = layers_[std::size_t(layer)].conv_bias;
+  return {filter, bias ? bias : filter, pass.tables.states, pass.buffers.states(layer)};
+}
+
+CausalConvArgs ForwardPass::conv_args(const Pass& pass, int layer, const Rows& wanted) const {
   const LayerKind kind = config_.kind(layer);
-  const ProjectedRow row = projected_row(kind);
-  const View in = pass.a.projected.row(1, row.recurrent + column);
   const int count = pass.all.rows.count;
-  ops::causal_conv(pass.e, {filter, bias ? bias : filter, pass.tables.states, pass.buffers.states(layer)}, in,
-                   out,
-                   {.channels = u32_t(config_.conv_channels(kind)),
-                    .taps = u32_t(config_.conv_taps),
-                    .in_stride = u32_t(row.stride),
-                    .slot_stride = u32_t(state_layout_.values),
-                    .tokens = u32_t(count),
-                    .first_out = u32_t(count - wanted.count),
-                    .gated = kind == LayerKind::kShortConv,
-                    .has_bias = bool(bias)},
+  return {.channels = u32_t(config_.conv_channels(kind)),
+          .taps = u32_t(config_.conv_taps),
+          .in_stride = u32_t(projected_row(kind).stride),
+          .slot_stride = u32_t(state_layout_.values),
+          .tokens = u32_t(count),
+          .first_out = u32_t(count - wanted.count),
+          .gated = kind == LayerKind::kShortConv,
+          .biased = bool(layers_[std::size_t(layer)].conv_bias)};
+}
+
+void ForwardPass::convolve(const Pass& pass, int layer, const View& out, const Rows& wanted) const {
+  const View in = pass.a.projected.row(1, projected_row(config_.kind(layer)).conv);
+  ops::causal_conv(pass.e, conv_inputs(pass, layer), in, out, conv_args(pass, layer, wanted),
                    wanted.precision(), pass.rows.all.runs);
 }
 
-// Where the layer also has attention, that adds to the rows first.
+// Where the layer also has attention, that adds to the rows first, and convolves them if it rotates
+// separately.
 void ForwardPass::scan(Pass& pass, int layer, const Part& wanted) const {
   const Layer& w = layers_[std::size_t(layer)];
   const Activations& a = pass.a;
@@ -130,7 +134,8 @@ void ForwardPass::scan(Pass& pass, int layer, const Part& wanted) const {
   const View projected = a.projected.row(1, row.recurrent);
   const u32_t stride = u32_t(row.stride), first_out = u32_t(all.count - rows.count);
   if (has_attention(kind)) attention(pass, layer, wanted);
-  convolve(pass, layer, config_.scan_dim(), a.convolved, all.in_float32());
+  if (!has_attention(kind) || rotates_in_attention(pass, wanted))
+    convolve(pass, layer, a.convolved, all.in_float32());
   // A norm needs whole rows; a gate alone is part of the scan.
   const bool has_norm = bool(w.scan.norm);
   ops::scan(pass.e, w.scan, projected, a.convolved, pass.tables.states, matrices(pass, layer),
@@ -162,10 +167,11 @@ void ForwardPass::gated_delta(Pass& pass, int layer, const Rows& wanted) const {
   const Layer& w = layers_[std::size_t(layer)];
   const Activations& a = pass.a;
   const Rows& all = pass.all.rows;
-  const auto [stride, qkv, first_column] = projected_row(config_.kind(layer));
-  const int inner = config_.scan_dim();
-  const View gate = a.projected.row(1, first_column), rates = gate.row(1, inner + config_.scan_channels());
-  convolve(pass, layer, inner, a.convolved, all.in_float32());
+  const ProjectedRow row = projected_row(config_.kind(layer));
+  const int stride = row.stride, inner = config_.scan_dim();
+  const View gate = a.projected.row(1, row.recurrent), qkv = a.projected.row(1, row.conv),
+             rates = qkv.row(1, config_.scan_channels());
+  convolve(pass, layer, a.convolved, all.in_float32());
   ops::gated_delta(pass.e, w.delta, a.convolved, rates, pass.tables.states, matrices(pass, layer), a.scanned,
                    {.heads = u32_t(config_.scan_heads),
                     .groups = u32_t(config_.scan_groups),
@@ -201,8 +207,17 @@ void ForwardPass::attention(Pass& pass, int layer, const Part& wanted) const {
 
   if (norms_rows_of_qk(w)) norm_rows_of_qk(pass, layer);
   const RopeArgs rope = rope_args(layer, rows.count == 0);
-  const bool rope_with_attention = pass.rows.one_each && rows.count == all.count;
-  if (!rope_with_attention) ops::rope_append(pass.e, rope_inputs, qkv, pass.all.sequences, cache, rope);
+  const bool rope_with_attention = rotates_in_attention(pass, wanted);
+  if (!rope_with_attention && has_state_space(config_.kind(layer)))
+    ops::rope_append_conv(pass.e, rope_inputs, conv_inputs(pass, layer), a.projected, pass.all.sequences,
+                          cache, a.convolved,
+                          {.rope = rope,
+                           .conv = conv_args(pass, layer, all),
+                           .qkv_column = u32_t(row.qkv),
+                           .conv_column = u32_t(row.conv),
+                           .head_groups = 0});
+  else if (!rope_with_attention)
+    ops::rope_append(pass.e, rope_inputs, qkv, pass.all.sequences, cache, rope);
   if (rows.count == 0) return;
 
   const AttentionArgs attention = attention_args(layer);
@@ -224,6 +239,10 @@ void ForwardPass::attention(Pass& pass, int layer, const Part& wanted) const {
                      .tokens = u32_t(rows.count)},
                     rows.precision());
   add_residual(pass, w.attn_output, a.att, x, rows);
+}
+
+bool ForwardPass::rotates_in_attention(const Pass& pass, const Part& wanted) {
+  return pass.rows.one_each && wanted.rows.count == pass.all.rows.count;
 }
 
 void ForwardPass::norm_rows_of_qk(const Pass& pass, int layer) const {

@@ -211,9 +211,11 @@ ForwardPass::ProjectedRow ForwardPass::projected_row(LayerKind kind) const {
   constexpr int kTogether = 4;
   const int recurrent = config_.recurrent_in_dim(kind), qkv = has_attention(kind) ? qkv_dim_ : 0;
   const bool last = recurrent % kTogether == 0;
+  const int first = last ? 0 : qkv, gates = has_matrix_state(kind) ? config_.scan_dim() : 0;
   return {.stride = round_up(recurrent + qkv, kTogether),
           .qkv = last ? recurrent : 0,
-          .recurrent = last ? 0 : qkv};
+          .recurrent = first,
+          .conv = first + gates};
 }
 
 int ForwardPass::projected_columns() const {

@@ -111,6 +111,8 @@ std::string kernel_name(const KernelKey& key, const CacheShape& cache) {
       return "add_bias";
     case Kernel::kRopeAppend:
       return cached("rope_append_");
+    case Kernel::kRopeAppendConv:
+      return cached("rope_append_conv_");
     case Kernel::kRopeAttentionDecode:
       return cached("rope_attention_decode_") + "_" + std::to_string(cache.decode_size());
     case Kernel::kAttentionDecode:

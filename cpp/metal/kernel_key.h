@@ -47,6 +47,7 @@ enum class Kernel {
   kLayernormTwice,
   kAddBias,
   kRopeAppend,
+  kRopeAppendConv,
   kRopeAttentionDecode,
   kAttentionDecode,
   kAttentionCombine,

@@ -137,6 +137,11 @@ struct ConvInputs {
 void causal_conv(Encoder& e, const ConvInputs& inputs, const View& in, const View& out,
                  const CausalConvArgs& args, Precision precision, std::span<const RowRun> runs);
 
+// rope_append and causal_conv of rows of `projected`, which have columns of both; to float32.
+void rope_append_conv(Encoder& e, const RopeInputs& rope, const ConvInputs& conv, const View& projected,
+                      const Sequences& sequences, const LayerCache& cache, const View& out,
+                      RopeConvArgs args);
+
 // Weights of a state-space layer other than its projections; `norm` is null if it has none.
 struct ScanWeights {
   View a, bias, skip, norm;

@@ -346,17 +346,44 @@ std::size_t rope_simdgroups(std::size_t heads, std::size_t most) {
 
 }  // namespace
 
-void rope_append(Encoder& e, const RopeInputs& inputs, const View& qkv, const Sequences& sequences,
-                 const LayerCache& cache, const RopeArgs& args) {
+namespace {
+
+struct HeadGroups {
+  std::size_t count, simdgroups;  // threadgroups of a token, and simdgroups of each, which take a head
+};
+HeadGroups head_groups(const Encoder& e, Kernel kernel, const RopeArgs& args) {
   const std::size_t heads = 2 * args.n_kv_heads + (args.skip_queries ? 0 : args.n_heads);
   constexpr std::size_t kMost = 8;
-  const std::size_t simdgroups =
-      rope_simdgroups(heads, allowed_threads(e, Kernel::kRopeAppend, kMost * kSimd) / kSimd);
-  e.dispatch(Kernel::kRopeAppend,
-             {inputs.bias, inputs.q_norm, inputs.k_norm, inputs.table, qkv, sequences.rows, sequences.pages,
-              cache.keys, cache.values},
+  const std::size_t simdgroups = rope_simdgroups(heads, allowed_threads(e, kernel, kMost * kSimd) / kSimd);
+  return {heads / simdgroups, simdgroups};
+}
+
+}  // namespace
+
+void rope_append(Encoder& e, const RopeInputs& inputs, const View& qkv, const Sequences& sequences,
+                 const LayerCache& cache, const RopeArgs& args) {
+  const HeadGroups groups = head_groups(e, Kernel::kRopeAppend, args);
+  e.dispatch(
+      Kernel::kRopeAppend,
+      {inputs.bias, inputs.q_norm, inputs.k_norm, inputs.table, qkv, sequences.rows, sequences.pages,
+       cache.keys, cache.values},
+      args, {.x = groups.count, .y = std::size_t(sequences.part.count), .threads = groups.simdgroups * kSimd},
+      sequences.part.runs);
+}
+
+void rope_append_conv(Encoder& e, const RopeInputs& rope, const ConvInputs& conv, const View& projected,
+                      const Sequences& sequences, const LayerCache& cache, const View& out,
+                      RopeConvArgs args) {
+  const HeadGroups groups = head_groups(e, Kernel::kRopeAppendConv, args.rope);
+  args.head_groups = u32_t(groups.count);
+  const std::size_t threads = groups.simdgroups * kSimd;
+  e.dispatch(Kernel::kRopeAppendConv,
+             {rope.bias, rope.q_norm, rope.k_norm, rope.table, projected, sequences.rows, sequences.pages,
+              cache.keys, cache.values, conv.filter, conv.bias, conv.rows, conv.states, out},
              args,
-             {.x = heads / simdgroups, .y = std::size_t(sequences.part.count), .threads = simdgroups * kSimd},
+             {.x = groups.count + ceil_div(std::size_t(args.conv.channels), threads),
+              .y = std::size_t(sequences.part.count),
+              .threads = threads},
              sequences.part.runs);
 }
 

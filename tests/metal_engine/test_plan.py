@@ -189,7 +189,7 @@ def test_a_state_space_layer_takes_as_many_dispatches_whatever_the_length(
             assert per_layer[0] == per_layer[1] == expected
 
 
-@pytest.mark.parametrize(("name", "most"), [("falcon-h1", 11), ("falcon-h1, norms in groups", 12)])
+@pytest.mark.parametrize(("name", "most"), [("falcon-h1", 10), ("falcon-h1, norms in groups", 11)])
 def test_attention_and_a_state_space_share_the_norm_and_the_product_of_their_layer(
     tmp_path: Path, name: str, most: int
 ) -> None:
@@ -198,8 +198,8 @@ def test_attention_and_a_state_space_share_the_norm_and_the_product_of_their_lay
     for tokens in (1, 2, 8, 9, 40, 300):
         for position in (0, 500):
             kernels = [d.kernel for d in plan(shape, tokens, position=position) if d.layer == 0]
-            fewer = int(tokens == 1) - int("attention_combine" in kernels)
-            assert len(kernels) == most - fewer, (tokens, position)
+            assert len(kernels) == most + int("attention_combine" in kernels) <= 12, (tokens, position)
+            assert ("rope_append_conv_f16" in kernels) == (tokens > 1)
 
 
 @pytest.mark.parametrize(("other", "products"), [("wv", 2), ("wk", 3), ("scan_in", 2), ("none", 1)])

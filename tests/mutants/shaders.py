@@ -56,6 +56,13 @@ MUTANTS = (
         (_SCAN, "-k", "test_scan and not norm"),
     ),
     Mutant(
+        "shaders/rope.metal",
+        "const uint channel = (group.x - args.head_groups) * threads.x + thread_index;",
+        "const uint channel = group.x * threads.x + thread_index;",
+        "a convolution next to a rotation begins after its first channels",
+        (_RECURRENT, "-k", "rope_append_conv"),
+    ),
+    Mutant(
         "shaders/gated_delta.metal",
         "s[i][j] *= keep;\n        known = fma(key[i], s[i][j], known);",
         "known = fma(key[i], s[i][j], known);\n        s[i][j] *= keep;",

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import ceil
 
 from metal_prefill._support.dispatches import Dispatch
+from metal_prefill.gpu._cost_model.attention import rope
 from metal_prefill.gpu._cost_model.operations import (
     FLOAT,
     HALF,
@@ -22,7 +24,7 @@ def causal_conv(d: Dispatch) -> Work:
     wanted = tokens - a["first_out"]
     inputs = min(tokens, wanted + (taps - 1) * max(1, len(d.runs)))  # rows whose inputs are read
     factors = 2 if a["gated"] else 1  # of an input
-    biases = channels * FLOAT if a["has_bias"] else 0
+    biases = channels * FLOAT if a["biased"] else 0
     states = sum((position > 0) + 1 for position, _ in d.runs)  # read before a run, and written after it
     out = HALF if d.kernel.endswith("f16") else FLOAT
     row = Ops(alu=6, memory=2) + LOOP
@@ -37,6 +39,21 @@ def causal_conv(d: Dispatch) -> Work:
         + wanted * 20
         + (tokens - wanted) * 4,  # of a row without a result, the slot for its state
         fetched=tokens * channels * (taps * FLOAT + (factors * taps + 1) * FLOAT + out),
+    )
+
+
+def rope_append_conv(d: Dispatch) -> Work:
+    """Return the work of rope_append and causal_conv, each of which has some of the threadgroups."""
+    heads, (groups, tokens, _) = d.args["head_groups"], d.grid
+    append = rope(replace(d, grid=(heads, tokens, 1)))
+    conv = causal_conv(replace(d, kernel="causal_conv_f32", grid=(groups - heads, tokens, 1)))
+    return dispatch_work(
+        d,
+        ops=append.ops * (heads / groups) + conv.ops * (1 - heads / groups),
+        trips=max(append.trips, conv.trips),
+        dram=append.dram_bytes + conv.dram_bytes,
+        cached=append.cached_bytes + conv.cached_bytes,
+        fetched=append.fetched_bytes + conv.fetched_bytes,
     )
 
 

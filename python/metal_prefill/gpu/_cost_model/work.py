@@ -26,6 +26,7 @@ _WORK: dict[str, Callable[[Dispatch], Work]] = {
     "layernorm_twice": steps.layernorm_twice,
     "add_bias": steps.add_bias,
     "rope_append": attention.rope,
+    "rope_append_conv": recurrences.rope_append_conv,
     "rope_attention_decode": attention.rope_attention_decode,
     "attention_decode": attention.attention_decode,
     "attention_combine": attention.attention_combine,

@@ -53,6 +53,7 @@ _STEPS: dict[str, Callable[[Captured], Expected]] = {
     "gated_delta": recurrences.gated_delta,
     "gated_norm_": recurrences.gated_norm,
     "gate_heads_": steps.gate_heads,
+    "rope_append_conv_": recurrences.rope_append_conv,
     "rope_append_": attention.rope_append,
     "rope_attention_decode_": attention.attention,
     "attention_combine": attention.combine,

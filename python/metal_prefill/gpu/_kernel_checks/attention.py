@@ -90,10 +90,10 @@ def _seen(position: int, end: int, window: int, both_ways: bool) -> range:
 
 def rope_append(d: Captured) -> Expected:
     a = d.args
-    stride = a["row_stride"]
+    stride, first = a["row_stride"], a.get("qkv_column", 0)
     for token in some_of(d.grid[1], SAMPLED_TOKENS):
         position, table = (int(d.before(5, _ROW)[name][token]) for name in ("position", "pages"))
-        row = slice(token * stride, (token + 1) * stride)
+        row = slice(token * stride + first, (token + 1) * stride + first)
         q, k, v = _rotated(d, a, d.before(4, np.float32)[row], position)
         if not a["skip_queries"]:
             yield _queries(d.after(4, np.float32)[row], a).ravel(), q.ravel()

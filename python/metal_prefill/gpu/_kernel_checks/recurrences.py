@@ -9,6 +9,7 @@ import numpy as np
 
 from metal_prefill import _core
 from metal_prefill._support.dispatches import layout_of
+from metal_prefill.gpu._kernel_checks.attention import rope_append
 from metal_prefill.gpu._kernel_checks.captured import (
     SAMPLED_TOKENS,
     SILU,
@@ -25,17 +26,27 @@ _STATE_NONE = _core.shader_constants["STATE_NONE"]
 
 
 def causal_conv(d: Captured) -> Expected:
+    out = d.after(5, np.float16 if d.kernel.endswith("f16") else np.float32)
+    return _convolved(d, d.before(2, np.float32), out, filters=0, rows=3)
+
+
+def rope_append_conv(d: Captured) -> Expected:
+    yield from rope_append(d)
+    inputs = d.before(4, np.float32)[d.args["conv_column"] :]
+    yield from _convolved(d, inputs, d.after(13, np.float32), filters=9, rows=11)
+
+
+def _convolved(d: Captured, given: Values, out: Values, *, filters: int, rows: int) -> Expected:
+    """Compare a convolution. The biases are bound after the filters, and the states after the rows."""
     a = d.args
     channels, taps, stride = a["channels"], a["taps"], a["slot_stride"]
-    filters = d.before(0, np.float32)[: channels * taps].reshape(channels, taps).astype(np.float64)
-    bias = d.before(1, np.float32)[:channels].astype(np.float64) if a["has_bias"] else 0.0
-    given = d.before(2, np.float32)[: a["tokens"] * a["in_stride"]].reshape(-1, a["in_stride"])
-    rows = d.before(3, _STATE_ROW)
-    before, after = d.before(4, np.float32), d.after(4, np.float32)
-    out = d.after(5, np.float16 if d.kernel.endswith("f16") else np.float32)
+    weights = d.before(filters, np.float32)[: channels * taps].reshape(channels, taps).astype(np.float64)
+    bias = d.before(filters + 1, np.float32)[:channels].astype(np.float64) if a["biased"] else 0.0
+    table = d.before(rows, _STATE_ROW)
+    before, after = d.before(rows + 1, np.float32), d.after(rows + 1, np.float32)
 
     def part(row: int, index: int) -> Values:
-        return given[row, index * channels :][:channels].astype(np.float64)
+        return given[row * a["in_stride"] + index * channels :][:channels].astype(np.float64)
 
     def inputs(row: Values) -> Values:
         """Return the inputs of the filter for a row, ``[taps][channels]``."""
@@ -53,12 +64,12 @@ def causal_conv(d: Captured) -> Expected:
 
     for token in some_of(a["tokens"] - a["first_out"], SAMPLED_TOKENS):
         row = token + a["first_out"]
-        expected = (inputs(rows[row]) * filters.T).sum(axis=0)
+        expected = (inputs(table[row]) * weights.T).sum(axis=0)
         expected = part(row, 1) * expected if a["gated"] else activate(expected + bias, SILU)
         yield out[token * channels : (token + 1) * channels], expected
-    for row in np.flatnonzero(rows["after"][: a["tokens"]] != _STATE_NONE)[-SAMPLED_TOKENS:]:
-        start = int(rows["after"][row]) * stride
-        yield after[start : start + (taps - 1) * channels], inputs(rows[row])[1:].reshape(-1)
+    for row in np.flatnonzero(table["after"][: a["tokens"]] != _STATE_NONE)[-SAMPLED_TOKENS:]:
+        start = int(table["after"][row]) * stride
+        yield after[start : start + (taps - 1) * channels], inputs(table[row])[1:].reshape(-1)
 
 
 def _rows_of(first: Any) -> list[int]:
