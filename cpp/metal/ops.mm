@@ -523,6 +523,20 @@ bool attends_on_tensors(const Tuning& tuning, const CacheShape& cache, const Att
 
 }  // namespace
 
+namespace {
+
+// Simdgroups of a threadgroup of attention_prefill, each of which takes a tile: `most`, or half as many where
+// the core with the most threadgroups then has fewer tiles.
+std::size_t prefill_simdgroups(const Tuning& tuning, std::size_t most, std::size_t tiles, std::size_t heads) {
+  const auto tiles_of_a_core = [&](std::size_t simdgroups) {
+    return ceil_div(ceil_div(tiles, simdgroups) * heads, std::size_t(tuning.cores)) * simdgroups;
+  };
+  const std::size_t half = std::max(most / 2, std::size_t(1));
+  return tiles_of_a_core(most) > most && tiles_of_a_core(half) < tiles_of_a_core(most) ? half : most;
+}
+
+}  // namespace
+
 TileShape tile_shape(const Tuning& tuning, const CacheShape& cache, const AttentionArgs& args) {
   return {args.n_kv_heads > 0 ? int(args.n_heads / args.n_kv_heads) : 1,
           attends_on_tensors(tuning, cache, args)
@@ -537,13 +551,14 @@ void attention_prefill(Encoder& e, const View& q, const Sequences& sequences, co
       std::size_t(PREFILL_SCRATCH(e.cache().prefill_size(), element_bytes(e.cache()))) * sizeof(float);
   const std::size_t most = std::min(std::size_t(e.tuning().prefill_simdgroups), kThreadgroupBytes / bytes);
   const bool on_tensors = attends_on_tensors(e.tuning(), e.cache(), args);
-  const std::size_t simdgroups =
+  const std::size_t allowed =
       on_tensors ? 1 : allowed_threads(e, Kernel::kAttentionPrefill, most * kSimd) / kSimd;
   const TileShape shape = tile_shape(e.tuning(), e.cache(), args);
   const std::vector<TileRange> ranges = ranges_of(sequences, args, shape, e.tuning().buffer_work);
   for (const TileRange& range : ranges) {
     const bool all = ranges.size() == 1;
     args.tiles = u32_t(range.end - range.first);
+    const std::size_t simdgroups = prefill_simdgroups(e.tuning(), allowed, args.tiles, args.n_kv_heads);
     e.dispatch(on_tensors ? Kernel::kAttentionTensor : Kernel::kAttentionPrefill,
                {q, sequences.tiles.at(range.first * sizeof(AttentionTile)), sequences.pages, cache.keys,
                 cache.values, out},

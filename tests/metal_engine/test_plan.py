@@ -415,6 +415,7 @@ def test_every_kernel_of_the_shaders_is_dispatched_by_some_pass(
         for tokens, norm in itertools.product((1, 300), (False, True)):
             shape = uniform_shape(scanning, "f32", "f32", optional=norm)
             found |= {d.kernel for d in plan(shape, tokens)}
+            found |= {d.kernel for d in plan(shape, tokens, kv_type="f32")}
     mixed = uniform_shape(SMALL, "q4_0", "q4_0")
     bias = TensorShape("bo", 0, GGMLQuantizationType.F32, (SMALL.dim,))
     found |= {d.kernel for d in plan(Shape(SMALL, (*mixed.tensors, bias)), 9)}
@@ -481,6 +482,34 @@ def test_tiles_are_within_two_percent_of_the_best_by_the_cost_model(chip: str, d
                 time = min(time_of(gpu, work_of(choice)).total for choice in choices)
             best += time
         assert chosen <= 1.02 * best, f"{tokens} tokens: {chosen / best - 1:.1%} slower"
+
+
+@pytest.mark.parametrize("chip", ["m2", "m3", "m4", "m4-pro", "m4-max"])
+def test_threadgroups_of_attention_have_as_many_tiles_as_suit_the_cores(chip: str) -> None:
+    """Either four simdgroups, each with a tile, or two, whichever the cost model predicts to be faster."""
+    gpu = find_chip(chip)
+    config = replace(SMALL, dim=576, n_heads=9, n_kv_heads=3, context_length=2048)
+    threads = set()
+    for tokens in (32, 128, 300, 512):
+        for position in (0, 1024):
+            passes = plan(
+                uniform_shape(config, "q4_0", "q4_0"),
+                tokens,
+                position=position,
+                family=gpu.family,
+                gpu=gpu.gpu,
+            )
+            (d,) = {d.grid: d for d in passes if d.kernel.startswith("attention_prefill")}.values()
+            times = {}
+            for simdgroups in (2, 4):
+                scratch = d.threadgroup_bytes // (d.threads // 32) * simdgroups
+                grid = (-(-d.args["tiles"] // simdgroups), *d.grid[1:])
+                choice = replace(d, grid=grid, threads=32 * simdgroups, threadgroup_bytes=scratch)
+                times[simdgroups] = time_of(gpu, work_of(choice)).total
+            threads.add(d.threads)
+            if tokens > 32:  # where all simdgroups have a tile
+                assert times[d.threads // 32] <= 1.02 * min(times.values()), (tokens, position, times)
+    assert threads == {"m2": {64, 128}, "m3": {64, 128}, "m4": {64, 128}}.get(chip, threads)
 
 
 @pytest.mark.parametrize("rows", [1, 2, 4])

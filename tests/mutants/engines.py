@@ -777,9 +777,16 @@ CPU = (
         (_ENCODERS, "-k", "reference and code and cpu"),
     ),
     Mutant(
+        "cpp/metal/ops.mm",
+        "tiles_of_a_core(half) < tiles_of_a_core(most) ? half : most;",
+        "tiles_of_a_core(half) > tiles_of_a_core(most) ? half : most;",
+        "threadgroups of attention have the number of tiles that leaves cores idle",
+        ("tests/metal_engine/test_plan.py", "-k", "as_many_tiles_as_suit"),
+    ),
+    Mutant(
         "cpp/metal/forward_plan.mm",
-        ".recurrent = last ? 0 : qkv};",
-        ".recurrent = 0};",
+        "const int first = last ? 0 : qkv,",
+        "const int first = 0,",
         "a state is read from the columns of queries where these are first",
         (_MODELS, "-k", "metal and falcon-h1"),
     ),
