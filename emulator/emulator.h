@@ -83,6 +83,7 @@ struct DeviceLimits {
   bool binary_archives = true;
   bool metal_tensor = true;    // false: no header of this name, nor of MetalPerformancePrimitives
   bool out_of_memory = false;  // command buffers fail whose buffers are together beyond working_set_bytes
+  bool unified_memory = true;  // false: the GPU claims to have memory of its own, as those of Intel Macs
 };
 DeviceLimits limits();
 void set_limits(const DeviceLimits& limits);

@@ -164,12 +164,13 @@ void bind_settings(nb::module_& m) {
              const std::map<std::string, std::uint32_t>& max_threads, std::uint32_t simd_width,
              const std::set<std::string>& broken_kernels, const std::set<std::string>& wrong_kernels,
              std::uint64_t watchdog_steps, bool residency_sets, std::uint64_t residency_lapse_ms,
-             std::uint64_t stale_no_copy, bool binary_archives, bool metal_tensor, bool out_of_memory) {
+             std::uint64_t stale_no_copy, bool binary_archives, bool metal_tensor, bool out_of_memory,
+             bool unified_memory) {
             new (self) DeviceLimits{
                 max_buffer_length, working_set_bytes, apple_family,       name,           no_copy,
                 simdgroup_matrix,  max_threads,       simd_width,         broken_kernels, wrong_kernels,
                 watchdog_steps,    residency_sets,    residency_lapse_ms, stale_no_copy,  binary_archives,
-                metal_tensor,      out_of_memory};
+                metal_tensor,      out_of_memory,     unified_memory};
           },
           "max_buffer_length"_a = 0, "working_set_bytes"_a = 0, "apple_family"_a = 7, "name"_a = "",
           "no_copy"_a = true, "simdgroup_matrix"_a = true,
@@ -177,7 +178,7 @@ void bind_settings(nb::module_& m) {
           "broken_kernels"_a = std::set<std::string>(), "wrong_kernels"_a = std::set<std::string>(),
           "watchdog_steps"_a = 0, "residency_sets"_a = true, "residency_lapse_ms"_a = 0,
           "stale_no_copy"_a = 0, "binary_archives"_a = true, "metal_tensor"_a = true,
-          "out_of_memory"_a = false)
+          "out_of_memory"_a = false, "unified_memory"_a = true)
       .def_rw("max_buffer_length", &DeviceLimits::max_buffer_length, "0: half the machine's memory.")
       .def_rw("working_set_bytes", &DeviceLimits::working_set_bytes,
               "0: three quarters of the machine's memory.")
@@ -208,7 +209,8 @@ void bind_settings(nb::module_& m) {
       .def_rw("metal_tensor", &DeviceLimits::metal_tensor,
               "False: sources that include <metal_tensor> do not compile.")
       .def_rw("out_of_memory", &DeviceLimits::out_of_memory,
-              "Command buffers fail whose buffers are together larger than working_set_bytes.");
+              "Command buffers fail whose buffers are together larger than working_set_bytes.")
+      .def_rw("unified_memory", &DeviceLimits::unified_memory, "False: hasUnifiedMemory is NO.");
   m.def("limits", &limits);
   m.def("set_limits", &set_limits, "limits"_a);
 }

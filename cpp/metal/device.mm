@@ -96,7 +96,9 @@ Tuning tuning_of(id<MTLDevice> device, id<MTLCommandQueue> queue) {
   static_assert(MTLGPUFamilyApple7 == 1007);
   for (const Tuning& tuning : kTunings)
     if ([device supportsFamily:MTLGPUFamily(1000 + tuning.family)]) return tuning;
-  const std::string failure = known_failure_of_trial(device, queue);
+  // On such GPUs of Intel Macs, barriers do not order the dispatches of a concurrent encoder.
+  const std::string failure =
+      device.hasUnifiedMemory ? known_failure_of_trial(device, queue) : "it has memory of its own";
   if (failure.empty()) return kTunings.back();
   throw DeviceError("the GPU '" + std::string(device.name.UTF8String) + "' of the families " +
                     families_of(device) + " is not supported: " + failure +

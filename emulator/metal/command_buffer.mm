@@ -235,7 +235,7 @@ struct Running {
   _scheduledHandlers.push_back([block copy]);
 }
 - (void)addCompletedHandler:(MTLCommandBufferHandler)block {
-  [self requireUncommitted:"addCompletedHandler"];
+  [self requireNoEncoder:"addCompletedHandler"];  // from macOS 26 on, Metal aborts the process
   _completedHandlers.push_back([block copy]);
 }
 - (void)waitUntilScheduled {

@@ -120,7 +120,7 @@ void check_length(NSUInteger length, const char* call) {
   return MTLSizeMake(metal_emulator::kMaxThreads, metal_emulator::kMaxThreads, metal_emulator::kMaxThreads);
 }
 - (BOOL)hasUnifiedMemory {
-  return YES;
+  return metal_emulator::limits().unified_memory;
 }
 - (BOOL)isLowPower {
   return NO;

@@ -231,6 +231,18 @@ def test_two_encoders_at_once(library: KernelLibrary, refuses: Any) -> None:
     setup.encoder.end()
 
 
+def test_a_completed_handler_is_added_before_or_after_encoders(library: KernelLibrary, refuses: Any) -> None:
+    command_buffer = library.queue.command_buffer()
+    command_buffer.add_completed_handler(print)
+    encoder = command_buffer.compute_encoder()
+    with refuses("addCompletedHandler: another encoder has not ended encoding"):
+        command_buffer.add_completed_handler(print)
+    encoder.end()
+    command_buffer.add_completed_handler(print)
+    command_buffer.commit()
+    command_buffer.wait()
+
+
 def test_command_buffer_used_out_of_order(library: KernelLibrary, refuses: Any) -> None:
     command_buffer = library.queue.command_buffer()
     with refuses("waitUntilCompleted: the command buffer was not committed"):

@@ -101,6 +101,7 @@ def test_the_watchdog_timeout_is_extended_unless_the_environment_sets_it(setting
         ({"simdgroup_matrix": False}, "'trial' cannot be built: .*no simdgroup_matrix"),
         ({"simd_width": 16}, "its simdgroups have 16 threads"),
         ({"watchdog_steps": 1}, "'trial' failed: .*GPU Timeout"),
+        ({"unified_memory": False}, "it has memory of its own"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
