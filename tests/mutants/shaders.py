@@ -133,7 +133,7 @@ MUTANTS = (
         (_RECURRENT, "-k", "causal_conv"),
     ),
     Mutant(
-        "shaders/causal_conv.metal",
+        "shaders/causal_conv.h",
         "if (row.before == STATE_NONE) return 0.0f;",
         "",
         "the first tokens of a sequence read a state that does not exist",
