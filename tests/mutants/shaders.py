@@ -133,6 +133,13 @@ MUTANTS = (
         (_RECURRENT, "-k", "causal_conv"),
     ),
     Mutant(
+        "shaders/causal_conv.metal",
+        "if (position.x >= args.channels || position.y >= args.tokens) return;",
+        "if (position.y >= args.tokens) return;",
+        "a convolution goes on after the last channel",
+        (_RECURRENT, "-k", "causal_conv and 200"),
+    ),
+    Mutant(
         "shaders/causal_conv.h",
         "if (row.before == STATE_NONE) return 0.0f;",
         "",
