@@ -342,3 +342,33 @@ def test_notes_must_be_text(demo_path: Path, tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="surrogates not allowed"):
             session.save(tmp_path / "a.session")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("value", [1, None, "yes", np.ones(2)])
+def test_options_of_prompts_are_named(demo_path: Path, value: Any) -> None:
+    with Model(demo_path, device="cpu", threads=1) as model, model.session() as session:
+        for call in (
+            lambda **options: session.forward_prompt([1, 2], **options),
+            lambda **options: session.forward_prompt_logits([1, 2], **options),
+            lambda **options: model.forward_batch([session], [[1, 2]], **options),
+        ):
+            with pytest.raises(TypeError, match=f"^reuse must be a bool, got {type(value).__name__}$"):
+                call(reuse=value)
+            if value is not None:
+                with pytest.raises(TypeError, match="^progress must be callable or None, got "):
+                    call(progress=value)
+        assert session.position == 0
+
+
+def test_sessions_of_a_batch_are_checked(demo_path: Path) -> None:
+    with Model(demo_path, device="cpu", threads=1) as model, model.session() as session:
+        with pytest.raises(TypeError, match=r"^sessions\[1\] must be a Session, got int$"):
+            model.forward_batch([session, 3], [[1], [1]])  # type: ignore[list-item]
+        assert session.position == 0
+
+
+def test_a_number_is_not_the_path_of_a_saved_session(demo_path: Path, tmp_path: Path) -> None:
+    with Model(demo_path, device="cpu", threads=1) as model, (tmp_path / "a").open("w") as file:
+        with pytest.raises(TypeError, match="int"):
+            model.load_session(file.fileno())  # type: ignore[arg-type]
+        os.fstat(file.fileno())  # it is open

@@ -16,7 +16,7 @@ from metal_prefill._engine import Engine
 from metal_prefill._model_generation import GenerationMethods
 from metal_prefill._model_tasks import TaskMethods
 from metal_prefill._opening import default_model_path, open_engine, resolve_device
-from metal_prefill._support.arguments import MAX_INTEGER, integer, one_of
+from metal_prefill._support.arguments import MAX_INTEGER, check_prompt_options, integer, one_of
 from metal_prefill.errors import ClosedError, MetalPrefillError, StateError
 from metal_prefill.files import _session_file
 from metal_prefill.files._compute_mode import AUTO, CHOICES, ComputeMode
@@ -370,6 +370,10 @@ class Model(GenerationMethods, TaskMethods):
         SessionBusyError
             From inside a progress callback of one of the sessions.
         """
+        check_prompt_options(reuse, progress)
+        for i, session in enumerate(sessions):
+            if not isinstance(session, Session):
+                raise TypeError(f"sessions[{i}] must be a Session, got {type(session).__name__}")
         call = BatchCall(self.config, [session.native for session in sessions], tokens, output, rows)
         results = self.engine.core.forward_batch(call.take_requests(reuse=reuse), progress)
         return call.results(results, return_errors=return_errors)

@@ -12,7 +12,15 @@ import numpy as np
 import numpy.typing as npt
 
 from metal_prefill._engine import Engine
-from metal_prefill._support.arguments import Logits, Progress, TokenIds, integer, token_array, token_id
+from metal_prefill._support.arguments import (
+    Logits,
+    Progress,
+    TokenIds,
+    check_prompt_options,
+    integer,
+    token_array,
+    token_id,
+)
 from metal_prefill._support.dispatches import Dispatch, from_core
 from metal_prefill.errors import ClosedError, ContextOverflowError, DeviceError
 from metal_prefill.files import _session_file
@@ -134,6 +142,7 @@ class Session:
         After any of these errors position and cache are as before the call; with `reuse`, a device failure
         leaves the common prefix. Ctrl-C is honoured between chunks.
         """
+        check_prompt_options(reuse, progress)
         ids = self._checked(tokens)
         return self.native.forward_prompt(ids, reuse, progress)
 
@@ -149,6 +158,7 @@ class Session:
         numpy.ndarray
             float32, ``[vocab_size]``.
         """
+        check_prompt_options(reuse, progress)
         ids = self._checked(tokens)
         return self.native.forward_prompt_logits(ids, reuse, progress)
 

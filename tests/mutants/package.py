@@ -11,6 +11,27 @@ _ENCODER_TASKS = "tests/encoder_tasks"
 
 FILES = (
     Mutant(
+        f"{_P}/files/_session_file.py",
+        "path = os.fspath(path)",
+        "pass",
+        "loading a saved session by a number closes a file of the program",
+        ("tests/test_arguments.py", "-k", "path_of_a_saved_session"),
+    ),
+    Mutant(
+        f"{_P}/model.py",
+        "if not isinstance(session, Session):",
+        "if False:",
+        "what is not a session in a batch raises AttributeError",
+        ("tests/test_arguments.py", "-k", "sessions_of_a_batch"),
+    ),
+    Mutant(
+        f"{_P}/_support/arguments.py",
+        "if not isinstance(reuse, bool):",
+        "if False:",
+        "an error about `reuse` lists the signatures of native functions",
+        ("tests/test_arguments.py", "-k", "options_of_prompts"),
+    ),
+    Mutant(
         f"{_P}/gpu/_self_test.py",
         ", file_bytes // _SIZE_CLASS])",
         "])",

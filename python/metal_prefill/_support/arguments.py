@@ -62,6 +62,14 @@ def number(name: str, value: object) -> float:
         return math.inf if value > 0 else -math.inf  # type: ignore[operator]  # all of them compare
 
 
+def check_prompt_options(reuse: object, progress: object) -> None:
+    """Raise TypeError if `reuse` is not a bool, or `progress` is neither a callable nor None."""
+    if not isinstance(reuse, bool):
+        raise TypeError(f"reuse must be a bool, got {type(reuse).__name__}")
+    if progress is not None and not callable(progress):
+        raise TypeError(f"progress must be callable or None, got {type(progress).__name__}")
+
+
 def one_of(name: str, value: str, choices: Mapping[str, Any]) -> Any:
     """Return the choice named by `value`; raise ValueError for an unknown name."""
     if value not in choices:

@@ -213,6 +213,7 @@ def read(path: str | os.PathLike[str], owner: Owner) -> State:
     OSError
         The file cannot be opened.
     """
+    path = os.fspath(path)  # `open` takes a number for a descriptor, and closes it
     # Without O_NONBLOCK, opening a FIFO for reading would wait for a writer.
     nonblocking = getattr(os, "O_NONBLOCK", 0)
     with open(path, "rb", buffering=0, opener=lambda p, flags: os.open(p, flags | nonblocking)) as file:
