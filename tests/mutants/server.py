@@ -8,6 +8,13 @@ _P = "python/metal_prefill"
 
 MUTANTS = (
     Mutant(
+        f"{_P}/serve/_app.py",
+        "(HTTPException, ApiError, Exception)",
+        "(HTTPException, Exception)",
+        "each request for an unknown model writes a traceback to the log",
+        ("tests/serve/test_hostile_bodies.py", "-k", "log_nothing"),
+    ),
+    Mutant(
         f"{_P}/serve/_forms.py",
         "TokenId = Annotated[int, Meta(ge=0, lt=2**31)]",
         "TokenId = int",

@@ -17,7 +17,7 @@ from metal_prefill.serve._activity import pass_number
 from metal_prefill.serve._chat import chat
 from metal_prefill.serve._completions import complete
 from metal_prefill.serve._endpoint import Endpoint
-from metal_prefill.serve._errors import answer_error
+from metal_prefill.serve._errors import ApiError, answer_error
 from metal_prefill.serve._forms import (
     ChatForm,
     CompletionForm,
@@ -96,7 +96,8 @@ def make_app(model: Model, settings: Settings) -> Starlette:
         if settings.api_keys
         else [],
         lifespan=lifespan,
-        exception_handlers={HTTPException: answer_error, Exception: answer_error},
+        # Starlette writes a traceback to the log for errors that only the handler of `Exception` answers.
+        exception_handlers=dict.fromkeys((HTTPException, ApiError, Exception), answer_error),
     )
     app.state.service = service
     return app
