@@ -355,7 +355,7 @@ def test_options_of_prompts_are_named(demo_path: Path, value: Any) -> None:
             with pytest.raises(TypeError, match=f"^reuse must be a bool, got {type(value).__name__}$"):
                 call(reuse=value)
             if value is not None:
-                with pytest.raises(TypeError, match="^progress must be callable or None, got "):
+                with pytest.raises(TypeError, match=r"^progress must be callable or None, got "):
                     call(progress=value)
         assert session.position == 0
 
