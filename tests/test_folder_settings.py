@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from support import model_folders
+from support import model_folders, task_folders
+from support.encoder_tasks import scores_of
 
 from metal_prefill import GGUFError, Model, UnsupportedModelError
 
@@ -131,3 +132,20 @@ def test_a_changed_setting_is_followed_or_refused(tmp_path: Path, name: str) -> 
         assert error < 5e-5, f"{key} = {value}: {error:.2g} of the largest value"
         followed += 1
     assert followed > 5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("activation", ["Identity", "Sigmoid"])
+@pytest.mark.parametrize("name", task_folders.RANKERS)
+def test_a_saved_cross_encoder_keeps_its_activation(tmp_path: Path, name: str, activation: str) -> None:
+    sentence_transformers = pytest.importorskip("sentence_transformers")
+    folder = task_folders.RANKERS[name](tmp_path / "folder").write()
+    function = getattr(torch.nn, activation)()
+    sentence_transformers.CrossEncoder(str(folder), device="cpu", activation_fn=function).save_pretrained(
+        str(tmp_path / "saved")
+    )
+    theirs = sentence_transformers.CrossEncoder(str(tmp_path / "saved"), device="cpu")
+    pairs = [(task_folders.QUERY, document) for document in task_folders.DOCUMENTS]
+    with Model(tmp_path / "saved", device="cpu", compute="f32", kv_dtype="f32") as model:
+        scores = scores_of(model)
+    np.testing.assert_allclose(scores, theirs.predict(pairs), rtol=1e-4, atol=1e-5)

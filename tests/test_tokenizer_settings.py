@@ -251,6 +251,22 @@ def test_a_changed_setting_is_followed(tmp_path: Path, name: str, what: str, cha
 
 
 @pytest.mark.parametrize(
+    ("name", "what", "change"), FOLLOWED, ids=[f"{name}, {what}" for name, what, _ in FOLLOWED]
+)
+def test_ids_match_the_installed_transformers(tmp_path: Path, name: str, what: str, change: Change) -> None:
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    ours, _ = opened(tmp_path, name, change)
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    for text in SPELLED:
+        expected = theirs(text, add_special_tokens=False)["input_ids"]
+        assert ours.encode(text, add_bos=False, parse_special=True) == expected, repr(text)
+    pair = ours.encode_pair("the king", "b c")
+    assert pair.ids == theirs("the king", "b c")["input_ids"]
+
+
+@pytest.mark.parametrize(
     ("name", "what", "change", "message"), REFUSED, ids=[f"{name}, {what}" for name, what, *_ in REFUSED]
 )
 def test_a_changed_setting_is_refused(
@@ -329,3 +345,37 @@ def test_merges_are_written_unless_scores_order_them(tmp_path: Path) -> None:
     for change, written in ((complete, False), (swapped, True), (merges, True)):
         opened(tmp_path, "gemma", change)
         assert ("tokenizer.ggml.merges" in GGUFFile(tmp_path / "vocabulary.gguf").metadata) == written
+
+
+@pytest.mark.parametrize(
+    ("config", "generation", "stops"),
+    [
+        ({}, None, {"</s>"}),
+        ({"eos_token_id": 1}, None, {"</s>"}),
+        ({"eos_token_id": [1, 300]}, None, {"</s>", 300}),
+        ({"eos_token_id": [1, 300]}, {"eos_token_id": [301, 1, 302]}, {"</s>", 301, 302}),
+        ({"eos_token_id": [1, 300]}, {"eos_token_id": 1}, {"</s>"}),
+    ],
+)
+def test_generation_ends_where_transformers_ends_it(
+    tmp_path: Path, config: Json, generation: Json | None, stops: set[str | int]
+) -> None:
+    path = tokenizer_folders.write(tmp_path, TOKENIZERS["byte level"](), {"eos_token": "</s>"})
+    stated = json.loads((path / "config.json").read_bytes())
+    (path / "config.json").write_text(json.dumps(stated | config))
+    if generation is not None:
+        (path / "generation_config.json").write_text(json.dumps(generation))
+    tokenizer = encoder_tokenizers.open_folder(path)
+    assert tokenizer.stop_ids == {1 if stop == "</s>" else stop for stop in stops}
+
+
+@pytest.mark.parametrize(
+    ("ids", "error"), [([1, 9999], GGUFError), ([1, 300, 301, 302], UnsupportedModelError)]
+)
+def test_ends_that_a_file_cannot_describe_are_refused(
+    tmp_path: Path, ids: list[int], error: type[Exception]
+) -> None:
+    path = tokenizer_folders.write(tmp_path, TOKENIZERS["byte level"](), {"eos_token": "</s>"})
+    (path / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
+    with pytest.raises(error, match=r"generation_config.json: eos_token_id (contains 9999|has 3 tokens)"):
+        encoder_tokenizers.open_folder(path)

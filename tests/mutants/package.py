@@ -806,6 +806,13 @@ TEXT = (
         ("tests/architecture/test_positions.py", "-k", "heads_of_the_others"),
     ),
     Mutant(
+        f"{_P}/conversion/_folder_vocabulary.py",
+        'source = generation if generation.has("eos_token_id") else config',
+        "source = config",
+        "generation does not end at the tokens of generation_config.json",
+        ("tests/test_tokenizer_settings.py", "-k", "generation_ends"),
+    ),
+    Mutant(
         f"{_P}/conversion/_frame.py",
         "if not _has_second_type(",
         "if False and not _has_second_type(",

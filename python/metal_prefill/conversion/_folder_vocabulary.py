@@ -7,8 +7,10 @@ from typing import Any
 
 from metal_prefill.conversion._added_tokens import ListedTokens
 from metal_prefill.conversion._fields import Fields
-from metal_prefill.text._vocabulary import SPELLING_KEYS, TokenType
+from metal_prefill.text._tokenizer import END_TOKENS
+from metal_prefill.text._vocabulary import ENCODER_KINDS, SPELLING_KEYS, TokenType
 
+_STOPS = ("eot", "eom")  # further tokens that end generation
 NAMES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 _UNUSED_SCORE = -10000.0  # of ids without a token
 
@@ -85,6 +87,33 @@ def set_special_tokens(
         if found.types[found.by_text.get(unknown, 0)] != TokenType.CONTROL or unknown not in found.by_text:
             raise json.error(f"the unknown token {unknown} is not among added_tokens")
         found.ids["unk"] = found.by_text[unknown]
+
+
+def set_stops(found: FolderVocabulary, config: Fields, folder: Path) -> None:
+    """Set the tokens, besides the end of a text, that end generation in transformers.
+
+    Raises
+    ------
+    GGUFError
+        An id is not that of a token.
+    UnsupportedModelError
+        They are more than a GGUF file can describe.
+    """
+    if found.model in ENCODER_KINDS:
+        return
+    generation = Fields.read_if_present(folder / "generation_config.json")
+    source = generation if generation.has("eos_token_id") else config
+    stated = source.values.get("eos_token_id")
+    others = []
+    for i in stated if isinstance(stated, list) else []:
+        if isinstance(i, bool) or not isinstance(i, int) or not 0 <= i < len(found.tokens):
+            raise source.error(f"eos_token_id contains {i!r}, must be ids of tokens")
+        known = found.types[i] == TokenType.CONTROL and found.tokens[i] in END_TOKENS
+        if i != found.ids.get("eos") and not known:
+            others.append(i)
+    if len(others) > len(_STOPS):
+        raise source.unsupported(f"eos_token_id has {len(others)} tokens besides known ones: {others}")
+    found.ids.update(zip(_STOPS, others, strict=False))
 
 
 def fill(found: FolderVocabulary, config: Fields) -> None:

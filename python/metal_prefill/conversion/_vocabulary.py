@@ -11,6 +11,7 @@ from metal_prefill.conversion._folder_vocabulary import (
     FolderVocabulary,
     fill,
     set_special_tokens,
+    set_stops,
     steps,
 )
 from metal_prefill.conversion._frame import set_frame
@@ -53,6 +54,7 @@ def read_vocabulary(folder: Path, config: Fields) -> FolderVocabulary:
     found = readers[kind](json, model, settings)
     set_special_tokens(found, json, settings, config, folder)
     set_frame(found, json, settings, config)
+    set_stops(found, config, folder)
     fill(found, config)
     found.chat_template = _chat_template(folder, settings)
     return found

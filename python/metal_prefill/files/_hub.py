@@ -25,6 +25,7 @@ _LISTED = 12  # maximum number of files in an error message
 # Files of a model folder: configuration and tokenizer, weights, and the modules of sentence-transformers.
 _FOLDER_FILES = (
     "config.json",
+    "generation_config.json",
     "model.safetensors",
     "model.safetensors.index.json",
     "model-*-of-*.safetensors",
