@@ -207,6 +207,19 @@ def test_longest_special_token_wins(open_variant: Open) -> None:
     assert tokenizer.encode("<x><y><x>", add_bos=False, parse_special=True) == [n - 1, n - 2]
 
 
+@pytest.mark.parametrize(("name", "strips"), [("Phi-3-mini", True), ("Phi 3.5 mini", True), ("Llama", False)])
+def test_control_tokens_of_phi_3_take_the_white_space_after_them(
+    open_variant: Open, name: str, strips: bool
+) -> None:
+    tokens, types = [*LLAMA["tokens"], "<|end|>"], [*LLAMA["types"], 3]
+    scores = [*LLAMA["scores"], 0.0]
+    tokenizer = open_variant(TokenizerVariant("llama"), tokens=tokens, types=types, scores=scores, name=name)
+    for control, taken in (("<|end|>", strips), ("</s>", strips), ("<s>", False)):
+        made = tokenizer.encode(f"{control} \n a", add_bos=False, parse_special=True)
+        text = "a" if taken else " \n a"
+        assert made == [tokens.index(control), *tokenizer.encode(text, add_bos=False)]
+
+
 def test_stop_ids_are_those_named_or_known_by_spelling(smollm: Tokenizer) -> None:
     assert smollm.eos_id == 0
     assert smollm.stop_ids == {0, GPT2["tokens"].index("<|im_end|>")}

@@ -806,6 +806,13 @@ TEXT = (
         ("tests/architecture/test_positions.py", "-k", "heads_of_the_others"),
     ),
     Mutant(
+        f"{_P}/text/_vocabulary.py",
+        '_PHI3_KEEPS_SPACE = ("<unk>", "<s>", "<|endoftext|>")',
+        "_PHI3_KEEPS_SPACE = ()",
+        "white space after the beginning of a text is lost in files of Phi-3",
+        ("tests/test_tokenizer.py", "-k", "phi_3"),
+    ),
+    Mutant(
         f"{_P}/conversion/_folder_vocabulary.py",
         'source = generation if generation.has("eos_token_id") else config',
         "source = config",

@@ -214,6 +214,8 @@ TOKENIZERS = {
 def write_vocabulary(path: Path, vocabulary: dict[str, Any], variant: TokenizerVariant) -> Path:
     """Write a file that holds a vocabulary and no tensors."""
     writer = GGUFWriter(path, "llama")
+    if "name" in vocabulary:
+        writer.add_name(vocabulary["name"])
     writer.add_context_length(512)
     writer.add_embedding_length(32)
     writer.add_block_count(1)

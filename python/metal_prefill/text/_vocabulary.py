@@ -9,6 +9,7 @@ first. ``bert`` is WordPiece, and ``t5`` is SentencePiece's Unigram model.
 from __future__ import annotations
 
 import logging
+import re
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
@@ -42,6 +43,8 @@ SPELLING_KEYS = {
     "rstrip": "rstrip_tokens",
     "normalized": "normalized_tokens",
 }
+_PHI3 = re.compile(r"phi[ -]?3", re.IGNORECASE)
+_PHI3_KEEPS_SPACE = ("<unk>", "<s>", "<|endoftext|>")
 NAMED = ("bos", "eos", "unknown", "seperator", "padding", "cls", "mask")  # special tokens of encoders
 
 
@@ -198,8 +201,18 @@ class Vocabulary:
         }
 
     def spelling(self, gguf: GGUFFile, option: str) -> frozenset[int]:
-        """Return the ids of tokens with an option of `SPELLING_KEYS`."""
-        return ids_under(gguf, SPELLING_KEYS[option], len(self.tokens))
+        """Return the ids of tokens with an option of `SPELLING_KEYS`.
+
+        Files of Phi-3 do not state them. They are found by the name of the model, as in llama.cpp.
+        """
+        key = SPELLING_KEYS[option]
+        name = str(gguf.metadata.get("general.name", ""))
+        if option != "rstrip" or f"tokenizer.ggml.{key}" in gguf.metadata or not _PHI3.search(name):
+            return ids_under(gguf, key, len(self.tokens))
+        spelled = np.isin(self.types, (TokenType.CONTROL, TokenType.USER_DEFINED, TokenType.UNKNOWN))
+        return frozenset(
+            i for i in map(int, np.flatnonzero(spelled)) if self.tokens[i] not in _PHI3_KEEPS_SPACE
+        )
 
     def spelled(self, token_id: int) -> str:
         """Return how text spells a token that is recognized by its spelling."""
