@@ -333,23 +333,23 @@ def kernels_of(shape: Shape, lengths: range, chunk_tokens: int, **options: Any) 
 @pytest.mark.parametrize(
     "options", [{}, {"fused_norm": True}, {"fused_silu": True, "kv_dtype": "f32"}], ids=str
 )
+@pytest.mark.parametrize(
+    "types",
+    [{}, {"tensor_type": "Q4_K", "overrides": {"*attn_v*": "Q6_K", "*ffn_up*": "Q5_K"}}],
+    ids=["Q4_0", "K-quants"],
+)
 def test_no_pass_of_any_length_dispatches_a_kernel_that_was_not_built(
-    tmp_path: Path, family: int, chip: str, chunk_tokens: int, options: dict[str, Any]
+    tmp_path: Path, family: int, chip: str, chunk_tokens: int, options: dict[str, Any], types: dict[str, Any]
 ) -> None:
     shape: dict[str, Any] = {"dim": 256, "heads": 4, "head_dim": 64, "ffn": 768, "vocab": 320}
-    models: list[dict[str, Any]] = [
-        {},
-        {"tensor_type": "Q4_K", "overrides": {"*attn_v*": "Q6_K", "*ffn_up*": "Q5_K"}},
-    ]
     claim(family, chip)
-    for features in models:
-        path = synth.synthesize(tmp_path / "m.gguf", preset="tiny", context=300, **(shape | features))
-        with Model(path, device="metal", chunk_tokens=chunk_tokens, **options) as model:
-            built = model.stats()["pipelines"]
-        # The engine builds the kernels for a few lengths, which are among these: the sets must be equal.
-        lengths = range(1, min(chunk_tokens, 300) + 1)
-        found = kernels_of(shape_in(path), lengths, chunk_tokens, family=family, gpu=chip, **options)
-        assert len(found) == built
+    path = synth.synthesize(tmp_path / "m.gguf", preset="tiny", context=300, **(shape | types))
+    with Model(path, device="metal", chunk_tokens=chunk_tokens, **options) as model:
+        built = model.stats()["pipelines"]
+    # The engine builds the kernels for a few lengths, which are among these: the sets must be equal.
+    lengths = range(1, min(chunk_tokens, 300) + 1)
+    found = kernels_of(shape_in(path), lengths, chunk_tokens, family=family, gpu=chip, **options)
+    assert len(found) == built
 
 
 def test_every_kernel_of_the_shaders_is_dispatched_by_some_pass(

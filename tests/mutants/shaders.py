@@ -270,7 +270,7 @@ MUTANTS = (
         "for (uint i = thread_index + threads; i < columns; i += threads) sum_of_thread += dot(x[i], x[i]);",
         "for (uint i = thread_index + threads; i < columns; i += threads) sum += dot(x[i], x[i]);",
         "a norm inside a product adds in another order than rmsnorm",
-        (f"{_PRODUCTS}::test_rmsnorm_matvec_is_bit_identical_to_norm_and_product",),
+        (f"{_PRODUCTS}::test_rmsnorm_matvec_is_bit_identical_to_norm_and_product", "-k", _TYPES),
     ),
     Mutant(
         "shaders/norm.h",
