@@ -8,6 +8,13 @@ _P = "python/metal_prefill"
 
 MUTANTS = (
     Mutant(
+        f"{_P}/_commands/serve.py",
+        "except UnicodeDecodeError as error:",
+        "except MissingExtraError as error:",
+        "an error about a file of keys does not name it",
+        ("tests/serve/test_serve_command.py", "-k", "no_text_is_named"),
+    ),
+    Mutant(
         f"{_P}/serve/_app.py",
         "(HTTPException, ApiError, Exception)",
         "(HTTPException, Exception)",

@@ -89,6 +89,13 @@ def test_the_page_is_at_the_printed_address_unless_disabled() -> None:
         assert httpx.get(f"{url}/", trust_env=False).status_code == 404
 
 
+def test_a_file_of_keys_that_is_no_text_is_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    keys = tmp_path / "keys"
+    keys.write_bytes(b"key\n\xff\n")
+    assert cli.main(["serve", "--api-key-file", str(keys)]) == cli.EXIT_USAGE
+    assert f"error: {keys} is not UTF-8 text: " in capfd.readouterr().err
+
+
 @pytest.mark.parametrize("host", ["", " "])
 def test_an_empty_address_does_not_mean_every_address(host: str, capfd: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["serve", "--host", host, "-m", "no such model"]) == cli.EXIT_USAGE

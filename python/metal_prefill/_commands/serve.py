@@ -185,7 +185,11 @@ def _names(arguments: argparse.Namespace) -> list[str]:
 def _keys(path: Path | None) -> list[str]:
     if path is None:
         return []
-    keys = [line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise common.UsageError(f"{path} is not UTF-8 text: {error}") from error
+    keys = [line.strip() for line in text.splitlines() if line.strip()]
     if not keys:
         raise common.UsageError(f"{path} contains no API key")
     return keys
