@@ -119,6 +119,11 @@ def replaces(text: str, by: str) -> Json:
     return {"type": "Replace", "pattern": {"String": text}, "content": by}
 
 
+def _joins(by: str) -> Json:
+    return {"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": by}
+
+
+_STRIP: Json = {"type": "Strip", "strip_left": False, "strip_right": True}
 NFC = {"type": "NFC"}
 FOLLOWED: list[tuple[str, str, Change]] = [
     *((name, "unchanged", lambda made: None) for name in TOKENIZERS),
@@ -148,6 +153,19 @@ FOLLOWED: list[tuple[str, str, Change]] = [
     ("unigram", "no space", top(pre_tokenizer={**_META, "prepend_scheme": "never"})),
     ("unigram", "Metaspace alone", top(pre_tokenizer=_META)),
     ("unigram", "no frame", top(post_processor=None)),
+    *(
+        (
+            "unigram",
+            f"spaces {what}",
+            top(pre_tokenizer=_META, normalizer={"type": "Sequence", "normalizers": steps}),
+        )
+        for what, steps in {
+            "joined": [_joins(" ")],
+            "joined otherwise": [_joins("\u2581")],
+            "stripped": [_STRIP],
+            "stripped and joined": [_STRIP, _joins("\u2581")],
+        }.items()
+    ),
 ]
 _PRE: dict[str, list[Json]] = {
     "first": [{**_META, "prepend_scheme": "first"}],
@@ -215,19 +233,16 @@ REFUSED: list[tuple[str, str, Change, str]] = [
         for name, steps in _PRE.items()
     ),
     ("unigram", "a letter", normalizers(replaces("a", "o")), "Regex"),
-    (
-        "unigram",
-        "spaces at the end",
-        normalizers({"type": "Strip", "strip_left": False, "strip_right": True}),
-        "some of the spaces",
-    ),
+    ("unigram", "joined words", normalizers(_joins("\u2581")), "content is"),
+    ("unigram", "strips last", normalizers(_joins(" "), _STRIP), "not supported after other steps"),
 ]
 
 
 def opened(folder: Path, name: str, change: Change) -> tuple[Tokenizer, HubTokenizer]:
     made = TOKENIZERS[name]()
     change(made)
-    path = tokenizer_folders.write(folder, made, {"bos_token": "<s>", "eos_token": "</s>"})
+    names = {"bos_token": "<s>", "eos_token": "</s>"}
+    path = tokenizer_folders.write(folder, made, names, architectures=["LlamaForSequenceClassification"])
     return encoder_tokenizers.open_folder(path), HubTokenizer.from_file(str(path / "tokenizer.json"))
 
 
@@ -379,3 +394,10 @@ def test_ends_that_a_file_cannot_describe_are_refused(
     (path / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
     with pytest.raises(error, match=r"generation_config.json: eos_token_id (contains 9999|has 3 tokens)"):
         encoder_tokenizers.open_folder(path)
+
+
+def test_pairs_matter_to_classifiers_only(tmp_path: Path) -> None:
+    made = TOKENIZERS["byte level"]()
+    template("$A </s>", "$A $B </s>")(made)
+    ours = encoder_tokenizers.open_folder(tokenizer_folders.write(tmp_path, made))
+    assert ours.frame.text([5]) == [5, 1]

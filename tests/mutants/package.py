@@ -388,6 +388,13 @@ TEXT = (
         ("tests/test_encoder_vocabulary_errors.py", "-k", "case_and_accents"),
     ),
     Mutant(
+        f"{_P}/text/_encoder_vocabulary.py",
+        "if not (strips or joins) and flag(",
+        "if flag(",
+        "spaces at the ends of texts are removed against the folder",
+        ("tests/test_tokenizer_settings.py", "-k", "followed and spaces"),
+    ),
+    Mutant(
         f"{_P}/text/_special_tokens.py",
         "int(word_piece and separated and types > 1)",
         "int(types > 1)",
@@ -821,8 +828,8 @@ TEXT = (
     ),
     Mutant(
         f"{_P}/conversion/_frame.py",
-        "if not _has_second_type(",
-        "if False and not _has_second_type(",
+        "if word_piece and not (_reads_types(settings) and",
+        "if word_piece and not (True and",
         "pairs have token types that the tokenizer does not give the model",
         ("tests/test_module_settings.py", "-k", "types"),
     ),

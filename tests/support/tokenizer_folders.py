@@ -117,7 +117,7 @@ TOKENIZERS: dict[str, Callable[[], Json]] = {
 }
 
 
-def write(folder: Path, made: Json, settings: Json | None = None) -> Path:
+def write(folder: Path, made: Json, settings: Json | None = None, **config: Any) -> Path:
     """Write a folder with the files of a tokenizer."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "tokenizer.json").write_text(json.dumps(made))
@@ -125,5 +125,5 @@ def write(folder: Path, made: Json, settings: Json | None = None) -> Path:
     vocab = made["model"]["vocab"]
     numbers = range(len(vocab)) if isinstance(vocab, list) else vocab.values()
     size = max(*numbers, *(token["id"] for token in made["added_tokens"])) + 1
-    (folder / "config.json").write_text(json.dumps({"vocab_size": size, "type_vocab_size": 2}))
+    (folder / "config.json").write_text(json.dumps({"vocab_size": size, "type_vocab_size": 2, **config}))
     return folder

@@ -44,14 +44,14 @@ class FolderVocabulary:
         *,
         scores: list[float] | None = None,
         merges: list[str] | None = None,
-        charsmap: bytes | None = None,
     ) -> None:
         self.model, self.pre = model, pre
         self.tokens, self.types = listed.tokens, listed.types
         self.by_text: dict[str, int] = {}
         for i, text in enumerate(listed.tokens):
             self.by_text.setdefault(text, i)
-        self.scores, self.merges, self.charsmap = scores, merges, charsmap
+        self.scores, self.merges = scores, merges
+        self.charsmap: bytes | None = None
         self.ids: dict[str, int] = {}
         self.flags: dict[str, Any] = {SPELLING_KEYS[name]: ids for name, ids in listed.spelling.items()}
         self.chat_template: Any = None

@@ -51,41 +51,42 @@ def set_frame(found: FolderVocabulary, json: Fields, settings: Fields, config: F
             found.ids[name] = added[0]
         stated = settings.values.get(f"add_{name}_token") is True
         found.flags[f"add_{name}_token"] = bool(added) or (stated and name in found.ids)
-    between = _between(json, begin, end, [item.id for item in pair])
-    if found.model == "bert":
-        # Either flag ends a text with the separator, which also separates pairs.
-        found.flags["add_sep_token"] = False
-        if between != end:
-            raise json.unsupported("post_processor separates pairs by tokens other than the end of a text")
-        if end:
-            found.ids["sep"] = end[0]
-        if not _has_second_type(settings, [*single, *pair] if template else []):
-            found.ids.pop("sep", None)  # the type of a token is the number of separators before it
-    elif template:
-        if between[: len(end)] != end or len(between) - len(end) not in (0, 1):
-            raise json.unsupported(
-                f"post_processor separates pairs by the tokens {_spelled(found, between)}; supported are "
-                "those that end a text, and one more"
-            )
-        found.flags["add_sep_token"] = len(between) > len(end)
-        if between:
-            found.ids["sep"] = between[-1]
-    else:
-        found.flags["add_sep_token"] = False
-    if config.integer("type_vocab_size", default=1, least=0) > 1 and _reads_types(settings):
-        _check_types(found, json, [*single, *pair] if template else [])
+    word_piece = found.model == "bert"
+    between = _between(begin, end, [item.id for item in pair])
+    problem = _problem(found, end, between) if template else ""
+    reads_pairs = any("SequenceClassification" in str(name) for name in config.sequence("architectures"))
+    if problem and (word_piece or reads_pairs):  # other models read single texts
+        raise json.unsupported(f"post_processor {problem}")
+    # In WordPiece, either flag ends a text with the separator, which also separates pairs.
+    found.flags["add_sep_token"] = not (word_piece or problem) and len(between or ()) > len(end)
+    if word_piece and end:
+        found.ids["sep"] = end[0]
+    elif between and not problem:
+        found.ids["sep"] = between[-1]
+    if word_piece and not (_reads_types(settings) and any(item.type for item in pair)):
+        found.ids.pop("sep", None)  # the type of a token is the number of separators before it
+    if config.integer("type_vocab_size", default=1, least=0) > 1 and _reads_types(settings) and template:
+        _check_types(found, json, [*single, *(pair if word_piece or reads_pairs else ())])
 
 
-def _between(json: Fields, begin: list[int], end: list[int], pair: list[int]) -> list[int]:
-    """Return the tokens between two texts."""
+def _between(begin: list[int], end: list[int], pair: list[int]) -> list[int] | None:
+    """Return the tokens between two texts; None if a pair has other tokens at its ends than a text."""
     places = [pair.index(text) for text in (_FIRST, _SECOND) if text in pair]
     if len(places) < 2 or places[0] > places[1] or pair[: places[0]] != begin or pair[places[1] + 1 :] != end:
-        raise json.unsupported("post_processor adds other tokens at the ends of pairs than at those of texts")
+        return None
     return pair[places[0] + 1 : places[1]]
 
 
-def _has_second_type(settings: Fields, items: list[_Item]) -> bool:
-    return _reads_types(settings) and any(item.type for item in items)
+def _problem(found: FolderVocabulary, end: list[int], between: list[int] | None) -> str:
+    """Return what a file cannot describe of pairs; empty if it can."""
+    if between is None:
+        return "adds other tokens at the ends of pairs than at those of texts"
+    if found.model == "bert":
+        return "" if between == end else "separates pairs by tokens other than the end of a text"
+    if between[: len(end)] == end and len(between) - len(end) in (0, 1):
+        return ""
+    spelled = ", ".join(found.tokens[i] for i in between) or "none"
+    return f"separates pairs by the tokens {spelled}; supported are those that end a text, and one more"
 
 
 def _reads_types(settings: Fields) -> bool:
@@ -109,10 +110,6 @@ def _check_types(found: FolderVocabulary, json: Fields, items: list[_Item]) -> N
                 f"post_processor gives {'the second' if second else 'the first'} text of a pair, or tokens "
                 f"next to it, the type {item.type}; supported is {expected}"
             )
-
-
-def _spelled(found: FolderVocabulary, ids: list[int]) -> str:
-    return ", ".join(found.tokens[i] for i in ids) or "none"
 
 
 def _named_id(step: Fields, name: str) -> int:

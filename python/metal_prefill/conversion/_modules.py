@@ -38,6 +38,7 @@ _HARMLESS = (
         "revision",
         "use_fast",
     ),
+    *("add_pooling_layer", "unpad_inputs", "use_memory_efficient_attention", "reference_compile"),
     *("model_max_length", "padding_side", "truncation_side", "use_safetensors", "low_cpu_mem_usage"),
 )
 # Functions of the single output of a cross-encoder, by the last part of the name of their class.

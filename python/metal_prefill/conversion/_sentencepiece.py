@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from metal_prefill.conversion._added_tokens import ListedTokens, listed_tokens
 from metal_prefill.conversion._fields import Fields
 from metal_prefill.conversion._folder_vocabulary import FolderVocabulary, steps
-from metal_prefill.text._encoder_vocabulary import SPACE
+from metal_prefill.text._encoder_vocabulary import JOINS_KEY, SPACE, STRIPS_KEY
 from metal_prefill.text._vocabulary import PREPEND_SCHEMES, TokenType
 
 
@@ -38,37 +38,42 @@ def unigram(json: Fields, model: Fields, settings: Fields) -> FolderVocabulary:
     listed.types[unknown] = TokenType.UNKNOWN
     if model.boolean("byte_fallback", default=False):
         listed.mark_bytes()
-    charsmap, strips, joins = _normalizer(json)
+    found = FolderVocabulary("t5", "default", listed, scores=scores)
     prefix, white_space = _words(json, listed)
-    if strips != joins or (strips and charsmap is None and not white_space):
-        raise json.unsupported("normalizer removes only some of the spaces, or keeps other white space")
-    found = FolderVocabulary("t5", "default", listed, scores=scores, charsmap=charsmap)
-    found.flags |= {"add_space_prefix": prefix, "remove_extra_whitespaces": white_space or strips}
+    _set_normalizer(found, json, white_space)
+    found.flags["add_space_prefix"] = prefix
     found.ids["unk"] = unknown
     return found
 
 
-def _normalizer(json: Fields) -> tuple[bytes | None, bool, bool]:
-    """Return the character map, and whether spaces at the end are removed, and several joined."""
-    charsmap, strips, joins = None, False, False
+def _set_normalizer(found: FolderVocabulary, json: Fields, white_space: bool) -> None:
+    """Set the character map, and which spaces are removed; `white_space` is whether all between words are."""
+    strips, joins = False, False
     for step in steps(json, "normalizer", "normalizers"):
         kind = step.string("type")
         if kind == "Precompiled":
             encoded = step.string("precompiled_charsmap", default="")
+            if strips or joins:
+                raise step.unsupported(f"{step.name('type')} {kind} is not supported after other steps")
             try:
-                charsmap = base64.b64decode(encoded, validate=True)
+                found.charsmap = base64.b64decode(encoded, validate=True)
             except (binascii.Error, ValueError):
                 raise step.error(f"{step.name('precompiled_charsmap')} is not valid base64") from None
         elif kind == "Strip":
             step.require("strip_right", (True,), False)
+            if joins:
+                raise step.unsupported(f"{step.name('type')} {kind} is not supported after other steps")
             strips = True
         elif kind == "Replace":
             step.object("pattern").require("Regex", (" {2,}",), None)
-            step.require("content", (" ", SPACE), None)
+            step.require("content", (" ",) if white_space and not strips else (" ", SPACE), None)
             joins = True
         else:
             raise step.unsupported(f"{step.name('type')} {kind} is not supported with a Unigram model")
-    return charsmap, strips, joins
+    # Files of llama.cpp state one of the two for all spaces.
+    found.flags["remove_extra_whitespaces"] = white_space or strips or joins
+    if not white_space:
+        found.flags |= {key: True for key, does in ((STRIPS_KEY, strips), (JOINS_KEY, joins)) if does}
 
 
 def _words(json: Fields, listed: ListedTokens) -> tuple[bool, bool]:

@@ -54,8 +54,8 @@ def read_vocabulary(folder: Path, config: Fields) -> FolderVocabulary:
     found = readers[kind](json, model, settings)
     set_special_tokens(found, json, settings, config, folder)
     set_frame(found, json, settings, config)
-    set_stops(found, config, folder)
     fill(found, config)
+    set_stops(found, config, folder)
     found.chat_template = _chat_template(folder, settings)
     return found
 

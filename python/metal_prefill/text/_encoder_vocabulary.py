@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
-from tokenizers import AddedToken, models, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Segmenter
 
 from metal_prefill.errors import GGUFError
@@ -16,6 +16,8 @@ from metal_prefill.text._metadata import flag, numbers, special_id
 
 SPACE = "\u2581"  # begins a token at the beginning of a word
 MAX_WORD_CHARACTERS = 100  # of WordPiece; longer words become the unknown token, as in BERT's tokenizer
+# Keys under tokenizer.ggml of files of folders: spaces at the end are removed, several in sequence joined.
+STRIPS_KEY, JOINS_KEY = "normalizer.strips_end", "normalizer.joins_spaces"
 _CONTINUATION = "##"
 _NO_WORD = " "  # a piece that no word contains, because words contain no white space
 
@@ -81,13 +83,21 @@ def unigram(gguf: GGUFFile, tokens: Sequence[str], plain: npt.NDArray[np.bool_])
     bytes_of_all = {f"<0x{byte:02X}>" for byte in range(256)} <= set(tokens)
     segmenter = Segmenter(models.Unigram(vocabulary, unk_id=unknown, byte_fallback=bytes_of_all))
     charsmap = read_charsmap(gguf)
+    steps: list[normalizers.Normalizer] = []
     if charsmap is not None:
-        segmenter.normalizer = normalizers.Precompiled(charsmap)
+        steps.append(normalizers.Precompiled(charsmap))
+    strips, joins = (flag(gguf, key, default=False) for key in (STRIPS_KEY, JOINS_KEY))
+    if strips:
+        steps.append(normalizers.Strip(left=False, right=True))
+    if joins:
+        steps.append(normalizers.Replace(Regex(" {2,}"), " "))
+    if steps:
+        segmenter.normalizer = normalizers.Sequence(steps)
     prepends = flag(gguf, "add_space_prefix", default=True)
     words: list[pre_tokenizers.PreTokenizer] = [
         pre_tokenizers.Metaspace(SPACE, prepend_scheme="always" if prepends else "never")
     ]
-    if flag(gguf, "remove_extra_whitespaces", default=True):
+    if not (strips or joins) and flag(gguf, "remove_extra_whitespaces", default=True):
         words.insert(0, pre_tokenizers.WhitespaceSplit())
     segmenter.pre_tokenizer = pre_tokenizers.Sequence(words)
     return segmenter
