@@ -17,6 +17,7 @@ from support.hostile_texts import hostile_texts
 from support.tokenizer_folders import TOKENIZERS, Json
 from tokenizers import Tokenizer as HubTokenizer
 from tokenizers import decoders, processors
+from tokenizers.normalizers import BertNormalizer
 
 from metal_prefill import GGUFError, UnsupportedModelError
 from metal_prefill.files._gguf_file import GGUFFile
@@ -401,3 +402,32 @@ def test_pairs_matter_to_classifiers_only(tmp_path: Path) -> None:
     template("$A </s>", "$A $B </s>")(made)
     ours = encoder_tokenizers.open_folder(tokenizer_folders.write(tmp_path, made))
     assert ours.frame.text([5]) == [5, 1]
+
+
+@pytest.mark.parametrize("generic", [True, False])
+def test_settings_of_bert_change_its_own_classes_only(tmp_path: Path, generic: bool) -> None:
+    name = "PreTrainedTokenizerFast" if generic else "BertTokenizerFast"
+    settings = {"tokenizer_class": name, "do_lower_case": False, "tokenize_chinese_chars": False}
+    path = tokenizer_folders.write(tmp_path, TOKENIZERS["word piece"](), settings)
+    ours, theirs = encoder_tokenizers.open_folder(path), HubTokenizer.from_file(str(path / "tokenizer.json"))
+    if not generic:
+        theirs.normalizer = BertNormalizer(handle_chinese_chars=False, lowercase=False)
+    for text in ("K\u00f6ln The", "\u6f22\u5b57 x", "Hello World"):
+        assert ours.encode(text, add_bos=False) == theirs.encode(text, add_special_tokens=False).ids
+
+
+@pytest.mark.parametrize("listed", [True, False])
+def test_other_files_add_tokens_to_a_list_of_words(tmp_path: Path, listed: bool) -> None:
+    made = json.loads(encoder_tokenizers.recorded()["uncased: tokenizer.json"].tobytes())
+    words = sorted(made["model"]["vocab"], key=made["model"]["vocab"].get)
+    (tmp_path / "vocab.txt").write_text("\n".join(words) + "\n", encoding="utf-8")
+    added = {"content": "<tool>", "normalized": False, "special": False}
+    settings = {} if listed else {"added_tokens_decoder": {str(len(words)): added}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({**settings, "cls_token": "[MASK]"}))
+    if listed:
+        (tmp_path / "added_tokens.json").write_text(json.dumps({"<tool>": len(words)}))
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps({"sep_token": "[PAD]"}))
+    ours = encoder_tokenizers.open_folder(tmp_path)
+    at = words.index
+    expected = [at("[MASK]"), at("a"), len(words), at("a"), at("[PAD]")]
+    assert ours.frame.text(ours.encode("a<tool>a", add_bos=False)) == expected

@@ -820,6 +820,20 @@ TEXT = (
         ("tests/test_tokenizer.py", "-k", "phi_3"),
     ),
     Mutant(
+        f"{_P}/conversion/_vocabulary.py",
+        'if settings.values.get("tokenizer_class") in _GENERIC_CLASSES:',
+        "if True:",
+        "a class of BERT does not override the normalizer of tokenizer.json",
+        ("tests/test_tokenizer_settings.py", "-k", "own_classes"),
+    ),
+    Mutant(
+        f"{_P}/conversion/_vocabulary.py",
+        "*_added_to_lines(path, settings, special),",
+        "",
+        "tokens that are added to a list of words are lost",
+        ("tests/test_tokenizer_settings.py", "-k", "list_of_words"),
+    ),
+    Mutant(
         f"{_P}/conversion/_folder_vocabulary.py",
         'source = generation if generation.has("eos_token_id") else config',
         "source = config",

@@ -22,6 +22,7 @@ from metal_prefill.text._vocabulary import PRE_TOKENIZERS, TokenType
 
 # Pre-tokenizer of several with the same patterns.
 _PREFERRED = ("gpt-2", "llama-bpe", "qwen2", "smollm", "default")
+_GENERIC_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
 # A spelling of the contractions in published patterns, and the one of `PRE_TOKENIZERS`.
 _CONTRACTIONS = ("(?i:'s|'t|'re|'ve|'m|'ll|'d)", "'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD]")
 
@@ -68,7 +69,11 @@ def _tokenizer_of_lines(path: Path, settings: Fields) -> Fields:
         raise GGUFError(f"{path}: is not valid UTF-8 at byte {error.start}") from None
     vocabulary = {line: i for i, line in enumerate(lines)}
     names = {"cls": "[CLS]", "sep": "[SEP]", "pad": "[PAD]", "unk": "[UNK]", "mask": "[MASK]"}
-    special = [settings.string(f"{name}_token", default=text) for name, text in names.items()]
+    mapped = Fields.read_if_present(path.parent / "special_tokens_map.json")
+    special = [
+        settings.string(f"{name}_token", default=mapped.string(f"{name}_token", default=text))
+        for name, text in names.items()
+    ]
     for text in special[:4]:
         if text not in vocabulary:
             raise GGUFError(f"{path}: lacks the token {text}")
@@ -94,9 +99,12 @@ def _tokenizer_of_lines(path: Path, settings: Fields) -> Fields:
             },
             "pre_tokenizer": {"type": "BertPreTokenizer"},
             "added_tokens": [
-                {"id": vocabulary[text], "content": text, "special": True}
-                for text in special
-                if text in vocabulary
+                *(
+                    {"id": vocabulary[text], "content": text, "special": True}
+                    for text in special
+                    if text in vocabulary
+                ),
+                *_added_to_lines(path, settings, special),
             ],
             "post_processor": {
                 "type": "TemplateProcessing",
@@ -105,6 +113,19 @@ def _tokenizer_of_lines(path: Path, settings: Fields) -> Fields:
             },
         },
     )
+
+
+def _added_to_lines(path: Path, settings: Fields, special: list[str]) -> list[dict[str, Any]]:
+    """Return the tokens that other files add to the vocabulary of a BERT model."""
+    listed = Fields.read_if_present(path.parent / "added_tokens.json").values
+    added = [{"id": i, "content": text, "normalized": True} for text, i in listed.items()]
+    decoder = settings.object("added_tokens_decoder")
+    for key in decoder.values:
+        if not key.isdecimal():
+            raise settings.error(f"added_tokens_decoder has the key {key!r}, expected the id of a token")
+        added.append({"id": int(key), **decoder.object(key).values})
+    by_text = {str(token.get("content")): token for token in added}
+    return [token for text, token in by_text.items() if text not in special]
 
 
 def _word_piece(json: Fields, model: Fields, settings: Fields) -> FolderVocabulary:
@@ -121,6 +142,8 @@ def _word_piece(json: Fields, model: Fields, settings: Fields) -> FolderVocabula
         continues = text.startswith("##") and kind != TokenType.USER_DEFINED
         return text[2:] if continues else SPACE + text
 
+    if settings.values.get("tokenizer_class") in _GENERIC_CLASSES:
+        settings = Fields(settings.path, {})  # those classes take tokenizer.json as it is
     lowercase = settings.boolean("do_lower_case", default=normalizer.boolean("lowercase", default=True))
     accents = settings if settings.has("strip_accents") else normalizer
     flags: dict[str, bool] = {

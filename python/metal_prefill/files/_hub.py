@@ -32,6 +32,7 @@ _FOLDER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
+    "added_tokens.json",
     "vocab.txt",
     "chat_template.jinja",
     "modules.json",
