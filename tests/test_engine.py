@@ -270,7 +270,17 @@ def assert_same_bits(outcomes: list[Outcome]) -> None:
 @pytest.mark.parametrize("compute", ["int8", "bf16", "f32"])
 @pytest.mark.parametrize(
     "name",
-    ["smollm shape", "mixed types", "16-bit floats", "gemma3", "gqa 8", "granite", "hunyuan-dense", "olmo2"],
+    [
+        "smollm shape",
+        "mixed types",
+        "K-quants",
+        "16-bit floats",
+        "gemma3",
+        "gqa 8",
+        "granite",
+        "hunyuan-dense",
+        "olmo2",
+    ],
 )
 def test_the_cpu_is_bit_identical_for_any_split_of_a_prompt(
     name: str, compute: str, kv_dtype: str, model_path: Callable[[str], Path]

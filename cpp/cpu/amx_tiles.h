@@ -105,5 +105,11 @@ inline __attribute__((always_inline)) void multiply_tiles() {
   asm volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(kC), "i"(kA), "i"(kB));
 }
 
+// C += A * B, signed bytes by unsigned ones.
+template <int kC, int kA, int kB>
+inline __attribute__((always_inline)) void multiply_unsigned_tiles() {
+  asm volatile("tdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(kC), "i"(kA), "i"(kB));
+}
+
 }  // namespace
 }  // namespace metal_prefill::cpu

@@ -336,7 +336,7 @@ void attend(const Context& c, const AttentionStep& step, const AttentionItems& i
   const Config& config = step.config;
   const int window = config.window(step.layer), rows = rows_of(items.tiles());
   const int columns = items.heads() * config.value_dim;
-  const bool whole_blocks = !out.forms.int8 || columns % kBlockCols == 0;
+  const bool whole_blocks = columns % out.forms.block_cols() == 0;
   // False where other splits of the item are still to come.
   const auto attend_to = [&](const AttentionItem& item, int i) {
     if (items.splits() == 1) {

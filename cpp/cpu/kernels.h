@@ -50,6 +50,23 @@ struct Int8Rows {
   }
 };
 
+// A super-block of columns of 16 tokens in 8 bits, x = scale * q, for weights whose scales are integers.
+constexpr int kSuperCols = kSuperSpans * kBlockCols, kSuperSums = kSuperCols / 16;
+struct alignas(64) SuperTile {
+  std::int8_t q[kSuperCols / 64][kTileTokens][64];
+  std::uint16_t pair_sums[kTileTokens][kSuperSums][2];  // sums of 16 q as two bfloat16 that add up to them
+  std::int16_t sums[kTileTokens][kSuperSums];
+  float scale[kTileTokens];
+};
+
+// Activations in such tiles. Every tile is there in full, as in Int8Rows.
+struct SuperRows {
+  SuperTile* tiles = nullptr;  // [tokens / 16, rounded up][cols / 256]
+  int blocks = 0;              // cols / 256
+
+  SuperTile* tile(int token) const { return tiles + std::size_t(token / kTileTokens) * std::size_t(blocks); }
+};
+
 // Rows of float32, padded with zeros to a stride that is a multiple of kFloatPad.
 struct FloatRows {
   float* data = nullptr;
@@ -208,6 +225,10 @@ struct Kernels {
   void (*multiply_narrow)(const PackedMatrix& weight, int group, const Int8Rows& x, int token, float* out);
   // A group of a narrow matrix in wide blocks.
   void (*widen)(const PackedMatrix& weight, int group, std::byte* out);
+  // multiply_int8 with weights in narrow blocks whose scales are integers, and activations that share a scale
+  // in a super-block; null where a set multiplies such weights as others. Any number of tokens.
+  void (*multiply_super)(const PackedMatrix& weight, int group, const SuperRows& x, int first, int count,
+                         float* out, std::size_t stride) = nullptr;
   // Drops what multiply_int8 and attention keep loaded in this thread from one call to the next; null where
   // that is nothing. Each thread calls it after its last item of a phase.
   void (*end_phase)() = nullptr;
@@ -233,6 +254,8 @@ struct Kernels {
   // tokens.
   void (*quantize)(const float* x, std::size_t stride, int first, int count, int n_blocks,
                    ActivationTile* out);
+  // A row of n_blocks super-blocks becomes token `token` of their tiles; null as multiply_super.
+  void (*quantize_super)(const float* x, int token, int n_blocks, SuperTile* out) = nullptr;
   // out = x / rms(x) * weight. out may be x.
   void (*rms_norm)(const float* x, const float* weight, float eps, int n, float* out);
   // out = (x - mean(x)) / deviation(x) * weight + bias. Without a bias it is null. out may be x.

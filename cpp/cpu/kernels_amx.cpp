@@ -10,6 +10,8 @@
 // 48 loads a product. Products use two C in turns, so that one is computed while the other is stored, and six
 // tiles in all: with eight, tiles alone take 1.7 times as long where two threads share a core. Weights are
 // unpacked to signed bytes once for all tokens of a call. docs/cpu_kernels.md has what was measured.
+//
+// Weights with integer scales go another way: tile_super_amx.h.
 #include <algorithm>
 #include <type_traits>
 #include <utility>
@@ -19,6 +21,7 @@
 #include "table.h"
 #include "tile_attention_amx.h"
 #include "tile_pairs_amx.h"
+#include "tile_super_amx.h"
 
 namespace metal_prefill::cpu {
 namespace {
@@ -36,8 +39,8 @@ constexpr int kStepsOfBlock = kHasHalves<Block> ? 2 : 1;
 // Weights of 16 rows and 32 columns as signed bytes, four columns of a row together.
 struct alignas(64) SignedPanel {
   std::int8_t codes[kBlockCols / 4][kPanelRows][4];
-  float scale[2][kPanelRows];
-  float min[2][kPanelRows];  // of halves, or the first
+  float scale[2][kPanelRows];  // of halves, or the first
+  float min[kPanelRows];
 };
 
 template <class Block>
@@ -58,11 +61,7 @@ void unpack(const Block& block, int panel, SignedPanel& out) {
   } else {
     Simd::store(out.scale[0], load_floats(block.scale + panel * kPanelRows));
   }
-  if constexpr (requires { block.min; }) Simd::store(out.min[0], load_floats(block.min + panel * kPanelRows));
-  if constexpr (requires { block.half_min; }) {
-    for (int half = 0; half < 2; ++half)
-      Simd::store(out.min[half], Simd::load(block.half_min[half] + panel * kPanelRows));
-  }
+  if constexpr (kHasMin<Block>) Simd::store(out.min, load_floats(block.min + panel * kPanelRows));
 }
 
 using Sums = std::int32_t[kTileTokens][kPanelRows];
@@ -88,7 +87,7 @@ inline __attribute__((always_inline)) void add_sums(const Sums& sums, const Sign
     results[t] = Simd::fma(Simd::to_float(_mm512_load_si512(sums[t])),
                            Simd::mul(scale, Simd::set(x.terms[t].scale)), results[t]);
     if constexpr (kHasMin<Block>)
-      results[t] = Simd::fma(Simd::load(panel.min[0]), Simd::set(x.terms[t].scaled_sum), results[t]);
+      results[t] = Simd::fma(Simd::load(panel.min), Simd::set(x.terms[t].scaled_sum), results[t]);
   }
 }
 
@@ -102,11 +101,6 @@ inline __attribute__((always_inline)) void add_halves(const Sums (&sums)[2], con
   for (int t = 0; t < kTileTokens; ++t) {
     const F sum = joined_sum(first, _mm512_load_si512(sums[0][t]), second, _mm512_load_si512(sums[1][t]));
     results[t] = Simd::fma(sum, Simd::set(x.terms[t].scale), results[t]);
-    if constexpr (kHasHalfMins<Block>)
-#pragma GCC unroll 2
-      for (int half = 0; half < 2; ++half)
-        results[t] =
-            Simd::fma(Simd::load(panel.min[half]), Simd::set(scaled_half_sum(x, t, half)), results[t]);
   }
 }
 
@@ -204,18 +198,26 @@ void amx_token(const PackedMatrix& weight, int group, const Int8Rows& x, int tok
                         x.tile(token), token % kTileTokens, out, kGroupRows, kEveryBlock);
 }
 
+template <class Block>
+void amx_tokens(const PackedMatrix& weight, int group, const Int8Rows& x, int first, int count, float* out,
+                std::size_t stride) {
+  if (count == 1) return amx_token<Block>(weight, group, x, first, out);
+  if (count < kMinTokens || first % kTileTokens != 0)
+    return int8_blocks<Block>(weight, group, x, first, count, out, stride);
+  const int tail = count % kTileTokens, by_vectors = tail < kMinTail ? tail : 0;
+  const int by_tiles = count - by_vectors;
+  amx_blocks<Block>(weight, group, x, first, by_tiles, out, stride);
+  if (by_vectors > 0)
+    int8_blocks<Block>(weight, group, x, first + by_tiles, by_vectors, out + std::size_t(by_tiles) * stride,
+                       stride);
+}
+
 void multiply_int8_amx(const PackedMatrix& weight, int group, const Int8Rows& x, int first, int count,
                        float* out, std::size_t stride) {
   visit_wide(weight.packing, [&]<class Block>(std::type_identity<Block>) {
-    if (count == 1) return amx_token<Block>(weight, group, x, first, out);
-    if (count < kMinTokens || first % kTileTokens != 0)
-      return int8_blocks<Block>(weight, group, x, first, count, out, stride);
-    const int tail = count % kTileTokens, by_vectors = tail < kMinTail ? tail : 0;
-    const int by_tiles = count - by_vectors;
-    amx_blocks<Block>(weight, group, x, first, by_tiles, out, stride);
-    if (by_vectors > 0)
-      int8_blocks<Block>(weight, group, x, first + by_tiles, by_vectors, out + std::size_t(by_tiles) * stride,
-                         stride);
+    // These two are K-quants, which multiply_super() takes.
+    if constexpr (!kHasIntegerHalves<Block> && !kHasHalfMins<Block>)
+      amx_tokens<Block>(weight, group, x, first, count, out, stride);
   });
 }
 
@@ -254,6 +256,8 @@ constexpr Kernels amx_table() {
   Kernels table = with_pairs(kTable, kAmxDepth);
   table.name = "amx";
   table.multiply_int8 = multiply_int8_amx;
+  table.multiply_super = multiply_super;
+  table.quantize_super = quantize_super;
   table.multiply_pairs = multiply_pairs_amx;
   table.end_phase = drop_tile_config;
   table.attention = attention_amx;

@@ -121,6 +121,8 @@ void multiply_group(const Context& c, const Linear& linear, int group, const Act
   if (linear.int8()) {
     multiply_packed(c.kernels, linear.packed, group, x.int8, range.first, range.count, out, stride,
                     c.scratch.weights.data());
+  } else if (linear.super) {
+    c.kernels.multiply_super(linear.packed, group, x.super, range.first, range.count, out, stride);
   } else if (linear.pairs) {
     c.kernels.multiply_pairs(pairs_of_group(c.kernels, linear.packed, group, c.scratch.weights.data()),
                              ceil_div(linear.packed.cols, kBlockCols), x.bfloat16, range.first, range.count,
@@ -266,6 +268,7 @@ void multiply_gated(const Context& c, const GateAndUp& w, const NormedRows& x, i
                     const Activations& h) {
   const int groups = w.up.packed.groups();
   const TokenBlocks blocks = blocks_of(rows, groups, c.worker.count(), unpacking_tokens(w.up));
+  const bool whole_blocks = kGroupRows % h.forms.block_cols() == 0;
   for_each_of(c, groups * blocks.count, x, [&](int item) {
     const int group = w.up.pairs ? item % groups : item / blocks.count;
     const int row = group * kGroupRows, n_rows = std::min(kGroupRows, w.up.packed.rows - row);
@@ -278,9 +281,10 @@ void multiply_gated(const Context& c, const GateAndUp& w, const NormedRows& x, i
     };
     // Stores the results of a part of the tokens in the forms of h.
     const auto store = [&](RowRange part, const float* from) {
-      if (h.forms.f32)
+      if (h.forms.f32 || !whole_blocks)
         c.kernels.add_products(from, nullptr, part.count, n_rows, false, h.f32.row(part.first) + row,
                                h.f32.stride);
+      if (!whole_blocks) return;
       if (h.forms.int8) {
         for (int t = 0; t < part.count; t += kTileTokens)
           c.kernels.quantize(from + t * kGroupRows, kGroupRows, 0, std::min(part.count - t, kTileTokens), 1,
@@ -305,6 +309,8 @@ void multiply_gated(const Context& c, const GateAndUp& w, const NormedRows& x, i
       });
     }
   });
+  // Blocks that hold columns of several groups wait for all of them.
+  if (!whole_blocks) c.worker.for_each(rows, [&](int row) { round_row(c, h, row, 0, w.up.packed.rows); });
 }
 
 void multiply_head(const Context& c, const Linear& head, const NormedRows& x, int rows, float* const* logits,

@@ -14,6 +14,10 @@ void round_from(const Context& c, const FloatRows& from, const Activations& a, i
     for (int r = 0; r < rows; ++r)
       c.kernels.quantize(x + std::size_t(r) * from.stride, 0, (row + r) % kTileTokens, 1,
                          columns / kBlockCols, a.int8.tile(row + r) + first / kBlockCols);
+  if (a.forms.super)
+    for (int r = 0; r < rows; ++r)
+      c.kernels.quantize_super(x + std::size_t(r) * from.stride, (row + r) % kTileTokens,
+                               columns / kSuperCols, a.super.tile(row + r) + first / kSuperCols);
   if (a.forms.bfloat16)
     c.kernels.round_to_bfloat16(x, from.stride, rows, columns, a.bfloat16.row(row) + first,
                                 a.bfloat16.stride);

@@ -301,6 +301,12 @@ bool is_narrow(Packing packing) {
   return narrow;
 }
 
+bool has_integer_scales(Packing packing) {
+  bool integers = false;
+  visit_narrow(packing, [&]<class Block>(std::type_identity<Block>) { integers = kHasIntegerScales<Block>; });
+  return integers;
+}
+
 int PackedMatrix::blocks_per_row() const {
   return packing == Packing::kNone ? 0 : ceil_div(cols, block_cols(packing));
 }

@@ -228,6 +228,10 @@ struct alignas(64) IQ2_XSBlock
 template <class Block>
 concept IsNarrow = requires { typename Block::Wide; };
 
+// Whether the scales of a narrow block are integers, multiples of a float of the super-block.
+template <class Block>
+constexpr bool kHasIntegerScales = IsNarrow<Block> && requires(Block b) { b.scale_unit; };
+
 // Whether a wide block has integer or float scales of 16 columns, minima of 32 columns, minima of 16.
 template <class Block>
 constexpr bool kHasIntegerHalves = requires(Block b) { b.scale_code; };
@@ -330,6 +334,7 @@ Packing packing_of(TensorType type);
 std::size_t block_bytes(Packing packing);
 int block_cols(Packing packing);
 bool is_narrow(Packing packing);
+bool has_integer_scales(Packing packing);
 // The matrix of a tensor, still without a place; its groups follow each other.
 PackedMatrix packed_matrix(const Tensor& tensor);
 // A group of a narrow matrix once it is widened, as a matrix of its own at `blocks`.

@@ -35,6 +35,8 @@ Linear linear_of(const Tensor& tensor, Compute compute, const Kernels& kernels, 
     linear.packed.group_stride = linear.packed.group_bytes();
   }
   if (compute != Compute::kInt8 && !linear.pairs) linear.packed.packing = Packing::kNone;
+  linear.super =
+      compute == Compute::kInt8 && kernels.multiply_super && has_integer_scales(linear.packed.packing);
   return linear;
 }
 
@@ -42,7 +44,7 @@ std::size_t scratch_bytes_of(const Linear& linear) {
   const PackedMatrix& packed = linear.packed;
   if (packed.packing == Packing::kNone)
     return kGroupRows * round_up(std::size_t(linear.tensor.cols), kFloatPad) * sizeof(float);
-  if (packed.packing == Packing::kPairs) return 0;
+  if (packed.packing == Packing::kPairs || linear.super) return 0;
   const std::size_t wide = is_narrow(packed.packing) ? wide_group(packed, nullptr).group_bytes() : 0;
   return wide + (linear.pairs ? std::size_t(packed.cols / kBlockCols) * sizeof(PairBlock) : 0);
 }

@@ -19,7 +19,9 @@ struct Linear {
   PackedMatrix packed;
   bool pairs = false;  // multiplied in pairs of bfloat16, quantized weights once they are widened
 
-  bool int8() const { return packed.packing != Packing::kNone && !pairs; }
+  bool super = false;  // multiplied with activations that share a scale in a super-block
+
+  bool int8() const { return packed.packing != Packing::kNone && !pairs && !super; }
 };
 
 // A matrix as a set multiplies it, still without a place. Quantized weights that are multiplied in pairs are
@@ -36,11 +38,16 @@ struct CpuLayer {
 // Which forms of an activation the matrices that read it need.
 struct Forms {
   bool int8 = false;
+  bool super = false;
   bool bfloat16 = false;
   bool f32 = false;
 
-  bool any() const { return int8 || bfloat16 || f32; }
-  void add(const Linear& linear) { (linear.int8() ? int8 : linear.pairs ? bfloat16 : f32) = true; }
+  bool any() const { return int8 || super || bfloat16 || f32; }
+  void add(const Linear& linear) {
+    (linear.int8() ? int8 : linear.super ? super : linear.pairs ? bfloat16 : f32) = true;
+  }
+  // Columns that must be there before they are rounded.
+  int block_cols() const { return super ? kSuperCols : int8 ? kBlockCols : 1; }
 };
 
 // Copies norms and biases, and lets the model refer to the copies. In the file they lie between matrices: who

@@ -16,6 +16,7 @@ struct Activations {
   Forms forms;
   FloatRows f32;
   Int8Rows int8;
+  SuperRows super;
   PairRows bfloat16;
 };
 

@@ -90,14 +90,34 @@ def test_activations_are_quantized_to_the_nearest_step_of_their_block(isa: str, 
 @each_set
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_nan_and_infinity_survive_quantization(isa: str, bad: float) -> None:
-    x = normal(1, 64)
-    x[0, 40] = bad
-    raw, _ = random_weight(Type.Q8_0, 32, 64)
-    out = guarded(1, 32)
-    cpu.multiply_int8(isa, int(Type.Q8_0), raw, 32, x, 0, out)
-    assert not np.isfinite(out[0, :32]).any()
+    x = normal(9, 512)
+    x[:, 40] = bad
+    for kind in (Type.Q8_0, Type.Q4_K, Type.Q6_K):
+        raw, _ = random_weight(kind, 32, 512)
+        for tokens in (1, 9):
+            out = guarded(tokens, 32)
+            cpu.multiply_int8(isa, int(kind), raw, 32, x[:tokens], 0, out)
+            assert not np.isfinite(out[:tokens, :32]).any()
     _, scale, *_ = cpu.quantize(isa, x, 0)
     assert np.isfinite(scale[0, 0])
+
+
+# On AMX, activations that these types multiply share a scale in a super-block of 256 columns.
+INTEGER_SCALES = [
+    kind for kind in QUANTIZED if GGML_QUANT_SIZES[kind][0] == 256 and kind not in (Type.TQ1_0, Type.TQ2_0)
+]
+
+
+def rounded(isa: str, kind: Type, x: Floats) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+    """Activations as a set rounds them for a type: q, and a scale for each 32 columns."""
+    if isa != "amx" or kind not in INTEGER_SCALES:
+        q, scale, *_ = cpu.quantize(isa, x, 0)
+        return q, scale
+    blocks = x.reshape(len(x), -1, 256)
+    largest = np.abs(blocks).max(-1, keepdims=True)
+    inverse = np.divide(np.float32(127), largest, where=largest > 0, out=np.zeros_like(largest))
+    scale = np.repeat(largest / np.float32(127), 8, axis=1)[..., 0]
+    return np.rint(blocks * inverse).reshape(x.shape).astype(np.float64), scale.astype(np.float64)
 
 
 def exact_product(
@@ -125,13 +145,14 @@ def test_the_quantized_product_is_exact(isa: str, kind: Type, cols: int) -> None
     rows = 70  # two groups of 32, and 6 rows of a third
     raw, values = random_weight(kind, rows, cols)
     x = normal(33, cols, seed=1)
-    q, scale, *_ = cpu.quantize(isa, x, 0)
+    x[7, :256] = 0
+    q, scale = rounded(isa, kind, x)
     expected = exact_product(values, q, scale)
     out = guarded(33, 96)
     cpu.multiply_int8(isa, int(kind), raw, rows, x, 0, out)
     actual = inside(out, 33, 96)
     np.testing.assert_array_equal(actual[:, rows:], 0)  # the group is filled up with zeros
-    # Integer sums are exact; the remaining error is float32 rounding, once per block of 32 columns.
+    # Integer sums are exact; the remaining error is float32 rounding, once per block of activations.
     assert np.abs(actual[:, :rows] - expected).max() <= 2e-6 * np.abs(expected).max()
 
 
@@ -177,7 +198,7 @@ def test_integer_sums_are_exact_at_the_extremes(isa: str, kind: Type) -> None:
         values = quants.dequantize(blocks, kind).reshape(32, 256)
         for sign in (1, -1):
             x = np.full((17, 256), sign, np.float32)
-            q, scale, *_ = cpu.quantize(isa, x, 0)
+            q, scale = rounded(isa, kind, x)
             assert np.all(q == 127 * sign)
             out = guarded(17, 32)
             cpu.multiply_int8(isa, int(kind), raw, 32, x, 0, out)
@@ -192,7 +213,7 @@ def test_product_of_a_token_does_not_depend_on_the_batch(isa: str, kind: Type) -
     cols = 512
     raw, _ = random_weight(kind, 64, cols)
     # With many tokens, the other types multiply the same wide blocks; they differ in products of a few.
-    batches = BATCHES if kind in COMMON else (*BATCHES[:7], 17, 33)
+    batches = BATCHES if kind in (*COMMON, *INTEGER_SCALES) else (*BATCHES[:7], 17, 33)
     # 37 different tokens, repeated: a prime, so that no two tiles of a batch start with the same one.
     tokens = normal(37, cols)
     alone = np.empty((len(tokens), 64), np.float32)
@@ -274,14 +295,13 @@ def test_products_reach_their_columns_with_a_bias_and_added(
 def test_products_are_exact_after_limits_were_measured_on_the_thread(isa: str) -> None:
     """Measurements and products of each type release the tiles of AMX for those that follow."""
     x = normal(32, 256)
-    q, scale, *_ = cpu.quantize(isa, x, 0)
     for limit in cpu_testing().peaks(isa):
         assert cpu_testing().peak_workload(isa, limit, 1).run(2) > 0
         for kind in (Type.Q4_0, Type.Q6_K):
             raw, values = random_weight(kind, 32, 256)
             out = guarded(32, 32)
             cpu.multiply_int8(isa, int(kind), raw, 32, x, 0, out)
-            exact = exact_product(values, q, scale)
+            exact = exact_product(values, *rounded(isa, kind, x))
             assert np.abs(inside(out, 32, 32) - exact).max() <= 1e-5 * np.abs(exact).max()
 
 

@@ -9,6 +9,7 @@ _ENCODERS = "tests/test_encoders.py"
 _Q8 = "tests/test_q8_cache.py"
 _TREE = "tests/test_prefix_tree.py"
 _KERNELS = "tests/cpu_kernels"
+_PRODUCTS = "tests/cpu_kernels/test_cpu_products.py"
 _PAIRS = "tests/cpu_kernels/test_cpu_pairs.py::test_the_product_of_pairs_is_that_of_rounded_numbers"
 _MODELS = f"{_ENGINE}::test_logits_match_the_reference_on_every_kind_of_model"
 _ROWS = "tests/test_row_outputs.py"
@@ -550,7 +551,68 @@ CPU = (
         "joined_sum(first, _mm512_load_si512(sums[0][t])",
         "joined_sum(first, _mm512_load_si512(sums[1][t])",
         "AMX multiplies the second half of a block by the scales of both",
-        ("tests/cpu_kernels/test_cpu_products.py::test_the_quantized_product_is_exact", "-k", "amx and Q6_K"),
+        (
+            "tests/cpu_kernels/test_cpu_products.py::test_the_quantized_product_is_exact",
+            "-k",
+            "amx and NVFP4",
+        ),
+    ),
+    Mutant(
+        "cpp/cpu/tile_super_amx.h",
+        "if (two) multiply_tile(pair[step], part, kSecond);",
+        "if (two) multiply_tile(*pair, part, kSecond);",
+        "the second of two tiles of tokens has the products of the first",
+        (_PRODUCTS, "-k", "amx and exact and Q4_K"),
+    ),
+    Mutant(
+        "cpp/cpu/tile_super_amx.h",
+        "kPlanesOf<Block> == Planes::kByScale ? 3 : 8;",
+        "kPlanesOf<Block> == Planes::kByScale ? 4 : 8;",
+        "the plane of the higher bits of scales counts twice",
+        (_PRODUCTS, "-k", "amx and exact and Q5_K"),
+    ),
+    Mutant(
+        "cpp/cpu/tile_super_amx.h",
+        "multiply_unsigned_tiles<kC, kA, kLow>();",
+        "multiply_tiles<kC, kA, kLow>();",
+        "low bytes of products above 127 count as negative",
+        (_PRODUCTS, "-k", "amx and exact and Q6_K"),
+    ),
+    Mutant(
+        "cpp/cpu/tile_super_amx.h",
+        "reinterpret_cast<const std::int8_t*>(sums[t] + 2 * span)",
+        "reinterpret_cast<const std::int8_t*>(sums[t])",
+        "the minima of few tokens multiply the sums of the first columns",
+        (_PRODUCTS, "-k", "amx and batch and Q4_K"),
+    ),
+    Mutant(
+        "cpp/cpu/tile_super_amx.h",
+        "return Simd::field<4, 4, 0>(Simd::load_uint8(block.scale_and_min[span][half] + row));",
+        "return Simd::field<4, 4, 0>(Simd::load_uint8(block.scale_and_min[span][0] + row));",
+        "both halves of a block of Q2_K have the minimum of the first",
+        (_PRODUCTS, "-k", "amx and exact and Q2_K"),
+    ),
+    Mutant(
+        "cpp/cpu/tile_super_amx.h",
+        "Simd::sub_int(_mm512_and_si512(Simd::add_int(sum, Simd::set_int(64)), Simd::set_int(127)),\n"
+        "                                Simd::set_int(64));",
+        "Simd::set_int(0);",
+        "sums of activations are rounded to bfloat16",
+        (_PRODUCTS, "-k", "amx and exact and Q4_K"),
+    ),
+    Mutant(
+        "cpp/cpu/linear.cpp",
+        "if (!whole_blocks) c.worker.for_each(rows,",
+        "if (false) c.worker.for_each(rows,",
+        "the input of a down projection in K-quants is not rounded",
+        (_ENGINE, "-k", "8_bit and Q4_K"),
+    ),
+    Mutant(
+        "cpp/cpu/weights.h",
+        "return super ? kSuperCols : int8 ? kBlockCols : 1;",
+        "return int8 || super ? kBlockCols : 1;",
+        "columns of attention are rounded before a super-block of them is complete",
+        (_ENGINE, "-k", "8_bit and Q4_K"),
     ),
     Mutant(
         "cpp/cpu/tile_blocks.h",

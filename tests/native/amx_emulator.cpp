@@ -161,12 +161,13 @@ __attribute__((target("avx512f"))) void multiply_pairs(int c, int a, int b) {
   _mm_setcsr(mode);
 }
 
+template <typename Weight>
 void multiply_bytes(int c, int a, int b) {
   for (int row = 0; row < tiles.rows[c]; ++row) {
     auto* sums = reinterpret_cast<std::int32_t*>(tiles.data[c][row]);
     for (int quad = 0; quad < tiles.rows[b]; ++quad) {
       const auto* x = reinterpret_cast<const std::int8_t*>(tiles.data[a][row]) + 4 * quad;
-      const auto* weights = reinterpret_cast<const std::int8_t*>(tiles.data[b][quad]);
+      const auto* weights = reinterpret_cast<const Weight*>(tiles.data[b][quad]);
       for (int n = 0; n < tiles.row_bytes[c] / 4; ++n)
         for (int i = 0; i < 4; ++i) sums[n] += std::int32_t(x[i]) * weights[4 * n + i];
     }
@@ -198,7 +199,11 @@ bool execute(const Instruction& x) {
       return true;
     case 0x5e << 2 | 3:  // tdpbssd
       if (x.memory || !match(x.reg, x.rm, x.vvvv)) return false;
-      multiply_bytes(x.reg, x.rm, x.vvvv);
+      multiply_bytes<std::int8_t>(x.reg, x.rm, x.vvvv);
+      return true;
+    case 0x5e << 2 | 2:  // tdpbsud
+      if (x.memory || !match(x.reg, x.rm, x.vvvv)) return false;
+      multiply_bytes<std::uint8_t>(x.reg, x.rm, x.vvvv);
       return true;
     default:
       return false;

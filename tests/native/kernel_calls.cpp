@@ -42,6 +42,25 @@ struct Tiles {
   }
 };
 
+// The same in super-blocks. Unused tokens of a tile are NaN.
+struct SuperTiles {
+  Buffer memory;
+  SuperRows rows;
+
+  SuperTiles(const Kernels& kernels, const Matrix& x, int first) {
+    const int tokens = int(x.shape(0)), cols = int(x.shape(1));
+    require(cols % kSuperCols == 0, "cols must be a multiple of 256");
+    rows.blocks = cols / kSuperCols;
+    const std::size_t n_tiles = std::size_t((first + tokens + kTileTokens - 1) / kTileTokens);
+    memory = Buffer(n_tiles * std::size_t(rows.blocks) * sizeof(SuperTile), "activations");
+    std::memset(memory.data(), 0xff, memory.bytes());
+    rows.tiles = memory.as<SuperTile>();
+    for (int t = 0; t < tokens; ++t)
+      kernels.quantize_super(x.data() + std::size_t(t) * std::size_t(cols), (first + t) % kTileTokens,
+                             rows.blocks, rows.tile(first + t));
+  }
+};
+
 }  // namespace
 
 std::vector<std::string> kernel_sets() {
@@ -88,18 +107,25 @@ void multiply_int8(const std::string& set, std::uint32_t type, const Bytes& weig
       weight.shape(0)};
   require(tensor.bytes == row_bytes(tensor.type, std::size_t(cols)) * std::size_t(rows),
           "weight has another size");
-  PackedMatrix packed = packed_matrix(tensor);
+  Linear linear = linear_of(tensor, Compute::kInt8, kernels);
+  PackedMatrix& packed = linear.packed;
   const Buffer blocks(packed.group_bytes() * std::size_t(packed.groups()), "weights");
   packed.blocks = blocks.data();
   require(packed.packing != Packing::kNone, "the type is not quantized");
   require(int(out.shape(0)) >= tokens && int(out.shape(1)) >= packed.groups() * kGroupRows,
           "out is too small");
-  const Tiles tiles(kernels, x, first);
-  const Buffer scratch(is_narrow(packed.packing) ? wide_group(packed, nullptr).group_bytes() : 0, "scratch");
-  for (int group = 0; group < packed.groups(); ++group) {
-    pack_group(tensor, group, packed.group(group));
-    multiply_packed(kernels, packed, group, tiles.rows, first, tokens, out.data() + group * kGroupRows,
-                    out.shape(1), scratch.data());
+  for (int group = 0; group < packed.groups(); ++group) pack_group(tensor, group, packed.group(group));
+  if (linear.super) {
+    const SuperTiles tiles(kernels, x, first);
+    for (int group = 0; group < packed.groups(); ++group)
+      kernels.multiply_super(packed, group, tiles.rows, first, tokens, out.data() + group * kGroupRows,
+                             out.shape(1));
+  } else {
+    const Tiles tiles(kernels, x, first);
+    const Buffer scratch(scratch_bytes_of(linear), "scratch");
+    for (int group = 0; group < packed.groups(); ++group)
+      multiply_packed(kernels, packed, group, tiles.rows, first, tokens, out.data() + group * kGroupRows,
+                      out.shape(1), scratch.data());
   }
   if (kernels.end_phase) kernels.end_phase();
 }

@@ -34,7 +34,7 @@ FloatRows random_rows(Buffer& memory, int rows, int cols) {
 
 struct ProductState {
   const Kernels& kernels;
-  Buffer file, packed, input, tiles, pairs, output;
+  Buffer file, packed, input, tiles, super_tiles, pairs, output;
   std::vector<Linear> copies;
   std::vector<Scratch> scratch;
   Activations x;
@@ -95,6 +95,13 @@ std::unique_ptr<Workload> product_workload(const std::string& set, std::uint32_t
   w.x.int8.tiles = w.tiles.as<ActivationTile>();
   for (int t = 0; t < tokens; ++t)
     kernels.quantize(w.x.f32.row(t), w.x.f32.stride, t % kTileTokens, 1, w.x.int8.blocks, w.x.int8.tile(t));
+  if (w.copies[0].super) {
+    w.x.super.blocks = cols / kSuperCols;
+    w.super_tiles = Buffer(n_tiles * std::size_t(w.x.super.blocks) * sizeof(SuperTile), "activations");
+    w.x.super.tiles = w.super_tiles.as<SuperTile>();
+    for (int t = 0; t < tokens; ++t)
+      kernels.quantize_super(w.x.f32.row(t), t % kTileTokens, w.x.super.blocks, w.x.super.tile(t));
+  }
   if (w.copies[0].pairs) {
     w.x.bfloat16.stride = std::size_t(cols) + kPairPad;
     w.pairs = Buffer(n_tiles * kTileTokens * w.x.bfloat16.stride * sizeof(std::uint16_t), "activations");
@@ -168,7 +175,8 @@ std::unique_ptr<Workload> attention_workload(const std::string& set, int tokens,
             .v = work->v,
         };
         const AttentionItems items(step, work->tiles, worker.count());
-        attend(c, step, items, {}, {.forms = {.f32 = true}, .f32 = work->out, .int8 = {}, .bfloat16 = {}});
+        attend(c, step, items, {},
+               {.forms = {.f32 = true}, .f32 = work->out, .int8 = {}, .super = {}, .bfloat16 = {}});
       },
       pairs * heads * 2 * head_dim, 0);
 }

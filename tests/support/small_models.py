@@ -169,6 +169,13 @@ MODELS: dict[str, SmallModel] = {
             "blk.1.*": "Q4_1",
         },
     ),
+    "K-quants": SmallModel(
+        dim=256,
+        key_dim=64,
+        ffn=512,
+        embedding="Q6_K",
+        types={"*": "Q4_K", "*.attn_v.*": "Q6_K", "*.ffn_down.*": "Q6_K", "blk.1.attn_k.*": "Q8_0"},
+    ),
     "16-bit floats": SmallModel(types={"*": "F16", "*.ffn_down.*": "BF16"}),
     "dimensions that fit no block": SmallModel(
         dim=50, heads=6, kv_heads=2, key_dim=10, value_dim=14, ffn=70, embedding="F16", types={"*": "F32"}

@@ -1,0 +1,377 @@
+// Products with the integer scales of super-blocks, as K-quants have them, on the matrix unit.
+//
+// A weight is unit * (code - zero) * scale - min_unit * min, with integers but for both units. The integers
+// (code - zero) * scale take 16 bits at most: two planes of bytes, high * 2^n + low. Activations have one
+// scale for the 256 columns of a super-block, so that a plane is summed in its tile over all of them, 16
+// tokens by 16 rows, and stored once. Sums of both planes are joined as integers. Minima multiply the sums of
+// activations; these are integers below 2^24, which products of bfloat16 add up exactly. Results are
+// therefore the same in any order of sums, and for few tokens, which vectors multiply.
+//
+// Two tiles of tokens share what is loaded of the weights. docs/cpu_kernels.md has what was measured.
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <cstring>
+#include <type_traits>
+
+#include "amx_tiles.h"
+#include "simd_avx512.h"
+#include "tile_narrow.h"
+
+namespace metal_prefill::cpu {
+namespace {
+
+constexpr int kFewSuperTokens = 7;     // for which unpacking the weights costs more than it saves
+constexpr int kSuperTokens = 4;        // that vectors multiply together
+constexpr int kSuperTokenBlock = 192;  // tokens whose sums are in memory together
+
+// How the integers of a type are divided among planes.
+enum class Planes {
+  kOne,      // they are bytes
+  kByScale,  // codes times the lowest three bits of scales, and codes times the others
+  kByBytes,  // their low and high bytes
+};
+template <class Block>
+constexpr Planes planes_of() {
+  constexpr int kCodes = (1 << Block::kBits) - 1;
+  if constexpr (Block::kIsTable || Block::kZero != 0) {
+    return Planes::kByBytes;
+  } else if constexpr (requires(Block b) { b.scale_and_min; }) {
+    static_assert(kCodes * 15 <= 255);
+    return Planes::kOne;
+  } else {
+    static_assert(kCodes * 7 <= 255);
+    return Planes::kByScale;
+  }
+}
+template <class Block>
+constexpr Planes kPlanesOf = planes_of<Block>();
+template <class Block>
+constexpr int kPlanes = kPlanesOf<Block> == Planes::kOne ? 1 : 2;
+
+// Weights of 16 rows and a super-block of columns.
+struct alignas(64) SuperPanel {
+  std::uint8_t planes[2][kSuperCols / kTileRowBytes][kTileRowBytes / 4][kPanelRows][4];
+  std::uint16_t mins[kSuperSums][kPanelRows][2];  // bfloat16, twice
+  float unit[kPanelRows], minus_min_unit[kPanelRows];
+};
+
+// Scales of 16 rows from `row` on, one to a lane, of half a span.
+template <class Block>
+inline I super_scales(const Block& block, int span, int half, int row) {
+  if constexpr (requires { block.scale_and_min; }) {
+    return Simd::field<4, 0, 0>(Simd::load_uint8(block.scale_and_min[span][half] + row));
+  } else {
+    constexpr int kHalves = int(sizeof(block.scale_code[0]) / kGroupRows);
+    return Simd::load_int8(block.scale_code[span][kHalves == 2 ? half : 0] + row);
+  }
+}
+template <class Block>
+inline I super_mins(const Block& block, int span, int half, int row) {
+  if constexpr (requires { block.scale_and_min; })
+    return Simd::field<4, 4, 0>(Simd::load_uint8(block.scale_and_min[span][half] + row));
+  else
+    return Simd::load_int8(block.min_code[span] + row);
+}
+
+// Four columns of 16 rows: bytes of both planes. `scales` has a scale in the lowest byte of each lane.
+template <class Block>
+struct PlaneFactors {
+  I first, second;  // what codes are multiplied by for both planes, or for even and odd columns
+  I zero;           // the scale times the zero of codes, in 16 bits
+
+  explicit PlaneFactors(I scales) {
+    const auto in_words = [](I x) { return Simd::or_int(x, _mm512_slli_epi32(x, 16)); };
+    if constexpr (kPlanesOf<Block> == Planes::kOne) {
+      first = in_words(scales);
+    } else if constexpr (kPlanesOf<Block> == Planes::kByScale) {
+      first = in_words(Simd::field<3, 0, 0>(scales));
+      second = in_words(_mm512_srli_epi32(scales, 3));
+    } else {
+      first = in_words(_mm512_and_si512(scales, Simd::set_int(255)));
+      second = _mm512_slli_epi16(first, 8);
+      zero = _mm512_maddubs_epi16(_mm512_set1_epi8(char(Block::kZero)), first);
+    }
+  }
+  // Products of unsigned bytes below 256 stay in their bytes of a word.
+  void store(I codes, std::uint8_t* low, std::uint8_t* high) const {
+    if constexpr (kPlanesOf<Block> != Planes::kByBytes) {
+      Simd::store_codes(low, _mm512_mullo_epi16(codes, first));
+      if constexpr (kPlanes<Block> == 2) Simd::store_codes(high, _mm512_mullo_epi16(codes, second));
+    } else {
+      constexpr int kSelect = 0xca;  // of the second where the first has a bit, else of the third
+      const I low_bytes = _mm512_set1_epi16(255);
+      const I even = _mm512_sub_epi16(_mm512_maddubs_epi16(codes, first), zero);
+      const I odd = _mm512_sub_epi16(_mm512_maddubs_epi16(codes, second), zero);
+      Simd::store_codes(low, _mm512_ternarylogic_epi32(low_bytes, even, _mm512_slli_epi16(odd, 8), kSelect));
+      Simd::store_codes(high, _mm512_ternarylogic_epi32(low_bytes, _mm512_srli_epi16(even, 8), odd, kSelect));
+    }
+  }
+};
+
+template <class Block>
+void unpack(const Block& block, int panel, I table, SuperPanel& out) {
+  const int row = panel * kPanelRows;
+#pragma GCC unroll 1
+  for (int span = 0; span < kSuperSpans; ++span) {
+    // Before anything is stored: where both halves are the same, compilers load and compute them once.
+    const PlaneFactors<Block> factors[2] = {PlaneFactors<Block>(super_scales(block, span, 0, row)),
+                                            PlaneFactors<Block>(super_scales(block, span, 1, row))};
+    if constexpr (kNarrowMin<Block>) {
+      const I mins[2] = {super_mins(block, span, 0, row), super_mins(block, span, 1, row)};
+      for (int half = 0; half < 2; ++half) {
+        const I bits = _mm512_castps_si512(Simd::to_float(mins[half]));
+        _mm512_store_si512(out.mins[2 * span + half], Simd::or_int(bits, _mm512_srli_epi32(bits, 16)));
+      }
+    }
+    unrolled<8>([&](auto step) __attribute__((always_inline)) {
+      const int quad = span * 8 + step;
+      factors[step / 4].store(narrow_codes<Block, step>(block.codes[span][panel], 0, table),
+                              out.planes[0][quad / 16][quad % 16][0], out.planes[1][quad / 16][quad % 16][0]);
+    });
+  }
+  Simd::store(out.unit, load_floats(block.scale_unit + row));
+  if constexpr (kNarrowMin<Block>)
+    Simd::store(out.minus_min_unit, Simd::sub(Simd::set(0), load_floats(block.min_unit + row)));
+}
+
+// before + (the sum of a super-block, and of its minima) * the scale of a token.
+template <class Block>
+inline __attribute__((always_inline)) F add_super(F before, I sum, F unit, F min_sum, F minus_min_unit,
+                                                  float scale) {
+  F total = Simd::mul(Simd::to_float(sum), unit);
+  if constexpr (kNarrowMin<Block>) total = Simd::fma(min_sum, minus_min_unit, total);
+  return Simd::fma(total, Simd::set(scale), before);
+}
+
+// Adds the products of a panel and `tiles` tiles of tokens, `step` apart, to acc[t][r].
+template <class Block>
+void multiply_panel(const SuperPanel& panel, const SuperTile* x, std::size_t step, int tiles,
+                    float (*acc)[kPanelRows]) {
+  // Tiles 0 to 3: sums of both planes, of two tiles of tokens.
+  constexpr int kA = 4, kMins = 5, kLow = 6, kHigh = 7;
+  constexpr int kSteps = kSuperCols / kTileRowBytes;
+  constexpr int kShift = kPlanesOf<Block> == Planes::kByScale ? 3 : 8;
+  alignas(64) std::int32_t sums[2][2][kTileTokens][kPanelRows];
+  alignas(64) float min_sums[2][kTileTokens][kPanelRows];
+  const auto zero = []() __attribute__((always_inline)) {
+    unrolled<4>([](auto tile) __attribute__((always_inline)) { zero_tile<tile>(); });
+  };
+  const auto multiply_tile =
+      [&]<int kSecond>(const SuperTile& tile, int part, std::integral_constant<int, kSecond>)
+          __attribute__((always_inline)) {
+            constexpr int kC = 2 * kSecond;
+            load_tile<kA, kTileTokens, kTileRowBytes>(tile.q[part]);
+            multiply_unsigned_tiles<kC, kA, kLow>();
+            if constexpr (kPlanesOf<Block> == Planes::kByScale)
+              multiply_unsigned_tiles<kC + 1, kA, kHigh>();
+            else if constexpr (kPlanes<Block> == 2)
+              multiply_tiles<kC + 1, kA, kHigh>();
+          };
+  constexpr std::integral_constant<int, 0> kFirst;
+  constexpr std::integral_constant<int, 1> kSecond;
+  const auto start = [&](const SuperTile* pair, int part, bool two) __attribute__((always_inline)) {
+    load_tile<kLow, kTileRowBytes / 4, kTileRowBytes>(panel.planes[0][part]);
+    if constexpr (kPlanes<Block> == 2)
+      load_tile<kHigh, kTileRowBytes / 4, kTileRowBytes>(panel.planes[1][part]);
+    multiply_tile(*pair, part, kFirst);
+    if (two) multiply_tile(pair[step], part, kSecond);
+  };
+  const auto finish = [&]<int kSecond>(const SuperTile& tile, std::integral_constant<int, kSecond>)
+                          __attribute__((always_inline)) {
+                            store_tile<2 * kSecond>(sums[kSecond][0]);
+                            if constexpr (kPlanes<Block> == 2) store_tile<2 * kSecond + 1>(sums[kSecond][1]);
+                            if constexpr (kNarrowMin<Block>) {
+                              zero_tile<kMins>();
+                              load_tile<kA, kTileTokens, kTileRowBytes>(tile.pair_sums);
+                              load_tile<kLow, kTileRowBytes / 4, kTileRowBytes>(panel.mins);
+                              multiply_pair_tiles<kMins, kA, kLow>();
+                              store_tile_rows<kMins>(min_sums[kSecond], kTileRowBytes);
+                            }
+                          };
+  const F unit = Simd::load(panel.unit);
+  zero();
+  for (int part = 0; part < kSteps; ++part) start(x, part, tiles > 1);
+  for (; tiles > 0; tiles -= 2, x += 2 * step, acc += 2 * kTileTokens) {
+    const bool two = tiles > 1;
+    finish(*x, kFirst);
+    if (two) finish(x[step], kSecond);
+    if (tiles > 2) zero();
+    // The unit multiplies the next two tiles while the sums of these are added up.
+    unrolled<kSteps>([&](auto part) __attribute__((always_inline)) {
+      if (tiles > 2) start(x + 2 * step, part, tiles > 3);
+      constexpr int kSecond = part / 2, kTokens = kTileTokens / 2;
+      if (kSecond == 1 && !two) return;
+      unrolled<kTokens>([&](auto i) __attribute__((always_inline)) {
+        constexpr int t = part % 2 * kTokens + i;
+        I sum = _mm512_load_si512(sums[kSecond][0][t]);
+        if constexpr (kPlanes<Block> == 2)
+          sum = Simd::add_int(Simd::shift_left<kShift>(_mm512_load_si512(sums[kSecond][1][t])), sum);
+        float* total = acc[kSecond * kTileTokens + t];
+        Simd::store(total, add_super<Block>(Simd::load(total), sum, unit, Simd::load(min_sums[kSecond][t]),
+                                            Simd::load(panel.minus_min_unit), x[kSecond * step].scale[t]));
+      });
+    });
+  }
+}
+
+// Tokens [first, first + count) of whole tiles, up to kSuperTokenBlock with those before them in their tile.
+template <class Block>
+void super_tiles(const PackedMatrix& weight, int group, const SuperRows& x, int first, int count, float* out,
+                 std::size_t stride) {
+  keep_tile_config<kTileRowBytes>();
+  const auto* block = reinterpret_cast<const Block*>(weight.group(group));
+  const int n_blocks = weight.blocks_per_row(), skipped = first % kTileTokens;
+  const int tiles = ceil_div(skipped + count, kTileTokens);
+  const I table = load_table(weight.table);
+  SuperPanel panel;
+  alignas(64) float acc[2][kSuperTokenBlock][kPanelRows];
+  for (auto& sums : acc) std::memset(sums, 0, std::size_t(tiles) * sizeof(float[kTileTokens][kPanelRows]));
+  for (int b = 0; b < n_blocks; ++b)
+    for (int p = 0; p < 2; ++p) {
+      // The next group arrives while the products of this one are computed.
+      for (int span = p; span < kSuperSpans; span += 2) prefetch_span(block + b, span, weight.group_bytes());
+      unpack(block[b], p, table, panel);
+      multiply_panel<Block>(panel, x.tile(first) + b, std::size_t(n_blocks), tiles, acc[p]);
+    }
+  for (int t = 0; t < count; ++t, out += stride)
+    for (int p = 0; p < 2; ++p) Simd::store(out + p * kPanelRows, Simd::load(acc[p][skipped + t]));
+}
+
+// Tokens [token, token + kTokens) of a tile, with the same integers in vectors. Lanes are rows.
+template <class Block, int kTokens>
+void super_tokens(const PackedMatrix& weight, int group, const SuperRows& x, int token, float* out,
+                  std::size_t stride) {
+  constexpr int kSums = kBlockSums<typename Block::Wide>;
+  const auto* block = reinterpret_cast<const Block*>(weight.group(group));
+  const SuperTile* tile = x.tile(token);
+  const int lane = token % kTileTokens;
+  const I table = load_table(weight.table);
+  F acc[kTokens][2];
+  unrolled<kTokens>([&](auto t) __attribute__((always_inline)) { acc[t][0] = acc[t][1] = Simd::set(0); });
+  for (int b = 0; b < weight.blocks_per_row(); ++b, ++block, ++tile) {
+    I total[kTokens][2], mins[kTokens][2];
+    for (int t = 0; t < kTokens; ++t)
+      for (int p = 0; p < 2; ++p) total[t][p] = mins[t][p] = Simd::set_int(0);
+#pragma GCC unroll 1
+    for (int span = 0; span < kSuperSpans; ++span) {
+      prefetch_span(block, span, kFetchAhead);
+      const auto* q = tile->q[span / 2] + lane;
+      const std::int16_t(*sums)[kSuperSums] = tile->sums + lane;
+#pragma GCC unroll 2
+      for (int p = 0; p < 2; ++p) {
+        const int row = p * kPanelRows;
+        I sum[kTokens][2];
+        unrolled<kTokens>([&](auto t) __attribute__((always_inline)) {
+          for (int half = 0; half < 2; ++half)
+            sum[t][half] = Simd::set_int(-Block::kZero * sums[t][2 * span + half]);
+        });
+        unrolled<8>([&](auto step) __attribute__((always_inline)) {
+          const I codes = narrow_codes<Block, step>(block->codes[span][p], 0, table);
+          unrolled<kTokens>([&](auto t) __attribute__((always_inline)) {
+            sum[t][step / 4] = Simd::dot<Block::kZero>(
+                sum[t][step / 4], codes, Simd::broadcast4(q[t] + span % 2 * kBlockCols + 4 * step));
+          });
+        });
+        const I scales[2] = {super_scales(*block, span, 0, row), super_scales(*block, span, 1, row)};
+        unrolled<kTokens>([&](auto t) __attribute__((always_inline)) {
+          if constexpr (kSums == 2) {
+            for (int half = 0; half < 2; ++half)
+              total[t][p] = Simd::add_int(total[t][p], _mm512_mullo_epi32(sum[t][half], scales[half]));
+          } else {
+            const I both = Simd::add_int(sum[t][0], sum[t][1]);
+            total[t][p] = Simd::add_int(total[t][p], _mm512_mullo_epi32(both, scales[0]));
+          }
+        });
+        if constexpr (kNarrowMin<Block>) {
+          // Pairs of 16 bits: the minima of both halves, times their sums.
+          const I pair = Simd::or_int(super_mins(*block, span, 0, row),
+                                      Simd::shift_left<16>(super_mins(*block, span, 1, row)));
+          unrolled<kTokens>([&](auto t) __attribute__((always_inline)) {
+            const I both = Simd::broadcast4(reinterpret_cast<const std::int8_t*>(sums[t] + 2 * span));
+            mins[t][p] = _mm512_dpwssd_epi32(mins[t][p], pair, both);
+          });
+        }
+      }
+    }
+#pragma GCC unroll 2
+    for (int p = 0; p < 2; ++p) {
+      const F unit = load_floats(block->scale_unit + p * kPanelRows);
+      F minus_min_unit = Simd::set(0);
+      if constexpr (kNarrowMin<Block>)
+        minus_min_unit = Simd::sub(Simd::set(0), load_floats(block->min_unit + p * kPanelRows));
+      unrolled<kTokens>([&](auto t) __attribute__((always_inline)) {
+        acc[t][p] = add_super<Block>(acc[t][p], total[t][p], unit, Simd::to_float(mins[t][p]), minus_min_unit,
+                                     tile->scale[lane + t]);
+      });
+    }
+  }
+  unrolled<kTokens>([&](auto t) __attribute__((always_inline)) {
+    for (int p = 0; p < 2; ++p) Simd::store(out + std::size_t(t) * stride + p * kPanelRows, acc[t][p]);
+  });
+}
+
+// super_tokens with as many tokens as `count` says, 1 to kTokens.
+template <class Block, int kTokens>
+void super_count(int count, const PackedMatrix& weight, int group, const SuperRows& x, int token, float* out,
+                 std::size_t stride) {
+  if (count == kTokens) return super_tokens<Block, kTokens>(weight, group, x, token, out, stride);
+  if constexpr (kTokens > 1) super_count<Block, kTokens - 1>(count, weight, group, x, token, out, stride);
+}
+
+void multiply_super(const PackedMatrix& weight, int group, const SuperRows& x, int first, int count,
+                    float* out, std::size_t stride) {
+  visit_narrow(weight.packing, [&]<class Block>(std::type_identity<Block>) {
+    if constexpr (kHasIntegerScales<Block>) {
+      const bool few = count <= kFewSuperTokens;
+      for (int done = 0, n; done < count; done += n) {
+        const int token = first + done, left = count - done, skipped = token % kTileTokens;
+        float* to = out + std::size_t(done) * stride;
+        if (few) {
+          const int share = ceil_div(left, ceil_div(left, kSuperTokens));  // as even as can be
+          n = std::min(share, kTileTokens - skipped);
+          super_count<Block, kSuperTokens>(n, weight, group, x, token, to, stride);
+        } else {
+          n = std::min(left, kSuperTokenBlock - skipped);
+          super_tiles<Block>(weight, group, x, token, n, to, stride);
+        }
+      }
+    }
+  });
+}
+
+// The nearest steps of the largest magnitude / 127. NaN or infinity makes the scale NaN or infinite.
+void quantize_super(const float* x, int token, int n_blocks, SuperTile* out) {
+  constexpr int kVectors = kSuperCols / Simd::kLanes;
+  for (int b = 0; b < n_blocks; ++b, ++out, x += kSuperCols) {
+    I largest = Simd::set_int(0);
+    for (int i = 0; i < kVectors; ++i)
+      largest = Simd::max_int(largest, Simd::magnitude_bits(Simd::load(x + i * Simd::kLanes)));
+    const float magnitude = std::bit_cast<float>(Simd::reduce_max(largest));
+    const F inverse = Simd::set(magnitude > 0 ? 127.0f / magnitude : 0.0f);
+    out->scale[token] = magnitude / 127.0f;
+    std::int32_t sums[kSuperSums];
+    for (int i = 0; i < kVectors; i += 4) {
+      I rounded[4];
+      for (int j = 0; j < 4; ++j) {
+        rounded[j] = Simd::round(Simd::mul(Simd::load(x + (i + j) * Simd::kLanes), inverse));
+        Simd::store_int8(out->q[i / 4][token] + j * Simd::kLanes, rounded[j]);
+      }
+      std::int32_t four[4];
+      Simd::reduce_add4(rounded, four);
+      std::copy_n(four, 4, sums + i);
+    }
+    // A multiple of 128 and what is left: bfloat16 holds both exactly.
+    const I sum = _mm512_loadu_si512(sums);
+    const I low = Simd::sub_int(_mm512_and_si512(Simd::add_int(sum, Simd::set_int(64)), Simd::set_int(127)),
+                                Simd::set_int(64));
+    const I low_bits = _mm512_castps_si512(Simd::to_float(low)),
+            high_bits = _mm512_castps_si512(Simd::to_float(Simd::sub_int(sum, low)));
+    _mm512_store_si512(out->pair_sums[token], Simd::or_int(high_bits, _mm512_srli_epi32(low_bits, 16)));
+    _mm256_store_si256(reinterpret_cast<__m256i*>(out->sums[token]), _mm512_cvtepi32_epi16(sum));
+  }
+}
+
+}  // namespace
+}  // namespace metal_prefill::cpu
