@@ -79,8 +79,8 @@ MUTANTS = (
     ),
     Mutant(
         f"{_P}/serve/_reply.py",
-        "with self._holding(len(body)):",
-        "with self._holding(0):",
+        "with self._sending(len(body)):",
+        "with self._sending(0):",
         "answers that are not read take any amount of memory",
         ("tests/serve/test_connections.py", "-k", "not_read"),
     ),

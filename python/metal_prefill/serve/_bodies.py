@@ -12,7 +12,8 @@ from starlette.requests import Request
 from metal_prefill.serve._errors import ApiError
 from metal_prefill.serve._settings import Settings
 
-HELD = 32  # requests and answers of the largest size of a request that may be in flight, or more smaller ones
+HELD = 32  # requests of the largest size that may be in flight, or more smaller ones
+MOST_UNSENT = 1 << 28  # bytes of answers, other than streams, that clients have not received
 LARGE = 1 << 18  # bytes; preparing a body takes up to 200 times its size, so large ones take turns
 
 # The unread rest of a body must not be parsed as the next request.
@@ -53,7 +54,8 @@ class Bodies:
     def __init__(self, settings: Settings) -> None:
         self._limit = settings.max_body
         self._seconds = settings.body_seconds
-        self._held = 0  # bytes of requests that arrive or are answered, and of answers
+        self._held = 0  # bytes of requests that arrive or are answered
+        self._unsent = 0  # bytes of answers
         self._turns = anyio.Semaphore(1)
 
     async def read(self, request: Request) -> bytes:
@@ -81,14 +83,7 @@ class Bodies:
                     self._held += len(piece)
                     if len(body) > limit:
                         raise too_large
-                    if self._held > HELD * limit:
-                        raise ApiError(
-                            503,
-                            f"requests and answers in flight exceed {HELD * limit} bytes in total; "
-                            "retry later",
-                            code="too_many_bytes",
-                            headers={**_CLOSE, "Retry-After": "1"},
-                        )
+                    self._check_room()
         finally:
             self._held -= len(body)
         if scope.cancelled_caught:
@@ -100,14 +95,36 @@ class Bodies:
             )
         return bytes(body)
 
+    def _check_room(self) -> None:
+        for what, size, limit in (
+            ("requests in flight", self._held, HELD * self._limit),
+            ("answers that clients have not received", self._unsent, MOST_UNSENT),
+        ):
+            if size > limit:
+                raise ApiError(
+                    503,
+                    f"{what} exceed {limit} bytes in total; retry later",
+                    code="too_many_bytes",
+                    headers={**_CLOSE, "Retry-After": "1"},
+                )
+
     @contextmanager
     def holding(self, size: int) -> Iterator[None]:
-        """Count bytes of a request or an answer as in flight."""
+        """Count bytes of a request that is being answered."""
         self._held += size
         try:
             yield
         finally:
             self._held -= size
+
+    @contextmanager
+    def sending(self, size: int) -> Iterator[None]:
+        """Count bytes of an answer that is being sent."""
+        self._unsent += size
+        try:
+            yield
+        finally:
+            self._unsent -= size
 
     @asynccontextmanager
     async def turn(self, size: int) -> AsyncIterator[Turn]:

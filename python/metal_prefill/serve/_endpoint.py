@@ -52,7 +52,7 @@ class Endpoint(Generic[_Form]):
         """Answer a request."""
         settings, metrics = self._service.settings, self._service.metrics
         bodies = self._service.bodies
-        reply = Reply(send, settings.send_seconds, bodies.holding)
+        reply = Reply(send, settings.send_seconds, bodies.sending)
         begin = time.perf_counter()
         try:
             async with anyio.create_task_group() as group:

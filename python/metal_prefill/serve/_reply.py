@@ -29,8 +29,8 @@ class Reply:
         ASGI's send function.
     send_seconds
         Time limit in seconds for the client to receive a piece.
-    holding
-        Returns a context in which so many bytes of an answer count as in flight.
+    sending
+        Returns a context in which so many bytes of an answer count as not received.
 
     Attributes
     ----------
@@ -39,10 +39,10 @@ class Reply:
     """
 
     def __init__(
-        self, send: Send, send_seconds: float, holding: Callable[[int], AbstractContextManager[None]]
+        self, send: Send, send_seconds: float, sending: Callable[[int], AbstractContextManager[None]]
     ) -> None:
         self._send = send
-        self._holding = holding
+        self._sending = sending
         self._seconds = send_seconds
         self._begun = self._events = self._complete = False
         self.status = 499
@@ -83,7 +83,7 @@ class Reply:
         await self._begin(
             status, {"content-type": "application/json", "content-length": str(len(body)), **headers}
         )
-        with self._holding(len(body)):
+        with self._sending(len(body)):
             # A server keeps what its client has not received: it gets the next piece once it has sent most.
             for end in range(_PIECE, len(body) + _PIECE, _PIECE):
                 await self._body(body[end - _PIECE : end], more=end < len(body))
