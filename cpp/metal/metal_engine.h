@@ -120,9 +120,8 @@ class MetalEngine final : public Engine, private PassInspector {
   }
   void run_pass(std::span<Chunk* const> chunks, CallCounters& counters);
   void trace_pass(std::span<Chunk* const> chunks, CallCounters& counters);
-  std::vector<RequestedPass> passes_for(std::span<Chunk* const> chunks, CacheHold& cache);
-  std::shared_ptr<SentPass> send_after(std::span<Chunk* const> chunks, CacheHold& cache,
-                                       const SentPass& before);
+  static std::vector<Chunk*> take_ahead(std::span<Chunk* const> chunks, std::vector<RequestedPass>& passes);
+  std::shared_ptr<SentPass> send_after(std::span<Chunk> chunks, CacheHold& cache, const SentPass& before);
   static void fill(const Config& config, const PassTables& tables, const PassRows& rows,
                    std::span<Chunk* const> chunks);
   void deliver(const PassRows& rows, std::span<Chunk* const> chunks, const Batch& batch) const;

@@ -51,10 +51,19 @@ std::vector<PassChunk> shapes_of(std::span<Chunk* const> chunks) {
   return shapes;
 }
 
-// The states after a chunk's next token, in a pass that is sent ahead.
-ChunkStates states_after(const Chunk& chunk) {
-  if (chunk.states.writes.empty()) return {};
-  return {chunk.states.writes.back().state, {{1, chunk.states.ahead, false}}, {}};
+// The chunks with the next tokens, in a pass that is sent ahead.
+std::vector<Chunk> chunks_after(std::span<Chunk* const> chunks) {
+  static constexpr TokenId kUnknown[] = {0};  // the host writes no tokens that a kernel reads
+  std::vector<Chunk> next(chunks.size());
+  for (std::size_t i = 0; i < chunks.size(); ++i) {
+    const Chunk& chunk = *chunks[i];
+    next[i].tokens = kUnknown;
+    next[i].position = chunk.position + int(chunk.tokens.size());
+    next[i].cache = chunk.cache;
+    if (!chunk.states.writes.empty())
+      next[i].states = {chunk.states.writes.back().state, {{1, chunk.states.ahead, false}}, {}};
+  }
+  return next;
 }
 
 template <typename T>
@@ -95,16 +104,22 @@ MetalEngine::SentPass::SentPass(MetalEngine& engine, std::span<Chunk* const> chu
 void MetalEngine::run_pass(std::span<Chunk* const> chunks, CallCounters& counters) {
   const AutoreleasePool pool;
   if (chunks[0]->trace) return trace_pass(chunks, counters);
-  CacheHold cache(store_, states_);
-  const std::vector<RequestedPass> passes = passes_for(chunks, cache);
-  std::shared_ptr<SentPass> next;
+  // References to states are made before the hold, and dropped after it: a thread that takes a slot has
+  // locked the pool of states while it waits for the hold to grow the slots.
+  std::vector<RequestedPass> passes;
+  std::vector<Chunk*> others = take_ahead(chunks, passes);
   const bool goes_on = std::all_of(chunks.begin(), chunks.end(), [](const Chunk* chunk) {
     const auto* greedy = std::get_if<GreedyOutput>(&chunk->output);
     return greedy && greedy->continues;
   });
+  std::vector<Chunk> after = goes_on ? chunks_after(chunks) : std::vector<Chunk>();
+  std::shared_ptr<SentPass> next;
+  CacheHold cache(store_, states_);
+  if (!others.empty())
+    passes.push_back({std::make_shared<SentPass>(*this, others, cache, nil), std::move(others)});
   // The following pass finds its tokens in these rows.
   if (goes_on && std::equal(chunks.begin(), chunks.end(), passes[0].chunks.begin(), passes[0].chunks.end()))
-    next = send_after(chunks, cache, *passes[0].pass);
+    next = send_after(after, cache, *passes[0].pass);
   for (const auto& [pass, asking] : passes) {
     pass->finish(cache, counters);
     if (device_.debug()) keep_intermediates(pass->rows(), asking, pass->batch());
@@ -116,17 +131,16 @@ void MetalEngine::run_pass(std::span<Chunk* const> chunks, CallCounters& counter
     static_cast<MetalCache&>(*chunks[i]->cache)
         .keep_ahead({next,
                      i,
-                     chunks[i]->position + int(chunks[i]->tokens.size()),
+                     after[i].position,
                      std::get<GreedyOutput>(chunks[i]->output).choices.chosen[0],
                      {held.begin(), held.end()},
-                     states_after(*chunks[i])});
+                     std::move(after[i].states)});
   }
 }
 
-// The passes that were sent ahead for some of the chunks, and one pass with the other chunks.
-std::vector<MetalEngine::RequestedPass> MetalEngine::passes_for(std::span<Chunk* const> chunks,
-                                                                CacheHold& cache) {
-  std::vector<RequestedPass> passes;
+// Appends the passes that were sent ahead for some of the chunks, and returns the other chunks.
+std::vector<Chunk*> MetalEngine::take_ahead(std::span<Chunk* const> chunks,
+                                            std::vector<RequestedPass>& passes) {
   std::vector<Chunk*> others;
   for (Chunk* chunk : chunks) {
     const std::unique_ptr<Ahead> ahead = static_cast<MetalCache&>(*chunk->cache).take_ahead(*chunk);
@@ -142,9 +156,7 @@ std::vector<MetalEngine::RequestedPass> MetalEngine::passes_for(std::span<Chunk*
     }
     asked->chunks[ahead->chunk] = chunk;
   }
-  if (!others.empty())
-    passes.push_back({std::make_shared<SentPass>(*this, others, cache, nil), std::move(others)});
-  return passes;
+  return others;
 }
 
 void MetalEngine::trace_pass(std::span<Chunk* const> chunks, CallCounters& counters) {
@@ -164,19 +176,13 @@ void MetalEngine::trace_pass(std::span<Chunk* const> chunks, CallCounters& count
 
 // Sends the pass with the tokens that `before` chooses. Returns null if that fails: the present call does not
 // need the pass.
-std::shared_ptr<MetalEngine::SentPass> MetalEngine::send_after(std::span<Chunk* const> chunks,
-                                                               CacheHold& cache, const SentPass& before) {
-  static constexpr TokenId kUnknown[] = {0};       // the host writes no tokens that a kernel reads
+std::shared_ptr<MetalEngine::SentPass> MetalEngine::send_after(std::span<Chunk> chunks, CacheHold& cache,
+                                                               const SentPass& before) {
   std::vector<TokenId> chosen(chunks.size(), -1);  // filled by the calls that request the pass, not here
-  std::vector<Chunk> next(chunks.size());
   std::vector<Chunk*> pointers;
   for (std::size_t i = 0; i < chunks.size(); ++i) {
-    next[i].tokens = kUnknown;
-    next[i].position = chunks[i]->position + int(chunks[i]->tokens.size());
-    next[i].cache = chunks[i]->cache;
-    next[i].states = states_after(*chunks[i]);
-    next[i].output = GreedyOutput{.choices = {.chosen = {&chosen[i], 1}}};
-    pointers.push_back(&next[i]);
+    chunks[i].output = GreedyOutput{.choices = {.chosen = {&chosen[i], 1}}};
+    pointers.push_back(&chunks[i]);
   }
   try {
     return std::make_shared<SentPass>(*this, pointers, cache, before.batch().peek(BufferName::kResult));

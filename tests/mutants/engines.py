@@ -1095,6 +1095,13 @@ METAL = (
     ),
     Mutant(
         "cpp/metal/sent_passes.mm",
+        "std::move(after[i].states)});",
+        "ChunkStates(after[i].states)});",
+        "two threads that generate with a recurrent model wait for each other forever",
+        (_STATES, "-k", "metal and same_time"),
+    ),
+    Mutant(
+        "cpp/metal/sent_passes.mm",
         "choices || cache.is_in_use() ? Gpu::kBusy : Gpu::kIdle",
         "choices ? Gpu::kBusy : Gpu::kIdle",
         "a pass does not wait for those of other sessions in flight",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -199,3 +201,41 @@ def test_closed_sessions_release_their_states(model: Model) -> None:
         session.forward_prompt(ids_of(200), reuse=True)
     stats = model.stats()
     assert stats["kv_pool_bytes"] == stats["prefix_bytes"] > 0
+
+
+GENERATING = """
+import sys, threading
+from metal_prefill import Model, _core
+
+class Poisoned(_core.EngineOptions):
+    def __init__(self):
+        super().__init__()
+        self.poison_cache = True  # whatever takes a slot waits for passes in flight, as where slots grow
+
+def text(model, i):
+    with model.session() as session:
+        return "".join(session.generate([1 + i] * 20, 20))
+
+_core.EngineOptions = Poisoned
+with Model(sys.argv[1], device=sys.argv[2], threads=2) as model:
+    alone = [text(model, i) for i in range(4)]
+    found = [[] for _ in alone]
+
+    def work(i):
+        for _ in range(4):
+            found[i].append(text(model, i))
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [[expected] * 4 for expected in alone], found
+"""
+
+
+@pytest.mark.parametrize("name", ["mamba2", "lfm2"])
+def test_threads_generate_at_the_same_time(name: str, device: str, model_path: Callable[[str], Path]) -> None:
+    program = [sys.executable, "-c", GENERATING, str(model_path(name)), device]
+    done = subprocess.run(program, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
