@@ -109,7 +109,7 @@ def test_only_the_best_are_returned(model: Model) -> None:
 
 def test_texts_cannot_contain_control_tokens_or_placeholders(model: Model) -> None:
     template = "<|endoftext|>{query}|{document}"
-    special = model.tokenizer._special.get("<|endoftext|>")
+    special = model.tokenizer._spelled.special.get("<|endoftext|>")
     from metal_prefill.tasks._reranking import encode_template
 
     ids = encode_template(model.engine, template, {"query": "{document}", "document": "<|endoftext|>"})

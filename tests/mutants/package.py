@@ -409,7 +409,7 @@ TEXT = (
         ("tests/test_encoder_vocabulary_errors.py", "-k", "damaged"),
     ),
     Mutant(
-        f"{_P}/text/_tokenizer.py",
+        f"{_P}/text/_spelled_tokens.py",
         "pattern = self._patterns[parse_special]",
         "pattern = self._patterns[True]",
         "external text may contain control tokens",
@@ -430,7 +430,7 @@ TEXT = (
         ("tests/test_tokenizer_settings.py", "-k", "followed"),
     ),
     Mutant(
-        f"{_P}/text/_tokenizer.py",
+        f"{_P}/text/_spelled_tokens.py",
         "if after in self._strips_before:",
         "if before in self._strips_before:",
         "white space after a token that takes the white space before it is lost",

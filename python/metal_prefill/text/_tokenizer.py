@@ -6,7 +6,6 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
 from tokenizers import Tokenizer as Segmenter
 
 from metal_prefill._support.arguments import token_id as check_token_id
@@ -17,6 +16,7 @@ from metal_prefill.text._encoder_vocabulary import SPACE
 from metal_prefill.text._metadata import flag
 from metal_prefill.text._segmentation import segmented, segmented_ids
 from metal_prefill.text._special_tokens import SpecialTokens, TokenPair
+from metal_prefill.text._spelled_tokens import SPECIAL_TYPES, SpelledTokens
 from metal_prefill.text._token_decoder import Piece, TokenDecoder
 from metal_prefill.text._vocabulary import ENCODER_KINDS, TokenType, Vocabulary
 from metal_prefill.text._word_tokens import WordTokens
@@ -36,11 +36,7 @@ END_TOKENS = (
     "</s>",
 )
 
-# Characters that Unicode calls white space. Python's str.strip() also removes four separators of information.
-_WHITE_SPACE = "".join(c for c in map(chr, range(0x3001)) if c.isspace() and not "\x1c" <= c <= "\x1f")
-
 _MOST_UNCHECKED = 1 << 14  # characters of a text that is encoded even if it cannot fit
-_SPECIAL = (TokenType.CONTROL, TokenType.UNKNOWN)
 
 
 class TokenSpan(NamedTuple):
@@ -102,10 +98,11 @@ class Tokenizer:
         self.frame = special.frame
         self.space_prefix = self._vocabulary.kind == "llama" and flag(gguf, "add_space_prefix", default=True)
         self._prepend_scheme = self._vocabulary.prepend_scheme(gguf)
-        self._strips_before = self._vocabulary.spelling(gguf, "lstrip")
-        self._strips_after = self._vocabulary.spelling(gguf, "rstrip")
+        self._spelled = SpelledTokens(gguf, self._vocabulary)
         named = {i for i in (self.eos_id, self.eot_id, self.eom_id) if i is not None}
-        self.stop_ids = frozenset(named | {i for i in self._special.values() if self.token(i) in END_TOKENS})
+        self.stop_ids = frozenset(
+            named | {i for i in self._spelled.special.values() if self.token(i) in END_TOKENS}
+        )
 
     @classmethod
     def from_gguf(cls, gguf: GGUFFile) -> Tokenizer:
@@ -184,7 +181,7 @@ class Tokenizer:
 
     def _joined(self, pieces: Iterable[str | int], strict: bool) -> list[int]:
         ids: list[int] = []
-        for i, piece in enumerate(self._without_white_space(list(pieces))):
+        for i, piece in enumerate(self._spelled.without_white_space(list(pieces))):
             if isinstance(piece, int):
                 ids.append(piece)
             elif piece:
@@ -200,20 +197,6 @@ class Tokenizer:
         if not self.space_prefix or (self._prepend_scheme == "first" and not first):
             return ""
         return "" if self._prepend_scheme and piece.startswith((" ", SPACE)) else " "
-
-    def _without_white_space(self, pieces: list[str | int]) -> list[str | int]:
-        """Remove the white space that belongs to the tokens next to it."""
-        if not (self._strips_before or self._strips_after):
-            return pieces
-        made: list[str | int] = []
-        for before, piece, after in zip([None, *pieces], pieces, [*pieces[1:], None]):  # noqa: B905
-            if isinstance(piece, str):
-                if before in self._strips_after:
-                    piece = piece.lstrip(_WHITE_SPACE)
-                if after in self._strips_before:
-                    piece = piece.rstrip(_WHITE_SPACE)
-            made.append(piece)
-        return made
 
     def least_tokens(self, text: str) -> int:
         """Return a lower bound of the number of tokens of a text, without encoding it.
@@ -232,7 +215,7 @@ class Tokenizer:
         """Largest number of bytes that a token can represent; 0 if it is not limited."""
         kind = self._vocabulary.kind
         fuses = kind in ENCODER_KINDS or (kind == "llama" and self.missing_bytes)
-        if fuses or self._strips_before or self._strips_after:
+        if fuses or self._spelled.take_white_space:
             return 0
         shrinks = 4 if self._segmenter.normalizer is not None else 1  # NFC: 9 bytes of Hangul become 3
         return shrinks * max(len(token.encode("utf-8", "replace")) for token in self._vocabulary.tokens)
@@ -260,7 +243,9 @@ class Tokenizer:
         spans: list[TokenSpan] = []
         at = 0
         whole = list(self.split(text, parse_special=False))
-        for i, (original, piece) in enumerate(zip(whole, self._without_white_space(whole), strict=True)):
+        for i, (original, piece) in enumerate(
+            zip(whole, self._spelled.without_white_space(whole), strict=True)
+        ):
             if isinstance(original, int) or isinstance(piece, int):
                 length = len(self.token(int(piece)))
                 spans.append(TokenSpan(int(piece), at, at + length))
@@ -394,7 +379,9 @@ class Tokenizer:
 
     def encode_chat(self, pieces: Iterable[tuple[str, bool]]) -> list[int]:
         """Convert the pieces of `chat_pieces` to token ids."""
-        return self.encode_pieces(self._special[text] if special else text for text, special in pieces)
+        return self.encode_pieces(
+            self._spelled.special[text] if special else text for text, special in pieces
+        )
 
     def chat_pieces(
         self,
@@ -444,13 +431,13 @@ class Tokenizer:
         from metal_prefill.text._chat_template import ChatTemplate
 
         source = self._template("tokenizer.chat_template.tool_use")
-        return self._chat if source is None else ChatTemplate(source, self._special)
+        return self._chat if source is None else ChatTemplate(source, self._spelled.special)
 
     @cached_property
     def _chat(self) -> ChatTemplate:
         from metal_prefill.text._chat_template import PLAIN_TEMPLATE, ChatTemplate
 
-        return ChatTemplate(self.chat_template or PLAIN_TEMPLATE, self._special)
+        return ChatTemplate(self.chat_template or PLAIN_TEMPLATE, self._spelled.special)
 
     def _spelling(self, token_id: int | None) -> str:
         return "" if token_id is None else self.token(token_id)
@@ -511,7 +498,7 @@ class Tokenizer:
         piece = self._pieces.get(token_id)
         if piece is None:
             kind = TokenType(int(self._vocabulary.types[token_id]))
-            special = kind in _SPECIAL
+            special = kind in SPECIAL_TYPES
             spelled = special or kind == TokenType.USER_DEFINED
             text = self._vocabulary.spelled(token_id) if spelled else self.token(token_id)
             raw = self._raw_bytes(text, kind, spelled)
@@ -541,48 +528,12 @@ class Tokenizer:
             spelled=[token.content for token in self._vocabulary.added_tokens(self._gguf).values()],
         )
 
-    @cached_property
-    def _special(self) -> dict[str, int]:
-        """Ids of control and unknown tokens, by spelling."""
-        ids = np.flatnonzero(np.isin(self._vocabulary.types, _SPECIAL))
-        return {self._vocabulary.tokens[i]: int(i) for i in ids if self._vocabulary.tokens[i]}
-
-    @cached_property
-    def _user_defined(self) -> dict[str, int]:
-        """Ids of user-defined tokens, which replace their spelling wherever it occurs, by spelling.
-
-        Those of WordPiece are recognized by the segmenter, also in normalized text.
-        """
-        if self._vocabulary.kind == "bert":
-            return {}
-        ids = np.flatnonzero(self._vocabulary.types == TokenType.USER_DEFINED)
-        return {self._vocabulary.tokens[i]: int(i) for i in ids if self._vocabulary.tokens[i]}
-
-    @cached_property
-    def _patterns(self) -> tuple[re.Pattern[str] | None, re.Pattern[str] | None]:
-        """Patterns of user-defined tokens, and of these and special tokens, longest first; None if empty."""
-        return _alternatives(self._user_defined), _alternatives(self._user_defined | self._special)
-
     def split(self, text: str, parse_special: bool) -> Iterator[str | int]:
         """Split text at the tokens that are recognized by their spelling."""
-        pattern = self._patterns[parse_special]
-        end = 0
-        for match in pattern.finditer(text) if pattern else ():
-            if match.start() > end:
-                yield text[end : match.start()]
-            found = self._user_defined.get(match[0])
-            yield self._special[match[0]] if found is None else found
-            end = match.end()
-        if end < len(text):
-            yield text[end:]
+        return self._spelled.split(text, parse_special)
 
     def _checked(self, token_id: int) -> int:
         return check_token_id(token_id, self.vocab_size)
-
-
-def _alternatives(tokens: Iterable[str]) -> re.Pattern[str] | None:
-    longest_first = sorted(tokens, key=len, reverse=True)
-    return re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
 
 
 def _byte_value(gguf: GGUFFile, text: str) -> int:
