@@ -273,7 +273,7 @@ def assert_same_bits(outcomes: list[Outcome]) -> None:
     [
         "smollm shape",
         "mixed types",
-        "K-quants",
+        "mixed K-quants",
         "16-bit floats",
         "gemma3",
         "gqa 8",

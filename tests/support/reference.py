@@ -353,7 +353,7 @@ class ReferenceModel:
             return x
         if self.architecture == "exaone4" and self._window and not self._is_windowed(layer):
             return x
-        if self.architecture == "granitehybrid" and not self._key("rope.scaling.finetuned", True):
+        if self.architecture.startswith("granite") and not self._key("rope.scaling.finetuned", True):
             return x
         frequencies, magnitude = self._frequencies(layer)
         angles = np.arange(len(x))[:, None, None] * frequencies  # [n, 1, rope_dim / 2]

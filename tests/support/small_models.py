@@ -169,7 +169,7 @@ MODELS: dict[str, SmallModel] = {
             "blk.1.*": "Q4_1",
         },
     ),
-    "K-quants": SmallModel(
+    "mixed K-quants": SmallModel(
         dim=256,
         key_dim=64,
         ffn=512,

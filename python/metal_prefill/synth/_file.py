@@ -67,7 +67,7 @@ def _add_metadata(writer: GGUFWriter, name: str, shape: ModelShape, tensor_type:
         writer.add_sliding_window(shape.window)
     for key, value in shape.scales:
         writer.add_float32(f"{shape.architecture}.{key}", value)
-    if traits.rope_switch:
+    if traits.rope_switch and traits.recurrent:  # as published: states know the order of tokens
         writer.add_rope_scaling_finetuned(False)
     if traits.rope:
         writer.add_rope_dimension_count(shape.rotated)
