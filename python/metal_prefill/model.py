@@ -61,14 +61,14 @@ class Model(GenerationMethods, TaskMethods):
         CPU threads; by default one per core available to the process.
     compute
         CPU only: numbers that products multiply. ``"auto"``: ``"bf16"`` for encoders with quantized weights
-        on AMX, where it is faster than ``"int8"`` and closer to float32, and ``"int8"`` otherwise;
-        :attr:`compute` names the choice. ``"int8"``: activations are rounded to 8 bits if weights are
-        quantized, per block of 32 (256 on AMX for K-quants, IQ2, IQ3 and IQ4_XS), and to bfloat16 if weights
-        are in bfloat16 and the CPU multiplies pairs of these (AVX512-BF16, AMX); otherwise they stay in
-        float32. ``"bf16"``: all weights and activations are rounded to bfloat16 on such a CPU; on others this
-        is ``"f32"``. On AMX, results of quantized weights are closer to float32 than with ``"int8"``, and
-        prompts are faster except with those types, but single tokens are slower. ``"f32"``: activations stay
-        in float32.
+        on AMX, where it is closer to float32 than ``"int8"`` and in most types faster, and ``"int8"``
+        otherwise; :attr:`compute` names the choice. ``"int8"``: activations are rounded to 8 bits if weights
+        are quantized, per block of 32 (256 on AMX for K-quants, IQ2, IQ3 and IQ4_XS), and to bfloat16 if
+        weights are in bfloat16 and the CPU multiplies pairs of these (AVX512-BF16, AMX); otherwise they stay
+        in float32. ``"bf16"``: all weights and activations are rounded to bfloat16 on such a CPU; on others
+        this is ``"f32"``. On AMX, results of quantized weights are closer to float32 than with ``"int8"``,
+        and prompts are faster except with those types, but single tokens are slower. ``"f32"``: activations
+        stay in float32.
     kv_dtype
         Number format of the KV cache: ``"f16"``, ``"f32"``, or on the CPU ``"q8_0"``, blocks of 32 numbers in
         8 bits with a scale, in about half of the memory of ``"f16"``. Heads must then have a multiple of 32
