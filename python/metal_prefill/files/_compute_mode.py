@@ -15,7 +15,8 @@ MODES: tuple[ComputeMode, ...] = get_args(ComputeMode)
 AUTO: Literal["auto"] = "auto"
 CHOICES = (AUTO, *MODES)
 
-# Kernel sets that multiply pairs of bfloat16 faster than blocks of 8 bits, once quantized weights are pairs.
+# Kernel sets that multiply pairs of bfloat16 faster than 8 bits with a scale for each block of 32, once
+# quantized weights are pairs.
 _FASTER_IN_PAIRS = ("amx",)
 
 
@@ -27,9 +28,10 @@ def core_mode(mode: ComputeMode) -> _core.Compute:
 def chosen_mode(gguf: GGUFFile, config: ModelConfig) -> ComputeMode:
     """Return the mode that ``compute="auto"`` selects on this processor.
 
-    It is at least as close to float32 as 8 bits, and but for K-quants on AMX the fastest such. Weights that
-    are not quantized are multiplied in float32 by ``"int8"``. Models that attend to earlier tokens only may
-    generate: their quantized weights stay in 8 bits or fewer, since a single token waits for them to be read.
+    It is at least as close to float32 as 8 bits, and but for K-quants, IQ2, IQ3 and IQ4_XS on AMX the fastest
+    such. Weights that are not quantized are multiplied in float32 by ``"int8"``. Models that attend to
+    earlier tokens only may generate: their quantized weights stay in 8 bits or fewer, since a single token
+    waits for them to be read.
     """
     in_pairs = not config.causal and kernel_set() in _FASTER_IN_PAIRS
     return "bf16" if in_pairs and any(map(_is_quantized, _layer_types(gguf))) else "int8"
