@@ -210,7 +210,6 @@ def _encode_pairs(engine: Engine, query: str, documents: Sequence[str], options:
 
 def _encode_templates(engine: Engine, query: str, documents: Sequence[str], options: Options) -> Ranking:
     form = options.template if options.template is not None else template_of(engine)
-    _scorer(engine)  # raises an error before long documents are encoded
     if "{query}" not in form or "{document}" not in form:
         raise ValueError(f"a template for reranking has {{query}} and {{document}}, got {form[:60]!r}")
     instruction = INSTRUCTION if options.instruction is None else options.instruction
