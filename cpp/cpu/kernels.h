@@ -41,14 +41,14 @@ inline float scaled_half_sum(const ActivationTile& x, int token, int half) {
 }
 
 // Activations in 8 bits. Every tile is there in full, though only some of its tokens may be in use.
-struct Int8Rows {
-  ActivationTile* tiles = nullptr;  // [tokens / 16, rounded up][cols / 32]
-  int blocks = 0;                   // cols / 32
+template <class Tile>
+struct TileRows {
+  Tile* tiles = nullptr;  // [tokens / 16, rounded up][blocks]
+  int blocks = 0;         // of columns
 
-  ActivationTile* tile(int token) const {
-    return tiles + std::size_t(token / kTileTokens) * std::size_t(blocks);
-  }
+  Tile* tile(int token) const { return tiles + std::size_t(token / kTileTokens) * std::size_t(blocks); }
 };
+using Int8Rows = TileRows<ActivationTile>;
 
 // A super-block of columns of 16 tokens in 8 bits, x = scale * q, for weights whose scales are integers.
 constexpr int kSuperCols = kSuperSpans * kBlockCols, kSuperSums = kSuperCols / 16;
@@ -58,14 +58,7 @@ struct alignas(64) SuperTile {
   std::int16_t sums[kTileTokens][kSuperSums];
   float scale[kTileTokens];
 };
-
-// Activations in such tiles. Every tile is there in full, as in Int8Rows.
-struct SuperRows {
-  SuperTile* tiles = nullptr;  // [tokens / 16, rounded up][cols / 256]
-  int blocks = 0;              // cols / 256
-
-  SuperTile* tile(int token) const { return tiles + std::size_t(token / kTileTokens) * std::size_t(blocks); }
-};
+using SuperRows = TileRows<SuperTile>;
 
 // Rows of float32, padded with zeros to a stride that is a multiple of kFloatPad.
 struct FloatRows {

@@ -309,7 +309,7 @@ void multiply_gated(const Context& c, const GateAndUp& w, const NormedRows& x, i
       });
     }
   });
-  // Blocks that hold columns of several groups wait for all of them.
+  // A block with columns of several groups is rounded once all of them are computed.
   if (!whole_blocks) c.worker.for_each(rows, [&](int row) { round_row(c, h, row, 0, w.up.packed.rows); });
 }
 

@@ -145,7 +145,8 @@ inline __attribute__((always_inline)) F add_super(F before, I sum, F unit, F min
   return Simd::fma(total, Simd::set(scale), before);
 }
 
-// Adds the products of a panel and `tiles` tiles of tokens, `step` apart, to acc[t][r].
+// Adds the products of a panel and `tiles` tiles of tokens to acc[t][r]; from tile to tile x advances by
+// `step`.
 template <class Block>
 void multiply_panel(const SuperPanel& panel, const SuperTile* x, std::size_t step, int tiles,
                     float (*acc)[kPanelRows]) {

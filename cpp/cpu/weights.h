@@ -18,7 +18,6 @@ struct Linear {
   Tensor tensor;
   PackedMatrix packed;
   bool pairs = false;  // multiplied in pairs of bfloat16, quantized weights once they are widened
-
   bool super = false;  // multiplied with activations that share a scale in a super-block
 
   bool int8() const { return packed.packing != Packing::kNone && !pairs && !super; }

@@ -22,21 +22,17 @@ class Layout {
     const std::size_t stride = round_up(columns, kFloatPad);
     return {take<float>(rows_ * stride), stride};
   }
+  template <typename Tile>
+  TileRows<Tile> tiles(std::size_t blocks) {
+    return {take<Tile>(round_up(rows_, kTileTokens) / kTileTokens * blocks), int(blocks)};
+  }
   // A norm and attention write float32 first, for any readers.
   enum class Float32 { kAlways, kWhereRead };
   Activations activations(std::size_t columns, Forms forms, Float32 f32) {
     Activations a{forms, {}, {}, {}, {}};
     if (forms.f32 || forms.super || f32 == Float32::kAlways) a.f32 = floats(columns);
-    if (forms.int8) {
-      a.int8.blocks = int(columns) / kBlockCols;
-      a.int8.tiles =
-          take<ActivationTile>(round_up(rows_, kTileTokens) / kTileTokens * std::size_t(a.int8.blocks));
-    }
-    if (forms.super) {
-      a.super.blocks = int(columns) / kSuperCols;
-      a.super.tiles =
-          take<SuperTile>(round_up(rows_, kTileTokens) / kTileTokens * std::size_t(a.super.blocks));
-    }
+    if (forms.int8) a.int8 = tiles<ActivationTile>(columns / kBlockCols);
+    if (forms.super) a.super = tiles<SuperTile>(columns / kSuperCols);
     if (forms.bfloat16) {
       // A row and a cache line: rows that are a power of two apart would share few sets of the L1 cache.
       const std::size_t stride = round_up(columns, kPairPad) + kPairPad;

@@ -344,10 +344,6 @@ std::size_t rope_simdgroups(std::size_t heads, std::size_t most) {
   return 1;
 }
 
-}  // namespace
-
-namespace {
-
 struct HeadGroups {
   std::size_t count, simdgroups;  // threadgroups of a token, and simdgroups of each, which take a head
 };
@@ -520,10 +516,6 @@ bool attends_on_tensors(const Tuning& tuning, const CacheShape& cache, const Att
   return tuning.matmul_tensor && tuning.attention_tensor && cache.type == KvType::kF16 &&
          args.key_dim == args.value_dim && ATTENTION_TENSOR_DIMS(args.key_dim);
 }
-
-}  // namespace
-
-namespace {
 
 // Simdgroups of a threadgroup of attention_prefill, each of which takes a tile: `most`, or half as many where
 // the core with the most threadgroups then has fewer tiles.

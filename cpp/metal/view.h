@@ -15,7 +15,7 @@ enum class BufferName {
   kStateRows,   // [tokens + chunks] StateRow, from the host
   kX,           // [tokens][dim] f32: the residual stream
   kNormed,      // [tokens][dim] f16 or f32
-  kProjected,   // [tokens][projected_dim()] f32: q, k and v, and the projections of a state
+  kProjected,   // [tokens][projected_columns()] f32: q, k and v, and the projections of a state
   kPartial,     // attention_decode: the splits that attention_combine joins
   kAtt,         // [tokens][n_heads * value_dim] f16 or f32
   kBlock,       // [tokens][dim] f32: a block's output where a norm follows it

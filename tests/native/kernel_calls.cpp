@@ -20,18 +20,27 @@ void require(bool holds, const char* what) {
   if (!holds) throw std::invalid_argument(what);
 }
 
-// Rows of x quantized into tiles; the first row is token `first`.
-struct Tiles {
+// Tiles for the rows of x, of which the first is token `first`, with blocks of some columns.
+template <class Tile>
+struct TileMemory {
   Buffer memory;
-  Int8Rows rows;
+  TileRows<Tile> rows;
 
-  Tiles(const Kernels& kernels, const Matrix& x, int first) {
+  TileMemory(const Matrix& x, int first, int block_cols) {
     const int tokens = int(x.shape(0)), cols = int(x.shape(1));
-    require(cols % kBlockCols == 0, "cols must be a multiple of 32");
-    rows.blocks = cols / kBlockCols;
-    const std::size_t n_tiles = std::size_t((first + tokens + kTileTokens - 1) / kTileTokens);
-    memory = Buffer(n_tiles * std::size_t(rows.blocks) * sizeof(ActivationTile), "activations");
-    rows.tiles = memory.as<ActivationTile>();
+    if (cols % block_cols != 0)
+      throw std::invalid_argument("cols must be a multiple of " + std::to_string(block_cols));
+    rows.blocks = cols / block_cols;
+    const std::size_t n_tiles = std::size_t(ceil_div(first + tokens, kTileTokens));
+    memory = Buffer(n_tiles * std::size_t(rows.blocks) * sizeof(Tile), "activations");
+    rows.tiles = memory.as<Tile>();
+  }
+};
+
+// Rows of x quantized into tiles.
+struct Tiles : TileMemory<ActivationTile> {
+  Tiles(const Kernels& kernels, const Matrix& x, int first) : TileMemory(x, first, kBlockCols) {
+    const int tokens = int(x.shape(0)), cols = int(x.shape(1));
     for (int t = 0; t < tokens;) {
       const int lane = (first + t) % kTileTokens;
       const int n = std::min(tokens - t, kTileTokens - lane);
@@ -43,18 +52,10 @@ struct Tiles {
 };
 
 // The same in super-blocks. Unused tokens of a tile are NaN.
-struct SuperTiles {
-  Buffer memory;
-  SuperRows rows;
-
-  SuperTiles(const Kernels& kernels, const Matrix& x, int first) {
-    const int tokens = int(x.shape(0)), cols = int(x.shape(1));
-    require(cols % kSuperCols == 0, "cols must be a multiple of 256");
-    rows.blocks = cols / kSuperCols;
-    const std::size_t n_tiles = std::size_t((first + tokens + kTileTokens - 1) / kTileTokens);
-    memory = Buffer(n_tiles * std::size_t(rows.blocks) * sizeof(SuperTile), "activations");
+struct SuperTiles : TileMemory<SuperTile> {
+  SuperTiles(const Kernels& kernels, const Matrix& x, int first) : TileMemory(x, first, kSuperCols) {
     std::memset(memory.data(), 0xff, memory.bytes());
-    rows.tiles = memory.as<SuperTile>();
+    const int tokens = int(x.shape(0)), cols = int(x.shape(1));
     for (int t = 0; t < tokens; ++t)
       kernels.quantize_super(x.data() + std::size_t(t) * std::size_t(cols), (first + t) % kTileTokens,
                              rows.blocks, rows.tile(first + t));
