@@ -72,8 +72,8 @@ MUTANTS = (
     ),
     Mutant(
         f"{_P}/serve/_endpoint.py",
-        "with bodies.holding(len(body)):",
-        "with bodies.holding(0):",
+        "with bodies.requests.holding(len(body)):",
+        "with bodies.requests.holding(0):",
         "bodies of requests in flight take any amount of memory",
         ("tests/serve/test_connections.py", "-k", "being_answered"),
     ),

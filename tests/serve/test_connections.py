@@ -187,19 +187,19 @@ def test_answers_that_are_not_read_have_a_total_limit(
     with running(cpu_model, send_buffer=BUFFER) as server:
         with server.connect(BUFFER) as connection:
             connection.sendall(request_bytes({**BODY, "n": 64, "logprobs": 20, "max_tokens": 16}))
-            wait_until(lambda: server.service.bodies._unsent > 6000)
+            wait_until(lambda: server.service.bodies.answers.size > 6000)
             assert server.service._texts == 0
             refused = server.post("/v1/completions", BODY)
             assert refused.status_code == 503
             assert "have not received exceed 6000 bytes" in refused.json()["error"]["message"]
-        wait_until(lambda: server.service.bodies._unsent == 0)
+        wait_until(lambda: server.service.bodies.answers.size == 0)
         assert server.post("/v1/completions", BODY).status_code == 200
 
 
 def test_the_server_buffers_only_a_part_of_an_answer(cpu_model: Model) -> None:
     with running(cpu_model, send_buffer=BUFFER) as server, server.connect(BUFFER) as connection:
         connection.sendall(request_bytes({"tokens": [70] * 1_000_000}, "/detokenize"))
-        wait_until(lambda: server.service.bodies._unsent > 2_000_000)
+        wait_until(lambda: server.service.bodies.answers.size > 2_000_000)
         (protocol,) = server.protocols
         wait_until(lambda: protocol.transport.get_write_buffer_size() > 0)
         assert protocol.transport.get_write_buffer_size() < 1_000_000

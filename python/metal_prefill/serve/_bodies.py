@@ -48,14 +48,61 @@ class Sender(NamedTuple):
     turn: Turn
 
 
+class InFlight:
+    """Count of bytes in flight, with a limit.
+
+    Parameters
+    ----------
+    what
+        Name for error messages.
+    most
+        Limit in bytes.
+    """
+
+    def __init__(self, what: str, most: int) -> None:
+        self._what, self._most = what, most
+        self.size = 0
+
+    @contextmanager
+    def holding(self, size: int) -> Iterator[None]:
+        """Count bytes until the end of the context."""
+        self.add(size)
+        try:
+            yield
+        finally:
+            self.add(-size)
+
+    def add(self, size: int) -> None:
+        """Count further bytes, or with a negative number fewer."""
+        self.size += size
+
+    def check(self) -> None:
+        """Raise `ApiError` if the bytes exceed the limit."""
+        if self.size > self._most:
+            raise ApiError(
+                503,
+                f"{self._what} exceed {self._most} bytes in total; retry later",
+                code="too_many_bytes",
+                headers={**_CLOSE, "Retry-After": "1"},
+            )
+
+
 class Bodies:
-    """Reader of the request bodies of a server, and count of the bytes in flight."""
+    """Reader of the request bodies of a server.
+
+    Attributes
+    ----------
+    requests : InFlight
+        Requests that arrive or are answered.
+    answers : InFlight
+        Answers that are being sent.
+    """
 
     def __init__(self, settings: Settings) -> None:
         self._limit = settings.max_body
         self._seconds = settings.body_seconds
-        self._held = 0  # bytes of requests that arrive or are answered
-        self._unsent = 0  # bytes of answers
+        self.requests = InFlight("requests in flight", HELD * self._limit)
+        self.answers = InFlight("answers that clients have not received", MOST_UNSENT)
         self._turns = anyio.Semaphore(1)
 
     async def read(self, request: Request) -> bytes:
@@ -80,12 +127,13 @@ class Bodies:
             with anyio.move_on_after(self._seconds) as scope:
                 async for piece in request.stream():
                     body += piece
-                    self._held += len(piece)
+                    self.requests.add(len(piece))
                     if len(body) > limit:
                         raise too_large
-                    self._check_room()
+                    self.requests.check()
+                    self.answers.check()
         finally:
-            self._held -= len(body)
+            self.requests.add(-len(body))
         if scope.cancelled_caught:
             raise ApiError(
                 408,
@@ -94,37 +142,6 @@ class Bodies:
                 headers=_CLOSE,
             )
         return bytes(body)
-
-    def _check_room(self) -> None:
-        for what, size, limit in (
-            ("requests in flight", self._held, HELD * self._limit),
-            ("answers that clients have not received", self._unsent, MOST_UNSENT),
-        ):
-            if size > limit:
-                raise ApiError(
-                    503,
-                    f"{what} exceed {limit} bytes in total; retry later",
-                    code="too_many_bytes",
-                    headers={**_CLOSE, "Retry-After": "1"},
-                )
-
-    @contextmanager
-    def holding(self, size: int) -> Iterator[None]:
-        """Count bytes of a request that is being answered."""
-        self._held += size
-        try:
-            yield
-        finally:
-            self._held -= size
-
-    @contextmanager
-    def sending(self, size: int) -> Iterator[None]:
-        """Count bytes of an answer that is being sent."""
-        self._unsent += size
-        try:
-            yield
-        finally:
-            self._unsent -= size
 
     @asynccontextmanager
     async def turn(self, size: int) -> AsyncIterator[Turn]:

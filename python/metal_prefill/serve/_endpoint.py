@@ -52,7 +52,7 @@ class Endpoint(Generic[_Form]):
         """Answer a request."""
         settings, metrics = self._service.settings, self._service.metrics
         bodies = self._service.bodies
-        reply = Reply(send, settings.send_seconds, bodies.sending)
+        reply = Reply(send, settings.send_seconds, bodies.answers.holding)
         begin = time.perf_counter()
         try:
             async with anyio.create_task_group() as group:
@@ -61,7 +61,7 @@ class Endpoint(Generic[_Form]):
                     body = await self._read(request, reply)
                     if body is not None:
                         group.start_soon(_cancel_after_disconnect, receive, group.cancel_scope)
-                        with bodies.holding(len(body)):
+                        with bodies.requests.holding(len(body)):
                             await self._reply(body, reply, prefix_key(settings, request.headers))
                 if answering.cancelled_caught:
                     with anyio.move_on_after(CLOSING_SECONDS), suppress(StalledClientError, OSError):
