@@ -136,7 +136,7 @@ MUTANTS = (
         "shaders/causal_conv.metal",
         "if (position.x >= args.channels || position.y >= args.tokens) return;",
         "if (position.y >= args.tokens) return;",
-        "a convolution goes on after the last channel",
+        "a convolution continues after the last channel",
         (_RECURRENT, "-k", "causal_conv and 200"),
     ),
     Mutant(

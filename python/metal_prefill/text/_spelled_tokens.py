@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
 from metal_prefill._support.cached_property import cached_property
 from metal_prefill.files._gguf_file import GGUFFile
-from metal_prefill.text._vocabulary import TokenType, Vocabulary
-
-SPECIAL_TYPES = (TokenType.CONTROL, TokenType.UNKNOWN)
+from metal_prefill.text._vocabulary import SPECIAL_TYPES, TokenType, Vocabulary
 
 # Characters that Unicode calls white space. Python's str.strip() also removes four separators of information.
 _WHITE_SPACE = "".join(c for c in map(chr, range(0x3001)) if c.isspace() and not "\x1c" <= c <= "\x1f")
@@ -28,8 +26,7 @@ class SpelledTokens:
     @cached_property
     def special(self) -> dict[str, int]:
         """Ids of control and unknown tokens, by spelling."""
-        ids = np.flatnonzero(np.isin(self._vocabulary.types, SPECIAL_TYPES))
-        return {self._vocabulary.tokens[i]: int(i) for i in ids if self._vocabulary.tokens[i]}
+        return self._by_spelling(SPECIAL_TYPES)
 
     @cached_property
     def user_defined(self) -> dict[str, int]:
@@ -39,8 +36,12 @@ class SpelledTokens:
         """
         if self._vocabulary.kind == "bert":
             return {}
-        ids = np.flatnonzero(self._vocabulary.types == TokenType.USER_DEFINED)
-        return {self._vocabulary.tokens[i]: int(i) for i in ids if self._vocabulary.tokens[i]}
+        return self._by_spelling((TokenType.USER_DEFINED,))
+
+    def _by_spelling(self, types: Sequence[TokenType]) -> dict[str, int]:
+        tokens = self._vocabulary.tokens
+        ids = np.flatnonzero(np.isin(self._vocabulary.types, types))
+        return {tokens[i]: int(i) for i in ids if tokens[i]}
 
     @cached_property
     def _patterns(self) -> tuple[re.Pattern[str] | None, re.Pattern[str] | None]:

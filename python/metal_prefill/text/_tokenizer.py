@@ -16,9 +16,9 @@ from metal_prefill.text._encoder_vocabulary import SPACE
 from metal_prefill.text._metadata import flag
 from metal_prefill.text._segmentation import segmented, segmented_ids
 from metal_prefill.text._special_tokens import SpecialTokens, TokenPair
-from metal_prefill.text._spelled_tokens import SPECIAL_TYPES, SpelledTokens
+from metal_prefill.text._spelled_tokens import SpelledTokens
 from metal_prefill.text._token_decoder import Piece, TokenDecoder
-from metal_prefill.text._vocabulary import ENCODER_KINDS, TokenType, Vocabulary
+from metal_prefill.text._vocabulary import ENCODER_KINDS, SPECIAL_TYPES, TokenType, Vocabulary
 from metal_prefill.text._word_tokens import WordTokens
 
 if TYPE_CHECKING:

@@ -60,6 +60,9 @@ class TokenType(IntEnum):
     BYTE = 6
 
 
+SPECIAL_TYPES = (TokenType.CONTROL, TokenType.UNKNOWN)  # no text produces them
+
+
 @dataclass(frozen=True)
 class PreTokenizer:
     """Patterns that split text before merging, applied in order; the text between matches is kept.
@@ -180,7 +183,7 @@ class Vocabulary:
 
         It cannot produce control or unknown tokens from any text.
         """
-        special = np.isin(self.types, (TokenType.CONTROL, TokenType.UNKNOWN))
+        special = np.isin(self.types, SPECIAL_TYPES)
         plain_or_spelled = ~special & (self.types != TokenType.UNUSED)
         if self.kind == "bert":
             return word_piece(gguf, self.tokens, plain_or_spelled, self.added_tokens(gguf))
@@ -209,7 +212,7 @@ class Vocabulary:
         name = str(gguf.metadata.get("general.name", ""))
         if option != "rstrip" or f"tokenizer.ggml.{key}" in gguf.metadata or not _PHI3.search(name):
             return ids_under(gguf, key, len(self.tokens))
-        spelled = np.isin(self.types, (TokenType.CONTROL, TokenType.USER_DEFINED, TokenType.UNKNOWN))
+        spelled = np.isin(self.types, (*SPECIAL_TYPES, TokenType.USER_DEFINED))
         return frozenset(
             i for i in map(int, np.flatnonzero(spelled)) if self.tokens[i] not in _PHI3_KEEPS_SPACE
         )
