@@ -107,6 +107,20 @@ MUTANTS = (
         _REFUSED,
     ),
     Mutant(
+        "emulator/metal/command_buffer.mm",
+        '[self requireNoEncoder:"addCompletedHandler"];',
+        '[self requireUncommitted:"addCompletedHandler"];',
+        "a completion handler may be added while an encoder is open",
+        ("emulator/tests/test_metal_validation.py", "-k", "completed_handler"),
+    ),
+    Mutant(
+        "emulator/metal/encoder.mm",
+        "if (value % kUnit != 0)",
+        "if (false)",
+        "copies and fills may have any number of bytes",
+        ("emulator/tests/test_metal_validation.py", "-k", "blit_ranges"),
+    ),
+    Mutant(
         "emulator/metal/state.cpp",
         "if (commit_refusal_countdown_ == 0 || --commit_refusal_countdown_ > 0) return std::nullopt;",
         "if (std::exchange(commit_refusal_countdown_, 0) == 0) return std::nullopt;",

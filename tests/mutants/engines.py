@@ -1144,6 +1144,13 @@ METAL = (
     ),
     Mutant(
         "cpp/metal/device.mm",
+        'device.hasUnifiedMemory ? known_failure_of_trial(device, queue) : "it has memory of its own"',
+        "known_failure_of_trial(device, queue)",
+        "a GPU of an unknown family with memory of its own passes the trial",
+        ("tests/metal_engine/test_first_contact.py", "-k", "unified_memory"),
+    ),
+    Mutant(
+        "cpp/metal/device.mm",
         "native_ = is_native_gpu(device_);",
         "native_ = true;",
         "virtual machines get no-copy buffers, archives and residency sets",
