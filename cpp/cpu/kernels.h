@@ -50,13 +50,14 @@ struct TileRows {
 };
 using Int8Rows = TileRows<ActivationTile>;
 
-// A super-block of columns of 16 tokens in 8 bits, x = scale * q, for weights whose scales are integers.
+// A super-block of columns of 16 tokens in 8 bits, x = scale * (q - zero), for weights whose scales are
+// integers.
 constexpr int kSuperCols = kSuperSpans * kBlockCols, kSuperSums = kSuperCols / 16;
 struct alignas(64) SuperTile {
   std::int8_t q[kSuperCols / 64][kTileTokens][64];
   std::uint16_t pair_sums[kTileTokens][kSuperSums][2];  // sums of 16 q as two bfloat16 that add up to them
   std::int16_t sums[kTileTokens][kSuperSums];
-  float scale[kTileTokens];
+  float scale[kTileTokens], minus_zero[kTileTokens];
 };
 using SuperRows = TileRows<SuperTile>;
 

@@ -3,9 +3,11 @@
 // A weight is unit * (code - zero) * scale - min_unit * min, with integers but for both units. The integers
 // (code - zero) * scale take 16 bits at most: two planes of bytes, high * 2^n + low. Activations have one
 // scale for the 256 columns of a super-block, so that a plane is summed in its tile over all of them, 16
-// tokens by 16 rows, and stored once. Sums of both planes are joined as integers. Minima multiply the sums of
-// activations; these are integers below 2^24, which products of bfloat16 add up exactly. Results are
-// therefore the same in any order of sums, and for few tokens, which vectors multiply.
+// tokens by 16 rows, and stored once. They have a zero, too: what it adds to a product is the sum of the
+// weights times a factor of the token, and their steps are smaller than around a zero in the middle. Sums of
+// both planes are joined as integers. Minima multiply the sums of activations; these are integers below 2^24,
+// which products of bfloat16 add up exactly. Results are therefore the same in any order of sums, and for few
+// tokens, which vectors multiply.
 //
 // Two tiles of tokens share what is loaded of the weights. docs/cpu_kernels.md has what was measured.
 #pragma once
@@ -55,6 +57,7 @@ struct alignas(64) SuperPanel {
   std::uint8_t planes[2][kSuperCols / kTileRowBytes][kTileRowBytes / 4][kPanelRows][4];
   std::uint16_t mins[kSuperSums][kPanelRows][2];  // bfloat16, twice
   float unit[kPanelRows], minus_min_unit[kPanelRows];
+  float weight_sum[kPanelRows];
 };
 
 // Scales of 16 rows from `row` on, one to a lane, of half a span.
@@ -73,6 +76,14 @@ inline I super_mins(const Block& block, int span, int half, int row) {
     return Simd::field<4, 4, 0>(Simd::load_uint8(block.scale_and_min[span][half] + row));
   else
     return Simd::load_int8(block.min_code[span] + row);
+}
+
+template <class Block>
+inline F minus_min_units(const Block& block, int row) {
+  if constexpr (kNarrowMin<Block>)
+    return Simd::sub(Simd::set(0), load_floats(block.min_unit + row));
+  else
+    return Simd::set(0);
 }
 
 // Four columns of 16 rows: bytes of both planes. `scales` has a scale in the lowest byte of each lane.
@@ -110,16 +121,49 @@ struct PlaneFactors {
   }
 };
 
+// Adds up the weights of 16 rows in a super-block, one row to a lane.
+template <class Block>
+class WeightSum {
+ public:
+  // Codes of four columns in half `half` of the present span.
+  void add_codes(int half, I codes) { codes_[half] = Simd::dot<Block::kZero>(codes_[half], codes, ones()); }
+  void end_span(const I (&scales)[2]) {
+    if constexpr (kBlockSums<typename Block::Wide> == 2) {
+      for (int half = 0; half < 2; ++half)
+        sum_ = Simd::add_int(sum_, _mm512_mullo_epi32(codes_[half], scales[half]));
+    } else {
+      sum_ = Simd::add_int(sum_, _mm512_mullo_epi32(Simd::add_int(codes_[0], codes_[1]), scales[0]));
+    }
+    codes_[0] = codes_[1] = start();
+  }
+  void add_mins(I first, I second) { mins_ = Simd::add_int(mins_, Simd::add_int(first, second)); }
+
+  F times(F unit, F minus_min_unit) const {
+    const F sum = Simd::mul(Simd::to_float(sum_), unit);
+    if constexpr (!kNarrowMin<Block>) return sum;
+    return Simd::fma(Simd::to_float(Simd::shift_left<4>(mins_)), minus_min_unit, sum);  // of 16 columns each
+  }
+
+ private:
+  static I ones() { return _mm512_set1_epi8(1); }
+  static I start() { return Simd::set_int(-16 * Block::kZero); }
+
+  I codes_[2] = {start(), start()};
+  I sum_ = Simd::set_int(0), mins_ = Simd::set_int(0);
+};
+
 template <class Block>
 void unpack(const Block& block, int panel, I table, SuperPanel& out) {
   const int row = panel * kPanelRows;
+  WeightSum<Block> weight_sum;
 #pragma GCC unroll 1
   for (int span = 0; span < kSuperSpans; ++span) {
     // Before anything is stored: where both halves are the same, compilers load and compute them once.
-    const PlaneFactors<Block> factors[2] = {PlaneFactors<Block>(super_scales(block, span, 0, row)),
-                                            PlaneFactors<Block>(super_scales(block, span, 1, row))};
+    const I scales[2] = {super_scales(block, span, 0, row), super_scales(block, span, 1, row)};
+    const PlaneFactors<Block> factors[2] = {PlaneFactors<Block>(scales[0]), PlaneFactors<Block>(scales[1])};
     if constexpr (kNarrowMin<Block>) {
       const I mins[2] = {super_mins(block, span, 0, row), super_mins(block, span, 1, row)};
+      weight_sum.add_mins(mins[0], mins[1]);
       for (int half = 0; half < 2; ++half) {
         const I bits = _mm512_castps_si512(Simd::to_float(mins[half]));
         _mm512_store_si512(out.mins[2 * span + half], Simd::or_int(bits, _mm512_srli_epi32(bits, 16)));
@@ -127,22 +171,28 @@ void unpack(const Block& block, int panel, I table, SuperPanel& out) {
     }
     unrolled<8>([&](auto step) __attribute__((always_inline)) {
       const int quad = span * 8 + step;
-      factors[step / 4].store(narrow_codes<Block, step>(block.codes[span][panel], 0, table),
-                              out.planes[0][quad / 16][quad % 16][0], out.planes[1][quad / 16][quad % 16][0]);
+      const I codes = narrow_codes<Block, step>(block.codes[span][panel], 0, table);
+      weight_sum.add_codes(step / 4, codes);
+      factors[step / 4].store(codes, out.planes[0][quad / 16][quad % 16][0],
+                              out.planes[1][quad / 16][quad % 16][0]);
     });
+    weight_sum.end_span(scales);
   }
-  Simd::store(out.unit, load_floats(block.scale_unit + row));
-  if constexpr (kNarrowMin<Block>)
-    Simd::store(out.minus_min_unit, Simd::sub(Simd::set(0), load_floats(block.min_unit + row)));
+  const F unit = load_floats(block.scale_unit + row), minus_min_unit = minus_min_units(block, row);
+  Simd::store(out.unit, unit);
+  Simd::store(out.minus_min_unit, minus_min_unit);
+  Simd::store(out.weight_sum, weight_sum.times(unit, minus_min_unit));
 }
 
-// before + (the sum of a super-block, and of its minima) * the scale of a token.
+// before + (the sum of a super-block, of its minima, and of its weights times the zero) * the scale, for
+// token `t` of a tile.
 template <class Block>
 inline __attribute__((always_inline)) F add_super(F before, I sum, F unit, F min_sum, F minus_min_unit,
-                                                  float scale) {
+                                                  F weight_sum, const SuperTile& tile, int t) {
   F total = Simd::mul(Simd::to_float(sum), unit);
   if constexpr (kNarrowMin<Block>) total = Simd::fma(min_sum, minus_min_unit, total);
-  return Simd::fma(total, Simd::set(scale), before);
+  total = Simd::fma(weight_sum, Simd::set(tile.minus_zero[t]), total);
+  return Simd::fma(total, Simd::set(tile.scale[t]), before);
 }
 
 // Adds the products of a panel and `tiles` tiles of tokens to acc[t][r]; from tile to tile x advances by
@@ -211,7 +261,8 @@ void multiply_panel(const SuperPanel& panel, const SuperTile* x, std::size_t ste
           sum = Simd::add_int(Simd::shift_left<kShift>(_mm512_load_si512(sums[kSecond][1][t])), sum);
         float* total = acc[kSecond * kTileTokens + t];
         Simd::store(total, add_super<Block>(Simd::load(total), sum, unit, Simd::load(min_sums[kSecond][t]),
-                                            Simd::load(panel.minus_min_unit), x[kSecond * step].scale[t]));
+                                            Simd::load(panel.minus_min_unit), Simd::load(panel.weight_sum),
+                                            x[kSecond * step], t));
       });
     });
   }
@@ -255,6 +306,7 @@ void super_tokens(const PackedMatrix& weight, int group, const SuperRows& x, int
     I total[kTokens][2], mins[kTokens][2];
     for (int t = 0; t < kTokens; ++t)
       for (int p = 0; p < 2; ++p) total[t][p] = mins[t][p] = Simd::set_int(0);
+    WeightSum<Block> weight_sum[2];
 #pragma GCC unroll 1
     for (int span = 0; span < kSuperSpans; ++span) {
       prefetch_span(block, span, kFetchAhead);
@@ -270,12 +322,14 @@ void super_tokens(const PackedMatrix& weight, int group, const SuperRows& x, int
         });
         unrolled<8>([&](auto step) __attribute__((always_inline)) {
           const I codes = narrow_codes<Block, step>(block->codes[span][p], 0, table);
+          weight_sum[p].add_codes(step / 4, codes);
           unrolled<kTokens>([&](auto t) __attribute__((always_inline)) {
             sum[t][step / 4] = Simd::dot<Block::kZero>(
                 sum[t][step / 4], codes, Simd::broadcast4(q[t] + span % 2 * kBlockCols + 4 * step));
           });
         });
         const I scales[2] = {super_scales(*block, span, 0, row), super_scales(*block, span, 1, row)};
+        weight_sum[p].end_span(scales);
         unrolled<kTokens>([&](auto t) __attribute__((always_inline)) {
           if constexpr (kSums == 2) {
             for (int half = 0; half < 2; ++half)
@@ -287,8 +341,9 @@ void super_tokens(const PackedMatrix& weight, int group, const SuperRows& x, int
         });
         if constexpr (kNarrowMin<Block>) {
           // Pairs of 16 bits: the minima of both halves, times their sums.
-          const I pair = Simd::or_int(super_mins(*block, span, 0, row),
-                                      Simd::shift_left<16>(super_mins(*block, span, 1, row)));
+          const I mins_of[2] = {super_mins(*block, span, 0, row), super_mins(*block, span, 1, row)};
+          weight_sum[p].add_mins(mins_of[0], mins_of[1]);
+          const I pair = Simd::or_int(mins_of[0], Simd::shift_left<16>(mins_of[1]));
           unrolled<kTokens>([&](auto t) __attribute__((always_inline)) {
             const I both = Simd::broadcast4(reinterpret_cast<const std::int8_t*>(sums[t] + 2 * span));
             mins[t][p] = _mm512_dpwssd_epi32(mins[t][p], pair, both);
@@ -299,12 +354,11 @@ void super_tokens(const PackedMatrix& weight, int group, const SuperRows& x, int
 #pragma GCC unroll 2
     for (int p = 0; p < 2; ++p) {
       const F unit = load_floats(block->scale_unit + p * kPanelRows);
-      F minus_min_unit = Simd::set(0);
-      if constexpr (kNarrowMin<Block>)
-        minus_min_unit = Simd::sub(Simd::set(0), load_floats(block->min_unit + p * kPanelRows));
+      const F minus_min_unit = minus_min_units(*block, p * kPanelRows);
+      const F weights = weight_sum[p].times(unit, minus_min_unit);
       unrolled<kTokens>([&](auto t) __attribute__((always_inline)) {
         acc[t][p] = add_super<Block>(acc[t][p], total[t][p], unit, Simd::to_float(mins[t][p]), minus_min_unit,
-                                     tile->scale[lane + t]);
+                                     weights, *tile, lane + t);
       });
     }
   }
@@ -342,21 +396,31 @@ void multiply_super(const PackedMatrix& weight, int group, const SuperRows& x, i
   });
 }
 
-// The nearest steps of the largest magnitude / 127. NaN or infinity makes the scale NaN or infinite.
+// The values from the lowest to the highest, and 0 in any case, get the integers from -128 to 127. NaN or
+// infinity makes the scale NaN.
 void quantize_super(const float* x, int token, int n_blocks, SuperTile* out) {
-  constexpr int kVectors = kSuperCols / Simd::kLanes;
+  constexpr int kVectors = kSuperCols / Simd::kLanes, kLowest = -128, kHighest = 127;
   for (int b = 0; b < n_blocks; ++b, ++out, x += kSuperCols) {
-    I largest = Simd::set_int(0);
-    for (int i = 0; i < kVectors; ++i)
-      largest = Simd::max_int(largest, Simd::magnitude_bits(Simd::load(x + i * Simd::kLanes)));
-    const float magnitude = std::bit_cast<float>(Simd::reduce_max(largest));
-    const F inverse = Simd::set(magnitude > 0 ? 127.0f / magnitude : 0.0f);
-    out->scale[token] = magnitude / 127.0f;
+    F least = Simd::set(0), greatest = least, not_finite = least;
+    for (int i = 0; i < kVectors; ++i) {
+      const F value = Simd::load(x + i * Simd::kLanes);
+      least = _mm512_min_ps(least, value);
+      greatest = _mm512_max_ps(greatest, value);
+      not_finite = Simd::fma(value, Simd::set(0), not_finite);
+    }
+    const float lowest = _mm512_reduce_min_ps(least);
+    const float range = _mm512_reduce_max_ps(greatest) - lowest + _mm512_reduce_add_ps(not_finite);
+    const F inverse = Simd::set(range > 0 ? (kHighest - kLowest) / range : 0.0f);
+    const I zero = Simd::sub_int(Simd::set_int(kLowest), Simd::round(Simd::mul(Simd::set(lowest), inverse)));
+    out->scale[token] = range / (kHighest - kLowest);
+    out->minus_zero[token] = -_mm512_cvtss_f32(Simd::to_float(zero));
     std::int32_t sums[kSuperSums];
     for (int i = 0; i < kVectors; i += 4) {
       I rounded[4];
       for (int j = 0; j < 4; ++j) {
-        rounded[j] = Simd::round(Simd::mul(Simd::load(x + (i + j) * Simd::kLanes), inverse));
+        const I steps = Simd::round(Simd::mul(Simd::load(x + (i + j) * Simd::kLanes), inverse));
+        // Two values that lie in the middle between integers may be 256 of them apart.
+        rounded[j] = _mm512_min_epi32(Simd::add_int(steps, zero), Simd::set_int(kHighest));
         Simd::store_int8(out->q[i / 4][token] + j * Simd::kLanes, rounded[j]);
       }
       std::int32_t four[4];

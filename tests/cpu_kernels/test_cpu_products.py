@@ -102,22 +102,25 @@ def test_nan_and_infinity_survive_quantization(isa: str, bad: float) -> None:
     assert np.isfinite(scale[0, 0])
 
 
-# On AMX, activations that these types multiply share a scale in a super-block of 256 columns.
+# On AMX, activations that these types multiply share a scale and a zero in a super-block of 256 columns.
 INTEGER_SCALES = [
     kind for kind in QUANTIZED if GGML_QUANT_SIZES[kind][0] == 256 and kind not in (Type.TQ1_0, Type.TQ2_0)
 ]
 
 
 def rounded(isa: str, kind: Type, x: Floats) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
-    """Activations as a set rounds them for a type: q, and a scale for each 32 columns."""
+    """Activations as a set rounds them for a type: steps from zero, and a scale for each 32 columns."""
     if isa != "amx" or kind not in INTEGER_SCALES:
         q, scale, *_ = cpu.quantize(isa, x, 0)
         return q, scale
     blocks = x.reshape(len(x), -1, 256)
-    largest = np.abs(blocks).max(-1, keepdims=True)
-    inverse = np.divide(np.float32(127), largest, where=largest > 0, out=np.zeros_like(largest))
-    scale = np.repeat(largest / np.float32(127), 8, axis=1)[..., 0]
-    return np.rint(blocks * inverse).reshape(x.shape).astype(np.float64), scale.astype(np.float64)
+    lowest = np.minimum(blocks.min(-1, keepdims=True), 0)
+    span = np.maximum(blocks.max(-1, keepdims=True), 0) - lowest
+    inverse = np.divide(np.float32(255), span, where=span > 0, out=np.zeros_like(span))
+    lowest_step = np.rint(lowest * inverse)
+    steps = np.minimum(np.rint(blocks * inverse), lowest_step + 255)
+    scale = np.repeat(span / np.float32(255), 8, axis=1)[..., 0]
+    return steps.reshape(x.shape).astype(np.float64), scale.astype(np.float64)
 
 
 def exact_product(
@@ -146,6 +149,7 @@ def test_the_quantized_product_is_exact(isa: str, kind: Type, cols: int) -> None
     raw, values = random_weight(kind, rows, cols)
     x = normal(33, cols, seed=1)
     x[7, :256] = 0
+    x[8, :2] = -127.5, 127.5  # in a super-block both are in the middle between two steps
     q, scale = rounded(isa, kind, x)
     expected = exact_product(values, q, scale)
     out = guarded(33, 96)
@@ -199,7 +203,7 @@ def test_integer_sums_are_exact_at_the_extremes(isa: str, kind: Type) -> None:
         for sign in (1, -1):
             x = np.full((17, 256), sign, np.float32)
             q, scale = rounded(isa, kind, x)
-            assert np.all(q == 127 * sign)
+            assert np.all(q == sign * (255 if isa == "amx" and kind in INTEGER_SCALES else 127))
             out = guarded(17, 32)
             cpu.multiply_int8(isa, int(kind), raw, 32, x, 0, out)
             expected = exact_product(values, q, scale)
