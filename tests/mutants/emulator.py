@@ -183,4 +183,11 @@ MUTANTS = (
         "pointers without an address space are accepted",
         ("emulator/tests/test_static_checks.py",),
     ),
+    Mutant(
+        "emulator/tests/conftest.py",
+        'if not hasattr(module, "emulator"):',
+        "if module is None:",
+        "on a Mac the emulator's tests are not skipped",
+        ("emulator/tests/test_absence.py",),
+    ),
 )

@@ -573,4 +573,11 @@ MUTANTS = (
         "the trial of an unknown GPU computes something other than it expects",
         ("tests/metal_engine/test_first_contact.py", "-k", "used_after"),
     ),
+    Mutant(
+        "shaders/stacked_rows.h",
+        "return first_key <= last_key ? sum : INFINITY;",
+        "return sum;",
+        "on a GPU the attention of a row that sees no key is NaN",
+        ("tests/encoder_tasks", "-k", "interaction_match and metal and modernbert"),
+    ),
 )

@@ -1,0 +1,163 @@
+"""Errors in the command line and the benchmarks."""
+
+from __future__ import annotations
+
+from mutants.mutant import Mutant
+from mutants.places import PACKAGE
+
+MUTANTS = (
+    Mutant(
+        f"{PACKAGE}/_commands/common.py",
+        "    if stream is None:\n",
+        "    if False:\n",
+        "a closed standard input is an AttributeError",
+        ("tests/test_cli.py", "-k", "closed_standard"),
+    ),
+    Mutant(
+        f"{PACKAGE}/_commands/common.py",
+        "kv_dtype=arguments.kv_dtype,",
+        "",
+        "the option --kv-dtype has no effect",
+        ("tests/test_cli.py", "-k", "options_of_the_engine"),
+    ),
+    Mutant(
+        f"{PACKAGE}/_commands/embed.py",
+        '            "compute": model.compute,\n',
+        "",
+        "a file of vectors is continued with another precision",
+        ("tests/test_embed_commands.py", "-k", "precision"),
+    ),
+    Mutant(
+        f"{PACKAGE}/_commands/perplexity.py",
+        "[len(window) // 2 :]",
+        "[len(window) // 2 - 1 :]",
+        "perplexity counts a token of the first half",
+        ("tests/test_cli.py", "-k", "perplexity"),
+    ),
+    Mutant(
+        f"{PACKAGE}/_commands/result_lines.py",
+        "prompts = itertools.chain([prompt], prompts)",
+        "pass",
+        "a prompt whose result line is incomplete gets no result",
+        ("tests/test_run_many.py",),
+    ),
+    Mutant(
+        f"{PACKAGE}/_commands/result_lines.py",
+        "right = isinstance(option, OPTIONS[name]) and not isinstance(option, bool)",
+        "right = isinstance(option, OPTIONS[name])",
+        "an option of a line may be a boolean instead of a number",
+        ("tests/test_run_many.py",),
+    ),
+    Mutant(
+        f"{PACKAGE}/_commands/result_lines.py",
+        "        if recorded.get(name) != options[name]:\n",
+        "        if False:\n",
+        "results with other options are continued",
+        ("tests/test_run_many.py", "-k", "other_options"),
+    ),
+    Mutant(
+        f"{PACKAGE}/_commands/run_beams.py",
+        "min_tokens=arguments.min_tokens,",
+        "",
+        "--min-tokens has no effect in beam search",
+        ("tests/test_cli.py", "-k", "best_text"),
+    ),
+    Mutant(
+        f"{PACKAGE}/_commands/run_many.py",
+        "entries = [answer.entry() for answer in self.answers]",
+        "entries = [self.answers[0].entry() for _ in self.answers]",
+        "a line of results repeats its first answer",
+        ("tests/test_run_many.py", "-k", "one_line_of_results"),
+    ),
+    Mutant(
+        f"{PACKAGE}/_commands/serve.py",
+        "except UnicodeDecodeError as error:",
+        "except MissingExtraError as error:",
+        "an error about a file of keys does not name it",
+        ("tests/serve/test_serve_command.py", "-k", "no_text_is_named"),
+    ),
+    Mutant(
+        f"{PACKAGE}/_commands/serve.py",
+        '    if not text.strip():\n        raise argparse.ArgumentTypeError("must not be empty',
+        '    if False:\n        raise argparse.ArgumentTypeError("must not be empty',
+        "an empty address listens on all interfaces",
+        ("tests/serve/test_serve_command.py", "-k", "empty_address"),
+    ),
+    Mutant(
+        f"{PACKAGE}/_commands/serve.py",
+        '        "--drain-seconds",  # the name in earlier versions\n',
+        "",
+        "the server no longer accepts the former name of an option",
+        ("tests/serve/test_serve_command.py", "-k", "shutdown_grace"),
+    ),
+    Mutant(
+        f"{PACKAGE}/bench/_rows.py",
+        "median_ts=spread(of_ts).median,",
+        "median_ts=spread(of_ts).high,",
+        "a row contains the fastest sample instead of the median",
+        ("tests/bench/test_streams.py",),
+    ),
+    Mutant(
+        f"{PACKAGE}/bench/_rows.py",
+        "avg_ns=sum(of_ns) / len(of_ns),",
+        "avg_ns=spread(of_ns).median,",
+        "a row contains the mean instead of the median",
+        ("tests/bench/test_streams.py",),
+    ),
+    Mutant(
+        f"{PACKAGE}/bench/_rows.py",
+        "float(median(samples_ns))",
+        "float(max(samples_ns))",
+        "texts per second are those of the slowest sample",
+        ("tests/bench/test_texts.py", "-k", "median_sample"),
+    ),
+    Mutant(
+        f"{PACKAGE}/bench/_samples.py",
+        "self.stolen_ns > STOLEN_ALLOWED * self.ns",
+        "self.stolen_ns > self.ns",
+        "samples count although the hypervisor preempted the processor",
+        ("tests/bench/test_samples.py",),
+    ),
+    Mutant(
+        f"{PACKAGE}/bench/_samples.py",
+        "kept = [samples[i] for i in sorted(clean + filled)]",
+        "kept = [samples[i] for i in clean + filled]",
+        "samples are not in the order in which they were taken",
+        ("tests/bench/test_samples.py",),
+    ),
+    Mutant(
+        f"{PACKAGE}/bench/_serving.py",
+        "self.first_token_s.append(median(",
+        "self.first_token_s.append(min(",
+        "the time to the first token of a server is that of the fastest client",
+        ("tests/bench/test_serving.py", "-k", "clients_and_rounds"),
+    ),
+    Mutant(
+        f"{PACKAGE}/bench/_serving.py",
+        "self.slowest_first_token_s.append(max(",
+        "self.slowest_first_token_s.append(median(",
+        "the slowest first token of a server is the median one",
+        ("tests/bench/test_serving.py", "-k", "clients_and_rounds"),
+    ),
+    Mutant(
+        f"{PACKAGE}/bench/_summary.py",
+        "a / b for a, b in zip(ours, peer, strict=False)",
+        "a / b for a, b in zip(sorted(ours), sorted(peer), strict=False)",
+        "ratios are of samples that are not adjacent",
+        ("tests/bench/test_summary.py",),
+    ),
+    Mutant(
+        f"{PACKAGE}/bench/_worker.py",
+        "for _ in range(case.calls)",
+        "for _ in range(1)",
+        "a sample of short texts is one call",
+        ("tests/bench/test_texts.py", "-k", "all_of_its_calls"),
+    ),
+    Mutant(
+        f"{PACKAGE}/cli.py",
+        "report(KeyboardInterrupt() if interrupted and isinstance(error, ImportError) else error)",
+        "report(error)",
+        "Ctrl-C during the import of NumPy is reported as a broken installation",
+        ("tests/test_arguments.py", "-k", "import_raises"),
+    ),
+)

@@ -1,0 +1,161 @@
+"""Errors in embedding, reranking, classification and scoring."""
+
+from __future__ import annotations
+
+from mutants.mutant import Mutant
+from mutants.places import ENCODER_TASKS, PACKAGE
+
+MUTANTS = (
+    Mutant(
+        f"{PACKAGE}/tasks/_classification.py",
+        '        if not len(ids):\n            raise ValueError(f"{name} has no tokens")\n',
+        "",
+        "a classification head does not name texts without tokens",
+        ("tests/test_reranking.py", "-k", "no_class"),
+    ),
+    Mutant(
+        f"{PACKAGE}/tasks/_embedding.py",
+        "check_length(engine, len(prompt) + added, name)",
+        "check_length(engine, len(prompt), name)",
+        "a file that expands queries to billions of tokens exhausts the memory",
+        (f"{ENCODER_TASKS}/test_late_interaction.py", "-k", "wrong_expansions"),
+    ),
+    Mutant(
+        f"{PACKAGE}/tasks/_embedding.py",
+        "room = most - len(frame.begin) - len(frame.end)",
+        "room = most",
+        "a text truncated to the context leaves no room for its end token",
+        ("tests/test_embedding.py", "-k", "texts_beyond or truncation_keeps"),
+    ),
+    Mutant(
+        f"{PACKAGE}/tasks/_embedding.py",
+        "        if text.cut:\n",
+        "        if False:\n",
+        "texts are truncated silently",
+        (
+            "tests/test_embedding.py",
+            "tests/test_embed_commands.py",
+            "-k",
+            "texts_beyond or truncation_keeps or truncated",
+        ),
+    ),
+    Mutant(
+        f"{PACKAGE}/tasks/_embedding.py",
+        "if cut and form.after:",
+        "if False:",
+        "truncating a text also removes the tokens that its instruction puts after it",
+        ("tests/test_embedding.py", "-k", "truncation_keeps"),
+    ),
+    Mutant(
+        f"{PACKAGE}/tasks/_embedding.py",
+        "        if not len(text.ids):\n",
+        "        if False:\n",
+        "a text without tokens silently has a zero vector",
+        ("tests/test_embedding.py", "-k", "without_tokens"),
+    ),
+    Mutant(
+        f"{PACKAGE}/tasks/_late_interaction.py",
+        "kept = tokens[~np.isin(ids, skipped)]",
+        "kept = tokens",
+        "late interaction compares the punctuation of documents",
+        (ENCODER_TASKS, "-k", "interaction_match and cpu"),
+    ),
+    Mutant(
+        f"{PACKAGE}/tasks/_pairs.py",
+        "frame.pair(first, second[:room] if cut else second).ids",
+        "frame.pair(second[:room] if cut else second, first).ids",
+        "the texts of a pair are swapped",
+        (ENCODER_TASKS, "-k", "scores_of_pairs and cpu"),
+    ),
+    Mutant(
+        f"{PACKAGE}/tasks/_prompt_rules.py",
+        "return text if self.unicode is None else _NFC",
+        "return text if True else _NFC",
+        "texts are not normalized",
+        ("tests/test_embedding.py", "tests/test_reranking.py", "-k", "nfc"),
+    ),
+    Mutant(
+        f"{PACKAGE}/tasks/_prompt_rules.py",
+        "text[: min(end, len(text) - 1)]",
+        "text[: min(end, len(text) - 1) // 2]",
+        "texts lose more tokens than they exceed the context by",
+        ("tests/test_reranking.py", "-k", "documents_beyond or texts_beyond or texts_with"),
+    ),
+    Mutant(
+        f"{PACKAGE}/tasks/_prompt_rules.py",
+        "    if cut:\n",
+        "    if False:\n",
+        "documents are truncated silently",
+        ("tests/test_reranking.py", "-k", "documents_beyond or texts_beyond or texts_with"),
+    ),
+    Mutant(
+        f"{PACKAGE}/tasks/_prompt_rules.py",
+        "_NFC.normalize_str(text)",
+        '__import__("unicodedata").normalize("NFC", text)',
+        "normalizing combining marks takes quadratic time",
+        ("tests/serve/test_hostile_bodies.py", "-k", "combining_marks"),
+    ),
+    Mutant(
+        f"{PACKAGE}/tasks/_prompts.py",
+        "return PLAIN if prompt is None else PromptForm(prompt, spells_tokens=True)",
+        "return PLAIN",
+        "the default prompt of a model is left out",
+        ("tests/test_prompts.py", "-k", "default_prompt"),
+    ),
+    Mutant(
+        f"{PACKAGE}/tasks/_prompts.py",
+        "if name in stated:",
+        "if False:",
+        "prompts in the file are not used",
+        ("tests/test_prompts.py",),
+    ),
+    Mutant(
+        f"{PACKAGE}/tasks/_query_expansion.py",
+        "return max(self.length - tokens, 0)",
+        "return max(self.length - tokens - 1, 0)",
+        "an expanded query is too short",
+        ("tests/encoder_tasks", "-k", "interaction_match and cpu"),
+    ),
+    Mutant(
+        f"{PACKAGE}/tasks/_scoring.py",
+        "starts = [min(max(n - 1, 0), len(prompts[i]) - 2) for n, i in zip(shared, group, strict=True)]",
+        "starts = [min(n, len(prompts[i]) - 2) for n, i in zip(shared, group, strict=True)]",
+        "the first token after a shared prefix has the score of another text",
+        ("tests/test_scoring.py",),
+    ),
+    Mutant(
+        f"{PACKAGE}/tasks/_text_passes.py",
+        "pooling, expansions[first:end], seen",
+        "pooling, expansions[: end - first], seen",
+        "texts of a later pass are expanded as those of the first one",
+        ("tests/fuzz/test_query_expansion.py", "-k", "files"),
+    ),
+    Mutant(
+        f"{PACKAGE}/tasks/_text_passes.py",
+        "seen = expansion is not None and expansion.seen",
+        "seen = expansion is not None and not expansion.seen",
+        "tokens that expand a query are seen where they should not be",
+        ("tests/encoder_tasks", "-k", "interaction_match and cpu"),
+    ),
+    Mutant(
+        f"{PACKAGE}/tasks/_text_passes.py",
+        "while end < len(prompts) and lengths[end] <= room:",
+        "while end < len(prompts) and lengths[end] <= room + 1:",
+        "a pass of texts has more rows than it may",
+        ("tests/encoder_tasks", "-k", "rows_of_a_pass"),
+    ),
+    Mutant(
+        f"{PACKAGE}/tasks/_token_labels.py",
+        'if groups and groups[-1][0] == label and prefix != "B":',
+        "if groups and groups[-1][0] == label:",
+        "a tag that starts an entity continues the previous one",
+        (ENCODER_TASKS, "-k", "entities and simple"),
+    ),
+    Mutant(
+        f"{PACKAGE}/tasks/_token_labels.py",
+        "next(states)[begin : begin + len(item.spans)]",
+        "next(states)[: len(item.spans)]",
+        "tokens have the labels of their predecessors",
+        (ENCODER_TASKS, "-k", "entities and simple"),
+    ),
+)
