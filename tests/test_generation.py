@@ -15,6 +15,7 @@ from support.small_models import MODELS, write
 
 from metal_prefill import Conversation, Model, NumericalError, Piece
 from metal_prefill.generation._sampling import REPEAT_WINDOW
+from metal_prefill.generation._stream import make_streams
 
 PROMPT = "ROMEO:\nBut soft, what light"
 CHAINS: list[dict[str, Any]] = [
@@ -238,3 +239,24 @@ def test_prompt_tokens_are_scored_as_pieces(demo: Model, max_tokens: int) -> Non
 def test_prompt_scores_require_logprobs(demo_path: Path) -> None:
     with Model(demo_path, device="cpu") as model, pytest.raises(ValueError, match="prompt_logprobs"):
         list(model.generate("ROMEO:", 3, prompt_logprobs=True))
+
+
+def test_log_probabilities_of_a_pass_are_read_once(demo: Model) -> None:
+    """Each reading copies those of all its tokens, so reading them for each token takes quadratic time."""
+
+    class Counted:
+        readings = 0
+
+        @property
+        def reports(self) -> list[tuple[float, list[tuple[int, float]]]]:
+            self.readings += 1
+            return [(-float(i), [(i, 0.0)]) for i in range(3)]
+
+    (stream,) = make_streams(demo.engine, [1, 2, 3, 4, 5], 1, 2, logprobs=1, prompt_logprobs=True)
+    sampler: Any = Counted()
+    stream.text.sampler = sampler
+    pieces = list(stream.text.take([2, 3, 4]))
+    assert [(piece.logprob, piece.top_logprobs) for piece in pieces] == [
+        (-float(i), ((i, 0.0),)) for i in range(3)
+    ]
+    assert sampler.readings == 1

@@ -157,8 +157,8 @@ MUTANTS = (
     ),
     Mutant(
         f"{PACKAGE}/generation/_scheduler.py",
-        "if s.writing and s not in self._results]",
-        "if s.writing]",
+        "if s.writing and not s.scoring and s not in self._results]",
+        "if s.writing and not s.scoring]",
         "a text whose constraint has not answered enters the next pass",
         (f"{_SLOW}::test_other_texts_continue_while_a_constraint_is_slow",),
     ),
@@ -191,6 +191,27 @@ MUTANTS = (
         "most_long = least",
         "long prompts fill passes while other texts decode",
         ("tests/scheduler/test_turns.py::test_long_prompts_delay_a_short_text_by_a_bounded_factor",),
+    ),
+    Mutant(
+        f"{PACKAGE}/generation/_scheduler.py",
+        "return sum(s.writing and not s.scoring for s in self._active)",
+        "return sum(s.writing for s in self._active)",
+        "prompts whose tokens are scored count as texts that decode",
+        ("tests/scheduler/test_turns.py::test_scored_prompts_give_way_to_texts",),
+    ),
+    Mutant(
+        f"{PACKAGE}/generation/_stream.py",
+        "return self.writing and self.text.scored_rows > 0",
+        "return False",
+        "prompts whose tokens are scored fill passes while other texts decode",
+        ("tests/scheduler/test_turns.py::test_scored_prompts_give_way_to_texts",),
+    ),
+    Mutant(
+        f"{PACKAGE}/generation/_text_generation.py",
+        "yield self._take(token, reports[row] if reports else None)",
+        "yield self._take(token, self.sampler.reports[row] if reports and self.sampler else None)",
+        "log probabilities of a pass are copied for each of its tokens",
+        ("tests/test_generation.py", "-k", "read_once"),
     ),
     Mutant(
         f"{PACKAGE}/generation/_scheduler.py",

@@ -11,7 +11,13 @@ from support.scheduled_texts import TEXTS, alone
 
 from metal_prefill import Model, Scheduler
 from metal_prefill.generation._batch_call import BatchCall
-from metal_prefill.generation._scheduler import LEAST_PROMPT_ROWS, PROMPT_TURN, Stream, make_streams
+from metal_prefill.generation._scheduler import (
+    LEAST_PROMPT_ROWS,
+    PROMPT_TURN,
+    ROWS_PER_WRITING,
+    Stream,
+    make_streams,
+)
 
 
 def test_prompts_enter_as_others_end(cpu: Model) -> None:
@@ -212,3 +218,34 @@ def test_short_prompts_delay_a_text_by_a_bounded_factor(cpu: Model) -> None:
     disturbed = passes_until_it_ends(scheduler, writing)
     assert len(disturbed) == 8
     assert PROMPT_TURN < min(disturbed) <= max(disturbed) <= 2 * PROMPT_TURN
+
+
+def test_scored_prompts_give_way_to_texts(cpu: Model) -> None:
+    """Rows with log probabilities of a prompt count as rows of long prompts."""
+    prompts = [np.random.default_rng(i).integers(1, 900, 500).tolist() for i in range(3)]
+    options: dict[str, Any] = {"logprobs": 2, "prompt_logprobs": True}
+    expected = [list(cpu.session().stream(prompt, 2, **options)) for prompt in prompts]
+    scheduler = Scheduler(cpu)
+    scored = [scheduler.submit(prompt, 2, **options) for prompt in prompts]
+    for _ in range(2):
+        scheduler.step()
+    assert scheduler.last_pass.prompts == scheduler._core.pass_rows  # nothing else is wanted
+    writing = scheduler.submit([1, 2, 3], 30, speculate="off")
+    made: dict[Stream, list[Any]] = {stream: [] for stream in scored}
+    for stream, piece in scheduler.step_pieces():
+        if stream in made:
+            made[stream].append(piece)
+    while writing.finish_reason is None:
+        assert all(stream.ready_tokens < stream.prompt_tokens for stream in scored)
+        assert scheduler.writing == 1
+        before = len(writing._made)
+        for stream, piece in scheduler.step_pieces():
+            if stream in made:
+                made[stream].append(piece)
+        assert len(writing._made) == before + 1
+        assert scheduler.last_pass.prompts <= LEAST_PROMPT_ROWS + ROWS_PER_WRITING
+    while scheduler.streams:
+        for stream, piece in scheduler.step_pieces():
+            made[stream].append(piece)
+    for stream, pieces in zip(scored, expected, strict=True):
+        assert made[stream] == pieces[-len(made[stream]) :]

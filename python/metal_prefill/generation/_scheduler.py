@@ -114,7 +114,8 @@ class Scheduler:
     Prompts fill passes only while no stream is writing. Otherwise a pass has at most
     ``LEAST_PROMPT_ROWS + ROWS_PER_WRITING * writing`` rows of prompts that have more than ``SHORT_PROMPT``
     tokens to compute, and ``PROMPT_TURN + ROWS_PER_WRITING * writing`` rows of shorter ones, which go first.
-    The limit of long prompts also holds while a short one waits.
+    The limit of long prompts also holds while a short one waits. Prompts whose tokens are scored
+    (`prompt_logprobs`) are prompts in this sense until the last of these tokens.
     """
 
     def __init__(self, model: EngineOwner, *, max_streams: int = 32) -> None:
@@ -150,7 +151,7 @@ class Scheduler:
     @property
     def writing(self) -> int:
         """Number of streams whose prompts are computed."""
-        return sum(s.writing for s in self._active)
+        return sum(s.writing and not s.scoring for s in self._active)
 
     @property
     def waiting(self) -> int:
@@ -233,7 +234,7 @@ class Scheduler:
             stream = self._waiting.popleft()
             stream.core = self._engine.session(prefix_namespace=stream.prefix_namespace)
             self._active.append(stream)
-        writing = [s for s in self._active if s.writing and s not in self._results]
+        writing = [s for s in self._active if s.writing and not s.scoring and s not in self._results]
         room = max(self._core.pass_rows - len(writing), LEAST_PROMPT_ROWS)
         # In turn, so that neither keeps the other waiting.
         self._calls_first = not self._calls_first
@@ -326,10 +327,13 @@ class Scheduler:
 
     def _prompt_pieces(self, room: int, writing: int) -> list[tuple[Stream, NextTokens]]:
         """Choose rows of prompts for a pass: short prompts first, then those that waited longest."""
-        prompts = [s for s in self._active if not s.writing and not s.follows()]
-        # What other streams have computed since counts as well.
-        starts = {s: s.session.reuse(s.ids) for s in prompts}
-        short = [s for s in prompts if len(s.ids) - starts[s] + s.computed <= SHORT_PROMPT]
+        prompts = [
+            s
+            for s in self._active
+            if s not in self._results and (s.scoring if s.writing else not s.follows())
+        ]
+        left = {s: s.left() for s in prompts}
+        short = [s for s in prompts if len(left[s]) + s.computed <= SHORT_PROMPT]
         long = [s for s in prompts if s not in short]
         most_short, most_long = room, room
         if long and (short or writing):
@@ -339,22 +343,23 @@ class Scheduler:
         if writing:
             most_short = min(most_short, PROMPT_TURN + ROWS_PER_WRITING * writing)
         ends: dict[Stream, int] = {}
-        self._fill(short, most_short, starts, ends)
-        self._fill(long, most_long, starts, ends)
+        self._fill(short, most_short, left, ends)
+        self._fill(long, most_long, left, ends)
         for stream in ends:
             self._active.remove(stream)
             self._active.append(stream)
-            stream.computed += ends[stream] - starts[stream]
-        return [(s, NextTokens(s.ids[starts[s] : ends[s]], 0, 0.0)) for s in ends]
+            stream.computed += ends[stream] - left[stream].start
+        cost = self._engine.row_cost
+        return [(s, s.prompt_rows(left[s].start, end, cost)) for s, end in ends.items()]
 
     def _fill(
-        self, prompts: Iterable[Stream], room: int, starts: dict[Stream, int], ends: dict[Stream, int]
+        self, prompts: Iterable[Stream], room: int, left: dict[Stream, range], ends: dict[Stream, int]
     ) -> None:
-        """Give `room` rows to prompts that begin at `starts`, a turn each, and note their `ends`."""
+        """Give `room` of the rows that are `left` to prompts, a turn each, and note their `ends`."""
         chosen: list[Stream] = []
         for stream in prompts:
-            start = starts[stream]
-            end = min(start + PROMPT_TURN, start + room, len(stream.ids))
+            start = left[stream].start
+            end = min(start + PROMPT_TURN, start + room, self._last(stream, left[stream]))
             stream.passes_waited += 1
             worth = start + WORTH_SHARING
             if end == start or any(stream.agrees(o, min(end, ends[o])) >= worth for o in ends):
@@ -364,9 +369,13 @@ class Scheduler:
             stream.passes_waited = 0
             room -= end - start
         for stream in chosen:  # room that is left
-            more = min(room, len(stream.ids) - ends[stream])
+            more = min(room, self._last(stream, left[stream]) - ends[stream])
             ends[stream] += more
             room -= more
+
+    def _last(self, stream: Stream, left: range) -> int:
+        """Return the end of the rows of a prompt that one pass may have."""
+        return min(left.stop, left.start + self._engine.exact_rows) if stream.scoring else left.stop
 
     def _take(self, stream: Stream, result: Any, alone: bool) -> Iterator[tuple[Stream, Piece]]:
         """Note the result of a pass for a stream, and yield its tokens.

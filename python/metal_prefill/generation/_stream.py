@@ -10,6 +10,7 @@ import numpy as np
 from metal_prefill import _core
 from metal_prefill._engine import Engine
 from metal_prefill._support.arguments import MOST_ANSWERS, TokenIds, integer, length_of, token_array
+from metal_prefill._support.row_cost import RowCost
 from metal_prefill.errors import ContextOverflowError, KVMemoryError
 from metal_prefill.generation._text_generation import (
     Continuation,
@@ -109,9 +110,30 @@ class Stream:
         return 0 if self.scored_tokens else max(self.prompt_tokens - self.computed, 0)
 
     @property
+    def scoring(self) -> bool:
+        """Whether further rows are those of the prompt, for its log probabilities."""
+        return self.writing and self.text.scored_rows > 0
+
+    def left(self) -> range:
+        """Return the positions of the prompt that are left to compute.
+
+        What other streams have computed since the last pass is not among them.
+        """
+        if self.scoring:
+            at = self.session.position
+            return range(at, at + self.text.scored_rows)
+        return range(self.session.reuse(self.ids), len(self.ids))
+
+    def prompt_rows(self, start: int, end: int, cost: RowCost) -> NextTokens:
+        """Return the tokens at these positions, which are among those of :meth:`left`."""
+        if self.scoring:
+            return self.text.next_tokens(end - start, cost)
+        return NextTokens(self.ids[start:end], 0, 0.0)
+
+    @property
     def ready_tokens(self) -> int:
         """Number of tokens of the prompt that are computed or were found in the cache."""
-        if self.writing:
+        if self.writing and not self.scoring:
             return self.prompt_tokens
         core = self.core  # the engine loop may release it at any time
         return 0 if core is None else min(core.position, self.prompt_tokens)
@@ -159,8 +181,10 @@ class Stream:
         return False
 
     def agrees(self, other: Stream, n: int) -> int:
-        """Return the length of the common prefix of two prompts, at most `n`; 0 in different namespaces."""
+        """Return the length of the prefix that one of two prompts can take from the other, at most `n`."""
         if self.prefix_namespace != other.prefix_namespace:
+            return 0
+        if self.scoring or other.scoring:
             return 0
         different = np.flatnonzero(self.ids[:n] != other.ids[:n])
         return int(different[0]) if different.size else n

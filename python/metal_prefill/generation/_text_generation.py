@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
     from metal_prefill.text._tokenizer import Tokenizer
 
+    _Report = tuple[float, list[tuple[int, float]]]
+
 FinishReason = Literal["stop", "length", "context", "cancelled", "error"]
 
 MOST_LOGPROBS = 1000  # of a token
@@ -370,6 +372,12 @@ class Continuation:
         expected = self._speculation.expected()
         return NextTokens(np.array([*self._next, *drafts], np.int32), len(drafts), expected)
 
+    @property
+    def scored_rows(self) -> int:
+        """Number of rows that are left to compute for log probabilities of the prompt."""
+        left = len(self._given) - self._made
+        return max(min(left + 1, self._most - self._made), 0) if left > 0 else 0
+
     def _allow(self, drafts: Sequence[int] = ()) -> int:
         """Let the sampler choose what the constraint allows, also after the drafts that it allows.
 
@@ -398,8 +406,9 @@ class Continuation:
         self._step = self._advance(chosen, free)
         if self._speculation is not None and free:
             self._speculation.learn(free)
+        reports = self.sampler.reports if self._reports and self.sampler is not None else []  # copies all
         for row, token in enumerate(chosen):
-            yield self._take(token, row)
+            yield self._take(token, reports[row] if reports else None)
             if self.ended is not None:
                 break
         self._next = [chosen[-1]]
@@ -500,14 +509,14 @@ class Continuation:
         """Position of the last generated token."""
         return len(self.ids) + self._made - 1
 
-    def _take(self, token: int, row: int = 0) -> Piece:
-        """Take one token; `row` is its number among those that a pass chose."""
+    def _take(self, token: int, report: _Report | None = None) -> Piece:
+        """Take one token; `report`: its log probability, and ids and those of the most probable tokens."""
         self._made += 1
         text, self.echo = self.echo, ""
         if self._made <= len(self._given):
             if self._made >= self._most:
                 self.ended = "length"
-            return self._piece(token, text, row)
+            return self._piece(token, text, report)
         complete = self._step is not None and token not in self._stop_ids and self._step.take()
         if token in self._stop_ids:
             text += self.end("stop")
@@ -522,12 +531,12 @@ class Continuation:
                 text += self.end("length")
             elif self._position >= self._context:
                 text += self.end("context")
-        return self._piece(token, text, row)
+        return self._piece(token, text, report)
 
-    def _piece(self, token: int, text: str, row: int) -> Piece:
-        if not self._reports or self.sampler is None:
+    def _piece(self, token: int, text: str, report: _Report | None) -> Piece:
+        if report is None:
             return Piece(token, text, finish_reason=self.ended)
-        logprob, best = self.sampler.reports[row]
+        logprob, best = report
         return Piece(token, text, logprob, tuple(best), self.ended)
 
     def end(self, reason: FinishReason) -> str:
