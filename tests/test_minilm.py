@@ -13,7 +13,7 @@ from support.hostile_texts import hostile_texts
 from support.minilm_texts import TEXTS, VECTORS
 from tokenizers import Tokenizer as HubTokenizer
 
-from metal_prefill import Model
+from metal_prefill import ContextOverflowError, Model
 from metal_prefill.conversion import convert
 from metal_prefill.conversion._local_file import local_file
 from metal_prefill.text._tokenizer import Tokenizer
@@ -62,12 +62,27 @@ def test_vectors_match_sentence_transformers(
 ) -> None:
     expected = np.load(VECTORS)["vectors"]
     path = convert(minilm_folder, tmp_path / "m.gguf", tensor_type=kind)
-    with Model(path, device="cpu", compute=compute) as model:
+    with Model(path, device="cpu", compute=compute, max_context=512) as model:
         made = model.embed(TEXTS)
         assert made.shape == expected.shape
         assert least_cosine(made, expected) >= least
         alone = [model.embed([text])[0] for text in TEXTS]
         assert np.array_equal(made, alone)
+
+
+def test_long_texts_are_cut_where_sentence_transformers_cuts_them(
+    minilm_folder: Path, tmp_path: Path
+) -> None:
+    expected = np.load(VECTORS)["cut"]
+    with Model(convert(minilm_folder, tmp_path / "m.gguf"), device="cpu") as model:
+        with pytest.raises(
+            ContextOverflowError,
+            match=r"text 0: 347 tokens exceed the context of 256, .*max_context=512 allows",
+        ):
+            model.embed(TEXTS[-1:])
+        with pytest.warns(UserWarning, match="1 of 1 texts did not fit the context of 256 tokens"):
+            made = model.embed(TEXTS[-1:], truncate="end")
+    assert least_cosine(made, expected[None]) >= 0.99999
 
 
 def test_similar_texts_have_similar_vectors(minilm_folder: Path, own_cache: Path) -> None:

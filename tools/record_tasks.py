@@ -31,6 +31,7 @@ from support.task_folders import (  # noqa: E402
     CLASSIFIERS,
     DOCUMENTS,
     LATE,
+    LONG_DOCUMENT,
     LONG_QUERY,
     PAIRS,
     QUERY,
@@ -90,16 +91,19 @@ def labels(folder: Path) -> dict[str, Any]:
 
 
 def late(folder: Path) -> dict[str, Any]:
-    """Return scores, and the vectors of two queries and of the first document."""
+    """Return scores, and the vectors of two queries, of the first document and of a long one."""
     model = MultiVectorEncoder(str(folder), device="cpu")
     documents = [text for text in DOCUMENTS if text]
     query, long = (np.asarray(model.encode_query(text)) for text in (QUERY, LONG_QUERY))
-    vectors = [np.asarray(rows) for rows in model.encode_document(documents)]
+    *vectors, long_document = (
+        np.asarray(rows) for rows in model.encode_document([*documents, LONG_DOCUMENT])
+    )
     scores = [float((query @ rows.T).max(axis=1).sum()) for rows in vectors]
     return {
         "query": task_folders.rounded(query),
         "long_query": task_folders.rounded(long),
         "document": task_folders.rounded(vectors[0]),
+        "long_document": task_folders.rounded(long_document),
         "scores": task_folders.rounded(scores),
     }
 

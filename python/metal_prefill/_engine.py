@@ -15,6 +15,7 @@ from metal_prefill.files._compute_mode import ComputeMode
 from metal_prefill.files._gguf_file import GGUFFile
 from metal_prefill.files._model_config import ModelConfig
 from metal_prefill.files._pooled_head import PooledHead
+from metal_prefill.files._text_lengths import TextLengths
 
 if TYPE_CHECKING:
     from metal_prefill.text._tokenizer import Tokenizer
@@ -37,6 +38,8 @@ class Engine:
         Numbers that products multiply; None on a GPU.
     kv_dtype
         ``f16``, ``f32`` or ``q8_0``.
+    lengths
+        Most tokens of texts of each kind.
 
     Attributes
     ----------
@@ -46,6 +49,7 @@ class Engine:
     max_context : int
     compute : str or None
     kv_dtype : str
+    lengths : TextLengths
     row_cost : RowCost
         Measured times of passes, for all texts.
     exact_rows : int
@@ -63,6 +67,7 @@ class Engine:
         max_context: int,
         compute: ComputeMode | None,
         kv_dtype: str,
+        lengths: TextLengths,
     ) -> None:
         self._core: _core.Engine | None = core
         self.gguf = gguf
@@ -71,6 +76,7 @@ class Engine:
         self.max_context = max_context
         self.compute = compute
         self.kv_dtype = kv_dtype
+        self.lengths = lengths
         self.row_cost = RowCost()
         self.exact_rows = core.exact_rows
         self.runs_ahead = core.runs_ahead

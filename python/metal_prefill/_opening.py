@@ -21,6 +21,7 @@ from metal_prefill.files._hyperparameters import read_config
 from metal_prefill.files._model_config import ModelConfig, core_config
 from metal_prefill.files._model_tensors import collect_tensors
 from metal_prefill.files._pooled_head import read_head
+from metal_prefill.files._text_lengths import TextLengths
 
 _log = logging.getLogger("metal_prefill")
 _announced_fallback = False
@@ -111,8 +112,9 @@ def open_engine(
         raise
     except ValueError as error:  # the options were checked, so the file is at fault
         raise GGUFError(f"{gguf.path}: {error}") from None
-    context = config.context_length if max_context is None else max_context
-    return Engine(core, gguf, config, head, context, mode, kv_dtype)
+    lengths = TextLengths.read(gguf) if max_context is None else TextLengths()
+    context = lengths.longest(config.context_length) if max_context is None else max_context
+    return Engine(core, gguf, config, head, context, mode, kv_dtype, lengths)
 
 
 def _announce_slow_kernels() -> None:

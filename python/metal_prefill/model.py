@@ -54,9 +54,9 @@ class Model(GenerationMethods, TaskMethods):
         ``METAL_PREFILL_DEVICE`` overrides it. A GPU that is used for the first time is checked, which takes a
         fraction of a second; if it computes wrong results, ``"auto"`` takes the CPU and logs a warning.
     max_context
-        Limit of the position, in tokens; at most, and by default, the model's context length. Memory grows
-        by use. A model with LongRoPE uses its factors for short contexts if the limit is at most its original
-        context.
+        Limit of the position, in tokens; at most, and by default, the model's context length. By default, a
+        folder of sentence-transformers has the limits at which its texts are cut there. Memory grows by use.
+        A model with LongRoPE uses its factors for short contexts up to a limit of its original context.
     threads
         CPU threads; by default one per core available to the process.
     compute

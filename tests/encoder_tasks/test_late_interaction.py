@@ -15,7 +15,7 @@ from support import model_folders, task_folders
 from support.encoder_tasks import NEAR, FileOf, opened, scores_of
 from support.gguf_bytes import text
 from support.gguf_mutator import take_apart
-from support.task_folders import DOCUMENTS, LATE, LONG_QUERY, QUERY, TEXTS
+from support.task_folders import DOCUMENTS, LATE, LONG_DOCUMENT, LONG_QUERY, QUERY, TEXTS
 
 from metal_prefill import ContextOverflowError, GGUFError, Model, UnsupportedModelError
 from metal_prefill.cli import main
@@ -64,6 +64,29 @@ def test_longer_queries_are_cut_only_on_request(
             ):
                 query = model.embed([LONG_QUERY], instruction="query", truncate="end")[0]
         np.testing.assert_allclose(query, expected, rtol=0, atol=4 * NEAR[device])
+
+
+@pytest.mark.parametrize("name", LATE)
+def test_longer_documents_are_cut_only_on_request(
+    device: str, file_of: FileOf, record: dict[str, Any], name: str
+) -> None:
+    expected, query = (np.array(record["late"][name][key]) for key in ("long_document", "query"))
+    limit = 38 if name == "PyLate" else 40
+    with opened(file_of(LATE[name]), device) as model:
+        for call in (
+            lambda: model.embed([LONG_DOCUMENT], instruction="document"),
+            lambda: model.rerank(QUERY, [LONG_DOCUMENT]),
+        ):
+            with pytest.raises(ContextOverflowError, match=rf" 0: \d+ tokens exceed the .*{limit}"):
+                call()
+        with pytest.warns(UserWarning, match=rf"1 of 1 texts .* of {limit} tokens and lost their ends"):
+            document = model.embed([LONG_DOCUMENT], instruction="document", truncate="end")[0]
+        with pytest.warns(UserWarning, match=rf"1 of 1 documents .* of {limit} tokens"):
+            (ranked,) = model.rerank(QUERY, [LONG_DOCUMENT], truncate="end")
+        score = (query @ expected.T).max(axis=1).sum()
+        assert ranked.score == pytest.approx(score, rel=2e-6 if device == "cpu" else 2e-3)
+        kept = document[[i for i, row in enumerate(document) if near_any(row, expected, device)]]
+        assert len(document) - 3 <= len(kept) == len(expected)  # without punctuation
 
 
 @pytest.mark.parametrize("compute", ["f32", "int8", "bf16"])
@@ -157,7 +180,7 @@ def test_expansion_requires_a_known_token(tmp_path: Path) -> None:
         convert(folder.write(), tmp_path / "m.gguf")
 
 
-def near_any(row: npt.NDArray[Any], rows: list[list[float]], device: str) -> bool:
+def near_any(row: npt.NDArray[Any], rows: Any, device: str) -> bool:
     return bool((np.abs(np.array(rows) - row).max(axis=1) < 4 * NEAR[device]).any())
 
 

@@ -56,6 +56,13 @@ MUTANTS = (
         ("tests/test_conversion.py", "-k", "changed_folder"),
     ),
     Mutant(
+        f"{PACKAGE}/conversion/_max_tokens.py",
+        "if length is not None and (length < context or found):",
+        "if length is not None and length < context:",
+        "queries and documents of any length are cut as other texts are",
+        ("tests/test_module_settings.py", "-k", "as_long_as_in"),
+    ),
+    Mutant(
         f"{PACKAGE}/conversion/_modules.py",
         'if config.string("model_type", default="") == "modernbert":',
         "if True:",
@@ -229,5 +236,12 @@ MUTANTS = (
         "exact = len(weight.shape) == 1 or",
         "the filters of convolutions are quantized",
         ("tests/test_recurrent_folders.py", "-k", "lfm2_folder_has"),
+    ),
+    Mutant(
+        f"{PACKAGE}/conversion/_writing.py",
+        "writer.add_key_value(key, value, gguf.GGUFValueType.STRING)",
+        "writer.add_string(key, value)",
+        "a model whose prompts are empty has the prompts of a card, or none",
+        ("tests/test_module_settings.py", "-k", "empty"),
     ),
 )

@@ -22,8 +22,8 @@ MUTANTS = (
     ),
     Mutant(
         f"{PACKAGE}/tasks/_embedding.py",
-        "room = most - len(frame.begin) - len(frame.end)",
-        "room = most",
+        "room = role.limit - len(frame.begin) - len(frame.end)",
+        "room = role.limit",
         "a text truncated to the context leaves no room for its end token",
         ("tests/test_embedding.py", "-k", "texts_beyond or truncation_keeps"),
     ),
@@ -143,6 +143,13 @@ MUTANTS = (
         "while end < len(prompts) and lengths[end] <= room + 1:",
         "a pass of texts has more rows than it may",
         ("tests/encoder_tasks", "-k", "rows_of_a_pass"),
+    ),
+    Mutant(
+        f"{PACKAGE}/tasks/_text_roles.py",
+        "_limit(engine, engine.lengths.document, engine",
+        "_limit(engine, engine",
+        "documents may be longer than their model's",
+        ("tests/encoder_tasks/test_late_interaction.py", "-k", "longer_documents and cpu"),
     ),
     Mutant(
         f"{PACKAGE}/tasks/_token_labels.py",

@@ -24,9 +24,9 @@ class FileOf(Protocol):
     def __call__(self, make: Callable[[Path], Folder], tensor_type: str = "auto") -> Path: ...
 
 
-def opened(path: Path, device: str = "cpu") -> Model:
+def opened(path: Path, device: str = "cpu", max_context: int | None = None) -> Model:
     """Open a file in float32."""
-    return Model(path, device=device, compute="f32", kv_dtype="f32")
+    return Model(path, device=device, compute="f32", kv_dtype="f32", max_context=max_context)
 
 
 def scores_of(model: Model, documents: list[str] = DOCUMENTS, **options: Any) -> npt.NDArray[np.float64]:

@@ -23,6 +23,7 @@ RECORD = DATA / "transformers_tasks.json"
 
 QUERY = "who is the king?"
 LONG_QUERY = "who is the king, and who was the queen?"
+LONG_DOCUMENT = "He is the king, and she was the queen. Long may they live!"
 DOCUMENTS = ["The king is dead.", "A rose, by any other name", "", "Long live the King! Éa", "x"]
 PAIRS = [("The king is dead.", "He lives"), ("a", "b c d"), ("", "The end")]
 TEXTS = ["Angela met the Queen in Rome.", "nothing", "Île-de-Ré, São  Paulo and I", "a b"]

@@ -46,7 +46,7 @@ def execute(arguments: argparse.Namespace) -> None:
         rules = PromptRules(arguments.truncate, arguments.unicode)
         options = Options(arguments.instruction, arguments.template, arguments.how, rules)
         ranking = encode_documents(model.engine, arguments.query, documents, options)
-        for note in ranking.notes(model.max_context):
+        for note in ranking.notes():
             print(f"warning: {note}", file=sys.stderr)
         ranked = ranking.ranked(TextPasses(model.engine), arguments.top_n)
     for item in ranked:

@@ -19,6 +19,7 @@ from metal_prefill._support.atomic_write import replacing
 from metal_prefill.conversion._colbert import colbert_heads, colbert_metadata
 from metal_prefill.conversion._fields import Fields
 from metal_prefill.conversion._folder_vocabulary import FolderVocabulary
+from metal_prefill.conversion._max_tokens import max_tokens
 from metal_prefill.conversion._modules import Modules, read_modules
 from metal_prefill.conversion._prompts import prompt_metadata
 from metal_prefill.conversion._settings import position_offset
@@ -29,6 +30,7 @@ from metal_prefill.errors import GGUFError, UnsupportedModelError
 from metal_prefill.files._architecture import ARCHITECTURES
 from metal_prefill.files._gguf_file import GGUFFile
 from metal_prefill.files._hyperparameters import read_config
+from metal_prefill.files._metadata_keys import EXPANSION_KEYS
 from metal_prefill.files._model_tensors import collect_tensors
 from metal_prefill.files._pooled_head import read_head
 
@@ -144,6 +146,8 @@ def convert(
     for suffix, value in metadata.items():
         _add(writer, f"{source.architecture}.{suffix}", value)
     prompts = colbert_metadata(folder, vocabulary) if late else prompt_metadata(folder, modules, vocabulary)
+    if task != "causal" or (folder / "modules.json").is_file():
+        prompts |= max_tokens(folder, metadata["context_length"], prompts.get(f"{EXPANSION_KEYS}length", 0))
     for key, value in prompts.items():
         _add(writer, key, value)
     add_vocabulary(writer, vocabulary, config)
@@ -273,7 +277,7 @@ def _add(writer: GGUFWriter, key: str, value: Any) -> None:
     elif isinstance(value, float):
         writer.add_float32(key, value)
     elif isinstance(value, str):
-        writer.add_string(key, value)
+        writer.add_key_value(key, value, gguf.GGUFValueType.STRING)  # add_string leaves out empty ones
     else:
         writer.add_array(key, value)
 

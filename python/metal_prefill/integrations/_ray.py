@@ -31,11 +31,11 @@ from metal_prefill._support.cached_property import cached_property
 from metal_prefill.errors import MissingExtraError
 from metal_prefill.files._hub import resolve_model
 from metal_prefill.model import Model
-from metal_prefill.tasks._embedding import check_pooling, encode_texts, expansion_of
+from metal_prefill.tasks._embedding import check_pooling, encode_texts
 from metal_prefill.tasks._prompt_rules import PromptRules
 from metal_prefill.tasks._prompts import PromptForm, prompt_form
-from metal_prefill.tasks._query_expansion import QueryExpansion
 from metal_prefill.tasks._scoring import check_prompt
+from metal_prefill.tasks._text_roles import TextRole, role_of
 
 try:
     import ray
@@ -229,12 +229,12 @@ class EmbedTexts(_PromptMapper):
         return prompt_form(self._model.engine, self._embedding["instruction"])
 
     @cached_property
-    def _expansion(self) -> QueryExpansion | None:
+    def _role(self) -> TextRole:
         pooling = check_pooling(self._model.engine, self._embedding["pooling"])
-        return expansion_of(self._model.engine, pooling, self._embedding["instruction"])
+        return role_of(self._model.engine, pooling, self._embedding["instruction"])
 
     def _check(self, prompt: Any) -> Any:
-        encode_texts(self._model.engine, [prompt], self._form, self._rules, self._expansion)
+        encode_texts(self._model.engine, [prompt], self._form, self._rules, self._role)
         return prompt
 
     def _answer(self, prompts: Sequence[Any]) -> Sequence[Any]:

@@ -24,11 +24,11 @@ from metal_prefill.tasks._embedding import (
     check_pooling,
     embed_prompts,
     encode_text,
-    expansion_of,
 )
 from metal_prefill.tasks._prompt_rules import PromptRules
 from metal_prefill.tasks._prompts import prompt_form
 from metal_prefill.tasks._reranking import Options, Ranked, encode_documents, kind_of, template_of
+from metal_prefill.tasks._text_roles import role_of
 
 
 def _check_inputs(service: Service, count: int, param: str) -> None:
@@ -56,13 +56,13 @@ async def embed(service: Service, form: EmbeddingForm, reply: Reply, sender: Sen
                 param="encoding_format",
                 code="unsupported",
             )
-        expansion = expansion_of(engine, pooling, form.instruction)
+        role = role_of(engine, pooling, form.instruction)
         prompt = prompt_form(engine, form.instruction)
         rules = PromptRules(form.truncate or "error", form.unicode)
         encoded = EncodedTexts.none()
         for i, text in enumerate(inputs):
             if isinstance(text, str):
-                encoded.add(encode_text(engine, text, f"text {i}", prompt, rules, expansion))
+                encoded.add(encode_text(engine, text, f"text {i}", prompt, rules, role))
             else:
                 try:
                     ids = token_array(text, engine.config.vocab_size)

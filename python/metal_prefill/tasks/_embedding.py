@@ -15,14 +15,15 @@ from metal_prefill.errors import ContextOverflowError, KVMemoryError
 from metal_prefill.files._pooled_head import POOLINGS, Pooling
 from metal_prefill.tasks._prompt_rules import PromptRules, cut_message, errors_of, named, shortened
 from metal_prefill.tasks._prompts import PLAIN, PROMPTS, PromptForm, prompt_form
-from metal_prefill.tasks._query_expansion import QueryExpansion, query_expansion
 from metal_prefill.tasks._text_passes import TextPasses, pooled_blocks
+from metal_prefill.tasks._text_roles import TextRole, role_of, text_role
 
 __all__ = ["PROMPTS", "embed"]
 
 Vectors = npt.NDArray[np.float32]
 DEFAULT_RULES = PromptRules()
 _SMALLEST = np.finfo(np.float64).tiny  # below the length of every other vector in float32
+_CUT_THERE = "where sentence-transformers cuts texts of this model"
 _NO_TOKENS = (b"", 0)  # a prompt and its expansion
 
 
@@ -87,9 +88,9 @@ class EncodedTexts(NamedTuple):
         self.prompts.append(text.ids)
         self.expansions.append(text.expansion)
 
-    def notes(self, context: int) -> list[str]:
-        """Return a message for each of `cut` and `empty` that names texts."""
-        notes = [cut_message(self.cut, len(self.prompts), context, "text")] if self.cut else []
+    def notes(self, limit: int) -> list[str]:
+        """Return a message for each of `cut` and `empty` that names texts; `limit` is that of tokens."""
+        notes = [cut_message(self.cut, len(self.prompts), limit, "text")] if self.cut else []
         if self.empty:
             notes.append(
                 f"{len(self.empty)} of {len(self.prompts)} texts have no tokens, and vectors of zeros: "
@@ -103,7 +104,7 @@ def encode_texts(
     texts: Iterable[str],
     form: PromptForm = PLAIN,
     rules: PromptRules = DEFAULT_RULES,
-    expansion: QueryExpansion | None = None,
+    role: TextRole | None = None,
 ) -> EncodedTexts:
     """Turn texts into tokens, with those that begin and end texts in the file.
 
@@ -114,7 +115,7 @@ def encode_texts(
     """
     encoded = EncodedTexts.none()
     for i, text in enumerate(checked_texts(texts)):
-        encoded.add(encode_text(engine, text, f"text {i}", form, rules, expansion))
+        encoded.add(encode_text(engine, text, f"text {i}", form, rules, role))
     return encoded
 
 
@@ -124,15 +125,15 @@ def encode_text(
     name: str,
     form: PromptForm = PLAIN,
     rules: PromptRules = DEFAULT_RULES,
-    expansion: QueryExpansion | None = None,
+    role: TextRole | None = None,
 ) -> EncodedText:
     """Turn a text into tokens, as `encode_texts` does.
 
     If the text loses its end, the tokens after it are kept. `name` identifies the text in errors.
     """
     tokenizer, frame = engine.tokenizer, engine.tokenizer.frame
-    most = engine.max_context if expansion is None else expansion.limit(engine.max_context)
-    room = most - len(frame.begin) - len(frame.end)
+    role = text_role(engine) if role is None else role
+    room = role.limit - len(frame.begin) - len(frame.end)
 
     def encode(text: str) -> list[int]:
         return form.tokens(tokenizer, text, rules)
@@ -144,24 +145,27 @@ def encode_text(
         ids = encode(shortened(tokenizer, text, lambda kept: len(encode(kept)) - room))
     elif cut:
         ids = ids[: max(room, 0)]
-    prompt, added = np.array(frame.text(ids), np.int32), 0
-    if expansion is not None:
-        if len(prompt) > most:
-            raise ContextOverflowError(
-                f"{name}: {len(prompt)} tokens exceed the {most} of this model's queries; truncate='end' "
-                "removes the rest"
-            )
-        added = expansion.added(len(prompt))
+    prompt = np.array(frame.text(ids), np.int32)
+    if role.limit < engine.max_context and len(prompt) > role.limit:
+        raise ContextOverflowError(
+            f"{name}: {len(prompt)} tokens exceed the {role.limit} of this model's {role.plural}; "
+            "truncate='end' removes the rest"
+        )
+    added = 0 if role.expansion is None else role.expansion.added(len(prompt))
     check_length(engine, len(prompt) + added, name)  # before a file's length takes memory
-    if expansion is not None:
-        prompt = expansion.expand(prompt)
+    if role.expansion is not None:
+        prompt = role.expansion.expand(prompt)
     return EncodedText(prompt, cut, added)
 
 
 def check_length(engine: Engine, tokens: int, name: str) -> None:
     """Raise ContextOverflowError or KVMemoryError where tokens do not fit, even alone."""
     if tokens > engine.max_context:
-        raise ContextOverflowError(f"{name}: {tokens} tokens exceed the context of {engine.max_context}")
+        stated = engine.lengths.text is not None
+        raise ContextOverflowError(
+            f"{name}: {tokens} tokens exceed the context of {engine.max_context}"
+            + f", {_CUT_THERE}; max_context={engine.config.context_length} allows more" * stated
+        )
     try:
         engine.core.check_fits(tokens)
     except KVMemoryError as error:
@@ -205,11 +209,10 @@ def embed(
 ) -> Any:
     """Turn texts into vectors; see :meth:`metal_prefill.Model.embed`."""
     engine = model.engine
-    expansion = expansion_of(engine, check_pooling(engine, pooling), instruction)
+    role = role_of(engine, check_pooling(engine, pooling), instruction)
     form = prompt_form(engine, instruction)
-    encoded = encode_texts(engine, texts, form, PromptRules(truncate, unicode).checked(), expansion)
-    limit = engine.max_context if expansion is None else expansion.limit(engine.max_context)
-    for note in encoded.notes(limit):
+    encoded = encode_texts(engine, texts, form, PromptRules(truncate, unicode).checked(), role)
+    for note in encoded.notes(role.limit):
         warnings.warn(note, stacklevel=3)
     return embed_prompts(
         TextPasses(engine),
@@ -220,11 +223,6 @@ def embed(
         pooling=pooling,
         progress=progress,
     )
-
-
-def expansion_of(engine: Engine, pooling: Pooling, instruction: str | None) -> QueryExpansion | None:
-    """Return how texts with this instruction are expanded: queries of which each token has a vector."""
-    return query_expansion(engine) if pooling == "none" and instruction == "query" else None
 
 
 def embed_prompts(

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from metal_prefill.text._tokenizer import Tokenizer
 
 # Names under which sentence-transformers looks for the prompt of a document, in order.
-_DOCUMENT_NAMES = ("document", "passage", "corpus")
+DOCUMENT_NAMES = ("document", "passage", "corpus")
 
 # Prompts as the cards of the models define them, by architecture. Qwen3-Embedding: documents stay as they
 # are. EmbeddingGemma: the title of a document that has none is "none".
@@ -132,8 +132,8 @@ def _named_form(engine: Engine, name: str) -> PromptForm | None:
     stated = file_prompts(engine)
     if name in stated:
         return PromptForm(stated[name], spells_tokens=True)
-    if stated and name in ("query", *_DOCUMENT_NAMES):
-        names = _DOCUMENT_NAMES if name in _DOCUMENT_NAMES else ("query",)
+    if stated and name in ("query", *DOCUMENT_NAMES):
+        names = DOCUMENT_NAMES if name in DOCUMENT_NAMES else ("query",)
         return PromptForm(next((stated[n] for n in names if n in stated), ""), spells_tokens=True)
     name = "document" if name == "passage" else name
     card = _card(engine)

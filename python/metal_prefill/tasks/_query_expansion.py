@@ -33,10 +33,6 @@ class QueryExpansion(NamedTuple):
     seen: bool
     fixed: bool
 
-    def limit(self, context: int) -> int:
-        """Return the most tokens of a query in a context."""
-        return min(context, self.length) if self.fixed else context
-
     def added(self, tokens: int) -> int:
         """Return how many tokens are added to a query of `tokens`."""
         return max(self.length - tokens, 0) if tokens else 0

@@ -20,8 +20,8 @@ from metal_prefill.tasks._late_interaction import late_scores
 from metal_prefill.tasks._pairs import encode_pair, encode_part
 from metal_prefill.tasks._prompt_rules import PromptRules, cut_message, errors_of, shortened
 from metal_prefill.tasks._prompts import has_prompts, prompt_form
-from metal_prefill.tasks._query_expansion import query_expansion
 from metal_prefill.tasks._text_passes import Ids, TextPasses, pooled_states
+from metal_prefill.tasks._text_roles import document_role, query_role
 
 TEMPLATE_KEY = "tokenizer.chat_template.rerank"
 
@@ -75,6 +75,8 @@ class Ranking:
         Prompt of each document: with the query, or for late interaction alone.
     cut : list of int
         Indices of documents that lost their ends.
+    limit : int
+        Most tokens of a prompt.
     query : EncodedText or None
         The query, for late interaction.
     """
@@ -82,6 +84,7 @@ class Ranking:
     documents: Sequence[str]
     prompts: list[Ids]
     cut: list[int]
+    limit: int
     query: EncodedText | None = None
 
     @property
@@ -89,11 +92,11 @@ class Ranking:
         """Number of texts that lost their ends."""
         return len(self.cut) + (self.query is not None and self.query.cut)
 
-    def notes(self, context: int) -> list[str]:
+    def notes(self) -> list[str]:
         """Return messages about the texts that lost their ends."""
         notes = [CUT_QUERY] if self.query is not None and self.query.cut else []
         if self.cut:
-            notes.append(cut_message(self.cut, len(self.prompts), context, "document"))
+            notes.append(cut_message(self.cut, len(self.prompts), self.limit, "document"))
         return notes
 
     def ranked(self, passes: TextPasses, top_n: int | None) -> list[Ranked]:
@@ -127,7 +130,7 @@ def rerank(
         integer("top_n", top_n, 1)
     engine, rules = model.engine, PromptRules(truncate, unicode).checked()
     ranking = encode_documents(engine, query, documents, Options(instruction, template, how, rules))
-    for note in ranking.notes(engine.max_context):
+    for note in ranking.notes():
         warnings.warn(note, stacklevel=3)
     return ranking.ranked(TextPasses(engine), top_n)
 
@@ -183,21 +186,23 @@ def kind_of(engine: Engine, options: Options) -> str:
 def _encode_late(engine: Engine, query: str, documents: Sequence[str], options: Options) -> Ranking:
     known = has_prompts(engine)
     asked = options.instruction if options.instruction is not None else "query" if known else None
-    expansion = query_expansion(engine)
-    rules = options.rules if expansion is not None else options.rules._replace(truncate="error")
-    encoded = encode_text(engine, query, "the query", prompt_form(engine, asked), rules, expansion)
+    role = query_role(engine)
+    has_limit = role.expansion is not None or engine.lengths.query is not None
+    rules = options.rules if has_limit else options.rules._replace(truncate="error")
+    encoded = encode_text(engine, query, "the query", prompt_form(engine, asked), rules, role)
     if not len(encoded.ids):
         raise ValueError("the query has no tokens")
     form = prompt_form(engine, "document" if known else None)
-    ranking = Ranking(documents, [], [], encoded)
+    role = document_role(engine)
+    ranking = Ranking(documents, [], [], role.limit, encoded)
     for i, document in enumerate(documents):
-        text = encode_text(engine, document, f"document {i}", form, options.rules)
+        text = encode_text(engine, document, f"document {i}", form, options.rules, role)
         _add(ranking, text.ids, text.cut)
     return ranking
 
 
 def _encode_pairs(engine: Engine, query: str, documents: Sequence[str], options: Options) -> Ranking:
-    ranking = Ranking(documents, [], [])
+    ranking = Ranking(documents, [], [], engine.max_context)
     first = encode_part(engine, query, "the query", options.rules)
     for i, document in enumerate(documents):
         name = f"document {i}"
@@ -218,7 +223,7 @@ def _encode_templates(engine: Engine, query: str, documents: Sequence[str], opti
     def encode(document: str) -> Ids:
         return encode_template(engine, form, {**values, "document": document}, options.rules)
 
-    ranking = Ranking(documents, [], [])
+    ranking = Ranking(documents, [], [], engine.max_context)
     for i, document in enumerate(documents):
         with errors_of(f"document {i}"):
             ids = encode(document)

@@ -1,0 +1,64 @@
+"""Purpose of a text: how long it may be, and whether tokens expand it."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+from metal_prefill._engine import Engine
+from metal_prefill.files._pooled_head import Pooling
+from metal_prefill.tasks._prompts import DOCUMENT_NAMES
+from metal_prefill.tasks._query_expansion import QueryExpansion, query_expansion
+
+
+class TextRole(NamedTuple):
+    """Limits of texts.
+
+    Attributes
+    ----------
+    kind : {"text", "query", "document"}
+    limit : int
+        Most tokens, with those that begin and end every text.
+    expansion : QueryExpansion or None
+        How texts are expanded.
+    """
+
+    kind: Literal["text", "query", "document"]
+    limit: int
+    expansion: QueryExpansion | None = None
+
+    @property
+    def plural(self) -> str:
+        """Name of such texts in messages."""
+        return "queries" if self.kind == "query" else f"{self.kind}s"
+
+
+def role_of(engine: Engine, pooling: Pooling, instruction: str | None) -> TextRole:
+    """Return the role of texts that are embedded with an instruction."""
+    if instruction == "query":
+        return query_role(engine, expanded=pooling == "none")
+    if instruction in DOCUMENT_NAMES:
+        return document_role(engine)
+    return text_role(engine)
+
+
+def text_role(engine: Engine) -> TextRole:
+    """Return the role of texts that are neither queries nor documents."""
+    return TextRole("text", _limit(engine, engine.lengths.text))
+
+
+def query_role(engine: Engine, *, expanded: bool = True) -> TextRole:
+    """Return the role of queries, expanded as in late interaction or not."""
+    expansion = query_expansion(engine) if expanded else None
+    if expansion is not None and expansion.fixed:
+        return TextRole("query", _limit(engine, expansion.length), expansion)
+    return TextRole("query", _limit(engine, engine.lengths.query, engine.lengths.text), expansion)
+
+
+def document_role(engine: Engine) -> TextRole:
+    """Return the role of documents."""
+    return TextRole("document", _limit(engine, engine.lengths.document, engine.lengths.text))
+
+
+def _limit(engine: Engine, *lengths: int | None) -> int:
+    """Return the first length that is known, at most the context."""
+    return min(next((length for length in lengths if length), engine.max_context), engine.max_context)
