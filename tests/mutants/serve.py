@@ -9,6 +9,34 @@ _SPACES = "tests/serve/test_prefix_namespaces.py"
 
 MUTANTS = (
     Mutant(
+        f"{PACKAGE}/serve/_scores.py",
+        "if count > MOST_PROMPT_SCORES:",
+        "if count > 4 * MOST_PROMPT_SCORES:",
+        "the number of log probabilities of prompts in a request is not limited",
+        ("tests/serve/test_many_log_probabilities.py",),
+    ),
+    Mutant(
+        f"{PACKAGE}/serve/_scores.py",
+        "held.check()",
+        "pass",
+        "the memory of log probabilities of all requests is not limited",
+        ("tests/serve/test_many_log_probabilities.py",),
+    ),
+    Mutant(
+        f"{PACKAGE}/serve/_scores.py",
+        "lists.drop()",
+        "pass",
+        "log probabilities of answers that were sent count as held",
+        ("tests/serve/test_many_log_probabilities.py",),
+    ),
+    Mutant(
+        f"{PACKAGE}/serve/_generation.py",
+        "replace(piece, top_logprobs=()) if piece.top_logprobs else piece for piece in text.pieces",
+        "piece for piece in text.pieces",
+        "the most probable tokens of each token are kept as objects",
+        ("tests/serve/test_many_log_probabilities.py",),
+    ),
+    Mutant(
         f"{PACKAGE}/serve/_activity.py",
         "own = [text for text in live if text.namespace == namespace]",
         "own = list(live)",

@@ -14,6 +14,7 @@ from metal_prefill.serve._settings import Settings
 
 HELD = 32  # requests of the largest size that may be in flight, or more smaller ones
 MOST_UNSENT = 1 << 28  # bytes of answers, other than streams, that clients have not received
+MOST_SCORED = 1 << 28  # bytes of log probabilities whose texts have not ended
 LARGE = 1 << 18  # bytes; preparing a body takes up to 200 times its size, so large ones take turns
 
 # The unread rest of a body must not be parsed as the next request.
@@ -96,6 +97,8 @@ class Bodies:
         Requests that arrive or are answered.
     answers : InFlight
         Answers that are being sent.
+    scores : InFlight
+        Log probabilities of answers that are computed.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -103,6 +106,7 @@ class Bodies:
         self._seconds = settings.body_seconds
         self.requests = InFlight("requests in flight", HELD * self._limit)
         self.answers = InFlight("answers that clients have not received", MOST_UNSENT)
+        self.scores = InFlight("log probabilities of requests in flight", MOST_SCORED)
         self._turns = anyio.Semaphore(1)
 
     async def read(self, request: Request) -> bytes:

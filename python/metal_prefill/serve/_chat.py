@@ -23,6 +23,7 @@ from metal_prefill.serve._generation import (
     spelling,
 )
 from metal_prefill.serve._reply import Reply
+from metal_prefill.serve._scores import scores_of
 from metal_prefill.serve._service import Service
 from metal_prefill.serve._tools import (
     call_constraint,
@@ -166,16 +167,22 @@ class ChatChoice(Choice):
             add({"role": "assistant", "content": ""})
         for part in self._take(pieces):
             add({"content": part} if isinstance(part, str) else {"tool_calls": [part]})
-        logprobs = None if self.tokenizer is None else _logprobs(self.tokenizer, pieces)
-        if logprobs is not None and logprobs["content"]:
+        content = [] if self.tokenizer is None else _logprobs(self.tokenizer, pieces)
+        if content:
             texts = [chunk for chunk in chunks if "content" in chunk["delta"]]
-            (texts[-1] if texts else add({"content": ""}))["logprobs"] = logprobs
+            (texts[-1] if texts else add({"content": ""}))["logprobs"] = {"content": content, "refusal": None}
         if self.finish_reason is not None:
             add({}, reason=self.finish_reason)
         return chunks
 
+    def score(self, pieces: Sequence[Piece]) -> None:
+        """Keep the log probabilities of a pass, if requested."""
+        if self.tokenizer is not None:
+            self.scores.extend({"content": _logprobs(self.tokenizer, pieces)})
+
     def whole(self) -> dict[str, Any]:
         """Return the complete answer."""
+        self.score([])
         self._take(self.pieces)
         message: dict[str, Any] = {"role": "assistant", "content": self.text, "refusal": None}
         if self.calls:
@@ -183,7 +190,7 @@ class ChatChoice(Choice):
         return {
             "index": self.index,
             "message": message,
-            "logprobs": None if self.tokenizer is None else _logprobs(self.tokenizer, self.pieces),
+            "logprobs": None if self.tokenizer is None else {**self.scores.whole(), "refusal": None},
             "finish_reason": self.finish_reason,
         }
 
@@ -199,26 +206,27 @@ async def chat(service: Service, form: ChatForm, reply: Reply, sender: Sender) -
             lambda: _streams(service, form, n, sender.namespace), constrained=_is_constrained(form)
         )
         sender.turn.end()
-        choices = [ChatChoice(i, stream, i == 0) for i, stream in enumerate(streams)]
-        for choice in choices:
-            choice.parser = ToolCallParser(tools) if tools else None
-            choice.required = possible_calls(form)
-            choice.tokenizer = service.model.tokenizer if form.logprobs else None
-        form.messages, form.tools = [], None  # may be large
-        head = head_of("chatcmpl", "chat.completion.chunk" if form.stream else "chat.completion", name)
-        answer = await send_choices(service, form, reply, choices, head, begin)
+        logprobs = (form.top_logprobs or 0) if form.logprobs else None
+        with scores_of(service.bodies.scores, streams, logprobs) as scores:
+            choices = [ChatChoice(i, stream, i == 0, scores[i]) for i, stream in enumerate(streams)]
+            for choice in choices:
+                choice.parser = ToolCallParser(tools) if tools else None
+                choice.required = possible_calls(form)
+                choice.tokenizer = service.model.tokenizer if form.logprobs else None
+            form.messages, form.tools = [], None  # may be large
+            head = head_of("chatcmpl", "chat.completion.chunk" if form.stream else "chat.completion", name)
+            answer = await send_choices(service, form, reply, choices, head, begin)
     if answer is not None:
         await reply.encoded(answer)
 
 
-def _logprobs(tokenizer: Tokenizer, pieces: Sequence[Piece]) -> dict[str, Any]:
+def _logprobs(tokenizer: Tokenizer, pieces: Sequence[Piece]) -> list[dict[str, Any]]:
     def entry(token: int, value: float | None) -> dict[str, Any]:
         text, raw = spelling(tokenizer, token)
         return {"token": text, "logprob": logprob(value), "bytes": raw}
 
-    content = [
+    return [
         {**entry(p.token, p.logprob), "top_logprobs": [entry(token, v) for token, v in p.top_logprobs]}
         for p in pieces
         if p.token not in tokenizer.stop_ids  # the end-of-text token is not part of the answer
     ]
-    return {"content": content, "refusal": None}

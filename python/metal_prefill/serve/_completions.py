@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,7 @@ from metal_prefill.serve._generation import (
     spelling,
 )
 from metal_prefill.serve._reply import Reply
+from metal_prefill.serve._scores import scores_of
 from metal_prefill.serve._service import Service
 from metal_prefill.session import Piece
 from metal_prefill.text._token_decoder import TokenDecoder
@@ -72,12 +73,13 @@ async def complete(service: Service, form: CompletionForm, reply: Reply, sender:
             constrained=not CONSTRAINTS.isdisjoint(options),
         )
         sender.turn.end()
-        choices = [CompletionChoice(i, stream, i % n == 0) for i, stream in enumerate(streams)]
-        for choice in choices:
-            choice.tokenizer = service.model.tokenizer if form.logprobs is not None else None
-            choice.known = choice.stream.prompt_tokens if scored else 0
-        head = head_of("cmpl", "text_completion", name)
-        answer = await send_choices(service, form, reply, choices, head, begin)
+        with scores_of(service.bodies.scores, streams, form.logprobs) as scores:
+            choices = [CompletionChoice(i, s, i % n == 0, scores[i]) for i, s in enumerate(streams)]
+            for choice in choices:
+                choice.tokenizer = service.model.tokenizer if form.logprobs is not None else None
+                choice.known = choice.stream.prompt_tokens if scored else 0
+            head = head_of("cmpl", "text_completion", name)
+            answer = await send_choices(service, form, reply, choices, head, begin)
     if answer is not None:
         await reply.encoded(answer)
 
@@ -96,19 +98,29 @@ class CompletionChoice(Choice):
         """Return the event of a pass, if it has anything to report."""
         if not any(piece.text for piece in pieces) and not self.ended and self.tokenizer is None:
             return []
-        return [self._choice(pieces)]
+        return [self._choice(pieces, self._logprobs(pieces))]
+
+    def score(self, pieces: Sequence[Piece]) -> None:
+        """Keep the log probabilities of a pass, if requested."""
+        if (logprobs := self._logprobs(pieces)) is not None:
+            self.scores.extend(logprobs)
 
     def whole(self) -> dict[str, Any]:
         """Return the complete text."""
-        return self._choice(self.pieces)
+        self.score([])
+        return self._choice(self.pieces, None if self.tokenizer is None else self.scores.whole())
 
-    def _choice(self, pieces: Sequence[Piece]) -> dict[str, Any]:
+    def _logprobs(self, pieces: Sequence[Piece]) -> dict[str, list[Any]] | None:
+        return None if self.tokenizer is None else _logprobs(self.tokenizer, self, pieces)
+
+    def _choice(self, pieces: Sequence[Piece], logprobs: Mapping[str, Any] | None) -> dict[str, Any]:
         text = "".join(piece.text for piece in pieces)
-        logprobs = None if self.tokenizer is None else _logprobs(self.tokenizer, self, pieces)
         return {"index": self.index, "text": text, "logprobs": logprobs, "finish_reason": self.finish_reason}
 
 
-def _logprobs(tokenizer: Tokenizer, choice: CompletionChoice, pieces: Sequence[Piece]) -> dict[str, Any]:
+def _logprobs(
+    tokenizer: Tokenizer, choice: CompletionChoice, pieces: Sequence[Piece]
+) -> dict[str, list[Any]]:
     tokens: list[str] = []
     offsets: list[int] = []
     values: list[float | None] = []

@@ -6,7 +6,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
@@ -17,6 +17,7 @@ from metal_prefill.generation._text_generation import SamplingOptions
 from metal_prefill.serve._errors import ApiError
 from metal_prefill.serve._forms import TextForm
 from metal_prefill.serve._reply import Reply
+from metal_prefill.serve._scores import Scores
 from metal_prefill.serve._service import Service
 from metal_prefill.session import Piece
 from metal_prefill.text._tokenizer import Tokenizer
@@ -88,7 +89,8 @@ class Choice:
     index: int
     stream: Stream
     counts_prompt: bool  # whether it is the first text of its prompt
-    pieces: list[Piece] = field(default_factory=list)
+    scores: Scores
+    pieces: list[Piece] = field(default_factory=list)  # without the most probable tokens
     ended: bool = False
 
     @property
@@ -98,6 +100,10 @@ class Choice:
 
     def chunks(self, pieces: Sequence[Piece]) -> list[dict[str, Any]]:
         """Return the events of a pass, whose pieces were already added to `pieces`."""
+        raise NotImplementedError
+
+    def score(self, pieces: Sequence[Piece]) -> None:
+        """Keep the log probabilities of a pass, if requested, for an answer that is not streamed."""
         raise NotImplementedError
 
     def whole(self) -> dict[str, Any]:
@@ -130,7 +136,9 @@ async def generate(
                     raise choice.stream.error
                 if choice.counts_prompt and not choice.pieces:
                     metrics.count_prompt(choice.stream)
-                choice.pieces += text.pieces
+                choice.pieces += [
+                    replace(piece, top_logprobs=()) if piece.top_logprobs else piece for piece in text.pieces
+                ]
                 metrics.generated_tokens.inc(len(text.pieces))
                 activity.count(choice.stream, len(text.pieces))
             yield [(choices[text.text], text) for text in made]
@@ -164,6 +172,9 @@ async def send_choices(
             if form.stream:
                 chunks = [chunk for choice, text in made for chunk in choice.chunks(text.pieces)]
                 await reply.events(*({**head, "choices": [chunk], **no_usage} for chunk in chunks))
+            else:
+                for choice, text in made:
+                    choice.score(text.pieces)
     usage = {"usage": usage_of(choices), "timings": timings_of(choices, begin)}
     if not form.stream:
 

@@ -1,0 +1,92 @@
+"""Limits on log probabilities: those of prompts in one request, and the memory of all."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from support.running_server import Running, events, running
+
+from metal_prefill import Model
+from metal_prefill.serve import _scores
+from metal_prefill.serve._bodies import MOST_SCORED
+from metal_prefill.serve._chat import ChatChoice
+from metal_prefill.serve._completions import CompletionChoice
+from metal_prefill.serve._generation import Choice
+
+BODY = {"prompt": "ROMEO:\n", "max_tokens": 4, "temperature": 0}
+SCORED = {"max_tokens": 0, "echo": True}
+
+
+def test_those_of_prompts_are_limited_in_one_request(cpu_model: Model) -> None:
+    most = _scores.MOST_PROMPT_SCORES // 21
+    prompts = [[1] * (most // 100 + 1)] * 100  # the first token of each has none
+    count = 21 * (100 * (most // 100) + 99)
+    with running(cpu_model) as server:
+        refused = server.post("/v1/completions", {**SCORED, "prompt": [*prompts, [1] * 100], "logprobs": 20})
+        error = refused.json()["error"]
+        assert (refused.status_code, error["code"], error["param"]) == (400, "too_many_logprobs", "logprobs")
+        assert error["message"] == f"logprobs: {count} log probabilities of prompts; the limit is {1 << 20}"
+        assert b"metal_prefill_passes_total 0.0" in server.get("/metrics").content
+
+
+def test_a_request_may_have_as_many_as_the_limit(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_scores, "MOST_PROMPT_SCORES", 3 * 2 * 4)
+    body = {**SCORED, "logprobs": 3}
+    assert server.post("/v1/completions", {**body, "prompt": [[1, 2, 3, 4]] * 2}).status_code == 200
+    assert server.post("/v1/completions", {**body, "prompt": [[1, 2, 3, 4]] * 3}).status_code == 400
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_requests_that_want_some_are_refused_while_others_hold_many(
+    server: Running, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    held = server.service.bodies.scores
+    chat = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2, "stream": stream}
+    with held.holding(MOST_SCORED + 1):
+        for path, body in (
+            ("/v1/completions", {**BODY, "logprobs": 0, "stream": stream}),
+            ("/v1/chat/completions", {**chat, "logprobs": True}),
+        ):
+            refused = server.post(path, body)
+            assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+            assert f"log probabilities of requests in flight exceed {MOST_SCORED} bytes" in refused.text
+        assert server.post("/v1/completions", BODY).status_code == 200
+        assert server.post("/v1/chat/completions", chat).status_code == 200
+    assert server.post("/v1/completions", {**BODY, "logprobs": 0}).status_code == 200
+    assert held.size == 0
+
+
+def test_they_are_kept_as_json_until_the_answer(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    held = server.service.bodies.scores
+    sizes: list[int] = []
+
+    def noted(kind: type[Any]) -> None:
+        whole = kind.whole
+
+        def counted(choice: Choice) -> dict[str, Any]:
+            assert not any(piece.top_logprobs for piece in choice.pieces)
+            sizes.append(held.size)
+            return whole(choice)  # type: ignore[no-any-return]
+
+        monkeypatch.setattr(kind, "whole", counted)
+
+    noted(CompletionChoice)
+    noted(ChatChoice)
+    answer = server.post("/v1/completions", {**BODY, **SCORED, "prompt": [[1, 2, 3]], "logprobs": 4})
+    (choice,) = answer.json()["choices"]
+    assert len(choice["logprobs"]["top_logprobs"][2]) == 4
+    chat = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 3, "logprobs": True}
+    answer = server.post("/v1/chat/completions", {**chat, "top_logprobs": 5})
+    (choice,) = answer.json()["choices"]
+    assert len(choice["logprobs"]["content"][0]["top_logprobs"]) == 5
+    assert all(size > 100 for size in sizes)
+    assert len(sizes) == 2
+    assert held.size == 0
+
+
+def test_streams_keep_none(server: Running) -> None:
+    body = {**BODY, "logprobs": 2, "stream": True}
+    pieces = events(server.post("/v1/completions", body))
+    assert [len(best) for piece in pieces for best in piece["choices"][0]["logprobs"]["top_logprobs"]]
+    assert server.service.bodies.scores.size == 0
