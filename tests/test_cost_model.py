@@ -8,6 +8,8 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ from support.cost_tables import (
     compared,
     h200_ratios,
     host_seconds,
+    recorded,
     seconds,
     shape_named,
     spread,
@@ -115,6 +118,42 @@ def test_waits_take_time() -> None:
 def test_our_own_dispatches_on_an_h200(tokens: int) -> None:
     """The emulator's CUDA executor, timed dispatch by dispatch; the sum within 25%."""
     assert h200_ratios()[tokens] == pytest.approx(1, abs=0.25)
+
+
+def test_a_record_has_measured_times_and_planned_arguments(tmp_path: Path, smollm: Shape) -> None:
+    """The third dispatch of a prompt takes three microseconds, and so on."""
+    plans = {tokens: plan(smollm, tokens) for tokens in (1, 32, 128, 512)}
+    runs: list[dict[str, Any]] = [
+        {
+            "tokens": tokens,
+            "dispatches": [
+                {"kernel": d.kernel, "grid": list(d.grid), "microseconds": i}
+                for i, d in enumerate(dispatches, 1)
+            ],
+        }
+        for tokens, dispatches in plans.items()
+    ]
+    gpu = {"speeds": {"device": "a GPU"}, "ceilings": {}, "dispatches": [*runs, {"tokens": 8, "streams": 8}]}
+    tool = Path(__file__).parents[1] / "tools/record_dispatches.py"
+
+    def record() -> subprocess.CompletedProcess[str]:
+        (tmp_path / "gpu.json").write_text(json.dumps(gpu))
+        command = [sys.executable, str(tool), str(tmp_path / "gpu.json"), str(tmp_path / "record.json")]
+        return subprocess.run(command, capture_output=True, text=True, check=False)
+
+    assert record().returncode == 0
+    written = json.loads((tmp_path / "record.json").read_text())
+    for run_of, (tokens, dispatches) in zip(written["runs"], plans.items(), strict=True):
+        rows = run_of["dispatches"]
+        assert run_of["tokens"] == tokens
+        assert sum(row["count"] for row in rows) == len(dispatches)
+        assert sum(row["microseconds"] for row in rows) == sum(range(1, len(dispatches) + 1))
+        known = {(d.kernel, d.grid, d.threads, json.dumps(d.args), d.runs) for d in dispatches}
+        assert {
+            (d.kernel, d.grid, d.threads, json.dumps(d.args), d.runs) for d in map(recorded, rows)
+        } <= known
+    runs[2]["dispatches"].pop()
+    assert "128 tokens: 244 dispatches were measured that differ from the 245 of the plan" in record().stderr
 
 
 def test_a_dispatch_takes_the_largest_of_its_bounds() -> None:
