@@ -20,7 +20,7 @@ from metal_prefill.integrations._evaluation import (
     loglikelihood_rolling,
     rolling_windows,
 )
-from metal_prefill.text._tokenizer import Tokenizer
+from metal_prefill.text._file_templates import FileTemplates
 
 CONTEXT = "ROMEO:\nBut soft, what light through"
 
@@ -133,7 +133,7 @@ TEMPLATE = (
 @pytest.fixture
 def chat_template(monkeypatch: pytest.MonkeyPatch) -> None:
     """Give files a template that writes the BOS token, as their tokenizers do."""
-    monkeypatch.setattr(Tokenizer, "_template", lambda self, key: TEMPLATE)
+    monkeypatch.setattr(FileTemplates, "_source", lambda self, key: TEMPLATE)
 
 
 @pytest.mark.usefixtures("chat_template")

@@ -18,7 +18,7 @@ from support.tools import ASKED, CLOCK, HERMES, WEATHER
 from metal_prefill import ChatTemplateError, Conversation, Model, StateError
 from metal_prefill.text import _tool_calls
 from metal_prefill.text._chat_template import ChatTemplate
-from metal_prefill.text._tokenizer import Tokenizer
+from metal_prefill.text._file_templates import FileTemplates
 from metal_prefill.text._tool_calls import ToolCall, ToolCallParser, parse_tool_calls
 
 GENERIC = "{% if tools is not none %}{{ tools | tojson }}{% endif %}" + HERMES[HERMES.index("{% for m in") :]
@@ -454,7 +454,7 @@ def model(demo_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Model]:
         "tokenizer.chat_template": "{{ messages[0].content }}",
         "tokenizer.chat_template.tool_use": HERMES,
     }
-    monkeypatch.setattr(Tokenizer, "_template", lambda self, key: templates[key])
+    monkeypatch.setattr(FileTemplates, "_source", lambda self, key: templates[key])
     with Model(demo_path, device="cpu") as opened:
         yield opened
 

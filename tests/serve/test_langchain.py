@@ -95,7 +95,7 @@ def test_tools_are_called(demo_path: Path) -> None:
         Model(demo_path, device="cpu") as model,
         running(model) as server,
     ):
-        patch.setattr(model.tokenizer, "_template", {"tokenizer.chat_template": HERMES}.get)
+        patch.setattr(model.tokenizer._templates, "_source", {"tokenizer.chat_template": HERMES}.get)
         client = chat_model(server, max_tokens=60, extra_body={"regex": CALLING}).bind_tools([WEATHER])
         for (call,) in calls(client):
             assert call["name"] == "weather"
@@ -110,7 +110,7 @@ def test_a_required_call_truncated_by_max_tokens_is_invalid(demo_path: Path, max
         Model(demo_path, device="cpu") as model,
         running(model) as server,
     ):
-        patch.setattr(model.tokenizer, "_template", {"tokenizer.chat_template": HERMES}.get)
+        patch.setattr(model.tokenizer._templates, "_source", {"tokenizer.chat_template": HERMES}.get)
         tool = {"name": "weather", "parameters": {**PLACES, "required": ["north", "south"]}}
         client = chat_model(server, max_tokens=max_tokens).bind_tools([tool], tool_choice="weather")
         answer = client.invoke("How is the weather?")

@@ -29,7 +29,7 @@ def with_tools(demo_path: Path) -> Iterator[tuple[Running, Model]]:
         running(model, names=["demo"]) as server,
     ):
         templates = {"tokenizer.chat_template": HERMES}
-        patch.setattr(model.tokenizer, "_template", templates.get)
+        patch.setattr(model.tokenizer._templates, "_source", templates.get)
         yield server, model
 
 

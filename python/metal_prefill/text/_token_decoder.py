@@ -4,15 +4,8 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Callable
-from typing import NamedTuple
 
-
-class Piece(NamedTuple):
-    """Bytes and kind of a token."""
-
-    raw: bytes
-    special: bool  # a control token or the unknown token
-    spelled: bool  # recognized by its spelling, instead of by segmentation
+from metal_prefill.text._token_bytes import Piece
 
 
 class TokenDecoder:

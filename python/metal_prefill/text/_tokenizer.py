@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from tokenizers import Tokenizer as Segmenter
 
 from metal_prefill._support.arguments import token_id as check_token_id
 from metal_prefill._support.cached_property import cached_property
-from metal_prefill.errors import GGUFError
 from metal_prefill.files._gguf_file import GGUFFile
 from metal_prefill.text._encoder_vocabulary import SPACE
+from metal_prefill.text._file_templates import FileTemplates
 from metal_prefill.text._metadata import flag
 from metal_prefill.text._segmentation import segmented, segmented_ids
 from metal_prefill.text._special_tokens import SpecialTokens, TokenPair
 from metal_prefill.text._spelled_tokens import SpelledTokens
-from metal_prefill.text._token_decoder import Piece, TokenDecoder
-from metal_prefill.text._vocabulary import ENCODER_KINDS, SPECIAL_TYPES, TokenType, Vocabulary
+from metal_prefill.text._token_bytes import TokenBytes
+from metal_prefill.text._token_decoder import TokenDecoder
+from metal_prefill.text._vocabulary import ENCODER_KINDS, Vocabulary
 from metal_prefill.text._word_tokens import WordTokens
-
-if TYPE_CHECKING:
-    from metal_prefill.text._chat_template import ChatTemplate
 
 # Control tokens that end a turn or a text in the supported models, for files with incomplete metadata.
 END_TOKENS = (
@@ -54,16 +51,6 @@ class TokenSpan(NamedTuple):
     end: int
 
 
-def _bytes_of_characters() -> dict[str, int]:
-    """Invert GPT-2's byte mapping: printable Latin-1 maps to itself, the rest to U+0100 and up, in order."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
-
-
-_BYTES = _bytes_of_characters()
-
-
 class Tokenizer:
     """Tokenizer of a model file, created by :meth:`from_gguf`. Safe to use from several threads.
 
@@ -88,7 +75,7 @@ class Tokenizer:
     def __init__(self, gguf: GGUFFile) -> None:
         self._gguf = gguf
         self._vocabulary = Vocabulary.from_gguf(gguf)
-        self._pieces: dict[int, Piece] = {}  # tokens decoded so far
+        self._bytes = TokenBytes(gguf, self._vocabulary)
         self.vocab_size = len(self._vocabulary.tokens)
         special = SpecialTokens.from_gguf(gguf, self._vocabulary)
         self.bos_id, self.eos_id, self.unk_id = special.bos, special.eos, special.unk
@@ -99,6 +86,7 @@ class Tokenizer:
         self.space_prefix = self._vocabulary.kind == "llama" and flag(gguf, "add_space_prefix", default=True)
         self._prepend_scheme = self._vocabulary.prepend_scheme(gguf)
         self._spelled = SpelledTokens(gguf, self._vocabulary)
+        self._templates = FileTemplates(gguf, self._spelled.special)
         named = {i for i in (self.eos_id, self.eot_id, self.eom_id) if i is not None}
         self.stop_ids = frozenset(
             named | {i for i in self._spelled.special.values() if self.token(i) in END_TOKENS}
@@ -288,7 +276,7 @@ class Tokenizer:
     def _plain(self, piece: str) -> str:
         return piece.replace(" ", SPACE) if self._vocabulary.kind == "llama" else piece
 
-    @cached_property
+    @property
     def missing_bytes(self) -> bytes:
         """Bytes without a single-byte token in the vocabulary, in ascending order.
 
@@ -296,15 +284,7 @@ class Tokenizer:
         text lacks it too. Empty for vocabularies that cover all text; SmolLM2's lacks 21 of the 256 bytes.
         Also empty for the vocabularies of encoders, which replace text without a token by the unknown token.
         """
-        if self._vocabulary.kind in ENCODER_KINDS:
-            return b""
-        single = {raw for i in range(self.vocab_size) if len(raw := self._plain_bytes(i)) == 1}
-        return bytes(byte for byte in range(256) if bytes([byte]) not in single)
-
-    def _plain_bytes(self, token_id: int) -> bytes:
-        """Return the bytes of a token that plain text can produce; empty for other tokens."""
-        piece = self._piece(token_id)
-        return b"" if piece.spelled else piece.raw
+        return self._bytes.missing
 
     def _check_whole(self, piece: str, ids: Sequence[int]) -> None:
         if self._vocabulary.kind in ENCODER_KINDS:
@@ -316,7 +296,7 @@ class Tokenizer:
             return
         # SentencePiece represents a space as U+2581, so it cannot represent U+2581 itself.
         wanted = piece.replace(SPACE, " ") if self._vocabulary.kind == "llama" else piece
-        if b"".join(map(self._plain_bytes, ids)) == wanted.encode("utf-8"):
+        if b"".join(map(self._bytes.plain, ids)) == wanted.encode("utf-8"):
             return
         lost = next((c for c in piece if set(c.encode("utf-8")) & set(self.missing_bytes)), None)
         raise ValueError(
@@ -329,15 +309,7 @@ class Tokenizer:
     @property
     def chat_template(self) -> str | None:
         """Jinja source of the file's chat template, or None."""
-        return self._template("tokenizer.chat_template")
-
-    def _template(self, key: str) -> str | None:
-        source = self._gguf.metadata.get(key)
-        if source is not None and not isinstance(source, str):
-            raise GGUFError(
-                f"{self._gguf.path}: {key} has type {self._gguf.metadata.type_name(key)}, expected string"
-            )
-        return source
+        return self._templates.source
 
     def apply_chat_template(
         self,
@@ -391,7 +363,7 @@ class Tokenizer:
         variables: Mapping[str, Any],
     ) -> list[tuple[str, bool]]:
         """Render messages to pieces of text, each with a flag for the spelling of a control token."""
-        template = self._chat_with_tools if tools else self._chat
+        template = self._templates.with_tools if tools else self._templates.plain
         return template.render(
             messages,
             {
@@ -410,9 +382,7 @@ class Tokenizer:
     @property
     def chat_stop(self) -> tuple[str, ...]:
         """Strings that end an answer; empty if the file has a template, whose control tokens end it."""
-        from metal_prefill.text._chat_template import PLAIN_STOP
-
-        return () if self.chat_template else (PLAIN_STOP,)
+        return self._templates.stop
 
     def check_tools(self, tools: Sequence[Mapping[str, Any]] | None) -> None:
         """Check that the file's chat template passes these tools to the model.
@@ -424,20 +394,7 @@ class Tokenizer:
         TypeError, ValueError
             A tool is not a mapping, or has no name.
         """
-        self._chat_with_tools.check_tools(tools)
-
-    @cached_property
-    def _chat_with_tools(self) -> ChatTemplate:
-        from metal_prefill.text._chat_template import ChatTemplate
-
-        source = self._template("tokenizer.chat_template.tool_use")
-        return self._chat if source is None else ChatTemplate(source, self._spelled.special)
-
-    @cached_property
-    def _chat(self) -> ChatTemplate:
-        from metal_prefill.text._chat_template import PLAIN_TEMPLATE, ChatTemplate
-
-        return ChatTemplate(self.chat_template or PLAIN_TEMPLATE, self._spelled.special)
+        self._templates.with_tools.check_tools(tools)
 
     def _spelling(self, token_id: int | None) -> str:
         return "" if token_id is None else self.token(token_id)
@@ -472,7 +429,7 @@ class Tokenizer:
     def decoder(self, *, skip_special: bool = True, whole: bool = False) -> TokenDecoder:
         """Return a decoder that takes a token at a time, for a continuation or for a whole text."""
         return TokenDecoder(
-            self._piece,
+            self._bytes.piece,
             skip_special,
             strip_prefix=whole and self.strips_space,
             first_only=self._prepend_scheme == "first",
@@ -484,35 +441,14 @@ class Tokenizer:
 
     def is_special(self, token_id: int) -> bool:
         """Return whether a token is a control token or the unknown token."""
-        return self._piece(token_id).special
+        return self._bytes.piece(token_id).special
 
     def token_bytes(self, token_id: int) -> bytes:
         """Return the bytes of a token, possibly part of a character; for a special token, its spelling."""
-        return self._piece(token_id).raw
+        return self._bytes.piece(token_id).raw
 
     def __repr__(self) -> str:
         return f"<metal_prefill.Tokenizer {self._vocabulary.kind}, {self.vocab_size} tokens>"
-
-    def _piece(self, token_id: int) -> Piece:
-        token_id = self._checked(token_id)
-        piece = self._pieces.get(token_id)
-        if piece is None:
-            kind = TokenType(int(self._vocabulary.types[token_id]))
-            special = kind in SPECIAL_TYPES
-            spelled = special or kind == TokenType.USER_DEFINED
-            text = self._vocabulary.spelled(token_id) if spelled else self.token(token_id)
-            raw = self._raw_bytes(text, kind, spelled)
-            piece = self._pieces[token_id] = Piece(raw, special, spelled)
-        return piece
-
-    def _raw_bytes(self, text: str, kind: TokenType, spelled: bool) -> bytes:
-        if spelled:
-            return text.encode("utf-8")
-        if self._vocabulary.kind == "gpt2":
-            return b"".join(bytes([_BYTES[c]]) if c in _BYTES else c.encode("utf-8") for c in text)
-        if kind == TokenType.BYTE:
-            return bytes([_byte_value(self._gguf, text)])
-        return text.replace(SPACE, " ").encode("utf-8")
 
     @cached_property
     def _segmenter(self) -> Segmenter:
@@ -534,10 +470,3 @@ class Tokenizer:
 
     def _checked(self, token_id: int) -> int:
         return check_token_id(token_id, self.vocab_size)
-
-
-def _byte_value(gguf: GGUFFile, text: str) -> int:
-    match = re.fullmatch(r"<0x([0-9A-Fa-f]{2})>", text)
-    if match is None:
-        raise GGUFError(f"{gguf.path}: byte token {text!r} does not have the form <0x0A>")
-    return int(match[1], 16)

@@ -1,0 +1,87 @@
+"""Bytes that the tokens of a vocabulary represent."""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+from metal_prefill._support.arguments import token_id as check_token_id
+from metal_prefill._support.cached_property import cached_property
+from metal_prefill.errors import GGUFError
+from metal_prefill.files._gguf_file import GGUFFile
+from metal_prefill.text._encoder_vocabulary import SPACE
+from metal_prefill.text._vocabulary import ENCODER_KINDS, SPECIAL_TYPES, TokenType, Vocabulary
+
+
+class Piece(NamedTuple):
+    """Bytes and kind of a token."""
+
+    raw: bytes
+    special: bool  # a control token or the unknown token
+    spelled: bool  # recognized by its spelling, instead of by segmentation
+
+
+def _bytes_of_characters() -> dict[str, int]:
+    """Invert GPT-2's byte mapping: printable Latin-1 maps to itself, the rest to U+0100 and up, in order."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
+
+
+_BYTES = _bytes_of_characters()
+
+
+class TokenBytes:
+    """Bytes of tokens, converted when they are first needed."""
+
+    def __init__(self, gguf: GGUFFile, vocabulary: Vocabulary) -> None:
+        self._path = gguf.path
+        self._vocabulary = vocabulary
+        self._pieces: dict[int, Piece] = {}  # tokens converted so far
+
+    def piece(self, token_id: int) -> Piece:
+        """Return the bytes and the kind of a token.
+
+        Raises
+        ------
+        ValueError
+            The id is outside the vocabulary.
+        """
+        token_id = check_token_id(token_id, len(self._vocabulary.tokens))
+        piece = self._pieces.get(token_id)
+        if piece is None:
+            piece = self._pieces[token_id] = self._converted(token_id)
+        return piece
+
+    def _converted(self, token_id: int) -> Piece:
+        kind = TokenType(int(self._vocabulary.types[token_id]))
+        special = kind in SPECIAL_TYPES
+        if special or kind == TokenType.USER_DEFINED:
+            return Piece(self._vocabulary.spelled(token_id).encode("utf-8"), special, spelled=True)
+        text = self._vocabulary.tokens[token_id]
+        if self._vocabulary.kind == "gpt2":
+            raw = b"".join(bytes([_BYTES[c]]) if c in _BYTES else c.encode("utf-8") for c in text)
+        elif kind == TokenType.BYTE:
+            raw = bytes([self._byte_value(text)])
+        else:
+            raw = text.replace(SPACE, " ").encode("utf-8")
+        return Piece(raw, special, spelled=False)
+
+    def _byte_value(self, text: str) -> int:
+        match = re.fullmatch(r"<0x([0-9A-Fa-f]{2})>", text)
+        if match is None:
+            raise GGUFError(f"{self._path}: byte token {text!r} does not have the form <0x0A>")
+        return int(match[1], 16)
+
+    def plain(self, token_id: int) -> bytes:
+        """Return the bytes of a token that plain text can produce; empty for other tokens."""
+        piece = self.piece(token_id)
+        return b"" if piece.spelled else piece.raw
+
+    @cached_property
+    def missing(self) -> bytes:
+        """Bytes without a single-byte token, in ascending order; see `Tokenizer.missing_bytes`."""
+        if self._vocabulary.kind in ENCODER_KINDS:
+            return b""
+        single = {raw for i in range(len(self._vocabulary.tokens)) if len(raw := self.plain(i)) == 1}
+        return bytes(byte for byte in range(256) if bytes([byte]) not in single)
