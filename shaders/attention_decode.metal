@@ -135,24 +135,27 @@ struct Cache {
 template <typename T, ushort kChunks>
 struct CachedKeys {
   vec<T, 4> keys[kChunks], values[kChunks];
-  uint page;  // of the key that is loaded next, which is known before it is needed
+  // Of the keys that are loaded next, and after them: a page is looked up two steps before its keys, so that
+  // no load of keys waits for the one before.
+  uint page, page_after;
 
   // Lanes whose key would be after `last` get `last`.
   static uint key_of(uint first, uint last, ushort lane) { return min(first + lane / kLanes, last); }
 
-  void find_page(Cache<T> cache, uint first, uint last, ushort lane) {
-    page = cache.block_table[key_of(first, last, lane) / PAGE_POSITIONS];
+  static uint page_of(Cache<T> cache, uint first, uint last, ushort lane) {
+    return cache.block_table[key_of(first, last, lane) / PAGE_POSITIONS];
   }
 
-  // From `first` on; those from `next` on are the next to be loaded.
-  void load(Cache<T> cache, constant AttentionArgs& args, uint kv_head, uint first, uint next, uint last,
+  // From `first` on; the next two steps are `step` and twice as much after it.
+  void load(Cache<T> cache, constant AttentionArgs& args, uint kv_head, uint first, uint step, uint last,
             ushort lane) {
     const ushort dim = lane % kLanes * 4;
     const ulong page_start = ulong(page) * args.page_stride;
     const uint row = key_of(first, last, lane) % PAGE_POSITIONS * args.n_kv_heads + kv_head;
     device const T* k = cache.k + page_start + row * args.key_dim;
     device const T* v = cache.v + page_start + row * args.value_dim;
-    find_page(cache, next, last, lane);
+    page = page_after;
+    page_after = page_of(cache, first + 2 * step, last, lane);
 #pragma unroll
     for (ushort c = 0; c < kChunks; ++c) {
       const uint d = dim + c * 32;
@@ -165,8 +168,9 @@ struct CachedKeys {
   void begin(Cache<T> cache, constant AttentionArgs& args, uint kv_head, uint first, uint end, uint step,
              ushort lane) {
     if (first >= end) return;
-    find_page(cache, first, end - 1, lane);
-    load(cache, args, kv_head, first, first + step, end - 1, lane);
+    page = page_of(cache, first, end - 1, lane);
+    page_after = page_of(cache, first + step, end - 1, lane);
+    load(cache, args, kv_head, first, step, end - 1, lane);
   }
 };
 
@@ -182,9 +186,9 @@ static inline void take_cached(thread Queries<kChunks>& queries, thread CachedKe
     const CachedKeys<T, kChunks> current = cached;
     const bool valid = first + lane / kLanes < end;
     first += step;
-    if (kLoadsAhead && first < end) cached.load(cache, args, kv_head, first, first + step, end - 1, lane);
+    if (kLoadsAhead && first < end) cached.load(cache, args, kv_head, first, step, end - 1, lane);
     queries.template take<T>(current.keys, current.values, valid);
-    if (!kLoadsAhead && first < end) cached.load(cache, args, kv_head, first, first + step, end - 1, lane);
+    if (!kLoadsAhead && first < end) cached.load(cache, args, kv_head, first, step, end - 1, lane);
   }
 }
 

@@ -326,6 +326,16 @@ def test_the_command_predicts_each_way_to_decode(
     assert kernel in {d.kernel for d in expected.dispatches}
 
 
+@pytest.mark.parametrize(("model", "waits"), [("SmolLM-135M", 3), ("Gemma3-270M", 5)])
+def test_attention_of_a_token_waits_once_for_two_steps_that_are_loaded_together(
+    model: str, waits: int
+) -> None:
+    """129 keys are five steps of 32. With heads of 256 dimensions each is loaded after the one before."""
+    dispatches = plan(shape_named(model), 1, position=128)
+    work = next(work_of(d) for d in dispatches if d.kernel.startswith("rope_attention_decode"))
+    assert work.trips == waits + 5
+
+
 def test_larger_workloads_take_longer(smollm: Shape) -> None:
     m4 = find_chip("m4")
     for lengths in ((1, 2, 8), (9, 32, 128, 512, 1024)):  # with another kernel for the products each

@@ -50,6 +50,16 @@ def test_attention_decode_loads_the_next_keys_before_it_multiplies_the_current_o
     assert order == [("cached", False), ("load", False), ("ke<T>(", False), ("load", True)]
 
 
+def test_attention_decode_looks_up_a_page_two_steps_before_its_keys() -> None:
+    """The loads of the next keys then wait for no load of the current ones."""
+    code = (SHADERS / "attention_decode.metal").read_text()
+    body = code[code.index("  void load(Cache<T> cache") : code.index("  // The first of keys [first, end)")]
+    steps = re.findall(
+        r"ulong\(page\)|page = page_after|page_after = page_of\(cache, first \+ 2 \* step", body
+    )
+    assert steps == ["ulong(page)", "page = page_after", "page_after = page_of(cache, first + 2 * step"]
+
+
 @pytest.mark.parametrize("path", SOURCES, ids=lambda p: p.stem)
 def test_every_source_includes_what_it_needs_by_itself(path: Path) -> None:
     text = path.read_text()

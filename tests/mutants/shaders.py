@@ -533,9 +533,16 @@ MUTANTS = (
     ),
     Mutant(
         "shaders/attention_decode.metal",
-        "    find_page(cache, next, last, lane);\n",
+        "    page = page_after;\n",
         "",
         "keys are read from the first page of a simdgroup",
+        (f"{_ATTENTION}::test_attention_decode",),
+    ),
+    Mutant(
+        "shaders/attention_decode.metal",
+        "page_of(cache, first + 2 * step, last, lane)",
+        "page_of(cache, first + step, last, lane)",
+        "the first keys of a page are read from the previous one",
         (f"{_ATTENTION}::test_attention_decode",),
     ),
     Mutant(

@@ -115,11 +115,14 @@ def attention_decode(d: Dispatch) -> Work:
     q = tokens * a["n_heads"] * a["key_dim"] * FLOAT
     blocks = groups_y / a["n_kv_heads"]
     tables = tokens * 4 * FLOAT + _pages(d)
+    ahead = bool(_core.decode_loads_ahead(chunks, element))
     return dispatch_work(
         d,
         ops=ops,
-        ahead=bool(_core.decode_loads_ahead(chunks, element)),
-        trips=steps + 4,  # the row's entry in the table and its first page are loaded before its keys
+        ahead=ahead,
+        # The row's entry in the table and its first page are loaded before its keys. Where the next keys are
+        # loaded before the current ones are multiplied, the loads of two steps are in flight together.
+        trips=(ceil(steps / 2) if ahead else steps) + 4,
         # After the last read of earlier keys all the weights went through the caches, and replaced the keys.
         dram=all_keys * row - own,
         cached=own + q + out + tables,
