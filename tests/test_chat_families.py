@@ -23,9 +23,9 @@ def rendered(family: Family) -> dict[str, str | None]:
     """Return what the package renders in each case, None where the template raises an error."""
     template = ChatTemplate(family.template, family.special)
     found: dict[str, str | None] = {}
-    for case in cases():
+    for case in cases(family.template):
         try:
-            pieces = template.render(case.messages, case.variables, case.tools)
+            pieces = template.render(case.messages, case.variables, case.tools, case.documents)
         except ChatTemplateError:
             found[case.name] = None
         else:

@@ -37,11 +37,10 @@ def differences(path: Path) -> list[str]:
     template = ChatTemplate(source, CONTROL_TOKENS)
     expected = rendered_by_transformers(source)
     found = []
-    for case in cases():
+    for case in cases(source):
         try:
-            text: str | None = "".join(
-                piece for piece, _ in template.render(case.messages, case.variables, case.tools)
-            )
+            pieces = template.render(case.messages, case.variables, case.tools, case.documents)
+            text: str | None = "".join(piece for piece, _ in pieces)
         except ChatTemplateError as error:
             if "does not support tools" in str(error):
                 continue

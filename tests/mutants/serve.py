@@ -107,6 +107,13 @@ MUTANTS = (
         ("tests/serve/test_tools_over_http.py", "-k", "stop_string"),
     ),
     Mutant(
+        f"{PACKAGE}/serve/_chat.py",
+        "begun=begins_in(prompt) and not _is_constrained(form)",
+        "begun=begins_in(prompt)",
+        "an answer in JSON is reasoning without an answer",
+        ("tests/serve/test_reasoning_over_http.py", "-k", "given_form"),
+    ),
+    Mutant(
         f"{PACKAGE}/serve/_completions.py",
         "len(choice.decoder.step(token))",
         "len(tokens[-1])",

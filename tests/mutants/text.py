@@ -56,6 +56,13 @@ MUTANTS = (
         ("tests/serve/test_hostile_bodies.py", "-k", "marker_is_found"),
     ),
     Mutant(
+        f"{PACKAGE}/text/_chat_template.py",
+        '"documents": self._mark(plain_documents, marker) or None',
+        '"documents": plain_documents or None',
+        "documents can produce control tokens",
+        ("tests/serve/test_reasoning_over_http.py", "-k", "documents"),
+    ),
+    Mutant(
         f"{PACKAGE}/text/_encoder_vocabulary.py",
         "if text.startswith(SPACE) and text != SPACE:",
         "if text.startswith(SPACE):",
@@ -96,6 +103,20 @@ MUTANTS = (
         "json.dumps(value, ensure_ascii=False)",
         "arguments of a call may contain numbers that JSON does not allow",
         ("tests/test_tool_calls.py", "-k", "text_that"),
+    ),
+    Mutant(
+        f"{PACKAGE}/text/_reasoning.py",
+        "keep = 0 if found or last else _overlap(body)",
+        "keep = 0",
+        "the end of reasoning is not found if it arrives in pieces",
+        ("tests/test_reasoning.py", "-k", "division"),
+    ),
+    Mutant(
+        f"{PACKAGE}/text/_reasoning.py",
+        "return prompt.rstrip().endswith(BEGIN)",
+        "return BEGIN in prompt",
+        "a question about the tag of reasoning makes the answer reasoning",
+        ("tests/test_reasoning.py", "-k", "begin_the"),
     ),
     Mutant(
         f"{PACKAGE}/text/_segmentation.py",

@@ -328,6 +328,7 @@ OPTIONS: tuple[dict[str, Any], ...] = (
     {"add_generation_prompt": True, "enable_thinking": False},
     {"add_generation_prompt": True, "keep_past_thinking": True, "preserve_thinking": True},
 )
+DOCUMENTS = [{"title": "Élan", "text": "A <b> & 'c'\n\"d\""}, {"doc_id": 2, "text": ""}]
 TOKENS = {"bos_token": "<|startoftext|>", "eos_token": "<|im_end|>"}
 
 
@@ -338,15 +339,19 @@ class Case(NamedTuple):
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None
     variables: dict[str, Any]
+    documents: list[dict[str, Any]] | None = None
 
 
-def cases() -> Iterator[Case]:
-    """Yield each conversation with each of the options, and once with tools."""
+def cases(template: str) -> Iterator[Case]:
+    """Yield each conversation with each of the options, once with tools, and once with documents if read."""
     for (name, messages), options in itertools.product(CONVERSATIONS.items(), OPTIONS):
         what = ", ".join([name, *(f"{key}={value}" for key, value in options.items())])
-        yield Case(what, messages, None, {**TOKENS, "documents": None, **options})
+        variables = {**TOKENS, **options}
+        yield Case(what, messages, None, variables)
         if options is OPTIONS[0]:
-            yield Case(f"{what}, tools", messages, TOOLS, {**TOKENS, "documents": None, **options})
+            yield Case(f"{what}, tools", messages, TOOLS, variables)
+            if "documents" in template:
+                yield Case(f"{what}, documents", messages, None, variables, DOCUMENTS)
 
 
 def rendered_by_transformers(template: str) -> dict[str, str | None]:
@@ -355,10 +360,14 @@ def rendered_by_transformers(template: str) -> dict[str, str | None]:
     from transformers.utils.chat_template_utils import render_jinja_template
 
     found: dict[str, str | None] = {}
-    for case in cases():
+    for case in cases(template):
         try:
             texts, _ = render_jinja_template(
-                [case.messages], tools=case.tools, chat_template=template, **case.variables
+                [case.messages],
+                tools=case.tools,
+                documents=case.documents,
+                chat_template=template,
+                **case.variables,
             )
         except (TemplateError, TypeError):
             found[case.name] = None

@@ -33,9 +33,11 @@ from metal_prefill.serve._tools import (
     required_call,
 )
 from metal_prefill.session import Piece
+from metal_prefill.text._reasoning import END, ReasoningParser, begins_in
 from metal_prefill.text._tokenizer import Tokenizer
 from metal_prefill.text._tool_calls import ToolCall, ToolCallParser
 
+_LAST_TOKENS = 8  # of a prompt, enough for the tag that begins reasoning
 _ROLES = {"developer": "system"}  # templates do not define it
 
 
@@ -66,7 +68,9 @@ def chat_tokens(service: Service, form: ChatForm) -> list[int]:
     if reserved := sorted(set(variables) & {"messages", "tools", "documents", "add_generation_prompt"}):
         raise ApiError(400, f"chat_template_kwargs: {reserved[0]} is reserved", param="chat_template_kwargs")
     tokenizer = service.model.tokenizer
-    pieces = tokenizer.chat_pieces(plain_messages(form.messages), offered_tools(form), True, variables)
+    pieces = tokenizer.chat_pieces(
+        plain_messages(form.messages), offered_tools(form), True, variables, form.documents
+    )
     check_size(service.model.engine, sum(tokenizer.least_tokens(text) for text, _ in pieces))
     return tokenizer.encode_chat(pieces)
 
@@ -106,48 +110,62 @@ def _streams(service: Service, form: ChatForm, n: int, namespace: str) -> list[S
     return make_streams(service.model.engine, ids, n, max_tokens, prefix_namespace=namespace, **options)
 
 
+def _reasoning_parser(form: ChatForm, tokenizer: Tokenizer, stream: Stream) -> ReasoningParser | None:
+    """Return a parser of the reasoning in an answer; None if the model's template knows none."""
+    if form.reasoning_format == "none" or END not in (tokenizer.chat_template or ""):
+        return None
+    prompt = tokenizer.decode(stream.prompt[-_LAST_TOKENS:].tolist(), skip_special=False)
+    # A constraint holds for the whole text, which therefore has no end of reasoning that it does not mention.
+    return ReasoningParser(begun=begins_in(prompt) and not _is_constrained(form))
+
+
 @dataclass
 class ChatChoice(Choice):
     """Chat answer in progress."""
 
+    reasoning_parser: ReasoningParser | None = None
     parser: ToolCallParser | None = None
     required: Collection[str] = ()  # names of tools; the answer must call one of them
     tokenizer: Tokenizer | None = None  # set if log probabilities are requested
+    reasoning: str = ""
     text: str = ""
     calls: list[dict[str, Any]] = field(default_factory=list)
     cut: bool = False  # the only call is incomplete
 
-    def _take(self, pieces: Sequence[Piece]) -> list[str | dict[str, Any]]:
-        """Add the pieces of a pass, and return the parsed parts: texts, and calls with their index."""
+    def _take(self, pieces: Sequence[Piece]) -> list[dict[str, Any]]:
+        """Add the pieces of a pass, and return parsed parts: reasoning, texts, and calls with their index."""
         if self.required:
             return self._take_required() if self.ended else []
-        text = "".join(piece.text for piece in pieces)
+        text, made = "".join(piece.text for piece in pieces), []
+        if self.reasoning_parser is not None:
+            reasoning, text = self.reasoning_parser.step(text, last=self.ended)
+            self.reasoning += reasoning
+            made += [{"reasoning_content": reasoning}] if reasoning else []
         parts: list[str | ToolCall] = [text]
         if self.parser is not None:
             parts = self.parser.step(text) + (self.parser.flush() if self.ended else [])
-        made: list[str | dict[str, Any]] = []
         for part in parts:
             if isinstance(part, ToolCall):
                 made.append(self._add_call(call_message(part)))
             elif part:
                 self.text += part
-                made.append(part)
+                made.append({"content": part})
         return made
 
-    def _take_required(self) -> list[str | dict[str, Any]]:
+    def _take_required(self) -> list[dict[str, Any]]:
         """Parse the whole answer, a possibly truncated call."""
         text = "".join(piece.text for piece in self.pieces)
         if (call := required_call(text, self.required)) is None:
             self.text = text
-            return [text] if text else []
+            return [{"content": text}] if text else []
         message, whole = call
         self.cut = not whole
         return [self._add_call(message)]
 
     def _add_call(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Append a call, and return it with its index."""
+        """Append a call, and return the part of a stream that has it with its index."""
         self.calls.append(message)
-        return {"index": len(self.calls) - 1, **message}
+        return {"tool_calls": [{"index": len(self.calls) - 1, **message}]}
 
     @property
     def finish_reason(self) -> str | None:
@@ -166,7 +184,7 @@ class ChatChoice(Choice):
         if len(pieces) == len(self.pieces):  # the first ones
             add({"role": "assistant", "content": ""})
         for part in self._take(pieces):
-            add({"content": part} if isinstance(part, str) else {"tool_calls": [part]})
+            add(part)
         content = [] if self.tokenizer is None else _logprobs(self.tokenizer, pieces)
         if content:
             texts = [chunk for chunk in chunks if "content" in chunk["delta"]]
@@ -185,6 +203,8 @@ class ChatChoice(Choice):
         self.score([])
         self._take(self.pieces)
         message: dict[str, Any] = {"role": "assistant", "content": self.text, "refusal": None}
+        if self.reasoning:
+            message["reasoning_content"] = self.reasoning
         if self.calls:
             message |= {"content": self.text or None, "tool_calls": self.calls}
         return {
@@ -210,10 +230,11 @@ async def chat(service: Service, form: ChatForm, reply: Reply, sender: Sender) -
         with scores_of(service.bodies.scores, streams, logprobs) as scores:
             choices = [ChatChoice(i, stream, i == 0, scores[i]) for i, stream in enumerate(streams)]
             for choice in choices:
+                choice.reasoning_parser = _reasoning_parser(form, service.model.tokenizer, choice.stream)
                 choice.parser = ToolCallParser(tools) if tools else None
                 choice.required = possible_calls(form)
                 choice.tokenizer = service.model.tokenizer if form.logprobs else None
-            form.messages, form.tools = [], None  # may be large
+            form.messages, form.tools, form.documents = [], None, None  # may be large
             head = head_of("chatcmpl", "chat.completion.chunk" if form.stream else "chat.completion", name)
             answer = await send_choices(service, form, reply, choices, head, begin)
     if answer is not None:

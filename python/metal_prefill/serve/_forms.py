@@ -138,7 +138,10 @@ class ChatForm(TextForm, kw_only=True):
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None  # ignored
     modalities: list[Literal["text"]] | None = None
+    # Extensions.
     chat_template_kwargs: dict[str, bool | int | float] | None = None
+    documents: list[dict[str, Any]] | None = None
+    reasoning_format: Literal["auto", "none"] | None = None
 
 
 class EmbeddingForm(Form, kw_only=True):

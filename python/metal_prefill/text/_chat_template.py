@@ -119,7 +119,7 @@ def _plain(value: Any, where: str) -> Any:
 
 
 def _plain_all(what: str, values: Sequence[Mapping[str, Any]]) -> list[dict[Any, Any]]:
-    """Copy messages or tools; raise the same errors as `_plain`."""
+    """Copy messages, tools or documents; raise the same errors as `_plain`."""
     try:
         return [_plain(value, f"{what} {i}") for i, value in enumerate(values)]
     except RecursionError:
@@ -191,6 +191,7 @@ class ChatTemplate:
         messages: Sequence[Mapping[str, Any]],
         variables: Mapping[str, Any],
         tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
     ) -> list[tuple[str, bool]]:
         """Render messages to pieces of text, each with a flag for the spelling of a control token.
 
@@ -201,15 +202,17 @@ class ChatTemplate:
         variables
             Template variables, such as ``bos_token`` and ``add_generation_prompt``. They are trusted and not
             marked.
-        tools
-            Tools that the model may call; marked in the same way as messages.
+        tools, documents
+            Tools that the model may call, and texts to answer from; marked in the same way as messages.
 
         Raises
         ------
         ChatTemplateError
-            The template rejects these messages, fails, exceeds a limit, or does not support tools.
+            The template rejects these messages, fails, exceeds a limit, or does not support tools or
+            documents.
         TypeError, ValueError
-            A message or tool is not a mapping, lacks a role or name, or contains a type that JSON lacks.
+            A message, tool or document is not a mapping, lacks a role or name, or contains a type that JSON
+            lacks.
         """
         for i, message in enumerate(messages):
             role = message.get("role") if isinstance(message, Mapping) else None
@@ -219,14 +222,20 @@ class ChatTemplate:
                 raise ValueError(f"message {i} has the role {role!r}, must be a word")
         self.check_tools(tools)
         plain = [_with_reasoning(parse_arguments(message)) for message in _plain_all("message", messages)]
-        plain_tools = _plain_all("tool", tools or ())
-        marker = self._unused_character([*plain, *plain_tools])
+        plain_tools, plain_documents = (
+            _plain_all("tool", tools or ()),
+            _plain_all("document", documents or ()),
+        )
+        if plain_documents and not self._reads("documents"):
+            raise ChatTemplateError("the chat template does not support documents; put them into a message")
+        marker = self._unused_character([*plain, *plain_tools, *plain_documents])
         marked = {
             "messages": [
                 {key: value if key == "role" else self._mark(value, marker) for key, value in message.items()}
                 for message in plain
             ],
             "tools": self._mark(plain_tools, marker) or None,
+            "documents": self._mark(plain_documents, marker) or None,
         }
         try:
             text = render(self._template, {**variables, **marked})
@@ -259,10 +268,13 @@ class ChatTemplate:
         if not tools:
             return
         tool_names(tools)
-        if not any(
-            name.name == "tools" for name in self._environment.parse(self._source).find_all(nodes.Name)
-        ):
+        if not self._reads("tools"):
             raise ChatTemplateError("the chat template does not support tools; use a model trained for them")
+
+    def _reads(self, variable: str) -> bool:
+        """Return whether the template reads a variable."""
+        names = self._environment.parse(self._source).find_all(nodes.Name)
+        return any(name.name == variable for name in names)
 
     def _unused_character(self, messages: list[dict[Any, Any]]) -> str:
         """Return a character that occurs neither in the template nor in messages, escaped or not.

@@ -316,6 +316,7 @@ class Tokenizer:
         messages: Sequence[Mapping[str, Any]],
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
         **variables: Any,
     ) -> list[int]:
@@ -334,6 +335,8 @@ class Tokenizer:
         tools
             Tools that the model may call, as JSON schemas; see :func:`metal_prefill.text.tool_names`. If the
             file has several templates, the one named ``tool_use`` is used.
+        documents
+            Texts to answer from, as the template reads them, usually with a ``title`` and a ``text``.
         add_generation_prompt
             Append the assistant header, so that the model continues with its answer.
         variables
@@ -343,11 +346,13 @@ class Tokenizer:
         Raises
         ------
         ChatTemplateError
-            The template is not valid, rejects these messages, or does not support tools.
+            The template is not valid, rejects these messages, or does not support tools or documents.
         TypeError, ValueError
-            A message or tool is not a mapping, or has no valid role or name.
+            A message, tool or document is not a mapping, or has no valid role or name.
         """
-        return self.encode_chat(self.chat_pieces(messages, tools, add_generation_prompt, variables))
+        return self.encode_chat(
+            self.chat_pieces(messages, tools, add_generation_prompt, variables, documents)
+        )
 
     def encode_chat(self, pieces: Iterable[tuple[str, bool]]) -> list[int]:
         """Convert the pieces of `chat_pieces` to token ids."""
@@ -361,6 +366,7 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] | None,
         add_generation_prompt: bool,
         variables: Mapping[str, Any],
+        documents: Sequence[Mapping[str, Any]] | None = None,
     ) -> list[tuple[str, bool]]:
         """Render messages to pieces of text, each with a flag for the spelling of a control token."""
         template = self._templates.with_tools if tools else self._templates.plain
@@ -373,10 +379,10 @@ class Tokenizer:
                 "eos_token": self._spelling(self.eos_id),
                 "pad_token": self._spelling(self.pad_id),
                 "unk_token": self._spelling(self.unk_id),
-                "documents": None,
                 **variables,
             },
             tools,
+            documents,
         )
 
     @property

@@ -123,7 +123,7 @@ export class Chat {
     if (this.kind === "completion") return ["v1/completions", { ...body, prompt: text }];
     const messages = this.turns.flatMap(({ user, answer }) => [{ role: "user", content: user }, { role: "assistant", content: answer }]);
     if (this.system.value.trim()) messages.unshift({ role: "system", content: this.system.value });
-    return ["v1/chat/completions", { ...body, messages: [...messages, { role: "user", content: text }] }];
+    return ["v1/chat/completions", { ...body, reasoning_format: "none", messages: [...messages, { role: "user", content: text }] }];
   }
 
   /** Sends a message, or a text to continue, and shows the answer while it is written. */

@@ -1,0 +1,106 @@
+"""Reasoning of a model before its answer, between tags."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+BEGIN, END = "<think>", "</think>"
+
+
+class Parsed(NamedTuple):
+    """New text of an answer.
+
+    Attributes
+    ----------
+    reasoning, answer : str
+    """
+
+    reasoning: str
+    answer: str
+
+
+class ReasoningParser:
+    r"""Incremental separation of the reasoning from the answer that follows it.
+
+    Reasoning begins with its tag or, if a template has written that already, at once. White space next to the
+    tags belongs to neither part. Without an end, all text is reasoning. The joined parts do not depend on how
+    the text is divided into pieces.
+
+    Parameters
+    ----------
+    begun
+        Whether the prompt ends within reasoning; see `begins_in`.
+
+    Examples
+    --------
+    >>> parser = ReasoningParser(begun=False)
+    >>> parser.step("<think>\nIt is")
+    Parsed(reasoning='It is', answer='')
+    >>> parser.step(" late.\n</thi")
+    Parsed(reasoning=' late.', answer='')
+    >>> parser.step("nk>\n\nGood night.")
+    Parsed(reasoning='', answer='Good night.')
+    """
+
+    def __init__(self, *, begun: bool) -> None:
+        self._tag = END if begun else BEGIN  # the next one
+        self._is_answer = False
+        self._started = False  # whether the current part has text
+        self._space: list[str] = []  # white space that is part of the text only if more text follows
+        self._tail = ""  # text that may be the start of the next tag
+
+    def step(self, piece: str, *, last: bool = False) -> Parsed:
+        """Add a piece of the text; return what is now decided of both parts, all if it is the `last`."""
+        reasoning = ""
+        text = self._tail + piece
+        if not self._is_answer and self._tag == BEGIN:
+            text = self._after_begin(text, last)
+        if not self._is_answer and self._tag == END:
+            body, found, rest = text.partition(END)
+            keep = 0 if found or last else _overlap(body)
+            self._tail = body[len(body) - keep :]
+            reasoning = self._stripped(body[: len(body) - keep])
+            if found:
+                self._is_answer, self._started, self._space, self._tail = True, False, [], ""
+            text = rest
+        if not self._is_answer:
+            return Parsed(reasoning, "")
+        if not self._started:
+            text = text.lstrip()
+            self._started = bool(text)
+        return Parsed(reasoning, text)
+
+    def _after_begin(self, text: str, last: bool) -> str:
+        """Look for the first tag, which only white space may precede; return the text after it."""
+        stripped = text.lstrip()
+        self._space.append(text[: len(text) - len(stripped)])
+        if stripped.startswith(BEGIN):
+            self._tag, self._space = END, []
+            return stripped[len(BEGIN) :]
+        if BEGIN.startswith(stripped) and not last:
+            self._tail = stripped
+            return ""
+        self._is_answer = self._started = True
+        self._tail = ""
+        return "".join(self._space) + stripped
+
+    def _stripped(self, body: str) -> str:
+        """Return a piece of the reasoning with the pending white space before it, not that after it."""
+        body = body if self._started else body.lstrip()
+        text = body.rstrip()
+        if not text:
+            self._space.append(body)
+            return ""
+        made = "".join(self._space) + text if self._started else text
+        self._started, self._space = True, [body[len(text) :]]
+        return made
+
+
+def _overlap(text: str) -> int:
+    """Return how many characters at the end of a text may be the start of the end tag."""
+    return next((n for n in range(len(END) - 1, 0, -1) if text.endswith(END[:n])), 0)
+
+
+def begins_in(prompt: str) -> bool:
+    """Return whether a prompt ends within reasoning."""
+    return prompt.rstrip().endswith(BEGIN)

@@ -1,0 +1,68 @@
+"""Reasoning of a model before its answer, separated from it piece by piece."""
+
+from __future__ import annotations
+
+import itertools
+import time
+
+import pytest
+
+from metal_prefill.text._reasoning import ReasoningParser, begins_in
+
+CASES = {
+    "both": (
+        False,
+        "\n<think>\nIt is\n late.\n</think>\n\nGood\n night.\n",
+        "It is\n late.",
+        "Good\n night.\n",
+    ),
+    "begun in the prompt": (True, "\nIt is.</think>Good.", "It is.", "Good."),
+    "nothing to think about": (False, "<think>\n\n</think>\n\nGood.", "", "Good."),
+    "no end": (False, "<think>It is </thi", "It is </thi", ""),
+    "no reasoning": (False, " Good <think>x</think>", "", " Good <think>x</think>"),
+    "the start of a tag": (False, "\n<thin", "", "\n<thin"),
+    "an end alone": (False, "Good.</think> night", "", "Good.</think> night"),
+    "a second end": (True, "a</think>b</think>c", "a", "b</think>c"),
+    "an end that breaks off": (True, "a </ </thin </think> b", "a </ </thin", "b"),
+    "nothing": (False, "", "", ""),
+    "white space": (True, " \n ", "", ""),
+}
+
+
+def parts(begun: bool, pieces: list[str]) -> tuple[str, str]:
+    parser = ReasoningParser(begun=begun)
+    made = [parser.step(piece) for piece in pieces] + [parser.step("", last=True)]
+    return "".join(part.reasoning for part in made), "".join(part.answer for part in made)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_parts_do_not_depend_on_the_division_of_the_text(name: str) -> None:
+    begun, text, reasoning, answer = CASES[name]
+    assert parts(begun, [text]) == parts(begun, list(text)) == (reasoning, answer)
+    for first, second in itertools.combinations(range(len(text) + 1), 2):
+        assert parts(begun, [text[:first], text[first:second], text[second:]]) == (reasoning, answer)
+
+
+def test_text_arrives_as_soon_as_it_is_decided() -> None:
+    parser = ReasoningParser(begun=False)
+    assert parser.step("<think>It") == ("It", "")
+    assert parser.step(" is <") == (" is", "")
+    assert parser.step(" late") == (" < late", "")
+    assert parser.step("</think>") == ("", "")
+    assert parser.step("\nGood") == ("", "Good")
+    assert parser.step(" ") == ("", " ")
+
+
+def test_a_prompt_may_begin_the_reasoning() -> None:
+    assert begins_in("<|im_start|>assistant\n<think>\n")
+    assert not begins_in("<|im_start|>assistant\n<think>\n\n</think>\n\n")
+    assert not begins_in("<|im_start|>user\nWhat is <think>?<|im_end|>\n<|im_start|>assistant\n")
+
+
+def test_pending_white_space_takes_linear_time() -> None:
+    parser = ReasoningParser(begun=True)
+    begin = time.process_time()
+    for _ in range(200_000):
+        parser.step(" ")
+    assert parser.step("x</think>") == ("x", "")
+    assert time.process_time() - begin < 5  # 0.2 s, or minutes if each step read all of it again
