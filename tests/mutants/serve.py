@@ -9,6 +9,41 @@ _SPACES = "tests/serve/test_prefix_namespaces.py"
 
 MUTANTS = (
     Mutant(
+        f"{PACKAGE}/serve/_forms.py",
+        "(count := count_values(body)) > MOST_VALUES:",
+        "(count := count_values(body)) > 8 * MOST_VALUES:",
+        "the number of values in a body is not limited",
+        ("tests/serve/test_hostile_bodies.py", "-k", "values_of_a_large_body"),
+    ),
+    Mutant(
+        f"{PACKAGE}/serve/_forms.py",
+        'body.replace(rb"\\\\", b"  ").replace(',
+        "body.replace(",
+        "a backslash at the end of a string in a body hides values after it",
+        ("tests/serve/test_hostile_bodies.py", "-k", "values_of_a_large_body"),
+    ),
+    Mutant(
+        f"{PACKAGE}/serve/_endpoint.py",
+        "if len(body) > LARGE:",
+        "if False:",
+        "large bodies are decoded in the event loop",
+        ("tests/serve/test_hostile_bodies.py", "-k", "decoded_outside"),
+    ),
+    Mutant(
+        f"{PACKAGE}/serve/_service.py",
+        'if (size := len(text.encode("utf-8", "replace"))) > limit:',
+        "if (size := len(text)) > limit:",
+        "texts of more bytes than the limit are encoded",
+        ("tests/serve/test_hostile_bodies.py", "-k", "take_much_memory"),
+    ),
+    Mutant(
+        f"{PACKAGE}/serve/_service.py",
+        "limit = max(MOST_TEXT, BYTES_PER_TOKEN * self.model.max_context)",
+        "limit = MOST_TEXT",
+        "texts that fit a long context are refused",
+        ("tests/serve/test_hostile_bodies.py", "-k", "take_much_memory"),
+    ),
+    Mutant(
         f"{PACKAGE}/serve/_scores.py",
         "if count > MOST_PROMPT_SCORES:",
         "if count > 4 * MOST_PROMPT_SCORES:",

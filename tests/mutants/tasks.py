@@ -7,6 +7,13 @@ from mutants.places import ENCODER_TASKS, PACKAGE
 
 MUTANTS = (
     Mutant(
+        f"{PACKAGE}/tasks/_reranking.py",
+        "if i == 0:",
+        "if False:",
+        "all documents are encoded before an error that the model does not rank",
+        ("tests/test_reranking.py", "-k", "without_the_answer_tokens"),
+    ),
+    Mutant(
         f"{PACKAGE}/tasks/_classification.py",
         '        if not len(ids):\n            raise ValueError(f"{name} has no tokens")\n',
         "",

@@ -14,11 +14,12 @@ import pytest
 from support.running_server import Running, read_all
 
 from metal_prefill import Model
-from metal_prefill.serve import _connections
+from metal_prefill.serve import _connections, _endpoint, _service
 from metal_prefill.serve._bodies import LARGE, Bodies
-from metal_prefill.serve._completions import CompletionChoice
+from metal_prefill.serve._completions import CompletionChoice, prompts_of
 from metal_prefill.serve._errors import MOST_CHARACTERS, ApiError
-from metal_prefill.serve._forms import ChatForm, CompletionForm, RerankForm, decode
+from metal_prefill.serve._forms import MOST_VALUES, ChatForm, CompletionForm, RerankForm, decode
+from metal_prefill.serve._service import MOST_TEXT
 from metal_prefill.serve._settings import Settings
 from metal_prefill.tasks._prompt_rules import PromptRules
 from metal_prefill.text._chat_template import _MARKERS, PLAIN_TEMPLATE, ChatTemplate
@@ -245,3 +246,88 @@ def test_answers_are_assembled_outside_the_event_loop(
     assert server.post("/v1/completions", {**BODY, "logprobs": 2}).status_code == 200
     assert len(threads) == 1
     assert "AnyIO worker thread" in threads.pop()
+
+
+@pytest.mark.parametrize(
+    ("item", "each"),
+    [("[],", 1), ("{},", 1), ('"",', 1), ('{"a":0},', 2), (r'"\\","\"[{",', 2), ('"[{",[],0,1e5,', 2)],
+)
+def test_the_values_of_a_large_body_are_limited(item: str, each: int) -> None:
+    """No other thread runs while they become objects."""
+    others = 5  # "prompt", "", "metadata" and two objects
+    copies = (MOST_VALUES - others - 2) // each
+
+    def body(copies: int) -> str:
+        return '{"prompt":"","metadata":{"a":[' + item * copies + "0]" + " " * LARGE + "}}"
+
+    decode(body(copies).encode(), CompletionForm)
+    error = refused(body(copies + 1))
+    count = others + 2 + each * (copies + 1)
+    assert str(error) == f"the body has {count} strings, arrays and objects; the limit is {MOST_VALUES}"
+    assert error.code == "too_many_values"
+
+
+def test_large_bodies_are_decoded_outside_the_event_loop(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads = []
+
+    def noted(body: bytes, form: Any) -> Any:
+        threads.append(threading.current_thread().name)
+        return decode(body, form)
+
+    monkeypatch.setattr(_endpoint, "decode", noted)
+    for size in (0, LARGE):
+        assert server.post("/v1/completions", {**BODY, "user": "a" * size}).status_code == 200
+    assert "AnyIO worker thread" in threads[1]
+    assert "AnyIO worker thread" not in threads[0]
+
+
+def test_lists_of_millions_of_token_ids_are_not_copied() -> None:
+    ids: list[int | str | list[int]] = [1] * 4_000_000
+    assert prompts_of(ids, "prompt")[0] is ids
+    texts: list[int | str | list[int]] = [[1], "a"]
+    assert prompts_of(texts, "prompt") is texts
+    for wrong in ([], [1, "a"], [[1], 1]):
+        with pytest.raises(ApiError, match="prompt must be a text, token ids, or a list of either"):
+            prompts_of(wrong, "prompt")
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/tokenize", {"prompt": "TEXT"}),
+        ("/tokenize", {"content": "TEXT"}),
+        ("/tokenize", {"messages": [{"role": "user", "content": "TEXT"}]}),
+        ("/v1/embeddings", {"input": ["a", "TEXT"], "truncate": "end"}),
+        ("/v1/embeddings", {"input": "a", "instruction": "TEXT"}),
+        ("/v1/rerank", {"query": "TEXT", "documents": ["a"]}),
+        ("/v1/rerank", {"query": "a", "documents": ["a"], "instruction": "TEXT"}),
+        ("/v1/rerank", {"query": "a", "documents": ["a", {"text": "TEXT"}], "truncate": "end"}),
+    ],
+)
+def test_texts_that_take_much_memory_to_encode_are_rejected(
+    vector_server: Running, path: str, body: Any
+) -> None:
+    text = "é" * (MOST_TEXT // 2 + 1)
+    refused = vector_server.post(path, json.dumps(body).replace("TEXT", text).encode())
+    error = refused.json()["error"]
+    assert (refused.status_code, error["code"]) == (400, "text_too_long")
+    framed = 19 if "messages" in body else 0  # bytes of the plain template
+    assert error["message"].endswith(f"a text of {MOST_TEXT + 2 + framed} bytes; the limit is {MOST_TEXT}")
+
+
+def test_prompts_that_may_fit_are_rejected_if_they_take_much_memory(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_service, "MOST_TEXT", 0)
+    limit = 8 * server.service.model.max_context
+    for path, body in (
+        ("/v1/completions", {"prompt": " " * limit + "a"}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a" * limit}]}),
+    ):
+        refused = server.post(path, body)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (400, "text_too_long")
+        assert f"; the limit is {limit}" in refused.text
+    short = server.post("/tokenize", {"prompt": "a" * limit})
+    assert short.status_code == 200

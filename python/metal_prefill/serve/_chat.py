@@ -72,6 +72,8 @@ def chat_tokens(service: Service, form: ChatForm) -> list[int]:
         plain_messages(form.messages), offered_tools(form), True, variables, form.documents
     )
     check_size(service.model.engine, sum(tokenizer.least_tokens(text) for text, _ in pieces))
+    for text, _ in pieces:
+        service.check_text(text, "messages")
     return tokenizer.encode_chat(pieces)
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
-from metal_prefill.generation._stream import make_streams
+from metal_prefill.generation._stream import Stream, check_size, make_streams
 from metal_prefill.serve._bodies import Sender
 from metal_prefill.serve._errors import ApiError
 from metal_prefill.serve._forms import CompletionForm, TokenOrText
@@ -35,12 +35,12 @@ def prompts_of(prompt: str | list[TokenOrText], param: str) -> list[str | list[i
     """Return the prompts in a field, which is a text, token ids, or a list of either."""
     if isinstance(prompt, str):
         return [prompt]
-    if prompt and all(isinstance(item, int) for item in prompt):
-        return [[item for item in prompt if isinstance(item, int)]]
-    prompts = [item for item in prompt if not isinstance(item, int)]
-    if not prompts or len(prompts) < len(prompt):
+    kinds = set(map(type, prompt))  # a list may have millions of items
+    if kinds == {int}:
+        return [cast("list[int]", prompt)]
+    if not prompt or int in kinds:
         raise ApiError(400, f"{param} must be a text, token ids, or a list of either", param=param)
-    return prompts
+    return cast("list[str | list[int]]", prompt)
 
 
 async def complete(service: Service, form: CompletionForm, reply: Reply, sender: Sender) -> None:
@@ -65,11 +65,17 @@ async def complete(service: Service, form: CompletionForm, reply: Reply, sender:
     }
     if max_tokens == 0 and not scored:
         raise ApiError(400, "max_tokens may be 0 only with echo and logprobs", param="max_tokens")
+
+    def streams_of(prompt: str | list[int]) -> list[Stream]:
+        engine = service.model.engine
+        if isinstance(prompt, str):
+            check_size(engine, engine.tokenizer.least_tokens(prompt))
+            service.check_text(prompt, "prompt")
+        return make_streams(engine, prompt, n, max_tokens, **options)
+
     with service.admitted(count):
         streams = await service.streams(
-            lambda: [
-                s for p in prompts for s in make_streams(service.model.engine, p, n, max_tokens, **options)
-            ],
+            lambda: [stream for prompt in prompts for stream in streams_of(prompt)],
             constrained=not CONSTRAINTS.isdisjoint(options),
         )
         sender.turn.end()

@@ -12,7 +12,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive, Scope, Send
 
 from metal_prefill.errors import ClosedError
-from metal_prefill.serve._bodies import Sender
+from metal_prefill.serve._bodies import LARGE, Sender
 from metal_prefill.serve._errors import ApiError, log
 from metal_prefill.serve._forms import Form, decode
 from metal_prefill.serve._keys import prefix_key, prefix_namespace
@@ -85,7 +85,7 @@ class Endpoint(Generic[_Form]):
         try:
             with anyio.move_on_after(seconds) as scope:
                 async with self._service.bodies.turn(len(body)) as turn:
-                    form = decode(body, self._form)
+                    form = await self._decoded(body)
                     sender = Sender(prefix_namespace(key, form.prompt_cache_key), turn)
                     await self._answer(self._service, form, reply, sender)
             if scope.cancelled_caught:
@@ -94,6 +94,11 @@ class Endpoint(Generic[_Form]):
             log.info("a client stopped reading its answer")
         except Exception as error:
             await reply.error(error)
+
+    async def _decoded(self, body: bytes) -> _Form:
+        if len(body) > LARGE:
+            return await self._service.prepare(lambda: decode(body, self._form))
+        return decode(body, self._form)
 
 
 async def _cancel_after_disconnect(receive: Receive, scope: anyio.CancelScope) -> None:

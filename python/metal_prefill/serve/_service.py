@@ -36,6 +36,10 @@ from metal_prefill.tasks._text_passes import TextPasses
 _T = TypeVar("_T")
 
 PREPARERS = 8  # threads that read prompts: tokens, templates
+# Bytes of a text, or BYTES_PER_TOKEN for each token of the context if that is more. Encoding takes up to 200
+# times as much memory.
+MOST_TEXT = 1 << 20
+BYTES_PER_TOKEN = 8
 MOST_RETRY_AFTER = 60  # seconds
 
 
@@ -89,6 +93,19 @@ class Service:
             code="model_not_found",
             param="model",
         )
+
+    def check_text(self, text: str, param: str) -> None:
+        """Raise `ApiError` if a text takes too much memory to encode."""
+        limit = max(MOST_TEXT, BYTES_PER_TOKEN * self.model.max_context)
+        if 4 * len(text) <= limit:
+            return
+        if (size := len(text.encode("utf-8", "replace"))) > limit:
+            raise ApiError(
+                400,
+                f"{param}: a text of {size} bytes; the limit is {limit}",
+                param=param,
+                code="text_too_long",
+            )
 
     def tasks(self) -> list[str]:
         """Return what the model supports: ``completion``, ``chat``, ``embedding``, ``rerank``.

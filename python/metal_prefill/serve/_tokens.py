@@ -22,11 +22,14 @@ async def tokenize(service: Service, form: TokenizeForm, reply: Reply, sender: S
 
     def encode() -> list[int]:
         if form.messages is not None:
-            return tokenizer.apply_chat_template(plain_messages(form.messages))
+            pieces = tokenizer.chat_pieces(plain_messages(form.messages), None, True, {})
+            for text, _ in pieces:
+                service.check_text(text, "messages")
+            return tokenizer.encode_chat(pieces)
         add_bos = None if form.add_special_tokens is not False else False
-        return tokenizer.encode(
-            form.prompt if form.prompt is not None else form.content or "", add_bos=add_bos
-        )
+        text = form.prompt if form.prompt is not None else form.content or ""
+        service.check_text(text, "content" if form.prompt is None else "prompt")
+        return tokenizer.encode(text, add_bos=add_bos)
 
     ids = await service.prepare(encode)
     sender.turn.end()

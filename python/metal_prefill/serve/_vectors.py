@@ -56,12 +56,14 @@ async def embed(service: Service, form: EmbeddingForm, reply: Reply, sender: Sen
                 param="encoding_format",
                 code="unsupported",
             )
+        service.check_text(form.instruction or "", "instruction")
         role = role_of(engine, pooling, form.instruction)
         prompt = prompt_form(engine, form.instruction)
         rules = PromptRules(form.truncate or "error", form.unicode)
         encoded = EncodedTexts.none()
         for i, text in enumerate(inputs):
             if isinstance(text, str):
+                service.check_text(text, f"text {i}")
                 encoded.add(encode_text(engine, text, f"text {i}", prompt, rules, role))
             else:
                 try:
@@ -121,7 +123,10 @@ async def rank(service: Service, form: RerankForm, reply: Reply, sender: Sender)
             raise ApiError(
                 400, f"documents[{i}] must be a text or an object with 'text'", param=f"documents[{i}]"
             )
+        service.check_text(text, f"documents[{i}]")
         documents.append(text)
+    service.check_text(form.query, "query")
+    service.check_text(form.instruction or "", "instruction")
     options = Options(
         form.instruction, how=form.how, rules=PromptRules(form.truncate or "error", form.unicode)
     )

@@ -232,6 +232,8 @@ def _encode_templates(engine: Engine, query: str, documents: Sequence[str], opti
             kept = shortened(engine.tokenizer, document, lambda text: len(encode(text)) - engine.max_context)
             ids = encode(kept)
         check_length(engine, len(ids), f"document {i}")
+        if i == 0:
+            _scorer(engine)  # raises an error before further documents are encoded
         _add(ranking, ids, cut)
     return ranking
 

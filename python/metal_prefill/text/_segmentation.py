@@ -23,8 +23,8 @@ def let_threads_run() -> None:
 def segmented_ids(segmenter: Segmenter, text: str) -> list[int]:
     """Return the ids of the tokens of a text."""
     if _holds_gil(text):
-        return list(segmenter.encode(text, add_special_tokens=False).ids)
-    return list(segmenter.encode_batch_fast([text], add_special_tokens=False)[0].ids)
+        return segmenter.encode(text, add_special_tokens=False).ids
+    return segmenter.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
 
 def segmented(segmenter: Segmenter, text: str) -> Encoding:
