@@ -153,10 +153,14 @@ def median_rows(samples: list[list[Any]]) -> list[Record]:
     ]  # fmt: skip
 
 
-def last_dispatches() -> list[Any]:
-    """Return the dispatches of the last pass, which is one command buffer or several."""
-    label = _core.emulator.history()[-1].label
-    return [d for buffer in _core.emulator.history() if buffer.label == label for d in buffer.dispatches]
+def dispatches_of(prepare: Callable[[], object], run: Callable[[], object]) -> list[Any]:
+    """Return the dispatches of the last pass of `run`; a pass is one command buffer or several."""
+    prepare()
+    _core.emulator.set_history_depth(0)
+    _core.emulator.set_history_depth(8)
+    run()
+    history = _core.emulator.history()
+    return [d for buffer in history if buffer.label == history[-1].label for d in buffer.dispatches]
 
 
 def measure_stream_dispatches(path: Path, repeats: int) -> list[Record]:
@@ -165,27 +169,23 @@ def measure_stream_dispatches(path: Path, repeats: int) -> list[Record]:
     with Model(path, device="metal") as model:
         for n in STREAMS:
             sessions = decoding_sessions(model, n)
-            samples: list[list[Any]] = []
-            for _ in range(repeats + 2):
-                _core.emulator.set_history_depth(0)
-                _core.emulator.set_history_depth(8)
-                model.forward_batch(sessions, [[1]] * n)
-                samples.append(last_dispatches())
+            samples = [
+                dispatches_of(lambda: None, partial(model.forward_batch, sessions, [[1]] * n))
+                for _ in range(repeats + 2)
+            ]
             result.append({"tokens": n, "streams": n, "dispatches": median_rows(samples)})
     return result
 
 
 def measure_dispatches(path: Path, repeats: int) -> list[Record]:
     """Return for each prompt length the dispatches in order, with the median of their times on the GPU."""
-    _core.emulator.set_history_depth(1)
     result = []
     with Model(path, device="metal") as model, model.session() as session:
         for n in TIMED_PROMPTS:
-            samples: list[list[Any]] = []
-            for _ in range(repeats + 2):
-                session.reset()
-                session.forward_prompt(prompt_of(n))
-                samples.append(list(_core.emulator.history()[-1].dispatches))
+            samples = [
+                dispatches_of(session.reset, partial(session.forward_prompt, prompt_of(n)))
+                for _ in range(repeats + 2)
+            ]
             result.append({"tokens": n, "dispatches": median_rows(samples)})
     return result + measure_stream_dispatches(path, repeats)
 
