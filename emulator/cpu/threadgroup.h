@@ -91,6 +91,7 @@ class ThreadgroupRunner {
   void place_threadgroup_memory();
   void place_threads();
   void reset_fibers();
+  void order_fibers(unsigned count);
   void forget();
 
   Region region_;
@@ -98,6 +99,7 @@ class ThreadgroupRunner {
   abi::Simdgroup* simdgroups_;
   std::unique_ptr<Thread[]> threads_;
   std::vector<abi::u16> free_fibers_;
+  unsigned taken_ = 0;  // by the last threadgroup, at the most: the others are in order
   const Work* work_ = nullptr;
   std::byte* arena_ = nullptr;  // threadgroup memory, kArenaBytes
 
