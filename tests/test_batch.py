@@ -300,7 +300,7 @@ def test_random_histories_match_sequential_execution(
     """Joins, leaves, forks, rewinds, cancellations and mixed outputs, compared with single sessions."""
     rng = random.Random(5)
     few = max(lengths) <= FEW
-    path = write(tmp_path / "model.gguf", MODELS["gqa 3"])
+    path = write(tmp_path / "model.gguf", MODELS["biases"])
     with (
         Model(path, device=device, chunk_tokens=48) as model,
         Model(path, device=device, threads=1, prefix_memory=0) as reference,

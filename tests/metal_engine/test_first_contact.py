@@ -241,7 +241,7 @@ def fill_cache(model: Model) -> None:
 
 def test_a_cache_beyond_the_working_set_is_rejected_before_any_pass(path: Path) -> None:
     """While the cache grows, its old and its new buffer are in use together."""
-    room = 40 << 20
+    room = 12 << 20
     with open_with(path, working_set_bytes=path.stat().st_size + room, out_of_memory=True) as model:
         with pytest.raises(KVMemoryError, match="exceeds kv_memory") as refused:
             fill_cache(model)

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.recurrent import LONG, assert_equals_fresh, fresh, ids_of
+from support.recurrent import assert_equals_fresh, fresh, ids_of
 
 from metal_prefill import Model
 
@@ -53,7 +53,7 @@ def test_speculation_does_not_change_the_text(model: Model, options: dict[str, A
 
     def text(speculate: Any) -> tuple[list[int], list[int]]:
         with model.session() as session:
-            pieces = list(session.stream(prompt, 24, speculate=speculate, **options))
+            pieces = list(session.stream(prompt, 16, speculate=speculate, **options))
             return [piece.token for piece in pieces], session.tokens
 
     expected = text("off")
@@ -81,7 +81,7 @@ def test_large_states_are_recomputed_after_rejected_drafts(device: str, large_pa
 
 def test_sequences_of_a_batch_are_bit_identical_to_single_ones(model: Model) -> None:
     """Some share a prefix, one was rewound, some are short."""
-    ids = ids_of(LONG)
+    ids = ids_of(200)
     prompts = [ids[:n] for n in (130, 131, 5, 1, 200)]
     prompts += [np.append(ids[:100], ids_of(40, seed=3)), ids_of(115, seed=4)]
     sessions = [model.session() for _ in prompts]
@@ -121,7 +121,7 @@ def test_scheduled_texts_match_single_ones(model: Model) -> None:
 
     def texts(of: list[list[int]]) -> list[list[int]]:
         found: list[list[int]] = [[] for _ in of]
-        for index, piece in model.stream_many(of, 12):
+        for index, piece in model.stream_many(of, 8):
             assert not isinstance(piece, Exception)
             found[index].append(piece.token)
         return found

@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support.recurrent import (
-    LONG,
     NAMES,
     PAGEWISE,
     assert_equals_fresh,
@@ -17,6 +16,7 @@ from support.recurrent import (
     fresh,
     ids_of,
     interval,
+    long_ids,
     page_bytes,
     state_bytes,
 )
@@ -28,17 +28,18 @@ from metal_prefill.serve._prefix_store import PrefixStore
 
 
 def test_reuse_continues_from_its_own_snapshots(model: Model) -> None:
-    ids, end = ids_of(LONG), ids_of(50, seed=1)
+    ids, end = long_ids(model.device), ids_of(50, seed=1)
+    known = len(ids) - 50
     session = model.session()
     session.forward_prompt(ids)
-    prompt = np.concatenate([ids[:250], end])
+    prompt = np.concatenate([ids[:known], end])
     logits = session.forward_prompt_logits(prompt, reuse=True)
-    again = 250 % interval(model)
-    assert (session.stats()["tokens_reused"], session.stats()["tokens_recomputed"]) == (250 - again, again)
+    again = known % interval(model)
+    assert (session.stats()["tokens_reused"], session.stats()["tokens_recomputed"]) == (known - again, again)
     assert_equals_fresh(model, session, prompt, logits)
     longer = np.append(prompt, ids_of(3, seed=2))  # a turn of a chat: nothing is recomputed
     logits = session.forward_prompt_logits(longer, reuse=True)
-    assert (session.stats()["tokens_reused"], session.stats()["tokens_recomputed"]) == (300, 0)
+    assert (session.stats()["tokens_reused"], session.stats()["tokens_recomputed"]) == (len(ids), 0)
     assert_equals_fresh(model, session, longer, logits)
 
 
@@ -81,16 +82,16 @@ def test_a_namespace_does_not_see_the_states_of_another(model: Model) -> None:
 
 def test_the_distance_of_snapshots_follows_from_the_size_of_a_state(device: str, large_path: Path) -> None:
     """Snapshots are as many pages apart as take the memory of a state."""
-    ids = ids_of(2600)
+    ids = ids_of(680)
     with Model(large_path, device=device) as model, model.session() as session:
         session.forward_prompt(ids)
         page = page_bytes(model)
         distance = 64 * -(-(1100 * 64 * 4) // page)
-        for position in (2599, 2 * distance, 2 * distance - 1):
+        for position in (679, 2 * distance, 2 * distance - 1):
             session.rewind(position)
             session.forward_token(int(ids[position]))
             assert session.stats()["tokens_recomputed"] == position % distance
-        assert session.stats()["kv_cache_bytes"] < 3 * page * 2600 / 64
+        assert session.stats()["kv_cache_bytes"] < 3 * page * 680 / 64
 
 
 def test_without_pages_snapshots_are_1024_positions_apart(device: str, tmp_path: Path) -> None:
