@@ -366,6 +366,30 @@ def test_a_traceback_is_printed_on_request(
     assert "Traceback" in capsys.readouterr().err
 
 
+def test_an_interrupt_of_the_first_imports_ends_cleanly() -> None:
+    """A real signal may come sooner, while Python itself starts."""
+    interrupted = (
+        "import builtins, runpy, sys\n"
+        "original = builtins.__import__\n"
+        "def interrupting(name, *rest, **options):\n"
+        "    if name == 'argparse':\n"
+        "        raise KeyboardInterrupt\n"
+        "    return original(name, *rest, **options)\n"
+        "builtins.__import__ = interrupting\n"
+        "sys.modules.pop('argparse', None)\n"
+    )
+    for entry in (
+        "runpy.run_module('metal_prefill', run_name='__main__')",
+        "from importlib.metadata import entry_points\n"
+        "(command,) = entry_points(group='console_scripts', name='metal-prefill')\n"
+        "sys.exit(command.load()())",
+    ):
+        run = subprocess.run(
+            [sys.executable, "-c", interrupted + entry], capture_output=True, text=True, check=False
+        )
+        assert (run.returncode, run.stderr) == (cli.EXIT_INTERRUPTED, "interrupted\n")
+
+
 def test_an_interrupt_ends_cleanly() -> None:
     # Sampled text ends at no fixed point; the context of 1024 takes far longer than the first character.
     process = spawn("run", "-p", PROMPT, "-n", "1000", "--temperature", "1", "--seed", "1", "-t", "1")

@@ -7,6 +7,13 @@ from mutants.places import PACKAGE
 
 MUTANTS = (
     Mutant(
+        f"{PACKAGE}/__main__.py",
+        "except KeyboardInterrupt:",
+        "except ImportError:",
+        "Ctrl-C prints a traceback while the command line is imported",
+        ("tests/test_cli.py", "-k", "first_imports"),
+    ),
+    Mutant(
         f"{PACKAGE}/_commands/common.py",
         "    if stream is None:\n",
         "    if False:\n",

@@ -9,6 +9,13 @@ _SPACES = "tests/serve/test_prefix_namespaces.py"
 
 MUTANTS = (
     Mutant(
+        f"{PACKAGE}/serve/_connections.py",
+        "if self.force_exit:",
+        "if False:",
+        "a second Ctrl-C cuts answers off and prints tracebacks",
+        ("tests/serve/test_serve_command.py", "-k", "second_interrupt"),
+    ),
+    Mutant(
         f"{PACKAGE}/serve/_forms.py",
         "(count := count_values(body)) > MOST_VALUES:",
         "(count := count_values(body)) > 8 * MOST_VALUES:",

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import httpx
@@ -116,3 +116,20 @@ def test_a_stream_that_outlasts_the_shutdown_grace_ends_with_an_error(option: st
         assert process.wait(30) == 0
         assert process.stderr is not None
         assert process.stderr.read() == ""
+
+
+def test_a_second_interrupt_ends_answers_at_once() -> None:
+    with command("--shutdown-grace", "300") as (process, url):
+        body = {"prompt": "ROMEO:", "max_tokens": 1000, "n": 100, "stream": True}
+        with httpx.stream("POST", f"{url}/v1/completions", json=body, trust_env=False, timeout=60) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            process.send_signal(signal.SIGINT)
+            with suppress(httpx.HTTPError):
+                while True:  # until no connection is accepted
+                    httpx.get(f"{url}/health", trust_env=False)
+            process.send_signal(signal.SIGINT)
+            assert [line for line in lines if line][-1] == "data: [DONE]"
+        assert process.wait(30) == cli.EXIT_INTERRUPTED
+        assert process.stderr is not None
+        assert process.stderr.read() == "interrupted\n"

@@ -61,12 +61,18 @@ class Server(uvicorn.Server):
         self._end_answers = app.state.service.end_answers
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Finish answers in flight within the time limit."""
+        """Finish answers in flight within the time limit, or end them at a second Ctrl-C."""
         end = asyncio.get_running_loop().call_later(self._shutdown_grace, self._end_answers)
         try:
             await super().shutdown(sockets)
         finally:
             end.cancel()
+        if self.force_exit:
+            # uvicorn would leave its tasks to be cancelled, and log a traceback for each.
+            self._end_answers()
+            if self.server_state.tasks:
+                await asyncio.wait(self.server_state.tasks, timeout=CLOSING_SECONDS)
+            await self.lifespan.shutdown()
 
 
 def allow_files(settings: Settings) -> None:
