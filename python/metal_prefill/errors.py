@@ -46,10 +46,11 @@ class MissingExtraError(MetalPrefillError, ImportError):
 
 
 class SessionBusyError(MetalPrefillError, RuntimeError):
-    """Two calls use the same session at the same time.
+    """Two calls use the same session or scheduler at the same time.
 
-    Raised when a call would change a session from inside its own progress callback, and when a generator
-    detects that another call has changed its session.
+    Raised when a call would change a session from inside its own progress callback, when a generator
+    detects that another call has changed its session, and when a draft function starts a pass of its
+    scheduler.
     """
 
 

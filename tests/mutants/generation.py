@@ -215,6 +215,13 @@ MUTANTS = (
     ),
     Mutant(
         f"{PACKAGE}/generation/_scheduler.py",
+        "if self._stepping:",
+        "if False:",
+        "a draft function that starts a pass corrupts the streams",
+        ("tests/scheduler/test_scheduler.py", "-k", "cannot_start_a_pass"),
+    ),
+    Mutant(
+        f"{PACKAGE}/generation/_scheduler.py",
         "most_short = min(most_short, PROMPT_TURN + ROWS_PER_WRITING * writing)",
         "pass",
         "short prompts fill passes while other texts decode",

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from support.scheduled_texts import TEXTS, alone, texts_of
 
-from metal_prefill import ClosedError, ContextOverflowError, Model, Scheduler
+from metal_prefill import ClosedError, ContextOverflowError, Model, Scheduler, SessionBusyError
 from metal_prefill.generation._scheduler import Stream
 
 
@@ -165,3 +165,22 @@ def test_pieces_match_those_of_single_prompts(cpu: Model) -> None:
         pieces[index].append(piece)
     for prompt, made in zip(TEXTS[:2], pieces, strict=True):
         assert made == list(cpu.session().stream(prompt, 9, **options))
+
+
+def test_a_draft_function_cannot_start_a_pass(cpu: Model) -> None:
+    scheduler = Scheduler(cpu)
+    errors: list[Exception] = []
+
+    def draft(ids: Any) -> list[int]:
+        with pytest.raises(SessionBusyError, match="the scheduler is computing a pass") as caught:
+            scheduler.step()
+        errors.append(caught.value)
+        return []
+
+    streams = [scheduler.submit(TEXTS[0], 20, speculate=draft), scheduler.submit(TEXTS[1], 20)]
+    made = {stream: "" for stream in streams}
+    while scheduler.streams:
+        for stream, text in scheduler.step():
+            made[stream] += text
+    assert list(made.values()) == [alone(cpu, text, 20) for text in TEXTS[:2]]
+    assert errors

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from metal_prefill._engine import EngineOwner
 from metal_prefill._support.arguments import TokenIds, integer
-from metal_prefill.errors import ConstraintError, KVMemoryError
+from metal_prefill.errors import ConstraintError, KVMemoryError, SessionBusyError
 from metal_prefill.generation._batch_call import BatchCall
 from metal_prefill.generation._constraint import BATCH_PATIENCE, ConstraintPending
 from metal_prefill.generation._pending_calls import PendingCall, PendingCalls, rows_of
@@ -131,6 +131,7 @@ class Scheduler:
         self._made: list[tuple[Stream, Piece]] = []  # which `step_pieces` has not returned
         self._calls = PendingCalls()
         self._calls_first = False
+        self._stepping = False
         self.passes = 0
         self.last_pass = PassRows(0, 0, 0, 0.0, [])
 
@@ -226,7 +227,21 @@ class Scheduler:
         wait for one, the list is empty after a moment. A stream that ended has its `finish_reason`. An
         exception that is not a stream's own, such as KeyboardInterrupt, leaves every stream as it was before
         the pass or after it.
+
+        Raises
+        ------
+        SessionBusyError
+            A function that drafts for one of the streams called this, or another thread is computing a pass.
         """
+        if self._stepping:
+            raise SessionBusyError("the scheduler is computing a pass; start the next one when it has ended")
+        try:
+            self._stepping = True
+            return self._pass()
+        finally:
+            self._stepping = False
+
+    def _pass(self) -> list[tuple[Stream, Piece]]:
         self._drop_ended()
         self._take_results(0.0)  # to which constraints have answered in the meantime
         self._drop_ended()
