@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +15,8 @@ import pytest
 from support.small_models import CLASSIFIERS, write
 
 from metal_prefill import Model, synth
+from metal_prefill._commands.embed import _Part
+from metal_prefill._support.atomic_write import replacing
 from metal_prefill.cli import main
 from metal_prefill.tasks import _embedding
 
@@ -71,6 +76,55 @@ def test_an_interrupted_run_is_resumed(
     with Model(embedder, device="cpu") as model:
         np.testing.assert_array_equal(np.load(tmp_path / "v.npy"), model.embed(texts))
     assert list(tmp_path.glob(".v.npy*")) == []
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda part: b"",
+        lambda part: part[:3],
+        lambda part: b"\xff" * 4 + part[4:],  # another width
+        lambda part: bytes([part[0] // 2]) + part[1:],
+        lambda part: part + part[4:] * 3,  # more rows than texts
+        lambda part: bytes(len(part)),
+    ],
+)
+def test_a_damaged_part_of_an_interrupted_run_is_computed_again(
+    embedder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: Callable[[bytes], bytes]
+) -> None:
+    texts = [f"text {i}" for i in range(300)]
+    (tmp_path / "t.txt").write_text("\n".join(texts))
+    arguments = ("-f", tmp_path / "t.txt", "-o", tmp_path / "v.npy")
+    with monkeypatch.context() as patch:
+        patch.setattr(_Part, "remove", interrupt)
+        assert embed(embedder, *arguments) == 130
+    part = next(tmp_path.glob(".v.npy.*.part"))
+    part.write_bytes(damage(part.read_bytes()))
+    expected = np.load(tmp_path / "v.npy")
+    assert embed(embedder, *arguments) == 0
+    np.testing.assert_array_equal(np.load(tmp_path / "v.npy"), expected)
+    assert list(tmp_path.glob(".v.npy*")) == []
+
+
+def interrupt(*_: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def test_a_full_disk_is_reported_with_the_name_of_the_file(
+    embedder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "t.txt").write_text("a\nb\n")
+
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    output = tmp_path / "v.npy"
+    assert embed(embedder, "-f", tmp_path / "t.txt", "-o", output) == 1
+    assert capsys.readouterr().err == f"error: {output}: No space left on device\n"
+    with pytest.raises(OSError, match=r"No space left on device: '.*/x'"), replacing(tmp_path / "x") as path:
+        path.write_bytes(b"a")
+    assert not (tmp_path / "x").exists()
 
 
 def test_a_run_with_another_precision_is_not_resumed(

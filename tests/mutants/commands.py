@@ -7,6 +7,27 @@ from mutants.places import PACKAGE
 
 MUTANTS = (
     Mutant(
+        f"{PACKAGE}/_commands/embed.py",
+        "if file.read(4) == self._header:",
+        "if file.read(4):",
+        "damaged vectors of an interrupted run are used",
+        ("tests/test_embed_commands.py", "-k", "damaged_part"),
+    ),
+    Mutant(
+        f"{PACKAGE}/_commands/embed.py",
+        "self._rows = rows if rows <= texts else 0",
+        "self._rows = rows",
+        "a part with more vectors than texts fails the run",
+        ("tests/test_embed_commands.py", "-k", "damaged_part"),
+    ),
+    Mutant(
+        f"{PACKAGE}/_support/atomic_write.py",
+        "if error.errno is None or error.filename is not None:",
+        "if True:",
+        "an error about a full disk does not name the file",
+        ("tests/test_embed_commands.py", "-k", "full_disk"),
+    ),
+    Mutant(
         f"{PACKAGE}/__main__.py",
         "except KeyboardInterrupt:",
         "except ImportError:",

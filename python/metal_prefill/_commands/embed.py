@@ -15,7 +15,7 @@ import numpy as np
 
 from metal_prefill._commands import common
 from metal_prefill._commands.text_files import add_prompt_arguments, add_text_arguments, read_texts
-from metal_prefill._support.atomic_write import replacing
+from metal_prefill._support.atomic_write import named, replacing
 from metal_prefill.errors import MissingExtraError
 from metal_prefill.tasks._text_passes import TextPasses
 
@@ -92,7 +92,8 @@ def execute(arguments: argparse.Namespace) -> None:
             "compute": model.compute,
         }
         passes = TextPasses(model.engine)
-        part = _Part(arguments.output, _identity(model, texts, identity), len(texts))
+        width = arguments.dimensions or model.engine.head.width
+        part = _Part(arguments.output, _identity(model, texts, identity), len(texts), width)
         before = len(part)
         begin = time.perf_counter()
         with common.progress_bar("texts", "texts", len(texts) > BLOCK) as progress:
@@ -102,8 +103,7 @@ def execute(arguments: argparse.Namespace) -> None:
                     progress(len(part), len(texts))
         seconds = time.perf_counter() - begin
         tokens = sum(map(len, prompts[before:]))
-        width = arguments.dimensions or model.engine.head.width
-    vectors = part.vectors(width)
+    vectors = part.vectors()
     if kind == ".npy":
         with replacing(arguments.output) as path, open(path, "wb") as file:
             np.save(file, vectors)
@@ -133,33 +133,37 @@ def _identity(model: Model, texts: list[str], options: dict[str, Any]) -> str:
 class _Part:
     """Vectors of the first texts, in a file next to the output that is named by their identity."""
 
-    def __init__(self, output: Path, identity: str, texts: int) -> None:
+    def __init__(self, output: Path, identity: str, texts: int, width: int) -> None:
+        self._output = output
         self._path = output.with_name(f".{output.name}.{identity[:16]}.part")
         self._texts = texts
-        self._width = 0
+        self._width = width
+        self._header = width.to_bytes(4, "little")
+        size = 0
         if self._path.exists():
-            data = self._path.read_bytes()
-            self._width = int.from_bytes(data[:4], "little") if len(data) >= 4 else 0
-            if self._width:  # the last write may be incomplete
-                row = 4 * self._width
-                with open(self._path, "rb+") as file:
-                    file.truncate(4 + (len(data) - 4) // row * row)
+            with open(self._path, "rb") as file:
+                if file.read(4) == self._header:  # otherwise the file is damaged
+                    size = self._path.stat().st_size
+        rows = max(size - 4, 0) // (4 * width)  # the last write may be incomplete
+        self._rows = rows if rows <= texts else 0
+        if size:
+            os.truncate(self._path, 4 + 4 * width * self._rows)
 
     def __len__(self) -> int:
-        return (self._path.stat().st_size - 4) // (4 * self._width) if self._width else 0
+        return self._rows
 
     def append(self, vectors: Any) -> None:
-        with open(self._path, "ab" if self._width else "wb") as file:
-            if not self._width:
-                self._width = vectors.shape[1]
-                file.write(self._width.to_bytes(4, "little"))
+        with named(self._output), open(self._path, "ab" if self._rows else "wb") as file:
+            if not self._rows:
+                file.write(self._header)
             file.write(vectors.tobytes())
             file.flush()
             os.fsync(file.fileno())
+        self._rows += len(vectors)
 
-    def vectors(self, width: int) -> Any:
-        if not self._width:
-            return np.empty((0, width), np.float32)
+    def vectors(self) -> Any:
+        if not self._rows:
+            return np.empty((0, self._width), np.float32)
         return np.frombuffer(self._path.read_bytes(), np.float32, offset=4).reshape(self._texts, self._width)
 
     def remove(self) -> None:

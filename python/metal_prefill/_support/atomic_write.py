@@ -64,6 +64,17 @@ def check_target(path: str | os.PathLike[str]) -> Path:
 
 
 @contextmanager
+def named(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Name a file in errors of writing it, such as those of a full disk, which name none."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None or error.filename is not None:
+            raise
+        raise type(error)(error.errno, error.strerror, os.fspath(path)) from None
+
+
+@contextmanager
 def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
     """Yield a new file that replaces `path` atomically, or is deleted if the block fails.
 
@@ -87,11 +98,12 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
             mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
         with suppress(FileNotFoundError):
             mode = stat.S_IMODE(os.stat(target).st_mode)
-        yield temporary
-        os.chmod(temporary, mode)  # the block may have replaced the file
-        with open(temporary, "rb+" if mode & stat.S_IWUSR else "rb") as file:
-            os.fsync(file.fileno())
-        os.replace(temporary, target)
+        with named(path):
+            yield temporary
+            os.chmod(temporary, mode)  # the block may have replaced the file
+            with open(temporary, "rb+" if mode & stat.S_IWUSR else "rb") as file:
+                os.fsync(file.fileno())
+            os.replace(temporary, target)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
         if lock is not None:
