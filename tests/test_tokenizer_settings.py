@@ -5,6 +5,7 @@ The tokenizers library, which transformers uses, reads the same files.
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable
 from itertools import pairwise
@@ -304,17 +305,29 @@ def test_words_end_where_case_changes(tmp_path: Path, whole: bool, name: str) ->
         assert ours.frame.text(ours.encode(text, add_bos=False)) == theirs.encode(text).ids, repr(text)
 
 
-@pytest.mark.parametrize("name", ["byte level", "mistral", "gemma"])
+_BYTE_FALLBACK = (decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse())
+_STRIPPED = decoders.Sequence([*_BYTE_FALLBACK, decoders.Strip(" ", 1, 0)])
+# As the folders of such models have them.
+DECODERS = {
+    "byte level": decoders.ByteLevel(),
+    "llama 2": _STRIPPED,
+    "mistral": _STRIPPED,
+    "gemma": decoders.Sequence(list(_BYTE_FALLBACK)),
+    "word piece": decoders.WordPiece(cleanup=False),
+    "unigram": decoders.Metaspace(),
+}
+
+
+@pytest.mark.parametrize("name", DECODERS)
 def test_decoded_texts_are_those_of_the_library(tmp_path: Path, name: str) -> None:
     ours, theirs = opened(tmp_path, name, lambda made: None)
-    strip = [decoders.Strip(" ", 1, 0)] if name == "mistral" else []
-    byte_fallback = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
-    theirs.decoder = decoders.ByteLevel() if name == "byte level" else decoders.Sequence(byte_fallback)
-    for text in TEXTS:
-        ids = theirs.encode(text).ids
-        for skip in (True, False):
-            expected = theirs.decode(ids, skip_special_tokens=skip)
-            assert ours.decode(ids, skip_special=skip) == expected, repr(text)
+    theirs.decoder = DECODERS[name]
+    for text, framed, skip in itertools.product([*TEXTS, *SPELLED], (True, False), (True, False)):
+        ids = theirs.encode(text, add_special_tokens=framed).ids
+        expected = theirs.decode(ids, skip_special_tokens=skip)
+        assert ours.decode(ids, skip_special=skip) == expected, repr(text)
+        decoder = ours.decoder(skip_special=skip, whole=True)
+        assert "".join([*map(decoder.step, ids), decoder.flush()]) == expected
 
 
 def test_white_space_of_tokens_in_chats_is_removed(tmp_path: Path) -> None:
@@ -402,6 +415,24 @@ def test_pairs_matter_to_classifiers_only(tmp_path: Path) -> None:
     template("$A </s>", "$A $B </s>")(made)
     ours = encoder_tokenizers.open_folder(tokenizer_folders.write(tmp_path, made))
     assert ours.frame.text([5]) == [5, 1]
+
+
+@pytest.mark.parametrize(
+    "step", [None, {"type": "ByteLevel", "trim_offsets": False, "add_prefix_space": False}]
+)
+@pytest.mark.parametrize("added", [True, False])
+def test_the_post_processor_alone_frames_texts(tmp_path: Path, step: Json | None, added: bool) -> None:
+    made = TOKENIZERS["byte level"]()
+    framed = made["post_processor"]["type"] == "TemplateProcessing"
+    assert framed
+    flags = {"add_bos_token": added, "add_eos_token": added, "bos_token": "<s>", "eos_token": "</s>"}
+    for processor in (step, made["post_processor"]):
+        made["post_processor"] = processor
+        path = tokenizer_folders.write(tmp_path, made, flags)
+        ours = encoder_tokenizers.open_folder(path)
+        theirs = HubTokenizer.from_file(str(path / "tokenizer.json"))
+        assert ours.frame.text(ours.encode("the king", add_bos=False)) == theirs.encode("the king").ids
+        assert ours.encode("the king") == theirs.encode("the king").ids
 
 
 @pytest.mark.parametrize("generic", [True, False])

@@ -42,6 +42,13 @@ MUTANTS = (
         ("tests/test_module_settings.py", "-k", "types"),
     ),
     Mutant(
+        f"{PACKAGE}/conversion/_frame.py",
+        'found.flags[f"add_{name}_token"] = bool(added)',
+        'found.flags[f"add_{name}_token"] = bool(added) or settings.values.get(f"add_{name}_token") is True',
+        "flags of a tokenizer frame texts that its post-processor does not",
+        ("tests/test_tokenizer_settings.py", "-k", "alone_frames"),
+    ),
+    Mutant(
         f"{PACKAGE}/conversion/_local_file.py",
         '_SMALL = (".json", ".txt", ".jinja", ".metadata")',
         '_SMALL = (".json", ".txt", ".jinja")',

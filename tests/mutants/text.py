@@ -161,10 +161,17 @@ MUTANTS = (
         ("tests/test_template_limits.py", "-k", "value_is_limited"),
     ),
     Mutant(
+        f"{PACKAGE}/text/_token_bytes.py",
+        '" " + spelling if word_piece else spelling',
+        "spelling",
+        "control tokens of WordPiece are not separated by spaces",
+        ("tests/test_tokenizer_settings.py", "-k", "those_of_the_library"),
+    ),
+    Mutant(
         f"{PACKAGE}/text/_token_decoder.py",
-        "self._prefix_next = self._prefix_next and omitted",
-        "self._prefix_next = spelled",
-        "the space after a control token is lost in the vocabulary of Mistral",
+        "self._strips = False",
+        "self._strips = self._strips and special",
+        "the space after a control token that is spelled is lost",
         ("tests/test_tokenizer_settings.py", "-k", "decoded"),
     ),
     Mutant(

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 from gguf import GGUFWriter
 
+from metal_prefill.text._tokenizer import Tokenizer
 from support.small_models import ENCODERS, MODELS, SmallModel
 
 DATA = Path(__file__).parents[1] / "data"
@@ -342,3 +343,15 @@ def segments_of(tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
 def tokens_for(model: SmallModel) -> npt.NDArray[np.int64]:
     """Return a prompt that is longer than every window."""
     return np.random.default_rng(3).integers(0, model.vocab, 100)
+
+
+def decoded(tokenizer: Tokenizer, text: str, *, parse_special: bool) -> str:
+    """Return what the tokens of a text decode to: with the spaces inserted before parts, but the first."""
+    if not tokenizer.space_prefix:
+        return text
+    parts = tokenizer.split(text, parse_special)
+    spelled = (
+        tokenizer.token(part).replace("\u2581", " ") if isinstance(part, int) else f" {part}"
+        for part in parts
+    )
+    return "".join(spelled).removeprefix(" ")

@@ -49,8 +49,8 @@ def set_frame(found: FolderVocabulary, json: Fields, settings: Fields, config: F
     for name, added in (("bos", begin), ("eos", end)):
         if added:
             found.ids[name] = added[0]
-        stated = settings.values.get(f"add_{name}_token") is True
-        found.flags[f"add_{name}_token"] = bool(added) or (stated and name in found.ids)
+        # As in transformers, flags of the same names in tokenizer_config.json have no effect.
+        found.flags[f"add_{name}_token"] = bool(added)
     word_piece = found.model == "bert"
     between = _between(begin, end, [item.id for item in pair])
     problem = _problem(found, end, between) if template else ""

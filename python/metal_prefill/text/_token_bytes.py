@@ -56,10 +56,14 @@ class TokenBytes:
     def _converted(self, token_id: int) -> Piece:
         kind = TokenType(int(self._vocabulary.types[token_id]))
         special = kind in SPECIAL_TYPES
+        word_piece = self._vocabulary.kind == "bert"  # separates all tokens by spaces but for parts of words
         if special or kind == TokenType.USER_DEFINED:
-            return Piece(self._vocabulary.spelled(token_id).encode("utf-8"), special, spelled=True)
+            spelling = self._vocabulary.spelled(token_id)
+            return Piece((" " + spelling if word_piece else spelling).encode("utf-8"), special, spelled=True)
         text = self._vocabulary.tokens[token_id]
-        if self._vocabulary.kind == "gpt2":
+        if word_piece:
+            raw = (" " + text[1:] if text.startswith(SPACE) else text).encode("utf-8")
+        elif self._vocabulary.kind == "gpt2":
             raw = b"".join(bytes([_BYTES[c]]) if c in _BYTES else c.encode("utf-8") for c in text)
         elif kind == TokenType.BYTE:
             raw = bytes([self._byte_value(text)])

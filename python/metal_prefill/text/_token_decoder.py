@@ -11,8 +11,8 @@ from metal_prefill.text._token_bytes import Piece
 class TokenDecoder:
     """Incremental decoder of a stream of token ids, which holds incomplete characters back.
 
-    Created by :meth:`Tokenizer.decoder`. With `strip_prefix`, the decoder removes the space that `encode`
-    inserts before each span of plain text; with `first_only`, only at the beginning of the text.
+    Created by :meth:`Tokenizer.decoder`. With `strip_prefix`, the decoder removes a space at the beginning of
+    the text.
     """
 
     def __init__(
@@ -20,33 +20,27 @@ class TokenDecoder:
         piece_of: Callable[[int], Piece],
         skip_special: bool,
         strip_prefix: bool,
-        first_only: bool = False,
     ) -> None:
         self._piece_of = piece_of
         self._skip_special = skip_special
-        self._strip_prefix = strip_prefix
-        self._first_only = first_only
-        self._prefix_next = strip_prefix
+        self._strips = strip_prefix
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
     def copy(self) -> TokenDecoder:
         """Return an independent decoder in the same state."""
-        other = TokenDecoder(self._piece_of, self._skip_special, self._strip_prefix, self._first_only)
-        other._prefix_next = self._prefix_next
+        other = TokenDecoder(self._piece_of, self._skip_special, self._strips)
         other._utf8.setstate(self._utf8.getstate())
         return other
 
     def step(self, token_id: int) -> str:
         """Add one token and return the text that it completes, which may be empty."""
-        raw, special, spelled = self._piece_of(token_id)
-        if self._prefix_next and not spelled:
+        raw, special, _ = self._piece_of(token_id)
+        if special and self._skip_special:
+            return ""
+        if self._strips:
             raw = raw.removeprefix(b" ")
-        omitted = special and self._skip_special
-        if self._first_only:
-            self._prefix_next = self._prefix_next and omitted
-        else:
-            self._prefix_next = self._strip_prefix and spelled
-        return "" if omitted else self._utf8.decode(raw)
+        self._strips = False
+        return self._utf8.decode(raw)
 
     def flush(self) -> str:
         """End the stream and return the remaining text: U+FFFD for an incomplete character."""

@@ -406,7 +406,10 @@ class Tokenizer:
         return "" if token_id is None else self.token(token_id)
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = True) -> str:
-        """Convert token ids to text; the inverse of `encode`.
+        """Convert token ids to text, as transformers and llama.cpp do.
+
+        The inverse of `encode`, except that with vocabularies that put a space before every text between
+        spelled tokens (Llama 2, encoders), only that at the beginning is removed.
 
         Parameters
         ----------
@@ -429,7 +432,7 @@ class Tokenizer:
 
     @property
     def strips_space(self) -> bool:
-        """Whether `decode` omits the space before each span of plain text, or before the first one."""
+        """Whether `decode` omits a space at the beginning of a text."""
         return self.space_prefix or self._vocabulary.kind in ENCODER_KINDS
 
     def decoder(self, *, skip_special: bool = True, whole: bool = False) -> TokenDecoder:
@@ -438,7 +441,6 @@ class Tokenizer:
             self._bytes.piece,
             skip_special,
             strip_prefix=whole and self.strips_space,
-            first_only=self._prepend_scheme == "first",
         )
 
     def token(self, token_id: int) -> str:
