@@ -199,6 +199,22 @@ def test_the_activation_of_a_listed_module_is_followed(tmp_path: Path, listed: b
     np.testing.assert_allclose(scores, expected, rtol=1e-5)
 
 
+@pytest.mark.parametrize("activation", ["Identity", "Sigmoid"])
+def test_several_classes_have_the_activation_of_their_folder(tmp_path: Path, activation: str) -> None:
+    folder = task_folders.CLASSIFIERS["bert"](tmp_path / "m")
+    folder.json(SETTINGS, {"activation_fn": f"torch.nn.modules.activation.{activation}"})
+    modules("Transformer")(folder)
+    with opened(convert(folder.write(), tmp_path / "m.gguf")) as model:
+        found = model.classify(DOCUMENTS)
+    logits = found.log_likelihoods
+    powers = np.exp(logits)
+    expected = (
+        powers / (1 + powers) if activation == "Sigmoid" else powers / powers.sum(axis=1, keepdims=True)
+    )
+    assert logits.shape[1] > 1
+    np.testing.assert_allclose(found.probabilities, expected, rtol=1e-5)
+
+
 def test_control_tokens_and_parts_of_words_are_left_out(tmp_path: Path) -> None:
     folder = task_folders.late_interaction(tmp_path / "m")
     merged("2_MultiVectorMask/config.json", skiplist_words=["[SEP]", "##e", "the", "nothing like it"])(folder)

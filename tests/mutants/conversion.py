@@ -105,6 +105,13 @@ MUTANTS = (
         ("tests/test_module_settings.py", "-k", "activation"),
     ),
     Mutant(
+        f"{PACKAGE}/conversion/_modules.py",
+        '(labels == 1 or name != "Identity")',
+        "labels == 1",
+        "several classes with Sigmoid are exclusive",
+        ("tests/test_module_settings.py", "-k", "several_classes"),
+    ),
+    Mutant(
         f"{PACKAGE}/conversion/_prompts.py",
         "[vocabulary.by_text[word] for word in words if word in vocabulary.by_text]",
         "[vocabulary.tokens.index(word) for word in words if word in vocabulary.tokens]",

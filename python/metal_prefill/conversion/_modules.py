@@ -278,7 +278,8 @@ def _add_scores(found: Modules, folder: Path, config: Fields) -> None:
         function = config.string("sbert_ce_default_activation_function", default="")
         function = config.object("sentence_transformers").string("activation_fn", default=function)
     name = function.rpartition(".")[2]
-    if name in _OUTPUT_FUNCTIONS and labels == 1:
+    # Outputs of several classes as they are become probabilities by softmax, as in transformers.
+    if name in _OUTPUT_FUNCTIONS and (labels == 1 or name != "Identity"):
         found.metadata["classifier.activation"] = _OUTPUT_FUNCTIONS[name]
     elif name and name not in _OUTPUT_FUNCTIONS:
         raise config.unsupported(
