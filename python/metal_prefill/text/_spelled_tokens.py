@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -44,20 +44,20 @@ class SpelledTokens:
         return {tokens[i]: int(i) for i in ids if tokens[i]}
 
     @cached_property
-    def _patterns(self) -> tuple[re.Pattern[str] | None, re.Pattern[str] | None]:
-        """Patterns of user-defined tokens, and of these and special tokens, longest first; None if empty."""
-        return _alternatives(self.user_defined), _alternatives(self.user_defined | self.special)
+    def _finders(self) -> tuple[_Finder, _Finder]:
+        """Finders of user-defined tokens, and of these and special tokens."""
+        return _Finder(self.user_defined), _Finder(self.user_defined | self.special)
 
     def split(self, text: str, parse_special: bool) -> Iterator[str | int]:
         """Split text at the tokens that are recognized by their spelling."""
-        pattern = self._patterns[parse_special]
         end = 0
-        for match in pattern.finditer(text) if pattern else ():
-            if match.start() > end:
-                yield text[end : match.start()]
-            found = self.user_defined.get(match[0])
-            yield self.special[match[0]] if found is None else found
-            end = match.end()
+        for start, stop in self._finders[parse_special].spans(text):
+            if start > end:
+                yield text[end:start]
+            spelling = text[start:stop]
+            found = self.user_defined.get(spelling)
+            yield self.special[spelling] if found is None else found
+            end = stop
         if end < len(text):
             yield text[end:]
 
@@ -81,6 +81,43 @@ class SpelledTokens:
         return made
 
 
-def _alternatives(tokens: Iterable[str]) -> re.Pattern[str] | None:
-    longest_first = sorted(tokens, key=len, reverse=True)
-    return re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
+class _Finder:
+    """Finds the longest of many spellings at each place of a text.
+
+    A regular expression would try all of them at a place, and takes 100 times the memory of the spellings.
+    """
+
+    def __init__(self, spellings: Collection[str]) -> None:
+        self._spellings = frozenset(spellings)
+        found: dict[str, set[int]] = {}
+        for spelling in self._spellings:
+            found.setdefault(spelling[:2], set()).add(len(spelling))
+        for start in [start for start in found if len(start) == 2 and start[0] in self._spellings]:
+            found[start].add(1)
+        # Lengths by the first two characters, the longest first.
+        self._lengths = {start: sorted(lengths, reverse=True) for start, lengths in found.items()}
+        pairs = [start for start in found if len(start) == 2]
+        places = [_one_of(start for start in found if len(start) == 1)]
+        if pairs:
+            places.append(f"{_one_of(pair[0] for pair in pairs)}(?={_one_of(pair[1] for pair in pairs)})")
+        self._place = re.compile("|".join(filter(None, places))) if self._spellings else None
+
+    def spans(self, text: str) -> Iterator[tuple[int, int]]:
+        """Yield the start and end of each spelling in a text."""
+        at = 0
+        while self._place is not None and (place := self._place.search(text, at)):
+            start = place.start()
+            at = start + 1
+            lengths = self._lengths.get(text[start : start + 2]) or self._lengths.get(text[start])
+            for length in lengths or ():
+                spelling = text[start : start + length]
+                if spelling in self._spellings:
+                    at = start + len(spelling)  # the text may end sooner
+                    yield start, at
+                    break
+
+
+def _one_of(characters: Iterable[str]) -> str:
+    """Return the pattern of one of these characters; empty without any."""
+    escaped = "".join(map(re.escape, sorted(set(characters))))
+    return f"[{escaped}]" if escaped else ""

@@ -1,0 +1,42 @@
+"""Recognition of many tokens by their spelling."""
+
+from __future__ import annotations
+
+import re
+import time
+from random import Random
+
+import pytest
+
+from metal_prefill.text._spelled_tokens import _Finder
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_the_longest_spelling_is_found_at_each_place(seed: int) -> None:
+    random = Random(seed)
+
+    def word(most: int) -> str:
+        return "".join(random.choices("ab[]^-\\ \né", k=random.randrange(1, most)))
+
+    spellings = {word(random.choice((2, 3, 6))) for _ in range(random.randrange(1, 20))}
+    pattern = re.compile("|".join(map(re.escape, sorted(spellings, key=len, reverse=True))))
+    text = word(300)
+    assert list(_Finder(spellings).spans(text)) == [match.span() for match in pattern.finditer(text)]
+
+
+def test_a_spelling_is_found_at_the_end_of_a_text() -> None:
+    assert list(_Finder(("ab", "abcde", "b")).spans("abab")) == [(0, 2), (2, 4)]
+
+
+def test_without_spellings_nothing_is_found() -> None:
+    assert list(_Finder(()).spans("abc")) == []
+
+
+def test_the_number_of_spellings_does_not_delay_texts() -> None:
+    """A model file may define all of its tokens so; the alternatives of a pattern took 14 s."""
+    random = Random(1)
+    spellings = {f"a{letter}{i}" for i in range(20_000) for letter in "bcdefgh"}
+    text = "".join(random.choices("abcdefgh", k=200_000))
+    begin = time.process_time()
+    assert list(_Finder(spellings).spans(text)) == []
+    assert time.process_time() - begin < 2
