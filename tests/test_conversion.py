@@ -409,7 +409,7 @@ def test_unknown_kinds_of_layers_of_gemma3_are_refused(tmp_path: Path, kinds: li
         ({"attention_factor": 1.3}, {"attn_factor": 1.3 / 1.1386294}),
         ({"mscale": 1.5, "mscale_all_dim": 0.7}, {"attn_factor": 1.2079442 / 1.0970406 / 1.1386294}),
         ({"mscale": 1.0, "mscale_all_dim": 0.0}, {}),
-        ({"beta_fast": 20.0, "beta_slow": 2.0}, {"beta_fast": 20.0, "beta_slow": 2.0}),
+        ({"beta_fast": 20.0, "beta_slow": 2.0}, {"yarn_beta_fast": 20.0, "yarn_beta_slow": 2.0}),
     ],
 )
 def test_settings_of_yarn_are_those_of_the_folder(
@@ -417,10 +417,10 @@ def test_settings_of_yarn_are_those_of_the_folder(
 ) -> None:
     rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, **settings}
     found = rope_scaling(Fields(tmp_path, {"rope_parameters": rope}))
-    begin = "rope.scaling.yarn_"
-    assert {key.removeprefix(begin): value for key, value in found.items() if begin in key} == pytest.approx(
-        expected, rel=1e-6
-    )
+    usual = rope_scaling(Fields(tmp_path, {"rope_parameters": {**rope, **dict.fromkeys(settings)}}))
+    begin = "rope.scaling."
+    changed = {key.removeprefix(begin): value for key, value in found.items() if key not in usual}
+    assert changed == pytest.approx(expected, rel=1e-6)
 
 
 def test_yarn_with_fractional_bounds_is_refused(tmp_path: Path) -> None:

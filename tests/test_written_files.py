@@ -82,7 +82,13 @@ def test_tokens_of_written_encoders_are_those_of_llama_cpp(tmp_path: Path, name:
             assert ids == expected, text
 
 
-@pytest.mark.parametrize("make", [model_folders.llama, *recurrent_folders.RECORDED.values()])
+def yarn(path: Path) -> Folder:
+    """Make a folder whose attention YaRN scales by another factor than the usual one."""
+    rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 10}
+    return model_folders.llama(path, rope_parameters={**rope, "attention_factor": 2.0})
+
+
+@pytest.mark.parametrize("make", [model_folders.llama, yarn, *recurrent_folders.RECORDED.values()])
 def test_logits_of_written_decoders_are_those_of_llama_cpp(
     tmp_path: Path, make: Callable[[Path], Folder]
 ) -> None:
@@ -102,7 +108,7 @@ def test_vectors_of_minilm_are_those_of_llama_cpp(
     minilm_folder: Path, tmp_path: Path, kind: str, near: float
 ) -> None:
     path = convert(minilm_folder, tmp_path / "m.gguf", tensor_type=kind)
-    with Model(path, device="cpu") as model:
+    with Model(path, device="cpu", max_context=512) as model:
         prompts = encode_texts(model.engine, TEXTS).prompts
         assert least_cosine(vectors_of(path, prompts), model.embed(TEXTS)) > 1 - near
 
@@ -113,7 +119,7 @@ def test_8_bit_vectors_of_minilm_are_as_near_to_float64_as_those_of_llama_cpp(
 ) -> None:
     path = convert(minilm_folder, tmp_path / "m.gguf", tensor_type="Q8_0")
     exact = np.load(VECTORS)["vectors"].astype(np.float64)
-    with Model(path, device="cpu") as model:
+    with Model(path, device="cpu", max_context=512) as model:
         prompts = encode_texts(model.engine, TEXTS).prompts
         ours, theirs = model.embed(TEXTS), vectors_of(path, prompts)
     distances = [1 - (made * exact).sum(axis=1) for made in (ours, theirs)]

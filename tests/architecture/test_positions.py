@@ -45,12 +45,12 @@ def test_yarn_scaling(open_model: Open) -> None:
     assert read_config(open_model(yarn)) == expected
     tuned = {
         SCALING + "attn_factor": number(0.5),
-        SCALING + "yarn_attn_factor": number(3.0),
+        SCALING + "yarn_attn_factor": number(3.0),  # without an effect in llama.cpp
         SCALING + "yarn_beta_fast": number(16.0),
         SCALING + "yarn_beta_slow": number(2.0),
         SCALING + "yarn_ext_factor": number(1.0),
     }
-    expected = replace(expected, rope_attn_factor=1.5, rope_beta_fast=16.0, rope_beta_slow=2.0)
+    expected = replace(expected, rope_attn_factor=0.5, rope_beta_fast=16.0, rope_beta_slow=2.0)
     assert read_config(open_model({**yarn, **tuned})) == expected
 
 

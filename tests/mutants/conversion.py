@@ -196,6 +196,13 @@ MUTANTS = (
         ("tests/test_recurrent_folders.py", "-k", "lfm2"),
     ),
     Mutant(
+        f"{PACKAGE}/conversion/_settings.py",
+        'found["rope.scaling.attn_factor"] = scale',
+        'found["rope.scaling.yarn_attn_factor"] = scale',
+        "llama.cpp and this package ignore the attention factor of a folder with YaRN",
+        ("tests/test_conversion.py", "-k", "settings_of_yarn"),
+    ),
+    Mutant(
         f"{PACKAGE}/conversion/_sources.py",
         '"shared_mlp.input_linear": ("mlp.gate_proj", "mlp.up_proj"),',
         '"shared_mlp.input_linear": ("mlp.up_proj", "mlp.gate_proj"),',

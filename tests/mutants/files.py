@@ -154,6 +154,13 @@ MUTANTS = (
         ("tests/architecture/test_positions.py", "-k", "heads_of_the_others"),
     ),
     Mutant(
+        f"{PACKAGE}/files/_positions.py",
+        '        rope_scaling="yarn",\n',
+        '        rope_scaling="yarn",\n        rope_attn_factor=3 * attn_factor,\n',
+        "a key that llama.cpp ignores scales attention",
+        ("tests/architecture/test_positions.py", "-k", "yarn_scaling"),
+    ),
+    Mutant(
         f"{PACKAGE}/files/_session_file.py",
         "path = os.fspath(path)",
         "pass",

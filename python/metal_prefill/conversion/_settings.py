@@ -86,7 +86,7 @@ def _yarn(rope: Fields) -> dict[str, Any]:
         scale = (1 + rope.number("mscale") * growth) / (1 + rope.number("mscale_all_dim") * growth)
     scale = rope.number("attention_factor", default=scale)
     if scale != 1.0 + growth:
-        found["rope.scaling.yarn_attn_factor"] = scale / (1.0 + growth)
+        found["rope.scaling.attn_factor"] = scale / (1.0 + growth)
     return found
 
 

@@ -50,12 +50,12 @@ def _with_rope_scaling(config: ModelConfig, keys: Keys, traits: Architecture) ->
         raise keys.error(
             f"{keys.architecture}.rope.freq_base is {config.rope_base}, must be greater than 1 for YaRN"
         )
+    # llama.cpp ignores yarn_attn_factor, too: it computes this factor from `factor`.
     return replace(
         config,
         rope_scaling="yarn",
         rope_factor=factor,
         rope_original_context=keys.positive("rope.scaling.original_context_length"),
-        rope_attn_factor=attn_factor * keys.positive_float("rope.scaling.yarn_attn_factor", default=1.0),
         rope_beta_fast=keys.positive_float("rope.scaling.yarn_beta_fast", default=32.0),
         rope_beta_slow=keys.positive_float("rope.scaling.yarn_beta_slow", default=1.0),
     )
