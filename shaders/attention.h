@@ -33,6 +33,15 @@
 #define PREFILL_STAGES_QUERY(dims, element_bytes) \
   (PREFILL_ROW_BLOCKS(dims, element_bytes) * ((dims) / 8) * (2 + (element_bytes) / 2) > 64)
 
+// Whether attention_prefill loads all keys of a step before it multiplies the first, and then all values:
+// where output, queries in registers and four block rows of keys take at most 96 of the 128 registers.
+#define PREFILL_LOADS_AHEAD(dims, element_bytes)                                          \
+  ((dims) / 8 *                                                                           \
+       (PREFILL_ROW_BLOCKS(dims, element_bytes) *                                         \
+            (2 + (PREFILL_STAGES_QUERY(dims, element_bytes) ? 0 : (element_bytes) / 2)) + \
+        PREFILL_KEYS / 8 * (element_bytes) / 2) <=                                        \
+   96)
+
 // Bytes of a query there: 16 more than it has, so that eight rows of a block fall in distinct banks.
 #define PREFILL_QUERY_BYTES(dims, element_bytes) ((dims) * (element_bytes) + 16)
 

@@ -32,6 +32,10 @@ static inline void attend(device const float* q, AttentionTile tile, device cons
   constexpr bool kStaged = PREFILL_STAGES_QUERY(kDims, sizeof(T));
   constexpr ushort kQueryRow = PREFILL_QUERY_BYTES(kDims, sizeof(T)) / sizeof(T);
   constexpr ushort kScoreRow = PREFILL_SCORE_ROW, kWeightRow = PREFILL_WEIGHT_ROW(sizeof(T));
+  // Where registers suffice, the loads of a whole step are in flight together: first the keys, then the
+  // values. Those that no row sees are loaded, too: a step is within a page, and no load is behind a branch.
+  constexpr bool kAhead = kWhole && PREFILL_LOADS_AHEAD(kDims, sizeof(T));
+  constexpr ushort kBlocks = PREFILL_KEYS / 8;
   static_assert(kWeightRow * sizeof(T) <= kScoreRow * sizeof(float), "weights take the place of the scores");
   typedef simdgroup_matrix<T, 8, 8> Block;
 
@@ -92,11 +96,21 @@ static inline void attend(device const float* q, AttentionTile tile, device cons
     const uint in_page = key % PAGE_POSITIONS;
     device const T* k_keys = page_at(k, block_table, key, args.page_stride) + in_page * k_stride;
     device const T* v_keys = page_at(v, block_table, key, args.page_stride) + in_page * v_stride;
+    Block loaded[kAhead ? kBlocks : 1][kAhead ? kDimBlocks : 1];
+    if (kAhead) {
+#pragma unroll
+      for (ushort j = 0; j < kBlocks; ++j)
+#pragma unroll
+        for (ushort b = 0; b < kDimBlocks; ++b)
+          simdgroup_load(loaded[kAhead ? j : 0][kAhead ? b : 0],
+                         k_keys + j * 8 * k_stride + kv_head * args.key_dim + b * 8, k_stride, ulong2(0),
+                         true);
+    }
     // Scores of 32 keys. A block that extends beyond the cached keys reads rows of the cache with undefined
     // contents: they are masked below.
     simdgroup_float8x8 score[kRowBlocks];
 #pragma unroll
-    for (ushort j = 0; j < PREFILL_KEYS / 8; ++j) {
+    for (ushort j = 0; j < kBlocks; ++j) {
       if (key + j * 8 < end) {
         device const T* k_block = k_keys + j * 8 * k_stride + kv_head * args.key_dim;
 #pragma unroll
@@ -104,8 +118,8 @@ static inline void attend(device const float* q, AttentionTile tile, device cons
 #pragma unroll
         for (ushort b = 0; b < kDimBlocks; ++b) {
           if (b < key_blocks) {
-            Block keys;
-            simdgroup_load(keys, k_block + b * 8, k_stride, ulong2(0), true);
+            Block keys = loaded[kAhead ? j : 0][kAhead ? b : 0];
+            if (!kAhead) simdgroup_load(keys, k_block + b * 8, k_stride, ulong2(0), true);
 #pragma unroll
             for (ushort r = 0; r < kRowBlocks; ++r) {
               Block own = query[kStaged ? 0 : r][kStaged ? 0 : b];
@@ -118,6 +132,14 @@ static inline void attend(device const float* q, AttentionTile tile, device cons
         for (ushort r = 0; r < kRowBlocks; ++r)
           simdgroup_store(score[r], scores + r * 8 * kScoreRow + j * 8, kScoreRow);
       }
+    }
+    if (kAhead) {
+#pragma unroll
+      for (ushort j = 0; j < kBlocks; ++j)
+#pragma unroll
+        for (ushort b = 0; b < kDimBlocks; ++b)
+          simdgroup_load(loaded[kAhead ? j : 0][kAhead ? b : 0],
+                         v_keys + j * 8 * v_stride + kv_head * args.value_dim + b * 8, v_stride);
     }
     simdgroup_barrier(mem_flags::mem_threadgroup);
 
@@ -160,7 +182,7 @@ static inline void attend(device const float* q, AttentionTile tile, device cons
       }
     }
 #pragma unroll
-    for (ushort j = 0; j < PREFILL_KEYS / 8; ++j) {
+    for (ushort j = 0; j < kBlocks; ++j) {
       if (key + j * 8 < end) {
         Block weight[kRowBlocks];
 #pragma unroll
@@ -171,8 +193,8 @@ static inline void attend(device const float* q, AttentionTile tile, device cons
 #pragma unroll
           for (ushort b = 0; b < kDimBlocks; ++b) {
             if (b < value_blocks) {
-              Block values;
-              simdgroup_load(values, v_block + b * 8, v_stride);
+              Block values = loaded[kAhead ? j : 0][kAhead ? b : 0];
+              if (!kAhead) simdgroup_load(values, v_block + b * 8, v_stride);
 #pragma unroll
               for (ushort r = 0; r < kRowBlocks; ++r)
                 simdgroup_multiply_accumulate(output[r][b], weight[r], values, output[r][b]);

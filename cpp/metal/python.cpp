@@ -155,6 +155,10 @@ void bind_recordings(nb::module_& m) {
       [](int dims, int element_bytes) { return PREFILL_ROW_BLOCKS(dims, element_bytes); }, "dims"_a,
       "element_bytes"_a, "Blocks of 8 queries that a simdgroup of attention_prefill owns.");
   m.def(
+      "prefill_loads_ahead",
+      [](int dims, int element_bytes) { return PREFILL_LOADS_AHEAD(dims, element_bytes); }, "dims"_a,
+      "element_bytes"_a, "Whether attention_prefill loads all keys of a step before it multiplies them.");
+  m.def(
       "prefill_stages_query",
       [](int dims, int element_bytes) { return PREFILL_STAGES_QUERY(dims, element_bytes); }, "dims"_a,
       "element_bytes"_a, "Whether the queries of attention_prefill stay in threadgroup memory.");

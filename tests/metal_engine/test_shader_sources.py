@@ -60,6 +60,23 @@ def test_attention_decode_looks_up_a_page_two_steps_before_its_keys() -> None:
     assert steps == ["ulong(page)", "page = page_after", "page_after = page_of(cache, first + 2 * step"]
 
 
+def test_attention_prefill_loads_the_blocks_of_a_step_together() -> None:
+    """Keys before their products, values before the softmax; the number of keys decides about no load."""
+    code = (SHADERS / "attention_prefill.metal").read_text()
+    step = code[code.index("for (uint key = rows.first_key()") : code.index("// Normalize:")]
+    events = re.findall(
+        r"if \(kAhead\)|if \(key \+ j|simdgroup_load\(loaded|if \(!kAhead\) simdgroup_load\((?:keys|values)"
+        r"|multiply_accumulate\((?:score|output)|fast::exp2\(lane_scores",
+        step,
+    )
+    together = ["if (kAhead)", "simdgroup_load(loaded"]
+    scores = ["if (key + j", "if (!kAhead) simdgroup_load(keys", "multiply_accumulate(score"]
+    output = ["if (key + j", "if (!kAhead) simdgroup_load(values", "multiply_accumulate(output"]
+    last = ["multiply_accumulate(output"]  # with zeros in place of rows after the last key
+    softmax = ["fast::exp2(lane_scores", "if (key + j"]
+    assert events == together + scores + together + softmax + output + last
+
+
 @pytest.mark.parametrize("path", SOURCES, ids=lambda p: p.stem)
 def test_every_source_includes_what_it_needs_by_itself(path: Path) -> None:
     text = path.read_text()

@@ -519,6 +519,20 @@ MUTANTS = (
     ),
     Mutant(
         "shaders/attention_prefill.metal",
+        "v_keys + j * 8 * v_stride + kv_head * args.value_dim + b * 8, v_stride);",
+        "v_keys + kv_head * args.value_dim + b * 8, v_stride);",
+        "all values of a step are those of its first keys",
+        (f"{_ATTENTION}::test_attention_prefill", "-k", _HEADS),
+    ),
+    Mutant(
+        "shaders/attention_prefill.metal",
+        "if (key + j * 8 + 8 <= cached) {",
+        "if (kAhead || key + j * 8 + 8 <= cached) {",
+        "values after the last key are multiplied by zeros",
+        (f"{_ATTENTION}::test_attention_prefill", "-k", _HEADS),
+    ),
+    Mutant(
+        "shaders/attention_prefill.metal",
         "device const uint* block_table = pages + tile.pages;",
         "device const uint* block_table = pages;",
         "prompts attend to the first sequence of the pass",

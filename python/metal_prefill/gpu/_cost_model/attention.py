@@ -207,10 +207,15 @@ def attention_prefill(d: Dispatch) -> Work:
     lane_keys = PREFILL_KEYS // (SIMD // rows)
     key_steps = _key_steps(d, rows)
     mean, longest = sum(key_steps) / tiles, max(key_steps)
+    # Where all keys and values of a step are loaded together, they include those that no row sees.
+    together = whole and _core.prefill_loads_ahead(size, element)
+    loaded_steps = [ceil(steps) for steps in key_steps] if together else key_steps
+    loaded = sum(loaded_steps) / tiles
 
     blocks = PREFILL_KEYS // 8
     products = blocks * row_blocks * (key_blocks + value_blocks) + row_blocks * value_blocks
-    step = Ops(mma=products, memory=blocks * (key_blocks + value_blocks + 2 * row_blocks) + row_blocks)
+    loads = Ops(memory=blocks * (key_blocks + value_blocks))
+    step = Ops(mma=products, memory=blocks * 2 * row_blocks + row_blocks)
     step += (Ops(alu=8, exp=1, memory=2)) * lane_keys + Ops(alu=4, shuffle=1, exp=1) + LOOP * 2
     around = (Ops(alu=8, rcp=1, memory=5) * (lane_keys * dim_blocks / 4)) + Ops(
         memory=dim_blocks * row_blocks
@@ -221,16 +226,17 @@ def attention_prefill(d: Dispatch) -> Work:
     kv_step = PREFILL_KEYS * (a["key_dim"] + a["value_dim"]) * element
     scores = rows * PREFILL_KEYS * (3 * FLOAT + 2 * element) * SCORE_BANK_CYCLES
     scores += queries * BLOCK * element
-    all_steps = sum(key_steps) * a["n_kv_heads"]
-    moved = _attention_bytes(d, all_steps / simdgroups, element)
-    moved["core"] += all_steps * (kv_step + scores)
+    all_loaded = sum(loaded_steps) * a["n_kv_heads"]
+    moved = _attention_bytes(d, all_loaded / simdgroups, element)
+    moved["core"] += all_loaded * kv_step + sum(key_steps) * a["n_kv_heads"] * scores
     return dispatch_work(
         d,
         # A group has `simdgroups` tiles; tiles beyond the rows end immediately.
-        ops=(step * mean + around) * (tiles / (simdgroups * d.grid[0])),
-        # Blocks of eight keys are loaded one after another, then as many blocks of values; if heads do not
-        # fill the variant, each block of dimensions is loaded in a branch and waits for the previous one.
-        trips=blocks * (2 if whole else key_blocks + value_blocks) * mean + 3,
+        ops=(step * mean + loads * loaded + around) * (tiles / (simdgroups * d.grid[0])),
+        # A step waits for its keys, then for its values. Otherwise blocks of eight keys are loaded one after
+        # another, then as many blocks of values; if heads do not fill the variant, each block of dimensions
+        # is loaded in a branch and waits for the previous one.
+        trips=(2 if together else blocks * (2 if whole else key_blocks + value_blocks)) * loaded + 3,
         local_trips=(blocks + 3) * mean,
         longest=longest / mean,
         threadgroup_bytes=d.threadgroup_bytes,
