@@ -11,6 +11,18 @@ from pathlib import Path
 TESTS = Path(__file__).resolve().parent
 # One file for each fixture that provides the emulator. This file must not be one of them.
 FILES = ("test_algorithms.py", "test_hazards.py", "test_metal_validation.py", "test_objective_c.py")
+PYTEST = (
+    "-m",
+    "pytest",
+    "-q",
+    "--tb=no",
+    "-p",
+    "no:cacheprovider",
+    "-p",
+    "pytest_timeout",
+    "-c",
+    "pytest.ini",
+)
 
 
 def run_without_emulator(folder: Path, **environment: str) -> dict[str, int]:
@@ -18,10 +30,10 @@ def run_without_emulator(folder: Path, **environment: str) -> dict[str, int]:
     (folder / "_metal_testing.py").write_text("class Device: pass\n")
     (folder / "programs").mkdir()
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("METAL_EMULATOR")}
+    inherited["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # others take most of the time to start
     path = os.pathsep.join([str(folder), *filter(None, [inherited.get("PYTHONPATH")])])
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", "pytest.ini"]
-        + [f"tests/{name}" for name in FILES],
+        [sys.executable, *PYTEST, *(f"tests/{name}" for name in FILES)],
         cwd=TESTS.parent,
         env=inherited | {"PYTHONPATH": path, "PATH": str(folder / "programs")} | environment,
         capture_output=True,
