@@ -339,7 +339,7 @@ def kernels_of(shape: Shape, lengths: range, chunk_tokens: int, **options: Any) 
 )
 def short_path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Write a model whose context is short enough to plan each of its passes."""
-    shape = {"dim": 256, "heads": 4, "head_dim": 64, "ffn": 768, "vocab": 320}
+    shape: dict[str, Any] = {"dim": 256, "heads": 4, "head_dim": 64, "ffn": 768, "vocab": 320}
     path = tmp_path_factory.mktemp("short") / "m.gguf"
     return synth.synthesize(path, preset="tiny", context=300, **shape, **request.param)
 
