@@ -288,7 +288,8 @@ def test_lists_of_millions_of_token_ids_are_not_copied() -> None:
     assert prompts_of(ids, "prompt")[0] is ids
     texts: list[int | str | list[int]] = [[1], "a"]
     assert prompts_of(texts, "prompt") is texts
-    for wrong in ([], [1, "a"], [[1], 1]):
+    wrongs: list[Any] = [[], [1, "a"], [[1], 1]]
+    for wrong in wrongs:
         with pytest.raises(ApiError, match="prompt must be a text, token ids, or a list of either"):
             prompts_of(wrong, "prompt")
 

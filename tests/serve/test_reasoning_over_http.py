@@ -72,7 +72,7 @@ def test_calls_follow_the_reasoning(thinking: tuple[Running, Model]) -> None:
 
 def test_the_prompt_may_begin_the_reasoning(thinking: tuple[Running, Model]) -> None:
     server, _ = thinking
-    options = {"max_tokens": 6, "extra": {"chat_template_kwargs": {"enable_thinking": True}}}
+    options: dict[str, Any] = {"max_tokens": 6, "extra": {"chat_template_kwargs": {"enable_thinking": True}}}
     message = ask(server, **options).choices[0].message
     assert message.content == ""
     whole = ask(server, **{**options, "extra": {**options["extra"], "reasoning_format": "none"}})

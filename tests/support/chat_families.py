@@ -328,7 +328,7 @@ OPTIONS: tuple[dict[str, Any], ...] = (
     {"add_generation_prompt": True, "enable_thinking": False},
     {"add_generation_prompt": True, "keep_past_thinking": True, "preserve_thinking": True},
 )
-DOCUMENTS = [{"title": "Élan", "text": "A <b> & 'c'\n\"d\""}, {"doc_id": 2, "text": ""}]
+DOCUMENTS: list[dict[str, Any]] = [{"title": "Élan", "text": "A <b> & 'c'\n\"d\""}, {"doc_id": 2, "text": ""}]
 TOKENS = {"bos_token": "<|startoftext|>", "eos_token": "<|im_end|>"}
 
 
