@@ -311,3 +311,12 @@ def test_a_recursive_message_is_rejected() -> None:
     content.append(content)
     with pytest.raises(ValueError, match="a message is nested too deeply"):
         render("x", [{"role": "user", "content": content}])
+
+
+def test_the_length_of_control_tokens_is_limited() -> None:
+    """All their ends are in a pattern: 16 tokens of 1,000 characters took 0.8 GB."""
+    tokens = [f"<{i:04}>" + "a" * 994 for i in range(5)]
+    ChatTemplate("a", tokens[:4])
+    with pytest.raises(ChatTemplateError, match=r"their ends have 2497500 characters, more than 2097152"):
+        ChatTemplate("a", tokens)
+    ChatTemplate("a", [f"<unused{i:04}>" for i in range(6000)])

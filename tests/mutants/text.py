@@ -133,6 +133,13 @@ MUTANTS = (
         ("tests/test_encoder_vocabulary_errors.py", "-k", "unigram_texts"),
     ),
     Mutant(
+        f"{PACKAGE}/text/_chat_template.py",
+        "if ends > MOST_ENDS:",
+        "if ends > 8 * MOST_ENDS:",
+        "long control tokens take gigabytes in a chat",
+        ("tests/test_template_limits.py", "-k", "length_of_control_tokens"),
+    ),
+    Mutant(
         f"{PACKAGE}/text/_spelled_tokens.py",
         "found[start].add(1)",
         "pass",
