@@ -158,6 +158,36 @@ def test_matrices_have_the_requested_type(bert: Folder, tmp_path: Path, kind: st
     assert np.sqrt(np.mean(error**2)) <= bound * 0.1
 
 
+@pytest.mark.parametrize(
+    ("layer", "rows", "name"), [("self_attn.q_proj", 32, "attention_bias"), ("mlp.down_proj", 32, "mlp_bias")]
+)
+def test_biases_need_the_field_that_announces_them(tmp_path: Path, layer: str, rows: int, name: str) -> None:
+    folder = model_folders.llama(tmp_path / "m")
+    bias = np.arange(rows, dtype=np.float32)
+    folder.tensors[f"model.layers.0.{layer}.bias"] = bias
+    with pytest.raises(GGUFError, match=rf"{name} is not true, .* model\.layers\.0\.{layer}\.bias"):
+        convert(folder.write(), tmp_path / "m.gguf")
+    folder.config[name] = True
+    _, tensors = read(convert(folder.write(), tmp_path / "m.gguf"))
+    role = {"self_attn.q_proj": "attn_q", "mlp.down_proj": "ffn_down"}[layer]
+    np.testing.assert_array_equal(np.sort(tensors[f"blk.0.{role}.bias"]), bias)
+
+
+def test_matrices_of_several_types_keep_theirs(tmp_path: Path) -> None:
+    folder = model_folders.llama(tmp_path / "m")
+    large = "model.layers.0.mlp.up_proj.weight"
+    folder.tensors = {
+        name: tensor if name == large else tensor.astype(np.float16)
+        for name, tensor in folder.tensors.items()
+    }
+    folder.tensors[large][0, 0] = 1e5  # beyond half precision
+    path = convert(folder.write(), tmp_path / "m.gguf")
+    kinds = {t.name: t.tensor_type.name for t in GGUFReader(path).tensors}
+    assert (kinds["blk.0.ffn_up.weight"], kinds["blk.0.ffn_gate.weight"]) == ("F32", "F16")
+    _, tensors = read(path)
+    np.testing.assert_array_equal(tensors["blk.0.ffn_up.weight"], folder.tensors[large])
+
+
 def test_rows_that_do_not_fit_blocks_are_stored_in_16_bits(tmp_path: Path) -> None:
     folder = model_folders.bert(tmp_path / "m")
     path = convert(folder.write(), tmp_path / "m.gguf", tensor_type="TQ2_0")

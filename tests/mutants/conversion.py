@@ -265,4 +265,18 @@ MUTANTS = (
         "a model whose prompts are empty has the prompts of a card, or none",
         ("tests/test_module_settings.py", "-k", "empty"),
     ),
+    Mutant(
+        f"{PACKAGE}/conversion/_writing.py",
+        'chosen = _OF_WEIGHTS.get(weight.dtype, "F32") if chosen == AUTO else chosen',
+        'chosen = "F16" if chosen == AUTO else chosen',
+        "matrices in float32 become F16",
+        ("tests/test_conversion.py", "-k", "several_types or matrices_have"),
+    ),
+    Mutant(
+        f"{PACKAGE}/conversion/_writing.py",
+        "        _check_bias(source, config, role, weight)\n",
+        "",
+        "biases that transformers ignores are added",
+        ("tests/test_conversion.py", "-k", "announces"),
+    ),
 )

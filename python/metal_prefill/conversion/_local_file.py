@@ -25,7 +25,7 @@ from metal_prefill.files._hub import REPOSITORY, resolve_model
 from metal_prefill.files._session_file import sample_starts
 
 LIMIT = 16 << 30  # bytes of all converted models
-LAYOUT = 7  # counts changes of what a conversion writes
+LAYOUT = 8  # counts changes of what a conversion writes
 
 _SAMPLES, _SAMPLE_BYTES = 64, 4096
 _SMALL = (".json", ".txt", ".jinja", ".metadata")  # endings of files that are hashed in full

@@ -106,6 +106,9 @@ class Source:
         Metadata under the prefix of the architecture.
     constants : mapping of str to bool, int or float
         Metadata that are the same for all models of the class.
+    biases : mapping of str to str
+        Fields of the configuration without which a model has no biases of some layers, by a pattern of their
+        names in the GGUF file.
     accepted : mapping of str to tuple
         Values of fields that the architecture implies; the first is the default.
     heads : mapping of str to mapping of str to str
@@ -136,6 +139,7 @@ class Source:
     added_prefix: str = ""
     keys: Mapping[str, Key] = field(default_factory=dict)
     constants: Mapping[str, Any] = field(default_factory=dict)
+    biases: Mapping[str, str] = field(default_factory=dict)
     accepted: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     heads: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     parts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -176,10 +180,12 @@ _ROBERTA = replace(
     changes={r"position_embd\.weight": _settings.without_padding_positions},
     position_offset=True,
 )
+_ATTENTION_BIAS = {r"blk\.\d+\.attn_(q|k|v|output)": "attention_bias"}
 _LLAMA = Source(
     "llama",
     added_prefix="model.",
     keys=SHAPE | DECODER,
+    biases={**_ATTENTION_BIAS, r"blk\.\d+\.ffn_(gate|up|down)": "mlp_bias"},
     accepted={"hidden_act": ("silu",)},
     heads={
         "causal": {"lm_head": "output"},
@@ -274,7 +280,7 @@ SOURCES: dict[str, Source] = {
     ),
     "Llama": _LLAMA,
     "Mistral": replace(_LLAMA, accepted={"hidden_act": ("silu",), "sliding_window": (None,)}),
-    "Qwen2": replace(_QWEN, architecture="qwen2"),
+    "Qwen2": replace(_QWEN, architecture="qwen2", biases={}),  # always some in attention
     "Qwen3": replace(_QWEN, architecture="qwen3"),
     "Lfm2": Source(
         "lfm2",

@@ -78,8 +78,8 @@ def convert(
     path
         File to write. An existing file is replaced, atomically.
     tensor_type
-        Type of the matrices, one of `TENSOR_TYPES`. ``"auto"`` keeps the 16-bit type of the weights, and
-        selects F32 for others. Rows that no whole number of blocks fits become F16. Vectors, positions and
+        Type of the matrices, one of `TENSOR_TYPES`. ``"auto"`` keeps the 16-bit type of each, and selects F32
+        for others. Rows that no whole number of blocks fits become F16. Vectors, positions and
         heads stay in F32.
     name
         Name of the model in the file; by default that of the folder.
@@ -131,17 +131,17 @@ def convert(
             continue
         if role in found:
             raise GGUFError(f"{weight.file}: tensors {found[role].name} and {weight.name} are both {role}")
+        _check_bias(source, config, role, weight)
         found[role] = weight
     vocabulary = read_vocabulary(folder, config)
-    chosen = _type_of(weights) if tensor_type == AUTO else tensor_type
-    tensors = [_planned(source, config, role, weight, chosen) for role, weight in found.items()]
+    tensors = [_planned(source, config, role, weight, tensor_type) for role, weight in found.items()]
     tensors += [
         _Tensor(role, values, values.shape, GGMLQuantizationType.F32)
         for role, values in source.computed(config).items()
     ]
     writer = GGUFWriter(None, source.architecture)
     writer.add_name(name or folder.resolve().name)
-    writer.add_file_type(_file_type(chosen))
+    writer.add_file_type(_file_type(_type_of(weights) if tensor_type == AUTO else tensor_type))
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     for suffix, value in metadata.items():
         _add(writer, f"{source.architecture}.{suffix}", value)
@@ -153,6 +153,13 @@ def convert(
     add_vocabulary(writer, vocabulary, config)
     _write(Path(path), folder, writer, tensors, lambda tensor: _values(source, config, tensor), progress)
     return Path(path)
+
+
+def _check_bias(source: Source, config: Fields, role: str, weight: Weight) -> None:
+    """Refuse a bias that the configuration excludes, and which transformers ignores."""
+    for pattern, name in source.biases.items():
+        if re.fullmatch(rf"{pattern}\.bias", role) and not config.boolean(name, default=False):
+            raise config.error(f"{name} is not true, but the weights have the tensor {weight.name}")
 
 
 def _refuse_quantized(config: Fields) -> None:
@@ -180,7 +187,7 @@ def _architecture(source: Source) -> Any:
 
 
 def _type_of(weights: dict[str, Weight]) -> str:
-    """Return the type that holds the weights exactly: the one of most of their values."""
+    """Return the type of most values of a file that holds the weights exactly."""
     counts: dict[str, int] = {}
     for weight in weights.values():
         counts[weight.dtype] = counts.get(weight.dtype, 0) + math.prod(weight.shape)
@@ -201,6 +208,7 @@ def _planned(source: Source, config: Fields, name: str, weight: Weight, chosen: 
     if source.position_offset and name == "position_embd.weight":
         shape = (max(shape[0] - position_offset(config), 1), *shape[1:])
     exact = len(weight.shape) == 1 or is_filter or name in _EXACT or name.startswith(_EXACT_PREFIXES)
+    chosen = _OF_WEIGHTS.get(weight.dtype, "F32") if chosen == AUTO else chosen
     kind = GGMLQuantizationType["F32" if exact else chosen]
     if shape[-1] % gguf.GGML_QUANT_SIZES[kind][0]:
         kind = GGMLQuantizationType[_FALLBACK]
