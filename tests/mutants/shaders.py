@@ -504,6 +504,13 @@ MUTANTS = (
         (f"{_STEPS}::test_rope_append",),
     ),
     Mutant(
+        "shaders/dequant.h",
+        "float4(-72.0f * d)",
+        "float4(-64.0f * d)",
+        "high nibbles of Q4_0 are not lessened by 8",
+        ("tests/metal_engine/test_token_steps.py::test_embed", "-k", "Q4_0"),
+    ),
+    Mutant(
         "shaders/attention_prefill.metal",
         "page_at(k, block_table, key, args.page_stride)",
         "page_at(k, block_table, key + PREFILL_KEYS, args.page_stride)",

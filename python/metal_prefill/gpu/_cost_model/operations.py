@@ -81,7 +81,7 @@ class Work:
 
 # By tensor type, for an item of 8 values: bytes that a thread loads, and instructions to dequantize it.
 _ITEMS: dict[str, tuple[float, Ops]] = {
-    "q4_0": (6, Ops(alu=25, slow=2, memory=3)),  # nibbles become halves without conversions
+    "q4_0": (6, Ops(alu=19, slow=2, memory=3)),  # nibbles become halves without conversions
     "q4_1": (8, Ops(alu=25, slow=2, memory=4)),
     "q5_0": (10, Ops(alu=36, slow=25, memory=5)),
     "q5_1": (12, Ops(alu=29, slow=25, memory=6)),
