@@ -12,13 +12,13 @@ using namespace metal;
 
 // Device memory to registers to threadgroup memory, so that the loads of one step are in flight while the
 // simdgroups multiply the step before. A tile of kRows rows is kRows * 4 items of 8 columns for 128 threads.
-// Rows and tokens beyond the end repeat the last one; their results are not stored.
+// Rows and tokens beyond the end repeat the last one; their results are not stored. Columns beyond the end,
+// of a row whose length is not a multiple of MATMUL_K, are zeros of the tokens, and any weights.
 template <typename W, ushort kRows, ushort kStagedRow>
 struct WeightTile {
   static constant constexpr ushort kItems = kRows * 4 / MATMUL_THREADS;
   device const uchar* row[kItems];
   Held<W> items[kItems];
-  bool inside;  // false: columns beyond a row whose length is not a multiple of MATMUL_K
 
   // Rows of the stacked matrices from `first` on.
   void begin(device const uchar* w, constant MatmulArgs& args, uint first, ushort thread_index) {
@@ -40,10 +40,9 @@ struct WeightTile {
   }
 
   void load(ushort thread_index, uint k, uint in_dim) {
-    const uint item = k / 8 + thread_index % 4, count = in_dim / 8;
-    inside = item < count;
+    const uint item = min(k / 8 + thread_index % 4, in_dim / 8 - 1);
 #pragma unroll
-    for (ushort i = 0; i < kItems; ++i) items[i].load(row[i], min(item, count - 1));
+    for (ushort i = 0; i < kItems; ++i) items[i].load(row[i], item);
   }
 
   void store(threadgroup half* staged, ushort thread_index) const {
@@ -53,8 +52,8 @@ struct WeightTile {
       threadgroup half4* out = (threadgroup half4*)(staged + r * kStagedRow + W::first(thread_index % 4));
       half4 first, second;
       items[i].unpack(first, second);
-      out[0] = inside ? first : half4(0.0h);
-      out[W::kSecond / 4] = inside ? second : half4(0.0h);
+      out[0] = first;
+      out[W::kSecond / 4] = second;
     }
   }
 };

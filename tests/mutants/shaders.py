@@ -407,6 +407,13 @@ MUTANTS = (
     ),
     Mutant(
         "shaders/matmul_tiles.h",
+        "if (k < in_dim) {",
+        "if (k <= in_dim) {",
+        "columns after the last one are those of the next token",
+        (f"{_PRODUCTS}::test_matmul_reads_every_type", "-k", _TYPES),
+    ),
+    Mutant(
+        "shaders/matmul_tiles.h",
         "const uint out = min(first + block / 2 * 8 + r % 8, args.out_dim - 1);",
         "const uint out = min(first + block * 8 + r % 8, args.out_dim - 1);",
         "half of the rows of gate and up are left out",
