@@ -37,6 +37,8 @@ RECORDING = tuple(
         "forward_pass.mm",
         "forward_plan.mm",
         "ops.mm",
+        "ops_attention.mm",
+        "ops_products.mm",
         "kernel_key.cpp",
         "pass_rows.cpp",
         "recorder.cpp",
@@ -349,7 +351,7 @@ PLANTED: dict[Rule, list[tuple[str, str]]] = {
         ("shaders/matmul.metal", "#ifdef METAL_PREFILL_EMULATOR"),
     ],
     shaders_and_host_share_few_headers: [
-        ("cpp/metal/ops.mm", '#include "../../shaders/rope.h"'),
+        ("cpp/metal/ops_attention.mm", '#include "../../shaders/rope.h"'),
         ("shaders/rope.h", '#include "../cpp/model.h"'),
     ],
     recording_a_pass_needs_no_metal: [

@@ -1,4 +1,4 @@
-// One function for each kernel: its inputs and outputs, and, in the source file, its dispatch geometry.
+// One function for each kernel: its inputs and outputs, and, in the source files, its dispatch geometry.
 #pragma once
 
 #include "encoder.h"
