@@ -77,14 +77,15 @@ def lfm2(path: Path, **config: Any) -> Folder:
     return Folder(path, settings, {name: values(shape, i) for i, (name, shape) in enumerate(shapes.items())})
 
 
-def qwen35(path: Path, architecture: str = "Qwen3_5ForCausalLM", **config: Any) -> Folder:
+def qwen35(path: Path, architecture: str = "Qwen3_5ForCausalLM", width: int = 6, **config: Any) -> Folder:
     """Make a folder of Qwen3.5: a layer with a gated delta rule, then one with attention.
 
-    As ``Qwen3_5ForConditionalGeneration`` it has parts for images and for multi-token prediction.
+    `width` is that of values of the delta rule. As ``Qwen3_5ForConditionalGeneration`` it has parts for
+    images and for multi-token prediction.
     """
     path.mkdir(parents=True, exist_ok=True)
     byte_level_tokenizer(path, pattern=QWEN35_PATTERN)
-    heads, groups, key_width, width, head_dim = 4, 2, 8, 6, 16
+    heads, groups, key_width, head_dim = 4, 2, 8, 16
     channels = 2 * groups * key_width + heads * width
     text = {
         "model_type": "qwen3_5_text",
