@@ -255,6 +255,13 @@ MUTANTS = (
         ("tests/metal_engine/test_trace.py", "-k", "counted"),
     ),
     Mutant(
+        "cpp/metal/ops_attention.mm",
+        "tiles_of_a_core(half) < tiles_of_a_core(most) ? half : most;",
+        "tiles_of_a_core(half) < tiles_of_a_core(most) ? most : most;",
+        "threadgroups of attention have four tiles where some cores then have more than with two",
+        ("tests/metal_engine/test_plan.py", "-k", "suit_the_cores"),
+    ),
+    Mutant(
         "cpp/metal/padding.cpp",
         "weights[i] *= std::sqrt(float(cols.size) / float(cols.wide));",
         "weights[i] *= 1.0f;",
