@@ -100,8 +100,7 @@ void ThreadgroupRunner::reset_fibers() {
 
 // Puts the first of the free fibers in order, so that adjacent threads get adjacent ones.
 void ThreadgroupRunner::order_fibers(unsigned count) {
-  for (unsigned i = 0; i < count; i++)
-    free_fibers_[abi::kMaxThreads - 1 - i] = static_cast<abi::u16>(i);
+  for (unsigned i = 0; i < count; i++) free_fibers_[abi::kMaxThreads - 1 - i] = static_cast<abi::u16>(i);
 }
 
 // Destroys the sanitizer's fibers: those of suspended threads never end, so the next threadgroup could not
