@@ -36,7 +36,7 @@ class Inputs:
     has_snapshots: bool
 
 
-@pytest.fixture(scope="module", params=("gemma3", "lfm2", "mamba2", "qwen35"))
+@pytest.fixture(scope="module", params=("gemma3", "lfm2", "mamba2", "falcon-h1", "qwen35"))
 def inputs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Inputs:
     folder = tmp_path_factory.mktemp("faults")
     shape = TINY_MODELS[request.param]
