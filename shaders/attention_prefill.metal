@@ -33,7 +33,7 @@ static inline void attend(device const float* q, AttentionTile tile, device cons
   constexpr ushort kQueryRow = PREFILL_QUERY_BYTES(kDims, sizeof(T)) / sizeof(T);
   constexpr ushort kScoreRow = PREFILL_SCORE_ROW, kWeightRow = PREFILL_WEIGHT_ROW(sizeof(T));
   // Where registers suffice, the loads of a whole step are in flight together: first the keys, then the
-  // values. Those that no row sees are loaded, too: a step is within a page, and no load is behind a branch.
+  // values. Those that no row sees are loaded, too: a step is within a page, and no branch guards a load.
   constexpr bool kAhead = kWhole && PREFILL_LOADS_AHEAD(kDims, sizeof(T));
   constexpr ushort kBlocks = PREFILL_KEYS / 8;
   static_assert(kWeightRow * sizeof(T) <= kScoreRow * sizeof(float), "weights take the place of the scores");
