@@ -9,7 +9,7 @@ from typing import Any
 
 import openai
 import pytest
-from support.running_server import Running, running
+from support.running_server import Running, running_with_template
 from support.tools import ASKED, WEATHER
 
 from metal_prefill import Model
@@ -29,13 +29,8 @@ CALLING = (
 
 @pytest.fixture(scope="module")
 def thinking(demo_path: Path) -> Iterator[tuple[Running, Model]]:
-    with (
-        pytest.MonkeyPatch.context() as patch,
-        Model(demo_path, device="cpu") as model,
-        running(model, names=["demo"]) as server,
-    ):
-        patch.setattr(model.tokenizer._templates, "_source", {"tokenizer.chat_template": TEMPLATE}.get)
-        yield server, model
+    with running_with_template(demo_path, TEMPLATE) as served:
+        yield served
 
 
 def ask(server: Running, regex: str | None = None, **options: Any) -> Any:

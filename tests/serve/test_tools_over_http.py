@@ -11,7 +11,7 @@ from typing import Any
 import jsonschema
 import openai
 import pytest
-from support.running_server import Running, running
+from support.running_server import Running, running_with_template
 from support.tools import ASKED, CLOCK, HERMES, WEATHER
 
 from metal_prefill import Model
@@ -23,14 +23,8 @@ TWICE = r'(<tool_call>\{"name": "weather", "arguments": \{"city": "a"\}\}</tool_
 
 @pytest.fixture(scope="module")
 def with_tools(demo_path: Path) -> Iterator[tuple[Running, Model]]:
-    with (
-        pytest.MonkeyPatch.context() as patch,
-        Model(demo_path, device="cpu") as model,
-        running(model, names=["demo"]) as server,
-    ):
-        templates = {"tokenizer.chat_template": HERMES}
-        patch.setattr(model.tokenizer._templates, "_source", templates.get)
-        yield server, model
+    with running_with_template(demo_path, HERMES) as served:
+        yield served
 
 
 def ask(server: Running, regex: str | None, **options: Any) -> Any:

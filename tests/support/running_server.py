@@ -8,7 +8,9 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import httpx
 import openai
@@ -88,6 +90,18 @@ def running(
             server.should_exit = True
             thread.join(30)
             assert not thread.is_alive()
+
+
+@contextmanager
+def running_with_template(path: Path, template: str) -> Iterator[tuple[Running, Model]]:
+    """Serve a file as `demo`, with another chat template, until the block ends."""
+    source = {"tokenizer.chat_template": template}.get
+    with (
+        Model(path, device="cpu") as model,
+        patch.object(model.tokenizer._templates, "_source", source),
+        running(model, names=["demo"]) as server,
+    ):
+        yield server, model
 
 
 class Gate:
