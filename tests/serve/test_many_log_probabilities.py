@@ -1,4 +1,4 @@
-"""Limits on log probabilities: those of prompts in one request, and the memory of all."""
+"""Limits on log probabilities: those of one request, and the memory of all."""
 
 from __future__ import annotations
 
@@ -16,25 +16,87 @@ from metal_prefill.serve._generation import Choice
 
 BODY = {"prompt": "ROMEO:\n", "max_tokens": 4, "temperature": 0}
 SCORED = {"max_tokens": 0, "echo": True}
+CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "a"}]}
 
 
 def test_those_of_prompts_are_limited_in_one_request(cpu_model: Model) -> None:
-    most = _scores.MOST_PROMPT_SCORES // 21
+    most = _scores.MOST_SCORES // 21
     prompts = [[1] * (most // 100 + 1)] * 100  # the first token of each has none
     count = 21 * (100 * (most // 100) + 99)
     with running(cpu_model) as server:
         refused = server.post("/v1/completions", {**SCORED, "prompt": [*prompts, [1] * 100], "logprobs": 20})
         error = refused.json()["error"]
         assert (refused.status_code, error["code"], error["param"]) == (400, "too_many_logprobs", "logprobs")
-        assert error["message"] == f"logprobs: {count} log probabilities of prompts; the limit is {1 << 20}"
+        assert error["message"] == (
+            f"logprobs: up to {count} log probabilities of prompts and answers; the limit is {1 << 20}"
+        )
         assert b"metal_prefill_passes_total 0.0" in server.get("/metrics").content
 
 
 def test_a_request_may_have_as_many_as_the_limit(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_scores, "MOST_PROMPT_SCORES", 3 * 2 * 4)
+    monkeypatch.setattr(_scores, "MOST_SCORES", 3 * 2 * 4)
     body = {**SCORED, "logprobs": 3}
     assert server.post("/v1/completions", {**body, "prompt": [[1, 2, 3, 4]] * 2}).status_code == 200
     assert server.post("/v1/completions", {**body, "prompt": [[1, 2, 3, 4]] * 3}).status_code == 400
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_those_of_answers_are_limited_in_one_request(server: Running, stream: bool) -> None:
+    n = (1 << 20) // (21 * 1000)
+    asked = {"max_tokens": 1000, "n": n + 1, "stream": stream}
+    count = 21 * 1000 * (n + 1)
+    for path, body in (
+        ("/v1/completions", {**BODY, **asked, "logprobs": 20}),
+        ("/v1/chat/completions", {**CHAT, **asked, "logprobs": True, "top_logprobs": 20}),
+    ):
+        refused = server.post(path, body)
+        error = refused.json()["error"]
+        assert (refused.status_code, error["code"], error["param"]) == (400, "too_many_logprobs", "logprobs")
+        assert f"logprobs: up to {count} log probabilities" in error["message"]
+
+
+def test_the_context_limits_the_number_of_an_answer(
+    server: Running, monkeypatch: pytest.MonkeyPatch, cpu_model: Model
+) -> None:
+    length = cpu_model.max_context - 4
+    body = {"prompt": [1] * length, "max_tokens": 1 << 20, "logprobs": 1, "temperature": 0}
+    monkeypatch.setattr(_scores, "MOST_SCORES", 2 * 5)  # four fit the context, and one needs no room
+    (choice,) = server.post("/v1/completions", body).json()["choices"]
+    assert len(choice["logprobs"]["tokens"]) == 5
+    monkeypatch.setattr(_scores, "MOST_SCORES", 2 * 5 - 1)
+    assert server.post("/v1/completions", body).status_code == 400
+    scored = {**body, "echo": True, "max_tokens": 1}
+    monkeypatch.setattr(_scores, "MOST_SCORES", 2 * length)  # all but the first of the prompt, and one more
+    assert server.post("/v1/completions", scored).status_code == 200
+    monkeypatch.setattr(_scores, "MOST_SCORES", 2 * length - 1)
+    assert server.post("/v1/completions", scored).status_code == 400
+
+
+def test_an_answer_without_max_tokens_ends_at_the_limit(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_scores, "MOST_SCORES", 3 * 4 * 2 + 7)
+    body = {**CHAT, "n": 2, "logprobs": True, "top_logprobs": 3, "min_tokens": 100}
+    for choice in server.post("/v1/chat/completions", body).json()["choices"]:
+        assert len(choice["logprobs"]["content"]) == 3
+        assert choice["finish_reason"] == "length"
+    assert server.post("/v1/chat/completions", {**body, "max_tokens": 4}).status_code == 400
+
+
+def test_an_answer_ends_if_it_has_most_of_too_many_bytes(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = server.service.bodies.scores
+    monkeypatch.setattr(held, "_most", 20_000)
+    body = {**BODY, "logprobs": 5, "max_tokens": 400, "seed": 1, "temperature": 1}
+    ended = server.post("/v1/completions", body)
+    assert (ended.status_code, ended.headers["retry-after"]) == (503, "1")
+    assert "log probabilities of requests in flight exceed 20000 bytes" in ended.text
+    assert held.size == 0
+    with held.holding(19_900):  # another request has more
+        answer = server.post("/v1/completions", {**body, "max_tokens": 20})
+        assert answer.status_code == 200
+    assert held.size == 0
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -42,7 +104,7 @@ def test_requests_that_want_some_are_refused_while_others_hold_many(
     server: Running, monkeypatch: pytest.MonkeyPatch, stream: bool
 ) -> None:
     held = server.service.bodies.scores
-    chat = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2, "stream": stream}
+    chat = {**CHAT, "max_tokens": 2, "stream": stream}
     with held.holding(MOST_SCORED + 1):
         for path, body in (
             ("/v1/completions", {**BODY, "logprobs": 0, "stream": stream}),
@@ -76,7 +138,7 @@ def test_they_are_kept_as_json_until_the_answer(server: Running, monkeypatch: py
     answer = server.post("/v1/completions", {**BODY, **SCORED, "prompt": [[1, 2, 3]], "logprobs": 4})
     (choice,) = answer.json()["choices"]
     assert len(choice["logprobs"]["top_logprobs"][2]) == 4
-    chat = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 3, "logprobs": True}
+    chat = {**CHAT, "max_tokens": 3, "logprobs": True}
     answer = server.post("/v1/chat/completions", {**chat, "top_logprobs": 5})
     (choice,) = answer.json()["choices"]
     assert len(choice["logprobs"]["content"][0]["top_logprobs"]) == 5

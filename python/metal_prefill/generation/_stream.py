@@ -74,6 +74,8 @@ class Stream:
         Ids of the prompt, int32 ``[prompt_tokens]``.
     scored_tokens : int
         Number of tokens of the prompt that are among its pieces: all but the first one, or none.
+    most_pieces : int
+        Number of pieces that it has at most, including those of the prompt.
     reuses : bool
         Whether a cached prefix of its prompt is reused.
     prefix_namespace : str
@@ -92,6 +94,7 @@ class Stream:
         self.passes_waited = 0
         self.prompt_tokens = len(text.prompt)
         self.scored_tokens = len(text.prompt) - len(text.ids)
+        self.most_pieces = text.most_pieces
         self.prompt = text.prompt
         self.reuses = leader is None and self.scored_tokens == 0
         self.prefix_namespace = prefix_namespace

@@ -373,6 +373,11 @@ class Continuation:
         return NextTokens(np.array([*self._next, *drafts], np.int32), len(drafts), expected)
 
     @property
+    def most_pieces(self) -> int:
+        """Number of pieces that the text has at most; the last one needs no room in the context."""
+        return min(self._most, self._context - len(self.ids) + 1)
+
+    @property
     def scored_rows(self) -> int:
         """Number of rows that are left to compute for log probabilities of the prompt."""
         left = len(self._given) - self._made

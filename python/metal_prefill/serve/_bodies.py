@@ -63,15 +63,23 @@ class InFlight:
     def __init__(self, what: str, most: int) -> None:
         self._what, self._most = what, most
         self.size = 0
+        self._holders = 0
 
     @contextmanager
     def holding(self, size: int) -> Iterator[None]:
         """Count bytes until the end of the context."""
+        self._holders += 1
         self.add(size)
         try:
             yield
         finally:
             self.add(-size)
+            self._holders -= 1
+
+    @property
+    def fair_share(self) -> float:
+        """Mean number of bytes of the contexts in which some are held."""
+        return self.size / max(self._holders, 1)
 
     def add(self, size: int) -> None:
         """Count further bytes, or with a negative number fewer."""

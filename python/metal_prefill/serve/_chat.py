@@ -23,7 +23,7 @@ from metal_prefill.serve._generation import (
     spelling,
 )
 from metal_prefill.serve._reply import Reply
-from metal_prefill.serve._scores import scores_of
+from metal_prefill.serve._scores import most_tokens, scores_of
 from metal_prefill.serve._service import Service
 from metal_prefill.serve._tools import (
     call_constraint,
@@ -106,9 +106,11 @@ def _streams(service: Service, form: ChatForm, n: int, namespace: str) -> list[S
     ids = chat_tokens(service, form)
     options = {**options_of(form), **constraint_of(form)}
     options["stop"] = [*options["stop"], *service.model.tokenizer.chat_stop]
+    max_tokens = form.max_completion_tokens or form.max_tokens or service.model.max_context
     if form.logprobs:
         options["logprobs"] = form.top_logprobs or 0
-    max_tokens = form.max_completion_tokens or form.max_tokens or service.model.max_context
+        if form.max_completion_tokens is None and form.max_tokens is None:
+            max_tokens = min(max_tokens, most_tokens(n, options["logprobs"]))
     return make_streams(service.model.engine, ids, n, max_tokens, prefix_namespace=namespace, **options)
 
 

@@ -12,9 +12,43 @@ from metal_prefill.generation._stream import Stream
 from metal_prefill.serve._bodies import InFlight
 from metal_prefill.serve._errors import ApiError
 
-# Of the prompts of a request: 1 + `logprobs` for each token. 8,192 tokens with the 20 best have a sixth.
-MOST_PROMPT_SCORES = 1 << 20
+# Of a request: 1 + `logprobs` for each token of its prompts, if they are scored, and of its answers.
+# 8,192 tokens with the 20 best have a sixth.
+MOST_SCORES = 1 << 20
 _BYTES = 32  # of one in JSON, at most, if its token is a word
+
+
+def most_tokens(texts: int, logprobs: int) -> int:
+    """Return how many tokens each text may have if the prompts are not scored."""
+    return max(MOST_SCORES // (texts * (1 + logprobs)), 1)
+
+
+class _Account:
+    """Bytes of the log probabilities of one request.
+
+    Parameters
+    ----------
+    held
+        Counts the bytes of all requests.
+    size
+        Bytes that are reserved from the start.
+    """
+
+    def __init__(self, held: InFlight, size: int) -> None:
+        self._held = held
+        self._size = size
+
+    def add(self, size: int) -> None:
+        """Count further bytes; raise `ApiError` if too many are held, of which this request has its share."""
+        self._size += size
+        self._held.add(size)
+        if self._size >= self._held.fair_share:
+            self._held.check()
+
+    def remove(self, size: int) -> None:
+        """Count fewer bytes."""
+        self._size -= size
+        self._held.add(-size)
 
 
 class Scores:
@@ -24,31 +58,38 @@ class Scores:
 
     Parameters
     ----------
-    held
-        Counts the bytes of all requests.
+    account
+        Counts the bytes of the request.
     """
 
-    def __init__(self, held: InFlight) -> None:
-        self._held = held
+    def __init__(self, account: _Account) -> None:
+        self._account = account
         self._chunks: dict[str, list[bytes]] = {}
         self._size = 0
 
     def extend(self, lists: Mapping[str, Sequence[Any]]) -> None:
-        """Append items to the list of each name."""
+        """Append items to the list of each name.
+
+        Raises
+        ------
+        ApiError
+            The log probabilities of all requests take too much memory, and this one has at least the mean.
+        """
         for name, items in lists.items():
             chunks = self._chunks.setdefault(name, [])
             if items:
                 chunks.append(msgspec.json.encode(items)[1:-1])
                 self._size += len(chunks[-1])
-                self._held.add(len(chunks[-1]))
+                self._account.add(len(chunks[-1]))
 
     def whole(self) -> dict[str, msgspec.Raw]:
-        """Return the list of each name."""
-        return {name: msgspec.Raw(b"[%b]" % b",".join(chunks)) for name, chunks in self._chunks.items()}
+        """Return the list of each name, and keep none of them."""
+        chunks, self._chunks = self._chunks, {}
+        return {name: msgspec.Raw(b"[%b]" % b",".join(chunks.pop(name))) for name in list(chunks)}
 
     def drop(self) -> None:
         """Release the memory."""
-        self._held.add(-self._size)
+        self._account.remove(self._size)
         self._chunks, self._size = {}, 0
 
 
@@ -63,20 +104,24 @@ def scores_of(held: InFlight, streams: Sequence[Stream], logprobs: int | None) -
     ApiError
         The request asks for too many, or those of other requests take too much memory.
     """
-    count = 0 if logprobs is None else sum(stream.scored_tokens for stream in streams) * (1 + logprobs)
-    if count > MOST_PROMPT_SCORES:
+    if logprobs is None:
+        yield [Scores(_Account(held, 0)) for _ in streams]
+        return
+    count = sum(stream.most_pieces for stream in streams) * (1 + logprobs)
+    if count > MOST_SCORES:
         raise ApiError(
             400,
-            f"logprobs: {count} log probabilities of prompts; the limit is {MOST_PROMPT_SCORES}",
+            f"logprobs: up to {count} log probabilities of prompts and answers; the limit is {MOST_SCORES}",
             param="logprobs",
             code="too_many_logprobs",
         )
-    scores = [Scores(held) for _ in streams]
-    try:
-        with held.holding(count * _BYTES):
-            if logprobs is not None:
-                held.check()
+    reserved = sum(stream.scored_tokens for stream in streams) * (1 + logprobs) * _BYTES
+    with held.holding(reserved):
+        held.check()
+        account = _Account(held, reserved)
+        scores = [Scores(account) for _ in streams]
+        try:
             yield scores
-    finally:
-        for lists in scores:
-            lists.drop()
+        finally:
+            for lists in scores:
+                lists.drop()
