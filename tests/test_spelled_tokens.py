@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import time
 from random import Random
+from typing import Any
 
 import pytest
 
@@ -30,6 +31,39 @@ def test_a_spelling_is_found_at_the_end_of_a_text() -> None:
 
 def test_without_spellings_nothing_is_found() -> None:
     assert list(_Finder(()).spans("abc")) == []
+
+
+class Counted(str):
+    """A text that counts its comparisons and those of its parts."""
+
+    __slots__ = ()
+    __hash__ = None  # type: ignore[assignment]
+    comparisons = 0
+
+    def __getitem__(self, key: Any) -> Counted:
+        return Counted(str(self)[key])
+
+    def __lt__(self, other: str) -> bool:
+        Counted.comparisons += 1
+        return str(self) < other
+
+    def __eq__(self, other: object) -> bool:
+        Counted.comparisons += 1
+        return str(self) == other
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+
+@pytest.mark.parametrize("spelling", ["m" * 999 + "x", "m" * 999 + "a", "mm"])
+def test_the_number_of_comparisons_does_not_grow_with_the_number_of_lengths(spelling: str) -> None:
+    """A model file may have spellings of 1,024 lengths, none of which ends as the text continues."""
+    spellings = {f"mm{'m' * i}{end}" for i in range(1000) for end in "ax"} | {spelling}
+    text = Counted("m" * 2000)
+    Counted.comparisons = 0
+    found = list(_Finder(spellings).spans(text))
+    assert len(found) == (1000 if spelling == "mm" else 0)
+    assert 0 < Counted.comparisons < 25 * 2000  # 11 for 2,001 spellings, 10 for 1,002 characters
 
 
 def test_the_number_of_spellings_does_not_delay_texts() -> None:

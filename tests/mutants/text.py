@@ -141,24 +141,26 @@ MUTANTS = (
     ),
     Mutant(
         f"{PACKAGE}/text/_spelled_tokens.py",
-        "found[start].add(1)",
-        "pass",
-        "a spelled token of one character is missed before another one",
+        "prefixes[-1][1] | 1 << len(spelling)",
+        "1 | 1 << len(spelling)",
+        "a spelled token is missed where a longer one nearly matches",
         ("tests/test_spelled_tokens.py",),
     ),
     Mutant(
         f"{PACKAGE}/text/_spelled_tokens.py",
-        "sorted(lengths, reverse=True)",
-        "sorted(lengths)",
-        "the shortest of several spelled tokens is taken",
+        "(2 << common) - 1",
+        "(1 << common) - 1",
+        "a spelled token is missed, or a shorter one taken",
         ("tests/test_spelled_tokens.py",),
     ),
     Mutant(
         f"{PACKAGE}/text/_spelled_tokens.py",
-        "at = start + len(spelling)",
-        "at = start + length",
-        "a spelled token at the end of a text ends after it",
-        ("tests/test_spelled_tokens.py",),
+        """common = bisect_left(
+            range(min(len(text), len(last))), True, key=lambda n: text[: n + 1] != last[: n + 1]
+        )""",
+        "common = sum(text[: n + 1] == last[: n + 1] for n in range(min(len(text), len(last))))",
+        "spelled tokens of many lengths take many comparisons at a place",
+        ("tests/test_spelled_tokens.py", "-k", "comparisons"),
     ),
     Mutant(
         f"{PACKAGE}/text/_spelled_tokens.py",

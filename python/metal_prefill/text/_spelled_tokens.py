@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
 import numpy as np
@@ -84,23 +85,27 @@ class SpelledTokens:
 class _Finder:
     """Finds the longest of many spellings at each place of a text.
 
-    A regular expression would try all of them at a place, and takes 100 times the memory of the spellings.
+    The number of comparisons at a place grows with the logarithms of the number of spellings and of their
+    length. A regular expression would try all spellings, and takes 100 times their memory.
     """
 
     def __init__(self, spellings: Collection[str]) -> None:
-        self._spellings = frozenset(spellings)
-        found: dict[str, set[int]] = {}
-        for spelling in self._spellings:
-            found.setdefault(spelling[:2], set()).add(len(spelling))
-        for start in [start for start in found if len(start) == 2 and start[0] in self._spellings]:
-            found[start].add(1)
-        # Lengths by the first two characters, the longest first.
-        self._lengths = {start: sorted(lengths, reverse=True) for start, lengths in found.items()}
-        pairs = [start for start in found if len(start) == 2]
-        places = [_one_of(start for start in found if len(start) == 1)]
+        self._sorted = sorted(set(spellings))
+        self._longest = max(map(len, self._sorted), default=0)
+        # For each spelling, the lengths of those that it begins with, including its own and 0, as a set of bits.
+        self._lengths: list[int] = []
+        prefixes: list[tuple[str, int]] = [("", 1)]  # of the latest spelling
+        for spelling in self._sorted:
+            while not spelling.startswith(prefixes[-1][0]):
+                prefixes.pop()
+            self._lengths.append(prefixes[-1][1] | 1 << len(spelling))
+            prefixes.append((spelling, self._lengths[-1]))
+        starts = {spelling[:2] for spelling in self._sorted}
+        pairs = [start for start in starts if len(start) == 2]
+        places = [_one_of(start for start in starts if len(start) == 1)]
         if pairs:
             places.append(f"{_one_of(pair[0] for pair in pairs)}(?={_one_of(pair[1] for pair in pairs)})")
-        self._place = re.compile("|".join(filter(None, places))) if self._spellings else None
+        self._place = re.compile("|".join(filter(None, places))) if self._sorted else None
 
     def spans(self, text: str) -> Iterator[tuple[int, int]]:
         """Yield the start and end of each spelling in a text."""
@@ -108,13 +113,21 @@ class _Finder:
         while self._place is not None and (place := self._place.search(text, at)):
             start = place.start()
             at = start + 1
-            lengths = self._lengths.get(text[start : start + 2]) or self._lengths.get(text[start])
-            for length in lengths or ():
-                spelling = text[start : start + length]
-                if spelling in self._spellings:
-                    at = start + len(spelling)  # the text may end sooner
-                    yield start, at
-                    break
+            if length := self._length(text[start : start + self._longest]):
+                at = start + length
+                yield start, at
+
+    def _length(self, text: str) -> int:
+        """Return the length of the longest spelling that a text begins with, 0 if there is none."""
+        i = bisect_right(self._sorted, text) - 1
+        if i < 0:
+            return 0
+        # A spelling that the text begins with is also a prefix of the last one that is not after the text.
+        last = self._sorted[i]
+        common = bisect_left(
+            range(min(len(text), len(last))), True, key=lambda n: text[: n + 1] != last[: n + 1]
+        )
+        return (self._lengths[i] & ((2 << common) - 1)).bit_length() - 1
 
 
 def _one_of(characters: Iterable[str]) -> str:
