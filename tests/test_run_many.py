@@ -87,7 +87,7 @@ def test_several_answers_are_one_line_of_results(tmp_path: Path) -> None:
     prompts, out = write_lines(tmp_path / "in.jsonl", *SPEAKERS[:2], {"prompt": []}), tmp_path / "out.jsonl"
     sampling = ["-n", "6", "--answers", "3", "--temperature", "1", "--seed", "5"]
     options: list[str | Path] = ["--prompts", prompts, *sampling, "-o", out]
-    assert run(*options) == 0
+    assert run(*options) == 1  # for the empty prompt
     lines = read_lines(out)
     assert [line["prompt"] for line in lines] == [*SPEAKERS[:2], []]
     for speaker, line in zip(SPEAKERS, lines[:2], strict=False):
@@ -100,7 +100,7 @@ def test_several_answers_are_one_line_of_results(tmp_path: Path) -> None:
         assert others[0] != first
     assert "empty" in lines[2]["error"]
     out.write_text("".join(json.dumps(line) + "\n" for line in lines[:1]))
-    assert run(*options) == 0
+    assert run(*options) == 1
     assert read_lines(out) == lines
 
 
@@ -183,8 +183,10 @@ def test_an_error_of_a_prompt_is_a_line_and_the_others_continue(
 ) -> None:
     prompts, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
     prompts.write_text(f'"{SPEAKERS[0][:-1]}"\n{line}\n"{SPEAKERS[1][:-1]}"\n', encoding="utf-8")
-    assert run("--prompts", prompts, "-n", "4", "-o", out) == 0
-    assert "1 failed" in capsys.readouterr().err
+    assert run("--prompts", prompts, "-n", "4", "-o", out) == 1
+    error = capsys.readouterr().err
+    assert "1 failed" in error
+    assert f"error: 1 of 3 prompts failed; {out} has their errors" in error
     first, failed, last = read_lines(out)
     assert message in failed["error"]
     assert "continuation" not in failed
@@ -198,6 +200,32 @@ def test_an_error_among_several_prompts_is_the_exit_code(capsys: pytest.CaptureF
     assert captured.out == f"{SPEAKERS[0]}{alone(SPEAKERS[0], 4)}\n"
     assert "exceeds the context of 1024" in captured.err.splitlines()[0]
     assert "1 of 2 prompts failed" in captured.err
+
+
+def test_earlier_errors_in_a_results_file_are_the_exit_code(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
+    prompts.write_text('[]\n"a"\n[]\n', encoding="utf-8")
+    assert run("--prompts", prompts, "-n", "2", "-o", out) == 1
+    whole = out.read_bytes()
+    assert "2 of 3 prompts failed" in capsys.readouterr().err
+    out.write_bytes(b"".join(whole.splitlines(keepends=True)[:2]))
+    for _ in range(2):  # with one prompt left, and with none
+        assert run("--prompts", prompts, "-n", "2", "-o", out) == 1
+        assert "2 of 3 prompts failed" in capsys.readouterr().err
+        assert out.read_bytes() == whole
+    assert run("--prompts", prompts, "-n", "2") == 1  # to stdout
+    assert capsys.readouterr().err.endswith("error: 2 of 3 prompts failed\n")
+
+
+def test_a_results_file_of_deeply_nested_json_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out.jsonl"
+    out.write_text("[" * 100_000 + "\n", encoding="utf-8")
+    assert run("-p", "a", "-o", out) == 2
+    assert "line 1 is not a result of prompt 1" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("cut", [0, 1, 10, 0.3, 0.5, 0.8, -2, -1])
@@ -227,7 +255,7 @@ def test_existing_results_are_not_recomputed(
         {"prompt": SPEAKERS[1], "error": "x"},
     ]
     write_lines(out, *there)
-    assert run("--prompts", uneven, "-o", out) == 0
+    assert run("--prompts", uneven, "-o", out) == 1  # for the earlier error
     assert read_lines(out)[:2] == there
     assert [line["prompt"] for line in read_lines(out)] == SPEAKERS
     assert "3 prompts in" in (err := capsys.readouterr().err)
@@ -329,7 +357,7 @@ def test_results_with_other_options_are_rejected_and_kept(
 
 def test_an_invalid_seed_is_an_error_also_without_sampling(tmp_path: Path) -> None:
     prompts, out = write_lines(tmp_path / "in.jsonl", {"prompt": "a", "seed": -1}), tmp_path / "out.jsonl"
-    assert run("--prompts", prompts, "-n", "4", "-o", out) == 0
+    assert run("--prompts", prompts, "-n", "4", "-o", out) == 1
     assert read_lines(out)[0]["error"] == "seed must not be negative, got -1"
     assert run("-p", "a", "-n", "4", "--seed", "-1") == 2
 

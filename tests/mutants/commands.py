@@ -84,6 +84,20 @@ MUTANTS = (
         ("tests/test_run_many.py", "-k", "other_options"),
     ),
     Mutant(
+        f"{PACKAGE}/_commands/result_lines.py",
+        'failed += "error" in result',
+        "pass",
+        "a run that continues results with errors exits with code 0",
+        ("tests/test_run_many.py", "-k", "exit_code"),
+    ),
+    Mutant(
+        f"{PACKAGE}/_commands/run_many.py",
+        "if failed + failed_before:",
+        "if failed + failed_before and not as_lines:",
+        "a run that wrote results with errors exits with code 0",
+        ("tests/test_run_many.py", "-k", "exit_code"),
+    ),
+    Mutant(
         f"{PACKAGE}/_commands/run_beams.py",
         "min_tokens=arguments.min_tokens,",
         "",

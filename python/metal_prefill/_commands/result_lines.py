@@ -98,14 +98,15 @@ class Continued:
     ----------
     file : text file
         File positioned after the last complete line.
-    done : int
-        Number of existing results.
+    done, failed : int
+        Number of existing results, and how many of them are errors.
     prompts : iterator of Prompt
         Prompts without a result.
     """
 
     file: IO[str]
     done: int
+    failed: int
     prompts: Iterator[Prompt]
 
 
@@ -131,10 +132,11 @@ def continued(path: str, prompts: Iterator[Prompt], options: Mapping[str, Any]) 
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise UsageError(f"{path}: another process is writing it") from None
-        done = end = 0
+        done = failed = end = 0
         for line in file:
             prompt = next(prompts, None)
-            if prompt is None or not _is_result(line, prompt):
+            result = None if prompt is None else _result(line, prompt)
+            if prompt is None or result is None:
                 raise UsageError(
                     f"{path}: line {done + 1} is not a result of prompt {done + 1}; name a new file, or the "
                     "prompts of the existing results"
@@ -148,30 +150,31 @@ def continued(path: str, prompts: Iterator[Prompt], options: Mapping[str, Any]) 
                 prompts = itertools.chain([prompt], prompts)
                 break
             done += 1
+            failed += "error" in result
             end += len(line)
         file.seek(end)
         file.truncate()
         with io.TextIOWrapper(file, encoding="utf-8", newline="") as text:
-            yield Continued(text, done, prompts)
+            yield Continued(text, done, failed, prompts)
 
 
-def _is_result(line: bytes, prompt: Prompt) -> bool:
-    """Return whether a line, possibly incomplete, is a result of a prompt."""
+def _result(line: bytes, prompt: Prompt) -> dict[str, Any] | None:
+    """Return the result of a prompt, empty if its line is incomplete; None if it is not one of this prompt."""
     if not line.endswith(b"\n"):
         whole = prompt.line().encode()[:-2]  # without the closing brace: results follow
-        return line[: len(whole)] == whole[: len(line)]
+        return {} if line[: len(whole)] == whole[: len(line)] else None
     try:
         value = json.loads(line)
-    except ValueError:
-        return False
-    return isinstance(value, dict) and value.get("prompt", value) == prompt.text
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) and value.get("prompt", value) == prompt.text else None
 
 
 def _difference(line: bytes, options: Mapping[str, Any]) -> str:
     """Return the difference between the options in a file's first line and these; empty if they agree."""
     try:
         recorded = json.loads(line, parse_constant=str).get("options")
-    except ValueError:  # an incomplete line
+    except (ValueError, RecursionError):  # an incomplete line
         return ""
     for name in options if isinstance(recorded, dict) else ():
         if recorded.get(name) != options[name]:

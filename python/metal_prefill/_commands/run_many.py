@@ -165,9 +165,14 @@ def execute(
         Prompts; None if ``--prompts`` names a file.
     constraint
         Default constraint on the texts.
+
+    Raises
+    ------
+    MetalPrefillError
+        Some prompts failed; all results are written.
     """
     options = {**checked_options(arguments), **constraint}
-    done_before = failed = 0
+    done_before = failed_before = failed = 0
     as_lines = arguments.prompts is not None or arguments.output is not None
     out: IO[str] = sys.stdout  # the progress bar replaces sys.stdout
     with ExitStack() as stack:
@@ -178,7 +183,8 @@ def execute(
         if arguments.output is not None:
             made_with = recorded_options(arguments, options)
             results = stack.enter_context(continued(arguments.output, prompts, made_with))
-            out, prompts, done_before = results.file, results.prompts, results.done
+            out, prompts = results.file, results.prompts
+            done_before, failed_before = results.done, results.failed
         model = stack.enter_context(common.open_model(arguments, generates=True))
         bar = total > 1 and not out.isatty()  # on a terminal, the texts themselves show the progress
         progress = stack.enter_context(common.progress_bar("prompts", "prompts", bar))
@@ -200,8 +206,9 @@ def execute(
                 progress(done, total)
         seconds = time.perf_counter() - begin
     print(summary(done - done_before, failed, done_before, seconds), file=sys.stderr)
-    if failed and not as_lines:
-        raise MetalPrefillError(f"{failed} of {total} prompts failed")
+    if failed + failed_before:
+        place = f"; {arguments.output} has their errors" if arguments.output is not None else ""
+        raise MetalPrefillError(f"{failed + failed_before} of {total} prompts failed{place}")
 
 
 def summary(done: int, failed: int, done_before: int, seconds: float) -> str:
