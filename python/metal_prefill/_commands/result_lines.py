@@ -159,7 +159,7 @@ def continued(path: str, prompts: Iterator[Prompt], options: Mapping[str, Any]) 
 
 
 def _result(line: bytes, prompt: Prompt) -> dict[str, Any] | None:
-    """Return the result of a prompt, empty if its line is incomplete; None if it is not one of this prompt."""
+    """Return the result of a prompt, empty if its line is incomplete; None if it belongs to another one."""
     if not line.endswith(b"\n"):
         whole = prompt.line().encode()[:-2]  # without the closing brace: results follow
         return {} if line[: len(whole)] == whole[: len(line)] else None

@@ -92,7 +92,7 @@ class _Finder:
     def __init__(self, spellings: Collection[str]) -> None:
         self._sorted = sorted(set(spellings))
         self._longest = max(map(len, self._sorted), default=0)
-        # For each spelling, the lengths of those that it begins with, including its own and 0, as a set of bits.
+        # For each spelling, the lengths of those that it begins with, its own and 0 included, as bits.
         self._lengths: list[int] = []
         prefixes: list[tuple[str, int]] = [("", 1)]  # of the latest spelling
         for spelling in self._sorted:
