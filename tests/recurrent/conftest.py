@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
-from support.recurrent import ARCHITECTURES, LARGE
+from support.recurrent import ARCHITECTURES, LARGE, TINY
 from support.small_models import write
 
 from metal_prefill import Model
@@ -18,10 +19,17 @@ def name(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
+@pytest.fixture(scope="session")
+def tiny_path(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Write the tiny model of each architecture once."""
+    folder = tmp_path_factory.mktemp("tiny")
+    return cache(lambda name: write(folder / f"{name}.gguf", TINY[name]))
+
+
 @pytest.fixture
-def model(device: str, name: str, model_path: Callable[[str], Path]) -> Iterator[Model]:
-    """Open the small model of an architecture."""
-    with Model(model_path(name), device=device, threads=2) as model:
+def model(device: str, name: str, tiny_path: Callable[[str], Path]) -> Iterator[Model]:
+    """Open the tiny model of an architecture."""
+    with Model(tiny_path(name), device=device, threads=2) as model:
         yield model
 
 

@@ -137,12 +137,12 @@ def test_a_session_saved_after_a_rewind_recomputes_the_rest(model: Model, tmp_pa
 
 @pytest.mark.parametrize("name", PAGEWISE)
 def test_a_prefix_stored_on_disk_continues_from_its_state(
-    name: str, device: str, model_path: Callable[[str], Path], tmp_path: Path
+    name: str, device: str, tiny_path: Callable[[str], Path], tmp_path: Path
 ) -> None:
     shared = ids_of(140)
     prompts = [np.append(shared, ids_of(20, seed=seed)).astype(np.int32) for seed in (1, 2, 3)]
     for prompt in prompts[:2]:
-        with Model(model_path(name), device=device) as model:
+        with Model(tiny_path(name), device=device) as model:
             store = PrefixStore(model, tmp_path, 1 << 30)
             for known in prompts[:2]:
                 with model.session() as session:
@@ -150,7 +150,7 @@ def test_a_prefix_stored_on_disk_continues_from_its_state(
                 store.note(known)
             store.close()
             assert store.saved == (1 if prompt is prompts[0] else 0)
-    with Model(model_path(name), device=device) as model:
+    with Model(tiny_path(name), device=device) as model:
         store = PrefixStore(model, tmp_path, 1 << 30)
         store.load(prompts[2])
         assert store.loaded == 1

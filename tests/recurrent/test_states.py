@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from support.recurrent import (
     NAMES,
+    TINY,
     Array,
     assert_equals_fresh,
     contents,
@@ -154,13 +155,13 @@ def test_a_fork_in_a_progress_callback_has_the_finished_chunks(
         assert_equals_fresh(model, session, ids, logits)
 
 
-def test_a_stopped_prompt_keeps_its_chunks(device: str, name: str, model_path: Callable[[str], Path]) -> None:
+def test_a_stopped_prompt_keeps_its_chunks(device: str, name: str, tiny_path: Callable[[str], Path]) -> None:
     def stop(done: int, total: int) -> None:
         if done >= 128:
             raise KeyError(done)
 
     ids = long_ids(device)
-    with Model(model_path(name), device=device, chunk_tokens=64) as model:
+    with Model(tiny_path(name), device=device, chunk_tokens=64) as model:
         session = model.session()
         with pytest.raises(KeyError):
             session.forward_prompt(ids, progress=stop)
@@ -170,7 +171,7 @@ def test_a_stopped_prompt_keeps_its_chunks(device: str, name: str, model_path: C
 
 def test_a_failed_prompt_restores_the_state(device: str, name: str, tmp_path: Path) -> None:
     """The second chunk fails: a token's embedding is NaN."""
-    shape = replace(MODELS[name], embedding="F32", output="F32")
+    shape = replace(TINY[name], embedding="F32", output="F32")
     plain = write(tmp_path / "plain.gguf", shape)
 
     def spoil(values: Array) -> None:
@@ -236,7 +237,7 @@ with Model(sys.argv[1], device=sys.argv[2], threads=2) as model:
 
 
 @pytest.mark.parametrize("name", ["mamba2", "lfm2"])
-def test_threads_generate_at_the_same_time(name: str, device: str, model_path: Callable[[str], Path]) -> None:
-    program = [sys.executable, "-c", GENERATING, str(model_path(name)), device]
+def test_threads_generate_at_the_same_time(name: str, device: str, tiny_path: Callable[[str], Path]) -> None:
+    program = [sys.executable, "-c", GENERATING, str(tiny_path(name)), device]
     done = subprocess.run(program, capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, done.stderr) == (0, "")
