@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support import small_models
+from support import recurrent, small_models
 
 from metal_prefill import Model, _core
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.emulator
 
 # One for each kind of layer, of norm, and of rotation, with and without biases.
 GENERATORS = (
-    "gqa 3",
+    "head_dim 32",
     "all biases",
     "16-bit floats",
     "mixed types",
@@ -56,7 +56,8 @@ def ids(n: int) -> np.ndarray:
 
 @pytest.mark.parametrize("name", GENERATORS)
 def test_bindings_of_a_pass_do_not_overlap(tmp_path: Path, name: str) -> None:
-    path = small_models.write(tmp_path / "model.gguf", small_models.MODELS[name])
+    shape = recurrent.TINY.get(name, small_models.MODELS[name])
+    path = small_models.write(tmp_path / "model.gguf", shape)
     with Model(path, device="metal") as model:
         sessions = [model.session() for _ in range(3)]
         for session, tokens in zip(sessions, (33, 9, 2), strict=True):
