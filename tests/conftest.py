@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
 import pytest
 from support.missing import REQUIRE_METAL, fail_or_skip, skip_where_the_cpu_is_selected
-from support.small_models import MODELS, first_layers, write
+from support.small_models import MODELS, TINY, with_tokenizer_of, write
 
 import metal_prefill
 from metal_prefill import MissingExtraError, Model, _core
@@ -99,20 +100,21 @@ def minilm_folder() -> Path:
 
 
 @pytest.fixture(scope="module")
-def short_demo_path(demo_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Path of the first two of the bundled model's eight layers."""
-    return first_layers(tmp_path_factory.mktemp("short") / "demo.gguf", demo_path, 2)
+def tiny_demo_path(demo_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Path of a tiny model with the tokenizer and the context of the bundled one."""
+    shape = replace(TINY, vocab=1024)
+    return with_tokenizer_of(tmp_path_factory.mktemp("tiny") / "demo.gguf", shape, demo_path)
 
 
 @pytest.fixture
-def fast_demo_path(device: str, demo_path: Path, short_demo_path: Path) -> Path:
-    """Path of the bundled model, or of its first layers for Metal: an emulated GPU is slow."""
-    return short_demo_path if device == "metal" else demo_path
+def fast_demo_path(device: str, demo_path: Path, tiny_demo_path: Path) -> Path:
+    """Path of the bundled model, or of a tiny one for Metal: an emulated GPU is slow."""
+    return tiny_demo_path if device == "metal" else demo_path
 
 
 @pytest.fixture
 def demo(device: str, fast_demo_path: Path) -> Iterator[Model]:
-    """Open the bundled model on each device; on Metal, its first layers."""
+    """Open the bundled model on the CPU, and a tiny one with its tokenizer on Metal."""
     with Model(fast_demo_path, device=device) as model:
         yield model
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
-from support.small_models import MODELS, SmallModel, with_tensor, write
+from support.small_models import MODELS, TINY, SmallModel, with_tensor, write
 
 from metal_prefill import ContextOverflowError, KVMemoryError, Model, NumericalError, Session, _core
 
@@ -23,9 +22,14 @@ FEW = 8  # tokens of a sequence in a pass, up to which Metal is bit-identical to
 
 
 @pytest.fixture(scope="module")
-def demo_path(model_path: Callable[[str], Path]) -> Path:
-    """Use a small model instead of the bundled one: the weights do not matter here."""
-    return model_path("gqa 3")
+def demo_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Use a tiny model instead of the bundled one: the weights do not matter here."""
+    return write(tmp_path_factory.mktemp("tiny") / "m.gguf", TINY)
+
+
+@pytest.fixture
+def fast_demo_path(demo_path: Path) -> Path:
+    return demo_path
 
 
 def ids_of(model: Model, n: int, seed: int = 0) -> Ids:

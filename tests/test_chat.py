@@ -44,7 +44,8 @@ def chat(model: Model) -> Conversation:
     return Conversation(model, system=SYSTEM["content"])
 
 
-def test_turns_continue_the_template_and_reuse_the_cache(demo: Model) -> None:
+def test_turns_continue_the_template_and_reuse_the_cache(whole_demo: Model) -> None:
+    demo = whole_demo  # which writes words: their tokens are those that were generated
     chat = Conversation(demo, system=SYSTEM["content"])
     (answer,) = talk(chat, QUESTIONS[0])
     asked = [SYSTEM, {"role": "user", "content": QUESTIONS[0]}]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,16 +9,21 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from support.sampling_reference import log_softmax
-from support.small_models import MODELS, SmallModel, with_tensor, write
+from support.small_models import MODELS, TINY, SmallModel, with_tensor, write
 
 from metal_prefill import ContextOverflowError, Model, NumericalError, _core
 from metal_prefill.generation._sampling import Options, core_sampler
 
 
 @pytest.fixture(scope="module")
-def demo_path(model_path: Callable[[str], Path]) -> Path:
-    """Use a small model instead of the bundled one: the weights do not matter here."""
-    return model_path("gqa 1")
+def demo_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Use a tiny model instead of the bundled one: the weights do not matter here."""
+    return write(tmp_path_factory.mktemp("tiny") / "m.gguf", TINY)
+
+
+@pytest.fixture
+def fast_demo_path(demo_path: Path) -> Path:
+    return demo_path
 
 
 SAMPLED = Options(1.0, top_k=50, repeat_penalty=1.3, frequency_penalty=0.2)

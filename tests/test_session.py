@@ -227,7 +227,8 @@ def test_score_is_the_log_softmax_of_the_logits(demo: Model) -> None:
             session.reset()
             logits = session.forward_prompt_logits(PROMPT[: i + 1]).astype(np.float64)
             expected = logits[PROMPT[i + 1]] - np.logaddexp.reduce(logits)
-            assert scores[i] == pytest.approx(expected, abs=2e-3)
+            # On Metal operands of products are in half precision, and logits are near 10.
+            assert scores[i] == pytest.approx(expected, abs=2e-3 if demo.backend == "cpu" else 5e-3)
     assert demo.position == 0
     with pytest.raises(ValueError, match="two tokens"):
         demo.score([5])
@@ -356,12 +357,12 @@ def resident_bytes() -> int:
     reason="AddressSanitizer keeps freed memory for a while, to see who still uses it",
 )
 def test_close_releases_the_memory_of_a_session(tmp_path: Path) -> None:
-    narrow: dict[str, Any] = {"layers": 8, "dim": 64, "heads": 1, "kv_heads": 1, "head_dim": 64, "ffn": 64}
-    path = synth.synthesize(tmp_path / "m.gguf", preset="tiny", context=1024, vocab=288, **narrow)
+    shape: dict[str, Any] = {"layers": 4, "dim": 64, "heads": 16, "kv_heads": 16, "head_dim": 128, "ffn": 64}
+    path = synth.synthesize(tmp_path / "m.gguf", preset="tiny", context=1024, vocab=288, **shape)
     with Model(path, device="cpu", kv_dtype="f32") as model:
         sessions = [model.session() for _ in range(60)]  # a pool keeps the memory of a few
         for session in sessions:
-            session.forward_prompt([1] * 1000)
+            session.forward_prompt([1] * 60)
         held = sum(session.stats()["kv_cache_bytes"] for session in sessions)
         before = resident_bytes()
         for session in sessions:
@@ -383,12 +384,12 @@ def test_the_environment_selects_the_device(
 
 def test_generate_streams_text_and_stops(whole_demo: Model) -> None:
     demo = whole_demo  # which writes words
-    pieces = list(demo.generate("ROMEO:", 24))
+    pieces = list(demo.generate("ROMEO:", 10))
     text = "".join(pieces)
     assert len(pieces) > 5
-    assert text == "".join(demo.generate("ROMEO:", 24))
+    assert text == "".join(demo.generate("ROMEO:", 10))
     word = text.split()[2]
-    assert "".join(demo.generate("ROMEO:", 24, stop=word)) == text[: text.index(word)]
+    assert "".join(demo.generate("ROMEO:", 10, stop=word)) == text[: text.index(word)]
     assert "".join(demo.generate("ROMEO:", 0)) == ""
     with pytest.raises(ValueError, match="stop"):
         demo.generate("ROMEO:", stop="")

@@ -6,7 +6,6 @@ Weights are random, scaled so that attention spreads over earlier tokens and act
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
@@ -149,6 +148,9 @@ _MAMBA2 = SmallModel(
     ffn=0,
     scan=ScanShape(inner=128, state=32, heads=4),
 )
+
+# For tests in which neither weights nor dimensions matter: an emulated GPU takes time for each.
+TINY = SmallModel(dim=64, heads=3, kv_heads=1, ffn=64, seed=2)
 
 MODELS: dict[str, SmallModel] = {
     **{f"type {kind}": _of_type(kind) for kind in TYPES},
@@ -487,14 +489,11 @@ def _data(rng: np.random.Generator, tensor: Tensor) -> npt.NDArray[np.uint8]:
     return random_tensor(rng, tensor.kind, tensor.count, tensor.std)
 
 
-def first_layers(path: Path, whole: Path, layers: int) -> Path:
-    """Write a copy of a file that has fewer layers, and everything around them."""
-    parts = take_apart(whole)
-    count = next(key for key, _, _ in parts.metadata if key.endswith(b".block_count"))
-    parts.replace(count, struct.pack("<I", layers))
-    parts.tensors = [
-        t for t in parts.tensors if not t[0].startswith("blk.") or int(t[0].split(".")[1]) < layers
-    ]
+def with_tokenizer_of(path: Path, model: SmallModel, other: Path) -> Path:
+    """Write the file of a model with the tokenizer, and the chat template, of another file."""
+    parts = take_apart(write(path, model))
+    parts.metadata = [entry for entry in parts.metadata if not entry[0].startswith(b"tokenizer.")]
+    parts.metadata += [entry for entry in take_apart(other).metadata if entry[0].startswith(b"tokenizer.")]
     return parts.write(path)
 
 
