@@ -60,6 +60,12 @@ build/.emulator: $(VENV)/.build-tools $(SOURCES) tools/setup_clang.sh | setup
 	options=$$(tools/setup_clang.sh) && $(PIP) install --no-build-isolation ".[test,plot]" $$options
 	@rm -f build/.plain build/.testing build/.cuda && touch $@
 
+# Shaders of the emulator's tests and its executor, with sanitizers and without.
+SHADER_LIBRARIES := $(CURDIR)/build/shader_libraries
+build/.shader_libraries: build/.emulator $(shell git ls-files emulator)
+	METAL_EMULATOR_LIBRARIES=$(SHADER_LIBRARIES) $(BIN)/python emulator/testing/shader_library.py
+	@touch $@
+
 # The CPU engine for 64-bit Arm, which tests run on an emulated processor.
 ARM_SOURCES := $(shell git ls-files cpp/cpu 'cpp/*.cpp' 'cpp/*.h' 'cpp/*.inc' shaders/quants.h shaders/grids.h tests/arm 'tests/native/kernel_calls.*' cmake/cross_arm.cmake)
 build/.arm: $(VENV)/.build-tools $(ARM_SOURCES) tools/setup_arm.sh | setup
@@ -75,8 +81,8 @@ demo: build/.plain $(VENV)/.model
 	$(BIN)/metal-prefill demo
 
 # File by file in their order: the emulator's tests, few and long, come first, and no core idles at the end.
-test: build/.emulator build/.arm $(VENV)/.model
-	$(BIN)/python -m pytest --numprocesses $(CMAKE_BUILD_PARALLEL_LEVEL) --dist loadfile --no-loadscope-reorder
+test: build/.emulator build/.shader_libraries build/.arm $(VENV)/.model
+	METAL_EMULATOR_LIBRARIES=$(SHADER_LIBRARIES) $(BIN)/python -m pytest --numprocesses $(CMAKE_BUILD_PARALLEL_LEVEL) --dist loadfile --no-loadscope-reorder
 
 # The emulator by itself, as it builds and tests where there is no package around it.
 test-emulator: build/.emulator

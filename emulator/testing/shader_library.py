@@ -8,17 +8,25 @@ from __future__ import annotations
 
 import ctypes
 import fcntl
+import hashlib
 import os
 import shutil
 import subprocess
 import sys
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 EMULATOR = Path(__file__).resolve().parents[1]
+SHADERS = EMULATOR / "tests" / "shaders"
+# Libraries that the tests load, with their sanitizers: those that `main` compiles.
+LIBRARIES = (
+    *(("algorithms", ""), ("language", ""), ("operations", "")),
+    *(("planted", "address,undefined"), ("planted", "thread")),
+)
 CONSTANT_TYPES = {bool: 0, np.int8: 1, np.uint8: 2, np.int16: 3, np.uint16: 4, np.int32: 5, int: 5,
                   np.uint32: 6,
                   np.int64: 7, np.uint64: 8, np.float16: 9, np.float32: 10, float: 10}  # fmt: skip
@@ -141,6 +149,16 @@ def _compile_executor(clang: str, folder: Path, sanitize: str, environment: dict
     return objects
 
 
+@cache
+def compiler_digest(clang: str) -> str:
+    """Return a digest of what a compilation reads apart from shaders: the emulator's sources and clang."""
+    digest = hashlib.sha256(subprocess.run([clang, "--version"], capture_output=True, check=True).stdout)
+    for path in sorted(EMULATOR.rglob("*")):
+        if path.suffix in (".cpp", ".h", ".py") and "tests" not in path.relative_to(EMULATOR).parts:
+            digest.update(f"{path} {path.stat().st_size}\n".encode() + path.read_bytes())
+    return digest.hexdigest()
+
+
 def build(
     sources: list[Path],
     folder: Path,
@@ -152,6 +170,9 @@ def build(
     metal_version: int = 310,
 ) -> Path:
     """Compile sources and the executor into one shared library.
+
+    If the environment variable METAL_EMULATOR_LIBRARIES names a folder, it keeps object files and libraries;
+    a library of the same sources is not compiled again.
 
     Parameters
     ----------
@@ -172,6 +193,15 @@ def build(
     """
     clang = find_clang()
     assert clang is not None
+    if kept := os.environ.get("METAL_EMULATOR_LIBRARIES"):
+        files = [file for path in sources for file in (path, *sorted(path.parent.glob("*.h")))]
+        texts = [(file.name, file.read_bytes()) for file in files]
+        key = repr((compiler_digest(clang), texts, sanitize, include, variants, flags, metal_version))
+        folder = Path(kept) / hashlib.sha256(key.encode()).hexdigest()[:32]
+        executor = Path(kept) / hashlib.sha256((compiler_digest(clang) + sanitize).encode()).hexdigest()[:32]
+    library = folder / f"lib{sources[0].stem}.so"
+    if kept and library.exists():
+        return library
     executor = executor or folder
     for path in (folder, executor):
         path.mkdir(parents=True, exist_ok=True)
@@ -202,10 +232,10 @@ def build(
             if result.returncode or result.stderr:
                 raise KernelError(f"{source.name} does not compile:\n{result.stderr}")
             objects.append(output)
-    library = folder / f"lib{sources[0].stem}.so"
-    command = [clang, "-shared", *link, *objects, "-o", library, "-lpthread", "-ldl"]
+    made = folder / f"{os.getpid()}.so"  # other processes may look for the library
+    command = [clang, "-shared", *link, *objects, "-o", made, "-lpthread", "-ldl"]
     subprocess.run(command, check=True, env=environment)
-    return library
+    return made.rename(library)
 
 
 class ShaderLibrary:
@@ -283,3 +313,16 @@ class ShaderLibrary:
             list(dispatch.bytes_written),
             dispatch.seconds,
         )
+
+
+def main() -> None:
+    """Compile the libraries of the emulator's own tests in the folder METAL_EMULATOR_LIBRARIES."""
+    folder = Path(os.environ["METAL_EMULATOR_LIBRARIES"])
+    shutil.rmtree(folder, ignore_errors=True)
+    if find_clang():
+        for name, sanitizers in LIBRARIES:
+            build([SHADERS / f"{name}.metal"], folder, sanitizers)
+
+
+if __name__ == "__main__":
+    main()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -19,7 +20,8 @@ QUICK = ("-DCMAKE_BUILD_TYPE=", "-DCMAKE_UNITY_BUILD=ON", "-DCMAKE_UNITY_BUILD_B
 @pytest.mark.timeout(900)
 def test_vector_add(metal_testing: Any, clang: str, tmp_path: Path) -> None:
     assert metal_testing  # the emulator can be built here
-    build = tmp_path / "build"
+    kept = os.environ.get("METAL_EMULATOR_LIBRARIES")
+    build = Path(kept) / "example" if kept else tmp_path / "build"
     beside_python = str(Path(sys.executable).parent)
     cmake = shutil.which("cmake", path=beside_python) or shutil.which("cmake")
     assert cmake
