@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 from support.missing import REQUIRE_METAL, fail_or_skip, skip_where_the_cpu_is_selected
-from support.small_models import MODELS, TINY, with_tokenizer_of, write
+from support.small_models import MODELS, with_tokenizer_of, write
+from support.tiny_models import TINY
 
 import metal_prefill
 from metal_prefill import MissingExtraError, Model, _core

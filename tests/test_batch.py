@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from support.small_models import MODELS, TINY, SmallModel, with_tensor, write
+from support.small_models import MODELS, SmallModel, with_tensor, write
+from support.tiny_models import TINY
 
 from metal_prefill import ContextOverflowError, KVMemoryError, Model, NumericalError, Session, _core
 

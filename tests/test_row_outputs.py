@@ -9,7 +9,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from support.sampling_reference import log_softmax
-from support.small_models import MODELS, TINY, SmallModel, with_tensor, write
+from support.small_models import MODELS, SmallModel, with_tensor, write
+from support.tiny_models import TINY
 
 from metal_prefill import ContextOverflowError, Model, NumericalError, _core
 from metal_prefill.generation._sampling import Options, core_sampler

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support import recurrent, small_models
+from support import small_models
+from support.tiny_models import TINY_RECURRENT
 
 from metal_prefill import Model, _core
 
@@ -56,7 +57,7 @@ def ids(n: int) -> np.ndarray:
 
 @pytest.mark.parametrize("name", GENERATORS)
 def test_bindings_of_a_pass_do_not_overlap(tmp_path: Path, name: str) -> None:
-    shape = recurrent.TINY.get(name, small_models.MODELS[name])
+    shape = TINY_RECURRENT.get(name, small_models.MODELS[name])
     path = small_models.write(tmp_path / "model.gguf", shape)
     with Model(path, device="metal") as model:
         sessions = [model.session() for _ in range(3)]

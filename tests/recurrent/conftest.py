@@ -7,8 +7,9 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from support.recurrent import ARCHITECTURES, LARGE, TINY
+from support.recurrent import ARCHITECTURES, LARGE
 from support.small_models import write
+from support.tiny_models import TINY_RECURRENT
 
 from metal_prefill import Model
 
@@ -23,7 +24,7 @@ def name(request: pytest.FixtureRequest) -> str:
 def tiny_path(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """Write the tiny model of each architecture once."""
     folder = tmp_path_factory.mktemp("tiny")
-    return cache(lambda name: write(folder / f"{name}.gguf", TINY[name]))
+    return cache(lambda name: write(folder / f"{name}.gguf", TINY_RECURRENT[name]))
 
 
 @pytest.fixture

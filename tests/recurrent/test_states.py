@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from support.recurrent import (
     NAMES,
-    TINY,
     Array,
     assert_equals_fresh,
     contents,
@@ -25,6 +24,7 @@ from support.recurrent import (
 )
 from support.reference import ReferenceModel
 from support.small_models import MODELS, with_tensor, write
+from support.tiny_models import TINY_RECURRENT
 
 from metal_prefill import Model, NumericalError
 from metal_prefill.files._model_config import core_config
@@ -171,7 +171,7 @@ def test_a_stopped_prompt_keeps_its_chunks(device: str, name: str, tiny_path: Ca
 
 def test_a_failed_prompt_restores_the_state(device: str, name: str, tmp_path: Path) -> None:
     """The second chunk fails: a token's embedding is NaN."""
-    shape = replace(TINY[name], embedding="F32", output="F32")
+    shape = replace(TINY_RECURRENT[name], embedding="F32", output="F32")
     plain = write(tmp_path / "plain.gguf", shape)
 
     def spoil(values: Array) -> None:

@@ -24,22 +24,6 @@ NAMES = (
     *("falcon-h1", "falcon-h1, norms in groups"),
     *("qwen35", "qwen35, recurrence last", "qwen35, odd dimensions"),
 )
-# Architectures with few and small layers, for tests of how states are kept: it does not depend on dimensions,
-# and an emulated GPU takes a fifth of the time. States of mamba2 and of qwen35 are of two heads.
-_TINY: dict[str, Any] = {"dim": 32, "ffn": 32, "heads": 1, "kv_heads": 1, "key_dim": 32}
-_TINY_SCAN = ScanShape(inner=64, state=16, heads=2)
-_AROUND = (0, 2)  # recurrent layers, around one with attention
-TINY = {
-    "lfm2": replace(MODELS["lfm2"], **_TINY, layers=3, conv_layers=_AROUND),
-    "mamba2": replace(MODELS["mamba2"], layers=2, dim=32, scan=_TINY_SCAN),
-    "granitehybrid": replace(
-        MODELS["granitehybrid"], **_TINY, layers=3, scan=replace(_TINY_SCAN, layers=_AROUND)
-    ),
-    "falcon-h1": replace(MODELS["falcon-h1"], **_TINY, layers=2, scan=replace(_TINY_SCAN, norm=False)),
-    "qwen35": replace(
-        MODELS["qwen35"], **_TINY, layers=3, scan=ScanShape(inner=32, state=16, heads=2, layers=_AROUND)
-    ),
-}
 PAGEWISE = ("lfm2", "qwen35")  # states take at most the memory of a page, so that each has a snapshot
 # The state of a layer takes the memory of several pages, and none is written after a draft: 1,100 tokens of
 # 64 channels, or four matrices of 128 by 128.

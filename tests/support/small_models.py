@@ -149,9 +149,6 @@ _MAMBA2 = SmallModel(
     scan=ScanShape(inner=128, state=32, heads=4),
 )
 
-# For tests in which neither weights nor dimensions matter: an emulated GPU takes time for each.
-TINY = SmallModel(dim=64, heads=3, kv_heads=1, ffn=64, seed=2)
-
 MODELS: dict[str, SmallModel] = {
     **{f"type {kind}": _of_type(kind) for kind in TYPES},
     **{

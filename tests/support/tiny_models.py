@@ -1,4 +1,4 @@
-"""Models of one or two layers of 32 dimensions, for tests that open or run one very often."""
+"""Models of a few small layers, for tests that open or run one very often, or on an emulated GPU."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ from dataclasses import replace
 from typing import Any
 
 from metal_prefill.synth import ScanShape
-from support.small_models import ENCODERS, MODELS
+from support.small_models import ENCODERS, MODELS, SmallModel
+
+# For tests in which neither weights nor dimensions matter.
+TINY = SmallModel(dim=64, heads=3, kv_heads=1, ffn=64, seed=2)
 
 VOCAB = 280
 _SIZE: dict[str, Any] = {"dim": 32, "key_dim": 32, "heads": 2, "kv_heads": 1, "ffn": 32, "vocab": VOCAB}
@@ -23,4 +26,17 @@ TINY_ENCODERS = {
     "jina-bert-v2": replace(ENCODERS["jina-bert-v2"], layers=2, **_ENCODER_SIZE),
     "jina-bert-v2, code": replace(ENCODERS["jina-bert-v2, code"], layers=1, **_ENCODER_SIZE),
     "modern-bert": replace(ENCODERS["modern-bert"], layers=3, **_ENCODER_SIZE),
+}
+
+# For tests of how states are kept, which does not depend on dimensions. Two layers have states, with one of
+# attention between them unless all are recurrent.
+_FEW: dict[str, Any] = {"dim": 32, "ffn": 32, "heads": 1, "kv_heads": 1, "key_dim": 32}
+_SCAN = ScanShape(inner=64, state=16, heads=2)
+_AROUND = (0, 2)
+TINY_RECURRENT = {
+    "lfm2": replace(MODELS["lfm2"], **_FEW, layers=3, conv_layers=_AROUND),
+    "mamba2": replace(MODELS["mamba2"], layers=2, dim=32, scan=_SCAN),
+    "granitehybrid": replace(MODELS["granitehybrid"], **_FEW, layers=3, scan=replace(_SCAN, layers=_AROUND)),
+    "falcon-h1": replace(MODELS["falcon-h1"], **_FEW, layers=2, scan=replace(_SCAN, norm=False)),
+    "qwen35": replace(MODELS["qwen35"], **_FEW, layers=3, scan=ScanShape(32, 16, 2, layers=_AROUND)),
 }
