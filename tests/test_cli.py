@@ -390,6 +390,18 @@ def test_an_interrupt_of_the_first_imports_ends_cleanly() -> None:
         assert (run.returncode, run.stderr) == (cli.EXIT_INTERRUPTED, "interrupted\n")
 
 
+def test_little_is_imported_before_interrupts_end_cleanly() -> None:
+    """The command line handles Ctrl-C once its entry point is imported, and with it the package."""
+    folder = Path(metal_prefill.__file__).parents[1]
+    code = (
+        f"import sys; sys.path.append({str(folder)!r}); before = set(sys.modules)\n"
+        "import metal_prefill.__main__; print(*(set(sys.modules) - before))"
+    )
+    run = subprocess.run([sys.executable, "-ISc", code], capture_output=True, text=True, check=True)
+    imported = {name for name in run.stdout.split() if not name.startswith("metal_prefill")}
+    assert imported <= {"__future__", "types"}
+
+
 def test_an_interrupt_ends_cleanly() -> None:
     # Sampled text ends at no fixed point; the context of 1024 takes far longer than the first character.
     process = spawn("run", "-p", PROMPT, "-n", "1000", "--temperature", "1", "--seed", "1", "-t", "1")

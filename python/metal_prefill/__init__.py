@@ -9,10 +9,6 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
-
-from metal_prefill._support.interruptions import interruptions
 from metal_prefill._support.lazy import keep_former_paths
 from metal_prefill.errors import (
     ChatTemplateError,
@@ -33,7 +29,12 @@ from metal_prefill.errors import (
     UnsupportedModelError,
 )
 
+# `typing` and other modules of the standard library take most of the time until the command line can handle
+# Ctrl-C, and are therefore not imported here.
+TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from typing import Any
+
     from metal_prefill.chat import Conversation
     from metal_prefill.generation._scheduler import Scheduler
     from metal_prefill.model import Model, default_model_path
@@ -103,6 +104,10 @@ def __getattr__(name: str) -> Any:
 
         value = version()
     elif name in _HOMES:
+        import importlib
+
+        from metal_prefill._support.interruptions import interruptions
+
         with interruptions() as interrupted:
             try:
                 module = importlib.import_module(_HOMES[name])

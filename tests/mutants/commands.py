@@ -196,6 +196,13 @@ MUTANTS = (
         ("tests/bench/test_texts.py", "-k", "all_of_its_calls"),
     ),
     Mutant(
+        f"{PACKAGE}/_support/lazy.py",
+        "import sys\n",
+        "import importlib\nimport sys\n",
+        "the package imports modules before the command line handles Ctrl-C",
+        ("tests/test_cli.py", "-k", "little_is_imported"),
+    ),
+    Mutant(
         f"{PACKAGE}/cli.py",
         "report(KeyboardInterrupt() if interrupted and isinstance(error, ImportError) else error)",
         "report(error)",

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 import sys
-from collections.abc import Callable, Mapping
 from types import ModuleType
-from typing import Any
+
+TYPE_CHECKING = False  # this module is imported first, and therefore without `typing`; see the package
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from typing import Any
 
 
 def lazy_names(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
@@ -23,6 +25,8 @@ def lazy_names(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
     def get(name: str) -> Any:
         if name not in homes:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        import importlib
+
         value = getattr(importlib.import_module(f"{package}.{homes[name]}"), name)
         setattr(sys.modules[package], name, value)
         return value
@@ -40,6 +44,8 @@ class _FormerPath(ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # requested by tools that inspect every module
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+        import importlib
+
         return getattr(importlib.import_module(self._target), name)
 
 
