@@ -108,6 +108,7 @@ class Gate:
     """Lets the engine loop of a server make one pass, and blocks it there until it is opened."""
 
     def __init__(self, service: Service) -> None:
+        wait_until(lambda: not service.loop._running)  # clients do not wait for the end of the latest pass
         self._counted = service.loop._after_pass
         self.reached = threading.Event()
         self._open = threading.Event()
