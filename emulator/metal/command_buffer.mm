@@ -115,8 +115,10 @@ struct Running {
   std::lock_guard lock(_mutex);
   return _end;
 }
+// Unlike `status`, which the program reads, it does not tell the host that the command buffer is completed.
 - (BOOL)committed {
-  return self.status >= MTLCommandBufferStatusCommitted;
+  std::lock_guard lock(_mutex);
+  return _status >= MTLCommandBufferStatusCommitted;
 }
 
 - (void)requireUncommitted:(const char*)call {

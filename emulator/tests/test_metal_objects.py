@@ -180,6 +180,21 @@ def test_a_command_buffer_passes_through_its_states(library: KernelLibrary) -> N
     assert 0 < command_buffer.gpu_start <= command_buffer.gpu_end
 
 
+@pytest.mark.parametrize("asks", [False, True])
+def test_a_wait_is_counted_unless_the_host_has_seen_the_completion(
+    library: KernelLibrary, emulator: Any, asks: bool
+) -> None:
+    command_buffer = library.queue.command_buffer()
+    command_buffer.commit()
+    emulator.live_objects()  # waits until it is completed, which the program does not see
+    before = emulator.counters().waits
+    if asks:
+        assert command_buffer.status == "completed"
+    for _ in range(2):
+        command_buffer.wait()
+        assert emulator.counters().waits - before == int(not asks)
+
+
 def test_command_buffers_run_in_the_order_of_their_enqueue(device: Any, library: KernelLibrary) -> None:
     buffer = device.new_buffer(4)
     first, second = library.queue.command_buffer(), library.queue.command_buffer()

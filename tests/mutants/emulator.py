@@ -108,6 +108,14 @@ MUTANTS = (
     ),
     Mutant(
         "emulator/metal/command_buffer.mm",
+        "return _status >= MTLCommandBufferStatusCommitted;",
+        "if (_status >= MTLCommandBufferStatusCompleted) [self observe];\n"
+        "  return _status >= MTLCommandBufferStatusCommitted;",
+        "a wait for a command buffer that has completed unseen is not counted",
+        ("emulator/tests/test_metal_objects.py", "-k", "wait_is_counted"),
+    ),
+    Mutant(
+        "emulator/metal/command_buffer.mm",
         '[self requireNoEncoder:"addCompletedHandler"];',
         '[self requireUncommitted:"addCompletedHandler"];',
         "a completion handler may be added while an encoder is open",
