@@ -195,6 +195,14 @@ struct Completion {
   std::vector<DispatchStatistics> statistics;  // one for each dispatch that ran
 };
 
+// Which two elements of a simdgroup_matrix a lane holds. Metal's specification leaves this to the GPU.
+enum class MatrixLayout : std::uint8_t {
+  kApple,        // neighbours of a row, as on Apple's GPUs
+  kConsecutive,  // neighbours of a row, in the order of the lanes
+  kShifted,      // the same with the first two elements in the last lane: a row's lanes differ in many bits
+  kColumns,      // neighbours of a column
+};
+
 struct ExecutorOptions {
   unsigned workers = 0;       // host threads that run threadgroups; 0: one per core
   std::uint64_t seed = 0;     // shuffles the order of threads; 0: in order
@@ -202,6 +210,7 @@ struct ExecutorOptions {
   bool active_lanes = false;  // simd operations in divergent branches act on the lanes that arrive
   bool fast_errors = false;   // fast::exp and fast::exp2 have the largest error that Metal allows
   bool banks = false;         // in checked mode: count cycles of the banks of threadgroup memory
+  MatrixLayout matrix_layout = MatrixLayout::kApple;  // of the CPU executor
 };
 
 class Executor {

@@ -133,15 +133,21 @@ void bind_counter(nb::module_& m) {
 }
 
 void bind_settings(nb::module_& m) {
+  nb::enum_<MatrixLayout>(m, "MatrixLayout", "Which elements of a simdgroup_matrix a lane holds.")
+      .value("APPLE", MatrixLayout::kApple, "Neighbours of a row, as on Apple's GPUs.")
+      .value("CONSECUTIVE", MatrixLayout::kConsecutive, "Neighbours of a row, in the order of the lanes.")
+      .value("SHIFTED", MatrixLayout::kShifted, "The same with the first two elements in the last lane.")
+      .value("COLUMNS", MatrixLayout::kColumns, "Neighbours of a column.");
   nb::class_<ExecutorOptions>(m, "Options", "How kernels are run.")
       .def(
           "__init__",
           [](ExecutorOptions* self, unsigned workers, std::uint64_t seed, bool checked, bool active_lanes,
-             bool fast_errors, bool banks) {
-            new (self) ExecutorOptions{workers, seed, checked, active_lanes, fast_errors, banks};
+             bool fast_errors, bool banks, MatrixLayout matrix_layout) {
+            new (self)
+                ExecutorOptions{workers, seed, checked, active_lanes, fast_errors, banks, matrix_layout};
           },
           "workers"_a = 0, "seed"_a = 0, "checked"_a = false, "active_lanes"_a = false,
-          "fast_errors"_a = false, "banks"_a = false)
+          "fast_errors"_a = false, "banks"_a = false, "matrix_layout"_a = MatrixLayout::kApple)
       .def_rw("workers", &ExecutorOptions::workers, "Host threads that run threadgroups; 0: one per core.")
       .def_rw("seed", &ExecutorOptions::seed, "Shuffles the order of threads; 0: in order.")
       .def_rw("checked", &ExecutorOptions::checked,
@@ -151,7 +157,9 @@ void bind_settings(nb::module_& m) {
       .def_rw("fast_errors", &ExecutorOptions::fast_errors,
               "fast::exp and fast::exp2 have the largest error that Metal's specification allows.")
       .def_rw("banks", &ExecutorOptions::banks,
-              "In checked mode, count the cycles of the banks of threadgroup memory.");
+              "In checked mode, count the cycles of the banks of threadgroup memory.")
+      .def_rw("matrix_layout", &ExecutorOptions::matrix_layout,
+              "Of the CPU executor; an NVIDIA GPU has its own.");
   m.def("options", &options, nb::call_guard<nb::gil_scoped_release>());
   m.def("set_options", &set_options, "options"_a, nb::call_guard<nb::gil_scoped_release>(),
         "Waits until nothing runs.");

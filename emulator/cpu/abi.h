@@ -106,8 +106,9 @@ struct Worker {
   void (*wrong_size)(Worker& worker, const char* what, int columns, int rows, int wanted_columns,
                      int wanted_rows, const char* file, u32 line);
   void (*unwritten)(Worker& worker, const char* what, const char* file, u32 line);
-  u8* threadgroup_memory;  // of the variables that the running kernel declares
-  u32 fast_errors;         // 1: fast functions are as wrong as they may be
+  u8* threadgroup_memory;       // of the variables that the running kernel declares
+  u32 fast_errors;              // 1: fast functions are as wrong as they may be
+  u8 matrix_places[kLanes][2];  // of a lane's elements of a simdgroup_matrix, of 64 row by row
   Fiber fibers[kMaxThreads];
 };
 

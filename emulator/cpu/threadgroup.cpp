@@ -8,6 +8,8 @@
 #include <iterator>
 #include <new>
 
+#include "matrix_layout.h"
+
 namespace metal_emulator::cpu {
 
 using abi::u32;
@@ -121,6 +123,10 @@ void ThreadgroupRunner::begin(const Work& work, std::uint64_t seed) {
   rng_ = work.options.seed ? (seed + 1) * 0x9e3779b97f4a7c15ull | 1 : 0;
   active_lanes_ = work.options.active_lanes;
   header_->worker.fast_errors = work.options.fast_errors;
+  for (unsigned lane = 0; lane < abi::kLanes; lane++)
+    for (unsigned element = 0; element < 2; element++)
+      header_->worker.matrix_places[lane][element] =
+          static_cast<abi::u8>(matrix_place(work.options.matrix_layout, lane, element));
   barriers_ = threads_run_ = 0;
   error_.clear();
   std::copy(std::begin(work.buffers), std::end(work.buffers), header_->buffers);

@@ -111,7 +111,8 @@ def test_a_failed_allocation_returns_nil(device: Any, emulator: Any) -> None:
 
 def test_library_lists_its_functions(library: KernelLibrary) -> None:
     expected = (
-        "add scale negate4 biased reverse static_scratch store store_twice load limited exponentials strided"
+        "add scale negate4 biased reverse static_scratch store store_twice load limited exponentials strided "
+        "matrix_places"
     )
     assert sorted(library.library.function_names) == sorted([*expected.split(), "part_one", "part_two"])
 
@@ -326,6 +327,36 @@ def test_fast_exponentials_have_the_maximum_error_on_request(library: KernelLibr
     assert y[0, 1] == y[2, 1] == np.inf
     assert (y[[1, 3], 1] >= 0).all()
     assert (y[[1, 3], 1] < 1e-40).all()
+
+
+# The lane of each pair of neighbours, in the order of the matrix: of rows, or of columns.
+LANES = {
+    "APPLE": [first + lane for first in (0, 2, 4, 6, 16, 18, 20, 22) for lane in (0, 1, 8, 9)],
+    "CONSECUTIVE": [*range(32)],
+    "SHIFTED": [31, *range(31)],
+    "COLUMNS": [column + lane for column in range(8) for lane in (0, 8, 16, 24)],
+}
+
+
+@pytest.mark.parametrize("seed", [0, 7])
+@pytest.mark.parametrize("layout", LANES)
+def test_lanes_hold_the_elements_of_a_matrix_that_the_layout_sets(
+    library: KernelLibrary, emulator: Any, layout: str, seed: int
+) -> None:
+    """Results do not depend on it, unless a kernel asks which elements a lane has."""
+    options = emulator.Options(seed=seed, matrix_layout=getattr(emulator.MatrixLayout, layout))
+    emulator.set_options(options)
+    x = np.random.default_rng(1).integers(-9, 9, (8, 8)).astype(np.float32)
+    mine, out = np.zeros((32, 2), np.float32), np.zeros((2, 8, 8), np.float32)
+    library.dispatch("matrix_places", [x, mine, out], grid=32, threads=32)
+    pairs = (x.T if layout == "COLUMNS" else x).reshape(32, 2)
+    np.testing.assert_array_equal(mine[LANES[layout]], pairs)
+    np.testing.assert_array_equal(out[0], -x)
+    np.testing.assert_array_equal(out[1], x @ x.T + np.eye(8))
+
+
+def test_lanes_hold_the_elements_that_those_of_apple_hold_by_default(emulator: Any) -> None:
+    assert emulator.Options().matrix_layout == emulator.MatrixLayout.APPLE
 
 
 def test_a_counter_counts_dispatches_within_its_context(

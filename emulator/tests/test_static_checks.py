@@ -55,6 +55,11 @@ WRONG: dict[str, tuple[str, str]] = {
         "kernel void k(device float4* x [[buffer(0)]]) { x[0] = fma(2.0f, x[1], x[2]); }  // !",
         "'fma' is given a number and a vector",
     ),
+    "elements of a matrix as a pair": (
+        "#include <metal_simdgroup_matrix>\nkernel void k(device float2* x [[buffer(0)]]) "
+        "{ simdgroup_float8x8 a(1.0f); x[0] = a.thread_elements(); }  // !",
+        "incompatible type",
+    ),
     "buffer index beyond the last": (
         "kernel void k(device float* x [[buffer(31)]]) { x[0] = 1; }  // !",
         "31",

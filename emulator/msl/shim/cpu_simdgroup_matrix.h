@@ -111,8 +111,8 @@ MSL_INLINE void deliver(MatrixProduct& p) {
   }
   for (int lane = 0; lane < 32; ++lane) {
     if (!p.targets[lane]) continue;
-    const float* source = p.c + fragment_row(lane) * 8 + fragment_column(lane);
-    ::vec<T, 2> elements{static_cast<T>(source[0]), static_cast<T>(source[1])};
+    ::vec<T, 2> elements{static_cast<T>(p.c[fragment_place(lane, 0)]),
+                         static_cast<T>(p.c[fragment_place(lane, 1)])};
     FragmentLayout& target = *static_cast<FragmentLayout*>(p.targets[lane]);
     __builtin_memcpy(target.elements, &elements, sizeof elements);
     target.pending = 0;
@@ -148,11 +148,8 @@ MSL_EXECUTE run_products(MatrixQueue& queue) {
 }
 
 template <class T>
-MSL_INLINE void put_pair(float* matrix, int position, ::vec<T, 2> elements) {
-  const float pair[2] = {static_cast<float>(elements[0]), static_cast<float>(elements[1])};
-  ulong word;
-  __builtin_memcpy(&word, pair, 8);
-  __atomic_store_n(reinterpret_cast<ulong*>(matrix + position), word, __ATOMIC_RELAXED);
+MSL_INLINE void put_pair(float* matrix, int lane, ::vec<T, 2> elements) {
+  for (int i = 0; i < 2; ++i) share(matrix[fragment_place(lane, i)], static_cast<float>(elements[i]));
 }
 
 // d = a b + c; without c, d = a b.
@@ -160,19 +157,19 @@ template <class D, class A, class B, class C>
 MSL_INLINE void multiply(Fragment<D>& d, const Fragment<A>& a, const Fragment<B>& b, const Fragment<C>* c,
                          const char* file, int line) {
   const ::metal_emulator::abi::Fiber& fiber = ::metal_emulator::abi::current_fiber();
-  const int lane = static_cast<int>(fiber.lane), position = fragment_row(lane) * 8 + fragment_column(lane);
+  const int lane = static_cast<int>(fiber.lane);
   MatrixQueue& queue = *fiber.simdgroup->queue;
   const ::vec<A, 2> left = a.get();
   const ::vec<B, 2> right = b.get();
   if (shared(queue.count[lane]) == MatrixQueue::kCapacity) await_products(file, static_cast<uint>(line));
   const uint number = shared(queue.count[lane]);
   MatrixProduct& product = queue.products[number];
-  put_pair<A>(product.a, position, left);
-  put_pair<B>(product.b, position, right);
+  put_pair<A>(product.a, lane, left);
+  put_pair<B>(product.b, lane, right);
   int addend = kAddNothing;
   if (c) {
     addend = static_cast<int>(c->pending()) - 1;
-    if (addend < 0) put_pair<C>(product.c, position, c->get());
+    if (addend < 0) put_pair<C>(product.c, lane, c->get());
   }
   const Lanes asked = shared(product.lanes);
   if (asked == 0) {

@@ -13,13 +13,14 @@
 #include "packed.h"
 #include "matrix.h"
 #include "atomic.h"
-#include "fragment.h"
 #if MSL_CHECK
 #include "check_simdgroup.h"
 #elif MSL_CPU
+#include "fragment.h"
 #include "cpu_simdgroup.h"
 #include "cpu_simdgroup_matrix.h"
 #elif MSL_PTX
+#include "fragment.h"
 #include "ptx_simdgroup.h"
 #include "ptx_simdgroup_matrix.h"
 #endif

@@ -25,12 +25,12 @@ template <class T, int Rows, int Columns>
 struct simdgroup_matrix {
   static_assert(Rows == 8 && Columns == 8, "simdgroup matrices are 8x8");
   static_assert(msl::IsMatrixElement<T>::value, "elements of simdgroup matrices are float, half or bfloat");
-  typedef ::vec<T, 2> storage_type;
+  typedef ::vec<T, Rows * Columns> storage_type;  // of which a lane has the first two elements
   storage_type elements;
   simdgroup_matrix();
   explicit simdgroup_matrix(T diagonal);
   __private storage_type& thread_elements() __private;
-  const __private storage_type& thread_elements() const __private;
+  storage_type thread_elements() const __private;
 };
 template <class T, int Rows, int Columns = Rows>
 simdgroup_matrix<T, Rows, Columns> make_filled_simdgroup_matrix(T value);
@@ -65,8 +65,13 @@ struct simdgroup_matrix {
 
   simdgroup_matrix() = default;
   MSL_INLINE explicit simdgroup_matrix(T diagonal) {
-    const int lane = msl::lane(), offset = msl::fragment_row(lane) - msl::fragment_column(lane);
-    fragment.set(storage_type{offset == 0 ? diagonal : T(0), offset == 1 ? diagonal : T(0)});
+    const int lane = msl::lane();
+    storage_type elements;
+    for (int i = 0; i < 2; ++i) {
+      const int place = msl::fragment_place(lane, i);
+      elements[i] = place / 8 == place % 8 ? diagonal : T(0);
+    }
+    fragment.set(elements);
   }
   MSL_INLINE storage_type& thread_elements() { return fragment.reference(); }
   MSL_INLINE storage_type thread_elements() const { return fragment.get(); }
@@ -88,35 +93,30 @@ MSL_INLINE simdgroup_matrix<T, Rows, Columns> make_diagonal_simdgroup_matrix(T v
 template <class T>
 MSL_INLINE void simdgroup_load(simdgroup_matrix<T, 8, 8>& d, const T* source, ulong stride = 8,
                                ::ulong2 origin = ::ulong2(0), bool transpose = false) {
-  const int lane = msl::lane();
-  const ulong row = static_cast<ulong>(msl::fragment_row(lane));
-  const ulong column = static_cast<ulong>(msl::fragment_column(lane));
   source += origin.y * stride + origin.x;
 #if MSL_PTX
-  const ::vec<T, 2> pair = msl::load_pair(source + row * stride + column);
+  const ulong place = static_cast<ulong>(msl::fragment_place(msl::lane(), 0));
+  const ::vec<T, 2> pair = msl::load_pair(source + place / 8 * stride + place % 8);
   transpose ? d.fragment.set_transposed(pair) : d.fragment.set(pair);
 #else
-  if (transpose) {
-    d.fragment.set(::vec<T, 2>{source[column * stride + row], source[(column + 1) * stride + row]});
-  } else {
-    d.fragment.set(::vec<T, 2>{source[row * stride + column], source[row * stride + column + 1]});
+  const int lane = msl::lane();
+  ::vec<T, 2> elements;
+  for (int i = 0; i < 2; ++i) {
+    const ulong place = static_cast<ulong>(msl::fragment_place(lane, i)), row = place / 8, column = place % 8;
+    elements[i] = source[transpose ? column * stride + row : row * stride + column];
   }
+  d.fragment.set(elements);
 #endif
 }
 template <class T>
 MSL_INLINE void simdgroup_store(const simdgroup_matrix<T, 8, 8>& a, T* target, ulong stride = 8,
                                 ::ulong2 origin = ::ulong2(0), bool transpose = false) {
   const int lane = msl::lane();
-  const ulong row = static_cast<ulong>(msl::fragment_row(lane));
-  const ulong column = static_cast<ulong>(msl::fragment_column(lane));
   const ::vec<T, 2> elements = a.fragment.get();
   target += origin.y * stride + origin.x;
-  if (transpose) {
-    target[column * stride + row] = elements[0];
-    target[(column + 1) * stride + row] = elements[1];
-  } else {
-    target[row * stride + column] = elements[0];
-    target[row * stride + column + 1] = elements[1];
+  for (int i = 0; i < 2; ++i) {
+    const ulong place = static_cast<ulong>(msl::fragment_place(lane, i)), row = place / 8, column = place % 8;
+    target[transpose ? column * stride + row : row * stride + column] = elements[i];
   }
 }
 

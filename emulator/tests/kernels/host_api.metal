@@ -1,4 +1,5 @@
 // Small kernels for tests of the API around them.
+#include <metal_simdgroup_matrix>
 #include <metal_stdlib>
 using namespace metal;
 
@@ -114,3 +115,21 @@ kernel void part_two(device uint* y [[buffer(0)]], uint i [[thread_position_in_g
   y[i] = 2;
 }
 #endif
+
+// The elements of x that each lane holds, x with these elements negated, and x times its transpose plus the
+// identity.
+kernel void matrix_places(device const float* x [[buffer(0)]],  // [8][8]
+                          device float* mine [[buffer(1)]],     // [32][2]
+                          device float* out [[buffer(2)]],      // [2][8][8]
+                          ushort lane [[thread_index_in_simdgroup]]) {
+  simdgroup_float8x8 rows, columns, negated, product(1.0f);
+  simdgroup_load(rows, x, 8);
+  simdgroup_load(columns, x, 8, ulong2(0), true);
+  for (ushort i = 0; i < 2; ++i) {
+    mine[lane * 2 + i] = rows.thread_elements()[i];
+    negated.thread_elements()[i] = -columns.thread_elements()[i];
+  }
+  simdgroup_store(negated, out, 8, ulong2(0), true);
+  simdgroup_multiply_accumulate(product, rows, columns, product);
+  simdgroup_store(product, out + 64, 8);
+}
