@@ -9,11 +9,6 @@
 #define ATTENTION_TENSOR_ROWS 64
 #define ATTENTION_TENSOR_DIMS(dims) ((dims) == 64 || (dims) == 128)
 
-// Rows of scores and weights in threadgroup memory are longer than PREFILL_KEYS, so that eight rows of an 8x8
-// block fall in distinct banks: floats of a row of scores, elements of a row of weights.
-#define PREFILL_SCORE_ROW 36
-#define PREFILL_WEIGHT_ROW(element_bytes) ((element_bytes) == 2 ? 40 : 36)
-
 // Query heads that one threadgroup of attention_decode takes together, so that they share the reads of K and
 // V. Limited by registers: a lane holds 8 * chunks values of query and output for each head.
 #define DECODE_HEADS(chunks) ((chunks) <= 2 ? 4 : (chunks) <= 4 ? 2 : 1)
@@ -45,11 +40,12 @@
 // Bytes of a query there: 16 more than it has, so that eight rows of a block fall in distinct banks.
 #define PREFILL_QUERY_BYTES(dims, element_bytes) ((dims) * (element_bytes) + 16)
 
-// Floats of threadgroup memory that one simdgroup of attention_prefill needs: scores
-// [rows][PREFILL_SCORE_ROW], one diagonal 8x8 matrix for each 8 rows, an 8x8 block of V at the end of the
-// cache, and staged queries.
-#define PREFILL_SCRATCH(dims, element_bytes)                                                     \
-  (PREFILL_ROW_BLOCKS(dims, element_bytes) * (8 * PREFILL_SCORE_ROW + 64) + 64 +                 \
-   (PREFILL_STAGES_QUERY(dims, element_bytes)                                                    \
-        ? PREFILL_ROW_BLOCKS(dims, element_bytes) * 2 * PREFILL_QUERY_BYTES(dims, element_bytes) \
-        : 0))
+// Floats of threadgroup memory with which a simdgroup finds its elements of blocks (block_rows.h).
+#define BLOCK_PLACES 64
+
+// The same that one simdgroup of attention_prefill needs: for staged queries, before them to find its
+// elements.
+#define PREFILL_SCRATCH(dims, element_bytes)                                                    \
+  (PREFILL_STAGES_QUERY(dims, element_bytes)                                                    \
+       ? PREFILL_ROW_BLOCKS(dims, element_bytes) * 2 * PREFILL_QUERY_BYTES(dims, element_bytes) \
+       : BLOCK_PLACES)

@@ -63,7 +63,16 @@ struct StackedRows {
     return position > before ? position - before : 0;
   }
   uint end_key(uint rows) const {
-    const uint last = min(tile.first + rows - 1, count - 1) / heads;
+    const uint last = last_token(rows);
     return min(tile.position + last + after, tile.end - 1) + 1;
   }
+  // The keys that each of them sees: the first, and the end.
+  uint2 seen_by_all(uint rows) const {
+    const uint position = tile.position + last_token(rows);
+    return uint2(position > before ? position - before : 0,
+                 min(tile.position + tile.first / heads + after, tile.end - 1) + 1);
+  }
+
+ private:
+  uint last_token(uint rows) const { return min(tile.first + rows - 1, count - 1) / heads; }
 };

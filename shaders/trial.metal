@@ -1,15 +1,18 @@
-// An unknown GPU must compute this correctly before it is used: a product of blocks on simdgroup_matrix, and
-// a sum over 32 lanes.
+// An unknown GPU must compute this correctly before it is used: a product of blocks on simdgroup_matrix, a
+// sum over 32 lanes, and what BlockRows knows about the elements of a block.
 #include <metal_simdgroup_matrix>
 #include <metal_stdlib>
+
+#include "block_rows.h"
 
 using namespace metal;
 
 // One simdgroup.
 kernel void trial(device const half* x [[buffer(0)]],  // [8][8]
                   device const half* w [[buffer(1)]],  // [8][8]
-                  device float* out [[buffer(2)]],  // [8][8], x w^T; then the sum of all lanes' numbers, [32]
-                  ushort lane [[thread_index_in_simdgroup]]) {
+                  // [8][8], x w^T; [32], the sum of all lanes' numbers; [8][8], x w^T without the maxima of
+                  // the rows, and [8][8] without their sums
+                  device float* out [[buffer(2)]], ushort lane [[thread_index_in_simdgroup]]) {
   simdgroup_half8x8 a, b;
   simdgroup_load(a, x, 8);
   simdgroup_load(b, w, 8, ulong2(0), true);
@@ -17,4 +20,12 @@ kernel void trial(device const half* x [[buffer(0)]],  // [8][8]
   simdgroup_multiply_accumulate(sum, a, b, sum);
   simdgroup_store(sum, out, 8);
   out[64 + lane] = simd_sum(float(lane));
+
+  threadgroup float places[BLOCK_PLACES];
+  BlockRows block_rows;
+  block_rows.find(places, lane);
+  const float2 mine = elements(sum);
+  device float* my_out = out + 96 + block_rows.row * 8 + block_rows.column;
+  *(device float2*)my_out = mine - block_rows.largest(max(mine[0], mine[1]));
+  simdgroup_store(block_of<float>(mine - block_rows.sum(mine[0] + mine[1])), out + 160, 8);
 }

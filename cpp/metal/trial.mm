@@ -4,6 +4,8 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <iterator>
+#include <numeric>
 #include <vector>
 
 #include "../../shaders/attention.h"
@@ -117,10 +119,19 @@ std::vector<float> product(int x_rows, int w_rows, int columns, float addend) {
   return results;
 }
 
-// A block, and the sum of the lanes' numbers in each lane.
+// A block, the sum of the lanes' numbers in each lane, and the block without the maximum and without the sum
+// of each row.
 Trial trial_of_simdgroups() {
-  std::vector<float> expected = product(kBlock, kBlock, kBlock, 0.0f);
+  const std::vector<float> block = product(kBlock, kBlock, kBlock, 0.0f);
+  std::vector<float> expected = block, without_sums;
   expected.insert(expected.end(), kLanes, 0.5f * float(kLanes * (kLanes - 1)));
+  for (auto row = block.begin(); row != block.end(); row += kBlock) {
+    const float largest = *std::max_element(row, row + kBlock),
+                sum = std::accumulate(row, row + kBlock, 0.0f);
+    std::transform(row, row + kBlock, std::back_inserter(expected), [&](float x) { return x - largest; });
+    std::transform(row, row + kBlock, std::back_inserter(without_sums), [&](float x) { return x - sum; });
+  }
+  expected.insert(expected.end(), without_sums.begin(), without_sums.end());
   return {.kernel = "trial",
           .groups = MTLSizeMake(1, 1, 1),
           .threads = kLanes,

@@ -40,6 +40,7 @@ def own_device() -> Iterator[None]:
     gpu.clear_faults()
     gpu.set_history_depth(0)
     gpu.set_limits(gpu.Limits())
+    gpu.set_options(gpu.Options())
     assert gpu.take_violations() == []
 
 

@@ -205,18 +205,28 @@ def test_a_wrong_gpu_is_rejected_by_name_also_from_the_cache(path: Path) -> None
 
 
 @pytest.mark.usefixtures("checking")
+@pytest.mark.parametrize("wrong", ["kernel", "COLUMNS", "SHIFTED"])
 def test_a_wrong_gpu_falls_back_to_the_cpu_with_a_warning(
-    path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, wrong: str
 ) -> None:
+    """Wrong by a kernel, or since lanes hold other elements of a matrix than attention relies on."""
     monkeypatch.setattr(_core, "has_emulator", False)  # as on a Mac
     monkeypatch.delenv("METAL_PREFILL_DEVICE", raising=False)
     with Model(path) as model:
         assert "emulator" in model.device.lower()
-    gpu.set_limits(gpu.Limits(wrong_kernels={"attention_prefill_f16_64"}, name="Another GPU"))
+    kernels = {"attention_prefill_f16_64"} if wrong == "kernel" else set()
+    gpu.set_limits(gpu.Limits(wrong_kernels=kernels, name="Another GPU"))
+    if wrong != "kernel":
+        gpu.set_options(gpu.Options(matrix_layout=getattr(gpu.MatrixLayout, wrong)))
     with caplog.at_level(logging.WARNING, "metal_prefill"), Model(path) as model:
         assert "emulator" not in model.device.lower()
     assert "using the CPU engine: the GPU 'Another GPU" in caplog.text
-    assert "attention_prefill_f16_64: value 0" in caplog.text
+    found = {
+        "kernel": "attention_prefill_f16_64: value 0",
+        "COLUMNS": "NaN",
+        "SHIFTED": "attention_prefill_f16",
+    }
+    assert found[wrong] in caplog.text
 
 
 def test_the_emulator_is_checked_only_on_request(path: Path) -> None:

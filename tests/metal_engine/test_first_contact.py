@@ -116,6 +116,20 @@ def test_a_gpu_that_fails_the_trial_is_rejected_with_the_reason(
     assert gpu.live_objects() == 0
 
 
+@pytest.mark.parametrize("layout", ["COLUMNS", "SHIFTED"])
+def test_a_gpu_whose_lanes_hold_other_elements_of_a_matrix_is_rejected(path: Path, layout: str) -> None:
+    gpu.set_options(gpu.Options(matrix_layout=getattr(gpu.MatrixLayout, layout)))
+    with pytest.raises(DeviceError, match=f"{layout}.*'trial' is wrong: result 96 is"):
+        open_with(path, name=f"{VIRTUAL} {layout}", apple_family=5)
+    assert not _core.metal_available()
+
+
+def test_a_gpu_with_another_order_of_the_elements_of_a_matrix_is_used(path: Path, expected: int) -> None:
+    gpu.set_options(gpu.Options(matrix_layout=gpu.MatrixLayout.CONSECUTIVE))
+    with open_with(path, name=f"{VIRTUAL} in order", apple_family=5) as model:
+        assert model.forward_prompt(PROMPT) == expected
+
+
 def test_known_families_need_no_trial() -> None:
     gpu.set_limits(gpu.Limits(apple_family=7, broken_kernels={"trial"}))
     assert _core.metal_device()["tuned_as_family"] == "7"

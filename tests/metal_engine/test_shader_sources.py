@@ -63,7 +63,7 @@ def test_attention_decode_looks_up_a_page_two_steps_before_its_keys() -> None:
 def test_attention_prefill_loads_the_blocks_of_a_step_together() -> None:
     """Keys before their products, values before the softmax; the number of keys decides about no load."""
     code = (SHADERS / "attention_prefill.metal").read_text()
-    step = code[code.index("for (uint key = rows.first_key()") : code.index("// Normalize:")]
+    step = code[code.index("for (uint key = rows.first_key()") : code.index("divisor(")]
     events = re.findall(
         r"if \(kAhead\)|if \(key \+ j|simdgroup_load\(loaded|if \(!kAhead\) simdgroup_load\((?:keys|values)"
         r"|multiply_accumulate\((?:score|output)|fast::exp2\(lane_scores",

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from metal_prefill import _core
 from metal_prefill._support.cache_folder import cache_folder, cache_key
 from metal_prefill._support.known_results import read_known, write_known
-from metal_prefill.errors import DeviceError
+from metal_prefill.errors import DeviceError, NumericalError
 from metal_prefill.gpu import _fastest_decode
 from metal_prefill.gpu._kernel_checks import Difference, difference
 
@@ -84,7 +84,10 @@ def _findings(engine: _core.Engine, config: ModelConfig, file_bytes: int) -> lis
     key = cache_key([engine.device_name, kernels, file_bytes // _SIZE_CLASS])
     known = read_known(path)
     if key not in known:
-        known[key] = [str(wrong) for wrong in kernel_differences(session, config, QUICK)[1]]
+        try:
+            known[key] = [str(wrong) for wrong in kernel_differences(session, config, QUICK)[1]]
+        except NumericalError as error:  # not stored, as the file may be the cause
+            return [str(error)]
         write_known(path, known)
     return known[key]
 

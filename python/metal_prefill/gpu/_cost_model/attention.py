@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import ceil
 from typing import Any
 
@@ -21,9 +21,6 @@ from metal_prefill.gpu._cost_model.operations import (
 
 PREFILL_KEYS = _core.shader_constants["PREFILL_KEYS"]
 PAGE_POSITIONS = _core.shader_constants["PAGE_POSITIONS"]
-# Cycles that scores and weights of attention_prefill take of the banks of threadgroup memory, over the fewest
-# possible: at most, as the emulator counts them (`tests/metal_engine/test_attention.py`).
-SCORE_BANK_CYCLES = 1.17
 
 
 def _cache_bytes(kernel: str) -> int:
@@ -167,16 +164,40 @@ def attention_combine(d: Dispatch) -> Work:
     )
 
 
-def _key_steps(d: Dispatch, rows: int) -> list[float]:
-    """Return the steps of keys of each tile of so many stacked rows."""
-    shared, steps = d.args["n_heads"] // d.args["n_kv_heads"], []
+@dataclass(frozen=True)
+class _Tile:
+    """The keys of a tile: from the first step to the end, and those that all of its rows see."""
+
+    start: int
+    end: int
+    seen_by_all: tuple[int, int]
+
+    @property
+    def steps(self) -> float:
+        return (self.end - self.start) / PREFILL_KEYS
+
+    @property
+    def masked_steps(self) -> int:
+        """Steps with a key that some row does not see."""
+        first, end = self.seen_by_all
+        starts = range(self.start, self.end, PREFILL_KEYS)
+        return sum(key < first or key + PREFILL_KEYS > end for key in starts)
+
+
+def _tiles(d: Dispatch, rows: int) -> list[_Tile]:
+    """Return the tiles of so many stacked rows."""
+    shared, tiles = d.args["n_heads"] // d.args["n_kv_heads"], []
     for position, n in d.runs:
         for stacked in range(0, shared * n, rows):
+            first = position + stacked // shared
             last = position + min(stacked + rows - 1, shared * n - 1) // shared
-            end = min(last + _keys_after(d, position + n), position + n - 1) + 1
-            start = _first_key(d, position + stacked // shared) // PREFILL_KEYS * PREFILL_KEYS
-            steps.append((end - start) / PREFILL_KEYS)
-    return steps
+
+            def end(row: int, position: int = position, n: int = n) -> int:
+                return min(row + _keys_after(d, position + n), position + n - 1) + 1
+
+            start = _first_key(d, first) // PREFILL_KEYS * PREFILL_KEYS
+            tiles.append(_Tile(start, end(last), (_first_key(d, last), end(first))))
+    return tiles
 
 
 def _attention_bytes(d: Dispatch, steps: float, element: int) -> dict[str, float]:
@@ -202,42 +223,44 @@ def attention_prefill(d: Dispatch) -> Work:
     row_blocks, dim_blocks = _core.prefill_row_blocks(size, element), size // 8
     key_blocks, value_blocks = a["key_dim"] // 8, a["value_dim"] // 8
     whole = key_blocks == value_blocks == dim_blocks
-    rows, tiles = 8 * row_blocks, a["tiles"]
-    simdgroups = d.threads // SIMD
-    lane_keys = PREFILL_KEYS // (SIMD // rows)
-    key_steps = _key_steps(d, rows)
-    mean, longest = sum(key_steps) / tiles, max(key_steps)
+    tiles = _tiles(d, 8 * row_blocks)
+    count, simdgroups = a["tiles"], d.threads // SIMD
+    key_steps = [tile.steps for tile in tiles]
+    mean, longest = sum(key_steps) / count, max(key_steps)
+    masked = mean if a["alibi_heads"] else sum(tile.masked_steps for tile in tiles) / count
     # Where all keys and values of a step are loaded together, they include those that no row sees.
     together = whole and _core.prefill_loads_ahead(size, element)
     loaded_steps = [ceil(steps) for steps in key_steps] if together else key_steps
-    loaded = sum(loaded_steps) / tiles
+    loaded = sum(loaded_steps) / count
 
     blocks = PREFILL_KEYS // 8
-    products = blocks * row_blocks * (key_blocks + value_blocks) + row_blocks * value_blocks
+    scores = 2 * blocks  # of a lane, for each of its rows
+    step = Ops(mma=blocks * row_blocks * (key_blocks + value_blocks)) + LOOP * 2
     loads = Ops(memory=blocks * (key_blocks + value_blocks))
-    step = Ops(mma=products, memory=blocks * 2 * row_blocks + row_blocks)
-    step += (Ops(alu=8, exp=1, memory=2)) * lane_keys + Ops(alu=4, shuffle=1, exp=1) + LOOP * 2
-    around = (Ops(alu=8, rcp=1, memory=5) * (lane_keys * dim_blocks / 4)) + Ops(
-        memory=dim_blocks * row_blocks
-    )
+    step += Ops(alu=4, exp=1) * (scores * row_blocks)
+    mask = Ops(alu=6, slow=1) * (scores * row_blocks)
+    # Of a row: its maximum, the factor, and the output multiplied by it.
+    step += (Ops(alu=8 + 2 * value_blocks, shuffle=2, exp=1)) * row_blocks
+    # Which elements a lane has; queries and results, a pair of each block.
+    around = Ops(alu=30, slow=4, shuffle=15, memory=4) + Ops(alu=40, shuffle=2, rcp=1) * row_blocks
+    around += Ops(alu=10, memory=2) * (row_blocks * dim_blocks)
     # Queries in threadgroup memory are loaded for each product, those in registers never.
     queries = blocks * row_blocks * key_blocks if _core.prefill_stages_query(size, element) else 0
     step += Ops(memory=queries)
     kv_step = PREFILL_KEYS * (a["key_dim"] + a["value_dim"]) * element
-    scores = rows * PREFILL_KEYS * (3 * FLOAT + 2 * element) * SCORE_BANK_CYCLES
-    scores += queries * BLOCK * element
     all_loaded = sum(loaded_steps) * a["n_kv_heads"]
     moved = _attention_bytes(d, all_loaded / simdgroups, element)
-    moved["core"] += all_loaded * kv_step + sum(key_steps) * a["n_kv_heads"] * scores
+    moved["core"] += all_loaded * kv_step
+    moved["core"] += sum(key_steps) * a["n_kv_heads"] * queries * BLOCK * element
     return dispatch_work(
         d,
         # A group has `simdgroups` tiles; tiles beyond the rows end immediately.
-        ops=(step * mean + loads * loaded + around) * (tiles / (simdgroups * d.grid[0])),
+        ops=(step * mean + mask * masked + loads * loaded + around) * (count / (simdgroups * d.grid[0])),
         # A step waits for its keys, then for its values. Otherwise blocks of eight keys are loaded one after
         # another, then as many blocks of values; if heads do not fill the variant, each block of dimensions
         # is loaded in a branch and waits for the previous one.
         trips=(2 if together else blocks * (2 if whole else key_blocks + value_blocks)) * loaded + 3,
-        local_trips=(blocks + 3) * mean,
+        local_trips=2 + (blocks * mean if queries else 0),
         longest=longest / mean,
         threadgroup_bytes=d.threadgroup_bytes,
         **moved,
@@ -247,7 +270,7 @@ def attention_prefill(d: Dispatch) -> Work:
 def attention_tensor(d: Dispatch) -> Work:
     """Return the work of attention on matrix units: a group of four simdgroups takes a tile."""
     dims, rows = d.args["key_dim"], _core.shader_constants["ATTENTION_TENSOR_ROWS"]
-    key_steps = _key_steps(d, rows)
+    key_steps = [tile.steps for tile in _tiles(d, rows)]
     mean, longest = sum(key_steps) / d.args["tiles"], max(key_steps)
     scores, outputs = rows * PREFILL_KEYS // d.threads, rows * dims // d.threads  # of a thread
     blocks = rows * PREFILL_KEYS * dims // (8 * BLOCK) // (d.threads // SIMD)  # of a product and a simdgroup
