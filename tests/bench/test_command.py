@@ -32,11 +32,17 @@ def test_the_command_prints_only_json() -> None:
     assert [row["test"] for row in json.loads(out)] == ["pp4", "tg2"]
 
 
+@pytest.mark.usefixtures("_quiet_machine")
 @pytest.mark.parametrize("option", [["-m"], ["--model"], []], ids=["-m", "--model", "positional"])
 def test_the_command_measures_the_named_model(option: list[str], tmp_path: Path) -> None:
     model = synthesize(tmp_path / "named.gguf", preset="tiny")
     rows = tmp_path / "rows.json"
-    assert cli.main(["bench", *option, str(model), "-p", "4", "-n", "0", "-r", "1", "--json", str(rows)]) == 0
+    assert (
+        cli.main(
+            ["bench", *option, str(model), "-p", "4", "-n", "0", "-r", "1", "-t", "1", "--json", str(rows)]
+        )
+        == 0
+    )
     assert json.loads(rows.read_text())[0]["model_filename"] == str(model)
 
 
@@ -48,6 +54,7 @@ def test_two_models_are_rejected(models: list[str], capsys: pytest.CaptureFixtur
     assert "name the model once" in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("_quiet_machine")
 def test_the_command_prints_a_table_and_writes_json(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
