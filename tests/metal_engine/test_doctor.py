@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.emulated_gpu import open_metal
 from support.small_models import ENCODERS, write
 
 from metal_prefill import DeviceError, Model, _core, cli, synth
@@ -47,7 +48,7 @@ def test_the_prediction_is_for_the_kernels_of_the_engine(path: Path, monkeypatch
     gpu.set_limits(gpu.Limits(name="Apple M4", apple_family=9))
     predicted = []
     for fused_norm in (False, True):
-        with Model(path, device="metal", fused_norm=fused_norm) as model:
+        with open_metal(path, fused_norm=fused_norm) as model:
             predicted.append([b["predicted_range"] for b in doctor_report.benchmark(model)])
     (_, separate), (_, fused) = predicted
     assert fused > separate  # by the model
@@ -113,7 +114,7 @@ WRONG = (
 @pytest.mark.parametrize("kernel", WRONG)
 def test_only_the_wrong_kernel_is_named(path: Path, kernel: str) -> None:
     gpu.set_limits(gpu.Limits(wrong_kernels={kernel}))
-    with Model(path, device="metal") as model:
+    with open_metal(path) as model:
         found = doctor_report.check_kernels(model, quick=True)
     assert kernel in {p["kernel"] for p in found["pipelines"]}
     assert {d["kernel"] for d in found["differences"]} == {kernel}
@@ -166,23 +167,23 @@ def cached() -> list[list[str]]:
 
 @pytest.mark.usefixtures("checking")
 def test_the_quick_check_runs_once(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with Model(path, device="metal"):
+    with open_metal(path):
         assert cached() == [[]]
     monkeypatch.setattr(_self_test, "kernel_differences", None)
-    with Model(path, device="metal"):
+    with open_metal(path):
         pass
     monkeypatch.setattr("metal_prefill._support.cache_folder.version", lambda: "another")
     with pytest.raises(TypeError, match="not callable"):
-        Model(path, device="metal")
+        open_metal(path)
 
 
 @pytest.mark.usefixtures("checking")
 def test_a_result_applies_to_files_of_the_same_size(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first layer of a small file may be read correctly, and a large file not."""
-    with Model(path, device="metal"):
+    with open_metal(path):
         assert cached() == [[]]
     monkeypatch.setattr(_self_test, "_SIZE_CLASS", path.stat().st_size // 2)
-    with Model(path, device="metal"):
+    with open_metal(path):
         assert cached() == [[], []]
 
 
@@ -191,7 +192,7 @@ def test_a_damaged_cache_is_rebuilt(path: Path) -> None:
     folder = cache_folder()
     folder.mkdir()
     (folder / "first_contact.json").write_text("[")
-    with Model(path, device="metal"):
+    with open_metal(path):
         assert cached() == [[]]
 
 
@@ -200,7 +201,7 @@ def test_a_wrong_gpu_is_rejected_by_name_also_from_the_cache(path: Path) -> None
     gpu.set_limits(gpu.Limits(wrong_kernels={"matvec_q4_0"}))
     for _ in range(2):
         with pytest.raises(DeviceError, match="wrong results: matvec_q4_0: value 0 is 195"):
-            Model(path, device="metal")
+            open_metal(path)
         gpu.set_limits(gpu.Limits())
 
 
@@ -231,7 +232,7 @@ def test_a_wrong_gpu_falls_back_to_the_cpu_with_a_warning(
 
 def test_the_emulator_is_checked_only_on_request(path: Path) -> None:
     gpu.set_limits(gpu.Limits(wrong_kernels={"matvec_q4_0"}))
-    with Model(path, device="metal"):
+    with open_metal(path):
         assert not (cache_folder() / "first_contact.json").exists()
 
 
@@ -240,21 +241,21 @@ def test_a_model_that_normalizes_whole_rows_of_q_and_k_is_compared(
     model_path: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In place, in rows that also contain other values; inputs of blocks are copied, not normalized."""
-    with Model(model_path("olmo2"), device="metal"):
+    with open_metal(model_path("olmo2")):
         assert cached() == [[]]
     gpu.set_limits(gpu.Limits(wrong_kernels={"rmsnorm_in_place"}))
     monkeypatch.setenv("METAL_PREFILL_CACHE", str(tmp_path / "other"))
     with pytest.raises(DeviceError, match="rmsnorm_in_place"):
-        Model(model_path("olmo2"), device="metal")
+        open_metal(model_path("olmo2"))
 
 
 @pytest.mark.usefixtures("checking")
 @pytest.mark.parametrize("kernel", ["layernorm_in_place", "layernorm_twice"])
 def test_the_norms_of_an_encoder_are_compared(tmp_path: Path, kernel: str) -> None:
     path = write(tmp_path / "m.gguf", ENCODERS["jina-bert-v2, code"])
-    with Model(path, device="metal"):
+    with open_metal(path):
         assert cached() == [[]]
     (cache_folder() / "first_contact.json").unlink()
     gpu.set_limits(gpu.Limits(wrong_kernels={kernel}))
     with pytest.raises(DeviceError, match=kernel):
-        Model(path, device="metal")
+        open_metal(path)

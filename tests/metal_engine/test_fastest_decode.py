@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.emulated_gpu import open_metal
 
-from metal_prefill import Model, _core, synth
+from metal_prefill import _core, synth
 from metal_prefill._support.cache_folder import cache_folder
 from metal_prefill.gpu import _fastest_decode
 
@@ -50,7 +51,7 @@ class Clock:
 
 
 def used(path: Path, **options: Any) -> tuple[float, float]:
-    with Model(path, device="metal", **options) as model:
+    with open_metal(path, **options) as model:
         return model.stats()["fused_norm"], model.stats()["matvec_rows"]
 
 
@@ -93,7 +94,7 @@ def test_all_choices_give_the_same_bits(path: Path, monkeypatch: pytest.MonkeyPa
     for i, times in enumerate([(1, 2, 2, 2), (2, 1, 2, 2), (2, 3, 1, 2), (2, 3, 2, 1)]):
         monkeypatch.setenv("METAL_PREFILL_CACHE", str(cache_folder() / str(i)))
         monkeypatch.setattr(_fastest_decode, "decode_seconds", Clock(*times))
-        with Model(path, device="metal") as model:
+        with open_metal(path) as model:
             gpu.set_history_depth(8)
             logits.append([model.forward_token(token) for token in (5, 9, 2)])
             kernels |= {d.kernel for buffer in gpu.history() for d in buffer.dispatches}

@@ -12,8 +12,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.emulated_gpu import open_metal
 
-from metal_prefill import DeviceError, Model, _core, synth
+from metal_prefill import DeviceError, _core, synth
 from metal_prefill._commands import doctor_report
 
 pytestmark = [pytest.mark.emulator, pytest.mark.usefixtures("own_device")]
@@ -35,7 +36,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def logits_of(path: Path) -> tuple[np.ndarray[Any, Any], set[str], float]:
     """Return the logits after a prompt, the kernels that ran, and the entry of stats() about tensors."""
-    with Model(path, device="metal") as model:
+    with open_metal(path) as model:
         gpu.set_history_depth(0)
         gpu.set_history_depth(16)  # from here on
         logits = model.forward_prompt_logits(PROMPT)
@@ -77,7 +78,7 @@ def test_an_m5_avoids_tall_tiles_that_fail(path: Path, limits: dict[str, Any]) -
     kernels, logits = {}, []
     for name, given in (("passes", {}), ("fails", limits)):
         gpu.set_limits(gpu.Limits(apple_family=M5, **given))
-        with Model(path, device="metal", max_context=256) as model:
+        with open_metal(path, max_context=256) as model:
             assert model.stats()["matmul_tensor"] == 1
             assert model.stats()["matmul_tall"] == (name == "passes")
             gpu.set_history_depth(0)
@@ -112,7 +113,7 @@ def test_an_m5_attends_without_tensors_if_that_fails(
     assert "attention_prefill_f16_64" in kernels
     assert not any(kernel.startswith("attention_tensor") for kernel in kernels)
     assert np.abs(logits - plain).max() <= 1e-3 * np.abs(plain).max()
-    with Model(path, device="metal") as model:
+    with open_metal(path) as model:
         assert model.stats()["attention_tensor"] == 0
 
 
@@ -121,7 +122,7 @@ def test_the_trial_runs_once_per_model(path: Path) -> None:
     gpu.forget_compiled_libraries()
     _core.metal_device()
     assert gpu.compiled_libraries() == []
-    with Model(path, device="metal"):
+    with open_metal(path):
         compiled = [library.name for library in gpu.compiled_libraries()]
     for source in ("matmul_tensor.metal", "attention_tensor.metal"):
         assert compiled.count(source) == 2  # that of the trial, and that of the model's types and heads
@@ -129,7 +130,7 @@ def test_the_trial_runs_once_per_model(path: Path) -> None:
 
 def test_tensor_kernels_agree_with_float64(path: Path) -> None:
     gpu.set_limits(gpu.Limits(apple_family=M5))
-    with Model(path, device="metal") as model:
+    with open_metal(path) as model:
         report = doctor_report.check_kernels(model, quick=True)
     assert report["differences"] == []
     assert report["no_matmul_tensor"] == ""
@@ -160,7 +161,7 @@ def test_an_m5_avoids_kernels_that_fail(
     assert used == 0
     assert not any("tensor" in kernel for kernel in kernels)
     np.testing.assert_array_equal(logits, plain)
-    with Model(path, device="metal") as model:
+    with open_metal(path) as model:
         report = doctor_report.check_kernels(model, quick=True)
     assert re.search(reason, report["no_matmul_tensor"])
     assert gpu.live_objects() == 0
@@ -169,7 +170,7 @@ def test_an_m5_avoids_kernels_that_fail(
 def test_unrelated_kernel_failures_do_not_disable_tensors(path: Path) -> None:
     gpu.set_limits(gpu.Limits(apple_family=M5, broken_kernels={"rmsnorm_f16"}))
     with pytest.raises(DeviceError, match="'rmsnorm_f16' cannot be built"):
-        Model(path, device="metal")
+        open_metal(path)
     assert gpu.live_objects() == 0
 
 
@@ -185,7 +186,7 @@ def test_the_self_test_finds_wrong_tensor_products(
     gpu.set_limits(gpu.Limits(apple_family=M5, wrong_kernels={"matmul_tensor_q4_0_narrow"}))
     for _ in range(2):  # the second time from the first result
         caplog.clear()
-        with caplog.at_level(logging.WARNING, "metal_prefill"), Model(path, device="metal") as model:
+        with caplog.at_level(logging.WARNING, "metal_prefill"), open_metal(path) as model:
             assert model.stats()["matmul_tensor"] == 0
             np.testing.assert_array_equal(model.forward_prompt_logits(PROMPT), plain)
         assert "matrix units are disabled" in caplog.text

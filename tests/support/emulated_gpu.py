@@ -8,6 +8,11 @@ from typing import Any
 from metal_prefill import Model, _core
 
 
+def open_metal(path: Path, **options: Any) -> Model:
+    """Open a model with a small cache: the self-test copies it before and after each kernel."""
+    return Model(path, device="metal", kv_memory=1 << 20, **options)
+
+
 def open_with(path: Path, **limits: Any) -> Model:
     """Open a model on a GPU with these limits, and keep the last 64 command buffers from then on."""
     gpu = _core.emulator
