@@ -290,17 +290,22 @@ def test_a_hub_with_invalid_answers_counts_as_unreachable(client: Client, server
         assert f"tiny/odd{i} is not in the cache, and the Hub is unreachable: its " in answer["error"]
 
 
+INVALID_HEADERS = (("ETag", None), ("X-Repo-Commit", None), ("ETag", '"../../x"'))
+
+
 def test_a_cached_file_is_used_if_the_hub_answers_are_invalid(client: Client, server: Hub) -> None:
-    repo = server.repos["tiny/odd"] = Repo({"a.gguf": b"content"})
-    first = client.ask("tiny/odd:*.gguf")
-    assert Path(first[0]["path"]).read_bytes() == b"content"
-    for name in ("HTML", "a list", "names elsewhere"):
-        repo.listing = ODD_LISTINGS[name]
-        assert client.ask("tiny/odd:*.gguf") == first
-    repo.listing = None
-    for header, value in (("ETag", None), ("X-Repo-Commit", None), ("ETag", '"../../x"')):
-        repo.headers = {header: value}
-        assert client.ask("tiny/odd:*.gguf") == first
+    odd: list[dict[str, Any]] = [
+        *({"listing": ODD_LISTINGS[name]} for name in ("HTML", "a list", "names elsewhere")),
+        *({"headers": {name: value}} for name, value in INVALID_HEADERS),
+    ]
+    names = [f"tiny/odd{i}" for i in range(len(odd))]
+    server.repos.update((name, Repo({"a.gguf": b"content"})) for name in names)
+    first = client.ask(*(f"{name}:*.gguf" for name in names))
+    assert [Path(answer["path"]).read_bytes() for answer in first] == [b"content"] * len(odd)
+    server.repos.update(
+        (name, Repo({"a.gguf": b"content"}, **answers)) for name, answers in zip(names, odd, strict=True)
+    )
+    assert client.ask(*(f"{name}:*.gguf" for name in names)) == first
 
 
 def test_an_endless_listing_is_limited(client: Client, server: Hub) -> None:
