@@ -372,7 +372,7 @@ def test_a_long_and_a_short_sequence_of_a_pass_match_single_ones(tmp_path: Path)
                 np.testing.assert_array_equal(got, wanted[i])
 
 
-@pytest.mark.parametrize("name", ["smollm shape", "gemma3"])
+@pytest.mark.parametrize("name", ["gqa 3", "gemma3"])
 def test_metal_agrees_for_any_split_of_a_prompt(
     metal: None, name: str, model_path: Callable[[str], Path]
 ) -> None:
