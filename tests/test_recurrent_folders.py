@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 from gguf import GGUFReader
 from support import recurrent_folders
+from support.folder_logits import check_logits
 from support.model_folders import DIM, FFN, read, save_bfloat16
-from support.recurrent_folders import IDS, RECORD, RECORDED, ROWS, logits_of_transformers
+from support.recurrent_folders import RECORD, RECORDED, logits_of_transformers
 
 from metal_prefill import GGUFError, Model, UnsupportedModelError
 from metal_prefill.conversion import convert
@@ -287,13 +287,6 @@ def test_a_tensor_that_its_parts_do_not_divide_is_refused(tmp_path: Path) -> Non
     folder.tensors[name] = np.zeros((2 * FFN + 1, DIM), np.float32)
     with pytest.raises(GGUFError, match=f"tensor {name} has 129 rows, which 2 parts do not divide"):
         convert(folder.write(), tmp_path / "m.gguf")
-
-
-def check_logits(path: Path, expected: npt.NDArray[np.float32]) -> None:
-    """Check the logits after some tokens of the prompt of the record."""
-    with Model(path, device="cpu", compute="f32", kv_dtype="f32") as model, model.session() as session:
-        logits = np.stack([session.forward_prompt_logits(IDS[i : i + 1]) for i in range(len(IDS))])[ROWS]
-    np.testing.assert_allclose(logits, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
 
 
 @pytest.mark.parametrize("name", RECORDED)

@@ -1,7 +1,8 @@
 """Record logits of Hugging Face transformers for small model folders with random weights.
 
 Writes ``transformers_folders.npz`` in ``tests/data``, which the tests compare with without needing
-transformers. Run it when a folder of ``tests/support/recurrent_folders.py`` changes::
+transformers. Run it when a folder of ``tests/support/recurrent_folders.py``
+or ``tests/support/decoder_folders.py`` changes::
 
     pip install . torch transformers
     python tools/record_folders.py
@@ -18,13 +19,13 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-from support import recurrent_folders
+from support import decoder_folders, recurrent_folders
 
 
 def main() -> None:
     """Write the record."""
     record: dict[str, Any] = {}
-    for name, make in recurrent_folders.RECORDED.items():
+    for name, make in (recurrent_folders.RECORDED | decoder_folders.RECORDED).items():
         with tempfile.TemporaryDirectory() as folder:
             record[name] = recurrent_folders.logits_of_transformers(make(Path(folder) / "m").write())
     np.savez_compressed(recurrent_folders.RECORD, **record)

@@ -211,7 +211,7 @@ def llama(path: Path, architecture: str = "LlamaForCausalLM", **config: Any) -> 
         "model.embed_tokens.weight": (304, DIM),
         "model.norm.weight": (DIM,),
     }
-    for layer in range(LAYERS):
+    for layer in range(settings["num_hidden_layers"]):
         shapes |= {
             f"model.layers.{layer}.{name}.weight": shape
             for name, shape in {

@@ -115,6 +115,57 @@ def rope_factors(config: Fields) -> dict[str, Values]:
     return {"rope_freqs.weight": factors.astype(np.float32)}
 
 
+def smollm3(config: Fields) -> dict[str, Any]:
+    """Return the metadata of the rotation, which every fourth layer lacks."""
+    layers = config.integer("num_hidden_layers")
+    interval = config.integer("no_rope_layer_interval", default=4)
+    rotates = config.sequence("no_rope_layers") or [(i + 1) % interval != 0 for i in range(layers)]
+    if list(map(bool, rotates)) != [(i + 1) % 4 != 0 for i in range(layers)]:
+        raise config.unsupported("no_rope_layers must have 0 for every fourth layer and 1 for the others")
+    return rope_scaling(config)
+
+
+def phi3(config: Fields) -> dict[str, Any]:
+    """Return the metadata of the rotation of a part of a head, and of LongRoPE if there is any."""
+    rope = _rope(config)
+    part = rope.number("partial_rotary_factor", default=config.number("partial_rotary_factor", default=1.0))
+    dims = config.integer("hidden_size") // config.integer("num_attention_heads")
+    found: dict[str, Any] = {"rope.dimension_count": int(dims * part)}
+    if not _has_long_rope(config):
+        return found | rope_scaling(config, ("default",))
+    if rope.has("rope_theta"):
+        found["rope.freq_base"] = rope.number("rope_theta")
+    name = "original_max_position_embeddings"
+    original = (rope if rope.has(name) else config).integer(name, least=2)
+    factor = config.integer("max_position_embeddings") / original
+    growth = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+    return {
+        **found,
+        "rope.scaling.type": "longrope",
+        "rope.scaling.original_context_length": original,
+        "rope.scaling.attn_factor": rope.number("attention_factor", default=growth),
+    }
+
+
+def _has_long_rope(config: Fields) -> bool:
+    kind = _rope(config).string("rope_type", "type", default="default")
+    return kind in ("longrope", "su", "yarn")  # the names of versions of phi3
+
+
+def long_rope_factors(config: Fields) -> dict[str, Values]:
+    """Return the divisors of the frequencies for long and for short contexts."""
+    if not _has_long_rope(config):
+        return {}
+    rope, found = _rope(config), {}
+    pairs = phi3(config)["rope.dimension_count"] // 2
+    for kind in ("long", "short"):
+        factors = rope.sequence(f"{kind}_factor")
+        if len(factors) != pairs or not all(isinstance(factor, (int, float)) for factor in factors):
+            raise rope.error(f"{rope.name(f'{kind}_factor')} must have {pairs} numbers, has {len(factors)}")
+        found[f"rope_factors_{kind}.weight"] = np.array(factors, np.float32)
+    return found
+
+
 def eurobert(config: Fields) -> dict[str, Any]:
     """Return the metadata of the rotation, which eurobert does not scale."""
     found = rope_scaling(config)
@@ -261,17 +312,41 @@ def value_heads_by_turns(config: Fields, name: str, values: Values) -> Values:
     return by_turns(values, width if part == "attn_gate" else 1)
 
 
-def _layers_with_window(config: Fields) -> dict[str, Any]:
-    """Return which layers have a window, unless that is all but every sixth."""
+def _layers_with_window(config: Fields, usual_period: int) -> dict[str, Any]:
+    """Return which layers have a window, unless that is all but the last of each usual period."""
     layers = config.integer("num_hidden_layers")
-    period = config.integer("sliding_window_pattern", "_sliding_window_pattern", default=6)
     kinds = config.sequence("layer_types")
     if not kinds:
-        return {} if period == 6 else {"attention.sliding_window_pattern": period}
+        period = config.integer("sliding_window_pattern", "_sliding_window_pattern", default=usual_period)
+        return {} if period == usual_period else {"attention.sliding_window_pattern": period}
     check_kinds(config, kinds, ("full_attention", "sliding_attention"))
     windowed = [kind == "sliding_attention" for kind in kinds]
-    usual = [(i + 1) % 6 != 0 for i in range(layers)]
+    usual = [(i + 1) % usual_period != 0 for i in range(layers)]
     return {} if windowed == usual else {"attention.sliding_window_pattern": windowed}
+
+
+def exaone4(config: Fields) -> dict[str, Any]:
+    """Return the metadata of the rotation, and the layers with a window, if there is one."""
+    found = rope_scaling_or_factors(config)
+    if not config.has("sliding_window"):
+        return found
+    return {
+        **found,
+        "attention.sliding_window": config.integer("sliding_window"),
+        **_layers_with_window(config, 4),
+    }
+
+
+def hunyuan_dense(config: Fields) -> dict[str, Any]:
+    """Return the base of the rotation, which is larger where the folder has ``alpha``."""
+    rope = _rope(config)
+    if rope.string("rope_type", "type", default="default") != "dynamic" or not rope.has("alpha"):
+        return rope_scaling(config, ("default",))
+    base = rope.number("rope_theta", default=config.number("rope_theta", default=10000.0))
+    dims = config.integer(
+        "head_dim", default=config.integer("hidden_size") // config.integer("num_attention_heads"), least=3
+    )
+    return {"rope.freq_base": base * rope.number("alpha") ** (dims / (dims - 2))}
 
 
 def gemma3(config: Fields) -> dict[str, Any]:
@@ -290,7 +365,7 @@ def gemma3(config: Fields) -> dict[str, Any]:
             "rope_theta", default=config.number("rope_local_base_freq", default=10000.0)
         ),
         "attention.sliding_window": config.integer("sliding_window"),
-        **_layers_with_window(config),
+        **_layers_with_window(config, 6),
     }
     if factor != 1:
         found |= {"rope.scaling.type": "linear", "rope.scaling.factor": factor}

@@ -197,6 +197,13 @@ _LLAMA = Source(
     computed=_settings.rope_factors,
 )
 _QWEN = replace(_LLAMA, changes={}, accepted={"hidden_act": ("silu",), "use_sliding_window": (False,)})
+# Factors of embeddings, additions to the residual stream, logits and scores.
+_GRANITE_SCALES = {
+    "embedding_scale": _float("embedding_multiplier", default=1.0),
+    "residual_scale": _float("residual_multiplier", default=1.0),
+    "logit_scale": _float("logits_scaling", default=1.0),
+    "attention.scale": _float("attention_multiplier", default=1.0),
+}
 _GEMMA3 = replace(
     _LLAMA,
     architecture="gemma3",
@@ -282,6 +289,73 @@ SOURCES: dict[str, Source] = {
     "Mistral": replace(_LLAMA, accepted={"hidden_act": ("silu",), "sliding_window": (None,)}),
     "Qwen2": replace(_QWEN, architecture="qwen2", biases={}),  # always some in attention
     "Qwen3": replace(_QWEN, architecture="qwen3"),
+    "SmolLM3": replace(
+        _LLAMA,
+        architecture="smollm3",
+        keys={**_LLAMA.keys, "rope.freq_base": _float("rope_theta", default=2000000.0)},
+        accepted={"hidden_act": ("silu",), "use_sliding_window": (False,)},
+        more=_settings.smollm3,
+        computed=lambda config: {},
+    ),
+    "Granite": replace(
+        _LLAMA,
+        architecture="granite",
+        keys={**_LLAMA.keys, **_GRANITE_SCALES},
+        more=_settings.rope_scaling,
+        computed=lambda config: {},
+    ),
+    "Olmo2": replace(
+        _LLAMA,
+        architecture="olmo2",
+        keys={**_LLAMA.keys, "attention.layer_norm_rms_epsilon": _float("rms_norm_eps", default=1e-5)},
+        changes={},
+        more=_settings.rope_scaling,
+        computed=lambda config: {},
+    ),
+    "Phi3": replace(
+        _LLAMA,
+        architecture="phi3",
+        keys={
+            **_LLAMA.keys,
+            "attention.layer_norm_rms_epsilon": _float("rms_norm_eps", default=1e-5),
+            "attention.sliding_window": _integer("sliding_window", default=0),
+        },
+        biases={},
+        changes={},
+        more=_settings.phi3,
+        computed=_settings.long_rope_factors,
+    ),
+    "Exaone4": replace(
+        _LLAMA,
+        architecture="exaone4",
+        keys={**_LLAMA.keys, "attention.layer_norm_rms_epsilon": _float("rms_norm_eps", default=1e-5)},
+        biases={},
+        changes={},
+        more=_settings.exaone4,
+    ),
+    "HunYuanDenseV1": replace(
+        _LLAMA,
+        architecture="hunyuan-dense",
+        keys={**_LLAMA.keys, "attention.layer_norm_rms_epsilon": _float("rms_norm_eps", default=1e-5)},
+        changes={},
+        more=_settings.hunyuan_dense,
+        computed=lambda config: {},
+    ),
+    "Ernie4_5": replace(
+        _LLAMA,
+        architecture="ernie4_5",
+        keys={
+            **_LLAMA.keys,
+            "attention.layer_norm_rms_epsilon": _float("rms_norm_eps", default=1e-5),
+            "rope.freq_base": _float("rope_theta", default=500000.0),
+            "attention.key_length": _integer("head_dim", default=128),
+            "attention.value_length": _integer("head_dim", default=128),
+        },
+        biases={r"blk\.\d+\.(attn|ffn)_.*": "use_bias"},
+        changes={},  # the values of its rotated pairs are next to each other
+        more=_settings.rope_scaling,
+        computed=lambda config: {},
+    ),
     "Lfm2": Source(
         "lfm2",
         added_prefix="model.",
@@ -331,10 +405,7 @@ SOURCES: dict[str, Source] = {
             "feed_forward_length": _integer("shared_intermediate_size", default=1024),
             "attention.layer_norm_rms_epsilon": _float("rms_norm_eps", default=1e-6),
             "rope.freq_base": _float("rope_theta", default=10000.0),
-            "embedding_scale": _float("embedding_multiplier", default=1.0),
-            "residual_scale": _float("residual_multiplier", default=1.0),
-            "logit_scale": _float("logits_scaling", default=1.0),
-            "attention.scale": _float("attention_multiplier", default=1.0),
+            **_GRANITE_SCALES,
         },
         accepted={"hidden_act": ("silu",), "num_local_experts": (0,), "mamba_proj_bias": (False,)},
         heads={"causal": {"lm_head": "output"}},

@@ -1,0 +1,119 @@
+"""Small folders of decoders that differ from Llama in a few steps, with random weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from support.model_folders import CONTEXT, DIM, HEADS, LAYERS, Folder, llama, values
+
+KV, HEAD = DIM // 2, DIM // HEADS
+
+
+def smollm3(path: Path, **config: Any) -> Folder:
+    """Make a folder of SmolLM3: the fourth of five layers does not rotate."""
+    return llama(
+        path, "SmolLM3ForCausalLM", model_type="smollm3", pad_token_id=0, **{"num_hidden_layers": 5, **config}
+    )
+
+
+def granite(path: Path, **config: Any) -> Folder:
+    """Make a folder of Granite 3, with factors of embeddings, additions, logits and scores."""
+    factors = {
+        "embedding_multiplier": 12.0,
+        "residual_multiplier": 0.25,
+        "logits_scaling": 8.0,
+        "attention_multiplier": 0.3,
+    }
+    return llama(path, "GraniteForCausalLM", model_type="granite", **{**factors, **config})
+
+
+def _with_head_norms(folder: Folder, q: tuple[str, int], k: tuple[str, int]) -> Folder:
+    """Add norms of q and of k, by name and width."""
+    for layer in range(folder.config["num_hidden_layers"]):
+        for i, (name, width) in enumerate((q, k)):
+            norm = f"model.layers.{layer}.self_attn.{name}.weight"
+            folder.tensors[norm] = values((width,), 100 + 2 * layer + i)
+    return folder
+
+
+def _with_norms_of_outputs(folder: Folder) -> Folder:
+    """Norm the outputs of blocks instead of their inputs."""
+    for layer in range(folder.config["num_hidden_layers"]):
+        norm = folder.tensors.pop(f"model.layers.{layer}.input_layernorm.weight")
+        folder.tensors[f"model.layers.{layer}.post_feedforward_layernorm.weight"] = norm
+    return folder
+
+
+def olmo2(path: Path, **config: Any) -> Folder:
+    """Make a folder of OLMo 2, which norms outputs of blocks, and q and k of all heads together."""
+    folder = llama(path, "Olmo2ForCausalLM", model_type="olmo2", pad_token_id=0, **config)
+    return _with_head_norms(_with_norms_of_outputs(folder), ("q_norm", DIM), ("k_norm", KV))
+
+
+def exaone4(path: Path, **config: Any) -> Folder:
+    """Make a folder of EXAONE 4, which norms outputs of blocks, and each head of q and k."""
+    kinds = None if config.get("sliding_window") else ["full_attention"] * LAYERS
+    settings = {"pad_token_id": 0, "sliding_window": None, "layer_types": kinds, **config}
+    folder = llama(path, "Exaone4ForCausalLM", model_type="exaone4", **settings)
+    return _with_head_norms(_with_norms_of_outputs(folder), ("q_norm", HEAD), ("k_norm", HEAD))
+
+
+def hunyuan(path: Path, **config: Any) -> Folder:
+    """Make a folder of Hunyuan, which norms each head of q and k after its rotation."""
+    rope = {"type": "dynamic", "alpha": 50.0, "factor": 1.0}
+    settings = {"pad_token_id": 0, "head_dim": HEAD, "rope_scaling": rope, **config}
+    folder = llama(path, "HunYuanDenseV1ForCausalLM", model_type="hunyuan_v1_dense", **settings)
+    return _with_head_norms(folder, ("query_layernorm", HEAD), ("key_layernorm", HEAD))
+
+
+def phi3(path: Path, **config: Any) -> Folder:
+    """Make a folder of Phi-3: q, k and v are rows of one matrix, gate and up those of another."""
+    folder = llama(path, "Phi3ForCausalLM", model_type="phi3", pad_token_id=0, **config)
+    for layer in range(LAYERS):
+        name = f"model.layers.{layer}"
+        for whole, parts in {
+            "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+            "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
+        }.items():
+            rows = [folder.tensors.pop(f"{name}.{part}.weight") for part in parts]
+            folder.tensors[f"{name}.{whole}.weight"] = np.concatenate(rows)
+    return folder
+
+
+def long_rope(dims: int) -> dict[str, Any]:
+    """Return settings of LongRoPE for heads of which `dims` dimensions rotate."""
+    pairs = range(1, dims // 2 + 1)
+    return {
+        "original_max_position_embeddings": CONTEXT // 2,
+        "rope_scaling": {
+            "type": "longrope",
+            "short_factor": [1.0 + 0.1 * i for i in pairs],
+            "long_factor": [1.0 + 0.7 * i for i in pairs],
+        },
+    }
+
+
+def ernie(path: Path, **config: Any) -> Folder:
+    """Make a folder of ERNIE 4.5, whose rotated pairs are next to each other."""
+    return llama(
+        path, "Ernie4_5ForCausalLM", model_type="ernie4_5", **{"head_dim": HEAD, "use_bias": False, **config}
+    )
+
+
+RECORDED: dict[str, Callable[[Path], Folder]] = {
+    "smollm3": smollm3,
+    "granite": granite,
+    "olmo2": olmo2,
+    "phi3": phi3,
+    "phi3, part of heads rotates, window": partial(phi3, partial_rotary_factor=0.5, sliding_window=9),
+    "phi3, LongRoPE": partial(phi3, **long_rope(HEAD)),
+    "ernie4_5": ernie,
+    "exaone4": exaone4,
+    "exaone4, window": partial(exaone4, num_hidden_layers=5, sliding_window=9, sliding_window_pattern=4),
+    "hunyuan": hunyuan,
+}

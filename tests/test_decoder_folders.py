@@ -1,0 +1,116 @@
+"""Folders of decoders that differ from Llama in a few steps: logits of transformers, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support import decoder_folders
+from support.decoder_folders import HEAD, RECORDED, long_rope
+from support.folder_logits import check_logits
+from support.model_folders import CONTEXT, read
+from support.recurrent_folders import RECORD, logits_of_transformers
+
+from metal_prefill import GGUFError, Model, UnsupportedModelError
+from metal_prefill.conversion import convert
+
+
+@pytest.mark.parametrize("name", RECORDED)
+def test_logits_of_a_folder_are_those_of_transformers(tmp_path: Path, name: str) -> None:
+    check_logits(RECORDED[name](tmp_path / "m").write(), np.load(RECORD)[name])
+
+
+@pytest.mark.parametrize("name", RECORDED)
+def test_logits_of_a_folder_are_those_of_the_installed_transformers(tmp_path: Path, name: str) -> None:
+    pytest.importorskip("torch")
+    pytest.importorskip("transformers")
+    folder = RECORDED[name](tmp_path / "m").write()
+    check_logits(folder, logits_of_transformers(folder))
+
+
+def test_the_context_chooses_the_factors_of_long_rope(tmp_path: Path) -> None:
+    folder = RECORDED["phi3, LongRoPE"](tmp_path / "m").write()
+    with Model(folder, device="cpu", max_context=CONTEXT // 2) as short, Model(folder, device="cpu") as whole:
+        assert short.max_context == CONTEXT // 2
+        assert not np.array_equal(*(last_logits(model) for model in (short, whole)))
+    fields, tensors = read(convert(folder, tmp_path / "m.gguf"))
+    assert fields["phi3.rope.scaling.original_context_length"] == CONTEXT // 2
+    np.testing.assert_allclose(tensors["rope_factors_long.weight"], [1.7, 2.4, 3.1, 3.8], rtol=1e-6)
+    np.testing.assert_allclose(tensors["rope_factors_short.weight"], [1.1, 1.2, 1.3, 1.4], rtol=1e-6)
+    growth = (1 + np.log(2) / np.log(CONTEXT // 2)) ** 0.5
+    assert fields["phi3.rope.scaling.attn_factor"] == pytest.approx(growth, rel=1e-6)
+
+
+def last_logits(model: Model) -> Any:
+    with model.session() as session:
+        return session.forward_prompt_logits(np.arange(9, dtype=np.int32))
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("smollm3", {"no_rope_layers": [1, 1, 1, 0, 1], "no_rope_layer_interval": 5}),
+        ("smollm3", {"rope_theta": 2000000.0}),
+        ("phi3", {"rope_scaling": {"type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0}}),
+        (
+            "exaone4, window",
+            {
+                "sliding_window_pattern": "LLLG",
+                "layer_types": [*["sliding_attention"] * 3, *["full_attention", "sliding_attention"]],
+            },
+        ),
+        ("hunyuan", {"rope_scaling": {"type": "default"}, "rope_theta": 10000.0 * 50 ** (HEAD / (HEAD - 2))}),
+    ],
+)
+def test_folders_of_other_versions_are_the_same_model(
+    tmp_path: Path, name: str, changes: dict[str, Any]
+) -> None:
+    usual = RECORDED[name](tmp_path / "m")
+    usual.write()
+    expected = read(convert(usual.path, tmp_path / "usual.gguf"))[0]
+    usual.config |= changes
+    usual.write()
+    assert read(convert(usual.path, tmp_path / "other.gguf"))[0] == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "error", "message"),
+    [
+        ("smollm3", {"no_rope_layers": [1] * 5}, UnsupportedModelError, "must have 0 for every fourth layer"),
+        ("smollm3", {"no_rope_layer_interval": 3}, UnsupportedModelError, "must have 0 for every fourth layer"),
+        ("smollm3", {"use_sliding_window": True}, UnsupportedModelError, "use_sliding_window is True"),
+        ("granite", {"rope_scaling": {"type": "dynamic"}}, UnsupportedModelError, "is 'dynamic'"),
+        ("olmo2", {"architectures": ["Olmo3ForCausalLM"]}, UnsupportedModelError, "Olmo3ForCausalLM"),
+        ("phi3", {"rope_scaling": {"type": "linear", "factor": 2.0}}, UnsupportedModelError, "is 'linear'"),
+        ("phi3", long_rope(HEAD + 2), GGUFError, r"rope_scaling.long_factor must have 4 numbers, has 5"),
+        ("phi3", {**long_rope(HEAD), "original_max_position_embeddings": 1}, GGUFError, "is 1, must be between 2"),
+        ("exaone4", {"sliding_window": 9, "layer_types": None, "sliding_window_pattern": "LLLG"}, GGUFError, "sliding_window_pattern is str, expected an integer"),
+        ("hunyuan", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, UnsupportedModelError, "is 'dynamic'"),
+    ],
+)  # fmt: skip
+def test_other_variants_are_refused(
+    tmp_path: Path, name: str, changes: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    folder = RECORDED[name](tmp_path / "m")
+    folder.config |= changes
+    with pytest.raises(error, match=message):
+        convert(folder.write(), tmp_path / "m.gguf")
+
+
+@pytest.mark.parametrize("name", ["smollm3", "granite"])
+def test_biases_that_the_configuration_excludes_are_refused(tmp_path: Path, name: str) -> None:
+    folder = RECORDED[name](tmp_path / "m")
+    folder.tensors["model.layers.0.self_attn.q_proj.bias"] = decoder_folders.values((32,))
+    with pytest.raises(GGUFError, match="attention_bias is not true, but the weights have the tensor"):
+        convert(folder.write(), tmp_path / "m.gguf")
+
+
+def test_a_folder_of_exaone4_says_which_layers_have_a_window(tmp_path: Path) -> None:
+    folder = decoder_folders.exaone4(tmp_path / "m", sliding_window=9, sliding_window_pattern=2)
+    fields, _ = read(convert(folder.write(), tmp_path / "m.gguf"))
+    assert fields["exaone4.attention.sliding_window_pattern"] == 2
+    folder.config["layer_types"] = ["full_attention", "sliding_attention"]
+    fields, _ = read(convert(folder.write(), tmp_path / "other.gguf"))
+    assert fields["exaone4.attention.sliding_window_pattern"] == [False, True]
