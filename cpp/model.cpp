@@ -54,7 +54,7 @@ std::vector<int> attention_places(const Config& config) {
   std::vector<int> places;
   int next = 0;
   for (int layer = 0; layer < config.n_layers; ++layer) {
-    next += has_attention(config.kind(layer));
+    if (has_attention(config.kind(layer))) next = config.causal ? next + 1 : 1;
     places.push_back(next - 1);
   }
   return places;

@@ -229,8 +229,9 @@ struct Model {
 // Throws std::invalid_argument naming the tensor, what it is and what was expected.
 void validate(const Model& model);
 
-// The number of each layer among those with attention; of a layer without it, that of the one before it, or
-// -1.
+// Where each layer has its K and V in a page: its number among those with attention; of a layer without it,
+// that of the one before it, or -1. Where tokens see later ones, all layers take turns in one place: a pass
+// computes a text whole, and nothing reads K and V of a layer after it.
 std::vector<int> attention_places(const Config& config);
 
 }  // namespace metal_prefill

@@ -76,7 +76,7 @@ Rotation Rope::at(std::size_t position, std::size_t pair) const {
 
 Ropes::Ropes(const Model& model) {
   for (int layer = 0; layer < model.config.n_layers; ++layer) {
-    Rope rope = rope_of(model, layer);
+    Rope rope = model.config.uses_rope(layer) ? rope_of(model, layer) : Rope{};
     const auto same = std::find(ropes.begin(), ropes.end(), rope);
     of_layer.push_back(std::size_t(same - ropes.begin()));
     if (same == ropes.end()) ropes.push_back(std::move(rope));

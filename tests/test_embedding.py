@@ -15,6 +15,9 @@ from support.reference import ReferenceModel
 from support.small_models import EMBEDDERS, SmallModel, write
 
 from metal_prefill import ContextOverflowError, GGUFError, Model, UnsupportedModelError, synth
+from metal_prefill.tasks._embedding import encode_text, encode_texts
+from metal_prefill.tasks._prompt_rules import PromptRules
+from metal_prefill.tasks._prompts import PromptForm
 
 TEXTS = ["To be, or not to be", "a", "that is the question. " * 12, "Whether 'tis nobler", "\x00 and on", "a"]
 # Cosine with the float64 reference. Metal multiplies in half precision.
@@ -252,6 +255,29 @@ def test_truncation_keeps_the_tokens_after_the_text(path: Path) -> None:
         np.testing.assert_array_equal(vectors, model.embed(["a", kept], instruction=form))
         with pytest.raises(ContextOverflowError, match=r"text 0: \d+ tokens exceed the context of 24"):
             short.embed([""], instruction="{text}" + long, truncate="end")
+
+
+@pytest.mark.parametrize("form", ["{text}", "q: {text} => one word"])
+@pytest.mark.parametrize("preset", ["tiny", "tiny-embedding"])  # the second has a token that ends texts
+def test_texts_are_encoded_together_as_each_alone(tmp_path: Path, preset: str, form: str) -> None:
+    path = synth.synthesize(tmp_path / "m.gguf", preset=preset)
+    texts = ["a", "", "a b " * 40, "", *("x" * n for n in range(1, 60)), ""]
+    with Model(path, device="cpu", max_context=20) as model:
+        engine, rules = model.engine, PromptRules("end")
+        before, _, after = form.partition("{text}")
+        prompts = PromptForm(before, after)
+        together = encode_texts(engine, texts, prompts, rules)
+        alone = [encode_text(engine, text, "text", prompts, rules) for text in texts]
+        assert [ids.tolist() for ids in together.prompts] == [text.ids.tolist() for text in alone]
+        assert together.cut == [i for i, text in enumerate(alone) if text.cut]
+        assert together.empty == [i for i, text in enumerate(alone) if not len(text.ids)]
+        assert len(together.cut) > 1
+        assert len(together.empty) == (3 if (preset, form) == ("tiny", "{text}") else 0)
+
+
+def test_the_text_with_an_error_is_named_among_many(model: Model) -> None:
+    with pytest.raises(ValueError, match=r"text 7: .*surrogates"):
+        model.embed([*["a"] * 7, "\udc80", "b"])
 
 
 def test_texts_are_normalized_to_nfc_on_request(path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,15 @@ def lowest_cosine(states: npt.NDArray[Any], expected: npt.NDArray[np.float64]) -
     states = states.astype(np.float64)
     norms = np.linalg.norm(states, axis=1) * np.linalg.norm(expected, axis=1)
     return float(((states * expected).sum(axis=1) / norms).min())
+
+
+def test_layers_take_turns_in_the_memory_of_k_and_v(device: str, tmp_path: Path) -> None:
+    pages = {}
+    for layers in (1, 3):
+        path = write(tmp_path / f"{layers}.gguf", replace(ENCODERS["bert"], layers=layers))
+        with Model(path, device=device) as model:
+            pages[layers] = model.stats()["kv_page_bytes"]
+    assert pages[1] == pages[3]
 
 
 @pytest.mark.parametrize("name", ENCODERS)

@@ -12,7 +12,7 @@ from support.hostile_texts import hostile_texts
 from tokenizers import Tokenizer as Segmenter
 from tokenizers import models, pre_tokenizers
 
-from metal_prefill.text._tokenizer import Tokenizer
+from metal_prefill.text._tokenizer import _BLOCK, Tokenizer
 from metal_prefill.text._word_tokens import WordTokens
 
 Opened = tuple[Tokenizer, WordTokens]
@@ -47,15 +47,34 @@ def test_tokens_are_those_of_the_library(opened: Opened) -> None:
     taken = 0
     for text in texts(Random(1), 400):
         assert tokenizer.encode(text, add_bos=False) == expected(text), repr(text)
-        taken += words.encode(text) is not None
+        taken += words.encode([text]) != [None]
     assert taken > 400
+
+
+def test_texts_are_encoded_together_as_each_alone(opened: Opened) -> None:
+    tokenizer, _ = opened
+    random = Random(2)
+    mixed = [*texts(random, 400), *hostile_texts(100, 5), "", "unaffable " * 3000, "[MASK]", "é"]
+    mixed = [text for text in mixed if text.encode("utf-8", "ignore").decode() == text]
+    random.shuffle(mixed)
+    assert sum(map(len, mixed)) > 3 * _BLOCK
+    assert list(tokenizer.encode_all(mixed)) == [tokenizer.encode(text, add_bos=False) for text in mixed]
+
+
+def test_words_of_different_texts_do_not_spell_a_token() -> None:
+    vocabulary = {"[UNK]": 0, "un": 1, "##aff": 2, "re": 3, "##ad": 4}
+    segmenter = Segmenter(models.WordPiece(vocabulary, unk_token="[UNK]"))
+    segmenter.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    segmenter.add_tokens(["unaff read"])
+    words = WordTokens(segmenter, lowercase=False, spelled=["unaff read"])
+    assert words.encode(["unaff", "read", "unaff read"]) == [[1, 2], [3, 4], None]
 
 
 def test_other_text_is_left_to_the_library(opened: Opened) -> None:
     _, words = opened
     for text in ("é", "a\x00b", "a\vb", "\x7f", "漢", "\u2028"):
-        assert words.encode(text) is None
-    assert words.encode("") == words.encode(" \t\r\n") == []
+        assert words.encode([text]) == [None]
+    assert words.encode(["", " \t\r\n"]) == [[], []]
 
 
 def test_tokens_longer_than_a_word_may_be_are_not_found() -> None:
@@ -63,5 +82,5 @@ def test_tokens_longer_than_a_word_may_be_are_not_found() -> None:
     vocabulary = {"[UNK]": 0, **{word: i + 1 for i, word in enumerate(words)}}
     segmenter = Segmenter(models.WordPiece(vocabulary, unk_token="[UNK]", max_input_chars_per_word=100))
     segmenter.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    assert WordTokens(segmenter, lowercase=False).encode(" ".join(words)) == [1, 0]
+    assert WordTokens(segmenter, lowercase=False).encode([" ".join(words)]) == [[1, 0]]
     assert segmenter.encode(" ".join(words)).ids == [1, 0]

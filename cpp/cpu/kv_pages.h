@@ -92,7 +92,7 @@ class KvPages final : public PageStore {
 
   const KvLayout layout_;
   const bool poison_;
-  const std::vector<int> place_;  // of each layer with attention: its number among these
+  const std::vector<int> place_;  // of each layer: see attention_places
   const int n_layers_, n_heads_, key_dim_, value_dim_, key_stride_, value_stride_;
   const std::size_t key_bytes_, head_bytes_, page_bytes_;  // of one head's keys, of both, of a page
   const std::size_t group_;                                // pages in a group

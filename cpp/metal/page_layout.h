@@ -10,8 +10,9 @@
 
 namespace metal_prefill::metal {
 
-// [layer with attention][keys | values], with keys as [kPagePositions][n_kv_heads][key_dim] and values the
-// same with value_dim, all elements of kv_type. The dimensions are those of a model that fits the kernels.
+// [place of layers with attention][keys | values], with keys as [kPagePositions][n_kv_heads][key_dim] and
+// values the same with value_dim, all elements of kv_type. The dimensions are those of a model that fits the
+// kernels.
 struct PageLayout {
   PageLayout(const Config& config, KvType type)
       : element(type == KvType::kF16 ? 2 : 4),
@@ -28,7 +29,7 @@ struct PageLayout {
 
   std::size_t element;             // bytes
   std::size_t key_row, value_row;  // bytes of one position
-  std::vector<int> places;         // of each layer: its number among those with attention
+  std::vector<int> places;         // of each layer: see attention_places
   std::size_t bytes;               // of a page
 };
 

@@ -270,6 +270,13 @@ MUTANTS = (
         (STATES, "-k", "cpu and mamba2 and saved_after_a_rewind"),
     ),
     Mutant(
+        "cpp/model.cpp",
+        "next = config.causal ? next + 1 : 1;",
+        "next = next + 1;",
+        "a text of an encoder has memory for K and V of all layers",
+        (ENCODERS, "-k", "take_turns and cpu"),
+    ),
+    Mutant(
         "cpp/rope.cpp",
         "frequency * (1.0 - ramp) + frequency / double(factor) * ramp",
         "frequency * ramp + frequency / double(factor) * (1.0 - ramp)",

@@ -36,6 +36,20 @@ MUTANTS = (
     ),
     Mutant(
         f"{PACKAGE}/tasks/_embedding.py",
+        "self.empty.extend(first + i for",
+        "self.empty.extend(i for",
+        "texts without tokens are counted from the last one that was truncated",
+        ("tests/test_embedding.py", "-k", "together"),
+    ),
+    Mutant(
+        f"{PACKAGE}/tasks/_embedding.py",
+        "room = _most_tokens(engine, role) - len(begin) - len(end)",
+        "room = _most_tokens(engine, role)",
+        "texts that fit only without the tokens around them are not truncated",
+        ("tests/test_embedding.py", "-k", "texts_beyond or truncation_keeps or together"),
+    ),
+    Mutant(
+        f"{PACKAGE}/tasks/_embedding.py",
         "        if text.cut:\n",
         "        if False:\n",
         "texts are truncated silently",

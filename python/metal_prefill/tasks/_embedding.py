@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Sequence
+from itertools import accumulate, chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -88,6 +89,16 @@ class EncodedTexts(NamedTuple):
         self.prompts.append(text.ids)
         self.expansions.append(text.expansion)
 
+    def add_whole(self, prompts: Sequence[Sequence[int]]) -> None:
+        """Append prompts of texts that keep their ends and are not expanded; they share an array."""
+        lengths = list(map(len, prompts))
+        ends = list(accumulate(lengths))
+        tokens = np.fromiter(chain.from_iterable(prompts), np.int32, sum(lengths))
+        first = len(self.prompts)
+        self.prompts.extend(tokens[end - n : end] for end, n in zip(ends, lengths, strict=True))
+        self.expansions.extend([0] * len(lengths))
+        self.empty.extend(first + i for i, n in enumerate(lengths) if n == 0)
+
     def notes(self, limit: int) -> list[str]:
         """Return a message for each of `cut` and `empty` that names texts; `limit` is that of tokens."""
         notes = [cut_message(self.cut, len(self.prompts), limit, "text")] if self.cut else []
@@ -113,10 +124,35 @@ def encode_texts(
     TypeError, ValueError, ContextOverflowError, KVMemoryError
         A text is not a string, cannot be encoded or does not fit; the message has its index.
     """
+    checked = checked_texts(texts)
+    role = text_role(engine) if role is None else role
+    begin, end = engine.tokenizer.frame.begin, engine.tokenizer.frame.end
+    room = _most_tokens(engine, role) - len(begin) - len(end)
+    made = form.tokens_of_all(engine.tokenizer, checked, rules)
     encoded = EncodedTexts.none()
-    for i, text in enumerate(checked_texts(texts)):
+    framed: list[tuple[int, ...]] = []
+    for i, text in enumerate(checked):
+        with errors_of(f"text {i}"):
+            ids = next(made)
+        if len(ids) <= room:
+            framed.append((*begin, *ids, *end))
+            continue
+        encoded.add_whole(framed)
+        framed.clear()
         encoded.add(encode_text(engine, text, f"text {i}", form, rules, role))
+    encoded.add_whole(framed)
     return encoded
+
+
+def _most_tokens(engine: Engine, role: TextRole) -> int:
+    """Return how many tokens of a text need nothing but tokens around them; -1 if none do."""
+    if role.expansion is not None:
+        return -1
+    try:
+        engine.core.check_fits(role.limit)
+    except KVMemoryError:
+        return -1
+    return role.limit
 
 
 def encode_text(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 from metal_prefill._engine import Engine, EngineOwner
@@ -93,6 +93,15 @@ class PromptForm(NamedTuple):
         return tokenizer.encode_pieces(
             piece if isinstance(piece, int) else rules.normalized(piece) for piece in pieces
         )
+
+    def tokens_of_all(
+        self, tokenizer: Tokenizer, texts: Iterable[str], rules: PromptRules
+    ) -> Iterator[list[int]]:
+        """Yield the tokens of each text, as `tokens` returns them, in less time."""
+        around = (tokenizer.split(part, parse_special=True) for part in (self.before, self.after))
+        if self.spells_tokens and any(isinstance(piece, int) for pieces in around for piece in pieces):
+            return (self.tokens(tokenizer, text, rules) for text in texts)
+        return tokenizer.encode_all(rules.normalized(f"{self.before}{text}{self.after}") for text in texts)
 
 
 PLAIN = PromptForm()

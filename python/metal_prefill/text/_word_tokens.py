@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import compress
 
 from tokenizers import Tokenizer as Segmenter
 
 from metal_prefill.text._encoder_vocabulary import MAX_WORD_CHARACTERS
-from metal_prefill.text._segmentation import segmented
+from metal_prefill.text._segmentation import segmented, segmented_ids
 
 # BERT's tokenizer removes other control characters, and changes text beyond ASCII in several ways.
 _OTHER = re.compile(r"[^\t\n\r -~]")
 _WORD = re.compile(r"[0-9A-Za-z]+|[!-/:-@\[-`{-~]")  # each punctuation mark is a word
+_END = "\0"  # after each of several texts, which do not contain it
+_WORDS = re.compile(f"{_WORD.pattern}|{_END}")
+_NO_TOKEN = -1  # of the end of a text
 
 
 class WordTokens:
@@ -40,14 +44,35 @@ class WordTokens:
             for word, token in segmenter.get_vocab().items()
             if len(word) <= MAX_WORD_CHARACTERS and _WORD.fullmatch(word)
         }
+        self._tokens[_END] = _NO_TOKEN
 
-    def encode(self, text: str) -> list[int] | None:
-        """Return the ids that the segmenter makes of a text; None if the text is not plain ASCII words."""
-        if _OTHER.search(text):
-            return None
-        if self._spelled and any(map(text.lower().__contains__, self._spelled)):
-            return None
-        words, tokens = _WORD.findall(text.lower() if self._lowercase else text), self._tokens
+    def encode(self, texts: Sequence[str]) -> list[list[int] | None]:
+        """Return the ids that the segmenter makes of each text; None if it is not plain ASCII words.
+
+        The words of all texts are looked up together, in a third of the time of one text after another.
+        """
+        plain = [text.isascii() and (text.isprintable() or not _OTHER.search(text)) for text in texts]
+        joined = self._joined(texts, plain)
+        lowered = joined.lower()
+        if self._spells(lowered):
+            plain = [
+                is_plain and not self._spells(text.lower())
+                for text, is_plain in zip(texts, plain, strict=True)
+            ]
+            joined = self._joined(texts, plain)
+            lowered = joined.lower()
+        made = _divided(self._ids_of(_WORDS.findall(lowered if self._lowercase else joined)))
+        return [next(made) if is_plain else None for is_plain in plain]
+
+    def _spells(self, lowered: str) -> bool:
+        return any(map(lowered.__contains__, self._spelled))
+
+    @staticmethod
+    def _joined(texts: Sequence[str], chosen: Sequence[bool]) -> str:
+        return "".join(f"{text}{_END}" for text in compress(texts, chosen))
+
+    def _ids_of(self, words: list[str]) -> list[int]:
+        tokens = self._tokens
         try:
             return [tokens[word] for word in words]
         except KeyError:
@@ -61,9 +86,21 @@ class WordTokens:
         return ids
 
     def _segmented(self, words: list[str]) -> dict[str, list[int]]:
-        encoding = segmented(self._segmenter, " ".join(words))
+        joined = " ".join(words)
+        if self._spells(joined.lower()):  # words that did not follow each other
+            return {word: segmented_ids(self._segmenter, word) for word in words}
+        encoding = segmented(self._segmenter, joined)
         made: dict[str, list[int]] = {word: [] for word in words}
         for place, token in zip(encoding.word_ids, encoding.ids, strict=True):
             assert place is not None  # only special tokens have no word
             made[words[place]].append(token)
         return made
+
+
+def _divided(ids: list[int]) -> Iterator[list[int]]:
+    """Divide ids at the ends of texts."""
+    start = 0
+    while start < len(ids):
+        end = ids.index(_NO_TOKEN, start)
+        yield ids[start:end]
+        start = end + 1
