@@ -12,6 +12,7 @@ import posixpath
 import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -154,8 +155,10 @@ def recording_a_pass_needs_no_metal(sources: Sources) -> list[str]:
 
 
 @functools.cache
-def parse(text: str) -> ast.Module:
-    return ast.parse(text)
+def nodes_of(text: str) -> list[Any]:
+    """Nodes of a module of the kinds that rules are about."""
+    kinds = (ast.Import, ast.ImportFrom, ast.Attribute, ast.FunctionDef, ast.AsyncFunctionDef)
+    return [node for node in ast.walk(ast.parse(text)) if isinstance(node, kinds)]
 
 
 def imports(sources: Sources) -> dict[str, set[str]]:
@@ -163,13 +166,13 @@ def imports(sources: Sources) -> dict[str, set[str]]:
 
     Modules of the package have their full names, others only the first part.
     """
-    modules: dict[str, ast.Module] = {}
+    modules: dict[str, list[Any]] = {}
     for path, text in sources.items():
         if path.startswith("python/"):
             name = (
                 path.removeprefix("python/").removesuffix(".py").removesuffix("/__init__").replace("/", ".")
             )
-            modules[name] = parse(text)
+            modules[name] = nodes_of(text)
 
     def home(name: str) -> str:
         if name.partition(".")[0] != "metal_prefill":
@@ -178,9 +181,9 @@ def imports(sources: Sources) -> dict[str, set[str]]:
         return name if name in modules or name.rpartition(".")[2] in NATIVE else name.rpartition(".")[0]
 
     found: dict[str, set[str]] = {}
-    for name, tree in modules.items():
+    for name, nodes in modules.items():
         found[name] = set()
-        for node in ast.walk(tree):
+        for node in nodes:
             if isinstance(node, ast.Import):
                 found[name] |= {home(alias.name) for alias in node.names}
             elif isinstance(node, ast.ImportFrom):
@@ -283,17 +286,15 @@ def no_module_uses_private_attributes_of_others(sources: Sources) -> list[str]:
     for path, text in sources.items():
         if not path.startswith("python/"):
             continue
-        tree = parse(text)
-        attributes = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
-        own = {
-            node.name for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
-        }
+        nodes = nodes_of(text)
+        attributes = [node for node in nodes if isinstance(node, ast.Attribute)]
+        own = {node.name for node in nodes if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))}
         own |= {
             node.attr for node in attributes if isinstance(node.value, ast.Name) and node.value.id == "self"
         }
         modules = {
             (alias.asname or alias.name).partition(".")[0]
-            for node in ast.walk(tree)
+            for node in nodes
             if isinstance(node, (ast.Import, ast.ImportFrom))
             for alias in node.names
         }
