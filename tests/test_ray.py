@@ -68,7 +68,8 @@ def test_a_batch_of_texts_is_embedded_in_order(demo_path: Path) -> None:
 
 def test_a_text_without_tokens_has_a_zero_vector(demo_path: Path) -> None:
     mapper = EmbedTexts(demo_path, pooling="mean", errors="record", truncate="end", **OPTIONS)
-    mapper._model.tokenizer.add_bos = False  # which would be its only token
+    tokenizer = mapper._model.tokenizer
+    tokenizer.frame = tokenizer.frame._replace(begin=())  # which would be its only token
     result = mapper({"text": np.array(["a", "", "word " * 5000], dtype=object)})
     assert list(result["error"]) == [""] * 3
     assert [vector.any() for vector in result["embedding"]] == [True, False, True]
