@@ -120,7 +120,7 @@ def test_batches_run_ahead_and_return_the_same_tokens_as_single_sequences(
         Pass(3, 3, -1, 0),
         *[Pass(3, 3, -1, 1)] * (TOKENS - 2),
     ]
-    assert gpu.counters().waits - before.waits <= TOKENS  # fewer if the host sees a pass completed before
+    assert gpu.counters().waits - before.waits == TOKENS
     assert texts == [text[:TOKENS] for text in wanted]
 
 
