@@ -159,6 +159,19 @@ def compiler_digest(clang: str) -> str:
     return digest.hexdigest()
 
 
+def kept_in(
+    root: Path, clang: str, sources: list[Path], sanitize: str, *options: object
+) -> tuple[Path, Path]:
+    """Return the folders of a library and of its executor, whose names depend on all that is compiled."""
+    files = [file for path in sources for file in (path, *sorted(path.parent.glob("*.h")))]
+    texts = [(file.name, file.read_bytes()) for file in files]
+    common = (compiler_digest(clang), sanitize)
+    names = (
+        hashlib.sha256(repr(key).encode()).hexdigest()[:32] for key in ((common, texts, options), common)
+    )
+    return root / next(names), root / next(names)
+
+
 def build(
     sources: list[Path],
     folder: Path,
@@ -194,11 +207,8 @@ def build(
     clang = find_clang()
     assert clang is not None
     if kept := os.environ.get("METAL_EMULATOR_LIBRARIES"):
-        files = [file for path in sources for file in (path, *sorted(path.parent.glob("*.h")))]
-        texts = [(file.name, file.read_bytes()) for file in files]
-        key = repr((compiler_digest(clang), texts, sanitize, include, variants, flags, metal_version))
-        folder = Path(kept) / hashlib.sha256(key.encode()).hexdigest()[:32]
-        executor = Path(kept) / hashlib.sha256((compiler_digest(clang) + sanitize).encode()).hexdigest()[:32]
+        options = (include, variants, flags, metal_version)
+        folder, executor = kept_in(Path(kept), clang, sources, sanitize, *options)
     library = folder / f"lib{sources[0].stem}.so"
     if kept and library.exists():
         return library

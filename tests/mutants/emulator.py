@@ -9,6 +9,20 @@ _REFUSED = "emulator/tests/test_metal_objects.py", "-k", "a_refused_commit"
 
 MUTANTS = (
     Mutant(
+        "emulator/testing/shader_library.py",
+        'for file in (path, *sorted(path.parent.glob("*.h")))]',
+        "for file in (path,)]",
+        "after a change of a header, shaders of an earlier compilation are tested",
+        ("emulator/tests/test_kept_libraries.py", "-k", "what_is_compiled"),
+    ),
+    Mutant(
+        "emulator/testing/shader_library.py",
+        'if path.suffix in (".cpp", ".h", ".py")',
+        'if path.suffix in (".cpp", ".h")',
+        "after a change of the translator, shaders of an earlier compilation are tested",
+        ("emulator/tests/test_kept_libraries.py", "-k", "of_the_emulator"),
+    ),
+    Mutant(
         "emulator/cpu/banks.cpp",
         "for (const std::uintptr_t word : words) in_bank[word % kBanks]++;",
         "for (const std::uintptr_t word : words) in_bank[word / kBanks % kBanks]++;",
