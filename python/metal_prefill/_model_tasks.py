@@ -183,8 +183,9 @@ class TaskMethods:
             pooling).
         truncate
             ``"error"``: a pair that does not fit the context is an error. ``"end"``: its document loses its
-            end, and a ``UserWarning`` counts and names such documents. The query is cut only if it exceeds
-            the length to which its model expands queries.
+            end, and a ``UserWarning`` counts and names such documents. A cross-encoder cuts the longer of
+            the two texts first, and both once they have the same length, as sentence-transformers does.
+            Other models cut the query only if it exceeds the length to which they expand queries.
         unicode
             See :meth:`embed`.
 

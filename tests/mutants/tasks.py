@@ -21,6 +21,27 @@ MUTANTS = (
         ("tests/test_reranking.py", "-k", "no_class"),
     ),
     Mutant(
+        f"{PACKAGE}/tasks/_pairs.py",
+        "if first > second else (half, half + room % 2)",
+        "if first >= second else (half, half + room % 2)",
+        "the odd token of two long texts of the same length goes to the first",
+        (f"{ENCODER_TASKS}/test_pair_truncation.py", "-k", "longer_text or tokenizers"),
+    ),
+    Mutant(
+        f"{PACKAGE}/tasks/_pairs.py",
+        "(first, room - first) if first <= second else (room - second, second)",
+        "(first, room - first)",
+        "a long query leaves no room for a short document",
+        (f"{ENCODER_TASKS}/test_pair_truncation.py", "-k", "longer_text or tokenizers"),
+    ),
+    Mutant(
+        f"{PACKAGE}/tasks/_reranking.py",
+        "query_cut = any(pair.first_cut for pair in pairs)",
+        "query_cut = False",
+        "a query is truncated silently",
+        (f"{ENCODER_TASKS}/test_pair_truncation.py", "-k", "named"),
+    ),
+    Mutant(
         f"{PACKAGE}/tasks/_embedding.py",
         "check_length(engine, len(prompt) + added, name)",
         "check_length(engine, len(prompt), name)",
@@ -83,8 +104,8 @@ MUTANTS = (
     ),
     Mutant(
         f"{PACKAGE}/tasks/_pairs.py",
-        "frame.pair(first, second[:room] if cut else second).ids",
-        "frame.pair(second[:room] if cut else second, first).ids",
+        "frame.pair(first[: lengths[0]], second[: lengths[1]]).ids",
+        "frame.pair(second[: lengths[1]], first[: lengths[0]]).ids",
         "the texts of a pair are swapped",
         (ENCODER_TASKS, "-k", "scores_of_pairs and cpu"),
     ),

@@ -158,7 +158,8 @@ def _encode_for_head(
             ids, is_cut, _ = encode_text(engine, text, name, rules=rules)
         else:
             first, second = (encode_part(engine, part, name, rules) for part in text)
-            ids, is_cut = encode_text_pair(engine, first, second, name, rules)
+            pair = encode_text_pair(engine, first, second, name, rules)
+            ids, is_cut = pair.ids, pair.cut
         if not len(ids):
             raise ValueError(f"{name} has no tokens")
         if is_cut:

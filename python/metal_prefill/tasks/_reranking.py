@@ -35,6 +35,7 @@ TEMPLATES = {
 INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
 ANSWERS = ("yes", "no")
 CUT_QUERY = "the query is longer than those of its model and lost its end"
+CUT_WITH_DOCUMENT = "the query lost its end, as it does not fit the context together with each document"
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,8 @@ class Ranking:
         Most tokens of a prompt.
     query : EncodedText or None
         The query, for late interaction.
+    query_cut : bool
+        Whether the query lost its end in any prompt.
     """
 
     documents: Sequence[str]
@@ -86,15 +89,16 @@ class Ranking:
     cut: list[int]
     limit: int
     query: EncodedText | None = None
+    query_cut: bool = False
 
     @property
     def cut_texts(self) -> int:
         """Number of texts that lost their ends."""
-        return len(self.cut) + (self.query is not None and self.query.cut)
+        return len(self.cut) + self.query_cut
 
     def notes(self) -> list[str]:
         """Return messages about the texts that lost their ends."""
-        notes = [CUT_QUERY] if self.query is not None and self.query.cut else []
+        notes = [CUT_QUERY if self.query is not None else CUT_WITH_DOCUMENT] if self.query_cut else []
         if self.cut:
             notes.append(cut_message(self.cut, len(self.prompts), self.limit, "document"))
         return notes
@@ -194,7 +198,7 @@ def _encode_late(engine: Engine, query: str, documents: Sequence[str], options: 
         raise ValueError("the query has no tokens")
     form = prompt_form(engine, "document" if known else None)
     role = document_role(engine)
-    ranking = Ranking(documents, [], [], role.limit, encoded)
+    ranking = Ranking(documents, [], [], role.limit, encoded, encoded.cut)
     for i, document in enumerate(documents):
         text = encode_text(engine, document, f"document {i}", form, options.rules, role)
         _add(ranking, text.ids, text.cut)
@@ -202,14 +206,19 @@ def _encode_late(engine: Engine, query: str, documents: Sequence[str], options: 
 
 
 def _encode_pairs(engine: Engine, query: str, documents: Sequence[str], options: Options) -> Ranking:
-    ranking = Ranking(documents, [], [], engine.max_context)
-    first = encode_part(engine, query, "the query", options.rules)
-    for i, document in enumerate(documents):
+    rules = options.rules
+    first = encode_part(engine, query, "the query", rules)
+    parts = engine.tokenizer.encode_all(map(rules.normalized, documents))
+    pairs = []
+    for i in range(len(documents)):
         name = f"document {i}"
-        ids, cut = encode_pair(
-            engine, first, encode_part(engine, document, name, options.rules), name, options.rules
-        )
-        _add(ranking, ids, cut)
+        with errors_of(name):
+            second = next(parts)
+        pairs.append(encode_pair(engine, first, second, name, rules))
+    query_cut = any(pair.first_cut for pair in pairs)
+    ranking = Ranking(documents, [], [], engine.max_context, query_cut=query_cut)
+    for pair in pairs:
+        _add(ranking, pair.ids, pair.second_cut)
     return ranking
 
 
