@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -88,6 +89,21 @@ def test_problems_of_a_folder_are_reported(
     with pytest.raises(kind, match=message):
         convert(folder.write(), tmp_path / "m.gguf")
     assert not (tmp_path / "m.gguf").exists()
+
+
+def test_a_file_from_an_earlier_version_next_to_an_index_is_named(tmp_path: Path) -> None:
+    folder = model_folders.llama(tmp_path / "m")
+    folder.write(shards=2)
+    lost = folder.tensors.pop(LOST)
+    folder.write()
+    note = (
+        "tensor blk.1.ffn_down.weight is missing (the weights are those of model.safetensors, as in "
+        "transformers; model.safetensors.index.json is ignored)"
+    )
+    with pytest.raises(GGUFError, match=re.escape(note) + "$"):
+        convert(folder.path, tmp_path / "m.gguf")
+    folder.tensors[LOST] = lost
+    assert convert(folder.write(), tmp_path / "m.gguf").exists()
 
 
 def test_missing_files_are_named(tmp_path: Path) -> None:

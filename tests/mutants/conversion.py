@@ -154,6 +154,13 @@ MUTANTS = (
         ("tests/test_conversion.py", "-k", "gemma3"),
     ),
     Mutant(
+        f"{PACKAGE}/conversion/_weights.py",
+        'f" (the weights are those of {FILE}, as in transformers; {INDEX} is ignored)"',
+        '""',
+        "weights from an earlier version are not named in errors",
+        ("tests/test_conversion_errors.py", "-k", "earlier_version"),
+    ),
+    Mutant(
         f"{PACKAGE}/conversion/_sources.py",
         "keys={**_LLAMA.keys, **_GRANITE_SCALES},",
         "keys=_LLAMA.keys,",

@@ -131,6 +131,16 @@ def source_files(folder: Path) -> list[Path]:
     return _files(folder)
 
 
+def ignored_index(folder: Path) -> str:
+    """Return a note for errors if a folder has both a file and an index, of which the file counts.
+
+    That is the order of transformers. One of the two may be left from an earlier version of the model.
+    """
+    if not all((folder / name).is_file() for name in (FILE, INDEX)):
+        return ""
+    return f" (the weights are those of {FILE}, as in transformers; {INDEX} is ignored)"
+
+
 def _files(folder: Path) -> list[Path]:
     if (folder / FILE).is_file():
         return [folder / FILE]

@@ -25,7 +25,7 @@ from metal_prefill.conversion._prompts import prompt_metadata
 from metal_prefill.conversion._settings import position_offset
 from metal_prefill.conversion._sources import Source, find_source, gguf_name, metadata_of, text_fields
 from metal_prefill.conversion._vocabulary import read_vocabulary
-from metal_prefill.conversion._weights import Weight, divided, read_weights
+from metal_prefill.conversion._weights import Weight, divided, ignored_index, read_weights
 from metal_prefill.errors import GGUFError, UnsupportedModelError
 from metal_prefill.files._architecture import ARCHITECTURES
 from metal_prefill.files._gguf_file import GGUFFile
@@ -274,7 +274,7 @@ def _check(writer: GGUFWriter, part: Path, folder: Path, tensors: list[_Tensor])
             read_head(opened, config.architecture, config.dim)
     except (GGUFError, UnsupportedModelError) as error:
         message = str(error).removeprefix(f"{part}: ")
-        raise type(error)(f"{folder}: {message}") from None
+        raise type(error)(f"{folder}: {message}{ignored_index(folder)}") from None
 
 
 def _add(writer: GGUFWriter, key: str, value: Any) -> None:
