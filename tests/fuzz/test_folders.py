@@ -1,4 +1,4 @@
-"""Model folders that are almost right: values of another kind in their JSON files, damaged weights.
+"""Model folders that are almost right: other values in their JSON files, damaged weights, other files.
 
 A folder is converted, or raises an error of the package and leaves no file. Models for late interaction then
 rank.
@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import copy
 import json
+import os
+import re
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -30,9 +33,12 @@ RECURRENT = ("lfm2", "qwen35", "granite_hybrid", "mamba2", "falcon_h1")
 POOLED = ("config.json", "tokenizer.json", "tokenizer_config.json", "modules.json", "1_Pooling/config.json")
 PROJECTED = ("modules.json", "1_Dense/config.json", "config_sentence_transformers.json")
 Kind = tuple[Callable[[Path], Folder], tuple[str, ...]]
+NAMES = ("type", "vocab", "hidden_size", "dtype")
+DEEP = "a value in very many arrays"  # which `json.dumps` cannot write
 VALUES: list[Any] = [
-    *(None, True, False, 0, 1, -1, 3, 2**31, 2**70, 1.5, -0.0, 1e400),
-    *("", "x", "../x", "[UNK]", "Sequence", "ByteLevel", "\x00", [], [1], [["a"]], {}, {"type": "x"}),
+    *(None, True, False, 0, 1, -1, 3, 2**30, 2**31, 2**70, 10**400, 1.5, -0.0, 1e-300, 1e300, 1e400),
+    *("", "x", "../x", "[UNK]", "Sequence", "ByteLevel", "\x00", "\ud800", "9" * 5000, "x" * 100_000, DEEP),
+    *([], [1], [["a"]], [1, "a"], [0.5, None], {}, {"type": "x"}, {"9" * 5000: {}}, {"\ud800": 0}),
 ]
 
 
@@ -49,18 +55,81 @@ def changed(content: Any, random: Random) -> Any:
         return random.choice(VALUES)
     if random.random() < 0.2:
         del place[key]
+    elif random.random() < 0.1 and isinstance(place, dict):
+        place[random.choice(("", "\ud800", "-1", "9" * 5000, "x" * 5000))] = place.pop(key)
     else:
         place[key] = random.choice(VALUES)
     return content
 
 
+def written(content: Any, random: Random) -> bytes:
+    """Write JSON, sometimes with a value in many arrays, a name that occurs twice, or damaged bytes."""
+    deep = random.choice((200, 900, 980, 100_000))
+    text = json.dumps(content).replace(json.dumps(DEEP), "[" * deep + "]" * deep)
+    if random.random() < 0.1:
+        names = [m.end() for m in re.finditer(r"{(?=\")", text)]
+        at = random.choice(names) if names else 0
+        text = text[:at] + json.dumps(dict.fromkeys(NAMES, random.choice(VALUES)))[1:-1] + "," + text[at:]
+    data = bytearray(text.encode())
+    if random.random() < 0.1:
+        data[random.randrange(len(data))] = random.choice((0, 32, 34, 49, 91, 93, 125, 255))
+    return bytes(data)
+
+
 def damaged(content: bytes, random: Random) -> bytes:
-    """Change bytes of the header, or cut the file."""
-    data = bytearray(content)
+    """Change values or bytes of the header, or cut the file."""
     header = 8 + int.from_bytes(content[:8], "little")
+    if random.random() < 0.4:
+        other = json.dumps(changed(json.loads(content[8:header]), random)).encode()
+        size = len(other) + random.choice((0, 0, 0, 1, -1, 2**40, 2**63))
+        return (max(size, 0) % 2**64).to_bytes(8, "little") + other + content[header:]
+    data = bytearray(content)
     for _ in range(random.choice((1, 1, 3))):
         data[random.randrange(header)] = random.choice((0, 32, 34, 49, 91, 93, 125, 255))
     return bytes(data[: random.randrange(len(data))] if random.random() < 0.2 else data)
+
+
+def misplace(path: Path, random: Random) -> None:
+    """Replace a file by something else: a folder, a link, a pipe, or a huge file without contents."""
+    path.unlink()
+    match random.randrange(6):
+        case 0:
+            path.mkdir()
+        case 1:
+            path.symlink_to(random.choice(("/dev/zero", "/dev/null", path.name, "..", "missing")))
+        case 2:
+            os.mkfifo(path)
+        case 3:
+            path.touch()
+            os.truncate(path, 1 << 40)
+        case 4:
+            path.write_bytes(random.randbytes(random.randrange(100)))
+
+
+def restore(path: Path, content: bytes) -> None:
+    """Write the right contents of a file that may be something else."""
+    if path.is_dir() and not path.is_symlink():
+        path.rmdir()
+    path.unlink(missing_ok=True)
+    path.write_bytes(content)
+
+
+def sharded(path: Path) -> Folder:
+    """Return a folder that is written with its weights in two files."""
+    folder = model_folders.llama(path)
+    folder.write = partial(folder.write, shards=2)  # type: ignore[method-assign]
+    return folder
+
+
+def lines(path: Path) -> Folder:
+    """Return a folder with a list of tokens instead of a tokenizer."""
+    folder = model_folders.bert(path)
+    vocabulary = json.loads((path / "tokenizer.json").read_bytes())["model"]["vocab"]
+    (path / "vocab.txt").write_text("\n".join(sorted(vocabulary, key=lambda text: int(vocabulary[text]))))
+    (path / "tokenizer.json").unlink()
+    folder.json("tokenizer_config.json", {"added_tokens_decoder": {"400": {"content": "<a>"}}})
+    folder.json("special_tokens_map.json", {"cls_token": "[CLS]"})
+    return folder
 
 
 def pooled(make: Callable[[Path], Folder]) -> Callable[[Path], Folder]:
@@ -80,6 +149,8 @@ KINDS: dict[str, Kind] = {
         POOLED,
     ),
     "llama": (pooled(model_folders.llama), POOLED),
+    "sharded": (sharded, ("config.json", "model.safetensors.index.json")),
+    "list of tokens": (lines, ("config.json", "tokenizer_config.json", "special_tokens_map.json")),
     **{name: (pooled(getattr(recurrent_folders, name)), POOLED) for name in RECURRENT},
     "late": (LATE["unseen"], (*PROJECTED, "2_MultiVectorMask/config.json", "sentence_bert_config.json")),
     "PyLate": (LATE["PyLate"], PROJECTED),
@@ -87,31 +158,42 @@ KINDS: dict[str, Kind] = {
 }
 
 
+LATE_KINDS = ("late", "PyLate", "ColBERT")
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_folders_are_converted_or_raise_an_error(tmp_path: Path, kind: str) -> None:
     make, names = KINDS[kind]
     folder = make(tmp_path / "m").write()
-    weights = (folder / "model.safetensors").read_bytes()
-    settings = {name: json.loads((folder / name).read_bytes()) for name in names}
+    good = {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    settings = {name: json.loads(good[Path(name)]) for name in names}
+    weights = [str(path) for path in good if path.suffix == ".safetensors"]
     output = tmp_path / "m.gguf"
     for random in rounds(60):
-        name = random.choice((*names, "model.safetensors"))
-        if name == "model.safetensors":
-            good, bad = weights, damaged(weights, random)
+        name = random.choice((*names, *weights))
+        if random.random() < 0.1:
+            name = str(random.choice(list(good)))
+            bad = None
+        elif name in weights:
+            bad = damaged(good[Path(name)], random)
         else:
-            good = json.dumps(settings[name]).encode()
-            bad = json.dumps(changed(settings[name], random)).encode()
-        with kept("folder", name.encode() + b"\n" + bad):
-            (folder / name).write_bytes(bad)
+            bad = written(changed(settings[name], random), random)
+        with kept("folder", name.encode() + b"\n" + (bad or b"misplaced")):
+            if bad is None:
+                misplace(folder / name, random)
+            else:
+                (folder / name).write_bytes(bad)
+            message = ""
             try:
                 convert(folder, output)
-            except MetalPrefillError:
-                assert not output.exists()
-            else:
-                if names is not POOLED:
-                    rank(output)
-                output.unlink()
-            (folder / name).write_bytes(good)
+            except MetalPrefillError as error:
+                message = str(error)
+            if not message and kind in LATE_KINDS:
+                rank(output)
+            assert output.exists() == (not message)
+            assert len(message) < 3000
+            output.unlink(missing_ok=True)
+            restore(folder / name, good[Path(name)])
 
 
 def rank(path: Path) -> None:

@@ -245,15 +245,15 @@ MUTANTS = (
     ),
     Mutant(
         f"{PACKAGE}/serve/_errors.py",
-        "super().__init__(_shortened(message)",
+        "super().__init__(shortened(message)",
         "super().__init__(message",
         "errors repeat values of megabytes",
         ("tests/serve/test_hostile_bodies.py", "-k", "repeat_only"),
     ),
     Mutant(
         f"{PACKAGE}/serve/_errors.py",
-        '_shortened(message).encode("utf-8", "backslashreplace").decode()',
-        "_shortened(message)",
+        'shortened(message).encode("utf-8", "backslashreplace").decode()',
+        "shortened(message)",
         "an error that contains such a file name is a server error",
         ("tests/serve/test_server_limits.py", "-k", "file_names"),
     ),

@@ -14,10 +14,11 @@ import pytest
 from support.running_server import Running, read_all
 
 from metal_prefill import Model
+from metal_prefill._support.shortened import MOST_CHARACTERS
 from metal_prefill.serve import _connections, _endpoint, _service
 from metal_prefill.serve._bodies import LARGE, Bodies
 from metal_prefill.serve._completions import CompletionChoice, prompts_of
-from metal_prefill.serve._errors import MOST_CHARACTERS, ApiError
+from metal_prefill.serve._errors import ApiError
 from metal_prefill.serve._forms import MOST_VALUES, ChatForm, CompletionForm, RerankForm, decode
 from metal_prefill.serve._service import MOST_TEXT
 from metal_prefill.serve._settings import Settings

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from metal_prefill.conversion._fields import Fields
-from metal_prefill.text._vocabulary import SPELLING_KEYS, TokenType
+from metal_prefill.text._vocabulary import MAX_TOKEN_CHARACTERS, SPELLING_KEYS, TokenType
 
 
 @dataclass
@@ -87,6 +87,11 @@ def listed_tokens(
         raise json.error("has no tokens")
     if min(by_id) != 0 or max(by_id) >= len(by_id) + 4096:
         raise json.error(f"{len(by_id)} tokens have the ids {min(by_id)} to {max(by_id)}")
+    longest = max(by_id, key=lambda i: len(by_id[i]))
+    if len(by_id[longest]) > MAX_TOKEN_CHARACTERS:
+        raise json.error(
+            f"token {longest} has {len(by_id[longest])} characters, more than {MAX_TOKEN_CHARACTERS}"
+        )
     found = ListedTokens([], [], spelling)
     for i in range(max(by_id) + 1):
         found.tokens.append(by_id.get(i, f"[PAD{i}]"))

@@ -7,16 +7,46 @@ default, has another type, or is out of range.
 from __future__ import annotations
 
 import json
-import math
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from metal_prefill._support.shortened import shortened
 from metal_prefill.errors import GGUFError, UnsupportedModelError
 from metal_prefill.files._metadata_keys import MAX_INT
 
-MAX_JSON = 256 << 20  # bytes; the largest tokenizers have about 35 MB
+MAX_TEXT = 256 << 20  # bytes of a file of text; the largest tokenizers have about 35 MB
+MAX_FLOAT = float(np.finfo(np.float32).max)
+MAX_LAYERS = 4096  # published models have up to 126
 _REQUIRED: Any = object()
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+
+
+def read_text(path: Path) -> str:
+    """Read a file of UTF-8 text, or raise a `GGUFError` that names it."""
+    with open(path, "rb") as file:
+        content = file.read(MAX_TEXT + 1)
+    if len(content) > MAX_TEXT:
+        raise GGUFError(f"{path}: has more than {MAX_TEXT} bytes")
+    try:
+        return content.decode()
+    except UnicodeDecodeError as error:
+        raise GGUFError(f"{path}: is not valid UTF-8 at byte {error.start}") from None
+
+
+def read_json(path: Path) -> Any:
+    """Read a file of JSON, or raise a `GGUFError` that names it."""
+    text = read_text(path)
+    try:
+        values = json.loads(text)
+        if _SURROGATE.search(text.encode()):  # halves of characters, which no file may contain alone
+            json.dumps(values, ensure_ascii=False).encode()
+    except (ValueError, RecursionError) as error:
+        raise GGUFError(shortened(f"{path}: is not valid JSON: {error}")) from None
+    return values
 
 
 class Fields:
@@ -39,14 +69,7 @@ class Fields:
         """Read a file that contains one object."""
         if not path.is_file():
             raise GGUFError(f"{path}: is missing")
-        with open(path, "rb") as file:
-            content = file.read(MAX_JSON + 1)
-        if len(content) > MAX_JSON:
-            raise GGUFError(f"{path}: has more than {MAX_JSON} bytes")
-        try:
-            values = json.loads(content)
-        except (ValueError, RecursionError) as error:
-            raise GGUFError(f"{path}: is not valid JSON: {error}") from None
+        values = read_json(path)
         if not isinstance(values, dict):
             raise GGUFError(f"{path}: contains a {type(values).__name__}, expected an object")
         return cls(path, values)
@@ -58,11 +81,11 @@ class Fields:
 
     def error(self, message: str) -> GGUFError:
         """Return, without raising it, an error whose message starts with the path."""
-        return GGUFError(f"{self.path}: {message}")
+        return GGUFError(shortened(f"{self.path}: {message}"))
 
     def unsupported(self, message: str) -> UnsupportedModelError:
         """Return, without raising it, an error whose message starts with the path."""
-        return UnsupportedModelError(f"{self.path}: {message}")
+        return UnsupportedModelError(shortened(f"{self.path}: {message}"))
 
     def name(self, key: str) -> str:
         """Return the name of a field in messages."""
@@ -72,22 +95,26 @@ class Fields:
         """Return whether a field is present and not null."""
         return self.values.get(key) is not None
 
-    def integer(self, *keys: str, default: int = _REQUIRED, least: int = 1) -> int:
+    def integer(self, *keys: str, default: int = _REQUIRED, least: int = 1, most: int = MAX_INT) -> int:
         """Read an integer under the first of several names that is present."""
         value = self._value(keys, default)
         if isinstance(value, bool) or not isinstance(value, int):
             raise self._wrong_type(keys, value, "an integer")
-        if not least <= value <= MAX_INT:
-            raise self.error(f"{self._names(keys)} is {value}, must be between {least} and {MAX_INT}")
+        if not least <= value <= most:
+            raise self.error(f"{self._names(keys)} is {value}, must be between {least} and {most}")
         return int(value)
+
+    def layers(self) -> int:
+        """Read the number of layers, for each of which lists are made before the tensors are known."""
+        return self.integer("num_hidden_layers", "n_layer", most=MAX_LAYERS)
 
     def number(self, *keys: str, default: float = _REQUIRED) -> float:
         """Read a positive finite number under the first of several names that is present."""
         value = self._value(keys, default)
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise self._wrong_type(keys, value, "a number")
-        if not 0 < value < math.inf:
-            raise self.error(f"{self._names(keys)} is {value}, must be positive and finite")
+        if not 0 < value <= MAX_FLOAT:
+            raise self.error(f"{self._names(keys)} is {value}, must be positive and at most {MAX_FLOAT:.6g}")
         return float(value)
 
     def string(self, *keys: str, default: str = _REQUIRED) -> str:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from metal_prefill.conversion._fields import Fields
+from metal_prefill.conversion._fields import Fields, read_json
 from metal_prefill.conversion._sources import Task
 from metal_prefill.conversion._weights import Weight, read_module
 from metal_prefill.errors import GGUFError
@@ -91,7 +90,7 @@ def read_modules(folder: Path, config: Fields, task: Task) -> Modules:
     if not path.is_file():
         return found
     _check_transformer(folder, "feature-extraction")
-    listing = Fields(path, {"modules": _read_listing(path)})
+    listing = Fields(path, {"modules": read_json(path)})
     modules = listing.objects("modules")
     kinds = [_kind_of(module) for module in modules]
     _check_order(listing, kinds)
@@ -184,13 +183,6 @@ def _skipped_words(config: Fields) -> list[str]:
     config.require("skiplist_tasks", (["document"], "document"), ["document"])
     config.require("keep_only_token_ids", (None,), None)
     return words_of(config)
-
-
-def _read_listing(path: Path) -> Any:
-    try:
-        return json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise GGUFError(f"{path}: is not valid JSON: {error}") from None
 
 
 def _relative(module: Fields) -> Path:
@@ -298,7 +290,7 @@ def _activation_of_module(folder: Path) -> str:
     path = folder / "modules.json"
     if not path.is_file():
         return ""
-    listing = Fields(path, {"modules": _read_listing(path)})
+    listing = Fields(path, {"modules": read_json(path)})
     kinds = [_kind_of(module) for module in listing.objects("modules")]
     if kinds != ["Transformer"]:
         raise listing.unsupported(f"modules are {', '.join(kinds)}; supported with a classifier: Transformer")

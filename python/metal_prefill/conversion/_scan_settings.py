@@ -53,7 +53,7 @@ def only_rotated_attention(config: Fields) -> bool:
 
 def _granite_layers(config: Fields) -> list[Any]:
     """Return the kind of each layer, under any of the names of versions."""
-    layers = config.integer("num_hidden_layers")
+    layers = config.layers()
     kinds = config.sequence("layer_types") or config.sequence("layers_block_type") or ["mamba"] * layers
     check_kinds(config, kinds, ("attention", "mamba", *_ATTENTION, *_STATE_SPACE))
     return kinds

@@ -15,6 +15,9 @@ from metal_prefill.files._metadata_keys import MAX_INT
 Values: TypeAlias = npt.NDArray[np.float32]
 
 
+_MAX_HEAD = 1 << 16  # dimensions, for which frequencies are computed before the tensors are known
+
+
 def without_padding_positions(config: Fields, name: str, values: Values) -> Values:
     """Return the positions of tokens, which follow those of padding."""
     return values[position_offset(config) :]
@@ -101,7 +104,9 @@ def rope_factors(config: Fields) -> dict[str, Values]:
         return {}
     base = rope.number("rope_theta", default=config.number("rope_theta", default=10000.0))
     dims = config.integer(
-        "head_dim", default=config.integer("hidden_size") // config.integer("num_attention_heads")
+        "head_dim",
+        default=config.integer("hidden_size") // config.integer("num_attention_heads"),
+        most=_MAX_HEAD,
     )
     factor = rope.number("factor")
     low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
@@ -117,7 +122,7 @@ def rope_factors(config: Fields) -> dict[str, Values]:
 
 def smollm3(config: Fields) -> dict[str, Any]:
     """Return the metadata of the rotation, which every fourth layer lacks."""
-    layers = config.integer("num_hidden_layers")
+    layers = config.layers()
     interval = config.integer("no_rope_layer_interval", default=4)
     rotates = config.sequence("no_rope_layers") or [(i + 1) % interval != 0 for i in range(layers)]
     if list(map(bool, rotates)) != [(i + 1) % 4 != 0 for i in range(layers)]:
@@ -186,7 +191,7 @@ def nomic_bert(config: Fields) -> dict[str, Any]:
 
 def modern_bert(config: Fields) -> dict[str, Any]:
     """Return the windows and the bases of the rotation in layers with and without one."""
-    layers = config.integer("num_hidden_layers")
+    layers = config.layers()
     kinds = config.sequence("layer_types")
     period = config.integer("global_attn_every_n_layers", default=3)
     if kinds:
@@ -218,7 +223,7 @@ def modern_bert(config: Fields) -> dict[str, Any]:
 
 def check_kinds(config: Fields, kinds: Sequence[Any], known: Sequence[str]) -> None:
     """Check that each layer has a kind that is `known`; messages name the first two."""
-    layers = config.integer("num_hidden_layers")
+    layers = config.layers()
     if len(kinds) != layers or not all(isinstance(kind, str) and kind in known for kind in kinds):
         names = " or ".join(known[:2])
         raise config.unsupported(f"layer_types must have {names} for each of the {layers} layers")
@@ -230,7 +235,7 @@ def lfm2(config: Fields) -> dict[str, Any]:
     Unless ``block_auto_adjust_ff_dim`` is false, the width is two thirds of the stated one, times a factor,
     rounded up.
     """
-    layers = config.integer("num_hidden_layers")
+    layers = config.layers()
     kinds = config.sequence("layer_types")
     chosen = config.sequence("full_attn_idxs") if config.has("full_attn_idxs") else list(range(layers))
     if not kinds:
@@ -251,7 +256,7 @@ def lfm2(config: Fields) -> dict[str, Any]:
 
 def qwen35(config: Fields) -> dict[str, Any]:
     """Return the layers with attention, the width of the delta rule, and the rotation of a part of a head."""
-    layers = config.integer("num_hidden_layers")
+    layers = config.layers()
     every = config.integer("full_attention_interval", default=4)
     kinds = config.sequence("layer_types")
     if not kinds:
@@ -314,7 +319,7 @@ def value_heads_by_turns(config: Fields, name: str, values: Values) -> Values:
 
 def _layers_with_window(config: Fields, usual_period: int) -> dict[str, Any]:
     """Return which layers have a window, unless that is all but the last of each usual period."""
-    layers = config.integer("num_hidden_layers")
+    layers = config.layers()
     kinds = config.sequence("layer_types")
     if not kinds:
         period = config.integer("sliding_window_pattern", "_sliding_window_pattern", default=usual_period)

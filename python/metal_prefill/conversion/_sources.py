@@ -12,10 +12,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from metal_prefill.conversion import _scan_settings, _settings
-from metal_prefill.conversion._fields import Fields
+from metal_prefill.conversion._fields import MAX_LAYERS, Fields
 from metal_prefill.conversion._settings import Values
 from metal_prefill.errors import UnsupportedModelError
 from metal_prefill.files._architecture import ARCHITECTURES
+from metal_prefill.files._metadata_keys import MAX_INT
 
 Task: TypeAlias = Literal["body", "causal", "sequence", "tokens", "late"]
 Change: TypeAlias = Callable[[Fields, str, Values], Values]
@@ -43,11 +44,14 @@ class Key(NamedTuple):
     kind : {"integer", "float"}
     default : int, float or None
         Used if the field is missing; None requires the field, and 0 leaves the key out.
+    most : int
+        Largest integer.
     """
 
     names: tuple[str, ...]
     kind: Literal["integer", "float"] = "integer"
     default: float | None = None
+    most: int = MAX_INT
 
 
 def _integer(*names: str, default: int | None = None) -> Key:
@@ -58,9 +62,10 @@ def _float(*names: str, default: float | None = None) -> Key:
     return Key(names, "float", default)
 
 
+_LAYERS = Key(("num_hidden_layers", "n_layer"), most=MAX_LAYERS)
 SHAPE = {
     "embedding_length": _integer("hidden_size", "n_embd"),
-    "block_count": _integer("num_hidden_layers", "n_layer"),
+    "block_count": _LAYERS,
     "feed_forward_length": _integer("intermediate_size", "n_inner"),
     "attention.head_count": _integer("num_attention_heads", "n_head"),
     "context_length": _integer("max_position_embeddings", "n_positions"),
@@ -425,7 +430,7 @@ SOURCES: dict[str, Source] = {
         added_prefix="backbone.",
         keys={
             "embedding_length": _integer("hidden_size"),
-            "block_count": _integer("num_hidden_layers"),
+            "block_count": _LAYERS,
             "attention.layer_norm_rms_epsilon": _float("layer_norm_epsilon", default=1e-5),
             "ssm.conv_kernel": _integer("conv_kernel", default=4),
             "ssm.state_size": _integer("state_size", default=128),
@@ -520,7 +525,7 @@ def metadata_of(source: Source, config: Fields) -> dict[str, Any]:
         if key.default == 0 and not any(map(config.has, key.names)):
             continue
         if key.kind == "integer":
-            found[suffix] = config.integer(*key.names, **default)  # type: ignore[arg-type]
+            found[suffix] = config.integer(*key.names, **default, most=key.most)  # type: ignore[arg-type]
         else:
             found[suffix] = config.number(*key.names, **default)
     if source.position_offset:

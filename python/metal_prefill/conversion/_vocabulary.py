@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from metal_prefill._support.shortened import shortened
 from metal_prefill.conversion._added_tokens import listed_tokens
-from metal_prefill.conversion._fields import Fields
+from metal_prefill.conversion._fields import Fields, read_text
 from metal_prefill.conversion._folder_vocabulary import (
     FolderVocabulary,
     fill,
@@ -22,6 +23,7 @@ from metal_prefill.text._vocabulary import PRE_TOKENIZERS, TokenType
 
 # Pre-tokenizer of several with the same patterns.
 _PREFERRED = ("gpt-2", "llama-bpe", "qwen2", "smollm", "default")
+_DIGITS = 10  # of an id
 _GENERIC_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
 # A spelling of the contractions in published patterns, and the one of `PRE_TOKENIZERS`.
 _CONTRACTIONS = ("(?i:'s|'t|'re|'ve|'m|'ll|'d)", "'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD]")
@@ -63,10 +65,7 @@ def read_vocabulary(folder: Path, config: Fields) -> FolderVocabulary:
 
 def _tokenizer_of_lines(path: Path, settings: Fields) -> Fields:
     """Return what ``tokenizer.json`` would contain for the vocabulary of a BERT model."""
-    try:
-        lines = path.read_bytes().decode().replace("\r\n", "\n").removesuffix("\n").split("\n")
-    except UnicodeDecodeError as error:
-        raise GGUFError(f"{path}: is not valid UTF-8 at byte {error.start}") from None
+    lines = read_text(path).replace("\r\n", "\n").removesuffix("\n").split("\n")
     vocabulary = {line: i for i, line in enumerate(lines)}
     names = {"cls": "[CLS]", "sep": "[SEP]", "pad": "[PAD]", "unk": "[UNK]", "mask": "[MASK]"}
     mapped = Fields.read_if_present(path.parent / "special_tokens_map.json")
@@ -76,7 +75,7 @@ def _tokenizer_of_lines(path: Path, settings: Fields) -> Fields:
     ]
     for text in special[:4]:
         if text not in vocabulary:
-            raise GGUFError(f"{path}: lacks the token {text}")
+            raise GGUFError(shortened(f"{path}: lacks the token {text}"))
     first, last = ({"SpecialToken": {"id": text, "type_id": 0}} for text in special[:2])
     end = {"SpecialToken": {"id": special[1], "type_id": 1}}
     sequences = [{"Sequence": {"id": name, "type_id": i}} for i, name in enumerate("AB")]
@@ -121,7 +120,7 @@ def _added_to_lines(path: Path, settings: Fields, special: list[str]) -> list[di
     added = [{"id": i, "content": text, "normalized": True} for text, i in listed.items()]
     decoder = settings.object("added_tokens_decoder")
     for key in decoder.values:
-        if not key.isdecimal():
+        if not key.isdecimal() or len(key) > _DIGITS:
             raise settings.error(f"added_tokens_decoder has the key {key!r}, expected the id of a token")
         added.append({"id": int(key), **decoder.object(key).values})
     by_text = {str(token.get("content")): token for token in added}
@@ -230,11 +229,14 @@ def _ids_of(model: Fields) -> dict[str, int]:
 def _chat_template(folder: Path, settings: Fields) -> Any:
     path = folder / "chat_template.jinja"
     if path.is_file():
-        return path.read_text(encoding="utf-8")
+        return read_text(path)
     template = settings.values.get("chat_template")
     match template:
         case None | str():
             return template
-        case list() if all(isinstance(t, dict) and {"name", "template"} <= t.keys() for t in template):
+        case list() if all(
+            isinstance(t, dict) and all(isinstance(t.get(key), str) for key in ("name", "template"))
+            for t in template
+        ):
             return template
     raise UnsupportedModelError(f"{settings.path}: chat_template must be a string or a list of named ones")

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
 
+from metal_prefill._support.shortened import shortened
 from metal_prefill.conversion._fields import Fields
 from metal_prefill.errors import GGUFError, UnsupportedModelError
 
@@ -22,6 +23,7 @@ FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json", "model.pt", "model.pth")
 MAX_SHARDS = 1000
+MAX_NAME, MAX_DIMS = 500, 8  # of a tensor; longer names and shapes would make long messages
 
 _DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}
 
@@ -75,7 +77,11 @@ class Weight:
             )
         dtype = np.dtype(_DTYPES[self.dtype])
         count = (self.end - self.start) // dtype.itemsize
-        raw = np.fromfile(self.file, dtype, count, offset=self.start).reshape(self.shape)
+        try:
+            raw = np.fromfile(self.file, dtype, count, offset=self.start).reshape(self.shape)
+        except MemoryError:
+            where = f"{self.file}: tensor {self.name}"
+            raise GGUFError(f"{where} has {self.end - self.start} bytes, which cannot be allocated") from None
         if self.dtype == "BF16":
             return (raw.astype(np.uint32) << 16).view(np.float32)
         with np.errstate(over="ignore"):  # float64 beyond the range becomes infinite
@@ -147,11 +153,14 @@ def _files(folder: Path) -> list[Path]:
     if not (folder / INDEX).is_file():
         raise _no_weights(folder)
     index = Fields.read(folder / INDEX)
-    names = set(index.object("weight_map").values.values())
+    stated = index.object("weight_map").values.values()
+    if not all(isinstance(name, str) for name in stated):
+        raise index.error("weight_map must name a file for each tensor")
+    names = set(stated)
     if not names or len(names) > MAX_SHARDS:
         raise index.error(f"weight_map names {len(names)} files, must name 1 to {MAX_SHARDS}")
     files = []
-    for name in sorted(map(str, names)):
+    for name in sorted(names):
         if name != Path(name).name or not name.endswith(".safetensors"):
             raise index.error(f"weight_map names {name!r}, must name safetensors files in this folder")
         if not (folder / name).is_file():
@@ -175,11 +184,18 @@ def _listed(file: Path) -> Iterator[Weight]:
         with safe_open(file, "np") as opened:
             names = list(opened.keys())
     except SafetensorError as error:
-        raise GGUFError(f"{file}: is not a valid safetensors file: {error}") from None
+        raise GGUFError(shortened(f"{file}: is not a valid safetensors file: {error}")) from None
+    except MemoryError:
+        raise GGUFError(f"{file}: has {file.stat().st_size} bytes, which cannot be mapped") from None
     with open(file, "rb") as stream:
         size = int.from_bytes(stream.read(8), "little")
         header = json.loads(stream.read(size))  # the library has parsed and checked it
     for name in names:
         entry = header[name]
+        if len(name) > MAX_NAME or len(entry["shape"]) > MAX_DIMS:
+            raise GGUFError(
+                f"{file}: tensor {name[:MAX_NAME]} has a name of {len(name)} characters and "
+                f"{len(entry['shape'])} dimensions; the limits are {MAX_NAME} and {MAX_DIMS}"
+            )
         first, last = entry["data_offsets"]
         yield Weight(file, name, entry["dtype"], tuple(entry["shape"]), 8 + size + first, 8 + size + last)

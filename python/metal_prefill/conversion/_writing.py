@@ -16,8 +16,9 @@ import numpy.typing as npt
 from gguf import GGMLQuantizationType, GGUFWriter, quants
 
 from metal_prefill._support.atomic_write import replacing
+from metal_prefill._support.shortened import shortened
 from metal_prefill.conversion._colbert import colbert_heads, colbert_metadata
-from metal_prefill.conversion._fields import Fields
+from metal_prefill.conversion._fields import MAX_FLOAT, Fields
 from metal_prefill.conversion._folder_vocabulary import FolderVocabulary
 from metal_prefill.conversion._max_tokens import max_tokens
 from metal_prefill.conversion._modules import Modules, read_modules
@@ -30,7 +31,7 @@ from metal_prefill.errors import GGUFError, UnsupportedModelError
 from metal_prefill.files._architecture import ARCHITECTURES
 from metal_prefill.files._gguf_file import GGUFFile
 from metal_prefill.files._hyperparameters import read_config
-from metal_prefill.files._metadata_keys import EXPANSION_KEYS
+from metal_prefill.files._metadata_keys import EXPANSION_KEYS, MAX_INT
 from metal_prefill.files._model_tensors import collect_tensors
 from metal_prefill.files._pooled_head import read_head
 
@@ -144,12 +145,12 @@ def convert(
     writer.add_file_type(_file_type(_type_of(weights) if tensor_type == AUTO else tensor_type))
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     for suffix, value in metadata.items():
-        _add(writer, f"{source.architecture}.{suffix}", value)
+        _add(writer, folder, f"{source.architecture}.{suffix}", value)
     prompts = colbert_metadata(folder, vocabulary) if late else prompt_metadata(folder, modules, vocabulary)
     if task != "causal" or (folder / "modules.json").is_file():
         prompts |= max_tokens(folder, metadata["context_length"], prompts.get(f"{EXPANSION_KEYS}length", 0))
     for key, value in prompts.items():
-        _add(writer, key, value)
+        _add(writer, folder, key, value)
     add_vocabulary(writer, vocabulary, config)
     _write(Path(path), folder, writer, tensors, lambda tensor: _values(source, config, tensor), progress)
     return Path(path)
@@ -277,7 +278,10 @@ def _check(writer: GGUFWriter, part: Path, folder: Path, tensors: list[_Tensor])
         raise type(error)(f"{folder}: {message}{ignored_index(folder)}") from None
 
 
-def _add(writer: GGUFWriter, key: str, value: Any) -> None:
+def _add(writer: GGUFWriter, folder: Path, key: str, value: Any) -> None:
+    values = value if isinstance(value, list) else [value]
+    if len({type(v) for v in values}) != 1 or not all(map(_is_writable, values)):
+        raise GGUFError(shortened(f"{folder}: {key} would be {value!r}, which a GGUF file cannot contain"))
     if isinstance(value, bool):
         writer.add_bool(key, value)
     elif isinstance(value, int):
@@ -288,6 +292,12 @@ def _add(writer: GGUFWriter, key: str, value: Any) -> None:
         writer.add_key_value(key, value, gguf.GGUFValueType.STRING)  # add_string leaves out empty ones
     else:
         writer.add_array(key, value)
+
+
+def _is_writable(value: Any) -> bool:
+    if isinstance(value, float):
+        return abs(value) <= MAX_FLOAT
+    return isinstance(value, (bool, str)) or (isinstance(value, int) and 0 <= value <= MAX_INT)
 
 
 def _file_type(chosen: str) -> int:
@@ -314,6 +324,6 @@ def add_vocabulary(writer: GGUFWriter, vocabulary: FolderVocabulary, config: Fie
     for name, i in vocabulary.ids.items():
         writer.add_uint32(f"tokenizer.ggml.{keys.get(name, name)}_token_id", i)
     for name, value in vocabulary.flags.items():
-        _add(writer, f"tokenizer.ggml.{name}", value)
+        _add(writer, config.path.parent, f"tokenizer.ggml.{name}", value)
     if vocabulary.chat_template is not None:
         writer.add_chat_template(vocabulary.chat_template)

@@ -10,6 +10,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from metal_prefill._support.shortened import shortened
 from metal_prefill.errors import (
     ChatTemplateError,
     ClosedError,
@@ -23,7 +24,6 @@ log = logging.getLogger("metal_prefill.serve")
 
 # OpenAI's generated clients do not retry a request whose answer has this header.
 NO_RETRY = {"x-should-retry": "false"}
-MOST_CHARACTERS = 1000  # of a message; the middle of a longer one, such as a value of megabytes, is left out
 
 
 class ApiError(Exception):
@@ -52,10 +52,10 @@ class ApiError(Exception):
         param: str | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        super().__init__(_shortened(message).encode("utf-8", "backslashreplace").decode())  # JSON is UTF-8
+        super().__init__(shortened(message).encode("utf-8", "backslashreplace").decode())  # JSON is UTF-8
         self.status = status
         self.code = code
-        self.param = None if param is None else _shortened(param)
+        self.param = None if param is None else shortened(param)
         self.headers = dict(headers or {})
 
     @property
@@ -76,11 +76,6 @@ class ApiError(Exception):
     def response(self) -> Response:
         """Return the HTTP response."""
         return JSONResponse(self.body(), self.status, self.headers)
-
-
-def _shortened(text: str) -> str:
-    half = MOST_CHARACTERS // 2
-    return text if len(text) <= MOST_CHARACTERS else f"{text[:half]} ... {text[-half:]}"
 
 
 def api_error(error: Exception) -> ApiError:
