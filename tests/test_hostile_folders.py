@@ -16,6 +16,8 @@ from support.model_folders import Folder
 from metal_prefill import GGUFError, UnsupportedModelError
 from metal_prefill._support.shortened import MOST_CHARACTERS
 from metal_prefill.conversion import convert
+from metal_prefill.conversion._fields import Fields
+from metal_prefill.conversion._settings import long_rope_factors
 
 Change = Callable[[Folder], object]
 
@@ -104,6 +106,27 @@ def test_lists_of_other_values_are_named(tmp_path: Path, sections: list[Any]) ->
     folder.config["rope_parameters"] = {"rope_theta": 10000.0, "mrope_section": sections}
     with pytest.raises((GGUFError, UnsupportedModelError)):
         convert(folder.write(), tmp_path / "m.gguf")
+
+
+@pytest.mark.parametrize("factor", [10**400, 1e300, float("nan"), True, "1"])
+def test_factors_are_numbers(tmp_path: Path, factor: Any) -> None:
+    folder = recurrent_folders.falcon_h1(tmp_path / "m")
+    folder.config["mlp_multipliers"] = [1.0, factor]
+    with pytest.raises(GGUFError, match=r"mlp_multipliers is .*, must be 2 numbers"):
+        convert(folder.write(), tmp_path / "m.gguf")
+
+
+@pytest.mark.parametrize("factor", [10**400, 1e300, float("nan"), True, "1"])
+def test_factors_of_long_rope_are_numbers(tmp_path: Path, factor: Any) -> None:
+    config = {
+        "hidden_size": 32,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 40,
+        "original_max_position_embeddings": 20,
+        "rope_scaling": {"type": "longrope", "long_factor": [1.0, 1.0, 1.0, factor]},
+    }
+    with pytest.raises(GGUFError, match="long_factor must have 4 numbers"):
+        long_rope_factors(Fields(tmp_path / "config.json", config))
 
 
 @pytest.mark.parametrize("score", [10**400, 1e300, float("nan")])

@@ -384,4 +384,11 @@ MUTANTS = (
         "the id of a token with thousands of digits is a ValueError",
         ("tests/test_hostile_folders.py",),
     ),
+    Mutant(
+        f"{PACKAGE}/conversion/_fields.py",
+        "not isinstance(value, bool) and abs(value) <= MAX_FLOAT",
+        "not isinstance(value, bool)",
+        "a factor of a folder beyond float32 becomes infinite, or an OverflowError",
+        ("tests/test_hostile_folders.py",),
+    ),
 )

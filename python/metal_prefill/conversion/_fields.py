@@ -49,6 +49,11 @@ def read_json(path: Path) -> Any:
     return values
 
 
+def is_number(value: Any) -> bool:
+    """Return whether a value is a finite number in float32."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= MAX_FLOAT
+
+
 class Fields:
     """An object in a JSON file.
 

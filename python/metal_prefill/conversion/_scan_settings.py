@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from metal_prefill.conversion._fields import Fields
+from metal_prefill.conversion._fields import Fields, is_number
 from metal_prefill.conversion._settings import Values, check_kinds, rope_scaling
 
 _ATTENTION, _STATE_SPACE = {"attention", "full_attention"}, {"mamba", "linear_attention"}
@@ -124,10 +124,9 @@ def multiplied(config: Fields, name: str, values: Values) -> Values:
 def _factors(config: Fields, key: str, count: int) -> list[float]:
     """Return a list of factors; a missing one has no effect."""
     found = config.sequence(key) or [1.0] * count
-    numbers = [value for value in found if isinstance(value, (int, float)) and not isinstance(value, bool)]
-    if len(found) != count or len(numbers) != count or not all(map(math.isfinite, numbers)):
+    if len(found) != count or not all(map(is_number, found)):
         raise config.error(f"{key} is {found}, must be {count} numbers")
-    return numbers
+    return found
 
 
 def _rows_of_scan(config: Fields, rows: int) -> Values:

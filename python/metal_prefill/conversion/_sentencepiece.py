@@ -7,7 +7,7 @@ import binascii
 from collections.abc import Mapping, Sequence
 
 from metal_prefill.conversion._added_tokens import ListedTokens, listed_tokens
-from metal_prefill.conversion._fields import MAX_FLOAT, Fields
+from metal_prefill.conversion._fields import Fields, is_number
 from metal_prefill.conversion._folder_vocabulary import FolderVocabulary, steps
 from metal_prefill.text._encoder_vocabulary import JOINS_KEY, SPACE, STRIPS_KEY
 from metal_prefill.text._vocabulary import PREPEND_SCHEMES, TokenType
@@ -20,7 +20,7 @@ def unigram(json: Fields, model: Fields, settings: Fields) -> FolderVocabulary:
     scores: list[float] = []
     for i, piece in enumerate(pieces):
         match piece:
-            case [str(text), int() | float() as score] if abs(score) <= MAX_FLOAT:
+            case [str(text), score] if is_number(score):
                 ids.setdefault(text, i)
                 scores.append(float(score))
             case _:

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from metal_prefill.conversion._fields import Fields
+from metal_prefill.conversion._fields import Fields, is_number
 from metal_prefill.files._metadata_keys import MAX_INT
 
 Values: TypeAlias = npt.NDArray[np.float32]
@@ -165,7 +165,7 @@ def long_rope_factors(config: Fields) -> dict[str, Values]:
     pairs = phi3(config)["rope.dimension_count"] // 2
     for kind in ("long", "short"):
         factors = rope.sequence(f"{kind}_factor")
-        if len(factors) != pairs or not all(isinstance(factor, (int, float)) for factor in factors):
+        if len(factors) != pairs or not all(map(is_number, factors)):
             raise rope.error(f"{rope.name(f'{kind}_factor')} must have {pairs} numbers, has {len(factors)}")
         found[f"rope_factors_{kind}.weight"] = np.array(factors, np.float32)
     return found

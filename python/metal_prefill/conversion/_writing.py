@@ -18,7 +18,7 @@ from gguf import GGMLQuantizationType, GGUFWriter, quants
 from metal_prefill._support.atomic_write import replacing
 from metal_prefill._support.shortened import shortened
 from metal_prefill.conversion._colbert import colbert_heads, colbert_metadata
-from metal_prefill.conversion._fields import MAX_FLOAT, Fields
+from metal_prefill.conversion._fields import Fields, is_number
 from metal_prefill.conversion._folder_vocabulary import FolderVocabulary
 from metal_prefill.conversion._max_tokens import max_tokens
 from metal_prefill.conversion._modules import Modules, read_modules
@@ -296,7 +296,7 @@ def _add(writer: GGUFWriter, folder: Path, key: str, value: Any) -> None:
 
 def _is_writable(value: Any) -> bool:
     if isinstance(value, float):
-        return abs(value) <= MAX_FLOAT
+        return is_number(value)
     return isinstance(value, (bool, str)) or (isinstance(value, int) and 0 <= value <= MAX_INT)
 
 
