@@ -16,6 +16,11 @@ from support.recurrent_folders import RECORD, logits_of_transformers
 from metal_prefill import GGUFError, Model, UnsupportedModelError
 from metal_prefill.conversion import convert
 
+
+def long_rope_of(factor: int) -> dict[str, Any]:
+    return {"rope_scaling": {"type": "longrope", "long_factor": [factor] * 4, "short_factor": [1] * 4}}
+
+
 FOURTH = "must have 0 for every fourth layer"
 LETTERS = {"sliding_window": 9, "layer_types": None, "sliding_window_pattern": "LLLG"}
 
@@ -89,6 +94,10 @@ def test_folders_of_other_versions_are_the_same_model(
         ("phi3", {"rope_scaling": {"type": "linear", "factor": 2.0}}, UnsupportedModelError, "is 'linear'"),
         ("phi3", long_rope(HEAD + 2), GGUFError, r"rope_scaling.long_factor must have 4 numbers, has 5"),
         ("phi3", {**long_rope(HEAD), "original_max_position_embeddings": 1}, GGUFError, "is 1, must be"),
+        ("phi3, LongRoPE", long_rope_of(10**400), GGUFError, "must have positive finite numbers"),
+        ("phi3", {"partial_rotary_factor": 1e30}, GGUFError, "is 1e\\+30, must be at most 1"),
+        ("granite", {"rope_theta": 1e300}, GGUFError, "is 1e\\+300, must be positive"),
+        ("hunyuan", {"rope_scaling": {"type": "dynamic", "alpha": 1e38}}, GGUFError, "alpha is 1e"),
         ("exaone4", LETTERS, GGUFError, "sliding_window_pattern is str, expected an integer"),
         ("hunyuan", {"rope_scaling": {"type": "dynamic"}}, UnsupportedModelError, "is 'dynamic'"),
     ],

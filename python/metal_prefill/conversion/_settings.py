@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from metal_prefill.conversion._fields import Fields, is_number
+from metal_prefill.conversion._fields import MAX_FLOAT, Fields, is_number
 from metal_prefill.files._metadata_keys import MAX_INT
 
 Values: TypeAlias = npt.NDArray[np.float32]
@@ -134,6 +134,8 @@ def phi3(config: Fields) -> dict[str, Any]:
     """Return the metadata of the rotation of a part of a head, and of LongRoPE if there is any."""
     rope = _rope(config)
     part = rope.number("partial_rotary_factor", default=config.number("partial_rotary_factor", default=1.0))
+    if part > 1:
+        raise config.error(f"partial_rotary_factor is {part}, must be at most 1")
     dims = config.integer("hidden_size") // config.integer("num_attention_heads")
     found: dict[str, Any] = {"rope.dimension_count": int(dims * part)}
     if not _has_long_rope(config):
@@ -165,8 +167,11 @@ def long_rope_factors(config: Fields) -> dict[str, Values]:
     pairs = phi3(config)["rope.dimension_count"] // 2
     for kind in ("long", "short"):
         factors = rope.sequence(f"{kind}_factor")
-        if len(factors) != pairs or not all(map(is_number, factors)):
-            raise rope.error(f"{rope.name(f'{kind}_factor')} must have {pairs} numbers, has {len(factors)}")
+        name = rope.name(f"{kind}_factor")
+        if len(factors) != pairs:
+            raise rope.error(f"{name} must have {pairs} numbers, has {len(factors)}")
+        if not all(is_number(factor) and factor > 0 for factor in factors):
+            raise rope.error(f"{name} must have positive finite numbers")
         found[f"rope_factors_{kind}.weight"] = np.array(factors, np.float32)
     return found
 
@@ -351,7 +356,12 @@ def hunyuan_dense(config: Fields) -> dict[str, Any]:
     dims = config.integer(
         "head_dim", default=config.integer("hidden_size") // config.integer("num_attention_heads"), least=3
     )
-    return {"rope.freq_base": base * rope.number("alpha") ** (dims / (dims - 2))}
+    base *= rope.number("alpha") ** (dims / (dims - 2))
+    if base > MAX_FLOAT:
+        raise rope.error(
+            f"{rope.name('alpha')} is {rope.number('alpha')}, which makes the base of the rotation {base}"
+        )
+    return {"rope.freq_base": base}
 
 
 def gemma3(config: Fields) -> dict[str, Any]:
