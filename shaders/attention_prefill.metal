@@ -33,6 +33,7 @@ static inline void attend(device const float* q, AttentionTile tile, device cons
   // values. Those that no row sees are loaded, too: a step is within a page, and no branch guards a load.
   constexpr bool kAhead = kWhole && PREFILL_LOADS_AHEAD(kDims, sizeof(T));
   constexpr ushort kBlocks = PREFILL_KEYS / 8;
+  static_assert(!kAhead || !kStaged, "queries are in registers where keys are, too");
   typedef simdgroup_matrix<T, 8, 8> Block;
 
   BlockRows block_rows;
@@ -99,21 +100,34 @@ static inline void attend(device const float* q, AttentionTile tile, device cons
     // contents: they are masked below.
     simdgroup_float8x8 score[kRowBlocks][kBlocks];
 #pragma unroll
-    for (ushort j = 0; j < kBlocks; ++j) {
+    for (ushort r = 0; r < kRowBlocks; ++r)
 #pragma unroll
-      for (ushort r = 0; r < kRowBlocks; ++r) score[r][j] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
-      if (key + j * 8 < end) {
-        device const T* k_block = k_keys + j * 8 * k_stride + kv_head * args.key_dim;
+      for (ushort j = 0; j < kBlocks; ++j) score[r][j] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
+    if (kAhead && key + PREFILL_KEYS <= end) {  // products that follow each other do not wait for each other
 #pragma unroll
-        for (ushort b = 0; b < kDimBlocks; ++b) {
-          if (b < key_blocks) {
-            Block keys = loaded[kAhead ? j : 0][kAhead ? b : 0];
-            if (!kAhead) simdgroup_load(keys, k_block + b * 8, k_stride, ulong2(0), true);
+      for (ushort b = 0; b < kDimBlocks; ++b)
 #pragma unroll
-            for (ushort r = 0; r < kRowBlocks; ++r) {
-              Block own = query[kStaged ? 0 : r][kStaged ? 0 : b];
-              if (kStaged) simdgroup_load(own, staged + r * 8 * kQueryRow + b * 8, kQueryRow);
-              simdgroup_multiply_accumulate(score[r][j], own, keys, score[r][j]);
+        for (ushort j = 0; j < kBlocks; ++j)
+#pragma unroll
+          for (ushort r = 0; r < kRowBlocks; ++r)
+            simdgroup_multiply_accumulate(score[r][j], query[kAhead ? r : 0][kAhead ? b : 0],
+                                          loaded[kAhead ? j : 0][kAhead ? b : 0], score[r][j]);
+    } else {
+#pragma unroll
+      for (ushort j = 0; j < kBlocks; ++j) {
+        if (key + j * 8 < end) {
+          device const T* k_block = k_keys + j * 8 * k_stride + kv_head * args.key_dim;
+#pragma unroll
+          for (ushort b = 0; b < kDimBlocks; ++b) {
+            if (b < key_blocks) {
+              Block keys = loaded[kAhead ? j : 0][kAhead ? b : 0];
+              if (!kAhead) simdgroup_load(keys, k_block + b * 8, k_stride, ulong2(0), true);
+#pragma unroll
+              for (ushort r = 0; r < kRowBlocks; ++r) {
+                Block own = query[kStaged ? 0 : r][kStaged ? 0 : b];
+                if (kStaged) simdgroup_load(own, staged + r * 8 * kQueryRow + b * 8, kQueryRow);
+                simdgroup_multiply_accumulate(score[r][j], own, keys, score[r][j]);
+              }
             }
           }
         }
@@ -128,38 +142,49 @@ static inline void attend(device const float* q, AttentionTile tile, device cons
                          v_keys + j * 8 * v_stride + kv_head * args.value_dim + b * 8, v_stride);
     }
 
-    // Softmax: maximum, weights, sum, and the factor for what was summed before.
-    const bool masked = key < seen_by_all.x || key + PREFILL_KEYS > seen_by_all.y || args.alibi_heads > 0;
-    Block weight[kRowBlocks][kBlocks];
+    // Softmax: maximum, weights, sum, and the factor for what was summed before. As few branches as possible,
+    // so that the rows of a lane do not wait for each other.
+    float2 lane_scores[kRowBlocks][kBlocks];
 #pragma unroll
-    for (ushort r = 0; r < kRowBlocks; ++r) {
-      float2 lane_scores[kBlocks];
-      float new_best = best[r];
+    for (ushort r = 0; r < kRowBlocks; ++r)
 #pragma unroll
-      for (ushort j = 0; j < kBlocks; ++j) {
-        lane_scores[j] = elements(score[r][j]);
-        if (masked) {
+      for (ushort j = 0; j < kBlocks; ++j) lane_scores[r][j] = elements(score[r][j]);
+    if (key < seen_by_all.x || key + PREFILL_KEYS > seen_by_all.y || args.alibi_heads > 0) {
+#pragma unroll
+      for (ushort r = 0; r < kRowBlocks; ++r)
+#pragma unroll
+        for (ushort j = 0; j < kBlocks; ++j)
 #pragma unroll
           for (ushort c = 0; c < 2; ++c)
-            lane_scores[j][c] = mine[r].score(lane_scores[j][c], key + j * 8 + block_rows.column + c);
-        }
-        new_best = max(new_best, max(lane_scores[j][0], lane_scores[j][1]));
-      }
+            lane_scores[r][j][c] = mine[r].score(lane_scores[r][j][c], key + j * 8 + block_rows.column + c);
+    }
+    Block weight[kRowBlocks][kBlocks];
+    float factor[kRowBlocks];
+    bool rescaled = false;
+#pragma unroll
+    for (ushort r = 0; r < kRowBlocks; ++r) {
+      float new_best = best[r];
+#pragma unroll
+      for (ushort j = 0; j < kBlocks; ++j)
+        new_best = max(new_best, max(lane_scores[r][j][0], lane_scores[r][j][1]));
       new_best = block_rows.largest(new_best);
-      const float factor = fast::exp2(best[r] - new_best);
+      factor[r] = fast::exp2(best[r] - new_best);
+      rescaled = rescaled || factor[r] != 1.0f;
       best[r] = new_best;
-      sum[r] *= factor;
+      sum[r] *= factor[r];
 #pragma unroll
       for (ushort j = 0; j < kBlocks; ++j) {
-        const float2 lane_weights = fast::exp2(lane_scores[j] - new_best);
+        const float2 lane_weights = fast::exp2(lane_scores[r][j] - new_best);
         sum[r] += lane_weights[0] + lane_weights[1];
         weight[r][j] = block_of<T>(vec<T, 2>(lane_weights));
       }
-      if (simd_any(factor != 1.0f)) {
+    }
+    if (simd_any(rescaled)) {
+#pragma unroll
+      for (ushort r = 0; r < kRowBlocks; ++r)
 #pragma unroll
         for (ushort b = 0; b < kDimBlocks; ++b)
-          if (b < value_blocks) output[r][b] = block_of<float>(elements(output[r][b]) * factor);
-      }
+          if (b < value_blocks) output[r][b] = block_of<float>(elements(output[r][b]) * factor[r]);
     }
 
 #pragma unroll

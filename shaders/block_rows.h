@@ -2,8 +2,8 @@
 //
 // Metal's specification leaves this to the GPU, so a kernel that computes with the elements of a block finds
 // out. It relies on two facts that hold on the GPUs of all known families, and that trial.metal checks on
-// others: a lane holds two neighbours of a row, at the same places of every block, and the numbers of the four
-// lanes that share a row differ in the same two bits, or sets of bits.
+// others: a lane holds two neighbours of a row, at the same places of every block, and the numbers of the
+// four lanes that share a row differ in the same two bits, or sets of bits.
 #pragma once
 
 #include <metal_simdgroup_matrix>
@@ -13,7 +13,7 @@
 
 using namespace metal;
 
-static inline float2 elements(thread const simdgroup_float8x8& block) {
+static inline float2 elements(simdgroup_float8x8 block) {
   return float2(block.thread_elements()[0], block.thread_elements()[1]);
 }
 

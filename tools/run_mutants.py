@@ -48,7 +48,7 @@ TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "q6_k")
 VARIANTS = (
     *TYPES,
     *(f"attention_decode_{cache}_{size}" for cache in ("f16", "f32") for size in (32, 64, 96, 128, 256)),
-    *("attention_prefill_f16_64", "attention_prefill_f32_64"),
+    *("attention_prefill_f16_64", "attention_prefill_f16_128", "attention_prefill_f32_64"),
     *("attention_tensor_f16_64", "attention_tensor_f16_128"),
 )
 TIME_LIMIT_S = 600  # for the tests of one error; beyond it they hang

@@ -66,11 +66,12 @@ def test_attention_prefill_loads_the_blocks_of_a_step_together() -> None:
     step = code[code.index("for (uint key = rows.first_key()") : code.index("divisor(")]
     events = re.findall(
         r"if \(kAhead\)|if \(key \+ j|simdgroup_load\(loaded|if \(!kAhead\) simdgroup_load\((?:keys|values)"
-        r"|multiply_accumulate\((?:score|output)|fast::exp2\(lane_scores",
+        r"|multiply_accumulate\((?:score|output)|fast::exp2\(lane_scores|if \(kAhead && key",
         step,
     )
     together = ["if (kAhead)", "simdgroup_load(loaded"]
-    scores = ["if (key + j", "if (!kAhead) simdgroup_load(keys", "multiply_accumulate(score"]
+    scores = ["if (kAhead && key", "multiply_accumulate(score"]
+    scores += ["if (key + j", "if (!kAhead) simdgroup_load(keys", "multiply_accumulate(score"]
     output = ["if (key + j", "if (!kAhead) simdgroup_load(values", "multiply_accumulate(output"]
     last = ["multiply_accumulate(output"]  # with zeros in place of rows after the last key
     softmax = ["fast::exp2(lane_scores", "if (key + j"]

@@ -162,6 +162,13 @@ MUTANTS = (
     ),
     Mutant(
         f"{PACKAGE}/gpu/_self_test.py",
+        "except NumericalError as error:",
+        "except ZeroDivisionError as error:",
+        "a GPU whose first results are NaN is not replaced by the CPU",
+        ("tests/metal_engine/test_doctor.py", "-k", "falls_back and COLUMNS"),
+    ),
+    Mutant(
+        f"{PACKAGE}/gpu/_self_test.py",
         ", file_bytes // _SIZE_CLASS])",
         "])",
         "a GPU that read a small file correctly is not checked with a large file",

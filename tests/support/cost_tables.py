@@ -10,18 +10,15 @@ from math import ceil, floor
 from pathlib import Path
 from statistics import median
 from typing import Any
-from unittest.mock import patch
 
 from metal_prefill._support.dispatches import Dispatch
 from metal_prefill.files._model_config import ModelConfig
 from metal_prefill.gpu._cost_model import (
     Chip,
-    Ops,
     Prediction,
     Shape,
     Work,
     find_chip,
-    operations,
     plan,
     predict,
     time_of,
@@ -34,8 +31,6 @@ DATA = Path(__file__).parents[1] / "data"
 PUBLISHED: list[dict[str, Any]] = json.loads((DATA / "published_speeds.json").read_text())["rows"]
 RECORD = json.loads((DATA / "h200_dispatches.json").read_text())
 EMPTY_US = 3.7  # an empty dispatch between events, as the record's were timed
-# Instructions of kernels as they were recorded, where they have changed.
-RECORDED_ITEMS = {"q4_0": (6, Ops(alu=25, slow=2, memory=3))}
 
 
 def config(
@@ -173,12 +168,9 @@ def h200_ratios() -> dict[int, float]:
     """Return measured over predicted speed of this engine's passes on an H200, by their tokens."""
     timed = replace(find_chip("h200"), dispatch_us=EMPTY_US)
     ratios = {}
-    with patch.dict(operations._ITEMS, RECORDED_ITEMS):
-        for run in RECORD["runs"]:
-            predicted = sum(
-                time_of(timed, work_of(recorded(r))).total * r["count"] for r in run["dispatches"]
-            )
-            ratios[run["tokens"]] = predicted / sum(r["microseconds"] for r in run["dispatches"])
+    for run in RECORD["runs"]:
+        predicted = sum(time_of(timed, work_of(recorded(r))).total * r["count"] for r in run["dispatches"])
+        ratios[run["tokens"]] = predicted / sum(r["microseconds"] for r in run["dispatches"])
     return ratios
 
 
