@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support import decoder_folders
+from support import decoder_folders, model_folders
 from support.decoder_folders import HEAD, RECORDED, long_rope
 from support.folder_logits import check_logits
 from support.model_folders import CONTEXT, read
@@ -114,7 +114,7 @@ def test_other_variants_are_refused(
 @pytest.mark.parametrize("name", ["smollm3", "granite"])
 def test_biases_that_the_configuration_excludes_are_refused(tmp_path: Path, name: str) -> None:
     folder = RECORDED[name](tmp_path / "m")
-    folder.tensors["model.layers.0.self_attn.q_proj.bias"] = decoder_folders.values((32,))
+    folder.tensors["model.layers.0.self_attn.q_proj.bias"] = model_folders.values((32,))
     with pytest.raises(GGUFError, match="attention_bias is not true, but the weights have the tensor"):
         convert(folder.write(), tmp_path / "m.gguf")
 
