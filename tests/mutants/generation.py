@@ -164,6 +164,13 @@ MUTANTS = (
     ),
     Mutant(
         f"{PACKAGE}/generation/_scheduler.py",
+        "if active[s.asked_by] < share)",
+        "if active[s.asked_by] <= self._max_streams)",
+        "a request with many answers takes all places of the active streams",
+        ("tests/scheduler/test_turns.py",),
+    ),
+    Mutant(
+        f"{PACKAGE}/generation/_scheduler.py",
         "self._waiting.appendleft(stream)",
         "pass",
         "a stream without memory is dropped",

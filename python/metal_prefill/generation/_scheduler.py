@@ -9,7 +9,7 @@ tokens of other streams.
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from concurrent import futures
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -116,6 +116,9 @@ class Scheduler:
     tokens to compute, and ``PROMPT_TURN + ROWS_PER_WRITING * writing`` rows of shorter ones, which go first.
     The limit of long prompts also holds while a short one waits. Prompts whose tokens are scored
     (`prompt_logprobs`) are prompts in this sense until the last of these tokens.
+
+    Streams become active in their order. If half of the active ones are of one request, its others give way
+    to those of other requests.
     """
 
     def __init__(self, model: EngineOwner, *, max_streams: int = 32) -> None:
@@ -203,8 +206,11 @@ class Scheduler:
         return streams
 
     def enter(self, streams: Iterable[Stream]) -> None:
-        """Add streams that :func:`make_streams` made."""
-        self._waiting.extend(streams)
+        """Add the streams of one request, which :func:`make_streams` made."""
+        request = object()
+        for stream in streams:
+            stream.asked_by = request
+            self._waiting.append(stream)
 
     def call(self, call: BatchCall | TextCall) -> PendingCall:
         """Add tokens of the caller's sessions, which share a pass with the streams.
@@ -246,7 +252,7 @@ class Scheduler:
         self._take_results(0.0)  # to which constraints have answered in the meantime
         self._drop_ended()
         while self._waiting and len(self._active) < self._max_streams:
-            stream = self._waiting.popleft()
+            stream = self._next_waiting()
             stream.core = self._engine.session(prefix_namespace=stream.prefix_namespace)
             self._active.append(stream)
         writing = [s for s in self._active if s.writing and not s.scoring and s not in self._results]
@@ -391,6 +397,14 @@ class Scheduler:
     def _last(self, stream: Stream, left: range) -> int:
         """Return the end of the rows of a prompt that one pass may have."""
         return min(left.stop, left.start + self._engine.exact_rows) if stream.scoring else left.stop
+
+    def _next_waiting(self) -> Stream:
+        """Remove and return the stream that becomes active next."""
+        active = Counter(stream.asked_by for stream in self._active)
+        share = max(self._max_streams // 2, 1)
+        chosen = next((s for s in self._waiting if active[s.asked_by] < share), self._waiting[0])
+        self._waiting.remove(chosen)
+        return chosen
 
     def _take(self, stream: Stream, result: Any, alone: bool) -> Iterator[tuple[Stream, Piece]]:
         """Note the result of a pass for a stream, and yield its tokens.

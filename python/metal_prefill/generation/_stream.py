@@ -105,6 +105,7 @@ class Stream:
         self.text = text
         self.core: _core.Session | None = None
         self.writing = False  # the prompt is computed
+        self.asked_by: object = None  # the same object for all streams of a request
         self._leader = leader  # computes the same prompt first; this stream continues from its cache
 
     @property
