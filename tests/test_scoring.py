@@ -45,7 +45,8 @@ def test_scores_match_single_prompts(whole_demo: Model) -> None:
         if demo.backend == "cpu":  # the same bits however a prompt is split
             np.testing.assert_array_equal(scores, alone)
         else:
-            np.testing.assert_allclose(scores, alone, atol=5e-3)
+            # Operands are in half precision: each differs from float32 by up to 2e-4 of the largest.
+            np.testing.assert_allclose(scores, alone, atol=4e-4 * np.abs(alone).max())
     assert demo.position == 0
 
 
