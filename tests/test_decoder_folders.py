@@ -9,9 +9,7 @@ import numpy as np
 import pytest
 from support import decoder_folders, model_folders
 from support.decoder_folders import HEAD, RECORDED, long_rope
-from support.folder_logits import check_logits
 from support.model_folders import CONTEXT, read
-from support.recurrent_folders import RECORD, logits_of_transformers
 
 from metal_prefill import GGUFError, Model, UnsupportedModelError
 from metal_prefill.conversion import convert
@@ -23,19 +21,6 @@ def long_rope_of(factor: int) -> dict[str, Any]:
 
 FOURTH = "must have 0 for every fourth layer"
 LETTERS = {"sliding_window": 9, "layer_types": None, "sliding_window_pattern": "LLLG"}
-
-
-@pytest.mark.parametrize("name", RECORDED)
-def test_logits_of_a_folder_are_those_of_transformers(tmp_path: Path, name: str) -> None:
-    check_logits(RECORDED[name](tmp_path / "m").write(), np.load(RECORD)[name])
-
-
-@pytest.mark.parametrize("name", RECORDED)
-def test_logits_of_a_folder_are_those_of_the_installed_transformers(tmp_path: Path, name: str) -> None:
-    pytest.importorskip("torch")
-    pytest.importorskip("transformers")
-    folder = RECORDED[name](tmp_path / "m").write()
-    check_logits(folder, logits_of_transformers(folder))
 
 
 def test_the_context_chooses_the_factors_of_long_rope(tmp_path: Path) -> None:

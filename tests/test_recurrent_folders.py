@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 from gguf import GGUFReader
 from support import recurrent_folders
-from support.folder_logits import check_logits
 from support.model_folders import DIM, FFN, read, save_bfloat16
-from support.recurrent_folders import RECORD, RECORDED, logits_of_transformers
+from support.recurrent_folders import RECORDED
 
 from metal_prefill import GGUFError, Model, UnsupportedModelError
 from metal_prefill.conversion import convert
@@ -287,16 +286,3 @@ def test_a_tensor_that_its_parts_do_not_divide_is_refused(tmp_path: Path) -> Non
     folder.tensors[name] = np.zeros((2 * FFN + 1, DIM), np.float32)
     with pytest.raises(GGUFError, match=f"tensor {name} has 129 rows, which 2 parts do not divide"):
         convert(folder.write(), tmp_path / "m.gguf")
-
-
-@pytest.mark.parametrize("name", RECORDED)
-def test_logits_of_a_folder_are_those_of_transformers(tmp_path: Path, name: str) -> None:
-    check_logits(RECORDED[name](tmp_path / "m").write(), np.load(RECORD)[name])
-
-
-@pytest.mark.parametrize("name", RECORDED)
-def test_logits_of_a_folder_are_those_of_the_installed_transformers(tmp_path: Path, name: str) -> None:
-    pytest.importorskip("torch")
-    pytest.importorskip("transformers")
-    folder = RECORDED[name](tmp_path / "m").write()
-    check_logits(folder, logits_of_transformers(folder))

@@ -19,13 +19,13 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-from support import decoder_folders, recurrent_folders
+from support import folder_logits, recurrent_folders
 
 
 def main() -> None:
     """Write the record."""
     record: dict[str, Any] = {}
-    for name, make in (recurrent_folders.RECORDED | decoder_folders.RECORDED).items():
+    for name, make in folder_logits.RECORDED.items():
         with tempfile.TemporaryDirectory() as folder:
             record[name] = recurrent_folders.logits_of_transformers(make(Path(folder) / "m").write())
     np.savez_compressed(recurrent_folders.RECORD, **record)

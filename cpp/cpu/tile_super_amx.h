@@ -419,7 +419,7 @@ void quantize_super(const float* x, int token, int n_blocks, SuperTile* out) {
       I rounded[4];
       for (int j = 0; j < 4; ++j) {
         const I steps = Simd::round(Simd::mul(Simd::load(x + (i + j) * Simd::kLanes), inverse));
-        // Where both ends of the range are ties, rounding may put them 256 integers apart.
+        // Where both ends of the range are ties, rounding may make their difference 256.
         rounded[j] = _mm512_min_epi32(Simd::add_int(steps, zero), Simd::set_int(kHighest));
         Simd::store_int8(out->q[i / 4][token] + j * Simd::kLanes, rounded[j]);
       }

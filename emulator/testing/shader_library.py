@@ -151,7 +151,7 @@ def _compile_executor(clang: str, folder: Path, sanitize: str, environment: dict
 
 @cache
 def compiler_digest(clang: str) -> str:
-    """Return a digest of what a compilation reads apart from shaders: the emulator's sources and clang."""
+    """Return a digest of the inputs of a compilation except the shaders: the emulator's sources and clang."""
     digest = hashlib.sha256(subprocess.run([clang, "--version"], capture_output=True, check=True).stdout)
     for path in sorted(EMULATOR.rglob("*")):
         if path.suffix in (".cpp", ".h", ".py") and "tests" not in path.relative_to(EMULATOR).parts:

@@ -1,4 +1,4 @@
-"""Logits of a folder next to recorded ones."""
+"""Folders whose logits are recorded, and the check of a folder's logits."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ import numpy as np
 import numpy.typing as npt
 
 from metal_prefill import Model
+from support import decoder_folders, recurrent_folders
 from support.recurrent_folders import IDS, ROWS
+
+RECORDED = recurrent_folders.RECORDED | decoder_folders.RECORDED
 
 
 def check_logits(path: Path, expected: npt.NDArray[np.float32]) -> None:

@@ -202,6 +202,7 @@ _LLAMA = Source(
     computed=_settings.rope_factors,
 )
 _QWEN = replace(_LLAMA, changes={}, accepted={"hidden_act": ("silu",), "use_sliding_window": (False,)})
+_LARGER_EPSILON = {"attention.layer_norm_rms_epsilon": _float("rms_norm_eps", default=1e-5)}
 # Factors of embeddings, additions to the residual stream, logits and scores.
 _GRANITE_SCALES = {
     "embedding_scale": _float("embedding_multiplier", default=1.0),
@@ -312,7 +313,7 @@ SOURCES: dict[str, Source] = {
     "Olmo2": replace(
         _LLAMA,
         architecture="olmo2",
-        keys={**_LLAMA.keys, "attention.layer_norm_rms_epsilon": _float("rms_norm_eps", default=1e-5)},
+        keys={**_LLAMA.keys, **_LARGER_EPSILON},
         changes={},
         more=_settings.rope_scaling,
         computed=lambda config: {},
@@ -322,7 +323,7 @@ SOURCES: dict[str, Source] = {
         architecture="phi3",
         keys={
             **_LLAMA.keys,
-            "attention.layer_norm_rms_epsilon": _float("rms_norm_eps", default=1e-5),
+            **_LARGER_EPSILON,
             "attention.sliding_window": _integer("sliding_window", default=0),
         },
         biases={},
@@ -333,7 +334,7 @@ SOURCES: dict[str, Source] = {
     "Exaone4": replace(
         _LLAMA,
         architecture="exaone4",
-        keys={**_LLAMA.keys, "attention.layer_norm_rms_epsilon": _float("rms_norm_eps", default=1e-5)},
+        keys={**_LLAMA.keys, **_LARGER_EPSILON},
         biases={},
         changes={},
         more=_settings.exaone4,
@@ -341,7 +342,7 @@ SOURCES: dict[str, Source] = {
     "HunYuanDenseV1": replace(
         _LLAMA,
         architecture="hunyuan-dense",
-        keys={**_LLAMA.keys, "attention.layer_norm_rms_epsilon": _float("rms_norm_eps", default=1e-5)},
+        keys={**_LLAMA.keys, **_LARGER_EPSILON},
         changes={},
         more=_settings.hunyuan_dense,
         computed=lambda config: {},
@@ -351,7 +352,7 @@ SOURCES: dict[str, Source] = {
         architecture="ernie4_5",
         keys={
             **_LLAMA.keys,
-            "attention.layer_norm_rms_epsilon": _float("rms_norm_eps", default=1e-5),
+            **_LARGER_EPSILON,
             "rope.freq_base": _float("rope_theta", default=500000.0),
             "attention.key_length": _integer("head_dim", default=128),
             "attention.value_length": _integer("head_dim", default=128),

@@ -83,7 +83,7 @@ class Scores:
                 self._account.add(len(chunks[-1]))
 
     def whole(self) -> dict[str, msgspec.Raw]:
-        """Return the list of each name, and keep none of them."""
+        """Return the list of each name, and release the chunks."""
         chunks, self._chunks = self._chunks, {}
         return {name: msgspec.Raw(b"[%b]" % b",".join(chunks.pop(name))) for name in list(chunks)}
 
