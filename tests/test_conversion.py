@@ -323,7 +323,7 @@ def test_the_command_writes_a_file(bert: Folder, tmp_path: Path, capsys: pytest.
     assert (fields["general.name"], fields["general.file_type"]) == ("Bert", 7)
     assert f"{path.stat().st_size:,} bytes" in capsys.readouterr().err
     assert main(["convert", str(tmp_path / "none"), str(path)]) == 1
-    assert "none: is not a folder" in capsys.readouterr().err
+    assert "none: no such folder" in capsys.readouterr().err
 
 
 def test_the_cache_command_lists_and_deletes_conversions(

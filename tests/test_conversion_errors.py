@@ -118,8 +118,11 @@ def test_missing_files_are_named(tmp_path: Path) -> None:
         (folder.path / name).unlink()
         with pytest.raises(GGUFError, match=message):
             convert(folder.path, tmp_path / "m.gguf")
-    with pytest.raises(GGUFError, match="is not a folder"):
+    with pytest.raises(GGUFError, match="none: no such folder"):
         convert(tmp_path / "none", tmp_path / "m.gguf")
+    (tmp_path / "file.gguf").touch()
+    with pytest.raises(GGUFError, match=r"file\.gguf: is a file, not a model folder"):
+        convert(tmp_path / "file.gguf", tmp_path / "m.gguf")
     with pytest.raises(ValueError, match=r"tensor_type must be one of auto, F32, .* got 'Q9'"):
         convert(folder.path, tmp_path / "m.gguf", tensor_type="Q9")
 

@@ -174,7 +174,7 @@ def test_a_pair_without_tokens_is_named(model: Model) -> None:
 
 def test_a_model_without_the_answer_tokens_is_rejected(demo_path: Path) -> None:
     with Model(demo_path, device="cpu") as model:
-        with pytest.raises(ValueError, match="none is known for llama: give template="):
+        with pytest.raises(ValueError, match="no template is known for llama: a template is required"):
             model.rerank(QUERY, ["a"])
         too_long = "a " * 2 * model.max_context  # documents after the first are not encoded
         with pytest.raises(ValueError, match=r"'yes' is . tokens: it is not a reranker"):
@@ -343,7 +343,9 @@ def test_texts_and_labels_are_normalized_to_nfc_on_request(demo_path: Path) -> N
 
 def test_invalid_classifications_are_reported(demo_path: Path) -> None:
     with Model(demo_path, device="cpu") as model:
-        with pytest.raises(ValueError, match=r"has no classification head .cls.output.weight.: give labels="):
+        with pytest.raises(
+            ValueError, match=r"no classification head .cls.output.weight.: labels are required"
+        ):
             model.classify(["a"])
         with pytest.raises(ValueError, match="a label appears twice"):
             model.classify(["a"], ["x", "x"])

@@ -31,7 +31,7 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "demo": Command(
-        "metal_prefill._commands.demo", "show in a minute what the package does: text, chat, speed, a page"
+        "metal_prefill._commands.demo", "show text, chat, speed and the server's page, in a minute"
     ),
     "run": Command("metal_prefill._commands.run", "continue a prompt"),
     "chat": Command("metal_prefill._commands.chat", "chat with a model"),
@@ -47,7 +47,7 @@ COMMANDS = {
     ),
     "doctor": Command("metal_prefill._commands.doctor", "check the GPU's results and write a report"),
     "trace": Command("metal_prefill._commands.trace", "time each dispatch on the GPU"),
-    "predict": Command("metal_prefill._commands.predict", "predict the speed on another GPU"),
+    "predict": Command("metal_prefill._commands.predict", "predict the speed on the GPU of a Mac"),
     "perplexity": Command("metal_prefill._commands.perplexity", "compute the perplexity of a text"),
     "embed": Command("metal_prefill._commands.embed", "compute embeddings of texts"),
     "rerank": Command("metal_prefill._commands.rerank", "rank documents by their relevance to a query"),
@@ -68,7 +68,7 @@ def make_parser(wanted: str | None, prog: str = "metal-prefill") -> argparse.Arg
     """Build the parser with the options of one command; the others are only listed."""
     parser = argparse.ArgumentParser(
         prog=prog,
-        description="Fast prompt processing for small quantized Llama-family models.",
+        description="Fast prompt processing for small quantized language models and text encoders.",
         epilog="Exit codes: 0 success, 1 failure, 2 invalid arguments, 130 interrupted. "
         "Set METAL_PREFILL_TRACEBACK=1 to show the traceback of an error.",
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=28),

@@ -36,7 +36,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="output file: .npy, float32 [texts, dimensions], or .parquet with the texts (requires pyarrow)",
     )
-    parser.add_argument("--dimensions", type=common.positive, metavar="N", help="keep the first N values")
+    parser.add_argument(
+        "--dimensions", type=common.positive, metavar="N", help="keep the first N values of each vector"
+    )
     parser.add_argument(
         "--pooling",
         choices=("mean", "cls", "last"),
@@ -45,7 +47,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--instruction",
         metavar="TEXT",
-        help="query, document, another prompt of the model, a task, or a text with {text} in it",
+        help="prompt of each text: query, document or another name that the model knows; a description of "
+        "the task; or a template with {text} (default: the model's default prompt, if it has one)",
     )
     add_prompt_arguments(parser, "texts")
     parser.add_argument("--no-normalize", action="store_true", help="do not normalize vectors to length 1")
@@ -76,7 +79,7 @@ def execute(arguments: argparse.Namespace) -> None:
         # Encode all texts first, so that errors are raised early and number the texts as in the file.
         if check_pooling(model.engine, arguments.pooling) == "none":
             raise common.UsageError(
-                f"{model.path.name} has a vector for each token, which no such file holds: give --pooling"
+                f"{model.path.name} has a vector for each token, which {kind} cannot store: set --pooling"
             )
         form = prompt_form(model.engine, arguments.instruction)
         rules = PromptRules(arguments.truncate, arguments.unicode)

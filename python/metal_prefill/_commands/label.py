@@ -1,4 +1,4 @@
-"""``metal-prefill label``: labels of texts, or of parts of them, by a classification head."""
+"""``metal-prefill label``: labels of texts, or of parts of them, from a classification head."""
 
 from __future__ import annotations
 

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from metal_prefill.gpu._cost_model import Prediction, Shape
 
 NOTE = (
-    "predicted: computed from published constants of the chip, not measured; the range is that of the errors "
-    "on published speeds"
+    "predicted: computed from published figures of the chip, not measured; the range covers the model's "
+    "errors on published speeds"
 )
 
 
@@ -61,14 +61,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--fused-norm",
         action="store_true",
-        help="norms of a token are part of the products that follow (a GPU is measured to decide)",
+        help="decode with norms fused into the products that follow; on a GPU, the package measures which is "
+        "faster",
     )
     parser.add_argument(
         "--matvec-rows",
         type=int,
         choices=(1, 2, 4),
         default=1,
-        help="rows of a product of one token for each simdgroup (likewise; default: 1)",
+        help="decode with N rows of a matrix per simdgroup; on a GPU, the package measures which is fastest "
+        "(default: 1)",
     )
     parser.add_argument(
         "--trace",
@@ -201,7 +203,7 @@ def execute(arguments: argparse.Namespace) -> None:
                 row.bound,
             ]
             table.add_row(*cells, *([f"{measured.get(row.kernel, 0):,.1f}"] if measured else []))
-        cells = ["together", str(len(prediction.dispatches)), f"{total:,.1f}", "100.0%", "", ""]
+        cells = ["total", str(len(prediction.dispatches)), f"{total:,.1f}", "100.0%", "", ""]
         table.add_row(*cells, *([f"{sum(measured.values()):,.1f}"] if measured else []))
         console.print(table)
     console.print(NOTE, highlight=False)

@@ -27,7 +27,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--how",
         choices=("late",),
-        help="late: compare the vectors of tokens (default: as the model file requires)",
+        help="late: late interaction, which compares the vectors of single tokens (default: as the model "
+        "file requires)",
     )
     add_prompt_arguments(parser, "documents")
     parser.add_argument("--json", action="store_true", help="print lines of JSON: index, score, document")

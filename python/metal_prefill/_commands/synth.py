@@ -12,6 +12,17 @@ from metal_prefill.files._pooled_head import POOLINGS
 from metal_prefill.synth import PRESETS, ROPE_SCALINGS, TENSOR_TYPES, TIED, Progress, synthesize
 from metal_prefill.synth._tokenizer import VOCABULARIES
 
+SIZES = {
+    "layers": "number of layers",
+    "dim": "width of the residual stream",
+    "heads": "number of query heads",
+    "kv-heads": "number of key-value heads",
+    "head-dim": "width of a head",
+    "ffn": "inner width of the feed-forward",
+    "vocab": "number of tokens in the vocabulary",
+    "context": "context length in tokens",
+}
+
 
 def _override(text: str) -> tuple[str, str]:
     pattern, equals, kind = text.rpartition("=")
@@ -24,10 +35,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command, whose parsed values are the arguments of `run`."""
     parser.add_argument("path", metavar="OUT.gguf", type=Path, help="file to write")
     parser.add_argument(
-        "--preset", choices=tuple(PRESETS), default="smollm-135m", help="shape that the other options modify"
+        "--preset",
+        choices=tuple(PRESETS),
+        default="smollm-135m",
+        help="shape that the other options modify (default: smollm-135m)",
     )
-    for name in ("layers", "dim", "heads", "kv-heads", "head-dim", "ffn", "vocab", "context"):
-        parser.add_argument(f"--{name}", type=int, metavar="N", help="override of the preset's value")
+    for name, meaning in SIZES.items():
+        parser.add_argument(f"--{name}", type=int, metavar="N", help=f"{meaning} (default: the preset's)")
     parser.add_argument(
         "--type",
         dest="tensor_type",
@@ -35,18 +49,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=TENSOR_TYPES,
         default="Q4_0",
         metavar="TYPE",
-        help=f"type of the layer matrices: {', '.join(TENSOR_TYPES)}",
+        help=f"type of the layer matrices: {', '.join(TENSOR_TYPES)} (default: Q4_0)",
     )
     parser.add_argument(
         "--embedding-type",
         type=str.upper,
         default="Q8_0",
         choices=TENSOR_TYPES,
-        help="token embedding",
+        help="type of the token embedding (default: Q8_0)",
         metavar="TYPE",
     )
     parser.add_argument(
-        "--output-type", metavar="TYPE", help='type of a separate output head, or "tied" for none'
+        "--output-type", metavar="TYPE", help='type of a separate output matrix, or "tied" for none'
     )
     parser.add_argument(
         "--override",
@@ -56,7 +70,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="PATTERN=TYPE",
         help="type of tensors with matching names, as in 'blk.*.ffn_down.weight=Q6_K'; repeatable",
     )
-    parser.add_argument("--tokenizer", choices=tuple(VOCABULARIES), help="byte-level BPE or SentencePiece")
+    parser.add_argument(
+        "--tokenizer",
+        choices=tuple(VOCABULARIES),
+        help="byte-level BPE (gpt2), SentencePiece (llama) or WordPiece (bert) (default: the preset's)",
+    )
     parser.add_argument("--rope-base", type=float, metavar="X", help="base of the RoPE frequencies")
     parser.add_argument("--rope-dims", type=int, metavar="N", help="number of rotated dimensions of a head")
     parser.add_argument("--rope-scaling", choices=ROPE_SCALINGS, help="method of extending the context")
@@ -69,8 +87,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="architecture in the file, such as llama, qwen3 or gemma3 (default: the preset's)",
     )
     parser.add_argument("--pooling", choices=POOLINGS, help="pooling of an embedding model")
-    parser.add_argument("--value-dim", type=int, metavar="N", help="width of a value head")
-    parser.add_argument("--window", type=int, metavar="N", help="size of a sliding window in positions")
+    parser.add_argument(
+        "--value-dim", type=int, metavar="N", help="width of a value head (default: the preset's)"
+    )
+    parser.add_argument("--window", type=int, metavar="N", help="size of a sliding window in tokens")
     parser.add_argument(
         "--seed", type=int, default=0, metavar="N", help="seed of the random weights (default: 0)"
     )

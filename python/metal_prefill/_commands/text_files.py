@@ -16,9 +16,12 @@ def add_text_arguments(parser: argparse.ArgumentParser, texts: str) -> None:
         "--file",
         required=True,
         metavar="FILE",
-        help=f"{texts}, one per line; a line of a .jsonl file is a string or an object; - is stdin",
+        help=f"{texts}, one per line, where blank lines are skipped; a line of a .jsonl file is a string or "
+        "an object; - is stdin",
     )
-    parser.add_argument("--column", default="text", metavar="NAME", help="field of objects (default: text)")
+    parser.add_argument(
+        "--column", default="text", metavar="NAME", help="field of objects that has the text (default: text)"
+    )
 
 
 def add_prompt_arguments(parser: argparse.ArgumentParser, what: str) -> None:
@@ -37,7 +40,8 @@ def add_truncate_argument(parser: argparse.ArgumentParser, what: str) -> None:
         "--truncate",
         choices=("error", "end"),
         default="error",
-        help=f"{what} beyond the context: refuse, or cut off their ends and count them (default: error)",
+        help=f"{what} longer than the context: refuse them, or cut off their ends and print how many "
+        "(default: error)",
     )
 
 

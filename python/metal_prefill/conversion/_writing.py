@@ -109,7 +109,8 @@ def convert(
         raise ValueError(f"tensor_type must be one of {', '.join(TENSOR_TYPES)}, got {tensor_type!r}")
     folder = Path(folder)
     if not folder.is_dir():
-        raise GGUFError(f"{folder}: is not a folder")
+        problem = "is a file, not a model folder" if folder.exists() else "no such folder"
+        raise GGUFError(f"{folder}: {problem}")
     if not (folder / "config.json").is_file():
         raise GGUFError(f"{folder}: has no config.json")
     config = Fields.read(folder / "config.json")

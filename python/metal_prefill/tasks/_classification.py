@@ -134,7 +134,9 @@ def _excess(engine: Engine, pairs: Iterable[tuple[Ids, Ids]]) -> int:
 def _by_head(engine: Engine, texts: Iterable[TextOrPair], rules: PromptRules) -> Classification:
     head = engine.head
     if not head.labels:
-        raise ValueError(f"{engine.path.name} has no classification head (cls.output.weight): give labels=")
+        raise ValueError(
+            f"{engine.path.name} has no classification head (cls.output.weight): labels are required"
+        )
     if head.pooling == "none":
         raise ValueError(f"{engine.path.name} has labels for tokens: use label_tokens")
     prompts, cut = _encode_for_head(engine, texts, rules)

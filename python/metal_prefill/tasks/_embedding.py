@@ -214,8 +214,8 @@ def check_pooling(engine: Engine, pooling: str | None) -> Pooling:
     if pooling is None:
         if stated is None:
             raise ValueError(
-                f"{engine.path.name} states no pooling ({engine.config.architecture}.pooling_type); "
-                "give pooling='last', 'mean' or another, as its model's card says"
+                f"{engine.path.name} sets no pooling ({engine.config.architecture}.pooling_type): "
+                "choose one, such as 'mean' or 'last', as the model's card requires"
             )
         pooling = stated
     kind = next((known for known in POOLINGS if known == pooling), None)

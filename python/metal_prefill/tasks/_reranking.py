@@ -274,8 +274,8 @@ def template_of(engine: Engine) -> str:
     if engine.config.architecture in TEMPLATES:
         return TEMPLATES[engine.config.architecture]
     raise ValueError(
-        f"{engine.path.name} has no {TEMPLATE_KEY}, and none is known for {engine.config.architecture}: "
-        "give template="
+        f"{engine.path.name} has no {TEMPLATE_KEY}, and no template is known for "
+        f"{engine.config.architecture}: a template is required"
     )
 
 
