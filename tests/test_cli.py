@@ -231,10 +231,23 @@ def test_info_counts_every_byte_of_the_tensors(capsys: pytest.CaptureFixture[str
             size = sum(tensor.nbytes for tensor in gguf.tensors.values() if tensor.type_name == kind)
             assert re.search(rf"{kind}\b.*\b{size:,}\b", out), kind
     assert re.search(r"n_kv_heads\W+3\b", out)
+    assert "conv_taps" not in out  # 0, the default
     assert re.search(r"tokenizer\W+gpt2 \(smollm\)", out)
     assert re.search(rf"cpu\W+available, with {_core.cpu.kernel_sets()[0]}\b", out)
     speedup = _core.cpu.pair_speedup()
-    assert (f"pairs of bfloat16 {speedup:.1f} times" in out) == (speedup > 0)
+    assert (f"bfloat16 pairs measured {speedup:.1f} times" in out) == (speedup > 0)
+
+
+def test_info_accepts_the_model_without_an_option(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "tiny.gguf"
+    assert cli.main(["synth", str(path), "--preset", "tiny", "--rope-base", "20000"]) == 0
+    assert cli.main(["info", "-m", str(path)]) == 0
+    named = capsys.readouterr().out
+    assert cli.main(["info", str(path)]) == 0
+    assert capsys.readouterr().out == named
+    assert re.search(r"rope_base\W+20000\b", named)
+    assert cli.main(["info", str(path), "-m", str(path)]) == 2
+    assert "name the model once: -m FILE or FILE" in capsys.readouterr().err
 
 
 def test_info_draws_the_distribution_of_bytes(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ MIB = 1 << 20
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
     common.add_model_argument(parser)
+    parser.add_argument("positional_model", nargs="?", metavar="FILE", help="the same as -m FILE")
     parser.add_argument("--plot", metavar="PNG", help="plot tensor sizes (requires the extra [plot])")
 
 
@@ -67,7 +68,7 @@ def devices() -> list[tuple[str, str]]:
     speedup = settle_pair_speed()
     cpu = f"available, with {kernel_set()}"
     if speedup:
-        cpu += f"; pairs of bfloat16 {speedup:.1f} times as fast as float32"
+        cpu += f"; products of bfloat16 pairs measured {speedup:.1f} times as fast as float32"
     return [("auto", resolve_device("auto")), ("cpu", cpu), ("metal", metal)]
 
 
@@ -82,17 +83,20 @@ def execute(arguments: argparse.Namespace) -> None:
     from metal_prefill.files._hyperparameters import read_config
     from metal_prefill.files._model_tensors import ignored_tensors
 
+    if arguments.model and arguments.positional_model:
+        raise common.UsageError("name the model once: -m FILE or FILE")
     if arguments.plot:
         check(arguments.plot)
-    path = common.model_path(arguments.model) or default_model_path()
+    path = common.model_path(arguments.model or arguments.positional_model) or default_model_path()
     console = common.console()
     with GGUFFile(path) as gguf:
         config = read_config(gguf)
         console.print(f"{path}: GGUF version {gguf.version}, {path.stat().st_size:,} bytes", highlight=False)
-        table = Table("setting", "value", title="configuration", title_justify="left")
+        title = "configuration (settings other than defaults)"
+        table = Table("setting", "value", title=title, title_justify="left")
         for field in fields(config):
             value = getattr(config, field.name)
-            if value != ():
+            if value != field.default:
                 table.add_row(field.name, f"{value:g}" if isinstance(value, float) else str(value))
         model_name, pre = gguf.metadata.get("tokenizer.ggml.model"), gguf.metadata.get("tokenizer.ggml.pre")
         table.add_row(
@@ -102,7 +106,7 @@ def execute(arguments: argparse.Namespace) -> None:
         console.print(table)
 
         table = Table(title="tensors", title_justify="left")
-        for i, name in enumerate(("type", "tensors", "weights", "bytes", "MiB", "bits a weight")):
+        for i, name in enumerate(("type", "tensors", "weights", "bytes", "MiB", "bits per weight")):
             table.add_column(name, justify="left" if i == 0 else "right")
         for kind, count, weights, size in bytes_by_type(gguf):
             bits = f"{8 * size / weights:.2f}"
