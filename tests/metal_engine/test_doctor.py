@@ -77,7 +77,10 @@ def test_a_working_device_passes(
         "20 greedy tokens",
     ]
     assert {b["name"] for b in report["benchmark"]} == {"pp16", "tg4"}
-    assert "all results agree" in capsys.readouterr().out
+    lines = capsys.readouterr().out.splitlines()
+    assert "all results agree" in lines
+    assert f"gpu name: {report['machine']['gpu']['name']}" in lines
+    assert not [line for line in lines if line.endswith(": ") or "{" in line]
 
 
 def test_a_bidirectional_model_passes(tmp_path: Path) -> None:

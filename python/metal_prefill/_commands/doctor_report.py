@@ -192,8 +192,10 @@ def examine(path: Path | None, *, quick: bool, say: Say) -> Report:
         Function called with each line of text when it is available.
     """
     report: Report = {"quick": quick, "machine": machine(), "passed": False}
-    for name, value in report["machine"].items():
-        say(f"{name}: {value}")
+    facts = report["machine"] | {f"gpu {name}": value for name, value in report["machine"]["gpu"].items()}
+    for name, value in facts.items():
+        if name != "gpu" and value != "":
+            say(f"{name}: {value}")
     with _settled():
         try:
             model = Model(path, device="metal")

@@ -134,7 +134,9 @@ def make_row(
     if "emulat" in identity.device.lower():
         notes.append(EMULATOR_NOTE)
     if selection.n_degraded:
-        notes.append(f"{selection.n_degraded} of {len(samples_ns)} samples from a degraded machine")
+        notes.append(
+            f"{selection.n_degraded} of {len(samples_ns)} samples taken while the machine was busy or slow"
+        )
     return Row(
         engine=worker.name,
         test=case.name,
@@ -224,9 +226,7 @@ class Rows:
         notes = [f"{engine} {', '.join(names)}: {note}" for (engine, note), names in tests.items()]
         dropped = sum(row.n_dropped for row in self.rows)
         if dropped:
-            notes.append(
-                f"{dropped} samples were taken in a degraded state of the machine, dropped and repeated"
-            )
+            notes.append(f"{dropped} samples were taken while the machine was busy or slow, and repeated")
         return notes
 
 
