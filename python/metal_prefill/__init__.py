@@ -1,7 +1,7 @@
-"""Fast prompt processing for small quantized Llama-family models.
+"""Fast prompt processing for small quantized language models and text encoders.
 
 >>> from metal_prefill import Model
->>> model = Model()                                    # the small model that ships with the package
+>>> model = Model()                                    # the small model that is bundled with the package
 >>> ids = model.tokenizer.encode("ROMEO:")
 >>> first = model.forward_prompt(ids)                  # greedy id of the next token
 >>> second = model.forward_token_greedy(first)

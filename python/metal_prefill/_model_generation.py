@@ -63,21 +63,21 @@ class GenerationMethods:
         progress: Progress | None = None,
         **options: Unpack[TextOptions],
     ) -> Iterator[str] | Iterator[tuple[int, str]]:
-        """See :meth:`Session.generate`; with `n`, make several answers to the prompt together.
+        """See :meth:`Session.generate`; with `n`, generate several answers to the prompt in one batch.
 
         Parameters
         ----------
         prompt, max_tokens, progress, options
-            As in :meth:`Session.generate`; `max_tokens` of each answer.
+            As in :meth:`Session.generate`; `max_tokens` applies to each answer.
         n
-            Answers to make, at most 4,096. The prompt is computed once, and answers share its pages; each
-            pass has the next token of all. Answer i has the random numbers that belong to `seed` and i: those
-            of answer 0 are the ones without `n`. The default session does not change.
+            Number of answers, at most 4,096. The prompt is computed once, and answers share its pages. The
+            random numbers of answer i depend on `seed` and i; those of answer 0 are the same as without `n`.
+            The default session does not change.
 
         Yields
         ------
         str, or tuple of int and str
-            Pieces of text; with `n`, each with the number of its answer, from 0 on.
+            Pieces of text; with `n`, together with the number of their answer, from 0.
         """
         if n is None:
             return self._default_session().generate(prompt, max_tokens, progress=progress, **options)
@@ -123,7 +123,7 @@ class GenerationMethods:
         Yields
         ------
         Piece, or tuple of int and Piece
-            One for each token; with `n`, each with the number of its answer.
+            One for each token; with `n`, together with the number of its answer, from 0.
         """
         if n is None:
             return self._default_session().stream(
@@ -144,35 +144,36 @@ class GenerationMethods:
         progress: Progress | None = None,
         **options: Any,
     ) -> Iterator[tuple[int, str | Exception]]:
-        """Continue many prompts together and yield text as it is made.
+        """Continue many prompts by continuous batching, and yield text as it is generated.
 
-        New prompts enter as others end; memory does not grow with their number. The text of a prompt is the
-        one that :meth:`Session.generate` makes of it alone.
+        A new prompt starts when another one ends, so that memory does not grow with the number of prompts. On
+        the CPU, the text of a prompt is the one that :meth:`Session.generate` generates from it alone.
 
         Parameters
         ----------
         prompts
-            Texts or token ids. A pair holds a prompt and options of its own, which override the common ones.
+            Texts or token ids. A pair has a prompt and its own options, which override the common ones.
         max_tokens
-            Upper bound on the number of tokens made of each prompt.
+            Maximum number of tokens of each text.
         n
-            Texts to make of each prompt, at most 4,096. The prompt is computed once; each text has random
-            numbers of its own.
+            Number of texts per prompt, at most 4,096. The prompt is computed once; the random numbers of each
+            text differ.
         max_streams
-            Most texts that are under way at a time.
+            Maximum number of texts that are generated at a time.
         errors
-            ``"raise"``: the first error ends the iteration; its message names the prompt. ``"return"``: an
-            exception takes the place of the text of the prompt that failed, and the others continue.
+            ``"raise"``: the first error ends the iteration; its message has the index of the prompt.
+            ``"return"``: an exception is yielded in place of the text of a failed prompt, and the others
+            continue.
         progress
-            Called with the number of prompts that ended and the number that began.
+            Called with the number of texts that have ended and the number that have started.
         options
-            Of :meth:`Session.generate`, such as `temperature`, `seed` and `stop`.
+            Options of :meth:`Session.generate`, such as `temperature`, `seed` and `stop`.
 
         Yields
         ------
         tuple of int and str
-            Index of the prompt and a piece of its text. With several texts of each prompt it is the
-            index times `n`, plus the number of the text.
+            Index of the prompt and a piece of its text. With several texts per prompt, the number is the
+            index of the prompt times `n`, plus the number of the text.
         """
         pieces = self.stream_many(
             prompts, max_tokens, n=n, max_streams=max_streams, errors=errors, progress=progress, **options
@@ -194,10 +195,10 @@ class GenerationMethods:
         progress: Progress | None = None,
         **options: Any,
     ) -> Iterator[tuple[int, Piece | Exception]]:
-        """Continue many prompts together and yield each token, with its text and what else is asked for.
+        """Continue many prompts by continuous batching, and yield each token with its text.
 
-        As :meth:`generate_many`, whose parameters it has; `options` are those of :meth:`Session.stream`,
-        `logprobs` among them.
+        Parameters are those of :meth:`generate_many`; `options` are those of :meth:`Session.stream`,
+        including `logprobs`.
         """
         if errors not in ("raise", "return"):
             raise ValueError(f"errors must be 'raise' or 'return', got {errors!r}")
@@ -210,10 +211,10 @@ class GenerationMethods:
     async def generate_async(
         self, prompt: str | TokenIds, max_tokens: int = 128, **options: Any
     ) -> AsyncIterator[str]:
-        """Continue a prompt and yield text as it is made, together with those of other tasks.
+        """Continue a prompt in one batch with those of other tasks, and yield text as it is generated.
 
-        All tasks of all event loops share one engine loop, which runs in a thread of its own while there is
-        work. Leaving the loop over the text cancels the rest of it.
+        All tasks of all event loops share one engine loop, which runs in its own thread while there is work.
+        The text is cancelled when the iteration over it ends early.
 
         Parameters
         ----------
@@ -242,42 +243,42 @@ class GenerationMethods:
     ) -> list[Beam]:
         """Find the most probable texts after a prompt by beam search.
 
-        The search and its parameters are those of Hugging Face transformers. All beams are computed in one
-        pass for each token, and share what they begin with. The default session does not change.
+        The search and its parameters are those of Hugging Face transformers. Each pass computes one token of
+        all beams, which share the pages of their common prefix. The default session does not change.
 
         Parameters
         ----------
         prompt
-            Text, encoded with the model's tokenizer, or token ids.
+            Text, which the model's tokenizer encodes, or token ids.
         max_tokens
-            Upper bound on the tokens of a text.
+            Maximum number of tokens of a text.
         num_beams
-            Number of partial texts that are extended at a time, and of texts to find; at most 4,096.
+            Number of partial texts that are extended at a time, and of texts to return; at most 4,096.
         length_penalty
-            The log probability of a text is divided by its number of tokens to this power: above 0, longer
-            texts gain.
+            Exponent of the length: the score of a text is its log probability divided by its number of tokens
+            to this power. Values above 0 favor longer texts.
         early_stopping
-            When the search ends once `num_beams` texts are found. True: at once. False: when the best partial
-            text, at its present length, scores no better than the worst of them. ``"never"``: when it could
-            not score better at any length.
+            End of the search, after `num_beams` texts have been found. True: at once. False: when the best
+            partial text, at its current length, scores no better than the worst text found. ``"never"``: when
+            it could not score better at any length.
         min_tokens, stop, echo
             As in :meth:`Session.generate`.
 
         Returns
         -------
         list of metal_prefill.generation.Beam
-            The texts found, the best first; fewer than `num_beams` where there are no more.
+            Texts, best first; fewer than `num_beams` if there are no more.
 
         Raises
         ------
         ValueError, TypeError
-            An option is out of range, or the prompt is empty or not of token ids.
+            An option is out of range, or the prompt is empty or invalid.
         ContextOverflowError
             The prompt is longer than the context.
         NumericalError
             A logit is NaN.
         KVMemoryError, DeviceError
-            As for a prompt.
+            As for :meth:`forward_prompt`.
         """
         from metal_prefill.generation._beams import generate_beams
 

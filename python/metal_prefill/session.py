@@ -1,4 +1,4 @@
-"""Sessions: a KV cache and a position over shared weights."""
+"""Sessions: KV caches and positions over shared weights."""
 
 from __future__ import annotations
 
@@ -40,17 +40,17 @@ _claims = itertools.count(1)
 
 
 class Session:
-    """A KV cache with a position; many sessions share one model's weights.
+    """A KV cache with a position; many sessions share the weights of one model.
 
-    Made by :meth:`metal_prefill.Model.session`. All methods may be called from several threads: calls on
-    one session that compute, change it or copy its cache run one after another, calls on different sessions
-    may overlap. :attr:`position`, :attr:`tokens`, :meth:`stats` and ``repr`` never wait: while a prompt is
-    computed they tell what its finished chunks left. The GIL is released during compute.
+    :meth:`metal_prefill.Model.session` creates sessions. All methods may be called from several threads.
+    Calls on one session that compute, change it or copy its cache run one after another; calls on different
+    sessions may overlap. :attr:`position`, :attr:`tokens`, :meth:`stats` and ``repr`` never wait: while a
+    prompt is computed, they describe the state after its finished chunks. The GIL is released during compute.
 
     Attributes
     ----------
     notes : str
-        The user's own; saved and loaded with the session.
+        Text for the caller's own use, which is saved and loaded with the session.
     """
 
     def __init__(self, engine: Engine, core: _core.Session, prefix_namespace: str = "") -> None:
@@ -74,7 +74,7 @@ class Session:
         return core
 
     def _checked(self, tokens: TokenIds, unread: int = 0) -> npt.NDArray[np.int32]:
-        """Convert token ids, of which the last `unread` need no room in the cache."""
+        """Convert token ids, the last `unread` of which need no room in the cache."""
         core = self.native
         return token_array(
             tokens,
@@ -86,12 +86,12 @@ class Session:
 
     @property
     def position(self) -> int:
-        """Number of tokens in the cache; the next token stands at this position."""
+        """Number of tokens in the cache, which is the position of the next token."""
         return self.native.position
 
     @property
     def max_context(self) -> int:
-        """Largest position this session may reach."""
+        """Maximum number of tokens in the cache."""
         return self.native.max_context
 
     @property
@@ -107,15 +107,15 @@ class Session:
         Parameters
         ----------
         tokens
-            Token ids, ``[n]``, any integer dtype. They are appended at :attr:`position`.
+            Token ids, ``[n]``, of any integer dtype, which are appended at :attr:`position`.
         reuse
-            Take `tokens` as the whole context instead: the longest prefix that the cache already holds is
-            kept, what differs is dropped, and only the rest is computed.
+            Treat `tokens` as the whole context instead. The longest prefix that is already in the cache is
+            kept, the rest of the cache is dropped, and only the remaining tokens are computed.
         progress
-            Called after each chunk with the number of tokens done and the number in all. An exception that
-            it raises stops the prompt there; the finished chunks stay in the cache and :attr:`position` says
-            where it stands. It may read, :meth:`fork` and :meth:`save` this session, which then has the
-            finished chunks, but not change it.
+            Called after each chunk with the number of tokens done and their total. An exception that it
+            raises stops the prompt; finished chunks stay in the cache, up to :attr:`position`. The function
+            may read, :meth:`fork` and :meth:`save` this session in the state after the finished chunks, but
+            not change it.
 
         Returns
         -------
@@ -125,22 +125,24 @@ class Session:
         Raises
         ------
         ValueError
-            Empty prompt, or an id outside the vocabulary.
+            The prompt is empty, or an id is outside the vocabulary.
         TypeError
-            Ids that are not integers.
+            An id is not an integer.
         ContextOverflowError
-            More tokens than the context has room for.
+            The tokens do not fit the context.
+        KVMemoryError
+            The KV caches of the model would exceed its `kv_memory`.
         DeviceError
             The device failed.
         NumericalError
-            No logit is a number; or, where logits or log probabilities are returned, one of them is not.
+            All logits are NaN; or one is, if logits or log probabilities are returned.
         SessionBusyError
             Called from the progress callback of another call on this session.
 
         Notes
         -----
-        After any of these errors position and cache are as before the call; with `reuse`, a device failure
-        leaves the common prefix. Ctrl-C is honoured between chunks.
+        After any of these errors, position and cache are as before the call; with `reuse`, a failed device
+        leaves the common prefix. Ctrl-C stops a prompt between chunks.
         """
         check_prompt_options(reuse, progress)
         ids = self._checked(tokens)
@@ -163,9 +165,10 @@ class Session:
         return self.native.forward_prompt_logits(ids, reuse, progress)
 
     def score(self, tokens: TokenIds, *, progress: Progress | None = None) -> Logits:
-        """Log probability of each token given those before it.
+        """Return the log probability of each token, given the tokens before it.
 
-        `tokens` is appended to the cache, except its last element, which is only predicted.
+        All tokens except the last, which is only predicted, are appended to the cache. Errors are those of
+        :meth:`forward_prompt`.
 
         Parameters
         ----------
@@ -182,27 +185,33 @@ class Session:
         return self.native.score(self._checked(tokens, unread=1), progress)
 
     def forward_token(self, token: int) -> Logits:
-        """Append one token and return the logits after it, float32 ``[vocab_size]``."""
+        """Append one token and return the logits after it, float32 ``[vocab_size]``.
+
+        Errors are those of :meth:`forward_prompt`.
+        """
         return self.native.forward_token(token_id(token, self._engine.config.vocab_size))
 
     def forward_token_greedy(self, token: int) -> int:
-        """Append one token and return the greedy next one."""
+        """Append one token and return the id of the largest logit after it.
+
+        Errors are those of :meth:`forward_prompt`.
+        """
         return self.native.forward_token_greedy(token_id(token, self._engine.config.vocab_size))
 
     def reset(self) -> None:
-        """Forget all tokens: the position becomes 0."""
+        """Remove all tokens, so that the position is 0."""
         self.rewind(0)
 
     def rewind(self, position: int) -> None:
-        """Forget the tokens from `position` on.
+        """Remove the tokens from `position` on.
 
-        In a model with recurrent layers, the next call computes the tokens between the last snapshot and
-        `position` again. Its results are those of a session that never had the tokens after `position`.
+        In a model with recurrent layers, the next call recomputes the tokens between the last snapshot and
+        `position`. Its results are those of a session that never had the removed tokens.
 
         Raises
         ------
         ValueError
-            If `position` is negative or beyond the current one.
+            `position` is negative or beyond the current one.
         SessionBusyError
             Called from the progress callback of another call on this session.
         """
@@ -214,18 +223,21 @@ class Session:
         core.rewind(target)
 
     def fork(self) -> Session:
-        """Return a new session with a copy of this one's cache and position."""
+        """Return a new session with the same tokens.
+
+        The two share the pages of the cache; a page is copied when one of them writes to it.
+        """
         return Session(self._engine, self.native.fork(), self._prefix_namespace)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the cache and its tokens to a file, which :meth:`metal_prefill.Model.load_session` continues.
+        """Write the cache and its tokens to a file for :meth:`metal_prefill.Model.load_session`.
 
-        An existing file is replaced in one step: whatever happens, `path` holds the old state or the new one.
+        An existing file is replaced atomically: `path` has either the old state or the new one.
 
         Raises
         ------
         OutputError
-            A device, a FIFO or a socket is there.
+            `path` is a device, a FIFO or a socket.
         OSError
             The file cannot be written.
         TypeError
@@ -246,18 +258,18 @@ class Session:
         return inspector
 
     def plan(self, tokens: int) -> list[Dispatch]:
-        """Return the dispatches that a prompt of `tokens` tokens would make from here.
+        """Return the dispatches of a prompt of `tokens` tokens at the current position.
 
-        Nothing is computed, and the position stays.
+        Nothing is computed, and the position does not change.
 
         Raises
         ------
         DeviceError
-            The engine makes no dispatches: it is the CPU's.
+            The engine is that of the CPU, which makes no dispatches.
         ContextOverflowError
-            More tokens than the context has room for.
+            The tokens do not fit the context.
         ValueError
-            If `tokens` is less than 1.
+            `tokens` is less than 1.
         """
         inspector, count = self._inspector(), integer("tokens", tokens, 1)
         if count > self.max_context:
@@ -267,34 +279,34 @@ class Session:
         return from_core(inspector.plan(count))
 
     def trace(self, tokens: TokenIds, *, progress: Progress | None = None) -> tuple[int, list[Dispatch]]:
-        """Process a prompt with each dispatch in a command buffer of its own, and say when it ran.
+        """Process a prompt with each dispatch in its own command buffer, and return the dispatches' times.
 
-        That takes longer than :meth:`forward_prompt`, and what could run at the same time does not.
-        Parameters and errors are those of :meth:`forward_prompt`.
+        This takes longer than :meth:`forward_prompt`, and no two dispatches overlap. Parameters and errors
+        are those of :meth:`forward_prompt`.
 
         Returns
         -------
         token : int
-            The greedy next token.
+            Greedy next token.
         dispatches : list of Dispatch
-            In the order in which they ran.
+            Dispatches in the order of execution, with start and end in seconds.
 
         Raises
         ------
         DeviceError
-            Also where the engine makes no dispatches: it is the CPU's.
+            The device failed, or the engine is that of the CPU, which makes no dispatches.
         """
         ids = self._checked(tokens)
         token, dispatches = self._inspector().trace(ids, progress)
         return token, from_core(dispatches)
 
     def stats(self) -> dict[str, float]:
-        """Counters of the last call and sizes in bytes.
+        """Return counters of the last call, and sizes in bytes.
 
-        ``position``, ``kv_cache_bytes``, ``tokens_reused`` (of the last prompt with ``reuse=True``),
-        ``tokens_recomputed`` and what the engine adds, such as ``dispatches``, ``command_buffers`` and
-        ``allocations`` on Metal. ``tokens_recomputed`` is the number of known tokens that the last call
-        computed again, because the states of recurrent layers were not known after them.
+        ``position``, ``kv_cache_bytes``, ``tokens_reused`` (of the last prompt with ``reuse=True``) and
+        ``tokens_recomputed`` are always present. Engines add others, such as ``dispatches``,
+        ``command_buffers`` and ``allocations`` on Metal. ``tokens_recomputed`` is the number of tokens before
+        the current position that the last call recomputed to restore the states of recurrent layers.
         """
         return self.native.stats()
 
@@ -306,61 +318,62 @@ class Session:
         progress: Progress | None = None,
         **options: Unpack[TextOptions],
     ) -> Iterator[str]:
-        """Continue a prompt and yield text as it is made.
+        """Continue a prompt and yield text as it is generated.
 
-        The prompt is the whole context: what the cache already holds of it is reused. Tokens are chosen where
-        the logits are, so that sampling takes no longer than greedy choices.
+        The prompt is the whole context; the prefix that is already in the cache is reused. The native core
+        selects tokens, so that sampling takes little longer than greedy decoding.
 
         Parameters
         ----------
         prompt
-            Text, encoded with the model's tokenizer, or token ids.
+            Text, which the model's tokenizer encodes, or token ids.
         max_tokens
-            Upper bound on the number of tokens made.
+            Maximum number of tokens to generate.
         progress
             As in :meth:`forward_prompt`, for the prompt.
         temperature, top_k, top_p, min_p, repeat_penalty, typical_p, frequency_penalty, presence_penalty, \
 logit_bias
-            See :class:`metal_prefill.generation.Options`; temperature 0, the default, is greedy.
+            See :class:`metal_prefill.generation.Options`; temperature 0, the default, is greedy decoding.
         seed
-            Of the random numbers, not negative; None draws a fresh one. The random number of a token is a
-            function of the seed and its position: a text depends on the seed and the logits alone.
+            Non-negative seed of the random numbers; None draws a new one. The random number of a token is a
+            function of the seed and the token's position, so that a text depends only on its seed and logits.
         stop
-            Strings and token ids that end the text; they are not part of it.
+            Strings and token ids that end the text, and are not part of it.
         min_tokens
-            Smallest number of tokens. Until then, only `max_tokens` and a full context end the text:
-            end-of-text and stop tokens are not chosen, and stop strings are part of the text.
+            Minimum number of tokens. Until then, only `max_tokens` and a full context end the text:
+            end-of-text and stop tokens are excluded, and stop strings are part of the text.
         echo
-            Let the text begin with the prompt.
+            Start the text with the prompt.
         speculate
-            Source of drafts of the next tokens: ``"lookup"`` finds what followed the same tokens before, a
-            :class:`metal_prefill.Model` with the same vocabulary generates them, and a function takes all ids
-            so far and returns some. ``"off"`` makes none. One pass verifies several drafts, and only as many
-            are made as save time. They never change the text, greedy or sampled: token for token it equals
-            that of ``"off"``. Between pieces the session may be ahead by accepted drafts.
+            Source of drafts. ``"lookup"`` drafts the tokens that followed an earlier occurrence of the last
+            tokens. A :class:`metal_prefill.Model` with the same vocabulary generates drafts. A function
+            receives all ids so far and returns draft ids. ``"off"`` disables drafts. One pass verifies
+            several drafts, of which there are only as many as save time. The text, greedy or sampled, is
+            token for token that of ``"off"``. Between pieces, the session may be ahead by accepted drafts.
         json_schema, regex, grammar
-            A constraint, one at most: the text is JSON that the schema (a mapping, or its JSON) describes;
-            the whole of it matches a regular expression; a Lark grammar makes it from its rule `start`.
-            Tokens that leave no choice are not sampled, but computed together. Needs the extra ``guide``.
+            Constraint, at most one (extra ``guide``): a JSON schema that the text conforms to, as a mapping
+            or JSON; a regular expression that the whole text matches; or a Lark grammar with the rule
+            `start`. Forced tokens are not sampled, and are computed together.
 
         Yields
         ------
         str
-            Pieces of text, never an incomplete character. They end at an end-of-text token, at a stop
-            string or token, after `max_tokens`, or where the context is full.
+            Pieces of text that contain no incomplete character. The text ends at an end-of-text token, at a
+            stop string or token, after `max_tokens`, or when the context is full.
 
         Raises
         ------
         SessionBusyError
-            Another call changed the session since the last piece, such as a second generator: each needs a
-            session of its own while it lasts. The session stays as the other call left it.
+            Another call, such as a second generator, has changed the session since the last piece. Generators
+            that overlap need separate sessions. The session stays as the other call left it.
         NumericalError
             A logit is NaN.
         ValueError
-            An option is out of range; or no token may be chosen, such as where `logit_bias` excludes all.
+            An option is out of range, or every token is excluded, such as by `logit_bias`.
         ConstraintError
-            A constraint cannot be read, nothing satisfies it, or the context is full before it is met: then
-            after the last piece. If `max_tokens` ends a text, its `finish_reason` is ``"length"``.
+            A constraint is invalid or cannot be satisfied; or the context was full before it was satisfied,
+            which is raised after the last piece. If `max_tokens` ends a text, no error is raised, and its
+            `finish_reason` is ``"length"``.
         """
         text = self._continuation(prompt, max_tokens, options)
         if max_tokens == 0:
@@ -376,7 +389,7 @@ logit_bias
         progress: Progress | None = None,
         **options: Unpack[TextOptions],
     ) -> Iterator[Piece]:
-        """Continue a prompt and yield each token with its text and, if asked for, log probabilities.
+        """Continue a prompt and yield each token with its text and, on request, log probabilities.
 
         Parameters and errors are those of :meth:`generate`.
 
@@ -385,17 +398,17 @@ logit_bias
         prompt, max_tokens, progress, options
             As in :meth:`generate`.
         logprobs
-            Say the log probability of each token and of so many of the most probable ones, 0 to 1000; None
-            says neither.
+            Number of most probable tokens, 0 to 1000, whose log probabilities are returned together with that
+            of the chosen token. None returns neither.
         prompt_logprobs
-            One of the options. Yield the tokens of the prompt first, all but its first one, each with its log
-            probability and, unless `echo`, without text. `max_tokens` does not count them, and may be 0.
-            All of the prompt is computed, whatever the cache has.
+            One of the options. If True, first yield the tokens of the prompt, except the first, with their
+            log probabilities and, unless `echo` is set, without text. They do not count towards `max_tokens`,
+            which may be 0. The whole prompt is computed, regardless of the cache.
 
         Yields
         ------
         Piece
-            One for each token; the last has the reason for the end.
+            One for each token; the last one has a `finish_reason`.
         """
         text = self._continuation(prompt, max_tokens, options, logprobs)
         return self._pieces(text, progress) if text.wanted else iter(())
@@ -449,7 +462,7 @@ logit_bias
                     core.rewind(position, claim)
 
     def close(self) -> None:
-        """Free the cache. Calls under way finish; later ones raise :class:`ClosedError`."""
+        """Free the cache. Calls in flight finish; later ones raise :class:`ClosedError`."""
         self._core = None
 
     def __enter__(self) -> Session:

@@ -65,20 +65,21 @@ class TextOptions(SamplingOptions, total=False):
 
 @dataclass(frozen=True)
 class Piece:
-    """A token of a text, and the text that is ready with it.
+    """A generated token, and the text that is complete with it.
 
     Attributes
     ----------
     token : int
-        Its id.
+        Id of the token.
     text : str
-        Text that is certain now, which may belong to the tokens before. It is empty while a character is
-        incomplete or a stop string may come. An end-of-text or stop token adds none of its own.
+        Text that is complete with this token, which may include that of earlier tokens. It is empty while a
+        character is incomplete or the text may be part of a stop string. End-of-text and stop tokens have no
+        text.
     logprob : float or None
-        Log probability of the token, in nats, by the model's logits as they are: before bias, penalties,
-        filters and temperature. None unless `logprobs` asks for it.
+        Log probability of the token in nats, from the model's logits before bias, penalties, filters and
+        temperature. None unless `logprobs` is set.
     top_logprobs : tuple of (int, float)
-        Ids and log probabilities of the most probable tokens, best first: `logprobs` of them.
+        Ids and log probabilities of the `logprobs` most probable tokens, best first.
     finish_reason : str or None
         None unless this is the last token: ``"stop"``, ``"length"`` or ``"context"``, as for
         :class:`metal_prefill.generation.Stream`.

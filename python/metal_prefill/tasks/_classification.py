@@ -40,9 +40,9 @@ class Classification:
     probabilities : float32 [texts, labels]
         They add up to 1 over the labels, except where a classification head has independent labels.
     log_likelihoods : float64 [texts, labels]
-        Sums of the log probabilities of each label's tokens, in nats; of a classification head its logits.
+        Sum of the log probabilities of each label's tokens, in nats; for a classification head, its logits.
     lengths : int64 [texts, labels]
-        Tokens of each label; 1 for a classification head.
+        Number of tokens of each label; 1 for a classification head.
     """
 
     labels: tuple[str, ...]
@@ -52,7 +52,7 @@ class Classification:
 
     @property
     def best(self) -> list[str]:
-        """The most probable label of each text; of equal ones the first."""
+        """The most probable label of each text; the first of equally probable ones."""
         return [self.labels[i] for i in self.probabilities.argmax(axis=1)]
 
 

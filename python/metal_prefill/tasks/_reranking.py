@@ -1,4 +1,4 @@
-"""Documents in the order in which they answer a query, by the score that a model gives to each pair."""
+"""Ranks of documents by their relevance to a query, from the score of each pair."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Ranked:
     Attributes
     ----------
     index : int
-        Index of the document in the list that was given.
+        Index of the document in `documents`.
     score : float
         The probability of "yes"; for a classification head with one output, that output or its sigmoid; for
         late interaction, the sum of similarities.

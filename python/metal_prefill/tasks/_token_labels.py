@@ -32,7 +32,7 @@ class Entity:
     label : str
         Label, without the prefix of BIO tags (``B-``, ``I-``) unless the strategy is ``"none"``.
     score : float
-        Probability of the label; the mean over the tokens, or words, of which the entity consists.
+        Probability of the label; the mean over the tokens or words of the entity.
     start, end : int
         Position of the first character in the text, and the position after the last.
     text : str
