@@ -14,7 +14,7 @@ from metal_prefill import Model, Scheduler
 from metal_prefill._support import threads
 from metal_prefill.generation import _constraint
 from metal_prefill.generation._constraint import Constraint, _Compiled
-from metal_prefill.generation._stream import Stream
+from metal_prefill.generation._stream import Stream, make_streams
 
 pytest.importorskip("llguidance", reason="needs the extra guide")
 
@@ -83,6 +83,29 @@ def test_a_pass_is_not_computed_while_every_text_waits(model: Model, monkeypatch
     gate.open.set()
     finish(scheduler, {stream: ""})
     assert stream.finish_reason == "stop"
+
+
+def test_a_text_that_waits_for_its_constraint_does_not_give_way(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tokens that a pass chose for it would be lost."""
+    scheduler = Scheduler(model)
+    expected = dict.fromkeys(scheduler.submit_answers("A:", 2, 20, **SLOW), "")
+    finish(scheduler, expected)
+    gate = Gate(monkeypatch)
+    scheduler = Scheduler(model, max_streams=2)
+    slow = make_streams(model.engine, "A:", 2, 20, **SLOW)
+    scheduler.enter(slow)
+    while gate.arrived < 2:
+        scheduler.step()
+    (other,) = make_streams(model.engine, "ROMEO:\n", 1, 20)
+    scheduler.enter([other])
+    assert scheduler.step() == []
+    assert other.core is None
+    gate.open.set()
+    texts = dict.fromkeys((*slow, other), "")
+    finish(scheduler, texts)
+    assert list(texts.values())[:2] == list(expected.values())
 
 
 def test_a_source_with_a_late_answer_is_not_awaited(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ from mutants.mutant import Mutant
 from mutants.places import PACKAGE
 
 _SLOW = "tests/test_slow_constraints.py"
+_FAIRNESS = "tests/scheduler/test_fairness.py"
 
 MUTANTS = (
     Mutant(
@@ -164,10 +165,59 @@ MUTANTS = (
     ),
     Mutant(
         f"{PACKAGE}/generation/_scheduler.py",
-        "if active[s.asked_by] < share)",
-        "if active[s.asked_by] <= self._max_streams)",
-        "a request with many answers takes all places of the active streams",
-        ("tests/scheduler/test_turns.py",),
+        "active[s.asked_by] >= active[chosen.asked_by] + 2",
+        "active[s.asked_by] > self._max_streams",
+        "a request with many answers keeps all active streams",
+        (f"{_FAIRNESS}::test_requests_with_many_texts_delay_a_short_one_by_a_bounded_factor",),
+    ),
+    Mutant(
+        f"{PACKAGE}/generation/_scheduler.py",
+        "chosen = min(self._waiting, key=lambda s: active[s.asked_by])",
+        "chosen = self._waiting[0]",
+        "streams become active in their order, whatever share their request has",
+        (f"{_FAIRNESS}::test_streams_are_divided_equally_among_requests",),
+    ),
+    Mutant(
+        f"{PACKAGE}/generation/_scheduler.py",
+        "key=lambda s: s.asked_by is chosen.asked_by",
+        "key=lambda s: False",
+        "all texts of a request become active before those of later requests",
+        (f"{_FAIRNESS}::test_requests_take_turns_with_a_single_stream",),
+    ),
+    Mutant(
+        f"{PACKAGE}/generation/_scheduler.py",
+        "and not (s in self._results or s.text.pending)",
+        "and True",
+        "a stream gives way while its constraint has tokens that it has not taken",
+        (f"{_SLOW}::test_a_text_that_waits_for_its_constraint_does_not_give_way",),
+    ),
+    Mutant(
+        f"{PACKAGE}/generation/_scheduler.py",
+        "return stream.asked_by if self._several else stream",
+        "return stream",
+        "many short prompts of a request delay the texts of others",
+        (f"{_FAIRNESS}::test_requests_with_many_texts_delay_a_short_one_by_a_bounded_factor",),
+    ),
+    Mutant(
+        f"{PACKAGE}/generation/_scheduler.py",
+        "self._several = len({s.asked_by for s in (*self._active, *self._waiting)}) > 1",
+        "self._several = True",
+        "prompts of the only request wait for its texts",
+        (f"{_FAIRNESS}::test_prompts_of_the_only_request_have_rows_for_each_of_its_texts",),
+    ),
+    Mutant(
+        f"{PACKAGE}/generation/_scheduler.py",
+        " | {s: len(s.ids) for s in self._waiting}",
+        "",
+        "prompts of a request that wait do not count as its prompts",
+        (f"{_FAIRNESS}::test_requests_with_many_texts_delay_a_short_one_by_a_bounded_factor",),
+    ),
+    Mutant(
+        f"{PACKAGE}/generation/_stream.py",
+        "if len(self.ids) == len(self.text.ids):",
+        "if True:",
+        "tokens that are computed again change how many were cached",
+        (f"{_FAIRNESS}::test_giving_way_does_not_change_how_many_tokens_were_cached",),
     ),
     Mutant(
         f"{PACKAGE}/generation/_scheduler.py",

@@ -35,22 +35,6 @@ def test_prompts_enter_as_others_end(cpu: Model) -> None:
         assert taken <= max(begun) + 1 + 5  # they are not all read immediately
 
 
-def test_a_request_with_many_answers_gives_way_to_others(cpu: Model) -> None:
-    """The answers of another request begin before the rest of its own."""
-    scheduler = Scheduler(cpu, max_streams=4)
-    options: dict[str, Any] = {"temperature": 1.0, "seed": 3}
-    many = scheduler.submit_answers([1, 2, 3], 12, 5, **options)
-    scheduler.step()
-    few = scheduler.submit_answers([7, 8], 2, 5, **options)
-    begun: list[Stream] = []
-    while scheduler.streams:
-        begun += [stream for stream in (*many, *few) if stream.core is not None and stream not in begun]
-        scheduler.step()
-    assert begun[:4] == many[:4]
-    assert set(few) < set(begun[4:8])
-    assert [stream for stream in begun if stream in many] == many
-
-
 def test_a_decoding_stream_gets_a_token_in_every_pass(cpu: Model) -> None:
     scheduler = Scheduler(cpu)
     writing = scheduler.submit([1, 2, 3], 60, speculate="off")  # a correct draft would be a second token

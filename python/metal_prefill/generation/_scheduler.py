@@ -117,8 +117,11 @@ class Scheduler:
     The limit of long prompts also holds while a short one waits. Prompts whose tokens are scored
     (`prompt_logprobs`) are prompts in this sense until the last of these tokens.
 
-    Streams become active in their order. If half of the active ones are of one request, its others give way
-    to those of other requests.
+    If there are streams of several requests (:meth:`enter`), each request has an equal share of the active
+    streams, as far as it needs them. While another request has too few, a stream of the one with the most
+    active streams waits, and computes again later what the prefix cache no longer holds. For the limits
+    above, the prompts of a request count as one, as do its writing streams. A short text is therefore delayed
+    by the rows of the other active streams, but does not wait for the end of any.
     """
 
     def __init__(self, model: EngineOwner, *, max_streams: int = 32) -> None:
@@ -135,6 +138,7 @@ class Scheduler:
         self._calls = PendingCalls()
         self._calls_first = False
         self._stepping = False
+        self._several = False  # requests have streams
         self.passes = 0
         self.last_pass = PassRows(0, 0, 0, 0.0, [])
 
@@ -202,11 +206,15 @@ class Scheduler:
         seed. Other parameters and errors are those of :meth:`submit`.
         """
         streams = make_streams(self._engine, prompt, n, max_tokens, logprobs=logprobs, **options)
-        self.enter(streams)
+        self._waiting += streams
         return streams
 
     def enter(self, streams: Iterable[Stream]) -> None:
-        """Add the streams of one request, which :func:`make_streams` made."""
+        """Add the streams of one request, which :func:`make_streams` made.
+
+        They share the scheduler with other requests as the notes on the class describe, in contrast to those
+        of :meth:`submit`, which are those of one user.
+        """
         request = object()
         for stream in streams:
             stream.asked_by = request
@@ -251,16 +259,14 @@ class Scheduler:
         self._drop_ended()
         self._take_results(0.0)  # to which constraints have answered in the meantime
         self._drop_ended()
-        while self._waiting and len(self._active) < self._max_streams:
-            stream = self._next_waiting()
-            stream.core = self._engine.session(prefix_namespace=stream.prefix_namespace)
-            self._active.append(stream)
+        self._admit()
+        self._several = len({s.asked_by for s in (*self._active, *self._waiting)}) > 1
         writing = [s for s in self._active if s.writing and not s.scoring and s not in self._results]
         room = max(self._core.pass_rows - len(writing), LEAST_PROMPT_ROWS)
         # In turn, so that neither keeps the other waiting.
         self._calls_first = not self._calls_first
         calls = self._calls.fitting(room, 0) if self._calls_first else []
-        pieces = self._prompt_pieces(max(room - rows_of(calls), 0), len(writing))
+        pieces = self._prompt_pieces(max(room - rows_of(calls), 0), len({self._asker(s) for s in writing}))
         prompt_rows = sum(len(piece.ids) for _, piece in pieces)
         if not calls:
             calls = self._calls.fitting(room, prompt_rows)
@@ -346,6 +352,10 @@ class Scheduler:
             chosen.append((stream, tokens))
         return chosen
 
+    def _asker(self, stream: Stream) -> object:
+        """Return what limits of passes count: requests if there are several, or else streams."""
+        return stream.asked_by if self._several else stream
+
     def _prompt_pieces(self, room: int, writing: int) -> list[tuple[Stream, NextTokens]]:
         """Choose rows of prompts for a pass: short prompts first, then those that waited longest."""
         prompts = [
@@ -354,7 +364,11 @@ class Scheduler:
             if s not in self._results and (s.scoring if s.writing else not s.follows())
         ]
         left = {s: s.left() for s in prompts}
-        short = [s for s in prompts if len(left[s]) + s.computed <= SHORT_PROMPT]
+        sizes = {s: len(left[s]) + s.computed for s in prompts} | {s: len(s.ids) for s in self._waiting}
+        wanted: Counter[object] = Counter()
+        for stream, size in sizes.items():
+            wanted[self._asker(stream)] += size
+        short = [s for s in prompts if wanted[self._asker(s)] <= SHORT_PROMPT]
         long = [s for s in prompts if s not in short]
         most_short, most_long = room, room
         if long and (short or writing):
@@ -369,7 +383,7 @@ class Scheduler:
         for stream in ends:
             self._active.remove(stream)
             self._active.append(stream)
-            stream.computed += ends[stream] - left[stream].start
+            stream.note_computed(ends[stream] - left[stream].start)
         cost = self._engine.row_cost
         return [(s, s.prompt_rows(left[s].start, end, cost)) for s, end in ends.items()]
 
@@ -398,13 +412,35 @@ class Scheduler:
         """Return the end of the rows of a prompt that one pass may have."""
         return min(left.stop, left.start + self._engine.exact_rows) if stream.scoring else left.stop
 
-    def _next_waiting(self) -> Stream:
-        """Remove and return the stream that becomes active next."""
-        active = Counter(stream.asked_by for stream in self._active)
-        share = max(self._max_streams // 2, 1)
-        chosen = next((s for s in self._waiting if active[s.asked_by] < share), self._waiting[0])
-        self._waiting.remove(chosen)
-        return chosen
+    def _admit(self) -> None:
+        """Let streams become active, of the requests with the fewest active ones first.
+
+        If there is no room, a stream of a request with at least two more active ones waits instead.
+        """
+        while self._waiting:
+            active = Counter(s.asked_by for s in self._active)
+            chosen = min(self._waiting, key=lambda s: active[s.asked_by])
+            if len(self._active) >= self._max_streams:
+                others = [
+                    s
+                    for s in self._active
+                    if active[s.asked_by] >= active[chosen.asked_by] + 2
+                    and not (s in self._results or s.text.pending)
+                ]
+                if not others:
+                    return
+                self._suspend(max(reversed(others), key=lambda s: active[s.asked_by]))
+            self._waiting.remove(chosen)
+            # The others of its request go to the back.
+            self._waiting = deque(sorted(self._waiting, key=lambda s: s.asked_by is chosen.asked_by))
+            chosen.core = self._engine.session(prefix_namespace=chosen.prefix_namespace)
+            self._active.append(chosen)
+
+    def _suspend(self, stream: Stream) -> None:
+        """Release the memory of an active stream, and let it wait."""
+        stream.restart()
+        self._active.remove(stream)
+        self._waiting.appendleft(stream)
 
     def _take(self, stream: Stream, result: Any, alone: bool) -> Iterator[tuple[Stream, Piece]]:
         """Note the result of a pass for a stream, and yield its tokens.
@@ -413,9 +449,7 @@ class Scheduler:
         """
         if isinstance(result, KVMemoryError) and not alone:
             # Others will end and leave room.
-            stream.restart()
-            self._active.remove(stream)
-            self._waiting.appendleft(stream)
+            self._suspend(stream)
             self._max_streams = max(len(self._active), 1)
             self._ends = 0
         elif isinstance(result, Exception):

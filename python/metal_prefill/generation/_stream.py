@@ -105,7 +105,7 @@ class Stream:
         self.text = text
         self.core: _core.Session | None = None
         self.writing = False  # the prompt is computed
-        self.asked_by: object = None  # the same object for all streams of a request
+        self.asked_by: object = None  # its request in a scheduler that several share
         self._leader = leader  # computes the same prompt first; this stream continues from its cache
 
     @property
@@ -127,6 +127,11 @@ class Stream:
             at = self.session.position
             return range(at, at + self.text.scored_rows)
         return range(self.session.reuse(self.ids), len(self.ids))
+
+    def note_computed(self, rows: int) -> None:
+        """Count rows of the prompt, but not those that are computed again after its text has begun."""
+        if len(self.ids) == len(self.text.ids):
+            self.computed += rows
 
     def prompt_rows(self, start: int, end: int, cost: RowCost) -> NextTokens:
         """Return the tokens at these positions, which are among those of :meth:`left`."""
