@@ -147,6 +147,23 @@ def test_an_index_names_files(tmp_path: Path) -> None:
     folder.json("model.safetensors.index.json", index)
     with pytest.raises(GGUFError, match="weight_map must name a file for each tensor"):
         convert(path, tmp_path / "m.gguf")
+    index["weight_map"]["model.norm.weight"] = "x" * 250 + ".safetensors"  # no file can have this name
+    folder.json("model.safetensors.index.json", index)
+    with pytest.raises(
+        GGUFError, match=r"weight_map names 'xx.*', must name safetensors files in this folder"
+    ):
+        convert(path, tmp_path / "m.gguf")
+
+
+@pytest.mark.parametrize("place", ["x" * 256, "x/" * 3000, "..", "/"])
+def test_a_module_is_in_a_folder_of_the_model(tmp_path: Path, place: str) -> None:
+    folder = model_folders.llama(tmp_path / "m")
+    folder.pool()
+    modules = json.loads((folder.path / "modules.json").read_text())
+    modules[1]["path"] = place
+    folder.json("modules.json", modules)
+    with pytest.raises(GGUFError, match=r"path is .*must be a folder in this one"):
+        convert(folder.write(), tmp_path / "m.gguf")
 
 
 @pytest.mark.parametrize(("name", "shape"), [("x" * 100_000, (2, 2)), ("x", (1,) * 1000)])

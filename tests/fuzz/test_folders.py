@@ -1,7 +1,7 @@
 """Model folders that are almost right: other values in their JSON files, damaged weights, other files.
 
-A folder is converted, or raises an error of the package and leaves no file. Models for late interaction then
-rank.
+A folder is converted, or raises an error of the package and leaves no file. The converted model then computes
+vectors or scores, or raises such an error.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support import model_folders, recurrent_folders
+from support import folder_logits, model_folders
 from support.fuzzing import TIMEOUT, kept, rounds
 from support.model_folders import Folder
 from support.task_folders import LATE, QUERY, stanford
@@ -29,7 +29,6 @@ from metal_prefill.conversion import convert
 
 pytestmark = pytest.mark.timeout(TIMEOUT)
 
-RECURRENT = ("lfm2", "qwen35", "granite_hybrid", "mamba2", "falcon_h1")
 POOLED = ("config.json", "tokenizer.json", "tokenizer_config.json", "modules.json", "1_Pooling/config.json")
 PROJECTED = ("modules.json", "1_Dense/config.json", "config_sentence_transformers.json")
 Kind = tuple[Callable[[Path], Folder], tuple[str, ...]]
@@ -151,7 +150,7 @@ KINDS: dict[str, Kind] = {
     "llama": (pooled(model_folders.llama), POOLED),
     "sharded": (sharded, ("config.json", "model.safetensors.index.json")),
     "list of tokens": (lines, ("config.json", "tokenizer_config.json", "special_tokens_map.json")),
-    **{name: (pooled(getattr(recurrent_folders, name)), POOLED) for name in RECURRENT},
+    **{name: (pooled(make), POOLED) for name, make in folder_logits.RECORDED.items()},
     "late": (LATE["unseen"], (*PROJECTED, "2_MultiVectorMask/config.json", "sentence_bert_config.json")),
     "PyLate": (LATE["PyLate"], PROJECTED),
     "ColBERT": (stanford, ("config.json", "tokenizer.json", "artifact.metadata")),
@@ -188,16 +187,19 @@ def test_folders_are_converted_or_raise_an_error(tmp_path: Path, kind: str) -> N
                 convert(folder, output)
             except MetalPrefillError as error:
                 message = str(error)
-            if not message and kind in LATE_KINDS:
-                rank(output)
+            if not message:
+                compute(output, late=kind in LATE_KINDS)
             assert output.exists() == (not message)
             assert len(message) < 3000
             output.unlink(missing_ok=True)
             restore(folder / name, good[Path(name)])
 
 
-def rank(path: Path) -> None:
-    """Rank by late interaction, whose settings are read by the first call, or raise an error."""
+def compute(path: Path, *, late: bool) -> None:
+    """Rank by late interaction, whose settings are read by the first call, or embed, or raise an error."""
     with suppress(MetalPrefillError, ValueError), Model(path, device="cpu", threads=1) as model:
-        scores = [item.score for item in model.rerank(QUERY, ["The king is dead.", ""], how="late")]
-        assert np.all(np.isfinite(scores))
+        if late:
+            numbers = [item.score for item in model.rerank(QUERY, ["The king is dead.", ""], how="late")]
+        else:
+            numbers = model.embed(["The king is dead."])
+        assert np.all(np.isfinite(numbers))

@@ -281,10 +281,24 @@ MUTANTS = (
     ),
     Mutant(
         f"{PACKAGE}/conversion/_weights.py",
-        "if name != Path(name).name or not",
-        "if not",
+        "plain = name == Path(name).name and ",
+        "plain = ",
         "an index of weights may name files outside of its folder",
         ("tests/test_conversion_errors.py", "-k", "index"),
+    ),
+    Mutant(
+        f"{PACKAGE}/conversion/_weights.py",
+        " and len(name.encode()) <= MAX_FILE_NAME",
+        "",
+        "an index with a name that no file can have ends a conversion with an error of the system",
+        ("tests/test_hostile_folders.py::test_an_index_names_files",),
+    ),
+    Mutant(
+        f"{PACKAGE}/conversion/_modules.py",
+        " or len(name.encode()) > MAX_FILE_NAME",
+        "",
+        "a module with a path that no folder can have ends a conversion with an error of the system",
+        ("tests/test_hostile_folders.py::test_a_module_is_in_a_folder_of_the_model",),
     ),
     Mutant(
         f"{PACKAGE}/conversion/_writing.py",

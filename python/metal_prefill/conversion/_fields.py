@@ -20,6 +20,7 @@ from metal_prefill.files._metadata_keys import MAX_INT
 
 MAX_TEXT = 256 << 20  # bytes of a file of text; the largest tokenizers have about 35 MB
 MAX_FLOAT = float(np.finfo(np.float32).max)
+MAX_FILE_NAME = 255  # bytes; common file systems have no longer names
 MAX_LAYERS = 4096  # published models have up to 126
 _REQUIRED: Any = object()
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from metal_prefill.conversion._fields import Fields, read_json
+from metal_prefill.conversion._fields import MAX_FILE_NAME, Fields, read_json
 from metal_prefill.conversion._sources import Task
 from metal_prefill.conversion._weights import Weight, read_module
 from metal_prefill.errors import GGUFError
@@ -189,7 +189,7 @@ def _relative(module: Fields) -> Path:
     """Return the folder of a module, which must be inside the folder of the model."""
     name = module.string("path", default="")
     place = Path(name)
-    if place.is_absolute() or ".." in place.parts or "\0" in name:
+    if place.is_absolute() or ".." in place.parts or "\0" in name or len(name.encode()) > MAX_FILE_NAME:
         raise module.error(f"{module.name('path')} is {name!r}, must be a folder in this one")
     return place
 

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
 
 from metal_prefill._support.shortened import shortened
-from metal_prefill.conversion._fields import Fields
+from metal_prefill.conversion._fields import MAX_FILE_NAME, Fields
 from metal_prefill.errors import GGUFError, UnsupportedModelError
 
 FILE = "model.safetensors"
@@ -161,7 +161,8 @@ def _files(folder: Path) -> list[Path]:
         raise index.error(f"weight_map names {len(names)} files, must name 1 to {MAX_SHARDS}")
     files = []
     for name in sorted(names):
-        if name != Path(name).name or not name.endswith(".safetensors"):
+        plain = name == Path(name).name and len(name.encode()) <= MAX_FILE_NAME
+        if not plain or not name.endswith(".safetensors"):
             raise index.error(f"weight_map names {name!r}, must name safetensors files in this folder")
         if not (folder / name).is_file():
             raise index.error(f"weight_map names {name}, which is missing")
