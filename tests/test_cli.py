@@ -257,6 +257,43 @@ def test_info_draws_the_distribution_of_bytes(tmp_path: Path) -> None:
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+def test_label_predicts_labels_in_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "texts.txt"
+    file.write_text("O Romeo\n\nThe king is dead\n")
+    words, template = ["love", "death"], "{text}: of {label}"
+    command = ["label", "-f", str(file), "--labels", "love, death", "--template", template]
+    with Model(device="cpu") as model:
+        found = model.classify(["O Romeo", "The king is dead"], words, template)
+    assert cli.main([*command, "--device", "cpu", "--json"]) == 0
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [line["label"] for line in lines] == found.best
+    for line, values in zip(lines, found.probabilities.tolist(), strict=True):
+        assert line["probabilities"] == dict(zip(words, values, strict=True))
+    default = ["label", "-f", str(file), "--labels", "love,death", "--device", "cpu", "--json"]
+    assert cli.main(default) == 0
+    first = json.loads(capsys.readouterr().out.splitlines()[0])
+    assert first["probabilities"] != lines[0]["probabilities"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ([], "has no classification head (cls.output.weight): labels are required"),
+        (["--template", "{text} {label}"], "--template requires --labels"),
+        (["--labels", "a,"], "must be labels separated by commas, got 'a,'"),
+        (["--labels", "a,a"], "a label appears twice"),
+        (["--labels", "a,b", "--template", "{text}"], "ends with {label}"),
+    ],
+)
+def test_invalid_labels_are_usage_errors(
+    options: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "texts.txt"
+    file.write_text("a\n")
+    assert cli.main(["label", "-f", str(file), *options]) == 2
+    assert message in capsys.readouterr().err
+
+
 def test_synth_writes_a_model_that_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "tiny.gguf"
     assert cli.main(["synth", str(path), "--preset", "tiny"]) == 0

@@ -56,6 +56,27 @@ MUTANTS = (
         ("tests/test_embed_commands.py", "-k", "precision"),
     ),
     Mutant(
+        f"{PACKAGE}/_commands/label.py",
+        "texts, arguments.labels, arguments.template,",
+        "texts, arguments.labels,",
+        "the template of labels is ignored",
+        ("tests/test_cli.py", "-k", "labels_in_words"),
+    ),
+    Mutant(
+        f"{PACKAGE}/_commands/info.py",
+        "if value != field.default:",
+        "if value != ():",
+        "info lists settings that a model does not use",
+        ("tests/test_cli.py", "-k", "info_counts"),
+    ),
+    Mutant(
+        f"{PACKAGE}/_commands/doctor_report.py",
+        'if name != "gpu" and value != "":',
+        "if True:",
+        "a report for a terminal has a dict in it",
+        ("tests/metal_engine/test_doctor.py", "-k", "working_device"),
+    ),
+    Mutant(
         f"{PACKAGE}/_commands/perplexity.py",
         "[len(window) // 2 :]",
         "[len(window) // 2 - 1 :]",

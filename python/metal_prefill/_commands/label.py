@@ -1,4 +1,4 @@
-"""``metal-prefill label``: labels of texts, or of parts of them, from a classification head."""
+"""``metal-prefill label``: labels of texts, or of parts of them."""
 
 from __future__ import annotations
 
@@ -15,16 +15,35 @@ if TYPE_CHECKING:
     from metal_prefill import Model
 
 
+def _labels(text: str) -> list[str]:
+    labels = [word.strip() for word in text.split(",")]
+    if not all(labels):
+        raise argparse.ArgumentTypeError(f"must be labels separated by commas, got {text!r}")
+    return labels
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
     add_text_arguments(parser, "texts")
     parser.add_argument(
+        "--labels",
+        type=_labels,
+        metavar="A,B,...",
+        help="labels in words, of which a generative model predicts the most probable (default: those of the "
+        "file's classification head)",
+    )
+    parser.add_argument(
+        "--template",
+        metavar="TEXT",
+        help="with --labels: prompt that contains {text} and ends with {label}",
+    )
+    parser.add_argument(
         "--strategy",
         choices=("none", "simple", "first", "average", "max"),
         default="simple",
-        help="how tokens are grouped: adjacent tokens with the same label (simple); whole words, labelled by "
-        "their first token (first), the mean of their tokens (average) or the most certain token (max); not "
-        "at all (none) (default: simple)",
+        help="grouping of tokens that a head labels: adjacent tokens with the same label (simple); whole "
+        "words, with the label of their first token (first), of the mean of their tokens (average) or of the "
+        "most certain token (max); no grouping (none) (default: simple)",
     )
     add_truncate_argument(parser, "texts")
     parser.add_argument("--json", action="store_true", help="print lines of JSON, one for each text")
@@ -34,10 +53,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def execute(arguments: argparse.Namespace) -> None:
     """Print the labels of each text: of the whole text, or of its parts with their positions."""
+    if arguments.template is not None and arguments.labels is None:
+        raise common.UsageError("--template requires --labels")
     texts = read_texts(arguments.file, arguments.column)
     with common.open_model(arguments) as model:
         head = model.engine.head
-        label = _label_parts if head.labels and head.pooling in (None, "none") else _label_texts
+        of_tokens = bool(head.labels) and head.pooling in (None, "none") and arguments.labels is None
+        label = _label_parts if of_tokens else _label_texts
         label(model, texts, arguments)
 
 
@@ -58,7 +80,7 @@ def _label_parts(model: Model, texts: list[str], arguments: argparse.Namespace) 
 
 
 def _label_texts(model: Model, texts: list[str], arguments: argparse.Namespace) -> None:
-    found = model.classify(texts, truncate=arguments.truncate)
+    found = model.classify(texts, arguments.labels, arguments.template, truncate=arguments.truncate)
     for i, (label, values) in enumerate(zip(found.best, found.probabilities, strict=True)):
         if arguments.json:
             scores = dict(zip(found.labels, values.tolist(), strict=True))
