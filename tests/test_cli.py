@@ -540,7 +540,7 @@ def test_a_text_shorter_than_a_window_is_a_usage_error(
     file = tmp_path / "short.txt"
     file.write_text("To be", encoding="utf-8")
     assert cli.main(["perplexity", "-f", str(file)]) == 2
-    assert "must have at least 512" in capsys.readouterr().err
+    assert "fewer than a window of 512: use a longer text, or set --window" in capsys.readouterr().err
 
 
 def test_progress_is_not_shown_in_a_pipe() -> None:

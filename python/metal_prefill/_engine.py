@@ -33,13 +33,13 @@ class Engine:
     gguf, config, head
         The file and what was read from it.
     max_context
-        Largest position of a session that sets none.
+        Maximum position of sessions that set none.
     compute
-        Numbers that products multiply; None on a GPU.
+        Compute mode; None on a GPU.
     kv_dtype
         ``f16``, ``f32`` or ``q8_0``.
     lengths
-        Most tokens of texts of each kind.
+        Maximum number of tokens of each kind of text.
 
     Attributes
     ----------
@@ -53,7 +53,8 @@ class Engine:
     row_cost : RowCost
         Measured times of passes, for all texts.
     exact_rows : int
-        Most tokens of a sequence in a pass whose results match one-by-one results bit for bit.
+        Maximum number of tokens of a sequence in a pass whose results are bit-identical to those of single
+        tokens.
     runs_ahead : bool
         Whether the engine submits the pass of the next token before the host has seen the last one.
     """

@@ -29,7 +29,7 @@ _announced_slow_kernels = False
 
 
 def default_model_path() -> Path:
-    """Return the path of the small model that ships with the package."""
+    """Return the path of the small model that is bundled with the package."""
     from importlib import resources
 
     data = resources.files("metal_prefill") / "data"
@@ -39,15 +39,15 @@ def default_model_path() -> Path:
 def resolve_device(device: str) -> str:
     """Return ``cpu`` or ``metal`` for a requested device; ``METAL_PREFILL_DEVICE`` overrides it.
 
-    ``auto`` is ``metal`` on a Mac's GPU and ``cpu`` everywhere else; the emulator is used only when
-    asked for.
+    ``auto`` is ``metal`` on a Mac's GPU and ``cpu`` everywhere else. The emulator is used only if ``metal``
+    is requested.
 
     Raises
     ------
     ValueError
-        If the name is none of ``auto``, ``cpu``, ``metal``.
+        The name is not one of ``auto``, ``cpu`` and ``metal``.
     DeviceError
-        If ``metal`` is asked for where it is not available.
+        ``metal`` is requested, but not available.
     """
     global _announced_fallback
     override = os.environ.get("METAL_PREFILL_DEVICE")

@@ -117,7 +117,10 @@ def execute(arguments: argparse.Namespace) -> None:
         bos = model.tokenizer.bos_id if model.tokenizer.add_bos else None
         cut = windows(ids, length, bos)[: arguments.windows]
         if not cut:
-            raise common.UsageError(f"the text has {len(ids)} tokens, must have at least {length}")
+            raise common.UsageError(
+                f"the text has {len(ids)} tokens, fewer than a window of {length}: use a longer text, or set "
+                "--window"
+            )
         with common.progress_bar("perplexity", "windows") as progress:
 
             def report(done: int, total: int, so_far: float) -> None:

@@ -22,7 +22,7 @@ DEFAULT_PROMPT_KEY = "metal_prefill.default_prompt"
 SKIPPED_KEY = "metal_prefill.skipped_tokens"
 # How late interaction expands queries: ``length``, ``token``, ``seen`` and ``fixed``.
 EXPANSION_KEYS = "metal_prefill.query_expansion."
-# Most tokens of a ``text``, a ``query`` and a ``document``.
+# Maximum number of tokens of a ``text``, a ``query`` and a ``document``.
 LENGTH_KEYS = "metal_prefill.max_tokens."
 
 _SMALLEST = float(np.finfo(np.float32).tiny)  # smallest float with full precision

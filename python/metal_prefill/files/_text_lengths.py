@@ -10,7 +10,7 @@ from metal_prefill.files._metadata_keys import LENGTH_KEYS, MAX_INT
 
 
 class TextLengths(NamedTuple):
-    """Most tokens of texts, with those that begin and end them; None where the context is the limit.
+    """Maximum numbers of tokens of texts, including those at their ends; None where the context is the limit.
 
     Attributes
     ----------

@@ -77,7 +77,7 @@ class Ranking:
     cut : list of int
         Indices of documents that lost their ends.
     limit : int
-        Most tokens of a prompt.
+        Maximum number of tokens of a prompt.
     query : EncodedText or None
         The query, for late interaction.
     query_cut : bool
