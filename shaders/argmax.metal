@@ -1,5 +1,7 @@
-// Index and value of the largest logit of each row, in two stages. NaN is skipped, the lowest index wins
-// ties.
+// Index and value of the largest logit of each row. NaN is skipped, and the lowest index wins ties.
+//
+// Stage 1 divides a row among many threadgroups, since one would take long to read a vocabulary of logits.
+// Stage 2 reduces their candidates with one threadgroup per row.
 #include <metal_stdlib>
 
 #include "args.h"

@@ -4,13 +4,13 @@
 #define DECODE_SIMDGROUPS 8  // most simdgroups of an attention_decode threadgroup
 #define PREFILL_KEYS 32      // keys of one step of attention_prefill
 
-// Stacked rows of a tile of attention_tensor, and whether it has heads of so many dimensions; others take
+// Stacked rows of a tile of attention_tensor, and the sizes of heads that it supports; others use
 // attention_prefill.
 #define ATTENTION_TENSOR_ROWS 64
 #define ATTENTION_TENSOR_DIMS(dims) ((dims) == 64 || (dims) == 128)
 
-// Query heads that one threadgroup of attention_decode takes together, so that they share the reads of K and
-// V. Limited by registers: a lane holds 8 * chunks values of query and output for each head.
+// Query heads that a threadgroup of attention_decode processes together, so that they share the reads of K
+// and V. Limited by registers: a lane holds 8 * chunks values of query and output for each head.
 #define DECODE_HEADS(chunks) ((chunks) <= 2 ? 4 : (chunks) <= 4 ? 2 : 1)
 
 // Whether attention_decode loads the keys of the next step before it multiplies the current ones: if both fit
@@ -37,14 +37,14 @@
         PREFILL_KEYS / 8 * (element_bytes) / 2) <=                                        \
    96)
 
-// Bytes of a query there: 16 more than it has, so that eight rows of a block fall in distinct banks.
+// Bytes of a query in threadgroup memory: 16 of padding, so that eight rows of a block are in distinct banks.
 #define PREFILL_QUERY_BYTES(dims, element_bytes) ((dims) * (element_bytes) + 16)
 
 // Floats of threadgroup memory with which a simdgroup finds its elements of blocks (block_rows.h).
 #define BLOCK_PLACES 64
 
-// The same that one simdgroup of attention_prefill needs: for staged queries, before them to find its
-// elements.
+// Floats of threadgroup memory of a simdgroup of attention_prefill: staged queries, or the places of
+// elements, which are found before queries are staged.
 #define PREFILL_SCRATCH(dims, element_bytes)                                                    \
   (PREFILL_STAGES_QUERY(dims, element_bytes)                                                    \
        ? PREFILL_ROW_BLOCKS(dims, element_bytes) * 2 * PREFILL_QUERY_BYTES(dims, element_bytes) \

@@ -1,5 +1,13 @@
-// Causal attention of a few tokens over a long cache, with online softmax in float32. Each threadgroup takes
-// a share of the keys, for all query heads that read the same keys; a second kernel joins the shares.
+// Causal attention of a few tokens over a long cache, with online softmax in float32.
+//
+// A threadgroup has one token, one KV head, up to DECODE_HEADS of the query heads that share it, and one
+// split of the keys. Eight lanes share a key: a simdgroup processes four keys at a time, and simdgroups take
+// every so many-th four. Each group of lanes has its own softmax in registers; at the end they are joined,
+// lanes by shuffles, simdgroups in threadgroup memory, and splits by attention_combine.
+//
+// Reading K and V bounds this kernel. Query heads share the reads, the next keys are loaded before the
+// current ones are multiplied, and splits provide threadgroups where a few tokens have too few heads to fill
+// the GPU.
 #include <metal_stdlib>
 
 #include "args.h"
@@ -20,7 +28,7 @@ struct PartialSoftmax {
   float sum;
   float4 o[kChunks];
 
-  // Makes everything relative to a new maximum.
+  // Changes the maximum to which sum and values are relative.
   void rescale(float new_best) {
     const float factor = fast::exp(best - new_best);
     best = new_best;
@@ -48,8 +56,8 @@ struct Queries {
     }
   }
 
-  // One key for each group of lanes; lanes without a valid key only take part in the sums. Keys and values of
-  // the cache's type are converted where they are used: as floats they would take twice the registers.
+  // Adds one key for each group of lanes; groups without a valid key only take part in the shuffles. Keys and
+  // values have the type of the cache until they are used: as floats they would take twice the registers.
   template <typename T>
   void take(thread const vec<T, 4>* keys, thread const vec<T, 4>* values, bool valid) {
 #pragma unroll
@@ -123,7 +131,7 @@ static inline Share share_of(uint3 group, device const PassRow& row, constant At
   return share;
 }
 
-// K and V of a layer as a sequence sees them.
+// K and V of a layer, and the block table of a sequence.
 template <typename T>
 struct Cache {
   device const T* k;  // in the first page of the pool
@@ -131,12 +139,12 @@ struct Cache {
   device const uint* block_table;
 };
 
-// Keys of the cache and their values, one for each group of lanes, in the type of the cache.
+// Keys and values of the current step, one for each group of lanes, in the type of the cache.
 template <typename T, ushort kChunks>
 struct CachedKeys {
   vec<T, 4> keys[kChunks], values[kChunks];
-  // Of the keys that are loaded next, and after them: a page is looked up two steps before its keys, so that
-  // no load of keys waits for the one before.
+  // Pages of the keys of the next two steps. A page is looked up two steps ahead, so that no load of keys
+  // waits for a block table.
   uint page, page_after;
 
   // Lanes whose key would be after `last` get `last`.

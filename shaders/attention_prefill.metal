@@ -1,9 +1,11 @@
-// Attention of many tokens on simdgroup_matrix, with online softmax.
+// Attention of many tokens on simdgroup_matrix, with online softmax: half or float32 operands, by the type of
+// the cache, and float32 sums.
 //
 // The query heads that share a KV head are stacked: row r of a tile is head r % g of token r / g, where g is
 // n_heads / n_kv_heads, so that each block of K and V serves all of them. A simdgroup owns 8 * kRowBlocks
 // rows and iterates over the keys independently: there is no barrier beyond the simdgroup, and no limit on
-// the number of keys.
+// the number of keys. Scores, weights and output stay in its registers; K and V are read from the pages as
+// 8x8 blocks.
 #include <metal_simdgroup_matrix>
 #include <metal_stdlib>
 

@@ -1,9 +1,9 @@
 // Which elements of an 8x8 block a lane holds.
 //
-// Metal's specification leaves this to the GPU, so a kernel that computes with the elements of a block finds
-// out. It relies on two facts that hold on the GPUs of all known families, and that trial.metal checks on
-// others: a lane holds two neighbours of a row, at the same places of every block, and the numbers of the
-// four lanes that share a row differ in the same two bits, or sets of bits.
+// Metal's specification leaves this to the GPU, so kernels that compute with the elements of a block
+// determine it at run time. They rely on two facts that hold on the GPUs of all known families, and that
+// trial.metal checks on others: a lane has two adjacent elements of a row, at the same places of every block,
+// and the numbers of the four lanes that share a row differ in the same two bits, or sets of bits.
 #pragma once
 
 #include <metal_simdgroup_matrix>

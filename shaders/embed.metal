@@ -16,7 +16,7 @@ kernel void embed(device const uchar* table [[buffer(0)]],  // [vocab_size][dim]
   const uint item = position.x, token = position.y;
   if (item * 8 >= args.dim || token >= args.tokens) return;
   float4 a, b;
-  // What argmax found among values that are all NaN is no row of the table.
+  // The index that argmax returns if all logits are NaN is beyond the table.
   const uint id = min(ids[token * args.id_stride], args.vocab_size - 1);
   W::load(table + ulong(id) * args.row_bytes, item, a, b);
   device float4* out = (device float4*)(x + token * args.dim + W::first(item));

@@ -1,4 +1,5 @@
-// Activation of projections that were computed separately: out = activation(gate) * up, or activation(up).
+// Activation of the feed-forward, where no product includes it: out = activation(gate) * up, or
+// activation(up) in models without a gate.
 #include <metal_stdlib>
 
 #include "args.h"

@@ -1,6 +1,6 @@
-// A decode kernel that includes the step before a projection. It saves a dispatch and a pass through memory,
-// but repeats work in every row: whether that is faster depends on the device. Grid: (rows, tokens); each
-// token reads the weights for itself.
+// A kernel for few tokens that computes SwiGLU within the down projection. It saves a dispatch and a pass
+// through memory, but repeats the activation for each row of weights. Off by default. Grid: (rows, tokens);
+// each token reads the weights separately.
 #include <metal_stdlib>
 
 #include "args.h"

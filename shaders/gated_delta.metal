@@ -14,8 +14,9 @@
 
 using namespace metal;
 
-// A simdgroup takes DELTA_COLUMNS columns of S. A lane has every 32nd row of them in registers, so that a sum
-// over rows is one of lanes. Grid: (columns, heads, sequences) in threadgroups.
+// A simdgroup takes DELTA_COLUMNS columns of S, for all tokens of a sequence: columns are independent of each
+// other, tokens are not. A lane has every 32nd row in registers, so that a sum over rows is a simd_sum. Grid:
+// (columns, heads, sequences) in threadgroups.
 kernel void gated_delta(
     device const float* decay [[buffer(0)]],  // [heads], negative
     device const float* step [[buffer(1)]],   // [heads]
@@ -97,8 +98,8 @@ kernel void gated_delta(
   }
 }
 
-// Grid: (heads, tokens) in simdgroups, as threads (32 * heads, tokens). T is half where a matmul reads the
-// result, else float.
+// y = x / sqrt(mean(x^2) + eps) * weight * silu(gate) for each head. Grid: (heads, tokens) in simdgroups, as
+// threads (32 * heads, tokens). T is half where a matmul reads the result, else float.
 template <typename T>
 kernel void gated_norm(device const float* weight [[buffer(0)]],  // [dim]
                        device const float* x [[buffer(1)]],       // [tokens][heads][dim]
@@ -122,7 +123,8 @@ kernel void gated_norm(device const float* weight [[buffer(0)]],  // [dim]
 template [[host_name("gated_norm_f32")]] kernel decltype(gated_norm<float>) gated_norm<float>;
 template [[host_name("gated_norm_f16")]] kernel decltype(gated_norm<half>) gated_norm<half>;
 
-// Grid: (n_heads * value_dim, tokens) in threads. T is the type of the output of attention.
+// y *= sigmoid(gate), for the output of attention. The gate of a head follows its query in a row of q. Grid:
+// (n_heads * value_dim, tokens) in threads. T is the type of the output of attention.
 template <typename T>
 kernel void gate_heads(device const float* q [[buffer(0)]],  // [tokens][q_stride]
                        device T* y [[buffer(1)]],            // [tokens][n_heads][value_dim]

@@ -11,8 +11,9 @@ struct Moments {
   float mean, scale;  // scale is 1 / sqrt(variance + eps)
 };
 
-// Of a row of float4, by all threads of the group. at(i) returns the value of column i. The deviation is
-// taken around the mean: a sum of squares would cancel where the mean is large.
+// Moments of a row of float4, computed by all threads of the group. at(i) returns the values of column i. The
+// variance is the mean of squared differences from the mean: with a difference of sums, digits would cancel
+// where the mean is large.
 template <typename At>
 static inline Moments moments_of(thread const At& at, uint columns, float eps, threadgroup float* partial,
                                  ushort thread_index, ushort threads, ushort lane, ushort simdgroup,

@@ -1,4 +1,5 @@
-// Log probability of one target for each token: logits[target] - log(sum(exp(logits))).
+// Log probability of one target for each token: logits[target] - log(sum(exp(logits))). The logits are read
+// twice: for their maximum, relative to which exp cannot overflow, and for the sum.
 #include <metal_stdlib>
 
 #include "args.h"

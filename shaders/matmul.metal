@@ -1,4 +1,14 @@
 // Products of weights with many tokens on simdgroup_matrix: half operands, float32 sums.
+//
+// A threadgroup of four simdgroups computes a tile of kTokens x kRows results; each simdgroup has a quarter
+// of it in registers, as 8x8 blocks. For each step of MATMUL_K columns, all threads dequantize the weights of
+// the tile and copy the values of its tokens to threadgroup memory (matmul_tiles.h). A weight is thereby
+// dequantized once for all tokens of the tile. There are two stages: the loads of a step are in flight while
+// the simdgroups multiply the step before.
+//
+// For each step of 8 columns, a simdgroup with a wide tile multiplies 16 pairs of blocks and loads 8 blocks
+// from threadgroup memory; with a narrow tile it multiplies 4 and loads 4, but there are more tiles to fill
+// the GPU. matmul_split is for even fewer tiles.
 #include <metal_simdgroup_matrix>
 #include <metal_stdlib>
 
@@ -120,8 +130,8 @@ template <typename W, ushort kTokens, ushort kRows>
   }
 }
 
-// The same for so few tiles that the GPU has threads to spare: in every tile MATMUL_PARTS groups of four
-// simdgroups multiply a part of the columns each, and their sums are added. Threadgroup: MATMUL_PARTS *
+// matmul for fewer tiles than the GPU has cores: MATMUL_PARTS groups of four simdgroups multiply a part of
+// the columns of a tile each, and their sums are added in threadgroup memory. Threadgroup: MATMUL_PARTS *
 // MATMUL_THREADS. Grid: (rows / kTile, tokens / kTile), rounded up.
 template <typename W>
 [[max_total_threads_per_threadgroup(MATMUL_PARTS * MATMUL_THREADS)]] kernel void matmul_split(
@@ -221,8 +231,6 @@ template <typename W, ushort kTokens, ushort kRows>
   }
 }
 
-// Wide tiles do 16 multiplications of 8x8 blocks for 8 loads; narrow tiles do 4 for 4, but fill the GPU with
-// less work.
 typedef decltype(matmul<F32, MATMUL_NARROW_TILE, MATMUL_NARROW_TILE>) matmul_t;
 typedef decltype(matmul_split<F32>) matmul_split_t;
 typedef decltype(matmul_swiglu<F32, MATMUL_NARROW_TILE, MATMUL_NARROW_TILE>) matmul_swiglu_t;

@@ -1,5 +1,4 @@
-// Shared by the kernels that multiply weights by many tokens: how the operands of a step come into
-// threadgroup memory, in half precision.
+// Staging of the operands of a matmul in threadgroup memory, in half precision.
 #pragma once
 
 #include <metal_stdlib>
@@ -10,10 +9,11 @@
 
 using namespace metal;
 
-// Device memory to registers to threadgroup memory, so that the loads of one step are in flight while the
-// simdgroups multiply the step before. A tile of kRows rows is kRows * 4 items of 8 columns for 128 threads.
-// Rows and tokens beyond the end repeat the last one; their results are not stored. Columns beyond the end,
-// of a row whose length is not a multiple of MATMUL_K, are zeros of the tokens, and any weights.
+// Weights go from device memory to registers and from there to threadgroup memory, so that the loads of a
+// step are in flight while the simdgroups multiply the step before. A tile of kRows rows is kRows * 4 items
+// of 8 columns for 128 threads. Rows and tokens beyond the end repeat the last one; their results are not
+// stored. Columns beyond the end, of a row whose length is not a multiple of MATMUL_K, are zeros of the
+// tokens, and any weights.
 template <typename W, ushort kRows, ushort kStagedRow>
 struct WeightTile {
   static constant constexpr ushort kItems = kRows * 4 / MATMUL_THREADS;

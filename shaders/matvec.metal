@@ -1,4 +1,13 @@
-// Products of weights with one token or a few, in float32.
+// Products of weights with one token or a few, in float32: matvec and multi_token_matvec, and their variants
+// with SwiGLU after the products or RMSNorm before them.
+//
+// 8, 16 or 32 adjacent lanes (args.lanes_per_row) share a row of weights: each dequantizes every so many-th
+// item of it, multiplies by the token's values, and keeps its part of the sum in a register. Shuffles add the
+// parts. Threadgroup memory and barriers are not needed, so simdgroups never wait for each other.
+//
+// Reading the weights bounds these kernels, and what counts is the number of loads in flight. A lane
+// therefore loads several items before it multiplies the first, and no load depends on a branch. With several
+// tokens, an item is dequantized once for a tile of them.
 #include <metal_stdlib>
 
 #include "args.h"
@@ -16,13 +25,13 @@ static inline float row_sum(float sum, ushort lanes) {
   return sum;
 }
 
-// Where products read the values of a token, from a column on.
+// The values of a token, read from device memory four at a time.
 struct StoredToken {
   device const float* x;
   float4 values(uint column) const { return *(device const float4*)(x + column); }
 };
 
-// The same of a token that is normed meanwhile: x * scale * weight.
+// The values of a token, normed as they are read: x * scale * weight.
 struct NormedToken {
   device const float* x;
   device const float* weight;
@@ -32,12 +41,12 @@ struct NormedToken {
   }
 };
 
-// A lane's share of the products of kRows rows of weights with kTokens tokens. `lanes` lanes share a row and
-// take every lanes-th item of it. A sum has the same terms in the same order for any kRows and kTokens, so
-// that a token gets the same bits alone and together with others.
+// A lane's part of the products of kRows rows of weights with kTokens tokens. `lanes` lanes share a row, and
+// each takes every lanes-th item of it. A sum has the same terms in the same order for any kRows and kTokens,
+// so that the results of a token are bit-identical alone and with others.
 template <typename W, ushort kRows, ushort kTokens, typename Token = StoredToken>
 struct Products {
-  // Items that are loaded before the first is needed, as many as there are registers for.
+  // Items of a row that are loaded before the first is multiplied: as many as registers allow.
   static constant constexpr ushort kRounds = kRows > 2 || kTokens > 4 ? 1 : kTokens > 2 ? 2 : kAhead;
   device const uchar* row[kRows];
   Token token[kTokens];
@@ -78,13 +87,13 @@ struct Products {
     }
   }
 
-  // Of a lane.
+  // Sum of this lane's terms.
   float own_sum(ushort w, ushort t) const { return sum[w][t].x + sum[w][t].y + sum[w][t].z + sum[w][t].w; }
-  // In every lane of the row.
+  // Sum of the row, in each of its lanes.
   float total(ushort w, ushort t, ushort lanes) const { return row_sum(own_sum(w, t), lanes); }
 
-  // The totals of token lane % kTokens, with the bits of `total`. From one step to the next a lane has to add
-  // for half as many tokens, and the steps of all sums are in flight together.
+  // The totals of token lane % kTokens, bit-identical to `total`. A lane adds for half as many tokens in each
+  // step, and the shuffles of all sums are in flight together.
   void totals_of_own_token(thread float (&totals)[kRows], ushort lane, ushort lanes) const {
     float values[kRows][kTokens];
 #pragma unroll
@@ -113,8 +122,8 @@ struct Products {
   }
 };
 
-// y[row] (+)= w[row] . x of kRows rows for each group of lanes, which share what is read of x. One lane of a
-// group writes for each row.
+// y[row] (+)= w[row] . x of kRows rows for each group of lanes, which reads x once for all of them. One lane
+// of a group writes for each row.
 template <typename W, ushort kRows, typename Token>
 static inline void rows_times_token(device const uchar* w, Token token, device float* y,
                                     constant MatvecArgs& args, uint first_row, ushort lane) {
@@ -153,7 +162,7 @@ kernel void matvec(device const uchar* w [[buffer(0)]],  // stacked matrices [ou
   rows_times_token<W, kRows>(w, StoredToken{x}, y, args, row, lane);
 }
 
-// The token's norm, whose factor each simdgroup computes for itself, with the bits of the kernel rmsnorm.
+// The token with its norm. Each simdgroup computes the factor itself, bit-identical to that of rmsnorm.
 static inline NormedToken normed_token(device const float* x, device const float* norm,
                                        constant MatvecArgs& args, ushort lane) {
   device const float4* row = (device const float4*)x;
@@ -226,9 +235,9 @@ kernel void rmsnorm_matvec_swiglu(device const uchar* w [[buffer(0)]],     // [2
   swiglu_of_token<W, NORMED_MATVEC_ROWS>(w, normed_token(x, norm, args, lane), y, args, row, lane);
 }
 
-// A tile of up to kTokens tokens, of which there are `tokens`; those beyond repeat the last. Each lane group
-// has kRows rows, so that what is read of x serves all of them. One lane of a group writes for each token,
-// all of them at the same time.
+// y[t][row] (+)= w[row] . x[t] of a tile of kTokens tokens, of which `tokens` exist; the others repeat the
+// last. A group of lanes has kRows rows, and reads x once for all of them. One lane of a group writes for
+// each token, all at the same time.
 template <typename W, bool kAccumulate, ushort kRows, ushort kTokens>
 static inline void rows_times_tokens(device const uchar* w, device const float* x, device float* y,
                                      constant MatvecArgs& args, uint first_row, uint tokens, ushort lane) {
@@ -278,9 +287,9 @@ static inline void swiglu_of_tokens(device const uchar* w, device const float* x
   }
 }
 
-// matvec of several tokens: y[t][row] (+)= w[row] . x[t]. Grid: (tiles of tokens, rows), rounded up: groups
-// that follow each other read the same weights. The number of tokens of a tile is known to the compiler, so
-// that no load depends on a branch, and those of all tokens are in flight together.
+// matvec of several tokens: y[t][row] (+)= w[row] . x[t]. Grid: (tiles of tokens, rows), rounded up, so that
+// consecutive threadgroups read the same weights. The number of tokens of a tile is a constant, so that no
+// load depends on a branch and the loads of all tokens are in flight together.
 template <typename W, bool kAccumulate>
 kernel void multi_token_matvec(device const uchar* w [[buffer(0)]],  // stacked matrices [out_dim][in_dim]
                                device const float* x [[buffer(1)]],  // [tokens][in_dim]

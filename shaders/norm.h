@@ -1,4 +1,4 @@
-// The norm's factor, the same bits by a threadgroup and by a simdgroup alone.
+// The factor of RMSNorm, computed by a threadgroup or by a single simdgroup with bit-identical results.
 #pragma once
 
 #include <metal_stdlib>
@@ -16,8 +16,8 @@ static inline float norm_scale(float sum_of_thread, uint dim, float eps, threadg
   return precise::rsqrt(simd_sum(sum) / float(dim) + eps);
 }
 
-// The same, by one simdgroup that adds as a threadgroup of `threads` threads does. The first values of so
-// many threads for each lane are loaded together.
+// The same by one simdgroup, which adds in the order of a threadgroup of `threads` threads. A lane adds for
+// every 32nd of these threads, and loads the first values of kTogether of them at a time.
 static inline float norm_scale_of(device const float4* x, uint dim, float eps, uint threads, ushort lane) {
   constexpr ushort kTogether = 8;
   const uint columns = dim / 4;

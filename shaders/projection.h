@@ -1,4 +1,4 @@
-// Shared by the kernels that multiply by weights.
+// Addresses of weight rows and activations, for all kernels that multiply by weights.
 #pragma once
 
 #include <metal_stdlib>
@@ -7,8 +7,8 @@
 
 using namespace metal;
 
-// Items of a row that a lane of a product with one or two tokens loads before it needs the first. The numbers
-// of rounds are multiples of three at 576 columns with 32 lanes (3), 1536 with 32 (6) and 576 with 8 (9).
+// Items of a row that a lane of a product with one or two tokens loads before it multiplies the first. Three
+// divides the number of rounds at 576 columns with 32 lanes (3), at 1536 with 32 (6) and at 576 with 8 (9).
 constant constexpr ushort kAhead = 3;
 
 // Start of row `row` of the stacked matrices.
@@ -32,7 +32,7 @@ static inline device const uchar* half_row(device const uchar* weights, constant
   return weights + stack.offset[which] + ulong(row) * stack.row_bytes;
 }
 
-// The nearest half that is finite. clamp() alone would make a number of a value that is not one.
+// The nearest finite half; NaN stays NaN, which clamp() alone would turn into a number.
 static inline half finite_half(float value) {
   return half(isnan(value) ? value : clamp(value, -65504.0f, 65504.0f));
 }

@@ -1,5 +1,8 @@
-// RMSNorm of each token: y = x / sqrt(mean(x^2) + eps) * weight. A model that norms after its blocks has none
-// before them: without a weight, rmsnorm copies, for the sake of the type of y.
+// RMSNorm of each token: y = x / sqrt(mean(x^2) + eps) * weight. Models that norm after their blocks have no
+// norm before them: without a weight, rmsnorm only converts x to the type of y.
+//
+// A threadgroup per token: each thread reads four adjacent values and their weights at once, and one barrier
+// joins the sums (norm.h). Nothing else runs at this time that could hide the latency of a longer chain.
 #include <metal_stdlib>
 
 #include "args.h"
@@ -10,8 +13,8 @@ using namespace metal;
 constant constexpr ushort kMostThreads = 1024;  // of a threadgroup
 
 // A row, normed by all threads of the group: scale is 1 / sqrt(mean(x^2) + eps). A thread keeps its first
-// four values, which are all it has where there are enough threads, and reads their weights before the sum.
-// Its result may take the row's place (rmsnorm_in_place), so a thread reads no values but its own.
+// four values, which are all of them if there are enough threads, and reads their weights before the sum. It
+// reads no values of other threads, since the result may replace the row (rmsnorm_in_place).
 struct NormedRow {
   float4 x, weight;
   float scale;

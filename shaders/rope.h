@@ -27,8 +27,8 @@ static inline float2 turned(float2 value, device const float2* table, ushort i, 
   return float2(value.x * turn.x - value.y * turn.y, value.x * turn.y + value.y * turn.x);
 }
 
-// Takes a head of q or k from column `first` of a row of qkv, adds the bias, norms and rotates it, and writes
-// it to `out`, rounded to T. `out` may be the same place of qkv. `table` is the row of the token's position.
+// Reads a head of q or k from column `first` of a row of qkv, adds the bias, norms and rotates it, and writes
+// it to `out`, rounded to T. `out` may be the same columns. `table` is the row of the token's position.
 template <typename T, typename Out>
 static inline void rotate_head(device const float* row, uint first, device const float* bias,
                                device const float* norm, bool has_norm, device const float2* table,

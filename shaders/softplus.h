@@ -1,4 +1,4 @@
-// The activation of the steps of recurrences.
+// Softplus, the activation of the time steps of recurrences.
 #pragma once
 
 #include <metal_stdlib>

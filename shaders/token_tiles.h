@@ -1,5 +1,6 @@
-// How multi_token_matvec divides its work: the lanes that share a row multiply a tile of tokens by a few rows
-// of weights. What is read of a token serves all rows of the tile, and a dequantized weight all its tokens.
+// Tiles of multi_token_matvec: the lanes that share a row multiply a tile of tokens by a few rows of weights.
+// The values of a token are read once for all rows of the tile, and a weight is dequantized once for all its
+// tokens.
 #pragma once
 
 // Up to MULTI_TOKEN_TILE tokens are one tile, so that each weight is dequantized once.

@@ -1,5 +1,5 @@
-// An unknown GPU must compute this correctly before it is used: a product of blocks on simdgroup_matrix, a
-// sum over 32 lanes, and what BlockRows knows about the elements of a block.
+// Trial of an unknown GPU, which is used only if the results are correct: a product of blocks on
+// simdgroup_matrix, a sum over 32 lanes, and maxima and sums of the rows of a block by BlockRows.
 #include <metal_simdgroup_matrix>
 #include <metal_stdlib>
 

@@ -1,6 +1,6 @@
-// Which instantiations of kernel templates are compiled. Where the shaders are compiled when a model is
-// opened, each takes time, and a model needs few: the host then defines ONLY_WANTED, and for each variant
-// that it needs WANTS_<variant> as 1. Otherwise all are compiled.
+// Selection of the instantiations of kernel templates that are compiled. If the shaders are compiled when a
+// model is opened, each instantiation takes time, and the model needs few of them: the host then defines
+// ONLY_WANTED, and WANTS_<variant> as 1 for each variant that it needs. Otherwise all are compiled.
 //
 // IF_WANTED(variant)(text) is the text, or nothing. A variant is a tensor type as in EACH_TENSOR_TYPE, or an
 // attention kernel with the type of the cache and the size of a head: see variant_of in
@@ -10,7 +10,7 @@
 #define WANTED_KEEP(...) __VA_ARGS__
 #ifdef ONLY_WANTED
 #define WANTED_DROP(...)
-// Of a macro that is 1 two arguments are made, the second of which is taken; else the second is the default.
+// A macro that is 1 becomes two arguments, the second of which is selected; otherwise the default is.
 #define WANTED_IS_1 ~, WANTED_KEEP
 #define WANTED_SECOND(first, second, ...) second
 #define WANTED_OF(...) WANTED_SECOND(__VA_ARGS__)
