@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from metal_prefill.tasks._classification import encode_pair, score_continuations
+from metal_prefill.tasks._continuations import encode_continuation, score_continuations
 from metal_prefill.tasks._text_passes import TextJob, TextPasses, compute
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def loglikelihood(
     encoded = []
     for i, (context, continuation) in enumerate(pairs):
         try:
-            encoded.append(_cut(model, *encode_pair(model.engine, context, continuation, encode)))
+            encoded.append(_cut(model, *encode_continuation(model.engine, context, continuation, encode)))
         except ValueError as error:
             raise ValueError(f"request {i}: {error}") from None
     return loglikelihood_of_tokens(model, encoded)

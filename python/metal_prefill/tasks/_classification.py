@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -11,18 +11,11 @@ import numpy.typing as npt
 
 from metal_prefill._engine import Engine, EngineOwner
 from metal_prefill.files._pooled_head import softmax
+from metal_prefill.tasks._continuations import encode_continuation, score_continuations
 from metal_prefill.tasks._embedding import check_length, checked_texts, encode_text
-from metal_prefill.tasks._pairs import encode_pair as encode_text_pair
-from metal_prefill.tasks._pairs import encode_part
+from metal_prefill.tasks._pairs import encode_pair, encode_part
 from metal_prefill.tasks._prompt_rules import PromptRules, errors_of, shortened, warn_of_cut
-from metal_prefill.tasks._text_passes import (
-    Ids,
-    TextJob,
-    TextPasses,
-    compute,
-    pooled_states,
-    shared_beginning,
-)
+from metal_prefill.tasks._text_passes import Ids, TextPasses, pooled_states
 
 TextOrPair = str | tuple[str, str]
 
@@ -94,7 +87,7 @@ def classify(
         for label in labels:
             with errors_of(f"text {i}, label {label!r}"):
                 context = rules.normalized(f"{before}{text}{after}")
-                made.append(encode_pair(engine, context, rules.normalized(label)))
+                made.append(encode_continuation(engine, context, rules.normalized(label)))
         return made
 
     def excess_of(i: int, text: str) -> int:
@@ -160,7 +153,7 @@ def _encode_for_head(
             ids, is_cut, _ = encode_text(engine, text, name, rules=rules)
         else:
             first, second = (encode_part(engine, part, name, rules) for part in text)
-            pair = encode_text_pair(engine, first, second, name, rules)
+            pair = encode_pair(engine, first, second, name, rules)
             ids, is_cut = pair.ids, pair.cut
         if not len(ids):
             raise ValueError(f"{name} has no tokens")
@@ -185,70 +178,3 @@ def _checked_pairs(engine: Engine, texts: Iterable[TextOrPair]) -> list[TextOrPa
             raise ValueError(f"text {i} is a pair, which only encoders take")
         checked.append((parts[0], parts[1]))
     return checked
-
-
-def encode_pair(
-    engine: Engine, context: str, continuation: str, encode: Callable[[str], list[int]] | None = None
-) -> tuple[Ids, Ids]:
-    """Turn a text and its continuation into tokens, cut where the tokens of both together are.
-
-    Spaces at the end of the text go to the continuation, whose first token they belong to. A text without
-    tokens is the token that begins or ends texts.
-    """
-    tokenizer = engine.tokenizer
-    spaces = len(context) - len(context.rstrip())
-    if spaces:
-        context, continuation = context[:-spaces], context[-spaces:] + continuation
-    encode = tokenizer.encode if encode is None else encode
-    before = encode(context)
-    whole = encode(context + continuation)
-    if not before:
-        start = tokenizer.bos_id if tokenizer.bos_id is not None else tokenizer.eos_id
-        if start is None:
-            raise ValueError("there is no token before it")
-        before, whole = [start], [start, *whole]
-    after = whole[len(before) :]
-    if not after:
-        raise ValueError("it has no tokens")
-    return np.array(whole[: len(before)], np.int32), np.array(after, np.int32)
-
-
-def score_continuations(
-    passes: TextPasses, pairs: Sequence[tuple[Ids, Ids]], names: Sequence[str]
-) -> list[npt.NDArray[np.float32]]:
-    """Log probability of each token of each continuation.
-
-    What all contexts share is computed once, and each context once for all of its continuations. The head is
-    computed for the rows before the tokens of the continuations alone.
-    """
-    if not pairs:
-        return []
-    contexts = [context for context, _ in pairs]
-    shared = shared_beginning(contexts)
-    root = TextJob(contexts[0][:shared], "none", name=names[0]) if shared else None
-    jobs: list[TextJob] = [] if root is None else [root]
-    scored: list[TextJob] = []
-    groups: dict[bytes, list[int]] = {}
-    for i, context in enumerate(contexts):
-        groups.setdefault(context.tobytes(), []).append(i)
-    for members in groups.values():
-        context = contexts[members[0]][shared:]
-        parent = root
-        if len(members) > 1 and len(context) > 1:
-            parent = TextJob(context[:-1], "none", parent=root, name=names[members[0]])
-            jobs.append(parent)
-            context = context[-1:]
-        for i in members:
-            continuation = pairs[i][1]
-            job = TextJob(
-                np.concatenate([context, continuation]), "log_probs", len(continuation), parent, names[i]
-            )
-            jobs.append(job)
-            scored.append(job)
-    order = [i for members in groups.values() for i in members]
-    place = {id(job): i for job, i in zip(scored, order, strict=True)}
-    results: list[npt.NDArray[np.float32]] = [np.empty(0, np.float32)] * len(pairs)
-    for job in compute(passes, jobs):
-        if id(job) in place:
-            results[place[id(job)]] = job.result
-    return results

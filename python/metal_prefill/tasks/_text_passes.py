@@ -162,7 +162,7 @@ def _release(job: TextJob | None) -> None:
         job = job.parent
 
 
-def shared_beginning(prompts: Sequence[Ids]) -> int:
+def shared_prefix(prompts: Sequence[Ids]) -> int:
     """Return the length of the prefix that all prompts share, at most all but the last token of each.
 
     0 if it is too short to be computed separately.
@@ -180,7 +180,7 @@ def last_states(
     passes: TextPasses, prompts: Sequence[Ids], names: Sequence[str]
 ) -> Iterator[npt.NDArray[np.float32]]:
     """Yield the hidden state of the last token of each prompt; a shared prefix is computed once."""
-    shared = shared_beginning(prompts)
+    shared = shared_prefix(prompts)
     parent = TextJob(prompts[0][:shared], "none", name=names[0]) if shared else None
     jobs = [
         TextJob(ids[shared:], "hidden", 1, parent, name) for ids, name in zip(prompts, names, strict=True)
