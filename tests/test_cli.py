@@ -257,6 +257,13 @@ def test_info_draws_the_distribution_of_bytes(tmp_path: Path) -> None:
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+def test_decoding_of_an_encoder_is_not_predicted(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["predict", "--preset", "minilm-l6", "-p", "32"]) == 0
+    capsys.readouterr()
+    assert cli.main(["predict", "--preset", "minilm-l6", "-p", "32", "-n", "4"]) == 2
+    assert "-n predicts decoding, which the model, an encoder, does not do" in capsys.readouterr().err
+
+
 def test_label_predicts_labels_in_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "texts.txt"
     file.write_text("O Romeo\n\nThe king is dead\n")

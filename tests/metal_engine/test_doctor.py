@@ -54,6 +54,26 @@ def test_the_prediction_is_for_the_kernels_of_the_engine(path: Path, monkeypatch
     assert fused > separate  # by the model
 
 
+def test_an_encoder_on_a_working_device_passes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(doctor_report, "BENCH_SECONDS", 0.0)
+    monkeypatch.setattr(doctor_report, "BENCH_PROMPT", 16)
+    monkeypatch.setattr(doctor_report, "LONG_PROMPT", 40)
+    file = write(tmp_path / "m.gguf", ENCODERS["bert"])
+    gpu.set_limits(gpu.Limits(name="Apple M4", apple_family=9))
+    code, report = doctor(file, tmp_path)
+    assert (code, report["passed"]) == (0, True)
+    assert [c["name"] for c in report["hidden_states"]] == ["text of 9", "text of 40"]
+    assert [b["name"] for b in report["benchmark"]] == ["pp16"]
+    assert report["benchmark"][0]["predicted_range"]
+    assert "agrees: text of 9: error" in capsys.readouterr().out
+    gpu.set_limits(gpu.Limits(wrong_kernels={"layernorm_stream"}))
+    code, report = doctor(file, tmp_path, "--quick")
+    assert (code, report["passed"]) == (1, False)
+    assert not report["hidden_states"][0]["passed"]
+
+
 def test_a_working_device_passes(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

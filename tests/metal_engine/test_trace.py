@@ -240,6 +240,18 @@ def test_the_cpu_engine_has_no_dispatches(
     assert not list(tmp_path.glob("trace*"))
 
 
+def test_decoding_of_an_encoder_is_not_traced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, out = (
+        synth.synthesize(tmp_path / "m.gguf", preset="minilm-l6", layers=1, vocab=320),
+        tmp_path / "t.json",
+    )
+    command = ["trace", "-m", str(file), "--device", "metal", "-p", "4", "-o", str(out)]
+    assert cli.main([*command, "-n", "1"]) == 2
+    assert "is an encoder, which does not generate" in capsys.readouterr().err
+    assert not out.exists()
+    assert cli.main(command) == 0
+
+
 def test_calls_that_do_not_fit_are_rejected_before_they_run(
     model: Model, path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -147,6 +147,27 @@ MUTANTS = (
         ("tests/test_cost_model.py", "tests/metal_engine/test_trace.py"),
     ),
     Mutant(
+        f"{PACKAGE}/gpu/_kernel_checks/products.py",
+        'd.before(1, np.int32)[:: d.args["id_stride"]]',
+        "d.before(1, np.int32)",
+        "a correct GPU is rejected for encoders with learned positions",
+        ("tests/metal_engine/test_kernel_checks.py", "-k", "bert"),
+    ),
+    Mutant(
+        f"{PACKAGE}/gpu/_kernel_checks/attention.py",
+        'if not args["norm_after"]:',
+        "if True:",
+        "a correct GPU is rejected for models that norm heads after their rotation",
+        ("tests/metal_engine/test_kernel_checks.py", "-k", "hunyuan"),
+    ),
+    Mutant(
+        f"{PACKAGE}/gpu/_kernel_checks/captured.py",
+        'np.uint64, len(self.args["rows"])',
+        "np.uint64, 3",
+        "products of four stacked matrices end the check of a GPU with an IndexError",
+        ("tests/metal_engine/test_kernel_checks.py", "-k", "falcon or qwen35"),
+    ),
+    Mutant(
         f"{PACKAGE}/gpu/_kernel_checks/steps.py",
         "row = slice(token * stride, token * stride + dim)",
         "row = slice(token * dim, (token + 1) * dim)",

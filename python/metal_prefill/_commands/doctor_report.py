@@ -111,6 +111,25 @@ def check_logits(model: Model, reference: Model, quick: bool) -> list[Report]:
     return found
 
 
+def check_states(model: Model, reference: Model, quick: bool) -> list[Report]:
+    """Compare the hidden states of all tokens of two engines, for a model without logits."""
+    found = []
+    for n in (SHORT_PROMPT,) if quick else (SHORT_PROMPT, min(LONG_PROMPT, model.config.context_length)):
+        tokens = known_tokens(n, model.config.vocab_size)
+        got, expected = _states(model, tokens), _states(reference, tokens)
+        error = float(np.abs(got - expected).max() / np.abs(expected).max())
+        passed = bool(np.isfinite(got).all()) and error <= LOGITS_BOUND
+        found.append({"name": f"text of {n}", "passed": passed, "error": error})
+    return found
+
+
+def _states(model: Model, tokens: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Return the hidden states of a text, float32 ``[tokens][dim]``."""
+    with model.session() as session:
+        (states,) = model.forward_batch([session], [tokens], output="hidden", rows="all")
+    return np.asarray(states)
+
+
 def _speed(run: Callable[[], int]) -> float:
     """Return the highest tokens per second over repeated runs, at least two."""
     best, begin, runs = 0.0, time.perf_counter(), 0
@@ -127,12 +146,16 @@ def benchmark(model: Model) -> list[Report]:
     from metal_prefill.gpu._cost_model import find_chip, plan, predict, shape_of
     from metal_prefill.gpu._cost_model.chips import CHIPS
 
-    prompt = min(BENCH_PROMPT, model.config.context_length - BENCH_TOKENS)
+    decodes = BENCH_TOKENS if model.config.generates else 0
+    prompt = min(BENCH_PROMPT, model.config.context_length - decodes)
     tokens = known_tokens(prompt, model.config.vocab_size).tolist()
 
     def prefill() -> int:
         model.reset()
-        model.forward_prompt(tokens)
+        if model.config.has_head:
+            model.forward_prompt(tokens)
+        else:
+            _states(model, np.array(tokens))
         return prompt
 
     def decode() -> int:
@@ -143,7 +166,7 @@ def benchmark(model: Model) -> list[Report]:
         return BENCH_TOKENS
 
     results = [{"name": f"pp{prompt}", "tokens_per_second": _speed(prefill)}]
-    if model.config.causal:
+    if decodes:
         results.append({"name": f"tg{BENCH_TOKENS}", "tokens_per_second": _speed(decode)})
     words = model.device.lower().replace("apple ", "").replace(" ", "-")
     chip = next((name for name in sorted(CHIPS, key=len, reverse=True) if words.startswith(name)), None)
@@ -157,7 +180,7 @@ def benchmark(model: Model) -> list[Report]:
             "matvec_rows": int(stats["matvec_rows"]),
             "matmul_tensor": bool(stats["matmul_tensor"]),
         }
-        steps = [d for i in range(BENCH_TOKENS) for d in plan(shape, 1, position=prompt + i, **options)]
+        steps = [d for i in range(decodes) for d in plan(shape, 1, position=prompt + i, **options)]
         listed = (plan(shape, prompt, **options), steps)
         waits = (1, BENCH_TOKENS)
         for result, dispatches, n, wait in zip(results, listed, (prompt, BENCH_TOKENS), waits, strict=False):
@@ -227,14 +250,14 @@ def _examine(model: Model, reference: Model, report: Report, quick: bool, say: S
         say(f"kernels not reached: {', '.join(kernels['not_checked'])}")
     for d in kernels["differences"]:
         say(f"DIFFERS: {d['kernel']}: value {d['index']} is {d['got']:.6g}, expected {d['expected']:.6g}")
-    report["logits"] = check_logits(model, reference, quick)
-    for c in report["logits"]:
+    has_logits = model.config.has_head
+    compare, what = (check_logits, "logit") if has_logits else (check_states, "value")
+    results = report["logits" if has_logits else "hidden_states"] = compare(model, reference, quick)
+    for c in results:
         verdict = "agrees" if c["passed"] else "DIFFERS"
-        say(
-            f"{verdict}: {c['name']}: error {c['error']:.1e} of the largest logit, token {c['token']}, "
-            f"CPU token {c['cpu_token']}"
-        )
-    report["passed"] = not kernels["differences"] and all(c["passed"] for c in report["logits"])
+        chosen = f", token {c['token']}, CPU token {c['cpu_token']}" if has_logits else ""
+        say(f"{verdict}: {c['name']}: error {c['error']:.1e} of the largest {what}{chosen}")
+    report["passed"] = not kernels["differences"] and all(c["passed"] for c in results)
     if not quick:
         report["benchmark"] = benchmark(model)
         for b in report["benchmark"]:

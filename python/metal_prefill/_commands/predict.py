@@ -126,6 +126,8 @@ def predictions(arguments: argparse.Namespace) -> list[tuple[str, Prediction]]:
     }
     if not prompt and not arguments.n_gen:
         raise ValueError("nothing to predict: set -p or -n")
+    if arguments.n_gen and not shape.config.generates:
+        raise ValueError("-n predicts decoding, which the model, an encoder, does not do")
     limit = shape.config.context_length
     if prompt + arguments.n_gen > limit:
         raise ValueError(f"{prompt + arguments.n_gen} tokens exceed the model's context of {limit}")

@@ -55,7 +55,7 @@ def execute(arguments: argparse.Namespace) -> None:
 
     output: Path = arguments.output
     with replacing(output) as part:  # report an unwritable file before the work
-        with common.open_model(arguments) as model:
+        with common.open_model(arguments, generates=arguments.n_gen > 0) as model:
             vocab = model.config.vocab_size
             tokens = [(5 + 7 * i) % vocab for i in range(arguments.prompt)]
             with (

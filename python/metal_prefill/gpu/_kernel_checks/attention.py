@@ -41,10 +41,13 @@ def _rotated(d: Captured, args: dict[str, Any], row: Values, position: int) -> t
     q = _queries(row, args)
     k, v = np.split(row[heads * args["query_step"] :], [kv * key])
     k, v = k.reshape(kv, key), v.reshape(kv, value)
-    if args["has_q_norm"]:
-        q = rms_normed(q, d.before(1, np.float32)[:key].astype(np.float64), args["eps"])
-    if args["has_k_norm"]:
-        k = rms_normed(k, d.before(2, np.float32)[:key].astype(np.float64), args["eps"])
+
+    def normed(heads: Values, binding: int, has_norm: int) -> Values:
+        weight = d.before(binding, np.float32)[:key].astype(np.float64)
+        return rms_normed(heads, weight, args["eps"]) if has_norm else heads
+
+    if not args["norm_after"]:
+        q, k = normed(q, 1, args["has_q_norm"]), normed(k, 2, args["has_k_norm"])
     n = args["rope_dim"]
     table = d.before(3, np.float32)[position * n : (position + 1) * n].reshape(n // 2, 2).astype(np.float64)
     first = np.arange(n // 2)
@@ -53,6 +56,8 @@ def _rotated(d: Captured, args: dict[str, Any], row: Values, position: int) -> t
         a, b = head[:, first].copy(), head[:, second].copy()
         head[:, first] = a * table[:, 0] - b * table[:, 1]
         head[:, second] = a * table[:, 1] + b * table[:, 0]
+    if args["norm_after"]:
+        q, k = normed(q, 1, args["has_q_norm"]), normed(k, 2, args["has_k_norm"])
     return q, k, v
 
 

@@ -32,7 +32,7 @@ class Captured:
     @property
     def offsets(self) -> list[int]:
         """Offsets of the stacked matrices, in bytes from the binding."""
-        return [int(n) for n in np.frombuffer(self._dispatch.args, np.uint64, 3)]
+        return [int(n) for n in np.frombuffer(self._dispatch.args, np.uint64, len(self.args["rows"]))]
 
     def before(self, binding: int, dtype: Any) -> Values:
         """Return the contents of a buffer, from its binding on, before the dispatch."""

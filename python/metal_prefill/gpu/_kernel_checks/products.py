@@ -55,7 +55,7 @@ def _type_of(kernel: str) -> str:
 
 def embed(d: Captured) -> Expected:
     dim, row_bytes = d.args["dim"], d.args["row_bytes"]
-    ids, table = d.before(1, np.int32), d.before(0, np.uint8)
+    ids, table = d.before(1, np.int32)[:: d.args["id_stride"]], d.before(0, np.uint8)
     for token in some_of(d.args["tokens"], SAMPLED_TOKENS):
         start = int(ids[token]) * row_bytes
         row = _core.dequantize(

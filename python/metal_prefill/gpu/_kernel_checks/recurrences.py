@@ -120,11 +120,11 @@ def scan(d: Captured) -> Expected:
 def scan_norm(d: Captured) -> Expected:
     a = d.args
     inner, groups = a["inner"], a["groups"]
-    weight, gates, y = (d.before(i, np.float32).astype(np.float64) for i in range(3))
+    weight, gates, y = (d.before(i, np.float32) for i in range(3))
     out = d.after(3, np.float16 if d.kernel.endswith("f16") else np.float32)
     for token in some_of(d.grid[0], SAMPLED_TOKENS):
         start = (token + a["first_out"]) * a["row_stride"]
-        gate = gates[start : start + inner]
+        gate = gates[start : start + inner].astype(np.float64)
         gated = (activate(gate, SILU) * y[token * inner : (token + 1) * inner]).reshape(groups, -1)
         gated = gated / np.sqrt((gated**2).mean(axis=-1, keepdims=True) + a["eps"])
         gated = gated * weight[:inner].reshape(groups, -1)

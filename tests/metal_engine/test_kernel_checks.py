@@ -1,0 +1,29 @@
+"""The comparison of kernels with float64 at first contact, on models of every kind."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+
+import pytest
+from support.emulated_gpu import open_metal
+from support.small_models import ENCODERS, MODELS, write
+
+from metal_prefill import _core
+from metal_prefill.gpu._self_test import QUICK, kernel_differences
+
+pytestmark = [pytest.mark.emulator, pytest.mark.usefixtures("own_cache", "own_device")]
+
+if not _core.has_emulator:
+    pytest.skip("needs a build with the Metal emulator", allow_module_level=True)
+
+
+@pytest.mark.parametrize("name", [*MODELS, *ENCODERS])
+def test_no_kernel_of_a_correct_gpu_is_reported(name: str, tmp_path: Path) -> None:
+    """A false report would reject the GPU of every Mac for this kind of model."""
+    path = write(tmp_path / "m.gguf", (MODELS | ENCODERS)[name])
+    with open_metal(path) as model, model.session() as session, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        checked, wrong = kernel_differences(session.native, model.config, QUICK)
+    assert wrong == []
+    assert checked
