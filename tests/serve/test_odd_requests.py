@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 import struct
 import threading
@@ -84,8 +85,15 @@ def _send(connection: socket.socket, content: bytes) -> None:
         connection.sendall(content)
 
 
+def passes(served: Running) -> float:
+    found = re.search(r"^metal_prefill_passes_total (\S+)", served.get("/metrics").text, re.MULTILINE)
+    assert found is not None
+    return float(found[1])
+
+
 def test_requests_that_are_cancelled_at_once_leave_nothing(served: Running) -> None:
     expected = served.post("/v1/completions", BODY).json()["choices"]
+    before = passes(served)
     long = request_bytes({"prompt": "a", "max_tokens": 900, "n": 4, "stream": True})
     for i in range(60):
         with served.connect() as connection:
@@ -96,4 +104,7 @@ def test_requests_that_are_cancelled_at_once_leave_nothing(served: Running) -> N
         if i % 10 == 0:
             assert served.post("/v1/completions", BODY).json()["choices"] == expected
     wait_until(lambda: served.service._texts == 0)
+    wait_until(lambda: not served.service.loop._running)
+    made = passes(served) - before
+    assert made < 60 * 900 / 4, "texts are computed although their clients have left"
     wait_until(lambda: served.connections == 0)
