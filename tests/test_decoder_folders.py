@@ -13,6 +13,8 @@ from support.model_folders import CONTEXT, read
 
 from metal_prefill import GGUFError, Model, UnsupportedModelError
 from metal_prefill.conversion import convert
+from metal_prefill.conversion._fields import Fields
+from metal_prefill.conversion._settings import phi3
 
 
 def long_rope_of(factor: int) -> dict[str, Any]:
@@ -34,6 +36,13 @@ def test_the_context_chooses_the_factors_of_long_rope(tmp_path: Path) -> None:
     np.testing.assert_allclose(tensors["rope_factors_short.weight"], [1.1, 1.2, 1.3, 1.4], rtol=1e-6)
     growth = (1 + np.log(2) / np.log(CONTEXT // 2)) ** 0.5
     assert fields["phi3.rope.scaling.attn_factor"] == pytest.approx(growth, rel=1e-6)
+
+
+def test_the_rotated_part_of_a_head_follows_its_width(tmp_path: Path) -> None:
+    """The width differs from that of the hidden state, divided by the heads, if the folder states it."""
+    settings = {"hidden_size": 32, "num_attention_heads": 4, "partial_rotary_factor": 0.5}
+    assert phi3(Fields(tmp_path, settings))["rope.dimension_count"] == 4
+    assert phi3(Fields(tmp_path, {**settings, "head_dim": 16}))["rope.dimension_count"] == 8
 
 
 def last_logits(model: Model) -> Any:

@@ -40,6 +40,13 @@ CONFIGS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen2": ("Qwen2Config", "Qwen2ForCausalLM", _GROUPED),
     "qwen3": ("Qwen3Config", "Qwen3ForCausalLM", _GROUPED),
     "gemma3": ("Gemma3TextConfig", "Gemma3ForCausalLM", {**_GROUPED, **_WINDOW}),
+    "smollm3": ("SmolLM3Config", "SmolLM3ForCausalLM", _GROUPED),
+    "granite": ("GraniteConfig", "GraniteForCausalLM", _GROUPED),
+    "olmo2": ("Olmo2Config", "Olmo2ForCausalLM", _GROUPED),
+    "phi3": ("Phi3Config", "Phi3ForCausalLM", _GROUPED),
+    "exaone4": ("Exaone4Config", "Exaone4ForCausalLM", {**_GROUPED, "sliding_window": 8}),
+    "ernie4_5": ("Ernie4_5Config", "Ernie4_5ForCausalLM", _GROUPED),
+    "hunyuan": ("HunYuanDenseV1Config", "HunYuanDenseV1ForCausalLM", _GROUPED),
     "lfm2": ("Lfm2Config", "Lfm2ForCausalLM", {**_SHAPE, **_CONV, "num_key_value_heads": 2}),
     "modernbert": (
         "ModernBertConfig",

@@ -176,6 +176,13 @@ MUTANTS = (
     ),
     Mutant(
         f"{PACKAGE}/conversion/_settings.py",
+        "int(_head_width(config) * part)",
+        'int(config.integer("hidden_size") // config.integer("num_attention_heads") * part)',
+        "the rotated part of Phi-3's heads ignores head_dim",
+        ("tests/test_decoder_folders.py", "-k", "rotated_part"),
+    ),
+    Mutant(
+        f"{PACKAGE}/conversion/_settings.py",
         "** (dims / (dims - 2))",
         "",
         "the base of Hunyuan grows by alpha alone",

@@ -93,6 +93,11 @@ def _yarn(rope: Fields) -> dict[str, Any]:
     return found
 
 
+def _head_width(config: Fields, least: int = 1) -> int:
+    width = config.integer("hidden_size") // config.integer("num_attention_heads")
+    return config.integer("head_dim", default=width, least=least, most=_MAX_HEAD)
+
+
 def rope_factors(config: Fields) -> dict[str, Values]:
     """Return the tensor of Llama 3, divisors of the frequencies by the length of their waves.
 
@@ -103,11 +108,7 @@ def rope_factors(config: Fields) -> dict[str, Values]:
     if rope.string("rope_type", "type", default="default") != "llama3":
         return {}
     base = rope.number("rope_theta", default=config.number("rope_theta", default=10000.0))
-    dims = config.integer(
-        "head_dim",
-        default=config.integer("hidden_size") // config.integer("num_attention_heads"),
-        most=_MAX_HEAD,
-    )
+    dims = _head_width(config)
     factor = rope.number("factor")
     low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
     if low >= high:
@@ -136,8 +137,7 @@ def phi3(config: Fields) -> dict[str, Any]:
     part = rope.number("partial_rotary_factor", default=config.number("partial_rotary_factor", default=1.0))
     if part > 1:
         raise config.error(f"partial_rotary_factor is {part}, must be at most 1")
-    dims = config.integer("hidden_size") // config.integer("num_attention_heads")
-    found: dict[str, Any] = {"rope.dimension_count": int(dims * part)}
+    found: dict[str, Any] = {"rope.dimension_count": int(_head_width(config) * part)}
     if not _has_long_rope(config):
         return found | rope_scaling(config, ("default",))
     if rope.has("rope_theta"):
@@ -353,9 +353,7 @@ def hunyuan_dense(config: Fields) -> dict[str, Any]:
     if rope.string("rope_type", "type", default="default") != "dynamic" or not rope.has("alpha"):
         return rope_scaling(config, ("default",))
     base = rope.number("rope_theta", default=config.number("rope_theta", default=10000.0))
-    dims = config.integer(
-        "head_dim", default=config.integer("hidden_size") // config.integer("num_attention_heads"), least=3
-    )
+    dims = _head_width(config, least=3)
     base *= rope.number("alpha") ** (dims / (dims - 2))
     if base > MAX_FLOAT:
         raise rope.error(
