@@ -39,8 +39,10 @@ from metal_prefill.gpu._cost_model import (
     SPREAD,
     Ops,
     Shape,
+    UnknownKernelError,
     Work,
     find_chip,
+    find_work,
     plan,
     predict,
     time_of,
@@ -406,8 +408,16 @@ def test_plans_reject_invalid_arguments(smollm: Shape) -> None:
         plan(uniform_shape(replace(SMOLLM, key_dim=264), "q4_0", "q8_0"), 1)
     with pytest.raises(ValueError, match="unknown chip 'm9'; known are m1, "):
         find_chip("m9")
-    with pytest.raises(ValueError, match="unknown kernel 'conv2d'"):
+    with pytest.raises(UnknownKernelError, match="unknown kernel 'conv2d'"):
         work_of(Dispatch("conv2d", 0, (1, 1, 1), 32, 0, False, {}))
+
+
+def test_a_tensor_type_without_counts_is_named() -> None:
+    shape = uniform_shape(SMOLLM, "iq4_nl", "q8_0")
+    (product, *_) = (d for d in plan(shape, 32) if "iq4_nl" in d.kernel)
+    assert find_work(product) is None
+    with pytest.raises(UnknownKernelError, match=r"no counts for the tensor type of matmul_iq4_nl_.* q8_0"):
+        predict(find_chip("m4"), [product], 32)
 
 
 def test_a_trace_omits_bytes_of_kernels_unknown_to_the_cost_model(smollm: Shape) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from support.emulated_gpu import open_metal
-from support.small_models import ENCODERS, write
+from support.small_models import ENCODERS, MODELS, write
 
 from metal_prefill import DeviceError, Model, _core, cli, synth
 from metal_prefill._commands import doctor_report
@@ -72,6 +72,21 @@ def test_an_encoder_on_a_working_device_passes(
     code, report = doctor(file, tmp_path, "--quick")
     assert (code, report["passed"]) == (1, False)
     assert not report["hidden_states"][0]["passed"]
+
+
+@pytest.mark.parametrize("name", ["type IQ4_NL", "dimensions that fit no block"])
+def test_a_model_without_a_prediction_passes(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(doctor_report, "BENCH_SECONDS", 0.0)
+    monkeypatch.setattr(doctor_report, "BENCH_PROMPT", 16)
+    monkeypatch.setattr(doctor_report, "BENCH_TOKENS", 2)
+    monkeypatch.setattr(doctor_report, "LONG_PROMPT", 40)
+    gpu.set_limits(gpu.Limits(name="Apple M4", apple_family=9))
+    code, report = doctor(write(tmp_path / "m.gguf", MODELS[name]), tmp_path)
+    assert (code, report["passed"]) == (0, True)
+    assert [b["tokens_per_second"] > 0 for b in report["benchmark"]] == [True, True]
+    assert f"no prediction: {report['benchmark'][0]['no_prediction']}" in capsys.readouterr().out
 
 
 def test_a_working_device_passes(

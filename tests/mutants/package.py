@@ -147,6 +147,13 @@ MUTANTS = (
         ("tests/test_cost_model.py", "tests/metal_engine/test_trace.py"),
     ),
     Mutant(
+        f"{PACKAGE}/_commands/doctor_report.py",
+        "except (UnknownKernelError, UnsupportedModelError) as error:",
+        "except UnsupportedModelError as error:",
+        "doctor ends with an error for tensor types that the cost model does not count",
+        ("tests/metal_engine/test_doctor.py", "-k", "without_a_prediction"),
+    ),
+    Mutant(
         f"{PACKAGE}/gpu/_kernel_checks/products.py",
         'd.before(1, np.int32)[:: d.args["id_stride"]]',
         "d.before(1, np.int32)",

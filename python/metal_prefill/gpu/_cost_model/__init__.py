@@ -33,7 +33,7 @@ from math import ceil
 
 from metal_prefill._support.dispatches import Dispatch
 from metal_prefill.gpu._cost_model.chips import CHIPS, Chip, find_chip
-from metal_prefill.gpu._cost_model.operations import Ops, Work
+from metal_prefill.gpu._cost_model.operations import Ops, UnknownKernelError, Work
 from metal_prefill.gpu._cost_model.shapes import Shape, plan, shape_of
 from metal_prefill.gpu._cost_model.work import find_work, work_of
 
@@ -45,6 +45,7 @@ __all__ = [
     "Prediction",
     "Shape",
     "Time",
+    "UnknownKernelError",
     "Work",
     "find_chip",
     "find_work",
@@ -233,6 +234,11 @@ def predict(chip: Chip, dispatches: Iterable[Dispatch], tokens: int, *, waits: i
     waits
         How often the program waits for the GPU: once for a prompt, and not at all for tokens of
         :meth:`metal_prefill.Model.generate`, whose passes run ahead.
+
+    Raises
+    ------
+    UnknownKernelError
+        A kernel or its tensor type is not known.
     """
     listed = list(dispatches)
     known: dict[str, Time] = {}  # layers repeat each other

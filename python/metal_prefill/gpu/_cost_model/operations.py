@@ -124,6 +124,22 @@ def dispatch_work(
     )
 
 
+class UnknownKernelError(ValueError):
+    """The cost model has no counts for a kernel, or for its tensor type."""
+
+
 def item_of(kernel: str) -> tuple[float, Ops]:
+    """Return the bytes of an item of 8 values, and the instructions that dequantize it.
+
+    Raises
+    ------
+    UnknownKernelError
+        The instructions of the kernel's tensor type have not been counted.
+    """
     kinds = [kind for kind in _ITEMS if f"_{kind}" in kernel]
+    if not kinds:
+        raise UnknownKernelError(
+            f"the cost model has no counts for the tensor type of {kernel}; it has those of "
+            f"{', '.join(_ITEMS)}"
+        )
     return _ITEMS[max(kinds, key=len)]

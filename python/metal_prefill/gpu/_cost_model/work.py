@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from metal_prefill._support.dispatches import Dispatch
 from metal_prefill.gpu._cost_model import attention, products, recurrences, steps
-from metal_prefill.gpu._cost_model.operations import Work
+from metal_prefill.gpu._cost_model.operations import UnknownKernelError, Work
 
 # By the prefix of a kernel's name.
 _WORK: dict[str, Callable[[Dispatch], Work]] = {
@@ -45,9 +45,11 @@ _WORK: dict[str, Callable[[Dispatch], Work]] = {
 
 
 def find_work(dispatch: Dispatch) -> Work | None:
-    """Return the work of a dispatch, or None if its kernel is not known."""
-    known = [stem for stem in _WORK if dispatch.kernel.startswith(stem)]
-    return _WORK[max(known, key=len)](dispatch) if known else None
+    """Return the work of a dispatch, or None if its kernel or tensor type is not known."""
+    try:
+        return work_of(dispatch)
+    except UnknownKernelError:
+        return None
 
 
 def work_of(dispatch: Dispatch) -> Work:
@@ -55,10 +57,10 @@ def work_of(dispatch: Dispatch) -> Work:
 
     Raises
     ------
-    ValueError
-        If its kernel is not known.
+    UnknownKernelError
+        The kernel or its tensor type is not known.
     """
-    work = find_work(dispatch)
-    if work is None:
-        raise ValueError(f"unknown kernel {dispatch.kernel!r}; known are {', '.join(_WORK)}")
-    return work
+    known = [stem for stem in _WORK if dispatch.kernel.startswith(stem)]
+    if not known:
+        raise UnknownKernelError(f"unknown kernel {dispatch.kernel!r}; known are {', '.join(_WORK)}")
+    return _WORK[max(known, key=len)](dispatch)
