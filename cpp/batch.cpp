@@ -89,7 +89,10 @@ Batch::Batch(Engine& engine, std::span<Request* const> requests, const char* cal
 
 void Batch::check_output(const Output& output) const {
   if (std::holds_alternative<NoOutput>(output)) return;
-  if (!engine_.config().has_head && !std::holds_alternative<HiddenOutput>(output))
+  const bool pooled = std::holds_alternative<PooledOutput>(output);
+  if (pooled && engine_.config().causal)
+    throw std::invalid_argument("only texts whose tokens see later ones are pooled in their pass");
+  if (!engine_.config().has_head && !pooled && !std::holds_alternative<HiddenOutput>(output))
     throw std::invalid_argument(
         "this model is an encoder: it has no output projection, and so no logits and "
         "no next token; use its hidden states, as embed, rerank and classify do");
@@ -318,6 +321,9 @@ void Batch::check_results(const Chunk& chunk) const {
                           const std::span<const float> states(hidden.states, std::size_t(hidden.rows) * dim);
                           if (const std::size_t bad = first_nan(states); bad < states.size())
                             fail("the hidden state", bad / dim);
+                        },
+                        [&](const PooledOutput& pooled) {
+                          if (pooled.nan_row >= 0) fail("the hidden state", std::size_t(pooled.nan_row));
                         }},
              chunk.output);
 }

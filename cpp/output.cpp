@@ -1,5 +1,10 @@
 #include "output.h"
 
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <type_traits>
+
 namespace metal_prefill {
 
 namespace {
@@ -13,10 +18,18 @@ auto* find_choices(AnyOutput& output) {
   using Found = std::conditional_t<std::is_const_v<AnyOutput>, const Choices, Choices>;
   return std::visit(
       Overloaded{[](OneOf<GreedyOutput, SampledOutput> auto& chosen) -> Found* { return &chosen.choices; },
-                 [](OneOf<NoOutput, LogitsOutput, LogProbsOutput, HiddenOutput> auto&) -> Found* {
-                   return nullptr;
-                 }},
+                 [](OneOf<NoOutput, LogitsOutput, LogProbsOutput, HiddenOutput, PooledOutput> auto&)
+                     -> Found* { return nullptr; }},
       output);
+}
+
+// Sums of columns in double precision, the rows in their order. So few fit in registers.
+template <int kColumns>
+std::array<double, kColumns> column_sums(const float* x, std::size_t stride, int rows) {
+  std::array<double, kColumns> sums = {};
+  for (int row = 0; row < rows; ++row, x += stride)
+    for (std::size_t d = 0; d < kColumns; ++d) sums[d] += double(x[d]);
+  return sums;
 }
 
 }  // namespace
@@ -31,35 +44,56 @@ void SampledOutput::choose(int row, std::span<const float> logits) noexcept {
   }
 }
 
+void PooledOutput::pool(const float* states, std::size_t stride) noexcept {
+  bool any_nan = false;
+  const auto take = [&]<int kColumns>(int first, std::integral_constant<int, kColumns>) {
+    const std::array sums = column_sums<kColumns>(states + first, stride, rows);
+    for (int d = 0; d < kColumns; ++d) {
+      any_nan |= std::isnan(sums[std::size_t(d)]);
+      vector[first + d] = kind == Kind::kMean ? float(sums[std::size_t(d)] / rows) : states[first + d];
+    }
+  };
+  constexpr int kBlock = 16;
+  int first = 0;
+  for (; first + kBlock <= dim; first += kBlock) take(first, std::integral_constant<int, kBlock>());
+  for (; first < dim; ++first) take(first, std::integral_constant<int, 1>());
+  for (int row = 0; any_nan && row < rows && nan_row < 0; ++row) {  // sums of infinities are NaN, too
+    const float* x = states + std::size_t(row) * stride;
+    if (std::any_of(x, x + dim, [](float value) { return std::isnan(value); })) nan_row = row;
+  }
+}
+
 int rows_of(const Output& output) {
-  return std::visit(Overloaded{[](const NoOutput&) { return 0; },
-                               [](const OneOf<GreedyOutput, SampledOutput> auto& chosen) {
-                                 return int(chosen.choices.chosen.size());
-                               },
-                               [](const LogitsOutput&) { return 1; },
-                               [](const LogProbsOutput& scored) { return int(scored.targets.size()); },
-                               [](const HiddenOutput& hidden) { return hidden.rows; }},
-                    output);
+  return std::visit(
+      Overloaded{[](const NoOutput&) { return 0; },
+                 [](const OneOf<GreedyOutput, SampledOutput> auto& chosen) {
+                   return int(chosen.choices.chosen.size());
+                 },
+                 [](const LogitsOutput&) { return 1; },
+                 [](const LogProbsOutput& scored) { return int(scored.targets.size()); },
+                 [](const OneOf<HiddenOutput, PooledOutput> auto& states) { return states.rows; }},
+      output);
 }
 
 Output part_of(const Output& output, int first, int count) {
   if (count == 0) return NoOutput{};
   const std::size_t begin = std::size_t(first), n = std::size_t(count);
   return std::visit(
-      Overloaded{[](const OneOf<NoOutput, LogitsOutput> auto& whole) -> Output { return whole; },
-                 [&](const GreedyOutput& greedy) -> Output {
-                   return GreedyOutput{part_of(greedy.choices, begin, n), greedy.continues};
-                 },
-                 [&](const SampledOutput& sampled) -> Output {
-                   return SampledOutput{part_of(sampled.choices, begin, n), sampled.sampler, {}};
-                 },
-                 [&](const LogProbsOutput& scored) -> Output {
-                   return LogProbsOutput{scored.targets.subspan(begin, n), scored.log_probs + begin};
-                 },
-                 [&](const HiddenOutput& hidden) -> Output {
-                   float* states = hidden.states + begin * std::size_t(hidden.dim);
-                   return HiddenOutput{states, count, hidden.dim, hidden.normed};
-                 }},
+      Overloaded{
+          [](const OneOf<NoOutput, LogitsOutput, PooledOutput> auto& whole) -> Output { return whole; },
+          [&](const GreedyOutput& greedy) -> Output {
+            return GreedyOutput{part_of(greedy.choices, begin, n), greedy.continues};
+          },
+          [&](const SampledOutput& sampled) -> Output {
+            return SampledOutput{part_of(sampled.choices, begin, n), sampled.sampler, {}};
+          },
+          [&](const LogProbsOutput& scored) -> Output {
+            return LogProbsOutput{scored.targets.subspan(begin, n), scored.log_probs + begin};
+          },
+          [&](const HiddenOutput& hidden) -> Output {
+            float* states = hidden.states + begin * std::size_t(hidden.dim);
+            return HiddenOutput{states, count, hidden.dim, hidden.normed};
+          }},
       output);
 }
 

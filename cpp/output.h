@@ -7,6 +7,7 @@
 #pragma once
 
 #include <concepts>
+#include <cstddef>
 #include <exception>
 #include <span>
 #include <type_traits>
@@ -66,8 +67,21 @@ struct HiddenOutput {
   bool normed = true;  // after the output norm; otherwise before it
 };
 
-using Output =
-    std::variant<NoOutput, GreedyOutput, SampledOutput, LogitsOutput, LogProbsOutput, HiddenOutput>;
+// One vector of a whole text, whose tokens see later ones: made of its hidden states after the output norm.
+struct PooledOutput {
+  enum class Kind { kMean, kFirst };
+  Kind kind = Kind::kMean;
+  float* vector = nullptr;  // [dim]
+  int rows = 0;             // of the text
+  int dim = 0;
+  int nan_row = -1;  // in a chunk, the first row whose state is NaN; -1: there is none
+
+  // Makes the vector of `rows` states, which begin `stride` values after each other.
+  void pool(const float* states, std::size_t stride) noexcept;
+};
+
+using Output = std::variant<NoOutput, GreedyOutput, SampledOutput, LogitsOutput, LogProbsOutput, HiddenOutput,
+                            PooledOutput>;
 
 // A visitor made of lambdas.
 template <typename... Fs>

@@ -18,13 +18,14 @@ enum class LogitsUse {
   kPass,     // to the workspace, where the pass reads them
 };
 LogitsUse logits_use(const Output& output) {
-  return std::visit(Overloaded{
-                        [](const OneOf<NoOutput, HiddenOutput> auto&) { return LogitsUse::kNone; },
-                        [](const GreedyOutput&) { return LogitsUse::kLargest; },
-                        [](const LogitsOutput&) { return LogitsUse::kCaller; },
-                        [](const OneOf<SampledOutput, LogProbsOutput> auto&) { return LogitsUse::kPass; },
-                    },
-                    output);
+  return std::visit(
+      Overloaded{
+          [](const OneOf<NoOutput, HiddenOutput, PooledOutput> auto&) { return LogitsUse::kNone; },
+          [](const GreedyOutput&) { return LogitsUse::kLargest; },
+          [](const LogitsOutput&) { return LogitsUse::kCaller; },
+          [](const OneOf<SampledOutput, LogProbsOutput> auto&) { return LogitsUse::kPass; },
+      },
+      output);
 }
 
 // The tiles that see the most first, dealt to the threads in turns, back and forth: their shares are alike,
@@ -296,13 +297,19 @@ void ForwardPass::head(const Context& c) {
 
 void ForwardPass::deliver_hidden(const Context& c) {
   const int first = int(logits_.size());
+  const Norm norm = stream_norm(model_.output_norm);
   c.worker.for_each(int(outputs_.size()) - first, [&](int i) {
-    const auto& [chunk, row] = outputs_[std::size_t(first + i)];
+    const auto& [chunk, row, index] = outputs_[std::size_t(first + i)];
+    float* x = work_.x.row(index);
+    if (auto* pooled = std::get_if<PooledOutput>(&chunk->output)) {
+      for (int j = index; j < index + pooled->rows; ++j)
+        apply(c.kernels, norm, work_.x.row(j), work_.x.row(j));
+      return pooled->pool(x, work_.x.stride);
+    }
     const auto& hidden = std::get<HiddenOutput>(chunk->output);
-    const float* x = work_.x.row(first + i);
     float* out = hidden.states + std::ptrdiff_t(row) * config_.dim;
     if (hidden.normed)
-      apply(c.kernels, stream_norm(model_.output_norm), x, out);
+      apply(c.kernels, norm, x, out);
     else
       std::transform(x, x + config_.dim, out, [&](float value) { return value * config_.residual_scale; });
   });
@@ -332,10 +339,12 @@ void ForwardPass::use_logits(const Context& c, std::span<const Wanted> wanted) {
     scored.log_probs[row] = float(double(logits[target]) - double(largest) - log_sum);
   };
   c.worker.for_each(n, [&](int i) {
-    std::visit(Overloaded{[&](SampledOutput& sampled) { choose(sampled, i); },
-                          [&](const LogProbsOutput& scored) { score(scored, i); },
-                          [](const OneOf<NoOutput, GreedyOutput, LogitsOutput, HiddenOutput> auto&) {}},
-               wanted[std::size_t(i)].chunk->output);
+    std::visit(
+        Overloaded{
+            [&](SampledOutput& sampled) { choose(sampled, i); },
+            [&](const LogProbsOutput& scored) { score(scored, i); },
+            [](const OneOf<NoOutput, GreedyOutput, LogitsOutput, HiddenOutput, PooledOutput> auto&) {}},
+        wanted[std::size_t(i)].chunk->output);
   });
 }
 
@@ -385,7 +394,8 @@ void ForwardPass::plan(std::span<Chunk> chunks) {
     }
     for (int i = 0; i < count_wanted; ++i) {
       wanted_.rows.push_back(all_.rows[std::size_t(first + count - count_wanted + i)]);
-      outputs_.push_back({&chunk, i});
+      if (i == 0 || !std::holds_alternative<PooledOutput>(chunk.output))
+        outputs_.push_back({&chunk, i, first_wanted + i});
       if (logits_use(chunk.output) != LogitsUse::kNone) logits_.push_back(logits ? logits->logits : nullptr);
     }
     if (attends)

@@ -44,10 +44,11 @@ class ForwardPass {
     std::vector<QueryTile> tiles;
     int count() const { return int(rows.size()); }
   };
-  // A row of the last layer whose output is wanted.
+  // A row of the last layer whose output is wanted, or the first of a text that is pooled.
   struct Wanted {
     Chunk* chunk;
-    int row;  // of those of the chunk with an output
+    int row;    // of those of the chunk with an output
+    int index;  // of those of the last layer
   };
 
   // The projection with which a block ends, its bias, and the norm of the block's output.

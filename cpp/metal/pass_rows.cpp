@@ -51,6 +51,7 @@ RowOutput row_output_of(const Output& output) {
                         [](const HiddenOutput& hidden) {
                           return hidden.normed ? RowOutput::kHidden : RowOutput::kResidual;
                         },
+                        [](const PooledOutput&) { return RowOutput::kHidden; },
                     },
                     output);
 }

@@ -241,6 +241,12 @@ void MetalEngine::deliver(const PassRows& rows, std::span<Chunk* const> chunks, 
     const auto* logits = static_cast<const float*>(contents(BufferName::kHostLogits));
     return logits + std::size_t(run.row - rows.logits.first) * vocab_size;
   };
+  // Hidden states: rows of the residual stream follow those that are normed.
+  const std::size_t padded_dim = std::size_t(padded_.config.dim);
+  const auto states_of = [&](const RowRun& run) {
+    const auto* states = static_cast<const float*>(contents(BufferName::kHidden));
+    return states + std::size_t(run.row - rows.hidden.first) * padded_dim;
+  };
   for (const RowRun& run : rows.wanted.runs) {
     if (!chunks[std::size_t(run.chunk)]) continue;
     std::visit(Overloaded{[](const NoOutput&) {},
@@ -267,18 +273,16 @@ void MetalEngine::deliver(const PassRows& rows, std::span<Chunk* const> chunks, 
                             std::memcpy(scored.log_probs, log_probs, std::size_t(run.count) * sizeof(float));
                           },
                           [&](const HiddenOutput& hidden) {
-                            // Rows of the residual stream follow those that are normed.
-                            const auto* states = static_cast<const float*>(contents(BufferName::kHidden));
-                            const std::size_t first = std::size_t(run.row - rows.hidden.first);
-                            const std::size_t dim = std::size_t(hidden.dim),
-                                              padded_dim = std::size_t(padded_.config.dim);
+                            const float* states = states_of(run);
+                            const std::size_t dim = std::size_t(hidden.dim);
                             const float factor = hidden.normed ? 1.0f : config().residual_scale;
                             for (std::size_t i = 0; i < std::size_t(run.count); ++i) {
-                              const float* x = states + (first + i) * padded_dim;
+                              const float* x = states + i * padded_dim;
                               std::transform(x, x + dim, hidden.states + i * dim,
                                              [&](float value) { return value * factor; });
                             }
-                          }},
+                          },
+                          [&](PooledOutput& pooled) { pooled.pool(states_of(run), padded_dim); }},
                chunks[std::size_t(run.chunk)]->output);
   }
 }

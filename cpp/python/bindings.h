@@ -13,6 +13,8 @@ void bind_model(nanobind::module_& m);
 void bind_sampling(nanobind::module_& m);
 // Engines and their batches.
 void bind_engines(nanobind::module_& m);
+// Whole texts as a part of a batch.
+void bind_texts(nanobind::module_& m);
 // Sessions, and inspection of their passes.
 void bind_sessions(nanobind::module_& m);
 

@@ -20,6 +20,7 @@
 #include "../prefix_tree.h"
 #include "arrays.h"
 #include "bindings.h"
+#include "computation.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -27,19 +28,8 @@ using namespace nb::literals;
 namespace metal_prefill::python {
 namespace {
 
-// How the hidden states of a text become its result.
-enum class TextPooling { kNone, kMean, kFirst, kLast };
-
-TextPooling pooling_named(const std::string& name) {
-  if (name == "none") return TextPooling::kNone;
-  if (name == "mean") return TextPooling::kMean;
-  if (name == "cls") return TextPooling::kFirst;
-  if (name == "last") return TextPooling::kLast;
-  throw std::invalid_argument("pooling of a text is none, mean, cls or last, not '" + name + "'");
-}
-
-// A request, with the objects that it refers to and the memory of its results. Computed once.
-class OwnedRequest {
+// A request of a session.
+class OwnedRequest final : public Computation {
  public:
   static OwnedRequest none(nb::handle_t<Session> session, TokenArray tokens, bool reuse) {
     return {session, std::move(tokens), reuse};
@@ -87,59 +77,26 @@ class OwnedRequest {
     return owned;
   }
 
-  // A whole text, in a session that lives as long as the request.
-  static OwnedRequest text(Engine& engine, TokenArray all, std::size_t first, std::size_t count,
-                           TextPooling pooling, Expansion expansion) {
-    OwnedRequest owned(engine.session(int(count)), std::move(all), first, count);
-    owned.request_.expansion = expansion;
-    const int rows = pooling == TextPooling::kLast ? 1 : int(count), dim = engine.config().dim;
-    float* states = owned.make_floats(std::size_t(rows) * std::size_t(dim));
-    owned.request_.output = HiddenOutput{states, rows, dim, true};
-    if (pooling == TextPooling::kFirst || pooling == TextPooling::kMean) {
-      owned.pooling_ = pooling;
-      owned.pooled_ = std::make_unique<FloatResult>(std::size_t(dim));
-    }
-    return owned;
-  }
-
-  std::size_t n_tokens() const { return request_.tokens.size(); }
-
-  // Pools the states of a text, without the GIL.
-  void pool() {
-    if (!pooled_ || request_.error) return;
-    const auto& hidden = std::get<HiddenOutput>(request_.output);
-    const std::size_t dim = std::size_t(hidden.dim);
-    if (pooling_ == TextPooling::kFirst) {
-      std::copy_n(hidden.states, dim, pooled_->data());
-      return;
-    }
-    std::vector<double> sums(dim);
-    for (std::size_t row = 0; row < std::size_t(hidden.rows); ++row)
-      for (std::size_t d = 0; d < dim; ++d) sums[d] += double(hidden.states[row * dim + d]);
-    for (std::size_t d = 0; d < dim; ++d) pooled_->data()[d] = float(sums[d] / hidden.rows);
-  }
-
-  Request& begin() {
-    if (begun_->test_and_set())
-      throw std::invalid_argument("a request is computed once: make another for further tokens");
-    return request_;
-  }
+  std::size_t n_tokens() const override { return request_.tokens.size(); }
 
   // The ids, an array, None, or the exception that ended the request.
-  nb::object take_result() {
-    own_session_.reset();
+  nb::object take_result() override {
     if (request_.error) return exception_of(request_.error);
-    return std::visit(Overloaded{[](const NoOutput&) -> nb::object { return nb::none(); },
-                                 [](const OneOf<GreedyOutput, SampledOutput> auto& output) -> nb::object {
-                                   nb::list ids;
-                                   for (const TokenId token : output.choices.chosen) ids.append(token);
-                                   return ids;
-                                 },
-                                 [&](const OneOf<LogitsOutput, LogProbsOutput, HiddenOutput> auto&) {
-                                   return nb::cast((pooled_ ? pooled_ : floats_)->release());
-                                 }},
-                      request_.output);
+    return std::visit(
+        Overloaded{[](const NoOutput&) -> nb::object { return nb::none(); },
+                   [](const OneOf<GreedyOutput, SampledOutput> auto& output) -> nb::object {
+                     nb::list ids;
+                     for (const TokenId token : output.choices.chosen) ids.append(token);
+                     return ids;
+                   },
+                   [&](const OneOf<LogitsOutput, LogProbsOutput, HiddenOutput, PooledOutput> auto&) {
+                     return nb::cast(floats_->release());
+                   }},
+        request_.output);
   }
+
+ protected:
+  void add_requests(std::vector<Request*>& requests) override { requests.push_back(&request_); }
 
  private:
   OwnedRequest(nb::handle session, TokenArray tokens, bool reuse)
@@ -147,12 +104,6 @@ class OwnedRequest {
     request_.session = &nb::cast<Session&>(session_);
     request_.tokens = view(tokens_);
     request_.prefix = prefix_of(reuse);
-  }
-
-  OwnedRequest(std::unique_ptr<Session> session, TokenArray all, std::size_t first, std::size_t count)
-      : own_session_(std::move(session)), tokens_(std::move(all)) {
-    request_.session = own_session_.get();
-    request_.tokens = view(tokens_).subspan(first, count);
   }
 
   const Config& config() const { return request_.session->engine().config(); }
@@ -175,64 +126,33 @@ class OwnedRequest {
   }
 
   nb::object session_, sampler_;
-  std::unique_ptr<Session> own_session_;
   TokenArray tokens_;
   std::vector<TokenId> chosen_;
   std::unique_ptr<FloatResult> floats_;
-  TextPooling pooling_ = TextPooling::kNone;
-  std::unique_ptr<FloatResult> pooled_;  // where the states of a text become one vector
   Request request_;
-  std::unique_ptr<std::atomic_flag> begun_ = std::make_unique<std::atomic_flag>();  // threads may share it
 };
 
-nb::typed<nb::list, nb::any> forward_batch(Engine& engine, const std::vector<OwnedRequest*>& owned,
+nb::typed<nb::list, nb::any> forward_batch(Engine& engine, const std::vector<Computation*>& computations,
                                            nb::object progress) {
   std::vector<Request*> requests;
-  for (OwnedRequest* one : owned) requests.push_back(&one->begin());
+  for (Computation* computation : computations) computation->begin(requests);
   ProgressGuard guard(std::move(progress));
-  without_gil([&] {
-    run_batch(engine, requests, "forward_batch", guard.function());
-    for (OwnedRequest* one : owned) one->pool();
-  });
+  without_gil([&] { run_batch(engine, requests, "forward_batch", guard.function()); });
   guard.raise_pending();
   nb::list results;
-  for (OwnedRequest* one : owned) results.append(one->take_result());
+  for (Computation* computation : computations) results.append(computation->take_result());
   return results;
-}
-
-// A request for each text, of which `tokens` holds one after the other. Texts are many and short: made one by
-// one in Python, their sessions and requests would take longer than their tokens take to compute.
-nb::typed<nb::list, OwnedRequest> text_requests(Engine& engine, const TokenArray& tokens,
-                                                const TokenArray& lengths, const std::string& pooling,
-                                                const std::optional<TokenArray>& expansions, bool seen) {
-  const TextPooling pooled = pooling_named(pooling);
-  if (expansions && expansions->shape(0) != lengths.shape(0))
-    throw std::invalid_argument("there are " + std::to_string(expansions->shape(0)) + " expansions for " +
-                                std::to_string(lengths.shape(0)) + " texts");
-  nb::list requests;
-  std::size_t first = 0;
-  for (const TokenId length : view(lengths)) {
-    if (length < 1 || std::size_t(length) > tokens.shape(0) - first)
-      throw std::invalid_argument("text " + std::to_string(nb::len(requests)) + " has " +
-                                  std::to_string(length) + " tokens, of " +
-                                  std::to_string(tokens.shape(0) - first) + " that are left");
-    const Expansion expansion = {expansions ? view(*expansions)[nb::len(requests)] : 0, seen};
-    requests.append(
-        nb::cast(OwnedRequest::text(engine, tokens, first, std::size_t(length), pooled, expansion)));
-    first += std::size_t(length);
-  }
-  if (first != tokens.shape(0))
-    throw std::invalid_argument("the texts have " + std::to_string(first) + " tokens, but " +
-                                std::to_string(tokens.shape(0)) + " were given");
-  return requests;
 }
 
 }  // namespace
 
 void bind_engines(nb::module_& m) {
-  nb::class_<OwnedRequest>(m, "Request",
-                           "Tokens of a session, and the output that is computed of the last ones; for one "
-                           "call of Engine.forward_batch.")
+  nb::class_<Computation>(m, "Computation", "Part of a call of Engine.forward_batch.")
+      .def_prop_ro("n_tokens", &Computation::n_tokens, "Number of tokens that are computed.");
+  nb::class_<OwnedRequest, Computation>(
+      m, "Request",
+      "Tokens of a session, and the output that is computed of the last ones; for one "
+      "call of Engine.forward_batch.")
       .def_static("none", &OwnedRequest::none, "session"_a, "tokens"_a, "reuse"_a = false,
                   "No output; the result is None.")
       .def_static("greedy", &OwnedRequest::greedy, "session"_a, "tokens"_a, "rows"_a = 1, "drafts"_a = false,
@@ -248,20 +168,13 @@ void bind_engines(nb::module_& m) {
                   "Log probabilities of the last tokens, [rows]. The last token itself is not appended.")
       .def_static("hidden", &OwnedRequest::hidden, "session"_a, "tokens"_a, "rows"_a = 1, "normed"_a = true,
                   "reuse"_a = false,
-                  "Hidden states of the last tokens, [rows * dim], after the output norm or before it.")
-      .def_prop_ro("n_tokens", &OwnedRequest::n_tokens, "Number of tokens that are computed.");
+                  "Hidden states of the last tokens, [rows * dim], after the output norm or before it.");
 
   nb::class_<Engine>(m, "Engine", "Weights, pipelines and pools; shared by sessions.")
       .def("session", &Engine::session, "max_context"_a = 0, "prefix_namespace"_a = std::string(),
            nb::call_guard<GilRelease>())
       .def("forward_batch", &forward_batch, "requests"_a, "progress"_a = nb::none(),
-           "Return the result of each request, or the exception that ended it.")
-      .def("text_requests", &text_requests, "tokens"_a, "lengths"_a, "pooling"_a, "expansions"_a = nb::none(),
-           "seen"_a = false,
-           "Return a request for each text, in a session of its own, whose tokens follow each other in "
-           "`tokens`. The result is the vector of pooling mean, cls or last, [dim], or all states. "
-           "`expansions` are the numbers of last tokens that expand a query; unless `seen`, no token sees "
-           "them.")
+           "Return the result of each request, or the exception that ended it, and those of texts.")
       .def("check_fits", &Engine::check_fits, "positions"_a,
            "Raise KVMemoryError where a sequence of so many tokens would not fit in kv_memory alone.")
       .def(

@@ -65,6 +65,7 @@ NB_MODULE(_core, m) {
   bind_model(m);
   bind_sampling(m);
   bind_engines(m);
+  bind_texts(m);
   metal::bind_recordings(m);
   bind_sessions(m);
   nb::module_ machine =

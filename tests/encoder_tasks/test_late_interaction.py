@@ -157,7 +157,7 @@ def test_expansions_outside_a_text_are_rejected(file_of: FileOf, expansions: lis
         call = TextCall(model.engine.core, [np.array([1, 2, 3], np.int32)], "none", expansions)
 
         def compute() -> None:
-            for result in TextPasses(model.engine).run(call):
+            for result in call.results(TextPasses(model.engine).run(call)):
                 if isinstance(result, Exception):
                     raise result
 

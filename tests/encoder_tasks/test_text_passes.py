@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from support import model_folders
+from support import model_folders, task_folders
 from support.encoder_tasks import FileOf, opened
 from support.model_folders import DIM
+from support.small_models import with_tensor
 
-from metal_prefill.tasks._text_passes import TextPasses, pooled_states
+from metal_prefill import Model, NumericalError, _core
+from metal_prefill.conversion import convert
+from metal_prefill.generation._text_call import TextCall
+from metal_prefill.tasks._text_passes import TextPasses, pooled_blocks, pooled_states
 
 
 def test_a_text_that_fails_is_named_and_the_others_can_be_computed(file_of: FileOf) -> None:
@@ -26,10 +31,11 @@ def test_a_text_that_fails_is_named_and_the_others_can_be_computed(file_of: File
         assert np.all(np.isfinite(alone[0]))
 
 
+@pytest.mark.parametrize("make", [model_folders.bert, task_folders.TAGGERS["modernbert"]])
 @pytest.mark.parametrize("pooling", ["mean", "cls", "last"])
-def test_pooled_states_are_those_of_all_tokens(file_of: FileOf, pooling: Any) -> None:
-    path = file_of(model_folders.bert)
-    with opened(path) as model:
+def test_pooled_states_are_those_of_all_tokens(device: str, file_of: FileOf, make: Any, pooling: Any) -> None:
+    """ModernBERT norms the states after its last layer."""
+    with opened(file_of(make), device) as model:
         passes = TextPasses(model.engine, rows=lambda: 7)  # of several passes
         texts = [np.arange(1, n + 1, dtype=np.int32) for n in (3, 4, 1, 9, 2)]
         names = [f"text {i}" for i in range(5)]
@@ -38,6 +44,54 @@ def test_pooled_states_are_those_of_all_tokens(file_of: FileOf, pooling: Any) ->
         for states, vector in zip(whole, pooled_states(passes, pooling, texts, names), strict=True):
             expected = {"mean": states.mean(axis=0, dtype=np.float64), "cls": states[0], "last": states[-1]}
             assert np.array_equal(vector, expected[pooling].astype(np.float32))
+
+
+def test_states_of_any_width_are_pooled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sums of several columns are in registers together; other widths have a rest."""
+    for width in (8, 24, 40):
+        monkeypatch.setattr(model_folders, "DIM", width)
+        folder = model_folders.bert(tmp_path / f"{width}", num_attention_heads=2).write()
+        with opened(convert(folder, tmp_path / f"{width}.gguf")) as model:
+            passes, texts = TextPasses(model.engine), [np.arange(1, 6, dtype=np.int32)]
+            (states,) = pooled_states(passes, "none", texts, ["text"])
+            (vector,) = pooled_states(passes, "mean", texts, ["text"])
+            assert np.array_equal(vector, states.mean(axis=0, dtype=np.float64).astype(np.float32))
+
+
+@pytest.mark.parametrize("pooling", ["none", "mean", "cls", "last"])
+def test_a_state_that_is_nan_ends_its_text_alone(
+    device: str, file_of: FileOf, tmp_path: Path, pooling: Any
+) -> None:
+    """Nothing sees the token of an expansion, so only its own state is NaN."""
+
+    def damage(values: Any) -> None:
+        values.reshape(-1, DIM)[7, 0] = np.nan
+
+    path = with_tensor(tmp_path / "m.gguf", file_of(model_folders.bert), "token_embd.weight", damage)
+    texts = [np.array(ids, np.int32) for ids in ([1, 2, 3], [1, 2, 3, 7], [4, 5])]
+    with opened(path, device) as model:
+        core = model.engine.core
+        call = TextCall(core, texts, pooling, [0, 1, 0])
+        first, failed, last = call.results(core.forward_batch(call.take_requests()))
+        assert isinstance(failed, NumericalError)
+        assert "the hidden state of the token at position 3 is NaN" in str(failed)
+        alone = TextCall(core, texts[::2], pooling)
+        for state, expected in zip(
+            (first, last), alone.results(core.forward_batch(alone.take_requests())), strict=True
+        ):
+            assert np.array_equal(state, expected)
+        with pytest.raises(NumericalError, match="text 1: the hidden state of the token at position 3"):
+            list(
+                pooled_blocks(
+                    TextPasses(model.engine), pooling, texts, [f"text {i}" for i in range(3)], [0, 1, 0]
+                )
+            )
+
+
+def test_texts_of_causal_models_are_not_pooled_in_their_pass(demo: Model) -> None:
+    call = TextCall(demo.engine.core, [np.array([1, 2], np.int32)], "mean")
+    with pytest.raises(ValueError, match="only texts whose tokens see later ones are pooled"):
+        demo.engine.core.forward_batch(call.take_requests())
 
 
 def test_texts_fill_the_rows_of_a_pass(file_of: FileOf) -> None:
@@ -71,4 +125,4 @@ def test_texts_of_wrong_lengths_are_refused(
 ) -> None:
     path = file_of(model_folders.bert)
     with opened(path) as model, pytest.raises(ValueError, match=re.escape(message)):
-        model.engine.core.text_requests(np.zeros(3, np.int32), np.array(lengths, np.int32), pooling)
+        _core.Texts(model.engine.core, np.zeros(3, np.int32), np.array(lengths, np.int32), pooling)

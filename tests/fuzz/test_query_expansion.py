@@ -98,7 +98,7 @@ def test_calls_with_any_expansion_leave_other_texts_unchanged(path: Path) -> Non
             model: Model, texts: list[npt.NDArray[np.int32]], extra: list[int], seen: bool
         ) -> list[Any]:
             call = TextCall(model.engine.core, texts, pooling, extra, seen=seen)
-            return call.results(TextPasses(model.engine).run(call))
+            return list(call.results(TextPasses(model.engine).run(call)))
 
         for random in rounds(120):
             generator = np.random.default_rng(random.randrange(2**32))

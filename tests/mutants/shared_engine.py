@@ -8,6 +8,7 @@ from mutants.places import BATCH, ENCODERS, MODELS, STATES
 _SAMPLING = "tests/test_native_sampling.py"
 _TREE = "tests/test_prefix_tree.py"
 _ROWS = "tests/test_row_outputs.py"
+_TEXTS = "tests/encoder_tasks/test_text_passes.py"
 
 MUTANTS = (
     Mutant(
@@ -228,21 +229,63 @@ MUTANTS = (
         (f"{_TREE}::test_pages_are_evicted_in_the_order_of_the_policy",),
     ),
     Mutant(
-        "cpp/python/engine.cpp",
-        "float(sums[d] / hidden.rows)",
-        "float(sums[d])",
+        "cpp/output.cpp",
+        "float(sums[std::size_t(d)] / rows)",
+        "float(sums[std::size_t(d)])",
         "the mean of a text's states is their sum",
-        ("tests/encoder_tasks", "-k", "pooled_states_are"),
+        (_TEXTS, "-k", "pooled_states_are"),
     ),
     Mutant(
-        "cpp/python/engine.cpp",
-        "view(tokens_).subspan(first, count)",
-        "view(tokens_).subspan(0, count)",
+        "cpp/output.cpp",
+        "for (; first < dim; ++first) take",
+        "if (false) take",
+        "columns after the last whole block are not pooled",
+        (_TEXTS, "-k", "any_width"),
+    ),
+    Mutant(
+        "cpp/output.cpp",
+        "any_nan |= std::isnan(sums[std::size_t(d)]);",
+        "",
+        "the vector of a text whose states are NaN is returned",
+        (_TEXTS, "-k", "state_that_is_nan"),
+    ),
+    Mutant(
+        "cpp/cpu/forward_pass.cpp",
+        "for (int j = index; j < index + pooled->rows; ++j)",
+        "for (int j = index; j < index; ++j)",
+        "states are pooled before the output norm",
+        (_TEXTS, "-k", "pooled_states_are"),
+    ),
+    Mutant(
+        "cpp/batch.cpp",
+        "if (pooled && engine_.config().causal)",
+        "if (false)",
+        "a text that passes divide is pooled in each",
+        (_TEXTS, "-k", "causal"),
+    ),
+    Mutant(
+        "cpp/vector_length.cpp",
+        "sums[j] += square(vector[i + j]);",
+        "sums[0] += square(vector[i + j]);",
+        "squares are added one after another, and vectors differ from those of earlier versions",
+        ("tests/test_vector_length.py",),
+    ),
+    Mutant(
+        "cpp/vector_length.cpp",
+        "std::numeric_limits<double>::min()",
+        "0.0",
+        "a vector of zeros becomes NaN",
+        ("tests/test_vector_length.py",),
+    ),
+    Mutant(
+        "cpp/python/texts.cpp",
+        "request.tokens = left.first(",
+        "request.tokens = view(tokens_).first(",
         "each text of a pass has the tokens of the first",
         ("tests/encoder_tasks", "-k", "alone_and_in_any"),
     ),
     Mutant(
-        "cpp/python/engine.cpp",
+        "cpp/python/computation.h",
         "if (begun_->test_and_set())",
         "if (begun_->test())",
         "a finished request writes to arrays that Python now owns",

@@ -21,6 +21,7 @@
 #include "kernel_calls.h"
 #include "kernel_workloads.h"
 #include "prefix_tree_module.h"
+#include "vector_length.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -87,6 +88,10 @@ std::vector<std::vector<int>> run_team(int threads, const std::vector<int>& phas
   return counts;
 }
 
+double squares(const calls::Vector& x) {
+  return sum_of_squares({x.data(), x.shape(0)});
+}
+
 void bind_kernels(nb::module_& m) {
   m.def("quantize", quantize, "set"_a, "x"_a, "first"_a = 0,
         "Activations in 8 bits: (q, scale, scaled_sum, start, start_half).");
@@ -123,6 +128,7 @@ void bind_kernels(nb::module_& m) {
         "compute"_a = "int8", "A matrix by a chunk of activations, weights from memory.");
   m.def("attention_workload", attention_workload, "set"_a, "tokens"_a, "heads"_a, "kv_heads"_a, "head_dim"_a,
         "threads"_a, "Causal attention of a prompt in one layer.");
+  m.def("sum_of_squares", on_arrays(squares), "x"_a, "Sum of the squares of a vector, in double precision.");
   m.def("run_team", run_team, "threads"_a, "phases"_a, "jobs"_a, "How often a team computes each item.");
 }
 

@@ -17,8 +17,10 @@ class TextCall:
 
     Attributes
     ----------
-    count, rows : int
-        Number of texts, and of their tokens.
+    count : int
+        Number of results of the native engine: one for all texts.
+    rows : int
+        Number of tokens.
 
     Parameters
     ----------
@@ -49,21 +51,31 @@ class TextCall:
         self._seen = seen
         self._tokens = np.concatenate(texts)
         self._lengths = np.fromiter(map(len, texts), np.int32, len(texts))
-        self.count, self.rows = len(texts), len(self._tokens)
+        self.count, self.rows = 1, len(self._tokens)
 
-    def requests(self) -> list[_core.Request]:
-        """Return a request for each text."""
-        return self._core.text_requests(
-            self._tokens, self._lengths, self._pooling, self._expansions, self._seen
-        )
+    def requests(self) -> list[_core.Computation]:
+        """Return the request of all texts."""
+        return [
+            _core.Texts(self._core, self._tokens, self._lengths, self._pooling, self._expansions, self._seen)
+        ]
 
-    def take_requests(self) -> list[_core.Request]:
-        """Return the requests."""
+    def take_requests(self) -> list[_core.Computation]:
+        """Return the request."""
         return self.requests()
 
-    def results(self, computed: list[Any]) -> list[Any]:
-        """Return float32 ``[dim]`` or ``[n, dim]`` for each text, or the exception that ended it."""
+    def results(self, computed: list[Any]) -> Any:
+        """Return the vectors of the texts, float32 ``[texts, dim]``, or what they are made of.
+
+        With pooling ``"none"``, that is a list with float32 ``[n, dim]`` for each text. If a text failed, it
+        is a list with an exception in its place.
+        """
+        ((values, errors),) = computed
         if self._pooling != "none":
-            return computed
-        shapes = zip(computed, self._lengths.tolist(), strict=True)
-        return [result if isinstance(result, Exception) else result.reshape(n, -1) for result, n in shapes]
+            vectors = values.reshape(len(self._lengths), -1)
+            return [errors.get(i, vector) for i, vector in enumerate(vectors)] if errors else vectors
+        states = values.reshape(self.rows, -1)
+        ends = np.cumsum(self._lengths).tolist()
+        return [
+            errors.get(i, states[end - n : end])
+            for i, (end, n) in enumerate(zip(ends, self._lengths.tolist(), strict=True))
+        ]

@@ -3,27 +3,27 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate, chain
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from metal_prefill import _core
 from metal_prefill._engine import Engine, EngineOwner
 from metal_prefill._support.arguments import Progress, integer
 from metal_prefill.errors import ContextOverflowError, KVMemoryError
 from metal_prefill.files._pooled_head import POOLINGS, Pooling
 from metal_prefill.tasks._prompt_rules import PromptRules, cut_message, errors_of, named, shortened
 from metal_prefill.tasks._prompts import PLAIN, PROMPTS, PromptForm, prompt_form
-from metal_prefill.tasks._text_passes import TextPasses, pooled_blocks
+from metal_prefill.tasks._text_passes import Block, TextPasses, pooled_blocks
 from metal_prefill.tasks._text_roles import TextRole, role_of, text_role
 
 __all__ = ["PROMPTS", "embed"]
 
 Vectors = npt.NDArray[np.float32]
 DEFAULT_RULES = PromptRules()
-_SMALLEST = np.finfo(np.float64).tiny  # below the length of every other vector in float32
 _CUT_THERE = "where sentence-transformers cuts texts of this model"
 _NO_TOKENS = (b"", 0)  # a prompt and its expansion
 
@@ -283,14 +283,15 @@ def embed_prompts(
     width = dimensions or width
 
     # Texts that are the same are computed once.
-    places: dict[tuple[bytes, int], int] = {}
+    rows: dict[tuple[bytes, int], int] = {}
     added = list(expansions) or [0] * len(prompts)
     keys = [(ids.tobytes(), n) for ids, n in zip(prompts, added, strict=True)]
+    distinct: list[int] = []
     for i, key in enumerate(keys):
-        places.setdefault(key, i)
-    distinct = [i for key, i in places.items() if key != _NO_TOKENS]
-    results: dict[int, Vectors] = {}
-    vectors = vectors_of(
+        if key not in rows and key != _NO_TOKENS:
+            rows[key] = len(distinct)
+            distinct.append(i)
+    blocks = _vector_blocks(
         passes,
         kind,
         [prompts[i] for i in distinct],
@@ -299,16 +300,23 @@ def embed_prompts(
         normalize=normalize,
         dimensions=dimensions,
     )
-    for vector in vectors:
-        results[distinct[len(results)]] = vector
+    # Where a text has no tokens, the row after those of the others is left.
+    vectors = np.zeros((0 if kind == "none" else len(prompts), width), np.float32)
+    states: list[Vectors] = []
+    done = 0
+    for block in blocks:
+        first, done = done, done + len(block)
+        if kind == "none":
+            states += block
+        else:
+            vectors[first:done] = block
         if progress is not None:
-            progress(len(results), len(distinct))
-    if _NO_TOKENS in places:
-        results[places[_NO_TOKENS]] = np.zeros((0, width) if kind == "none" else width, np.float32)
-    ordered = [results[places[key]] for key in keys]
+            for i in range(first, done):
+                progress(i + 1, len(distinct))
     if kind == "none":
-        return [states.copy() for states in ordered]
-    return np.array(ordered, np.float32).reshape(len(ordered), width)
+        states.append(vectors)
+        return [states[rows.get(key, -1)].copy() for key in keys]
+    return vectors if done == len(prompts) else vectors[[rows.get(key, done) for key in keys]]
 
 
 def vectors_of(
@@ -317,29 +325,40 @@ def vectors_of(
     prompts: Sequence[npt.NDArray[np.int32]],
     names: Sequence[str],
     expansions: Sequence[int] = (),
-    *,
-    normalize: bool = True,
-    dimensions: int | None = None,
-) -> Iterable[Vectors]:
-    """Yield the vector of each prompt, or with pooling "none" those of all its tokens.
+) -> Iterator[Vectors]:
+    """Yield the normalized vector of each prompt, or with pooling "none" those of all its tokens.
 
     `names` are those of the prompts in errors. For `expansions` see `pooled_blocks`.
     """
+    for block in _vector_blocks(passes, pooling, prompts, names, expansions):
+        yield from block
+
+
+def _vector_blocks(
+    passes: TextPasses,
+    pooling: Pooling,
+    prompts: Sequence[npt.NDArray[np.int32]],
+    names: Sequence[str],
+    expansions: Sequence[int] = (),
+    *,
+    normalize: bool = True,
+    dimensions: int | None = None,
+) -> Iterator[Block]:
+    """Yield what `vectors_of` does for the prompts of each pass together."""
     head = passes.engine.head
-    for vectors in pooled_blocks(passes, pooling, prompts, names, expansions):
+    for block in pooled_blocks(passes, pooling, prompts, names, expansions):
         if head.dense and (pooling != "none" or head.per_token):
-            vectors = [head.embedding_of(states) for states in vectors]
-        if dimensions is not None:
-            vectors = [vector[..., :dimensions] for vector in vectors]
-        if normalize and pooling == "none":
-            vectors = [_normalized(vector) for vector in vectors]
-        elif normalize:
-            vectors = list(_normalized(np.array(vectors)))  # each row as it would be alone
-        yield from vectors
+            block = [head.embedding_of(states) for states in block]
+        if pooling != "none":
+            block = np.asarray(block)[:, :dimensions]
+            yield _normalized(block) if normalize else block  # each row as it would be alone
+        else:
+            block = [vectors[:, :dimensions] for vectors in block]
+            yield list(map(_normalized, block)) if normalize else block
 
 
 def _normalized(vectors: Vectors) -> Vectors:
-    """Divide vectors by their length; those of length 0 stay."""
-    squares = np.square(vectors, dtype=np.float64)
-    length = np.sqrt(np.add.reduce(squares, axis=-1, keepdims=True))
-    return (vectors / np.maximum(length, _SMALLEST)).astype(np.float32)
+    """Divide vectors by their lengths, in place if they are contiguous; those of length 0 stay."""
+    vectors = np.ascontiguousarray(vectors)
+    _core.normalize(vectors)
+    return vectors

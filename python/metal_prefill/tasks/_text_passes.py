@@ -18,6 +18,8 @@ from metal_prefill.generation._text_call import TextCall
 from metal_prefill.tasks._query_expansion import query_expansion
 
 Ids = npt.NDArray[np.int32]
+# Vectors of several texts, [texts, dim], or an array for each text.
+Block: TypeAlias = npt.NDArray[np.float32] | list[npt.NDArray[np.float32]]
 
 # Computes a batch and returns a result or an exception for each of its sessions.
 RunBatch: TypeAlias = Callable[[BatchCall | TextCall], list[Any]]
@@ -206,7 +208,7 @@ def pooled_blocks(
     prompts: Sequence[Ids],
     names: Sequence[str],
     expansions: Sequence[int] = (),
-) -> Iterator[list[npt.NDArray[np.float32]]]:
+) -> Iterator[Block]:
     """Yield what `pooled_states` does for the prompts of each pass together.
 
     `expansions` are the numbers of last tokens that expand queries, if any prompt has some.
@@ -237,7 +239,7 @@ def _whole_blocks(
     prompts: Sequence[Ids],
     names: Sequence[str],
     expansions: Sequence[int],
-) -> Iterator[list[npt.NDArray[np.float32]]]:
+) -> Iterator[Block]:
     """Yield the results of passes of whole prompts, as many as fit, in their order."""
     expansion = query_expansion(passes.engine) if any(expansions) else None
     seen = expansion is not None and expansion.seen
@@ -250,8 +252,9 @@ def _whole_blocks(
             end += 1
         call = TextCall(passes.engine.core, prompts[first:end], pooling, expansions[first:end], seen=seen)
         results = call.results(passes.run(call))
-        for name, result in zip(names[first:end], results, strict=True):
-            if isinstance(result, Exception):
-                raise type(result)(f"{name}: {result}") from result
+        if isinstance(results, list):
+            for name, result in zip(names[first:end], results, strict=True):
+                if isinstance(result, Exception):
+                    raise type(result)(f"{name}: {result}") from result
         yield results
         first = end

@@ -1,0 +1,128 @@
+// Whole texts, each of which is computed from an empty context and then forgotten.
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "../vector_length.h"
+#include "arrays.h"
+#include "bindings.h"
+#include "computation.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace metal_prefill::python {
+namespace {
+
+// How the hidden states of a text become its result.
+enum class TextPooling { kNone, kMean, kFirst, kLast };
+
+TextPooling pooling_named(const std::string& name) {
+  if (name == "none") return TextPooling::kNone;
+  if (name == "mean") return TextPooling::kMean;
+  if (name == "cls") return TextPooling::kFirst;
+  if (name == "last") return TextPooling::kLast;
+  throw std::invalid_argument("pooling of a text is none, mean, cls or last, not '" + name + "'");
+}
+
+Output output_of(TextPooling pooling, float* result, int rows, int dim) {
+  switch (pooling) {
+    case TextPooling::kNone:
+      return HiddenOutput{result, rows, dim, true};
+    case TextPooling::kLast:
+      return HiddenOutput{result, 1, dim, true};
+    case TextPooling::kMean:
+      return PooledOutput{PooledOutput::Kind::kMean, result, rows, dim};
+    case TextPooling::kFirst:
+      return PooledOutput{PooledOutput::Kind::kFirst, result, rows, dim};
+  }
+  throw std::invalid_argument("pooling " + std::to_string(int(pooling)) + " is not known");
+}
+
+// A request for each text, in a session of its own. Texts are many and short: made one by one in Python,
+// sessions, requests and results would take longer than the tokens take to compute.
+class Texts final : public Computation {
+ public:
+  Texts(Engine& engine, TokenArray tokens, const TokenArray& lengths, const std::string& pooling,
+        const std::optional<TokenArray>& expansions, bool seen)
+      : tokens_(std::move(tokens)),
+        values_(std::size_t(engine.config().dim) *
+                (pooling == "none" ? tokens_.shape(0) : lengths.shape(0))) {
+    const TextPooling pooled = pooling_named(pooling);
+    const int dim = engine.config().dim;
+    if (expansions && expansions->shape(0) != lengths.shape(0))
+      throw std::invalid_argument("there are " + std::to_string(expansions->shape(0)) + " expansions for " +
+                                  std::to_string(lengths.shape(0)) + " texts");
+    std::span<const TokenId> left = view(tokens_);
+    float* result = values_.data();
+    for (const TokenId length : view(lengths)) {
+      const std::size_t text = requests_.size();
+      if (length < 1 || std::size_t(length) > left.size())
+        throw std::invalid_argument("text " + std::to_string(text) + " has " + std::to_string(length) +
+                                    " tokens, of " + std::to_string(left.size()) + " that are left");
+      Request& request = requests_.emplace_back();
+      request.session = sessions_.emplace_back(engine.session(int(length))).get();
+      request.tokens = left.first(std::size_t(length));
+      request.output = output_of(pooled, result, int(length), dim);
+      request.expansion = {expansions ? view(*expansions)[text] : 0, seen};
+      left = left.subspan(request.tokens.size());
+      result += dim * (pooled == TextPooling::kNone ? length : 1);
+    }
+    if (!left.empty())
+      throw std::invalid_argument("the texts have " + std::to_string(n_tokens() - left.size()) +
+                                  " tokens, but " + std::to_string(n_tokens()) + " were given");
+  }
+
+  std::size_t n_tokens() const override { return tokens_.shape(0); }
+
+  // The values, and the exceptions that ended requests by the numbers of their texts.
+  nb::object take_result() override {
+    sessions_.clear();
+    nb::dict errors;
+    for (std::size_t i = 0; i < requests_.size(); ++i)
+      if (requests_[i].error) errors[nb::int_(i)] = exception_of(requests_[i].error);
+    return nb::make_tuple(values_.release(), errors);
+  }
+
+ protected:
+  void add_requests(std::vector<Request*>& requests) override {
+    for (Request& request : requests_) requests.push_back(&request);
+  }
+
+ private:
+  TokenArray tokens_;
+  std::vector<std::unique_ptr<Session>> sessions_;
+  std::vector<Request> requests_;
+  FloatResult values_;
+};
+
+}  // namespace
+
+void bind_texts(nb::module_& m) {
+  nb::class_<Texts, Computation>(
+      m, "Texts",
+      "Texts, each in a session of its own, whose tokens follow each other in `tokens`; for one call of "
+      "Engine.forward_batch.")
+      .def(nb::init<Engine&, TokenArray, const TokenArray&, const std::string&,
+                    const std::optional<TokenArray>&, bool>(),
+           "engine"_a, "tokens"_a, "lengths"_a, "pooling"_a, "expansions"_a = nb::none(), "seen"_a = false,
+           "The result is a pair: the vectors of pooling mean, cls or last, [texts * dim], or the states of "
+           "all tokens, [tokens * dim]; and the exceptions that ended texts, by their numbers. `expansions` "
+           "are the numbers of last tokens that expand a query; unless `seen`, no token sees them.");
+  m.def(
+      "normalize",
+      [](nb::ndarray<float, nb::ndim<2>, nb::c_contig, nb::device::cpu> vectors) {
+        for (std::size_t i = 0; i < vectors.shape(0); ++i)
+          normalize({vectors.data() + i * vectors.shape(1), vectors.shape(1)});
+      },
+      "vectors"_a, "Divide vectors by their lengths, in place; those of length 0 stay.");
+}
+
+}  // namespace metal_prefill::python
