@@ -175,6 +175,16 @@ def test_many_texts_in_one_call(model: Model) -> None:
     assert model.embed(iter(["a"])).shape == (1, 64)
 
 
+@pytest.mark.parametrize("pooling", ["mean", "none"])
+def test_repeated_texts_have_the_vectors_of_the_first(model: Model, pooling: Any) -> None:
+    texts = ["a", "a", "b", "c", "b", "d"]
+    done: list[tuple[int, int]] = []
+    vectors = model.embed(texts, pooling=pooling, progress=lambda *counts: done.append(counts))
+    assert done == [(i, 4) for i in range(1, 5)]
+    for text, vector in zip(texts, vectors, strict=True):
+        np.testing.assert_array_equal(vector, model.embed([text], pooling=pooling)[0])
+
+
 @pytest.mark.parametrize(
     ("texts", "error", "message"),
     [

@@ -47,7 +47,7 @@ def test_tokens_are_those_of_the_library(opened: Opened) -> None:
     taken = 0
     for text in texts(Random(1), 400):
         assert tokenizer.encode(text, add_bos=False) == expected(text), repr(text)
-        taken += words.encode([text]) != [None]
+        taken += words.encode(text) is not None
     assert taken > 400
 
 
@@ -67,14 +67,15 @@ def test_words_of_different_texts_do_not_spell_a_token() -> None:
     segmenter.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     segmenter.add_tokens(["unaff read"])
     words = WordTokens(segmenter, lowercase=False, spelled=["unaff read"])
-    assert words.encode(["unaff", "read", "unaff read"]) == [[1, 2], [3, 4], None]
+    assert words.encode_all(["unaff", "read", "unaff read"]) == [[1, 2], [3, 4], None]
 
 
 def test_other_text_is_left_to_the_library(opened: Opened) -> None:
     _, words = opened
     for text in ("é", "a\x00b", "a\vb", "\x7f", "漢", "\u2028"):
-        assert words.encode([text]) == [None]
-    assert words.encode(["", " \t\r\n"]) == [[], []]
+        assert words.encode(text) is None
+        assert words.encode_all([text]) == [None]
+    assert words.encode_all(["", " \t\r\n"]) == [[], []]
 
 
 def test_tokens_longer_than_a_word_may_be_are_not_found() -> None:
@@ -82,5 +83,5 @@ def test_tokens_longer_than_a_word_may_be_are_not_found() -> None:
     vocabulary = {"[UNK]": 0, **{word: i + 1 for i, word in enumerate(words)}}
     segmenter = Segmenter(models.WordPiece(vocabulary, unk_token="[UNK]", max_input_chars_per_word=100))
     segmenter.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    assert WordTokens(segmenter, lowercase=False).encode([" ".join(words)]) == [[1, 0]]
+    assert WordTokens(segmenter, lowercase=False).encode(" ".join(words)) == [1, 0]
     assert segmenter.encode(" ".join(words)).ids == [1, 0]

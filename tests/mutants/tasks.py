@@ -71,6 +71,27 @@ MUTANTS = (
     ),
     Mutant(
         f"{PACKAGE}/tasks/_embedding.py",
+        "rows[key] = len(distinct)",
+        "rows[key] = i",
+        "texts after a repeated one have the vectors of others",
+        ("tests/test_embedding.py", "-k", "repeated"),
+    ),
+    Mutant(
+        f"{PACKAGE}/tasks/_prompt_rules.py",
+        "            done += 1\n",
+        "            pass\n",
+        "an error about a text names the first one",
+        ("tests/test_embedding.py", "-k", "among_many"),
+    ),
+    Mutant(
+        f"{PACKAGE}/tasks/_classification.py",
+        "tokens = [next(made) for _ in part]",
+        "tokens = [next(made)] * len(part)",
+        "the second text of a pair has the tokens of the first",
+        ("tests/encoder_tasks",),
+    ),
+    Mutant(
+        f"{PACKAGE}/tasks/_embedding.py",
         "        if text.cut:\n",
         "        if False:\n",
         "texts are truncated silently",
@@ -93,7 +114,7 @@ MUTANTS = (
         "        if not len(text.ids):\n",
         "        if False:\n",
         "a text without tokens silently has a zero vector",
-        ("tests/test_embedding.py", "-k", "without_tokens"),
+        ("tests/serve/test_vectors.py", "-k", "without_tokens"),
     ),
     Mutant(
         f"{PACKAGE}/tasks/_late_interaction.py",

@@ -332,10 +332,17 @@ MUTANTS = (
     ),
     Mutant(
         f"{PACKAGE}/text/_word_tokens.py",
-        "if self._spells(lowered):",
-        "if False:",
+        "if not _is_plain(text) or self._spells(lowered := text.lower()):",
+        "lowered = text.lower()\n        if not _is_plain(text):",
         "a token that is recognized by its spelling is not found in ASCII text",
         ("tests/test_tokenizer_settings.py", "-k", "followed and word"),
+    ),
+    Mutant(
+        f"{PACKAGE}/text/_word_tokens.py",
+        "if self._spells(lowered):",
+        "if False:",
+        "a token that is recognized by its spelling is not found in one of several texts",
+        ("tests/test_word_tokens.py", "-k", "different_texts"),
     ),
     Mutant(
         f"{PACKAGE}/text/_written_calls.py",

@@ -23,9 +23,9 @@ from metal_prefill.tasks._embedding import (
     check_length,
     check_pooling,
     embed_prompts,
-    encode_text,
+    encode_tokens,
 )
-from metal_prefill.tasks._prompt_rules import PromptRules
+from metal_prefill.tasks._prompt_rules import PromptRules, errors_of
 from metal_prefill.tasks._prompts import prompt_form
 from metal_prefill.tasks._reranking import Options, Ranked, encode_documents, kind_of, template_of
 from metal_prefill.tasks._text_roles import role_of
@@ -60,11 +60,17 @@ async def embed(service: Service, form: EmbeddingForm, reply: Reply, sender: Sen
         role = role_of(engine, pooling, form.instruction)
         prompt = prompt_form(engine, form.instruction)
         rules = PromptRules(form.truncate or "error", form.unicode)
-        encoded = EncodedTexts.none()
         for i, text in enumerate(inputs):
             if isinstance(text, str):
                 service.check_text(text, f"text {i}")
-                encoded.add(encode_text(engine, text, f"text {i}", prompt, rules, role))
+        encoded = EncodedTexts.none()
+        made = prompt.tokens_of_all(engine.tokenizer, (t for t in inputs if isinstance(t, str)), rules)
+        for i, text in enumerate(inputs):
+            if isinstance(text, str):
+                name = f"text {i}"
+                with errors_of(name):
+                    tokens = next(made)
+                encoded.add(encode_tokens(engine, tokens, text, name, prompt, rules, role))
             else:
                 try:
                     ids = token_array(text, engine.config.vocab_size)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
@@ -12,8 +13,8 @@ import numpy.typing as npt
 from metal_prefill._engine import Engine, EngineOwner
 from metal_prefill.files._pooled_head import softmax
 from metal_prefill.tasks._continuations import encode_continuation, score_continuations
-from metal_prefill.tasks._embedding import check_length, checked_texts, encode_text
-from metal_prefill.tasks._pairs import encode_pair, encode_part
+from metal_prefill.tasks._embedding import check_length, checked_texts, encode_tokens
+from metal_prefill.tasks._pairs import encode_pair
 from metal_prefill.tasks._prompt_rules import PromptRules, errors_of, shortened, warn_of_cut
 from metal_prefill.tasks._text_passes import Ids, TextPasses, pooled_states
 
@@ -147,13 +148,16 @@ def _encode_for_head(
 ) -> tuple[list[Ids], list[int]]:
     """Return the tokens of texts and pairs, and the indices of those that lost their ends."""
     prompts, cut = [], []
-    for i, text in enumerate(_checked_pairs(engine, texts)):
+    parts = [(text,) if isinstance(text, str) else text for text in _checked_pairs(engine, texts)]
+    made = engine.tokenizer.encode_all(map(rules.normalized, chain.from_iterable(parts)))
+    for i, part in enumerate(parts):
         name = f"text {i}"
-        if isinstance(text, str):
-            ids, is_cut, _ = encode_text(engine, text, name, rules=rules)
+        with errors_of(name):
+            tokens = [next(made) for _ in part]
+        if len(part) == 1:
+            ids, is_cut, _ = encode_tokens(engine, tokens[0], part[0], name, rules=rules)
         else:
-            first, second = (encode_part(engine, part, name, rules) for part in text)
-            pair = encode_pair(engine, first, second, name, rules)
+            pair = encode_pair(engine, tokens[0], tokens[1], name, rules)
             ids, is_cut = pair.ids, pair.cut
         if not len(ids):
             raise ValueError(f"{name} has no tokens")

@@ -15,7 +15,7 @@ from metal_prefill._engine import Engine, EngineOwner
 from metal_prefill._support.arguments import Progress, integer
 from metal_prefill.errors import ContextOverflowError, KVMemoryError
 from metal_prefill.files._pooled_head import POOLINGS, Pooling
-from metal_prefill.tasks._prompt_rules import PromptRules, cut_message, errors_of, named, shortened
+from metal_prefill.tasks._prompt_rules import PromptRules, cut_message, errors_of, named, numbered, shortened
 from metal_prefill.tasks._prompts import PLAIN, PROMPTS, PromptForm, prompt_form
 from metal_prefill.tasks._text_passes import Block, TextPasses, pooled_blocks
 from metal_prefill.tasks._text_roles import TextRole, role_of, text_role
@@ -116,8 +116,11 @@ def encode_texts(
     form: PromptForm = PLAIN,
     rules: PromptRules = DEFAULT_RULES,
     role: TextRole | None = None,
+    noun: str = "text",
 ) -> EncodedTexts:
     """Turn texts into tokens, with those that begin and end texts in the file.
+
+    `noun` names texts in errors.
 
     Raises
     ------
@@ -128,18 +131,16 @@ def encode_texts(
     role = text_role(engine) if role is None else role
     begin, end = engine.tokenizer.frame.begin, engine.tokenizer.frame.end
     room = _most_tokens(engine, role) - len(begin) - len(end)
-    made = form.tokens_of_all(engine.tokenizer, checked, rules)
     encoded = EncodedTexts.none()
     framed: list[tuple[int, ...]] = []
-    for i, text in enumerate(checked):
-        with errors_of(f"text {i}"):
-            ids = next(made)
+    made = numbered(form.tokens_of_all(engine.tokenizer, checked, rules), noun)
+    for i, (text, ids) in enumerate(zip(checked, made, strict=True)):
         if len(ids) <= room:
             framed.append((*begin, *ids, *end))
             continue
         encoded.add_whole(framed)
         framed.clear()
-        encoded.add(encode_text(engine, text, f"text {i}", form, rules, role))
+        encoded.add(encode_tokens(engine, ids, text, f"{noun} {i}", form, rules, role))
     encoded.add_whole(framed)
     return encoded
 
@@ -167,6 +168,21 @@ def encode_text(
 
     If the text loses its end, the tokens after it are kept. `name` identifies the text in errors.
     """
+    with errors_of(name):
+        ids = form.tokens(engine.tokenizer, text, rules)
+    return encode_tokens(engine, ids, text, name, form, rules, role)
+
+
+def encode_tokens(
+    engine: Engine,
+    ids: list[int],
+    text: str,
+    name: str,
+    form: PromptForm = PLAIN,
+    rules: PromptRules = DEFAULT_RULES,
+    role: TextRole | None = None,
+) -> EncodedText:
+    """Do the same for a text whose tokens are `ids`, without those that begin and end every text."""
     tokenizer, frame = engine.tokenizer, engine.tokenizer.frame
     role = text_role(engine) if role is None else role
     room = role.limit - len(frame.begin) - len(frame.end)
@@ -174,8 +190,6 @@ def encode_text(
     def encode(text: str) -> list[int]:
         return form.tokens(tokenizer, text, rules)
 
-    with errors_of(name):
-        ids = encode(text)
     cut = rules.truncate == "end" and len(ids) > room
     if cut and form.after:
         ids = encode(shortened(tokenizer, text, lambda kept: len(encode(kept)) - room))

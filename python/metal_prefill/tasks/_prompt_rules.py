@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from tokenizers import normalizers
 
@@ -13,6 +13,8 @@ from metal_prefill.errors import GGUFError
 
 if TYPE_CHECKING:
     from metal_prefill.text._tokenizer import Tokenizer
+
+Item = TypeVar("Item")
 
 # As in the tokenizers of models that normalize. `unicodedata.normalize` takes quadratic time for a sequence
 # of combining marks.
@@ -34,6 +36,18 @@ class errors_of:
         # A GGUFError is one of the vocabulary, which is read for the first text.
         if isinstance(error, ValueError) and not isinstance(error, GGUFError):
             raise ValueError(f"{self._name}: {error}") from None
+
+
+def numbered(items: Iterable[Item], noun: str) -> Iterator[Item]:
+    """Yield items; the message of a ValueError about the next one begins with `noun` and its number."""
+    done = 0
+    try:
+        for item in items:
+            yield item
+            done += 1
+    except ValueError:
+        with errors_of(f"{noun} {done}"):
+            raise
 
 
 class PromptRules(NamedTuple):

@@ -15,10 +15,10 @@ from metal_prefill._engine import Engine, EngineOwner
 from metal_prefill._support.arguments import integer
 from metal_prefill.errors import GGUFError
 from metal_prefill.files._pooled_head import dequantized, sigmoid
-from metal_prefill.tasks._embedding import DEFAULT_RULES, EncodedText, check_length, encode_text
+from metal_prefill.tasks._embedding import DEFAULT_RULES, EncodedText, check_length, encode_text, encode_texts
 from metal_prefill.tasks._late_interaction import late_scores
 from metal_prefill.tasks._pairs import encode_pair, encode_part
-from metal_prefill.tasks._prompt_rules import PromptRules, cut_message, errors_of, shortened
+from metal_prefill.tasks._prompt_rules import PromptRules, cut_message, errors_of, numbered, shortened
 from metal_prefill.tasks._prompts import has_prompts, prompt_form
 from metal_prefill.tasks._text_passes import Ids, TextPasses, pooled_states
 from metal_prefill.tasks._text_roles import document_role, query_role
@@ -199,9 +199,10 @@ def _encode_late(engine: Engine, query: str, documents: Sequence[str], options: 
     form = prompt_form(engine, "document" if known else None)
     role = document_role(engine)
     ranking = Ranking(documents, [], [], role.limit, encoded, encoded.cut)
-    for i, document in enumerate(documents):
-        text = encode_text(engine, document, f"document {i}", form, options.rules, role)
-        _add(ranking, text.ids, text.cut)
+    texts = encode_texts(engine, documents, form, options.rules, role, "document")
+    cut = frozenset(texts.cut)
+    for i, ids in enumerate(texts.prompts):
+        _add(ranking, ids, i in cut)
     return ranking
 
 
@@ -210,11 +211,8 @@ def _encode_pairs(engine: Engine, query: str, documents: Sequence[str], options:
     first = encode_part(engine, query, "the query", rules)
     parts = engine.tokenizer.encode_all(map(rules.normalized, documents))
     pairs = []
-    for i in range(len(documents)):
-        name = f"document {i}"
-        with errors_of(name):
-            second = next(parts)
-        pairs.append(encode_pair(engine, first, second, name, rules))
+    for i, second in enumerate(numbered(parts, "document")):
+        pairs.append(encode_pair(engine, first, second, f"document {i}", rules))
     query_cut = any(pair.first_cut for pair in pairs)
     ranking = Ranking(documents, [], [], engine.max_context, query_cut=query_cut)
     for pair in pairs:

@@ -146,6 +146,10 @@ class Tokenizer:
             if self.bos_id is None:
                 raise ValueError("add_bos is set, but the vocabulary has no beginning-of-text token")
             ids.append(self.bos_id)
+        if self._words is not None and not (parse_special or strict):
+            made = self._words.encode(text)
+            if made is not None:
+                return ids + made
         text.encode("utf-8")  # lone surrogates have no tokens; the error names their position
         return ids + self._joined(self.split(text, parse_special), strict)
 
@@ -158,7 +162,7 @@ class Tokenizer:
             The text that would be next contains lone surrogates.
         """
         for block in _blocks(texts):
-            made = [None] * len(block) if self._words is None else self._words.encode(block)
+            made = [None] * len(block) if self._words is None else self._words.encode_all(block)
             for text, ids in zip(block, made, strict=True):
                 yield self.encode(text, add_bos=False) if ids is None else ids
 
@@ -224,7 +228,7 @@ class Tokenizer:
 
     def _made_of(self, piece: str) -> list[int]:
         """Return the tokens of text without spelled tokens."""
-        ids = None if self._words is None else self._words.encode([piece])[0]
+        ids = None if self._words is None else self._words.encode(piece)
         if ids is None:
             ids = segmented_ids(self._segmenter, self._plain(piece))
         return ids

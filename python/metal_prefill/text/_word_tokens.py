@@ -46,12 +46,18 @@ class WordTokens:
         }
         self._tokens[_END] = _NO_TOKEN
 
-    def encode(self, texts: Sequence[str]) -> list[list[int] | None]:
-        """Return the ids that the segmenter makes of each text; None if it is not plain ASCII words.
+    def encode(self, text: str) -> list[int] | None:
+        """Return the ids that the segmenter makes of a text; None if it is not plain ASCII words."""
+        if not _is_plain(text) or self._spells(lowered := text.lower()):
+            return None
+        return self._ids_of(_WORD.findall(lowered if self._lowercase else text))
 
-        The words of all texts are looked up together, in a third of the time of one text after another.
+    def encode_all(self, texts: Sequence[str]) -> list[list[int] | None]:
+        """Return what `encode` returns for each text.
+
+        The words of all texts are looked up together, in half of the time of one text after another.
         """
-        plain = [text.isascii() and (text.isprintable() or not _OTHER.search(text)) for text in texts]
+        plain = list(map(_is_plain, texts))
         joined = self._joined(texts, plain)
         lowered = joined.lower()
         if self._spells(lowered):
@@ -95,6 +101,10 @@ class WordTokens:
             assert place is not None  # only special tokens have no word
             made[words[place]].append(token)
         return made
+
+
+def _is_plain(text: str) -> bool:
+    return text.isascii() and (text.isprintable() or not _OTHER.search(text))
 
 
 def _divided(ids: list[int]) -> Iterator[list[int]]:
