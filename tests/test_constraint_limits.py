@@ -25,6 +25,7 @@ from metal_prefill.generation._constraint import Constraint
 from metal_prefill.generation._constraint_check import MOST_CHARACTERS, MOST_DEPTH
 from metal_prefill.generation._constraint_process import ForkServer, Worker
 from metal_prefill.generation._constraint_worker import _Texts
+from metal_prefill.generation._stream import make_streams
 
 pytest.importorskip("llguidance", reason="needs the extra guide")
 
@@ -442,6 +443,25 @@ def test_a_worker_releases_finished_texts(model: Model, monkeypatch: pytest.Monk
         kept.cancel()
         scheduler.step_pieces()
     gc.collect()
+    assert len(released) == 1
+
+
+def test_a_worker_releases_texts_that_are_cancelled_after_they_gave_way(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    released: list[int] = []
+    monkeypatch.setattr(Worker, "release", lambda self, text: released.append(text))
+    scheduler = Scheduler(model, max_streams=2)
+    kept = make_streams(model.engine, "A:", 2, 90, regex="[ab]{90}")
+    scheduler.enter(kept)
+    while not all(stream.writing for stream in kept):
+        scheduler.step_pieces()
+    scheduler.enter(make_streams(model.engine, "B:", 1, 90, min_tokens=90))
+    while kept[1].core is not None:
+        scheduler.step_pieces()
+    assert released == []
+    kept[1].cancel()
+    scheduler.step_pieces()
     assert len(released) == 1
 
 

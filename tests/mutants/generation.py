@@ -306,6 +306,13 @@ MUTANTS = (
         ("tests/test_constraint_limits.py", "-k", "worker_releases"),
     ),
     Mutant(
+        f"{PACKAGE}/generation/_scheduler.py",
+        "                self._waiting.remove(stream)\n",
+        "                self._waiting.remove(stream)\n                continue\n",
+        "matchers of streams that are cancelled while they wait stay in their worker",
+        ("tests/test_constraint_limits.py", "-k", "worker_releases"),
+    ),
+    Mutant(
         f"{PACKAGE}/generation/_stream.py",
         "self.core.rewind(len(self.ids) - 1)",
         "self.core.rewind(len(self.ids) - 2)",

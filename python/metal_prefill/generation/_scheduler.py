@@ -462,13 +462,15 @@ class Scheduler:
                 stream.fail(error)
 
     def _drop_ended(self) -> None:
-        for stream in [s for s in self._active if s.finish_reason is not None]:
-            self._active.remove(stream)
+        for stream in [s for s in (*self._active, *self._waiting) if s.finish_reason is not None]:
+            if stream in self._active:
+                self._active.remove(stream)
+                self._note_end()
+            else:
+                self._waiting.remove(stream)
             self._results.pop(stream, None)
             stream.core = None
             stream.text.release()
-            self._note_end()
-        self._waiting = deque(s for s in self._waiting if s.finish_reason is None)
         self._calls.drop_cancelled()
 
     def _note_end(self) -> None:
