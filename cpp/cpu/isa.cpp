@@ -18,7 +18,7 @@
 
 namespace metal_prefill::cpu {
 
-#define METAL_PREFILL_KERNELS(isa) extern const Kernels kKernels_##isa;
+#define METAL_PREFILL_KERNELS(isa) const Kernels& kernels_##isa();
 #include "kernel_sets.inc"
 #undef METAL_PREFILL_KERNELS
 
@@ -26,9 +26,8 @@ namespace {
 
 #if defined(__x86_64__) || defined(_M_X64)
 
-bool runs(const Kernels& kernels) {
+bool runs(const std::string& name) {
   static const ProcessorFeatures features = processor_features();
-  const std::string name = kernels.name;
   if (name == "amx") return features.amx;
   if (name == "avx512bf16") return features.avx512bf16;
   if (name == "avx512vnni") return features.avx512vnni;
@@ -69,9 +68,8 @@ Features detect() {
 }
 #endif
 
-bool runs(const Kernels& kernels) {
+bool runs(const std::string& name) {
   static const Features features = detect();
-  const std::string name = kernels.name;
   if (name == "neon_i8mm") return features.dotprod && features.i8mm;
   if (name == "neon_dotprod") return features.dotprod;
   return true;
@@ -79,15 +77,19 @@ bool runs(const Kernels& kernels) {
 
 #else
 
-bool runs(const Kernels&) {
+bool runs(const std::string&) {
   return true;
 }
 
 #endif
 
+struct Built {
+  const char* name;
+  const Kernels& (*kernels)();  // only for processors that have its instructions
+};
 // Everything that was built, fastest first.
-const Kernels* const kBuilt[] = {
-#define METAL_PREFILL_KERNELS(isa) &kKernels_##isa,
+constexpr Built kBuilt[] = {
+#define METAL_PREFILL_KERNELS(isa) {#isa, kernels_##isa},
 #include "kernel_sets.inc"
 #undef METAL_PREFILL_KERNELS
 };
@@ -120,10 +122,10 @@ double measured_speedup(const Kernels& kernels) {
 
 double pair_speedup() {
   static const double speedup = [] {
-    for (const Kernels* kernels : kBuilt) {
-      if (std::string(kernels->name) != kPairSet || !runs(*kernels)) continue;
+    for (const Built& set : kBuilt) {
+      if (std::string(set.name) != kPairSet || !runs(set.name)) continue;
       const double known = known_speedup.load();
-      return known > 0 ? known : measured_speedup(*kernels);
+      return known > 0 ? known : measured_speedup(set.kernels());
     }
     return 0.0;
   }();
@@ -136,8 +138,8 @@ void use_pair_speedup(double speedup) {
 
 std::vector<const Kernels*> available_kernels() {
   std::vector<const Kernels*> available;
-  for (const Kernels* kernels : kBuilt) {
-    if (runs(*kernels)) available.push_back(kernels);
+  for (const Built& set : kBuilt) {
+    if (runs(set.name)) available.push_back(&set.kernels());
   }
   const auto named = [&](const char* name) {
     return std::find_if(available.begin(), available.end(),
@@ -151,7 +153,7 @@ std::vector<const Kernels*> available_kernels() {
 
 std::vector<std::string> built_sets() {
   std::vector<std::string> names;
-  for (const Kernels* kernels : kBuilt) names.emplace_back(kernels->name);
+  for (const Built& set : kBuilt) names.emplace_back(set.name);
   return names;
 }
 

@@ -113,6 +113,7 @@ enum class KvLayout {
 // In kPairs and kQ8, a lane of a key is two or four dimensions: bytes of a lane, and from there to the lane
 // of the next dimensions. A span is read in the order of memory, which the processor then reads ahead.
 constexpr std::size_t kKeyLane = 4, kKeyLaneStep = kKeyLane * kKeySpan;
+constexpr int kKeyPairStep = kKeySpan * 2;  // elements from one pair of dimensions of a key to the next
 // In kQ8: bytes from the values to the first code of a position; from keys or values to the scale of a block.
 static constexpr std::size_t q8_value(int dim, int position) {
   return std::size_t(position / 4 * 4 * dim + position % 4);

@@ -18,12 +18,15 @@
 
 #include "amx_tiles.h"
 #include "simd_avx512.h"
-#include "table.h"
 #include "tile_attention_amx.h"
+#include "tile_gemm.h"
 #include "tile_pairs_amx.h"
 #include "tile_super_amx.h"
 
 namespace metal_prefill::cpu {
+
+const Kernels& kernels_avx512bf16();  // which this set extends
+
 namespace {
 
 constexpr int kMinTokens = 16;  // in a call: for fewer, unpacking the weights costs more than it saves
@@ -203,13 +206,13 @@ void amx_tokens(const PackedMatrix& weight, int group, const Int8Rows& x, int fi
                 std::size_t stride) {
   if (count == 1) return amx_token<Block>(weight, group, x, first, out);
   if (count < kMinTokens || first % kTileTokens != 0)
-    return int8_blocks<Block>(weight, group, x, first, count, out, stride);
+    return kernels_avx512vnni().multiply_int8(weight, group, x, first, count, out, stride);
   const int tail = count % kTileTokens, by_vectors = tail < kMinTail ? tail : 0;
   const int by_tiles = count - by_vectors;
   amx_blocks<Block>(weight, group, x, first, by_tiles, out, stride);
   if (by_vectors > 0)
-    int8_blocks<Block>(weight, group, x, first + by_tiles, by_vectors, out + std::size_t(by_tiles) * stride,
-                       stride);
+    kernels_avx512vnni().multiply_int8(weight, group, x, first + by_tiles, by_vectors,
+                                       out + std::size_t(by_tiles) * stride, stride);
 }
 
 void multiply_int8_amx(const PackedMatrix& weight, int group, const Int8Rows& x, int first, int count,
@@ -252,9 +255,10 @@ double run_tiles(int rounds) {
   return double(rounds) * 4 * kTileTokens * kPanelRows * kDepth;
 }
 
-constexpr Kernels amx_table() {
-  Kernels table = with_pairs(kTable, kAmxDepth);
+Kernels amx_table() {
+  Kernels table = kernels_avx512bf16();
   table.name = "amx";
+  table.key_multiple = kAmxDepth;
   table.multiply_int8 = multiply_int8_amx;
   table.multiply_super = multiply_super;
   table.quantize_super = quantize_super;
@@ -268,7 +272,9 @@ constexpr Kernels amx_table() {
 
 }  // namespace
 
-extern const Kernels kKernels_amx;
-const Kernels kKernels_amx = amx_table();
+const Kernels& kernels_amx() {
+  static const Kernels table = amx_table();
+  return table;
+}
 
 }  // namespace metal_prefill::cpu

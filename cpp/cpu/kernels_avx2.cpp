@@ -4,7 +4,8 @@
 
 namespace metal_prefill::cpu {
 
-extern const Kernels kKernels_avx2;
-const Kernels kKernels_avx2 = kTable;
+const Kernels& kernels_avx2() {
+  return kTable;
+}
 
 }  // namespace metal_prefill::cpu

@@ -4,7 +4,8 @@
 
 namespace metal_prefill::cpu {
 
-extern const Kernels kKernels_avx512vnni;
-const Kernels kKernels_avx512vnni = kTable;
+const Kernels& kernels_avx512vnni() {
+  return kTable;
+}
 
 }  // namespace metal_prefill::cpu

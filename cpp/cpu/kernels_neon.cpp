@@ -5,7 +5,8 @@
 
 namespace metal_prefill::cpu {
 
-extern const Kernels kKernels_neon;
-const Kernels kKernels_neon = kTable;
+const Kernels& kernels_neon() {
+  return kTable;
+}
 
 }  // namespace metal_prefill::cpu

@@ -14,6 +14,9 @@
 #include "tile_neon.h"
 
 namespace metal_prefill::cpu {
+
+const Kernels& kernels_neon_dotprod();  // which this set extends
+
 namespace {
 
 constexpr int kTilePairs = kTileTokens / 2;
@@ -184,7 +187,9 @@ struct MatrixProduct {
 
 }  // namespace
 
-extern const Kernels kKernels_neon_i8mm;
-const Kernels kKernels_neon_i8mm = neon_table<MatrixProduct>("neon_i8mm");
+const Kernels& kernels_neon_i8mm() {
+  static const Kernels table = neon_table<MatrixProduct>("neon_i8mm", kernels_neon_dotprod());
+  return table;
+}
 
 }  // namespace metal_prefill::cpu

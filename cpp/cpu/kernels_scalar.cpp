@@ -4,7 +4,8 @@
 
 namespace metal_prefill::cpu {
 
-extern const Kernels kKernels_scalar;
-const Kernels kKernels_scalar = kTable;
+const Kernels& kernels_scalar() {
+  return kTable;
+}
 
 }  // namespace metal_prefill::cpu

@@ -12,11 +12,7 @@ namespace metal_prefill::cpu {
 namespace {
 
 struct Simd {
-#ifdef __AVXVNNI__
-  static constexpr const char* kName = "avxvnni";
-#else
   static constexpr const char* kName = "avx2";
-#endif
   static constexpr int kLanes = 8;
   // 16 registers. Products of bytes, few tokens: an integer and a float sum for each token, codes, a nibble
   // mask and temporaries. A second row vector would halve the tokens that share the unpacking of a nibble.

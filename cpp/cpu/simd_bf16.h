@@ -5,9 +5,13 @@
 #include <cstdint>
 #include <cstring>
 
+#include "kernels.h"
 #include "simd_avx512.h"
 
 namespace metal_prefill::cpu {
+
+const Kernels& kernels_avx512vnni();  // which sets with pairs extend
+
 namespace {
 
 inline __m512 multiply_pairs(__m512 acc, __m512i a, __m512i b) {
@@ -25,6 +29,11 @@ inline __m512i broadcast_pair(const std::uint16_t* p) {
 inline __m512i round_to_pairs(__m512 low, __m512 high) {  // 16 of the one, then 16 of the other
   return reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(high, low));
 }
+
+// Where the elements of round_to_pairs(even, odd) belong: pairs of them next to each other.
+alignas(64) constexpr std::uint16_t kPairOrder[] = {0,  16, 1,  17, 2,  18, 3,  19, 4,  20, 5,
+                                                    21, 6,  22, 7,  23, 8,  24, 9,  25, 10, 26,
+                                                    11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
 
 // The first `n` of 16.
 inline __mmask16 lanes_below(int n) {

@@ -5,12 +5,10 @@
 #include <cstring>
 
 #include "row_ops.h"
-#include "tile_pairs.h"
+#include "simd_bf16.h"
 
 namespace metal_prefill::cpu {
 namespace {
-
-constexpr int kKeyPairStep = kKeySpan * 2;  // elements from one pair of dimensions to the next
 
 // Sixteen values from `at` on, of `dim`, zeros after the last, rounded to f16, which is what a saved cache
 // holds.
@@ -50,7 +48,8 @@ inline void transpose(__m512i (&rows)[16]) {
 void store_key_pairs(const float* key, std::size_t step, int count, int dim, int stride, KvLayout layout,
                      void* keys, int position) {
   constexpr int kFew = 4;  // for which transposing takes longer than storing lane by lane
-  if (layout != KvLayout::kPairs) return store_keys(key, step, count, dim, stride, layout, keys, position);
+  if (layout != KvLayout::kPairs)
+    return kernels_avx512vnni().store_keys(key, step, count, dim, stride, layout, keys, position);
   const int first = position % kKeyBlock;
   auto* out = static_cast<std::uint16_t*>(keys) + (position - first) * 2;
   const auto positions = __mmask16(((1u << count) - 1) << first);
@@ -79,7 +78,7 @@ void store_key_pairs(const float* key, std::size_t step, int count, int dim, int
 void store_value_pairs(const float* value, std::size_t step, int count, int dim, int stride, KvLayout layout,
                        void* values, int position) {
   if (layout != KvLayout::kPairs)
-    return store_values(value, step, count, dim, stride, layout, values, position);
+    return kernels_avx512vnni().store_values(value, step, count, dim, stride, layout, values, position);
   const __m512i order = _mm512_load_si512(kPairOrder);
   for (int i = 0; i < count;) {
     const int at = position + i;

@@ -14,7 +14,7 @@ void attention(const AttentionHead& head, int first, int count) {
   else if (head.layout == KvLayout::kHalf)
     attention_rows<StoredSpan<std::uint16_t>, WidenedSpan>(head, row, end);
   else
-    attention_rows<Q8SpanOfOne, Q8SpanOfMany>(head, row, end);
+    attention_q8(head, first, count);
 }
 
 }  // namespace

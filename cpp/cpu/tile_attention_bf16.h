@@ -15,9 +15,7 @@
 #include <type_traits>
 
 #include "simd_bf16.h"
-#include "store_pairs.h"
-#include "tile_attention.h"
-#include "tile_pairs.h"
+#include "tile_splits.h"
 
 namespace metal_prefill::cpu {
 namespace {
@@ -287,34 +285,13 @@ void bf16_strip(const AttentionHead& head, int row, int rows, AttentionStrip& st
 
 template <class Tiles>
 void attention_of_pairs(const AttentionHead& head, int first, int count) {
-  if (head.layout != KvLayout::kPairs) return attention(head, first, count);
+  if (head.layout != KvLayout::kPairs) return kernels_avx512vnni().attention(head, first, count);
   AttentionStrip strip;
   const int dim = std::max(head.key_stride, head.value_stride);
   const int fitting = std::min(kStripRows, kStripValues / dim) / Tiles::kRows * Tiles::kRows;
   const int most = std::max(fitting, Tiles::kRows), end = (first + count) * head.heads;
   for (int row = first * head.heads; row < end; row += most)
     bf16_strip<Tiles>(head, row, std::min(most, end - row), strip);
-}
-
-double run_bfloat16(int rounds) {
-  const auto start = [](const std::uint8_t* p) { return Simd::load(reinterpret_cast<const float*>(p)); };
-  const auto load = [](const std::uint8_t* p) { return _mm512_load_si512(p); };
-  run_chains(rounds, start, load,
-             [](F acc, __m512i x) __attribute__((always_inline)) { return multiply_pairs(acc, x, x); });
-  return double(rounds) * kPeakChains * Simd::kLanes * 2;
-}
-
-// A table that multiplies weights in bfloat16 by pairs, and keeps a cache in f16 as pairs.
-constexpr Kernels with_pairs(Kernels table, int key_multiple) {
-  table.multiply_pairs = multiply_pair_blocks;
-  table.widen_to_pairs = widen_to_pairs;
-  table.round_to_bfloat16 = round_to_bfloat16;
-  table.half_layout = KvLayout::kPairs;
-  table.key_multiple = key_multiple;
-  table.store_keys = store_key_pairs;
-  table.store_values = store_value_pairs;
-  table.run_bfloat16 = run_bfloat16;
-  return table;
 }
 
 }  // namespace

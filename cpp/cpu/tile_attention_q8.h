@@ -327,5 +327,9 @@ void value_span(const AttentionHead& head, const Q8Values* values, int n, Q8Tile
 using Q8SpanOfOne = std::conditional_t<Simd::kOneDot, Q8Codes<Q8Tile>, Q8Codes<AttentionTile>>;
 using Q8SpanOfMany = std::conditional_t<Simd::kOneDot, Q8Codes<Q8Tile>, WidenedQ8Span>;
 
+inline void attention_q8(const AttentionHead& head, int first, int count) {
+  attention_rows<Q8SpanOfOne, Q8SpanOfMany>(head, first * head.heads, (first + count) * head.heads);
+}
+
 }  // namespace
 }  // namespace metal_prefill::cpu

@@ -10,7 +10,8 @@
 #pragma once
 
 #include "simd_neon.h"
-#include "table.h"
+#include "tile_blocks.h"
+#include "tile_peak.h"
 
 namespace metal_prefill::cpu {
 namespace {
@@ -218,9 +219,9 @@ double run_dots_neon(int rounds) {
   return double(rounds) * kPeakChains * Instruction::kMultiplyAdds;
 }
 
+// A table with these products.
 template <template <class> class Product>
-constexpr Kernels neon_table(const char* name) {
-  Kernels table = kTable;
+constexpr Kernels neon_table(const char* name, Kernels table) {
   table.name = name;
   table.multiply_int8 = multiply_int8_neon<Product>;
   table.run_dots = run_dots_neon<Product<NibbleBlock>>;

@@ -87,11 +87,6 @@ inline F column_of(const Block& block, int panel) {
   }
 }
 
-// Where the elements of round_to_pairs(even, odd) belong: pairs of them next to each other.
-alignas(64) constexpr std::uint16_t kPairOrder[] = {0,  16, 1,  17, 2,  18, 3,  19, 4,  20, 5,
-                                                    21, 6,  22, 7,  23, 8,  24, 9,  25, 10, 26,
-                                                    11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
-
 // Weights are scale * (code - zero) + min in float32, rounded to the nearest bfloat16.
 template <class Block>
 void widen_block(const Block& block, PairBlock& out) {
