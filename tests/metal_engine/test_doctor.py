@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.emulated_gpu import open_metal
+from support.emulated_gpu import open_metal, set_matrix_layout
 from support.small_models import ENCODERS, MODELS, write
 
 from metal_prefill import DeviceError, Model, _core, cli, synth
@@ -253,10 +253,10 @@ def test_a_wrong_gpu_falls_back_to_the_cpu_with_a_warning(
     monkeypatch.delenv("METAL_PREFILL_DEVICE", raising=False)
     with Model(path) as model:
         assert "emulator" in model.device.lower()
+    if wrong != "kernel":
+        set_matrix_layout(wrong)
     kernels = {"attention_prefill_f16_64"} if wrong == "kernel" else set()
     gpu.set_limits(gpu.Limits(wrong_kernels=kernels, name="Another GPU"))
-    if wrong != "kernel":
-        gpu.set_options(gpu.Options(matrix_layout=getattr(gpu.MatrixLayout, wrong)))
     with caplog.at_level(logging.WARNING, "metal_prefill"), Model(path) as model:
         assert "emulator" not in model.device.lower()
     assert "using the CPU engine: the GPU 'Another GPU" in caplog.text

@@ -16,7 +16,7 @@ from typing import Any
 import metal_kernels
 import numpy as np
 import pytest
-from support.emulated_gpu import open_with
+from support.emulated_gpu import open_with, set_matrix_layout
 
 from metal_prefill import DeviceError, KVMemoryError, Model, _core
 
@@ -118,14 +118,14 @@ def test_a_gpu_that_fails_the_trial_is_rejected_with_the_reason(
 
 @pytest.mark.parametrize("layout", ["COLUMNS", "SHIFTED"])
 def test_a_gpu_whose_lanes_hold_other_elements_of_a_matrix_is_rejected(path: Path, layout: str) -> None:
-    gpu.set_options(gpu.Options(matrix_layout=getattr(gpu.MatrixLayout, layout)))
+    set_matrix_layout(layout)
     with pytest.raises(DeviceError, match=f"{layout}.*'trial' is wrong: result 96 is"):
         open_with(path, name=f"{VIRTUAL} {layout}", apple_family=5)
     assert not _core.metal_available()
 
 
 def test_a_gpu_with_another_order_of_the_elements_of_a_matrix_is_used(path: Path, expected: int) -> None:
-    gpu.set_options(gpu.Options(matrix_layout=gpu.MatrixLayout.CONSECUTIVE))
+    set_matrix_layout("CONSECUTIVE")
     with open_with(path, name=f"{VIRTUAL} in order", apple_family=5) as model:
         assert model.forward_prompt(PROMPT) == expected
 

@@ -5,12 +5,22 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from metal_prefill import Model, _core
 
 
 def open_metal(path: Path, **options: Any) -> Model:
     """Open a model with a small cache: the self-test copies it before and after each kernel."""
     return Model(path, device="metal", kv_memory=1 << 20, **options)
+
+
+def set_matrix_layout(name: str) -> None:
+    """Choose which elements of a matrix a lane holds."""
+    if "(CPU)" not in _core.metal_device()["name"]:
+        pytest.skip("only the emulator's CPU executor has matrix layouts to choose from")
+    gpu = _core.emulator
+    gpu.set_options(gpu.Options(matrix_layout=getattr(gpu.MatrixLayout, name)))
 
 
 def open_with(path: Path, **limits: Any) -> Model:
