@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gguf import MODEL_ARCH_NAMES, GGUFReader, get_tensor_name_map
+from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 from support import comparison, model_folders
+from support.gguf_reader import GGUFReader
 from support.model_folders import CONTEXT, DIM, FFN, HEADS, LAYERS, Folder, read, with_head
 from tokenizers import Tokenizer as HubTokenizer
 from tokenizers import models, normalizers

@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gguf import GGMLQuantizationType, GGUFReader, quants
+from gguf import GGMLQuantizationType, quants
+from support.gguf_reader import GGUFReader
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 DATA = Path(__file__).parents[1] / "python" / "metal_prefill" / "data"

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from gguf import GGUFReader
 from support.computed_tokens import ComputedTokens
+from support.gguf_reader import GGUFReader
 from support.reference import ReferenceModel
 from support.small_models import EMBEDDERS, SmallModel, write
 

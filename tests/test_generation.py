@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gguf import GGUFReader
+from support.gguf_reader import GGUFReader
 from support.sampling_reference import Drawn, log_softmax, sample
 from support.small_models import MODELS, write
 

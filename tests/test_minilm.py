@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import pytest
-from gguf import GGUFReader
 from support import encoder_tokenizers
+from support.gguf_reader import GGUFReader
 from support.hostile_texts import hostile_texts
 from support.minilm_texts import TEXTS, VECTORS
 from tokenizers import Tokenizer as HubTokenizer

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gguf import GGUFReader
 from support import recurrent_folders
+from support.gguf_reader import GGUFReader
 from support.model_folders import DIM, FFN, read, save_bfloat16
 from support.recurrent_folders import RECORDED
 

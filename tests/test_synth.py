@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gguf import GGUFReader, quants
+from gguf import quants
 from numpy.typing import NDArray
+from support.gguf_reader import GGUFReader
 from support.small_models import TYPES
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 

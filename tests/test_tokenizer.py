@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gguf import GGUFReader
 from support import comparison
 from support.comparison import TokenizerVariant
 from support.gguf_bytes import ARRAY, BOOL, F32, I32, STRING, U32, array, entry, gguf, scalar, text, u32
+from support.gguf_reader import GGUFReader
 from tokenizers import Tokenizer as HubTokenizer
 from tokenizers import models, pre_tokenizers
 

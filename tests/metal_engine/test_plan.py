@@ -6,6 +6,7 @@ import itertools
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -328,7 +329,7 @@ def kernels_of(shape: Shape, lengths: range, chunk_tokens: int, **options: Any) 
         for position in positions:
             for output in _core.RowOutput:
                 passes = shape.core.plan(tokens, position, output, options["family"], options["gpu"], engine)
-                found.update(d.kernel for d in passes)
+                found.update(map(attrgetter("kernel"), passes))
     return found
 
 

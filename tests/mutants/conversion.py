@@ -351,7 +351,7 @@ MUTANTS = (
     ),
     Mutant(
         f"{PACKAGE}/conversion/_fields.py",
-        "if len(content) > MAX_TEXT:",
+        "if max(size, len(content)) > MAX_TEXT:",
         "if False:",
         "text files of a model folder are read whole, of any size",
         ("tests/test_hostile_folders.py",),

@@ -8,13 +8,14 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from gguf import GGUFReader, quants
+from gguf import quants
 from safetensors.numpy import save_file
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers, processors, trainers
 
 from metal_prefill.text._vocabulary import PRE_TOKENIZERS
 from support import encoder_tokenizers
 from support.comparison import VERSE
+from support.gguf_reader import GGUFReader
 
 Values = npt.NDArray[np.float32]
 IDENTITY = "torch.nn.modules.linear.Identity"

@@ -13,7 +13,9 @@ from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-from gguf import GGMLQuantizationType, GGUFReader, quants
+from gguf import GGMLQuantizationType, quants
+
+from support.gguf_reader import GGUFReader
 
 Array: TypeAlias = npt.NDArray[np.float64]
 

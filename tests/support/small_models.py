@@ -14,13 +14,13 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from gguf import GGUFReader
 
 from metal_prefill.synth import _file, _model
 from metal_prefill.synth._blocks import BLOCK_FORMATS, random_norm, random_tensor
 from metal_prefill.synth._model import TIED, ModelShape, Role, Tensor
 from metal_prefill.synth._scan import ScanShape, random_decay, random_step
 from support.gguf_mutator import take_apart
+from support.gguf_reader import GGUFReader
 
 TYPES = (
     *("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"),

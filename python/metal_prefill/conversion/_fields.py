@@ -7,6 +7,7 @@ default, has another type, or is out of range.
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,8 +30,9 @@ _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 def read_text(path: Path) -> str:
     """Read a file of UTF-8 text, or raise a `GGUFError` that names it."""
     with open(path, "rb") as file:
-        content = file.read(MAX_TEXT + 1)
-    if len(content) > MAX_TEXT:
+        size = os.fstat(file.fileno()).st_size
+        content = file.read(MAX_TEXT + 1) if size <= MAX_TEXT else b""
+    if max(size, len(content)) > MAX_TEXT:
         raise GGUFError(f"{path}: has more than {MAX_TEXT} bytes")
     try:
         return content.decode()
