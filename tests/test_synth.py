@@ -316,6 +316,7 @@ def test_sentencepiece_vocabulary_is_consistent(tmp_path: Path) -> None:
         ({"rope_base": math.inf}, "rope_base inf"),
         ({"rope_factor": 0.0}, "rope_factor 0.0"),
         ({"seed": -1}, "seed -1"),
+        ({"preset": "granite-4.0-h-350m", "layers": 4}, "must leave one of 4 layers with attention"),
     ],
 )
 def test_contradictions_are_named_and_nothing_is_written(

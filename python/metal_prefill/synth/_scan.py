@@ -54,6 +54,8 @@ def check_scan(scan: ScanShape, layers: int) -> None:
         raise ValueError(f"scan taps {scan.taps}: must be at least 2")
     if not all(0 <= layer < layers for layer in scan.layers or ()):
         raise ValueError(f"scan layers {scan.layers}: must be below {layers}")
+    if scan.layers is not None and len(set(scan.layers)) == layers:
+        raise ValueError(f"scan layers {scan.layers}: must leave one of {layers} layers with attention")
 
 
 def random_decay(rng: np.random.Generator, count: int) -> NDArray[np.uint8]:
