@@ -34,6 +34,14 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
 
 
+@pytest.fixture
+def short_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor_report, "BENCH_SECONDS", 0.0)
+    monkeypatch.setattr(doctor_report, "BENCH_PROMPT", 16)
+    monkeypatch.setattr(doctor_report, "BENCH_TOKENS", 4)
+    monkeypatch.setattr(doctor_report, "LONG_PROMPT", 40)
+
+
 def doctor(path: Path, folder: Path, *options: str) -> tuple[int, dict[str, Any]]:
     """Run the command and return its exit code and its report."""
     report = folder / "doctor.json"
@@ -41,10 +49,8 @@ def doctor(path: Path, folder: Path, *options: str) -> tuple[int, dict[str, Any]
     return code, json.loads(report.read_text())
 
 
-def test_the_prediction_is_for_the_kernels_of_the_engine(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor_report, "BENCH_SECONDS", 0.0)
-    monkeypatch.setattr(doctor_report, "BENCH_PROMPT", 16)
-    monkeypatch.setattr(doctor_report, "BENCH_TOKENS", 2)
+@pytest.mark.usefixtures("short_run")
+def test_the_prediction_is_for_the_kernels_of_the_engine(path: Path) -> None:
     gpu.set_limits(gpu.Limits(name="Apple M4", apple_family=9))
     predicted = []
     for fused_norm in (False, True):
@@ -54,12 +60,8 @@ def test_the_prediction_is_for_the_kernels_of_the_engine(path: Path, monkeypatch
     assert fused > separate  # by the model
 
 
-def test_an_encoder_on_a_working_device_passes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(doctor_report, "BENCH_SECONDS", 0.0)
-    monkeypatch.setattr(doctor_report, "BENCH_PROMPT", 16)
-    monkeypatch.setattr(doctor_report, "LONG_PROMPT", 40)
+@pytest.mark.usefixtures("short_run")
+def test_an_encoder_on_a_working_device_passes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = write(tmp_path / "m.gguf", ENCODERS["bert"])
     gpu.set_limits(gpu.Limits(name="Apple M4", apple_family=9))
     code, report = doctor(file, tmp_path)
@@ -74,14 +76,11 @@ def test_an_encoder_on_a_working_device_passes(
     assert not report["hidden_states"][0]["passed"]
 
 
+@pytest.mark.usefixtures("short_run")
 @pytest.mark.parametrize("name", ["type IQ4_NL", "dimensions that fit no block"])
 def test_a_model_without_a_prediction_passes(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(doctor_report, "BENCH_SECONDS", 0.0)
-    monkeypatch.setattr(doctor_report, "BENCH_PROMPT", 16)
-    monkeypatch.setattr(doctor_report, "BENCH_TOKENS", 2)
-    monkeypatch.setattr(doctor_report, "LONG_PROMPT", 40)
     gpu.set_limits(gpu.Limits(name="Apple M4", apple_family=9))
     code, report = doctor(write(tmp_path / "m.gguf", MODELS[name]), tmp_path)
     assert (code, report["passed"]) == (0, True)
@@ -89,13 +88,8 @@ def test_a_model_without_a_prediction_passes(
     assert f"no prediction: {report['benchmark'][0]['no_prediction']}" in capsys.readouterr().out
 
 
-def test_a_working_device_passes(
-    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(doctor_report, "BENCH_SECONDS", 0.0)
-    monkeypatch.setattr(doctor_report, "BENCH_PROMPT", 16)
-    monkeypatch.setattr(doctor_report, "BENCH_TOKENS", 4)
-    monkeypatch.setattr(doctor_report, "LONG_PROMPT", 40)
+@pytest.mark.usefixtures("short_run")
+def test_a_working_device_passes(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, report = doctor(path, tmp_path)
     assert code == 0
     assert report["passed"]
