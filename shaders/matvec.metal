@@ -7,7 +7,7 @@
 //
 // Reading the weights bounds these kernels, and what counts is the number of loads in flight. A lane
 // therefore loads several items before it multiplies the first, and no load depends on a branch. With several
-// tokens, an item is dequantized once for a tile of them.
+// tokens, an item is dequantized once per tile of tokens.
 #include <metal_stdlib>
 
 #include "args.h"
@@ -122,8 +122,8 @@ struct Products {
   }
 };
 
-// y[row] (+)= w[row] . x of kRows rows for each group of lanes, which reads x once for all of them. One lane
-// of a group writes for each row.
+// y[row] (+)= w[row] . x, for the kRows rows of each group of lanes, which reads x once. One lane of the
+// group writes each row.
 template <typename W, ushort kRows, typename Token>
 static inline void rows_times_token(device const uchar* w, Token token, device float* y,
                                     constant MatvecArgs& args, uint first_row, ushort lane) {
@@ -235,9 +235,9 @@ kernel void rmsnorm_matvec_swiglu(device const uchar* w [[buffer(0)]],     // [2
   swiglu_of_token<W, NORMED_MATVEC_ROWS>(w, normed_token(x, norm, args, lane), y, args, row, lane);
 }
 
-// y[t][row] (+)= w[row] . x[t] of a tile of kTokens tokens, of which `tokens` exist; the others repeat the
-// last. A group of lanes has kRows rows, and reads x once for all of them. One lane of a group writes for
-// each token, all at the same time.
+// y[t][row] (+)= w[row] . x[t], for a tile of kTokens tokens, of which `tokens` exist; the others repeat the
+// last. A group of lanes has kRows rows, and reads x once. One lane of the group writes each token, all at
+// the same time.
 template <typename W, bool kAccumulate, ushort kRows, ushort kTokens>
 static inline void rows_times_tokens(device const uchar* w, device const float* x, device float* y,
                                      constant MatvecArgs& args, uint first_row, uint tokens, ushort lane) {

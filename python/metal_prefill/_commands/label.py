@@ -1,4 +1,4 @@
-"""``metal-prefill label``: labels of texts, or of parts of them."""
+"""``metal-prefill label``: classification of texts and tokens."""
 
 from __future__ import annotations
 

@@ -182,7 +182,7 @@ def encode_tokens(
     rules: PromptRules = DEFAULT_RULES,
     role: TextRole | None = None,
 ) -> EncodedText:
-    """Do the same for a text whose tokens are `ids`, without those that begin and end every text."""
+    """Finish what `encode_text` does; `ids` are the tokens of the text, before the frame is added."""
     tokenizer, frame = engine.tokenizer, engine.tokenizer.frame
     role = text_role(engine) if role is None else role
     room = role.limit - len(frame.begin) - len(frame.end)
