@@ -67,7 +67,7 @@ build/.shader_libraries: build/.emulator $(shell git ls-files emulator)
 	@touch $@
 
 # The CPU engine for 64-bit Arm, which tests run on an emulated processor.
-ARM_SOURCES := $(shell git ls-files cpp/cpu 'cpp/*.cpp' 'cpp/*.h' 'cpp/*.inc' shaders/quants.h shaders/grids.h tests/arm 'tests/native/kernel_calls.*' cmake/cross_arm.cmake)
+ARM_SOURCES := $(shell git ls-files cpp/cpu cpp/base cpp/cache cpp/engine cpp/model cpp/sampling shaders/quants.h shaders/grids.h tests/arm 'tests/native/kernel_calls.*' cmake/cross_arm.cmake)
 build/.arm: $(VENV)/.build-tools $(ARM_SOURCES) tools/setup_arm.sh | setup
 	tools/setup_arm.sh
 	@mkdir -p build && touch $@

@@ -1,4 +1,4 @@
-// The fields of every argument struct. args.h makes the structs of them; on the host, cpp/metal/args_layout.h
+// The fields of every argument struct. args.h makes the structs of them; on the host, cpp/metal/plan/args_layout.h
 // makes tables of names, types and offsets for reading recorded arguments. Both define the macros first.
 // clang-format off
 

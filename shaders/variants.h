@@ -4,7 +4,7 @@
 //
 // IF_WANTED(variant)(text) is the text, or nothing. A variant is a tensor type as in EACH_TENSOR_TYPE, or an
 // attention kernel with the type of the cache and the size of a head: see variant_of in
-// cpp/metal/kernel_key.cpp.
+// cpp/metal/plan/kernel_key.cpp.
 #pragma once
 
 #define WANTED_KEEP(...) __VA_ARGS__

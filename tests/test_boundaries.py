@@ -24,27 +24,12 @@ Rule = Callable[[Sources], list[str]]
 
 BINDINGS = "cpp/python/"  # one source for each subject
 MODULE = BINDINGS + "module.cpp"
-THE_LOCK_OF_PYTHON = "cpp/gil.h"  # how the bindings take it
-MACHINE_IN_PYTHON = ("cpp/cpu/python.h", "cpp/cpu/python.cpp")  # kernel sets and limits of the machine
-PASSES_FOR_PYTHON = ("cpp/metal/python.h", "cpp/metal/python.cpp")  # recorded passes as Python objects
+BINDINGS_OF_ENGINES = ("cpp/python/cpu.", "cpp/python/metal.")  # limits of the machine; recorded passes
+# Folders of cpp in order: each may include those before it.
+ROOMS = ("base", "model", "cache", "sampling", "engine", "cpu", "metal", "python")
 SHARED_WITH_SHADERS = tuple(
     f"shaders/{name}.h"
     for name in ("args", "args_fields", "attention", "gated_delta", "token_tiles", "quants", "grids")
-)
-# Sources through which every build records the passes of the Metal engine.
-RECORDING = tuple(
-    f"cpp/metal/{name}"
-    for name in (
-        "forward_pass.mm",
-        "forward_plan.mm",
-        "ops.mm",
-        "ops_attention.mm",
-        "ops_products.mm",
-        "kernel_key.cpp",
-        "pass_rows.cpp",
-        "recorder.cpp",
-        "view.cpp",
-    )
 )
 INCLUDE = re.compile(r'^\s*#\s*(?:include|import)\s*([<"])([^>"]+)[>"]', re.MULTILINE)
 
@@ -83,13 +68,23 @@ def the_engines_do_not_know_each_other(sources: Sources) -> list[str]:
     ]
 
 
-def what_engines_share_knows_no_engine(sources: Sources) -> list[str]:
+def rooms_include_in_one_direction(sources: Sources) -> list[str]:
+    def room(path: str) -> str:
+        return path.split("/")[1]
+
     return [
         f"{path} includes {target}"
         for path, target in includes(sources, "cpp/")
-        if posixpath.dirname(path) in ("cpp", "cpp/python")
-        and target.startswith(("cpp/cpu/", "cpp/metal/"))
-        and (path, target) not in ((MODULE, MACHINE_IN_PYTHON[0]), (MODULE, PASSES_FOR_PYTHON[0]))
+        if target.startswith("cpp/")
+        if ROOMS.index(room(target)) > ROOMS.index(room(path))
+    ]
+
+
+def bindings_use_engines_in_one_place(sources: Sources) -> list[str]:
+    return [
+        f"{path} includes {target}"
+        for path, target in includes(sources, BINDINGS)
+        if target.startswith(("cpp/cpu/", "cpp/metal/")) and not path.startswith(BINDINGS_OF_ENGINES)
     ]
 
 
@@ -97,9 +92,7 @@ def the_bindings_alone_know_python(sources: Sources) -> list[str]:
     return [
         f"{path} includes {target}"
         for path, target in includes(sources, "cpp/")
-        if target.startswith(("nanobind/", "Python.h"))
-        and not path.startswith(BINDINGS)
-        and path not in (THE_LOCK_OF_PYTHON, *MACHINE_IN_PYTHON, *PASSES_FOR_PYTHON)
+        if target.startswith(("nanobind/", "Python.h")) and not path.startswith(BINDINGS)
     ]
 
 
@@ -140,8 +133,8 @@ def recording_a_pass_needs_no_metal(sources: Sources) -> list[str]:
     graph: dict[str, list[str]] = {}
     for path, target in includes(sources, ""):
         graph.setdefault(path, []).append(target)
-    reached = dict.fromkeys(RECORDING)
-    todo = list(RECORDING)
+    todo = [path for path in sources if path.startswith("cpp/metal/plan/")]
+    reached = dict.fromkeys(todo)
     while todo:
         new = [target for target in graph.get(todo.pop(), []) if target not in reached]
         reached.update(dict.fromkeys(new))
@@ -322,7 +315,7 @@ def locks_survive_a_fork(sources: Sources) -> list[str]:
     return [
         f"{path} has a lock without a ForkHandler"
         for path, text in sources.items()
-        if path.startswith("cpp/") and not path.startswith(("cpp/metal/", "cpp/fork_handler"))
+        if path.startswith("cpp/") and not path.startswith(("cpp/metal/", "cpp/base/fork_handler"))
         if len(lock.findall(text)) > len(handler.findall(text))
     ] + [
         f"{path} holds a lock of Python 3.11 while it computes an attribute"
@@ -334,30 +327,33 @@ def locks_survive_a_fork(sources: Sources) -> list[str]:
 # For each rule, lines that it must find where they are added to a file.
 PLANTED: dict[Rule, list[tuple[str, str]]] = {
     the_engines_do_not_know_each_other: [
-        ("cpp/cpu/engine.cpp", '#include "../metal/ops.h"'),
-        ("cpp/metal/engine.mm", '#include "../cpu/threads.h"'),
-        ("cpp/metal/engine.mm", "#include <cpu/threads.h>"),
+        ("cpp/cpu/engine.cpp", '#include "../metal/plan/ops.h"'),
+        ("cpp/metal/device/engine.mm", '#include "../../cpu/threads.h"'),
+        ("cpp/metal/device/engine.mm", "#include <cpu/threads.h>"),
     ],
-    what_engines_share_knows_no_engine: [
-        ("cpp/engine.cpp", '#include "metal/ops.h"'),
+    rooms_include_in_one_direction: [
+        ("cpp/engine/engine.cpp", '#include "../metal/plan/ops.h"'),
+        ("cpp/cache/pages.cpp", '#include "../engine/engine.h"'),
+    ],
+    bindings_use_engines_in_one_place: [
         (MODULE, '#include "../cpu/threads.h"'),
     ],
     the_bindings_alone_know_python: [
-        ("cpp/engine.h", "#include <nanobind/nanobind.h>"),
-        ("cpp/metal/ops.h", "#include <Python.h>"),
+        ("cpp/engine/engine.h", "#include <nanobind/nanobind.h>"),
+        ("cpp/metal/plan/ops.h", "#include <Python.h>"),
     ],
     the_engine_does_not_know_the_emulator: [
-        ("cpp/metal/engine.mm", '#include "../../emulator/emulator.h"'),
-        ("cpp/engine.cpp", "#include <emulator.h>"),
+        ("cpp/metal/device/engine.mm", '#include "../../../emulator/emulator.h"'),
+        ("cpp/engine/engine.cpp", "#include <emulator.h>"),
         ("shaders/matmul.metal", "#ifdef METAL_PREFILL_EMULATOR"),
     ],
     shaders_and_host_share_few_headers: [
-        ("cpp/metal/ops_attention.mm", '#include "../../shaders/rope.h"'),
-        ("shaders/rope.h", '#include "../cpp/model.h"'),
+        ("cpp/metal/plan/ops_attention.mm", '#include "../../../shaders/rope.h"'),
+        ("shaders/rope.h", '#include "../cpp/model/model.h"'),
     ],
     recording_a_pass_needs_no_metal: [
-        ("cpp/metal/ops.mm", "#import <Metal/Metal.h>"),
-        ("cpp/metal/tuning.h", "#import <Foundation/Foundation.h>"),
+        ("cpp/metal/plan/ops.mm", "#import <Metal/Metal.h>"),
+        ("cpp/metal/plan/tuning.h", "#import <Foundation/Foundation.h>"),
     ],
     no_module_imports_itself_through_others: [
         ("python/metal_prefill/session.py", "if TYPE_CHECKING:\n    from metal_prefill.model import Model"),
@@ -387,7 +383,7 @@ PLANTED: dict[Rule, list[tuple[str, str]]] = {
     ],
     locks_survive_a_fork: [
         ("cpp/cpu/kv_pages.h", "mutable std::mutex mutex_;"),
-        ("cpp/lookup.h", "std::mutex mutex_;"),
+        ("cpp/sampling/lookup.h", "std::mutex mutex_;"),
         ("python/metal_prefill/model.py", "from functools import cached_property"),
     ],
     errors_know_nothing_of_the_package: [

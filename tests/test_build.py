@@ -93,7 +93,7 @@ project(engine LANGUAGES CXX)
 find_package(Python COMPONENTS Interpreter REQUIRED)
 set(APPLE ON)
 set(PROJECT_SOURCE_DIR {ROOT})
-add_library(_core STATIC {ROOT}/cpp/rope.cpp)
+add_library(_core STATIC {ROOT}/cpp/model/rope.cpp)
 add_subdirectory({ROOT}/cpp/metal metal)
 """
 # Finds its tools and compiles nothing, as Xcode 26 does without the Metal toolchain.

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-SOURCE = Path(__file__).parents[1] / "cpp/cpu/packing.cpp"
+SOURCE = Path(__file__).parents[1] / "cpp/cpu/weights/packing.cpp"
 COMPILER = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
 OPENED, CHECKED = "namespace metal_prefill::cpu {", "#undef METAL_PREFILL_CHECK\n"
 ROWS = [

@@ -5,7 +5,7 @@ that must notice it. This program copies the sources to ``build/mutants``, build
 change after another. At the end it expects the tests that failed to pass without the errors::
 
     make mutants
-    .venv/bin/python tools/run_mutants.py shaders/ cpp/batch.cpp     # only files with these prefixes
+    .venv/bin/python tools/run_mutants.py shaders/ cpp/engine/batch.cpp     # only files with these prefixes
     .venv/bin/python tools/run_mutants.py --rest                     # only those without a result so far
 
 Errors in Python files need no build: if only such are chosen, the tests run with the native modules that are

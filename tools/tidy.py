@@ -3,7 +3,7 @@
 Checks are those of ``.clang-tidy``; any finding fails the run::
 
     make tidy
-    .venv/bin/python tools/tidy.py build/emulator cpp/cpu cpp/model.cpp    # only what begins so
+    .venv/bin/python tools/tidy.py build/emulator cpp/cpu cpp/model/model.cpp    # only what begins so
 """
 
 from __future__ import annotations

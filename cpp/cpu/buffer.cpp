@@ -7,7 +7,7 @@
 #include <cstring>
 #include <string>
 
-#include "../engine.h"
+#include "../engine/engine.h"
 
 namespace metal_prefill::cpu {
 

@@ -6,7 +6,7 @@
 #include <span>
 #include <utility>
 
-#include "../rounding.h"
+#include "../base/rounding.h"
 
 namespace metal_prefill::cpu {
 

@@ -1,5 +1,5 @@
 // The portable engine: what its sessions share, and the pages that they hold.
-#include "../engine.h"
+#include "../engine/engine.h"
 
 #include <algorithm>
 #include <atomic>
@@ -7,10 +7,10 @@
 #include <mutex>
 #include <string>
 
-#include "../cache_memory.h"
-#include "../paged_cache.h"
+#include "../cache/cache_memory.h"
+#include "../cache/paged_cache.h"
 #include "forward_pass.h"
-#include "kernels.h"
+#include "kernels/kernels.h"
 #include "kv_pages.h"
 #include "state_slots.h"
 #include "threads.h"

@@ -8,12 +8,12 @@
 #include <span>
 #include <vector>
 
-#include "../engine.h"
+#include "../engine/engine.h"
 #include "kv_pages.h"
 #include "ops.h"
 #include "state_slots.h"
 #include "threads.h"
-#include "weights.h"
+#include "weights/weights.h"
 #include "workspace.h"
 
 namespace metal_prefill::cpu {

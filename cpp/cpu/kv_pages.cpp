@@ -7,7 +7,7 @@
 #include <cstring>
 #include <utility>
 
-#include "prefetch.h"
+#include "kernels/prefetch.h"
 
 namespace metal_prefill::cpu {
 

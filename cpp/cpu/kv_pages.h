@@ -7,11 +7,11 @@
 #include <utility>
 #include <vector>
 
-#include "../engine.h"
-#include "../fork_handler.h"
-#include "../pages.h"
+#include "../base/fork_handler.h"
+#include "../cache/pages.h"
+#include "../engine/engine.h"
 #include "buffer.h"
-#include "kernels.h"
+#include "kernels/kernels.h"
 
 namespace metal_prefill::cpu {
 

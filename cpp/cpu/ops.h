@@ -9,11 +9,11 @@
 #include <utility>
 #include <vector>
 
-#include "../rope.h"
-#include "kernels.h"
+#include "../model/rope.h"
+#include "kernels/kernels.h"
 #include "kv_pages.h"
 #include "threads.h"
-#include "weights.h"
+#include "weights/weights.h"
 #include "workspace.h"
 
 namespace metal_prefill::cpu {

@@ -5,8 +5,8 @@
 #include <mutex>
 #include <vector>
 
-#include "../fork_handler.h"
-#include "../states.h"
+#include "../base/fork_handler.h"
+#include "../cache/states.h"
 #include "buffer.h"
 
 namespace metal_prefill::cpu {

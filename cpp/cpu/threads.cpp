@@ -11,7 +11,7 @@
 #include <immintrin.h>
 #endif
 
-#include "../engine.h"
+#include "../engine/engine.h"
 
 namespace metal_prefill::cpu {
 

@@ -18,7 +18,7 @@
 #include <type_traits>
 #include <vector>
 
-#include "../fork_handler.h"
+#include "../base/fork_handler.h"
 
 namespace metal_prefill::cpu {
 

@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "buffer.h"
-#include "kernels.h"
+#include "kernels/kernels.h"
 
 namespace metal_prefill::cpu {
 

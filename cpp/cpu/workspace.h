@@ -6,8 +6,8 @@
 #include <cstddef>
 
 #include "buffer.h"
-#include "kernels.h"
-#include "weights.h"
+#include "kernels/kernels.h"
+#include "weights/weights.h"
 
 namespace metal_prefill::cpu {
 

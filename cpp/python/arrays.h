@@ -9,8 +9,8 @@
 #include <span>
 #include <utility>
 
-#include "../engine.h"
-#include "../gil.h"
+#include "../engine/engine.h"
+#include "gil.h"
 
 namespace metal_prefill::python {
 

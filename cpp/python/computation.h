@@ -9,7 +9,7 @@
 #include <stdexcept>
 #include <vector>
 
-#include "../batch.h"
+#include "../engine/batch.h"
 
 namespace metal_prefill::python {
 

@@ -1,4 +1,4 @@
-#include "../engine.h"
+#include "../engine/engine.h"
 
 #include <nanobind/stl/map.h>
 #include <nanobind/stl/optional.h>
@@ -16,8 +16,8 @@
 #include <variant>
 #include <vector>
 
-#include "../batch.h"
-#include "../prefix_tree.h"
+#include "../cache/prefix_tree.h"
+#include "../engine/batch.h"
 #include "arrays.h"
 #include "bindings.h"
 #include "computation.h"

@@ -1,7 +1,7 @@
 #include <new>
 #include <stdexcept>
 
-#include "../engine.h"
+#include "../engine/engine.h"
 #include "bindings.h"
 
 namespace nb = nanobind;

@@ -10,8 +10,8 @@
 #include <utility>
 #include <vector>
 
-#include "../rounding.h"
-#include "../tensors.h"
+#include "../base/rounding.h"
+#include "../model/tensors.h"
 #include "arrays.h"
 #include "bindings.h"
 

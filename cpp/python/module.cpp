@@ -12,15 +12,15 @@
 #include <system_error>
 #include <utility>
 
-#include "../cpu/python.h"
-#include "../engine.h"
-#include "../file_mapping.h"
-#include "../long_wait.h"
-#include "../metal/python.h"
-#include "../quants.h"
-#include "../session_lock.h"
+#include "../base/long_wait.h"
+#include "../engine/engine.h"
+#include "../engine/session_lock.h"
+#include "../model/file_mapping.h"
+#include "../model/quants.h"
 #include "arrays.h"
 #include "bindings.h"
+#include "cpu.h"
+#include "metal.h"
 #ifdef METAL_PREFILL_EMULATOR
 #include "../../emulator/python.h"
 #endif

@@ -1,4 +1,4 @@
-#include "../sampling.h"
+#include "../sampling/sampling.h"
 
 #include <nanobind/stl/array.h>
 #include <nanobind/stl/map.h>
@@ -13,9 +13,9 @@
 #include <utility>
 #include <vector>
 
-#include "../lookup.h"
-#include "../philox.h"
-#include "../rounding.h"
+#include "../base/philox.h"
+#include "../base/rounding.h"
+#include "../sampling/lookup.h"
 #include "arrays.h"
 #include "bindings.h"
 

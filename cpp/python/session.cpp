@@ -14,9 +14,9 @@
 #include <utility>
 #include <vector>
 
-#include "../engine.h"
-#include "../inspection.h"
-#include "../sampling.h"
+#include "../engine/engine.h"
+#include "../engine/inspection.h"
+#include "../sampling/sampling.h"
 #include "arrays.h"
 #include "bindings.h"
 

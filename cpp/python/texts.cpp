@@ -10,7 +10,7 @@
 #include <utility>
 #include <vector>
 
-#include "../vector_length.h"
+#include "../engine/vector_length.h"
 #include "arrays.h"
 #include "bindings.h"
 #include "computation.h"

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 __all__ = ["Logits", "Piece", "Progress", "Session", "TokenIds", "token_array", "token_id"]
 
 
-# One for each generator: see `Claim` in cpp/engine.h.
+# One for each generator: see `Claim` in cpp/engine/engine.h.
 _claims = itertools.count(1)
 
 

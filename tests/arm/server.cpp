@@ -23,9 +23,9 @@
 #include <utility>
 #include <vector>
 
-#include "engine.h"
+#include "engine/engine.h"
 #include "kernel_calls.h"
-#include "tensors.h"
+#include "model/tensors.h"
 
 namespace metal_prefill {
 namespace {

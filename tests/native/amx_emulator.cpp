@@ -15,7 +15,7 @@
 #include <cstdlib>
 #include <cstring>
 
-#include "cpu/processor.h"
+#include "cpu/kernels/processor.h"
 
 namespace {
 

@@ -15,13 +15,13 @@
 #include <type_traits>
 #include <vector>
 
-#include "cpu/python.h"
 #include "cpu/threads.h"
-#include "gil.h"
+#include "engine/vector_length.h"
 #include "kernel_calls.h"
 #include "kernel_workloads.h"
 #include "prefix_tree_module.h"
-#include "vector_length.h"
+#include "python/cpu.h"
+#include "python/gil.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;

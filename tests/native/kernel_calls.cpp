@@ -7,10 +7,10 @@
 #include <vector>
 
 #include "cpu/buffer.h"
-#include "cpu/kernels.h"
+#include "cpu/kernels/kernels.h"
 #include "cpu/kv_pages.h"
 #include "cpu/ops.h"
-#include "cpu/packing.h"
+#include "cpu/weights/packing.h"
 
 namespace metal_prefill::cpu::calls {
 

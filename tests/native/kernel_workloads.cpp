@@ -7,7 +7,7 @@
 #include <stdexcept>
 #include <vector>
 
-#include "cpu/kernels.h"
+#include "cpu/kernels/kernels.h"
 #include "cpu/kv_pages.h"
 #include "cpu/ops.h"
 

@@ -8,8 +8,8 @@
 #include <utility>
 #include <vector>
 
-#include "pages.h"
-#include "prefix_tree.h"
+#include "cache/pages.h"
+#include "cache/prefix_tree.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;

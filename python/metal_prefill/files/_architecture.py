@@ -35,7 +35,7 @@ class Architecture:
     Attributes
     ----------
     qkv_bias, output_bias, gate_bias, up_bias : {"required", "optional", "absent"}
-        Presence of the tensors whose rows in ``cpp/tensors.inc`` name the field: biases of q, k and v, of the
+        Presence of the tensors whose rows in ``cpp/model/tensors.inc`` name the field: biases of q, k and v, of the
         projections with which attention and feed-forward end, of the gate, and of the up projection.
     qk_norm, attn_norm, ffn_norm, post_norms, residual_norms : {"required", "optional", "absent"}
         Presence of norms: of q and k; of the inputs of attention and feed-forward; of their outputs; and of
@@ -101,7 +101,7 @@ class Architecture:
     ignored : mapping of str to str
         Patterns of tensors that files may have for other purposes than the text model, and their purposes.
     names : mapping of str to str
-        Names of tensors, by role, that differ from those in ``cpp/tensors.inc``.
+        Names of tensors, by role, that differ from those in ``cpp/model/tensors.inc``.
     reversed_with : mapping of str to str
         Tensors of `fused` whose parts are in reverse order in layers that also have another tensor.
     fused : mapping of str to tuple of str

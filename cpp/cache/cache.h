@@ -1,0 +1,50 @@
+// The cache of one session: K and V of its tokens, and the states of recurrent layers.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "pages.h"
+#include "states.h"
+
+namespace metal_prefill {
+
+// Counts of one call, for Session::stats().
+struct CallCounters {
+  std::uint64_t passes = 0;
+  double multiply_adds = 0;  // of products and attention, where the engine counts them
+  double seconds = 0;        // that the host spent in passes
+  std::uint64_t dispatches = 0, command_buffers = 0, allocations = 0;
+  double gpu_seconds = 0;
+
+  CallCounters& operator+=(const CallCounters& other);
+};
+
+// K and V of one session, as its engine keeps them, and the states of its recurrent layers.
+class Cache {
+ public:
+  virtual ~Cache() = default;
+
+  // Makes positions [kept, end) writable and keeps those before them. Changes nothing when it throws.
+  virtual void reserve(int kept, int end, CallCounters& counters) = 0;
+  // Releases the pages that only later positions need.
+  virtual void truncate(int positions) = 0;
+  // Becomes the first `positions` of another cache of the same engine.
+  virtual void share(const Cache& from, int positions) = 0;
+  virtual std::span<const PageId> pages() const = 0;
+  // Replaces its pages by these; the caller already holds one reference to each for it.
+  virtual void adopt(std::vector<PageId> pages) = 0;
+  // Canonical layout [position][kv_head][head_dim], elements or blocks of kv_type.
+  virtual void read(int layer, bool values, int positions, std::byte* out) const = 0;
+  virtual void write(int layer, bool values, int positions, const std::byte* in) = 0;
+  // Null: no layer of the model has a state.
+  virtual SequenceStates* states() { return nullptr; }
+  // The state of a layer, Config::state_values() long.
+  virtual void read_state(const StateRef& state, int layer, float* out) const = 0;
+  virtual void write_state(const StateRef& state, int layer, const float* in) = 0;
+  virtual std::size_t bytes() const = 0;
+};
+
+}  // namespace metal_prefill

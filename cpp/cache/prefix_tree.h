@@ -1,0 +1,111 @@
+// Pages that are found by their tokens.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "../base/token.h"
+#include "pages.h"
+#include "states.h"
+
+namespace metal_prefill {
+
+// A radix tree over token ids for each namespace, with a page for each node: the tokens of a node are those
+// of its page, and the path to it holds the tokens before them. The tree holds its pages as a session does,
+// so that they outlive the sessions that computed them. A prefix is found only in the namespace that it was
+// inserted in. A node also holds states of recurrent layers within its page, in models that have them: only a
+// prefix that ends at a state is usable there. Safe to call from several threads.
+class PrefixTree {
+ public:
+  // Keeps at most the memory of `max_pages` in all namespaces together; the least recently used are evicted
+  // first. `states`: null for a model without recurrent layers.
+  PrefixTree(PagePool& pool, std::size_t max_pages, const StatePool* states = nullptr);
+  ~PrefixTree();
+  PrefixTree(const PrefixTree&) = delete;
+  PrefixTree& operator=(const PrefixTree&) = delete;
+
+  // The longest prefix of `tokens` that the namespace holds. The last page may match in part.
+  struct Match {
+    std::vector<PageId> pages;  // held for the caller, who releases them
+    int positions = 0;
+    StatePoint state;  // the last one within them
+  };
+  Match find(std::string_view name_space, std::span<const TokenId> tokens);
+  // Number of positions that `find` would return, and of those before its state. Does not count as a use.
+  struct Known {
+    int positions = 0;
+    int usable = 0;  // the same without recurrent layers
+  };
+  Known known(std::string_view name_space, std::span<const TokenId> tokens);
+  // Adds the pages of these tokens; the last one may be full in part. A session that writes to one of them
+  // from now on writes to a copy. False if memory ran out before all of them were added.
+  // `states` are of positions within the tokens, in ascending order.
+  [[nodiscard]] bool insert(std::string_view name_space, std::span<const TokenId> tokens,
+                            std::span<const PageId> pages, std::span<const StatePoint> states = {}) noexcept;
+  // Releases the least recently used page that only the tree holds and that has no successor in the tree.
+  // False if there is none. A page that a session holds counts as used at this moment.
+  bool evict();
+  // Releases a page without successors; returns false if there is no such page.
+  bool forget(PageId page);
+
+  std::size_t pages() const;
+  std::size_t bytes() const;  // of pages and states
+  std::size_t namespaces() const;
+  // Nodes that were examined so far to make room or to replace others.
+  std::uint64_t examined() const;
+
+ private:
+  // Padded with -1 where a page is full in part.
+  using PageTokens = std::array<TokenId, kPagePositions>;
+  struct Node;
+  using Children = std::map<PageTokens, std::unique_ptr<Node>>;
+  // States within a page that a node holds: one at its end, and ends of prompts.
+  static constexpr std::size_t kMostStates = 4;
+  struct Node {
+    Node* parent = nullptr;
+    Children::iterator place;  // among the children of `parent`
+    PageId page = 0;
+    std::vector<StatePoint> states;  // in ascending order of positions
+    Children children;
+    Node *older = nullptr, *newer = nullptr;  // neighbours in the order of use
+    const std::string* name_space = nullptr;  // of a root, which has no page and no parent
+  };
+  struct Step {
+    Node* node = nullptr;  // the child that agrees longest
+    int positions = 0;     // of this many tokens
+  };
+  static Step longest(Children& children, const PageTokens& wanted);
+  template <typename Visit>
+  int walk(std::string_view name_space, std::span<const TokenId> tokens, Visit visit);
+  void remember(Node*& at, std::span<const TokenId> tokens, std::span<const PageId> pages,
+                std::span<const StatePoint> states);
+  void add_states(Node& node, int begin, int end, std::span<const StatePoint> states);
+  std::size_t bytes_held() const;
+  void drop_if_empty(const Node& root);
+  void link(Node& node);
+  void unlink(Node& node);
+  void touch(Node* node);
+  void remove(Node& node);
+  bool drop_oldest(bool unused_only);
+
+  PagePool& pool_;
+  const std::size_t max_pages_;
+  const StatePool* const states_;
+  mutable std::mutex mutex_;
+  std::map<std::string, Node, std::less<>> roots_;  // by namespace; none is without children
+  // Ends of the order of use. A node is always older than its parent, so the oldest one is a leaf.
+  Node *oldest_ = nullptr, *newest_ = nullptr;
+  std::size_t count_ = 0, count_states_ = 0;
+  std::uint64_t examined_ = 0;
+  const ForkHandler fork_handler_{[this] { mutex_.lock(); }, [this](bool) { mutex_.unlock(); }};
+};
+
+}  // namespace metal_prefill

@@ -1,0 +1,179 @@
+// Which of the built kernel sets this machine runs, and which one is taken.
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <cstdlib>
+#include <stdexcept>
+#include <string>
+
+#include "../../engine/engine.h"
+#include "kernels.h"
+#include "processor.h"
+
+#if defined(__aarch64__) && defined(__linux__)
+#include <sys/auxv.h>
+#elif defined(__aarch64__) && defined(__APPLE__)
+#include <sys/sysctl.h>
+#endif
+
+namespace metal_prefill::cpu {
+
+#define METAL_PREFILL_KERNELS(isa) const Kernels& kernels_##isa();
+#include "kernel_sets.inc"
+#undef METAL_PREFILL_KERNELS
+
+namespace {
+
+#if defined(__x86_64__) || defined(_M_X64)
+
+bool runs(const std::string& name) {
+  static const ProcessorFeatures features = processor_features();
+  if (name == "amx") return features.amx;
+  if (name == "avx512bf16") return features.avx512bf16;
+  if (name == "avx512vnni") return features.avx512vnni;
+  if (name == "avxvnni") return features.avxvnni;
+  if (name == "avx2") return features.avx2;
+  return true;
+}
+
+#elif defined(__aarch64__)
+
+struct Features {
+  bool dotprod = false;
+  bool i8mm = false;
+};
+
+#if defined(__linux__)
+// Bits of the auxiliary vector, as the kernel's documentation (arch/arm64/elf_hwcaps) lists them: the headers
+// of an older system lack the names.
+constexpr unsigned long kDotProd = 1ul << 20;  // HWCAP_ASIMDDP
+constexpr unsigned long kI8mm = 1ul << 13;     // HWCAP2_I8MM
+
+Features detect() {
+  return {(getauxval(AT_HWCAP) & kDotProd) != 0, (getauxval(AT_HWCAP2) & kI8mm) != 0};
+}
+#elif defined(__APPLE__)
+bool has(const char* feature) {
+  int value = 0;
+  std::size_t size = sizeof value;
+  return sysctlbyname(feature, &value, &size, nullptr, 0) == 0 && value != 0;
+}
+
+Features detect() {
+  return {has("hw.optional.arm.FEAT_DotProd"), has("hw.optional.arm.FEAT_I8MM")};
+}
+#else
+Features detect() {
+  return {};
+}
+#endif
+
+bool runs(const std::string& name) {
+  static const Features features = detect();
+  if (name == "neon_i8mm") return features.dotprod && features.i8mm;
+  if (name == "neon_dotprod") return features.dotprod;
+  return true;
+}
+
+#else
+
+bool runs(const std::string&) {
+  return true;
+}
+
+#endif
+
+struct Built {
+  const char* name;
+  const Kernels& (*kernels)();  // only for processors that have its instructions
+};
+// Everything that was built, fastest first.
+constexpr Built kBuilt[] = {
+#define METAL_PREFILL_KERNELS(isa) {#isa, kernels_##isa},
+#include "kernel_sets.inc"
+#undef METAL_PREFILL_KERNELS
+};
+
+// The set whose products of pairs of bfloat16 some processors compute no faster than the other's in float32:
+// one of the pairs' instructions a cycle, or two with half as many products each.
+constexpr const char* kPairSet = "avx512bf16";
+constexpr const char* kFloatSet = "avx512vnni";
+constexpr double kMinPairSpeedup = 1.5;  // between 1 and 2, which processors are close to
+
+std::atomic<double> known_speedup{0};  // of use_pair_speedup()
+
+// The shortest of several runs in turns, a tenth of a millisecond in all.
+double measured_speedup(const Kernels& kernels) {
+  constexpr int kTimes = 8, kRounds = 500;
+  const auto rate = [](double (*loop)(int)) {
+    const auto begin = std::chrono::steady_clock::now();
+    const double products = loop(kRounds);
+    return products / std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+  };
+  double pairs = 0, floats = 0;
+  for (int i = 0; i < kTimes; ++i) {
+    pairs = std::max(pairs, rate(kernels.run_bfloat16));
+    floats = std::max(floats, rate(kernels.run_fmas));
+  }
+  return pairs / floats;
+}
+
+}  // namespace
+
+double pair_speedup() {
+  static const double speedup = [] {
+    for (const Built& set : kBuilt) {
+      if (std::string(set.name) != kPairSet || !runs(set.name)) continue;
+      const double known = known_speedup.load();
+      return known > 0 ? known : measured_speedup(set.kernels());
+    }
+    return 0.0;
+  }();
+  return speedup;
+}
+
+void use_pair_speedup(double speedup) {
+  known_speedup.store(speedup);
+}
+
+std::vector<const Kernels*> available_kernels() {
+  std::vector<const Kernels*> available;
+  for (const Built& set : kBuilt) {
+    if (runs(set.name)) available.push_back(&set.kernels());
+  }
+  const auto named = [&](const char* name) {
+    return std::find_if(available.begin(), available.end(),
+                        [&](const Kernels* kernels) { return std::string(kernels->name) == name; });
+  };
+  const auto pairs = named(kPairSet), floats = named(kFloatSet);
+  if (pairs < floats && floats != available.end() && pair_speedup() < kMinPairSpeedup)
+    std::swap(*pairs, *floats);
+  return available;
+}
+
+std::vector<std::string> built_sets() {
+  std::vector<std::string> names;
+  for (const Built& set : kBuilt) names.emplace_back(set.name);
+  return names;
+}
+
+const Kernels& kernels_named(const std::string& set) {
+  for (const Kernels* kernels : available_kernels())
+    if (set == kernels->name) return *kernels;
+  throw std::invalid_argument("no kernel set '" + set + "'");
+}
+
+const Kernels& select_kernels() {
+  const std::vector<const Kernels*> available = available_kernels();
+  const char* wanted = std::getenv("METAL_PREFILL_CPU_ISA");
+  if (!wanted || !*wanted) return *available.front();
+  std::string names;
+  for (const Kernels* kernels : available) {
+    if (std::string(kernels->name) == wanted) return *kernels;
+    names += std::string(names.empty() ? "" : ", ") + kernels->name;
+  }
+  throw DeviceError("METAL_PREFILL_CPU_ISA is '" + std::string(wanted) +
+                    "', but this machine runs: " + names);
+}
+
+}  // namespace metal_prefill::cpu

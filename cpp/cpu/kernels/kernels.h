@@ -1,0 +1,319 @@
+// The operations that are implemented once per instruction set, in one table of functions.
+//
+// All of them work on rows of single tokens, or on tiles whose values do not depend on the tile: the sum of
+// each output runs over its inputs in one fixed order, which makes results independent of how a prompt is
+// split.
+#pragma once
+
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "../../cache/pages.h"
+#include "../../model/model.h"
+#include "../weights/packing.h"
+
+namespace metal_prefill::cpu {
+
+constexpr int kTileTokens = 16;  // tokens in a tile of quantized activations
+
+// 32 columns of 16 tokens in 8 bits, x = scale * q, with the other inputs of a product. Tokens are stored
+// together so that a product reads one linear stream, whether it takes them one by one or as a matrix.
+struct alignas(64) ActivationTile {
+  struct Terms {
+    float scale;
+    float scaled_sum;         // scale * sum(q), multiplies the minimum of a weight block
+    std::int32_t start;       // -8 * sum(q): where the integer sum begins when codes count from -8
+    std::int32_t start_half;  // the same over the first 16 columns
+  };
+
+  std::int8_t q[kTileTokens][kBlockCols];
+  Terms terms[kTileTokens];  // of a token together: threads that fill neighbouring tokens share few lines
+};
+
+// Scale * sum of the q of half a block.
+inline float scaled_half_sum(const ActivationTile& x, int token, int half) {
+  const ActivationTile::Terms& terms = x.terms[token];
+  const auto first = std::uint32_t(terms.start_half), both = std::uint32_t(terms.start);
+  return terms.scale * (float(std::int32_t(half == 0 ? first : both - first)) * -0.125f);
+}
+
+// Activations in 8 bits. Every tile is there in full, though only some of its tokens may be in use.
+template <class Tile>
+struct TileRows {
+  Tile* tiles = nullptr;  // [tokens / 16, rounded up][blocks]
+  int blocks = 0;         // of columns
+
+  Tile* tile(int token) const { return tiles + std::size_t(token / kTileTokens) * std::size_t(blocks); }
+};
+using Int8Rows = TileRows<ActivationTile>;
+
+// A super-block of columns of 16 tokens in 8 bits, x = scale * (q - zero), for weights whose scales are
+// integers.
+constexpr int kSuperCols = kSuperSpans * kBlockCols, kSuperSums = kSuperCols / 16;
+struct alignas(64) SuperTile {
+  std::int8_t q[kSuperCols / 64][kTileTokens][64];
+  std::uint16_t pair_sums[kTileTokens][kSuperSums][2];  // sums of 16 q as two bfloat16 that add up to them
+  std::int16_t sums[kTileTokens][kSuperSums];
+  float scale[kTileTokens], minus_zero[kTileTokens];
+};
+using SuperRows = TileRows<SuperTile>;
+
+// Rows of float32, padded with zeros to a stride that is a multiple of kFloatPad.
+struct FloatRows {
+  float* data = nullptr;
+  std::size_t stride = 0;  // in floats
+
+  float* row(int token) const { return data + std::size_t(token) * stride; }
+  // The same rows without their first columns.
+  FloatRows from(int column) const { return {data + column, stride}; }
+};
+constexpr int kFloatPad = 16;
+
+// Rows of bfloat16, padded with zeros to a multiple of kPairPad. There is memory for a multiple of
+// kTileTokens of them.
+struct PairRows {
+  std::uint16_t* data = nullptr;
+  std::size_t stride = 0;  // in elements; whole cache lines
+
+  std::uint16_t* row(int token) const { return data + std::size_t(token) * stride; }
+};
+constexpr int kPairPad = 32;
+
+// Memory that is read after a product: meanwhile it is brought to the L2 cache.
+struct PrefetchRange {
+  const std::byte* begin = nullptr;
+  std::size_t bytes = 0;
+};
+
+constexpr int kKeyBlock = 16;  // positions in a transposed block of keys
+// Positions that one step of the online softmax covers: a page, so that the softmax of a row proceeds in the
+// same steps for any other rows of the pass.
+constexpr int kKeySpan = kPagePositions;
+// Positions of a split, which has a softmax of its own. Splits begin at fixed positions and are added up in
+// their order: whichever threads compute them, the result has the same bits.
+constexpr int kSplitPositions = 8 * kKeySpan;
+constexpr int kMaxHeadDim = 512;  // of keys and of values: what an attention kernel has room for
+constexpr int kQueryTile = 32;    // tokens per attention item at most: K and V are read once for all of them
+
+// How a page holds the keys and values of a head. `key_stride` and `value_stride` are dimensions filled up.
+enum class KvLayout {
+  kFloat,  // float32: keys [kKeySpan / 16][key_stride][16], values [kKeySpan][value_stride]
+  kHalf,   // the same in f16
+  // Values rounded to f16, as bfloat16, in pairs of dimensions and of positions: keys
+  // [key_stride / 2][kKeySpan][2], values [kKeySpan / 2][value_stride][2].
+  kPairs,
+  // Blocks of Q8_0, of 32 dimensions: their codes, each 128 more than in Q8_0, in fours of dimensions and of
+  // positions, then their scales in f16: keys [key_dim / 4][kKeySpan][4], [key_dim / 32][kKeySpan],
+  // values [kKeySpan / 4][value_dim][4], [value_dim / 32][kKeySpan].
+  kQ8,
+};
+// In kPairs and kQ8, a lane of a key is two or four dimensions: bytes of a lane, and from there to the lane
+// of the next dimensions. A span is read in the order of memory, which the processor then reads ahead.
+constexpr std::size_t kKeyLane = 4, kKeyLaneStep = kKeyLane * kKeySpan;
+constexpr int kKeyPairStep = kKeySpan * 2;  // elements from one pair of dimensions of a key to the next
+// In kQ8: bytes from the values to the first code of a position; from keys or values to the scale of a block.
+static constexpr std::size_t q8_value(int dim, int position) {
+  return std::size_t(position / 4 * 4 * dim + position % 4);
+}
+static constexpr std::size_t q8_scale(int dim, int block, int position) {
+  return std::size_t(kKeySpan * dim) + std::size_t(block * kKeySpan + position) * sizeof(std::uint16_t);
+}
+// Bytes of an element in the layouts that are not blocks.
+constexpr std::size_t element_bytes(KvLayout layout) {
+  return layout == KvLayout::kFloat ? sizeof(float) : sizeof(std::uint16_t);
+}
+// Bytes of the keys, or of the values, of a head in a page.
+constexpr std::size_t span_bytes(KvLayout layout, int stride) {
+  if (layout == KvLayout::kQ8) return q8_scale(stride, stride / kBlockCols, 0);
+  return std::size_t(kKeySpan) * std::size_t(stride) * element_bytes(layout);
+}
+
+// The sum of the weights of a softmax, 2^(score - shift), before the division; 0: none.
+struct SoftmaxSum {
+  float shift, sum;
+};
+
+// The positions that a token sees, none if both ends are equal. Neither end goes back from one token to the
+// next.
+struct VisibleRange {
+  int begin, end;
+};
+// Range of the token at position `own`. `window`: number of positions that it sees, including itself; 0: all.
+// `length`: end of the visible positions if it also sees later ones, half the window before it and half after
+// it; otherwise 0.
+inline VisibleRange visible_range(int own, int window, int length) {
+  const int before = window == 0 ? own : length == 0 ? window - 1 : window / 2;
+  const int after = length == 0 ? 0 : window == 0 ? length : window / 2;
+  const int last = length > 0 && own + after >= length ? length - 1 : own + after;
+  const int begin = own > before ? own - before : 0;
+  return {begin < last + 1 ? begin : last + 1, last + 1};
+}
+
+// Attention of the query heads that share one key-value head. Rows of q, out and sums are tokens.
+struct AttentionHead {
+  const float* q;                // [tokens][q_stride], at the first head of the group
+  std::size_t q_stride, q_step;  // from one token to the next, and from one head to the next
+  float* out;                    // [tokens][out_stride], likewise
+  std::size_t out_stride;
+  const std::byte* const* pages;  // of the sequence, by position / kKeySpan
+  std::size_t keys, values;       // bytes from a page to the head's keys, and to its values
+  KvLayout layout;
+  int key_dim, value_dim;
+  int key_stride, value_stride;
+  int heads;           // query heads in the group
+  int position;        // of token 0
+  int window, length;  // of visible_range()
+  float scale;         // multiplies q.k
+  // ALiBi: of each head of the group, what a score loses for each position that the key is away; null:
+  // nothing.
+  const float* slopes = nullptr;
+  // With `sums`, [tokens][sums_stride], only the positions of one split count. Results are not divided by the
+  // sums of weights then.
+  SoftmaxSum* sums = nullptr;
+  std::size_t sums_stride = 0;
+  int split = 0;
+
+  const void* keys_of(int span) const { return pages[span] + keys; }
+  const void* values_of(int span) const { return pages[span] + values; }
+};
+
+// log(1 + exp(x)), which is x in float32 where that is large.
+static inline float softplus(float x) {
+  return x > 20.0f ? x : std::log1p(std::exp(x));
+}
+
+// One head of a state-space layer (Mamba-2, arXiv:2405.21060) over consecutive tokens of a sequence. With
+// step = softplus(dt + dt_bias) of a token: state = exp(step * a) * state + b (step * x)^T, and
+// y = state^T c + skip * x.
+struct ScanHead {
+  const float* x;                   // [tokens][dim]
+  const float *b, *c;               // [tokens][rows]
+  const float* dt;                  // [tokens]
+  float* y;                         // [tokens][dim]
+  std::size_t x_stride, dt_stride;  // from one token to the next; x_stride also of b and c
+  std::size_t y_stride;
+  int dim, rows;
+  float a, dt_bias, skip;
+  float* state;  // [rows][dim], before the first token; the kernel leaves that after the last one
+};
+
+// A token of the gated delta rule, for kDeltaColumns columns of the matrix of a head.
+constexpr int kDeltaColumns = 32;
+struct DeltaToken {
+  const float *q, *k;  // [key_dim]
+  const float* v;      // [columns]
+  float decay, beta;
+  int key_dim, columns;  // columns up to kDeltaColumns
+};
+
+struct Kernels {
+  const char* name;
+
+  // out[t][r] = sum over k of weight[32 * group + r][k] * x[first + t][k], for r < 32 and t < count, with
+  // weights in wide blocks.
+  void (*multiply_int8)(const PackedMatrix& weight, int group, const Int8Rows& x, int first, int count,
+                        float* out, std::size_t stride);
+  // multiply_int8 for one token, with weights in narrow blocks.
+  void (*multiply_narrow)(const PackedMatrix& weight, int group, const Int8Rows& x, int token, float* out);
+  // A group of a narrow matrix in wide blocks.
+  void (*widen)(const PackedMatrix& weight, int group, std::byte* out);
+  // multiply_int8 with weights in narrow blocks whose scales are integers, and activations that share a scale
+  // in a super-block; null where a set multiplies such weights as others. Any number of tokens.
+  void (*multiply_super)(const PackedMatrix& weight, int group, const SuperRows& x, int first, int count,
+                         float* out, std::size_t stride) = nullptr;
+  // Drops what multiply_int8 and attention keep loaded in this thread from one call to the next; null where
+  // that is nothing. Each thread calls it after its last item of a phase.
+  void (*end_phase)() = nullptr;
+  // multiply_int8 with 32 weight rows in float32; cols, strides and rows are padded with zeros to kFloatPad.
+  void (*multiply_float)(const FloatRows& weight, int cols, const FloatRows& x, int first, int count,
+                         float* out, std::size_t stride, const PrefetchRange& next);
+  // The same for few tokens, with 16-bit weights where they lie: rows of cols, a multiple of kFloatPad.
+  void (*multiply_half)(const std::uint16_t* weight, bool bfloat16, int cols, const FloatRows& x, int first,
+                        int count, float* out, std::size_t stride);
+  // multiply_int8 with a group of weights in pairs and x rounded to bfloat16; null where a set multiplies
+  // such weights in float32.
+  void (*multiply_pairs)(const PairBlock* blocks, int n_blocks, const PairRows& x, int first, int count,
+                         float* out, std::size_t stride, const PrefetchRange& next) = nullptr;
+  // A group of a quantized matrix in wide blocks as pairs, rounded to nearest; null as multiply_pairs.
+  void (*widen_to_pairs)(const PackedMatrix& weight, int group, PairBlock* out) = nullptr;
+  // The first n values of rows, to nearest, ties to even.
+  void (*round_to_bfloat16)(const float* x, std::size_t x_stride, int rows, int n, std::uint16_t* out,
+                            std::size_t out_stride) = nullptr;
+  void (*half_to_float)(const std::uint16_t* in, float* out, int n);
+  void (*bfloat16_to_float)(const std::uint16_t* in, float* out, int n);
+
+  // Tokens first .. first + count - 1 of one tile, x is [count][stride]; out is [n_blocks], the tile of the
+  // tokens.
+  void (*quantize)(const float* x, std::size_t stride, int first, int count, int n_blocks,
+                   ActivationTile* out);
+  // A row of n_blocks super-blocks becomes token `token` of their tiles; null as multiply_super.
+  void (*quantize_super)(const float* x, int token, int n_blocks, SuperTile* out) = nullptr;
+  // out = x / rms(x) * weight. out may be x.
+  void (*rms_norm)(const float* x, const float* weight, float eps, int n, float* out);
+  // out = (x - mean(x)) / deviation(x) * weight + bias. Without a bias it is null. out may be x.
+  void (*layer_norm)(const float* x, const float* weight, const float* bias, float eps, int n, float* out);
+  // Turns each pair by its angle; cos_sin is [pairs] cosines, then [pairs] sines.
+  void (*rope)(float* head, const float* cos_sin, int pairs, RopeStyle style);
+  // out = products + bias, or += with `add`, for rows of kGroupRows products, of which the first `columns`
+  // count. The bias has kGroupRows values; without one it is null.
+  void (*add_products)(const float* products, const float* bias, int rows, int columns, bool add, float* out,
+                       std::size_t stride);
+  // out = activation(gate) * up.
+  void (*gated)(const float* gate, const float* up, Activation activation, int n, float* out);
+  // out = activation(x). out may be x.
+  void (*activate)(const float* x, Activation activation, int n, float* out);
+  // Token by token and, of each value of y, row by row, so that the bits do not depend on how tokens are
+  // divided among calls.
+  void (*scan)(const ScanHead& head, int tokens);
+  // x *= sigmoid(gate).
+  void (*apply_gate)(const float* gate, int n, float* x);
+  // S = decay * S; S += k * beta * (v - k S); out = q S. `state` is S, [key_dim][kDeltaColumns].
+  void (*delta_rule)(const DeltaToken& token, float* state, float* out);
+  // Sum of exp(x - shift).
+  double (*sum_exp)(const float* x, float shift, int n);
+  // Stores keys, or values, of `count` positions of a page from `position` on, for one head. Rows of the
+  // input are `step` floats apart. The positions are in one block of kKeyBlock; `stride` is key_stride or
+  // value_stride.
+  void (*store_keys)(const float* key, std::size_t step, int count, int dim, int stride, KvLayout layout,
+                     void* keys, int position);
+  void (*store_values)(const float* value, std::size_t step, int count, int dim, int stride, KvLayout layout,
+                       void* values, int position);
+  // The layout in which attention is fastest where the cache is in f16. All sets take the others, too, with
+  // products in float32. Keys are filled up with zeros to a multiple in pairs.
+  KvLayout half_layout = KvLayout::kHalf;
+  int key_multiple = 1;
+  // Tokens [first, first + count), count <= kQueryTile.
+  void (*attention)(const AttentionHead& head, int first, int count);
+  // out = attention of a head of one token, from its results for `count` splits. `results` and `sums` are
+  // those of the first split, the others follow at the strides.
+  void (*combine_splits)(const float* results, std::size_t results_stride, const SoftmaxSum* sums,
+                         std::size_t sums_stride, int count, int value_dim, float* out);
+
+  // Nothing but products in registers, of 8-bit integers, of float32 and, where the set has them, of pairs of
+  // bfloat16, as fast as they go; returns how many multiply-adds that were.
+  double (*run_dots)(int rounds);
+  double (*run_fmas)(int rounds);
+  double (*run_bfloat16)(int rounds) = nullptr;
+};
+
+// The fastest set that this machine runs, or the one named by the environment variable METAL_PREFILL_CPU_ISA.
+// Throws DeviceError when that names a set that is unknown or that this machine lacks.
+const Kernels& select_kernels();
+
+// How many times as fast as in float32 this machine multiplies pairs of bfloat16 in vectors, measured once in
+// a process; 0 if it does not have such products. It decides whether avx512bf16 comes before avx512vnni.
+double pair_speedup();
+
+// Sets that were built and that this machine runs, fastest first.
+std::vector<const Kernels*> available_kernels();
+
+// Names of all sets that were built, whether this machine runs them or not, fastest first.
+std::vector<std::string> built_sets();
+
+// The one of that name; throws std::invalid_argument where this machine has none.
+const Kernels& kernels_named(const std::string& set);
+
+}  // namespace metal_prefill::cpu

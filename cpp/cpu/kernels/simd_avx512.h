@@ -1,0 +1,158 @@
+// Vectors of sixteen: AVX-512 with VNNI. A panel of weights is one vector.
+#pragma once
+
+#include <immintrin.h>
+
+#include <cstdint>
+#include <cstring>
+
+#include "../weights/packing.h"
+
+namespace metal_prefill::cpu {
+namespace {
+
+struct Simd {
+  static constexpr const char* kName = "avx512vnni";
+  static constexpr int kLanes = 16;
+  // 32 registers. 2 panels by 6 tokens: 12 integer and 12 float sums, 4 of codes, the nibble mask;
+  // activations come as broadcast operands. Seven tokens spill.
+  static constexpr int kInt8Rows = 2, kInt8RowsOfOne = 2, kInt8Tokens = 6;
+  static constexpr bool kJoinsHalves = true;
+  static constexpr bool kFetchesForOne = false;  // slower on Zen 4; AMX fetches by itself
+  static constexpr int kFloatRows = 4, kFloatTokens = 6;
+  static constexpr int kAttentionRows = 6, kAttentionVectors = 4;
+  static constexpr int kNarrowVectors = 2;
+  static constexpr bool kOneDot = true;  // dot() is one instruction
+
+  using F = __m512;
+  using I = __m512i;
+
+  static F load(const float* p) { return _mm512_loadu_ps(p); }
+  static void store(float* p, F a) { _mm512_storeu_ps(p, a); }
+  static F set(float x) { return _mm512_set1_ps(x); }
+  static F add(F a, F b) { return _mm512_add_ps(a, b); }
+  static F sub(F a, F b) { return _mm512_sub_ps(a, b); }
+  static F mul(F a, F b) { return _mm512_mul_ps(a, b); }
+  static F div(F a, F b) { return _mm512_div_ps(a, b); }
+  static F fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
+  // a / b where b > 0, else 0.
+  static F positive_quotient(F a, F b) {
+    return _mm512_maskz_div_ps(_mm512_cmp_ps_mask(b, _mm512_setzero_ps(), _CMP_GT_OQ), a, b);
+  }
+  static F max(F a, F b) { return _mm512_max_ps(a, b); }  // b where either is NaN
+  static F min(F a, F b) { return _mm512_min_ps(a, b); }
+  static float reduce_add(F a) { return _mm512_reduce_add_ps(a); }
+  static float reduce_max(F a) { return _mm512_reduce_max_ps(a); }
+  // Four vectors to their four results at once.
+  template <typename Op>
+  static __m128i reduce4(const I (&a)[4], Op op) {
+    const I ab = op(_mm512_unpacklo_epi32(a[0], a[1]), _mm512_unpackhi_epi32(a[0], a[1]));
+    const I cd = op(_mm512_unpacklo_epi32(a[2], a[3]), _mm512_unpackhi_epi32(a[2], a[3]));
+    const I abcd = op(_mm512_unpacklo_epi64(ab, cd), _mm512_unpackhi_epi64(ab, cd));
+    const I half = op(abcd, _mm512_shuffle_i64x2(abcd, abcd, 0x4e));
+    return _mm512_castsi512_si128(op(half, _mm512_shuffle_i64x2(half, half, 0xb1)));
+  }
+  static F reduce_max4(const I (&a)[4]) {  // bits of floats, in the first lanes
+    const __m128i largest = reduce4(a, [](I x, I y) { return _mm512_max_epi32(x, y); });
+    return _mm512_zextps128_ps512(_mm_castsi128_ps(largest));
+  }
+  static void reduce_add4(const F (&a)[4], float* out) {
+    const I bits[4] = {_mm512_castps_si512(a[0]), _mm512_castps_si512(a[1]), _mm512_castps_si512(a[2]),
+                       _mm512_castps_si512(a[3])};
+    const __m128i sum = reduce4(bits, [](I x, I y) {
+      return _mm512_castps_si512(_mm512_add_ps(_mm512_castsi512_ps(x), _mm512_castsi512_ps(y)));
+    });
+    _mm_storeu_ps(out, _mm_castsi128_ps(sum));
+  }
+  static void reduce_add4(const I (&a)[4], std::int32_t (&out)[4]) {
+    const __m128i sum = reduce4(a, [](I x, I y) { return _mm512_add_epi32(x, y); });
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(out), sum);
+  }
+  static I round(F a) { return _mm512_cvtps_epi32(a); }  // to nearest even
+  static F to_float(I a) { return _mm512_cvtepi32_ps(a); }
+  // a * 2^n for normal results.
+  static F scale_by_power(F a, I n) {
+    return _mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(a), _mm512_slli_epi32(n, 23)));
+  }
+  // a where x >= limit or x is NaN, else 0.
+  static F zero_below(F a, F x, F limit) {
+    return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, limit, _CMP_NLT_UQ), a);
+  }
+  // The bits of |a|: ordered as the magnitudes are, with NaN above all.
+  static I magnitude_bits(F a) {
+    return _mm512_and_si512(_mm512_castps_si512(a), _mm512_set1_epi32(0x7fffffff));
+  }
+  static I max_int(I a, I b) { return _mm512_max_epi32(a, b); }
+  static std::int32_t reduce_max(I a) { return _mm512_reduce_max_epi32(a); }
+  static F magnitude(F a) { return _mm512_abs_ps(a); }
+  // Of 32 floats, those that the lowest five bits of lanes select.
+  static F look_up32(const float* table, F bits) {
+    return _mm512_permutex2var_ps(_mm512_load_ps(table), _mm512_castps_si512(bits),
+                                  _mm512_load_ps(table + 16));
+  }
+
+  static F load_half(const std::uint16_t* p) {
+    return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+  }
+  static void store_half(std::uint16_t* p, F a) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT));
+  }
+  static F load_bfloat16(const std::uint16_t* p) {
+    const __m512i bits = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+    return _mm512_castsi512_ps(_mm512_slli_epi32(bits, 16));
+  }
+  static void store_int8(std::int8_t* p, I a) {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(a));
+  }
+  static void store_low_bytes(std::int8_t* p, I a) { store_int8(p, a); }  // the lowest byte of each lane
+  static std::int32_t reduce_add(I a) { return _mm512_reduce_add_epi32(a); }
+
+  // Products of 8-bit integers: four bytes to a lane.
+  static I set_int(std::int32_t x) { return _mm512_set1_epi32(x); }
+  static I load_codes(const std::uint8_t* p) { return _mm512_load_si512(p); }
+  static I low_nibbles(I a) { return _mm512_and_si512(a, _mm512_set1_epi8(15)); }
+  static I high_nibbles(I a) { return _mm512_and_si512(_mm512_srli_epi16(a, 4), _mm512_set1_epi8(15)); }
+  static void store_codes(std::uint8_t* p, I a) { _mm512_store_si512(p, a); }
+  // kWidth bits of each byte, from bit kFrom on, at bit kTo; zeros elsewhere.
+  template <int kWidth, int kFrom, int kTo>
+  static I field(I a) {
+    if constexpr (kFrom > kTo) a = _mm512_srli_epi16(a, kFrom - kTo);
+    if constexpr (kFrom < kTo) a = _mm512_slli_epi16(a, kTo - kFrom);
+    return _mm512_and_si512(a, _mm512_set1_epi8(char(((1 << kWidth) - 1) << kTo)));
+  }
+  static I or_int(I a, I b) { return _mm512_or_si512(a, b); }
+  static I load_table(const std::uint8_t* p) {  // of 16 bytes
+    return _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  }
+  static I look_up(I table, I codes) { return _mm512_shuffle_epi8(table, codes); }
+  static I load_int8(const std::int8_t* p) {
+    return _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  }
+  static I load_uint8(const std::uint8_t* p) {
+    return _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  }
+  static I broadcast4(const std::int8_t* p) {
+    std::int32_t x;
+    std::memcpy(&x, p, 4);
+    return _mm512_set1_epi32(x);
+  }
+  static I sub_int(I a, I b) { return _mm512_sub_epi32(a, b); }
+  static I add_int(I a, I b) { return _mm512_add_epi32(a, b); }
+  template <int kBits>
+  static I shift_left(I a) {
+    return _mm512_slli_epi32(a, kBits);
+  }
+  template <int kByte>
+  static I byte_of(I a) {  // of each lane, as it is counted from 0
+    return _mm512_and_si512(_mm512_srli_epi32(a, 8 * kByte), _mm512_set1_epi32(255));
+  }
+  template <int kZero>
+  static constexpr bool kStartsFromSum = kZero != 0;
+  template <int kZero>
+  static I dot(I acc, I codes, I x) {
+    return _mm512_dpbusd_epi32(acc, codes, x);
+  }
+};
+
+}  // namespace
+}  // namespace metal_prefill::cpu

@@ -1,0 +1,155 @@
+// Vectors of four: NEON (Advanced SIMD), which every 64-bit Arm processor has.
+#pragma once
+
+#include <arm_neon.h>
+
+#include <cstdint>
+#include <cstring>
+
+#include "../weights/packing.h"
+
+namespace metal_prefill::cpu {
+namespace {
+
+struct Simd {
+  static constexpr const char* kName = "neon";
+  static constexpr int kLanes = 4;
+  // 32 registers. Products of bytes: 8 integer and 8 float sums, 2 of codes, and what their widening takes.
+  static constexpr int kInt8Rows = 2, kInt8RowsOfOne = 2, kInt8Tokens = 4;
+  static constexpr bool kFetchesForOne = false;  // not measured
+  // 24 sums hide a latency of 4 cycles on 4 pipes with room to spare; 4 weights and an activation besides.
+  static constexpr int kFloatRows = 4, kFloatTokens = 6;
+  static constexpr int kAttentionRows = 6, kAttentionVectors = 4;
+  static constexpr int kNarrowVectors = 8;
+#ifdef __ARM_FEATURE_DOTPROD
+  static constexpr bool kOneDot = true;  // dot() is one instruction
+#else
+  static constexpr bool kOneDot = false;
+#endif
+
+  using F = float32x4_t;
+  using I = int32x4_t;
+
+  static F load(const float* p) { return vld1q_f32(p); }
+  static void store(float* p, F a) { vst1q_f32(p, a); }
+  static F set(float x) { return vdupq_n_f32(x); }
+  static F add(F a, F b) { return vaddq_f32(a, b); }
+  static F sub(F a, F b) { return vsubq_f32(a, b); }
+  static F mul(F a, F b) { return vmulq_f32(a, b); }
+  static F div(F a, F b) { return vdivq_f32(a, b); }
+  static F fma(F a, F b, F c) { return vfmaq_f32(c, a, b); }
+  static F max(F a, F b) { return vmaxq_f32(a, b); }  // NaN where either is
+  static F min(F a, F b) { return vminq_f32(a, b); }  // likewise
+  static float reduce_add(F a) { return vaddvq_f32(a); }
+  static float reduce_max(F a) { return vmaxvq_f32(a); }
+  static I round(F a) { return vcvtnq_s32_f32(a); }  // to nearest even
+  static F to_float(I a) { return vcvtq_f32_s32(a); }
+  // a * 2^n for normal results.
+  static F scale_by_power(F a, I n) {
+    return vreinterpretq_f32_s32(vaddq_s32(vreinterpretq_s32_f32(a), vshlq_n_s32(n, 23)));
+  }
+  // a where x >= limit or x is NaN, else 0.
+  static F zero_below(F a, F x, F limit) {
+    return vreinterpretq_f32_u32(vbicq_u32(vreinterpretq_u32_f32(a), vcltq_f32(x, limit)));
+  }
+  // The bits of |a|: ordered as the magnitudes are, with NaN above all.
+  static I magnitude_bits(F a) { return vreinterpretq_s32_f32(vabsq_f32(a)); }
+  static I max_int(I a, I b) { return vmaxq_s32(a, b); }
+  static std::int32_t reduce_max(I a) { return vmaxvq_s32(a); }
+
+  static F load_half(const std::uint16_t* p) { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p))); }
+  static void store_half(std::uint16_t* p, F a) { vst1_u16(p, vreinterpret_u16_f16(vcvt_f16_f32(a))); }
+  static F load_bfloat16(const std::uint16_t* p) {
+    return vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(p), 16));
+  }
+  static void store_int8(std::int8_t* p, I a) {  // values within -128..127
+    const int16x4_t words = vmovn_s32(a);
+    const std::int32_t bytes = vget_lane_s32(vreinterpret_s32_s8(vmovn_s16(vcombine_s16(words, words))), 0);
+    std::memcpy(p, &bytes, 4);
+  }
+  static void store_low_bytes(std::int8_t* p, I a) { store_int8(p, a); }  // the lowest byte of each lane
+  static std::int32_t reduce_add(I a) { return vaddvq_s32(a); }
+
+  // Products of 8-bit integers: four bytes to a lane.
+  static I set_int(std::int32_t x) { return vdupq_n_s32(x); }
+  static I load_codes(const std::uint8_t* p) { return vreinterpretq_s32_u8(vld1q_u8(p)); }
+  static I low_nibbles(I a) {
+    return vreinterpretq_s32_u8(vandq_u8(vreinterpretq_u8_s32(a), vdupq_n_u8(15)));
+  }
+  static I high_nibbles(I a) { return vreinterpretq_s32_u8(vshrq_n_u8(vreinterpretq_u8_s32(a), 4)); }
+  static void store_codes(std::uint8_t* p, I a) { vst1q_u8(p, vreinterpretq_u8_s32(a)); }
+  // kWidth bits of each byte, from bit kFrom on, at bit kTo; zeros elsewhere.
+  template <int kWidth, int kFrom, int kTo>
+  static I field(I a) {
+    const uint8x16_t shifted =
+        vshlq_u8(vreinterpretq_u8_s32(a), vdupq_n_s8(kTo - kFrom));  // to the right where negative
+    return vreinterpretq_s32_u8(vandq_u8(shifted, vdupq_n_u8(((1 << kWidth) - 1) << kTo)));
+  }
+  static I or_int(I a, I b) { return vorrq_s32(a, b); }
+  static I load_table(const std::uint8_t* p) { return load_codes(p); }  // of 16 bytes
+  static I look_up(I table, I codes) {
+    return vreinterpretq_s32_u8(vqtbl1q_u8(vreinterpretq_u8_s32(table), vreinterpretq_u8_s32(codes)));
+  }
+  static I load_int8(const std::int8_t* p) {
+    std::int32_t bytes;
+    std::memcpy(&bytes, p, sizeof bytes);
+    return vmovl_s16(vget_low_s16(vmovl_s8(vreinterpret_s8_s32(vdup_n_s32(bytes)))));
+  }
+  static I load_uint8(const std::uint8_t* p) {
+    std::uint32_t bytes;
+    std::memcpy(&bytes, p, sizeof bytes);
+    return vreinterpretq_s32_u32(vmovl_u16(vget_low_u16(vmovl_u8(vreinterpret_u8_u32(vdup_n_u32(bytes))))));
+  }
+  static I broadcast4(const std::int8_t* p) {
+    std::int32_t x;
+    std::memcpy(&x, p, 4);
+    return vdupq_n_s32(x);
+  }
+  static I sub_int(I a, I b) { return vsubq_s32(a, b); }
+  static I add_int(I a, I b) { return vaddq_s32(a, b); }
+  template <int kBits>
+  static I shift_left(I a) {
+    return vshlq_n_s32(a, kBits);
+  }
+  template <int kByte>
+  static I byte_of(I a) {  // of each lane, as it is counted from 0
+    const uint32x4_t shifted = vshlq_u32(vreinterpretq_u32_s32(a), vdupq_n_s32(-8 * kByte));
+    return vreinterpretq_s32_u32(vandq_u32(shifted, vdupq_n_u32(255)));
+  }
+
+  // Codes up to 127 are their own signed bytes; those that count from 128 become signed by their highest bit.
+  // The sum of two products fits 16 bits: 2 * 128 * 127 < 2^15.
+  template <int kZero>
+  static constexpr bool kStartsFromSum = kZero != 0 && kZero != 128;
+  template <int kZero>
+  static I dot(I acc, I codes, I x) {
+    int8x16_t w = vreinterpretq_s8_s32(codes);
+    if constexpr (kZero == 128) w = veorq_s8(w, vdupq_n_s8(-128));
+    const int8x16_t v = vreinterpretq_s8_s32(x);
+#ifdef __ARM_FEATURE_DOTPROD
+    return vdotq_s32(acc, w, v);
+#else
+    const int16x8_t low = vmull_s8(vget_low_s8(w), vget_low_s8(v)), high = vmull_high_s8(w, v);
+    return vpadalq_s16(acc, vpaddq_s16(low, high));
+#endif
+  }
+#ifndef __ARM_FEATURE_DOTPROD
+  // Sixteen bits hold the products of a block of 4-bit codes, also once those of two columns are added:
+  // 16 * 15 * 127. So a multiply-add widens, and sums go to 32 bits once a block.
+  struct Halfwords {
+    int16x8_t low, high;  // of the bytes of a vector
+  };
+  static Halfwords no_halfwords() { return {vdupq_n_s16(0), vdupq_n_s16(0)}; }
+  static Halfwords add_pairs(Halfwords acc, I codes, I x) {
+    const int8x16_t w = vreinterpretq_s8_s32(codes), v = vreinterpretq_s8_s32(x);
+    return {vmlal_s8(acc.low, vget_low_s8(w), vget_low_s8(v)), vmlal_high_s8(acc.high, w, v)};
+  }
+  static Halfwords add_halfwords(Halfwords a, Halfwords b) {
+    return {vaddq_s16(a.low, b.low), vaddq_s16(a.high, b.high)};
+  }
+  static I sum_halfwords(I acc, Halfwords a) { return vpadalq_s16(acc, vpaddq_s16(a.low, a.high)); }
+#endif
+};
+
+}  // namespace
+}  // namespace metal_prefill::cpu

@@ -1,0 +1,345 @@
+// Weights in the order in which the kernels read them.
+//
+// A quantized matrix is cut into groups of 32 rows; the group's blocks follow each other, so that a product
+// reads one linear stream. Within a span of 32 columns, codes lie in two panels of 16 rows; a step of a panel
+// is 64 bytes with four consecutive columns of each row: what a 4-way dot product instruction consumes,
+// whatever its width. A weight is scale * (code - kZero) + min, where formats without a minimum have none.
+//
+// There are two kinds of blocks. Products of any number of tokens read wide ones. Narrow ones are about as
+// large as the blocks of the file, so that a single token reads as little as there is; for more tokens they
+// are widened first, once for all of them.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <type_traits>
+
+#include "../../base/rounding.h"
+#include "../../model/model.h"
+
+namespace metal_prefill::cpu {
+
+constexpr int kGroupRows = 32;
+constexpr int kPanelRows = 16;
+constexpr int kBlockCols = 32;   // columns that share a scale of the activations
+constexpr int kSuperSpans = 8;   // spans of 32 columns in a super-block
+constexpr int kTableCodes = 16;  // integers that codes of 4 bits or fewer may represent
+
+enum class Packing {
+  kNone,
+  kPairs,
+  // wide
+  kNibble,
+  kNibbleMin,
+  kNibbleF16Min,
+  kByte,
+  kByteFloat,
+  kFiveBitByte,
+  kByteMin,
+  kByteHalves,
+  kSixBitByteHalves,
+  kByteHalvesMin,
+  // narrow
+  kQ5_0,
+  kQ5_1,
+  kIQ4_NL,
+  kMXFP4,
+  kTernary,
+  kQ2_K,
+  kQ3_K,
+  kQ4_K,
+  kQ5_K,
+  kQ6_K,
+  kIQ4_XS,
+  kIQ2_XXS,
+  kIQ2_XS,
+  kNVFP4,
+};
+
+enum class Bfloat16 : std::uint16_t {};
+
+// Step j holds columns 4j to 4j + 3 in the low nibbles and 16 + 4j to 19 + 4j in the high ones: 4.5 bits a
+// weight.
+struct alignas(64) NibbleBlock {  // Q4_0
+  static constexpr Packing kPacking = Packing::kNibble;
+  static constexpr int kBits = 4, kZero = 8, kMaxCode = 15;
+  std::uint8_t codes[2][4][kPanelRows][4];
+  std::uint16_t scale[kGroupRows];  // f16
+};
+
+struct alignas(64) NibbleMinBlock {
+  static constexpr Packing kPacking = Packing::kNibbleMin;
+  static constexpr int kBits = 4, kZero = 0, kMaxCode = 15;
+  std::uint8_t codes[2][4][kPanelRows][4];
+  float scale[kGroupRows];
+  float min[kGroupRows];
+};
+
+struct alignas(64) NibbleF16MinBlock {  // Q4_1
+  static constexpr Packing kPacking = Packing::kNibbleF16Min;
+  static constexpr int kBits = 4, kZero = 0, kMaxCode = 15;
+  std::uint8_t codes[2][4][kPanelRows][4];
+  std::uint16_t scale[kGroupRows], min[kGroupRows];  // f16
+};
+
+// Step j holds columns 4j to 4j + 3. Codes are kMaxCode at most.
+struct alignas(64) ByteBlock {  // Q8_0
+  static constexpr Packing kPacking = Packing::kByte;
+  static constexpr int kBits = 8, kZero = 128, kMaxCode = 255;
+  std::uint8_t codes[2][8][kPanelRows][4];
+  std::uint16_t scale[kGroupRows];  // f16
+};
+
+struct alignas(64) ByteFloatBlock {
+  static constexpr Packing kPacking = Packing::kByteFloat;
+  static constexpr int kBits = 8, kZero = 128, kMaxCode = 255;
+  std::uint8_t codes[2][8][kPanelRows][4];
+  float scale[kGroupRows];
+};
+
+struct FiveBitByteBlock : ByteBlock {
+  static constexpr Packing kPacking = Packing::kFiveBitByte;
+  static constexpr int kZero = 16, kMaxCode = 31;
+};
+
+struct alignas(64) ByteMinBlock {
+  static constexpr Packing kPacking = Packing::kByteMin;
+  static constexpr int kBits = 8, kZero = 0, kMaxCode = 31;
+  std::uint8_t codes[2][8][kPanelRows][4];
+  float scale[kGroupRows];
+  float min[kGroupRows];
+};
+
+// Scales and minima of 16 columns each.
+struct alignas(64) ByteHalvesBlock {
+  static constexpr Packing kPacking = Packing::kByteHalves;
+  static constexpr int kBits = 8, kZero = 128, kMaxCode = 255;
+  std::uint8_t codes[2][8][kPanelRows][4];
+  float half_scale[2][kGroupRows];
+};
+
+// The scales are integers, multiples of a float, for sets that add up both halves of a block as integers.
+struct alignas(64) SixBitByteHalvesBlock {
+  static constexpr Packing kPacking = Packing::kSixBitByteHalves;
+  static constexpr int kBits = 8, kZero = 32, kMaxCode = 63;
+  std::uint8_t codes[2][8][kPanelRows][4];
+  float half_scale[2][kGroupRows];  // for all others
+  std::int8_t scale_code[2][kGroupRows];
+  float scale_unit[kGroupRows];
+};
+
+struct alignas(64) ByteHalvesMinBlock {
+  static constexpr Packing kPacking = Packing::kByteHalvesMin;
+  static constexpr int kBits = 8, kZero = 0, kMaxCode = 3;
+  std::uint8_t codes[2][8][kPanelRows][4];
+  float half_scale[2][kGroupRows];
+  float half_min[2][kGroupRows];
+};
+
+static_assert(sizeof(NibbleBlock) == 576 && sizeof(NibbleMinBlock) == 768 &&
+              sizeof(NibbleF16MinBlock) == 640 && sizeof(ByteBlock) == 1088 &&
+              sizeof(FiveBitByteBlock) == 1088 && sizeof(ByteFloatBlock) == 1152 &&
+              sizeof(ByteMinBlock) == 1280 && sizeof(ByteHalvesBlock) == 1280 &&
+              sizeof(SixBitByteHalvesBlock) == 1472 && sizeof(ByteHalvesMinBlock) == 1536);
+
+// Not quantized: bfloat16, in pairs of columns, as a tile of AMX holds them. Columns are filled up with
+// zeros.
+struct alignas(64) PairBlock {
+  std::uint16_t pairs[2][kBlockCols / 2][kPanelRows][2];
+};
+
+// Bits of codes in planes: the lower ones in the widest of 4, 2 or 1 that fits, the others in a second plane.
+// A plane of w bits is w vectors; vector v has steps v, v + w, v + 2w, ... from its lowest bits upwards.
+constexpr int low_plane(int bits) {
+  return bits >= 4 ? 4 : bits >= 2 ? 2 : 1;
+}
+
+// What narrow blocks have in common. Products of a single token do the operations of those of Wide in their
+// order, but for exact ones, so that results are the same to the bit.
+template <Packing kPackingOf, class WideBlock, int kBitsOf, int kZeroOf, int kSpansOf = 1,
+          bool kTableOf = false>
+struct Narrow {
+  static constexpr Packing kPacking = kPackingOf;
+  using Wide = WideBlock;
+  static constexpr int kBits = kBitsOf;
+  static constexpr int kZero = kZeroOf;       // of codes, or of what a table gives for them
+  static constexpr int kSpans = kSpansOf;     // of 32 columns
+  static constexpr bool kIsTable = kTableOf;  // codes are indices into the table of the matrix
+  std::uint8_t codes[kSpans][2][kBits][kPanelRows][4];
+};
+
+struct alignas(64) Q5_0Block : Narrow<Packing::kQ5_0, FiveBitByteBlock, 5, 16> {
+  std::uint16_t scale[kGroupRows];  // f16
+};
+struct alignas(64) Q5_1Block : Narrow<Packing::kQ5_1, ByteMinBlock, 5, 0> {
+  std::uint16_t scale[kGroupRows], min[kGroupRows];  // f16
+};
+struct alignas(64) IQ4_NLBlock : Narrow<Packing::kIQ4_NL, ByteBlock, 4, 128, 1, true> {
+  std::uint16_t scale[kGroupRows];  // f16
+};
+struct alignas(64) MXFP4Block : Narrow<Packing::kMXFP4, ByteFloatBlock, 4, 128, 1, true> {
+  Bfloat16 scale[kGroupRows];
+};
+
+struct alignas(64) NVFP4Block : Narrow<Packing::kNVFP4, ByteHalvesBlock, 4, 128, 1, true> {
+  Bfloat16 half_scale[2][kGroupRows];
+};
+
+// In a super-block scales and minima are integers, multiples of a float of the super-block.
+struct alignas(64) TernaryBlock
+    : Narrow<Packing::kTernary, FiveBitByteBlock, 2, 1, kSuperSpans> {  // TQ1_0, TQ2_0: one scale for all
+  std::uint16_t scale[kGroupRows];                                      // f16
+};
+struct alignas(64) Q2_KBlock : Narrow<Packing::kQ2_K, ByteHalvesMinBlock, 2, 0, kSuperSpans> {
+  std::uint8_t scale_and_min[kSuperSpans][2][kGroupRows];      // low and high nibble
+  std::uint16_t scale_unit[kGroupRows], min_unit[kGroupRows];  // f16
+};
+struct alignas(64) Q3_KBlock : Narrow<Packing::kQ3_K, SixBitByteHalvesBlock, 3, 4, kSuperSpans> {
+  std::int8_t scale_code[kSuperSpans][2][kGroupRows];
+  std::uint16_t scale_unit[kGroupRows];  // f16
+};
+struct alignas(64) Q4_KBlock : Narrow<Packing::kQ4_K, NibbleMinBlock, 4, 0, kSuperSpans> {
+  std::int8_t scale_code[kSuperSpans][1][kGroupRows], min_code[kSuperSpans][kGroupRows];
+  std::uint16_t scale_unit[kGroupRows], min_unit[kGroupRows];  // f16
+};
+struct alignas(64) Q5_KBlock : Narrow<Packing::kQ5_K, ByteMinBlock, 5, 0, kSuperSpans> {
+  std::int8_t scale_code[kSuperSpans][1][kGroupRows], min_code[kSuperSpans][kGroupRows];
+  std::uint16_t scale_unit[kGroupRows], min_unit[kGroupRows];  // f16
+};
+struct alignas(64) Q6_KBlock : Narrow<Packing::kQ6_K, SixBitByteHalvesBlock, 6, 32, kSuperSpans> {
+  std::int8_t scale_code[kSuperSpans][2][kGroupRows];
+  std::uint16_t scale_unit[kGroupRows];  // f16
+};
+struct alignas(64) IQ4_XSBlock
+    : Narrow<Packing::kIQ4_XS, ByteFloatBlock, 4, 128, kSuperSpans, true> {  // also of IQ3_XXS and IQ3_S
+  std::int8_t scale_code[kSuperSpans][1][kGroupRows];
+  float scale_unit[kGroupRows];
+};
+struct alignas(64) IQ2_XXSBlock : Narrow<Packing::kIQ2_XXS, ByteFloatBlock, 3, 128, kSuperSpans, true> {
+  std::int8_t scale_code[kSuperSpans][1][kGroupRows];
+  float scale_unit[kGroupRows];
+};
+struct alignas(64) IQ2_XSBlock
+    : Narrow<Packing::kIQ2_XS, ByteHalvesBlock, 3, 128, kSuperSpans, true> {  // also of IQ2_S
+  std::int8_t scale_code[kSuperSpans][2][kGroupRows];
+  float scale_unit[kGroupRows];
+};
+
+template <class Block>
+concept IsNarrow = requires { typename Block::Wide; };
+
+// Whether the scales of a narrow block are integers, multiples of a float of the super-block.
+template <class Block>
+constexpr bool kHasIntegerScales = IsNarrow<Block> && requires(Block b) { b.scale_unit; };
+
+// Whether a wide block has integer or float scales of 16 columns, minima of 32 columns, minima of 16.
+template <class Block>
+constexpr bool kHasIntegerHalves = requires(Block b) { b.scale_code; };
+template <class Block>
+constexpr bool kHasHalves = requires(Block b) { b.half_scale; };
+template <class Block>
+constexpr bool kHasMin = requires(Block b) { b.min; };
+template <class Block>
+constexpr bool kHasHalfMins = requires(Block b) { b.half_min; };
+
+// Calls with_block(std::type_identity<Block>()) for the type of a quantized packing's blocks; not at all for
+// kNone and kPairs.
+template <class Call>
+void visit(Packing packing, const Call& with_block) {
+  switch (packing) {
+    case Packing::kNone:
+    case Packing::kPairs:
+      return;
+    case Packing::kNibble:
+      return with_block(std::type_identity<NibbleBlock>());
+    case Packing::kNibbleMin:
+      return with_block(std::type_identity<NibbleMinBlock>());
+    case Packing::kNibbleF16Min:
+      return with_block(std::type_identity<NibbleF16MinBlock>());
+    case Packing::kByte:
+      return with_block(std::type_identity<ByteBlock>());
+    case Packing::kByteFloat:
+      return with_block(std::type_identity<ByteFloatBlock>());
+    case Packing::kFiveBitByte:
+      return with_block(std::type_identity<FiveBitByteBlock>());
+    case Packing::kByteMin:
+      return with_block(std::type_identity<ByteMinBlock>());
+    case Packing::kByteHalves:
+      return with_block(std::type_identity<ByteHalvesBlock>());
+    case Packing::kSixBitByteHalves:
+      return with_block(std::type_identity<SixBitByteHalvesBlock>());
+    case Packing::kByteHalvesMin:
+      return with_block(std::type_identity<ByteHalvesMinBlock>());
+    case Packing::kQ5_0:
+      return with_block(std::type_identity<Q5_0Block>());
+    case Packing::kQ5_1:
+      return with_block(std::type_identity<Q5_1Block>());
+    case Packing::kIQ4_NL:
+      return with_block(std::type_identity<IQ4_NLBlock>());
+    case Packing::kMXFP4:
+      return with_block(std::type_identity<MXFP4Block>());
+    case Packing::kTernary:
+      return with_block(std::type_identity<TernaryBlock>());
+    case Packing::kQ2_K:
+      return with_block(std::type_identity<Q2_KBlock>());
+    case Packing::kQ3_K:
+      return with_block(std::type_identity<Q3_KBlock>());
+    case Packing::kQ4_K:
+      return with_block(std::type_identity<Q4_KBlock>());
+    case Packing::kQ5_K:
+      return with_block(std::type_identity<Q5_KBlock>());
+    case Packing::kQ6_K:
+      return with_block(std::type_identity<Q6_KBlock>());
+    case Packing::kIQ4_XS:
+      return with_block(std::type_identity<IQ4_XSBlock>());
+    case Packing::kIQ2_XXS:
+      return with_block(std::type_identity<IQ2_XXSBlock>());
+    case Packing::kIQ2_XS:
+      return with_block(std::type_identity<IQ2_XSBlock>());
+    case Packing::kNVFP4:
+      return with_block(std::type_identity<NVFP4Block>());
+  }
+}
+
+// visit for wide or for narrow blocks only.
+template <class Call>
+void visit_wide(Packing packing, const Call& with_block) {
+  visit(packing, [&]<class Block>(std::type_identity<Block> block) {
+    if constexpr (!IsNarrow<Block>) with_block(block);
+  });
+}
+template <class Call>
+void visit_narrow(Packing packing, const Call& with_block) {
+  visit(packing, [&]<class Block>(std::type_identity<Block> block) {
+    if constexpr (IsNarrow<Block>) with_block(block);
+  });
+}
+
+struct PackedMatrix {
+  Packing packing = Packing::kNone;  // kNone: stays in the file, multiplied as float32
+  int rows = 0;
+  int cols = 0;
+  std::byte* blocks = nullptr;   // [groups][cols / block_cols], the last group filled up with rows of zeros
+  std::size_t group_stride = 0;  // bytes from one group to the next; another matrix may lie between
+  const std::uint8_t* table = nullptr;  // [kTableCodes] 128 + the integer of a code, where codes are indices
+
+  int groups() const { return ceil_div(rows, kGroupRows); }
+  int blocks_per_row() const;
+  std::size_t group_bytes() const;
+  std::byte* group(int index) const { return blocks + std::size_t(index) * group_stride; }
+  const PairBlock* pairs(int index) const { return reinterpret_cast<const PairBlock*>(group(index)); }
+};
+
+Packing packing_of(TensorType type);
+std::size_t block_bytes(Packing packing);
+int block_cols(Packing packing);
+bool is_narrow(Packing packing);
+bool has_integer_scales(Packing packing);
+// The matrix of a tensor, still without a place; its groups follow each other.
+PackedMatrix packed_matrix(const Tensor& tensor);
+// A group of a narrow matrix once it is widened, as a matrix of its own at `blocks`.
+PackedMatrix wide_group(const PackedMatrix& narrow, std::byte* blocks);
+// Packs rows [32 * group, 32 * group + 32) of the tensor; those of floats become pairs, rounded to nearest.
+void pack_group(const Tensor& tensor, int group, std::byte* out);
+
+}  // namespace metal_prefill::cpu

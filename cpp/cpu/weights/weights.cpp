@@ -1,0 +1,237 @@
+#include "weights.h"
+
+#include <algorithm>
+#include <cstring>
+#include <iterator>
+#include <stdexcept>
+
+#include "../ops.h"
+
+namespace metal_prefill::cpu {
+
+namespace {
+
+struct LayerLinear {
+  Tensor LayerWeights::* tensor;
+  Linear CpuLayer::* linear;
+  Extent cols;
+};
+constexpr LayerLinear kLayerLinears[] = {
+#define LAYER_MATRIX(member, name, rows, cols, presence, what) \
+  {&LayerWeights::member, &CpuLayer::member, Extent::cols},
+#include "../../model/tensors.inc"
+};
+
+}  // namespace
+
+Linear linear_of(const Tensor& tensor, Compute compute, const Kernels& kernels, bool keep_pairs) {
+  Linear linear{tensor, packed_matrix(tensor)};
+  const bool is_quantized = linear.packed.packing != Packing::kNone;
+  const bool may_round =
+      compute == Compute::kBf16 || (compute == Compute::kInt8 && tensor.type == TensorType::kBF16);
+  linear.pairs = may_round && kernels.multiply_pairs;
+  if (linear.pairs && (keep_pairs || !is_quantized)) {
+    linear.packed.packing = Packing::kPairs;
+    linear.packed.group_stride = linear.packed.group_bytes();
+  }
+  if (compute != Compute::kInt8 && !linear.pairs) linear.packed.packing = Packing::kNone;
+  linear.super =
+      compute == Compute::kInt8 && kernels.multiply_super && has_integer_scales(linear.packed.packing);
+  return linear;
+}
+
+std::size_t scratch_bytes_of(const Linear& linear) {
+  const PackedMatrix& packed = linear.packed;
+  if (packed.packing == Packing::kNone)
+    return kGroupRows * round_up(std::size_t(linear.tensor.cols), kFloatPad) * sizeof(float);
+  if (packed.packing == Packing::kPairs || linear.super) return 0;
+  const std::size_t wide = is_narrow(packed.packing) ? wide_group(packed, nullptr).group_bytes() : 0;
+  return wide + (linear.pairs ? std::size_t(packed.cols / kBlockCols) * sizeof(PairBlock) : 0);
+}
+
+Buffer gather_vectors(Model& model) {
+  std::vector<Tensor*> vectors;
+#define MODEL_NORM(member, ...) vectors.push_back(&model.member);
+#define MODEL_VECTOR MODEL_NORM
+#include "../../model/tensors.inc"
+  for (LayerWeights& layer : model.layers) {
+#define LAYER_NORM(member, ...) vectors.push_back(&layer.member);
+#define LAYER_VECTOR LAYER_NORM
+#define LAYER_FILTER LAYER_NORM
+#include "../../model/tensors.inc"
+  }
+  const auto room = [](const Tensor& vector) { return round_up(vector.bytes, std::size_t(64)); };
+  std::size_t bytes = 0;
+  for (const Tensor* vector : vectors) bytes += room(*vector);
+  Buffer copies(bytes, "norms and biases");
+  std::byte* next = copies.data();
+  for (Tensor* vector : vectors) {
+    if (!*vector) continue;
+    std::memcpy(next, vector->data, vector->bytes);
+    vector->data = next;
+    next += room(*vector);
+  }
+  return copies;
+}
+
+bool rounds_coarsely(const Model& model, Compute compute) {
+  if (compute != Compute::kInt8) return compute == Compute::kBf16;
+  const auto packed = [](const Tensor& tensor) { return packing_of(tensor.type) != Packing::kNone; };
+  const auto in_layer = [&](const LayerWeights& layer) {
+    return std::any_of(std::begin(kLayerLinears), std::end(kLayerLinears),
+                       [&](const LayerLinear& of) { return packed(layer.*of.tensor); });
+  };
+  return packed(model.output) || std::any_of(model.layers.begin(), model.layers.end(), in_layer);
+}
+
+namespace {
+
+// Whether quantized weights are packed as pairs.
+bool is_widened(const Linear& linear) {
+  return linear.packed.packing == Packing::kPairs && packing_of(linear.tensor.type) != Packing::kNone;
+}
+// Memory that pack() takes for a group of it: the group as it is packed for 8 bits, and what widening takes.
+std::size_t packing_bytes(const Linear& linear) {
+  if (!is_widened(linear)) return 0;
+  const PackedMatrix own = packed_matrix(linear.tensor);
+  return round_up(own.group_bytes(), std::size_t(64)) + scratch_bytes_of({linear.tensor, own, true});
+}
+
+// Packs a group of a matrix where it belongs.
+void pack(const Linear& linear, int group, const Kernels& kernels, std::byte* memory) {
+  if (!is_widened(linear)) return pack_group(linear.tensor, group, linear.packed.group(group));
+  PackedMatrix own = packed_matrix(linear.tensor);
+  const std::size_t bytes = round_up(own.group_bytes(), std::size_t(64));
+  std::memset(memory, 0, bytes);
+  own.blocks = memory;
+  own.group_stride = 0;  // every group is packed in the same place
+  pack_group(linear.tensor, group, own.blocks);
+  std::memcpy(linear.packed.group(group), pairs_of_group(kernels, own, group, memory + bytes),
+              linear.packed.group_bytes());
+}
+
+}  // namespace
+
+Forms& Weights::input_of(Extent cols) {
+  if (cols == Extent::kDim) return dim_input;
+  if (cols == Extent::kAttention) return attention_input;
+  if (cols == Extent::kFfn) return ffn_input;
+  if (cols == Extent::kChannels) return conv_input;
+  if (cols == Extent::kScanDim) return scan_input;
+  throw std::logic_error("no step computes the input of a matrix");
+}
+
+// In the order in which a token reads them: one linear stream, which the processor fetches ahead. Groups of
+// gate and up are multiplied in turns, so they alternate.
+std::size_t Weights::lay_out(std::byte* base) {
+  std::size_t bytes = 0;
+  const auto place = [&](std::initializer_list<Linear*> in_turns) {
+    std::size_t stride = 0;
+    for (const Linear* linear : in_turns) stride += linear->packed.group_bytes();
+    std::size_t offset = bytes;
+    for (Linear* linear : in_turns) {
+      linear->packed.blocks = base ? base + offset : nullptr;
+      linear->packed.group_stride = stride;
+      offset += linear->packed.group_bytes();
+    }
+    bytes += stride * std::size_t((*in_turns.begin())->packed.groups());
+  };
+  for (CpuLayer& layer : layers) {
+    for (const LayerLinear& of : kLayerLinears) {
+      const bool gated = bool(layer.w_gate.tensor);
+      if (gated && of.linear == &CpuLayer::w_up) continue;  // placed together with the gate
+      if (gated && of.linear == &CpuLayer::w_gate)
+        place({&layer.w_gate, &layer.w_up});
+      else
+        place({&(layer.*of.linear)});
+    }
+  }
+  place({&output});
+  return bytes;
+}
+
+void Weights::settle(Team& team) {
+  if (!were_packed_ || arena_.bytes() > 0) return;
+  Buffer arena(packed_bytes_, "packed weights");
+  constexpr std::size_t kPiece = std::size_t(2) << 20;  // a huge page
+  team.run([&](Worker& worker) {
+    worker.for_each(int(ceil_div(packed_bytes_, kPiece)), [&](int i) {
+      const std::size_t begin = std::size_t(i) * kPiece, bytes = std::min(kPiece, packed_bytes_ - begin);
+      std::memcpy(arena.data() + begin, given_.data + begin, bytes);
+      release_pages(given_.data + begin, bytes);
+    });
+  });
+  arena_ = std::move(arena);
+  lay_out(arena_.data());
+}
+
+Weights::Weights(const Model& model, Compute compute, const Kernels& kernels, Team& team)
+    : given_(model.packed) {
+  layers.resize(model.layers.size());
+  // An encoder has no single tokens, for which twice or four times the bytes would take longer to read.
+  const bool keep_pairs = !model.config.causal;
+  std::vector<Linear*> linears;
+  const auto add = [&](Linear& linear, const Tensor& tensor, Extent cols) {
+    if (!tensor) return;
+    linear = linear_of(tensor, compute, kernels, keep_pairs);
+    input_of(cols).add(linear);
+    widens |= linear.pairs && linear.packed.packing != Packing::kPairs;
+    scratch_bytes = std::max(scratch_bytes, scratch_bytes_of(linear));
+    linears.push_back(&linear);
+  };
+  for (std::size_t l = 0; l < layers.size(); ++l)
+    for (const auto& [tensor, linear, cols] : kLayerLinears)
+      add(layers[l].*linear, model.layers[l].*tensor, cols);
+  add(output, model.output, Extent::kDim);
+
+  for (const LayerWeights& layer : model.layers) {
+    has_conv = has_conv || layer.conv;
+    has_scan = has_scan || layer.scan_conv;
+    const Tensor& conv = conv_filter(layer);
+    std::vector<float>& filter = filters_.emplace_back(conv.bytes / sizeof(float));
+    const auto* values = reinterpret_cast<const float*>(conv.data);
+    for (int channel = 0; channel < conv.rows; ++channel)
+      for (int tap = 0; tap < conv.cols; ++tap)
+        filter[std::size_t(tap) * std::size_t(conv.rows) + std::size_t(channel)] = *values++;
+  }
+
+  packed_bytes_ = lay_out(nullptr);
+  were_packed_ = packed_bytes_ > 0 && given_.bytes == packed_bytes_;
+  if (were_packed_) {
+    lay_out(const_cast<std::byte*>(given_.data));  // which nobody writes to
+    return;
+  }
+  arena_ = Buffer(packed_bytes_, "packed weights");
+  lay_out(arena_.data());
+
+  // Items of several groups: large enough that claiming them costs nothing, small enough to share one matrix.
+  constexpr int kGroupsPerItem = 16;
+  struct Item {
+    const Linear* linear;
+    int first;
+  };
+  std::erase_if(linears, [](const Linear* linear) { return linear->packed.packing == Packing::kNone; });
+  std::vector<Item> items;
+  for (const Linear* linear : linears)
+    for (int group = 0; group < linear->packed.groups(); group += kGroupsPerItem)
+      items.push_back({linear, group});
+  std::size_t bytes = 0;
+  for (const Linear* linear : linears) bytes = std::max(bytes, packing_bytes(*linear));
+  std::vector<Buffer> memory(std::size_t(team.size()));
+  if (bytes > 0)
+    for (Buffer& of_thread : memory) of_thread = Buffer(bytes, "weights while they are packed");
+  team.run([&](Worker& worker) {
+    worker.for_each(int(items.size()), [&](int i) {
+      const auto& [linear, first] = items[std::size_t(i)];
+      const int end = std::min(first + kGroupsPerItem, linear->packed.groups());
+      for (int group = first; group < end; ++group)
+        pack(*linear, group, kernels, memory[std::size_t(worker.index())].data());
+      const std::byte* begin = linear->tensor.row(first * kGroupRows);
+      const std::byte* rest = linear->tensor.data + linear->tensor.bytes;
+      if (end * kGroupRows < linear->tensor.rows) rest = linear->tensor.row(end * kGroupRows);
+      release_pages(begin, std::size_t(rest - begin));
+    });
+  });
+}
+
+}  // namespace metal_prefill::cpu

@@ -1,0 +1,98 @@
+// The model's weights as the CPU engine multiplies them.
+#pragma once
+
+#include <span>
+#include <vector>
+
+#include "../../engine/engine.h"
+#include "../../model/tensors.h"
+#include "../buffer.h"
+#include "../kernels/kernels.h"
+#include "../threads.h"
+#include "packing.h"
+
+namespace metal_prefill::cpu {
+
+// A matrix, packed, or left in the file for products in float32.
+struct Linear {
+  Tensor tensor;
+  PackedMatrix packed;
+  bool pairs = false;  // multiplied in pairs of bfloat16, quantized weights once they are widened
+  bool super = false;  // multiplied with activations that share a scale in a super-block
+
+  bool int8() const { return packed.packing != Packing::kNone && !pairs && !super; }
+};
+
+// A matrix as a set multiplies it, still without a place. Quantized weights that are multiplied in pairs are
+// kept in pairs, too, with `keep_pairs`; otherwise each pass widens them.
+Linear linear_of(const Tensor& tensor, Compute compute, const Kernels& kernels, bool keep_pairs = false);
+// Memory that a thread needs for a group of it: expanded to float32, widened or padded.
+std::size_t scratch_bytes_of(const Linear& linear);
+
+struct CpuLayer {
+#define LAYER_MATRIX(member, ...) Linear member;
+#include "../../model/tensors.inc"
+};
+
+// Which forms of an activation the matrices that read it need.
+struct Forms {
+  bool int8 = false;
+  bool super = false;
+  bool bfloat16 = false;
+  bool f32 = false;
+
+  bool any() const { return int8 || super || bfloat16 || f32; }
+  void add(const Linear& linear) {
+    (linear.int8() ? int8 : linear.super ? super : linear.pairs ? bfloat16 : f32) = true;
+  }
+  // Columns that must be there before they are rounded.
+  int block_cols() const { return super ? kSuperCols : int8 ? kBlockCols : 1; }
+};
+
+// Copies norms and biases, and lets the model refer to the copies. In the file they lie between matrices: who
+// reads them there brings back pages of matrices, which the system maps around them.
+Buffer gather_vectors(Model& model);
+
+// Whether products round so much that attention in pairs of bfloat16 adds little.
+bool rounds_coarsely(const Model& model, Compute compute);
+
+class Weights {
+ public:
+  // Packs what is not multiplied in float32 on all threads; then the file's pages may leave memory. Or takes
+  // Model::packed in place of that, if it has the right size. The model must outlive it.
+  Weights(const Model& model, Compute compute, const Kernels& kernels, Team& team);
+
+  std::vector<CpuLayer> layers;
+  Linear output;
+  bool widens = false;  // quantized weights to pairs, once for all rows of a pass
+  // Forms of the inputs of products that read [dim], [n_heads * value_dim], [ffn_dim], the output of a short
+  // convolution or of a layer whose state has matrices.
+  Forms dim_input, attention_input, ffn_input, conv_input, scan_input;
+  bool has_conv = false, has_scan = false;  // in some layer
+  std::size_t scratch_bytes = 0;            // the largest scratch_bytes_of()
+  std::size_t packed_bytes() const { return packed_bytes_; }
+  // The weights packed here, in the order of Model::packed.
+  std::span<const std::byte> packed_here() const {
+    return were_packed_ ? std::span<const std::byte>() : std::span(arena_.data(), arena_.bytes());
+  }
+  bool were_packed() const { return were_packed_; }
+  // The filter of a convolution, [taps][channels].
+  const float* filter(int layer) const { return filters_[std::size_t(layer)].data(); }
+  // Copies Model::packed to memory of its own, once: a mapped file lies on small pages, on which a token of a
+  // small model takes 1.4 times as long. Left to the first pass, that does not delay opening.
+  void settle(Team& team);
+
+ private:
+  Forms& input_of(Extent cols);
+
+  // Places all matrices one after another from `base` on, and returns the bytes that they take.
+  std::size_t lay_out(std::byte* base);
+
+  const Mapping& given_;  // Model::packed
+  std::size_t packed_bytes_ = 0;
+  bool were_packed_ = false;
+  Buffer arena_;
+  std::vector<std::vector<float>> filters_;  // of each layer; empty where it has none
+};
+
+}  // namespace metal_prefill::cpu

@@ -1,0 +1,379 @@
+#include "engine.h"
+
+#include <algorithm>
+#include <new>
+#include <utility>
+
+#include "../cache/prefix_tree.h"
+#include "batch.h"
+
+namespace metal_prefill {
+
+TensorType tensor_type(KvType type) {
+  switch (type) {
+    case KvType::kF16:
+      return TensorType::kF16;
+    case KvType::kF32:
+      return TensorType::kF32;
+    case KvType::kQ8_0:
+      return TensorType::kQ8_0;
+  }
+  throw std::invalid_argument("there is no cache of type " + std::to_string(int(type)));
+}
+
+CallCounters& CallCounters::operator+=(const CallCounters& other) {
+  passes += other.passes;
+  multiply_adds += other.multiply_adds;
+  seconds += other.seconds;
+  dispatches += other.dispatches;
+  command_buffers += other.command_buffers;
+  allocations += other.allocations;
+  gpu_seconds += other.gpu_seconds;
+  return *this;
+}
+
+Session::Session(std::shared_ptr<Engine> engine, int max_context, std::string prefix_namespace)
+    : engine_(std::move(engine)),
+      max_context_(max_context),
+      prefix_namespace_(std::move(prefix_namespace)),
+      cache_(engine_->make_cache(max_context)),
+      fork_handler_(
+          [this] {
+            state_mutex_.lock();
+            lock_.before_fork();
+          },
+          [this](bool child) {
+            lock_.after_fork(child);
+            state_mutex_.unlock();
+          }) {}
+
+Session::~Session() {
+  if (lock_.lost()) {
+    [[maybe_unused]] const Cache* lost =
+        cache_.release();  // another thread was changing it: of no known form
+    return;
+  }
+  PrefixTree* tree = engine_->prefixes();
+  if (!tree || !remembers_) return;
+  try {
+    const auto tokens = std::span(tokens_).first(cached());
+    const auto points =
+        cache_->states() ? cache_->states()->points(int(tokens.size())) : std::vector<StatePoint>();
+    static_cast<void>(tree->insert(prefix_namespace_, tokens, cache_->pages(), points));
+  } catch (const std::bad_alloc&) {  // later sessions find less
+  }
+}
+
+std::size_t Session::cached() const {
+  const SequenceStates* states = cache_->states();
+  return states ? std::min(tokens_.size(), std::size_t(states->current().position)) : tokens_.size();
+}
+
+// Tokens whose K and V the session has, or now shares with cached pages. The last token is always computed,
+// since the caller requests its output. States may be known for fewer tokens.
+std::size_t Session::keep_known(std::span<const TokenId> tokens) {
+  {
+    const std::scoped_lock lock(state_mutex_);
+    tokens_.reserve(tokens.size());  // cache and tokens change together, or not at all
+  }
+  tokens = tokens.first(tokens.size() - 1);
+  const auto end = tokens.begin() + std::ptrdiff_t(std::min(tokens_.size(), tokens.size()));
+  std::size_t known = std::size_t(std::mismatch(tokens.begin(), end, tokens_.begin()).first - tokens.begin());
+  remembers_ = true;
+  PrefixTree* tree = engine_->prefixes();
+  SequenceStates* states = cache_->states();
+  const int own = states ? states->nearest(int(known)) : int(known);
+  const PrefixTree::Known others = tree ? tree->known(prefix_namespace_, tokens) : PrefixTree::Known{};
+  if (std::pair(others.usable, others.positions) > std::pair(own, int(known))) {
+    PrefixTree::Match match = tree->find(prefix_namespace_, tokens);
+    if (states) states->replace(int(known), std::move(match.state));
+    known = std::size_t(match.positions);
+    cache_->adopt(std::move(match.pages));
+  } else if (states) {
+    states->rewind(int(known));
+  }
+  keep_first(tokens.first(known));
+  return known;
+}
+
+// The cache holds these tokens, perhaps with others after them, which no longer count.
+void Session::keep_first(std::span<const TokenId> tokens) {
+  const std::scoped_lock lock(state_mutex_);
+  tokens_.assign(tokens.begin(), tokens.end());
+  reused_ = tokens.size();
+  remembered_ = std::min(remembered_, tokens.size() / kPagePositions);
+  cache_bytes_ = cache_->bytes();
+}
+
+// The call has succeeded: without memory, others find less.
+void Session::remember_pages() try {
+  const std::size_t full = cached() / kPagePositions;
+  PrefixTree* tree = engine_->prefixes();
+  if (!tree || !remembers_ || full <= remembered_) return;
+  const auto tokens = std::span(tokens_).first(full * kPagePositions);
+  const auto points =
+      cache_->states() ? cache_->states()->points(int(tokens.size())) : std::vector<StatePoint>();
+  if (tree->insert(prefix_namespace_, tokens, cache_->pages(), points)) remembered_ = full;
+} catch (const std::bad_alloc&) {
+}
+
+void Session::check_room(std::size_t position, std::size_t tokens) const {
+  if (tokens > std::size_t(max_context_) - position)
+    throw ContextOverflowError("position " + std::to_string(position) + " + " + std::to_string(tokens) +
+                               " tokens exceeds the context of " + std::to_string(max_context_));
+}
+
+PromptResult Session::run(const char* call, Request request, const Progress& progress) {
+  request.session = this;
+  Request* const only = &request;
+  run_batch(*engine_, {&only, 1}, call, progress);
+  if (request.error) std::rethrow_exception(request.error);
+  return request.result;
+}
+
+PromptResult Session::forward_prompt(std::span<const TokenId> tokens, Prefix prefix, const Progress& progress,
+                                     Claim claim, bool continues) {
+  TokenId chosen = -1;
+  return run("forward_prompt",
+             {.tokens = tokens,
+              .prefix = prefix,
+              .output = GreedyOutput{.choices = {.chosen = {&chosen, 1}}, .continues = continues},
+              .claim = claim},
+             progress);
+}
+
+PromptResult Session::forward_prompt_logits(std::span<const TokenId> tokens, float* logits, Prefix prefix,
+                                            const Progress& progress, Claim claim) {
+  return run("forward_prompt_logits",
+             {.tokens = tokens, .prefix = prefix, .output = LogitsOutput{logits}, .claim = claim}, progress);
+}
+
+PromptResult Session::forward_prompt_sampled(std::span<const TokenId> tokens, Sampler& sampler, Prefix prefix,
+                                             const Progress& progress, Claim claim) {
+  TokenId chosen = -1;
+  return run("forward_prompt_sampled",
+             {.tokens = tokens,
+              .prefix = prefix,
+              .output = SampledOutput{.choices = {.chosen = {&chosen, 1}}, .sampler = &sampler},
+              .claim = claim},
+             progress);
+}
+
+std::vector<TokenId> Session::forward_drafts(std::span<const TokenId> tokens, int drafts, Sampler* sampler,
+                                             Claim claim, bool continues) {
+  if (drafts < 0 || std::size_t(drafts) >= std::max(tokens.size(), std::size_t(1)))
+    throw std::invalid_argument(std::to_string(drafts) + " of " + std::to_string(tokens.size()) +
+                                " tokens cannot be guesses: at least one that is not comes before them");
+  std::vector<TokenId> chosen(std::size_t(drafts) + 1, -1);
+  const Choices choices = {.chosen = chosen, .drafts = tokens.last(std::size_t(drafts))};
+  Output output = GreedyOutput{choices, continues};
+  if (sampler) output = SampledOutput{.choices = choices, .sampler = sampler};
+  const PromptResult result =
+      run("forward_drafts", {.tokens = tokens, .output = std::move(output), .claim = claim}, {});
+  chosen.resize(std::size_t(result.accepted) + 1);
+  return chosen;
+}
+
+PromptResult Session::score(std::span<const TokenId> tokens, float* log_probs, const Progress& progress) {
+  if (tokens.size() < 2) throw std::invalid_argument("scoring needs at least two tokens");
+  engine_->check_token(tokens.back(), tokens.size() - 1);
+  return run(
+      "score",
+      {.tokens = tokens.first(tokens.size() - 1), .output = LogProbsOutput{tokens.subspan(1), log_probs}},
+      progress);
+}
+
+TokenId Session::forward_token_greedy(TokenId token) {
+  TokenId chosen = -1;
+  return run("forward_token_greedy",
+             {.tokens = {&token, 1}, .output = GreedyOutput{.choices = {.chosen = {&chosen, 1}}}}, {})
+      .token;
+}
+
+void Session::forward_token(TokenId token, float* logits) {
+  run("forward_token", {.tokens = {&token, 1}, .output = LogitsOutput{logits}}, {});
+}
+
+int Session::reuse(std::span<const TokenId> tokens) {
+  const SessionLock::Hold hold(lock_, "reuse");
+  if (tokens.empty()) throw std::invalid_argument("the prompt is empty: at least one token is needed");
+  for (std::size_t i = 0; i < tokens.size(); ++i) engine_->check_token(tokens[i], i);
+  check_room(0, tokens.size());
+  const std::size_t known = keep_known(tokens);
+  cache_->truncate(int(known));
+  const std::scoped_lock lock(state_mutex_);
+  claim_ = 0;
+  cache_bytes_ = cache_->bytes();
+  return int(known);
+}
+
+void Session::drop_uncounted_rows() {
+  cache_->truncate(int(tokens_.size()));
+  cache_bytes_ = cache_->bytes();
+}
+
+int Session::position() const {
+  const std::scoped_lock lock(state_mutex_);
+  return int(tokens_.size());
+}
+
+std::vector<TokenId> Session::tokens() const {
+  const std::scoped_lock lock(state_mutex_);
+  return tokens_;
+}
+
+void Session::check_claim(Claim claim) const {
+  const std::scoped_lock lock(state_mutex_);
+  if (claim != claim_)
+    throw SessionBusyError(
+        "another call changed the session while text was generated with it: its position is " +
+        std::to_string(tokens_.size()) + "; give each generator a session of its own");
+}
+
+void Session::rewind(int position, Claim claim) {
+  const SessionLock::Hold hold(lock_, "rewind");
+  if (claim != 0 && claim != claim_) return;
+  if (position < 0 || std::size_t(position) > tokens_.size())
+    throw std::invalid_argument("cannot rewind to position " + std::to_string(position) +
+                                ": the position of the session is " + std::to_string(tokens_.size()));
+  cache_->truncate(position);
+  if (SequenceStates* states = cache_->states()) states->rewind(position);
+  remembered_ = std::min(remembered_, std::size_t(position) / kPagePositions);
+  const std::scoped_lock state(state_mutex_);
+  tokens_.resize(std::size_t(position));
+  claim_ = claim;
+  cache_bytes_ = cache_->bytes();
+}
+
+std::unique_ptr<Session> Session::fork() {
+  auto copy = engine_->session(max_context_, prefix_namespace_);
+  const SessionLock::Share hold(lock_, "fork");
+  copy->cache_->share(*cache_, int(tokens_.size()));
+  if (SequenceStates* states = cache_->states()) copy->cache_->states()->share(*states, int(tokens_.size()));
+  copy->cache_bytes_ = copy->cache_->bytes();
+  copy->tokens_ = tokens_;
+  return copy;
+}
+
+std::size_t Session::kv_row_bytes(bool values) const {
+  const Config& c = engine_->config();
+  return std::size_t(c.n_kv_heads) *
+         row_bytes(tensor_type(engine_->options().kv_type), std::size_t(values ? c.value_dim : c.key_dim));
+}
+
+template <typename Visit>
+void Session::each_part(std::size_t cached, const Visit& visit) const {
+  const Config& c = engine_->config();
+  for (int layer = 0; layer < c.n_layers; ++layer) {
+    if (has_attention(c.kind(layer))) {
+      visit(layer, Part::kKeys, cached * kv_row_bytes(false));
+      visit(layer, Part::kValues, cached * kv_row_bytes(true));
+    }
+    if (c.state_values(layer) > 0) visit(layer, Part::kState, c.state_values(layer) * sizeof(float));
+  }
+}
+
+Session::Exported Session::export_state(const StateSink& sink) {
+  const SessionLock::Share hold(lock_, "save");
+  const std::size_t cached = this->cached();
+  each_part(cached, [&](int layer, Part part, std::size_t bytes) {
+    std::byte* out = sink(layer, part, bytes);
+    if (part != Part::kState) return cache_->read(layer, part == Part::kValues, int(cached), out);
+    const StateRef& state = cache_->states()->current().state;
+    if (state)
+      cache_->read_state(state, layer, reinterpret_cast<float*>(out));
+    else
+      std::fill_n(out, bytes, std::byte(0));
+  });
+  return {tokens_, cached};
+}
+
+void Session::import_state(std::span<const TokenId> tokens, std::size_t cached, const StateSource& source) {
+  const SessionLock::Hold hold(lock_, "import_state");
+  if (tokens.size() > std::size_t(max_context_))
+    throw ContextOverflowError("a state of " + std::to_string(tokens.size()) +
+                               " tokens exceeds the context of " + std::to_string(max_context_));
+  for (std::size_t i = 0; i < tokens.size(); ++i) engine_->check_token(tokens[i], i);
+  // In a separate cache: if anything fails, the session is unchanged.
+  std::vector<TokenId> replacement(tokens.begin(), tokens.end());
+  std::unique_ptr<Cache> cache = engine_->make_cache(max_context_);
+  SequenceStates* states = cache->states();
+  if (cached > tokens.size() || (!states && cached < tokens.size()))
+    throw std::invalid_argument("a state of " + std::to_string(cached) + " cached tokens is not one of " +
+                                std::to_string(tokens.size()));
+  CallCounters counters;
+  cache->reserve(0, int(tokens.size()), counters);
+  StatePoint point{int(cached), states && cached > 0 ? states->pool().take() : StateRef()};
+  each_part(cached, [&](int layer, Part part, std::size_t bytes) {
+    const std::byte* in = source(layer, part, bytes);
+    if (part != Part::kState) return cache->write(layer, part == Part::kValues, int(cached), in);
+    if (point.state) cache->write_state(point.state, layer, reinterpret_cast<const float*>(in));
+  });
+  if (states) states->replace(0, std::move(point));
+  cache_ = std::move(cache);
+  remembered_ = 0;
+  const std::scoped_lock state(state_mutex_);
+  tokens_ = std::move(replacement);
+  claim_ = 0;
+  cache_bytes_ = cache_->bytes();
+}
+
+std::size_t Session::memory_bytes() const {
+  const std::scoped_lock lock(state_mutex_);
+  return cache_bytes_;
+}
+
+Stats Session::stats() const {
+  Stats stats = engine_->stats();
+  const std::scoped_lock lock(state_mutex_);
+  stats["kv_cache_bytes"] = double(cache_bytes_);
+  stats["position"] = double(tokens_.size());
+  stats["tokens_reused"] = double(reused_);
+  stats["tokens_recomputed"] = double(recomputed_);
+  engine_->add_call_stats(counters_, stats);
+  return stats;
+}
+
+void Engine::check_cache(const Config& config, KvType type) {
+  const TypeInfo& info = type_info(tensor_type(type));
+  for (const int dim : {config.key_dim, config.value_dim})
+    if (std::size_t(dim) % info.block_values != 0)
+      throw UnsupportedModelError("a KV cache in q8_0 has blocks of " + std::to_string(info.block_values) +
+                                  " dimensions, which heads of " + std::to_string(dim) +
+                                  " are not a multiple of: use kv_dtype='f16'");
+}
+
+void Engine::check_token(TokenId token, std::size_t index) const {
+  if (token < 0 || token >= config().vocab_size)
+    throw std::invalid_argument("token id " + std::to_string(token) + " at index " + std::to_string(index) +
+                                " is outside the vocabulary of " + std::to_string(config().vocab_size));
+}
+
+std::unique_ptr<Session> Engine::session(int max_context, std::string prefix_namespace) {
+  const int limit = config().context_length;
+  if (max_context < 0 || max_context > limit)
+    throw std::invalid_argument("max_context " + std::to_string(max_context) + " is outside 1 to " +
+                                std::to_string(limit) + ", the model's context length");
+  return std::unique_ptr<Session>(
+      new Session(shared_from_this(), max_context == 0 ? limit : max_context, std::move(prefix_namespace)));
+}
+
+#ifndef METAL_PREFILL_METAL
+namespace {
+
+constexpr const char* kNoMetal =
+    "this build has no Metal engine: use device='cpu', install on a Mac with Apple Silicon, or build with "
+    "METAL_PREFILL_EMULATOR=ON to run it on the emulator";
+
+}  // namespace
+
+std::map<std::string, std::string> metal_device() {
+  return {{"problem", kNoMetal}};
+}
+
+std::shared_ptr<Engine> make_metal_engine(Model, const EngineOptions&) {
+  throw DeviceError(kNoMetal);
+}
+#endif
+
+}  // namespace metal_prefill

@@ -1,0 +1,296 @@
+// The contract between the Python API and the engines.
+//
+// An Engine holds what is shared: weights, pipelines, thread pool, pages of K and V. A Session owns a cache
+// (a block table over those pages), a position and the ids of the tokens in the cache; many sessions share
+// one engine. What sessions do is implemented once, here and in batch.h: arguments are checked before
+// anything changes, prompts are cut into chunks, chunks of several sessions go through the layers in one
+// pass, progress is reported between passes, and position and cache stay consistent when a pass fails. An
+// engine computes passes.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <exception>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "../base/errors.h"
+#include "../base/fork_handler.h"
+#include "../base/token.h"
+#include "../cache/cache.h"
+#include "../cache/states.h"
+#include "../model/model.h"
+#include "../sampling/sampling.h"
+#include "output.h"
+#include "session_lock.h"
+
+namespace metal_prefill {
+
+// Numbers that products multiply.
+enum class Compute {
+  kInt8,  // activations in 8 bits per block of 32 with quantized weights, in bfloat16 with those in bfloat16
+  kF32,
+  kBf16,  // weights and activations rounded to bfloat16 if the processor multiplies such pairs; else kF32
+};
+enum class KvType { kF16, kF32, kQ8_0 };
+
+// The type of the rows in a cache of this type.
+TensorType tensor_type(KvType type);
+
+// Options of the Metal engine alone.
+struct MetalOptions {
+  std::optional<bool> fused_norm;  // RMSNorm inside the projections (decode); none: chosen for the GPU
+  int matvec_rows = 0;             // 1, 2 or 4 rows of a matvec for a simdgroup; 0: chosen for the GPU
+  bool fused_silu = false;         // SwiGLU inside the down projection (decode)
+  double buffer_work = 0;          // multiply-adds of a command buffer; 0: chosen for the GPU
+  double resident_seconds = 180;   // after a pass, for how long the memory stays with the GPU
+  std::string pipeline_folder;     // of compiled pipelines; empty: they are not kept
+  std::string no_matmul_tensor;    // why matmul_tensor is not used; empty: used where it is faster
+};
+
+struct EngineOptions {
+  int threads = 0;  // 0: one per available core
+  Compute compute = Compute::kInt8;
+  KvType kv_type = KvType::kF16;
+  int chunk_tokens = 512;  // tokens of a prompt that go through the layers together
+  int max_context = 0;     // positions that sessions are made for; 0: the model's. Others may be longer
+  std::size_t prefix_memory = std::size_t(256) << 20;  // most bytes of pages kept for later sessions
+  // Bytes of K and V that all sessions may hold together; 0: half of the memory, and on a GPU at most half of
+  // its working set without the weights.
+  std::size_t kv_memory = 0;
+  bool poison_cache = false;  // fills pages with NaN before they are used, for tests
+  MetalOptions metal;
+};
+
+class PassInspector;  // inspection.h
+struct Trace;         // inspection.h
+
+// The last tokens of a text, which a model adds to a query (ColBERT, arXiv:2004.12832). They have the token
+// type of its beginning. Unless they are `seen`, all tokens see the text alone.
+struct Expansion {
+  int tokens = 0;
+  bool seen = false;
+
+  int hidden() const { return seen ? 0 : tokens; }
+};
+
+// The next tokens of one session in a pass.
+struct Chunk {
+  std::span<const TokenId> tokens;
+  int position = 0;        // of tokens[0]
+  Cache* cache = nullptr;  // of the session, with room for the tokens
+  Output output;           // of the last tokens
+  Expansion expansion;     // of a whole text
+  ChunkStates states;      // of recurrent layers
+  Trace* trace = nullptr;  // if not null: each dispatch runs alone and is recorded there
+
+  // End of the positions that tokens see where they see later ones.
+  int visible_end() const { return position + int(tokens.size()) - expansion.hidden(); }
+};
+
+// Called between chunks with the number of finished prompt tokens and the total. Returning false stops the
+// prompt there.
+using Progress = std::function<bool(int done, int total)>;
+
+struct PromptResult {
+  int done = 0;        // tokens of the prompt that are now in the cache
+  TokenId token = -1;  // the next token where one is chosen; -1 when the prompt was stopped
+  int accepted = 0;    // drafts that were chosen, and are in the cache; the others are not
+};
+
+enum class Prefix { kAppend, kReuse };
+
+// Names a chain of prompts: the first, with kReuse, claims the session, and those that follow append to it.
+// One that finds the session changed by any other call since throws SessionBusyError. 0 claims nothing.
+using Claim = std::uint64_t;
+
+using Stats = std::map<std::string, double>;
+
+class Engine;
+class PrefixTree;
+struct Request;
+
+class Session {
+ public:
+  ~Session();
+  Session(const Session&) = delete;
+  Session& operator=(const Session&) = delete;
+
+  // Each of these is safe to call from several threads. Calls that compute, change the session or copy its
+  // cache run one after another; position(), tokens(), memory_bytes() and stats() never wait for them and
+  // return the state after the last finished pass. A progress callback runs without a lock: there these
+  // reads, fork() and export_state() see the finished chunks, and a call that would change its session
+  // throws SessionBusyError.
+  //
+  // `prefix` sets whether the tokens are appended to those in the cache or, with kReuse, replace them: the
+  // longest common prefix is kept and only the rest is computed.
+  //
+  // `continues`: the chosen token will be appended next, so an engine may start on it before the caller has
+  // seen it. If the caller appends another token, only that work is lost.
+  PromptResult forward_prompt(std::span<const TokenId> tokens, Prefix prefix = Prefix::kAppend,
+                              const Progress& progress = {}, Claim claim = 0, bool continues = false);
+  PromptResult forward_prompt_logits(std::span<const TokenId> tokens, float* logits,
+                                     Prefix prefix = Prefix::kAppend, const Progress& progress = {},
+                                     Claim claim = 0);
+  // The next token as the sampler chooses it, which counts as accepted.
+  PromptResult forward_prompt_sampled(std::span<const TokenId> tokens, Sampler& sampler,
+                                      Prefix prefix = Prefix::kAppend, const Progress& progress = {},
+                                      Claim claim = 0);
+  // Appends tokens, the last `drafts` of which are drafts, and verifies these, greedily if there is no
+  // sampler. Stops at the first rejected draft: the session then holds the tokens before it. Returns the
+  // tokens chosen after the last token that is not a draft and after each accepted draft. If drafts cause
+  // NaN, the call discards all drafts of the pass, even accepted ones, and continues without them.
+  std::vector<TokenId> forward_drafts(std::span<const TokenId> tokens, int drafts, Sampler* sampler,
+                                      Claim claim = 0, bool continues = false);
+  // Log probability of tokens[i + 1] given the previous ones, [tokens.size() - 1].
+  PromptResult score(std::span<const TokenId> tokens, float* log_probs, const Progress& progress = {});
+  TokenId forward_token_greedy(TokenId token);
+  void forward_token(TokenId token, float* logits);
+
+  // Reduces the cache to the longest known prefix of `tokens`, known here or from other sessions, and returns
+  // its length: at most all but the last token. Computes nothing.
+  int reuse(std::span<const TokenId> tokens);
+
+  int position() const;
+  int max_context() const { return max_context_; }
+  std::vector<TokenId> tokens() const;  // ids in the cache, [position]
+  // Throws std::invalid_argument beyond the current position. With a claim, nothing happens once another
+  // call has changed the session.
+  void rewind(int position, Claim claim = 0);
+  // Throws SessionBusyError if another call has changed the session since it was claimed.
+  void check_claim(Claim claim) const;
+
+  // A new session with the same cache contents and position; they share pages where the engine has them.
+  std::unique_ptr<Session> fork();
+  // State out and in, layer by layer. K and V of a layer with attention travel in canonical layout
+  // [position][kv_head][head_dim] with elements or blocks of kv_type, the state of a recurrent layer as
+  // float32. In a model with recurrent layers, both are of the first `cached` tokens; otherwise of all. The
+  // caller gives the memory that they are written to or read from; an import may reuse one buffer for all of
+  // them.
+  enum class Part { kKeys, kValues, kState };
+  using StateSink = std::function<std::byte*(int layer, Part part, std::size_t bytes)>;
+  using StateSource = std::function<const std::byte*(int layer, Part part, std::size_t bytes)>;
+  std::size_t kv_row_bytes(bool values) const;  // of one position of one layer
+  struct Exported {
+    std::vector<TokenId> tokens;
+    std::size_t cached;
+  };
+  Exported export_state(const StateSink& sink);
+  void import_state(std::span<const TokenId> tokens, std::size_t cached, const StateSource& source);
+
+  std::size_t memory_bytes() const;  // of the KV cache and the states as allocated now
+  Stats stats() const;               // of the last call
+  const Engine& engine() const { return *engine_; }
+
+ private:
+  friend class Engine;
+  friend class Batch;
+  friend class SessionInspector;
+
+  Session(std::shared_ptr<Engine> engine, int max_context, std::string prefix_namespace);
+  // The session's part of a prompt with kReuse; `cache_bytes_` and `reused_` follow.
+  std::size_t keep_known(std::span<const TokenId> tokens);
+  void keep_first(std::span<const TokenId> tokens);
+  // Drops rows of the cache after those of `tokens_`. The caller has locked `state_mutex_`.
+  void drop_uncounted_rows();
+  // Lets other sessions find the pages that are full.
+  void remember_pages();
+  PromptResult run(const char* call, Request request, const Progress& progress);
+  void check_room(std::size_t position, std::size_t tokens) const;
+  // Tokens whose K, V and states the cache has. It neither has those of later tokens nor relies on their
+  // pages.
+  std::size_t cached() const;
+  // Calls visit(layer, part, bytes) for the exported data of `cached` tokens.
+  template <typename Visit>
+  void each_part(std::size_t cached, const Visit& visit) const;
+
+  const std::shared_ptr<Engine> engine_;
+  const int max_context_;
+  const std::string prefix_namespace_;  // only sessions of the same one share prefixes
+
+  mutable SessionLock lock_;      // held by a call that computes or changes something, until it ends
+  std::unique_ptr<Cache> cache_;  // used only by the call that holds the lock
+  bool remembers_ = false;        // it was used with kReuse: others may find its pages, also after it ended
+  std::size_t remembered_ = 0;    // pages that they can find
+
+  mutable std::mutex
+      state_mutex_;  // guards the members below, for moments; the call that holds lock_ reads without it
+  std::vector<TokenId> tokens_;  // in the cache
+  std::size_t reused_ = 0;       // tokens that the last prompt with kReuse found in the cache
+  std::size_t recomputed_ = 0;   // tokens that the last call computed again for the states after them
+  std::size_t cache_bytes_ = 0;
+  Claim claim_ = 0;        // of the last change
+  CallCounters counters_;  // of the last call
+
+  const ForkHandler fork_handler_;
+};
+
+class Engine : public std::enable_shared_from_this<Engine> {
+ public:
+  virtual ~Engine() = default;
+  Engine(const Engine&) = delete;
+  Engine& operator=(const Engine&) = delete;
+
+  // `max_context` 0 selects the model's context length. With kReuse the session finds only prefixes that
+  // sessions of the same `prefix_namespace` computed.
+  std::unique_ptr<Session> session(int max_context = 0, std::string prefix_namespace = {});
+
+  const Config& config() const { return model_.config; }
+  const Model& model() const { return model_; }
+  const EngineOptions& options() const { return options_; }
+  // Throws UnsupportedModelError where the heads of a model do not fit a cache of this type.
+  static void check_cache(const Config& config, KvType type);
+  // Throws std::invalid_argument for an id outside the vocabulary.
+  void check_token(TokenId token, std::size_t index) const;
+  virtual std::string device_name() const = 0;  // never presents an emulator as Metal
+  virtual std::string backend() const = 0;      // "cpu" or "metal"
+  virtual Stats stats() const = 0;              // bytes of weights and pools, pipelines
+  // Waits for work that continues after calls, as the destructor does.
+  virtual void finish() const {}
+  // The weights as the engine packed them: given as Model::packed, they spare another engine the work. Empty
+  // where it packed none itself.
+  virtual std::span<const std::byte> packed_weights() const { return {}; }
+
+  // The functions below are for sessions.
+
+  // Null if the engine keeps no pages for reuse.
+  virtual PrefixTree* prefixes() { return nullptr; }
+
+  virtual std::unique_ptr<Cache> make_cache(int max_context) = 0;
+  // Throws KvMemoryError if a sequence of this length would not fit in the memory for K and V alone.
+  virtual void check_fits(int positions) const = 0;
+  // Largest number of rows in one pass: the context length, if tokens attend to later ones.
+  virtual int pass_rows() const = 0;
+  // Largest number of tokens of one sequence in a pass whose results are bit-identical to those of single
+  // tokens.
+  virtual int exact_rows() const = 0;
+  // Whether the engine starts the token after a chunk before the caller requests it
+  // (GreedyOutput::continues).
+  virtual bool runs_ahead() const { return false; }
+  // Appends the chunks, each of a different session, to their caches and computes their outputs. When this
+  // throws, the positions before the chunks are intact in all caches.
+  virtual void forward(std::span<Chunk> chunks, CallCounters& counters) = 0;
+  virtual void add_call_stats(const CallCounters& counters, Stats& stats) const = 0;
+  // Access to the passes of an engine that makes dispatches; null for others.
+  virtual const PassInspector* inspector() const { return nullptr; }
+
+ protected:
+  Engine(Model model, EngineOptions options) : model_(std::move(model)), options_(std::move(options)) {}
+
+  Model model_;
+  EngineOptions options_;
+};
+
+std::shared_ptr<Engine> make_cpu_engine(Model model, const EngineOptions& options);
+// Throws DeviceError if there is neither a Metal device nor an emulator.
+std::shared_ptr<Engine> make_metal_engine(Model model, const EngineOptions& options);
+// Facts about the GPU, by name; only `problem` if the Metal engine cannot use any.
+std::map<std::string, std::string> metal_device();
+
+}  // namespace metal_prefill

@@ -1,0 +1,105 @@
+// Buffers: the weights, as views of the mapped file, and the activations of a chunk, from a pool.
+#pragma once
+
+#include <cstddef>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <span>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "../plan/forward_pass.h"
+#include "device.h"
+#include "read_ahead.h"
+
+namespace metal_prefill::metal {
+
+// The weights as Metal buffers without a copy: views of the mapped file. A file larger than the largest
+// buffer is covered by several overlapping views, so that every tensor is inside one of them. Copies are made
+// only of tensors at addresses that kernels cannot read from, and of the whole file if the GPU is not native
+// (see Device) or Metal refuses to map it.
+class WeightBuffers final : public WeightViews {
+ public:
+  WeightBuffers(const Device& device, const Model& model);
+
+  View view(const Tensor& tensor) const override;
+  View concatenate(BufferName name, std::span<const std::pair<const Tensor*, int>> vectors,
+                   float factor) override;
+
+  std::vector<id<MTLBuffer>> buffers() const;
+  std::size_t mapped_bytes() const { return mapped_bytes_; }
+  std::size_t copied_bytes() const { return copied_bytes_; }
+  // The mapping has no buffer: the file was copied.
+  bool mapping_refused() const { return mapping_refused_; }
+  // Waits until the mapped file is in memory. Does nothing for one that does not fit the GPU's working set.
+  void wait_until_read() const {
+    if (read_ahead_) read_ahead_->wait();
+  }
+
+ private:
+  struct FileView {
+    id<MTLBuffer> buffer;
+    std::size_t begin, end;  // in the file
+  };
+  void map_file(const Model& model, const std::vector<const Tensor*>& tensors);
+  id<MTLBuffer> copy(const std::string& label, std::span<const std::byte> bytes);
+  std::size_t offset_in_file(const Tensor& tensor) const { return std::size_t(tensor.data - mapping_.data); }
+
+  const Device& device_;
+  Mapping mapping_;
+  std::vector<FileView> files_;
+  std::vector<id<MTLBuffer>> copied_;
+  std::map<const std::byte*, View> copies_;  // by the address of the original in the mapping
+  std::size_t mapped_bytes_ = 0, copied_bytes_ = 0;
+  bool mapping_refused_ = false;
+  std::unique_ptr<ReadAhead> read_ahead_;
+};
+
+// The activation buffers of one chunk in flight. Each is made when it is first needed and grows with the
+// chunk.
+class Batch {
+ public:
+  // The buffer, at least `bytes` long. Its contents are lost when it grows.
+  View get(const Device& device, BufferName name, std::size_t bytes);
+  // The buffer itself, for the host to read; null if it has not been needed yet.
+  id<MTLBuffer> peek(BufferName name) const { return buffers_[std::size_t(name)]; }
+  std::size_t bytes() const;
+
+ private:
+  id<MTLBuffer> buffers_[std::size_t(BufferName::kActivationCount)];
+};
+
+// Batches that no chunk is using. A chunk takes one and returns it: there are as many as chunks were in
+// flight at the same time.
+class BatchPool {
+ public:
+  class Lease {
+   public:
+    Lease(BatchPool& pool, std::unique_ptr<Batch> batch) : pool_(pool), batch_(std::move(batch)) {}
+    ~Lease() {
+      if (batch_) pool_.put_back(std::move(batch_));
+    }
+    Lease(Lease&&) = default;
+    Lease(const Lease&) = delete;
+    Lease& operator=(const Lease&) = delete;
+    Batch& operator*() const { return *batch_; }
+
+   private:
+    BatchPool& pool_;
+    std::unique_ptr<Batch> batch_;
+  };
+
+  Lease take();
+  void trim();                // frees the batches that no chunk uses
+  std::size_t bytes() const;  // of those that no chunk uses
+
+ private:
+  void put_back(std::unique_ptr<Batch> batch);
+
+  mutable std::mutex mutex_;
+  std::vector<std::unique_ptr<Batch>> idle_;
+};
+
+}  // namespace metal_prefill::metal

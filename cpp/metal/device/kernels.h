@@ -1,0 +1,68 @@
+// The pipelines of the kernels that a model can need, all built when it is loaded.
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "../../engine/inspection.h"
+#include "../plan/kernel_key.h"
+#include "device.h"
+#include "pipeline_archive.h"
+
+namespace metal_prefill::metal {
+
+// An error of a kernel that needs tensors (see needs_tensors); a pass can use other kernels instead.
+class TensorKernelError : public DeviceError {
+ public:
+  using DeviceError::DeviceError;
+};
+
+class Kernels {
+ public:
+  // Builds the pipelines concurrently, from archives of earlier processes if there are any. A thread stores
+  // those that had to be compiled. A GPU that is not native has no archives, nor do pipelines that Metal's
+  // shader validation changes. Throws DeviceError naming the first kernel that failed, or that the GPU runs
+  // in simdgroups of another width; TensorKernelError for one that needs tensors.
+  Kernels(const Device& device, const KernelThreads& wanted, const CacheShape& cache,
+          const std::string& archive_folder);
+  ~Kernels();
+  Kernels(const Kernels&) = delete;
+  Kernels& operator=(const Kernels&) = delete;
+
+  // Throws the same, naming a kernel that needs larger threadgroups than its pipeline allows.
+  void check(const KernelThreads& used) const;
+  const id<MTLComputePipelineState>& pipeline(const KernelKey& key) const;
+  std::size_t max_threads(const KernelKey& key) const { return pipeline(key).maxTotalThreadsPerThreadgroup; }
+  const CacheShape& cache() const { return cache_; }
+  std::size_t count() const { return built_.size(); }
+  std::size_t compiled_now() const { return n_compiled_; }  // pipelines that no archive had
+  const std::vector<PipelineInfo>& built() const { return built_; }
+  bool compiled() const { return compiled_; }  // the shaders were, when the package was built
+  // Waits until the archive is written, as the destructor does.
+  void finish() const;
+
+ private:
+  // One more than the largest number of a tensor type.
+#define METAL_PREFILL_TYPE(shader_name, Name, number) std::size_t(number),
+  static constexpr std::size_t kTypes = std::max({EACH_TENSOR_TYPE(METAL_PREFILL_TYPE)}) + 1;
+#undef METAL_PREFILL_TYPE
+  // Without archives: compiles.
+  void build(const Device& device, const std::vector<id<MTLFunction>>& functions,
+             NSArray<id<MTLBinaryArchive>>* archives);
+  void write_later(const PipelineArchive& archive, std::vector<id<MTLFunction>> functions);
+
+  const CacheShape cache_;
+  bool compiled_ = false;
+  std::size_t n_compiled_ = 0;
+  std::vector<KernelKey> keys_;
+  std::vector<PipelineInfo> built_;  // of the keys
+  std::array<std::array<id<MTLComputePipelineState>, kTypes>, std::size_t(Kernel::kCount)> pipelines_;
+  mutable std::mutex finishing_;
+  mutable std::thread archive_writer_;
+};
+
+}  // namespace metal_prefill::metal

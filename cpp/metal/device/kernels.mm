@@ -1,0 +1,157 @@
+#include "kernels.h"
+
+#include <chrono>
+#include <exception>
+#include <set>
+#include <string>
+#include <string_view>
+#include <system_error>
+#include <utility>
+#include <vector>
+
+#include "../../base/long_wait.h"
+#include "../plan/shader_language.h"
+#include "concurrently.h"
+#include "libraries.h"
+#include "pipeline_archive.h"
+
+namespace metal_prefill::metal {
+
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+constexpr std::size_t kSimdWidth = 32;  // the shaders are written for it
+
+[[noreturn]] void fail(const KernelKey& key, const std::string& message) {
+  if (needs_tensors(key.kernel)) throw TensorKernelError(message);
+  throw DeviceError(message);
+}
+
+// Includes the kernels on tensors if one of the keys is such a kernel.
+Libraries open_libraries_of(id<MTLDevice> device, const std::vector<KernelKey>& keys,
+                            const std::set<std::string>& variants) {
+  Libraries libraries = open_libraries(device, variants);
+  std::set<std::string_view> sources;
+  for (const KernelKey& key : keys)
+    if (needs_tensors(key.kernel))
+      sources.insert(key.kernel == Kernel::kAttentionTensor ? kAttentionTensorSource : kMatmulTensorSource);
+  try {
+    for (const std::string_view source : sources) libraries.add(open_tensors(device, source, variants));
+  } catch (const DeviceError& error) {
+    throw TensorKernelError(error.what());
+  }
+  return libraries;
+}
+
+}  // namespace
+
+Kernels::Kernels(const Device& device, const KernelThreads& wanted, const CacheShape& cache,
+                 const std::string& archive_folder)
+    : cache_(cache), pipelines_{} {
+  std::set<std::string> variants;
+  std::vector<std::string> names;
+  for (const auto& [key, threads] : wanted) {
+    keys_.push_back(key);
+    names.push_back(kernel_name(key, cache_));
+    if (const std::string variant = variant_of(key, cache_); !variant.empty()) variants.insert(variant);
+  }
+  const Libraries libraries = open_libraries_of(device.mtl(), keys_, variants);
+  compiled_ = libraries.compiled;
+  std::vector<id<MTLFunction>> functions;
+  for (std::size_t i = 0; i < names.size(); ++i) {
+    functions.push_back(libraries.function(names[i]));
+    if (!functions.back()) fail(keys_[i], "there is no kernel '" + names[i] + "' in the shaders");
+    built_.push_back({names[i], 0.0, 0});
+  }
+  const bool archives = device.is_native() && !is_set("MTL_SHADER_VALIDATION");
+  const PipelineArchive archive(device.mtl(), archives ? archive_folder : "", names);
+  if (id<MTLBinaryArchive> earlier = archive.read()) {
+    try {
+      build(device, functions, @[ earlier ]);
+      return;
+    } catch (const DeviceError&) {  // such as a missing pipeline
+    }
+  }
+  build(device, functions, nil);
+  n_compiled_ = functions.size();
+  if (archive.is_kept()) write_later(archive, std::move(functions));
+}
+
+Kernels::~Kernels() {
+  if (archive_writer_.joinable()) long_wait([&] { finish(); });
+}
+
+void Kernels::finish() const {
+  const std::scoped_lock lock(finishing_);
+  if (archive_writer_.joinable()) archive_writer_.join();
+}
+
+void Kernels::write_later(const PipelineArchive& archive, std::vector<id<MTLFunction>> functions) {
+  try {
+    archive_writer_ = std::thread([archive, functions = std::move(functions)] {
+      const AutoreleasePool pool;
+      try {
+        archive.write(functions);
+      } catch (const std::exception&) {  // such as a lack of memory: later processes compile again
+      }
+    });
+  } catch (const std::system_error&) {  // no thread: the same
+  }
+}
+
+void Kernels::build(const Device& device, const std::vector<id<MTLFunction>>& functions,
+                    NSArray<id<MTLBinaryArchive>>* archives) {
+  struct Outcome {
+    id<MTLComputePipelineState> pipeline;  // null: there is an error
+    NSError* error;
+    double seconds;
+  };
+  std::vector<Outcome> outcomes(functions.size());
+  run_concurrently(functions.size(), [&](std::size_t i, const auto& done) {
+    MTLComputePipelineDescriptor* descriptor = [[MTLComputePipelineDescriptor alloc] init];
+    descriptor.computeFunction = functions[i];
+    descriptor.binaryArchives = archives;
+    const auto finish = [outcome = &outcomes[i], begin = Clock::now(), &done](
+                            id<MTLComputePipelineState> pipeline, NSError* error) {
+      *outcome = {pipeline, error, std::chrono::duration<double>(Clock::now() - begin).count()};
+      done("");
+    };
+    [device.mtl() newComputePipelineStateWithDescriptor:descriptor
+                                                options:archives ? MTLPipelineOptionFailOnBinaryArchiveMiss
+                                                                 : MTLPipelineOptionNone
+                                      completionHandler:^(id<MTLComputePipelineState> pipeline,
+                                                          MTLComputePipelineReflection*, NSError* error) {
+                                        finish(pipeline, error);
+                                      }];
+  });
+  for (std::size_t i = 0; i < outcomes.size(); ++i) {
+    const auto& [pipeline, error, seconds] = outcomes[i];
+    PipelineInfo& info = built_[i];
+    const std::string kernel = "the kernel '" + info.kernel + "' ";
+    if (!pipeline) fail(keys_[i], kernel + "cannot be built: " + describe(error));
+    if (pipeline.threadExecutionWidth != kSimdWidth)
+      fail(keys_[i], kernel + "runs in simdgroups of " + std::to_string(pipeline.threadExecutionWidth) +
+                         " threads; the shaders need " + std::to_string(kSimdWidth));
+    info.seconds = seconds;
+    info.max_threads = pipeline.maxTotalThreadsPerThreadgroup;
+    pipelines_[std::size_t(keys_[i].kernel)][std::size_t(keys_[i].type)] = pipeline;
+  }
+}
+
+void Kernels::check(const KernelThreads& used) const {
+  for (const auto& [key, threads] : used)
+    if (const std::size_t most = max_threads(key); threads > most)
+      fail(key, "the kernel '" + kernel_name(key, cache_) + "' needs threadgroups of " +
+                    std::to_string(threads) + " threads; this GPU runs it with at most " +
+                    std::to_string(most));
+}
+
+const id<MTLComputePipelineState>& Kernels::pipeline(const KernelKey& key) const {
+  const id<MTLComputePipelineState>& state = pipelines_[std::size_t(key.kernel)][std::size_t(key.type)];
+  if (!state)
+    throw std::logic_error("the pipeline of '" + kernel_name(key, cache_) + "' was not built at load");
+  return state;
+}
+
+}  // namespace metal_prefill::metal

@@ -1,0 +1,119 @@
+#include "libraries.h"
+
+#include <dlfcn.h>
+
+#include <filesystem>
+#include <string_view>
+#include <vector>
+
+#include "../plan/kernel_key.h"
+#include "../plan/shader_language.h"
+#include "concurrently.h"
+#include "device.h"
+#include "embedded_shaders.h"
+
+namespace metal_prefill::metal {
+
+namespace {
+
+constexpr std::string_view kTrial = "trial.metal";
+
+// The compiled library in this module's folder, if the build made one.
+id<MTLLibrary> compiled_library(id<MTLDevice> device) {
+  Dl_info info;
+  if (dladdr(reinterpret_cast<const void*>(&kernel_name), &info) == 0 || !info.dli_fname) return nil;
+  const auto path = std::filesystem::path(info.dli_fname).parent_path() / "metal_prefill.metallib";
+  std::error_code ignored;
+  if (!std::filesystem::exists(path, ignored)) return nil;
+  NSError* error = nil;
+  return [device newLibraryWithURL:[NSURL fileURLWithPath:to_ns(path.string())] error:&error];
+}
+
+// Fast maths, Metal's default, assumes that there are no infinities and no NaN; masks and argmax need both.
+// The default language is the newest that the system supports: with an older one, all systems compile the
+// same.
+MTLCompileOptions* compile_options(const std::set<std::string>& variants, ShaderLanguage language) {
+  MTLCompileOptions* options = [[MTLCompileOptions alloc] init];
+#pragma clang diagnostic push
+#pragma clang diagnostic ignored "-Wdeprecated-declarations"
+  options.fastMathEnabled = METAL_PREFILL_FAST_MATH != 0;
+#pragma clang diagnostic pop
+#if __MAC_OS_X_VERSION_MAX_ALLOWED >= 150000
+  // From macOS 15 on, single-precision functions have a separate option, which fastMathEnabled need not
+  // change.
+#pragma clang diagnostic push
+#pragma clang diagnostic ignored "-Wunguarded-availability-new"
+  if ([options respondsToSelector:@selector(setMathFloatingPointFunctions:)]) {
+    options.mathMode = METAL_PREFILL_FAST_MATH ? MTLMathModeFast : MTLMathModeSafe;
+    options.mathFloatingPointFunctions =
+        METAL_PREFILL_FAST_MATH ? MTLMathFloatingPointFunctionsFast : MTLMathFloatingPointFunctionsPrecise;
+  }
+#pragma clang diagnostic pop
+#endif
+  options.languageVersion = MTLLanguageVersion((language.major << 16) + language.minor);
+  NSMutableDictionary<NSString*, NSObject*>* macros = [NSMutableDictionary dictionary];
+  macros[@"ONLY_WANTED"] = @"1";
+  for (const std::string& variant : variants) macros[to_ns("WANTS_" + variant)] = @"1";
+  options.preprocessorMacros = macros;
+  return options;
+}
+
+// Compiles the sources for which `wanted` is true, concurrently.
+template <typename Wanted>
+std::vector<id<MTLLibrary>> compile(id<MTLDevice> device, const std::set<std::string>& variants,
+                                    const Wanted& wanted) {
+  std::vector<const ShaderSource*> sources;
+  for (std::size_t i = 0; i < kShaderSourceCount; ++i)
+    if (wanted(kShaderSources[i].name)) sources.push_back(&kShaderSources[i]);
+  std::vector<id<MTLLibrary>> libraries(sources.size());
+  run_concurrently(sources.size(), [&](std::size_t i, const auto& done) {
+    const auto finish = [&libraries, &sources, &done, i](id<MTLLibrary> library, NSError* error) {
+      libraries[i] = library;
+      done(library
+               ? ""
+               : "the shaders in " + std::string(sources[i]->name) + " do not compile: " + describe(error));
+    };
+    [device newLibraryWithSource:to_ns(sources[i]->text)
+                         options:compile_options(variants, language_of(sources[i]->name))
+               completionHandler:^(id<MTLLibrary> library, NSError* error) {
+                 finish(library, error);
+               }];
+  });
+  return libraries;
+}
+
+Libraries with_kernels(const std::vector<id<MTLLibrary>>& libraries, bool compiled) {
+  Libraries opened{.by_kernel = {}, .compiled = compiled};
+  for (id<MTLLibrary> library : libraries)
+    for (NSString* name in library.functionNames) opened.by_kernel[name.UTF8String] = library;
+  return opened;
+}
+
+template <typename Wanted>
+Libraries open(id<MTLDevice> device, const std::set<std::string>& variants, const Wanted& wanted) {
+  if (id<MTLLibrary> compiled = compiled_library(device)) return with_kernels({compiled}, true);
+  return with_kernels(compile(device, variants, wanted), false);
+}
+
+}  // namespace
+
+id<MTLFunction> Libraries::function(const std::string& kernel) const {
+  const auto library = by_kernel.find(kernel);
+  return library == by_kernel.end() ? nil : [library->second newFunctionWithName:to_ns(kernel)];
+}
+
+Libraries open_libraries(id<MTLDevice> device, const std::set<std::string>& variants) {
+  return open(device, variants,
+              [](std::string_view source) { return source != kTrial && !is_tensor_source(source); });
+}
+
+Libraries open_trial(id<MTLDevice> device) {
+  return open(device, {}, [](std::string_view source) { return source == kTrial; });
+}
+
+Libraries open_tensors(id<MTLDevice> device, std::string_view source, const std::set<std::string>& variants) {
+  const auto wanted = [&](std::string_view other) { return other == source; };
+  return with_kernels(compile(device, variants, wanted), false);
+}
+
+}  // namespace metal_prefill::metal

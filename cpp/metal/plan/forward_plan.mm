@@ -1,0 +1,395 @@
+// How a model's weights and a pass's buffers are laid out for the forward pass, and which kernels it can
+// need.
+#include <algorithm>
+#include <array>
+#include <bit>
+#include <optional>
+#include <set>
+
+#include "../../base/rounding.h"
+#include "../../model/tensors.h"
+#include "forward_pass.h"
+#include "recorder.h"
+
+namespace metal_prefill::metal {
+
+namespace {
+
+// Buffers for more than a few tokens hold a multiple of 32, so that prompts of nearly the same length share
+// them.
+std::size_t buffered_tokens(int tokens) {
+  return std::size_t(tokens <= 8 ? tokens : round_up(tokens, 32));
+}
+
+// The tensors as one stack of rows, with offsets from the first of them in memory; nothing where they are in
+// different buffers or differ in type or columns.
+std::optional<Projection> stack(std::span<const Tensor* const> tensors, const WeightViews& weights) {
+  const Tensor& like = *tensors[0];
+  Projection stacked = {
+      .weights = weights.view(like), .stack = {}, .type = like.type, .in_dim = like.cols, .out_dim = 0};
+  std::array<std::size_t, STACKED_MATRICES> offsets{};
+  for (std::size_t i = 0; i < tensors.size(); ++i) {
+    const Tensor& t = *tensors[i];
+    const View v = weights.view(t);
+    if (v.buffer != stacked.weights.buffer || t.type != like.type || t.cols != like.cols) return std::nullopt;
+    offsets[i] = v.offset;
+    stacked.stack.rows[i] = u32_t(t.rows);
+    stacked.out_dim += t.rows;
+  }
+  stacked.weights.offset =
+      *std::min_element(offsets.begin(), offsets.begin() + std::ptrdiff_t(tensors.size()));
+  for (std::size_t i = 0; i < tensors.size(); ++i)
+    stacked.stack.offset[i] = offsets[i] - stacked.weights.offset;
+  stacked.stack.row_bytes = u32_t(row_bytes(like.type, std::size_t(like.cols)));
+  return stacked;
+}
+
+Projection projection(const Tensor& tensor, const WeightViews& weights) {
+  const Tensor* alone[] = {&tensor};
+  return *stack(alone, weights);
+}
+
+// Absent tensors have no rows.
+std::vector<Projection> merge(std::vector<const Tensor*> tensors, const WeightViews& weights) {
+  std::erase_if(tensors, [](const Tensor* tensor) { return !*tensor; });
+  std::vector<Projection> merged;
+  int column = 0;
+  for (std::size_t first = 0; first < tensors.size();) {
+    // The longest run of tensors that can be one stack.
+    std::size_t n = std::min(tensors.size() - first, std::size(StackedWeights{}.rows));
+    auto stacked = stack(std::span(tensors).subspan(first, n), weights);
+    while (!stacked) stacked = stack(std::span(tensors).subspan(first, --n), weights);
+    stacked->column = column;
+    column += stacked->out_dim;
+    first += n;
+    merged.push_back(*stacked);
+  }
+  return merged;
+}
+
+}  // namespace
+
+ForwardPass::ForwardPass(const Tuning& tuning, const Model& model, const EngineOptions& options,
+                         WeightViews& weights)
+    : config_(model.config),
+      tuning_(tuning),
+      options_(options),
+      cache_shape_{options.kv_type, std::max(model.config.key_dim, model.config.value_dim)},
+      page_layout_(model.config, options.kv_type),
+      state_layout_(model.config),
+      embedding_(projection(model.token_embedding, weights)),
+      embedding_norm_(
+          norm_of(model.embedding_norm, model.embedding_norm_bias, config_.stream_eps(), weights)),
+      output_norm_(norm_of(model.output_norm, {}, config_.stream_eps(), weights)),
+      head_norm_(output_norm_),
+      norms_stream_(bool(model.layers[0].attn_residual_norm)),
+      qkv_dim_(config_.n_heads * config_.query_step() +
+               config_.n_kv_heads * (config_.key_dim + config_.value_dim)),
+      att_dim_(config_.n_heads * config_.value_dim),
+      activation_(config_.activation == Activation::kSilu   ? ACTIVATION_SILU
+                  : config_.activation == Activation::kGelu ? ACTIVATION_GELU
+                                                            : ACTIVATION_GELU_ERF) {
+  if (options.kv_type == KvType::kQ8_0)
+    throw UnsupportedModelError(
+        "the Metal engine has no KV cache in q8_0: use kv_dtype='f16', or device='cpu'");
+  static_cast<void>(cache_shape_.decode_size());  // throws for heads that are too large
+  if (embedding_norm_.weight && (config_.causal || config_.norm_kind != NormKind::kLayer))
+    throw UnsupportedModelError("the Metal engine norms embeddings with LayerNorm, in encoders alone");
+  if (config_.scan_key_dim > ops::kMostScanRows)
+    throw UnsupportedModelError("states of " + std::to_string(config_.scan_key_dim) +
+                                " rows: the Metal engine takes up to " + std::to_string(ops::kMostScanRows) +
+                                ", use device='cpu'");
+  if (config_.max_alibi_bias > 0 && config_.causal)
+    throw UnsupportedModelError("the Metal engine has ALiBi in encoders alone: use device='cpu'");
+  if (model.output) output_.push_back(projection(model.output, weights));
+  if (model.position_embedding) position_embedding_ = projection(model.position_embedding, weights);
+  if (model.token_types) token_types_ = projection(model.token_types, weights);
+  if (config_.logit_scale != 1.0f)
+    head_norm_.weight = weights.concatenate(BufferName::kHeadNorm, {{{&model.output_norm, config_.dim}}},
+                                            config_.logit_scale);
+  for (int layer = 0; layer < config_.n_layers; ++layer)
+    layers_.push_back(layer_of(config_.kind(layer), model.layers[std::size_t(layer)], weights));
+}
+
+Norm ForwardPass::norm_of(const Tensor& weight, const Tensor& bias, float eps,
+                          const WeightViews& weights) const {
+  const auto view = [&](const Tensor& t) { return t ? weights.view(t) : View{}; };
+  return {view(weight), view(bias), weight ? weight.cols : config_.dim, eps, config_.norm_kind};
+}
+
+ForwardPass::Layer ForwardPass::layer_of(LayerKind kind, const LayerWeights& w, WeightViews& weights) const {
+  const float eps = config_.norm_eps, stream_eps = config_.stream_eps();
+  const auto view = [&](const Tensor& t) { return t ? weights.view(t) : View{}; };
+  const auto norm = [&](const Tensor& weight, float e) { return norm_of(weight, {}, e, weights); };
+  const auto output = [&](const Tensor& weight, const Tensor& bias, const Tensor& block_norm,
+                          const Tensor& residual_norm, const Tensor& residual_bias) {
+    if (!weight) return BlockOutput{};
+    return BlockOutput{.w = projection(weight, weights),
+                       .bias = bias ? weights.view(bias) : View{},
+                       .norm = norm(block_norm, config_.block_eps()),
+                       .residual_norm = norm_of(residual_norm, residual_bias, stream_eps, weights)};
+  };
+  const bool gated = bool(w.w_gate), attention = has_attention(kind);
+  std::vector<const Tensor*> in = {&w.conv_in,   &w.scan_in,     &w.delta_gate,
+                                   &w.delta_qkv, &w.delta_alpha, &w.delta_beta};
+  const std::array<const Tensor*, 3> qkv = {&w.wq, &w.wk, &w.wv};
+  in.insert(projected_row(kind).qkv > 0 ? in.end() : in.begin(), qkv.begin(), qkv.end());
+  Layer layer = {.attn_norm = norm(w.attn_norm, stream_eps),
+                 .ffn_norm = norm(w.ffn_norm, stream_eps),
+                 .q_norm = norm_of(w.q_norm, w.q_norm_bias, eps, weights),
+                 .k_norm = norm_of(w.k_norm, w.k_norm_bias, eps, weights),
+                 .q_bias = {},
+                 .k_bias = {},
+                 .bias = {},
+                 .in = merge(in, weights),
+                 .conv = view(conv_filter(w)),
+                 .conv_bias = view(w.scan_conv_bias),
+                 .scan = {},
+                 .delta = {},
+                 .gate_up = merge({&w.w_gate, &w.w_up}, weights),
+                 .gated = gated,
+                 .gate_up_bias = {},
+                 .attn_output = output(attention ? w.wo : w.conv_out, w.bo, w.post_attn_norm,
+                                       w.attn_residual_norm, w.attn_residual_norm_bias),
+                 .ffn_output = output(w.w_down, w.b_down, w.post_ffn_norm, w.ffn_residual_norm,
+                                      w.ffn_residual_norm_bias),
+                 .scan_output = output(w.scan_out, {}, w.post_attn_norm, {}, {})};
+  if (has_state_space(kind)) {
+    layer.scan = {.a = view(w.scan_rates),
+                  .bias = view(w.scan_step),
+                  .skip = view(w.scan_skip),
+                  .norm = view(w.scan_group_norm)};
+  }
+  if (kind == LayerKind::kGatedDelta) {
+    layer.delta = {.decay = view(w.delta_decay), .step = view(w.scan_step), .norm = norm(w.delta_norm, eps)};
+  }
+  if (w.second_residual_norm)
+    layer.attn_output.second_norm =
+        norm_of(w.second_residual_norm, w.second_residual_norm_bias, stream_eps, weights);
+  // The biases of q and k come before a norm of their rows, and after other ones.
+  const Tensor none;
+  const auto before = [&](const Norm& n) { return config_.qk_norm_place == QkNormPlace::kRows && n.weight; };
+  if (before(layer.q_norm)) layer.q_bias = view(w.bq);
+  if (before(layer.k_norm)) layer.k_bias = view(w.bk);
+  const Tensor& bq = before(layer.q_norm) ? none : w.bq;
+  const Tensor& bk = before(layer.k_norm) ? none : w.bk;
+  if (bq || bk || w.bv)
+    layer.bias = weights.concatenate(BufferName::kQkvBias,
+                                     {{{&bq, w.wq.rows}, {&bk, w.wk.rows}, {&w.bv, w.wv.rows}}}, 1.0f);
+  if (w.b_gate || w.b_up)
+    layer.gate_up_bias = weights.concatenate(
+        BufferName::kFfnBias, {{{&w.b_gate, gated ? w.w_gate.rows : 0}, {&w.b_up, w.w_up.rows}}}, 1.0f);
+  return layer;
+}
+
+PassRows ForwardPass::rows_of(std::span<const PassChunk> chunks) const {
+  PassRows rows(chunks, tuning_, ops::tile_shape(tuning_, cache_shape_, attention_args(0)), config_.causal);
+  if (state_layout_.values > 0) rows.add_states(chunks);
+  return rows;
+}
+
+PassTables ForwardPass::tables(const PassRows& rows, PassBuffers& buffers) const {
+  // Lists grow by steps, so that a sequence that grows by one token needs no new buffer.
+  const auto list = [&](BufferName name, std::size_t n, std::size_t step, std::size_t bytes) {
+    return n > 0 ? buffers.get(name, round_up(n, step) * bytes) : View{};
+  };
+  const std::size_t n = buffered_tokens(rows.all.count);
+  return {.ids = list(BufferName::kIds, n, 1, sizeof(TokenId)),
+          .types = list(BufferName::kTypes, token_types_ ? n : 0, 1, sizeof(TokenId)),
+          .rows = list(BufferName::kRows, n, 1, sizeof(PassRow)),
+          .tiles = list(BufferName::kTiles, rows.tiles.size(), 64, sizeof(AttentionTile)),
+          .pages = list(BufferName::kPages, rows.first_page.back(), 256, sizeof(PageId)),
+          .states = rows.states.empty()
+                        ? View{}
+                        : list(BufferName::kStateRows, n + std::size_t(rows.chunks()), 1, sizeof(StateRow)),
+          .targets = list(BufferName::kTargets, std::size_t(rows.scored.count), 1, sizeof(TokenId))};
+}
+
+ForwardPass::ProjectedRow ForwardPass::projected_row(LayerKind kind) const {
+  // Kernels read q four values at a time. Q, K and V are last where they can be: V is often of another type,
+  // and would otherwise be between tensors of one type.
+  constexpr int kTogether = 4;
+  const int recurrent = config_.recurrent_in_dim(kind), qkv = has_attention(kind) ? qkv_dim_ : 0;
+  const bool last = recurrent % kTogether == 0;
+  const int first = last ? 0 : qkv, gates = has_matrix_state(kind) ? config_.scan_dim() : 0;
+  return {.stride = round_up(recurrent + qkv, kTogether),
+          .qkv = last ? recurrent : 0,
+          .recurrent = first,
+          .conv = first + gates};
+}
+
+int ForwardPass::projected_columns() const {
+  int most = 0;
+  for (int layer = 0; layer < config_.n_layers; ++layer)
+    most = std::max(most, projected_row(config_.kind(layer)).stride);
+  return most;
+}
+
+ForwardPass::Rows ForwardPass::all_rows(const PassRows& rows) const {
+  return {0, rows.all.count, rows.few ? Path::kFewTokens : Path::kManyTokens};
+}
+
+ForwardPass::Rows ForwardPass::wanted_rows(const PassRows& rows) const {
+  const bool few = rows.few || rows.one_wanted;
+  return {rows.wanted.first, rows.wanted.count, few ? Path::kFewTokens : Path::kManyTokens};
+}
+
+bool ForwardPass::fuses_norm(const Norm& norm, const Rows& rows) const {
+  return tuning_.fused_norm && rows.count == 1 && rows.path == Path::kFewTokens && norm.weight &&
+         norm.kind == NormKind::kRms;
+}
+
+bool ForwardPass::norms_rows_of_qk(const Layer& w) const {
+  return config_.qk_norm_place == QkNormPlace::kRows && (w.q_norm.weight || w.k_norm.weight);
+}
+
+bool ForwardPass::fuses_silu(const Layer& w) const {
+  const BlockOutput& output = w.ffn_output;
+  return options_.metal.fused_silu && output.w.type == TensorType::kQ4_0 && !output.norm.weight &&
+         !output.bias && w.gated && !w.gate_up_bias;
+}
+
+bool ForwardPass::gate_up_separate(const Layer& w, Path path) const {
+  return w.gate_up.size() > 1 || !w.gated || w.gate_up_bias || (path == Path::kFewTokens && fuses_silu(w));
+}
+
+AttentionArgs ForwardPass::attention_args(int layer) const {
+  return {.n_heads = u32_t(config_.n_heads),
+          .n_kv_heads = u32_t(config_.n_kv_heads),
+          .key_dim = u32_t(config_.key_dim),
+          .value_dim = u32_t(config_.value_dim),
+          .q_stride = u32_t(projected_row(config_.kind(layer)).stride),
+          .page_stride = u32_t(page_layout_.bytes / page_layout_.element),
+          .window = u32_t(config_.window(layer)),
+          .both_ways = !config_.causal,
+          .splits = 1,
+          .tiles = 0,
+          .scale = config_.score_scale(),
+          .alibi_heads = config_.max_alibi_bias > 0 ? std::bit_floor(u32_t(config_.n_heads)) : 0,
+          .max_alibi_bias = config_.max_alibi_bias,
+          .query_step = u32_t(config_.query_step())};
+}
+
+RopeArgs ForwardPass::rope_args(int layer, bool skip_queries) const {
+  const Layer& w = layers_[std::size_t(layer)];
+  const bool of_heads = config_.qk_norm_place != QkNormPlace::kRows;
+  return {.n_heads = u32_t(config_.n_heads),
+          .n_kv_heads = u32_t(config_.n_kv_heads),
+          .key_dim = u32_t(config_.key_dim),
+          .value_dim = u32_t(config_.value_dim),
+          .rope_dim = config_.uses_rope(layer) ? u32_t(config_.rope_dim) : 0,
+          .style = config_.rope_style == RopeStyle::kNeox ? u32_t(ROPE_NEOX) : u32_t(ROPE_INTERLEAVED),
+          .page_stride = u32_t(page_layout_.bytes / page_layout_.element),
+          .has_bias = bool(w.bias),
+          .has_q_norm = of_heads && w.q_norm.weight,
+          .has_k_norm = of_heads && w.k_norm.weight,
+          .norm_after = config_.qk_norm_place == QkNormPlace::kRotatedHeads,
+          .eps = config_.norm_eps,
+          .skip_queries = skip_queries,
+          .query_step = u32_t(config_.query_step()),
+          .row_stride = u32_t(projected_row(config_.kind(layer)).stride)};
+}
+
+ForwardPass::Activations ForwardPass::activations(const PassRows& rows, PassBuffers& buffers) const {
+  const Rows all = all_rows(rows), wanted = wanted_rows(rows);
+  const std::size_t n = buffered_tokens(all.count);
+  // Float32, or float16 where a matmul reads it; rows that continue in float32 are few.
+  const auto operand = [&](int columns) {
+    const std::size_t few =
+        buffered_tokens(rows.few                          ? all.count
+                        : wanted.path == Path::kFewTokens ? wanted.count
+                                                          : rows.greedy.count + rows.logits.count);
+    return std::size_t(columns) * std::max(n * (rows.few ? 4 : 2), few * 4);
+  };
+  const auto floats = [](int columns, std::size_t count) { return std::size_t(columns) * count * 4; };
+  const auto any_layer = [&](const auto& holds) {
+    return std::any_of(layers_.begin(), layers_.end(), holds);
+  };
+
+  Activations a;
+  a.x = buffers.get(BufferName::kX, floats(config_.dim, n));
+  a.normed = buffers.get(BufferName::kNormed, operand(config_.dim));
+  if (config_.n_heads > 0) {
+    a.att = buffers.get(BufferName::kAtt, operand(att_dim_));
+  }
+  if (config_.ffn_dim > 0) a.ffn = buffers.get(BufferName::kFfn, operand(config_.ffn_dim));
+  const auto any_kind = [&](const auto& holds) {
+    return std::any_of(config_.layer_kinds.begin(), config_.layer_kinds.end(), holds);
+  };
+  a.projected = buffers.get(BufferName::kProjected, floats(projected_columns(), n));
+  if (any_kind([](LayerKind kind) { return kind == LayerKind::kShortConv; }))
+    a.conv = buffers.get(BufferName::kConv, operand(config_.dim));
+  if (any_kind(has_matrix_state)) {
+    a.convolved = buffers.get(BufferName::kConvolved, floats(config_.scan_channels(), n));
+    a.scanned = buffers.get(BufferName::kScanned, floats(config_.scan_dim(), n));
+    a.scan_out = buffers.get(BufferName::kScanOut, operand(config_.scan_dim()));
+  }
+  if (any_layer([](const Layer& w) {
+        return w.attn_output.norm.weight || w.attn_output.second_norm.weight || w.ffn_output.norm.weight;
+      }))
+    a.block = buffers.get(BufferName::kBlock, floats(config_.dim, n));
+  if (config_.ffn_dim > 0 && any_layer([&](const Layer& w) {
+        return gate_up_separate(w, all.path) || gate_up_separate(w, Path::kFewTokens);
+      }))
+    a.gate_up = buffers.get(BufferName::kGateUp, floats(2 * config_.ffn_dim, n));
+  const PassPart& decoded = rows.few ? rows.all : rows.wanted;
+  if (config_.n_heads > 0 && decoded.splits > 1 && wanted.path == Path::kFewTokens) {
+    AttentionArgs attention = attention_args(0);
+    attention.splits = u32_t(tuning_.max_splits);
+    const int count = int(buffered_tokens(decoded.count));
+    a.partial = buffers.get(BufferName::kPartial, ops::decode_partial_bytes(attention, count));
+  }
+  if (const int most = std::max(rows.scored.count, rows.greedy.count); most > 0)
+    a.logits =
+        buffers.get(BufferName::kLogits, floats(config_.vocab_size, std::size_t(std::min(most, kHeadRows))));
+  return a;
+}
+
+std::vector<ForwardPass::Intermediate> ForwardPass::intermediates(const PassRows& rows) const {
+  const auto elements = [](int n, int columns) { return std::size_t(n) * std::size_t(columns); };
+  const Rows all = all_rows(rows), wanted = wanted_rows(rows);
+  std::vector<Intermediate> kept = {
+      {BufferName::kX, elements(all.count, config_.dim), Precision::kF32},
+      {BufferName::kProjected, elements(all.count, projected_columns()), Precision::kF32}};
+  const auto without_empty = [&] {
+    std::erase_if(kept, [](const Intermediate& buffer) { return buffer.elements == 0; });
+    return kept;
+  };
+  if (wanted.count == 0) return without_empty();
+  // The head norms the rows of each output, at most kHeadRows at a time, in one place.
+  const auto [head_rows, path] = rows.logits.count > 0   ? std::pair(rows.logits.count, Path::kFewTokens)
+                                 : rows.greedy.count > 0 ? std::pair(rows.greedy.count, Path::kFewTokens)
+                                                         : std::pair(rows.scored.count, wanted.path);
+  const int last_rows = rows.logits.count > 0 ? head_rows : (head_rows - 1) % kHeadRows + 1;
+  kept.push_back({BufferName::kNormed, elements(last_rows, config_.dim), Rows{0, 0, path}.precision()});
+  kept.push_back({BufferName::kAtt, elements(wanted.count, att_dim_), wanted.precision()});
+  kept.push_back({BufferName::kFfn, elements(wanted.count, config_.ffn_dim), wanted.precision()});
+  if (rows.greedy.count > 0)
+    kept.push_back({BufferName::kLogits,
+                    elements((rows.greedy.count - 1) % kHeadRows + 1, config_.vocab_size), Precision::kF32});
+  return without_empty();
+}
+
+KernelThreads ForwardPass::kernels(const ThreadLimit& limit) const {
+  // A pass chooses between kernels by the number of tokens or by the position, and each choice but that of a
+  // matmul's tiles has one threshold. So the shortest and the longest pass of each path, at the first and the
+  // last position, use every other kernel.
+  const int longest = std::min(pass_rows(), config_.context_length);
+  std::set<int> lengths;
+  for (const int tokens : {1, 2, kFewTokens, kFewTokens + 1, longest})
+    if (tokens <= longest) lengths.insert(tokens);
+  KernelCollector collector(tuning_, cache_shape_, limit);
+  RecordedBuffers buffers;
+  for (int tokens = MATMUL_NARROW_TILE; tokens <= std::min(longest, ops::kMostTiledTokens);
+       tokens += MATMUL_NARROW_TILE)
+    encode(collector, rows_of({{last_rows(tokens, 0, RowOutput::kLogProbs)}}), buffers);
+  for (const int tokens : lengths)
+    for (const int position : {0, config_.context_length - tokens})
+      for (const RowOutput output : {RowOutput::kNone, RowOutput::kHidden, RowOutput::kGreedy,
+                                     RowOutput::kLogits, RowOutput::kLogProbs})
+        if (config_.has_head || output <= RowOutput::kNone || output >= RowOutput::kHidden)
+          encode(collector, rows_of({{last_rows(tokens, position, output)}}), buffers);
+  return collector.kernels();
+}
+
+}  // namespace metal_prefill::metal

@@ -1,0 +1,23 @@
+// Threads of a dispatch, for the sources of ops.h.
+#pragma once
+
+#include <algorithm>
+
+#include "../../base/rounding.h"
+#include "ops.h"
+
+namespace metal_prefill::metal::ops {
+
+inline constexpr std::size_t kSimd = 32;
+
+// As many threads as the kernel's pipeline allows, in whole simdgroups. For kernels that take any number.
+inline std::size_t allowed_threads(const Encoder& e, const KernelKey& kernel, std::size_t threads) {
+  return std::min(threads, std::max(kSimd, e.max_threads(kernel) / kSimd * kSimd));
+}
+
+// Four values a thread: a row is then read in one go.
+inline std::size_t norm_threads(const Encoder& e, Kernel kernel, int dim) {
+  return allowed_threads(e, kernel, round_up(std::size_t(dim) / 4, kSimd));
+}
+
+}  // namespace metal_prefill::metal::ops

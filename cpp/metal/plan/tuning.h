@@ -1,0 +1,80 @@
+// Sizes that depend on the GPU, one row for each family. The reasons are in docs/kernels.md.
+#pragma once
+
+#include <array>
+#include <string>
+#include <string_view>
+
+#include "../../engine/engine.h"
+
+namespace metal_prefill::metal {
+
+// Cost of a step of MATMUL_K columns in a matmul with tiles of one kind, in cycles of a core, for Q4_0: of
+// the schedulers or of threadgroup memory, whichever is more, and of a threadgroup that is alone on its core.
+// Other types need more cycles of both, so the same tiles suit them.
+struct TileCost {
+  int work, alone;
+  int resident;  // threadgroups that a core holds at the same time
+};
+struct TileCosts {
+  TileCost narrow, wide, split;
+  TileCost tensor_narrow, tensor_wide, tensor_tall;  // with matrix units
+};
+
+struct Tuning {
+  int family;              // of Apple's GPUs: 7 is MTLGPUFamilyApple7
+  int cores;               // of the chip itself, such as M4; for M4 Pro and others see tuned_for
+  int matvec_threads;      // threads that a matvec needs in total, of the chip itself
+  int matvec_group;        // threads of a matvec threadgroup
+  int split_keys;          // fewest keys of a threadgroup of attention_decode
+  int max_splits;          // most threadgroups that share the keys of a head
+  int prefill_simdgroups;  // simdgroups of an attention_prefill threadgroup
+  int argmax_groups;       // threadgroups of the first stage of argmax
+  double buffer_work;      // multiply-adds of a command buffer: about 100 ms on the slowest chip
+  bool matmul_tensor;      // products of many tokens by matmul_tensor: the GPU has matrix units
+  TileCosts tiles;
+  bool tall_tiles = true;        // where matmul_tensor is used
+  bool attention_tensor = true;  // the same
+  bool fused_norm = false;       // the norm before a product of one token is part of it
+  int matvec_rows = 1;  // 1, 2 or 4 rows of a matvec for each simdgroup, where all its lanes share a row
+};
+
+inline constexpr TileCosts kTilesOfApple7 = {{390, 930, 6}, {1410, 1870, 3}, {450, 300, 3}, {}, {}, {}};
+inline constexpr TileCosts kTilesOfApple9 = {{340, 1000, 6}, {1210, 1670, 3}, {390, 330, 3}, {}, {}, {}};
+inline constexpr TileCosts kTilesOfApple10 = {{340, 1000, 6}, {1210, 1670, 3}, {390, 330, 3},
+                                              {240, 830, 6},  {490, 1010, 3},  {620, 1640, 6}};
+
+inline constexpr std::array<Tuning, 4> kTunings = {{
+    // family, cores, matvec splits prefill argmax work tensor tiles
+    {10, 10, 20480, 64, 128, 32, 4, 32, 9e10, true, kTilesOfApple10},  // M5
+    {9, 10, 16384, 64, 128, 32, 4, 32, 9e10, false, kTilesOfApple9},   // M3, M4
+    {8, 10, 12288, 64, 128, 32, 4, 32, 7e10, false, kTilesOfApple7},   // M2
+    {7, 8, 12288, 64, 128, 32, 2, 32, 6.5e10, false, kTilesOfApple7},  // M1, and GPUs that are not known
+}};
+
+// Chips of a family that have more cores, by a word of their names ("Apple M4 Pro"): about twice as many (14
+// to 20), four times (24 to 40), eight times (48 to 80), and as many times the bandwidth of memory. Metal
+// does not say how many.
+struct LargerChip {
+  std::string_view word;
+  int times;
+};
+inline constexpr std::array<LargerChip, 3> kLargerChips = {{{"Pro", 2}, {"Max", 4}, {"Ultra", 8}}};
+
+// With the options that replace what is chosen for the GPU.
+inline Tuning tuned_by(const MetalOptions& options, Tuning tuning) {
+  if (options.buffer_work > 0) tuning.buffer_work = options.buffer_work;
+  tuning.fused_norm = options.fused_norm.value_or(tuning.fused_norm);
+  if (options.matvec_rows > 0) tuning.matvec_rows = options.matvec_rows;
+  return tuning;
+}
+
+// The row of a family for a GPU of this name.
+inline Tuning tuned_for(Tuning tuning, const std::string& name) {
+  for (const LargerChip& chip : kLargerChips)
+    if ((' ' + name + ' ').find(' ' + std::string(chip.word) + ' ') != std::string::npos)
+      tuning.cores *= chip.times, tuning.matvec_threads *= chip.times;
+  return tuning;
+}
+
+}  // namespace metal_prefill::metal

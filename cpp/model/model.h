@@ -1,0 +1,237 @@
+// A model as the engines see it: hyperparameters and views of weights that stay in the mapped file.
+#pragma once
+
+#include <bit>
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "../base/token.h"
+#include "quants.h"
+
+namespace metal_prefill {
+
+enum class RopeStyle { kInterleaved, kNeox };  // pairs (2i, 2i+1), or (i, i + rope_dim/2)
+enum class RopeScaling { kNone, kLinear, kYarn };
+// kGelu is the tanh approximation, kGeluErf the exact function.
+enum class Activation { kSilu, kGelu, kGeluErf };
+enum class NormKind { kRms, kLayer };  // RMSNorm, or LayerNorm, which subtracts the mean first
+// Input of the norms of q and k: each head, before or after its rotation, or all heads of a token together,
+// before the rotation.
+enum class QkNormPlace { kHeads, kRotatedHeads, kRows };
+// The step of a layer that reads other tokens.
+enum class LayerKind : std::uint8_t {
+  kAttention,   // keys and values of all positions, in pages
+  kShortConv,   // gated convolution over the last conv_taps tokens; all but one of its inputs are its state
+  kStateSpace,  // a convolution, then the scan of a state-space layer (Mamba-2): a matrix for each head
+  kAttentionAndStateSpace,  // both, of the same input; their outputs are added
+  kGatedDelta,              // a convolution, then the gated delta rule: a matrix for each head
+};
+
+constexpr bool has_attention(LayerKind kind) {
+  return kind == LayerKind::kAttention || kind == LayerKind::kAttentionAndStateSpace;
+}
+
+constexpr bool has_state_space(LayerKind kind) {
+  return kind == LayerKind::kStateSpace || kind == LayerKind::kAttentionAndStateSpace;
+}
+
+constexpr bool has_matrix_state(LayerKind kind) {
+  return has_state_space(kind) || kind == LayerKind::kGatedDelta;
+}
+
+// Hyperparameters, in the notation of the GGUF metadata. What differs between architectures is data here, so
+// that the forward passes know no architecture by name.
+struct Config {
+  std::string architecture;
+  int n_layers = 0;
+  int dim = 0;              // embedding_length
+  int n_heads = 0;          // query heads; 0: no layer has attention
+  int n_kv_heads = 0;       // divides n_heads
+  int key_dim = 0;          // attention.key_length: head_dim of q and k
+  int value_dim = 0;        // attention.value_length: head_dim of v
+  bool query_gate = false;  // wq has rows for a gate of each head's output, after those of its query
+  int ffn_dim = 0;          // feed_forward_length; 0: layers have no feed-forward
+  int vocab_size = 0;
+  int context_length = 0;  // positions that the model was made for
+  NormKind norm_kind = NormKind::kRms;
+  float norm_eps = 1e-5f;
+  float dim_filled = 1.0f;  // part of `dim` that is not padding, whose zeros count in means of squares
+
+  int rope_dim = 0;  // rotated leading dimensions of a head
+  float rope_base = 10000.0f;
+  RopeStyle rope_style = RopeStyle::kInterleaved;
+  RopeScaling rope_scaling = RopeScaling::kNone;
+  float rope_factor = 1.0f;       // context extension factor
+  int rope_original_context = 0;  // YaRN: context length before extension
+  float rope_attn_factor = 1.0f;  // multiplies the magnitude
+  bool rope_long = false;         // LongRoPE: rope_long divides the frequencies, otherwise rope_short
+  float rope_beta_fast = 32.0f;   // YaRN
+  float rope_beta_slow = 1.0f;    // YaRN
+
+  Activation activation = Activation::kSilu;
+  float embedding_scale = 1.0f;
+  float residual_scale = 1.0f;  // of what a block adds to the residual stream
+  float logit_scale = 1.0f;
+  bool causal = true;            // false: a token sees also those after it
+  bool has_head = true;          // false: there are no logits, as in an encoder
+  float max_alibi_bias = 0.0f;   // ALiBi: scores fall with the distance of positions; 0: they do not
+  float attention_scale = 0.0f;  // of score_scale(); 0 selects 1/sqrt(key_dim)
+
+  QkNormPlace qk_norm_place = QkNormPlace::kHeads;
+
+  // Segments of a text: the type of a token is the number of separators before it, at most token_types - 1.
+  int token_types = 0;        // rows of the embedding of types; 0: there is none
+  TokenId separator_id = -1;  // -1: every token has type 0
+
+  // Per layer; empty if all layers have the same value.
+  std::vector<std::uint8_t> layer_uses_rope;  // empty: every layer rotates
+  // Attention window in positions: those up to a token's own, or, where it sees both ways, half before it and
+  // half after it. 0 = all; empty: all.
+  std::vector<int> layer_window;
+  std::vector<float> layer_rope_base;    // empty: rope_base
+  std::vector<float> layer_rope_factor;  // divides positions; empty: rope_factor where kLinear
+  std::vector<LayerKind> layer_kinds;    // empty: attention
+
+  int conv_taps = 0;  // tokens that the convolution of a layer covers, including the current one
+
+  // Layers whose state has a matrix [scan_key_dim][scan_value_dim] for each head. Heads share the keys and
+  // queries of their group.
+  int scan_heads = 0;      // ssm.time_step_rank
+  int scan_groups = 0;     // ssm.group_count; divides scan_heads
+  int scan_key_dim = 0;    // ssm.state_size
+  int scan_value_dim = 0;  // ssm.inner_size / scan_heads
+
+  // From the query of one head to that of the next.
+  int query_step() const { return query_gate ? 2 * key_dim : key_dim; }
+  bool uses_rope(int layer) const { return layer_uses_rope.empty() || layer_uses_rope[layer] != 0; }
+  LayerKind kind(int layer) const {
+    return layer_kinds.empty() ? LayerKind::kAttention : layer_kinds[std::size_t(layer)];
+  }
+  int scan_dim() const { return scan_heads * scan_value_dim; }
+  // Channels of the convolution before a recurrence: keys, queries and values.
+  int scan_channels() const { return 2 * scan_groups * scan_key_dim + scan_dim(); }
+  // Channels of the convolution of layers of a kind; 0: they have none.
+  int conv_channels(LayerKind kind) const {
+    if (has_matrix_state(kind)) return scan_channels();
+    return kind == LayerKind::kShortConv ? dim : 0;
+  }
+  // Columns of the projections with which layers of a kind begin. A short convolution has two gates and its
+  // input. A recurrence has gates of its output, the input of its convolution, and for each head the step of
+  // a scan, or the two rates of a delta rule.
+  int recurrent_in_dim(LayerKind kind) const {
+    if (!has_matrix_state(kind)) return 3 * conv_channels(kind);
+    return scan_dim() + scan_channels() + (kind == LayerKind::kGatedDelta ? 2 : 1) * scan_heads;
+  }
+  // The state that a layer keeps of the tokens before a position, in float32: the inputs of its convolution,
+  // [conv_taps - 1][conv_channels], the oldest token first, then its matrices, [scan_heads][scan_key_dim]
+  // [scan_value_dim].
+  std::size_t conv_state_values(int layer) const {
+    return std::size_t(conv_channels(kind(layer))) * std::size_t(conv_taps > 0 ? conv_taps - 1 : 0);
+  }
+  std::size_t matrix_state_values(int layer) const {
+    return has_matrix_state(kind(layer)) ? std::size_t(scan_dim()) * std::size_t(scan_key_dim) : 0;
+  }
+  std::size_t state_values(int layer) const { return conv_state_values(layer) + matrix_state_values(layer); }
+  int window(int layer) const { return layer_window.empty() ? 0 : layer_window[layer]; }
+
+  // A pass keeps the residual stream divided by residual_scale. A block then adds its output without a
+  // factor, and RMSNorm with stream_eps() makes the same of the stream as with norm_eps of the undivided one.
+  float stream_embedding_scale() const { return embedding_scale / residual_scale; }
+  float stream_eps() const { return block_eps() / (residual_scale * residual_scale); }
+  float block_eps() const { return norm_eps * dim_filled; }  // of norms of a block's output
+
+  float score_scale() const {  // multiplies q.k
+    return attention_scale != 0.0f ? attention_scale : 1.0f / std::sqrt(float(key_dim));
+  }
+};
+
+// ALiBi (arXiv:2108.12409): what each head subtracts from a score for each position that a key is away. Empty
+// without ALiBi. Slopes are powers of one factor; those of heads beyond a power of two lie between the
+// others.
+inline std::vector<float> alibi_slopes(const Config& config) {
+  std::vector<float> slopes;
+  if (config.max_alibi_bias == 0.0f) return slopes;
+  const int whole = int(std::bit_floor(unsigned(config.n_heads)));
+  for (int head = 0; head < config.n_heads; ++head) {
+    const float steps = head < whole ? float(head + 1) : float(head - whole) + 0.5f;
+    slopes.push_back(std::exp2(-config.max_alibi_bias * steps / float(whole)));
+  }
+  return slopes;
+}
+
+// Counts the types of the tokens of a sequence, from its first one on.
+class TokenTypes {
+ public:
+  explicit TokenTypes(const Config& config) : config_(config) {}
+  int next(TokenId token) {
+    const int type = type_;
+    if (token == config_.separator_id && type_ + 1 < config_.token_types) ++type_;
+    return type;
+  }
+
+ private:
+  const Config& config_;
+  int type_ = 0;
+};
+
+// Types of a whole sequence, whose last `expansion` tokens have the type of the first.
+inline std::vector<TokenId> token_types(const Config& config, std::span<const TokenId> tokens,
+                                        int expansion) {
+  TokenTypes types(config);
+  std::vector<TokenId> all(tokens.size(), 0);
+  for (std::size_t i = 0; i + std::size_t(expansion) < tokens.size(); ++i) all[i] = types.next(tokens[i]);
+  return all;
+}
+
+// A tensor in the mapped file. Rows are contiguous; a matrix is [rows][cols] with `cols` the inner (input)
+// dimension.
+struct Tensor {
+  std::string name;
+  TensorType type = TensorType::kF32;
+  int rows = 0;  // 1 for a vector
+  int cols = 0;
+  const std::byte* data = nullptr;  // null: the tensor is absent (optional ones only)
+  std::size_t bytes = 0;
+
+  explicit operator bool() const { return data != nullptr; }
+  const std::byte* row(int r) const { return data + std::size_t(r) * (bytes / std::size_t(rows)); }
+};
+
+// Their shapes, and which of them are optional, are in tensors.inc.
+struct LayerWeights {
+#define LAYER_TENSOR(member, ...) Tensor member;
+#include "tensors.inc"
+};
+
+// The mapped file. The engines keep it alive for as long as they hold views into it.
+struct Mapping {
+  const std::byte* data = nullptr;  // page-aligned start of the mapping
+  std::size_t bytes = 0;
+  std::shared_ptr<void> owner;  // releases the mapping
+};
+
+struct Model {
+  Config config;
+  Mapping mapping;
+  Mapping packed;  // what Engine::packed_weights() of an engine like this one gave; empty: nothing is known
+  std::vector<LayerWeights> layers;
+#define MODEL_TENSOR(member, ...) Tensor member;
+#include "tensors.inc"
+};
+
+// Checks every shape and extent against the configuration and the mapping.
+// Throws std::invalid_argument naming the tensor, what it is and what was expected.
+void validate(const Model& model);
+
+// Where each layer has its K and V in a page: its number among those with attention; of a layer without it,
+// that of the one before it, or -1. Where tokens see later ones, all layers take turns in one place: a pass
+// computes a text whole, and nothing reads K and V of a layer after it.
+std::vector<int> attention_places(const Config& config);
+
+}  // namespace metal_prefill

@@ -1,0 +1,43 @@
+// Where the longest suffix of a text occurred before.
+//
+// A suffix automaton has a state for each set of strings that end at the same positions of the text. It grows
+// by a token in constant amortized time, and keeps the longest suffix of the text that occurred before.
+#pragma once
+
+#include <map>
+#include <vector>
+
+#include "../base/token.h"
+
+namespace metal_prefill {
+
+class SuffixAutomaton {
+ public:
+  void append(TokenId token);
+  TokenId token(int number) const { return tokens_[std::size_t(number)]; }
+
+  // Number of the last tokens that occurred before, as one string.
+  int matched() const { return matched_; }
+  // Number of the token that followed them there.
+  int place() const { return states_[std::size_t(match_)].end; }
+  // At most `count` tokens, from a number on. At the end of the text, they are assumed to repeat.
+  std::vector<TokenId> copy(int place, int count) const;
+
+ private:
+  struct State {
+    std::map<TokenId, int> next;
+    int link = -1;   // state of the longest suffix that occurs at more places
+    int length = 0;  // of its longest string
+    int end = 0;     // tokens of the text up to the end of a place where it occurs
+  };
+
+  void grow(TokenId token);
+
+  std::vector<TokenId> tokens_;
+  std::vector<State> states_ = std::vector<State>(1);
+  int last_ = 0;     // state of the whole text
+  int match_ = 0;    // state of the match
+  int matched_ = 0;  // its length
+};
+
+}  // namespace metal_prefill
