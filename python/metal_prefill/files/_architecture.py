@@ -35,8 +35,8 @@ class Architecture:
     Attributes
     ----------
     qkv_bias, output_bias, gate_bias, up_bias : {"required", "optional", "absent"}
-        Presence of the tensors whose rows in ``cpp/model/tensors.inc`` name the field: biases of q, k and v, of the
-        projections with which attention and feed-forward end, of the gate, and of the up projection.
+        Presence of the tensors whose rows in ``cpp/model/tensors.inc`` name the field: biases of q, k and v,
+        of the projections with which attention and feed-forward end, of the gate, and of the up projection.
     qk_norm, attn_norm, ffn_norm, post_norms, residual_norms : {"required", "optional", "absent"}
         Presence of norms: of q and k; of the inputs of attention and feed-forward; of their outputs; and of
         the residual stream after each addition to it.

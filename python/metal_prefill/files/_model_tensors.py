@@ -24,8 +24,8 @@ def collect_tensors(gguf: GGUFFile, config: ModelConfig) -> list[tuple[str, int,
     Returns
     -------
     list of (role, layer, TensorInfo)
-        The roles are the rows of ``cpp/model/tensors.inc``; `layer` is -1 for tensors outside the layers. If the
-        output projection is tied to the embedding, its role has the embedding's tensor.
+        The roles are the rows of ``cpp/model/tensors.inc``; `layer` is -1 for tensors outside the layers. If
+        the output projection is tied to the embedding, its role has the embedding's tensor.
 
     Raises
     ------
