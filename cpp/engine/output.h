@@ -88,6 +88,8 @@ template <typename... Fs>
 struct Overloaded : Fs... {
   using Fs::operator()...;
 };
+template <typename... Fs>
+Overloaded(Fs...) -> Overloaded<Fs...>;  // clang before 17 deduces none for aggregates
 
 // Matches one of several alternatives in a visitor, and no alternative that is added later.
 template <typename T, typename... Alternatives>
