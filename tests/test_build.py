@@ -98,7 +98,6 @@ add_subdirectory({ROOT}/cpp/metal metal)
 """
 # Finds its tools and compiles nothing, as Xcode 26 does without the Metal toolchain.
 WITHOUT_TOOLCHAIN = """#!/bin/sh
-case "$*" in *--find*) echo /usr/bin/metal; exit 0 ;; esac
 echo "error: cannot execute tool 'metal' due to missing Metal Toolchain" >&2; exit 1
 """
 # Creates its outputs from existing inputs.
@@ -109,16 +108,25 @@ while [ $# -gt 0 ]; do
 done
 echo compiled > "$out"
 """
-LIBRARIAN_MISSING = WITH_TOOLCHAIN.replace("while", 'case "$3" in metallib) exit 1 ;; esac\nwhile', 1)
+LIBRARIAN_MISSING = WITH_TOOLCHAIN.replace("while", 'case "$3" in metallib) exit 72 ;; esac\nwhile', 1)
+REJECTING = 'case "$9" in */trial.metal|*/rope.metal) echo "${9##*/}: error: no type"; exit 1 ;; esac\nwhile'
+TWO_REJECTED = WITH_TOOLCHAIN.replace("while", REJECTING, 1)
 
 
+@pytest.mark.parametrize("required", [False, True])
 @pytest.mark.parametrize(
-    ("xcrun", "compiled"),
-    [(None, False), (WITHOUT_TOOLCHAIN, False), (LIBRARIAN_MISSING, False), (WITH_TOOLCHAIN, True)],
-    ids=["no xcrun", "no toolchain", "no metallib", "toolchain"],
+    ("xcrun", "messages"),
+    [
+        (None, ["No such file or directory: 'xcrun'"]),
+        (WITHOUT_TOOLCHAIN, ["error: cannot execute tool 'metal' due to missing Metal Toolchain"]),
+        (LIBRARIAN_MISSING, ["exit code 72"]),
+        (TWO_REJECTED, ["rope.metal: error: no type", "trial.metal: error: no type"]),
+        (WITH_TOOLCHAIN, []),
+    ],
+    ids=["no xcrun", "no toolchain", "no metallib", "two rejected", "toolchain"],
 )
-def test_shaders_are_compiled_ahead_of_time_with_apples_compiler(
-    tmp_path: Path, xcrun: str | None, compiled: bool
+def test_shaders_that_apples_compiler_rejects_stop_no_build(
+    tmp_path: Path, xcrun: str | None, messages: list[str], required: bool
 ) -> None:
     cmake, generator = shutil.which("cmake"), shutil.which("ninja")
     if cmake is None or generator is None or platform.system() == "Darwin":
@@ -130,15 +138,17 @@ def test_shaders_are_compiled_ahead_of_time_with_apples_compiler(
         (tools / "xcrun").write_text(xcrun)
         (tools / "xcrun").chmod(0o755)
     build = tmp_path / "build"
-    done = subprocess.run(
-        [cmake, "-S", tmp_path, "-B", build, "-G", "Ninja"],
-        capture_output=True,
-        text=True,
-        check=True,
-        env=os.environ | {"PATH": f"{tools}:{os.environ['PATH']}"},
-    )
+    environment = os.environ | {"PATH": f"{tools}:{os.environ['PATH']}"}
+    if required:
+        environment["METAL_PREFILL_REQUIRE_METALLIB"] = "ON"
+    configure = [cmake, "-S", tmp_path, "-B", build, "-G", "Ninja"]
+    subprocess.run(configure, capture_output=True, check=True, env=environment)
+    compile_all = [cmake, "--build", build, "--target", "metal_prefill_metallib"]
+    done = subprocess.run(compile_all, capture_output=True, text=True, env=environment, check=False)
+    assert (done.returncode != 0) == (required and bool(messages)), done.stdout
+    assert (build / "metal/metal_prefill.metallib").exists() == (not messages)
+    assert ("when a model is first opened" in done.stdout) == bool(messages)
+    assert [done.stdout.count(message) for message in messages] == [1] * len(messages)
     rules = (build / "build.ninja").read_text()
-    assert ("metal_prefill.metallib" in rules) == compiled
-    assert ("-std=metal3.0" in rules) == compiled
-    assert ("compiled when a model is first opened" in done.stdout) != compiled
+    assert "-std=metal3.0" in rules
     assert "metal_shader_sources" in rules, "the source text is in the extension in any case"
