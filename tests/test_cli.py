@@ -17,8 +17,8 @@ from support import comparison
 
 import metal_prefill
 from metal_prefill import Model, _core, cli
-from metal_prefill._commands import common
-from metal_prefill._commands.perplexity import perplexity, windows
+from metal_prefill.commands import common
+from metal_prefill.commands.perplexity import perplexity, windows
 from metal_prefill.files import _gguf_file
 from metal_prefill.files._gguf_file import GGUFFile
 
@@ -76,7 +76,7 @@ def imported_by(code: str, late: tuple[str, ...]) -> str:
 
 
 def test_help_loads_no_library() -> None:
-    late = ("metal_prefill._commands", "metal_prefill.bench", "rich", "numpy")
+    late = ("metal_prefill.commands", "metal_prefill.bench", "rich", "numpy")
     assert imported_by("from metal_prefill import cli; cli.main(['--help'])", late) == "[]"
 
 

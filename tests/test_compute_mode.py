@@ -11,7 +11,7 @@ from support.reference import ReferenceModel
 from support.small_models import EMBEDDERS, ENCODERS, MODELS, write
 
 from metal_prefill import Model, _core, cli
-from metal_prefill.files._compute_mode import chosen_mode
+from metal_prefill.engine import chosen_mode
 from metal_prefill.files._gguf_file import GGUFFile
 from metal_prefill.files._hyperparameters import read_config
 

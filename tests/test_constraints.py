@@ -14,7 +14,7 @@ import pytest
 from support.sampling_reference import Drawn, sample
 
 from metal_prefill import ConstraintError, Conversation, MissingExtraError, Model, Scheduler
-from metal_prefill._support.row_cost import RowCost
+from metal_prefill.engine import RowCost
 from metal_prefill.generation import _constraint, _constraint_worker, _scheduler
 from metal_prefill.generation._constraint import Constraint
 from metal_prefill.generation._constraint_worker import _prepare, _Spelling, _Texts

@@ -17,13 +17,14 @@ from tokenizers import Tokenizer as HubTokenizer
 from tokenizers import models, normalizers
 
 from metal_prefill import GGUFError, Model, UnsupportedModelError
-from metal_prefill._commands.convert import TYPES
 from metal_prefill.cli import main
-from metal_prefill.conversion import TENSOR_TYPES, _local_file, convert
+from metal_prefill.commands.convert import TYPES
+from metal_prefill.conversion import TENSOR_TYPES, convert
 from metal_prefill.conversion._fields import Fields
-from metal_prefill.conversion._local_file import local_file
 from metal_prefill.conversion._settings import gemma3, rope_scaling
 from metal_prefill.conversion._sources import find_source, gguf_name
+from metal_prefill.hub import _local_file
+from metal_prefill.hub._local_file import local_file
 
 CLASSES = {
     "BertForSequenceClassification": {

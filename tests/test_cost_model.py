@@ -32,8 +32,7 @@ from support.cost_tables import (
 from support.uniform_shape import uniform_shape
 
 from metal_prefill import UnsupportedModelError, cli
-from metal_prefill._commands import predict as command
-from metal_prefill._support.dispatches import Dispatch
+from metal_prefill.commands import predict as command
 from metal_prefill.files._gguf_file import GGUFFile
 from metal_prefill.gpu._cost_model import (
     SPREAD,
@@ -49,6 +48,7 @@ from metal_prefill.gpu._cost_model import (
     work_of,
 )
 from metal_prefill.gpu._cost_model.shapes import shape_of
+from metal_prefill.gpu._dispatches import Dispatch
 from metal_prefill.gpu._trace import HOST_CLOCK, Step, chrome_trace
 from metal_prefill.synth import synthesize
 

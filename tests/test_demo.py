@@ -16,9 +16,9 @@ import httpx
 import pytest
 
 from metal_prefill import cli, synth
-from metal_prefill._commands import demo
+from metal_prefill.commands import demo
 from metal_prefill.errors import MissingExtraError
-from metal_prefill.files import _hub
+from metal_prefill.hub import _download
 
 PNG = b"\x89PNG\r\n\x1a\n"
 SHORT_BENCH = ["-p", "32", "-n", "4", "-r", "1", "--patience", "0"]
@@ -69,7 +69,7 @@ def test_missing_packages_are_named_and_their_steps_skipped(
     def missing(name: str) -> Path:
         raise MissingExtraError(name)
 
-    monkeypatch.setattr(_hub, "resolve_model", missing)
+    monkeypatch.setattr(_download, "resolve_model", missing)
     without(monkeypatch, "matplotlib")
     assert cli.main(["demo", "--device", "cpu"]) == 0
     out = capfd.readouterr().out
@@ -114,7 +114,7 @@ def test_a_picture_that_cannot_be_written_is_reported_before_anything_is_compute
 QUICK = f"""
 import sys
 from metal_prefill import cli
-from metal_prefill._commands import demo
+from metal_prefill.commands import demo
 demo.TEXT = ["-p", "ROMEO:", "-n", sys.argv[1]]
 demo.BENCH = {SHORT_BENCH}
 sys.exit(cli.main(["demo", *sys.argv[2:]]))

@@ -15,9 +15,9 @@ import pytest
 from support.small_models import CLASSIFIERS, write
 
 from metal_prefill import Model, synth
-from metal_prefill._commands.embed import _Part
 from metal_prefill._support.atomic_write import replacing
 from metal_prefill.cli import main
+from metal_prefill.commands.embed import _Part
 from metal_prefill.tasks import _embedding
 
 

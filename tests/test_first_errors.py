@@ -16,7 +16,7 @@ from threading import Thread
 
 import pytest
 
-from metal_prefill import Model, UnsupportedModelError, _core, _opening, synth
+from metal_prefill import Model, UnsupportedModelError, _core, engine, synth
 from metal_prefill.cli import main
 
 ROOT = Path(__file__).parents[1]
@@ -233,7 +233,7 @@ def test_an_old_processor_causes_one_warning(
     reason: str,
 ) -> None:
     synth.synthesize(tmp_path / "tiny.gguf", preset="tiny")
-    monkeypatch.setattr(_opening, "_announced_slow_kernels", False)
+    monkeypatch.setattr(engine, "_announced_slow_kernels", False)
     monkeypatch.setattr(_core.cpu, "kernel_sets", lambda: ["scalar"])
     monkeypatch.setattr(_core.cpu, "built_sets", lambda: built)
     monkeypatch.delenv("METAL_PREFILL_CPU_ISA", raising=False)
@@ -243,7 +243,7 @@ def test_an_old_processor_causes_one_warning(
     (record,) = caplog.records
     assert record.getMessage().startswith("using scalar kernels, which are many times slower: ")
     assert reason in record.getMessage()
-    monkeypatch.setattr(_opening, "_announced_slow_kernels", False)
+    monkeypatch.setattr(engine, "_announced_slow_kernels", False)
     monkeypatch.setenv("METAL_PREFILL_CPU_ISA", "scalar")  # on purpose
     Model(tmp_path / "tiny.gguf", device="cpu").close()
     assert len(caplog.records) == 1

@@ -16,8 +16,8 @@ from support import model_folders
 from support.hub_server import Hub, Repo, serve
 
 from metal_prefill import HubError, MetalPrefillError, MissingExtraError, Model
-from metal_prefill.files import _hub
-from metal_prefill.files._hub_answers import safe_answers, within
+from metal_prefill.hub import _download
+from metal_prefill.hub._answers import safe_answers, within
 
 pytest.importorskip("huggingface_hub", reason="needs the extra hub")
 
@@ -31,7 +31,7 @@ FILES = {
 # Makes each call in turn in a separate process; prints a path or an error for each.
 CHILD = """
 import json, sys
-from metal_prefill import HubError, files as hub
+from metal_prefill import HubError, hub
 answers = []
 for spec, options in json.loads(sys.argv[1]):
     try:
@@ -90,7 +90,7 @@ def test_a_repository_without_a_model_folder_names_its_files(client: Client, tmp
         "tiny/absent": "repository tiny/absent does not exist on the Hub, or is private",
     }
     assert [answer.get("error") for answer in client.ask(*messages)] == list(messages.values())
-    assert _hub.resolve_model(tmp_path / "none.gguf") == tmp_path / "none.gguf"
+    assert _download.resolve_model(tmp_path / "none.gguf") == tmp_path / "none.gguf"
 
 
 def test_a_model_folder_is_fetched_whole(client: Client, server: Hub, tmp_path: Path) -> None:
@@ -247,20 +247,20 @@ def test_a_model_is_opened_from_the_hub(tmp_path: Path, demo_path: Path) -> None
 
 @pytest.mark.parametrize("spec", ["model.gguf", "dir/model.gguf", "/tmp/x:y.gguf", "a/b/c:d.gguf", "a/b:"])
 def test_other_names_are_paths(spec: str) -> None:
-    assert _hub.resolve_model(spec) == Path(spec)
+    assert _download.resolve_model(spec) == Path(spec)
 
 
 def test_a_local_file_takes_precedence_over_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "tiny").mkdir()
     (tmp_path / "tiny" / "model:a.gguf").write_bytes(b"local")
-    assert _hub.resolve_model("tiny/model:a.gguf").read_bytes() == b"local"
+    assert _download.resolve_model("tiny/model:a.gguf").read_bytes() == b"local"
 
 
 def test_the_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(MissingExtraError, match=r"pip install 'metal_prefill\[hub\]'") as caught:
-        _hub.resolve_model("tiny/model:a.gguf")
+        _download.resolve_model("tiny/model:a.gguf")
     assert isinstance(caught.value, ImportError)
     assert issubclass(HubError, MetalPrefillError)
 
@@ -360,7 +360,7 @@ def test_headers_with_invalid_file_names_are_rejected(client: Client, server: Hu
 
 def test_headers_that_change_between_requests_are_rejected(server: Hub, tmp_path: Path) -> None:
     """The library repeats the request, and may get another answer than the checked one."""
-    library: Any = _hub._import_hub()
+    library: Any = _download._import_hub()
     server.repos["tiny/hostile"] = Repo({"a.gguf": b"a"}, headers={"ETag": '"../../outside"'})
 
     def hooks() -> list[Any]:

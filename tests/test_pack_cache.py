@@ -15,8 +15,8 @@ import pytest
 from support.small_models import MODELS, write
 
 from metal_prefill import Model, cli
-from metal_prefill.files import _pack_cache
-from metal_prefill.files._session_file import fingerprint
+from metal_prefill.storage import _pack_cache
+from metal_prefill.storage._session_file import fingerprint
 
 IDS = np.random.default_rng(0).integers(0, 320, 37)
 HEADER = 16384  # bytes before the weights

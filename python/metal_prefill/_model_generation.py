@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, overload
 
-from metal_prefill._engine import Engine
 from metal_prefill._support.arguments import MOST_ANSWERS, Progress, TokenIds, integer
 from metal_prefill._support.cached_property import cached_property
+from metal_prefill.engine import Engine
 from metal_prefill.generation._engine_loop import EngineLoop
 from metal_prefill.generation._scheduler import Scheduler
 from metal_prefill.generation._stream import REFUSALS, Stream

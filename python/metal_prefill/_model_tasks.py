@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from metal_prefill._engine import Engine
 from metal_prefill._support.arguments import Logits, Progress, TokenIds
+from metal_prefill.engine import Engine
 from metal_prefill.session import Session
 from metal_prefill.tasks._scoring import check_prompts, score_many
 

@@ -31,34 +31,32 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "demo": Command(
-        "metal_prefill._commands.demo", "show text, chat, speed and the server's page, in a minute"
+        "metal_prefill.commands.demo", "show text, chat, speed and the server's page, in a minute"
     ),
-    "run": Command("metal_prefill._commands.run", "continue a prompt"),
-    "chat": Command("metal_prefill._commands.chat", "chat with a model"),
-    "serve": Command(
-        "metal_prefill._commands.serve", "serve a model over HTTP with an OpenAI-compatible API"
-    ),
+    "run": Command("metal_prefill.commands.run", "continue a prompt"),
+    "chat": Command("metal_prefill.commands.chat", "chat with a model"),
+    "serve": Command("metal_prefill.commands.serve", "serve a model over HTTP with an OpenAI-compatible API"),
     "bench": Command(
-        "metal_prefill._commands.bench",
+        "metal_prefill.commands.bench",
         "measure prompt processing and decoding, optionally against other engines",
     ),
     "info": Command(
-        "metal_prefill._commands.info", "show the contents of a model file, and the available devices"
+        "metal_prefill.commands.info", "show the contents of a model file, and the available devices"
     ),
-    "doctor": Command("metal_prefill._commands.doctor", "check the GPU's results and write a report"),
-    "trace": Command("metal_prefill._commands.trace", "time each dispatch on the GPU"),
-    "predict": Command("metal_prefill._commands.predict", "predict the speed on the GPU of a Mac"),
-    "perplexity": Command("metal_prefill._commands.perplexity", "compute the perplexity of a text"),
-    "embed": Command("metal_prefill._commands.embed", "compute embeddings of texts"),
-    "rerank": Command("metal_prefill._commands.rerank", "rank documents by their relevance to a query"),
-    "label": Command("metal_prefill._commands.label", "label texts, or names and other parts of texts"),
+    "doctor": Command("metal_prefill.commands.doctor", "check the GPU's results and write a report"),
+    "trace": Command("metal_prefill.commands.trace", "time each dispatch on the GPU"),
+    "predict": Command("metal_prefill.commands.predict", "predict the speed on the GPU of a Mac"),
+    "perplexity": Command("metal_prefill.commands.perplexity", "compute the perplexity of a text"),
+    "embed": Command("metal_prefill.commands.embed", "compute embeddings of texts"),
+    "rerank": Command("metal_prefill.commands.rerank", "rank documents by their relevance to a query"),
+    "label": Command("metal_prefill.commands.label", "label texts, or names and other parts of texts"),
     "cache": Command(
-        "metal_prefill._commands.cache", "list, check or delete packed weights and converted models"
+        "metal_prefill.commands.cache", "list, check or delete packed weights and converted models"
     ),
     "convert": Command(
-        "metal_prefill._commands.convert", "write a model folder of the Hugging Face Hub as a GGUF file"
+        "metal_prefill.commands.convert", "write a model folder of the Hugging Face Hub as a GGUF file"
     ),
-    "synth": Command("metal_prefill._commands.synth", "write a model file of any shape with random weights"),
+    "synth": Command("metal_prefill.commands.synth", "write a model file of any shape with random weights"),
 }
 
 FORMER_NAMES = {"model": "predict"}  # accepted for one more release

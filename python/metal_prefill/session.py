@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from metal_prefill._engine import Engine
 from metal_prefill._support.arguments import (
     Logits,
     Progress,
@@ -21,11 +20,12 @@ from metal_prefill._support.arguments import (
     token_array,
     token_id,
 )
-from metal_prefill._support.dispatches import Dispatch, from_core
+from metal_prefill.engine import Engine
 from metal_prefill.errors import ClosedError, ContextOverflowError, DeviceError
-from metal_prefill.files import _session_file
 from metal_prefill.generation._run_ahead import RunAhead
 from metal_prefill.generation._text_generation import Continuation, Piece, TextOptions
+from metal_prefill.gpu._dispatches import Dispatch, from_core
+from metal_prefill.storage import _session_file
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -245,8 +245,7 @@ class Session:
         """
         if not isinstance(self.notes, str):
             raise TypeError(f"notes must be a str, got {type(self.notes).__name__}")
-        state = _session_file.State(*self.native.export_state(), self.notes)
-        _session_file.write(path, self._engine.state_owner, state)
+        _session_file.save(self.native, path, self._engine.state_owner, self.notes)
 
     def _inspector(self) -> _core.SessionInspector:
         inspector = self.native.inspector()

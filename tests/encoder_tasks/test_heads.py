@@ -16,7 +16,7 @@ from support.task_folders import (
 from metal_prefill import GGUFError, UnsupportedModelError
 from metal_prefill.conversion import convert
 from metal_prefill.files._gguf_file import GGUFFile
-from metal_prefill.files._pooled_head import read_head
+from metal_prefill.files._task_config import read_head
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_unknown_metadata_of_a_head_is_rejected(
 def test_gelu_uses_the_error_function() -> None:
     from math import erf
 
-    from metal_prefill.files._pooled_head import _gelu
+    from metal_prefill.tasks._pooled_head import _gelu
 
     x = np.linspace(-8, 8, 4001).astype(np.float32)
     expected = [value * (1 + erf(value / 2**0.5)) / 2 for value in x.astype(np.float64)]

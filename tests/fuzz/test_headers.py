@@ -24,11 +24,12 @@ from support.tiny_models import TINY_MODELS
 
 from metal_prefill import MetalPrefillError, Model
 from metal_prefill.conversion import convert
-from metal_prefill.files import _session_file
 from metal_prefill.files._gguf_file import GGUFFile
 from metal_prefill.files._hyperparameters import read_config
 from metal_prefill.files._model_tensors import collect_tensors
-from metal_prefill.files._pooled_head import read_head
+from metal_prefill.files._task_config import read_head
+from metal_prefill.storage import _session_file
+from metal_prefill.tasks._pooled_head import embedding_of, logits_of
 
 EACH = 40  # inputs made of one whose structure was changed
 
@@ -117,7 +118,7 @@ def test_headers_of_heads(tmp_path: Path, kind: str) -> None:
             head = read_head(opened, config.architecture, config.dim)
             if head.labels or head.dense:
                 states = np.zeros((2, config.dim), np.float32)
-                (head.logits_of if head.labels else head.embedding_of)(states)
+                (logits_of if head.labels else embedding_of)(head, states)
 
 
 def test_headers_of_saved_states(tiny: Path, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from support.fuzzing import TIMEOUT, kept, regressions, rounds
 from support.hub_server import Repo, serve
 
 from metal_prefill import HubError
-from metal_prefill.files import _hub
+from metal_prefill.hub import _download
 
 pytest.importorskip("huggingface_hub", reason="needs the extra hub")
 pytestmark = pytest.mark.timeout(TIMEOUT)
@@ -69,7 +69,7 @@ def odd_repo(listing: bytes, random: Random) -> Repo:
 
 
 def test_answers_of_a_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    library: Any = _hub._import_hub()
+    library: Any = _download._import_hub()
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     home = tmp_path / "home"
     home.mkdir()
@@ -83,7 +83,7 @@ def test_answers_of_a_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
             server.repos[name] = odd_repo(listing, random)
             with kept("hub", listing):
                 try:
-                    path = _hub.fetch(name, random.choice(("*.gguf", "a.gguf", "b*")), cache_dir=cache)
+                    path = _download.fetch(name, random.choice(("*.gguf", "a.gguf", "b*")), cache_dir=cache)
                 except HubError:
                     pass
                 else:

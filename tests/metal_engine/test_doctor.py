@@ -13,9 +13,9 @@ from support.emulated_gpu import open_metal, set_matrix_layout
 from support.small_models import ENCODERS, MODELS, write
 
 from metal_prefill import DeviceError, Model, _core, cli, synth
-from metal_prefill._commands import doctor_report
-from metal_prefill._support.cache_folder import cache_folder
+from metal_prefill.commands import doctor_report
 from metal_prefill.gpu import _self_test
+from metal_prefill.storage._cache_folder import cache_folder
 
 pytestmark = [pytest.mark.emulator, pytest.mark.usefixtures("own_cache", "own_device")]
 
@@ -204,7 +204,7 @@ def test_the_quick_check_runs_once(path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(_self_test, "kernel_differences", None)
     with open_metal(path):
         pass
-    monkeypatch.setattr("metal_prefill._support.cache_folder.version", lambda: "another")
+    monkeypatch.setattr("metal_prefill.storage._cache_folder.version", lambda: "another")
     with pytest.raises(TypeError, match="not callable"):
         open_metal(path)
 

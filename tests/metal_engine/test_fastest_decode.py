@@ -12,8 +12,8 @@ import pytest
 from support.emulated_gpu import open_metal
 
 from metal_prefill import _core, synth
-from metal_prefill._support.cache_folder import cache_folder
 from metal_prefill.gpu import _fastest_decode
+from metal_prefill.storage._cache_folder import cache_folder
 
 pytestmark = pytest.mark.emulator
 

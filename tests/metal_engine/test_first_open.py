@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 from metal_prefill import Model, _core, synth
-from metal_prefill._support import cache_folder
 from metal_prefill.files._gguf_file import GGUFFile
+from metal_prefill.storage import _cache_folder
 
 pytestmark = [pytest.mark.emulator, pytest.mark.usefixtures("own_device")]
 
@@ -132,7 +132,7 @@ def test_archives_are_specific_to_device_version_and_kernels(
     gpu.set_limits(gpu.Limits(name="Apple M9"))
     compiled["device"] = compiled_by_opening(path)[0]
     gpu.set_limits(gpu.Limits())
-    monkeypatch.setattr(cache_folder, "version", lambda: "99.0")
+    monkeypatch.setattr(_cache_folder, "version", lambda: "99.0")
     compiled["version"] = compiled_by_opening(path)[0]
     assert all(compiled.values()), compiled
     assert len(archives(own_cache)) == len(compiled)
@@ -156,7 +156,7 @@ def test_the_least_recently_used_archives_are_deleted(
     notes = own_cache / "pipelines" / "older" / "notes.txt"
     notes.write_text("not ours")
     os.utime(notes, (0, 0))
-    monkeypatch.setattr(cache_folder, "PIPELINE_LIMIT", used.stat().st_size + 1500)
+    monkeypatch.setattr(_cache_folder, "PIPELINE_LIMIT", used.stat().st_size + 1500)
     assert compiled_by_opening(path)[0] == 0  # reading makes it the most recently used one
     assert archives(own_cache) == sorted([used, others[2]])
     assert notes.exists()
@@ -265,8 +265,8 @@ def test_a_file_is_read_completely_before_it_becomes_resident(tmp_path: Path) ->
 
 def test_the_emulator_stores_pipelines_only_on_request(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("METAL_PREFILL_CACHE", raising=False)
-    assert cache_folder.pipeline_folder(emulated=True) == ""
-    assert Path(cache_folder.pipeline_folder(emulated=False)).parent.name == "pipelines"
+    assert _cache_folder.pipeline_folder(emulated=True) == ""
+    assert Path(_cache_folder.pipeline_folder(emulated=False)).parent.name == "pipelines"
 
 
 def test_weights_and_cache_stay_resident(path: Path) -> None:

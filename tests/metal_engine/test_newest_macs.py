@@ -15,7 +15,7 @@ import pytest
 from support.emulated_gpu import open_metal
 
 from metal_prefill import DeviceError, _core, synth
-from metal_prefill._commands import doctor_report
+from metal_prefill.commands import doctor_report
 
 pytestmark = [pytest.mark.emulator, pytest.mark.usefixtures("own_device")]
 

@@ -19,7 +19,6 @@ from support.small_models import TYPES
 from support.uniform_shape import uniform_shape
 
 from metal_prefill import DeviceError, Model, _core, synth
-from metal_prefill._support.dispatches import Dispatch, decode_args
 from metal_prefill.files._gguf_file import GGUFFile
 from metal_prefill.files._model_config import ModelConfig
 from metal_prefill.gpu._cost_model import (
@@ -31,6 +30,7 @@ from metal_prefill.gpu._cost_model import (
     work_of,
 )
 from metal_prefill.gpu._cost_model.shapes import Shape, TensorShape
+from metal_prefill.gpu._dispatches import Dispatch, decode_args
 
 pytestmark = pytest.mark.emulator
 

@@ -13,7 +13,7 @@ from safetensors.numpy import save_file
 from support.saved_sessions import PROMPT, rewrite
 
 from metal_prefill import MetalPrefillError, Model, StateError
-from metal_prefill.files import _session_file
+from metal_prefill.storage import _session_file
 
 
 def test_a_file_truncated_anywhere_is_rejected(demo: Model, saved: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 from support.saved_sessions import PROMPT
 
 from metal_prefill import ClosedError, Model
-from metal_prefill.files import _session_file
+from metal_prefill.storage import _session_file
 
 
 def fail(*_: object, **__: object) -> None:
@@ -25,7 +25,7 @@ def test_a_failed_save_leaves_the_old_file_and_nothing_else(
     demo: Model, saved: Path, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
     before = saved.read_bytes()
-    monkeypatch.setattr(f"metal_prefill.files._session_file.{step}", fail)
+    monkeypatch.setattr(f"metal_prefill.storage._session_file.{step}", fail)
     with demo.session() as session:
         session.forward_prompt(PROMPT[:5])
         with pytest.raises(OSError, match="the disk is gone"):

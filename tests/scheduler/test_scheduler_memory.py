@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from support.scheduled_texts import alone, texts_of
 
 from metal_prefill import KVMemoryError, Model, Scheduler
-from metal_prefill._support.row_cost import RowCost
+from metal_prefill.engine import RowCost
 from metal_prefill.generation._scheduler import Stream
 
 

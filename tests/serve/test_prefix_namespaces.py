@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from support.running_server import Gate, Running, running, wait_until
 from metal_prefill import Model
 from metal_prefill.serve import Settings
 from metal_prefill.serve._keys import prefix_key, prefix_namespace
-from metal_prefill.serve._prefix_store import RECENT_PROMPTS, PrefixStore
+from metal_prefill.storage._prefix_store import RECENT_PROMPTS, PrefixStore
 
 PROMPT = [7 * i % 250 for i in range(200)]
 KEYS = ["the first key", "the second key"]
@@ -176,7 +177,7 @@ def test_prompts_of_a_namespace_are_not_displaced_by_those_of_another(
     ids = np.arange(200, dtype=np.int32)
     saved: list[str] = []
     with Model(demo_path, device="cpu") as model:
-        store = PrefixStore(model, tmp_path, 1 << 20)
+        store = PrefixStore(model.engine.state_owner, partial(model.engine.session, None), tmp_path, 1 << 20)
         monkeypatch.setattr(store, "_save", lambda ids, n, digest, namespace: saved.append(namespace))
         store.note(ids, "one")
         for i in range(3 * RECENT_PROMPTS):

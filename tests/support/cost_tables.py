@@ -11,7 +11,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from metal_prefill._support.dispatches import Dispatch
 from metal_prefill.files._model_config import ModelConfig
 from metal_prefill.gpu._cost_model import (
     Chip,
@@ -24,6 +23,7 @@ from metal_prefill.gpu._cost_model import (
     time_of,
     work_of,
 )
+from metal_prefill.gpu._dispatches import Dispatch
 from support import peer_work
 from support.uniform_shape import uniform_shape
 

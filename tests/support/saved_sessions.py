@@ -9,7 +9,7 @@ import numpy as np
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
-from metal_prefill.files import _session_file
+from metal_prefill.storage import _session_file
 
 PROMPT = [int(t) for t in np.random.default_rng(7).integers(1, 500, 70)]
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from metal_prefill.files import _session_file
+from metal_prefill.storage import _session_file
 
 
 def mutate_state(plain: bytes, random: Random) -> bytes:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from types import ModuleType
 
 TYPE_CHECKING = False  # this module is imported first, and therefore without `typing`; see the package
 if TYPE_CHECKING:
@@ -32,34 +31,3 @@ def lazy_names(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
         return value
 
     return get
-
-
-class _FormerPath(ModuleType):
-    """Alias of a module under its former name."""
-
-    def __init__(self, name: str, target: str) -> None:
-        super().__init__(name, f"The former name of :mod:`{target}`.")
-        self._target = target
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # requested by tools that inspect every module
-            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
-        import importlib
-
-        return getattr(importlib.import_module(self._target), name)
-
-
-def keep_former_paths(package: str, targets: Mapping[str, str]) -> None:
-    """Register aliases for the former names of modules, which are loaded on first use.
-
-    Parameters
-    ----------
-    package
-        Name of the package.
-    targets
-        Current module by former name, both relative to the package.
-    """
-    for former, target in targets.items():
-        module = _FormerPath(f"{package}.{former}", f"{package}.{target}")
-        sys.modules[module.__name__] = module
-        setattr(sys.modules[package], former, module)

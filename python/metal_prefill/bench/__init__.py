@@ -131,8 +131,8 @@ def run(
     from metal_prefill.bench._client import WorkerProcess
     from metal_prefill.bench._rows import in_order, make_row
     from metal_prefill.bench._runner import Runner
-    from metal_prefill.conversion._local_file import local_file
-    from metal_prefill.model import resolve_device
+    from metal_prefill.engine import resolve_device
+    from metal_prefill.hub._local_file import local_file
 
     if repetitions < 1:
         raise ValueError(f"repetitions must be at least 1, got {repetitions}")
@@ -253,8 +253,8 @@ def run_serving(
     """
     from metal_prefill.bench import _engines, _machine, _model_file, _serving
     from metal_prefill.bench._peers import servers
-    from metal_prefill.conversion._local_file import local_file
     from metal_prefill.files._gguf_file import GGUFFile
+    from metal_prefill.hub._local_file import local_file
     from metal_prefill.text._tokenizer import Tokenizer
 
     if repetitions < 1:

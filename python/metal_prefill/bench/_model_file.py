@@ -10,12 +10,12 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from metal_prefill._support.cache_folder import cache_folder
 from metal_prefill.bench._cases import TASK, evaluation_texts
 from metal_prefill.bench._errors import BenchError
-from metal_prefill.files._compute_mode import AUTO, chosen_mode
+from metal_prefill.engine import AUTO, chosen_mode
 from metal_prefill.files._gguf_file import GGUFFile
 from metal_prefill.files._hyperparameters import read_config
+from metal_prefill.storage._cache_folder import cache_folder
 from metal_prefill.tasks._reranking import ANSWERS
 from metal_prefill.text._tokenizer import Tokenizer
 

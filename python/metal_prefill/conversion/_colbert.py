@@ -10,7 +10,7 @@ from metal_prefill.conversion._fields import Fields
 from metal_prefill.conversion._folder_vocabulary import FolderVocabulary
 from metal_prefill.conversion._prompts import skipped_ids
 from metal_prefill.files._metadata_keys import EXPANSION_KEYS, PROMPT_KEYS, SKIPPED_KEY
-from metal_prefill.files._pooled_head import DENSE, POOLINGS
+from metal_prefill.files._task_config import DENSE, POOLINGS
 from metal_prefill.text._encoder_vocabulary import SPACE
 from metal_prefill.text._vocabulary import TokenType
 

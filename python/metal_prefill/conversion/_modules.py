@@ -11,7 +11,7 @@ from metal_prefill.conversion._fields import MAX_FILE_NAME, Fields, read_json
 from metal_prefill.conversion._sources import Task
 from metal_prefill.conversion._weights import Weight, read_module
 from metal_prefill.errors import GGUFError
-from metal_prefill.files._pooled_head import DENSE, POOLINGS, Pooling, Scores
+from metal_prefill.files._task_config import DENSE, POOLINGS, Pooling, Scores
 
 # Fields of a pooling module's configuration; a folder sets one of them.
 _MODES: dict[str, Pooling] = {

@@ -33,7 +33,7 @@ from metal_prefill.files._gguf_file import GGUFFile
 from metal_prefill.files._hyperparameters import read_config
 from metal_prefill.files._metadata_keys import EXPANSION_KEYS, MAX_INT
 from metal_prefill.files._model_tensors import collect_tensors
-from metal_prefill.files._pooled_head import read_head
+from metal_prefill.files._task_config import read_head
 
 AUTO = "auto"
 # Types that the gguf package can write; the last ones are for models that were trained for them.

@@ -1,4 +1,4 @@
-"""Model files and related storage: GGUF, architectures, the Hub, saved sessions and packed weights."""
+"""Model files: GGUF, architectures, hyperparameters."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from metal_prefill._support.lazy import lazy_names
 
 if TYPE_CHECKING:
     from metal_prefill.files._gguf_file import GGUFFile, TensorInfo
-    from metal_prefill.files._hub import fetch, fetch_folder, resolve_model
     from metal_prefill.files._model_config import ModelConfig
 
-__all__ = ["GGUFFile", "ModelConfig", "TensorInfo", "fetch", "fetch_folder", "resolve_model"]
+__all__ = ["GGUFFile", "ModelConfig", "TensorInfo"]
 
 __getattr__ = lazy_names(
     __name__,
@@ -19,8 +18,5 @@ __getattr__ = lazy_names(
         "GGUFFile": "_gguf_file",
         "ModelConfig": "_model_config",
         "TensorInfo": "_gguf_file",
-        "fetch": "_hub",
-        "fetch_folder": "_hub",
-        "resolve_model": "_hub",
     },
 )

@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -87,6 +87,8 @@ TENSOR_TYPES: dict[int, TensorType] = {
     40: TensorType("NVFP4", 64, 36),
     41: TensorType("Q1_0", 128, 18),
 }
+
+FloatArray: TypeAlias = npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True)
@@ -327,3 +329,12 @@ def _read_tensor(cursor: Cursor, what: str, alignment: int) -> TensorInfo:
     return TensorInfo(
         name, number, kind.name, shape, offset, elements // kind.block_values * kind.block_bytes
     )
+
+
+def dequantized(gguf: GGUFFile, tensor: TensorInfo, rows: slice | None = None) -> FloatArray:
+    """Return a tensor, or a slice of its rows, as float32."""
+    data = gguf.tensor(tensor.name).reshape(tensor.shape[0] if len(tensor.shape) == 2 else 1, -1)
+    data = data if rows is None else data[rows]
+    values = _core.dequantize(tensor.type, np.ascontiguousarray(data).ravel(), len(data) * tensor.shape[-1])
+    result: FloatArray = values.reshape(len(data), -1) if len(tensor.shape) == 2 else values
+    return result

@@ -12,7 +12,7 @@ from metal_prefill.files._architecture import ARCHITECTURES, Architecture
 from metal_prefill.files._gguf_file import GGUFFile, TensorInfo
 from metal_prefill.files._metadata_keys import Keys
 from metal_prefill.files._model_config import ModelConfig, core_config, layer_kind
-from metal_prefill.files._pooled_head import HEAD_TENSORS
+from metal_prefill.files._task_config import HEAD_TENSORS
 
 # Tensor types that are supported for matrices; vectors are F32.
 MATRIX_TYPES = tuple(_core.tensor_types())

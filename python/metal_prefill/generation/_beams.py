@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 import numpy as np
 
 from metal_prefill import _core
-from metal_prefill._engine import Engine
 from metal_prefill._support.arguments import MOST_ANSWERS, TokenIds, integer, length_of, number, token_array
+from metal_prefill.engine import Engine
 from metal_prefill.errors import ContextOverflowError
 from metal_prefill.generation import _sampling
 from metal_prefill.generation._text_generation import FinishReason, StopFilter, split_stops

@@ -18,7 +18,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary, WeakSet, finalize, proxy
 
-from metal_prefill._support.threads import in_thread
 from metal_prefill.errors import ConstraintError, MissingExtraError
 from metal_prefill.generation._constraint_check import check_source
 from metal_prefill.generation._constraint_process import (
@@ -29,6 +28,7 @@ from metal_prefill.generation._constraint_process import (
     Worker,
     WorkerEnded,
 )
+from metal_prefill.generation._threads import in_thread
 
 if TYPE_CHECKING:
     from metal_prefill.text._tokenizer import Tokenizer

@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakSet
 
-from metal_prefill._engine import EngineOwner
+from metal_prefill.engine import EngineOwner
 from metal_prefill.generation._batch_call import BatchCall
 from metal_prefill.generation._pending_calls import PendingCall
 from metal_prefill.generation._scheduler import LEAST_PROMPT_ROWS, ROWS_PER_WRITING, Scheduler

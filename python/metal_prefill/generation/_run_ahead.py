@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from metal_prefill import _core
-from metal_prefill._engine import Engine
+from metal_prefill.engine import Engine
 
 
 class RunAhead:

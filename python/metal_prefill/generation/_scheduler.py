@@ -14,8 +14,8 @@ from collections.abc import Iterable, Iterator
 from concurrent import futures
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from metal_prefill._engine import EngineOwner
 from metal_prefill._support.arguments import TokenIds, integer
+from metal_prefill.engine import EngineOwner
 from metal_prefill.errors import ConstraintError, KVMemoryError, SessionBusyError
 from metal_prefill.generation._batch_call import BatchCall
 from metal_prefill.generation._constraint import BATCH_PATIENCE, ConstraintPending

@@ -15,9 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from metal_prefill import _core
-from metal_prefill._engine import Engine, EngineOwner
 from metal_prefill._support.arguments import token_array
-from metal_prefill._support.row_cost import RowCost
+from metal_prefill.engine import Engine, EngineOwner, RowCost
 
 Speculate: TypeAlias = Literal["lookup", "off"] | EngineOwner | Callable[[list[int]], Sequence[int]]
 

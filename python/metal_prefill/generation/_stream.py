@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from metal_prefill import _core
-from metal_prefill._engine import Engine
 from metal_prefill._support.arguments import MOST_ANSWERS, TokenIds, integer, length_of, token_array
-from metal_prefill._support.row_cost import RowCost
+from metal_prefill.engine import Engine, RowCost
 from metal_prefill.errors import ContextOverflowError, KVMemoryError
 from metal_prefill.generation._text_generation import (
     Continuation,

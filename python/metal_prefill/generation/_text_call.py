@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from metal_prefill import _core
-from metal_prefill.files._pooled_head import Pooling
+from metal_prefill.files._task_config import Pooling
 
 
 class TextCall:

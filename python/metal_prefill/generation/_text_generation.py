@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from metal_prefill import _core
 from metal_prefill._support.arguments import integer, token_id
-from metal_prefill._support.row_cost import RowCost
+from metal_prefill.engine import RowCost
 from metal_prefill.errors import ConstraintError
 from metal_prefill.generation import _sampling
 from metal_prefill.generation._constraint import Constraint, Step

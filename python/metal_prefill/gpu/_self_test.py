@@ -15,11 +15,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from metal_prefill import _core
-from metal_prefill._support.cache_folder import cache_folder, cache_key
-from metal_prefill._support.known_results import read_known, write_known
 from metal_prefill.errors import DeviceError, NumericalError
 from metal_prefill.gpu import _fastest_decode
 from metal_prefill.gpu._kernel_checks import Difference, difference
+from metal_prefill.storage._cache_folder import cache_folder, cache_key
+from metal_prefill.storage._known_results import read_known, write_known
 
 if TYPE_CHECKING:
     from metal_prefill.files._model_config import ModelConfig

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any, Protocol, cast
 
 from metal_prefill import _core
-from metal_prefill._support.dispatches import Dispatch
+from metal_prefill._support.arguments import Progress, TokenIds
 from metal_prefill.errors import ContextOverflowError
 from metal_prefill.gpu._cost_model import find_work
-from metal_prefill.session import Progress, Session, TokenIds
+from metal_prefill.gpu._dispatches import Dispatch
 
 SERIALIZED = (
     "every dispatch ran in a separate command buffer: its time includes the cost of starting one, "
@@ -40,6 +40,24 @@ class Step:
     tokens: int
     dispatches: Sequence[Dispatch]
     counted: Sequence[dict[str, Any]] = ()
+
+
+class TracedSession(Protocol):
+    """A :class:`metal_prefill.Session` on a GPU."""
+
+    @property
+    def position(self) -> int:
+        """Number of tokens in the cache."""
+
+    @property
+    def max_context(self) -> int:
+        """Maximum number of tokens in the cache."""
+
+    def plan(self, tokens: int) -> list[Dispatch]:
+        """Return the dispatches of a prompt."""
+
+    def trace(self, tokens: TokenIds, *, progress: Progress | None) -> tuple[int, list[Dispatch]]:
+        """Process a prompt and return the next token and the times of its dispatches."""
 
 
 class DispatchCounter(Protocol):
@@ -70,7 +88,7 @@ def _counter_of(device_name: str) -> DispatchCounter | None:
 
 
 def _run(
-    session: Session, tokens: TokenIds, counter: DispatchCounter | None, progress: Progress | None
+    session: TracedSession, tokens: TokenIds, counter: DispatchCounter | None, progress: Progress | None
 ) -> tuple[int, Step]:
     n = len(tokens)
     if counter is None:
@@ -103,7 +121,7 @@ def _counted(record: Any) -> dict[str, Any]:
 
 
 def trace_session(
-    session: Session,
+    session: TracedSession,
     tokens: TokenIds,
     decode: int,
     device_name: str,
@@ -157,7 +175,7 @@ def trace_session(
 
 
 def _steps(
-    session: Session,
+    session: TracedSession,
     tokens: TokenIds,
     decode: int,
     counter: DispatchCounter | None,

@@ -29,7 +29,7 @@ import numpy.typing as npt
 from metal_prefill._support.arguments import integer
 from metal_prefill._support.cached_property import cached_property
 from metal_prefill.errors import MissingExtraError
-from metal_prefill.files._hub import resolve_model
+from metal_prefill.hub._download import resolve_model
 from metal_prefill.model import Model
 from metal_prefill.tasks._embedding import check_pooling, encode_texts
 from metal_prefill.tasks._prompt_rules import PromptRules

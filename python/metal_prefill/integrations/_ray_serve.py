@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from typing import Any
 
 from metal_prefill.errors import MissingExtraError
-from metal_prefill.files._hub import resolve_model
+from metal_prefill.hub._download import resolve_model
 from metal_prefill.model import Model
 
 try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import threading
@@ -14,7 +15,7 @@ from typing import Any, TypeVar
 import anyio
 import anyio.to_thread
 
-from metal_prefill._engine import Engine
+from metal_prefill.engine import Engine
 from metal_prefill.errors import GGUFError, KVMemoryError
 from metal_prefill.generation._batch_call import BatchCall
 from metal_prefill.generation._constraint import MOST_COMPILING
@@ -27,8 +28,8 @@ from metal_prefill.serve._activity import Activity
 from metal_prefill.serve._bodies import Bodies
 from metal_prefill.serve._errors import ApiError
 from metal_prefill.serve._metrics import Metrics
-from metal_prefill.serve._prefix_store import PrefixStore
 from metal_prefill.serve._settings import Settings
+from metal_prefill.storage._prefix_store import PrefixStore
 from metal_prefill.tasks._embedding import check_pooling
 from metal_prefill.tasks._reranking import template_of
 from metal_prefill.tasks._text_passes import TextPasses
@@ -67,7 +68,12 @@ class Service:
         self._store = (
             None
             if settings.prefix_store is None
-            else PrefixStore(model, settings.prefix_store, settings.prefix_store_bytes)
+            else PrefixStore(
+                model.engine.state_owner,
+                functools.partial(model.engine.session, None),
+                settings.prefix_store,
+                settings.prefix_store_bytes,
+            )
         )
         self._texts = 0  # that were admitted and have not ended
         self._mean_seconds = 1.0  # of a request, over the latest ones

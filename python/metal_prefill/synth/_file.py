@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from metal_prefill._support.atomic_write import replacing
 from metal_prefill.files._model_config import has_attention
-from metal_prefill.files._pooled_head import POOLINGS
+from metal_prefill.files._task_config import POOLINGS
 from metal_prefill.synth._model import TOKEN_TYPES, ModelShape, Tensor
 from metal_prefill.synth._tokenizer import VOCABULARIES, Vocabulary
 

@@ -16,7 +16,7 @@ from metal_prefill.files._architecture import ARCHITECTURES, Architecture
 from metal_prefill.files._metadata_keys import MAX_INT
 from metal_prefill.files._model_config import LayerKind, has_attention, has_matrix_state
 from metal_prefill.files._model_tensors import presence_of, tensor_name
-from metal_prefill.files._pooled_head import POOLINGS
+from metal_prefill.files._task_config import POOLINGS
 from metal_prefill.synth._blocks import TENSOR_TYPES, block_weights, tensor_bytes
 from metal_prefill.synth._scan import ScanShape, check_scan
 from metal_prefill.synth._tokenizer import VOCABULARIES

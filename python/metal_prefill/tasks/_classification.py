@@ -10,11 +10,11 @@ from itertools import chain
 import numpy as np
 import numpy.typing as npt
 
-from metal_prefill._engine import Engine, EngineOwner
-from metal_prefill.files._pooled_head import softmax
+from metal_prefill.engine import Engine, EngineOwner
 from metal_prefill.tasks._continuations import encode_continuation, score_continuations
 from metal_prefill.tasks._embedding import check_length, checked_texts, encode_tokens
 from metal_prefill.tasks._pairs import encode_pair
+from metal_prefill.tasks._pooled_head import logits_of, probabilities_of, softmax
 from metal_prefill.tasks._prompt_rules import PromptRules, errors_of, shortened, warn_of_cut
 from metal_prefill.tasks._text_passes import Ids, TextPasses, pooled_states
 
@@ -137,9 +137,9 @@ def _by_head(engine: Engine, texts: Iterable[TextOrPair], rules: PromptRules) ->
     warn_of_cut(cut, len(prompts), engine.max_context, "text")
     names = [f"text {i}" for i in range(len(prompts))]
     states = pooled_states(TextPasses(engine), head.state, prompts, names)
-    scores = np.array([head.logits_of(state) for state in states], np.float64)
+    scores = np.array([logits_of(head, state) for state in states], np.float64)
     scores = scores.reshape(len(prompts), len(head.labels))
-    probabilities = head.probabilities_of(scores).astype(np.float32)
+    probabilities = probabilities_of(head, scores).astype(np.float32)
     return Classification(head.labels, probabilities, scores, np.ones(scores.shape, np.int64))
 
 

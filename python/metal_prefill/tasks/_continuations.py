@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from metal_prefill._engine import Engine
+from metal_prefill.engine import Engine
 from metal_prefill.tasks._text_passes import Ids, TextJob, TextPasses, compute, shared_prefix
 
 

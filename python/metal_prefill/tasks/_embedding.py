@@ -11,10 +11,11 @@ import numpy as np
 import numpy.typing as npt
 
 from metal_prefill import _core
-from metal_prefill._engine import Engine, EngineOwner
 from metal_prefill._support.arguments import Progress, integer
+from metal_prefill.engine import Engine, EngineOwner
 from metal_prefill.errors import ContextOverflowError, KVMemoryError
-from metal_prefill.files._pooled_head import POOLINGS, Pooling
+from metal_prefill.files._task_config import POOLINGS, Pooling
+from metal_prefill.tasks._pooled_head import embedding_of
 from metal_prefill.tasks._prompt_rules import PromptRules, cut_message, errors_of, named, numbered, shortened
 from metal_prefill.tasks._prompts import PLAIN, PROMPTS, PromptForm, prompt_form
 from metal_prefill.tasks._text_passes import Block, TextPasses, pooled_blocks
@@ -362,7 +363,7 @@ def _vector_blocks(
     head = passes.engine.head
     for block in pooled_blocks(passes, pooling, prompts, names, expansions):
         if head.dense and (pooling != "none" or head.per_token):
-            block = [head.embedding_of(states) for states in block]
+            block = [embedding_of(head, states) for states in block]
         if pooling != "none":
             block = np.asarray(block)[:, :dimensions]
             yield _normalized(block) if normalize else block  # each row as it would be alone

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from metal_prefill._engine import Engine
+from metal_prefill.engine import Engine
 from metal_prefill.errors import GGUFError
 from metal_prefill.files._metadata_keys import SKIPPED_KEY
 from metal_prefill.tasks._embedding import EncodedText, vectors_of

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from metal_prefill._engine import Engine
+from metal_prefill.engine import Engine
 from metal_prefill.errors import ContextOverflowError
 from metal_prefill.tasks._embedding import check_length
 from metal_prefill.tasks._prompt_rules import PromptRules, errors_of

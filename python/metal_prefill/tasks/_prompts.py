@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
-from metal_prefill._engine import Engine, EngineOwner
+from metal_prefill.engine import Engine, EngineOwner
 from metal_prefill.errors import GGUFError
 from metal_prefill.files._metadata_keys import DEFAULT_PROMPT_KEY, PROMPT_KEYS
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from metal_prefill._engine import Engine
+from metal_prefill.engine import Engine
 from metal_prefill.errors import GGUFError, UnsupportedModelError
 from metal_prefill.files._metadata_keys import EXPANSION_KEYS, MAX_INT
 from metal_prefill.text._metadata import boolean, integer

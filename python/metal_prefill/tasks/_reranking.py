@@ -11,13 +11,14 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from metal_prefill._engine import Engine, EngineOwner
 from metal_prefill._support.arguments import integer
+from metal_prefill.engine import Engine, EngineOwner
 from metal_prefill.errors import GGUFError
-from metal_prefill.files._pooled_head import dequantized, sigmoid
+from metal_prefill.files._gguf_file import dequantized
 from metal_prefill.tasks._embedding import DEFAULT_RULES, EncodedText, check_length, encode_text, encode_texts
 from metal_prefill.tasks._late_interaction import late_scores
 from metal_prefill.tasks._pairs import encode_pair, encode_part
+from metal_prefill.tasks._pooled_head import logits_of, sigmoid
 from metal_prefill.tasks._prompt_rules import PromptRules, cut_message, errors_of, numbered, shortened
 from metal_prefill.tasks._prompts import has_prompts, prompt_form
 from metal_prefill.tasks._text_passes import Ids, TextPasses, pooled_states
@@ -327,7 +328,7 @@ class _Classes(_Scorer):
         self._yes = labels.index(ANSWERS[0]) if ANSWERS[0] in labels else 0
 
     def __call__(self, state: npt.NDArray[np.float32]) -> float:
-        logits = self._head.logits_of(state).astype(np.float64)
+        logits = logits_of(self._head, state).astype(np.float64)
         if len(logits) == 1:
             return float(sigmoid(logits)[0] if self._head.scores == "sigmoid" else logits[0])
         return float(sigmoid(logits[self._yes] - logits[1 - self._yes]))

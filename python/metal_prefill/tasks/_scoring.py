@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from metal_prefill import _core
-from metal_prefill._engine import Engine
 from metal_prefill._support.arguments import Logits, TokenIds, length_of, token_array
+from metal_prefill.engine import Engine
 from metal_prefill.errors import ContextOverflowError
 from metal_prefill.generation._batch_call import BatchCall
 

@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from metal_prefill import _core
-from metal_prefill._engine import Engine
-from metal_prefill.files._pooled_head import Pooling
+from metal_prefill.engine import Engine
+from metal_prefill.files._task_config import Pooling
 from metal_prefill.generation._batch_call import BatchCall, BatchOutput
 from metal_prefill.generation._text_call import TextCall
 from metal_prefill.tasks._query_expansion import query_expansion

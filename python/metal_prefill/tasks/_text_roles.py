@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
-from metal_prefill._engine import Engine
-from metal_prefill.files._pooled_head import Pooling
+from metal_prefill.engine import Engine
+from metal_prefill.files._task_config import Pooling
 from metal_prefill.tasks._prompts import DOCUMENT_NAMES
 from metal_prefill.tasks._query_expansion import QueryExpansion, query_expansion
 

@@ -10,9 +10,10 @@ from typing import Literal, NamedTuple, TypeAlias, get_args
 import numpy as np
 import numpy.typing as npt
 
-from metal_prefill._engine import Engine, EngineOwner
 from metal_prefill._support.arguments import Progress, one_of
+from metal_prefill.engine import Engine, EngineOwner
 from metal_prefill.tasks._embedding import check_length, checked_texts
+from metal_prefill.tasks._pooled_head import logits_of, probabilities_of
 from metal_prefill.tasks._prompt_rules import cut_message, errors_of
 from metal_prefill.tasks._text_passes import Ids, TextPasses, pooled_states
 from metal_prefill.text._tokenizer import TokenSpan
@@ -140,10 +141,10 @@ def entities_of(
     for done, item in enumerate(spanned, 1):
         found: list[Entity] = []
         if item.spans:
-            logits = head.logits_of(next(states)[begin : begin + len(item.spans)])
+            logits = logits_of(head, next(states)[begin : begin + len(item.spans)])
             pieces = [
                 _Piece(span.start, span.end, values)
-                for span, values in zip(item.spans, head.probabilities_of(logits), strict=True)
+                for span, values in zip(item.spans, probabilities_of(head, logits), strict=True)
             ]
             found = _entities(engine, item, pieces, strategy)
         # A token of white space alone is not an entity.

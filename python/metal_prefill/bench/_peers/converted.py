@@ -8,8 +8,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from metal_prefill._support.cache_folder import cache_folder
 from metal_prefill.bench._errors import BenchError
+from metal_prefill.storage._cache_folder import cache_folder
 
 _SHOWN_LINES = 3  # of what a failed conversion printed
 

@@ -13,10 +13,9 @@ from typing import Any
 import numpy as np
 from ctranslate2.specs import TransformerDecoderModelSpec, common_spec
 
-from metal_prefill.files._gguf_file import GGUFFile
+from metal_prefill.files._gguf_file import GGUFFile, dequantized
 from metal_prefill.files._hyperparameters import read_config
 from metal_prefill.files._model_config import ModelConfig
-from metal_prefill.files._pooled_head import dequantized
 
 # Fields of the configuration that the converted model has as well.
 _SIZES = {

@@ -16,7 +16,7 @@ from metal_prefill.bench._machine import available_threads, counted, cpu_name
 from metal_prefill.files._gguf_file import GGUFFile
 from metal_prefill.files._hyperparameters import read_config
 from metal_prefill.files._model_config import ModelConfig
-from metal_prefill.files._pooled_head import read_head
+from metal_prefill.files._task_config import read_head
 
 POOLINGS = ("last", "mean", "cls")
 ENCODER_BATCH = 32  # texts, as sentence-transformers takes by default

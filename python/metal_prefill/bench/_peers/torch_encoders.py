@@ -10,10 +10,9 @@ import numpy as np
 import torch
 import transformers
 
-from metal_prefill.files._gguf_file import GGUFFile
+from metal_prefill.files._gguf_file import GGUFFile, dequantized
 from metal_prefill.files._hyperparameters import read_config
 from metal_prefill.files._model_config import ModelConfig
-from metal_prefill.files._pooled_head import dequantized
 
 _LLAMA = {
     "token_embd": "embed_tokens",

@@ -31,11 +31,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import ceil
 
-from metal_prefill._support.dispatches import Dispatch
 from metal_prefill.gpu._cost_model.chips import CHIPS, Chip, find_chip
 from metal_prefill.gpu._cost_model.operations import Ops, UnknownKernelError, Work
 from metal_prefill.gpu._cost_model.shapes import Shape, plan, shape_of
 from metal_prefill.gpu._cost_model.work import find_work, work_of
+from metal_prefill.gpu._dispatches import Dispatch
 
 __all__ = [
     "CHIPS",

@@ -7,7 +7,6 @@ from math import ceil
 from typing import Any
 
 from metal_prefill import _core
-from metal_prefill._support.dispatches import Dispatch
 from metal_prefill.gpu._cost_model.operations import (
     BLOCK,
     FLOAT,
@@ -18,6 +17,7 @@ from metal_prefill.gpu._cost_model.operations import (
     Work,
     dispatch_work,
 )
+from metal_prefill.gpu._dispatches import Dispatch
 
 PREFILL_KEYS = _core.shader_constants["PREFILL_KEYS"]
 PAGE_POSITIONS = _core.shader_constants["PAGE_POSITIONS"]

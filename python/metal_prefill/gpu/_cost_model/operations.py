@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from metal_prefill._support.dispatches import Dispatch
+from metal_prefill.gpu._dispatches import Dispatch
 
 SIMD = 32
 

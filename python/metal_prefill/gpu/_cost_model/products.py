@@ -5,7 +5,6 @@ from __future__ import annotations
 from math import ceil, log2
 
 from metal_prefill import _core
-from metal_prefill._support.dispatches import Dispatch
 from metal_prefill.gpu._cost_model.operations import (
     BLOCK,
     FLOAT,
@@ -17,6 +16,7 @@ from metal_prefill.gpu._cost_model.operations import (
     dispatch_work,
     item_of,
 )
+from metal_prefill.gpu._dispatches import Dispatch
 
 MULTI_TOKEN_TILE = _core.shader_constants["MULTI_TOKEN_TILE"]
 FEW_TOKEN_ROWS = _core.shader_constants["FEW_TOKEN_ROWS"]

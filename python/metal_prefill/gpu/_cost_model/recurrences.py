@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from math import ceil
 
-from metal_prefill._support.dispatches import Dispatch
 from metal_prefill.gpu._cost_model.attention import rope
 from metal_prefill.gpu._cost_model.operations import (
     FLOAT,
@@ -16,6 +15,7 @@ from metal_prefill.gpu._cost_model.operations import (
     Work,
     dispatch_work,
 )
+from metal_prefill.gpu._dispatches import Dispatch
 
 
 def causal_conv(d: Dispatch) -> Work:

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 from metal_prefill import _core
 from metal_prefill._support.cached_property import cached_property
-from metal_prefill._support.dispatches import Dispatch, from_core
 from metal_prefill.files._gguf_file import GGUFFile
 from metal_prefill.files._hyperparameters import read_config
 from metal_prefill.files._model_config import ModelConfig, core_config
 from metal_prefill.files._model_tensors import collect_tensors
+from metal_prefill.gpu._dispatches import Dispatch, from_core
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from math import ceil
 
-from metal_prefill._support.dispatches import Dispatch
 from metal_prefill.gpu._cost_model.operations import (
     FLOAT,
     HALF,
@@ -15,6 +14,7 @@ from metal_prefill.gpu._cost_model.operations import (
     dispatch_work,
     item_of,
 )
+from metal_prefill.gpu._dispatches import Dispatch
 
 
 def embed(d: Dispatch) -> Work:

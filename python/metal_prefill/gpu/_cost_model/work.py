@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from metal_prefill._support.dispatches import Dispatch
 from metal_prefill.gpu._cost_model import attention, products, recurrences, steps
 from metal_prefill.gpu._cost_model.operations import UnknownKernelError, Work
+from metal_prefill.gpu._dispatches import Dispatch
 
 # By the prefix of a kernel's name.
 _WORK: dict[str, Callable[[Dispatch], Work]] = {

@@ -1,0 +1,360 @@
+"""Helpers shared by commands: engine and sampling options, progress bars."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any, TextIO
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from metal_prefill import Model
+
+WIDTH_OF_FILES = 160  # columns of a table written to a file or pipe
+MODEL_HELP = (
+    "GGUF file; or a folder with config.json and model.safetensors; or smollm2 or minilm, for "
+    "SmolLM2-135M-Instruct or all-MiniLM-L6-v2 from a package; or owner/repo or owner/repo:file on the "
+    "Hugging Face Hub, where file may be a pattern such as '*Q4_0.gguf'"
+)
+SAMPLING_OPTIONS = (
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "repeat_penalty",
+    "typical_p",
+    "frequency_penalty",
+    "presence_penalty",
+    "min_tokens",
+    "seed",
+)
+MEMORY_OPTIONS = ("kv_memory", "prefix_memory")  # supported by some commands
+PROGRESS_FROM = 1024  # tokens; shorter prompts finish too soon for a progress bar
+
+
+class UsageError(ValueError):
+    """The arguments of the command line contradict each other."""
+
+
+def standard_input() -> TextIO:
+    """Return the standard input.
+
+    Raises
+    ------
+    UsageError
+        Standard input is closed, for example by ``<&-`` in a shell.
+    """
+    # sys.stdin is None if file descriptor 0 is closed, which its declared type does not include.
+    stream: TextIO | None = sys.stdin
+    if stream is None:
+        raise UsageError("standard input is closed; pass a file, or connect standard input")
+    return stream
+
+
+def positive(text: str) -> int:
+    """Parse an integer of at least 1."""
+    value = _integer(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
+    return value
+
+
+def not_negative(text: str) -> int:
+    """Parse an integer of at least 0."""
+    value = _integer(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"must not be negative, got {value}")
+    return value
+
+
+def port(text: str) -> int:
+    """Parse the number of a port; 0 picks a free one."""
+    value = not_negative(text)
+    if value > 65535:
+        raise argparse.ArgumentTypeError(f"must be at most 65535, got {value}")
+    return value
+
+
+def positives(text: str) -> list[int]:
+    """Parse comma-separated positive integers, for argparse."""
+    return [positive(word) for word in text.split(",")]
+
+
+def _integer(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be an integer, got {text!r}") from None
+
+
+def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options that choose device, threads and number formats."""
+    engine = parser.add_argument_group("engine")
+    engine.add_argument(
+        "-t", "--threads", type=positive, metavar="N", help="CPU threads (default: one per core)"
+    )
+    engine.add_argument(
+        "--device", choices=("auto", "cpu", "metal"), default="auto", help="engine to use (default: auto)"
+    )
+    engine.add_argument(
+        "--compute",
+        choices=("auto", "int8", "bf16", "f32"),
+        default="auto",
+        help="number format of activations in products with quantized weights: 8 bits per block of 32, "
+        "bfloat16 (weights, too) or float32; int8 also allows bfloat16 with weights in bfloat16 "
+        "(default: auto, which is bf16 for encoders on AMX and int8 otherwise)",
+    )
+    engine.add_argument(
+        "--kv-dtype",
+        choices=("f16", "f32", "q8_0"),
+        default="f16",
+        help="number format of the KV cache; q8_0, in 8 bits, takes half of the memory of f16 (default: f16)",
+    )
+
+
+def _bias(text: str) -> tuple[int, float]:
+    """Parse a token id and the bias of its logit."""
+    token, _, value = text.partition("=")
+    try:
+        return int(token), float(value)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be ID=X, such as 42=-inf, got {text!r}") from None
+
+
+def add_sampling_arguments(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
+    """Add the sampling options; `sampling_options` returns their values."""
+    sampling = parser.add_argument_group("sampling")
+    sampling.add_argument(
+        "--temperature",
+        type=float,
+        default=0.0,
+        metavar="X",
+        help="divisor of the logits; 0 selects greedy decoding (default: 0)",
+    )
+    sampling.add_argument(
+        "--top-k",
+        type=int,
+        default=0,
+        metavar="K",
+        help="keep the K most probable tokens; 0 keeps all (default: 0)",
+    )
+    sampling.add_argument(
+        "--top-p",
+        type=float,
+        default=1.0,
+        metavar="P",
+        help="keep the most probable tokens whose probabilities add up to P (default: 1)",
+    )
+    sampling.add_argument(
+        "--min-p",
+        type=float,
+        default=0.0,
+        metavar="P",
+        help="keep tokens of at least P times the highest probability (default: 0)",
+    )
+    sampling.add_argument(
+        "--repeat-penalty",
+        type=float,
+        default=1.0,
+        metavar="X",
+        help="penalty on recent tokens; 1 disables it (default: 1)",
+    )
+    sampling.add_argument(
+        "--typical-p",
+        type=float,
+        default=1.0,
+        metavar="P",
+        help="keep the tokens closest to the expected information content, up to total probability P "
+        "(default: 1)",
+    )
+    sampling.add_argument(
+        "--frequency-penalty",
+        type=float,
+        default=0.0,
+        metavar="X",
+        help="subtracted from the logit of a recent token once per occurrence (default: 0)",
+    )
+    sampling.add_argument(
+        "--presence-penalty",
+        type=float,
+        default=0.0,
+        metavar="X",
+        help="subtracted from the logit of a recent token (default: 0)",
+    )
+    sampling.add_argument(
+        "--min-tokens",
+        type=not_negative,
+        default=0,
+        metavar="N",
+        help="minimum number of tokens before the text may end (default: 0)",
+    )
+    sampling.add_argument(
+        "--logit-bias",
+        action="append",
+        type=_bias,
+        default=[],
+        metavar="ID=X",
+        help="add X to the logit of a token; -inf excludes it; repeatable",
+    )
+    sampling.add_argument(
+        "--seed", type=int, metavar="N", help="seed of the random numbers (default: a new one each time)"
+    )
+    sampling.add_argument(
+        "--speculate",
+        default="lookup",
+        metavar="HOW",
+        help="speculative decoding, which does not change the text: lookup drafts from earlier occurrences "
+        "of the same tokens; off; or a small model with the same vocabulary, as for -m (default: lookup)",
+    )
+    return sampling
+
+
+def print_answers(texts: Sequence[str], out: IO[str], notes: Sequence[str] = ()) -> None:
+    """Print texts with their notes, and with numbers if there are several."""
+    for i, text in enumerate(texts):
+        if len(texts) > 1:
+            note = f", {notes[i]}" if notes else ""
+            print(f"--- answer {i + 1} of {len(texts)}{note}", file=out)
+        print(text, file=out, flush=True)
+
+
+def sampling_options(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the sampling options of :meth:`metal_prefill.Session.generate`."""
+    options = {name: getattr(arguments, name) for name in SAMPLING_OPTIONS}
+    return {**options, "logit_bias": dict(arguments.logit_bias)}
+
+
+def speculation(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the ``speculate`` option, opening the draft model if one is named."""
+    how = arguments.speculate
+    if how in ("lookup", "off"):
+        return {"speculate": how}
+    from metal_prefill import Model
+
+    draft_model = Model(
+        model_path(how),
+        device=arguments.device,
+        threads=arguments.threads,
+        max_context=arguments.max_context,
+        mmap=arguments.mmap,
+        pack_cache=arguments.pack_cache,
+    )
+    return {"speculate": draft_model}
+
+
+def add_model_argument(parser: argparse.ArgumentParser) -> None:
+    """Add ``-m``."""
+    parser.add_argument(
+        "-m",
+        "--model",
+        metavar="FILE",
+        help=f"{MODEL_HELP} (default: the bundled model)",
+    )
+
+
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add ``-m``, ``--max-context``, ``--no-mmap`` and ``--pack-cache``."""
+    add_model_argument(parser)
+    parser.add_argument(
+        "--no-mmap",
+        dest="mmap",
+        action="store_false",
+        help="read the model file instead of mapping it, in case other programs truncate or modify it",
+    )
+    parser.add_argument(
+        "--pack-cache",
+        action="store_true",
+        help="CPU: store packed weights in a file, so that the model opens faster the next time; "
+        "`metal-prefill cache` lists and deletes these files",
+    )
+    parser.add_argument(
+        "--max-context",
+        type=positive,
+        metavar="N",
+        help="maximum number of tokens in the context (default: the model's)",
+    )
+
+
+def model_path(name: str | None) -> Path | None:
+    """Return the GGUF file of the model named by an option, fetched and converted if necessary, or None."""
+    from metal_prefill.hub._local_file import local_file
+
+    return None if name is None else local_file(name)
+
+
+def open_model(arguments: argparse.Namespace, *, generates: bool = False) -> Model:
+    """Open the model with the given options; with `generates`, one that generates or scores text.
+
+    Raises
+    ------
+    ValueError
+        The model must generate text, but is an encoder.
+    """
+    from metal_prefill import Model
+
+    model = Model(
+        model_path(arguments.model),
+        device=arguments.device,
+        max_context=arguments.max_context,
+        threads=arguments.threads,
+        compute=arguments.compute,
+        kv_dtype=arguments.kv_dtype,
+        mmap=arguments.mmap,
+        pack_cache=arguments.pack_cache,
+        **{name: value for name in MEMORY_OPTIONS if (value := getattr(arguments, name, None)) is not None},
+    )
+    if generates:
+        try:
+            model.engine.check_generates()
+        except ValueError:
+            model.close()
+            raise
+    return model
+
+
+def console() -> Console:
+    """Return a console on stdout, with a fixed width for files and pipes."""
+    from rich.console import Console
+
+    return Console(width=None if sys.stdout.isatty() else WIDTH_OF_FILES)
+
+
+@contextmanager
+def progress_bar(what: str, unit: str, enabled: bool = True) -> Iterator[Callable[[int, int], None] | None]:
+    """Show a progress bar on stderr while the body runs; yield a callback for the amount done and the total.
+
+    If stderr is not a terminal or `enabled` is false, nothing is shown and the callback is None.
+    """
+    if not enabled or not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.fields[count]}"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(what, total=None, count="")
+        yield lambda done, total: bar.update(
+            task, completed=done, total=total, count=f"{done:,}/{total:,} {unit}"
+        )
+
+
+@contextmanager
+def status_line() -> Iterator[Callable[[str], object] | None]:
+    """Show a status line on stderr; yield a callback that sets it, or None if stderr is not a terminal."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+
+    with Console(stderr=True).status("") as status:
+        yield status.update

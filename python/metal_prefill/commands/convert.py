@@ -1,0 +1,55 @@
+"""``metal-prefill convert``: write a model folder as a GGUF file."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from metal_prefill.commands import common
+
+# `TENSOR_TYPES` of the conversion, whose module is imported only to convert.
+TYPES = ("auto", "F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "MXFP4", "TQ1_0", "TQ2_0")
+
+
+def _type(text: str) -> str:
+    return text.lower() if text.lower() == "auto" else text.upper()
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
+    parser.add_argument(
+        "folder",
+        metavar="FOLDER",
+        help="folder with config.json, model.safetensors and tokenizer.json; or owner/repo on the Hugging "
+        "Face Hub; or minilm",
+    )
+    parser.add_argument("path", metavar="OUT.gguf", type=Path, help="file to write")
+    parser.add_argument(
+        "--type",
+        dest="tensor_type",
+        type=_type,
+        choices=TYPES,
+        default="auto",
+        metavar="TYPE",
+        help=f"type of the matrices: {', '.join(TYPES)}; auto keeps BF16 and F16, and selects F32 for other "
+        "weights (default: auto)",
+    )
+    parser.add_argument("--name", help="name of the model in the file (default: that of the folder)")
+
+
+def execute(arguments: argparse.Namespace) -> None:
+    """Write the file and print its path and size."""
+    from metal_prefill.conversion import convert
+    from metal_prefill.hub._local_file import model_folder
+
+    folder, name = model_folder(arguments.folder)
+    with common.progress_bar("weights", "bytes") as progress:
+        path = convert(
+            folder,
+            arguments.path,
+            tensor_type=arguments.tensor_type,
+            name=arguments.name or name,
+            progress=progress,
+        )
+    print(f"{path}: {path.stat().st_size:,} bytes", file=sys.stderr)

@@ -1,0 +1,277 @@
+"""Checks of ``metal-prefill doctor``: machine, kernels, logits, tokens and speed."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from metal_prefill import _core
+from metal_prefill.errors import DeviceError, UnsupportedModelError
+from metal_prefill.gpu._cost_model import CHIPS, UnknownKernelError, find_chip, plan, predict, shape_of
+from metal_prefill.gpu._self_test import QUICK, kernel_differences, known_tokens
+from metal_prefill.model import Model
+from metal_prefill.storage._cache_folder import version
+
+LONG_PROMPT = 300
+SHORT_PROMPT = 9
+GREEDY_TOKENS = 20
+# In addition to the quick lengths: a prompt with wide tiles, then one token and a few with split keys.
+ALL_LENGTHS = (*QUICK, 512, 1, 3)
+# Relative to the largest logit. Kernels for many tokens use half precision; a few 1e-3 are normal.
+LOGITS_BOUND = 2e-2
+BENCH_PROMPT, BENCH_TOKENS, BENCH_SECONDS = 512, 64, 50.0
+
+Say = Callable[[str], None]
+Report = dict[str, Any]
+
+
+def machine() -> Report:
+    """Return a description of the machine and the package."""
+    return {
+        "package": version(),
+        "python": platform.python_version(),
+        "system": platform.platform(),
+        "macos": platform.mac_ver()[0],
+        "os_build": os.uname().version,
+        "machine": platform.machine(),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "cores": os.cpu_count(),
+        "compiler": _core.compiler,
+        "emulator": _core.has_emulator,
+        "gpu": _core.metal_device(),
+    }
+
+
+def check_kernels(model: Model, quick: bool) -> Report:
+    """Compare each kernel with float64 on the buffers of real passes."""
+    with model.session() as session:
+        core = session.native
+        inspector = core.inspector()
+        assert inspector is not None, "requires an engine with dispatches"
+        lengths = QUICK if quick else ALL_LENGTHS
+        checked, wrong = kernel_differences(core, model.config, lengths)
+        pipelines = inspector.pipelines()
+        return {
+            "shaders": "metallib" if inspector.shaders_were_compiled else "source",
+            "no_matmul_tensor": inspector.no_matmul_tensor,
+            "pipelines": [
+                {"kernel": p.kernel, "seconds": p.seconds, "max_threads": p.max_threads} for p in pipelines
+            ],
+            "checked": sorted(checked),
+            "not_checked": sorted({p.kernel for p in pipelines} - checked),
+            "differences": [
+                {"kernel": d.kernel, "index": d.index, "got": d.got, "expected": d.expected} for d in wrong
+            ],
+        }
+
+
+def _compare(name: str, got: np.ndarray[Any, Any], expected: np.ndarray[Any, Any]) -> Report:
+    """Compare logits by their largest difference, and check that the argmax matches or nearly ties."""
+    scale = float(np.abs(expected).max())
+    error = float(np.abs(got - expected).max()) / scale
+    best, wanted = int(np.argmax(got)), int(np.argmax(expected))
+    gap = float(expected[wanted] - expected[best]) / scale
+    passed = bool(np.isfinite(got).all()) and error <= LOGITS_BOUND and gap <= LOGITS_BOUND
+    return {"name": name, "passed": passed, "error": error, "token": best, "cpu_token": wanted}
+
+
+def check_logits(model: Model, reference: Model, quick: bool) -> list[Report]:
+    """Compare logits and tokens of two engines."""
+    found = []
+    limit = model.config.context_length
+    for n in (SHORT_PROMPT,) if quick else (SHORT_PROMPT, min(LONG_PROMPT, limit - GREEDY_TOKENS)):
+        tokens = known_tokens(n, model.config.vocab_size).tolist()
+        with model.session() as one, model.session() as other, reference.session() as cpu:
+            expected = cpu.forward_prompt_logits(tokens)
+            found.append(_compare(f"prompt of {n}", one.forward_prompt_logits(tokens), expected))
+            if not model.config.causal:  # texts are processed as a whole and cannot be continued
+                continue
+            for token in tokens[:-1]:
+                other.forward_token_greedy(token)
+            found.append(_compare(f"{n} tokens one by one", other.forward_token(tokens[-1]), expected))
+    if not model.config.causal:
+        return found
+    with model.session() as session, reference.session() as cpu:
+        tokens = known_tokens(SHORT_PROMPT, model.config.vocab_size).tolist()
+        got, expected = session.forward_prompt_logits(tokens), cpu.forward_prompt_logits(tokens)
+        steps = []
+        for i in range(GREEDY_TOKENS):
+            steps.append(_compare(f"token {i + 1} after {SHORT_PROMPT}", got, expected))
+            token = int(np.argmax(expected))
+            got, expected = session.forward_token(token), cpu.forward_token(token)
+        worst = max(steps, key=lambda step: (not step["passed"], step["error"]))
+        found.append(worst | {"name": f"{GREEDY_TOKENS} greedy tokens, worst: {worst['name']}"})
+    return found
+
+
+def check_states(model: Model, reference: Model, quick: bool) -> list[Report]:
+    """Compare the hidden states of all tokens of two engines, for a model without logits."""
+    found = []
+    for n in (SHORT_PROMPT,) if quick else (SHORT_PROMPT, min(LONG_PROMPT, model.config.context_length)):
+        tokens = known_tokens(n, model.config.vocab_size)
+        got, expected = _states(model, tokens), _states(reference, tokens)
+        error = float(np.abs(got - expected).max() / np.abs(expected).max())
+        passed = bool(np.isfinite(got).all()) and error <= LOGITS_BOUND
+        found.append({"name": f"text of {n}", "passed": passed, "error": error})
+    return found
+
+
+def _states(model: Model, tokens: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Return the hidden states of a text, float32 ``[tokens][dim]``."""
+    with model.session() as session:
+        (states,) = model.forward_batch([session], [tokens], output="hidden", rows="all")
+    return np.asarray(states)
+
+
+def _speed(run: Callable[[], int]) -> float:
+    """Return the highest tokens per second over repeated runs, at least two."""
+    best, begin, runs = 0.0, time.perf_counter(), 0
+    while runs < 2 or time.perf_counter() - begin < BENCH_SECONDS:
+        start = time.perf_counter()
+        n = run()
+        best = max(best, n / (time.perf_counter() - start))
+        runs += 1
+    return best
+
+
+def benchmark(model: Model) -> list[Report]:
+    """Measure a prompt and decoding, and predict both if the chip is known."""
+    decodes = BENCH_TOKENS if model.config.generates else 0
+    prompt = min(BENCH_PROMPT, model.config.context_length - decodes)
+    tokens = known_tokens(prompt, model.config.vocab_size).tolist()
+
+    def prefill() -> int:
+        model.reset()
+        if model.config.has_head:
+            model.forward_prompt(tokens)
+        else:
+            _states(model, np.array(tokens))
+        return prompt
+
+    def decode() -> int:
+        model.rewind(prompt)
+        token = tokens[-1]
+        for _ in range(BENCH_TOKENS):
+            token = model.forward_token_greedy(token)
+        return BENCH_TOKENS
+
+    results = [{"name": f"pp{prompt}", "tokens_per_second": _speed(prefill)}]
+    if decodes:
+        results.append({"name": f"tg{BENCH_TOKENS}", "tokens_per_second": _speed(decode)})
+    try:
+        _add_predictions(model, results, prompt, decodes)
+    except (UnknownKernelError, UnsupportedModelError) as error:
+        results[0]["no_prediction"] = str(error)
+    return results
+
+
+def _add_predictions(model: Model, results: list[Report], prompt: int, decodes: int) -> None:
+    """Add the range of predicted speeds to each result, if the chip is known."""
+    words = model.device.lower().replace("apple ", "").replace(" ", "-")
+    chip = next((name for name in sorted(CHIPS, key=len, reverse=True) if words.startswith(name)), None)
+    if chip is None:
+        return
+    shape = shape_of(model.gguf)
+    stats = model.stats()
+    options: dict[str, Any] = {
+        "family": find_chip(chip).family,
+        "gpu": model.device,
+        "fused_norm": bool(stats["fused_norm"]),
+        "matvec_rows": int(stats["matvec_rows"]),
+        "matmul_tensor": bool(stats["matmul_tensor"]),
+    }
+    steps = [d for i in range(decodes) for d in plan(shape, 1, position=prompt + i, **options)]
+    listed = (plan(shape, prompt, **options), steps)
+    waits = (1, decodes)
+    for result, dispatches, n, wait in zip(results, listed, (prompt, decodes), waits, strict=False):
+        prediction = predict(find_chip(chip), dispatches, n, waits=wait)
+        result |= {"chip": chip, "predicted_range": list(prediction.tokens_per_second_range)}
+
+
+@contextmanager
+def _settled() -> Iterator[None]:
+    """Disable the self-test, which would reject the GPU that is to be checked."""
+    before = os.environ.get("METAL_PREFILL_CHECK")
+    os.environ["METAL_PREFILL_CHECK"] = "0"
+    try:
+        yield
+    finally:
+        del os.environ["METAL_PREFILL_CHECK"]
+        if before is not None:
+            os.environ["METAL_PREFILL_CHECK"] = before
+
+
+def examine(path: Path | None, *, quick: bool, say: Say) -> Report:
+    """Run all checks and return the report, in which ``passed`` is true if all results agree.
+
+    Parameters
+    ----------
+    path
+        Path of the model; None selects the bundled model.
+    quick
+        Only check matrix products, attention and the logits of a short prompt.
+    say
+        Function called with each line of text when it is available.
+    """
+    report: Report = {"quick": quick, "machine": machine(), "passed": False}
+    facts = report["machine"] | {f"gpu {name}": value for name, value in report["machine"]["gpu"].items()}
+    for name, value in facts.items():
+        if name != "gpu" and value != "":
+            say(f"{name}: {value}")
+    with _settled():
+        try:
+            model = Model(path, device="metal")
+        except DeviceError as error:
+            report["problem"] = str(error)
+            say(f"FAILED: {error}")
+            return report
+    with model, Model(path, device="cpu", compute="f32") as reference:
+        report["model"], report["device"] = str(model.path), model.device
+        try:
+            _examine(model, reference, report, quick, say)
+        except DeviceError as error:
+            report["problem"] = str(error)
+            say(f"FAILED: {error}")
+    return report
+
+
+def _examine(model: Model, reference: Model, report: Report, quick: bool, say: Say) -> None:
+    kernels = report["kernels"] = check_kernels(model, quick)
+    slowest = max(kernels["pipelines"], key=lambda p: float(p["seconds"]))
+    say(
+        f"shaders: {kernels['shaders']}; {len(kernels['pipelines'])} pipelines, the slowest "
+        f"{slowest['kernel']} after {slowest['seconds']:.3f} s"
+    )
+    if kernels["no_matmul_tensor"]:
+        say(f"matrix units disabled: {kernels['no_matmul_tensor']}")
+    say(f"kernels that agree: {len(kernels['checked']) - len(kernels['differences'])}")
+    if kernels["not_checked"] and not quick:
+        say(f"kernels not reached: {', '.join(kernels['not_checked'])}")
+    for d in kernels["differences"]:
+        say(f"DIFFERS: {d['kernel']}: value {d['index']} is {d['got']:.6g}, expected {d['expected']:.6g}")
+    has_logits = model.config.has_head
+    compare, what = (check_logits, "logit") if has_logits else (check_states, "value")
+    results = report["logits" if has_logits else "hidden_states"] = compare(model, reference, quick)
+    for c in results:
+        verdict = "agrees" if c["passed"] else "DIFFERS"
+        chosen = f", token {c['token']}, CPU token {c['cpu_token']}" if has_logits else ""
+        say(f"{verdict}: {c['name']}: error {c['error']:.1e} of the largest {what}{chosen}")
+    report["passed"] = not kernels["differences"] and all(c["passed"] for c in results)
+    if not quick:
+        report["benchmark"] = benchmark(model)
+        for b in report["benchmark"]:
+            predicted = b.get("predicted_range")
+            compared = f", predicted {predicted[0]:.0f} to {predicted[1]:.0f}" if predicted else ""
+            say(f"{b['name']}: {b['tokens_per_second']:.1f} tokens/s{compared}")
+            if "no_prediction" in b:
+                say(f"no prediction: {b['no_prediction']}")
+    say("all results agree" if report["passed"] else "some results differ: please report this")
+    sys.stdout.flush()

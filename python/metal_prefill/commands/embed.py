@@ -1,0 +1,188 @@
+"""``metal-prefill embed``: embeddings of the texts in a file, resumable after an interrupted run."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from metal_prefill._support.atomic_write import named, replacing
+from metal_prefill.commands import common
+from metal_prefill.commands.text_files import add_prompt_arguments, add_text_arguments, read_texts
+from metal_prefill.errors import MissingExtraError
+from metal_prefill.tasks._text_passes import TextPasses
+
+if TYPE_CHECKING:
+    from metal_prefill import Model
+
+BLOCK = 256  # texts per write
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
+    add_text_arguments(parser, "texts")
+    parser.add_argument(
+        "-o",
+        "--output",
+        required=True,
+        type=Path,
+        metavar="FILE",
+        help="output file: .npy, float32 [texts, dimensions], or .parquet with the texts (requires pyarrow)",
+    )
+    parser.add_argument(
+        "--dimensions", type=common.positive, metavar="N", help="keep the first N values of each vector"
+    )
+    parser.add_argument(
+        "--pooling",
+        choices=("mean", "cls", "last"),
+        help="pooling of hidden states (default: the model file's)",
+    )
+    parser.add_argument(
+        "--instruction",
+        metavar="TEXT",
+        help="prompt of each text: query, document or another name that the model knows; a description of "
+        "the task; or a template with {text} (default: the model's default prompt, if it has one)",
+    )
+    add_prompt_arguments(parser, "texts")
+    parser.add_argument("--no-normalize", action="store_true", help="do not normalize vectors to length 1")
+    common.add_model_arguments(parser)
+    common.add_engine_arguments(parser)
+
+
+def execute(arguments: argparse.Namespace) -> None:
+    """Compute the vectors missing from an earlier run, and write the file once all are available."""
+    from metal_prefill.tasks._embedding import check_pooling, embed_prompts, encode_texts
+    from metal_prefill.tasks._prompt_rules import PromptRules
+    from metal_prefill.tasks._prompts import prompt_form
+
+    kind = arguments.output.suffix
+    if kind not in (".npy", ".parquet"):
+        raise common.UsageError(f"{arguments.output}: the name must end with .npy or .parquet")
+    if kind == ".parquet":
+        _pyarrow()
+    if not arguments.output.parent.is_dir():
+        raise common.UsageError(f"{arguments.output}: folder {arguments.output.parent} does not exist")
+    texts = read_texts(arguments.file, arguments.column)
+    options: dict[str, Any] = {
+        "dimensions": arguments.dimensions,
+        "pooling": arguments.pooling,
+        "normalize": not arguments.no_normalize,
+    }
+    with common.open_model(arguments) as model:
+        # Encode all texts first, so that errors are raised early and number the texts as in the file.
+        if check_pooling(model.engine, arguments.pooling) == "none":
+            raise common.UsageError(
+                f"{model.path.name} has a vector for each token, which {kind} cannot store: set --pooling"
+            )
+        form = prompt_form(model.engine, arguments.instruction)
+        rules = PromptRules(arguments.truncate, arguments.unicode)
+        encoded = encode_texts(model.engine, texts, form, rules)
+        for note in encoded.notes(model.max_context):
+            print(f"warning: {note}", file=sys.stderr)
+        prompts = encoded.prompts
+        identity = {
+            **options,
+            "instruction": arguments.instruction,
+            "truncate": [arguments.truncate, model.max_context],
+            "unicode": arguments.unicode,
+            "compute": model.compute,
+        }
+        passes = TextPasses(model.engine)
+        width = arguments.dimensions or model.engine.head.width
+        part = _Part(arguments.output, _identity(model, texts, identity), len(texts), width)
+        before = len(part)
+        begin = time.perf_counter()
+        with common.progress_bar("texts", "texts", len(texts) > BLOCK) as progress:
+            for first in range(before, len(texts), BLOCK):
+                part.append(embed_prompts(passes, prompts[first : first + BLOCK], **options))
+                if progress is not None:
+                    progress(len(part), len(texts))
+        seconds = time.perf_counter() - begin
+        tokens = sum(map(len, prompts[before:]))
+    vectors = part.vectors()
+    if kind == ".npy":
+        with replacing(arguments.output) as path, open(path, "wb") as file:
+            np.save(file, vectors)
+    else:
+        _write_parquet(arguments.output, arguments.column, texts, vectors)
+    part.remove()
+    print(summary(len(texts) - before, before, tokens, seconds), file=sys.stderr)
+
+
+def summary(done: int, before: int, tokens: int, seconds: float) -> str:
+    """Summarize the number of texts and the speed."""
+    rate = f" ({done / seconds:,.0f} texts/s, {tokens / seconds:,.0f} tokens/s)" if done and seconds else ""
+    known = f"; {before:,} done before" if before else ""
+    return f"{done:,} text{'' if done == 1 else 's'} in {seconds:.1f} s{rate}{known}"
+
+
+def _identity(model: Model, texts: list[str], options: dict[str, Any]) -> str:
+    """Return a hash of all inputs that the vectors depend on."""
+    digest = hashlib.sha256()
+    size = model.path.stat().st_size
+    for piece in (str(model.path.resolve()), str(size), json.dumps(options, sort_keys=True), *texts):
+        encoded = piece.encode("utf-8", "surrogatepass")
+        digest.update(len(encoded).to_bytes(8, "little") + encoded)
+    return digest.hexdigest()
+
+
+class _Part:
+    """Vectors of the first texts, in a file next to the output that is named by their identity."""
+
+    def __init__(self, output: Path, identity: str, texts: int, width: int) -> None:
+        self._output = output
+        self._path = output.with_name(f".{output.name}.{identity[:16]}.part")
+        self._texts = texts
+        self._width = width
+        self._header = width.to_bytes(4, "little")
+        size = 0
+        if self._path.exists():
+            with open(self._path, "rb") as file:
+                if file.read(4) == self._header:  # otherwise the file is damaged
+                    size = self._path.stat().st_size
+        rows = max(size - 4, 0) // (4 * width)  # the last write may be incomplete
+        self._rows = rows if rows <= texts else 0
+        if size:
+            os.truncate(self._path, 4 + 4 * width * self._rows)
+
+    def __len__(self) -> int:
+        return self._rows
+
+    def append(self, vectors: Any) -> None:
+        with named(self._output), open(self._path, "ab" if self._rows else "wb") as file:
+            if not self._rows:
+                file.write(self._header)
+            file.write(vectors.tobytes())
+            file.flush()
+            os.fsync(file.fileno())
+        self._rows += len(vectors)
+
+    def vectors(self) -> Any:
+        if not self._rows:
+            return np.empty((0, self._width), np.float32)
+        return np.frombuffer(self._path.read_bytes(), np.float32, offset=4).reshape(self._texts, self._width)
+
+    def remove(self) -> None:
+        self._path.unlink(missing_ok=True)
+
+
+def _pyarrow() -> Any:
+    try:
+        import pyarrow.parquet
+    except ImportError as error:
+        raise MissingExtraError(f"writing Parquet requires pyarrow: pip install pyarrow ({error})") from error
+    return pyarrow
+
+
+def _write_parquet(path: Path, column: str, texts: list[str], vectors: Any) -> None:
+    arrow = _pyarrow()
+    table = arrow.table({column: texts, "embedding": list(vectors)})
+    with replacing(path) as temporary:
+        arrow.parquet.write_table(table, temporary)

@@ -1,0 +1,146 @@
+"""``metal-prefill info``: contents of a model file, and available devices."""
+
+from __future__ import annotations
+
+import argparse
+from collections import Counter
+from dataclasses import fields
+from math import prod
+from typing import TYPE_CHECKING
+
+from metal_prefill._support.atomic_write import replacing
+from metal_prefill.commands import common
+
+if TYPE_CHECKING:
+    from metal_prefill.files._gguf_file import GGUFFile
+
+MIB = 1 << 20
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
+    common.add_model_argument(parser)
+    parser.add_argument("positional_model", nargs="?", metavar="FILE", help="the same as -m FILE")
+    parser.add_argument("--plot", metavar="PNG", help="plot tensor sizes (requires the extra [plot])")
+
+
+def bytes_by_type(gguf: GGUFFile) -> list[tuple[str, int, int, int]]:
+    """Return name and numbers of tensors, weights and bytes per tensor type, largest first."""
+    tensors: Counter[str] = Counter()
+    weights: Counter[str] = Counter()
+    sizes: Counter[str] = Counter()
+    for tensor in gguf.tensors.values():
+        tensors[tensor.type_name] += 1
+        weights[tensor.type_name] += prod(tensor.shape)
+        sizes[tensor.type_name] += tensor.nbytes
+    return [(name, tensors[name], weights[name], size) for name, size in sizes.most_common()]
+
+
+def role_of(name: str) -> str:
+    """Return the part of the model that a tensor belongs to: its name without layer number and suffix."""
+    parts = name.removesuffix(".weight").removesuffix(".bias").split(".")
+    return ".".join(parts[2:]) if parts[0] == "blk" and len(parts) > 2 else ".".join(parts)
+
+
+def bytes_by_role(gguf: GGUFFile) -> list[tuple[str, dict[str, int]]]:
+    """Return the bytes per tensor type of each part of the model, largest part first."""
+    roles: dict[str, Counter[str]] = {}
+    for tensor in gguf.tensors.values():
+        roles.setdefault(role_of(tensor.name), Counter())[tensor.type_name] += tensor.nbytes
+    return sorted(
+        ((role, dict(sizes)) for role, sizes in roles.items()), key=lambda item: -sum(item[1].values())
+    )
+
+
+def devices() -> list[tuple[str, str]]:
+    """Return name and availability of each device."""
+    from metal_prefill import _core
+    from metal_prefill.engine import resolve_device
+    from metal_prefill.storage._kernel_set import kernel_set, settle_pair_speed
+
+    if problem := _core.metal_device().get("problem"):
+        metal = f"not available: {problem}"
+    elif _core.has_emulator:
+        metal = "emulator: for correctness tests, its speed is not that of a GPU"
+    else:
+        metal = "available"
+    speedup = settle_pair_speed()
+    cpu = f"available, with {kernel_set()}"
+    if speedup:
+        cpu += f"; products of bfloat16 pairs measured {speedup:.1f} times as fast as float32"
+    return [("auto", resolve_device("auto")), ("cpu", cpu), ("metal", metal)]
+
+
+def execute(arguments: argparse.Namespace) -> None:
+    """Print the tables."""
+    from rich.table import Table
+
+    from metal_prefill import default_model_path
+    from metal_prefill.bench._plot import check
+    from metal_prefill.engine import chosen_mode
+    from metal_prefill.files._gguf_file import GGUFFile
+    from metal_prefill.files._hyperparameters import read_config
+    from metal_prefill.files._model_tensors import ignored_tensors
+
+    if arguments.model and arguments.positional_model:
+        raise common.UsageError("name the model once: -m FILE or FILE")
+    if arguments.plot:
+        check(arguments.plot)
+    path = common.model_path(arguments.model or arguments.positional_model) or default_model_path()
+    console = common.console()
+    with GGUFFile(path) as gguf:
+        config = read_config(gguf)
+        console.print(f"{path}: GGUF version {gguf.version}, {path.stat().st_size:,} bytes", highlight=False)
+        title = "configuration (settings other than defaults)"
+        table = Table("setting", "value", title=title, title_justify="left")
+        for field in fields(config):
+            value = getattr(config, field.name)
+            if value != field.default:
+                table.add_row(field.name, f"{value:g}" if isinstance(value, float) else str(value))
+        model_name, pre = gguf.metadata.get("tokenizer.ggml.model"), gguf.metadata.get("tokenizer.ggml.pre")
+        table.add_row(
+            "tokenizer", "none" if model_name is None else f"{model_name}" + (f" ({pre})" if pre else "")
+        )
+        table.add_row("compute on the CPU", chosen_mode(gguf, config))
+        console.print(table)
+
+        table = Table(title="tensors", title_justify="left")
+        for i, name in enumerate(("type", "tensors", "weights", "bytes", "MiB", "bits per weight")):
+            table.add_column(name, justify="left" if i == 0 else "right")
+        for kind, count, weights, size in bytes_by_type(gguf):
+            bits = f"{8 * size / weights:.2f}"
+            table.add_row(kind, str(count), f"{weights:,}", f"{size:,}", f"{size / MIB:.2f}", bits)
+        console.print(table)
+        for purpose, count in Counter(ignored_tensors(gguf, config).values()).items():
+            console.print(f"{count} tensors for {purpose} are ignored", highlight=False)
+        if arguments.plot:
+            draw(gguf, arguments.plot)
+
+    table = Table("device", "state", title="devices", title_justify="left")
+    for device, state in devices():
+        table.add_row(device, state)
+    console.print(table)
+
+
+def draw(gguf: GGUFFile, path: str) -> None:
+    """Plot the bytes of each part of the model by tensor type."""
+    from matplotlib.figure import Figure
+
+    from metal_prefill.bench._plot import COLOURS
+
+    roles = bytes_by_role(gguf)[::-1]
+    figure = Figure(figsize=(8, 1 + 0.32 * len(roles)), layout="constrained")
+    axes = figure.subplots()
+    left = [0.0] * len(roles)
+    for i, (kind, *_) in enumerate(bytes_by_type(gguf)):
+        widths = [sizes.get(kind, 0) / MIB for _, sizes in roles]
+        names = [role for role, _ in roles]
+        axes.barh(names, widths, left=left, label=kind, color=COLOURS[i % len(COLOURS)])
+        left = [a + b for a, b in zip(left, widths, strict=True)]
+    axes.set_xlabel("MiB, all layers together")
+    axes.set_title(gguf.path.name, fontsize=10)
+    axes.grid(axis="x", alpha=0.3)
+    axes.margins(x=0.03)
+    axes.legend(loc="lower right")  # the largest part is at the top
+    with replacing(path) as part:
+        figure.savefig(part, dpi=150)

@@ -1,0 +1,89 @@
+"""``metal-prefill label``: classification of texts and tokens."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+from metal_prefill.commands import common
+from metal_prefill.commands.text_files import add_text_arguments, add_truncate_argument, read_texts
+
+if TYPE_CHECKING:
+    from metal_prefill import Model
+
+
+def _labels(text: str) -> list[str]:
+    labels = [word.strip() for word in text.split(",")]
+    if not all(labels):
+        raise argparse.ArgumentTypeError(f"must be labels separated by commas, got {text!r}")
+    return labels
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
+    add_text_arguments(parser, "texts")
+    parser.add_argument(
+        "--labels",
+        type=_labels,
+        metavar="A,B,...",
+        help="labels in words, of which a generative model predicts the most probable (default: those of the "
+        "file's classification head)",
+    )
+    parser.add_argument(
+        "--template",
+        metavar="TEXT",
+        help="with --labels: prompt that contains {text} and ends with {label}",
+    )
+    parser.add_argument(
+        "--strategy",
+        choices=("none", "simple", "first", "average", "max"),
+        default="simple",
+        help="grouping of tokens that a head labels: adjacent tokens with the same label (simple); whole "
+        "words, with the label of their first token (first), of the mean of their tokens (average) or of the "
+        "most certain token (max); no grouping (none) (default: simple)",
+    )
+    add_truncate_argument(parser, "texts")
+    parser.add_argument("--json", action="store_true", help="print lines of JSON, one for each text")
+    common.add_model_arguments(parser)
+    common.add_engine_arguments(parser)
+
+
+def execute(arguments: argparse.Namespace) -> None:
+    """Print the labels of each text: of the whole text, or of its parts with their positions."""
+    if arguments.template is not None and arguments.labels is None:
+        raise common.UsageError("--template requires --labels")
+    texts = read_texts(arguments.file, arguments.column)
+    with common.open_model(arguments) as model:
+        head = model.engine.head
+        of_tokens = bool(head.labels) and head.pooling in (None, "none") and arguments.labels is None
+        label = _label_parts if of_tokens else _label_texts
+        label(model, texts, arguments)
+
+
+def _label_parts(model: Model, texts: list[str], arguments: argparse.Namespace) -> None:
+    from metal_prefill.tasks._prompt_rules import cut_message
+    from metal_prefill.tasks._text_passes import TextPasses
+    from metal_prefill.tasks._token_labels import encode_spans, entities_of
+
+    spanned, cut = encode_spans(model.engine, texts, arguments.truncate)
+    if cut:
+        print(f"warning: {cut_message(cut, len(texts), model.max_context, 'text')}", file=sys.stderr)
+    for i, entities in enumerate(entities_of(TextPasses(model.engine), spanned, arguments.strategy)):
+        if arguments.json:
+            print(json.dumps({"index": i, "entities": [asdict(entity) for entity in entities]}))
+            continue
+        for entity in entities:
+            print(f"{i}:{entity.start}-{entity.end}  {entity.label}  {entity.score:.4f}  {entity.text}")
+
+
+def _label_texts(model: Model, texts: list[str], arguments: argparse.Namespace) -> None:
+    found = model.classify(texts, arguments.labels, arguments.template, truncate=arguments.truncate)
+    for i, (label, values) in enumerate(zip(found.best, found.probabilities, strict=True)):
+        if arguments.json:
+            scores = dict(zip(found.labels, values.tolist(), strict=True))
+            print(json.dumps({"index": i, "label": label, "probabilities": scores}))
+        else:
+            print(f"{i}  {label}  {values.max():.4f}  {texts[i]}")

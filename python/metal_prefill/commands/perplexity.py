@@ -1,0 +1,134 @@
+"""``metal-prefill perplexity``: perplexity of a text under a model."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from metal_prefill.commands import common
+from metal_prefill.commands.run import read_prompt
+
+DEFAULT_WINDOW = 512  # tokens, as in llama.cpp's tool
+
+
+@dataclass(frozen=True)
+class Perplexity:
+    """Perplexity of a text under a model.
+
+    Attributes
+    ----------
+    value : float
+        ``exp`` of the mean negative log probability.
+    error : float
+        Standard error of `value`, assuming independent tokens.
+    n_scored, n_windows : int
+        Number of scored tokens, and number of windows.
+    """
+
+    value: float
+    error: float
+    n_scored: int
+    n_windows: int
+
+
+def windows(ids: Sequence[int], length: int, bos: int | None) -> list[list[int]]:
+    """Split a text into windows that do not overlap, and drop an incomplete last window.
+
+    Each window starts with `bos` unless it is None. `bos` replaces the first token of the window, as in
+    llama.cpp's perplexity tool, so that results are comparable.
+    """
+    cut = [list(ids[at : at + length]) for at in range(0, len(ids) - length + 1, length)]
+    if bos is not None:
+        for window in cut:
+            window[0] = bos
+    return cut
+
+
+def perplexity(
+    score: Callable[[Sequence[int]], np.ndarray[tuple[int], np.dtype[np.float32]]],
+    cut: Sequence[Sequence[int]],
+    report: Callable[[int, int, float], object] | None = None,
+) -> Perplexity:
+    """Score the second half of each window, given the first.
+
+    Every scored token thus has at least half a window of context. In a window of n tokens, the tokens at
+    n/2 + 1 to n - 1 are scored, as in llama.cpp's perplexity tool.
+
+    Parameters
+    ----------
+    score
+        Function that returns the log probability of each token given those before it, ``[n - 1]``, such as
+        `metal_prefill.Model.score`.
+    cut
+        Result of `windows`.
+    report
+        Function called after each window with the number of finished windows, the total and the perplexity
+        so far.
+    """
+    total = squares = 0.0
+    count = 0
+    for done, window in enumerate(cut, start=1):
+        losses = -score(window)[len(window) // 2 :].astype(np.float64)
+        total += float(losses.sum())
+        squares += float((losses**2).sum())
+        count += losses.size
+        if report is not None:
+            report(done, len(cut), math.exp(total / count))
+    mean = total / count
+    variance = max(squares / count - mean * mean, 0.0)
+    value = math.exp(mean)
+    return Perplexity(value, value * math.sqrt(variance / max(count - 1, 1)), count, len(cut))
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
+    parser.description = (
+        "Perplexity of a text, measured as in llama.cpp's tool: the text is split into windows that do "
+        "not overlap, each starts with the beginning-of-text token if the model has one, and the second "
+        "half of each window is scored given the first."
+    )
+    common.add_model_arguments(parser)
+    parser.add_argument("-f", "--file", required=True, metavar="FILE", help="file with the text; - is stdin")
+    parser.add_argument(
+        "-c",
+        "--window",
+        type=common.positive,
+        metavar="N",
+        help=f"tokens in a window (default: {DEFAULT_WINDOW}, or the model's context if smaller)",
+    )
+    parser.add_argument("--windows", type=common.positive, metavar="N", help="use only the first N windows")
+    common.add_engine_arguments(parser)
+
+
+def execute(arguments: argparse.Namespace) -> None:
+    """Print the perplexity."""
+    text = read_prompt(arguments)
+    with common.open_model(arguments, generates=True) as model:
+        length = arguments.window or min(DEFAULT_WINDOW, model.max_context)
+        if length < 4:
+            raise common.UsageError(f"a window must have at least 4 tokens, got {length}")
+        if length > model.max_context:
+            raise common.UsageError(f"a window of {length} tokens exceeds the context of {model.max_context}")
+        ids = model.tokenizer.encode(text)
+        bos = model.tokenizer.bos_id if model.tokenizer.add_bos else None
+        cut = windows(ids, length, bos)[: arguments.windows]
+        if not cut:
+            raise common.UsageError(
+                f"the text has {len(ids)} tokens, fewer than a window of {length}: use a longer text, or set "
+                "--window"
+            )
+        with common.progress_bar("perplexity", "windows") as progress:
+
+            def report(done: int, total: int, so_far: float) -> None:
+                if progress is not None:
+                    progress(done, total)
+
+            result = perplexity(model.score, cut, report)
+    print(
+        f"perplexity {result.value:.4f} ± {result.error:.4f} over {result.n_scored} tokens, "
+        f"the second halves of {result.n_windows} windows of {length}"
+    )

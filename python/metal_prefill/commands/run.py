@@ -1,0 +1,205 @@
+"""``metal-prefill run``: continue one prompt or a batch of prompts, and report the speed."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from metal_prefill.commands import common
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
+    common.add_model_arguments(parser)
+    prompt = parser.add_mutually_exclusive_group(required=True)
+    prompt.add_argument(
+        "-p",
+        "--prompt",
+        action="append",
+        metavar="TEXT",
+        help="text to continue; repeatable, several are continued as a batch",
+    )
+    prompt.add_argument("-f", "--file", metavar="FILE", help="file that holds the prompt; - is stdin")
+    prompt.add_argument(
+        "--prompts",
+        metavar="JSONL",
+        help='file of prompts, one per line: a string, or an object with "prompt" and options such as '
+        '"max_tokens"; - is stdin. Results are JSON lines',
+    )
+    parser.add_argument(
+        "-o",
+        "--output",
+        metavar="JSONL",
+        help="write results as JSON lines, in the order of the prompts; a file that holds the first ones is "
+        "continued",
+    )
+    parser.add_argument(
+        "--streams",
+        type=common.positive,
+        default=32,
+        metavar="N",
+        help="maximum number of prompts in flight (default: 32)",
+    )
+    parser.add_argument(
+        "-n",
+        "--max-tokens",
+        type=common.not_negative,
+        default=128,
+        metavar="N",
+        help="maximum number of tokens to generate (default: 128)",
+    )
+    parser.add_argument(
+        "--answers",
+        type=common.positive,
+        default=1,
+        metavar="N",
+        help="number of texts per prompt, which is computed once; each has separate random numbers, from the "
+        "seed and its number (default: 1)",
+    )
+    parser.add_argument(
+        "--beams",
+        type=common.positive,
+        metavar="N",
+        help="beam search for the most probable text with N beams; --answers sets how many of the best are "
+        "printed",
+    )
+    parser.add_argument(
+        "--length-penalty",
+        type=float,
+        metavar="X",
+        help="with --beams: compare texts by log probability divided by length to the power of X "
+        "(default: 1)",
+    )
+    sampling = common.add_sampling_arguments(parser)
+    sampling.add_argument(
+        "--stop", action="append", default=[], metavar="TEXT", help="end before TEXT; repeatable"
+    )
+    sampling.add_argument(
+        "--stop-token",
+        action="append",
+        type=common.not_negative,
+        default=[],
+        metavar="ID",
+        help="end before a token; repeatable",
+    )
+    parser.add_argument(
+        "--json-schema",
+        metavar="FILE",
+        help="constrain the text to JSON that matches the schema in FILE (requires the extra guide)",
+    )
+    common.add_engine_arguments(parser)
+
+
+def constraint(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the constraint on all texts, as an option of each."""
+    path = arguments.json_schema
+    if path is None:
+        return {}
+    try:
+        return {"json_schema": json.loads(_read_text(path))}
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise common.UsageError(f"{path} is not JSON: {error}") from error
+
+
+@dataclass
+class Timing:
+    """Times of a prompt and its continuation, in seconds on a monotonic clock.
+
+    The prompt's time ends with its last logits, which determine the first new token. `n` new tokens therefore
+    take `n - 1` further passes, from which the decoding speed is computed.
+    """
+
+    prompt_tokens: int
+    begin: float = 0.0
+    prompt_done: float = 0.0
+    end: float = 0.0
+    decoded: int = 0
+
+    def line(self) -> str:
+        """Return a line with the rates of prompt and decoding in tokens per second."""
+        prompt_s, decode_s = self.prompt_done - self.begin, self.end - self.prompt_done
+        text = f"prompt: {_tokens(self.prompt_tokens)}, {self.prompt_tokens / prompt_s:.1f} tok/s"
+        if self.decoded and decode_s > 0:
+            text += f"  |  decode: {_tokens(self.decoded)}, {self.decoded / decode_s:.1f} tok/s"
+        return text
+
+
+def _tokens(count: int) -> str:
+    return "1 token" if count == 1 else f"{count} tokens"
+
+
+def read_prompt(arguments: argparse.Namespace) -> str:
+    """Return the text of the prompt from the option, a file or stdin."""
+    if arguments.file is None:
+        return str(arguments.prompt[0])
+    if arguments.file == "-":
+        return common.standard_input().read()
+    return _read_text(arguments.file)
+
+
+def _read_text(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise common.UsageError(f"{path} is not UTF-8 text: {error}") from error
+
+
+def execute(arguments: argparse.Namespace) -> None:
+    """Continue one prompt as a stream, several prompts as a batch, or run a beam search."""
+    many = arguments.prompts is not None or arguments.output is not None or len(arguments.prompt or []) > 1
+    if arguments.beams is not None:
+        from metal_prefill.commands import run_beams
+
+        run_beams.check(arguments)
+        run_beams.execute(arguments, read_prompt(arguments))
+    elif arguments.length_penalty is not None:
+        raise common.UsageError("--length-penalty requires --beams")
+    elif many or arguments.answers > 1:
+        from metal_prefill.commands import run_many
+
+        texts = [read_prompt(arguments)] if arguments.file is not None else arguments.prompt
+        run_many.execute(arguments, texts, constraint(arguments))
+    else:
+        continue_one(arguments)
+
+
+def continue_one(arguments: argparse.Namespace) -> None:
+    """Stream the prompt and its continuation to stdout, and the rates to stderr."""
+    prompt = read_prompt(arguments)
+    with common.open_model(arguments, generates=True) as model:
+        ids = model.tokenizer.encode(prompt)
+        timing = Timing(prompt_tokens=len(ids))
+        with common.progress_bar("prompt", "tokens", len(ids) >= common.PROGRESS_FROM) as progress:
+
+            def on_progress(done: int, total: int) -> None:
+                if done == total:
+                    timing.prompt_done = time.perf_counter()
+                if progress is not None:
+                    progress(done, total)
+
+            pieces = model.generate(
+                ids,
+                arguments.max_tokens,
+                stop=[*arguments.stop, *arguments.stop_token],
+                progress=on_progress,
+                **common.sampling_options(arguments),
+                **common.speculation(arguments),
+                **constraint(arguments),
+            )
+            timing.begin = time.perf_counter()
+            first = next(pieces, "")
+        try:
+            print(prompt, first, sep="", end="", flush=True)
+            for piece in pieces:
+                print(piece, end="", flush=True)
+        finally:
+            timing.end = time.perf_counter()
+            timing.decoded = model.position - len(ids)
+            print(flush=True)
+        if timing.prompt_done:
+            print(timing.line(), file=sys.stderr)

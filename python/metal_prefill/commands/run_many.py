@@ -1,0 +1,223 @@
+"""``metal-prefill run`` with many prompts: continuous batches, results in the order of the prompts."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+from metal_prefill.commands import common
+from metal_prefill.commands.result_lines import Prompt, continued, read_prompts
+from metal_prefill.errors import MetalPrefillError
+from metal_prefill.generation._sampling import Options, core_sampler
+from metal_prefill.generation._scheduler import Scheduler
+from metal_prefill.generation._stream import REFUSALS, Stream
+from metal_prefill.generation._text_generation import split_stops
+
+# Results that may wait for a slower earlier prompt, which limits their memory.
+MOST_WAITING = 1024
+
+
+@dataclass
+class Answer:
+    """A continuation of a prompt.
+
+    Attributes
+    ----------
+    pieces : list of str
+    finish_reason : str
+        See :class:`metal_prefill.Stream`; empty while the text is in progress.
+    """
+
+    pieces: list[str] = field(default_factory=list)
+    finish_reason: str = ""
+
+    def entry(self) -> dict[str, str]:
+        """Return the answer as a JSON object."""
+        return {"continuation": "".join(self.pieces), "finish_reason": self.finish_reason}
+
+
+@dataclass
+class Result:
+    """Result of a prompt.
+
+    Attributes
+    ----------
+    prompt : Prompt
+    answers : list of Answer
+        Continuations of the prompt; empty before it is submitted.
+    error : str
+        Error message; empty on success.
+    """
+
+    prompt: Prompt
+    answers: list[Answer] = field(default_factory=list)
+    error: str = ""
+
+    @property
+    def done(self) -> bool:
+        """Whether all answers are complete."""
+        return bool(self.error) or all(answer.finish_reason for answer in self.answers)
+
+    def line(self, **more: Any) -> str:
+        """Return the result as a line of JSON that ends with `more`."""
+        if self.error:
+            return self.prompt.line(error=self.error, **more)
+        entries = [answer.entry() for answer in self.answers]
+        found: dict[str, Any] = {**entries[0]} if len(entries) == 1 else {"answers": entries}
+        return self.prompt.line(**found, **more)
+
+
+def in_order(
+    scheduler: Scheduler, prompts: Iterator[Prompt], options: Mapping[str, Any], answers: int = 1
+) -> Iterator[Result]:
+    """Continue prompts in continuous batches, and yield the results in the order of the prompts.
+
+    Parameters
+    ----------
+    scheduler
+        Scheduler without streams.
+    prompts
+        Prompts, read when there is room for them.
+    options
+        Default options, which the options of a prompt override.
+    answers
+        Number of texts per prompt.
+    """
+    waiting: deque[Result] = deque()
+    under_way: dict[Stream, tuple[Result, Answer]] = {}
+    more = True
+    while more or waiting:
+        # Submit one prompt more than there is room for, so that it starts in the pass after one has ended.
+        while more and scheduler.streams <= scheduler.max_streams and len(waiting) < MOST_WAITING:
+            prompt = next(prompts, None)
+            if prompt is None:
+                more = False
+                break
+            result = Result(prompt)
+            waiting.append(result)
+            try:
+                for stream in _submit(scheduler, prompt, answers, options):
+                    result.answers.append(Answer())
+                    under_way[stream] = result, result.answers[-1]
+            except REFUSALS as error:
+                result.error = str(error)
+        for stream, piece in scheduler.step():
+            under_way[stream][1].pieces.append(piece)
+        for stream in [s for s in under_way if s.finish_reason is not None]:
+            result, answer = under_way.pop(stream)
+            answer.finish_reason = stream.finish_reason or ""
+            if stream.error is not None:
+                result.error = str(stream.error) or type(stream.error).__name__
+        while waiting and waiting[0].done:
+            yield waiting.popleft()
+
+
+def _submit(scheduler: Scheduler, prompt: Prompt, answers: int, options: Mapping[str, Any]) -> list[Stream]:
+    if prompt.text is None or prompt.error:
+        raise ValueError(prompt.error)
+    return scheduler.submit_answers(prompt.text, answers, **{**options, **prompt.options})
+
+
+def checked_options(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the default options; invalid values are an error of the command, not of each prompt."""
+    if arguments.max_tokens < 1:
+        raise common.UsageError("several prompts require -n of at least 1")
+    options = common.sampling_options(arguments)
+    choosing = {name: value for name, value in options.items() if name not in ("seed", "min_tokens")}
+    core_sampler(Options(**choosing), options["seed"], [])
+    return {
+        **options,
+        **common.speculation(arguments),
+        "max_tokens": arguments.max_tokens,
+        "stop": [*split_stops(arguments.stop, vocab_size=0)[0], *arguments.stop_token],
+    }
+
+
+def recorded_options(arguments: argparse.Namespace, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options that affect results, as JSON values."""
+    model = None if arguments.model is None else Path(arguments.model).name
+    chosen = {
+        name: value for name, value in options.items() if name != "speculate"
+    }  # does not affect results
+    written = json.dumps({"model": model, "answers": arguments.answers, **chosen})
+    recorded: dict[str, Any] = json.loads(written, parse_constant=str)  # a bias may be -inf
+    return recorded
+
+
+def execute(
+    arguments: argparse.Namespace, texts: Sequence[str] | None, constraint: Mapping[str, Any]
+) -> None:
+    """Continue prompts; write JSON lines to a file or stdout, or the texts of several ``-p`` to stdout.
+
+    Parameters
+    ----------
+    arguments
+        Arguments of the command.
+    texts
+        Prompts; None if ``--prompts`` names a file.
+    constraint
+        Default constraint on the texts.
+
+    Raises
+    ------
+    MetalPrefillError
+        Some prompts failed; all results are written.
+    """
+    options = {**checked_options(arguments), **constraint}
+    done_before = failed_before = failed = 0
+    as_lines = arguments.prompts is not None or arguments.output is not None
+    out: IO[str] = sys.stdout  # the progress bar replaces sys.stdout
+    with ExitStack() as stack:
+        if texts is None:
+            total, prompts = stack.enter_context(read_prompts(arguments.prompts))
+        else:
+            total, prompts = len(texts), (Prompt(text) for text in texts)
+        if arguments.output is not None:
+            made_with = recorded_options(arguments, options)
+            results = stack.enter_context(continued(arguments.output, prompts, made_with))
+            out, prompts = results.file, results.prompts
+            done_before, failed_before = results.done, results.failed
+        model = stack.enter_context(common.open_model(arguments, generates=True))
+        bar = total > 1 and not out.isatty()  # on a terminal, the texts themselves show the progress
+        progress = stack.enter_context(common.progress_bar("prompts", "prompts", bar))
+        begin = time.perf_counter()
+        done = done_before
+        scheduler = Scheduler(model, max_streams=max(arguments.streams, arguments.answers))
+        for result in in_order(scheduler, prompts, options, arguments.answers):
+            done += 1
+            failed += bool(result.error)
+            if as_lines:
+                first = {"options": made_with} if done == 1 and arguments.output is not None else {}
+                print(result.line(**first), end="", file=out, flush=True)
+            elif result.error:
+                print(f"error: prompt {done}: {result.error}", file=sys.stderr)
+            else:
+                texts_made = ["".join([str(result.prompt.text), *answer.pieces]) for answer in result.answers]
+                common.print_answers(texts_made, out)
+            if progress is not None:
+                progress(done, total)
+        seconds = time.perf_counter() - begin
+    print(summary(done - done_before, failed, done_before, seconds), file=sys.stderr)
+    if failed + failed_before:
+        place = f"; {arguments.output} has their errors" if arguments.output is not None else ""
+        raise MetalPrefillError(f"{failed + failed_before} of {total} prompts failed{place}")
+
+
+def summary(done: int, failed: int, done_before: int, seconds: float) -> str:
+    """Summarize the number of prompts, the time, and the numbers of failed and previously done prompts."""
+    text = f"{_prompts(done)} in {seconds:.1f} s"
+    if failed:
+        text += f", {failed} failed"
+    return text + (f"; {_prompts(done_before)} done before" if done_before else "")
+
+
+def _prompts(count: int) -> str:
+    return "1 prompt" if count == 1 else f"{count:,} prompts"

@@ -1,0 +1,195 @@
+"""``metal-prefill serve``: an OpenAI-compatible HTTP server."""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import os
+import signal
+import socket
+import sys
+from pathlib import Path
+
+from metal_prefill.commands import common
+from metal_prefill.errors import MissingExtraError
+from metal_prefill.serve._settings import Settings
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
+    parser.add_argument(
+        "--host",
+        type=_host,
+        default="127.0.0.1",
+        metavar="ADDRESS",
+        help="address to listen on (default: 127.0.0.1)",
+    )
+    parser.add_argument(
+        "--port",
+        type=common.port,
+        default=8080,
+        metavar="N",
+        help="port to listen on; 0 picks a free port (default: 8080)",
+    )
+    parser.add_argument(
+        "--alias",
+        action="append",
+        metavar="NAME",
+        help="name of the model in requests; repeatable (default: the name of its file)",
+    )
+    parser.add_argument(
+        "--no-page", dest="page", action="store_false", help="do not serve the page for browsers at /"
+    )
+    parser.add_argument("--api-key-file", type=Path, metavar="FILE", help="one accepted API key per line")
+    limits = parser.add_argument_group("limits")
+    positive, not_negative = common.positive, common.not_negative
+    for option, kind, metavar, what in (
+        ("max_streams", positive, "N", "maximum number of texts generated at a time"),
+        ("max_queue", not_negative, "N", "maximum number of waiting texts; further requests get status 429"),
+        ("max_seconds", float, "X", "time limit of an answer in seconds, including waiting"),
+        (
+            "max_connections",
+            positive,
+            "N",
+            "maximum number of open connections; requests on further ones get status 503",
+        ),
+        ("header_seconds", float, "X", "time limit in seconds for receiving the headers of a request"),
+        ("body_seconds", float, "X", "time limit in seconds for receiving the body of a request"),
+        ("send_seconds", float, "X", "time limit in seconds for sending a piece of an answer"),
+    ):
+        limits.add_argument(
+            f"--{option.replace('_', '-')}",
+            type=kind,
+            default=getattr(Settings, option),
+            metavar=metavar,
+            help=f"{what} (default: %(default)g)",
+        )
+    limits.add_argument(
+        "--max-body",
+        type=common.positive,
+        default=Settings.max_body,
+        metavar="BYTES",
+        help="maximum size of a request (default: 8 MiB)",
+    )
+    limits.add_argument(
+        "--kv-memory",
+        type=common.positive,
+        metavar="BYTES",
+        help="memory limit of the KV caches of all texts (default: half of the machine's memory)",
+    )
+    limits.add_argument(
+        "--prefix-memory",
+        type=common.not_negative,
+        default=256 << 20,
+        metavar="BYTES",
+        help="memory limit of the prefix cache (default: 256 MiB)",
+    )
+    limits.add_argument(
+        "--shutdown-grace",
+        "--drain-seconds",  # the name in earlier versions
+        type=common.positive,
+        default=30,
+        metavar="N",
+        help="seconds that answers in flight may take after SIGTERM or Ctrl-C (default: 30)",
+    )
+    parser.add_argument(
+        "--prefix-store",
+        type=Path,
+        metavar="DIR",
+        help="folder that stores shared prefixes, such as system messages, across restarts",
+    )
+    parser.add_argument(
+        "--prefix-store-bytes",
+        type=common.not_negative,
+        default=Settings.prefix_store_bytes,
+        metavar="BYTES",
+        help="maximum size of the prefix store (default: 1 GiB)",
+    )
+    parser.add_argument(
+        "--share-prefixes",
+        action="store_true",
+        help="share cached prefixes between API keys, which is faster, but lets each key infer what other "
+        "keys have sent",
+    )
+    parser.add_argument(
+        "--pooling", choices=("mean", "cls", "last"), help="pooling of embeddings (default: the model file's)"
+    )
+    common.add_model_arguments(parser)
+    common.add_engine_arguments(parser)
+
+
+def execute(arguments: argparse.Namespace) -> None:
+    """Serve until a signal arrives, then finish the answers in flight."""
+    from metal_prefill import serve
+
+    try:
+        from metal_prefill.serve._connections import Server, allow_files
+    except ImportError as error:
+        raise MissingExtraError(
+            f"the server requires an extra: pip install 'metal_prefill[serve]' ({error})"
+        ) from error
+    settings = Settings(
+        names=_names(arguments),
+        api_keys=_keys(arguments.api_key_file),
+        max_streams=arguments.max_streams,
+        max_queue=arguments.max_queue,
+        max_seconds=arguments.max_seconds,
+        max_connections=arguments.max_connections,
+        header_seconds=arguments.header_seconds,
+        body_seconds=arguments.body_seconds,
+        send_seconds=arguments.send_seconds,
+        max_body=arguments.max_body,
+        pooling=arguments.pooling,
+        prefix_store=arguments.prefix_store,
+        prefix_store_bytes=arguments.prefix_store_bytes,
+        share_prefixes=arguments.share_prefixes,
+        page=arguments.page,
+    )
+    allow_files(settings)
+    family = socket.AF_INET6 if ":" in arguments.host else socket.AF_INET
+    try:
+        listener = socket.create_server((arguments.host, arguments.port), family=family, backlog=2048)
+    except OSError as error:
+        hint = ""
+        if error.errno == errno.EADDRINUSE:
+            hint = "; another program listens there: choose another port with --port; 0 selects a free one"
+        where = f"{arguments.host}:{arguments.port}"
+        raise OSError(f"cannot listen on {where}: {error.strerror or error}{hint}") from None
+    with listener, common.open_model(arguments) as model:
+        app = serve.app(model, settings)
+        server = Server(app, settings, arguments.shutdown_grace, log_level="warning")
+        host = f"[{arguments.host}]" if ":" in arguments.host else arguments.host
+        url = f"http://{host}:{listener.getsockname()[1]}"
+        page = f"page at {url}/, " if settings.page else ""
+        print(f"{page}{', '.join(app.state.service.names)} at {url}/v1", file=sys.stderr, flush=True)
+        # uvicorn raises the signal again after closing, which must not count as a failure.
+        signal.signal(signal.SIGTERM, lambda number, frame: None)
+        server.run(sockets=[listener])
+
+
+def _host(text: str) -> str:
+    if not text.strip():
+        raise argparse.ArgumentTypeError("must not be empty; 0.0.0.0 listens on all addresses")
+    return text
+
+
+def _names(arguments: argparse.Namespace) -> list[str]:
+    """Return the model's names: those given, or the name passed for the model and that of its file."""
+    if arguments.alias:
+        return list(arguments.alias)
+    if arguments.model is None or os.path.exists(arguments.model) or ":" in arguments.model:
+        return []
+    return [arguments.model]
+
+
+def _keys(path: Path | None) -> list[str]:
+    if path is None:
+        return []
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise common.UsageError(f"{path} is not UTF-8 text: {error}") from error
+    keys = [line.strip() for line in text.splitlines() if line.strip()]
+    if not keys:
+        raise common.UsageError(f"{path} contains no API key")
+    return keys

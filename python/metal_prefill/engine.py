@@ -1,0 +1,359 @@
+"""The engine handle: what a model shares with its sessions, schedulers, tasks and servers. Its opening."""
+
+from __future__ import annotations
+
+import logging
+import os
+import platform
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias, get_args, runtime_checkable
+
+from metal_prefill import _core
+from metal_prefill._support.arguments import integer
+from metal_prefill._support.cached_property import cached_property
+from metal_prefill.errors import ClosedError, DeviceError, GGUFError, MetalPrefillError
+from metal_prefill.files._gguf_file import TENSOR_TYPES, GGUFFile
+from metal_prefill.files._hyperparameters import read_config
+from metal_prefill.files._model_config import ModelConfig, core_config
+from metal_prefill.files._model_tensors import collect_tensors
+from metal_prefill.files._task_config import PooledHead, TextLengths, read_head
+from metal_prefill.hub import default_model_path
+from metal_prefill.hub._local_file import local_file
+from metal_prefill.storage import _pack_cache, _session_file
+from metal_prefill.storage._cache_folder import pipeline_folder, remove_old_pipelines
+from metal_prefill.storage._kernel_set import kernel_set, settle_pair_speed
+
+if TYPE_CHECKING:
+    from metal_prefill.text._tokenizer import Tokenizer
+
+ComputeMode: TypeAlias = Literal["int8", "bf16", "f32"]
+AUTO: Literal["auto"] = "auto"
+CHOICES = (AUTO, *get_args(ComputeMode))
+
+# Kernel sets that multiply pairs of bfloat16 faster than 8 bits with a scale for each block of 32, once
+# quantized weights are pairs.
+_FASTER_IN_PAIRS = ("amx",)
+_ROW_SHARE = 0.12  # of the time of one row that another row takes, until it is measured: rather too little,
+# or longer drafts would never be tried
+
+_log = logging.getLogger("metal_prefill")
+_announced_fallback = False
+_announced_slow_kernels = False
+
+
+class RowCost:
+    """Seconds that passes take by their rows, as measured, where each row has an output or is of a prompt.
+
+    Passes that another program delays must not look expensive: an estimate follows shorter times at once, and
+    longer ones slowly.
+    """
+
+    def __init__(self) -> None:
+        self._seconds: dict[int, float] = {}  # by number of rows, rounded up
+
+    def note(self, rows: int, seconds: float) -> None:
+        """Take the time of a pass."""
+        key = _bucket(rows)
+        known = self._seconds.get(key)
+        if known is None:
+            self._seconds[key] = seconds
+        else:
+            weight = 0.3 if seconds < known else 0.05
+            self._seconds[key] = known + weight * (min(seconds, 2 * known) - known)
+
+    def seconds(self, rows: int) -> float:
+        """Estimate the time of a pass."""
+        key = _bucket(rows)
+        if key in self._seconds or not self._seconds:
+            return self._seconds.get(key, float(rows))
+        known = self._seconds.copy()  # other threads note their passes
+        below = max((rows for rows in known if rows < key), default=None)
+        above = min((rows for rows in known if rows > key), default=None)
+        if below is not None and above is not None:
+            share = (key - below) / (above - below)
+            return known[below] + share * (known[above] - known[below])
+        nearest = max(known) if above is None else min(known)
+        one = known.get(1, known[nearest] / (1 + _ROW_SHARE * (nearest - 1)))
+        return max(known[nearest] + _ROW_SHARE * one * (key - nearest), one)
+
+
+def _bucket(rows: int) -> int:
+    """Round up to a number of rows that is measured: steps of an eighth at least."""
+    step = 1 << max(rows.bit_length() - 4, 0)
+    return -(-rows // step) * step
+
+
+class Engine:
+    """A native engine with its file, configuration, tokenizer, limits and measured times.
+
+    Safe to use from several threads.
+
+    Parameters
+    ----------
+    core
+        The native engine.
+    gguf, config, head
+        The file and what was read from it.
+    max_context
+        Maximum position of sessions that set none.
+    compute
+        Compute mode; None on a GPU.
+    kv_dtype
+        ``f16``, ``f32`` or ``q8_0``.
+    lengths
+        Maximum number of tokens of each kind of text.
+
+    Attributes
+    ----------
+    gguf : GGUFFile
+    config : ModelConfig
+    head : PooledHead
+    max_context : int
+    compute : str or None
+    kv_dtype : str
+    lengths : TextLengths
+    row_cost : RowCost
+        Measured times of passes, for all texts.
+    exact_rows : int
+        Maximum number of tokens of a sequence in a pass whose results are bit-identical to those of single
+        tokens.
+    runs_ahead : bool
+        Whether the engine submits the pass of the next token before the host has seen the last one.
+    """
+
+    def __init__(
+        self,
+        core: _core.Engine,
+        gguf: GGUFFile,
+        config: ModelConfig,
+        head: PooledHead,
+        max_context: int,
+        compute: ComputeMode | None,
+        kv_dtype: str,
+        lengths: TextLengths,
+    ) -> None:
+        self._core: _core.Engine | None = core
+        self.gguf = gguf
+        self.config = config
+        self.head = head
+        self.max_context = max_context
+        self.compute = compute
+        self.kv_dtype = kv_dtype
+        self.lengths = lengths
+        self.row_cost = RowCost()
+        self.exact_rows = core.exact_rows
+        self.runs_ahead = core.runs_ahead
+
+    @property
+    def core(self) -> _core.Engine:
+        """The native engine.
+
+        Raises
+        ------
+        ClosedError
+            The model is closed.
+        """
+        core = self._core  # another thread may close the model now
+        if core is None:
+            raise ClosedError("the model is closed")
+        return core
+
+    @property
+    def path(self) -> Path:
+        """The GGUF file."""
+        return self.gguf.path
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """Tokenizer of the file, built on first use."""
+        from metal_prefill.text._tokenizer import Tokenizer
+
+        return Tokenizer.from_gguf(self.gguf)
+
+    @cached_property
+    def state_owner(self) -> _session_file.Owner:
+        """Identity of the model in saved sessions."""
+        variant = "long contexts" if self.config.rope_long else ""
+        return _session_file.Owner(
+            self.config,
+            self.kv_dtype,
+            _session_file.fingerprint(self.gguf, variant),
+            f"{self.path.name} for {variant}" if variant else self.path.name,
+        )
+
+    def session(self, max_context: int | None = None, prefix_namespace: str = "") -> _core.Session:
+        """Make a native session; see :meth:`metal_prefill.Model.session`."""
+        core, limit = self.core, self.config.context_length
+        context = integer("max_context", self.max_context if max_context is None else max_context, 1)
+        if context > limit:
+            raise ValueError(f"max_context {context} is outside 1 to {limit}, the model's context length")
+        if not isinstance(prefix_namespace, str):
+            raise TypeError(f"prefix_namespace must be a str, got {type(prefix_namespace).__name__}")
+        return core.session(context, prefix_namespace)
+
+    def check_generates(self) -> None:
+        """Raise ValueError if the model does not predict text, as encoders do not."""
+        if self.config.generates:
+            return
+        if not self.head.labels:
+            methods = "embed, or rerank" if self.head.per_token else "embed"
+        elif self.head.pooling == "none":
+            methods = "label_tokens"
+        else:
+            methods = "rerank or classify"
+        raise ValueError(
+            f"{self.path.name} is an encoder, which does not generate or score text: use {methods}"
+        )
+
+    def close(self) -> None:
+        """Free weights and pools once calls in flight have finished."""
+        core, self._core = self._core, None
+        if core is not None:
+            # So does the destructor, which in free-threaded Python runs in the thread that made `core`.
+            core.finish()
+
+
+@runtime_checkable
+class EngineOwner(Protocol):
+    """An object with an engine, such as a :class:`metal_prefill.Model`."""
+
+    @property
+    def engine(self) -> Engine:
+        """The engine handle."""
+
+
+def resolve_device(device: str) -> str:
+    """Return ``cpu`` or ``metal`` for a requested device; ``METAL_PREFILL_DEVICE`` overrides it.
+
+    ``auto`` is ``metal`` on a Mac's GPU and ``cpu`` everywhere else. The emulator is used only if ``metal``
+    is requested.
+
+    Raises
+    ------
+    ValueError
+        The name is not one of ``auto``, ``cpu`` and ``metal``.
+    DeviceError
+        ``metal`` is requested, but not available.
+    """
+    global _announced_fallback
+    override = os.environ.get("METAL_PREFILL_DEVICE")
+    source = "METAL_PREFILL_DEVICE" if override else "device"
+    name = override or device
+    if name not in ("auto", "cpu", "metal"):
+        raise ValueError(f"{source} must be 'auto', 'cpu' or 'metal', got {name!r}")
+    if name == "auto":
+        if _core.metal_available() and not _core.has_emulator:
+            return "metal"
+        if not _announced_fallback:
+            _announced_fallback = True
+            on_mac = platform.system() == "Darwin"
+            _log.log(logging.WARNING if on_mac else logging.INFO, "no Metal device: using the CPU engine")
+        return "cpu"
+    if name == "metal" and (problem := _core.metal_device().get("problem")):
+        raise DeviceError(f"{source}='metal' is not available: {problem}")
+    return name
+
+
+def open_engine(
+    path: str | os.PathLike[str] | None,
+    device: str,
+    options: _core.EngineOptions,
+    *,
+    max_context: int | None,
+    compute: ComputeMode | Literal["auto"],
+    kv_dtype: str,
+    mmap: bool,
+    pack_cache: bool,
+) -> Engine:
+    """Open a file on the engine of a device; parameters and errors are those of :class:`Model`.
+
+    `options` are checked, and complete but for those that depend on the file and the device.
+    """
+    automatic = (os.environ.get("METAL_PREFILL_DEVICE") or device) == "auto"
+    device = resolve_device(device)
+    if device == "metal":
+        options.metal.pipeline_folder = pipeline_folder(_core.has_emulator)
+        if os.environ.get("METAL_PREFILL_MATMUL_TENSOR") == "0":
+            options.metal.no_matmul_tensor = "METAL_PREFILL_MATMUL_TENSOR is 0"
+    gguf = GGUFFile(default_model_path() if path is None else local_file(path), mmap=mmap)
+    config = read_config(gguf, max_context)
+    if max_context is not None:
+        options.max_context = min(max_context, config.context_length)
+    head = read_head(gguf, config.architecture, config.dim)
+    try:
+        builder = _core.ModelBuilder(core_config(config), gguf.mapping, gguf.mapping)
+        for role, layer, info in collect_tensors(gguf, config):
+            rows, cols = info.shape if len(info.shape) == 2 else (1, info.shape[0])
+            builder.add(role, layer, info.name, info.type, rows, cols, info.offset, info.nbytes)
+        settle_pair_speed()
+        if device == "cpu":
+            _announce_slow_kernels()
+        core = _gpu_engine(builder, options, config, gguf, automatic) if device == "metal" else None
+        mode: ComputeMode | None = None
+        if core is None:
+            mode = chosen_mode(gguf, config) if compute == AUTO else compute
+            options.compute = _core.Compute[mode.upper()]
+            core = _pack_cache.build(builder, options, gguf) if pack_cache else builder.build("cpu", options)
+    except MetalPrefillError:
+        raise
+    except ValueError as error:  # the options were checked, so the file is at fault
+        raise GGUFError(f"{gguf.path}: {error}") from None
+    lengths = TextLengths.read(gguf) if max_context is None else TextLengths()
+    context = lengths.longest(config.context_length) if max_context is None else max_context
+    return Engine(core, gguf, config, head, context, mode, kv_dtype, lengths)
+
+
+def chosen_mode(gguf: GGUFFile, config: ModelConfig) -> ComputeMode:
+    """Return the mode that ``compute="auto"`` selects on this processor.
+
+    It is at least as close to float32 as 8 bits, and but for K-quants, IQ2, IQ3 and IQ4_XS on AMX the fastest
+    such. Weights that are not quantized are multiplied in float32 by ``"int8"``. Models that attend to
+    earlier tokens only may generate: their quantized weights stay in 8 bits or fewer, since a single token
+    waits for them to be read.
+    """
+    quantized = any(
+        TENSOR_TYPES[tensor.type].block_values > 1
+        for tensor in gguf.tensors.values()
+        if tensor.name.startswith("blk.")
+    )
+    in_pairs = not config.causal and kernel_set() in _FASTER_IN_PAIRS
+    return "bf16" if in_pairs and quantized else "int8"
+
+
+def _announce_slow_kernels() -> None:
+    """Log once that the processor runs none of the vector kernels, unless they were switched off."""
+    global _announced_slow_kernels
+    if (
+        _announced_slow_kernels
+        or os.environ.get("METAL_PREFILL_CPU_ISA")
+        or _core.cpu.kernel_sets() != ["scalar"]
+    ):
+        return
+    _announced_slow_kernels = True
+    built = [name for name in _core.cpu.built_sets() if name != "scalar"]
+    if built:
+        why = f"this processor runs none of {', '.join(built)}"
+    else:
+        why = "this build has no others: `pip install -v` with a newer compiler shows why"
+    _log.warning("using scalar kernels, which are many times slower: %s", why)
+
+
+def _gpu_engine(
+    builder: _core.ModelBuilder,
+    options: _core.EngineOptions,
+    config: ModelConfig,
+    gguf: GGUFFile,
+    automatic: bool,
+) -> _core.Engine | None:
+    """Build the Metal engine; None if it cannot be used and the device was not requested by name."""
+    from metal_prefill.gpu import _self_test
+
+    try:
+        engine = _self_test.build_checked(builder, options, config, len(gguf.mapping))
+        remove_old_pipelines(options.metal.pipeline_folder)
+        return engine
+    except DeviceError as error:
+        if not automatic:
+            raise
+        _log.warning("using the CPU engine: %s", error)
+        return None

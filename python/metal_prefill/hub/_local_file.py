@@ -1,0 +1,137 @@
+"""The GGUF file of a model that a user names: a file, a folder, a repository of the Hub or a package.
+
+A folder is converted once, into the cache folder. The name of the file there is a hash of what the
+conversion depends on: the small files of the folder and the headers of its weights in full, samples of the
+weights, with sizes and modification times, which reveal changes that the samples miss, and the version of the
+package.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import logging
+import os
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from metal_prefill.conversion._weights import source_files
+from metal_prefill.errors import GGUFError
+from metal_prefill.hub._bundled_models import PACKAGED
+from metal_prefill.hub._download import REPOSITORY, resolve_model
+from metal_prefill.storage._cache_folder import beyond_limit, cache_folder, version
+from metal_prefill.storage._session_file import sample_starts
+
+LIMIT = 16 << 30  # bytes of all converted models
+LAYOUT = 8  # counts changes of what a conversion writes
+
+_SAMPLES, _SAMPLE_BYTES = 64, 4096
+_SMALL = (".json", ".txt", ".jinja", ".metadata")  # endings of files that are hashed in full
+_SMALL_BYTES = 256 << 20
+_HEADER_BYTES = 1 << 20
+
+_log = logging.getLogger("metal_prefill")
+
+
+def local_file(spec: str | os.PathLike[str]) -> Path:
+    """Return the path of a GGUF file for what `spec` names, downloading and converting it if necessary.
+
+    Parameters
+    ----------
+    spec
+        See :func:`metal_prefill.hub.resolve_model`.
+
+    Raises
+    ------
+    MissingExtraError, HubError
+        See :func:`metal_prefill.hub.resolve_model`.
+    GGUFError, UnsupportedModelError, OSError
+        See :func:`metal_prefill.conversion.convert`.
+    """
+    path, name = model_folder(spec)
+    if not path.exists():
+        names = ", ".join(PACKAGED)
+        what = (
+            f"a model is a GGUF file, a folder, owner/repo or owner/repo:file on the Hub, or one of {names}"
+        )
+        raise FileNotFoundError(errno.ENOENT, f"{os.strerror(errno.ENOENT)}; {what}", os.fspath(path))
+    return converted(path, name) if path.is_dir() else path
+
+
+def model_folder(spec: str | os.PathLike[str]) -> tuple[Path, str]:
+    """Return the path of a file or folder for what `spec` names, and the name of the model."""
+    path = resolve_model(spec)
+    given = os.fspath(spec)
+    if given in PACKAGED and path != Path(given):
+        return path, PACKAGED[given].title
+    if path.is_dir() and REPOSITORY.fullmatch(given) and not Path(given).exists():
+        return path, given.partition("/")[2]
+    return path, path.resolve().name
+
+
+def converted(folder: Path, name: str) -> Path:
+    """Return the path of a folder's conversion in the cache, writing it if it is not there."""
+    path = _cache() / f"{name}-{_key(folder)[:16]}.gguf"
+    with suppress(OSError):  # a read-only file system cannot record the time of use
+        os.utime(path, ns=(time.time_ns(), path.stat().st_mtime_ns))
+    if path.is_file():
+        return path
+    from metal_prefill.conversion._writing import convert  # imports gguf, which takes 0.1 s
+
+    _log.info("converting %s to %s", folder, path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    convert(folder, path, name=name)
+    _evict(keep=path)
+    return path
+
+
+def conversions() -> list[tuple[float, int, Path]]:
+    """Return the time of last use, the size in bytes and the path of each file, most recently used first."""
+    return sorted(_entries(), reverse=True)
+
+
+def _cache() -> Path:
+    return cache_folder() / "converted"
+
+
+def _key(folder: Path) -> str:
+    if not (folder / "config.json").is_file():
+        files = sorted(path.name for path in folder.glob("*.gguf"))
+        hint = f"; it contains GGUF files, so name one, such as {folder / files[0]}" if files else ""
+        raise GGUFError(f"{folder}: has no config.json, which a model folder contains{hint}")
+    digest = hashlib.sha256(f"{version()} {LAYOUT}\n".encode())
+    small = [
+        path
+        for path in sorted((*folder.glob("*"), *folder.glob("*/*")))
+        if path.suffix in _SMALL and path.is_file()
+    ]
+    dense = [path for path in sorted(folder.glob("*/*.safetensors")) if path.is_file()]
+    for path in (*small, *source_files(folder), *dense):
+        status = path.stat()
+        digest.update(f"{path.relative_to(folder)} {status.st_size}\n".encode())
+        with open(path, "rb") as file:
+            if path.suffix in _SMALL:
+                digest.update(file.read(_SMALL_BYTES))
+                continue
+            digest.update(f"{status.st_mtime_ns}\n".encode())
+            digest.update(file.read(_HEADER_BYTES))
+            for start in sample_starts(status.st_size, _SAMPLES, _SAMPLE_BYTES):
+                file.seek(start)
+                digest.update(file.read(_SAMPLE_BYTES))
+    return digest.hexdigest()
+
+
+def _entries() -> Iterator[tuple[float, int, Path]]:
+    for path in _cache().glob("*.gguf"):
+        with suppress(FileNotFoundError):
+            status = path.stat()
+            yield status.st_atime, status.st_size, path
+
+
+def _evict(keep: Path) -> None:
+    """Delete the least recently used conversions beyond `LIMIT`; processes that have mapped one keep it."""
+    others = [entry for entry in _entries() if entry[2] != keep]
+    for path in beyond_limit(others, LIMIT - keep.stat().st_size):
+        path.unlink(missing_ok=True)

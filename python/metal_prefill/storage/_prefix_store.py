@@ -1,0 +1,196 @@
+"""Shared prompt prefixes on disk: after a restart, a known system message is loaded rather than computed.
+
+A prefix that two prompts of a namespace share is saved as a session file, named by its number of tokens and a
+hash of the tokens and the namespace. The server therefore reads only file names when it starts, and a prompt
+finds its stored prefixes by hashing its own; names differ between namespaces. Each model and cache dtype has
+its own folder. Damaged files are removed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import re
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from metal_prefill import _core
+from metal_prefill.errors import MetalPrefillError, StateError
+from metal_prefill.storage import _session_file
+from metal_prefill.storage._cache_folder import beyond_limit
+
+Ids = npt.NDArray[np.int32]
+
+PAGE = 64  # tokens; prefixes are truncated to whole pages
+RECENT_PROMPTS = 64  # of all namespaces, with which later prompts are compared
+MOST_PENDING = 4  # prefixes queued for writing; further ones are left to a later prompt
+_log = logging.getLogger("metal_prefill")
+_NAME = re.compile(r"(\d+)-([0-9a-f]{32})\.session")
+
+
+class PrefixStore:
+    """Store of shared prompt prefixes as session files.
+
+    Thread-safe.
+
+    Parameters
+    ----------
+    owner
+        Model that computes the prompts.
+    new_session
+        Function that makes a session of this model in a namespace.
+    folder
+        Folder of the files, created if missing with access for this user only: anyone with write access to it
+        can replace K and V.
+    limit
+        Maximum total size in bytes of the model's files; the least recently used are removed.
+
+    Attributes
+    ----------
+    loaded, saved : int
+        Number of prefixes loaded and saved so far.
+    """
+
+    def __init__(
+        self,
+        owner: _session_file.Owner,
+        new_session: Callable[[str], _core.Session],
+        folder: str | os.PathLike[str],
+        limit: int,
+    ) -> None:
+        self._owner, self._new_session = owner, new_session
+        self._folder = Path(folder) / f"{owner.fingerprint}-{owner.kv_dtype}"
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._limit = limit
+        self._lock = threading.Lock()  # guards what follows
+        self._names: dict[int, set[str]] = {}  # hashes by number of tokens
+        self._recent: dict[str, deque[Ids]] = {}  # by namespace, the one that was used last at the end
+        self._pending = 0
+        self._loading = threading.Lock()
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="metal_prefill prefix store")
+        self.loaded = self.saved = 0
+        for path in self._folder.iterdir():
+            if found := _NAME.fullmatch(path.name):
+                self._names.setdefault(int(found[1]), set()).add(found[2])
+
+    def load(self, ids: Ids, namespace: str = "") -> None:
+        """Load the longest stored prefix of a prompt in its namespace, unless the cache holds as much."""
+        with self._lock:
+            lengths = sorted((n for n in self._names if n < len(ids)), reverse=True)
+        for n in lengths:
+            digest = _digest(ids[:n], namespace)
+            with self._lock:
+                known = digest in self._names.get(n, ())
+            if known and self._load(ids[: n + 1], n, digest, namespace):
+                return
+
+    def note(self, ids: Ids, namespace: str = "") -> None:
+        """Save the prefix that a finished prompt shares with an earlier one of its namespace.
+
+        The store's own thread writes the file. A prompt that extends an earlier one, as a conversation does,
+        shares no prefix in this sense: no other prompt would use it.
+        """
+        with self._lock:
+            others = self._recent.pop(namespace, deque())
+            shared = max((_shared(ids, other) for other in others), default=0)
+            others.append(ids)
+            self._recent[namespace] = others
+            self._drop_recent()
+            n = min(shared, len(ids) - 1) // PAGE * PAGE
+            digest = _digest(ids[:n], namespace)
+            if n == 0 or digest in self._names.get(n, ()) or self._pending == MOST_PENDING:
+                return
+            self._pending += 1
+        self._writer.submit(self._save, ids[: n + 1], n, digest, namespace)
+
+    def _drop_recent(self) -> None:
+        """Drop the oldest prompt of the namespace with the most, so that none displaces those of others."""
+        if sum(map(len, self._recent.values())) > RECENT_PROMPTS:
+            namespace = max(self._recent, key=lambda space: len(self._recent[space]))
+            self._recent[namespace].popleft()
+            if not self._recent[namespace]:
+                del self._recent[namespace]
+
+    def close(self) -> None:
+        """Wait for pending writes."""
+        self._writer.shutdown()
+
+    def _path(self, n: int, digest: str) -> Path:
+        return self._folder / f"{n}-{digest}.session"
+
+    def _load(self, ids: Ids, n: int, digest: str, namespace: str) -> bool:
+        """Load a stored prefix, ``ids[:n]``, into the model's cache; return False if the file is unusable."""
+        path = self._path(n, digest)
+        with self._loading:  # one of several prompts with the same prefix loads it
+            try:
+                if self._new_session(namespace).reuse(ids) >= n:
+                    return True
+                session = self._new_session(namespace)
+                if _session_file.load(session, path, self._owner).tokens.tolist() != ids[:n].tolist():
+                    raise StateError(f"{path}: its tokens are not those of its name")
+                session.reuse(ids)  # makes it available to other sessions
+                os.utime(path)
+                self.loaded += 1
+                return True
+            except (StateError, FileNotFoundError) as error:
+                _log.warning("dropped an unusable stored prefix: %s", error)
+                self._remove(path)
+            except (MetalPrefillError, OSError) as error:
+                _log.warning("could not load a stored prefix: %s", error)
+        return False
+
+    def _save(self, ids: Ids, n: int, digest: str, namespace: str) -> None:
+        try:
+            session = self._new_session(namespace)
+            if session.reuse(ids) < n:
+                return  # it was evicted from the cache
+            session.rewind(n)
+            _session_file.save(session, self._path(n, digest), self._owner)
+            with self._lock:
+                self._names.setdefault(n, set()).add(digest)
+            self.saved += 1
+            self._remove_oldest()
+        except (MetalPrefillError, OSError) as error:
+            _log.warning("could not store a prefix: %s", error)
+        finally:
+            with self._lock:
+                self._pending -= 1
+
+    def _remove_oldest(self) -> None:
+        files = []
+        for path in self._folder.iterdir():
+            with suppress(FileNotFoundError):
+                if _NAME.fullmatch(path.name):
+                    status = path.stat()
+                    files.append((status.st_mtime_ns, status.st_size, path))
+        for path in beyond_limit(files, self._limit):
+            self._remove(path)
+
+    def _remove(self, path: Path) -> None:
+        with suppress(OSError):
+            path.unlink()
+        if found := _NAME.fullmatch(path.name):
+            with self._lock:
+                self._names.get(int(found[1]), set()).discard(found[2])
+
+
+def _digest(ids: Ids, namespace: str) -> str:
+    key = hashlib.blake2b(namespace.encode()).digest() if namespace else b""
+    return hashlib.blake2b(ids.astype("<i4").tobytes(), digest_size=16, key=key).hexdigest()
+
+
+def _shared(ids: Ids, other: Ids) -> int:
+    """Return the length in tokens of the common prefix of two prompts; 0 if one extends the other."""
+    n = min(len(ids), len(other))
+    different = np.flatnonzero(ids[:n] != other[:n])
+    if different.size:
+        return int(different[0])
+    return n if len(ids) == len(other) else 0

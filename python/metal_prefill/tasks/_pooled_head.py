@@ -1,0 +1,90 @@
+"""Computation of the heads that follow the last layer of an embedding or classification model.
+
+Pooled vectors are few, so NumPy computes their products in float32. Each vector is computed separately, so
+that the result of a text does not depend on the others.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from metal_prefill.files._gguf_file import FloatArray
+from metal_prefill.files._task_config import PooledHead
+
+
+def embedding_of(head: PooledHead, states: FloatArray) -> FloatArray:
+    """Apply the dense layers to a pooled vector, or to each row of a matrix."""
+    for name in head.dense:
+        states = _product(head.matrix(f"{name}.weight"), states)
+    return states
+
+
+def logits_of(head: PooledHead, states: FloatArray) -> FloatArray:
+    """Apply the classification head to a pooled vector, ``[labels]``, or to rows, ``[n, labels]``."""
+    tensors = head.gguf.tensors
+    if "cls.weight" in tensors:
+        states = _affine(head, "cls", states)
+        states = np.tanh(states) if head.activation == "tanh" else _gelu(states)
+    if "cls.norm.weight" in tensors:
+        states = _layer_norm(states, head.norm_eps) * head.matrix("cls.norm.weight")
+        if "cls.norm.bias" in tensors:
+            states = states + head.matrix("cls.norm.bias")
+    return _affine(head, "cls.output", states)
+
+
+def probabilities_of(head: PooledHead, logits: npt.NDArray[np.floating[Any]]) -> npt.NDArray[np.float64]:
+    """Convert outputs of the classification head, ``[n, labels]``, to probabilities.
+
+    That of a single label is the sigmoid of its output, whatever a score is.
+    """
+    x = np.asarray(logits, np.float64)
+    return sigmoid(x) if head.scores == "sigmoid" or x.shape[-1] == 1 else softmax(x)
+
+
+def _affine(head: PooledHead, name: str, x: FloatArray) -> FloatArray:
+    y = _product(head.matrix(f"{name}.weight"), x)
+    return y + head.matrix(f"{name}.bias") if f"{name}.bias" in head.gguf.tensors else y
+
+
+def softmax(x: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """Return the softmax over the last axis."""
+    weights = np.exp(x - x.max(axis=-1, keepdims=True, initial=-np.inf))
+    probabilities: npt.NDArray[np.float64] = weights / weights.sum(axis=-1, keepdims=True)
+    return probabilities
+
+
+def sigmoid(x: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """Return ``1 / (1 + exp(-x))``, without overflow."""
+    small = np.exp(-np.abs(x))
+    result: npt.NDArray[np.float64] = np.where(x < 0, small, 1) / (1 + small)
+    return result
+
+
+def _product(matrix: FloatArray, x: FloatArray) -> FloatArray:
+    y: FloatArray = (
+        matrix.reshape(-1, x.shape[-1]) @ x if x.ndim == 1 else x @ matrix.reshape(-1, x.shape[-1]).T
+    )
+    return y
+
+
+def _layer_norm(x: FloatArray, eps: float) -> FloatArray:
+    centred = x - x.mean(axis=-1, keepdims=True, dtype=np.float64)
+    variance = np.square(centred).mean(axis=-1, keepdims=True)
+    normed: FloatArray = (centred / np.sqrt(variance + eps)).astype(np.float32)
+    return normed
+
+
+def _gelu(x: FloatArray) -> FloatArray:
+    """Return ``x * P(X <= x)`` for a standard normal X.
+
+    The error function is formula 7.1.26 of Abramowitz and Stegun, whose error is at most 1.5e-7.
+    """
+    z = np.abs(x, dtype=np.float64) / np.sqrt(2)
+    t = 1 / (1 + 0.3275911 * z)
+    powers = (0.254829592, -0.284496736, 1.421413741, -1.453152027, 1.061405429)
+    tail = t * np.polynomial.polynomial.polyval(t, powers) * np.exp(-z * z)
+    result: FloatArray = (x * np.where(x < 0, tail, 2 - tail) / 2).astype(np.float32)
+    return result
