@@ -125,14 +125,15 @@ ARGS_STRUCT(AttentionArgs)
   ARGS_FIELD(float, scale)        // of q . k
   ARGS_FIELD(u32_t, alibi_heads)  // attention_prefill: largest power of two up to n_heads; 0: no ALiBi
   ARGS_FIELD(float, max_alibi_bias)
+  ARGS_FIELD(u32_t, position_bias)  // attention_prefill: a bias of relative positions is bound
   ARGS_FIELD(u32_t, query_step)   // from one head of q to the next
-ARGS_END(AttentionArgs, 56)
+ARGS_END(AttentionArgs, 60)
 
 // rope_append and attention_decode of sequences with a single token each.
 ARGS_STRUCT(RopeAttentionArgs)
   ARGS_FIELD(RopeArgs, rope)
   ARGS_FIELD(AttentionArgs, attention)
-ARGS_END(RopeAttentionArgs, 116)
+ARGS_END(RopeAttentionArgs, 120)
 
 // y[t][head] *= sigmoid(gate[t][head]). The gate of a head follows its query in a row of q.
 ARGS_STRUCT(GateHeadsArgs)

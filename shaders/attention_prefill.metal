@@ -25,7 +25,7 @@ constant constexpr float kLowest = -1e30f;  // below every score, and finite: di
 // be in flight at the same time.
 template <typename T, ushort kDimBlocks, ushort kRowBlocks, bool kWhole>
 static inline void attend(device const float* q, AttentionTile tile, device const uint* pages,
-                          device const T* k, device const T* v, device half* out,
+                          device const T* k, device const T* v, device const float* bias, device half* out,
                           constant AttentionArgs& args, threadgroup float* scratch, uint kv_head,
                           ushort lane) {
   constexpr ushort kDims = 8 * kDimBlocks;
@@ -41,7 +41,7 @@ static inline void attend(device const float* q, AttentionTile tile, device cons
   BlockRows block_rows;
   block_rows.find(scratch, lane);
   StackedRows rows;
-  rows.begin(tile, args);
+  rows.begin(tile, args, bias);
   StackedRow mine[kRowBlocks];  // of which this lane holds elements
 #pragma unroll
   for (ushort r = 0; r < kRowBlocks; ++r) mine[r] = rows.row(r * 8 + block_rows.row, kv_head, args);
@@ -151,7 +151,8 @@ static inline void attend(device const float* q, AttentionTile tile, device cons
     for (ushort r = 0; r < kRowBlocks; ++r)
 #pragma unroll
       for (ushort j = 0; j < kBlocks; ++j) lane_scores[r][j] = elements(score[r][j]);
-    if (key < seen_by_all.x || key + PREFILL_KEYS > seen_by_all.y || args.alibi_heads > 0) {
+    if (key < seen_by_all.x || key + PREFILL_KEYS > seen_by_all.y || args.alibi_heads > 0 ||
+        args.position_bias) {
 #pragma unroll
       for (ushort r = 0; r < kRowBlocks; ++r)
 #pragma unroll
@@ -246,8 +247,9 @@ kernel void attention_prefill(
     device const uint* pages [[buffer(2)]],  // block tables
     device const T* k [[buffer(3)]],         // pages of [PAGE_POSITIONS][n_kv_heads][key_dim]
     device const T* v [[buffer(4)]],         // the same with value_dim
-    device half* out [[buffer(5)]],          // [tokens][n_heads][value_dim]
-    constant AttentionArgs& args [[buffer(6)]],
+    device const float* bias [[buffer(5)]],  // [BIAS_BUCKETS][n_heads], if args.position_bias
+    device half* out [[buffer(6)]],          // [tokens][n_heads][value_dim]
+    constant AttentionArgs& args [[buffer(7)]],
     threadgroup float* scratch [[threadgroup(0)]],  // PREFILL_SCRATCH for each simdgroup
     uint2 group [[threadgroup_position_in_grid]], ushort lane [[thread_index_in_simdgroup]],
     ushort simdgroup [[simdgroup_index_in_threadgroup]], ushort simdgroups [[simdgroups_per_threadgroup]]) {
@@ -255,9 +257,11 @@ kernel void attention_prefill(
   if (tile >= args.tiles) return;
   scratch += simdgroup * PREFILL_SCRATCH(kDimBlocks * 8, sizeof(T));
   if (args.key_dim == kDimBlocks * 8 && args.value_dim == kDimBlocks * 8)
-    attend<T, kDimBlocks, kRowBlocks, true>(q, tiles[tile], pages, k, v, out, args, scratch, group.y, lane);
+    attend<T, kDimBlocks, kRowBlocks, true>(q, tiles[tile], pages, k, v, bias, out, args, scratch, group.y,
+                                            lane);
   else
-    attend<T, kDimBlocks, kRowBlocks, false>(q, tiles[tile], pages, k, v, out, args, scratch, group.y, lane);
+    attend<T, kDimBlocks, kRowBlocks, false>(q, tiles[tile], pages, k, v, bias, out, args, scratch, group.y,
+                                             lane);
 }
 
 typedef decltype(attention_prefill<half, 8, 2>) attention_prefill_f16;

@@ -36,8 +36,9 @@ template <ushort kDims>
     device const uint* pages [[buffer(2)]],  // block tables
     device const half* k [[buffer(3)]],      // pages of [PAGE_POSITIONS][n_kv_heads][kDims]
     device const half* v [[buffer(4)]],      // the same
-    device half* out [[buffer(5)]],          // [tokens][n_heads][kDims]
-    constant AttentionArgs& args [[buffer(6)]], uint2 group [[threadgroup_position_in_grid]],
+    device const float* bias [[buffer(5)]],  // [BIAS_BUCKETS][n_heads], if args.position_bias
+    device half* out [[buffer(6)]],          // [tokens][n_heads][kDims]
+    constant AttentionArgs& args [[buffer(7)]], uint2 group [[threadgroup_position_in_grid]],
     ushort thread_index [[thread_index_in_threadgroup]],
     ushort simdgroup [[simdgroup_index_in_threadgroup]]) {
   constexpr auto score_descriptor =
@@ -55,7 +56,7 @@ template <ushort kDims>
   const uint kv_head = group.y;
   StackedRows rows;
   device const AttentionTile& of = tiles[group.x];
-  rows.begin({of.row, of.tokens, of.position, of.pages, of.first, of.end}, args);
+  rows.begin({of.row, of.tokens, of.position, of.pages, of.first, of.end}, args, bias);
   const ushort row = thread_index / 2, half_of_row = thread_index % 2;
   const StackedRow mine = rows.row(row, kv_head, args);
 

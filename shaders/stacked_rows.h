@@ -4,6 +4,7 @@
 #include <metal_stdlib>
 
 #include "args.h"
+#include "position_bias.h"
 
 using namespace metal;
 
@@ -13,11 +14,15 @@ struct StackedRow {
   uint first_key, last_key;  // that it sees
   float slope;  // of ALiBi: what a base-2 logarithm loses for each position between query and key
   bool inside;  // false: beyond the last row, which it repeats
+  device const float* bias;  // of relative positions and this head, [BIAS_BUCKETS][n_heads]; null: none
+  uint bias_stride;
 
   // A scaled product with a key, or minus infinity.
   float score(float product, uint key) const {
-    const float distance = abs(float(key) - float(position));
-    return key >= first_key && key <= last_key ? product - slope * distance : -INFINITY;
+    if (key < first_key || key > last_key) return -INFINITY;
+    const int distance = int(key) - int(position);
+    if (bias) product += M_LOG2E_F * bias[uint(position_bucket(distance)) * bias_stride];
+    return product - slope * abs(float(distance));
   }
 
   // The divisor of weighted values whose weights have this sum: a row that sees no key gets zeros.
@@ -26,11 +31,13 @@ struct StackedRow {
 
 struct StackedRows {
   AttentionTile tile;
-  uint heads, count;   // count: of the run
+  uint heads, count;  // count: of the run
+  device const float* bias;
   uint before, after;  // keys that a row sees before and after its own; both ends ascend from row to row
 
-  void begin(AttentionTile of, constant AttentionArgs& args) {
+  void begin(AttentionTile of, constant AttentionArgs& args, device const float* position_bias) {
     tile = of;
+    bias = args.position_bias ? position_bias : nullptr;
     heads = args.n_heads / args.n_kv_heads;
     count = heads * tile.tokens;
     before = args.window == 0 ? tile.position + tile.tokens
@@ -48,6 +55,8 @@ struct StackedRows {
     found.position = tile.position + found.token;
     found.first_key = found.position > before ? found.position - before : 0;
     found.last_key = min(found.position + after, tile.end - 1);
+    found.bias = bias ? bias + found.head : nullptr;
+    found.bias_stride = args.n_heads;
     found.slope = 0.0f;
     if (args.alibi_heads > 0) {
       const float steps =

@@ -29,7 +29,16 @@ BINDINGS_OF_ENGINES = ("cpp/python/cpu.", "cpp/python/metal.")  # limits of the 
 ROOMS = ("base", "model", "cache", "sampling", "engine", "cpu", "metal", "python")
 SHARED_WITH_SHADERS = tuple(
     f"shaders/{name}.h"
-    for name in ("args", "args_fields", "attention", "gated_delta", "token_tiles", "quants", "grids")
+    for name in (
+        "args",
+        "args_fields",
+        "attention",
+        "gated_delta",
+        "grids",
+        "position_bias",
+        "quants",
+        "token_tiles",
+    )
 )
 INCLUDE = re.compile(r'^\s*#\s*(?:include|import)\s*([<"])([^>"]+)[>"]', re.MULTILINE)
 

@@ -1,8 +1,20 @@
 #include <algorithm>
+#include <numbers>
 
 #include "ops.h"
 
 namespace metal_prefill::cpu {
+
+std::vector<float> position_bias(const Model& model) {
+  const int heads = model.config.n_heads;
+  std::vector<float> bias(model.position_bias ? std::size_t(heads) * kBiasRow : 0);
+  for (std::size_t i = 0; i < bias.size(); ++i) {
+    const int distance = int(i % kBiasRow) - kBiasMargin;
+    bias[i] = floats(model.position_bias)[position_bucket(distance) * heads + int(i / kBiasRow)] *
+              std::numbers::log2e_v<float>;
+  }
+  return bias;
+}
 
 namespace {
 
@@ -115,6 +127,7 @@ AttentionHead attention_head(const AttentionStep& step, const AttentionItem& ite
       .length = config.causal ? 0 : item.tile.end,
       .scale = config.score_scale(),
       .slopes = step.slopes ? step.slopes + head : nullptr,
+      .bias = step.bias ? step.bias + head * kBiasRow : nullptr,
   };
 }
 

@@ -56,6 +56,7 @@ ForwardPass::ForwardPass(const Model& model, const EngineOptions& options, const
       weights_(model, options.compute, kernels, team),
       ropes_(model),
       slopes_(alibi_slopes(config_)),
+      bias_(position_bias(model)),
       scratch_(std::size_t(team.size())) {
   if (config_.has_head) {
     const auto* norm = floats(model.output_norm);
@@ -220,6 +221,7 @@ AttentionStep ForwardPass::attention_step(int layer) const {
       .rotations =
           config_.uses_rope(layer) ? work_.rotations + table * std::size_t(config_.rope_dim) : nullptr,
       .slopes = slopes_.empty() ? nullptr : slopes_.data(),
+      .bias = bias_.empty() ? nullptr : bias_.data() + kBiasMargin,
       .q = work_.q,
       .k = work_.k,
       .v = work_.v,

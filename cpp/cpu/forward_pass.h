@@ -95,6 +95,7 @@ class ForwardPass {
   Tensor head_norm_;                // a view of them
   const Ropes ropes_;
   const std::vector<float> slopes_;  // of ALiBi
+  const std::vector<float> bias_;    // [n_heads][kBiasRow] of relative positions
   std::vector<float> lengths_;       // DeltaStep::q_norm, then k_norm
   std::vector<Scratch> scratch_;
 

@@ -187,6 +187,10 @@ void keep_rows(const Context& c, const FloatRows& x, int columns, std::span<cons
 // Rotation of every pair for each row: [rows][rope_dim] cosines, then sines.
 void rope_table(const Context& c, const Rope& rope, std::span<const Row> rows, float* table);
 
+// The relative position bias in base-2 logarithms, [n_heads][kBiasRow], from distance -kBiasMargin of the key
+// from the query; empty: the model has none.
+std::vector<float> position_bias(const Model& model);
+
 // Attention of one layer.
 struct AttentionStep {
   const Config& config;
@@ -195,6 +199,7 @@ struct AttentionStep {
   int layer;
   const float* rotations;  // the layer's rotation table; null where the layer does not rotate
   const float* slopes;     // [n_heads] of ALiBi; null without it
+  const float* bias;       // [n_heads][kBiasRow] of relative positions, at distance 0; null without it
   FloatRows q, k, v;
 };
 // Query heads [first_head, first_head + heads) of a tile, which share a head of keys and values, over all

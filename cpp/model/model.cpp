@@ -96,6 +96,7 @@ void validate(const Model& model) {
   require(c.token_types >= 0 && c.separator_id >= -1, "token types and the separator must not be negative");
   require(bool(model.output) == c.has_head, "the output projection must be there where the model has logits");
   require(bool(model.output_norm) || !c.has_head, "logits need the output norm");
+  require(!model.position_bias || !c.causal, "a position bias needs a text that enters as a whole");
   require(c.token_types == 0 || (model.token_types && !c.causal),
           "token types need their embedding, and a text that enters as a whole");
   const bool convolves = any_layer([](LayerKind kind) { return kind == LayerKind::kShortConv; });

@@ -2,6 +2,8 @@
 
 #include <stdexcept>
 
+#include "../../shaders/position_bias.h"
+
 namespace metal_prefill {
 
 Groups groups_of(Extent extent, const Config& c) {
@@ -18,6 +20,10 @@ Groups groups_of(Extent extent, const Config& c) {
       return {1, c.dim};
     case Extent::kFfn:
       return {1, c.ffn_dim};
+    case Extent::kHeads:
+      return {1, c.n_heads};
+    case Extent::kBiasBuckets:
+      return {1, BIAS_BUCKETS};
     case Extent::kQueries:
       return {c.query_gate ? 2 * c.n_heads : c.n_heads, c.key_dim};
     case Extent::kKeys:

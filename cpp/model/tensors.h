@@ -24,6 +24,8 @@ enum class Extent {
   kTokenTypes,     // token_types
   kDim,            // dim
   kFfn,            // ffn_dim
+  kHeads,          // n_heads
+  kBiasBuckets,    // BIAS_BUCKETS
   kQueries,        // n_heads * key_dim, or twice as many where a gate follows each query
   kKeys,           // n_kv_heads * key_dim
   kValues,         // n_kv_heads * value_dim

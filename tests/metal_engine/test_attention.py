@@ -137,6 +137,11 @@ def test_attention_prefill_with_alibi(run: Run, heads: tuple[int, int]) -> None:
     near(case.prefill(run), case.expected())
 
 
+def test_attention_prefill_with_a_position_bias(run: Run) -> None:
+    case = Case((50, 0), (3, 0), (300, 0), heads=(6, 6), both_ways=True, position_bias=True)
+    near(case.prefill(run), case.expected())
+
+
 @pytest.mark.parametrize("position", [0, 100])
 def test_attention_with_scores_far_apart(run: Run, position: int) -> None:
     case = Case((20, position), spread=60.0)

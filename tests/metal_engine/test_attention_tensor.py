@@ -49,6 +49,11 @@ def test_attention_tensor_with_alibi(run: Run, heads: tuple[int, int]) -> None:
     near(case.prefill_on_tensors(run), case.expected())
 
 
+def test_attention_tensor_with_a_position_bias(run: Run) -> None:
+    case = Case((50, 0), (300, 0), heads=(6, 6), both_ways=True, position_bias=True)
+    near(case.prefill_on_tensors(run), case.expected())
+
+
 def test_attention_tensor_with_scores_far_apart(run: Run) -> None:
     """The maximum of a row rises so much that the weights of earlier keys vanish."""
     case = Case((40, 100), spread=30.0)

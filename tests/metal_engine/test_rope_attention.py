@@ -110,6 +110,7 @@ class Case:
             scale=1 / np.sqrt(self.key_dim),
             alibi_heads=0,
             max_alibi_bias=0,
+            position_bias=0,
             query_step=self.key_dim,
         )
         rope = make_args("RopeArgs", page_stride=pages.stride, **self.rope)

@@ -10,6 +10,7 @@ import numpy as np
 from metal_prefill import _core
 from support.kernel_harness import CONSTANTS, STRUCTS, Array, Doubles, Output, Run, ceil_div, make_args
 from support.paged import Pages
+from support.reference import position_bucket
 
 
 class Case:
@@ -25,10 +26,13 @@ class Case:
         both_ways: bool = False,
         spread: float = 1.0,
         max_alibi_bias: float = 0.0,
+        position_bias: bool = False,
     ) -> None:
         self.sequences, self.window, self.both_ways = sequences, window, both_ways
         self.max_alibi_bias = max_alibi_bias
         self.n_heads, self.n_kv = heads
+        shape = (32, self.n_heads) if position_bias else (0, self.n_heads)
+        self.position_bias = np.random.default_rng(7).standard_normal(shape).astype(np.float32)
         self.key_dim, self.value_dim = dims
         self.name = "f16" if cache is np.float16 else "f32"
         self.scale = 1 / np.sqrt(self.key_dim)
@@ -65,6 +69,9 @@ class Case:
             scores = np.einsum("hd,khd->hk", q.reshape(self.n_heads, self.key_dim), k) * self.scale
             distance = np.abs(np.arange(keys)[seen] - position)
             scores -= np.array([self.slope(head) for head in range(self.n_heads)])[:, None] * distance
+            if len(self.position_bias):
+                buckets = [position_bucket(key - position) for key in np.arange(keys)[seen]]
+                scores += self.position_bias[buckets].T
             weights = np.exp(scores - scores.max(1, keepdims=True))
             out[row] = np.einsum("hk,khd->hd", weights / weights.sum(1, keepdims=True), v)
         return out
@@ -94,6 +101,7 @@ class Case:
             scale=self.scale,
             alibi_heads=self.alibi_heads,
             max_alibi_bias=self.max_alibi_bias,
+            position_bias=len(self.position_bias) > 0,
             query_step=self.key_dim,
             **({"splits": 1, "tiles": 0} | fields),
         )
@@ -175,6 +183,7 @@ class Case:
             self.pages.pages,
             self.pages.k.buffer,
             self.pages.v.buffer,
+            self.position_bias if len(self.position_bias) else self.q,  # any buffer, as it is not read
             out.buffer,
             self.args(tiles=len(tiles)),
             **launch,

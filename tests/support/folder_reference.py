@@ -36,14 +36,26 @@ class FolderTensors:
 
 
 def attended(
-    q: Array, k: Array, v: Array, heads: int, *, seen: int | None = None, slopes: Sequence[float] = ()
+    q: Array,
+    k: Array,
+    v: Array,
+    heads: int,
+    *,
+    seen: int | None = None,
+    slopes: Sequence[float] = (),
+    bias: Array | None = None,
 ) -> Array:
-    """Return attention of ``[n, dim]`` to the first `seen` tokens; slopes of ALiBi are those of each head."""
+    """Return attention of ``[n, dim]`` to the first `seen` tokens.
+
+    Slopes of ALiBi are those of each head; `bias` is added to scores, ``[heads, n, n]``.
+    """
     q, k, v = (np.stack(np.split(x, heads, axis=1)) for x in (q, k, v))
     scores = q @ k[:, :seen].swapaxes(1, 2) / math.sqrt(q.shape[2])
     if slopes:
         place = np.arange(q.shape[1])
         scores = scores - np.reshape(slopes, (-1, 1, 1)) * np.abs(place[:, None] - place[None, :seen])
+    if bias is not None:
+        scores = scores + bias
     weights = np.exp(scores - scores.max(axis=2, keepdims=True))
     joined: Array = np.concatenate(list(weights / weights.sum(axis=2, keepdims=True) @ v[:, :seen]), axis=1)
     return joined

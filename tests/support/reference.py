@@ -80,6 +80,14 @@ class Result:
         return chosen
 
 
+def position_bucket(distance: int, buckets: int = 32, furthest: int = 128) -> int:
+    """Return the bucket of a key `distance` positions after the query, as T5 has it (arXiv:1910.10683)."""
+    half, n = buckets // 2, abs(distance)
+    exact = half // 2
+    far = exact + int(math.log(max(n, 1) / exact) / math.log(furthest / exact) * (half - exact) + 1e-9)
+    return (half if distance > 0 else 0) + (n if n < exact else min(far, half - 1))
+
+
 class ReferenceModel:
     """A model of any supported architecture.
 
@@ -309,6 +317,9 @@ class ReferenceModel:
             scores = self._attention_scale() * (q[:, head] @ k[:, kv_head].T)
             if self.architecture == "jina-bert-v2":
                 scores = scores - self._slope(head) * np.abs(distance)
+            if "attn_rel_b.weight" in self.tensors:
+                buckets = np.vectorize(position_bucket)(-distance)
+                scores = scores + self.tensors["attn_rel_b.weight"][buckets, head]
             scores = np.where(visible, scores, -np.inf)
             weights = np.exp(scores - scores.max(axis=1, keepdims=True))
             out[:, head] = (weights / weights.sum(axis=1, keepdims=True)) @ v[:, kv_head]

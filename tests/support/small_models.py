@@ -100,6 +100,7 @@ class SmallModel:
     qkv_bias: bool = False
     all_biases: bool = False
     all_norms: bool = False
+    position_bias: bool = False
     fused: bool = True
     norm_eps: float = 1e-5
     pooling: str | None = None
@@ -336,6 +337,7 @@ ENCODERS: dict[str, SmallModel] = {
     "bert, float32": replace(_ENCODER, architecture="bert", types={"*": "F32"}, embedding="F32"),
     "bert, 16-bit floats": replace(_ENCODER, architecture="bert", types={"*": "F16", "*.ffn_up.*": "BF16"}),
     "bert, cls": replace(_ENCODER, architecture="bert", pooling="cls", layers=3),
+    "bert, position bias": replace(_ENCODER, architecture="bert", position_bias=True),
     "nomic-bert": replace(_ENCODER, architecture="nomic-bert", rope_base=1000.0),
     "nomic-bert, biases": replace(_ENCODER, architecture="nomic-bert", qkv_bias=True, all_biases=True),
     "jina-bert-v2": _JINA,
@@ -429,6 +431,7 @@ def _shape(model: SmallModel) -> ModelShape:
         qkv_bias=model.qkv_bias,
         all_biases=model.all_biases,
         all_norms=model.all_norms,
+        position_bias=model.position_bias,
         original_context=model.original_context,
         pooling=model.pooling,
         dense=model.dense,
@@ -456,6 +459,7 @@ _OUTSIDE = (
     *("token_embd.weight", "output_norm.weight", "output.weight"),
     *("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"),
     *("token_types.weight", "position_embd.weight", "token_embd_norm.weight", "token_embd_norm.bias"),
+    "attn_rel_b.weight",
 )
 _ROLES = (Role.MATRIX, Role.NORM, Role.BIAS, Role.FILTER, Role.DECAY, Role.STEP)
 _HEADS = ("dense_2.weight", "dense_3.weight", "cls.output.weight")

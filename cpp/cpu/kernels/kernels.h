@@ -11,6 +11,7 @@
 #include <string>
 #include <vector>
 
+#include "../../../shaders/position_bias.h"
 #include "../../cache/pages.h"
 #include "../../model/model.h"
 #include "../weights/packing.h"
@@ -95,6 +96,9 @@ constexpr int kKeySpan = kPagePositions;
 // Positions of a split, which has a softmax of its own. Splits begin at fixed positions and are added up in
 // their order: whichever threads compute them, the result has the same bits.
 constexpr int kSplitPositions = 8 * kKeySpan;
+// Distances in the table of a relative position bias: a span that begins further away has the same bias
+// throughout.
+constexpr int kBiasMargin = BIAS_REACH + kKeySpan, kBiasRow = 2 * kBiasMargin;
 constexpr int kMaxHeadDim = 512;  // of keys and of values: what an attention kernel has room for
 constexpr int kQueryTile = 32;    // tokens per attention item at most: K and V are read once for all of them
 
@@ -170,6 +174,9 @@ struct AttentionHead {
   // ALiBi: of each head of the group, what a score loses for each position that the key is away; null:
   // nothing.
   const float* slopes = nullptr;
+  // The relative position bias in base-2 logarithms: of the heads of the group, kBiasRow apart, at distance 0
+  // of the key from the query; null: none.
+  const float* bias = nullptr;
   // With `sums`, [tokens][sums_stride], only the positions of one split count. Results are not divided by the
   // sums of weights then.
   SoftmaxSum* sums = nullptr;

@@ -298,6 +298,13 @@ inline void subtract_distances(float* scores, float slope, int own, int n) {
   for (int i = 0; i < n; ++i) scores[i] -= slope * std::fabs(float(i - own));
 }
 
+// Adds the relative position bias to `n` scores of a span; `distance` is that of the first key from the
+// query.
+inline void add_bias(float* scores, const float* bias, int distance, int n) {
+  const float* from = bias + std::clamp(distance, -kBiasMargin, BIAS_REACH);
+  for (int i = 0; i < n; ++i) scores[i] += from[i];
+}
+
 double sum_exp(const float* x, float shift, int n) {
   constexpr int kStretch = 4096;  // summed in float32, stretches in float64
   double total = 0;

@@ -39,6 +39,7 @@ struct alignas(64) AttentionStrip {
   int begin[kStripRows], end[kStripRows];       // positions that the row sees
   int own[kStripRows];                          // that of its query
   float slope[kStripRows];                      // of ALiBi, in base-2 logarithms
+  const float* bias[kStripRows];                // of relative positions, at distance 0; null: none
   const std::uint16_t *keys, *values;           // of the span
 };
 
@@ -157,9 +158,11 @@ inline __attribute__((always_inline)) void bf16_weights(AttentionStrip& strip, i
                                                         int n, int stride, float (*scores)[kKeySpan],
                                                         std::uint16_t (*p)[kKeySpan]) {
   const int first = span * kKeySpan;
-  for (int r = 0; r < rows; ++r)
-    if (strip.slope[row + r] != 0)
-      subtract_distances(scores[r], strip.slope[row + r], strip.own[row + r] - first, kKeySpan);
+  for (int r = 0; r < rows; ++r) {
+    const int own = strip.own[row + r] - first;
+    if (strip.slope[row + r] != 0) subtract_distances(scores[r], strip.slope[row + r], own, kKeySpan);
+    if (strip.bias[row + r]) add_bias(scores[r], strip.bias[row + r], -own, kKeySpan);
+  }
   if (strip.begin[row + rows - 1] <= first && first + kKeySpan <= strip.end[row])
     bf16_softmax<true>(strip, row, rows, span, kKeySpan, stride, scores, p);
   else
@@ -254,6 +257,7 @@ void bf16_strip(const AttentionHead& head, int row, int rows, AttentionStrip& st
     strip.end[r] = visible.end;
     strip.own[r] = head.position + int(token);
     strip.slope[r] = head.slopes ? head.slopes[h] * kLog2E : 0.0f;
+    strip.bias[r] = head.bias ? head.bias + h * kBiasRow : nullptr;
   }
   const VisibleRange all = {strip.begin[0], strip.end[rows - 1]};
   const bool one =

@@ -26,6 +26,7 @@ struct AttentionTile {
   int begin[kRows], end[kRows];  // positions that the row sees
   int own[kRows];                // that of its query
   float slope[kRows];            // of ALiBi, in base-2 logarithms
+  const float* bias[kRows];      // of relative positions, at distance 0; null: none
 };
 
 // p[r][first + i] = q[r] . k[first + i] for kVectors vectors of positions of a span.
@@ -88,6 +89,7 @@ void softmax_span(int span, AttentionTile<kRows>& tile, int n) {
     if (!sees(r)) continue;
     float* p = tile.p[r];
     if (tile.slope[r] != 0) subtract_distances(p, tile.slope[r], tile.own[r] - span * kKeySpan, n);
+    if (tile.bias[r]) add_bias(p, tile.bias[r], span * kKeySpan - tile.own[r], n);
     for (int i = 0; i < begin(r); ++i) p[i] = -kInfinity;
     for (int i = end(r); i < n; ++i) p[i] = -kInfinity;
     F largest = Simd::set(-kInfinity);
@@ -168,6 +170,7 @@ void begin_tile(const AttentionHead& head, int row, AttentionTile<kRows>& tile) 
     tile.end[r] = visible.end;
     tile.own[r] = head.position + int(token);
     tile.slope[r] = head.slopes ? head.slopes[h] * kLog2E : 0.0f;
+    tile.bias[r] = head.bias ? head.bias + h * kBiasRow : nullptr;
   }
   begin_rows(head, row, kRows, tile.splits);
 }

@@ -208,13 +208,14 @@ Trial trial_of_attention(const char* kernel, int dims) {
                               .scale = 1.0f,
                               .alibi_heads = 0,
                               .max_alibi_bias = 0.0f,
+                              .position_bias = false,
                               .query_step = u32_t(dims)};
   return {.kernel = kernel,
           .groups = MTLSizeMake(tiles.size(), 1, 1),
           .threads = MATMUL_THREADS,
           .buffers = {bytes_of(q), bytes_of(tiles), bytes_of(std::vector<u32_t>{1, 0}), bytes_of(keys),
-                      bytes_of(values), Bytes(expected.size() * sizeof(std::uint16_t))},
-          .output = 5,
+                      bytes_of(values), Bytes(sizeof(float)), Bytes(expected.size() * sizeof(std::uint16_t))},
+          .output = 6,
           .args = bytes_of(std::vector{args}),
           .expected = bytes_of(expected),
           .half_results = true};

@@ -209,6 +209,7 @@ class ForwardPass {
   const StateLayout state_layout_;
   Projection embedding_;
   std::optional<Projection> position_embedding_, token_types_;
+  View position_bias_;
   Norm embedding_norm_;
   std::vector<Projection> output_;  // one; none in an encoder
   Norm output_norm_;

@@ -227,7 +227,7 @@ void ForwardPass::attention(Pass& pass, int layer, const Part& wanted) const {
     ops::rope_attention_decode(pass.e, rope_inputs, qkv, wanted.sequences, cache, {a.partial, a.att},
                                {rope, attention});
   else if (rows.path == Path::kManyTokens)
-    ops::attention_prefill(pass.e, q, wanted.sequences, cache, a.att, attention);
+    ops::attention_prefill(pass.e, q, wanted.sequences, cache, bound(position_bias_), a.att, attention);
   else
     ops::attention_decode(pass.e, q, wanted.sequences, cache, {a.partial, a.att}, attention);
   if (config_.query_gate)

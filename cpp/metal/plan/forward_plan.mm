@@ -103,6 +103,7 @@ ForwardPass::ForwardPass(const Tuning& tuning, const Model& model, const EngineO
     throw UnsupportedModelError("the Metal engine has ALiBi in encoders alone: use device='cpu'");
   if (model.output) output_.push_back(projection(model.output, weights));
   if (model.position_embedding) position_embedding_ = projection(model.position_embedding, weights);
+  if (model.position_bias) position_bias_ = weights.view(model.position_bias);
   if (model.token_types) token_types_ = projection(model.token_types, weights);
   if (config_.logit_scale != 1.0f)
     head_norm_.weight = weights.concatenate(BufferName::kHeadNorm, {{{&model.output_norm, config_.dim}}},
@@ -267,6 +268,7 @@ AttentionArgs ForwardPass::attention_args(int layer) const {
           .scale = config_.score_scale(),
           .alibi_heads = config_.max_alibi_bias > 0 ? std::bit_floor(u32_t(config_.n_heads)) : 0,
           .max_alibi_bias = config_.max_alibi_bias,
+          .position_bias = bool(position_bias_),
           .query_step = u32_t(config_.query_step())};
 }
 

@@ -113,7 +113,7 @@ void rope_attention_decode(Encoder& e, const RopeInputs& inputs, const View& qkv
                            const LayerCache& cache, const AttentionOutput& output, RopeAttentionArgs args);
 // One dispatch, or several where one would have more work than a command buffer (see Tuning).
 void attention_prefill(Encoder& e, const View& q, const Sequences& sequences, const LayerCache& cache,
-                       const View& out, AttentionArgs args);
+                       const View& bias, const View& out, AttentionArgs args);
 // Tiles of attention_prefill, or of attention_tensor where the GPU has matrix units and the kernel suits the
 // heads.
 TileShape tile_shape(const Tuning& tuning, const CacheShape& cache, const AttentionArgs& args);

@@ -58,6 +58,8 @@ def set_frame(found: FolderVocabulary, json: Fields, settings: Fields, config: F
     if problem and (word_piece or reads_pairs):  # other models read single texts
         raise json.unsupported(f"post_processor {problem}")
     # In WordPiece, either flag ends a text with the separator, which also separates pairs.
+    if word_piece and between == 2 * end:
+        found.flags["double_separator"] = True
     found.flags["add_sep_token"] = not (word_piece or problem) and len(between or ()) > len(end)
     if word_piece and end:
         found.ids["sep"] = end[0]
@@ -82,7 +84,7 @@ def _problem(found: FolderVocabulary, end: list[int], between: list[int] | None)
     if between is None:
         return "adds other tokens at the ends of pairs than at those of texts"
     if found.model == "bert":
-        return "" if between == end else "separates pairs by tokens other than the end of a text"
+        return "" if between in (end, 2 * end) else "separates pairs by tokens other than the end of a text"
     if between[: len(end)] == end and len(between) - len(end) in (0, 1):
         return ""
     spelled = ", ".join(found.tokens[i] for i in between) or "none"

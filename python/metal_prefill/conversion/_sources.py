@@ -93,6 +93,7 @@ _CLASSIFIER = {"classifier": "cls.output"}
 # Stanford's ColBERT: the name of its class, its projection of tokens, and families by the type of its body.
 _COLBERT, _PROJECTION = "HF_ColBERT", {"linear": "dense_2"}
 _BODIES = {"bert": "Bert", "roberta": "Roberta", "xlm-roberta": "XLMRoberta"}
+_QKV = ("query", "key", "value")
 
 
 @dataclass(frozen=True)
@@ -185,6 +186,43 @@ _ROBERTA = replace(
     changes={r"position_embd\.weight": _settings.without_padding_positions},
     position_offset=True,
 )
+_MPNET = replace(
+    _ROBERTA,
+    prefixes=("mpnet.",),
+    accepted={"hidden_act": ("gelu",), "relative_attention_num_buckets": (32,)},
+    heads={
+        task: {**_ROBERTA.heads.get(task, {}), "encoder.relative_attention_bias": "attn_rel_b"}
+        for task in ("body", *_ROBERTA.heads)
+    },
+    parts={
+        **{f"attention.attn.{i}": (f"attention.self.{name}",) for i, name in zip("qkv", _QKV, strict=True)},
+        "attention.attn.o": ("attention.output.dense",),
+        "attention.LayerNorm": ("attention.output.LayerNorm",),
+    },
+)
+_DISTILBERT = replace(
+    _BERT,
+    prefixes=("distilbert.",),
+    keys={
+        "embedding_length": _integer("dim"),
+        "block_count": Key(("n_layers",), most=MAX_LAYERS),
+        "feed_forward_length": _integer("hidden_dim"),
+        "attention.head_count": _integer("n_heads"),
+        "context_length": _integer("max_position_embeddings", default=512),
+    },
+    constants={
+        "attention.causal": False,
+        "attention.layer_norm_epsilon": 1e-12,
+        "classifier.hidden_activation": "relu",
+    },
+    accepted={"activation": ("gelu",)},
+    heads={
+        "sequence": {"pre_classifier": "cls", **_CLASSIFIER},
+        "tokens": _CLASSIFIER,
+        "late": _PROJECTION,
+    },
+    unused=(*_UNUSED, r"vocab_(transform|layer_norm|projector)\..*"),
+)
 _ATTENTION_BIAS = {r"blk\.\d+\.attn_(q|k|v|output)": "attention_bias"}
 _LLAMA = Source(
     "llama",
@@ -239,6 +277,8 @@ SOURCES: dict[str, Source] = {
     "Roberta": _ROBERTA,
     "XLMRoberta": _ROBERTA,
     "Camembert": _ROBERTA,
+    "MPNet": _MPNET,
+    "DistilBert": _DISTILBERT,
     "NomicBert": Source(
         "nomic-bert",
         prefixes=("bert.", "nomic_bert."),

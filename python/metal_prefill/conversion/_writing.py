@@ -41,7 +41,7 @@ TENSOR_TYPES = (AUTO, "F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_
 _FALLBACK = "F16"  # for rows that no whole number of blocks fits
 _OF_WEIGHTS = {"BF16": "BF16", "F16": "F16"}  # a folder's number types that AUTO keeps; others become F32
 # Matrices that stay in float32, as in llama.cpp: they are added, not multiplied, or are small and come last.
-_EXACT = ("position_embd.weight", "token_types.weight")
+_EXACT = ("position_embd.weight", "token_types.weight", "attn_rel_b.weight")
 _EXACT_PREFIXES = ("cls", "dense_")
 _FILTERS = ("shortconv.conv.weight", "ssm_conv1d.weight")  # [channels, 1, taps] in a folder
 

@@ -51,6 +51,8 @@ class Architecture:
         Presence of the norms of the embedding and of the last layer's output.
     positions, token_types : {"required", "optional", "absent"}
         Presence of embeddings of positions and of token types.
+    position_bias : {"required", "optional", "absent"}
+        Presence of a bias of scores by relative positions, the same in all layers.
     ffn, gate : {"required", "optional", "absent"}
         Presence of the feed-forward, and of its gate.
     ssm_norm : {"required", "optional", "absent"}
@@ -130,6 +132,7 @@ class Architecture:
     embedding_norm_bias: Presence = "absent"
     output_norm: Presence = "required"
     positions: Presence = "absent"
+    position_bias: Presence = "absent"
     token_types: Presence = "absent"
     ffn: Presence = "required"
     gate: Presence = "required"
@@ -184,6 +187,7 @@ _BERT = Architecture(
     embedding_norm_bias="required",
     output_norm="absent",
     positions="required",
+    position_bias="optional",  # MPNet
     token_types="optional",
     gate="absent",
     head="absent",
@@ -266,6 +270,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         output_bias="optional",
         up_bias="absent",
         positions="absent",
+        position_bias="absent",
         gate="required",
         rope=True,
         fused={"attn_qkv.weight": ("wq", "wk", "wv"), "attn_qkv.bias": ("bq", "bk", "bv")},
@@ -274,6 +279,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         _BERT,
         up_bias="absent",
         positions="absent",
+        position_bias="absent",
         gate="required",
         max_alibi_bias=8.0,
         # The variant for code has more norms, and another order of gate and up.

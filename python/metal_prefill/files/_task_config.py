@@ -12,7 +12,8 @@ from metal_prefill.files._metadata_keys import LENGTH_KEYS, MAX_INT, Keys
 
 Pooling: TypeAlias = Literal["none", "mean", "cls", "last", "rank"]
 POOLINGS: tuple[Pooling, ...] = get_args(Pooling)  # indexed by the number in the file
-HeadActivation: TypeAlias = Literal["tanh", "gelu_erf"]
+HeadActivation: TypeAlias = Literal["tanh", "gelu_erf", "relu"]
+HEAD_ACTIVATIONS: tuple[HeadActivation, ...] = get_args(HeadActivation)
 # Function that turns the outputs of a classification head into scores; "none" leaves a single one as it is.
 Scores: TypeAlias = Literal["softmax", "sigmoid", "none"]
 SCORES: tuple[Scores, ...] = get_args(Scores)
@@ -33,7 +34,7 @@ class HeadTraits:
     ----------
     state : {"last", "cls", "mean"}
         Hidden state of a text that the head reads: of the last token, of the first, or the mean of all.
-    activation : {"tanh", "gelu_erf"}
+    activation : {"tanh", "gelu_erf", "relu"}
         Activation after the dense layer of the head, if it has one.
     one_score : {"none", "sigmoid"}
         Function of a single output.
@@ -67,7 +68,7 @@ class PooledHead:
         Length of an embedding.
     state : str
         Pooling of the hidden states that the classification head reads.
-    activation : {"tanh", "gelu_erf"}
+    activation : {"tanh", "gelu_erf", "relu"}
         Activation after the dense layer of the classification head.
     scores : {"softmax", "sigmoid", "none"}
         Function that turns the outputs of the classification head into scores.
@@ -125,7 +126,7 @@ def read_head(gguf: GGUFFile, architecture: str, dim: int) -> PooledHead:
         labels,
         width,
         _read_state(keys, traits),
-        traits.activation,
+        _read_activation(keys, traits),
         _read_scores(keys, traits, len(labels)),
         keys.positive_float("attention.layer_norm_epsilon", default=1e-5),
     )
@@ -139,6 +140,18 @@ def _read_state(keys: Keys, traits: HeadTraits) -> Pooling:
             f"{keys.architecture}.{suffix} is {state}, must be the pooling whose result the head reads"
         )
     return state
+
+
+def _read_activation(keys: Keys, traits: HeadTraits) -> HeadActivation:
+    suffix = "classifier.hidden_activation"
+    stated = keys.string(suffix, default=traits.activation)
+    found = next((known for known in HEAD_ACTIVATIONS if known == stated), None)
+    if found is None:
+        raise keys.unsupported(
+            f"{keys.architecture}.{suffix} {stated!r} is not supported; "
+            f"supported are {', '.join(HEAD_ACTIVATIONS)}"
+        )
+    return found
 
 
 def _read_scores(keys: Keys, traits: HeadTraits, labels: int) -> Scores:

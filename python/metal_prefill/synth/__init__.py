@@ -130,6 +130,20 @@ PRESETS: Mapping[str, ModelShape] = {
         norm_eps=1e-12,
         pooling="cls",
     ),
+    "mpnet-base": ModelShape(
+        *(12, 768, 12, 12, 64, 3072, 30527, 512),
+        architecture="bert",
+        tokenizer="bert",
+        position_bias=True,
+        pooling="mean",
+    ),
+    "distilbert": ModelShape(
+        *(6, 768, 12, 12, 64, 3072, 30522, 512),
+        architecture="bert",
+        tokenizer="bert",
+        norm_eps=1e-12,
+        pooling="mean",
+    ),
     "nomic-embed": ModelShape(
         *(12, 768, 12, 12, 64, 3072, 30522, 2048),
         architecture="nomic-bert",

@@ -48,6 +48,8 @@ class ModelShape:
     all_norms
         Whether q and k have norms, and layers a second residual norm, in architectures where they are
         optional.
+    position_bias
+        Whether scores have a bias by relative positions, in architectures where it is optional.
     output_type
         Tensor type of a separate output head, or "tied".
     tokenizer
@@ -103,6 +105,7 @@ class ModelShape:
     qkv_bias: bool = False
     all_biases: bool = False
     all_norms: bool = False
+    position_bias: bool = False
     original_context: int | None = None
     pooling: str | None = None
     dense: int | None = None
@@ -392,6 +395,8 @@ def _is_present(spec: _core.TensorSpec, shape: ModelShape) -> bool:
     presence = presence_of(spec.presence, shape.traits)
     if presence == "tied":
         return shape.output_type != TIED
+    if spec.presence == "position_bias" and presence == "optional":
+        return shape.position_bias
     if spec.role == "scan_group_norm" and presence == "optional":
         return shape.scan is not None and shape.scan.norm
     if presence == "optional" and spec.presence in _OPTIONAL_NORMS:

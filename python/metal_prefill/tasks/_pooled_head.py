@@ -6,13 +6,14 @@ that the result of a text does not depend on the others.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from metal_prefill.files._gguf_file import FloatArray
-from metal_prefill.files._task_config import PooledHead
+from metal_prefill.files._task_config import HeadActivation, PooledHead
 
 
 def embedding_of(head: PooledHead, states: FloatArray) -> FloatArray:
@@ -26,8 +27,7 @@ def logits_of(head: PooledHead, states: FloatArray) -> FloatArray:
     """Apply the classification head to a pooled vector, ``[labels]``, or to rows, ``[n, labels]``."""
     tensors = head.gguf.tensors
     if "cls.weight" in tensors:
-        states = _affine(head, "cls", states)
-        states = np.tanh(states) if head.activation == "tanh" else _gelu(states)
+        states = _ACTIVATIONS[head.activation](_affine(head, "cls", states))
     if "cls.norm.weight" in tensors:
         states = _layer_norm(states, head.norm_eps) * head.matrix("cls.norm.weight")
         if "cls.norm.bias" in tensors:
@@ -88,3 +88,10 @@ def _gelu(x: FloatArray) -> FloatArray:
     tail = t * np.polynomial.polynomial.polyval(t, powers) * np.exp(-z * z)
     result: FloatArray = (x * np.where(x < 0, tail, 2 - tail) / 2).astype(np.float32)
     return result
+
+
+_ACTIVATIONS: dict[HeadActivation, Callable[[FloatArray], FloatArray]] = {
+    "tanh": np.tanh,
+    "gelu_erf": _gelu,
+    "relu": lambda x: np.maximum(x, 0),
+}

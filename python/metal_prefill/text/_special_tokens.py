@@ -93,8 +93,8 @@ class SpecialTokens:
         """Read the ids and flags of a file.
 
         The defaults of flags are those of llama.cpp. Of the flags in a WordPiece file, either ``add_eos`` or
-        ``add_sep`` ends a text with ``[SEP]``, which also separates pairs. In other files, a pair has the end
-        of the first text, if there is one, and the separator.
+        ``add_sep`` ends a text with ``[SEP]``, which also separates pairs; with ``double_separator``, two of
+        them do. In other files, a pair has the end of the first text, if there is one, and the separator.
 
         Raises
         ------
@@ -125,7 +125,8 @@ class SpecialTokens:
                     f"but tokenizer.ggml.{key}_token_id is missing"
                 )
         end = _known(ids["eos"] if add_eos else None)
-        separator = end if word_piece else (*end, *_known(ids["sep"] if add_sep else None))
+        second = ids["eos"] if flag(gguf, "double_separator", default=False) else None  # MPNet's pairs
+        separator = (*end, *_known(second if word_piece else ids["sep"] if add_sep else None))
         types = count(gguf, "token_type_count", default=2)
         frame = TokenFrame(
             _known(ids["bos"] if add_bos else None),

@@ -106,14 +106,23 @@ def rope_append(d: Captured) -> Expected:
         yield _Cache(d, 8, 6, a, a["value_dim"], table).at(position).ravel(), v.ravel()
 
 
-def _attend(q: Values, keys: Values, values: Values, a: dict[str, Any], distances: Values) -> Values:
+# Distances at which the steps of `position_bucket` in shaders/position_bias.h begin.
+_BIAS_STEPS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 23, 32, 46, 64, 91)
+
+
+def _attend(
+    q: Values, keys: Values, values: Values, a: dict[str, Any], distances: Values, bias: Values | None
+) -> Values:
     group = a["n_heads"] // a["n_kv_heads"]
     keys, values = keys.repeat(group, 1), values.repeat(group, 1)
     scores = np.einsum("hd,phd->hp", q, keys) * a["scale"]
     if a["alibi_heads"]:
         head, whole = np.arange(a["n_heads"]), a["alibi_heads"]
         steps = np.where(head < whole, head + 1.0, head - whole + 0.5)
-        scores -= (2.0 ** (-a["max_alibi_bias"] * steps / whole))[:, None] * distances
+        scores -= (2.0 ** (-a["max_alibi_bias"] * steps / whole))[:, None] * np.abs(distances)
+    if bias is not None:
+        buckets = np.searchsorted(_BIAS_STEPS, np.abs(distances), "right") + 16 * (distances > 0)
+        scores += bias.reshape(-1, a["n_heads"])[buckets].T
     weights = np.exp(scores - scores.max(-1, keepdims=True))
     result: Values = np.einsum("hp,phd->hd", weights / weights.sum(-1, keepdims=True), values)
     return result
@@ -146,6 +155,8 @@ def attention(d: Captured) -> Expected:
     prefill = d.kernel.startswith(("attention_prefill", "attention_tensor"))
     first = 3 if fused else -1  # the bindings of rope come first
     q_binding, rows_binding, pages, k, v, out = (first + i for i in range(1, 7))
+    bias = d.before(5, np.float32)[: 32 * a["n_heads"]] if prefill and a["position_bias"] else None
+    out += prefill  # after the bias
     head, width = a["key_dim"], a["n_heads"] * a["value_dim"]
     stride = a["q_stride"]
     if prefill:
@@ -166,8 +177,8 @@ def attention(d: Captured) -> Expected:
         else:
             q = _queries(row, a).astype(np.float64)
         seen = _seen(position, end, a["window"], bool(a.get("both_ways")))
-        distances = np.abs(np.array(seen, np.float64) - position)
-        expected = _attend(q, keys.of(seen), values.of(seen), a, distances)
+        distances = np.array(seen, np.int64) - position
+        expected = _attend(q, keys.of(seen), values.of(seen), a, distances, bias)
         if a["splits"] > 1 and not prefill:
             shape = (a["n_heads"], a["splits"], a["value_dim"] + 2)
             size = int(np.prod(shape))
