@@ -1,0 +1,177 @@
+"""Change single operators, numbers and conditions of sources, and print the changes that no test notices.
+
+    make mutants                                   # 20 mutants of the files that differ from main
+    python tools/check/mutate.py cpp/cache -n 50   # of these files or folders
+    python tools/check/mutate.py . --seed 7        # of the whole project
+
+cosmic-ray mutates Python, universalmutator C++ and shaders. Each mutant is built in this checkout, in the
+folder of `make test`, and tested by the tests of its part; afterwards the file has its former text. Mutants
+that do not compile do not count. A survivor is a missing test, or does not change a result.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import difflib
+import importlib
+import io
+import os
+import random
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+WORK = ROOT / "build" / "mutants"
+BIN = Path(sys.executable).parent  # cmake and ninja of the environment
+TIME_LIMIT_S = 600  # for the tests of a mutant; a mutant that hangs is noticed
+# Tests of each part of the project, by the prefix of its files; the first prefix that fits counts.
+PYTHON = "python/metal_prefill/"
+PARTS = {
+    "shaders/": "tests/metal",
+    "cpp/metal/": "tests/metal",
+    "cpp/cpu/": "tests/cpu tests/engine/test_engine.py tests/engine/test_encoders.py",
+    "cpp/sampling": "tests/generation",
+    "cpp/": "tests/engine",
+    "emulator/": "emulator/tests",
+    **{
+        PYTHON + room: f"tests/{room}" for room in ("text/", "conversion/", "generation/", "serve/", "bench/")
+    },
+    **{PYTHON + room: "tests/files" for room in ("files/", "hub/", "storage/", "synth/", "_support/")},
+    **{PYTHON + room: "tests/tasks" for room in ("tasks/", "_model_tasks")},
+    **{PYTHON + room: "tests/cli" for room in ("commands/", "_commands/", "cli", "chat")},
+    f"{PYTHON}gpu/": "tests/metal/test_cost_model.py tests/metal/test_trace.py tests/metal/test_doctor.py",
+    f"{PYTHON}integrations/": "tests/integrations",
+    PYTHON: "tests/engine tests/generation/test_generation.py",
+}
+Mutant = Callable[[], str]  # returns the changed text of a file
+
+
+def python_mutants(text: str) -> list[Mutant]:
+    """Return the mutants of a Python file."""
+    mutating, plugins, trees = (
+        importlib.import_module(f"cosmic_ray.{n}") for n in ("mutating", "plugins", "ast")
+    )
+    nodes = list(trees.ast_nodes(trees.get_ast(text)))
+    found: list[Mutant] = []
+    for name in plugins.operator_names():
+        # `|` is in annotations, which are not evaluated; arguments are names of variables.
+        if "BitOr_" not in name and not plugins.get_operator(name).arguments():
+            operator = plugins.get_operator(name)()
+            count = sum(1 for node in nodes for _ in operator.mutation_positions(node))
+            found += [partial(mutating.mutate_code, text, operator, i) for i in range(count)]
+    return found
+
+
+def native_mutants(text: str) -> list[Mutant]:
+    """Return the mutants of a C++ file or a shader; not all compile."""
+    mutator: Any = importlib.import_module("universalmutator.mutator")
+    lines = text.splitlines(keepends=True)
+    rules = ["universal.rules", "c_like.rules", "cpp.rules"]
+    with contextlib.redirect_stdout(io.StringIO()):
+        found = mutator.mutants_regexp(lines, rules, ignorePatterns=[r"^\s*//"], ignoreStringOnly=True)
+    return [partial("".join, [*lines[: n - 1], new, *lines[n:]]) for n, new, *_ in found]
+
+
+def chosen_files(paths: Sequence[str], since: str) -> list[str]:
+    """Return the sources among these paths, or those that differ from a revision."""
+    command = ["git", "ls-files", "--", *paths] if paths else ["git", "diff", "--name-only", since]
+    listed = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout.split()
+    kinds = {"python/": (".py",), "cpp/": (".cpp", ".h", ".mm"), "shaders/": (".metal", ".h")}
+    kinds["emulator/"] = kinds["cpp/"]
+    return [f for f in listed if f.endswith(kinds.get(f.partition("/")[0] + "/", ())) and (ROOT / f).exists()]
+
+
+def build(folder: Path) -> bool:
+    """Build the native modules; return whether that succeeds."""
+    return subprocess.run([BIN / "ninja", "-C", folder], capture_output=True, check=False).returncode == 0
+
+
+def make_package(folder: Path) -> None:
+    """Make a package of links to the Python files and to the modules that are built in a folder."""
+    shutil.rmtree(WORK, ignore_errors=True)
+    (WORK / "metal_prefill").mkdir(parents=True)
+    for path in (ROOT / PYTHON).iterdir():
+        if path.suffix != ".so":
+            (WORK / "metal_prefill" / path.name).symlink_to(path)
+    for module in folder.rglob("_*.so"):
+        home = WORK / "metal_prefill" if module.name.startswith("_core") else WORK
+        (home / module.name).symlink_to(module)
+
+
+def tests_pass(tests: Sequence[str]) -> bool:
+    """Run tests until one fails."""
+    command = [sys.executable, "-B", "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests]
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        done = subprocess.run(
+            command,
+            cwd=ROOT,
+            env=os.environ | {"PYTHONPATH": str(WORK)},
+            timeout=TIME_LIMIT_S,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if done.returncode in (4, 5):  # it found nothing to run
+            raise SystemExit(done.stdout)
+        return done.returncode == 0
+    return False
+
+
+def main() -> int:
+    """Run as a program."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("paths", nargs="*", help="files and folders (default: those that differ)")
+    parser.add_argument("--since", default="main", metavar="REVISION", help="default: %(default)s")
+    parser.add_argument("-n", type=int, default=20, help="number of mutants (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=random.randrange(10**6))
+    parser.add_argument("--tests", nargs="+", help="arguments for pytest (default: by PARTS)")
+    options = parser.parse_args()
+    files = chosen_files(options.paths, options.since)
+    folder = next((f for f in map(ROOT.joinpath, ("build/emulator", "build/metal")) if f.exists()), None)
+    if not files or folder is None:
+        parser.error("no source differs" if folder else "run `make test` first")
+    tests_of = {f: options.tests or next(PARTS[p] for p in PARTS if f.startswith(p)).split() for f in files}
+    make_package(folder)
+    for tests in {tuple(tests) for tests in tests_of.values()}:
+        if not tests_pass(tests):
+            parser.error(f"{' '.join(tests)}: fails without a mutant")
+    texts = {file: (ROOT / file).read_text(encoding="utf-8") for file in files}
+    mutants = [
+        (file, mutant)
+        for file, text in texts.items()
+        for mutant in (python_mutants if file.endswith(".py") else native_mutants)(text)
+    ]
+    print(f"{len(mutants)} mutants of {len(files)} files, seed {options.seed}", flush=True)
+    random.Random(options.seed).shuffle(mutants)
+    tried = survived = 0
+    for file, mutant in mutants:
+        if tried == options.n:
+            break
+        native, text = not file.endswith(".py"), mutant()
+        try:
+            (ROOT / file).write_text(text, encoding="utf-8")
+            if native and not build(folder):
+                continue
+            tried += 1
+            if tests_pass(tests_of[file]):
+                survived += 1
+                lines = difflib.unified_diff(
+                    texts[file].splitlines(), text.splitlines(), file, "", "", "", 0, ""
+                )
+                print("\n".join(line for line in lines if not line.startswith("+++")), flush=True)
+        finally:
+            (ROOT / file).write_text(texts[file], encoding="utf-8")
+    if any(not file.endswith(".py") for file in files):
+        build(folder)
+    print(f"{survived} of {tried} mutants survived")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
