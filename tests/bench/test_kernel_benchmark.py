@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import sys
 from functools import partial
 from pathlib import Path
 
+import bench_kernels as kernels
 import pytest
 from support.bench_fakes import ILLEGAL_INSTRUCTION
 from support.cpu_testing import cpu_testing
@@ -14,10 +14,6 @@ from support.cpu_testing import cpu_testing
 from metal_prefill.bench import _peak
 from metal_prefill.bench._errors import BenchError
 from metal_prefill.bench._summary import Spread
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
-
-import bench_kernels as kernels
 
 
 class FakeWorkload:

@@ -136,7 +136,7 @@ void bind_kernels(nb::module_& m) {
 }  // namespace metal_prefill::cpu
 
 NB_MODULE(_cpu_testing, m) {
-  m.doc() = "Kernels and steps of the CPU engine, for tests and for tools/bench_kernels.py.";
+  m.doc() = "Kernels and steps of the CPU engine, for tests and for tools/measure/bench_kernels.py.";
   metal_prefill::cpu::bind_machine(m);
   metal_prefill::cpu::bind_kernels(m);
   metal_prefill::bind_prefix_tree(m);

@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 from support.page import Pages, ask
+from support.places import ROOT
 from support.running_server import Running, running
 
 from metal_prefill import Model, hub
 
-README_PICTURE = Path(__file__).parents[2] / "docs/images/page.png"
+README_PICTURE = ROOT / "docs/images/page.png"
 MOST_PICTURE_BYTES = 300_000
 LIBRARIAN = (
     "You are the librarian of a small town. Answer in one sentence and name the shelf. Shelf A holds plays "

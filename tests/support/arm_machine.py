@@ -9,7 +9,6 @@ import struct
 import subprocess
 from collections.abc import Callable
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,8 +16,9 @@ import pytest
 
 from metal_prefill import _core
 from support.cpu_testing import cpu_testing
+from support.places import ROOT
 
-SERVER = Path(__file__).parents[2] / "build/arm/arm_server"
+SERVER = ROOT / "build/arm/arm_server"
 MISSING = (
     "the Arm kernels cannot be run: they need clang 19, Debian's cross libraries and qemu (apt-get install "
     "clang-19 lld-19 qemu-user libstdc++-12-dev-arm64-cross); `make test` then builds them"

@@ -5,12 +5,12 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
+from support.places import DATA
 from support.tools import CLOCK, WEATHER
 
-RECORD = Path(__file__).parents[1] / "data" / "transformers_templates.json"
+RECORD = DATA / "transformers_templates.json"
 
 
 class Family(NamedTuple):

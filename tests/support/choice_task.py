@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from metal_prefill import synth
+from support.places import DATA
 
-FILE = Path(__file__).parents[1] / "data" / "transformers_likelihoods.json"
+FILE = DATA / "transformers_likelihoods.json"
 QUESTIONS = (
     ("Who went to the woods?", ("the teacher", "a man who wished to live", "nobody", "42 hens!"), 1),
     ("What is the sea made of?", ("salt water", "stone", "light and air", "bread"), 0),

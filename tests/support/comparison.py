@@ -17,9 +17,9 @@ import numpy.typing as npt
 from gguf import GGUFWriter
 
 from metal_prefill.text._tokenizer import Tokenizer
+from support.places import DATA
 from support.small_models import ENCODERS, MODELS, SmallModel
 
-DATA = Path(__file__).parents[1] / "data"
 TOKENS = DATA / "llama_cpp_tokens.json"
 LOGITS = DATA / "llama_cpp_logits.npz"
 PERPLEXITY = DATA / "llama_cpp_perplexity.json"

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from math import ceil, floor
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -25,9 +24,9 @@ from metal_prefill.gpu._cost_model import (
 )
 from metal_prefill.gpu._dispatches import Dispatch
 from support import peer_work
+from support.places import DATA
 from support.uniform_shape import uniform_shape
 
-DATA = Path(__file__).parents[1] / "data"
 PUBLISHED: list[dict[str, Any]] = json.loads((DATA / "published_speeds.json").read_text())["rows"]
 RECORD = json.loads((DATA / "h200_dispatches.json").read_text())
 EMPTY_US = 3.7  # an empty dispatch between events, as the record's were timed

@@ -22,8 +22,8 @@ from metal_prefill.conversion._vocabulary import read_vocabulary
 from metal_prefill.conversion._writing import add_vocabulary
 from metal_prefill.files._gguf_file import GGUFFile
 from metal_prefill.text._tokenizer import Tokenizer
+from support.places import DATA
 
-DATA = Path(__file__).parents[1] / "data"
 RECORD = DATA / "transformers_tokenizers.npz"
 WHOLE = 1000  # texts whose ids are all recorded; of the others a checksum is
 PAIRS = 200  # pairs of neighbouring texts

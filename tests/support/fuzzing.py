@@ -12,12 +12,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from random import Random
 
+from support.places import ROOT, TESTS
+
 SEED = int(os.environ.get("FUZZ_SEED", "1"))
 SECONDS = float(os.environ.get("FUZZ_SECONDS", "0"))  # of each target; 0: as many inputs as the suite takes
 RENEWED = 2  # seconds after which a watch restarts: stopping its thread takes longer than many inputs
 PATIENCE = 120  # seconds after which an input counts as one that hangs; sanitizers make all ten times slower
-REGRESSIONS = Path(__file__).parents[1] / "fuzz" / "regressions"
-FAILED = Path(__file__).parents[2] / "build" / "fuzz"
+REGRESSIONS = TESTS / "fuzz" / "regressions"
+FAILED = ROOT / "build" / "fuzz"
 TIMEOUT = 0 if SECONDS else 300  # of a test, in seconds; 0: none
 
 

@@ -13,8 +13,9 @@ from numpy.typing import NDArray
 
 from metal_prefill import _core
 from metal_prefill.synth._blocks import random_tensor
+from support.places import ROOT
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "cmake"))
+sys.path.insert(0, str(ROOT / "cmake"))
 
 import embed_shaders
 
@@ -22,7 +23,6 @@ Array = NDArray[Any]
 Floats = NDArray[np.float32]
 Doubles = NDArray[np.float64]
 
-ROOT = Path(__file__).resolve().parents[2]
 SHADERS = ROOT / "shaders"
 SENTINELS = 64
 SENTINEL = 0x5A

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from support.comparison import PROSE, VERSE
+from support.places import DATA
 
-VECTORS = Path(__file__).parents[1] / "data" / "minilm_vectors.npz"
+VECTORS = DATA / "minilm_vectors.npz"
 
 TEXTS = (
     "That is a happy person",

@@ -21,8 +21,9 @@ from support.model_folders import (
     byte_level_tokenizer,
     values,
 )
+from support.places import DATA
 
-RECORD = Path(__file__).parents[1] / "data" / "transformers_folders.npz"
+RECORD = DATA / "transformers_folders.npz"
 IDS = np.random.default_rng(7).integers(2, 300, 37).astype(np.int32)  # a prompt
 ROWS = [0, 1, 7, 36]  # its tokens after which logits are recorded
 

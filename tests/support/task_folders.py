@@ -17,8 +17,8 @@ from safetensors.numpy import save_file
 from metal_prefill.synth._tokenizer import gpt2_vocabulary
 from support import model_folders
 from support.model_folders import CONTEXT, DIM, FFN, HEADS, IDENTITY, Folder, values
+from support.places import DATA
 
-DATA = Path(__file__).parents[1] / "data"
 RECORD = DATA / "transformers_tasks.json"
 
 QUERY = "who is the king?"

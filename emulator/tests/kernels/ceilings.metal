@@ -1,4 +1,4 @@
-// Upper limits of a GPU, for tools/bench_gpu.py: multiplications in registers, and an empty kernel.
+// Upper limits of a GPU, for tools/measure/bench_gpu.py: multiplications in registers, and an empty kernel.
 #include <metal_simdgroup_matrix>
 #include <metal_stdlib>
 

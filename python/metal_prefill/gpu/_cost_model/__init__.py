@@ -61,7 +61,7 @@ SIMD = 32
 
 # Lowest and highest ratio of measured to predicted speed: of published figures to which no constant was
 # fitted, and of this engine's dispatches on an H200, for prompts and for passes of a few tokens.
-# `tests/test_cost_model.py` computes them, rounded outwards.
+# `tests/metal/test_cost_model.py` computes them, rounded outwards.
 SPREAD = {"prompt": (0.79, 1.16), "token": (0.79, 1.05)}
 
 

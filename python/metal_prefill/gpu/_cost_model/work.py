@@ -2,7 +2,7 @@
 
 Instructions are counted from the source of the shaders, by kind: those of the inner loops, with a fixed
 allowance for the loop itself. The code that Apple's compiler generates for them has not been seen. Bytes,
-each counted once, agree with the emulator's counts (`tests/metal_engine/test_trace.py`).
+each counted once, agree with the emulator's counts (`tests/metal/test_trace.py`).
 """
 
 from __future__ import annotations

@@ -1,0 +1,248 @@
+"""Common first mistakes: each is answered by a line with the remedy."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+
+import pytest
+from support.places import ROOT
+
+from metal_prefill import Model, UnsupportedModelError, _core, engine, synth
+from metal_prefill.cli import main
+
+
+def error_of(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> str:
+    """Return the one line that a failing command prints."""
+    assert main([str(argument) for argument in arguments]) in (1, 2)
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    (line,) = captured.err.splitlines()
+    assert line.startswith("error: ")
+    return line
+
+
+def run_error(capsys: pytest.CaptureFixture[str], model: str | Path) -> str:
+    return error_of(capsys, "run", "-m", model, "-p", "a", "-n", "1")
+
+
+def configure(folder: Path, *options: str, **environment: str) -> str:
+    """Configure a build that fails; return CMake's output in one line."""
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # programs here must not be scripts of pyenv
+    cmake, generator = shutil.which("cmake", path=path), shutil.which("ninja", path=path)
+    if cmake is None or generator is None:
+        pytest.skip("there is no cmake or no ninja")
+    (folder / "programs").mkdir()
+    (folder / "programs/ninja").symlink_to(generator)
+    done = subprocess.run(
+        [cmake, "-S", ROOT, "-B", folder / "build", "-G", "Ninja", *options],
+        env={"PATH": str(folder / "programs"), "HOME": str(folder)} | environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode != 0
+    return " ".join(done.stderr.split())
+
+
+def test_a_missing_compiler_names_packages_to_install(tmp_path: Path) -> None:
+    message = configure(tmp_path)
+    assert "metal_prefill needs a C++ compiler, and there is none" in message
+    for hint in ("apt-get install g++", "xcode-select --install", "--only-binary :all:"):
+        assert hint in message
+
+
+def test_an_old_compiler_is_reported_with_the_required_version(tmp_path: Path) -> None:
+    compiler = shutil.which("c++")
+    if compiler is None:
+        pytest.skip("there is no compiler")
+    identity = {"COMPILER": compiler, "COMPILER_ID_RUN": "1", "COMPILER_FORCED": "1"}
+    identity |= {"COMPILER_ID": "GNU", "COMPILER_VERSION": "10.2.0"}
+    options = [f"-DCMAKE_CXX_{name}={value}" for name, value in identity.items()]
+    message = configure(tmp_path, *options, PATH=os.environ["PATH"])
+    assert f"{compiler} is GNU 10.2.0, which is too old: install GCC 11 or clang 14" in message
+
+
+def test_a_missing_file_lists_what_a_model_may_be(capsys: pytest.CaptureFixture[str]) -> None:
+    line = run_error(capsys, "smollm.gguf")
+    assert line.startswith(
+        "error: smollm.gguf: No such file or directory; a model is a GGUF file, a folder, "
+    )
+    assert "smollm2" in line
+
+
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a2146\nsize 98123456\n"
+SAFETENSORS = (2).to_bytes(8, "little") + b"{}" + bytes(64)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (POINTER, "a Git LFS pointer to the file of 98,123,456 bytes: run `git lfs pull`"),
+        (b"\n<!DOCTYPE html><html>Sign in</html>" + bytes(99), "has /resolve/ in place of /blob/"),
+        (b'{"error": "Repository not found"}' + bytes(99), "JSON text, such as a server's error message"),
+        (SAFETENSORS, "a safetensors file: give its folder"),
+        (b"PK\x03\x04" + bytes(99), "a ZIP archive or a PyTorch checkpoint"),
+        (b"\x1f\x8b" + bytes(99), "gunzip"),
+        (b"tjgg" + bytes(99), "in a format older than GGUF"),
+        (b"GUFG" + bytes(99), "not a GGUF file: begins with b'GUFG'"),
+        (b"", "the file is empty"),
+    ],
+    ids=["LFS", "HTML", "JSON", "safetensors", "ZIP", "gzip", "GGML", "unknown", "empty"],
+)
+def test_a_file_of_another_format_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: bytes, message: str
+) -> None:
+    path = tmp_path / "model.gguf"
+    path.write_bytes(content)
+    line = run_error(capsys, path)
+    assert line.startswith(f"error: {path}: ")
+    assert message in line
+
+
+def test_an_mlx_folder_is_rejected_with_an_alternative(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
+    (tmp_path / "model.safetensors").write_bytes(SAFETENSORS)
+    for key, value, method in (
+        ("quantization", {"group_size": 64, "bits": 4}, "MLX"),
+        ("quantization_config", {"quant_method": "gptq", "bits": 4}, "gptq"),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(settings | {key: value}))
+        line = run_error(capsys, tmp_path)
+        assert f"the weights are quantized by {method} ({key}); open the original model" in line
+
+
+def test_a_folder_of_gguf_files_names_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "b.gguf").touch()
+    (tmp_path / "a.gguf").touch()
+    assert f"name one, such as {tmp_path / 'a.gguf'}" in run_error(capsys, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "nearest"), [("gemma9", "gemma3"), ("qwen2vl", "qwen2"), ("rwkv6", None)], ids=str
+)
+def test_an_unknown_architecture_names_similar_ones_and_where_to_ask(
+    tmp_path: Path, name: str, nearest: str | None
+) -> None:
+    path = tmp_path / "m.gguf"
+    synth.synthesize(path, preset="tiny")
+    content = path.read_bytes()
+    before, after = b"\x05" + bytes(7) + b"llama", len(name).to_bytes(8, "little") + name.encode()
+    assert content.count(before) >= 1
+    path.write_bytes(content.replace(before, after, 1))
+    with pytest.raises(UnsupportedModelError, match=f"architecture {name} is not supported") as caught:
+        Model(path, device="cpu")
+    message = str(caught.value)
+    if nearest is None:
+        assert "nearest" not in message
+    else:
+        assert f"the nearest that is supported is {nearest};" in message
+    form = (ROOT / ".github/ISSUE_TEMPLATE/model.yml").read_text(encoding="utf-8").splitlines()[0]
+    assert form.removeprefix("name: ") in message
+
+
+def test_chat_warns_about_a_base_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Hello\n"))
+    assert main(["chat", "-n", "2"]) == 0
+    note = capsys.readouterr().err
+    assert "has no chat template, so it continues texts rather than answers" in note
+    assert "-m smollm2" in note
+
+
+def test_a_prompt_without_room_names_the_limit_and_remedies(capsys: pytest.CaptureFixture[str]) -> None:
+    line = error_of(capsys, "run", "-p", "word " * 3000)
+    assert "exceeds the context of 1024: shorten the text, or use a model with a longer context" in line
+
+
+def test_a_busy_port_names_the_option(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("starlette", reason="needs the extra serve")
+    with socket.create_server(("127.0.0.1", 0)) as busy:
+        port = busy.getsockname()[1]
+        line = error_of(capsys, "serve", "--port", str(port))
+    assert f"cannot listen on 127.0.0.1:{port}: Address already in use" in line
+    assert "choose another port with --port" in line
+
+
+class SignIn(BaseHTTPRequestHandler):
+    """A proxy that answers every request with its page."""
+
+    def do_GET(self) -> None:
+        body = b"<html>Sign in to the network</html>"
+        self.send_response(self.server.status)  # type: ignore[attr-defined]
+        self.send_header("Content-Type", "text/html; charset=utf-8")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    do_HEAD = do_GET
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.mark.parametrize("status", [200, 403, 404])
+@pytest.mark.parametrize("spec", ["owner/repo:a.gguf", "owner/repo"])
+def test_a_proxy_that_answers_for_the_hub_is_reported(tmp_path: Path, status: int, spec: str) -> None:
+    pytest.importorskip("huggingface_hub", reason="needs the extra hub")
+    server = ThreadingHTTPServer(("127.0.0.1", 0), SignIn)
+    server.status = status  # type: ignore[attr-defined]
+    Thread(target=server.serve_forever, daemon=True).start()
+    env = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
+    env |= {"HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}", "HF_HOME": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-m", "metal_prefill.cli", "run", "-m", spec, "-p", "a"],
+        env=env | {"NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    server.shutdown()
+    server.server_close()
+    (line,) = done.stderr.splitlines()
+    assert f"a web page with status {status}, as proxies and sign-in pages send" in line
+    assert "HTTPS_PROXY" in line
+
+
+@pytest.mark.parametrize(
+    ("built", "reason"),
+    [
+        (["avx512vnni", "avx2", "scalar"], "this processor runs none of avx512vnni, avx2"),
+        (["scalar"], "pip install -v"),
+    ],
+    ids=["old processor", "old compiler"],
+)
+def test_an_old_processor_causes_one_warning(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    built: list[str],
+    reason: str,
+) -> None:
+    synth.synthesize(tmp_path / "tiny.gguf", preset="tiny")
+    monkeypatch.setattr(engine, "_announced_slow_kernels", False)
+    monkeypatch.setattr(_core.cpu, "kernel_sets", lambda: ["scalar"])
+    monkeypatch.setattr(_core.cpu, "built_sets", lambda: built)
+    monkeypatch.delenv("METAL_PREFILL_CPU_ISA", raising=False)
+    with caplog.at_level(logging.WARNING, logger="metal_prefill"):
+        for _ in range(2):
+            Model(tmp_path / "tiny.gguf", device="cpu").close()
+    (record,) = caplog.records
+    assert record.getMessage().startswith("using scalar kernels, which are many times slower: ")
+    assert reason in record.getMessage()
+    monkeypatch.setattr(engine, "_announced_slow_kernels", False)
+    monkeypatch.setenv("METAL_PREFILL_CPU_ISA", "scalar")  # on purpose
+    Model(tmp_path / "tiny.gguf", device="cpu").close()
+    assert len(caplog.records) == 1

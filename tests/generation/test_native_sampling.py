@@ -1,0 +1,159 @@
+"""The sampler of the native core: its random numbers, and its choices against `sampling.sample` in NumPy.
+
+`tests/generation/test_sampling.py` compares both with the definition of each filter. Here they use the same
+random numbers and must choose the same tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from support.sampling_reference import Drawn, log_softmax, logits_like_a_model, philox, sample
+
+from metal_prefill import _core
+from metal_prefill.generation._sampling import Options, Sampler, core_sampler
+
+
+@pytest.mark.parametrize(
+    ("counter", "key", "expected"),
+    [
+        # Known answers that the authors' library Random123 publishes.
+        ([0, 0, 0, 0], [0, 0], [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]),
+        ([0xFFFFFFFF] * 4, [0xFFFFFFFF] * 2, [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]),
+        (
+            [0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344],
+            [0xA4093822, 0x299F31D0],
+            [0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1],
+        ),
+    ],
+)
+def test_random_numbers_are_those_of_philox(counter: list[int], key: list[int], expected: list[int]) -> None:
+    assert _core.philox(counter, key) == expected
+    assert philox(counter, key) == expected
+
+
+def some_options(rng: np.random.Generator, n: int) -> dict[str, Any]:
+    """Each option has its own value in one of two cases."""
+    values = {
+        "top_k": int(rng.integers(1, 2 * min(n, 200) + 1)),
+        "top_p": float(rng.uniform(0.05, 1)),
+        "min_p": float(rng.uniform(0, 0.3)),
+        "typical_p": float(rng.uniform(0.05, 1)),
+        "repeat_penalty": float(rng.uniform(0.7, 2)),
+        "frequency_penalty": float(rng.uniform(-1, 1)),
+        "presence_penalty": float(rng.uniform(-1, 1)),
+        "logit_bias": {int(i): float(rng.normal(0, 5)) for i in rng.integers(0, n, 3)},
+    }
+    chosen = {name: value for name, value in values.items() if rng.random() < 0.5}
+    return {"temperature": float(rng.choice([0.0, 0.3, 1.0, 4.0], p=[0.1, 0.3, 0.3, 0.3]))} | chosen
+
+
+@pytest.mark.parametrize("n", [1, 2, 63, 64, 65, 1000, 49152])
+def test_choices_match_the_reference(n: int) -> None:
+    rng = np.random.default_rng(n)
+    for _ in range(60 if n > 10_000 else 300):
+        logits, options = logits_like_a_model(rng, n), some_options(rng, n)
+        recent = [int(i) for i in rng.integers(0, n, int(rng.integers(0, 64)))]
+        allowed = rng.random(n) < 0.8 if rng.random() < 0.2 else None
+        if allowed is not None:
+            allowed[int(logits.argmax())] = True
+        seed = int(rng.integers(2**63))
+        expected = sample(logits, recent=recent, allowed=allowed, rng=Drawn(seed, len(recent)), **options)
+        sampler = Sampler(Options(**options), seed=seed, recent=recent)
+        assert sampler(logits, allowed=allowed) == expected, (options, recent)
+
+
+@pytest.mark.parametrize(("higher", "lower"), [(2.0, 1.5), (-1.0, -1.5), (0.5, 0.1)])
+def test_the_repeat_penalty_makes_recent_tokens_less_probable_whatever_their_sign(
+    higher: float, lower: float
+) -> None:
+    logits = np.array([higher, lower], np.float32)
+    for recent, expected in (([], 0), ([1], 0), ([0], 1)):
+        sampler = Sampler(Options(repeat_penalty=20.0), recent=recent)
+        assert sampler(logits) == expected
+        assert sample(logits, repeat_penalty=20.0, recent=recent) == expected
+
+
+def test_each_seed_position_and_answer_has_its_own_random_number() -> None:
+    logits = np.zeros(1 << 20, np.float32)  # the token identifies the number
+
+    def draw(seed: int, position: int, answer: int) -> int:
+        return core_sampler(Options(1.0), seed, [0] * position, answer).choose(logits)
+
+    cases = [(s, p, a) for s in (0, 1, 2**32, 2**63) for p in (0, 1, 64, 65) for a in (0, 1)]
+    numbers = {case: draw(*case) for case in cases}
+    assert len(set(numbers.values())) == len(cases)
+    for (seed, position, answer), token in numbers.items():
+        assert token == int(Drawn(seed, position, answer).random() * len(logits))
+
+
+def test_a_seed_counts_by_its_lowest_64_bits_and_is_not_negative() -> None:
+    logits = np.zeros(1000, np.float32)
+    assert Sampler(Options(1.0), seed=2**64 + 5)(logits) == Sampler(Options(1.0), seed=5)(logits)
+    with pytest.raises(ValueError, match="seed must not be negative, got -1"):
+        Sampler(Options(1.0), seed=-1)
+
+
+def test_without_a_seed_texts_differ() -> None:
+    logits = np.zeros(1 << 20, np.float32)
+    assert len({Sampler(Options(1.0))(logits) for _ in range(4)}) > 1
+
+
+@pytest.mark.parametrize("n", [1, 5, 64, 49152])
+@pytest.mark.parametrize("best", [0, 1, 5, 100])
+def test_log_probabilities_are_those_of_unmodified_logits(n: int, best: int) -> None:
+    rng = np.random.default_rng(n)
+    logits = logits_like_a_model(rng, n)
+    expected = log_softmax(logits)
+    options = Options(0.8, repeat_penalty=1.3, top_k=3, logit_bias={0: 1.0})
+    sampler = core_sampler(options, 1, range(min(n, 9)))
+    sampler.report(best)
+    chosen = sampler.choose(logits)
+    ((log_prob, found),) = sampler.reports
+    assert log_prob == pytest.approx(expected[chosen], rel=1e-12, abs=1e-12)
+    order = np.argsort(-logits, kind="stable")[:best]
+    order = order[np.isfinite(logits[order])]
+    assert [token for token, _ in found] == order.tolist()
+    np.testing.assert_allclose([p for _, p in found], expected[order], rtol=1e-12, atol=1e-12)
+
+
+def test_infinite_logits_share_the_probability() -> None:
+    sampler = core_sampler(Options(), 1, [])
+    sampler.report(3)
+    assert sampler.choose(np.array([0, math.inf, math.inf, -math.inf], np.float32)) == 1
+    ((log_prob, best),) = sampler.reports
+    assert log_prob == pytest.approx(math.log(0.5))
+    assert best == [
+        (1, pytest.approx(math.log(0.5))),
+        (2, pytest.approx(math.log(0.5))),
+        (0, -math.inf),
+    ]
+
+
+def test_forbidden_tokens_are_not_chosen_before_their_position() -> None:
+    sampler = core_sampler(Options(logit_bias={1: 0.0}), 1, [7, 7])
+    sampler.forbid([0, 1], 4)
+    logits, chosen = np.array([3, 2, 1], np.float32), []
+    for _ in range(3):
+        chosen.append(sampler.choose(logits))
+        sampler.accept(chosen[-1])
+    assert chosen == [2, 2, 0]
+
+
+def test_a_choice_that_fails_or_is_not_accepted_changes_nothing() -> None:
+    options = Options(1.0, repeat_penalty=5.0)
+    logits = np.random.default_rng(1).normal(0, 1, 50).astype(np.float32)
+    sampler, other = core_sampler(options, 3, [1, 2]), core_sampler(options, 3, [1, 2])
+    for bad in (np.full(50, math.nan), np.full(50, -math.inf), np.zeros(2)):
+        with pytest.raises(ValueError, match=r"is NaN|no token to choose|outside the vocabulary of 2"):
+            sampler.choose(bad.astype(np.float32))
+    assert sampler.choose(logits) == sampler.choose(logits)
+    for _ in range(5):
+        token = sampler.choose(logits)
+        assert token == other.choose(logits)
+        sampler.accept(token)
+        other.accept(token)
+    assert sampler.position == 7

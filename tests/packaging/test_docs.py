@@ -1,0 +1,77 @@
+"""Names in the documentation exist."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.places import ROOT
+
+from metal_prefill.files._architecture import ARCHITECTURES
+from metal_prefill.files._model_tensors import MATRIX_TYPES
+
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CHANGELOG.md",
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "SECURITY.md",
+    ROOT / "emulator/README.md",
+    ROOT / "examples/README.md",
+    *sorted((ROOT / "docs").rglob("*.md")),
+]
+
+
+def anchors(page: Path) -> set[str]:
+    """Return the fragments of the page's headings, as GitHub derives them."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    headings = re.findall(r"^#+ (.*)$", text, flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_named_tests_exist(page: Path) -> None:
+    home = page.parent if page.parent.name == "emulator" else ROOT  # the emulator can be copied alone
+    for path, name in re.findall(r"((?:emulator/)?tests/[\w/]+\.py)(?:::(\w+))?", page.read_text()):
+        assert (home / path).is_file(), f"{page.name} names {path}"
+        if name:
+            assert f"def {name}(" in (home / path).read_text(), f"{page.name} names {path}::{name}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_linked_files_exist(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text()):
+        if "://" not in target:
+            assert (page.parent / target).exists(), f"{page.name} links {target}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_linked_sections_exist(page: Path) -> None:
+    for target, fragment in re.findall(r"\]\(([^)#\s]*)#([^)\s]+)\)", page.read_text()):
+        if "://" not in target:
+            linked = page.parent / target if target else page
+            assert fragment in anchors(linked), f"{page.name} links {target}#{fragment}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_named_make_targets_exist(page: Path) -> None:
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
+    for target in re.findall(r"(?:^|`)make ([\w-]+)", page.read_text(), flags=re.MULTILINE):
+        assert target in targets, f"{page.name} names make {target}"
+
+
+def test_the_readme_lists_the_supported_architectures_and_tensor_types() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    listed = text[text.index("**Supported files.**") : text.index("Other files raise")]
+    architectures, types = listed.split("tensor types")
+    assert set(re.findall(r"`([\w-]+)`", architectures)) == set(ARCHITECTURES)
+    assert set(re.findall(r"\b[A-Z]+\d\w*", types)) == set(MATRIX_TYPES)
+
+
+def test_the_readme_snippet_runs() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"^```python\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(compile(code, "README.md", "exec"), names)
+    assert names["logits"].shape == (names["model"].config.vocab_size,)

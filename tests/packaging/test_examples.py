@@ -1,0 +1,128 @@
+"""The examples run as their docstrings show, in seconds, with the bundled model."""
+
+from __future__ import annotations
+
+import ast
+import csv
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.places import ROOT
+
+from metal_prefill import Model, synth
+
+EXAMPLES = ROOT / "examples"
+DATA = EXAMPLES / "data"
+NAMES = sorted(path.name for path in EXAMPLES.glob("*.py"))
+
+
+def run(name: str, *arguments: str | Path) -> str:
+    done = subprocess.run(
+        [sys.executable, EXAMPLES / name, *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_example_is_short_and_shows_its_command(name: str) -> None:
+    text = (EXAMPLES / name).read_text(encoding="utf-8")
+    assert text.count("\n") <= 80
+    assert f"python examples/{name} " in (ast.get_docstring(ast.parse(text)) or "")
+    assert f"[{name}]({name})" in (EXAMPLES / "README.md").read_text(encoding="utf-8")
+
+
+def test_rows_of_a_csv_file_are_labelled(tmp_path: Path) -> None:
+    output = tmp_path / "labelled.csv"
+    run("classify_csv.py", DATA / "reviews.csv", "--labels", "love,death", "-o", output)
+    with output.open(newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    with (DATA / "reviews.csv").open(newline="", encoding="utf-8") as file:
+        assert [(row["id"], row["text"]) for row in rows] == [
+            tuple(row.values()) for row in csv.DictReader(file)
+        ]
+    assert {row["label"] for row in rows} <= {"love", "death"}
+    assert all(0.5 <= float(row["probability"]) <= 1 for row in rows)
+
+
+@pytest.mark.real_model
+@pytest.mark.usefixtures("smollm2_path")
+def test_a_real_model_classifies_a_review() -> None:
+    rows = list(csv.DictReader(run("classify_csv.py", DATA / "reviews.csv", "-m", "smollm2").splitlines()))
+    assert [row["label"] for row in rows[:4]] == ["positive", "negative", "positive", "negative"]
+
+
+def test_the_nearest_paragraph_contains_the_words_of_the_query(tmp_path: Path) -> None:
+    paragraphs = ["The king is dead, long live the king.", "Bread needs flour, water and yeast."]
+    (tmp_path / "a.md").write_text("# Title\n\n" + "\n\n".join(paragraphs))
+    (tmp_path / "more").mkdir()
+    (tmp_path / "more" / "b.md").write_text("The Seine flows through Paris and ends in the sea.\n")
+    for query in paragraphs:
+        assert run("search_folder.py", tmp_path, query, "-n", "1").startswith(f"1.000  a.md: {query}")
+    lines = run("search_folder.py", tmp_path, "Seine").splitlines()
+    assert sorted(line.split()[1] for line in lines) == ["a.md:", "a.md:", "more/b.md:"]
+
+
+def test_stored_vectors_are_used_until_a_text_changes(tmp_path: Path) -> None:
+    model, kept, texts = tmp_path / "embedder.gguf", tmp_path / "kept.npz", tmp_path / "texts"
+    synth.synthesize(model, preset="tiny-embedding")
+    texts.mkdir()
+    (texts / "a.md").write_text("One two three four five six.")
+    arguments = (texts, "one", "-m", model, "--vectors", kept)
+    first = run("search_folder.py", *arguments)
+    with np.load(kept) as stored:
+        content, vectors = stored["content"], stored["vectors"]
+    assert vectors.shape == (1, 64)
+    np.savez(kept, content=content, vectors=-vectors)
+    assert run("search_folder.py", *arguments).split()[0] == f"{-float(first.split()[0]):.3f}"
+    (texts / "a.md").write_text("One two three four five seven.")
+    run("search_folder.py", *arguments)
+    with np.load(kept) as stored:
+        assert stored["content"] != content
+
+
+def test_a_document_is_computed_once_for_all_questions_and_runs(tmp_path: Path) -> None:
+    arguments = ("ask_document.py", DATA / "emails" / "complaint.txt", "What?", "Who?", "-n", "8")
+    first, again = (run(*arguments, "--save", tmp_path / "kept") for _ in range(2))
+    with Model() as model:
+        text = (DATA / "emails" / "complaint.txt").read_text(encoding="utf-8")
+        n = len(model.tokenizer.encode(f"Read this text.\n\n{text}\n\n"))
+    assert first.startswith(f"document: {n} tokens, 0 of them loaded")
+    assert again.startswith(f"document: {n} tokens, {n} of them loaded")
+    reused = [int(found) for found in re.findall(r"\((\d+) of \d+ tokens reused", first)]
+    assert len(reused) == 2
+    assert min(reused) >= n
+    answers = [[line for line in text.splitlines() if line.startswith("A:")] for text in (first, again)]
+    assert answers[0] == answers[1]
+
+
+def test_each_email_becomes_a_record_that_satisfies_the_schema() -> None:
+    jsonschema = pytest.importorskip("jsonschema")
+    pytest.importorskip("llguidance", reason="needs the extra guide")
+    sys.path.insert(0, str(EXAMPLES))
+    from extract_json import SCHEMA
+
+    emails = sorted((DATA / "emails").glob("*.txt"))
+    records = [json.loads(line) for line in run("extract_json.py", *emails).splitlines()]
+    assert [record.pop("file") for record in records] == [path.name for path in emails]
+    for record in records:
+        jsonschema.validate(record, SCHEMA)
+
+
+def test_an_email_that_does_not_fit_does_not_stop_the_others(tmp_path: Path) -> None:
+    pytest.importorskip("llguidance", reason="needs the extra guide")
+    long, short = tmp_path / "long.txt", tmp_path / "short.txt"
+    long.write_text("word " * 3000)
+    short.write_text("From: Anna\n\nAre you open?")
+    first, second = map(json.loads, run("extract_json.py", long, short).splitlines())
+    assert "context" in first["error"]
+    assert second["kind"]

@@ -1,0 +1,113 @@
+"""The sources need nothing that the oldest Xcode which builds the package lacks: that of macOS 13."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+from support.missing import fail_or_skip
+from support.places import ROOT
+
+sys.path.insert(0, str(ROOT / "emulator" / "tools"))
+
+import check_metal_api
+import check_sdks
+from apple_metadata import WHEELS, download, read_framework
+
+FOLDERS = [ROOT / "cpp", ROOT / "emulator" / "testing"]  # compiled on a Mac
+NEEDED = "needs clang (Debian: apt-get install clang-19) and PyPI"
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder with the bindings that list the contents of each SDK."""
+    folder = tmp_path_factory.mktemp("sdks")
+    try:
+        if not any(shutil.which(name) for name in check_metal_api.COMPILERS):
+            raise RuntimeError("no clang++")
+        for sdk, version in check_sdks.SDKS.items():
+            download(f"{WHEELS['Metal']}=={version}", folder / f"sdk-{sdk}")
+    except RuntimeError as error:
+        fail_or_skip(f"{NEEDED}: {error}", "METAL_PREFILL_REQUIRE_EMULATOR")
+    return folder
+
+
+def test_every_used_metal_api_is_in_every_sdk(cache: Path) -> None:
+    assert check_sdks.check(FOLDERS, cache) == []
+
+
+def test_names_that_an_older_sdk_lacks_are_found(cache: Path, tmp_path: Path) -> None:
+    (tmp_path / "new.mm").write_text(
+        "bool b = [d supportsFamily:MTLGPUFamilyApple9];  // not MTLLanguageVersion3_2\n"
+        "options.mathMode = MTLMathModeSafe;\n"
+        'const char* text = "MTLMathModeFast";\n'
+    )
+    problems = check_sdks.check([tmp_path], cache)
+    assert [problem.partition("new.mm:")[2] for problem in problems] == [
+        "1: MTLGPUFamilyApple9 is not in the SDK of macOS 13",
+        "2: mathMode is not in the SDK of macOS 13",
+        "2: MTLMathModeSafe is not in the SDK of macOS 13",
+        "2: mathMode is not in the SDK of macOS 14",
+        "2: MTLMathModeSafe is not in the SDK of macOS 14",
+    ]
+
+
+def test_guarded_apis_may_be_missing_from_older_sdks(cache: Path, tmp_path: Path) -> None:
+    (tmp_path / "new.mm").write_text(
+        "#if __MAC_OS_X_VERSION_MAX_ALLOWED >= 150000\n"
+        "#if defined(X)\n#endif\n"
+        "[queue addResidencySet:set];\n"
+        "#else\n"
+        "[queue removeResidencySet:set];\n"
+        "#endif\n"
+        "[device newResidencySetWithDescriptor:d error:&e];\n"
+    )
+    problems = check_sdks.check([tmp_path], cache)
+    assert [problem.partition("new.mm:")[2] for problem in problems] == [
+        f"{line}: {name} is not in the SDK of macOS {sdk}"
+        for sdk in (13, 14)
+        for line, name in ((6, "removeResidencySet"), (8, "newResidencySetWithDescriptor"))
+    ]
+
+
+def test_bindings_of_each_sdk_contain_its_additions(cache: Path) -> None:
+    enums = {
+        sdk: read_framework(next((cache / f"sdk-{sdk}").glob("*.whl")), "Metal").enums
+        for sdk in check_sdks.SDKS
+    }
+    brought = {"13": "MTLGPUFamilyMetal3", "14": "MTLGPUFamilyApple9", "15": "MTLMathModeSafe"}
+    for sdk, name in brought.items():
+        assert [has for has in enums if name in enums[has]] == [s for s in enums if int(s) >= int(sdk)]
+
+
+# Features of C++20 and 23 missing from libc++ before 16: Xcode 14 has an earlier one. The list is that of
+# libc++'s status page.
+NEWER = re.compile(
+    r"""\b(?:make_unique_for_overwrite|make_shared_for_overwrite|allocate_shared_for_overwrite)\b
+    | \bstd::(?:format|vformat|ranges|views|source_location|jthread|stop_token|stop_source|expected
+      |unexpected|move_only_function|print|println|mdspan|generator|flat_map|flat_set|syncstream|osyncstream|byteswap
+      |assume_aligned|to_underlying|unreachable|lexicographical_compare_three_way|from_range|zoned_time
+      |atomic_ref|chrono::parse|pmr::)""",
+    re.VERBOSE,
+)
+
+
+def newer(text: str) -> list[str]:
+    code = "\n".join(line.split("//")[0] for line in text.splitlines())
+    return NEWER.findall(code)
+
+
+def test_only_library_features_of_the_oldest_xcode_are_used() -> None:
+    sources = [path for folder in FOLDERS for path in folder.rglob("*") if path.suffix in check_sdks.SUFFIXES]
+    assert len(sources) > 80
+    used = {path.name: found for path in sources if (found := newer(path.read_text()))}
+    assert used == {}
+
+
+def test_a_newer_name_of_the_library_is_found() -> None:
+    assert newer("auto p = std::make_unique_for_overwrite<int[]>(3);")
+    assert newer("std::ranges::sort(v);")
+    assert not newer("// std::format is for later\nstd::sort(v.begin(), v.end());")

@@ -1,0 +1,269 @@
+#!/usr/bin/env python3
+"""Build the wheels of a release on Linux, for Linux (x86-64 and Arm) and macOS, and check each.
+
+    python tools/build/build_wheels.py                                    # all of them: make wheels
+    python tools/build/build_wheels.py --platforms x86_64 --pythons 3.12  # one
+
+The compiler of the PyPI package ziglang builds for an old glibc and links its own C++ library, so the wheels
+need nothing but glibc 2.28. Python 3.12 and later share one wheel, for the stable ABI. Free-threaded Python
+has no stable ABI, so 3.14t has a wheel of its own, which is built if that interpreter is installed. Wheels
+for other processors are compiled, linked and inspected; those for this machine are also installed and run by
+`make test-wheels`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+TOOLS = Path(__file__).resolve().parent
+sys.path.insert(0, str(TOOLS))
+import zig  # noqa: E402
+
+ROOT = TOOLS.parents[1]
+GLIBC = (2, 28)
+PYTHONS = ("3.10", "3.11", "3.12")  # the last one is for all later versions, too
+FREE_THREADED = ("3.14t",)
+MAX_MEGABYTES = 12
+LINUX_KERNELS = {
+    "x86_64": ("amx", "avx512bf16", "avx512vnni", "avxvnni", "avx2", "scalar"),
+    "aarch64": ("neon_i8mm", "neon_dotprod", "neon", "scalar"),
+}
+PLATFORMS = (*LINUX_KERNELS, "macos")
+# Clang 18 takes registers of 512 bits for a feature of its own, which zig switches off. Zig takes
+# architectures for versions of a processor. CMake preprocesses with "-o -", which is a file to zig.
+COMPILER = """arguments=()
+for argument in "$@"; do
+  case "$argument" in
+    -mavx512f) arguments+=("$argument" -mevex512) ;;
+    -march=armv8.2-a+*) arguments+=("-mcpu=generic+v8_2a+${argument#-march=armv8.2-a+}") ;;
+    -) if [ "${arguments[*]: -1}" = -o ]; then unset "arguments[-1]"; else arguments+=(-); fi ;;
+    *) arguments+=("$argument") ;;
+  esac
+done
+"""
+
+
+class WheelError(Exception):
+    """A wheel cannot be built, or is invalid."""
+
+
+def find_python(version: str) -> Path:
+    """Return an interpreter of a version, such as 3.12 or 3.14t: on PATH, or one that pyenv installed."""
+    pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
+    found = shutil.which(f"python{version}")
+    candidates = [Path(found)] if found else []
+    threads = "t" if version.endswith("t") else "[0-9]"
+    candidates += sorted(pyenv.glob(f"{version.rstrip('t')}.*{threads}/bin/python"), reverse=True)
+    code = (
+        "import sys, sysconfig; "
+        "print('%d.%d' % sys.version_info[:2] + 't' * bool(sysconfig.get_config_var('Py_GIL_DISABLED')))"
+    )
+    for candidate in candidates:
+        done = subprocess.run([candidate, "-c", code], capture_output=True, text=True, check=False)
+        if done.returncode == 0 and done.stdout.strip() == version:
+            return candidate
+    raise WheelError(f"there is no Python {version}, neither on PATH nor in {pyenv}")
+
+
+def _is_installed(version: str) -> bool:
+    try:
+        find_python(version)
+    except WheelError:
+        print(f"no wheel for Python {version}, which is not installed")
+        return False
+    return True
+
+
+def tools_of(version: str, folder: Path) -> Path:
+    """Return the Python of an environment with the build tools, which is made once."""
+    environment = folder / f"python-{version}"
+    python = environment / "bin" / "python"
+    if not (environment / ".ready").exists():
+        subprocess.run([find_python(version), "-m", "venv", environment], check=True)
+        pip: list[str | Path] = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+        subprocess.run([*pip, "--upgrade", "pip"], check=True)
+        subprocess.run([*pip, "--group", "build", "--group", "cross"], check=True, cwd=ROOT)
+        (environment / ".ready").touch()
+    return python
+
+
+def build_linux(version: str, processor: str, folder: Path, stub: Path) -> Path:
+    """Build a wheel for Linux and return its path; on the processor of this machine, the stub is written."""
+    python = tools_of(version, folder)
+    work = folder / f"linux-{processor}-{version}"
+    shutil.rmtree(work / "wheel", ignore_errors=True)
+    native = platform.machine() == processor
+    described = json.loads(
+        subprocess.run(
+            [python, Path(__file__), "--write-tools", work / "tools", "--platforms", processor],
+            check=True,
+            capture_output=True,
+            text=True,
+        ).stdout
+    )
+    options = {
+        "CMAKE_TOOLCHAIN_FILE": ROOT / "cmake/cross_linux.cmake",
+        "SKBUILD_SOABI": f"cpython-{version.replace('.', '')}-{processor}-linux-gnu",
+        "Python_INCLUDE_DIR": described["headers"],
+    }
+    if not native:
+        options["METAL_PREFILL_STUB"] = stub
+    environment = os.environ | {
+        "CROSS_LINUX_TOOLS": str(work / "tools"),
+        "CROSS_LINUX_PROCESSOR": "" if native else processor,
+        "CMAKE_GENERATOR": "Ninja",
+        "PATH": f"{python.parent}:{os.environ['PATH']}",
+    }
+    command: list[str | Path] = [
+        python,
+        "-m",
+        "pip",
+        "wheel",
+        ROOT,
+        "--quiet",
+        "--no-build-isolation",
+        "--no-deps",
+    ]
+    command += ["-w", work / "wheel", "-C", f"build-dir={work / 'build'}"]
+    for name, value in options.items():
+        command += ["-C", f"cmake.define.{name}={value}"]
+    subprocess.run(command, check=True, env=environment, cwd=folder)
+    (built,) = (work / "wheel").glob("*.whl")
+    tag = f"manylinux_{GLIBC[0]}_{GLIBC[1]}_{processor}"
+    retag: list[str | Path] = [python, "-m", "wheel", "tags", "--platform-tag", tag, "--remove", built]
+    subprocess.run(retag, check=True, stdout=subprocess.DEVNULL)
+    (wheel,) = (work / "wheel").glob(f"*{tag}.whl")
+    if native:
+        with zipfile.ZipFile(wheel) as archive:
+            stub.write_bytes(archive.read("metal_prefill/_core.pyi"))
+    return wheel
+
+
+def build_macos(version: str, folder: Path, stub: Path) -> Path:
+    """Build a wheel for macOS with tools/build/cross_macos.py, which inspects it, and return its path."""
+    python, work = tools_of(version, folder), folder / f"macos-{version}"
+    command: list[str | Path] = [
+        python,
+        ROOT / "tools/build/cross_macos.py",
+        "--folder",
+        work,
+        "--stub",
+        stub,
+    ]
+    environment = os.environ | {"PATH": f"{python.parent}:{os.environ['PATH']}"}
+    subprocess.run(command, check=True, env=environment)
+    (wheel,) = (work / "wheels").glob("*.whl")
+    return wheel
+
+
+def check_contents(wheel: Path) -> int:
+    """Check the required contents of a wheel, and its size; return the size in bytes."""
+    size = wheel.stat().st_size
+    if size > MAX_MEGABYTES * 10**6:
+        raise WheelError(f"{wheel.name} has {size / 1e6:.1f} MB, more than {MAX_MEGABYTES}")
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+    extensions = [name for name in names if name.endswith(".so")]
+    if len(extensions) != 1 or not extensions[0].startswith("metal_prefill/_core."):
+        raise WheelError(f"{wheel.name}: expected one extension, got {extensions}")
+    wanted = ["metal_prefill/_core.pyi", "metal_prefill/py.typed"]
+    if missing := [name for name in wanted if name not in names]:
+        raise WheelError(f"{wheel.name} lacks {', '.join(missing)}")
+    if not any(re.fullmatch(r"metal_prefill/data/.*\.gguf", name) for name in names):
+        raise WheelError(f"{wheel.name} lacks the bundled model")
+    return size
+
+
+def libraries_of(library: bytes) -> list[str]:
+    """Return the libraries that an ELF file needs."""
+    from elftools.elf.elffile import ELFFile  # a requirement of auditwheel
+
+    dynamic = ELFFile(io.BytesIO(library)).get_section_by_name(".dynamic")
+    return [tag.needed for tag in dynamic.iter_tags() if tag.entry.d_tag == "DT_NEEDED"]
+
+
+def check_linux(wheel: Path, processor: str) -> list[str]:
+    """Check libraries, symbols and kernels of a wheel for Linux; return a report in lines."""
+    command: list[str | Path] = [sys.executable, "-m", "auditwheel", "show", "--json", wheel]
+    shown = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    policy = re.match(r"manylinux_(\d+)_(\d+)_", shown["overall_tag"])
+    if policy is None or (int(policy[1]), int(policy[2])) > GLIBC:
+        raise WheelError(f"{wheel.name}: auditwheel finds it consistent only with {shown['overall_tag']}")
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = [name for name in archive.namelist() if name.endswith(".so")]
+        library = archive.read(name)
+    for kernels in LINUX_KERNELS[processor]:
+        if kernels.encode() + b"\0" not in library:  # their names are strings in the library
+            raise WheelError(f"{wheel.name}: the kernels {kernels} are missing")
+    needed = libraries_of(library)
+    if unknown := [
+        name for name in needed if not re.match(r"(libc|libm|libpthread|libdl|librt|ld-linux.*)\.so", name)
+    ]:
+        raise WheelError(f"{wheel.name} needs {', '.join(unknown)}, which its platform does not promise")
+    return [
+        f"consistent with {shown['overall_tag']}, needs {', '.join(needed)}",
+        "kernels: " + ", ".join(LINUX_KERNELS[processor]),
+    ]
+
+
+def main() -> int:
+    """Run the command line; see the module docstring."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--platforms", nargs="+", choices=PLATFORMS, default=PLATFORMS)
+    parser.add_argument(
+        "--pythons",
+        nargs="+",
+        choices=(*PYTHONS, *FREE_THREADED),
+        help=f"default: {', '.join(PYTHONS)}, and of {', '.join(FREE_THREADED)} what is installed",
+    )
+    parser.add_argument("--folder", type=Path, default=ROOT / "build/wheels", help="folder for all output")
+    parser.add_argument("--write-tools", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.write_tools:  # in the environment of the Python that the wheel is for
+        target = f"{options.platforms[0]}-linux-gnu.{GLIBC[0]}.{GLIBC[1]}"
+        run = f'{zig.command()} c++ -target {target} "${{arguments[@]}}"\n'
+        zig.write_commands(options.write_tools, cxx=COMPILER + run)
+        print(json.dumps({"headers": str(zig.python_headers(options.write_tools.parent / "include"))}))
+        return 0
+    pythons = options.pythons or (*PYTHONS, *(version for version in FREE_THREADED if _is_installed(version)))
+    folder = options.folder.resolve()
+    finished = folder / "dist"
+    finished.mkdir(parents=True, exist_ok=True)
+    stub = folder / "_core.pyi"
+    # The wheel for this machine comes first: the others use its stub.
+    platforms = sorted(options.platforms, key=lambda name: name != platform.machine())
+    if platforms[0] != platform.machine() and not stub.exists():
+        raise WheelError(
+            f"there is no {stub}, which the build for this machine writes: "
+            f"add {platform.machine()} to --platforms"
+        )
+    for name in platforms:
+        for version in pythons:
+            if name == "macos":
+                wheel, lines = build_macos(version, folder, stub), ["compiled and linked, not executed"]
+            else:
+                wheel = build_linux(version, name, folder, stub)
+                lines = check_linux(wheel, name)
+            size = check_contents(wheel)
+            shutil.copy(wheel, finished)
+            print(f"{wheel.name}: {size / 1e6:.1f} MB", *lines, sep="\n  ", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except WheelError as error:
+        sys.exit(f"build_wheels: {error}")

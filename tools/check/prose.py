@@ -1,0 +1,101 @@
+"""Report phrases that stop a native reader, in documents, docstrings and comments.
+
+    python tools/check/prose.py            # part of make lint
+
+Text in backticks is not checked, so that a document can quote a phrase.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[2]
+PATTERNS = ("*.md", "*.py", "*.h", "*.cpp", "*.mm", "*.metal", "*.inc", "Makefile")
+PHRASES = {  # each has no good use in this project, whatever the sentence
+    r"\bto be had\b": "available",
+    r"\bat hand\b": "available, or name the thing",
+    r"\blet(s|ting)? go of\b": "release",
+    r"\bin the box\b": "bundled",
+    r"\bon (its|their) way\b": "in flight, pending",
+    r"\bwho asks\b": "the caller, the client",
+    r"\bwhoever\b": "anyone who, the thread that",
+    r"\bnobody else\b": "no other thread, no other client",
+    r"\bnobody's\b": "discarded, unowned",
+    r"\bstands? for\b": "means, selects, represents",
+    r"\bone behind (the other|another)\b": "one after another",
+    r"\bbehind the (prompt|last)\b": "after",
+    r"\bbeside\b": "next to, together with, compared with",
+    r"\bbegin(s|ning)? like\b": "shares a prefix with",
+    r"\bbegins? alike\b": "share a prefix",
+    r"\bbeginnings? of (prompts|texts)\b": "prefix",
+    r"\b(told|reported) apart\b": "distinguished, reported separately",
+    r"\bguess(es)? at\b": "draft",
+    r"\bis (its|their) turn\b": "in time",
+    r"\bis not (yours|ours)\b": "is reserved",
+    r"(?<!her )\bsisters?\b": "related",
+    r"\bfor want of\b": "for lack of",
+    r"(?<!there )\bis no (file|integer|number|text|JSON|power|name|token|multiple|str)\b": "is not a ...",
+    r'"""(What|Who) ': "begin with a verb or a noun phrase",
+    r'"""Of (them|it)\b': "name the thing",
+    r"\bmend(s|ed|ing)?\b": "fix",
+    r"\bin any company\b": "in any batch",
+    r"\b(brought|bring|brings) into nfc\b": "normalize to NFC",
+    r"\bsince then\b": "describe the present; history belongs to the changelog",
+}
+
+
+class Finding(NamedTuple):
+    """A phrase in a file.
+
+    Attributes
+    ----------
+    path : str
+        Path from the root.
+    line : int
+        Counted from 1.
+    phrase : str
+        The text that was found.
+    hint : str
+        What to write instead.
+    """
+
+    path: str
+    line: int
+    phrase: str
+    hint: str
+
+    def __str__(self) -> str:
+        return f"{self.path}:{self.line}: '{self.phrase.strip()}': write {self.hint}"
+
+
+def find(path: str, text: str) -> Iterator[Finding]:
+    """Yield each phrase to avoid in the text of a file."""
+    prose = re.sub(r"`[^`\n]*`", "", text)
+    for phrase, hint in PHRASES.items():
+        for match in re.finditer(phrase, prose, flags=re.IGNORECASE):
+            yield Finding(path, prose.count("\n", 0, match.start()) + 1, match[0], hint)
+
+
+def main() -> int:
+    """Print the findings and return the exit code."""
+    names = subprocess.run(
+        ["git", "ls-files", "--", *PATTERNS], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.splitlines()
+    findings = [
+        finding
+        for name in names
+        if name != "tools/check/prose.py" and (ROOT / name).is_file()
+        for finding in find(name, (ROOT / name).read_text(encoding="utf-8"))
+    ]
+    for finding in findings:
+        print(finding, file=sys.stderr)
+    return 1 if findings else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

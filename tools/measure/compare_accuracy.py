@@ -1,0 +1,294 @@
+"""Compare the logits of this package and of llama.cpp with each other and with float64 arithmetic.
+
+Prints the tables of ``docs/accuracy.md``. Every engine processes the same tokens, and all its logits are
+compared with those of the tests' float64 reference over the same dequantized weights::
+
+    pip install . llama-cpp-python
+    python tools/measure/compare_accuracy.py                  # the bundled model, and SmolLM-135M's shape
+    python tools/measure/compare_accuracy.py model.gguf -n 300
+    python tools/measure/compare_accuracy.py model.gguf -f text.txt   # perplexity, in windows of 512 tokens
+    python tools/measure/compare_accuracy.py model.gguf -f text.txt --types -n 4096  # by llama.cpp's types
+    python tools/measure/compare_accuracy.py model.gguf -f text.txt -n 4096 --types Q3_K_S TQ2_0  # by these
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TypeAlias
+
+import llama_cpp
+import numpy as np
+import numpy.typing as npt
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
+
+from support.comparison import VERSE
+from support.reference import ReferenceModel
+
+from metal_prefill import Model, default_model_path, synth
+from metal_prefill.bench._machine import available_threads
+from metal_prefill.commands.perplexity import perplexity, windows
+
+CORRELATED_TOKENS = 64  # after which logits of types are compared
+
+Logits: TypeAlias = npt.NDArray[np.float64]  # [n, vocab]
+Tokens: TypeAlias = npt.NDArray[np.int64]
+Scores: TypeAlias = np.ndarray[tuple[int], np.dtype[np.float32]]
+Engines: TypeAlias = dict[str, Callable[[Tokens], Logits]]
+
+
+def ours(path: Path, tokens: Tokens, compute: str, kv_dtype: str) -> Logits:
+    """Return the logits of this package's CPU engine after every token."""
+    with Model(path, device="cpu", compute=compute, kv_dtype=kv_dtype) as model:
+        return np.array([model.forward_token(int(token)) for token in tokens], dtype=np.float64)
+
+
+def keep_quiet(level: int, text: bytes, user_data: object) -> None:
+    """Discard log messages of llama.cpp while it loads."""
+
+
+LOG_CALLBACK = llama_cpp.llama_log_callback(keep_quiet)  # llama.cpp keeps the pointer only
+
+
+def llama(path: Path, tokens: Tokens) -> Logits:
+    """Return the logits of llama.cpp with its defaults: 8-bit activations, float16 cache, repacking."""
+    context = llama_cpp.llama_context_default_params()
+    context.n_ctx = context.n_batch = context.n_ubatch = len(tokens)
+    context.n_threads = context.n_threads_batch = available_threads()
+    model = llama_cpp.llama_model_load_from_file(str(path).encode(), llama_cpp.llama_model_default_params())
+    if not model:
+        raise RuntimeError(f"llama.cpp cannot load {path}")
+    session = llama_cpp.llama_init_from_model(model, context)
+    batch = llama_cpp.llama_batch_init(len(tokens), 0, 1)
+    batch.n_tokens = len(tokens)
+    for i, token in enumerate(tokens):
+        batch.token[i], batch.pos[i], batch.n_seq_id[i], batch.logits[i] = int(token), i, 1, True
+        batch.seq_id[i][0] = 0
+    if llama_cpp.llama_decode(session, batch) != 0:
+        raise RuntimeError(f"llama.cpp cannot compute {path}")
+    n_vocab = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(model))
+    logits = np.ctypeslib.as_array(llama_cpp.llama_get_logits(session), (len(tokens), n_vocab))
+    result = logits.astype(np.float64)
+    llama_cpp.llama_batch_free(batch)
+    llama_cpp.llama_free(session)
+    llama_cpp.llama_model_free(model)
+    return result
+
+
+def log_softmax(logits: Logits) -> Logits:
+    """Return the log probabilities of each row."""
+    shifted: Logits = logits - logits.max(axis=1, keepdims=True)
+    result: Logits = shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
+    return result
+
+
+def comparison(actual: Logits, expected: Logits) -> list[str]:
+    """Return the cells of a row: the distance of `actual` from `expected`, over all positions."""
+    correlations = [float(np.corrcoef(a, e)[0, 1]) for a, e in zip(actual, expected, strict=True)]
+    same = int((actual.argmax(axis=1) == expected.argmax(axis=1)).sum())
+    log_p, log_q = log_softmax(expected), log_softmax(actual)
+    divergence = (np.exp(log_p) * (log_p - log_q)).sum(axis=1).mean()
+    return [
+        f"{np.median(correlations):.7f}",
+        f"{min(correlations):.7f}",
+        f"{same} of {len(actual)}",
+        f"{max(divergence, 0.0):.1e}",
+    ]
+
+
+def margin_where_different(actual: Logits, expected: Logits) -> float:
+    """Return the largest lead of `expected`'s choice where the two choose differently."""
+    chosen, wanted = actual.argmax(axis=1), expected.argmax(axis=1)
+    rows = np.arange(len(expected))
+    return float((expected[rows, wanted] - expected[rows, chosen]).max())
+
+
+def engines_of(path: Path) -> Engines:
+    """Name the engines that are compared on a model."""
+    return {
+        "metal_prefill, f32, f32 cache": lambda tokens: ours(path, tokens, "f32", "f32"),
+        "metal_prefill, f32, f16 cache": lambda tokens: ours(path, tokens, "f32", "f16"),
+        "metal_prefill, int8 (the default)": lambda tokens: ours(path, tokens, "int8", "f16"),
+        "metal_prefill, bf16": lambda tokens: ours(path, tokens, "bf16", "f16"),
+        "llama.cpp": lambda tokens: llama(path, tokens),
+    }
+
+
+def compare_logits(name: str, path: Path, tokens: Tokens) -> None:
+    """Print the table of one model."""
+    exact = ReferenceModel(path).forward(tokens).logits
+    found = {engine: compute(tokens) for engine, compute in engines_of(path).items()}
+    deviation = exact.std(axis=1).mean()
+    print(f"### {name}: {len(tokens)} tokens, logits of standard deviation {deviation:.2f}\n")
+    print("| engine | against | correlation, median | lowest | same greedy token | mean KL divergence |")
+    print("| --- | --- | --- | --- | --- | --- |")
+    for engine, logits in found.items():
+        print("|", " | ".join([engine, "float64", *comparison(logits, exact)]), "|")
+    for engine, logits in found.items():
+        if engine != "llama.cpp":
+            print("|", " | ".join([engine, "llama.cpp", *comparison(logits, found["llama.cpp"])]), "|")
+    print(
+        "\nWhere an engine's greedy token is not float64's, float64 has that token below its own by at most:"
+    )
+    print(
+        "; ".join(f"{engine} {margin_where_different(logits, exact):.4f}" for engine, logits in found.items())
+    )
+    print(flush=True)
+
+
+def compare_perplexity(path: Path, text: str, length: int = 512) -> None:
+    """Print the perplexity of a text, with the same windows for every engine."""
+    with Model(path, device="cpu") as model:
+        ids = model.tokenizer.encode(text)
+        cut = windows(ids, length, model.tokenizer.bos_id if model.tokenizer.add_bos else None)
+    exact = ReferenceModel(path)
+    engines: Engines = {"float64": lambda tokens: exact.forward(tokens).logits, **engines_of(path)}
+    print(f"### {path.name}: {len(ids)} tokens, windows of {length}\n")
+    print("| engine | perplexity |\n| --- | --- |")
+    for engine, compute in engines.items():
+
+        def score(window: Sequence[int], compute: Callable[[Tokens], Logits] = compute) -> Scores:
+            log_probs = log_softmax(compute(np.array(window)))
+            chosen = log_probs[np.arange(len(window) - 1), window[1:]]
+            return chosen.astype(np.float32)
+
+        print(f"| {engine} | {perplexity(score, cut).value:.4f} |", flush=True)
+
+
+def quantized(source: Path, ftype: int, path: Path) -> bool:
+    """Quantize a model to another type with llama.cpp; return False if it does not support that."""
+    params = llama_cpp.llama_model_quantize_default_params()
+    params.ftype, params.allow_requantize = ftype, True
+    return bool(
+        llama_cpp.llama_model_quantize(str(source).encode(), str(path).encode(), ctypes.byref(params)) == 0
+    )
+
+
+def llama_types() -> dict[str, int]:
+    """Return the types of llama.cpp's quantizer, by their names without prefixes."""
+    prefix = "LLAMA_FTYPE_"
+    return {
+        name.removeprefix(prefix).replace("MOSTLY_", ""): int(getattr(llama_cpp, name))
+        for name in dir(llama_cpp)
+        if name.startswith(prefix) and "GUESSED" not in name
+    }
+
+
+def chosen_types(only: Sequence[str]) -> dict[str, int]:
+    """Return the numbers of the types that are named, or of all, in the order of these numbers.
+
+    Raises
+    ------
+    SystemExit
+        If a name is not one of them.
+    """
+    types = llama_types()
+    if unknown := [name for name in only if name not in types]:
+        raise SystemExit(f"no type of llama.cpp: {', '.join(unknown)}; known are {', '.join(sorted(types))}")
+    return {name: types[name] for name in sorted(only or types, key=lambda name: types[name])}
+
+
+def print_header(cells: Sequence[str]) -> None:
+    """Print the first two lines of a table."""
+    print("|", " | ".join(cells), "|")
+    print("|", " | ".join("---" for _ in cells), "|", flush=True)
+
+
+def compare_types(source: Path, text: str, tokens: int, only: Sequence[str], length: int = 512) -> None:
+    """Print the accuracy of each type, or of some, that llama.cpp quantizes a model to.
+
+    The perplexity of a text, and the similarity of the logits after each of the first tokens to those of
+    float32 products with the same weights: the correlation over the vocabulary, its median over the tokens,
+    and the lowest.
+    """
+    with Model(source, device="cpu") as model:
+        ids = model.tokenizer.encode(text)[:tokens]
+        length = min(length, len(ids))
+        cut = windows(ids, length, model.tokenizer.bos_id if model.tokenizer.add_bos else None)
+    print(f"### {source.name}, quantized again: {len(ids)} tokens, windows of {length}\n")
+    correlation = "correlation with f32, median and lowest: int8"
+    engines = ["metal_prefill, int8", "bf16", "llama.cpp", "metal_prefill, f32"]
+    print_header(["type", "MiB", *engines, correlation, "bf16", "llama.cpp"])
+
+    def of_llama(path: Path) -> Callable[[Sequence[int]], Scores]:
+        def score(window: Sequence[int]) -> Scores:
+            log_probs = log_softmax(llama(path, np.array(window)))
+            return log_probs[np.arange(len(window) - 1), window[1:]].astype(np.float32)
+
+        return score
+
+    for name, ftype in chosen_types(only).items():
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "model.gguf"
+            if not quantized(source, ftype, path):
+                continue
+            cells = [name, f"{path.stat().st_size / 2**20:.0f}"]
+            for compute in ("int8", "bf16", "llama", "f32"):
+                if compute == "llama":
+                    value = perplexity(of_llama(path), cut).value
+                else:
+                    with Model(path, device="cpu", compute=compute, prefix_memory=0) as model:
+
+                        def score(window: Sequence[int], model: Model = model) -> Scores:
+                            return model.session().score(window)
+
+                        value = perplexity(score, cut).value
+                cells.append(f"{value:.3f}")
+            first = np.array(ids[:CORRELATED_TOKENS])
+            exact = ours(path, first, "f32", "f32")
+            for logits in (
+                ours(path, first, "int8", "f16"),
+                ours(path, first, "bf16", "f16"),
+                llama(path, first),
+            ):
+                cells.append(", ".join(comparison(logits, exact)[:2]))
+            print("|", " | ".join(cells), "|", flush=True)
+
+
+def main() -> None:
+    """Compare on the given files, or on the two in the documentation."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("models", nargs="*", type=Path, metavar="MODEL.gguf")
+    parser.add_argument("-n", type=int, default=200, metavar="N", help="tokens (default: 200)")
+    parser.add_argument("-f", "--file", type=Path, help="measure the perplexity of this text instead")
+    parser.add_argument(
+        "--types",
+        nargs="*",
+        metavar="TYPE",
+        help="measure the perplexity for these types, or for all that llama.cpp quantizes the model to",
+    )
+    arguments = parser.parse_args()
+    llama_cpp.llama_log_set(LOG_CALLBACK, None)
+
+    def random_tokens(path: Path) -> Tokens:
+        with Model(path, device="cpu") as model:
+            n: int = arguments.n
+            return np.random.default_rng(1).integers(0, model.config.vocab_size, n)
+
+    if arguments.types is not None:
+        if not arguments.file:
+            parser.error("--types needs a text: -f FILE")
+        for path in arguments.models or [default_model_path()]:
+            compare_types(path, arguments.file.read_text(encoding="utf-8"), arguments.n, arguments.types)
+        return
+    if arguments.file:
+        for path in arguments.models or [default_model_path()]:
+            compare_perplexity(path, arguments.file.read_text(encoding="utf-8"))
+        return
+    for path in arguments.models:
+        compare_logits(path.name, path, random_tokens(path))
+    if not arguments.models:
+        with Model(device="cpu") as box:
+            compare_logits("The bundled model", default_model_path(), np.array(box.tokenizer.encode(VERSE)))
+        with tempfile.TemporaryDirectory() as folder:
+            path = synth.synthesize(Path(folder) / "smollm.gguf", preset="smollm-135m")
+            compare_logits("SmolLM-135M's shape, random weights, random tokens", path, random_tokens(path))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,58 @@
+"""Record hidden states of Hugging Face transformers on the small encoders of the tests.
+
+Writes ``tests/data/transformers_encoders.npz``, which the tests compare with without needing transformers.
+Run it when an encoder of the catalogue changes::
+
+    pip install . torch transformers
+    python tools/record/record_encoders.py
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import transformers
+
+TESTS = Path(__file__).parents[2] / "tests"
+sys.path.insert(0, str(TESTS))
+
+from support import comparison, small_models  # noqa: E402
+from support.small_models import SmallModel  # noqa: E402
+
+from metal_prefill.bench._peers.torch_encoders import has_token_types, load_encoder  # noqa: E402
+
+
+def states_of(path: Path, model: SmallModel) -> dict[str, npt.NDArray[np.float32]]:
+    """Compute the last hidden states of each text, by the number of its tokens."""
+    made = load_encoder(path, "eager")
+    results = {}
+    with torch.inference_mode():
+        for tokens in comparison.encoder_tokens(model):
+            inputs = {"input_ids": torch.from_numpy(tokens)[None]}
+            if has_token_types(model.architecture):
+                inputs["token_type_ids"] = torch.from_numpy(comparison.segments_of(tokens))[None]
+            results[str(len(tokens))] = made(**inputs).last_hidden_state[0].numpy()
+    return results
+
+
+def main() -> None:
+    """Record every encoder with matrices in float32."""
+    recorded: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for name, model in comparison.encoders_in_float32():
+            path = small_models.write(Path(folder) / "model.gguf", model)
+            for length, states in states_of(path, model).items():
+                recorded[f"{name}/{length}"] = states
+            print(f"{name}: {states.std():.3f}")
+    np.savez_compressed(comparison.TRANSFORMERS_ENCODERS, allow_pickle=False, **recorded)
+    print(f"transformers {transformers.__version__}, torch {torch.__version__}")
+
+
+if __name__ == "__main__":
+    main()

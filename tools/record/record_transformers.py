@@ -1,0 +1,427 @@
+"""Record results of Hugging Face transformers on the small test models.
+
+Writes ``transformers_logits.npz``, ``transformers_vectors.npz`` and ``transformers_likelihoods.json`` in
+``tests/data``, which the tests compare with without needing transformers. The weights of each file go back
+into the layout they had before a converter wrote them to GGUF; for likelihoods, transformers reads the file.
+Run it when a model of the catalogue changes::
+
+    pip install . torch transformers accelerate lm-eval
+    python tools/record/record_transformers.py
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import transformers
+from gguf import GGUFReader
+from lm_eval.api.instance import Instance
+
+TESTS = Path(__file__).parents[2] / "tests"
+sys.path.insert(0, str(TESTS))
+
+from support import choice_task, comparison, small_models  # noqa: E402
+from support.recorded_json import dumps  # noqa: E402
+from support.small_models import SmallModel  # noqa: E402
+
+from metal_prefill.synth import ScanShape  # noqa: E402
+
+MODEL_TYPES = {  # where transformers has another name
+    "gemma3": "gemma3_text",
+    "gemma-embedding": "gemma3_text",
+    "hunyuan-dense": "hunyuan_v1_dense",
+    "granitehybrid": "granitemoehybrid",
+    "falcon-h1": "falcon_h1",
+    "qwen35": "qwen3_5_text",
+}
+
+NAMES = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+GEMMA = ("gemma3", "gemma-embedding")
+POST_NORMS = NAMES | {
+    "post_attention_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+SCAN = {
+    "ssm_in": "in_proj",
+    "ssm_conv1d": "conv1d",
+    "ssm_dt": "dt",
+    "ssm_a": "A_log",
+    "ssm_d": "D",
+    "ssm_norm": "norm",
+    "ssm_out": "out_proj",
+}
+HYBRID = NAMES | {name: f"mamba.{other}" for name, other in SCAN.items()}
+# Settings of the heads, the values of a head, the rows of a state, the groups of heads and the taps.
+MAMBA_SETTINGS = ("mamba_n_heads", "mamba_d_head", "mamba_d_state", "mamba_n_groups", "mamba_d_conv")
+SCAN_SETTINGS = {
+    "mamba2": ("num_heads", "head_dim", "state_size", "n_groups", "conv_kernel"),
+    "granitehybrid": MAMBA_SETTINGS,
+    "falcon-h1": MAMBA_SETTINGS,
+    "qwen35": (
+        "linear_num_value_heads",
+        "linear_value_head_dim",
+        "linear_key_head_dim",
+        "linear_num_key_heads",
+        "linear_conv_kernel_dim",
+    ),
+}
+# Factors of falcon-h1 that a converter multiplies weights by.
+MULTIPLIERS: dict[str, Any] = {
+    "embedding_multiplier": 2.0,
+    "lm_head_multiplier": 0.5,
+    "mlp_multipliers": [0.5, 2.0],
+    "key_multiplier": 0.25,
+    "attention_in_multiplier": 2.0,
+    "attention_out_multiplier": 0.5,
+    "ssm_multipliers": [0.5, 2.0, 4.0, 0.25, 0.125],
+    "ssm_in_multiplier": 0.5,
+    "ssm_out_multiplier": 4.0,
+}
+ARCHITECTURE_NAMES = {
+    "mamba2": NAMES | {"attn_norm": "norm"} | {name: f"mixer.{other}" for name, other in SCAN.items()},
+    "granitehybrid": HYBRID | {"ffn_down": "shared_mlp.output_linear", "ffn_up": "shared_mlp.input_linear"},
+    "falcon-h1": HYBRID
+    | {
+        "output_norm": "model.final_layernorm",
+        "ffn_norm": "pre_ff_layernorm",
+        "ffn_gate": "feed_forward.gate_proj",
+        "ffn_up": "feed_forward.up_proj",
+        "ffn_down": "feed_forward.down_proj",
+    },
+    **dict.fromkeys(("olmo2", "exaone4"), POST_NORMS),
+    **dict.fromkeys(GEMMA, POST_NORMS | {"ffn_norm": "pre_feedforward_layernorm"}),
+    "phi3": NAMES | {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
+    "lfm2": NAMES
+    | {
+        "token_embd_norm": "model.embedding_norm",
+        "attn_norm": "operator_norm",
+        "attn_output": "self_attn.out_proj",
+        "attn_q_norm": "self_attn.q_layernorm",
+        "attn_k_norm": "self_attn.k_layernorm",
+        "in_proj": "conv.in_proj",
+        "conv": "conv.conv",
+        "out_proj": "conv.out_proj",
+        "ffn_norm": "ffn_norm",
+        "ffn_gate": "feed_forward.w1",
+        "ffn_up": "feed_forward.w3",
+        "ffn_down": "feed_forward.w2",
+    },
+    "qwen35": NAMES
+    | {
+        "post_attention_norm": "post_attention_layernorm",
+        "attn_qkv": "linear_attn.in_proj_qkv",
+        "attn_gate": "linear_attn.in_proj_z",
+        "ssm_alpha": "linear_attn.in_proj_a",
+        "ssm_beta": "linear_attn.in_proj_b",
+        **{name: f"linear_attn.{other}" for name, other in SCAN.items()},
+    },
+    "hunyuan-dense": NAMES
+    | {"attn_q_norm": "self_attn.query_layernorm", "attn_k_norm": "self_attn.key_layernorm"},
+}
+
+
+def tensor(path: Path, name: str) -> npt.NDArray[np.float32]:
+    """Return a tensor of a file, in float32."""
+    return np.array(next(t.data for t in GGUFReader(path).tensors if t.name == name))
+
+
+def config_of(path: Path, model: SmallModel) -> transformers.PreTrainedConfig:
+    """Convert the file's metadata to a transformers configuration."""
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": model.rope_base}
+    if model.rope_scaling in ("linear", "yarn"):
+        rope |= {"rope_type": model.rope_scaling, "factor": model.rope_factor}
+    if model.rope_scaling == "longrope":
+        rope |= {
+            "rope_type": "longrope",
+            "long_factor": tensor(path, "rope_factors_long.weight").tolist(),
+            "short_factor": tensor(path, "rope_factors_short.weight").tolist(),
+        }
+    if model.rope_scaling == "yarn":
+        rope |= {"original_max_position_embeddings": model.original_context}
+    settings: dict[str, Any] = {
+        "vocab_size": model.vocab,
+        "hidden_size": model.dim,
+        "intermediate_size": model.ffn,
+        "num_hidden_layers": model.layers,
+        "num_attention_heads": model.heads,
+        "num_key_value_heads": model.kv_heads,
+        "head_dim": model.key_dim,
+        "max_position_embeddings": model.context,
+        "rms_norm_eps": model.norm_eps,
+        "tie_word_embeddings": model.output is None,
+        "rope_parameters": rope,
+        "attn_implementation": "eager",
+        **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id")),
+    }
+    if model.rope_scaling == "longrope":
+        settings["original_max_position_embeddings"] = model.original_context
+    if model.architecture in ("llama", "granite", "granitehybrid"):
+        settings["attention_bias"] = model.qkv_bias
+        settings["mlp_bias"] = model.all_biases
+    if model.architecture in ("granite", "granitehybrid"):
+        scales = dict(model.scales)
+        settings["embedding_multiplier"] = scales.get("embedding_scale", 1.0)
+        settings["residual_multiplier"] = scales.get("residual_scale", 1.0)
+        settings["logits_scaling"] = scales.get("logit_scale", 1.0)
+        settings["attention_multiplier"] = scales.get("attention.scale", model.key_dim**-0.5)
+    if model.architecture == "exaone4":
+        kinds = [
+            "sliding_attention" if model.window and i % 4 != 3 else "full_attention"
+            for i in range(model.layers)
+        ]
+        settings["sliding_window"], settings["layer_types"] = model.window, kinds
+    if model.architecture == "lfm2":
+        settings["norm_eps"], settings["conv_L_cache"] = model.norm_eps, model.conv_taps
+        settings["block_auto_adjust_ff_dim"] = False
+        settings["layer_types"] = [
+            "conv" if i in model.conv_layers else "full_attention" for i in range(model.layers)
+        ]
+    if model.architecture == "qwen35":
+        pairs = (model.rope_dim or model.key_dim) // 2
+        rope["partial_rotary_factor"] = 2 * pairs / model.key_dim
+        # Of positions in an image; all positions of a text are the same.
+        rope["mrope_section"] = [pairs - 2 * (pairs // 3), pairs // 3, pairs // 3]
+    if model.scan is not None:
+        settings |= scan_settings(model, model.scan)
+    if model.architecture in GEMMA:  # layers with a window use a separate rope base, unscaled
+        settings["rope_parameters"] = {"full_attention": rope, "sliding_attention": {"rope_type": "default"}}
+        settings["sliding_window"] = model.window
+        settings["query_pre_attn_scalar"] = model.key_dim
+    return transformers.AutoConfig.for_model(
+        MODEL_TYPES.get(model.architecture, model.architecture), **settings
+    )
+
+
+def scan_settings(model: SmallModel, scan: ScanShape) -> dict[str, Any]:
+    """Return the settings of layers whose state has matrices."""
+    sizes = (scan.heads, scan.inner // scan.heads, scan.state, scan.groups, scan.taps)
+    settings: dict[str, Any] = dict(zip(SCAN_SETTINGS[model.architecture], sizes, strict=True))
+
+    def layer_types(recurrent: str, other: str) -> list[str]:
+        return [recurrent if i in (scan.layers or ()) else other for i in range(model.layers)]
+
+    if model.architecture == "qwen35":
+        return settings | {"layer_types": layer_types("linear_attention", "full_attention")}
+    expansion = scan.inner // model.dim
+    if model.architecture == "mamba2":
+        return settings | {"expand": expansion, "layer_norm_epsilon": model.norm_eps}
+    settings["mamba_expand"] = expansion
+    if model.architecture == "falcon-h1":
+        norm = {"mamba_rms_norm": scan.norm, "mamba_norm_before_gate": False}
+        return settings | MULTIPLIERS | norm | {"mamba_d_ssm": scan.inner}
+    return settings | {
+        "layer_types": layer_types("mamba", "attention"),
+        "num_local_experts": 0,
+        "shared_intermediate_size": model.ffn,
+        "position_embedding_type": "nope",
+    }
+
+
+def without_multipliers(model: SmallModel, name: str, data: torch.Tensor) -> torch.Tensor:
+    """Divide a tensor of falcon-h1 by the factors that a converter multiplied it by."""
+    m, scan = MULTIPLIERS, model.scan
+    assert scan is not None
+    part = name.removesuffix(".weight").rpartition(".")[2]
+    inner, states = scan.inner, scan.groups * scan.state
+    gate, down = m["mlp_multipliers"]
+    rows = [inner, inner, states, states, scan.heads]
+    factors: dict[str, Any] = {
+        "embed_tokens": m["embedding_multiplier"],
+        "lm_head": m["lm_head_multiplier"],
+        "gate_proj": gate,
+        "down_proj": down,
+        "q_proj": m["attention_in_multiplier"],
+        "k_proj": m["attention_in_multiplier"] * m["key_multiplier"],
+        "v_proj": m["attention_in_multiplier"],
+        "o_proj": m["attention_out_multiplier"],
+        "out_proj": m["ssm_out_multiplier"],
+        "in_proj": m["ssm_in_multiplier"]
+        * torch.repeat_interleave(torch.tensor(m["ssm_multipliers"]), torch.tensor(rows))[:, None],
+    }
+    return data / factors.get(part, 1.0)
+
+
+def with_value_heads_by_key(
+    data: npt.NDArray[np.float32], part: str, scan: ScanShape
+) -> npt.NDArray[np.float32]:
+    """Put the value heads of a key head of qwen35 next to each other; in the file they are far apart."""
+    heads, groups, width = scan.heads, scan.groups, scan.inner // scan.heads
+    order = np.arange(heads).reshape(heads // groups, groups).T.ravel()
+    columns = (order[:, None] * width + np.arange(width)).ravel()
+    keys = 2 * groups * scan.state
+    if part in ("ssm_a", "ssm_dt", "ssm_alpha", "ssm_beta"):
+        data = data[order]
+    elif part == "attn_gate":
+        data = data[columns]
+    elif part == "ssm_out":
+        data = np.ascontiguousarray(data[:, columns])
+    elif part in ("attn_qkv", "ssm_conv1d"):
+        data = np.concatenate([data[:keys], data[keys:][columns]])
+    return data
+
+
+def weights_of(path: Path, model: SmallModel) -> Iterator[tuple[str, torch.Tensor]]:
+    """Convert the tensors of a file to the names and layout of transformers."""
+    names = ARCHITECTURE_NAMES.get(model.architecture, NAMES)
+    for tensor in GGUFReader(path).tensors:
+        stem, kind = tensor.name.rsplit(".", 1)
+        if kind in ("ssm_a", "ssm_d", "ffn_norm"):  # which have no suffix
+            stem, kind = tensor.name, "weight" if kind == "ffn_norm" else ""
+        *layer, part = stem.split(".")
+        if part.startswith("rope_f") or stem.startswith(("dense_", "cls")):
+            continue
+        prefix = f"model.layers.{layer[1]}." if layer else ""
+        data = np.array(tensor.data, dtype=np.float32)
+        if part in ("attn_q", "attn_k") and model.architecture in ("llama", "smollm3", "granite"):
+            # The values of a rotated pair are neighbours in the file, and half a head away in transformers.
+            pairs = data.reshape(-1, model.key_dim // 2, 2, *data.shape[1:])
+            data = pairs.swapaxes(1, 2).reshape(data.shape)
+        if model.architecture in GEMMA and "norm" in part:
+            data = data - 1  # transformers adds it
+        if model.architecture == "qwen35" and model.scan is not None:
+            if "norm" in part and part != "ssm_norm":
+                data = data - 1  # likewise
+            data = with_value_heads_by_key(data, part, model.scan)
+        if part in ("conv", "ssm_conv1d") and data.ndim == 2:
+            data = data[:, None]
+        if tensor.name.endswith(("ssm_a", "ssm_d", "ssm_dt.bias", "ssm_norm.weight")):
+            data = data.reshape(-1)
+        name = f"{prefix}{names[part]}.{kind}".rstrip(".")
+        if tensor.name.endswith("ssm_a"):
+            data = np.log(-data)
+        if part == "ssm_dt":
+            name = f"{prefix}{names[part]}_bias"
+        if model.architecture == "falcon-h1":
+            yield name, without_multipliers(model, name, torch.from_numpy(data))
+        else:
+            yield name, torch.from_numpy(data)
+
+
+def _of_mamba(name: str) -> str:
+    for other, own in (("model.embed_tokens", "backbone.embeddings"), ("model.norm", "backbone.norm_f")):
+        name = name.replace(other, own)
+    return name.replace("model.layers", "backbone.layers")
+
+
+def load(path: Path, model: SmallModel) -> transformers.PreTrainedModel:
+    """Create the transformers model of a file; every weight on either side has a counterpart."""
+    made = transformers.AutoModelForCausalLM.from_config(config_of(path, model)).float().eval()
+    weights = dict(weights_of(path, model))
+    if model.output is None:
+        weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
+    if model.architecture == "granitehybrid":  # gate and up are one matrix
+        for layer in range(model.layers):
+            name = f"model.layers.{layer}.shared_mlp.input_linear.weight"
+            weights[name] = torch.cat(
+                [weights.pop(f"model.layers.{layer}.mlp.gate_proj.weight"), weights[name]]
+            )
+    if model.architecture == "mamba2":
+        weights = {_of_mamba(name): value for name, value in weights.items()}
+    if (
+        model.architecture in ("llama", "granite", "granitehybrid")
+        and model.qkv_bias
+        and not model.all_biases
+    ):  # o_proj has one, too
+        for name in [name for name in weights if name.endswith("self_attn.o_proj.weight")]:
+            weights[name.replace(".weight", ".bias")] = torch.zeros(model.dim)
+    made.load_state_dict(weights, strict=True)
+    if model.rope_scaling == "freqs":
+        made.model.rotary_emb.inv_freq /= torch.from_numpy(tensor(path, "rope_freqs.weight"))
+    return made
+
+
+def vectors(path: Path, model: SmallModel) -> npt.NDArray[np.float32]:
+    """Compute the pooled vector of each text, after dense layers where the model has them, or its classes."""
+    config = config_of(path, model)
+    if model.architecture == "gemma-embedding":
+        # The class takes half of the window that it is given, and the token itself.
+        config = transformers.AutoConfig.for_model(
+            **{**config.to_dict(), "use_bidirectional_attention": True, "sliding_window": model.window}
+        )
+    made = transformers.AutoModel.from_config(config).float().eval()
+    weights = {
+        name.removeprefix("model."): value
+        for name, value in weights_of(path, model)
+        if name.startswith("model.")
+    }
+    made.load_state_dict(weights, strict=True)
+    heads = {
+        t.name: torch.from_numpy(np.array(t.data))
+        for t in GGUFReader(path).tensors
+        if t.name.startswith(("dense_", "cls."))
+    }
+    results = []
+    with torch.inference_mode():
+        for tokens in comparison.vector_tokens(model):
+            states = made(torch.from_numpy(tokens)[None]).last_hidden_state[0]
+            pooled = states.mean(dim=0) if model.pooling == "mean" else states[-1]
+            for name in sorted(heads):
+                pooled = heads[name] @ pooled
+            results.append(pooled.numpy())
+    return np.array(results)
+
+
+def last_logits(path: Path, model: SmallModel, tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
+    """Compute the logits after the last token of a prompt."""
+    with torch.inference_mode():
+        ids = torch.from_numpy(tokens)[None]
+        logits: npt.NDArray[np.float32] = load(path, model)(ids).logits[0, -1].numpy()
+    return logits
+
+
+def likelihoods() -> dict[str, Any]:
+    """Let lm-eval's backend ``hf`` answer the task with four choices, and predict whole texts."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = choice_task.model(Path(folder))
+        backend = choice_task.transformers_model(path)
+        texts = [Instance("loglikelihood_rolling", {}, (text,), 0) for text in choice_task.TEXTS]
+        answers = choice_task.evaluate(backend, Path(folder))
+        return {**answers, "rolling": backend.loglikelihood_rolling(texts)}
+
+
+def main() -> None:
+    """Record every comparable model."""
+    recorded: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for name, model in comparison.models_in_float32():
+            path = small_models.write(Path(folder) / "model.gguf", model)
+            recorded[name] = last_logits(path, model, comparison.tokens_for(model))
+            if name == comparison.LONG_ROPE:
+                short = last_logits(path, model, comparison.short_tokens())
+                recorded[comparison.LONG_ROPE_SHORT] = short
+            print(f"{name}: {recorded[name].std():.3f}")
+    np.savez_compressed(comparison.TRANSFORMERS_LOGITS, allow_pickle=False, **recorded)
+    with tempfile.TemporaryDirectory() as folder:
+        pooled: dict[str, Any] = {
+            name: vectors(small_models.write(Path(folder) / "model.gguf", model), model)
+            for name, model in (small_models.EMBEDDERS | small_models.CLASSIFIERS).items()
+        }
+    np.savez_compressed(comparison.TRANSFORMERS_VECTORS, allow_pickle=False, **pooled)
+    choice_task.FILE.write_text(dumps(likelihoods()) + "\n", encoding="utf-8")
+    print(f"transformers {transformers.__version__}, torch {torch.__version__}")
+
+
+if __name__ == "__main__":
+    main()
