@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from metal_prefill._support.arguments import MOST_ANSWERS, Progress, TokenIds, integer
@@ -17,7 +17,6 @@ from metal_prefill.session import Session
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from metal_prefill.generation._beams import Beam, EarlyStopping
     from metal_prefill.generation._text_generation import TextOptions
 
 
@@ -228,71 +227,6 @@ class GenerationMethods:
         """
         async for piece in self._engine_loop.generate(prompt, max_tokens, **options):
             yield piece
-
-    def generate_beams(
-        self,
-        prompt: str | TokenIds,
-        max_tokens: int = 128,
-        *,
-        num_beams: int = 4,
-        length_penalty: float = 1.0,
-        early_stopping: EarlyStopping = False,
-        min_tokens: int = 0,
-        stop: str | int | Sequence[str | int] = (),
-        echo: bool = False,
-    ) -> list[Beam]:
-        """Find the most probable texts after a prompt by beam search.
-
-        The search and its parameters are those of Hugging Face transformers. Each pass computes one token of
-        all beams, which share the pages of their common prefix. The default session does not change.
-
-        Parameters
-        ----------
-        prompt
-            Text, which the model's tokenizer encodes, or token ids.
-        max_tokens
-            Maximum number of tokens of a text.
-        num_beams
-            Number of partial texts that are extended at a time, and of texts to return; at most 4,096.
-        length_penalty
-            Exponent of the length: the score of a text is its log probability divided by its number of tokens
-            to this power. Values above 0 favor longer texts.
-        early_stopping
-            End of the search, after `num_beams` texts have been found. True: at once. False: when the best
-            partial text, at its current length, scores no better than the worst text found. ``"never"``: when
-            it could not score better at any length.
-        min_tokens, stop, echo
-            As in :meth:`Session.generate`.
-
-        Returns
-        -------
-        list of metal_prefill.generation.Beam
-            Texts, best first; fewer than `num_beams` if there are no more.
-
-        Raises
-        ------
-        ValueError, TypeError
-            An option is out of range, or the prompt is empty or invalid.
-        ContextOverflowError
-            The prompt is longer than the context.
-        NumericalError
-            A logit is NaN.
-        KVMemoryError, DeviceError
-            As for :meth:`forward_prompt`.
-        """
-        from metal_prefill.generation._beams import generate_beams
-
-        return generate_beams(
-            self.engine,
-            prompt,
-            max_tokens,
-            num_beams=num_beams,
-            length_penalty=length_penalty,
-            early_stopping=early_stopping,
-            min_tokens=min_tokens,
-            stop=stop,
-            echo=echo,
-        )
 
     @cached_property
     def _engine_loop(self) -> EngineLoop:

@@ -167,32 +167,6 @@ def test_run_stops_before_the_stop_text(capsys: pytest.CaptureFixture[str]) -> N
     assert word not in capsys.readouterr().out.removeprefix(PROMPT)
 
 
-def test_run_prints_the_best_text_of_a_beam_search(capsys: pytest.CaptureFixture[str]) -> None:
-    with Model(device="cpu") as model:
-        beams = model.generate_beams(PROMPT, 12, num_beams=3, stop=",", min_tokens=6, length_penalty=0.5)
-    assert "," in beams[0].text  # which would end there without min_tokens
-    assert {beam.finish_reason for beam in beams} == {"stop", "length"}
-    options = ["run", "-p", PROMPT, "-n", "12", "--device", "cpu", "--beams", "3", "--stop", ","]
-    options += ["--min-tokens", "6", "--length-penalty", "0.5"]
-    assert cli.main(options) == 0
-    assert capsys.readouterr().out == f"{PROMPT}{beams[0].text}\n"
-    assert cli.main([*options, "--answers", "2"]) == 0
-    expected = [
-        f"--- answer {i + 1} of 2, score {beam.score:.4f}, {beam.finish_reason}\n{PROMPT}{beam.text}\n"
-        for i, beam in enumerate(beams[:2])
-    ]
-    assert capsys.readouterr().out == "".join(expected)
-
-
-@pytest.mark.parametrize(
-    "option",
-    ["--temperature 1", "--top-k 4", "--seed 1", "--logit-bias 5=1", "--speculate off", "--json-schema x"],
-)
-def test_beam_search_rejects_unsupported_options(option: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["run", "-p", PROMPT, "--beams", "2", *option.split()]) == 2
-    assert f"--beams does not support {option.split()[0]}" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("many", [False, True])
 def test_run_stops_at_and_excludes_tokens(capsys: pytest.CaptureFixture[str], many: bool) -> None:
     with Model(device="cpu") as model:
@@ -326,11 +300,6 @@ def test_synth_writes_a_model_that_runs(tmp_path: Path, capsys: pytest.CaptureFi
         ["run", "-p", "a", "--logit-bias", "5000=1"],
         ["run", "-p", "a", "--max-context", "100000"],
         ["run", "-p", "a", "--answers", "0"],
-        ["run", "-p", "a", "--beams", "0"],
-        ["run", "-p", "a", "-p", "b", "--beams", "2"],
-        ["run", "-p", "a", "--beams", "2", "--answers", "3"],
-        ["run", "-p", "a", "--beams", "2", "-n", "0"],
-        ["run", "-p", "a", "--length-penalty", "2"],
         ["synth"],
         ["bench", "-p", "0"],
         ["bench", "-p", "32,32", "--demo"],

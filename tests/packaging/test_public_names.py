@@ -21,7 +21,7 @@ PUBLIC = {
     "metal_prefill.engine": ["resolve_device"],
     "metal_prefill.errors": [name for name in metal_prefill.__all__ if name.endswith("Error")],
     "metal_prefill.files": ["GGUFFile", "ModelConfig", "TensorInfo"],
-    "metal_prefill.generation": ["Beam", "Options", "Sampler", "Scheduler", "Stream"],
+    "metal_prefill.generation": ["Options", "Sampler", "Scheduler", "Stream"],
     "metal_prefill.gpu": [],
     "metal_prefill.hub": ["default_model_path", "fetch", "fetch_folder", "resolve_model"],
     "metal_prefill.integrations": [

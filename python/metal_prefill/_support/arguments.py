@@ -19,7 +19,7 @@ Logits: TypeAlias = npt.NDArray[np.float32]
 
 FEW_TOKENS = 8  # checking these one by one is faster than a NumPy call
 MAX_INTEGER = 2**63 - 1  # the largest integer that the engines accept, such as a memory size
-MOST_ANSWERS = 4096  # per prompt, and beams per search: each has separate memory
+MOST_ANSWERS = 4096  # per prompt; each has separate memory
 
 
 def integer(name: str, value: object, least: int | None = None, most: int | None = None) -> int:

@@ -213,12 +213,11 @@ def add_sampling_arguments(parser: argparse.ArgumentParser) -> argparse._Argumen
     return sampling
 
 
-def print_answers(texts: Sequence[str], out: IO[str], notes: Sequence[str] = ()) -> None:
-    """Print texts with their notes, and with numbers if there are several."""
+def print_answers(texts: Sequence[str], out: IO[str]) -> None:
+    """Print texts, with numbers if there are several."""
     for i, text in enumerate(texts):
         if len(texts) > 1:
-            note = f", {notes[i]}" if notes else ""
-            print(f"--- answer {i + 1} of {len(texts)}{note}", file=out)
+            print(f"--- answer {i + 1} of {len(texts)}", file=out)
         print(text, file=out, flush=True)
 
 

@@ -61,20 +61,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="number of texts per prompt, which is computed once; each has separate random numbers, from the "
         "seed and its number (default: 1)",
     )
-    parser.add_argument(
-        "--beams",
-        type=common.positive,
-        metavar="N",
-        help="beam search for the most probable text with N beams; --answers sets how many of the best are "
-        "printed",
-    )
-    parser.add_argument(
-        "--length-penalty",
-        type=float,
-        metavar="X",
-        help="with --beams: compare texts by log probability divided by length to the power of X "
-        "(default: 1)",
-    )
     sampling = common.add_sampling_arguments(parser)
     sampling.add_argument(
         "--stop", action="append", default=[], metavar="TEXT", help="end before TEXT; repeatable"
@@ -150,16 +136,9 @@ def _read_text(path: str) -> str:
 
 
 def execute(arguments: argparse.Namespace) -> None:
-    """Continue one prompt as a stream, several prompts as a batch, or run a beam search."""
+    """Continue one prompt as a stream, or several prompts as a batch."""
     many = arguments.prompts is not None or arguments.output is not None or len(arguments.prompt or []) > 1
-    if arguments.beams is not None:
-        from metal_prefill.commands import run_beams
-
-        run_beams.check(arguments)
-        run_beams.execute(arguments, read_prompt(arguments))
-    elif arguments.length_penalty is not None:
-        raise common.UsageError("--length-penalty requires --beams")
-    elif many or arguments.answers > 1:
+    if many or arguments.answers > 1:
         from metal_prefill.commands import run_many
 
         texts = [read_prompt(arguments)] if arguments.file is not None else arguments.prompt

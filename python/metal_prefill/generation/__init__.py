@@ -1,4 +1,4 @@
-"""Text generation: streams, continuous batching, sampling, speculation, constraints, beams."""
+"""Text generation: streams, continuous batching, sampling, speculation, constraints."""
 
 from __future__ import annotations
 
@@ -7,17 +7,15 @@ from typing import TYPE_CHECKING
 from metal_prefill._support.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from metal_prefill.generation._beams import Beam
     from metal_prefill.generation._sampling import Options, Sampler
     from metal_prefill.generation._scheduler import Scheduler
     from metal_prefill.generation._stream import Stream
 
-__all__ = ["Beam", "Options", "Sampler", "Scheduler", "Stream"]
+__all__ = ["Options", "Sampler", "Scheduler", "Stream"]
 
 __getattr__ = lazy_names(
     __name__,
     {
-        "Beam": "_beams",
         "Options": "_sampling",
         "Sampler": "_sampling",
         "Scheduler": "_scheduler",

@@ -107,7 +107,6 @@ def test_generating_methods_name_the_alternatives(file_of: FileOf, tmp_path: Pat
                 lambda: list(model.stream("a")),
                 lambda: list(session.generate("a")),
                 lambda: list(model.generate_many(["a"])),
-                lambda: model.generate_beams("a"),
                 lambda: Conversation(model),
                 lambda: Scheduler(model).submit("a"),
             ):
