@@ -1,4 +1,4 @@
-"""The oracle compared with logits of llama.cpp and transformers, recorded by tools/record_*.py."""
+"""The oracle compared with logits of llama.cpp and transformers, recorded by tools/record."""
 
 from __future__ import annotations
 

@@ -137,11 +137,12 @@ def test_a_record_has_measured_times_and_planned_arguments(tmp_path: Path, smoll
         for tokens, dispatches in plans.items()
     ]
     gpu = {"speeds": {"device": "a GPU"}, "ceilings": {}, "dispatches": [*runs, {"tokens": 8, "streams": 8}]}
-    tool = ROOT / "tools/record/record_dispatches.py"
+    tool = ROOT / "tools/record/record.py"
 
     def record() -> subprocess.CompletedProcess[str]:
         (tmp_path / "gpu.json").write_text(json.dumps(gpu))
-        command = [sys.executable, str(tool), str(tmp_path / "gpu.json"), str(tmp_path / "record.json")]
+        files = [str(tmp_path / "gpu.json"), str(tmp_path / "record.json")]
+        command = [sys.executable, str(tool), "dispatches", *files]
         return subprocess.run(command, capture_output=True, text=True, check=False)
 
     assert record().returncode == 0

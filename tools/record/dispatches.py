@@ -1,26 +1,18 @@
-#!/usr/bin/env python3
 """Make the record of dispatches on an NVIDIA GPU, with which the cost model is compared, from a measurement.
 
 Times and the GPU's name are those of ``tools/measure/bench_gpu.py --json``. Arguments of the dispatches come
 from the plan of the same model: this program needs no GPU, but a build with the measured kernels.
-
-Examples
---------
-``python tools/record/record_dispatches.py gpu.json tests/data/h200_dispatches.json``
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
-
 from support.cost_tables import shape_named
+from support.places import DATA
 
 from metal_prefill.gpu._cost_model import plan
 
@@ -70,27 +62,16 @@ def recorded_run(tokens: int, measured: list[dict[str, Any]]) -> dict[str, Any]:
     return {"tokens": tokens, "dispatches": list(kinds.values())}
 
 
-def main() -> int:
-    """Run the command line; see the module's text."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("measured", type=Path, help="written by tools/measure/bench_gpu.py --json")
-    parser.add_argument("record", type=Path)
-    options = parser.parse_args()
-    gpu = json.loads(options.measured.read_text())
+def main(measured_by: str, record: str = str(DATA / "h200_dispatches.json")) -> None:
+    """Make the record from the report of ``tools/measure/bench_gpu.py --json``."""
+    gpu = json.loads(Path(measured_by).read_text())
     measured = {row["tokens"]: row["dispatches"] for row in gpu["dispatches"] if "streams" not in row}
-    record = {
+    found = {
         "device": gpu["speeds"]["device"],
         "note": NOTE,
         "ceilings": gpu["ceilings"],
         "runs": [recorded_run(tokens, measured[tokens]) for tokens in RECORDED],
     }
-    text = json.dumps(record, indent=1)
+    text = json.dumps(found, indent=1)
     numbers = re.sub(r"\[([^][{}]*)\]", lambda found: f"[{' '.join(found[1].split())}]", text)  # in one line
-    options.record.write_text(numbers + "\n")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    Path(record).write_text(numbers + "\n")

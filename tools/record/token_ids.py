@@ -1,15 +1,10 @@
 """Record token ids of Hugging Face transformers for small vocabularies of encoders.
 
-Writes ``transformers_tokenizers.npz`` in ``tests/data``, which the tests compare with without needing
-transformers. Run it when a text or a variant changes::
-
-    pip install . transformers sentencepiece
-    python tools/record/record_tokenizers.py
+Run it when a text or a variant of ``tests/support/encoder_tokenizers.py`` changes.
 """
 
 from __future__ import annotations
 
-import sys
 import tempfile
 from io import BytesIO
 from pathlib import Path
@@ -19,14 +14,11 @@ import numpy as np
 import sentencepiece
 import transformers
 from sentencepiece import sentencepiece_model_pb2
+from support import encoder_tokenizers as recorded
+from support.encoder_tokenizers import VARIANTS, Variant
+from support.hostile_texts import hostile_texts
+from support.places import ROOT
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
-
-ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "tests"))
-
-from support import encoder_tokenizers as recorded  # noqa: E402
-from support.encoder_tokenizers import VARIANTS, Variant  # noqa: E402
-from support.hostile_texts import hostile_texts  # noqa: E402
 
 WORD_PIECES = 1500
 UNIGRAM_PIECES = 1200
@@ -104,7 +96,3 @@ def main() -> None:
         record[f"{name}: types"] = recorded.packed(pairs["token_type_ids"])
     np.savez_compressed(recorded.RECORD, **record)
     print(f"{recorded.RECORD}: {recorded.RECORD.stat().st_size:,} bytes")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,15 +1,10 @@
 """Record hidden states of Hugging Face transformers on the small encoders of the tests.
 
-Writes ``tests/data/transformers_encoders.npz``, which the tests compare with without needing transformers.
-Run it when an encoder of the catalogue changes::
-
-    pip install . torch transformers
-    python tools/record/record_encoders.py
+Run it when an encoder of the catalogue changes.
 """
 
 from __future__ import annotations
 
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -18,14 +13,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import transformers
+from support import comparison, small_models
+from support.small_models import SmallModel
 
-TESTS = Path(__file__).parents[2] / "tests"
-sys.path.insert(0, str(TESTS))
-
-from support import comparison, small_models  # noqa: E402
-from support.small_models import SmallModel  # noqa: E402
-
-from metal_prefill.bench._peers.torch_encoders import has_token_types, load_encoder  # noqa: E402
+from metal_prefill.bench._peers.torch_encoders import has_token_types, load_encoder
 
 
 def states_of(path: Path, model: SmallModel) -> dict[str, npt.NDArray[np.float32]]:
@@ -52,7 +43,3 @@ def main() -> None:
             print(f"{name}: {states.std():.3f}")
     np.savez_compressed(comparison.TRANSFORMERS_ENCODERS, allow_pickle=False, **recorded)
     print(f"transformers {transformers.__version__}, torch {torch.__version__}")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,17 +1,11 @@
 """Record results of Hugging Face transformers on the small test models.
 
-Writes ``transformers_logits.npz``, ``transformers_vectors.npz`` and ``transformers_likelihoods.json`` in
-``tests/data``, which the tests compare with without needing transformers. The weights of each file go back
-into the layout they had before a converter wrote them to GGUF; for likelihoods, transformers reads the file.
-Run it when a model of the catalogue changes::
-
-    pip install . torch transformers accelerate lm-eval
-    python tools/record/record_transformers.py
+The weights of each file go back into the layout they had before a converter wrote them to GGUF; for
+likelihoods, transformers reads the file. Run it when a model of the catalogue changes.
 """
 
 from __future__ import annotations
 
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,15 +17,11 @@ import torch
 import transformers
 from gguf import GGUFReader
 from lm_eval.api.instance import Instance
+from support import choice_task, comparison, small_models
+from support.recorded_json import dumps
+from support.small_models import SmallModel
 
-TESTS = Path(__file__).parents[2] / "tests"
-sys.path.insert(0, str(TESTS))
-
-from support import choice_task, comparison, small_models  # noqa: E402
-from support.recorded_json import dumps  # noqa: E402
-from support.small_models import SmallModel  # noqa: E402
-
-from metal_prefill.synth import ScanShape  # noqa: E402
+from metal_prefill.synth import ScanShape
 
 MODEL_TYPES = {  # where transformers has another name
     "gemma3": "gemma3_text",
@@ -421,7 +411,3 @@ def main() -> None:
     np.savez_compressed(comparison.TRANSFORMERS_VECTORS, allow_pickle=False, **pooled)
     choice_task.FILE.write_text(dumps(likelihoods()) + "\n", encoding="utf-8")
     print(f"transformers {transformers.__version__}, torch {torch.__version__}")
-
-
-if __name__ == "__main__":
-    main()

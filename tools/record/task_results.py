@@ -1,15 +1,10 @@
 """Record ranks, classes, labels of tokens and late interaction of transformers and sentence-transformers.
 
-Writes ``tests/data/transformers_tasks.json``, which the tests compare with without needing these packages.
-Run it when a folder or a text of `tests/support/task_folders.py` changes::
-
-    pip install . torch transformers sentence-transformers scikit-learn
-    python tools/record/record_tasks.py
+Run it when a folder or a text of `tests/support/task_folders.py` changes.
 """
 
 from __future__ import annotations
 
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -20,14 +15,10 @@ import torch
 import transformers
 from sentence_transformers import CrossEncoder
 from sentence_transformers.multi_vector_encoder import MultiVectorEncoder
-
-TESTS = Path(__file__).parents[2] / "tests"
-sys.path.insert(0, str(TESTS))
-
-from support import task_folders  # noqa: E402
-from support.model_folders import CONTEXT  # noqa: E402
-from support.recorded_json import dumps  # noqa: E402
-from support.task_folders import (  # noqa: E402
+from support import task_folders
+from support.model_folders import CONTEXT
+from support.recorded_json import dumps
+from support.task_folders import (
     CLASSIFIERS,
     DOCUMENTS,
     LATE,
@@ -125,7 +116,3 @@ def main() -> None:
     task_folders.RECORD.write_text(dumps(record) + "\n", encoding="utf-8")
     versions = (transformers.__version__, sentence_transformers.__version__, torch.__version__)
     print("transformers {}, sentence-transformers {}, torch {}".format(*versions))
-
-
-if __name__ == "__main__":
-    main()

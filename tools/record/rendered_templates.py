@@ -1,15 +1,8 @@
 """Record the texts that Hugging Face transformers renders with chat templates, or compare templates with it.
 
-Writes ``transformers_templates.json`` in ``tests/data``, which the tests compare with without needing
-transformers. Run it when a template or a conversation of ``tests/support/chat_families.py`` changes::
-
-    pip install . transformers
-    python tools/record/record_templates.py
-
-With files or folders of published templates (``*.jinja``), it renders the same conversations with these, and
-prints the cases in which the package renders another text::
-
-    python tools/record/record_templates.py FOLDER
+Run it when a template or a conversation of ``tests/support/chat_families.py`` changes. With files or
+folders of published templates (``*.jinja``) as arguments, it renders the same conversations with these, and
+prints the cases in which the package renders another text.
 """
 
 from __future__ import annotations
@@ -17,8 +10,6 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 
 from support.chat_families import FAMILIES, RECORD, cases, rendered_by_transformers
 
@@ -50,20 +41,16 @@ def differences(path: Path) -> list[str]:
     return found
 
 
-def main() -> None:
+def main(*names: str) -> None:
     """Write the record, or compare the templates that are named."""
-    if len(sys.argv) == 1:
+    if not names:
         record = {name: rendered_by_transformers(family.template) for name, family in FAMILIES.items()}
         RECORD.write_text(json.dumps(record, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
         print(f"{RECORD}: {RECORD.stat().st_size:,} bytes")
         return
-    paths = [path for name in sys.argv[1:] for path in sorted(Path(name).rglob("*.jinja")) or [Path(name)]]
+    paths = [path for name in names for path in sorted(Path(name).rglob("*.jinja")) or [Path(name)]]
     failed = {path: found for path in paths if (found := differences(path))}
     for path, found in failed.items():
         print(f"{path}: {len(found)} cases differ, such as {found[0]}")
     print(f"{len(paths) - len(failed)} of {len(paths)} templates are rendered as in transformers")
     sys.exit(bool(failed))
-
-
-if __name__ == "__main__":
-    main()

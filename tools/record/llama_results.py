@@ -1,17 +1,11 @@
 """Record results of llama.cpp on the test vocabularies and small models.
 
-Writes ``llama_cpp_tokens.json``, ``llama_cpp_logits.npz``, ``llama_cpp_vectors.npz``,
-``llama_cpp_encoders.npz`` and ``llama_cpp_perplexity.json`` in ``tests/data``, which the tests compare with
-without needing llama.cpp. Run it when a text, a vocabulary or a model changes::
-
-    pip install . llama-cpp-python sentencepiece
-    python tools/record/record_llama_cpp.py
+Run it when a text, a vocabulary or a model of the catalogue changes.
 """
 
 from __future__ import annotations
 
 import json
-import sys
 import tempfile
 from io import BytesIO
 from pathlib import Path
@@ -21,12 +15,9 @@ import llama_cpp
 import numpy as np
 import numpy.typing as npt
 import sentencepiece
+from support import comparison, small_models
+from support.places import ROOT
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
-
-TESTS = Path(__file__).parents[2] / "tests"
-sys.path.insert(0, str(TESTS))
-
-from support import comparison, small_models  # noqa: E402
 
 BYTE_LEVEL_TOKENS = 640
 SENTENCEPIECE_TOKENS = 700
@@ -129,7 +120,7 @@ def record_perplexity() -> None:
 
     The windows do not overlap and start with the BOS token; in each, the tokens at n / 2 + 1 to n - 1 count.
     """
-    path = next((TESTS.parent / "python" / "metal_prefill" / "data").glob("*.gguf"))
+    path = next((ROOT / "python" / "metal_prefill" / "data").glob("*.gguf"))
     llama = llama_cpp.Llama(str(path), vocab_only=True, verbose=False)
     ids, bos = llama.tokenize(comparison.VERSE.encode()), llama.token_bos()
     llama.close()
@@ -237,14 +228,9 @@ def record_encoders(folder: Path) -> None:
 
 def main() -> None:
     """Write all recordings."""
-    comparison.TOKENS.parent.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         record_tokens(Path(folder))
         record_logits(Path(folder))
         record_vectors(Path(folder))
         record_encoders(Path(folder))
     record_perplexity()
-
-
-if __name__ == "__main__":
-    main()
