@@ -104,9 +104,9 @@ def run(
         As for `metal_prefill.Model`.
     compare
         Peers: ``"llama.cpp"``, ``"openvino"``; they need the extra ``bench``. ``"transformers"``
-        and ``"onnxruntime"`` for vectors of texts, with the extra ``bench-transformers``. ``"ctranslate2"``
-        for models of the architecture llama, with the package of that name. ``"ik_llama.cpp=PATH"`` and
-        ``"llama-bench=PATH"`` for programs with the options and the JSON of llama-bench.
+        and ``"onnxruntime"`` for vectors of texts, with the extra ``bench-transformers``.
+        ``"ik_llama.cpp=PATH"`` and ``"llama-bench=PATH"`` for programs with the options and the JSON of
+        llama-bench.
     patience
         Time budget in seconds for waiting for a degraded machine and repeating samples; after that, all
         samples are accepted.

@@ -233,13 +233,6 @@ KINDS = {
         "bench-transformers",
         _VECTORS_ALONE,
     ),
-    "ctranslate2": Kind(
-        "metal_prefill.bench._peers.ctranslate2",
-        ("ctranslate2",),
-        "ctranslate2",
-        "bench-ctranslate2",
-        _PROMPTS_ALONE,
-    ),
     **{
         name: Kind(
             "metal_prefill.bench._peers.llama_bench", (), name, without=_PROMPTS_ALONE, is_program=True

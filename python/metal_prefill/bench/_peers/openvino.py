@@ -10,7 +10,10 @@ arithmetic instead.
 
 from __future__ import annotations
 
+import hashlib
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +22,11 @@ import openvino as ov
 from openvino import opset13 as ops
 
 from metal_prefill.bench._engines import Engine, Identity, Ids, Options
+from metal_prefill.bench._errors import BenchError
 from metal_prefill.bench._machine import available_threads, counted
-from metal_prefill.bench._peers.converted import convert_once, folder_of
+from metal_prefill.storage._cache_folder import cache_folder
 
+_SHOWN_LINES = 3  # of what a failed conversion printed
 _CONVERT = """
 import sys
 import openvino_genai
@@ -30,14 +35,27 @@ openvino_genai.LLMPipeline(sys.argv[1], "CPU", enable_save_ov_model=True)
 
 
 def convert(path: Path) -> Path:
-    """Return the graph of a GGUF file, converted once and cached."""
-    folder = folder_of("OpenVINO", ov.get_version(), path)
+    """Return the graph of a GGUF file, converted once and cached.
+
+    The conversion runs in its own process, so that its memory does not count as the engine's.
+    """
+    stat = path.stat()
+    identity = f"{path.resolve()}:{stat.st_size}:{stat.st_mtime_ns}:{ov.get_version()}"
+    folder = cache_folder() / f"openvino-{hashlib.sha256(identity.encode()).hexdigest()[:16]}"
+    folder.mkdir(parents=True, exist_ok=True)
     graph = folder / "openvino_model.xml"
     link = folder / "model.gguf"  # the graph is saved next to the file that was read
     if not link.exists():
         link.unlink(missing_ok=True)
         link.symlink_to(path.resolve())
-    convert_once("OpenVINO", path, folder, graph, ["-c", _CONVERT, os.fspath(link)])
+    done = folder / "complete"
+    if not done.exists():
+        command = [sys.executable, "-c", _CONVERT, os.fspath(link)]
+        run = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        if run.returncode != 0 or not graph.exists():
+            lines = run.stdout.strip().splitlines()[-_SHOWN_LINES:] or ["no message"]
+            raise BenchError(f"{path} cannot be converted for OpenVINO: {' / '.join(lines)}")
+        done.touch()
     return graph
 
 
