@@ -101,7 +101,10 @@ def token_array(
     position: int = 0,
     unread: int = 0,
 ) -> npt.NDArray[np.int32]:
-    """Convert token ids to int32, without integer overflow.
+    """Copy token ids to int32, without integer overflow.
+
+    The copy is made before the checks and is read-only: its owner, a callback or another thread may change or
+    unmap `tokens` at any time, and engines read ids again for each pass.
 
     Parameters
     ----------
@@ -126,11 +129,13 @@ def token_array(
         raise ContextOverflowError(f"position {position} + {count} tokens exceeds the context of {context}")
     if isinstance(tokens, np.ma.MaskedArray) and np.ma.is_masked(tokens):
         raise TypeError(f"token ids must be integers, got an array with {int(np.sum(tokens.mask))} masked")
-    kinds = set(map(type, tokens)) if isinstance(tokens, (list, tuple)) else set()
+    if isinstance(tokens, list):
+        tokens = tuple(tokens)
+    kinds = set(map(type, tokens)) if isinstance(tokens, tuple) else set()
     if not kinds.isdisjoint((bool, np.bool_)):
         raise TypeError("token ids must be integers, got bool among them")
     try:
-        array = np.asarray(tokens)
+        array = np.array(tokens)
     except (OverflowError, ValueError) as error:
         raise ValueError(f"tokens cannot be converted to an array: {error}") from error
     if array.ndim != 1:
@@ -140,10 +145,11 @@ def token_array(
     if array.dtype.kind == "f" and kinds and all(issubclass(kind, (int, np.integer)) for kind in kinds):
         array = np.array(tokens, object)  # integers whose only common NumPy type is float
     if array.dtype == object:  # Python integers, which may exceed all NumPy integer types
-        for i, token in enumerate(array):
-            if not 0 <= integer(f"the token id at index {i}", token) < vocab_size:
+        ids = [integer(f"the token id at index {i}", token) for i, token in enumerate(array)]
+        for i, token in enumerate(ids):
+            if not 0 <= token < vocab_size:
                 raise ValueError(f"token id {token} at index {i} is outside the vocabulary of {vocab_size}")
-        array = array.astype(np.int64)
+        array = np.array(ids, np.int64)
     if array.dtype.kind not in "iu":
         raise TypeError(f"token ids must be integers, got {array.dtype}")
     bad: Sequence[int] | npt.NDArray[np.intp]
@@ -155,7 +161,9 @@ def token_array(
         raise ValueError(
             f"token id {array[bad[0]]} at index {bad[0]} is outside the vocabulary of {vocab_size}"
         )
-    return np.ascontiguousarray(array, dtype=np.int32)
+    result = np.ascontiguousarray(array, dtype=np.int32)
+    result.flags.writeable = False
+    return result
 
 
 def length_of(tokens: TokenIds) -> int:

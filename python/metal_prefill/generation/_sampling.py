@@ -87,12 +87,15 @@ class Options:
         if not isinstance(self.logit_bias, Mapping):
             kind = type(self.logit_bias).__name__
             raise TypeError(f"logit_bias must be a mapping of token ids to numbers, got {kind}")
-        for token, bias in self.logit_bias.items():
-            if not 0 <= integer("a token id of logit_bias", token) <= _LARGEST_ID:
+        biases: dict[int, float] = {}  # a copy, which the owner of the mapping cannot change
+        for token, bias in list(self.logit_bias.items()):
+            token_id = integer("a token id of logit_bias", token)
+            if not 0 <= token_id <= _LARGEST_ID:
                 raise ValueError(f"a token id of logit_bias must be between 0 and {_LARGEST_ID}, got {token}")
-            added = number(f"logit_bias of token {token}", bias)
+            biases[token_id] = added = number(f"logit_bias of token {token}", bias)
             if math.isnan(added) or added == math.inf:
                 raise ValueError(f"logit_bias of token {token} must be finite or -inf, got {bias}")
+        object.__setattr__(self, "logit_bias", biases)
 
     @property
     def is_greedy(self) -> bool:
@@ -124,7 +127,7 @@ def core_sampler(options: Options, seed: int | None, recent: Iterable[int], answ
     core.typical_p, core.top_p, core.min_p = options.typical_p, options.top_p, options.min_p
     core.repeat_penalty = options.repeat_penalty
     core.frequency_penalty, core.presence_penalty = options.frequency_penalty, options.presence_penalty
-    core.logit_bias = {int(token): number("logit_bias", bias) for token, bias in options.logit_bias.items()}
+    core.logit_bias = dict(options.logit_bias)
     if seed is None:
         seed = secrets.randbits(64)
     seed = integer("seed", seed, 0)
@@ -176,10 +179,10 @@ class Sampler:
             empty, or a recent id is outside the vocabulary.
         """
         with np.errstate(over="ignore"):
-            scores = np.ascontiguousarray(logits, dtype=np.float32)
+            scores = np.array(logits, np.float32, order="C")  # a copy: another thread may change them
         _check_shape(scores)
         mask = np.empty(0, np.uint8) if allowed is None else _checked_mask(allowed, scores.size)
-        self._core.allow(mask.astype(np.uint8))
+        self._core.allow(mask.view(np.uint8))
         token = self._core.choose(scores)
         self._core.accept(token)
         return token
@@ -191,7 +194,7 @@ def _check_shape(logits: npt.NDArray[np.floating]) -> None:
 
 
 def _checked_mask(allowed: npt.ArrayLike, vocab_size: int) -> npt.NDArray[np.bool_]:
-    mask = np.asarray(allowed)
+    mask = np.array(allowed, order="C")
     if mask.dtype != np.bool_ or mask.shape != (vocab_size,):
         raise ValueError(
             f"a mask of allowed tokens must be bool [{vocab_size}], got {mask.dtype} {list(mask.shape)}"
