@@ -10,6 +10,7 @@ import json
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -328,6 +329,55 @@ def test_decoded_texts_are_those_of_the_library(tmp_path: Path, name: str) -> No
         assert ours.decode(ids, skip_special=skip) == expected, repr(text)
         decoder = ours.decoder(skip_special=skip, whole=True)
         assert "".join([*map(decoder.step, ids), decoder.flush()]) == expected
+
+
+_SPACED = (
+    "\u2581\u2581",
+    "\u2581" * 4,
+    "\u2581the",
+    "the\u2581",
+    "x\u2581y",
+    "  ",
+    "\u00e9",
+    "a\u00e9",
+    "\n\n",
+)
+
+
+def _add_spaced(made: Json) -> None:
+    """Add tokens of spaces and bytes, some of which segmentation makes, too."""
+    added, model = made["added_tokens"], made["model"]
+    vocab, options = model["vocab"], added.pop()
+    if isinstance(vocab, dict) and "<0x0A>" in vocab:
+        pairs = [["\u2581", "\u2581"], ["\u2581" * 2, "\u2581" * 2]]
+        model["merges"] = [*pairs, *model["merges"]]
+        vocab |= {left + right: len(vocab) + i for i, (left, right) in enumerate(pairs)}
+    ids = vocab if isinstance(vocab, dict) else {piece[0]: i for i, piece in enumerate(vocab)}
+    new = itertools.count(len(ids))
+    for text in ("<tool>", *_SPACED):
+        added.append({**options, "id": ids[text] if text in ids else next(new), "content": text})
+
+
+@pytest.mark.parametrize("name", ["byte level", "llama 2", "mistral", "gemma", "unigram"])
+def test_tokens_of_spaces_are_those_of_the_library(tmp_path: Path, name: str) -> None:
+    ours, theirs = opened(tmp_path, name, _add_spaced)
+    theirs.decoder = DECODERS[name]
+    random = Random(7)
+    parts = (*_SPACED, "\u2581", " ", " ", "   ", "the", "a", "x", "y", "\u6f22", "\u9ad8", "\n", "<tool>")
+    written = [i for i in range(ours.vocab_size) if not str(theirs.id_to_token(i)).startswith("<0x")]
+    for _ in range(1000):
+        text = "".join(random.choices(parts, k=random.randrange(9)))
+        ids = theirs.encode(text, add_special_tokens=False).ids
+        assert ours.encode(text, add_bos=False) == ids, repr(text)
+        assert ours.decode(ids) == theirs.decode(ids), repr(text)
+        chosen = random.choices(written, k=5)
+        assert ours.decode(chosen, skip_special=False) == theirs.decode(chosen, skip_special_tokens=False), (
+            chosen
+        )
+    if name == "gemma":
+        ours.encode("a" + " " * 5, strict=True)  # no text is lost
+        spelled: Any = GGUFFile(tmp_path / "vocabulary.gguf").metadata["tokenizer.ggml.tokens"]
+        assert spelled[theirs.encode("\u2581" * 4).ids[-1]] == "    "  # as llama.cpp's converter spells it
 
 
 def test_white_space_of_tokens_in_chats_is_removed(tmp_path: Path) -> None:

@@ -7,8 +7,9 @@ from typing import Any
 
 from metal_prefill.conversion._added_tokens import ListedTokens
 from metal_prefill.conversion._fields import Fields
+from metal_prefill.text._encoder_vocabulary import SPACE
 from metal_prefill.text._tokenizer import END_TOKENS
-from metal_prefill.text._vocabulary import ENCODER_KINDS, SPELLING_KEYS, TokenType
+from metal_prefill.text._vocabulary import ENCODER_KINDS, MARKED_KEY, SPELLING_KEYS, TokenType
 
 _STOPS = ("eot", "eom")  # further tokens that end generation
 NAMES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
@@ -55,6 +56,18 @@ class FolderVocabulary:
         self.ids: dict[str, int] = {}
         self.flags: dict[str, Any] = {SPELLING_KEYS[name]: ids for name, ids in listed.spelling.items()}
         self.chat_template: Any = None
+
+    def mark_spaces(self) -> None:
+        """Spell user-defined tokens as SentencePiece decodes them, and note which text spells with U+2581."""
+        marked = [
+            i
+            for i, text in enumerate(self.tokens)
+            if SPACE in text and self.types[i] == TokenType.USER_DEFINED
+        ]
+        for i in marked:
+            self.tokens[i] = self.tokens[i].replace(SPACE, " ")
+        if marked:
+            self.flags[MARKED_KEY] = marked
 
 
 def steps(json: Fields, name: str, inner: str) -> list[Fields]:

@@ -43,6 +43,7 @@ def unigram(json: Fields, model: Fields, settings: Fields) -> FolderVocabulary:
     _set_normalizer(found, json, white_space)
     found.flags["add_space_prefix"] = prefix
     found.ids["unk"] = unknown
+    found.mark_spaces()
     return found
 
 
@@ -113,6 +114,7 @@ def byte_fallback_bpe(
     replaced = _space_steps(json, listed, found)
     if not replaced:
         raise json.unsupported(f"no step of normalizer or pre_tokenizer replaces spaces by {SPACE}")
+    found.mark_spaces()
     return found
 
 

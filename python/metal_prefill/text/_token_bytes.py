@@ -18,7 +18,6 @@ class Piece(NamedTuple):
 
     raw: bytes
     special: bool  # a control token or the unknown token
-    spelled: bool  # recognized by its spelling, instead of by segmentation
 
 
 def _bytes_of_characters() -> dict[str, int]:
@@ -56,20 +55,18 @@ class TokenBytes:
     def _converted(self, token_id: int) -> Piece:
         kind = TokenType(int(self._vocabulary.types[token_id]))
         special = kind in SPECIAL_TYPES
-        word_piece = self._vocabulary.kind == "bert"  # separates all tokens by spaces but for parts of words
-        if special or kind == TokenType.USER_DEFINED:
-            spelling = self._vocabulary.spelled(token_id)
-            return Piece((" " + spelling if word_piece else spelling).encode("utf-8"), special, spelled=True)
-        text = self._vocabulary.tokens[token_id]
-        if word_piece:
-            raw = (" " + text[1:] if text.startswith(SPACE) else text).encode("utf-8")
+        spelled = special or kind == TokenType.USER_DEFINED
+        text = self._vocabulary.spelled(token_id)
+        if self._vocabulary.kind == "bert":  # separates all tokens by spaces but for parts of words
+            word = spelled or text.startswith(SPACE)
+            raw = (" " + (text if spelled else text[1:]) if word else text).encode("utf-8")
         elif self._vocabulary.kind == "gpt2":
-            raw = b"".join(bytes([_BYTES[c]]) if c in _BYTES else c.encode("utf-8") for c in text)
+            raw = bytes(_BYTES[c] for c in text) if _BYTES.keys() >= set(text) else text.encode("utf-8")
         elif kind == TokenType.BYTE:
             raw = bytes([self._byte_value(text)])
         else:
             raw = text.replace(SPACE, " ").encode("utf-8")
-        return Piece(raw, special, spelled=False)
+        return Piece(raw, special)
 
     def _byte_value(self, text: str) -> int:
         match = re.fullmatch(r"<0x([0-9A-Fa-f]{2})>", text)
@@ -77,10 +74,21 @@ class TokenBytes:
             raise GGUFError(f"{self._path}: byte token {text!r} does not have the form <0x0A>")
         return int(match[1], 16)
 
+    def first(self, token_id: int) -> bytes:
+        """Return the bytes of a token that begins a text, without the space that was put before the text.
+
+        A token of a Unigram vocabulary loses each U+2581, as in transformers.
+        """
+        raw = self.piece(token_id).raw
+        if self._vocabulary.kind != "t5":
+            return raw.removeprefix(b" ")
+        text = self._vocabulary.tokens[token_id]
+        return text.replace(SPACE, "").encode("utf-8") if SPACE in text else raw
+
     def plain(self, token_id: int) -> bytes:
         """Return the bytes of a token that plain text can produce; empty for other tokens."""
         piece = self.piece(token_id)
-        return b"" if piece.spelled else piece.raw
+        return b"" if piece.special else piece.raw
 
     @cached_property
     def missing(self) -> bytes:

@@ -11,35 +11,35 @@ from metal_prefill.text._token_bytes import Piece
 class TokenDecoder:
     """Incremental decoder of a stream of token ids, which holds incomplete characters back.
 
-    Created by :meth:`Tokenizer.decoder`. With `strip_prefix`, the decoder removes a space at the beginning of
-    the text.
+    Created by :meth:`Tokenizer.decoder`. `first` returns the bytes of the first token of a text; None
+    selects those of `piece_of`.
     """
 
     def __init__(
         self,
         piece_of: Callable[[int], Piece],
         skip_special: bool,
-        strip_prefix: bool,
+        first: Callable[[int], bytes] | None,
     ) -> None:
         self._piece_of = piece_of
         self._skip_special = skip_special
-        self._strips = strip_prefix
+        self._first = first
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
     def copy(self) -> TokenDecoder:
         """Return an independent decoder in the same state."""
-        other = TokenDecoder(self._piece_of, self._skip_special, self._strips)
+        other = TokenDecoder(self._piece_of, self._skip_special, self._first)
         other._utf8.setstate(self._utf8.getstate())
         return other
 
     def step(self, token_id: int) -> str:
         """Add one token and return the text that it completes, which may be empty."""
-        raw, special, _ = self._piece_of(token_id)
+        raw, special = self._piece_of(token_id)
         if special and self._skip_special:
             return ""
-        if self._strips:
-            raw = raw.removeprefix(b" ")
-        self._strips = False
+        if self._first is not None:
+            raw = self._first(token_id)
+            self._first = None
         return self._utf8.decode(raw)
 
     def flush(self) -> str:

@@ -455,11 +455,8 @@ class Tokenizer:
 
     def decoder(self, *, skip_special: bool = True, whole: bool = False) -> TokenDecoder:
         """Return a decoder that takes a token at a time, for a continuation or for a whole text."""
-        return TokenDecoder(
-            self._bytes.piece,
-            skip_special,
-            strip_prefix=whole and self.strips_space,
-        )
+        first = self._bytes.first if whole and self.strips_space else None
+        return TokenDecoder(self._bytes.piece, skip_special, first)
 
     def token(self, token_id: int) -> str:
         """Return the text of a token as written in the file, such as ``Ġthe`` or ``<0x0A>``."""

@@ -43,6 +43,9 @@ SPELLING_KEYS = {
     "rstrip": "rstrip_tokens",
     "normalized": "normalized_tokens",
 }
+# Key under tokenizer.ggml: ids of user-defined tokens of SentencePiece that text spells with U+2581 where the
+# file, like those of llama.cpp, which decodes such tokens as they are, has spaces.
+MARKED_KEY = "marked_tokens"
 _PHI3 = re.compile(r"phi[ -]?3", re.IGNORECASE)
 _PHI3_KEEPS_SPACE = ("<unk>", "<s>", "<|endoftext|>")
 NAMED = ("bos", "eos", "unknown", "seperator", "padding", "cls", "mask")  # special tokens of encoders
@@ -170,6 +173,8 @@ class Vocabulary:
             types = types.astype(np.int32)
         else:
             types = np.full(len(tokens), TokenType.NORMAL, np.int32)
+        marked = ids_under(gguf, MARKED_KEY, len(tokens))
+        tokens = [text.replace(" ", SPACE) if i in marked else text for i, text in enumerate(tokens)]
         if kind in ENCODER_KINDS:
             # Early converters declared the special tokens of encoders as normal ones.
             named = {special_id(gguf, name, len(tokens)) for name in NAMED} - {None}
