@@ -8,8 +8,7 @@ import pytest
 from support.bench_fakes import SteadyCalibrator
 
 from metal_prefill import bench
-from metal_prefill.bench import _engines, _machine, _runner
-from metal_prefill.bench._results import BenchResults
+from metal_prefill.bench import BenchResults, _engines, _machine, _runner
 
 
 @pytest.fixture(name="_quiet_machine")

@@ -11,13 +11,12 @@ from support.bench_fakes import RecordingEngine, compare, fakes
 from support.reference import ReferenceModel
 
 from metal_prefill import bench, synth
-from metal_prefill.bench import _engines, _model_file, _worker
+from metal_prefill.bench import BenchResults, _engines, _model_file, _worker
 from metal_prefill.bench._cases import Case, evaluation_texts, make_tasks, ranking_ids
 from metal_prefill.bench._engines import Ids, JudgingEngine, Options
 from metal_prefill.bench._peers import metal_prefill
-from metal_prefill.bench._results import BenchResults
-from metal_prefill.files._gguf_file import GGUFFile
-from metal_prefill.text._tokenizer import Tokenizer
+from metal_prefill.files import GGUFFile
+from metal_prefill.text import Tokenizer
 
 VOCAB = 4096  # the smallest vocabulary of a synthetic model in which "yes" is a token
 RANKING = Case(0, 0, 0, n_texts=3, task="rerank")

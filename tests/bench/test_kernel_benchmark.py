@@ -11,8 +11,7 @@ import pytest
 from support.bench_fakes import ILLEGAL_INSTRUCTION
 from support.cpu_testing import cpu_testing
 
-from metal_prefill.bench import _peak
-from metal_prefill.bench._errors import BenchError
+from metal_prefill.bench import BenchError, _peak
 from metal_prefill.bench._summary import Spread
 
 

@@ -9,8 +9,7 @@ from support import small_models
 from support.bench_fakes import ILLEGAL_INSTRUCTION
 
 from metal_prefill import bench
-from metal_prefill.bench import _limit, _peak
-from metal_prefill.bench._results import BenchResults
+from metal_prefill.bench import BenchResults, _limit, _peak
 
 
 @pytest.mark.parametrize("name", ["gqa 3", "values wider than keys", "separate output", "gemma3"])

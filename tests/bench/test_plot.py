@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from metal_prefill import cli
-from metal_prefill.bench._results import BenchResults
+from metal_prefill.bench import BenchResults
 
 
 def test_a_chart_is_drawn(measured: BenchResults, tmp_path: Path) -> None:

@@ -10,8 +10,7 @@ import pytest
 from support.bench_fakes import SteadyCalibrator, compare, fakes
 
 import metal_prefill
-from metal_prefill.bench import _engines, _machine
-from metal_prefill.bench._results import BenchResults
+from metal_prefill.bench import BenchResults, _engines, _machine
 from metal_prefill.bench._rows import EMULATOR_NOTE
 
 # The names of llama-bench for common fields.

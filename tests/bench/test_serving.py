@@ -12,16 +12,9 @@ import pytest
 from rich.console import Console
 
 from metal_prefill import MissingExtraError, Model, bench, cli
+from metal_prefill.bench import ServingResults
 from metal_prefill.bench._peers.servers import SERVERS, ServerOptions, ServerProcess, check_server
-from metal_prefill.bench._serving import (
-    ANSWER_TOKENS,
-    Answer,
-    ServingResults,
-    ServingRow,
-    ask,
-    ask_all,
-    prompts,
-)
+from metal_prefill.bench._serving import ANSWER_TOKENS, Answer, ServingRow, ask, ask_all, prompts
 
 # Another server with OpenAI's interface: it answers each prompt with its last word, three times.
 STAND_IN = """

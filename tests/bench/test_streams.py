@@ -10,11 +10,10 @@ import pytest
 from support.bench_fakes import RecordingEngine, compare, fakes
 
 from metal_prefill import Model, bench
-from metal_prefill.bench import _engines, _worker
+from metal_prefill.bench import BenchResults, _engines, _worker
 from metal_prefill.bench._cases import Case, stream_ids
 from metal_prefill.bench._engines import BatchEngine, Ids, Options
 from metal_prefill.bench._peers import metal_prefill
-from metal_prefill.bench._results import BenchResults
 
 VOCAB = 1024  # of the bundled model
 

@@ -14,11 +14,10 @@ from support.reference import ReferenceModel
 from support.small_models import ENCODERS, write
 
 from metal_prefill import synth
-from metal_prefill.bench import _engines, _worker
+from metal_prefill.bench import BenchResults, _engines, _worker
 from metal_prefill.bench._cases import Case, make_tasks, text_ids, text_lengths
 from metal_prefill.bench._engines import Ids, Options, TextEngine, Vectors
 from metal_prefill.bench._peers import metal_prefill
-from metal_prefill.bench._results import BenchResults
 
 CASE = Case(0, 0, 0, n_texts=64, task="embed")
 

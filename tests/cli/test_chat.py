@@ -17,8 +17,7 @@ from typing import Any
 
 import pytest
 
-from metal_prefill import ContextOverflowError, Model, StateError
-from metal_prefill.chat import Conversation
+from metal_prefill import ContextOverflowError, Conversation, Model, StateError
 from metal_prefill.synth import synthesize
 
 COMMAND = [sys.executable, "-m", "metal_prefill.cli", "chat", "--device", "cpu"]

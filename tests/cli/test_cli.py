@@ -19,8 +19,7 @@ import metal_prefill
 from metal_prefill import Model, _core, cli
 from metal_prefill.commands import common
 from metal_prefill.commands.perplexity import perplexity, windows
-from metal_prefill.files import _gguf_file
-from metal_prefill.files._gguf_file import GGUFFile
+from metal_prefill.files import GGUFFile, _gguf_file
 
 COMMAND = [sys.executable, "-m", "metal_prefill"]
 PROMPT = "ROMEO:\n"

@@ -15,9 +15,8 @@ from typing import Any
 import httpx
 import pytest
 
-from metal_prefill import cli, synth
+from metal_prefill import MissingExtraError, cli, synth
 from metal_prefill.commands import demo
-from metal_prefill.errors import MissingExtraError
 from metal_prefill.hub import _download
 
 PNG = b"\x89PNG\r\n\x1a\n"

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer as HubTokenizer
 from metal_prefill import ContextOverflowError, Model
 from metal_prefill.conversion import convert
 from metal_prefill.hub._local_file import local_file
-from metal_prefill.text._tokenizer import Tokenizer
+from metal_prefill.text import Tokenizer
 
 pytestmark = pytest.mark.real_model
 

@@ -22,8 +22,8 @@ from tokenizers import decoders, processors
 from tokenizers.normalizers import BertNormalizer
 
 from metal_prefill import GGUFError, UnsupportedModelError
-from metal_prefill.files._gguf_file import GGUFFile
-from metal_prefill.text._tokenizer import Tokenizer
+from metal_prefill.files import GGUFFile
+from metal_prefill.text import Tokenizer
 
 TEXTS = [
     *(

@@ -14,7 +14,7 @@ from support.arm_machine import PROCESSORS, SETS, ArmMachine
 from support.reference import ReferenceModel
 
 from metal_prefill import Model
-from metal_prefill.files._gguf_file import GGUFFile
+from metal_prefill.files import GGUFFile
 from metal_prefill.files._hyperparameters import read_config
 from metal_prefill.files._model_tensors import collect_tensors
 

@@ -12,7 +12,7 @@ from support.small_models import EMBEDDERS, ENCODERS, MODELS, write
 
 from metal_prefill import Model, _core, cli
 from metal_prefill.engine import chosen_mode
-from metal_prefill.files._gguf_file import GGUFFile
+from metal_prefill.files import GGUFFile
 from metal_prefill.files._hyperparameters import read_config
 
 IDS = np.random.default_rng(0).integers(5, 300, 90)

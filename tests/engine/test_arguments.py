@@ -16,7 +16,7 @@ import pytest
 
 from metal_prefill import ContextOverflowError, MetalPrefillError, Model, synth
 from metal_prefill._support.arguments import integer, token_array, token_id
-from metal_prefill.generation._scheduler import Scheduler
+from metal_prefill.generation import Scheduler
 
 BOOL = np.bool_(True)
 

@@ -15,7 +15,7 @@ from support.reference import ReferenceModel
 from support.small_models import MODELS, SmallModel, with_tensor, write
 
 from metal_prefill import Model, NumericalError, UnsupportedModelError, _core
-from metal_prefill.files._gguf_file import GGUFFile
+from metal_prefill.files import GGUFFile
 
 Logits = npt.NDArray[np.float32]
 

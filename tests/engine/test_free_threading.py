@@ -20,7 +20,8 @@ import pytest
 from support.forked import in_child
 
 from metal_prefill import ClosedError, Model, _core
-from metal_prefill.generation._sampling import Options, core_sampler
+from metal_prefill.generation import Options
+from metal_prefill.generation._sampling import core_sampler
 
 THREADS = 4
 HANGS = 120  # seconds after which a thread is taken to hang

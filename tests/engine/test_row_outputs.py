@@ -13,7 +13,8 @@ from support.small_models import MODELS, SmallModel, with_tensor, write
 from support.tiny_models import TINY
 
 from metal_prefill import ContextOverflowError, Model, NumericalError, _core
-from metal_prefill.generation._sampling import Options, core_sampler
+from metal_prefill.generation import Options
+from metal_prefill.generation._sampling import core_sampler
 
 
 @pytest.fixture(scope="module")

@@ -39,9 +39,9 @@ from support.gguf_bytes import (
     u32,
 )
 
-from metal_prefill import _core
-from metal_prefill.errors import ClosedError, GGUFError
-from metal_prefill.files._gguf_file import TENSOR_TYPES, GGUFFile
+from metal_prefill import ClosedError, GGUFError, _core
+from metal_prefill.files import GGUFFile
+from metal_prefill.files._gguf_file import TENSOR_TYPES
 
 
 @pytest.fixture

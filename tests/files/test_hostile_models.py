@@ -18,7 +18,7 @@ from support.llama_file import integer, model_file, number, string
 from support.small_models import MODELS, with_tensor, write
 
 from metal_prefill import GGUFError, Model, NumericalError
-from metal_prefill.files._gguf_file import GGUFFile
+from metal_prefill.files import GGUFFile
 from metal_prefill.files._hyperparameters import read_config
 
 

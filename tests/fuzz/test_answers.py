@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from support.fuzzing import TIMEOUT, kept, regressions, rounds
 
-from metal_prefill.text._tool_calls import ToolCall, ToolCallParser, parse_tool_calls
+from metal_prefill.text import ToolCall, ToolCallParser, parse_tool_calls
 
 pytestmark = pytest.mark.timeout(TIMEOUT)
 

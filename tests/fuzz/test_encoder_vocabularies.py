@@ -21,8 +21,8 @@ from support.gguf_mutator import Parts, mutate, take_apart
 from support.hostile_texts import hostile_texts
 
 from metal_prefill import MetalPrefillError
-from metal_prefill.files._gguf_file import GGUFFile
-from metal_prefill.text._tokenizer import Tokenizer
+from metal_prefill.files import GGUFFile
+from metal_prefill.text import Tokenizer
 
 pytestmark = pytest.mark.timeout(TIMEOUT)
 

@@ -15,8 +15,8 @@ from support import comparison
 from support.fuzzing import TIMEOUT, kept, regressions, rounds
 from support.text_writer import write_text
 
-from metal_prefill.files._gguf_file import GGUFFile
-from metal_prefill.text._tokenizer import Tokenizer
+from metal_prefill.files import GGUFFile
+from metal_prefill.text import Tokenizer
 
 pytestmark = pytest.mark.timeout(TIMEOUT)
 

@@ -24,7 +24,7 @@ from support.tiny_models import TINY_ENCODERS, TINY_MODELS
 
 from metal_prefill import ChatTemplateError, MetalPrefillError, Model
 from metal_prefill._support.arguments import token_array
-from metal_prefill.text._chat_template import ChatTemplate
+from metal_prefill.text import ChatTemplate
 
 pytestmark = pytest.mark.timeout(TIMEOUT)
 FILES = {**TINY_MODELS, **TINY_ENCODERS}

@@ -24,7 +24,7 @@ from support.tiny_models import TINY_MODELS
 
 from metal_prefill import MetalPrefillError, Model
 from metal_prefill.conversion import convert
-from metal_prefill.files._gguf_file import GGUFFile
+from metal_prefill.files import GGUFFile
 from metal_prefill.files._hyperparameters import read_config
 from metal_prefill.files._model_tensors import collect_tensors
 from metal_prefill.files._task_config import read_head

@@ -14,7 +14,8 @@ import pytest
 from support.sampling_reference import Drawn, log_softmax, logits_like_a_model, philox, sample
 
 from metal_prefill import _core
-from metal_prefill.generation._sampling import Options, Sampler, core_sampler
+from metal_prefill.generation import Options, Sampler
+from metal_prefill.generation._sampling import core_sampler
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,8 @@ import numpy.typing as npt
 import pytest
 from support.sampling_reference import sample
 
-from metal_prefill.generation._sampling import REPEAT_WINDOW, Options, Sampler
+from metal_prefill.generation import Options, Sampler
+from metal_prefill.generation._sampling import REPEAT_WINDOW
 
 DRAWS = 1500
 

@@ -11,9 +11,9 @@ import pytest
 from support.forked import in_child
 
 from metal_prefill import Model, Scheduler
-from metal_prefill.generation import _constraint, _threads
+from metal_prefill.generation import Stream, _constraint, _threads
 from metal_prefill.generation._constraint import Constraint, _Compiled
-from metal_prefill.generation._stream import Stream, make_streams
+from metal_prefill.generation._stream import make_streams
 
 pytest.importorskip("llguidance", reason="needs the extra guide")
 

@@ -69,17 +69,15 @@ def libraries(request: pytest.FixtureRequest) -> Iterator[dict[str, KernelLibrar
     gc.collect()
 
 
-@pytest.fixture(params=["ordered", "shuffled"])
-def run(request: pytest.FixtureRequest, libraries: dict[str, KernelLibrary]) -> Iterator[Run]:
+@pytest.fixture
+def run(libraries: dict[str, KernelLibrary]) -> Iterator[Run]:
     """Dispatch kernels.
 
-    On the emulator with the threads of a threadgroup in order, and shuffled; then fast functions have the
-    largest error that Metal allows.
+    The emulator shuffles the threads of a threadgroup, and its fast functions have the largest error that
+    Metal allows. Tests of the engine run threads in order.
     """
     emulator: Any = getattr(testing_module(), "emulator", None)
-    if request.param == "shuffled":
-        if emulator is None:
-            pytest.skip("a GPU runs its threads in an order of its own")
+    if emulator is not None:
         emulator.set_options(emulator.Options(seed=SHUFFLED, fast_errors=True))
 
     def dispatch(

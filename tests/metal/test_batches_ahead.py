@@ -13,7 +13,7 @@ from support.small_models import SmallModel, with_tensor, write
 
 from metal_prefill import DeviceError, Model, Scheduler, _core, synth
 from metal_prefill.engine import RowCost
-from metal_prefill.generation._scheduler import Stream
+from metal_prefill.generation import Stream
 from metal_prefill.generation._speculation import Acceptance, LookupDrafter
 
 pytestmark = [pytest.mark.emulator, pytest.mark.usefixtures("own_device")]

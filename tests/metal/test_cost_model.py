@@ -34,7 +34,7 @@ from support.uniform_shape import uniform_shape
 
 from metal_prefill import UnsupportedModelError, cli
 from metal_prefill.commands import predict as command
-from metal_prefill.files._gguf_file import GGUFFile
+from metal_prefill.files import GGUFFile
 from metal_prefill.gpu._cost_model import (
     SPREAD,
     Ops,

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from metal_prefill import Model, _core, synth
-from metal_prefill.files._gguf_file import GGUFFile
+from metal_prefill.files import GGUFFile
 from metal_prefill.storage import _cache_folder
 
 pytestmark = [pytest.mark.emulator, pytest.mark.usefixtures("own_device")]

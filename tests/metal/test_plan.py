@@ -19,8 +19,7 @@ from support.small_models import TYPES
 from support.uniform_shape import uniform_shape
 
 from metal_prefill import DeviceError, Model, _core, synth
-from metal_prefill.files._gguf_file import GGUFFile
-from metal_prefill.files._model_config import ModelConfig
+from metal_prefill.files import GGUFFile, ModelConfig
 from metal_prefill.gpu._cost_model import (
     CHIPS,
     find_chip,

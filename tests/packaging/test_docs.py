@@ -31,33 +31,20 @@ def anchors(page: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
-def test_named_tests_exist(page: Path) -> None:
+def test_named_tests_links_sections_and_targets_exist(page: Path) -> None:
+    text = page.read_text()
     home = page.parent if page.parent.name == "emulator" else ROOT  # the emulator can be copied alone
-    for path, name in re.findall(r"((?:emulator/)?tests/[\w/]+\.py)(?:::(\w+))?", page.read_text()):
+    for path, name in re.findall(r"((?:emulator/)?tests/[\w/]+\.py)(?:::(\w+))?", text):
         assert (home / path).is_file(), f"{page.name} names {path}"
         if name:
             assert f"def {name}(" in (home / path).read_text(), f"{page.name} names {path}::{name}"
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
-def test_linked_files_exist(page: Path) -> None:
-    for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text()):
-        if "://" not in target:
-            assert (page.parent / target).exists(), f"{page.name} links {target}"
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
-def test_linked_sections_exist(page: Path) -> None:
-    for target, fragment in re.findall(r"\]\(([^)#\s]*)#([^)\s]+)\)", page.read_text()):
+    for target, fragment in re.findall(r"\]\(([^)#\s]*)(?:#([^)\s]+))?[^)]*\)", text):
         if "://" not in target:
             linked = page.parent / target if target else page
-            assert fragment in anchors(linked), f"{page.name} links {target}#{fragment}"
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
-def test_named_make_targets_exist(page: Path) -> None:
+            assert linked.exists(), f"{page.name} links {target}"
+            assert not fragment or fragment in anchors(linked), f"{page.name} links {target}#{fragment}"
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
-    for target in re.findall(r"(?:^|`)make ([\w-]+)", page.read_text(), flags=re.MULTILINE):
+    for target in re.findall(r"(?:^|`)make ([\w-]+)", text, flags=re.MULTILINE):
         assert target in targets, f"{page.name} names make {target}"
 
 

@@ -15,15 +15,15 @@ from support.running_server import Running, read_all
 
 from metal_prefill import Model
 from metal_prefill._support.shortened import MOST_CHARACTERS
-from metal_prefill.serve import _connections, _endpoint, _service
+from metal_prefill.serve import Settings, _connections, _endpoint, _service
 from metal_prefill.serve._bodies import LARGE, Bodies
 from metal_prefill.serve._completions import CompletionChoice, prompts_of
 from metal_prefill.serve._errors import ApiError
 from metal_prefill.serve._forms import MOST_VALUES, ChatForm, CompletionForm, RerankForm, decode
 from metal_prefill.serve._service import MOST_TEXT
-from metal_prefill.serve._settings import Settings
 from metal_prefill.tasks._prompt_rules import PromptRules
-from metal_prefill.text._chat_template import _MARKERS, PLAIN_TEMPLATE, ChatTemplate
+from metal_prefill.text import ChatTemplate
+from metal_prefill.text._chat_template import _MARKERS, PLAIN_TEMPLATE
 
 BODY = {"prompt": "ROMEO:", "max_tokens": 2, "temperature": 0}
 MOST_S = 2.0  # of processor time; each of these took more than 5 s, which grew with the square of its size

@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from metal_prefill import bench
-from metal_prefill.bench import _engines, _machine
+from metal_prefill.bench import BenchResults, _engines, _machine
 from metal_prefill.bench._cases import Case
 from metal_prefill.bench._engines import Engine, Identity, Ids
-from metal_prefill.bench._results import BenchResults
 
 # A process that ends as one does that meets an instruction which the processor refuses.
 ILLEGAL_INSTRUCTION = (

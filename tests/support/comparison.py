@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 from gguf import GGUFWriter
 
-from metal_prefill.text._tokenizer import Tokenizer
+from metal_prefill.text import Tokenizer
 from support.places import DATA
 from support.small_models import ENCODERS, MODELS, SmallModel
 

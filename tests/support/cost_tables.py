@@ -10,7 +10,7 @@ from math import ceil, floor
 from statistics import median
 from typing import Any
 
-from metal_prefill.files._model_config import ModelConfig
+from metal_prefill.files import ModelConfig
 from metal_prefill.gpu._cost_model import (
     Chip,
     Prediction,

@@ -20,8 +20,8 @@ from gguf import GGUFWriter
 from metal_prefill.conversion._fields import Fields
 from metal_prefill.conversion._vocabulary import read_vocabulary
 from metal_prefill.conversion._writing import add_vocabulary
-from metal_prefill.files._gguf_file import GGUFFile
-from metal_prefill.text._tokenizer import Tokenizer
+from metal_prefill.files import GGUFFile
+from metal_prefill.text import Tokenizer
 from support.places import DATA
 
 RECORD = DATA / "transformers_tokenizers.npz"

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 
-from metal_prefill.files._gguf_file import GGUFFile
+from metal_prefill.files import GGUFFile
 from support.gguf_bytes import ARRAY, SCALAR_FORMATS, STRING, gguf, scalar, tensor, text
 
 INTEGERS = [

@@ -7,8 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from metal_prefill.files._gguf_file import GGUFFile
-from metal_prefill.files._model_config import ModelConfig
+from metal_prefill.files import GGUFFile, ModelConfig
 from support.gguf_bytes import ARRAY, F32, STRING, U32, array, entry, gguf, scalar, tensor, text
 
 LAYERS, DIM, HEADS, KV_HEADS, FFN, VOCAB, CONTEXT = 2, 16, 4, 2, 24, 10, 64

@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from metal_prefill.synth import _file, _model
+from metal_prefill.synth import ModelShape, ScanShape, _file, _model
 from metal_prefill.synth._blocks import BLOCK_FORMATS, random_norm, random_tensor
-from metal_prefill.synth._model import TIED, ModelShape, Role, Tensor
-from metal_prefill.synth._scan import ScanShape, random_decay, random_step
+from metal_prefill.synth._model import TIED, Role, Tensor
+from metal_prefill.synth._scan import random_decay, random_step
 from support.gguf_mutator import take_apart
 from support.gguf_reader import GGUFReader
 

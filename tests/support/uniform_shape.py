@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from gguf import GGMLQuantizationType
 
-from metal_prefill.files._model_config import ModelConfig
+from metal_prefill.files import ModelConfig
 from metal_prefill.files._model_tensors import expected_tensors
 from metal_prefill.gpu._cost_model.shapes import Shape, TensorShape
 

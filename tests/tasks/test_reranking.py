@@ -15,7 +15,7 @@ from support.reference import ReferenceModel
 from support.small_models import CLASSIFIERS, EMBEDDERS, write
 
 from metal_prefill import ContextOverflowError, GGUFError, Model
-from metal_prefill.files._gguf_file import GGUFFile
+from metal_prefill.files import GGUFFile
 from metal_prefill.files._task_config import read_head
 from metal_prefill.tasks._pooled_head import logits_of
 

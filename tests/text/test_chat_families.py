@@ -16,7 +16,7 @@ from support.chat_families import (
 )
 
 from metal_prefill import ChatTemplateError
-from metal_prefill.text._chat_template import ChatTemplate
+from metal_prefill.text import ChatTemplate
 
 
 def rendered(family: Family) -> dict[str, str | None]:

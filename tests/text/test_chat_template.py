@@ -13,11 +13,10 @@ import pytest
 from gguf import GGUFWriter
 
 from metal_prefill import ChatTemplateError, GGUFError, MetalPrefillError, Model
-from metal_prefill.files._gguf_file import GGUFFile
+from metal_prefill.files import GGUFFile
 from metal_prefill.synth._file import add_vocabulary
 from metal_prefill.synth._tokenizer import VOCABULARIES
-from metal_prefill.text._chat_template import ChatTemplate
-from metal_prefill.text._tokenizer import Tokenizer
+from metal_prefill.text import ChatTemplate, Tokenizer
 
 START, END = "<|im_start|>", "<|im_end|>"
 SPECIAL = [START, END, "<|endoftext|>", "<s>", "</s>", "[INST]", "[/INST]", "<turn>"]

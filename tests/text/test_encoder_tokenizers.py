@@ -13,7 +13,7 @@ from support import encoder_tokenizers as recorded
 from support.encoder_tokenizers import VARIANTS
 from support.hostile_texts import hostile_texts
 
-from metal_prefill.text._tokenizer import Tokenizer
+from metal_prefill.text import Tokenizer
 
 Record = dict[str, npt.NDArray[Any]]
 

@@ -10,10 +10,10 @@ import pytest
 from support import encoder_tokenizers as recorded
 from support.gguf_bytes import ARRAY, BOOL, F32, I32, STRING, U8, U32, array, entry, gguf, scalar, text, u32
 
-from metal_prefill.errors import GGUFError
-from metal_prefill.files._gguf_file import GGUFFile
+from metal_prefill import GGUFError
+from metal_prefill.files import GGUFFile
+from metal_prefill.text import Tokenizer
 from metal_prefill.text._special_tokens import TokenFrame
-from metal_prefill.text._tokenizer import Tokenizer
 
 KEY = "tokenizer.ggml."
 WORDS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "\u2581hello", "\u2581wor", "ld", "\u2581,", "\u2581")

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from metal_prefill import ChatTemplateError
-from metal_prefill.text._chat_template import ChatTemplate
+from metal_prefill.text import ChatTemplate
 from metal_prefill.text._template_budget import FILTERS, MAX_VALUE
 
 END = "<|im_end|>"

@@ -15,9 +15,9 @@ from support.gguf_reader import GGUFReader
 from tokenizers import Tokenizer as HubTokenizer
 from tokenizers import models, pre_tokenizers
 
-from metal_prefill.errors import GGUFError, UnsupportedModelError
-from metal_prefill.files._gguf_file import GGUFFile
-from metal_prefill.text._tokenizer import Tokenizer
+from metal_prefill import GGUFError, UnsupportedModelError
+from metal_prefill.files import GGUFFile
+from metal_prefill.text import Tokenizer
 
 RECORD: dict[str, Any] = json.loads(comparison.TOKENS.read_text())
 GPT2, LLAMA = RECORD["vocabularies"]["gpt2"], RECORD["vocabularies"]["llama"]

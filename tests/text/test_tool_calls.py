@@ -16,10 +16,8 @@ from support.chat_families import FAMILIES
 from support.tools import ASKED, CLOCK, HERMES, WEATHER
 
 from metal_prefill import ChatTemplateError, Conversation, Model, StateError
-from metal_prefill.text import _tool_calls
-from metal_prefill.text._chat_template import ChatTemplate
+from metal_prefill.text import ChatTemplate, ToolCall, ToolCallParser, _tool_calls, parse_tool_calls
 from metal_prefill.text._file_templates import FileTemplates
-from metal_prefill.text._tool_calls import ToolCall, ToolCallParser, parse_tool_calls
 
 GENERIC = "{% if tools is not none %}{{ tools | tojson }}{% endif %}" + HERMES[HERMES.index("{% for m in") :]
 

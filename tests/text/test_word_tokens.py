@@ -12,7 +12,8 @@ from support.hostile_texts import hostile_texts
 from tokenizers import Tokenizer as Segmenter
 from tokenizers import models, pre_tokenizers
 
-from metal_prefill.text._tokenizer import _BLOCK, Tokenizer
+from metal_prefill.text import Tokenizer
+from metal_prefill.text._tokenizer import _BLOCK
 from metal_prefill.text._word_tokens import WordTokens
 
 Opened = tuple[Tokenizer, WordTokens]

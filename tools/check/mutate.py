@@ -15,13 +15,14 @@ import argparse
 import contextlib
 import difflib
 import importlib
+import importlib.util
 import io
 import os
 import random
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 WORK = ROOT / "build" / "mutants"
 BIN = Path(sys.executable).parent  # cmake and ninja of the environment
+BUILDS = ("build/emulator", "build/metal", "build/testing")
 TIME_LIMIT_S = 600  # for the tests of a mutant; a mutant that hangs is noticed
 # Tests of each part of the project, by the prefix of its files; the first prefix that fits counts.
 PYTHON = "python/metal_prefill/"
@@ -36,7 +38,7 @@ PARTS = {
     "shaders/": "tests/metal",
     "cpp/metal/": "tests/metal",
     "cpp/cpu/": "tests/cpu tests/engine/test_engine.py tests/engine/test_encoders.py",
-    "cpp/sampling": "tests/generation",
+    "cpp/sampling/": "tests/generation",
     "cpp/": "tests/engine",
     "emulator/": "emulator/tests",
     **{
@@ -44,7 +46,7 @@ PARTS = {
     },
     **{PYTHON + room: "tests/files" for room in ("files/", "hub/", "storage/", "synth/", "_support/")},
     **{PYTHON + room: "tests/tasks" for room in ("tasks/", "_model_tasks")},
-    **{PYTHON + room: "tests/cli" for room in ("commands/", "_commands/", "cli", "chat")},
+    **{PYTHON + room: "tests/cli" for room in ("commands/", "cli", "chat")},
     f"{PYTHON}gpu/": "tests/metal/test_cost_model.py tests/metal/test_trace.py tests/metal/test_doctor.py",
     f"{PYTHON}integrations/": "tests/integrations",
     PYTHON: "tests/engine tests/generation/test_generation.py",
@@ -92,14 +94,14 @@ def build(folder: Path) -> bool:
     return subprocess.run([BIN / "ninja", "-C", folder], capture_output=True, check=False).returncode == 0
 
 
-def make_package(folder: Path) -> None:
-    """Make a package of links to the Python files and to the modules that are built in a folder."""
+def make_package(modules: Iterable[Path]) -> None:
+    """Make a package of links to the Python files and to native modules."""
     shutil.rmtree(WORK, ignore_errors=True)
     (WORK / "metal_prefill").mkdir(parents=True)
     for path in (ROOT / PYTHON).iterdir():
         if path.suffix != ".so":
             (WORK / "metal_prefill" / path.name).symlink_to(path)
-    for module in folder.rglob("_*.so"):
+    for module in modules:
         home = WORK / "metal_prefill" if module.name.startswith("_core") else WORK
         (home / module.name).symlink_to(module)
 
@@ -133,11 +135,15 @@ def main() -> int:
     parser.add_argument("--tests", nargs="+", help="arguments for pytest (default: by PARTS)")
     options = parser.parse_args()
     files = chosen_files(options.paths, options.since)
-    folder = next((f for f in map(ROOT.joinpath, ("build/emulator", "build/metal")) if f.exists()), None)
-    if not files or folder is None:
-        parser.error("no source differs" if folder else "run `make test` first")
+    native = any(not file.endswith(".py") for file in files)
+    folder = next((f for f in map(ROOT.joinpath, BUILDS) if (f / "build.ninja").exists()), None)
+    spec = importlib.util.find_spec("metal_prefill")
+    if not files or (folder is None and native) or spec is None or spec.origin is None:
+        parser.error("run `make test` first" if files else "no source differs")
+    site = Path(spec.origin).parents[1]
+    installed = [*site.glob("metal_prefill/_core*.so"), *site.glob("_*_testing*.so")]
     tests_of = {f: options.tests or next(PARTS[p] for p in PARTS if f.startswith(p)).split() for f in files}
-    make_package(folder)
+    make_package(folder.rglob("_*.so") if native and folder else installed)
     for tests in {tuple(tests) for tests in tests_of.values()}:
         if not tests_pass(tests):
             parser.error(f"{' '.join(tests)}: fails without a mutant")
@@ -153,10 +159,10 @@ def main() -> int:
     for file, mutant in mutants:
         if tried == options.n:
             break
-        native, text = not file.endswith(".py"), mutant()
+        text = mutant()
         try:
             (ROOT / file).write_text(text, encoding="utf-8")
-            if native and not build(folder):
+            if folder and not file.endswith(".py") and not build(folder):
                 continue
             tried += 1
             if tests_pass(tests_of[file]):
@@ -167,7 +173,7 @@ def main() -> int:
                 print("\n".join(line for line in lines if not line.startswith("+++")), flush=True)
         finally:
             (ROOT / file).write_text(texts[file], encoding="utf-8")
-    if any(not file.endswith(".py") for file in files):
+    if native and folder:
         build(folder)
     print(f"{survived} of {tried} mutants survived")
     return 0

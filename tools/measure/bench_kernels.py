@@ -23,8 +23,7 @@ from rich.table import Table
 
 from metal_prefill import _core
 from metal_prefill._support.atomic_write import check_target, replacing
-from metal_prefill.bench import _machine
-from metal_prefill.bench._errors import BenchError
+from metal_prefill.bench import BenchError, _machine
 from metal_prefill.bench._peak import PeakProcess
 from metal_prefill.bench._summary import Spread, spread
 from metal_prefill.commands import common

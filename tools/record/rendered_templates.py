@@ -14,7 +14,7 @@ from pathlib import Path
 from support.chat_families import FAMILIES, RECORD, cases, rendered_by_transformers
 
 from metal_prefill import ChatTemplateError
-from metal_prefill.text._chat_template import ChatTemplate
+from metal_prefill.text import ChatTemplate
 
 CONTROL_TOKENS = sorted({token for family in FAMILIES.values() for token in family.special})
 

@@ -17,7 +17,7 @@ from support.reference import ReferenceModel
 from support.small_models import MODELS, write
 
 from metal_prefill import GGUFError, MetalPrefillError, Model, UnsupportedModelError, cli
-from metal_prefill.files._gguf_file import GGUFFile
+from metal_prefill.files import GGUFFile
 from metal_prefill.files._hyperparameters import read_config
 from metal_prefill.files._model_tensors import ignored_tensors
 

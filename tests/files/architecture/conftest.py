@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from support.llama_file import Open, model_file
 
-from metal_prefill.files._gguf_file import GGUFFile
+from metal_prefill.files import GGUFFile
 
 
 @pytest.fixture

@@ -12,10 +12,9 @@ from support import small_models
 from support.gguf_bytes import ARRAY, BOOL, F32, F64, I32, I64, STRING, U8, U16, U32, U64, array, scalar
 from support.llama_file import DIM, HEADS, LAYERS, PLAIN, VOCAB, Open, integer, number, string
 
-from metal_prefill import Model, _core
-from metal_prefill.errors import GGUFError, UnsupportedModelError
+from metal_prefill import GGUFError, Model, UnsupportedModelError, _core
+from metal_prefill.files import ModelConfig
 from metal_prefill.files._hyperparameters import read_config
-from metal_prefill.files._model_config import ModelConfig
 
 
 def test_a_plain_file_has_its_numbers_and_defaults(open_model: Open) -> None:

@@ -10,8 +10,8 @@ import pytest
 from support import small_models
 from support.llama_file import DIM, FFN, HEAD, LAYERS, VOCAB, Open, base_tensors, integer
 
-from metal_prefill.errors import GGUFError, UnsupportedModelError
-from metal_prefill.files._gguf_file import GGUFFile
+from metal_prefill import GGUFError, UnsupportedModelError
+from metal_prefill.files import GGUFFile
 from metal_prefill.files._hyperparameters import read_config
 from metal_prefill.files._model_tensors import collect_tensors
 

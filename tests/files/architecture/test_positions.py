@@ -13,10 +13,9 @@ from support import small_models
 from support.gguf_bytes import ARRAY, BOOL, U8, array
 from support.llama_file import DIM, LAYERS, PLAIN, Open, integer, number, string
 
-from metal_prefill.errors import GGUFError, UnsupportedModelError
-from metal_prefill.files._gguf_file import GGUFFile
+from metal_prefill import GGUFError, UnsupportedModelError
+from metal_prefill.files import GGUFFile, ModelConfig
 from metal_prefill.files._hyperparameters import read_config
-from metal_prefill.files._model_config import ModelConfig
 
 SCALING = "llama.rope.scaling."
 

@@ -16,7 +16,7 @@ from support.saved_sessions import PROMPT, rewrite
 from support.small_models import MODELS, write
 
 from metal_prefill import ContextOverflowError, Model, StateError, _core, default_model_path
-from metal_prefill.files._gguf_file import GGUFFile
+from metal_prefill.files import GGUFFile
 from metal_prefill.storage import _session_file
 from metal_prefill.synth import synthesize
 

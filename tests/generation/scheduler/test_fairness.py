@@ -14,11 +14,11 @@ from support.small_models import write
 from support.tiny_models import TINY_RECURRENT
 
 from metal_prefill import Model, Scheduler
+from metal_prefill.generation import Stream
 from metal_prefill.generation._scheduler import (
     LEAST_PROMPT_ROWS,
     ROWS_PER_WRITING,
     SHORT_PROMPT,
-    Stream,
     make_streams,
 )
 

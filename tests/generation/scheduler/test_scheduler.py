@@ -11,7 +11,7 @@ import pytest
 from support.scheduled_texts import TEXTS, alone, texts_of
 
 from metal_prefill import ClosedError, ContextOverflowError, Model, Scheduler, SessionBusyError
-from metal_prefill.generation._scheduler import Stream
+from metal_prefill.generation import Stream
 
 
 @pytest.mark.parametrize("max_streams", [1, 3, 32])

@@ -13,7 +13,7 @@ from support.scheduled_texts import alone, texts_of
 
 from metal_prefill import KVMemoryError, Model, Scheduler
 from metal_prefill.engine import RowCost
-from metal_prefill.generation._scheduler import Stream
+from metal_prefill.generation import Stream
 
 
 def test_exhausted_memory_makes_streams_wait(demo_path: Path) -> None:

@@ -10,14 +10,9 @@ import pytest
 from support.scheduled_texts import TEXTS, alone
 
 from metal_prefill import Model, Scheduler
+from metal_prefill.generation import Stream
 from metal_prefill.generation._batch_call import BatchCall
-from metal_prefill.generation._scheduler import (
-    LEAST_PROMPT_ROWS,
-    PROMPT_TURN,
-    ROWS_PER_WRITING,
-    Stream,
-    make_streams,
-)
+from metal_prefill.generation._scheduler import LEAST_PROMPT_ROWS, PROMPT_TURN, ROWS_PER_WRITING, make_streams
 
 
 def test_prompts_enter_as_others_end(cpu: Model) -> None:

@@ -15,7 +15,7 @@ from support.task_folders import (
 
 from metal_prefill import GGUFError, UnsupportedModelError
 from metal_prefill.conversion import convert
-from metal_prefill.files._gguf_file import GGUFFile
+from metal_prefill.files import GGUFFile
 from metal_prefill.files._task_config import read_head
 
 

@@ -19,7 +19,7 @@ from support.task_folders import (
 
 from metal_prefill import Model
 from metal_prefill.cli import main
-from metal_prefill.files._gguf_file import GGUFFile
+from metal_prefill.files import GGUFFile
 from metal_prefill.files._task_config import read_head
 
 
