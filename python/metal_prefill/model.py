@@ -3,29 +3,29 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
-import numpy as np
-import numpy.typing as npt
-
 from metal_prefill import _core
-from metal_prefill._model_generation import GenerationMethods
-from metal_prefill._model_tasks import TaskMethods
-from metal_prefill._support.arguments import MAX_INTEGER, check_prompt_options, integer, one_of
+from metal_prefill._support.arguments import MAX_INTEGER, Logits, Progress, TokenIds, integer, one_of
+from metal_prefill._support.cached_property import cached_property
 from metal_prefill.engine import AUTO, CHOICES, ComputeMode, Engine, open_engine
 from metal_prefill.errors import ClosedError
 from metal_prefill.files._gguf_file import GGUFFile
 from metal_prefill.files._model_config import ModelConfig
-from metal_prefill.generation._batch_call import BatchCall, BatchOutput, OutputRows
+from metal_prefill.generation import _many
+from metal_prefill.generation._engine_loop import EngineLoop
 from metal_prefill.hub._download import fetch
-from metal_prefill.session import Logits, Progress, Session, TokenIds
+from metal_prefill.session import Session
 from metal_prefill.storage import _session_file
-from metal_prefill.tasks._scoring import check_prompts, groups
+from metal_prefill.tasks import _classification, _embedding, _reranking, _scoring, _token_labels
 
 if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from metal_prefill.generation._text_generation import TextOptions
     from metal_prefill.text._tokenizer import Tokenizer
 
 __all__ = ["Model"]
@@ -33,7 +33,7 @@ __all__ = ["Model"]
 _KV_DTYPE = {"f16": _core.KvType.F16, "f32": _core.KvType.F32, "q8_0": _core.KvType.Q8_0}
 
 
-class Model(GenerationMethods, TaskMethods):
+class Model:
     """A language model or text encoder in a GGUF file, opened on an engine.
 
     Methods that process prompts act on a default :class:`Session`; :meth:`session` opens others over the same
@@ -172,12 +172,6 @@ class Model(GenerationMethods, TaskMethods):
         """See :meth:`Session.forward_prompt`."""
         return self._default_session().forward_prompt(tokens, reuse=reuse, progress=progress)
 
-    def forward_prompt_logits(
-        self, tokens: TokenIds, *, reuse: bool = False, progress: Progress | None = None
-    ) -> Logits:
-        """See :meth:`Session.forward_prompt_logits`."""
-        return self._default_session().forward_prompt_logits(tokens, reuse=reuse, progress=progress)
-
     def forward_token(self, token: int) -> Logits:
         """See :meth:`Session.forward_token`."""
         return self._default_session().forward_token(token)
@@ -185,6 +179,44 @@ class Model(GenerationMethods, TaskMethods):
     def forward_token_greedy(self, token: int) -> int:
         """See :meth:`Session.forward_token_greedy`."""
         return self._default_session().forward_token_greedy(token)
+
+    def generate(
+        self,
+        prompt: str | TokenIds,
+        max_tokens: int = 128,
+        *,
+        progress: Progress | None = None,
+        **options: Unpack[TextOptions],
+    ) -> Iterator[str]:
+        """See :meth:`Session.generate`."""
+        return self._default_session().generate(prompt, max_tokens, progress=progress, **options)
+
+    async def generate_async(
+        self, prompt: str | TokenIds, max_tokens: int = 128, **options: Any
+    ) -> AsyncIterator[str]:
+        """Continue a prompt in one batch with those of other tasks, and yield text as it is generated.
+
+        All tasks of all event loops share one engine loop, which runs in its own thread while there is work.
+        The text is cancelled when the iteration over it ends early. Parameters are those of
+        :meth:`generate_many`.
+        """
+        async for piece in self._engine_loop.generate(prompt, max_tokens, **options):
+            yield piece
+
+    @cached_property
+    def _engine_loop(self) -> EngineLoop:
+        return EngineLoop(self)
+
+    generate_many = _many.generate_many
+    stream_many = _many.stream_many
+    forward_batch = _scoring.forward_batch
+    forward_prompts = _scoring.forward_prompts
+    score = _scoring.score
+    score_many = _scoring.score_many
+    embed = _embedding.embed
+    rerank = _reranking.rerank
+    classify = _classification.classify
+    label_tokens = _token_labels.label_tokens
 
     @classmethod
     def from_pretrained(
@@ -272,126 +304,17 @@ class Model(GenerationMethods, TaskMethods):
         session.notes = _session_file.load(session.native, path, self.engine.state_owner).notes
         return session
 
-    def forward_prompts(
-        self,
-        prompts: Sequence[TokenIds],
-        *,
-        return_logits: bool = False,
-        progress: Progress | None = None,
-    ) -> npt.NDArray[np.int64] | Logits:
-        """Process many independent prompts in batches, and return the greedy next token of each.
-
-        Common prefixes are computed once. The default session does not change.
-
-        Parameters
-        ----------
-        prompts
-            Token ids of each prompt.
-        return_logits
-            Return the logits after the last token of each prompt instead of the token.
-        progress
-            Called with the number of prompts done and their total. An exception that it raises stops the
-            call.
-
-        Returns
-        -------
-        numpy.ndarray
-            int64 ``[len(prompts)]``, or float32 ``[len(prompts), vocab_size]``.
-
-        Raises
-        ------
-        ValueError, TypeError, ContextOverflowError
-            As in :meth:`forward_prompt`, before any prompt is computed; the message has the prompt's index.
-        """
-        checked = check_prompts(prompts, self.config.vocab_size, least=1, limit=self.max_context)
-        results: dict[int, Any] = {}
-        for group in groups(checked):
-            sessions = [self.session(max_context=self.max_context) for _ in group]
-            output: BatchOutput = "logits" if return_logits else "greedy"
-            computed = self.forward_batch(sessions, [checked[i] for i in group], output=output, reuse=True)
-            results.update(zip(group, computed, strict=True))
-            for session in sessions:
-                session.close()
-            if progress is not None:
-                progress(len(results), len(checked))
-        ordered = [results[i] for i in range(len(checked))]
-        if return_logits:
-            return np.array(ordered, np.float32).reshape(len(checked), self.config.vocab_size)
-        return np.array(ordered, np.int64)
-
-    def forward_batch(
-        self,
-        sessions: Sequence[Session],
-        tokens: Sequence[TokenIds],
-        *,
-        output: BatchOutput | Sequence[BatchOutput] = "greedy",
-        rows: OutputRows | Sequence[OutputRows] = None,
-        reuse: bool = False,
-        return_errors: bool = False,
-        progress: Progress | None = None,
-    ) -> list[Any]:
-        """Append tokens to several sessions in one batch.
-
-        The building block of a scheduler. Prompts and single tokens may be mixed. The result of a session
-        does not depend on the others, on the CPU bit for bit.
-
-        Parameters
-        ----------
-        sessions
-            Sessions of this model, each at most once.
-        tokens
-            Token ids for each session, ``[n]``, appended at its position.
-        output
-            One value for all sessions, or one for each: ``"greedy"``, the id of the largest logit after the
-            last token; ``"logits"``, float32 ``[vocab_size]`` after the last token; ``"log_probs"``, float32
-            ``[n - 1]``, as of :meth:`score`; ``"hidden"`` and ``"residual"``, the hidden state after the last
-            layer, with and without the output norm, float32 ``[dim]``; ``"none"``.
-        rows
-            One value for all sessions, or one for each: number of last tokens to return the output of, or
-            ``"all"``. Hidden states then have the shape ``[rows, dim]``, and greedy ids are int32 ``[rows]``.
-            None selects the last token, and all tokens for log probabilities. Logits are returned for the
-            last token only.
-        reuse
-            Treat `tokens` as the whole context of each session, as in :meth:`forward_prompt`.
-        return_errors
-            Return the exception of a failed session in place of its result. If False, the first exception is
-            raised after the other sessions are computed.
-        progress
-            Called after each pass with the number of tokens done and their total.
-
-        Returns
-        -------
-        list
-            Result of each session, as `output` defines it.
-
-        Raises
-        ------
-        ValueError, TypeError
-            An argument is invalid. Nothing was computed.
-        ContextOverflowError, KVMemoryError, NumericalError, DeviceError
-            The first session that failed raised it; that session is unchanged.
-        SessionBusyError
-            Called from the progress callback of another call on one of the sessions.
-        """
-        check_prompt_options(reuse, progress)
-        for i, session in enumerate(sessions):
-            if not isinstance(session, Session):
-                raise TypeError(f"sessions[{i}] must be a Session, got {type(session).__name__}")
-        call = BatchCall(self.config, [session.native for session in sessions], tokens, output, rows)
-        results = self.engine.core.forward_batch(call.take_requests(reuse=reuse), progress)
-        return call.results(results, return_errors=return_errors)
-
     def reset(self) -> None:
         """See :meth:`Session.reset`."""
         self._default_session().reset()
 
-    def rewind(self, position: int) -> None:
-        """See :meth:`Session.rewind`."""
-        self._default_session().rewind(position)
-
     def stats(self) -> dict[str, float]:
-        """See :meth:`Session.stats`."""
-        return self._default_session().stats()
+        """Return sizes in bytes and settings of the engine.
+
+        ``kv_pool_bytes`` is the size of all KV caches, ``prefix_bytes`` of those kept for later prompts.
+        :meth:`Session.stats` adds counters of the last call.
+        """
+        return self.engine.core.stats()
 
     @property
     def position(self) -> int:
@@ -400,8 +323,8 @@ class Model(GenerationMethods, TaskMethods):
 
     @property
     def max_context(self) -> int:
-        """See :attr:`Session.max_context`."""
-        return self._default_session().max_context
+        """Maximum number of tokens in a session that sets none."""
+        return self.engine.max_context
 
     @property
     def path(self) -> Path:

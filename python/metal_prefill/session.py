@@ -24,13 +24,13 @@ from metal_prefill.engine import Engine
 from metal_prefill.errors import ClosedError, ContextOverflowError, DeviceError
 from metal_prefill.generation._run_ahead import RunAhead
 from metal_prefill.generation._text_generation import Continuation, Piece, TextOptions
-from metal_prefill.gpu._dispatches import Dispatch, from_core
 from metal_prefill.storage import _session_file
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from metal_prefill import _core
+    from metal_prefill.gpu._dispatches import Dispatch
 
 __all__ = ["Logits", "Piece", "Progress", "Session", "TokenIds", "token_array", "token_id"]
 
@@ -275,6 +275,8 @@ class Session:
             raise ContextOverflowError(
                 f"position {self.position} + {count} tokens exceeds the context of {self.max_context}"
             )
+        from metal_prefill.gpu._dispatches import from_core
+
         return from_core(inspector.plan(count))
 
     def trace(self, tokens: TokenIds, *, progress: Progress | None = None) -> tuple[int, list[Dispatch]]:
@@ -297,6 +299,8 @@ class Session:
         """
         ids = self._checked(tokens)
         token, dispatches = self._inspector().trace(ids, progress)
+        from metal_prefill.gpu._dispatches import from_core
+
         return token, from_core(dispatches)
 
     def stats(self) -> dict[str, float]:

@@ -57,13 +57,15 @@ def test_our_tokens_match_generate(demo_path: Path, choice: Choice) -> None:
     engine = metal_prefill.Ours(options_for(demo_path))
     with Model(demo_path, device="cpu", threads=1, compute="f32") as model:
         options: dict[str, Any] = dict(SAMPLING) if choice == "sampled" else {}
-        expected = [p.token for p in model.stream(ids, 20, min_tokens=20, speculate="off", **options)]
+        expected = [
+            p.token for p in model.session().stream(ids, 20, min_tokens=20, speculate="off", **options)
+        ]
     assert len(expected) == 20
     for _ in range(2):
         engine.clear()
         engine.prefill(ids[:-1])
         assert engine.choose(ids, 20, choice) == expected
-        assert engine._model.stats()["tokens_reused"] == len(ids) - 1
+        assert engine._session.stats()["tokens_reused"] == len(ids) - 1
 
 
 def test_llama_cpp_chooses_the_same_with_and_without_drafts(demo_path: Path) -> None:

@@ -169,7 +169,7 @@ def test_run_stops_before_the_stop_text(capsys: pytest.CaptureFixture[str]) -> N
 @pytest.mark.parametrize("many", [False, True])
 def test_run_stops_at_and_excludes_tokens(capsys: pytest.CaptureFixture[str], many: bool) -> None:
     with Model(device="cpu") as model:
-        tokens = [piece.token for piece in model.stream(PROMPT, 20)]
+        tokens = [piece.token for piece in model.session().stream(PROMPT, 20)]
         before = "".join(model.generate(PROMPT, 20, stop=tokens[5]))
         without = "".join(model.generate(PROMPT, 20, logit_bias={tokens[0]: -float("inf")}))
 

@@ -67,11 +67,11 @@ def test_several_prompts_print_the_same_as_alone(capsys: pytest.CaptureFixture[s
 
 
 def all_answers(prompt: str, max_tokens: int, n: int) -> list[str]:
-    """Return the answers of `Model.generate` at temperature 1 and with seed 5."""
+    """Return the answers of `Model.generate_many` at temperature 1 and with seed 5."""
     texts = [""] * n
     with Model(device="cpu") as model:
-        for answer, piece in model.generate(prompt, max_tokens, n=n, temperature=1.0, seed=5):
-            texts[answer] += piece
+        for answer, piece in model.generate_many([prompt], max_tokens, n=n, temperature=1.0, seed=5):
+            texts[answer] += str(piece)
     return texts
 
 

@@ -218,7 +218,9 @@ def test_a_llama_folder_can_be_opened(tmp_path: Path, own_cache: Path) -> None:
         ids = model.tokenizer.encode("Our revels now are ended")
         assert ids[0] == model.tokenizer.bos_id == 0
         assert model.tokenizer.eos_id == 1
-        assert np.array_equal(model.forward_prompt_logits(ids), again.forward_prompt_logits(ids))
+        assert np.array_equal(
+            model.session().forward_prompt_logits(ids), again.session().forward_prompt_logits(ids)
+        )
     assert [path.suffix for path in (own_cache / "converted").iterdir()] == [".gguf"]
 
 

@@ -109,7 +109,7 @@ def test_logits_of_written_decoders_are_those_of_llama_cpp(
     theirs.eval(ids.tolist())
     expected = np.array(theirs.scores[len(ids) - 1])
     with Model(path, device="cpu", compute="f32") as model:
-        logits = model.forward_prompt_logits(ids)
+        logits = model.session().forward_prompt_logits(ids)
     np.testing.assert_allclose(logits, expected, rtol=0, atol=2e-3 * np.abs(expected).max())
 
 

@@ -167,7 +167,7 @@ def test_arm_and_the_scalar_kernels_of_this_machine_agree(
 ) -> None:
     monkeypatch.setenv("METAL_PREFILL_CPU_ISA", "scalar")
     with Model(demo_path, device="cpu", compute="f32", kv_dtype="f32") as model:
-        expected = model.forward_prompt_logits(ids)
+        expected = model.session().forward_prompt_logits(ids)
     for isa in PROCESSORS:
         logits = logits_of(isa, "f32")
         # float32 sums in another order, through 8 layers

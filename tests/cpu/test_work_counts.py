@@ -49,25 +49,25 @@ def ids(model: SmallModel, n: int, first: int = 0) -> list[int]:
 @pytest.mark.parametrize("name", NAMES)
 def test_a_prompt_and_the_tokens_after_it(model_path: Callable[[str], Path], name: str, threads: int) -> None:
     shape = MODELS[name]
-    with Model(model_path(name), device="cpu", threads=threads) as model:
-        model.forward_prompt(ids(shape, 75))
-        assert model.stats()["multiply_adds"] == expected(shape, range(75), [74])
-        model.forward_token_greedy(1)
-        assert model.stats()["multiply_adds"] == expected(shape, [75], [75])
-        model.forward_token(2)
-        assert model.stats()["multiply_adds"] == expected(shape, [76], [76])
-        model.forward_prompt_logits(ids(shape, 9))
-        assert model.stats()["multiply_adds"] == expected(shape, range(77, 86), [85])
+    with Model(model_path(name), device="cpu", threads=threads) as model, model.session() as session:
+        session.forward_prompt(ids(shape, 75))
+        assert session.stats()["multiply_adds"] == expected(shape, range(75), [74])
+        session.forward_token_greedy(1)
+        assert session.stats()["multiply_adds"] == expected(shape, [75], [75])
+        session.forward_token(2)
+        assert session.stats()["multiply_adds"] == expected(shape, [76], [76])
+        session.forward_prompt_logits(ids(shape, 9))
+        assert session.stats()["multiply_adds"] == expected(shape, range(77, 86), [85])
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_only_the_last_chunk_of_a_prompt_has_an_output(model_path: Callable[[str], Path], name: str) -> None:
     shape = MODELS[name]
-    with Model(model_path(name), device="cpu", chunk_tokens=32) as model:
-        model.forward_prompt(ids(shape, 75))
-        assert model.stats()["chunks"] == 3
+    with Model(model_path(name), device="cpu", chunk_tokens=32) as model, model.session() as session:
+        session.forward_prompt(ids(shape, 75))
+        assert session.stats()["chunks"] == 3
         chunks = [expected(shape, range(32), []), expected(shape, range(32, 64), [])]
-        assert model.stats()["multiply_adds"] == sum(chunks) + expected(shape, range(64, 75), [74])
+        assert session.stats()["multiply_adds"] == sum(chunks) + expected(shape, range(64, 75), [74])
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -83,11 +83,11 @@ def test_scoring_computes_the_logits_of_every_token_but_the_last(
 
 def test_reused_tokens_are_not_computed(model_path: Callable[[str], Path]) -> None:
     shape = MODELS["gqa 3"]
-    with Model(model_path("gqa 3"), device="cpu") as model:
-        model.forward_prompt(ids(shape, 50))
-        model.forward_prompt([*ids(shape, 50), 1, 2, 3], reuse=True)
-        assert model.stats()["tokens_reused"] == 50
-        assert model.stats()["multiply_adds"] == expected(shape, range(50, 53), [52])
+    with Model(model_path("gqa 3"), device="cpu") as model, model.session() as session:
+        session.forward_prompt(ids(shape, 50))
+        session.forward_prompt([*ids(shape, 50), 1, 2, 3], reuse=True)
+        assert session.stats()["tokens_reused"] == 50
+        assert session.stats()["multiply_adds"] == expected(shape, range(50, 53), [52])
 
 
 @pytest.mark.parametrize("name", NAMES)

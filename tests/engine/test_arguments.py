@@ -148,7 +148,7 @@ def test_non_integers_are_named(value: Any, demo_path: Path) -> None:
         with pytest.raises(TypeError, match=rf"a token id must be an integer, got {kind}"):
             model.tokenizer.decode([1, value])
         with pytest.raises(TypeError, match=rf"position must be an integer, got {kind}"):
-            model.rewind(value)
+            model.session().rewind(value)
 
 
 @pytest.mark.parametrize("value", [np.int8(3), np.uint64(3), Index(3)], ids=lambda v: type(v).__name__)
@@ -181,11 +181,11 @@ def test_out_of_range_options_are_named(demo_path: Path, option: str, value: int
 
 @pytest.mark.parametrize("position", [-1, 3, 10**20, -(10**20)])
 def test_an_invalid_position_is_named(demo_path: Path, position: int) -> None:
-    with Model(demo_path, device="cpu") as model:
-        model.forward_prompt([1, 2])
+    with Model(demo_path, device="cpu") as model, model.session() as session:
+        session.forward_prompt([1, 2])
         with pytest.raises(ValueError, match=rf"rewind to position {position}: .* of the session is 2"):
-            model.rewind(position)
-        assert model.position == 2
+            session.rewind(position)
+        assert session.position == 2
 
 
 def test_invalid_numbers_of_tokens_and_streams_are_named(demo_path: Path) -> None:
@@ -193,7 +193,7 @@ def test_invalid_numbers_of_tokens_and_streams_are_named(demo_path: Path) -> Non
         with pytest.raises(ValueError, match="max_tokens must not be negative, got -1"):
             model.generate([1], -1)
         with pytest.raises(TypeError, match="max_tokens must be an integer, got float"):
-            model.generate([1], 1.5)  # type: ignore[call-overload]
+            model.generate([1], 1.5)  # type: ignore[arg-type]
         with pytest.raises(ValueError, match="max_streams must be at least 1, got 0"):
             Scheduler(model, max_streams=0)
         with pytest.raises(ValueError, match="max_tokens must be at least 1, got 0"):
@@ -205,8 +205,6 @@ def test_numbers_of_answers_have_limits(demo_path: Path, number: int) -> None:
     limit = f"must be between 1 and 4096, got {number}"
     with Model(demo_path, device="cpu") as model:
         calls: list[Callable[[], object]] = [
-            lambda: model.generate("a", 2, n=number),
-            lambda: model.stream("a", 2, n=number),
             lambda: next(model.generate_many(["a"], 2, n=number)),
             lambda: Scheduler(model).submit_answers("a", number, 2),
         ]

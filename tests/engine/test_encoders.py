@@ -149,7 +149,12 @@ def test_tokens_after_a_separator_have_the_next_type(device: str, tmp_path: Path
 def test_an_encoder_has_no_logits(device: str, tmp_path: Path) -> None:
     path = write(tmp_path / "model.gguf", ENCODERS["bert"])
     with Model(path, device=device) as model, model.session() as session:
-        for call in (model.forward_prompt, model.forward_prompt_logits, session.forward_prompt, model.score):
+        for call in (
+            model.forward_prompt,
+            session.forward_prompt_logits,
+            session.forward_prompt,
+            model.score,
+        ):
             with pytest.raises(ValueError, match="this model is an encoder: it has no output projection"):
                 call([2, 9, 3])
         assert session.position == 0

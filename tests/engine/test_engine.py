@@ -14,7 +14,7 @@ import pytest
 from support.reference import ReferenceModel
 from support.small_models import MODELS, SmallModel, with_tensor, write
 
-from metal_prefill import Model, NumericalError, UnsupportedModelError, _core
+from metal_prefill import Model, NumericalError, Session, UnsupportedModelError, _core
 from metal_prefill.files import GGUFFile
 
 Logits = npt.NDArray[np.float32]
@@ -73,9 +73,9 @@ def test_logits_match_the_reference_on_every_kind_of_model(
     path = model_path(name)
     ids = prompt(37, MODELS[name].vocab)
     *_, last, expected = reference_logits(path, *ids, 3)
-    with Model(path, device=device, compute="f32", kv_dtype="f32") as model:
-        assert_close(device, model.forward_prompt_logits(ids), last)
-        assert_close(device, model.forward_token(3), expected)
+    with Model(path, device=device, compute="f32", kv_dtype="f32") as model, model.session() as session:
+        assert_close(device, session.forward_prompt_logits(ids), last)
+        assert_close(device, session.forward_token(3), expected)
 
 
 def test_a_model_opened_for_its_original_context_uses_short_long_rope_factors(
@@ -85,7 +85,7 @@ def test_a_model_opened_for_its_original_context_uses_short_long_rope_factors(
     ids = prompt(64, MODELS["phi3, long rope"].vocab)
     expected = ReferenceModel(path, context=64).forward(ids).logits[-1]
     with Model(path, device=device, compute="f32", kv_dtype="f32", max_context=64) as model:
-        assert_close(device, model.forward_prompt_logits(ids), expected)
+        assert_close(device, model.session().forward_prompt_logits(ids), expected)
         with pytest.raises(ValueError, match="max_context 65 is outside 1 to 64"):
             model.session(max_context=65)
     assert nmse(reference(path).forward(ids).logits[-1], expected) > 1e-3  # factors of long contexts
@@ -96,7 +96,7 @@ def test_8_bit_activations_stay_near_the_reference(name: str, model_path: Callab
     path = model_path(name)
     ids = prompt(33, MODELS[name].vocab)
     with Model(path, device="cpu", compute="int8") as model:
-        logits = model.forward_prompt_logits(ids)
+        logits = model.session().forward_prompt_logits(ids)
     assert correlation(logits, reference(path).forward(ids).logits[-1]) > CORRELATION_INT8
 
 
@@ -125,9 +125,9 @@ def test_bfloat16_models_stay_near_the_reference_for_any_split(
     ids = prompt(33, shape.vocab)
     outcomes = []
     for threads, cuts in [(1, [33]), (2, [33]), (2, [1, 2, 6, 7, 17]), (1, [1] * 33)]:
-        with Model(path, device="cpu", threads=threads, compute=compute) as model:
+        with Model(path, device="cpu", threads=threads, compute=compute) as model, model.session() as session:
             for end in np.cumsum(cuts):
-                logits = model.forward_prompt_logits(ids[model.position : end])
+                logits = session.forward_prompt_logits(ids[session.position : end])
             outcomes.append(logits)
     assert correlation(outcomes[0], reference(path).forward(ids).logits[-1]) > CORRELATION_BFLOAT16
     for logits in outcomes[1:]:
@@ -143,7 +143,7 @@ def test_bfloat16_mode_rounds_weights_of_every_type_if_supported(
     logits, packed = [], []
     for compute in ("bf16", "f32", "int8"):
         with Model(model_path(f"type {kind}"), device="cpu", compute=compute) as model:
-            logits.append(model.forward_prompt_logits(prompt(9, 320)))
+            logits.append(model.session().forward_prompt_logits(prompt(9, 320)))
             packed.append(model.stats()["weight_bytes"])
     assert packed[0] > packed[1] == 0  # attention alone would change the logits, too
     for other in logits[1:]:
@@ -159,7 +159,7 @@ def test_bfloat16_mode_is_float32_if_unsupported(
     logits = []
     for compute in ("bf16", "f32"):
         with Model(model_path(f"type {kind}"), device="cpu", compute=compute) as model:
-            logits.append(model.forward_prompt_logits(prompt(9, 320)))
+            logits.append(model.session().forward_prompt_logits(prompt(9, 320)))
     np.testing.assert_array_equal(logits[0], logits[1])
 
 
@@ -170,7 +170,7 @@ def test_exact_weights_give_float32_results_in_both_modes(
     logits = []
     for compute in ("int8", "f32"):
         with Model(model_path(f"type {kind}"), device="cpu", compute=compute) as model:
-            logits.append(model.forward_prompt_logits(prompt(33, 320)))
+            logits.append(model.session().forward_prompt_logits(prompt(33, 320)))
     np.testing.assert_array_equal(logits[0], logits[1])
 
 
@@ -180,8 +180,7 @@ def test_the_bundled_model_agrees_with_the_reference(device: str, demo_path: Pat
         ids = model.tokenizer.encode("ROMEO:\nBut, soft! what light through yonder window breaks?")
         expected = reference(demo_path).forward(ids).logits
         for n in (1, 7, len(ids)):
-            model.reset()
-            logits = model.forward_prompt_logits(ids[:n])
+            logits = model.session().forward_prompt_logits(ids[:n])
             assert correlation(logits, expected[n - 1]) > 0.9999
             assert np.argmax(logits) == np.argmax(expected[n - 1])
 
@@ -193,7 +192,7 @@ def test_every_prompt_length_matches_the_reference(
     path = model_path("smollm shape")
     ids = prompt(n, 512, seed=n)
     with Model(path, device=device, compute="f32", kv_dtype="f32") as model:
-        assert_close(device, model.forward_prompt_logits(ids), reference_logits(path, *ids)[-1])
+        assert_close(device, model.session().forward_prompt_logits(ids), reference_logits(path, *ids)[-1])
 
 
 def test_a_prompt_of_several_chunks_matches_the_reference(
@@ -202,7 +201,7 @@ def test_a_prompt_of_several_chunks_matches_the_reference(
     path = model_path("gqa 3")
     ids = prompt(600, 320)
     with Model(path, device=device, compute="f32", kv_dtype="f32") as model:
-        assert_close(device, model.forward_prompt_logits(ids), reference_logits(path, *ids)[-1])
+        assert_close(device, model.session().forward_prompt_logits(ids), reference_logits(path, *ids)[-1])
 
 
 def test_positions_past_2048_match_the_reference(device: str, model_path: Callable[[str], Path]) -> None:
@@ -234,10 +233,10 @@ def test_the_cache_holds_every_token(
     path = model_path(name)
     ids = prompt(41, MODELS[name].vocab)
     expected = reference(path).forward(ids)
-    with Model(path, device=device, compute="f32", kv_dtype=kv_dtype) as model:
-        model.forward_prompt(ids[:40])
-        model.forward_token(int(ids[40]))
-        held, rows = exported(model)
+    with Model(path, device=device, compute="f32", kv_dtype=kv_dtype) as model, model.session() as session:
+        session.forward_prompt(ids[:40])
+        session.forward_token(int(ids[40]))
+        held, rows = exported(session, kv_dtype)
     assert held == list(ids)
     for layer in range(MODELS[name].layers):
         for values, wanted in ((0, expected.keys[layer]), (1, expected.values[layer])):
@@ -246,10 +245,10 @@ def test_the_cache_holds_every_token(
             assert nmse(rows[2 * layer + values].reshape(wanted.shape), wanted) <= bound
 
 
-def exported(model: Model) -> tuple[list[int], list[npt.NDArray[Any]]]:
-    """Token ids, and K and V of each layer in turn, of the default session."""
-    tokens, _, rows = model._default_session().native.export_state()
-    element = np.float16 if model.engine.kv_dtype == "f16" else np.float32
+def exported(session: Session, kv_dtype: str) -> tuple[list[int], list[npt.NDArray[Any]]]:
+    """Token ids of a session, and K and V of each layer in turn."""
+    tokens, _, rows = session.native.export_state()
+    element = np.float16 if kv_dtype == "f16" else np.float32
     return tokens.tolist(), [row.view(element) for row in rows]
 
 
@@ -258,9 +257,10 @@ Outcome = tuple[npt.NDArray[np.float32], list[npt.NDArray[Any]]]
 
 def after(model: Model, ids: npt.NDArray[np.int64], cuts: list[int]) -> Outcome:
     """Logits and the cache after a prompt in pieces of these sizes."""
-    for end in np.cumsum(cuts):
-        logits = model.forward_prompt_logits(ids[model.position : end])
-    return logits, exported(model)[1]
+    with model.session() as session:
+        for end in np.cumsum(cuts):
+            logits = session.forward_prompt_logits(ids[session.position : end])
+        return logits, exported(session, model.engine.kv_dtype)[1]
 
 
 def assert_same_bits(outcomes: list[Outcome]) -> None:
@@ -379,10 +379,10 @@ def test_metal_agrees_for_any_split_of_a_prompt(
     ids = prompt(45, MODELS[name].vocab)
     outcomes = []
     for cuts in ([45], [20, 25], [1] * 45, [40, 5]):
-        with Model(model_path(name), device="metal") as model:
+        with Model(model_path(name), device="metal") as model, model.session() as session:
             at = 0
             for n in cuts:
-                logits = model.forward_prompt_logits(ids[at : at + n])
+                logits = session.forward_prompt_logits(ids[at : at + n])
                 at += n
             outcomes.append(logits)
     for logits in outcomes[1:]:
@@ -428,7 +428,8 @@ def test_all_devices_write_the_same_text(metal: None, tiny_demo_path: Path) -> N
         Model(tiny_demo_path, device="metal") as gpu,
     ):
         ids = cpu.tokenizer.encode("JULIET:\n")
-        a, b = cpu.forward_prompt_logits(ids), gpu.forward_prompt_logits(ids)
+        one, other = cpu.session(), gpu.session()
+        a, b = one.forward_prompt_logits(ids), other.forward_prompt_logits(ids)
         for step in range(200):
             best = np.partition(a, -2)[-2:]
             difference = np.abs(a - b).max()
@@ -438,7 +439,7 @@ def test_all_devices_write_the_same_text(metal: None, tiny_demo_path: Path) -> N
                 break
             token = int(np.argmax(a))
             assert token == int(np.argmax(b)), f"step {step}"
-            a, b = cpu.forward_token(token), gpu.forward_token(token)
+            a, b = one.forward_token(token), other.forward_token(token)
 
 
 def test_nan_logits_are_an_error_and_change_nothing(device: str, tmp_path: Path) -> None:
@@ -458,7 +459,7 @@ def test_only_metal_rejects_normed_heads_that_need_padding(metal: None, tmp_path
         Model(path, device="metal")
     ids = prompt(5, model.vocab)
     with Model(path, device="cpu", compute="f32", kv_dtype="f32") as cpu:
-        assert_close("cpu", cpu.forward_prompt_logits(ids), reference(path).forward(ids).logits[-1])
+        assert_close("cpu", cpu.session().forward_prompt_logits(ids), reference(path).forward(ids).logits[-1])
 
 
 def test_norms_and_biases_are_copied_when_a_model_is_opened(tmp_path: Path) -> None:
@@ -467,10 +468,9 @@ def test_norms_and_biases_are_copied_when_a_model_is_opened(tmp_path: Path) -> N
     vectors = [tensor for tensor in GGUFFile(path).tensors.values() if len(tensor.shape) == 1]
     assert {tensor.name.rpartition(".")[2] for tensor in vectors} == {"weight", "bias"}
     with Model(path, device="cpu") as model:
-        before = model.forward_prompt_logits([1, 2, 3])
+        before = model.session().forward_prompt_logits([1, 2, 3])
         with open(path, "r+b") as changed:
             for tensor in vectors:
                 changed.seek(tensor.offset)
                 changed.write(b"\xff" * tensor.nbytes)  # NaN
-        model.reset()
-        np.testing.assert_array_equal(model.forward_prompt_logits([1, 2, 3]), before)
+        np.testing.assert_array_equal(model.session().forward_prompt_logits([1, 2, 3]), before)

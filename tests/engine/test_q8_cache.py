@@ -18,7 +18,7 @@ from safetensors.numpy import load_file
 from support.reference import ReferenceModel
 from support.small_models import MODELS, SmallModel, write
 
-from metal_prefill import Model, StateError, UnsupportedModelError, _core
+from metal_prefill import Model, Session, StateError, UnsupportedModelError, _core
 
 Logits = npt.NDArray[np.float32]
 
@@ -49,9 +49,9 @@ def opened(path: Path, **options: Any) -> Model:
     return Model(path, **{"device": "cpu", "kv_dtype": "q8_0", **options})
 
 
-def rows_of(model: Model) -> list[npt.NDArray[np.uint8]]:
-    """Bytes of K and V of each layer in turn, of the default session."""
-    rows: list[npt.NDArray[np.uint8]] = model._default_session().native.export_state()[2]
+def rows_of(session: Session) -> list[npt.NDArray[np.uint8]]:
+    """Bytes of K and V of each layer of a session in turn."""
+    rows: list[npt.NDArray[np.uint8]] = session.native.export_state()[2]
     return rows
 
 
@@ -65,9 +65,9 @@ def test_logits_match_a_rounded_cache(name: str, model_path: Callable[[str], Pat
     ids = prompt(75, MODELS[name].vocab)
     expected = ReferenceModel(model_path(name), kv_dtype="q8_0").forward(ids).logits
     unrounded = ReferenceModel(model_path(name)).forward(ids).logits
-    with opened(model_path(name), compute="f32") as model:
-        outcomes = [model.forward_prompt_logits(ids[:63])]
-        outcomes += [model.forward_token(int(token)) for token in ids[63:]]
+    with opened(model_path(name), compute="f32") as model, model.session() as session:
+        outcomes = [session.forward_prompt_logits(ids[:63])]
+        outcomes += [session.forward_token(int(token)) for token in ids[63:]]
 
     def error(wanted: npt.NDArray[np.float64]) -> float:
         return float(np.square(np.array(outcomes) - wanted[62:]).sum() / np.square(wanted[62:]).sum())
@@ -87,8 +87,7 @@ def test_logits_are_exact_if_codes_are_widened_to_float32(
         for seed in range(8):
             ids = prompt(70, seed=seed)
             expected = reference.forward(ids).logits[-1]
-            model.reset()
-            logits = model.forward_prompt_logits(ids)
+            logits = model.session().forward_prompt_logits(ids)
             errors.append(np.square(logits - expected).sum() / np.square(expected).sum())
     assert min(errors) <= NMSE_F32
     assert max(errors) <= NMSE_OTHER_CODE
@@ -100,9 +99,10 @@ def test_the_cache_holds_the_blocks_that_the_format_defines(tmp_path: Path, head
     path = write(tmp_path / "m.gguf", SmallModel(layers=1, key_dim=head_dim))
     ids = prompt(70)
     with opened(path) as model, Model(path, device="cpu", kv_dtype="f32") as exact:
-        for m in (model, exact):
-            m.forward_prompt(ids)
-        for blocks, numbers in zip(rows_of(model), rows_of(exact), strict=True):
+        sessions = [model.session(), exact.session()]
+        for session in sessions:
+            session.forward_prompt(ids)
+        for blocks, numbers in zip(*map(rows_of, sessions), strict=True):
             expected = quants.quantize(numbers.view(np.float32), Type.Q8_0)
             np.testing.assert_array_equal(blocks, expected.reshape(-1))
 
@@ -115,10 +115,13 @@ def test_every_set_is_bit_identical_for_any_split_of_a_prompt(
     ids = prompt(150)
     outcomes = []
     for threads, chunk_tokens, cuts in [(1, 512, [150]), (3, 16, [150]), (2, 512, [1, 64, 30] + [1] * 55)]:
-        with opened(model_path("gqa 3"), threads=threads, chunk_tokens=chunk_tokens) as model:
+        with (
+            opened(model_path("gqa 3"), threads=threads, chunk_tokens=chunk_tokens) as model,
+            model.session() as session,
+        ):
             for end in np.cumsum(cuts):
-                logits = model.forward_prompt_logits(ids[model.position : end])
-            outcomes.append([logits, *rows_of(model)])
+                logits = session.forward_prompt_logits(ids[session.position : end])
+            outcomes.append([logits, *rows_of(session)])
     for outcome in outcomes[1:]:
         for actual, expected in zip(outcome, outcomes[0], strict=True):
             np.testing.assert_array_equal(actual, expected)
@@ -140,9 +143,9 @@ def test_unwritten_positions_are_never_read(
     for poisoned in (False, True):
         if poisoned:
             monkeypatch.setattr(_core, "EngineOptions", Poisoned)
-        with opened(model_path(name)) as model:
-            logits = [model.forward_prompt_logits(ids[:n]) for n in (3, 70, 65)]
-            logits += [model.forward_token(int(token)) for token in ids[138:]]
+        with opened(model_path(name)) as model, model.session() as session:
+            logits = [session.forward_prompt_logits(ids[:n]) for n in (3, 70, 65)]
+            logits += [session.forward_token(int(token)) for token in ids[138:]]
             outcomes.append(logits)
     np.testing.assert_array_equal(outcomes[1], outcomes[0])
     assert np.all(np.isfinite(outcomes[0]))
@@ -190,11 +193,11 @@ def test_a_saved_session_continues_bit_for_bit(
 ) -> None:
     """Its tensors follow the format: a scale in f16, then 32 signed codes."""
     path = tmp_path / "s.session"
-    with opened(model_path("values wider than keys"), compute="f32") as model:
-        model.forward_prompt(prompt(n))
-        model._default_session().save(path)
+    with opened(model_path("values wider than keys"), compute="f32") as model, model.session() as session:
+        session.forward_prompt(prompt(n))
+        session.save(path)
         with model.load_session(path) as loaded:
-            np.testing.assert_array_equal(loaded.forward_token(5), model.forward_token(5))
+            np.testing.assert_array_equal(loaded.forward_token(5), session.forward_token(5))
     arrays = load_file(path)
     assert arrays["layer.1.key"].shape == (n, 2, 17)
     assert arrays["layer.1.value"].shape == (n, 2, 34)
@@ -209,12 +212,13 @@ def test_a_saved_session_continues_bit_for_bit(
 def test_states_of_other_cache_types_are_rejected_by_name(demo_path: Path, tmp_path: Path) -> None:
     path = tmp_path / "s.session"
     with opened(demo_path) as model, Model(demo_path, device="cpu") as other:
-        for m in (model, other):
-            m.forward_prompt([1, 2, 3])
-        model._default_session().save(path)
+        session, others = model.session(), other.session()
+        for one in (session, others):
+            one.forward_prompt([1, 2, 3])
+        session.save(path)
         with pytest.raises(StateError, match="saved with kv_dtype 'q8_0', this model has 'f16'"):
             other.load_session(path)
-        other._default_session().save(path)
+        others.save(path)
         with pytest.raises(StateError, match="saved with kv_dtype 'f16', this model has 'q8_0'"):
             model.load_session(path)
 
@@ -222,9 +226,9 @@ def test_states_of_other_cache_types_are_rejected_by_name(demo_path: Path, tmp_p
 def test_it_takes_17_bytes_instead_of_32(model_path: Callable[[str], Path]) -> None:
     used = {}
     for kv_dtype in ("f16", "q8_0"):
-        with opened(model_path("gqa 3"), kv_dtype=kv_dtype) as model:
-            model.forward_prompt(prompt(130))
-            stats = model.stats()
+        with opened(model_path("gqa 3"), kv_dtype=kv_dtype) as model, model.session() as session:
+            session.forward_prompt(prompt(130))
+            stats = session.stats()
             assert stats["kv_cache_bytes"] == stats["kv_pool_bytes"]
             used[kv_dtype] = stats["kv_cache_bytes"]
     assert used["q8_0"] * 32 == used["f16"] * 17

@@ -13,16 +13,16 @@ import numpy as np
 import pytest
 from support.small_models import SmallModel, with_tensor, write
 
-from metal_prefill import ClosedError, ContextOverflowError, Model, _core, synth
+from metal_prefill import ClosedError, ContextOverflowError, Model, Session, _core, synth
 
 PROMPT = list(range(100, 140))
 
 
-def continuation(model: Any, token: int, n: int) -> list[int]:
+def continuation(session: Session, token: int, n: int) -> list[int]:
     """Greedy tokens after `token`, which is not in the cache yet."""
     made = []
     for _ in range(n):
-        token = model.forward_token_greedy(token)
+        token = session.forward_token_greedy(token)
         made.append(token)
     return made
 
@@ -38,12 +38,13 @@ def test_a_prompt_advances_the_position_and_decode_continues(demo: Model) -> Non
 
 
 def test_greedy_token_is_the_argmax_of_the_logits(demo: Model) -> None:
-    token = demo.forward_prompt(PROMPT)
-    demo.reset()
-    assert token == int(np.argmax(demo.forward_prompt_logits(PROMPT)))
-    following = demo.forward_token_greedy(token)
-    demo.rewind(len(PROMPT))
-    assert following == int(np.argmax(demo.forward_token(token)))
+    session = demo.session()
+    token = session.forward_prompt(PROMPT)
+    session.reset()
+    assert token == int(np.argmax(session.forward_prompt_logits(PROMPT)))
+    following = session.forward_token_greedy(token)
+    session.rewind(len(PROMPT))
+    assert following == int(np.argmax(session.forward_token(token)))
 
 
 def test_the_lowest_id_wins_a_tie(device: str, tmp_path: Path) -> None:
@@ -60,9 +61,8 @@ def test_the_lowest_id_wins_a_tie(device: str, tmp_path: Path) -> None:
 
         path = with_tensor(tmp_path / "tied.gguf", plain, "token_embd.weight", copy)
         with Model(path, device=device) as model:
-            logits = model.forward_prompt_logits([1, 2, 3])
+            logits = model.session().forward_prompt_logits([1, 2, 3])
             assert np.flatnonzero(logits == logits.max()).tolist() == sorted((best, *others))
-            model.reset()
             assert model.forward_prompt([1, 2, 3]) == min(best, *others)
 
 
@@ -103,14 +103,15 @@ def test_any_integer_sequence_is_a_prompt(demo: Model, tokens: Any) -> None:
 def test_invalid_tokens_are_rejected_and_nothing_changes(
     demo: Model, tokens: Any, error: type[Exception], message: str
 ) -> None:
-    first = demo.forward_prompt(PROMPT)
-    for call in (demo.forward_prompt, demo.forward_prompt_logits):
+    session = demo.session()
+    first = session.forward_prompt(PROMPT)
+    for call in (session.forward_prompt, session.forward_prompt_logits):
         with pytest.raises(error, match=message):
             call(tokens)
-    assert demo.position == len(PROMPT)
-    expected = demo.forward_token(first)
-    demo.rewind(len(PROMPT))
-    np.testing.assert_array_equal(demo.forward_token(first), expected)
+    assert session.position == len(PROMPT)
+    expected = session.forward_token(first)
+    session.rewind(len(PROMPT))
+    np.testing.assert_array_equal(session.forward_token(first), expected)
 
 
 @pytest.mark.parametrize("token", [-1, 1 << 31, 1 << 40])
@@ -122,17 +123,17 @@ def test_a_single_token_outside_the_vocabulary_is_rejected(demo: Model, token: i
 
 
 def test_overflow_of_the_context_changes_nothing(device: str, fast_demo_path: Path) -> None:
-    with Model(fast_demo_path, device=device, max_context=48) as model:
-        first = model.forward_prompt(PROMPT)
+    with Model(fast_demo_path, device=device, max_context=48) as model, model.session() as session:
+        first = session.forward_prompt(PROMPT)
         with pytest.raises(ContextOverflowError, match=r"40 \+ 9 .* 48"):
-            model.forward_prompt(PROMPT[:9])
-        assert model.position == 40
-        expected = continuation(model, first, 8)
-        assert model.position == 48
+            session.forward_prompt(PROMPT[:9])
+        assert session.position == 40
+        expected = continuation(session, first, 8)
+        assert session.position == 48
         with pytest.raises(ContextOverflowError, match="48"):
-            model.forward_token(expected[-1])
-        model.rewind(40)
-        assert continuation(model, first, 8) == expected
+            session.forward_token(expected[-1])
+        session.rewind(40)
+        assert continuation(session, first, 8) == expected
 
 
 def test_max_context_beyond_the_model_is_rejected(demo: Model) -> None:
@@ -143,14 +144,15 @@ def test_max_context_beyond_the_model_is_rejected(demo: Model) -> None:
 
 
 def test_rewind_restores_an_earlier_state(demo: Model) -> None:
-    demo.forward_prompt(PROMPT)
-    expected = demo.forward_token(7)
-    demo.forward_prompt(PROMPT[:5])
-    demo.rewind(len(PROMPT))
-    np.testing.assert_array_equal(demo.forward_token(7), expected)
+    session = demo.session()
+    session.forward_prompt(PROMPT)
+    expected = session.forward_token(7)
+    session.forward_prompt(PROMPT[:5])
+    session.rewind(len(PROMPT))
+    np.testing.assert_array_equal(session.forward_token(7), expected)
     for position in (-1, len(PROMPT) + 2):
         with pytest.raises(ValueError, match="rewind"):
-            demo.rewind(position)
+            session.rewind(position)
 
 
 def test_interleaved_sessions_are_independent(demo: Model) -> None:
@@ -191,22 +193,24 @@ def demo_logits(model: Model, tokens: list[int]) -> Any:
 
 
 def test_reuse_computes_only_what_differs(demo: Model) -> None:
-    demo.forward_prompt(PROMPT)
+    session = demo.session()
+    session.forward_prompt(PROMPT)
     changed = [*PROMPT[:25], 7, 8, 9]
-    token = demo.forward_prompt(changed, reuse=True)
-    assert demo.stats()["tokens_reused"] == 25
-    assert demo.position == len(changed)
+    token = session.forward_prompt(changed, reuse=True)
+    assert session.stats()["tokens_reused"] == 25
+    assert session.position == len(changed)
     with demo.session() as fresh:
         fresh.forward_prompt(changed[:25])
         assert fresh.forward_prompt(changed[25:]) == token
 
 
 def test_reuse_of_a_completely_cached_prompt_computes_its_last_token(demo: Model) -> None:
-    token = demo.forward_prompt(PROMPT)
-    assert demo.forward_prompt(PROMPT, reuse=True) == token
-    assert demo.stats()["tokens_reused"] == len(PROMPT) - 1
-    assert demo.forward_prompt(PROMPT[:10], reuse=True) >= 0
-    assert demo.position == 10
+    session = demo.session()
+    token = session.forward_prompt(PROMPT)
+    assert session.forward_prompt(PROMPT, reuse=True) == token
+    assert session.stats()["tokens_reused"] == len(PROMPT) - 1
+    assert session.forward_prompt(PROMPT[:10], reuse=True) >= 0
+    assert session.position == 10
 
 
 def test_reuse_counts_the_whole_prompt_against_the_context(device: str, fast_demo_path: Path) -> None:
@@ -414,9 +418,9 @@ def test_sessions_have_the_limit_of_their_model(demo_path: Path) -> None:
 
 
 def test_a_loaded_session_has_the_limit_of_its_model(demo_path: Path, tmp_path: Path) -> None:
-    with Model(demo_path, device="cpu") as model:
-        model.forward_prompt([1, 2, 3])
-        model._default_session().save(tmp_path / "state")
+    with Model(demo_path, device="cpu") as model, model.session() as session:
+        session.forward_prompt([1, 2, 3])
+        session.save(tmp_path / "state")
     with (
         Model(demo_path, device="cpu", max_context=8) as model,
         model.load_session(tmp_path / "state") as session,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -35,10 +36,10 @@ def test_the_model_answers_questions(smollm2: Model) -> None:
 
 
 def test_texts_match_a_reference_sampler(smollm2: Model) -> None:
-    options = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "repeat_penalty": 1.1}
+    options: dict[str, Any] = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "repeat_penalty": 1.1}
     for chain in (options, {"temperature": 1.0, "top_p": 0.9}, {"temperature": 0.7}):
         ids = smollm2.tokenizer.encode("The history of the town begins with")
-        pieces = smollm2.stream(ids, 16, seed=3, stop=(), **chain)  # type: ignore[call-overload]
+        pieces = smollm2.session().stream(ids, 16, seed=3, stop=(), **chain)
         made = list(ids)
         with smollm2.session() as session:
             logits = session.forward_prompt_logits(ids)

@@ -46,7 +46,9 @@ def test_contexts_near_the_limit_of_32_bits_work(
     ids = list(range(70))
     with Model(plain, device=device) as small, Model(path, device=device) as large:
         assert large.max_context == context
-        np.testing.assert_array_equal(large.forward_prompt_logits(ids), small.forward_prompt_logits(ids))
+        np.testing.assert_array_equal(
+            large.session().forward_prompt_logits(ids), small.session().forward_prompt_logits(ids)
+        )
         with large.session() as session, session.fork() as fork:
             assert (session.max_context, fork.max_context) == (context, context)
 
@@ -181,7 +183,7 @@ def test_a_file_that_was_read_may_change_afterwards(tmp_path: Path) -> None:
 def test_read_files_are_checked_like_mapped_files(device: str, plain: Path, tmp_path: Path) -> None:
     with Model(plain, device=device, mmap=False) as read, Model(plain, device=device) as mapped:
         np.testing.assert_array_equal(
-            read.forward_prompt_logits([1, 2]), mapped.forward_prompt_logits([1, 2])
+            read.session().forward_prompt_logits([1, 2]), mapped.session().forward_prompt_logits([1, 2])
         )
         for model in (read, mapped):
             assert not model.gguf.mapping.flags.writeable

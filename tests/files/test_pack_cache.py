@@ -40,7 +40,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def opened(path: Path, pack_cache: bool = True, **options: Any) -> tuple[bytes, bool]:
     """Logits, and whether the weights came from the cache."""
     with Model(path, device="cpu", pack_cache=pack_cache, **({"threads": 1} | options)) as model:
-        logits = model.forward_prompt_logits(IDS).tobytes()
+        logits = model.session().forward_prompt_logits(IDS).tobytes()
         return logits, bool(model.stats()["weights_from_cache"])
 
 
@@ -81,7 +81,7 @@ def test_a_deleted_entry_remains_usable_while_it_is_open(path: Path, folder: Pat
     expected, _ = opened(path)
     with Model(path, device="cpu", pack_cache=True) as model:
         only_entry(folder).unlink()
-        assert model.forward_prompt_logits(IDS).tobytes() == expected
+        assert model.session().forward_prompt_logits(IDS).tobytes() == expected
 
 
 @contextmanager

@@ -45,7 +45,7 @@ def use_model(path: Path) -> None:
     with suppress(MetalPrefillError), Model(path, device="cpu", threads=1, prefix_memory=0) as model:
         with suppress(MetalPrefillError):
             if model.config.has_head:
-                assert not np.isnan(model.forward_prompt_logits([1, 2, 3])).any()
+                assert not np.isnan(model.session().forward_prompt_logits([1, 2, 3])).any()
             elif model.engine.head.pooling == "mean":
                 assert not np.isnan(model.embed(["Hello, world"], truncate="end")).any()
         with suppress(MetalPrefillError):

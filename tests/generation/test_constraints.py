@@ -74,8 +74,8 @@ def test_tokens_match_those_of_masks_alone(model: Model, options: dict[str, Any]
     for seed in range(4):
         expected = one_by_one(model, ids, Constraint(model.tokenizer, json_schema=PERSON), seed, **options)
         kwargs: dict[str, Any] = {"seed": seed, "json_schema": PERSON, **options}
-        assert [p.token for p in model.stream(ids, 200, **kwargs)] == expected
-        with_scores = list(model.stream(ids, 200, logprobs=0, **kwargs))
+        assert [p.token for p in model.session().stream(ids, 200, **kwargs)] == expected
+        with_scores = list(model.session().stream(ids, 200, logprobs=0, **kwargs))
         assert [p.token for p in with_scores] == expected
         assert all(p.logprob is not None for p in with_scores)
 
@@ -110,7 +110,7 @@ def patient_batches(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("speculate", ["off", "lookup"])
 def test_the_number_of_forced_tokens_in_a_pass_is_bounded(model: Model, speculate: Any) -> None:
     regex = "(thou art a fool, my lord! ){40}"
-    expected = [piece.token for piece in model.stream(PROMPT, 700, regex=regex, logprobs=0)]
+    expected = [piece.token for piece in model.session().stream(PROMPT, 700, regex=regex, logprobs=0)]
     assert len(expected) > 5 * MOST_FORCED
     scheduler = Scheduler(model)
     scheduler.submit(PROMPT, 700, regex=regex, speculate=speculate)
@@ -145,7 +145,7 @@ def test_speculation_does_not_change_constrained_text(
     prompt = PROMPT + json.dumps({"name": "Lear", "kind": "king", "age": 80}) + "\nAnother person: "
     ids = model.tokenizer.encode(prompt)
     kwargs: dict[str, Any] = {"json_schema": PERSON, **options}
-    expected = list(model.stream(ids, 200, speculate="off", **kwargs))
+    expected = list(model.session().stream(ids, 200, speculate="off", **kwargs))
     tokens = [piece.token for piece in expected]
     monkeypatch.setattr(RowCost, "seconds", lambda self, rows: 1.0)  # as many drafts as allowed
     kept: list[int] = []
@@ -156,9 +156,9 @@ def test_speculation_does_not_change_constrained_text(
         return [*tokens[made : made + wrong], *[7 * len(so_far) % 1000, model.tokenizer.eos_id or 0, 300]]
 
     for speculate in ("lookup", planted):
-        assert list(model.stream(ids, 200, speculate=speculate, **kwargs)) == expected
-        with_scores = list(model.stream(ids, 200, speculate=speculate, logprobs=1, **kwargs))
-        assert with_scores == list(model.stream(ids, 200, speculate="off", logprobs=1, **kwargs))
+        assert list(model.session().stream(ids, 200, speculate=speculate, **kwargs)) == expected
+        with_scores = list(model.session().stream(ids, 200, speculate=speculate, logprobs=1, **kwargs))
+        assert with_scores == list(model.session().stream(ids, 200, speculate="off", logprobs=1, **kwargs))
         many = list(model.stream_many([ids, (ids, {"seed": 9})], 200, speculate=speculate, **kwargs))
         assert [piece for i, piece in many if i == 0] == expected
     assert set(kept) == {0, 1, 2, 3}
@@ -182,7 +182,7 @@ def test_speculation_saves_passes_under_a_constraint(model: Model, monkeypatch: 
 
     for speculate in ("off", right):
         # With log probabilities nothing is forced, so each token needs a row.
-        pieces = list(model.stream(ids, 60, json_schema=PERSON, logprobs=0, speculate=speculate))
+        pieces = list(model.session().stream(ids, 60, json_schema=PERSON, logprobs=0, speculate=speculate))
         tokens, passes, calls = [piece.token for piece in pieces], calls, 0
     assert passes == -(-(len(tokens) - 1) // (MOST_DRAFTS + 1))
 
@@ -210,7 +210,7 @@ def test_forced_tokens_do_not_lower_the_estimated_cost_of_drafts(
         list(model.stream_many([ids], 60, **options))
         del noted[0]  # the prompt's pass
     else:
-        list(model.stream(ids, 60, **options))
+        list(model.session().stream(ids, 60, **options))
     forced = [rows for rows, drafts in passes if rows > drafts + 1]
     assert len(forced) == 3
     assert noted == [rows for rows, drafts in passes if rows == drafts + 1]
@@ -229,10 +229,12 @@ def test_drafts_with_forced_tokens_stay_within_exact_rows(
 
     monkeypatch.setattr(RowCost, "seconds", lambda self, rows: 1.0)
     monkeypatch.setattr(model.engine, "exact_rows", 12)
-    tokens += [piece.token for piece in model.stream(ids, 60, json_schema=PERSON, speculate="off")]
+    tokens += [piece.token for piece in model.session().stream(ids, 60, json_schema=PERSON, speculate="off")]
     monkeypatch.setattr(Continuation, "next_tokens", counted)
     right = list(
-        model.stream(ids, 60, json_schema=PERSON, speculate=lambda so_far: tokens[len(so_far) - len(ids) :])
+        model.session().stream(
+            ids, 60, json_schema=PERSON, speculate=lambda so_far: tokens[len(so_far) - len(ids) :]
+        )
     )
     assert [piece.token for piece in right] == tokens
     assert any(drafts and rows > drafts + 1 for rows, drafts in passes)
@@ -348,7 +350,7 @@ def test_a_context_that_ends_first_is_an_error_after_the_last_piece(demo_path: P
         results = list(model.generate_many([[1] * 15], 100, json_schema=PERSON, errors="return"))
         assert "".join(str(r) for _, r in results[:-1]) == text
         assert isinstance(results[-1][1], ConstraintError)
-        assert [p.finish_reason for p in model.stream([1], 5, json_schema=PERSON)][-1] == "length"
+        assert [p.finish_reason for p in model.session().stream([1], 5, json_schema=PERSON)][-1] == "length"
 
 
 def test_without_llguidance_the_error_names_the_extra(

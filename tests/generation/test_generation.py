@@ -52,7 +52,7 @@ def test_a_text_matches_a_reference_sampler(demo: Model, options: dict[str, Any]
     n = 4 if demo.backend == "metal" else 40
     ids = demo.tokenizer.encode(PROMPT)
     expected = reference_tokens(demo, ids, n, 17, **options)
-    assert tokens_of(demo.stream(ids, n, seed=17, **options)) == expected
+    assert tokens_of(demo.session().stream(ids, n, seed=17, **options)) == expected
     text = demo.tokenizer.decode(expected)
     assert "".join(demo.generate(ids, n, seed=17, **options)) == text
     assert text_of(demo.generate_many([ids], n, seed=17, **options)) == text
@@ -71,9 +71,9 @@ def test_a_text_generated_in_parts_equals_the_whole_text(cpu: Model) -> None:
     """Random numbers belong to positions, wherever the text began."""
     ids = cpu.tokenizer.encode(PROMPT)
     options = CHAINS[0] | {"seed": 3}
-    whole = tokens_of(cpu.stream(ids, 40, **options))
+    whole = tokens_of(cpu.session().stream(ids, 40, **options))
     for cut in (1, 20):
-        assert tokens_of(cpu.stream([*ids, *whole[:cut]], 40 - cut, **options)) == whole[cut:]
+        assert tokens_of(cpu.session().stream([*ids, *whole[:cut]], 40 - cut, **options)) == whole[cut:]
 
 
 def test_conversations_sample_in_the_core_too(cpu: Model) -> None:
@@ -88,8 +88,8 @@ def test_conversations_sample_in_the_core_too(cpu: Model) -> None:
 def test_pieces_have_the_models_log_probabilities(demo: Model, options: dict[str, Any]) -> None:
     n = 4 if demo.backend == "metal" else 12
     ids = demo.tokenizer.encode(PROMPT)
-    pieces = list(demo.stream(ids, n, logprobs=3, seed=1, **options))
-    assert [p.token for p in pieces] == tokens_of(demo.stream(ids, n, seed=1, **options))
+    pieces = list(demo.session().stream(ids, n, logprobs=3, seed=1, **options))
+    assert [p.token for p in pieces] == tokens_of(demo.session().stream(ids, n, seed=1, **options))
     assert "".join(p.text for p in pieces) == "".join(demo.generate(ids, n, seed=1, **options))
     with demo.session() as session:
         logits = session.forward_prompt_logits(ids)
@@ -101,20 +101,20 @@ def test_pieces_have_the_models_log_probabilities(demo: Model, options: dict[str
             np.testing.assert_allclose([p for _, p in piece.top_logprobs], expected[best], rtol=1e-9)
             logits = session.forward_token(piece.token)
     assert [p.finish_reason for p in pieces] == [None] * (n - 1) + ["length"]
-    assert all(p.logprob is None and p.top_logprobs == () for p in demo.stream(ids, 2, **options))
+    assert all(p.logprob is None and p.top_logprobs == () for p in demo.session().stream(ids, 2, **options))
 
 
 def test_logprobs_out_of_range_are_rejected(cpu: Model) -> None:
     for wrong in (-1, 1001):
         with pytest.raises(ValueError, match=f"logprobs must be between 0 and 1000, got {wrong}"):
-            cpu.stream(PROMPT, 2, logprobs=wrong)
+            cpu.session().stream(PROMPT, 2, logprobs=wrong)
 
 
 def test_a_stop_token_ends_the_text_before_it(cpu: Model) -> None:
-    whole = tokens_of(cpu.stream(PROMPT, 30))
+    whole = tokens_of(cpu.session().stream(PROMPT, 30))
     stop = whole[12]
     first = whole.index(stop)
-    pieces = list(cpu.stream(PROMPT, 30, stop=[stop, "no such text"]))
+    pieces = list(cpu.session().stream(PROMPT, 30, stop=[stop, "no such text"]))
     assert [p.token for p in pieces] == whole[: first + 1]
     assert pieces[-1].finish_reason == "stop"
     text = cpu.tokenizer.decode(whole[:first])
@@ -140,14 +140,14 @@ def test_invalid_stops_are_rejected(cpu: Model, stop: Any, error: type[Exception
 
 
 def test_nothing_ends_a_text_before_min_tokens(cpu: Model) -> None:
-    whole = tokens_of(cpu.stream(PROMPT, 20))
+    whole = tokens_of(cpu.session().stream(PROMPT, 20))
     stop = whole[3]
     for least in (4, 10):
-        tokens = tokens_of(cpu.stream(PROMPT, 30, stop=stop, min_tokens=least))
+        tokens = tokens_of(cpu.session().stream(PROMPT, 30, stop=stop, min_tokens=least))
         assert len(tokens) > least
         assert stop not in tokens[:least]
     # The first token that may be the stop token again is the one after min_tokens.
-    assert len(tokens_of(cpu.stream(PROMPT, 30, stop=stop, min_tokens=3))) == 4
+    assert len(tokens_of(cpu.session().stream(PROMPT, 30, stop=stop, min_tokens=3))) == 4
     with pytest.raises(ValueError, match="min_tokens must not be negative, got -1"):
         cpu.generate(PROMPT, 3, min_tokens=-1)
 
@@ -163,8 +163,8 @@ def test_stop_strings_before_min_tokens_are_text(cpu: Model) -> None:
 def test_min_tokens_suppresses_the_end_of_text(cpu: Model) -> None:
     eos = sorted(cpu.tokenizer.stop_ids)
     favoured = dict.fromkeys(eos, 100.0)
-    assert tokens_of(cpu.stream(PROMPT, 9, logit_bias=favoured))[0] in eos
-    tokens = tokens_of(cpu.stream(PROMPT, 9, logit_bias=favoured, min_tokens=5))
+    assert tokens_of(cpu.session().stream(PROMPT, 9, logit_bias=favoured))[0] in eos
+    tokens = tokens_of(cpu.session().stream(PROMPT, 9, logit_bias=favoured, min_tokens=5))
     assert len(tokens) == 6
     assert set(tokens[:5]).isdisjoint(eos)
     assert tokens[5] in eos
@@ -177,14 +177,15 @@ def test_echo_prepends_the_prompt(cpu: Model) -> None:
     assert "".join(cpu.generate(ids, 8, echo=True)) == cpu.tokenizer.decode(ids) + text
     assert text_of(cpu.generate_many([PROMPT], 8, echo=True)) == PROMPT + text
     assert "".join(cpu.generate(PROMPT, 0, echo=True)) == PROMPT
-    assert next(iter(cpu.stream(PROMPT, 8, echo=True))).text.startswith(PROMPT)
+    assert next(iter(cpu.session().stream(PROMPT, 8, echo=True))).text.startswith(PROMPT)
 
 
 def test_a_full_context_ends_the_last_piece(demo_path: Path) -> None:
     with Model(demo_path, device="cpu", max_context=12) as model:
-        pieces = list(model.stream([1] * 10, 50, temperature=1.0, seed=1))
+        session = model.session()
+        pieces = list(session.stream([1] * 10, 50, temperature=1.0, seed=1))
         assert [p.finish_reason for p in pieces] == [None, None, "context"]
-        assert model.position == 12
+        assert session.position == 12
 
 
 def test_a_bias_outside_the_vocabulary_is_rejected(cpu: Model) -> None:

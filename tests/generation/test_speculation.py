@@ -124,18 +124,18 @@ def test_pieces_have_the_same_text_probabilities_and_ends(
     for options in ({}, {"temperature": 0.5, "seed": 4}):
         for end in ({}, {"stop": [", "]}, {"min_tokens": 20, "stop": ["e"]}):
             kwargs: dict[str, Any] = {"logprobs": 2, **options, **end}
-            expected = list(shakespeare.stream(prompt, 40, speculate="off", **kwargs))
-            assert list(shakespeare.stream(prompt, 40, **kwargs)) == expected
+            expected = list(shakespeare.session().stream(prompt, 40, speculate="off", **kwargs))
+            assert list(shakespeare.session().stream(prompt, 40, **kwargs)) == expected
 
 
 def test_a_full_context_ends_the_same_text(demo_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with Model(demo_path, device="cpu", threads=1, max_context=40) as model:
+    with Model(demo_path, device="cpu", threads=1, max_context=40) as model, model.session() as session:
         always(monkeypatch)
         prompt = [5, 6, 7] * 10
-        expected = [(p.token, p.finish_reason) for p in model.stream(prompt, 60, speculate="off")]
+        expected = [(p.token, p.finish_reason) for p in session.stream(prompt, 60, speculate="off")]
         assert expected[-1][1] == "context"
-        assert [(p.token, p.finish_reason) for p in model.stream(prompt, 60)] == expected
-        assert model.position == 40
+        assert [(p.token, p.finish_reason) for p in session.stream(prompt, 60)] == expected
+        assert session.position == 40
         assert texts_of(model, [prompt], 60) == [[token for token, _ in expected]]
 
 
@@ -147,7 +147,7 @@ def test_every_engine_and_drafter_generates_the_same(
     drafters: list[Any] = ["lookup", tiny, lambda tokens: [1, 2, 3], lambda tokens: []]
     with Model(tiny.path, device=device) as model:
         for options in ({}, SAMPLED):
-            expected = [p.token for p in model.stream(prompt, n, speculate="off", **options)]
+            expected = [p.token for p in model.session().stream(prompt, n, speculate="off", **options)]
             for speculate in drafters:
                 with model.session() as session:
                     made = [p.token for p in session.stream(prompt, n, speculate=speculate, **options)]

@@ -209,12 +209,12 @@ def test_a_kernel_that_does_not_compile_is_named(path: Path) -> None:
 
 
 def test_the_first_dispatches_of_a_pass_are_committed_early(path: Path) -> None:
-    with open_with(path) as model:
-        model.forward_token_greedy(model.forward_prompt(PROMPT))
+    with open_with(path) as model, model.session() as session:
+        session.forward_token_greedy(session.forward_prompt(PROMPT))
         label = gpu.history()[-1].label
         sizes = [len(buffer.dispatches) for buffer in gpu.history() if buffer.label == label]
         assert sizes == [64, 12 * 7 + 5 - 64]
-        assert model.stats()["command_buffers"] == 2
+        assert session.stats()["command_buffers"] == 2
 
 
 def test_transfers_retain_their_buffers_but_passes_do_not(path: Path) -> None:

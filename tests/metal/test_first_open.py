@@ -40,7 +40,7 @@ def compiled_by_opening(path: Path) -> tuple[int, bytes]:
     with Model(path, device="metal") as model:
         assert (gpu.counters().compiled_pipelines > before) == (model.stats()["pipelines_compiled"] > 0)
         compiled = int(model.stats()["pipelines_compiled"])
-        return compiled, model.forward_prompt_logits(PROMPT).tobytes()
+        return compiled, model.session().forward_prompt_logits(PROMPT).tobytes()
 
 
 def archives(folder: Path) -> list[Path]:

@@ -84,12 +84,12 @@ def test_models_are_opened_and_closed_while_archives_are_written(path: Path, own
 
     def use() -> None:
         with Model(path, device="metal") as model:
-            logits.append(model.forward_prompt_logits(PROMPT).tobytes())
+            logits.append(model.session().forward_prompt_logits(PROMPT).tobytes())
 
     at_once(use, use, use)
     with Model(path, device="metal") as model:
         assert model.stats()["pipelines_compiled"] == 0
-        logits.append(model.forward_prompt_logits(PROMPT).tobytes())
+        logits.append(model.session().forward_prompt_logits(PROMPT).tobytes())
     assert len(set(logits)) == 1
     assert [file.suffix for file in own_cache.rglob("*") if file.is_file()] == [".pipelines"]
 

@@ -62,11 +62,6 @@ def prompt(n: int, start: int = 5) -> list[int]:
     return [(start + 7 * i) % 1024 for i in range(n)]
 
 
-def native(model: Model) -> Any:
-    """Return the C++ session, since only it has intermediates."""
-    return model._default_session()._core
-
-
 def kernels() -> list[str]:
     """Kernels of the last command buffer."""
     return [dispatch.kernel for dispatch in gpu.history()[-1].dispatches]
@@ -76,8 +71,9 @@ def kernels() -> list[str]:
 def test_the_number_of_dispatches_does_not_grow_with_the_prompt(
     model: Model, tokens: int, per_layer: int
 ) -> None:
-    model.forward_prompt(prompt(tokens))
-    stats = model.stats()
+    session = model.session()
+    session.forward_prompt(prompt(tokens))
+    stats = session.stats()
     layers = model.config.n_layers
     # Rope is part of attention only for a single token. Around the layers: embedding, norm, head and two
     # stages of argmax.
@@ -137,7 +133,7 @@ def private_and_shared() -> tuple[set[str], set[str]]:
 
 
 def test_scratch_is_private_and_host_accessible_buffers_are_shared(model: Model) -> None:
-    model.forward_prompt_logits(prompt(300))
+    model.session().forward_prompt_logits(prompt(300))
     model.forward_prompt(prompt(3))
     model.score(prompt(40))
     private, shared = private_and_shared()
@@ -168,15 +164,18 @@ def test_debug_mode_makes_every_intermediate_readable(
     monkeypatch: pytest.MonkeyPatch, demo_path: Path, variable: str
 ) -> None:
     with Model(demo_path, device="metal") as plain:
-        expected = plain.forward_prompt(prompt(40))
+        session: Any = plain.session()
+        expected = session.forward_prompt(prompt(40))
         with pytest.raises(ValueError, match="METAL_PREFILL_DEBUG"):
-            native(plain).inspector().intermediate("x")
+            session.native.inspector().intermediate("x")
+        del session
     monkeypatch.setenv(variable, "1")
     with Model(demo_path, device="metal") as model:
-        assert model.forward_prompt(prompt(40)) == expected
+        session = model.session()
+        assert session.forward_prompt(prompt(40)) == expected
         private, _ = private_and_shared()
         assert private == set()
-        session, config = native(model), model.config
+        session, config = session.native, model.config
         sizes = {
             "x": 40 * config.dim,
             "projected": 40
@@ -204,12 +203,13 @@ def test_debug_mode_is_off_if_the_variable_is_zero(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("tokens", [1, 5, 40])
 def test_a_second_prompt_of_the_same_size_allocates_nothing(model: Model, tokens: int) -> None:
-    model.forward_prompt(prompt(tokens))
-    model.reset()
+    session = model.session()
+    session.forward_prompt(prompt(tokens))
+    session.reset()
     before = gpu.counters().buffers
-    model.forward_prompt(prompt(tokens, 11))
+    session.forward_prompt(prompt(tokens, 11))
     assert gpu.counters().buffers == before
-    assert model.stats()["allocations"] == 0
+    assert session.stats()["allocations"] == 0
 
 
 def test_memory_of_one_token_is_small(model: Model) -> None:
@@ -238,21 +238,22 @@ def test_thousands_of_mixed_calls_leak_nothing(tmp_path: Path) -> None:
         "vocab": 288,
     }
     model = Model(synth.synthesize(tmp_path / "m.gguf", preset="tiny", **shape), device="metal")
+    session = model.session()
     too_long = prompt(model.config.context_length + 1)
 
     def calls() -> int:
-        model.reset()
-        token = model.forward_prompt(prompt(2))
-        token = model.forward_token_greedy(token)
-        model.forward_token(token)
-        model.forward_prompt_logits(prompt(10))
-        model.rewind(1)
+        session.reset()
+        token = session.forward_prompt(prompt(2))
+        token = session.forward_token_greedy(token)
+        session.forward_token(token)
+        session.forward_prompt_logits(prompt(10))
+        session.rewind(1)
         with model.session() as other:
             with pytest.raises(ContextOverflowError):
                 other.forward_prompt(too_long)
             other.forward_token(3)
         with pytest.raises(ValueError, match="empty"):
-            model.forward_prompt([])
+            session.forward_prompt([])
         return 11  # two of them open and close a session
 
     made = calls()
@@ -351,27 +352,28 @@ def test_a_tensor_larger_than_a_buffer_is_an_error_that_names_it(demo_path: Path
 
 
 def test_a_failed_command_buffer_leaves_position_and_cache_usable(model: Model) -> None:
-    token = model.forward_prompt(prompt(30))
-    expected = [model.forward_token_greedy(token)]
-    model.rewind(30)
+    session = model.session()
+    token = session.forward_prompt(prompt(30))
+    expected = [session.forward_token_greedy(token)]
+    session.rewind(30)
     for dispatches in (0, 7, 30):
         gpu.fail_command_buffer(message="the GPU had enough", dispatches=dispatches)
         with pytest.raises(DeviceError, match=r"20 tokens at position 30.*the GPU had enough"):
-            model.forward_prompt(prompt(20, 77))
-        assert model.position == 30
-    assert [model.forward_token_greedy(token)] == expected
+            session.forward_prompt(prompt(20, 77))
+        assert session.position == 30
+    assert [session.forward_token_greedy(token)] == expected
 
 
 def test_a_failure_in_the_second_chunk_restores_the_state_before_the_call(demo_path: Path) -> None:
-    with Model(demo_path, device="metal", chunk_tokens=16) as model:
-        token = model.forward_prompt(prompt(10))
-        expected = model.forward_token_greedy(token)
-        model.rewind(10)
+    with Model(demo_path, device="metal", chunk_tokens=16) as model, model.session() as session:
+        token = session.forward_prompt(prompt(10))
+        expected = session.forward_token_greedy(token)
+        session.rewind(10)
         gpu.fail_command_buffer(nth=2)
         with pytest.raises(DeviceError):
-            model.forward_prompt(prompt(40, 9))
-        assert model.position == 10
-        assert model.forward_token_greedy(token) == expected
+            session.forward_prompt(prompt(40, 9))
+        assert session.position == 10
+        assert session.forward_token_greedy(token) == expected
 
 
 def test_every_failed_allocation_is_an_error_and_the_next_call_works(tiny_path: Path) -> None:
@@ -394,14 +396,17 @@ def test_fused_kernels_save_two_dispatches_a_layer(demo_path: Path) -> None:
         (False, ["rmsnorm_matvec_swiglu_q4_0", "matvec_q4_0"]),
         (True, ["rmsnorm_matvec_q4_0", "silu_matvec_q4_0_accumulate"]),
     ):
-        with Model(demo_path, device="metal", fused_norm=True, fused_silu=fused_silu) as model:
-            model.forward_token_greedy(model.forward_prompt(prompt(12)))
-            assert model.stats()["dispatches"] == 5 * model.config.n_layers + 5
+        with (
+            Model(demo_path, device="metal", fused_norm=True, fused_silu=fused_silu) as model,
+            model.session() as session,
+        ):
+            session.forward_token_greedy(session.forward_prompt(prompt(12)))
+            assert session.stats()["dispatches"] == 5 * model.config.n_layers + 5
             attention = ["rmsnorm_matvec_q4_0", "rope_attention_decode_f16_32", "matvec_q4_0"]
             assert kernels()[1:6] == attention + projections
-    with Model(demo_path, device="metal") as model:
-        model.forward_token_greedy(model.forward_prompt(prompt(12)))
-        assert model.stats()["dispatches"] == 7 * model.config.n_layers + 5
+    with Model(demo_path, device="metal") as model, model.session() as session:
+        session.forward_token_greedy(session.forward_prompt(prompt(12)))
+        assert session.stats()["dispatches"] == 7 * model.config.n_layers + 5
 
 
 @pytest.mark.parametrize(
@@ -452,9 +457,10 @@ def large_pages(tmp_path: Path) -> Iterator[Model]:
 @pytest.mark.parametrize("failure", ["allocation", "command buffer"])
 def test_a_failure_while_the_cache_grows_keeps_its_contents(large_pages: Model, failure: str) -> None:
     model = large_pages
-    token = model.forward_prompt(prompt(60))
-    expected = model.forward_token_greedy(token)
-    model.rewind(60)
+    session = model.session()
+    token = session.forward_prompt(prompt(60))
+    expected = session.forward_token_greedy(token)
+    session.rewind(60)
     if failure == "allocation":
         gpu.fail_allocation()
     else:
@@ -462,9 +468,9 @@ def test_a_failure_while_the_cache_grows_keeps_its_contents(large_pages: Model, 
     with pytest.raises(
         DeviceError, match=r"'kv_pages': out of memory|growth of the KV cache.*no room to grow"
     ):
-        model.forward_prompt(prompt(250))
-    assert model.position == 60
-    assert model.forward_token_greedy(token) == expected
+        session.forward_prompt(prompt(250))
+    assert session.position == 60
+    assert session.forward_token_greedy(token) == expected
 
 
 def test_a_growing_cache_keeps_its_contents(large_pages: Model) -> None:

@@ -39,7 +39,7 @@ def logits_of(path: Path) -> tuple[np.ndarray[Any, Any], set[str], float]:
     with open_metal(path) as model:
         gpu.set_history_depth(0)
         gpu.set_history_depth(16)  # from here on
-        logits = model.forward_prompt_logits(PROMPT)
+        logits = model.session().forward_prompt_logits(PROMPT)
         kernels = {d.kernel for buffer in gpu.history() for d in buffer.dispatches}
         return logits, kernels, model.stats()["matmul_tensor"]
 
@@ -83,7 +83,7 @@ def test_an_m5_avoids_tall_tiles_that_fail(path: Path, limits: dict[str, Any]) -
             assert model.stats()["matmul_tall"] == (name == "passes")
             gpu.set_history_depth(0)
             gpu.set_history_depth(16)
-            logits.append(model.forward_prompt_logits([5 + i % 300 for i in range(130)]))
+            logits.append(model.session().forward_prompt_logits([5 + i % 300 for i in range(130)]))
             kernels[name] = {d.kernel for buffer in gpu.history() for d in buffer.dispatches}
     assert any(kernel.endswith("tall") for kernel in kernels["passes"])
     assert not any(kernel.endswith("tall") for kernel in kernels["fails"])
@@ -188,7 +188,7 @@ def test_the_self_test_finds_wrong_tensor_products(
         caplog.clear()
         with caplog.at_level(logging.WARNING, "metal_prefill"), open_metal(path) as model:
             assert model.stats()["matmul_tensor"] == 0
-            np.testing.assert_array_equal(model.forward_prompt_logits(PROMPT), plain)
+            np.testing.assert_array_equal(model.session().forward_prompt_logits(PROMPT), plain)
         assert "matrix units are disabled" in caplog.text
         assert "matmul_tensor_q4_0_narrow: value 0 is 195.26" in caplog.text
 

@@ -58,21 +58,21 @@ WORK = 6e6  # multiply-adds: about a tenth of that prompt
 def test_a_long_pass_is_split_by_its_work_and_is_bit_identical(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with open_with(path) as model:
-        whole = model.forward_prompt_logits(LONG)
+    with open_with(path) as model, model.session() as session:
+        whole = session.forward_prompt_logits(LONG)
         most = max(steps())
     limit = most // 4
-    with open_with(path, watchdog_steps=limit) as model:
+    with open_with(path, watchdog_steps=limit) as model, model.session() as session:
         with pytest.raises(
             DeviceError,
             match=r"96 tokens at position 0: .*GPU Timeout.*AGX_RELAX_CDM_CTXSTORE_TIMEOUT is '1'",
         ):
-            model.forward_prompt_logits(LONG)
-        assert model.position == 0
+            session.forward_prompt_logits(LONG)
+        assert session.position == 0
     with_work(monkeypatch, WORK)
-    with open_with(path, watchdog_steps=limit) as model:
-        np.testing.assert_array_equal(model.forward_prompt_logits(LONG), whole)
-        assert model.stats()["command_buffers"] == len(steps()) > 4
+    with open_with(path, watchdog_steps=limit) as model, model.session() as session:
+        np.testing.assert_array_equal(session.forward_prompt_logits(LONG), whole)
+        assert session.stats()["command_buffers"] == len(steps()) > 4
 
 
 @pytest.mark.parametrize("model", ["heads", "window"])
@@ -89,7 +89,7 @@ def test_attention_of_a_long_context_is_split_by_its_work_and_is_bit_identical(
 
     def run() -> tuple[Any, list[int]]:
         with open_with(file) as opened:
-            result = opened.forward_prompt_logits(tokens)
+            result = opened.session().forward_prompt_logits(tokens)
         return result, [d.threads for d in dispatches() if d.kernel.startswith("attention_prefill")]
 
     whole, threads = run()
@@ -164,18 +164,18 @@ def test_a_failure_in_any_command_buffer_of_a_pass_changes_nothing(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with_work(monkeypatch, WORK)
-    with open_with(path) as model:
-        wanted = model.forward_prompt_logits(LONG)
-        buffers = int(model.stats()["command_buffers"])
+    with open_with(path) as model, model.session() as session:
+        wanted = session.forward_prompt_logits(LONG)
+        buffers = int(session.stats()["command_buffers"])
         for nth in (1, 2, buffers):
-            model.reset()
-            model.forward_prompt(PROMPT)
+            session.reset()
+            session.forward_prompt(PROMPT)
             gpu.fail_command_buffer(nth, message="the GPU had enough")
             with pytest.raises(DeviceError, match=r"96 tokens at position 40: the GPU had enough"):
-                model.forward_prompt(LONG)
-            assert model.position == len(PROMPT)
-        model.reset()
-        np.testing.assert_array_equal(model.forward_prompt_logits(LONG), wanted)
+                session.forward_prompt(LONG)
+            assert session.position == len(PROMPT)
+        session.reset()
+        np.testing.assert_array_equal(session.forward_prompt_logits(LONG), wanted)
 
 
 def test_an_error_during_encoding_waits_for_committed_work(
@@ -183,12 +183,12 @@ def test_an_error_during_encoding_waits_for_committed_work(
 ) -> None:
     """The buffer of the results is made late in a pass: without it, command buffers are already running."""
     with_work(monkeypatch, WORK)
-    with open_with(path) as model:
-        model.forward_prompt_logits(LONG)
+    with open_with(path) as model, model.session() as session:
+        session.forward_prompt_logits(LONG)
         before = gpu.counters()
         gpu.fail_allocation(2)  # after that of the logits
         with pytest.raises(DeviceError, match=r"cannot allocate .* 'candidates'"):
-            model.forward_prompt(LONG)
+            session.forward_prompt(LONG)
         committed = gpu.counters().command_buffers - before.command_buffers
         assert committed > 2
-        assert model.position == len(LONG)
+        assert session.position == len(LONG)

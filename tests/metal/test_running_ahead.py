@@ -270,10 +270,10 @@ def test_nan_logits_are_an_error_and_change_nothing(tmp_path: Path) -> None:
     """The pass that runs ahead has no token then and is discarded."""
     whole = write(tmp_path / "whole.gguf", MODELS["gqa 1"])
     path = with_tensor(tmp_path / "m.gguf", whole, "output_norm.weight", lambda values: values.fill(np.nan))
-    with Model(path, device="metal") as model:
+    with Model(path, device="metal") as model, model.session() as session:
         with pytest.raises(NumericalError, match="every logit of the token at position 2 is NaN"):
-            list(model._default_session().stream([1, 2, 3], 5, **ONE_BY_ONE))
-        assert model.position == 0
+            list(session.stream([1, 2, 3], 5, **ONE_BY_ONE))
+        assert session.position == 0
 
 
 def test_a_forked_process_does_not_wait_for_the_gpu(model: Model) -> None:
@@ -292,5 +292,5 @@ def test_a_forked_process_does_not_wait_for_the_gpu(model: Model) -> None:
 def test_closing_waits_for_work_in_flight(path: Path) -> None:
     before = gpu.live_objects()  # of the model that other tests use
     with Model(path, device="metal") as model:
-        next(model._default_session().stream(PROMPT, TOKENS, **ONE_BY_ONE))
+        next(model.session().stream(PROMPT, TOKENS, **ONE_BY_ONE))
     assert gpu.live_objects() == before

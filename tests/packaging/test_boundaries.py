@@ -218,8 +218,6 @@ LAYERS = (
     "generation",
     "session",
     "tasks",
-    "_model_generation",
-    "_model_tasks",
     "model",
     "chat",
     "synth",

@@ -72,7 +72,7 @@ def make(model: Model, n: int, max_tokens: int, seed: int = 0) -> list[tuple[Sch
         schema = random_schema(rng)
         options: dict[str, Any] = {"temperature": rng.choice([0.0, 0.7, 1.5]), "seed": i}
         prompt = rng.choice(["A record: ", "JSON:\n", "The answer is "])
-        pieces = list(model.stream(prompt, max_tokens, json_schema=schema, **options))
+        pieces = list(model.session().stream(prompt, max_tokens, json_schema=schema, **options))
         assert pieces[-1].finish_reason == "stop", (schema, "".join(p.text for p in pieces))
         made.append((schema, "".join(p.text for p in pieces), len(pieces)))
     return made

@@ -86,8 +86,7 @@ def test_a_text_is_bit_identical_alone_and_in_any_batch(tmp_path: Path, name: st
 
 def test_no_cache_is_kept(model: Model) -> None:
     model.embed(TEXTS)
-    stats = model.stats()
-    assert (stats["position"], stats["kv_pool_bytes"]) == (0, 0)
+    assert (model.position, model.stats()["kv_pool_bytes"]) == (0, 0)
 
 
 def test_shared_prefixes_are_computed_once(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:

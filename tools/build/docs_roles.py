@@ -1,4 +1,4 @@
-"""Extension of griffe: references such as ``:class:`Model``` in docstrings become links of the site."""
+"""Extensions of griffe: roles in docstrings become links, and functions that a class names become methods."""
 
 from __future__ import annotations
 
@@ -25,12 +25,32 @@ class Roles(griffe.Extension):  # type: ignore[misc]
             if name.startswith("metal_prefill"):
                 target = name
             elif owner is not None and owner.is_class and name[0].islower():
-                # Methods of Model are defined in classes from which it inherits.
-                bases = {"GenerationMethods", "TaskMethods"}
-                target = f"metal_prefill.{'Model' if owner.name in bases else owner.name}.{name}"
+                target = f"metal_prefill.{owner.name}.{name}"
             else:
                 target = f"metal_prefill.{name}"
             text = html.escape(name.rpartition(".")[2] if short else name.removeprefix("metal_prefill."))
             return f'<autoref identifier="{target}" optional><code>{text}</code></autoref>'
 
         obj.docstring.value = ROLE.sub(link, obj.docstring.value)
+
+
+class Methods(griffe.Extension):  # type: ignore[misc]
+    """Replace attributes such as ``embed = _embedding.embed`` of a class by the function, as a method."""
+
+    def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
+        """Replace the attributes of the model."""
+        model = pkg["model.Model"]
+        for name, member in list(model.members.items()):
+            if not member.is_attribute or not isinstance(member.value, griffe.ExprAttribute):
+                continue
+            target = pkg.modules_collection[member.value.canonical_path]
+            if not target.is_function:
+                continue
+            method = griffe.Function(
+                name,
+                parameters=griffe.Parameters(*list(target.parameters)[1:]),
+                returns=target.returns,
+                docstring=target.docstring,
+                lineno=member.lineno,
+            )
+            model.set_member(name, method)

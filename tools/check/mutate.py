@@ -42,10 +42,10 @@ PARTS = {
     "cpp/": "tests/engine",
     "emulator/": "emulator/tests",
     **{
-        PYTHON + room: f"tests/{room}" for room in ("text/", "conversion/", "generation/", "serve/", "bench/")
+        PYTHON + room: f"tests/{room}"
+        for room in ("text/", "conversion/", "generation/", "tasks/", "serve/", "bench/")
     },
     **{PYTHON + room: "tests/files" for room in ("files/", "hub/", "storage/", "synth/", "_support/")},
-    **{PYTHON + room: "tests/tasks" for room in ("tasks/", "_model_tasks")},
     **{PYTHON + room: "tests/cli" for room in ("commands/", "cli", "chat")},
     f"{PYTHON}gpu/": "tests/metal/test_cost_model.py tests/metal/test_trace.py tests/metal/test_doctor.py",
     f"{PYTHON}integrations/": "tests/integrations",

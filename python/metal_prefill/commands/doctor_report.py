@@ -148,19 +148,21 @@ def benchmark(model: Model) -> list[Report]:
     prompt = min(BENCH_PROMPT, model.config.context_length - decodes)
     tokens = known_tokens(prompt, model.config.vocab_size).tolist()
 
+    session = model.session()
+
     def prefill() -> int:
-        model.reset()
+        session.reset()
         if model.config.has_head:
-            model.forward_prompt(tokens)
+            session.forward_prompt(tokens)
         else:
             _states(model, np.array(tokens))
         return prompt
 
     def decode() -> int:
-        model.rewind(prompt)
+        session.rewind(prompt)
         token = tokens[-1]
         for _ in range(BENCH_TOKENS):
-            token = model.forward_token_greedy(token)
+            token = session.forward_token_greedy(token)
         return BENCH_TOKENS
 
     results = [{"name": f"pp{prompt}", "tokens_per_second": _speed(prefill)}]

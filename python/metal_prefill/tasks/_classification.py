@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -54,14 +55,48 @@ def classify(
     model: EngineOwner,
     texts: Iterable[TextOrPair],
     labels: Sequence[str] | None = None,
-    *,
     template: str | None = None,
+    *,
     normalize_length: bool = True,
     calibrate: bool = False,
-    truncate: str = "error",
-    unicode: str | None = None,
+    truncate: Literal["error", "end"] | str = "error",
+    unicode: Literal["NFC"] | None = None,
 ) -> Classification:
-    """Find the labels of texts; see :meth:`metal_prefill.Model.classify`."""
+    """Compute the probability of each label for each text.
+
+    Parameters
+    ----------
+    texts
+        Any number of texts. Encoders also accept pairs of texts, such as a premise and a hypothesis.
+    labels
+        Labels in words, whose probability to follow the text a generative model predicts. None selects
+        the classes of the file's classification head. Their probabilities are the softmax of its outputs,
+        or the sigmoid of each if the file requires it (``{arch}.classifier.activation``) or there is only
+        one output.
+    template
+        Text that contains ``{text}`` and ends with ``{label}``, used with `labels`; by default
+        the text, a blank line, ``Label:`` and the label.
+    normalize_length
+        Compare log probabilities per token of a label, so that long labels are not at a disadvantage.
+    calibrate
+        Divide by the probability of a label after texts without content (arXiv:2102.09690).
+    truncate
+        ``"error"``: a text longer than the context is an error. ``"end"``: its end is cut off, and a
+        ``UserWarning`` counts and names such texts. The part of the template after the text is kept.
+    unicode
+        See :meth:`Model.embed`.
+
+    Returns
+    -------
+    Classification
+        Labels, probabilities and log likelihoods; ``best`` has the most probable label of each text.
+
+    Raises
+    ------
+    TypeError, ValueError, ContextOverflowError
+        A text is not a string, cannot be encoded, has no tokens (which a classification head needs) or
+        does not fit; the message has its index. Or there are neither labels nor a classification head.
+    """
     engine, rules = model.engine, PromptRules(truncate, unicode).checked()
     if labels is None:
         return _by_head(engine, texts, rules)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate, chain
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -252,19 +252,74 @@ def embed(
     *,
     normalize: bool = True,
     dimensions: int | None = None,
-    pooling: str | None = None,
+    pooling: Literal["none", "mean", "cls", "last"] | None = None,
     instruction: str | None = None,
-    truncate: str = "error",
-    unicode: str | None = None,
+    truncate: Literal["error", "end"] | str = "error",
+    unicode: Literal["NFC"] | None = None,
     progress: Progress | None = None,
 ) -> Any:
-    """Turn texts into vectors; see :meth:`metal_prefill.Model.embed`."""
+    """Compute embeddings: vectors whose inner products measure the similarity of texts.
+
+    Texts are computed in batches, equal ones once. The vector of a text does not depend on the other
+    texts, on the CPU bit for bit. The default session does not change.
+
+    Parameters
+    ----------
+    texts
+        Any number of texts. The tokenizer of the file adds tokens at their ends.
+    normalize
+        Divide vectors by their Euclidean norm.
+    dimensions
+        Number of first values to keep, as models trained with Matryoshka losses allow. Vectors are
+        normalized afterwards.
+    pooling
+        Reduction of a text's hidden states to one vector; None selects that of the file
+        (``{arch}.pooling_type``). ``"last"`` and ``"cls"`` select the state of the last and of the first
+        token, ``"mean"`` computes the mean of all, ``"none"`` returns all of them, after the projection
+        of a model for late interaction.
+    instruction
+        Prompt of each text. None selects the default prompt of the file; most files have none.
+
+        ``"query"`` and ``"document"`` (or ``"passage"``) select prompts of the file, which conversion
+        takes from the model's folder, or those of the model's card, if they are in ``tasks.PROMPTS``.
+        Other names of the file or card, such as ``"clustering"``, work in the same way. With pooling
+        ``"none"``, ``"query"`` also expands queries if the model requires it (ColBERT).
+
+        A string that contains ``{text}`` is a template. Any other string is a description of the task. It
+        is inserted into the template that the model's card has for tasks, and otherwise added before each
+        text.
+    truncate
+        ``"error"``: a text longer than the context is an error. ``"end"``: its end is cut off, except
+        for the end-of-text token and the part of the instruction after the text, and a ``UserWarning``
+        counts and names such texts.
+    unicode
+        ``"NFC"``: normalize texts first, as transformers does for ``qwen2`` and ``qwen3``. None does not,
+        like llama.cpp.
+    progress
+        Called with the number of distinct texts done and their total.
+
+    Returns
+    -------
+    numpy.ndarray
+        float32 ``[texts, dimensions]``; with pooling ``"none"``, a list of arrays ``[tokens,
+        dimensions]``. The vector of a text without tokens is zero; a ``UserWarning`` names such texts.
+
+    Raises
+    ------
+    TypeError, ValueError
+        A text is not a string, or has lone surrogates; the message has its index. Or neither the file nor
+        the call sets a pooling, or the two contradict each other.
+    ContextOverflowError
+        A text has more tokens than the context; the message has its index. Nothing was computed.
+    NumericalError, DeviceError, KVMemoryError
+        Computing a text failed; the message has its index.
+    """
     engine = model.engine
     role = role_of(engine, check_pooling(engine, pooling), instruction)
     form = prompt_form(engine, instruction)
     encoded = encode_texts(engine, texts, form, PromptRules(truncate, unicode).checked(), role)
     for note in encoded.notes(role.limit):
-        warnings.warn(note, stacklevel=3)
+        warnings.warn(note, stacklevel=2)
     return embed_prompts(
         TextPasses(engine),
         encoded.prompts,

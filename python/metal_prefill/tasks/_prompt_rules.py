@@ -95,7 +95,7 @@ def cut_message(cut: Sequence[int], count: int, context: int, noun: str) -> str:
 def warn_of_cut(cut: Sequence[int], count: int, context: int, noun: str) -> None:
     """Warn the caller of a model's method of the texts that lost their ends."""
     if cut:
-        warnings.warn(cut_message(cut, count, context, noun), stacklevel=4)
+        warnings.warn(cut_message(cut, count, context, noun), stacklevel=3)
 
 
 def named(indices: Sequence[int], noun: str) -> str:

@@ -6,7 +6,7 @@ import re
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -122,21 +122,66 @@ def rerank(
     model: EngineOwner,
     query: str,
     documents: Sequence[str],
-    *,
     top_n: int | None = None,
+    *,
     instruction: str | None = None,
     template: str | None = None,
-    how: str | None = None,
-    truncate: str = "error",
-    unicode: str | None = None,
+    how: Literal["late"] | None = None,
+    truncate: Literal["error", "end"] | str = "error",
+    unicode: Literal["NFC"] | None = None,
 ) -> list[Ranked]:
-    """Order documents by how well they answer a query; see :meth:`metal_prefill.Model.rerank`."""
+    """Order documents by their relevance to a query.
+
+    An encoder with a classification head (a cross-encoder) reads the query and a document as a pair. The
+    score is the sigmoid of its output, as in sentence-transformers; llama.cpp returns the output itself.
+    Other files with a classification head read a template; a single output is the score. The score of a
+    generative model is its probability of "yes", relative to "no", as the next token; only these two rows
+    of its head are computed. Common prefixes of the prompts, such as the query, are computed once.
+
+    Parameters
+    ----------
+    query, documents
+        Texts. If they spell control tokens, these are encoded as text.
+    top_n
+        Number of best documents to return; None returns all.
+    instruction
+        Description of the task, for templates that contain one; by default that of the model's card, web
+        search. With late interaction, the prompt of the query, as in :meth:`Model.embed`; if prompts are
+        known, the default is ``"query"``, and documents have the prompt ``"document"``.
+    template
+        Text with ``{query}`` and ``{document}``; by default ``tokenizer.chat_template.rerank`` of the
+        file, or that of the card of Qwen3-Reranker. Encoders do not support templates.
+    how
+        ``"late"``: late interaction. Query and documents go through the model separately, and the score
+        is the sum, over the tokens of the query, of the largest similarity to any token of the document
+        (MaxSim). This is the default for files that project each token (``dense_2.weight`` without
+        pooling).
+    truncate
+        ``"error"``: a pair longer than the context is an error. ``"end"``: the end of its document is cut
+        off, and a ``UserWarning`` counts and names such documents. A cross-encoder cuts the longer of the
+        two texts first, and both once they have the same length, as in sentence-transformers. Other
+        models cut the query only if it exceeds the length to which they expand queries.
+    unicode
+        See :meth:`Model.embed`.
+
+    Returns
+    -------
+    list of Ranked
+        Index, score and text of each document, highest score first.
+
+    Raises
+    ------
+    TypeError, ValueError, ContextOverflowError
+        A document is not a string, cannot be encoded, has a prompt without tokens or does not fit; the
+        message has its index. Or there is no template, the model is not a reranker, or this kind of model
+        does not support an option.
+    """
     if top_n is not None:
         integer("top_n", top_n, 1)
     engine, rules = model.engine, PromptRules(truncate, unicode).checked()
     ranking = encode_documents(engine, query, documents, Options(instruction, template, how, rules))
     for note in ranking.notes():
-        warnings.warn(note, stacklevel=3)
+        warnings.warn(note, stacklevel=2)
     return ranking.ranked(TextPasses(engine), top_n)
 
 

@@ -76,17 +76,48 @@ def label_tokens(
     model: EngineOwner,
     texts: Iterable[str],
     *,
-    strategy: str = "simple",
+    strategy: Literal["none", "simple", "first", "average", "max"] | str = "simple",
     ignore: Sequence[str] = ("O",),
-    truncate: str = "error",
+    truncate: Literal["error", "end"] | str = "error",
     progress: Progress | None = None,
 ) -> list[list[Entity]]:
-    """Label parts of texts; see :meth:`metal_prefill.Model.label_tokens`."""
+    """Label parts of texts, such as names, with a model for token classification.
+
+    Adjacent tokens with the same label are one entity. In BIO tags, ``B-`` starts a new one.
+
+    Parameters
+    ----------
+    texts
+        Any number of texts.
+    strategy
+        Aggregation of tokens to entities, as in the pipelines of transformers. ``"simple"`` assigns each
+        token its most probable label. ``"first"``, ``"average"`` and ``"max"`` assign all tokens of a
+        word one label: that of the first token, of the mean of their probabilities, or of the most
+        certain token. ``"none"`` returns each token with its tag.
+    ignore
+        Labels to omit from the result.
+    truncate
+        ``"error"``: a text longer than the context is an error. ``"end"``: its end is cut off, and a
+        ``UserWarning`` counts and names such texts.
+    progress
+        Called with the number of texts done and their total.
+
+    Returns
+    -------
+    list of list of Entity
+        Entities of each text in order, with label, score and position in characters.
+
+    Raises
+    ------
+    TypeError, ValueError, ContextOverflowError
+        A text is not a string, has lone surrogates or does not fit; the message has its index. Or the
+        file has no classification head for tokens.
+    """
     engine = model.engine
     one_of("strategy", strategy, dict.fromkeys(STRATEGIES))
     spanned, cut = encode_spans(engine, texts, truncate)
     if cut:
-        warnings.warn(cut_message(cut, len(spanned), engine.max_context, "text"), stacklevel=3)
+        warnings.warn(cut_message(cut, len(spanned), engine.max_context, "text"), stacklevel=2)
     return list(entities_of(TextPasses(engine), spanned, strategy, ignore, progress))
 
 

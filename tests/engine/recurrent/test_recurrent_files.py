@@ -165,7 +165,7 @@ def test_a_hybrid_whose_metadata_say_so_rotates(tmp_path: Path, model_path: Call
         path = changed(tmp_path / f"{len(logits)}.gguf", whole, key, BOOL, value)
         ids = ids_of(20)
         with Model(path, device="cpu", compute="f32", kv_dtype="f32") as model:
-            found = model.forward_prompt_logits(ids)
+            found = model.session().forward_prompt_logits(ids)
             logits.append(found)
             expected = ReferenceModel(path).forward(ids).logits[-1]
             np.testing.assert_allclose(found, expected, atol=1e-4 * np.abs(expected).max())

@@ -81,10 +81,10 @@ def test_an_empty_session_can_be_saved(demo: Model, tmp_path: Path) -> None:
 
 def test_a_float32_cache_is_saved_unchanged(device: str, demo_path: Path, tmp_path: Path) -> None:
     path = tmp_path / "f32.session"
-    with Model(demo_path, device=device, kv_dtype="f32") as model:
-        model.forward_prompt(PROMPT)
-        model._default_session().save(path)
-        np.testing.assert_array_equal(model.load_session(path).forward_token(5), model.forward_token(5))
+    with Model(demo_path, device=device, kv_dtype="f32") as model, model.session() as session:
+        session.forward_prompt(PROMPT)
+        session.save(path)
+        np.testing.assert_array_equal(model.load_session(path).forward_token(5), session.forward_token(5))
 
 
 @pytest.mark.parametrize("kv_dtype", ["f16", "f32"])

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from support.scheduled_texts import TEXTS, alone, texts_of
 
-from metal_prefill import Model, Scheduler
+from metal_prefill import Model, Piece, Scheduler
 
 
 @pytest.mark.parametrize("max_streams", [1, 2, 32])
@@ -50,54 +50,31 @@ def test_answers_share_one_prefill_on_each_device(demo: Model) -> None:
     assert engine.rows == len(ids) + 3 + 4 * 2
 
 
-def test_answers_of_generate_share_one_prefill(cpu: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_answers_to_a_prompt_share_one_prefill(cpu: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     ids = np.random.default_rng(5).integers(1, 900, 300)
     engine: Any = CountingEngine(cpu.engine.core)
     monkeypatch.setattr(cpu.engine, "_core", engine)
     options: dict[str, Any] = {"temperature": 1.0, "seed": 3, "speculate": "off"}
-    position, done = cpu.position, list[tuple[int, int]]()
-    texts = texts_of(
-        cpu.generate(ids, 5, n=3, progress=lambda *counts: done.append(counts), min_tokens=5, **options), 3
-    )
+    position = cpu.position
+    texts = texts_of(cpu.generate_many([ids], 5, n=3, min_tokens=5, **options), 3)
     assert engine.rows == len(ids) + 2 + 3 * 4  # the last token once more for each other answer
     assert cpu.position == position
-    assert done[-1] == (300, 300)
-    assert texts == texts_of(cpu.generate_many([ids], 5, n=3, min_tokens=5, **options), 3)
     assert texts[0] == alone(cpu, ids, 5, min_tokens=5, **options)
     assert len(set(texts)) == 3
-    pieces = list(cpu.stream(ids, 5, n=3, logprobs=1, min_tokens=5, **options))
+    pieces = list(cpu.stream_many([ids], 5, n=3, logprobs=1, min_tokens=5, **options))
     for i, text in enumerate(texts):
-        own = [piece for answer, piece in pieces if answer == i]
+        own = [piece for answer, piece in pieces if answer == i and isinstance(piece, Piece)]
         assert "".join(piece.text for piece in own) == text
         assert [piece.finish_reason for piece in own] == [None] * 4 + ["length"]
         assert all(piece.logprob is not None for piece in own)
 
 
-def test_one_answer_has_a_number_too(cpu: Model) -> None:
-    pieces = list(cpu.generate(TEXTS[0], 5, n=1))
-    assert {answer for answer, _ in pieces} == {0}
-    assert "".join(piece for _, piece in pieces) == alone(cpu, TEXTS[0], 5)
-
-
-def test_invalid_numbers_of_answers_are_rejected_before_anything_is_computed(cpu: Model) -> None:
-    with pytest.raises(ValueError, match="n must be between 1 and 4096, got 0"):
-        cpu.generate([1], 2, n=0)
-    with pytest.raises(ValueError, match="token id 1048576"):
-        cpu.generate([1 << 20], 2, n=2)
-
-    def stop(done: int, total: int) -> None:
-        raise InterruptedError
-
-    with pytest.raises(InterruptedError):
-        list(cpu.generate([1] * 50, 2, n=2, progress=stop))
-
-
-def test_an_error_names_the_answer(cpu: Model) -> None:
+def test_an_error_names_the_prompt_of_an_answer(cpu: Model) -> None:
     def wrong(ids: list[int]) -> list[int]:
         return [1 << 20]
 
-    with pytest.raises(ValueError, match="answer 0: a draft of speculate: token id 1048576"):
-        list(cpu.generate([1, 2, 1, 2], 20, n=2, speculate=wrong))
+    with pytest.raises(ValueError, match="prompt 0: a draft of speculate: token id 1048576"):
+        list(cpu.generate_many([[1, 2, 1, 2]], 20, n=2, speculate=wrong))
 
 
 def test_answers_continue_if_the_first_ends_immediately(cpu: Model) -> None:

@@ -103,8 +103,7 @@ def test_generating_methods_name_the_alternatives(file_of: FileOf, tmp_path: Pat
             message = f"is an encoder, which does not generate or score text: use {use}$"
             for call in (
                 lambda: model.generate("a"),
-                lambda: list(model.generate("a", n=2)),
-                lambda: list(model.stream("a")),
+                lambda: list(session.stream("a")),
                 lambda: list(session.generate("a")),
                 lambda: list(model.generate_many(["a"])),
                 lambda: Conversation(model),

@@ -39,6 +39,7 @@ class Ours(BatchEngine, TextEngine, ChoosingEngine, JudgingEngine):
             compute=options.compute,
             kv_dtype=options.kv_dtype,
         )
+        self._session = self._model.session()
 
     def identity(self) -> Identity:
         """Return the identity of the engine."""
@@ -52,16 +53,16 @@ class Ours(BatchEngine, TextEngine, ChoosingEngine, JudgingEngine):
 
     def clear(self) -> None:
         """Empty the context."""
-        self._model.reset()
+        self._session.reset()
 
     def prefill(self, ids: Ids) -> None:
         """Append a prompt and compute the logits of its last token."""
-        self._model.forward_prompt(ids)
+        self._session.forward_prompt(ids)
 
     def decode(self, ids: Ids) -> None:
         """Append tokens one at a time, computing logits after each."""
         for token in ids.tolist():
-            self._model.forward_token_greedy(token)
+            self._session.forward_token_greedy(token)
 
     def open_streams(self, count: int, context: int) -> None:
         """Create `count` empty contexts of `context` positions each."""
@@ -82,7 +83,7 @@ class Ours(BatchEngine, TextEngine, ChoosingEngine, JudgingEngine):
         """Choose `count` tokens after `ids`, all but the last of which are in the context."""
         options: dict[str, Any] = dict(SAMPLING) if choice == "sampled" else {}
         options["speculate"] = "lookup" if choice == "lookup" else "off"
-        pieces = self._model.stream(ids, count, min_tokens=count, **options)
+        pieces = self._session.stream(ids, count, min_tokens=count, **options)
         return [piece.token for piece in pieces]
 
     def embed(self, texts: list[Ids]) -> Vectors:

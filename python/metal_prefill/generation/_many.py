@@ -1,0 +1,137 @@
+"""Many prompts, or many texts of one, by continuous batching."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Literal, TypeAlias
+
+from metal_prefill._support.arguments import MOST_ANSWERS, Progress, TokenIds, integer
+from metal_prefill.engine import EngineOwner
+from metal_prefill.generation._scheduler import Scheduler
+from metal_prefill.generation._stream import REFUSALS, Stream
+from metal_prefill.generation._text_generation import Piece
+
+Prompt: TypeAlias = "str | TokenIds | tuple[str | TokenIds, Mapping[str, Any]]"
+
+
+def generate_many(
+    model: EngineOwner,
+    prompts: Iterable[Prompt],
+    max_tokens: int = 128,
+    *,
+    n: int = 1,
+    max_streams: int = 32,
+    errors: Literal["raise", "return"] | str = "raise",
+    progress: Progress | None = None,
+    **options: Any,
+) -> Iterator[tuple[int, str | Exception]]:
+    """Continue many prompts by continuous batching, and yield text as it is generated.
+
+    A new prompt starts when another one ends, so that memory does not grow with the number of prompts. On
+    the CPU, the text of a prompt is the one that :meth:`Session.generate` generates from it alone.
+
+    Parameters
+    ----------
+    prompts
+        Texts or token ids. A pair has a prompt and its own options, which override the common ones.
+    max_tokens
+        Maximum number of tokens of each text.
+    n
+        Number of texts per prompt, at most 4,096. The prompt is computed once; the random numbers of each
+        text differ.
+    max_streams
+        Maximum number of texts that are generated at a time.
+    errors
+        ``"raise"``: the first error ends the iteration; its message has the index of the prompt.
+        ``"return"``: an exception is yielded in place of the text of a failed prompt, and the others
+        continue.
+    progress
+        Called with the number of texts that have ended and the number that have started.
+    options
+        Options of :meth:`Session.generate`, such as `temperature`, `seed` and `stop`.
+
+    Yields
+    ------
+    tuple of int and str
+        Index of the prompt and a piece of its text. With several texts per prompt, the number is the
+        index of the prompt times `n`, plus the number of the text.
+    """
+    pieces = stream_many(
+        model, prompts, max_tokens, n=n, max_streams=max_streams, errors=errors, progress=progress, **options
+    )
+    return (
+        (index, piece.text if isinstance(piece, Piece) else piece)
+        for index, piece in pieces
+        if not isinstance(piece, Piece) or piece.text
+    )
+
+
+def stream_many(
+    model: EngineOwner,
+    prompts: Iterable[Prompt],
+    max_tokens: int = 128,
+    *,
+    n: int = 1,
+    max_streams: int = 32,
+    errors: Literal["raise", "return"] | str = "raise",
+    progress: Progress | None = None,
+    **options: Any,
+) -> Iterator[tuple[int, Piece | Exception]]:
+    """Continue many prompts by continuous batching, and yield each token with its text.
+
+    Parameters are those of :meth:`Model.generate_many`; `options` are those of :meth:`Session.stream`,
+    including `logprobs`.
+    """
+    if errors not in ("raise", "return"):
+        raise ValueError(f"errors must be 'raise' or 'return', got {errors!r}")
+    n = integer("n", n, 1, MOST_ANSWERS)
+    scheduler = Scheduler(model, max_streams=max_streams)
+    return _stream_many(scheduler, iter(prompts), n, {"max_tokens": max_tokens, **options}, errors, progress)
+
+
+def _stream_many(
+    scheduler: Scheduler,
+    prompts: Iterator[Any],
+    n: int,
+    common: dict[str, Any],
+    errors: str,
+    progress: Progress | None,
+) -> Iterator[tuple[int, Piece | Exception]]:
+    indices: dict[Stream, int] = {}
+    begun = ended = 0
+    more = True
+    while True:
+        # One prompt more than there is room for: the next one enters with the pass after the one that ends.
+        while more and scheduler.streams <= scheduler.max_streams:
+            try:
+                prompt = next(prompts)
+            except StopIteration:
+                more = False
+                break
+            own: Mapping[str, Any] = {}
+            if isinstance(prompt, tuple) and len(prompt) == 2 and isinstance(prompt[1], Mapping):
+                prompt, own = prompt
+            try:
+                streams = scheduler.submit_answers(prompt, n, **{**common, **own})
+                indices.update(zip(streams, range(begun, begun + n), strict=True))
+            except REFUSALS as error:
+                named = type(error)(f"prompt {begun // n}: {error}")
+                if errors == "raise":
+                    raise named from None
+                ended += n
+                yield from ((index, named) for index in range(begun, begun + n))
+            begun += n
+        if not scheduler.streams:
+            return
+        for stream, piece in scheduler.step_pieces():
+            yield indices[stream], piece
+        for stream in [s for s in indices if s.finish_reason is not None]:
+            index = indices.pop(stream)
+            ended += 1
+            if stream.error is not None:
+                failure = type(stream.error)(f"prompt {index // n}: {stream.error}")
+                if errors == "raise":
+                    raise failure from stream.error
+                yield index, failure
+            if progress is not None:
+                progress(ended, begun)
