@@ -12,7 +12,6 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from metal_prefill._support.interruptions import interruptions
 
@@ -22,44 +21,25 @@ EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 EXIT_BROKEN_PIPE = 141  # 128 + SIGPIPE
 
 
-class Command(NamedTuple):
-    """Module of a command, and its line in the help."""
-
-    module: str
-    help: str
-
-
+# Modules of `metal_prefill.commands`, and their lines in the help.
 COMMANDS = {
-    "demo": Command(
-        "metal_prefill.commands.demo", "show text, chat, speed and the server's page, in a minute"
-    ),
-    "run": Command("metal_prefill.commands.run", "continue a prompt"),
-    "chat": Command("metal_prefill.commands.chat", "chat with a model"),
-    "serve": Command("metal_prefill.commands.serve", "serve a model over HTTP with an OpenAI-compatible API"),
-    "bench": Command(
-        "metal_prefill.commands.bench",
-        "measure prompt processing and decoding, optionally against other engines",
-    ),
-    "info": Command(
-        "metal_prefill.commands.info", "show the contents of a model file, and the available devices"
-    ),
-    "doctor": Command("metal_prefill.commands.doctor", "check the GPU's results and write a report"),
-    "trace": Command("metal_prefill.commands.trace", "time each dispatch on the GPU"),
-    "predict": Command("metal_prefill.commands.predict", "predict the speed on the GPU of a Mac"),
-    "perplexity": Command("metal_prefill.commands.perplexity", "compute the perplexity of a text"),
-    "embed": Command("metal_prefill.commands.embed", "compute embeddings of texts"),
-    "rerank": Command("metal_prefill.commands.rerank", "rank documents by their relevance to a query"),
-    "label": Command("metal_prefill.commands.label", "label texts, or names and other parts of texts"),
-    "cache": Command(
-        "metal_prefill.commands.cache", "list, check or delete packed weights and converted models"
-    ),
-    "convert": Command(
-        "metal_prefill.commands.convert", "write a model folder of the Hugging Face Hub as a GGUF file"
-    ),
-    "synth": Command("metal_prefill.commands.synth", "write a model file of any shape with random weights"),
+    "demo": "show text, chat, speed and the server's page, in a minute",
+    "run": "continue a prompt",
+    "chat": "chat with a model",
+    "serve": "serve a model over HTTP with an OpenAI-compatible API",
+    "bench": "measure prompt processing and decoding, optionally against other engines",
+    "info": "show the contents of a model file, and the available devices",
+    "doctor": "check the GPU's results and write a report",
+    "trace": "time each dispatch on the GPU",
+    "predict": "predict the speed on the GPU of a Mac",
+    "perplexity": "compute the perplexity of a text",
+    "embed": "compute embeddings of texts",
+    "rerank": "rank documents by their relevance to a query",
+    "label": "label texts, or names and other parts of texts",
+    "cache": "list, check or delete packed weights and converted models",
+    "convert": "write a model folder of the Hugging Face Hub as a GGUF file",
+    "synth": "write a model file of any shape with random weights",
 }
-
-FORMER_NAMES = {"model": "predict"}  # accepted for one more release
 
 
 def make_parser(wanted: str | None, prog: str = "metal-prefill") -> argparse.ArgumentParser:
@@ -73,12 +53,10 @@ def make_parser(wanted: str | None, prog: str = "metal-prefill") -> argparse.Arg
     )
     parser.add_argument("--version", action="store_true", help="show the version and exit")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
-    for name, command in COMMANDS.items():
-        subparser = commands.add_parser(
-            name, help=command.help, description=command.help[0].upper() + command.help[1:] + "."
-        )
+    for name, text in COMMANDS.items():
+        subparser = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
         if name == wanted:
-            module = importlib.import_module(command.module)
+            module = importlib.import_module(f"metal_prefill.commands.{name}")
             module.add_arguments(subparser)
             subparser.set_defaults(execute=module.execute)
     return parser
@@ -144,14 +122,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _execute(arguments: list[str], interrupted: list[int]) -> int:
     wanted = next((word for word in arguments if not word.startswith("-")), None)
-    if wanted in FORMER_NAMES:
-        name = FORMER_NAMES[wanted]
-        print(
-            f"note: 'metal-prefill {wanted}' is deprecated and will be removed in the next release; "
-            f"use 'metal-prefill {name}'",
-            file=sys.stderr,
-        )
-        arguments[arguments.index(wanted)] = wanted = name
     try:
         parser = make_parser(wanted)
         options = parser.parse_args(arguments)

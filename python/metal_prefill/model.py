@@ -82,7 +82,8 @@ class Model:
         a multiple of 32 dimensions.
     chunk_tokens
         Maximum number of tokens of a pass through the layers, which bounds the memory of activations. The
-        CPU engine uses at most 256.
+        CPU engine uses at most 256 (512 if it widens quantized weights to bfloat16), and with more than four
+        threads 64 for each, up to 1,024.
     kv_memory
         Maximum size in bytes of the KV caches of all sessions of the model together. The default is half of
         the machine's memory, and on a GPU at most half of what the weights leave of its recommended working

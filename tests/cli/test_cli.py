@@ -51,17 +51,6 @@ def test_every_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -
     assert f"metal-prefill {name}" in capsys.readouterr().out
 
 
-def test_a_former_name_works_and_names_the_new_one(capsys: pytest.CaptureFixture[str]) -> None:
-    options = ["--preset", "tiny", "-p", "32", "--json"]
-    assert cli.main(["predict", *options]) == 0
-    new = capsys.readouterr()
-    assert cli.main(["model", *options]) == 0
-    former = capsys.readouterr()
-    assert former.out == new.out
-    assert new.err == ""
-    assert "is deprecated and will be removed in the next release; use 'metal-prefill predict'" in former.err
-
-
 def test_a_missing_command_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([]) == 2
     assert "usage:" in capsys.readouterr().err

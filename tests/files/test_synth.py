@@ -316,6 +316,8 @@ def test_sentencepiece_vocabulary_is_consistent(tmp_path: Path) -> None:
         ({"rope_base": math.inf}, "rope_base inf"),
         ({"rope_factor": 0.0}, "rope_factor 0.0"),
         ({"seed": -1}, "seed -1"),
+        ({"architecture": "qwen35"}, "architecture qwen35: has layers with a state, unlike the preset"),
+        ({"preset": "falcon-h1-0.5b", "architecture": "llama"}, "choose a preset of llama$"),
         ({"preset": "granite-4.0-h-350m", "layers": 4}, "must leave one of 4 layers with attention"),
     ],
 )

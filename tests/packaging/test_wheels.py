@@ -58,7 +58,7 @@ def wheel_for(version: str, machine: str = platform.machine()) -> Path:
 
 def main_job() -> str:
     """Return the README's first program, which prints the shape of the logits and the file of the package."""
-    (code,) = re.findall(
+    code, _ = re.findall(
         r"^```python\n(.*?)^```$", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL
     )
     return f"{code}import metal_prefill\nprint(logits.shape, metal_prefill.__file__)\n"

@@ -257,12 +257,8 @@ def check(shape: ModelShape) -> None:
     has_layers = any(has_matrix_state(kind) for kind in (traits.mixer, traits.recurrent))
     if (shape.scan is not None) != has_layers:
         raise ValueError(
-            f"scan {shape.scan}: {shape.architecture} has "
-            + (
-                "no layers with a recurrence"
-                if shape.scan
-                else "layers with a recurrence, so it must be given"
-            )
+            f"architecture {shape.architecture}: {'has' if has_layers else 'has no'} layers with a state, "
+            f"unlike the preset; choose a preset of {shape.architecture}{', or set scan' * has_layers}"
         )
     if shape.scan is not None:
         check_scan(shape.scan, shape.layers)
