@@ -58,7 +58,7 @@ def set_frame(found: FolderVocabulary, json: Fields, settings: Fields, config: F
     if problem and (word_piece or reads_pairs):  # other models read single texts
         raise json.unsupported(f"post_processor {problem}")
     # In WordPiece, either flag ends a text with the separator, which also separates pairs.
-    if word_piece and between == 2 * end:
+    if word_piece and end and between == 2 * end:
         found.flags["double_separator"] = True
     found.flags["add_sep_token"] = not (word_piece or problem) and len(between or ()) > len(end)
     if word_piece and end:
