@@ -20,6 +20,7 @@ import io
 import os
 import random
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -155,6 +156,7 @@ def main() -> int:
     ]
     print(f"{len(mutants)} mutants of {len(files)} files, seed {options.seed}", flush=True)
     random.Random(options.seed).shuffle(mutants)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the file gets its former text then, too
     tried = survived = 0
     for file, mutant in mutants:
         if tried == options.n:
