@@ -125,7 +125,7 @@ $(VENV)/.ray: pyproject.toml build/.plain
 	@touch $@
 
 test-ray: $(VENV)/.ray
-	$(BIN)/python -m pytest tests/integrations/test_ray.py tests/integrations/test_ray_serve.py \
+	$(BIN)/python -m pytest tests/integrations/test_ray.py tests/integrations/test_ray_serve.py tests/integrations/test_ray_example.py \
 	  tests/packaging/test_guide.py
 
 # The site, in build/site: from docs/, the examples and the docstrings. A broken link is an error.
