@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 import os
 import pickle
 import signal
@@ -20,9 +19,8 @@ import pytest
 from support.forked import in_child
 
 from metal_prefill import ConstraintError, Model, Scheduler
-from metal_prefill.generation import _constraint, _constraint_check
-from metal_prefill.generation._constraint import Constraint
-from metal_prefill.generation._constraint_check import MOST_CHARACTERS, MOST_DEPTH
+from metal_prefill.generation import _constraint, _constraint_check, _constraint_process
+from metal_prefill.generation._constraint import MOST_CHARACTERS, MOST_DEPTH, Constraint
 from metal_prefill.generation._constraint_process import ForkServer, Worker
 from metal_prefill.generation._constraint_worker import _Texts
 from metal_prefill.generation._stream import make_streams
@@ -95,8 +93,8 @@ def test_a_stack_overflow_ends_only_a_worker(
     model: Model, monkeypatch: pytest.MonkeyPatch, chain: str
 ) -> None:
     """Without a limit on depth, 30,000 of each would end the process."""
-    monkeypatch.setattr(_constraint_check, "MOST_DEPTH", 10**6)
-    monkeypatch.setattr(_constraint_check, "MOST_CHARACTERS", 10**8)
+    monkeypatch.setattr(_constraint, "MOST_DEPTH", 10**6)
+    monkeypatch.setattr(_constraint, "MOST_CHARACTERS", 10**8)
     message = refused(model, **CHAINS[chain](30_000))
     assert "recurses too deeply" in message or "too large" in message
 
@@ -320,6 +318,34 @@ def hang(text: Constraint, model: Model) -> str:
     return ""
 
 
+def test_a_worker_that_hangs_fails_only_its_text(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The machine may have stopped it."""
+    text = Constraint(model.tokenizer, regex="[ab]{9}")
+    a = model.tokenizer.encode("a", add_bos=False)
+    with monkeypatch.context() as patched:
+        patched.setattr(_constraint, "STEP_PATIENCE", 0.05)
+        os.kill(text._compiled._worker.pid, signal.SIGSTOP)
+        with pytest.raises(ConstraintError, match=r"regex: matching it, .* did not respond within 0\.05 s"):
+            text.advance(a)
+    assert not Constraint(model.tokenizer, regex="[ab]{9}").advance(a).take()
+
+
+def test_a_fork_server_that_hangs_is_replaced(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    known = Constraint(model.tokenizer, regex="[ab]{9}")
+    a = model.tokenizer.encode("a", add_bos=False)
+    process = known._compiled._server._process
+    assert process is not None
+    os.kill(process.pid, signal.SIGSTOP)
+    monkeypatch.setattr(_constraint_process, "FORK_PATIENCE", 2.0)
+    thread = threading.Thread(target=lambda: Constraint(model.tokenizer, regex="c"))
+    thread.start()
+    assert not known.advance(a).take()  # its worker does not need the fork server
+    assert thread.is_alive()
+    thread.join(60)
+    assert process.poll() == -signal.SIGKILL
+    assert Constraint(model.tokenizer, regex="d").mask()
+
+
 def test_a_source_that_exceeded_a_limit_in_matching_is_rejected(model: Model) -> None:
     texts = [Constraint(model.tokenizer, grammar=HANGING) for _ in range(4)]
     b = model.tokenizer.encode("b", add_bos=False)
@@ -510,7 +536,7 @@ def test_the_depth_of_a_schema_is_found_in_linear_time(monkeypatch: pytest.Monke
         return inner
 
     monkeypatch.setattr(_constraint_check, "_inner", counted)
-    _constraint_check._definitions(json.dumps(schema))
+    _constraint_check._definitions(schema)
     assert walked < 2.1 * 300 * 303
 
 

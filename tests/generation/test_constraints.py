@@ -252,7 +252,7 @@ def test_an_error_in_a_draft_does_not_affect_the_text(model: Model, monkeypatch:
     monkeypatch.setattr(
         _Spelling, "__call__", lambda self, text: tokenizer.encode(text.decode(), add_bos=False)
     )
-    texts.compile("regex", "abc", 0, trial=False)
+    texts.compile("regex", "abc", 0, most_depth=128, trial=False)
     expected = texts.advance(0, [], [a], 0, 9)
     assert expected.startswith(b'[1, false, [], "", false]\n')
 
@@ -319,6 +319,11 @@ def test_a_stop_string_may_end_a_constrained_text(model: Model) -> None:
         ({"json_schema": {"type": "nope"}}, "json_schema: Invalid type: nope"),
         ({"json_schema": {"type": "integer", "minimum": 5, "maximum": 2}}, "json_schema: .*Unsatisfiable"),
         ({"json_schema": "{"}, "json_schema: "),
+        ({"json_schema": {"enum": [175928847299117063]}}, "json_schema: the number 175928847299117063 has"),
+        ({"json_schema": {"items": {"const": {"a": [-(2**53) - 1]}}}}, "the number -9007199254740993 has"),
+        ({"json_schema": {"properties": {"default": {"minimum": 2**53 + 1}}}}, "the number 9007199254740993"),
+        ({"json_schema": {"anyOf": [{"exclusiveMaximum": 10**18 + 1}]}}, "the number 1000000000000000001"),
+        ({"json_schema": {"const": 10**400}}, "the number 1000"),
         ({"json_schema": {"a": {1, 2}}}, "json_schema: .*set is not JSON serializable"),
         ({"regex": "("}, "regex: .*unclosed group"),
         ({"regex": r"[^\s\S]"}, "regex: no text satisfies it"),
@@ -332,6 +337,24 @@ def test_invalid_constraints_are_reported(model: Model, constraint: dict[str, An
         assert session.position == 0
     results = list(model.generate_many([([1], constraint), [1]], 2, errors="return"))
     assert {i: type(r) for i, r in results} == {0: ConstraintError, 1: str}
+
+
+@pytest.mark.parametrize(
+    ("schema", "written"),
+    [
+        ({"const": 2**53}, str(2**53)),
+        ({"enum": [2**60]}, str(2**60)),
+        ({"const": 7, "default": 2**53 + 1}, "7"),
+        ({"type": "integer", "minimum": 2**62, "maximum": 2**62}, str(2**62)),
+        ({"type": "integer", "minimum": 5, "maximum": 2**64 - 1}, "5"),
+    ],
+)
+def test_large_integers_that_float64_holds_are_written(
+    model: Model, schema: dict[str, Any], written: str
+) -> None:
+    text = Constraint(model.tokenizer, json_schema=schema)
+    ids = model.tokenizer.encode(written, add_bos=False)
+    assert text.advance(ids, room=len(ids)).met
 
 
 def test_two_constraints_are_rejected(model: Model) -> None:

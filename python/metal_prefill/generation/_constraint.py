@@ -14,12 +14,12 @@ import time
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from concurrent import futures
+from contextvars import ContextVar
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary, WeakSet, finalize, proxy
 
 from metal_prefill.errors import ConstraintError, MissingExtraError
-from metal_prefill.generation._constraint_check import check_source
 from metal_prefill.generation._constraint_process import (
     PATIENCE,
     ForkServer,
@@ -33,6 +33,10 @@ from metal_prefill.generation._threads import in_thread
 if TYPE_CHECKING:
     from metal_prefill.text._tokenizer import Tokenizer
 
+MOST_CHARACTERS = 1 << 20  # of a source
+# Rules or definitions in a chain, each naming the next. Compiling takes up to 9 KB of stack for each, so that
+# 400 of them fit in the 4 MiB of a worker.
+MOST_DEPTH = 128
 MOST_KEPT = 16  # compiled constraints of a vocabulary, each with a worker
 MOST_COMPILING = 2  # at a time
 COMPILE_SECONDS = 5.0  # of processor time for a source; large published schemas take less than one
@@ -54,6 +58,13 @@ _SHOWN = 200  # characters of a message
 
 class ConstraintPending(Exception):
     """A request has no answer yet. The same call continues to wait for it; nothing has changed."""
+
+
+class NotCompiledError(Exception):
+    """A source is not compiled, and `may_compile` does not allow to wait for that."""
+
+
+may_compile = ContextVar("may_compile", default=True)
 
 
 class _Vocabulary:
@@ -78,27 +89,40 @@ class _Vocabulary:
 
     def compiled(self, kind: str, source: str) -> _Compiled:
         """Return a compiled constraint. It is kept for further texts, and so is its error."""
+        if len(source) > MOST_CHARACTERS:
+            raise ConstraintError(
+                f"{kind}: {len(source):,} characters exceed the limit of {MOST_CHARACTERS:,}"
+            )
         key = (kind, source)
-        with self._lock:
-            if (known := self._known.get(key)) is not None:
-                self._known.move_to_end(key)
-        if known is None:
-            try:
-                check_source(kind, source)
-                with self._compiling:
-                    known = _Compiled(self._server, self._encode, kind, source)
-            except NoWorkerError:
-                raise
-            except ConstraintError as error:
-                known = ConstraintError(*error.args)
-            with self._lock:
-                self._known[key] = known
-                while len(self._known) > MOST_KEPT:
-                    self._known.popitem(last=False)
+        if (known := self._find(key)) is None:
+            if not may_compile.get():
+                raise NotCompiledError
+            with self._compiling:
+                known = self._find(key) or self._compile(key)
         if isinstance(known, _Compiled) and known.refusal is not None:
             known = known.refusal
         if isinstance(known, ConstraintError):
             raise ConstraintError(*known.args)
+        return known
+
+    def _find(self, key: tuple[str, str]) -> _Compiled | ConstraintError | None:
+        with self._lock:
+            if (known := self._known.get(key)) is not None:
+                self._known.move_to_end(key)
+        return known
+
+    def _compile(self, key: tuple[str, str]) -> _Compiled | ConstraintError:
+        known: _Compiled | ConstraintError
+        try:
+            known = _Compiled(self._server, self._encode, *key)
+        except NoWorkerError:
+            raise
+        except ConstraintError as error:
+            known = ConstraintError(*error.args)
+        with self._lock:
+            self._known[key] = known
+            while len(self._known) > MOST_KEPT:
+                self._known.popitem(last=False)
         return known
 
 
@@ -137,7 +161,7 @@ class _Compiled:
 
     def _compile(self, limits: Limits, *, trial: bool) -> tuple[Worker, bytes]:
         worker = self._server.fork()
-        arguments = (self.kind, self._source, MEMORY, trial)
+        arguments = (self.kind, self._source, MEMORY, MOST_DEPTH, trial)
         try:
             (error,), mask = worker.ask(limits, self._encode, "compile", *arguments)
         except WorkerEnded as ended:
@@ -147,6 +171,10 @@ class _Compiled:
         return worker, mask
 
     def _error(self, task: str, limits: Limits, ended: WorkerEnded) -> ConstraintError:
+        if ended.hung:
+            return NoWorkerError(
+                f"{self.kind}: {task} it, a process did not respond within {limits.patience:g} s"
+            )
         if ended.late:
             return ConstraintError(
                 f"{self.kind}: {task} it takes more than {limits.seconds:g} s of processor time"
@@ -180,6 +208,8 @@ class _Compiled:
             try:
                 answer = worker.ask(limits, self._encode, action, text.number, replayed, *arguments)
             except WorkerEnded as ended:
+                if ended.hung:
+                    raise self._error("matching", limits, ended) from None
                 if ended.late or last:
                     error = self._error("matching", limits, ended)
                     break

@@ -1,4 +1,7 @@
-"""Check constraints before a worker process compiles them: size and depth."""
+"""Check the depth and the numbers of a constraint before it is compiled, in the same worker process.
+
+Imports nothing of the package; see :mod:`metal_prefill.generation._constraint_worker`.
+"""
 
 from __future__ import annotations
 
@@ -7,40 +10,37 @@ import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from metal_prefill.errors import ConstraintError
-
-MOST_CHARACTERS = 1 << 20  # of a source
-# Rules or definitions in a chain, each naming the next. Compiling takes up to 9 KB of stack for each, so that
-# 400 of them fit in the 4 MiB of a worker.
-MOST_DEPTH = 128
-
-_TEXT = re.compile(
-    r'"(?:[^"\\\n]|\\.)*"|/(?:[^/\\\n]|\\.)+/|//[^\n]*'
-)  # of a grammar: strings, patterns, comments
+# Of a grammar: strings, patterns, comments. A string or pattern without an end takes its line; otherwise each
+# of its quotes would be tried as a beginning.
+_TEXT = re.compile(r'"(?:[^"\\\n]|\\.)*"?|/(?:[^/\\\n]|\\.)+/?|//[^\n]*')
 _RULE = re.compile(r"^[ \t]*[?!]*([A-Za-z_]\w*)(?!\w)[^\n:]*:", re.MULTILINE)
 _NAME = re.compile(r"[A-Za-z_]\w*")
 
 
-def check_source(kind: str, source: str) -> None:
-    """Refuse a source that is too large or too deep.
+def check_source(kind: str, source: str, most_depth: int) -> None:
+    """Check a source.
 
     Raises
     ------
-    ConstraintError
-        It names the limit.
+    ValueError
+        A chain of rules or definitions, each naming the next, is too long, or llguidance would round a
+        number.
     """
-    if len(source) > MOST_CHARACTERS:
-        raise ConstraintError(f"{kind}: {len(source):,} characters exceed the limit of {MOST_CHARACTERS:,}")
     if kind == "json_schema":
-        graph, what = _definitions(source), "definitions"
+        try:
+            whole = json.loads(source)
+        except (ValueError, RecursionError):  # llguidance reports it
+            return
+        _check_numbers(whole)
+        graph, what = _definitions(whole), "definitions"
         depth = _depth(graph, next(iter(graph), ""))
     elif kind == "grammar":
         depth, what = _depth(_rules(source), "start"), "rules"
     else:
         return
-    if depth > MOST_DEPTH:
-        raise ConstraintError(
-            f"{kind}: a chain of {depth:,} {what}, each naming the next, exceeds the limit of {MOST_DEPTH}"
+    if depth > most_depth:
+        raise ValueError(
+            f"a chain of {depth:,} {what}, each naming the next, exceeds the limit of {most_depth}"
         )
 
 
@@ -52,15 +52,43 @@ def _rules(grammar: str) -> dict[str, list[str]]:
     return {head[1]: _NAME.findall(plain, head.end(), end) for head, end in zip(heads, ends, strict=False)}
 
 
-def _definitions(schema: str) -> dict[str, list[str]]:
+# JSON Schema keywords whose value maps names to schemas, and keywords whose value is not a schema.
+NAMED = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
+VALUES = frozenset({"const", "enum", "default", "examples"})
+_MAXIMA = frozenset({"maximum", "exclusiveMaximum"})
+_BOUNDS = _MAXIMA | {"minimum", "exclusiveMinimum", "multipleOf"}
+_LARGEST = 2**63 - 1  # llguidance's largest integer, to which it lowers larger bounds
+
+
+def _check_numbers(schema: Any) -> None:
+    """Raise `ValueError` if llguidance, which reads numbers as float64, would change an integer."""
+    todo: list[tuple[Any, bool]] = [(schema, False)]  # with whether it is a value
+    while todo:
+        part, is_value = todo.pop()
+        if is_value and isinstance(part, int) and (abs(part) > _LARGEST or int(float(part)) != part):
+            raise ValueError(f"the number {part} has too many digits: integers beyond 2^53 would be rounded")
+        if isinstance(part, list):
+            todo += [(item, is_value) for item in part]
+        elif isinstance(part, dict) and is_value:
+            todo += [(item, True) for item in part.values()]
+        for key, item in part.items() if isinstance(part, dict) and not is_value else ():
+            if key in NAMED and isinstance(item, dict):
+                todo += [(inner, False) for inner in item.values()]
+            elif key in ("const", "enum"):
+                todo.append((item, True))
+            elif key in _BOUNDS:
+                # A larger maximum excludes nothing that can be written.
+                is_free = key in _MAXIMA and isinstance(item, int) and item >= _LARGEST
+                todo += [] if is_free else [(item, True)]
+            elif key not in VALUES:
+                todo.append((item, False))
+
+
+def _definitions(whole: Any) -> dict[str, list[str]]:
     """Return the parts of a JSON schema that are referred to, each with those that it names or contains.
 
     The whole schema comes first.
     """
-    try:
-        whole = json.loads(schema)
-    except (ValueError, RecursionError):  # llguidance reports it
-        return {}
     resolved: dict[str, Any] = {}
     todo = [whole]
     while todo:

@@ -19,11 +19,23 @@ from typing import Any, NamedTuple
 from weakref import WeakSet, finalize
 
 from metal_prefill.errors import ConstraintError
-from metal_prefill.generation import _constraint_worker
 from metal_prefill.generation._constraint_worker import END, FORK, READY, SPELL
 
-# Seconds after which a process that does not answer is taken to hang. Its work is limited in processor time.
+# Seconds after which a process that does not answer is taken to hang: one that prepares a vocabulary or
+# compiles a source, whose work is limited in processor time, and one that forks, for which others wait.
 PATIENCE = 120.0
+FORK_PATIENCE = 5.0
+
+# Imports the worker without running its packages.
+_PROGRAM = """
+import sys, types
+sys.path[:] = {path!r}
+for name, folder in {packages!r}.items():
+    sys.modules[name] = types.ModuleType(name)
+    sys.modules[name].__path__ = [folder]
+from metal_prefill.generation._constraint_worker import main
+main()
+"""
 
 Encode = Callable[[bytes], list[int]]
 
@@ -43,17 +55,20 @@ class WorkerEnded(Exception):
     status : int
         Exit status; negative: the number of a signal.
     late : bool
-        Whether it exceeded a limit on time.
+        Whether it exceeded its processor time.
+    hung : bool
+        Whether it did not answer, without exceeding a limit.
     """
 
-    def __init__(self, status: int, late: bool) -> None:
+    def __init__(self, status: int, hung: bool) -> None:
         super().__init__(f"exit status {status}")
         self.status = status
-        self.late = late or status == -signal.SIGPROF
+        self.late = status == -signal.SIGPROF
+        self.hung = hung and not self.late
 
 
 class NoWorkerError(ConstraintError):
-    """A worker could not be started, for any constraint."""
+    """A worker could not be started, or did not respond, which says nothing about its constraint."""
 
 
 class Worker:
@@ -93,12 +108,12 @@ class Worker:
             The worker crashed, exceeded a limit, or had ended before. It accepts no further requests.
         """
         with self._lock:
-            answered = late = False
+            answered = hung = False
             try:
                 self._send(limits.seconds, action, *arguments)
                 while True:
                     if not self._requests.poll(limits.patience):
-                        late = True
+                        hung = True
                         break
                     header, _, content = self._requests.recv_bytes().partition(b"\n")
                     answer: list[Any] = json.loads(header)
@@ -117,7 +132,7 @@ class Worker:
                     self.alive = False
                     self._requests.close()
         self._finalizer.detach()
-        raise WorkerEnded(self._server.end(self.pid), late)
+        raise WorkerEnded(self._server.end(self.pid), hung)
 
     def _send(self, seconds: float, action: str | None, *arguments: Any) -> None:
         released = []
@@ -225,16 +240,15 @@ class ForkServer:
 
     def _answer(self) -> int:
         assert self._control is not None
-        if not self._control.poll(PATIENCE):
+        if not self._control.poll(FORK_PATIENCE):
             raise EOFError
         return int(json.loads(self._control.recv_bytes().partition(b"\n")[0])[0])
 
     def _start(self) -> None:
         path = [entry for entry in sys.path if isinstance(entry, str)]
-        program = (
-            f"import runpy, sys; sys.path[:] = {path!r}; "
-            f"runpy.run_path({str(Path(_constraint_worker.__file__))!r}, run_name='__main__')"
-        )
+        folder = Path(__file__).parent
+        packages = {"metal_prefill": str(folder.parent), "metal_prefill.generation": str(folder)}
+        program = _PROGRAM.format(path=path, packages=packages)
         ours, theirs = socket.socketpair()
         with theirs:
             self._control = Connection(ours.detach())
