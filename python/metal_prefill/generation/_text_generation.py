@@ -19,6 +19,7 @@ from metal_prefill.errors import ConstraintError
 from metal_prefill.generation import _sampling
 from metal_prefill.generation._constraint import Constraint, Step
 from metal_prefill.generation._speculation import MOST_DRAFTS, Speculate, Speculation, make_drafter
+from metal_prefill.text._reasoning import ReasoningGate, begins_after
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -55,6 +56,7 @@ class TextOptions(SamplingOptions, total=False):
     seed: int | None
     stop: str | int | Sequence[str | int]
     min_tokens: int
+    reasoning: bool
     echo: bool
     prompt_logprobs: bool
     speculate: Speculate
@@ -119,7 +121,7 @@ class _StopString:
     """A stop string and its Knuth-Morris-Pratt automaton, built as far as a text needs it."""
 
     def __init__(self, string: str) -> None:
-        self._string = string
+        self.string = string
         self.length = len(string)
         self._borders = [0, 0]  # by n: length of the longest proper prefix of string[:n] that also ends it
 
@@ -143,7 +145,7 @@ class _StopString:
 
     def _follow(self, matched: int, char: str) -> int:
         """Return the length of the longest prefix that a character after `matched` others completes."""
-        while (expected := self._string[matched]) != char and matched:
+        while (expected := self.string[matched]) != char and matched:
             matched = self._borders[matched]
         return matched + (expected == char)
 
@@ -158,7 +160,12 @@ class StopFilter:
         self._stops = [_StopString(stop) for stop in stops]
         self._matched = [0] * len(stops)
         self._pending: deque[str] = deque()  # characters
-        self.found = False
+        self.stop: str | None = None  # the one that was found
+
+    @property
+    def found(self) -> bool:
+        """Whether a stop string was found."""
+        return self.stop is not None
 
     def copy(self) -> StopFilter:
         """Return an independent filter in the same state."""
@@ -176,10 +183,10 @@ class StopFilter:
         for i, stop in enumerate(self._stops):
             self._matched[i], end = stop.step(self._matched[i], piece)
             if end is not None:
-                starts.append(before + end - stop.length)
+                starts.append((before + end - stop.length, stop.string))
         if starts:
-            self.found = True
-            ready = self._take(min(starts))
+            start, self.stop = min(starts)
+            ready = self._take(start)
             self._pending.clear()
             self._matched = [0] * len(self._stops)
             return ready
@@ -245,6 +252,9 @@ class Continuation:
     min_tokens
         Smallest number of tokens. Until then, end-of-text and stop tokens are not chosen, and stop strings
         are part of the text.
+    reasoning
+        Whether the text may begin with reasoning. Its tags are then part of the text even if they are control
+        tokens, and stop strings end the answer only.
     echo
         Whether the text begins with the prompt.
     prompt_logprobs
@@ -287,6 +297,7 @@ class Continuation:
         seed: int | None = None,
         stop: str | int | Sequence[str | int] = (),
         min_tokens: int = 0,
+        reasoning: bool = False,
         echo: bool = False,
         prompt_logprobs: bool = False,
         speculate: Speculate = "lookup",
@@ -316,7 +327,7 @@ class Continuation:
         self.echo = ""
         if echo:
             self.echo = tokenizer.decode(ids.tolist()) if prompt is None else prompt
-        self._decoder = tokenizer.decoder()
+        self._decoder = tokenizer.decoder(shown=tokenizer.reasoning_tags if reasoning else ())
         self._stop_ids = frozenset({*tokenizer.stop_ids, *stop_ids})
         self._filter = StopFilter(strings)
         given = len(self._given)
@@ -326,6 +337,9 @@ class Continuation:
         self._constraint: Constraint | None = None
         if json_schema is not None or regex is not None or grammar is not None:
             self._constraint = Constraint(tokenizer, json_schema=json_schema, regex=regex, grammar=grammar)
+        # A constraint holds for the whole text, which ends reasoning only if the constraint mentions it.
+        begun = reasoning and self._constraint is None and begins_after(tokenizer, ids.tolist())
+        self._gate = ReasoningGate(begun=begun) if reasoning else None
         self.sampler: _core.Sampler | None = None
         if not options.is_greedy or self._reports or min_tokens or self._constraint is not None:
             self.sampler = _sampling.core_sampler(options, seed, self.ids.tolist(), answer)
@@ -496,6 +510,11 @@ class Continuation:
             self._constraint.close()
 
     @property
+    def stop_string(self) -> str | None:
+        """The stop string that ended the text."""
+        return self._filter.stop
+
+    @property
     def wanted(self) -> bool:
         """Whether anything is left to compute."""
         return self._most > 0
@@ -528,6 +547,9 @@ class Continuation:
             text += self.end("stop")
         else:
             made = self._decoder.step(token)
+            if self._gate is not None:
+                thought, made = self._gate.step(made)
+                text += thought
             text += self._filter.step(made) if self._made > self._least else made
             if self._filter.found:
                 self.ended = "stop"
@@ -548,4 +570,8 @@ class Continuation:
     def end(self, reason: FinishReason) -> str:
         """End the text and return the part that was held back."""
         self.ended = reason
-        return self._filter.step(self._decoder.flush()) + ("" if self._filter.found else self._filter.flush())
+        thought, made = "", self._decoder.flush()
+        if self._gate is not None:
+            thought, made = self._gate.step(made)
+            made += self._gate.flush()
+        return thought + self._filter.step(made) + ("" if self._filter.found else self._filter.flush())

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from metal_prefill.text._tokenizer import Tokenizer
 
 BEGIN, END = "<think>", "</think>"
+_LAST_TOKENS = 8  # of a prompt, enough for the tag and white space after it
 
 
 class Parsed(NamedTuple):
@@ -96,6 +101,48 @@ class ReasoningParser:
         return made
 
 
+class ReasoningGate:
+    """Division of a text, as it is generated, into its reasoning with both tags and the answer after it.
+
+    Parameters
+    ----------
+    begun
+        Whether the prompt ends within reasoning; see `begins_in`.
+    """
+
+    def __init__(self, *, begun: bool) -> None:
+        self._begun = begun
+        self._is_answer = False
+        self._seen = ""  # text that may begin with the tag; within reasoning, its last characters
+
+    def step(self, piece: str) -> tuple[str, str]:
+        """Add a piece; return what it adds to the reasoning and to the answer."""
+        if self._is_answer:
+            return "", piece
+        if not self._begun:
+            piece, self._seen = self._seen + piece, ""
+            stripped = piece.lstrip()
+            if BEGIN.startswith(stripped):
+                self._seen = piece
+                return "", ""
+            self._begun = stripped.startswith(BEGIN)
+            self._is_answer = not self._begun
+            if self._is_answer:
+                return "", piece
+        text = self._seen + piece
+        end = text.find(END)
+        if end < 0:
+            self._seen = text[1 - len(END) :]
+            return piece, ""
+        self._is_answer = True
+        cut = end + len(END) - len(self._seen)
+        return piece[:cut], piece[cut:]
+
+    def flush(self) -> str:
+        """End the text, and return what was held back, which belongs to the answer."""
+        return "" if self._begun or self._is_answer else self._seen
+
+
 def _overlap(text: str) -> int:
     """Return how many characters at the end of a text may be the start of the end tag."""
     return next((n for n in range(len(END) - 1, 0, -1) if text.endswith(END[:n])), 0)
@@ -104,3 +151,8 @@ def _overlap(text: str) -> int:
 def begins_in(prompt: str) -> bool:
     """Return whether a prompt ends within reasoning."""
     return prompt.rstrip().endswith(BEGIN)
+
+
+def begins_after(tokenizer: Tokenizer, prompt: Sequence[int]) -> bool:
+    """Return whether the tokens of a prompt end within reasoning."""
+    return begins_in(tokenizer.decode(prompt[-_LAST_TOKENS:], skip_special=False))
