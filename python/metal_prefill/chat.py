@@ -180,7 +180,7 @@ class Conversation:
                 self.finish_reason = piece.finish_reason
                 if parser is not None:
                     parts = parser.step(piece.text) + (parser.flush() if piece.finish_reason else [])
-                    calls += [part for part in parts if isinstance(part, ToolCall)]
+                    calls += [part.with_id for part in parts if isinstance(part, ToolCall)]
                     piece = replace(piece, text="".join(part for part in parts if isinstance(part, str)))
                 made += piece.text
                 yield piece
@@ -251,8 +251,10 @@ class Conversation:
 
 def _loaded(message: Any) -> dict[str, Any]:
     """Validate a message of a saved conversation; raise `TypeError` or `KeyError` if it is invalid."""
-    loaded: dict[str, Any] = {"role": str(message["role"]), "content": str(message["content"])}
-    loaded |= {key: str(message[key]) for key in ("name", "tool_call_id") if key in message}
+    role, content = message["role"], message["content"]
+    if not isinstance(role, str) or not isinstance(content, (str, list, type(None))):
+        raise TypeError
+    loaded: dict[str, Any] = dict(message)
     if "tool_calls" in message:
         loaded["tool_calls"] = [ToolCall.from_message(c).as_message() for c in message["tool_calls"]]
     return loaded

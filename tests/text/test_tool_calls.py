@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +19,7 @@ from support.tools import ASKED, CLOCK, HERMES, WEATHER
 from metal_prefill import ChatTemplateError, Conversation, Model, StateError
 from metal_prefill.text import ChatTemplate, ToolCall, ToolCallParser, _tool_calls, parse_tool_calls
 from metal_prefill.text._file_templates import FileTemplates
+from metal_prefill.text._json_calls import read_arguments
 
 GENERIC = "{% if tools is not none %}{{ tools | tojson }}{% endif %}" + HERMES[HERMES.index("{% for m in") :]
 
@@ -41,6 +43,13 @@ ANSWERS: dict[str, tuple[str, str, list[ToolCall]]] = {
         "",
         [TIME, TIME],
     ),
+    "null and empty arguments": (
+        '<tool_call>{"name": "clock", "arguments": null}</tool_call>{"name": "clock", "arguments": ""}',
+        "",
+        [TIME, TIME],
+    ),
+    "a bracket too many": ('<tool_call>{"name": "clock", "arguments": {}} }\n</tool_call>!', "!", [TIME]),
+    "a bracket after a call": ('<tool_call>{"name": "clock"}} yes', "} yes", [TIME]),
     "a tag that is not closed": ('<tool_call>{"name": "clock", "arguments": {}}', "", [TIME]),
     "json alone": ('{"name": "weather", "parameters": {"city": "Verona"}}', "", [VERONA]),
     "json with white space": ('{ \n "parameters": {"city": "Verona"},\n "name": "weather" }', "", [VERONA]),
@@ -466,6 +475,7 @@ def test_a_file_may_have_a_separate_tool_template(model: Model) -> None:
     assert text(tools=[CLOCK]) == rendered(HERMES, ASKED, CLOCK)
 
 
+ARGUMENTS = json.dumps({"city": 'V"é\\', "n": [1, -2.5e3, True, None, {"x": "\U0001f600"}], "t": False})
 CALLING = r'I look\.\n<tool_call>\{"name": "weather", "arguments": \{"city": "[a-z]{1,3}"\}\}</tool_call>'
 
 
@@ -475,6 +485,7 @@ def test_a_conversation_calls_tools_and_receives_results(model: Model, tmp_path:
     assert "".join(chat.answer(ASKED[0]["content"], regex=CALLING)) == "I look."
     (call,) = chat.calls
     assert (call.name, list(call.arguments)) == ("weather", ["city"])
+    assert re.fullmatch("[a-zA-Z0-9]{9}", call.id or "")
     called = {"role": "assistant", "content": "I look.", "tool_calls": [call.as_message()]}
     assert chat.messages == [*ASKED, called]
     chat.save(tmp_path / "talk.session")
@@ -483,7 +494,7 @@ def test_a_conversation_calls_tools_and_receives_results(model: Model, tmp_path:
     with pytest.raises(ValueError, match="the last answer has 1 calls, got 2 results"):
         chat.answer_calls(["rain", "sun"])
     answer = "".join(chat.answer_calls([{"sky": "é"}], regex="Rain, [a-z]{3}"))
-    result = {"role": "tool", "name": "weather", "content": '{"sky": "é"}'}
+    result = {"role": "tool", "name": "weather", "tool_call_id": call.id, "content": '{"sky": "é"}'}
     assert chat.messages == [*ASKED, called, result, {"role": "assistant", "content": answer}]
     assert chat.session.stats()["tokens_reused"] > 100  # tools, question and most of the call
     with pytest.raises(ValueError, match="the last answer calls no tools"):
@@ -491,6 +502,33 @@ def test_a_conversation_calls_tools_and_receives_results(model: Model, tmp_path:
 
     chat.load(tmp_path / "talk.session")
     assert chat.calls == [call]
+
+
+def test_a_saved_conversation_is_loaded_as_it_was(model: Model, tmp_path: Path) -> None:
+    chat, other = Conversation(model), Conversation(model)
+    call = {"id": "abcdefghi", "type": "function", "function": {"name": "f", "arguments": {}}}
+    chat.messages = [
+        *ASKED,
+        {"role": "assistant", "content": None, "reasoning_content": "Look.", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "abcdefghi", "name": "f", "content": "sunny"},
+    ]
+    chat.save(tmp_path / "talk.session")
+    other.load(tmp_path / "talk.session")
+    assert other.messages == chat.messages
+
+
+@pytest.mark.parametrize("cut", range(len(ARGUMENTS) + 1))
+def test_arguments_that_end_too_early_are_completed(cut: int) -> None:
+    """Those that are complete before the end are as they are."""
+    found = read_arguments(ARGUMENTS[:cut])
+    whole = json.loads(ARGUMENTS)
+    assert list(found) == list(whole)[: len(found)]
+    assert [found[key] for key in list(found)[:-1]] == [whole[key] for key in list(found)[:-1]]
+
+
+@pytest.mark.parametrize("text", ["hello", "[1", "{} x", "{'a': 1", '{"a": 1}}', '{"a": NaN', "5"])
+def test_what_begins_no_arguments_is_not_completed(text: str) -> None:
+    assert not isinstance(read_arguments(text), dict)
 
 
 def test_an_invalid_saved_call_is_rejected(model: Model, tmp_path: Path) -> None:

@@ -201,6 +201,9 @@ class ChatTemplate:
         variables: Mapping[str, Any],
         tools: Sequence[Mapping[str, Any]] | None = None,
         documents: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        untrusted: Mapping[str, Any] | None = None,
+        continues: bool = False,
     ) -> list[tuple[str, bool]]:
         """Render messages to pieces of text, each with a flag for the spelling of a control token.
 
@@ -213,6 +216,10 @@ class ChatTemplate:
             marked.
         tools, documents
             Tools that the model may call, and texts to answer from; marked in the same way as messages.
+        untrusted
+            Further variables, which are marked, too.
+        continues
+            Whether the text ends with the content of the last message.
 
         Raises
         ------
@@ -230,15 +237,26 @@ class ChatTemplate:
             if not _ROLE.fullmatch(role):  # templates put roles into control tokens: '<|' + role + '|>'
                 raise ValueError(f"message {i} has the role {role!r}, must be a word")
         self.check_tools(tools)
-        plain = [_with_reasoning(parse_arguments(message)) for message in _plain_all("message", messages)]
+        plain = [
+            _with_reasoning(parse_arguments(message, f"messages[{i}]"))
+            for i, message in enumerate(_plain_all("message", messages))
+        ]
         plain_tools, plain_documents = (
             _plain_all("tool", tools or ()),
             _plain_all("document", documents or ()),
         )
-        if plain_documents and not self._reads("documents"):
+        if plain_documents and not self.reads("documents"):
             raise ChatTemplateError("the chat template does not support documents; put them into a message")
-        marker = self._unused_character([*plain, *plain_tools, *plain_documents])
+        (plain_variables,) = _plain_all("variable", [untrusted or {}])
+        everything = [*plain, *plain_tools, *plain_documents, plain_variables]
+        marker = self._unused_character(everything)
+        end = self._unused_character([*everything, {marker: None}]) if continues else ""
+        if continues:
+            if not plain or plain[-1]["role"] != "assistant" or not isinstance(plain[-1].get("content"), str):
+                raise ValueError("only a last message of an assistant with a text can be continued")
+            plain[-1]["content"] += end
         marked = {
+            **{name: self._mark(value, marker) for name, value in plain_variables.items()},
             "messages": [
                 {key: value if key == "role" else self._mark(value, marker) for key, value in message.items()}
                 for message in plain
@@ -255,6 +273,11 @@ class ChatTemplate:
             raise ChatTemplateError(f"the chat template rejects the messages: {error}") from error
         except Exception as error:  # an expression in a template can raise anything
             raise ChatTemplateError(f"the chat template fails: {type(error).__name__}: {error}") from error
+        if continues:
+            text, found_end, _ = text.rpartition(end)
+            if not found_end:
+                raise ChatTemplateError("the chat template does not keep the end of the last message")
+            text = text.replace(end, "")
         found = self._tokens.split(text) if self._special else [text]
         # After a split by a pattern with one group, every second piece is a match.
         escaped = json.dumps(marker)[1:-1]  # as templates write it with `tojson(ensure_ascii=True)`
@@ -277,10 +300,10 @@ class ChatTemplate:
         if not tools:
             return
         tool_names(tools)
-        if not self._reads("tools"):
+        if not self.reads("tools"):
             raise ChatTemplateError("the chat template does not support tools; use a model trained for them")
 
-    def _reads(self, variable: str) -> bool:
+    def reads(self, variable: str) -> bool:
         """Return whether the template reads a variable."""
         names = self._environment.parse(self._source).find_all(nodes.Name)
         return any(name.name == variable for name in names)

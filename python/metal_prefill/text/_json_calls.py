@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from contextlib import suppress
 from typing import Any, TypeAlias
 
 _STRUCTURE = re.compile(r'\\.|["{}\[\]]', re.DOTALL)
@@ -87,3 +88,38 @@ def read_json(text: str) -> Any:
     value = json.loads(text)
     json.dumps(value, ensure_ascii=False, allow_nan=False).encode("utf-8")
     return value
+
+
+_CUT_ESCAPE = re.compile(r"(?:\\u[dD][89abAB][0-9a-fA-F]{2})?(?:\\(?:u[0-9a-fA-F]{0,3})?)?\Z")
+_CUT_WORD = re.compile(r"[a-z]*\Z")
+_ENDINGS = ("", "null", ": null", "0", '"')
+_BETWEEN = " \t\r\n,"
+
+
+def read_arguments(text: str) -> Any:
+    """Parse the arguments of a call as JSON, also if they end too early; return other text as it is."""
+    try:
+        return read_json(text.strip() or "{}")
+    except (ValueError, RecursionError):
+        pass
+    closing: list[str] = []
+    in_string, begin = False, 0  # of the last string
+    for match in _STRUCTURE.finditer(text):
+        found = match[0]
+        if found == '"':
+            in_string, begin = not in_string, match.start()
+        elif not in_string and found in ("{", "["):
+            closing.append("}" if found == "{" else "]")
+        elif not in_string and closing and found in closing[-1]:
+            closing.pop()
+    if closing[:1] != ["}"]:
+        return text
+    if in_string:  # a value, or a name, which is removed
+        begun_texts = [text, _CUT_ESCAPE.sub("", text), text[:begin].rstrip(_BETWEEN)]
+    else:
+        begun_texts = [_CUT_WORD.sub("", text).rstrip(_BETWEEN)]
+    for begun in begun_texts:
+        for ending in _ENDINGS:
+            with suppress(ValueError, RecursionError):
+                return read_json("".join([begun, ending, *reversed(closing)]))
+    return text

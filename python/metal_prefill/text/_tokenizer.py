@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from tokenizers import Tokenizer as Segmenter
@@ -12,7 +12,8 @@ from metal_prefill._support.cached_property import cached_property
 from metal_prefill.files._gguf_file import GGUFFile
 from metal_prefill.text._encoder_vocabulary import SPACE
 from metal_prefill.text._file_templates import FileTemplates
-from metal_prefill.text._metadata import flag
+from metal_prefill.text._metadata import flag, special_id
+from metal_prefill.text._reasoning import BEGIN, END
 from metal_prefill.text._segmentation import segmented, segmented_ids
 from metal_prefill.text._special_tokens import SpecialTokens, TokenPair
 from metal_prefill.text._spelled_tokens import SpelledTokens
@@ -31,6 +32,13 @@ END_TOKENS = (
     "<|end|>",
     "<end_of_turn>",
     "</s>",
+)
+
+# Tokens for filling in the middle, for files whose metadata does not name them.
+_FILL_FORMS = (
+    ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),
+    ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),
+    ("<|fim_begin|>", "<|fim_hole|>", "<|fim_end|>"),
 )
 
 _BLOCK = 1 << 14  # characters of texts that are encoded together
@@ -385,8 +393,15 @@ class Tokenizer:
         add_generation_prompt: bool,
         variables: Mapping[str, Any],
         documents: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        untrusted: Mapping[str, Any] | None = None,
+        continues: bool = False,
     ) -> list[tuple[str, bool]]:
-        """Render messages to pieces of text, each with a flag for the spelling of a control token."""
+        """Render messages to pieces of text, each with a flag for the spelling of a control token.
+
+        `untrusted` are variables that cannot spell control tokens. With `continues`, the text ends with that
+        of the last message, for the model to continue.
+        """
         template = self._templates.with_tools if tools else self._templates.plain
         return template.render(
             messages,
@@ -401,7 +416,13 @@ class Tokenizer:
             },
             tools,
             documents,
+            untrusted=untrusted,
+            continues=continues,
         )
+
+    def template_reads(self, variable: str, tools: bool) -> bool:
+        """Return whether the template of conversations with or without tools reads a variable."""
+        return (self._templates.with_tools if tools else self._templates.plain).reads(variable)
 
     @property
     def chat_stop(self) -> tuple[str, ...]:
@@ -453,10 +474,33 @@ class Tokenizer:
         """Whether `decode` omits a space at the beginning of a text."""
         return self.space_prefix or self._vocabulary.kind in ENCODER_KINDS
 
-    def decoder(self, *, skip_special: bool = True, whole: bool = False) -> TokenDecoder:
-        """Return a decoder that takes a token at a time, for a continuation or for a whole text."""
+    def decoder(
+        self, *, skip_special: bool = True, whole: bool = False, shown: Container[int] = ()
+    ) -> TokenDecoder:
+        """Return a decoder that takes a token at a time, for a continuation or for a whole text.
+
+        Special tokens in `shown` are not skipped.
+        """
         first = self._bytes.first if whole and self.strips_space else None
-        return TokenDecoder(self._bytes.piece, skip_special, first)
+        return TokenDecoder(self._bytes.piece, skip_special, first, shown)
+
+    @cached_property
+    def reasoning_tags(self) -> frozenset[int]:
+        """Control tokens that begin and end reasoning."""
+        return frozenset(i for text, i in self._spelled.special.items() if text in (BEGIN, END))
+
+    @cached_property
+    def fill_tokens(self) -> tuple[int, int, int] | None:
+        """Tokens before a prefix, before a suffix, and before the text between them; None without such."""
+        keys = ("fim_pre", "fim_suf", "fim_mid")
+        ids = [special_id(self._gguf, key, self.vocab_size) for key in keys]
+        spelled = self._spelled.special | self._spelled.user_defined
+        for form in _FILL_FORMS:
+            ids = [spelled.get(text) if i is None else i for i, text in zip(ids, form, strict=True)]
+        before, between, after = ids
+        if before is None or between is None or after is None:
+            return None
+        return before, between, after
 
     def token(self, token_id: int) -> str:
         """Return the text of a token as written in the file, such as ``Ġthe`` or ``<0x0A>``."""

@@ -16,11 +16,13 @@ from __future__ import annotations
 
 import itertools
 import re
+import secrets
+import string
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from metal_prefill.text._json_calls import Brackets, read_json
+from metal_prefill.text._json_calls import Brackets, read_arguments, read_json
 from metal_prefill.text._written_calls import MOST_DEPTH, ElementScanner, PythonScanner, types_of
 
 # The second pair are control tokens, which texts of generated tokens do not contain.
@@ -63,6 +65,11 @@ class ToolCall:
         call = {"type": "function", "function": {"name": self.name, "arguments": self.arguments}}
         return call if self.id is None else {"id": self.id, **call}
 
+    @property
+    def with_id(self) -> ToolCall:
+        """The call with an id: its own, or a new one."""
+        return self if self.id is not None else replace(self, id=new_call_id())
+
     @classmethod
     def from_message(cls, call: Mapping[str, Any]) -> ToolCall:
         """Create a call from an element of ``tool_calls``, whose arguments may be JSON text.
@@ -76,6 +83,11 @@ class ToolCall:
         if found is None:
             raise ValueError(f"not a tool call: {call!r:.200}")
         return found
+
+
+def new_call_id() -> str:
+    """Return a random id of nine letters and digits, the only form that Mistral's templates accept."""
+    return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
 
 
 class ParsedAnswer(NamedTuple):
@@ -217,7 +229,9 @@ class ToolCallParser:
         while self._at < len(self._text):
             if self._after_call:
                 rest = self._after_space(self._at)
-                near = rest - self._at <= _MOST_SPACE
+                if self._text[rest : rest + 1] == "}":  # small models close one bracket too many
+                    rest = self._after_space(rest + 1)
+                near = rest - self._at <= 2 * _MOST_SPACE
                 arrived = self._text[rest : rest + max(map(len, _CLOSE))]
                 if not final and near and any(c.startswith(arrived) and c != arrived for c in _CLOSE):
                     break
@@ -426,7 +440,8 @@ def _call(value: Any, tagged: bool) -> ToolCall | None:
     inner = value.get("function", value) if isinstance(value, Mapping) else None
     if not isinstance(inner, Mapping) or not isinstance(inner.get("name"), str):
         return None
-    arguments = inner.get("arguments", inner.get("parameters", {} if tagged else None))
+    given = [inner[key] for key in ("arguments", "parameters") if key in inner]
+    arguments = (given[0] or {}) if given else ({} if tagged else None)
     if isinstance(arguments, str):
         try:
             arguments = read_json(arguments)
@@ -438,12 +453,30 @@ def _call(value: Any, tagged: bool) -> ToolCall | None:
     return ToolCall(inner["name"], dict(arguments), known_as if isinstance(known_as, str) else None)
 
 
-def parse_arguments(message: dict[Any, Any]) -> dict[Any, Any]:
-    """Parse JSON arguments of a message's tool calls in place, because templates expect mappings."""
+def parse_arguments(message: dict[Any, Any], where: str) -> dict[Any, Any]:
+    """Parse JSON arguments of a message's tool calls in place, because templates expect mappings.
+
+    Arguments that end too early, as those of an answer that was cut, are completed. A list without calls is
+    removed, because templates test whether there is one.
+
+    Raises
+    ------
+    ValueError
+        The arguments of a call are not an object.
+    """
     calls = message.get("tool_calls")
-    for call in calls if isinstance(calls, list) else ():
+    if not calls:
+        message.pop("tool_calls", None)
+    for i, call in enumerate(calls if isinstance(calls, list) else ()):
         inner = call.get("function", call) if isinstance(call, dict) else None
-        found = _call(call, tagged=True)
-        if isinstance(inner, dict) and "arguments" in inner and found is not None:
-            inner["arguments"] = found.arguments
+        if not isinstance(inner, dict) or "arguments" not in inner:
+            continue
+        arguments = inner["arguments"]
+        if isinstance(arguments, str):
+            arguments = read_arguments(arguments)
+        if arguments is not None and not isinstance(arguments, dict):
+            field = "function.arguments" if inner is not call else "arguments"
+            given = inner["arguments"]
+            raise ValueError(f"{where}.tool_calls[{i}].{field} must be a JSON object, got {given!r:.80}")
+        inner["arguments"] = arguments or {}
     return message
