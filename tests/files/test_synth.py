@@ -409,3 +409,9 @@ def test_dimensions_below_one_are_rejected(field: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=f"{field} 0: must be at least 1"):
         synth.synthesize(tmp_path / "m.gguf", preset="tiny", **options)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_model_that_ranks_has_a_head(tmp_path: Path) -> None:
+    path = synth.synthesize(tmp_path / "m.gguf", preset="tiny", pooling="rank")
+    with Model(path, device="cpu") as model:
+        assert model.engine.head.labels == ("score",)

@@ -56,6 +56,10 @@ def read_config(gguf: GGUFFile, max_context: int | None = None) -> ModelConfig:
     UnsupportedModelError
         The architecture, or a feature that the file requires, is not implemented.
     """
+    if gguf.metadata.get("general.type") == "adapter":
+        raise UnsupportedModelError(
+            f"{gguf.path}: is an adapter (LoRA), not a model: merge it into its base model first"
+        )
     keys = Keys(gguf)
     name = keys.architecture
     traits = ARCHITECTURES.get(name)

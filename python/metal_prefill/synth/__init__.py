@@ -338,6 +338,8 @@ def synthesize(
     }
     given = {name: value for name, value in changes.items() if value is not None}
     shape = replace(PRESETS[preset], **given)  # type: ignore[arg-type]  # each has its field's type
+    if shape.pooling == "rank" and not shape.labels:
+        shape = replace(shape, labels=("score",))  # its file must have a head
     if conv_layers is None:
         shape = replace(shape, conv_layers=tuple(n for n in shape.conv_layers if n < shape.layers))
     if scan is None and shape.scan is not None and shape.scan.layers is not None:

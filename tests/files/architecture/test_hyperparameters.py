@@ -53,6 +53,11 @@ def test_double_precision_is_accepted(open_model: Open) -> None:
     assert read_config(open_model({"llama.rope.freq_base": (F64, scalar(F64, 123.5))})).rope_base == 123.5
 
 
+def test_an_adapter_is_named(open_model: Open) -> None:
+    with pytest.raises(UnsupportedModelError, match="is an adapter"):
+        read_config(open_model({"general.type": string("adapter"), "llama.block_count": None}))
+
+
 def test_the_vocabulary_size_may_be_stated_without_tokens(open_model: Open) -> None:
     without = {"tokenizer.ggml.tokens": None}
     assert read_config(open_model({**without, "llama.vocab_size": integer(7)})).vocab_size == 7
