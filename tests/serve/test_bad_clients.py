@@ -9,7 +9,7 @@ from typing import Any
 
 import openai
 import pytest
-from support.running_server import Gate, Running, read_all, request_bytes, running, wait_until
+from support.running_server import POST, Gate, Running, read_all, request_bytes, running, wait_until
 
 from metal_prefill import Model
 
@@ -98,7 +98,7 @@ def test_an_oversized_body_is_rejected_before_it_is_read(strict: Running) -> Non
         assert answer.startswith(b"HTTP/1.1 413 ")
         assert b"more than 20000 bytes" in answer
     with strict.connect() as connection:  # one without a declared length
-        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n")
+        connection.sendall(POST + b"transfer-encoding: chunked\r\n\r\n")
         for _ in range(3):
             connection.sendall(b"2000\r\n" + b" " * 0x2000 + b"\r\n")
         assert read_all(connection).startswith(b"HTTP/1.1 413 ")
@@ -157,7 +157,6 @@ def test_invalid_conversations_are_reported(strict: Running) -> None:
         ({"messages": [{"role": "<|im_start|>", "content": "a"}]}, "must be a word"),
         ({"messages": [user], "response_format": {"type": "json_schema"}}, "response_format.json_schema"),
         ({"messages": [user], "chat_template_kwargs": {"tools": 1}}, "tools"),
-        ({"messages": [user], "chat_template_kwargs": {"a": "text"}}, "chat_template_kwargs"),
     ):
         answer = strict.post("/v1/chat/completions", body)
         assert answer.status_code == 400

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from support.running_server import Running, read_all
+from support.running_server import POST, Running, read_all
 
 from metal_prefill import Model
 from metal_prefill._support.shortened import MOST_CHARACTERS
@@ -123,9 +123,7 @@ def test_metadata_is_not_kept() -> None:
 def chunked(chunks: int) -> bytes:
     body = json.dumps(BODY).encode()
     pieces = [b" "] * (chunks - 1) + [body]
-    head = (
-        b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\ntransfer-encoding: chunked\r\n\r\n"
-    )
+    head = POST + b"connection: close\r\ntransfer-encoding: chunked\r\n\r\n"
     return head + b"".join(b"%x\r\n%s\r\n" % (len(piece), piece) for piece in pieces) + b"0\r\n\r\n"
 
 
@@ -142,7 +140,7 @@ def test_invalid_data_after_an_answer_closes_the_connection_silently(
     server: Running, caplog: pytest.LogCaptureFixture
 ) -> None:
     with server.connect() as connection:
-        connection.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n")
+        connection.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n")
         assert connection.recv(4096).startswith(b"HTTP/1.1 200 ")
         connection.sendall(b"not a chunk\r\n")
         read_all(connection)

@@ -13,8 +13,8 @@ from support.hostile_constraints import PLAIN, hostile_requests
 from support.running_server import running
 
 from metal_prefill import Model
-from metal_prefill.generation import _text_generation
-from metal_prefill.generation._constraint import Constraint
+from metal_prefill.generation import _constraint
+from metal_prefill.generation._constraint import _Compiled
 from metal_prefill.serve import _chat, _service
 from metal_prefill.serve._forms import ChatForm
 
@@ -27,6 +27,19 @@ def text_of(answer: httpx.Response) -> str:
     assert answer.status_code == 200, answer.text
     text: str = answer.json()["choices"][0]["text"]
     return text
+
+
+def test_a_grammar_does_not_stall_the_server(cpu_model: Model) -> None:
+    """Its strings have no end, so that each quote could begin one."""
+    body = {**PLAIN, "grammar": 'start: "' + '\\"' * 500_000}
+    with running(cpu_model) as server:
+        answers: list[httpx.Response] = []
+        thread = threading.Thread(target=lambda: answers.append(server.post("/v1/completions", body)))
+        thread.start()
+        while not answers:
+            assert server.get("/health").elapsed.total_seconds() < 2
+        thread.join()
+    assert answers[0].status_code == 400
 
 
 def test_answers_next_to_hostile_constraints_are_the_same_as_alone(cpu_model: Model) -> None:
@@ -69,10 +82,12 @@ SCHEMA = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type":
         ("/v1/chat/completions", chat(response_format=SCHEMA)),
     ],
 )
-def test_prompts_without_constraints_do_not_wait_for_those_that_compile(
+def test_only_unknown_constraints_wait_for_those_that_compile(
     cpu_model: Model, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any]
 ) -> None:
     monkeypatch.setattr(_service, "PREPARERS", 1)
+    monkeypatch.setattr(_service, "MOST_COMPILING", 1)
+    _constraint._vocabulary(cpu_model.tokenizer)._known.clear()
     compiling, go_on = threading.Event(), threading.Event()
 
     def compile_slowly(*arguments: Any, **named: Any) -> Any:
@@ -80,20 +95,24 @@ def test_prompts_without_constraints_do_not_wait_for_those_that_compile(
         assert go_on.wait(60)
         return real(*arguments, **named)
 
-    real = Constraint
-    monkeypatch.setattr(_text_generation, "Constraint", compile_slowly)
+    real = _Compiled._compile
     with running(cpu_model) as server:
+        known = text_of(server.post("/v1/completions", CONSTRAINED))
+        monkeypatch.setattr(_Compiled, "_compile", compile_slowly)
         answers: list[httpx.Response] = []
-        thread = threading.Thread(target=lambda: answers.append(server.post(path, body)))
-        thread.start()
+        threads = [threading.Thread(target=lambda: answers.append(server.post(path, body))) for _ in range(3)]
+        for thread in threads:
+            thread.start()
         assert compiling.wait(60)
         assert text_of(server.post("/v1/completions", PLAIN))
+        assert text_of(server.post("/v1/completions", CONSTRAINED)) == known
         free = server.post("/v1/chat/completions", chat(response_format={"type": "text"}))
         assert free.status_code == 200
         assert not answers
         go_on.set()
-        thread.join()
-    assert answers[0].status_code == 200
+        for thread in threads:
+            thread.join()
+    assert [answer.status_code for answer in answers] == [200] * 3
 
 
 @pytest.mark.parametrize(

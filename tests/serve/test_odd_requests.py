@@ -11,14 +11,14 @@ from collections.abc import Iterator
 from contextlib import suppress
 
 import pytest
-from support.running_server import Running, request_bytes, running, wait_until
+from support.running_server import POST, Running, request_bytes, running, wait_until
 
 from metal_prefill import Model
 from metal_prefill.serve._connections import MAX_HEADERS
 
 BODY = {"prompt": "ROMEO:\n", "max_tokens": 4, "temperature": 0}
 JSON = json.dumps(BODY).encode()
-HEALTH = b"GET /health HTTP/1.1\r\nhost: x\r\n"
+HEALTH = b"GET /health HTTP/1.1\r\nhost: localhost\r\n"
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +28,7 @@ def served(cpu_model: Model) -> Iterator[Running]:
 
 
 def chunked(*chunks: bytes) -> bytes:
-    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
+    head = POST + b"transfer-encoding: chunked\r\n\r\n"
     return head + b"".join(chunks)
 
 
@@ -44,7 +44,7 @@ def test_requests_in_a_row_are_answered_in_order(served: Running) -> None:
 
 
 def test_a_client_may_wait_until_its_body_is_wanted(served: Running) -> None:
-    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nexpect: 100-continue\r\ncontent-length: "
+    head = POST + b"expect: 100-continue\r\ncontent-length: "
     with served.connect() as connection:
         connection.sendall(head + b"%d\r\n\r\n" % len(JSON))
         assert connection.recv(4096) == b"HTTP/1.1 100 Continue\r\n\r\n"

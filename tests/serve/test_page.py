@@ -95,7 +95,7 @@ def test_the_page_can_be_disabled(cpu_model: Model) -> None:
 
 def test_the_page_can_be_mounted_under_a_path(cpu_model: Model) -> None:
     outer = Starlette(routes=[Mount("/models/demo", serve.app(cpu_model, api_keys=["secret"]))])
-    with TestClient(outer) as client:
+    with TestClient(outer, "http://localhost") as client:
         html = client.get("/models/demo/").text
         for reference in re.findall(r'(?:href|src)="([^"#]+)"', html):
             assert client.get(f"/models/demo/{reference}").status_code == 200

@@ -10,7 +10,8 @@ from typing import Any
 from metal_prefill import Model, serve
 from metal_prefill.serve._relay import ResponseStart, answers, prefix_hash
 
-REQUEST = {"method": "POST", "path": "/v1/completions", "query": "", "headers": [("host", "x")]}
+HEADERS = [("host", "localhost"), ("content-type", "application/json")]
+REQUEST = {"method": "POST", "path": "/v1/completions", "query": "", "headers": HEADERS}
 
 
 async def collected(pieces: AsyncIterator[Any]) -> tuple[ResponseStart, bytes]:

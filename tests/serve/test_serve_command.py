@@ -45,6 +45,8 @@ def test_sigterm_lets_answers_in_flight_finish(tmp_path: Path) -> None:
             f"{url}/v1/completions",
             "-H",
             "authorization: Bearer second-key",
+            "-H",
+            "content-type: application/json",
             "-d",
             body,
         ]

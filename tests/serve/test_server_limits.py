@@ -81,7 +81,8 @@ def test_a_prompt_that_does_not_fit_is_rejected_before_anything_is_computed(cpu_
         refused = server.post("/v1/completions", {"prompt": [1] * 1025})
         assert refused.status_code == 400
         assert refused.json()["error"] == {
-            "message": "a prompt of 1025 tokens exceeds the context of 1024",
+            "message": "This model's maximum context length is 1024 tokens. "
+            "However, a prompt of 1025 tokens exceeds the context of 1024",
             "type": "invalid_request_error",
             "param": None,
             "code": "context_length_exceeded",
@@ -201,7 +202,7 @@ def test_an_app_may_be_mounted_elsewhere(cpu_model: Model) -> None:
     from starlette.testclient import TestClient
 
     outer = Starlette(routes=[Mount("/models/demo", serve.app(cpu_model, api_keys=["key"]))])
-    with TestClient(outer) as client:
+    with TestClient(outer, "http://localhost") as client:
         assert client.get("/models/demo/health").status_code == 200
         for path in ("/v1/models", "/v1/models/health", "/health/health", "/nothing/health"):
             assert client.get(f"/models/demo{path}").status_code == 401

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import jsonschema
@@ -11,7 +10,7 @@ import pytest
 
 from metal_prefill.serve._errors import ApiError
 from metal_prefill.serve._forms import ChatForm
-from metal_prefill.serve._tools import call_constraint, required_call
+from metal_prefill.serve._tools import RequiredCall, call_constraint
 
 PLACE = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}
 
@@ -136,11 +135,16 @@ def test_objects_have_their_listed_properties(parameters: Any, arguments: Any, a
 def test_a_call_keeps_its_arguments(
     text: str, names: list[str], expected: tuple[str, str, bool] | None
 ) -> None:
-    found = required_call(text, names)
-    if expected is None:
-        assert found is None
-        return
-    assert found is not None
-    call, whole = found
-    assert (call["function"]["name"], call["function"]["arguments"], whole) == expected
-    assert json.dumps(call)
+    for pieces in ([text], list(text) or [""]):
+        call = RequiredCall(names)
+        made = [
+            part for i, piece in enumerate(pieces) for part in call.step(piece, last=i == len(pieces) - 1)
+        ]
+        if expected is None:
+            assert (made, call.message) == ([], None)
+            continue
+        assert call.message is not None
+        function = call.message["function"]
+        assert (function["name"], function["arguments"], call.whole) == expected
+        assert "".join(part["function"]["arguments"] for part in made) == function["arguments"]
+        assert [part.get("id") for part in made] == [call.message["id"], *[None] * (len(made) - 1)]

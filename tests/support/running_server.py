@@ -20,6 +20,9 @@ from metal_prefill import Model, serve
 from metal_prefill.serve._connections import Server
 from metal_prefill.serve._service import Service
 
+JSON = {"content-type": "application/json"}
+POST = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+
 
 class Running:
     """A server that answers at `url`."""
@@ -39,7 +42,10 @@ class Running:
     def post(self, path: str, body: Any, **options: Any) -> httpx.Response:
         """Send JSON, or bytes unchanged."""
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
-        return httpx.post(self.url + path, content=content, timeout=60, trust_env=False, **options)
+        headers = {**JSON, **options.pop("headers", {})}
+        return httpx.post(
+            self.url + path, content=content, headers=headers, timeout=60, trust_env=False, **options
+        )
 
     def get(self, path: str, **options: Any) -> httpx.Response:
         """Request a path."""
@@ -137,7 +143,8 @@ def request_bytes(body: Any, path: str = "/v1/completions", length: int | None =
     """Return the bytes of a request; `length` replaces its declared length."""
     content = json.dumps(body).encode()
     length = len(content) if length is None else length
-    return f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-length: {length}\r\n\r\n".encode() + content
+    head = POST.replace(b"/v1/completions", path.encode())
+    return head + f"content-length: {length}\r\n\r\n".encode() + content
 
 
 def read_all(connection: socket.socket) -> bytes:

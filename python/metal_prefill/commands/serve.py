@@ -40,7 +40,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--no-page", dest="page", action="store_false", help="do not serve the page for browsers at /"
     )
-    parser.add_argument("--api-key-file", type=Path, metavar="FILE", help="one accepted API key per line")
+    parser.add_argument(
+        "--api-key-file",
+        type=Path,
+        metavar="FILE",
+        help="one accepted API key per line; # begins a comment line",
+    )
+    parser.add_argument(
+        "--allowed-host",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="name of the server in URLs, such as that of a proxy, besides IP addresses, localhost and the "
+        "machine's name; repeatable; '*' allows all",
+    )
+    parser.add_argument(
+        "--cors-origin",
+        action="append",
+        default=[],
+        metavar="ORIGIN",
+        help="origin whose pages may use the server from a browser, such as https://app.example.com; "
+        "repeatable; '*' allows all",
+    )
     limits = parser.add_argument_group("limits")
     positive, not_negative = common.positive, common.not_negative
     for option, kind, metavar, what in (
@@ -131,6 +152,8 @@ def execute(arguments: argparse.Namespace) -> None:
     settings = Settings(
         names=_names(arguments),
         api_keys=_keys(arguments.api_key_file),
+        allowed_hosts=[arguments.host, *arguments.allowed_host],
+        cors_origins=arguments.cors_origin,
         max_streams=arguments.max_streams,
         max_queue=arguments.max_queue,
         max_seconds=arguments.max_seconds,
@@ -186,10 +209,11 @@ def _keys(path: Path | None) -> list[str]:
     if path is None:
         return []
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise common.UsageError(f"{path} is not UTF-8 text: {error}") from error
-    keys = [line.strip() for line in text.splitlines() if line.strip()]
+    lines = map(str.strip, text.splitlines())
+    keys = [line for line in lines if line and not line.startswith("#")]
     if not keys:
         raise common.UsageError(f"{path} contains no API key")
     return keys

@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -27,7 +28,12 @@ from metal_prefill.serve._forms import (
     TokenizeForm,
 )
 from metal_prefill.serve._keys import OPEN_PATHS, RequireKey, prefix_key, prefix_namespace
+from metal_prefill.serve._messages import STYLE as MESSAGES
+from metal_prefill.serve._messages import CountForm, MessagesForm, count_tokens, messages
+from metal_prefill.serve._origins import RefuseForeign
 from metal_prefill.serve._page import page_routes
+from metal_prefill.serve._responses import STYLE as RESPONSES
+from metal_prefill.serve._responses import ResponsesForm, responses
 from metal_prefill.serve._service import Service
 from metal_prefill.serve._settings import Settings
 from metal_prefill.serve._tokens import detokenize, tokenize
@@ -75,6 +81,20 @@ def make_app(model: Model, settings: Settings) -> Starlette:
 
     page = page_routes() if settings.page else []
     open_paths = [*OPEN_PATHS, *(route.path for route in page)]
+    origins = list(settings.cors_origins)
+    middleware = [Middleware(RefuseForeign, hosts=settings.allowed_hosts, origins=origins)]
+    if origins:
+        middleware.append(
+            Middleware(
+                CORSMiddleware,
+                allow_origins=origins,
+                allow_methods=["GET", "POST"],
+                allow_headers=["*"],
+                expose_headers=["Retry-After"],
+            )
+        )
+    if settings.api_keys:
+        middleware.append(Middleware(RequireKey, keys=settings.api_keys, open_paths=open_paths))
     ranking = Endpoint(service, RerankForm, rank)
     app = Starlette(
         routes=[
@@ -82,6 +102,13 @@ def make_app(model: Model, settings: Settings) -> Starlette:
             Route("/v1/models/{name:path}", one_model),
             Route("/v1/completions", Endpoint(service, CompletionForm, complete), methods=["POST"]),
             Route("/v1/chat/completions", Endpoint(service, ChatForm, chat), methods=["POST"]),
+            Route("/v1/responses", Endpoint(service, ResponsesForm, responses, RESPONSES), methods=["POST"]),
+            Route("/v1/messages", Endpoint(service, MessagesForm, messages, MESSAGES), methods=["POST"]),
+            Route(
+                "/v1/messages/count_tokens",
+                Endpoint(service, CountForm, count_tokens, MESSAGES),
+                methods=["POST"],
+            ),
             Route("/v1/embeddings", Endpoint(service, EmbeddingForm, embed), methods=["POST"]),
             Route("/v1/rerank", ranking, methods=["POST"]),
             Route("/v2/rerank", ranking, methods=["POST"]),  # the path of Cohere's client
@@ -92,9 +119,7 @@ def make_app(model: Model, settings: Settings) -> Starlette:
             Route("/activity", activity),
             *page,
         ],
-        middleware=[Middleware(RequireKey, keys=settings.api_keys, open_paths=open_paths)]
-        if settings.api_keys
-        else [],
+        middleware=middleware,
         lifespan=lifespan,
         # Starlette writes a traceback to the log for errors that only the handler of `Exception` answers.
         exception_handlers=dict.fromkeys((HTTPException, ApiError, Exception), answer_error),

@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager, contextmanager
 from typing import NamedTuple
 
 import anyio
+from starlette.datastructures import Headers
 from starlette.requests import Request
 
 from metal_prefill.serve._errors import ApiError
@@ -14,6 +15,8 @@ from metal_prefill.serve._settings import Settings
 
 HELD = 32  # requests of the largest size that may be in flight, or more smaller ones
 MOST_UNSENT = 1 << 28  # bytes of answers, other than streams, that clients have not received
+MOST_ANSWER = 1 << 27  # bytes of an answer, besides the text that a model generates
+MOST_ESCAPED = 6  # bytes in JSON of a byte of text
 MOST_SCORED = 1 << 28  # bytes of log probabilities whose texts have not ended
 LARGE = 1 << 18  # bytes; preparing a body takes up to 200 times its size, so large ones take turns
 
@@ -123,10 +126,11 @@ class Bodies:
         Raises
         ------
         ApiError
-            The body is too large or too slow, or too many bodies are in flight.
+            The body is not JSON, too large or too slow, or too many bodies are in flight.
         starlette.requests.ClientDisconnect
             The client disconnected.
         """
+        _check_type(request.headers)
         limit = self._limit
         too_large = ApiError(
             413, f"the body has more than {limit} bytes", code="request_too_large", headers=_CLOSE
@@ -165,3 +169,23 @@ class Bodies:
             yield turn
         finally:
             turn.end()
+
+
+def _check_type(headers: Headers) -> None:
+    """Raise `ApiError` unless a body is plain JSON, which pages of other sites may not send unasked."""
+    kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json" and not kind.endswith("+json"):
+        raise ApiError(
+            415,
+            f"the Content-Type must be application/json, got {kind or 'none'}",
+            code="unsupported_content_type",
+            headers=_CLOSE,
+        )
+    coding = headers.get("content-encoding", "identity").strip().lower()
+    if coding not in ("", "identity"):
+        raise ApiError(
+            415,
+            f"the Content-Encoding {coding} is not supported: send the body without compression",
+            code="unsupported_content_encoding",
+            headers=_CLOSE,
+        )

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,19 +27,33 @@ from metal_prefill.serve._reply import Reply
 from metal_prefill.serve._scores import most_tokens, scores_of
 from metal_prefill.serve._service import Service
 from metal_prefill.serve._tools import (
+    RequiredCall,
     call_constraint,
     call_message,
     offered_tools,
     possible_calls,
-    required_call,
 )
 from metal_prefill.session import Piece
-from metal_prefill.text._reasoning import END, ReasoningParser, begins_in
+from metal_prefill.text._reasoning import END, ReasoningParser, begins_after
 from metal_prefill.text._tokenizer import Tokenizer
-from metal_prefill.text._tool_calls import ToolCall, ToolCallParser
+from metal_prefill.text._tool_calls import ToolCall, ToolCallParser, parse_arguments
 
-_LAST_TOKENS = 8  # of a prompt, enough for the tag that begins reasoning
 _ROLES = {"developer": "system"}  # templates do not define it
+
+
+def text_of(content: Any, where: str, kinds: Collection[str] = ("text",)) -> str:
+    """Return the text of a field, which is null, a text, or a list of parts of these types."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    for part in content if isinstance(content, list) else [content]:
+        kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+        if kind not in kinds or not isinstance(part.get("text"), str):
+            raise ApiError(
+                400,
+                f"{where} has a part of type {kind!r:.80}; supported: {', '.join(kinds)}",
+                param=where,
+            )
+    return "".join(part["text"] for part in content)
 
 
 def plain_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
@@ -47,18 +62,11 @@ def plain_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
     for i, message in enumerate(messages):
         fields: dict[str, Any] = msgspec.to_builtins(message)
         fields["role"] = _ROLES.get(message.role, message.role)
-        if isinstance(message.content, list):
-            for part in message.content:
-                if part.get("type") != "text" or not isinstance(part.get("text"), str):
-                    raise ApiError(
-                        400,
-                        f"messages[{i}] has a part of type {part.get('type')!r}: only 'text' is supported",
-                        param=f"messages[{i}].content",
-                    )
-            fields["content"] = "".join(part["text"] for part in message.content)
-        elif message.content is None:
-            fields["content"] = ""
-        plain.append(fields)
+        fields["content"] = text_of(message.content, f"messages[{i}].content")
+        try:
+            plain.append(parse_arguments(fields, f"messages[{i}]"))
+        except ValueError as error:
+            raise ApiError(400, str(error), param=str(error).partition(" ")[0]) from None
     return plain
 
 
@@ -67,14 +75,45 @@ def chat_tokens(service: Service, form: ChatForm) -> list[int]:
     variables: dict[str, Any] = dict(form.chat_template_kwargs or {})
     if reserved := sorted(set(variables) & {"messages", "tools", "documents", "add_generation_prompt"}):
         raise ApiError(400, f"chat_template_kwargs: {reserved[0]} is reserved", param="chat_template_kwargs")
-    tokenizer = service.model.tokenizer
+    tokenizer, tools = service.model.tokenizer, offered_tools(form)
+    continues = form.continue_final_message or (form.messages[-1].prefix or False)
+    adds_prompt = not continues if form.add_generation_prompt is None else form.add_generation_prompt
+    if continues and adds_prompt:
+        raise ApiError(
+            400,
+            "continue_final_message continues the last message, and add_generation_prompt begins another one",
+            param="add_generation_prompt",
+        )
     pieces = tokenizer.chat_pieces(
-        plain_messages(form.messages), offered_tools(form), True, variables, form.documents
+        plain_messages(form.messages),
+        tools,
+        adds_prompt,
+        {},
+        form.documents,
+        untrusted={**_effort(form, tokenizer), **variables},
+        continues=continues,
     )
     check_size(service.model.engine, sum(tokenizer.least_tokens(text) for text, _ in pieces))
     for text, _ in pieces:
         service.check_text(text, "messages")
     return tokenizer.encode_chat(pieces)
+
+
+def _effort(form: ChatForm, tokenizer: Tokenizer) -> dict[str, Any]:
+    """Return the template variable by which a template follows `reasoning_effort`."""
+    effort, tools = form.reasoning_effort, bool(offered_tools(form))
+    if effort is None:
+        return {}
+    if tokenizer.template_reads("reasoning_effort", tools):
+        return {"reasoning_effort": effort}
+    if tokenizer.template_reads("enable_thinking", tools):
+        return {"enable_thinking": effort != "none"}
+    raise ApiError(
+        400,
+        "reasoning_effort: this model's chat template reads neither reasoning_effort nor enable_thinking",
+        param="reasoning_effort",
+        code="unsupported",
+    )
 
 
 def constraint_of(form: ChatForm) -> dict[str, Any]:
@@ -93,10 +132,11 @@ def constraint_of(form: ChatForm) -> dict[str, Any]:
 
 
 def _is_constrained(form: ChatForm) -> bool:
-    """Return whether a constraint may have to be compiled."""
+    """Return whether a constraint determines the text."""
     return (
         form.regex is not None
         or form.grammar is not None
+        or form.structured_outputs is not None
         or (form.response_format is not None and form.response_format.type != "text")
         or form.tool_choice not in (None, "auto", "none")
     )
@@ -104,8 +144,9 @@ def _is_constrained(form: ChatForm) -> bool:
 
 def _streams(service: Service, form: ChatForm, n: int, namespace: str) -> list[Stream]:
     ids = chat_tokens(service, form)
-    options = {**options_of(form), **constraint_of(form)}
+    options = {**options_of(form, service.model.tokenizer), **constraint_of(form)}
     options["stop"] = [*options["stop"], *service.model.tokenizer.chat_stop]
+    options["reasoning"] = _has_reasoning(service.model.tokenizer)
     max_tokens = form.max_completion_tokens or form.max_tokens or service.model.max_context
     if form.logprobs:
         options["logprobs"] = form.top_logprobs or 0
@@ -114,13 +155,18 @@ def _streams(service: Service, form: ChatForm, n: int, namespace: str) -> list[S
     return make_streams(service.model.engine, ids, n, max_tokens, prefix_namespace=namespace, **options)
 
 
+def _has_reasoning(tokenizer: Tokenizer) -> bool:
+    return END in (tokenizer.chat_template or "")
+
+
 def _reasoning_parser(form: ChatForm, tokenizer: Tokenizer, stream: Stream) -> ReasoningParser | None:
     """Return a parser of the reasoning in an answer; None if the model's template knows none."""
-    if form.reasoning_format == "none" or END not in (tokenizer.chat_template or ""):
+    if form.reasoning_format == "none" or not _has_reasoning(tokenizer):
         return None
-    prompt = tokenizer.decode(stream.prompt[-_LAST_TOKENS:].tolist(), skip_special=False)
     # A constraint holds for the whole text, which therefore has no end of reasoning that it does not mention.
-    return ReasoningParser(begun=begins_in(prompt) and not _is_constrained(form))
+    return ReasoningParser(
+        begun=begins_after(tokenizer, stream.prompt.tolist()) and not _is_constrained(form)
+    )
 
 
 @dataclass
@@ -129,18 +175,18 @@ class ChatChoice(Choice):
 
     reasoning_parser: ReasoningParser | None = None
     parser: ToolCallParser | None = None
-    required: Collection[str] = ()  # names of tools; the answer must call one of them
+    required: RequiredCall | None = None
     tokenizer: Tokenizer | None = None  # set if log probabilities are requested
     reasoning: str = ""
     text: str = ""
     calls: list[dict[str, Any]] = field(default_factory=list)
     cut: bool = False  # the only call is incomplete
 
-    def _take(self, pieces: Sequence[Piece]) -> list[dict[str, Any]]:
+    def parts(self, pieces: Sequence[Piece]) -> list[dict[str, Any]]:
         """Add the pieces of a pass, and return parsed parts: reasoning, texts, and calls with their index."""
-        if self.required:
-            return self._take_required() if self.ended else []
         text, made = "".join(piece.text for piece in pieces), []
+        if self.required is not None:
+            return self._call_parts(self.required, text)
         if self.reasoning_parser is not None:
             reasoning, text = self.reasoning_parser.step(text, last=self.ended)
             self.reasoning += reasoning
@@ -156,15 +202,15 @@ class ChatChoice(Choice):
                 made.append({"content": part})
         return made
 
-    def _take_required(self) -> list[dict[str, Any]]:
-        """Parse the whole answer, a possibly truncated call."""
-        text = "".join(piece.text for piece in self.pieces)
-        if (call := required_call(text, self.required)) is None:
-            self.text = text
-            return [{"content": text}] if text else []
-        message, whole = call
-        self.cut = not whole
-        return [self._add_call(message)]
+    def _call_parts(self, call: RequiredCall, text: str) -> list[dict[str, Any]]:
+        """Add to the call that is the whole answer, or to the text if the answer ends before its tool."""
+        made = [{"tool_calls": [{"index": 0, **part}]} for part in call.step(text, last=self.ended)]
+        if call.message is not None:
+            self.calls, self.cut = [call.message], not call.whole
+        elif self.ended and call.text:
+            self.text = call.text
+            return [{"content": call.text}]
+        return made
 
     def _add_call(self, message: dict[str, Any]) -> dict[str, Any]:
         """Append a call, and return the part of a stream that has it with its index."""
@@ -187,7 +233,7 @@ class ChatChoice(Choice):
 
         if len(pieces) == len(self.pieces):  # the first ones
             add({"role": "assistant", "content": ""})
-        for part in self._take(pieces):
+        for part in self.parts(pieces):
             add(part)
         content = [] if self.tokenizer is None else _logprobs(self.tokenizer, pieces)
         if content:
@@ -205,7 +251,7 @@ class ChatChoice(Choice):
     def whole(self) -> dict[str, Any]:
         """Return the complete answer."""
         self.score([])
-        self._take(self.pieces)
+        self.parts(self.pieces)
         message: dict[str, Any] = {"role": "assistant", "content": self.text, "refusal": None}
         if self.reasoning:
             message["reasoning_content"] = self.reasoning
@@ -219,16 +265,13 @@ class ChatChoice(Choice):
         }
 
 
-async def chat(service: Service, form: ChatForm, reply: Reply, sender: Sender) -> None:
-    """Answer a conversation."""
-    begin = time.perf_counter()
-    name = service.check_model(form.model)
+@asynccontextmanager
+async def conversation(service: Service, form: ChatForm, sender: Sender) -> AsyncIterator[list[ChatChoice]]:
+    """Prepare the answers to a conversation, which may be generated within the context."""
     n = check_count(service, form.n or 1)
     tools = offered_tools(form)
     with service.admitted(n):
-        streams = await service.streams(
-            lambda: _streams(service, form, n, sender.namespace), constrained=_is_constrained(form)
-        )
+        streams = await service.streams(lambda: _streams(service, form, n, sender.namespace))
         sender.turn.end()
         logprobs = (form.top_logprobs or 0) if form.logprobs else None
         with scores_of(service.bodies.scores, streams, logprobs) as scores:
@@ -236,11 +279,19 @@ async def chat(service: Service, form: ChatForm, reply: Reply, sender: Sender) -
             for choice in choices:
                 choice.reasoning_parser = _reasoning_parser(form, service.model.tokenizer, choice.stream)
                 choice.parser = ToolCallParser(tools) if tools else None
-                choice.required = possible_calls(form)
+                choice.required = RequiredCall(names) if (names := possible_calls(form)) else None
                 choice.tokenizer = service.model.tokenizer if form.logprobs else None
             form.messages, form.tools, form.documents = [], None, None  # may be large
-            head = head_of("chatcmpl", "chat.completion.chunk" if form.stream else "chat.completion", name)
-            answer = await send_choices(service, form, reply, choices, head, begin)
+            yield choices
+
+
+async def chat(service: Service, form: ChatForm, reply: Reply, sender: Sender) -> None:
+    """Answer a conversation."""
+    begin = time.perf_counter()
+    name = service.check_model(form.model)
+    async with conversation(service, form, sender) as choices:
+        head = head_of("chatcmpl", "chat.completion.chunk" if form.stream else "chat.completion", name)
+        answer = await send_choices(service, form, reply, choices, head, begin)
     if answer is not None:
         await reply.encoded(answer)
 

@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from metal_prefill.generation._stream import Stream, check_size, make_streams
-from metal_prefill.serve._bodies import Sender
+from metal_prefill.serve._bodies import MOST_ANSWER, MOST_ESCAPED, Sender
 from metal_prefill.serve._errors import ApiError
 from metal_prefill.serve._forms import CompletionForm, TokenOrText
 from metal_prefill.serve._generation import (
-    CONSTRAINTS,
     Choice,
     check_count,
     head_of,
@@ -29,6 +28,7 @@ from metal_prefill.text._token_decoder import TokenDecoder
 from metal_prefill.text._tokenizer import Tokenizer
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's default
+MOST_ECHOED = MOST_ANSWER // MOST_ESCAPED  # bytes of the prompts in an answer
 
 
 def prompts_of(prompt: str | list[TokenOrText], param: str) -> list[str | list[int]]:
@@ -51,13 +51,11 @@ async def complete(service: Service, form: CompletionForm, reply: Reply, sender:
     n = form.n or 1
     if form.best_of not in (None, n):
         raise ApiError(400, f"best_of must be n, which is {n}; got {form.best_of}", param="best_of")
-    if form.suffix:
-        raise ApiError(400, "suffix is not supported", param="suffix")
     count = check_count(service, n * len(prompts))
     max_tokens = DEFAULT_MAX_TOKENS if form.max_tokens is None else form.max_tokens
     scored = bool(form.echo) and form.logprobs is not None
     options = {
-        **options_of(form),
+        **options_of(form, service.model.tokenizer),
         "logprobs": form.logprobs,
         "echo": bool(form.echo),
         "prompt_logprobs": scored,
@@ -68,16 +66,24 @@ async def complete(service: Service, form: CompletionForm, reply: Reply, sender:
 
     def streams_of(prompt: str | list[int]) -> list[Stream]:
         engine = service.model.engine
-        if isinstance(prompt, str):
-            check_size(engine, engine.tokenizer.least_tokens(prompt))
-            service.check_text(prompt, "prompt")
-        return make_streams(engine, prompt, n, max_tokens, **options)
+        ids = _prompt_tokens(service, form, prompt) if isinstance(prompt, str) else prompt
+        streams = make_streams(engine, ids, n, max_tokens, **options)
+        if form.echo and isinstance(prompt, str):
+            for stream in streams:
+                stream.text.echo = prompt
+        return streams
+
+    def all_streams() -> list[Stream]:
+        streams = [stream for prompt in prompts for stream in streams_of(prompt)]
+        token_bytes = service.model.tokenizer.token_bytes
+        if form.echo and sum(len(token_bytes(t)) for s in streams for t in s.prompt.tolist()) > MOST_ECHOED:
+            raise ApiError(
+                400, f"echo: more than {MOST_ECHOED} bytes of prompts", param="echo", code="answer_too_large"
+            )
+        return streams
 
     with service.admitted(count):
-        streams = await service.streams(
-            lambda: [stream for prompt in prompts for stream in streams_of(prompt)],
-            constrained=not CONSTRAINTS.isdisjoint(options),
-        )
+        streams = await service.streams(all_streams)
         sender.turn.end()
         with scores_of(service.bodies.scores, streams, form.logprobs) as scores:
             choices = [CompletionChoice(i, s, i % n == 0, scores[i]) for i, s in enumerate(streams)]
@@ -88,6 +94,30 @@ async def complete(service: Service, form: CompletionForm, reply: Reply, sender:
             answer = await send_choices(service, form, reply, choices, head, begin)
     if answer is not None:
         await reply.encoded(answer)
+
+
+def _prompt_tokens(service: Service, form: CompletionForm, prompt: str) -> list[int]:
+    """Encode a prompt, with the suffix of a text to fill in."""
+    tokenizer = service.model.tokenizer
+    for text, param in ((prompt, "prompt"), (form.suffix or "", "suffix")):
+        check_size(service.model.engine, tokenizer.least_tokens(text))
+        service.check_text(text, param)
+
+    def encode(text: str, add_bos: bool | None) -> list[int]:
+        return tokenizer.encode(text, add_bos=add_bos, parse_special=form.parse_special is not False)
+
+    add_bos = None if form.add_special_tokens is not False else False
+    if not form.suffix:
+        return encode(prompt, add_bos)
+    if (fill := tokenizer.fill_tokens) is None:
+        raise ApiError(
+            400,
+            "suffix: this model has no tokens to fill in the middle",
+            param="suffix",
+            code="unsupported",
+        )
+    before, between, after = fill
+    return [*encode("", add_bos), before, *encode(prompt, False), between, *encode(form.suffix, False), after]
 
 
 @dataclass

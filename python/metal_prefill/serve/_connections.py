@@ -87,9 +87,10 @@ def allow_files(settings: Settings) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and wanted > hard:
         most = hard - REFUSED - OTHER_FILES
+        enough = f"enough for {most}" if most > 0 else "too few for any"
         raise ValueError(
             f"max_connections of {settings.max_connections} needs {wanted} open files; "
-            f"this process may have {hard} (ulimit -Hn), which is enough for {most}"
+            f"this process may have {hard} (ulimit -Hn), which is {enough}"
         )
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

@@ -11,12 +11,12 @@ import anyio
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive, Scope, Send
 
-from metal_prefill.errors import ClosedError
+from metal_prefill.errors import ClosedError, ContextOverflowError
 from metal_prefill.serve._bodies import LARGE, Sender
 from metal_prefill.serve._errors import ApiError, log
 from metal_prefill.serve._forms import Form, decode
 from metal_prefill.serve._keys import prefix_key, prefix_namespace
-from metal_prefill.serve._reply import Reply, StalledClientError, timeout_error
+from metal_prefill.serve._reply import OPENAI, Reply, StalledClientError, Style, timeout_error
 from metal_prefill.serve._service import Service
 
 CLOSING_SECONDS = 2  # time limit for a client to receive the end of an answer when the server closes
@@ -36,6 +36,8 @@ class Endpoint(Generic[_Form]):
     answer
         Function that sends the answer, and raises an exception if the request is invalid. Its last argument
         describes its sender.
+    style
+        Format of errors and events.
     """
 
     def __init__(
@@ -43,7 +45,9 @@ class Endpoint(Generic[_Form]):
         service: Service,
         form: type[_Form],
         answer: Callable[[Service, _Form, Reply, Sender], Awaitable[None]],
+        style: Style = OPENAI,
     ) -> None:
+        self._style = style
         self._service = service
         self._form = form
         self._answer = answer
@@ -52,7 +56,7 @@ class Endpoint(Generic[_Form]):
         """Answer a request."""
         settings, metrics = self._service.settings, self._service.metrics
         bodies = self._service.bodies
-        reply = Reply(send, settings.send_seconds, bodies.answers.holding)
+        reply = Reply(send, settings.send_seconds, bodies.answers.holding, self._style)
         begin = time.perf_counter()
         try:
             async with anyio.create_task_group() as group:
@@ -90,6 +94,10 @@ class Endpoint(Generic[_Form]):
                     await self._answer(self._service, form, reply, sender)
             if scope.cancelled_caught:
                 await reply.error(timeout_error(seconds))
+        except ContextOverflowError as error:  # clients recognize OpenAI's words
+            most = self._service.model.max_context
+            message = f"This model's maximum context length is {most} tokens. However, {error}"
+            await reply.error(ApiError(400, message, code="context_length_exceeded"))
         except (StalledClientError, OSError):  # uvicorn closes the connection
             log.info("a client stopped reading its answer")
         except Exception as error:

@@ -16,14 +16,17 @@ from metal_prefill.errors import (
     ClosedError,
     ConstraintError,
     ContextOverflowError,
+    DeviceError,
     KVMemoryError,
     MissingExtraError,
 )
+from metal_prefill.generation._constraint_process import NoWorkerError
 
 log = logging.getLogger("metal_prefill.serve")
 
 # OpenAI's generated clients do not retry a request whose answer has this header.
 NO_RETRY = {"x-should-retry": "false"}
+_RETRY = {"Retry-After": "1"}
 
 
 class ApiError(Exception):
@@ -91,6 +94,8 @@ def api_error(error: Exception) -> ApiError:
         return ApiError(400, str(error), code="kv_memory_exceeded")
     if isinstance(error, ChatTemplateError):
         return ApiError(400, str(error), code="invalid_messages")
+    if isinstance(error, NoWorkerError):
+        return ApiError(503, str(error), code="no_constraint_worker", headers=_RETRY)
     if isinstance(error, ConstraintError):
         return ApiError(400, str(error), code="invalid_constraint")
     if isinstance(error, MissingExtraError):
@@ -100,6 +105,8 @@ def api_error(error: Exception) -> ApiError:
     if isinstance(error, (ValueError, TypeError)):
         return ApiError(400, str(error))
     log.error("a request failed", exc_info=error)
+    if isinstance(error, (DeviceError, MemoryError)):
+        return ApiError(503, f"{type(error).__name__}: {error}", code="out_of_resources", headers=_RETRY)
     return ApiError(500, f"{type(error).__name__}: {error}", code="internal_error", headers=NO_RETRY)
 
 

@@ -25,6 +25,7 @@ MOST_VALUES = 1 << 18
 NotNegative = Annotated[int, Meta(ge=0)]
 Positive = Annotated[int, Meta(ge=1)]
 Fraction = Annotated[float, Meta(ge=0, le=1)]
+PositiveFraction = Annotated[float, Meta(gt=0, le=1)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 # Python's hash of an int is predictable: a dict of large ones that collide would take quadratic time.
 TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
@@ -54,6 +55,16 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     include_obfuscation: bool | None = None  # ignored: no obfuscation is added
 
 
+class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
+    """A constraint on a text."""
+
+    json: dict[str, Any] | str | None = None
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: Annotated[list[str], Meta(min_length=1)] | None = None
+    grammar: str | None = None
+
+
 class TextForm(Form, kw_only=True):
     """Fields common to text generation requests; those after the blank line extend OpenAI's."""
 
@@ -63,18 +74,22 @@ class TextForm(Form, kw_only=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     temperature: Annotated[float, Meta(ge=0)] | None = None
-    top_p: Fraction | None = None
+    top_p: PositiveFraction | None = None
     frequency_penalty: Penalty | None = None
     presence_penalty: Penalty | None = None
     logit_bias: dict[TokenId, Annotated[float, Meta(ge=-100, le=100)]] | None = None
 
     top_k: NotNegative | None = None
     min_p: Fraction | None = None
-    typical_p: Fraction | None = None
+    typical_p: PositiveFraction | None = None
     repeat_penalty: Annotated[float, Meta(gt=0)] | None = None
     min_tokens: NotNegative | None = None
     regex: str | None = None
     grammar: str | None = None
+    # Names in vLLM.
+    repetition_penalty: Annotated[float, Meta(gt=0)] | None = None
+    ignore_eos: bool | None = None
+    structured_outputs: StructuredOutputs | None = None
 
 
 class CompletionForm(TextForm, kw_only=True):
@@ -86,6 +101,9 @@ class CompletionForm(TextForm, kw_only=True):
     echo: bool | None = None
     best_of: int | None = None
     suffix: str | None = None
+    # Extensions.
+    add_special_tokens: bool | None = None
+    parse_special: bool | None = None
 
 
 class JsonSchema(msgspec.Struct):
@@ -104,8 +122,8 @@ class ResponseFormat(msgspec.Struct, forbid_unknown_fields=True):
     json_schema: JsonSchema | None = None
 
 
-class Message(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """Message of a conversation."""
+class Message(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
+    """Message of a conversation; fields that templates may read, then those that are ignored."""
 
     role: str
     content: str | list[dict[str, Any]] | None = None
@@ -115,6 +133,22 @@ class Message(msgspec.Struct, kw_only=True, omit_defaults=True):
     refusal: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
+    thinking: str | None = None
+    prefix: bool | None = None  # whether the answer continues this message, the last one
+
+    # Clients return the messages of answers with fields of other servers and of their own.
+    annotations: Any = None
+    audio: None = None
+    cache_control: Any = None
+    function_call: None = None
+    parsed: Any = None
+    provider_specific_fields: Any = None
+    reasoning_details: Any = None
+    thinking_blocks: Any = None
+
+    def __post_init__(self) -> None:
+        self.annotations = self.cache_control = self.parsed = self.provider_specific_fields = None
+        self.reasoning_details = self.thinking_blocks = None
 
 
 class NamedFunction(msgspec.Struct):
@@ -142,10 +176,12 @@ class ChatForm(TextForm, kw_only=True):
     tools: list[dict[str, Any]] | None = None
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
     parallel_tool_calls: bool | None = None
-    reasoning_effort: str | None = None  # ignored
+    reasoning_effort: str | None = None
     modalities: list[Literal["text"]] | None = None
     # Extensions.
-    chat_template_kwargs: dict[str, bool | int | float] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     documents: list[dict[str, Any]] | None = None
     reasoning_format: Literal["auto", "none"] | None = None
 
@@ -183,6 +219,8 @@ class TokenizeForm(Form, kw_only=True):
     content: str | None = None
     messages: list[Message] | None = None
     add_special_tokens: bool | None = None
+    add_special: bool | None = None  # the name in llama.cpp's server
+    parse_special: bool | None = None
 
 
 class DetokenizeForm(Form, kw_only=True):
@@ -191,8 +229,8 @@ class DetokenizeForm(Form, kw_only=True):
     tokens: list[int]
 
 
-_UNKNOWN = "Object contains unknown field `"
-_MISSING = re.compile(r"Object missing required field `(.*?)`")
+_UNKNOWN = re.compile(r"Object contains unknown field `(.*)`", re.DOTALL)
+_MISSING = re.compile(r"Object missing required field `(.*)`", re.DOTALL)
 
 
 def _divided(message: str) -> tuple[str, str | None]:
@@ -222,23 +260,50 @@ def decode(body: bytes, form: type[_Form]) -> _Form:
             code="too_many_values",
         )
     try:
-        return msgspec.json.decode(body, type=form)
+        try:
+            return msgspec.json.decode(body, type=form)
+        except msgspec.ValidationError as error:
+            if _UNKNOWN.match(str(error)) is None:
+                raise
+            return msgspec.convert(_without_nulls(msgspec.json.decode(body)), form, str_keys=True)
     except msgspec.ValidationError as error:
-        message = str(error)
-        text, param = _divided(message)
-        if text.startswith(_UNKNOWN):
-            name = text[len(_UNKNOWN) : -1]
-            field = f"{param}.{name}" if param else name
-            raise ApiError(
-                400, f"Unrecognized request argument supplied: {field}", param=field, code="unknown_parameter"
-            ) from None
-        if missing := _MISSING.match(message):
-            raise ApiError(
-                400, f"you must provide {missing[1]}", param=missing[1], code="missing_required_parameter"
-            ) from None
-        text = text[0].lower() + text[1:]
-        raise ApiError(
-            400, f"{param}: {text}" if param else text, param=param, code="invalid_value"
-        ) from None
+        raise _invalid(str(error), body) from None
     except (ValueError, RecursionError) as error:
         raise ApiError(400, f"the body is not JSON: {error}", code="invalid_json") from None
+
+
+def _without_nulls(value: Any) -> Any:
+    """Return a body without fields that are null, of itself and of its messages."""
+    if not isinstance(value, dict):
+        return value
+    fields = {key: item for key, item in value.items() if item is not None}
+    if isinstance(messages := fields.get("messages"), list):
+        fields["messages"] = list(map(_without_nulls, messages))
+    return fields
+
+
+def _invalid(message: str, body: bytes) -> ApiError:
+    """Return the error for a body that msgspec refuses with this message."""
+    text, place = _divided(message)
+    if place is not None and place.startswith("messages[...]"):
+        place = place.replace("[...]", f"[{_first_invalid(body)}]", 1)
+    for pattern, problem, code in (
+        (_UNKNOWN, "Unrecognized request argument supplied: ", "unknown_parameter"),
+        (_MISSING, "you must provide ", "missing_required_parameter"),
+    ):
+        if found := pattern.fullmatch(text):
+            param = f"{place}.{found[1]}" if place else found[1]
+            return ApiError(400, problem + param, param=param, code=code)
+    text = text[0].lower() + text[1:]
+    return ApiError(400, f"{place}: {text}" if place else text, param=place, code="invalid_value")
+
+
+def _first_invalid(body: bytes) -> int:
+    """Return the index of the first message of a body that is not valid."""
+    messages = msgspec.json.decode(body)["messages"]
+    for i, message in enumerate(messages):
+        try:
+            msgspec.convert(_without_nulls(message), Message)
+        except msgspec.ValidationError:
+            return i
+    return len(messages)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 import time
 import uuid
 from collections.abc import AsyncGenerator, Mapping, Sequence
@@ -15,7 +17,7 @@ from metal_prefill.generation._engine_loop import Made
 from metal_prefill.generation._stream import Stream
 from metal_prefill.generation._text_generation import SamplingOptions
 from metal_prefill.serve._errors import ApiError
-from metal_prefill.serve._forms import TextForm
+from metal_prefill.serve._forms import StructuredOutputs, TextForm
 from metal_prefill.serve._reply import Reply
 from metal_prefill.serve._scores import Scores
 from metal_prefill.serve._service import Service
@@ -26,11 +28,10 @@ from metal_prefill.text._tokenizer import Tokenizer
 FINISH_REASONS = {"stop": "stop", "length": "length", "context": "length"}
 # Limits of a request: each stop string is searched for at each character, and holds back up to its length.
 MOST_STOPS, MOST_STOP_CHARACTERS = 16, 1000
-CONSTRAINTS = frozenset({"json_schema", "regex", "grammar"})  # options that a worker process compiles
 LEAST_LOGPROB = -9999.0  # replaces minus infinity, which JSON cannot represent
 
 
-def options_of(form: TextForm) -> dict[str, Any]:
+def options_of(form: TextForm, tokenizer: Tokenizer) -> dict[str, Any]:
     """Return generation options with OpenAI's defaults: temperature 1, no filter."""
     options: dict[str, Any] = {
         "temperature": 1.0,
@@ -40,7 +41,27 @@ def options_of(form: TextForm) -> dict[str, Any]:
     for name in (*SamplingOptions.__annotations__, "min_tokens", "regex", "grammar"):
         if (value := getattr(form, name)) is not None:
             options[name] = value
-    return options
+    if form.repetition_penalty is not None:
+        options["repeat_penalty"] = form.repetition_penalty
+    if form.ignore_eos:
+        ignored = dict.fromkeys(tokenizer.stop_ids, -math.inf)
+        options["logit_bias"] = {**options.get("logit_bias", {}), **ignored}
+    return options | constraint_of(form.structured_outputs)
+
+
+def constraint_of(outputs: StructuredOutputs | None) -> dict[str, Any]:
+    """Return the option for a constraint in vLLM's form."""
+    if outputs is None:
+        return {}
+    given = {
+        "json_schema": {"type": "object"} if outputs.json_object else outputs.json,
+        "regex": outputs.regex,
+        "grammar": outputs.grammar,
+    }
+    if outputs.choice is not None:
+        choices = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in outputs.choice)
+        given["grammar"] = f"start: {choices}"
+    return {kind: source for kind, source in given.items() if source is not None}
 
 
 def _stops(form: TextForm) -> list[str]:

@@ -16,7 +16,10 @@ OPEN_PATHS = ("/health",)  # need no key, so that monitoring can probe the serve
 
 
 class RequireKey:
-    """Middleware that requires a key, as ``Authorization: Bearer KEY``, for paths that are not open."""
+    """Middleware that requires a key for paths that are not open.
+
+    It is in ``Authorization: Bearer KEY`` or, as Anthropic's clients send it, in ``X-Api-Key: KEY``.
+    """
 
     def __init__(self, app: ASGIApp, keys: Iterable[str], open_paths: Iterable[str] = OPEN_PATHS) -> None:
         self._app = app
@@ -54,8 +57,9 @@ def prefix_namespace(key: bytes, cache_key: str | None) -> str:
 
 
 def _given_key(headers: Headers) -> bytes:
-    kind, _, key = dict(headers.raw).get(b"authorization", b"").partition(b" ")
-    return key.strip() if kind.lower() == b"bearer" else b""
+    given = dict(headers.raw)
+    kind, _, key = given.get(b"authorization", b"").partition(b" ")
+    return key.strip() if kind.lower() == b"bearer" else given.get(b"x-api-key", b"")
 
 
 def _route(scope: Scope) -> str:

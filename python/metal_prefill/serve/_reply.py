@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NamedTuple
 
 import anyio
 import anyio.lowlevel
@@ -20,6 +20,27 @@ class StalledClientError(Exception):
     """Client that takes too long to receive a piece of an answer."""
 
 
+class Style(NamedTuple):
+    """Format of errors and events.
+
+    Attributes
+    ----------
+    error
+        Returns the body of an error.
+    event_error
+        Returns the event of an error that ends a stream.
+    named
+        Whether each event has its type as a name, and the last one ends the stream.
+    """
+
+    error: Callable[[ApiError], dict[str, Any]] = ApiError.body
+    event_error: Callable[[ApiError], dict[str, Any]] = ApiError.body
+    named: bool = False
+
+
+OPENAI = Style()
+
+
 class Reply:
     """Sender of one answer.
 
@@ -31,6 +52,8 @@ class Reply:
         Time limit in seconds for the client to receive a piece.
     sending
         Returns a context in which so many bytes of an answer count as not received.
+    style
+        Format of errors and events.
 
     Attributes
     ----------
@@ -39,8 +62,13 @@ class Reply:
     """
 
     def __init__(
-        self, send: Send, send_seconds: float, sending: Callable[[int], AbstractContextManager[None]]
+        self,
+        send: Send,
+        send_seconds: float,
+        sending: Callable[[int], AbstractContextManager[None]],
+        style: Style,
     ) -> None:
+        self._style = style
         self._send = send
         self._sending = sending
         self._seconds = send_seconds
@@ -55,17 +83,50 @@ class Reply:
         """Send a complete answer that is JSON already."""
         await self._whole(200, body, {})
 
+    async def pieces(
+        self,
+        parts: Iterator[bytes],
+        size: int,
+        prepare: Callable[[Callable[[], bytes]], Awaitable[bytes]],
+    ) -> None:
+        """Send a JSON answer that is made while it is sent, by calls of `prepare`.
+
+        `size` is the number of bytes that it is made of, which count as not received until its end.
+        """
+
+        def piece() -> bytes:
+            made = bytearray()
+            for part in parts:
+                made += part
+                if len(made) >= _PIECE:
+                    break
+            return bytes(made)
+
+        made = await prepare(piece)
+        if len(made) < _PIECE:
+            await self.encoded(made)
+            return
+        with self._sending(size):
+            await self._begin(200, {"content-type": "application/json"})
+            while made:
+                await self._body(made, more=True)
+                made = await prepare(piece)
+            await self._body(b"", more=False)
+
     async def events(self, *contents: Any) -> None:
         """Send events in one piece; the first ones start the stream."""
         if not self._events:
             await self._begin(200, {"content-type": "text/event-stream", "cache-control": "no-cache"})
             self._events = True
-        pieces = [b"data: " + msgspec.json.encode(content) + b"\n\n" for content in contents]
+        pieces = []
+        for content in contents:
+            name = f"event: {content['type']}\n" if self._style.named else ""
+            pieces.append(b"%bdata: %b\n\n" % (name.encode(), msgspec.json.encode(content)))
         await self._body(b"".join(pieces), more=True)
 
     async def end_of_events(self) -> None:
-        """End the stream with the event ``[DONE]``, as clients expect."""
-        await self._body(b"data: [DONE]\n\n", more=False)
+        """End the stream, as clients expect with the event ``[DONE]`` if events have no names."""
+        await self._body(b"" if self._style.named else b"data: [DONE]\n\n", more=False)
 
     async def error(self, error: Exception) -> None:
         """Send an error as the answer, or as the last event of a stream that has started.
@@ -74,9 +135,9 @@ class Reply:
         """
         answer = api_error(error)
         if not self._begun:
-            await self._whole(answer.status, msgspec.json.encode(answer.body()), answer.headers)
+            await self._whole(answer.status, msgspec.json.encode(self._style.error(answer)), answer.headers)
         elif self._events and not self._complete:
-            await self.events(answer.body())
+            await self.events(self._style.event_error(answer))
             await self.end_of_events()
 
     async def _whole(self, status: int, body: bytes, headers: dict[str, str]) -> None:

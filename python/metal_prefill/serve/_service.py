@@ -18,7 +18,7 @@ import anyio.to_thread
 from metal_prefill.engine import Engine
 from metal_prefill.errors import GGUFError, KVMemoryError
 from metal_prefill.generation._batch_call import BatchCall
-from metal_prefill.generation._constraint import MOST_COMPILING
+from metal_prefill.generation._constraint import MOST_COMPILING, NotCompiledError, may_compile
 from metal_prefill.generation._engine_loop import EngineLoop
 from metal_prefill.generation._scheduler import Scheduler
 from metal_prefill.generation._stream import Stream
@@ -27,6 +27,7 @@ from metal_prefill.model import Model
 from metal_prefill.serve._activity import Activity
 from metal_prefill.serve._bodies import Bodies
 from metal_prefill.serve._errors import ApiError
+from metal_prefill.serve._kept import KeptConversations
 from metal_prefill.serve._metrics import Metrics
 from metal_prefill.serve._settings import Settings
 from metal_prefill.storage._prefix_store import PrefixStore
@@ -64,6 +65,7 @@ class Service:
         self.metrics = Metrics(model)
         self.bodies = Bodies(settings)
         self.activity = Activity(model)
+        self.kept = KeptConversations()
         self.loop = EngineLoop(model, max_streams=settings.max_streams, after_pass=self._after_pass)
         self._store = (
             None
@@ -100,15 +102,22 @@ class Service:
             param="model",
         )
 
+    @property
+    def most_text(self) -> int:
+        """Bytes that a text may have."""
+        return max(MOST_TEXT, BYTES_PER_TOKEN * self.model.max_context)
+
     def check_text(self, text: str, param: str) -> None:
         """Raise `ApiError` if a text takes too much memory to encode."""
-        limit = max(MOST_TEXT, BYTES_PER_TOKEN * self.model.max_context)
-        if 4 * len(text) <= limit:
-            return
-        if (size := len(text.encode("utf-8", "replace"))) > limit:
+        if 4 * len(text) > self.most_text:
+            self.check_size(len(text.encode("utf-8", "replace")), param)
+
+    def check_size(self, size: int, param: str) -> None:
+        """Raise `ApiError` if a text has too many bytes."""
+        if size > self.most_text:
             raise ApiError(
                 400,
-                f"{param}: a text of {size} bytes; the limit is {limit}",
+                f"{param}: a text of {size} bytes; the limit is {self.most_text}",
                 param=param,
                 code="text_too_long",
             )
@@ -180,10 +189,10 @@ class Service:
         for scope in self._answering:
             scope.cancel()
 
-    async def streams(self, work: Callable[[], list[Stream]], *, constrained: bool) -> list[Stream]:
+    async def streams(self, work: Callable[[], list[Stream]]) -> list[Stream]:
         """Make streams in a thread, with what is stored of their prompts in the cache.
 
-        `constrained`: `work` may compile a constraint.
+        Work with a constraint that must be compiled first is done again among the few that may compile.
         """
 
         def prepared() -> list[Stream]:
@@ -193,8 +202,14 @@ class Service:
                     self._store.load(stream.prompt, stream.prefix_namespace)
             return streams
 
-        limiter = self._constrainers if constrained else self._preparers
-        return await anyio.to_thread.run_sync(prepared, limiter=limiter)
+        compiles = may_compile.set(False)
+        try:
+            return await self.prepare(prepared)
+        except NotCompiledError:
+            pass
+        finally:
+            may_compile.reset(compiles)
+        return await anyio.to_thread.run_sync(prepared, limiter=self._constrainers)
 
     def note_prompts(self, streams: Iterable[Stream]) -> None:
         """Let what finished prompts share with others be stored."""

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal
 
 from metal_prefill._support.arguments import integer
+
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#@\s]+", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -21,6 +24,12 @@ class Settings:
         Names by which requests select the model; by default the name of its file without ``.gguf``.
     api_keys : collection of str
         Accepted API keys; if empty, requests need no key.
+    allowed_hosts : collection of str
+        Names of the server in URLs, besides IP addresses, ``localhost`` and the machine's name. Requests with
+        another ``Host`` get status 403; ``*`` allows all.
+    cors_origins : collection of str
+        Origins, such as ``https://app.example.com``, whose pages may use the server from a browser. Requests
+        with another ``Origin`` than these and the server's own get status 403; ``*`` allows all.
     max_streams : int
         Maximum number of texts generated at a time.
     max_queue : int
@@ -66,6 +75,8 @@ class Settings:
 
     names: Collection[str] = ()
     api_keys: Collection[str] = ()
+    allowed_hosts: Collection[str] = ()
+    cors_origins: Collection[str] = ()
     max_streams: int = 32
     max_queue: int = 256
     max_connections: int = 512
@@ -91,11 +102,14 @@ class Settings:
             value = getattr(self, name)
             if not 0 < value < math.inf:
                 raise ValueError(f"{name} must be positive and finite, got {value}")
-        for name in ("names", "api_keys"):
+        for name in ("names", "api_keys", "allowed_hosts", "cors_origins"):
             if isinstance(getattr(self, name), str):
                 raise TypeError(f"{name} must be a collection of strings, got one string")
         if not all(self.api_keys):
             raise ValueError("an API key is empty")
+        for origin in self.cors_origins:
+            if origin not in ("*", "null") and not _ORIGIN.fullmatch(origin):
+                raise ValueError(f"an origin must be '*', 'null' or SCHEME://HOST[:PORT], got {origin!r}")
         for name in self.names:
             if not _is_utf8(name):
                 raise ValueError(f"a name of the model must be UTF-8, got {name!r}")

@@ -23,13 +23,13 @@ async def tokenize(service: Service, form: TokenizeForm, reply: Reply, sender: S
     def encode() -> list[int]:
         if form.messages is not None:
             pieces = tokenizer.chat_pieces(plain_messages(form.messages), None, True, {})
-            for text, _ in pieces:
-                service.check_text(text, "messages")
+            service.check_text("".join(text for text, _ in pieces), "messages")
             return tokenizer.encode_chat(pieces)
-        add_bos = None if form.add_special_tokens is not False else False
+        adds = form.add_special_tokens is not False and form.add_special is not False
         text = form.prompt if form.prompt is not None else form.content or ""
         service.check_text(text, "content" if form.prompt is None else "prompt")
-        return tokenizer.encode(text, add_bos=add_bos)
+        parses = form.parse_special is not False
+        return tokenizer.encode(text, add_bos=None if adds else False, parse_special=parses)
 
     ids = await service.prepare(encode)
     sender.turn.end()
@@ -39,6 +39,13 @@ async def tokenize(service: Service, form: TokenizeForm, reply: Reply, sender: S
 async def detokenize(service: Service, form: DetokenizeForm, reply: Reply, sender: Sender) -> None:
     """Return the text of tokens."""
     service.check_model(form.model)
-    text = await service.prepare(lambda: service.model.tokenizer.decode(form.tokens))
+
+    def decode() -> str:
+        service.check_size(len(form.tokens), "tokens")
+        token_bytes = service.model.tokenizer.token_bytes
+        service.check_size(sum(len(token_bytes(token)) for token in form.tokens), "tokens")
+        return service.model.tokenizer.decode(form.tokens)
+
+    text = await service.prepare(decode)
     sender.turn.end()
     await reply.json({"prompt": text, "content": text})

@@ -4,17 +4,31 @@ from __future__ import annotations
 
 import json
 import re
-import uuid
 from collections.abc import Collection
 from typing import Any
 
+from metal_prefill.generation._constraint_check import NAMED, VALUES
 from metal_prefill.serve._errors import ApiError
 from metal_prefill.serve._forms import ChatForm, ToolChoice
-from metal_prefill.text._tool_calls import ToolCall, tool_names
+from metal_prefill.text._tool_calls import ToolCall, new_call_id, tool_names
 
 
 def offered_tools(form: ChatForm) -> list[dict[str, Any]] | None:
-    """Return the tools that are offered to the model, or None."""
+    """Return the tools that are offered to the model, or None.
+
+    Raises
+    ------
+    ApiError
+        A tool is not a function, such as one that OpenAI's servers run.
+    """
+    for i, tool in enumerate(form.tools or ()):
+        if (kind := tool.get("type", "function")) != "function":
+            raise ApiError(
+                400,
+                f"tools[{i}]: the type {kind!r:.80} is not supported; tools must be functions",
+                param=f"tools[{i}].type",
+                code="unsupported",
+            )
     return form.tools if form.tools and form.tool_choice != "none" else None
 
 
@@ -62,9 +76,6 @@ def _schema(tool: dict[str, Any], number: int) -> dict[str, Any]:
     }
 
 
-# JSON Schema keywords whose value maps names to schemas, and keywords whose value is not a schema.
-_NAMED = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
-_VALUES = frozenset({"const", "enum", "default", "examples"})
 # Keywords that describe the properties of the same object. Two of them combine.
 _DESCRIBING = ("properties", "allOf", "anyOf", "oneOf", "$ref", "not", "if", "dependentSchemas")
 _COMBINING = frozenset({"not", "if", "dependentSchemas"})  # these combine across objects, too
@@ -105,9 +116,9 @@ def _moved(value: Any, root: str, where: str, closed: bool) -> Any:
         return value
     moved: dict[str, Any] = {}
     for key, item in value.items():
-        if key in _VALUES:
+        if key in VALUES:
             moved[key] = item
-        elif key in _NAMED and isinstance(item, dict):
+        elif key in NAMED and isinstance(item, dict):
             moved[key] = {name: _moved(schema, root, where, closed) for name, schema in item.items()}
         elif key == "$ref" and isinstance(item, str):
             if item != "#" and not item.startswith("#/"):
@@ -130,7 +141,9 @@ def _closed(schema: dict[str, Any]) -> dict[str, Any]:
     if describing != ["properties"] or not schema.keys().isdisjoint(_SAID):
         return schema
     properties, required = schema["properties"], schema.get("required", [])
-    if not isinstance(required, list) or any(name not in properties for name in required):
+    if not isinstance(required, list) or any(
+        not isinstance(name, str) or name not in properties for name in required
+    ):
         return schema
     return {**schema, "additionalProperties": False}
 
@@ -145,41 +158,79 @@ def _combines(value: Any) -> bool:
     parts = value.get("allOf")
     if several or (isinstance(parts, list) and len(parts) > 1):
         return True
-    return any(_combines(item) for key, item in value.items() if key not in _VALUES)
+    return any(_combines(item) for key, item in value.items() if key not in VALUES)
 
 
 _CALL = re.compile(r'\{"name": ("(?:[^"\\]|\\.)*"), "arguments": ', re.DOTALL)
 
 
-def required_call(text: str, names: Collection[str]) -> tuple[dict[str, Any], bool] | None:
-    """Parse an answer that was constrained to a call and may be truncated.
+class RequiredCall:
+    """An answer that is constrained to a call, as it arrives; it may be truncated.
 
     Parameters
     ----------
-    text
-        The answer, possibly truncated.
     names
         Names of the tools that it may call.
 
-    Returns
-    -------
-    tuple of (dict, bool) or None
-        The call in OpenAI's format and whether it is complete. Partial arguments have at least their brace.
-        None if the answer was truncated before its tool was known.
+    Attributes
+    ----------
+    text : str
+        The answer so far.
+    message : dict or None
+        The call so far, in OpenAI's format; None until its tool is known. Partial arguments have at least
+        their brace at the end.
+    whole : bool
+        Whether the call is complete.
     """
-    if (begun := _CALL.match(text)) is not None:
-        name, arguments = json.loads(begun[1]), text[begun.end() :]
-    else:
-        possible = [name for name in names if len(names) == 1 or _begins(name).startswith(text)]
-        if len(possible) != 1:
+
+    def __init__(self, names: Collection[str]) -> None:
+        self.text = ""
+        self.message: dict[str, Any] | None = None
+        self.whole = False
+        self._names = names
+        self._sent = 0  # characters of the text up to the end of the arguments so far
+
+    def step(self, piece: str, *, last: bool) -> list[dict[str, Any]]:
+        """Add a piece; return what is new: the call with its name, then parts of its arguments."""
+        self.text += piece
+        begins = self.message is None
+        if begins:
+            name = self._name(last)
+            if name is None:
+                return []
+            self.message = _message(name, "")
+        self.whole = last and _is_json(self.text)
+        # The last bracket is that of the object around the arguments.
+        arguments = self.text[self._sent : len(self.text) - (self.whole or not last)]
+        self._sent += len(arguments)
+        assert self.message is not None
+        function = self.message["function"]
+        if last and not function["arguments"] + arguments:
+            arguments = "{"  # LangChain reads empty arguments as those of a whole call without any
+        function["arguments"] += arguments
+        if begins:
+            return [{**self.message, "function": {**function}}]
+        return [{"function": {"arguments": arguments}}] if arguments else []
+
+    def _name(self, last: bool) -> str | None:
+        """Return the name of the tool once it is known, at the latest at the end of the answer."""
+        if (begun := _CALL.match(self.text)) is not None:
+            self._sent = begun.end()
+            return str(json.loads(begun[1]))
+        names = self._names
+        possible = [name for name in names if len(names) == 1 or _begins(name).startswith(self.text)]
+        if not last or len(possible) != 1:
             return None
-        name, arguments = possible[0], ""
+        self._sent = len(self.text)
+        return possible[0]
+
+
+def _is_json(text: str) -> bool:
     try:
         json.loads(text)
     except (ValueError, RecursionError):
-        # LangChain reads empty arguments as those of a whole call without any.
-        return _message(name, arguments or "{"), False
-    return _message(name, arguments[:-1]), True
+        return False
+    return True
 
 
 def _begins(name: str) -> str:
@@ -193,7 +244,7 @@ def call_message(call: ToolCall) -> dict[str, Any]:
 
 def _message(name: str, arguments: str, id_: str | None = None) -> dict[str, Any]:
     return {
-        "id": id_ or f"call_{uuid.uuid4().hex}",
+        "id": id_ or new_call_id(),
         "type": "function",
         "function": {"name": name, "arguments": arguments},
     }

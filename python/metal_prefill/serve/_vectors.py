@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import base64
 import uuid
+from collections.abc import Iterable, Iterator
 from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from metal_prefill._support.arguments import token_array
 from metal_prefill.errors import GGUFError
-from metal_prefill.serve._bodies import Sender
+from metal_prefill.serve._bodies import MOST_ANSWER, Sender
 from metal_prefill.serve._completions import prompts_of
 from metal_prefill.serve._errors import ApiError
 from metal_prefill.serve._forms import EmbeddingForm, RerankForm
@@ -24,11 +26,15 @@ from metal_prefill.tasks._embedding import (
     check_pooling,
     embed_prompts,
     encode_tokens,
+    vector_width,
 )
 from metal_prefill.tasks._prompt_rules import PromptRules, errors_of
 from metal_prefill.tasks._prompts import prompt_form
 from metal_prefill.tasks._reranking import Options, Ranked, encode_documents, kind_of, template_of
 from metal_prefill.tasks._text_roles import role_of
+
+_NUMBER = 25  # bytes of a number and a comma in JSON, at most
+MOST_NUMBERS = MOST_ANSWER // _NUMBER  # of the vectors of a request
 
 
 def _check_inputs(service: Service, count: int, param: str) -> None:
@@ -80,6 +86,15 @@ async def embed(service: Service, form: EmbeddingForm, reply: Reply, sender: Sen
                 ids = ids[: engine.max_context] if cut else ids
                 check_length(engine, len(ids), f"text {i}")
                 encoded.add(EncodedText(ids, cut))
+        count = sum(map(len, encoded.prompts)) if pooling == "none" else len(inputs)
+        width = vector_width(engine, pooling, form.dimensions)
+        if count * width > MOST_NUMBERS:
+            raise ApiError(
+                400,
+                f"input: {count} vectors of {width} numbers; an answer may have {MOST_NUMBERS} numbers",
+                param="input",
+                code="answer_too_large",
+            )
         return encoded
 
     with service.admitted(1):
@@ -95,21 +110,31 @@ async def embed(service: Service, form: EmbeddingForm, reply: Reply, sender: Sen
                 dimensions=form.dimensions,
             )
 
-        vectors: npt.NDArray[np.float32] = await service.compute(compute)
-    data = [
-        {
-            "object": "embedding",
-            "index": i,
-            "embedding": base64.b64encode(vector.astype("<f4").tobytes()).decode()
-            if packed
-            else vector.tolist(),
-        }
-        for i, vector in enumerate(vectors)
-    ]
+        vectors = await service.compute(compute)
     usage = _usage(sum(map(len, encoded.prompts)), form.truncate, len(encoded.cut))
     if encoded.empty:
         usage["empty_texts"] = len(encoded.empty)
-    await reply.json({"object": "list", "data": data, "model": name, "usage": usage})
+    size = sum(vector.nbytes for vector in vectors)
+    await reply.pieces(_answer(vectors, packed, {"model": name, "usage": usage}), size, service.prepare)
+
+
+def _answer(
+    vectors: Iterable[npt.NDArray[np.float32]], packed: bool, rest: dict[str, Any]
+) -> Iterator[bytes]:
+    """Yield the JSON of an answer in parts; `rest` are its last fields."""
+    before = b'{"object":"list","data":['
+    for i, vector in enumerate(vectors):
+        yield before + b'{"object":"embedding","index":%d,"embedding":' % i
+        if packed:
+            yield b'"%b"' % base64.b64encode(vector.astype("<f4").tobytes())
+        elif vector.ndim == 1:
+            yield msgspec.json.encode(vector.tolist())
+        else:
+            for j, row in enumerate(vector):
+                yield (b"," if j else b"[") + msgspec.json.encode(row.tolist())
+            yield b"]" if len(vector) else b"[]"
+        before = b"},"
+    yield b"}]," + msgspec.json.encode(rest)[1:]
 
 
 def _usage(tokens: int, truncate: str | None, cut: int) -> dict[str, int]:

@@ -246,6 +246,12 @@ def check_pooling(engine: Engine, pooling: str | None) -> Pooling:
     return kind
 
 
+def vector_width(engine: Engine, pooling: Pooling, dimensions: int | None) -> int:
+    """Return the number of values of a vector; raises ValueError if it has fewer than `dimensions`."""
+    width = engine.head.width if pooling != "none" or engine.head.per_token else engine.config.dim
+    return width if dimensions is None else integer("dimensions", dimensions, 1, width)
+
+
 def embed(
     model: EngineOwner,
     texts: Iterable[str],
@@ -345,12 +351,8 @@ def embed_prompts(
 
     `expansions` are the numbers of last tokens that expand queries, if any text has some.
     """
-    config, head = passes.engine.config, passes.engine.head
     kind = check_pooling(passes.engine, pooling)
-    width = head.width if kind != "none" or head.per_token else config.dim
-    if dimensions is not None:
-        integer("dimensions", dimensions, 1, width)
-    width = dimensions or width
+    width = vector_width(passes.engine, kind, dimensions)
 
     # Texts that are the same are computed once.
     rows: dict[tuple[bytes, int], int] = {}

@@ -1,0 +1,135 @@
+"""The size of the largest answer of each path, from the limits on its request."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from support.running_server import Running, running
+from support.small_models import EMBEDDERS, write
+
+from metal_prefill import Model, serve
+from metal_prefill.serve import _reply, _vectors
+from metal_prefill.serve._bodies import MOST_ANSWER, MOST_ESCAPED, MOST_SCORED
+from metal_prefill.serve._completions import MOST_ECHOED
+from metal_prefill.serve._service import Service
+from metal_prefill.serve._vectors import MOST_NUMBERS
+
+FIELDS = 1 << 20  # bytes of the fields of an answer, besides its texts and numbers
+EACH = 1 << 8  # bytes of the fields for each text, besides the text
+
+
+def longest_token(service: Service) -> int:
+    tokenizer = service.model.tokenizer
+    return max(len(tokenizer.token_bytes(i)) for i in range(tokenizer.vocab_size))
+
+
+def generated(service: Service) -> int:
+    """Return the bytes of texts that a model writes: those of its context for each of them."""
+    tokens = service.settings.max_texts * service.model.max_context
+    return tokens * longest_token(service) * MOST_ESCAPED + service.settings.max_texts * EACH
+
+
+def ranked(service: Service) -> int:
+    return MOST_ESCAPED * service.settings.max_body + service.settings.max_inputs * EACH
+
+
+LARGEST: dict[str, Callable[[Service], int]] = {
+    "/v1/completions": lambda service: generated(service) + MOST_SCORED,
+    "/v1/chat/completions": lambda service: generated(service) + MOST_SCORED,
+    "/v1/responses": lambda service: generated(service) + 2 * service.settings.max_body,
+    "/v1/messages": generated,
+    "/v1/messages/count_tokens": lambda service: 0,
+    "/v1/embeddings": lambda service: 25 * MOST_NUMBERS + service.settings.max_inputs * EACH,
+    "/v1/rerank": ranked,
+    "/v2/rerank": ranked,
+    "/tokenize": lambda service: service.most_text * len("1234567,"),
+    "/detokenize": lambda service: 2 * MOST_ESCAPED * service.most_text,
+}
+
+
+def test_the_largest_answer_of_each_path_is_bounded(cpu_model: Model) -> None:
+    app = serve.app(cpu_model)
+    assert {route.path for route in app.routes if "POST" in route.methods} == set(LARGEST)  # type: ignore[attr-defined]
+    for path, largest in LARGEST.items():
+        generates = path.rpartition("/")[2] in ("completions", "responses", "messages")
+        written = generated(app.state.service) + MOST_SCORED if generates else 0
+        assert largest(app.state.service) <= MOST_ANSWER + FIELDS + written, path
+    assert MOST_ECHOED * MOST_ESCAPED <= MOST_ANSWER
+
+
+def test_a_number_and_a_byte_of_text_have_a_longest_form_in_json() -> None:
+    numbers = np.random.default_rng(0).integers(0, 1 << 32, 100_000, np.uint32).view(np.float32)
+    assert max(len(msgspec.json.encode(float(x))) for x in numbers[np.isfinite(numbers)]) < _vectors._NUMBER
+    characters = [chr(i) for i in range(0x3000)]
+    sizes = [(len(msgspec.json.encode(c)) - 2) / len(c.encode()) for c in characters]
+    assert max(sizes) == MOST_ESCAPED
+
+
+@pytest.fixture(scope="module")
+def token_vectors(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Running, Model]]:
+    """Serve a model with a vector for each token."""
+    path: Path = tmp_path_factory.mktemp("tokens") / "tokens.gguf"
+    write(path, replace(EMBEDDERS["qwen3, last"], pooling="none"))
+    with Model(path, device="cpu") as model, running(model) as server:
+        yield server, model
+
+
+def test_too_many_numbers_are_refused_before_anything_is_computed(
+    token_vectors: tuple[Running, Model], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server, model = token_vectors
+    texts = ["a text", "a longer text"]
+    whole = model.embed(texts)
+    count = sum(map(len, whole))
+    for dimensions, width in ((None, whole[0].shape[1]), (8, 8)):
+        body: dict[str, Any] = {"input": texts, "dimensions": dimensions}
+        monkeypatch.setattr(_vectors, "MOST_NUMBERS", count * width)
+        assert server.post("/v1/embeddings", body).status_code == 200
+        monkeypatch.setattr(_vectors, "MOST_NUMBERS", count * width - 1)
+        with monkeypatch.context() as patched:
+            patched.setattr(server.service, "compute", None)
+            refused = server.post("/v1/embeddings", body)
+        assert refused.status_code == 400
+        message = f"input: {count} vectors of {width} numbers; an answer may have {count * width - 1} numbers"
+        assert refused.json()["error"]["message"] == message
+
+
+@pytest.mark.parametrize("piece", [1, 3000, 1 << 30])
+def test_vectors_are_sent_in_pieces(
+    token_vectors: tuple[Running, Model], monkeypatch: pytest.MonkeyPatch, piece: int
+) -> None:
+    server, model = token_vectors
+    monkeypatch.setattr(_reply, "_PIECE", piece)
+    texts = ["a text", "a longer text"]
+    answer = server.post("/v1/embeddings", {"input": texts})
+    assert ("content-length" in answer.headers) == (piece == 1 << 30)
+    found = answer.json()
+    assert [item["index"] for item in found["data"]] == [0, 1]
+    assert found["usage"]["prompt_tokens"] == sum(map(len, model.embed(texts)))
+    for item, expected in zip(found["data"], model.embed(texts), strict=True):
+        np.testing.assert_array_equal(np.array(item["embedding"], np.float32), expected)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": [200] * 100, "n": 2, "echo": True, "max_tokens": 1}),
+        ("/detokenize", {"tokens": [200] * 100}),
+        ("/tokenize", {"messages": [{"role": "user", "content": "a" * 60}] * 2}),
+    ],
+)
+def test_repeated_texts_are_bounded(
+    server: Running, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any]
+) -> None:
+    assert server.post(path, body).status_code == 200
+    monkeypatch.setattr("metal_prefill.serve._completions.MOST_ECHOED", 199)
+    monkeypatch.setattr(Service, "most_text", 99)
+    refused = server.post(path, body)
+    assert refused.status_code == 400
+    assert refused.json()["error"]["code"] in ("text_too_long", "answer_too_large")

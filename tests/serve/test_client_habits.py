@@ -1,0 +1,291 @@
+"""Requests as published clients send them: histories, nulls, misspellings, prompts with control tokens."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+from openai.types.chat import completion_create_params
+from support.running_server import Running, running, running_with_template
+from support.tools import ASKED, WEATHER
+
+from metal_prefill import Model
+from metal_prefill.text._token_bytes import Piece
+
+ITERATES = (  # as Mistral's and Qwen3.5's templates
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}"
+    "{% if m.tool_calls is defined %}[CALLS]{% for call in m.tool_calls %}"
+    "{% if call.id is not defined or call.id is not string or call.id | length != 9 %}"
+    "{{ raise_exception('Tool call IDs should be alphanumeric strings with length 9!') }}{% endif %}"
+    "{% for key, value in call.function.arguments | items %}{{ key }}={{ value }};{% endfor %}{% endfor %}"
+    "{% endif %}{% if m.thinking is defined %}({{ m.thinking }}){% endif %}\n{% endfor %}"
+    "{% if tools %}{{ tools | length }}{% endif %}assistant: "
+)
+CALL = r'<tool_call>\{"name": "weather", "arguments": \{"city": "a"\}\}</tool_call>'
+
+
+@pytest.fixture(scope="module")
+def iterating(demo_path: Path) -> Iterator[tuple[Running, Model]]:
+    with running_with_template(demo_path, ITERATES) as served:
+        yield served
+
+
+def post(server: Running, **body: Any) -> Any:
+    return server.post("/v1/chat/completions", {"messages": ASKED, "max_tokens": 1, "temperature": 0, **body})
+
+
+def history(arguments: Any) -> list[dict[str, Any]]:
+    call = {"id": "abcdefghi", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    return [*ASKED, {"role": "assistant", "content": None, "tool_calls": [call]}]
+
+
+@pytest.mark.parametrize("how", [{"regex": CALL}, {"tool_choice": "required", "max_tokens": 60}])
+def test_a_call_is_accepted_by_a_template_that_restricts_its_id(
+    iterating: tuple[Running, Model], how: dict[str, Any]
+) -> None:
+    server, _ = iterating
+    answer = post(server, tools=[WEATHER], **{"max_tokens": 90, **how})
+    message = answer.json()["choices"][0]["message"]
+    (call,) = message["tool_calls"]
+    assert re.fullmatch(r"[a-zA-Z0-9]{9}", call["id"])
+    result = {"role": "tool", "tool_call_id": call["id"], "content": "sunny"}
+    answer = post(server, messages=[*ASKED, message, result], tools=[WEATHER])
+    assert answer.status_code == 200, answer.text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "read"),
+    [
+        ("", {}),
+        (None, {}),
+        ("{", {}),
+        ('{"a": 1}', {"a": 1}),
+        ({"a": 1}, {"a": 1}),
+        ('{"a": "b", "c', {"a": "b"}),
+        ('{"a": "b", "c":', {"a": "b", "c": None}),
+        ('{"a": ["b\\', {"a": ["b"]}),
+    ],
+)
+def test_arguments_of_a_history_may_be_empty_or_cut(
+    iterating: tuple[Running, Model], arguments: Any, read: dict[str, Any]
+) -> None:
+    server, _ = iterating
+    counts = []
+    for given in (arguments, read):
+        counts.append(server.post("/tokenize", {"messages": history(given)}).json()["tokens"])
+    assert counts[0] == counts[1]
+
+
+@pytest.mark.parametrize("arguments", ["[1]", "text", '{"a": 1}}', "{'a': 1}", 5, ["a"]])
+def test_other_arguments_are_named(iterating: tuple[Running, Model], arguments: Any) -> None:
+    error = post(iterating[0], messages=history(arguments)).json()["error"]
+    assert error["param"] == "messages[1].tool_calls[0].function.arguments"
+    assert error["message"].startswith(f"{error['param']} must be a JSON object, got ")
+
+
+def test_an_empty_list_of_calls_is_none(iterating: tuple[Running, Model]) -> None:
+    server, _ = iterating
+    with_calls = [
+        server.post("/tokenize", {"messages": [{"role": "assistant", "content": "a", **calls}]}).json()
+        for calls in (dict[str, Any](), {"tool_calls": None}, {"tool_calls": []})
+    ]
+    assert with_calls[0] == with_calls[1] == with_calls[2]
+
+
+def test_fields_of_messages_reach_the_template_or_are_refused(iterating: tuple[Running, Model]) -> None:
+    server, model = iterating
+    message = {"role": "assistant", "content": "a"}
+    plain, thought = (
+        server.post("/tokenize", {"messages": [{**message, **more}]}).json()["tokens"]
+        for more in ({}, {"thinking": "b"})
+    )
+    assert model.tokenizer.decode(thought) == model.tokenizer.decode(plain).replace(": a", ": a(b)", 1)
+    error = post(server, messages=[*ASKED, {"role": "user", "contnet": "b"}]).json()["error"]
+    assert (error["param"], error["code"]) == ("messages[1].contnet", "unknown_parameter")
+    returned: dict[str, Any] = {
+        "annotations": [],
+        "audio": None,
+        "function_call": None,
+        "refusal": None,
+        "parsed": None,
+    }
+    assert post(server, messages=[*ASKED, {**message, **returned, "tool_calls": None}]).status_code == 200
+
+
+def test_null_is_the_same_as_no_field(iterating: tuple[Running, Model]) -> None:
+    fields = set(completion_create_params.CompletionCreateParamsBase.__annotations__) - {
+        "messages",
+        "max_tokens",
+    }
+    assert len(fields) > 30
+    answer = post(iterating[0], **dict.fromkeys([*fields, "stream", "not_yet_known"]))
+    assert answer.status_code == 200, answer.text
+    assert post(iterating[0], not_yet_known=1).json()["error"]["param"] == "not_yet_known"
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"top_p": 0}, "top_p"),
+        ({"messages": [*ASKED, {"content": "a"}]}, "messages[1].role"),
+        ({"messages": [*ASKED, {"role": "user", "content": "a", "name": 5}]}, "messages[1].name"),
+        ({"messages": [*ASKED, {"role": "user", "content": [{"type": "image_url"}]}]}, "messages[1].content"),
+        ({"response_format": {"type": "xml"}}, "response_format.type"),
+        ({"tools": [WEATHER, {"type": "web_search"}]}, "tools[1].type"),
+        ({"reasoning_effort": "low"}, "reasoning_effort"),
+        ({"audio": {}}, "audio"),
+        (
+            {"messages": ASKED, "continue_final_message": True, "add_generation_prompt": True},
+            "add_generation_prompt",
+        ),
+    ],
+)
+def test_an_error_has_the_path_of_its_field(
+    iterating: tuple[Running, Model], body: dict[str, Any], param: str
+) -> None:
+    answer = post(iterating[0], **body)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+
+
+def test_an_overflow_has_the_words_that_clients_look_for(iterating: tuple[Running, Model]) -> None:
+    server, model = iterating
+    for path, body in (
+        ("/v1/completions", {"prompt": [5] * 5000}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a b " * 5000}]}),
+    ):
+        error = server.post(path, body).json()["error"]
+        # LiteLLM looks for these words in lower case, LangChain for the code.
+        assert (
+            f"this model's maximum context length is {model.max_context} tokens" in error["message"].lower()
+        )
+        assert error["code"] == "context_length_exceeded"
+
+
+@pytest.mark.parametrize("template", ["reasoning_effort", "enable_thinking"])
+def test_the_effort_of_reasoning_reaches_the_template(demo_path: Path, template: str) -> None:
+    with running_with_template(demo_path, f"{{{{ {template} }}}}") as (server, model):
+        for effort in ("none", "high"):
+            expected = effort if template == "reasoning_effort" else str(effort != "none")
+            count = post(server, reasoning_effort=effort).json()["usage"]["prompt_tokens"]
+            assert count == len(model.tokenizer.encode(expected, add_bos=False))
+
+
+def test_variables_of_a_template_may_be_of_any_type_and_are_plain_text(demo_path: Path) -> None:
+    template = "{{ a }}{{ b | join(',') }}{{ c is none }}{{ d.e }}"
+    with running_with_template(demo_path, template) as (server, model):
+        control = next(iter(model.tokenizer._spelled.special))
+        variables = {"a": control, "b": ["x", "y"], "c": None, "d": {"e": 2.5}}
+        count = post(server, chat_template_kwargs=variables).json()["usage"]["prompt_tokens"]
+        assert count == len(model.tokenizer.encode(f"{control}x,yTrue2.5", add_bos=False))
+        assert count > len(model.tokenizer.encode(control, add_bos=False, parse_special=True))
+
+
+def test_prompts_may_spell_control_tokens(server: Running, cpu_model: Model) -> None:
+    tokenizer = cpu_model.tokenizer
+    control = next(iter(tokenizer._spelled.special))
+    text = f"a{control}b"
+
+    def tokens(**options: Any) -> Any:
+        return server.post("/tokenize", {"prompt": text, **options}).json()["tokens"]
+
+    assert tokens() == tokenizer.encode(text, parse_special=True)
+    assert tokens(parse_special=False) == tokenizer.encode(text)
+    assert tokens(add_special=False) == tokenizer.encode(text, parse_special=True, add_bos=False)
+    assert tokens(add_special_tokens=False) == tokens(add_special=False)
+    for options in ({}, {"parse_special": False}, {"add_special_tokens": False}):
+        answer = server.post(
+            "/v1/completions", {"prompt": text, "max_tokens": 1, "echo": True, **options}
+        ).json()
+        assert answer["usage"]["prompt_tokens"] == len(tokens(**options))
+        assert answer["choices"][0]["text"].startswith(text)
+
+
+def test_a_suffix_is_filled_in(cpu_model: Model) -> None:
+    tokenizer = cpu_model.tokenizer
+    body = {"prompt": "a", "suffix": "b", "max_tokens": 3, "temperature": 0}
+    with running(cpu_model) as server:
+        error = server.post("/v1/completions", body).json()["error"]
+        assert (error["param"], error["code"]) == ("suffix", "unsupported")
+        with patch.dict(vars(tokenizer), {"fill_tokens": (7, 8, 9)}):
+            answer = server.post("/v1/completions", body).json()
+        a, b = (tokenizer.encode(letter, add_bos=False) for letter in "ab")
+        ids = [*tokenizer.encode(""), 7, *a, 8, *b, 9]
+        expected = server.post("/v1/completions", {"prompt": ids, "max_tokens": 3, "temperature": 0}).json()
+    assert answer["choices"][0]["text"] == expected["choices"][0]["text"]
+    assert answer["usage"]["prompt_tokens"] == len(ids)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("stop", "content"), [(None, ";bc;d"), (";a", ";bc;d"), ("a", ";bc;d"), ("c", ";b"), (";b", "")]
+)
+def test_reasoning_ends_at_a_control_token_and_has_no_stop_strings(
+    demo_path: Path, stream: bool, stop: str | None, content: str
+) -> None:
+    with running_with_template(demo_path, "{{ messages[0].content }}{# </think> #}") as (server, model):
+        tokenizer = model.tokenizer
+        begin, end = (tokenizer.encode(letter, add_bos=False)[0] for letter in "QZ")
+        tags = {begin: Piece(b"<think>", True), end: Piece(b"</think>", True)}
+        tokenizer.token_bytes(begin)
+        options = {"regex": "Q;a;Z;bc;d", "stop": stop, "stream": stream, "max_tokens": 30}
+        post(server, **options)  # the constraint knows both tokens by their bytes
+        with (
+            patch.dict(tokenizer._bytes._pieces, tags),
+            patch.dict(vars(tokenizer), {"reasoning_tags": frozenset(tags)}),
+        ):
+            answer = post(server, **options)
+    if stream:
+        events = [json.loads(line[6:]) for line in answer.text.split("\n\n") if line.startswith("data: {")]
+        deltas = [event["choices"][0]["delta"] for event in events]
+        found = {key: "".join(d.get(key, "") for d in deltas) for key in ("content", "reasoning_content")}
+    else:
+        found = answer.json()["choices"][0]["message"]
+    assert (found["reasoning_content"], found["content"]) == (";a;", content)
+
+
+@pytest.mark.parametrize(
+    ("outputs", "pattern"),
+    [
+        ({"json": {"const": "a"}}, '"a"'),
+        ({"json": '{"const": "a"}'}, '"a"'),
+        ({"json_object": True}, "{.*"),
+        ({"regex": "[ab]c"}, "[ab]c"),
+        ({"choice": ['say "yes"', "n\u00e9"]}, 'say "yes"|n\u00e9'),
+        ({"grammar": 'start: "x" "y"'}, "xy"),
+    ],
+)
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_constraints_may_have_the_form_of_vllm(
+    server: Running, path: str, outputs: dict[str, Any], pattern: str
+) -> None:
+    prompt: dict[str, Any] = {"prompt": "a"} if path == "/v1/completions" else {"messages": ASKED}
+    answer = server.post(path, {**prompt, "structured_outputs": outputs, "max_tokens": 20, "temperature": 0})
+    (choice,) = answer.json()["choices"]
+    assert re.fullmatch(
+        pattern, choice["text"] if "text" in choice else choice["message"]["content"], re.DOTALL
+    )
+
+
+def test_the_end_of_a_text_may_be_ignored(server: Running, cpu_model: Model) -> None:
+    bias = dict.fromkeys(map(str, cpu_model.tokenizer.stop_ids), 100)
+    reasons = [
+        server.post("/v1/completions", {"prompt": "a", "max_tokens": 9, "logit_bias": bias, **more}).json()
+        for more in ({}, {"ignore_eos": True})
+    ]
+    assert [answer["choices"][0]["finish_reason"] for answer in reasons] == ["stop", "length"]
+
+
+def test_the_penalty_of_repetition_has_two_names(server: Running) -> None:
+    texts = [
+        server.post(
+            "/v1/completions", {"prompt": "a a a", "max_tokens": 20, "temperature": 0, **named}
+        ).json()
+        for named in ({}, {"repeat_penalty": 1.7}, {"repetition_penalty": 1.7})
+    ]
+    plain, ours, theirs = (text["choices"][0]["text"] for text in texts)
+    assert ours == theirs != plain

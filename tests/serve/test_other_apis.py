@@ -1,0 +1,278 @@
+"""The APIs of Anthropic and of OpenAI's responses, with their clients: the answers of chat completions."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.running_server import Running, running, running_with_template
+from support.tools import HERMES
+
+from metal_prefill import Model
+
+USER = {"role": "user", "content": "How is it in Verona?"}
+PARAMETERS = {"type": "object", "properties": {"city": {"enum": ["Rome"]}}, "required": ["city"]}
+CHAT_TOOL = {"type": "function", "function": {"name": "weather", "parameters": PARAMETERS}}
+TOOL = {"type": "function", "name": "weather", "parameters": PARAMETERS}
+THINKS = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant: <think>\n{# </think> #}"
+)
+COUNTING = {
+    "type": "object",
+    "properties": {"n": {"enum": [1, 2]}},
+    "required": ["n"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture(scope="module")
+def served(demo_path: Path) -> Iterator[Running]:
+    with running_with_template(demo_path, HERMES) as (server, _):
+        yield server
+
+
+@pytest.fixture(scope="module")
+def thinking(demo_path: Path) -> Iterator[Running]:
+    with running_with_template(demo_path, THINKS) as (server, _):
+        yield server
+
+
+def chat(server: Running, messages: list[Any], **options: Any) -> Any:
+    """Return the choice of chat completions for the same conversation."""
+    with server.client() as client:
+        answer = client.chat.completions.create(
+            model="demo", messages=messages, temperature=0, max_tokens=12, **options
+        )
+    return answer.choices[0]
+
+
+def response(server: Running, **options: Any) -> Any:
+    """Ask for a response; the events of a stream must lead to the same one."""
+    options = {"model": "demo", "temperature": 0, "max_output_tokens": 12, **options}
+    with server.client() as client:
+        whole = client.responses.create(**options)
+        events = list(client.responses.create(**options, stream=True))
+    final = events[-1].response
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    kinds = [event.type for event in events]
+    assert kinds[:2] == ["response.created", "response.in_progress"]
+    assert kinds[-1] == f"response.{whole.status}"
+    assert final.output_text == whole.output_text
+    assert "".join(e.delta for e in events if e.type == "response.output_text.delta") == whole.output_text
+    assert [item.type for item in final.output] == [item.type for item in whole.output]
+    return whole
+
+
+def test_a_response_is_the_answer_of_chat_completions(served: Running) -> None:
+    expected = chat(served, [{"role": "system", "content": "Be brief."}, USER])
+    for input_ in (
+        USER["content"],
+        [USER],
+        [{"role": "user", "content": [{"type": "input_text", "text": USER["content"]}]}],
+    ):
+        found = response(served, instructions="Be brief.", input=input_)
+        assert found.output_text == expected.message.content
+        assert (found.status, found.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+        assert found.usage.output_tokens == 12
+        assert found.usage.total_tokens == found.usage.input_tokens + 12
+
+
+def test_a_response_continues_a_previous_one(served: Running) -> None:
+    first = response(served, instructions="Be brief.", input="a")
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": first.output_text}, USER]
+    second = response(served, input=USER["content"], previous_response_id=first.id)
+    assert second.output_text == chat(served, messages).message.content
+    assert second.previous_response_id == first.id
+    third = response(served, input="b", previous_response_id=second.id, store=False)
+    with pytest.raises(Exception, match=f"Previous response with id '{third.id}' not found"):
+        response(served, input="c", previous_response_id=third.id)
+
+
+def test_responses_are_kept_for_their_key_within_a_bound(
+    cpu_model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("metal_prefill.serve._kept.MOST_KEPT", 600)
+
+    def ask(key: str, **body: Any) -> Any:
+        return server.post(
+            "/v1/responses",
+            {"input": "a" * 100, "max_output_tokens": 1, **body},
+            headers={"authorization": f"Bearer {key}"},
+        )
+
+    with running(cpu_model, api_keys=["one", "two"]) as server:
+        ids = [ask("one").json()["id"] for _ in range(4)]
+        assert ask("two", previous_response_id=ids[3]).status_code == 404
+        assert [ask("one", previous_response_id=i, store=False).status_code for i in ids] == [
+            404,
+            200,
+            200,
+            200,
+        ]
+
+
+def test_a_response_calls_tools_and_takes_their_results(served: Running) -> None:
+    found = response(served, input=[USER], tools=[TOOL], tool_choice="required", max_output_tokens=60)
+    (call,) = found.output
+    assert (call.type, call.name, json.loads(call.arguments)) == (
+        "function_call",
+        "weather",
+        {"city": "Rome"},
+    )
+    assert found.status == "completed"
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "sunny"}
+    messages = [
+        USER,
+        {
+            "role": "assistant",
+            "tool_calls": [
+                {
+                    "id": call.call_id,
+                    "type": "function",
+                    "function": {"name": "weather", "arguments": call.arguments},
+                }
+            ],
+        },
+        {"role": "tool", "tool_call_id": call.call_id, "content": "sunny"},
+    ]
+    expected = chat(served, messages, tools=[CHAT_TOOL]).message.content
+    items = [item.model_dump() for item in found.output]
+    assert response(served, input=[USER, *items, result], tools=[TOOL]).output_text == expected
+    again = response(served, input=[result], tools=[TOOL], previous_response_id=found.id)
+    assert again.output_text == expected
+
+
+def test_a_response_has_a_schema(served: Running) -> None:
+    format_ = {"type": "json_schema", "name": "count", "schema": COUNTING}
+    found = response(served, input="a", text={"format": format_}, max_output_tokens=40)
+    assert json.loads(found.output_text)["n"] in (1, 2), found.output_text
+
+
+def test_reasoning_is_an_item(thinking: Running) -> None:
+    expected = chat(thinking, [USER]).message.reasoning_content
+    found = response(thinking, input=[USER])
+    (item,) = found.output
+    assert (item.type, item.content[0].text) == ("reasoning", expected)
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"input": []}, "input"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content"),
+        ({"input": "a", "tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"input": "a", "background": True}, "background"),
+        ({"input": "a", "text": {"format": {"type": "json_schema"}}}, "text.format"),
+        ({"input": "a", "tool_choice": {"type": "mcp"}}, "tool_choice"),
+        ({"input": "a", "inputs": "b"}, "inputs"),
+    ],
+)
+def test_a_response_names_an_invalid_field(served: Running, body: dict[str, Any], param: str) -> None:
+    answer = served.post("/v1/responses", body)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+
+
+def messages_api(server: Running, **options: Any) -> Any:
+    """Ask for a message with Anthropic's client; the events of a stream must lead to the same one."""
+    anthropic = pytest.importorskip("anthropic", reason="anthropic is not installed")
+    options = {"model": "demo", "max_tokens": 12, "extra_body": {"temperature": 0}, **options}
+    counted = {
+        k: v for k, v in options.items() if k in ("model", "messages", "system", "tools", "tool_choice")
+    }
+    with anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0, timeout=60) as client:
+        whole = client.messages.create(**options)
+        with client.messages.stream(**options) as events:
+            streamed = events.get_final_message()
+        tokens = client.messages.count_tokens(**counted).input_tokens
+    ignored = {"id": True, "usage": True, "content": {"__all__": {"id"}}}
+    assert streamed.model_dump(exclude=ignored) == whole.model_dump(exclude=ignored)
+    assert tokens == whole.usage.input_tokens + whole.usage.cache_read_input_tokens
+    return whole
+
+
+def test_a_message_is_the_answer_of_chat_completions(served: Running) -> None:
+    cached = {"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}
+    found = messages_api(served, system=[cached], messages=[USER])
+    expected = chat(served, [{"role": "system", "content": "Be brief."}, USER])
+    assert [block.text for block in found.content] == [expected.message.content]
+    assert (found.stop_reason, found.usage.output_tokens) == ("max_tokens", 12)
+
+
+def test_a_stop_sequence_is_reported(served: Running) -> None:
+    text = chat(served, [USER]).message.content
+    found = messages_api(served, messages=[USER], stop_sequences=["\u2603", text[4:6]])
+    assert (found.stop_reason, found.stop_sequence) == ("stop_sequence", text[4:6])
+    assert found.content[0].text == text[: text.index(text[4:6])]
+
+
+def test_a_message_calls_tools_and_takes_their_results(served: Running) -> None:
+    tool = {"name": "weather", "input_schema": PARAMETERS}
+    found = messages_api(
+        served, messages=[USER], tools=[tool], tool_choice={"type": "tool", "name": "weather"}, max_tokens=60
+    )
+    (call,) = found.content
+    assert (call.type, call.name, call.input, found.stop_reason) == (
+        "tool_use",
+        "weather",
+        {"city": "Rome"},
+        "tool_use",
+    )
+    result = {"type": "tool_result", "tool_use_id": call.id, "content": [{"type": "text", "text": "sunny"}]}
+    history = [
+        USER,
+        {"role": "assistant", "content": [call.model_dump(exclude_none=True)]},
+        {"role": "user", "content": [result, {"type": "text", "text": "And?"}]},
+    ]
+    arguments = json.dumps(call.input)
+    function = {"name": "weather", "arguments": arguments}
+    same = [
+        USER,
+        {"role": "assistant", "tool_calls": [{"id": call.id, "type": "function", "function": function}]},
+        {"role": "tool", "tool_call_id": call.id, "content": "sunny"},
+        {"role": "user", "content": "And?"},
+    ]
+    expected = chat(served, same, tools=[CHAT_TOOL]).message.content
+    assert messages_api(served, messages=history, tools=[tool]).content[0].text == expected
+
+
+def test_the_last_message_of_the_assistant_is_continued(served: Running) -> None:
+    begun = {"role": "assistant", "content": "It is"}
+    expected = chat(served, [USER, begun], extra_body={"continue_final_message": True}).message.content
+    assert messages_api(served, messages=[USER, begun]).content[0].text == expected
+    assert chat(served, [USER, {**begun, "prefix": True}]).message.content == expected
+    assert expected != chat(served, [USER, begun]).message.content
+
+
+def test_reasoning_is_a_block(thinking: Running) -> None:
+    expected = chat(thinking, [USER]).message.reasoning_content
+    (block,) = messages_api(thinking, messages=[USER], thinking={"type": "disabled"}).content
+    assert (block.type, block.thinking) == ("thinking", expected)
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "kind"),
+    [
+        ({"messages": [USER]}, 400, "invalid_request_error"),
+        ({"messages": [{"role": "tool", "content": "a"}], "max_tokens": 1}, 400, "invalid_request_error"),
+        ({"messages": [USER], "max_tokens": 1, "model": "other"}, 404, "not_found_error"),
+    ],
+)
+def test_errors_have_the_format_of_messages(
+    served: Running, body: dict[str, Any], status: int, kind: str
+) -> None:
+    answer = served.post("/v1/messages", body)
+    assert (answer.status_code, answer.json()["type"], answer.json()["error"]["type"]) == (
+        status,
+        "error",
+        kind,
+    )
+
+
+def test_a_key_may_be_sent_as_anthropic_does(cpu_model: Model) -> None:
+    with running(cpu_model, api_keys=["key"]) as server:
+        assert server.get("/v1/models", headers={"x-api-key": "key"}).status_code == 200
+        assert server.get("/v1/models", headers={"x-api-key": "other"}).status_code == 401
