@@ -422,15 +422,14 @@ logit_bias
         engine = self._engine
         engine.check_generates()
         return Continuation(
-            engine.tokenizer,
-            engine.config.vocab_size,
+            engine,
             self._checked(engine.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt),
             integer("max_tokens", max_tokens, 0),
             self.max_context,
+            options,
             prompt=prompt if isinstance(prompt, str) else None,
             logprobs=logprobs,
             prefix_namespace=self._prefix_namespace,
-            **options,
         )
 
     def _pieces(self, text: Continuation, progress: Progress | None) -> Iterator[Piece]:

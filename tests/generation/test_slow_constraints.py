@@ -160,7 +160,7 @@ def test_a_text_cancelled_while_its_constraint_computes_is_released(
         scheduler.step()
     gate.open.clear()
     scheduler.step()
-    guide = streams[0].text._constraint
+    guide = streams[0].text._choosing.constraint
     assert guide is not None
     assert guide.pending is not None
     pending, worker = guide.pending, guide.worker

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from metal_prefill.generation._text_generation import StopFilter
+from metal_prefill.generation._ending import StopFilter
 
 LETTERS = st.text("ab", max_size=12)
 
@@ -35,14 +35,6 @@ def test_text_that_cannot_belong_to_a_stop_string_is_passed_on(stops: list[str],
             break
     else:
         assert passed + stop_filter.flush() == text
-
-
-def test_a_copy_continues_independently() -> None:
-    stop_filter = StopFilter(["abc", "bd"])
-    assert stop_filter.step("xab") == "x"
-    other = stop_filter.copy()
-    assert (other.step("d"), other.found) == ("a", True)
-    assert (stop_filter.step("c"), stop_filter.found) == ("", True)
 
 
 class Counted(str):

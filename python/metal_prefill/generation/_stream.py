@@ -11,13 +11,8 @@ from metal_prefill import _core
 from metal_prefill._support.arguments import MOST_ANSWERS, TokenIds, integer, length_of, token_array
 from metal_prefill.engine import Engine, RowCost
 from metal_prefill.errors import ContextOverflowError, KVMemoryError
-from metal_prefill.generation._text_generation import (
-    Continuation,
-    FinishReason,
-    NextTokens,
-    Piece,
-    TextOptions,
-)
+from metal_prefill.generation._ending import FinishReason
+from metal_prefill.generation._text_generation import Continuation, NextTokens, Piece, TextOptions
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -248,16 +243,15 @@ def make_streams(
     streams: list[Stream] = []
     for answer in range(n):
         text = Continuation(
-            engine.tokenizer,
-            engine.config.vocab_size,
+            engine,
             ids,
             max_tokens,
             engine.max_context,
+            options,
             prompt=prompt if isinstance(prompt, str) else None,
             logprobs=logprobs,
             answer=answer,
             prefix_namespace=prefix_namespace,
-            **options,
         )
         # If a prompt has log probabilities, all of its tokens are computed for each stream.
         follows = streams and len(text.ids) == len(ids)

@@ -1,0 +1,207 @@
+"""Text of chosen tokens, and the conditions that end it."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+
+from metal_prefill._support.arguments import token_id
+
+if TYPE_CHECKING:
+    from metal_prefill.text._reasoning import ReasoningGate
+    from metal_prefill.text._token_decoder import TokenDecoder
+
+FinishReason = Literal["stop", "length", "context", "cancelled", "error"]
+
+
+def split_stops(stop: str | int | Sequence[str | int], vocab_size: int) -> tuple[list[str], list[int]]:
+    """Check the conditions that end a text, and return their strings and token ids.
+
+    Raises
+    ------
+    ValueError
+        If a string is empty, or an id outside the vocabulary.
+    TypeError
+        If something is neither a string nor an integer.
+    """
+    if isinstance(stop, (str, int, np.integer)):
+        stop = [stop]
+    try:
+        stops = list(stop)
+    except TypeError:
+        kind = type(stop).__name__
+        raise TypeError(f"stop must be a str, a token id or a sequence of them, got {kind}") from None
+    strings = [s for s in stops if isinstance(s, str)]
+    if any(not s for s in strings):
+        raise ValueError("a stop string is empty")
+    return strings, [token_id(s, vocab_size) for s in stops if not isinstance(s, str)]
+
+
+class _StopString:
+    """A stop string and its Knuth-Morris-Pratt automaton, built as far as a text needs it."""
+
+    def __init__(self, string: str) -> None:
+        self.string = string
+        self.length = len(string)
+        self._borders = [0, 0]  # by n: length of the longest proper prefix of string[:n] that also ends it
+
+    def step(self, matched: int, text: str) -> tuple[int, int | None]:
+        """Read text after `matched` characters of the string, which the text before it ends with.
+
+        Returns
+        -------
+        matched : int
+            Characters of the string that the text ends with now, all of them where it was found.
+        end : int or None
+            Where in `text` the first occurrence of the string ends; None if there is none yet.
+        """
+        for end, char in enumerate(text, 1):
+            matched = self._follow(matched, char)
+            if matched == self.length:
+                return matched, end
+            if matched == len(self._borders):
+                self._borders.append(self._follow(self._borders[-1], char))
+        return matched, None
+
+    def _follow(self, matched: int, char: str) -> int:
+        """Return the length of the longest prefix that a character after `matched` others completes."""
+        while (expected := self.string[matched]) != char and matched:
+            matched = self._borders[matched]
+        return matched + (expected == char)
+
+
+class StopFilter:
+    """Pass text up to the first stop string, and hold back what may be the start of one.
+
+    Time is linear in the text for each stop string, memory in the length of the strings.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = [_StopString(stop) for stop in stops]
+        self._matched = [0] * len(stops)
+        self._pending: deque[str] = deque()  # characters
+        self.stop: str | None = None  # the one that was found
+
+    @property
+    def found(self) -> bool:
+        """Whether a stop string was found."""
+        return self.stop is not None
+
+    def step(self, piece: str) -> str:
+        """Take a piece and return what is certain to come before a stop string."""
+        if not self._stops:
+            return piece
+        before = len(self._pending)
+        self._pending.extend(piece)
+        starts = []
+        for i, stop in enumerate(self._stops):
+            self._matched[i], end = stop.step(self._matched[i], piece)
+            if end is not None:
+                starts.append((before + end - stop.length, stop.string))
+        if starts:
+            start, self.stop = min(starts)
+            ready = self._take(start)
+            self._pending.clear()
+            self._matched = [0] * len(self._stops)
+            return ready
+        return self._take(len(self._pending) - max(self._matched, default=0))
+
+    def flush(self) -> str:
+        """Return what was held back: it did not become a stop string."""
+        self._matched = [0] * len(self._stops)
+        return self._take(len(self._pending))
+
+    def _take(self, count: int) -> str:
+        return "".join(self._pending.popleft() for _ in range(count))
+
+
+class TextWriter:
+    """Decodes tokens, and ends the text.
+
+    Parameters
+    ----------
+    decoder
+        Of the tokens.
+    stops, stop_ids
+        Strings and ids that end the text and are not part of it.
+    gate
+        Divides reasoning, in which stop strings do not count, from the answer; None without reasoning.
+    given
+        Number of first tokens that belong to the prompt and have no text.
+    least
+        Number of tokens after which stop strings end the text.
+    most
+        Number of tokens after which the text ends with ``"length"``.
+    room
+        Number of tokens after which it ends with ``"context"``; the last one is not written to the cache.
+
+    Attributes
+    ----------
+    made : int
+        Number of tokens so far.
+    ended : str or None
+        Reason for the end of the text; None while it continues.
+    """
+
+    def __init__(
+        self,
+        decoder: TokenDecoder,
+        stops: Sequence[str],
+        stop_ids: frozenset[int],
+        gate: ReasoningGate | None = None,
+        *,
+        given: int,
+        least: int,
+        most: int,
+        room: int,
+    ) -> None:
+        self._decoder, self._filter = decoder, StopFilter(stops)
+        self._stop_ids, self._gate = stop_ids, gate
+        self._given, self._least, self._most, self._room = given, least, most, room
+        self.made = 0
+        self.ended: FinishReason | None = None
+
+    def take(self, token: int, completes: Callable[[int], bool]) -> str:
+        """Take the next token, and return the text that is complete with it.
+
+        `completes` returns whether nothing can follow a token; it is called once for each that is neither
+        given nor ends the text.
+        """
+        self.made += 1
+        if self.made <= self._given:
+            self.ended = "length" if self.made >= self._most else None
+            return ""
+        if token in self._stop_ids:
+            return self._end("stop")
+        complete = completes(token)
+        text, answer = self._divided(self._decoder.step(token))
+        text += self._filter.step(answer) if self.made > self._least else answer
+        if self._filter.found:
+            self.ended = "stop"
+        elif complete:
+            text += self._end("stop")
+        elif self.made >= self._most:
+            text += self._end("length")
+        elif self.made >= self._room:
+            text += self._end("context")
+        return text
+
+    def _end(self, reason: FinishReason) -> str:
+        """End the text and return the part that was held back."""
+        self.ended = reason
+        text, answer = self._divided(self._decoder.flush())
+        if self._gate is not None:
+            answer += self._gate.flush()
+        return text + self._filter.step(answer) + ("" if self._filter.found else self._filter.flush())
+
+    def _divided(self, text: str) -> tuple[str, str]:
+        """Divide text into reasoning and answer."""
+        return ("", text) if self._gate is None else self._gate.step(text)
+
+    @property
+    def stop_string(self) -> str | None:
+        """The stop string that ended the text."""
+        return self._filter.stop

@@ -1,0 +1,113 @@
+"""Parts of a text, each alone: its decoding and end, and the choice of its tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from metal_prefill.generation._choosing import MOST_FORCED, Choosing
+from metal_prefill.generation._constraint import Step
+from metal_prefill.generation._ending import TextWriter
+
+STOP = 0
+
+
+class Letters:
+    """Decodes token n to the letter n of the alphabet, one token late, as an incomplete character is."""
+
+    def __init__(self) -> None:
+        self.held = ""
+
+    def step(self, token: int) -> str:
+        ready, self.held = self.held, chr(ord("a") + token)
+        return ready
+
+    def flush(self) -> str:
+        ready, self.held = self.held, ""
+        return ready
+
+
+@pytest.mark.parametrize(
+    ("limits", "tokens", "text", "reason"),
+    [
+        ({}, [1, 2, STOP], "bc", "stop"),
+        ({}, [1, 2, 24], "b", None),  # the last one is incomplete, the one before it may begin "cd"
+        ({}, [1, 2, 3, 4], "b", "stop"),
+        ({"least": 9}, [1, 2, 3, 4, STOP], "bcde", "stop"),
+        ({"most": 3}, [1, 2, 24], "bcy", "length"),
+        ({"most": 3}, [1, 2, 3], "b", "length"),  # a stop string that is complete with the last token
+        ({"room": 2}, [1, 2], "bc", "context"),
+        ({"given": 2, "most": 3}, [7, 8, 1], "b", "length"),
+        ({"given": 2, "most": 2}, [7, 8], "", "length"),
+        ({"complete": 2}, [1, 2], "bc", "stop"),
+    ],
+)
+def test_a_text_ends_for_one_reason(
+    limits: dict[str, Any], tokens: list[int], text: str, reason: str | None
+) -> None:
+    complete = limits.pop("complete", None)
+    given = {"given": 0, "least": 0, "most": 99, "room": 99, **limits}
+    decoder: Any = Letters()
+    writer = TextWriter(decoder, ["cd"], frozenset({STOP}), **given)
+    parts = []
+    for token in tokens:
+        assert writer.ended is None
+        parts.append(writer.take(token, lambda token: token == complete))
+    assert ("".join(parts), writer.ended, writer.made) == (text, reason, len(tokens))
+
+
+class Forcing:
+    """A constraint that forces tokens after the first one, and records its requests."""
+
+    def __init__(self, forced: list[int]) -> None:
+        self.forced, self.requests = forced, list[Any]()
+
+    def ahead(self, drafts: list[int]) -> list[bytes]:
+        return [b"ahead"] * min(len(drafts), 1)
+
+    def mask(self) -> bytes:
+        return b"mask"
+
+    def advance(self, tokens: list[int], *, most_forced: int, room: int) -> Step:
+        self.requests.append((tokens, most_forced, room))
+        return Step(len(tokens), False, self.forced if most_forced else [], "", True)
+
+
+class Masks:
+    """A sampler that records what it may choose from."""
+
+    def __init__(self) -> None:
+        self.allowed = list[Any]()
+
+    def allow_bits(self, masks: list[bytes]) -> None:
+        self.allowed.append(masks)
+
+
+def test_forced_tokens_are_taken_in_pieces_that_a_pass_may_have() -> None:
+    constraint: Any = Forcing(list(range(1, MOST_FORCED + 3)))
+    sampler: Any = Masks()
+    choosing = Choosing(sampler, constraint, frozenset({STOP}), forces=True)
+    assert choosing.allow([5, 6]) == 1  # the second draft is not allowed
+    assert sampler.allowed == [[b"mask"], [b"mask", b"ahead"]]
+    choosing.advance([9], [9], 50)
+    assert choosing.take_forced() == constraint.forced[:MOST_FORCED]
+    choosing.advance([MOST_FORCED + 1], [MOST_FORCED + 1], 40)  # the next forced token
+    assert choosing.take_forced() == [MOST_FORCED + 2]
+    assert constraint.requests == [
+        ([9], MOST_FORCED, 50),
+        ([MOST_FORCED + 1, MOST_FORCED + 2], 0, 40),
+    ]
+    assert not choosing.completes(MOST_FORCED + 1)
+    assert not choosing.unmet
+
+
+def test_a_constraint_receives_no_tokens_after_the_end_of_a_text() -> None:
+    constraint: Any = Forcing([])
+    sampler: Any = Masks()
+    choosing = Choosing(sampler, constraint, frozenset({STOP}), forces=False)
+    choosing.advance([4, STOP], [4, STOP], 9)
+    choosing.advance([STOP], [STOP], 9)
+    choosing.advance([4], [], 9)  # given tokens
+    assert constraint.requests == [([4, STOP], 0, 1)]
+    assert choosing.unmet
