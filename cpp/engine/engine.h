@@ -48,7 +48,6 @@ TensorType tensor_type(KvType type);
 struct MetalOptions {
   std::optional<bool> fused_norm;  // RMSNorm inside the projections (decode); none: chosen for the GPU
   int matvec_rows = 0;             // 1, 2 or 4 rows of a matvec for a simdgroup; 0: chosen for the GPU
-  bool fused_silu = false;         // SwiGLU inside the down projection (decode)
   double buffer_work = 0;          // multiply-adds of a command buffer; 0: chosen for the GPU
   double resident_seconds = 180;   // after a pass, for how long the memory stays with the GPU
   std::string pipeline_folder;     // of compiled pipelines; empty: they are not kept

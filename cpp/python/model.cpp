@@ -222,7 +222,6 @@ void bind_model(nb::module_& m) {
   nb::class_<MetalOptions>(m, "MetalOptions", "Options of the Metal engine alone.")
       .def_rw("fused_norm", &MetalOptions::fused_norm, nb::arg().none())
       .def_rw("matvec_rows", &MetalOptions::matvec_rows)
-      .def_rw("fused_silu", &MetalOptions::fused_silu)
       .def_rw("buffer_work", &MetalOptions::buffer_work)
       .def_rw("resident_seconds", &MetalOptions::resident_seconds)
       .def_rw("pipeline_folder", &MetalOptions::pipeline_folder)

@@ -107,8 +107,6 @@ class Model:
         Metal only: compute the norm of a single token within the projections that follow it. Results are the
         same. None selects the alternative that was faster when a model of this shape was first opened on this
         GPU.
-    fused_silu
-        Metal only: use the kernel that fuses SwiGLU into the down projection of single tokens.
 
     Raises
     ------
@@ -146,7 +144,6 @@ class Model:
         mmap: bool = True,
         pack_cache: bool = False,
         fused_norm: bool | None = None,
-        fused_silu: bool = False,
     ) -> None:
         self._default: Session | None = None
         options = _core.EngineOptions()
@@ -156,7 +153,6 @@ class Model:
         options.kv_memory = 0 if kv_memory is None else integer("kv_memory", kv_memory, 1, MAX_INTEGER)
         options.prefix_memory = integer("prefix_memory", prefix_memory, 0, MAX_INTEGER)
         options.metal.fused_norm = fused_norm
-        options.metal.fused_silu = fused_silu
         if max_context is not None:
             integer("max_context", max_context, 1)
         self._engine = open_engine(

@@ -284,9 +284,7 @@ FEATURES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"fused_norm": True}, {"fused_silu": True}, {"fused_norm": True, "fused_silu": True}]
-)
+@pytest.mark.parametrize("options", [{}, {"fused_norm": True}])
 @pytest.mark.parametrize("features", FEATURES)
 def test_prewarm_builds_exactly_the_pipelines_that_calls_use(
     tmp_path: Path, features: str, options: dict[str, Any]
@@ -392,18 +390,11 @@ def test_every_failed_allocation_is_an_error_and_the_next_call_works(tiny_path: 
 
 
 def test_fused_kernels_save_two_dispatches_a_layer(demo_path: Path) -> None:
-    for fused_silu, projections in (
-        (False, ["rmsnorm_matvec_swiglu_q4_0", "matvec_q4_0"]),
-        (True, ["rmsnorm_matvec_q4_0", "silu_matvec_q4_0_accumulate"]),
-    ):
-        with (
-            Model(demo_path, device="metal", fused_norm=True, fused_silu=fused_silu) as model,
-            model.session() as session,
-        ):
-            session.forward_token_greedy(session.forward_prompt(prompt(12)))
-            assert session.stats()["dispatches"] == 5 * model.config.n_layers + 5
-            attention = ["rmsnorm_matvec_q4_0", "rope_attention_decode_f16_32", "matvec_q4_0"]
-            assert kernels()[1:6] == attention + projections
+    with Model(demo_path, device="metal", fused_norm=True) as model, model.session() as session:
+        session.forward_token_greedy(session.forward_prompt(prompt(12)))
+        assert session.stats()["dispatches"] == 5 * model.config.n_layers + 5
+        attention = ["rmsnorm_matvec_q4_0", "rope_attention_decode_f16_32", "matvec_q4_0"]
+        assert kernels()[1:6] == [*attention, "rmsnorm_matvec_swiglu_q4_0", "matvec_q4_0"]
     with Model(demo_path, device="metal") as model, model.session() as session:
         session.forward_token_greedy(session.forward_prompt(prompt(12)))
         assert session.stats()["dispatches"] == 7 * model.config.n_layers + 5
@@ -413,7 +404,7 @@ def test_fused_kernels_save_two_dispatches_a_layer(demo_path: Path) -> None:
     "features", [{}, {"tensor_type": "Q4_K", "overrides": {"*attn_v*": "Q6_K", "*ffn_up*": "Q8_0"}}], ids=str
 )
 def test_a_fused_norm_gives_the_same_bits(tmp_path: Path, features: dict[str, Any]) -> None:
-    path = synth.synthesize(tmp_path / "m.gguf", preset="tiny", layers=6, dim=256, ffn=512, **features)
+    path = synth.synthesize(tmp_path / "m.gguf", preset="tiny", layers=30, dim=256, ffn=512, **features)
     logits = []
     for fused in (False, True):
         with Model(path, device="metal", fused_norm=fused) as model:
@@ -421,17 +412,6 @@ def test_a_fused_norm_gives_the_same_bits(tmp_path: Path, features: dict[str, An
             logits.append([model.forward_token(token) for token in (3, 1, 4, 1, 5)])
             assert any(kernel.startswith("rmsnorm_matvec") for kernel in kernels()) == fused
     np.testing.assert_array_equal(*np.array(logits))
-
-
-def test_fused_kernels_deviate_by_less_than_a_thousandth_after_thirty_layers(tmp_path: Path) -> None:
-    path = synth.synthesize(tmp_path / "m.gguf", preset="tiny", layers=30, dim=192, ffn=512)
-    tokens = [3, 1, 4, 1, 5]
-    logits = []
-    for fused in (False, True):
-        with Model(path, device="metal", fused_norm=fused, fused_silu=fused) as model:
-            logits.append([model.forward_token(token) for token in tokens])
-    separate, together = np.array(logits)
-    assert np.abs(separate - together).max() <= 1e-3 * np.abs(separate).max()
 
 
 LARGE_PAGES: dict[str, Any] = {  # of 2 MiB: the first four fill the initial pool
@@ -497,7 +477,7 @@ def test_the_pool_is_no_larger_than_a_buffer(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("options", "alone", "per_layer"),
-    [({}, 7, 7), ({"fused_norm": True}, 5, 7), ({"fused_norm": True, "fused_silu": True}, 5, 7)],
+    [({}, 7, 7), ({"fused_norm": True}, 5, 7)],
     ids=str,
 )
 def test_the_number_of_dispatches_does_not_grow_with_the_number_of_sequences(

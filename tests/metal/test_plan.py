@@ -57,7 +57,7 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 OPTIONS: list[dict[str, Any]] = [
     {},
-    {"fused_norm": True, "fused_silu": True},
+    {"fused_norm": True},
     {"kv_dtype": "f32", "chunk_tokens": 40},
 ]
 
@@ -322,7 +322,6 @@ def kernels_of(shape: Shape, lengths: range, chunk_tokens: int, **options: Any) 
     engine.kv_type = _core.KvType[options.get("kv_dtype", "f16").upper()]
     engine.chunk_tokens = chunk_tokens
     engine.metal.fused_norm = options.get("fused_norm")
-    engine.metal.fused_silu = options.get("fused_silu", False)
     for tokens in lengths:
         positions = of_a_token if tokens == 1 else (0, context - tokens)
         for position in positions:
@@ -346,9 +345,7 @@ def short_path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 
 @pytest.mark.parametrize(("family", "chip"), GPUS)
 @pytest.mark.parametrize("chunk_tokens", [1, 2, 5, 8, 9, 40, 512])
-@pytest.mark.parametrize(
-    "options", [{}, {"fused_norm": True}, {"fused_silu": True, "kv_dtype": "f32"}], ids=str
-)
+@pytest.mark.parametrize("options", [{}, {"fused_norm": True}, {"kv_dtype": "f32"}], ids=str)
 def test_no_pass_of_any_length_dispatches_a_kernel_that_was_not_built(
     short_path: Path, family: int, chip: str, chunk_tokens: int, options: dict[str, Any]
 ) -> None:
@@ -372,7 +369,6 @@ def test_every_kernel_of_the_shaders_is_dispatched_by_some_pass(
                 for output in ("none", "greedy", "logits", "log_probs"):
                     options: dict[str, Any] = {"fused_norm": fused, "output": output}
                     found |= {d.kernel for d in plan(shape, tokens, **options)}
-                    found |= {d.kernel for d in plan(shape, tokens, fused_silu=True, **options)}
         for tokens in (9, 64, 300):
             found |= {d.kernel for d in plan(shape, tokens, family=10)}  # with matrix units
         for rows in (2, 4):

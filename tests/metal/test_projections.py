@@ -20,7 +20,6 @@ from support.kernel_harness import (
 )
 from support.matmul_harness import (
     ACTIVATIONS,
-    GELU,
     SILU,
     SIZES,
     TILES,
@@ -359,42 +358,3 @@ def test_matvec_rows_that_share_a_simdgroup_are_bit_identical_to_single_rows(
             found.append(y.check())
         np.testing.assert_array_equal(found[0], found[1])
         close(found[0], w.values @ x.astype(np.float64) + (before if accumulate else 0))
-
-
-@pytest.mark.parametrize(("cols", "rows"), FUSED_SHAPES)
-@pytest.mark.parametrize("act", [SILU, GELU], ids=["silu", "gelu"])
-def test_silu_matvec_q4_0_accumulate(run: Run, cols: int, rows: int, act: int) -> None:
-    rng = np.random.default_rng(12)
-    w = Weights(rng, "Q4_0", [rows], cols)
-    gate_up = rng.standard_normal(2 * cols, np.float32)
-    before = rng.standard_normal(rows, np.float32)
-    y = Output([rows], initial=before)
-    run(
-        "silu_matvec_q4_0_accumulate",
-        w.bytes,
-        gate_up,
-        y.buffer,
-        matvec_args(w, rows, activation=act),
-        groups=matvec_groups(rows, 8, 64),
-        threads=(64,),
-    )
-    gate, up = np.split(gate_up.astype(np.float64), 2)
-    close(y.check(), before + w.values @ (activation(gate, act) * up), 2e-4)
-
-
-def test_silu_matvec_q4_0_accumulate_of_several_tokens(run: Run) -> None:
-    rng = np.random.default_rng(14)
-    w = Weights(rng, "Q4_0", [45], 96)
-    gate_up = rng.standard_normal((3, 192), np.float32)
-    before = rng.standard_normal((3, 45), np.float32)
-
-    def product(gate_up: Array, y: Output) -> Array:
-        args = matvec_args(w, 45, 16, tokens=len(gate_up))
-        grid: dict[str, Any] = {"groups": (12, len(gate_up)), "threads": (64,)}
-        run("silu_matvec_q4_0_accumulate", w.bytes, gate_up, y.buffer, args, **grid)
-        return y.check()
-
-    together = product(gate_up, Output([3, 45], initial=before))
-    for t in range(3):
-        alone = product(gate_up[t : t + 1], Output([1, 45], initial=before[t : t + 1]))
-        np.testing.assert_array_equal(alone[0], together[t])

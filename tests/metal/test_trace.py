@@ -135,7 +135,6 @@ def assert_bytes_predicted(found: list[Any], rel: float) -> None:
         {},
         {"kv_dtype": "f32"},
         {"fused_norm": True},
-        {"fused_silu": True},
         {"chunk_tokens": 6},
         {"chunk_tokens": 512},
     ],

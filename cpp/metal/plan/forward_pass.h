@@ -159,11 +159,10 @@ class ForwardPass {
   Activations activations(const PassRows& rows, PassBuffers& buffers) const;
   // Whether the norm is part of the products that follow.
   bool fuses_norm(const Norm& norm, const Rows& rows) const;
-  bool fuses_silu(const Layer& w) const;
   // Whether all heads of q, and of k, of a token are normed together.
   bool norms_rows_of_qk(const Layer& w) const;
   // True if gate and up are computed before SwiGLU, in dispatches of their own.
-  bool gate_up_separate(const Layer& w, Path path) const;
+  bool gate_up_separate(const Layer& w) const;
   RopeArgs rope_args(int layer, bool skip_queries) const;
   AttentionArgs attention_args(int layer) const;
 

@@ -258,9 +258,9 @@ void ForwardPass::feed_forward(const Pass& pass, const Layer& w, const View& x, 
   Encoder& e = pass.e;
   const Activations& a = pass.a;
   const bool few = rows.path == Path::kFewTokens;
-  if (!gate_up_separate(w, rows.path) && fuses_norm(w.ffn_norm, rows)) {
+  if (!gate_up_separate(w) && fuses_norm(w.ffn_norm, rows)) {
     ops::rmsnorm_matvec_swiglu(e, w.gate_up[0], w.ffn_norm, x, a.ffn, activation_);
-  } else if (!gate_up_separate(w, rows.path)) {
+  } else if (!gate_up_separate(w)) {
     const View input = normalized(e, w.ffn_norm, x, a.normed, rows);
     if (few)
       ops::matvec_swiglu(e, w.gate_up[0], input, a.ffn, rows.count, activation_);
@@ -272,10 +272,6 @@ void ForwardPass::feed_forward(const Pass& pass, const Layer& w, const View& x, 
     {
       const Encoder::Overlap overlap(e);
       normed_projections(e, w.ffn_norm, w.gate_up, input, {a.gate_up, columns}, rows);
-    }
-    if (few && fuses_silu(w)) {
-      ops::silu_matvec_q4_0_accumulate(e, w.ffn_output.w, a.gate_up, x, rows.count, activation_);
-      return;
     }
     ops::swiglu(e, {w.gate_up_bias, a.gate_up, config_.ffn_dim, w.gated, activation_}, a.ffn, rows.count,
                 rows.precision());

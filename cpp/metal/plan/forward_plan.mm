@@ -244,14 +244,8 @@ bool ForwardPass::norms_rows_of_qk(const Layer& w) const {
   return config_.qk_norm_place == QkNormPlace::kRows && (w.q_norm.weight || w.k_norm.weight);
 }
 
-bool ForwardPass::fuses_silu(const Layer& w) const {
-  const BlockOutput& output = w.ffn_output;
-  return options_.metal.fused_silu && output.w.type == TensorType::kQ4_0 && !output.norm.weight &&
-         !output.bias && w.gated && !w.gate_up_bias;
-}
-
-bool ForwardPass::gate_up_separate(const Layer& w, Path path) const {
-  return w.gate_up.size() > 1 || !w.gated || w.gate_up_bias || (path == Path::kFewTokens && fuses_silu(w));
+bool ForwardPass::gate_up_separate(const Layer& w) const {
+  return w.gate_up.size() > 1 || !w.gated || w.gate_up_bias;
 }
 
 AttentionArgs ForwardPass::attention_args(int layer) const {
@@ -330,9 +324,7 @@ ForwardPass::Activations ForwardPass::activations(const PassRows& rows, PassBuff
         return w.attn_output.norm.weight || w.attn_output.second_norm.weight || w.ffn_output.norm.weight;
       }))
     a.block = buffers.get(BufferName::kBlock, floats(config_.dim, n));
-  if (config_.ffn_dim > 0 && any_layer([&](const Layer& w) {
-        return gate_up_separate(w, all.path) || gate_up_separate(w, Path::kFewTokens);
-      }))
+  if (config_.ffn_dim > 0 && any_layer([&](const Layer& w) { return gate_up_separate(w); }))
     a.gate_up = buffers.get(BufferName::kGateUp, floats(2 * config_.ffn_dim, n));
   const PassPart& decoded = rows.few ? rows.all : rows.wanted;
   if (config_.n_heads > 0 && decoded.splits > 1 && wanted.path == Path::kFewTokens) {

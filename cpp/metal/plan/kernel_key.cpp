@@ -87,8 +87,6 @@ std::string kernel_name(const KernelKey& key, const CacheShape& cache) {
       return typed("rmsnorm_matvec_");
     case Kernel::kRmsnormMatvecSwiglu:
       return typed("rmsnorm_matvec_swiglu_");
-    case Kernel::kSiluMatvecQ4_0Accumulate:
-      return "silu_matvec_q4_0_accumulate";
     case Kernel::kRmsnormF32:
       return "rmsnorm_f32";
     case Kernel::kRmsnormF16:

@@ -35,7 +35,6 @@ enum class Kernel {
   kRmsnormMatvecSwiglu,
   kLastTyped = kRmsnormMatvecSwiglu,
 
-  kSiluMatvecQ4_0Accumulate,
   kRmsnormF32,
   kRmsnormF16,
   kRmsnormAdd,

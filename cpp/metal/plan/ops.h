@@ -91,8 +91,6 @@ void matvec_swiglu(Encoder& e, const Projection& w, const View& x, const View& y
 void rmsnorm_matvec(Encoder& e, const Projection& w, const Norm& norm, const View& x, const StridedRows& y);
 void rmsnorm_matvec_swiglu(Encoder& e, const Projection& w, const Norm& norm, const View& x, const View& y,
                            u32_t activation);
-void silu_matvec_q4_0_accumulate(Encoder& e, const Projection& w, const View& gate_up, const View& y,
-                                 int tokens, u32_t activation);
 // Most tokens for which a matmul may split its columns, and by which it chooses its tiles: more get the tiles
 // of so many, since rounding up to whole tiles matters little.
 inline constexpr int kMostSplitTokens = 64, kMostTiledTokens = 1024;

@@ -121,13 +121,6 @@ void rmsnorm_matvec_swiglu(Encoder& e, const Projection& w, const Norm& norm, co
   e.dispatch({Kernel::kRmsnormMatvecSwiglu, w.type}, {w.weights, norm.weight, x, y}, plan.args, plan.grid);
 }
 
-void silu_matvec_q4_0_accumulate(Encoder& e, const Projection& w, const View& gate_up, const View& y,
-                                 int tokens, u32_t activation) {
-  MatvecPlan plan = plan_matvec(e.tuning(), w, std::size_t(w.out_dim), {y, w.out_dim}, tokens);
-  plan.args.activation = activation;
-  e.dispatch(Kernel::kSiluMatvecQ4_0Accumulate, {w.weights, gate_up, y}, plan.args, plan.grid);
-}
-
 namespace {
 
 // A kind of tiles of a product: their cost and their kernel.

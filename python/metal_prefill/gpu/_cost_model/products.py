@@ -28,12 +28,12 @@ NORMED_MATVEC_ROWS = _core.shader_constants["NORMED_MATVEC_ROWS"]
 def matvec(d: Dispatch) -> Work:
     """Return the work of products in float32: of one token, or of tiles of tokens that share the weights.
 
-    Kernels that norm the token process one token; that of SwiGLU processes each token separately.
+    Kernels that norm the token process one token.
     """
     a = d.args
     item_bytes, dequantize = item_of(d.kernel)
     lanes, items, tokens = a["lanes_per_row"], a["in_dim"] // 8, a["tokens"]
-    silu, norm = d.kernel.startswith("silu"), d.kernel.startswith("rmsnorm")
+    norm = d.kernel.startswith("rmsnorm")
     matrices = 2 if "swiglu" in d.kernel else 1
     # Outputs of a group of lanes, for each token of a tile.
     together, tile, tiles = int(d.kernel[-1]) if "_rows" in d.kernel else 1, 1, 1
@@ -47,13 +47,10 @@ def matvec(d: Dispatch) -> Work:
             together, tile = FEW_TOKEN_ROWS // matrices, next(n for n in (2, 4, 8) if n >= tokens)
     rows = together * matrices  # of weights that a lane has
     # Rounds that are loaded at once, including those beyond the end.
-    ahead = 1 if silu or rows == 4 else {1: 3, 2: 3, 4: 2, 8: 1}[tile]
+    ahead = 1 if rows == 4 else {1: 3, 2: 3, 4: 2, 8: 1}[tile]
     rounds = ceil(ceil(items / lanes) / ahead) * ahead
     round_ops = (dequantize + Ops(alu=8) * tile) * rows + Ops(memory=2) * tile + LOOP
     x_row, shared = a["in_dim"] * FLOAT, 0
-    if silu:
-        round_ops += Ops(alu=24, exp=8, rcp=8, memory=6)
-        x_row *= 2
     ops, loads = Ops(), 0
     if norm:  # its factor first
         round_ops += Ops(alu=16, memory=2)
@@ -69,7 +66,7 @@ def matvec(d: Dispatch) -> Work:
     group_rows = d.threads // lanes * together
     weights = matrices * a["out_dim"] * a["row_bytes"]
     x, tile_x = tokens * x_row + shared, tile * x_row + shared
-    out = tokens * a["out_dim"] * FLOAT * (2 if a["accumulate"] or silu else 1)
+    out = tokens * a["out_dim"] * FLOAT * (2 if a["accumulate"] else 1)
     return dispatch_work(
         d,
         ops=ops,

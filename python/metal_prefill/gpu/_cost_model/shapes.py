@@ -64,7 +64,6 @@ def plan(
     kv_type: str = "f16",
     chunk_tokens: int = 512,
     fused_norm: bool | None = None,
-    fused_silu: bool = False,
     matvec_rows: int = 0,
     matmul_tensor: bool = True,
 ) -> list[Dispatch]:
@@ -85,7 +84,7 @@ def plan(
         Apple GPU family, 7 (M1) to 10 (M5).
     gpu
         Name reported by Metal. Chips with Pro, Max or Ultra have more cores.
-    kv_type, chunk_tokens, fused_norm, fused_silu
+    kv_type, chunk_tokens, fused_norm
         As the options of :class:`metal_prefill.Model`.
     matvec_rows
         Rows of a ``matvec`` for each simdgroup, 1, 2 or 4, where all lanes share a row. 0 selects as many as
@@ -106,7 +105,6 @@ def plan(
     options.kv_type = _core.KvType[kv_type.upper()]
     options.chunk_tokens = chunk_tokens
     options.metal.fused_norm = fused_norm
-    options.metal.fused_silu = fused_silu
     options.metal.matvec_rows = matvec_rows
     options.metal.no_matmul_tensor = "" if matmul_tensor else "not wanted"
     return from_core(shape.core.plan(tokens, position, _core.RowOutput[output.upper()], family, gpu, options))

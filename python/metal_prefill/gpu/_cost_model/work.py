@@ -18,7 +18,6 @@ _WORK: dict[str, Callable[[Dispatch], Work]] = {
     "embed": steps.embed,
     "matvec": products.matvec,
     "rmsnorm_matvec": products.matvec,
-    "silu_matvec": products.matvec,
     "multi_token_matvec": products.matvec,
     "matmul": products.matmul,
     "rmsnorm": steps.rmsnorm,

@@ -42,7 +42,6 @@ _STEPS: dict[str, Callable[[Captured], Expected]] = {
     "layernorm_twice": steps.layernorm_twice,
     "layernorm_": steps.layernorm,
     "add_bias": steps.add_bias,
-    "silu_matvec_": products.product,
     "matvec_": products.product,
     "multi_token_matvec_": products.product,
     "matmul_": products.product,

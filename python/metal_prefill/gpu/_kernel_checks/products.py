@@ -70,12 +70,11 @@ def product(d: Captured) -> Expected:
     """Yield matrix products with their fused steps: norm before, activation after, addition to the output."""
     args, kernel = d.args, d.kernel
     normed, gated = kernel.startswith("rmsnorm_"), "swiglu" in kernel
-    activated = kernel.startswith("silu_")
     half = kernel.startswith("matmul")
     x_binding, y_binding = (2, 3) if normed else (1, 2)
     x = d.before(x_binding, np.float16 if half else np.float32)
     y_type = np.float16 if half and gated else np.float32
-    adds = activated or kernel.endswith("_accumulate") or bool(args.get("accumulate"))
+    adds = kernel.endswith("_accumulate") or bool(args.get("accumulate"))
     width, stride = args["in_dim"], args["out_stride"]
     rows = some_of(args["out_dim"], SAMPLED_ROWS)
     matrix = _Matrix(d)
@@ -83,11 +82,7 @@ def product(d: Captured) -> Expected:
     if gated:
         weights = [matrix.rows_of(np.full(len(rows), i), rows) for i in range(2)]
     for token in some_of(args["tokens"], SAMPLED_TOKENS):
-        if activated:
-            gate, up = x[token * 2 * width : (token + 1) * 2 * width].astype(np.float64).reshape(2, width)
-            vector = activate(gate, args["activation"]) * up
-        else:
-            vector = x[token * width : (token + 1) * width].astype(np.float64)
+        vector = x[token * width : (token + 1) * width].astype(np.float64)
         if normed:
             vector = rms_normed(vector, d.before(1, np.float32)[:width].astype(np.float64), args["eps"])
         products = [w @ vector for w in weights]
