@@ -13,6 +13,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 
+from metal_prefill._support.interface_words import as_options
 from metal_prefill._support.interruptions import interruptions
 
 EXIT_FAILED = 1
@@ -81,13 +82,13 @@ def report(error: BaseException) -> int:
         return EXIT_FAILED
     if isinstance(error, ContextOverflowError):
         hint = "shorten the text, or use a model with a longer context; `metal-prefill info` shows a model's"
-        print(f"error: {error}: {hint}", file=sys.stderr)
+        print(f"error: {as_options(str(error))}: {hint}", file=sys.stderr)
         return EXIT_FAILED
     if isinstance(error, (MetalPrefillError, OSError, MemoryError)):
-        print(f"error: {str(error) or type(error).__name__}", file=sys.stderr)
+        print(f"error: {as_options(str(error)) or type(error).__name__}", file=sys.stderr)
         return EXIT_FAILED
     if isinstance(error, ValueError):
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {as_options(str(error))}", file=sys.stderr)
         return EXIT_USAGE
     hint = "set METAL_PREFILL_TRACEBACK=1 to show the traceback"
     print(f"error: {type(error).__name__}: {error} ({hint})", file=sys.stderr)

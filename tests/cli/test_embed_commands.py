@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import os
 from collections.abc import Callable
@@ -46,6 +47,54 @@ def test_vectors_of_lines_and_json_match_the_library(
     np.testing.assert_array_equal(np.load(tmp_path / "b.npy"), cut)
     assert "3 texts in" in capsys.readouterr().err
     assert {p.name for p in tmp_path.iterdir()} == {"t.txt", "t.jsonl", "a.npy", "b.npy"}
+
+
+def test_columns_are_read_and_a_byte_order_mark_is_not_text(
+    embedder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = ["The king", 'is, "dead"\nlong', "Long live"]
+    quoted = [f'{i},"{text.replace(chr(34), 2 * chr(34))}"' for i, text in enumerate(texts)]
+    files = {
+        "t.csv": "id,body\r\n" + "\r\n".join([*quoted, "3,", "4"]) + "\r\n",
+        "t.tsv": "body\tid\n" + "\n".join(row.split(",", 1)[1] + "\t1" for row in quoted),
+        "t.jsonl": "\n".join(json.dumps({"body": text}) for text in texts),
+    }
+    with Model(embedder, device="cpu") as model:
+        expected, first = model.embed(texts), model.embed(texts[:1])
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(b"\xef\xbb\xbf" + content.encode())
+        output = tmp_path / f"{name}.npy"
+        assert embed(embedder, "-f", tmp_path / name, "-o", output, "--column", "body") == 0
+        np.testing.assert_array_equal(np.load(output), expected)
+    (tmp_path / "t.txt").write_text("\ufeffThe king\n", encoding="utf-8")
+    assert embed(embedder, "-f", tmp_path / "t.txt", "-o", tmp_path / "v.npy") == 0
+    np.testing.assert_array_equal(np.load(tmp_path / "v.npy"), first)
+    monkeypatch.setattr("sys.stdin", io.StringIO("\ufeffThe king\n"))
+    assert embed(embedder, "-f", "-", "-o", tmp_path / "w.npy") == 0
+    np.testing.assert_array_equal(np.load(tmp_path / "w.npy"), first)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "options", "message"),
+    [
+        ("t.csv", "id,body\n1,a\n", (), "has no column 'text', but 'id', 'body': set --column"),
+        ("t.csv", "", (), "has no column 'text', but "),
+        ("t.csv", 'text\n"a', (), "line 1: unexpected end of data"),
+        ("t.txt", "a\n", ("--column", "body"), "--column is 'body', but "),
+    ],
+)
+def test_a_column_that_cannot_be_read_is_an_error(
+    embedder: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    name: str,
+    content: str,
+    options: tuple[str, ...],
+    message: str,
+) -> None:
+    (tmp_path / name).write_text(content)
+    assert embed(embedder, "-f", tmp_path / name, "-o", tmp_path / "v.npy", *options) == 2
+    assert message in capsys.readouterr().err
 
 
 def test_an_interrupted_run_is_resumed(

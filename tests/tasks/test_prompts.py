@@ -10,7 +10,7 @@ import pytest
 from support import model_folders, task_folders
 from support.model_folders import Folder
 
-from metal_prefill import GGUFError, Model, UnsupportedModelError
+from metal_prefill import GGUFError, Model
 from metal_prefill.conversion import convert
 from metal_prefill.tasks import prompt_names
 from metal_prefill.tasks._prompt_rules import PromptRules
@@ -81,6 +81,18 @@ def test_prompts_of_a_folder_are_stored_in_the_file(tmp_path: Path) -> None:
         same(model, "a rose", "Clustering", "group: a rose")
 
 
+@pytest.mark.parametrize(("name", "known"), [("m", "none"), ("e5-small", "'document', 'query'")])
+def test_a_misspelled_name_of_a_prompt_is_refused(tmp_path: Path, name: str, known: str) -> None:
+    with opened(model_folders.bert(tmp_path / "m"), name) as model:
+        for word in ("qeury", "doc-ument"):
+            with pytest.raises(
+                ValueError, match=rf"instruction '{word}' is not a prompt of m\.gguf.*: {known}\."
+            ):
+                model.embed(["a"], instruction=word)
+        same(model, "a rose", "qeury {text}", "qeury a rose")
+        same(model, "a", "为这个句子生成表示", "为这个句子生成表示a")
+
+
 def test_a_document_without_a_prompt_is_unchanged(tmp_path: Path) -> None:
     with opened(stated(tmp_path, prompts={"query": "find: "})) as model:
         same(model, "a rose", "document", "a rose")
@@ -100,9 +112,15 @@ def test_control_tokens_in_prompts_of_the_file_are_encoded(tmp_path: Path) -> No
         special = model.tokenizer.frame.text([model.tokenizer.mask_id or 0, *ids])
         states = model.embed(["a rose"], pooling="none", instruction="query")[0]
         assert len(states) == len(special)
-        # In a text, or in a prompt of the caller, the same letters are text.
-        spelled = model.embed(["a rose"], pooling="none", instruction="[MASK] {text}")[0]
-        assert len(spelled) == len(model.embed(["[MASK] a rose"], pooling="none")[0]) > len(special)
+        # In a text, or in a prompt of the caller, the same letters can be text.
+        spelled = model.embed(
+            ["a rose"], pooling="none", instruction="[MASK] {text}", split_special_tokens=True
+        )[0]
+        split = model.embed(["[MASK] a rose"], pooling="none", split_special_tokens=True)[0]
+        assert len(spelled) == len(split) > len(special)
+        states = model.embed(["a [MASK]"], pooling="none", instruction="query", split_special_tokens=True)[0]
+        ids = model.tokenizer.encode("a [MASK]", add_bos=False)
+        assert len(states) == len(model.tokenizer.frame.text([model.tokenizer.mask_id or 0, *ids]))
 
 
 def test_prefixes_of_pylate_are_prompts(tmp_path: Path) -> None:
@@ -135,11 +153,6 @@ def test_prompts_of_the_wrong_type_are_rejected(
     folder = stated(tmp_path, **settings)
     with pytest.raises(GGUFError, match=message):
         convert(folder.write(), tmp_path / "m.gguf")
-
-
-def test_a_folder_that_cuts_its_vectors_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedModelError, match="truncate_dim is 8; supported: None"):
-        convert(stated(tmp_path, truncate_dim=8).write(), tmp_path / "m.gguf")
 
 
 def test_late_interaction_uses_the_prompts_of_the_file(tmp_path: Path) -> None:

@@ -136,9 +136,7 @@ def test_unsupported_models_are_reported(model: Model, tmp_path: Path) -> None:
     three = write(tmp_path / "three.gguf", CLASSIFIERS["qwen3, three classes"])
     with (
         Model(three, device="cpu") as other,
-        pytest.raises(
-            ValueError, match=r"a head of 3 classes .low, middle, high.: reranking takes one or two"
-        ),
+        pytest.raises(ValueError, match=r"a head of 3 classes .low, middle, high.: set label to the one"),
     ):
         other.rerank(QUERY, ["a"], template=TEMPLATE)
 

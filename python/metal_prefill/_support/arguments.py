@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from itertools import islice
 from numbers import Real
 from typing import Any, TypeAlias
 
@@ -75,6 +76,32 @@ def one_of(name: str, value: str, choices: Mapping[str, Any]) -> Any:
     if value not in choices:
         raise ValueError(f"{name} must be one of {', '.join(choices)}; got {value!r}")
     return choices[value]
+
+
+def items_of(name: str, values: Any) -> list[Any]:
+    """Copy the items of a list, tuple, generator, array or column of a table into a list.
+
+    Raises
+    ------
+    TypeError
+        `values` is one string, has no order, or is a table or mapping, whose items are names.
+    """
+    kind = type(values).__name__
+    columns = values if isinstance(values, Mapping) else getattr(values, "columns", None)
+    columns = getattr(values, "column_names", columns)
+    if columns is not None:
+        first = next(map(repr, islice(columns, 1)), "...")
+        raise TypeError(
+            f"{name} must be one column of strings, got a {kind}: pass one, such as {name}[{first}]"
+        )
+    if isinstance(values, Set):
+        raise TypeError(f"{name} must be a sequence of strings, got a {kind}, which has no order")
+    single = isinstance(values, (str, bytes)) or (isinstance(values, np.ndarray) and not values.ndim)
+    if single or not isinstance(values, Iterable):
+        raise TypeError(f"{name} must be a sequence of strings, got one {kind}")
+    if isinstance(values, np.ndarray):
+        return list(values.tolist())
+    return list(values.to_pylist() if hasattr(values, "to_pylist") else values)  # Arrow's items are scalars
 
 
 def token_id(token: object, vocab_size: int) -> int:

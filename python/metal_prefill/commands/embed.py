@@ -15,7 +15,13 @@ import numpy as np
 
 from metal_prefill._support.atomic_write import named, replacing
 from metal_prefill.commands import common
-from metal_prefill.commands.text_files import add_prompt_arguments, add_text_arguments, read_texts
+from metal_prefill.commands.text_files import (
+    DEFAULT_COLUMN,
+    add_prompt_arguments,
+    add_text_arguments,
+    prompt_rules,
+    read_texts,
+)
 from metal_prefill.errors import MissingExtraError
 from metal_prefill.tasks._text_passes import TextPasses
 
@@ -59,7 +65,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def execute(arguments: argparse.Namespace) -> None:
     """Compute the vectors missing from an earlier run, and write the file once all are available."""
     from metal_prefill.tasks._embedding import check_pooling, embed_prompts, encode_texts
-    from metal_prefill.tasks._prompt_rules import PromptRules
     from metal_prefill.tasks._prompts import prompt_form
 
     kind = arguments.output.suffix
@@ -82,7 +87,7 @@ def execute(arguments: argparse.Namespace) -> None:
                 f"{model.path.name} has a vector for each token, which {kind} cannot store: set --pooling"
             )
         form = prompt_form(model.engine, arguments.instruction)
-        rules = PromptRules(arguments.truncate, arguments.unicode)
+        rules = prompt_rules(arguments)
         encoded = encode_texts(model.engine, texts, form, rules)
         for note in encoded.notes(model.max_context):
             print(f"warning: {note}", file=sys.stderr)
@@ -91,7 +96,7 @@ def execute(arguments: argparse.Namespace) -> None:
             **options,
             "instruction": arguments.instruction,
             "truncate": [arguments.truncate, model.max_context],
-            "unicode": arguments.unicode,
+            "rules": rules[1:],
             "compute": model.compute,
         }
         passes = TextPasses(model.engine)
@@ -111,7 +116,7 @@ def execute(arguments: argparse.Namespace) -> None:
         with replacing(arguments.output) as path, open(path, "wb") as file:
             np.save(file, vectors)
     else:
-        _write_parquet(arguments.output, arguments.column, texts, vectors)
+        _write_parquet(arguments.output, arguments.column or DEFAULT_COLUMN, texts, vectors)
     part.remove()
     print(summary(len(texts) - before, before, tokens, seconds), file=sys.stderr)
 

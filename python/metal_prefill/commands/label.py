@@ -9,7 +9,12 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from metal_prefill.commands import common
-from metal_prefill.commands.text_files import add_text_arguments, add_truncate_argument, read_texts
+from metal_prefill.commands.text_files import (
+    add_prompt_arguments,
+    add_text_arguments,
+    prompt_rules,
+    read_texts,
+)
 
 if TYPE_CHECKING:
     from metal_prefill import Model
@@ -45,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "words, with the label of their first token (first), of the mean of their tokens (average) or of the "
         "most certain token (max); no grouping (none) (default: simple)",
     )
-    add_truncate_argument(parser, "texts")
+    add_prompt_arguments(parser, "texts")
     parser.add_argument("--json", action="store_true", help="print lines of JSON, one for each text")
     common.add_model_arguments(parser)
     common.add_engine_arguments(parser)
@@ -68,7 +73,9 @@ def _label_parts(model: Model, texts: list[str], arguments: argparse.Namespace) 
     from metal_prefill.tasks._text_passes import TextPasses
     from metal_prefill.tasks._token_labels import encode_spans, entities_of
 
-    spanned, cut = encode_spans(model.engine, texts, arguments.truncate)
+    if arguments.unicode is not None:
+        raise common.UsageError("--unicode changes the positions of characters: not for labels of tokens")
+    spanned, cut = encode_spans(model.engine, texts, prompt_rules(arguments))
     if cut:
         print(f"warning: {cut_message(cut, len(texts), model.max_context, 'text')}", file=sys.stderr)
     for i, entities in enumerate(entities_of(TextPasses(model.engine), spanned, arguments.strategy)):
@@ -80,7 +87,8 @@ def _label_parts(model: Model, texts: list[str], arguments: argparse.Namespace) 
 
 
 def _label_texts(model: Model, texts: list[str], arguments: argparse.Namespace) -> None:
-    found = model.classify(texts, arguments.labels, arguments.template, truncate=arguments.truncate)
+    rules = prompt_rules(arguments)._asdict()
+    found = model.classify(texts, arguments.labels, arguments.template, **rules)
     for i, (label, values) in enumerate(zip(found.best, found.probabilities, strict=True)):
         if arguments.json:
             scores = dict(zip(found.labels, values.tolist(), strict=True))

@@ -8,7 +8,12 @@ import sys
 from dataclasses import asdict
 
 from metal_prefill.commands import common
-from metal_prefill.commands.text_files import add_prompt_arguments, add_text_arguments, read_texts
+from metal_prefill.commands.text_files import (
+    add_prompt_arguments,
+    add_text_arguments,
+    prompt_rules,
+    read_texts,
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,6 +35,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="late: late interaction, which compares the vectors of single tokens (default: as the model "
         "file requires)",
     )
+    parser.add_argument(
+        "--label",
+        metavar="TEXT",
+        help="class whose probability is the score (default: the affirmative one of two)",
+    )
     add_prompt_arguments(parser, "documents")
     parser.add_argument("--json", action="store_true", help="print lines of JSON: index, score, document")
     common.add_model_arguments(parser)
@@ -38,17 +48,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def execute(arguments: argparse.Namespace) -> None:
     """Print documents with their scores, best first."""
-    from metal_prefill.tasks._prompt_rules import PromptRules
     from metal_prefill.tasks._reranking import Options, encode_documents
     from metal_prefill.tasks._text_passes import TextPasses
 
     documents = read_texts(arguments.file, arguments.column)
     with common.open_model(arguments) as model:
-        rules = PromptRules(arguments.truncate, arguments.unicode)
-        options = Options(arguments.instruction, arguments.template, arguments.how, rules)
+        rules, how = prompt_rules(arguments), arguments.how
+        options = Options(arguments.instruction, arguments.template, how, rules, arguments.label)
         ranking = encode_documents(model.engine, arguments.query, documents, options)
         for note in ranking.notes():
             print(f"warning: {note}", file=sys.stderr)
         ranked = ranking.ranked(TextPasses(model.engine), arguments.top_n)
-    for item in ranked:
-        print(json.dumps(asdict(item)) if arguments.json else f"{item.score:.4f}  {item.document}")
+    short = [f"{item.score:.4f}" for item in ranked]
+    separates = len(set(short)) == len({item.score for item in ranked})
+    for item, score in zip(ranked, short, strict=True):
+        line = f"{score if separates else item.score}  {item.document}"
+        print(json.dumps(asdict(item)) if arguments.json else line)

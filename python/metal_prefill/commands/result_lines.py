@@ -6,13 +6,14 @@ import io
 import itertools
 import json
 import os
+from codecs import BOM_UTF8
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from typing import IO, Any
 
 from metal_prefill._support.atomic_write import check_target
-from metal_prefill.commands.common import UsageError, standard_input
+from metal_prefill.commands.common import UsageError, read_input
 from metal_prefill.generation._sampling import Options
 
 if os.name == "posix":
@@ -84,9 +85,11 @@ def read_prompts(path: str) -> Iterator[tuple[int, Iterator[Prompt]]]:
 
     Blank lines are ignored. Prompts are read from the file on demand.
     """
-    with io.BytesIO(standard_input().read().encode()) if path == "-" else open(path, "rb") as file:
+    with io.BytesIO(read_input().encode()) if path == "-" else open(path, "rb") as file:
+        start = len(BOM_UTF8) if file.read(len(BOM_UTF8)) == BOM_UTF8 else 0
+        file.seek(start)
         count = sum(1 for line in file if line.strip())
-        file.seek(0)
+        file.seek(start)
         yield count, (parse(line) for line in file if line.strip())
 
 

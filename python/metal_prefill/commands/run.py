@@ -124,13 +124,13 @@ def read_prompt(arguments: argparse.Namespace) -> str:
     if arguments.file is None:
         return str(arguments.prompt[0])
     if arguments.file == "-":
-        return common.standard_input().read()
+        return common.read_input()
     return _read_text(arguments.file)
 
 
 def _read_text(path: str) -> str:
     try:
-        return Path(path).read_text(encoding="utf-8")
+        return Path(path).read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise common.UsageError(f"{path} is not UTF-8 text: {error}") from error
 

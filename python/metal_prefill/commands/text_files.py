@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import csv
 import io
 import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, TextIO
 
-from metal_prefill.commands.common import UsageError, standard_input
+from metal_prefill.commands.common import UsageError, read_input
+
+if TYPE_CHECKING:
+    from metal_prefill.tasks._prompt_rules import PromptRules
+
+DEFAULT_COLUMN = "text"
+_LONGEST_FIELD = 2**31 - 1  # of csv, in which a long is 32 bits on some systems
 
 
 def add_text_arguments(parser: argparse.ArgumentParser, texts: str) -> None:
@@ -17,25 +27,17 @@ def add_text_arguments(parser: argparse.ArgumentParser, texts: str) -> None:
         required=True,
         metavar="FILE",
         help=f"{texts}, one per line, where blank lines are skipped; a line of a .jsonl file is a string or "
-        "an object; - is stdin",
+        "an object, the first row of a .csv or .tsv file names columns; - is stdin",
     )
     parser.add_argument(
-        "--column", default="text", metavar="NAME", help="field of objects that has the text (default: text)"
+        "--column",
+        metavar="NAME",
+        help=f"field of objects or column that has the text (default: {DEFAULT_COLUMN})",
     )
 
 
 def add_prompt_arguments(parser: argparse.ArgumentParser, what: str) -> None:
-    """Add the options for texts beyond the context and for their Unicode form."""
-    add_truncate_argument(parser, what)
-    parser.add_argument(
-        "--unicode",
-        choices=("NFC",),
-        help="normalize texts first, as transformers does for qwen2 and qwen3 (default: do not)",
-    )
-
-
-def add_truncate_argument(parser: argparse.ArgumentParser, what: str) -> None:
-    """Add the option for texts beyond the context."""
+    """Add the options of how texts become prompts, which `prompt_rules` reads."""
     parser.add_argument(
         "--truncate",
         choices=("error", "end"),
@@ -43,34 +45,73 @@ def add_truncate_argument(parser: argparse.ArgumentParser, what: str) -> None:
         help=f"{what} longer than the context: refuse them, or cut off their ends and print how many "
         "(default: error)",
     )
+    parser.add_argument(
+        "--unicode",
+        choices=("NFC",),
+        help="normalize texts first, as transformers does for qwen2 and qwen3 (default: do not)",
+    )
+    parser.add_argument(
+        "--split-special-tokens",
+        action="store_true",
+        default=None,
+        help="encode special tokens that texts spell, such as [SEP], as text; generative models always do",
+    )
 
 
-def read_texts(path: str, column: str = "text") -> list[str]:
-    """Read the texts of a file, ``-`` for stdin, ignoring blank lines.
+def prompt_rules(arguments: argparse.Namespace) -> PromptRules:
+    """Return the rules that the options of `add_prompt_arguments` set."""
+    from metal_prefill.tasks._prompt_rules import PromptRules  # imports tokenizers
 
-    A line of a file whose name ends with ``.jsonl`` is a string, or an object with a field `column`; a line
-    of any other file is a text.
+    return PromptRules(arguments.truncate, arguments.unicode, arguments.split_special_tokens)
+
+
+def read_texts(path: str, column: str | None = None) -> list[str]:
+    """Read the texts of a file, ``-`` for stdin, ignoring blank ones and a byte order mark.
+
+    A line of a file whose name ends with ``.jsonl`` is a string, or an object with a field `column`. The
+    first row of a ``.csv`` or ``.tsv`` file names its columns. A line of any other file is a text.
 
     Raises
     ------
     UsageError
-        A line contains no text, or the file is not UTF-8; the message names the file and the line.
+        A line contains no text, the file is not UTF-8, or it has no columns; the message names the file and
+        the line.
     """
-    as_json = path.endswith((".jsonl", ".ndjson"))
-    texts = []
+    kind = Path(path).suffix.lower()
+    read = {**dict.fromkeys((".jsonl", ".ndjson"), _objects), ".csv": _rows, ".tsv": _rows}.get(kind)
+    if read is None and column is not None:
+        raise UsageError(
+            f"--column is {column!r}, but {path} has a text per line: only .jsonl, .csv and .tsv"
+        )
     try:
         with (
-            io.StringIO(standard_input().read())
-            if path == "-"
-            else open(path, encoding="utf-8", newline="\n")
+            io.StringIO(read_input()) if path == "-" else open(path, encoding="utf-8-sig", newline="\n")
         ) as file:
-            for number, line in enumerate(file, 1):
-                if line.strip():
-                    where = f"{path}, line {number}"
-                    texts.append(_text(line, where, column) if as_json else line.rstrip("\r\n"))
+            if read is None:
+                return [line.rstrip("\r\n") for line in file if line.strip()]
+            return [text for text in read(file, path, column or DEFAULT_COLUMN) if text.strip()]
     except UnicodeDecodeError as error:
         raise UsageError(f"{path} is not UTF-8 text: {error}") from error
-    return texts
+
+
+def _objects(file: TextIO, path: str, column: str) -> Iterator[str]:
+    for number, line in enumerate(file, 1):
+        if line.strip():
+            yield _text(line, f"{path}, line {number}", column)
+
+
+def _rows(file: TextIO, path: str, column: str) -> Iterator[str]:
+    csv.field_size_limit(_LONGEST_FIELD)
+    reader = csv.DictReader(file, delimiter="\t" if path.lower().endswith(".tsv") else ",", strict=True)
+    try:
+        if column not in (names := reader.fieldnames or ()):
+            raise UsageError(
+                f"{path} has no column {column!r}, but {', '.join(map(repr, names))}: set --column"
+            )
+        for row in reader:
+            yield row[column] or ""
+    except csv.Error as error:
+        raise UsageError(f"{path}, line {reader.line_num}: {error}") from None
 
 
 def _text(line: str, where: str, column: str) -> str:

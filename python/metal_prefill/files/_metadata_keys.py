@@ -18,6 +18,12 @@ MAX_INT = 2**31 - 1  # the engines count in 32 bits
 PROMPT_KEYS = "metal_prefill.prompts."
 # Name of the prompt of texts that are embedded without an instruction.
 DEFAULT_PROMPT_KEY = "metal_prefill.default_prompt"
+# Prompt of a query and a document, with ``{query}`` and ``{document}``; a key of llama.cpp.
+RERANK_TEMPLATE_KEY = "tokenizer.chat_template.rerank"
+# Name of the similarity for which vectors were trained, such as ``dot``.
+SIMILARITY_KEY = "metal_prefill.similarity"
+# Number of first values of a vector to keep by default.
+TRUNCATE_KEY = "metal_prefill.truncate_dim"
 # Ids of tokens of documents that late interaction leaves out, such as punctuation.
 SKIPPED_KEY = "metal_prefill.skipped_tokens"
 # How late interaction expands queries: ``length``, ``token``, ``seen`` and ``fixed``.

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, TypeAlias, get_args
+from typing import Literal, NamedTuple, TypeAlias, TypeVar, get_args
 
 from metal_prefill import _core
 from metal_prefill.errors import GGUFError, UnsupportedModelError
 from metal_prefill.files._gguf_file import FloatArray, GGUFFile, dequantized
-from metal_prefill.files._metadata_keys import LENGTH_KEYS, MAX_INT, Keys
+from metal_prefill.files._metadata_keys import LENGTH_KEYS, MAX_INT, TRUNCATE_KEY, Keys
 
 Pooling: TypeAlias = Literal["none", "mean", "cls", "last", "rank"]
 POOLINGS: tuple[Pooling, ...] = get_args(Pooling)  # indexed by the number in the file
@@ -18,12 +19,17 @@ HEAD_ACTIVATIONS: tuple[HeadActivation, ...] = get_args(HeadActivation)
 Scores: TypeAlias = Literal["softmax", "sigmoid", "none"]
 SCORES: tuple[Scores, ...] = get_args(Scores)
 
+_Name = TypeVar("_Name", bound=str)
+
 DENSE = ("dense_2", "dense_3")
+# Activation of a dense layer, under its name with _activation.
+DenseActivation: TypeAlias = Literal["none", "tanh", "gelu_erf", "relu", "silu", "sigmoid"]
+DENSE_ACTIVATIONS: tuple[DenseActivation, ...] = get_args(DenseActivation)
 CLASSIFIER = (
     *("cls.weight", "cls.bias", "cls.norm.weight", "cls.norm.bias"),
     *("cls.output.weight", "cls.output.bias"),
 )
-HEAD_TENSORS = frozenset((*(f"{name}.weight" for name in DENSE), *CLASSIFIER))
+HEAD_TENSORS = frozenset((*(f"{name}.{end}" for name in DENSE for end in ("weight", "bias")), *CLASSIFIER))
 
 
 @dataclass(frozen=True)
@@ -61,11 +67,15 @@ class PooledHead:
     pooling : str or None
         Pooling that the file declares.
     dense : tuple of str
-        Names of the matrices applied to an embedding, in order.
+        Names of the layers applied to an embedding, in order.
+    dense_activations : tuple of str
+        Activation after each of them.
     labels : tuple of str
         Labels of the classification head, which are numbers if the file has no names. Empty without a head.
     width : int
         Length of an embedding.
+    dimensions : int
+        Number of first values of an embedding to keep unless the caller chooses.
     state : str
         Pooling of the hidden states that the classification head reads.
     activation : {"tanh", "gelu_erf", "relu"}
@@ -80,8 +90,10 @@ class PooledHead:
     architecture: str
     pooling: Pooling | None
     dense: tuple[str, ...]
+    dense_activations: tuple[DenseActivation, ...]
     labels: tuple[str, ...]
     width: int
+    dimensions: int
     state: Pooling
     activation: HeadActivation
     scores: Scores
@@ -114,6 +126,7 @@ def read_head(gguf: GGUFFile, architecture: str, dim: int) -> PooledHead:
     keys = Keys(gguf)
     pooling = _read_pooling(keys)
     dense, width = _read_dense(keys, dim)
+    activations = tuple(_one_of(keys, f"{name}_activation", DENSE_ACTIVATIONS, "none") for name in dense)
     traits = HEADS.get(architecture, HeadTraits())
     labels = _read_labels(keys, dim)
     if pooling == "rank" and "cls.output.weight" not in gguf.tensors:
@@ -123,8 +136,10 @@ def read_head(gguf: GGUFFile, architecture: str, dim: int) -> PooledHead:
         architecture,
         pooling,
         dense,
+        activations,
         labels,
         width,
+        _read_dimensions(keys, width),
         _read_state(keys, traits),
         _read_activation(keys, traits),
         _read_scores(keys, traits, len(labels)),
@@ -143,28 +158,31 @@ def _read_state(keys: Keys, traits: HeadTraits) -> Pooling:
 
 
 def _read_activation(keys: Keys, traits: HeadTraits) -> HeadActivation:
-    suffix = "classifier.hidden_activation"
-    stated = keys.string(suffix, default=traits.activation)
-    found = next((known for known in HEAD_ACTIVATIONS if known == stated), None)
-    if found is None:
-        raise keys.unsupported(
-            f"{keys.architecture}.{suffix} {stated!r} is not supported; "
-            f"supported are {', '.join(HEAD_ACTIVATIONS)}"
-        )
-    return found
+    return _one_of(keys, "classifier.hidden_activation", HEAD_ACTIVATIONS, traits.activation)
 
 
 def _read_scores(keys: Keys, traits: HeadTraits, labels: int) -> Scores:
     suffix = "classifier.activation"
     if not keys.has(suffix):
         return "softmax" if labels > 1 else traits.one_score
-    stated = keys.string(suffix, default="")
-    scores = next((known for known in SCORES if known == stated), None)
-    if scores is None:
+    return _one_of(keys, suffix, SCORES, "")
+
+
+def _one_of(keys: Keys, suffix: str, known: Sequence[_Name], default: str) -> _Name:
+    stated = keys.string(suffix, default=default)
+    name = next((name for name in known if name == stated), None)
+    if name is None:
         raise keys.unsupported(
-            f"{keys.architecture}.{suffix} {stated!r} is not supported; supported are {', '.join(SCORES)}"
+            f"{keys.architecture}.{suffix} {stated!r} is not supported; supported are {', '.join(known)}"
         )
-    return scores
+    return name
+
+
+def _read_dimensions(keys: Keys, width: int) -> int:
+    stated = keys.gguf.metadata.get(TRUNCATE_KEY, width)
+    if isinstance(stated, bool) or not isinstance(stated, int) or not 1 <= stated <= width:
+        raise keys.error(f"{TRUNCATE_KEY} is {stated!r}, must be an integer from 1 to {width}")
+    return stated
 
 
 def _read_pooling(keys: Keys, suffix: str = "pooling_type") -> Pooling | None:
@@ -190,6 +208,8 @@ def _read_dense(keys: Keys, dim: int) -> tuple[tuple[str, ...], int]:
                     f"{keys.architecture}.{layer}_feat_in and _out declare a layer of {declared[1]} to "
                     f"{declared[0]}, but tensor {name} is missing"
                 )
+            if f"{layer}.bias" in keys.gguf.tensors:
+                raise keys.error(f"tensor {layer}.bias requires {name}, which is missing")
             continue
         if layer == DENSE[1] and not names:
             raise keys.error(f"tensor {name} requires {DENSE[0]}.weight, which is missing")
@@ -201,6 +221,7 @@ def _read_dense(keys: Keys, dim: int) -> tuple[tuple[str, ...], int]:
                 raise keys.error(
                     f"tensor {name} has shape ({rows}, {columns}), but {layer}_feat_{end} is {stated}"
                 )
+        _check_vector(keys, f"{layer}.bias", rows)
         names.append(layer)
         width = rows
     return tuple(names), width

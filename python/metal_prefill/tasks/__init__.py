@@ -9,11 +9,12 @@ from metal_prefill._support.lazy import lazy_names
 if TYPE_CHECKING:
     from metal_prefill.tasks._classification import Classification
     from metal_prefill.tasks._embedding import PROMPTS, embed
+    from metal_prefill.tasks._late_interaction import maxsim
     from metal_prefill.tasks._prompts import prompt_names
     from metal_prefill.tasks._reranking import Ranked, rerank
     from metal_prefill.tasks._token_labels import Entity
 
-__all__ = ["PROMPTS", "Classification", "Entity", "Ranked", "embed", "prompt_names", "rerank"]
+__all__ = ["PROMPTS", "Classification", "Entity", "Ranked", "embed", "maxsim", "prompt_names", "rerank"]
 
 __getattr__ = lazy_names(
     __name__,
@@ -23,6 +24,7 @@ __getattr__ = lazy_names(
         "PROMPTS": "_embedding",
         "Ranked": "_reranking",
         "embed": "_embedding",
+        "maxsim": "_late_interaction",
         "prompt_names": "_prompts",
         "rerank": "_reranking",
     },

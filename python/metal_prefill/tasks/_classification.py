@@ -11,6 +11,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
+from metal_prefill._support.arguments import items_of
 from metal_prefill.engine import Engine, EngineOwner
 from metal_prefill.tasks._continuations import encode_continuation, score_continuations
 from metal_prefill.tasks._embedding import check_length, checked_texts, encode_tokens
@@ -61,6 +62,7 @@ def classify(
     calibrate: bool = False,
     truncate: Literal["error", "end"] | str = "error",
     unicode: Literal["NFC"] | None = None,
+    split_special_tokens: bool | None = None,
 ) -> Classification:
     """Compute the probability of each label for each text.
 
@@ -83,7 +85,7 @@ def classify(
     truncate
         ``"error"``: a text longer than the context is an error. ``"end"``: its end is cut off, and a
         ``UserWarning`` counts and names such texts. The part of the template after the text is kept.
-    unicode
+    unicode, split_special_tokens
         See :meth:`Model.embed`.
 
     Returns
@@ -97,7 +99,7 @@ def classify(
         A text is not a string, cannot be encoded, has no tokens (which a classification head needs) or
         does not fit; the message has its index. Or there are neither labels nor a classification head.
     """
-    engine, rules = model.engine, PromptRules(truncate, unicode).checked()
+    engine, rules = model.engine, PromptRules(truncate, unicode, split_special_tokens).checked()
     if labels is None:
         return _by_head(engine, texts, rules)
     if not engine.config.has_head:
@@ -105,7 +107,8 @@ def classify(
             f"{engine.path.name} is an encoder, which predicts no text: leave labels out to use the classes "
             "of its classification head"
         )
-    if isinstance(labels, str) or not labels or not all(isinstance(label, str) for label in labels):
+    labels = checked_texts(labels, "label")
+    if not labels:
         raise TypeError("labels must be a sequence of strings, at least one")
     if len(set(labels)) < len(labels):
         raise ValueError(f"a label appears twice in {list(labels)}")
@@ -118,12 +121,14 @@ def classify(
     given = checked_texts(texts)  # type: ignore[arg-type]  # raises an error for a pair
     all_texts = [*given, *CONTENT_FREE] if calibrate else given
 
+    encode = partial(engine.tokenizer.encode, parse_special=rules.parses(engine.tokenizer))
+
     def pairs_of(i: int, text: str) -> list[tuple[Ids, Ids]]:
         made = []
         for label in labels:
             with errors_of(f"text {i}, label {label!r}"):
                 context = rules.normalized(f"{before}{text}{after}")
-                made.append(encode_continuation(engine, context, rules.normalized(label)))
+                made.append(encode_continuation(engine, context, rules.normalized(label), encode))
         return made
 
     def excess_of(i: int, text: str) -> int:
@@ -162,29 +167,38 @@ def _excess(engine: Engine, pairs: Iterable[tuple[Ids, Ids]]) -> int:
 
 def _by_head(engine: Engine, texts: Iterable[TextOrPair], rules: PromptRules) -> Classification:
     head = engine.head
-    if not head.labels:
-        raise ValueError(
-            f"{engine.path.name} has no classification head (cls.output.weight): labels are required"
-        )
-    if head.pooling == "none":
-        raise ValueError(f"{engine.path.name} has labels for tokens: use label_tokens")
-    prompts, cut = _encode_for_head(engine, texts, rules)
-    warn_of_cut(cut, len(prompts), engine.max_context, "text")
-    names = [f"text {i}" for i in range(len(prompts))]
-    states = pooled_states(TextPasses(engine), head.state, prompts, names)
-    scores = np.array([logits_of(head, state) for state in states], np.float64)
-    scores = scores.reshape(len(prompts), len(head.labels))
+    prompts, pairs, cut = encode_for_head(engine, texts, rules)
+    scores = head_logits(TextPasses(engine), prompts, pairs)
+    warn_of_cut(cut, len(scores), engine.max_context, "text")
     probabilities = probabilities_of(head, scores).astype(np.float32)
     return Classification(head.labels, probabilities, scores, np.ones(scores.shape, np.int64))
 
 
-def _encode_for_head(
+def head_logits(passes: TextPasses, prompts: Sequence[Ids], pairs: Sequence[int]) -> npt.NDArray[np.float64]:
+    """Return the outputs of the classification head, ``[texts, labels]``; see `encode_for_head`."""
+    head, names = passes.engine.head, [f"text {i}" for i in range(len(prompts))]
+    states = pooled_states(passes, head.state, prompts, names, pairs)
+    scores = np.array([logits_of(head, state) for state in states], np.float64)
+    return scores.reshape(len(prompts), len(head.labels))
+
+
+def encode_for_head(
     engine: Engine, texts: Iterable[TextOrPair], rules: PromptRules
-) -> tuple[list[Ids], list[int]]:
-    """Return the tokens of texts and pairs, and the indices of those that lost their ends."""
-    prompts, cut = [], []
+) -> tuple[list[Ids], list[int], list[int]]:
+    """Return the tokens of texts and pairs, and the indices of pairs and of those that lost their ends.
+
+    For errors see :meth:`metal_prefill.Model.classify`.
+    """
+    if not engine.head.labels:
+        raise ValueError(
+            f"{engine.path.name} has no classification head (cls.output.weight): labels are required"
+        )
+    if engine.head.pooling == "none":
+        raise ValueError(f"{engine.path.name} has labels for tokens: use label_tokens")
+    prompts, pairs, cut = [], [], []
     parts = [(text,) if isinstance(text, str) else text for text in _checked_pairs(engine, texts)]
-    made = engine.tokenizer.encode_all(map(rules.normalized, chain.from_iterable(parts)))
+    whole = map(rules.normalized, chain.from_iterable(parts))
+    made = engine.tokenizer.encode_all(whole, parse_special=rules.parses(engine.tokenizer))
     for i, part in enumerate(parts):
         name = f"text {i}"
         with errors_of(name):
@@ -194,19 +208,18 @@ def _encode_for_head(
         else:
             pair = encode_pair(engine, tokens[0], tokens[1], name, rules)
             ids, is_cut = pair.ids, pair.cut
+            pairs.append(i)
         if not len(ids):
             raise ValueError(f"{name} has no tokens")
         if is_cut:
             cut.append(i)
         prompts.append(ids)
-    return prompts, cut
+    return prompts, pairs, cut
 
 
 def _checked_pairs(engine: Engine, texts: Iterable[TextOrPair]) -> list[TextOrPair]:
-    if isinstance(texts, (str, bytes)) or not isinstance(texts, Iterable):
-        return list(checked_texts(texts))  # raises the error
     checked: list[TextOrPair] = []
-    for i, text in enumerate(texts):
+    for i, text in enumerate(items_of("texts", texts)):
         if isinstance(text, str):
             checked.append(text)
             continue

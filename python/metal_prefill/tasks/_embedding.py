@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from metal_prefill import _core
-from metal_prefill._support.arguments import Progress, integer
+from metal_prefill._support.arguments import Progress, integer, items_of
 from metal_prefill.engine import Engine, EngineOwner
 from metal_prefill.errors import ContextOverflowError, KVMemoryError
 from metal_prefill.files._task_config import POOLINGS, Pooling
@@ -29,14 +29,12 @@ _CUT_THERE = "where sentence-transformers cuts texts of this model"
 _NO_TOKENS = (b"", 0)  # a prompt and its expansion
 
 
-def checked_texts(texts: Iterable[str]) -> list[str]:
-    """Return the texts of an argument; raises TypeError where it holds something else."""
-    if isinstance(texts, (str, bytes)) or not isinstance(texts, Iterable):
-        raise TypeError(f"texts must be a sequence of strings, got one {type(texts).__name__}")
-    checked = list(texts)
+def checked_texts(texts: Iterable[str], noun: str = "text") -> list[str]:
+    """Copy the texts of an argument; raises TypeError if an item is not a string."""
+    checked = items_of(f"{noun}s", texts)
     for i, text in enumerate(checked):
         if not isinstance(text, str):
-            raise TypeError(f"text {i} must be a string, got {type(text).__name__}")
+            raise TypeError(f"{noun} {i} must be a string, got {type(text).__name__}")
     return checked
 
 
@@ -128,7 +126,7 @@ def encode_texts(
     TypeError, ValueError, ContextOverflowError, KVMemoryError
         A text is not a string, cannot be encoded or does not fit; the message has its index.
     """
-    checked = checked_texts(texts)
+    checked = checked_texts(texts, noun)
     role = text_role(engine) if role is None else role
     begin, end = engine.tokenizer.frame.begin, engine.tokenizer.frame.end
     room = _most_tokens(engine, role) - len(begin) - len(end)
@@ -248,8 +246,11 @@ def check_pooling(engine: Engine, pooling: str | None) -> Pooling:
 
 def vector_width(engine: Engine, pooling: Pooling, dimensions: int | None) -> int:
     """Return the number of values of a vector; raises ValueError if it has fewer than `dimensions`."""
-    width = engine.head.width if pooling != "none" or engine.head.per_token else engine.config.dim
-    return width if dimensions is None else integer("dimensions", dimensions, 1, width)
+    head = engine.head
+    width = head.width if pooling != "none" or head.per_token else engine.config.dim
+    if dimensions is None:
+        return width if pooling == "none" else head.dimensions
+    return integer("dimensions", dimensions, 1, width)
 
 
 def embed(
@@ -262,6 +263,7 @@ def embed(
     instruction: str | None = None,
     truncate: Literal["error", "end"] | str = "error",
     unicode: Literal["NFC"] | None = None,
+    split_special_tokens: bool | None = None,
     progress: Progress | None = None,
 ) -> Any:
     """Compute embeddings: vectors whose inner products measure the similarity of texts.
@@ -272,7 +274,8 @@ def embed(
     Parameters
     ----------
     texts
-        Any number of texts. The tokenizer of the file adds tokens at their ends.
+        Any number of texts: a list, a generator, an array or a column of a table. The tokenizer of the file
+        adds tokens at their ends.
     normalize
         Divide vectors by their Euclidean norm.
     dimensions
@@ -301,6 +304,10 @@ def embed(
     unicode
         ``"NFC"``: normalize texts first, as transformers does for ``qwen2`` and ``qwen3``. None does not,
         like llama.cpp.
+    split_special_tokens
+        Encode the spelling of a special token in a text, such as ``[SEP]``, as text. None does so for
+        generative models only; encoders recognize special tokens, as in transformers. Set it for texts of
+        others, which may otherwise end a part of a text or hide words from the model.
     progress
         Called with the number of distinct texts done and their total.
 
@@ -323,7 +330,8 @@ def embed(
     engine = model.engine
     role = role_of(engine, check_pooling(engine, pooling), instruction)
     form = prompt_form(engine, instruction)
-    encoded = encode_texts(engine, texts, form, PromptRules(truncate, unicode).checked(), role)
+    rules = PromptRules(truncate, unicode, split_special_tokens).checked()
+    encoded = encode_texts(engine, texts, form, rules, role)
     for note in encoded.notes(role.limit):
         warnings.warn(note, stacklevel=2)
     return embed_prompts(
@@ -333,6 +341,7 @@ def embed(
         normalize=normalize,
         dimensions=dimensions,
         pooling=pooling,
+        skipped=role.skipped,
         progress=progress,
     )
 
@@ -345,14 +354,16 @@ def embed_prompts(
     normalize: bool = True,
     dimensions: int | None = None,
     pooling: str | None = None,
+    skipped: Sequence[int] = (),
     progress: Progress | None = None,
 ) -> Any:
     """Turn token ids of texts, as `encode_texts` makes them, into vectors; those of no tokens are zeros.
 
-    `expansions` are the numbers of last tokens that expand queries, if any text has some.
+    `expansions` are the numbers of last tokens that expand queries, if any text has some. With pooling
+    ``"none"``, `skipped` tokens have no vectors.
     """
     kind = check_pooling(passes.engine, pooling)
-    width = vector_width(passes.engine, kind, dimensions)
+    width = dimensions = vector_width(passes.engine, kind, dimensions)
 
     # Texts that are the same are computed once.
     rows: dict[tuple[bytes, int], int] = {}
@@ -379,7 +390,8 @@ def embed_prompts(
     for block in blocks:
         first, done = done, done + len(block)
         if kind == "none":
-            states += block
+            ids = (prompts[i] for i in distinct[first:done])
+            states += [v[~np.isin(i, skipped)] for i, v in zip(ids, block, strict=True)] if skipped else block
         else:
             vectors[first:done] = block
         if progress is not None:

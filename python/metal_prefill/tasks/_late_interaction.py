@@ -2,43 +2,58 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
-from metal_prefill.engine import Engine
-from metal_prefill.errors import GGUFError
-from metal_prefill.files._metadata_keys import SKIPPED_KEY
 from metal_prefill.tasks._embedding import EncodedText, vectors_of
 from metal_prefill.tasks._text_passes import Ids, TextPasses
 
 
-def late_scores(passes: TextPasses, query: EncodedText, documents: Sequence[Ids]) -> list[float]:
-    """Return the score of each document: the sum of each query token's largest similarity (MaxSim).
+def maxsim(
+    query: npt.NDArray[np.float32], documents: Iterable[npt.NDArray[np.float32]]
+) -> npt.NDArray[np.float64]:
+    """Return the score of each document: the sum of each query token's largest similarity.
 
-    Similarities are products of vectors of length 1. Reference: arXiv:2004.12832, equation 3.
+    The scores are those of :meth:`metal_prefill.Model.rerank` for vectors of
+    :meth:`metal_prefill.Model.embed` with pooling ``"none"`` and instructions ``"query"`` and ``"document"``.
+
+    Parameters
+    ----------
+    query
+        Vectors of the tokens of a query, ``[tokens, dim]``.
+    documents
+        Vectors of the tokens of each document, ``[tokens, dim]``. One without tokens has the score 0.
+
+    Raises
+    ------
+    ValueError
+        An array is not a matrix, or has vectors of another length than the query.
+
+    Notes
+    -----
+    MaxSim of arXiv:2004.12832, equation 3. Similarities are inner products.
     """
+    scores = []
+    for i, tokens in enumerate(documents):
+        if np.ndim(query) != 2 or np.ndim(tokens) != 2 or query.shape[1] != tokens.shape[1]:
+            raise ValueError(
+                f"document {i} has the shape {np.shape(tokens)} and the query {np.shape(query)}: both must "
+                "be matrices of tokens with vectors of one length"
+            )
+        largest = (query @ tokens.T).max(axis=1) if len(tokens) else np.zeros(1, np.float32)
+        scores.append(largest.sum(dtype=np.float64))
+    return np.array(scores, np.float64)
+
+
+def late_scores(
+    passes: TextPasses, query: EncodedText, documents: Sequence[Ids], skipped: Sequence[int]
+) -> list[float]:
+    """Return the MaxSim score of each document, without its `skipped` tokens."""
     names = ["the query", *(f"document {i}" for i in range(len(documents)))]
     expansions = [query.expansion, *(0 for _ in documents)]
     vectors = iter(vectors_of(passes, "none", [query.ids, *documents], names, expansions))
     asked = next(vectors)
-    skipped = skipped_tokens(passes.engine)
-    scores = []
-    for ids, tokens in zip(documents, vectors, strict=True):
-        kept = tokens[~np.isin(ids, skipped)]
-        largest = (asked @ kept.T).max(axis=1) if len(kept) else np.zeros(len(asked), np.float32)
-        scores.append(float(largest.sum(dtype=np.float64)))
-    return scores
-
-
-def skipped_tokens(engine: Engine) -> npt.NDArray[np.int64]:
-    """Return the ids of tokens of documents that are not compared."""
-    metadata = engine.gguf.metadata
-    if SKIPPED_KEY not in metadata:
-        return np.empty(0, np.int64)
-    ids = metadata[SKIPPED_KEY]
-    if not isinstance(ids, np.ndarray) or not np.issubdtype(ids.dtype, np.integer):
-        kind = metadata.type_name(SKIPPED_KEY)
-        raise GGUFError(f"{engine.path}: {SKIPPED_KEY} has type {kind}, expected an array of integers")
-    return ids.astype(np.int64)
+    kept = (tokens[~np.isin(ids, skipped)] for ids, tokens in zip(documents, vectors, strict=True))
+    return [float(score) for score in maxsim(asked, kept)]

@@ -16,7 +16,8 @@ from metal_prefill.tasks._text_passes import Ids
 def encode_part(engine: Engine, text: str, name: str, rules: PromptRules) -> list[int]:
     """Return the tokens of one text of a pair; `name` identifies it in errors."""
     with errors_of(name):
-        return engine.tokenizer.encode(rules.normalized(text), add_bos=False)
+        parses = rules.parses(engine.tokenizer)
+        return engine.tokenizer.encode(rules.normalized(text), add_bos=False, parse_special=parses)
 
 
 class EncodedPair(NamedTuple):

@@ -13,13 +13,13 @@ import numpy as np
 import numpy.typing as npt
 
 from metal_prefill.files._gguf_file import FloatArray
-from metal_prefill.files._task_config import HeadActivation, PooledHead
+from metal_prefill.files._task_config import DenseActivation, HeadActivation, PooledHead
 
 
 def embedding_of(head: PooledHead, states: FloatArray) -> FloatArray:
     """Apply the dense layers to a pooled vector, or to each row of a matrix."""
-    for name in head.dense:
-        states = _product(head.matrix(f"{name}.weight"), states)
+    for name, activation in zip(head.dense, head.dense_activations, strict=True):
+        states = _ACTIVATIONS[activation](_affine(head, name, states))
     return states
 
 
@@ -90,8 +90,15 @@ def _gelu(x: FloatArray) -> FloatArray:
     return result
 
 
-_ACTIVATIONS: dict[HeadActivation, Callable[[FloatArray], FloatArray]] = {
+def _sigmoid(x: FloatArray) -> FloatArray:
+    return sigmoid(x.astype(np.float64)).astype(np.float32)
+
+
+_ACTIVATIONS: dict[HeadActivation | DenseActivation, Callable[[FloatArray], FloatArray]] = {
+    "none": lambda x: x,
     "tanh": np.tanh,
     "gelu_erf": _gelu,
     "relu": lambda x: np.maximum(x, 0),
+    "silu": lambda x: x * _sigmoid(x),
+    "sigmoid": _sigmoid,
 }

@@ -55,13 +55,21 @@ class PromptRules(NamedTuple):
 
     truncate: str = "error"
     unicode: str | None = None
+    split_special_tokens: bool | None = None
 
     def checked(self) -> PromptRules:
         """Return the rules; raises ValueError for an unknown one."""
         one_of("truncate", self.truncate, {"error": None, "end": None})
         if self.unicode is not None:
             one_of("unicode", self.unicode, {"NFC": None})
+        if self.split_special_tokens not in (True, False, None):
+            kind = type(self.split_special_tokens).__name__
+            raise TypeError(f"split_special_tokens must be a bool or None, got {kind}")
         return self
+
+    def parses(self, tokenizer: Tokenizer) -> bool:
+        """Return whether texts spell special tokens: by default those of encoders, as in transformers."""
+        return not (tokenizer.causal if self.split_special_tokens is None else self.split_special_tokens)
 
     def normalized(self, text: str) -> str:
         """Return a text in the Unicode form asked for."""

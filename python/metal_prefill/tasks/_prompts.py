@@ -29,6 +29,8 @@ PROMPTS: dict[str, dict[str, str]] = {
     "gemma-embedding": {
         "query": "task: search result | query: {text}",
         "document": "title: none | text: {text}",
+        "classification": "task: classification | query: {text}",
+        "clustering": "task: clustering | query: {text}",
         "": "task: {instruction} | query: {text}",
     },
     "nomic-bert": {
@@ -73,7 +75,7 @@ class PromptForm(NamedTuple):
     before, after : str
     spells_tokens : bool
         Whether the spelling of a control token in `before` and `after` is that token, as in the prompts of a
-        model. It is not in the text itself.
+        model. It is not in the text itself, unless the rules say so.
     """
 
     before: str = ""
@@ -82,8 +84,10 @@ class PromptForm(NamedTuple):
 
     def tokens(self, tokenizer: Tokenizer, text: str, rules: PromptRules) -> list[int]:
         """Return the tokens of a text in this form, without those that begin and end every text."""
-        if not self.spells_tokens:
-            return tokenizer.encode(rules.normalized(f"{self.before}{text}{self.after}"), add_bos=False)
+        parses = rules.parses(tokenizer)
+        if parses or not self.spells_tokens:
+            whole = rules.normalized(f"{self.before}{text}{self.after}")
+            return tokenizer.encode(whole, add_bos=False, parse_special=parses)
         before = list(tokenizer.split(self.before, parse_special=True))
         after = list(tokenizer.split(self.after, parse_special=True))
         # Text next to the text is tokenized together with it.
@@ -99,9 +103,12 @@ class PromptForm(NamedTuple):
     ) -> Iterator[list[int]]:
         """Yield the tokens of each text, as `tokens` returns them, in less time."""
         around = (tokenizer.split(part, parse_special=True) for part in (self.before, self.after))
-        if self.spells_tokens and any(isinstance(piece, int) for pieces in around for piece in pieces):
+        parses = rules.parses(tokenizer)
+        spelled = (isinstance(piece, int) for pieces in around for piece in pieces)
+        if self.spells_tokens and not parses and any(spelled):
             return (self.tokens(tokenizer, text, rules) for text in texts)
-        return tokenizer.encode_all(rules.normalized(f"{self.before}{text}{self.after}") for text in texts)
+        whole = (rules.normalized(f"{self.before}{text}{self.after}") for text in texts)
+        return tokenizer.encode_all(whole, parse_special=parses)
 
 
 PLAIN = PromptForm()
@@ -125,8 +132,7 @@ def prompt_form(engine: Engine, instruction: str | None) -> PromptForm:
         A prompt of the file is not a string.
     """
     if instruction is None:
-        default = engine.gguf.metadata.get(DEFAULT_PROMPT_KEY)
-        prompt = file_prompts(engine).get(default) if isinstance(default, str) else None
+        prompt = file_prompts(engine).get(default_prompt(engine) or "")
         return PLAIN if prompt is None else PromptForm(prompt, spells_tokens=True)
     if not isinstance(instruction, str):
         raise TypeError(f"instruction must be a string, got {type(instruction).__name__}")
@@ -159,7 +165,20 @@ def _named_form(engine: Engine, name: str) -> PromptForm | None:
 
 
 def _described_form(engine: Engine, task: str) -> PromptForm:
-    """Return the form for a task in words, or a prefix if the model has no such form."""
+    """Return the form for a task in words, or a prefix if the model has no such form.
+
+    Raises
+    ------
+    ValueError
+        The task is a single word, like the name of a prompt.
+    """
+    if re.fullmatch(r"[\w-]+", task, re.ASCII):
+        known = ", ".join(map(repr, prompt_names_of(engine))) or "none"
+        raise ValueError(
+            f"instruction {task!r} is not a prompt of {engine.path.name}, whose prompts are: {known}. "
+            "A task has several words; a text to put before each one is a template, such as "
+            f"'{task}: {{text}}'"
+        )
     before, _, after = _card(engine).get("", _PLAIN[""]).replace("{instruction}", task).partition("{text}")
     return PromptForm(before, after)
 
@@ -174,10 +193,19 @@ def prompt_names(model: EngineOwner) -> list[str]:
 
     See :meth:`metal_prefill.Model.embed`. Empty if neither the file nor a known card defines prompts.
     """
-    stated = file_prompts(model.engine)
-    if stated:
-        return sorted({*stated, "query", "document"})
-    return sorted(name for name in _card(model.engine) if name)
+    return prompt_names_of(model.engine)
+
+
+def prompt_names_of(engine: Engine) -> list[str]:
+    """Return what `prompt_names` does, of an engine."""
+    stated = file_prompts(engine)
+    return sorted({*stated, "query", "document"} if stated else filter(None, _card(engine)))
+
+
+def default_prompt(engine: Engine) -> str | None:
+    """Return the name of the prompt of texts without an instruction; None if the file has none."""
+    name = engine.gguf.metadata.get(DEFAULT_PROMPT_KEY)
+    return name if isinstance(name, str) else None
 
 
 def file_prompts(engine: Engine) -> dict[str, str]:

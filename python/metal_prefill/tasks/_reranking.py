@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -15,7 +15,15 @@ from metal_prefill._support.arguments import integer
 from metal_prefill.engine import Engine, EngineOwner
 from metal_prefill.errors import GGUFError
 from metal_prefill.files._gguf_file import dequantized
-from metal_prefill.tasks._embedding import DEFAULT_RULES, EncodedText, check_length, encode_text, encode_texts
+from metal_prefill.files._metadata_keys import RERANK_TEMPLATE_KEY
+from metal_prefill.tasks._embedding import (
+    DEFAULT_RULES,
+    EncodedText,
+    check_length,
+    checked_texts,
+    encode_text,
+    encode_texts,
+)
 from metal_prefill.tasks._late_interaction import late_scores
 from metal_prefill.tasks._pairs import encode_pair, encode_part
 from metal_prefill.tasks._pooled_head import logits_of, sigmoid
@@ -23,8 +31,6 @@ from metal_prefill.tasks._prompt_rules import PromptRules, cut_message, errors_o
 from metal_prefill.tasks._prompts import has_prompts, prompt_form
 from metal_prefill.tasks._text_passes import Ids, TextPasses, pooled_states
 from metal_prefill.tasks._text_roles import document_role, query_role
-
-TEMPLATE_KEY = "tokenizer.chat_template.rerank"
 
 # As the card of Qwen3-Reranker defines it, for files that do not carry it.
 TEMPLATES = {
@@ -35,6 +41,7 @@ TEMPLATES = {
 }
 INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
 ANSWERS = ("yes", "no")
+AFFIRMATIVE = (ANSWERS[0], "true", "positive")
 CUT_QUERY = "the query is longer than those of its model and lost its end"
 CUT_WITH_DOCUMENT = "the query lost its end, as it does not fit the context together with each document"
 
@@ -48,8 +55,8 @@ class Ranked:
     index : int
         Index of the document in `documents`.
     score : float
-        The probability of "yes"; for a classification head with one output, that output or its sigmoid; for
-        late interaction, the sum of similarities.
+        The probability of "yes" or of a class; for a classification head with one output, that output or its
+        sigmoid; for late interaction, the sum of similarities.
     document : str
     """
 
@@ -65,6 +72,8 @@ class Options(NamedTuple):
     template: str | None = None
     how: str | None = None
     rules: PromptRules = DEFAULT_RULES
+    label: str | None = None
+    most_tokens: int | None = None  # of a document, whose further ones are left out
 
 
 @dataclass(frozen=True)
@@ -83,6 +92,8 @@ class Ranking:
         The query, for late interaction.
     query_cut : bool
         Whether the query lost its end in any prompt.
+    label : str or None
+        Class whose probability is the score.
     """
 
     documents: Sequence[str]
@@ -91,6 +102,7 @@ class Ranking:
     limit: int
     query: EncodedText | None = None
     query_cut: bool = False
+    label: str | None = None
 
     @property
     def cut_texts(self) -> int:
@@ -108,14 +120,17 @@ class Ranking:
         """Order the documents by their scores."""
         if not self.prompts:
             return []
-        items = [Ranked(i, score, self.documents[i]) for i, score in enumerate(self._scores(passes))]
-        items.sort(key=lambda item: -item.score)  # stable: of equal scores, the earlier document is first
-        return items[:top_n]
+        scores, logits = zip(*self.scores(passes), strict=True)
+        # Stable: of equal logits, the earlier document is first.
+        order = sorted(range(len(scores)), key=lambda i: -logits[i])[:top_n]
+        return [Ranked(i, scores[i], self.documents[i]) for i in order]
 
-    def _scores(self, passes: TextPasses) -> list[float]:
+    def scores(self, passes: TextPasses) -> list[tuple[float, float]]:
+        """Return the score of each document, and the logit by which it is ordered."""
         if self.query is not None:
-            return late_scores(passes, self.query, self.prompts)
-        return scores_of(passes, self.prompts)
+            skipped = document_role(passes.engine).skipped
+            return [(score, score) for score in late_scores(passes, self.query, self.prompts, skipped)]
+        return scores_of(passes, self.prompts, self.label)
 
 
 def rerank(
@@ -127,21 +142,24 @@ def rerank(
     instruction: str | None = None,
     template: str | None = None,
     how: Literal["late"] | None = None,
+    label: str | None = None,
     truncate: Literal["error", "end"] | str = "error",
     unicode: Literal["NFC"] | None = None,
+    split_special_tokens: bool | None = None,
 ) -> list[Ranked]:
     """Order documents by their relevance to a query.
 
     An encoder with a classification head (a cross-encoder) reads the query and a document as a pair. The
     score is the sigmoid of its output, as in sentence-transformers; llama.cpp returns the output itself.
-    Other files with a classification head read a template; a single output is the score. The score of a
+    Other files with a classification head read a template; a single output is the score. Of several classes,
+    the score is the probability of one. The score of a
     generative model is its probability of "yes", relative to "no", as the next token; only these two rows
     of its head are computed. Common prefixes of the prompts, such as the query, are computed once.
 
     Parameters
     ----------
     query, documents
-        Texts. If they spell control tokens, these are encoded as text.
+        Texts. Documents are in any sequence: a list, a generator, an array or a column of a table.
     top_n
         Number of best documents to return; None returns all.
     instruction
@@ -156,12 +174,16 @@ def rerank(
         is the sum, over the tokens of the query, of the largest similarity to any token of the document
         (MaxSim). This is the default for files that project each token (``dense_2.weight`` without
         pooling).
+    label
+        Class of the classification head whose probability is the score. By default, of two classes the one
+        that affirms (``"yes"``, ``"true"``, ``"positive"``, ``"relevant"`` next to ``"not_relevant"``), or
+        the second if they have no names. Otherwise it is required.
     truncate
         ``"error"``: a pair longer than the context is an error. ``"end"``: the end of its document is cut
         off, and a ``UserWarning`` counts and names such documents. A cross-encoder cuts the longer of the
         two texts first, and both once they have the same length, as in sentence-transformers. Other
         models cut the query only if it exceeds the length to which they expand queries.
-    unicode
+    unicode, split_special_tokens
         See :meth:`Model.embed`.
 
     Returns
@@ -178,8 +200,8 @@ def rerank(
     """
     if top_n is not None:
         integer("top_n", top_n, 1)
-    engine, rules = model.engine, PromptRules(truncate, unicode).checked()
-    ranking = encode_documents(engine, query, documents, Options(instruction, template, how, rules))
+    engine, rules = model.engine, PromptRules(truncate, unicode, split_special_tokens).checked()
+    ranking = encode_documents(engine, query, documents, Options(instruction, template, how, rules, label))
     for note in ranking.notes():
         warnings.warn(note, stacklevel=2)
     return ranking.ranked(TextPasses(engine), top_n)
@@ -190,15 +212,22 @@ def encode_documents(engine: Engine, query: str, documents: Sequence[str], optio
 
     For parameters and errors see :meth:`metal_prefill.Model.rerank`.
     """
-    if isinstance(documents, (str, bytes)):
-        raise TypeError(f"documents must be a sequence of strings, got one {type(documents).__name__}")
     if not isinstance(query, str):
         raise TypeError(f"query must be a string, got {type(query).__name__}")
-    for i, document in enumerate(documents):
-        if not isinstance(document, str):
-            raise TypeError(f"document {i} must be a string, got {type(document).__name__}")
+    documents = checked_texts(documents, "document")
     encode = {"late": _encode_late, "pair": _encode_pairs, "template": _encode_templates}
-    return encode[kind_of(engine, options)](engine, query, documents, options)
+    kind = kind_of(engine, options)
+    texts = documents
+    if options.most_tokens is not None:
+        texts = [_first_tokens(engine, text, i, options.most_tokens) for i, text in enumerate(documents)]
+    return replace(encode[kind](engine, query, texts, options), documents=documents)
+
+
+def _first_tokens(engine: Engine, document: str, i: int, count: int) -> str:
+    """Return a document up to the end of its first tokens."""
+    with errors_of(f"document {i}"):
+        spans = engine.tokenizer.encode_spans(document)
+    return document if len(spans) <= count else document[: spans[count].start]
 
 
 def kind_of(engine: Engine, options: Options) -> str:
@@ -215,17 +244,22 @@ def kind_of(engine: Engine, options: Options) -> str:
     if options.how == "late" or (head.per_token and not head.labels):
         if head.labels or head.pooling == "rank":
             raise ValueError(f"{name} has a classification head, which scores pairs: leave how='late' out")
+        if options.label is not None:
+            raise ValueError(f"label is {options.label!r}, but late interaction has no classes")
         kind = "late"
     elif engine.config.has_head:
-        return "template"
+        kind = "template"
     else:
         if not head.labels:
             raise ValueError(
                 f"{name} is an encoder without a classification head: it does not rank pairs of texts; "
                 "compare vectors of embed, or select late interaction with how='late'"
             )
-        check_scores(engine)
         kind = "pair"
+    if kind != "late" and head.labels:
+        scored_class(engine, options.label)
+    if kind == "template":
+        return kind
     if options.template is not None:
         raise ValueError(f"template is not supported: {name} does not read query and document as one text")
     if kind == "pair" and options.instruction is not None:
@@ -255,12 +289,14 @@ def _encode_late(engine: Engine, query: str, documents: Sequence[str], options: 
 def _encode_pairs(engine: Engine, query: str, documents: Sequence[str], options: Options) -> Ranking:
     rules = options.rules
     first = encode_part(engine, query, "the query", rules)
-    parts = engine.tokenizer.encode_all(map(rules.normalized, documents))
+    parts = engine.tokenizer.encode_all(
+        map(rules.normalized, documents), parse_special=rules.parses(engine.tokenizer)
+    )
     pairs = []
     for i, second in enumerate(numbered(parts, "document")):
         pairs.append(encode_pair(engine, first, second, f"document {i}", rules))
     query_cut = any(pair.first_cut for pair in pairs)
-    ranking = Ranking(documents, [], [], engine.max_context, query_cut=query_cut)
+    ranking = Ranking(documents, [], [], engine.max_context, query_cut=query_cut, label=options.label)
     for pair in pairs:
         _add(ranking, pair.ids, pair.second_cut)
     return ranking
@@ -276,7 +312,7 @@ def _encode_templates(engine: Engine, query: str, documents: Sequence[str], opti
     def encode(document: str) -> Ids:
         return encode_template(engine, form, {**values, "document": document}, options.rules)
 
-    ranking = Ranking(documents, [], [], engine.max_context)
+    ranking = Ranking(documents, [], [], engine.max_context, label=options.label)
     for i, document in enumerate(documents):
         with errors_of(f"document {i}"):
             ids = encode(document)
@@ -286,7 +322,7 @@ def _encode_templates(engine: Engine, query: str, documents: Sequence[str], opti
             ids = encode(kept)
         check_length(engine, len(ids), f"document {i}")
         if i == 0:
-            _scorer(engine)  # raises an error before further documents are encoded
+            _scorer(engine, options.label)  # raises an error before further documents are encoded
         _add(ranking, ids, cut)
     return ranking
 
@@ -300,25 +336,33 @@ def _add(ranking: Ranking, ids: Ids, cut: bool) -> None:
     ranking.prompts.append(ids)
 
 
-def scores_of(passes: TextPasses, prompts: Sequence[Ids]) -> list[float]:
-    """Return the score of each prompt, a query with a document; a shared prefix is computed once."""
-    score = _scorer(passes.engine)
+def scores_of(
+    passes: TextPasses, prompts: Sequence[Ids], label: str | None = None
+) -> list[tuple[float, float]]:
+    """Return the score of each prompt, and the logit by which it is ordered.
+
+    A shared prefix is computed once. The sigmoid of different logits above 37 is 1.
+    """
+    logit, has_sigmoid = _scorer(passes.engine, label)
     names = [f"document {i}" for i in range(len(prompts))]
-    return [score(state) for state in pooled_states(passes, passes.engine.head.state, prompts, names)]
+    pairs = range(0 if passes.engine.config.has_head else len(prompts))
+    states = pooled_states(passes, passes.engine.head.state, prompts, names, pairs)
+    logits = [logit(state) for state in states]
+    return [(float(sigmoid(np.array(x))) if has_sigmoid else x, x) for x in logits]
 
 
 def template_of(engine: Engine) -> str:
     """Return the template of the file, or that of its architecture; raises ValueError or GGUFError."""
-    template = engine.gguf.metadata.get(TEMPLATE_KEY)
+    template = engine.gguf.metadata.get(RERANK_TEMPLATE_KEY)
     if isinstance(template, str):
         return template
     if template is not None:
-        kind = engine.gguf.metadata.type_name(TEMPLATE_KEY)
-        raise GGUFError(f"{engine.path}: {TEMPLATE_KEY} has type {kind}, expected string")
+        kind = engine.gguf.metadata.type_name(RERANK_TEMPLATE_KEY)
+        raise GGUFError(f"{engine.path}: {RERANK_TEMPLATE_KEY} has type {kind}, expected string")
     if engine.config.architecture in TEMPLATES:
         return TEMPLATES[engine.config.architecture]
     raise ValueError(
-        f"{engine.path.name} has no {TEMPLATE_KEY}, and no template is known for "
+        f"{engine.path.name} has no {RERANK_TEMPLATE_KEY}, and no template is known for "
         f"{engine.config.architecture}: a template is required"
     )
 
@@ -328,73 +372,96 @@ def encode_template(
 ) -> Ids:
     """Turn a template with its values into tokens.
 
-    Control tokens are those that the template spells, never what a value spells like one.
+    Control tokens are those that the template spells; those of values only if the rules say so.
     """
     tokenizer = engine.tokenizer
     pattern = re.compile("|".join(re.escape(f"{{{name}}}") for name in values))
-    ids = [tokenizer.bos_id] if tokenizer.add_bos and tokenizer.bos_id is not None else []
-    ids += tokenizer.encode_pieces(
+    pieces = (
         piece
         if isinstance(piece, int)
         else rules.normalized(pattern.sub(lambda match: values[match[0][1:-1]], piece))
         for piece in tokenizer.split(template, parse_special=True)
     )
+    ids = tokenizer.encode_pieces(pieces, parse_special=rules.parses(tokenizer))
+    if tokenizer.add_bos and tokenizer.bos_id is not None and ids[:1] != [tokenizer.bos_id]:
+        ids = [tokenizer.bos_id, *ids]
     return np.array(ids, np.int32)
 
 
-def check_scores(engine: Engine) -> None:
-    """Raise ValueError if the classification head has more classes than a score comes from."""
+def scored_class(engine: Engine, label: str | None) -> int:
+    """Return the index of the output of a classification head that a score comes from.
+
+    Without a label, it is that of an affirmative class, by convention the second of two.
+
+    Raises
+    ------
+    TypeError, ValueError
+        No class has this label, or none is known to be affirmative.
+    """
     labels = engine.head.labels
-    if len(labels) > 2:
-        raise ValueError(
-            f"{engine.path.name} has a head of {len(labels)} classes ({', '.join(labels[:5])}): "
-            "reranking takes one or two; use classify"
-        )
+    listed = f"{engine.path.name} has a head of {len(labels)} classes ({', '.join(labels[:5])})"
+    if label is not None:
+        if not isinstance(label, str):
+            raise TypeError(f"label must be a string, got {type(label).__name__}")
+        if label not in labels or len(labels) == 1:
+            raise ValueError(f"label is {label!r}, but {listed}")
+        return labels.index(label)
+    if len(labels) == 1:
+        return 0
+    chosen = _affirmative(*map(str.casefold, labels)) if len(labels) == 2 else None
+    if chosen is None:
+        raise ValueError(f"{listed}: set label to the one whose probability ranks documents")
+    return chosen
 
 
-def _scorer(engine: Engine) -> _Scorer:
-    if not engine.head.labels:
-        return _Answers(engine)
-    check_scores(engine)
-    return _Classes(engine)
+def _affirmative(first: str, second: str) -> int | None:
+    """Return which of two classes affirms, None if their names do not show it."""
+    numbered = [re.fullmatch(r"(.*?)(\d+)", name) for name in (first, second)]
+    if [match and match[2] for match in numbered] == ["0", "1"]:  # without names
+        return 1
+    for i, (name, other) in enumerate(((first, second), (second, first))):
+        if name in AFFIRMATIVE or other.endswith(name):  # not_relevant, irrelevant, nicht relevant
+            return i
+    return None
 
 
-class _Scorer:
-    def __call__(self, state: npt.NDArray[np.float32]) -> float:
-        raise NotImplementedError
+class _Scorer(NamedTuple):
+    """Function from a pooled state to a logit, and whether its sigmoid is the score."""
+
+    logit: Callable[[npt.NDArray[np.float32]], float]
+    has_sigmoid: bool = True
 
 
-class _Classes(_Scorer):
-    """By a classification head: of two classes the probability of "yes", or of the first."""
+def _scorer(engine: Engine, label: str | None = None) -> _Scorer:
+    """Score by the logit of a class relative to the others, or by the answers."""
+    head = engine.head
+    if not head.labels:
+        if label is not None:
+            raise ValueError(f"label is {label!r}, but {engine.path.name} has no classification head")
+        return _answers(engine)
+    chosen = scored_class(engine, label)
 
-    def __init__(self, engine: Engine) -> None:
-        self._head = engine.head
-        labels = self._head.labels
-        self._yes = labels.index(ANSWERS[0]) if ANSWERS[0] in labels else 0
+    def logit(state: npt.NDArray[np.float32]) -> float:
+        logits = logits_of(head, state).astype(np.float64)
+        others = np.delete(logits, chosen)
+        independent = head.scores == "sigmoid" or not len(others)
+        return float(logits[chosen] - (0 if independent else np.logaddexp.reduce(others)))
 
-    def __call__(self, state: npt.NDArray[np.float32]) -> float:
-        logits = logits_of(self._head, state).astype(np.float64)
-        if len(logits) == 1:
-            return float(sigmoid(logits)[0] if self._head.scores == "sigmoid" else logits[0])
-        return float(sigmoid(logits[self._yes] - logits[1 - self._yes]))
+    return _Scorer(logit, len(head.labels) > 1 or head.scores == "sigmoid")
 
 
-class _Answers(_Scorer):
-    """By the two rows of the output projection whose tokens are the answers."""
-
-    def __init__(self, engine: Engine) -> None:
-        tensors = engine.gguf.tensors
-        tensor = tensors.get("output.weight", tensors["token_embd.weight"])
-        rows = []
-        for answer in ANSWERS:
-            ids = engine.tokenizer.encode(answer, add_bos=False)
-            if len(ids) != 1:
-                raise ValueError(
-                    f"{engine.path.name} has no classification head, and {answer!r} is {len(ids)} tokens: "
-                    "it is not a reranker"
-                )
-            rows.append(dequantized(engine.gguf, tensor, slice(ids[0], ids[0] + 1))[0])
-        self._yes, self._no = (row.astype(np.float64) for row in rows)
-
-    def __call__(self, state: npt.NDArray[np.float32]) -> float:
-        return float(sigmoid((self._yes - self._no) @ state.astype(np.float64)))
+def _answers(engine: Engine) -> _Scorer:
+    """Score by the two rows of the output projection whose tokens are the answers."""
+    tensors = engine.gguf.tensors
+    tensor = tensors.get("output.weight", tensors["token_embd.weight"])
+    rows = []
+    for answer in ANSWERS:
+        ids = engine.tokenizer.encode(answer, add_bos=False)
+        if len(ids) != 1:
+            raise ValueError(
+                f"{engine.path.name} has no classification head, and {answer!r} is {len(ids)} tokens: "
+                "it is not a reranker"
+            )
+        rows.append(dequantized(engine.gguf, tensor, slice(ids[0], ids[0] + 1))[0])
+    difference = rows[0].astype(np.float64) - rows[1]
+    return _Scorer(lambda state: float(difference @ state.astype(np.float64)))

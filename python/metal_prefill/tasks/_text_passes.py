@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from metal_prefill import _core
 from metal_prefill.engine import Engine
+from metal_prefill.errors import NumericalError
 from metal_prefill.files._task_config import Pooling
 from metal_prefill.generation._batch_call import BatchCall, BatchOutput
 from metal_prefill.generation._text_call import TextCall
@@ -149,10 +150,17 @@ def _run_pass(passes: TextPasses, chosen: Sequence[tuple[TextJob, int]]) -> None
     results = call.results(passes.run(call), return_errors=True)
     for (job, n), result in zip(chosen, results, strict=True):
         if isinstance(result, Exception):
-            raise type(result)(f"{job.name}: {result}") from result
+            raise _named(result, job.name, passes.engine) from result
         job.done += n
         if result is not None:
             job.parts.append(result)
+
+
+def _named(error: Exception, name: str, engine: Engine) -> Exception:
+    """Return an error of a text with its name, and if values are too large with what stores them."""
+    hint = "; if keys or values exceed 65504, kv_dtype='f32' stores them"
+    too_narrow = isinstance(error, NumericalError) and engine.kv_dtype == "f16"
+    return type(error)(f"{name}: {error}{hint if too_narrow else ''}")
 
 
 def _release(job: TextJob | None) -> None:
@@ -195,10 +203,17 @@ def last_states(
 
 
 def pooled_states(
-    passes: TextPasses, pooling: Pooling, prompts: Sequence[Ids], names: Sequence[str]
+    passes: TextPasses,
+    pooling: Pooling,
+    prompts: Sequence[Ids],
+    names: Sequence[str],
+    pairs: Container[int] = (),
 ) -> Iterator[npt.NDArray[np.float32]]:
-    """Yield the pooled hidden states of each prompt, ``[dim]``, or all of them, ``[n, dim]``."""
-    for block in pooled_blocks(passes, pooling, prompts, names):
+    """Yield the pooled hidden states of each prompt, ``[dim]``, or all of them, ``[n, dim]``.
+
+    `pairs` are the indices of prompts with two texts.
+    """
+    for block in pooled_blocks(passes, pooling, prompts, names, pairs=pairs):
         yield from block
 
 
@@ -208,6 +223,7 @@ def pooled_blocks(
     prompts: Sequence[Ids],
     names: Sequence[str],
     expansions: Sequence[int] = (),
+    pairs: Container[int] = (),
 ) -> Iterator[Block]:
     """Yield what `pooled_states` does for the prompts of each pass together.
 
@@ -216,7 +232,7 @@ def pooled_blocks(
     if not prompts:
         return
     if not passes.engine.config.causal:
-        yield from _whole_blocks(passes, pooling, prompts, names, expansions)
+        yield from _whole_blocks(passes, pooling, prompts, names, expansions, pairs)
         return
     if pooling == "last":
         for state in last_states(passes, prompts, names):
@@ -239,10 +255,14 @@ def _whole_blocks(
     prompts: Sequence[Ids],
     names: Sequence[str],
     expansions: Sequence[int],
+    pairs: Container[int],
 ) -> Iterator[Block]:
     """Yield the results of passes of whole prompts, as many as fit, in their order."""
-    expansion = query_expansion(passes.engine) if any(expansions) else None
-    seen = expansion is not None and expansion.seen
+    if any(expansions):
+        expansion = query_expansion(passes.engine)
+        seen = expansion is not None and expansion.seen
+    else:
+        expansions, seen = _of_one_type(passes.engine, prompts, pairs), True
     lengths = list(map(len, prompts))
     first = 0
     while first < len(prompts):
@@ -255,6 +275,21 @@ def _whole_blocks(
         if isinstance(results, list):
             for name, result in zip(names[first:end], results, strict=True):
                 if isinstance(result, Exception):
-                    raise type(result)(f"{name}: {result}") from result
+                    raise _named(result, name, passes.engine) from result
         yield results
         first = end
+
+
+def _of_one_type(engine: Engine, prompts: Sequence[Ids], pairs: Container[int]) -> list[int]:
+    """Return how many last tokens of each prompt have the token type of its first.
+
+    The engine counts types by separators, also by those that a single text spells.
+    """
+    config, frame = engine.config, engine.tokenizer.frame
+    if config.token_types < 2 or config.separator_id < 0:
+        return []
+    usual = (frame.begin + frame.end).count(config.separator_id)
+    if np.count_nonzero(np.concatenate(prompts) == config.separator_id) <= usual * len(prompts):
+        return []
+    spelled = (int(np.count_nonzero(ids == config.separator_id)) > usual for ids in prompts)
+    return [len(prompts[i]) - 1 if more and i not in pairs else 0 for i, more in enumerate(spelled)]

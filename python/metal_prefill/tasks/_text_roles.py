@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
+import numpy as np
+
 from metal_prefill.engine import Engine
+from metal_prefill.errors import GGUFError
+from metal_prefill.files._metadata_keys import SKIPPED_KEY
 from metal_prefill.files._task_config import Pooling
 from metal_prefill.tasks._prompts import DOCUMENT_NAMES
 from metal_prefill.tasks._query_expansion import QueryExpansion, query_expansion
@@ -20,11 +24,14 @@ class TextRole(NamedTuple):
         Most tokens, with those that begin and end every text.
     expansion : QueryExpansion or None
         How texts are expanded.
+    skipped : tuple of int
+        Ids of tokens without vectors in late interaction.
     """
 
     kind: Literal["text", "query", "document"]
     limit: int
     expansion: QueryExpansion | None = None
+    skipped: tuple[int, ...] = ()
 
     @property
     def plural(self) -> str:
@@ -56,7 +63,20 @@ def query_role(engine: Engine, *, expanded: bool = True) -> TextRole:
 
 def document_role(engine: Engine) -> TextRole:
     """Return the role of documents."""
-    return TextRole("document", _limit(engine, engine.lengths.document, engine.lengths.text))
+    limit = _limit(engine, engine.lengths.document, engine.lengths.text)
+    return TextRole("document", limit, skipped=_skipped_tokens(engine))
+
+
+def _skipped_tokens(engine: Engine) -> tuple[int, ...]:
+    """Return the ids of tokens of documents that are not compared."""
+    metadata = engine.gguf.metadata
+    if SKIPPED_KEY not in metadata:
+        return ()
+    ids = metadata[SKIPPED_KEY]
+    if not isinstance(ids, np.ndarray) or not np.issubdtype(ids.dtype, np.integer):
+        kind = metadata.type_name(SKIPPED_KEY)
+        raise GGUFError(f"{engine.path}: {SKIPPED_KEY} has type {kind}, expected an array of integers")
+    return tuple(map(int, ids))
 
 
 def _limit(engine: Engine, *lengths: int | None) -> int:

@@ -14,7 +14,7 @@ from metal_prefill._support.arguments import Progress, one_of
 from metal_prefill.engine import Engine, EngineOwner
 from metal_prefill.tasks._embedding import check_length, checked_texts
 from metal_prefill.tasks._pooled_head import logits_of, probabilities_of
-from metal_prefill.tasks._prompt_rules import cut_message, errors_of
+from metal_prefill.tasks._prompt_rules import PromptRules, cut_message, errors_of
 from metal_prefill.tasks._text_passes import Ids, TextPasses, pooled_states
 from metal_prefill.text._tokenizer import TokenSpan
 
@@ -79,6 +79,7 @@ def label_tokens(
     strategy: Literal["none", "simple", "first", "average", "max"] | str = "simple",
     ignore: Sequence[str] = ("O",),
     truncate: Literal["error", "end"] | str = "error",
+    split_special_tokens: bool | None = None,
     progress: Progress | None = None,
 ) -> list[list[Entity]]:
     """Label parts of texts, such as names, with a model for token classification.
@@ -99,6 +100,8 @@ def label_tokens(
     truncate
         ``"error"``: a text longer than the context is an error. ``"end"``: its end is cut off, and a
         ``UserWarning`` counts and names such texts.
+    split_special_tokens
+        See :meth:`Model.embed`.
     progress
         Called with the number of texts done and their total.
 
@@ -115,7 +118,8 @@ def label_tokens(
     """
     engine = model.engine
     one_of("strategy", strategy, dict.fromkeys(STRATEGIES))
-    spanned, cut = encode_spans(engine, texts, truncate)
+    rules = PromptRules(truncate, split_special_tokens=split_special_tokens).checked()
+    spanned, cut = encode_spans(engine, texts, rules)
     if cut:
         warnings.warn(cut_message(cut, len(spanned), engine.max_context, "text"), stacklevel=2)
     return list(entities_of(TextPasses(engine), spanned, strategy, ignore, progress))
@@ -132,7 +136,9 @@ def check_labels(engine: Engine) -> None:
         raise ValueError(f"{engine.path.name} has labels for whole texts: use classify")
 
 
-def encode_spans(engine: Engine, texts: Iterable[str], truncate: str) -> tuple[list[SpannedText], list[int]]:
+def encode_spans(
+    engine: Engine, texts: Iterable[str], rules: PromptRules
+) -> tuple[list[SpannedText], list[int]]:
     """Return texts in tokens, and the indices of those that lost their ends.
 
     Raises
@@ -141,14 +147,14 @@ def encode_spans(engine: Engine, texts: Iterable[str], truncate: str) -> tuple[l
         See :meth:`metal_prefill.Model.label_tokens`.
     """
     check_labels(engine)
-    one_of("truncate", truncate, {"error": None, "end": None})
+    parses = rules.parses(engine.tokenizer)
     frame = engine.tokenizer.frame
     room = max(engine.max_context - len(frame.begin) - len(frame.end), 0)
     spanned, cut = [], []
     for i, text in enumerate(checked_texts(texts)):
         with errors_of(f"text {i}"):
-            spans = engine.tokenizer.encode_spans(text)
-        if truncate == "end" and len(spans) > room:
+            spans = engine.tokenizer.encode_spans(text, parse_special=parses)
+        if rules.truncate == "end" and len(spans) > room:
             spans = spans[:room]
             cut.append(i)
         ids = np.array(frame.text([span.id for span in spans]), np.int32)

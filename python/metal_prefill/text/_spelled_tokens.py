@@ -45,9 +45,14 @@ class SpelledTokens:
         return {tokens[i]: int(i) for i in ids if tokens[i]}
 
     @cached_property
-    def _finders(self) -> tuple[_Finder, _Finder]:
-        """Finders of user-defined tokens, and of these and special tokens."""
-        return _Finder(self.user_defined), _Finder(self.user_defined | self.special)
+    def _finders(self) -> tuple[_Finder, _Finder, _Finder]:
+        """Finders of user-defined tokens, of these and special tokens, and of special tokens."""
+        both = self.user_defined | self.special
+        return _Finder(self.user_defined), _Finder(both), _Finder(self.special)
+
+    def special_in(self, text: str) -> bool:
+        """Return whether a text spells a control token."""
+        return next(self._finders[2].spans(text), None) is not None
 
     def split(self, text: str, parse_special: bool) -> Iterator[str | int]:
         """Split text at the tokens that are recognized by their spelling."""

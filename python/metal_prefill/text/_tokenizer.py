@@ -9,10 +9,11 @@ from tokenizers import Tokenizer as Segmenter
 
 from metal_prefill._support.arguments import token_id as check_token_id
 from metal_prefill._support.cached_property import cached_property
+from metal_prefill.files._architecture import ARCHITECTURES
 from metal_prefill.files._gguf_file import GGUFFile
 from metal_prefill.text._encoder_vocabulary import SPACE
 from metal_prefill.text._file_templates import FileTemplates
-from metal_prefill.text._metadata import flag, special_id
+from metal_prefill.text._metadata import boolean, flag, special_id
 from metal_prefill.text._reasoning import BEGIN, END
 from metal_prefill.text._segmentation import segmented, segmented_ids
 from metal_prefill.text._special_tokens import SpecialTokens, TokenPair
@@ -154,6 +155,7 @@ class Tokenizer:
             if self.bos_id is None:
                 raise ValueError("add_bos is set, but the vocabulary has no beginning-of-text token")
             ids.append(self.bos_id)
+        parse_special = parse_special and self._spelled.special_in(text)
         if self._words is not None and not (parse_special or strict):
             made = self._words.encode(text)
             if made is not None:
@@ -161,7 +163,7 @@ class Tokenizer:
         text.encode("utf-8")  # lone surrogates have no tokens; the error names their position
         return ids + self._joined(self.split(text, parse_special), strict)
 
-    def encode_all(self, texts: Iterable[str]) -> Iterator[list[int]]:
+    def encode_all(self, texts: Iterable[str], *, parse_special: bool = False) -> Iterator[list[int]]:
         """Yield for each text what ``encode(text, add_bos=False)`` returns, in less time.
 
         Raises
@@ -171,13 +173,14 @@ class Tokenizer:
         """
         for block in _blocks(texts):
             made = [None] * len(block) if self._words is None else self._words.encode_all(block)
+            spells = parse_special and self._spelled.special_in("\0".join(block))
             for text, ids in zip(block, made, strict=True):
-                yield self.encode(text, add_bos=False) if ids is None else ids
+                if ids is None or (spells and self._spelled.special_in(text)):
+                    ids = self.encode(text, add_bos=False, parse_special=spells)
+                yield ids
 
-    def encode_pieces(self, pieces: Iterable[str | int]) -> list[int]:
+    def encode_pieces(self, pieces: Iterable[str | int], *, parse_special: bool = False) -> list[int]:
         """Convert texts, and the tokens between them, to token ids, without `bos_id`.
-
-        The texts do not spell control tokens.
 
         Raises
         ------
@@ -188,7 +191,7 @@ class Tokenizer:
         for piece in pieces:
             if isinstance(piece, str):
                 piece.encode("utf-8")
-                parts += self.split(piece, parse_special=False)
+                parts += self.split(piece, parse_special)
             else:
                 parts.append(piece)
         return self._joined(parts, strict=False)
@@ -241,8 +244,8 @@ class Tokenizer:
             ids = segmented_ids(self._segmenter, self._plain(piece))
         return ids
 
-    def encode_spans(self, text: str) -> list[TokenSpan]:
-        """Convert plain text to tokens with their places in the text.
+    def encode_spans(self, text: str, *, parse_special: bool = False) -> list[TokenSpan]:
+        """Convert text to tokens with their places in the text.
 
         The tokens are those of ``encode(text, add_bos=False)``.
 
@@ -256,7 +259,7 @@ class Tokenizer:
         text.encode("utf-8")
         spans: list[TokenSpan] = []
         at = 0
-        whole = list(self.split(text, parse_special=False))
+        whole = list(self.split(text, parse_special))
         for i, (original, piece) in enumerate(
             zip(whole, self._spelled.without_white_space(whole), strict=True)
         ):
@@ -516,6 +519,14 @@ class Tokenizer:
 
     def __repr__(self) -> str:
         return f"<metal_prefill.Tokenizer {self._vocabulary.kind}, {self.vocab_size} tokens>"
+
+    @cached_property
+    def causal(self) -> bool:
+        """Whether tokens of the model see only those before them, as in generative models."""
+        architecture = str(self._gguf.metadata.get("general.architecture"))
+        if (key := f"{architecture}.attention.causal") in self._gguf.metadata:
+            return boolean(self._gguf, key)
+        return architecture not in ARCHITECTURES or ARCHITECTURES[architecture].causal
 
     @cached_property
     def _segmenter(self) -> Segmenter:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 from support import model_folders, task_folders
 from support.encoder_tasks import NEAR, FileOf, opened, scores_of
@@ -21,6 +20,7 @@ from metal_prefill import ContextOverflowError, GGUFError, Model, UnsupportedMod
 from metal_prefill.cli import main
 from metal_prefill.conversion import convert
 from metal_prefill.generation._text_call import TextCall
+from metal_prefill.tasks import maxsim
 from metal_prefill.tasks._text_passes import TextPasses
 
 
@@ -32,12 +32,13 @@ def test_scores_of_late_interaction_match_sentence_transformers(
     with opened(file_of(LATE[name]), device) as model:
         query = model.embed([QUERY], instruction="query")[0]
         np.testing.assert_allclose(query, expected["query"], rtol=0, atol=4 * NEAR[device])
-        document = model.embed([DOCUMENTS[0]], instruction="document")[0]
-        kept = document[[i for i, row in enumerate(document) if near_any(row, expected["document"], device)]]
-        assert len(kept) == len(document) - 1 == len(expected["document"])  # without the full stop
+        vectors = model.embed(documents, instruction="document", pooling="none")
+        np.testing.assert_allclose(vectors[0], expected["document"], rtol=0, atol=4 * NEAR[device])
+        near = 2e-6 if device == "cpu" else 2e-3
+        np.testing.assert_allclose(maxsim(query, vectors), expected["scores"], rtol=near)
         for options in ({}, {"how": "late"}):
             scores = scores_of(model, documents, **options)
-            np.testing.assert_allclose(scores, expected["scores"], rtol=2e-6 if device == "cpu" else 2e-3)
+            np.testing.assert_allclose(scores, expected["scores"], rtol=near)
 
 
 @pytest.mark.parametrize("name", LATE)
@@ -85,8 +86,7 @@ def test_longer_documents_are_cut_only_on_request(
             (ranked,) = model.rerank(QUERY, [LONG_DOCUMENT], truncate="end")
         score = (query @ expected.T).max(axis=1).sum()
         assert ranked.score == pytest.approx(score, rel=2e-6 if device == "cpu" else 2e-3)
-        kept = document[[i for i, row in enumerate(document) if near_any(row, expected, device)]]
-        assert len(document) - 3 <= len(kept) == len(expected)  # without punctuation
+        np.testing.assert_allclose(document, expected, rtol=0, atol=4 * NEAR[device])
 
 
 @pytest.mark.parametrize("compute", ["f32", "int8", "bf16"])
@@ -180,8 +180,15 @@ def test_expansion_requires_a_known_token(tmp_path: Path) -> None:
         convert(folder.write(), tmp_path / "m.gguf")
 
 
-def near_any(row: npt.NDArray[Any], rows: Any, device: str) -> bool:
-    return bool((np.abs(np.array(rows) - row).max(axis=1) < 4 * NEAR[device]).any())
+def test_stored_vectors_are_compared() -> None:
+    rng = np.random.default_rng(5)
+    query, *documents = (rng.normal(size=(n, 8)).astype(np.float32) for n in (3, 4, 1, 6))
+    expected = [(query.astype(float) @ d.astype(float).T).max(axis=1).sum() for d in documents]
+    empty = np.zeros((0, 8), np.float32)
+    np.testing.assert_allclose(maxsim(query, [*documents, empty]), [*expected, 0], rtol=1e-6)
+    assert maxsim(query, []).shape == (0,)
+    with pytest.raises(ValueError, match=r"document 1 has the shape \(4,\) and the query \(3, 8\)"):
+        maxsim(query, [empty, np.zeros(4, np.float32)])
 
 
 def test_late_interaction_works_without_a_projection(tmp_path: Path) -> None:

@@ -126,3 +126,17 @@ def test_texts_of_wrong_lengths_are_refused(
     path = file_of(model_folders.bert)
     with opened(path) as model, pytest.raises(ValueError, match=re.escape(message)):
         _core.Texts(model.engine.core, np.zeros(3, np.int32), np.array(lengths, np.int32), pooling)
+
+
+def test_values_beyond_16_bits_are_an_error_that_names_the_option(tmp_path: Path) -> None:
+    folder = model_folders.bert(tmp_path / "m")
+    folder.pool()
+    folder.tensors["encoder.layer.0.attention.self.value.weight"] *= 1e6
+    path = convert(folder.write(), tmp_path / "m.gguf")
+    with (
+        Model(path, device="cpu") as narrow,
+        pytest.raises(NumericalError, match=r"text 0: .*; if keys or values"),
+    ):
+        narrow.embed(["a b c"])
+    with Model(path, device="cpu", kv_dtype="f32") as wide:
+        assert np.isfinite(wide.embed(["a b c"])).all()

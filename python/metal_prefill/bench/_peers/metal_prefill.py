@@ -94,7 +94,7 @@ class Ours(BatchEngine, TextEngine, ChoosingEngine, JudgingEngine):
 
     def rank(self, prompts: list[Ids], answers: tuple[int, int]) -> list[float]:
         """Return the probability of "yes" after each prompt; the model knows the ids of its answers."""
-        return scores_of(TextPasses(self._model.engine), prompts)
+        return [score for score, _ in scores_of(TextPasses(self._model.engine), prompts)]
 
     def likelihoods(self, pairs: list[tuple[str, str]]) -> list[float]:
         """Return the log likelihood of the second text of each pair, as `metal_prefill.lm_eval` does."""

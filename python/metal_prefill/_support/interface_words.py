@@ -1,0 +1,27 @@
+"""Arguments of Python that messages name, in the words of the command line and of the server."""
+
+from __future__ import annotations
+
+import re
+
+_FIELDS = ("truncate", "how", "label")  # of requests; the others are options of the server
+_ARGUMENT = re.compile(rf"\b(max_context|kv_dtype|device|compute|pooling|{'|'.join(_FIELDS)})=('?)([\w.]+)\2")
+
+
+def as_options(message: str) -> str:
+    """Write ``max_context=512`` in a message as ``--max-context 512``."""
+    return _ARGUMENT.sub(_option, message)
+
+
+def as_fields(message: str) -> str:
+    """Write an argument in a message as a field of a request, or as an option of the server."""
+    return _ARGUMENT.sub(
+        lambda match: f'"{match[1]}": "{match[3]}"'
+        if match[1] in _FIELDS
+        else f"the server's option {_option(match)}",
+        message,
+    )
+
+
+def _option(match: re.Match[str]) -> str:
+    return f"--{match[1].replace('_', '-')} {match[3]}"

@@ -1,0 +1,100 @@
+"""Special tokens that texts spell, as the tokenizers library recognizes them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.encoder_tasks import FileOf, opened
+from support.model_folders import Folder, values
+from support.task_folders import CLASSIFIERS, RANKERS, TAGGERS
+from tokenizers import Tokenizer
+
+from metal_prefill import Model
+from metal_prefill.conversion import convert
+from metal_prefill.tasks._embedding import encode_texts
+from metal_prefill.tasks._prompt_rules import PromptRules
+
+TOKENIZERS = {name: RANKERS[name] for name in ("bert", "xlm-roberta", "modernbert")}
+
+
+def spelled(path: Path) -> list[str]:
+    """Return texts with each special token of a folder, in odd places."""
+    names = [token.content for token in Tokenizer.from_file(str(path)).get_added_tokens_decoder().values()]
+    texts = [f"The king {name} is{name}dead. {name}{name} {name.lower()}" for name in names]
+    return [*texts, " ".join(names), "".join(names), "no special token, é"]
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_special_tokens_in_texts_are_those_of_the_tokenizers_library(tmp_path: Path, name: str) -> None:
+    folder = TOKENIZERS[name](tmp_path / "m").write()
+    theirs, texts = Tokenizer.from_file(str(folder / "tokenizer.json")), spelled(folder / "tokenizer.json")
+    with opened(convert(folder, tmp_path / "m.gguf")) as model:
+        limit = model.max_context
+        made = [ids.tolist() for ids in encode_texts(model.engine, texts, rules=PromptRules("end")).prompts]
+        expected = [theirs.encode(text).ids for text in texts]
+        assert [ids for ids in made if len(ids) < limit] == [ids for ids in expected if len(ids) < limit]
+        assert sum(len(ids) < limit for ids in made) >= 3
+        for text in texts:
+            spans = model.tokenizer.encode_spans(text, parse_special=True)
+            assert [span.id for span in spans] == theirs.encode(text, add_special_tokens=False).ids
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_special_tokens_are_split_on_request(file_of: FileOf, name: str) -> None:
+    with opened(file_of(TOKENIZERS[name])) as model:
+        special = {model.tokenizer.sep_id, model.tokenizer.eos_id, model.tokenizer.mask_id}
+        text = f"a {model.tokenizer.token(model.tokenizer.eos_id or 0)} b"
+        for split in (False, True):
+            (ids,) = encode_texts(model.engine, [text], rules=PromptRules(split_special_tokens=split)).prompts
+            assert special.isdisjoint(ids[1:-1].tolist()) == split
+
+
+CALLS: dict[str, tuple[Callable[[Path], Folder], Callable[..., Any]]] = {
+    "embed": (RANKERS["bert"], lambda m, text, **o: m.embed([text], pooling="mean", **o)[0].tolist()),
+    "rerank": (RANKERS["bert"], lambda m, text, **o: m.rerank(text, ["d"], **o)[0].score),
+    "document": (RANKERS["bert"], lambda m, text, **o: m.rerank("q", [text], **o)[0].score),
+    "classify": (CLASSIFIERS["bert"], lambda m, text, **o: m.classify([text], **o).probabilities.tolist()),
+    "pair": (CLASSIFIERS["bert"], lambda m, text, **o: m.classify([("a", text)], **o).probabilities.tolist()),
+    "label": (
+        TAGGERS["bert"],
+        lambda m, text, **o: [e.score for e in m.label_tokens([text], strategy="none", ignore=(), **o)[0]],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_each_task_recognizes_special_tokens(file_of: FileOf, name: str) -> None:
+    make, call = CALLS[name]
+    with opened(file_of(make)) as model:
+        assert call(model, "a [MASK] b") == call(model, "a [MASK] b", split_special_tokens=False)
+        assert call(model, "a [MASK] b") != call(model, "a [MASK] b", split_special_tokens=True)
+        with pytest.raises(TypeError, match="split_special_tokens must be a bool or None, got str"):
+            call(model, "a", split_special_tokens="yes")
+
+
+def test_generative_models_recognize_them_only_on_request(demo: Model) -> None:
+    for options in ({}, {"split_special_tokens": True}):
+        plain = demo.embed(["a <|endoftext|> b"], pooling="none", **options)[0]  # type: ignore[arg-type]
+        assert len(plain) > len(
+            demo.embed(["a <|endoftext|> b"], pooling="none", split_special_tokens=False)[0]
+        )
+
+
+def test_a_separator_in_a_single_text_begins_no_second_text(device: str, tmp_path: Path) -> None:
+    """As in transformers, where the type of a token is the number of its text."""
+    vectors, probabilities = [], []
+    for changes in (False, True):
+        folder = CLASSIFIERS["bert"](tmp_path / str(changes))
+        types = folder.tensors["bert.embeddings.token_type_embeddings.weight"]
+        if changes:
+            types[1] = values(types[1].shape, 9)
+        with opened(convert(folder.write(), tmp_path / f"{changes}.gguf"), device) as model:
+            vectors.append(model.embed(["a [SEP] b", "a"], pooling="mean"))
+            probabilities.append(model.classify(["a [SEP] b", ("a [SEP] c", "b"), "x"]).probabilities)
+    np.testing.assert_array_equal(vectors[0], vectors[1])
+    changed = (probabilities[0] != probabilities[1]).any(axis=1)
+    assert changed.tolist() == [False, True, False]
