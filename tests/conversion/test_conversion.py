@@ -146,6 +146,19 @@ def test_unnamed_labels_and_unused_tensors_are_omitted(tmp_path: Path) -> None:
     assert len(tensors) == len(folder.tensors) - 4
 
 
+@pytest.mark.parametrize(("count", "written"), [(1, None), (2, ["LABEL_0", "LABEL_1"])])
+def test_unnamed_labels_of_texts_count_the_outputs_for_llama_cpp(
+    tmp_path: Path, count: int, written: list[str] | None
+) -> None:
+    """It expects one output unless the file has labels."""
+    labels = {str(i): f"LABEL_{i}" for i in range(count)}
+    folder = model_folders.bert(tmp_path / "m", "BertForSequenceClassification", id2label=labels)
+    shapes = {"classifier.weight": (count, DIM), "classifier.bias": (count,)}
+    pooler = {"bert.pooler.dense.weight": (DIM, DIM), "bert.pooler.dense.bias": (DIM,)}
+    fields, _ = read(convert(with_head(folder, {**shapes, **pooler}).write(), tmp_path / "m.gguf"))
+    assert fields.get("bert.classifier.output_labels") == written
+
+
 @pytest.mark.parametrize("kind", [kind for kind in TENSOR_TYPES if not kind.startswith("TQ")])
 def test_matrices_have_the_requested_type(bert: Folder, tmp_path: Path, kind: str) -> None:
     path = convert(bert.write(), tmp_path / "m.gguf", tensor_type=kind)

@@ -17,7 +17,7 @@ from metal_prefill.conversion import convert
 
 BAD, NOT = GGUFError, UnsupportedModelError
 ST = "sentence_transformers.models"
-LINEAR = {"activation_function": "torch.nn.Identity", "in_features": 5, "out_features": 16}
+LINEAR = {"activation_function": "torch.nn.Identity", "in_features": 5, "out_features": 16, "bias": False}
 
 
 @pytest.fixture
@@ -192,7 +192,7 @@ def test_damaged_settings_are_an_error(tmp_path: Path, content: str) -> None:
         ("1_Pooling/config.json", {"pooling_mode_max_tokens": True}, "sets pooling_mode_max_tokens;"),
         ("1_Pooling/config.json", {}, "sets no pooling_mode"),
         ("1_Pooling/config.json", {"include_prompt": False}, "include_prompt is False; supported: True"),
-        ("2_Dense/config.json", {"activation_function": "torch.nn.Tanh"}, "activation_function is Tanh"),
+        ("2_Dense/config.json", {"activation_function": "torch.nn.Mish"}, "activation_function is Mish"),
         ("2_Dense/config.json", LINEAR, r"\(16, 32\), expected \(16, 5\)"),
     ],
 )  # fmt: skip

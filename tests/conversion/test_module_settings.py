@@ -75,10 +75,10 @@ REFUSED: dict[str, tuple[Callable[[Path], Folder], Change, str]] = {
         "modules are Transformer, Dense, Pooling",
     ),
     "two poolings": (bert, modules("Transformer", "Pooling", "Pooling"), "modules are Transformer, Pooling"),
-    "the default activation": (
+    "another activation": (
         bert,
-        file("2_Dense/config.json", in_features=DIM, out_features=16, bias=False),
-        "activation_function is Tanh",
+        dense(activation_function="torch.nn.modules.activation.Mish"),
+        "activation_function is Mish; supported: Identity, Tanh",
     ),
     "a residual": (bert, dense(use_residual=True), "use_residual is True"),
     "another output": (bert, dense(module_output_name="other"), "module_output_name is 'other'"),

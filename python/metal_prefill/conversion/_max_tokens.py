@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from metal_prefill.conversion import _colbert
+from metal_prefill.conversion._body import body_folder
 from metal_prefill.conversion._fields import Fields
 from metal_prefill.conversion._modules import transformer_settings
 from metal_prefill.files._metadata_keys import LENGTH_KEYS
@@ -26,7 +27,7 @@ def max_tokens(folder: Path, context: int, expanded: int = 0) -> dict[str, int]:
     stated = {
         "text": [
             *((module, "max_seq_length") for module in modules),
-            (read(folder / "tokenizer_config.json"), "model_max_length"),
+            (read(body_folder(folder) / "tokenizer_config.json"), "model_max_length"),
         ],
         "query": [(model, "query_length") for model in models],
         "document": [

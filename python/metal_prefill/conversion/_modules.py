@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from metal_prefill.conversion._fields import MAX_FILE_NAME, Fields, read_json
+from metal_prefill.conversion._body import body_folder, modules_of, place_of
+from metal_prefill.conversion._fields import Fields
 from metal_prefill.conversion._sources import Task
 from metal_prefill.conversion._weights import Weight, read_module
 from metal_prefill.errors import GGUFError
@@ -21,7 +22,7 @@ _MODES: dict[str, Pooling] = {
 }
 _MODE_NAMES: dict[str, Pooling] = {"cls": "cls", "mean": "mean", "lasttoken": "last", "last": "last"}
 # Classes of modules, in the order in which vectors are computed.
-_KINDS = ("Transformer", "Pooling", "Dense", "Normalize", "MultiVectorMask")
+_KINDS = ("Transformer", "Pooling", "Dense", "Normalize", "MultiVectorMask", "LogitScore")
 # Arguments of tokenizers and models in the settings of the module Transformer, and those without an effect.
 _ARGUMENTS = (
     *("model_args", "model_kwargs", "config_args", "config_kwargs"),
@@ -41,6 +42,15 @@ _HARMLESS = (
     *("model_max_length", "padding_side", "truncation_side", "use_safetensors", "low_cpu_mem_usage"),
 )
 # Functions of the single output of a cross-encoder, by the last part of the name of their class.
+# Activations of dense layers, by the last part of the name of their class.
+_ACTIVATIONS = {
+    "Identity": "none",
+    "Tanh": "tanh",
+    "GELU": "gelu_erf",
+    "ReLU": "relu",
+    "SiLU": "silu",
+    "Sigmoid": "sigmoid",
+}
 _OUTPUT_FUNCTIONS: dict[str, Scores] = {"Identity": "none", "Sigmoid": "sigmoid"}
 
 
@@ -56,11 +66,14 @@ class Modules:
         Tensors, by their names in a GGUF file.
     skipped_words : list of str or None
         Tokens of documents that late interaction leaves out; None if no module lists them.
+    logit_score : pathlib.Path or None
+        Folder of the module that scores a pair by the logits of two tokens.
     """
 
     metadata: dict[str, Any] = field(default_factory=dict)
     tensors: dict[str, Weight] = field(default_factory=dict)
     skipped_words: list[str] | None = None
+    logit_score: Path | None = None
 
     @property
     def per_token(self) -> bool:
@@ -89,15 +102,18 @@ def read_modules(folder: Path, config: Fields, task: Task) -> Modules:
     path = folder / "modules.json"
     if not path.is_file():
         return found
-    _check_transformer(folder, "feature-extraction")
-    listing = Fields(path, {"modules": read_json(path)})
-    modules = listing.objects("modules")
+    listing, modules = Fields(path, {}), modules_of(folder)
     kinds = [_kind_of(module) for module in modules]
+    if task == "causal" and kinds == ["Transformer", "LogitScore"]:
+        _check_transformer(folder, "text-generation")
+        found.logit_score = folder / place_of(modules[1])
+        return found
+    _check_transformer(folder, "feature-extraction")
     _check_order(listing, kinds)
     # The feature that modules after the body read and replace: vectors of texts, or of tokens.
     feature = "sentence_embedding" if "Pooling" in kinds else "token_embeddings"
     for module, kind in zip(modules, kinds, strict=True):
-        place = folder / _relative(module)
+        place = folder / place_of(module)
         if kind == "Pooling":
             found.set_pooling(_pooling_of(Fields.read(place / "config.json")))
         elif kind == "Dense":
@@ -126,7 +142,8 @@ def _check_order(listing: Fields, kinds: list[str]) -> None:
     """Raise an error unless modules have the order in which vectors are computed here."""
     order = [kind for kind in kinds if kind != "MultiVectorMask"]
     expected = sorted(order, key=_KINDS.index)
-    if order != expected or any(order.count(kind) > 1 for kind in ("Transformer", "Pooling")):
+    several = any(order.count(kind) > 1 for kind in ("Transformer", "Pooling"))
+    if order != expected or several or "LogitScore" in order:
         raise listing.unsupported(
             f"modules are {', '.join(order)}; supported are one Transformer, Pooling, Dense and Normalize, "
             "in this order"
@@ -147,7 +164,7 @@ def _check_normalized(folder: Path, listing: Fields, kinds: list[str]) -> None:
 
 def transformer_settings(folder: Path) -> list[Fields]:
     """Read the settings of the module Transformer, whose file has one of several names."""
-    return [Fields.read(path) for path in sorted(folder.glob("sentence_*_config.json"))]
+    return [Fields.read(path) for path in sorted(body_folder(folder).glob("sentence_*_config.json"))]
 
 
 def _check_transformer(folder: Path, task: str) -> None:
@@ -167,7 +184,7 @@ def _check_transformer(folder: Path, task: str) -> None:
             module.require("module_output_name", ("token_embeddings",), "token_embeddings")
         for key in _ARGUMENTS:
             for name in module.object(key).values:
-                if name not in _HARMLESS:
+                if name not in _HARMLESS and (task, name) != ("text-generation", "chat_template"):
                     raise module.unsupported(f"{key}.{name} is not supported")
 
 
@@ -183,15 +200,6 @@ def _skipped_words(config: Fields) -> list[str]:
     config.require("skiplist_tasks", (["document"], "document"), ["document"])
     config.require("keep_only_token_ids", (None,), None)
     return words_of(config)
-
-
-def _relative(module: Fields) -> Path:
-    """Return the folder of a module, which must be inside the folder of the model."""
-    name = module.string("path", default="")
-    place = Path(name)
-    if place.is_absolute() or ".." in place.parts or "\0" in name or len(name.encode()) > MAX_FILE_NAME:
-        raise module.error(f"{module.name('path')} is {name!r}, must be a folder in this one")
-    return place
 
 
 def _pooling_of(config: Fields) -> Pooling:
@@ -220,22 +228,29 @@ def _add_dense(found: Modules, place: Path, module: Fields, feature: str) -> Non
     activation = activation.rpartition(".")[2]
     _check_feature(settings, feature, feature)
     settings.require("use_residual", (False,), False)
-    if activation != "Identity":
-        raise settings.unsupported(f"activation_function is {activation}; supported is Identity")
-    index = len(found.tensors)
+    if activation not in _ACTIVATIONS:
+        known = ", ".join(_ACTIVATIONS)
+        raise settings.unsupported(f"activation_function is {activation}; supported: {known}")
+    index = sum(name.endswith(".weight") for name in found.tensors)
     if index == len(DENSE):
         raise settings.unsupported(f"is dense layer {index + 1}; supported are at most {len(DENSE)}")
     tensors = read_module(place)
-    if set(tensors) != {"linear.weight"}:
-        raise settings.unsupported(
-            f"its layer has the tensors {', '.join(sorted(tensors))}; supported is linear.weight alone"
-        )
+    expected = (
+        {"linear.weight", "linear.bias"} if settings.boolean("bias", default=True) else {"linear.weight"}
+    )
+    if set(tensors) != expected:
+        stated, needed = (", ".join(sorted(names)) for names in (tensors, expected))
+        raise settings.error(f"its layer has the tensors {stated}; bias requires {needed}")
     weight = tensors["linear.weight"]
     shape = (settings.integer("out_features"), settings.integer("in_features"))
     if weight.shape != shape:
         raise GGUFError(f"{weight.file}: tensor {weight.name} has shape {weight.shape}, expected {shape}")
     name = DENSE[index]
     found.tensors[f"{name}.weight"] = weight
+    if "linear.bias" in tensors:
+        found.tensors[f"{name}.bias"] = tensors["linear.bias"]
+    if _ACTIVATIONS[activation] != "none":
+        found.metadata[f"{name}_activation"] = _ACTIVATIONS[activation]
     found.metadata |= {f"{name}_feat_out": shape[0], f"{name}_feat_in": shape[1]}
     if feature == "token_embeddings":
         found.metadata["embedding_length_out"] = shape[0]
@@ -246,8 +261,10 @@ def _add_labels(found: Modules, folder: Path, config: Fields, task: Task) -> Non
     if task == "sequence":
         _add_scores(found, folder, config)
     labels = _labels_of(config.object("id2label").values, config)
-    # Labels that transformers makes up for a head that has none of its own are left out.
-    if labels and labels != [f"LABEL_{i}" for i in range(len(labels))]:
+    # Labels that transformers makes up are left out, except where llama.cpp counts outputs by them.
+    if labels and (
+        labels != [f"LABEL_{i}" for i in range(len(labels))] or (task == "sequence" and labels[1:])
+    ):
         found.metadata["classifier.output_labels"] = labels
 
 
@@ -290,8 +307,7 @@ def _activation_of_module(folder: Path) -> str:
     path = folder / "modules.json"
     if not path.is_file():
         return ""
-    listing = Fields(path, {"modules": read_json(path)})
-    kinds = [_kind_of(module) for module in listing.objects("modules")]
+    listing, kinds = Fields(path, {}), [_kind_of(module) for module in modules_of(folder)]
     if kinds != ["Transformer"]:
         raise listing.unsupported(f"modules are {', '.join(kinds)}; supported with a classifier: Transformer")
     _check_transformer(folder, "sequence-classification")

@@ -10,7 +10,14 @@ from typing import Any
 from metal_prefill.conversion._fields import Fields
 from metal_prefill.conversion._folder_vocabulary import FolderVocabulary
 from metal_prefill.conversion._modules import Modules, transformer_settings, words_of
-from metal_prefill.files._metadata_keys import DEFAULT_PROMPT_KEY, EXPANSION_KEYS, PROMPT_KEYS, SKIPPED_KEY
+from metal_prefill.files._metadata_keys import (
+    DEFAULT_PROMPT_KEY,
+    EXPANSION_KEYS,
+    PROMPT_KEYS,
+    SIMILARITY_KEY,
+    SKIPPED_KEY,
+    TRUNCATE_KEY,
+)
 
 # Prefixes of PyLate's models, and the prompts that contain them.
 _PREFIXES = {"query_prefix": "query", "document_prefix": "document"}
@@ -46,15 +53,19 @@ def prompt_metadata(folder: Path, modules: Modules, vocabulary: FolderVocabulary
                 f"default_prompt_name is {name!r}; prompts are {', '.join(map(repr, prompts))}"
             )
         found[DEFAULT_PROMPT_KEY] = name
-    config.require("truncate_dim", (None,), None)
+    if config.has("truncate_dim"):
+        found[TRUNCATE_KEY] = config.integer("truncate_dim", least=1)
     for module in transformer_settings(folder):
         if module.boolean("do_lower_case", default=False):
             lowercase = vocabulary.flags.get("normalizer.lowercase", False)
             module.require("do_lower_case", (lowercase,), False)
-    if config.values.get("similarity_fn_name") == "meanmaxsim":
+    similarity = config.string("similarity_fn_name", default="") if config.has("similarity_fn_name") else ""
+    if similarity == "meanmaxsim":
         raise config.unsupported(
             "similarity_fn_name is 'meanmaxsim'; supported with late interaction: 'maxsim'"
         )
+    if similarity:
+        found[SIMILARITY_KEY] = similarity
     words = modules.skipped_words
     if words is None and config.has("skiplist_words"):
         words = words_of(config)

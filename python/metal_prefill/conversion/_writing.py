@@ -17,9 +17,11 @@ from gguf import GGMLQuantizationType, GGUFWriter, quants
 
 from metal_prefill._support.atomic_write import replacing
 from metal_prefill._support.shortened import shortened
+from metal_prefill.conversion._body import body_folder
 from metal_prefill.conversion._colbert import colbert_heads, colbert_metadata
 from metal_prefill.conversion._fields import Fields, is_number
 from metal_prefill.conversion._folder_vocabulary import FolderVocabulary
+from metal_prefill.conversion._logit_score import rerank_metadata
 from metal_prefill.conversion._max_tokens import max_tokens
 from metal_prefill.conversion._modules import Modules, read_modules
 from metal_prefill.conversion._prompts import prompt_metadata
@@ -75,7 +77,7 @@ def convert(
     folder
         Folder with ``config.json``, weights in ``model.safetensors`` or the files that
         ``model.safetensors.index.json`` lists, and ``tokenizer.json`` or ``vocab.txt``. Pooling and dense
-        layers are those of ``modules.json``.
+        layers are those of ``modules.json``, which may name a folder for the others (``0_Transformer``).
     path
         File to write. An existing file is replaced, atomically.
     tensor_type
@@ -111,9 +113,8 @@ def convert(
     if not folder.is_dir():
         problem = "is a file, not a model folder" if folder.exists() else "no such folder"
         raise GGUFError(f"{folder}: {problem}")
-    if not (folder / "config.json").is_file():
-        raise GGUFError(f"{folder}: has no config.json")
-    config = Fields.read(folder / "config.json")
+    body = body_folder(folder)
+    config = Fields.read(body / "config.json")
     _refuse_quantized(config)
     source, task = find_source(config)
     config = text_fields(source, config)
@@ -121,7 +122,7 @@ def convert(
     late = task == "late"
     modules = Modules(colbert_heads(folder, config)) if late else read_modules(folder, config, task)
     metadata |= modules.metadata
-    weights = read_weights(folder)
+    weights = read_weights(body)
     names = gguf.get_tensor_name_map(_architecture(source), metadata["block_count"])
     found: dict[str, Weight] = dict(modules.tensors)
     for weight in divided(weights, source.parts):
@@ -135,7 +136,7 @@ def convert(
             raise GGUFError(f"{weight.file}: tensors {found[role].name} and {weight.name} are both {role}")
         _check_bias(source, config, role, weight)
         found[role] = weight
-    vocabulary = read_vocabulary(folder, config)
+    vocabulary = read_vocabulary(body, config)
     tensors = [_planned(source, config, role, weight, tensor_type) for role, weight in found.items()]
     tensors += [
         _Tensor(role, values, values.shape, GGMLQuantizationType.F32)
@@ -148,6 +149,8 @@ def convert(
     for suffix, value in metadata.items():
         _add(writer, folder, f"{source.architecture}.{suffix}", value)
     prompts = colbert_metadata(folder, vocabulary) if late else prompt_metadata(folder, modules, vocabulary)
+    if modules.logit_score is not None:
+        prompts |= rerank_metadata(folder, modules.logit_score, vocabulary)
     if task != "causal" or (folder / "modules.json").is_file():
         prompts |= max_tokens(folder, metadata["context_length"], prompts.get(f"{EXPANSION_KEYS}length", 0))
     for key, value in prompts.items():

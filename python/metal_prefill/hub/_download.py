@@ -148,8 +148,16 @@ def fetch(
         raise HubError(f"cannot download {name} from {where}: {_reason(error)}") from error
 
 
-def fetch_folder(repo_id: str) -> Path:
+def fetch_folder(
+    repo_id: str,
+    *,
+    revision: str | None = None,
+    token: str | bool | None = None,
+    cache_dir: str | os.PathLike[str] | None = None,
+) -> Path:
     """Return the local path of a model folder in a Hub repository, downloading its files if necessary.
+
+    For parameters see :func:`fetch`.
 
     Raises
     ------
@@ -162,11 +170,12 @@ def fetch_folder(repo_id: str) -> Path:
     hub = _import_hub()
     try:
         with safe_answers(hub):
-            files = list_files(hub, repo_id, None, None)
+            files = list_files(hub, repo_id, revision, token)
     except HubError:
         raise
     except Exception as error:
-        files = list(_cached_files(hub, repo_id, "main", None))
+        cache = os.fspath(cache_dir) if cache_dir is not None else None
+        files = list(_cached_files(hub, repo_id, revision or "main", cache))
         if "config.json" not in files:
             raise HubError(
                 f"{repo_id} is not in the cache, and the Hub is unreachable: {_reason(error)}"
@@ -178,7 +187,9 @@ def fetch_folder(repo_id: str) -> Path:
         raise HubError(f"{repo_id} does not have config.json and model.safetensors{rest}")
     if "model.safetensors" in wanted:  # other weights in the repository are copies, split or older
         wanted = [name for name in wanted if not name.startswith("model-") and "index" not in name]
-    paths = {name: fetch(repo_id, name) for name in wanted}
+    paths = {
+        name: fetch(repo_id, name, revision=revision, token=token, cache_dir=cache_dir) for name in wanted
+    }
     return paths["config.json"].parent
 
 

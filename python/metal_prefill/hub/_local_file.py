@@ -12,21 +12,24 @@ import errno
 import hashlib
 import logging
 import os
+import re
 import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
+from metal_prefill.conversion._body import body_folder
 from metal_prefill.conversion._weights import source_files
-from metal_prefill.errors import GGUFError
 from metal_prefill.hub._bundled_models import PACKAGED
 from metal_prefill.hub._download import REPOSITORY, resolve_model
 from metal_prefill.storage._cache_folder import beyond_limit, cache_folder, version
 from metal_prefill.storage._session_file import sample_starts
 
 LIMIT = 16 << 30  # bytes of all converted models
-LAYOUT = 8  # counts changes of what a conversion writes
+LAYOUT = 9  # counts changes of what a conversion writes
 
+_SNAPSHOT = re.compile(r"/models--[^/]+--([^/]+)/snapshots/[^/]+$")  # of the Hub's cache
+_KEY_DIGITS = 16
 _SAMPLES, _SAMPLE_BYTES = 64, 4096
 _SMALL = (".json", ".txt", ".jinja", ".metadata")  # endings of files that are hashed in full
 _SMALL_BYTES = 256 << 20
@@ -68,12 +71,20 @@ def model_folder(spec: str | os.PathLike[str]) -> tuple[Path, str]:
         return path, PACKAGED[given].title
     if path.is_dir() and REPOSITORY.fullmatch(given) and not Path(given).exists():
         return path, given.partition("/")[2]
-    return path, path.resolve().name
+    whole = path.resolve()
+    repository = _SNAPSHOT.search(whole.as_posix())
+    return path, repository[1] if repository else whole.name
+
+
+def model_name(path: Path) -> str:
+    """Return the name of the model in a GGUF file: that of its folder if it is a conversion in the cache."""
+    name = os.fsencode(path.name).decode("utf-8", "replace").removesuffix(".gguf")
+    return name[: -_KEY_DIGITS - 1] if path.parent == _cache() else name
 
 
 def converted(folder: Path, name: str) -> Path:
     """Return the path of a folder's conversion in the cache, writing it if it is not there."""
-    path = _cache() / f"{name}-{_key(folder)[:16]}.gguf"
+    path = _cache() / f"{name}-{_key(folder)[:_KEY_DIGITS]}.gguf"
     with suppress(OSError):  # a read-only file system cannot record the time of use
         os.utime(path, ns=(time.time_ns(), path.stat().st_mtime_ns))
     if path.is_file():
@@ -97,10 +108,7 @@ def _cache() -> Path:
 
 
 def _key(folder: Path) -> str:
-    if not (folder / "config.json").is_file():
-        files = sorted(path.name for path in folder.glob("*.gguf"))
-        hint = f"; it contains GGUF files, so name one, such as {folder / files[0]}" if files else ""
-        raise GGUFError(f"{folder}: has no config.json, which a model folder contains{hint}")
+    weights = source_files(body_folder(folder))
     digest = hashlib.sha256(f"{version()} {LAYOUT}\n".encode())
     small = [
         path
@@ -108,7 +116,7 @@ def _key(folder: Path) -> str:
         if path.suffix in _SMALL and path.is_file()
     ]
     dense = [path for path in sorted(folder.glob("*/*.safetensors")) if path.is_file()]
-    for path in (*small, *source_files(folder), *dense):
+    for path in dict.fromkeys((*small, *weights, *dense)):
         status = path.stat()
         digest.update(f"{path.relative_to(folder)} {status.st_size}\n".encode())
         with open(path, "rb") as file:

@@ -1,0 +1,61 @@
+"""Where a model folder has its transformer: configuration, tokenizer and weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from metal_prefill._support.shortened import shortened
+from metal_prefill.conversion._fields import MAX_FILE_NAME, Fields, read_json
+from metal_prefill.errors import GGUFError, UnsupportedModelError
+
+_ADAPTER = "adapter_config.json"
+
+
+def body_folder(folder: Path) -> Path:
+    """Return the folder with ``config.json``: this one, or one in it that ``modules.json`` names.
+
+    Folders of early versions of sentence-transformers have their first module in ``0_Transformer``.
+
+    Raises
+    ------
+    GGUFError
+        There is no ``config.json``.
+    UnsupportedModelError
+        The folder has an adapter, or its first module has no transformer.
+    """
+    if (folder / _ADAPTER).is_file():
+        base = Fields.read(folder / _ADAPTER).values.get("base_model_name_or_path")
+        raise UnsupportedModelError(
+            shortened(
+                f"{folder}: has an adapter ({_ADAPTER}) of {base}, which is not applied; merge it: in peft, "
+                "model.merge_and_unload().save_pretrained(folder)"
+            )
+        )
+    if (folder / "config.json").is_file():
+        return folder
+    if (folder / "modules.json").is_file():
+        first, *_ = (*modules_of(folder), None)
+        if first is not None:
+            place, kind = folder / place_of(first), first.string("type").rpartition(".")[2]
+            if (place / "config.json").is_file():
+                return place
+            if kind != "Transformer":
+                raise first.unsupported(f"{first.name('type')} is {kind}; supported first is a Transformer")
+    files = sorted(path.name for path in folder.glob("*.gguf"))
+    hint = f"; it contains GGUF files, so name one, such as {folder / files[0]}" if files else ""
+    raise GGUFError(f"{folder}: has no config.json, which a model folder contains{hint}")
+
+
+def modules_of(folder: Path) -> list[Fields]:
+    """Read the modules of sentence-transformers that a folder lists."""
+    path = folder / "modules.json"
+    return Fields(path, {"modules": read_json(path)}).objects("modules")
+
+
+def place_of(module: Fields) -> Path:
+    """Return the folder of a module, relative to that of the model, in which it must be."""
+    name = module.string("path", default="")
+    place = Path(name)
+    if place.is_absolute() or ".." in place.parts or "\0" in name or len(name.encode()) > MAX_FILE_NAME:
+        raise module.error(f"{module.name('path')} is {name!r}, must be a folder in this one")
+    return place

@@ -1,0 +1,182 @@
+"""Folders whose parts are in other places than usual, or are not a whole model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support import model_folders
+from support.model_folders import CONTEXT, Folder
+from support.running_server import running
+
+from metal_prefill import GGUFError, Model, UnsupportedModelError
+from metal_prefill._support.interface_words import as_fields, as_options
+from metal_prefill.cli import main
+from metal_prefill.conversion import convert
+
+TEXTS = ["The king is dead.", "x", "long " * 30]
+LIMIT = 12
+ADAPTER = {"base_model_name_or_path": "owner/base", "peft_type": "LORA", "r": 8}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Folder:
+    made = model_folders.bert(tmp_path / "m")
+    made.pool(dense=16)
+    made.json("sentence_bert_config.json", {"max_seq_length": LIMIT, "do_lower_case": False})
+    return made
+
+
+def vectors(path: Path) -> Any:
+    with Model(path, device="cpu") as model, pytest.warns(UserWarning, match=rf"of 3 .* {LIMIT} tokens"):
+        return model.embed(TEXTS, truncate="end")
+
+
+def test_errors_name_the_options_of_the_interface(
+    folder: Folder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder.write()
+    (tmp_path / "t.txt").write_text("long " * 30)
+    options = ("-m", str(folder.path), "-f", str(tmp_path / "t.txt"), "-o", str(tmp_path / "v.npy"))
+    assert main(["embed", *options]) == 1
+    assert f"; --max-context {CONTEXT} allows more" in capsys.readouterr().err
+    with Model(folder.path, device="cpu") as model, running(model) as server:
+        refused = server.post("/v1/embeddings", {"input": "long " * 30}).json()["error"]["message"]
+    assert f"; the server's option --max-context {CONTEXT} allows more" in refused
+
+
+@pytest.mark.parametrize(
+    ("message", "option", "field"),
+    [
+        ("a; truncate='end' cuts", "a; --truncate end cuts", 'a; "truncate": "end" cuts'),
+        ("leave how='late' out", "leave --how late out", 'leave "how": "late" out'),
+        ("kv_dtype='f32' helps", "--kv-dtype f32 helps", "the server's option --kv-dtype f32 helps"),
+        ("x=3, 'max_context'", "x=3, 'max_context'", "x=3, 'max_context'"),
+    ],
+)
+def test_arguments_in_messages_are_options_or_fields(message: str, option: str, field: str) -> None:
+    assert (as_options(message), as_fields(message)) == (option, field)
+
+
+def test_a_transformer_in_a_folder_of_its_own_is_found(folder: Folder) -> None:
+    """As early versions of sentence-transformers wrote it."""
+    expected = vectors(folder.write())
+    modules = json.loads((folder.path / "modules.json").read_text())
+    modules[0]["path"] = "0_Transformer"
+    body = folder.path / "0_Transformer"
+    body.mkdir()
+    for file in [file for file in folder.path.iterdir() if file.is_file() and file.name != "modules.json"]:
+        file.rename(body / file.name)
+    folder.json("modules.json", modules)
+    np.testing.assert_array_equal(vectors(folder.path), expected)
+    (body / "config.json").write_text((body / "config.json").read_text().replace("1e-12", "1e-2"))
+    assert not np.array_equal(vectors(folder.path), expected)  # not the conversion of the other contents
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["next to weights", "alone"])
+def test_an_adapter_is_refused_with_the_name_of_its_base(folder: Folder, whole: bool) -> None:
+    folder.write()
+    folder.json("adapter_config.json", ADAPTER)
+    if not whole:
+        (folder.path / "config.json").unlink()
+        (folder.path / "model.safetensors").unlink()
+    message = r"has an adapter \(adapter_config.json\) of owner/base, which is not applied; merge it"
+    with pytest.raises(UnsupportedModelError, match=message):
+        Model(folder.path, device="cpu")
+    with pytest.raises(UnsupportedModelError, match=message):
+        convert(folder.path, folder.path / "m.gguf")
+
+
+@pytest.mark.parametrize(
+    ("kind", "path"),
+    [
+        ("sentence_transformers.models.StaticEmbedding", ""),
+        ("sentence_transformers.models.StaticEmbedding", "0_StaticEmbedding"),
+        ("sentence_transformers.sentence_transformer.modules.bow.BoW", ""),
+    ],
+)
+def test_a_first_module_without_a_transformer_is_named(folder: Folder, kind: str, path: str) -> None:
+    folder.json("modules.json", [{"idx": 0, "name": "0", "path": path, "type": kind}])
+    with pytest.raises(
+        UnsupportedModelError, match=rf"type is {kind.rpartition('.')[2]}; supported first is"
+    ):
+        Model(folder.path, device="cpu")
+
+
+def test_a_folder_that_names_no_transformer_lacks_its_configuration(folder: Folder) -> None:
+    folder.json("modules.json", [])
+    with pytest.raises(GGUFError, match=r"has no config\.json"):
+        Model(folder.path, device="cpu")
+
+
+PAIR_TEMPLATE = (
+    "{% for m in messages if m.role == 'system' %}<s>{{ m.content }}</s>{% endfor %}"
+    "Query: {{ messages | selectattr('role', 'eq', 'query') | map(attribute='content') | first }}\n"
+    "Document: {{ (messages | selectattr('role', 'eq', 'document') | first).content }}"
+    "{% if add_generation_prompt %} Relevant?{% endif %}"
+)
+
+
+def reranker(path: Path, template: str = PAIR_TEMPLATE, **scores: int) -> Folder:
+    """Make a generative reranker as CrossEncoder of sentence-transformers saves it."""
+    made = model_folders.llama(path)
+    kinds = {"base.modules.transformer.Transformer": "", "cross_encoder.modules.logit_score.LogitScore": "1"}
+    made.json(
+        "modules.json",
+        [{"idx": 0, "path": path, "type": f"sentence_transformers.{kind}"} for kind, path in kinds.items()],
+    )
+    kwargs = {"chat_template": {"add_generation_prompt": True}}
+    made.json(
+        "sentence_bert_config.json", {"transformer_task": "text-generation", "processing_kwargs": kwargs}
+    )
+    made.json(
+        "config_sentence_transformers.json", {"prompts": {"web": "Judge."}, "default_prompt_name": "web"}
+    )
+    tokenizer = json.loads((path / "tokenizer.json").read_text())
+    ids = tokenizer["model"]["vocab"]
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized", "special"), False)
+    if "yes" not in ids:
+        tokenizer["added_tokens"].append({"id": 300, "content": "yes", **flags})
+    made.json("tokenizer.json", tokenizer)
+    answers = {"true_token_id": ids.get("yes", 300), "false_token_id": ids["no"]}
+    made.json("1/config.json", {**answers, **scores})
+    (path / "chat_template.jinja").write_text(template)
+    return made
+
+
+def test_a_score_of_logits_is_the_difference_of_two_answers(tmp_path: Path) -> None:
+    pairs = [("a", "b"), ("a", "no")]
+    with Model(reranker(tmp_path / "m").write(), device="cpu", compute="f32", kv_dtype="f32") as model:
+        ranked = {item.index: item.score for item in model.rerank("a", [text for _, text in pairs])}
+        for i, (query, document) in enumerate(pairs):
+            before = model.tokenizer.encode("<s>Judge.</s>", add_bos=False, parse_special=True)
+            text = f"Query: {query}\nDocument: {document} Relevant?"
+            ids = [*before, *model.tokenizer.encode(text, add_bos=False)]
+            logits = model.session().forward_prompt_logits(ids)
+            yes, no = (logits[model.tokenizer.encode(word, add_bos=False)[0]] for word in ("yes", "no"))
+            assert ranked[i] == pytest.approx(1 / (1 + np.exp(no - yes)), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("scores", "template", "message"),
+    [
+        ({"true_token_id": 299}, PAIR_TEMPLATE, "true_token_id is not the token 'yes'"),
+        ({}, "{{ messages[0].content }}", "no place for messages of a query and a document"),
+        ({}, "{{ raise_exception('user only') }}", "the chat template fails for a pair: .*user only"),
+    ],
+)
+def test_a_score_that_is_not_followed_is_named(
+    tmp_path: Path, scores: dict[str, int], template: str, message: str
+) -> None:
+    with pytest.raises(UnsupportedModelError, match=message):
+        convert(reranker(tmp_path / "m", template, **scores).write(), tmp_path / "m.gguf")
+
+
+def test_parts_outside_the_folder_are_refused(folder: Folder) -> None:
+    kind = "sentence_transformers.models.Transformer"
+    folder.json("modules.json", [{"idx": 0, "path": "../other", "type": kind}])
+    with pytest.raises(GGUFError, match=r"path is '../other', must be a folder in this one"):
+        Model(folder.path, device="cpu")
