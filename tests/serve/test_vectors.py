@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support import task_folders
+from support import model_folders, task_folders
 from support.running_server import Running, running
 from support.small_models import CLASSIFIERS, write
 
@@ -19,6 +19,7 @@ from metal_prefill.conversion import convert
 from metal_prefill.generation._engine_loop import EngineLoop
 from metal_prefill.generation._scheduler import LEAST_PROMPT_ROWS, ROWS_PER_WRITING
 from metal_prefill.serve._service import SharedPasses
+from metal_prefill.tasks import prompt_names
 from metal_prefill.tasks._text_passes import last_states
 
 TEXTS = ["a text", "another one, which is longer", "a text"]
@@ -34,6 +35,23 @@ def test_vectors_match_the_library(vector_server: Running, vector_model: Model, 
         found = [np.array(d.embedding, np.float32) for d in answer.data]
     np.testing.assert_array_equal(found, vector_model.embed(TEXTS))
     assert answer.usage.prompt_tokens == sum(len(vector_model.tokenizer.encode(t)) + 1 for t in TEXTS)
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+def test_text_embeddings_inference_returns_a_list_of_vectors(
+    vector_server: Running, vector_model: Model, normalize: bool
+) -> None:
+    body = {"inputs": TEXTS, "normalize": normalize, "truncate": True, "truncation_direction": "Right"}
+    expected = vector_model.embed(TEXTS, normalize=normalize)
+    np.testing.assert_array_equal(np.array(vector_server.post("/embed", body).json(), np.float32), expected)
+    one = vector_server.post("/embed", {"inputs": TEXTS[0], "normalize": normalize, "dimensions": 4}).json()
+    np.testing.assert_array_equal(
+        np.array(one, np.float32), vector_model.embed(TEXTS[:1], normalize=normalize, dimensions=4)
+    )
+    answer = vector_server.post("/v1/embeddings", {"input": TEXTS, "normalize": normalize}).json()
+    found = [item["embedding"] for item in answer["data"]]
+    np.testing.assert_array_equal(np.array(found, np.float32), expected)
+    assert vector_server.post("/embed", {"inputs": "x " * 5000}).status_code == 400
 
 
 def test_inputs_may_be_token_ids_and_vectors_truncated(vector_server: Running, vector_model: Model) -> None:
@@ -142,6 +160,36 @@ def test_cohere_requests_are_supported(ranker: tuple[Running, Model]) -> None:
     assert refused.json()["error"]["param"] == "documents[1]"
 
 
+def test_fields_of_cohere_requests_have_their_effect(ranker: tuple[Running, Model]) -> None:
+    server, model = ranker
+    long = [f"{document}, {'and so on ' * 20}" for document in DOCUMENTS]
+    # As langchain-cohere and Cohere's first client send them.
+    unset = {"max_tokens_per_doc": None, "max_chunks_per_doc": None, "rank_fields": None, "priority": 0}
+
+    def ranked(documents: Any, **fields: Any) -> list[tuple[int, float]]:
+        body = {"query": QUERY, "documents": documents, **unset, **fields}
+        answer = server.post("/rerank", body)
+        assert answer.status_code == 200, answer.text
+        return [(r["index"], r["relevance_score"]) for r in answer.json()["results"]]
+
+    def expected(documents: list[str]) -> list[tuple[int, float]]:
+        return [(item.index, item.score) for item in model.rerank(QUERY, documents)]
+
+    assert ranked(long) == expected(long)
+    first = [model.tokenizer.decode(model.tokenizer.encode(text, add_bos=False)[:5]) for text in long]
+    assert ranked(long, max_tokens_per_doc=5) == expected(first)
+    assert ranked(long, max_tokens_per_doc=4000) == expected(long)
+    rows = [{"title": text, "body": text[::-1], "year": 3} for text in DOCUMENTS]
+    assert ranked(rows, rank_fields=["title"]) == expected(DOCUMENTS)
+    lines = [f"body: {text[::-1]}\ntitle: {text}" for text in DOCUMENTS]
+    assert ranked(rows, rank_fields=["body", "title", "other"]) == expected(lines)
+    for fields in ({"rank_fields": ["year"]}, {"rank_fields": ["other"]}, {}):
+        refused = server.post("/rerank", {"query": QUERY, "documents": rows, **fields})
+        assert refused.json()["error"]["param"] == "documents[0]"
+    refused = server.post("/rerank", {"query": QUERY, "documents": DOCUMENTS, "max_chunks_per_doc": 3})
+    assert refused.json()["error"]["param"] == "max_chunks_per_doc"
+
+
 def test_truncated_documents_are_counted(ranker: tuple[Running, Model]) -> None:
     server, model = ranker
     body = {"query": QUERY, "documents": ["a", "a b " * 2000], "truncate": "end", "unicode": "NFC"}
@@ -206,6 +254,23 @@ def pair_ranker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Runn
         yield server, model
 
 
+def test_a_server_has_the_name_of_its_folder(tmp_path: Path) -> None:
+    """Also of a repository in the Hub's cache, whose folder is a commit, with the prompts of its card."""
+    snapshot = tmp_path / "models--intfloat--e5-small" / "snapshots" / "0123abcd"
+    for folder, name in ((tmp_path / "my-e5-tuned", "my-e5-tuned"), (snapshot, "e5-small")):
+        made = model_folders.bert(folder)
+        made.pool()
+        with Model(made.write(), device="cpu") as model, running(model) as server:
+            assert server.get("/v1/models").json()["data"][0]["id"] == name
+            assert prompt_names(model) == ["document", "query"]
+            body = {"input": "a", "model": name}
+            before = server.post("/v1/embeddings", body).json()["data"]
+        (folder / "README.md").write_text("touched")
+        (folder / "config.json").write_text((folder / "config.json").read_text() + " ")
+        with Model(folder, device="cpu") as model, running(model) as server:
+            assert server.post("/v1/embeddings", body).json()["data"] == before
+
+
 def test_a_cross_encoder_ranks(pair_ranker: tuple[Running, Model]) -> None:
     server, model = pair_ranker
     answer = server.post("/v1/rerank", {"query": QUERY, "documents": DOCUMENTS}).json()
@@ -219,6 +284,52 @@ def test_a_cross_encoder_ranks(pair_ranker: tuple[Running, Model]) -> None:
         refused = server.post("/v1/rerank", {"query": QUERY, "documents": DOCUMENTS, **extra})
         assert refused.status_code == 400
         assert message in refused.json()["error"]["message"]
+
+
+def test_ids_of_another_tokenizer_are_noted_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = model_folders.bert(tmp_path / "m")
+    folder.pool()
+    with Model(folder.write(), device="cpu") as model, running(model) as server:
+        whole = model.tokenizer.frame.text(model.tokenizer.encode("a b", add_bos=False))
+        for ids, count in ((whole, 0), (whole[1:], 1), (whole[:-1], 1), ([9], 1)):
+            assert server.post("/v1/embeddings", {"input": ids}).status_code == 200
+            assert caplog.text.count("token ids to embed lack the tokens around texts of m") == count
+
+
+@pytest.mark.parametrize("raw", [True, False])
+def test_text_embeddings_inference_ranks_texts(pair_ranker: tuple[Running, Model], raw: bool) -> None:
+    server, model = pair_ranker
+    logits = model.classify([(QUERY, document) for document in DOCUMENTS]).log_likelihoods[:, 0]
+    expected = logits if raw else 1 / (1 + np.exp(-logits))
+    body = {"query": QUERY, "texts": DOCUMENTS, "raw_scores": raw, "return_text": raw, "truncate": True}
+    found = server.post("/rerank", body).json()
+    assert [item["index"] for item in found] == np.argsort(-logits).tolist()
+    np.testing.assert_allclose([item["score"] for item in found], np.sort(expected)[::-1], rtol=1e-6)
+    assert [item.get("text") for item in found] == [DOCUMENTS[i["index"]] if raw else None for i in found]
+    refused = server.post("/rerank", {"query": QUERY}).json()["error"]
+    assert (refused["param"], refused["message"]) == ("documents", "you must provide documents")
+
+
+def test_text_embeddings_inference_predicts_classes(tmp_path: Path) -> None:
+    path = convert(task_folders.CLASSIFIERS["bert"](tmp_path / "folder").write(), tmp_path / "m.gguf")
+    with Model(path, device="cpu") as model, running(model) as server:
+        for inputs, texts in (
+            ("a b", ["a b"]),
+            (["a", "b c"], [("a", "b c")]),
+            ([["a"], ["b", "c"]], ["a", ("b", "c")]),
+        ):
+            expected = model.classify(texts)  # type: ignore[arg-type]
+            for raw, values in ((True, expected.log_likelihoods), (False, expected.probabilities)):
+                answer = server.post("/predict", {"inputs": inputs, "raw_scores": raw}).json()
+                rows = [answer] if len(texts) == 1 else answer
+                for row, scores in zip(rows, values, strict=True):
+                    assert [item["label"] for item in row] == [
+                        expected.labels[i] for i in np.argsort(-scores)
+                    ]
+                    found = [item["score"] for item in row]
+                    np.testing.assert_allclose(found, np.sort(scores)[::-1], rtol=1e-5)
+        refused = server.post("/predict", {"inputs": [["a", "b", "c"]]}).json()["error"]
+        assert refused["message"] == "inputs[0] has 3 texts, must have one or two"
 
 
 def test_text_requests_to_an_encoder_name_its_endpoints(pair_ranker: tuple[Running, Model]) -> None:

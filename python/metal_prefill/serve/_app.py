@@ -24,6 +24,8 @@ from metal_prefill.serve._forms import (
     CompletionForm,
     DetokenizeForm,
     EmbeddingForm,
+    EmbedForm,
+    PredictForm,
     RerankForm,
     TokenizeForm,
 )
@@ -37,7 +39,7 @@ from metal_prefill.serve._responses import ResponsesForm, responses
 from metal_prefill.serve._service import Service
 from metal_prefill.serve._settings import Settings
 from metal_prefill.serve._tokens import detokenize, tokenize
-from metal_prefill.serve._vectors import embed, rank
+from metal_prefill.serve._vectors import embed, embed_inputs, predict, rank
 from metal_prefill.text._segmentation import let_threads_run
 
 
@@ -110,6 +112,9 @@ def make_app(model: Model, settings: Settings) -> Starlette:
                 methods=["POST"],
             ),
             Route("/v1/embeddings", Endpoint(service, EmbeddingForm, embed), methods=["POST"]),
+            Route("/embed", Endpoint(service, EmbedForm, embed_inputs), methods=["POST"]),
+            Route("/predict", Endpoint(service, PredictForm, predict), methods=["POST"]),
+            Route("/rerank", ranking, methods=["POST"]),
             Route("/v1/rerank", ranking, methods=["POST"]),
             Route("/v2/rerank", ranking, methods=["POST"]),  # the path of Cohere's client
             Route("/tokenize", Endpoint(service, TokenizeForm, tokenize), methods=["POST"]),

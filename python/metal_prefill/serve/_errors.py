@@ -10,6 +10,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from metal_prefill._support.interface_words import as_fields
 from metal_prefill._support.shortened import shortened
 from metal_prefill.errors import (
     ChatTemplateError,
@@ -55,7 +56,9 @@ class ApiError(Exception):
         param: str | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        super().__init__(shortened(message).encode("utf-8", "backslashreplace").decode())  # JSON is UTF-8
+        super().__init__(
+            shortened(as_fields(message)).encode("utf-8", "backslashreplace").decode()
+        )  # JSON is UTF-8
         self.status = status
         self.code = code
         self.param = None if param is None else shortened(param)

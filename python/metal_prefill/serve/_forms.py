@@ -193,23 +193,59 @@ class EmbeddingForm(Form, kw_only=True):
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Positive | None = None
     # Extensions; see Model.embed.
+    normalize: bool | None = None
     instruction: str | None = None
     truncate: Literal["error", "end"] | None = None
     unicode: Literal["NFC"] | None = None
+    split_special_tokens: bool | None = None
 
 
 class RerankForm(Form, kw_only=True):
-    """Request of ``/v1/rerank`` and ``/v2/rerank``, in the formats of Jina and Cohere."""
+    """Request of ``/rerank``, ``/v1/rerank`` and ``/v2/rerank``, in the formats of Jina and Cohere."""
 
     query: str
-    documents: list[str | dict[str, Any]]
+    documents: list[str | dict[str, Any]] | None = None
     top_n: Positive | None = None
     return_documents: bool | None = None
+    max_tokens_per_doc: Positive | None = None
+    rank_fields: Annotated[list[str], Meta(min_length=1)] | None = None
+    max_chunks_per_doc: None = None  # a document is not divided
+    priority: int | None = None  # ignored
     # Extensions; see Model.rerank.
     instruction: str | None = None
     how: Literal["late"] | None = None
-    truncate: Literal["error", "end"] | None = None
+    label: str | None = None
+    truncate: bool | Literal["error", "end"] | None = None
+    # Of text-embeddings-inference.
+    texts: list[str] | None = None
+    raw_scores: bool | None = None
+    return_text: bool | None = None
+    truncation_direction: Literal["right", "Right"] | None = None
     unicode: Literal["NFC"] | None = None
+    split_special_tokens: bool | None = None
+
+
+class InferenceForm(Form, kw_only=True):
+    """Fields of text-embeddings-inference."""
+
+    truncate: bool | None = None
+    truncation_direction: Literal["right", "Right"] | None = None
+
+
+class EmbedForm(InferenceForm, kw_only=True):
+    """Request of ``/embed``."""
+
+    inputs: str | list[TokenOrText]
+    normalize: bool | None = None
+    prompt_name: str | None = None
+    dimensions: Positive | None = None
+
+
+class PredictForm(InferenceForm, kw_only=True):
+    """Request of ``/predict``: a text, a pair, or a list of lists with one or two texts."""
+
+    inputs: str | list[str | list[str]]
+    raw_scores: bool | None = None
 
 
 class TokenizeForm(Form, kw_only=True):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -23,16 +22,17 @@ from metal_prefill.generation._engine_loop import EngineLoop
 from metal_prefill.generation._scheduler import Scheduler
 from metal_prefill.generation._stream import Stream
 from metal_prefill.generation._text_call import TextCall
+from metal_prefill.hub._local_file import model_name
 from metal_prefill.model import Model
 from metal_prefill.serve._activity import Activity
 from metal_prefill.serve._bodies import Bodies
-from metal_prefill.serve._errors import ApiError
+from metal_prefill.serve._errors import ApiError, log
 from metal_prefill.serve._kept import KeptConversations
 from metal_prefill.serve._metrics import Metrics
 from metal_prefill.serve._settings import Settings
 from metal_prefill.storage._prefix_store import PrefixStore
 from metal_prefill.tasks._embedding import check_pooling
-from metal_prefill.tasks._reranking import template_of
+from metal_prefill.tasks._reranking import Options, kind_of, template_of
 from metal_prefill.tasks._text_passes import TextPasses
 
 _T = TypeVar("_T")
@@ -59,8 +59,7 @@ class Service:
     def __init__(self, model: Model, settings: Settings) -> None:
         self.model = model
         self.settings = settings
-        file_name = os.fsencode(model.path.name).decode("utf-8", "replace")
-        self.names = list(settings.names) or [file_name.removesuffix(".gguf")]
+        self.names = list(settings.names) or [model_name(model.path)]
         self.created = int(time.time())
         self.metrics = Metrics(model)
         self.bodies = Bodies(settings)
@@ -80,6 +79,7 @@ class Service:
         self._texts = 0  # that were admitted and have not ended
         self._mean_seconds = 1.0  # of a request, over the latest ones
         self._closing = False
+        self._noted_ids = False
         self._answering: set[anyio.CancelScope] = set()
         self._preparers = anyio.CapacityLimiter(PREPARERS)
         # Constraints have threads of their own: other prompts do not wait while some compile.
@@ -122,6 +122,20 @@ class Service:
                 code="text_too_long",
             )
 
+    def note_foreign_ids(self, ids: list[int]) -> None:
+        """Log once that token ids lack those around each text, as ids of another tokenizer do."""
+        frame = self.model.tokenizer.frame
+        begin, end = list(frame.begin), list(frame.end)
+        framed = ids[: len(begin)] == begin and ids[len(ids) - len(end) :] == end
+        if not (framed or self._noted_ids):
+            self._noted_ids = True
+            log.warning(
+                "token ids to embed lack the tokens around texts of %s: unless its own tokenizer made them, "
+                "their vectors are meaningless; OpenAIEmbeddings of LangChain sends texts with "
+                "check_embedding_ctx_length=False",
+                self.names[0],
+            )
+
     def tasks(self) -> list[str]:
         """Return what the model supports: ``completion``, ``chat``, ``embedding``, ``rerank``.
 
@@ -135,7 +149,8 @@ class Service:
             check_pooling(engine, self.settings.pooling)
             tasks.append("embedding")
         with suppress(ValueError, GGUFError):
-            template_of(engine)
+            if kind_of(engine, Options()) == "template":
+                template_of(engine)
             tasks.append("rerank")
         return tasks
 

@@ -1,10 +1,10 @@
-"""Endpoints ``/v1/embeddings`` and ``/v1/rerank``, computed in passes shared with other requests."""
+"""Endpoints for vectors, ranks and classes, computed in passes shared with other requests."""
 
 from __future__ import annotations
 
 import base64
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -16,9 +16,10 @@ from metal_prefill.errors import GGUFError
 from metal_prefill.serve._bodies import MOST_ANSWER, Sender
 from metal_prefill.serve._completions import prompts_of
 from metal_prefill.serve._errors import ApiError
-from metal_prefill.serve._forms import EmbeddingForm, RerankForm
+from metal_prefill.serve._forms import EmbeddingForm, EmbedForm, PredictForm, RerankForm
 from metal_prefill.serve._reply import Reply
 from metal_prefill.serve._service import Service, SharedPasses
+from metal_prefill.tasks._classification import encode_for_head, head_logits
 from metal_prefill.tasks._embedding import (
     EncodedText,
     EncodedTexts,
@@ -28,10 +29,11 @@ from metal_prefill.tasks._embedding import (
     encode_tokens,
     vector_width,
 )
+from metal_prefill.tasks._pooled_head import probabilities_of
 from metal_prefill.tasks._prompt_rules import PromptRules, errors_of
 from metal_prefill.tasks._prompts import prompt_form
 from metal_prefill.tasks._reranking import Options, Ranked, encode_documents, kind_of, template_of
-from metal_prefill.tasks._text_roles import role_of
+from metal_prefill.tasks._text_roles import TextRole, role_of
 
 _NUMBER = 25  # bytes of a number and a comma in JSON, at most
 MOST_NUMBERS = MOST_ANSWER // _NUMBER  # of the vectors of a request
@@ -45,12 +47,72 @@ def _check_inputs(service: Service, count: int, param: str) -> None:
 async def embed(service: Service, form: EmbeddingForm, reply: Reply, sender: Sender) -> None:
     """Answer an embedding request, for texts or token ids."""
     name = service.check_model(form.model)
+    vectors, encoded = await _embedded(service, form, sender)
+    usage = _usage(sum(map(len, encoded.prompts)), form.truncate, len(encoded.cut))
+    if encoded.empty:
+        usage["empty_texts"] = len(encoded.empty)
+    packed = form.encoding_format == "base64"
+    answer = _answer(vectors, packed, {"model": name, "usage": usage})
+    await reply.pieces(answer, sum(vector.nbytes for vector in vectors), service.prepare)
+
+
+async def embed_inputs(service: Service, form: EmbedForm, reply: Reply, sender: Sender) -> None:
+    """Answer an embedding request of text-embeddings-inference with a list of vectors."""
+    service.check_model(form.model)
+    same = EmbeddingForm(
+        input=form.inputs,
+        normalize=form.normalize,
+        dimensions=form.dimensions,
+        instruction=form.prompt_name,
+        truncate="end" if form.truncate else None,
+    )
+    vectors, _ = await _embedded(service, same, sender)
+    size = sum(vector.nbytes for vector in vectors)
+    await reply.pieces(_listed(map(_vector, vectors)), size, service.prepare)
+
+
+async def predict(service: Service, form: PredictForm, reply: Reply, sender: Sender) -> None:
+    """Answer a classification request of text-embeddings-inference."""
+    service.check_model(form.model)
+    given = [form.inputs] if isinstance(form.inputs, str) else form.inputs
+    single = all(isinstance(item, str) for item in given)
+    items = [[item for item in given if isinstance(item, str)]] if single else given
+    _check_inputs(service, len(items), "inputs")
+    texts: list[str | tuple[str, str]] = []
+    for i, item in enumerate(items):
+        parts = [item] if isinstance(item, str) else item
+        if len(parts) not in (1, 2):
+            raise ApiError(400, f"inputs[{i}] has {len(parts)} texts, must have one or two", param="inputs")
+        for part in parts:
+            service.check_text(part, f"inputs[{i}]")
+        texts.append(parts[0] if len(parts) == 1 else (parts[0], parts[1]))
+    engine, head = service.model.engine, service.model.engine.head
+    rules = PromptRules("end" if form.truncate else "error")
+    with service.admitted(1):
+        prompts, pairs, _ = await service.prepare(lambda: encode_for_head(engine, texts, rules))
+        sender.turn.end()
+        logits = await service.compute(lambda passes: head_logits(passes, prompts, pairs))
+    scores = logits if form.raw_scores else probabilities_of(head, logits)
+    found = [
+        sorted(
+            ({"score": score, "label": label} for score, label in zip(row, head.labels, strict=True)),
+            key=lambda item: -item["score"],
+        )
+        for row in scores.tolist()
+    ]
+    await reply.json(found[0] if single else found)
+
+
+async def _embedded(
+    service: Service, form: EmbeddingForm, sender: Sender
+) -> tuple[npt.NDArray[np.float32], EncodedTexts]:
+    """Compute the vectors of a request."""
     inputs = prompts_of(form.input, "input")
     _check_inputs(service, len(inputs), "input")
     engine = service.model.engine
     packed = form.encoding_format == "base64"
 
-    def encode() -> EncodedTexts:
+    def encode() -> tuple[EncodedTexts, TextRole]:
         try:
             pooling = check_pooling(engine, service.settings.pooling)
         except ValueError as error:
@@ -65,7 +127,7 @@ async def embed(service: Service, form: EmbeddingForm, reply: Reply, sender: Sen
         service.check_text(form.instruction or "", "instruction")
         role = role_of(engine, pooling, form.instruction)
         prompt = prompt_form(engine, form.instruction)
-        rules = PromptRules(form.truncate or "error", form.unicode)
+        rules = PromptRules(form.truncate or "error", form.unicode, form.split_special_tokens)
         for i, text in enumerate(inputs):
             if isinstance(text, str):
                 service.check_text(text, f"text {i}")
@@ -85,6 +147,7 @@ async def embed(service: Service, form: EmbeddingForm, reply: Reply, sender: Sen
                 cut = form.truncate == "end" and len(ids) > engine.max_context
                 ids = ids[: engine.max_context] if cut else ids
                 check_length(engine, len(ids), f"text {i}")
+                service.note_foreign_ids(ids.tolist())
                 encoded.add(EncodedText(ids, cut))
         count = sum(map(len, encoded.prompts)) if pooling == "none" else len(inputs)
         width = vector_width(engine, pooling, form.dimensions)
@@ -95,10 +158,10 @@ async def embed(service: Service, form: EmbeddingForm, reply: Reply, sender: Sen
                 param="input",
                 code="answer_too_large",
             )
-        return encoded
+        return encoded, role
 
     with service.admitted(1):
-        encoded = await service.prepare(encode)
+        encoded, role = await service.prepare(encode)
         sender.turn.end()
 
         def compute(passes: SharedPasses) -> Any:
@@ -107,15 +170,13 @@ async def embed(service: Service, form: EmbeddingForm, reply: Reply, sender: Sen
                 encoded.prompts,
                 encoded.expansions,
                 pooling=service.settings.pooling,
+                normalize=form.normalize is not False,
                 dimensions=form.dimensions,
+                skipped=role.skipped,
             )
 
         vectors = await service.compute(compute)
-    usage = _usage(sum(map(len, encoded.prompts)), form.truncate, len(encoded.cut))
-    if encoded.empty:
-        usage["empty_texts"] = len(encoded.empty)
-    size = sum(vector.nbytes for vector in vectors)
-    await reply.pieces(_answer(vectors, packed, {"model": name, "usage": usage}), size, service.prepare)
+    return vectors, encoded
 
 
 def _answer(
@@ -127,14 +188,28 @@ def _answer(
         yield before + b'{"object":"embedding","index":%d,"embedding":' % i
         if packed:
             yield b'"%b"' % base64.b64encode(vector.astype("<f4").tobytes())
-        elif vector.ndim == 1:
-            yield msgspec.json.encode(vector.tolist())
         else:
-            for j, row in enumerate(vector):
-                yield (b"," if j else b"[") + msgspec.json.encode(row.tolist())
-            yield b"]" if len(vector) else b"[]"
+            yield from _vector(vector)
         before = b"},"
     yield b"}]," + msgspec.json.encode(rest)[1:]
+
+
+def _vector(vector: npt.NDArray[np.float32]) -> Iterator[bytes]:
+    """Yield the JSON of a vector, or of a matrix row by row."""
+    if vector.ndim == 1:
+        yield msgspec.json.encode(vector.tolist())
+    else:
+        yield from _listed([msgspec.json.encode(row.tolist())] for row in vector)
+
+
+def _listed(items: Iterable[Iterable[bytes]]) -> Iterator[bytes]:
+    """Yield a JSON list of items, each of which is in parts."""
+    before = b"["
+    for item in items:
+        yield before
+        yield from item
+        before = b","
+    yield b"]" if before == b"," else b"[]"
 
 
 def _usage(tokens: int, truncate: str | None, cut: int) -> dict[str, int]:
@@ -146,32 +221,43 @@ def _usage(tokens: int, truncate: str | None, cut: int) -> dict[str, int]:
 async def rank(service: Service, form: RerankForm, reply: Reply, sender: Sender) -> None:
     """Answer a reranking request."""
     name = service.check_model(form.model)
-    _check_inputs(service, len(form.documents), "documents")
-    documents: list[str] = []
-    for i, document in enumerate(form.documents):
-        text = document if isinstance(document, str) else document.get("text")
-        if not isinstance(text, str):
-            raise ApiError(
-                400, f"documents[{i}] must be a text or an object with 'text'", param=f"documents[{i}]"
-            )
+    given = form.documents if form.texts is None else form.texts
+    if given is None:
+        raise ApiError(
+            400, "you must provide documents", param="documents", code="missing_required_parameter"
+        )
+    _check_inputs(service, len(given), "documents")
+    documents = [_document(document, i, form.rank_fields) for i, document in enumerate(given)]
+    for i, text in enumerate(documents):
         service.check_text(text, f"documents[{i}]")
-        documents.append(text)
     service.check_text(form.query, "query")
     service.check_text(form.instruction or "", "instruction")
+    cuts = form.truncate is True or form.truncate == "end"
+    rules = PromptRules("end" if cuts else "error", form.unicode, form.split_special_tokens)
     options = Options(
-        form.instruction, how=form.how, rules=PromptRules(form.truncate or "error", form.unicode)
+        form.instruction,
+        how=form.how,
+        rules=rules,
+        label=form.label,
+        most_tokens=form.max_tokens_per_doc,
     )
     _check_ranks(service, options)
 
     def compute(passes: SharedPasses) -> tuple[list[Ranked], dict[str, int]]:
         ranked = ranking.ranked(passes, form.top_n)
-        return ranked, _usage(passes.tokens, form.truncate, ranking.cut_texts)  # a shared prefix counts once
+        return ranked, _usage(passes.tokens, rules.truncate, ranking.cut_texts)  # a shared prefix counts once
 
     engine = service.model.engine
     with service.admitted(1):
         ranking = await service.prepare(lambda: encode_documents(engine, form.query, documents, options))
         sender.turn.end()
-        ranked, usage = await service.compute(compute)
+        if form.texts is not None:
+            scores = await service.compute(ranking.scores)
+        else:
+            ranked, usage = await service.compute(compute)
+    if form.texts is not None:
+        await reply.json(_ranks(documents, scores, form))
+        return
     results = [
         {
             "index": item.index,
@@ -189,6 +275,35 @@ async def rank(service: Service, form: RerankForm, reply: Reply, sender: Sender)
             "meta": {"api_version": {"version": "2"}, "billed_units": {"search_units": 1}},
         }
     )
+
+
+def _ranks(
+    texts: Sequence[str], scores: Sequence[tuple[float, float]], form: RerankForm
+) -> list[dict[str, Any]]:
+    """Return the ranks of texts as text-embeddings-inference does."""
+    order = sorted(range(len(texts)), key=lambda i: -scores[i][1])[: form.top_n]
+    return [
+        {
+            "index": i,
+            "score": scores[i][bool(form.raw_scores)],
+            **({"text": texts[i]} if form.return_text else {}),
+        }
+        for i in order
+    ]
+
+
+def _document(document: str | dict[str, Any], i: int, fields: Sequence[str] | None) -> str:
+    """Return the text of a document: of an object that of its fields, of several as lines with names."""
+    if isinstance(document, str):
+        return document
+    names = ["text"] if fields is None else [name for name in fields if name in document]
+    values = [value for name in names if isinstance(value := document.get(name), str)]
+    if not values or len(values) < len(names):
+        wanted = "'text'" if fields is None else f"texts of rank_fields: {', '.join(fields)}"
+        raise ApiError(
+            400, f"documents[{i}] must be a text or an object with {wanted}", param=f"documents[{i}]"
+        )
+    return values[0] if len(names) == 1 else "\n".join(map("{}: {}".format, names, values))
 
 
 def _check_ranks(service: Service, options: Options) -> None:
