@@ -219,6 +219,7 @@ LAYERS = (
     "session",
     "tasks",
     "model",
+    "sentence_transformers",
     "chat",
     "synth",
     "serve",

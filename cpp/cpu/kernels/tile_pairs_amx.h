@@ -1,0 +1,86 @@
+// Products of weights in pairs of bfloat16 on the matrix unit (AMX): 16 tokens x 32 columns (A) by 32 columns
+// x 16 weight rows (B), added up in C over all columns.
+//
+// A product of full tiles takes the unit 16 cycles and reads two tiles, so tokens and rows go in twos: four
+// C, one A and one B, five loads for four products. With two A and two B there would be four, but eight tiles
+// in use halve the rate of the unit where two threads share a core. A single token goes the same way, in a
+// tile with nothing but its row in use: a sum depends on its own row of A only, and the weights come from
+// memory more slowly than the unit multiplies them. Every step adds to C what it sums up by itself, so sums
+// have one order, however tokens are cut.
+#pragma once
+
+#include "amx_tiles.h"
+#include "prefetch.h"
+#include "simd_avx512.h"
+
+namespace metal_prefill::cpu {
+namespace {
+
+constexpr int kTokenTiles = 2;              // at a time
+constexpr std::size_t kTokenAhead = 16384;  // bytes by which weights of a single tile are prefetched
+
+// The two panels of a group by kTiles tiles of tokens.
+template <int kTiles>
+void multiply_pair_tiles_of(const PairBlock* block, int n_blocks, const std::uint16_t* x,
+                            std::size_t x_stride, float* out, std::size_t stride, NextLines& next) {
+  const std::size_t x_bytes = x_stride * sizeof *x, row_bytes = stride * sizeof *out;
+  const std::uint16_t* second_x = x + std::size_t(kTileTokens) * x_stride;
+  float* second_out = out + std::size_t(kTileTokens) * stride;
+  zero_tile<0>();
+  zero_tile<1>();
+  if constexpr (kTiles == 2) {
+    zero_tile<2>();
+    zero_tile<3>();
+  }
+  NextLines lines = next;  // in registers
+  lines.begin_tile(n_blocks);
+  for (int b = 0; b < n_blocks; ++b, ++block) {
+    load_tile<6, 16, kTileRowBytes>(block->pairs[0]);
+    load_tile_rows<4>(x + b * kBlockCols, x_bytes);
+    multiply_pair_tiles<0, 4, 6>();
+    lines.step();
+    if constexpr (kTiles == 2) {
+      load_tile_rows<4>(second_x + b * kBlockCols, x_bytes);
+      multiply_pair_tiles<2, 4, 6>();
+      load_tile<6, 16, kTileRowBytes>(block->pairs[1]);
+      multiply_pair_tiles<3, 4, 6>();
+      load_tile_rows<4>(x + b * kBlockCols, x_bytes);
+      multiply_pair_tiles<1, 4, 6>();
+    } else {
+      load_tile<7, 16, kTileRowBytes>(block->pairs[1]);
+      multiply_pair_tiles<1, 4, 7>();
+    }
+  }
+  next = lines;
+  store_tile_rows<0>(out, row_bytes);
+  store_tile_rows<1>(out + kPanelRows, row_bytes);
+  if constexpr (kTiles == 2) {
+    store_tile_rows<2>(second_out, row_bytes);
+    store_tile_rows<3>(second_out + kPanelRows, row_bytes);
+  }
+}
+
+void multiply_pairs_amx(const PairBlock* blocks, int n_blocks, const PairRows& x, int first, int count,
+                        float* out, std::size_t stride, const PrefetchRange& next) {
+  keep_tile_config<kTileRowBytes>();
+  const int rest = count % kTileTokens,
+            full = count - rest;  // tokens in a tile that is not full, in full ones
+  NextLines lines(next, ceil_div(full, kTokenTiles * kTileTokens));
+  int t = 0;
+  for (; t + kTokenTiles * kTileTokens <= full; t += kTokenTiles * kTileTokens)
+    multiply_pair_tiles_of<kTokenTiles>(blocks, n_blocks, x.row(first + t), x.stride,
+                                        out + std::size_t(t) * stride, stride, lines);
+  if (t < full)
+    multiply_pair_tiles_of<1>(blocks, n_blocks, x.row(first + t), x.stride, out + std::size_t(t) * stride,
+                              stride, lines);
+  if (rest == 0) return;
+  // Few tokens wait for memory: their weights are prefetched further ahead than the processor does.
+  alignas(64) float sums[kTileTokens][kGroupRows];
+  const auto* ahead = reinterpret_cast<const std::byte*>(blocks) + kTokenAhead;
+  NextLines own({ahead, full > 0 ? 0 : std::size_t(n_blocks) * sizeof(PairBlock)}, 1);
+  multiply_pair_tiles_of<1>(blocks, n_blocks, x.row(first + full), x.stride, sums[0], kGroupRows, own);
+  for (int r = 0; r < rest; ++r) std::copy_n(sums[r], kGroupRows, out + std::size_t(full + r) * stride);
+}
+
+}  // namespace
+}  // namespace metal_prefill::cpu

@@ -1,0 +1,242 @@
+"""Vectors of texts and of their tokens: ``SentenceTransformer``, ``MultiVectorEncoder``."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from metal_prefill._support.arguments import integer, one_of
+from metal_prefill.files._metadata_keys import SIMILARITY_KEY, TRUNCATE_KEY
+from metal_prefill.sentence_transformers._shared import CUT, Encoder, batches, returned, texts_of
+from metal_prefill.sentence_transformers.util import SIMILARITIES, SimilarityFunction, as_array
+from metal_prefill.sentence_transformers.util import normalize_embeddings as normalized
+from metal_prefill.tasks._embedding import embed_prompts, encode_texts
+from metal_prefill.tasks._late_interaction import maxsim
+from metal_prefill.tasks._prompts import PromptForm
+from metal_prefill.tasks._text_passes import Ids, TextPasses
+from metal_prefill.tasks._text_roles import role_of
+from metal_prefill.tasks._vectors import Array, quantize_embeddings
+
+
+class SentenceTransformer(Encoder):
+    """A model that computes a vector for each text; :class:`Encoder` describes further arguments.
+
+    Parameters
+    ----------
+    similarity_fn_name : {"cosine", "dot", "euclidean", "manhattan"} or SimilarityFunction
+        Similarity of vectors; by default that of the model, or the cosine.
+    truncate_dim
+        Number of first values of each vector to keep.
+    """
+
+    def __init__(
+        self,
+        model_name_or_path: str | os.PathLike[str] | None = None,
+        *,
+        similarity_fn_name: str | SimilarityFunction | None = None,
+        truncate_dim: int | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(model_name_or_path, **options)
+        self.similarity_fn_name = similarity_fn_name or self._stated(SIMILARITY_KEY, "cosine")
+        self.truncate_dim = truncate_dim or self._stated(TRUNCATE_KEY, None)
+
+    @property
+    def similarity_fn_name(self) -> str:
+        """Name of the similarity of vectors."""
+        return self._similarity.value
+
+    @similarity_fn_name.setter
+    def similarity_fn_name(self, name: str | SimilarityFunction) -> None:
+        self._similarity = SimilarityFunction(name)
+
+    def encode(
+        self,
+        inputs: Any = None,
+        prompt_name: str | None = None,
+        prompt: str | None = None,
+        batch_size: int = 32,
+        show_progress_bar: bool | None = None,
+        output_value: str | None = "sentence_embedding",
+        precision: str = "float32",
+        convert_to_numpy: bool = True,
+        convert_to_tensor: bool = False,
+        device: Any = None,
+        normalize_embeddings: bool = False,
+        truncate_dim: int | None = None,
+        pool: Any = None,
+        chunk_size: int | None = None,
+        *,
+        sentences: Any = None,
+        **options: Any,
+    ) -> Any:
+        """Compute the vectors of texts.
+
+        Parameters are those of sentence-transformers. `output_value` also accepts ``"token_embeddings"``, the
+        hidden states of the tokens of each text, and None, a dict of both for each text. `device` must be
+        that of the model; `pool` and `chunk_size` have no effect.
+
+        Returns
+        -------
+        numpy.ndarray, torch.Tensor or list
+            float32 ``[texts, dim]``, or ``[dim]`` for one text.
+        """
+        self._check_call(options, device)
+        one_of("output_value", str(output_value), {"sentence_embedding": 0, "token_embeddings": 0, "None": 0})
+        texts, single = texts_of(sentences if inputs is None else inputs)
+        form = PromptForm(self._prompt(prompt, prompt_name))
+        count = self.truncate_dim if truncate_dim is None else truncate_dim
+        found: list[Any] = []
+        for batch in batches(texts, batch_size, show_progress_bar):
+            prompts = encode_texts(self.engine, batch, form, CUT).prompts
+            if output_value == "token_embeddings":
+                found += self._states(prompts)
+                continue
+            vectors = self._vectors(prompts)[:, : count and integer("truncate_dim", count, 1)]
+            vectors = normalized(vectors) if normalize_embeddings else vectors
+            if output_value is None:
+                parts = zip(prompts, self._states(prompts), vectors, strict=True)
+                names = ("input_ids", "token_embeddings", "sentence_embedding")
+                found += [dict(zip(names, part, strict=True)) for part in parts]
+            else:
+                found.append(vectors)
+        if output_value != "sentence_embedding":
+            return found[0] if single else found
+        whole = quantize_embeddings(np.concatenate(found), precision) if found else np.array([])
+        return returned(whole, single, convert_to_numpy, convert_to_tensor)
+
+    def tokenize(self, texts: Sequence[str]) -> dict[str, Array]:
+        """Return the token ids of texts, ``[texts, tokens]``, with a mask that is 0 after each text."""
+        prompts = encode_texts(self.engine, texts, rules=CUT).prompts
+        shape = (len(prompts), max(map(len, prompts), default=0))
+        ids, mask = np.full(shape, self.tokenizer.pad_id or 0, np.int64), np.zeros(shape, np.int64)
+        for i, prompt in enumerate(prompts):
+            ids[i, : len(prompt)], mask[i, : len(prompt)] = prompt, 1
+        return {"input_ids": ids, "attention_mask": mask}
+
+    def similarity(self, embeddings1: Any, embeddings2: Any) -> Any:
+        """Return the similarity of each vector of the first array with each of the second."""
+        return SIMILARITIES[self._similarity][0](embeddings1, embeddings2)
+
+    def similarity_pairwise(self, embeddings1: Any, embeddings2: Any) -> Any:
+        """Return the similarity of vectors in the same place."""
+        return SIMILARITIES[self._similarity][1](embeddings1, embeddings2)
+
+    def get_embedding_dimension(self) -> int:
+        """Return the length of vectors."""
+        width = super().get_embedding_dimension()
+        return width if self.truncate_dim is None else min(width, self.truncate_dim)
+
+    get_sentence_embedding_dimension = get_embedding_dimension
+
+    @contextmanager
+    def truncate_embeddings(self, truncate_dim: int | None) -> Iterator[None]:
+        """Set :attr:`truncate_dim` in a context."""
+        before, self.truncate_dim = self.truncate_dim, truncate_dim
+        try:
+            yield
+        finally:
+            self.truncate_dim = before
+
+    truncate_sentence_embeddings = truncate_embeddings
+
+    def _stated(self, key: str, default: Any) -> Any:
+        return self.engine.gguf.metadata.get(key, default)
+
+    def _vectors(self, prompts: Sequence[Ids]) -> Array:
+        head, config = self.engine.head, self.engine.config
+        normalize = bool(self._stated(f"{config.architecture}.embedding_normalize", False))
+        pooling = head.pooling or ("last" if config.causal else "mean")
+        passes, width = TextPasses(self.engine), head.width
+        vectors: Array = embed_prompts(
+            passes, prompts, normalize=normalize, pooling=pooling, dimensions=width
+        )
+        return vectors
+
+    def _states(self, prompts: Sequence[Ids]) -> list[Array]:
+        states: list[Array] = embed_prompts(TextPasses(self.engine), prompts, normalize=False, pooling="none")
+        return states
+
+
+class MultiVectorEncoder(Encoder):
+    """A model that computes a vector for each token of a text; :class:`Encoder` describes further arguments.
+
+    Parameters
+    ----------
+    similarity_fn_name : {"maxsim", "meanmaxsim"}
+        Sum or mean, over the tokens of a query, of the largest similarity to a token of a document.
+    """
+
+    def __init__(
+        self,
+        model_name_or_path: str | os.PathLike[str] | None = None,
+        *,
+        similarity_fn_name: str = "maxsim",
+        **options: Any,
+    ) -> None:
+        super().__init__(model_name_or_path, **options)
+        one_of("similarity_fn_name", similarity_fn_name, {"maxsim": None, "meanmaxsim": None})
+        self.similarity_fn_name = similarity_fn_name
+
+    def encode(
+        self,
+        inputs: Any = None,
+        prompt_name: str | None = None,
+        prompt: str | None = None,
+        batch_size: int = 32,
+        show_progress_bar: bool | None = None,
+        output_value: str | None = "token_embeddings",
+        convert_to_numpy: bool = False,
+        device: Any = None,
+        normalize_embeddings: bool = False,
+        pool: Any = None,
+        chunk_size: int | None = None,
+        token_pooling: Any = None,
+        task: str | None = None,
+        **options: Any,
+    ) -> Any:
+        """Compute the vectors of the tokens of texts, which are arrays of rows of length 1.
+
+        Parameters are those of sentence-transformers. Queries (`task`) may be expanded; some tokens of
+        documents have no vectors.
+
+        Returns
+        -------
+        list of numpy.ndarray
+            float32 ``[tokens, dim]`` for each text, or one array for one text.
+        """
+        self._check_call(options, device)
+        if output_value != "token_embeddings" or token_pooling is not None:
+            name = "token_pooling" if token_pooling is not None else f"output_value {output_value!r}"
+            raise NotImplementedError(f"MultiVectorEncoder does not support {name}")
+        texts, single = texts_of(inputs)
+        form, role = PromptForm(self._prompt(prompt, prompt_name)), role_of(self.engine, "none", task)
+        found: list[Array] = []
+        for batch in batches(texts, batch_size, show_progress_bar):
+            prompts, expansions, *_ = encode_texts(self.engine, batch, form, CUT, role)
+            passes = TextPasses(self.engine)
+            found += embed_prompts(passes, prompts, expansions, pooling="none", skipped=role.skipped)
+        return found[0] if single else found
+
+    def similarity(self, embeddings1: Any, embeddings2: Any) -> Array:
+        """Return the score of each query with each document, float64 ``[queries, documents]``."""
+        documents = _matrices(embeddings2)
+        return np.stack([self._scores(query, documents) for query in _matrices(embeddings1)])
+
+    def similarity_pairwise(self, embeddings1: Any, embeddings2: Any) -> Array:
+        """Return the score of each query with the document in the same place, float64 ``[queries]``."""
+        pairs = zip(_matrices(embeddings1), _matrices(embeddings2), strict=True)
+        return np.array([self._scores(query, [document])[0] for query, document in pairs])
+
+    def _scores(self, query: Array, documents: Sequence[Array]) -> Array:
+        return maxsim(query, documents) / (len(query) if self.similarity_fn_name == "meanmaxsim" else 1)
+
+
+def _matrices(embeddings: Any) -> list[Array]:
+    """Return the matrix of each text, of a list or of one text."""
+    whole = [embeddings] if getattr(embeddings, "ndim", 0) == 2 else embeddings
+    return [as_array(matrix) for matrix in whole]

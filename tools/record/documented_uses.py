@@ -1,0 +1,28 @@
+"""Record the results of sentence-transformers for `tests/support/documented_uses.py`."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import sentence_transformers
+import sentence_transformers.util
+from support import task_folders
+from support.documented_uses import DATA, USES, Paths, plain
+from support.recorded_json import dumps
+
+from metal_prefill.hub import resolve_model
+
+
+def main() -> None:
+    """Write the file."""
+    with tempfile.TemporaryDirectory() as name:
+        made = {
+            "pairs": task_folders.RANKERS["bert"],
+            "classes": task_folders.CLASSIFIERS["bert"],
+            "late": task_folders.LATE["as they are"],
+        }
+        folders = {key: str(make(Path(name) / key).write()) for key, make in made.items()}
+        paths = Paths(str(resolve_model("minilm")), **folders)
+        found = {topic: plain(use(sentence_transformers, paths)) for topic, use in USES.items()}
+    DATA.write_text(dumps(found) + "\n", encoding="utf-8")
