@@ -114,6 +114,35 @@ def test_responses_are_kept_for_their_key_within_a_bound(
         ]
 
 
+def test_the_oldest_turns_of_a_long_conversation_may_be_dropped(served: Running) -> None:
+    system = {"role": "system", "content": "Be brief."}
+    turns = [
+        message
+        for i in range(60)
+        for message in (
+            {"role": "user", "content": f"{i} what art thou?"},
+            {"role": "assistant", "content": "A king."},
+        )
+    ]
+    tokenizer = served.service.model.tokenizer
+    cached = []
+    for count in (58, 59, 60):
+        history = [system, *turns[: 2 * count], USER]
+        with pytest.raises(Exception, match="maximum context length is 1024"):
+            chat(served, history)
+        shorter = {8 * k: [system, *history[1 + 8 * k :]] for k in range(count // 4)}
+        dropped = next(
+            n for n, kept in shorter.items() if len(tokenizer.apply_chat_template(kept)) <= 1024 - 12
+        )
+        found = response(served, input=history, truncation="auto")
+        assert found.dropped_messages == dropped > 0
+        assert found.output_text == chat(served, shorter[dropped]).message.content
+        assert chat(served, history, extra_body={"truncation": "auto"}).message.content == found.output_text
+        cached.append(found.usage.input_tokens_details.cached_tokens)
+    assert max(cached[1:]) > 700  # one of them begins like the one before
+    assert response(served, input=[USER], truncation="auto").dropped_messages == 0
+
+
 def test_a_response_calls_tools_and_takes_their_results(served: Running) -> None:
     found = response(served, input=[USER], tools=[TOOL], tool_choice="required", max_output_tokens=60)
     (call,) = found.output

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import time
+from bisect import bisect_left
 from collections.abc import AsyncIterator, Collection, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
+from metal_prefill.errors import ContextOverflowError
 from metal_prefill.generation._stream import Stream, check_size, make_streams
 from metal_prefill.serve._bodies import Sender
 from metal_prefill.serve._errors import ApiError
@@ -38,6 +40,7 @@ from metal_prefill.text._reasoning import END, ReasoningParser, begins_after
 from metal_prefill.text._tokenizer import Tokenizer
 from metal_prefill.text._tool_calls import ToolCall, ToolCallParser, parse_arguments
 
+DROPPED_TURNS = 4  # turns that are dropped together
 _ROLES = {"developer": "system"}  # templates do not define it
 
 
@@ -68,6 +71,38 @@ def plain_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
         except ValueError as error:
             raise ApiError(400, str(error), param=str(error).partition(" ")[0]) from None
     return plain
+
+
+def fitting_tokens(service: Service, form: ChatForm) -> tuple[list[int], int]:
+    """Encode a conversation, without its oldest turns if `truncation` allows that and it does not fit.
+
+    Turns are dropped in groups, so that the prompts of several requests of a conversation begin with the same
+    messages, whose cache they reuse.
+
+    Returns
+    -------
+    tuple of (list of int, int)
+        Tokens, and the number of dropped messages.
+    """
+    if form.truncation != "auto":
+        return chat_tokens(service, form), 0
+    whole, context = form.messages, service.model.max_context
+    room = context - min(form.max_completion_tokens or form.max_tokens or context, context // 4)
+    first = next((i for i, m in enumerate(whole) if m.role not in ("system", "developer")), len(whole))
+    turns = [i for i, message in enumerate(whole) if message.role == "user" and i > first]
+    begins = sorted({first, *turns[DROPPED_TURNS - 1 :: DROPPED_TURNS], *turns[-1:]})
+
+    def encoded(begin: int) -> list[int]:
+        return chat_tokens(service, msgspec.structs.replace(form, messages=whole[:first] + whole[begin:]))
+
+    def fits(begin: int) -> bool:
+        with suppress(ContextOverflowError):
+            return len(encoded(begin)) <= room
+        return False
+
+    dropped = 0 if fits(first) else bisect_left(begins[:-1], True, lo=1, key=fits)
+    begin = begins[min(dropped, len(begins) - 1)]
+    return encoded(begin), begin - first
 
 
 def chat_tokens(service: Service, form: ChatForm) -> list[int]:
@@ -142,8 +177,7 @@ def _is_constrained(form: ChatForm) -> bool:
     )
 
 
-def _streams(service: Service, form: ChatForm, n: int, namespace: str) -> list[Stream]:
-    ids = chat_tokens(service, form)
+def _streams(service: Service, form: ChatForm, ids: list[int], n: int, namespace: str) -> list[Stream]:
     options = {**options_of(form, service.model.tokenizer), **constraint_of(form)}
     options["stop"] = [*options["stop"], *service.model.tokenizer.chat_stop]
     options["reasoning"] = _has_reasoning(service.model.tokenizer)
@@ -181,6 +215,7 @@ class ChatChoice(Choice):
     text: str = ""
     calls: list[dict[str, Any]] = field(default_factory=list)
     cut: bool = False  # the only call is incomplete
+    dropped_messages: int = 0  # of the conversation
 
     def parts(self, pieces: Sequence[Piece]) -> list[dict[str, Any]]:
         """Add the pieces of a pass, and return parsed parts: reasoning, texts, and calls with their index."""
@@ -270,8 +305,15 @@ async def conversation(service: Service, form: ChatForm, sender: Sender) -> Asyn
     """Prepare the answers to a conversation, which may be generated within the context."""
     n = check_count(service, form.n or 1)
     tools = offered_tools(form)
+    dropped = 0
+
+    def prepare() -> list[Stream]:
+        nonlocal dropped
+        ids, dropped = fitting_tokens(service, form)
+        return _streams(service, form, ids, n, sender.namespace)
+
     with service.admitted(n):
-        streams = await service.streams(lambda: _streams(service, form, n, sender.namespace))
+        streams = await service.streams(prepare)
         sender.turn.end()
         logprobs = (form.top_logprobs or 0) if form.logprobs else None
         with scores_of(service.bodies.scores, streams, logprobs) as scores:
@@ -281,6 +323,7 @@ async def conversation(service: Service, form: ChatForm, sender: Sender) -> Asyn
                 choice.parser = ToolCallParser(tools) if tools else None
                 choice.required = RequiredCall(names) if (names := possible_calls(form)) else None
                 choice.tokenizer = service.model.tokenizer if form.logprobs else None
+                choice.dropped_messages = dropped
             form.messages, form.tools, form.documents = [], None, None  # may be large
             yield choices
 
@@ -291,6 +334,8 @@ async def chat(service: Service, form: ChatForm, reply: Reply, sender: Sender) -
     name = service.check_model(form.model)
     async with conversation(service, form, sender) as choices:
         head = head_of("chatcmpl", "chat.completion.chunk" if form.stream else "chat.completion", name)
+        if form.truncation == "auto":
+            head["dropped_messages"] = choices[0].dropped_messages
         answer = await send_choices(service, form, reply, choices, head, begin)
     if answer is not None:
         await reply.encoded(answer)

@@ -182,6 +182,7 @@ class ChatForm(TextForm, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    truncation: Literal["auto", "disabled"] | None = None
     documents: list[dict[str, Any]] | None = None
     reasoning_format: Literal["auto", "none"] | None = None
 

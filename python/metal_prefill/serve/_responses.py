@@ -96,6 +96,7 @@ def chat_form(form: ResponsesForm, before: list[Message]) -> ChatForm:
         top_p=form.top_p,
         stream=form.stream,
         response_format=_format_of(form.text.format if form.text is not None else None),
+        truncation=form.truncation,
         reasoning_effort=None if form.reasoning is None else form.reasoning.effort,
     )
 
@@ -259,6 +260,7 @@ class _Answer:
                 "output_tokens_details": {"reasoning_tokens": 0},
                 "total_tokens": usage["total_tokens"],
             },
+            "dropped_messages": choice.dropped_messages,
         }
 
     def _text(self, kind: str, index: int, block: Block, **fields: Any) -> dict[str, Any]:
