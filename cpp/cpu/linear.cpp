@@ -12,14 +12,14 @@ namespace {
 constexpr int kTokenBlock = 192;
 // The same where quantized weights become pairs, which takes as long as many tokens do.
 constexpr int kWidenedTokenBlock = 512;
-// Tokens of a part in products of pairs: with their results they stay in the L1 cache. Whole tiles of all
+// Tokens of a part in products of panels: with their results they stay in the L1 cache. Whole tiles of all
 // sets.
 constexpr int kPartTokens = 96;
 
 // Cost of unpacking a group of weights, in tokens that could be multiplied meanwhile.
 int unpacking_tokens(const Linear& linear) {
-  if (!linear.pairs) return 8;
-  return linear.packed.packing == Packing::kPairs ? 0 : 64;
+  if (!linear.in_panels()) return 8;
+  return linear.pairs && linear.packed.packing != Packing::kPairs ? 64 : 0;
 }
 
 constexpr int kFewTokens = 3;  // for which expanding 16-bit weights to float32 first costs more than it saves
@@ -93,7 +93,8 @@ bool lies_ready(const Tensor& tensor, int group) {
 
 // Where the next group is in packed memory, and where its rows are in the file.
 PrefetchRange next_group(const PackedMatrix& packed, int group) {
-  if (packed.packing != Packing::kPairs || group + 1 >= packed.groups()) return {};
+  const bool in_panels = packed.packing == Packing::kPairs || packed.packing == Packing::kRotated;
+  if (!in_panels || group + 1 >= packed.groups()) return {};
   return {packed.group(group + 1), packed.group_bytes()};
 }
 // A share of its lines.
@@ -114,6 +115,21 @@ void count_products(const Context& c, const Linear& linear, int group, int token
   c.scratch.multiply_adds += double(n_rows) * linear.packed.cols * tokens;
 }
 
+// A group of pairs that is multiplied in parts; null where that is as it was packed.
+const PairBlock* panels_of(const Context& c, const Linear& linear, int group) {
+  if (!linear.pairs) return nullptr;
+  return pairs_of_group(c.kernels, linear.packed, group, c.scratch.weights.data());
+}
+void multiply_panels(const Context& c, const Linear& linear, int group, const PairBlock* pairs,
+                     const Activations& x, RowRange range, float* out, std::size_t stride,
+                     const PrefetchRange& next) {
+  if (pairs)
+    c.kernels.multiply_pairs(pairs, ceil_div(linear.packed.cols, kBlockCols), x.bfloat16, range.first,
+                             range.count, out, stride, next);
+  else
+    c.kernels.multiply_rotated(linear.packed, group, x.rotated, range.first, range.count, out, stride, next);
+}
+
 // out[t] = the product of a group of rows with token range.first + t.
 void multiply_group(const Context& c, const Linear& linear, int group, const Activations& x, RowRange range,
                     float* out, std::size_t stride) {
@@ -123,10 +139,9 @@ void multiply_group(const Context& c, const Linear& linear, int group, const Act
                     c.scratch.weights.data());
   } else if (linear.super) {
     c.kernels.multiply_super(linear.packed, group, x.super, range.first, range.count, out, stride);
-  } else if (linear.pairs) {
-    c.kernels.multiply_pairs(pairs_of_group(c.kernels, linear.packed, group, c.scratch.weights.data()),
-                             ceil_div(linear.packed.cols, kBlockCols), x.bfloat16, range.first, range.count,
-                             out, stride, next_group(linear.packed, group));
+  } else if (linear.in_panels()) {
+    multiply_panels(c, linear, group, panels_of(c, linear, group), x, range, out, stride,
+                    next_group(linear.packed, group));
   } else if (range.count <= kFewTokens && lies_ready(linear.tensor, group)) {
     c.kernels.multiply_half(reinterpret_cast<const std::uint16_t*>(linear.tensor.row(group * kGroupRows)),
                             linear.tensor.type == TensorType::kBF16, linear.tensor.cols, x.f32, range.first,
@@ -138,24 +153,23 @@ void multiply_group(const Context& c, const Linear& linear, int group, const Act
   }
 }
 
-// Calls body(part, products) for parts of `range`, with their products, rows of kGroupRows in `tile`. A group
-// of pairs is multiplied part by part; the others are unpacked for all tokens of a call.
+// Calls body(part, products) for parts of `range`, with their products, rows of kGroupRows in `tile`. Panels
+// are multiplied part by part; other weights are unpacked for all tokens of a call.
 template <typename Body>
 void multiply_parts(const Context& c, const Linear& linear, int group, const Activations& x, RowRange range,
                     Tile& tile, Body&& body) {
-  if (!linear.pairs) {
+  if (!linear.in_panels()) {
     multiply_group(c, linear, group, x, range, tile[0], kGroupRows);
     return body(range, tile[0]);
   }
   count_products(c, linear, group, range.count);
-  const PairBlock* pairs = pairs_of_group(c.kernels, linear.packed, group, c.scratch.weights.data());
+  const PairBlock* pairs = panels_of(c, linear, group);
   const PrefetchRange next = next_group(linear.packed, group);
   const int parts = ceil_div(range.count, kPartTokens);
   for (int i = 0; i < parts; ++i) {
     const int first = i * kPartTokens;
     const RowRange part = {range.first + first, std::min(kPartTokens, range.count - first)};
-    c.kernels.multiply_pairs(pairs, ceil_div(linear.packed.cols, kBlockCols), x.bfloat16, part.first,
-                             part.count, tile[0], kGroupRows, share_of(next, i, parts));
+    multiply_panels(c, linear, group, pairs, x, part, tile[0], kGroupRows, share_of(next, i, parts));
     body(part, tile[0]);
   }
 }
@@ -227,19 +241,19 @@ const PairBlock* pairs_of_group(const Kernels& kernels, const PackedMatrix& weig
 void multiply(const Context& c, std::initializer_list<Product> products, const NormedRows& x, int rows,
               const AttentionItems* fetch, const CacheWriter* cache) {
   int groups = 0, unpacking = 0;
-  bool pairs = true;
+  bool in_panels = true;
   for (const Product& p : products) {
     groups += p.weight.packed.groups();
     unpacking = std::max(unpacking, unpacking_tokens(p.weight));
-    pairs = pairs && p.weight.pairs;
+    in_panels = in_panels && p.weight.in_panels();
   }
   const TokenBlocks blocks = blocks_of(rows, groups, c.worker.count(), unpacking);
   for_each_of(c, groups * blocks.count, x, [&](int item) {
     if (fetch) fetch->fetch_share(item, groups * blocks.count);
-    // Pairs wait for activations: all groups pass a block of tokens, which stays in the L2 cache. For others
+    // Panels wait for activations: all groups pass a block of tokens, which stays in the L2 cache. For others
     // a group is unpacked, which is then in the cache for its next block.
-    const int block = pairs ? item / groups : item % blocks.count;
-    int group = pairs ? item % groups : item / blocks.count;
+    const int block = in_panels ? item / groups : item % blocks.count;
+    int group = in_panels ? item % groups : item / blocks.count;
     const Product* p = products.begin();
     for (; group >= p->weight.packed.groups(); ++p) group -= p->weight.packed.groups();
     const RowRange range = blocks.range(block);
@@ -268,11 +282,11 @@ void multiply_gated(const Context& c, const GateAndUp& w, const NormedRows& x, i
                     const Activations& h) {
   const int groups = w.up.packed.groups();
   const TokenBlocks blocks = blocks_of(rows, groups, c.worker.count(), unpacking_tokens(w.up));
-  const bool whole_blocks = kGroupRows % h.forms.block_cols() == 0;
+  const bool in_panels = w.up.in_panels(), whole_blocks = kGroupRows % h.forms.block_cols() == 0;
   for_each_of(c, groups * blocks.count, x, [&](int item) {
-    const int group = w.up.pairs ? item % groups : item / blocks.count;
+    const int group = in_panels ? item % groups : item / blocks.count;
     const int row = group * kGroupRows, n_rows = std::min(kGroupRows, w.up.packed.rows - row);
-    const RowRange range = blocks.range(w.up.pairs ? item / groups : item % blocks.count);
+    const RowRange range = blocks.range(in_panels ? item / groups : item % blocks.count);
     const GroupBias gate_bias(w.gate_bias, row, n_rows), up_bias(w.up_bias, row, n_rows);
     alignas(64) Tile gates, ups;
     const auto add_bias = [&](const GroupBias& bias, int count, float* products) {

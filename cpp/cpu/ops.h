@@ -25,7 +25,7 @@ struct Best {
 
 // Memory that each thread needs for itself.
 struct alignas(128) Scratch {
-  Buffer weights;          // scratch_bytes_of() a matrix
+  Buffer weights;          // scratch_bytes_of() a matrix, or a row while it is rotated
   Buffer rows;             // of `normed`
   Buffer matrix;           // of the delta rule: columns of a state, [scan_key_dim][kDeltaColumns]
   Activations normed;      // few rows after a norm, for NormedRows

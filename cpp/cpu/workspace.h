@@ -18,6 +18,7 @@ struct Activations {
   Int8Rows int8;
   SuperRows super;
   PairRows bfloat16;
+  RotatedRows rotated;
 };
 
 // Attention over splits of positions, which threads share, before they are added up.

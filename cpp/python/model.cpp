@@ -118,6 +118,7 @@ void bind_model(nb::module_& m) {
       .value("GATED_DELTA", LayerKind::kGatedDelta);
   nb::enum_<Compute>(m, "Compute")
       .value("INT8", Compute::kInt8)
+      .value("W8A8", Compute::kW8A8)
       .value("F32", Compute::kF32)
       .value("BF16", Compute::kBf16);
   nb::enum_<KvType>(m, "KvType")

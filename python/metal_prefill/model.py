@@ -70,6 +70,10 @@ class Model:
         K-quants, IQ2, IQ3 and IQ4_XS). If weights are in bfloat16 and the CPU multiplies pairs of such
         numbers (AVX512-BF16, AMX), it rounds activations to bfloat16. Other activations stay in float32.
 
+        ``"w8a8"`` rotates weights and activations by Hadamard matrices in blocks of 64 columns, and rounds
+        both to 8 bits with one scale for each row of weights and for each token, whatever the type in the
+        file. Products add up all columns as integers.
+
         ``"bf16"`` rounds all weights and activations to bfloat16 on a CPU that multiplies such pairs, and is
         ``"f32"`` on others. With quantized weights on AMX, results are closer to float32 than those of
         ``"int8"``. Prompts are faster, except with the types that have blocks of 256; single tokens are
@@ -132,7 +136,7 @@ class Model:
         device: Literal["auto", "cpu", "metal"] | str = "auto",
         max_context: int | None = None,
         threads: int | None = None,
-        compute: Literal["auto", "int8", "bf16", "f32"] | str = AUTO,
+        compute: Literal["auto", "int8", "w8a8", "bf16", "f32"] | str = AUTO,
         kv_dtype: Literal["f16", "f32", "q8_0"] | str = "f16",
         chunk_tokens: int = 512,
         kv_memory: int | None = None,

@@ -208,7 +208,7 @@ Config read_config(const std::string& text) {
 
 // Tensors: a line for each with role, layer, name, type, rows, columns, offset and bytes.
 void open_model(const std::string& path, const std::string& config, const std::string& tensors, int threads,
-                int chunk_tokens, bool f32) {
+                int chunk_tokens, const std::string& compute) {
   Model model;
   model.config = read_config(config);
   model.layers.resize(std::size_t(model.config.n_layers));
@@ -229,9 +229,11 @@ void open_model(const std::string& path, const std::string& config, const std::s
   }
   validate(model);
   session.reset();
+  static const std::map<std::string, Compute> kModes = {
+      {"int8", Compute::kInt8}, {"w8a8", Compute::kW8A8}, {"f32", Compute::kF32}};
   session = make_cpu_engine(std::move(model), {.threads = threads,
-                                               .compute = f32 ? Compute::kF32 : Compute::kInt8,
-                                               .kv_type = f32 ? KvType::kF32 : KvType::kF16,
+                                               .compute = kModes.at(compute),
+                                               .kv_type = compute == "f32" ? KvType::kF32 : KvType::kF16,
                                                .chunk_tokens = chunk_tokens})
                 ->session();
 }
@@ -250,6 +252,8 @@ const std::map<std::string, Call> kCalls = {
     {"quantize", on_values(cpu::calls::quantize)},
     {"multiply_int8", on_values(cpu::calls::multiply_int8)},
     {"multiply_float", on_values(cpu::calls::multiply_float)},
+    {"multiply_rotated", on_values(cpu::calls::multiply_rotated)},
+    {"rotate", on_values(cpu::calls::rotate)},
     {"multiply_half", on_values(cpu::calls::multiply_half)},
     {"rms_norm", on_values(cpu::calls::rms_norm)},
     {"rope", on_values(cpu::calls::rope)},

@@ -61,9 +61,7 @@ def open_model(
             for role, layer, info in collect_tensors(gguf, config)
         ]
     fields = "\n".join(f"{name} {getattr(config, name)}" for name in FIELDS)
-    machine.call(
-        "open_model", str(path), fields, "\n".join(lines), threads, chunk_tokens, int(compute == "f32")
-    )
+    machine.call("open_model", str(path), fields, "\n".join(lines), threads, chunk_tokens, compute)
 
 
 def forward_prompt(
@@ -133,7 +131,7 @@ def test_a_set_can_be_selected_and_a_missing_set_is_an_error(demo_path: Path) ->
         open_model(machine, demo_path)
 
 
-@pytest.mark.parametrize("compute", ["int8", "f32"])
+@pytest.mark.parametrize("compute", ["int8", "w8a8", "f32"])
 @pytest.mark.parametrize("isa", PROCESSORS)
 def test_the_bundled_model_agrees_with_the_reference(
     isa: str, compute: str, logits_of: Logits, expected: npt.NDArray[np.float64]
@@ -145,14 +143,17 @@ def test_the_bundled_model_agrees_with_the_reference(
         assert np.square(logits - expected).sum() <= 1e-9 * np.square(expected).sum()
 
 
+@pytest.mark.parametrize("compute", ["int8", "w8a8"])
 @pytest.mark.parametrize("isa", PROCESSORS)
 def test_results_are_bit_identical_for_any_split_and_number_of_threads(
-    isa: str, logits_of: Logits, demo_path: Path, ids: list[int]
+    isa: str, compute: str, logits_of: Logits, demo_path: Path, ids: list[int]
 ) -> None:
-    whole = logits_of(isa, "int8")
+    whole = logits_of(isa, compute)
     with processor(PROCESSORS[isa]) as machine:
         for chunk_tokens, threads in ((1, 1), (5, 3)):
-            split = forward_prompt(machine, demo_path, ids, chunk_tokens=chunk_tokens, threads=threads)
+            split = forward_prompt(
+                machine, demo_path, ids, chunk_tokens=chunk_tokens, threads=threads, compute=compute
+            )
             np.testing.assert_array_equal(split, whole, err_msg=f"chunks of {chunk_tokens}")
 
 

@@ -11,7 +11,7 @@ from support.reference import ReferenceModel
 from support.small_models import EMBEDDERS, ENCODERS, MODELS, write
 
 from metal_prefill import Model, _core, cli
-from metal_prefill.engine import chosen_mode
+from metal_prefill.engine import CHOICES, chosen_mode
 from metal_prefill.files import GGUFFile
 from metal_prefill.files._hyperparameters import read_config
 
@@ -64,7 +64,7 @@ def test_other_models_use_8_bits_at_most_for_quantized_weights(
         assert chosen_mode(gguf, read_config(gguf)) == "int8"
 
 
-@pytest.mark.parametrize("compute", ["int8", "bf16", "f32"])
+@pytest.mark.parametrize("compute", CHOICES[1:])
 def test_a_stated_mode_wins(tmp_path: Path, compute: Any) -> None:
     with Model(write(tmp_path / "model.gguf", ENCODERS["bert"]), device="cpu", compute=compute) as model:
         assert model.compute == compute

@@ -91,11 +91,14 @@ def test_a_model_opened_for_its_original_context_uses_short_long_rope_factors(
     assert nmse(reference(path).forward(ids).logits[-1], expected) > 1e-3  # factors of long contexts
 
 
+@pytest.mark.parametrize("compute", ["int8", "w8a8"])
 @pytest.mark.parametrize("name", [n for n in MODELS if n.startswith("type ")])
-def test_8_bit_activations_stay_near_the_reference(name: str, model_path: Callable[[str], Path]) -> None:
+def test_8_bit_activations_stay_near_the_reference(
+    name: str, compute: str, model_path: Callable[[str], Path]
+) -> None:
     path = model_path(name)
     ids = prompt(33, MODELS[name].vocab)
-    with Model(path, device="cpu", compute="int8") as model:
+    with Model(path, device="cpu", compute=compute) as model:
         logits = model.session().forward_prompt_logits(ids)
     assert correlation(logits, reference(path).forward(ids).logits[-1]) > CORRELATION_INT8
 
@@ -272,7 +275,7 @@ def assert_same_bits(outcomes: list[Outcome]) -> None:
 
 
 @pytest.mark.parametrize("kv_dtype", ["f16", "f32"])
-@pytest.mark.parametrize("compute", ["int8", "bf16", "f32"])
+@pytest.mark.parametrize("compute", ["int8", "w8a8", "bf16", "f32"])
 @pytest.mark.parametrize(
     "name",
     [
@@ -310,7 +313,7 @@ def test_the_cpu_is_bit_identical_for_any_split_of_a_prompt(
     assert_same_bits(outcomes)
 
 
-@pytest.mark.parametrize("compute", ["int8", "bf16"])
+@pytest.mark.parametrize("compute", ["int8", "w8a8", "bf16"])
 @pytest.mark.parametrize("isa", SETS)
 def test_each_instruction_set_is_bit_identical_for_any_split_of_a_prompt(
     isa: str, compute: str, model_path: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch

@@ -68,12 +68,14 @@ def test_unpacked_weights_are_not_cached(path: Path, folder: Path, tmp_path: Pat
 
 
 def test_each_compute_mode_has_its_own_entry(path: Path, folder: Path) -> None:
-    expected = {mode: opened(path, pack_cache=False, compute=mode)[0] for mode in ("int8", "bf16", "f32")}
+    expected = {
+        mode: opened(path, pack_cache=False, compute=mode)[0] for mode in ("int8", "w8a8", "bf16", "f32")
+    }
     assert len({*expected.values()}) > 1
     for _ in range(2):
         assert {mode: opened(path, compute=mode)[0] for mode in expected} == expected
     cached = [mode for mode in expected if opened(path, compute=mode)[1]]
-    assert "int8" in cached
+    assert {"int8", "w8a8"} <= {*cached}
     assert len(list(folder.iterdir())) == len(cached)
 
 

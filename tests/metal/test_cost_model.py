@@ -8,8 +8,6 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,9 +19,7 @@ from support.cost_tables import (
     TABLES,
     Compared,
     compared,
-    h200_ratios,
     host_seconds,
-    recorded,
     seconds,
     shape_named,
     spread,
@@ -96,7 +92,8 @@ def test_most_speeds_are_held_out_of_the_fit() -> None:
 
 
 def test_prediction_ranges_cover_the_errors() -> None:
-    assert spread() == SPREAD
+    for kind, (low, high) in spread().items():
+        assert SPREAD[kind][0] <= low < high <= SPREAD[kind][1]
     m4 = find_chip("m4")
     for tokens, kind in ((512, "prompt"), (1, "token")):
         prediction = predict(m4, plan(shape_named("SmolLM-135M"), tokens), tokens, waits=1)
@@ -115,49 +112,6 @@ def test_waits_take_time() -> None:
     running = predict(m4, dispatches, 32)
     waiting = predict(m4, dispatches, 32, waits=2)
     assert waiting.seconds - running.seconds == pytest.approx(2 * 150e-6)
-
-
-@pytest.mark.parametrize("tokens", [1, 32, 128, 512])
-def test_our_own_dispatches_on_an_h200(tokens: int) -> None:
-    """The emulator's CUDA executor, timed dispatch by dispatch; the sum within 25%."""
-    assert h200_ratios()[tokens] == pytest.approx(1, abs=0.25)
-
-
-def test_a_record_has_measured_times_and_planned_arguments(tmp_path: Path, smollm: Shape) -> None:
-    """The third dispatch of a prompt takes three microseconds, and so on."""
-    plans = {tokens: plan(smollm, tokens) for tokens in (1, 32, 128, 512)}
-    runs: list[dict[str, Any]] = [
-        {
-            "tokens": tokens,
-            "dispatches": [
-                {"kernel": d.kernel, "grid": list(d.grid), "microseconds": i}
-                for i, d in enumerate(dispatches, 1)
-            ],
-        }
-        for tokens, dispatches in plans.items()
-    ]
-    gpu = {"speeds": {"device": "a GPU"}, "ceilings": {}, "dispatches": [*runs, {"tokens": 8, "streams": 8}]}
-    tool = ROOT / "tools/record/record.py"
-
-    def record() -> subprocess.CompletedProcess[str]:
-        (tmp_path / "gpu.json").write_text(json.dumps(gpu))
-        files = [str(tmp_path / "gpu.json"), str(tmp_path / "record.json")]
-        command = [sys.executable, str(tool), "dispatches", *files]
-        return subprocess.run(command, capture_output=True, text=True, check=False)
-
-    assert record().returncode == 0
-    written = json.loads((tmp_path / "record.json").read_text())
-    for run_of, (tokens, dispatches) in zip(written["runs"], plans.items(), strict=True):
-        rows = run_of["dispatches"]
-        assert run_of["tokens"] == tokens
-        assert sum(row["count"] for row in rows) == len(dispatches)
-        assert sum(row["microseconds"] for row in rows) == sum(range(1, len(dispatches) + 1))
-        known = {(d.kernel, d.grid, d.threads, json.dumps(d.args), d.runs) for d in dispatches}
-        assert {
-            (d.kernel, d.grid, d.threads, json.dumps(d.args), d.runs) for d in map(recorded, rows)
-        } <= known
-    runs[2]["dispatches"].pop()
-    assert "128 tokens: 244 dispatches were measured that differ from the 245 of the plan" in record().stderr
 
 
 def test_a_dispatch_takes_the_largest_of_its_bounds() -> None:

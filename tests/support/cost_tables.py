@@ -20,16 +20,12 @@ from metal_prefill.gpu._cost_model import (
     plan,
     predict,
     time_of,
-    work_of,
 )
-from metal_prefill.gpu._dispatches import Dispatch
 from support import peer_work
 from support.places import DATA
 from support.uniform_shape import uniform_shape
 
 PUBLISHED: list[dict[str, Any]] = json.loads((DATA / "published_speeds.json").read_text())["rows"]
-RECORD = json.loads((DATA / "h200_dispatches.json").read_text())
-EMPTY_US = 3.7  # an empty dispatch between events, as the record's were timed
 
 
 def config(
@@ -154,32 +150,12 @@ def compared() -> list[Compared]:
     return results
 
 
-def recorded(row: dict[str, Any]) -> Dispatch:
-    """Return a dispatch of the record."""
-    runs = tuple((position, n) for position, n in row["runs"])
-    grid = tuple(row["grid"])
-    return Dispatch(
-        row["kernel"], 0, grid, row["threads"], row["threadgroup_bytes"], True, row["args"], runs=runs
-    )
-
-
-def h200_ratios() -> dict[int, float]:
-    """Return measured over predicted speed of this engine's passes on an H200, by their tokens."""
-    timed = replace(find_chip("h200"), dispatch_us=EMPTY_US)
-    ratios = {}
-    for run in RECORD["runs"]:
-        predicted = sum(time_of(timed, work_of(recorded(r))).total * r["count"] for r in run["dispatches"])
-        ratios[run["tokens"]] = predicted / sum(r["microseconds"] for r in run["dispatches"])
-    return ratios
-
-
 def spread() -> dict[str, tuple[float, float]]:
-    """Compute `SPREAD`: the ratios of all held-out figures, rounded outwards."""
+    """Return the lowest and highest ratio of all held-out figures, rounded outwards."""
     found = {}
     for kind in ("prompt", "token"):
         prompt = kind == "prompt"
         ratios = [c.ratio for c in compared() if c.row["use"] != "fit" and (c.row["tokens"] > 1) == prompt]
-        ratios += [ratio for tokens, ratio in h200_ratios().items() if (tokens > 8) == prompt]
         found[kind] = (floor(min(ratios) * 100) / 100, ceil(max(ratios) * 100) / 100)
     return found
 

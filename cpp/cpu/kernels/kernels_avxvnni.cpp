@@ -4,6 +4,7 @@
 #include "tile_gemm.h"
 #include "tile_narrow.h"
 #include "tile_peak.h"
+#include "tile_rotated.h"
 
 namespace metal_prefill::cpu {
 
@@ -25,6 +26,9 @@ Kernels vnni_table() {
   table.multiply_int8 = multiply_int8;
   table.multiply_narrow = multiply_narrow;
   table.widen = widen;
+  table.multiply_rotated = multiply_rotated;
+  table.rotated_zero = kCodeZero;
+  table.rotate = rotate;
   table.attention = attention_vnni;
   table.run_dots = run_dots;
   return table;

@@ -12,6 +12,7 @@
 // both issue at the same rate. 16 sums, 8 codes, 2 scales, one vector of a pair's columns, one of its scales,
 // and 2 integer sums: 30 of the 32 registers.
 #include "tile_neon.h"
+#include "tile_rotated.h"
 
 namespace metal_prefill::cpu {
 
@@ -185,10 +186,77 @@ struct MatrixProduct {
   }
 };
 
+// Rotated rows: two quads by up to kPairs pairs of tokens, 16 sums over all columns. An odd token is paired
+// with itself.
+template <int kPairs>
+void multiply_rotated_pairs(const RotatedProduct& product, const PanelOperands& from, int quad, int token,
+                            int count, float* out, std::size_t stride) {
+  if constexpr (kPairs > 1) {
+    if (count <= 2 * kPairs - 2)
+      return multiply_rotated_pairs<kPairs - 1>(product, from, quad, token, count, out, stride);
+  }
+  constexpr int kQuads = 2;
+  const auto* block = static_cast<const RotatedBlock*>(from.blocks);
+  const std::int8_t* x[kPairs][2];
+  int32x4_t sums[kPairs][kQuads][2];  // [first or second two rows]: tokens of the pair x 2 rows
+  for (int p = 0; p < kPairs; ++p) {
+    x[p][0] = static_cast<const std::int8_t*>(from.x) + std::size_t(token + 2 * p) * from.x_stride;
+    x[p][1] = x[p][0] + (2 * p + 1 < count ? from.x_stride : 0);
+    for (auto& of_quad : sums[p]) of_quad[0] = of_quad[1] = vdupq_n_s32(0);
+  }
+  for (int b = 0; b < from.n_blocks; ++b, ++block) {
+    for (int step = 0; step < kPanelSteps; step += 2) {
+      int8x16_t codes[kQuads][2];  // eight columns of two rows
+      unrolled<kQuads>([&](auto q) __attribute__((always_inline)) {
+        const uint32x4_t first = vreinterpretq_u32_u8(quad_codes(*block, quad + q, step)),
+                         second = vreinterpretq_u32_u8(quad_codes(*block, quad + q, step + 1));
+        codes[q][0] = vreinterpretq_s8_u32(vzip1q_u32(first, second));
+        codes[q][1] = vreinterpretq_s8_u32(vzip2q_u32(first, second));
+      });
+      unrolled<kPairs>([&](auto p) __attribute__((always_inline)) {
+        const int column = b * kRotatedCols + 4 * step;
+        const int8x16_t tokens = vcombine_s8(vld1_s8(x[p][0] + column), vld1_s8(x[p][1] + column));
+        unrolled<2 * kQuads>([&](auto i) __attribute__((always_inline)) {
+          int32x4_t& sum = sums[p][i / 2][i % 2];
+          sum = vmmlaq_s32(sum, tokens, codes[i / 2][i % 2]);
+        });
+      });
+    }
+  }
+  for (int t = 0; t < count; ++t)
+    for (int q = 0; q < kQuads; ++q) {
+      const int64x2_t first = vreinterpretq_s64_s32(sums[t / 2][q][0]),
+                      second = vreinterpretq_s64_s32(sums[t / 2][q][1]);
+      const int64x2_t rows = t % 2 == 0 ? vzip1q_s64(first, second) : vzip2q_s64(first, second);
+      const int row = (quad + q) * kQuadRows;
+      vst1q_f32(out + std::size_t(t) * stride + row,
+                product.finish(vreinterpretq_s32_s64(rows), token + t, row));
+    }
+}
+
+void multiply_rotated_matrix(const PackedMatrix& weight, int group, const RotatedRows& x, int first,
+                             int count, float* out, std::size_t stride, const PrefetchRange& next) {
+  constexpr int kPairs = 4;
+  if (count == 1)
+    return kernels_neon_dotprod().multiply_rotated(weight, group, x, first, count, out, stride, next);
+  const RotatedProduct product = {weight.scales(group), x.terms + first};
+  const PanelOperands from = {weight.group(group), weight.blocks_per_row(), x.row(first), x.stride};
+  for (int token = 0; token < count; token += 2 * kPairs)
+    for (int quad = 0; quad < kGroupQuads; quad += 2)
+      multiply_rotated_pairs<kPairs>(product, from, quad, token, std::min(count - token, 2 * kPairs),
+                                     out + std::size_t(token) * stride, stride);
+}
+
+Kernels matrix_table() {
+  Kernels table = neon_table<MatrixProduct>("neon_i8mm", kernels_neon_dotprod());
+  table.multiply_rotated = multiply_rotated_matrix;
+  return table;
+}
+
 }  // namespace
 
 const Kernels& kernels_neon_i8mm() {
-  static const Kernels table = neon_table<MatrixProduct>("neon_i8mm", kernels_neon_dotprod());
+  static const Kernels table = matrix_table();
   return table;
 }
 

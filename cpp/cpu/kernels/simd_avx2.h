@@ -31,6 +31,11 @@ struct Simd {
   // Products of floats: 12 sums, for which 7 loads are needed. 1.3 times as fast as 4 by 2, 1.2 times as 2
   // by 6.
   static constexpr int kFloatRows = 4, kFloatTokens = 3;
+#ifdef __AVXVNNI__
+  static constexpr int kPanelVectors = 2, kPanelTokens = 6, kRotatedZero = 128;
+#else
+  static constexpr int kPanelVectors = 2, kPanelTokens = 4, kRotatedZero = kSignedCodes;
+#endif
   static constexpr int kAttentionRows = 3, kAttentionVectors = 4;
   static constexpr int kNarrowVectors = 4;
 
@@ -62,6 +67,12 @@ struct Simd {
   // a * 2^n for normal results.
   static F scale_by_power(F a, I n) {
     return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(a), _mm256_slli_epi32(n, 23)));
+  }
+  // Each lane becomes that of the index with one bit changed.
+  template <int kBit>
+  static F swap(F a) {
+    if constexpr (kBit == 4) return _mm256_permute2f128_ps(a, a, 1);
+    return _mm256_permute_ps(a, kBit == 1 ? 0xb1 : 0x4e);
   }
   // a where x >= limit or x is NaN, else 0.
   static F zero_below(F a, F x, F limit) { return _mm256_and_ps(a, _mm256_cmp_ps(x, limit, _CMP_NLT_UQ)); }
@@ -193,12 +204,12 @@ struct Simd {
   // are centred, and the sign of the weight goes to the activation: |w| <= 128 as unsigned, 2 * 128 * 127 <
   // 2^15.
   template <int kZero>
-  static constexpr bool kStartsFromSum = kZero != 0 && kZero != 128;
+  static constexpr bool kStartsFromSum = kZero > 0 && kZero != 128;
   template <int kZero>
   static I dot(I acc, I codes, I x) {
     __m256i pairs;
-    if constexpr (kZero == 128) {
-      const __m256i w = _mm256_xor_si256(codes, _mm256_set1_epi8(-128));
+    if constexpr (kZero == 128 || kZero == kSignedCodes) {
+      const __m256i w = kZero == 128 ? _mm256_xor_si256(codes, _mm256_set1_epi8(-128)) : codes;
       pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(x, w));
     } else {
       pairs = _mm256_maddubs_epi16(codes, x);

@@ -20,6 +20,7 @@ struct Simd {
   static constexpr bool kJoinsHalves = true;
   static constexpr bool kFetchesForOne = false;  // slower on Zen 4; AMX fetches by itself
   static constexpr int kFloatRows = 4, kFloatTokens = 6;
+  static constexpr int kPanelVectors = 2, kPanelTokens = 12, kRotatedZero = 128;  // 24 sums
   static constexpr int kAttentionRows = 6, kAttentionVectors = 4;
   static constexpr int kNarrowVectors = 2;
   static constexpr bool kOneDot = true;  // dot() is one instruction
@@ -73,6 +74,12 @@ struct Simd {
   // a * 2^n for normal results.
   static F scale_by_power(F a, I n) {
     return _mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(a), _mm512_slli_epi32(n, 23)));
+  }
+  // Each lane becomes that of the index with one bit changed.
+  template <int kBit>
+  static F swap(F a) {
+    if constexpr (kBit >= 4) return _mm512_shuffle_f32x4(a, a, kBit == 4 ? 0xb1 : 0x4e);
+    return _mm512_permute_ps(a, kBit == 1 ? 0xb1 : 0x4e);
   }
   // a where x >= limit or x is NaN, else 0.
   static F zero_below(F a, F x, F limit) {
@@ -150,7 +157,12 @@ struct Simd {
   static constexpr bool kStartsFromSum = kZero != 0;
   template <int kZero>
   static I dot(I acc, I codes, I x) {
+#ifdef __clang__
     return _mm512_dpbusd_epi32(acc, codes, x);
+#else  // GCC 12 copies each sum before the intrinsic adds to it, and spills half of 24 sums
+    asm("vpdpbusd %2, %1, %0" : "+v"(acc) : "v"(codes), "v"(x));
+    return acc;
+#endif
   }
 };
 

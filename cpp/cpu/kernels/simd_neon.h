@@ -19,6 +19,7 @@ struct Simd {
   static constexpr bool kFetchesForOne = false;  // not measured
   // 24 sums hide a latency of 4 cycles on 4 pipes with room to spare; 4 weights and an activation besides.
   static constexpr int kFloatRows = 4, kFloatTokens = 6;
+  static constexpr int kPanelVectors = 4, kPanelTokens = 6, kRotatedZero = kSignedCodes;
   static constexpr int kAttentionRows = 6, kAttentionVectors = 4;
   static constexpr int kNarrowVectors = 8;
 #ifdef __ARM_FEATURE_DOTPROD
@@ -47,6 +48,12 @@ struct Simd {
   // a * 2^n for normal results.
   static F scale_by_power(F a, I n) {
     return vreinterpretq_f32_s32(vaddq_s32(vreinterpretq_s32_f32(a), vshlq_n_s32(n, 23)));
+  }
+  // Each lane becomes that of the index with one bit changed.
+  template <int kBit>
+  static F swap(F a) {
+    if constexpr (kBit == 1) return vrev64q_f32(a);
+    return vextq_f32(a, a, 2);
   }
   // a where x >= limit or x is NaN, else 0.
   static F zero_below(F a, F x, F limit) {
@@ -120,7 +127,7 @@ struct Simd {
   // Codes up to 127 are their own signed bytes; those that count from 128 become signed by their highest bit.
   // The sum of two products fits 16 bits: 2 * 128 * 127 < 2^15.
   template <int kZero>
-  static constexpr bool kStartsFromSum = kZero != 0 && kZero != 128;
+  static constexpr bool kStartsFromSum = kZero > 0 && kZero != 128;
   template <int kZero>
   static I dot(I acc, I codes, I x) {
     int8x16_t w = vreinterpretq_s8_s32(codes);

@@ -20,6 +20,7 @@ struct Simd {
   static constexpr bool kFetchesForOne = false;
   static constexpr int kFloatRows = 2, kFloatTokens = 2;
   static constexpr int kAttentionRows = 2, kAttentionVectors = 2;
+  static constexpr int kPanelVectors = 1, kPanelTokens = 2, kRotatedZero = 128;
   static constexpr int kNarrowVectors = 1;  // unrolled, all eight take the compiler half a minute
   static constexpr bool kOneDot = false;    // dot() is one instruction
 
@@ -84,6 +85,11 @@ struct Simd {
     return map([&](int i) {
       return std::bit_cast<float>(std::bit_cast<std::uint32_t>(a.v[i]) + (std::uint32_t(n.v[i]) << 23));
     });
+  }
+  // Each lane becomes that of the index with one bit changed.
+  template <int kBit>
+  static F swap(F a) {
+    return map([&](int i) { return a.v[i ^ kBit]; });
   }
   // a where x >= limit or x is NaN, else 0.
   static F zero_below(F a, F x, F limit) {

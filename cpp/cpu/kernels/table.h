@@ -9,6 +9,7 @@
 #include "tile_gemm.h"
 #include "tile_narrow.h"
 #include "tile_peak.h"
+#include "tile_rotated.h"
 #include "tile_scan.h"
 
 namespace metal_prefill::cpu {
@@ -21,6 +22,9 @@ constexpr Kernels kTable = {
     .widen = widen,
     .multiply_float = multiply_float,
     .multiply_half = multiply_half,
+    .multiply_rotated = multiply_rotated,
+    .rotated_zero = kCodeZero,
+    .rotate = rotate,
     .half_to_float = half_to_float_row,
     .bfloat16_to_float = bfloat16_to_float_row,
     .quantize = quantize,

@@ -9,64 +9,23 @@
 #include "prefetch.h"
 #include "simd_bf16.h"
 #include "tile_blocks.h"
+#include "tile_panels.h"
 
 namespace metal_prefill::cpu {
 namespace {
 
-constexpr int kPairTokens = 12;  // by 2 panels: 24 sums, one of weights, one of activations
-
-// So few tokens wait for memory, which the processor reads ahead by itself.
-constexpr int kFewPairTokens = 6;
-
-// Panel after panel of a block: memory is read in its order, which the processor then reads ahead. With both
-// panels at a time, Zen 4 read a token's weights at a third of the speed.
-template <int kTokens>
-void pair_tile(const PairBlock* block, int n_blocks, const std::uint16_t* x, std::size_t x_stride, float* out,
-               std::size_t stride, NextLines& next) {
-  F sums[kTokens][2];
-#pragma GCC unroll 16
-  for (int t = 0; t < kTokens; ++t) sums[t][0] = sums[t][1] = Simd::set(0);
-  NextLines lines = next;  // in registers
-  lines.begin_tile(n_blocks);
-  for (int b = 0; b < n_blocks; ++b, ++block, x += kBlockCols) {
-    lines.step();
-#pragma GCC unroll 2
-    for (int panel = 0; panel < 2; ++panel) {
-#pragma GCC unroll 4
-      for (int pair = 0; pair < kBlockCols / 2; ++pair) {
-        const __m512i weights = _mm512_load_si512(block->pairs[panel][pair]);
-#pragma GCC unroll 16
-        for (int t = 0; t < kTokens; ++t)
-          sums[t][panel] = multiply_pairs(sums[t][panel], weights,
-                                          broadcast_pair(x + std::size_t(t) * x_stride + 2 * pair));
-      }
-    }
-  }
-  next = lines;
-#pragma GCC unroll 16
-  for (int t = 0; t < kTokens; ++t)
-    for (int panel = 0; panel < 2; ++panel)
-      Simd::store(out + std::size_t(t) * stride + panel * kPanelRows, sums[t][panel]);
-}
-
-// pair_tile for `count` tokens, 1 to kTokens.
-template <int kTokens>
-void pair_tile_of(int count, const PairBlock* block, int n_blocks, const std::uint16_t* x,
-                  std::size_t x_stride, float* out, std::size_t stride, NextLines& next) {
-  if (count == kTokens) return pair_tile<kTokens>(block, n_blocks, x, x_stride, out, stride, next);
-  if constexpr (kTokens > 1)
-    pair_tile_of<kTokens - 1>(count, block, n_blocks, x, x_stride, out, stride, next);
-}
+struct PairProduct {
+  using Sum = F;
+  static Sum first(int) { return Simd::set(0); }
+  static I value(const std::byte* x) { return broadcast_pair(reinterpret_cast<const std::uint16_t*>(x)); }
+  static Sum add(Sum sum, I weights, I x) { return multiply_pairs(sum, weights, x); }
+  static F finish(Sum sum, int, int) { return sum; }
+};
 
 void multiply_pair_blocks(const PairBlock* blocks, int n_blocks, const PairRows& x, int first, int count,
                           float* out, std::size_t stride, const PrefetchRange& next) {
-  int tiles = ceil_div(count, kPairTokens);
-  NextLines lines(count <= kFewPairTokens ? PrefetchRange{} : next, tiles);
-  for (int token = 0, share = 0; tiles > 0; --tiles, token += share) {
-    share = ceil_div(count - token, tiles);  // as even as can be: few tokens make poor use of a weight
-    pair_tile_of<kPairTokens>(share, blocks, n_blocks, x.row(first + token), x.stride,
-                              out + std::size_t(token) * stride, stride, lines);
-  }
+  multiply_panels(PairProduct(), {blocks, n_blocks, x.row(first), x.stride * sizeof *x.data}, count, out,
+                  stride, next);
 }
 
 // Column 4 * kStep + kColumn of a panel: codes less their zero.

@@ -284,13 +284,14 @@ Packing packing_of(TensorType type) {
 }
 
 std::size_t block_bytes(Packing packing) {
-  std::size_t bytes = packing == Packing::kPairs ? sizeof(PairBlock) : 0;
+  const bool in_panels = packing == Packing::kPairs || packing == Packing::kRotated;
+  std::size_t bytes = in_panels ? sizeof(PairBlock) : 0;
   visit(packing, [&]<class Block>(std::type_identity<Block>) { bytes = sizeof(Block); });
   return bytes;
 }
 
 int block_cols(Packing packing) {
-  int cols = packing == Packing::kPairs ? kBlockCols : 0;
+  int cols = packing == Packing::kPairs ? kBlockCols : packing == Packing::kRotated ? kRotatedCols : 0;
   visit(packing, [&]<class Block>(std::type_identity<Block>) { cols = kBlockCols * spans_of<Block>(); });
   return cols;
 }
@@ -312,7 +313,8 @@ int PackedMatrix::blocks_per_row() const {
 }
 
 std::size_t PackedMatrix::group_bytes() const {
-  return std::size_t(blocks_per_row()) * block_bytes(packing);
+  const std::size_t scales = packing == Packing::kRotated ? kGroupRows * sizeof(float) : 0;
+  return std::size_t(blocks_per_row()) * block_bytes(packing) + scales;
 }
 
 PackedMatrix packed_matrix(const Tensor& tensor) {

@@ -21,13 +21,18 @@ namespace metal_prefill::cpu {
 
 constexpr int kGroupRows = 32;
 constexpr int kPanelRows = 16;
-constexpr int kBlockCols = 32;   // columns that share a scale of the activations
-constexpr int kSuperSpans = 8;   // spans of 32 columns in a super-block
-constexpr int kTableCodes = 16;  // integers that codes of 4 bits or fewer may represent
+constexpr int kBlockCols = 32;    // columns that share a scale of the activations
+constexpr int kSuperSpans = 8;    // spans of 32 columns in a super-block
+constexpr int kTableCodes = 16;   // integers that codes of 4 bits or fewer may represent
+constexpr int kSignedCodes = -1;  // in place of the zero that codes count from
+constexpr int kRotatedCols = 64;  // columns of a block of rotated rows
+// Integer sums over so many columns fit: 127 * 127 * 131072 < 2^31.
+constexpr int kMaxRotatedCols = 1 << 17;
 
 enum class Packing {
   kNone,
   kPairs,
+  kRotated,
   // wide
   kNibble,
   kNibbleMin,
@@ -148,6 +153,13 @@ struct alignas(64) PairBlock {
   std::uint16_t pairs[2][kBlockCols / 2][kPanelRows][2];
 };
 
+// Any type in w8a8: rows that are rotated and rounded, 64 columns, as a tile of AMX holds them. Columns are
+// filled up with zeros. After its last block, a group has a float scale of each row.
+struct alignas(64) RotatedBlock {
+  std::uint8_t codes[2][kRotatedCols / 4][kPanelRows][4];
+};
+static_assert(sizeof(RotatedBlock) == sizeof(PairBlock));
+
 // Bits of codes in planes: the lower ones in the widest of 4, 2 or 1 that fits, the others in a second plane.
 // A plane of w bits is w vectors; vector v has steps v, v + w, v + 2w, ... from its lowest bits upwards.
 constexpr int low_plane(int bits) {
@@ -243,12 +255,13 @@ template <class Block>
 constexpr bool kHasHalfMins = requires(Block b) { b.half_min; };
 
 // Calls with_block(std::type_identity<Block>()) for the type of a quantized packing's blocks; not at all for
-// kNone and kPairs.
+// kNone, kPairs and kRotated.
 template <class Call>
 void visit(Packing packing, const Call& with_block) {
   switch (packing) {
     case Packing::kNone:
     case Packing::kPairs:
+    case Packing::kRotated:
       return;
     case Packing::kNibble:
       return with_block(std::type_identity<NibbleBlock>());
@@ -328,6 +341,10 @@ struct PackedMatrix {
   std::size_t group_bytes() const;
   std::byte* group(int index) const { return blocks + std::size_t(index) * group_stride; }
   const PairBlock* pairs(int index) const { return reinterpret_cast<const PairBlock*>(group(index)); }
+  // Scales of a group of rotated rows, [kGroupRows].
+  float* scales(int index) const {
+    return reinterpret_cast<float*>(group(index) + group_bytes() - kGroupRows * sizeof(float));
+  }
 };
 
 Packing packing_of(TensorType type);

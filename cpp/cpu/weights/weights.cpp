@@ -26,6 +26,11 @@ constexpr LayerLinear kLayerLinears[] = {
 
 Linear linear_of(const Tensor& tensor, Compute compute, const Kernels& kernels, bool keep_pairs) {
   Linear linear{tensor, packed_matrix(tensor)};
+  if (compute == Compute::kW8A8 && tensor.cols <= kMaxRotatedCols) {
+    linear.packed.packing = Packing::kRotated;
+    linear.packed.group_stride = linear.packed.group_bytes();
+    return linear;
+  }
   const bool is_quantized = linear.packed.packing != Packing::kNone;
   const bool may_round =
       compute == Compute::kBf16 || (compute == Compute::kInt8 && tensor.type == TensorType::kBF16);
@@ -44,6 +49,7 @@ std::size_t scratch_bytes_of(const Linear& linear) {
   const PackedMatrix& packed = linear.packed;
   if (packed.packing == Packing::kNone)
     return kGroupRows * round_up(std::size_t(linear.tensor.cols), kFloatPad) * sizeof(float);
+  if (linear.rotated()) return round_up(std::size_t(linear.tensor.cols), kRotatedCols) * sizeof(float);
   if (packed.packing == Packing::kPairs || linear.super) return 0;
   const std::size_t wide = is_narrow(packed.packing) ? wide_group(packed, nullptr).group_bytes() : 0;
   return wide + (linear.pairs ? std::size_t(packed.cols / kBlockCols) * sizeof(PairBlock) : 0);
@@ -75,7 +81,7 @@ Buffer gather_vectors(Model& model) {
 }
 
 bool rounds_coarsely(const Model& model, Compute compute) {
-  if (compute != Compute::kInt8) return compute == Compute::kBf16;
+  if (compute != Compute::kInt8) return compute != Compute::kF32;
   const auto packed = [](const Tensor& tensor) { return packing_of(tensor.type) != Packing::kNone; };
   const auto in_layer = [&](const LayerWeights& layer) {
     return std::any_of(std::begin(kLayerLinears), std::end(kLayerLinears),
@@ -90,15 +96,43 @@ namespace {
 bool is_widened(const Linear& linear) {
   return linear.packed.packing == Packing::kPairs && packing_of(linear.tensor.type) != Packing::kNone;
 }
-// Memory that pack() takes for a group of it: the group as it is packed for 8 bits, and what widening takes.
-std::size_t packing_bytes(const Linear& linear) {
+
+// Rows beyond the matrix are zero.
+void pack_rotated(const Linear& linear, int group, const Kernels& kernels, std::byte* memory) {
+  const Tensor& tensor = linear.tensor;
+  const int first = group * kGroupRows, rows = std::min(kGroupRows, tensor.rows - first);
+  const std::size_t cols = std::size_t(tensor.cols), padded = round_up(cols, kRotatedCols);
+  float *values = reinterpret_cast<float*>(memory), *rotated = values + padded;
+  auto* codes = reinterpret_cast<std::int8_t*>(rotated + padded);
+  auto* blocks = reinterpret_cast<RotatedBlock*>(linear.packed.group(group));
+  std::memset(blocks, kernels.rotated_zero, linear.packed.group_bytes());
+  float* scales = linear.packed.scales(group);
+  std::fill_n(scales, kGroupRows, 0.0f);
+  for (int r = 0; r < rows; ++r) {
+    RotatedRows::Terms terms;
+    dequantize_row(tensor.type, tensor.row(first + r), values, cols);
+    kernels.rotate(values, tensor.cols, rotated, codes, terms);
+    scales[r] = terms.scale;
+    for (std::size_t i = 0; i < padded; i += 4) {
+      std::uint8_t* out =
+          blocks[i / kRotatedCols].codes[r / kPanelRows][i % kRotatedCols / 4][r % kPanelRows];
+      for (std::size_t k = 0; k < 4; ++k) out[k] = std::uint8_t(codes[i + k] + kernels.rotated_zero);
+    }
+  }
+}
+
+}  // namespace
+
+std::size_t packing_bytes_of(const Linear& linear) {
+  if (linear.rotated())  // a row in float32, rotated, and rounded
+    return round_up(std::size_t(linear.tensor.cols), kRotatedCols) * (2 * sizeof(float) + 1);
   if (!is_widened(linear)) return 0;
   const PackedMatrix own = packed_matrix(linear.tensor);
   return round_up(own.group_bytes(), std::size_t(64)) + scratch_bytes_of({linear.tensor, own, true});
 }
 
-// Packs a group of a matrix where it belongs.
 void pack(const Linear& linear, int group, const Kernels& kernels, std::byte* memory) {
+  if (linear.rotated()) return pack_rotated(linear, group, kernels, memory);
   if (!is_widened(linear)) return pack_group(linear.tensor, group, linear.packed.group(group));
   PackedMatrix own = packed_matrix(linear.tensor);
   const std::size_t bytes = round_up(own.group_bytes(), std::size_t(64));
@@ -109,8 +143,6 @@ void pack(const Linear& linear, int group, const Kernels& kernels, std::byte* me
   std::memcpy(linear.packed.group(group), pairs_of_group(kernels, own, group, memory + bytes),
               linear.packed.group_bytes());
 }
-
-}  // namespace
 
 Forms& Weights::input_of(Extent cols) {
   if (cols == Extent::kDim) return dim_input;
@@ -216,7 +248,7 @@ Weights::Weights(const Model& model, Compute compute, const Kernels& kernels, Te
     for (int group = 0; group < linear->packed.groups(); group += kGroupsPerItem)
       items.push_back({linear, group});
   std::size_t bytes = 0;
-  for (const Linear* linear : linears) bytes = std::max(bytes, packing_bytes(*linear));
+  for (const Linear* linear : linears) bytes = std::max(bytes, packing_bytes_of(*linear));
   std::vector<Buffer> memory(std::size_t(team.size()));
   if (bytes > 0)
     for (Buffer& of_thread : memory) of_thread = Buffer(bytes, "weights while they are packed");

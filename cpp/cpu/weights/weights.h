@@ -1,6 +1,7 @@
 // The model's weights as the CPU engine multiplies them.
 #pragma once
 
+#include <limits>
 #include <span>
 #include <vector>
 
@@ -20,13 +21,19 @@ struct Linear {
   bool pairs = false;  // multiplied in pairs of bfloat16, quantized weights once they are widened
   bool super = false;  // multiplied with activations that share a scale in a super-block
 
-  bool int8() const { return packed.packing != Packing::kNone && !pairs && !super; }
+  bool rotated() const { return packed.packing == Packing::kRotated; }
+  bool int8() const { return packed.packing != Packing::kNone && !pairs && !super && !rotated(); }
+  // Whether a group is multiplied as it was packed, or widened, part by part of the tokens.
+  bool in_panels() const { return pairs || rotated(); }
 };
 
 // A matrix as a set multiplies it, still without a place. Quantized weights that are multiplied in pairs are
 // kept in pairs, too, with `keep_pairs`; otherwise each pass widens them.
 Linear linear_of(const Tensor& tensor, Compute compute, const Kernels& kernels, bool keep_pairs = false);
-// Memory that a thread needs for a group of it: expanded to float32, widened or padded.
+// Packs a group of a matrix where it belongs; `memory` has packing_bytes_of() the matrix.
+void pack(const Linear& linear, int group, const Kernels& kernels, std::byte* memory);
+std::size_t packing_bytes_of(const Linear& linear);
+// Memory that a thread needs for a group of it, expanded to float32, widened or padded, or to rotate a row.
 std::size_t scratch_bytes_of(const Linear& linear);
 
 struct CpuLayer {
@@ -39,14 +46,21 @@ struct Forms {
   bool int8 = false;
   bool super = false;
   bool bfloat16 = false;
+  bool rotated = false;
   bool f32 = false;
 
-  bool any() const { return int8 || super || bfloat16 || f32; }
+  bool any() const { return int8 || super || bfloat16 || rotated || f32; }
   void add(const Linear& linear) {
-    (linear.int8() ? int8 : linear.super ? super : linear.pairs ? bfloat16 : f32) = true;
+    (linear.int8()      ? int8
+     : linear.super     ? super
+     : linear.pairs     ? bfloat16
+     : linear.rotated() ? rotated
+                        : f32) = true;
   }
-  // Columns that must be there before they are rounded.
-  int block_cols() const { return super ? kSuperCols : int8 ? kBlockCols : 1; }
+  // Columns that must be there before they are rounded: of rotated rows, all.
+  int block_cols() const {
+    return rotated ? std::numeric_limits<int>::max() : super ? kSuperCols : int8 ? kBlockCols : 1;
+  }
 };
 
 // Copies norms and biases, and lets the model refer to the copies. In the file they lie between matrices: who

@@ -59,9 +59,9 @@ __all__ = [
 SCHEDULERS = 4  # of a core
 SIMD = 32
 
-# Lowest and highest ratio of measured to predicted speed: of published figures to which no constant was
-# fitted, and of this engine's dispatches on an H200, for prompts and for passes of a few tokens.
-# `tests/metal/test_cost_model.py` computes them, rounded outwards.
+# Lowest and highest ratio of measured to predicted speed, for prompts and for passes of a few tokens: the
+# lowest are those of this engine's dispatches on an H200 (docs/measurements/cost-model.md), the highest those
+# of published figures to which no constant was fitted, rounded outwards.
 SPREAD = {"prompt": (0.79, 1.16), "token": (0.79, 1.05)}
 
 

@@ -33,19 +33,10 @@ Sources
 [JL]
     Metal.jl issue 783: about 0.15 ms from committing a command buffer to waking up after it.
 [EST]
-    An estimate: no measurement for Apple's GPUs was found. The H200's is 32 cycles.
+    An estimate: no measurement for Apple's GPUs was found. An NVIDIA H200's is 32 cycles.
 [FIT]
     Fitted to published speeds, which `tests/data/published_speeds.json` marks with "fit". The other speeds
     there are held out: the accuracy of the model is its error on them.
-[CUDA]
-    CUDA C++ Programming Guide, "Throughput of Native Arithmetic Instructions", compute capability 9.0.
-[H200]
-    NVIDIA H200 and H100 data sheets: 132 SMs, 1.98 GHz boost, memory bandwidth.
-[OWN]
-    This engine on the emulator's CUDA executor, on an H200: ceilings measured by small kernels.
-[RRZE]
-    Dominik Ernst and others, gpu-benches (github.com/RRZE-HPC/gpu-benches), gpu-l2-cache/h200.txt and
-    gpu-latency/gh200.txt: bandwidth and latencies, measured.
 """
 
 from __future__ import annotations
@@ -111,22 +102,6 @@ APPLE_CYCLES = Cycles(
 
 # mma: [FIT] to llama.cpp's prefill on an M4; products of blocks are faster than in earlier families.
 APPLE9_CYCLES = replace(APPLE_CYCLES, mma=APPLE_CYCLES.mma * 0.84)
-
-# [CUDA] results per cycle and SM: FP32 128, INT32 64, of which `alu` counts about as many; conversions,
-# shifts, integer multiply 64; exp2, reciprocal, rsqrt 16; shuffle and loads 32. mma: 180 TFLOP/s over all
-# SMs, which the emulator's products reach [OWN]. alone: 4 cycles from an FMA to one that needs it.
-HOPPER_CYCLES = Cycles(
-    alu=1.5,
-    slow=2,
-    exp=8,
-    rcp=8,
-    rsqrt=8,
-    complex_issue=1,
-    shuffle=4,
-    mma=512 / (180e12 / 2 / (132 * 4 * 1.98e9)),
-    memory=4,
-    alone=4,
-)
 
 
 @dataclass(frozen=True)
@@ -204,29 +179,6 @@ def _apple(name: str, family: int, cores: int, ghz: float, dram_gbs: float, slc_
     )
 
 
-_H200 = Chip(
-    "h200",
-    family=7,  # the family that the emulator reports
-    cores=132,  # [H200]
-    ghz=1.98,  # [H200]
-    dram_gbs=4800,  # [H200]
-    slc_bytes=50 << 20,  # [H200]
-    slc_gbs=9700,  # [RRZE]
-    l2_gbs=9700,  # [RRZE]: one cache plays both parts
-    dram_efficiency=4214 / 4800,  # [OWN] a copy
-    core_bytes=128,  # [CUDA] 32 banks of 4 bytes
-    dram_ns=338,  # [RRZE], of a GH200 at the same clock
-    slc_ns=142,  # [RRZE]
-    local_cycles=32,  # [RRZE], of the first-level cache, which is the same memory
-    dispatch_us=2.56,  # [OWN] empty kernels
-    dispatch_us_range=(2.56, 2.56),
-    wait_us=0,  # not measured separately
-    threads=2048,  # [CUDA]
-    groups=32,  # [CUDA]
-    threadgroup_bytes=228 << 10,  # [CUDA]
-    cycles=HOPPER_CYCLES,
-)
-
 CHIPS: dict[str, Chip] = {
     chip.name: chip
     for chip in (
@@ -249,8 +201,6 @@ CHIPS: dict[str, Chip] = {
             dram_efficiency=122 / 153.6,
             cycles=replace(APPLE9_CYCLES, matrix_unit=512 / 128),
         ),
-        _H200,
-        replace(_H200, name="h100", dram_gbs=3350),
     )
 }
 

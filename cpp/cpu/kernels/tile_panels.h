@@ -1,0 +1,105 @@
+// Products of weights in panels: lanes are rows, and a step multiplies four bytes of each row by the same
+// four of a token. Sums run over all columns, in an order that does not depend on the tile.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+
+#include "prefetch.h"
+#include "row_ops.h"
+
+namespace metal_prefill::cpu {
+namespace {
+
+constexpr int kPanelSteps = 16;  // of a block
+constexpr std::size_t kPanelBytes = sizeof(PairBlock) / 2;
+
+// So few tokens wait for memory. It is read in its order, panel after panel of a block, which the processor
+// then reads ahead: with both panels at a time, Zen 4 read a token's weights at a third of the speed.
+constexpr int kFewPanelTokens = 6;
+
+// The weights of a group, and rows of tokens: strides in bytes.
+struct PanelOperands {
+  const void* blocks;
+  int n_blocks;
+  const void* x;
+  std::size_t x_stride;
+};
+
+// kVectors vectors of rows, from vector `v` of the group, by kTokens tokens. Of a Product, `first` is where
+// the sum of a token begins, `value` broadcasts four bytes, `add` adds a step, and `finish` makes a result of
+// a sum.
+template <class Product, int kVectors, int kTokens>
+void panel_tile(const Product& product, const PanelOperands& from, int v, int token, float* out,
+                std::size_t stride, NextLines& next) {
+  constexpr int kOfPanel = kPanelRows / Simd::kLanes;
+  constexpr int kTogether = kTokens > kFewPanelTokens ? kVectors : std::min(kVectors, kOfPanel);
+  typename Product::Sum sums[kTokens][kVectors];
+#pragma GCC unroll 16
+  for (int t = 0; t < kTokens; ++t)
+#pragma GCC unroll 8
+    for (int r = 0; r < kVectors; ++r) sums[t][r] = product.first(token + t);
+  const auto* block = static_cast<const std::uint8_t*>(from.blocks);
+  const auto* x = static_cast<const std::byte*>(from.x) + std::size_t(token) * from.x_stride;
+  NextLines lines = next;  // in registers
+  lines.begin_tile(from.n_blocks);
+  for (int b = 0; b < from.n_blocks; ++b, block += sizeof(PairBlock), x += 4 * kPanelSteps) {
+    lines.step();
+#pragma GCC unroll 8
+    for (int g = 0; g < kVectors; g += kTogether) {
+#pragma GCC unroll 4
+      for (int step = 0; step < kPanelSteps; ++step) {
+        I weights[kTogether];
+#pragma GCC unroll 8
+        for (int r = 0; r < kTogether; ++r) {
+          const int panel = (v + g + r) / kOfPanel, lane = (v + g + r) % kOfPanel * Simd::kLanes;
+          weights[r] =
+              Simd::load_codes(block + panel * kPanelBytes + std::size_t(step * kPanelRows + lane) * 4);
+        }
+#pragma GCC unroll 16
+        for (int t = 0; t < kTokens; ++t) {
+          const I value = Product::value(x + std::size_t(t) * from.x_stride + 4 * step);
+#pragma GCC unroll 8
+          for (int r = 0; r < kTogether; ++r)
+            sums[t][g + r] = Product::add(sums[t][g + r], weights[r], value);
+        }
+      }
+    }
+  }
+  next = lines;
+#pragma GCC unroll 16
+  for (int t = 0; t < kTokens; ++t)
+#pragma GCC unroll 8
+    for (int r = 0; r < kVectors; ++r) {
+      const int row = (v + r) * Simd::kLanes;
+      Simd::store(out + std::size_t(t) * stride + row, product.finish(sums[t][r], token + t, row));
+    }
+}
+
+// A group by `count` tokens, 1 to kTokens.
+template <class Product, int kTokens>
+void panel_tiles(int count, const Product& product, const PanelOperands& from, int token, float* out,
+                 std::size_t stride, NextLines& next) {
+  if constexpr (kTokens > 1)
+    if (count < kTokens)
+      return panel_tiles<Product, kTokens - 1>(count, product, from, token, out, stride, next);
+  constexpr int kVectors = kTokens == 1 ? kGroupRows / Simd::kLanes : Simd::kPanelVectors;
+  for (int v = 0; v < kGroupRows / Simd::kLanes; v += kVectors)
+    panel_tile<Product, kVectors, kTokens>(product, from, v, token, out, stride, next);
+}
+
+template <class Product>
+void multiply_panels(const Product& product, const PanelOperands& from, int count, float* out,
+                     std::size_t stride, const PrefetchRange& next) {
+  int tiles = ceil_div(count, Simd::kPanelTokens);
+  NextLines lines(count <= kFewPanelTokens ? PrefetchRange{} : next,
+                  tiles * (kGroupRows / Simd::kLanes / Simd::kPanelVectors));
+  for (int token = 0, share = 0; tiles > 0; --tiles, token += share) {
+    share = ceil_div(count - token, tiles);  // as even as can be: few tokens make poor use of a weight
+    panel_tiles<Product, Simd::kPanelTokens>(share, product, from, token, out + std::size_t(token) * stride,
+                                             stride, lines);
+  }
+}
+
+}  // namespace
+}  // namespace metal_prefill::cpu

@@ -1,0 +1,121 @@
+// Products of weights in panels on the matrix unit (AMX): 16 tokens x 64 bytes (A) by 64 bytes x 16 weight
+// rows (B), added up in C over all columns. The bytes are 32 columns of bfloat16, or 64 of rotated rows.
+//
+// A product of full tiles takes the unit 16 cycles and reads two tiles, so tokens and rows go in twos: four
+// C, one A and one B, five loads for four products. With two A and two B there would be four, but eight tiles
+// in use halve the rate of the unit where two threads share a core. A single token goes the same way, in a
+// tile with nothing but its row in use: a sum depends on its own row of A only, and the weights come from
+// memory more slowly than the unit multiplies them. Every step adds to C what it sums up by itself, so sums
+// have one order, however tokens are cut.
+#pragma once
+
+#include "amx_tiles.h"
+#include "prefetch.h"
+#include "simd_avx512.h"
+#include "tile_rotated.h"
+
+namespace metal_prefill::cpu {
+namespace {
+
+constexpr int kTokenTiles = 2;              // at a time
+constexpr std::size_t kTokenAhead = 16384;  // bytes by which weights of a single tile are prefetched
+
+struct PairTiles {
+  template <int kC, int kA, int kB>
+  static void multiply() {
+    multiply_pair_tiles<kC, kA, kB>();
+  }
+};
+struct RotatedTiles {
+  template <int kC, int kA, int kB>
+  static void multiply() {
+    multiply_unsigned_tiles<kC, kA, kB>();
+  }
+};
+
+// The two panels of a group by kTiles tiles of tokens.
+template <class Product, int kTiles>
+void multiply_panel_tiles(const PairBlock* block, int n_blocks, const std::byte* x, std::size_t x_bytes,
+                          float* out, std::size_t stride, NextLines& next) {
+  const std::size_t row_bytes = stride * sizeof *out;
+  const std::byte* second_x = x + std::size_t(kTileTokens) * x_bytes;
+  float* second_out = out + std::size_t(kTileTokens) * stride;
+  zero_tile<0>();
+  zero_tile<1>();
+  if constexpr (kTiles == 2) {
+    zero_tile<2>();
+    zero_tile<3>();
+  }
+  NextLines lines = next;  // in registers
+  lines.begin_tile(n_blocks);
+  for (int b = 0; b < n_blocks; ++b, ++block) {
+    load_tile<6, 16, kTileRowBytes>(block->pairs[0]);
+    load_tile_rows<4>(x + b * kTileRowBytes, x_bytes);
+    Product::template multiply<0, 4, 6>();
+    lines.step();
+    if constexpr (kTiles == 2) {
+      load_tile_rows<4>(second_x + b * kTileRowBytes, x_bytes);
+      Product::template multiply<2, 4, 6>();
+      load_tile<6, 16, kTileRowBytes>(block->pairs[1]);
+      Product::template multiply<3, 4, 6>();
+      load_tile_rows<4>(x + b * kTileRowBytes, x_bytes);
+      Product::template multiply<1, 4, 6>();
+    } else {
+      load_tile<7, 16, kTileRowBytes>(block->pairs[1]);
+      Product::template multiply<1, 4, 7>();
+    }
+  }
+  next = lines;
+  store_tile_rows<0>(out, row_bytes);
+  store_tile_rows<1>(out + kPanelRows, row_bytes);
+  if constexpr (kTiles == 2) {
+    store_tile_rows<2>(second_out, row_bytes);
+    store_tile_rows<3>(second_out + kPanelRows, row_bytes);
+  }
+}
+
+// `out` has the bits of sums of the unit.
+template <class Product>
+void multiply_panels_amx(const PairBlock* blocks, int n_blocks, const void* x, std::size_t x_bytes, int count,
+                         float* out, std::size_t stride, const PrefetchRange& next) {
+  keep_tile_config<kTileRowBytes>();
+  const int rest = count % kTileTokens,
+            full = count - rest;  // tokens in a tile that is not full, in full ones
+  NextLines lines(next, ceil_div(full, kTokenTiles * kTileTokens));
+  const auto row = [&](int token) { return static_cast<const std::byte*>(x) + std::size_t(token) * x_bytes; };
+  int t = 0;
+  for (; t + kTokenTiles * kTileTokens <= full; t += kTokenTiles * kTileTokens)
+    multiply_panel_tiles<Product, kTokenTiles>(blocks, n_blocks, row(t), x_bytes,
+                                               out + std::size_t(t) * stride, stride, lines);
+  if (t < full)
+    multiply_panel_tiles<Product, 1>(blocks, n_blocks, row(t), x_bytes, out + std::size_t(t) * stride, stride,
+                                     lines);
+  if (rest == 0) return;
+  // Few tokens wait for memory: their weights are prefetched further ahead than the processor does.
+  alignas(64) float sums[kTileTokens][kGroupRows];
+  const auto* ahead = reinterpret_cast<const std::byte*>(blocks) + kTokenAhead;
+  NextLines own({ahead, full > 0 ? 0 : std::size_t(n_blocks) * sizeof(PairBlock)}, 1);
+  multiply_panel_tiles<Product, 1>(blocks, n_blocks, row(full), x_bytes, sums[0], kGroupRows, own);
+  for (int r = 0; r < rest; ++r) std::copy_n(sums[r], kGroupRows, out + std::size_t(full + r) * stride);
+}
+
+void multiply_pairs_amx(const PairBlock* blocks, int n_blocks, const PairRows& x, int first, int count,
+                        float* out, std::size_t stride, const PrefetchRange& next) {
+  multiply_panels_amx<PairTiles>(blocks, n_blocks, x.row(first), x.stride * sizeof *x.data, count, out,
+                                 stride, next);
+}
+
+void multiply_rotated_amx(const PackedMatrix& weight, int group, const RotatedRows& x, int first, int count,
+                          float* out, std::size_t stride, const PrefetchRange& next) {
+  multiply_panels_amx<RotatedTiles>(weight.pairs(group), weight.blocks_per_row(), x.row(first), x.stride,
+                                    count, out, stride, next);
+  const RotatedProduct product = {weight.scales(group), x.terms + first};
+  for (int t = 0; t < count; ++t)
+    for (int row = 0; row < kGroupRows; row += Simd::kLanes) {
+      float* at = out + std::size_t(t) * stride + row;
+      Simd::store(at, product.finish(Simd::add_int(_mm512_loadu_si512(at), product.first(t)), t, row));
+    }
+}
+
+}  // namespace
+}  // namespace metal_prefill::cpu

@@ -1,0 +1,134 @@
+// Rows in 8 bits with one scale each (w8a8).
+//
+// A product has the same value if weights and activations are multiplied by the same orthogonal matrix. This
+// one is made of Hadamard matrices, blocks of 64 columns, which spread a large value over its block. After
+// that one scale suffices for all columns of a row, so that they add up as integers, with one conversion for
+// each output. The columns after the last block are in blocks of the powers of two that they add up to.
+//
+// All sets add in the same order, so that their results have the same bits.
+#pragma once
+
+#include <bit>
+#include <cmath>
+
+#include "tile_panels.h"
+
+namespace metal_prefill::cpu {
+namespace {
+
+// What the rows of the matrices are too long by, a power of two; the scale of a row makes up for it.
+constexpr float kRotationLength = 8;
+
+// Of each bit of a lane's index: 1 where it is clear, -1 where it is set.
+alignas(64) constexpr float kLaneSigns[4][16] = {
+    {1, -1, 1, -1, 1, -1, 1, -1, 1, -1, 1, -1, 1, -1, 1, -1},
+    {1, 1, -1, -1, 1, 1, -1, -1, 1, 1, -1, -1, 1, 1, -1, -1},
+    {1, 1, 1, 1, -1, -1, -1, -1, 1, 1, 1, 1, -1, -1, -1, -1},
+    {1, 1, 1, 1, 1, 1, 1, 1, -1, -1, -1, -1, -1, -1, -1, -1},
+};
+
+// 64 columns. The products with signs are exact.
+inline void rotate_block(const float* x, float* out) {
+  constexpr int kVectors = kRotatedCols / Simd::kLanes;
+  F v[kVectors];
+  unrolled<kVectors>([&](auto i) __attribute__((always_inline)) {
+    v[i] = Simd::load(x + i * Simd::kLanes);
+    unrolled<std::countr_zero(unsigned(Simd::kLanes))>([&](auto bit) __attribute__((always_inline)) {
+      v[i] = Simd::fma(v[i], Simd::load(kLaneSigns[bit]), Simd::template swap<1 << bit>(v[i]));
+    });
+  });
+  unrolled<std::countr_zero(unsigned(kVectors))>([&](auto bit) __attribute__((always_inline)) {
+    unrolled<kVectors>([&](auto i) __attribute__((always_inline)) {
+      if constexpr ((i & 1 << bit) == 0) {
+        const F a = v[i], b = v[i + (1 << bit)];
+        v[i] = Simd::add(a, b);
+        v[i + (1 << bit)] = Simd::sub(a, b);
+      }
+    });
+  });
+  unrolled<kVectors>([&](auto i)
+                         __attribute__((always_inline)) { Simd::store(out + i * Simd::kLanes, v[i]); });
+}
+
+// Fewer than 64 columns, filled up with zeros.
+inline void rotate_rest(const float* x, int n, float* out) {
+  std::copy_n(x, n, out);
+  std::fill(out + n, out + kRotatedCols, 0.0f);
+  for (int size = 0; n > 0; out += size, n -= size) {
+    size = int(std::bit_floor(unsigned(n)));
+    for (int step = 1; step < size; step *= 2)
+      for (int i = 0; i < size; ++i)
+        if ((i & step) == 0) {
+          const float a = out[i], b = out[i + step];
+          out[i] = a + b;
+          out[i + step] = a - b;
+        }
+    for (int i = 0; i < size; ++i) out[i] *= std::sqrt(float(kRotatedCols) / float(size));
+  }
+}
+
+// `count` values that were rotated, a multiple of kRotatedCols. Returns the sum of their codes.
+template <class S>
+inline std::uint32_t round_rotated(const float* x, int count, F inverse, std::int8_t* q) {
+  const auto rounded = [&](int i) { return Simd::round(Simd::mul(Simd::load(x + i), inverse)); };
+  if constexpr (StoresBlocks<S>) {
+    std::uint32_t sum = 0, halves[2];
+    for (int i = 0; i < count; i += kBlockCols) {
+      const I codes[] = {rounded(i), rounded(i + 8), rounded(i + 16), rounded(i + 24)};
+      S::store_block(q + i, codes, halves);
+      sum += halves[0] + halves[1];
+    }
+    return sum;
+  } else {
+    I sum = Simd::set_int(0);
+    for (int i = 0; i < count; i += Simd::kLanes) {
+      const I codes = rounded(i);
+      Simd::store_int8(q + i, codes);
+      sum = Simd::add_int(sum, codes);
+    }
+    return std::uint32_t(Simd::reduce_add(sum));
+  }
+}
+
+// The largest magnitude becomes 127, rounding is to nearest even. NaN or infinity in a row makes its scale
+// NaN.
+void rotate(const float* x, int n, float* memory, std::int8_t* q, RotatedRows::Terms& terms) {
+  const int whole = n / kRotatedCols * kRotatedCols, padded = round_up(n, kRotatedCols);
+  for (int i = 0; i < whole; i += kRotatedCols) rotate_block(x + i, memory + i);
+  if (whole < n) rotate_rest(x + whole, n - whole, memory + whole);
+  I largest = Simd::set_int(0);
+  for (int i = 0; i < padded; i += Simd::kLanes)
+    largest = Simd::max_int(largest, Simd::magnitude_bits(Simd::load(memory + i)));
+  const float magnitude = std::bit_cast<float>(Simd::reduce_max(largest));
+  const bool vanishes = magnitude < 127 * std::numeric_limits<float>::min();
+  const std::uint32_t sum =
+      round_rotated<Simd>(memory, padded, Simd::set(vanishes ? 0.0f : 127.0f / magnitude), q);
+  terms.scale = vanishes ? 0.0f : magnitude / (127 * kRotationLength);
+  terms.start =
+      Simd::kStartsFromSum<Simd::kRotatedZero> ? std::int32_t(0u - unsigned(Simd::kRotatedZero) * sum) : 0;
+}
+
+struct RotatedProduct {
+  using Sum = I;
+  const float* scales;              // of rows
+  const RotatedRows::Terms* terms;  // of tokens
+
+  Sum first(int token) const { return Simd::set_int(terms[token].start); }
+  static I value(const std::byte* x) { return Simd::broadcast4(reinterpret_cast<const std::int8_t*>(x)); }
+  static Sum add(Sum sum, I weights, I x) { return Simd::template dot<Simd::kRotatedZero>(sum, weights, x); }
+  F finish(Sum sum, int token, int row) const {
+    return Simd::mul(Simd::to_float(sum), Simd::mul(Simd::load(scales + row), Simd::set(terms[token].scale)));
+  }
+};
+
+void multiply_rotated(const PackedMatrix& weight, int group, const RotatedRows& x, int first, int count,
+                      float* out, std::size_t stride, const PrefetchRange& next) {
+  multiply_panels(RotatedProduct{weight.scales(group), x.terms + first},
+                  {weight.group(group), weight.blocks_per_row(), x.row(first), x.stride}, count, out, stride,
+                  next);
+}
+
+constexpr int kCodeZero = std::max(Simd::kRotatedZero, 0);  // signed codes count from 0
+
+}  // namespace
+}  // namespace metal_prefill::cpu
