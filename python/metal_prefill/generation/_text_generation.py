@@ -19,7 +19,7 @@ from metal_prefill.generation._choosing import Choosing
 from metal_prefill.generation._constraint import Constraint
 from metal_prefill.generation._ending import FinishReason, TextWriter, split_stops
 from metal_prefill.generation._speculation import MOST_DRAFTS, Speculate, Speculation, make_drafter
-from metal_prefill.text._reasoning import ReasoningGate, begins_after
+from metal_prefill.text._reasoning import ReasoningGate
 
 MOST_LOGPROBS = 1000  # of a token
 
@@ -197,7 +197,7 @@ class Continuation:
                 tokenizer, json_schema=rules.json_schema, regex=rules.regex, grammar=rules.grammar
             )
         # A constraint holds for the whole text, which ends reasoning only if the constraint mentions it.
-        begun = rules.reasoning and constraint is None and begins_after(tokenizer, ids.tolist())
+        begun = rules.reasoning and constraint is None and tokenizer.ends_in_reasoning(ids.tolist())
         self._writer = TextWriter(
             tokenizer.decoder(shown=tokenizer.reasoning_tags if rules.reasoning else ()),
             strings,

@@ -36,7 +36,7 @@ from metal_prefill.serve._tools import (
     possible_calls,
 )
 from metal_prefill.session import Piece
-from metal_prefill.text._reasoning import END, ReasoningParser, begins_after
+from metal_prefill.text._reasoning import END, ReasoningParser
 from metal_prefill.text._tokenizer import Tokenizer
 from metal_prefill.text._tool_calls import ToolCall, ToolCallParser, parse_arguments
 
@@ -199,7 +199,7 @@ def _reasoning_parser(form: ChatForm, tokenizer: Tokenizer, stream: Stream) -> R
         return None
     # A constraint holds for the whole text, which therefore has no end of reasoning that it does not mention.
     return ReasoningParser(
-        begun=begins_after(tokenizer, stream.prompt.tolist()) and not _is_constrained(form)
+        begun=tokenizer.ends_in_reasoning(stream.prompt.tolist()) and not _is_constrained(form)
     )
 
 

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
-
-if TYPE_CHECKING:
-    from metal_prefill.text._tokenizer import Tokenizer
+from typing import NamedTuple
 
 BEGIN, END = "<think>", "</think>"
-_LAST_TOKENS = 8  # of a prompt, enough for the tag and white space after it
+LAST_TOKENS = 8  # of a prompt, enough for the tag and white space after it
 
 
 class Parsed(NamedTuple):
@@ -151,8 +147,3 @@ def _overlap(text: str) -> int:
 def begins_in(prompt: str) -> bool:
     """Return whether a prompt ends within reasoning."""
     return prompt.rstrip().endswith(BEGIN)
-
-
-def begins_after(tokenizer: Tokenizer, prompt: Sequence[int]) -> bool:
-    """Return whether the tokens of a prompt end within reasoning."""
-    return begins_in(tokenizer.decode(prompt[-_LAST_TOKENS:], skip_special=False))

@@ -14,7 +14,7 @@ from metal_prefill.files._gguf_file import GGUFFile
 from metal_prefill.text._encoder_vocabulary import SPACE
 from metal_prefill.text._file_templates import FileTemplates
 from metal_prefill.text._metadata import boolean, flag, special_id
-from metal_prefill.text._reasoning import BEGIN, END
+from metal_prefill.text._reasoning import BEGIN, END, LAST_TOKENS, begins_in
 from metal_prefill.text._segmentation import segmented, segmented_ids
 from metal_prefill.text._special_tokens import SpecialTokens, TokenPair
 from metal_prefill.text._spelled_tokens import SpelledTokens
@@ -486,6 +486,10 @@ class Tokenizer:
         """
         first = self._bytes.first if whole and self.strips_space else None
         return TokenDecoder(self._bytes.piece, skip_special, first, shown)
+
+    def ends_in_reasoning(self, prompt: Sequence[int]) -> bool:
+        """Return whether the tokens of a prompt end within reasoning."""
+        return begins_in(self.decode(prompt[-LAST_TOKENS:], skip_special=False))
 
     @cached_property
     def reasoning_tags(self) -> frozenset[int]:
