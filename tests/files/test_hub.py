@@ -72,6 +72,7 @@ def server() -> Iterator[Hub]:
         "tiny/secret": Repo({"a.gguf": b"hidden"}, token="sesame"),
         "tiny/gated": Repo({"a.gguf": b"behind a gate"}, gated=True),
         "tiny/empty": Repo({"README.md": b"nothing here"}),
+        "tiny/adapter": Repo({"adapter_config.json": b"{}", "adapter_model.safetensors": b""}),
     }
     with serve(repos) as hub_server:
         yield hub_server
@@ -87,6 +88,8 @@ def test_a_repository_without_a_model_folder_names_its_files(client: Client, tmp
         "tiny/model": "tiny/model does not have config.json and model.safetensors; write tiny/model:FILE for "
         "one of more/tiny.F16.gguf, tiny.Q4_0.gguf, tiny.Q8_0.gguf",
         "tiny/empty": "tiny/empty does not have config.json and model.safetensors, and no GGUF files",
+        "tiny/adapter": "tiny/adapter does not have config.json and model.safetensors, but an adapter "
+        "(adapter_config.json), and no GGUF files",
         "tiny/absent": "repository tiny/absent does not exist on the Hub, or is private",
     }
     assert [answer.get("error") for answer in client.ask(*messages)] == list(messages.values())

@@ -39,6 +39,8 @@ _FOLDER_FILES = (
     "config_sentence_transformers.json",
     "sentence_*_config.json",
     "artifact.metadata",
+    "adapter_config.json",
+    "*_LogitScore/config.json",
     "*_MultiVectorMask/config.json",
     "*_Pooling/config.json",
     "*_Normalize/config.json",
@@ -184,7 +186,8 @@ def fetch_folder(
     if "config.json" not in wanted or not any(name.endswith(".safetensors") for name in wanted):
         models = [name for name in files if name.endswith(".gguf")]
         rest = f"; write {repo_id}:FILE for one of {_listing(models)}" if models else ", and no GGUF files"
-        raise HubError(f"{repo_id} does not have config.json and model.safetensors{rest}")
+        adapter = ", but an adapter (adapter_config.json)" if "adapter_config.json" in files else ""
+        raise HubError(f"{repo_id} does not have config.json and model.safetensors{adapter}{rest}")
     if "model.safetensors" in wanted:  # other weights in the repository are copies, split or older
         wanted = [name for name in wanted if not name.startswith("model-") and "index" not in name]
     paths = {
