@@ -8,10 +8,8 @@ from pathlib import Path
 
 import bench_kernels as kernels
 import pytest
-from support.bench_fakes import ILLEGAL_INSTRUCTION
 from support.cpu_testing import cpu_testing
 
-from metal_prefill.bench import BenchError, _peak
 from metal_prefill.bench._summary import Spread
 
 
@@ -38,46 +36,6 @@ def test_kernels_are_compared_with_limits_measured_at_the_same_time() -> None:
     # 50 bytes for each 1000 products; a limit without products would count its bytes.
     assert row.of_memory is not None
     assert row.of_memory.median == pytest.approx(2e9 * 50 / 1000 / 4e9)
-
-
-class Dying(FakeWorkload):
-    """Runs a number of times, then its process is gone."""
-
-    def __init__(self, rate: float, runs: int) -> None:
-        super().__init__(rate)
-        self.runs = runs
-
-    def run(self, repetitions: int) -> float:
-        if self.runs == 0:
-            raise BenchError("the limit died")
-        self.runs -= 1
-        return super().run(repetitions)
-
-
-@pytest.mark.parametrize("runs", [0, 5, 12])
-def test_a_crashed_limit_does_not_stop_the_measurement(runs: int) -> None:
-    limits = {
-        "int8": kernels.Limit(partial(Dying, 8e9, runs)),
-        "memory": kernels.Limit(partial(FakeWorkload, 4e9)),
-    }
-    row = kernels.measure("matrix", FakeWorkload(2e9), 8, 1, "isa", "int8", limits, repetitions=9)
-    assert row.gmacs == Spread(2.0, 2.0, 2.0)
-    assert row.of_memory is not None
-    assert row.note == "the limit died"
-    assert (row.of_products is None) == (runs < 12)
-
-
-def test_the_kernel_benchmark_lists_missing_limits(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cpu_testing()
-    monkeypatch.setattr(_peak, "COMMAND", ILLEGAL_INSTRUCTION)
-    small = partial(kernels.run, shapes=((33, 64),), attention_tokens=())
-    monkeypatch.setattr(kernels, "run", small)
-    assert kernels.main(["--types", "Q4_0", "--tokens", "1", "-t", "1", "-r", "1"]) == 0
-    printed = " ".join(capsys.readouterr().out.split())
-    assert "Q4_0 33x64" in printed
-    assert "its process died (SIGILL) while beginning" in printed
 
 
 def test_kernel_benchmark_measures_all_cases_and_writes_json(
