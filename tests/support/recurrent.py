@@ -16,7 +16,7 @@ from support.small_models import MODELS
 
 Array = npt.NDArray[Any]
 
-ARCHITECTURES = ("lfm2", "mamba2", "granitehybrid", "falcon-h1", "qwen35")
+ARCHITECTURES = ("lfm2", "mamba2", "falcon-h1", "qwen35")  # one with each kind of state and of layer
 NAMES = (
     *("lfm2", "lfm2, attention last", "lfm2, four taps, odd dimensions"),
     *("mamba2", "mamba2, three groups, odd dimensions"),

@@ -1,4 +1,4 @@
-"""Models with recurrent layers, of each architecture that has them."""
+"""Models with each kind of recurrent layer."""
 
 from __future__ import annotations
 
