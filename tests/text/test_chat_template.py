@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+import time
 from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
@@ -148,6 +149,18 @@ def test_a_message_cannot_complete_a_control_token_of_the_template() -> None:
         pieces = ChatTemplate(STRADDLING, SPECIAL).render([{"role": "user", "content": content}], {})
         assert special(pieces) == []
         assert text(pieces) == f"<|im_{content}"
+
+
+def test_a_message_completes_a_control_token_after_its_white_space() -> None:
+    """A control token may contain white space, and a regular expression tried each end at each space."""
+    spellings = [*(f"<|reserved {i}|>" for i in range(256)), *SPECIAL]
+    template = ChatTemplate("<|reserved{{ messages[0].content }}", spellings)
+    for content in (" 7|>", "  8|>", "7|>", "\n 7|> 8|>"):
+        pieces = template.render([{"role": "user", "content": content}], {})
+        assert pieces == [(f"<|reserved{content}", False)]
+    begin = time.process_time()
+    template.render([{"role": "user", "content": " " * 500_000}], {})
+    assert time.process_time() - begin < 1
 
 
 def test_slicing_a_message_cannot_join_a_control_token() -> None:

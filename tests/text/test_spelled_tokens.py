@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from metal_prefill.text._spelled_tokens import _Finder
+from metal_prefill.text._spelled_tokens import Finder
 
 
 @pytest.mark.parametrize("seed", range(50))
@@ -22,15 +22,15 @@ def test_the_longest_spelling_is_found_at_each_place(seed: int) -> None:
     spellings = {word(random.choice((2, 3, 6))) for _ in range(random.randrange(1, 20))}
     pattern = re.compile("|".join(map(re.escape, sorted(spellings, key=len, reverse=True))))
     text = word(300)
-    assert list(_Finder(spellings).spans(text)) == [match.span() for match in pattern.finditer(text)]
+    assert list(Finder(spellings).spans(text)) == [match.span() for match in pattern.finditer(text)]
 
 
 def test_a_spelling_is_found_at_the_end_of_a_text() -> None:
-    assert list(_Finder(("ab", "abcde", "b")).spans("abab")) == [(0, 2), (2, 4)]
+    assert list(Finder(("ab", "abcde", "b")).spans("abab")) == [(0, 2), (2, 4)]
 
 
 def test_without_spellings_nothing_is_found() -> None:
-    assert list(_Finder(()).spans("abc")) == []
+    assert list(Finder(()).spans("abc")) == []
 
 
 class Counted(str):
@@ -61,7 +61,7 @@ def test_the_number_of_comparisons_does_not_grow_with_the_number_of_lengths(spel
     spellings = {f"mm{'m' * i}{end}" for i in range(1000) for end in "ax"} | {spelling}
     text = Counted("m" * 2000)
     Counted.comparisons = 0
-    found = list(_Finder(spellings).spans(text))
+    found = list(Finder(spellings).spans(text))
     assert len(found) == (1000 if spelling == "mm" else 0)
     assert 0 < Counted.comparisons < 25 * 2000  # 11 for 2,001 spellings, 10 for 1,002 characters
 
@@ -72,5 +72,5 @@ def test_the_number_of_spellings_does_not_delay_texts() -> None:
     spellings = {f"a{letter}{i}" for i in range(20_000) for letter in "bcdefgh"}
     text = "".join(random.choices("abcdefgh", k=200_000))
     begin = time.process_time()
-    assert list(_Finder(spellings).spans(text)) == []
+    assert list(Finder(spellings).spans(text)) == []
     assert time.process_time() - begin < 2

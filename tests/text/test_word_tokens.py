@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
@@ -69,6 +70,20 @@ def test_words_of_different_texts_do_not_spell_a_token() -> None:
     segmenter.add_tokens(["unaff read"])
     words = WordTokens(segmenter, lowercase=False, spelled=["unaff read"])
     assert words.encode_all(["unaff", "read", "unaff read"]) == [[1, 2], [3, 4], None]
+
+
+def test_the_number_of_spelled_tokens_does_not_delay_texts() -> None:
+    segmenter = Segmenter(models.WordPiece({"[UNK]": 0, "un": 1, "##aff": 2}, unk_token="[UNK]"))
+    words = WordTokens(segmenter, lowercase=True, spelled=(f"Un{i:x}." for i in range(50_000)))
+    begin = time.process_time()
+    assert all(words.encode("un " * 20) == [1] * 20 for _ in range(2000))  # 5 s, one token after another
+    assert words.encode("un a unBEEF.") is None
+    assert time.process_time() - begin < 1
+
+
+def test_a_spelled_token_of_white_space_is_left_to_the_library() -> None:
+    segmenter = Segmenter(models.WordPiece({"[UNK]": 0, "un": 1}, unk_token="[UNK]"))
+    assert WordTokens(segmenter, lowercase=True, spelled=[" "]).encode("un") is None
 
 
 def test_other_text_is_left_to_the_library(opened: Opened) -> None:

@@ -24,6 +24,7 @@ from jinja2.parser import Parser
 
 from metal_prefill._support.cached_property import cached_property
 from metal_prefill.errors import ChatTemplateError
+from metal_prefill.text._spelled_tokens import Finder
 from metal_prefill.text._template_budget import TemplateLimitError
 from metal_prefill.text._template_limits import MAX_SOURCE, LimitedEnvironment, render
 from metal_prefill.text._tool_calls import parse_arguments, tool_names
@@ -334,7 +335,8 @@ class ChatTemplate:
             if not self._special:
                 return value
             text = self._beginnings.sub(lambda m: m[0] if m[1] else m[0] + marker, value)
-            return self._endings.sub(lambda m: m[1] + marker + m[2], text, count=1)
+            start = self._completion(text)
+            return text if start is None else text[:start] + marker + text[start:]
         if isinstance(value, dict):
             return {self._mark(k, marker): self._mark(v, marker) for k, v in value.items()}
         if isinstance(value, list):
@@ -366,8 +368,14 @@ class ChatTemplate:
         words = "|".join(map(re.escape, harmless)) or r"(?!)"
         return re.compile(f"({words})|[{re.escape(''.join(sorted(firsts)))}]")
 
+    def _completion(self, text: str) -> int | None:
+        """Return where a text, after white space, could complete a control token begun by the template."""
+        first = len(text) - len(text.lstrip())
+        starts = range(
+            first, max(first - self._endings.longest, 0) - 1, -1
+        )  # an end may begin with white space
+        return next((start for start in starts if self._endings.length(text, start)), None)
+
     @cached_property
-    def _endings(self) -> re.Pattern[str]:
-        """Pattern of string starts that could complete a control token begun by the template."""
-        ends = sorted({s[i:] for s in self._special for i in range(1, len(s))}, key=len, reverse=True)
-        return re.compile(r"\A(\s*)(" + "|".join(map(re.escape, ends)) + ")")
+    def _endings(self) -> Finder:
+        return Finder({spelling[i:] for spelling in self._special for i in range(1, len(spelling))})

@@ -45,14 +45,14 @@ class SpelledTokens:
         return {tokens[i]: int(i) for i in ids if tokens[i]}
 
     @cached_property
-    def _finders(self) -> tuple[_Finder, _Finder, _Finder]:
+    def _finders(self) -> tuple[Finder, Finder, Finder]:
         """Finders of user-defined tokens, of these and special tokens, and of special tokens."""
         both = self.user_defined | self.special
-        return _Finder(self.user_defined), _Finder(both), _Finder(self.special)
+        return Finder(self.user_defined), Finder(both), Finder(self.special)
 
     def special_in(self, text: str) -> bool:
         """Return whether a text spells a control token."""
-        return next(self._finders[2].spans(text), None) is not None
+        return self._finders[2].finds(text)
 
     def split(self, text: str, parse_special: bool) -> Iterator[str | int]:
         """Split text at the tokens that are recognized by their spelling."""
@@ -87,16 +87,21 @@ class SpelledTokens:
         return made
 
 
-class _Finder:
+class Finder:
     """Finds the longest of many spellings at each place of a text.
 
     The number of comparisons at a place grows with the logarithms of the number of spellings and of their
     length. A regular expression would try all spellings, and takes 100 times their memory.
+
+    Attributes
+    ----------
+    longest : int
+        Length of the longest spelling.
     """
 
     def __init__(self, spellings: Collection[str]) -> None:
         self._sorted = sorted(set(spellings))
-        self._longest = max(map(len, self._sorted), default=0)
+        self.longest = max(map(len, self._sorted), default=0)
         # For each spelling, the lengths of those that it begins with, its own and 0 included, as bits.
         self._lengths: list[int] = []
         prefixes: list[tuple[str, int]] = [("", 1)]  # of the latest spelling
@@ -112,18 +117,23 @@ class _Finder:
             places.append(f"{_one_of(pair[0] for pair in pairs)}(?={_one_of(pair[1] for pair in pairs)})")
         self._place = re.compile("|".join(filter(None, places))) if self._sorted else None
 
+    def finds(self, text: str) -> bool:
+        """Return whether a text contains a spelling."""
+        return next(self.spans(text), None) is not None
+
     def spans(self, text: str) -> Iterator[tuple[int, int]]:
         """Yield the start and end of each spelling in a text."""
         at = 0
         while self._place is not None and (place := self._place.search(text, at)):
             start = place.start()
             at = start + 1
-            if length := self._length(text[start : start + self._longest]):
+            if length := self.length(text, start):
                 at = start + length
                 yield start, at
 
-    def _length(self, text: str) -> int:
-        """Return the length of the longest spelling that a text begins with, 0 if there is none."""
+    def length(self, text: str, start: int) -> int:
+        """Return the length of the longest spelling at a place of a text, 0 if there is none."""
+        text = text[start : start + self.longest]
         i = bisect_right(self._sorted, text) - 1
         if i < 0:
             return 0

@@ -10,6 +10,7 @@ from tokenizers import Tokenizer as Segmenter
 
 from metal_prefill.text._encoder_vocabulary import MAX_WORD_CHARACTERS
 from metal_prefill.text._segmentation import segmented, segmented_ids
+from metal_prefill.text._spelled_tokens import Finder
 
 # BERT's tokenizer removes other control characters, and changes text beyond ASCII in several ways.
 _OTHER = re.compile(r"[^\t\n\r -~]")
@@ -36,7 +37,9 @@ class WordTokens:
     """
 
     def __init__(self, segmenter: Segmenter, *, lowercase: bool, spelled: Iterable[str] = ()) -> None:
-        self._spelled = tuple({text.lower().strip() for text in spelled})
+        spellings = {text.lower().strip() for text in spelled}
+        self._finder = Finder(spellings)
+        self._spaced = "" in spellings  # a token of white space is everywhere
         self._segmenter = segmenter
         self._lowercase = lowercase
         self._tokens = {
@@ -71,7 +74,7 @@ class WordTokens:
         return [next(made) if is_plain else None for is_plain in plain]
 
     def _spells(self, lowered: str) -> bool:
-        return any(map(lowered.__contains__, self._spelled))
+        return self._spaced or self._finder.finds(lowered)
 
     @staticmethod
     def _joined(texts: Sequence[str], chosen: Sequence[bool]) -> str:
