@@ -15,7 +15,7 @@ from metal_prefill._support.arguments import Progress, integer, items_of
 from metal_prefill.engine import Engine, EngineOwner
 from metal_prefill.errors import ContextOverflowError, KVMemoryError
 from metal_prefill.files._task_config import POOLINGS, Pooling
-from metal_prefill.tasks._pooled_head import embedding_of
+from metal_prefill.tasks._pooled_head import embedding_of, finite
 from metal_prefill.tasks._prompt_rules import PromptRules, cut_message, errors_of, named, numbered, shortened
 from metal_prefill.tasks._prompts import PLAIN, PROMPTS, PromptForm, prompt_form
 from metal_prefill.tasks._text_passes import Block, TextPasses, pooled_blocks
@@ -434,10 +434,10 @@ def _vector_blocks(
         if head.dense and (pooling != "none" or head.per_token):
             block = [embedding_of(head, states) for states in block]
         if pooling != "none":
-            block = np.asarray(block)[:, :dimensions]
+            block = finite(np.asarray(block), "a number of a vector")[:, :dimensions]
             yield _normalized(block) if normalize else block  # each row as it would be alone
         else:
-            block = [vectors[:, :dimensions] for vectors in block]
+            block = [finite(vectors, "a number of a vector")[:, :dimensions] for vectors in block]
             yield list(map(_normalized, block)) if normalize else block
 
 

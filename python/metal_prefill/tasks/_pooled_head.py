@@ -7,13 +7,16 @@ that the result of a text does not depend on the others.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
+from metal_prefill.errors import NumericalError
 from metal_prefill.files._gguf_file import FloatArray
 from metal_prefill.files._task_config import DenseActivation, HeadActivation, PooledHead
+
+_Array = TypeVar("_Array", bound=npt.NDArray[Any])
 
 
 def embedding_of(head: PooledHead, states: FloatArray) -> FloatArray:
@@ -32,7 +35,7 @@ def logits_of(head: PooledHead, states: FloatArray) -> FloatArray:
         states = _layer_norm(states, head.norm_eps) * head.matrix("cls.norm.weight")
         if "cls.norm.bias" in tensors:
             states = states + head.matrix("cls.norm.bias")
-    return _affine(head, "cls.output", states)
+    return finite(_affine(head, "cls.output", states), "an output of the classification head")
 
 
 def probabilities_of(head: PooledHead, logits: npt.NDArray[np.floating[Any]]) -> npt.NDArray[np.float64]:
@@ -47,6 +50,13 @@ def probabilities_of(head: PooledHead, logits: npt.NDArray[np.floating[Any]]) ->
 def _affine(head: PooledHead, name: str, x: FloatArray) -> FloatArray:
     y = _product(head.matrix(f"{name}.weight"), x)
     return y + head.matrix(f"{name}.bias") if f"{name}.bias" in head.gguf.tensors else y
+
+
+def finite(values: _Array, what: str) -> _Array:
+    """Return values; raise NumericalError, in which `what` names one, if one is infinite or NaN."""
+    if not np.isfinite(values).all():
+        raise NumericalError(f"{what} is {values[~np.isfinite(values)][0]}")
+    return values
 
 
 def softmax(x: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:

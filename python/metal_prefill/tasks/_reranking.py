@@ -26,7 +26,7 @@ from metal_prefill.tasks._embedding import (
 )
 from metal_prefill.tasks._late_interaction import late_scores
 from metal_prefill.tasks._pairs import encode_pair, encode_part
-from metal_prefill.tasks._pooled_head import logits_of, sigmoid
+from metal_prefill.tasks._pooled_head import finite, logits_of, sigmoid
 from metal_prefill.tasks._prompt_rules import PromptRules, cut_message, errors_of, numbered, shortened
 from metal_prefill.tasks._prompts import has_prompts, prompt_form
 from metal_prefill.tasks._text_passes import Ids, TextPasses, pooled_states
@@ -464,4 +464,9 @@ def _answers(engine: Engine) -> _Scorer:
             )
         rows.append(dequantized(engine.gguf, tensor, slice(ids[0], ids[0] + 1))[0])
     difference = rows[0].astype(np.float64) - rows[1]
-    return _Scorer(lambda state: float(difference @ state.astype(np.float64)))
+
+    def score(state: npt.NDArray[np.float32]) -> float:
+        value = np.array([difference @ state.astype(np.float64)])
+        return float(finite(value, "the difference of the answers' logits")[0])
+
+    return _Scorer(score)

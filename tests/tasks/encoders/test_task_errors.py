@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from support import model_folders, task_folders
 from support.encoder_tasks import FileOf, opened
 from support.gguf_bytes import text
 from support.gguf_mutator import take_apart
+from support.small_models import with_tensor
 from support.task_folders import (
     DOCUMENTS,
     QUERY,
@@ -20,9 +23,34 @@ from support.task_folders import (
     TEXTS,
 )
 
-from metal_prefill import ContextOverflowError, GGUFError
+from metal_prefill import ContextOverflowError, GGUFError, Model, NumericalError
 from metal_prefill.cli import main
 from metal_prefill.conversion import convert
+
+
+HEADS: dict[str, tuple[Any, str, Callable[[Model], Any]]] = {
+    "a score": (RANKERS["bert"], "cls.output.weight", lambda m: m.rerank(QUERY, ["a"])),
+    "a class": (RANKERS["bert"], "cls.output.bias", lambda m: m.classify(["a"])),
+    "labels": (TAGGERS["bert"], "cls.output.bias", lambda m: m.label_tokens(["a"])),
+    "vectors": (task_folders.late_interaction, "dense_2.weight", lambda m: m.embed(["a"], pooling="none")),
+    "products": (task_folders.late_interaction, "dense_2.weight", lambda m: m.rerank(QUERY, ["a"])),
+}
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.parametrize(("make", "tensor", "call"), HEADS.values(), ids=HEADS.keys())
+def test_a_head_with_numbers_that_are_not_finite_has_no_results(
+    tmp_path: Path, file_of: FileOf, make: Any, tensor: str, call: Callable[[Model], Any], value: float
+) -> None:
+    def damage(values: Any) -> None:
+        values.reshape(-1)[:] = value
+
+    with (
+        opened(with_tensor(tmp_path / "m.gguf", file_of(make), tensor, damage)) as model,
+        np.errstate(invalid="ignore"),
+        pytest.raises(NumericalError, match=r"is (nan|-?inf)$"),
+    ):
+        call(model)
 
 
 @pytest.mark.parametrize("kind", ["pair", "text", "late"])
