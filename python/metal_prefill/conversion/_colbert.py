@@ -68,10 +68,11 @@ def _settings(folder: Path) -> Fields:
 
 
 def _marker(settings: Fields, key: str, default: str, vocabulary: FolderVocabulary) -> str:
+    """Return the prompt of a marker: the library replaces the token of the full stop in ". " and the text."""
     text = settings.string(key, default=default)
     for spelling in (text, SPACE + text):
         if spelling in vocabulary.tokens:
             i = vocabulary.tokens.index(spelling)
             vocabulary.tokens[i], vocabulary.types[i] = text, int(TokenType.CONTROL)
-            return text
+            return f"{text} "
     raise settings.error(f"{settings.name(key)} is {text!r}, which the vocabulary does not contain")

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import string
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from support import task_folders
+from support import encoder_tokenizers, task_folders, tokenizer_folders
 from support.encoder_tasks import NEAR, FileOf, opened, scores_of
 from support.folder_reference import Array, FolderTensors, attended, gelu
 from support.model_folders import HEADS, LAYERS, Folder
@@ -17,6 +18,12 @@ from tokenizers import Tokenizer
 
 from metal_prefill import ContextOverflowError, GGUFError, Model, UnsupportedModelError
 from metal_prefill.conversion import convert
+from metal_prefill.conversion._colbert import colbert_metadata
+from metal_prefill.conversion._fields import Fields
+from metal_prefill.conversion._vocabulary import read_vocabulary
+from metal_prefill.files._metadata_keys import PROMPT_KEYS
+from metal_prefill.tasks._prompt_rules import PromptRules
+from metal_prefill.tasks._prompts import PromptForm
 
 QUERY_TOKENS = 32
 
@@ -95,6 +102,19 @@ def test_vectors_and_scores_match_float64(device: str, file_of: FileOf, expected
         np.testing.assert_allclose(cut, expected.query(LONG_QUERY), **near)
         scores = [expected.score(QUERY, document) for document in DOCUMENTS]
         np.testing.assert_allclose(scores_of(model), scores, rtol=2e-6 if device == "cpu" else 2e-3)
+
+
+def test_texts_follow_their_markers_as_they_follow_a_full_stop(tmp_path: Path) -> None:
+    """A byte-level vocabulary has other tokens for words after a space."""
+    made = tokenizer_folders.byte_level()
+    path = tokenizer_folders.write(tmp_path, made, {"mask_token": "</s>"})
+    (path / "artifact.metadata").write_text(json.dumps({"query_token_id": "<s>", "doc_token_id": "<s>"}))
+    vocabulary = read_vocabulary(path, Fields.read(path / "config.json"))
+    form = PromptForm(colbert_metadata(path, vocabulary)[f"{PROMPT_KEYS}query"], spells_tokens=True)
+    ours, theirs = encoder_tokenizers.open_folder(path), Tokenizer.from_file(str(path / "tokenizer.json"))
+    for text in ("the king", " the", "  a  b", ".", "1,2", ""):
+        expected = [ours.bos_id, *theirs.encode(f". {text}", add_special_tokens=False).ids[1:]]
+        assert form.tokens(ours, text, PromptRules()) == expected, repr(text)
 
 
 def test_tokens_attend_to_masks_on_request(tmp_path: Path) -> None:
