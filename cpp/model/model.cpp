@@ -12,7 +12,7 @@ namespace metal_prefill {
 
 namespace {
 
-std::string shape_text(int rows, int cols) {
+std::string shape_text(std::int64_t rows, std::int64_t cols) {
   return rows == 1 ? "[" + std::to_string(cols) + "]"
                    : "[" + std::to_string(rows) + ", " + std::to_string(cols) + "]";
 }
@@ -22,8 +22,8 @@ void check_tensor(const Model& model, const TensorRow& row, const Tensor& t) {
     if (row.needed()) throw std::invalid_argument("tensor for " + std::string(row.what) + " is missing");
     return;
   }
-  const int rows = groups_of(row.rows, model.config).length();
-  const int cols = groups_of(row.cols, model.config).length();
+  const std::int64_t rows = groups_of(row.rows, model.config).length();
+  const std::int64_t cols = groups_of(row.cols, model.config).length();
   if (t.rows != rows || t.cols != cols)
     throw std::invalid_argument("tensor '" + t.name + "' has shape " + shape_text(t.rows, t.cols) +
                                 ", expected " + shape_text(rows, cols));

@@ -1,6 +1,7 @@
 // The table of a model's tensors, from the rows of tensors.inc.
 #pragma once
 
+#include <cstdint>
 #include <span>
 #include <string>
 #include <string_view>
@@ -48,7 +49,7 @@ enum class Extent {
 // An extent is `count` groups of `size`: the heads of a projection, or one group.
 struct Groups {
   int count, size;
-  int length() const { return count * size; }
+  std::int64_t length() const { return std::int64_t(count) * size; }
 };
 Groups groups_of(Extent extent, const Config& config);
 

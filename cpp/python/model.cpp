@@ -79,7 +79,8 @@ struct TensorSpec {
 std::vector<TensorSpec> tensor_specs(const Config& config) {
   std::vector<TensorSpec> specs;
   const auto add = [&](const TensorRow& row, const char* prefix, std::optional<LayersOf> layers) {
-    const int rows = groups_of(row.rows, config).length(), cols = groups_of(row.cols, config).length();
+    const std::int64_t rows = groups_of(row.rows, config).length();
+    const std::int64_t cols = groups_of(row.cols, config).length();
     specs.push_back({&row, prefix + std::string(row.name),
                      row.kind == TensorKind::kMatrix || row.kind == TensorKind::kFilter
                          ? nb::make_tuple(rows, cols)
