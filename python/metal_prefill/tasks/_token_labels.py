@@ -94,7 +94,8 @@ def label_tokens(
         Aggregation of tokens to entities, as in the pipelines of transformers. ``"simple"`` assigns each
         token its most probable label. ``"first"``, ``"average"`` and ``"max"`` assign all tokens of a
         word one label: that of the first token, of the mean of their probabilities, or of the most
-        certain token. ``"none"`` returns each token with its tag.
+        certain token. ``"none"`` returns each token with its tag. Unless the vocabulary marks them
+        (WordPiece), words are separated by any white space; transformers separates them by spaces only.
     ignore
         Labels to omit from the result.
     truncate
@@ -108,7 +109,8 @@ def label_tokens(
     Returns
     -------
     list of list of Entity
-        Entities of each text in order, with label, score and position in characters.
+        Entities of each text in order, with label, score and position in characters, without white space
+        around them, which tokens of some vocabularies include.
 
     Raises
     ------
