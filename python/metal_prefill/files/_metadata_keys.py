@@ -121,11 +121,13 @@ class Keys:
         return value
 
     def number(self, key: str, default: float) -> float:
-        """Read an integer or float of any value under its full key."""
+        """Read an integer or finite float under its full key."""
         if key not in self.gguf.metadata:
             return default
         value = self._scalar(key, *_INTEGER_TYPES, *_FLOAT_TYPES)
         assert isinstance(value, (int, float))
+        if not math.isfinite(value):
+            raise self.error(f"{key} is {value}, must be finite")
         return value
 
     def string(self, suffix: str, default: str) -> str:

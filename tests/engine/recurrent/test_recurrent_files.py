@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
+import struct
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.gguf_bytes import ARRAY, BOOL, I32, U32, array, scalar, u32
+from support.gguf_bytes import ARRAY, BOOL, F32, I32, U32, array, scalar, u32
 from support.gguf_mutator import take_apart
 from support.recurrent import PAGEWISE, Array, ids_of
 from support.reference import ReferenceModel
@@ -201,6 +203,17 @@ def test_layers_with_attention_may_be_listed(tmp_path: Path) -> None:
         np.testing.assert_allclose(
             model.session().forward_prompt_logits(ids), expected, atol=1e-5 * np.abs(expected).max()
         )
+
+
+@pytest.mark.parametrize("count", [math.nan, math.inf])
+def test_a_count_of_ignored_layers_must_be_finite(
+    tmp_path: Path, model_path: Callable[[str], Path], count: float
+) -> None:
+    parts = take_apart(model_path("qwen35"))
+    parts.metadata.append((b"qwen35.nextn_predict_layers", F32, struct.pack("<f", count)))
+    (tmp_path / "m.gguf").write_bytes(parts.assemble())
+    with GGUFFile(tmp_path / "m.gguf") as gguf, pytest.raises(GGUFError, match=f"is {count}, must be finite"):
+        read_config(gguf)
 
 
 @pytest.mark.parametrize("counted", [False, True], ids=["own names", "as another block"])
