@@ -87,15 +87,10 @@ def __getattr__(name: str) -> Any:
     elif name in _HOMES:
         import importlib
 
-        from metal_prefill._support.interruptions import interruptions
+        from metal_prefill._support.interruptions import whole_interruptions
 
-        with interruptions() as interrupted:
-            try:
-                module = importlib.import_module(_HOMES[name])
-            except ImportError:
-                if interrupted:
-                    raise KeyboardInterrupt from None
-                raise
+        with whole_interruptions():
+            module = importlib.import_module(_HOMES[name])
         value = getattr(module, name)
     else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -20,6 +20,7 @@ from metal_prefill._support.arguments import (
     token_array,
     token_id,
 )
+from metal_prefill._support.interruptions import whole_interruptions
 from metal_prefill.engine import Engine
 from metal_prefill.errors import ClosedError, ContextOverflowError, DeviceError
 from metal_prefill.generation._run_ahead import RunAhead
@@ -229,6 +230,7 @@ class Session:
         """
         return Session(self._engine, self.native.fork(), self._prefix_namespace)
 
+    @whole_interruptions()
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the cache and its tokens to a file for :meth:`metal_prefill.Model.load_session`.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import socket
@@ -11,11 +12,14 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import pytest
 
 from metal_prefill import Model, OutputError, synth
 from metal_prefill._support.atomic_write import replacing
+from metal_prefill.storage import _session_file
 
 posix_only = pytest.mark.skipif(os.name != "posix", reason="needs POSIX file types, modes and locks")
 
@@ -99,6 +103,48 @@ def test_images_are_rejected_likewise(tmp_path: Path, options: tuple[str, ...]) 
     assert done.returncode == 1
     assert done.stderr == f"error: {path}: is a FIFO; name a regular file\n"
     assert stat.S_ISFIFO(os.lstat(path).st_mode)
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="counts open files in /proc")
+@pytest.mark.filterwarnings("ignore::ResourceWarning")  # for a file between `open` and `with`
+def test_ctrl_c_at_any_call_leaves_nothing(tmp_path: Path) -> None:
+    def is_interrupted(number: int) -> bool:
+        calls = itertools.count()
+
+        def interrupt(frame: FrameType, event: str, argument: Any) -> None:
+            if event in ("call", "c_call") and next(calls) == number:
+                signal.raise_signal(signal.SIGINT)
+
+        try:
+            sys.setprofile(interrupt)
+            with replacing(tmp_path / "out") as temporary:
+                temporary.write_bytes(b"new")
+            sys.setprofile(None)
+        except KeyboardInterrupt:  # which has removed the function
+            return True
+        return False
+
+    descriptors = os.listdir("/proc/self/fd")
+    for number in itertools.count():
+        interrupted = is_interrupted(number)
+        assert set(os.listdir(tmp_path)) <= {"out"}, f"after call {number}"
+        assert len(os.listdir("/proc/self/fd")) == len(descriptors), f"after call {number}"
+        if not interrupted:
+            break
+    assert number > 50
+
+
+def test_ctrl_c_that_native_code_makes_another_error_of_is_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write(*arguments: Any) -> None:
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        raise SystemError("returned a result with an exception set")
+
+    monkeypatch.setattr(_session_file, "write", write)
+    with pytest.raises(KeyboardInterrupt):
+        save(tmp_path / "session")
 
 
 @posix_only

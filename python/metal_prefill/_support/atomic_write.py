@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from metal_prefill._support.interruptions import deferred_interruptions
 from metal_prefill.errors import OutputError
 
 if os.name == "posix":
@@ -87,13 +88,16 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
         `check_target` raises, before the block runs; or the folder is not writable.
     """
     target = check_target(path)
-    _remove_abandoned(target.parent)
+    with deferred_interruptions():
+        _remove_abandoned(target.parent)
+    scratch = _Scratch()
     try:
-        folder, lock = _locked_folder(target.parent)
-    except OSError as error:
-        raise type(error)(error.errno, error.strerror, os.fspath(path)) from None
-    try:
-        temporary = folder / target.name
+        try:
+            with deferred_interruptions():
+                scratch.open_in(target.parent)
+        except OSError as error:
+            raise type(error)(error.errno, error.strerror, os.fspath(path)) from None
+        temporary = scratch.folder / target.name
         with open(temporary, "xb") as file:
             mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
         with suppress(FileNotFoundError):
@@ -105,27 +109,43 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
                 os.fsync(file.fileno())
             os.replace(temporary, target)
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
-        if lock is not None:
-            os.close(lock)
-    if os.name == "posix":  # the rename must also survive a power failure
-        directory = os.open(target.parent, os.O_RDONLY)
         try:
-            os.fsync(directory)
-        finally:
-            os.close(directory)
+            scratch.discard()
+        finally:  # Ctrl-C may come before the first call defers it
+            scratch.discard()
+    if os.name == "posix":  # the rename must also survive a power failure
+        with deferred_interruptions():
+            directory = os.open(target.parent, os.O_RDONLY)
+            try:
+                os.fsync(directory)
+            finally:
+                os.close(directory)
 
 
-def _locked_folder(parent: Path) -> tuple[Path, int | None]:
-    """Create a folder that is locked while the returned descriptor is open."""
-    while True:
-        folder = parent / f"{_PREFIX}{secrets.token_hex(8)}{_SUFFIX}"
-        folder.mkdir(mode=0o700)
-        lock = _lock(folder, wait=True)
-        if folder.is_dir():  # otherwise another process has removed it as abandoned
-            return folder, lock
-        if lock is not None:
-            os.close(lock)
+class _Scratch:
+    """A temporary folder that is locked until it is discarded."""
+
+    folder: Path
+
+    def __init__(self) -> None:
+        self._lock: int | None = None
+
+    def open_in(self, parent: Path) -> None:
+        while True:
+            self.folder = parent / f"{_PREFIX}{secrets.token_hex(8)}{_SUFFIX}"
+            self.folder.mkdir(mode=0o700)
+            self._lock = _lock(self.folder, wait=True)
+            if self.folder.is_dir():  # otherwise another process has removed it as abandoned
+                return
+            self.discard()
+
+    def discard(self) -> None:
+        with deferred_interruptions():
+            if hasattr(self, "folder"):
+                shutil.rmtree(self.folder, ignore_errors=True)
+            lock, self._lock = self._lock, None
+            if lock is not None:
+                os.close(lock)
 
 
 def _remove_abandoned(parent: Path) -> None:

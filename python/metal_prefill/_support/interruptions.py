@@ -1,4 +1,4 @@
-"""Detection of Ctrl-C during imports."""
+"""Ctrl-C during work that must end whole, or that makes another error of KeyboardInterrupt."""
 
 from __future__ import annotations
 
@@ -32,3 +32,37 @@ def interruptions() -> Iterator[list[int]]:
     finally:
         if ours:
             signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@contextmanager
+def whole_interruptions() -> Iterator[None]:
+    """Raise KeyboardInterrupt for any error of a block that Ctrl-C has interrupted.
+
+    Native code that calls Python may raise SystemError or TypeError then, and an import ImportError.
+    """
+    with interruptions() as heard:
+        try:
+            yield
+        except Exception:
+            if heard:
+                raise KeyboardInterrupt from None
+            raise
+
+
+@contextmanager
+def deferred_interruptions() -> Iterator[None]:
+    """Let the block end before the handler of Ctrl-C runs."""
+    heard: list[tuple[int, FrameType | None]] = []
+    handler = signal.getsignal(signal.SIGINT)
+    try:
+        if callable(handler):
+            signal.signal(signal.SIGINT, lambda number, frame: heard.append((number, frame)))
+    except ValueError:  # only the main thread can receive signals
+        handler = None
+    try:
+        yield
+    finally:
+        if callable(handler):
+            signal.signal(signal.SIGINT, handler)
+            if heard:
+                handler(*heard[0])
