@@ -1,9 +1,9 @@
 """The GGUF file of a model that a user names: a file, a folder, a repository of the Hub or a package.
 
 A folder is converted once, into the cache folder. The name of the file there is a hash of what the
-conversion depends on: the small files of the folder and the headers of its weights in full, samples of the
-weights, with sizes and modification times, which reveal changes that the samples miss, and the version of the
-package.
+conversion depends on: the small files of the folder and of its modules and the headers of weights in full,
+samples of the weights, with sizes and modification times, which reveal changes that the samples miss, and the
+version of the package.
 """
 
 from __future__ import annotations
@@ -18,8 +18,11 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from metal_prefill.conversion._body import body_folder
-from metal_prefill.conversion._weights import source_files
+from metal_prefill._support.atomic_write import replacing
+from metal_prefill.conversion._body import body_folder, module_folders
+from metal_prefill.conversion._fields import MAX_FILE_NAME
+from metal_prefill.conversion._weights import FILE, source_files
+from metal_prefill.errors import GGUFError
 from metal_prefill.hub._bundled_models import PACKAGED
 from metal_prefill.hub._download import REPOSITORY, resolve_model
 from metal_prefill.storage._cache_folder import beyond_limit, cache_folder, version
@@ -84,7 +87,8 @@ def model_name(path: Path) -> str:
 
 def converted(folder: Path, name: str) -> Path:
     """Return the path of a folder's conversion in the cache, writing it if it is not there."""
-    path = _cache() / f"{name}-{_key(folder)[:_KEY_DIGITS]}.gguf"
+    key = _key(folder)
+    path = _cache() / f"{_shortened(name)}-{key[:_KEY_DIGITS]}.gguf"
     with suppress(OSError):  # a read-only file system cannot record the time of use
         os.utime(path, ns=(time.time_ns(), path.stat().st_mtime_ns))
     if path.is_file():
@@ -93,9 +97,17 @@ def converted(folder: Path, name: str) -> Path:
 
     _log.info("converting %s to %s", folder, path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    convert(folder, path, name=name)
+    with replacing(path) as temporary:
+        convert(folder, temporary, name=name)
+        if _key(folder) != key:
+            raise GGUFError(f"{folder}: changed while it was converted; open it again")
     _evict(keep=path)
     return path
+
+
+def _shortened(name: str) -> str:
+    """Return the first characters of a name, with which that of a file is not too long."""
+    return os.fsencode(name)[: MAX_FILE_NAME - 64].decode("utf-8", "ignore")
 
 
 def conversions() -> list[tuple[float, int, Path]]:
@@ -110,15 +122,16 @@ def _cache() -> Path:
 def _key(folder: Path) -> str:
     weights = source_files(body_folder(folder))
     digest = hashlib.sha256(f"{version()} {LAYOUT}\n".encode())
+    modules = module_folders(folder)
     small = [
-        path
-        for path in sorted((*folder.glob("*"), *folder.glob("*/*")))
-        if path.suffix in _SMALL and path.is_file()
+        path for place in (folder, *modules) for path in sorted(place.glob("*")) if path.suffix in _SMALL
     ]
-    dense = [path for path in sorted(folder.glob("*/*.safetensors")) if path.is_file()]
+    dense = [place / FILE for place in modules]
     for path in dict.fromkeys((*small, *weights, *dense)):
+        if not path.is_file():
+            continue
         status = path.stat()
-        digest.update(f"{path.relative_to(folder)} {status.st_size}\n".encode())
+        digest.update(os.fsencode(path.relative_to(folder)) + f" {status.st_size}\n".encode())
         with open(path, "rb") as file:
             if path.suffix in _SMALL:
                 digest.update(file.read(_SMALL_BYTES))
