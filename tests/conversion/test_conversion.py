@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import os
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,10 +23,10 @@ from tokenizers import models, normalizers
 from metal_prefill import GGUFError, Model, UnsupportedModelError
 from metal_prefill.cli import main
 from metal_prefill.commands.convert import TYPES
-from metal_prefill.conversion import TENSOR_TYPES, convert
+from metal_prefill.conversion import TENSOR_TYPES, _writing, convert
 from metal_prefill.conversion._fields import Fields
-from metal_prefill.conversion._settings import gemma3, rope_scaling
-from metal_prefill.conversion._sources import find_source, gguf_name
+from metal_prefill.conversion._settings import gemma3, lfm2, mistral, rope_scaling
+from metal_prefill.conversion._sources import SOURCES, find_source, gguf_name, metadata_of
 from metal_prefill.hub import _local_file
 from metal_prefill.hub._local_file import local_file
 
@@ -299,6 +303,119 @@ def test_a_changed_folder_is_converted_again(tmp_path: Path, own_cache: Path) ->
     assert len({first, second, third}) == 3
     assert read(second)[1]["output_norm.weight"][0] == folder.tensors["model.norm.weight"][0]
     assert read(third)[0]["llama.rope.freq_base"] == 5000.0
+
+
+_opened: set[str] = set()
+
+
+@functools.cache
+def _record_opened_files() -> None:
+    sys.addaudithook(lambda event, args: _opened.add(str(args[0])) if event == "open" else None)
+
+
+def test_the_key_of_a_conversion_covers_every_file_that_is_read(tmp_path: Path, own_cache: Path) -> None:
+    folder = model_folders.bert(tmp_path / "m")
+    folder.pool(dense=16)
+    path = folder.write()
+    (path / "modules").mkdir()
+    (path / "2_Dense").rename(path / "modules" / "2_Dense")
+    listing = json.loads((path / "modules.json").read_text())
+    for module in listing:
+        module["path"] = module["path"].replace("2_Dense", "modules/2_Dense")
+    (path / "modules.json").write_text(json.dumps(listing))
+    _record_opened_files()
+    _opened.clear()
+    convert(path, tmp_path / "m.gguf")
+    read_files = {name for name in _opened if name.startswith(str(path))}
+    assert any("modules/2_Dense" in name for name in read_files)
+    _opened.clear()
+    _local_file._key(path)
+    assert read_files <= _opened
+
+
+def test_weights_that_change_while_they_are_converted_are_not_cached(
+    tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = model_folders.llama(tmp_path / "m")
+    path = folder.write()
+
+    def change(*arguments: Any, **options: Any) -> None:
+        convert(*arguments, **options)
+        folder.tensors["model.norm.weight"] = folder.tensors["model.norm.weight"] + 1
+        folder.write()
+
+    monkeypatch.setattr(_writing, "convert", change)
+    with pytest.raises(GGUFError, match="m: changed while it was converted"):
+        local_file(path)
+    assert list((own_cache / "converted").iterdir()) == []
+
+
+def test_a_folder_that_is_truncated_while_it_is_converted_is_named(tmp_path: Path) -> None:
+    path = model_folders.llama(tmp_path / "m").write()
+
+    def truncate(done: int, total: int) -> None:
+        os.truncate(path / "model.safetensors", 4000)
+
+    with pytest.raises(GGUFError, match=r"model\.safetensors: was truncated; tensor .* ends at byte"):
+        convert(path, tmp_path / "m.gguf", progress=truncate)
+
+
+@pytest.mark.parametrize("name", ["x" * 250, os.fsdecode(b"\xff\xfe")], ids=["long", "not UTF-8"])
+def test_a_folder_may_have_any_name(tmp_path: Path, own_cache: Path, name: str) -> None:
+    path = model_folders.llama(tmp_path / "m").write().rename(tmp_path / name)
+    with Model(path, device="cpu") as model:
+        assert model.forward_prompt([1, 2]) >= 0
+
+
+def test_a_missing_output_is_tied_only_on_request(tmp_path: Path) -> None:
+    folder = model_folders.llama(tmp_path / "m", tie_word_embeddings=False)
+    folder.tensors.pop("lm_head.weight", None)
+    with pytest.raises(
+        GGUFError, match=r"tie_word_embeddings is false, but the weights lack lm_head\.weight"
+    ):
+        convert(folder.write(), tmp_path / "m.gguf")
+
+
+DEFAULTS: dict[str, tuple[Any, dict[str, Any], str, Any]] = {  # of transformers 5.24
+    "gemma3": (
+        "Gemma3",
+        {"head_dim": 32, "num_key_value_heads": 1, "sliding_window": 4},
+        "attention.scale",
+        1 / 16,
+    ),
+    "falcon-h1": ("FalconH1", {}, "attention.layer_norm_rms_epsilon", 1e-5),
+    "eurobert": ("EuroBert", {}, "attention.layer_norm_rms_epsilon", 1e-5),
+    "exaone4": ("Exaone4", {}, "attention.sliding_window", 4096),
+}
+
+
+@pytest.mark.parametrize(("name", "fields", "key", "value"), DEFAULTS.values(), ids=DEFAULTS.keys())
+def test_missing_fields_have_the_defaults_of_transformers(
+    tmp_path: Path, name: str, fields: dict[str, Any], key: str, value: Any
+) -> None:
+    shape = {
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "num_attention_heads": 2,
+        "max_position_embeddings": 64,
+    }
+    config = Fields(tmp_path / "config.json", {**shape, "num_hidden_layers": 2, **fields})
+    assert metadata_of(SOURCES[name], config)[key] == value
+
+
+def test_the_default_window_of_mistral_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModelError, match="sliding_window is 4096; supported: null"):
+        mistral(Fields(tmp_path / "config.json", {}))
+    assert mistral(Fields(tmp_path / "config.json", {"sliding_window": None})) == {}
+
+
+def test_the_layers_of_lfm2_are_read_in_linear_time(tmp_path: Path) -> None:
+    shape = {"num_hidden_layers": 4096, "num_key_value_heads": 1, "intermediate_size": 64}
+    config = Fields(tmp_path / "config.json", {**shape, "full_attn_idxs": [*[0] * 300_000, 4095]})
+    begin = time.process_time()
+    heads = lfm2(config)["attention.head_count_kv"]
+    assert time.process_time() - begin < 2  # 15 s, if each layer is searched for
+    assert [i for i, count in enumerate(heads) if count] == [0, 4095]
 
 
 def test_the_least_recently_used_conversions_are_evicted(

@@ -242,9 +242,10 @@ def lfm2(config: Fields) -> dict[str, Any]:
     """
     layers = config.layers()
     kinds = config.sequence("layer_types")
-    chosen = config.sequence("full_attn_idxs") if config.has("full_attn_idxs") else list(range(layers))
+    chosen = config.sequence("full_attn_idxs") if config.has("full_attn_idxs") else range(layers)
     if not kinds:
-        kinds = ["full_attention" if i in chosen else "conv" for i in range(layers)]
+        indices = {i for i in chosen if isinstance(i, int)}
+        kinds = ["full_attention" if i in indices else "conv" for i in range(layers)]
     check_kinds(config, kinds, ("full_attention", "conv"))
     heads = config.integer("num_key_value_heads")
     width = config.integer("block_ff_dim", "intermediate_size")
@@ -335,14 +336,25 @@ def _layers_with_window(config: Fields, usual_period: int) -> dict[str, Any]:
     return {} if windowed == usual else {"attention.sliding_window_pattern": windowed}
 
 
+_WINDOW = 4096  # of classes in transformers whose configuration has no field for it; null means none
+
+
+def mistral(config: Fields) -> dict[str, Any]:
+    """Return the metadata of the rotation; a window is refused."""
+    window = config.values.get("sliding_window", _WINDOW)
+    if window is not None:
+        raise config.unsupported(f"sliding_window is {window!r}; supported: null")
+    return rope_scaling_or_factors(config)
+
+
 def exaone4(config: Fields) -> dict[str, Any]:
     """Return the metadata of the rotation, and the layers with a window, if there is one."""
     found = rope_scaling_or_factors(config)
-    if not config.has("sliding_window"):
+    if config.values.get("sliding_window", _WINDOW) is None:
         return found
     return {
         **found,
-        "attention.sliding_window": config.integer("sliding_window"),
+        "attention.sliding_window": config.integer("sliding_window", default=_WINDOW),
         **_layers_with_window(config, 4),
     }
 
@@ -382,7 +394,7 @@ def gemma3(config: Fields) -> dict[str, Any]:
     }
     if factor != 1:
         found |= {"rope.scaling.type": "linear", "rope.scaling.factor": factor}
-    key_dim = config.integer("head_dim", default=256)
-    if config.number("query_pre_attn_scalar", default=key_dim) != key_dim:
-        found["attention.scale"] = config.number("query_pre_attn_scalar") ** -0.5
+    scalar = config.number("query_pre_attn_scalar", default=256)
+    if scalar != config.integer("head_dim", default=256):
+        found["attention.scale"] = scalar**-0.5
     return found

@@ -325,14 +325,14 @@ SOURCES: dict[str, Source] = {
     "EuroBert": Source(
         "eurobert",
         prefixes=("model.",),
-        keys=SHAPE | DECODER,
+        keys=SHAPE | DECODER | _LARGER_EPSILON,
         constants={"attention.causal": False},
         accepted={"hidden_act": ("silu",)},
         heads={"tokens": _CLASSIFIER},
         more=_settings.eurobert,
     ),
     "Llama": _LLAMA,
-    "Mistral": replace(_LLAMA, accepted={"hidden_act": ("silu",), "sliding_window": (None,)}),
+    "Mistral": replace(_LLAMA, more=_settings.mistral),
     "Qwen2": replace(_QWEN, architecture="qwen2", biases={}),  # always some in attention
     "Qwen3": replace(_QWEN, architecture="qwen3"),
     "SmolLM3": replace(
@@ -488,7 +488,7 @@ SOURCES: dict[str, Source] = {
     "FalconH1": Source(
         "falcon-h1",
         added_prefix="model.",
-        keys={**SHAPE, **DECODER, **_MAMBA},
+        keys={**SHAPE, **DECODER, **_LARGER_EPSILON, **_MAMBA},
         accepted={
             "hidden_act": ("silu",),
             "attention_bias": (False,),

@@ -78,10 +78,13 @@ class Weight:
         dtype = np.dtype(_DTYPES[self.dtype])
         count = (self.end - self.start) // dtype.itemsize
         try:
-            raw = np.fromfile(self.file, dtype, count, offset=self.start).reshape(self.shape)
+            raw = np.fromfile(self.file, dtype, count, offset=self.start)
         except MemoryError:
             where = f"{self.file}: tensor {self.name}"
             raise GGUFError(f"{where} has {self.end - self.start} bytes, which cannot be allocated") from None
+        if raw.size != count:
+            raise GGUFError(f"{self.file}: was truncated; tensor {self.name} ends at byte {self.end}")
+        raw = raw.reshape(self.shape)
         if self.dtype == "BF16":
             return (raw.astype(np.uint32) << 16).view(np.float32)
         with np.errstate(over="ignore"):  # float64 beyond the range becomes infinite

@@ -16,6 +16,7 @@ import numpy.typing as npt
 from gguf import GGMLQuantizationType, GGUFWriter, quants
 
 from metal_prefill._support.atomic_write import replacing
+from metal_prefill._support.interruptions import whole_interruptions
 from metal_prefill._support.shortened import shortened
 from metal_prefill.conversion._body import body_folder
 from metal_prefill.conversion._colbert import colbert_heads, colbert_metadata
@@ -62,6 +63,7 @@ class _Tensor(NamedTuple):
         return int(math.prod(self.shape) // block * size)
 
 
+@whole_interruptions()
 def convert(
     folder: str | os.PathLike[str],
     path: str | os.PathLike[str],
@@ -114,10 +116,10 @@ def convert(
         problem = "is a file, not a model folder" if folder.exists() else "no such folder"
         raise GGUFError(f"{folder}: {problem}")
     body = body_folder(folder)
-    config = Fields.read(body / "config.json")
-    _refuse_quantized(config)
-    source, task = find_source(config)
-    config = text_fields(source, config)
+    whole = Fields.read(body / "config.json")
+    _refuse_quantized(whole)
+    source, task = find_source(whole)
+    config = text_fields(source, whole)
     metadata = metadata_of(source, config)
     late = task == "late"
     modules = Modules(colbert_heads(folder, config)) if late else read_modules(folder, config, task)
@@ -136,6 +138,13 @@ def convert(
             raise GGUFError(f"{weight.file}: tensors {found[role].name} and {weight.name} are both {role}")
         _check_bias(source, config, role, weight)
         found[role] = weight
+    tied = whole if whole.has("tie_word_embeddings") else config
+    if (
+        task == "causal"
+        and "output.weight" not in found
+        and not tied.boolean("tie_word_embeddings", default=True)
+    ):
+        raise tied.error(f"{tied.name('tie_word_embeddings')} is false, but the weights lack lm_head.weight")
     vocabulary = read_vocabulary(body, config)
     tensors = [_planned(source, config, role, weight, tensor_type) for role, weight in found.items()]
     tensors += [
@@ -143,7 +152,7 @@ def convert(
         for role, values in source.computed(config).items()
     ]
     writer = GGUFWriter(None, source.architecture)
-    writer.add_name(name or folder.resolve().name)
+    writer.add_name(os.fsencode(name or folder.resolve().name).decode("utf-8", "replace"))
     writer.add_file_type(_file_type(_type_of(weights) if tensor_type == AUTO else tensor_type))
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     for suffix, value in metadata.items():
@@ -211,7 +220,10 @@ def _planned(source: Source, config: Fields, name: str, weight: Weight, chosen: 
         if re.fullmatch(pattern, name):
             shape = shape_of(config, name, shape)
     if source.position_offset and name == "position_embd.weight":
-        shape = (max(shape[0] - position_offset(config), 1), *shape[1:])
+        if shape[0] <= (first := position_offset(config)):
+            where = f"{weight.file}: tensor {weight.name}"
+            raise GGUFError(f"{where} has {shape[0]} positions, of which the first {first} are not used")
+        shape = (shape[0] - first, *shape[1:])
     exact = len(weight.shape) == 1 or is_filter or name in _EXACT or name.startswith(_EXACT_PREFIXES)
     chosen = _OF_WEIGHTS.get(weight.dtype, "F32") if chosen == AUTO else chosen
     kind = GGMLQuantizationType["F32" if exact else chosen]
