@@ -67,6 +67,9 @@ CARDS: tuple[tuple[str, Mapping[str, str]], ...] = (
 )
 
 
+_LONGEST_NAME = 200  # characters of a name that are compared; the patterns take quadratic time
+
+
 class PromptForm(NamedTuple):
     """Text before and after a text.
 
@@ -223,7 +226,7 @@ def file_prompts(engine: Engine) -> dict[str, str]:
 
 def _card(engine: Engine) -> Mapping[str, str]:
     name = engine.gguf.metadata.get("general.name")
-    name = re.sub(r"[^a-z0-9]+", "-", name.lower()) if isinstance(name, str) else ""
+    name = re.sub(r"[^a-z0-9]+", "-", name[:_LONGEST_NAME].lower()) if isinstance(name, str) else ""
     for pattern, prompts in CARDS:
         if re.search(pattern, name):
             return prompts

@@ -27,7 +27,6 @@ from metal_prefill import ContextOverflowError, GGUFError, Model, NumericalError
 from metal_prefill.cli import main
 from metal_prefill.conversion import convert
 
-
 HEADS: dict[str, tuple[Any, str, Callable[[Model], Any]]] = {
     "a score": (RANKERS["bert"], "cls.output.weight", lambda m: m.rerank(QUERY, ["a"])),
     "a class": (RANKERS["bert"], "cls.output.bias", lambda m: m.classify(["a"])),
