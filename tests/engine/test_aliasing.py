@@ -79,7 +79,7 @@ Call = Callable[[Model, Any, Any], Any]  # with ids and a progress callback
 CALLS: dict[str, Call] = {
     "forward_prompt": lambda m, ids, p: (m.forward_prompt(ids, progress=p), m._default_session().tokens),
     "forward_prompt, reuse": lambda m, ids, p: m.forward_prompt(ids, reuse=True, progress=p),
-    "forward_prompt_logits": lambda m, ids, p: m.forward_prompt_logits(ids, progress=p).tolist(),
+    "forward_prompt_logits": lambda m, ids, p: m.session().forward_prompt_logits(ids, progress=p).tolist(),
     "score": lambda m, ids, p: m.score(ids, progress=p).tolist(),
     "score of a session": lambda m, ids, p: m.session().score(ids, progress=p).tolist(),
     "score_many": lambda m, ids, p: [row.tolist() for row in m.score_many([OTHERS[:3], ids], progress=p)],
@@ -88,11 +88,11 @@ CALLS: dict[str, Call] = {
         [m.session(), m.session()], [OTHERS, ids], output=("greedy", "log_probs"), progress=p
     )[1].tolist(),
     "generate": lambda m, ids, p: list(m.generate(ids, 4, progress=p, echo=True)),
-    "several answers": lambda m, ids, p: [
-        (i, piece) for i, piece in m.generate(ids, 3, n=2, progress=p, temperature=1, seed=1)
-    ],
+    "several answers": lambda m, ids, p: sorted(
+        (i, str(text)) for i, text in m.generate_many([ids], 3, n=2, progress=p, temperature=1, seed=1)
+    ),
     "stream": lambda m, ids, p: [
-        piece.token for piece in m.stream(ids, 4, progress=p, temperature=1, seed=1)
+        piece.token for piece in m.session().stream(ids, 4, progress=p, temperature=1, seed=1)
     ],
     "generate_many": lambda m, ids, p: "".join(
         str(text) for i, text in m.generate_many([OTHERS, ids], 4, progress=p) if i == 1
@@ -125,7 +125,7 @@ def test_ids_that_a_callback_changes_are_those_of_the_call(
 
 LATER: dict[str, Callable[[Model, Any], Iterator[Any]]] = {
     "generate": lambda m, ids: m.generate(ids, 4),
-    "stream": lambda m, ids: m.stream(ids, 4, temperature=1, seed=1),
+    "stream": lambda m, ids: m.session().stream(ids, 4, temperature=1, seed=1),
     "submit": lambda m, ids: iter([Scheduler(m).submit(ids).prompt.tolist()]),
     "speculate": lambda m, ids: m.generate(IDS, 8, speculate=lambda known: ids),
 }
@@ -191,8 +191,8 @@ def test_an_integer_is_read_once(model: Model) -> None:
 
 def test_a_bias_is_that_of_the_call(model: Model) -> None:
     bias = {token: -np.inf for token in range(0, model.config.vocab_size, 2)}
-    wanted = [piece.token for piece in model.stream(IDS, 4, logit_bias=bias)]
-    pieces = model.stream(IDS, 4, logit_bias=bias)
+    wanted = [piece.token for piece in model.session().stream(IDS, 4, logit_bias=bias)]
+    pieces = model.session().stream(IDS, 4, logit_bias=bias)
     options = Options(logit_bias=bias)
     bias.clear()
     assert [piece.token for piece in pieces] == wanted
