@@ -29,7 +29,7 @@ from metal_prefill.storage._cache_folder import beyond_limit, cache_folder, vers
 from metal_prefill.storage._session_file import sample_starts
 
 LIMIT = 16 << 30  # bytes of all converted models
-LAYOUT = 9  # counts changes of what a conversion writes
+LAYOUT = 10  # counts changes of what a conversion writes
 
 _SNAPSHOT = re.compile(r"/models--[^/]+--([^/]+)/snapshots/[^/]+$")  # of the Hub's cache
 _KEY_DIGITS = 16
