@@ -16,7 +16,7 @@ from metal_prefill.hub._download import REPOSITORY, fetch_folder
 from metal_prefill.model import Model
 from metal_prefill.sentence_transformers.util import as_tensor
 from metal_prefill.tasks._prompt_rules import PromptRules
-from metal_prefill.tasks._prompts import DOCUMENT_NAMES, default_prompt, file_prompts
+from metal_prefill.tasks._prompts import default_prompt, file_prompts
 from metal_prefill.tasks._vectors import Array
 
 CUT = PromptRules(truncate="end")  # in silence, as sentence-transformers does
@@ -148,9 +148,8 @@ class Encoder:
     def encode_document(
         self, inputs: Any = None, prompt_name: str | None = None, prompt: str | None = None, **options: Any
     ) -> Any:
-        """Compute the vectors of documents, by default with their prompt; see `encode`."""
-        known = next((name for name in DOCUMENT_NAMES if self.prompts.get(name)), "document")
-        name = known if prompt_name is None else prompt_name
+        """Compute the vectors of documents, by default with the prompt ``"document"``; see `encode`."""
+        name = "document" if prompt_name is None else prompt_name
         return self.encode(inputs, name, prompt, task="document", **options)
 
     def start_multi_process_pool(self, target_devices: Any = None) -> dict[str, Any]:
