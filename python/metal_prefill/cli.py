@@ -63,6 +63,17 @@ def make_parser(wanted: str | None, prog: str = "metal-prefill") -> argparse.Arg
     return parser
 
 
+def with_mode(arguments: list[str], command: str | None) -> list[str]:
+    """Add the default mode of a command that has modes, unless one is named or help is wanted."""
+    if command not in COMMANDS:
+        return arguments
+    modes = getattr(importlib.import_module(f"metal_prefill.commands.{command}"), "MODES", ())
+    at = arguments.index(command) + 1
+    if not modes or arguments[at : at + 1] in ([word] for word in (*modes, "-h", "--help")):
+        return arguments
+    return [*arguments[:at], modes[0], *arguments[at:]]
+
+
 def report(error: BaseException) -> int:
     """Print an error as a message for users, and return its exit code."""
     if os.environ.get("METAL_PREFILL_TRACEBACK", "0") not in ("", "0"):
@@ -125,7 +136,7 @@ def _execute(arguments: list[str], interrupted: list[int]) -> int:
     wanted = next((word for word in arguments if not word.startswith("-")), None)
     try:
         parser = make_parser(wanted)
-        options = parser.parse_args(arguments)
+        options = parser.parse_args(with_mode(arguments, wanted))
         if options.version:
             from metal_prefill import __version__
 

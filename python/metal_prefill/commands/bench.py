@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from metal_prefill._support.atomic_write import check_target, replacing
 from metal_prefill.bench._cases import DECODE_DEPTH
@@ -14,6 +14,39 @@ from metal_prefill.commands import common
 
 if TYPE_CHECKING:
     from metal_prefill.bench import BenchResults, ServingResults
+
+_SHARED = ("repetitions", "threads", "compare")
+_OF_ENGINES = (*_SHARED, "device", "compute", "kv_dtype", "patience")
+
+
+class _Mode(NamedTuple):
+    """A line of help, and the arguments of `bench.run` that have an option and those that are set."""
+
+    help: str
+    options: tuple[str, ...] = ()
+    settings: tuple[str, ...] = ()
+
+
+_MODES = {
+    "tokens": _Mode(
+        "measure prefill and decode (the default)",
+        ("prompts", "n_gen", "depth", "streams", "sampled", "speculate"),
+    ),
+    "embed": _Mode(
+        "measure an embedding model on 64 texts of 8 to 512 tokens",
+        ("text_tokens", "text_counts"),
+        ("embed",),
+    ),
+    "rerank": _Mode(
+        'measure the reranking of 20 documents of 300 tokens for one query, by "yes" and "no"',
+        settings=("rerank",),
+    ),
+    "evaluate": _Mode("measure log likelihoods of 4 answers to each of 4 questions", settings=("evaluate",)),
+    "serve": _Mode(
+        "measure servers: this package's and those of --compare (llama-cpp-python,llama-server)", ("clients",)
+    ),
+}
+MODES = tuple(_MODES)  # the first one is measured if none is named
 
 
 def _lengths(text: str) -> list[int]:
@@ -24,25 +57,47 @@ def _names(text: str) -> list[str]:
     return [word for word in text.split(",") if word]
 
 
+def _numbers(parser: argparse.ArgumentParser, *names: str, default: list[int], text: str) -> None:
+    shown = f" (default: {','.join(map(str, default))})" if default else ""
+    parser.add_argument(*names, type=_lengths, default=default, metavar="N,N,...", help=text + shown)
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the command."""
-    parser.add_argument(
-        "-m",
-        "--model",
-        metavar="FILE",
-        help=f"{common.MODEL_HELP} (default: SmolLM-135M's shape with random weights, written once and "
-        "cached)",
-    )
-    parser.add_argument("positional_model", nargs="?", metavar="FILE", help="the same as -m FILE")
-    parser.add_argument("--demo", action="store_true", help="measure the bundled model")
-    parser.add_argument(
-        "-p",
-        "--prompts",
-        type=_lengths,
-        default=[32, 128, 512],
-        metavar="N,N,...",
-        help="lengths of the prompts in tokens (default: 32,128,512)",
-    )
+    """Add the modes of the command, each with its options."""
+    modes = parser.add_subparsers(dest="mode", metavar="MODE", title="what to measure", required=True)
+    for name, mode in _MODES.items():
+        added = modes.add_parser(name, help=mode.help, description=f"{mode.help[0].upper()}{mode.help[1:]}.")
+        added.add_argument(
+            "-m",
+            "--model",
+            metavar="FILE",
+            help=f"{common.MODEL_HELP} (default: SmolLM-135M's shape with random weights, written once and "
+            "cached)",
+        )
+        added.add_argument("positional_model", nargs="?", metavar="FILE", help="the same as -m FILE")
+        added.add_argument("--demo", action="store_true", help="measure the bundled model")
+        if name == "tokens":
+            _add_token_arguments(added)
+        elif name == "embed":
+            _numbers(
+                added,
+                "--text-tokens",
+                default=[],
+                text="lengths of texts in tokens, instead of texts of many lengths",
+            )
+            _numbers(
+                added,
+                "--text-counts",
+                default=[],
+                text="with --text-tokens: numbers of texts in a call (default: 64)",
+            )
+        elif name == "serve":
+            _numbers(added, "--clients", default=[1, 8, 32], text="numbers of concurrent requests")
+        _add_shared_arguments(added, serves=name == "serve")
+
+
+def _add_token_arguments(parser: argparse.ArgumentParser) -> None:
+    _numbers(parser, "-p", "--prompts", default=[32, 128, 512], text="lengths of the prompts in tokens")
     parser.add_argument(
         "-n",
         "--n-gen",
@@ -59,12 +114,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help=f"tokens in the context before decoding is timed (default: {DECODE_DEPTH})",
     )
-    parser.add_argument(
+    _numbers(
+        parser,
         "--streams",
-        type=_lengths,
         default=[],
-        metavar="N,N,...",
-        help="also decode this many sequences in one batch, and process 64 prompts of 16 tokens in one batch",
+        text="also decode this many sequences in one batch, and process 64 prompts of 16 tokens in one batch",
     )
     parser.add_argument(
         "--sampled",
@@ -76,47 +130,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="also measure copying a text, with and without speculative decoding by lookup",
     )
-    parser.add_argument(
-        "--embed",
-        action="store_true",
-        help="measure an embedding model on 64 texts of 8 to 512 tokens instead",
-    )
-    parser.add_argument(
-        "--text-tokens",
-        type=_lengths,
-        default=[],
-        metavar="N,N,...",
-        help="with --embed: lengths of texts in tokens, instead of texts of many lengths",
-    )
-    parser.add_argument(
-        "--text-counts",
-        type=_lengths,
-        default=[],
-        metavar="N,N,...",
-        help="with --text-tokens: numbers of texts in a call (default: 64)",
-    )
-    parser.add_argument(
-        "--rerank",
-        action="store_true",
-        help='measure the reranking of 20 documents of 300 tokens for one query instead, by "yes" and "no"',
-    )
-    parser.add_argument(
-        "--evaluate",
-        action="store_true",
-        help="measure log likelihoods of 4 answers to each of 4 questions instead",
-    )
-    parser.add_argument(
-        "--serve",
-        action="store_true",
-        help="measure servers instead, this package's and those of --compare (llama-cpp-python,llama-server)",
-    )
-    parser.add_argument(
-        "--clients",
-        type=_lengths,
-        default=[1, 8, 32],
-        metavar="N,N,...",
-        help="with --serve: numbers of concurrent requests (default: 1,8,32)",
-    )
+
+
+def _add_shared_arguments(parser: argparse.ArgumentParser, serves: bool) -> None:
     parser.add_argument(
         "-r",
         "--repetitions",
@@ -125,108 +141,79 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="number of samples per test (default: 5)",
     )
-    parser.add_argument(
-        "--patience",
-        type=float,
-        default=60.0,
-        metavar="S",
-        help="maximum seconds to wait for a busy machine and to repeat samples (default: 60)",
-    )
-    common.add_engine_arguments(parser)
+    if serves:
+        parser.add_argument("-t", "--threads", type=common.positive, metavar="N", help="CPU threads")
+    else:
+        parser.add_argument(
+            "--patience",
+            type=float,
+            default=60.0,
+            metavar="S",
+            help="maximum seconds to wait for a busy machine and to repeat samples (default: 60)",
+        )
+        common.add_engine_arguments(parser)
     output = parser.add_argument_group("output")
-    peers = ",".join(name for name in KINDS if name != OURS)
+    peers = "llama-cpp-python,llama-server" if serves else ",".join(name for name in KINDS if name != OURS)
     output.add_argument(
         "--compare",
         type=_names,
         default=[],
         metavar=peers,
-        help="also measure other engines on the same file, alternating with this one",
+        help="also measure others on the same file, alternating with this package",
     )
     output.add_argument(
         "--json", metavar="FILE", help="write the rows as JSON; - prints them instead of the table"
     )
-    output.add_argument(
-        "--plot", metavar="PNG", help="plot speed over prompt length (requires the extra [plot])"
-    )
+    if not serves:
+        output.add_argument(
+            "--plot", metavar="PNG", help="plot speed over prompt length (requires the extra [plot])"
+        )
 
 
 def execute(arguments: argparse.Namespace) -> None:
     """Measure, then print a table or JSON."""
-    from metal_prefill import bench, default_model_path
+    from metal_prefill import bench
     from metal_prefill.bench import _plot
+
+    model, serves = _model(arguments), arguments.mode == "serve"
+    picture = None if serves else arguments.plot
+    # Report an unwritable file before measuring, which takes minutes.
+    if picture:
+        _plot.check(picture)
+    if arguments.json and arguments.json != "-":
+        check_target(arguments.json)
+    mode = _MODES[arguments.mode]
+    names = (*mode.options, *(_SHARED if serves else _OF_ENGINES))
+    options = {name: getattr(arguments, name) for name in names} | dict.fromkeys(mode.settings, True)
+    with common.status_line() as show:
+        progress = _counted(show)
+        results: BenchResults | ServingResults
+        if serves:
+            results = bench.run_serving(model, progress=progress, **options)
+        else:
+            results = bench.run(model, progress=progress, **options)
+    if arguments.json == "-":
+        print(results.to_json())
+    else:
+        common.console().print(results)
+        if arguments.json:
+            with replacing(arguments.json) as part:
+                part.write_text(results.to_json() + "\n", encoding="utf-8")
+    if picture:
+        results.plot(picture)  # type: ignore[union-attr]  # those of servers have no picture
+
+
+def _model(arguments: argparse.Namespace) -> Path | None:
+    from metal_prefill import default_model_path
 
     named = [arguments.model, arguments.positional_model, "--demo" if arguments.demo else None]
     if len([name for name in named if name]) > 1:
         raise common.UsageError("name the model once: -m FILE, FILE, or --demo for the bundled model")
-    if arguments.plot and arguments.serve:
-        raise common.UsageError("--plot draws speed over prompt length, which --serve does not measure")
-    # Report an unwritable file before measuring, which takes minutes.
-    if arguments.plot:
-        _plot.check(arguments.plot)
-    if arguments.json and arguments.json != "-":
-        check_target(arguments.json)
-    model = (
-        default_model_path()
-        if arguments.demo
-        else common.model_path(arguments.model or arguments.positional_model)
-    )
-    if arguments.serve:
-        _measure_servers(arguments, model)
-        return
-    with common.status_line() as show:
-        results = bench.run(
-            model,
-            prompts=arguments.prompts,
-            n_gen=arguments.n_gen,
-            depth=arguments.depth,
-            streams=arguments.streams,
-            embed=arguments.embed,
-            text_tokens=arguments.text_tokens,
-            text_counts=arguments.text_counts,
-            rerank=arguments.rerank,
-            evaluate=arguments.evaluate,
-            sampled=arguments.sampled,
-            speculate=arguments.speculate,
-            repetitions=arguments.repetitions,
-            threads=arguments.threads,
-            device=arguments.device,
-            compute=arguments.compute,
-            kv_dtype=arguments.kv_dtype,
-            compare=arguments.compare,
-            patience=arguments.patience,
-            progress=_counted(show),
-        )
-    _show(results, arguments.json)
-    if arguments.plot:
-        results.plot(arguments.plot)
+    if arguments.demo:
+        return default_model_path()
+    return common.model_path(arguments.model or arguments.positional_model)
 
 
 def _counted(show: Callable[[str], object] | None) -> Callable[[str, int, int], object] | None:
     """Return a progress callback that shows the current measurement and its progress."""
     return None if show is None else lambda what, done, total: show(f"{what}  {done}/{total}")
-
-
-def _measure_servers(arguments: argparse.Namespace, model: Path | None) -> None:
-    from metal_prefill import bench
-
-    with common.status_line() as show:
-        results = bench.run_serving(
-            model,
-            clients=arguments.clients,
-            compare=arguments.compare,
-            repetitions=arguments.repetitions,
-            threads=arguments.threads,
-            progress=_counted(show),
-        )
-    _show(results, arguments.json)
-
-
-def _show(results: BenchResults | ServingResults, file: str | None) -> None:
-    """Print a table and optionally write the rows to a JSON file, or print the rows as JSON."""
-    if file == "-":
-        print(results.to_json())
-        return
-    common.console().print(results)
-    if file:
-        with replacing(file) as part:
-            part.write_text(results.to_json() + "\n", encoding="utf-8")

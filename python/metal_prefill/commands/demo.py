@@ -63,7 +63,7 @@ def execute(arguments: argparse.Namespace) -> None:
         print(note, flush=True)
     _title("Speed, next to the limit of this machine")
     drawn = [] if picture is None else ["--plot", picture]
-    _run("bench", [*(model or ["--demo"]), *BENCH, *engine, *drawn])
+    _run("bench", ["tokens", *(model or ["--demo"]), *BENCH, *engine, *drawn])
     print(no_picture if picture is None else f"{picture} shows the speeds.", flush=True)
     _title("A page to look at")
     if arguments.serve:

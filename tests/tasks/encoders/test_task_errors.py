@@ -160,7 +160,7 @@ def test_a_text_benchmark_names_the_embedding_benchmark(
 ) -> None:
     path = file_of(TAGGERS["bert"])
     assert main(["bench", "-m", str(path)]) == 2
-    expected = "error: model.gguf is an encoder, which does not generate text: measure --embed\n"
+    expected = "error: model.gguf is an encoder, which does not generate text: use bench embed\n"
     assert capsys.readouterr().err == expected
 
 
