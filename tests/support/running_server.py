@@ -87,7 +87,7 @@ def running(
     with socket.create_server(("127.0.0.1", 0), backlog=2048) as listener:
         if send_buffer is not None:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
-        server = Server(app, app.state.service.settings, shutdown_grace, log_level="error")
+        server = Server(app, shutdown_grace, log_level="error")
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
         thread.start()
         try:

@@ -180,7 +180,7 @@ def execute(arguments: argparse.Namespace) -> None:
         raise OSError(f"cannot listen on {where}: {error.strerror or error}{hint}") from None
     with listener, common.open_model(arguments) as model:
         app = serve.app(model, settings)
-        server = Server(app, settings, arguments.shutdown_grace, log_level="warning")
+        server = Server(app, arguments.shutdown_grace, log_level="warning")
         host = f"[{arguments.host}]" if ":" in arguments.host else arguments.host
         url = f"http://{host}:{listener.getsockname()[1]}"
         page = f"page at {url}/, " if settings.page else ""

@@ -39,19 +39,19 @@ class Server(uvicorn.Server):
 
     Parameters
     ----------
-    app, settings
-        The application and its limits.
+    app
+        The application, whose service has the limits.
     shutdown_grace
         Time for answers in flight.
     options
         Further options of uvicorn's configuration.
     """
 
-    def __init__(self, app: Starlette, settings: Settings, shutdown_grace: int, **options: Any) -> None:
+    def __init__(self, app: Starlette, shutdown_grace: int, **options: Any) -> None:
         super().__init__(
             uvicorn.Config(
                 app,
-                http=_limited_protocol(settings),
+                http=_LimitedProtocol,
                 ws="none",
                 timeout_graceful_shutdown=shutdown_grace + 2 * CLOSING_SECONDS,
                 **options,
@@ -137,103 +137,96 @@ class _Connection(h11.Connection):
         return event
 
 
-def _limited_protocol(settings: Settings) -> type[H11Protocol]:
-    """Return the protocol class for the connections of one server."""
-    refuse = _refusal(settings)
-    pause = min(settings.header_seconds, settings.send_seconds) / LOOKS
+class _LimitedProtocol(H11Protocol):
+    """Connection that is closed if its client stalls.
 
-    class LimitedProtocol(H11Protocol):
-        """Connection that is closed if its client stalls.
+    This class limits the time from the start of the connection, or the end of an answer, to the end of
+    the headers of the next request. In between, the endpoint limits the time for each piece.
+    """
 
-        This class limits the time from the start of the connection, or the end of an answer, to the end of
-        the headers of the next request. In between, the endpoint limits the time for each piece.
+    def __init__(self, config: uvicorn.Config, *arguments: Any, **options: Any) -> None:
+        super().__init__(config, *arguments, **options)
+        self.conn = _Connection()
+        app: Any = config.app
+        self._settings: Settings = app.state.service.settings
+        self._pause = min(self._settings.header_seconds, self._settings.send_seconds) / LOOKS
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._turn_began: float | None = self.loop.time()
+        # Unsent bytes of a finished answer, and when their number last fell.
+        self._unsent, self._took = 0, 0.0
+        self._look = self.loop.call_later(self._pause, self._look_after)
+        self._half_closed: asyncio.TimerHandle | None = None
+        beyond = len(self.connections) - self._settings.max_connections
+        if beyond > REFUSED:
+            transport.abort()
+        elif beyond > 0:
+            self.app = _refusal(self._settings)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._look.cancel()
+        if self._half_closed is not None:
+            self._half_closed.cancel()
+        super().connection_lost(exc)
+
+    def eof_received(self) -> bool:  # type: ignore[override]  # what asyncio allows
+        """Keep a connection whose client has closed its sending side after a complete request.
+
+        A client that closes its connection sends the same as one that closes its sending side, but
+        answers further bytes with a reset. An interim response provokes it before the answer starts.
         """
+        cycle = self.cycle
+        if cycle is None or cycle.response_complete or cycle.more_body:
+            return False
+        if self._half_closed is None:
+            if not cycle.response_started and cycle.scope["http_version"] == "1.1":
+                interim = h11.InformationalResponse(status_code=102, headers=[])
+                self.transport.write(self.conn.send(interim) or b"")
+            self._look_for_reset(FIRST_LOOK)
+        return True
 
-        def __init__(self, *arguments: Any, **options: Any) -> None:
-            super().__init__(*arguments, **options)
-            self.conn = _Connection()
+    def _look_for_reset(self, delay: float) -> None:
+        # asyncio no longer polls the socket for reads and therefore does not notice a reset.
+        if self.transport.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+            self.transport.abort()
+        elif not self.transport.is_closing():
+            again = min(2 * delay, LAST_LOOK)
+            self._half_closed = self.loop.call_later(delay, self._look_for_reset, again)
 
-        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-            super().connection_made(transport)
-            self._turn_began: float | None = self.loop.time()
-            self._unsent, self._took = (
-                0,
-                0.0,
-            )  # unsent bytes of a finished answer, and when their number last fell
-            self._look = self.loop.call_later(pause, self._look_after)
-            self._half_closed: asyncio.TimerHandle | None = None
-            beyond = len(self.connections) - settings.max_connections
-            if beyond > REFUSED:
-                transport.abort()
-            elif beyond > 0:
-                self.app = refuse
+    def handle_events(self) -> None:
+        try:
+            super().handle_events()
+        except _TooManyChunksError as error:
+            self.send_400_response(str(error))
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._turn_began = None
 
-        def connection_lost(self, exc: Exception | None) -> None:
-            self._look.cancel()
-            if self._half_closed is not None:
-                self._half_closed.cancel()
-            super().connection_lost(exc)
+    def send_400_response(self, msg: str) -> None:
+        """Answer an invalid request; if an answer was sent, only close the connection."""
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            super().send_400_response(msg)
+        else:
+            self.transport.close()
 
-        def eof_received(self) -> bool:  # type: ignore[override]  # what asyncio allows
-            """Keep a connection whose client has closed its sending side after a complete request.
+    def on_response_complete(self) -> None:
+        self._turn_began = self._took = self.loop.time()
+        self._unsent = self.transport.get_write_buffer_size()
+        super().on_response_complete()
+        if self._half_closed is not None and self.cycle.response_complete:
+            self.transport.close()
 
-            A client that closes its connection sends the same as one that closes its sending side, but
-            answers further bytes with a reset. An interim response provokes it before the answer starts.
-            """
-            cycle = self.cycle
-            if cycle is None or cycle.response_complete or cycle.more_body:
-                return False
-            if self._half_closed is None:
-                if not cycle.response_started and cycle.scope["http_version"] == "1.1":
-                    interim = h11.InformationalResponse(status_code=102, headers=[])
-                    self.transport.write(self.conn.send(interim) or b"")
-                self._look_for_reset(FIRST_LOOK)
-            return True
-
-        def _look_for_reset(self, delay: float) -> None:
-            # asyncio no longer polls the socket for reads and therefore does not notice a reset.
-            if self.transport.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
-                self.transport.abort()
-            elif not self.transport.is_closing():
-                self._half_closed = self.loop.call_later(
-                    delay, self._look_for_reset, min(2 * delay, LAST_LOOK)
-                )
-
-        def handle_events(self) -> None:
-            try:
-                super().handle_events()
-            except _TooManyChunksError as error:
-                self.send_400_response(str(error))
-            if self.cycle is not None and not self.cycle.response_complete:
-                self._turn_began = None
-
-        def send_400_response(self, msg: str) -> None:
-            """Answer an invalid request; if an answer was sent, only close the connection."""
-            if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
-                super().send_400_response(msg)
-            else:
-                self.transport.close()
-
-        def on_response_complete(self) -> None:
-            self._turn_began = self._took = self.loop.time()
-            self._unsent = self.transport.get_write_buffer_size()
-            super().on_response_complete()
-            if self._half_closed is not None and self.cycle.response_complete:
-                self.transport.close()
-
-        def _look_after(self) -> None:
-            now = self.loop.time()
-            unsent = self.transport.get_write_buffer_size()
-            over = self._turn_began is not None or self.transport.is_closing()
-            if over and unsent > 0:
-                if self._unsent == 0 or unsent < self._unsent:
-                    self._unsent, self._took = unsent, now
-                slow = self._turn_began is not None and now - self._turn_began > settings.max_seconds
-                if slow or now - self._took > settings.send_seconds:
-                    self.transport.abort()  # close() would wait until the client takes the rest
-                    return
-            elif self._turn_began is not None and now - self._turn_began > settings.header_seconds:
-                self.transport.close()
-            self._look = self.loop.call_later(pause, self._look_after)
-
-    return LimitedProtocol
+    def _look_after(self) -> None:
+        now = self.loop.time()
+        unsent = self.transport.get_write_buffer_size()
+        over = self._turn_began is not None or self.transport.is_closing()
+        if over and unsent > 0:
+            if self._unsent == 0 or unsent < self._unsent:
+                self._unsent, self._took = unsent, now
+            slow = self._turn_began is not None and now - self._turn_began > self._settings.max_seconds
+            if slow or now - self._took > self._settings.send_seconds:
+                self.transport.abort()  # close() would wait until the client takes the rest
+                return
+        elif self._turn_began is not None and now - self._turn_began > self._settings.header_seconds:
+            self.transport.close()
+        self._look = self.loop.call_later(self._pause, self._look_after)
