@@ -12,7 +12,6 @@ import errno
 import hashlib
 import logging
 import os
-import re
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -31,7 +30,6 @@ from metal_prefill.storage._session_file import sample_starts
 LIMIT = 16 << 30  # bytes of all converted models
 LAYOUT = 10  # counts changes of what a conversion writes
 
-_SNAPSHOT = re.compile(r"/models--[^/]+--([^/]+)/snapshots/[^/]+$")  # of the Hub's cache
 _KEY_DIGITS = 16
 _SAMPLES, _SAMPLE_BYTES = 64, 4096
 _SMALL = (".json", ".txt", ".jinja", ".metadata")  # endings of files that are hashed in full
@@ -75,8 +73,10 @@ def model_folder(spec: str | os.PathLike[str]) -> tuple[Path, str]:
     if path.is_dir() and REPOSITORY.fullmatch(given) and not Path(given).exists():
         return path, given.partition("/")[2]
     whole = path.resolve()
-    repository = _SNAPSHOT.search(whole.as_posix())
-    return path, repository[1] if repository else whole.name
+    match whole.parts[-3:]:
+        case (repository, "snapshots", _) if repository.startswith("models--"):  # of the Hub's cache
+            return path, repository.rpartition("--")[2]
+    return path, whole.name
 
 
 def model_name(path: Path) -> str:

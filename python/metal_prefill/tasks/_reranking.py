@@ -416,8 +416,8 @@ def scored_class(engine: Engine, label: str | None) -> int:
 
 def _affirmative(first: str, second: str) -> int | None:
     """Return which of two classes affirms, None if their names do not show it."""
-    numbered = [re.fullmatch(r"(.*?)(\d+)", name) for name in (first, second)]
-    if [match and match[2] for match in numbered] == ["0", "1"]:  # without names
+    numbers = [name[len(name.rstrip("0123456789")) :] for name in (first, second)]
+    if numbers == ["0", "1"]:  # without names
         return 1
     for i, (name, other) in enumerate(((first, second), (second, first))):
         if name in AFFIRMATIVE or other.endswith(name):  # not_relevant, irrelevant, nicht relevant

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from contextlib import suppress
+from string import ascii_lowercase
 from typing import Any, TypeAlias
 
 _STRUCTURE = re.compile(r'\\.|["{}\[\]]', re.DOTALL)
@@ -91,7 +92,6 @@ def read_json(text: str) -> Any:
 
 
 _CUT_ESCAPE = re.compile(r"(?:\\u[dD][89abAB][0-9a-fA-F]{2})?(?:\\(?:u[0-9a-fA-F]{0,3})?)?\Z")
-_CUT_WORD = re.compile(r"[a-z]*\Z")
 _ENDINGS = ("", "null", ": null", "0", '"')
 _BETWEEN = " \t\r\n,"
 
@@ -117,7 +117,7 @@ def read_arguments(text: str) -> Any:
     if in_string:  # a value, or a name, which is removed
         begun_texts = [text, _CUT_ESCAPE.sub("", text), text[:begin].rstrip(_BETWEEN)]
     else:
-        begun_texts = [_CUT_WORD.sub("", text).rstrip(_BETWEEN)]
+        begun_texts = [text.rstrip(ascii_lowercase).rstrip(_BETWEEN)]
     for begun in begun_texts:
         for ending in _ENDINGS:
             with suppress(ValueError, RecursionError):

@@ -1,0 +1,191 @@
+"""Regular expressions of the package take time linear in the text that they are applied to.
+
+The sources are searched for patterns. Each is applied, as in its module, to repetitions of its parts.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import itertools
+import re
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import pytest
+
+import metal_prefill
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    import sre_parse
+
+PACKAGE = Path(metal_prefill.__file__).parent
+METHODS: dict[str, Callable[[re.Pattern[Any], Any], object]] = {
+    "match": re.Pattern.match,
+    "fullmatch": re.Pattern.fullmatch,
+    "search": re.Pattern.search,
+    **dict.fromkeys(("finditer", "findall", "sub", "split"), re.Pattern.findall),
+}
+# Exponential time shows at the first length, cubic time at the second, and quadratic time at the last.
+LENGTHS = (24, 512, 8192)
+SECONDS = 0.02
+MOST_PARTS = 7
+
+
+class Made(NamedTuple):
+    """An example of a pattern that a function makes of other strings, and the longest text for it."""
+
+    example: str
+    longest: int = LENGTHS[-1]
+
+
+MADE = {
+    "conversion/_sources.py: f\"(.+?)({'|'.join(TASKS)})\"": Made("(.+?)(ForCausalLM|Model)"),
+    "conversion/_sources.py: pattern": Made(r"cls\.(predictions|seq_relationship)\..*"),
+    "conversion/_writing.py: f'{pattern}\\\\.bias'": Made(r"blk\.\d+\.attn_(q|k|v|output)\.bias"),
+    "conversion/_writing.py: pattern": Made(r"blk\.\d+\.attn_[qk]\.(weight|bias)"),
+    "tasks/_prompts.py: pattern": Made(r"\be5-.*instruct|\bbge-.*\bzh\b", 200),
+    "tasks/_reranking.py: '|'.join((re.escape(f'{{{name}}}') for name in values))": Made(r"\{query\}|\{a\}"),
+    "text/_chat_template.py: '(' + '|'.join(map(re.escape, self._special)) + ')'": Made(
+        r"(<\|end\|>|<\|a\|>)"
+    ),
+    "text/_chat_template.py: f\"({words})|[{re.escape(''.join(sorted(firsts)))}]\"": Made(
+        "(</think>|<a>)|[<]"
+    ),
+    "text/_spelled_tokens.py: '|'.join(filter(None, places))": Made(r"[a]|[<b](?=[|b])"),
+}
+
+
+class Use(NamedTuple):
+    """A pattern, and how its module applies it to texts of at most `longest` characters."""
+
+    name: str
+    pattern: re.Pattern[Any]
+    methods: frozenset[str]
+    longest: int = LENGTHS[-1]
+
+
+def uses() -> Iterator[Use]:
+    """Yield the patterns of the package's sources."""
+    trees = {
+        path.relative_to(PACKAGE).as_posix(): ast.parse(path.read_text())
+        for path in sorted(PACKAGE.rglob("*.py"))
+        if "bench" not in path.parts
+    }
+    applied = {place: _applied(tree) for place, tree in trees.items()}
+    for place, tree in trees.items():
+        named: set[ast.AST] = set()
+        for scope in (tree, *(node for node in tree.body if isinstance(node, ast.ClassDef))):
+            for statement in scope.body:
+                calls = {call for call in ast.walk(statement) if _is_call(call)}
+                if not isinstance(statement, ast.Assign) or not calls:
+                    continue
+                named |= calls
+                name = statement.targets[0].id  # type: ignore[attr-defined]
+                owner: Any = importlib.import_module("metal_prefill." + place[:-3].replace("/", "."))
+                value = getattr(
+                    getattr(owner, scope.name) if isinstance(scope, ast.ClassDef) else owner, name
+                )
+                methods = applied[place].get(name) or set().union(
+                    *(a.get(name, ()) for a in applied.values())
+                )
+                for pattern in value.values() if isinstance(value, dict) else [value]:
+                    yield Use(f"{place}: {name}", pattern, frozenset(methods or {"findall"}))
+        for node in ast.walk(tree):
+            if not _is_call(node) or node in named:
+                continue
+            argument = node.args[0]
+            name = f"{place}: {ast.unparse(argument)}"
+            made = Made(argument.value) if isinstance(argument, ast.Constant) else MADE.get(name)  # type: ignore[arg-type]
+            assert made is not None, f"line {node.lineno}: add an example of the pattern {name!r} to MADE"
+            method = node.func.attr  # type: ignore[attr-defined]
+            methods = {"search", "findall"} if method == "compile" else {method}
+            yield Use(name, re.compile(made.example), frozenset(methods), made.longest)
+
+
+def _applied(tree: ast.AST) -> dict[str, set[str]]:
+    """Return the methods of patterns that a module calls, by the names of variables or attributes."""
+    found: dict[str, set[str]] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and node.attr in METHODS:
+            name = getattr(node.value, "id", getattr(node.value, "attr", ""))
+            found.setdefault(name, set()).add(node.attr)
+    return found
+
+
+def _is_call(node: ast.AST) -> Any:
+    return isinstance(node, ast.Call) and ast.unparse(node.func) in (
+        "re.compile",
+        *(f"re.{m}" for m in METHODS),
+    )
+
+
+def parts_of(pattern: re.Pattern[Any]) -> list[str]:
+    """Return characters and words that a pattern contains, and some that others have in common."""
+    words = [""]
+
+    def visit(node: Any) -> None:
+        match node:
+            case (name, int(code)) if str(name) in ("LITERAL", "NOT_LITERAL"):
+                words[-1] += chr(code)
+                return
+            case (name, (int(code), int())) if str(name) == "RANGE":
+                words.append(chr(code))
+            case (name, category) if str(name) == "CATEGORY":
+                words.append({"DIGIT": "0", "SPACE": " "}.get(str(category).split("_")[-1], "a"))
+            case tuple() | list() | sre_parse.SubPattern():
+                for inner in cast(Any, node):
+                    visit(inner)
+        words.append("")
+
+    source = pattern.pattern if isinstance(pattern.pattern, str) else pattern.pattern.decode("latin-1")
+    visit(sre_parse.parse(source, pattern.flags))
+    parts = dict.fromkeys(word for word in words if word and len(word) < 40)
+    return list(dict.fromkeys((*itertools.islice(parts, MOST_PARTS), *'a \n"')))
+
+
+def slow_text(
+    apply: Callable[[Any], object], parts: list[str], longest: int = LENGTHS[-1], as_bytes: bool = False
+) -> str | None:
+    """Return a description of a text for which a function takes more than linear time."""
+
+    def is_slow(text: str) -> bool:
+        content: Any = text.encode() if as_bytes else text
+        for _ in range(3):  # another program may interrupt one
+            begin = time.thread_time()
+            apply(content)
+            if time.thread_time() - begin < SECONDS:
+                return False
+        return True
+
+    pumps = ["".join(pump) for n in (1, 2) for pump in itertools.product(parts, repeat=n)]
+    for pump, prefix, length in itertools.product(pumps, ("", parts[0]), LENGTHS):
+        count = min(length, longest) // len(pump)
+        if is_slow(prefix + pump * count + "\0"):
+            return f"{prefix!r} + {pump!r} * {count} + '\\0'"
+    return None
+
+
+USES = list(uses())
+
+
+@pytest.mark.parametrize("use", USES, ids=[use.name for use in USES])
+def test_a_pattern_takes_linear_time(use: Use) -> None:
+    for apply in {METHODS[method] for method in use.methods}:
+        as_bytes = isinstance(use.pattern.pattern, bytes)
+        text = slow_text(lambda text: apply(use.pattern, text), parts_of(use.pattern), use.longest, as_bytes)  # noqa: B023
+        assert text is None, f"{use.pattern.pattern!r}.{apply.__name__} of {text}"
+
+
+@pytest.mark.parametrize("pattern", [r"\s+$", r'"(?:[^"\\]|\\.)*"', "(a|aa)+b", "<a>.*?</a>"])
+def test_a_slow_pattern_is_found(pattern: str) -> None:
+    compiled = re.compile(pattern)
+    assert slow_text(compiled.findall, parts_of(compiled)) is not None
+
+
+def test_every_example_is_that_of_a_pattern() -> None:
+    assert MADE.keys() <= {use.name for use in USES}
