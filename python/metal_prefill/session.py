@@ -142,8 +142,9 @@ class Session:
 
         Notes
         -----
-        After any of these errors, position and cache are as before the call; with `reuse`, a failed device
-        leaves the common prefix. Ctrl-C stops a prompt between chunks.
+        After any of these errors, position and cache are as before the call; with `reuse`, a KVMemoryError, a
+        NumericalError and a failed device leave the common prefix, of which :attr:`position` is the length.
+        Ctrl-C stops a prompt between chunks.
         """
         check_prompt_options(reuse, progress)
         ids = self._checked(tokens)

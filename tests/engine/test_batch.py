@@ -280,6 +280,20 @@ def test_a_native_request_has_no_more_rows_than_tokens(demo: Model) -> None:
         _core.Request.log_probs(core, ids, 2)
 
 
+def test_a_prompt_that_finds_no_memory_leaves_the_common_prefix(demo_path: Path) -> None:
+    with Model(demo_path, device="cpu") as model:
+        page = int(alone(model, ids_of(model, 1)).stats()["kv_cache_bytes"])
+    with Model(demo_path, device="cpu", kv_memory=3 * page) as model:
+        ids = ids_of(model, 30)
+        other, session = alone(model, ids), alone(model, ids)
+        with pytest.raises(KVMemoryError):
+            session.forward_prompt([*ids[:5], *ids_of(model, 2 * PAGE, seed=1)], reuse=True)
+        assert session.tokens == list(ids[:5])
+        other.close()
+        expected = model.session().forward_prompt_logits([*ids[:5], 7])
+        np.testing.assert_array_equal(session.forward_prompt_logits([7]), expected)
+
+
 def test_the_memory_limit_is_named_and_nothing_changes(device: str, demo_path: Path) -> None:
     with Model(demo_path, device=device) as model:
         page = int(alone(model, ids_of(model, 1)).stats()["kv_cache_bytes"])
