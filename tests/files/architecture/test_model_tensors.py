@@ -10,7 +10,7 @@ import pytest
 from support import small_models
 from support.llama_file import DIM, FFN, HEAD, LAYERS, VOCAB, Open, base_tensors, integer
 
-from metal_prefill import GGUFError, UnsupportedModelError
+from metal_prefill import GGUFError, UnsupportedModelError, _core
 from metal_prefill.files import GGUFFile
 from metal_prefill.files._hyperparameters import read_config
 from metal_prefill.files._model_tensors import collect_tensors
@@ -164,3 +164,10 @@ def test_a_stacked_tensor_that_is_missing_or_too_short_is_named(phi3_path: Path)
             GGUFError, match=r"tensor blk\.1\.attn_q\.weight is missing, as is blk\.1\.attn_qkv\.weight"
         ):
             collect_tensors(gguf, config)
+
+
+def test_shapes_of_other_models_do_not_overflow() -> None:
+    """The table is read before any tensor is checked."""
+    config = _core.Config()
+    config.dim = 2**30
+    assert (3 * 2**30, 2**30) in {spec.shape for spec in _core.tensors(config)}
