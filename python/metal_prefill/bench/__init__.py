@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from metal_prefill.bench._agents import AgentResults
 from metal_prefill.bench._errors import BenchError
 from metal_prefill.bench._results import BenchResults
 from metal_prefill.bench._rows import Row
@@ -24,7 +25,16 @@ if TYPE_CHECKING:
     from metal_prefill.bench._peers.servers import Command
     from metal_prefill.bench._runner import Progress
 
-__all__ = ["BenchError", "BenchResults", "Row", "ServingResults", "run", "run_serving"]
+__all__ = [
+    "AgentResults",
+    "BenchError",
+    "BenchResults",
+    "Row",
+    "ServingResults",
+    "run",
+    "run_agents",
+    "run_serving",
+]
 
 
 def _note(engine: str, case: Case, unlimited: str) -> str:
@@ -284,3 +294,37 @@ def run_serving(
             stack.callback(running[-1].close)
         rows = _serving.measure(running, counts, repetitions, tokenizer, progress)
     return ServingResults(rows, path.name, options.threads, _machine.cpu_name())
+
+
+def run_agents(
+    model: str | os.PathLike[str] | None = None,
+    *,
+    compare: Sequence[str] = (),
+    threads: int | None = None,
+    progress: Progress | None = None,
+    commands: Mapping[str, Command] | None = None,
+) -> AgentResults:
+    """Replay sessions of agents on this package's server, and on peers with the same file.
+
+    Parameters and errors are those of :func:`run_serving`. A peer must report the tokens of prompts that it
+    found in its cache, as llama-server does.
+    """
+    from metal_prefill.bench import _agents, _engines, _machine, _model_file
+    from metal_prefill.bench._peers import servers
+    from metal_prefill.hub._local_file import local_file
+
+    path = _model_file.smollm_shape() if model is None else local_file(model)
+    threads = threads or _machine.available_threads()
+    options = servers.ServerOptions(os.fspath(path), threads, clients=1, context=2048)
+    turns: list[_agents.Turn] = []
+    for name in (_engines.OURS, *dict.fromkeys(compare)):
+        if commands is None or name not in commands:
+            servers.check_server(name)
+        if progress is not None:
+            progress(f"starting {name}", 0, 1)
+        with closing(servers.ServerProcess(name, options, (commands or {}).get(name))) as server:
+            for i, shape in enumerate(_agents.SHAPES):
+                if progress is not None:
+                    progress(f"{name}, {shape}", i, len(_agents.SHAPES))
+                turns += _agents.replay(name, _agents.asker(server), shape)
+    return AgentResults(turns, path.name, _machine.cpu_name())

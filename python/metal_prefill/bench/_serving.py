@@ -23,7 +23,7 @@ SHARED_TOKENS = 300  # of the prefix shared by all prompts
 OWN_TOKENS = 40
 ANSWER_TOKENS = 64
 
-_WORDS = (
+WORDS = (
     "the a of and to in that it was for on with as at by from this which one all were when there can an your "
     "how said each she time water people word many other about out then them these so some her would make "
     "like him into has look two more write go see number no way could my than first been call who oil its "
@@ -33,7 +33,7 @@ _WORDS = (
 
 def text_of(tokenizer: Tokenizer, tokens: int, seed: int) -> str:
     """Return a deterministic text of words, of about the given number of tokens."""
-    words = np.random.default_rng(seed).choice(_WORDS.split(), tokens)
+    words = np.random.default_rng(seed).choice(WORDS.split(), tokens)
     ids = tokenizer.encode(" ".join(words), add_bos=False)
     return tokenizer.decode(ids[:tokens])
 

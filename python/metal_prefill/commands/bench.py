@@ -13,10 +13,10 @@ from metal_prefill.bench._engines import KINDS, OURS
 from metal_prefill.commands import common
 
 if TYPE_CHECKING:
-    from metal_prefill.bench import BenchResults, ServingResults
+    from metal_prefill.bench import AgentResults, BenchResults, ServingResults
 
-_SHARED = ("repetitions", "threads", "compare")
-_OF_ENGINES = (*_SHARED, "device", "compute", "kv_dtype", "patience")
+_OF_SERVERS = ("threads", "compare")
+_OF_ENGINES = (*_OF_SERVERS, "repetitions", "device", "compute", "kv_dtype", "patience")
 
 
 class _Mode(NamedTuple):
@@ -43,7 +43,11 @@ _MODES = {
     ),
     "evaluate": _Mode("measure log likelihoods of 4 answers to each of 4 questions", settings=("evaluate",)),
     "serve": _Mode(
-        "measure servers: this package's and those of --compare (llama-cpp-python,llama-server)", ("clients",)
+        "measure servers: this package's and those of --compare (llama-cpp-python,llama-server)",
+        ("clients", "repetitions"),
+    ),
+    "agents": _Mode(
+        "replay sessions of agents on servers, and count the tokens of prompts that they compute"
     ),
 }
 MODES = tuple(_MODES)  # the first one is measured if none is named
@@ -93,7 +97,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             )
         elif name == "serve":
             _numbers(added, "--clients", default=[1, 8, 32], text="numbers of concurrent requests")
-        _add_shared_arguments(added, serves=name == "serve")
+        if name != "agents":
+            added.add_argument(
+                "-r",
+                "--repetitions",
+                type=common.positive,
+                default=5,
+                metavar="N",
+                help="number of samples per test (default: 5)",
+            )
+        _add_shared_arguments(added, serves=name in ("serve", "agents"))
 
 
 def _add_token_arguments(parser: argparse.ArgumentParser) -> None:
@@ -133,14 +146,6 @@ def _add_token_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_shared_arguments(parser: argparse.ArgumentParser, serves: bool) -> None:
-    parser.add_argument(
-        "-r",
-        "--repetitions",
-        type=common.positive,
-        default=5,
-        metavar="N",
-        help="number of samples per test (default: 5)",
-    )
     if serves:
         parser.add_argument("-t", "--threads", type=common.positive, metavar="N", help="CPU threads")
     else:
@@ -175,7 +180,7 @@ def execute(arguments: argparse.Namespace) -> None:
     from metal_prefill import bench
     from metal_prefill.bench import _plot
 
-    model, serves = _model(arguments), arguments.mode == "serve"
+    model, serves = _model(arguments), arguments.mode in ("serve", "agents")
     picture = None if serves else arguments.plot
     # Report an unwritable file before measuring, which takes minutes.
     if picture:
@@ -183,12 +188,14 @@ def execute(arguments: argparse.Namespace) -> None:
     if arguments.json and arguments.json != "-":
         check_target(arguments.json)
     mode = _MODES[arguments.mode]
-    names = (*mode.options, *(_SHARED if serves else _OF_ENGINES))
+    names = (*mode.options, *(_OF_SERVERS if serves else _OF_ENGINES))
     options = {name: getattr(arguments, name) for name in names} | dict.fromkeys(mode.settings, True)
     with common.status_line() as show:
         progress = _counted(show)
-        results: BenchResults | ServingResults
-        if serves:
+        results: BenchResults | ServingResults | AgentResults
+        if arguments.mode == "agents":
+            results = bench.run_agents(model, progress=progress, **options)
+        elif serves:
             results = bench.run_serving(model, progress=progress, **options)
         else:
             results = bench.run(model, progress=progress, **options)

@@ -125,13 +125,18 @@ class Stream:
     def note_computed(self, rows: int) -> None:
         """Count rows of the prompt, but not those that are computed again after its text has begun."""
         if len(self.ids) == len(self.text.ids):
-            self.computed += rows
+            self.computed += rows + self._computed_again
 
     def prompt_rows(self, start: int, end: int, cost: RowCost) -> NextTokens:
         """Return the tokens at these positions, which are among those of :meth:`left`."""
         if self.scoring:
             return self.text.next_tokens(end - start, cost)
         return NextTokens(self.ids[start:end], 0, 0.0)
+
+    @property
+    def _computed_again(self) -> int:
+        """Number of cached tokens that the last pass computed again, for the states of recurrent layers."""
+        return 0 if self.core is None else int(self.core.stats()["tokens_recomputed"])
 
     @property
     def ready_tokens(self) -> int:
@@ -148,6 +153,8 @@ class Stream:
 
     def take(self, chosen: list[int]) -> Iterator[Piece]:
         """Take the tokens that a pass chose."""
+        if not self.writing:
+            self.note_computed(0)
         self.writing = True
         for piece in self.text.take(chosen):
             self._made.append(piece.token)

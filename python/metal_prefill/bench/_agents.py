@@ -1,0 +1,224 @@
+"""Sessions of agents, replayed turn by turn: how many tokens of each prompt a server computes again.
+
+The answers of the assistant are part of the sessions, so that the prompts depend neither on the model nor on
+the machine.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from metal_prefill.bench._errors import BenchError
+from metal_prefill.bench._serving import WORDS
+
+if TYPE_CHECKING:
+    from metal_prefill.bench._peers.servers import ServerProcess
+
+TURNS = 5
+UNIT = 10  # words
+ANSWER_TOKENS = 2
+ANSWER_S = 600.0  # time limit for an answer
+
+Messages = list[dict[str, str]]
+
+
+def _text(words: int, seed: int) -> str:
+    return " ".join(np.random.default_rng(seed).choice(WORDS.split(), words))
+
+
+def _history(turns: int, unit: int, seed: int = 0, system: str = "") -> Messages:
+    """Return a conversation of so many turns; a longer one begins with it."""
+    messages = [{"role": "system", "content": system + _text(16 * unit, 1000 + seed)}]
+    for i in range(turns):
+        messages.append({"role": "user", "content": _text(4 * unit, 100 * seed + 2 * i + 1)})
+        messages.append({"role": "assistant", "content": _text(3 * unit, 100 * seed + 2 * i + 2)})
+    return messages
+
+
+def _asks(messages: Messages, unit: int, seed: int = 0) -> Messages:
+    return [*messages, {"role": "user", "content": _text(2 * unit, 50_000 + seed)}]
+
+
+def _growing(unit: int) -> Iterator[Messages]:
+    for i in range(TURNS):
+        yield _asks(_history(i, unit), unit)
+
+
+def _results_of_tools(unit: int) -> Iterator[Messages]:
+    messages = _history(0, unit)
+    for i in range(TURNS):
+        messages = [*messages, {"role": "user", "content": f"Result: {_text(10 * unit, i)}"}]
+        yield messages
+        messages = [*messages, {"role": "assistant", "content": f"I call tool {i}."}]
+
+
+def _edited_header(unit: int) -> Iterator[Messages]:
+    for i in range(TURNS):
+        yield _asks(_history(i, unit, system=f"It is 10:{i:02}. "), unit)
+
+
+def _branches(unit: int) -> Iterator[Messages]:
+    for i in range(TURNS):
+        yield _asks(_history(2, unit), unit, i)
+
+
+def _edit_in_the_middle(unit: int) -> Iterator[Messages]:
+    for i in range(TURNS):
+        messages = _history(4, unit)
+        messages[5] = {"role": "user", "content": _text(4 * unit, 900 + i)}
+        yield _asks(messages, unit)
+
+
+def _cut_front(unit: int) -> Iterator[Messages]:
+    for i in range(TURNS):
+        messages = _history(2 + i, unit)
+        yield _asks([messages[0], *messages[1 + 2 * i :]], unit)
+
+
+def _compaction(unit: int) -> Iterator[Messages]:
+    for i in range(TURNS):
+        messages = _history(i, unit)
+        if i >= 3:
+            summary = {"role": "user", "content": f"Summary: {_text(5 * unit, 800)}"}
+            messages = [messages[0], summary, {"role": "assistant", "content": "Yes."}, *messages[7:]]
+        yield _asks(messages, unit)
+
+
+def _retries(unit: int) -> Iterator[Messages]:
+    for _ in range(TURNS):
+        yield _asks(_history(2, unit), unit)
+
+
+def _three_agents(unit: int) -> Iterator[Messages]:
+    for i in range(TURNS):
+        for agent in range(3):
+            yield _asks(_history(i, unit, agent), unit, agent)
+
+
+def _sub_agents(unit: int) -> Iterator[Messages]:
+    for i in range(TURNS):
+        yield _asks(_history(0, unit), 3 * unit, i)
+
+
+# By name: functions of the words in a unit of text that yield the requests of a session.
+SHAPES: dict[str, Callable[[int], Iterator[Messages]]] = {
+    "growing history": _growing,
+    "results of tools": _results_of_tools,
+    "edited header": _edited_header,
+    "parallel branches": _branches,
+    "edit in the middle": _edit_in_the_middle,
+    "truncation at the front": _cut_front,
+    "compaction": _compaction,
+    "retries": _retries,
+    "three agents in turn": _three_agents,
+    "sub-agents of one system prompt": _sub_agents,
+}
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One request of a session.
+
+    Attributes
+    ----------
+    server, shape : str
+    number : int
+        Of the request in its session.
+    prompt_tokens, computed_tokens : int
+        Tokens of the prompt, and how many of them the server computed.
+    seconds : float
+        Time to the answer, which has two tokens.
+    """
+
+    server: str
+    shape: str
+    number: int
+    prompt_tokens: int
+    computed_tokens: int
+    seconds: float
+
+
+def replay(server: str, ask: Callable[[Messages], tuple[int, int]], shape: str) -> Iterator[Turn]:
+    """Send the requests of a session one after another; `ask` returns the prompt's and the cached tokens."""
+    for number, messages in enumerate(SHAPES[shape](UNIT)):
+        begin = time.perf_counter()
+        prompt, cached = ask(messages)
+        yield Turn(server, shape, number, prompt, prompt - cached, time.perf_counter() - begin)
+
+
+def asker(server: ServerProcess) -> Callable[[Messages], tuple[int, int]]:
+    """Return a function that sends a conversation to a server.
+
+    It raises BenchError if the server does not answer, or does not report the tokens that it reuses.
+    """
+
+    def ask(messages: Messages) -> tuple[int, int]:
+        body = {"model": server.model, "messages": messages, "max_tokens": ANSWER_TOKENS, "temperature": 0}
+        connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=ANSWER_S)
+        try:
+            headers = {"content-type": "application/json"}
+            connection.request("POST", "/v1/chat/completions", json.dumps(body), headers)
+            response = connection.getresponse()
+            answer = response.read()
+            if response.status != 200:
+                raise BenchError(f"{server.name}: status {response.status}: {answer[:500]!r}")
+            usage = json.loads(answer)["usage"]
+            return int(usage["prompt_tokens"]), int(usage["prompt_tokens_details"]["cached_tokens"])
+        except (OSError, http.client.HTTPException) as error:
+            raise BenchError(f"{server.name}: {error!r}; its last words: {server.last_words()}") from error
+        except (KeyError, TypeError) as error:
+            raise BenchError(f"{server.name} does not report cached tokens: {error!r}") from error
+        finally:
+            connection.close()
+
+    return ask
+
+
+@dataclass
+class AgentResults:
+    """Turns of sessions, by shape, then by server.
+
+    Attributes
+    ----------
+    turns : list of Turn
+    model : str
+        File name.
+    machine : str
+    """
+
+    turns: list[Turn]
+    model: str
+    machine: str
+
+    def to_json(self) -> str:
+        """Return everything as JSON."""
+        facts = {"model": self.model, "machine": self.machine}
+        return json.dumps({**facts, "turns": [asdict(turn) for turn in self.turns]}, indent=2)
+
+    def __rich__(self) -> Any:
+        from rich.table import Table
+
+        title = f"{self.model}, {self.machine}: computed tokens of each prompt, by turn"
+        table = Table(title=title, title_justify="left")
+        for header in ("session", "server", "prompts", "computed", "first answer, ms", "later, ms"):
+            table.add_column(header, justify="left" if header in ("session", "server") else "right")
+        for shape in SHAPES:
+            for server in dict.fromkeys(turn.server for turn in self.turns):
+                turns = [t for t in self.turns if (t.shape, t.server) == (shape, server)]
+                later = [f"{turn.seconds * 1e3:,.0f}" for turn in turns[1:]]
+                table.add_row(
+                    shape,
+                    server,
+                    " ".join(str(turn.prompt_tokens) for turn in turns),
+                    " ".join(str(turn.computed_tokens) for turn in turns),
+                    f"{turns[0].seconds * 1e3:,.0f}" if turns else "",
+                    " ".join(later),
+                )
+        return table
