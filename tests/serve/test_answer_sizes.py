@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 import pytest
 from support.running_server import Running, running
-from support.small_models import EMBEDDERS, write
+from support.small_models import CLASSIFIERS, EMBEDDERS, write
 
 from metal_prefill import Model, serve
 from metal_prefill.serve import _reply, _vectors
@@ -46,6 +46,9 @@ LARGEST: dict[str, Callable[[Service], int]] = {
     "/v1/messages": generated,
     "/v1/messages/count_tokens": lambda service: 0,
     "/v1/embeddings": lambda service: 25 * MOST_NUMBERS + service.settings.max_inputs * EACH,
+    "/embed": lambda service: 25 * MOST_NUMBERS,
+    "/predict": lambda service: MOST_ANSWER,
+    "/rerank": ranked,
     "/v1/rerank": ranked,
     "/v2/rerank": ranked,
     "/tokenize": lambda service: service.most_text * len("1234567,"),
@@ -133,3 +136,14 @@ def test_repeated_texts_are_bounded(
     refused = server.post(path, body)
     assert refused.status_code == 400
     assert refused.json()["error"]["code"] in ("text_too_long", "answer_too_large")
+
+
+def test_too_many_labels_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write(tmp_path / "classes.gguf", CLASSIFIERS["qwen3, three classes"])
+    body = {"inputs": [["a"], ["b"]]}
+    with Model(path, device="cpu") as model, running(model) as server:
+        answer = server.post("/predict", body)
+        monkeypatch.setattr(_vectors, "MOST_ANSWER", len(answer.content))
+        refused = server.post("/predict", body)
+    assert (answer.status_code, refused.status_code) == (200, 400)
+    assert refused.json()["error"]["message"].startswith("inputs: 2 texts with 3 labels each")

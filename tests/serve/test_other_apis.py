@@ -139,7 +139,7 @@ def test_the_oldest_turns_of_a_long_conversation_may_be_dropped(served: Running)
         assert found.output_text == chat(served, shorter[dropped]).message.content
         assert chat(served, history, extra_body={"truncation": "auto"}).message.content == found.output_text
         cached.append(found.usage.input_tokens_details.cached_tokens)
-    assert max(cached[1:]) > 700  # one of them begins like the one before
+    assert max(cached[1:]) > 700  # one of them shares its prefix with the one before
     assert response(served, input=[USER], truncation="auto").dropped_messages == 0
 
 

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from metal_prefill._support.arguments import token_array
 from metal_prefill.errors import GGUFError
-from metal_prefill.serve._bodies import MOST_ANSWER, Sender
+from metal_prefill.serve._bodies import MOST_ANSWER, MOST_ESCAPED, Sender
 from metal_prefill.serve._completions import prompts_of
 from metal_prefill.serve._errors import ApiError
 from metal_prefill.serve._forms import EmbeddingForm, EmbedForm, PredictForm, RerankForm
@@ -36,6 +36,7 @@ from metal_prefill.tasks._reranking import Options, Ranked, encode_documents, ki
 from metal_prefill.tasks._text_roles import TextRole, role_of
 
 _NUMBER = 25  # bytes of a number and a comma in JSON, at most
+_LABELED = 64  # bytes of a score and the names of its fields in JSON, at most
 MOST_NUMBERS = MOST_ANSWER // _NUMBER  # of the vectors of a request
 
 
@@ -87,6 +88,15 @@ async def predict(service: Service, form: PredictForm, reply: Reply, sender: Sen
             service.check_text(part, f"inputs[{i}]")
         texts.append(parts[0] if len(parts) == 1 else (parts[0], parts[1]))
     engine, head = service.model.engine, service.model.engine.head
+    size = len(texts) * sum(MOST_ESCAPED * len(label.encode()) + _LABELED for label in head.labels)
+    if size > MOST_ANSWER:
+        raise ApiError(
+            400,
+            f"inputs: {len(texts)} texts with {len(head.labels)} labels each exceed an answer of "
+            f"{MOST_ANSWER} bytes",
+            param="inputs",
+            code="answer_too_large",
+        )
     rules = PromptRules("end" if form.truncate else "error")
     with service.admitted(1):
         prompts, pairs, _ = await service.prepare(lambda: encode_for_head(engine, texts, rules))
