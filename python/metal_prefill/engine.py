@@ -195,7 +195,9 @@ class Engine:
         """Raise ValueError if the model does not predict text, as encoders do not."""
         if self.config.generates:
             return
-        if not self.head.labels:
+        if self.head.vocabulary_pooling is not None:
+            methods = "embed_sparse, or embed"
+        elif not self.head.labels:
             methods = "embed, or rerank" if self.head.per_token else "embed"
         elif self.head.pooling == "none":
             methods = "label_tokens"

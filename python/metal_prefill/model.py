@@ -20,7 +20,7 @@ from metal_prefill.generation._engine_loop import EngineLoop
 from metal_prefill.hub._download import fetch
 from metal_prefill.session import Session
 from metal_prefill.storage import _session_file
-from metal_prefill.tasks import _classification, _embedding, _reranking, _scoring, _token_labels
+from metal_prefill.tasks import _classification, _embedding, _reranking, _scoring, _sparse, _token_labels
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -218,6 +218,7 @@ class Model:
     rerank = _reranking.rerank
     classify = _classification.classify
     label_tokens = _token_labels.label_tokens
+    embed_sparse = _sparse.embed_sparse
 
     @classmethod
     def from_pretrained(

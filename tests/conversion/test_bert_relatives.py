@@ -2,139 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 import pytest
-from support import model_folders
-from support.folder_reference import Array, FolderTensors, attended, gelu
-from support.model_folders import DIM, FFN, HEADS, LAYERS, Folder, values
-from support.reference import position_bucket
+from support.bert_relatives import DISTILBERT, MPNET, distilbert, mpnet, states
+from support.folder_reference import FolderTensors
 
 from metal_prefill import Model
 from metal_prefill.conversion import convert
 
 NMSE = {"cpu": 1e-9, "metal": 5e-6}  # as in test_encoders.py
-CONTEXT = 330  # distances beyond 128 have the same bias
-BIAS = "encoder.relative_attention_bias.weight"
-LAYER = "encoder.layer.{}."
-LINEAR = {
-    "attention.self.query": (DIM, DIM),
-    "attention.self.key": (DIM, DIM),
-    "attention.self.value": (DIM, DIM),
-    "attention.output.dense": (DIM, DIM),
-    "intermediate.dense": (FFN, DIM),
-    "output.dense": (DIM, FFN),
-}
-NORMS = ("attention.output.LayerNorm", "output.LayerNorm")
-# Names of BERT's modules in each class.
-MPNET = {
-    "attention.self.query": "attention.attn.q",
-    "attention.self.key": "attention.attn.k",
-    "attention.self.value": "attention.attn.v",
-    "attention.output.dense": "attention.attn.o",
-    "attention.output.LayerNorm": "attention.LayerNorm",
-}
-DISTILBERT = {
-    LAYER: "transformer.layer.{}.",
-    "attention.self.query": "attention.q_lin",
-    "attention.self.key": "attention.k_lin",
-    "attention.self.value": "attention.v_lin",
-    "attention.output.dense": "attention.out_lin",
-    "attention.output.LayerNorm": "sa_layer_norm",
-    "intermediate.dense": "ffn.lin1",
-    "output.dense": "ffn.lin2",
-    "output.LayerNorm": "output_layer_norm",
-}
-
-
-def _with_layers(folder: Folder, prefix: str, names: dict[str, str]) -> None:
-    """Replace the tensors by those of a class with other names of modules, and no token types."""
-    shapes: dict[str, tuple[int, ...]] = {"embeddings.position_embeddings.weight": (CONTEXT, DIM)}
-    for layer in range(LAYERS):
-        at = names.get(LAYER, LAYER).format(layer)
-        for name, shape in LINEAR.items():
-            shapes |= {f"{at}{names.get(name, name)}.weight": shape}
-            shapes |= {f"{at}{names.get(name, name)}.bias": shape[:1]}
-        for name in NORMS:
-            shapes |= {f"{at}{names.get(name, name)}.{end}": (DIM,) for end in ("weight", "bias")}
-    kept = {name: folder.tensors[name] for name in ("embeddings.word_embeddings.weight",)}
-    kept |= {name: folder.tensors[name] for name in folder.tensors if name.startswith("embeddings.LayerNorm")}
-    made = {name: 3 * values(shape, i) for i, (name, shape) in enumerate(shapes.items())}
-    folder.tensors = {prefix + name: tensor for name, tensor in (kept | made).items()}
-
-
-def mpnet(path: Path) -> Folder:
-    """Make a folder of all-mpnet-base-v2's class."""
-    folder = model_folders.bert(path, max_position_embeddings=CONTEXT, pad_token_id=1)
-    folder.config |= {
-        "architectures": ["MPNetForMaskedLM"],
-        "model_type": "mpnet",
-        "layer_norm_eps": 1e-5,
-        "relative_attention_num_buckets": 32,
-    }
-    del folder.config["type_vocab_size"]
-    _with_layers(folder, "mpnet.", MPNET)
-    folder.tensors[f"mpnet.{BIAS}"] = 10 * values((32, HEADS), 7)
-    tokenizer = json.loads((path / "tokenizer.json").read_text())
-    ids = tokenizer["model"]["vocab"]
-    frame = {"sep": ["[SEP]", ids["[SEP]"]], "cls": ["[CLS]", ids["[CLS]"]]}
-    tokenizer["post_processor"] = {"type": "RobertaProcessing", **frame} | dict.fromkeys(
-        ("trim_offsets", "add_prefix_space"), True
-    )
-    folder.json("tokenizer.json", tokenizer)
-    return folder
-
-
-def distilbert(path: Path, architecture: str = "DistilBertModel") -> Folder:
-    """Make a folder of a DistilBERT class."""
-    folder = model_folders.bert(path)
-    folder.config = {
-        "architectures": [architecture],
-        "model_type": "distilbert",
-        "dim": DIM,
-        "n_layers": LAYERS,
-        "n_heads": HEADS,
-        "hidden_dim": FFN,
-        "max_position_embeddings": CONTEXT,
-        "activation": "gelu",
-        "vocab_size": folder.config["vocab_size"],
-    }
-    _with_layers(folder, "distilbert." if "For" in architecture else "", DISTILBERT)
-    if "Sequence" in architecture:
-        folder.config["id2label"] = {"0": "NEGATIVE", "1": "POSITIVE"}
-        shapes = {"pre_classifier.weight": (DIM, DIM), "classifier.weight": (2, DIM), "classifier.bias": (2,)}
-        folder.tensors |= {name: 5 * values(shape, 3) for name, shape in shapes.items()}
-        folder.tensors["pre_classifier.bias"] = values((DIM,), 4)
-    return folder
-
-
-def states(folder: Folder, ids: npt.NDArray[np.int64], prefix: str, names: dict[str, str]) -> Array:
-    """Return the states after the last layer."""
-    t = FolderTensors(folder.tensors, prefix, folder.config.get("layer_norm_eps", 1e-12))
-    offset = folder.config.get("pad_token_id", -1) + 1
-    x = t["embeddings.word_embeddings.weight"][ids]
-    x = t.normed(
-        "embeddings.LayerNorm", x + t["embeddings.position_embeddings.weight"][offset : offset + len(ids)]
-    )
-    bias = None
-    if prefix + BIAS in folder.tensors:
-        place = np.arange(len(ids))
-        buckets = np.vectorize(position_bucket)(place[None, :] - place[:, None])
-        bias = t[BIAS][buckets].transpose(2, 0, 1)
-    for layer in range(LAYERS):
-        at = names.get(LAYER, LAYER).format(layer)
-        of = {name: at + names.get(name, name) for name in (*LINEAR, *NORMS)}
-        q, k, v = (t.linear(of[f"attention.self.{name}"], x) for name in ("query", "key", "value"))
-        read = t.linear(of["attention.output.dense"], attended(q, k, v, HEADS, bias=bias))
-        x = t.normed(of["attention.output.LayerNorm"], x + read)
-        inner = gelu(t.linear(of["intermediate.dense"], x))
-        x = t.normed(of["output.LayerNorm"], x + t.linear(of["output.dense"], inner))
-    return x
-
-
 MADE = {
     "mpnet": lambda path: (mpnet(path), "mpnet.", MPNET),
     "distilbert": lambda path: (distilbert(path), "", DISTILBERT),

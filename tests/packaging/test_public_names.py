@@ -46,6 +46,7 @@ PUBLIC = {
         "quantize_embeddings",
     ],
     "metal_prefill.sentence_transformers.cross_encoder": ["CrossEncoder"],
+    "metal_prefill.sentence_transformers.sparse_encoder": ["SparseEncoder"],
     "metal_prefill.sentence_transformers.util": [
         *("cos_sim", "dot_score", "euclidean_sim", "manhattan_sim", "pairwise_cos_sim", "pairwise_dot_score"),
         *("pairwise_euclidean_sim", "pairwise_manhattan_sim", "normalize_embeddings", "truncate_embeddings"),
@@ -60,6 +61,7 @@ PUBLIC = {
         "Classification",
         "Entity",
         "Ranked",
+        "SparseVector",
         "embed",
         "maxsim",
         "prompt_names",

@@ -206,8 +206,6 @@ def test_methods_and_classes_for_training_are_refused_by_name(
         _ = st.Sentence
     with pytest.raises(NotImplementedError, match=r"util\.http_get is not supported"):
         importlib.import_module(util.__name__).http_get  # noqa: B018
-    with pytest.raises(NotImplementedError, match="heads over the vocabulary do not open"):
-        st.SparseEncoder("naver/splade-v3")
     for name in ("bogus", "processing_kwargs"):
         with pytest.raises(NotImplementedError, match=f"SentenceTransformer does not support {name}"):
             model.encode("a", **dict.fromkeys([name]))  # type: ignore[arg-type]

@@ -12,7 +12,7 @@ from metal_prefill.conversion._fields import Fields
 from metal_prefill.conversion._sources import Task
 from metal_prefill.conversion._weights import Weight, read_module
 from metal_prefill.errors import GGUFError
-from metal_prefill.files._task_config import DENSE, POOLINGS, Pooling, Scores
+from metal_prefill.files._task_config import DENSE, POOLINGS, VOCABULARY_POOLINGS, Pooling, Scores
 
 # Fields of a pooling module's configuration; a folder sets one of them.
 _MODES: dict[str, Pooling] = {
@@ -22,7 +22,7 @@ _MODES: dict[str, Pooling] = {
 }
 _MODE_NAMES: dict[str, Pooling] = {"cls": "cls", "mean": "mean", "lasttoken": "last", "last": "last"}
 # Classes of modules, in the order in which vectors are computed.
-_KINDS = ("Transformer", "Pooling", "Dense", "Normalize", "MultiVectorMask", "LogitScore")
+_KINDS = ("Transformer", "Pooling", "Dense", "Normalize", "MultiVectorMask", "LogitScore", "SpladePooling")
 # Arguments of tokenizers and models in the settings of the module Transformer, and those without an effect.
 _ARGUMENTS = (
     *("model_args", "model_kwargs", "config_args", "config_kwargs"),
@@ -41,7 +41,7 @@ _HARMLESS = (
     *("add_pooling_layer", "unpad_inputs", "use_memory_efficient_attention", "reference_compile"),
     *("model_max_length", "padding_side", "truncation_side", "use_safetensors", "low_cpu_mem_usage"),
 )
-# Functions of the single output of a cross-encoder, by the last part of the name of their class.
+_LOGARITHMS = {"relu": 1, "log1p_relu": 2}  # how often SPLADE takes the logarithm
 # Activations of dense layers, by the last part of the name of their class.
 _ACTIVATIONS = {
     "Identity": "none",
@@ -51,6 +51,7 @@ _ACTIVATIONS = {
     "SiLU": "silu",
     "Sigmoid": "sigmoid",
 }
+# Functions of the single output of a cross-encoder, likewise.
 _OUTPUT_FUNCTIONS: dict[str, Scores] = {"Identity": "none", "Sigmoid": "sigmoid"}
 
 
@@ -68,12 +69,15 @@ class Modules:
         Tokens of documents that late interaction leaves out; None if no module lists them.
     logit_score : pathlib.Path or None
         Folder of the module that scores a pair by the logits of two tokens.
+    masked : bool
+        Whether vectors are over the vocabulary, from the head that predicts masked tokens.
     """
 
     metadata: dict[str, Any] = field(default_factory=dict)
     tensors: dict[str, Weight] = field(default_factory=dict)
     skipped_words: list[str] | None = None
     logit_score: Path | None = None
+    masked: bool = False
 
     @property
     def per_token(self) -> bool:
@@ -108,6 +112,9 @@ def read_modules(folder: Path, config: Fields, task: Task) -> Modules:
         _check_transformer(folder, "text-generation")
         found.logit_score = folder / place_of(modules[1])
         return found
+    if "SpladePooling" in kinds:
+        _add_vocabulary_pooling(found, folder, config, listing, kinds)
+        return found
     _check_transformer(folder, "feature-extraction")
     _check_order(listing, kinds)
     # The feature that modules after the body read and replace: vectors of texts, or of tokens.
@@ -129,9 +136,29 @@ def read_modules(folder: Path, config: Fields, task: Task) -> Modules:
     return found
 
 
+def _add_vocabulary_pooling(
+    found: Modules, folder: Path, config: Fields, listing: Fields, kinds: list[str]
+) -> None:
+    """Add the pooling of SPLADE (arXiv:2109.10086): logarithms of the positive logits of all tokens."""
+    if kinds != ["Transformer", "SpladePooling"]:
+        raise listing.unsupported(f"modules are {', '.join(kinds)}; supported are Transformer, SpladePooling")
+    _check_transformer(folder, "fill-mask")
+    config.require("tie_word_embeddings", (True,), True)
+    settings = Fields.read(folder / place_of(modules_of(folder)[1]) / "config.json")
+    pooling = settings.string("pooling_strategy", default="max")
+    activation = settings.string("activation_function", default="relu")
+    if pooling not in VOCABULARY_POOLINGS or activation not in _LOGARITHMS:
+        raise settings.unsupported(
+            f"pooling_strategy {pooling!r} with activation_function {activation!r} is not supported; "
+            f"supported are {', '.join(VOCABULARY_POOLINGS)} with {', '.join(_LOGARITHMS)}"
+        )
+    found.masked = True
+    found.metadata |= {"vocabulary_pooling": pooling, "vocabulary_logarithms": _LOGARITHMS[activation]}
+
+
 def _kind_of(module: Fields) -> str:
     """Return the class of a module, without its package."""
-    name = module.string("type")
+    name = module.string("type").replace("MLMTransformer", "Transformer")  # as early folders have it
     package, _, kind = name.rpartition(".")
     if package.split(".")[0] not in ("sentence_transformers", "pylate") or kind not in _KINDS:
         raise module.unsupported(f"{module.name('type')} {name} is not supported")

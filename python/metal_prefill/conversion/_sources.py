@@ -18,7 +18,7 @@ from metal_prefill.errors import UnsupportedModelError
 from metal_prefill.files._architecture import ARCHITECTURES
 from metal_prefill.files._metadata_keys import MAX_INT
 
-Task: TypeAlias = Literal["body", "causal", "sequence", "tokens", "late"]
+Task: TypeAlias = Literal["body", "causal", "sequence", "tokens", "late", "masked"]
 Change: TypeAlias = Callable[[Fields, str, Values], Values]
 Shape: TypeAlias = tuple[int, ...]
 
@@ -173,6 +173,11 @@ _BERT = Source(
         "sequence": {"pooler.dense": "cls", **_CLASSIFIER},
         "tokens": _CLASSIFIER,
         "late": _PROJECTION,
+        "masked": {
+            "cls.predictions.transform.dense": "mlm",
+            "cls.predictions.transform.LayerNorm": "mlm.norm",
+            "cls.predictions": "mlm.output",
+        },
     },
 )
 _ROBERTA = replace(
@@ -182,6 +187,7 @@ _ROBERTA = replace(
         "sequence": {"classifier.dense": "cls", "classifier.out_proj": "cls.output"},
         "tokens": _CLASSIFIER,
         "late": _PROJECTION,
+        "masked": {"lm_head.dense": "mlm", "lm_head.layer_norm": "mlm.norm", "lm_head": "mlm.output"},
     },
     changes={r"position_embd\.weight": _settings.without_padding_positions},
     position_offset=True,
@@ -220,6 +226,7 @@ _DISTILBERT = replace(
         "sequence": {"pre_classifier": "cls", **_CLASSIFIER},
         "tokens": _CLASSIFIER,
         "late": _PROJECTION,
+        "masked": {"vocab_transform": "mlm", "vocab_layer_norm": "mlm.norm", "vocab_projector": "mlm.output"},
     },
     unused=(*_UNUSED, r"vocab_(transform|layer_norm|projector)\..*"),
 )
@@ -309,8 +316,11 @@ SOURCES: dict[str, Source] = {
             "classifier_activation": ("gelu",),
         },
         heads={
-            task: {"head.dense": "cls", "head.norm": "cls.norm", "classifier": "cls.output"}
-            for task in ("sequence", "tokens")
+            **{
+                task: {"head.dense": "cls", "head.norm": "cls.norm", "classifier": "cls.output"}
+                for task in ("sequence", "tokens")
+            },
+            "masked": {"head.dense": "mlm", "head.norm": "mlm.norm", "decoder": "mlm.output"},
         },
         unused=(*_UNUSED, r"head\..*", r"decoder\..*"),
         more=_settings.modern_bert,

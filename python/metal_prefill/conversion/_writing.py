@@ -45,7 +45,7 @@ _FALLBACK = "F16"  # for rows that no whole number of blocks fits
 _OF_WEIGHTS = {"BF16": "BF16", "F16": "F16"}  # a folder's number types that AUTO keeps; others become F32
 # Matrices that stay in float32, as in llama.cpp: they are added, not multiplied, or are small and come last.
 _EXACT = ("position_embd.weight", "token_types.weight", "attn_rel_b.weight")
-_EXACT_PREFIXES = ("cls", "dense_")
+_EXACT_PREFIXES = ("cls", "dense_", "mlm")
 _FILTERS = ("shortconv.conv.weight", "ssm_conv1d.weight")  # [channels, 1, taps] in a folder
 
 Progress = Callable[[int, int], None]
@@ -124,6 +124,7 @@ def convert(
     late = task == "late"
     modules = Modules(colbert_heads(folder, config)) if late else read_modules(folder, config, task)
     metadata |= modules.metadata
+    task = "masked" if modules.masked else task
     weights = read_weights(body)
     names = gguf.get_tensor_name_map(_architecture(source), metadata["block_count"])
     found: dict[str, Weight] = dict(modules.tensors)

@@ -29,7 +29,21 @@ CLASSIFIER = (
     *("cls.weight", "cls.bias", "cls.norm.weight", "cls.norm.bias"),
     *("cls.output.weight", "cls.output.bias"),
 )
-HEAD_TENSORS = frozenset((*(f"{name}.{end}" for name in DENSE for end in ("weight", "bias")), *CLASSIFIER))
+# The head that predicts masked tokens; without an output matrix, that is the embedding.
+MASKED = (
+    "mlm.weight",
+    "mlm.bias",
+    "mlm.norm.weight",
+    "mlm.norm.bias",
+    "mlm.output.weight",
+    "mlm.output.bias",
+)
+# How logits of the tokens of a text become one vector over the vocabulary.
+VocabularyPooling: TypeAlias = Literal["max", "sum"]
+VOCABULARY_POOLINGS: tuple[VocabularyPooling, ...] = get_args(VocabularyPooling)
+HEAD_TENSORS = frozenset(
+    (*(f"{name}.{end}" for name in DENSE for end in ("weight", "bias")), *CLASSIFIER, *MASKED)
+)
 
 
 @dataclass(frozen=True)
@@ -83,7 +97,11 @@ class PooledHead:
     scores : {"softmax", "sigmoid", "none"}
         Function that turns the outputs of the classification head into scores.
     norm_eps : float
-        Added to the variance in the norm of the classification head.
+        Added to the variance in the norms of heads.
+    vocabulary_pooling : {"max", "sum"} or None
+        Pooling of logits to a vector over the vocabulary; None without a head for it.
+    logarithms : int
+        How often ``log(1 + x)`` follows the positive logits before that.
     """
 
     gguf: GGUFFile
@@ -98,6 +116,8 @@ class PooledHead:
     activation: HeadActivation
     scores: Scores
     norm_eps: float
+    vocabulary_pooling: VocabularyPooling | None
+    logarithms: int
 
     @property
     def per_token(self) -> bool:
@@ -144,7 +164,29 @@ def read_head(gguf: GGUFFile, architecture: str, dim: int) -> PooledHead:
         _read_activation(keys, traits),
         _read_scores(keys, traits, len(labels)),
         keys.positive_float("attention.layer_norm_epsilon", default=1e-5),
+        _read_vocabulary_pooling(keys, dim),
+        keys.positive("vocabulary_logarithms", default=1),
     )
+
+
+def _read_vocabulary_pooling(keys: Keys, dim: int) -> VocabularyPooling | None:
+    tensors, suffix = keys.gguf.tensors, "vocabulary_pooling"
+    if not keys.has(suffix):
+        left = next((name for name in MASKED if name in tensors), None)
+        if left is not None:
+            raise keys.error(f"tensor {left} requires {keys.architecture}.{suffix}, which is missing")
+        return None
+    missing = next((name for name in ("mlm.weight", "mlm.norm.weight") if name not in tensors), None)
+    if missing is not None:
+        raise keys.error(f"{keys.architecture}.{suffix} is set, but tensor {missing} is missing")
+    vocabulary = tensors["token_embd.weight"].shape[0]
+    for name, shape in (("mlm.weight", (dim, dim)), ("mlm.output.weight", (vocabulary, dim))):
+        if name in tensors and _matrix_shape(keys, name) != shape:
+            raise keys.error(f"tensor {name} has shape {tensors[name].shape}, expected {shape}")
+    for name in ("mlm.bias", "mlm.norm.weight", "mlm.norm.bias"):
+        _check_vector(keys, name, dim)
+    _check_vector(keys, "mlm.output.bias", vocabulary)
+    return _one_of(keys, suffix, VOCABULARY_POOLINGS, "")
 
 
 def _read_state(keys: Keys, traits: HeadTraits) -> Pooling:

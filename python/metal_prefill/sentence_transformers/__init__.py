@@ -17,8 +17,8 @@ from metal_prefill._support.lazy import lazy_names
 if TYPE_CHECKING:
     from metal_prefill.sentence_transformers import util
     from metal_prefill.sentence_transformers._embedder import MultiVectorEncoder, SentenceTransformer
-    from metal_prefill.sentence_transformers._shared import SparseEncoder
     from metal_prefill.sentence_transformers.cross_encoder import CrossEncoder
+    from metal_prefill.sentence_transformers.sparse_encoder import SparseEncoder
     from metal_prefill.sentence_transformers.util import SimilarityFunction, quantize_embeddings
 
 __all__ = [
@@ -43,7 +43,7 @@ _find = lazy_names(
         "MultiVectorEncoder": "_embedder",
         "SentenceTransformer": "_embedder",
         "SimilarityFunction": "util",
-        "SparseEncoder": "_shared",
+        "SparseEncoder": "sparse_encoder",
         "quantize_embeddings": "util",
     },
 )

@@ -210,15 +210,6 @@ for _name in (
     setattr(Encoder, _name, _refusing(_name))
 
 
-class SparseEncoder:
-    """Refuse models with vectors over the vocabulary, such as SPLADE, by NotImplementedError."""
-
-    def __init__(self, model_name_or_path: Any = None, **options: Any) -> None:
-        raise NotImplementedError(
-            f"SparseEncoder({model_name_or_path!r}): heads over the vocabulary do not open"
-        )
-
-
 def batches(items: Sequence[Any], size: int, show: bool | None) -> Iterator[Sequence[Any]]:
     """Divide items into batches, with a progress bar on stderr if wanted or if messages are logged."""
     starts: Any = range(0, len(items), integer("batch_size", size, 1))

@@ -12,9 +12,20 @@ if TYPE_CHECKING:
     from metal_prefill.tasks._late_interaction import maxsim
     from metal_prefill.tasks._prompts import prompt_names
     from metal_prefill.tasks._reranking import Ranked, rerank
+    from metal_prefill.tasks._sparse import SparseVector
     from metal_prefill.tasks._token_labels import Entity
 
-__all__ = ["PROMPTS", "Classification", "Entity", "Ranked", "embed", "maxsim", "prompt_names", "rerank"]
+__all__ = [
+    "PROMPTS",
+    "Classification",
+    "Entity",
+    "Ranked",
+    "SparseVector",
+    "embed",
+    "maxsim",
+    "prompt_names",
+    "rerank",
+]
 
 __getattr__ = lazy_names(
     __name__,
@@ -23,6 +34,7 @@ __getattr__ = lazy_names(
         "Entity": "_token_labels",
         "PROMPTS": "_embedding",
         "Ranked": "_reranking",
+        "SparseVector": "_sparse",
         "embed": "_embedding",
         "maxsim": "_late_interaction",
         "prompt_names": "_prompts",

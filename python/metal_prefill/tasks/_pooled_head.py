@@ -28,14 +28,30 @@ def embedding_of(head: PooledHead, states: FloatArray) -> FloatArray:
 
 def logits_of(head: PooledHead, states: FloatArray) -> FloatArray:
     """Apply the classification head to a pooled vector, ``[labels]``, or to rows, ``[n, labels]``."""
+    return _output_of(head, "cls", head.activation, states)
+
+
+def vocabulary_vector(head: PooledHead, states: FloatArray) -> FloatArray:
+    """Return the vector of a text over the vocabulary, ``[vocab]``, from the states of its tokens."""
+    logits = np.maximum(_output_of(head, "mlm", "gelu_erf", states), 0)
+    for _ in range(head.logarithms):
+        logits = np.log1p(logits)
+    vector: FloatArray = logits.max(axis=0) if head.vocabulary_pooling == "max" else logits.sum(axis=0)
+    return vector
+
+
+def _output_of(head: PooledHead, name: str, activation: HeadActivation, states: FloatArray) -> FloatArray:
+    """Apply a head: a dense layer, an activation and a norm, if it has them, and the output."""
     tensors = head.gguf.tensors
-    if "cls.weight" in tensors:
-        states = _ACTIVATIONS[head.activation](_affine(head, "cls", states))
-    if "cls.norm.weight" in tensors:
-        states = _layer_norm(states, head.norm_eps) * head.matrix("cls.norm.weight")
-        if "cls.norm.bias" in tensors:
-            states = states + head.matrix("cls.norm.bias")
-    return finite(_affine(head, "cls.output", states), "an output of the classification head")
+    if f"{name}.weight" in tensors:
+        states = _ACTIVATIONS[activation](_affine(head, name, states))
+    if f"{name}.norm.weight" in tensors:
+        states = _layer_norm(states, head.norm_eps) * head.matrix(f"{name}.norm.weight")
+        if f"{name}.norm.bias" in tensors:
+            states = states + head.matrix(f"{name}.norm.bias")
+    tied = f"{name}.output.weight" not in tensors
+    output = _affine(head, f"{name}.output", states, "token_embd.weight" if tied else "")
+    return finite(output, f"an output of the head {name}")
 
 
 def probabilities_of(head: PooledHead, logits: npt.NDArray[np.floating[Any]]) -> npt.NDArray[np.float64]:
@@ -47,8 +63,8 @@ def probabilities_of(head: PooledHead, logits: npt.NDArray[np.floating[Any]]) ->
     return sigmoid(x) if head.scores == "sigmoid" or x.shape[-1] == 1 else softmax(x)
 
 
-def _affine(head: PooledHead, name: str, x: FloatArray) -> FloatArray:
-    y = _product(head.matrix(f"{name}.weight"), x)
+def _affine(head: PooledHead, name: str, x: FloatArray, weight: str = "") -> FloatArray:
+    y = _product(head.matrix(weight or f"{name}.weight"), x)
     return y + head.matrix(f"{name}.bias") if f"{name}.bias" in head.gguf.tensors else y
 
 

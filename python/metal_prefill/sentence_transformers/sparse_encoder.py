@@ -1,0 +1,99 @@
+"""Vectors over the vocabulary: ``SparseEncoder``."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import numpy as np
+
+from metal_prefill._support.arguments import integer
+from metal_prefill.sentence_transformers._shared import CUT, Encoder, batches, returned, texts_of
+from metal_prefill.sentence_transformers.util import as_array, dot_score
+from metal_prefill.tasks._embedding import encode_texts
+from metal_prefill.tasks._prompts import PromptForm
+from metal_prefill.tasks._sparse import check_sparse, sparse_vectors
+from metal_prefill.tasks._vectors import Array
+from metal_prefill.text._encoder_vocabulary import SPACE
+
+
+class SparseEncoder(Encoder):
+    """A SPLADE model; :class:`Encoder` describes further arguments.
+
+    Parameters
+    ----------
+    max_active_dims
+        Number of largest values of each vector to keep; None keeps all that are positive.
+    """
+
+    def __init__(
+        self,
+        model_name_or_path: str | os.PathLike[str] | None = None,
+        *,
+        max_active_dims: int | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(model_name_or_path, **options)
+        check_sparse(self.engine)
+        self.max_active_dims = max_active_dims
+
+    def encode(
+        self,
+        inputs: Any = None,
+        prompt_name: str | None = None,
+        prompt: str | None = None,
+        batch_size: int = 32,
+        show_progress_bar: bool | None = None,
+        convert_to_tensor: bool = False,
+        convert_to_sparse_tensor: bool = False,
+        save_to_cpu: bool = False,
+        device: Any = None,
+        max_active_dims: int | None = None,
+        pool: Any = None,
+        chunk_size: int | None = None,
+        **options: Any,
+    ) -> Any:
+        """Compute the vectors of texts, which are dense arrays.
+
+        Returns
+        -------
+        numpy.ndarray or torch.Tensor
+            float32 ``[texts, vocab]``, or ``[vocab]`` for one text.
+        """
+        self._check_call(options, device)
+        if convert_to_sparse_tensor:
+            raise NotImplementedError("SparseEncoder does not support convert_to_sparse_tensor")
+        most = self.max_active_dims if max_active_dims is None else max_active_dims
+        texts, single = texts_of(inputs)
+        form = PromptForm(self._prompt(prompt, prompt_name))
+        rows: list[Array] = []
+        for batch in batches(texts, batch_size, show_progress_bar):
+            for row in sparse_vectors(self.engine, encode_texts(self.engine, batch, form, CUT).prompts):
+                if most is not None and (row > 0).sum() > integer("max_active_dims", most, 1):
+                    row[np.argsort(-row, kind="stable")[most:]] = 0
+                rows.append(row)
+        whole = np.stack(rows) if rows else np.empty((0, self.get_embedding_dimension()), np.float32)
+        return returned(whole, single, True, convert_to_tensor)
+
+    def decode(self, embeddings: Any, top_k: int | None = None) -> list[Any]:
+        """Return pairs of token and value for each vector, the largest first; for one vector, its list."""
+        matrix = as_array(embeddings)
+        if matrix.ndim == 2:
+            return [self.decode(row, top_k) for row in matrix]
+        order = np.argsort(-matrix, kind="stable")[: np.count_nonzero(matrix > 0)][:top_k]
+        return [(self._spelled(int(i)), float(matrix[i])) for i in order]
+
+    def _spelled(self, token: int) -> str:
+        """Return a token as ``vocab.txt`` of WordPiece spells it, where GGUF files mark the other ones."""
+        text: str = self.tokenizer.token(token)
+        if self.engine.gguf.metadata["tokenizer.ggml.model"] != "bert" or self.tokenizer.is_special(token):
+            return text
+        return text.removeprefix(SPACE) if text.startswith(SPACE) else f"##{text}"
+
+    def similarity(self, embeddings1: Any, embeddings2: Any) -> Any:
+        """Return the sum of products of each vector of the first array with each of the second."""
+        return dot_score(embeddings1, embeddings2)
+
+    def get_embedding_dimension(self) -> int:
+        """Return the size of the vocabulary."""
+        return self.engine.config.vocab_size

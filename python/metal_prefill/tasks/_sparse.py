@@ -1,0 +1,105 @@
+"""Vectors over the vocabulary, as SPLADE computes them (arXiv:2109.10086)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from metal_prefill._support.arguments import Progress, integer
+from metal_prefill.engine import Engine, EngineOwner
+from metal_prefill.files._gguf_file import FloatArray
+from metal_prefill.tasks._embedding import encode_texts
+from metal_prefill.tasks._pooled_head import vocabulary_vector
+from metal_prefill.tasks._prompt_rules import PromptRules, warn_of_cut
+from metal_prefill.tasks._text_passes import Ids, TextPasses, pooled_states
+
+
+@dataclass(frozen=True)
+class SparseVector:
+    """The positive values of a vector over the vocabulary.
+
+    Attributes
+    ----------
+    ids : int32 [n]
+        Token ids, ascending.
+    weights : float32 [n]
+        Their values.
+    """
+
+    ids: npt.NDArray[np.int32]
+    weights: npt.NDArray[np.float32]
+
+
+def embed_sparse(
+    model: EngineOwner,
+    texts: Iterable[str],
+    *,
+    max_active: int | None = None,
+    truncate: Literal["error", "end"] | str = "error",
+    split_special_tokens: bool | None = None,
+    progress: Progress | None = None,
+) -> list[SparseVector]:
+    """Compute a vector over the vocabulary for each text, with a SPLADE model.
+
+    The similarity of two vectors is the sum of the products of the weights that they share.
+
+    Parameters
+    ----------
+    texts
+        Any number of texts.
+    max_active
+        Number of largest values of each vector to keep; None keeps all that are positive.
+    truncate
+        ``"error"``: a text longer than the context is an error. ``"end"``: its end is cut off, and a
+        ``UserWarning`` counts and names such texts.
+    split_special_tokens
+        See :meth:`Model.embed`.
+    progress
+        Called with the number of texts done and their total.
+
+    Returns
+    -------
+    list of SparseVector
+
+    Raises
+    ------
+    TypeError, ValueError, ContextOverflowError
+        A text is not a string or does not fit; the message has its index. Or the model has no head for
+        vectors over the vocabulary.
+    """
+    engine = model.engine
+    check_sparse(engine)
+    most = None if max_active is None else integer("max_active", max_active, 1)
+    rules = PromptRules(truncate, split_special_tokens=split_special_tokens).checked()
+    encoded = encode_texts(engine, texts, rules=rules)
+    warn_of_cut(encoded.cut, len(encoded.prompts), engine.max_context, "text")
+    found = []
+    for vector in sparse_vectors(engine, encoded.prompts):
+        found.append(_largest(vector, most))
+        if progress is not None:
+            progress(len(found), len(encoded.prompts))
+    return found
+
+
+def check_sparse(engine: Engine) -> None:
+    """Raise ValueError if a model has no head for vectors over the vocabulary."""
+    if engine.head.vocabulary_pooling is None:
+        raise ValueError(f"{engine.path.name} has no head for vectors over the vocabulary: use embed")
+
+
+def sparse_vectors(engine: Engine, prompts: Sequence[Ids]) -> Iterator[FloatArray]:
+    """Yield the vector over the vocabulary of each text, ``[vocab]``."""
+    names = [f"text {i}" for i in range(len(prompts))]
+    for states in pooled_states(TextPasses(engine), "none", prompts, names):
+        yield vocabulary_vector(engine.head, states)
+
+
+def _largest(vector: FloatArray, most: int | None) -> SparseVector:
+    ids = np.flatnonzero(vector > 0)
+    if most is not None:
+        ids = np.sort(ids[np.argsort(-vector[ids], kind="stable")[:most]])
+    return SparseVector(ids.astype(np.int32), vector[ids])

@@ -1,0 +1,93 @@
+"""Vectors over the vocabulary, next to float64 arithmetic."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.bert_relatives import distilbert, masked_head, vocabulary_vector
+from support.folder_reference import Array
+from support.model_folders import Folder
+
+from metal_prefill import Model, UnsupportedModelError
+from metal_prefill.sentence_transformers import SparseEncoder
+
+TEXTS = ["a rose by any name", "", "would smell as sweet would smell as sweet"]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Folder:
+    folder = distilbert(tmp_path / "folder", "DistilBertForMaskedLM")
+    masked_head(folder)
+    folder.write()
+    return folder
+
+
+@pytest.fixture
+def model(folder: Folder, device: str) -> Iterator[Model]:
+    with Model(folder.path, device=device, compute="f32", kv_dtype="f32") as model:
+        yield model
+
+
+def expected(folder: Folder, model: Model, text: str) -> Array:
+    words = model.tokenizer.encode(text, add_bos=False)
+    ids = np.array([model.tokenizer.bos_id, *words, model.tokenizer.eos_id])
+    return vocabulary_vector(folder, ids)
+
+
+def test_vectors_over_the_vocabulary_match_float64(folder: Folder, model: Model) -> None:
+    for text, found in zip(TEXTS, model.embed_sparse(TEXTS), strict=True):
+        wanted = expected(folder, model, text)
+        assert (np.diff(found.ids) > 0).all()
+        assert (found.weights > 0).all()
+        dense = np.zeros_like(wanted)
+        dense[found.ids] = found.weights
+        assert np.abs(dense - wanted).max() <= 2e-3 * wanted.max()  # half precision of Metal
+
+
+def test_the_largest_values_are_kept_on_request(folder: Folder, model: Model) -> None:
+    whole, found = (model.embed_sparse(TEXTS[:1], max_active=most)[0] for most in (None, 5))
+    kept = np.sort(whole.ids[np.argsort(-whole.weights, kind="stable")[:5]])
+    np.testing.assert_array_equal(found.ids, kept)
+    np.testing.assert_array_equal(found.weights, whole.weights[np.isin(whole.ids, kept)])
+
+
+def test_a_text_has_the_same_vector_alone_and_in_a_batch(model: Model) -> None:
+    for text, found in zip(TEXTS, model.embed_sparse(TEXTS), strict=True):
+        (alone,) = model.embed_sparse([text])
+        np.testing.assert_array_equal(alone.ids, found.ids)
+        if model.device == "cpu":
+            np.testing.assert_array_equal(alone.weights, found.weights)
+
+
+def test_sparse_encoder_has_the_interface_of_sentence_transformers(folder: Folder) -> None:
+    encoder = SparseEncoder(folder.path, model_kwargs={"dtype": "float32"}, device="cpu")
+    with Model(folder.path, device="cpu", compute="f32", kv_dtype="f32") as model:
+        wanted = np.stack([expected(folder, model, text) for text in TEXTS])
+    found = encoder.encode(TEXTS)
+    np.testing.assert_allclose(found, wanted, atol=1e-4)
+    assert encoder.encode(TEXTS[0]).shape == (encoder.get_embedding_dimension(),)
+    assert (encoder.encode(TEXTS, max_active_dims=3) > 0).sum(axis=1).tolist() == [3, 3, 3]
+    np.testing.assert_allclose(encoder.similarity(found, found), wanted @ wanted.T, rtol=1e-4)
+    decoded = encoder.decode(found[0], top_k=4)
+    order = np.argsort(-wanted[0])[:4]
+    vocabulary = json.loads((folder.path / "tokenizer.json").read_text())["model"]["vocab"]
+    assert [vocabulary[token] for token, _ in decoded] == order.tolist()
+    np.testing.assert_allclose([value for _, value in decoded], wanted[0][order], atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"), [("pooling_strategy", "mean"), ("activation_function", "softplus")]
+)
+def test_other_poolings_are_refused_by_name(folder: Folder, setting: str, value: str) -> None:
+    folder.json("1_SpladePooling/config.json", {setting: value})
+    with pytest.raises(UnsupportedModelError, match=f"'{value}'"):
+        Model(folder.path)
+
+
+def test_other_models_have_no_such_vectors(demo_path: Path) -> None:
+    with Model(demo_path, device="cpu") as model, pytest.raises(ValueError, match="no head for vectors over"):
+        model.embed_sparse(["a"])
