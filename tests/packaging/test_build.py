@@ -141,9 +141,9 @@ def test_shaders_that_apples_compiler_rejects_stop_no_build(
     environment = os.environ | {"PATH": f"{tools}:{os.environ['PATH']}"}
     if required:
         environment["METAL_PREFILL_REQUIRE_METALLIB"] = "ON"
-    configure = [cmake, "-S", tmp_path, "-B", build, "-G", "Ninja"]
+    configure = [cmake, "-S", str(tmp_path), "-B", str(build), "-G", "Ninja"]
     subprocess.run(configure, capture_output=True, check=True, env=environment)
-    compile_all = [cmake, "--build", build, "--target", "metal_prefill_metallib"]
+    compile_all = [cmake, "--build", str(build), "--target", "metal_prefill_metallib"]
     done = subprocess.run(compile_all, capture_output=True, text=True, env=environment, check=False)
     assert (done.returncode != 0) == (required and bool(messages)), done.stdout
     assert (build / "metal/metal_prefill.metallib").exists() == (not messages)
