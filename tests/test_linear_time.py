@@ -79,7 +79,8 @@ def uses() -> Iterator[Use]:
     applied = {place: _applied(tree) for place, tree in trees.items()}
     for place, tree in trees.items():
         named: set[ast.AST] = set()
-        for scope in (tree, *(node for node in tree.body if isinstance(node, ast.ClassDef))):
+        scopes: list[Any] = [tree, *(node for node in tree.body if isinstance(node, ast.ClassDef))]
+        for scope in scopes:
             for statement in scope.body:
                 calls = {call for call in ast.walk(statement) if _is_call(call)}
                 if not isinstance(statement, ast.Assign) or not calls:
@@ -95,14 +96,13 @@ def uses() -> Iterator[Use]:
                 )
                 for pattern in value.values() if isinstance(value, dict) else [value]:
                     yield Use(f"{place}: {name}", pattern, frozenset(methods or {"findall"}))
-        for node in ast.walk(tree):
-            if not _is_call(node) or node in named:
-                continue
+        other_calls: list[Any] = [node for node in ast.walk(tree) if _is_call(node) and node not in named]
+        for node in other_calls:
             argument = node.args[0]
             name = f"{place}: {ast.unparse(argument)}"
             made = Made(argument.value) if isinstance(argument, ast.Constant) else MADE.get(name)  # type: ignore[arg-type]
             assert made is not None, f"line {node.lineno}: add an example of the pattern {name!r} to MADE"
-            method = node.func.attr  # type: ignore[attr-defined]
+            method = node.func.attr
             methods = {"search", "findall"} if method == "compile" else {method}
             yield Use(name, re.compile(made.example), frozenset(methods), made.longest)
 
