@@ -11,22 +11,38 @@ from typing import TYPE_CHECKING, Any, Literal
 from metal_prefill import _core
 from metal_prefill._support.arguments import MAX_INTEGER, Logits, Progress, TokenIds, integer, one_of
 from metal_prefill._support.cached_property import cached_property
+from metal_prefill._support.lazy import LateFunctions
 from metal_prefill.engine import AUTO, CHOICES, ComputeMode, Engine, open_engine
 from metal_prefill.errors import ClosedError
 from metal_prefill.files._gguf_file import GGUFFile
 from metal_prefill.files._model_config import ModelConfig
-from metal_prefill.generation import _many
-from metal_prefill.generation._engine_loop import EngineLoop
 from metal_prefill.hub._download import fetch
 from metal_prefill.session import Session
 from metal_prefill.storage import _session_file
-from metal_prefill.tasks import _classification, _embedding, _reranking, _scoring, _sparse, _token_labels
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
+    from metal_prefill.generation import _many
+    from metal_prefill.generation._engine_loop import EngineLoop
     from metal_prefill.generation._text_generation import TextOptions
+    from metal_prefill.tasks import (
+        _classification,
+        _embedding,
+        _reranking,
+        _scoring,
+        _sparse,
+        _token_labels,
+    )
     from metal_prefill.text._tokenizer import Tokenizer
+else:  # loaded when one of their methods is first used
+    _many = LateFunctions("metal_prefill.generation._many")
+    _classification = LateFunctions("metal_prefill.tasks._classification")
+    _embedding = LateFunctions("metal_prefill.tasks._embedding")
+    _reranking = LateFunctions("metal_prefill.tasks._reranking")
+    _scoring = LateFunctions("metal_prefill.tasks._scoring")
+    _sparse = LateFunctions("metal_prefill.tasks._sparse")
+    _token_labels = LateFunctions("metal_prefill.tasks._token_labels")
 
 __all__ = ["Model"]
 
@@ -206,6 +222,8 @@ class Model:
 
     @cached_property
     def _engine_loop(self) -> EngineLoop:
+        from metal_prefill.generation._engine_loop import EngineLoop
+
         return EngineLoop(self)
 
     generate_many = _many.generate_many

@@ -1,4 +1,4 @@
-"""Import of public names on first use, so that a program loads only the modules it needs."""
+"""Import of names on first use, so that a program loads only the modules it needs."""
 
 from __future__ import annotations
 
@@ -8,6 +8,37 @@ TYPE_CHECKING = False  # this module is imported first, and therefore without `t
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from typing import Any
+
+
+class LateFunctions:
+    """Functions of a module as methods of a class, which import the module when one of them is first used.
+
+    Parameters
+    ----------
+    module
+        Name of the module.
+    """
+
+    def __init__(self, module: str) -> None:
+        self._module = module
+
+    def __getattr__(self, name: str) -> Any:
+        return _LateFunction(self._module, name)
+
+
+class _LateFunction:
+    def __init__(self, module: str, name: str) -> None:
+        self._home = module, name
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, instance: object, owner: type) -> Any:
+        import importlib
+
+        module, name = self._home
+        setattr(owner, self._name, getattr(importlib.import_module(module), name))
+        return getattr(owner if instance is None else instance, self._name)
 
 
 def lazy_names(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
