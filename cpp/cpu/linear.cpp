@@ -93,8 +93,7 @@ bool lies_ready(const Tensor& tensor, int group) {
 
 // Where the next group is in packed memory, and where its rows are in the file.
 PrefetchRange next_group(const PackedMatrix& packed, int group) {
-  const bool in_panels = packed.packing == Packing::kPairs || packed.packing == Packing::kRotated;
-  if (!in_panels || group + 1 >= packed.groups()) return {};
+  if (!in_panels(packed.packing) || group + 1 >= packed.groups()) return {};
   return {packed.group(group + 1), packed.group_bytes()};
 }
 // A share of its lines.

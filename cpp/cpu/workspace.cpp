@@ -39,8 +39,9 @@ class Layout {
       a.bfloat16 = {take<std::uint16_t>(round_up(rows_, kTileTokens) * stride), stride};
     }
     if (forms.rotated) {
-      const std::size_t stride = round_up(columns, kRotatedCols) + kRotatedCols;  // as for bfloat16
-      a.rotated.data = take<std::int8_t>(round_up(rows_, kTileTokens) * stride);
+      const std::size_t bytes = round_up(columns, kRotatedCols) * (forms.wide ? sizeof(std::int16_t) : 1);
+      const std::size_t stride = bytes + kRotatedCols;  // as for bfloat16
+      a.rotated.data = take<std::byte>(round_up(rows_, kTileTokens) * stride);
       a.rotated.stride = stride;
       a.rotated.terms = take<RotatedRows::Terms>(rows_);
     }

@@ -36,8 +36,9 @@ namespace metal_prefill {
 enum class Compute {
   kInt8,  // activations in 8 bits per block of 32 with quantized weights, in bfloat16 with those in bfloat16
   kF32,
-  kBf16,  // weights and activations rounded to bfloat16 if the processor multiplies such pairs; else kF32
-  kW8A8,  // weights and activations rotated, in 8 bits with one scale for a row
+  kBf16,   // weights and activations rounded to bfloat16 if the processor multiplies such pairs; else kF32
+  kW8A8,   // weights and activations rotated, in 8 bits with one scale for a row
+  kInt16,  // the same in 16 bits if the processor multiplies those faster than float32; else kF32
 };
 enum class KvType { kF16, kF32, kQ8_0 };
 

@@ -120,6 +120,7 @@ void bind_model(nb::module_& m) {
   nb::enum_<Compute>(m, "Compute")
       .value("INT8", Compute::kInt8)
       .value("W8A8", Compute::kW8A8)
+      .value("INT16", Compute::kInt16)
       .value("F32", Compute::kF32)
       .value("BF16", Compute::kBf16);
   nb::enum_<KvType>(m, "KvType")

@@ -26,7 +26,7 @@ from metal_prefill.storage._kernel_set import kernel_set, settle_pair_speed
 if TYPE_CHECKING:
     from metal_prefill.text._tokenizer import Tokenizer
 
-ComputeMode: TypeAlias = Literal["int8", "w8a8", "bf16", "f32"]
+ComputeMode: TypeAlias = Literal["int8", "w8a8", "int16", "bf16", "f32"]
 AUTO: Literal["auto"] = "auto"
 CHOICES = (AUTO, *get_args(ComputeMode))
 

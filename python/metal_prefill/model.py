@@ -90,6 +90,9 @@ class Model:
         both to 8 bits with one scale for each row of weights and for each token, whatever the type in the
         file. Products add up all columns as integers.
 
+        ``"int16"`` does the same with 10 to 12 bits, on CPUs of x86; on others it is ``"f32"``. Weights take
+        two bytes each.
+
         ``"bf16"`` rounds all weights and activations to bfloat16 on a CPU that multiplies such pairs, and is
         ``"f32"`` on others. With quantized weights on AMX, results are closer to float32 than those of
         ``"int8"``. Prompts are faster, except with the types that have blocks of 256; single tokens are
@@ -152,7 +155,7 @@ class Model:
         device: Literal["auto", "cpu", "metal"] | str = "auto",
         max_context: int | None = None,
         threads: int | None = None,
-        compute: Literal["auto", "int8", "w8a8", "bf16", "f32"] | str = AUTO,
+        compute: Literal["auto", "int8", "w8a8", "int16", "bf16", "f32"] | str = AUTO,
         kv_dtype: Literal["f16", "f32", "q8_0"] | str = "f16",
         chunk_tokens: int = 512,
         kv_memory: int | None = None,

@@ -55,7 +55,14 @@ def least_cosine(made: Vectors, expected: Vectors) -> float:
 @pytest.mark.parametrize(
     ("kind", "compute", "least"),
     # In 8 bits, the empty text, with two tokens, is the farthest; the median is 0.9995.
-    [("auto", "int8", 0.99999), ("F16", "int8", 0.99999), ("Q8_0", "f32", 0.9995), ("Q8_0", "int8", 0.998)],
+    [
+        ("auto", "int8", 0.99999),
+        ("auto", "w8a8", 0.998),
+        ("auto", "int16", 0.9999),
+        ("F16", "int8", 0.99999),
+        ("Q8_0", "f32", 0.9995),
+        ("Q8_0", "int8", 0.998),
+    ],
 )
 def test_vectors_match_sentence_transformers(
     minilm_folder: Path, tmp_path: Path, kind: str, compute: str, least: float

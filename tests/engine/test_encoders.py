@@ -67,7 +67,7 @@ def test_hidden_states_match_the_reference(device: str, tmp_path: Path, name: st
             assert squared_error(hidden(model, ids), reference.forward(ids).hidden) <= NMSE[device]
 
 
-@pytest.mark.parametrize("compute", ["int8", "w8a8"])
+@pytest.mark.parametrize("compute", ["int8", "w8a8", "int16"])
 @pytest.mark.parametrize("name", ENCODERS)
 def test_8_bit_activations_stay_near_the_reference(tmp_path: Path, name: str, compute: str) -> None:
     path = write(tmp_path / "model.gguf", ENCODERS[name])
@@ -87,7 +87,7 @@ def test_bfloat16_stays_near_the_reference(tmp_path: Path, name: str) -> None:
         assert lowest_cosine(hidden(model, ids), reference.forward(ids).hidden) >= LOWEST_COSINE
 
 
-@pytest.mark.parametrize("compute", ["int8", "w8a8", "bf16"])
+@pytest.mark.parametrize("compute", ["int8", "w8a8", "int16", "bf16"])
 @pytest.mark.parametrize("name", ENCODERS)
 def test_a_text_is_bit_identical_alone_and_in_any_batch(tmp_path: Path, name: str, compute: str) -> None:
     path = write(tmp_path / "model.gguf", ENCODERS[name])

@@ -91,7 +91,7 @@ def test_a_model_opened_for_its_original_context_uses_short_long_rope_factors(
     assert nmse(reference(path).forward(ids).logits[-1], expected) > 1e-3  # factors of long contexts
 
 
-@pytest.mark.parametrize("compute", ["int8", "w8a8"])
+@pytest.mark.parametrize("compute", ["int8", "w8a8", "int16"])
 @pytest.mark.parametrize("name", [n for n in MODELS if n.startswith("type ")])
 def test_8_bit_activations_stay_near_the_reference(
     name: str, compute: str, model_path: Callable[[str], Path]
@@ -275,7 +275,7 @@ def assert_same_bits(outcomes: list[Outcome]) -> None:
 
 
 @pytest.mark.parametrize("kv_dtype", ["f16", "f32"])
-@pytest.mark.parametrize("compute", ["int8", "w8a8", "bf16", "f32"])
+@pytest.mark.parametrize("compute", ["int8", "w8a8", "int16", "bf16", "f32"])
 @pytest.mark.parametrize(
     "name",
     [
@@ -313,7 +313,7 @@ def test_the_cpu_is_bit_identical_for_any_split_of_a_prompt(
     assert_same_bits(outcomes)
 
 
-@pytest.mark.parametrize("compute", ["int8", "w8a8", "bf16"])
+@pytest.mark.parametrize("compute", ["int8", "w8a8", "int16", "bf16"])
 @pytest.mark.parametrize("isa", SETS)
 def test_each_instruction_set_is_bit_identical_for_any_split_of_a_prompt(
     isa: str, compute: str, model_path: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch

@@ -15,6 +15,7 @@ import pytest
 from support.small_models import MODELS, write
 
 from metal_prefill import Model, cli
+from metal_prefill.engine import CHOICES
 from metal_prefill.storage import _pack_cache
 from metal_prefill.storage._session_file import fingerprint
 
@@ -68,9 +69,7 @@ def test_unpacked_weights_are_not_cached(path: Path, folder: Path, tmp_path: Pat
 
 
 def test_each_compute_mode_has_its_own_entry(path: Path, folder: Path) -> None:
-    expected = {
-        mode: opened(path, pack_cache=False, compute=mode)[0] for mode in ("int8", "w8a8", "bf16", "f32")
-    }
+    expected = {mode: opened(path, pack_cache=False, compute=mode)[0] for mode in CHOICES[1:]}
     assert len({*expected.values()}) > 1
     for _ in range(2):
         assert {mode: opened(path, compute=mode)[0] for mode in expected} == expected

@@ -184,14 +184,15 @@ void multiply_pairs(const std::string& set, std::uint32_t type, const Bytes& wei
 }
 
 void multiply_rotated(const std::string& set, std::uint32_t type, const Bytes& weight, int rows,
-                      const Matrix& x, int first, OutMatrix out) {
+                      const Matrix& x, int first, bool wide, OutMatrix out) {
   const Kernels& kernels = kernels_named(set);
   const std::size_t cols = x.shape(1), tokens = x.shape(0);
   const Tensor tensor{
       "weight",       TensorType(type), rows, int(cols), reinterpret_cast<const std::byte*>(weight.data()),
       weight.shape(0)};
   require(tensor.bytes == row_bytes(tensor.type, cols) * std::size_t(rows), "weight has another size");
-  Linear linear = linear_of(tensor, Compute::kW8A8, kernels);
+  Linear linear = linear_of(tensor, wide ? Compute::kInt16 : Compute::kW8A8, kernels);
+  require(linear.wide() == wide, "the set has no products in 16 bits");
   PackedMatrix& packed = linear.packed;
   require(out.shape(0) >= tokens && int(out.shape(1)) >= packed.groups() * kGroupRows, "out is too small");
   const Buffer blocks(packed.group_bytes() * std::size_t(packed.groups()), "weights");
@@ -199,29 +200,32 @@ void multiply_rotated(const std::string& set, std::uint32_t type, const Bytes& w
   const Buffer scratch(packing_bytes_of(linear), "scratch");
   for (int group = 0; group < packed.groups(); ++group) pack(linear, group, kernels, scratch.data());
   // Unused rows of the last tile hold any codes.
-  const std::size_t stride = round_up(cols, kRotatedCols) + kRotatedCols;
+  const std::size_t stride = round_up(cols, kRotatedCols) * linear.code_bytes() + kRotatedCols;
   const std::size_t n_rows = round_up(std::size_t(first) + tokens, kTileTokens);
   const Buffer codes(n_rows * stride, "activations"), terms(n_rows * sizeof(RotatedRows::Terms), "terms");
   std::memset(codes.data(), 0x55, codes.bytes());
-  const RotatedRows activations{codes.as<std::int8_t>(), stride, terms.as<RotatedRows::Terms>()};
+  const RotatedRows activations{codes.data(), stride, terms.as<RotatedRows::Terms>()};
   for (std::size_t t = 0; t < tokens; ++t)
-    kernels.rotate(x.data() + t * cols, int(cols), scratch.as<float>(), activations.row(first + int(t)),
-                   activations.terms[std::size_t(first) + t]);
+    (wide ? kernels.rotate_wide : kernels.rotate)(x.data() + t * cols, int(cols), scratch.as<float>(),
+                                                  activations.row(first + int(t)),
+                                                  activations.terms[std::size_t(first) + t]);
   for (int group = 0; group < packed.groups(); ++group)
     kernels.multiply_rotated(packed, group, activations, first, int(tokens), out.data() + group * kGroupRows,
                              out.shape(1), {});
   if (kernels.end_phase) kernels.end_phase();
 }
 
-void rotate(const std::string& set, const Matrix& x, OutBytes codes, OutVector scales) {
+void rotate(const std::string& set, const Matrix& x, bool wide, OutBytes codes, OutVector scales) {
   const Kernels& kernels = kernels_named(set);
-  const std::size_t cols = x.shape(1), padded = round_up(cols, kRotatedCols);
-  require(codes.shape(0) == x.shape(0) && codes.shape(1) == padded && scales.shape(0) == x.shape(0),
+  const std::size_t cols = x.shape(1), padded = round_up(cols, kRotatedCols), bytes = padded * (wide ? 2 : 1);
+  require(codes.shape(0) == x.shape(0) && codes.shape(1) == bytes && scales.shape(0) == x.shape(0),
           "wrong shape");
   const Buffer memory(padded * sizeof(float), "a row");
   for (std::size_t t = 0; t < x.shape(0); ++t) {
     RotatedRows::Terms terms;
-    kernels.rotate(x.data() + t * cols, int(cols), memory.as<float>(), codes.data() + t * padded, terms);
+    (wide ? kernels.rotate_wide : kernels.rotate)(x.data() + t * cols, int(cols), memory.as<float>(),
+                                                  reinterpret_cast<std::byte*>(codes.data() + t * bytes),
+                                                  terms);
     scales.data()[t] = terms.scale;
   }
 }

@@ -83,19 +83,19 @@ struct PairRows {
 };
 constexpr int kPairPad = 32;
 
-// Rows of signed bytes, rotated in blocks of 64 columns: x = scale * q. They are filled up with zeros to a
-// multiple of kRotatedCols. There is memory for a multiple of kTileTokens of them.
+// Rows of signed bytes, or of integers in 16 bits, rotated in blocks of 64 columns: x = scale * q. They are
+// filled up with zeros to a multiple of kRotatedCols. There is memory for a multiple of kTileTokens of them.
 struct RotatedRows {
   struct Terms {
     float scale;
     std::int32_t start;  // where the integer sum begins: less what the zero of the weights' codes adds
   };
 
-  std::int8_t* data = nullptr;
-  std::size_t stride = 0;  // whole cache lines
+  std::byte* data = nullptr;
+  std::size_t stride = 0;  // in bytes; whole cache lines
   Terms* terms = nullptr;
 
-  std::int8_t* row(int token) const { return data + std::size_t(token) * stride; }
+  std::byte* row(int token) const { return data + std::size_t(token) * stride; }
 };
 
 // Memory that is read after a product: meanwhile it is brought to the L2 cache.
@@ -265,7 +265,9 @@ struct Kernels {
   int rotated_zero;
   // Rotates and rounds a row of n values. `memory` has room for them, filled up to a multiple of
   // kRotatedCols.
-  void (*rotate)(const float* x, int n, float* memory, std::int8_t* q, RotatedRows::Terms& terms);
+  void (*rotate)(const float* x, int n, float* memory, std::byte* q, RotatedRows::Terms& terms);
+  // The same to 16 bits; null where a set multiplies float32 as fast. multiply_rotated takes such rows, too.
+  void (*rotate_wide)(const float* x, int n, float* memory, std::byte* q, RotatedRows::Terms& terms);
   // A group of a quantized matrix in wide blocks as pairs, rounded to nearest; null as multiply_pairs.
   void (*widen_to_pairs)(const PackedMatrix& weight, int group, PairBlock* out) = nullptr;
   // The first n values of rows, to nearest, ties to even.

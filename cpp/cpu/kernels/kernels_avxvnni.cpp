@@ -26,9 +26,10 @@ Kernels vnni_table() {
   table.multiply_int8 = multiply_int8;
   table.multiply_narrow = multiply_narrow;
   table.widen = widen;
-  table.multiply_rotated = multiply_rotated;
+  table.multiply_rotated = multiply_rotated<Simd>;
   table.rotated_zero = kCodeZero;
   table.rotate = rotate;
+  table.rotate_wide = wide_rotation<Simd>();
   table.attention = attention_vnni;
   table.run_dots = run_dots;
   return table;

@@ -189,7 +189,7 @@ struct MatrixProduct {
 // Rotated rows: two quads by up to kPairs pairs of tokens, 16 sums over all columns. An odd token is paired
 // with itself.
 template <int kPairs>
-void multiply_rotated_pairs(const RotatedProduct& product, const PanelOperands& from, int quad, int token,
+void multiply_rotated_pairs(const RotatedProduct<>& product, const PanelOperands& from, int quad, int token,
                             int count, float* out, std::size_t stride) {
   if constexpr (kPairs > 1) {
     if (count <= 2 * kPairs - 2)
@@ -239,7 +239,7 @@ void multiply_rotated_matrix(const PackedMatrix& weight, int group, const Rotate
   constexpr int kPairs = 4;
   if (count == 1)
     return kernels_neon_dotprod().multiply_rotated(weight, group, x, first, count, out, stride, next);
-  const RotatedProduct product = {weight.scales(group), x.terms + first};
+  const RotatedProduct<> product = {weight.scales(group), x.terms + first};
   const PanelOperands from = {weight.group(group), weight.blocks_per_row(), x.row(first), x.stride};
   for (int token = 0; token < count; token += 2 * kPairs)
     for (int quad = 0; quad < kGroupQuads; quad += 2)

@@ -115,6 +115,18 @@ struct Simd {
     sums[0] = std::uint32_t(_mm_cvtsi128_si32(_mm256_castsi256_si128(fours)));
     sums[1] = std::uint32_t(_mm_cvtsi128_si32(_mm256_extracti128_si256(fours, 1)));
   }
+  static void store_int16(std::int16_t* p, I a) {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(p),
+                     _mm_packs_epi32(_mm256_castsi256_si128(a), _mm256_extracti128_si256(a, 1)));
+  }
+  // acc + the products of two integers in 16 bits in each lane.
+  static I dot_halfwords(I acc, I a, I b) {
+#ifdef __AVXVNNI__
+    return _mm256_dpwssd_avx_epi32(acc, a, b);
+#else
+    return in_register(_mm256_add_epi32(acc, _mm256_madd_epi16(a, b)));
+#endif
+  }
   static void store_low_bytes(std::int8_t* p, I a) {  // the lowest byte of each lane
     const __m256i low = _mm256_and_si256(a, _mm256_set1_epi32(255));
     const __m128i words = _mm_packs_epi32(_mm256_castsi256_si128(low), _mm256_extracti128_si256(low, 1));

@@ -111,6 +111,18 @@ struct Simd {
   static void store_int8(std::int8_t* p, I a) {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(a));
   }
+  static void store_int16(std::int16_t* p, I a) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(a));
+  }
+  // acc + the products of two integers in 16 bits in each lane.
+  static I dot_halfwords(I acc, I a, I b) {
+#ifdef __clang__
+    return _mm512_dpwssd_epi32(acc, a, b);
+#else
+    asm("vpdpwssd %2, %1, %0" : "+v"(acc) : "v"(a), "v"(b));  // as in dot()
+    return acc;
+#endif
+  }
   static void store_low_bytes(std::int8_t* p, I a) { store_int8(p, a); }  // the lowest byte of each lane
   static std::int32_t reduce_add(I a) { return _mm512_reduce_add_epi32(a); }
 

@@ -107,9 +107,11 @@ void multiply_pairs_amx(const PairBlock* blocks, int n_blocks, const PairRows& x
 
 void multiply_rotated_amx(const PackedMatrix& weight, int group, const RotatedRows& x, int first, int count,
                           float* out, std::size_t stride, const PrefetchRange& next) {
+  if (weight.packing == Packing::kRotatedWide)
+    return kernels_avx512vnni().multiply_rotated(weight, group, x, first, count, out, stride, next);
   multiply_panels_amx<RotatedTiles>(weight.pairs(group), weight.blocks_per_row(), x.row(first), x.stride,
                                     count, out, stride, next);
-  const RotatedProduct product = {weight.scales(group), x.terms + first};
+  const RotatedProduct<> product = {weight.scales(group), x.terms + first};
   for (int t = 0; t < count; ++t)
     for (int row = 0; row < kGroupRows; row += Simd::kLanes) {
       float* at = out + std::size_t(t) * stride + row;

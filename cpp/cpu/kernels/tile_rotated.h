@@ -67,10 +67,15 @@ inline void rotate_rest(const float* x, int n, float* out) {
   }
 }
 
+// Sets that multiply two pairs of 16 bits in an instruction, which is twice the rate of float32.
+template <class S>
+concept MultipliesHalfwords = requires(typename S::I a) { S::dot_halfwords(a, a, a); };
+
 // `count` values that were rotated, a multiple of kRotatedCols. Returns the sum of their codes.
 template <class S>
-inline std::uint32_t round_rotated(const float* x, int count, F inverse, std::int8_t* q) {
-  const auto rounded = [&](int i) { return Simd::round(Simd::mul(Simd::load(x + i), inverse)); };
+inline std::uint32_t round_rotated(const float* x, int count, F inverse, std::byte* out) {
+  auto* q = reinterpret_cast<std::int8_t*>(out);
+  const auto rounded = [&](int i) { return S::round(S::mul(S::load(x + i), inverse)); };
   if constexpr (StoresBlocks<S>) {
     std::uint32_t sum = 0, halves[2];
     for (int i = 0; i < count; i += kBlockCols) {
@@ -80,34 +85,64 @@ inline std::uint32_t round_rotated(const float* x, int count, F inverse, std::in
     }
     return sum;
   } else {
-    I sum = Simd::set_int(0);
-    for (int i = 0; i < count; i += Simd::kLanes) {
+    I sum = S::set_int(0);
+    for (int i = 0; i < count; i += S::kLanes) {
       const I codes = rounded(i);
-      Simd::store_int8(q + i, codes);
-      sum = Simd::add_int(sum, codes);
+      S::store_int8(q + i, codes);
+      sum = S::add_int(sum, codes);
     }
-    return std::uint32_t(Simd::reduce_add(sum));
+    return std::uint32_t(S::reduce_add(sum));
   }
 }
+// The same in 16 bits, whose weights are signed: no sum.
+template <MultipliesHalfwords S>
+inline std::uint32_t round_rotated_wide(const float* x, int count, F inverse, std::byte* out) {
+  auto* q = reinterpret_cast<std::int16_t*>(out);
+  for (int i = 0; i < count; i += S::kLanes) S::store_int16(q + i, S::round(S::mul(S::load(x + i), inverse)));
+  return 0;
+}
 
-// The largest magnitude becomes 127, rounding is to nearest even. NaN or infinity in a row makes its scale
+// The largest magnitude becomes `most`, rounding is to nearest even. NaN or infinity in a row makes its scale
 // NaN.
-void rotate(const float* x, int n, float* memory, std::int8_t* q, RotatedRows::Terms& terms) {
+template <typename Round>
+inline void rotate_row(const float* x, int n, int most, float* memory, RotatedRows::Terms& terms,
+                       Round&& round) {
   const int whole = n / kRotatedCols * kRotatedCols, padded = round_up(n, kRotatedCols);
   for (int i = 0; i < whole; i += kRotatedCols) rotate_block(x + i, memory + i);
   if (whole < n) rotate_rest(x + whole, n - whole, memory + whole);
   I largest = Simd::set_int(0);
   for (int i = 0; i < padded; i += Simd::kLanes)
     largest = Simd::max_int(largest, Simd::magnitude_bits(Simd::load(memory + i)));
-  const float magnitude = std::bit_cast<float>(Simd::reduce_max(largest));
-  const bool vanishes = magnitude < 127 * std::numeric_limits<float>::min();
-  const std::uint32_t sum =
-      round_rotated<Simd>(memory, padded, Simd::set(vanishes ? 0.0f : 127.0f / magnitude), q);
-  terms.scale = vanishes ? 0.0f : magnitude / (127 * kRotationLength);
+  const float magnitude = std::bit_cast<float>(Simd::reduce_max(largest)), code = float(most);
+  const bool vanishes = magnitude < code * std::numeric_limits<float>::min();
+  const std::uint32_t sum = round(memory, padded, Simd::set(vanishes ? 0.0f : code / magnitude));
+  terms.scale = vanishes ? 0.0f : magnitude / (code * kRotationLength);
   terms.start =
       Simd::kStartsFromSum<Simd::kRotatedZero> ? std::int32_t(0u - unsigned(Simd::kRotatedZero) * sum) : 0;
 }
 
+void rotate(const float* x, int n, float* memory, std::byte* q, RotatedRows::Terms& terms) {
+  rotate_row(x, n, 127, memory, terms, [&](const float* rotated, int count, F inverse) {
+    return round_rotated<Simd>(rotated, count, inverse, q);
+  });
+}
+
+template <class S>
+void rotate_wide(const float* x, int n, float* memory, std::byte* q, RotatedRows::Terms& terms) {
+  rotate_row(x, n, widest_code(n), memory, terms, [&](const float* rotated, int count, F inverse) {
+    return round_rotated_wide<S>(rotated, count, inverse, q);
+  });
+}
+// rotate_wide() where a set has it.
+template <class S>
+constexpr auto wide_rotation() {
+  if constexpr (MultipliesHalfwords<S>)
+    return rotate_wide<S>;
+  else
+    return nullptr;
+}
+
+template <class S = Simd, bool kWide = false>
 struct RotatedProduct {
   using Sum = I;
   const float* scales;              // of rows
@@ -115,17 +150,32 @@ struct RotatedProduct {
 
   Sum first(int token) const { return Simd::set_int(terms[token].start); }
   static I value(const std::byte* x) { return Simd::broadcast4(reinterpret_cast<const std::int8_t*>(x)); }
-  static Sum add(Sum sum, I weights, I x) { return Simd::template dot<Simd::kRotatedZero>(sum, weights, x); }
+  static Sum add(Sum sum, I weights, I x) {
+    if constexpr (kWide)
+      return S::dot_halfwords(sum, weights, x);
+    else
+      return Simd::template dot<Simd::kRotatedZero>(sum, weights, x);
+  }
   F finish(Sum sum, int token, int row) const {
     return Simd::mul(Simd::to_float(sum), Simd::mul(Simd::load(scales + row), Simd::set(terms[token].scale)));
   }
 };
 
-void multiply_rotated(const PackedMatrix& weight, int group, const RotatedRows& x, int first, int count,
-                      float* out, std::size_t stride, const PrefetchRange& next) {
-  multiply_panels(RotatedProduct{weight.scales(group), x.terms + first},
+template <class S, bool kWide>
+void multiply_rotated_as(const PackedMatrix& weight, int group, const RotatedRows& x, int first, int count,
+                         float* out, std::size_t stride, const PrefetchRange& next) {
+  multiply_panels(RotatedProduct<S, kWide>{weight.scales(group), x.terms + first},
                   {weight.group(group), weight.blocks_per_row(), x.row(first), x.stride}, count, out, stride,
                   next);
+}
+
+template <class S>
+void multiply_rotated(const PackedMatrix& weight, int group, const RotatedRows& x, int first, int count,
+                      float* out, std::size_t stride, const PrefetchRange& next) {
+  if constexpr (MultipliesHalfwords<S>)
+    if (weight.packing == Packing::kRotatedWide)
+      return multiply_rotated_as<S, true>(weight, group, x, first, count, out, stride, next);
+  multiply_rotated_as<S, false>(weight, group, x, first, count, out, stride, next);
 }
 
 constexpr int kCodeZero = std::max(Simd::kRotatedZero, 0);  // signed codes count from 0

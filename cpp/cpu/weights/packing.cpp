@@ -284,14 +284,13 @@ Packing packing_of(TensorType type) {
 }
 
 std::size_t block_bytes(Packing packing) {
-  const bool in_panels = packing == Packing::kPairs || packing == Packing::kRotated;
-  std::size_t bytes = in_panels ? sizeof(PairBlock) : 0;
+  std::size_t bytes = in_panels(packing) ? sizeof(PairBlock) : 0;
   visit(packing, [&]<class Block>(std::type_identity<Block>) { bytes = sizeof(Block); });
   return bytes;
 }
 
 int block_cols(Packing packing) {
-  int cols = packing == Packing::kPairs ? kBlockCols : packing == Packing::kRotated ? kRotatedCols : 0;
+  int cols = packing == Packing::kRotated ? kRotatedCols : in_panels(packing) ? kBlockCols : 0;
   visit(packing, [&]<class Block>(std::type_identity<Block>) { cols = kBlockCols * spans_of<Block>(); });
   return cols;
 }
@@ -313,7 +312,8 @@ int PackedMatrix::blocks_per_row() const {
 }
 
 std::size_t PackedMatrix::group_bytes() const {
-  const std::size_t scales = packing == Packing::kRotated ? kGroupRows * sizeof(float) : 0;
+  const bool has_scales = in_panels(packing) && packing != Packing::kPairs;
+  const std::size_t scales = has_scales ? kGroupRows * sizeof(float) : 0;
   return std::size_t(blocks_per_row()) * block_bytes(packing) + scales;
 }
 

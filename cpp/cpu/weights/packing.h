@@ -10,6 +10,7 @@
 // are widened first, once for all of them.
 #pragma once
 
+#include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <type_traits>
@@ -28,11 +29,17 @@ constexpr int kSignedCodes = -1;  // in place of the zero that codes count from
 constexpr int kRotatedCols = 64;  // columns of a block of rotated rows
 // Integer sums over so many columns fit: 127 * 127 * 131072 < 2^31.
 constexpr int kMaxRotatedCols = 1 << 17;
+// The largest code in 16 bits of rows of `cols` columns: with it, sums fit.
+inline int widest_code(int cols) {
+  const double code = std::sqrt(2147483647.0 / round_up(cols, kRotatedCols));
+  return code < 32767 ? int(code) : 32767;
+}
 
 enum class Packing {
   kNone,
   kPairs,
   kRotated,
+  kRotatedWide,
   // wide
   kNibble,
   kNibbleMin,
@@ -154,7 +161,8 @@ struct alignas(64) PairBlock {
 };
 
 // Any type in w8a8: rows that are rotated and rounded, 64 columns, as a tile of AMX holds them. Columns are
-// filled up with zeros. After its last block, a group has a float scale of each row.
+// filled up with zeros. After its last block, a group has a float scale of each row. Codes in 16 bits are 32
+// columns of signed integers.
 struct alignas(64) RotatedBlock {
   std::uint8_t codes[2][kRotatedCols / 4][kPanelRows][4];
 };
@@ -255,13 +263,14 @@ template <class Block>
 constexpr bool kHasHalfMins = requires(Block b) { b.half_min; };
 
 // Calls with_block(std::type_identity<Block>()) for the type of a quantized packing's blocks; not at all for
-// kNone, kPairs and kRotated.
+// those without blocks of a scale.
 template <class Call>
 void visit(Packing packing, const Call& with_block) {
   switch (packing) {
     case Packing::kNone:
     case Packing::kPairs:
     case Packing::kRotated:
+    case Packing::kRotatedWide:
       return;
     case Packing::kNibble:
       return with_block(std::type_identity<NibbleBlock>());
@@ -348,6 +357,10 @@ struct PackedMatrix {
 };
 
 Packing packing_of(TensorType type);
+// Whether a group is multiplied as it was packed, by panels.
+inline bool in_panels(Packing packing) {
+  return packing == Packing::kPairs || packing == Packing::kRotated || packing == Packing::kRotatedWide;
+}
 std::size_t block_bytes(Packing packing);
 int block_cols(Packing packing);
 bool is_narrow(Packing packing);

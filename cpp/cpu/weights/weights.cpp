@@ -26,8 +26,9 @@ constexpr LayerLinear kLayerLinears[] = {
 
 Linear linear_of(const Tensor& tensor, Compute compute, const Kernels& kernels, bool keep_pairs) {
   Linear linear{tensor, packed_matrix(tensor)};
-  if (compute == Compute::kW8A8 && tensor.cols <= kMaxRotatedCols) {
-    linear.packed.packing = Packing::kRotated;
+  const bool wide = compute == Compute::kInt16 && kernels.rotate_wide;
+  if ((wide || compute == Compute::kW8A8) && tensor.cols <= kMaxRotatedCols) {
+    linear.packed.packing = wide ? Packing::kRotatedWide : Packing::kRotated;
     linear.packed.group_stride = linear.packed.group_bytes();
     return linear;
   }
@@ -81,7 +82,7 @@ Buffer gather_vectors(Model& model) {
 }
 
 bool rounds_coarsely(const Model& model, Compute compute) {
-  if (compute != Compute::kInt8) return compute != Compute::kF32;
+  if (compute != Compute::kInt8) return compute == Compute::kBf16 || compute == Compute::kW8A8;
   const auto packed = [](const Tensor& tensor) { return packing_of(tensor.type) != Packing::kNone; };
   const auto in_layer = [&](const LayerWeights& layer) {
     return std::any_of(std::begin(kLayerLinears), std::end(kLayerLinears),
@@ -103,20 +104,23 @@ void pack_rotated(const Linear& linear, int group, const Kernels& kernels, std::
   const int first = group * kGroupRows, rows = std::min(kGroupRows, tensor.rows - first);
   const std::size_t cols = std::size_t(tensor.cols), padded = round_up(cols, kRotatedCols);
   float *values = reinterpret_cast<float*>(memory), *rotated = values + padded;
-  auto* codes = reinterpret_cast<std::int8_t*>(rotated + padded);
+  auto* codes = reinterpret_cast<std::byte*>(rotated + padded);
   auto* blocks = reinterpret_cast<RotatedBlock*>(linear.packed.group(group));
-  std::memset(blocks, kernels.rotated_zero, linear.packed.group_bytes());
+  const int zero = linear.wide() ? 0 : kernels.rotated_zero;
+  const auto rotate = linear.wide() ? kernels.rotate_wide : kernels.rotate;
+  std::memset(blocks, zero, linear.packed.group_bytes());
   float* scales = linear.packed.scales(group);
   std::fill_n(scales, kGroupRows, 0.0f);
   for (int r = 0; r < rows; ++r) {
     RotatedRows::Terms terms;
     dequantize_row(tensor.type, tensor.row(first + r), values, cols);
-    kernels.rotate(values, tensor.cols, rotated, codes, terms);
+    rotate(values, tensor.cols, rotated, codes, terms);
     scales[r] = terms.scale;
-    for (std::size_t i = 0; i < padded; i += 4) {
+    const std::size_t bytes = std::size_t(linear.packed.blocks_per_row()) * kRotatedCols;
+    for (std::size_t i = 0; i < bytes; i += 4) {
       std::uint8_t* out =
           blocks[i / kRotatedCols].codes[r / kPanelRows][i % kRotatedCols / 4][r % kPanelRows];
-      for (std::size_t k = 0; k < 4; ++k) out[k] = std::uint8_t(codes[i + k] + kernels.rotated_zero);
+      for (std::size_t k = 0; k < 4; ++k) out[k] = std::uint8_t(int(codes[i + k]) + zero);
     }
   }
 }
@@ -125,7 +129,8 @@ void pack_rotated(const Linear& linear, int group, const Kernels& kernels, std::
 
 std::size_t packing_bytes_of(const Linear& linear) {
   if (linear.rotated())  // a row in float32, rotated, and rounded
-    return round_up(std::size_t(linear.tensor.cols), kRotatedCols) * (2 * sizeof(float) + 1);
+    return round_up(std::size_t(linear.tensor.cols), kRotatedCols) *
+           (2 * sizeof(float) + linear.code_bytes());
   if (!is_widened(linear)) return 0;
   const PackedMatrix own = packed_matrix(linear.tensor);
   return round_up(own.group_bytes(), std::size_t(64)) + scratch_bytes_of({linear.tensor, own, true});

@@ -21,10 +21,13 @@ struct Linear {
   bool pairs = false;  // multiplied in pairs of bfloat16, quantized weights once they are widened
   bool super = false;  // multiplied with activations that share a scale in a super-block
 
-  bool rotated() const { return packed.packing == Packing::kRotated; }
+  bool wide() const { return packed.packing == Packing::kRotatedWide; }
+  bool rotated() const { return packed.packing == Packing::kRotated || wide(); }
   bool int8() const { return packed.packing != Packing::kNone && !pairs && !super && !rotated(); }
   // Whether a group is multiplied as it was packed, or widened, part by part of the tokens.
   bool in_panels() const { return pairs || rotated(); }
+  // Bytes of an element of rotated rows.
+  std::size_t code_bytes() const { return wide() ? sizeof(std::int16_t) : 1; }
 };
 
 // A matrix as a set multiplies it, still without a place. Quantized weights that are multiplied in pairs are
@@ -46,7 +49,7 @@ struct Forms {
   bool int8 = false;
   bool super = false;
   bool bfloat16 = false;
-  bool rotated = false;
+  bool rotated = false, wide = false;  // wide: rotated rows in 16 bits
   bool f32 = false;
 
   bool any() const { return int8 || super || bfloat16 || rotated || f32; }
@@ -56,6 +59,7 @@ struct Forms {
      : linear.pairs     ? bfloat16
      : linear.rotated() ? rotated
                         : f32) = true;
+    wide |= linear.wide();
   }
   // Columns that must be there before they are rounded: of rotated rows, all.
   int block_cols() const {

@@ -107,12 +107,12 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     )
     engine.add_argument(
         "--compute",
-        choices=("auto", "int8", "w8a8", "bf16", "f32"),
+        choices=("auto", "int8", "w8a8", "int16", "bf16", "f32"),
         default="auto",
-        help="number format of activations in products with quantized weights: 8 bits per block of 32; w8a8, "
-        "8 bits per row after a rotation (weights, too); bfloat16 (weights, too); or float32. int8 also "
-        "allows bfloat16 with weights in bfloat16 (default: auto, which is bf16 for encoders on AMX and int8 "
-        "otherwise)",
+        help="number format of activations in products with quantized weights: 8 bits per block of 32; w8a8 "
+        "and int16, 8 or 10 to 12 bits per row after a rotation (weights, too); bfloat16 (weights, too); or "
+        "float32. int8 also allows bfloat16 with weights in bfloat16 (default: auto, which is bf16 for "
+        "encoders on AMX and int8 otherwise)",
     )
     engine.add_argument(
         "--kv-dtype",

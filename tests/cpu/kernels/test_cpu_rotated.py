@@ -1,4 +1,4 @@
-"""Products of rotated rows in 8 bits, on every instruction set."""
+"""Products of rotated rows in 8 bits on every instruction set, and in 16 bits on those that have them."""
 
 from __future__ import annotations
 
@@ -8,25 +8,38 @@ import pytest
 from gguf import GGMLQuantizationType as Type
 from support.kernel_cases import (
     BATCHES,
+    NATIVE_SETS,
     QUANTIZED,
     SETS,
     Floats,
     cpu,
-    each_set,
     guarded,
     inside,
     normal,
     random_weight,
 )
 
-Codes = npt.NDArray[np.int8]
+Codes = npt.NDArray[np.int8 | np.int16]
+WIDE_SETS = [isa for isa in NATIVE_SETS if isa.startswith("a")]  # avx2 to amx
+each_form = pytest.mark.parametrize(
+    ("isa", "wide"), [*((isa, False) for isa in SETS), *((isa, True) for isa in WIDE_SETS)]
+)
 
 
-def rotated(isa: str, x: Floats) -> tuple[Codes, Floats]:
+def filled_up(cols: int) -> int:
+    return -(-cols // 64) * 64
+
+
+def most(cols: int, wide: bool) -> int:
+    """Return the largest code: in 16 bits, sums of its squares over all columns fit 32 bits."""
+    return min(int(np.sqrt((2**31 - 1) / filled_up(cols))), 32767) if wide else 127
+
+
+def rotated(isa: str, x: Floats, wide: bool) -> tuple[Codes, Floats]:
     """Return codes [rows, cols filled up to 64] and scales [rows] as products take them."""
-    codes = np.full((len(x), -(-x.shape[1] // 64) * 64), 99, np.int8)
+    codes = np.full((len(x), filled_up(x.shape[1])), 99, np.int16 if wide else np.int8)
     scales = np.full(len(x), np.nan, np.float32)
-    cpu.rotate(isa, x, codes, scales)
+    cpu.rotate(isa, x, wide, codes.view(np.int8), scales)
     return codes, scales
 
 
@@ -49,40 +62,41 @@ def exactly_rotated(x: Floats) -> npt.NDArray[np.float64]:
     return np.concatenate(blocks, axis=1)
 
 
-@each_set
+@each_form
 @pytest.mark.parametrize("cols", [1, 7, 32, 64, 80, 100, 384, 576, 1536])
-def test_rows_are_rotated_and_rounded(isa: str, cols: int) -> None:
+def test_rows_are_rotated_and_rounded(isa: str, wide: bool, cols: int) -> None:
     x = normal(5, cols)
     x[1, cols // 2] = 30  # as some channels of real models
     x[2] = 0
-    codes, scales = rotated(isa, x)
-    exact = exactly_rotated(x)
-    np.testing.assert_allclose(scales, np.abs(exact).max(axis=1) / 127, rtol=1e-6)
+    codes, scales = rotated(isa, x, wide)
+    exact, largest = exactly_rotated(x), most(cols, wide)
+    np.testing.assert_allclose(scales, np.abs(exact).max(axis=1) / largest, rtol=1e-6)
     unit = np.where(scales > 0, scales, 1).astype(np.float64)[:, None]
-    # Sums of 64 values in float32 err by less than a thousandth of a step.
-    assert np.all(np.abs(codes[:, :cols] - exact / unit) <= 0.501)
-    assert np.all(np.abs(codes[[0, 1, 3, 4]]).max(axis=1) == 127)
+    # Sums of 64 values in float32 err by less than 2^-17 of the largest.
+    assert np.all(np.abs(codes[:, :cols] - exact / unit) <= 0.5 + largest * 2.0**-17)
+    assert np.all(np.abs(codes[[0, 1, 3, 4]]).max(axis=1) == largest)
     assert np.all(codes[:, cols:] == 0)
 
 
-@each_set
-def test_all_sets_rotate_to_the_same_bits(isa: str) -> None:
+@each_form
+def test_all_sets_rotate_to_the_same_bits(isa: str, wide: bool) -> None:
     x = normal(40, 1000, seed=3) * np.exp(normal(40, 1, seed=4) * 20)
-    for actual, expected in zip(rotated(isa, x), rotated("scalar", x), strict=True):
+    first = WIDE_SETS[-1] if wide else "scalar"
+    for actual, expected in zip(rotated(isa, x, wide), rotated(first, x, wide), strict=True):
         np.testing.assert_array_equal(actual, expected)
 
 
-@each_set
-def test_tiny_rows_vanish_and_bad_values_reach_every_result(isa: str) -> None:
+@each_form
+def test_tiny_rows_vanish_and_bad_values_reach_every_result(isa: str, wide: bool) -> None:
     x = np.stack([np.full(64, 1e-39), [np.nan] * 64, [np.inf] * 64, normal(64)]).astype(np.float32)
     x[1, 1:] = 0
-    codes, scales = rotated(isa, x)
+    codes, scales = rotated(isa, x, wide)
     assert scales[0] == 0
     assert np.all(codes[0] == 0)
     assert not np.isfinite(scales[1:3]).any()
     weight = normal(32, 64)
     out = guarded(4, 32)
-    cpu.multiply_rotated(isa, int(Type.F32), weight.view(np.uint8).reshape(-1), 32, x, 0, out)
+    cpu.multiply_rotated(isa, int(Type.F32), weight.view(np.uint8).reshape(-1), 32, x, 0, wide, out)
     assert np.all(out[0, :32] == 0)
     assert not np.isfinite(out[1:3, :32]).any()
     assert np.isfinite(out[3, :32]).all()
@@ -95,14 +109,14 @@ def product(weight: tuple[Codes, Floats], x: tuple[Codes, Floats]) -> Floats:
     return scaled
 
 
-@each_set
+@each_form
 @pytest.mark.parametrize(
     ("kind", "cols"),
     [*((Type.F32, cols) for cols in (32, 80, 576, 2048)), *((kind, 512) for kind in [Type.BF16, *QUANTIZED])],
     ids=lambda value: value.name if isinstance(value, Type) else str(value),
 )
 def test_the_product_of_rotated_rows_is_exact_and_the_same_for_any_tile(
-    isa: str, kind: Type, cols: int
+    isa: str, wide: bool, kind: Type, cols: int
 ) -> None:
     rows = 70
     if kind in QUANTIZED:
@@ -114,23 +128,23 @@ def test_the_product_of_rotated_rows_is_exact_and_the_same_for_any_tile(
             raw = np.ascontiguousarray(values.view(np.uint16).reshape(-1, 2)[:, 1]).view(np.uint8)
             values = (values.view(np.uint32) & 0xFFFF0000).view(np.float32)
     x = normal(70, cols, seed=1)
-    expected = product(rotated(isa, np.ascontiguousarray(values)), rotated(isa, x))
+    expected = product(rotated(isa, np.ascontiguousarray(values), wide), rotated(isa, x, wide))
     for batch in [n for n in BATCHES if n <= 33] + [70]:
         for first in (0, 3):
             out = guarded(batch, 96)
-            cpu.multiply_rotated(isa, int(kind), raw, rows, x[:batch], first, out)
+            cpu.multiply_rotated(isa, int(kind), raw, rows, x[:batch], first, wide, out)
             actual = inside(out, batch, 96)
             np.testing.assert_array_equal(actual[:, :rows], expected[:batch], err_msg=f"batch {batch}")
             np.testing.assert_array_equal(actual[:, rows:], 0)
 
 
-@pytest.mark.parametrize("isa", SETS)
+@each_form
 @pytest.mark.parametrize("sign", [1, -1])
-def test_the_largest_sums_do_not_overflow(isa: str, sign: int) -> None:
-    cols = 1 << 17
+@pytest.mark.parametrize("cols", [64, 1 << 17])
+def test_the_largest_sums_do_not_overflow(isa: str, wide: bool, sign: int, cols: int) -> None:
     x = np.zeros((20, cols), np.float32)
     x[:, ::64] = 1  # all columns of a block are equal after the rotation
     weight = np.ascontiguousarray(x[:1]) * np.float32(sign)
     out = guarded(20, 32)
-    cpu.multiply_rotated(isa, int(Type.F32), weight.view(np.uint8).reshape(-1), 1, x, 0, out)
+    cpu.multiply_rotated(isa, int(Type.F32), weight.view(np.uint8).reshape(-1), 1, x, 0, wide, out)
     np.testing.assert_allclose(inside(out, 20, 32)[:, 0], sign * cols / 64, rtol=1e-6)
