@@ -33,6 +33,14 @@ CHOICES = (AUTO, *get_args(ComputeMode))
 # Kernel sets that multiply pairs of bfloat16 faster than 8 bits with a scale for each block of 32, once
 # quantized weights are pairs.
 _FASTER_IN_PAIRS = ("amx",)
+# Modes that are faster than float32, by kernel set. Vectors of real encoders are within 1e-4 of float32.
+_FASTER_THAN_FLOAT: dict[str, ComputeMode] = {
+    "amx": "bf16",
+    "avx512bf16": "bf16",
+    "avx512vnni": "int16",
+    "avxvnni": "int16",
+    "avx2": "int16",
+}
 _ROW_SHARE = 0.12  # of the time of one row that another row takes, until it is measured: rather too little,
 # or longer drafts would never be tried
 
@@ -308,18 +316,21 @@ def open_engine(
 def chosen_mode(gguf: GGUFFile, config: ModelConfig) -> ComputeMode:
     """Return the mode that ``compute="auto"`` selects on this processor.
 
-    It is at least as close to float32 as 8 bits, and but for K-quants, IQ2, IQ3 and IQ4_XS on AMX the fastest
-    such. Weights that are not quantized are multiplied in float32 by ``"int8"``. Models that attend to
+    It is at least as close to float32 as 8 bits, or for encoders without quantized weights within 1e-4
+    (1 - cosine), and but for K-quants, IQ2, IQ3 and IQ4_XS on AMX the fastest such. Models that attend to
     earlier tokens only may generate: their quantized weights stay in 8 bits or fewer, since a single token
-    waits for them to be read.
+    waits for them to be read, and others are multiplied in float32 by ``"int8"``.
     """
     quantized = any(
         TENSOR_TYPES[tensor.type].block_values > 1
         for tensor in gguf.tensors.values()
         if tensor.name.startswith("blk.")
     )
-    in_pairs = not config.causal and kernel_set() in _FASTER_IN_PAIRS
-    return "bf16" if in_pairs and quantized else "int8"
+    if config.causal:
+        return "int8"
+    if quantized:
+        return "bf16" if kernel_set() in _FASTER_IN_PAIRS else "int8"
+    return _FASTER_THAN_FLOAT.get(kernel_set(), "int8")
 
 
 def _announce_slow_kernels() -> None:

@@ -89,7 +89,7 @@ def test_long_texts_are_cut_where_sentence_transformers_cuts_them(
             model.embed(TEXTS[-1:])
         with pytest.warns(UserWarning, match="1 of 1 texts did not fit the context of 256 tokens"):
             made = model.embed(TEXTS[-1:], truncate="end")
-    assert least_cosine(made, expected[None]) >= 0.99999
+    assert least_cosine(made, expected[None]) >= 0.9999  # of the default, on any processor
 
 
 def test_similar_texts_have_similar_vectors(minilm_folder: Path, own_cache: Path) -> None:

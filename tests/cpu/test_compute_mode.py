@@ -18,12 +18,12 @@ from metal_prefill.files._hyperparameters import read_config
 IDS = np.random.default_rng(0).integers(5, 300, 90)
 SETS = _core.cpu.kernel_sets()
 QUANTIZED = ("bert", "modern-bert", "eurobert")
-OTHERS = {
+FLOATS = {
     "float weights": ENCODERS["bert, float32"],
     "16-bit floats": ENCODERS["bert, 16-bit floats"],
     "an embedding model in float32": EMBEDDERS["gemma-embedding"],
-    "a model that generates": MODELS["type Q8_0"],
 }
+GENERATORS = {"quantized": MODELS["type Q8_0"], "float weights": MODELS["type F32"]}
 
 
 def states(model: Model) -> Any:
@@ -55,12 +55,28 @@ def test_the_kernel_set_decides_even_where_it_cannot_run(
     assert chosen == {"amx": "bf16", "avx512bf16": "int8", "avx2": "int8", "neon_i8mm": "int8"}
 
 
-@pytest.mark.parametrize("name", OTHERS)
-def test_other_models_use_8_bits_at_most_for_quantized_weights(
+@pytest.mark.parametrize("name", FLOATS)
+def test_encoders_without_quantized_weights_use_the_fastest_products_near_float32(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    chosen = {}
+    with GGUFFile(write(tmp_path / "model.gguf", FLOATS[name])) as gguf:
+        for isa in ("amx", "avx512bf16", "avx512vnni", "avxvnni", "avx2", "neon_i8mm", "scalar"):
+            monkeypatch.setenv("METAL_PREFILL_CPU_ISA", isa)
+            chosen[isa] = chosen_mode(gguf, read_config(gguf))
+    assert chosen == {
+        **dict.fromkeys(("amx", "avx512bf16"), "bf16"),
+        **dict.fromkeys(("avx512vnni", "avxvnni", "avx2"), "int16"),
+        **dict.fromkeys(("neon_i8mm", "scalar"), "int8"),
+    }
+
+
+@pytest.mark.parametrize("name", GENERATORS)
+def test_models_that_generate_use_8_bits_at_most_for_quantized_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     monkeypatch.setenv("METAL_PREFILL_CPU_ISA", "amx")
-    with GGUFFile(write(tmp_path / "model.gguf", OTHERS[name])) as gguf:
+    with GGUFFile(write(tmp_path / "model.gguf", GENERATORS[name])) as gguf:
         assert chosen_mode(gguf, read_config(gguf)) == "int8"
 
 

@@ -111,8 +111,8 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         default="auto",
         help="number format of activations in products with quantized weights: 8 bits per block of 32; w8a8 "
         "and int16, 8 or 10 to 12 bits per row after a rotation (weights, too); bfloat16 (weights, too); or "
-        "float32. int8 also allows bfloat16 with weights in bfloat16 (default: auto, which is bf16 for "
-        "encoders on AMX and int8 otherwise)",
+        "float32. int8 also allows bfloat16 with weights in bfloat16 (default: auto, which for encoders is "
+        "bf16 or int16 if that is faster and close to float32, and int8 otherwise)",
     )
     engine.add_argument(
         "--kv-dtype",
