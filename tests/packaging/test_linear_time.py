@@ -44,19 +44,15 @@ class Made(NamedTuple):
 
 
 MADE = {
-    "conversion/_sources.py: f\"(.+?)({'|'.join(TASKS)})\"": Made("(.+?)(ForCausalLM|Model)"),
+    "conversion/_sources.py: f(.+?)({|.join(TASKS)})": Made("(.+?)(ForCausalLM|Model)"),
     "conversion/_sources.py: pattern": Made(r"cls\.(predictions|seq_relationship)\..*"),
-    "conversion/_writing.py: f'{pattern}\\\\.bias'": Made(r"blk\.\d+\.attn_(q|k|v|output)\.bias"),
+    "conversion/_writing.py: f{pattern}.bias": Made(r"blk\.\d+\.attn_(q|k|v|output)\.bias"),
     "conversion/_writing.py: pattern": Made(r"blk\.\d+\.attn_[qk]\.(weight|bias)"),
     "tasks/_prompts.py: pattern": Made(r"\be5-.*instruct|\bbge-.*\bzh\b", 200),
-    "tasks/_reranking.py: '|'.join((re.escape(f'{{{name}}}') for name in values))": Made(r"\{query\}|\{a\}"),
-    "text/_chat_template.py: '(' + '|'.join(map(re.escape, self._special)) + ')'": Made(
-        r"(<\|end\|>|<\|a\|>)"
-    ),
-    "text/_chat_template.py: f\"({words})|[{re.escape(''.join(sorted(firsts)))}]\"": Made(
-        "(</think>|<a>)|[<]"
-    ),
-    "text/_spelled_tokens.py: '|'.join(filter(None, places))": Made(r"[a]|[<b](?=[|b])"),
+    "tasks/_reranking.py: |.join((re.escape(f{{{name}}}) for name in values))": Made(r"\{query\}|\{a\}"),
+    "text/_chat_template.py: ( + |.join(map(re.escape, self._special)) + )": Made(r"(<\|end\|>|<\|a\|>)"),
+    "text/_chat_template.py: f({words})|[{re.escape(.join(sorted(firsts)))}]": Made("(</think>|<a>)|[<]"),
+    "text/_spelled_tokens.py: |.join(filter(None, places))": Made(r"[a]|[<b](?=[|b])"),
 }
 
 
@@ -99,12 +95,17 @@ def uses() -> Iterator[Use]:
         other_calls: list[Any] = [node for node in ast.walk(tree) if _is_call(node) and node not in named]
         for node in other_calls:
             argument = node.args[0]
-            name = f"{place}: {ast.unparse(argument)}"
+            name = f"{place}: {_unquoted(ast.unparse(argument))}"
             made = Made(argument.value) if isinstance(argument, ast.Constant) else MADE.get(name)  # type: ignore[arg-type]
             assert made is not None, f"line {node.lineno}: add an example of the pattern {name!r} to MADE"
             method = node.func.attr
             methods = {"search", "findall"} if method == "compile" else {method}
             yield Use(name, re.compile(made.example), frozenset(methods), made.longest)
+
+
+def _unquoted(source: str) -> str:
+    """Drop quotes and backslashes, in which versions of Python differ."""
+    return re.sub(r"[\"'\\]", "", source)
 
 
 def _applied(tree: ast.AST) -> dict[str, set[str]]:
