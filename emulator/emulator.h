@@ -37,9 +37,11 @@ std::size_t resident_bytes();            // of residency sets whose residency is
 
 struct Counters {  // since the process started
   std::uint64_t buffers = 0, pipelines = 0, libraries = 0, command_buffers = 0, dispatches = 0;
-  std::uint64_t compiled_pipelines = 0;  // those that no archive had, and those added to archives
-  std::uint64_t waits = 0;               // of the host for command buffers that it had not seen completed
-  std::uint64_t residency_faults = 0;    // residency sets that were needed again after they had lapsed
+  std::uint64_t compiled_pipelines = 0;     // those that no archive had, and those added to archives
+  std::uint64_t waits = 0;                  // of the host for command buffers that it had not seen completed
+  std::uint64_t archived_pipelines = 0;     // added to archives
+  std::uint64_t residency_faults = 0;       // residency sets that were needed again after they had lapsed
+  std::uint64_t residency_fault_bytes = 0;  // of them
 };
 Counters counters();
 
@@ -49,6 +51,7 @@ bool allocation_will_fail();    // it has not come yet
 // The command buffer runs `dispatches` of its dispatches, then fails with MTLCommandBufferErrorDomain `code`.
 void fail_command_buffer(int nth, const std::string& message, long code = 1, int dispatches = 0);
 void refuse_commit(int nth, const std::string& message);  // commit throws a ValidationError
+void lose_residency();                                    // the next residency set that is used had lapsed
 void clear_faults();
 
 // The options start from METAL_EMULATOR_THREADS, METAL_EMULATOR_SEED, METAL_EMULATOR_CHECKED,
@@ -65,9 +68,12 @@ struct DeviceLimits {
   bool simdgroup_matrix = true;         // false: kernels that use it become no pipelines
   // Values that pipelines of a kernel report, by its name; by default the executor's limit.
   std::map<std::string, std::uint32_t> max_threads;
-  std::uint32_t simd_width = kSimdWidth;  // the same for all kernels; they run with 32 in any case
-  std::set<std::string> broken_kernels;   // become no pipelines
-  std::set<std::string> wrong_kernels;    // the first bytes of their first output are overwritten
+  std::uint32_t simd_width = kSimdWidth;   // the same for all kernels; they run with 32 in any case
+  std::set<std::string> broken_sources;    // do not compile, by their file names
+  std::set<std::string> broken_kernels;    // become no pipelines
+  std::set<std::string> aborting_kernels;  // end the process as they become pipelines, as drivers do
+  std::set<std::string> endless_kernels;   // command buffers with them never complete
+  std::set<std::string> wrong_kernels;     // the first bytes of their first output are overwritten
   // A command buffer fails as the watchdog of a Mac makes one fail when its kernels, or a single dispatch,
   // take more steps: a thread counts once, and once more for each barrier that it passes. 0: no limit.
   std::uint64_t watchdog_steps = 0;
@@ -84,6 +90,12 @@ struct DeviceLimits {
   bool metal_tensor = true;    // false: no header of this name, nor of MetalPerformancePrimitives
   bool out_of_memory = false;  // command buffers fail whose buffers are together beyond working_set_bytes
   bool unified_memory = true;  // false: the GPU claims to have memory of its own, as those of Intel Macs
+  bool compiler = true;        // false: compiling sources and pipelines never ends
+  bool barriers = true;        // false: each dispatch of a command buffer changes places with its neighbour
+  bool survives_fork = true;   // false: asking for the device in a forked process aborts it
+  // Memory stays resident after its set has ended, unless the GPU has run a command buffer since it was
+  // requested.
+  bool keeps_unused = false;
 };
 DeviceLimits limits();
 void set_limits(const DeviceLimits& limits);

@@ -40,6 +40,8 @@ void bind_records(nb::module_& m) {
       .def_ro("compiled_pipelines", &Counters::compiled_pipelines,
               "Those that no archive had, and those added to archives.")
       .def_ro("waits", &Counters::waits, "Of the host for command buffers that it had not seen completed.")
+      .def_ro("archived_pipelines", &Counters::archived_pipelines, "Added to archives.")
+      .def_ro("residency_fault_bytes", &Counters::residency_fault_bytes)
       .def_ro("residency_faults", &Counters::residency_faults,
               "Residency sets that were needed again after they had lapsed.")
       .def_ro("command_buffers", &Counters::command_buffers, "Those that were committed.")
@@ -170,23 +172,28 @@ void bind_settings(nb::module_& m) {
           [](DeviceLimits* self, std::uint64_t max_buffer_length, std::uint64_t working_set_bytes,
              int apple_family, const std::string& name, bool no_copy, bool simdgroup_matrix,
              const std::map<std::string, std::uint32_t>& max_threads, std::uint32_t simd_width,
-             const std::set<std::string>& broken_kernels, const std::set<std::string>& wrong_kernels,
-             std::uint64_t watchdog_steps, bool residency_sets, std::uint64_t residency_lapse_ms,
-             std::uint64_t stale_no_copy, bool binary_archives, bool metal_tensor, bool out_of_memory,
-             bool unified_memory) {
+             const std::set<std::string>& broken_sources, const std::set<std::string>& broken_kernels,
+             const std::set<std::string>& aborting_kernels, const std::set<std::string>& endless_kernels,
+             const std::set<std::string>& wrong_kernels, std::uint64_t watchdog_steps, bool residency_sets,
+             std::uint64_t residency_lapse_ms, std::uint64_t stale_no_copy, bool binary_archives,
+             bool metal_tensor, bool out_of_memory, bool unified_memory, bool compiler, bool barriers,
+             bool survives_fork, bool keeps_unused) {
             new (self) DeviceLimits{
-                max_buffer_length, working_set_bytes, apple_family,       name,           no_copy,
-                simdgroup_matrix,  max_threads,       simd_width,         broken_kernels, wrong_kernels,
-                watchdog_steps,    residency_sets,    residency_lapse_ms, stale_no_copy,  binary_archives,
-                metal_tensor,      out_of_memory,     unified_memory};
+                max_buffer_length,  working_set_bytes, apple_family,    name,           no_copy,
+                simdgroup_matrix,   max_threads,       simd_width,      broken_sources, broken_kernels,
+                aborting_kernels,   endless_kernels,   wrong_kernels,   watchdog_steps, residency_sets,
+                residency_lapse_ms, stale_no_copy,     binary_archives, metal_tensor,   out_of_memory,
+                unified_memory,     compiler,          barriers,        survives_fork,  keeps_unused};
           },
           "max_buffer_length"_a = 0, "working_set_bytes"_a = 0, "apple_family"_a = 7, "name"_a = "",
           "no_copy"_a = true, "simdgroup_matrix"_a = true,
           "max_threads"_a = std::map<std::string, std::uint32_t>(), "simd_width"_a = kSimdWidth,
-          "broken_kernels"_a = std::set<std::string>(), "wrong_kernels"_a = std::set<std::string>(),
-          "watchdog_steps"_a = 0, "residency_sets"_a = true, "residency_lapse_ms"_a = 0,
-          "stale_no_copy"_a = 0, "binary_archives"_a = true, "metal_tensor"_a = true,
-          "out_of_memory"_a = false, "unified_memory"_a = true)
+          "broken_sources"_a = std::set<std::string>(), "broken_kernels"_a = std::set<std::string>(),
+          "aborting_kernels"_a = std::set<std::string>(), "endless_kernels"_a = std::set<std::string>(),
+          "wrong_kernels"_a = std::set<std::string>(), "watchdog_steps"_a = 0, "residency_sets"_a = true,
+          "residency_lapse_ms"_a = 0, "stale_no_copy"_a = 0, "binary_archives"_a = true,
+          "metal_tensor"_a = true, "out_of_memory"_a = false, "unified_memory"_a = true, "compiler"_a = true,
+          "barriers"_a = true, "survives_fork"_a = true, "keeps_unused"_a = false)
       .def_rw("max_buffer_length", &DeviceLimits::max_buffer_length, "0: half the machine's memory.")
       .def_rw("working_set_bytes", &DeviceLimits::working_set_bytes,
               "0: three quarters of the machine's memory.")
@@ -199,7 +206,11 @@ void bind_settings(nb::module_& m) {
               "maxTotalThreadsPerThreadgroup of the pipelines of a kernel, by its name.")
       .def_rw("simd_width", &DeviceLimits::simd_width,
               "threadExecutionWidth of pipelines; kernels run with 32 whatever this says.")
+      .def_rw("broken_sources", &DeviceLimits::broken_sources, "They do not compile; names of files.")
       .def_rw("broken_kernels", &DeviceLimits::broken_kernels, "They become no pipelines.")
+      .def_rw("aborting_kernels", &DeviceLimits::aborting_kernels,
+              "They abort the process as they become pipelines.")
+      .def_rw("endless_kernels", &DeviceLimits::endless_kernels, "Command buffers with them never complete.")
       .def_rw("wrong_kernels", &DeviceLimits::wrong_kernels,
               "The first bytes of their first output are overwritten.")
       .def_rw("watchdog_steps", &DeviceLimits::watchdog_steps,
@@ -218,7 +229,15 @@ void bind_settings(nb::module_& m) {
               "False: sources that include <metal_tensor> do not compile.")
       .def_rw("out_of_memory", &DeviceLimits::out_of_memory,
               "Command buffers fail whose buffers are together larger than working_set_bytes.")
-      .def_rw("unified_memory", &DeviceLimits::unified_memory, "False: hasUnifiedMemory is NO.");
+      .def_rw("unified_memory", &DeviceLimits::unified_memory, "False: hasUnifiedMemory is NO.")
+      .def_rw("compiler", &DeviceLimits::compiler, "False: compiling sources and pipelines never ends.")
+      .def_rw("barriers", &DeviceLimits::barriers,
+              "False: each dispatch of a command buffer changes places with its neighbour.")
+      .def_rw("survives_fork", &DeviceLimits::survives_fork,
+              "False: asking for the device in a forked process aborts it.")
+      .def_rw("keeps_unused", &DeviceLimits::keeps_unused,
+              "Memory stays resident after its set has ended if no command buffer has run since it was "
+              "requested.");
   m.def("limits", &limits);
   m.def("set_limits", &set_limits, "limits"_a);
 }
@@ -251,6 +270,7 @@ void bind_emulator(nb::module_& m) {
         "MTLCommandBufferError code.");
   m.def("refuse_commit", &refuse_commit, "nth"_a = 1, "message"_a = "injected fault",
         "Make the commit of the nth next command buffer throw a ValidationError.");
+  m.def("lose_residency", &lose_residency, "The next residency set that is used had lapsed.");
   m.def("clear_faults", &clear_faults);
   m.def("history", &history, kWithoutGil, "Return the last completed command buffers, oldest first.");
   m.def("set_history_depth", &set_history_depth, "command_buffers"_a,

@@ -81,6 +81,7 @@ std::string read_file(const std::string& path) {
   try {
     [function prepare];
     State::get().count(&metal_emulator::Counters::compiled_pipelines);
+    State::get().count(&metal_emulator::Counters::archived_pipelines);
   } catch (const std::runtime_error& exception) {
     if (error)
       *error = make_error(MTLBinaryArchiveDomain, MTLBinaryArchiveErrorCompilationFailure, exception.what());

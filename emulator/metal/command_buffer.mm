@@ -158,12 +158,18 @@ struct Running {
 
 - (void)submit {
   State& state = State::get();
+  const metal_emulator::DeviceLimits limits = state.limits();
+  if (!limits.endless_kernels.empty() && has_kernel(_encoded.commands, limits.endless_kernels)) {
+    [[maybe_unused]] static auto& running = *new std::vector<EmulatorCommandBuffer*>;
+    running.push_back(self);
+    return;
+  }
   state.begin_work();
   // Checks after they have run need the commands.
   std::vector<Command> commands = _describes ? _encoded.commands : std::exchange(_encoded, {}).commands;
   auto fault = state.next_command_buffer_fault();
   if (fault) truncate(commands, fault->dispatches);
-  const metal_emulator::DeviceLimits limits = state.limits();
+  if (!limits.barriers) reorder(commands);
   if (limits.out_of_memory) {
     if (const std::string excess = find_excess(_encoded, limits.working_set_bytes); !excess.empty()) {
       fault = CommandBufferFault{excess, MTLCommandBufferErrorOutOfMemory, 0};

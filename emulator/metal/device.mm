@@ -2,12 +2,16 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <filesystem>
 #include <map>
 #include <mutex>
 #include <set>
 #include <stdexcept>
+#include <thread>
 
 #include "classes.h"
 
@@ -78,6 +82,11 @@ std::string missing_header(const ShaderLibrary& library, std::uint32_t language)
   if (version >= library.metal_version) return "";
   return std::string(library.name) + ": error: the language is Metal " + std::to_string(language >> 16) +
          "." + std::to_string(language & 0xffff) + ", which has no tensors";
+}
+
+// A compiler that does not answer.
+void wait_for_compiler() {
+  while (!metal_emulator::limits().compiler) std::this_thread::sleep_for(std::chrono::milliseconds(10));
 }
 
 void require_family(int family, const char* call) {
@@ -240,11 +249,16 @@ void check_length(NSUInteger length, const char* call) {
 - (id<MTLLibrary>)newLibraryWithSource:(NSString*)source
                                options:(MTLCompileOptions*)options
                                  error:(NSError**)error {
+  wait_for_compiler();
   const std::string text = to_string(source);
   const std::set<std::string> macros = macros_of(options);
   std::string why = "this source text was not compiled ahead of time into the binary";
   for (const ShaderLibrary* library : metal_emulator::registered_libraries()) {
     if (library->source != text) continue;
+    if (metal_emulator::limits().broken_sources.contains(library->name)) {
+      why = std::string(library->name) + ":1:1: error: this compiler rejects it";
+      break;
+    }
     if (why = unknown_macro(*library, options.preprocessorMacros); !why.empty()) break;
     const auto language =
         static_cast<std::uint32_t>(options ? options.languageVersion : MTLLanguageVersion4_0);
@@ -264,6 +278,7 @@ void check_length(NSUInteger length, const char* call) {
 - (void)newLibraryWithSource:(NSString*)source
                      options:(MTLCompileOptions*)options
            completionHandler:(MTLNewLibraryCompletionHandler)completionHandler {
+  if (!metal_emulator::limits().compiler) return;
   State::get().run_in_background([=] {
     const AutoreleasePool pool;
     NSError* error = nil;
@@ -310,6 +325,7 @@ void check_length(NSUInteger length, const char* call) {
     if (error) *error = make_error(MTLLibraryErrorDomain, MTLLibraryErrorInternal, message);
     return nil;
   }
+  wait_for_compiler();
   try {
     auto pipeline = [function prepare];
     if (!archived) State::get().count(&metal_emulator::Counters::compiled_pipelines);
@@ -330,6 +346,7 @@ void check_length(NSUInteger length, const char* call) {
                                                         NSError*))completionHandler {
   checked_cast<EmulatorFunction>(descriptor.computeFunction, "newComputePipelineState");
   MTLComputePipelineDescriptor* copy = [descriptor copy];
+  if (!metal_emulator::limits().compiler) return;
   State::get().run_in_background([=] {
     const AutoreleasePool pool;
     NSError* error = nil;
@@ -370,6 +387,11 @@ void check_length(NSUInteger length, const char* call) {
 id<MTLDevice> MTLCreateSystemDefaultDevice() {
   static std::mutex mutex;
   static __weak EmulatorDevice* shared;
+  static const pid_t first_process = getpid();
+  if (!metal_emulator::limits().survives_fork && getpid() != first_process) {
+    std::fputs("the compiler service cannot be reached from a forked process\n", stderr);
+    std::abort();
+  }
   std::lock_guard lock(mutex);
   EmulatorDevice* device = shared;
   if (!device) shared = device = [[EmulatorDevice alloc] init];

@@ -216,6 +216,19 @@ void plant_mistakes(std::vector<Command>& commands, const std::set<std::string>&
   commands = std::move(planted);
 }
 
+void reorder(std::vector<Command>& commands) {
+  for (std::size_t i = 0; i + 1 < commands.size(); i += 2)
+    if (commands[i].kind == Command::Kind::kDispatch && commands[i + 1].kind == Command::Kind::kDispatch)
+      std::swap(commands[i], commands[i + 1]);
+}
+
+bool has_kernel(const std::vector<Command>& commands, const std::set<std::string>& kernels) {
+  return std::any_of(commands.begin(), commands.end(), [&](const Command& command) {
+    return command.kind == Command::Kind::kDispatch &&
+           kernels.contains(command.dispatch.pipeline->kernel->name);
+  });
+}
+
 std::string find_timeout(const Encoded& encoded, const std::vector<DispatchStatistics>& statistics,
                          std::uint64_t limit) {
   if (limit == 0) return {};

@@ -46,6 +46,10 @@ std::vector<DispatchRecord> make_records(const Encoded& encoded,
                                          const std::vector<DispatchStatistics>& statistics);
 // After each dispatch of a kernel named, overwrites the first bytes of the first output.
 void plant_mistakes(std::vector<Command>& commands, const std::set<std::string>& kernels);
+// Exchanges each dispatch with its neighbour, as a driver that ignores barriers may.
+void reorder(std::vector<Command>& commands);
+// Whether one of the kernels is dispatched.
+bool has_kernel(const std::vector<Command>& commands, const std::set<std::string>& kernels);
 // The watchdog's error for more steps than the limit, if there is one; see DeviceLimits.
 std::string find_timeout(const Encoded& encoded, const std::vector<DispatchStatistics>& statistics,
                          std::uint64_t limit);

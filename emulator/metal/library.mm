@@ -1,5 +1,7 @@
 // Libraries, functions, function constants and compute pipelines.
 #include <algorithm>
+#include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <map>
 #include <set>
@@ -255,6 +257,10 @@ Value make_value(const void* bytes, MTLDataType type) {
                              std::to_string(metal_emulator::kMaxThreadgroupBytes));
   }
   const metal_emulator::DeviceLimits limits = state.limits();
+  if (limits.aborting_kernels.contains(_kernel->name)) {
+    std::fprintf(stderr, "AGX: compiling '%s' failed: the driver aborts\n", _kernel->name);
+    std::abort();
+  }
   if (limits.broken_kernels.contains(_kernel->name))
     throw std::runtime_error("XPC_ERROR_CONNECTION_INTERRUPTED: the compiler service failed");
   if (!limits.simdgroup_matrix && _library->source.find("simdgroup_matrix") != std::string_view::npos)

@@ -29,6 +29,7 @@ using metal_emulator::ValidationError;
   std::vector<EmulatorBuffer*> _allocations, _committed;
   std::size_t _resident;  // bytes that the device's account has of this set
   BOOL _requested;
+  std::uint64_t _commandBuffersBefore;                // when it was requested first
   std::chrono::steady_clock::time_point _lastNeeded;  // requested, or used by a command buffer
 }
 @synthesize device = _device;
@@ -48,6 +49,9 @@ using metal_emulator::ValidationError;
 // The caller has locked.
 - (void)account {
   std::size_t bytes = 0;
+  const bool kept =
+      State::get().limits().keeps_unused && State::get().counters().command_buffers == _commandBuffersBefore;
+  if (!_requested && kept) return;
   for (EmulatorBuffer* buffer : _committed) bytes += _requested ? buffer->_state->info.length : 0;
   State::get().change_resident_bytes(_resident, bytes);
   _resident = bytes;
@@ -65,6 +69,7 @@ using metal_emulator::ValidationError;
 - (void)requestResidency {
   [self use];
   std::lock_guard lock(_mutex);
+  if (!_requested) _commandBuffersBefore = State::get().counters().command_buffers;
   _requested = YES;
   _lastNeeded = std::chrono::steady_clock::now();
   [self account];
@@ -72,10 +77,12 @@ using metal_emulator::ValidationError;
 - (void)use {
   const std::chrono::milliseconds lapse(State::get().limits().residency_lapse_ms);
   std::lock_guard lock(_mutex);
-  if (!_requested || lapse.count() == 0) return;
+  if (!_requested) return;
   const auto now = std::chrono::steady_clock::now();
-  if (now - std::exchange(_lastNeeded, now) > lapse)
-    State::get().count(&metal_emulator::Counters::residency_faults);
+  const bool lapsed = lapse.count() > 0 && now - std::exchange(_lastNeeded, now) > lapse;
+  if (!State::get().loses_residency() && !lapsed) return;
+  State::get().count(&metal_emulator::Counters::residency_faults);
+  State::get().count(&metal_emulator::Counters::residency_fault_bytes, _resident);
 }
 - (void)endResidency {
   std::lock_guard lock(_mutex);

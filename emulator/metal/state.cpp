@@ -209,6 +209,7 @@ void State::fail_command_buffer(int nth, CommandBufferFault fault) {
 void State::clear_faults() {
   std::lock_guard lock(mutex_);
   allocation_fault_ = command_buffer_fault_countdown_ = commit_refusal_countdown_ = 0;
+  loses_residency_ = false;
 }
 
 std::optional<CommandBufferFault> State::next_command_buffer_fault() {
@@ -380,6 +381,9 @@ void set_options(const ExecutorOptions& options) {
 }
 DeviceLimits limits() {
   return State::get().limits();
+}
+void lose_residency() {
+  State::get().lose_residency();
 }
 void set_limits(const DeviceLimits& limits) {
   State::get().set_limits(limits);

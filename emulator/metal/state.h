@@ -58,6 +58,8 @@ class State {
   void fail_allocation(int nth);
   bool allocation_will_fail();
   void fail_command_buffer(int nth, CommandBufferFault fault);
+  void lose_residency() { loses_residency_ = true; }
+  bool loses_residency() { return loses_residency_.exchange(false); }
   void clear_faults();
   std::optional<CommandBufferFault> next_command_buffer_fault();
   void refuse_commit(int nth, const std::string& message);
@@ -103,6 +105,7 @@ class State {
   CommandBufferFault command_buffer_fault_;
   int commit_refusal_countdown_ = 0;
   std::string commit_refusal_;
+  std::atomic<bool> loses_residency_ = false;
   Counters counters_;
   std::vector<std::string> violations_;
   std::deque<LibraryRecord> compiled_;
