@@ -43,6 +43,22 @@ def as_users_have_it() -> None:
     os.environ.pop("PYTHONUNBUFFERED", None)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def no_first_contact(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Open models without tests and measurements of the GPU; on a Mac, with a cache folder of the suite.
+
+    Elsewhere the emulator compiles each pipeline anew, unless a test sets a folder.
+    """
+    settings = {"METAL_PREFILL_CHECK": "0", "METAL_PREFILL_TUNE": "0"}
+    if not _core.has_emulator:
+        settings["METAL_PREFILL_CACHE"] = str(tmp_path_factory.mktemp("cache"))
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in settings.items():
+            if name not in os.environ:
+                patch.setenv(name, value)
+        yield
+
+
 @pytest.fixture
 def metal() -> None:
     """Require the Metal engine, real or emulated."""

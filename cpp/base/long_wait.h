@@ -10,4 +10,8 @@ inline void (*long_wait)(const std::function<void()>& wait) = [](const std::func
   wait();
 };
 
+// Called ten times a second by long waits of threads that hold nothing that a thread with the GIL waits for.
+// The Python module replaces it by one that throws if the user has interrupted the program.
+inline void (*raise_if_interrupted)() = [] {};
+
 }  // namespace metal_prefill

@@ -371,6 +371,14 @@ std::map<std::string, std::string> metal_device() {
   return {{"problem", kNoMetal}};
 }
 
+std::vector<CompiledSource> compile_shaders() {
+  throw DeviceError(kNoMetal);
+}
+
+std::shared_ptr<metal::SharedKernels> make_shared_kernels() {
+  return nullptr;
+}
+
 std::shared_ptr<Engine> make_metal_engine(Model, const EngineOptions&) {
   throw DeviceError(kNoMetal);
 }

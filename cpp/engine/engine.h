@@ -45,6 +45,10 @@ enum class KvType { kF16, kF32, kQ8_0 };
 // The type of the rows in a cache of this type.
 TensorType tensor_type(KvType type);
 
+namespace metal {
+class SharedKernels;
+}
+
 // Options of the Metal engine alone.
 struct MetalOptions {
   std::optional<bool> fused_norm;  // RMSNorm inside the projections (decode); none: chosen for the GPU
@@ -52,7 +56,10 @@ struct MetalOptions {
   double buffer_work = 0;          // multiply-adds of a command buffer; 0: chosen for the GPU
   double resident_seconds = 180;   // after a pass, for how long the memory stays with the GPU
   std::string pipeline_folder;     // of compiled pipelines; empty: they are not kept
-  std::string no_matmul_tensor;    // why matmul_tensor is not used; empty: used where it is faster
+  bool is_measured = false;        // only to be timed: stores no pipelines and keeps no memory resident
+  // Libraries and pipelines that several engines have in common; null: this one has its own.
+  std::shared_ptr<metal::SharedKernels> shared_kernels;
+  std::string no_matmul_tensor;  // why matmul_tensor is not used; empty: used where it is faster
 };
 
 struct EngineOptions {
@@ -293,5 +300,14 @@ std::shared_ptr<Engine> make_cpu_engine(Model model, const EngineOptions& option
 std::shared_ptr<Engine> make_metal_engine(Model model, const EngineOptions& options);
 // Facts about the GPU, by name; only `problem` if the Metal engine cannot use any.
 std::map<std::string, std::string> metal_device();
+// Each source of the shaders compiled from its text, one by one, with all kernels.
+struct CompiledSource {
+  std::string name;
+  std::string problem;  // what the compiler says; empty: it compiles
+  double seconds = 0;
+  bool needs_tensors = false;  // it may be too new for the system
+};
+std::vector<CompiledSource> compile_shaders();
+std::shared_ptr<metal::SharedKernels> make_shared_kernels();
 
 }  // namespace metal_prefill

@@ -5,6 +5,7 @@
 #include <string>
 
 #include "../base/fork_handler.h"
+#include "../base/long_wait.h"
 
 namespace metal_prefill {
 
@@ -20,11 +21,9 @@ void SessionLock::acquire(const char* call) {
   std::unique_lock lock(mutex_);
   while (owner_.load(std::memory_order_relaxed) != std::thread::id()) {
     if (free_.wait_for(lock, std::chrono::milliseconds(100)) == std::cv_status::no_timeout) continue;
-    if (void (*check)() = while_waiting.load(std::memory_order_relaxed)) {
-      lock.unlock();
-      check();
-      lock.lock();
-    }
+    lock.unlock();
+    raise_if_interrupted();
+    lock.lock();
   }
   call_ = call;
   owner_.store(std::this_thread::get_id(), std::memory_order_relaxed);

@@ -53,9 +53,6 @@ class SessionLock {
   void after_fork(bool child);
   bool lost() const { return lost_; }
 
-  // A waiting thread calls this ten times a second. An exception from it ends the wait.
-  static inline std::atomic<void (*)()> while_waiting{nullptr};
-
  private:
   bool mine() const { return owner_.load(std::memory_order_relaxed) == std::this_thread::get_id(); }
   void acquire(const char* call);  // also throws ForkError

@@ -227,6 +227,11 @@ void bind_model(nb::module_& m) {
       .def_rw("buffer_work", &MetalOptions::buffer_work)
       .def_rw("resident_seconds", &MetalOptions::resident_seconds)
       .def_rw("pipeline_folder", &MetalOptions::pipeline_folder)
+      .def_rw("is_measured", &MetalOptions::is_measured)
+      .def(
+          "share_kernels", [](MetalOptions& self) { self.shared_kernels = make_shared_kernels(); },
+          "Let the engines that are built from now on share libraries and pipelines.")
+      .def("end_sharing", [](MetalOptions& self) { self.shared_kernels = nullptr; })
       .def_rw("no_matmul_tensor", &MetalOptions::no_matmul_tensor);
   nb::class_<EngineOptions>(m, "EngineOptions", "Options of an engine.")
       .def(nb::init<>())

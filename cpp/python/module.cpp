@@ -3,6 +3,7 @@
 #include <nanobind/stl/map.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
 
 #include <cerrno>
 #include <cstdlib>
@@ -30,7 +31,7 @@ using namespace nb::literals;
 
 namespace {
 
-// Lets a call that waits for the lock of a session be interrupted.
+// Lets a long wait be interrupted.
 void check_signals() {
   metal_prefill::with_gil([] {
     if (PyErr_CheckSignals() != 0) throw nb::python_error();
@@ -52,7 +53,7 @@ NB_MODULE(_core, m) {
   using namespace metal_prefill;
   m.doc() = "Native engines of metal_prefill.";
   nb::register_exception_translator(translate);
-  SessionLock::while_waiting = check_signals;
+  raise_if_interrupted = check_signals;
   long_wait = wait_without_gil;
   nb::module_::import_("atexit").attr("register")(nb::cpp_function([] {
     interpreter_exits();
@@ -76,6 +77,13 @@ NB_MODULE(_core, m) {
   m.attr("compiler") = __VERSION__;
   m.def("metal_device", &metal_device, nb::call_guard<nb::gil_scoped_release>(),
         "Facts about the GPU; only `problem` where device 'metal' cannot be used.");
+  nb::class_<CompiledSource>(m, "CompiledSource", "A source of the shaders, compiled from its text.")
+      .def_ro("name", &CompiledSource::name)
+      .def_ro("problem", &CompiledSource::problem, "What the compiler says; empty: it compiles.")
+      .def_ro("seconds", &CompiledSource::seconds)
+      .def_ro("needs_tensors", &CompiledSource::needs_tensors, "It may be too new for the system.");
+  m.def("compile_shaders", &compile_shaders, nb::call_guard<GilRelease>(),
+        "Compile each source of the shaders, one by one, with all kernels.");
   m.def(
       "metal_available", [] { return !metal_device().contains("problem"); },
       nb::call_guard<nb::gil_scoped_release>(),

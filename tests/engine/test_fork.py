@@ -168,7 +168,7 @@ def test_a_gpu_cannot_be_used_in_a_child(demo_path: Path) -> None:
         def work() -> str:
             for call in (lambda: session.forward_token(1), lambda: session.fork(), lambda: model.session()):
                 with pytest.raises(
-                    ForkError, match="open the model again here, or start processes by 'spawn'"
+                    ForkError, match="start processes by 'spawn', or open the model here with device='cpu'"
                 ):
                     call()
             session.close()

@@ -89,6 +89,24 @@ def test_the_fastest_is_used_and_kept(
     assert stored == [str(n) for n in expected]
 
 
+def test_a_first_open_compiles_and_stores_once(
+    path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Six engines are built; two of them, with the kernels of each choice, are used."""
+    before, sources = gpu.counters(), set()
+    gpu.forget_compiled_libraries()
+    monkeypatch.setattr(_fastest_decode, "decode_seconds", Clock(1.0, 2.0, 2.0, 0.5))
+    with caplog.at_level(logging.WARNING, "metal_prefill"), open_metal(path) as model:
+        compiled = [library.name for library in gpu.compiled_libraries()]
+        sources = set(compiled)
+        kernels = model.stats()["pipelines"]
+    after = gpu.counters()
+    assert len(compiled) == len(sources)
+    assert after.archived_pipelines - before.archived_pipelines <= 2 * kernels
+    assert after.pipelines - before.pipelines <= 1.5 * kernels + 2 * kernels  # and those for the archives
+    assert [record.message.split(",")[0] for record in caplog.records] == ["measuring ways to decode"]
+
+
 def test_all_choices_give_the_same_bits(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     logits, kernels = [], set()
     for i, times in enumerate([(1, 2, 2, 2), (2, 1, 2, 2), (2, 3, 1, 2), (2, 3, 2, 1)]):

@@ -208,6 +208,43 @@ def test_a_kernel_that_does_not_compile_is_named(path: Path) -> None:
         open_with(path, broken_kernels={"argmax_stage2"})
 
 
+def test_a_driver_that_ignores_barriers_fails_first_contact(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each dispatch alone is right."""
+    monkeypatch.setenv("METAL_PREFILL_CACHE", str(tmp_path))
+    monkeypatch.setenv("METAL_PREFILL_CHECK", "1")
+    with pytest.raises(DeviceError, match="computes wrong results: "):
+        open_with(path, barriers=False)
+    monkeypatch.setenv("METAL_PREFILL_CACHE", str(tmp_path / "other"))
+    open_with(path).close()
+
+
+@pytest.mark.parametrize(
+    ("name", "family", "cores"),
+    [
+        ("Apple M4", 9, 10),
+        ("Apple M4 Pro", 9, 20),
+        ("Apple M2 Ultra", 8, 80),
+        ("Apple A18 Pro", 9, 5),
+        ("Apple Pro", 9, 10),
+    ],
+)
+def test_a_gpu_is_tuned_for_the_cores_of_its_chip(name: str, family: int, cores: int) -> None:
+    gpu.set_limits(gpu.Limits(name=name, apple_family=family))
+    assert _core.metal_device()["tuned_for_cores"] == str(cores)
+
+
+def test_models_of_the_suite_are_neither_checked_nor_tuned(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a Mac as on the emulator, since that takes seconds."""
+    monkeypatch.setattr(_core, "has_emulator", False)
+    monkeypatch.setenv("METAL_PREFILL_CACHE", str(tmp_path))
+    with open_with(path):
+        assert [found.name for found in tmp_path.iterdir()] == ["pipelines"]
+
+
 def test_the_first_dispatches_of_a_pass_are_committed_early(path: Path) -> None:
     with open_with(path) as model, model.session() as session:
         session.forward_token_greedy(session.forward_prompt(PROMPT))

@@ -340,3 +340,46 @@ def test_memory_is_not_kept_resident_without_support(path: Path, limits: dict[st
     with Model(path, device="metal") as model:
         model.forward_prompt(PROMPT)
         assert model.stats()["resident_bytes"] == gpu.resident_bytes() < model.stats()["weights_mapped_bytes"]
+
+
+def test_models_of_a_process_share_the_memory_that_may_stay_resident(path: Path) -> None:
+    weights = path.stat().st_size
+    gpu.set_limits(gpu.Limits(working_set_bytes=weights * 3 // 2))
+    with Model(path, device="metal") as one, Model(path, device="metal") as other:
+        held = [model.stats()["resident_bytes"] for model in (one, other)]
+        assert sum(held) == gpu.resident_bytes() <= weights * 3 // 2
+        assert held[0] > 0.9 * weights
+    assert gpu.resident_bytes() == 0
+    with Model(path, device="metal") as model:
+        assert model.stats()["resident_bytes"] == held[0]
+
+
+def test_a_lost_set_is_a_small_part_of_the_model(tmp_path: Path) -> None:
+    """A Mac takes and returns sets and buffers whole; layers stay whole, too."""
+    path = synth.synthesize(tmp_path / "m.gguf", preset="tiny", layers=24, dim=128, vocab=320)
+    working_set = path.stat().st_size * 5 // 4
+    gpu.set_limits(gpu.Limits(working_set_bytes=working_set))
+    with Model(path, device="metal") as model:
+        views = [buffer.length for buffer in gpu.live_buffers() if buffer.no_copy]
+        assert 10 < len(views) < 32
+        assert max(views) < 0.1 * working_set
+        before = gpu.counters()
+        gpu.lose_residency()
+        model.forward_prompt(PROMPT)
+        after = gpu.counters()
+        assert 0 < after.residency_fault_bytes - before.residency_fault_bytes < 0.1 * working_set
+        dispatches = after.dispatches - before.dispatches
+        logits = model.forward_token(7)
+    gpu.set_limits(gpu.Limits())
+    with Model(path, device="metal") as model:
+        before = gpu.counters().dispatches
+        model.forward_prompt(PROMPT)
+        assert gpu.counters().dispatches - before == dispatches
+        np.testing.assert_array_equal(model.forward_token(7), logits)
+
+
+def test_memory_of_a_model_that_was_not_used_is_released(path: Path) -> None:
+    """A Mac keeps it wired if the GPU has run nothing."""
+    gpu.set_limits(gpu.Limits(keeps_unused=True))
+    Model(path, device="metal").close()
+    assert gpu.resident_bytes() == 0

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import logging
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,11 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return synth.synthesize(folder / "m.gguf", preset="smollm-135m", layers=2, vocab=320)
 
 
+def be_m5(**limits: Any) -> None:
+    """Make the device an M5 of its own name, since the trial of a GPU is made once per process."""
+    gpu.set_limits(gpu.Limits(apple_family=M5, name=f"M5 {limits}", **limits))
+
+
 def logits_of(path: Path) -> tuple[np.ndarray[Any, Any], set[str], float]:
     """Return the logits after a prompt, the kernels that ran, and the entry of stats() about tensors."""
     with open_metal(path) as model:
@@ -56,7 +63,7 @@ def plain(path: Path) -> np.ndarray[Any, Any]:
 
 
 def test_an_m5_uses_tensor_products(path: Path, plain: np.ndarray[Any, Any]) -> None:
-    gpu.set_limits(gpu.Limits(apple_family=M5))
+    be_m5()
     logits, kernels, used = logits_of(path)
     assert used == 1
     assert _core.metal_device()["matmul_tensor"] == "where it passes a trial"
@@ -77,7 +84,7 @@ def test_an_m5_avoids_tall_tiles_that_fail(path: Path, limits: dict[str, Any]) -
     """Prompts of 128 tokens and more have them, and the other kernels are used where the trial fails."""
     kernels, logits = {}, []
     for name, given in (("passes", {}), ("fails", limits)):
-        gpu.set_limits(gpu.Limits(apple_family=M5, **given))
+        be_m5(**given)
         with open_metal(path, max_context=256) as model:
             assert model.stats()["matmul_tensor"] == 1
             assert model.stats()["matmul_tall"] == (name == "passes")
@@ -102,12 +109,12 @@ def test_an_m5_avoids_tall_tiles_that_fail(path: Path, limits: dict[str, Any]) -
 def test_an_m5_attends_without_tensors_if_that_fails(
     path: Path, plain: np.ndarray[Any, Any], limits: dict[str, Any]
 ) -> None:
-    gpu.set_limits(gpu.Limits(apple_family=M5))
+    be_m5()
     logits, kernels, _ = logits_of(path)
     assert "attention_tensor_f16_64" in kernels
     assert not any(kernel.startswith("attention_prefill") for kernel in kernels)
     assert np.abs(logits - plain).max() <= 1e-3 * np.abs(plain).max()
-    gpu.set_limits(gpu.Limits(apple_family=M5, **limits))
+    be_m5(**limits)
     logits, kernels, used = logits_of(path)
     assert used == 1
     assert "attention_prefill_f16_64" in kernels
@@ -117,19 +124,55 @@ def test_an_m5_attends_without_tensors_if_that_fails(
         assert model.stats()["attention_tensor"] == 0
 
 
-def test_the_trial_runs_once_per_model(path: Path) -> None:
-    gpu.set_limits(gpu.Limits(apple_family=M5))
+def test_the_trial_runs_once_per_process_and_is_stored(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("METAL_PREFILL_CACHE", str(tmp_path))
+    sources = ("matmul_tensor.metal", "attention_tensor.metal")
+
+    def compiled_by(*names: str) -> list[int]:
+        counts = []
+        for name in names:
+            gpu.set_limits(gpu.Limits(apple_family=M5, name=name))
+            gpu.forget_compiled_libraries()
+            with open_metal(path) as model:
+                assert model.stats()["matmul_tensor"] == 1
+            compiled = [library.name for library in gpu.compiled_libraries()]
+            counts.append(sum(map(compiled.count, sources)))
+        return counts
+
+    gpu.set_limits(gpu.Limits(apple_family=M5, name="tried"))
     gpu.forget_compiled_libraries()
     _core.metal_device()
     assert gpu.compiled_libraries() == []
-    with open_metal(path):
-        compiled = [library.name for library in gpu.compiled_libraries()]
-    for source in ("matmul_tensor.metal", "attention_tensor.metal"):
-        assert compiled.count(source) == 2  # that of the trial, and that of the model's types and heads
+    # Two libraries of the trial, and two of the model's types and heads.
+    assert compiled_by("tried", "tried") == [4, 2]
+    (stored,) = tmp_path.rglob("*.trial")
+    for damaged in ("", "a\n", "x" * 10):
+        stored.write_text(damaged)
+    process = subprocess.run(
+        [sys.executable, "-c", OPENED_ELSEWHERE, str(path)], capture_output=True, text=True, check=True
+    )
+    assert process.stdout.split() == ["4", "2"]  # the damaged file is replaced
+
+
+# Opens a model in a new process each time; prints the number of libraries of tensor kernels.
+OPENED_ELSEWHERE = """
+import os, sys
+from metal_prefill import Model, _core
+for _ in range(2):
+    if os.fork() == 0:
+        gpu = _core.emulator
+        gpu.set_limits(gpu.Limits(apple_family=10, name="tried"))
+        with Model(sys.argv[1], device="metal"):
+            print(sum("tensor" in library.name for library in gpu.compiled_libraries()), flush=True)
+        os._exit(0)
+    os.wait()
+"""
 
 
 def test_tensor_kernels_agree_with_float64(path: Path) -> None:
-    gpu.set_limits(gpu.Limits(apple_family=M5))
+    be_m5()
     with open_metal(path) as model:
         report = doctor_report.check_kernels(model, quick=True)
     assert report["differences"] == []
@@ -156,7 +199,7 @@ def test_tensor_kernels_agree_with_float64(path: Path) -> None:
 def test_an_m5_avoids_kernels_that_fail(
     path: Path, plain: np.ndarray[Any, Any], limits: dict[str, Any], reason: str
 ) -> None:
-    gpu.set_limits(gpu.Limits(apple_family=M5, **limits))
+    be_m5(**limits)
     logits, kernels, used = logits_of(path)
     assert used == 0
     assert not any("tensor" in kernel for kernel in kernels)
@@ -168,7 +211,7 @@ def test_an_m5_avoids_kernels_that_fail(
 
 
 def test_unrelated_kernel_failures_do_not_disable_tensors(path: Path) -> None:
-    gpu.set_limits(gpu.Limits(apple_family=M5, broken_kernels={"rmsnorm_f16"}))
+    be_m5(broken_kernels={"rmsnorm_f16"})
     with pytest.raises(DeviceError, match="'rmsnorm_f16' cannot be built"):
         open_metal(path)
     assert gpu.live_objects() == 0
@@ -183,7 +226,7 @@ def test_the_self_test_finds_wrong_tensor_products(
 ) -> None:
     monkeypatch.setenv("METAL_PREFILL_CACHE", str(tmp_path))
     monkeypatch.setenv("METAL_PREFILL_CHECK", "1")
-    gpu.set_limits(gpu.Limits(apple_family=M5, wrong_kernels={"matmul_tensor_q4_0_narrow"}))
+    be_m5(wrong_kernels={"matmul_tensor_q4_0_narrow"})
     for _ in range(2):  # the second time from the first result
         caplog.clear()
         with caplog.at_level(logging.WARNING, "metal_prefill"), open_metal(path) as model:
@@ -197,7 +240,7 @@ def test_the_environment_disables_tensor_kernels(
     path: Path, plain: np.ndarray[Any, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("METAL_PREFILL_MATMUL_TENSOR", "0")
-    gpu.set_limits(gpu.Limits(apple_family=M5))
+    be_m5()
     logits, _, used = logits_of(path)
     assert used == 0
     np.testing.assert_array_equal(logits, plain)

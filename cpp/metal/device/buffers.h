@@ -16,10 +16,10 @@
 
 namespace metal_prefill::metal {
 
-// The weights as Metal buffers without a copy: views of the mapped file. A file larger than the largest
-// buffer is covered by several overlapping views, so that every tensor is inside one of them. Copies are made
-// only of tensors at addresses that kernels cannot read from, and of the whole file if the GPU is not native
-// (see Device) or Metal refuses to map it.
+// The weights as Metal buffers without a copy: views of the mapped file, none of which is much of the GPU's
+// memory, since macOS takes and returns buffers whole. Each tensor is inside one of them; they may share
+// pages. Copies are made only of tensors at addresses that kernels cannot read from, and of the whole file if
+// the GPU is not native (see Device) or Metal refuses to map it.
 class WeightBuffers final : public WeightViews {
  public:
   WeightBuffers(const Device& device, const Model& model);

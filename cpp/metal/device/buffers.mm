@@ -4,6 +4,8 @@
 
 #include <algorithm>
 #include <cstring>
+#include <iterator>
+#include <string_view>
 
 #include "../../base/rounding.h"
 #include "../../model/tensors.h"
@@ -12,8 +14,17 @@ namespace metal_prefill::metal {
 
 namespace {
 
+// A set of resident memory has a view or several: see Residency.
+constexpr std::size_t kViewsOfDevice = 20;
+
 // The kernels read weights in units of up to four floats.
 constexpr std::size_t kAlignment = 16;
+
+// A layer stays in one view, since stacked products need their matrices in one buffer.
+std::string_view layer_of(const Tensor& tensor) {
+  const std::string_view name = tensor.name;
+  return name.starts_with("blk.") ? name.substr(0, name.find('.', 4)) : name;
+}
 
 std::vector<const Tensor*> bound_tensors(const Model& model) {
   std::vector<const Tensor*> tensors;
@@ -45,12 +56,21 @@ void WeightBuffers::map_file(const Model& model, const std::vector<const Tensor*
   // A mapping consists of whole pages: the rest of the last page may be read.
   const std::size_t file_end = round_up(model.mapping.bytes, page);
   const std::size_t most = device_.mtl().maxBufferLength / page * page;
-  for (const Tensor* t : tensors) {
+  const std::size_t working_set = device_.mtl().recommendedMaxWorkingSetSize;  // 0: unknown
+  const std::size_t usual = working_set > 0 ? std::min(working_set / kViewsOfDevice, most) : most;
+  for (auto tensor = tensors.begin(); tensor != tensors.end(); ++tensor) {
+    const Tensor* t = *tensor;
     const std::size_t begin = offset_in_file(*t), end = begin + t->bytes;
     if (!files_.empty() && end <= files_.back().end) continue;
     FileView file;
     file.begin = begin / page * page;
-    file.end = std::min(file_end, file.begin + most);
+    file.end = std::min(round_up(end, page), file.begin + most);
+    for (auto next = tensor + 1; next != tensors.end(); ++next) {
+      const std::size_t further = round_up(offset_in_file(**next) + (*next)->bytes, page);
+      if (further - file.begin > (layer_of(**next) == layer_of(**std::prev(next)) ? most : usual)) break;
+      file.end = std::max(file.end, further);
+    }
+    file.end = std::min(file.end, file_end);
     if (end > file.end)
       throw DeviceError("the tensor '" + t->name + "' of " + std::to_string(t->bytes) +
                         " bytes is larger than a buffer of this GPU can be (" + std::to_string(most) + ")");

@@ -79,7 +79,8 @@ class Device {
   void commit(id<MTLCommandBuffer> commands) const;
   // Throws DeviceError with the label and Metal's message when the GPU failed.
   void wait(id<MTLCommandBuffer> commands) const;
-  void run(id<MTLCommandBuffer> commands) const;  // commits and waits
+  void check(id<MTLCommandBuffer> commands) const;  // the same for one that has completed
+  void run(id<MTLCommandBuffer> commands) const;    // commits and waits
   void count_dispatch() const {
     if (counters_) ++counters_->dispatches;
   }

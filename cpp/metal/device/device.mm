@@ -1,5 +1,7 @@
 #include "device.h"
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
@@ -7,6 +9,7 @@
 #include <mutex>
 
 #include "trial.h"
+#include "waits.h"
 
 extern "C" void* objc_autoreleasePoolPush(void);
 extern "C" void objc_autoreleasePoolPop(void* pool);
@@ -30,6 +33,15 @@ id<MTLDevice> find_device() {
   setenv(kRelaxedTimeout, "1", kUnlessSet);
   id<MTLDevice> device = MTLCreateSystemDefaultDevice();
   return device ? device : MTLCopyAllDevices().firstObject;
+}
+
+// A forked process reaches neither Metal's compiler nor the GPU if its parent has used them.
+void require_unforked() {
+  static const pid_t first = getpid();
+  if (getpid() != first)
+    throw DeviceError(
+        "this process was forked from one that uses the GPU, which macOS gives to no forked process; start "
+        "processes by 'spawn', or use device='cpu'");
 }
 
 // The families that the GPU reports. By number: older headers lack the names of newer families.
@@ -62,20 +74,20 @@ void compile_concurrently(id<MTLDevice> device) {
 #endif
 }
 
-// The result of the trial, which runs once per process for each GPU.
-std::string known_failure_of_trial(id<MTLDevice> device, id<MTLCommandQueue> queue) {
+// The result of a trial, which runs once per process for each GPU.
+template <typename Result, typename Make>
+Result known_result(id<MTLDevice> device, const Make& make) {
   static std::mutex mutex;
-  static auto& known = *new std::map<std::string, std::string>;
+  static auto& known = *new std::map<std::string, Result>;
   const std::string gpu =
       std::to_string(device.registryID) + " " + device.name.UTF8String + " " + families_of(device);
   {
     const std::scoped_lock lock(mutex);
     if (const auto found = known.find(gpu); found != known.end()) return found->second;
   }
-  const std::string failure = failure_of_trial(device, queue);
+  const Result result = make();
   const std::scoped_lock lock(mutex);
-  known[gpu] = failure;
-  return failure;
+  return known[gpu] = result;
 }
 
 // Why the command buffer failed.
@@ -98,7 +110,9 @@ Tuning tuning_of(id<MTLDevice> device, id<MTLCommandQueue> queue) {
     if ([device supportsFamily:MTLGPUFamily(1000 + tuning.family)]) return tuning;
   // On such GPUs of Intel Macs, barriers do not order the dispatches of a concurrent encoder.
   const std::string failure =
-      device.hasUnifiedMemory ? known_failure_of_trial(device, queue) : "it has memory of its own";
+      device.hasUnifiedMemory
+          ? known_result<std::string>(device, [&] { return failure_of_trial(device, queue); })
+          : "it has memory of its own";
   if (failure.empty()) return kTunings.back();
   throw DeviceError("the GPU '" + std::string(device.name.UTF8String) + "' of the families " +
                     families_of(device) + " is not supported: " + failure +
@@ -130,7 +144,7 @@ bool debug_requested() {
   return is_set("METAL_PREFILL_DEBUG") || is_set("GPU_DEBUG");
 }
 
-Device::Device() : device_(find_device()), debug_(debug_requested()) {
+Device::Device() : device_((require_unforked(), find_device())), debug_(debug_requested()) {
   if (!device_) throw DeviceError("no Metal device was found; use device='cpu'");
   native_ = is_native_gpu(device_);
   queue_ = [device_ newCommandQueue];
@@ -147,7 +161,10 @@ Device Device::of_engine(const MetalOptions& options) {
   if (device.native_) compile_concurrently(device.device_);
   if (!tuning.matmul_tensor) return device;
   TensorFailures failures{.any = options.no_matmul_tensor};
-  if (failures.any.empty()) failures = failures_of_tensor_trial(device.device_, device.queue_);
+  if (failures.any.empty())
+    failures = known_result<TensorFailures>(device.device_, [&] {
+      return stored_failures_of_tensor_trial(device.device_, device.queue_, options.pipeline_folder);
+    });
   tuning.matmul_tensor = failures.any.empty();
   tuning.tall_tiles = failures.tall.empty();
   tuning.attention_tensor = failures.attention.empty();
@@ -201,7 +218,11 @@ void Device::commit(id<MTLCommandBuffer> commands) const {
 }
 
 void Device::wait(id<MTLCommandBuffer> commands) const {
-  [commands waitUntilCompleted];
+  wait_for(commands, Interrupts::kIgnored);
+  check(commands);
+}
+
+void Device::check(id<MTLCommandBuffer> commands) const {
   if (commands.status != MTLCommandBufferStatusCompleted)
     throw DeviceError("the GPU failed in " + std::string(commands.label.UTF8String) + ": " +
                       failure_of(commands));

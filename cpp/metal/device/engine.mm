@@ -1,8 +1,10 @@
 #include <algorithm>
 
 #include "../plan/padding.h"
+#include "libraries.h"
 #include "metal_cache.h"
 #include "metal_engine.h"
+#include "waits.h"
 
 namespace metal_prefill {
 namespace metal {
@@ -29,9 +31,9 @@ MetalEngine::MetalEngine(Model model, const EngineOptions& options)
       padded_(fits_kernels(model_.config) ? model_ : pad_model(model_)),
       weights_(device_, padded_),
       forward_(device_.tuning(), padded_, options_, weights_),
-      kernels_(device_, forward_.kernels(), forward_.cache_shape(), options_.metal.pipeline_folder),
+      kernels_(device_, forward_.kernels(), forward_.cache_shape(), options_.metal),
       rope_tables_(padded_),
-      residency_(device_, options_.metal.resident_seconds),
+      residency_(device_, options_.metal.resident_seconds, !options_.metal.is_measured),
       store_(device_, residency_, forward_.page_layout(), options_.poison_cache),
       states_(device_, residency_, forward_.state_layout(), options_.poison_cache),
       memory_(store_, states_.layout().values > 0 ? &states_ : nullptr,
@@ -39,6 +41,13 @@ MetalEngine::MetalEngine(Model model, const EngineOptions& options)
               options_.prefix_memory) {
   weights_.wait_until_read();
   for (id<MTLBuffer> buffer : weights_.buffers()) residency_.add(buffer);
+  // macOS keeps resident memory wired after a process has ended without any work on the GPU.
+  if (residency_.bytes() > 0) {
+    const std::uint32_t value = 0;
+    id<MTLBuffer> buffer = device_.allocate("first work", sizeof value, Access::kGpu);
+    const Device::Piece piece = {view_of(buffer, BufferName::kResult), sizeof value};
+    device_.upload({&piece, 1}, &value);
+  }
   kernels_.check(forward_.kernels([this](const KernelKey& key) { return kernels_.max_threads(key); }));
 }
 
@@ -76,7 +85,7 @@ std::shared_ptr<Engine> make_metal_engine(Model model, const EngineOptions& opti
   const metal::AutoreleasePool pool;
   const auto make = [&model](const EngineOptions& chosen) {
     return std::shared_ptr<Engine>(new metal::MetalEngine(model, chosen), [](metal::MetalEngine* engine) {
-      if (engine->forked()) return;
+      if (engine->forked() || metal::gpu_is_lost()) return;
       const metal::AutoreleasePool drained;
       delete engine;
     });
@@ -88,6 +97,15 @@ std::shared_ptr<Engine> make_metal_engine(Model model, const EngineOptions& opti
     without.metal.no_matmul_tensor = error.what();
     return make(without);
   }
+}
+
+std::vector<CompiledSource> compile_shaders() {
+  const metal::AutoreleasePool pool;
+  return metal::compile_sources(metal::Device().mtl());
+}
+
+std::shared_ptr<metal::SharedKernels> make_shared_kernels() {
+  return std::make_shared<metal::SharedKernels>();
 }
 
 std::map<std::string, std::string> metal_device() {

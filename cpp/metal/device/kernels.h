@@ -3,7 +3,12 @@
 
 #include <algorithm>
 #include <array>
+#include <functional>
+#include <map>
+#include <memory>
 #include <mutex>
+#include <set>
+#include <span>
 #include <string>
 #include <thread>
 #include <vector>
@@ -11,6 +16,7 @@
 #include "../../engine/inspection.h"
 #include "../plan/kernel_key.h"
 #include "device.h"
+#include "libraries.h"
 #include "pipeline_archive.h"
 
 namespace metal_prefill::metal {
@@ -21,14 +27,39 @@ class TensorKernelError : public DeviceError {
   using DeviceError::DeviceError;
 };
 
+// Libraries and pipelines that engines of one device have in common.
+class SharedKernels {
+ public:
+  Libraries libraries(const std::set<std::string>& key, const std::function<Libraries()>& open) {
+    const std::scoped_lock lock(mutex_);
+    const auto found = libraries_.find(key);
+    return found != libraries_.end() ? found->second : libraries_[key] = open();
+  }
+  id<MTLComputePipelineState> pipeline(const std::string& kernel) const {
+    const std::scoped_lock lock(mutex_);
+    const auto found = pipelines_.find(kernel);
+    return found == pipelines_.end() ? nil : found->second;
+  }
+  void add(const std::string& kernel, id<MTLComputePipelineState> pipeline) {
+    const std::scoped_lock lock(mutex_);
+    pipelines_[kernel] = pipeline;
+  }
+
+ private:
+  mutable std::mutex mutex_;
+  std::map<std::set<std::string>, Libraries> libraries_;
+  std::map<std::string, id<MTLComputePipelineState>> pipelines_;
+};
+
 class Kernels {
  public:
-  // Builds the pipelines concurrently, from archives of earlier processes if there are any. A thread stores
-  // those that had to be compiled. A GPU that is not native has no archives, nor do pipelines that Metal's
-  // shader validation changes. Throws DeviceError naming the first kernel that failed, or that the GPU runs
-  // in simdgroups of another width; TensorKernelError for one that needs tensors.
+  // Builds the pipelines that options.shared_kernels lacks, concurrently, from archives of earlier processes
+  // if there are any. A thread stores those that had to be compiled. A GPU that is not native has no
+  // archives, nor do pipelines that Metal's shader validation changes. Throws DeviceError naming the first
+  // kernel that failed, or that the GPU runs in simdgroups of another width; TensorKernelError for one that
+  // needs tensors.
   Kernels(const Device& device, const KernelThreads& wanted, const CacheShape& cache,
-          const std::string& archive_folder);
+          const MetalOptions& options);
   ~Kernels();
   Kernels(const Kernels&) = delete;
   Kernels& operator=(const Kernels&) = delete;
@@ -50,9 +81,10 @@ class Kernels {
 #define METAL_PREFILL_TYPE(shader_name, Name, number) std::size_t(number),
   static constexpr std::size_t kTypes = std::max({EACH_TENSOR_TYPE(METAL_PREFILL_TYPE)}) + 1;
 #undef METAL_PREFILL_TYPE
-  // Without archives: compiles.
-  void build(const Device& device, const std::vector<id<MTLFunction>>& functions,
-             NSArray<id<MTLBinaryArchive>>* archives);
+  // Those of the keys of these indices. Without archives: compiles.
+  void build(const Device& device, std::span<const std::size_t> indices,
+             const std::vector<id<MTLFunction>>& functions, NSArray<id<MTLBinaryArchive>>* archives);
+  void keep(std::size_t index, id<MTLComputePipelineState> pipeline);
   void write_later(const PipelineArchive& archive, std::vector<id<MTLFunction>> functions);
 
   const CacheShape cache_;

@@ -11,9 +11,9 @@
 
 #include "../../base/long_wait.h"
 #include "../plan/shader_language.h"
-#include "concurrently.h"
 #include "libraries.h"
 #include "pipeline_archive.h"
+#include "waits.h"
 
 namespace metal_prefill::metal {
 
@@ -47,35 +47,50 @@ Libraries open_libraries_of(id<MTLDevice> device, const std::vector<KernelKey>& 
 }  // namespace
 
 Kernels::Kernels(const Device& device, const KernelThreads& wanted, const CacheShape& cache,
-                 const std::string& archive_folder)
+                 const MetalOptions& options)
     : cache_(cache), pipelines_{} {
-  std::set<std::string> variants;
+  std::set<std::string> variants, key;
   std::vector<std::string> names;
-  for (const auto& [key, threads] : wanted) {
-    keys_.push_back(key);
-    names.push_back(kernel_name(key, cache_));
-    if (const std::string variant = variant_of(key, cache_); !variant.empty()) variants.insert(variant);
+  for (const auto& [kernel, threads] : wanted) {
+    keys_.push_back(kernel);
+    names.push_back(kernel_name(kernel, cache_));
+    if (const std::string variant = variant_of(kernel, cache_); !variant.empty()) variants.insert(variant);
+    if (needs_tensors(kernel.kernel)) key.insert(names.back());
   }
-  const Libraries libraries = open_libraries_of(device.mtl(), keys_, variants);
+  const std::shared_ptr<SharedKernels> shared =
+      options.shared_kernels ? options.shared_kernels : std::make_shared<SharedKernels>();
+  key.insert(variants.begin(), variants.end());
+  const Libraries libraries =
+      shared->libraries(key, [&] { return open_libraries_of(device.mtl(), keys_, variants); });
   compiled_ = libraries.compiled;
   std::vector<id<MTLFunction>> functions;
+  std::vector<std::size_t> missing;
   for (std::size_t i = 0; i < names.size(); ++i) {
     functions.push_back(libraries.function(names[i]));
     if (!functions.back()) fail(keys_[i], "there is no kernel '" + names[i] + "' in the shaders");
     built_.push_back({names[i], 0.0, 0});
+    if (id<MTLComputePipelineState> pipeline = shared->pipeline(names[i]))
+      keep(i, pipeline);
+    else
+      missing.push_back(i);
   }
-  const bool archives = device.is_native() && !is_set("MTL_SHADER_VALIDATION");
-  const PipelineArchive archive(device.mtl(), archives ? archive_folder : "", names);
-  if (id<MTLBinaryArchive> earlier = archive.read()) {
+  const bool archives = device.is_native() && !is_set("MTL_SHADER_VALIDATION") && !options.is_measured;
+  const PipelineArchive archive(device.mtl(), archives ? options.pipeline_folder : "", names);
+  id<MTLBinaryArchive> earlier = archive.read();
+  bool found = false;
+  if (earlier) {
     try {
-      build(device, functions, @[ earlier ]);
-      return;
+      build(device, missing, functions, @[ earlier ]);
+      found = true;
     } catch (const DeviceError&) {  // such as a missing pipeline
     }
   }
-  build(device, functions, nil);
-  n_compiled_ = functions.size();
-  if (archive.is_kept()) write_later(archive, std::move(functions));
+  if (!found) {
+    build(device, missing, functions, nil);
+    n_compiled_ = missing.size();
+    if (archive.is_kept()) write_later(archive, std::move(functions));
+  }
+  for (const std::size_t i : missing) shared->add(names[i], pipeline(keys_[i]));
 }
 
 Kernels::~Kernels() {
@@ -100,43 +115,43 @@ void Kernels::write_later(const PipelineArchive& archive, std::vector<id<MTLFunc
   }
 }
 
-void Kernels::build(const Device& device, const std::vector<id<MTLFunction>>& functions,
-                    NSArray<id<MTLBinaryArchive>>* archives) {
+void Kernels::build(const Device& device, std::span<const std::size_t> indices,
+                    const std::vector<id<MTLFunction>>& functions, NSArray<id<MTLBinaryArchive>>* archives) {
   struct Outcome {
     id<MTLComputePipelineState> pipeline;  // null: there is an error
     NSError* error;
     double seconds;
   };
-  std::vector<Outcome> outcomes(functions.size());
-  run_concurrently(functions.size(), [&](std::size_t i, const auto& done) {
+  const auto outcomes = run_concurrently<Outcome>(indices.size(), [&](std::size_t i, auto done) {
     MTLComputePipelineDescriptor* descriptor = [[MTLComputePipelineDescriptor alloc] init];
-    descriptor.computeFunction = functions[i];
+    descriptor.computeFunction = functions[indices[i]];
     descriptor.binaryArchives = archives;
-    const auto finish = [outcome = &outcomes[i], begin = Clock::now(), &done](
-                            id<MTLComputePipelineState> pipeline, NSError* error) {
-      *outcome = {pipeline, error, std::chrono::duration<double>(Clock::now() - begin).count()};
-      done("");
-    };
+    const auto begin = Clock::now();
     [device.mtl() newComputePipelineStateWithDescriptor:descriptor
                                                 options:archives ? MTLPipelineOptionFailOnBinaryArchiveMiss
                                                                  : MTLPipelineOptionNone
                                       completionHandler:^(id<MTLComputePipelineState> pipeline,
                                                           MTLComputePipelineReflection*, NSError* error) {
-                                        finish(pipeline, error);
+                                        const std::chrono::duration<double> taken = Clock::now() - begin;
+                                        done({pipeline, error, taken.count()});
                                       }];
   });
   for (std::size_t i = 0; i < outcomes.size(); ++i) {
     const auto& [pipeline, error, seconds] = outcomes[i];
-    PipelineInfo& info = built_[i];
-    const std::string kernel = "the kernel '" + info.kernel + "' ";
-    if (!pipeline) fail(keys_[i], kernel + "cannot be built: " + describe(error));
+    const std::size_t index = indices[i];
+    const std::string kernel = "the kernel '" + built_[index].kernel + "' ";
+    if (!pipeline) fail(keys_[index], kernel + "cannot be built: " + describe(error));
     if (pipeline.threadExecutionWidth != kSimdWidth)
-      fail(keys_[i], kernel + "runs in simdgroups of " + std::to_string(pipeline.threadExecutionWidth) +
-                         " threads; the shaders need " + std::to_string(kSimdWidth));
-    info.seconds = seconds;
-    info.max_threads = pipeline.maxTotalThreadsPerThreadgroup;
-    pipelines_[std::size_t(keys_[i].kernel)][std::size_t(keys_[i].type)] = pipeline;
+      fail(keys_[index], kernel + "runs in simdgroups of " + std::to_string(pipeline.threadExecutionWidth) +
+                             " threads; the shaders need " + std::to_string(kSimdWidth));
+    built_[index].seconds = seconds;
+    keep(index, pipeline);
   }
+}
+
+void Kernels::keep(std::size_t index, id<MTLComputePipelineState> pipeline) {
+  built_[index].max_threads = pipeline.maxTotalThreadsPerThreadgroup;
+  pipelines_[std::size_t(keys_[index].kernel)][std::size_t(keys_[index].type)] = pipeline;
 }
 
 void Kernels::check(const KernelThreads& used) const {

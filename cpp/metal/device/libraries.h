@@ -9,6 +9,9 @@
 #include <set>
 #include <string>
 #include <string_view>
+#include <vector>
+
+#include "../../engine/engine.h"
 
 namespace metal_prefill::metal {
 
@@ -27,6 +30,8 @@ struct Libraries {
 Libraries open_libraries(id<MTLDevice> device, const std::set<std::string>& variants);
 // The library of the trial, which the others do not contain.
 Libraries open_trial(id<MTLDevice> device);
+// See compile_shaders.
+std::vector<CompiledSource> compile_sources(id<MTLDevice> device);
 // The library of one source of tensor kernels, with these variants. It is always compiled here, and
 // separately: systems that lack the language or its headers have the other libraries.
 Libraries open_tensors(id<MTLDevice> device, std::string_view source, const std::set<std::string>& variants);

@@ -2,15 +2,16 @@
 
 #include <dlfcn.h>
 
+#include <chrono>
 #include <filesystem>
 #include <string_view>
 #include <vector>
 
 #include "../plan/kernel_key.h"
 #include "../plan/shader_language.h"
-#include "concurrently.h"
 #include "device.h"
 #include "embedded_shaders.h"
+#include "waits.h"
 
 namespace metal_prefill::metal {
 
@@ -31,8 +32,8 @@ id<MTLLibrary> compiled_library(id<MTLDevice> device) {
 
 // Fast maths, Metal's default, assumes that there are no infinities and no NaN; masks and argmax need both.
 // The default language is the newest that the system supports: with an older one, all systems compile the
-// same.
-MTLCompileOptions* compile_options(const std::set<std::string>& variants, ShaderLanguage language) {
+// same. `variants`: of kernels; null: all.
+MTLCompileOptions* compile_options(const std::set<std::string>* variants, ShaderLanguage language) {
   MTLCompileOptions* options = [[MTLCompileOptions alloc] init];
 #pragma clang diagnostic push
 #pragma clang diagnostic ignored "-Wdeprecated-declarations"
@@ -51,9 +52,10 @@ MTLCompileOptions* compile_options(const std::set<std::string>& variants, Shader
 #pragma clang diagnostic pop
 #endif
   options.languageVersion = MTLLanguageVersion((language.major << 16) + language.minor);
+  if (!variants) return options;
   NSMutableDictionary<NSString*, NSObject*>* macros = [NSMutableDictionary dictionary];
   macros[@"ONLY_WANTED"] = @"1";
-  for (const std::string& variant : variants) macros[to_ns("WANTS_" + variant)] = @"1";
+  for (const std::string& variant : *variants) macros[to_ns("WANTS_" + variant)] = @"1";
   options.preprocessorMacros = macros;
   return options;
 }
@@ -65,20 +67,24 @@ std::vector<id<MTLLibrary>> compile(id<MTLDevice> device, const std::set<std::st
   std::vector<const ShaderSource*> sources;
   for (std::size_t i = 0; i < kShaderSourceCount; ++i)
     if (wanted(kShaderSources[i].name)) sources.push_back(&kShaderSources[i]);
-  std::vector<id<MTLLibrary>> libraries(sources.size());
-  run_concurrently(sources.size(), [&](std::size_t i, const auto& done) {
-    const auto finish = [&libraries, &sources, &done, i](id<MTLLibrary> library, NSError* error) {
-      libraries[i] = library;
-      done(library
-               ? ""
-               : "the shaders in " + std::string(sources[i]->name) + " do not compile: " + describe(error));
-    };
+  struct Result {
+    id<MTLLibrary> library;
+    NSError* error;
+  };
+  const std::vector<Result> results = run_concurrently<Result>(sources.size(), [&](std::size_t i, auto done) {
     [device newLibraryWithSource:to_ns(sources[i]->text)
-                         options:compile_options(variants, language_of(sources[i]->name))
+                         options:compile_options(&variants, language_of(sources[i]->name))
                completionHandler:^(id<MTLLibrary> library, NSError* error) {
-                 finish(library, error);
+                 done({library, error});
                }];
   });
+  std::vector<id<MTLLibrary>> libraries;
+  for (std::size_t i = 0; i < results.size(); ++i) {
+    if (!results[i].library)
+      throw DeviceError("the shaders in " + std::string(sources[i]->name) +
+                        " do not compile: " + describe(results[i].error));
+    libraries.push_back(results[i].library);
+  }
   return libraries;
 }
 
@@ -109,6 +115,25 @@ Libraries open_libraries(id<MTLDevice> device, const std::set<std::string>& vari
 
 Libraries open_trial(id<MTLDevice> device) {
   return open(device, {}, [](std::string_view source) { return source == kTrial; });
+}
+
+std::vector<CompiledSource> compile_sources(id<MTLDevice> device) {
+  std::vector<CompiledSource> compiled;
+  for (std::size_t i = 0; i < kShaderSourceCount; ++i) {
+    const AutoreleasePool pool;
+    const ShaderSource& source = kShaderSources[i];
+    const auto begin = std::chrono::steady_clock::now();
+    const std::string problem = run_concurrently<std::string>(1, [&](std::size_t, auto done) {
+      [device newLibraryWithSource:to_ns(source.text)
+                           options:compile_options(nullptr, language_of(source.name))
+                 completionHandler:^(id<MTLLibrary> library, NSError* error) {
+                   done(library ? std::string() : describe(error));
+                 }];
+    })[0];
+    const std::chrono::duration<double> taken = std::chrono::steady_clock::now() - begin;
+    compiled.push_back({source.name, problem, taken.count(), is_tensor_source(source.name)});
+  }
+  return compiled;
 }
 
 Libraries open_tensors(id<MTLDevice> device, std::string_view source, const std::set<std::string>& variants) {

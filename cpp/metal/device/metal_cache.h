@@ -4,6 +4,7 @@
 #include "../../cache/paged_cache.h"
 #include "metal_engine.h"
 #include "sent_passes.h"
+#include "waits.h"
 
 namespace metal_prefill::metal {
 
@@ -15,7 +16,7 @@ class MetalEngine::MetalCache final : public PagedCache {
   }
   ~MetalCache() override {
     drop_ahead();
-    if (metal_.forked_) return;
+    if (metal_.forked_ || gpu_is_lost()) return;
     if (--metal_.sessions_ == 0) metal_.batches_.trim();
   }
 
@@ -44,8 +45,9 @@ class MetalEngine::MetalCache final : public PagedCache {
   // The GPU may still run it and write to a page that another session takes now: later passes and blits wait
   // for it (see KvPages::Hold).
   void drop_ahead() {
-    // A forked process has no GPU to wait for, so it drops the passes of its parent.
-    if (ahead_ && metal_.forked_) {
+    // A forked process has no GPU to wait for, so it drops the passes of its parent; nor has one whose GPU is
+    // lost.
+    if (ahead_ && (metal_.forked_ || gpu_is_lost())) {
       [[maybe_unused]] const Ahead* left = ahead_.release();
     }
     const AutoreleasePool pool;

@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "../plan/recorder.h"
+#include "waits.h"
 
 namespace metal_prefill::metal {
 
@@ -78,7 +79,7 @@ MetalEncoder::MetalEncoder(const Device& device, const Kernels& kernels, std::st
 
 MetalEncoder::~MetalEncoder() {
   [encoder_ endEncoding];
-  for (id<MTLCommandBuffer> commands : committed_) [commands waitUntilCompleted];
+  for (id<MTLCommandBuffer> commands : committed_) wait_briefly_for(commands);
 }
 
 void MetalEncoder::begin() {
@@ -123,8 +124,8 @@ id<MTLCommandBuffer> MetalEncoder::send() {
 
 void MetalEncoder::finish() {
   // After a failure Metal may abort the later ones as well: the first error gives the reason.
-  for (id<MTLCommandBuffer> commands : committed_) [commands waitUntilCompleted];
-  for (id<MTLCommandBuffer> commands : std::exchange(committed_, {})) device_.wait(commands);
+  for (id<MTLCommandBuffer> commands : committed_) wait_for(commands, Interrupts::kTaken);
+  for (id<MTLCommandBuffer> commands : std::exchange(committed_, {})) device_.check(commands);
 }
 
 TracingEncoder::TracingEncoder(const Device& device, const Kernels& kernels, Trace& trace)

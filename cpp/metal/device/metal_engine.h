@@ -115,8 +115,8 @@ class MetalEngine final : public Engine, private PassInspector {
   void require_unforked() const {
     if (forked_)
       throw ForkError(
-          "this process was forked from one that uses the GPU, which only that one can; open the model again "
-          "here, or start processes by 'spawn'");
+          "this process was forked from one that uses the GPU, which macOS gives to no forked process; start "
+          "processes by 'spawn', or open the model here with device='cpu'");
   }
   void run_pass(std::span<Chunk* const> chunks, CallCounters& counters);
   void trace_pass(std::span<Chunk* const> chunks, CallCounters& counters);

@@ -11,8 +11,8 @@
 #include <optional>
 #include <string_view>
 
+#include "checksum.h"
 #include "device.h"
-#include "embedded_shaders.h"
 
 namespace metal_prefill::metal {
 
@@ -22,37 +22,12 @@ namespace fs = std::filesystem;
 
 constexpr std::string_view kSuffix = ".pipelines";
 
-// FNV-1a: files are checked for damage, not for intent.
-class Checksum {
- public:
-  void add(std::string_view text) {
-    for (const char c : text) sum_ = (sum_ ^ std::uint8_t(c)) * 1099511628211u;
-  }
-  std::string text() const {
-    char digits[17];
-    std::snprintf(digits, sizeof digits, "%016llx", static_cast<unsigned long long>(sum_));
-    return digits;
-  }
-
- private:
-  std::uint64_t sum_ = 14695981039346656037u;
-};
-
 // Nothing where the file cannot be read.
 std::optional<std::string> checksum_of(const std::string& path) {
   std::ifstream file(path, std::ios::binary);
   if (!file) return std::nullopt;
   Checksum sum;
   sum.add(std::string(std::istreambuf_iterator<char>(file), {}));
-  return sum.text();
-}
-
-// The shaders count: a version of the package under development changes them.
-std::string name_of_set(id<MTLDevice> device, std::span<const std::string> kernels) {
-  Checksum sum;
-  sum.add(device.name.UTF8String);
-  for (const std::string& kernel : kernels) sum.add("\n" + kernel);
-  for (std::size_t i = 0; i < kShaderSourceCount; ++i) sum.add(kShaderSources[i].text);
   return sum.text();
 }
 
@@ -67,7 +42,7 @@ id<MTLBinaryArchive> open(id<MTLDevice> device, const std::string& path) {
 
 PipelineArchive::PipelineArchive(id<MTLDevice> device, const std::string& folder,
                                  std::span<const std::string> kernels)
-    : device_(device), folder_(folder), set_(folder.empty() ? "" : name_of_set(device, kernels)) {}
+    : device_(device), folder_(folder), set_(folder.empty() ? "" : checksum_of_kernels(device, kernels)) {}
 
 std::vector<std::string> PipelineArchive::files() const {
   std::vector<std::string> found;

@@ -10,19 +10,21 @@
 #include <cstddef>
 #include <mutex>
 #include <thread>
+#include <vector>
 
 #include "device.h"
 
 namespace metal_prefill::metal {
 
 // macOS may take memory from the GPU while no command buffer uses it, and the next pass then waits for it.
-// From version 15 on it can be told not to, by a residency set, as long as the memory fits the device.
-// Version 26 forgets that after about a second, so a thread repeats the request while the memory is in use,
-// and for `kept_seconds` after that. Before version 15, where the SDK of the build knew no such sets, and
-// where the GPU is not native, this does nothing.
+// From version 15 on it can be told not to, by residency sets. Other programs can make it take a whole set,
+// so there are several. All objects of a process together keep at most 65% of the machine's memory, and what
+// fits the device. Version 26 forgets that after about a second, so a thread repeats the request while the
+// memory is in use, and for `kept_seconds` after that. Before version 15, where the SDK of the build knew no
+// such sets, and where the GPU is not native, this does nothing.
 class Residency {
  public:
-  Residency(const Device& device, double kept_seconds);
+  Residency(const Device& device, double kept_seconds, bool is_wanted);
   ~Residency();
   Residency(const Residency&) = delete;
   Residency& operator=(const Residency&) = delete;
@@ -36,13 +38,19 @@ class Residency {
  private:
   using Clock = std::chrono::steady_clock;
 
-  void commit();
+  struct Set {
+    id set;  // id<MTLResidencySet>
+    std::size_t bytes = 0;
+  };
+  Set* set_with_room(std::size_t bytes);
+  void commit(const Set& changed);
   void request();
   void keep();  // task of the thread
 
   id<MTLDevice> device_;
   id<MTLCommandQueue> queue_;
-  id set_;  // id<MTLResidencySet>; null: none
+  bool is_wanted_;
+  std::vector<Set> sets_;
   std::mutex set_mutex_;
   std::atomic<std::size_t> bytes_{0};
 

@@ -1,7 +1,10 @@
 #include "residency.h"
 
+#include <algorithm>
 #include <system_error>
 #include <utility>
+
+#include "../../cache/pages.h"
 
 namespace metal_prefill::metal {
 
@@ -14,23 +17,31 @@ namespace {
 // Half of the time after which macOS 26 releases memory that was not requested again.
 constexpr std::chrono::milliseconds kInterval(500);
 
-id<MTLResidencySet> make_set(const Device& device) {
-  if (!device.is_native()) return nil;
-  if (![(NSObject*)device.mtl() respondsToSelector:@selector(newResidencySetWithDescriptor:error:)])
-    return nil;
+constexpr std::size_t kMostSets = 32;      // of a queue
+constexpr std::size_t kSetsOfDevice = 20;  // of equal sizes that fill the working set
+
+// Bytes in sets of all objects of this process.
+std::atomic<std::size_t> of_process{0};
+
+// Beyond it other programs lose their memory.
+std::size_t most_of_process(id<MTLDevice> device) {
+  return std::min<std::size_t>(device.recommendedMaxWorkingSetSize, half_of_the_memory() / 10 * 13);
+}
+
+id<MTLResidencySet> make_set(id<MTLDevice> device) {
   NSError* error = nil;
-  return [device.mtl() newResidencySetWithDescriptor:[[MTLResidencySetDescriptor alloc] init] error:&error];
+  return [device newResidencySetWithDescriptor:[[MTLResidencySetDescriptor alloc] init] error:&error];
 }
 
 }  // namespace
 
-Residency::Residency(const Device& device, double kept_seconds)
+Residency::Residency(const Device& device, double kept_seconds, bool is_wanted)
     : device_(device.mtl()),
       queue_(device.queue()),
-      set_(make_set(device)),
-      kept_(std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(kept_seconds))) {
-  if (set_) [queue_ addResidencySet:set_];
-}
+      is_wanted_(is_wanted && device.is_native() &&
+                 [(NSObject*)device.mtl() respondsToSelector:@selector(newResidencySetWithDescriptor:
+                                                                                               error:)]),
+      kept_(std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(kept_seconds))) {}
 
 Residency::~Residency() {
   if (thread_.joinable()) {
@@ -41,35 +52,64 @@ Residency::~Residency() {
     changed_.notify_one();
     thread_.join();
   }
-  if (!set_) return;
-  [queue_ removeResidencySet:set_];
-  if (bytes() > 0) [(id<MTLResidencySet>)set_ endResidency];
+  for (const Set& set : sets_) {
+    [queue_ removeResidencySet:set.set];
+    [(id<MTLResidencySet>)set.set endResidency];
+  }
+  of_process -= bytes();
 }
 
-// Beyond the recommended size other programs would lose their memory: those buffers are managed as usual.
+Residency::Set* Residency::set_with_room(std::size_t bytes) {
+  const std::size_t most = device_.recommendedMaxWorkingSetSize / kSetsOfDevice;
+  for (Set& set : sets_)
+    if (set.bytes + bytes <= most) return &set;
+  if (sets_.size() < kMostSets)
+    if (id<MTLResidencySet> set = make_set(device_)) {
+      [queue_ addResidencySet:set];
+      return &sets_.emplace_back(Set{set});
+    }
+  const auto smallest = std::min_element(sets_.begin(), sets_.end(),
+                                         [](const Set& a, const Set& b) { return a.bytes < b.bytes; });
+  return smallest == sets_.end() ? nullptr : &*smallest;
+}
+
+// What exceeds the limit is managed as usual.
 void Residency::add(id<MTLBuffer> buffer) {
-  if (!set_ || bytes() + buffer.length > device_.recommendedMaxWorkingSetSize) return;
+  const std::size_t length = buffer.length;
+  if (!is_wanted_) return;
   const std::scoped_lock lock(set_mutex_);
-  [(id<MTLResidencySet>)set_ addAllocation:buffer];
-  commit();
+  if (of_process.fetch_add(length) + length <= most_of_process(device_)) {
+    if (Set* set = set_with_room(length)) {
+      [(id<MTLResidencySet>)set->set addAllocation:buffer];
+      set->bytes += length;
+      bytes_ += length;
+      commit(*set);
+      return;
+    }
+  }
+  of_process -= length;
 }
 
 void Residency::remove(id<MTLBuffer> buffer) {
-  if (!set_ || !buffer) return;
+  if (!buffer) return;
   const std::scoped_lock lock(set_mutex_);
-  [(id<MTLResidencySet>)set_ removeAllocation:buffer];
-  commit();
+  for (Set& set : sets_) {
+    if (![(id<MTLResidencySet>)set.set containsAllocation:buffer]) continue;
+    [(id<MTLResidencySet>)set.set removeAllocation:buffer];
+    set.bytes -= buffer.length;
+    bytes_ -= buffer.length;
+    of_process -= buffer.length;
+    commit(set);
+  }
 }
 
-void Residency::commit() {
-  id<MTLResidencySet> set = set_;
-  [set commit];
-  [set requestResidency];
-  bytes_.store(set.allocatedSize, std::memory_order_relaxed);
+void Residency::commit(const Set& changed) {
+  [(id<MTLResidencySet>)changed.set commit];
+  [(id<MTLResidencySet>)changed.set requestResidency];
 }
 
 void Residency::used() {
-  if (!set_) return;
+  if (bytes() == 0) return;
   const std::scoped_lock lock(mutex_);
   const bool asleep = Clock::now() - std::exchange(last_use_, Clock::now()) >= kept_;
   if (thread_.joinable()) {
@@ -85,7 +125,7 @@ void Residency::used() {
 void Residency::request() {
   const AutoreleasePool pool;
   const std::scoped_lock lock(set_mutex_);
-  [(id<MTLResidencySet>)set_ requestResidency];
+  for (const Set& set : sets_) [(id<MTLResidencySet>)set.set requestResidency];
 }
 
 void Residency::keep() {
@@ -105,12 +145,16 @@ void Residency::keep() {
 
 #else
 
-Residency::Residency(const Device& device, double) : device_(device.mtl()), queue_(device.queue()), kept_{} {}
+Residency::Residency(const Device& device, double, bool)
+    : device_(device.mtl()), queue_(device.queue()), is_wanted_(false), kept_{} {}
 Residency::~Residency() {}
 void Residency::add(id<MTLBuffer>) {}
 void Residency::remove(id<MTLBuffer>) {}
 void Residency::used() {}
-void Residency::commit() {}
+Residency::Set* Residency::set_with_room(std::size_t) {
+  return nullptr;
+}
+void Residency::commit(const Set&) {}
 void Residency::request() {}
 void Residency::keep() {}
 

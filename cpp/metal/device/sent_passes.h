@@ -13,16 +13,18 @@ class MetalEngine::SentPass {
   // tokens.
   SentPass(MetalEngine& engine, std::span<Chunk* const> chunks, CacheHold& cache, id<MTLBuffer> choices);
 
-  // Waits for it and counts it, once. Throws DeviceError when the GPU failed, each time.
+  // Waits for it and counts it, once. Throws DeviceError when the GPU failed, each time, and what an
+  // interrupted wait throws.
   void finish(CacheHold& cache, CallCounters& counters) {
-    if (!std::exchange(is_finished_, true)) {
+    if (!is_finished_) {
       try {
         encoder_.finish();
         cache.finished(last_);
         counters += counters_;
-      } catch (...) {
+      } catch (const DeviceError&) {
         failure_ = std::current_exception();
       }
+      is_finished_ = true;
     }
     if (failure_) std::rethrow_exception(failure_);
   }

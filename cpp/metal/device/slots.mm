@@ -1,5 +1,7 @@
 #include "slots.h"
 
+#include "waits.h"
+
 namespace metal_prefill::metal {
 
 namespace {
@@ -17,7 +19,7 @@ void blit(const Device& device, const std::string& what, const Record& record) {
 }  // namespace
 
 void Slots::settle() {
-  [left_ waitUntilCompleted];  // a failure is reported by the pass that sent it
+  wait_for(left_, Interrupts::kIgnored);  // a failure is reported by the pass that sent it
   left_ = nil;
 }
 

@@ -14,6 +14,9 @@ std::string failure_of_trial(id<MTLDevice> device, id<MTLCommandQueue> queue);
 struct TensorFailures {
   std::string any = {}, tall = {}, attention = {};
 };
-TensorFailures failures_of_tensor_trial(id<MTLDevice> device, id<MTLCommandQueue> queue);
+// From the file in a folder, which is specific to one build of the system and one version of the package, or
+// else by the trial, whose result is then stored there; empty: nothing is stored.
+TensorFailures stored_failures_of_tensor_trial(id<MTLDevice> device, id<MTLCommandQueue> queue,
+                                               const std::string& folder);
 
 }  // namespace metal_prefill::metal

@@ -1,18 +1,26 @@
 #include "trial.h"
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <filesystem>
+#include <fstream>
 #include <iterator>
 #include <numeric>
+#include <optional>
+#include <system_error>
 #include <vector>
 
 #include "../../../shaders/attention.h"
 #include "../plan/args_layout.h"
 #include "../plan/shader_language.h"
+#include "checksum.h"
 #include "device.h"
 #include "libraries.h"
+#include "waits.h"
 
 namespace metal_prefill::metal {
 
@@ -61,8 +69,16 @@ std::string failure_of(const Trial& trial, const Libraries& libraries, id<MTLDev
   const std::string kernel = std::string("the kernel '") + trial.kernel + "'";
   id<MTLFunction> function = libraries.function(trial.kernel);
   if (!function) return "the shaders have no kernel '" + std::string(trial.kernel) + "'";
-  NSError* error = nil;
-  id<MTLComputePipelineState> pipeline = [device newComputePipelineStateWithFunction:function error:&error];
+  struct Result {
+    id<MTLComputePipelineState> pipeline;
+    NSError* error;
+  };
+  const auto [pipeline, error] = run_concurrently<Result>(1, [&](std::size_t, auto done) {
+    [device newComputePipelineStateWithFunction:function
+                              completionHandler:^(id<MTLComputePipelineState> built, NSError* why) {
+                                done({built, why});
+                              }];
+  })[0];
   if (!pipeline) return kernel + " cannot be built: " + describe(error);
   if (pipeline.threadExecutionWidth != kLanes)
     return "its simdgroups have " + std::to_string(pipeline.threadExecutionWidth) + " threads";
@@ -78,6 +94,7 @@ std::string failure_of(const Trial& trial, const Libraries& libraries, id<MTLDev
     if (!buffers.back()) return "it gave no memory";
   }
   id<MTLCommandBuffer> commands = [queue commandBuffer];  // which keeps the buffers
+  commands.label = to_ns(kernel);
   id<MTLComputeCommandEncoder> encoder = [commands computeCommandEncoder];
   if (!encoder) return "it gave no encoder";
   [encoder setComputePipelineState:pipeline];
@@ -87,7 +104,7 @@ std::string failure_of(const Trial& trial, const Libraries& libraries, id<MTLDev
   [encoder dispatchThreadgroups:trial.groups threadsPerThreadgroup:MTLSizeMake(trial.threads, 1, 1)];
   [encoder endEncoding];
   [commands commit];
-  [commands waitUntilCompleted];
+  wait_for(commands, Interrupts::kIgnored);
   if (commands.status != MTLCommandBufferStatusCompleted)
     return kernel + " failed: " + describe(commands.error);
   const void* results = buffers[trial.output].contents;
@@ -236,16 +253,6 @@ std::string failure_of_attention_trial(id<MTLDevice> device, id<MTLCommandQueue>
   }
 }
 
-}  // namespace
-
-std::string failure_of_trial(id<MTLDevice> device, id<MTLCommandQueue> queue) {
-  try {
-    return failure_of(trial_of_simdgroups(), open_trial(device), device, queue);
-  } catch (const DeviceError& error) {
-    return error.what();
-  }
-}
-
 TensorFailures failures_of_tensor_trial(id<MTLDevice> device, id<MTLCommandQueue> queue) {
   try {
     const Libraries libraries = open_tensors(device, kMatmulTensorSource, {"f16"});
@@ -260,6 +267,50 @@ TensorFailures failures_of_tensor_trial(id<MTLDevice> device, id<MTLCommandQueue
             .attention = failure_of_attention_trial(device, queue)};
   } catch (const DeviceError& error) {
     return {.any = error.what()};
+  }
+}
+
+std::string text_of(const TensorFailures& failures) {
+  std::string text = failures.any + '\0' + failures.tall + '\0' + failures.attention + '\0';
+  Checksum sum;
+  sum.add(text);
+  return text + sum.text();
+}
+
+// Nothing if the file is missing or damaged.
+std::optional<TensorFailures> read_failures(const std::filesystem::path& path) {
+  std::ifstream file(path, std::ios::binary);
+  TensorFailures failures;
+  for (std::string* text : {&failures.any, &failures.tall, &failures.attention})
+    std::getline(file, *text, '\0');
+  std::string sum;
+  if (!std::getline(file, sum) || !text_of(failures).ends_with('\0' + sum) || sum.size() != 16)
+    return std::nullopt;
+  return failures;
+}
+
+}  // namespace
+
+TensorFailures stored_failures_of_tensor_trial(id<MTLDevice> device, id<MTLCommandQueue> queue,
+                                               const std::string& folder) {
+  if (folder.empty()) return failures_of_tensor_trial(device, queue);
+  namespace fs = std::filesystem;
+  const fs::path path = fs::path(folder) / (checksum_of_kernels(device, {}) + ".trial");
+  if (const auto known = read_failures(path)) return *known;
+  TensorFailures failures = failures_of_tensor_trial(device, queue);
+  std::error_code ignored;  // such as a read-only folder: later processes try again
+  fs::create_directories(folder, ignored);
+  const fs::path part = path.string() + "." + std::to_string(getpid());
+  if (std::ofstream(part, std::ios::binary) << text_of(failures)) fs::rename(part, path, ignored);
+  fs::remove(part, ignored);
+  return failures;
+}
+
+std::string failure_of_trial(id<MTLDevice> device, id<MTLCommandQueue> queue) {
+  try {
+    return failure_of(trial_of_simdgroups(), open_trial(device), device, queue);
+  } catch (const DeviceError& error) {
+    return error.what();
   }
 }
 

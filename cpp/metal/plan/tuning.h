@@ -2,6 +2,7 @@
 #pragma once
 
 #include <array>
+#include <sstream>
 #include <string>
 #include <string_view>
 
@@ -52,9 +53,10 @@ inline constexpr std::array<Tuning, 4> kTunings = {{
     {7, 8, 12288, 64, 128, 32, 2, 32, 6.5e10, false, kTilesOfApple7},  // M1, and GPUs that are not known
 }};
 
-// Chips of a family that have more cores, by a word of their names ("Apple M4 Pro"): about twice as many (14
-// to 20), four times (24 to 40), eight times (48 to 80), and as many times the bandwidth of memory. Metal
-// does not say how many.
+// Chips of a family that have more cores, by the word after their numbers ("Apple M4 Pro"): about twice as
+// many (14 to 20), four times (24 to 40), eight times (48 to 80), and as many times the bandwidth of memory.
+// Those for phones
+// ("Apple A18 Pro") have half of both: 5 or 6 cores. Metal does not say how many.
 struct LargerChip {
   std::string_view word;
   int times;
@@ -71,9 +73,14 @@ inline Tuning tuned_by(const MetalOptions& options, Tuning tuning) {
 
 // The row of a family for a GPU of this name.
 inline Tuning tuned_for(Tuning tuning, const std::string& name) {
-  for (const LargerChip& chip : kLargerChips)
-    if ((' ' + name + ' ').find(' ' + std::string(chip.word) + ' ') != std::string::npos)
-      tuning.cores *= chip.times, tuning.matvec_threads *= chip.times;
+  std::istringstream words(name);
+  std::string maker, chip, word;
+  words >> maker >> chip >> word;
+  if (chip.find_first_of("0123456789") != 1) return tuning;
+  if (chip[0] == 'A') tuning.cores /= 2, tuning.matvec_threads /= 2;
+  for (const LargerChip& larger : kLargerChips)
+    if (chip[0] == 'M' && word == larger.word)
+      tuning.cores *= larger.times, tuning.matvec_threads *= larger.times;
   return tuning;
 }
 

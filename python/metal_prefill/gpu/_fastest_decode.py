@@ -90,8 +90,13 @@ def fastest(builder: _core.ModelBuilder, options: _core.EngineOptions, config: M
         if known.get(key) == choice.stored:
             return choice
 
+    _log.warning(
+        "measuring ways to decode, once for this GPU and models of this shape (METAL_PREFILL_TUNE=0: not)"
+    )
+
     def seconds(choice: Choice) -> float:
         choice.apply(options)
+        options.metal.is_measured = True
         try:
             return decode_seconds(builder.build("metal", options), config.vocab_size)
         except DeviceError as error:
@@ -99,6 +104,7 @@ def fastest(builder: _core.ModelBuilder, options: _core.EngineOptions, config: M
             return inf
         finally:
             options.metal.fused_norm, options.metal.matvec_rows = given, 0
+            options.metal.is_measured = False
 
     best = UNMEASURED if given is None else Choice(given, 1)
     time = seconds(best)

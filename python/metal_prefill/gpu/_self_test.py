@@ -1,8 +1,9 @@
 """Self-test of a GPU, which runs once for each combination of device, OS and package version.
 
 When a model is opened on a GPU, it processes a few tokens, and each kernel of the first layer is compared
-with float64. The result is stored in the user's cache folder by device, OS build, package version, required
-kernels and size class of the model file, because some GPUs misread large files only.
+with float64. Then whole passes are compared with their dispatches run one by one. The result is stored in
+the user's cache folder by device, OS build, package version, required kernels and size class of the model
+file, because some GPUs misread large files only.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ _log = logging.getLogger("metal_prefill")
 
 # Prompt lengths that select the kernels for many tokens, for one token, and for a few.
 QUICK = (9, 1, 2)
+_AHEAD = 4  # tokens
 _SIZE_CLASS = (
     1 << 30
 )  # bytes; files in the same class share a result, as some GPUs misread files of 2.5 GB or more
@@ -73,6 +75,47 @@ def kernel_differences(
     return checked, list(found.values())
 
 
+def order_differences(engine: _core.Engine, config: ModelConfig) -> list[str]:
+    """Compare passes with their dispatches run one by one; return what differs.
+
+    A driver may order the dispatches of a pass, or passes, wrongly, which single dispatches do not show.
+    """
+    alone, session = engine.session(0), engine.session(0)
+    inspector = alone.inspector()
+    assert inspector is not None, "requires an engine with dispatches"
+    token = -1
+
+    def run(tokens: NDArray[np.int32], continues: bool = False) -> bool:
+        """Return whether both choose the same token, or have the same state of the last."""
+        nonlocal token
+        token, dispatches = inspector.trace(tokens, contents=not config.has_head)
+        if config.has_head:
+            return session.forward_prompt(tokens, continues=continues) == token
+        last = dispatches[-1]
+        expected = np.asarray(last.after(last.buffers.index("hidden"))).view(np.float32)
+        (state,) = engine.forward_batch([_core.Request.hidden(session, tokens)])
+        return np.array_equal(np.asarray(state).ravel(), expected[: config.dim])
+
+    for n in QUICK:
+        if not config.causal:
+            alone.rewind(0)
+            session.rewind(0)
+        if alone.position + n > alone.max_context:
+            continue
+        if not run(known_tokens(n, config.vocab_size, alone.position)):
+            return [f"a pass of {n} tokens differs from its dispatches one by one"]
+    if not config.has_head or not config.causal:
+        return []
+    for _ in range(min(_AHEAD, alone.max_context - alone.position - 1)):
+        if not run(np.array([token], np.int32), continues=True):
+            return ["a pass that was sent ahead differs from its dispatches one by one"]
+    if alone.position < alone.max_context:
+        logits = session.forward_token(token)
+        if alone.forward_token(token).tobytes() != logits.tobytes():
+            return ["logits after passes differ from those after their dispatches one by one"]
+    return []
+
+
 def _findings(engine: _core.Engine, config: ModelConfig, file_bytes: int) -> list[str]:
     """Return the errors found by the self-test, which runs unless a stored result exists."""
     session = engine.session(0)
@@ -85,7 +128,8 @@ def _findings(engine: _core.Engine, config: ModelConfig, file_bytes: int) -> lis
     known = read_known(path)
     if key not in known:
         try:
-            known[key] = [str(wrong) for wrong in kernel_differences(session, config, QUICK)[1]]
+            wrong = [str(difference) for difference in kernel_differences(session, config, QUICK)[1]]
+            known[key] = wrong or order_differences(engine, config)
         except NumericalError as error:  # not stored, as the file may be the cause
             return [str(error)]
         write_known(path, known)
@@ -112,9 +156,19 @@ def build_checked(
     DeviceError
         Other kernels are faulty; the message names them.
     """
-    engine = builder.build("metal", options)
     if not _fastest_decode.is_wanted("METAL_PREFILL_CHECK"):
-        return engine
+        return builder.build("metal", options)
+    options.metal.share_kernels()
+    try:
+        return _build_checked(builder, options, config, file_bytes)
+    finally:
+        options.metal.end_sharing()
+
+
+def _build_checked(
+    builder: _core.ModelBuilder, options: _core.EngineOptions, config: ModelConfig, file_bytes: int
+) -> _core.Engine:
+    engine = builder.build("metal", options)
     wrong = _findings(engine, config, file_bytes)
     if wrong and all(text.startswith(_ON_TENSORS) for text in wrong):
         options.metal.no_matmul_tensor = "; ".join(wrong)

@@ -1,0 +1,42 @@
+// Checksums of files in the user's cache folder, and in their names.
+#pragma once
+
+#import <Foundation/Foundation.h>
+#import <Metal/Metal.h>
+
+#include <cstdint>
+#include <cstdio>
+#include <span>
+#include <string>
+#include <string_view>
+
+#include "embedded_shaders.h"
+
+namespace metal_prefill::metal {
+
+// FNV-1a: files are checked for damage, not for intent.
+class Checksum {
+ public:
+  void add(std::string_view text) {
+    for (const char c : text) sum_ = (sum_ ^ std::uint8_t(c)) * 1099511628211u;
+  }
+  std::string text() const {
+    char digits[17];
+    std::snprintf(digits, sizeof digits, "%016llx", static_cast<unsigned long long>(sum_));
+    return digits;
+  }
+
+ private:
+  std::uint64_t sum_ = 14695981039346656037u;
+};
+
+// Of kernels on a device. The shaders count: a version of the package under development changes them.
+inline std::string checksum_of_kernels(id<MTLDevice> device, std::span<const std::string> kernels) {
+  Checksum sum;
+  sum.add(device.name.UTF8String);
+  for (const std::string& kernel : kernels) sum.add("\n" + kernel);
+  for (std::size_t i = 0; i < kShaderSourceCount; ++i) sum.add(kShaderSources[i].text);
+  return sum.text();
+}
+
+}  // namespace metal_prefill::metal
