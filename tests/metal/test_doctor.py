@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from support.emulated_gpu import open_metal, set_matrix_layout
 from support.small_models import ENCODERS, MODELS, write
 
 from metal_prefill import DeviceError, Model, _core, cli, synth
+from metal_prefill.commands import doctor as doctor_command
 from metal_prefill.commands import doctor_report
 from metal_prefill.gpu import _self_test
 from metal_prefill.storage._cache_folder import cache_folder
@@ -34,19 +37,41 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
 
 
+# What Python runs as it starts, in each stage of the command.
+SHORT = {"BENCH_SECONDS": 0.0, "BENCH_PROMPT": 16, "BENCH_TOKENS": 4, "LONG_PROMPT": 40}
+START = f"""
+from metal_prefill import _core
+from metal_prefill.commands import doctor_report
+for name, value in {SHORT}.items():
+    setattr(doctor_report, name, value)
+_core.emulator.set_limits(_core.emulator.Limits(**LIMITS))
+"""
+
+
+class Doctor:
+    """Runs the command on a device with given limits."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.folder = folder
+        monkeypatch.setenv("PYTHONPATH", str(folder), prepend=os.pathsep)
+
+    def __call__(self, path: Path, *options: str, **limits: Any) -> tuple[int, dict[str, Any]]:
+        """Return the exit code and the report."""
+        (self.folder / "sitecustomize.py").write_text(f"LIMITS = {limits}\n{START}")
+        report = self.folder / "doctor.json"
+        code = cli.main(["doctor", "-m", str(path), "--device", "metal", "--json", str(report), *options])
+        return code, json.loads(report.read_text())
+
+
+@pytest.fixture
+def doctor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Doctor:
+    return Doctor(tmp_path, monkeypatch)
+
+
 @pytest.fixture
 def short_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor_report, "BENCH_SECONDS", 0.0)
-    monkeypatch.setattr(doctor_report, "BENCH_PROMPT", 16)
-    monkeypatch.setattr(doctor_report, "BENCH_TOKENS", 4)
-    monkeypatch.setattr(doctor_report, "LONG_PROMPT", 40)
-
-
-def doctor(path: Path, folder: Path, *options: str) -> tuple[int, dict[str, Any]]:
-    """Run the command and return its exit code and its report."""
-    report = folder / "doctor.json"
-    code = cli.main(["doctor", "-m", str(path), "--device", "metal", "--json", str(report), *options])
-    return code, json.loads(report.read_text())
+    for name, value in SHORT.items():
+        monkeypatch.setattr(doctor_report, name, value)
 
 
 @pytest.mark.usefixtures("short_run")
@@ -60,37 +85,33 @@ def test_the_prediction_is_for_the_kernels_of_the_engine(path: Path) -> None:
     assert fused > separate  # by the model
 
 
-@pytest.mark.usefixtures("short_run")
-def test_an_encoder_on_a_working_device_passes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_encoder_on_a_working_device_passes(
+    doctor: Doctor, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     file = write(tmp_path / "m.gguf", ENCODERS["bert"])
-    gpu.set_limits(gpu.Limits(name="Apple M4", apple_family=9))
-    code, report = doctor(file, tmp_path)
+    code, report = doctor(file, name="Apple M4", apple_family=9)
     assert (code, report["passed"]) == (0, True)
     assert [c["name"] for c in report["hidden_states"]] == ["text of 9", "text of 40"]
     assert [b["name"] for b in report["benchmark"]] == ["pp16"]
     assert report["benchmark"][0]["predicted_range"]
-    assert "agrees: text of 9: error" in capsys.readouterr().out
-    gpu.set_limits(gpu.Limits(wrong_kernels={"layernorm_stream"}))
-    code, report = doctor(file, tmp_path, "--quick")
+    assert "agrees: text of 9: error" in capfd.readouterr().out
+    code, report = doctor(file, "--quick", wrong_kernels={"layernorm_stream"})
     assert (code, report["passed"]) == (1, False)
     assert not report["hidden_states"][0]["passed"]
 
 
-@pytest.mark.usefixtures("short_run")
 @pytest.mark.parametrize("name", ["type IQ4_NL", "dimensions that fit no block"])
 def test_a_model_without_a_prediction_passes(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    name: str, doctor: Doctor, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    gpu.set_limits(gpu.Limits(name="Apple M4", apple_family=9))
-    code, report = doctor(write(tmp_path / "m.gguf", MODELS[name]), tmp_path)
+    code, report = doctor(write(tmp_path / "m.gguf", MODELS[name]), name="Apple M4", apple_family=9)
     assert (code, report["passed"]) == (0, True)
     assert [b["tokens_per_second"] > 0 for b in report["benchmark"]] == [True, True]
-    assert f"no prediction: {report['benchmark'][0]['no_prediction']}" in capsys.readouterr().out
+    assert f"no prediction: {report['benchmark'][0]['no_prediction']}" in capfd.readouterr().out
 
 
-@pytest.mark.usefixtures("short_run")
-def test_a_working_device_passes(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, report = doctor(path, tmp_path)
+def test_a_working_device_passes(path: Path, doctor: Doctor, capfd: pytest.CaptureFixture[str]) -> None:
+    code, report = doctor(path)
     assert code == 0
     assert report["passed"]
     assert report["kernels"]["differences"] == []
@@ -106,13 +127,20 @@ def test_a_working_device_passes(path: Path, tmp_path: Path, capsys: pytest.Capt
         "20 greedy tokens",
     ]
     assert {b["name"] for b in report["benchmark"]} == {"pp16", "tg4"}
-    lines = capsys.readouterr().out.splitlines()
-    assert "all results agree" in lines
+    assert {name: stage["ended"] for name, stage in report["stages"].items()} == dict.fromkeys(
+        ("machine", "shaders", "kernels", "results", "speed"), "done"
+    )
+    assert not any(source["problem"] for source in report["sources"])
+    lines = capfd.readouterr().out.splitlines()
+    assert re.fullmatch(
+        r"all results agree; pp16 \d+ tokens/s; tg4 \d+ tokens/s; please attach .*doctor.json to an issue",
+        lines[-1],
+    )
     assert f"gpu name: {report['machine']['gpu']['name']}" in lines
     assert not [line for line in lines if line.endswith(": ") or "{" in line]
 
 
-def test_a_bidirectional_model_passes(tmp_path: Path) -> None:
+def test_a_bidirectional_model_passes(doctor: Doctor, tmp_path: Path) -> None:
     path = synth.synthesize(
         tmp_path / "m.gguf",
         preset="tiny",
@@ -121,7 +149,7 @@ def test_a_bidirectional_model_passes(tmp_path: Path) -> None:
         window=4,
         pooling="mean",
     )
-    code, report = doctor(path, tmp_path, "--quick")
+    code, report = doctor(path, "--quick")
     assert code == 0
     assert "attention_prefill_f16_64" in report["kernels"]["checked"]
     assert [c["name"] for c in report["logits"]] == ["prompt of 9"]
@@ -155,16 +183,17 @@ def test_only_the_wrong_kernel_is_named(path: Path, kernel: str) -> None:
 
 
 def test_the_report_locates_differences(
-    path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    path: Path, doctor: Doctor, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    gpu.set_limits(gpu.Limits(wrong_kernels={"matmul_q4_0_split"}))
-    code, report = doctor(path, tmp_path, "--quick")
+    code, report = doctor(path, "--quick", wrong_kernels={"matmul_q4_0_split"})
     assert code == 1
     assert not report["passed"]
     (wrong,) = report["kernels"]["differences"]
     assert (wrong["kernel"], wrong["index"]) == ("matmul_q4_0_split", 0)
     assert wrong["got"] == pytest.approx(195.26, abs=0.01)
-    assert "DIFFERS: matmul_q4_0_split: value 0 is 195.26" in capsys.readouterr().out
+    out = capfd.readouterr().out
+    assert "DIFFERS: matmul_q4_0_split: value 0 is 195.26" in out
+    assert out.splitlines()[-1].startswith("FAILED: kernels, results; ")
 
 
 @pytest.mark.parametrize(
@@ -176,14 +205,68 @@ def test_the_report_locates_differences(
     ids=["simd width", "pipeline"],
 )
 def test_a_device_that_cannot_open_the_model_is_reported(
-    path: Path, tmp_path: Path, limits: dict[str, Any], found: str, capsys: pytest.CaptureFixture[str]
+    path: Path, doctor: Doctor, limits: dict[str, Any], found: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    gpu.set_limits(gpu.Limits(**limits))
-    code, report = doctor(path, tmp_path, "--quick")
+    code, report = doctor(path, "--quick", **limits)
     assert code == 1
     with pytest.raises(DeviceError, match=found):
         raise DeviceError(report["problem"])
-    assert f"FAILED: {report['problem']}" in capsys.readouterr().out
+    assert f"FAILED: {report['problem']}" in capfd.readouterr().out
+
+
+def test_every_source_that_does_not_compile_is_reported(path: Path, doctor: Doctor) -> None:
+    """Those that the model does not need, and those too new for the system, which are no failure."""
+    code, report = doctor(path, broken_sources={"scan.metal", "log_prob.metal"}, metal_tensor=False)
+    assert code == 1
+    assert {source["name"] for source in report["sources"] if source["problem"]} == {
+        "scan.metal",
+        "log_prob.metal",
+        "matmul_tensor.metal",
+        "attention_tensor.metal",
+    }
+    assert not report["stages"]["shaders"]["passed"]
+    code, report = doctor(path, metal_tensor=False)
+    assert code == 0
+
+
+def test_a_driver_that_aborts_leaves_a_report(path: Path, doctor: Doctor) -> None:
+    code, report = doctor(path, "--quick", aborting_kernels={"matvec_q4_0"})
+    assert code == 1
+    assert report["machine"]["gpu"]["name"]
+    stage = report["stages"]["kernels"]
+    assert (stage["ended"], stage["passed"]) == ("ended by SIGABRT", False)
+    assert "AGX: compiling 'matvec_q4_0' failed: the driver aborts" in stage["last_lines"]
+    assert any("build_checked" in line for line in stage["last_lines"])
+
+
+@pytest.mark.parametrize(
+    ("limits", "found"),
+    [
+        ({"endless_kernels": {"argmax_stage1"}}, "the GPU did not finish argmax_stage1 within 1 s"),
+        ({"compiler": False}, "Metal's compiler has not answered for 5 s"),
+    ],
+    ids=["command buffer", "compiler"],
+)
+def test_a_gpu_that_does_not_answer_leaves_a_report(
+    path: Path, doctor: Doctor, limits: dict[str, Any], found: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("METAL_PREFILL_PATIENCE", "1")
+    code, report = doctor(path, "--quick", **limits)
+    assert code == 1
+    assert found in report["problem"]
+    assert [name for name, stage in report["stages"].items() if stage["passed"]] == ["machine"]
+
+
+def test_a_stage_that_does_not_end_leaves_a_report(
+    path: Path, doctor: Doctor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("kernels", "results"):
+        monkeypatch.setitem(doctor_command.LIMITS, name, 8)
+    code, report = doctor(path, "--quick", compiler=False)
+    assert code == 1
+    stage = report["stages"]["kernels"]
+    assert stage["ended"] == "no answer within 8 s"
+    assert any("build_checked" in line for line in stage["last_lines"])
 
 
 @pytest.fixture

@@ -1,12 +1,34 @@
-"""``metal-prefill doctor``: a report on the correctness of the GPU's results."""
+"""``metal-prefill doctor``: a report on the correctness of the GPU's results.
+
+Each stage runs in a process of its own, since drivers abort and hang. Whatever happens, the report names the
+stage, how its process ended, and what it printed last.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
+from threading import Thread
+from typing import IO, Any
 
 from metal_prefill.commands import common
+
+Report = dict[str, Any]
+
+# Seconds after which a stage is ended. Waits for the GPU end after 60, and then name what it did not finish.
+LIMITS = {"machine": 60, "shaders": 600, "kernels": 600, "results": 600, "speed": 600}
+QUICK = ("machine", "kernels", "results")
+LAST_LINES = 40
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,19 +51,95 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(arguments: argparse.Namespace) -> None:
-    """Check the GPU and write the report; exit with 1 if any result differs."""
-    from metal_prefill import _core
-    from metal_prefill._support.atomic_write import replacing
-    from metal_prefill.commands.doctor_report import examine, machine
-
-    with replacing(arguments.json) as part:  # report an unwritable file before the work
-        if arguments.device == "auto" and not _core.metal_available():
-            report = {"machine": machine(), "passed": True}
-            print(f"no GPU to check: {_core.metal_device()['problem']}")
-        else:
-            report = examine(common.model_path(arguments.model), quick=arguments.quick, say=print)
-        with open(part, "w", encoding="utf-8") as file:
-            json.dump(report, file, indent=1)
+    """Run all stages and write the report after each; exit with 1 unless all results agree."""
+    report: Report = {"quick": arguments.quick, "passed": False, "stages": {}}
+    _write(arguments.json, report)  # reports an unwritable file before the work
+    path = common.model_path(arguments.model)
+    passed = True
+    for name in QUICK if arguments.quick else LIMITS:
+        stage = _run(name, [str(path) if path else "", "quick" if arguments.quick else "", arguments.device])
+        report = stage.pop("report", {}) | report  # the first problem is the one to look at
+        passed = passed and stage["passed"]
+        report["stages"][name] = stage
+        _write(arguments.json, report)
+        if name == "machine" and (not passed or "problem" in report["machine"]["gpu"]):
+            break
+    report["passed"] = passed
+    _write(arguments.json, report)
     print(f"report: {arguments.json}")
-    if not report["passed"]:
+    print(conclusion(report, arguments.json))
+    if not passed:
         raise SystemExit(1)
+
+
+def _write(path: Path, report: Report) -> None:
+    from metal_prefill._support.atomic_write import replacing
+
+    with replacing(path) as part, open(part, "w", encoding="utf-8") as file:
+        json.dump(report, file, indent=1)
+
+
+def _run(name: str, arguments: Sequence[str]) -> Report:
+    """Run a stage; return whether it passed, how it ended, its time, and its part of the report."""
+    begin = time.monotonic()
+    last: deque[str] = deque(maxlen=LAST_LINES)
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "stage.json"
+        code = f"from {__package__}.doctor_report import main; main()"
+        command = [sys.executable, "-X", "faulthandler", "-c", code]
+        process = subprocess.Popen(
+            [*command, name, str(file), *arguments],
+            env=os.environ | {"METAL_PREFILL_CHECK": "0", "PYTHONUNBUFFERED": "1"},  # it is checked here
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+        )
+        assert process.stdout is not None, "it is a pipe"
+        reader = Thread(target=_print, args=(process.stdout, last), daemon=True)
+        reader.start()
+        ended = "done"
+        try:
+            status = process.wait(LIMITS[name])
+            if status < 0:
+                ended = f"ended by {signal.Signals(-status).name}"
+            elif status > 0:
+                ended = f"exit code {status}"
+        except subprocess.TimeoutExpired:
+            ended = f"no answer within {LIMITS[name]} s"
+            process.send_signal(signal.SIGABRT)  # Python then prints where it is
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(5)
+        finally:
+            process.kill()
+        reader.join(5)
+        found: Report = {"passed": False}
+        if ended == "done":
+            found = json.loads(file.read_text(encoding="utf-8"))
+    found |= {"ended": ended, "seconds": round(time.monotonic() - begin, 3)}
+    if ended != "done":
+        print(f"FAILED: {name}: {ended}")
+        found["last_lines"] = list(last)
+    return found
+
+
+def _print(lines: IO[str], last: deque[str]) -> None:
+    with lines:
+        for line in lines:
+            last.append(line.rstrip("\n"))
+            print(line, end="", flush=True)
+
+
+def conclusion(report: Report, file: Path) -> str:
+    """Return one line: what works, how fast it is next to the prediction, and what to send."""
+    gpu = report.get("machine", {}).get("gpu", {})
+    if "problem" in gpu:
+        return f"no GPU to check: {gpu['problem']}"
+    failed = [name for name, stage in report["stages"].items() if not stage["passed"]]
+    speeds = []
+    for b in report.get("benchmark", ()):
+        low, high = b.get("predicted_range", (0, 0))
+        predicted = f" (predicted {low:.0f} to {high:.0f})" if high else ""
+        speeds.append(f"{b['name']} {b['tokens_per_second']:.0f} tokens/s{predicted}")
+    works = "all results agree" if not failed else f"FAILED: {', '.join(failed)}"
+    return f"{'; '.join([works, *speeds])}; please attach {file} to an issue"

@@ -1,13 +1,13 @@
-"""Checks of ``metal-prefill doctor``: machine, kernels, logits, tokens and speed."""
+"""Stages of ``metal-prefill doctor``: machine, shaders, kernels, results and speed."""
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,6 @@ ALL_LENGTHS = (*QUICK, 512, 1, 3)
 LOGITS_BOUND = 2e-2
 BENCH_PROMPT, BENCH_TOKENS, BENCH_SECONDS = 512, 64, 50.0
 
-Say = Callable[[str], None]
 Report = dict[str, Any]
 
 
@@ -198,82 +197,91 @@ def _add_predictions(model: Model, results: list[Report], prompt: int, decodes: 
         result |= {"chip": chip, "predicted_range": list(prediction.tokens_per_second_range)}
 
 
-@contextmanager
-def _settled() -> Iterator[None]:
-    """Disable the self-test, which would reject the GPU that is to be checked."""
-    before = os.environ.get("METAL_PREFILL_CHECK")
-    os.environ["METAL_PREFILL_CHECK"] = "0"
-    try:
-        yield
-    finally:
-        del os.environ["METAL_PREFILL_CHECK"]
-        if before is not None:
-            os.environ["METAL_PREFILL_CHECK"] = before
-
-
-def examine(path: Path | None, *, quick: bool, say: Say) -> Report:
-    """Run all checks and return the report, in which ``passed`` is true if all results agree.
-
-    Parameters
-    ----------
-    path
-        Path of the model; None selects the bundled model.
-    quick
-        Only check matrix products, attention and the logits of a short prompt.
-    say
-        Function called with each line of text when it is available.
-    """
-    report: Report = {"quick": quick, "machine": machine(), "passed": False}
-    facts = report["machine"] | {f"gpu {name}": value for name, value in report["machine"]["gpu"].items()}
+def _tell_machine() -> tuple[Report, bool]:
+    """Describe the machine; with device "metal", it must have a GPU."""
+    found = machine()
+    facts = found | {f"gpu {name}": value for name, value in found["gpu"].items()}
     for name, value in facts.items():
         if name != "gpu" and value != "":
-            say(f"{name}: {value}")
-    with _settled():
-        try:
-            model = Model(path, device="metal")
-        except DeviceError as error:
-            report["problem"] = str(error)
-            say(f"FAILED: {error}")
-            return report
-    with model, Model(path, device="cpu", compute="f32") as reference:
-        report["model"], report["device"] = str(model.path), model.device
-        try:
-            _examine(model, reference, report, quick, say)
-        except DeviceError as error:
-            report["problem"] = str(error)
-            say(f"FAILED: {error}")
-    return report
+            print(f"{name}: {value}")
+    return {"machine": found}, "problem" not in found["gpu"]
 
 
-def _examine(model: Model, reference: Model, report: Report, quick: bool, say: Say) -> None:
-    kernels = report["kernels"] = check_kernels(model, quick)
+def _tell_shaders() -> tuple[Report, bool]:
+    """Compile each source of the shaders from its text."""
+    sources = _core.compile_shaders()
+    for source in sources:
+        if source.problem:
+            print(f"{'NOTE' if source.needs_tensors else 'DIFFERS'}: {source.name}: {source.problem}")
+    wrong = [source for source in sources if source.problem and not source.needs_tensors]
+    print(f"sources that compile: {sum(not s.problem for s in sources)} of {len(sources)}")
+    names = ("name", "problem", "seconds")
+    return {"sources": [{n: getattr(source, n) for n in names} for source in sources]}, not wrong
+
+
+def _tell_kernels(model: Model, quick: bool) -> tuple[Report, bool]:
+    kernels = check_kernels(model, quick)
     slowest = max(kernels["pipelines"], key=lambda p: float(p["seconds"]))
-    say(
+    print(
         f"shaders: {kernels['shaders']}; {len(kernels['pipelines'])} pipelines, the slowest "
         f"{slowest['kernel']} after {slowest['seconds']:.3f} s"
     )
     if kernels["no_matmul_tensor"]:
-        say(f"matrix units disabled: {kernels['no_matmul_tensor']}")
-    say(f"kernels that agree: {len(kernels['checked']) - len(kernels['differences'])}")
+        print(f"matrix units disabled: {kernels['no_matmul_tensor']}")
+    print(f"kernels that agree: {len(kernels['checked']) - len(kernels['differences'])}")
     if kernels["not_checked"] and not quick:
-        say(f"kernels not reached: {', '.join(kernels['not_checked'])}")
+        print(f"kernels not reached: {', '.join(kernels['not_checked'])}")
     for d in kernels["differences"]:
-        say(f"DIFFERS: {d['kernel']}: value {d['index']} is {d['got']:.6g}, expected {d['expected']:.6g}")
+        print(f"DIFFERS: {d['kernel']}: value {d['index']} is {d['got']:.6g}, expected {d['expected']:.6g}")
+    return {"kernels": kernels}, not kernels["differences"]
+
+
+def _tell_results(model: Model, quick: bool) -> tuple[Report, bool]:
     has_logits = model.config.has_head
     compare, what = (check_logits, "logit") if has_logits else (check_states, "value")
-    results = report["logits" if has_logits else "hidden_states"] = compare(model, reference, quick)
+    with Model(model.path, device="cpu", compute="f32") as reference:
+        results = compare(model, reference, quick)
     for c in results:
         verdict = "agrees" if c["passed"] else "DIFFERS"
         chosen = f", token {c['token']}, CPU token {c['cpu_token']}" if has_logits else ""
-        say(f"{verdict}: {c['name']}: error {c['error']:.1e} of the largest {what}{chosen}")
-    report["passed"] = not kernels["differences"] and all(c["passed"] for c in results)
-    if not quick:
-        report["benchmark"] = benchmark(model)
-        for b in report["benchmark"]:
-            predicted = b.get("predicted_range")
-            compared = f", predicted {predicted[0]:.0f} to {predicted[1]:.0f}" if predicted else ""
-            say(f"{b['name']}: {b['tokens_per_second']:.1f} tokens/s{compared}")
-            if "no_prediction" in b:
-                say(f"no prediction: {b['no_prediction']}")
-    say("all results agree" if report["passed"] else "some results differ: please report this")
-    sys.stdout.flush()
+        print(f"{verdict}: {c['name']}: error {c['error']:.1e} of the largest {what}{chosen}")
+    return {"logits" if has_logits else "hidden_states": results}, all(c["passed"] for c in results)
+
+
+def _tell_speed(model: Model, quick: bool) -> tuple[Report, bool]:
+    results = benchmark(model)
+    for b in results:
+        predicted = b.get("predicted_range")
+        compared = f", predicted {predicted[0]:.0f} to {predicted[1]:.0f}" if predicted else ""
+        print(f"{b['name']}: {b['tokens_per_second']:.1f} tokens/s{compared}")
+        if "no_prediction" in b:
+            print(f"no prediction: {b['no_prediction']}")
+    return {"benchmark": results}, True
+
+
+def run_stage(name: str, path: Path | None, quick: bool, device: str) -> Report:
+    """Run a stage; return its part of the report as ``report``, and ``passed``."""
+    report: Report = {}
+    passed = False
+    try:
+        if name == "machine":
+            report, passed = _tell_machine()
+            passed = passed or device == "auto"
+        elif name == "shaders":
+            report, passed = _tell_shaders()
+        else:
+            tell = {"kernels": _tell_kernels, "results": _tell_results, "speed": _tell_speed}[name]
+            with Model(path, device="metal") as model:
+                report, passed = tell(model, quick)
+                report |= {"model": str(model.path), "device": model.device}
+    except DeviceError as error:
+        report["problem"] = str(error)
+        print(f"FAILED: {error}")
+    return {"report": report, "passed": passed}
+
+
+def main() -> None:
+    """Run the stage, and write the file, that the arguments name."""
+    stage, file, path, quick, device = sys.argv[1:]
+    found = run_stage(stage, Path(path) if path else None, bool(quick), device)
+    Path(file).write_text(json.dumps(found), encoding="utf-8")
