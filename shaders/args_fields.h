@@ -1,5 +1,6 @@
-// The fields of every argument struct. args.h makes the structs of them; on the host, cpp/metal/plan/args_layout.h
-// makes tables of names, types and offsets for reading recorded arguments. Both define the macros first.
+// The fields of every argument struct. args.h makes the structs of them; on the host,
+// cpp/metal/plan/args_layout.h makes tables of names, types and offsets for reading recorded arguments. Both
+// define the macros first.
 // clang-format off
 
 // Up to four matrices of the same type and columns, read as if their rows were stacked: Q, K and V, or gate

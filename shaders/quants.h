@@ -19,8 +19,8 @@ typedef std::uint16_t u16_t;
 #endif
 
 // Every tensor type that a matrix can have: X(its name in shaders, its name, its number in the GGUF
-// specification). The struct of that name reads its values: in dequant.h for the shaders, in cpp/model/formats.h
-// for the host.
+// specification). The struct of that name reads its values: in dequant.h for the shaders, in
+// cpp/model/formats.h for the host.
 #define EACH_TENSOR_TYPE(X) \
   X(f32, F32, 0)            \
   X(f16, F16, 1)            \

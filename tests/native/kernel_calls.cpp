@@ -202,7 +202,8 @@ void multiply_rotated(const std::string& set, std::uint32_t type, const Bytes& w
   // Unused rows of the last tile hold any codes.
   const std::size_t stride = round_up(cols, kRotatedCols) * linear.code_bytes() + kRotatedCols;
   const std::size_t n_rows = round_up(std::size_t(first) + tokens, kTileTokens);
-  const Buffer codes((n_rows + kTileTokens) * stride, "activations"), terms(n_rows * sizeof(RotatedRows::Terms), "terms");
+  const Buffer codes((n_rows + kTileTokens) * stride, "activations"),
+      terms(n_rows * sizeof(RotatedRows::Terms), "terms");
   std::memset(codes.data(), 0x55, codes.bytes());
   const RotatedRows activations{codes.data(), stride, terms.as<RotatedRows::Terms>()};
   for (std::size_t t = 0; t < tokens; ++t)
