@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -9,12 +10,14 @@ import numpy.typing as npt
 import pytest
 from support.bert_relatives import DISTILBERT, MPNET, distilbert, mpnet, states
 from support.folder_reference import FolderTensors
+from support.model_folders import Folder
 
 from metal_prefill import Model
 from metal_prefill.conversion import convert
 
 NMSE = {"cpu": 1e-9, "metal": 5e-6}  # as in test_encoders.py
-MADE = {
+Made = tuple[Folder, str, dict[str, str]]  # with the prefix of tensors, and names of modules
+MADE: dict[str, Callable[[Path], Made]] = {
     "mpnet": lambda path: (mpnet(path), "mpnet.", MPNET),
     "distilbert": lambda path: (distilbert(path), "", DISTILBERT),
 }
@@ -23,7 +26,8 @@ MADE = {
 def _found(path: Path, device: str, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
     with Model(path, device=device, compute="f32", kv_dtype="f32") as model, model.session() as session:
         (found,) = model.forward_batch([session], [ids], output="hidden", rows="all")
-    return found
+    states_of_tokens: npt.NDArray[np.float32] = found
+    return states_of_tokens
 
 
 @pytest.mark.parametrize("tokens", [1, 9, 64, 65, 300])

@@ -90,9 +90,10 @@ def test_other_arguments_are_named(iterating: tuple[Running, Model], arguments: 
 
 def test_an_empty_list_of_calls_is_none(iterating: tuple[Running, Model]) -> None:
     server, _ = iterating
+    ways: list[dict[str, Any]] = [{}, {"tool_calls": None}, {"tool_calls": []}]
     with_calls = [
         server.post("/tokenize", {"messages": [{"role": "assistant", "content": "a", **calls}]}).json()
-        for calls in (dict[str, Any](), {"tool_calls": None}, {"tool_calls": []})
+        for calls in ways
     ]
     assert with_calls[0] == with_calls[1] == with_calls[2]
 
