@@ -113,7 +113,7 @@ def read_modules(folder: Path, config: Fields, task: Task) -> Modules:
         found.logit_score = folder / place_of(modules[1])
         return found
     if "SpladePooling" in kinds:
-        _add_vocabulary_pooling(found, folder, config, listing, kinds)
+        _add_vocabulary_pooling(found, folder, config, listing, modules)
         return found
     _check_transformer(folder, "feature-extraction")
     _check_order(listing, kinds)
@@ -137,14 +137,15 @@ def read_modules(folder: Path, config: Fields, task: Task) -> Modules:
 
 
 def _add_vocabulary_pooling(
-    found: Modules, folder: Path, config: Fields, listing: Fields, kinds: list[str]
+    found: Modules, folder: Path, config: Fields, listing: Fields, modules: list[Fields]
 ) -> None:
     """Add the pooling of SPLADE (arXiv:2109.10086): logarithms of the positive logits of all tokens."""
+    kinds = [_kind_of(module) for module in modules]
     if kinds != ["Transformer", "SpladePooling"]:
         raise listing.unsupported(f"modules are {', '.join(kinds)}; supported are Transformer, SpladePooling")
     _check_transformer(folder, "fill-mask")
     config.require("tie_word_embeddings", (True,), True)
-    settings = Fields.read(folder / place_of(modules_of(folder)[1]) / "config.json")
+    settings = Fields.read(folder / place_of(modules[1]) / "config.json")
     pooling = settings.string("pooling_strategy", default="max")
     activation = settings.string("activation_function", default="relu")
     if pooling not in VOCABULARY_POOLINGS or activation not in _LOGARITHMS:

@@ -12,8 +12,7 @@ from metal_prefill.sentence_transformers._shared import CUT, Encoder, batches, r
 from metal_prefill.sentence_transformers.util import as_array, dot_score
 from metal_prefill.tasks._embedding import encode_texts
 from metal_prefill.tasks._prompts import PromptForm
-from metal_prefill.tasks._sparse import check_sparse, sparse_vectors
-from metal_prefill.tasks._vectors import Array
+from metal_prefill.tasks._sparse import SparseVector, check_sparse, sparse_vectors
 from metal_prefill.text._encoder_vocabulary import SPACE
 
 
@@ -64,15 +63,15 @@ class SparseEncoder(Encoder):
         if convert_to_sparse_tensor:
             raise NotImplementedError("SparseEncoder does not support convert_to_sparse_tensor")
         most = self.max_active_dims if max_active_dims is None else max_active_dims
+        most = None if most is None else integer("max_active_dims", most, 1)
         texts, single = texts_of(inputs)
         form = PromptForm(self._prompt(prompt, prompt_name))
-        rows: list[Array] = []
+        vectors: list[SparseVector] = []
         for batch in batches(texts, batch_size, show_progress_bar):
-            for row in sparse_vectors(self.engine, encode_texts(self.engine, batch, form, CUT).prompts):
-                if most is not None and (row > 0).sum() > integer("max_active_dims", most, 1):
-                    row[np.argsort(-row, kind="stable")[most:]] = 0
-                rows.append(row)
-        whole = np.stack(rows) if rows else np.empty((0, self.get_embedding_dimension()), np.float32)
+            vectors += sparse_vectors(self.engine, encode_texts(self.engine, batch, form, CUT).prompts, most)
+        whole = np.zeros((len(vectors), self.get_embedding_dimension()), np.float32)
+        for row, vector in zip(whole, vectors, strict=True):
+            row[vector.ids] = vector.weights
         return returned(whole, single, True, convert_to_tensor)
 
     def decode(self, embeddings: Any, top_k: int | None = None) -> list[Any]:

@@ -11,7 +11,6 @@ import numpy.typing as npt
 
 from metal_prefill._support.arguments import Progress, integer
 from metal_prefill.engine import Engine, EngineOwner
-from metal_prefill.files._gguf_file import FloatArray
 from metal_prefill.tasks._embedding import encode_texts
 from metal_prefill.tasks._pooled_head import vocabulary_vector
 from metal_prefill.tasks._prompt_rules import PromptRules, warn_of_cut
@@ -78,8 +77,8 @@ def embed_sparse(
     encoded = encode_texts(engine, texts, rules=rules)
     warn_of_cut(encoded.cut, len(encoded.prompts), engine.max_context, "text")
     found = []
-    for vector in sparse_vectors(engine, encoded.prompts):
-        found.append(_largest(vector, most))
+    for vector in sparse_vectors(engine, encoded.prompts, most):
+        found.append(vector)
         if progress is not None:
             progress(len(found), len(encoded.prompts))
     return found
@@ -91,15 +90,12 @@ def check_sparse(engine: Engine) -> None:
         raise ValueError(f"{engine.path.name} has no head for vectors over the vocabulary: use embed")
 
 
-def sparse_vectors(engine: Engine, prompts: Sequence[Ids]) -> Iterator[FloatArray]:
-    """Yield the vector over the vocabulary of each text, ``[vocab]``."""
+def sparse_vectors(engine: Engine, prompts: Sequence[Ids], most: int | None) -> Iterator[SparseVector]:
+    """Yield the vector of each text, with at most so many values; None keeps all that are positive."""
     names = [f"text {i}" for i in range(len(prompts))]
     for states in pooled_states(TextPasses(engine), "none", prompts, names):
-        yield vocabulary_vector(engine.head, states)
-
-
-def _largest(vector: FloatArray, most: int | None) -> SparseVector:
-    ids = np.flatnonzero(vector > 0)
-    if most is not None:
-        ids = np.sort(ids[np.argsort(-vector[ids], kind="stable")[:most]])
-    return SparseVector(ids.astype(np.int32), vector[ids])
+        vector = vocabulary_vector(engine.head, states)
+        ids = np.flatnonzero(vector > 0)
+        if most is not None:
+            ids = np.sort(ids[np.argsort(-vector[ids], kind="stable")[:most]])
+        yield SparseVector(ids.astype(np.int32), vector[ids])
