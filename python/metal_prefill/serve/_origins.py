@@ -1,6 +1,6 @@
 """Protection of a server from pages of other sites, which a browser on the same machine shows.
 
-A page can send requests to any address. Its ``Origin`` tells it apart, unless the name of its site resolves
+A page can send requests to any address. Its ``Origin`` identifies it, unless the name of its site resolves
 to this server (DNS rebinding): then ``Host`` is that name.
 """
 
