@@ -241,8 +241,8 @@ def test_models_of_the_suite_are_neither_checked_nor_tuned(
     """On a Mac as on the emulator, since that takes seconds."""
     monkeypatch.setattr(_core, "has_emulator", False)
     monkeypatch.setenv("METAL_PREFILL_CACHE", str(tmp_path))
-    with open_with(path):
-        assert [found.name for found in tmp_path.iterdir()] == ["pipelines"]
+    with open_with(path):  # pipelines are not stored if another model of the process has built them
+        assert {found.name for found in tmp_path.iterdir()} <= {"pipelines"}
 
 
 def test_the_first_dispatches_of_a_pass_are_committed_early(path: Path) -> None:
