@@ -265,13 +265,16 @@ class Terminal:
         os.close(slave)
 
     def wait_for(self, pattern: str, timeout: float = 60) -> str:
-        """Read until a pattern matches; return the text up to its end."""
+        """Read until a pattern matches; return the text up to its end.
+
+        Carriage returns are left out: a read may end between one and its line feed.
+        """
         end = time.monotonic() + timeout
         while (found := re.search(pattern, self._seen)) is None:
             ready, _, _ = select.select([self._master], [], [], max(end - time.monotonic(), 0))
             assert ready, f"waited for {pattern!r}, saw {self._seen[-500:]!r}"
             try:
-                self._seen += os.read(self._master, 4096).decode(errors="replace").replace("\r\n", "\n")
+                self._seen += os.read(self._master, 4096).decode(errors="replace").replace("\r", "")
             except OSError:  # Linux's error when the other side is closed
                 pytest.fail(f"the command ended; waited for {pattern!r}, saw {self._seen[-500:]!r}")
         read, self._seen = self._seen[: found.end()], self._seen[found.end() :]

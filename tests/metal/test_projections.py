@@ -315,10 +315,10 @@ def test_rmsnorm_matvec_is_bit_identical_to_norm_and_product(
             np.testing.assert_array_equal(fused.check(), separate.check())
 
 
-@pytest.mark.parametrize(("cols", "rows"), FUSED_SHAPES)
 @pytest.mark.parametrize(("kind", "bound"), [("Q4_0", 2e-4), ("F32", 1e-4)])
-@pytest.mark.parametrize("lanes", [8, 32])
-def test_rmsnorm_matvec(run: Run, kind: str, bound: float, cols: int, rows: int, lanes: int) -> None:
+@pytest.mark.parametrize(("shape", "lanes"), [*product(FUSED_SHAPES, [8, 32]), ((576, 49152), 8)], ids=str)
+def test_rmsnorm_matvec(run: Run, kind: str, bound: float, shape: tuple[int, int], lanes: int) -> None:
+    cols, rows = shape
     rng = np.random.default_rng(11)
     w = Weights(rng, kind, [rows], cols)
     x = (3 * rng.standard_normal(cols)).astype(np.float32)
