@@ -176,7 +176,8 @@ class Conversation:
             tokens = self._fit(max_tokens)
             stop = options.get("stop", ())
             stops = [stop] if isinstance(stop, (str, int)) else list(stop)
-            options = {**options, "stop": [*self._model.tokenizer.chat_stop, *stops]}
+            stops = [*self._model.tokenizer.chat_stop, *stops]
+            options = {**options, "stop": stops, "calls": parser is not None}
             for piece in self._session.stream(tokens, max_tokens, **options):
                 self.finish_reason = piece.finish_reason
                 if parser is not None:

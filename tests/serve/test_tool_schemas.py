@@ -10,7 +10,7 @@ import pytest
 
 from metal_prefill.serve._errors import ApiError
 from metal_prefill.serve._forms import ChatForm
-from metal_prefill.serve._tools import RequiredCall, call_constraint
+from metal_prefill.serve._tools import RequiredCall, RequiredCalls, call_constraint
 
 PLACE = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}
 
@@ -148,3 +148,32 @@ def test_a_call_keeps_its_arguments(
         assert (function["name"], function["arguments"], call.whole) == expected
         assert "".join(part["function"]["arguments"] for part in made) == function["arguments"]
         assert [part.get("id") for part in made] == [call.message["id"], *[None] * (len(made) - 1)]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected", "whole"),
+    [
+        (
+            '[{"name": "a", "arguments": {"x": "}{"}}, {"name": "b", "arguments": {}}]',
+            [("a", '{"x": "}{"}'), ("b", "{}")],
+            True,
+        ),
+        ('[{"name": "a", "arguments": {}}, {"name": "b", "arg', [("a", "{}"), ("b", "{")], False),
+        ('[{"name": "a", "arguments": {}}, {"name": "', [("a", "{}")], False),
+        ('[{"name": "a", "arguments": {}}', [("a", "{}")], True),
+        ("[", [], True),
+    ],
+)
+def test_calls_of_a_list_are_numbered(text: str, expected: list[tuple[str, str]], whole: bool) -> None:
+    for pieces in ([text], list(text)):
+        calls = RequiredCalls(["a", "b"])
+        made = [
+            part for i, piece in enumerate(pieces) for part in calls.step(piece, last=i == len(pieces) - 1)
+        ]
+        functions = [message["function"] for message in calls.messages]
+        assert [(f["name"], f["arguments"]) for f in functions] == expected
+        for i, message in enumerate(calls.messages):
+            parts = [part for part in made if part["index"] == i]
+            assert "".join(part["function"]["arguments"] for part in parts) == functions[i]["arguments"]
+            assert [part.get("id") for part in parts] == [message["id"], *[None] * (len(parts) - 1)]
+        assert calls.whole is whole

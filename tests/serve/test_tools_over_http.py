@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import jsonschema
 import openai
@@ -15,6 +16,7 @@ from support.running_server import Running, running_with_template
 from support.tools import ASKED, CLOCK, HERMES, WEATHER
 
 from metal_prefill import Model
+from metal_prefill.text._token_bytes import Piece
 
 # Forced output of the bundled model, which was not trained on tools.
 CALLING = r'I look\.\n<tool_call>\{"name": "weather", "arguments": \{"city": "[a-z]{1,3}"\}\}</tool_call>'
@@ -62,6 +64,28 @@ def test_a_call_may_have_the_form_of_its_model(with_tools: tuple[Running, Model]
     assert re.fullmatch(r'\{"city": "[a-z]"\}', call.function.arguments)
 
 
+def test_control_tokens_may_mark_a_call(with_tools: tuple[Running, Model]) -> None:
+    server, model = with_tools
+    tokenizer, options = model.tokenizer, {"max_tokens": 60}
+    begin, middle = (tokenizer.encode(letter, add_bos=False)[0] for letter in "QZ")
+    marks = {begin: Piece(b"[TOOL_CALLS]", True), middle: Piece(b"[ARGS]", True)}
+    regex = r"so, itQweatherZ\{;city;: ;a;\}".replace(";", '"')
+    ask(server, regex, **options)  # the constraint knows both tokens by their bytes
+    with (
+        patch.dict(tokenizer._bytes._pieces, marks),
+        patch.dict(tokenizer._spelled.special, {"[TOOL_CALLS]": begin, "[ARGS]": middle}),
+    ):
+        message = ask(server, regex, **options).choices[0].message
+        plain = ask(server, regex, **options, tools=None).choices[0].message
+    (call,) = message.tool_calls
+    assert (message.content, call.function.name, call.function.arguments) == (
+        "so, it",
+        "weather",
+        '{"city": "a"}',
+    )
+    assert plain.content == 'so, itweather{"city": "a"}'
+
+
 def test_streamed_calls_are_numbered(with_tools: tuple[Running, Model]) -> None:
     server, _ = with_tools
     calls: list[Any] = []
@@ -91,6 +115,27 @@ def test_a_call_can_be_required(with_tools: tuple[Running, Model], choice: Any, 
     assert message.content is None
     assert [call.function.name in names for call in message.tool_calls] == [True]
     assert isinstance(json.loads(message.tool_calls[0].function.arguments), dict)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_several_calls_can_be_required(with_tools: tuple[Running, Model], stream: bool) -> None:
+    tools = [{"type": "function", "function": {"name": name}} for name in ("noon", "dusk")]
+    options = {"tools": tools, "tool_choice": "required", "parallel_tool_calls": True}
+    answer = ask(with_tools[0], None, **options, max_tokens=900, stream=stream, seed=1, temperature=1.0)
+    if stream:
+        calls: dict[int, str] = {}
+        for chunk in answer:
+            for call in chunk.choices[0].delta.tool_calls or []:
+                calls[call.index] = calls.get(call.index, "") + call.function.arguments
+            reason = chunk.choices[0].finish_reason or ""
+        assert list(calls) == list(range(len(calls)))
+        found = list(calls.values())
+    else:
+        (choice,) = answer.choices
+        assert {call.function.name for call in choice.message.tool_calls} <= {"noon", "dusk"}
+        found, reason = [call.function.arguments for call in choice.message.tool_calls], choice.finish_reason
+    assert (found, reason) == (["{}"] * len(found), "tool_calls")
+    assert 1 < len(found) <= 16
 
 
 ROUTE = {  # as pydantic writes a model with a nested one

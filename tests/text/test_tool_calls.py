@@ -114,6 +114,53 @@ ANSWERS: dict[str, tuple[str, str, list[ToolCall]]] = {
         "",
         [ToolCall("other", {"x": 1})],
     ),
+    "a name before the arguments": (
+        'So.[TOOL_CALLS]weather[ARGS]{"city": "Verona"}[TOOL_CALLS]clock{}',
+        "So.",
+        [VERONA, TIME],
+    ),
+    "an id before the arguments": (
+        '[TOOL_CALLS]weather[CALL_ID]a1B2c3D4e[ARGS]{"city": "Verona"}',
+        "",
+        [ToolCall("weather", {"city": "Verona"}, "a1B2c3D4e")],
+    ),
+    "a list after a control token": (
+        '[TOOL_CALLS] [{"name": "weather", "arguments": {"city": "Verona"}, "id": "a1B2c3D4e"}]',
+        "",
+        [ToolCall("weather", {"city": "Verona"}, "a1B2c3D4e")],
+    ),
+    "json in a fence": (
+        '<tool_calls>\n<tool_call>weather\n```json\n{"city": "Verona"}\n```</tool_call>\n'
+        "<tool_call>clock\n```json\n{}\n```</tool_call>\n</tool_calls>",
+        "",
+        [VERONA, TIME],
+    ),
+    "a list of calls in two tags": (
+        '<tool_calls>[{"name": "clock", "arguments": {}}]</tool_calls> So.',
+        " So.",
+        [TIME],
+    ),
+    "python in lines": (
+        'So.\n<function_calls>\nweather(city="Verona")\nclock()\n</function_calls>',
+        "So.",
+        [VERONA, TIME],
+    ),
+    "an unknown tool and an invalid call in lines": (
+        "<function_calls>other(x=null)\nclock(1)\n</function_calls>",
+        "\nclock(1)\n</function_calls>",
+        [ToolCall("other", {"x": None})],
+    ),
+    "python in a fence": (
+        "I look.\n```tool_code\nweather(city='Verona')\nclock()\n```\nWait.",
+        "I look.\n\nWait.",
+        [VERONA, TIME],
+    ),
+    "a list in a fence": ("```tool_code\n[clock()]\n```", "", [TIME]),
+    "json in elements": (
+        '<function=weather>{"city": "</function>"}</function> <function=clock>\n{}\n</function>',
+        "",
+        [ToolCall("weather", {"city": "</function>"}), TIME],
+    ),
     "an unknown tool in tags": (
         '<tool_call>{"name": "other", "arguments": {}}</tool_call>',
         "",
@@ -159,6 +206,15 @@ TEXTS = [
     "<tool_call><function=clock><parameter=a>1</parameter>",
     "<function=clock><parameter=a>1</parameter>2</function>",
     "<|tool_call_start|>" + " " * 65 + "[clock()]"[:-1],
+    'clock{} and clock[ARGS]{} and ```json\nclock()\n``` and {"city": "Verona"}',
+    "[TOOL_CALLS] and [TOOL_CALLS]clock[ARGS] and [TOOL_CALLS]clock[ARGS]{",
+    "[TOOL_CALLS]clock[CALL_ID]",
+    "<tool_call>clock\n```json\n[1]\n```</tool_call>",
+    "```tool_code\nx = clock()\n```",
+    "```tool_code\nclock(a=b)\n```",
+    "<function_calls>clock(",
+    '<function=other>{"city": "Verona"}</function>',
+    "<function=clock>{]</function>",
 ]
 
 
@@ -343,6 +399,13 @@ def steps_of(text: str, size: int, monkeypatch: pytest.MonkeyPatch) -> int:
         ("[clock(a=", "[", "]"),
         ("<|tool_call_start|>[clock(a='", "')", "]"),
         ("[clock(a='", "' ", "\\"),
+        ("<tool_calls><tool_call>",),
+        ("[TOOL_CALLS]clock[ARGS]",),
+        ("[TOOL_CALLS]clock[CALL_ID]", "a", "{"),
+        ("<function=clock>{",),
+        ("<function_calls>clock()", " clock()", ""),
+        ("<function_calls>clock()", " clock(", ")"),
+        ("```tool_code clock(a=", "[", "]"),
     ],
     ids=lambda parts: parts[0],
 )
@@ -359,6 +422,8 @@ _BITS = [
     *("<tool_call>", "</tool_call>", '{"name": "clock"', ', "arguments": {}', *'<{}[]",\\ n'),
     *("<function=clock>", "<parameter=a>", "</parameter>", "</function>"),
     *("[clock(", "a=", "'", ")", "clock()", "<|tool_call_start|>", "<|tool_call_end|>"),
+    *("[TOOL_CALLS]", "clock", "[ARGS]", "{}", "```json", "```", "```tool_code"),
+    *("<tool_calls>", "</tool_calls>", "<function_calls>", "</function_calls>"),
 ]
 
 

@@ -45,6 +45,7 @@ class TextOptions(SamplingOptions, total=False):
     stop: str | int | Sequence[str | int]
     min_tokens: int
     reasoning: bool
+    calls: bool
     echo: bool
     prompt_logprobs: bool
     speculate: Speculate
@@ -90,6 +91,7 @@ class _Rules:
     stop: str | int | Sequence[str | int] = ()
     min_tokens: int = 0
     reasoning: bool = False  # see `Continuation`
+    calls: bool = False
     echo: bool = False
     prompt_logprobs: bool = False
     speculate: Speculate = "lookup"
@@ -136,6 +138,7 @@ class Continuation:
     options
         See :meth:`metal_prefill.Session.generate`. With `reasoning`, the text may begin with reasoning. Its
         tags are then part of the text even if they are control tokens, and stop strings end the answer only.
+        With `calls`, control tokens that mark calls of tools are part of the text.
     prompt
         Text of the prompt; None if it was passed as ids.
     logprobs
@@ -199,7 +202,7 @@ class Continuation:
         # A constraint holds for the whole text, which ends reasoning only if the constraint mentions it.
         begun = rules.reasoning and constraint is None and tokenizer.ends_in_reasoning(ids.tolist())
         self._writer = TextWriter(
-            tokenizer.decoder(shown=tokenizer.reasoning_tags if rules.reasoning else ()),
+            tokenizer.decoder(shown=tokenizer.shown_tokens(reasoning=rules.reasoning, calls=rules.calls)),
             strings,
             ends,
             ReasoningGate(begun=begun) if rules.reasoning else None,

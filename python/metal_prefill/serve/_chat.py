@@ -29,7 +29,7 @@ from metal_prefill.serve._reply import Reply
 from metal_prefill.serve._scores import most_tokens, scores_of
 from metal_prefill.serve._service import Service
 from metal_prefill.serve._tools import (
-    RequiredCall,
+    RequiredCalls,
     call_constraint,
     call_message,
     offered_tools,
@@ -181,6 +181,7 @@ def _streams(service: Service, form: ChatForm, ids: list[int], n: int, namespace
     options = {**options_of(form, service.model.tokenizer), **constraint_of(form)}
     options["stop"] = [*options["stop"], *service.model.tokenizer.chat_stop]
     options["reasoning"] = _has_reasoning(service.model.tokenizer)
+    options["calls"] = offered_tools(form) is not None
     max_tokens = form.max_completion_tokens or form.max_tokens or service.model.max_context
     if form.logprobs:
         options["logprobs"] = form.top_logprobs or 0
@@ -209,12 +210,12 @@ class ChatChoice(Choice):
 
     reasoning_parser: ReasoningParser | None = None
     parser: ToolCallParser | None = None
-    required: RequiredCall | None = None
+    required: RequiredCalls | None = None
     tokenizer: Tokenizer | None = None  # set if log probabilities are requested
     reasoning: str = ""
     text: str = ""
     calls: list[dict[str, Any]] = field(default_factory=list)
-    cut: bool = False  # the only call is incomplete
+    cut: bool = False  # the last call is incomplete
     dropped_messages: int = 0  # of the conversation
 
     def parts(self, pieces: Sequence[Piece]) -> list[dict[str, Any]]:
@@ -237,14 +238,13 @@ class ChatChoice(Choice):
                 made.append({"content": part})
         return made
 
-    def _call_parts(self, call: RequiredCall, text: str) -> list[dict[str, Any]]:
-        """Add to the call that is the whole answer, or to the text if the answer ends before its tool."""
-        made = [{"tool_calls": [{"index": 0, **part}]} for part in call.step(text, last=self.ended)]
-        if call.message is not None:
-            self.calls, self.cut = [call.message], not call.whole
-        elif self.ended and call.text:
-            self.text = call.text
-            return [{"content": call.text}]
+    def _call_parts(self, required: RequiredCalls, text: str) -> list[dict[str, Any]]:
+        """Add to the calls that are the whole answer, or to the text if it ends before its first tool."""
+        made = [{"tool_calls": [part]} for part in required.step(text, last=self.ended)]
+        self.calls, self.cut = required.messages, not required.whole
+        if not self.calls and self.ended and required.text:
+            self.text = required.text
+            return [{"content": required.text}]
         return made
 
     def _add_call(self, message: dict[str, Any]) -> dict[str, Any]:
@@ -321,7 +321,7 @@ async def conversation(service: Service, form: ChatForm, sender: Sender) -> Asyn
             for choice in choices:
                 choice.reasoning_parser = _reasoning_parser(form, service.model.tokenizer, choice.stream)
                 choice.parser = ToolCallParser(tools) if tools else None
-                choice.required = RequiredCall(names) if (names := possible_calls(form)) else None
+                choice.required = RequiredCalls(names) if (names := possible_calls(form)) else None
                 choice.tokenizer = service.model.tokenizer if form.logprobs else None
                 choice.dropped_messages = dropped
             form.messages, form.tools, form.documents = [], None, None  # may be large

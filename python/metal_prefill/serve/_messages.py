@@ -96,6 +96,8 @@ def chat_form(service: Service, form: CountForm) -> ChatForm:
     chat.tools = None if form.tools is None else [_tool_of(tool, i) for i, tool in enumerate(form.tools)]
     if form.tool_choice is not None:
         chat.tool_choice = _tool_choice_of(form.tool_choice)
+        if form.tool_choice.disable_parallel_tool_use is not None:
+            chat.parallel_tool_calls = not form.tool_choice.disable_parallel_tool_use
     thinks = None if form.thinking is None else form.thinking.type != "disabled"
     if thinks is not None and service.model.tokenizer.template_reads("enable_thinking", bool(chat.tools)):
         chat.chat_template_kwargs = {"enable_thinking": thinks}

@@ -91,6 +91,7 @@ def chat_form(form: ResponsesForm, before: list[Message]) -> ChatForm:
         prompt_cache_key=form.prompt_cache_key,
         tools=tools,
         tool_choice=_tool_choice_of(form.tool_choice),
+        parallel_tool_calls=form.parallel_tool_calls,
         max_tokens=form.max_output_tokens,
         temperature=form.temperature,
         top_p=form.top_p,

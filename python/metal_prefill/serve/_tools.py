@@ -10,6 +10,7 @@ from typing import Any
 from metal_prefill.generation._constraint_check import NAMED, VALUES
 from metal_prefill.serve._errors import ApiError
 from metal_prefill.serve._forms import ChatForm, ToolChoice
+from metal_prefill.text._json_calls import Brackets
 from metal_prefill.text._tool_calls import ToolCall, new_call_id, tool_names
 
 
@@ -33,7 +34,10 @@ def offered_tools(form: ChatForm) -> list[dict[str, Any]] | None:
 
 
 def call_constraint(form: ChatForm) -> dict[str, Any] | None:
-    """Return the JSON schema of the call that `tool_choice` requires, or None if it requires none."""
+    """Return the JSON schema of the call that `tool_choice` requires, or None if it requires none.
+
+    With `parallel_tool_calls` it describes a list of calls, unless `tool_choice` names a tool.
+    """
     choice = form.tool_choice
     if choice in (None, "none", "auto"):
         return None
@@ -52,7 +56,10 @@ def call_constraint(form: ChatForm) -> dict[str, Any] | None:
         if wanted is None or tool_names([tool]) == {wanted}:
             calls.append(_schema(tool, i))
             definitions[f"tool{i}"] = _parameters(tool, i)
-    return {"anyOf": calls, "$defs": definitions}
+    schema: dict[str, Any] = {"anyOf": calls}
+    if form.parallel_tool_calls and wanted is None:
+        schema = {"type": "array", "items": schema, "minItems": 1, "maxItems": MOST_CALLS}
+    return {**schema, "$defs": definitions}
 
 
 def possible_calls(form: ChatForm) -> frozenset[str]:
@@ -161,11 +168,12 @@ def _combines(value: Any) -> bool:
     return any(_combines(item) for key, item in value.items() if key not in VALUES)
 
 
+MOST_CALLS = 16  # that an answer may be required to have
 _CALL = re.compile(r'\{"name": ("(?:[^"\\]|\\.)*"), "arguments": ', re.DOTALL)
 
 
-class RequiredCall:
-    """An answer that is constrained to a call, as it arrives; it may be truncated.
+class RequiredCalls:
+    """An answer that is constrained to a call or a list of calls, as it arrives; it may be truncated.
 
     Parameters
     ----------
@@ -176,6 +184,59 @@ class RequiredCall:
     ----------
     text : str
         The answer so far.
+    """
+
+    def __init__(self, names: Collection[str]) -> None:
+        self.text = ""
+        self._names = names
+        self._calls: list[RequiredCall] = []
+        self._brackets = Brackets()
+        self._begin: int | None = None  # of the call that arrives
+        self._taken = 0
+
+    @property
+    def messages(self) -> list[dict[str, Any]]:
+        """The calls so far whose tool is known, in OpenAI's format."""
+        return [call.message for call in self._calls if call.message is not None]
+
+    @property
+    def whole(self) -> bool:
+        """Whether all calls are complete."""
+        return all(call.whole for call in self._calls)
+
+    def step(self, piece: str, *, last: bool) -> list[dict[str, Any]]:
+        """Add a piece; return what is new of the calls, as `RequiredCall` does, each part with its index."""
+        self.text += piece
+        self._brackets.scan(piece)
+        made: list[dict[str, Any]] = []
+        while True:
+            if self._begin is None:
+                begin = self.text.find("{", self._taken) if self.text.startswith("[") else self._taken
+                if begin < 0:
+                    return made
+                self._begin = self._taken = begin
+                self._calls.append(RequiredCall(self._names))
+            end = self._brackets.end(self._begin)
+            parts = self._calls[-1].step(self.text[self._taken : end], last=last or end is not None)
+            made += [{"index": len(self._calls) - 1, **part} for part in parts]
+            self._taken = len(self.text) if end is None else end
+            if end is None or not self.text.startswith("["):
+                return made
+            self._begin = None
+
+
+class RequiredCall:
+    """A call that is the whole answer or a part of it, as it arrives; it may be truncated.
+
+    Parameters
+    ----------
+    names
+        Names of the tools that it may call.
+
+    Attributes
+    ----------
+    text : str
+        The call so far.
     message : dict or None
         The call so far, in OpenAI's format; None until its tool is known. Partial arguments have at least
         their brace at the end.

@@ -20,6 +20,7 @@ from metal_prefill.text._special_tokens import SpecialTokens, TokenPair
 from metal_prefill.text._spelled_tokens import SpelledTokens
 from metal_prefill.text._token_bytes import TokenBytes
 from metal_prefill.text._token_decoder import TokenDecoder
+from metal_prefill.text._tool_calls import MARKS
 from metal_prefill.text._vocabulary import ENCODER_KINDS, Vocabulary
 from metal_prefill.text._word_tokens import WordTokens
 
@@ -491,10 +492,10 @@ class Tokenizer:
         """Return whether the tokens of a prompt end within reasoning."""
         return begins_in(self.decode(prompt[-LAST_TOKENS:], skip_special=False))
 
-    @cached_property
-    def reasoning_tags(self) -> frozenset[int]:
-        """Control tokens that begin and end reasoning."""
-        return frozenset(i for text, i in self._spelled.special.items() if text in (BEGIN, END))
+    def shown_tokens(self, *, reasoning: bool, calls: bool) -> frozenset[int]:
+        """Return the control tokens that are part of an answer with reasoning, or with calls of tools."""
+        texts = {*((BEGIN, END) if reasoning else ()), *(MARKS if calls else ())}
+        return frozenset(self._spelled.special[text] for text in texts & self._spelled.special.keys())
 
     @cached_property
     def fill_tokens(self) -> tuple[int, int, int] | None:

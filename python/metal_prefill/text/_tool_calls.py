@@ -8,8 +8,21 @@ A chat template describes the tools to the model (``tools`` of
     <tool_call><function=weather><parameter=city>Verona</parameter></function></tool_call>
     <|tool_call_start|>[weather(city="Verona"), clock()]<|tool_call_end|>
 
-Either pair of tags, or none, may enclose each form. JSON may also be a list of calls. Everything else,
-including invalid calls, is text.
+Any pair of tags, or none, may enclose each of these; JSON may also be a list of calls. Other forms follow a
+tag, except the last one::
+
+    [TOOL_CALLS]weather[ARGS]{"city": "Verona"}
+    <tool_calls><tool_call>weather
+    ```json
+    {"city": "Verona"}
+    ```</tool_call></tool_calls>
+    <function_calls>
+    weather(city="Verona")
+    clock()
+    </function_calls>
+    <function=weather>{"city": "Verona"}</function>
+
+Everything else, including invalid calls, is text.
 """
 
 from __future__ import annotations
@@ -25,21 +38,42 @@ from typing import Any, NamedTuple
 from metal_prefill.text._json_calls import Brackets, read_arguments, read_json
 from metal_prefill.text._written_calls import MOST_DEPTH, ElementScanner, PythonScanner, types_of
 
-# The second pair are control tokens, which texts of generated tokens do not contain.
-_OPEN = ("<tool_call>", "<|tool_call_start|>")
-_CLOSE = ("</tool_call>", "<|tool_call_end|>")
+_FENCE = "```"
+_TAGS = {
+    "<tool_call>": "</tool_call>",
+    "<|tool_call_start|>": "<|tool_call_end|>",
+    "[TOOL_CALLS]": "",
+    "<tool_calls>": "</tool_calls>",
+    "<function_calls>": "</function_calls>",
+    f"{_FENCE}tool_code": _FENCE,
+}
+_OPEN = tuple(_TAGS)
+_CLOSE = tuple(tag for tag in _TAGS.values() if tag not in ("", _FENCE))
+_ID, _ARGUMENTS, _JSON = (
+    "[CALL_ID]",
+    "[ARGS]",
+    f"{_FENCE}json",
+)  # between the name of a call and its arguments
+# Those that are control tokens in some vocabularies.
+MARKS = frozenset({*_OPEN, *_CLOSE, _ID, _ARGUMENTS})
+_MOST_TAGS = 2  # one within another
 # Start of JSON that may be a call, ignoring white space.
 _KEYS = ("name", "arguments", "parameters", "function", "type", "id")
 _BEGINNINGS = tuple(f'{bracket}"{key}"' for bracket in ("{", "[{") for key in _KEYS)
 _LONGEST_BEGINNING = 64  # characters, including white space, after which JSON must match the start of a call
 _MOST_SPACE = 64  # characters of white space next to a tag
 LONGEST_CALL = 1 << 20  # characters from the first bracket of a call to the last; longer JSON is text
-_FUNCTION = "<function="
+_FUNCTION, _END_FUNCTION = "<function=", "</function>"
 _LONGEST_NAME = 256
-_CANDIDATE = re.compile(r"[<{\[]")
+_CANDIDATE = re.compile(r"[<{\[`]")
 _SPACE = re.compile(r"\s*")
 _IN_ELEMENTS = re.compile(rf"{_FUNCTION}([^<>\s]{{0,{_LONGEST_NAME}}})(>?)")
 _IN_LIST = re.compile(rf"\[\s{{0,{_MOST_SPACE}}}([\w.-]{{0,{_LONGEST_NAME}}})\s{{0,{_MOST_SPACE}}}(\(?)")
+# After a tag: the name of a call, its id, and what precedes its arguments.
+_HEAD = re.compile(
+    rf"([\w.-]{{1,{_LONGEST_NAME}}})(?:{re.escape(_ID)}(\w{{1,{_LONGEST_NAME}}}))?(?:{re.escape(_ARGUMENTS)})?"
+    rf"\s{{0,{_MOST_SPACE}}}(?:({_JSON})\s{{0,{_MOST_SPACE}}})?"
+)
 
 
 @dataclass(frozen=True)
@@ -111,7 +145,7 @@ def parse_tool_calls(text: str, tools: Sequence[Mapping[str, Any]] | None = None
     Parameters
     ----------
     text
-        The answer, without control tokens.
+        The answer, without control tokens or with those of calls.
     tools
         Tools passed to the chat template. A call without tags must name one of them, and the values of a call
         in elements have the types of its parameters. None accepts any name, but no Python without tags.
@@ -195,6 +229,8 @@ class ToolCallParser:
             str
         ] = []  # pending white space, which is part of the text only if more text follows
         self._called = self._after_call = False
+        self._closing: tuple[str, ...] = ()  # texts that end the last call, in addition to tags
+        self._in_lines = False  # the last call is in Python without brackets, and may be followed by others
 
     def step(self, piece: str) -> list[str | ToolCall]:
         """Add a piece of the answer and return the texts and calls that are now decided, in order."""
@@ -227,19 +263,8 @@ class ToolCallParser:
         self._at, self._arrived = 0, []
         made: list[str | ToolCall] = []
         while self._at < len(self._text):
-            if self._after_call:
-                rest = self._after_space(self._at)
-                if self._text[rest : rest + 1] == "}":  # small models close one bracket too many
-                    rest = self._after_space(rest + 1)
-                near = rest - self._at <= 2 * _MOST_SPACE
-                arrived = self._text[rest : rest + max(map(len, _CLOSE))]
-                if not final and near and any(c.startswith(arrived) and c != arrived for c in _CLOSE):
-                    break
-                self._after_call = False
-                closing = next((c for c in _CLOSE if arrived.startswith(c)), "")
-                if near and closing:
-                    self._at = rest + len(closing)
-                continue
+            if self._after_call and not self._end_call(final):
+                break
             value = self._value
             if value is None:
                 at, value = self._opening(final)
@@ -257,8 +282,37 @@ class ToolCallParser:
                 made += calls
                 self._at += length
                 self._called = self._after_call = True
+                self._closing = value.closing
+                self._in_lines = isinstance(value, _Written) and value.in_lines
             self._value = None
         return _joined(made)
+
+    def _end_call(self, final: bool) -> bool:
+        """Take what closes the last call; return False if that is undecided.
+
+        The value of a call that follows without a tag is begun.
+        """
+        closings = (*_CLOSE, *self._closing)
+        while self._after_call:
+            begin = rest = self._after_space(self._at)
+            if self._text[rest : rest + 1] == "}":  # small models close one bracket too many
+                rest = self._after_space(rest + 1)
+            near = rest - self._at <= 2 * _MOST_SPACE
+            arrived = self._text[rest : rest + max(map(len, closings))]
+            if not final and near and any(c.startswith(arrived) and c != arrived for c in closings):
+                return False
+            closing = next((c for c in closings if arrived.startswith(c)), "")
+            if near and closing:
+                self._at = rest + len(closing)
+                continue
+            value = self._headed(begin, 0, self._closing) if near and self._in_lines else None
+            if value is _UNDECIDED and not final:
+                return False
+            self._after_call = False
+            if isinstance(value, _Written):
+                self._value = value
+                self._begin(value)
+        return True
 
     def _begin(self, value: _Value | _Written) -> None:
         """Scan what has arrived of a value."""
@@ -303,27 +357,54 @@ class ToolCallParser:
 
     def _begun(self, at: int) -> _Value | _Written | object | None:
         """Return the value that begins at an index, after a tag or without one; None, or `_UNDECIDED`."""
-        text = self._text
-        arrived = text[at : at + _LONGEST_BEGINNING]
-        tag = next((tag for tag in _OPEN if arrived.startswith(tag)), "")
-        start = self._after_space(at + len(tag)) if tag else at
-        if start - at - len(tag) > _MOST_SPACE:
-            return None
-        if start == len(text) or any(tag.startswith(arrived) for tag in _OPEN):
+        text, start, tags = self._text, at, list[str]()
+        while len(tags) < _MOST_TAGS and (tag := next((t for t in _OPEN if text.startswith(t, start)), "")):
+            tags.append(tag)
+            start = self._after_space(end := start + len(tag))
+            if start - end > _MOST_SPACE:
+                return None
+        arrived = text[start : start + _LONGEST_BEGINNING]
+        if not arrived or any(tag.startswith(arrived) for tag in _OPEN):
             return _UNDECIDED
-        written = self._written(start, bool(tag))
+        closing = (_FENCE,) if any(_TAGS[tag] == _FENCE for tag in tags) else ()
+        written = self._written(start, at, bool(tags), closing)
         if written is not None:
             return written
-        if tag:
-            return _Value(self._position + start, len(tag), tagged=True) if text[start] in "{[" else None
+        if tags and arrived[0] in "{[":
+            return _Value(self._position + start, start - at, True, closing)
+        if tags:
+            return self._headed(start, start - at, closing)
         squeezed = "".join(arrived.split())
         if squeezed.startswith(_BEGINNINGS):
             return _Value(self._position + at, 1, tagged=False)
         undecided = len(arrived) < _LONGEST_BEGINNING and any(b.startswith(squeezed) for b in _BEGINNINGS)
         return _UNDECIDED if undecided else None
 
-    def _written(self, start: int, tagged: bool) -> _Written | object | None:
-        """Return the call in elements, or list in Python, that begins at an index; None, or `_UNDECIDED`."""
+    def _headed(
+        self, start: int, skipped: int, closing: tuple[str, ...]
+    ) -> _Value | _Written | object | None:
+        """Return the call that begins with its name after a tag or another call; None, or `_UNDECIDED`."""
+        head = _HEAD.match(self._text, start)
+        if head is None:
+            return None
+        rest = self._text[head.end() : head.end() + len(_ID)]
+        if not rest or any(mark.startswith(rest) for mark in (_ID, _ARGUMENTS, _JSON)):
+            return _UNDECIDED
+        if rest[0] == "(":
+            return _Written(self._position + start, PythonScanner(), True, closing, in_lines=True)
+        if rest[0] != "{":
+            return None
+        closing = (*closing, *([_FENCE] if head[3] else []))
+        begin = head.end() - start
+        return _Value(self._position + start + begin, skipped + begin, True, closing, head[1], head[2])
+
+    def _written(
+        self, start: int, at: int, tagged: bool, closing: tuple[str, ...]
+    ) -> _Value | _Written | object | None:
+        """Return the call in elements, or list in Python, that begins at an index; None, or `_UNDECIDED`.
+
+        `at` is the index of the tag, if there is one.
+        """
         text = self._text
         elements = text.startswith("<", start)
         arrived = text[start : start + len(_FUNCTION)]
@@ -341,8 +422,13 @@ class ToolCallParser:
             known = any(other.startswith(name) for other in self._names or ())
         if not known or (not is_whole and found.end() < len(text)):
             return None
+        inner = self._after_space(found.end())
+        if not is_whole or (elements and inner == len(text)):
+            return _UNDECIDED
+        if elements and text[inner] == "{":
+            return _Value(self._position + inner, inner - at, tagged, (*closing, _END_FUNCTION), name)
         scanner = ElementScanner(self._types) if elements else PythonScanner()
-        return _Written(self._position + start, scanner, tagged) if is_whole else _UNDECIDED
+        return _Written(self._position + start, scanner, tagged, closing)
 
     def _read(self, value: _Value) -> tuple[int, list[ToolCall] | None]:
         """Return the number of characters to take, and the calls of the JSON; None if they are text."""
@@ -355,6 +441,8 @@ class ToolCallParser:
             found = read_json(self._text[value.start - self._position : end - self._position])
         except (ValueError, RecursionError):
             return value.skipped, None
+        if value.name is not None:
+            found = {"name": value.name, "arguments": found, "id": value.id}
         calls = [_call(one, value.tagged) for one in (found if isinstance(found, list) else [found])]
         read = [call for call in calls if call is not None]
         known = value.tagged or self._names is None or all(call.name in self._names for call in read)
@@ -396,11 +484,18 @@ class _Value(NamedTuple):
         Number of characters to treat as text if the JSON is not a call; the search continues after them.
     tagged : bool
         Whether a tag precedes the JSON.
+    closing : tuple of str
+        Texts that end the call, in addition to tags.
+    name, id : str or None
+        Those of a call whose arguments are the JSON.
     """
 
     start: int
     skipped: int
     tagged: bool
+    closing: tuple[str, ...] = ()
+    name: str | None = None
+    id: str | None = None
 
 
 _UNDECIDED = object()
@@ -418,6 +513,10 @@ class _Written:
         Finds their end.
     tagged : bool
         Whether a tag precedes them.
+    closing : tuple of str
+        Texts that end the call, in addition to tags.
+    in_lines : bool
+        Whether this is one call in Python without brackets.
     scanned : int
         Number of characters that the scanner has taken.
     """
@@ -425,6 +524,8 @@ class _Written:
     start: int
     scanner: ElementScanner | PythonScanner
     tagged: bool
+    closing: tuple[str, ...] = ()
+    in_lines: bool = False
     scanned: int = 0
 
     def scan(self, piece: str) -> None:

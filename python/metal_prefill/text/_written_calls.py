@@ -10,8 +10,9 @@ The two forms are::
 
     [weather(city="Verona", days=3), clock()]
 
-A scanner finds where such calls end, in a single pass over the pieces of an answer. The text of the calls is
-then parsed once, and nothing in text that is rejected is examined again.
+Other models write one call in Python after another, without brackets. A scanner finds where such calls end,
+in a single pass over the pieces of an answer. The text of the calls is then parsed once, and nothing in text
+that is rejected is examined again.
 """
 
 from __future__ import annotations
@@ -140,7 +141,7 @@ _AFTER_STRING = ",:)]}"
 
 
 class PythonScanner:
-    """Finds the end of a list of calls in Python's syntax.
+    """Finds the end of a list of calls in Python's syntax, or of one call.
 
     Templates may write text between quotes as it is. A quote therefore ends a string only if a comma, a colon
     or a closing bracket follows it.
@@ -204,7 +205,7 @@ class PythonScanner:
                 self.end = position + 1
 
     def calls(self, text: str) -> list[WrittenCall] | None:
-        """Parse complete text; return None if it is not a list of calls with named arguments."""
+        """Parse complete text; return None if it is not a call, or list of calls, with named arguments."""
         try:
             return _valid(_PythonReader(text, self._strings).calls())
         except ValueError:
@@ -222,7 +223,7 @@ def _unescaped(match: re.Match[str]) -> str:
 
 
 class _PythonReader:
-    """Recursive descent over a list of calls; `ValueError` ends it."""
+    """Recursive descent over a call, or a list of calls; `ValueError` ends it."""
 
     _SPACE = re.compile(r"\s*")
     _NAME = re.compile(r"[A-Za-z_][\w.-]*")
@@ -234,22 +235,28 @@ class _PythonReader:
         self._at = 0
 
     def calls(self) -> list[WrittenCall]:
-        self._expect("[")
         calls: list[WrittenCall] = []
-        while not self._ends("]", first=not calls):
-            name = self._word()
-            self._expect("(")
-            arguments: dict[str, Any] = {}
-            while not self._ends(")", first=not arguments):
-                key = self._word()
-                self._expect("=")
-                if key in arguments:
-                    raise ValueError(f"{key} is repeated")
-                arguments[key] = self._value(1)
-            calls.append(WrittenCall(name, arguments))
+        if not self._text.startswith("["):
+            calls.append(self._call())
+        else:
+            self._expect("[")
+            while not self._ends("]", first=not calls):
+                calls.append(self._call())
         if self._at != len(self._text) or not calls:
-            raise ValueError("text after the list, or no call")
+            raise ValueError("text after the calls, or no call")
         return calls
+
+    def _call(self) -> WrittenCall:
+        name = self._word()
+        self._expect("(")
+        arguments: dict[str, Any] = {}
+        while not self._ends(")", first=not arguments):
+            key = self._word()
+            self._expect("=")
+            if key in arguments:
+                raise ValueError(f"{key} is repeated")
+            arguments[key] = self._value(1)
+        return WrittenCall(name, arguments)
 
     def _value(self, depth: int) -> Any:
         if depth > MOST_DEPTH:
