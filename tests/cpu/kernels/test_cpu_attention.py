@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from itertools import product
 
 import numpy as np
 import numpy.typing as npt
@@ -58,7 +59,6 @@ def attention_case(
 
 
 ATTENTION_SHAPES = [  # heads of queries, dimensions of keys and values, window, both ways
-    (1, 64, 64, 0, False),
     (3, 64, 64, 0, False),
     (8, 32, 32, 0, False),
     (3, 80, 40, 0, False),
@@ -66,10 +66,8 @@ ATTENTION_SHAPES = [  # heads of queries, dimensions of keys and values, window,
     (1, 32, 96, 0, False),
     (5, 256, 256, 70, False),
     (3, 64, 64, 20, False),
-    (4, 48, 16, 130, False),
     (2, 45, 16, 0, False),
     (3, 64, 64, 0, True),
-    (3, 64, 64, 20, True),
     (4, 48, 16, 131, True),
 ]
 
@@ -117,9 +115,7 @@ def test_attention_at_any_last_position_within_a_page(isa: str, kv_dtype: str) -
 
 @each_set
 @pytest.mark.parametrize("kv_dtype", ["f16", "f32", "q8_0"])
-@pytest.mark.parametrize(
-    ("window", "both_ways"), [(0, False), (600, False), (20, False), (0, True), (1200, True)]
-)
+@pytest.mark.parametrize(("window", "both_ways"), [(0, False), (600, False), (20, False), (1200, True)])
 def test_attention_may_be_computed_split_by_split(
     isa: str, kv_dtype: str, window: int, both_ways: bool
 ) -> None:
@@ -132,49 +128,30 @@ def test_attention_may_be_computed_split_by_split(
         cpu.attention(isa, q, keys, values, kv_dtype, window, 32**-0.5, t, 1, single, both_ways=both_ways)
     error = {"f16": ATTENTION_ERROR[isa], "f32": ATTENTION_ERROR["f32"], "q8_0": Q8_ATTENTION_ERROR}[kv_dtype]
     assert np.abs(single - expected).max() <= error * np.abs(expected).max()
-    for first, count, by_splits in (
-        (0, 32, False),
-        (0, 32, True),
-        (17, 8, True),
-        (20, 1, True),
-        (21, 1, True),
-    ):
+    for first, count, by_splits in (0, 32, False), (0, 32, True), (17, 8, True), (20, 1, True), (21, 1, True):
         out = np.full_like(single, np.nan)
-        cpu.attention(
-            isa,
-            q,
-            keys,
-            values,
-            kv_dtype,
-            window,
-            32**-0.5,
-            first,
-            count,
-            out,
-            both_ways=both_ways,
-            by_splits=by_splits,
-        )
+        options = {"both_ways": both_ways, "by_splits": by_splits}
+        cpu.attention(isa, q, keys, values, kv_dtype, window, 32**-0.5, first, count, out, **options)
         np.testing.assert_array_equal(out[first : first + count], single[first : first + count])
 
 
 @each_set
-@pytest.mark.parametrize("loud", [slice(0, 512), slice(512, 1024), slice(1024, 1100)])
-def test_a_split_may_have_nearly_all_of_the_weight(isa: str, loud: slice) -> None:
-    q, keys, values = normal(4, 64), normal(1100, 64, seed=1), normal(1100, 64, seed=2)
-    keys[loud] *= 30
-    expected = reference_attention(q, keys, values, 1, 0, 1.0)
-    for by_splits in (False, True):
+def test_a_split_may_have_nearly_all_of_the_weight(isa: str) -> None:
+    q, values = normal(4, 64), normal(1100, 64, seed=2)
+    for loud, by_splits in product((slice(0, 512), slice(512, 1024), slice(1024, 1100)), (False, True)):
+        keys = normal(1100, 64, seed=1)
+        keys[loud] *= 30
+        expected = reference_attention(q, keys, values, 1, 0, 1.0)
         out = np.full_like(q, np.nan)
         cpu.attention(isa, q, keys, values, "f32", 0, 1.0, 0, 4, out, by_splits=by_splits)
         assert np.abs(out - expected).max() <= 1e-4 * np.abs(expected).max()  # scores are up to 1,000
 
 
 @each_set
-@pytest.mark.parametrize("kv_dtype", ["f16", "f32"])
-def test_a_nan_split_makes_the_result_nan(isa: str, kv_dtype: str) -> None:
+def test_a_nan_split_makes_the_result_nan(isa: str) -> None:
     q, keys, values = normal(4, 64), normal(1100, 64, seed=1), normal(1100, 64, seed=2)
     keys[512:1024] = np.nan
-    for by_splits in (False, True):
+    for kv_dtype, by_splits in product(("f16", "f32"), (False, True)):
         out = np.zeros_like(q)
         cpu.attention(isa, q, keys, values, kv_dtype, 0, 0.125, 0, 4, out, by_splits=by_splits)
         assert np.isnan(out).all()
@@ -201,14 +178,14 @@ def test_attention_is_exact_on_request(isa: str) -> None:
 
 
 @each_set
-@pytest.mark.parametrize("key_dim", [45, 48, 80])
-def test_padding_of_keys_changes_nothing(isa: str, key_dim: int) -> None:
+def test_padding_of_keys_changes_nothing(isa: str) -> None:
     """AMX multiplies 32 dimensions at a time. Unwritten memory is NaN here, since 0 * NaN is NaN."""
-    q, keys, values = normal(37, 2 * key_dim), normal(203, key_dim, seed=1), normal(203, 16, seed=2)
-    plain, filled = np.full((2, 37, 32), SENTINEL)
-    cpu.attention(isa, q, keys, values, "f16", 0, 0.125, 0, 32, plain)
-    cpu.attention(isa, q, keys, values, "f16", 0, 0.125, 0, 32, filled, key_multiple=32)
-    np.testing.assert_array_equal(filled, plain)
+    for key_dim in (45, 48, 80):
+        q, keys, values = normal(37, 2 * key_dim), normal(203, key_dim, seed=1), normal(203, 16, seed=2)
+        plain, filled = np.full((2, 37, 32), SENTINEL)
+        cpu.attention(isa, q, keys, values, "f16", 0, 0.125, 0, 32, plain)
+        cpu.attention(isa, q, keys, values, "f16", 0, 0.125, 0, 32, filled, key_multiple=32)
+        np.testing.assert_array_equal(filled, plain)
 
 
 @each_set

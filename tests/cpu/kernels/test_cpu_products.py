@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -67,12 +68,11 @@ def test_bfloat16_pairs_are_preferred_if_faster_than_float32() -> None:
 
 
 @each_set
-@pytest.mark.parametrize("first", [0, 3])
-def test_activations_are_quantized_to_the_nearest_step_of_their_block(isa: str, first: int) -> None:
+def test_activations_are_quantized_to_the_nearest_step_of_their_block(isa: str) -> None:
     x = normal(21, 96) * np.float32(3.0)
     x[4, 32:64] = 0
     x[5, :32] *= np.float32(1e-30)
-    q, scale, scaled_sum, start, start_half = cpu.quantize(isa, x, first)
+    q, scale, scaled_sum, start, start_half = cpu.quantize(isa, x, 3)
     blocks = x.reshape(21, 3, 32).astype(np.float64)
     largest = np.abs(blocks).max(-1)
     np.testing.assert_allclose(scale, largest / 127, rtol=1e-6)
@@ -88,18 +88,18 @@ def test_activations_are_quantized_to_the_nearest_step_of_their_block(isa: str, 
 
 
 @each_set
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_nan_and_infinity_survive_quantization(isa: str, bad: float) -> None:
+def test_nan_and_infinity_survive_quantization(isa: str) -> None:
     x = normal(9, 512)
-    x[:, 40] = bad
-    for kind in (Type.Q8_0, Type.Q4_K, Type.Q6_K):
-        raw, _ = random_weight(kind, 32, 512)
-        for tokens in (1, 9):
-            out = guarded(tokens, 32)
-            cpu.multiply_int8(isa, int(kind), raw, 32, x[:tokens], 0, out)
-            assert not np.isfinite(out[:tokens, :32]).any()
-    _, scale, *_ = cpu.quantize(isa, x, 0)
-    assert np.isfinite(scale[0, 0])
+    for bad in (np.nan, np.inf, -np.inf):
+        x[:, 40] = bad
+        for kind in (Type.Q8_0, Type.Q4_K, Type.Q6_K):
+            raw, _ = random_weight(kind, 32, 512)
+            for tokens in (1, 9):
+                out = guarded(tokens, 32)
+                cpu.multiply_int8(isa, int(kind), raw, 32, x[:tokens], 0, out)
+                assert not np.isfinite(out[:tokens, :32]).any()
+        _, scale, *_ = cpu.quantize(isa, x, 0)
+        assert np.isfinite(scale[0, 0])
 
 
 # On AMX, activations that these types multiply share a scale and a zero in a super-block of 256 columns.
@@ -129,15 +129,16 @@ def exact_product(
     """Product in float64 of dequantized weights and quantized activations."""
     tokens, cols = q.shape
     x = q.reshape(tokens, -1, 32) * scale[..., None]
-    product: npt.NDArray[np.float64] = x.reshape(tokens, cols) @ values.astype(np.float64).T
-    return product
+    exact: npt.NDArray[np.float64] = x.reshape(tokens, cols) @ values.astype(np.float64).T
+    return exact
 
 
 @each_set
 @pytest.mark.parametrize(
     ("kind", "cols"),
     [
-        *((kind, cols) for kind in COMMON for cols in (64, 576, 1536, 2048)),
+        *((kind, cols) for kind in COMMON for cols in (64, 576)),
+        (Type.Q4_0, 2048),
         *((kind, 768) for kind in QUANTIZED if kind not in COMMON),
     ],
     ids=lambda value: value.name if isinstance(value, Type) else str(value),
@@ -192,13 +193,12 @@ def test_packed_weights_of_most_types_are_at_most_5_percent_larger_than_in_the_f
 
 
 @each_set
-@pytest.mark.parametrize("kind", EXTREME_CODES, ids=lambda t: t.name)
-def test_integer_sums_are_exact_at_the_extremes(isa: str, kind: Type) -> None:
+def test_integer_sums_are_exact_at_the_extremes(isa: str) -> None:
     """All codes at either end against activations at either end: the largest sums that can occur."""
-    raw = random_weight(kind, 32, 256)[0].copy()
-    blocks = raw.reshape(-1, GGML_QUANT_SIZES[kind][1])
-    for code in (0x00, 0xFF, 0x80, 0x7F):
-        blocks[:, EXTREME_CODES[kind]] = code
+    for (kind, codes), code in product(EXTREME_CODES.items(), (0x00, 0xFF, 0x80, 0x7F)):
+        raw = random_weight(kind, 32, 256)[0].copy()
+        blocks = raw.reshape(-1, GGML_QUANT_SIZES[kind][1])
+        blocks[:, codes] = code
         values = quants.dequantize(blocks, kind).reshape(32, 256)
         for sign in (1, -1):
             x = np.full((17, 256), sign, np.float32)
@@ -208,7 +208,7 @@ def test_integer_sums_are_exact_at_the_extremes(isa: str, kind: Type) -> None:
             cpu.multiply_int8(isa, int(kind), raw, 32, x, 0, out)
             expected = exact_product(values, q, scale)
             error = np.abs(inside(out, 17, 32) - expected).max()
-            assert error <= 2e-6 * np.abs(values).max() * 256
+            assert error <= 2e-6 * np.abs(values).max() * 256, kind.name
 
 
 @each_set
@@ -247,7 +247,7 @@ def test_quantized_products_are_bit_identical_on_all_sets_with_fma() -> None:
 
 
 @each_set
-@pytest.mark.parametrize("cols", [64, 80, 100, 576, 2048])
+@pytest.mark.parametrize("cols", [80, 100, 2048])
 def test_float_products_agree_with_float64(isa: str, cols: int) -> None:
     padded = (cols + 15) // 16 * 16
     weight, x = np.zeros((32, padded), np.float32), np.zeros((512, padded), np.float32)
@@ -280,19 +280,16 @@ def test_products_of_few_tokens_with_16_bit_weights_are_bit_identical_to_those_o
 
 
 @each_set
-@pytest.mark.parametrize("columns", [1, 7, 16, 31, 32])
-@pytest.mark.parametrize("biased", [False, True])
-@pytest.mark.parametrize("add", [False, True])
-def test_products_reach_their_columns_with_a_bias_and_added(
-    isa: str, columns: int, biased: bool, add: bool
-) -> None:
-    products, bias = normal(5, 32), normal(32, seed=1) if biased else np.zeros(32, np.float32)
-    before = normal(5, columns, seed=2)
-    out = guarded(5, columns)
-    out[:5, :columns] = before
-    cpu.add_products(isa, products, bias if biased else bias[:0], columns, add, out)
-    expected = products[:, :columns] + bias[:columns]
-    np.testing.assert_array_equal(inside(out, 5, columns), before + expected if add else expected)
+def test_products_reach_their_columns_with_a_bias_and_added(isa: str) -> None:
+    products = normal(5, 32)
+    for columns, biased, add in product((1, 7, 16, 31, 32), (False, True), (False, True)):
+        bias = normal(32, seed=1) if biased else np.zeros(32, np.float32)
+        before = normal(5, columns, seed=2)
+        out = guarded(5, columns)
+        out[:5, :columns] = before
+        cpu.add_products(isa, products, bias if biased else bias[:0], columns, add, out)
+        expected = products[:, :columns] + bias[:columns]
+        np.testing.assert_array_equal(inside(out, 5, columns), before + expected if add else expected)
 
 
 @pytest.mark.parametrize("isa", NATIVE_SETS)

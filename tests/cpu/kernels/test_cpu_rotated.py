@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -21,9 +23,8 @@ from support.kernel_cases import (
 
 Codes = npt.NDArray[np.int8 | np.int16]
 WIDE_SETS = [isa for isa in NATIVE_SETS if isa.startswith("a")]  # avx2 to amx
-each_form = pytest.mark.parametrize(
-    ("isa", "wide"), [*((isa, False) for isa in SETS), *((isa, True) for isa in WIDE_SETS)]
-)
+FORMS = [*((isa, False) for isa in SETS), *((isa, True) for isa in WIDE_SETS)]
+each_form = pytest.mark.parametrize(("isa", "wide"), FORMS)
 
 
 def filled_up(cols: int) -> int:
@@ -63,7 +64,7 @@ def exactly_rotated(x: Floats) -> npt.NDArray[np.float64]:
 
 
 @each_form
-@pytest.mark.parametrize("cols", [1, 7, 32, 64, 80, 100, 384, 576, 1536])
+@pytest.mark.parametrize("cols", [1, 7, 80, 100, 576])
 def test_rows_are_rotated_and_rounded(isa: str, wide: bool, cols: int) -> None:
     x = normal(5, cols)
     x[1, cols // 2] = 30  # as some channels of real models
@@ -102,17 +103,20 @@ def test_tiny_rows_vanish_and_bad_values_reach_every_result(isa: str, wide: bool
     assert np.isfinite(out[3, :32]).all()
 
 
-def product(weight: tuple[Codes, Floats], x: tuple[Codes, Floats]) -> Floats:
+def product_of(weight: tuple[Codes, Floats], x: tuple[Codes, Floats]) -> Floats:
     """Return integer sums in int64 times scales in float32, in the order of the kernels."""
     sums = x[0].astype(np.int64) @ weight[0].astype(np.int64).T
     scaled: Floats = sums.astype(np.float32) * (weight[1] * x[1][:, None])
     return scaled
 
 
-@each_form
 @pytest.mark.parametrize(
-    ("kind", "cols"),
-    [*((Type.F32, cols) for cols in (32, 80, 576, 2048)), *((kind, 512) for kind in [Type.BF16, *QUANTIZED])],
+    ("isa", "wide", "kind", "cols"),
+    [
+        *((*form, Type.F32, cols) for form in FORMS for cols in (32, 80, 576)),
+        *((*form, Type.Q4_0, 512) for form in FORMS),
+        *((SETS[0], False, kind, 512) for kind in [Type.BF16, *QUANTIZED]),  # one function reads weights
+    ],
     ids=lambda value: value.name if isinstance(value, Type) else str(value),
 )
 def test_the_product_of_rotated_rows_is_exact_and_the_same_for_any_tile(
@@ -128,7 +132,7 @@ def test_the_product_of_rotated_rows_is_exact_and_the_same_for_any_tile(
             raw = np.ascontiguousarray(values.view(np.uint16).reshape(-1, 2)[:, 1]).view(np.uint8)
             values = (values.view(np.uint32) & 0xFFFF0000).view(np.float32)
     x = normal(70, cols, seed=1)
-    expected = product(rotated(isa, np.ascontiguousarray(values), wide), rotated(isa, x, wide))
+    expected = product_of(rotated(isa, np.ascontiguousarray(values), wide), rotated(isa, x, wide))
     for batch in [n for n in BATCHES if n <= 33] + [70]:
         for first in (0, 3):
             out = guarded(batch, 96)
@@ -139,12 +143,11 @@ def test_the_product_of_rotated_rows_is_exact_and_the_same_for_any_tile(
 
 
 @each_form
-@pytest.mark.parametrize("sign", [1, -1])
-@pytest.mark.parametrize("cols", [64, 1 << 17])
-def test_the_largest_sums_do_not_overflow(isa: str, wide: bool, sign: int, cols: int) -> None:
-    x = np.zeros((20, cols), np.float32)
-    x[:, ::64] = 1  # all columns of a block are equal after the rotation
-    weight = np.ascontiguousarray(x[:1]) * np.float32(sign)
-    out = guarded(20, 32)
-    cpu.multiply_rotated(isa, int(Type.F32), weight.view(np.uint8).reshape(-1), 1, x, 0, wide, out)
-    np.testing.assert_allclose(inside(out, 20, 32)[:, 0], sign * cols / 64, rtol=1e-6)
+def test_the_largest_sums_do_not_overflow(isa: str, wide: bool) -> None:
+    for sign, cols in product((1, -1), (64, 1 << 17)):
+        x = np.zeros((20, cols), np.float32)
+        x[:, ::64] = 1  # all columns of a block are equal after the rotation
+        weight = np.ascontiguousarray(x[:1]) * np.float32(sign)
+        out = guarded(20, 32)
+        cpu.multiply_rotated(isa, int(Type.F32), weight.view(np.uint8).reshape(-1), 1, x, 0, wide, out)
+        np.testing.assert_allclose(inside(out, 20, 32)[:, 0], sign * cols / 64, rtol=1e-6)

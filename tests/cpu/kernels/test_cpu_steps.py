@@ -10,20 +10,19 @@ from support.kernel_cases import SENTINEL, cpu, each_set, guarded, inside, norma
 
 
 @each_set
-@pytest.mark.parametrize("n", [1, 5, 64, 80, 576])
-def test_rms_norm(isa: str, n: int) -> None:
-    x, weight = normal(n), normal(n, seed=1)
-    out = np.full(n + 4, SENTINEL, np.float32)
-    out[:n] = np.nan
-    cpu.rms_norm(isa, x, weight, 1e-5, out)
-    expected = x / np.sqrt(np.square(x.astype(np.float64)).mean() + 1e-5) * weight
-    np.testing.assert_allclose(out[:n], expected, rtol=1e-5, atol=1e-6)
-    assert np.all(out[n:] == SENTINEL)
+def test_rms_norm(isa: str) -> None:
+    for n in (1, 5, 64, 80, 576):
+        x, weight = normal(n), normal(n, seed=1)
+        out = np.full(n + 4, SENTINEL, np.float32)
+        out[:n] = np.nan
+        cpu.rms_norm(isa, x, weight, 1e-5, out)
+        expected = x / np.sqrt(np.square(x.astype(np.float64)).mean() + 1e-5) * weight
+        np.testing.assert_allclose(out[:n], expected, rtol=1e-5, atol=1e-6)
+        assert np.all(out[n:] == SENTINEL)
 
 
 @each_set
-@pytest.mark.parametrize("dim", [1, 10, 16, 32, 64, 80, 100])
-@pytest.mark.parametrize("rows", [1, 16, 128])
+@pytest.mark.parametrize(("dim", "rows"), [(1, 16), (10, 1), (16, 128), (64, 16), (100, 16)])
 def test_scan(isa: str, dim: int, rows: int) -> None:
     """The state-space recurrence of a head, over tokens in calls of any length."""
     tokens = 70
@@ -64,20 +63,19 @@ def test_rope_turns_pairs_and_leaves_the_rest(isa: str, neox: bool) -> None:
 
 
 @each_set
-@pytest.mark.parametrize("n", [3, 32, 100])
-def test_gate_of_a_head(isa: str, n: int) -> None:
-    x, gate = np.full(n + 4, SENTINEL, np.float32), normal(n, seed=1) * np.float32(4)
-    x[:n] = normal(n)
-    gate[:2] = -100.0, 100.0
-    expected = x[:n] / (1 + np.exp(-gate.astype(np.float64)))
-    cpu.apply_gate(isa, gate, x)
-    np.testing.assert_allclose(x[:n], expected, rtol=1e-5, atol=1e-6)
-    assert np.all(x[n:] == SENTINEL)
+def test_gate_of_a_head(isa: str) -> None:
+    for n in (3, 32, 100):
+        x, gate = np.full(n + 4, SENTINEL, np.float32), normal(n, seed=1) * np.float32(4)
+        x[:n] = normal(n)
+        gate[:2] = -100.0, 100.0
+        expected = x[:n] / (1 + np.exp(-gate.astype(np.float64)))
+        cpu.apply_gate(isa, gate, x)
+        np.testing.assert_allclose(x[:n], expected, rtol=1e-5, atol=1e-6)
+        assert np.all(x[n:] == SENTINEL)
 
 
 @each_set
-@pytest.mark.parametrize("keys", [1, 7, 20, 128])
-@pytest.mark.parametrize("columns", [1, 5, 32])
+@pytest.mark.parametrize(("keys", "columns"), [(1, 32), (7, 5), (20, 1), (128, 32)])
 def test_delta_rule(isa: str, keys: int, columns: int) -> None:
     """Three tokens, one after the other; columns that are not there stay zero."""
     state, out = np.zeros((keys, 32), np.float32), np.full(36, SENTINEL, np.float32)
@@ -96,8 +94,7 @@ def test_delta_rule(isa: str, keys: int, columns: int) -> None:
 
 
 @each_set
-@pytest.mark.parametrize("gelu", [False, True])
-@pytest.mark.parametrize("n", [3, 32, 100])
+@pytest.mark.parametrize(("gelu", "n"), [(False, 3), (False, 100), (True, 3), (True, 100)])
 def test_gated_activation(isa: str, gelu: bool, n: int) -> None:
     gate, up = normal(n) * np.float32(4), normal(n, seed=1)
     gate[:3] = (-100.0, 100.0, 0.0)
