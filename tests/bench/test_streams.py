@@ -40,11 +40,7 @@ def test_each_stream_decodes_after_its_own_context() -> None:
     _worker.timed_run(engine, case, VOCAB)
     ids = stream_ids(case, VOCAB)
     assert ids.shape == (4, 8)
-    assert engine.calls == [
-        ("open", 4, 8),
-        ("prefill", ids[:, :5].tolist()),
-        ("decode", ids[:, 5:].tolist()),
-    ]
+    assert engine.calls == [("open", 4, 8), ("prefill", ids[:, :5].tolist()), ("decode", ids[:, 5:].tolist())]
 
 
 def test_prompts_start_in_empty_contexts() -> None:

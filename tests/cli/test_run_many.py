@@ -149,11 +149,7 @@ def test_one_prompt_with_an_output_file_is_a_line(tmp_path: Path, capsys: pytest
     assert capsys.readouterr().out == ""
     (line,) = read_lines(tmp_path / "out.jsonl")
     assert line.pop("options")["max_tokens"] == 5
-    assert line == {
-        "prompt": SPEAKERS[0],
-        "continuation": alone(SPEAKERS[0], 5),
-        "finish_reason": "length",
-    }
+    assert line == {"prompt": SPEAKERS[0], "continuation": alone(SPEAKERS[0], 5), "finish_reason": "length"}
 
 
 @pytest.mark.parametrize(

@@ -146,8 +146,7 @@ REFUSED: dict[str, tuple[Callable[[Path], Folder], Change, str]] = {
     "a prompt of a cross-encoder": (
         task_folders.RANKERS["bert"],
         both(
-            modules("Transformer"),
-            file(SETTINGS, prompts={"query": "find: "}, default_prompt_name="query"),
+            modules("Transformer"), file(SETTINGS, prompts={"query": "find: "}, default_prompt_name="query")
         ),
         "default_prompt_name is 'query'; a classifier has no prompts",
     ),

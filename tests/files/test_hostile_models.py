@@ -53,12 +53,7 @@ def test_contexts_near_the_limit_of_32_bits_work(
             assert (session.max_context, fork.max_context) == (context, context)
 
 
-FLOAT_KEYS = [
-    "attention.layer_norm_rms_epsilon",
-    "attention.scale",
-    "rope.freq_base",
-    "rope.scaling.factor",
-]
+FLOAT_KEYS = ["attention.layer_norm_rms_epsilon", "attention.scale", "rope.freq_base", "rope.scaling.factor"]
 
 
 @pytest.mark.parametrize("key", FLOAT_KEYS)

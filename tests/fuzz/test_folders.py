@@ -143,10 +143,7 @@ def pooled(make: Callable[[Path], Folder]) -> Callable[[Path], Folder]:
 # Folders, and the files of settings that are changed.
 KINDS: dict[str, Kind] = {
     "bert": (pooled(model_folders.bert), POOLED),
-    "xlm-r": (
-        pooled(lambda path: model_folders.bert(path, "XLMRobertaModel", "unigram as written")),
-        POOLED,
-    ),
+    "xlm-r": (pooled(lambda path: model_folders.bert(path, "XLMRobertaModel", "unigram as written")), POOLED),
     "llama": (pooled(model_folders.llama), POOLED),
     "sharded": (sharded, ("config.json", "model.safetensors.index.json")),
     "list of tokens": (lines, ("config.json", "tokenizer_config.json", "special_tokens_map.json")),

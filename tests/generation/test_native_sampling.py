@@ -127,11 +127,7 @@ def test_infinite_logits_share_the_probability() -> None:
     assert sampler.choose(np.array([0, math.inf, math.inf, -math.inf], np.float32)) == 1
     ((log_prob, best),) = sampler.reports
     assert log_prob == pytest.approx(math.log(0.5))
-    assert best == [
-        (1, pytest.approx(math.log(0.5))),
-        (2, pytest.approx(math.log(0.5))),
-        (0, -math.inf),
-    ]
+    assert best == [(1, pytest.approx(math.log(0.5))), (2, pytest.approx(math.log(0.5))), (0, -math.inf)]
 
 
 def test_forbidden_tokens_are_not_chosen_before_their_position() -> None:

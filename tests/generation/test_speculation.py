@@ -13,12 +13,7 @@ from support.small_models import MODELS, write
 
 from metal_prefill import Conversation, Model, SessionBusyError, _core
 from metal_prefill.engine import Engine, RowCost
-from metal_prefill.generation._speculation import (
-    MOST_DRAFTS,
-    Acceptance,
-    LookupDrafter,
-    Speculation,
-)
+from metal_prefill.generation._speculation import MOST_DRAFTS, Acceptance, LookupDrafter, Speculation
 from metal_prefill.generation._stream import make_streams
 
 SAMPLED: dict[str, Any] = {"temperature": 1.0, "top_k": 20, "repeat_penalty": 1.1, "seed": 3}
@@ -221,11 +216,7 @@ def test_a_session_that_another_call_changed_ends_the_text(
     ],
 )
 def test_invalid_drafts_fail_only_their_text(
-    shakespeare: Model,
-    monkeypatch: pytest.MonkeyPatch,
-    speculate: Any,
-    error: type[Exception],
-    message: str,
+    shakespeare: Model, monkeypatch: pytest.MonkeyPatch, speculate: Any, error: type[Exception], message: str
 ) -> None:
     always(monkeypatch)
     with pytest.raises(error, match=message):

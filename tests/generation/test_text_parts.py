@@ -94,10 +94,7 @@ def test_forced_tokens_are_taken_in_pieces_that_a_pass_may_have() -> None:
     assert choosing.take_forced() == constraint.forced[:MOST_FORCED]
     choosing.advance([MOST_FORCED + 1], [MOST_FORCED + 1], 40)  # the next forced token
     assert choosing.take_forced() == [MOST_FORCED + 2]
-    assert constraint.requests == [
-        ([9], MOST_FORCED, 50),
-        ([MOST_FORCED + 1, MOST_FORCED + 2], 0, 40),
-    ]
+    assert constraint.requests == [([9], MOST_FORCED, 50), ([MOST_FORCED + 1, MOST_FORCED + 2], 0, 40)]
     assert not choosing.completes(MOST_FORCED + 1)
     assert not choosing.unmet
 

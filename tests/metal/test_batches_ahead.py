@@ -115,11 +115,7 @@ def test_batches_run_ahead_and_return_the_same_tokens_as_single_sequences(
 
     prompts = sum(map(len, PROMPTS))
     before = gpu.counters()
-    assert passes_of(run) == [
-        Pass(prompts, 3, -1, 0),
-        Pass(3, 3, -1, 0),
-        *[Pass(3, 3, -1, 1)] * (TOKENS - 2),
-    ]
+    assert passes_of(run) == [Pass(prompts, 3, -1, 0), Pass(3, 3, -1, 0), *[Pass(3, 3, -1, 1)] * (TOKENS - 2)]
     assert gpu.counters().waits - before.waits == TOKENS
     assert texts == [text[:TOKENS] for text in wanted]
 

@@ -270,9 +270,7 @@ def test_shaders_are_compiled_without_fast_maths_and_in_the_oldest_language(path
     assert not any(library.fast_functions for library in compiled)  # a separate option on macOS 15
 
 
-def test_kernel_tests_compile_as_the_engine_does(
-    libraries: dict[str, metal_kernels.KernelLibrary],
-) -> None:
+def test_kernel_tests_compile_as_the_engine_does(libraries: dict[str, metal_kernels.KernelLibrary]) -> None:
     compiled = metal_kernels.testing_module().emulator.compiled_libraries()[
         -len({id(o) for o in libraries.values()}) :
     ]

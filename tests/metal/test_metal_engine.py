@@ -476,9 +476,7 @@ def test_the_pool_is_no_larger_than_a_buffer(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "alone", "per_layer"),
-    [({}, 7, 7), ({"fused_norm": True}, 5, 7)],
-    ids=str,
+    ("options", "alone", "per_layer"), [({}, 7, 7), ({"fused_norm": True}, 5, 7)], ids=str
 )
 def test_the_number_of_dispatches_does_not_grow_with_the_number_of_sequences(
     tiny_path: Path, options: dict[str, Any], alone: int, per_layer: int

@@ -8,16 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from metal_kernels import KernelLibrary
-from support.kernel_harness import (
-    CONSTANTS,
-    Array,
-    Output,
-    Run,
-    Weights,
-    ceil_div,
-    close,
-    make_args,
-)
+from support.kernel_harness import CONSTANTS, Array, Output, Run, Weights, ceil_div, close, make_args
 from support.matmul_harness import (
     ACTIVATIONS,
     SILU,
@@ -51,11 +42,10 @@ def matvec_groups(out_dim: int, lanes: int, threads: int) -> tuple[int]:
 
 
 @pytest.mark.parametrize("kind", TYPES)
-@pytest.mark.parametrize("cols", [8, 64, 576, 1536])
-def test_matvec(run: Run, kind: str, cols: int) -> None:
+def test_matvec(run: Run, kind: str) -> None:
     rng = np.random.default_rng(1)
-    cols = columns(kind, cols)
-    for rows, lanes, threads in ((45, 8, 64), (33, 16, 32), (7, 32, 64)):
+    shapes = [(45, 8, 64), (33, 16, 32), (7, 32, 64)]
+    for cols, (rows, lanes, threads) in product({columns(kind, n) for n in (8, 64, 576, 1536)}, shapes):
         w = Weights(rng, kind, [rows], cols)
         x = rng.standard_normal(cols, np.float32)
         y = Output([rows])
@@ -131,18 +121,18 @@ def multi_token(
     )
 
 
-@pytest.mark.parametrize("tokens", [1, 2, 3, 7, 8, 9, 31, 33])
 @pytest.mark.parametrize(("cols", "lanes"), [(32, 8), (64, 32), (576, 16), (1536, 32)])
 @pytest.mark.parametrize("accumulate", [False, True])
-def test_multi_token_matvec(run: Run, tokens: int, cols: int, lanes: int, accumulate: bool) -> None:
-    rng = np.random.default_rng(tokens)
-    rows = [8, 4, 4, 3] if cols == 576 else [19]  # not a multiple of a threadgroup's rows
-    w = Weights(rng, "Q4_0", rows, cols)
-    x = rng.standard_normal((tokens, cols), np.float32)
-    before = rng.standard_normal((tokens, 19), np.float32)
-    y = Output([tokens, 19], initial=before if accumulate else None)
-    multi_token(run, w, x, y, lanes, accumulate=accumulate)
-    close(y.check(), x.astype(np.float64) @ w.values.T + (before if accumulate else 0))
+def test_multi_token_matvec(run: Run, cols: int, lanes: int, accumulate: bool) -> None:
+    for tokens in (1, 2, 3, 7, 8, 9, 31, 33):
+        rng = np.random.default_rng(tokens)
+        rows = [8, 4, 4, 3] if cols == 576 else [19]  # not a multiple of a threadgroup's rows
+        w = Weights(rng, "Q4_0", rows, cols)
+        x = rng.standard_normal((tokens, cols), np.float32)
+        before = rng.standard_normal((tokens, 19), np.float32)
+        y = Output([tokens, 19], initial=before if accumulate else None)
+        multi_token(run, w, x, y, lanes, accumulate=accumulate)
+        close(y.check(), x.astype(np.float64) @ w.values.T + (before if accumulate else 0))
 
 
 def test_multi_token_matvec_at_its_largest_batch(run: Run) -> None:
@@ -206,9 +196,9 @@ def test_matmul_reports_its_number_of_threads(libraries: dict[str, KernelLibrary
 
 
 @pytest.mark.parametrize("tile", SIZES)
-@pytest.mark.parametrize("tokens", [1, 2, 7, 8, 9, 31, 32, 33, 64, 65])
-def test_matmul_at_tile_boundaries(run: Run, tokens: int, tile: str) -> None:
-    check_edges(run, "matmul", tile, tokens, ([64], [1], [63], [40, 9, 11, 5]))
+def test_matmul_at_tile_boundaries(run: Run, tile: str) -> None:
+    for tokens in (1, 2, 7, 8, 9, 31, 32, 33, 64, 65):
+        check_edges(run, "matmul", tile, tokens, ([64], [1], [63], [40, 9, 11, 5]))
 
 
 @pytest.mark.parametrize("tile", SIZES)
@@ -217,19 +207,19 @@ def test_matmul_over_long_rows(run: Run, cols: int, rows: int, tile: str) -> Non
     check_product(run, "matmul", tile, "Q4_0", rows, cols, 70, seed=cols)
 
 
-@pytest.mark.parametrize("steps", range(1, 10))
-def test_a_matmul_with_split_columns_multiplies_each_column_once(run: Run, steps: int) -> None:
+def test_a_matmul_with_split_columns_multiplies_each_column_once(run: Run) -> None:
     """Whole numbers, so that the result is exact: any part of the columns may have a step more or less."""
-    rng = np.random.default_rng(steps)
-    cols = 32 * steps - 8
-    w = Weights(rng, "F32", [40], cols)
-    numbers = rng.integers(-8, 9, (40, cols))
-    w.bytes[32:].view(np.float32)[:] = numbers.ravel()
-    x = rng.integers(-8, 9, (33, cols))
-    before = rng.integers(-8, 9, (33, 40))
-    y = Output([33, 40], initial=before.astype(np.float32))
-    matmul(run, "matmul", "split", w, x.astype(np.float32), y, 40, accumulate=1)
-    np.testing.assert_array_equal(y.check(), before + x @ numbers.T)
+    for steps in range(1, 10):
+        rng = np.random.default_rng(steps)
+        cols = 32 * steps - 8
+        w = Weights(rng, "F32", [40], cols)
+        numbers = rng.integers(-8, 9, (40, cols))
+        w.bytes[32:].view(np.float32)[:] = numbers.ravel()
+        x = rng.integers(-8, 9, (33, cols))
+        before = rng.integers(-8, 9, (33, 40))
+        y = Output([33, 40], initial=before.astype(np.float32))
+        matmul(run, "matmul", "split", w, x.astype(np.float32), y, 40, accumulate=1)
+        np.testing.assert_array_equal(y.check(), before + x @ numbers.T)
 
 
 def test_matmul_of_512_tokens(run: Run) -> None:
@@ -290,9 +280,13 @@ def normed(run: Run, x: Array, norm: Array, threads: int) -> Array:
     return y.check().astype(np.float32)
 
 
-@pytest.mark.parametrize("kind", TYPES)
 @pytest.mark.parametrize(
-    ("cols", "threads"), [(64, 32), (576, 160), (576, 64), (1536, 384), (4352, 1024)], ids=str
+    ("kind", "cols", "threads"),
+    [
+        *((kind, 576, 160) for kind in TYPES),
+        *product(["Q4_0", "F32"], [64], [32]),
+        *(("Q4_0", *shape) for shape in [(576, 64), (1536, 384), (4352, 1024)]),
+    ],
 )
 def test_rmsnorm_matvec_is_bit_identical_to_norm_and_product(
     run: Run, kind: str, cols: int, threads: int

@@ -4,17 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from support.kernel_harness import (
-    CONSTANTS,
-    STRUCTS,
-    Array,
-    Output,
-    Run,
-    ceil_div,
-    close,
-    make_args,
-    near,
-)
+from support.kernel_harness import CONSTANTS, STRUCTS, Array, Output, Run, ceil_div, close, make_args, near
 from support.paged import Pages
 from support.state_rows import BEFORE, LENGTHS, NONE, SLOTS, TOKENS, state_rows
 

@@ -4,16 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from support.kernel_harness import (
-    CONSTANTS,
-    Array,
-    Output,
-    Run,
-    ceil_div,
-    close,
-    make_args,
-    near,
-)
+from support.kernel_harness import CONSTANTS, Array, Output, Run, ceil_div, close, make_args, near
 from support.state_rows import BEFORE, LENGTHS, NONE, SLOTS, TOKENS, state_rows
 
 
@@ -105,12 +96,7 @@ def test_scan_norm(run: Run, groups: int, size: int) -> None:
     gated = gated / np.sqrt((gated**2).mean(axis=-1, keepdims=True) + 1e-3)
     expected = (gated * weight.reshape(groups, size)).reshape(tokens - first_out, inner)
     args = make_args(
-        "ScanNormArgs",
-        inner=inner,
-        groups=groups,
-        row_stride=row_stride,
-        first_out=first_out,
-        eps=1e-3,
+        "ScanNormArgs", inner=inner, groups=groups, row_stride=row_stride, first_out=first_out, eps=1e-3
     )
     for name, dtype, check in (("scan_norm_f32", np.float32, close), ("scan_norm_f16", np.float16, near)):
         out = Output([tokens - first_out, inner], dtype)

@@ -130,14 +130,7 @@ def assert_bytes_predicted(found: list[Any], rel: float) -> None:
 
 @pytest.mark.emulator
 @pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"kv_dtype": "f32"},
-        {"fused_norm": True},
-        {"chunk_tokens": 6},
-        {"chunk_tokens": 512},
-    ],
+    "options", [{}, {"kv_dtype": "f32"}, {"fused_norm": True}, {"chunk_tokens": 6}, {"chunk_tokens": 512}]
 )
 def test_the_cost_model_predicts_the_counted_bytes(path: Path, metal: None, options: Any) -> None:
     """Each byte once: weights, activations and cache, for every kernel of the engine."""

@@ -343,9 +343,7 @@ PLANTED: dict[Rule, list[tuple[str, str]]] = {
         ("cpp/engine/engine.cpp", '#include "../metal/plan/ops.h"'),
         ("cpp/cache/pages.cpp", '#include "../engine/engine.h"'),
     ],
-    bindings_use_engines_in_one_place: [
-        (MODULE, '#include "../cpu/threads.h"'),
-    ],
+    bindings_use_engines_in_one_place: [(MODULE, '#include "../cpu/threads.h"')],
     the_bindings_alone_know_python: [
         ("cpp/engine/engine.h", "#include <nanobind/nanobind.h>"),
         ("cpp/metal/plan/ops.h", "#include <Python.h>"),
@@ -366,10 +364,7 @@ PLANTED: dict[Rule, list[tuple[str, str]]] = {
     no_module_imports_itself_through_others: [
         ("python/metal_prefill/session.py", "if TYPE_CHECKING:\n    from metal_prefill.model import Model"),
         ("python/metal_prefill/_support/arguments.py", "def f():\n    import metal_prefill.session"),
-        (
-            "python/metal_prefill/bench/_plot.py",
-            "from metal_prefill.bench._results import BenchResults",
-        ),
+        ("python/metal_prefill/bench/_plot.py", "from metal_prefill.bench._results import BenchResults"),
     ],
     dependencies_point_in_one_direction: [
         ("python/metal_prefill/model.py", "from metal_prefill import cli"),
@@ -395,7 +390,7 @@ PLANTED: dict[Rule, list[tuple[str, str]]] = {
         ("python/metal_prefill/model.py", "from functools import cached_property"),
     ],
     errors_know_nothing_of_the_package: [
-        ("python/metal_prefill/errors.py", "from metal_prefill import _core"),
+        ("python/metal_prefill/errors.py", "from metal_prefill import _core")
     ],
 }
 

@@ -73,9 +73,7 @@ def test_symbols_of_objective_c_are_hidden(tmp_path: Path) -> None:
     variables += ["-DMETAL_PREFILL_EMULATOR=ON", "-DSKBUILD_PROJECT_NAME=metal_prefill"]
     variables += [f"-DPython_EXECUTABLE={sys.executable}"]
     subprocess.run(
-        [cmake, "-S", ROOT, "-B", tmp_path, "-G", "Ninja", *variables],
-        capture_output=True,
-        check=True,
+        [cmake, "-S", ROOT, "-B", tmp_path, "-G", "Ninja", *variables], capture_output=True, check=True
     )
     commands = json.loads((tmp_path / "compile_commands.json").read_text())
     engine = {

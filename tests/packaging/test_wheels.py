@@ -228,8 +228,7 @@ def emulated_arm(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]
 
 
 @pytest.mark.parametrize(
-    ("processor", "kernels"),
-    [("cortex-a53", "neon"), ("neoverse-n1", "neon_dotprod"), ("max", "neon_i8mm")],
+    ("processor", "kernels"), [("cortex-a53", "neon"), ("neoverse-n1", "neon_dotprod"), ("max", "neon_i8mm")]
 )
 def test_the_main_job_runs_on_an_emulated_arm_processor(
     emulated_arm: Callable[..., str], processor: str, kernels: str

@@ -129,10 +129,7 @@ def test_an_oversized_body_is_rejected_before_it_is_read(strict: Running) -> Non
             b'{"prompt": "a", "stop": ["b", "' + b"#" * 1001 + b'"]}',
             "stop[1]: a stop string of 1001 characters; the limit is 1000",
         ),
-        (
-            b'{"prompt": "a", "stop": [' + b'"b", ' * 16 + b'"b"]}',
-            "stop: 17 stop strings; the limit is 16",
-        ),
+        (b'{"prompt": "a", "stop": [' + b'"b", ' * 16 + b'"b"]}', "stop: 17 stop strings; the limit is 16"),
         (b'{"prompt": [], "max_tokens": 1}', "prompt must be a text"),
         (b'{"prompt": "a", "best_of": 3}', "best_of must be n"),
         (b'{"prompt": "a", "regex": "("}', "regex"),

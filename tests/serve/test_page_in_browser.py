@@ -215,10 +215,7 @@ def test_the_key_is_requested_and_kept_in_the_tab(pages: Pages, cpu_model: Model
 
 def test_hostile_names_and_texts_are_escaped(pages: Pages, cpu_model: Model) -> None:
     hostile = "<img src=x onerror='window.broken=1'><script>window.broken=1</script><b>bold</b>"
-    event = {
-        "id": hostile,
-        "choices": [{"index": 0, "text": hostile, "finish_reason": None}],
-    }
+    event = {"id": hostile, "choices": [{"index": 0, "text": hostile, "finish_reason": None}]}
     with running(cpu_model, names=[hostile]) as server:
         page = pages.open(server)
         assert page.locator(".model-name").inner_text() == hostile

@@ -17,10 +17,7 @@ SYSTEM = "A room in the castle. Enter HAMLET, the king, and players, who speak o
 def ask(server: Running, question: str, system: str = SYSTEM) -> Any:
     messages = [{"role": "system", "content": system}, {"role": "user", "content": question}]
     return server.client().chat.completions.create(
-        model=server.service.names[0],
-        messages=messages,
-        max_tokens=6,
-        temperature=0,
+        model=server.service.names[0], messages=messages, max_tokens=6, temperature=0
     )
 
 

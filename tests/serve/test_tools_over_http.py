@@ -102,10 +102,7 @@ def test_streamed_calls_are_numbered(with_tools: tuple[Running, Model]) -> None:
 
 @pytest.mark.parametrize(
     ("choice", "names"),
-    [
-        ("required", {"weather", "clock"}),
-        ({"type": "function", "function": {"name": "clock"}}, {"clock"}),
-    ],
+    [("required", {"weather", "clock"}), ({"type": "function", "function": {"name": "clock"}}, {"clock"})],
 )
 def test_a_call_can_be_required(with_tools: tuple[Running, Model], choice: Any, names: set[str]) -> None:
     answer = ask(
@@ -160,9 +157,7 @@ ROUTE = {  # as pydantic writes a model with a nested one
 }
 
 
-def test_a_required_call_contains_only_its_schema(
-    with_tools: tuple[Running, Model],
-) -> None:
+def test_a_required_call_contains_only_its_schema(with_tools: tuple[Running, Model]) -> None:
     function = ROUTE["function"]
     assert isinstance(function, dict)
     for seed in range(4):

@@ -14,11 +14,7 @@ from metal_prefill.bench._cases import Case
 from metal_prefill.bench._engines import Engine, Identity, Ids
 
 # A process that ends as one does that meets an instruction which the processor refuses.
-ILLEGAL_INSTRUCTION = (
-    sys.executable,
-    "-c",
-    "import os, signal; os.kill(os.getpid(), signal.SIGILL)",
-)
+ILLEGAL_INSTRUCTION = (sys.executable, "-c", "import os, signal; os.kill(os.getpid(), signal.SIGILL)")
 
 
 class RecordingEngine(Engine):

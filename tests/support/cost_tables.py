@@ -11,16 +11,7 @@ from statistics import median
 from typing import Any
 
 from metal_prefill.files import ModelConfig
-from metal_prefill.gpu._cost_model import (
-    Chip,
-    Prediction,
-    Shape,
-    Work,
-    find_chip,
-    plan,
-    predict,
-    time_of,
-)
+from metal_prefill.gpu._cost_model import Chip, Prediction, Shape, Work, find_chip, plan, predict, time_of
 from support import peer_work
 from support.places import DATA
 from support.uniform_shape import uniform_shape

@@ -221,12 +221,7 @@ def test_a_text_without_tokens_has_no_class_of_a_head(tmp_path: Path) -> None:
 def test_a_head_of_two_layers_has_an_activation_between_them(tmp_path: Path) -> None:
     """Like RoBERTa's: a dense layer with tanh comes before the classes. Its biases are optional."""
     rng = np.random.default_rng(3)
-    shapes = {
-        "cls.weight": (5, 8),
-        "cls.bias": (5,),
-        "cls.output.weight": (3, 5),
-        "cls.output.bias": (3,),
-    }
+    shapes = {"cls.weight": (5, 8), "cls.bias": (5,), "cls.output.weight": (3, 5), "cls.output.bias": (3,)}
     arrays = {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
     pooled = rng.standard_normal(8).astype(np.float32)
     for names in (list(shapes), ["cls.weight", "cls.output.weight"]):

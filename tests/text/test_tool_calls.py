@@ -27,11 +27,7 @@ VERONA = ToolCall("weather", {"city": "Verona"})
 TIME = ToolCall("clock", {})
 # Answers, and their calls and text.
 ANSWERS: dict[str, tuple[str, str, list[ToolCall]]] = {
-    "tags": (
-        '<tool_call>\n{"name": "weather", "arguments": {"city": "Verona"}}\n</tool_call>',
-        "",
-        [VERONA],
-    ),
+    "tags": ('<tool_call>\n{"name": "weather", "arguments": {"city": "Verona"}}\n</tool_call>', "", [VERONA]),
     "text around calls": (
         'I look.\n<tool_call>{"name": "clock"}</tool_call> Wait. '
         '<tool_call>{"name": "weather", "arguments": {"city": "Verona"}}</tool_call>\n',
@@ -53,11 +49,7 @@ ANSWERS: dict[str, tuple[str, str, list[ToolCall]]] = {
     "a tag that is not closed": ('<tool_call>{"name": "clock", "arguments": {}}', "", [TIME]),
     "json alone": ('{"name": "weather", "parameters": {"city": "Verona"}}', "", [VERONA]),
     "json with white space": ('{ \n "parameters": {"city": "Verona"},\n "name": "weather" }', "", [VERONA]),
-    "a list alone": (
-        '[{"name": "clock", "arguments": {}, "id": "c1"}]',
-        "",
-        [ToolCall("clock", {}, "c1")],
-    ),
+    "a list alone": ('[{"name": "clock", "arguments": {}, "id": "c1"}]', "", [ToolCall("clock", {}, "c1")]),
     "as a message has it": (
         '{"type": "function", "function": {"name": "weather", "arguments": "{\\"city\\": \\"Verona\\"}"}}',
         "",
@@ -236,20 +228,20 @@ def by_pieces(text: str, size: int) -> tuple[str, list[ToolCall]]:
     return made, calls
 
 
-@pytest.mark.parametrize("size", [1, 3, 7, 1000])
 @pytest.mark.parametrize("case", ANSWERS)
-def test_calls_are_found_in_any_pieces(case: str, size: int) -> None:
+def test_calls_are_found_in_any_pieces(case: str) -> None:
     text, around, calls = ANSWERS[case]
-    assert by_pieces(text, size) == (around, calls)
+    for size in (1, 3, 7, 1000):
+        assert by_pieces(text, size) == (around, calls)
 
 
-@pytest.mark.parametrize("size", [1, 5, 1000])
 @pytest.mark.parametrize("text", TEXTS)
-def test_text_that_resembles_a_call_is_text(text: str, size: int) -> None:
+def test_text_that_resembles_a_call_is_text(text: str) -> None:
     if text.startswith("[{"):  # the call in a list of other values is one by itself
         assert parse_tool_calls(text, [CLOCK]) == ("[, 5]", [TIME])
     else:
-        assert by_pieces(text, size) == (text, [])
+        for size in (1, 5, 1000):
+            assert by_pieces(text, size) == (text, [])
 
 
 TYPED = {
@@ -378,7 +370,6 @@ def steps_of(text: str, size: int, monkeypatch: pytest.MonkeyPatch) -> int:
     return steps
 
 
-@pytest.mark.parametrize("size", [5, 100_000])
 @pytest.mark.parametrize(
     "parts",
     [
@@ -409,13 +400,10 @@ def steps_of(text: str, size: int, monkeypatch: pytest.MonkeyPatch) -> int:
     ],
     ids=lambda parts: parts[0],
 )
-def test_parsing_takes_linear_time(
-    parts: tuple[str, ...], size: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def steps(n: int) -> int:
-        return steps_of("".join(part * n for part in parts), size, monkeypatch)
-
-    assert steps(200) < 2.2 * steps(100)
+def test_parsing_takes_linear_time(parts: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    for size in (5, 100_000):
+        once, twice = (steps_of("".join(part * n for part in parts), size, monkeypatch) for n in (100, 200))
+        assert twice < 2.2 * once
 
 
 _BITS = [
@@ -582,13 +570,13 @@ def test_a_saved_conversation_is_loaded_as_it_was(model: Model, tmp_path: Path) 
     assert other.messages == chat.messages
 
 
-@pytest.mark.parametrize("cut", range(len(ARGUMENTS) + 1))
-def test_arguments_that_end_too_early_are_completed(cut: int) -> None:
+def test_arguments_that_end_too_early_are_completed() -> None:
     """Those that are complete before the end are as they are."""
-    found = read_arguments(ARGUMENTS[:cut])
     whole = json.loads(ARGUMENTS)
-    assert list(found) == list(whole)[: len(found)]
-    assert [found[key] for key in list(found)[:-1]] == [whole[key] for key in list(found)[:-1]]
+    for cut in range(len(ARGUMENTS) + 1):
+        found = read_arguments(ARGUMENTS[:cut])
+        assert list(found) == list(whole)[: len(found)]
+        assert [found[key] for key in list(found)[:-1]] == [whole[key] for key in list(found)[:-1]]
 
 
 @pytest.mark.parametrize("text", ["hello", "[1", "{} x", "{'a': 1", '{"a": 1}}', '{"a": NaN', "5"])

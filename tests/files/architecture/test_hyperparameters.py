@@ -146,14 +146,8 @@ def test_invalid_floats_are_named(
             {"llama.attention.head_count_kv": integer(8)},
             "head_count 4 is not a multiple of llama.attention.head_count_kv 8",
         ),
-        (
-            {"llama.rope.dimension_count": integer(3)},
-            "is 3, must be even and at most the head width 4",
-        ),
-        (
-            {"llama.rope.dimension_count": integer(6)},
-            "is 6, must be even and at most the head width 4",
-        ),
+        ({"llama.rope.dimension_count": integer(3)}, "is 3, must be even and at most the head width 4"),
+        ({"llama.rope.dimension_count": integer(6)}, "is 6, must be even and at most the head width 4"),
         ({"llama.attention.key_length": integer(2**30)}, "4 heads of 1073741824 dimensions are more than"),
         (
             {"llama.vocab_size": integer(11)},

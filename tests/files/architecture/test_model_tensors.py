@@ -101,12 +101,7 @@ def test_contradicting_shape_is_named(open_model: Open, name: str, shape: tuple[
             "tensor output.weight has type I32; supported types are F32, F16",
         ),
         ("output.weight", (VOCAB, DIM), 28, "tensor output.weight has type F64"),
-        (
-            "output_norm.weight",
-            (DIM,),
-            1,
-            "tensor output_norm.weight has type F16; supported types are F32",
-        ),
+        ("output_norm.weight", (DIM,), 1, "tensor output_norm.weight has type F16; supported types are F32"),
         ("blk.0.attn_q.bias", (DIM,), 30, "tensor blk.0.attn_q.bias has type BF16"),
     ],
 )

@@ -10,12 +10,7 @@ import numpy as np
 import pytest
 from support.encoder_tasks import NEAR, FileOf, opened
 from support.model_folders import read
-from support.task_folders import (
-    CLASSIFIERS,
-    PAIRS,
-    RANKERS,
-    TEXTS,
-)
+from support.task_folders import CLASSIFIERS, PAIRS, RANKERS, TEXTS
 
 from metal_prefill import Model, UnsupportedModelError
 from metal_prefill.cli import main

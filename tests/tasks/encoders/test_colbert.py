@@ -181,9 +181,7 @@ def test_missing_settings_are_those_of_the_library(tmp_path: Path) -> None:
     (folder.path / "artifact.metadata").unlink()
     with opened(convert(folder.write(), tmp_path / "m.gguf")) as model:
         np.testing.assert_allclose(
-            model.embed([QUERY], instruction="query")[0],
-            ColBert(folder).query(QUERY),
-            atol=4 * NEAR["cpu"],
+            model.embed([QUERY], instruction="query")[0], ColBert(folder).query(QUERY), atol=4 * NEAR["cpu"]
         )
 
 

@@ -9,9 +9,7 @@ import numpy as np
 import pytest
 from gguf import GGUFWriter
 from support.model_folders import DIM, with_head
-from support.task_folders import (
-    RANKERS,
-)
+from support.task_folders import RANKERS
 
 from metal_prefill import GGUFError, UnsupportedModelError
 from metal_prefill.conversion import convert

@@ -9,12 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.encoder_tasks import INT8, NEAR, FileOf, opened, scores_of
-from support.task_folders import (
-    CLASSIFIERS,
-    DOCUMENTS,
-    QUERY,
-    RANKERS,
-)
+from support.task_folders import CLASSIFIERS, DOCUMENTS, QUERY, RANKERS
 
 from metal_prefill import Model
 from metal_prefill.cli import main

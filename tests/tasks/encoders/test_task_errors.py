@@ -15,13 +15,7 @@ from support.encoder_tasks import FileOf, opened
 from support.gguf_bytes import text
 from support.gguf_mutator import take_apart
 from support.small_models import with_tensor
-from support.task_folders import (
-    DOCUMENTS,
-    QUERY,
-    RANKERS,
-    TAGGERS,
-    TEXTS,
-)
+from support.task_folders import DOCUMENTS, QUERY, RANKERS, TAGGERS, TEXTS
 
 from metal_prefill import ContextOverflowError, GGUFError, Model, NumericalError
 from metal_prefill.cli import main

@@ -10,12 +10,7 @@ import numpy as np
 import pytest
 from support.encoder_tasks import NEAR, FileOf, opened
 from support.model_folders import DIM
-from support.task_folders import (
-    STRATEGIES,
-    TAGGERS,
-    TAGS,
-    TEXTS,
-)
+from support.task_folders import STRATEGIES, TAGGERS, TAGS, TEXTS
 
 from metal_prefill import Model
 from metal_prefill.cli import main
