@@ -204,9 +204,6 @@ build/.cuda: $(VENV)/.build-tools $(SOURCES) tools/build/setup_clang.sh | setup
 bench-gpu: build/.cuda
 	mkdir -p $(REPORT)
 	METAL_EMULATOR_EXECUTOR=cuda METAL_EMULATOR_VALIDATION=0 $(BIN)/python tools/measure/bench_gpu.py --json $(REPORT)/gpu.json
-	METAL_EMULATOR_EXECUTOR=cuda METAL_EMULATOR_VALIDATION=0 $(BIN)/python tools/measure/bench_decode.py
-	METAL_EMULATOR_EXECUTOR=cuda METAL_EMULATOR_VALIDATION=0 $(BIN)/python tools/measure/bench_gpu_turns.py default \
-	  fused:fused_norm=1 rows2:matvec_rows=2 rows4:matvec_rows=4
 
 lint: build/.emulator $(VENV)/.dev-tools
 	$(LINTERS)

@@ -38,46 +38,6 @@ def test_functions_with_a_fast_variant_name_it_explicitly(path: Path) -> None:
     assert re.findall(rf"(?<![\w:.])(?:{TWO_FORMS})\(.*", code) == []
 
 
-def test_attention_decode_loads_the_next_keys_before_it_multiplies_the_current_ones() -> None:
-    """A simdgroup then waits for memory while it multiplies."""
-    code = (SHADERS / "attention_decode.metal").read_text()
-    body = code[code.index("static inline void take_cached(") :]
-    body = body[: body.index("\n}\n")]
-    steps = re.findall(
-        r"(if \((!?)kLoadsAhead &&.*\n?.*cached\.load\(|const .* current = cached|take<T>\()", body
-    )
-    order = [("load" if "load(" in text else text[-6:].strip(), bool(negated)) for text, negated in steps]
-    assert order == [("cached", False), ("load", False), ("ke<T>(", False), ("load", True)]
-
-
-def test_attention_decode_looks_up_a_page_two_steps_before_its_keys() -> None:
-    """The loads of the next keys then wait for no load of the current ones."""
-    code = (SHADERS / "attention_decode.metal").read_text()
-    body = code[code.index("  void load(Cache<T> cache") : code.index("  // The first of keys [first, end)")]
-    steps = re.findall(
-        r"ulong\(page\)|page = page_after|page_after = page_of\(cache, first \+ 2 \* step", body
-    )
-    assert steps == ["ulong(page)", "page = page_after", "page_after = page_of(cache, first + 2 * step"]
-
-
-def test_attention_prefill_loads_the_blocks_of_a_step_together() -> None:
-    """Keys before their products, values before the softmax; the number of keys decides about no load."""
-    code = (SHADERS / "attention_prefill.metal").read_text()
-    step = code[code.index("for (uint key = rows.first_key()") : code.index("divisor(")]
-    events = re.findall(
-        r"if \(kAhead\)|if \(key \+ j|simdgroup_load\(loaded|if \(!kAhead\) simdgroup_load\((?:keys|values)"
-        r"|multiply_accumulate\((?:score|output)|fast::exp2\(lane_scores|if \(kAhead && key",
-        step,
-    )
-    together = ["if (kAhead)", "simdgroup_load(loaded"]
-    scores = ["if (kAhead && key", "multiply_accumulate(score"]
-    scores += ["if (key + j", "if (!kAhead) simdgroup_load(keys", "multiply_accumulate(score"]
-    output = ["if (key + j", "if (!kAhead) simdgroup_load(values", "multiply_accumulate(output"]
-    last = ["multiply_accumulate(output"]  # with zeros in place of rows after the last key
-    softmax = ["fast::exp2(lane_scores", "if (key + j"]
-    assert events == together + scores + together + softmax + output + last
-
-
 @pytest.mark.parametrize("path", SOURCES, ids=lambda p: p.stem)
 def test_every_source_includes_what_it_needs_by_itself(path: Path) -> None:
     text = path.read_text()

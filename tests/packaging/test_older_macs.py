@@ -15,7 +15,7 @@ sys.path.insert(0, str(ROOT / "emulator" / "tools"))
 
 import check_metal_api
 import check_sdks
-from apple_metadata import WHEELS, download, read_framework
+from apple_metadata import WHEELS, download
 
 FOLDERS = [ROOT / "cpp", ROOT / "emulator" / "testing"]  # compiled on a Mac
 NEEDED = "needs clang (Debian: apt-get install clang-19) and PyPI"
@@ -55,34 +55,6 @@ def test_names_that_an_older_sdk_lacks_are_found(cache: Path, tmp_path: Path) ->
     ]
 
 
-def test_guarded_apis_may_be_missing_from_older_sdks(cache: Path, tmp_path: Path) -> None:
-    (tmp_path / "new.mm").write_text(
-        "#if __MAC_OS_X_VERSION_MAX_ALLOWED >= 150000\n"
-        "#if defined(X)\n#endif\n"
-        "[queue addResidencySet:set];\n"
-        "#else\n"
-        "[queue removeResidencySet:set];\n"
-        "#endif\n"
-        "[device newResidencySetWithDescriptor:d error:&e];\n"
-    )
-    problems = check_sdks.check([tmp_path], cache)
-    assert [problem.partition("new.mm:")[2] for problem in problems] == [
-        f"{line}: {name} is not in the SDK of macOS {sdk}"
-        for sdk in (13, 14)
-        for line, name in ((6, "removeResidencySet"), (8, "newResidencySetWithDescriptor"))
-    ]
-
-
-def test_bindings_of_each_sdk_contain_its_additions(cache: Path) -> None:
-    enums = {
-        sdk: read_framework(next((cache / f"sdk-{sdk}").glob("*.whl")), "Metal").enums
-        for sdk in check_sdks.SDKS
-    }
-    brought = {"13": "MTLGPUFamilyMetal3", "14": "MTLGPUFamilyApple9", "15": "MTLMathModeSafe"}
-    for sdk, name in brought.items():
-        assert [has for has in enums if name in enums[has]] == [s for s in enums if int(s) >= int(sdk)]
-
-
 # Features of C++20 and 23 missing from libc++ before 16: Xcode 14 has an earlier one. The list is that of
 # libc++'s status page.
 NEWER = re.compile(
@@ -105,9 +77,3 @@ def test_only_library_features_of_the_oldest_xcode_are_used() -> None:
     assert len(sources) > 80
     used = {path.name: found for path in sources if (found := newer(path.read_text()))}
     assert used == {}
-
-
-def test_a_newer_name_of_the_library_is_found() -> None:
-    assert newer("auto p = std::make_unique_for_overwrite<int[]>(3);")
-    assert newer("std::ranges::sort(v);")
-    assert not newer("// std::format is for later\nstd::sort(v.begin(), v.end());")
