@@ -87,12 +87,12 @@ REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
 }
 
 
-@pytest.mark.parametrize("tokens", ACCEPTED.values(), ids=ACCEPTED.keys())
-def test_any_integer_type_is_a_token_id(tokens: Any) -> None:
-    array = token_array(tokens, 10)
-    assert array.dtype == np.int32
-    assert array.flags.c_contiguous
-    assert array.tolist() == [1, 2, 3]
+def test_any_integer_type_is_a_token_id() -> None:
+    for tokens in ACCEPTED.values():
+        array = token_array(tokens, 10)
+        assert array.dtype == np.int32
+        assert array.flags.c_contiguous
+        assert array.tolist() == [1, 2, 3]
 
 
 @pytest.mark.parametrize(("tokens", "error", "message"), REFUSED.values(), ids=REFUSED.keys())

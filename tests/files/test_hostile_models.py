@@ -57,14 +57,14 @@ FLOAT_KEYS = ["attention.layer_norm_rms_epsilon", "attention.scale", "rope.freq_
 
 
 @pytest.mark.parametrize("key", FLOAT_KEYS)
-@pytest.mark.parametrize("value", [1e-300, 1e300, 1e39, 1e-46, 1e-39, 0.0, -1.0, math.nan, math.inf])
-def test_numbers_beyond_32_bits_are_rejected(tmp_path: Path, key: str, value: float) -> None:
+def test_numbers_beyond_32_bits_are_rejected(tmp_path: Path, key: str) -> None:
     """The engines compute with 32 bits, where 1e-300 is 0 and 1e300 infinite."""
-    path = tmp_path / "m.gguf"
-    path.write_bytes(model_file({f"llama.{key}": (F64, scalar(F64, value))}))
-    message = rf"llama\.{key} is .*, must be positive and finite in 32 bits"
-    with GGUFFile(path) as gguf_file, pytest.raises(GGUFError, match=message):
-        read_config(gguf_file)
+    for value in [1e-300, 1e300, 1e39, 1e-46, 1e-39, 0.0, -1.0, math.nan, math.inf]:
+        path = tmp_path / "m.gguf"
+        path.write_bytes(model_file({f"llama.{key}": (F64, scalar(F64, value))}))
+        message = rf"llama\.{key} is .*, must be positive and finite in 32 bits"
+        with GGUFFile(path) as gguf_file, pytest.raises(GGUFError, match=message):
+            read_config(gguf_file)
 
 
 def test_reported_numbers_are_those_the_engines_use(tmp_path: Path) -> None:
@@ -108,18 +108,18 @@ def test_infinite_frequencies_are_rejected(device: str, tmp_path: Path) -> None:
         ("phi3, long rope", "rope_factors_short.weight", 64),
     ],
 )
-@pytest.mark.parametrize("value", [0.0, -1.0, math.nan, math.inf])
 def test_frequency_factors_must_be_positive(
-    device: str, tmp_path: Path, value: float, model: str, name: str, max_context: int | None
+    device: str, tmp_path: Path, model: str, name: str, max_context: int | None
 ) -> None:
     plain = write(tmp_path / "plain.gguf", MODELS[model])
+    for value in [0.0, -1.0, math.nan, math.inf]:
 
-    def change(values: Any) -> None:
-        values[1] = value
+        def change(values: Any, value: float = value) -> None:
+            values[1] = value
 
-    path = with_tensor(tmp_path / "m.gguf", plain, name, change)
-    with pytest.raises(GGUFError, match=rf"{path.name}: tensor {name} has the value .* at index 1"):
-        Model(path, device=device, max_context=max_context)
+        path = with_tensor(tmp_path / "m.gguf", plain, name, change)
+        with pytest.raises(GGUFError, match=rf"{path.name}: tensor {name} has the value .* at index 1"):
+            Model(path, device=device, max_context=max_context)
 
 
 @pytest.mark.slow

@@ -52,30 +52,28 @@ def some_options(rng: np.random.Generator, n: int) -> dict[str, Any]:
     return {"temperature": float(rng.choice([0.0, 0.3, 1.0, 4.0], p=[0.1, 0.3, 0.3, 0.3]))} | chosen
 
 
-@pytest.mark.parametrize("n", [1, 2, 63, 64, 65, 1000, 49152])
-def test_choices_match_the_reference(n: int) -> None:
-    rng = np.random.default_rng(n)
-    for _ in range(60 if n > 10_000 else 300):
-        logits, options = logits_like_a_model(rng, n), some_options(rng, n)
-        recent = [int(i) for i in rng.integers(0, n, int(rng.integers(0, 64)))]
-        allowed = rng.random(n) < 0.8 if rng.random() < 0.2 else None
-        if allowed is not None:
-            allowed[int(logits.argmax())] = True
-        seed = int(rng.integers(2**63))
-        expected = sample(logits, recent=recent, allowed=allowed, rng=Drawn(seed, len(recent)), **options)
-        sampler = Sampler(Options(**options), seed=seed, recent=recent)
-        assert sampler(logits, allowed=allowed) == expected, (options, recent)
+def test_choices_match_the_reference() -> None:
+    for n in [1, 2, 63, 64, 65, 1000, 49152]:
+        rng = np.random.default_rng(n)
+        for _ in range(60 if n > 10_000 else 300):
+            logits, options = logits_like_a_model(rng, n), some_options(rng, n)
+            recent = [int(i) for i in rng.integers(0, n, int(rng.integers(0, 64)))]
+            allowed = rng.random(n) < 0.8 if rng.random() < 0.2 else None
+            if allowed is not None:
+                allowed[int(logits.argmax())] = True
+            seed = int(rng.integers(2**63))
+            expected = sample(logits, recent=recent, allowed=allowed, rng=Drawn(seed, len(recent)), **options)
+            sampler = Sampler(Options(**options), seed=seed, recent=recent)
+            assert sampler(logits, allowed=allowed) == expected, (options, recent)
 
 
-@pytest.mark.parametrize(("higher", "lower"), [(2.0, 1.5), (-1.0, -1.5), (0.5, 0.1)])
-def test_the_repeat_penalty_makes_recent_tokens_less_probable_whatever_their_sign(
-    higher: float, lower: float
-) -> None:
-    logits = np.array([higher, lower], np.float32)
-    for recent, expected in (([], 0), ([1], 0), ([0], 1)):
-        sampler = Sampler(Options(repeat_penalty=20.0), recent=recent)
-        assert sampler(logits) == expected
-        assert sample(logits, repeat_penalty=20.0, recent=recent) == expected
+def test_the_repeat_penalty_makes_recent_tokens_less_probable_whatever_their_sign() -> None:
+    for higher, lower in [(2.0, 1.5), (-1.0, -1.5), (0.5, 0.1)]:
+        logits = np.array([higher, lower], np.float32)
+        for recent, expected in (([], 0), ([1], 0), ([0], 1)):
+            sampler = Sampler(Options(repeat_penalty=20.0), recent=recent)
+            assert sampler(logits) == expected
+            assert sample(logits, repeat_penalty=20.0, recent=recent) == expected
 
 
 def test_each_seed_position_and_answer_has_its_own_random_number() -> None:
@@ -104,21 +102,21 @@ def test_without_a_seed_texts_differ() -> None:
 
 
 @pytest.mark.parametrize("n", [1, 5, 64, 49152])
-@pytest.mark.parametrize("best", [0, 1, 5, 100])
-def test_log_probabilities_are_those_of_unmodified_logits(n: int, best: int) -> None:
-    rng = np.random.default_rng(n)
-    logits = logits_like_a_model(rng, n)
-    expected = log_softmax(logits)
-    options = Options(0.8, repeat_penalty=1.3, top_k=3, logit_bias={0: 1.0})
-    sampler = core_sampler(options, 1, range(min(n, 9)))
-    sampler.report(best)
-    chosen = sampler.choose(logits)
-    ((log_prob, found),) = sampler.reports
-    assert log_prob == pytest.approx(expected[chosen], rel=1e-12, abs=1e-12)
-    order = np.argsort(-logits, kind="stable")[:best]
-    order = order[np.isfinite(logits[order])]
-    assert [token for token, _ in found] == order.tolist()
-    np.testing.assert_allclose([p for _, p in found], expected[order], rtol=1e-12, atol=1e-12)
+def test_log_probabilities_are_those_of_unmodified_logits(n: int) -> None:
+    for best in [0, 1, 5, 100]:
+        rng = np.random.default_rng(n)
+        logits = logits_like_a_model(rng, n)
+        expected = log_softmax(logits)
+        options = Options(0.8, repeat_penalty=1.3, top_k=3, logit_bias={0: 1.0})
+        sampler = core_sampler(options, 1, range(min(n, 9)))
+        sampler.report(best)
+        chosen = sampler.choose(logits)
+        ((log_prob, found),) = sampler.reports
+        assert log_prob == pytest.approx(expected[chosen], rel=1e-12, abs=1e-12)
+        order = np.argsort(-logits, kind="stable")[:best]
+        order = order[np.isfinite(logits[order])]
+        assert [token for token, _ in found] == order.tolist()
+        np.testing.assert_allclose([p for _, p in found], expected[order], rtol=1e-12, atol=1e-12)
 
 
 def test_infinite_logits_share_the_probability() -> None:

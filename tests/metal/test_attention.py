@@ -26,47 +26,43 @@ caches = pytest.mark.parametrize("cache", [np.float16, np.float32], ids=["f16", 
 
 @shapes
 @caches
-@pytest.mark.parametrize("sequences", [[(1, 0)], [(1, 70)], [(3, 41)], [(1, 64), (2, 127), (1, 5)]])
-def test_attention_decode(
-    run: Run, shape: dict[str, Any], cache: type, sequences: list[tuple[int, int]]
-) -> None:
-    case = Case(*sequences, cache=cache, **shape)
-    for threads in (32, 256):
-        close(case.decode(run, threads=threads), case.expected())
+def test_attention_decode(run: Run, shape: dict[str, Any], cache: type) -> None:
+    for sequences in [[(1, 0)], [(1, 70)], [(3, 41)], [(1, 64), (2, 127), (1, 5)]]:
+        case = Case(*sequences, cache=cache, **shape)
+        for threads in (32, 256):
+            close(case.decode(run, threads=threads), case.expected())
 
 
-@pytest.mark.parametrize("splits", [2, 5])
-@pytest.mark.parametrize("sequence", [(1, 300), (2, 3)])
-def test_attention_decode_over_several_threadgroups(run: Run, splits: int, sequence: tuple[int, int]) -> None:
-    case = Case(sequence)
-    close(case.decode(run, splits), case.expected())
+def test_attention_decode_over_several_threadgroups(run: Run) -> None:
+    for splits in [2, 5]:
+        for sequence in [(1, 300), (2, 3)]:
+            case = Case(sequence)
+            close(case.decode(run, splits), case.expected())
 
 
-@pytest.mark.parametrize("splits", [1, 4])
-def test_attention_decode_in_a_window(run: Run, splits: int) -> None:
-    case = Case((2, 200), (1, 60), (1, 10), window=50)  # the first splits see no key at all
-    close(case.decode(run, splits), case.expected())
+def test_attention_decode_in_a_window(run: Run) -> None:
+    for splits in [1, 4]:
+        case = Case((2, 200), (1, 60), (1, 10), window=50)  # the first splits see no key at all
+        close(case.decode(run, splits), case.expected())
 
 
-@pytest.mark.parametrize("position", [30, PAGE - 2, PAGE - 1, PAGE, PAGE + 1, 2 * PAGE - 1])
-def test_a_row_of_attention_decode_is_bit_identical_to_that_row_alone(run: Run, position: int) -> None:
+def test_a_row_of_attention_decode_is_bit_identical_to_that_row_alone(run: Run) -> None:
     """The other rows, and their numbers of threads and splits, have no influence."""
-    splits = 1 if position < PAGE else 2
-    alone = Case((1, position)).decode(run, splits, threads=32 * min(8, ceil_div(position + 1, 4 * splits)))
-    together = Case((2, 3), (1, position), (1, 400)).decode(run, [1, 1, splits, 3])
-    np.testing.assert_array_equal(together[2], alone[0])
+    for position in [30, PAGE - 2, PAGE - 1, PAGE, PAGE + 1, 2 * PAGE - 1]:
+        splits = 1 if position < PAGE else 2
+        alone = Case((1, position)).decode(
+            run, splits, threads=32 * min(8, ceil_div(position + 1, 4 * splits))
+        )
+        together = Case((2, 3), (1, position), (1, 400)).decode(run, [1, 1, splits, 3])
+        np.testing.assert_array_equal(together[2], alone[0])
 
 
 @shapes
 @caches
-@pytest.mark.parametrize(
-    "sequences", [[(1, 0)], [(9, 0)], [(33, 0)], [(17, 45)], [(9, 120), (40, 0), (1, 70)]]
-)
-def test_attention_prefill(
-    run: Run, shape: dict[str, Any], cache: type, sequences: list[tuple[int, int]]
-) -> None:
-    case = Case(*sequences, cache=cache, **shape)
-    near(case.prefill(run), case.expected())
+def test_attention_prefill(run: Run, shape: dict[str, Any], cache: type) -> None:
+    for sequences in [[(1, 0)], [(9, 0)], [(33, 0)], [(17, 45)], [(9, 120), (40, 0), (1, 70)]]:
+        case = Case(*sequences, cache=cache, **shape)
+        near(case.prefill(run), case.expected())
 
 
 @pytest.mark.emulator
@@ -99,17 +95,17 @@ def test_lanes_of_attention_prefill_rarely_share_a_bank(run: Run, dims: int) -> 
     assert dispatch.bank_cycles / dispatch.least_bank_cycles < 1.05
 
 
-@pytest.mark.parametrize("tokens", [2, 7, 8, 31, 32, 129])
 @pytest.mark.parametrize("simdgroups", [1, 4])
-def test_attention_prefill_at_tile_boundaries(run: Run, tokens: int, simdgroups: int) -> None:
-    case = Case((tokens, 0))
-    near(case.prefill(run, simdgroups), case.expected())
+def test_attention_prefill_at_tile_boundaries(run: Run, simdgroups: int) -> None:
+    for tokens in [2, 7, 8, 31, 32, 129]:
+        case = Case((tokens, 0))
+        near(case.prefill(run, simdgroups), case.expected())
 
 
-@pytest.mark.parametrize("position", [31, 32, 33, PAGE - 12, PAGE - 1, PAGE, PAGE + 1, 512])
-def test_attention_prefill_after_other_chunks(run: Run, position: int) -> None:
-    case = Case((12, position))
-    near(case.prefill(run), case.expected())
+def test_attention_prefill_after_other_chunks(run: Run) -> None:
+    for position in [31, 32, 33, PAGE - 12, PAGE - 1, PAGE, PAGE + 1, 512]:
+        case = Case((12, position))
+        near(case.prefill(run), case.expected())
 
 
 def test_attention_at_any_position_within_a_page(run: Run) -> None:
@@ -119,22 +115,22 @@ def test_attention_at_any_position_within_a_page(run: Run) -> None:
     near(prefill.prefill(run), prefill.expected())
 
 
-@pytest.mark.parametrize("window", [1, 8, 40])
-def test_attention_prefill_in_a_window(run: Run, window: int) -> None:
-    case = Case((50, 60), (20, 10), window=window)
-    near(case.prefill(run), case.expected())
+def test_attention_prefill_in_a_window(run: Run) -> None:
+    for window in [1, 8, 40]:
+        case = Case((50, 60), (20, 10), window=window)
+        near(case.prefill(run), case.expected())
 
 
-@pytest.mark.parametrize("window", [0, 1, 16, 41])
-def test_attention_prefill_bidirectional(run: Run, window: int) -> None:
-    case = Case((50, 0), (3, 0), (70, 0), window=window, both_ways=True)
-    near(case.prefill(run), case.expected())
+def test_attention_prefill_bidirectional(run: Run) -> None:
+    for window in [0, 1, 16, 41]:
+        case = Case((50, 0), (3, 0), (70, 0), window=window, both_ways=True)
+        near(case.prefill(run), case.expected())
 
 
-@pytest.mark.parametrize("heads", [(8, 8), (12, 12), (6, 2), (1, 1)])
-def test_attention_prefill_with_alibi(run: Run, heads: tuple[int, int]) -> None:
-    case = Case((50, 0), (3, 0), (100, 0), heads=heads, both_ways=True, max_alibi_bias=8.0)
-    near(case.prefill(run), case.expected())
+def test_attention_prefill_with_alibi(run: Run) -> None:
+    for heads in [(8, 8), (12, 12), (6, 2), (1, 1)]:
+        case = Case((50, 0), (3, 0), (100, 0), heads=heads, both_ways=True, max_alibi_bias=8.0)
+        near(case.prefill(run), case.expected())
 
 
 def test_attention_prefill_with_a_position_bias(run: Run) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 from support.kernel_harness import CANDIDATE, CONSTANTS, Array, Floats, Output, Run, make_args
 
 INF, NAN = np.float32(np.inf), np.float32(np.nan)
@@ -37,36 +36,36 @@ def argmax(run: Run, logits: Floats, groups: int = 16, threads: int = 256) -> Ar
     return winner
 
 
-@pytest.mark.parametrize("rows", [2, 5, 33])
-def test_argmax_of_several_rows(run: Run, rows: int) -> None:
-    logits = np.random.default_rng(rows).standard_normal((rows, 4097), np.float32)
-    logits[1] = np.nan
-    winners = argmax_of_rows(run, logits)
-    assert winners["index"][1] == NONE
-    others = np.arange(rows) != 1
-    np.testing.assert_array_equal(winners["index"][others], logits[others].argmax(1))
-    np.testing.assert_array_equal(winners["value"][others], logits[others].max(1))
+def test_argmax_of_several_rows(run: Run) -> None:
+    for rows in [2, 5, 33]:
+        logits = np.random.default_rng(rows).standard_normal((rows, 4097), np.float32)
+        logits[1] = np.nan
+        winners = argmax_of_rows(run, logits)
+        assert winners["index"][1] == NONE
+        others = np.arange(rows) != 1
+        np.testing.assert_array_equal(winners["index"][others], logits[others].argmax(1))
+        np.testing.assert_array_equal(winners["value"][others], logits[others].max(1))
 
 
-@pytest.mark.parametrize("n", [1, 31, 32, 33, 255, 4096, 4097, 49152])
-def test_argmax_returns_index_and_value(run: Run, n: int) -> None:
-    logits = np.random.default_rng(n).standard_normal(n, np.float32)
-    winner = argmax(run, logits)
-    assert winner["index"] == logits.argmax()
-    assert winner["value"] == logits.max()
+def test_argmax_returns_index_and_value(run: Run) -> None:
+    for n in [1, 31, 32, 33, 255, 4096, 4097, 49152]:
+        logits = np.random.default_rng(n).standard_normal(n, np.float32)
+        winner = argmax(run, logits)
+        assert winner["index"] == logits.argmax()
+        assert winner["value"] == logits.max()
 
 
-@pytest.mark.parametrize(("groups", "threads"), [(1, 32), (7, 64), (40, 1024)])
-def test_argmax_with_any_number_of_threads(run: Run, groups: int, threads: int) -> None:
-    logits = np.random.default_rng(5).standard_normal(5000, np.float32)
-    assert argmax(run, logits, groups, threads)["index"] == logits.argmax()
+def test_argmax_with_any_number_of_threads(run: Run) -> None:
+    for groups, threads in [(1, 32), (7, 64), (40, 1024)]:
+        logits = np.random.default_rng(5).standard_normal(5000, np.float32)
+        assert argmax(run, logits, groups, threads)["index"] == logits.argmax()
 
 
-@pytest.mark.parametrize("ties", [[0, 4999], [17, 18], [17, 17 + 4096], [4097, 4998], [31, 32, 255, 256]])
-def test_the_lowest_index_wins_ties(run: Run, ties: list[int]) -> None:
-    logits = np.random.default_rng(6).standard_normal(5000, np.float32)
-    logits[ties] = 100
-    assert argmax(run, logits)["index"] == ties[0]
+def test_the_lowest_index_wins_ties(run: Run) -> None:
+    for ties in [[0, 4999], [17, 18], [17, 17 + 4096], [4097, 4998], [31, 32, 255, 256]]:
+        logits = np.random.default_rng(6).standard_normal(5000, np.float32)
+        logits[ties] = 100
+        assert argmax(run, logits)["index"] == ties[0]
 
 
 def test_positive_and_negative_zero_tie(run: Run) -> None:
@@ -75,9 +74,8 @@ def test_positive_and_negative_zero_tie(run: Run) -> None:
     assert argmax(run, logits)["index"] == 40
 
 
-@pytest.mark.parametrize(
-    ("values", "index"),
-    [
+def test_argmax_of_special_values(run: Run) -> None:
+    for values, index in [
         ({}, 0),  # all equal
         ({7: INF}, 7),
         ({7: INF, 3: NAN, 290: INF}, 7),
@@ -86,32 +84,30 @@ def test_positive_and_negative_zero_tie(run: Run) -> None:
         ({i: -INF for i in range(299)}, 299),
         ({i: NAN for i in range(40)} | {i: -INF for i in range(40, 300)}, 40),
         ({5: np.float32(-NAN)}, 0),
-    ],
-)
-def test_argmax_of_special_values(run: Run, values: dict[int, np.float32], index: int) -> None:
-    logits = np.zeros(300, np.float32)
-    for i, value in values.items():
-        logits[i] = value
-    winner = argmax(run, logits)
-    assert winner["index"] == index
-    assert winner["value"] == logits[index]
+    ]:
+        logits = np.zeros(300, np.float32)
+        for i, value in values.items():
+            logits[i] = value
+        winner = argmax(run, logits)
+        assert winner["index"] == index
+        assert winner["value"] == logits[index]
 
 
 def test_argmax_of_nan_only(run: Run) -> None:
     assert argmax(run, np.full(300, np.nan, np.float32))["index"] == NONE
 
 
-@pytest.mark.parametrize("vocab", [1, 300, 49152])
-def test_log_prob(run: Run, vocab: int) -> None:
-    rng = np.random.default_rng(vocab)
-    logits = (20 * rng.standard_normal((4, vocab)) + 300).astype(np.float32)
-    targets = np.array([0, vocab - 1, -1, vocab // 2], np.int32)
-    out = Output([4])
-    args = make_args("LogProbArgs", vocab_size=vocab)
-    run("log_prob", logits, targets, out.buffer, args, groups=(4,), threads=(256,))
-    wide = logits.astype(np.float64)
-    top = wide.max(1)
-    total = top + np.log(np.exp(wide - top[:, None]).sum(1))
-    expected = np.where(targets < 0, 0, wide[np.arange(4), targets] - total)
-    assert out.check()[2] == 0
-    np.testing.assert_allclose(out.array, expected, rtol=1e-5, atol=1e-5)
+def test_log_prob(run: Run) -> None:
+    for vocab in [1, 300, 49152]:
+        rng = np.random.default_rng(vocab)
+        logits = (20 * rng.standard_normal((4, vocab)) + 300).astype(np.float32)
+        targets = np.array([0, vocab - 1, -1, vocab // 2], np.int32)
+        out = Output([4])
+        args = make_args("LogProbArgs", vocab_size=vocab)
+        run("log_prob", logits, targets, out.buffer, args, groups=(4,), threads=(256,))
+        wide = logits.astype(np.float64)
+        top = wide.max(1)
+        total = top + np.log(np.exp(wide - top[:, None]).sum(1))
+        expected = np.where(targets < 0, 0, wide[np.arange(4), targets] - total)
+        assert out.check()[2] == 0
+        np.testing.assert_allclose(out.array, expected, rtol=1e-5, atol=1e-5)

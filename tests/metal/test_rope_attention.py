@@ -159,21 +159,21 @@ caches = pytest.mark.parametrize("cache", [np.float16, np.float32], ids=["f16", 
 
 @pytest.mark.parametrize("case", ROPE_CASES)
 @caches
-@pytest.mark.parametrize(("position", "threads"), [(0, 32), (1, 64), (45, 256)])
-def test_rope_attention_decode(run: Run, case: str, cache: type, position: int, threads: int) -> None:
-    Case(position, cache=cache, **ROPE_CASES[case]).check(run, threads=threads)
+def test_rope_attention_decode(run: Run, case: str, cache: type) -> None:
+    for position, threads in [(0, 32), (1, 64), (45, 256)]:
+        Case(position, cache=cache, **ROPE_CASES[case]).check(run, threads=threads)
 
 
-@pytest.mark.parametrize("heads", [(8, 1), (5, 1)])
-def test_more_query_heads_than_a_threadgroup_takes(run: Run, heads: tuple[int, int]) -> None:
+def test_more_query_heads_than_a_threadgroup_takes(run: Run) -> None:
     """Several threadgroups need the token's key, and one of them appends it."""
-    Case(20, heads=heads).check(run)
+    for heads in [(8, 1), (5, 1)]:
+        Case(20, heads=heads).check(run)
 
 
 @caches
-@pytest.mark.parametrize(("position", "splits"), [(299, 2), (300, 5), (2, 5)])
-def test_over_several_threadgroups(run: Run, cache: type, position: int, splits: int) -> None:
-    Case(position, cache=cache).check(run, splits)
+def test_over_several_threadgroups(run: Run, cache: type) -> None:
+    for position, splits in [(299, 2), (300, 5), (2, 5)]:
+        Case(position, cache=cache).check(run, splits)
 
 
 @pytest.mark.parametrize("case", ROPE_CASES)
@@ -182,22 +182,22 @@ def test_several_sequences(run: Run, case: str, cache: type) -> None:
     Case(PAGE, 3, 2 * PAGE - 1, 0, PAGE - 1, cache=cache, **ROPE_CASES[case]).check(run)
 
 
-@pytest.mark.parametrize("position", [0, 2, 3, PAGE - 1, PAGE, PAGE + 1, 130])
-def test_results_are_bit_identical_to_single_sequences_and_separate_kernels(run: Run, position: int) -> None:
-    splits = 1 if position < PAGE else 2
-    alone, together = Case(position), Case(70, position, 400)
-    threads = 32 * min(8, ceil_div(position + 1, 4 * splits))
-    expected = alone.attend(run, alone.pages(), [splits], threads)
-    for fused in (True, False):
-        each = together.attend(run, together.pages(), [1, splits, 3], fused=fused)
-        np.testing.assert_array_equal(each[1], expected[0])
+def test_results_are_bit_identical_to_single_sequences_and_separate_kernels(run: Run) -> None:
+    for position in [0, 2, 3, PAGE - 1, PAGE, PAGE + 1, 130]:
+        splits = 1 if position < PAGE else 2
+        alone, together = Case(position), Case(70, position, 400)
+        threads = 32 * min(8, ceil_div(position + 1, 4 * splits))
+        expected = alone.attend(run, alone.pages(), [splits], threads)
+        for fused in (True, False):
+            each = together.attend(run, together.pages(), [1, splits, 3], fused=fused)
+            np.testing.assert_array_equal(each[1], expected[0])
 
 
 def test_at_any_position_within_a_page(run: Run) -> None:
     Case(*range(2 * PAGE), heads=(3, 1), dims=(32, 32), rope=32).check(run)
 
 
-@pytest.mark.parametrize("splits", [1, 4])
-@pytest.mark.parametrize("window", [1, 50])
-def test_in_a_window(run: Run, splits: int, window: int) -> None:
-    Case(200, 20, 100, window=window).check(run, splits, 1, 2)
+def test_in_a_window(run: Run) -> None:
+    for splits in [1, 4]:
+        for window in [1, 50]:
+            Case(200, 20, 100, window=window).check(run, splits, 1, 2)

@@ -26,38 +26,38 @@ SILU = CONSTANTS["ACTIVATION_SILU"]
 
 
 @pytest.mark.parametrize("kind", TYPES)
-@pytest.mark.parametrize(("scale", "stride"), [(1.0, 1), (24.0, 2)])
-def test_embed(run: Run, kind: str, scale: float, stride: int) -> None:
-    rng = np.random.default_rng(1)
-    dim = ceil_div(72, block_columns(kind)) * block_columns(kind)
-    table = Weights(rng, kind, [19], dim)
-    table_bytes = table.bytes[table.offsets[0] :]
-    ids = rng.integers(0, 19, 9).astype(np.int32)
-    ids[:2] = 0, 18
-    between = np.full((9, stride), 1 << 30, np.int32)  # of which only the first column is read
-    between[:, 0] = ids
-    x = Output([9, dim])
-    args = make_args(
-        "EmbedArgs",
-        dim=dim,
-        row_bytes=table.row_bytes,
-        tokens=9,
-        vocab_size=19,
-        id_stride=stride,
-        accumulate=0,
-        scale=scale,
-    )
-    items = dim // 8
-    run(
-        f"embed_{kind.lower()}",
-        table_bytes,
-        between,
-        x.buffer,
-        args,
-        groups=(ceil_div(items, 32), 9),
-        threads=(32, 1),
-    )
-    np.testing.assert_allclose(x.check(), scale * table.values[ids], rtol=1e-6, atol=1e-6 * scale)
+def test_embed(run: Run, kind: str) -> None:
+    for scale, stride in [(1.0, 1), (24.0, 2)]:
+        rng = np.random.default_rng(1)
+        dim = ceil_div(72, block_columns(kind)) * block_columns(kind)
+        table = Weights(rng, kind, [19], dim)
+        table_bytes = table.bytes[table.offsets[0] :]
+        ids = rng.integers(0, 19, 9).astype(np.int32)
+        ids[:2] = 0, 18
+        between = np.full((9, stride), 1 << 30, np.int32)  # of which only the first column is read
+        between[:, 0] = ids
+        x = Output([9, dim])
+        args = make_args(
+            "EmbedArgs",
+            dim=dim,
+            row_bytes=table.row_bytes,
+            tokens=9,
+            vocab_size=19,
+            id_stride=stride,
+            accumulate=0,
+            scale=scale,
+        )
+        items = dim // 8
+        run(
+            f"embed_{kind.lower()}",
+            table_bytes,
+            between,
+            x.buffer,
+            args,
+            groups=(ceil_div(items, 32), 9),
+            threads=(32, 1),
+        )
+        np.testing.assert_allclose(x.check(), scale * table.values[ids], rtol=1e-6, atol=1e-6 * scale)
 
 
 def test_embed_reads_the_row_of_any_id(run: Run) -> None:
@@ -79,24 +79,24 @@ def test_embed_reads_the_row_of_any_id(run: Run) -> None:
     np.testing.assert_array_equal(x.check()[1], table.values[3].astype(np.float32))
 
 
-@pytest.mark.parametrize("tokens", [1, 2, 33])
 @pytest.mark.parametrize(("dim", "threads"), [(64, 32), (576, 32), (576, 160), (2048, 512), (72, 1024)])
-def test_rmsnorm(run: Run, tokens: int, dim: int, threads: int) -> None:
-    rng = np.random.default_rng(dim)
-    x = (10 * rng.standard_normal((tokens, dim))).astype(np.float32)
-    weight = rng.uniform(-1.5, 1.5, dim).astype(np.float32)
-    expected = rms(x.astype(np.float64), 1e-5) * weight
-    args = make_args("RmsnormArgs", dim=dim, stride=dim, has_weight=1, eps=1e-5)
-    y = Output([tokens, dim])
-    run("rmsnorm_f32", weight, x, y.buffer, args, groups=(tokens,), threads=(threads,))
-    close(y.check(), expected)
-    y = Output([tokens, dim], np.float16)
-    run("rmsnorm_f16", weight, x, y.buffer, args, groups=(tokens,), threads=(threads,))
-    near(y.check(), expected)
-    before = rng.standard_normal((tokens, dim)).astype(np.float32)
-    y = Output([tokens, dim], initial=before)
-    run("rmsnorm_add", weight, x, y.buffer, args, groups=(tokens,), threads=(threads,))
-    close(y.check(), before + expected)
+def test_rmsnorm(run: Run, dim: int, threads: int) -> None:
+    for tokens in [1, 2, 33]:
+        rng = np.random.default_rng(dim)
+        x = (10 * rng.standard_normal((tokens, dim))).astype(np.float32)
+        weight = rng.uniform(-1.5, 1.5, dim).astype(np.float32)
+        expected = rms(x.astype(np.float64), 1e-5) * weight
+        args = make_args("RmsnormArgs", dim=dim, stride=dim, has_weight=1, eps=1e-5)
+        y = Output([tokens, dim])
+        run("rmsnorm_f32", weight, x, y.buffer, args, groups=(tokens,), threads=(threads,))
+        close(y.check(), expected)
+        y = Output([tokens, dim], np.float16)
+        run("rmsnorm_f16", weight, x, y.buffer, args, groups=(tokens,), threads=(threads,))
+        near(y.check(), expected)
+        before = rng.standard_normal((tokens, dim)).astype(np.float32)
+        y = Output([tokens, dim], initial=before)
+        run("rmsnorm_add", weight, x, y.buffer, args, groups=(tokens,), threads=(threads,))
+        close(y.check(), before + expected)
 
 
 @pytest.mark.parametrize("threads", [32, 64])
@@ -254,70 +254,70 @@ def layernorm_args(dim: int, **fields: int) -> Array:
     return make_args("LayernormArgs", dim=dim, eps=1e-5, **chosen)
 
 
-@pytest.mark.parametrize("offset", [0, 1000], ids=["around 0", "around 1000"])
-@pytest.mark.parametrize("has_bias", [0, 1])
 @pytest.mark.parametrize(("dim", "threads"), [(64, 32), (384, 96), (768, 192), (1024, 64), (72, 1024)])
-def test_layernorm(run: Run, dim: int, threads: int, has_bias: int, offset: int) -> None:
-    rng = np.random.default_rng(dim)
-    x = (offset + 10 * rng.standard_normal((9, dim))).astype(np.float32)
-    weight, bias, addend = (rng.uniform(-1.5, 1.5, dim).astype(np.float32) for _ in range(3))
-    args = layernorm_args(dim, has_bias=has_bias)
-    expected = layer_norm(x, weight, bias * has_bias, 1e-5)
-    # With a mean of 1000, values of 10 keep 13 bits.
-    check = close if offset == 0 else near
-    y = Output([9, dim])
-    run("layernorm_f32", weight, bias, x, y.buffer, args, groups=(9,), threads=(threads,))
-    check(y.check(), expected)
-    y = Output([9, dim], np.float16)
-    run("layernorm_f16", weight, bias, x, y.buffer, args, groups=(9,), threads=(threads,))
-    near(y.check(), expected)
-    for has_addend in (0, 1):
-        args = layernorm_args(dim, has_bias=has_bias, has_addend=has_addend)
-        expected = layer_norm(x + has_addend * addend, weight, bias * has_bias, 1e-5)
+def test_layernorm(run: Run, dim: int, threads: int) -> None:
+    for offset in [0, 1000]:
+        for has_bias in [0, 1]:
+            rng = np.random.default_rng(dim)
+            x = (offset + 10 * rng.standard_normal((9, dim))).astype(np.float32)
+            weight, bias, addend = (rng.uniform(-1.5, 1.5, dim).astype(np.float32) for _ in range(3))
+            args = layernorm_args(dim, has_bias=has_bias)
+            expected = layer_norm(x, weight, bias * has_bias, 1e-5)
+            # With a mean of 1000, values of 10 keep 13 bits.
+            check = close if offset == 0 else near
+            y = Output([9, dim])
+            run("layernorm_f32", weight, bias, x, y.buffer, args, groups=(9,), threads=(threads,))
+            check(y.check(), expected)
+            y = Output([9, dim], np.float16)
+            run("layernorm_f16", weight, bias, x, y.buffer, args, groups=(9,), threads=(threads,))
+            near(y.check(), expected)
+            for has_addend in (0, 1):
+                args = layernorm_args(dim, has_bias=has_bias, has_addend=has_addend)
+                expected = layer_norm(x + has_addend * addend, weight, bias * has_bias, 1e-5)
+                stream, copy = Output([9, dim], initial=x), Output([9, dim], np.float16)
+                run(
+                    *("layernorm_stream", weight, bias, addend, stream.buffer, copy.buffer, args),
+                    groups=(9,),
+                    threads=(threads,),
+                )
+                check(stream.check(), expected)
+                near(copy.check(), expected)
+
+
+@pytest.mark.parametrize(("dim", "stride", "threads"), [(64, 208, 32), (768, 2304, 192), (72, 72, 1024)])
+def test_layernorm_in_place(run: Run, dim: int, stride: int, threads: int) -> None:
+    """Rows are the first columns of wider ones, as q and k are of the products of a token."""
+    for present in [0, 1]:
+        rng = np.random.default_rng(dim)
+        x = (3 + 10 * rng.standard_normal((5, stride))).astype(np.float32)
+        weight, bias, addend = (rng.uniform(-1.5, 1.5, dim).astype(np.float32) for _ in range(3))
+        args = layernorm_args(dim, stride=stride, has_bias=present, has_addend=present)
+        y = Output([5, stride], initial=x)
+        run("layernorm_in_place", weight, bias, addend, y.buffer, args, groups=(5,), threads=(threads,))
+        expected = x.astype(np.float64)
+        expected[:, :dim] = layer_norm(x[:, :dim] + addend * present, weight, bias * present, 1e-5)
+        close(y.check(), expected)
+
+
+@pytest.mark.parametrize(("dim", "threads"), [(64, 32), (768, 192), (72, 1024)])
+def test_layernorm_twice(run: Run, dim: int, threads: int) -> None:
+    for present in [0, 1]:
+        rng = np.random.default_rng(dim)
+        x, attended = (10 * rng.standard_normal((2, 9, dim)) + 1).astype(np.float32)
+        weight, bias, addend, second, second_bias = rng.uniform(-1.5, 1.5, (5, dim)).astype(np.float32)
+        args = layernorm_args(dim, has_bias=present, has_addend=present, has_second_bias=present)
         stream, copy = Output([9, dim], initial=x), Output([9, dim], np.float16)
+        block = Output([9, dim], initial=attended)
         run(
-            *("layernorm_stream", weight, bias, addend, stream.buffer, copy.buffer, args),
+            *("layernorm_twice", weight, bias, addend, second, second_bias),
+            *(block.buffer, stream.buffer, copy.buffer, args),
             groups=(9,),
             threads=(threads,),
         )
-        check(stream.check(), expected)
+        first = layer_norm(x.astype(np.float64) + attended + addend * present, weight, bias * present, 1e-5)
+        expected = layer_norm(x + first, second, second_bias * present, 1e-5)
+        close(stream.check(), expected)
         near(copy.check(), expected)
-
-
-@pytest.mark.parametrize("present", [0, 1])
-@pytest.mark.parametrize(("dim", "stride", "threads"), [(64, 208, 32), (768, 2304, 192), (72, 72, 1024)])
-def test_layernorm_in_place(run: Run, dim: int, stride: int, threads: int, present: int) -> None:
-    """Rows are the first columns of wider ones, as q and k are of the products of a token."""
-    rng = np.random.default_rng(dim)
-    x = (3 + 10 * rng.standard_normal((5, stride))).astype(np.float32)
-    weight, bias, addend = (rng.uniform(-1.5, 1.5, dim).astype(np.float32) for _ in range(3))
-    args = layernorm_args(dim, stride=stride, has_bias=present, has_addend=present)
-    y = Output([5, stride], initial=x)
-    run("layernorm_in_place", weight, bias, addend, y.buffer, args, groups=(5,), threads=(threads,))
-    expected = x.astype(np.float64)
-    expected[:, :dim] = layer_norm(x[:, :dim] + addend * present, weight, bias * present, 1e-5)
-    close(y.check(), expected)
-
-
-@pytest.mark.parametrize("present", [0, 1])
-@pytest.mark.parametrize(("dim", "threads"), [(64, 32), (768, 192), (72, 1024)])
-def test_layernorm_twice(run: Run, dim: int, threads: int, present: int) -> None:
-    rng = np.random.default_rng(dim)
-    x, attended = (10 * rng.standard_normal((2, 9, dim)) + 1).astype(np.float32)
-    weight, bias, addend, second, second_bias = rng.uniform(-1.5, 1.5, (5, dim)).astype(np.float32)
-    args = layernorm_args(dim, has_bias=present, has_addend=present, has_second_bias=present)
-    stream, copy = Output([9, dim], initial=x), Output([9, dim], np.float16)
-    block = Output([9, dim], initial=attended)
-    run(
-        *("layernorm_twice", weight, bias, addend, second, second_bias),
-        *(block.buffer, stream.buffer, copy.buffer, args),
-        groups=(9,),
-        threads=(threads,),
-    )
-    first = layer_norm(x.astype(np.float64) + attended + addend * present, weight, bias * present, 1e-5)
-    expected = layer_norm(x + first, second, second_bias * present, 1e-5)
-    close(stream.check(), expected)
-    near(copy.check(), expected)
 
 
 def test_add_bias(run: Run) -> None:
@@ -344,28 +344,39 @@ def activated(x: Array, name: str) -> Array:
 
 
 @pytest.mark.parametrize("act", ACTIVATIONS)
-@pytest.mark.parametrize("has_bias", [0, 1])
-@pytest.mark.parametrize("gated", [0, 1])
-@pytest.mark.parametrize(("tokens", "ffn_dim"), [(1, 1536), (33, 72)])
-def test_swiglu(run: Run, tokens: int, ffn_dim: int, gated: int, has_bias: int, act: str) -> None:
-    rng = np.random.default_rng(4)
-    gate_up = (4 * rng.standard_normal((tokens, (1 + gated) * ffn_dim))).astype(np.float32)
-    gate_up[0, :2] = 200, -200
-    bias = rng.standard_normal((1 + gated) * ffn_dim).astype(np.float32)
-    biased = gate_up.astype(np.float64) + has_bias * bias
-    expected = activated(biased[:, :ffn_dim], act) * (biased[:, ffn_dim:] if gated else 1)
-    args = make_args(
-        *("SwigluArgs",),
-        ffn_dim=ffn_dim,
-        tokens=tokens,
-        activation=ACTIVATIONS[act],
-        gated=gated,
-        has_bias=has_bias,
-    )
-    for name, dtype, check in (("swiglu_f32", np.float32, close), ("swiglu_f16", np.float16, near)):
-        out = Output([tokens, ffn_dim], dtype)
-        run(name, bias, gate_up, out.buffer, args, groups=(ceil_div(ffn_dim, 64), tokens), threads=(64, 1))
-        check(out.check(), expected)
+def test_swiglu(run: Run, act: str) -> None:
+    for has_bias in [0, 1]:
+        for gated in [0, 1]:
+            for tokens, ffn_dim in [(1, 1536), (33, 72)]:
+                rng = np.random.default_rng(4)
+                gate_up = (4 * rng.standard_normal((tokens, (1 + gated) * ffn_dim))).astype(np.float32)
+                gate_up[0, :2] = 200, -200
+                bias = rng.standard_normal((1 + gated) * ffn_dim).astype(np.float32)
+                biased = gate_up.astype(np.float64) + has_bias * bias
+                expected = activated(biased[:, :ffn_dim], act) * (biased[:, ffn_dim:] if gated else 1)
+                args = make_args(
+                    *("SwigluArgs",),
+                    ffn_dim=ffn_dim,
+                    tokens=tokens,
+                    activation=ACTIVATIONS[act],
+                    gated=gated,
+                    has_bias=has_bias,
+                )
+                for name, dtype, check in (
+                    ("swiglu_f32", np.float32, close),
+                    ("swiglu_f16", np.float16, near),
+                ):
+                    out = Output([tokens, ffn_dim], dtype)
+                    run(
+                        name,
+                        bias,
+                        gate_up,
+                        out.buffer,
+                        args,
+                        groups=(ceil_div(ffn_dim, 64), tokens),
+                        threads=(64, 1),
+                    )
+                    check(out.check(), expected)
 
 
 def test_swiglu_is_as_accurate_as_the_fast_exponential(run: Run) -> None:
