@@ -94,7 +94,7 @@ def _definitions(whole: Any) -> dict[str, list[str]]:
     while todo:
         part = todo.pop()
         if isinstance(reference := _reference(part), str) and reference not in resolved:
-            resolved[reference] = _resolve(whole, reference)
+            resolved[reference] = resolve(whole, reference)
         todo += _inner(part)
     referred_to = {id(whole)} | {id(part) for part in resolved.values() if isinstance(part, (dict, list))}
     graph: dict[str, list[str]] = {str(part): [] for part in (id(whole), *sorted(referred_to))}
@@ -131,7 +131,7 @@ def _reference(part: Any) -> str | None:
     return reference if isinstance(reference, str) and reference.startswith("#") else None
 
 
-def _resolve(whole: Any, reference: str) -> Any:
+def resolve(whole: Any, reference: str) -> Any:
     """Return the part of a document that a JSON pointer names, or None."""
     at = whole
     for step in reference.removeprefix("#").split("/")[1:]:

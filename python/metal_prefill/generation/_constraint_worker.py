@@ -22,6 +22,7 @@ from multiprocessing.reduction import recv_handle
 from typing import Any
 
 from metal_prefill.generation._constraint_check import check_source
+from metal_prefill.generation._constraint_schema import rewrite_schema
 
 STACK = 4 << 20  # bytes
 STEPS = 16  # tokens that are tried after compiling
@@ -87,7 +88,7 @@ def _compile_source(vocabulary: Any, kind: str, source: str) -> Any:
     from llguidance import LLMatcher, LLParserLimits
 
     if kind == "json_schema":
-        grammar = LLMatcher.grammar_from_json_schema(source, defaults=_JSON_STYLE)
+        grammar = LLMatcher.grammar_from_json_schema(rewrite_schema(source), defaults=_JSON_STYLE)
     elif kind == "regex":
         grammar = LLMatcher.grammar_from_regex(source)
     else:
