@@ -96,6 +96,18 @@ def test_a_repository_without_a_model_folder_names_its_files(client: Client, tmp
     assert _download.resolve_model(tmp_path / "none.gguf") == tmp_path / "none.gguf"
 
 
+@pytest.mark.parametrize("name", ["q-00001-of-00003.gguf", "parts/q-00001-*", "parts/*"])
+def test_all_parts_of_a_file_are_fetched(client: Client, server: Hub, name: str) -> None:
+    folder = "" if "/" not in name else "parts/"
+    files = {f"{folder}q-0000{i}-of-00003.gguf": bytes([i]) for i in (1, 2, 3)}
+    server.repos["tiny/split"] = Repo({"README.md": b"", "other.gguf": b"x", **files})
+    (answer,) = client.ask(f"tiny/split:{name}")
+    first = Path(answer["path"])
+    assert first.name == "q-00001-of-00003.gguf"
+    found = {folder + path.name: path.read_bytes() for path in first.parent.glob("q-*")}
+    assert found == files
+
+
 def test_a_model_folder_is_fetched_whole(client: Client, server: Hub, tmp_path: Path) -> None:
     wanted = {
         "config.json": b"{}",

@@ -90,7 +90,8 @@ def execute(arguments: argparse.Namespace) -> None:
     console = common.console()
     with GGUFFile(path) as gguf:
         config = read_config(gguf)
-        console.print(f"{path}: GGUF version {gguf.version}, {path.stat().st_size:,} bytes", highlight=False)
+        size = sum(part.stat().st_size for part in gguf.parts)
+        console.print(f"{path}: GGUF version {gguf.version}, {size:,} bytes", highlight=False)
         title = "configuration (settings other than defaults)"
         table = Table("setting", "value", title=title, title_justify="left")
         for field in fields(config):

@@ -1,6 +1,7 @@
 """Validating, zero-copy reader of GGUF model files.
 
 The file is mapped into memory, or read into memory with ``mmap=False``; tensors are views of that memory.
+The parts of a split model are read into memory, one after another.
 Opening a mapped file reads only the header. All sizes and offsets in the header are checked against the file
 size before use, so that a damaged or hostile file raises a `GGUFError` with the field and its position, and
 never causes a large allocation or an out-of-bounds read.
@@ -11,12 +12,14 @@ The format is specified in ggml's ``docs/gguf.md``; little-endian files of versi
 from __future__ import annotations
 
 import io
+import itertools
 import math
 import mmap as mmap_module
 import os
+import re
 import stat
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
@@ -38,6 +41,11 @@ MAX_TENSOR_NAME_BYTES = 64
 MAX_DIMS = 4
 MAX_ELEMENTS = 2**63 - 1
 _READ_BYTES = 16 << 20  # per read, so that Ctrl-C takes effect between reads
+_PAGE = 16384  # bytes, the largest of all systems
+# Keys of split models, and names of their parts.
+_NUMBER, _COUNT, _TENSORS = "split.no", "split.count", "split.tensors.count"
+_ANY_PART = re.compile(r"(.*)-(\d{5})-(of-\d{5}\.gguf)", re.DOTALL)
+_FIRST_PART = re.compile(r"(.*)-00001-of-(\d{5})\.gguf", re.DOTALL)
 MIN_TENSOR_BYTES = 8 + 1 + 4 + 8 + 4 + 8  # name length, one character, n_dims, one dimension, type, offset
 
 
@@ -124,6 +132,7 @@ class GGUFFile:
     Parameters
     ----------
     path : str or os.PathLike
+        A file, or the first part of a split one (``model-00001-of-00003.gguf``), which opens all parts.
     mmap : bool
         Map the file into memory. False reads the whole file instead, for files that other programs may change
         in place.
@@ -131,6 +140,8 @@ class GGUFFile:
     Attributes
     ----------
     path : pathlib.Path
+    parts : tuple of pathlib.Path
+        The files of a split model, or `path` alone.
     version : int
     alignment : int
         Alignment of tensors in bytes, counted from the start of the tensor data.
@@ -143,7 +154,7 @@ class GGUFFile:
     Raises
     ------
     GGUFError
-        The file is not a valid GGUF file.
+        The file is not a valid GGUF file, is not the first part of a split one, or other parts do not fit it.
     OSError
         The file cannot be opened: `FileNotFoundError`, `IsADirectoryError`, `PermissionError`.
 
@@ -157,21 +168,41 @@ class GGUFFile:
 
     def __init__(self, path: str | os.PathLike[str], *, mmap: bool = True) -> None:
         self.path = Path(path)
-        data = _map_file(self.path) if mmap else _read_file(self.path)
-        cursor = Cursor(self.path, data)
-        self.version = _read_version(cursor)
-        n_tensors = cursor.count("tensors", MIN_TENSOR_BYTES)
-        n_metadata = cursor.count("metadata entries", MIN_METADATA_BYTES)
-        self.metadata = Metadata(self.path, data)
-        self.metadata.read(cursor, n_metadata)
-        self.alignment = _read_alignment(cursor, self.metadata)
-        self.tensors, self.data_offset = _read_tensors(cursor, n_tensors, self.alignment)
+        data = _map_file(self.path) if mmap else _read_files([self.path])[0]
+        self.version, self.metadata, self.alignment, self.tensors, self.data_offset = _read_header(
+            self.path, data
+        )
+        self.parts = _parts_of(self.path, self.metadata)
+        if len(self.parts) > 1:
+            data, starts = _read_files(self.parts)
+            for i in range(1, len(starts)):
+                self._add_part(i, data[starts[i] :], starts[i])
+            self._check_count()
         self._mapping: npt.NDArray[np.uint8] | None = np.frombuffer(data, np.uint8)
         self._mapping.flags.writeable = False
 
+    def _add_part(self, index: int, data: memoryview, start: int) -> None:
+        """Add the tensors of another part, which begins at byte `start` of the mapping."""
+        path, count = self.parts[index], len(self.parts)
+        header = _read_header(path, data)
+        found = header.metadata.get(_NUMBER), header.metadata.get(_COUNT)
+        if found != (index, count):
+            raise GGUFError(f"{path}: is not part {index + 1} of {count}: {_NUMBER}, {_COUNT} are {found}")
+        if same := header.tensors.keys() & self.tensors.keys():
+            raise GGUFError(f"{path}: tensor {min(same)} is in another part, too")
+        for name, tensor in header.tensors.items():
+            self.tensors[name] = replace(tensor, offset=start + tensor.offset)
+
+    def _check_count(self) -> None:
+        if (wanted := self.metadata.get(_TENSORS, len(self.tensors))) != len(self.tensors):
+            raise GGUFError(f"{self.path}: {_TENSORS} is {wanted}, but the parts have {len(self.tensors)}")
+
     @property
     def mapping(self) -> npt.NDArray[np.uint8]:
-        """Contents of the whole file, ``uint8 [file size]``: a page-aligned, read-only view."""
+        """Contents of the whole file, ``uint8 [file size]``: a page-aligned, read-only view.
+
+        Each part of a split file begins at a page.
+        """
         mapping = self._mapping  # another thread may close the file now
         if mapping is None:
             raise ClosedError(f"{self.path} is closed")
@@ -236,17 +267,69 @@ def _map_file(path: Path) -> memoryview:
             raise GGUFError(f"{path}: cannot be mapped: {error}") from None
 
 
-def _read_file(path: Path) -> memoryview:
-    with _opened(path) as (file, size):
-        data = mmap_module.mmap(-1, size)  # page-aligned, like a mapped file
-        with memoryview(data) as view:
-            done = 0
-            while done < size:
-                count = file.readinto(view[done : done + _READ_BYTES])
-                if not count:
-                    raise GGUFError(f"{path}: was truncated while being read, at byte {done} of {size}")
-                done += count
-        return memoryview(data)
+def _read_files(paths: Sequence[Path]) -> tuple[memoryview, list[int]]:
+    """Read files into memory, each from a page on; return the memory and where each file begins."""
+    with ExitStack() as stack:
+        files = [stack.enter_context(_opened(path)) for path in paths]
+        ends = list(itertools.accumulate(-(-size // _PAGE) * _PAGE for _, size in files))
+        starts = [0, *ends[:-1]]
+        data = mmap_module.mmap(-1, starts[-1] + files[-1][1])  # page-aligned, like a mapped file
+        for path, (file, size), start in zip(paths, files, starts, strict=True):
+            with memoryview(data)[start : start + size] as view:
+                done = 0
+                while done < size:
+                    count = file.readinto(view[done : done + _READ_BYTES])
+                    if not count:
+                        raise GGUFError(f"{path}: was truncated while being read, at byte {done} of {size}")
+                    done += count
+    return memoryview(data), starts
+
+
+def part_names(name: str) -> list[str]:
+    """Return the names of all parts of a split file, given that of the first; else the name alone."""
+    found = _FIRST_PART.fullmatch(name)
+    count = int(found[2]) if found is not None else 1
+    return [f"{found[1]}-{i + 1:05d}-of-{count:05d}.gguf" for i in range(count)] if found else [name]
+
+
+def is_later_part(name: str) -> bool:
+    """Return whether a name is that of a part of a split file other than the first."""
+    return _ANY_PART.fullmatch(name) is not None and _FIRST_PART.fullmatch(name) is None
+
+
+def _parts_of(path: Path, metadata: Metadata) -> tuple[Path, ...]:
+    """Return the paths of the parts of a file."""
+    count, number = metadata.get(_COUNT, 1), metadata.get(_NUMBER, 0)
+    if count in (0, 1):
+        return (path,)
+    names = part_names(path.name)
+    if number != 0 or len(names) != count:
+        first = _ANY_PART.sub(r"\1-00001-\3", path.name)
+        rest = f"open {first}" if first != path.name else "its name must end in -00001-of-<count>.gguf"
+        raise GGUFError(f"{path}: is a part of a split model ({_NUMBER} {number}, {_COUNT} {count}); {rest}")
+    for i, name in enumerate(names):
+        if not path.with_name(name).exists():
+            raise GGUFError(f"{path}: part {i + 1} of {count} is missing: {name}")
+    return tuple(path.with_name(name) for name in names)
+
+
+class _Header(NamedTuple):
+    version: int
+    metadata: Metadata
+    alignment: int
+    tensors: dict[str, TensorInfo]
+    data_offset: int
+
+
+def _read_header(path: Path, data: memoryview) -> _Header:
+    cursor = Cursor(path, data)
+    version = _read_version(cursor)
+    n_tensors = cursor.count("tensors", MIN_TENSOR_BYTES)
+    n_metadata = cursor.count("metadata entries", MIN_METADATA_BYTES)
+    metadata = Metadata(path, data)
+    metadata.read(cursor, n_metadata)
+    alignment = _read_alignment(cursor, metadata)
+    return _Header(version, metadata, alignment, *_read_tensors(cursor, n_tensors, alignment))
 
 
 def _read_version(cursor: Cursor) -> int:

@@ -146,9 +146,6 @@ def _refuse_unsupported(keys: Keys, traits: Architecture) -> None:
         raise keys.unsupported(f"attention.max_alibi_bias is not supported for {keys.architecture}")
     if traits.window == "absent" and keys.number(f"{keys.architecture}.attention.sliding_window", default=0):
         raise keys.unsupported(f"attention.sliding_window is not supported for {keys.architecture}")
-    parts = keys.number("split.count", default=0)
-    if parts > 1:
-        raise keys.unsupported(f"the model is split into {parts} files; merge them first")
 
 
 def _activation(keys: Keys, traits: Architecture) -> Activation:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from metal_prefill.errors import HubError, MissingExtraError
+from metal_prefill.files._gguf_file import is_later_part, part_names
 from metal_prefill.hub._answers import check_file, list_files, safe_answers
 from metal_prefill.hub._bundled_models import packaged_model
 
@@ -90,8 +91,9 @@ def fetch(
 ) -> Path:
     """Return the local path of a file in a Hub repository, downloading it if necessary.
 
-    A cached file that is named in full is returned without a request to the Hub. A pattern is matched against
-    the repository, or against the cache if the Hub is unreachable.
+    With the first part of a split GGUF file, all others are downloaded, too. A cached file that is named in
+    full is returned without a request to the Hub. A pattern is matched against the repository, or against the
+    cache if the Hub is unreachable.
 
     Parameters
     ----------
@@ -99,7 +101,7 @@ def fetch(
         ``owner/repo``.
     pattern
         Path of the file in the repository, or a glob pattern that matches exactly one file; ``*`` also
-        matches ``/``.
+        matches ``/``. The parts of a split file count as one.
     revision
         Branch, tag or commit; ``main`` by default.
     token
@@ -116,12 +118,27 @@ def fetch(
         unreachable or returns an invalid response, and the file is not in the cache.
     """
     hub = _import_hub()
+    name, path = _fetch_one(hub, repo_id, pattern, revision, token, cache_dir)
+    for other in part_names(name)[1:]:
+        _fetch_one(hub, repo_id, other, revision, token, cache_dir)
+    return path
+
+
+def _fetch_one(
+    hub: ModuleType,
+    repo_id: str,
+    pattern: str,
+    revision: str | None,
+    token: str | bool | None,
+    cache_dir: str | os.PathLike[str] | None,
+) -> tuple[str, Path]:
+    """Return the path of a file in the repository and its local path; see `fetch`."""
     where = f"{repo_id}@{revision}" if revision else repo_id
     cache = os.fspath(cache_dir) if cache_dir is not None else None
     if not any(c in pattern for c in "*?["):
         cached = hub.try_to_load_from_cache(repo_id, pattern, cache_dir=cache, revision=revision)
         if isinstance(cached, str):
-            return Path(cached)
+            return pattern, Path(cached)
 
     try:
         with safe_answers(hub):
@@ -136,17 +153,19 @@ def fetch(
             raise HubError(
                 f"{where} is not in the cache, and the Hub is unreachable: {_reason(error)}"
             ) from error
-        return held[_only_match(list(held), pattern, f"{where} in the cache (the Hub is unreachable)")]
+        name = _only_match(list(held), pattern, f"{where} in the cache (the Hub is unreachable)")
+        return name, held[name]
 
     name = _only_match(files, pattern, where)
     try:
         with safe_answers(hub):
             check_file(hub, repo_id, name, revision, token)
-            return Path(hub.hf_hub_download(repo_id, name, revision=revision, token=token, cache_dir=cache))
+            downloaded = hub.hf_hub_download(repo_id, name, revision=revision, token=token, cache_dir=cache)
+            return name, Path(downloaded)
     except Exception as error:
         held = _cached_files(hub, repo_id, revision or "main", cache)
         if name in held:
-            return held[name]
+            return name, held[name]
         raise HubError(f"cannot download {name} from {where}: {_reason(error)}") from error
 
 
@@ -220,7 +239,8 @@ def _import_hub() -> ModuleType:
 
 
 def _only_match(files: list[str], pattern: str, where: str) -> str:
-    found = [f for f in files if f == pattern] or [f for f in files if fnmatchcase(f, pattern)]
+    found = [f for f in files if f == pattern]
+    found = found or [f for f in files if fnmatchcase(f, pattern) and not is_later_part(f)]
     if len(found) == 1:
         return found[0]
     if found:

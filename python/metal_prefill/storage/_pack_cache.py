@@ -139,11 +139,11 @@ def build(builder: _core.ModelBuilder, options: _core.EngineOptions, gguf: GGUFF
 
 def identify(gguf: GGUFFile, compute: _core.Compute) -> Identity:
     """Return the inputs that the packed weights of a model depend on."""
-    file, core = os.stat(gguf.path), os.stat(_core.__file__)
+    files, core = [os.stat(part) for part in gguf.parts], os.stat(_core.__file__)
     return Identity(
         model=fingerprint(gguf),
-        model_bytes=file.st_size,
-        model_modified=file.st_mtime_ns,
+        model_bytes=sum(file.st_size for file in files),
+        model_modified=max(file.st_mtime_ns for file in files),
         version=version(),
         core_bytes=core.st_size,
         core_modified=core.st_mtime_ns,

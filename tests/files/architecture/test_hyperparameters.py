@@ -196,7 +196,6 @@ def test_values_per_layer_must_be_equal(open_model: Open) -> None:
         ({"llama.rope.scaling.alpha": number(1000.0)}, "rope.scaling.alpha = 1000.0"),
         ({"llama.rope.scaling.type": string("longrope")}, "rope scaling of type longrope is not supported"),
         ({"llama.attention.sliding_window": integer(64)}, "sliding_window is not supported for llama"),
-        ({"split.count": (U16, scalar(U16, 3))}, "the model is split into 3 files"),
     ],
 )
 def test_unsupported_features_are_rejected(open_model: Open, metadata: dict[str, Any], message: str) -> None:
