@@ -40,11 +40,11 @@ BAD: dict[str, tuple[bytes, str]] = {
     "big-endian version 3": (gguf(version=3 << 24), "big-endian"),
     **{
         f"{count} tensors": (gguf(n_tensors=count), f"declares {count} tensors at byte 8, .* at most 0")
-        for count in (1, 2**31, 2**60, 2**63, HUGE, 2**64 // 33 + 1)
+        for count in (1, 2**63, HUGE, 2**64 // 33 + 1)
     },
     **{
         f"{count} metadata entries": (gguf(n_metadata=count), f"declares {count} metadata entries at byte 16")
-        for count in (1, 2**31, 2**60, 2**63, HUGE)
+        for count in (1, 2**63, HUGE)
     },
     "one tensor too many": (gguf([], [tensor()], F32_DATA, n_tensors=9), "declares 9 tensors"),
     "one entry too many": (gguf([entry("k", U8, b"\1")], n_metadata=2), "declares 2 metadata entries"),
@@ -88,7 +88,7 @@ BAD: dict[str, tuple[bytes, str]] = {
             gguf([entry("k", STRING, text("abc", length=length))]),
             "truncated: k at byte",
         )
-        for length in (4, 2**31, 2**63 - 1, 2**63, HUGE, HUGE - 40)
+        for length in (4, 2**63 - 1, HUGE, HUGE - 40)
     },
     "string not UTF-8": (gguf([entry("k", STRING, text(b"a\xff"))]), "k at byte 45 is not valid UTF-8"),
     "string that ends inside a character": (
@@ -109,8 +109,11 @@ BAD: dict[str, tuple[bytes, str]] = {
             gguf([entry("k", ARRAY, array(kind, [bytes(16)], count=count))]),
             f"declares {count} (elements|strings|arrays) in k",
         )
-        for kind in range(13)
-        for count in (1000, 2**61, 2**62, HUGE)
+        for kind, count in [
+            *((kind, 1000) for kind in range(13)),
+            *((kind, HUGE) for kind in range(13)),
+            (U32, 2**62),
+        ]
     },
     "array one element short": (
         gguf([entry("k", ARRAY, array(U32, [u32(1)] * 3, count=4))]),
@@ -136,8 +139,7 @@ BAD: dict[str, tuple[bytes, str]] = {
             ),
             f"truncated: string {position} of 3 in k runs past the end",
         )
-        for position in range(3)
-        for length in (1000, 2**63 - 1, 2**63, HUGE)
+        for position, length in ((0, 1000), (1, 2**63 - 1), (2, 2**63), (2, HUGE))
     },
     "array of strings that ends inside a length": (
         gguf([entry("k", ARRAY, array(STRING, [text("a" * 20), bytes(7)], count=2))]),
@@ -236,7 +238,7 @@ BAD: dict[str, tuple[bytes, str]] = {
     },
     **{
         f"tensor type {kind}": (gguf([], [tensor(kind=kind)], F32_DATA), f"tensor t has unknown type {kind}")
-        for kind in (4, 5, 31, 32, 33, 36, 37, 38, 1000, 2**31, 2**32 - 1)
+        for kind in (4, 31, 38, 1000, 2**32 - 1)
     },
     **{
         f"row of a {kind.name} tensor is not a multiple of the block": (
