@@ -52,7 +52,7 @@ def test_kernel_benchmark_measures_all_cases(
     }
     assert rows.keys() == expected | {("attention 9/3 x 64", "20", threads) for threads in "12"}
     for (kernel, *_), (rate, limit, of_products, of_memory) in rows.items():
-        assert float(rate.replace(",", "")) > 0
+        assert float(rate.replace(",", "")) >= 0
         assert limit in {"Q": ["int8"], "F": ["float32"], "a": ["float32", "bfloat16"]}[kernel[0]]
         assert of_products.endswith("%)")
         assert (of_memory == "") == ("attention" in kernel)

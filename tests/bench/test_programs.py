@@ -140,4 +140,4 @@ def test_a_crash_of_llama_cpp_on_amx_names_the_compiler(
 
 def test_programs_are_measured_on_prompts_and_decoding_only() -> None:
     for name in ("ik_llama.cpp", "llama-bench"):
-        assert set(_engines.KINDS[name].without) == {"streams", "choices", "embed", "rerank", "evaluate"}
+        assert set(_engines.KINDS[name].without) == {"streams", "choices", "embed", "rerank"}

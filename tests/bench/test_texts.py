@@ -121,7 +121,7 @@ def test_texts_per_second_are_those_of_the_median_sample(embedder: Path) -> None
 
 
 def test_texts_of_one_length_are_measured_in_each_number() -> None:
-    cases = make_tasks(True, False, 0, text_tokens=[16, 256], text_counts=[1, 64])
+    cases = make_tasks(True, False, text_tokens=[16, 256], text_counts=[1, 64])
     assert [case.name for case in cases] == ["embed16x1", "embed256x1", "embed16x64", "embed256x64"]
     assert [case.context for case in cases] == [16, 256, 16, 256]
     assert [len(ids) for ids in text_ids(cases[0], 100)] == [16]
@@ -129,7 +129,7 @@ def test_texts_of_one_length_are_measured_in_each_number() -> None:
     # Samples of few tokens are many calls.
     assert [case.calls for case in cases] == [128, 8, 2, 1]
     assert [case.timed_tokens for case in cases] == [2048, 2048, 2048, 16384]
-    assert [case.name for case in make_tasks(True, False, 0, [16])] == ["embed16x64"]
+    assert [case.name for case in make_tasks(True, False, [16])] == ["embed16x64"]
 
 
 @pytest.mark.parametrize(
@@ -145,7 +145,7 @@ def test_lengths_and_numbers_of_texts_are_checked(
     embed: bool, tokens: list[int], counts: list[int], message: str
 ) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
-        make_tasks(embed, False, 0, tokens, counts)
+        make_tasks(embed, False, tokens, counts)
 
 
 def test_a_sample_is_all_of_its_calls() -> None:

@@ -392,17 +392,6 @@ def test_an_open_session_shares_its_full_pages(device: str, demo_path: Path, sha
         assert_same(model, logits, model.session().forward_prompt_logits(prompt))
 
 
-def test_a_closed_session_leaves_its_prefix_cached(device: str, demo_path: Path) -> None:
-    with Model(demo_path, device=device) as model:
-        prompt = ids_of(model, 100)
-        with model.session() as session:
-            session.forward_prompt(prompt, reuse=True)
-        later = model.session()
-        logits = later.forward_prompt_logits(np.concatenate([prompt, [7]]), reuse=True)
-        assert later.stats()["tokens_reused"] == 100
-        assert_same(model, logits, model.session().forward_prompt_logits(np.concatenate([prompt, [7]])))
-
-
 def test_prompts_of_one_batch_compute_their_common_prefix_once(device: str, demo_path: Path) -> None:
     with Model(demo_path, device=device, prefix_memory=0) as model:
         start = ids_of(model, 150)

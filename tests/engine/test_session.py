@@ -155,43 +155,6 @@ def test_rewind_restores_an_earlier_state(demo: Model) -> None:
             session.rewind(position)
 
 
-def test_interleaved_sessions_are_independent(demo: Model) -> None:
-    prompts = [PROMPT, PROMPT[::-1]]
-    alone = []
-    for prompt in prompts:
-        with demo.session() as session:
-            alone.append(continuation(session, session.forward_prompt(prompt), 6))
-    sessions = [demo.session() for _ in prompts]
-    tokens = [s.forward_prompt(p) for s, p in zip(sessions, prompts, strict=True)]
-    together: list[list[int]] = [[], []]
-    for _ in range(6):
-        for i, session in enumerate(sessions):
-            tokens[i] = session.forward_token_greedy(tokens[i])
-            together[i].append(tokens[i])
-    assert together == alone
-    assert demo.position == 0
-
-
-def test_a_fork_continues_independently(demo: Model) -> None:
-    first = demo.forward_prompt(PROMPT)
-    trunk = demo.session()
-    trunk.forward_prompt(PROMPT)
-    branch = trunk.fork()
-    assert branch.position == trunk.position
-    assert branch.tokens == PROMPT
-    np.testing.assert_array_equal(branch.forward_token(first), demo.forward_token(first))
-    assert trunk.position == len(PROMPT)
-    branch.forward_prompt(PROMPT[:7])
-    np.testing.assert_array_equal(trunk.forward_token(3), demo_logits(demo, [*PROMPT, 3]))
-
-
-def demo_logits(model: Model, tokens: list[int]) -> Any:
-    """Logits after the prompt but for its last token, which is fed alone."""
-    with model.session() as session:
-        session.forward_prompt(tokens[:-1])
-        return session.forward_token(tokens[-1])
-
-
 def test_reuse_computes_only_what_differs(demo: Model) -> None:
     session = demo.session()
     session.forward_prompt(PROMPT)
@@ -384,27 +347,6 @@ def test_the_environment_selects_the_device(
     monkeypatch.setenv("METAL_PREFILL_DEVICE", "gpu")
     with pytest.raises(ValueError, match=r"METAL_PREFILL_DEVICE must be 'auto', 'cpu' or 'metal', got 'gpu'"):
         Model(demo_path, device="cpu")
-
-
-def test_generate_streams_text_and_stops(whole_demo: Model) -> None:
-    demo = whole_demo  # which writes words
-    pieces = list(demo.generate("ROMEO:", 10))
-    text = "".join(pieces)
-    assert len(pieces) > 5
-    assert text == "".join(demo.generate("ROMEO:", 10))
-    word = text.split()[2]
-    assert "".join(demo.generate("ROMEO:", 10, stop=word)) == text[: text.index(word)]
-    assert "".join(demo.generate("ROMEO:", 0)) == ""
-    with pytest.raises(ValueError, match="stop"):
-        demo.generate("ROMEO:", stop="")
-
-
-def test_sampling_is_reproducible_from_its_seed(demo: Model) -> None:
-    def text(seed: int) -> str:
-        return "".join(demo.generate("ROMEO:", 20, temperature=1.0, top_p=0.95, seed=seed))
-
-    assert text(1) == text(1)
-    assert len({text(seed) for seed in range(4)}) > 1
 
 
 def test_sessions_have_the_limit_of_their_model(demo_path: Path) -> None:

@@ -56,7 +56,6 @@ def run(
     text_tokens: Sequence[int] = (),
     text_counts: Sequence[int] = (),
     rerank: bool = False,
-    evaluate: bool = False,
     sampled: bool = False,
     speculate: bool = False,
     repetitions: int = 5,
@@ -97,9 +96,6 @@ def run(
     rerank
         Measure the ranking of 20 documents of 300 tokens for one query (``rerank20``), instead of prompts and
         decoding. The model must have tokens for "yes" and "no".
-    evaluate
-        Measure the log likelihoods of 4 answers to each of 4 questions (``evaluate16``), instead of prompts
-        and decoding.
     sampled
         Also measure `n_gen` tokens that each engine chooses itself: greedy (``greedy64``) and, in
         alternation, sampled with the same settings (``sampled64``).
@@ -149,10 +145,9 @@ def run(
     if patience < 0:
         raise ValueError(f"patience must not be negative, got {patience}")
     path = _model_file.smollm_shape() if model is None else local_file(model)
-    if not embed or rerank or evaluate:
+    if not embed or rerank:
         _model_file.check_generates(path)
-    evaluated = _model_file.evaluation_tokens(path) if evaluate else 0
-    tests = _cases.make_tasks(embed, rerank, evaluated, text_tokens, text_counts)
+    tests = _cases.make_tasks(embed, rerank, text_tokens, text_counts)
     if not tests:
         task = len(_model_file.task_ids(path)) if speculate else 0
         tests = _cases.make_cases(prompts, n_gen, depth, streams, sampled, task)

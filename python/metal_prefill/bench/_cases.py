@@ -18,7 +18,6 @@ SAMPLE_TOKENS = 2048  # texts of one length: calls are repeated up to this numbe
 DOCUMENTS, DOCUMENT_TOKENS = 20, 300  # to rank
 # Tokens of Qwen3-Reranker's template before a document, including a query of about 15 tokens, and after it.
 QUERY_TOKENS, CLOSING_TOKENS = 90, 9
-QUESTIONS, ANSWERS = 4, 4  # questions of an evaluation, and answers to each
 MOST_DRAFTS = 31  # drafts of a pass: positions that engines may use after the last token
 
 # How an engine chooses tokens: greedily; by SAMPLING, after the same context; greedily in a copying task; the
@@ -28,10 +27,10 @@ Choice = Literal["", "argmax", "sampled", "greedy", "lookup"]
 COMPARED: dict[Choice, Choice] = {"sampled": "argmax", "lookup": "greedy"}
 # Names of tests that differ from the choice.
 _NAMES: dict[Choice, str] = {"argmax": "greedy", "greedy": "copy"}
-# Tasks with texts: embedding; reranking by a model's "yes" and "no"; likelihoods of answers to questions.
-Task = Literal["", "embed", "rerank", "evaluate"]
+# Tasks with texts: embedding; reranking by a model's "yes" and "no".
+Task = Literal["", "embed", "rerank"]
 # Abilities that tests require; an engine may support only some.
-Ability = Literal["prompts", "streams", "choices", "embed", "rerank", "evaluate"]
+Ability = Literal["prompts", "streams", "choices", "embed", "rerank"]
 SAMPLING: dict[str, float] = {
     "temperature": 0.8,
     "top_k": 40,
@@ -69,7 +68,7 @@ class Case:
     text_tokens : int
         Length of each text to embed; 0 selects texts of many lengths, those of `text_lengths`.
     task : str
-        Task performed on the texts. For "evaluate", `n_prompt` is their total number of tokens.
+        Task performed on the texts.
     choice : str
         How the engine chooses the timed tokens; empty if they are given. For "greedy" and "lookup", the
         context is `TASK`.
@@ -89,7 +88,7 @@ class Case:
         """Name of the test.
 
         ``pp<n>`` for a prompt and ``tg<n>`` for decoding, with the suffix ``x<streams>`` for a batch;
-        ``embed<n>``, ``rerank<n>`` and ``evaluate<n>`` for a task with n texts, ``embed16x64`` for 64 texts
+        ``embed<n>`` and ``rerank<n>`` for a task with n texts, ``embed16x64`` for 64 texts
         of 16 tokens; ``greedy<n>``, ``sampled<n>``, ``copy<n>`` and, with drafts, ``lookup<n>`` for tokens
         that the engine chooses.
         """
@@ -191,11 +190,10 @@ def make_cases(
 def make_tasks(
     embed: bool,
     rerank: bool,
-    evaluated: int,
     text_tokens: Iterable[int] = (),
     text_counts: Iterable[int] = (),
 ) -> list[Case]:
-    """Return a test for each task with texts; `evaluated` is the tokens of `evaluation_texts`, or 0.
+    """Return a test for each task with texts.
 
     With `text_tokens` there is a test of embedding for each of these lengths and each number of texts.
 
@@ -216,8 +214,6 @@ def make_tasks(
     tasks = [Case(0, 0, 0, n_texts=count, task="embed", text_tokens=n) for n, count in sizes if embed]
     if rerank:
         tasks.append(Case(0, 0, 0, n_texts=DOCUMENTS, task="rerank"))
-    if evaluated:
-        tasks.append(Case(evaluated, 0, 0, n_texts=QUESTIONS * ANSWERS, task="evaluate"))
     return tasks
 
 
@@ -250,20 +246,6 @@ def ranking_ids(case: Case, vocab_size: int) -> list[npt.NDArray[np.int32]]:
     ids = token_ids(QUERY_TOKENS + case.n_texts * DOCUMENT_TOKENS + CLOSING_TOKENS, vocab_size)
     query, documents, closing = np.split(ids, [QUERY_TOKENS, len(ids) - CLOSING_TOKENS])
     return [np.concatenate([query, d, closing]) for d in documents.reshape(case.n_texts, DOCUMENT_TOKENS)]
-
-
-def evaluation_texts() -> list[tuple[str, str]]:
-    """Return pairs of a question of about 35 tokens, repeated for each of its answers, and an answer.
-
-    Words are drawn from `COPIED`; the speed of computing likelihoods does not depend on them.
-    """
-    words, rng = np.array(COPIED.split()), np.random.default_rng(seed=4)
-
-    def draw(count: int) -> str:
-        return " ".join(rng.choice(words, count).tolist())
-
-    questions = [f"Question: {draw(18)}?\nAnswer:" for _ in range(QUESTIONS)]
-    return [(question, f" {draw(3)}") for question in questions for _ in range(ANSWERS)]
 
 
 def token_ids(count: int, vocab_size: int) -> npt.NDArray[np.int32]:

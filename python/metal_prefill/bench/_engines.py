@@ -141,16 +141,12 @@ class TextEngine(Engine):
         """Return the pooled vectors of texts, normalized, float32 ``[texts, dim]``."""
 
 
-class JudgingEngine(Engine):
-    """Protocol of an engine that ranks documents and computes likelihoods of answers."""
+class RankingEngine(Engine):
+    """Protocol of an engine that ranks documents."""
 
     @abstractmethod
     def rank(self, prompts: list[Ids], answers: tuple[int, int]) -> list[float]:
         """Return the probability of the first of two answers, relative to both, after each prompt."""
-
-    @abstractmethod
-    def likelihoods(self, pairs: list[tuple[str, str]]) -> list[float]:
-        """Return the log likelihood of the second text of each pair after the first one, in nats."""
 
 
 class ProgramEngine(ABC):
@@ -196,12 +192,11 @@ class Kind(NamedTuple):
     is_program: bool = False
 
 
-_ONE_PROMPT = "its graph holds one sequence, and its calls take one prompt"
 _VECTORS_ALONE: Mapping[Ability, str] = dict.fromkeys(
-    ("prompts", "streams", "choices", "rerank", "evaluate"), "its vectors alone are"
+    ("prompts", "streams", "choices", "rerank"), "its vectors alone are"
 )
 _PROMPTS_ALONE: Mapping[Ability, str] = dict.fromkeys(
-    ("streams", "choices", "embed", "rerank", "evaluate"), "only its prompts and decoding are"
+    ("streams", "choices", "embed", "rerank"), "only its prompts and decoding are"
 )
 KINDS = {
     OURS: Kind("metal_prefill.bench._peers.metal_prefill", (), "metal_prefill"),
@@ -215,8 +210,7 @@ KINDS = {
             "and accept none",
             "choices": "its graph computes logits but chooses no tokens",
             "embed": "its graph computes logits and no pooled states",
-            "rerank": _ONE_PROMPT,
-            "evaluate": _ONE_PROMPT,
+            "rerank": "its graph holds one sequence, and its calls take one prompt",
         },
     ),
     "transformers": Kind(

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from metal_prefill.bench._cases import TASK, evaluation_texts
+from metal_prefill.bench._cases import TASK
 from metal_prefill.bench._errors import BenchError
 from metal_prefill.engine import AUTO, chosen_mode
 from metal_prefill.files._gguf_file import GGUFFile
@@ -84,13 +84,6 @@ def answer_ids(path: str | Path) -> tuple[int, int]:
         if len(yes) + len(no) > 2:
             raise BenchError(f'{path} has no token of its own for "yes" and "no", as rerankers have')
         return yes[0], no[0]
-
-
-def evaluation_tokens(path: str | Path) -> int:
-    """Return the number of tokens of `cases.evaluation_texts`, counting a question with each answer."""
-    with GGUFFile(path) as gguf:
-        tokenizer = Tokenizer.from_gguf(gguf)
-        return sum(len(tokenizer.encode(question + answer)) for question, answer in evaluation_texts())
 
 
 def _short(count: int) -> str:

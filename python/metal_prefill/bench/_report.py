@@ -11,13 +11,11 @@ from rich.table import Table
 from rich.text import Text
 
 from metal_prefill.bench._cases import (
-    ANSWERS,
     CLOSING_TOKENS,
     COMPARED,
     DOCUMENT_TOKENS,
     LONGEST_TEXT,
     QUERY_TOKENS,
-    QUESTIONS,
     SAMPLING,
     SHORTEST_TEXT,
 )
@@ -36,8 +34,6 @@ _TASKS = {
     "embed": f"vectors of texts of {SHORTEST_TEXT} to {LONGEST_TEXT} tokens",
     "rerank": f"prompts of {QUERY_TOKENS + DOCUMENT_TOKENS + CLOSING_TOKENS} tokens, of which the first "
     f"{QUERY_TOKENS} are the same and computed once",
-    "evaluate": f"log likelihoods of {ANSWERS} answers to each of {QUESTIONS} questions; of llama.cpp one "
-    "request after another, as lm-eval's model gguf has them computed",
 }
 
 

@@ -15,7 +15,7 @@ from metal_prefill.bench._samples import Selection
 from metal_prefill.bench._summary import Spread, ratios, spread, stddev
 
 NANO = 1e9
-TEXTS_ARE = {"embed": "texts", "rerank": "documents", "evaluate": "answers"}  # the texts of a task
+TEXTS_ARE = {"embed": "texts", "rerank": "documents"}  # the texts of a task
 EMULATOR_NOTE = "runs on an emulator: says nothing about the speed of Metal"
 
 

@@ -17,14 +17,14 @@ from functools import cache
 from typing import IO, Any
 
 from metal_prefill.bench import _engines, _machine
-from metal_prefill.bench._cases import Case, evaluation_texts, ranking_ids, stream_ids, text_ids, token_ids
+from metal_prefill.bench._cases import Case, ranking_ids, stream_ids, text_ids, token_ids
 from metal_prefill.bench._engines import (
     BatchEngine,
     ChoosingEngine,
     Engine,
     Ids,
-    JudgingEngine,
     ProgramEngine,
+    RankingEngine,
     TextEngine,
 )
 from metal_prefill.bench._model_file import answer_ids, task_ids
@@ -77,10 +77,7 @@ def _task_of(
         assert isinstance(engine, TextEngine)
         texts = text_ids(case, vocab_size)
         return lambda: [engine.embed(texts) for _ in range(case.calls)]
-    assert isinstance(engine, JudgingEngine)
-    if case.task == "evaluate":
-        pairs = evaluation_texts()
-        return lambda: engine.likelihoods(pairs)
+    assert isinstance(engine, RankingEngine)
     assert answers is not None
     prompts, ids = ranking_ids(case, vocab_size), answers()
     return lambda: engine.rank(prompts, ids)

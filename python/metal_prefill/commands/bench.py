@@ -41,7 +41,6 @@ _MODES = {
         'measure the reranking of 20 documents of 300 tokens for one query, by "yes" and "no"',
         settings=("rerank",),
     ),
-    "evaluate": _Mode("measure log likelihoods of 4 answers to each of 4 questions", settings=("evaluate",)),
     "serve": _Mode(
         "measure servers: this package's and those of --compare (llama-cpp-python,llama-server)",
         ("clients", "repetitions"),

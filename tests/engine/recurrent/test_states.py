@@ -116,16 +116,6 @@ def test_repeated_rewinds_discard_later_tokens(model: Model) -> None:
     assert_equals_fresh(model, session, np.array(kept), logits)
 
 
-def test_single_tokens_after_a_rewind_match_a_fresh_session(model: Model) -> None:
-    ids = ids_of(100)
-    session = model.session()
-    session.forward_prompt(ids)
-    for position in (97, 80, 66):
-        session.rewind(position)
-        logits = session.forward_token(int(ids[position]))
-        assert_equals_fresh(model, session, ids[: position + 1], logits)
-
-
 def test_a_fork_and_its_origin_do_not_see_each_other(model: Model) -> None:
     ids, one, other = ids_of(100), ids_of(30, seed=1), ids_of(30, seed=2)
     session = model.session()

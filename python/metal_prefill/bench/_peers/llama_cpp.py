@@ -22,14 +22,14 @@ from metal_prefill.bench._engines import (
     ChoosingEngine,
     Identity,
     Ids,
-    JudgingEngine,
     Options,
+    RankingEngine,
     TextEngine,
     Vectors,
 )
 from metal_prefill.bench._errors import BenchError
 from metal_prefill.bench._machine import available_threads, counted, cpu_name
-from metal_prefill.bench._peers.llama_cpp_texts import ALL_LAYERS, FLASH_ATTENTION_ON, Embedder, Evaluator
+from metal_prefill.bench._peers.llama_cpp_texts import ALL_LAYERS, FLASH_ATTENTION_ON, Embedder
 
 GGML_TYPES = {"f32": 0, "f16": 1, "q8_0": 8}  # of the KV cache, by kv_dtype
 # Build features of llama.cpp that determine the speed of its products, best first.
@@ -163,7 +163,7 @@ class _Context:
         llama.llama_free(self._context)
 
 
-class LlamaCpp(BatchEngine, TextEngine, ChoosingEngine, JudgingEngine):
+class LlamaCpp(BatchEngine, TextEngine, ChoosingEngine, RankingEngine):
     """llama.cpp model, with a context for one sequence and one for several."""
 
     def __init__(self, options: Options) -> None:
@@ -180,7 +180,6 @@ class LlamaCpp(BatchEngine, TextEngine, ChoosingEngine, JudgingEngine):
         self._streams: _Context | None = None
         self._ranks: _Context | None = None
         self._embedder: Embedder | None = None
-        self._evaluator: Evaluator | None = None
         self._shape = (0, 0)  # sequences and positions of `_streams`
 
     def _open(self, sequences: int, positions: int, rows: int) -> _Context:
@@ -298,12 +297,6 @@ class LlamaCpp(BatchEngine, TextEngine, ChoosingEngine, JudgingEngine):
             scores.append(float(1 / (1 + np.exp(no - yes))))
             context.rewind(len(ids) - shared)
         return scores
-
-    def likelihoods(self, pairs: list[tuple[str, str]]) -> list[float]:
-        """Return the log likelihood of the second text of each pair after the first one, in nats."""
-        if self._evaluator is None:
-            self._evaluator = Evaluator(self._options, self._threads, self._gpu, pairs)
-        return [self._evaluator(*pair) for pair in pairs]
 
 
 def load(options: Options) -> BatchEngine:

@@ -1,4 +1,4 @@
-"""Embeddings and likelihoods of texts with llama.cpp."""
+"""Embeddings of texts with llama.cpp."""
 
 from __future__ import annotations
 
@@ -8,15 +8,13 @@ from typing import Any
 import llama_cpp as llama
 import numpy as np
 
-from metal_prefill.bench._engines import Ids, Options, Vectors
+from metal_prefill.bench._engines import Ids, Vectors
 from metal_prefill.bench._errors import BenchError
 
-ALL_LAYERS = 999
 FLASH_ATTENTION_ON = 1
 # Tokens of a batch of texts. llama-embedding takes 2048, but every token is multiplied with the keys of the
 # whole batch, and with 512 the same texts took 0.88 of the time.
 EMBEDDING_ROWS, MOST_SEQUENCES = 512, 64
-MOST_LIKELY = 10  # tokens that lm-eval requests at each position
 
 
 class Embedder:
@@ -82,48 +80,3 @@ class Embedder:
             )
             vectors.append(pooled / np.linalg.norm(pooled))
         return vectors
-
-
-class Evaluator:
-    """Scorer that computes likelihoods one request after another, as lm-eval's model ``gguf`` does.
-
-    lm-eval asks llama-cpp-python's server, which calls `Llama.create_completion`; this makes that call
-    itself, so that HTTP and JSON cost nothing. The class keeps what a request has in common with the one
-    before, and computes log probabilities of the whole vocabulary at every position. Its context is as
-    short as the requests allow, since it does so for positions without a token as well.
-
-    Parameters
-    ----------
-    options
-        Options of the engine.
-    threads
-        CPU threads.
-    gpu
-        Whether the layers run on a GPU.
-    pairs
-        Texts and continuations that the context must fit.
-    """
-
-    def __init__(self, options: Options, threads: int, gpu: bool, pairs: Sequence[tuple[str, str]]) -> None:
-        with_vocabulary = llama.Llama(options.path, vocab_only=True, verbose=False)
-        longest = max(len(with_vocabulary.tokenize((a + b).encode())) for a, b in pairs)
-        with_vocabulary.close()
-        self._llama = llama.Llama(
-            options.path,
-            n_ctx=longest + 2,  # one token is generated after the last one, and one position stays empty
-            n_threads=threads,
-            n_threads_batch=threads,
-            n_gpu_layers=ALL_LAYERS if gpu else 0,
-            flash_attn=True,
-            logits_all=True,
-            verbose=False,
-        )
-
-    def __call__(self, text: str, continuation: str) -> float:
-        """Return the log likelihood of a continuation, as lm-eval reads it from the answer."""
-        answer: Any = self._llama.create_completion(
-            text + continuation, max_tokens=1, temperature=0.0, logprobs=MOST_LIKELY, echo=True
-        )
-        found = answer["choices"][0]["logprobs"]
-        first = next(i for i, offset in enumerate(found["text_offset"]) if offset >= len(text))
-        return float(sum(found["token_logprobs"][first:-1]))  # without the generated token

@@ -13,19 +13,18 @@ from metal_prefill.bench._engines import (
     ChoosingEngine,
     Identity,
     Ids,
-    JudgingEngine,
     Options,
+    RankingEngine,
     TextEngine,
     Vectors,
 )
 from metal_prefill.bench._machine import available_threads
-from metal_prefill.integrations._evaluation import loglikelihood
 from metal_prefill.tasks._embedding import check_pooling, vectors_of
 from metal_prefill.tasks._reranking import scores_of
 from metal_prefill.tasks._text_passes import TextPasses
 
 
-class Ours(BatchEngine, TextEngine, ChoosingEngine, JudgingEngine):
+class Ours(BatchEngine, TextEngine, ChoosingEngine, RankingEngine):
     """`metal_prefill.Model` through its public calls."""
 
     def __init__(self, options: Options) -> None:
@@ -95,10 +94,6 @@ class Ours(BatchEngine, TextEngine, ChoosingEngine, JudgingEngine):
     def rank(self, prompts: list[Ids], answers: tuple[int, int]) -> list[float]:
         """Return the probability of "yes" after each prompt; the model knows the ids of its answers."""
         return [score for score, _ in scores_of(TextPasses(self._model.engine), prompts)]
-
-    def likelihoods(self, pairs: list[tuple[str, str]]) -> list[float]:
-        """Return the log likelihood of the second text of each pair, as `metal_prefill.lm_eval` does."""
-        return [value for value, _ in loglikelihood(self._model, pairs)]
 
 
 def load(options: Options) -> BatchEngine:
