@@ -25,7 +25,7 @@ from metal_prefill.cli import main
 from metal_prefill.commands.convert import TYPES
 from metal_prefill.conversion import TENSOR_TYPES, _writing, convert
 from metal_prefill.conversion._fields import Fields
-from metal_prefill.conversion._settings import gemma3, lfm2, mistral, rope_scaling
+from metal_prefill.conversion._settings import gemma3, lfm2, mistral, qwen, rope_scaling
 from metal_prefill.conversion._sources import SOURCES, find_source, gguf_name, metadata_of
 from metal_prefill.hub import _local_file
 from metal_prefill.hub._local_file import local_file
@@ -403,10 +403,43 @@ def test_missing_fields_have_the_defaults_of_transformers(
     assert metadata_of(SOURCES[name], config)[key] == value
 
 
-def test_the_default_window_of_mistral_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedModelError, match="sliding_window is 4096; supported: null"):
-        mistral(Fields(tmp_path / "config.json", {}))
-    assert mistral(Fields(tmp_path / "config.json", {"sliding_window": None})) == {}
+@pytest.mark.parametrize(
+    ("settings", "window"),
+    [
+        ({}, 4096),
+        ({"sliding_window": None}, None),
+        ({"sliding_window": 100}, 100),
+        ({"sliding_window": 8192}, None),  # as large as the context
+    ],
+)
+def test_all_layers_of_mistral_may_have_a_window(
+    tmp_path: Path, settings: dict[str, Any], window: int | None
+) -> None:
+    config = Fields(tmp_path / "config.json", {"max_position_embeddings": 8192, **settings})
+    assert mistral(config) == ({} if window is None else {"attention.sliding_window": window})
+
+
+@pytest.mark.parametrize(
+    ("settings", "pattern"),
+    [
+        ({}, None),
+        ({"use_sliding_window": False, "max_window_layers": 0}, None),
+        ({"use_sliding_window": True}, None),  # 28 layers without one
+        ({"use_sliding_window": True, "max_window_layers": 2}, [False, False, True]),
+        ({"use_sliding_window": True, "max_window_layers": 0, "sliding_window": None}, None),
+        (
+            {"use_sliding_window": True, "layer_types": ["sliding_attention", *["full_attention"] * 2]},
+            [True, False, False],
+        ),
+    ],
+)
+def test_upper_layers_of_qwen_may_have_a_window(
+    tmp_path: Path, settings: dict[str, Any], pattern: list[bool] | None
+) -> None:
+    shape = {"num_hidden_layers": 3, "max_position_embeddings": 8192, "sliding_window": 64}
+    found = qwen(Fields(tmp_path / "config.json", {**shape, **settings}))
+    keys = {"attention.sliding_window": 64, "attention.sliding_window_pattern": pattern}
+    assert found == ({} if pattern is None else keys)
 
 
 def test_the_layers_of_lfm2_are_read_in_linear_time(tmp_path: Path) -> None:
@@ -600,7 +633,7 @@ def test_yarn_with_fractional_bounds_is_refused(tmp_path: Path) -> None:
         (
             rope_scaling,
             {"rope_type": "llama3"},
-            r"rope_parameters\.rope_type is 'llama3'; supported: 'default', 'linear'",
+            r"rope_parameters\.rope_type is 'llama3'; supported: 'default', 'dynamic'",
         ),
     ],
 )

@@ -105,6 +105,24 @@ def ernie(path: Path, **config: Any) -> Folder:
     )
 
 
+def qwen(path: Path, name: str, **config: Any) -> Folder:
+    """Make a folder of Qwen2 or Qwen3, whose upper layers have a window."""
+    settings = {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1, **config}
+    folder = llama(path, f"{name}ForCausalLM", model_type=name.lower(), head_dim=HEAD, **settings)
+    if name == "Qwen3":
+        return _with_head_norms(folder, ("q_norm", HEAD), ("k_norm", HEAD))
+    for layer in range(LAYERS):
+        for i, (part, width) in enumerate((("q", DIM), ("k", KV), ("v", KV))):
+            bias = f"model.layers.{layer}.self_attn.{part}_proj.bias"
+            folder.tensors[bias] = values((width,), 100 + 3 * layer + i)
+    return folder
+
+
+def mistral(path: Path, **config: Any) -> Folder:
+    """Make a folder of Mistral, all of whose layers have a window."""
+    return llama(path, "MistralForCausalLM", model_type="mistral", head_dim=HEAD, **config)
+
+
 RECORDED: dict[str, Callable[[Path], Folder]] = {
     "smollm3": smollm3,
     "granite": granite,
@@ -116,4 +134,15 @@ RECORDED: dict[str, Callable[[Path], Folder]] = {
     "exaone4": exaone4,
     "exaone4, window": partial(exaone4, num_hidden_layers=5, sliding_window=9, sliding_window_pattern=4),
     "hunyuan": hunyuan,
+    "mistral, window": partial(mistral, sliding_window=9),
+    "qwen2, window": partial(qwen, name="Qwen2"),
+    "qwen3, window": partial(qwen, name="Qwen3"),
+    "granite, dynamic": partial(granite, rope_scaling={"type": "dynamic", "factor": 4.0}),
+    "olmo2, YaRN of its context": partial(olmo2, rope_scaling={"rope_type": "yarn", "factor": 4.0}),
+    "mistral, YaRN": partial(
+        mistral,
+        sliding_window=None,
+        original_max_position_embeddings=CONTEXT // 4,
+        rope_scaling={"rope_type": "yarn", "factor": 4.0},
+    ),
 }

@@ -44,8 +44,14 @@ def plus_one(config: Fields, name: str, values: Values) -> Values:
     return values + 1
 
 
-def rope_scaling(config: Fields, kinds: tuple[str, ...] = ("default", "linear", "yarn")) -> dict[str, Any]:
-    """Return the metadata of a rotation of one of the given kinds."""
+_KINDS = ("default", "dynamic", "linear", "yarn")
+
+
+def rope_scaling(config: Fields, kinds: tuple[str, ...] = _KINDS) -> dict[str, Any]:
+    """Return the metadata of a rotation of one of the given kinds.
+
+    The dynamic kind is the default one up to the context of the folder.
+    """
     rope = _rope(config)
     found: dict[str, Any] = {}
     if rope.has("rope_theta"):
@@ -57,12 +63,12 @@ def rope_scaling(config: Fields, kinds: tuple[str, ...] = ("default", "linear", 
     if kind in ("linear", "yarn"):
         found["rope.scaling.type"] = kind
         found["rope.scaling.factor"] = rope.number("factor")
-    return found | (_yarn(rope) if kind == "yarn" else {})
+    return found | (_yarn(config, rope) if kind == "yarn" else {})
 
 
 def rope_scaling_or_factors(config: Fields) -> dict[str, Any]:
     """Return the metadata of a rotation that may be that of Llama 3, whose factors are a tensor."""
-    return rope_scaling(config, ("default", "linear", "llama3", "yarn"))
+    return rope_scaling(config, (*_KINDS, "llama3"))
 
 
 def _rope(config: Fields) -> Fields:
@@ -70,20 +76,27 @@ def _rope(config: Fields) -> Fields:
     return config.object("rope_parameters" if config.has("rope_parameters") else "rope_scaling")
 
 
-def _yarn(rope: Fields) -> dict[str, Any]:
-    """Return what files say about YaRN besides its factor.
+def _original_context(config: Fields, rope: Fields) -> int:
+    """Return the context before a rotation was scaled: that of the folder where it names no other."""
+    name = "original_max_position_embeddings"
+    if config.has(name):
+        return config.integer(name)
+    return rope.integer(name) if rope.has(name) else config.integer("max_position_embeddings")
+
+
+def _yarn(config: Fields, rope: Fields) -> dict[str, Any]:
+    """Return the metadata of YaRN besides its factor.
 
     Without ``attention_factor``, q.k grows with the logarithm of the factor, or as ``mscale`` and
     ``mscale_all_dim`` say. Files state its ratio to the usual growth.
     """
     rope.require("truncate", (True,), True)
-    found: dict[str, Any] = {
-        "rope.scaling.original_context_length": rope.integer("original_max_position_embeddings")
-    }
+    factor = rope.number("factor")
+    found: dict[str, Any] = {"rope.scaling.original_context_length": _original_context(config, rope)}
     for name in ("beta_fast", "beta_slow"):
         if rope.has(name):
             found[f"rope.scaling.yarn_{name}"] = rope.number(name)
-    growth = 0.1 * math.log(max(rope.number("factor"), 1.0))
+    growth = 0.1 * math.log(max(factor, 1.0))
     scale = 1.0 + growth
     if rope.values.get("mscale") and rope.values.get("mscale_all_dim"):  # 0 counts as absent
         scale = (1 + rope.number("mscale") * growth) / (1 + rope.number("mscale_all_dim") * growth)
@@ -113,9 +126,7 @@ def rope_factors(config: Fields) -> dict[str, Values]:
     low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
     if low >= high:
         raise rope.error(f"{rope.name('low_freq_factor')} is {low}, must be less than {high}")
-    turns = rope.integer("original_max_position_embeddings") / (
-        2 * np.pi * base ** (np.arange(0, dims, 2) / dims)
-    )
+    turns = _original_context(config, rope) / (2 * np.pi * base ** (np.arange(0, dims, 2) / dims))
     kept = np.clip((turns - low) / (high - low), 0, 1)
     factors = 1 / ((1 - kept) / factor + kept)
     return {"rope_freqs.weight": factors.astype(np.float32)}
@@ -340,11 +351,32 @@ _WINDOW = 4096  # of classes in transformers whose configuration has no field fo
 
 
 def mistral(config: Fields) -> dict[str, Any]:
-    """Return the metadata of the rotation; a window is refused."""
-    window = config.values.get("sliding_window", _WINDOW)
-    if window is not None:
-        raise config.unsupported(f"sliding_window is {window!r}; supported: null")
-    return rope_scaling_or_factors(config)
+    """Return the metadata of the rotation, and the window of all layers, if there is one."""
+    return rope_scaling_or_factors(config) | _window(config)
+
+
+def qwen(config: Fields) -> dict[str, Any]:
+    """Return the metadata of the rotation, and the window of the upper layers, if there is one."""
+    found, layers = rope_scaling_or_factors(config), config.layers()
+    config.require("use_sliding_window", (False, True), False)
+    if not config.values.get("use_sliding_window"):
+        return found
+    if kinds := config.sequence("layer_types"):
+        check_kinds(config, kinds, ("full_attention", "sliding_attention"))
+        windowed = [kind == "sliding_attention" for kind in kinds]
+    else:
+        windowed = [i >= config.integer("max_window_layers", default=28, least=0) for i in range(layers)]
+    if not any(windowed) or not (window := _window(config)):
+        return found
+    return {**found, **window, "attention.sliding_window_pattern": windowed}
+
+
+def _window(config: Fields) -> dict[str, Any]:
+    """Return the window of a folder, nothing if it has none or one that is as large as its context."""
+    if config.values.get("sliding_window", _WINDOW) is None:
+        return {}
+    window = config.integer("sliding_window", default=_WINDOW)
+    return {"attention.sliding_window": window} if window < config.integer("max_position_embeddings") else {}
 
 
 def exaone4(config: Fields) -> dict[str, Any]:

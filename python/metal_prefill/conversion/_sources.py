@@ -246,7 +246,7 @@ _LLAMA = Source(
     more=_settings.rope_scaling_or_factors,
     computed=_settings.rope_factors,
 )
-_QWEN = replace(_LLAMA, changes={}, accepted={"hidden_act": ("silu",), "use_sliding_window": (False,)})
+_QWEN = replace(_LLAMA, changes={}, more=_settings.qwen)
 _LARGER_EPSILON = {"attention.layer_norm_rms_epsilon": _float("rms_norm_eps", default=1e-5)}
 # Factors of embeddings, additions to the residual stream, logits and scores.
 _GRANITE_SCALES = {

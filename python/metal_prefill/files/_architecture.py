@@ -196,10 +196,14 @@ _BERT = Architecture(
 )
 ARCHITECTURES: dict[str, Architecture] = {
     "llama": Architecture(
-        qkv_bias="optional", output_bias="optional", gate_bias="optional", up_bias="optional"
+        qkv_bias="optional",
+        output_bias="optional",
+        gate_bias="optional",
+        up_bias="optional",
+        window="optional",
     ),
-    "qwen2": Architecture(rope_style="neox", qkv_bias="required"),
-    "qwen3": Architecture(rope_style="neox", qk_norm="required"),
+    "qwen2": Architecture(rope_style="neox", qkv_bias="required", window="optional"),
+    "qwen3": Architecture(rope_style="neox", qk_norm="required", window="optional"),
     "smollm3": Architecture(rope_free_every=4),
     "granite": Architecture(qkv_bias="optional", scales=True, rope_switch=True),
     "hunyuan-dense": Architecture(rope_style="neox", qk_norm="required", qk_norm_place="rotated_heads"),

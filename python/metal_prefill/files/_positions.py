@@ -95,8 +95,8 @@ def _with_layer_positions(config: ModelConfig, keys: Keys, traits: Architecture)
     window = keys.positive("attention.sliding_window")
     _check_windows(config, keys, traits)
     windowed = (True,) * config.n_layers
-    if traits.window_period:
-        pattern = "attention.sliding_window_pattern"
+    pattern = "attention.sliding_window_pattern"
+    if traits.window_period or keys.has(pattern):
         windowed = keys.each_layer_but_every_nth(
             pattern, config.n_layers, default=traits.window_period, first=traits.window_free_first
         )

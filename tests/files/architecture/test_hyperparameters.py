@@ -195,7 +195,6 @@ def test_values_per_layer_must_be_equal(open_model: Open) -> None:
         ({"llama.rope.scaling.yarn_ext_factor": number(0.0)}, "yarn_ext_factor = 0.0"),
         ({"llama.rope.scaling.alpha": number(1000.0)}, "rope.scaling.alpha = 1000.0"),
         ({"llama.rope.scaling.type": string("longrope")}, "rope scaling of type longrope is not supported"),
-        ({"llama.attention.sliding_window": integer(64)}, "sliding_window is not supported for llama"),
     ],
 )
 def test_unsupported_features_are_rejected(open_model: Open, metadata: dict[str, Any], message: str) -> None:
@@ -225,6 +224,15 @@ def test_a_scale_whose_square_overflows_float32_is_rejected(tmp_path: Path) -> N
     model = replace(small_models.MODELS["granite"], scales=(("residual_scale", 1e-30),))
     with pytest.raises(GGUFError, match="scales of the embedding, of the residual stream"):
         Model(small_models.write(tmp_path / "m.gguf", model), device="cpu")
+
+
+def test_a_window_may_be_that_of_some_layers(open_model: Open) -> None:
+    window = {"llama.attention.sliding_window": integer(64)}
+    assert read_config(open_model(window)).layer_window == (64,) * LAYERS
+    pattern = {"llama.attention.sliding_window_pattern": per_layer(BOOL, True, False)}
+    assert read_config(open_model(window | pattern)).layer_window == (64, 0)
+    with pytest.raises(UnsupportedModelError, match="sliding_window is not supported for olmo2"):
+        read_config(open_model({"olmo2.attention.sliding_window": integer(64)}, architecture="olmo2"))
 
 
 def test_largest_gemma3_scales_attention_by_the_nominal_head(open_model: Open) -> None:
