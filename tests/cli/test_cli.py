@@ -131,17 +131,8 @@ def test_run_samples_reproducibly(capsys: pytest.CaptureFixture[str]) -> None:
     texts = []
     for seed in ("1", "1", "2"):
         options = [
-            "--temperature",
-            "1",
-            "--top-k",
-            "50",
-            "--top-p",
-            "0.95",
-            "--min-p",
-            "0.01",
-            "--seed",
-            seed,
-        ]
+            "--temperature", "1", "--top-k", "50", "--top-p", "0.95", "--min-p", "0.01", "--seed", seed,
+        ]  # fmt: skip
         assert cli.main(["run", "-p", PROMPT, "-n", "16", "--repeat-penalty", "1.1", *options]) == 0
         texts.append(capsys.readouterr().out)
     assert texts[0] == texts[1]

@@ -23,19 +23,9 @@ pytestmark = pytest.mark.skipif(not SETS, reason="this is an Arm machine: the ot
 Logits = Callable[[str, str], npt.NDArray[np.float32]]
 
 FIELDS = [
-    "n_layers",
-    "dim",
-    "n_heads",
-    "n_kv_heads",
-    "key_dim",
-    "value_dim",
-    "ffn_dim",
-    "vocab_size",
-    "rope_dim",
-    "context_length",
-    "norm_eps",
-    "rope_base",
-]
+    "n_layers", "dim", "n_heads", "n_kv_heads", "key_dim", "value_dim", "ffn_dim", "vocab_size", "rope_dim",
+    "context_length", "norm_eps", "rope_base",
+]  # fmt: skip
 TEXT = "ROMEO:\nBut, soft! what light through yonder window breaks?"
 
 

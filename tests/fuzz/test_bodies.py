@@ -30,19 +30,9 @@ FORMS: list[Any] = [
 FIELDS = sorted({field for form in FORMS for field in form.__struct_fields__})
 # Words of the messages of msgspec, and numbers with equal hashes.
 WORDS = (
-    "[{",
-    '"',
-    "\\",
-    "`",
-    " - at `$",
-    "` - at `$.",
-    "[...]",
-    "\n",
-    "Object contains unknown field `",
-    "a",
-    "\0",
-    "\U0010ffff",
-)
+    "[{", '"', "\\", "`", " - at `$", "` - at `$.", "[...]", "\n", "Object contains unknown field `", "a",
+    "\0", "\U0010ffff",
+)  # fmt: skip
 NUMBERS = (0, 1, -1, 2**31, 2**53 + 1, 2**63, 2**64, 10**30, 0.5, 1e300, 2**61 - 1, -(2**61))
 MOST_BYTES = 200_000  # of a repetition
 SECONDS_PER_BYTE = 2e-6

@@ -23,16 +23,8 @@ pytestmark = pytest.mark.timeout(TIMEOUT)
 ODD: list[Any] = [None, 0, -1, 1.5, True, "", "x", "a.gguf", "../a.gguf", "/a.gguf", "a/../../b.gguf", [], {}]
 ODD += ["\0.gguf", "a\\b.gguf", "a" * 300 + ".gguf", "\ud800.gguf", 10**30, [[]], {"rfilename": 1}, "*.gguf"]
 HEADERS: list[str | None] = [
-    None,
-    "",
-    '""',
-    '".."',
-    '"../../x"',
-    'W/"../x"',
-    '"/tmp/x"',
-    '"a\\..\\b"',
-    '"abc"',
-]
+    None, "", '""', '".."', '"../../x"', 'W/"../x"', '"/tmp/x"', '"a\\..\\b"', '"abc"',
+]  # fmt: skip
 HEADERS += ['"' + "a" * 300 + '"', "0" * 40, "\t", '"a b"', '"%2e%2e%2fx"', "-1", "99999999999999999999"]
 NAMES = ("ETag", "X-Linked-ETag", "X-Repo-Commit", "X-Linked-Size", "Content-Type", "X-Error-Code")
 

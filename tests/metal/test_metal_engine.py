@@ -21,19 +21,9 @@ if not _core.has_emulator:
 
 gpu = _core.emulator
 HOST_BUFFERS = {
-    "ids",
-    "rows",
-    "tiles",
-    "pages",
-    "host_logits",
-    "result",
-    "targets",
-    "log_probs",
-    "hidden",
-    "weights",
-    "staging",
-    "qkv_bias",
-}
+    "ids", "rows", "tiles", "pages", "host_logits", "result", "targets", "log_probs", "hidden", "weights",
+    "staging", "qkv_bias",
+}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -96,15 +86,9 @@ def test_a_chunk_is_one_command_buffer(demo_path: Path) -> None:
 def test_layers_are_dispatched_in_order(model: Model) -> None:
     model.forward_prompt(prompt(40))
     layer = [
-        "rmsnorm_f16",
-        "matmul_q4_0_narrow",
-        "rope_append_f16",
-        "attention_prefill_f16_64",
-        "matmul_q4_0_narrow",
-        "rmsnorm_f16",
-        "matmul_swiglu_q4_0_wide",
-        "matmul_q4_0_narrow",
-    ]
+        "rmsnorm_f16", "matmul_q4_0_narrow", "rope_append_f16", "attention_prefill_f16_64",
+        "matmul_q4_0_narrow", "rmsnorm_f16", "matmul_swiglu_q4_0_wide", "matmul_q4_0_narrow",
+    ]  # fmt: skip
     assert kernels()[1:33] == layer * 4
 
 

@@ -206,28 +206,10 @@ PROGRAMS = (
 )  # of `python -m`
 # Modules and folders in order: each may import those before it.
 LAYERS = (
-    "errors",
-    "_support",
-    "files",
-    "storage",
-    "gpu",
-    "text",
-    "conversion",
-    "hub",
-    "engine",
-    "generation",
-    "session",
-    "tasks",
-    "model",
-    "sentence_transformers",
-    "chat",
-    "synth",
-    "serve",
-    "integrations",
-    "bench",
-    "commands",
-    "cli",
-)
+    "errors", "_support", "files", "storage", "gpu", "text", "conversion", "hub", "engine", "generation",
+    "session", "tasks", "model", "sentence_transformers", "chat", "synth", "serve", "integrations", "bench",
+    "commands", "cli",
+)  # fmt: skip
 
 
 def no_module_imports_itself_through_others(sources: Sources) -> list[str]:

@@ -108,13 +108,7 @@ def test_all_other_modules_are_private() -> None:
 def test_the_package_contains_no_test_helpers() -> None:
     of_the_processor = {name for name in vars(_core.cpu) if not name.startswith("_")}
     expected = {
-        "Workload",
-        "built_sets",
-        "kernel_sets",
-        "pair_speedup",
-        "peak_workload",
-        "peaks",
-        "use_pair_speedup",
-    }
+        "Workload", "built_sets", "kernel_sets", "pair_speedup", "peak_workload", "peaks", "use_pair_speedup",
+    }  # fmt: skip
     assert of_the_processor == expected
     assert list(Path(metal_prefill.__file__).parent.glob("*_testing*")) == []

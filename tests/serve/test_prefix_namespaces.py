@@ -104,15 +104,9 @@ def test_without_keys_all_requests_share_prefixes(demo_path: Path) -> None:
 
 def test_namespaces_of_distinct_key_pairs_differ() -> None:
     pairs = [
-        (b"", None),
-        (b"a", None),
-        (b"b", None),
-        (b"", "a"),
-        (b"a", "a"),
-        (b"a", "b"),
-        (b"ab", ""),
+        (b"", None), (b"a", None), (b"b", None), (b"", "a"), (b"a", "a"), (b"a", "b"), (b"ab", ""),
         (b"a", "ab"),
-    ]
+    ]  # fmt: skip
     namespaces = [prefix_namespace(key, cache_key) for key, cache_key in pairs]
     assert len(set(namespaces)) == len(pairs)
     assert namespaces[0] == ""

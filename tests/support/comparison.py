@@ -64,56 +64,20 @@ a_b@example.org.
 def texts() -> list[str]:
     """Texts that distinguish tokenizers."""
     whitespace = [
-        "",
-        " ",
-        "  ",
-        "   ",
-        "     ",
-        "\n",
-        "\n\n",
-        "\n\n\n",
-        "\t",
-        "\r\n",
-        " \n",
-        "\n ",
-        " \n \n  x",
-        "\t\ta",
-        "\x0b\x0c",
-    ]
+        "", " ", "  ", "   ", "     ", "\n", "\n\n", "\n\n\n", "\t", "\r\n", " \n", "\n ", " \n \n  x",
+        "\t\ta", "\x0b\x0c",
+    ]  # fmt: skip
     words = [
-        "Hello",
-        " Hello",
-        "  Hello",
-        "Hello ",
-        "Hello world",
-        "Hello  world",
-        "Hello\nworld",
-        "a b c",
+        "Hello", " Hello", "  Hello", "Hello ", "Hello world", "Hello  world", "Hello\nworld", "a b c",
         "HELLO World",
-    ]
+    ]  # fmt: skip
     contractions = [
-        "it's",
-        "IT'S",
-        "we'll we'LL",
-        "they've they'VE",
-        "I'm I'M'm",
-        "'s't're've'm'll'd",
-        "x' s",
-        "don't",
-    ]
+        "it's", "IT'S", "we'll we'LL", "they've they'VE", "I'm I'M'm", "'s't're've'm'll'd", "x' s", "don't",
+    ]  # fmt: skip
     numbers = [
-        "1",
-        "12",
-        "123",
-        "1234",
-        "12345",
-        "1234567890",
-        " 123",
-        "3.14159",
-        "1,000,000",
-        "x1y22z333",
+        "1", "12", "123", "1234", "12345", "1234567890", " 123", "3.14159", "1,000,000", "x1y22z333",
         "٣٤٥ ½ Ⅷ ²",
-    ]
+    ]  # fmt: skip
     marks = [
         "...",
         "!?!?",
@@ -125,27 +89,13 @@ def texts() -> list[str]:
         "«q» „q“ “q”",
     ]
     scripts = [
-        "Übergröße naïve façade",
-        "привет мир",
-        "γειά σου Κόσμε",
-        "שלום עולם",
-        "مرحبا بالعالم",
-        "你好，世界",
+        "Übergröße naïve façade", "привет мир", "γειά σου Κόσμε", "שלום עולם", "مرحبا بالعالم", "你好，世界",
         "こんにちは",
-    ]
+    ]  # fmt: skip
     symbols = [
-        "🎭",
-        "🎭🎭 x",
-        "👩‍👩‍👧‍👦",
-        "a\u0301 e\u0301",
-        "\u00a0x\u00a0",
-        "\u3000x",
-        "\u200bx",
-        "\ufeffx",
-        "∑∫≠",
-        "\u2581x",
-        "𝔘𝔫𝔦",
-    ]
+        "🎭", "🎭🎭 x", "👩‍👩‍👧‍👦", "a\u0301 e\u0301", "\u00a0x\u00a0", "\u3000x", "\u200bx", "\ufeffx",
+        "∑∫≠", "\u2581x", "𝔘𝔫𝔦",
+    ]  # fmt: skip
     code = [
         "def f(x):\n    return x + 1\n",
         "\tif (a) {\n\t\tb();\n\t}\n",
@@ -191,18 +141,9 @@ class TokenizerVariant:
 
 
 PRE_TOKENIZERS = (
-    "default",
-    "gpt-2",
-    "mpt",
-    "smollm",
-    "llama-bpe",
-    "falcon3",
-    "smaug-bpe",
-    "dbrx",
-    "qwen2",
-    "deepseek-r1-qwen",
-    "qwen35",
-)
+    "default", "gpt-2", "mpt", "smollm", "llama-bpe", "falcon3", "smaug-bpe", "dbrx", "qwen2",
+    "deepseek-r1-qwen", "qwen35",
+)  # fmt: skip
 TOKENIZERS = {
     **{pre: TokenizerVariant("gpt2", pre) for pre in PRE_TOKENIZERS},
     "smollm, special": TokenizerVariant("gpt2", "smollm", parse_special=True),

@@ -15,17 +15,11 @@ import numpy as np
 DATA = Path(__file__).parents[1] / "data" / "sentence_transformers.json"
 
 SENTENCES = [
-    "The weather is lovely today.",
-    "It's so sunny outside!",
-    "He drove to the stadium.",
-    "A man is eating food.",
-    "A man is eating a piece of bread.",
-    "The girl is carrying a baby.",
-    "A man is riding a horse.",
-    "Two men pushed carts through the woods.",
-    "A monkey is playing drums.",
+    "The weather is lovely today.", "It's so sunny outside!", "He drove to the stadium.",
+    "A man is eating food.", "A man is eating a piece of bread.", "The girl is carrying a baby.",
+    "A man is riding a horse.", "Two men pushed carts through the woods.", "A monkey is playing drums.",
     "Someone in a gorilla costume is playing a set of drums.",
-]
+]  # fmt: skip
 LONG = "The king is dead, long live the king, who was the queen? " * 40
 QUERY, DOCUMENTS = "who is the king?", ["The king is dead.", "A rose, by any other name", "x"]
 PAIRS = [("The king is dead.", "He lives"), ("a", "b c d")]

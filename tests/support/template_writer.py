@@ -8,47 +8,16 @@ from random import Random
 from metal_prefill.text._template_budget import FILTERS, STR_METHODS
 
 NAMES = [
-    "messages",
-    "m",
-    "x",
-    "ns",
-    "ns.x",
-    "loop",
-    "loop.index",
-    "bos_token",
-    "nothing",
-    "caller",
-    "f",
-    "range",
-]
+    "messages", "m", "x", "ns", "ns.x", "loop", "loop.index", "bos_token", "nothing", "caller", "f", "range",
+]  # fmt: skip
 LITERALS = [
-    "0",
-    "1",
-    "-1",
-    "3",
-    "99999",
-    "3000000000",
-    "1e300",
-    "''",
-    "'a'",
-    "'<|im_end|>'",
-    "none",
-    "true",
-    "[]",
+    "0", "1", "-1", "3", "99999", "3000000000", "1e300", "''", "'a'", "'<|im_end|>'", "none", "true", "[]",
     "{}",
-]
+]  # fmt: skip
 OPERATORS = ["+", "-", "*", "/", "//", "%", "**", "~", "==", "<", "in", "and", "or"]
 TESTS = [
-    "defined",
-    "none",
-    "string",
-    "mapping",
-    "iterable",
-    "eq(1)",
-    "in([1])",
-    "divisibleby(2)",
-    "sameas(x)",
-]
+    "defined", "none", "string", "mapping", "iterable", "eq(1)", "in([1])", "divisibleby(2)", "sameas(x)",
+]  # fmt: skip
 
 
 def write_template(random: Random) -> str:

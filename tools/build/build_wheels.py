@@ -125,15 +125,8 @@ def build_linux(version: str, processor: str, folder: Path, stub: Path) -> Path:
         "PATH": f"{python.parent}:{os.environ['PATH']}",
     }
     command: list[str | Path] = [
-        python,
-        "-m",
-        "pip",
-        "wheel",
-        ROOT,
-        "--quiet",
-        "--no-build-isolation",
-        "--no-deps",
-    ]
+        python, "-m", "pip", "wheel", ROOT, "--quiet", "--no-build-isolation", "--no-deps",
+    ]  # fmt: skip
     command += ["-w", work / "wheel", "-C", f"build-dir={work / 'build'}"]
     for name, value in options.items():
         command += ["-C", f"cmake.define.{name}={value}"]

@@ -26,15 +26,8 @@ if TYPE_CHECKING:
     from metal_prefill.bench._runner import Progress
 
 __all__ = [
-    "AgentResults",
-    "BenchError",
-    "BenchResults",
-    "Row",
-    "ServingResults",
-    "run",
-    "run_agents",
-    "run_serving",
-]
+    "AgentResults", "BenchError", "BenchResults", "Row", "ServingResults", "run", "run_agents", "run_serving",
+]  # fmt: skip
 
 
 def _note(engine: str, case: Case, unlimited: str) -> str:

@@ -21,17 +21,9 @@ MODEL_HELP = (
     "Hugging Face Hub, where file may be a pattern such as '*Q4_0.gguf'"
 )
 SAMPLING_OPTIONS = (
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "repeat_penalty",
-    "typical_p",
-    "frequency_penalty",
-    "presence_penalty",
-    "min_tokens",
-    "seed",
-)
+    "temperature", "top_k", "top_p", "min_p", "repeat_penalty", "typical_p", "frequency_penalty",
+    "presence_penalty", "min_tokens", "seed",
+)  # fmt: skip
 MEMORY_OPTIONS = ("kv_memory", "prefix_memory")  # supported by some commands
 PROGRESS_FROM = 1024  # tokens; shorter prompts finish too soon for a progress bar
 

@@ -35,16 +35,9 @@ from metal_prefill.synth._model import (
 from metal_prefill.synth._scan import ScanShape, random_decay, random_step
 
 __all__ = [
-    "PRESETS",
-    "ROPE_SCALINGS",
-    "TENSOR_TYPES",
-    "TIED",
-    "TOKEN_TYPES",
-    "ModelShape",
-    "ScanShape",
-    "llama3_rope_factors",
-    "synthesize",
-]
+    "PRESETS", "ROPE_SCALINGS", "TENSOR_TYPES", "TIED", "TOKEN_TYPES", "ModelShape", "ScanShape",
+    "llama3_rope_factors", "synthesize",
+]  # fmt: skip
 
 Progress = Callable[[int, int], None]  # called with the bytes of weights written so far, and their total
 
