@@ -29,11 +29,12 @@ from metal_prefill.bench._engines import (
 )
 from metal_prefill.bench._errors import BenchError
 from metal_prefill.bench._machine import available_threads, counted, cpu_name
-from metal_prefill.bench._peers.llama_cpp_texts import ALL_LAYERS, FLASH_ATTENTION_ON, Embedder
+from metal_prefill.bench._peers.llama_cpp_texts import FLASH_ATTENTION_ON, Embedder
 
 GGML_TYPES = {"f32": 0, "f16": 1, "q8_0": 8}  # of the KV cache, by kv_dtype
 # Build features of llama.cpp that determine the speed of its products, best first.
 FEATURES = ("AMX_INT8", "AVX512_VNNI", "AVX_VNNI", "AVX512", "AVX2", "SVE", "MATMUL_INT8", "DOTPROD", "NEON")
+ALL_LAYERS = 999  # of the model on the GPU
 MOST_ROWS = 1024  # rows of a batch of several sequences, unless there are more sequences
 PENALTY_WINDOW = 64  # tokens, as in metal_prefill
 GUESSES_CPU, GUESSES_GPU = 2, 10  # drafts of a pass, as llama-cpp-python's README recommends
