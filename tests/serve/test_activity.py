@@ -61,6 +61,7 @@ def test_a_request_is_described_by_its_passes_and_counts(cpu_model: Model) -> No
         "ready_tokens": 150,
         "cached_tokens": answer["usage"]["prompt_tokens_details"]["cached_tokens"],
         "tokens": 4,
+        "change": None,
     }
     assert sum(n for done in found["passes"] for _, n in done["prompts"]) == 150 - text["cached_tokens"]
     assert sum(len(done["texts"]) for done in found["passes"]) >= 1

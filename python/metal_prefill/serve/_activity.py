@@ -13,16 +13,14 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 from starlette.requests import Request
 
 from metal_prefill.generation._scheduler import Scheduler
 from metal_prefill.generation._stream import Stream
 from metal_prefill.model import Model
+from metal_prefill.serve._changed_prompts import Change, Ids, change_of, shared_tokens
 from metal_prefill.serve._errors import ApiError
 from metal_prefill.storage._prefix_store import PAGE
-
-Ids = npt.NDArray[np.int32]
 
 PASSES = (
     64  # latest passes that are kept; several count as one if they have only next tokens of the same texts
@@ -30,6 +28,7 @@ PASSES = (
 ENDED_TEXTS = 64  # texts that are kept after their end, of all namespaces
 MOST_TEXTS = 32  # texts in an answer
 MOST_DIGITS = 18  # of the number of a pass in a query
+COMPARED_PROMPTS = 8  # latest ones of a namespace, in which changes of the next one are looked for
 COMPARED_TOKENS = 8192  # tokens of a prompt that are compared with others; what follows is left out
 
 
@@ -58,6 +57,7 @@ class _Text:
     prompt: Ids  # at most COMPARED_TOKENS
     prompt_tokens: int
     stream: Stream | None  # None once its request has ended
+    change: Change | None
     tokens: int = 0
     last: dict[str, Any] | None = None  # its description when its request ended
 
@@ -84,6 +84,7 @@ class _Text:
             "ready_tokens": stream.ready_tokens,
             "cached_tokens": stream.cached_tokens if writing else 0,
             "tokens": self.tokens,
+            "change": None if self.change is None else self.change._asdict(),
         }
 
 
@@ -126,8 +127,13 @@ class Activity:
         self._passes: deque[_Passes] = deque(maxlen=PASSES)
         self._number = 0  # of the latest pass; each scheduler of the engine loop counts from 1
 
-    def enter(self, request: str, streams: Iterable[Stream]) -> None:
-        """Add the texts of a request by the id of its answer."""
+    def enter(self, request: str, streams: Sequence[Stream]) -> Change | None:
+        """Add the texts of a request by the id of its answer; return the change of its first prompt."""
+        first = streams[0]
+        with self._lock:
+            known = [*self._ended, *self._texts.values()]
+        earlier = [text.prompt for text in known if text.namespace == first.prefix_namespace]
+        change = change_of(first.prompt[:COMPARED_TOKENS], earlier[-COMPARED_PROMPTS:])
         texts = {
             stream: _Text(
                 request,
@@ -136,11 +142,13 @@ class Activity:
                 stream.prompt[:COMPARED_TOKENS],
                 len(stream.prompt),
                 stream,
+                change if i == 0 else None,
             )
             for i, stream in enumerate(streams)
         }
         with self._lock:
             self._texts |= texts
+        return change
 
     def count(self, stream: Stream, tokens: int) -> None:
         """Count tokens that a text received."""
@@ -283,7 +291,7 @@ def prefix_tree(prompts: Sequence[Ids]) -> list[Node]:
     path: list[int] = []  # from a root to the node of the latest prompt
     previous: Ids = np.empty(0, np.int32)
     for i in order:
-        shared = _shared(previous, prompts[i])
+        shared = shared_tokens(previous, prompts[i])
         below: int | None = None
         while path and ends[path[-1]] > shared:
             below = path.pop()
@@ -303,10 +311,3 @@ def prefix_tree(prompts: Sequence[Ids]) -> list[Node]:
         start = 0 if parent is None else ends[parent]
         nodes.append(Node(None if parent is None else place[parent], start, ends[old], sorted(ending[old])))
     return nodes
-
-
-def _shared(a: Ids, b: Ids) -> int:
-    """Return the number of leading tokens that two prompts share."""
-    n = min(len(a), len(b))
-    different = np.flatnonzero(a[:n] != b[:n])
-    return int(different[0]) if different.size else n

@@ -142,7 +142,7 @@ async def generate(
     """
     metrics, activity = service.metrics, service.activity
     streams = [choice.stream for choice in choices]
-    activity.enter(request, streams)
+    metrics.count_change(activity.enter(request, streams))
     texts = service.loop.enter(streams)
     first = True
     try:

@@ -13,6 +13,7 @@ from metal_prefill.errors import ClosedError
 from metal_prefill.generation._scheduler import Scheduler
 from metal_prefill.generation._stream import Stream
 from metal_prefill.model import Model
+from metal_prefill.serve._changed_prompts import Change
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 _BATCH = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
@@ -42,6 +43,15 @@ class Metrics:
         self.prompt_tokens = counter("prompt_tokens", "Prompt tokens")
         self.cached_tokens = counter("cached_tokens", "Prompt tokens found in the cache")
         self.generated_tokens = counter("generated_tokens", "Generated tokens")
+        self._changes = counter("changed_prompts", "Prompts that repeat an earlier one after a change")
+        self._repeated = counter(
+            "repeated_tokens", "Tokens that were computed again because a token before them changed"
+        )
+        self._position = Gauge(
+            "metal_prefill_changed_position",
+            "Position of the first difference in the latest prompt with a change",
+            registry=registry,
+        )
         self._waiting = Gauge("metal_prefill_waiting_texts", "Queued texts", registry=registry)
         self._writing = Gauge("metal_prefill_active_texts", "Texts in flight", registry=registry)
         self._passes = counter("passes", "Passes through the model")
@@ -65,6 +75,13 @@ class Metrics:
         """Count the prompt of a text that has started."""
         self.prompt_tokens.inc(stream.prompt_tokens)
         self.cached_tokens.inc(stream.cached_tokens)
+
+    def count_change(self, change: Change | None) -> None:
+        """Count a prompt that repeats an earlier one after a change."""
+        if change is not None:
+            self._changes.inc()
+            self._repeated.inc(change.tokens)
+            self._position.set(change.position)
 
     def page(self) -> bytes:
         """Return the metrics in Prometheus's text format."""

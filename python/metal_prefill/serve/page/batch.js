@@ -28,6 +28,7 @@ export class Batch {
     this.figures = Object.fromEntries(["Prefill", "Decode", "Busy", "Reused"].map((name) => [name, el("dd", {}, "–")]));
     this.list = el("ul", { class: "requests" });
     this.others = el("p", { class: "hint" });
+    this.change = el("p", { class: "hint" });
     this.pages = el("div", {});
     this.problem = el("p", { class: "problem", hidden: true });
     this.before = null; // the metrics before the latest ones, and their time
@@ -42,7 +43,7 @@ export class Batch {
         this.problem,
         el("dl", { class: "figures-row" }, Object.entries(this.figures).map(([name, value]) => el("div", { title: notes[name] }, el("dt", {}, name), value))),
         group("Rows per pass", this.passes.node),
-        group("Requests", this.list, this.others),
+        group("Requests", this.list, this.others, this.change),
         group("Pages", this.pages),
         group("Prefix tree", this.tree.node)),
     );
@@ -82,6 +83,9 @@ export class Batch {
     this.state.textContent = all > 0 ? `${counted(all, "text")} in flight` : "idle";
     this.list.replaceChildren(...this.rows(texts));
     this.others.textContent = activity.other_texts > 0 ? `and ${counted(activity.other_texts, "text")} of other keys` : "";
+    const changed = texts.find(({ change }) => change !== null);
+    this.change.textContent = changed ? `A prompt repeats an earlier one but for a change at token ${count(changed.change.position)}: `
+      + `${counted(changed.change.tokens, "token")} after it had to be computed again.` : "";
     this.pages.replaceChildren(pagesPicture(pages), el("p", { class: "legend" },
       el("span", { class: "key kept" }), `${count(pages.kept)} kept for later prompts`,
       el("span", { class: "key held" }), `${count(Math.max(pages.in_use - pages.kept, 0))} held by running texts`,
