@@ -84,11 +84,10 @@ def test_transformers_returns_the_same_vectors(tmp_path: Path) -> None:
     assert (theirs.embed(texts) * ours.embed(texts)).sum(axis=1) == pytest.approx(np.ones(9), abs=1e-4)
 
 
-@pytest.mark.parametrize("peer", ["transformers", "onnxruntime"])
+@pytest.mark.parametrize("peer", ["transformers", "onnxruntime", "openvino"])
 @pytest.mark.parametrize("architecture", ["bert", "nomic-bert", "modern-bert", "eurobert"])
 def test_peers_return_the_same_vectors_for_encoders(tmp_path: Path, peer: str, architecture: str) -> None:
-    for module in _engines.KINDS[peer].modules:
-        pytest.importorskip(module)
+    pytest.importorskip(f"metal_prefill.bench._peers.{'openvino_encoders' if peer == 'openvino' else peer}")
     model = replace(ENCODERS[architecture], types={"*": "F32"}, embedding="F32")
     options = replace(options_for(write(tmp_path / "m.gguf", model)), compute="f32")
     theirs, ours = _engines.load(peer, options), metal_prefill.load(options)

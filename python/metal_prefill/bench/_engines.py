@@ -203,13 +203,12 @@ KINDS = {
     "llama.cpp": Kind("metal_prefill.bench._peers.llama_cpp", ("llama_cpp",), "llama-cpp-python"),
     "openvino": Kind(
         "metal_prefill.bench._peers.openvino",
-        ("openvino", "openvino_genai"),
-        "openvino and openvino-genai",
+        ("openvino",),
+        "openvino, with openvino-genai for prompts and nncf, onnx, torch and transformers for encoders",
         without={
             "streams": "its graph holds one sequence; OpenVINO GenAI's batches choose tokens themselves "
             "and accept none",
             "choices": "its graph computes logits but chooses no tokens",
-            "embed": "its graph computes logits and no pooled states",
             "rerank": "its graph holds one sequence, and its calls take one prompt",
         },
     ),

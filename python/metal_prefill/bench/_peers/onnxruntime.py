@@ -8,18 +8,16 @@ float32.
 from __future__ import annotations
 
 import tempfile
-import warnings
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import onnxruntime
-import torch
 
 from metal_prefill.bench._engines import Options, TextEngine
 from metal_prefill.bench._peers.padded_texts import PaddedTexts
-from metal_prefill.bench._peers.torch_encoders import NAMES, load_encoder
+from metal_prefill.bench._peers.torch_encoders import NAMES, export
 
 
 class OnnxRuntime(PaddedTexts):
@@ -32,7 +30,7 @@ class OnnxRuntime(PaddedTexts):
         settings.intra_op_num_threads = self.threads
         settings.inter_op_num_threads = 1
         with tempfile.TemporaryDirectory() as folder:
-            graph = _export(self.path, Path(folder) / "model.onnx")
+            graph = export(self.path, Path(folder) / "model.onnx")
             if self._int8:
                 graph = _quantized(graph)
             self._session: Any = onnxruntime.InferenceSession(
@@ -54,40 +52,6 @@ class OnnxRuntime(PaddedTexts):
         [states] = self._session.run(None, {"input_ids": ids, "attention_mask": mask})
         result: npt.NDArray[np.float32] = states
         return result
-
-
-class _States(torch.nn.Module):  # type: ignore[misc]
-    """Encoder whose only output is the last hidden states."""
-
-    def __init__(self, encoder: Any) -> None:
-        super().__init__()
-        self.encoder = encoder
-
-    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
-        """Return the hidden states, ``[texts, tokens, dim]``."""
-        states: torch.Tensor = self.encoder(
-            input_ids=input_ids, attention_mask=attention_mask
-        ).last_hidden_state
-        return states
-
-
-def _export(path: Path, graph: Path) -> Path:
-    ids = torch.ones(2, 8, dtype=torch.long)
-    axes = {0: "texts", 1: "tokens"}
-    with warnings.catch_warnings():
-        # The exporter that does not warn needs another package and gains nothing for these graphs.
-        warnings.simplefilter("ignore")
-        torch.onnx.export(
-            _States(load_encoder(path, "eager")).eval(),
-            (ids, torch.ones_like(ids)),
-            str(graph),
-            input_names=["input_ids", "attention_mask"],
-            output_names=["states"],
-            dynamic_axes={"input_ids": axes, "attention_mask": axes, "states": axes},
-            opset_version=17,
-            dynamo=False,
-        )
-    return graph
 
 
 def _quantized(graph: Path) -> Path:

@@ -24,6 +24,8 @@ from openvino import opset13 as ops
 from metal_prefill.bench._engines import Engine, Identity, Ids, Options
 from metal_prefill.bench._errors import BenchError
 from metal_prefill.bench._machine import available_threads, counted
+from metal_prefill.files._gguf_file import GGUFFile
+from metal_prefill.files._hyperparameters import read_config
 from metal_prefill.storage._cache_folder import cache_folder
 
 _SHOWN_LINES = 3  # of what a failed conversion printed
@@ -137,4 +139,10 @@ class OpenVino(Engine):
 
 def load(options: Options) -> Engine:
     """Load the model."""
-    return OpenVino(options)
+    with GGUFFile(Path(options.path)) as gguf:
+        causal = read_config(gguf).causal
+    if causal:
+        return OpenVino(options)
+    from metal_prefill.bench._peers.openvino_encoders import OpenVinoTexts
+
+    return OpenVinoTexts(options)

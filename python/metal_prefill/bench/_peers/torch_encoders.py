@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -65,6 +66,21 @@ NAMES: dict[str, dict[str, str]] = {
 _MODEL_TYPES = {"nomic-bert": "nomic_bert", "modern-bert": "modernbert"}
 
 
+class _States(torch.nn.Module):  # type: ignore[misc]
+    """Encoder whose only output is the last hidden states."""
+
+    def __init__(self, encoder: Any) -> None:
+        super().__init__()
+        self.encoder = encoder
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+        """Return the hidden states, ``[texts, tokens, dim]``."""
+        states: torch.Tensor = self.encoder(
+            input_ids=input_ids, attention_mask=attention_mask
+        ).last_hidden_state
+        return states
+
+
 def load_encoder(path: Path, attention: str = "sdpa") -> Any:
     """Return the transformers model of a file, in float32.
 
@@ -93,6 +109,26 @@ def load_encoder(path: Path, attention: str = "sdpa") -> Any:
 def has_token_types(architecture: str) -> bool:
     """Return whether the model takes token types."""
     return "token_types" in NAMES[architecture]
+
+
+def export(path: Path, graph: Path) -> Path:
+    """Write the encoder of a GGUF file as an ONNX graph, and return the graph's path."""
+    ids = torch.ones(2, 8, dtype=torch.long)
+    axes = {0: "texts", 1: "tokens"}
+    with warnings.catch_warnings():
+        # The exporter that does not warn needs another package and gains nothing for these graphs.
+        warnings.simplefilter("ignore")
+        torch.onnx.export(
+            _States(load_encoder(path, "eager")).eval(),
+            (ids, torch.ones_like(ids)),
+            str(graph),
+            input_names=["input_ids", "attention_mask"],
+            output_names=["states"],
+            dynamic_axes={"input_ids": axes, "attention_mask": axes, "states": axes},
+            opset_version=17,
+            dynamo=False,
+        )
+    return graph
 
 
 def _config(config: ModelConfig, attention: str) -> Any:
