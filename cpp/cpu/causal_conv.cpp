@@ -53,7 +53,7 @@ void convolve(const Context& c, const ConvStep& step, const Row& row, float* out
     }
     if (step.bias)
       for (int d = 0; d < n; ++d) sum[d] += step.bias[first + d];
-    c.kernels.activate(sum, Activation::kSilu, n, out + first);
+    c.kernels.activate(sum, 0, Activation::kSilu, 1, n, out + first, 0);
   }
 }
 

@@ -120,45 +120,59 @@ const PairBlock* panels_of(const Context& c, const Linear& linear, int group) {
   return pairs_of_group(c.kernels, linear.packed, group, c.scratch.weights.data());
 }
 void multiply_panels(const Context& c, const Linear& linear, int group, const PairBlock* pairs,
-                     const Activations& x, RowRange range, float* out, std::size_t stride,
+                     const Activations& x, RowRange range, const ProductOutput& out,
                      const PrefetchRange& next) {
   if (pairs)
     c.kernels.multiply_pairs(pairs, ceil_div(linear.packed.cols, kBlockCols), x.bfloat16, range.first,
-                             range.count, out, stride, next);
+                             range.count, out, next);
   else
-    c.kernels.multiply_rotated(linear.packed, group, x.rotated, range.first, range.count, out, stride, next);
+    c.kernels.multiply_rotated(linear.packed, group, x.rotated, range.first, range.count, out, next);
 }
 
-// out[t] = the product of a group of rows with token range.first + t.
+// The products of a group of rows with the tokens of a range, the first of which are those of out.row(0). Of
+// the rows, `columns` exist.
 void multiply_group(const Context& c, const Linear& linear, int group, const Activations& x, RowRange range,
-                    float* out, std::size_t stride) {
+                    const ProductOutput& out, int columns = kGroupRows) {
+  const bool whole = columns == kGroupRows;
+  if (linear.in_panels() && whole) {
+    count_products(c, linear, group, range.count);
+    return multiply_panels(c, linear, group, panels_of(c, linear, group), x, range, out,
+                           next_group(linear.packed, group));
+  }
+  alignas(64) Tile tile;
+  const bool in_place = whole && !out.add && (!out.bias || out.stride == kGroupRows);
+  float* to = in_place ? out.data : tile[0];
+  const std::size_t stride = in_place ? out.stride : kGroupRows;
   count_products(c, linear, group, range.count);
   if (linear.int8()) {
-    multiply_packed(c.kernels, linear.packed, group, x.int8, range.first, range.count, out, stride,
+    multiply_packed(c.kernels, linear.packed, group, x.int8, range.first, range.count, to, stride,
                     c.scratch.weights.data());
   } else if (linear.super) {
-    c.kernels.multiply_super(linear.packed, group, x.super, range.first, range.count, out, stride);
+    c.kernels.multiply_super(linear.packed, group, x.super, range.first, range.count, to, stride);
   } else if (linear.in_panels()) {
-    multiply_panels(c, linear, group, panels_of(c, linear, group), x, range, out, stride,
+    multiply_panels(c, linear, group, panels_of(c, linear, group), x, range, {to, stride},
                     next_group(linear.packed, group));
   } else if (range.count <= kFewTokens && lies_ready(linear.tensor, group)) {
     c.kernels.multiply_half(reinterpret_cast<const std::uint16_t*>(linear.tensor.row(group * kGroupRows)),
                             linear.tensor.type == TensorType::kBF16, linear.tensor.cols, x.f32, range.first,
-                            range.count, out, stride);
+                            range.count, to, stride);
   } else {
     const FloatRows rows = expand_group(c, linear, group);
-    c.kernels.multiply_float(rows, linear.tensor.cols, x.f32, range.first, range.count, out, stride,
+    c.kernels.multiply_float(rows, linear.tensor.cols, x.f32, range.first, range.count, to, stride,
                              next_group(linear.tensor, group));
   }
+  if (!in_place || out.bias)
+    c.kernels.add_products(to, out.bias, range.count, columns, out.add, out.data, out.stride);
 }
 
-// Calls body(part, products) for parts of `range`, with their products, rows of kGroupRows in `tile`. Panels
-// are multiplied part by part; other weights are unpacked for all tokens of a call.
+// Calls body(part, products) for parts of `range`, with their products plus a bias, rows of kGroupRows in
+// `tile`. Panels are multiplied part by part; other weights are unpacked for all tokens of a call.
 template <typename Body>
 void multiply_parts(const Context& c, const Linear& linear, int group, const Activations& x, RowRange range,
-                    Tile& tile, Body&& body) {
+                    const float* bias, Tile& tile, Body&& body) {
+  const ProductOutput out = {tile[0], kGroupRows, bias};
   if (!linear.in_panels()) {
-    multiply_group(c, linear, group, x, range, tile[0], kGroupRows);
+    multiply_group(c, linear, group, x, range, out);
     return body(range, tile[0]);
   }
   count_products(c, linear, group, range.count);
@@ -168,7 +182,7 @@ void multiply_parts(const Context& c, const Linear& linear, int group, const Act
   for (int i = 0; i < parts; ++i) {
     const int first = i * kPartTokens;
     const RowRange part = {range.first + first, std::min(kPartTokens, range.count - first)};
-    multiply_panels(c, linear, group, pairs, x, part, tile[0], kGroupRows, share_of(next, i, parts));
+    multiply_panels(c, linear, group, pairs, x, part, out, share_of(next, i, parts));
     body(part, tile[0]);
   }
 }
@@ -258,20 +272,15 @@ void multiply(const Context& c, std::initializer_list<Product> products, const N
     const RowRange range = blocks.range(block);
     const int row = group * kGroupRows, n_rows = std::min(kGroupRows, p->weight.packed.rows - row);
     const GroupBias bias(p->bias ? *p->bias : kNoTensor, row, n_rows);
-    alignas(64) Tile tile;
     if (cache && cache->takes_columns(p->part)) {
-      multiply_parts(c, p->weight, group, x.rows(), range, tile, [&](RowRange part, float* sums) {
-        if (bias.values())
-          c.kernels.add_products(sums, bias.values(), part.count, kGroupRows, false, sums, kGroupRows);
-        cache->store_columns(c, p->part, row, n_rows, part, sums);
-      });
-    } else if (!p->add && !bias.values() && n_rows == kGroupRows) {
-      multiply_group(c, p->weight, group, x.rows(), range, p->out.row(range.first) + row, p->out.stride);
+      alignas(64) Tile tile;
+      multiply_parts(c, p->weight, group, x.rows(), range, bias.values(), tile,
+                     [&](RowRange part, const float* products) {
+                       cache->store_columns(c, p->part, row, n_rows, part, products);
+                     });
     } else {
-      multiply_parts(c, p->weight, group, x.rows(), range, tile, [&](RowRange part, const float* sums) {
-        c.kernels.add_products(sums, bias.values(), part.count, n_rows, p->add, p->out.row(part.first) + row,
-                               p->out.stride);
-      });
+      multiply_group(c, p->weight, group, x.rows(), range,
+                     {p->out.row(range.first) + row, p->out.stride, bias.values(), p->add}, n_rows);
     }
     if (cache) cache->computed(c, p->part, row, n_rows);
   });
@@ -288,38 +297,35 @@ void multiply_gated(const Context& c, const GateAndUp& w, const NormedRows& x, i
     const RowRange range = blocks.range(in_panels ? item / groups : item % blocks.count);
     const GroupBias gate_bias(w.gate_bias, row, n_rows), up_bias(w.up_bias, row, n_rows);
     alignas(64) Tile gates, ups;
-    const auto add_bias = [&](const GroupBias& bias, int count, float* products) {
-      if (bias.values())
-        c.kernels.add_products(products, bias.values(), count, kGroupRows, false, products, kGroupRows);
-    };
-    // Stores the results of a part of the tokens in the forms of h.
-    const auto store = [&](RowRange part, const float* from) {
-      if (h.forms.f32 || !whole_blocks)
-        c.kernels.add_products(from, nullptr, part.count, n_rows, false, h.f32.row(part.first) + row,
-                               h.f32.stride);
+    const bool in_f32 = h.forms.f32 || !whole_blocks;
+    // Stores the results of a part of the tokens in the other forms of h.
+    const auto store = [&](RowRange part, const float* from, std::size_t stride) {
       if (!whole_blocks) return;
       if (h.forms.int8) {
         for (int t = 0; t < part.count; t += kTileTokens)
-          c.kernels.quantize(from + t * kGroupRows, kGroupRows, 0, std::min(part.count - t, kTileTokens), 1,
-                             h.int8.tile(part.first + t) + group);
+          c.kernels.quantize(from + std::size_t(t) * stride, stride, 0, std::min(part.count - t, kTileTokens),
+                             1, h.int8.tile(part.first + t) + group);
       }
       if (h.forms.bfloat16)
-        c.kernels.round_to_bfloat16(from, kGroupRows, part.count, n_rows, h.bfloat16.row(part.first) + row,
+        c.kernels.round_to_bfloat16(from, stride, part.count, n_rows, h.bfloat16.row(part.first) + row,
                                     h.bfloat16.stride);
     };
     if (w.gate.tensor) {
-      multiply_group(c, w.gate, group, x.rows(), range, gates[0], kGroupRows);
-      add_bias(gate_bias, range.count, gates[0]);
-      multiply_group(c, w.up, group, x.rows(), range, ups[0], kGroupRows);
-      add_bias(up_bias, range.count, ups[0]);
+      multiply_group(c, w.gate, group, x.rows(), range, {gates[0], kGroupRows, gate_bias.values()});
+      multiply_group(c, w.up, group, x.rows(), range, {ups[0], kGroupRows, up_bias.values()});
       c.kernels.gated(gates[0], ups[0], w.activation, range.count * kGroupRows, gates[0]);
-      store(range, gates[0]);
+      if (in_f32)
+        c.kernels.add_products(gates[0], nullptr, range.count, n_rows, false, h.f32.row(range.first) + row,
+                               h.f32.stride);
+      store(range, gates[0], kGroupRows);
     } else {
-      multiply_parts(c, w.up, group, x.rows(), range, ups, [&](RowRange part, float* products) {
-        add_bias(up_bias, part.count, products);
-        c.kernels.activate(products, w.activation, part.count * kGroupRows, products);
-        store(part, products);
-      });
+      multiply_parts(c, w.up, group, x.rows(), range, up_bias.values(), ups,
+                     [&](RowRange part, float* products) {
+                       float* to = in_f32 ? h.f32.row(part.first) + row : products;
+                       const std::size_t stride = in_f32 ? h.f32.stride : kGroupRows;
+                       c.kernels.activate(products, kGroupRows, w.activation, part.count, n_rows, to, stride);
+                       store(part, to, stride);
+                     });
     }
   });
   // A block with columns of several groups is rounded once all of them are computed.
@@ -331,7 +337,7 @@ void multiply_head(const Context& c, const Linear& head, const NormedRows& x, in
   for_each_of(c, head.packed.groups(), x, [&](int group) {
     const int row = group * kGroupRows, n_rows = std::min(kGroupRows, head.packed.rows - row);
     alignas(64) Tile tile;
-    multiply_group(c, head, group, x.rows(), {0, rows}, tile[0], kGroupRows);
+    multiply_group(c, head, group, x.rows(), {0, rows}, {tile[0], kGroupRows});
     for (int t = 0; t < rows; ++t) {
       if (logits[t])
         std::copy_n(tile[t], n_rows, logits[t] + row);

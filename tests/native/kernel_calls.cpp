@@ -178,7 +178,7 @@ void multiply_pairs(const std::string& set, std::uint32_t type, const Bytes& wei
   const Buffer scratch(scratch_bytes_of(linear), "scratch");
   for (int group = 0; group < packed.groups(); ++group)
     kernels.multiply_pairs(pairs_of_group(kernels, packed, group, scratch.data()), int(padded) / kBlockCols,
-                           activations, first, int(tokens), out.data() + group * kGroupRows, out.shape(1),
+                           activations, first, int(tokens), {out.data() + group * kGroupRows, out.shape(1)},
                            {});
   if (kernels.end_phase) kernels.end_phase();
 }
@@ -211,8 +211,8 @@ void multiply_rotated(const std::string& set, std::uint32_t type, const Bytes& w
                                                   activations.row(first + int(t)),
                                                   activations.terms[std::size_t(first) + t]);
   for (int group = 0; group < packed.groups(); ++group)
-    kernels.multiply_rotated(packed, group, activations, first, int(tokens), out.data() + group * kGroupRows,
-                             out.shape(1), {});
+    kernels.multiply_rotated(packed, group, activations, first, int(tokens),
+                             {out.data() + group * kGroupRows, out.shape(1)}, {});
   if (kernels.end_phase) kernels.end_phase();
 }
 

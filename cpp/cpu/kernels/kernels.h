@@ -104,6 +104,16 @@ struct PrefetchRange {
   std::size_t bytes = 0;
 };
 
+// Where the products of a group of rows with tokens go: out[token][row] = product + bias[row], or += that.
+struct ProductOutput {
+  float* data;
+  std::size_t stride;           // from one token to the next
+  const float* bias = nullptr;  // [kGroupRows]; null: none
+  bool add = false;
+
+  float* row(int token) const { return data + std::size_t(token) * stride; }
+};
+
 constexpr int kKeyBlock = 16;  // positions in a transposed block of keys
 // Positions that one step of the online softmax covers: a page, so that the softmax of a row proceeds in the
 // same steps for any other rows of the pass.
@@ -258,10 +268,10 @@ struct Kernels {
   // multiply_int8 with a group of weights in pairs and x rounded to bfloat16; null where a set multiplies
   // such weights in float32.
   void (*multiply_pairs)(const PairBlock* blocks, int n_blocks, const PairRows& x, int first, int count,
-                         float* out, std::size_t stride, const PrefetchRange& next) = nullptr;
+                         const ProductOutput& out, const PrefetchRange& next) = nullptr;
   // multiply_int8 with rotated rows. The codes of weights count from `rotated_zero`.
   void (*multiply_rotated)(const PackedMatrix& weight, int group, const RotatedRows& x, int first, int count,
-                           float* out, std::size_t stride, const PrefetchRange& next);
+                           const ProductOutput& out, const PrefetchRange& next);
   int rotated_zero;
   // Rotates and rounds a row of n values. `memory` has room for them, filled up to a multiple of
   // kRotatedCols.
@@ -294,8 +304,9 @@ struct Kernels {
                        std::size_t stride);
   // out = activation(gate) * up.
   void (*gated)(const float* gate, const float* up, Activation activation, int n, float* out);
-  // out = activation(x). out may be x.
-  void (*activate)(const float* x, Activation activation, int n, float* out);
+  // out = activation(x) of the first `columns` values of rows. out may be x.
+  void (*activate)(const float* x, std::size_t x_stride, Activation activation, int rows, int columns,
+                   float* out, std::size_t out_stride);
   // Token by token and, of each value of y, row by row, so that the bits do not depend on how tokens are
   // divided among calls.
   void (*scan)(const ScanHead& head, int tokens);

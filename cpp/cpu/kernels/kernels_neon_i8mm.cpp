@@ -190,10 +190,10 @@ struct MatrixProduct {
 // with itself.
 template <int kPairs>
 void multiply_rotated_pairs(const RotatedProduct<>& product, const PanelOperands& from, int quad, int token,
-                            int count, float* out, std::size_t stride) {
+                            int count, const ProductOutput& out) {
   if constexpr (kPairs > 1) {
     if (count <= 2 * kPairs - 2)
-      return multiply_rotated_pairs<kPairs - 1>(product, from, quad, token, count, out, stride);
+      return multiply_rotated_pairs<kPairs - 1>(product, from, quad, token, count, out);
   }
   constexpr int kQuads = 2;
   const auto* block = static_cast<const RotatedBlock*>(from.blocks);
@@ -229,22 +229,19 @@ void multiply_rotated_pairs(const RotatedProduct<>& product, const PanelOperands
                       second = vreinterpretq_s64_s32(sums[t / 2][q][1]);
       const int64x2_t rows = t % 2 == 0 ? vzip1q_s64(first, second) : vzip2q_s64(first, second);
       const int row = (quad + q) * kQuadRows;
-      vst1q_f32(out + std::size_t(t) * stride + row,
-                product.finish(vreinterpretq_s32_s64(rows), token + t, row));
+      deliver(out, token + t, row, product.finish(vreinterpretq_s32_s64(rows), token + t, row));
     }
 }
 
 void multiply_rotated_matrix(const PackedMatrix& weight, int group, const RotatedRows& x, int first,
-                             int count, float* out, std::size_t stride, const PrefetchRange& next) {
+                             int count, const ProductOutput& out, const PrefetchRange& next) {
   constexpr int kPairs = 4;
-  if (count == 1)
-    return kernels_neon_dotprod().multiply_rotated(weight, group, x, first, count, out, stride, next);
+  if (count == 1) return kernels_neon_dotprod().multiply_rotated(weight, group, x, first, count, out, next);
   const RotatedProduct<> product = {weight.scales(group), x.terms + first};
   const PanelOperands from = {weight.group(group), weight.blocks_per_row(), x.row(first), x.stride};
   for (int token = 0; token < count; token += 2 * kPairs)
     for (int quad = 0; quad < kGroupQuads; quad += 2)
-      multiply_rotated_pairs<kPairs>(product, from, quad, token, std::min(count - token, 2 * kPairs),
-                                     out + std::size_t(token) * stride, stride);
+      multiply_rotated_pairs<kPairs>(product, from, quad, token, std::min(count - token, 2 * kPairs), out);
 }
 
 Kernels matrix_table() {

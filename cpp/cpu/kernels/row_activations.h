@@ -71,25 +71,33 @@ inline void activate_row(const float* x, int n, float* out, Factor&& factor) {
     store_part(out + i, factor(activated<kActivation>(load_part(x + i, n - i)), i), n - i);
 }
 
-template <typename Factor>
-inline void activate_rows(const float* x, Activation activation, int n, float* out, Factor&& factor) {
+// Calls body(kind) with the activation as a constant.
+template <typename Body>
+inline void with_activation(Activation activation, Body&& body) {
   switch (activation) {
     case Activation::kSilu:
-      return activate_row<Activation::kSilu>(x, n, out, factor);
+      return body(std::integral_constant<Activation, Activation::kSilu>());
     case Activation::kGelu:
-      return activate_row<Activation::kGelu>(x, n, out, factor);
+      return body(std::integral_constant<Activation, Activation::kGelu>());
     case Activation::kGeluErf:
-      return activate_row<Activation::kGeluErf>(x, n, out, factor);
+      return body(std::integral_constant<Activation, Activation::kGeluErf>());
   }
 }
 
 void gated(const float* gate, const float* up, Activation activation, int n, float* out) {
-  activate_rows(gate, activation, n, out,
-                [&](F activated, int i) { return Simd::mul(activated, load_part(up + i, n - i)); });
+  with_activation(activation, [&](auto kind) {
+    activate_row<kind()>(gate, n, out,
+                         [&](F activated, int i) { return Simd::mul(activated, load_part(up + i, n - i)); });
+  });
 }
 
-void activate(const float* x, Activation activation, int n, float* out) {
-  activate_rows(x, activation, n, out, [](F activated, int) { return activated; });
+void activate(const float* x, std::size_t x_stride, Activation activation, int rows, int columns, float* out,
+              std::size_t out_stride) {
+  with_activation(activation, [&](auto kind) {
+    for (int row = 0; row < rows; ++row)
+      activate_row<kind()>(x + std::size_t(row) * x_stride, columns, out + std::size_t(row) * out_stride,
+                           [](F activated, int) { return activated; });
+  });
 }
 
 void apply_gate(const float* gate, int n, float* x) {

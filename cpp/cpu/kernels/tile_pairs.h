@@ -23,9 +23,9 @@ struct PairProduct {
 };
 
 void multiply_pair_blocks(const PairBlock* blocks, int n_blocks, const PairRows& x, int first, int count,
-                          float* out, std::size_t stride, const PrefetchRange& next) {
+                          const ProductOutput& out, const PrefetchRange& next) {
   multiply_panels(PairProduct(), {blocks, n_blocks, x.row(first), x.stride * sizeof *x.data}, count, out,
-                  stride, next);
+                  next);
 }
 
 // Column 4 * kStep + kColumn of a panel: codes less their zero.

@@ -26,12 +26,20 @@ struct PanelOperands {
   std::size_t x_stride;
 };
 
+// Stores the products of a vector of rows, from row `row` of the group, with a token.
+inline void deliver(const ProductOutput& out, int token, int row, F products) {
+  float* to = out.row(token) + row;
+  if (out.bias) products = Simd::add(products, Simd::load(out.bias + row));
+  if (out.add) products = Simd::add(Simd::load(to), products);
+  Simd::store(to, products);
+}
+
 // kVectors vectors of rows, from vector `v` of the group, by kTokens tokens. Of a Product, `first` is where
 // the sum of a token begins, `value` broadcasts four bytes, `add` adds a step, and `finish` makes a result of
 // a sum.
 template <class Product, int kVectors, int kTokens>
-void panel_tile(const Product& product, const PanelOperands& from, int v, int token, float* out,
-                std::size_t stride, NextLines& next) {
+void panel_tile(const Product& product, const PanelOperands& from, int v, int token, const ProductOutput& out,
+                NextLines& next) {
   constexpr int kOfPanel = kPanelRows / Simd::kLanes;
   constexpr int kTogether = kTokens > kFewPanelTokens ? kVectors : std::min(kVectors, kOfPanel);
   typename Product::Sum sums[kTokens][kVectors];
@@ -72,32 +80,30 @@ void panel_tile(const Product& product, const PanelOperands& from, int v, int to
 #pragma GCC unroll 8
     for (int r = 0; r < kVectors; ++r) {
       const int row = (v + r) * Simd::kLanes;
-      Simd::store(out + std::size_t(t) * stride + row, product.finish(sums[t][r], token + t, row));
+      deliver(out, token + t, row, product.finish(sums[t][r], token + t, row));
     }
 }
 
 // A group by `count` tokens, 1 to kTokens.
 template <class Product, int kTokens>
-void panel_tiles(int count, const Product& product, const PanelOperands& from, int token, float* out,
-                 std::size_t stride, NextLines& next) {
+void panel_tiles(int count, const Product& product, const PanelOperands& from, int token,
+                 const ProductOutput& out, NextLines& next) {
   if constexpr (kTokens > 1)
-    if (count < kTokens)
-      return panel_tiles<Product, kTokens - 1>(count, product, from, token, out, stride, next);
+    if (count < kTokens) return panel_tiles<Product, kTokens - 1>(count, product, from, token, out, next);
   constexpr int kVectors = kTokens == 1 ? kGroupRows / Simd::kLanes : Simd::kPanelVectors;
   for (int v = 0; v < kGroupRows / Simd::kLanes; v += kVectors)
-    panel_tile<Product, kVectors, kTokens>(product, from, v, token, out, stride, next);
+    panel_tile<Product, kVectors, kTokens>(product, from, v, token, out, next);
 }
 
 template <class Product>
-void multiply_panels(const Product& product, const PanelOperands& from, int count, float* out,
-                     std::size_t stride, const PrefetchRange& next) {
+void multiply_panels(const Product& product, const PanelOperands& from, int count, const ProductOutput& out,
+                     const PrefetchRange& next) {
   int tiles = ceil_div(count, Simd::kPanelTokens);
   NextLines lines(count <= kFewPanelTokens ? PrefetchRange{} : next,
                   tiles * (kGroupRows / Simd::kLanes / Simd::kPanelVectors));
   for (int token = 0, share = 0; tiles > 0; --tiles, token += share) {
     share = ceil_div(count - token, tiles);  // as even as can be: few tokens make poor use of a weight
-    panel_tiles<Product, Simd::kPanelTokens>(share, product, from, token, out + std::size_t(token) * stride,
-                                             stride, lines);
+    panel_tiles<Product, Simd::kPanelTokens>(share, product, from, token, out, lines);
   }
 }
 

@@ -21,15 +21,23 @@ constexpr int kTokenTiles = 2;              // at a time
 constexpr std::size_t kTokenAhead = 16384;  // bytes by which weights of a single tile are prefetched
 
 struct PairTiles {
+  static constexpr bool kFinal = true;  // sums are products
   template <int kC, int kA, int kB>
   static void multiply() {
     multiply_pair_tiles<kC, kA, kB>();
   }
+  static F finish(const float* sums, int, int) { return Simd::load(sums); }
 };
 struct RotatedTiles {
+  static constexpr bool kFinal = false;
+  const RotatedProduct<> product;
+
   template <int kC, int kA, int kB>
   static void multiply() {
     multiply_unsigned_tiles<kC, kA, kB>();
+  }
+  F finish(const float* sums, int token, int row) const {
+    return product.finish(Simd::add_int(_mm512_loadu_si512(sums), product.first(token)), token, row);
   }
 };
 
@@ -74,49 +82,51 @@ void multiply_panel_tiles(const PairBlock* block, int n_blocks, const std::byte*
   }
 }
 
-// `out` has the bits of sums of the unit.
 template <class Product>
-void multiply_panels_amx(const PairBlock* blocks, int n_blocks, const void* x, std::size_t x_bytes, int count,
-                         float* out, std::size_t stride, const PrefetchRange& next) {
+void multiply_panels_amx(const Product& product, const PairBlock* blocks, int n_blocks, const void* x,
+                         std::size_t x_bytes, int count, const ProductOutput& out,
+                         const PrefetchRange& next) {
   keep_tile_config<kTileRowBytes>();
+  const bool direct = Product::kFinal && !out.bias && !out.add;
   const int rest = count % kTileTokens,
             full = count - rest;  // tokens in a tile that is not full, in full ones
   NextLines lines(next, ceil_div(full, kTokenTiles * kTileTokens));
-  const auto row = [&](int token) { return static_cast<const std::byte*>(x) + std::size_t(token) * x_bytes; };
+  alignas(64) float sums[kTokenTiles * kTileTokens][kGroupRows];
+  const auto multiply_tiles = [&](auto tiles, int token, int n, NextLines& meanwhile) {
+    const auto* from = static_cast<const std::byte*>(x) + std::size_t(token) * x_bytes;
+    if (direct && n == tiles * kTileTokens)
+      return multiply_panel_tiles<Product, tiles>(blocks, n_blocks, from, x_bytes, out.row(token), out.stride,
+                                                  meanwhile);
+    multiply_panel_tiles<Product, tiles>(blocks, n_blocks, from, x_bytes, sums[0], kGroupRows, meanwhile);
+    for (int t = 0; t < n; ++t)
+      for (int row = 0; row < kGroupRows; row += Simd::kLanes)
+        deliver(out, token + t, row, product.finish(sums[t] + row, token + t, row));
+  };
+  constexpr std::integral_constant<int, kTokenTiles> kTwo;
+  constexpr std::integral_constant<int, 1> kOne;
   int t = 0;
   for (; t + kTokenTiles * kTileTokens <= full; t += kTokenTiles * kTileTokens)
-    multiply_panel_tiles<Product, kTokenTiles>(blocks, n_blocks, row(t), x_bytes,
-                                               out + std::size_t(t) * stride, stride, lines);
-  if (t < full)
-    multiply_panel_tiles<Product, 1>(blocks, n_blocks, row(t), x_bytes, out + std::size_t(t) * stride, stride,
-                                     lines);
+    multiply_tiles(kTwo, t, kTokenTiles * kTileTokens, lines);
+  if (t < full) multiply_tiles(kOne, t, kTileTokens, lines);
   if (rest == 0) return;
   // Few tokens wait for memory: their weights are prefetched further ahead than the processor does.
-  alignas(64) float sums[kTileTokens][kGroupRows];
   const auto* ahead = reinterpret_cast<const std::byte*>(blocks) + kTokenAhead;
   NextLines own({ahead, full > 0 ? 0 : std::size_t(n_blocks) * sizeof(PairBlock)}, 1);
-  multiply_panel_tiles<Product, 1>(blocks, n_blocks, row(full), x_bytes, sums[0], kGroupRows, own);
-  for (int r = 0; r < rest; ++r) std::copy_n(sums[r], kGroupRows, out + std::size_t(full + r) * stride);
+  multiply_tiles(kOne, full, rest, own);
 }
 
 void multiply_pairs_amx(const PairBlock* blocks, int n_blocks, const PairRows& x, int first, int count,
-                        float* out, std::size_t stride, const PrefetchRange& next) {
-  multiply_panels_amx<PairTiles>(blocks, n_blocks, x.row(first), x.stride * sizeof *x.data, count, out,
-                                 stride, next);
+                        const ProductOutput& out, const PrefetchRange& next) {
+  multiply_panels_amx(PairTiles(), blocks, n_blocks, x.row(first), x.stride * sizeof *x.data, count, out,
+                      next);
 }
 
 void multiply_rotated_amx(const PackedMatrix& weight, int group, const RotatedRows& x, int first, int count,
-                          float* out, std::size_t stride, const PrefetchRange& next) {
+                          const ProductOutput& out, const PrefetchRange& next) {
   if (weight.packing == Packing::kRotatedWide)
-    return kernels_avx512vnni().multiply_rotated(weight, group, x, first, count, out, stride, next);
-  multiply_panels_amx<RotatedTiles>(weight.pairs(group), weight.blocks_per_row(), x.row(first), x.stride,
-                                    count, out, stride, next);
-  const RotatedProduct<> product = {weight.scales(group), x.terms + first};
-  for (int t = 0; t < count; ++t)
-    for (int row = 0; row < kGroupRows; row += Simd::kLanes) {
-      float* at = out + std::size_t(t) * stride + row;
-      Simd::store(at, product.finish(Simd::add_int(_mm512_loadu_si512(at), product.first(t)), t, row));
-    }
+    return kernels_avx512vnni().multiply_rotated(weight, group, x, first, count, out, next);
+  multiply_panels_amx(RotatedTiles{{weight.scales(group), x.terms + first}}, weight.pairs(group),
+                      weight.blocks_per_row(), x.row(first), x.stride, count, out, next);
 }
 
 }  // namespace

@@ -163,19 +163,18 @@ struct RotatedProduct {
 
 template <class S, bool kWide>
 void multiply_rotated_as(const PackedMatrix& weight, int group, const RotatedRows& x, int first, int count,
-                         float* out, std::size_t stride, const PrefetchRange& next) {
+                         const ProductOutput& out, const PrefetchRange& next) {
   multiply_panels(RotatedProduct<S, kWide>{weight.scales(group), x.terms + first},
-                  {weight.group(group), weight.blocks_per_row(), x.row(first), x.stride}, count, out, stride,
-                  next);
+                  {weight.group(group), weight.blocks_per_row(), x.row(first), x.stride}, count, out, next);
 }
 
 template <class S>
 void multiply_rotated(const PackedMatrix& weight, int group, const RotatedRows& x, int first, int count,
-                      float* out, std::size_t stride, const PrefetchRange& next) {
+                      const ProductOutput& out, const PrefetchRange& next) {
   if constexpr (MultipliesHalfwords<S>)
     if (weight.packing == Packing::kRotatedWide)
-      return multiply_rotated_as<S, true>(weight, group, x, first, count, out, stride, next);
-  multiply_rotated_as<S, false>(weight, group, x, first, count, out, stride, next);
+      return multiply_rotated_as<S, true>(weight, group, x, first, count, out, next);
+  multiply_rotated_as<S, false>(weight, group, x, first, count, out, next);
 }
 
 constexpr int kCodeZero = std::max(Simd::kRotatedZero, 0);  // signed codes count from 0
