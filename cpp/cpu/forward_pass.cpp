@@ -99,46 +99,76 @@ void ForwardPass::run_layers(const Context& c) {
 
 // Stores what later tokens read of all rows, and computes the wanted ones, which become the first rows of x.
 void ForwardPass::run_layer(const Context& c, int layer, const Rows& wanted) {
-  const LayerWeights& m = model_.layers[std::size_t(layer)];
-  const CpuLayer& w = weights_.layers[std::size_t(layer)];
+  const BlockOutput mixed = mix(c, layer, wanted);
   const int n = wanted.count();
-  switch (config_.kind(layer)) {
-    case LayerKind::kAttention:
-      attention(c, layer, wanted);
-      break;
-    case LayerKind::kShortConv:
-      short_convolution(c, layer, wanted);
-      break;
-    case LayerKind::kStateSpace:
-    case LayerKind::kAttentionAndStateSpace:
-      scan(c, layer, wanted);
-      break;
-    case LayerKind::kGatedDelta:
-      delta_rule(c, layer, wanted);
-      break;
-  }
   if (n == 0) return;
-  normalize_attended(c, m, n);
-  if (config_.ffn_dim == 0) return;
-  gate_and_up(c, w, m, n);
-  add_residual(c, {w.w_down, m.b_down, m.post_ffn_norm}, work_.ffn, n);
-  normalize_stream(c, m.ffn_residual_norm, m.ffn_residual_norm_bias, n);
+  const int part = rows_at_once(weights_.layers[std::size_t(layer)], mixed, n);
+  if (part == n) return finish_layer(c, layer, mixed, work_.stream(0, n, 0));
+  c.for_each(ceil_div(n, part), [&](int i) {
+    Worker alone = c.worker.alone();
+    const int first = i * part;
+    const Activations in = mixed.in.rows_from(first);
+    const BlockOutput own = {mixed.weight, mixed.bias, mixed.norm, in, mixed.separate};
+    finish_layer({alone, c.kernels, c.scratch}, layer, own,
+                 work_.stream(first, std::min(part, n - first), alone.index() * part));
+  });
 }
 
-void ForwardPass::attention(const Context& c, int layer, const Rows& wanted) {
+// The part of a layer in which tokens see each other, up to its projection.
+ForwardPass::BlockOutput ForwardPass::mix(const Context& c, int layer, const Rows& wanted) {
+  switch (config_.kind(layer)) {
+    case LayerKind::kShortConv:
+      return short_convolution(c, layer, wanted);
+    case LayerKind::kStateSpace:
+    case LayerKind::kAttentionAndStateSpace:
+      return scan(c, layer, wanted);
+    case LayerKind::kGatedDelta:
+      return delta_rule(c, layer, wanted);
+    case LayerKind::kAttention:
+      break;
+  }
+  return attention(c, layer, wanted);
+}
+
+// The rest of a layer, which concerns each row by itself.
+void ForwardPass::finish_layer(const Context& c, int layer, const BlockOutput& mixed,
+                               const StreamRows& rows) {
   const LayerWeights& m = model_.layers[std::size_t(layer)];
   const CpuLayer& w = weights_.layers[std::size_t(layer)];
-  const int n = wanted.count();
+  add_residual(c, mixed, rows);
+  normalize_attended(c, m, rows);
+  if (config_.ffn_dim == 0) return;
+  gate_and_up(c, w, m, rows);
+  add_residual(c, {w.w_down, m.b_down, m.post_ffn_norm, rows.ffn}, rows);
+  normalize_stream(c, m.ffn_residual_norm, m.ffn_residual_norm_bias, rows);
+}
+
+// Rows for which one thread finishes a layer: their activations stay in its L2 cache, and no thread waits for
+// another. All of `rows` if each thread would have too few, or if weights are unpacked, which takes as long
+// for few rows as for many.
+int ForwardPass::rows_at_once(const CpuLayer& w, const BlockOutput& mixed, int rows) const {
+  constexpr int kLeast = 32;
+  constexpr std::size_t kBytes = 384 << 10;  // of a feed-forward block in float32
+  for (const Linear* linear : {&mixed.weight, &w.w_gate, &w.w_up, &w.w_down})
+    if (linear->tensor && !linear->ready_panels()) return rows;
+  const int threads = team_.size();
+  if (rows < kLeast * threads) return rows;
+  const int most = std::max(kLeast, int(kBytes / sizeof(float) / std::size_t(std::max(config_.ffn_dim, 1))));
+  return round_up(ceil_div(rows, round_up(ceil_div(rows, most), threads)), kTileTokens);
+}
+
+ForwardPass::BlockOutput ForwardPass::attention(const Context& c, int layer, const Rows& wanted) {
+  const LayerWeights& m = model_.layers[std::size_t(layer)];
+  const CpuLayer& w = weights_.layers[std::size_t(layer)];
   const AttentionStep step = attention_step(layer);
   const AttentionItems items(step, wanted.tiles, team_.size());
 
   project_qkv(c, w, step, items, wanted);
-  if (n == 0) return;
-  attend(c, step, items, work_.splits, work_.att);
-  add_residual(c, {w.wo, m.bo, m.post_attn_norm, bool(m.second_residual_norm)}, work_.att, n);
+  if (wanted.count() > 0) attend(c, step, items, work_.splits, work_.att);
+  return {w.wo, m.bo, m.post_attn_norm, work_.att, bool(m.second_residual_norm)};
 }
 
-void ForwardPass::short_convolution(const Context& c, int layer, const Rows& wanted) {
+ForwardPass::BlockOutput ForwardPass::short_convolution(const Context& c, int layer, const Rows& wanted) {
   const LayerWeights& m = model_.layers[std::size_t(layer)];
   const CpuLayer& w = weights_.layers[std::size_t(layer)];
   const int n = all_.count(), n_wanted = wanted.count();
@@ -146,11 +176,11 @@ void ForwardPass::short_convolution(const Context& c, int layer, const Rows& wan
   multiply(c, {{w.conv_in, step.in}}, normalize(c, work_.x, stream_norm(m.attn_norm), 0, n, work_.normed), n);
   causal_conv(c, step, all_.rows, wanted.rows, work_.conv);
   if (n_wanted < n) keep_rows(c, work_.x, config_.dim, wanted.rows);
-  if (n_wanted > 0) add_residual(c, {w.conv_out, kNoTensor, m.post_attn_norm}, work_.conv, n_wanted);
+  return {w.conv_out, kNoTensor, m.post_attn_norm, work_.conv};
 }
 
 // Where the layer also has attention, that reads the same rows of x, and adds to them first.
-void ForwardPass::scan(const Context& c, int layer, const Rows& wanted) {
+ForwardPass::BlockOutput ForwardPass::scan(const Context& c, int layer, const Rows& wanted) {
   const LayerWeights& m = model_.layers[std::size_t(layer)];
   const CpuLayer& w = weights_.layers[std::size_t(layer)];
   const int n = all_.count(), n_wanted = wanted.count();
@@ -164,16 +194,19 @@ void ForwardPass::scan(const Context& c, int layer, const Rows& wanted) {
   multiply(c, {{w.scan_in, step.projected}},
            normalize(c, work_.x, stream_norm(m.attn_norm), 0, n, work_.normed), n);
   const bool attends = has_attention(config_.kind(layer));
-  if (attends) attention(c, layer, wanted);
+  if (attends) {
+    const BlockOutput attended = attention(c, layer, wanted);
+    if (n_wanted > 0) add_residual(c, attended, work_.stream(0, n_wanted, 0));
+  }
   const ConvStep conv = conv_step(layer, step.projected.from(config_.scan_dim()));
   causal_conv(c, conv, all_.rows, all_.rows, work_.convolved);
   cpu::scan(c, step, all_.rows, sequences_);
   gate_scan(c, step, wanted.rows, work_.scan);
   if (!attends && n_wanted < n) keep_rows(c, work_.x, config_.dim, wanted.rows);
-  if (n_wanted > 0) add_residual(c, {w.scan_out, kNoTensor, m.post_attn_norm}, work_.scan, n_wanted);
+  return {w.scan_out, kNoTensor, m.post_attn_norm, work_.scan};
 }
 
-void ForwardPass::delta_rule(const Context& c, int layer, const Rows& wanted) {
+ForwardPass::BlockOutput ForwardPass::delta_rule(const Context& c, int layer, const Rows& wanted) {
   const LayerWeights& m = model_.layers[std::size_t(layer)];
   const CpuLayer& w = weights_.layers[std::size_t(layer)];
   const int n = all_.count(), n_wanted = wanted.count();
@@ -193,10 +226,9 @@ void ForwardPass::delta_rule(const Context& c, int layer, const Rows& wanted) {
            normalize(c, work_.x, stream_norm(m.attn_norm), 0, n, work_.normed), n);
   gated_delta(c, step, all_.rows, sequences_);
   if (n_wanted < n) keep_rows(c, work_.x, config_.dim, wanted.rows);
-  if (n_wanted == 0) return;
   const Norm of_heads = {m.delta_norm, kNoTensor, config_.scan_value_dim, config_.norm_eps, NormKind::kRms};
   gated_norm(c, of_heads, step.out, gate, wanted.rows, config_.scan_heads, work_.scan);
-  add_residual(c, {w.scan_out, kNoTensor, m.post_attn_norm}, work_.scan, n_wanted);
+  return {w.scan_out, kNoTensor, m.post_attn_norm, work_.scan};
 }
 
 ConvStep ForwardPass::conv_step(int layer, const FloatRows& in) const {
@@ -255,36 +287,39 @@ void ForwardPass::project_qkv(const Context& c, const CpuLayer& w, const Attenti
 }
 
 // x += w * in; where the model has a norm after the block, x += norm(w * in).
-void ForwardPass::add_residual(const Context& c, const BlockOutput& w, const Activations& in, int rows) {
+void ForwardPass::add_residual(const Context& c, const BlockOutput& w, const StreamRows& rows) {
   const bool add = !w.norm && !w.separate;
-  multiply(c, {{.weight = w.weight, .out = add ? work_.x : work_.block, .bias = &w.bias, .add = add}},
-           NormedRows(in), rows);
-  if (w.norm) add_normalized(c, work_.block, norm(w.norm, kNoTensor, config_.norm_eps), rows, work_.x);
+  multiply(c, {{.weight = w.weight, .out = add ? rows.x : rows.block, .bias = &w.bias, .add = add}},
+           NormedRows(w.in), rows.count);
+  if (w.norm) add_normalized(c, rows.block, norm(w.norm, kNoTensor, config_.norm_eps), rows.count, rows.x);
 }
 
 // The norms of the residual stream after attention. Between two of them, the input of the layer is added
 // again.
-void ForwardPass::normalize_attended(const Context& c, const LayerWeights& m, int rows) {
+void ForwardPass::normalize_attended(const Context& c, const LayerWeights& m, const StreamRows& rows) {
   if (!m.second_residual_norm)
     return normalize_stream(c, m.attn_residual_norm, m.attn_residual_norm_bias, rows);
   const float eps = config_.stream_eps();
-  normalize_twice(c, work_.block, norm(m.attn_residual_norm, m.attn_residual_norm_bias, eps),
-                  norm(m.second_residual_norm, m.second_residual_norm_bias, eps), rows, work_.x,
-                  work_.normed);
+  normalize_twice(c, rows.block, norm(m.attn_residual_norm, m.attn_residual_norm_bias, eps),
+                  norm(m.second_residual_norm, m.second_residual_norm_bias, eps), rows.count, rows.x,
+                  rows.normed);
 }
 
 // x = norm(x), where the model norms the residual stream itself.
-void ForwardPass::normalize_stream(const Context& c, const Tensor& weight, const Tensor& bias, int rows) {
-  if (weight) normalize_in_place(c, norm(weight, bias, config_.stream_eps()), rows, work_.x, work_.normed);
+void ForwardPass::normalize_stream(const Context& c, const Tensor& weight, const Tensor& bias,
+                                   const StreamRows& rows) {
+  if (weight)
+    normalize_in_place(c, norm(weight, bias, config_.stream_eps()), rows.count, rows.x, rows.normed);
 }
 
 // The feed-forward block up to its down projection.
-void ForwardPass::gate_and_up(const Context& c, const CpuLayer& w, const LayerWeights& m, int rows) {
+void ForwardPass::gate_and_up(const Context& c, const CpuLayer& w, const LayerWeights& m,
+                              const StreamRows& rows) {
   // Where the stream itself was normed, that left what the products read.
   const NormedRows normed = m.attn_residual_norm
-                                ? NormedRows(work_.normed)
-                                : normalize(c, work_.x, stream_norm(m.ffn_norm), 0, rows, work_.normed);
-  multiply_gated(c, {w.w_gate, w.w_up, m.b_gate, m.b_up, config_.activation}, normed, rows, work_.ffn);
+                                ? NormedRows(rows.normed)
+                                : normalize(c, rows.x, stream_norm(m.ffn_norm), 0, rows.count, rows.normed);
+  multiply_gated(c, {w.w_gate, w.w_up, m.b_gate, m.b_up, config_.activation}, normed, rows.count, rows.ffn);
 }
 
 void ForwardPass::head(const Context& c) {

@@ -56,6 +56,7 @@ class ForwardPass {
     const Linear& weight;
     const Tensor& bias;
     const Tensor& norm;
+    const Activations& in;
     bool separate = false;  // left in Workspace::block, for norms that read it and the stream
   };
 
@@ -67,18 +68,21 @@ class ForwardPass {
   void plan(std::span<Chunk> chunks);
   void run_layers(const Context& c);
   void run_layer(const Context& c, int layer, const Rows& wanted);
-  void attention(const Context& c, int layer, const Rows& wanted);
-  void short_convolution(const Context& c, int layer, const Rows& wanted);
+  BlockOutput mix(const Context& c, int layer, const Rows& wanted);
+  void finish_layer(const Context& c, int layer, const BlockOutput& mixed, const StreamRows& rows);
+  int rows_at_once(const CpuLayer& w, const BlockOutput& mixed, int rows) const;
+  BlockOutput attention(const Context& c, int layer, const Rows& wanted);
+  BlockOutput short_convolution(const Context& c, int layer, const Rows& wanted);
   ConvStep conv_step(int layer, const FloatRows& in) const;
-  void scan(const Context& c, int layer, const Rows& wanted);
-  void delta_rule(const Context& c, int layer, const Rows& wanted);
+  BlockOutput scan(const Context& c, int layer, const Rows& wanted);
+  BlockOutput delta_rule(const Context& c, int layer, const Rows& wanted);
   AttentionStep attention_step(int layer) const;
   void project_qkv(const Context& c, const CpuLayer& w, const AttentionStep& step,
                    const AttentionItems& items, const Rows& wanted);
-  void add_residual(const Context& c, const BlockOutput& w, const Activations& in, int rows);
-  void normalize_attended(const Context& c, const LayerWeights& m, int rows);
-  void normalize_stream(const Context& c, const Tensor& weight, const Tensor& bias, int rows);
-  void gate_and_up(const Context& c, const CpuLayer& w, const LayerWeights& m, int rows);
+  void add_residual(const Context& c, const BlockOutput& w, const StreamRows& rows);
+  void normalize_attended(const Context& c, const LayerWeights& m, const StreamRows& rows);
+  void normalize_stream(const Context& c, const Tensor& weight, const Tensor& bias, const StreamRows& rows);
+  void gate_and_up(const Context& c, const CpuLayer& w, const LayerWeights& m, const StreamRows& rows);
   void head(const Context& c);
   void deliver_hidden(const Context& c);
   void use_logits(const Context& c, std::span<const Wanted> wanted);

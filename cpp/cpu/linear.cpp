@@ -18,8 +18,7 @@ constexpr int kPartTokens = 96;
 
 // Cost of unpacking a group of weights, in tokens that could be multiplied meanwhile.
 int unpacking_tokens(const Linear& linear) {
-  if (!linear.in_panels()) return 8;
-  return linear.pairs && linear.packed.packing != Packing::kPairs ? 64 : 0;
+  return linear.ready_panels() ? 0 : linear.in_panels() ? 64 : 8;
 }
 
 constexpr int kFewTokens = 3;  // for which expanding 16-bit weights to float32 first costs more than it saves

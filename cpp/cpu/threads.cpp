@@ -61,10 +61,10 @@ int available_cores() {
 
 // The share of thread t is [items * t / n, items * (t + 1) / n).
 int Worker::claim(int owner, int items) {
-  const int n = team_.size_;
+  const int n = team_->size_;
   const auto first = std::uint32_t(std::int64_t(items) * owner / n);
   const auto end = std::uint32_t(std::int64_t(items) * (owner + 1) / n);
-  std::atomic<std::uint64_t>& next = team_.shares_[std::size_t(owner)].next;
+  std::atomic<std::uint64_t>& next = team_->shares_[std::size_t(owner)].next;
   std::uint64_t seen = next.load(std::memory_order_relaxed);
   for (;;) {
     const auto ahead = std::int32_t(std::uint32_t(seen >> 32) - phase_);
@@ -79,17 +79,17 @@ int Worker::claim(int owner, int items) {
 bool Worker::report(int done, int items) {
   if (done == 0) return is_over();
   if (done != items &&
-      team_.finished_.fetch_add(std::uint32_t(done), std::memory_order_acq_rel) + std::uint32_t(done) !=
+      team_->finished_.fetch_add(std::uint32_t(done), std::memory_order_acq_rel) + std::uint32_t(done) !=
           std::uint32_t(items))
     return false;
-  team_.finished_.store(0, std::memory_order_relaxed);
-  team_.phase_.store(phase_, std::memory_order_release);
-  team_.phase_.notify_all();
+  team_->finished_.store(0, std::memory_order_relaxed);
+  team_->phase_.store(phase_, std::memory_order_release);
+  team_->phase_.notify_all();
   return true;
 }
 
 bool Worker::is_over() const {
-  return std::int32_t(team_.phase_.load(std::memory_order_acquire) - phase_) >= 0;
+  return std::int32_t(team_->phase_.load(std::memory_order_acquire) - phase_) >= 0;
 }
 
 bool Worker::is_over_soon() const {
@@ -101,7 +101,7 @@ bool Worker::is_over_soon() const {
 }
 
 void Worker::wait() const {
-  wait_until(team_.phase_, [this](std::uint32_t over) { return std::int32_t(over - phase_) >= 0; });
+  wait_until(team_->phase_, [this](std::uint32_t over) { return std::int32_t(over - phase_) >= 0; });
 }
 
 Team::Team(int threads) : size_(threads > 0 ? threads : available_cores()), shares_(std::size_t(size_)) {
@@ -155,7 +155,7 @@ void Team::start(Body body, void* argument) {
     job_.fetch_add(1, std::memory_order_release);
     job_.notify_all();
   }
-  Worker worker(*this, 0, first_phase_);
+  Worker worker(this, 0, first_phase_);
   body(argument, worker);
   inside_.fetch_and(~kOpen, std::memory_order_acq_rel);
   wait_until(inside_,
@@ -175,7 +175,7 @@ void Team::loop(int index) {
     if (!(inside & kOpen)) continue;  // too late for this one
     job = job_.load(
         std::memory_order_relaxed);  // may be a later one; a body entered twice finds its phases over
-    Worker worker(*this, index, first_phase_);
+    Worker worker(this, index, first_phase_);
     body_(argument_, worker);
     if (inside_.fetch_sub(1, std::memory_order_release) == 1) inside_.notify_one();
   }

@@ -30,10 +30,17 @@ class Worker {
   int index() const { return index_; }
   int count() const;
 
+  // This thread alone: it computes all items of a phase itself. For use within an item of the team.
+  Worker alone() const { return {nullptr, index_, phase_}; }
+
   // Calls body(i) once for each i in [0, items) over the whole team and returns when all are done. All
   // threads must make the same calls in the same order.
   template <typename F>
   void for_each(int items, F&& body) {
+    if (!team_) {
+      for (int item = 0; item < items; ++item) body(item);
+      return;
+    }
     ++phase_;
     if (items == 0) return;  // the next phase that has items counts for this one too
     for (int distance = 0; distance < count(); ++distance) {
@@ -47,7 +54,7 @@ class Worker {
 
  private:
   friend class Team;
-  Worker(Team& team, int index, std::uint32_t phase) : team_(team), index_(index), phase_(phase) {}
+  Worker(Team* team, int index, std::uint32_t phase) : team_(team), index_(index), phase_(phase) {}
   // The next item of a thread's share, or -1.
   int claim(int owner, int items);
   // Items that this thread has done; whether all are done now.
@@ -56,7 +63,7 @@ class Worker {
   bool is_over_soon() const;
   void wait() const;
 
-  Team& team_;
+  Team* const team_;  // null: alone
   const int index_;
   std::uint32_t phase_;
 };
@@ -113,7 +120,7 @@ class Team {
 };
 
 inline int Worker::count() const {
-  return team_.size_;
+  return team_ ? team_->size_ : 1;
 }
 
 }  // namespace metal_prefill::cpu

@@ -19,6 +19,24 @@ struct Activations {
   SuperRows super;
   PairRows bfloat16;
   RotatedRows rotated;
+
+  // The same without the first rows, a multiple of kTileTokens.
+  Activations rows_from(int row) const {
+    return {.forms = forms,
+            .f32 = f32.rows_from(row),
+            .int8 = {int8.tile(row), int8.blocks},
+            .super = {super.tile(row), super.blocks},
+            .bfloat16 = {bfloat16.row(row), bfloat16.stride},
+            .rotated = {rotated.row(row), rotated.stride, rotated.terms + row}};
+  }
+};
+
+// Rows of the residual stream, and what the steps after attention need for them, which concern each row by
+// itself. Named as in Workspace.
+struct StreamRows {
+  int count;
+  FloatRows x, block;
+  Activations normed, ffn;
 };
 
 // Attention over splits of positions, which threads share, before they are added up.
@@ -58,6 +76,13 @@ struct Workspace {
   AttentionSplits splits;      // where threads share positions
   // [2][n_kv_heads]: products of heads of keys and values that are done; 0 between layers.
   std::atomic<int>* cache_done = nullptr;
+
+  // Rows [first, first + count) of the stream. `ffn` is the first of the rows that its feed-forward block
+  // uses.
+  StreamRows stream(int first, int count, int first_ffn) const {
+    return {count, x.rows_from(first), block.rows_from(first), normed.rows_from(first),
+            ffn.rows_from(first_ffn)};
+  }
 
   // Makes room, in one allocation for the rows and one for the logits; does nothing where there is enough.
   // Throws DeviceError without a change.

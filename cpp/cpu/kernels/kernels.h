@@ -70,6 +70,8 @@ struct FloatRows {
   float* row(int token) const { return data + std::size_t(token) * stride; }
   // The same rows without their first columns.
   FloatRows from(int column) const { return {data + column, stride}; }
+  // The same columns without the first rows.
+  FloatRows rows_from(int token) const { return {row(token), stride}; }
 };
 constexpr int kFloatPad = 16;
 

@@ -26,6 +26,8 @@ struct Linear {
   bool int8() const { return packed.packing != Packing::kNone && !pairs && !super && !rotated(); }
   // Whether a group is multiplied as it was packed, or widened, part by part of the tokens.
   bool in_panels() const { return pairs || rotated(); }
+  // Whether that is as it was packed.
+  bool ready_panels() const { return in_panels() && !(pairs && packed.packing != Packing::kPairs); }
   // Bytes of an element of rotated rows.
   std::size_t code_bytes() const { return wide() ? sizeof(std::int16_t) : 1; }
 };
