@@ -44,7 +44,9 @@ class OpenVinoTexts(PaddedTexts):
         self._request = self._compiled.create_infer_request()
 
     def _quantized(self, model: ov.Model) -> ov.Model:
-        ids = np.random.default_rng(0).integers(self.config.vocab_size, size=(_CALIBRATION[0], 1, _CALIBRATION[1]))
+        ids = np.random.default_rng(0).integers(
+            self.config.vocab_size, size=(_CALIBRATION[0], 1, _CALIBRATION[1])
+        )
         batches = [{"input_ids": row, "attention_mask": np.ones_like(row)} for row in ids]
         return nncf.quantize(
             model,
