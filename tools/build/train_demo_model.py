@@ -277,10 +277,7 @@ def train(shape: Shape, recipe: Recipe, fit: Text, pick: Text, device: torch.dev
     matrices = [p for p in model.parameters() if p.ndim == 2]
     vectors = [p for p in model.parameters() if p.ndim == 1]
     optimizer = torch.optim.AdamW(
-        [
-            {"params": matrices, "weight_decay": recipe.weight_decay},
-            {"params": vectors, "weight_decay": 0.0},
-        ],
+        [{"params": matrices, "weight_decay": recipe.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
         betas=(0.9, 0.98),
         fused=device.type == "cuda",
     )

@@ -188,10 +188,7 @@ def make_cases(
 
 
 def make_tasks(
-    embed: bool,
-    rerank: bool,
-    text_tokens: Iterable[int] = (),
-    text_counts: Iterable[int] = (),
+    embed: bool, rerank: bool, text_tokens: Iterable[int] = (), text_counts: Iterable[int] = ()
 ) -> list[Case]:
     """Return a test for each task with texts.
 

@@ -245,12 +245,7 @@ def speculation(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def add_model_argument(parser: argparse.ArgumentParser) -> None:
     """Add ``-m``."""
-    parser.add_argument(
-        "-m",
-        "--model",
-        metavar="FILE",
-        help=f"{MODEL_HELP} (default: the bundled model)",
-    )
+    parser.add_argument("-m", "--model", metavar="FILE", help=f"{MODEL_HELP} (default: the bundled model)")
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:

@@ -38,9 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "file's classification head)",
     )
     parser.add_argument(
-        "--template",
-        metavar="TEXT",
-        help="with --labels: prompt that contains {text} and ends with {label}",
+        "--template", metavar="TEXT", help="with --labels: prompt that contains {text} and ends with {label}"
     )
     parser.add_argument(
         "--strategy",

@@ -58,10 +58,7 @@ def execute(arguments: argparse.Namespace) -> None:
         with common.open_model(arguments, generates=arguments.n_gen > 0) as model:
             vocab = model.config.vocab_size
             tokens = [(5 + 7 * i) % vocab for i in range(arguments.prompt)]
-            with (
-                model.session() as session,
-                common.progress_bar("tracing", "tokens") as progress,
-            ):
+            with model.session() as session, common.progress_bar("tracing", "tokens") as progress:
                 steps = trace_session(session, tokens, arguments.n_gen, model.device, progress)
             metadata = {
                 "version": __version__,

@@ -121,11 +121,7 @@ def _counted(record: Any) -> dict[str, Any]:
 
 
 def trace_session(
-    session: TracedSession,
-    tokens: TokenIds,
-    decode: int,
-    device_name: str,
-    progress: Progress | None = None,
+    session: TracedSession, tokens: TokenIds, decode: int, device_name: str, progress: Progress | None = None
 ) -> list[Step]:
     """Process a prompt and continue it greedily, running each dispatch separately.
 

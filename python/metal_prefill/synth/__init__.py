@@ -72,9 +72,7 @@ PRESETS: Mapping[str, ModelShape] = {
         ),
     ),
     "mamba2-130m": ModelShape(
-        *(24, 768, 0, 0, 0, 0, 50288, 1048576),
-        architecture="mamba2",
-        scan=ScanShape(1536, 128, 24),
+        *(24, 768, 0, 0, 0, 0, 50288, 1048576), architecture="mamba2", scan=ScanShape(1536, 128, 24)
     ),
     "falcon-h1-0.5b": ModelShape(
         *(36, 1024, 8, 2, 64, 2048, 32784, 16384),
@@ -153,10 +151,7 @@ PRESETS: Mapping[str, ModelShape] = {
         pooling="mean",
     ),
     "bge-m3": ModelShape(
-        *(24, 1024, 16, 16, 64, 4096, 250002, 8192),
-        architecture="bert",
-        tokenizer="bert",
-        pooling="cls",
+        *(24, 1024, 16, 16, 64, 4096, 250002, 8192), architecture="bert", tokenizer="bert", pooling="cls"
     ),
     "embeddinggemma-300m": ModelShape(
         24,
