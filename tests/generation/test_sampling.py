@@ -206,6 +206,7 @@ def test_logits_are_not_modified() -> None:
 
 
 def test_invalid_logits_are_rejected() -> None:
+    logits: Any
     for logits, message in [
         ([0.0, math.nan], "token 1 is NaN"),
         ([-math.inf, -math.inf], "every logit is -inf"),
@@ -224,6 +225,7 @@ def test_recent_ids_outside_the_vocabulary_are_rejected() -> None:
 
 
 def test_options_out_of_range_are_rejected_by_name() -> None:
+    value: Any
     for option, value in [
         *(("temperature", v) for v in (-0.1, math.inf, math.nan)),
         ("top_k", -1),

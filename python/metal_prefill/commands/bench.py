@@ -97,34 +97,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         elif name == "serve":
             _numbers(added, "--clients", default=[1, 8, 32], text="numbers of concurrent requests")
         if name != "agents":
-            added.add_argument(
-                "-r",
-                "--repetitions",
-                type=common.positive,
-                default=5,
-                metavar="N",
-                help="number of samples per test (default: 5)",
-            )
+            common.add_number(added, "-r", "--repetitions", default=5, help="number of samples per test")
         _add_shared_arguments(added, serves=name in ("serve", "agents"))
 
 
 def _add_token_arguments(parser: argparse.ArgumentParser) -> None:
     _numbers(parser, "-p", "--prompts", default=[32, 128, 512], text="lengths of the prompts in tokens")
-    parser.add_argument(
-        "-n",
-        "--n-gen",
-        type=common.not_negative,
-        default=64,
-        metavar="N",
-        help="tokens to decode (default: 64)",
-    )
-    parser.add_argument(
-        "-d",
-        "--depth",
-        type=common.positive,
-        default=DECODE_DEPTH,
-        metavar="N",
-        help=f"tokens in the context before decoding is timed (default: {DECODE_DEPTH})",
+    common.add_number(parser, "-n", "--n-gen", type=common.not_negative, default=64, help="tokens to decode")
+    common.add_number(
+        parser, "-d", "--depth", default=DECODE_DEPTH, help="tokens in the context before decoding is timed"
     )
     _numbers(
         parser,
@@ -146,14 +127,15 @@ def _add_token_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _add_shared_arguments(parser: argparse.ArgumentParser, serves: bool) -> None:
     if serves:
-        parser.add_argument("-t", "--threads", type=common.positive, metavar="N", help="CPU threads")
+        common.add_number(parser, "-t", "--threads", help="CPU threads")
     else:
-        parser.add_argument(
+        common.add_number(
+            parser,
             "--patience",
             type=float,
             default=60.0,
             metavar="S",
-            help="maximum seconds to wait for a busy machine and to repeat samples (default: 60)",
+            help="maximum seconds to wait for a busy machine and to repeat samples",
         )
         common.add_engine_arguments(parser)
     output = parser.add_argument_group("output")

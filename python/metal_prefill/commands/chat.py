@@ -28,13 +28,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     common.add_model_arguments(parser)
     parser.add_argument("--system", metavar="TEXT", help="system message, before the first message")
     parser.add_argument("--load", metavar="FILE", help="continue a saved conversation")
-    parser.add_argument(
+    common.add_number(
+        parser,
         "-n",
         "--max-tokens",
         type=common.not_negative,
         default=256,
-        metavar="N",
-        help="maximum number of tokens in an answer (default: 256)",
+        help="maximum number of tokens in an answer",
     )
     parser.add_argument(
         "--stats",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, TextIO
@@ -20,10 +20,6 @@ MODEL_HELP = (
     "SmolLM2-135M-Instruct or all-MiniLM-L6-v2 from a package; or owner/repo or owner/repo:file on the "
     "Hugging Face Hub, where file may be a pattern such as '*Q4_0.gguf'"
 )
-SAMPLING_OPTIONS = (
-    "temperature", "top_k", "top_p", "min_p", "repeat_penalty", "typical_p", "frequency_penalty",
-    "presence_penalty", "min_tokens", "seed",
-)  # fmt: skip
 MEMORY_OPTIONS = ("kv_memory", "prefix_memory")  # supported by some commands
 PROGRESS_FROM = 1024  # tokens; shorter prompts finish too soon for a progress bar
 
@@ -88,12 +84,23 @@ def _integer(text: str) -> int:
         raise argparse.ArgumentTypeError(f"must be an integer, got {text!r}") from None
 
 
+def add_number(
+    parser: argparse._ActionsContainer,
+    *names: str,
+    help: str,
+    default: float | None = None,
+    type: Callable[[str], float] = positive,
+    metavar: str = "N",
+) -> None:
+    """Add an option with a number, whose help ends with the default if there is one."""
+    shown = "" if default is None else f" (default: {default:g})"
+    parser.add_argument(*names, type=type, default=default, metavar=metavar, help=help + shown)
+
+
 def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options that choose device, threads and number formats."""
     engine = parser.add_argument_group("engine")
-    engine.add_argument(
-        "-t", "--threads", type=positive, metavar="N", help="CPU threads (default: one per core)"
-    )
+    add_number(engine, "-t", "--threads", help="CPU threads (default: one per core)")
     engine.add_argument(
         "--device", choices=("auto", "cpu", "metal"), default="auto", help="engine to use (default: auto)"
     )
@@ -123,73 +130,33 @@ def _bias(text: str) -> tuple[int, float]:
         raise argparse.ArgumentTypeError(f"must be ID=X, such as 42=-inf, got {text!r}") from None
 
 
+# Type, default, unit and help of the options of `sampling_options`, by name.
+_SAMPLING: Mapping[str, tuple[Callable[[str], float], float | None, str, str]] = {
+    "temperature": (float, 0.0, "X", "divisor of the logits; 0 selects greedy decoding"),
+    "top_k": (int, 0, "K", "keep the K most probable tokens; 0 keeps all"),
+    "top_p": (float, 1.0, "P", "keep the most probable tokens whose probabilities add up to P"),
+    "min_p": (float, 0.0, "P", "keep tokens of at least P times the highest probability"),
+    "repeat_penalty": (float, 1.0, "X", "penalty on recent tokens; 1 disables it"),
+    "typical_p": (
+        *(float, 1.0, "P"),
+        "keep the tokens closest to the expected information content, up to total probability P",
+    ),
+    "frequency_penalty": (
+        *(float, 0.0, "X"),
+        "subtracted from the logit of a recent token once per occurrence",
+    ),
+    "presence_penalty": (float, 0.0, "X", "subtracted from the logit of a recent token"),
+    "min_tokens": (not_negative, 0, "N", "minimum number of tokens before the text may end"),
+    "seed": (int, None, "N", "seed of the random numbers (default: a new one each time)"),
+}
+
+
 def add_sampling_arguments(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
     """Add the sampling options; `sampling_options` returns their values."""
     sampling = parser.add_argument_group("sampling")
-    sampling.add_argument(
-        "--temperature",
-        type=float,
-        default=0.0,
-        metavar="X",
-        help="divisor of the logits; 0 selects greedy decoding (default: 0)",
-    )
-    sampling.add_argument(
-        "--top-k",
-        type=int,
-        default=0,
-        metavar="K",
-        help="keep the K most probable tokens; 0 keeps all (default: 0)",
-    )
-    sampling.add_argument(
-        "--top-p",
-        type=float,
-        default=1.0,
-        metavar="P",
-        help="keep the most probable tokens whose probabilities add up to P (default: 1)",
-    )
-    sampling.add_argument(
-        "--min-p",
-        type=float,
-        default=0.0,
-        metavar="P",
-        help="keep tokens of at least P times the highest probability (default: 0)",
-    )
-    sampling.add_argument(
-        "--repeat-penalty",
-        type=float,
-        default=1.0,
-        metavar="X",
-        help="penalty on recent tokens; 1 disables it (default: 1)",
-    )
-    sampling.add_argument(
-        "--typical-p",
-        type=float,
-        default=1.0,
-        metavar="P",
-        help="keep the tokens closest to the expected information content, up to total probability P "
-        "(default: 1)",
-    )
-    sampling.add_argument(
-        "--frequency-penalty",
-        type=float,
-        default=0.0,
-        metavar="X",
-        help="subtracted from the logit of a recent token once per occurrence (default: 0)",
-    )
-    sampling.add_argument(
-        "--presence-penalty",
-        type=float,
-        default=0.0,
-        metavar="X",
-        help="subtracted from the logit of a recent token (default: 0)",
-    )
-    sampling.add_argument(
-        "--min-tokens",
-        type=not_negative,
-        default=0,
-        metavar="N",
-        help="minimum number of tokens before the text may end (default: 0)",
-    )
+    for name, (kind, default, metavar, text) in _SAMPLING.items():
+        flag = f"--{name.replace('_', '-')}"
+        add_number(sampling, flag, type=kind, default=default, metavar=metavar, help=text)
     sampling.add_argument(
         "--logit-bias",
         action="append",
@@ -197,9 +164,6 @@ def add_sampling_arguments(parser: argparse.ArgumentParser) -> argparse._Argumen
         default=[],
         metavar="ID=X",
         help="add X to the logit of a token; -inf excludes it; repeatable",
-    )
-    sampling.add_argument(
-        "--seed", type=int, metavar="N", help="seed of the random numbers (default: a new one each time)"
     )
     sampling.add_argument(
         "--speculate",
@@ -221,7 +185,7 @@ def print_answers(texts: Sequence[str], out: IO[str]) -> None:
 
 def sampling_options(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the sampling options of :meth:`metal_prefill.Session.generate`."""
-    options = {name: getattr(arguments, name) for name in SAMPLING_OPTIONS}
+    options = {name: getattr(arguments, name) for name in _SAMPLING}
     return {**options, "logit_bias": dict(arguments.logit_bias)}
 
 
@@ -263,12 +227,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         help="CPU: store packed weights in a file, so that the model opens faster the next time; "
         "`metal-prefill cache` lists and deletes these files",
     )
-    parser.add_argument(
-        "--max-context",
-        type=positive,
-        metavar="N",
-        help="maximum number of tokens in the context (default: the model's)",
-    )
+    add_number(parser, "--max-context", help="maximum number of tokens in the context (default: the model's)")
 
 
 def model_path(name: str | None) -> Path | None:

@@ -42,9 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="output file: .npy, float32 [texts, dimensions], or .parquet with the texts (requires pyarrow)",
     )
-    parser.add_argument(
-        "--dimensions", type=common.positive, metavar="N", help="keep the first N values of each vector"
-    )
+    common.add_number(parser, "--dimensions", help="keep the first N values of each vector")
     parser.add_argument(
         "--pooling",
         choices=("mean", "cls", "last"),

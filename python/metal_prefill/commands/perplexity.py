@@ -93,14 +93,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     common.add_model_arguments(parser)
     parser.add_argument("-f", "--file", required=True, metavar="FILE", help="file with the text; - is stdin")
-    parser.add_argument(
+    common.add_number(
+        parser,
         "-c",
         "--window",
-        type=common.positive,
-        metavar="N",
         help=f"tokens in a window (default: {DEFAULT_WINDOW}, or the model's context if smaller)",
     )
-    parser.add_argument("--windows", type=common.positive, metavar="N", help="use only the first N windows")
+    common.add_number(parser, "--windows", help="use only the first N windows")
     common.add_engine_arguments(parser)
 
 

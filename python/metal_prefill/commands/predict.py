@@ -34,16 +34,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="smollm-135m",
         help="model shape, with weights in Q4_0 and embedding in Q8_0 (default: smollm-135m)",
     )
-    parser.add_argument(
-        "-p", "--prompt", type=common.not_negative, metavar="N", help="tokens of the prompt (default: 512)"
+    common.add_number(
+        parser, "-p", "--prompt", type=common.not_negative, help="tokens of the prompt (default: 512)"
     )
-    parser.add_argument(
+    common.add_number(
+        parser,
         "-n",
         "--n-gen",
         type=common.not_negative,
         default=0,
-        metavar="N",
-        help="tokens to decode after the prompt, predicted separately (default: 0)",
+        help="tokens to decode after the prompt, predicted separately",
     )
     parser.add_argument(
         "--kv-dtype",
@@ -51,13 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="f16",
         help="number format of the KV cache (default: f16)",
     )
-    parser.add_argument(
-        "--chunk-tokens",
-        type=common.positive,
-        default=512,
-        metavar="N",
-        help="prompt tokens processed in one pass (default: 512)",
-    )
+    common.add_number(parser, "--chunk-tokens", default=512, help="prompt tokens processed in one pass")
     parser.add_argument(
         "--fused-norm",
         action="store_true",

@@ -20,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
     parser.add_argument("-q", "--query", required=True, metavar="TEXT", help="query to rank for")
     add_text_arguments(parser, "documents")
-    parser.add_argument("-n", "--top-n", type=common.positive, metavar="N", help="print only the best N")
+    common.add_number(parser, "-n", "--top-n", help="print only the best N")
     parser.add_argument(
         "--instruction", metavar="TEXT", help="task description (default: from the model card)"
     )

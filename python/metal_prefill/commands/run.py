@@ -38,28 +38,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="write results as JSON lines, in the order of the prompts; a file that holds the first ones is "
         "continued",
     )
-    parser.add_argument(
-        "--streams",
-        type=common.positive,
-        default=32,
-        metavar="N",
-        help="maximum number of prompts in flight (default: 32)",
-    )
-    parser.add_argument(
+    common.add_number(parser, "--streams", default=32, help="maximum number of prompts in flight")
+    common.add_number(
+        parser,
         "-n",
         "--max-tokens",
         type=common.not_negative,
         default=128,
-        metavar="N",
-        help="maximum number of tokens to generate (default: 128)",
+        help="maximum number of tokens to generate",
     )
-    parser.add_argument(
+    common.add_number(
+        parser,
         "--answers",
-        type=common.positive,
         default=1,
-        metavar="N",
         help="number of texts per prompt, which is computed once; each has separate random numbers, from the "
-        "seed and its number (default: 1)",
+        "seed and its number",
     )
     sampling = common.add_sampling_arguments(parser)
     sampling.add_argument(

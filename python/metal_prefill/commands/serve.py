@@ -105,13 +105,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="BYTES",
         help="memory limit of the prefix cache (default: 256 MiB)",
     )
-    limits.add_argument(
+    common.add_number(
+        limits,
         "--shutdown-grace",
-        "--drain-seconds",  # the name in earlier versions
-        type=common.positive,
         default=30,
-        metavar="N",
-        help="seconds that answers in flight may take after SIGTERM or Ctrl-C (default: 30)",
+        help="seconds that answers in flight may take after SIGTERM or Ctrl-C",
     )
     parser.add_argument(
         "--prefix-store",

@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="shape that the other options modify (default: smollm-135m)",
     )
     for name, meaning in SIZES.items():
-        parser.add_argument(f"--{name}", type=int, metavar="N", help=f"{meaning} (default: the preset's)")
+        common.add_number(parser, f"--{name}", type=int, help=f"{meaning} (default: the preset's)")
     parser.add_argument(
         "--type",
         dest="tensor_type",
@@ -75,11 +75,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=tuple(VOCABULARIES),
         help="byte-level BPE (gpt2), SentencePiece (llama) or WordPiece (bert) (default: the preset's)",
     )
-    parser.add_argument("--rope-base", type=float, metavar="X", help="base of the RoPE frequencies")
-    parser.add_argument("--rope-dims", type=int, metavar="N", help="number of rotated dimensions of a head")
+    common.add_number(parser, "--rope-base", type=float, metavar="X", help="base of the RoPE frequencies")
+    common.add_number(parser, "--rope-dims", type=int, help="number of rotated dimensions of a head")
     parser.add_argument("--rope-scaling", choices=ROPE_SCALINGS, help="method of extending the context")
-    parser.add_argument(
-        "--rope-factor", type=float, metavar="X", help="factor by which the context was extended"
+    common.add_number(
+        parser, "--rope-factor", type=float, metavar="X", help="factor by which the context was extended"
     )
     parser.add_argument(
         "--architecture",
@@ -87,13 +87,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="architecture in the file, such as llama, qwen3 or gemma3 (default: the preset's)",
     )
     parser.add_argument("--pooling", choices=POOLINGS, help="pooling of an embedding model")
-    parser.add_argument(
-        "--value-dim", type=int, metavar="N", help="width of a value head (default: the preset's)"
-    )
-    parser.add_argument("--window", type=int, metavar="N", help="size of a sliding window in tokens")
-    parser.add_argument(
-        "--seed", type=int, default=0, metavar="N", help="seed of the random weights (default: 0)"
-    )
+    common.add_number(parser, "--value-dim", type=int, help="width of a value head (default: the preset's)")
+    common.add_number(parser, "--window", type=int, help="size of a sliding window in tokens")
+    common.add_number(parser, "--seed", type=int, default=0, help="seed of the random weights")
 
 
 def run(arguments: argparse.Namespace, progress: Progress | None = None) -> Path:

@@ -13,21 +13,14 @@ from metal_prefill.commands import common
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
     common.add_model_arguments(parser)
-    parser.add_argument(
-        "-p",
-        "--prompt",
-        type=common.positive,
-        default=512,
-        metavar="N",
-        help="length of the prompt in tokens (default: 512)",
-    )
-    parser.add_argument(
+    common.add_number(parser, "-p", "--prompt", default=512, help="length of the prompt in tokens")
+    common.add_number(
+        parser,
         "-n",
         "--n-gen",
         type=common.not_negative,
         default=0,
-        metavar="N",
-        help="number of tokens to decode after the prompt (default: 0)",
+        help="number of tokens to decode after the prompt",
     )
     parser.add_argument(
         "-o",
