@@ -1,7 +1,7 @@
 """The command ``metal-prefill``.
 
-Each command is a module with ``add_arguments(parser)`` and ``execute(arguments)``. Only the module of the
-requested command is imported, so that ``metal-prefill --help`` does not import NumPy.
+Each command is a module with ``add_arguments(parser)``, ``execute(arguments)`` and ``EXAMPLE``, a use of it.
+Only the module of the requested command is imported, so that ``metal-prefill --help`` does not import NumPy.
 """
 
 from __future__ import annotations
@@ -43,6 +43,16 @@ COMMANDS = {
 }
 
 
+class _CommandParser(argparse.ArgumentParser):
+    """Parser of a command, whose help begins with an example."""
+
+    example = ""
+
+    def format_help(self) -> str:
+        example = f"example: {self.example}\n\n" if self.example else ""
+        return example + super().format_help()
+
+
 def make_parser(wanted: str | None, prog: str = "metal-prefill") -> argparse.ArgumentParser:
     """Build the parser with the options of one command; the others are only listed."""
     parser = argparse.ArgumentParser(
@@ -53,11 +63,14 @@ def make_parser(wanted: str | None, prog: str = "metal-prefill") -> argparse.Arg
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=28),
     )
     parser.add_argument("--version", action="store_true", help="show the version and exit")
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
+    commands = parser.add_subparsers(
+        dest="command", metavar="COMMAND", title="commands", parser_class=_CommandParser
+    )
     for name, text in COMMANDS.items():
         subparser = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
         if name == wanted:
             module = importlib.import_module(f"metal_prefill.commands.{name}")
+            subparser.example = module.EXAMPLE
             module.add_arguments(subparser)
             subparser.set_defaults(execute=module.execute)
     return parser

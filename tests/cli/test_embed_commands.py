@@ -49,6 +49,50 @@ def test_vectors_of_lines_and_json_match_the_library(
     assert {p.name for p in tmp_path.iterdir()} == {"t.txt", "t.jsonl", "a.npy", "b.npy"}
 
 
+def test_texts_may_be_arguments_or_lines_of_stdin_and_vectors_are_printed(
+    embedder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    texts = ["The king", "is dead."]
+    with Model(embedder, device="cpu") as model:
+        vectors = model.embed(texts)
+    assert embed(embedder, "--json", *texts) == 0
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [line["text"] for line in lines] == texts
+    np.testing.assert_array_equal(np.array([line["embedding"] for line in lines], np.float32), vectors)
+    monkeypatch.setattr("sys.stdin", io.StringIO("The king\n\nis dead.\n"))
+    assert embed(embedder) == 0
+    shown = capsys.readouterr().out.splitlines()
+    for line, text, vector in zip(shown, texts, vectors, strict=True):
+        assert line.endswith(f" ... {len(vector)} values]  {text}")
+        assert line.startswith(f"[{vector[0]:7.4f} ")
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("a", "-f", "t.txt"), "-f and the text 'a' exclude each other"),
+        (("a", "--column", "x"), "--column and the text 'a' exclude each other"),
+        (("a", "--json", "-o", "v.npy"), "--json prints vectors, and -o writes them"),
+        ((), "no texts: pass them as arguments, in a file with -f, or on standard input"),
+    ],
+)
+def test_texts_have_one_source_and_vectors_one_target(
+    embedder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: tuple[str, ...],
+    message: str,
+) -> None:
+    monkeypatch.setattr("sys.stdin", Terminal())
+    assert embed(embedder, *arguments) == 2
+    assert message in capsys.readouterr().err
+
+
 def test_columns_are_read_and_a_byte_order_mark_is_not_text(
     embedder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

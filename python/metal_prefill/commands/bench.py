@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 _OF_SERVERS = ("threads", "compare")
 _OF_ENGINES = (*_OF_SERVERS, "repetitions", "device", "compute", "kv_dtype", "patience")
 
+EXAMPLE = "metal-prefill bench --demo -p 64 -n 8 -r 1"
+
 
 class _Mode(NamedTuple):
     """A line of help, and the arguments of `bench.run` that have an option and those that are set."""

@@ -9,6 +9,8 @@ from metal_prefill.commands import common
 
 MIB = 1 << 20
 
+EXAMPLE = "metal-prefill cache"
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""

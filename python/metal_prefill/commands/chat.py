@@ -22,6 +22,8 @@ HELP = """\
 /quit        end; so does Ctrl-D
 Ctrl-C stops an answer."""
 
+EXAMPLE = "echo 'Who art thou?' | metal-prefill chat -n 20"
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""

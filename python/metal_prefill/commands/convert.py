@@ -11,6 +11,8 @@ from metal_prefill.commands import common
 # `TENSOR_TYPES` of the conversion, whose module is imported only to convert.
 TYPES = ("auto", "F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "MXFP4", "TQ1_0", "TQ2_0")
 
+EXAMPLE = "metal-prefill convert minilm minilm.gguf"
+
 
 def _type(text: str) -> str:
     return text.lower() if text.lower() == "auto" else text.upper()

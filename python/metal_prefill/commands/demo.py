@@ -22,6 +22,8 @@ TEXT = ["-p", "ROMEO:", "-n", "100", "--temperature", "0.8", "--seed", "3"]
 BENCH = ["-p", "32,128,512", "-n", "64", "-r", "3", "--patience", "10"]
 SERVER_PACKAGES = ("starlette", "uvicorn", "anyio", "msgspec", "prometheus_client")
 
+EXAMPLE = "metal-prefill demo"
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""

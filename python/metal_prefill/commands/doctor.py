@@ -30,6 +30,8 @@ LIMITS = {"machine": 60, "shaders": 600, "kernels": 600, "results": 600, "speed"
 QUICK = ("machine", "kernels", "results")
 LAST_LINES = 40
 
+EXAMPLE = "metal-prefill doctor --quick"
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""

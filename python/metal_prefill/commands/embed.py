@@ -1,4 +1,4 @@
-"""``metal-prefill embed``: embeddings of the texts in a file, resumable after an interrupted run."""
+"""``metal-prefill embed``: embeddings of texts, printed, or in a file that an interrupted run continues."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from metal_prefill.commands.text_files import (
     DEFAULT_COLUMN,
     add_prompt_arguments,
     add_text_arguments,
+    given_texts,
     prompt_rules,
-    read_texts,
 )
 from metal_prefill.errors import MissingExtraError
 from metal_prefill.tasks._text_passes import TextPasses
@@ -29,6 +29,9 @@ if TYPE_CHECKING:
     from metal_prefill import Model
 
 BLOCK = 256  # texts per write
+SHOWN = 4  # values of a printed vector
+
+EXAMPLE = "metal-prefill embed -m minilm 'The king is dead.' 'Long live the king.'"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,11 +40,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-o",
         "--output",
-        required=True,
         type=Path,
         metavar="FILE",
-        help="output file: .npy, float32 [texts, dimensions], or .parquet with the texts (requires pyarrow)",
+        help="output file: .npy, float32 [texts, dimensions], or .parquet with the texts (requires pyarrow); "
+        "without it, the first values of each vector are printed",
     )
+    parser.add_argument("--json", action="store_true", help="print lines of JSON: text, embedding")
     common.add_number(parser, "--dimensions", help="keep the first N values of each vector")
     parser.add_argument(
         "--pooling",
@@ -65,14 +69,8 @@ def execute(arguments: argparse.Namespace) -> None:
     from metal_prefill.tasks._embedding import check_pooling, embed_prompts, encode_texts
     from metal_prefill.tasks._prompts import prompt_form
 
-    kind = arguments.output.suffix
-    if kind not in (".npy", ".parquet"):
-        raise common.UsageError(f"{arguments.output}: the name must end with .npy or .parquet")
-    if kind == ".parquet":
-        _pyarrow()
-    if not arguments.output.parent.is_dir():
-        raise common.UsageError(f"{arguments.output}: folder {arguments.output.parent} does not exist")
-    texts = read_texts(arguments.file, arguments.column)
+    kind = _kind(arguments.output, arguments.json)
+    texts = given_texts(arguments)
     options: dict[str, Any] = {
         "dimensions": arguments.dimensions,
         "pooling": arguments.pooling,
@@ -82,7 +80,7 @@ def execute(arguments: argparse.Namespace) -> None:
         # Encode all texts first, so that errors are raised early and number the texts as in the file.
         if check_pooling(model.engine, arguments.pooling) == "none":
             raise common.UsageError(
-                f"{model.path.name} has a vector for each token, which {kind} cannot store: set --pooling"
+                f"{model.path.name} has a vector for each token, not for each text: set --pooling"
             )
         form = prompt_form(model.engine, arguments.instruction)
         rules = prompt_rules(arguments)
@@ -90,6 +88,12 @@ def execute(arguments: argparse.Namespace) -> None:
         for note in encoded.notes(model.max_context):
             print(f"warning: {note}", file=sys.stderr)
         prompts = encoded.prompts
+        passes = TextPasses(model.engine)
+        if arguments.output is None:
+            for first in range(0, len(texts), BLOCK):
+                vectors = embed_prompts(passes, prompts[first : first + BLOCK], **options)
+                _print(texts[first : first + BLOCK], vectors, arguments.json)
+            return
         identity = {
             **options,
             "instruction": arguments.instruction,
@@ -97,7 +101,6 @@ def execute(arguments: argparse.Namespace) -> None:
             "rules": rules[1:],
             "compute": model.compute,
         }
-        passes = TextPasses(model.engine)
         width = arguments.dimensions or model.engine.head.width
         part = _Part(arguments.output, _identity(model, texts, identity), len(texts), width)
         before = len(part)
@@ -117,6 +120,30 @@ def execute(arguments: argparse.Namespace) -> None:
         _write_parquet(arguments.output, arguments.column or DEFAULT_COLUMN, texts, vectors)
     part.remove()
     print(summary(len(texts) - before, before, tokens, seconds), file=sys.stderr)
+
+
+def _kind(output: Path | None, as_json: bool) -> str:
+    """Return the ending of the output's name, empty without an output."""
+    if output is None:
+        return ""
+    if as_json:
+        raise common.UsageError("--json prints vectors, and -o writes them to a file: use one of them")
+    if output.suffix not in (".npy", ".parquet"):
+        raise common.UsageError(f"{output}: the name must end with .npy or .parquet")
+    if output.suffix == ".parquet":
+        _pyarrow()
+    if not output.parent.is_dir():
+        raise common.UsageError(f"{output}: folder {output.parent} does not exist")
+    return output.suffix
+
+
+def _print(texts: list[str], vectors: Any, as_json: bool) -> None:
+    for text, vector in zip(texts, vectors, strict=True):
+        if as_json:
+            print(json.dumps({"text": text, "embedding": [float(value) for value in vector]}))
+        else:
+            values = " ".join(f"{value:7.4f}" for value in vector[:SHOWN])
+            print(f"[{values} ... {len(vector)} values]  {text}")
 
 
 def summary(done: int, before: int, tokens: int, seconds: float) -> str:

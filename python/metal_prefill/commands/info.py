@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 MIB = 1 << 20
 
+EXAMPLE = "metal-prefill info -m smollm2"
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""

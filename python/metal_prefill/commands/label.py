@@ -12,12 +12,14 @@ from metal_prefill.commands import common
 from metal_prefill.commands.text_files import (
     add_prompt_arguments,
     add_text_arguments,
+    given_texts,
     prompt_rules,
-    read_texts,
 )
 
 if TYPE_CHECKING:
     from metal_prefill import Model
+
+EXAMPLE = "metal-prefill label --labels happy,sad 'O happy dagger!'"
 
 
 def _labels(text: str) -> list[str]:
@@ -58,7 +60,7 @@ def execute(arguments: argparse.Namespace) -> None:
     """Print the labels of each text: of the whole text, or of its parts with their positions."""
     if arguments.template is not None and arguments.labels is None:
         raise common.UsageError("--template requires --labels")
-    texts = read_texts(arguments.file, arguments.column)
+    texts = given_texts(arguments)
     with common.open_model(arguments) as model:
         head = model.engine.head
         of_tokens = bool(head.labels) and head.pooling in (None, "none") and arguments.labels is None

@@ -14,6 +14,8 @@ from metal_prefill.commands.run import read_prompt
 
 DEFAULT_WINDOW = 512  # tokens, as in llama.cpp's tool
 
+EXAMPLE = "echo 'O Romeo, Romeo, wherefore art thou Romeo?' | metal-prefill perplexity -c 8 -f -"
+
 
 @dataclass(frozen=True)
 class Perplexity:

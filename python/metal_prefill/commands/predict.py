@@ -19,6 +19,8 @@ NOTE = (
     "errors on published speeds"
 )
 
+EXAMPLE = "metal-prefill predict --chip m4 -p 512"
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""

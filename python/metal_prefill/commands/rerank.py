@@ -11,9 +11,11 @@ from metal_prefill.commands import common
 from metal_prefill.commands.text_files import (
     add_prompt_arguments,
     add_text_arguments,
+    given_texts,
     prompt_rules,
-    read_texts,
 )
+
+EXAMPLE = "metal-prefill rerank -m minilm --how late -q 'Who is dead?' 'The queen lives.' 'The king is dead.'"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -51,7 +53,7 @@ def execute(arguments: argparse.Namespace) -> None:
     from metal_prefill.tasks._reranking import Options, encode_documents
     from metal_prefill.tasks._text_passes import TextPasses
 
-    documents = read_texts(arguments.file, arguments.column)
+    documents = given_texts(arguments)
     with common.open_model(arguments) as model:
         rules, how = prompt_rules(arguments), arguments.how
         options = Options(arguments.instruction, arguments.template, how, rules, arguments.label)

@@ -12,6 +12,8 @@ from typing import Any
 
 from metal_prefill.commands import common
 
+EXAMPLE = "metal-prefill run -p 'ROMEO:' -n 20"
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""

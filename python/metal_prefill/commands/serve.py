@@ -14,6 +14,8 @@ from metal_prefill.commands import common
 from metal_prefill.errors import MissingExtraError
 from metal_prefill.serve._settings import Settings
 
+EXAMPLE = "metal-prefill serve --port 8080"
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""

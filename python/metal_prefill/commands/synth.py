@@ -23,6 +23,8 @@ SIZES = {
     "context": "context length in tokens",
 }
 
+EXAMPLE = "metal-prefill synth --preset tiny tiny.gguf"
+
 
 def _override(text: str) -> tuple[str, str]:
     pattern, equals, kind = text.rpartition("=")

@@ -1,4 +1,4 @@
-"""Texts from files with a plain text or JSON value per line."""
+"""Texts from arguments, or from files with a plain text or JSON value per line."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from metal_prefill.commands.common import UsageError, read_input
+from metal_prefill.commands.common import UsageError, read_input, standard_input
 
 if TYPE_CHECKING:
     from metal_prefill.tasks._prompt_rules import PromptRules
@@ -20,11 +20,13 @@ _LONGEST_FIELD = 2**31 - 1  # of csv, in which a long is 32 bits on some systems
 
 
 def add_text_arguments(parser: argparse.ArgumentParser, texts: str) -> None:
-    """Add ``-f`` and ``--column``, the arguments of `read_texts`; `texts` describes them in the help."""
+    """Add the arguments of `given_texts`; `texts` describes them in the help."""
+    parser.add_argument(
+        "texts", nargs="*", metavar="TEXT", help=f"{texts}; without any and without -f, those of stdin"
+    )
     parser.add_argument(
         "-f",
         "--file",
-        required=True,
         metavar="FILE",
         help=f"{texts}, one per line, where blank lines are skipped; a line of a .jsonl file is a string or "
         "an object, the first row of a .csv or .tsv file names columns; - is stdin",
@@ -63,6 +65,19 @@ def prompt_rules(arguments: argparse.Namespace) -> PromptRules:
     from metal_prefill.tasks._prompt_rules import PromptRules  # imports tokenizers
 
     return PromptRules(arguments.truncate, arguments.unicode, arguments.split_special_tokens)
+
+
+def given_texts(arguments: argparse.Namespace) -> list[str]:
+    """Return the texts that are arguments, or those of a file or of stdin; see `read_texts`."""
+    if not arguments.texts:
+        path = arguments.file or "-"
+        if arguments.file is None and standard_input().isatty():
+            raise UsageError("no texts: pass them as arguments, in a file with -f, or on standard input")
+        return read_texts(path, arguments.column)
+    other = "-f" if arguments.file is not None else "--column"
+    if arguments.file is not None or arguments.column is not None:
+        raise UsageError(f"{other} and the text {arguments.texts[0]!r:.40} exclude each other")
+    return list(arguments.texts)
 
 
 def read_texts(path: str, column: str | None = None) -> list[str]:

@@ -9,6 +9,8 @@ from pathlib import Path
 
 from metal_prefill.commands import common
 
+EXAMPLE = "metal-prefill trace -p 64 -n 4"
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
