@@ -93,6 +93,7 @@ void ForwardPass::run_layers(const Context& c) {
     rope_table(c, ropes_.ropes[i], all_.rows, work_.rotations + i * table);
   for (int layer = 0; layer < config_.n_layers; ++layer)
     run_layer(c, layer, layer + 1 < config_.n_layers ? all_ : wanted_);
+  if (config_.n_layers == 0) keep_rows(c, work_.x, config_.dim, wanted_.rows);
   head(c);
   deliver_hidden(c);
 }

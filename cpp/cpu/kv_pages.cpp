@@ -15,7 +15,7 @@ KvPages::KvPages(const Config& config, KvLayout layout, int key_multiple, int ma
     : layout_(layout),
       poison_(poison),
       place_(attention_places(config)),
-      n_layers_(place_.back() + 1),
+      n_layers_(place_.empty() ? 0 : place_.back() + 1),
       n_heads_(config.n_kv_heads),
       key_dim_(config.key_dim),
       value_dim_(config.value_dim),

@@ -67,8 +67,8 @@ void validate(const Model& model) {
       if (holds(c.kind(layer))) return true;
     return false;
   };
-  require(c.n_layers > 0 && c.dim > 0 && c.ffn_dim >= 0 && c.vocab_size > 0 && c.context_length > 0,
-          "layers, dimensions, vocabulary and context length must be positive");
+  require(c.n_layers >= 0 && c.dim > 0 && c.ffn_dim >= 0 && c.vocab_size > 0 && c.context_length > 0,
+          "dimensions, vocabulary and context length must be positive");
   require(per_layer(c.layer_kinds, c.n_layers), "per-layer lists must name every layer");
   if (any_layer(has_attention)) {
     require(c.n_heads > 0 && c.n_kv_heads > 0 && c.n_heads % c.n_kv_heads == 0,

@@ -64,11 +64,6 @@ def bert(path: Path) -> Folder:
 
 
 REFUSED: dict[str, tuple[Callable[[Path], Folder], Change, str]] = {
-    "a layer after the norm": (
-        bert,
-        modules("Transformer", "Pooling", "Normalize", "Dense"),
-        "modules are Transformer, Pooling, Normalize, Dense; supported are one",
-    ),
     "a layer before the pooling": (
         bert,
         modules("Transformer", "Dense", "Pooling"),

@@ -116,7 +116,7 @@ def test_headers_of_heads(tmp_path: Path, kind: str) -> None:
         with suppress(MetalPrefillError), np.errstate(all="ignore"), GGUFFile(path) as opened:
             config = read_config(opened)
             head = read_head(opened, config.architecture, config.dim)
-            if head.labels or head.dense:
+            if head.labels or head.steps:
                 states = np.zeros((2, config.dim), np.float32)
                 (logits_of if head.labels else embedding_of)(head, states)
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+from safetensors.numpy import save_file
 
 from support import model_folders
 from support.folder_reference import Array, FolderTensors, attended, gelu
@@ -145,6 +147,35 @@ def masked_head(folder: Folder) -> None:
     ]
     folder.json("modules.json", modules)
     folder.json("1_SpladePooling/config.json", {"pooling_strategy": "max", "activation_function": "relu"})
+
+
+def routed(path: Path) -> Folder:
+    """Make a SPLADE folder whose queries are weights of their tokens."""
+    folder = distilbert(path, "DistilBertForMaskedLM")
+    masked_head(folder)
+    folder.config["pad_token_id"] = 0
+    package = "sentence_transformers.sparse_encoder.models"
+    query, pooling = "query_0_SparseStaticEmbedding", "document_1_SpladePooling"
+    kinds = {query: "SparseStaticEmbedding", "": "MLMTransformer", pooling: "SpladePooling"}
+    folder.json(
+        "modules.json", [{"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Router"}]
+    )
+    folder.json(
+        "router_config.json",
+        {
+            "types": {name: f"{package}.{kind}.{kind}" for name, kind in kinds.items()},
+            "structure": {"query": [query], "document": ["", pooling]},
+            "parameters": {"default_route": "document", "allow_empty_key": True},
+        },
+    )
+    folder.json("config_sentence_transformers.json", {"model_type": "SparseEncoder"})
+    (path / "1_SpladePooling").rename(path / pooling)
+    folder.json(f"{query}/config.json", {"frozen": False})
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(path / name, path / query / name)
+    weights = np.abs(values((folder.config["vocab_size"],), 11))
+    save_file({"weight": np.where(weights > 0.02, weights, 0)}, path / query / "model.safetensors")
+    return folder
 
 
 def vocabulary_vector(folder: Folder, ids: npt.NDArray[np.int64]) -> Array:

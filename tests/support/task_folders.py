@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ LONG_DOCUMENT = "He is the king, and she was the queen. Long may they live!"
 DOCUMENTS = ["The king is dead.", "A rose, by any other name", "", "Long live the King! Éa", "x"]
 PAIRS = [("The king is dead.", "He lives"), ("a", "b c d"), ("", "The end")]
 TEXTS = ["Angela met the Queen in Rome.", "nothing", "Île-de-Ré, São  Paulo and I", "a b"]
+ACTIVE = 20  # values of vectors over the vocabulary that are recorded
 STRATEGIES = ("none", "simple", "first", "average", "max")
 TAGS = ("B-PER", "O", "I-PER", "B-LOC", "I-LOC")
 
@@ -343,6 +345,93 @@ def _modern_late(path: Path) -> Folder:
     return _expanded(_projecting(folder), strategy="min", attend=False, length=34)
 
 
+def _listed(folder: Folder, *kinds: str) -> Folder:
+    """List modules of sentence-transformers, the first of which is in the folder itself."""
+    package = "sentence_transformers.models"
+    folder.json(
+        "modules.json",
+        [
+            {"idx": i, "name": str(i), "path": f"{i}_{kind}" if i else "", "type": f"{package}.{kind}"}
+            for i, kind in enumerate(kinds)
+        ],
+    )
+    return folder
+
+
+def _pooling(path: Path, mode: str, *after: str, **config: Any) -> Folder:
+    """Make a folder with a pooling, and modules after it."""
+    folder = _listed(_sized(model_folders.bert(path, model_type="bert")), "Transformer", "Pooling", *after)
+    folder.json(
+        "1_Pooling/config.json", {"word_embedding_dimension": DIM, f"pooling_mode_{mode}": True, **config}
+    )
+    return folder
+
+
+def _chained(path: Path) -> Folder:
+    """Make a folder whose vectors are normalized before and after a LayerNorm between dense layers."""
+    width = 24
+    folder = _pooling(path, "mean_tokens", "Normalize", "Dense", "LayerNorm", "Dropout", "Dense", "Normalize")
+    folder.json("4_LayerNorm/config.json", {"dimension": width})
+    norm = {"norm.weight": values((width,), 2) + 1, "norm.bias": values((width,), 3)}
+    save_file(norm, folder.path / "4_LayerNorm" / "model.safetensors")
+    folder.json("5_Dropout/config.json", {"dropout": 0.5})
+    for i, (rows, columns) in ((3, (width, DIM)), (6, (12, width))):
+        dense = {
+            "in_features": columns,
+            "out_features": rows,
+            "bias": False,
+            "activation_function": "torch.nn.Tanh",
+        }
+        folder.json(f"{i}_Dense/config.json", dense)
+        save_file(
+            {"linear.weight": values((rows, columns)) * 10}, folder.path / f"{i}_Dense/model.safetensors"
+        )
+    return folder
+
+
+def _without_prompt(path: Path) -> Folder:
+    """Make a folder whose vectors leave out the tokens of the prompt."""
+    folder = _pooling(path, "mean_tokens", include_prompt=False)
+    prompts = {"prompts": {"query": "who says: "}, "default_prompt_name": "query"}
+    folder.json("config_sentence_transformers.json", prompts)
+    return folder
+
+
+def static(path: Path, variant: str = "uncased") -> Folder:
+    """Make a folder without layers: StaticEmbedding."""
+    folder = _listed(model_folders.bert(path, variant=variant), "StaticEmbedding", "Normalize")
+    name = "embeddings.word_embeddings.weight"
+    return Folder(path, {"model_type": "model2vec"}, {"embedding.weight": folder.tensors[name]})
+
+
+def _model2vec(path: Path) -> Folder:
+    """Make a folder of model2vec whose tokens share rows."""
+    folder = static(path)
+    table = folder.tensors.pop("embedding.weight")
+    rng = np.random.default_rng(1)
+    folder.tensors = {
+        "embeddings": table[:100],
+        "mapping": rng.integers(0, 100, len(table)),
+        "weights": rng.random(len(table)),
+    }
+    return folder
+
+
+# Modules after the transformer, or instead of it.
+MODULES: dict[str, Callable[[Path], Folder]] = {
+    **{
+        mode: partial(_pooling, mode=mode)
+        for mode in (
+            *("cls_token", "max_tokens", "mean_tokens", "mean_sqrt_len_tokens"),
+            *("weightedmean_tokens", "lasttoken"),
+        )
+    },
+    "a chain": _chained,
+    "without the prompt": _without_prompt,
+    "static": static,
+    "static, unigram": partial(static, variant="unigram"),
+    "model2vec": _model2vec,
+}
 # Cross-encoders with a single output, classifiers of texts or pairs, and labels of tokens.
 RANKERS: dict[str, Callable[[Path], Folder]] = {
     "bert": _bert_pairs,

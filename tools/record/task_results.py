@@ -13,9 +13,9 @@ import numpy as np
 import sentence_transformers
 import torch
 import transformers
-from sentence_transformers import CrossEncoder
+from sentence_transformers import CrossEncoder, SentenceTransformer, SparseEncoder
 from sentence_transformers.multi_vector_encoder import MultiVectorEncoder
-from support import task_folders
+from support import bert_relatives, task_folders
 from support.model_folders import CONTEXT
 from support.recorded_json import dumps
 from support.task_folders import (
@@ -24,6 +24,7 @@ from support.task_folders import (
     LATE,
     LONG_DOCUMENT,
     LONG_QUERY,
+    MODULES,
     PAIRS,
     QUERY,
     RANKERS,
@@ -99,6 +100,25 @@ def late(folder: Path) -> dict[str, Any]:
     }
 
 
+def sparse(folder: Path) -> dict[str, list[Any]]:
+    """Return ids and weights of the largest values of texts, as queries and as documents."""
+    model = SparseEncoder(str(folder), device="cpu")
+    encoders = {"query": model.encode_query, "document": model.encode_document}
+    found: dict[str, list[Any]] = {}
+    for name, encode in encoders.items():
+        rows = np.asarray(encode(TEXTS, convert_to_sparse_tensor=False, max_active_dims=task_folders.ACTIVE))
+        found[name] = [[row.nonzero()[0].tolist(), task_folders.rounded(row[row.nonzero()])] for row in rows]
+    return found
+
+
+def vectors(folder: Path) -> list[list[float]]:
+    """Return the vectors of texts."""
+    found: list[list[float]] = task_folders.rounded(
+        SentenceTransformer(str(folder), device="cpu").encode(TEXTS)
+    )
+    return found
+
+
 def main() -> None:
     """Record everything."""
     with tempfile.TemporaryDirectory() as temporary:
@@ -112,7 +132,9 @@ def main() -> None:
             "classes": {name: classes(write("classes", name, make)) for name, make in CLASSIFIERS.items()},
             "labels": {name: labels(write("labels", name, make)) for name, make in TAGGERS.items()},
             "late": {name: late(write("late", name, make)) for name, make in LATE.items()},
+            "modules": {name: vectors(write("modules", name, make)) for name, make in MODULES.items()},
         }
+        record["sparse"] = sparse(write("sparse", "routed", bert_relatives.routed))
     task_folders.RECORD.write_text(dumps(record) + "\n", encoding="utf-8")
     versions = (transformers.__version__, sentence_transformers.__version__, torch.__version__)
     print("transformers {}, sentence-transformers {}, torch {}".format(*versions))

@@ -82,7 +82,7 @@ ForwardPass::ForwardPass(const Tuning& tuning, const Model& model, const EngineO
           norm_of(model.embedding_norm, model.embedding_norm_bias, config_.stream_eps(), weights)),
       output_norm_(norm_of(model.output_norm, {}, config_.stream_eps(), weights)),
       head_norm_(output_norm_),
-      norms_stream_(bool(model.layers[0].attn_residual_norm)),
+      norms_stream_(!model.layers.empty() && model.layers[0].attn_residual_norm),
       qkv_dim_(config_.n_heads * config_.query_step() +
                config_.n_kv_heads * (config_.key_dim + config_.value_dim)),
       att_dim_(config_.n_heads * config_.value_dim),
@@ -312,7 +312,7 @@ ForwardPass::Activations ForwardPass::activations(const PassRows& rows, PassBuff
   const auto any_kind = [&](const auto& holds) {
     return std::any_of(config_.layer_kinds.begin(), config_.layer_kinds.end(), holds);
   };
-  a.projected = buffers.get(BufferName::kProjected, floats(projected_columns(), n));
+  if (config_.n_layers > 0) a.projected = buffers.get(BufferName::kProjected, floats(projected_columns(), n));
   if (any_kind([](LayerKind kind) { return kind == LayerKind::kShortConv; }))
     a.conv = buffers.get(BufferName::kConv, operand(config_.dim));
   if (any_kind(has_matrix_state)) {

@@ -19,8 +19,9 @@ struct PageLayout {
         key_row(std::size_t(config.n_kv_heads) * std::size_t(config.key_dim) * element),
         value_row(std::size_t(config.n_kv_heads) * std::size_t(config.value_dim) * element),
         places(attention_places(config)),
-        bytes(std::max(std::size_t(places.back() + 1) * kPagePositions * (key_row + value_row),
-                       PageStore::kLeastPage)) {}
+        bytes(std::max(
+            std::size_t(places.empty() ? 0 : places.back() + 1) * kPagePositions * (key_row + value_row),
+            PageStore::kLeastPage)) {}
 
   std::size_t keys(int layer) const {
     return std::size_t(places[std::size_t(layer)]) * std::size_t(kPagePositions) * (key_row + value_row);

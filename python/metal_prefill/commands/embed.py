@@ -23,6 +23,7 @@ from metal_prefill.commands.text_files import (
     prompt_rules,
 )
 from metal_prefill.errors import MissingExtraError
+from metal_prefill.files._task_config import TEXT_POOLINGS
 from metal_prefill.tasks._text_passes import TextPasses
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     common.add_number(parser, "--dimensions", help="keep the first N values of each vector")
     parser.add_argument(
         "--pooling",
-        choices=("mean", "cls", "last"),
+        choices=TEXT_POOLINGS,
         help="pooling of hidden states (default: the model file's)",
     )
     parser.add_argument(
@@ -89,9 +90,10 @@ def execute(arguments: argparse.Namespace) -> None:
             print(f"warning: {note}", file=sys.stderr)
         prompts = encoded.prompts
         passes = TextPasses(model.engine)
+        choices = {**options, "unpooled": encoded.unpooled}
         if arguments.output is None:
             for first in range(0, len(texts), BLOCK):
-                vectors = embed_prompts(passes, prompts[first : first + BLOCK], **options)
+                vectors = embed_prompts(passes, prompts[first : first + BLOCK], **choices)
                 _print(texts[first : first + BLOCK], vectors, arguments.json)
             return
         identity = {
@@ -107,7 +109,7 @@ def execute(arguments: argparse.Namespace) -> None:
         begin = time.perf_counter()
         with common.progress_bar("texts", "texts", len(texts) > BLOCK) as progress:
             for first in range(before, len(texts), BLOCK):
-                part.append(embed_prompts(passes, prompts[first : first + BLOCK], **options))
+                part.append(embed_prompts(passes, prompts[first : first + BLOCK], **choices))
                 if progress is not None:
                     progress(len(part), len(texts))
         seconds = time.perf_counter() - begin

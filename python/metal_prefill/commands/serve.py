@@ -12,6 +12,7 @@ from pathlib import Path
 
 from metal_prefill.commands import common
 from metal_prefill.errors import MissingExtraError
+from metal_prefill.files._task_config import TEXT_POOLINGS
 from metal_prefill.serve._settings import Settings
 
 EXAMPLE = "metal-prefill serve --port 8080"
@@ -133,7 +134,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "keys have sent",
     )
     parser.add_argument(
-        "--pooling", choices=("mean", "cls", "last"), help="pooling of embeddings (default: the model file's)"
+        "--pooling", choices=TEXT_POOLINGS, help="pooling of embeddings (default: the model file's)"
     )
     common.add_model_arguments(parser)
     common.add_engine_arguments(parser)

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from metal_prefill.commands import common
-from metal_prefill.files._task_config import POOLINGS
+from metal_prefill.files._task_config import NUMBERED_POOLINGS
 from metal_prefill.synth import PRESETS, ROPE_SCALINGS, TENSOR_TYPES, TIED, Progress, synthesize
 from metal_prefill.synth._tokenizer import VOCABULARIES
 
@@ -88,7 +88,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="architecture in the file, such as llama, qwen3 or gemma3 (default: the preset's)",
     )
-    parser.add_argument("--pooling", choices=POOLINGS, help="pooling of an embedding model")
+    parser.add_argument("--pooling", choices=NUMBERED_POOLINGS, help="pooling of an embedding model")
     common.add_number(parser, "--value-dim", type=int, help="width of a value head (default: the preset's)")
     common.add_number(parser, "--window", type=int, help="size of a sliding window in tokens")
     common.add_number(parser, "--seed", type=int, default=0, help="seed of the random weights")

@@ -9,12 +9,14 @@ from metal_prefill.conversion._fields import MAX_FILE_NAME, Fields, read_json
 from metal_prefill.errors import GGUFError, UnsupportedModelError
 
 _ADAPTER = "adapter_config.json"
+STATIC = "StaticEmbedding"  # module whose vectors are means of rows of a table
 
 
 def body_folder(folder: Path) -> Path:
     """Return the folder with ``config.json``: this one, or one in it that ``modules.json`` names.
 
-    Folders of early versions of sentence-transformers have their first module in ``0_Transformer``.
+    Folders of early versions of sentence-transformers have their first module in ``0_Transformer``. A module
+    without a transformer, which is a table, needs no ``config.json``.
 
     Raises
     ------
@@ -37,19 +39,58 @@ def body_folder(folder: Path) -> Path:
         first, *_ = (*modules_of(folder), None)
         if first is not None:
             place, kind = folder / place_of(first), first.string("type").rpartition(".")[2]
-            if (place / "config.json").is_file():
+            if (place / "config.json").is_file() or kind == STATIC:
                 return place
             if kind != "Transformer":
-                raise first.unsupported(f"{first.name('type')} is {kind}; supported first is a Transformer")
+                raise first.unsupported(
+                    f"{first.name('type')} is {kind}; supported first are a Transformer and a {STATIC}"
+                )
     files = sorted(path.name for path in folder.glob("*.gguf"))
     hint = f"; it contains GGUF files, so name one, such as {folder / files[0]}" if files else ""
     raise GGUFError(f"{folder}: has no config.json, which a model folder contains{hint}")
 
 
 def modules_of(folder: Path) -> list[Fields]:
-    """Read the modules of sentence-transformers that a folder lists."""
+    """Read the modules of sentence-transformers that a folder lists; of a Router, those of documents."""
     path = folder / "modules.json"
-    return Fields(path, {"modules": read_json(path)}).objects("modules")
+    listed = Fields(path, {"modules": read_json(path)}).objects("modules")
+    documents = _route(folder, listed, "document")
+    return [*documents, *listed[1:]] if documents else listed
+
+
+def query_modules(folder: Path) -> list[Fields]:
+    """Read the modules that compute queries alone; none if documents have the same."""
+    path = folder / "modules.json"
+    listed = Fields(path, {"modules": read_json(path)}).objects("modules") if path.is_file() else []
+    queries, documents = (_route(folder, listed, name) for name in ("query", "document"))
+    places = [[place_of(module) for module in route] for route in (queries, documents)]
+    return queries if places[0] != places[1] else []
+
+
+def _route(folder: Path, listed: list[Fields], name: str) -> list[Fields]:
+    """Read the modules of a route, if the first module is a Router.
+
+    Raises
+    ------
+    UnsupportedModelError
+        The routes are not those of queries and documents, or texts that are neither have another route than
+        documents.
+    """
+    if not listed or listed[0].string("type").rpartition(".")[2] != "Router":
+        return []
+    place = place_of(listed[0])
+    config = Fields.read(folder / place / "router_config.json")
+    types, structure, parameters = (config.object(key) for key in ("types", "structure", "parameters"))
+    if set(structure.values) != {"query", "document"} or parameters.values.get("route_mappings"):
+        raise config.unsupported(
+            f"routes are {', '.join(structure.values)}; supported are query and document, without mappings"
+        )
+    first = next(iter(structure.values))
+    parameters.require("default_route", ("document",), first)
+    ids = structure.sequence(name)
+    if not ids or not all(isinstance(i, str) for i in ids):
+        raise config.error(f"{structure.name(name)} must name modules")
+    return [Fields(config.path, {"type": types.string(i), "path": str(place / i)}, i) for i in ids]
 
 
 def place_of(module: Fields) -> Path:

@@ -10,7 +10,7 @@ from metal_prefill.conversion._fields import Fields
 from metal_prefill.conversion._folder_vocabulary import FolderVocabulary
 from metal_prefill.conversion._prompts import skipped_ids
 from metal_prefill.files._metadata_keys import EXPANSION_KEYS, PROMPT_KEYS, SKIPPED_KEY
-from metal_prefill.files._task_config import DENSE, POOLINGS
+from metal_prefill.files._task_config import DENSE, NUMBERED_POOLINGS
 from metal_prefill.text._encoder_vocabulary import SPACE
 from metal_prefill.text._vocabulary import TokenType
 
@@ -23,7 +23,7 @@ def colbert_heads(folder: Path, config: Fields) -> dict[str, Any]:
     """Return the metadata of the projection, without the prefix of the architecture."""
     dim = _settings(folder).integer("dim", default=128)
     return {
-        "pooling_type": POOLINGS.index("none"),
+        "pooling_type": NUMBERED_POOLINGS.index("none"),
         "embedding_length_out": dim,
         f"{DENSE[0]}_feat_out": dim,
         f"{DENSE[0]}_feat_in": config.integer("hidden_size"),

@@ -7,22 +7,54 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from metal_prefill.conversion._body import body_folder, modules_of, place_of
+from metal_prefill.conversion._body import STATIC, body_folder, modules_of, place_of, query_modules
 from metal_prefill.conversion._fields import Fields
 from metal_prefill.conversion._sources import Task
+from metal_prefill.conversion._static import CLASS
 from metal_prefill.conversion._weights import Weight, read_module
 from metal_prefill.errors import GGUFError
-from metal_prefill.files._task_config import DENSE, POOLINGS, VOCABULARY_POOLINGS, Pooling, Scores
+from metal_prefill.files._metadata_keys import POOLING_KEY, POOLS_PROMPT_KEY
+from metal_prefill.files._task_config import (
+    DENSE,
+    NORM,
+    NORMALIZE,
+    NUMBERED_POOLINGS,
+    QUERY_WEIGHTS,
+    VOCABULARY_POOLINGS,
+    Pooling,
+    Scores,
+)
 
 # Fields of a pooling module's configuration; a folder sets one of them.
 _MODES: dict[str, Pooling] = {
     "pooling_mode_cls_token": "cls",
+    "pooling_mode_max_tokens": "max",
     "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len",
+    "pooling_mode_weightedmean_tokens": "weighted_mean",
     "pooling_mode_lasttoken": "last",
 }
-_MODE_NAMES: dict[str, Pooling] = {"cls": "cls", "mean": "mean", "lasttoken": "last", "last": "last"}
-# Classes of modules, in the order in which vectors are computed.
-_KINDS = ("Transformer", "Pooling", "Dense", "Normalize", "MultiVectorMask", "LogitScore", "SpladePooling")
+_MODE_NAMES: dict[str, Pooling] = {
+    **{name.removeprefix("pooling_mode_"): kind for name, kind in _MODES.items()},
+    "cls": "cls",
+    "max": "max",
+    "mean": "mean",
+    "weightedmean": "weighted_mean",
+    "last": "last",
+}
+# Classes of modules: in their order without a pooling, and those that may follow one in any order.
+_OF_TOKENS = ("Transformer", "Dense", "Normalize", "MultiVectorMask")
+_AFTER_POOLING = ("Dense", "LayerNorm", "Normalize", "Dropout")
+_KINDS = (
+    *_OF_TOKENS,
+    "LayerNorm",
+    "Dropout",
+    "Pooling",
+    "LogitScore",
+    "SpladePooling",
+    STATIC,
+    "SparseStaticEmbedding",
+)
 # Arguments of tokenizers and models in the settings of the module Transformer, and those without an effect.
 _ARGUMENTS = (
     *("model_args", "model_kwargs", "config_args", "config_kwargs"),
@@ -63,6 +95,8 @@ class Modules:
     ----------
     metadata : dict
         Metadata, without the prefix of the architecture.
+    own : dict
+        Metadata of this project, by their full keys.
     tensors : dict
         Tensors, by their names in a GGUF file.
     skipped_words : list of str or None
@@ -74,6 +108,7 @@ class Modules:
     """
 
     metadata: dict[str, Any] = field(default_factory=dict)
+    own: dict[str, Any] = field(default_factory=dict)
     tensors: dict[str, Weight] = field(default_factory=dict)
     skipped_words: list[str] | None = None
     logit_score: Path | None = None
@@ -82,11 +117,14 @@ class Modules:
     @property
     def per_token(self) -> bool:
         """Whether dense layers project each token, as in models for late interaction."""
-        return bool(self.tensors) and self.metadata.get("pooling_type") == POOLINGS.index("none")
+        return bool(self.tensors) and self.metadata.get("pooling_type") == NUMBERED_POOLINGS.index("none")
 
     def set_pooling(self, pooling: Pooling) -> None:
         """Set the pooling."""
-        self.metadata["pooling_type"] = POOLINGS.index(pooling)
+        if pooling in NUMBERED_POOLINGS:
+            self.metadata["pooling_type"] = NUMBERED_POOLINGS.index(pooling)
+        else:
+            self.own[POOLING_KEY] = pooling
 
 
 def read_modules(folder: Path, config: Fields, task: Task) -> Modules:
@@ -103,11 +141,22 @@ def read_modules(folder: Path, config: Fields, task: Task) -> Modules:
     if task in ("sequence", "tokens"):
         _add_labels(found, folder, config, task)
         return found
+    static = config.values.get("architectures") == [CLASS]
+    if static:
+        found.set_pooling("mean")
     path = folder / "modules.json"
     if not path.is_file():
+        if static and config.boolean("normalize"):
+            found.metadata["embedding_normalize"] = True
         return found
     listing, modules = Fields(path, {}), modules_of(folder)
     kinds = [_kind_of(module) for module in modules]
+    queries = [_kind_of(module) for module in query_modules(folder)]
+    if queries and (queries != ["SparseStaticEmbedding"] or "SpladePooling" not in kinds):
+        raise listing.unsupported(
+            f"queries have the modules {', '.join(queries)}, and documents {', '.join(kinds)}; supported are "
+            "SparseStaticEmbedding, with a Transformer and SpladePooling for documents"
+        )
     if task == "causal" and kinds == ["Transformer", "LogitScore"]:
         _check_transformer(folder, "text-generation")
         found.logit_score = folder / place_of(modules[1])
@@ -118,19 +167,26 @@ def read_modules(folder: Path, config: Fields, task: Task) -> Modules:
     _check_transformer(folder, "feature-extraction")
     _check_order(listing, kinds)
     # The feature that modules after the body read and replace: vectors of texts, or of tokens.
-    feature = "sentence_embedding" if "Pooling" in kinds else "token_embeddings"
+    feature = "sentence_embedding" if static or "Pooling" in kinds else "token_embeddings"
+    steps: list[str] = []
     for module, kind in zip(modules, kinds, strict=True):
         place = folder / place_of(module)
         if kind == "Pooling":
-            found.set_pooling(_pooling_of(Fields.read(place / "config.json")))
+            _add_pooling(found, Fields.read(place / "config.json"))
         elif kind == "Dense":
-            _add_dense(found, place, module, feature)
+            steps.append(_add_dense(found, place, module, feature))
+        elif kind == "LayerNorm":
+            steps.append(_add_norm(found, place))
         elif kind == "Normalize":
             _check_feature(Fields.read_if_present(place / "config.json"), feature, "sentence_embedding")
-            found.metadata["embedding_normalize"] = True
+            steps.append(NORMALIZE)
         elif kind == "MultiVectorMask":
             found.skipped_words = _skipped_words(Fields.read(place / "config.json"))
-    if found.tensors and "Pooling" not in kinds:
+    if steps[-1:] == [NORMALIZE]:  # which callers choose
+        found.metadata["embedding_normalize"] = steps.pop() == NORMALIZE
+    if any(step not in DENSE for step in steps):
+        found.metadata["embedding_steps"] = steps
+    if found.tensors and feature == "token_embeddings":
         found.set_pooling("none")
         _check_normalized(folder, listing, kinds)
     return found
@@ -145,6 +201,8 @@ def _add_vocabulary_pooling(
         raise listing.unsupported(f"modules are {', '.join(kinds)}; supported are Transformer, SpladePooling")
     _check_transformer(folder, "fill-mask")
     config.require("tie_word_embeddings", (True,), True)
+    for module in query_modules(folder):
+        _add_query_weights(found, folder / place_of(module))
     settings = Fields.read(folder / place_of(modules[1]) / "config.json")
     pooling = settings.string("pooling_strategy", default="max")
     activation = settings.string("activation_function", default="relu")
@@ -155,6 +213,14 @@ def _add_vocabulary_pooling(
         )
     found.masked = True
     found.metadata |= {"vocabulary_pooling": pooling, "vocabulary_logarithms": _LOGARITHMS[activation]}
+
+
+def _add_query_weights(found: Modules, place: Path) -> None:
+    """Add the weights of tokens of queries, which need no forward pass (arXiv:2411.04403, section 3.2)."""
+    tensors = read_module(place)
+    if set(tensors) != {"weight"}:
+        raise GGUFError(f"{place}: has the tensors {', '.join(sorted(tensors))}, expected weight")
+    found.tensors[QUERY_WEIGHTS] = tensors["weight"]
 
 
 def _kind_of(module: Fields) -> str:
@@ -168,13 +234,18 @@ def _kind_of(module: Fields) -> str:
 
 def _check_order(listing: Fields, kinds: list[str]) -> None:
     """Raise an error unless modules have the order in which vectors are computed here."""
-    order = [kind for kind in kinds if kind != "MultiVectorMask"]
-    expected = sorted(order, key=_KINDS.index)
-    several = any(order.count(kind) > 1 for kind in ("Transformer", "Pooling"))
-    if order != expected or several or "LogitScore" in order:
+    first = next(
+        first for first in (["Transformer", "Pooling"], [STATIC], []) if kinds[: len(first)] == first
+    )
+    if first or "Pooling" in kinds:
+        known = bool(first) and set(kinds[len(first) :]) <= set(_AFTER_POOLING)
+    else:
+        order = [kind for kind in kinds if kind != "MultiVectorMask"]
+        known = set(order) <= set(_OF_TOKENS) and order == sorted(order, key=_OF_TOKENS.index)
+    if not known or kinds.count("Transformer") > 1:
         raise listing.unsupported(
-            f"modules are {', '.join(order)}; supported are one Transformer, Pooling, Dense and Normalize, "
-            "in this order"
+            f"modules are {', '.join(kinds)}; supported are one Transformer and Pooling, or {STATIC}, then"
+            f" any of {', '.join(_AFTER_POOLING)}; or a Transformer, Dense and Normalize of tokens"
         )
 
 
@@ -230,8 +301,13 @@ def _skipped_words(config: Fields) -> list[str]:
     return words_of(config)
 
 
+def _add_pooling(found: Modules, config: Fields) -> None:
+    if not config.boolean("include_prompt", default=True):
+        found.own[POOLS_PROMPT_KEY] = False
+    found.set_pooling(_pooling_of(config))
+
+
 def _pooling_of(config: Fields) -> Pooling:
-    config.require("include_prompt", (True,), True)
     if config.has("pooling_mode"):
         mode = config.string("pooling_mode")
         if mode not in _MODE_NAMES:
@@ -247,8 +323,19 @@ def _pooling_of(config: Fields) -> Pooling:
     return _MODES[chosen[0]]
 
 
-def _add_dense(found: Modules, place: Path, module: Fields, feature: str) -> None:
-    """Add a dense layer; without pooling, it projects each token."""
+def _add_norm(found: Modules, place: Path) -> str:
+    """Add a LayerNorm, and return the name of its step."""
+    tensors = read_module(place)
+    if f"{NORM}.weight" in found.tensors or tensors.keys() != {"norm.weight", "norm.bias"}:
+        raise GGUFError(
+            f"{place}: is a second LayerNorm, or has other tensors than norm.weight and norm.bias"
+        )
+    found.tensors |= {name.replace("norm", NORM): weight for name, weight in tensors.items()}
+    return NORM
+
+
+def _add_dense(found: Modules, place: Path, module: Fields, feature: str) -> str:
+    """Add a dense layer, and return its name; without pooling, it projects each token."""
     settings = Fields.read(place / "config.json")
     pylate = module.string("type").startswith("pylate.")
     # The defaults of the classes.
@@ -259,7 +346,7 @@ def _add_dense(found: Modules, place: Path, module: Fields, feature: str) -> Non
     if activation not in _ACTIVATIONS:
         known = ", ".join(_ACTIVATIONS)
         raise settings.unsupported(f"activation_function is {activation}; supported: {known}")
-    index = sum(name.endswith(".weight") for name in found.tensors)
+    index = sum(f"{name}.weight" in found.tensors for name in DENSE)
     if index == len(DENSE):
         raise settings.unsupported(f"is dense layer {index + 1}; supported are at most {len(DENSE)}")
     tensors = read_module(place)
@@ -282,6 +369,7 @@ def _add_dense(found: Modules, place: Path, module: Fields, feature: str) -> Non
     found.metadata |= {f"{name}_feat_out": shape[0], f"{name}_feat_in": shape[1]}
     if feature == "token_embeddings":
         found.metadata["embedding_length_out"] = shape[0]
+    return name
 
 
 def _add_labels(found: Modules, folder: Path, config: Fields, task: Task) -> None:
@@ -302,7 +390,9 @@ def _add_scores(found: Modules, folder: Path, config: Fields) -> None:
         pooling = config.string("classifier_pooling", default="cls")
         if pooling not in ("cls", "mean"):
             raise config.unsupported(f"classifier_pooling is {pooling!r}; supported: 'cls', 'mean'")
-        found.metadata["classifier.pooling_type"] = POOLINGS.index("cls" if pooling == "cls" else "mean")
+        found.metadata["classifier.pooling_type"] = NUMBERED_POOLINGS.index(
+            "cls" if pooling == "cls" else "mean"
+        )
     labels = len(config.object("id2label").values)
     problem = config.string("problem_type", default="")
     if problem == "regression" and labels > 1:

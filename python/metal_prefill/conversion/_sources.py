@@ -11,9 +11,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, TypeAlias
 
-from metal_prefill.conversion import _scan_settings, _settings
+from metal_prefill.conversion import _scan_settings, _settings, _static
 from metal_prefill.conversion._fields import MAX_LAYERS, Fields
 from metal_prefill.conversion._settings import Values
+from metal_prefill.conversion._weights import Weight
 from metal_prefill.errors import UnsupportedModelError
 from metal_prefill.files._architecture import ARCHITECTURES
 from metal_prefill.files._metadata_keys import MAX_INT
@@ -104,6 +105,8 @@ class Source:
     ----------
     architecture : str
         ``general.architecture`` of the file.
+    names_of : str
+        Architecture with the names of `gguf.TensorNameMap`, where that has no own ones.
     prefixes : tuple of str
         Beginnings of tensor names, of which the first that matches is removed.
     added_prefix : str
@@ -134,13 +137,18 @@ class Source:
         Function of the configuration that returns more metadata.
     computed : callable
         Function of the configuration that returns tensors that the folder does not contain.
+    combined : callable
+        Function of the tensors of a folder by name that returns those to write, by the same kind of names.
     position_offset : bool
         Whether positions start after the id of the padding token.
     text_part : str
         Object of the configuration that describes the text model, if the class has other parts, too.
+    frames : bool
+        Whether texts have the tokens that the tokenizer adds at their ends.
     """
 
     architecture: str
+    names_of: str = ""
     prefixes: tuple[str, ...] = ()
     added_prefix: str = ""
     keys: Mapping[str, Key] = field(default_factory=dict)
@@ -154,8 +162,10 @@ class Source:
     shapes: Mapping[str, Callable[[Fields, str, Shape], Shape]] = field(default_factory=dict)
     more: Callable[[Fields], Mapping[str, Any]] = lambda config: {}
     computed: Callable[[Fields], Mapping[str, Values]] = lambda config: {}
+    combined: Callable[[Mapping[str, Weight]], Mapping[str, Weight]] = lambda weights: weights
     position_offset: bool = False
     text_part: str = ""
+    frames: bool = True
 
 
 _BERT = Source(
@@ -340,6 +350,19 @@ SOURCES: dict[str, Source] = {
         accepted={"hidden_act": ("silu",)},
         heads={"tokens": _CLASSIFIER},
         more=_settings.eurobert,
+    ),
+    "Static": Source(
+        "static",
+        names_of="bert",
+        keys={"embedding_length": _integer("hidden_size")},
+        constants={
+            "context_length": 1 << 20,
+            "attention.causal": False,
+            "attention.layer_norm_rms_epsilon": 1e-6,
+        },
+        heads={"body": {"embedding": "token_embd"}},
+        combined=_static.table,
+        frames=False,
     ),
     "Llama": _LLAMA,
     "Mistral": replace(_LLAMA, more=_settings.mistral),

@@ -29,8 +29,10 @@ _GENERIC_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
 _CONTRACTIONS = ("(?i:'s|'t|'re|'ve|'m|'ll|'d)", "'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD]")
 
 
-def read_vocabulary(folder: Path, config: Fields) -> FolderVocabulary:
+def read_vocabulary(folder: Path, config: Fields, *, frames: bool = True) -> FolderVocabulary:
     """Read ``tokenizer.json``, or ``vocab.txt`` of a BERT model.
+
+    Unless texts have `frames`, no tokens are added at their ends.
 
     Raises
     ------
@@ -49,6 +51,8 @@ def read_vocabulary(folder: Path, config: Fields) -> FolderVocabulary:
             f"{folder}: has neither tokenizer.json nor vocab.txt; in transformers, "
             "AutoTokenizer.from_pretrained(folder).save_pretrained(folder) writes tokenizer.json"
         )
+    if not frames:
+        json = Fields(json.path, {**json.values, "post_processor": None})
     model = json.object("model")
     kind = model.string("type", default="")
     readers = {"WordPiece": _word_piece, "Unigram": unigram, "BPE": _bpe}

@@ -7,9 +7,10 @@ bfloat16. No other format is read: files of pickled objects can execute code.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +27,8 @@ MAX_SHARDS = 1000
 MAX_NAME, MAX_DIMS = 500, 8  # of a tensor; longer names and shapes would make long messages
 
 _DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}
+_INTEGERS = {"I64": "<i8", "I32": "<i4"}
+FloatArray: TypeAlias = npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True)
@@ -69,13 +72,24 @@ class Weight:
             for name, begin in zip(names, range(self.start, self.end + 1, max(size, 1)), strict=False)
         ]
 
-    def values(self) -> npt.NDArray[np.float32]:
+    def values(self) -> FloatArray:
         """Read the tensor as float32."""
-        if self.dtype not in _DTYPES:
+        raw = self._read(_DTYPES)
+        if self.dtype == "BF16":
+            return (raw.astype(np.uint32) << 16).view(np.float32)
+        with np.errstate(over="ignore"):  # float64 beyond the range becomes infinite
+            return raw.astype(np.float32, copy=False)
+
+    def integers(self) -> npt.NDArray[np.int64]:
+        """Read a tensor of integers."""
+        return self._read(_INTEGERS).astype(np.int64, copy=False)
+
+    def _read(self, dtypes: Mapping[str, str]) -> npt.NDArray[Any]:
+        if self.dtype not in dtypes:
             raise UnsupportedModelError(
-                f"{self.file}: tensor {self.name} has type {self.dtype}; supported are {', '.join(_DTYPES)}"
+                f"{self.file}: tensor {self.name} has type {self.dtype}; supported are {', '.join(dtypes)}"
             )
-        dtype = np.dtype(_DTYPES[self.dtype])
+        dtype = np.dtype(dtypes[self.dtype])
         count = (self.end - self.start) // dtype.itemsize
         try:
             raw = np.fromfile(self.file, dtype, count, offset=self.start)
@@ -84,11 +98,24 @@ class Weight:
             raise GGUFError(f"{where} has {self.end - self.start} bytes, which cannot be allocated") from None
         if raw.size != count:
             raise GGUFError(f"{self.file}: was truncated; tensor {self.name} ends at byte {self.end}")
-        raw = raw.reshape(self.shape)
-        if self.dtype == "BF16":
-            return (raw.astype(np.uint32) << 16).view(np.float32)
-        with np.errstate(over="ignore"):  # float64 beyond the range becomes infinite
-            return raw.astype(np.float32, copy=False)
+        return raw.reshape(self.shape)
+
+
+@dataclass(frozen=True)
+class Computed(Weight):
+    """A tensor that follows from others; errors name the file and the first of those.
+
+    Attributes
+    ----------
+    compute : callable
+        Function that returns its values.
+    """
+
+    compute: Callable[[], FloatArray]
+
+    def values(self) -> FloatArray:
+        """Compute the tensor."""
+        return self.compute()
 
 
 def read_weights(folder: Path) -> dict[str, Weight]:

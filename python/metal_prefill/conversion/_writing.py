@@ -6,7 +6,7 @@ import importlib.metadata
 import math
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,6 +28,7 @@ from metal_prefill.conversion._modules import Modules, read_modules
 from metal_prefill.conversion._prompts import prompt_metadata
 from metal_prefill.conversion._settings import position_offset
 from metal_prefill.conversion._sources import Source, find_source, gguf_name, metadata_of, text_fields
+from metal_prefill.conversion._static import static_configuration, static_lengths
 from metal_prefill.conversion._vocabulary import read_vocabulary
 from metal_prefill.conversion._weights import Weight, divided, ignored_index, read_weights
 from metal_prefill.errors import GGUFError, UnsupportedModelError
@@ -116,7 +117,7 @@ def convert(
         problem = "is a file, not a model folder" if folder.exists() else "no such folder"
         raise GGUFError(f"{folder}: {problem}")
     body = body_folder(folder)
-    whole = Fields.read(body / "config.json")
+    whole = static_configuration(folder, body) or Fields.read(body / "config.json")
     _refuse_quantized(whole)
     source, task = find_source(whole)
     config = text_fields(source, whole)
@@ -125,8 +126,8 @@ def convert(
     modules = Modules(colbert_heads(folder, config)) if late else read_modules(folder, config, task)
     metadata |= modules.metadata
     task = "masked" if modules.masked else task
-    weights = read_weights(body)
-    names = gguf.get_tensor_name_map(_architecture(source), metadata["block_count"])
+    weights = source.combined(read_weights(body))
+    names = gguf.get_tensor_name_map(_architecture(source), metadata.get("block_count", 0))
     found: dict[str, Weight] = dict(modules.tensors)
     for weight in divided(weights, source.parts):
         try:
@@ -146,7 +147,7 @@ def convert(
         and not tied.boolean("tie_word_embeddings", default=True)
     ):
         raise tied.error(f"{tied.name('tie_word_embeddings')} is false, but the weights lack lm_head.weight")
-    vocabulary = read_vocabulary(body, config)
+    vocabulary = read_vocabulary(body, config, frames=source.frames)
     tensors = [_planned(source, config, role, weight, tensor_type) for role, weight in found.items()]
     tensors += [
         _Tensor(role, values, values.shape, GGMLQuantizationType.F32)
@@ -161,9 +162,11 @@ def convert(
     prompts = colbert_metadata(folder, vocabulary) if late else prompt_metadata(folder, modules, vocabulary)
     if modules.logit_score is not None:
         prompts |= rerank_metadata(folder, modules.logit_score, vocabulary)
-    if task != "causal" or (folder / "modules.json").is_file():
+    if "block_count" not in metadata:
+        prompts |= static_lengths(body)
+    elif task != "causal" or (folder / "modules.json").is_file():
         prompts |= max_tokens(folder, metadata["context_length"], prompts.get(f"{EXPANSION_KEYS}length", 0))
-    for key, value in prompts.items():
+    for key, value in (modules.own | prompts).items():
         _add(writer, folder, key, value)
     add_vocabulary(writer, vocabulary, config)
     _write(Path(path), folder, writer, tensors, lambda tensor: _values(source, config, tensor), progress)
@@ -194,14 +197,14 @@ def _refuse_quantized(config: Fields) -> None:
 
 def _architecture(source: Source) -> Any:
     for architecture, name in gguf.MODEL_ARCH_NAMES.items():
-        if name == source.architecture:
+        if name == (source.names_of or source.architecture):
             return architecture
     version = importlib.metadata.version("gguf")
     known = f"the gguf package {version} does not know {source.architecture}"
     raise UnsupportedModelError(f"{known}: pip install --upgrade gguf")
 
 
-def _type_of(weights: dict[str, Weight]) -> str:
+def _type_of(weights: Mapping[str, Weight]) -> str:
     """Return the type of most values of a file that holds the weights exactly."""
     counts: dict[str, int] = {}
     for weight in weights.values():

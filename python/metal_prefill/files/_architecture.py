@@ -53,6 +53,8 @@ class Architecture:
         Presence of embeddings of positions and of token types.
     position_bias : {"required", "optional", "absent"}
         Presence of a bias of scores by relative positions, the same in all layers.
+    layers : {"required", "absent"}
+        ``"absent"`` if a text's hidden states are the embeddings of its tokens.
     ffn, gate : {"required", "optional", "absent"}
         Presence of the feed-forward, and of its gate.
     ssm_norm : {"required", "optional", "absent"}
@@ -134,6 +136,7 @@ class Architecture:
     positions: Presence = "absent"
     position_bias: Presence = "absent"
     token_types: Presence = "absent"
+    layers: Presence = "required"
     ffn: Presence = "required"
     gate: Presence = "required"
     ssm_norm: Presence = "optional"
@@ -310,4 +313,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         fused={"attn_qkv.weight": ("wq", "wk", "wv"), "ffn_up.weight": ("w_gate", "w_up")},
     ),
     "eurobert": Architecture(rope_style="neox", head="absent", causal=False),
+    "static": Architecture(
+        layers="absent", ffn="absent", output_norm="absent", head="absent", rope=False, causal=False
+    ),
 }

@@ -73,7 +73,7 @@ def read_config(gguf: GGUFFile, max_context: int | None = None) -> ModelConfig:
         )
     _refuse_unsupported(keys, traits)
 
-    n_blocks = keys.positive("block_count")
+    n_blocks = 0 if traits.layers == "absent" else keys.positive("block_count")
     if n_blocks > len(gguf.tensors):
         raise keys.error(
             f"{name}.block_count is {n_blocks}, but the file has only {len(gguf.tensors)} tensors"
@@ -187,6 +187,8 @@ def _heads(
 ) -> tuple[int, int, tuple[LayerKind, ...]]:
     """Return the numbers of query and of key-value heads, and the kinds of layers."""
     name = keys.architecture
+    if n_layers == 0:
+        return 0, 0, ()
     if traits.recurrent and keys.number(f"{name}.attention.head_count", default=-1) == 0:
         return 0, 0, (traits.recurrent,) * n_layers
     n_heads = keys.positive_each_layer("attention.head_count", n_layers)

@@ -20,6 +20,10 @@ PROMPT_KEYS = "metal_prefill.prompts."
 DEFAULT_PROMPT_KEY = "metal_prefill.default_prompt"
 # Prompt of a query and a document, with ``{query}`` and ``{document}``; a key of llama.cpp.
 RERANK_TEMPLATE_KEY = "tokenizer.chat_template.rerank"
+# Pooling of a file, where ``pooling_type`` has no number for it.
+POOLING_KEY = "metal_prefill.pooling"
+# Whether pooling includes the tokens of a prompt; it does unless this is false.
+POOLS_PROMPT_KEY = "metal_prefill.pools_prompt"
 # Name of the similarity for which vectors were trained, such as ``dot``.
 SIMILARITY_KEY = "metal_prefill.similarity"
 # Number of first values of a vector to keep by default.

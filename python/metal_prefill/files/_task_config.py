@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias, TypeVar, get_args
 
 from metal_prefill import _core
 from metal_prefill.errors import GGUFError, UnsupportedModelError
 from metal_prefill.files._gguf_file import FloatArray, GGUFFile, dequantized
-from metal_prefill.files._metadata_keys import LENGTH_KEYS, MAX_INT, TRUNCATE_KEY, Keys
+from metal_prefill.files._metadata_keys import (
+    LENGTH_KEYS,
+    MAX_INT,
+    POOLING_KEY,
+    POOLS_PROMPT_KEY,
+    TRUNCATE_KEY,
+    Keys,
+)
 
-Pooling: TypeAlias = Literal["none", "mean", "cls", "last", "rank"]
-POOLINGS: tuple[Pooling, ...] = get_args(Pooling)  # indexed by the number in the file
+# Poolings with a number in the file, and those that only a key of this project names.
+NumberedPooling: TypeAlias = Literal["none", "mean", "cls", "last", "rank"]
+TextPooling: TypeAlias = Literal[
+    "mean", "cls", "last", "max", "weighted_mean", "mean_sqrt_len"
+]  # to one vector
+Pooling: TypeAlias = Literal[NumberedPooling, TextPooling]
+NUMBERED_POOLINGS: tuple[NumberedPooling, ...] = get_args(NumberedPooling)
+POOLINGS: tuple[Pooling, ...] = get_args(Pooling)
+TEXT_POOLINGS: tuple[TextPooling, ...] = get_args(TextPooling)
 HeadActivation: TypeAlias = Literal["tanh", "gelu_erf", "relu"]
 HEAD_ACTIVATIONS: tuple[HeadActivation, ...] = get_args(HeadActivation)
 # Function that turns the outputs of a classification head into scores; "none" leaves a single one as it is.
@@ -22,6 +36,9 @@ SCORES: tuple[Scores, ...] = get_args(Scores)
 _Name = TypeVar("_Name", bound=str)
 
 DENSE = ("dense_2", "dense_3")
+# Steps from a pooled vector to an embedding, besides dense layers: a LayerNorm, the division by its length.
+NORM, NORMALIZE = "dense_norm", "normalize"
+STEPS = (*DENSE, NORM, NORMALIZE)
 # Activation of a dense layer, under its name with _activation.
 DenseActivation: TypeAlias = Literal["none", "tanh", "gelu_erf", "relu", "silu", "sigmoid"]
 DENSE_ACTIVATIONS: tuple[DenseActivation, ...] = get_args(DenseActivation)
@@ -38,11 +55,16 @@ MASKED = (
     "mlm.output.weight",
     "mlm.output.bias",
 )
+# Weight of each token of a query, [vocab], in models for vectors over the vocabulary.
+QUERY_WEIGHTS = "query_weights"
 # How logits of the tokens of a text become one vector over the vocabulary.
 VocabularyPooling: TypeAlias = Literal["max", "sum"]
 VOCABULARY_POOLINGS: tuple[VocabularyPooling, ...] = get_args(VocabularyPooling)
 HEAD_TENSORS = frozenset(
-    (*(f"{name}.{end}" for name in DENSE for end in ("weight", "bias")), *CLASSIFIER, *MASKED)
+    (
+        *(f"{name}.{end}" for name in (*DENSE, NORM) for end in ("weight", "bias")),
+        *(*CLASSIFIER, *MASKED, QUERY_WEIGHTS),
+    )
 )
 
 
@@ -80,10 +102,12 @@ class PooledHead:
     ----------
     pooling : str or None
         Pooling that the file declares.
-    dense : tuple of str
-        Names of the layers applied to an embedding, in order.
-    dense_activations : tuple of str
-        Activation after each of them.
+    steps : tuple of str
+        Those of `STEPS` from a pooled vector to an embedding, in order.
+    activations : dict of str to str
+        Activation after each dense layer.
+    pools_prompt : bool
+        Whether pooling includes the tokens of a prompt.
     labels : tuple of str
         Labels of the classification head, which are numbers if the file has no names. Empty without a head.
     width : int
@@ -107,8 +131,9 @@ class PooledHead:
     gguf: GGUFFile
     architecture: str
     pooling: Pooling | None
-    dense: tuple[str, ...]
-    dense_activations: tuple[DenseActivation, ...]
+    steps: tuple[str, ...]
+    activations: Mapping[str, DenseActivation]
+    pools_prompt: bool
     labels: tuple[str, ...]
     width: int
     dimensions: int
@@ -122,7 +147,7 @@ class PooledHead:
     @property
     def per_token(self) -> bool:
         """Whether the dense layers apply to each token, as in models for late interaction."""
-        return bool(self.dense) and self.pooling in (None, "none")
+        return bool(self.steps) and self.pooling in (None, "none")
 
     def matrix(self, name: str) -> FloatArray:
         """Return a tensor as float32, dequantized on first use."""
@@ -144,9 +169,9 @@ def read_head(gguf: GGUFFile, architecture: str, dim: int) -> PooledHead:
         The pooling or the type of a tensor is not supported.
     """
     keys = Keys(gguf)
-    pooling = _read_pooling(keys)
-    dense, width = _read_dense(keys, dim)
-    activations = tuple(_one_of(keys, f"{name}_activation", DENSE_ACTIVATIONS, "none") for name in dense)
+    pooling = _read_pooling(keys) if POOLING_KEY not in gguf.metadata else _own_pooling(keys)
+    steps, width = _read_steps(keys, dim)
+    activations = {name: _one_of(keys, f"{name}_activation", DENSE_ACTIVATIONS, "none") for name in DENSE}
     traits = HEADS.get(architecture, HeadTraits())
     labels = _read_labels(keys, dim)
     if pooling == "rank" and "cls.output.weight" not in gguf.tensors:
@@ -155,8 +180,9 @@ def read_head(gguf: GGUFFile, architecture: str, dim: int) -> PooledHead:
         gguf,
         architecture,
         pooling,
-        dense,
+        steps,
         activations,
+        _read_pools_prompt(keys),
         labels,
         width,
         _read_dimensions(keys, width),
@@ -172,7 +198,7 @@ def read_head(gguf: GGUFFile, architecture: str, dim: int) -> PooledHead:
 def _read_vocabulary_pooling(keys: Keys, dim: int) -> VocabularyPooling | None:
     tensors, suffix = keys.gguf.tensors, "vocabulary_pooling"
     if not keys.has(suffix):
-        left = next((name for name in MASKED if name in tensors), None)
+        left = next((name for name in (*MASKED, QUERY_WEIGHTS) if name in tensors), None)
         if left is not None:
             raise keys.error(f"tensor {left} requires {keys.architecture}.{suffix}, which is missing")
         return None
@@ -185,7 +211,8 @@ def _read_vocabulary_pooling(keys: Keys, dim: int) -> VocabularyPooling | None:
             raise keys.error(f"tensor {name} has shape {tensors[name].shape}, expected {shape}")
     for name in ("mlm.bias", "mlm.norm.weight", "mlm.norm.bias"):
         _check_vector(keys, name, dim)
-    _check_vector(keys, "mlm.output.bias", vocabulary)
+    for name in ("mlm.output.bias", QUERY_WEIGHTS):
+        _check_vector(keys, name, vocabulary)
     return _one_of(keys, suffix, VOCABULARY_POOLINGS, "")
 
 
@@ -227,46 +254,87 @@ def _read_dimensions(keys: Keys, width: int) -> int:
     return stated
 
 
+def _read_pools_prompt(keys: Keys) -> bool:
+    stated = keys.gguf.metadata.get(POOLS_PROMPT_KEY, True)
+    if not isinstance(stated, bool):
+        raise keys.error(f"{POOLS_PROMPT_KEY} is {stated!r}, must be a bool")
+    return stated
+
+
+def _own_pooling(keys: Keys) -> Pooling:
+    stated = keys.gguf.metadata[POOLING_KEY]
+    kind = next((known for known in POOLINGS if known == stated), None)
+    if kind is None:
+        raise keys.unsupported(
+            f"{POOLING_KEY} {stated!r} is not supported; supported are {', '.join(POOLINGS)}"
+        )
+    return kind
+
+
 def _read_pooling(keys: Keys, suffix: str = "pooling_type") -> Pooling | None:
     key = f"{keys.architecture}.{suffix}"
     value = keys.number(key, default=-1)
     if value == -1:
         return None
-    if value not in range(len(POOLINGS)):
-        known = ", ".join(f"{i} ({name})" for i, name in enumerate(POOLINGS))
+    if value not in range(len(NUMBERED_POOLINGS)):
+        known = ", ".join(f"{i} ({name})" for i, name in enumerate(NUMBERED_POOLINGS))
         raise keys.unsupported(f"{key} {value} is not supported; supported are {known}")
-    return POOLINGS[int(value)]
+    return NUMBERED_POOLINGS[int(value)]
 
 
-def _read_dense(keys: Keys, dim: int) -> tuple[tuple[str, ...], int]:
-    names: list[str] = []
+def _read_steps(keys: Keys, dim: int) -> tuple[tuple[str, ...], int]:
+    """Return the steps from a pooled vector to an embedding, and its length."""
+    dense = [name for name in DENSE if f"{name}.weight" in keys.gguf.tensors]
+    key = f"{keys.architecture}.embedding_steps"
+    stated = keys.gguf.metadata.get(key, dense)
+    if not isinstance(stated, list) or not set(stated) <= set(STEPS):
+        raise keys.unsupported(f"{key} is {stated!r}; supported are lists of {', '.join(STEPS)}")
+    if len(set(stated) - {NORMALIZE}) < len([name for name in stated if name != NORMALIZE]):
+        raise keys.error(f"{key} is {stated!r}, must name a layer once")
+    for name in (*DENSE, NORM):
+        _check_presence(keys, name, listed=name in stated)
+    if DENSE[1] in stated and DENSE[0] not in stated:
+        raise keys.error(f"tensor {DENSE[1]}.weight requires {DENSE[0]}.weight, which is missing")
     width = dim
-    for layer in DENSE:
-        name = f"{layer}.weight"
-        declared = [keys.positive(f"{layer}_feat_{end}", default=0) for end in ("out", "in")]
-        if name not in keys.gguf.tensors:
-            if any(declared):
-                raise keys.error(
-                    f"{keys.architecture}.{layer}_feat_in and _out declare a layer of {declared[1]} to "
-                    f"{declared[0]}, but tensor {name} is missing"
-                )
-            if f"{layer}.bias" in keys.gguf.tensors:
-                raise keys.error(f"tensor {layer}.bias requires {name}, which is missing")
-            continue
-        if layer == DENSE[1] and not names:
-            raise keys.error(f"tensor {name} requires {DENSE[0]}.weight, which is missing")
-        rows, columns = _matrix_shape(keys, name)
-        if columns != width:
-            raise keys.error(f"tensor {name} has rows of {columns} values, its input has {width}")
-        for end, stated, actual in (("out", declared[0], rows), ("in", declared[1], columns)):
-            if stated not in (0, actual):
-                raise keys.error(
-                    f"tensor {name} has shape ({rows}, {columns}), but {layer}_feat_{end} is {stated}"
-                )
-        _check_vector(keys, f"{layer}.bias", rows)
-        names.append(layer)
-        width = rows
-    return tuple(names), width
+    for name in stated:
+        if name in DENSE:
+            width = _dense_width(keys, name, width)
+        elif name == NORM:
+            for end in ("weight", "bias"):
+                _check_vector(keys, f"{name}.{end}", width)
+    return tuple(stated), width
+
+
+def _check_presence(keys: Keys, name: str, *, listed: bool) -> None:
+    """Raise an error if a file has one of a layer, its bias and its declaration without the others."""
+    tensors, architecture = keys.gguf.tensors, keys.architecture
+    missing = f"{name}.weight" not in tensors
+    declared = [keys.positive(f"{name}_feat_{end}", default=0) for end in ("out", "in")]
+    if missing and any(declared):
+        raise keys.error(
+            f"{architecture}.{name}_feat_in and _out declare a layer of {declared[1]} to {declared[0]}, but "
+            f"tensor {name}.weight is missing"
+        )
+    if missing and f"{name}.bias" in tensors:
+        raise keys.error(f"tensor {name}.bias requires {name}.weight, which is missing")
+    if missing == listed:
+        problem = "is missing" if missing else "is not listed"
+        raise keys.error(f"tensor {name}.weight {problem}, unlike in {architecture}.embedding_steps")
+
+
+def _dense_width(keys: Keys, name: str, width: int) -> int:
+    """Return the number of outputs of a dense layer with `width` inputs."""
+    rows, columns = _matrix_shape(keys, f"{name}.weight")
+    if columns != width:
+        raise keys.error(f"tensor {name}.weight has rows of {columns} values, its input has {width}")
+    for end, actual in (("out", rows), ("in", columns)):
+        stated = keys.positive(f"{name}_feat_{end}", default=actual)
+        if stated != actual:
+            raise keys.error(
+                f"tensor {name}.weight has shape ({rows}, {columns}), but {name}_feat_{end} is {stated}"
+            )
+    _check_vector(keys, f"{name}.bias", rows)
+    return rows
 
 
 def _read_labels(keys: Keys, dim: int) -> tuple[str, ...]:

@@ -41,12 +41,10 @@ _FOLDER_FILES = (
     "sentence_*_config.json",
     "artifact.metadata",
     "adapter_config.json",
-    "*_LogitScore/config.json",
-    "*_MultiVectorMask/config.json",
-    "*_Pooling/config.json",
-    "*_Normalize/config.json",
-    "*_Dense/config.json",
-    "*_Dense/model.safetensors",
+    # Folders of modules, such as 1_Pooling or query_0_SparseStaticEmbedding.
+    "*[0-9]_[A-Z]*/*.json",
+    "*[0-9]_[A-Z]*/model.safetensors",
+    "*[0-9]_[A-Z]*/vocab.txt",
 )
 
 
@@ -197,12 +195,13 @@ def fetch_folder(
     except Exception as error:
         cache = os.fspath(cache_dir) if cache_dir is not None else None
         files = list(_cached_files(hub, repo_id, revision or "main", cache))
-        if "config.json" not in files:
+        if not {"config.json", "modules.json"} & set(files):
             raise HubError(
                 f"{repo_id} is not in the cache, and the Hub is unreachable: {_reason(error)}"
             ) from error
     wanted = [name for name in files if any(_matches(name, pattern) for pattern in _FOLDER_FILES)]
-    if "config.json" not in wanted or not any(name.endswith(".safetensors") for name in wanted):
+    about = next((name for name in ("config.json", "modules.json") if name in wanted), None)
+    if about is None or not any(name.endswith(".safetensors") for name in wanted):
         models = [name for name in files if name.endswith(".gguf")]
         rest = f"; write {repo_id}:FILE for one of {_listing(models)}" if models else ", and no GGUF files"
         adapter = ", but an adapter (adapter_config.json)" if "adapter_config.json" in files else ""
@@ -212,7 +211,7 @@ def fetch_folder(
     paths = {
         name: fetch(repo_id, name, revision=revision, token=token, cache_dir=cache_dir) for name in wanted
     }
-    return paths["config.json"].parent
+    return paths[about].parent
 
 
 def _matches(name: str, pattern: str) -> bool:

@@ -29,6 +29,7 @@ import numpy.typing as npt
 from metal_prefill._support.arguments import integer
 from metal_prefill._support.cached_property import cached_property
 from metal_prefill.errors import MissingExtraError
+from metal_prefill.files._task_config import TextPooling
 from metal_prefill.hub._download import resolve_model
 from metal_prefill.model import Model
 from metal_prefill.tasks._embedding import check_pooling, encode_texts
@@ -203,7 +204,7 @@ class EmbedTexts(_PromptMapper):
         column: str = "text",
         output: str = "embedding",
         dimensions: int | None = None,
-        pooling: Literal["mean", "cls", "last"] | None = None,
+        pooling: TextPooling | None = None,
         instruction: str | None = None,
         normalize: bool = True,
         truncate: Literal["error", "end"] = "error",

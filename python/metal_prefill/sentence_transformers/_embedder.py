@@ -14,7 +14,7 @@ from metal_prefill.files._metadata_keys import SIMILARITY_KEY, TRUNCATE_KEY
 from metal_prefill.sentence_transformers._shared import CUT, Encoder, batches, returned, texts_of
 from metal_prefill.sentence_transformers.util import SIMILARITIES, SimilarityFunction, as_array
 from metal_prefill.sentence_transformers.util import normalize_embeddings as normalized
-from metal_prefill.tasks._embedding import embed_prompts, encode_texts
+from metal_prefill.tasks._embedding import EncodedTexts, embed_prompts, encode_texts
 from metal_prefill.tasks._late_interaction import maxsim
 from metal_prefill.tasks._prompts import PromptForm
 from metal_prefill.tasks._text_passes import Ids, TextPasses
@@ -92,11 +92,12 @@ class SentenceTransformer(Encoder):
         count = self.truncate_dim if truncate_dim is None else truncate_dim
         found: list[Any] = []
         for batch in batches(texts, batch_size, show_progress_bar):
-            prompts = encode_texts(self.engine, batch, form, CUT).prompts
+            encoded = encode_texts(self.engine, batch, form, CUT)
+            prompts = encoded.prompts
             if output_value == "token_embeddings":
                 found += self._states(prompts)
                 continue
-            vectors = self._vectors(prompts)[:, : count and integer("truncate_dim", count, 1)]
+            vectors = self._vectors(encoded)[:, : count and integer("truncate_dim", count, 1)]
             vectors = normalized(vectors) if normalize_embeddings else vectors
             if output_value is None:
                 parts = zip(prompts, self._states(prompts), vectors, strict=True)
@@ -147,13 +148,18 @@ class SentenceTransformer(Encoder):
     def _stated(self, key: str, default: Any) -> Any:
         return self.engine.gguf.metadata.get(key, default)
 
-    def _vectors(self, prompts: Sequence[Ids]) -> Array:
+    def _vectors(self, encoded: EncodedTexts) -> Array:
         head, config = self.engine.head, self.engine.config
         normalize = bool(self._stated(f"{config.architecture}.embedding_normalize", False))
         pooling = head.pooling or ("last" if config.causal else "mean")
         passes, width = TextPasses(self.engine), head.width
         vectors: Array = embed_prompts(
-            passes, prompts, normalize=normalize, pooling=pooling, dimensions=width
+            passes,
+            encoded.prompts,
+            normalize=normalize,
+            pooling=pooling,
+            dimensions=width,
+            unpooled=encoded.unpooled,
         )
         return vectors
 

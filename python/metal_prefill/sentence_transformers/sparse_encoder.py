@@ -12,7 +12,7 @@ from metal_prefill.sentence_transformers._shared import CUT, Encoder, batches, r
 from metal_prefill.sentence_transformers.util import as_array, dot_score
 from metal_prefill.tasks._embedding import encode_texts
 from metal_prefill.tasks._prompts import PromptForm
-from metal_prefill.tasks._sparse import SparseVector, check_sparse, sparse_vectors
+from metal_prefill.tasks._sparse import SparseVector, check_sparse, sparse_role, sparse_vectors
 from metal_prefill.text._encoder_vocabulary import SPACE
 
 
@@ -67,8 +67,10 @@ class SparseEncoder(Encoder):
         texts, single = texts_of(inputs)
         form = PromptForm(self._prompt(prompt, prompt_name))
         vectors: list[SparseVector] = []
+        role = sparse_role(self.engine, options.get("task"))
         for batch in batches(texts, batch_size, show_progress_bar):
-            vectors += sparse_vectors(self.engine, encode_texts(self.engine, batch, form, CUT).prompts, most)
+            prompts = encode_texts(self.engine, batch, form, CUT, role).prompts
+            vectors += sparse_vectors(self.engine, prompts, role, most)
         whole = np.zeros((len(vectors), self.get_embedding_dimension()), np.float32)
         for row, vector in zip(whole, vectors, strict=True):
             row[vector.ids] = vector.weights

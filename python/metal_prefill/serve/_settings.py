@@ -7,9 +7,9 @@ import os
 import re
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Literal
 
 from metal_prefill._support.arguments import integer
+from metal_prefill.files._task_config import TextPooling
 
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#@\s]+", re.IGNORECASE)
 
@@ -87,7 +87,7 @@ class Settings:
     max_seconds: float = 600.0
     body_seconds: float = 30.0
     send_seconds: float = 30.0
-    pooling: Literal["mean", "cls", "last"] | None = None
+    pooling: TextPooling | None = None
     prefix_store: str | os.PathLike[str] | None = None
     prefix_store_bytes: int = 1 << 30
     share_prefixes: bool = False

@@ -141,7 +141,7 @@ async def _embedded(
         for i, text in enumerate(inputs):
             if isinstance(text, str):
                 service.check_text(text, f"text {i}")
-        encoded = EncodedTexts.none()
+        encoded = EncodedTexts.none(engine, prompt)
         made = prompt.tokens_of_all(engine.tokenizer, (t for t in inputs if isinstance(t, str)), rules)
         for i, text in enumerate(inputs):
             if isinstance(text, str):
@@ -183,6 +183,7 @@ async def _embedded(
                 normalize=form.normalize is not False,
                 dimensions=form.dimensions,
                 skipped=role.skipped,
+                unpooled=encoded.unpooled,
             )
 
         vectors = await service.compute(compute)

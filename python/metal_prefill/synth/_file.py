@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from metal_prefill._support.atomic_write import replacing
 from metal_prefill.files._model_config import has_attention
-from metal_prefill.files._task_config import POOLINGS
+from metal_prefill.files._task_config import NUMBERED_POOLINGS
 from metal_prefill.synth._model import TOKEN_TYPES, ModelShape, Tensor
 from metal_prefill.synth._tokenizer import VOCABULARIES, Vocabulary
 
@@ -83,7 +83,7 @@ def _add_metadata(writer: GGUFWriter, name: str, shape: ModelShape, tensor_type:
         writer.add_rope_scaling_orig_ctx_len(original)
         writer.add_rope_scaling_attn_factors(attn_factor)
     if shape.pooling is not None:
-        writer.add_pooling_type(PoolingType(POOLINGS.index(shape.pooling)))
+        writer.add_pooling_type(PoolingType(NUMBERED_POOLINGS.index(shape.pooling)))
     if not traits.causal:
         writer.add_causal_attention(False)
     if traits.token_types != "absent":

@@ -16,7 +16,7 @@ from metal_prefill.files._architecture import ARCHITECTURES, Architecture
 from metal_prefill.files._metadata_keys import MAX_INT
 from metal_prefill.files._model_config import LayerKind, has_attention, has_matrix_state
 from metal_prefill.files._model_tensors import presence_of, tensor_name
-from metal_prefill.files._task_config import POOLINGS
+from metal_prefill.files._task_config import NUMBERED_POOLINGS
 from metal_prefill.synth._blocks import TENSOR_TYPES, block_weights, tensor_bytes
 from metal_prefill.synth._scan import ScanShape, check_scan
 from metal_prefill.synth._tokenizer import VOCABULARIES
@@ -69,7 +69,7 @@ class ModelShape:
     norm_eps
         Added to the mean square in RMSNorm, or to the variance in LayerNorm.
     pooling
-        Pooling of an embedding model, one of `POOLINGS`; None for a generative model.
+        Pooling of an embedding model, one of `NUMBERED_POOLINGS`; None for a generative model.
     dense
         Inner width of the two dense layers applied to an embedding; None for no dense layers.
     labels
@@ -221,8 +221,8 @@ def check(shape: ModelShape) -> None:
     for name in whole:
         if getattr(shape, name) < (0 if name in unused else 1):
             raise ValueError(f"{name} {getattr(shape, name)}: must be at least 1")
-    if shape.pooling not in (None, *POOLINGS):
-        raise ValueError(f"pooling {shape.pooling!r}: must be one of {', '.join(POOLINGS)}")
+    if shape.pooling not in (None, *NUMBERED_POOLINGS):
+        raise ValueError(f"pooling {shape.pooling!r}: must be one of {', '.join(NUMBERED_POOLINGS)}")
     for name in ("value_dim", "window", "original_context", "dense"):
         given = getattr(shape, name)
         if given is not None and given < 1:

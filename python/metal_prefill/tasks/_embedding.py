@@ -14,10 +14,10 @@ from metal_prefill import _core
 from metal_prefill._support.arguments import Progress, integer, items_of
 from metal_prefill.engine import Engine, EngineOwner
 from metal_prefill.errors import ContextOverflowError, KVMemoryError
-from metal_prefill.files._task_config import POOLINGS, Pooling
+from metal_prefill.files._task_config import POOLINGS, Pooling, TextPooling
 from metal_prefill.tasks._pooled_head import embedding_of, finite
 from metal_prefill.tasks._prompt_rules import PromptRules, cut_message, errors_of, named, numbered, shortened
-from metal_prefill.tasks._prompts import PLAIN, PROMPTS, PromptForm, prompt_form
+from metal_prefill.tasks._prompts import PLAIN, PROMPTS, PromptForm, prompt_form, unpooled_tokens
 from metal_prefill.tasks._text_passes import Block, TextPasses, pooled_blocks
 from metal_prefill.tasks._text_roles import TextRole, role_of, text_role
 
@@ -67,17 +67,20 @@ class EncodedTexts(NamedTuple):
         Number of last tokens of each text that expand a query.
     cut, empty
         Indices of texts that lost their ends, and of those without tokens.
+    unpooled
+        Number of first tokens of each text that pooling leaves out.
     """
 
     prompts: list[npt.NDArray[np.int32]]
     expansions: list[int]
     cut: list[int]
     empty: list[int]
+    unpooled: int
 
     @classmethod
-    def none(cls) -> EncodedTexts:
-        """Return those of no texts."""
-        return cls([], [], [], [])
+    def none(cls, engine: Engine, form: PromptForm) -> EncodedTexts:
+        """Return those of no texts in a form."""
+        return cls([], [], [], [], unpooled_tokens(engine, form))
 
     def add(self, text: EncodedText) -> None:
         """Append the prompt of the next text."""
@@ -128,9 +131,10 @@ def encode_texts(
     """
     checked = checked_texts(texts, noun)
     role = text_role(engine) if role is None else role
-    begin, end = engine.tokenizer.frame.begin, engine.tokenizer.frame.end
+    frame = engine.tokenizer.frame
+    begin, end = (frame.begin, frame.end) if role.framed else ((), ())
     room = _most_tokens(engine, role) - len(begin) - len(end)
-    encoded = EncodedTexts.none()
+    encoded = EncodedTexts.none(engine, form)
     framed: list[tuple[int, ...]] = []
     made = numbered(form.tokens_of_all(engine.tokenizer, checked, rules), noun)
     for i, (text, ids) in enumerate(zip(checked, made, strict=True)):
@@ -182,9 +186,10 @@ def encode_tokens(
     role: TextRole | None = None,
 ) -> EncodedText:
     """Finish what `encode_text` does; `ids` are the tokens of the text, before the frame is added."""
-    tokenizer, frame = engine.tokenizer, engine.tokenizer.frame
+    tokenizer = engine.tokenizer
     role = text_role(engine) if role is None else role
-    room = role.limit - len(frame.begin) - len(frame.end)
+    begin, end = (tokenizer.frame.begin, tokenizer.frame.end) if role.framed else ((), ())
+    room = role.limit - len(begin) - len(end)
 
     def encode(text: str) -> list[int]:
         return form.tokens(tokenizer, text, rules)
@@ -194,7 +199,7 @@ def encode_tokens(
         ids = encode(shortened(tokenizer, text, lambda kept: len(encode(kept)) - room))
     elif cut:
         ids = ids[: max(room, 0)]
-    prompt = np.array(frame.text(ids), np.int32)
+    prompt = np.array([*begin, *ids, *end], np.int32)
     if role.limit < engine.max_context and len(prompt) > role.limit:
         raise ContextOverflowError(
             f"{name}: {len(prompt)} tokens exceed the {role.limit} of this model's {role.plural}; "
@@ -259,7 +264,7 @@ def embed(
     *,
     normalize: bool = True,
     dimensions: int | None = None,
-    pooling: Literal["none", "mean", "cls", "last"] | None = None,
+    pooling: Literal["none"] | TextPooling | None = None,
     instruction: str | None = None,
     truncate: Literal["error", "end"] | str = "error",
     unicode: Literal["NFC"] | None = None,
@@ -285,7 +290,9 @@ def embed(
         Reduction of a text's hidden states to one vector; None selects that of the file
         (``{arch}.pooling_type``). ``"last"`` and ``"cls"`` select the state of the last and of the first
         token, ``"mean"`` computes the mean of all, ``"none"`` returns all of them, after the projection
-        of a model for late interaction.
+        of a model for late interaction. ``"max"`` keeps the largest of each value, ``"weighted_mean"``
+        weights tokens by their positions, from 1, and ``"mean_sqrt_len"`` divides the sum by the root of
+        the number of tokens.
     instruction
         Prompt of each text. None selects the default prompt of the file; most files have none.
 
@@ -342,6 +349,7 @@ def embed(
         dimensions=dimensions,
         pooling=pooling,
         skipped=role.skipped,
+        unpooled=encoded.unpooled,
         progress=progress,
     )
 
@@ -355,12 +363,13 @@ def embed_prompts(
     dimensions: int | None = None,
     pooling: str | None = None,
     skipped: Sequence[int] = (),
+    unpooled: int = 0,
     progress: Progress | None = None,
 ) -> Any:
     """Turn token ids of texts, as `encode_texts` makes them, into vectors; those of no tokens are zeros.
 
     `expansions` are the numbers of last tokens that expand queries, if any text has some. With pooling
-    ``"none"``, `skipped` tokens have no vectors.
+    ``"none"``, `skipped` tokens have no vectors. Other poolings leave out the first `unpooled` tokens.
     """
     kind = check_pooling(passes.engine, pooling)
     width = dimensions = vector_width(passes.engine, kind, dimensions)
@@ -382,6 +391,7 @@ def embed_prompts(
         [added[i] for i in distinct],
         normalize=normalize,
         dimensions=dimensions,
+        unpooled=unpooled,
     )
     # Where a text has no tokens, the row after those of the others is left.
     vectors = np.zeros((0 if kind == "none" else len(prompts), width), np.float32)
@@ -427,11 +437,12 @@ def _vector_blocks(
     *,
     normalize: bool = True,
     dimensions: int | None = None,
+    unpooled: int = 0,
 ) -> Iterator[Block]:
     """Yield what `vectors_of` does for the prompts of each pass together."""
     head = passes.engine.head
-    for block in pooled_blocks(passes, pooling, prompts, names, expansions):
-        if head.dense and (pooling != "none" or head.per_token):
+    for block in pooled_blocks(passes, pooling, prompts, names, expansions, unpooled=unpooled):
+        if head.steps and (pooling != "none" or head.per_token):
             block = [embedding_of(head, states) for states in block]
         if pooling != "none":
             block = finite(np.asarray(block), "a number of a vector")[:, :dimensions]

@@ -14,15 +14,22 @@ import numpy.typing as npt
 
 from metal_prefill.errors import NumericalError
 from metal_prefill.files._gguf_file import FloatArray
-from metal_prefill.files._task_config import DenseActivation, HeadActivation, PooledHead
+from metal_prefill.files._task_config import NORM, NORMALIZE, DenseActivation, HeadActivation, PooledHead
 
 _Array = TypeVar("_Array", bound=npt.NDArray[Any])
+# Of the modules LayerNorm and Normalize: added to the variance, and the least length that divides a vector.
+_NORM_EPS, _TINY = 1e-5, 1e-12
 
 
 def embedding_of(head: PooledHead, states: FloatArray) -> FloatArray:
-    """Apply the dense layers to a pooled vector, or to each row of a matrix."""
-    for name, activation in zip(head.dense, head.dense_activations, strict=True):
-        states = _ACTIVATIONS[activation](_affine(head, name, states))
+    """Apply the steps after pooling to a pooled vector, or to each row of a matrix."""
+    for name in head.steps:
+        if name == NORMALIZE:
+            states = states / np.maximum(np.linalg.norm(states, axis=-1, keepdims=True), _TINY)
+        elif name == NORM:
+            states = _normed(head, name, states, _NORM_EPS)
+        else:
+            states = _ACTIVATIONS[head.activations[name]](_affine(head, name, states))
     return states
 
 
@@ -46,9 +53,7 @@ def _output_of(head: PooledHead, name: str, activation: HeadActivation, states: 
     if f"{name}.weight" in tensors:
         states = _ACTIVATIONS[activation](_affine(head, name, states))
     if f"{name}.norm.weight" in tensors:
-        states = _layer_norm(states, head.norm_eps) * head.matrix(f"{name}.norm.weight")
-        if f"{name}.norm.bias" in tensors:
-            states = states + head.matrix(f"{name}.norm.bias")
+        states = _normed(head, f"{name}.norm", states, head.norm_eps)
     tied = f"{name}.output.weight" not in tensors
     output = _affine(head, f"{name}.output", states, "token_embd.weight" if tied else "")
     return finite(output, f"an output of the head {name}")
@@ -87,6 +92,11 @@ def sigmoid(x: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
     small = np.exp(-np.abs(x))
     result: npt.NDArray[np.float64] = np.where(x < 0, small, 1) / (1 + small)
     return result
+
+
+def _normed(head: PooledHead, name: str, x: FloatArray, eps: float) -> FloatArray:
+    y = _layer_norm(x, eps) * head.matrix(f"{name}.weight")
+    return y + head.matrix(f"{name}.bias") if f"{name}.bias" in head.gguf.tensors else y
 
 
 def _product(matrix: FloatArray, x: FloatArray) -> FloatArray:

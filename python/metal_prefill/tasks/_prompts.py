@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, NamedTuple
 from metal_prefill.engine import Engine, EngineOwner
 from metal_prefill.errors import GGUFError
 from metal_prefill.files._metadata_keys import DEFAULT_PROMPT_KEY, PROMPT_KEYS
+from metal_prefill.tasks._prompt_rules import PromptRules
 
 if TYPE_CHECKING:
-    from metal_prefill.tasks._prompt_rules import PromptRules
     from metal_prefill.text._tokenizer import Tokenizer
 
 # Names under which sentence-transformers looks for the prompt of a document, in order.
@@ -143,6 +143,14 @@ def prompt_form(engine: Engine, instruction: str | None) -> PromptForm:
         before, _, after = instruction.partition("{text}")
         return PromptForm(before, after)
     return _named_form(engine, instruction) or _described_form(engine, instruction)
+
+
+def unpooled_tokens(engine: Engine, form: PromptForm) -> int:
+    """Return the number of first tokens that pooling leaves out: those of the prompt, if the file says so."""
+    if engine.head.pools_prompt or not form.before:
+        return 0
+    prompt = PromptForm(form.before, spells_tokens=form.spells_tokens)
+    return len(engine.tokenizer.frame.begin) + len(prompt.tokens(engine.tokenizer, "", PromptRules()))
 
 
 def _named_form(engine: Engine, name: str) -> PromptForm | None:

@@ -9,12 +9,14 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from metal_prefill._support.arguments import Progress, integer
+from metal_prefill._support.arguments import Progress, integer, one_of
 from metal_prefill.engine import Engine, EngineOwner
+from metal_prefill.files._task_config import QUERY_WEIGHTS
 from metal_prefill.tasks._embedding import encode_texts
 from metal_prefill.tasks._pooled_head import vocabulary_vector
 from metal_prefill.tasks._prompt_rules import PromptRules, warn_of_cut
 from metal_prefill.tasks._text_passes import Ids, TextPasses, pooled_states
+from metal_prefill.tasks._text_roles import TextRole, text_role
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,7 @@ def embed_sparse(
     model: EngineOwner,
     texts: Iterable[str],
     *,
+    instruction: Literal["query", "document"] | None = None,
     max_active: int | None = None,
     truncate: Literal["error", "end"] | str = "error",
     split_special_tokens: bool | None = None,
@@ -50,6 +53,9 @@ def embed_sparse(
     ----------
     texts
         Any number of texts.
+    instruction
+        ``"query"`` looks up the weights of a query's tokens, without a forward pass, in models that have such
+        weights. Other models compute queries as documents.
     max_active
         Number of largest values of each vector to keep; None keeps all that are positive.
     truncate
@@ -74,10 +80,12 @@ def embed_sparse(
     check_sparse(engine)
     most = None if max_active is None else integer("max_active", max_active, 1)
     rules = PromptRules(truncate, split_special_tokens=split_special_tokens).checked()
-    encoded = encode_texts(engine, texts, rules=rules)
-    warn_of_cut(encoded.cut, len(encoded.prompts), engine.max_context, "text")
+    one_of("instruction", str(instruction), dict.fromkeys(("query", "document", "None")))
+    role = sparse_role(engine, instruction)
+    encoded = encode_texts(engine, texts, rules=rules, role=role)
+    warn_of_cut(encoded.cut, len(encoded.prompts), role.limit, "text")
     found = []
-    for vector in sparse_vectors(engine, encoded.prompts, most):
+    for vector in sparse_vectors(engine, encoded.prompts, role, most):
         found.append(vector)
         if progress is not None:
             progress(len(found), len(encoded.prompts))
@@ -90,12 +98,29 @@ def check_sparse(engine: Engine) -> None:
         raise ValueError(f"{engine.path.name} has no head for vectors over the vocabulary: use embed")
 
 
-def sparse_vectors(engine: Engine, prompts: Sequence[Ids], most: int | None) -> Iterator[SparseVector]:
+def sparse_role(engine: Engine, instruction: str | None) -> TextRole:
+    """Return the role of texts; queries without a forward pass have no tokens at their ends."""
+    looked_up = instruction == "query" and QUERY_WEIGHTS in engine.gguf.tensors
+    return text_role(engine)._replace(framed=not looked_up)
+
+
+def _largest(ids: Ids, weights: npt.NDArray[np.float32], most: int | None) -> SparseVector:
+    """Return the positive weights, at most so many of the largest."""
+    kept = np.flatnonzero(weights > 0)
+    if most is not None:
+        kept = np.sort(kept[np.argsort(-weights[kept], kind="stable")[:most]])
+    return SparseVector(ids[kept].astype(np.int32), weights[kept])
+
+
+def sparse_vectors(
+    engine: Engine, prompts: Sequence[Ids], role: TextRole, most: int | None
+) -> Iterator[SparseVector]:
     """Yield the vector of each text, with at most so many values; None keeps all that are positive."""
+    if not role.framed:
+        for ids in map(np.unique, prompts):
+            yield _largest(ids, engine.head.matrix(QUERY_WEIGHTS)[ids], most)
+        return
     names = [f"text {i}" for i in range(len(prompts))]
     for states in pooled_states(TextPasses(engine), "none", prompts, names):
         vector = vocabulary_vector(engine.head, states)
-        ids = np.flatnonzero(vector > 0)
-        if most is not None:
-            ids = np.sort(ids[np.argsort(-vector[ids], kind="stable")[:most]])
-        yield SparseVector(ids.astype(np.int32), vector[ids])
+        yield _largest(np.arange(len(vector), dtype=np.int32), vector, most)

@@ -27,6 +27,8 @@ RunBatch: TypeAlias = Callable[[BatchCall | TextCall], list[Any]]
 
 # Fewest tokens of a text that fill the rest of a pass: shorter pieces use other kernels.
 LEAST_PIECE = 16
+# Poolings of a text that the engine computes.
+_ENGINE_POOLINGS = ("none", "mean", "cls", "last")
 # Fewest tokens of a shared prefix that are worth a copied page.
 WORTH_SHARING = 16
 
@@ -224,12 +226,18 @@ def pooled_blocks(
     names: Sequence[str],
     expansions: Sequence[int] = (),
     pairs: Container[int] = (),
+    unpooled: int = 0,
 ) -> Iterator[Block]:
     """Yield what `pooled_states` does for the prompts of each pass together.
 
-    `expansions` are the numbers of last tokens that expand queries, if any prompt has some.
+    `expansions` are the numbers of last tokens that expand queries, if any prompt has some. Pooling leaves
+    out the first `unpooled` tokens of each prompt.
     """
     if not prompts:
+        return
+    if pooling != "none" and (unpooled or pooling not in _ENGINE_POOLINGS):
+        for block in pooled_blocks(passes, "none", prompts, names, expansions, pairs):
+            yield [pooled(states, pooling, unpooled) for states in block]
         return
     if not passes.engine.config.causal:
         yield from _whole_blocks(passes, pooling, prompts, names, expansions, pairs)
@@ -244,9 +252,30 @@ def pooled_blocks(
         job.parts.clear()
         if pooling == "mean":
             # The mean of all states at once, however passes divide them: sums of parts round differently.
-            yield [states.mean(axis=0, dtype=np.float64).astype(np.float32)]
+            yield [pooled(states, pooling)]
         else:
             yield [states if pooling == "none" else states[0]]
+
+
+def pooled(states: npt.NDArray[np.float32], pooling: Pooling, unpooled: int = 0) -> npt.NDArray[np.float32]:
+    """Return the vector of a text, without the first tokens that are `unpooled`, unless it has no others."""
+    first = min(unpooled, len(states) - 1)
+    rows: npt.NDArray[np.float32] = states[first:]
+    vector: npt.NDArray[np.float32]
+    match pooling:
+        case "cls":
+            vector = rows[0]
+        case "last":
+            vector = rows[-1]
+        case "max":
+            vector = rows.max(axis=0)
+        case "weighted_mean":  # arXiv:2202.08904, section 3.1: tokens count by their positions, from 1
+            positions = np.arange(first + 1, len(states) + 1, dtype=np.float64)
+            vector = (positions @ rows / positions.sum()).astype(np.float32)
+        case _:
+            divisor = len(rows) if pooling == "mean" else np.sqrt(len(rows))
+            vector = (rows.sum(axis=0, dtype=np.float64) / divisor).astype(np.float32)
+    return vector
 
 
 def _whole_blocks(

@@ -26,12 +26,15 @@ class TextRole(NamedTuple):
         How texts are expanded.
     skipped : tuple of int
         Ids of tokens without vectors in late interaction.
+    framed : bool
+        Whether texts have the tokens that the file adds at their ends.
     """
 
     kind: Literal["text", "query", "document"]
     limit: int
     expansion: QueryExpansion | None = None
     skipped: tuple[int, ...] = ()
+    framed: bool = True
 
     @property
     def plural(self) -> str:

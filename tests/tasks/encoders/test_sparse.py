@@ -8,11 +8,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.bert_relatives import distilbert, masked_head, vocabulary_vector
+from support.bert_relatives import distilbert, masked_head, routed, vocabulary_vector
+from support.encoder_tasks import NEAR
 from support.folder_reference import Array
 from support.model_folders import Folder
+from support.task_folders import ACTIVE, recorded
+from support.task_folders import TEXTS as SOME
 
-from metal_prefill import Model, UnsupportedModelError
+from metal_prefill import ContextOverflowError, Model, UnsupportedModelError
+from metal_prefill.conversion import convert
 from metal_prefill.sentence_transformers import SparseEncoder
 
 TEXTS = ["a rose by any name", "", "would smell as sweet would smell as sweet"]
@@ -77,6 +81,46 @@ def test_sparse_encoder_has_the_interface_of_sentence_transformers(folder: Folde
     vocabulary = json.loads((folder.path / "tokenizer.json").read_text())["model"]["vocab"]
     assert [vocabulary[token] for token, _ in decoded] == order.tolist()
     np.testing.assert_allclose([value for _, value in decoded], wanted[0][order], atol=1e-4)
+
+
+def test_queries_of_a_router_match_sentence_transformers(tmp_path: Path, device: str) -> None:
+    path = convert(routed(tmp_path / "folder").write(), tmp_path / "m.gguf")
+    encoder = SparseEncoder(path, model_kwargs={"dtype": "float32"}, device=device)
+    for name, encode in (("query", encoder.encode_query), ("document", encoder.encode_document)):
+        for row, (ids, weights) in zip(
+            encode(SOME, max_active_dims=ACTIVE), recorded()["sparse"][name], strict=True
+        ):
+            np.testing.assert_array_equal(row.nonzero()[0], ids)
+            np.testing.assert_allclose(row[ids], weights, atol=NEAR[device])
+    with Model(path, device=device, compute="f32", kv_dtype="f32") as model:
+        for text, found in zip(SOME, model.embed_sparse(SOME, instruction="query"), strict=True):
+            present = np.unique(model.tokenizer.encode(text, add_bos=False))
+            assert set(found.ids) <= set(present)
+        np.testing.assert_array_equal(
+            model.embed_sparse(SOME[:1])[0].ids, model.embed_sparse(SOME[:1], instruction="document")[0].ids
+        )
+        long = "a rose " * 400
+        with pytest.raises(ContextOverflowError, match="text 0"):
+            model.embed_sparse([long], instruction="query")
+        with pytest.warns(UserWarning, match="text 0"):
+            model.embed_sparse([long], instruction="query", truncate="end")
+
+
+def test_other_routes_are_refused_by_name(tmp_path: Path) -> None:
+    folder = routed(tmp_path / "folder")
+    config = json.loads((folder.path / "router_config.json").read_text())
+    types = config["types"] | {"query_0_SparseStaticEmbedding": "sentence_transformers.models.Transformer"}
+    folder.json("router_config.json", config | {"types": types})
+    with pytest.raises(
+        UnsupportedModelError, match="queries have the modules Transformer, and documents Tra"
+    ):
+        Model(folder.write())
+    folder.json("router_config.json", config | {"parameters": {"default_route": "query"}})
+    with pytest.raises(UnsupportedModelError, match="default_route is 'query'; supported: 'document'"):
+        Model(folder.path)
+    folder.json("router_config.json", config | {"structure": {"image": [""]}})
+    with pytest.raises(UnsupportedModelError, match="routes are image; supported are query and document"):
+        Model(folder.path)
 
 
 @pytest.mark.parametrize(

@@ -87,7 +87,7 @@ def test_ignored_labels_are_omitted(file_of: FileOf) -> None:
 def test_labels_are_the_tags_of_the_folder(file_of: FileOf) -> None:
     with GGUFFile(file_of(TAGGERS["bert"])) as gguf:
         head = read_head(gguf, "bert", DIM)
-        assert (head.labels, head.pooling, head.dense) == (TAGS, "none", ())
+        assert (head.labels, head.pooling, head.steps) == (TAGS, "none", ())
 
 
 def test_a_command_prints_labels(file_of: FileOf, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -66,10 +66,10 @@ class PaddedTexts(TextEngine):
             head = read_head(gguf, self.config.architecture, self.config.dim)
         self.is_encoder = self.config.architecture in architectures
         known = self.is_encoder or (causal and self.config.causal)
-        if head.pooling not in POOLINGS or head.dense or not known:
+        if head.pooling not in POOLINGS or head.steps or not known:
             kinds = "causal attention or " * causal + f"one of {', '.join(architectures)}"
             raise BenchError(
-                f"comparing with {name} takes {kinds}, pooling {', '.join(POOLINGS)}, no dense layers; "
+                f"comparing with {name} takes {kinds}, pooling {', '.join(POOLINGS)}, no steps after it; "
                 f"{self.path.name} is another kind of model"
             )
         self.pooling = head.pooling
