@@ -1,10 +1,11 @@
-"""Folders of MPNet and DistilBERT with random weights, and their states in float64."""
+"""Folders of MPNet, DistilBERT, ELECTRA and GTE with random weights, and their states in float64."""
 
 from __future__ import annotations
 
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -34,6 +35,14 @@ MPNET = {
     "attention.self.value": "attention.attn.v",
     "attention.output.dense": "attention.attn.o",
     "attention.output.LayerNorm": "attention.LayerNorm",
+}
+GTE = {
+    "attention.qkv_proj": (3 * DIM, DIM),
+    "attention.o_proj": (DIM, DIM),
+    "attn_ln": (DIM,),
+    "mlp.up_gate_proj": (2 * FFN, DIM),
+    "mlp.down_proj": (DIM, FFN),
+    "mlp_ln": (DIM,),
 }
 DISTILBERT = {
     LAYER: "transformer.layer.{}.",
@@ -109,11 +118,86 @@ def distilbert(path: Path, architecture: str = "DistilBertModel") -> Folder:
     return folder
 
 
+def electra(path: Path) -> Folder:
+    """Make a folder of an ELECTRA discriminator."""
+    folder = model_folders.bert(path, max_position_embeddings=CONTEXT)
+    folder.config |= {
+        "architectures": ["ElectraForPreTraining"],
+        "model_type": "electra",
+        "embedding_size": DIM,
+    }
+    types = folder.tensors["embeddings.token_type_embeddings.weight"]
+    _with_layers(folder, "electra.", {})
+    folder.tensors |= {
+        "electra.embeddings.token_type_embeddings.weight": types,
+        "discriminator_predictions.dense.weight": values((DIM, DIM)),
+        "discriminator_predictions.dense.bias": values((DIM,)),
+        "discriminator_predictions.dense_prediction.weight": values((1, DIM)),
+        "discriminator_predictions.dense_prediction.bias": values((1,)),
+    }
+    return folder
+
+
+def gte(path: Path, rope_scaling: dict[str, Any] | None = None) -> Folder:
+    """Make a folder of gte-multilingual-base's class."""
+    folder = model_folders.bert(path, "XLMRobertaModel", "unigram", max_position_embeddings=CONTEXT)
+    folder.config |= {
+        "architectures": ["NewModel"],
+        "model_type": "gte",
+        "rope_theta": 500.0,
+        "rope_scaling": rope_scaling,
+        "layer_norm_type": "layer_norm",
+        "position_embedding_type": "rope",
+    }
+    shapes: dict[str, tuple[int, ...]] = {}
+    for layer in range(LAYERS):
+        at = LAYER.format(layer)
+        for name, shape in GTE.items():
+            shapes[f"{at}{name}.weight"] = shape
+            if name != "mlp.up_gate_proj":
+                shapes[f"{at}{name}.bias"] = shape[:1]
+    del folder.tensors["embeddings.position_embeddings.weight"]
+    kept = {name: tensor for name, tensor in folder.tensors.items() if name.startswith("embeddings.")}
+    folder.tensors = kept | {name: 3 * values(shape, i) for i, (name, shape) in enumerate(shapes.items())}
+    return folder
+
+
+def gte_states(folder: Folder, ids: npt.NDArray[np.int64]) -> Array:
+    """Return the states after the last layer."""
+    t = FolderTensors(folder.tensors)
+    x = t["embeddings.word_embeddings.weight"][ids] + t["embeddings.token_type_embeddings.weight"][0]
+    x = t.normed("embeddings.LayerNorm", x)
+    width = DIM // HEADS
+    base, scaling = folder.config["rope_theta"], folder.config["rope_scaling"] or {}
+    # https://kexue.fm/archives/9706: a larger base, and all frequencies lower.
+    factor = scaling["factor"] if scaling.get("type") == "ntk" else 1.0
+    frequencies = (base * factor) ** (-np.arange(0, width, 2) / width) / factor ** (2 / width)
+    angles = np.arange(len(ids))[:, None, None] * frequencies
+    cos, sin = (np.concatenate([part, part], axis=2) for part in (np.cos(angles), np.sin(angles)))
+
+    def rotated(x: Array) -> Array:
+        heads = x.reshape(len(ids), HEADS, width)
+        half = np.concatenate([-heads[..., width // 2 :], heads[..., : width // 2]], axis=2)
+        turned: Array = (heads * cos + half * sin).reshape(len(ids), DIM)
+        return turned
+
+    for layer in range(LAYERS):
+        at = LAYER.format(layer)
+        q, k, v = np.split(t.linear(f"{at}attention.qkv_proj", x), 3, axis=1)
+        read = t.linear(f"{at}attention.o_proj", attended(rotated(q), rotated(k), v, HEADS))
+        x = t.normed(f"{at}attn_ln", x + read)
+        up, gate = np.split(t.linear(f"{at}mlp.up_gate_proj", x), 2, axis=1)
+        x = t.normed(f"{at}mlp_ln", x + t.linear(f"{at}mlp.down_proj", gelu(gate) * up))
+    return x
+
+
 def states(folder: Folder, ids: npt.NDArray[np.int64], prefix: str, names: dict[str, str]) -> Array:
     """Return the states after the last layer."""
     t = FolderTensors(folder.tensors, prefix, folder.config.get("layer_norm_eps", 1e-12))
-    offset = folder.config.get("pad_token_id", -1) + 1
+    offset = folder.config.get("pad_token_id", -1) + 1 if prefix == "mpnet." else 0
     x = t["embeddings.word_embeddings.weight"][ids]
+    if f"{prefix}embeddings.token_type_embeddings.weight" in folder.tensors:
+        x = x + t["embeddings.token_type_embeddings.weight"][0]
     x = t.normed(
         "embeddings.LayerNorm", x + t["embeddings.position_embeddings.weight"][offset : offset + len(ids)]
     )

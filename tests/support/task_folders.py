@@ -17,6 +17,7 @@ from safetensors.numpy import save_file
 
 from metal_prefill.synth._tokenizer import gpt2_vocabulary
 from support import model_folders
+from support.bert_relatives import gte
 from support.model_folders import CONTEXT, DIM, FFN, HEADS, IDENTITY, Folder, values
 from support.places import DATA
 
@@ -63,6 +64,39 @@ def _bert_pairs(path: Path) -> Folder:
         path, "BertForSequenceClassification", model_type="bert", id2label=_labels(("x",))
     )
     head = {"bert.pooler.dense.weight": (DIM, DIM), "bert.pooler.dense.bias": (DIM,)}
+    return _with_head(folder, {**head, "classifier.weight": (1, DIM), "classifier.bias": (1,)})
+
+
+def _electra_pairs(path: Path) -> Folder:
+    folder = model_folders.bert(
+        path, "ElectraForSequenceClassification", model_type="electra", id2label=_labels(("x",))
+    )
+    folder.config["embedding_size"] = DIM
+    folder.tensors = {name.replace("bert.", "electra.", 1): tensor for name, tensor in folder.tensors.items()}
+    head = {"classifier.dense.weight": (DIM, DIM), "classifier.dense.bias": (DIM,)}
+    return _with_head(
+        folder, {**head, "classifier.out_proj.weight": (1, DIM), "classifier.out_proj.bias": (1,)}
+    )
+
+
+def _electra_tags(path: Path) -> Folder:
+    folder = _electra_pairs(path)
+    folder.config |= {"architectures": ["ElectraForTokenClassification"], "id2label": _labels(TAGS)}
+    folder.tensors = {name: t for name, t in folder.tensors.items() if not name.startswith("classifier.")}
+    head = {"classifier.weight": (len(TAGS), DIM), "classifier.bias": (len(TAGS),)}
+    folder.tensors |= {name: values(shape, 9) * 3 for name, shape in head.items()}
+    return folder
+
+
+def _gte_pairs(path: Path) -> Folder:
+    folder = gte(path)
+    folder.config |= {
+        "architectures": ["NewForSequenceClassification"],
+        "max_position_embeddings": CONTEXT,
+        "id2label": _labels(("x",)),
+    }
+    folder.tensors = {f"new.{name}": tensor for name, tensor in folder.tensors.items()}
+    head = {"new.pooler.dense.weight": (DIM, DIM), "new.pooler.dense.bias": (DIM,)}
     return _with_head(folder, {**head, "classifier.weight": (1, DIM), "classifier.bias": (1,)})
 
 
@@ -409,11 +443,9 @@ def _model2vec(path: Path) -> Folder:
     folder = static(path)
     table = folder.tensors.pop("embedding.weight")
     rng = np.random.default_rng(1)
-    folder.tensors = {
-        "embeddings": table[:100],
-        "mapping": rng.integers(0, 100, len(table)),
-        "weights": rng.random(len(table)),
-    }
+    folder.tensors = {"embeddings": table[:100]}
+    folder.tensors["mapping"] = rng.integers(0, 100, len(table))  # type: ignore[assignment]
+    folder.tensors["weights"] = rng.random(len(table))  # type: ignore[assignment]
     return folder
 
 
@@ -436,6 +468,8 @@ MODULES: dict[str, Callable[[Path], Folder]] = {
 RANKERS: dict[str, Callable[[Path], Folder]] = {
     "bert": _bert_pairs,
     "bert, output as it is": _bert_logits,
+    "electra": _electra_pairs,
+    "gte": _gte_pairs,
     "xlm-roberta": _roberta_pairs,
     "modernbert": lambda path: _modern(
         path, "ModernBertForSequenceClassification", ("x",), classifier_pooling="mean"
@@ -451,6 +485,7 @@ CLASSIFIERS: dict[str, Callable[[Path], Folder]] = {
 }
 TAGGERS: dict[str, Callable[[Path], Folder]] = {
     "bert": _bert_tags,
+    "electra": _electra_tags,
     "xlm-roberta": _roberta_tags,
     "modernbert": lambda path: _modern(path, "ModernBertForTokenClassification", TAGS),
 }

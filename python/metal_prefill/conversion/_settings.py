@@ -76,6 +76,20 @@ def _rope(config: Fields) -> Fields:
     return config.object("rope_parameters" if config.has("rope_parameters") else "rope_scaling")
 
 
+def gte(config: Fields) -> dict[str, Any]:
+    """Return the metadata of the rotation, which ``ntk`` extends by a larger base and a smaller factor."""
+    rope = _rope(config)
+    if rope.string("rope_type", "type", default="default") != "ntk":
+        return rope_scaling(config)
+    rope.require("mixed_b", (None,), None)
+    factor = rope.number("factor")
+    return {
+        "rope.freq_base": config.number("rope_theta", default=10000.0) * factor,
+        "rope.scaling.type": "linear",
+        "rope.scaling.factor": factor ** (2 / _head_width(config)),
+    }
+
+
 def _original_context(config: Fields, rope: Fields) -> int:
     """Return the context before a rotation was scaled: that of the folder where it names no other."""
     name = "original_max_position_embeddings"

@@ -240,6 +240,42 @@ _DISTILBERT = replace(
     },
     unused=(*_UNUSED, r"vocab_(transform|layer_norm|projector)\..*"),
 )
+_ELECTRA = replace(
+    _BERT,
+    prefixes=("electra.",),
+    constants={"attention.causal": False, "classifier.hidden_activation": "gelu_erf"},
+    heads={
+        "sequence": {"classifier.dense": "cls", "classifier.out_proj": "cls.output"},
+        "tokens": _CLASSIFIER,
+        "late": _PROJECTION,
+    },
+    unused=(*_UNUSED, r"(discriminator|generator)_predictions\..*", r"generator_lm_head\..*"),
+)
+# The model that Alibaba's repositories define, as "new", and later versions of transformers.
+_GTE = Source(
+    "gte",
+    names_of="jina-bert-v2",
+    prefixes=("new.", "gte."),
+    keys={**SHAPE, **LAYER_NORM, "rope.freq_base": _float("rope_theta", default=10000.0)},
+    constants={"attention.causal": False},
+    accepted={
+        "hidden_act": ("gelu",),
+        "layer_norm_type": ("layer_norm",),
+        "position_embedding_type": ("rope",),
+        "logn_attention_scale": (False,),
+        "logn_attention_clip1": (False,),
+    },
+    heads={"sequence": {"pooler.dense": "cls", **_CLASSIFIER}, "tokens": _CLASSIFIER},
+    parts={
+        "attention.qkv_proj": tuple(f"attention.self.{name}" for name in _QKV),
+        "attention.o_proj": ("attention.output.dense",),
+        "attn_ln": ("attention.output.LayerNorm",),
+        "mlp.up_gate_proj": ("intermediate.dense", "mlp.gated_layers_w"),
+        "mlp.down_proj": ("output.dense",),
+        "mlp_ln": ("output.LayerNorm",),
+    },
+    more=_settings.gte,
+)
 _ATTENTION_BIAS = {r"blk\.\d+\.attn_(q|k|v|output)": "attention_bias"}
 _LLAMA = Source(
     "llama",
@@ -296,6 +332,9 @@ SOURCES: dict[str, Source] = {
     "Camembert": _ROBERTA,
     "MPNet": _MPNET,
     "DistilBert": _DISTILBERT,
+    "Electra": _ELECTRA,
+    "New": _GTE,
+    "Gte": _GTE,
     "NomicBert": Source(
         "nomic-bert",
         prefixes=("bert.", "nomic_bert."),

@@ -197,6 +197,20 @@ _BERT = Architecture(
     rope=False,
     causal=False,
 )
+# The same with a gated feed-forward, and with rotation instead of positions.
+_NOMIC_BERT = replace(
+    _BERT,
+    rope_style="neox",
+    activation="silu",
+    qkv_bias="optional",
+    output_bias="optional",
+    up_bias="absent",
+    positions="absent",
+    position_bias="absent",
+    gate="required",
+    rope=True,
+    fused={"attn_qkv.weight": ("wq", "wk", "wv"), "attn_qkv.bias": ("bq", "bk", "bv")},
+)
 ARCHITECTURES: dict[str, Architecture] = {
     "llama": Architecture(
         qkv_bias="optional",
@@ -269,19 +283,8 @@ ARCHITECTURES: dict[str, Architecture] = {
     "gemma3": _GEMMA3,
     "gemma-embedding": replace(_GEMMA3, causal=False),
     "bert": _BERT,
-    "nomic-bert": replace(
-        _BERT,
-        rope_style="neox",
-        activation="silu",
-        qkv_bias="optional",
-        output_bias="optional",
-        up_bias="absent",
-        positions="absent",
-        position_bias="absent",
-        gate="required",
-        rope=True,
-        fused={"attn_qkv.weight": ("wq", "wk", "wv"), "attn_qkv.bias": ("bq", "bk", "bv")},
-    ),
+    "nomic-bert": _NOMIC_BERT,
+    "gte": replace(_NOMIC_BERT, activation="gelu_erf", qkv_bias="required", output_bias="required"),
     "jina-bert-v2": replace(
         _BERT,
         up_bias="absent",

@@ -89,7 +89,7 @@ class HeadTraits:
 
 _ENCODER = HeadTraits("cls", one_score="sigmoid")  # as sentence-transformers computes the scores of pairs
 HEADS: dict[str, HeadTraits] = {
-    **dict.fromkeys(("bert", "nomic-bert", "jina-bert-v2", "eurobert"), _ENCODER),
+    **dict.fromkeys(("bert", "nomic-bert", "gte", "jina-bert-v2", "eurobert"), _ENCODER),
     "modern-bert": HeadTraits("mean", "gelu_erf", "sigmoid"),
 }
 
