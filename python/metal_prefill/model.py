@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from metal_prefill.tasks import (
         _classification,
         _embedding,
+        _hybrid,
         _reranking,
         _scoring,
         _sparse,
@@ -42,6 +43,7 @@ else:  # loaded when one of their methods is first used
     _reranking = LateFunctions("metal_prefill.tasks._reranking")
     _scoring = LateFunctions("metal_prefill.tasks._scoring")
     _sparse = LateFunctions("metal_prefill.tasks._sparse")
+    _hybrid = LateFunctions("metal_prefill.tasks._hybrid")
     _token_labels = LateFunctions("metal_prefill.tasks._token_labels")
 
 __all__ = ["Model"]
@@ -242,6 +244,7 @@ class Model:
     classify = _classification.classify
     label_tokens = _token_labels.label_tokens
     embed_sparse = _sparse.embed_sparse
+    embed_hybrid = _hybrid.embed_hybrid
 
     @classmethod
     def from_pretrained(

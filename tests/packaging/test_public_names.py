@@ -60,6 +60,7 @@ PUBLIC = {
         "PROMPTS",
         "Classification",
         "Entity",
+        "HybridVectors",
         "Ranked",
         "SparseVector",
         "embed",

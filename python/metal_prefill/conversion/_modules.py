@@ -11,6 +11,7 @@ from metal_prefill.conversion._body import STATIC, body_folder, modules_of, plac
 from metal_prefill.conversion._fields import Fields
 from metal_prefill.conversion._sources import Task
 from metal_prefill.conversion._static import CLASS
+from metal_prefill.conversion._torch_file import read_torch_file
 from metal_prefill.conversion._weights import Weight, read_module
 from metal_prefill.errors import GGUFError
 from metal_prefill.files._metadata_keys import POOLING_KEY, POOLS_PROMPT_KEY
@@ -20,6 +21,8 @@ from metal_prefill.files._task_config import (
     NORMALIZE,
     NUMBERED_POOLINGS,
     QUERY_WEIGHTS,
+    TOKEN_VECTORS,
+    TOKEN_WEIGHTS,
     VOCABULARY_POOLINGS,
     Pooling,
     Scores,
@@ -186,10 +189,24 @@ def read_modules(folder: Path, config: Fields, task: Task) -> Modules:
         found.metadata["embedding_normalize"] = steps.pop() == NORMALIZE
     if any(step not in DENSE for step in steps):
         found.metadata["embedding_steps"] = steps
+    if feature == "sentence_embedding":
+        _add_token_heads(found, folder)
     if found.tensors and feature == "token_embeddings":
         found.set_pooling("none")
         _check_normalized(folder, listing, kinds)
     return found
+
+
+def _add_token_heads(found: Modules, folder: Path) -> None:
+    """Add the heads of bge-m3, which are not among the modules, if the folder has them."""
+    for name in (TOKEN_WEIGHTS, TOKEN_VECTORS):
+        path = folder / f"{name}_linear.pt"
+        if not path.is_file():
+            continue
+        tensors = read_torch_file(path)
+        if set(tensors) != {"weight", "bias"}:
+            raise GGUFError(f"{path}: has the tensors {', '.join(tensors)}, expected weight and bias")
+        found.tensors |= {f"{name}.{end}": weight for end, weight in tensors.items()}
 
 
 def _add_vocabulary_pooling(

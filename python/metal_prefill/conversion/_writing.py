@@ -46,7 +46,7 @@ _FALLBACK = "F16"  # for rows that no whole number of blocks fits
 _OF_WEIGHTS = {"BF16": "BF16", "F16": "F16"}  # a folder's number types that AUTO keeps; others become F32
 # Matrices that stay in float32, as in llama.cpp: they are added, not multiplied, or are small and come last.
 _EXACT = ("position_embd.weight", "token_types.weight", "attn_rel_b.weight")
-_EXACT_PREFIXES = ("cls", "dense_", "mlm")
+_EXACT_PREFIXES = ("cls", "dense_", "mlm", "sparse", "colbert")
 _FILTERS = ("shortconv.conv.weight", "ssm_conv1d.weight")  # [channels, 1, taps] in a folder
 
 Progress = Callable[[int, int], None]

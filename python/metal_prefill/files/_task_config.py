@@ -57,12 +57,18 @@ MASKED = (
 )
 # Weight of each token of a query, [vocab], in models for vectors over the vocabulary.
 QUERY_WEIGHTS = "query_weights"
+# Heads of bge-m3 that read the state of each token: its weight, and its vector for late interaction.
+TOKEN_WEIGHTS, TOKEN_VECTORS = "sparse", "colbert"
 # How logits of the tokens of a text become one vector over the vocabulary.
 VocabularyPooling: TypeAlias = Literal["max", "sum"]
 VOCABULARY_POOLINGS: tuple[VocabularyPooling, ...] = get_args(VocabularyPooling)
 HEAD_TENSORS = frozenset(
     (
-        *(f"{name}.{end}" for name in (*DENSE, NORM) for end in ("weight", "bias")),
+        *(
+            f"{name}.{end}"
+            for name in (*DENSE, NORM, TOKEN_WEIGHTS, TOKEN_VECTORS)
+            for end in ("weight", "bias")
+        ),
         *(*CLASSIFIER, *MASKED, QUERY_WEIGHTS),
     )
 )
@@ -149,6 +155,16 @@ class PooledHead:
         """Whether the dense layers apply to each token, as in models for late interaction."""
         return bool(self.steps) and self.pooling in (None, "none")
 
+    @property
+    def weighs_tokens(self) -> bool:
+        """Whether a head computes the weight of each token."""
+        return f"{TOKEN_WEIGHTS}.weight" in self.gguf.tensors
+
+    @property
+    def projects_tokens(self) -> bool:
+        """Whether a head projects each token for late interaction, besides the vector of a text."""
+        return f"{TOKEN_VECTORS}.weight" in self.gguf.tensors
+
     def matrix(self, name: str) -> FloatArray:
         """Return a tensor as float32, dequantized on first use."""
         matrices: dict[str, FloatArray] = self.__dict__.setdefault("_matrices", {})
@@ -174,6 +190,7 @@ def read_head(gguf: GGUFFile, architecture: str, dim: int) -> PooledHead:
     activations = {name: _one_of(keys, f"{name}_activation", DENSE_ACTIVATIONS, "none") for name in DENSE}
     traits = HEADS.get(architecture, HeadTraits())
     labels = _read_labels(keys, dim)
+    _check_token_heads(keys, dim)
     if pooling == "rank" and "cls.output.weight" not in gguf.tensors:
         raise keys.error(f"{architecture}.pooling_type is rank, but tensor cls.output.weight is missing")
     return PooledHead(
@@ -193,6 +210,21 @@ def read_head(gguf: GGUFFile, architecture: str, dim: int) -> PooledHead:
         _read_vocabulary_pooling(keys, dim),
         keys.positive("vocabulary_logarithms", default=1),
     )
+
+
+def _check_token_heads(keys: Keys, dim: int) -> None:
+    for name, most in ((TOKEN_WEIGHTS, 1), (TOKEN_VECTORS, MAX_INT)):
+        if f"{name}.weight" not in keys.gguf.tensors:
+            if f"{name}.bias" in keys.gguf.tensors:
+                raise keys.error(f"tensor {name}.bias requires {name}.weight, which is missing")
+            continue
+        rows, columns = _matrix_shape(keys, f"{name}.weight")
+        if columns != dim or rows > most:
+            raise keys.error(
+                f"tensor {name}.weight has {rows} rows of {columns} values, expected {min(rows, most)} of "
+                f"{dim}"
+            )
+        _check_vector(keys, f"{name}.bias", rows)
 
 
 def _read_vocabulary_pooling(keys: Keys, dim: int) -> VocabularyPooling | None:

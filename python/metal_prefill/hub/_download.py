@@ -40,6 +40,8 @@ _FOLDER_FILES = (
     "config_sentence_transformers.json",
     "sentence_*_config.json",
     "artifact.metadata",
+    "sparse_linear.pt",
+    "colbert_linear.pt",
     "adapter_config.json",
     # Folders of modules, such as 1_Pooling or query_0_SparseStaticEmbedding.
     "*[0-9]_[A-Z]*/*.json",

@@ -9,6 +9,7 @@ from metal_prefill._support.lazy import lazy_names
 if TYPE_CHECKING:
     from metal_prefill.tasks._classification import Classification
     from metal_prefill.tasks._embedding import PROMPTS, embed
+    from metal_prefill.tasks._hybrid import HybridVectors
     from metal_prefill.tasks._late_interaction import maxsim
     from metal_prefill.tasks._prompts import prompt_names
     from metal_prefill.tasks._reranking import Ranked, rerank
@@ -19,6 +20,7 @@ __all__ = [
     "PROMPTS",
     "Classification",
     "Entity",
+    "HybridVectors",
     "Ranked",
     "SparseVector",
     "embed",
@@ -32,6 +34,7 @@ __getattr__ = lazy_names(
     {
         "Classification": "_classification",
         "Entity": "_token_labels",
+        "HybridVectors": "_hybrid",
         "PROMPTS": "_embedding",
         "Ranked": "_reranking",
         "SparseVector": "_sparse",

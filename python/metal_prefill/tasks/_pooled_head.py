@@ -14,7 +14,15 @@ import numpy.typing as npt
 
 from metal_prefill.errors import NumericalError
 from metal_prefill.files._gguf_file import FloatArray
-from metal_prefill.files._task_config import NORM, NORMALIZE, DenseActivation, HeadActivation, PooledHead
+from metal_prefill.files._task_config import (
+    NORM,
+    NORMALIZE,
+    TOKEN_VECTORS,
+    TOKEN_WEIGHTS,
+    DenseActivation,
+    HeadActivation,
+    PooledHead,
+)
 
 _Array = TypeVar("_Array", bound=npt.NDArray[Any])
 # Of the modules LayerNorm and Normalize: added to the variance, and the least length that divides a vector.
@@ -45,6 +53,16 @@ def vocabulary_vector(head: PooledHead, states: FloatArray) -> FloatArray:
         logits = np.log1p(logits)
     vector: FloatArray = logits.max(axis=0) if head.vocabulary_pooling == "max" else logits.sum(axis=0)
     return vector
+
+
+def token_vectors(head: PooledHead, states: FloatArray) -> FloatArray:
+    """Project each state for comparison by MaxSim, next to the vector of the whole text."""
+    return finite(_affine(head, TOKEN_VECTORS, states), "a number of a token's vector")
+
+
+def positive_weights(head: PooledHead, states: FloatArray) -> FloatArray:
+    """Return the weight of each state's token, ``[n]``; those that would be negative are 0."""
+    return np.maximum(finite(_affine(head, TOKEN_WEIGHTS, states)[:, 0], "a weight of a token"), 0)
 
 
 def _output_of(head: PooledHead, name: str, activation: HeadActivation, states: FloatArray) -> FloatArray:

@@ -13,7 +13,7 @@ from metal_prefill._support.arguments import Progress, integer, one_of
 from metal_prefill.engine import Engine, EngineOwner
 from metal_prefill.files._task_config import QUERY_WEIGHTS
 from metal_prefill.tasks._embedding import encode_texts
-from metal_prefill.tasks._pooled_head import vocabulary_vector
+from metal_prefill.tasks._pooled_head import positive_weights, vocabulary_vector
 from metal_prefill.tasks._prompt_rules import PromptRules, warn_of_cut
 from metal_prefill.tasks._text_passes import Ids, TextPasses, pooled_states
 from metal_prefill.tasks._text_roles import TextRole, text_role
@@ -45,7 +45,7 @@ def embed_sparse(
     split_special_tokens: bool | None = None,
     progress: Progress | None = None,
 ) -> list[SparseVector]:
-    """Compute a vector over the vocabulary for each text, with a SPLADE model.
+    """Compute a vector over the vocabulary for each text, with a SPLADE model or bge-m3.
 
     The similarity of two vectors is the sum of the products of the weights that they share.
 
@@ -94,7 +94,7 @@ def embed_sparse(
 
 def check_sparse(engine: Engine) -> None:
     """Raise ValueError if a model has no head for vectors over the vocabulary."""
-    if engine.head.vocabulary_pooling is None:
+    if engine.head.vocabulary_pooling is None and not engine.head.weighs_tokens:
         raise ValueError(f"{engine.path.name} has no head for vectors over the vocabulary: use embed")
 
 
@@ -102,6 +102,20 @@ def sparse_role(engine: Engine, instruction: str | None) -> TextRole:
     """Return the role of texts; queries without a forward pass have no tokens at their ends."""
     looked_up = instruction == "query" and QUERY_WEIGHTS in engine.gguf.tensors
     return text_role(engine)._replace(framed=not looked_up)
+
+
+def token_weights(
+    engine: Engine, ids: Ids, states: npt.NDArray[np.float32], most: int | None
+) -> SparseVector:
+    """Return the largest weight of each distinct token of a text that is not a special one."""
+    weights = positive_weights(engine.head, states)
+    present, places = np.unique(ids, return_inverse=True)
+    largest = np.zeros(len(present), np.float32)
+    np.maximum.at(largest, places, weights)
+    tokenizer = engine.tokenizer
+    left_out = (tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id, tokenizer.unk_id)
+    largest[np.isin(present, [i for i in left_out if i is not None])] = 0
+    return _largest(present, largest, most)
 
 
 def _largest(ids: Ids, weights: npt.NDArray[np.float32], most: int | None) -> SparseVector:
@@ -121,6 +135,9 @@ def sparse_vectors(
             yield _largest(ids, engine.head.matrix(QUERY_WEIGHTS)[ids], most)
         return
     names = [f"text {i}" for i in range(len(prompts))]
-    for states in pooled_states(TextPasses(engine), "none", prompts, names):
+    for ids, states in zip(prompts, pooled_states(TextPasses(engine), "none", prompts, names), strict=True):
+        if engine.head.weighs_tokens:
+            yield token_weights(engine, ids, states, most)
+            continue
         vector = vocabulary_vector(engine.head, states)
         yield _largest(np.arange(len(vector), dtype=np.int32), vector, most)
