@@ -76,6 +76,11 @@ REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
     "masked": (np.ma.array([1, 2], mask=[True, False]), TypeError, "an array with 1 masked"),
     "huge": ([1, 10**30], ValueError, rf"\b{10**30}\b"),
     "negative": ([3, -1], ValueError, "token id -1 at index 1 is outside the vocabulary of 10"),
+    "too large, after many": (
+        [3] * 20 + [10],
+        ValueError,
+        "token id 10 at index 20 is outside the vocabulary",
+    ),
     "too large": ([3, 10], ValueError, "token id 10 at index 1 is outside the vocabulary of 10"),
     "too large for int32": (np.array([2**32 + 1]), ValueError, f"token id {2**32 + 1} at index 0"),
     "uint64 that wraps": (np.array([2**64 - 1], np.uint64), ValueError, f"token id {2**64 - 1} at index 0"),
@@ -87,18 +92,22 @@ REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
 }
 
 
-def test_any_integer_type_is_a_token_id() -> None:
-    for tokens in ACCEPTED.values():
-        array = token_array(tokens, 10)
-        assert array.dtype == np.int32
-        assert array.flags.c_contiguous
-        assert array.tolist() == [1, 2, 3]
+def test_any_sequence_of_integers_is_a_prompt(demo_path: Path) -> None:
+    with Model(demo_path, device="cpu") as model, model.session() as session:
+        for tokens in ACCEPTED.values():
+            session.reset()
+            session.forward_prompt(tokens)
+            assert session.tokens == [1, 2, 3]
+        for many in (range(1, 20), np.arange(1, 20, dtype=np.int16), np.arange(1, 20, dtype=np.uint64)):
+            session.reset()
+            session.forward_prompt(many)
+            assert session.tokens == [*range(1, 20)]
 
 
-@pytest.mark.parametrize(("tokens", "error", "message"), REFUSED.values(), ids=REFUSED.keys())
-def test_invalid_token_ids_are_rejected(tokens: Any, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        token_array(tokens, 10)
+def test_invalid_token_ids_are_rejected() -> None:
+    for tokens, error, message in REFUSED.values():
+        with pytest.raises(error, match=message):
+            token_array(tokens, 10)
 
 
 @pytest.mark.parametrize(

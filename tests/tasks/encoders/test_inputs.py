@@ -81,9 +81,8 @@ def test_any_sequence_has_the_result_of_a_list(task: Callable[[Any], Any], colle
     assert task(collect(TEXTS)) == task(TEXTS)
 
 
-@pytest.mark.parametrize(
-    ("texts", "message"),
-    [
+def test_what_is_not_a_sequence_of_texts_is_refused(task: Callable[[Any], Any]) -> None:
+    for texts, message in [
         ("a", r"must be a sequence of strings, got one str"),
         (b"a", r"must be a sequence of strings, got one bytes"),
         (3, r"must be a sequence of strings, got one int"),
@@ -95,13 +94,9 @@ def test_any_sequence_has_the_result_of_a_list(task: Callable[[Any], Any], colle
         (ArrowTable(), r"got a ArrowTable: pass one, such as \w+\['title'\]"),
         ([["a", "b", "c"]], r"0 must be a string"),
         (Column(["a", float("nan")]), r"1 must be a string.*, got float"),
-    ],
-)
-def test_what_is_not_a_sequence_of_texts_is_refused(
-    task: Callable[[Any], Any], texts: Any, message: str
-) -> None:
-    with pytest.raises(TypeError, match=message):
-        task(texts)
+    ]:
+        with pytest.raises(TypeError, match=message):
+            task(texts)
 
 
 def test_pairs_may_be_rows_of_an_array(file_of: FileOf) -> None:
