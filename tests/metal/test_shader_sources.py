@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
-import pytest
 from support.kernel_harness import SHADERS
 
 SOURCES = sorted(SHADERS.glob("*.metal"))
@@ -16,12 +14,12 @@ GRID_ATTRIBUTES = (
 )
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda p: p.stem)
-def test_positions_in_a_kernel_have_the_same_number_of_components(path: Path) -> None:
-    for kernel in re.split(r"\nkernel void ", path.read_text())[1:]:
-        parameters = kernel[: kernel.index("{")]
-        sizes = set(re.findall(rf"u(?:int|short)([23]?) \w+\s*\[\[(?:{GRID_ATTRIBUTES})\]\]", parameters))
-        assert len(sizes) <= 1, kernel.split("(")[0]
+def test_positions_in_a_kernel_have_the_same_number_of_components() -> None:
+    for path in SOURCES:
+        for kernel in re.split(r"\nkernel void ", path.read_text())[1:]:
+            parameters = kernel[: kernel.index("{")]
+            sizes = set(re.findall(rf"u(?:int|short)([23]?) \w+\s*\[\[(?:{GRID_ATTRIBUTES})\]\]", parameters))
+            assert len(sizes) <= 1, kernel.split("(")[0]
 
 
 # Functions of single precision that Metal has in a fast and in a precise form.
@@ -31,16 +29,16 @@ TWO_FORMS = (
 )
 
 
-@pytest.mark.parametrize("path", sorted(SHADERS.glob("*.[hm]*")), ids=lambda p: p.name)
-def test_functions_with_a_fast_variant_name_it_explicitly(path: Path) -> None:
+def test_functions_with_a_fast_variant_name_it_explicitly() -> None:
     """Which one a bare name means depends on the compiler's options, and on the macOS that reads them."""
-    code = re.sub(r"//.*", "", path.read_text())
-    assert re.findall(rf"(?<![\w:.])(?:{TWO_FORMS})\(.*", code) == []
+    for path in sorted(SHADERS.glob("*.[hm]*")):
+        code = re.sub(r"//.*", "", path.read_text())
+        assert re.findall(rf"(?<![\w:.])(?:{TWO_FORMS})\(.*", code) == []
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda p: p.stem)
-def test_every_source_includes_what_it_needs_by_itself(path: Path) -> None:
-    text = path.read_text()
-    assert "#include <metal_stdlib>" in text
-    assert "using namespace metal;" in text
-    assert "bfloat" not in re.sub(r"//.*", "", text), "needs Metal 3.1; the minimum is 3.0"
+def test_every_source_includes_what_it_needs_by_itself() -> None:
+    for path in SOURCES:
+        text = path.read_text()
+        assert "#include <metal_stdlib>" in text
+        assert "using namespace metal;" in text
+        assert "bfloat" not in re.sub(r"//.*", "", text), "needs Metal 3.1; the minimum is 3.0"

@@ -88,7 +88,6 @@ INTEGERS = (
 )
 
 
-@pytest.mark.parametrize("key", INTEGERS)
 @pytest.mark.parametrize(
     ("content", "complaint"),
     [
@@ -102,14 +101,12 @@ INTEGERS = (
     ],
     ids=str,
 )
-def test_invalid_integers_are_named(
-    open_model: Open, key: str, content: tuple[int, bytes], complaint: str
-) -> None:
-    with pytest.raises(GGUFError, match=f"llama.{key} {complaint}"):
-        read_config(open_model({f"llama.{key}": content}))
+def test_invalid_integers_are_named(open_model: Open, content: tuple[int, bytes], complaint: str) -> None:
+    for key in INTEGERS:
+        with pytest.raises(GGUFError, match=f"llama.{key} {complaint}"):
+            read_config(open_model({f"llama.{key}": content}))
 
 
-@pytest.mark.parametrize("key", ["attention.layer_norm_rms_epsilon", "rope.freq_base", "attention.scale"])
 @pytest.mark.parametrize(
     ("content", "complaint"),
     [
@@ -122,11 +119,10 @@ def test_invalid_integers_are_named(
     ],
     ids=str,
 )
-def test_invalid_floats_are_named(
-    open_model: Open, key: str, content: tuple[int, bytes], complaint: str
-) -> None:
-    with pytest.raises(GGUFError, match=f"llama.{key} {complaint}"):
-        read_config(open_model({f"llama.{key}": content}))
+def test_invalid_floats_are_named(open_model: Open, content: tuple[int, bytes], complaint: str) -> None:
+    for key in ["attention.layer_norm_rms_epsilon", "rope.freq_base", "attention.scale"]:
+        with pytest.raises(GGUFError, match=f"llama.{key} {complaint}"):
+            read_config(open_model({f"llama.{key}": content}))
 
 
 @pytest.mark.parametrize(
