@@ -192,7 +192,7 @@ def chrome_trace(steps: Sequence[Step], metadata: dict[str, Any]) -> dict[str, A
 
     An event is named after its kernel. Its ``args`` contain the layer (-1 outside the layers), step (0 is the
     prompt), geometry, buffers and arguments of the dispatch, the bytes that its shape requires it to move
-    (each once), and its counts. The bytes are omitted for kernels that the cost model does not support.
+    (each once; of products and attention, if the cost model has counts for the type), and its counts.
     """
     origin = min((d.start for step in steps for d in step.dispatches), default=0.0)
     events: list[dict[str, Any]] = [

@@ -21,8 +21,8 @@ latency
 
 A program that waits for a pass waits `Chip.wait_us` longer than the GPU computes.
 
-The constants are in `chips.py`, which marks those fitted to published speeds. Other published speeds are held
-out, and the errors on them give the range of a prediction (`SPREAD`).
+The constants are in `chips.py`. Errors on published speeds and on an H200 give the range of a prediction
+(`SPREAD`).
 """
 
 from __future__ import annotations
@@ -59,9 +59,8 @@ __all__ = [
 SCHEDULERS = 4  # of a core
 SIMD = 32
 
-# Lowest and highest ratio of measured to predicted speed, for prompts and for passes of a few tokens: the
-# lowest are those of this engine's dispatches on an H200 (docs/measurements/cost-model.md), the highest those
-# of published figures to which no constant was fitted, rounded outwards.
+# Lowest and highest ratio of measured to predicted speed, for prompts and for passes of a few tokens, as
+# docs/measurements/cost-model.md records them: the lowest on an H200, the highest of published speeds.
 SPREAD = {"prompt": (0.79, 1.16), "token": (0.79, 1.05)}
 
 
@@ -69,17 +68,8 @@ SPREAD = {"prompt": (0.79, 1.16), "token": (0.79, 1.05)}
 class Time:
     """Predicted microseconds of a dispatch: each bound, and the overhead."""
 
-    memory: float
-    cache: float
-    core: float
-    issue: float
-    latency: float
+    bounds: dict[str, float]
     overhead: float
-
-    @property
-    def bounds(self) -> dict[str, float]:
-        """The bounds by name."""
-        return {name: getattr(self, name) for name in ("memory", "cache", "core", "issue", "latency")}
 
     @property
     def bound(self) -> str:
@@ -92,23 +82,16 @@ class Time:
         return self.overhead + max(self.bounds.values())
 
 
-def _cycles(chip: Chip, ops: Ops) -> tuple[float, float, float]:
-    """Return the scheduler's cycles for products of 8x8 blocks, for the rest, and the complex pipeline's."""
-    c = chip.cycles
-    complex_pipe = ops.slow * c.slow + ops.exp * c.exp + ops.rcp * c.rcp + ops.rsqrt * c.rsqrt
-    n_complex = ops.slow + ops.exp + ops.rcp + ops.rsqrt
-    other = ops.alu * c.alu + n_complex * c.complex_issue + ops.shuffle * c.shuffle + ops.memory * c.memory
-    units = ops.matrix_unit * c.matrix_unit if ops.matrix_unit else 0.0
-    return ops.mma * c.mma + units, other, complex_pipe
-
-
 def time_of(chip: Chip, work: Work) -> Time:
     """Predict one dispatch."""
-    mma, other, complex_pipe = _cycles(chip, work.ops)
+    c, ops = chip.cycles, work.ops
+    products = ops.mma * c.mma + (ops.matrix_unit * c.matrix_unit if ops.matrix_unit else 0)
+    other = ops.alu * c.alu + ops.slow * c.slow_issue + ops.shuffle * c.shuffle + ops.memory * c.memory
+    slow = ops.slow * c.slow
     groups_of_core = ceil(work.groups / chip.cores)
     # The longest simdgroup determines the time if a core has few of them.
     busiest = max(groups_of_core * work.simdgroups / SCHEDULERS, work.longest)
-    issue = busiest * max(mma + other, complex_pipe)
+    issue = busiest * max(products + other, slow)
 
     resident = min(
         chip.groups,
@@ -119,27 +102,25 @@ def time_of(chip: Chip, work: Work) -> Time:
     # Each step of a matmul needs weights from memory, in addition to its other reads.
     from_memory = work.covered or work.dram_bytes > work.cached_bytes
     waiting = work.trips * (chip.dram_ns if from_memory else chip.slc_ns) * chip.ghz
-    alone = max(other * chip.cycles.alone, complex_pipe)
-    alone += work.local_trips * chip.local_cycles
-    path = waiting + mma + alone
+    alone = max(other * c.alone, slow) + work.local_trips * chip.local_cycles
+    path = waiting + products + alone
     if work.covered:
-        path = max(waiting, mma) + alone
+        path = max(waiting, products) + alone
     if work.ahead:
-        path = max(waiting, mma + alone)
+        path = max(waiting, products + alone)
     latency = waves * path * (work.longest if waves == 1 else 1)
 
     fits = work.cached_bytes <= chip.slc_bytes
     dram_bytes = work.dram_bytes + (0 if fits else work.cached_bytes)
-    shared = work.fetched_bytes / chip.l2_gbs
     last = (work.dram_bytes + work.cached_bytes) / chip.slc_gbs
-    return Time(
-        memory=dram_bytes / (chip.dram_gbs * chip.dram_efficiency) / 1e3,
-        cache=max(shared, last) / 1e3,
-        core=work.core_bytes / (chip.core_bytes * chip.cores * chip.ghz) / 1e3,
-        issue=issue / chip.ghz / 1e3,
-        latency=latency / chip.ghz / 1e3,
-        overhead=chip.dispatch_us,
-    )
+    nanoseconds = {
+        "memory": dram_bytes / (chip.dram_gbs * chip.dram_efficiency),
+        "cache": max(work.fetched_bytes / chip.l2_gbs, last),
+        "core": work.core_bytes / (chip.core_bytes * chip.cores * chip.ghz),
+        "issue": issue / chip.ghz,
+        "latency": latency / chip.ghz,
+    }
+    return Time({name: time / 1e3 for name, time in nanoseconds.items()}, chip.dispatch_us)
 
 
 @dataclass(frozen=True)
@@ -148,11 +129,8 @@ class Prediction:
 
     Attributes
     ----------
-    chip
     tokens
-        That they process.
-    dispatches, times
-        One time for each dispatch.
+        That the dispatches process.
     waits
         How often the program waits for the GPU.
     """
@@ -189,23 +167,16 @@ class Prediction:
 
     def by_kernel(self) -> list[KernelTime]:
         """Return sums over the dispatches of each kernel, the longest first."""
-        names = dict.fromkeys(d.kernel for d in self.dispatches)
+        times: dict[str, list[Time]] = {}
+        for d, time in zip(self.dispatches, self.times, strict=True):
+            times.setdefault(d.kernel, []).append(time)
         rows = []
-        for name in names:
-            of_kernel = [t for d, t in zip(self.dispatches, self.times, strict=True) if d.kernel == name]
+        for kernel, of_kernel in times.items():
             bounds: dict[str, float] = {}
             for time in of_kernel:
                 bounds[time.bound] = bounds.get(time.bound, 0) + time.total
-            total = sum(time.total for time in of_kernel)
-            rows.append(
-                KernelTime(
-                    name,
-                    len(of_kernel),
-                    total,
-                    sum(time.overhead for time in of_kernel),
-                    max(bounds, key=lambda bound: bounds[bound]),
-                )
-            )
+            overhead, bound = sum(t.overhead for t in of_kernel), max(bounds, key=lambda name: bounds[name])
+            rows.append(KernelTime(kernel, len(of_kernel), sum(bounds.values()), overhead, bound))
         return sorted(rows, key=lambda row: -row.microseconds)
 
 

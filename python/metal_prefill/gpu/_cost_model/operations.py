@@ -1,4 +1,4 @@
-"""Instructions and bytes of a dispatch, and what dequantizing and loops cost."""
+"""Instructions and bytes of a dispatch, and the cost of loops and of dequantizing."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import Any
 from metal_prefill.gpu._dispatches import Dispatch
 
 SIMD = 32
+HALF, FLOAT = 2, 4
+BLOCK = 64  # values of an 8x8 block
 
 
 @dataclass(frozen=True)
@@ -16,9 +18,6 @@ class Ops:
 
     alu: float = 0
     slow: float = 0
-    exp: float = 0
-    rcp: float = 0
-    rsqrt: float = 0
     shuffle: float = 0
     mma: float = 0
     memory: float = 0
@@ -31,6 +30,9 @@ class Ops:
         return Ops(*(a * factor for a in vars(self).values()))
 
 
+LOOP = Ops(alu=8, slow=2)  # addresses, the comparison and the branch of a loop
+
+
 @dataclass(frozen=True)
 class Work:
     """The work of a dispatch.
@@ -41,16 +43,8 @@ class Work:
         Threadgroups, and simdgroups of each.
     ops
         Of one simdgroup.
-    longest
-        Work of the simdgroup that has most, in multiples of the average.
-    trips
-        Times that a simdgroup waits for memory, one after another.
-    local_trips
-        The same for threadgroup memory.
-    covered
-        Whether its products run while it waits.
-    ahead
-        Whether all of its instructions do.
+    trips, local_trips
+        Times that a simdgroup waits for memory, one after another, and for threadgroup memory.
     dram_bytes
         Bytes read from or written to memory, each counted once: weights, and data that is not in the last
         cache.
@@ -62,6 +56,10 @@ class Work:
         Bytes that the simdgroups move to and from the first-level cache and threadgroup memory.
     threadgroup_bytes
         Threadgroup memory of a group.
+    covered, ahead
+        Whether its products run while it waits, or all of its instructions.
+    longest
+        Work of the simdgroup that has most, in multiples of the average.
     """
 
     groups: int
@@ -79,6 +77,23 @@ class Work:
     longest: float = 1.0
 
 
+def dispatch_work(
+    d: Dispatch,
+    ops: Ops,
+    trips: float,
+    *,
+    dram: float = 0,
+    cached: float,
+    fetched: float | None = None,
+    core: float | None = None,
+    **others: Any,
+) -> Work:
+    """Return the work of a dispatch; unless given, bytes are fetched once, and moved as often as fetched."""
+    once = dram + cached if fetched is None else fetched
+    moved = once if core is None else core
+    return Work(d.groups, d.threads // SIMD, ops, trips, dram, cached, once, moved, **others)
+
+
 # By tensor type, for an item of 8 values: bytes that a thread loads, and instructions to dequantize it.
 _ITEMS: dict[str, tuple[float, Ops]] = {
     "q4_0": (6, Ops(alu=19, slow=2, memory=3)),  # nibbles become halves without conversions
@@ -93,35 +108,6 @@ _ITEMS: dict[str, tuple[float, Ops]] = {
     "f16": (16, Ops(memory=2)),
     "bf16": (16, Ops(slow=8, memory=2)),
 }
-LOOP = Ops(alu=8, slow=2)  # addresses, the comparison and the branch of a loop
-HALF, FLOAT = 2, 4
-BLOCK = 64  # values of an 8x8 block
-
-
-def dispatch_work(
-    d: Dispatch,
-    ops: Ops,
-    trips: float,
-    *,
-    dram: float = 0,
-    cached: float,
-    fetched: float | None = None,
-    core: float | None = None,
-    **others: Any,
-) -> Work:
-    """Return the work of a dispatch; unless given, bytes are fetched once, and moved as often as fetched."""
-    once = dram + cached if fetched is None else fetched
-    return Work(
-        groups=d.groups,
-        simdgroups=d.threads // SIMD,
-        ops=ops,
-        trips=trips,
-        dram_bytes=dram,
-        cached_bytes=cached,
-        fetched_bytes=once,
-        core_bytes=once if core is None else core,
-        **others,
-    )
 
 
 class UnknownKernelError(ValueError):

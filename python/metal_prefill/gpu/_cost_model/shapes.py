@@ -71,24 +71,17 @@ def plan(
 
     Parameters
     ----------
-    shape
-        Of the model.
-    tokens
-        Length of the prompt; 1 is a step of decoding.
-    position
-        Tokens that are already in the cache.
+    shape, tokens, position
+        Of the model, and of the prompt; 1 token is a step of decoding.
     output
         ``"greedy"``, ``"logits"``, ``"log_probs"`` (of every token, as in scoring), ``"hidden"`` or
         ``"none"``. None selects ``"greedy"``, or ``"hidden"`` for models without logits.
-    family
-        Apple GPU family, 7 (M1) to 10 (M5).
-    gpu
-        Name reported by Metal. Chips with Pro, Max or Ultra have more cores.
+    family, gpu
+        Apple GPU family, 7 (M1) to 10 (M5), and the name reported by Metal. Pro and Max have more cores.
     kv_type, chunk_tokens, fused_norm
         As the options of :class:`metal_prefill.Model`.
     matvec_rows
-        Rows of a ``matvec`` for each simdgroup, 1, 2 or 4, where all lanes share a row. 0 selects as many as
-        without a measurement.
+        Rows of a ``matvec`` for each simdgroup, 1, 2 or 4, where all lanes share one; 0 for the default.
     matmul_tensor
         Whether the matrix units are used, where the family has some.
 
