@@ -208,12 +208,16 @@ bench-gpu: build/.cuda
 lint: build/.emulator $(VENV)/.dev-tools
 	$(LINTERS)
 
+# The folder of the build that tools find compile commands in: the first that exists.
+BUILT = $(shell for name in metal emulator testing plain; do if [ -d build/$$name ]; then echo build/$$name; break; fi; done)
+
 define LINTERS
 $(BIN)/ruff check . && $(BIN)/ruff format --check .
 cp $$($(BIN)/python -c "import metal_prefill, pathlib; print(pathlib.Path(metal_prefill.__file__).parent)")/_core.pyi \
   python/metal_prefill/
 $(BIN)/mypy
 $(BIN)/clang-format --dry-run --Werror $(NATIVE)
+. tools/build/setup_common.sh && $(BIN)/python tools/check/compilers.py $(BUILT) $$(oldest_compilers)
 $(BIN)/python tools/check/prose.py
 $(BIN)/python tools/check/commits.py
 endef
@@ -235,8 +239,7 @@ SLOW_TESTS := bench fuzz serve soak engine/test_allocation_faults.py cpu/test_ar
 
 # Static analysis of what the build compiled. It takes minutes, so it is no part of lint.
 tidy: build/.emulator $(VENV)/.dev-tools
-	$(BIN)/python tools/check/tidy.py $$(if [ -d build/metal ]; then echo build/metal; elif [ -d build/emulator ]; then \
-	  echo build/emulator; elif [ -d build/testing ]; then echo build/testing; else echo build/plain; fi)
+	$(BIN)/python tools/check/tidy.py $(BUILT)
 
 format: $(VENV)/.dev-tools
 	$(BIN)/ruff check --fix . ; $(BIN)/ruff format .

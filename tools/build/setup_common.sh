@@ -8,6 +8,11 @@ find_clang() {
   return 1
 }
 
+# The oldest compilers that build the package, as CMakeLists.txt names them: g++-<version> clang++-<version>.
+oldest_compilers() {
+  sed -n 's/.*install GCC \([0-9]*\) or clang \([0-9]*\),.*/g++-\1 clang++-\2/p' "$(dirname "${BASH_SOURCE[0]}")/../../CMakeLists.txt"
+}
+
 # The browser that the page is tested in.
 find_browser() {
   for name in chromium chromium-browser google-chrome google-chrome-stable; do

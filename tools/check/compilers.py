@@ -1,0 +1,107 @@
+"""Check that the oldest supported compilers accept every source of the package that a build compiled.
+
+Only syntax is checked, and only of files that changed since the last time::
+
+    make lint
+    .venv/bin/python tools/check/compilers.py build/emulator g++-11 clang++-14
+
+A compiler that is not installed is skipped with a note, or is an error if ``METAL_PREFILL_REQUIRE_COMPILERS``
+is set. Sources of the emulator are not checked: it needs a newer clang.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+CHECKED = ("cpp/", "tests/native/")
+# Options that decide what a source means.
+KEPT = re.compile(r"-[DIm].+|-std=.+|-fblocks|-fobjc-(arc|runtime=.+)")
+RULES = """
+rule check
+  command = $compiler $options -w -fsyntax-only -MMD -MT $out -MF $out.d $in && touch $out
+  depfile = $out.d
+  deps = gcc
+rule precompile
+  command = $compiler $options -w $in -o $out
+"""
+
+
+def precompile(folder: Path, compiler: str, language: str, options: list[str]) -> tuple[Path, list[str]]:
+    """Return a header that includes the standard library as far as sources use it, and rules to compile it.
+
+    Compilers spend most of their time on these headers.
+    """
+    sources = [path.read_text(encoding="utf-8") for path in (ROOT / "cpp").rglob("*.*")]
+    text = "".join(sorted(set(re.findall(r"^#include <[a-z_]+>\n", "".join(sources), re.MULTILINE))))
+    header = folder / f"{language}.h"
+    if not header.exists() or header.read_text(encoding="utf-8") != text:
+        header.write_text(text, encoding="utf-8")
+    output = f"{header}.{'pch' if compiler.startswith('clang') else 'gch'}"
+    flags = [f"-x {language}-header", *(option for option in options if option.startswith(("-s", "-f")))]
+    return header, [f"build {output}: precompile {header}", f"  options = {' '.join(flags)}"]
+
+
+def rules_of(build: Path, folder: Path, compiler: str) -> str:
+    """Return ninja's rules that check the sources of a build."""
+    clang = compiler.startswith("clang")
+    lines = [RULES, f"compiler = {compiler}"]
+    headers: dict[str, Path] = {}
+    entries = json.loads((build / "compile_commands.json").read_text(encoding="utf-8"))
+    for file, entry in {os.path.relpath(entry["file"], ROOT): entry for entry in entries}.items():
+        # Without Metal, the plan of a pass is compiled as C++, and other Objective-C++ is not compiled.
+        if not file.startswith(CHECKED) or (file.startswith("cpp/metal/device/") and not clang):
+            continue
+        language = "objective-c++" if clang and file.endswith(".mm") else "c++"
+        options = [option for option in shlex.split(entry["command"]) if KEPT.fullmatch(option)]
+        if language == "c++":
+            options = [option for option in options if not option.startswith("-f")]
+        needed = ""
+        if not any(option.startswith("-m") for option in options):  # these change what headers define
+            if language not in headers:
+                headers[language], rules = precompile(folder, compiler, language, options)
+                lines += rules
+            options += ["-include", str(headers[language])]
+            needed = f" | {headers[language]}.{'pch' if clang else 'gch'}"
+        lines += [f"build {folder / file}.ok: check {ROOT / file}{needed}"]
+        lines += [f"  options = {shlex.join(options)} -x {language}"]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> int:
+    """Check all sources with each compiler; return 1 if one is refused or a required compiler is missing."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("build", type=Path, help="folder of a build")
+    parser.add_argument("compilers", nargs="+", help="names of compilers")
+    arguments = parser.parse_args()
+    jobs = os.environ.get("CMAKE_BUILD_PARALLEL_LEVEL") or str(os.cpu_count() or 1)
+    ninja = Path(sysconfig.get_path("scripts")) / "ninja"
+    failed = False
+    for compiler in arguments.compilers:
+        if not shutil.which(compiler):
+            print(
+                f"{compiler} is not installed: nothing checked (tools/build/setup_packages.sh compilers)",
+                file=sys.stderr,
+            )
+            failed |= bool(os.environ.get("METAL_PREFILL_REQUIRE_COMPILERS"))
+            continue
+        folder = ROOT / "build" / "compilers" / compiler
+        folder.mkdir(parents=True, exist_ok=True)
+        rules = rules_of(arguments.build.resolve(), folder, compiler)
+        (folder / "build.ninja").write_text(rules, encoding="utf-8")
+        done = subprocess.run([ninja, "--quiet", "-k", "0", "-j", jobs, "-C", folder], check=False)
+        failed |= done.returncode != 0
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
