@@ -18,8 +18,6 @@
 
 using namespace metal;
 
-constant constexpr float kLowest = -1e30f;  // below every score, and finite: differences of it are numbers
-
 // T is the type of the cache and of the operands; sums are float32. kDimBlocks * 8 dimensions at most, and
 // exactly so many where kWhole: then no branch depends on their number, and the loads of a block row can all
 // be in flight at the same time.

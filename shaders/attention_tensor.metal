@@ -20,7 +20,6 @@
 using namespace metal;
 using namespace mpp::tensor_ops;
 
-constant constexpr float kLowest = -1e30f;  // below every score, and finite: differences of it are numbers
 constant constexpr ushort kRows = ATTENTION_TENSOR_ROWS, kKeys = PREFILL_KEYS;
 constant constexpr ushort kSimdgroups = MATMUL_THREADS / 32;
 static_assert(MATMUL_THREADS == 2 * kRows, "two threads share a row");
@@ -68,6 +67,7 @@ template <ushort kDims>
         half4(*(device const float4*)(my_query + d) * (args.scale * M_LOG2E_F));
 
   auto output = value_product.template get_destination_cooperative_tensor<Staged, Cached, float>();
+#pragma unroll
   for (ushort i = 0; i < output.get_capacity(); ++i)
     if (output.is_valid_element(i)) output[i] = 0.0f;
   float best = kLowest, sum = 0.0f;  // of this thread's row; the sum of its keys alone
@@ -137,6 +137,7 @@ template <ushort kDims>
     float any_changed = 0.0f;
     for (ushort s = 0; s < kSimdgroups; ++s) any_changed += changed[s];
     if (any_changed > 0.0f)
+#pragma unroll
       for (ushort i = 0; i < output.get_capacity(); ++i)
         if (output.is_valid_element(i)) output[i] *= of_row[output.get_multidimensional_index(i)[1]];
     Staged weight(weights, dextents<int32_t, 2>(kKeys, kRows), array<int32_t, 2>{1, 2 * kKeys});
@@ -155,6 +156,7 @@ template <ushort kDims>
   threadgroup_barrier(mem_flags::mem_threadgroup);  // factors were read
   if (half_of_row == 0) of_row[row] = mine.divisor(sum);
   threadgroup_barrier(mem_flags::mem_threadgroup);
+#pragma unroll
   for (ushort i = 0; i < output.get_capacity(); ++i) {
     if (!output.is_valid_element(i)) continue;
     const auto place = output.get_multidimensional_index(i);  // (dimension, row)

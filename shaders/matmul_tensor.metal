@@ -24,6 +24,7 @@ static inline threadgroup const float* multiply(thread Stage<W, kTokens, kRows, 
                                                   matmul2d_descriptor::mode::multiply_accumulate);
   matmul2d<descriptor, execution_simdgroups<MATMUL_THREADS / 32>> product;
   auto sum = product.template get_destination_cooperative_tensor<Operand, Operand, float>();
+#pragma unroll
   for (ushort i = 0; i < sum.get_capacity(); ++i)
     if (sum.is_valid_element(i)) sum[i] = 0.0f;
 
@@ -162,10 +163,12 @@ template <typename W>
   typename Tile::Product product;
   auto sum = product.template get_destination_cooperative_tensor<typename Tile::Activations,
                                                                  typename Tile::Staged, float>();
+#pragma unroll
   for (ushort i = 0; i < sum.get_capacity(); ++i)
     if (sum.is_valid_element(i)) sum[i] = 0.0f;
   Tile::multiply(weights, x + first * args.in_dim, args.in_dim, sum, staged, thread_index);
 
+#pragma unroll
   for (ushort i = 0; i < sum.get_capacity(); ++i) {
     if (!sum.is_valid_element(i)) continue;
     const auto place = sum.get_multidimensional_index(i);
@@ -197,6 +200,7 @@ template <typename W>
   typename Tile::Product product;
   auto sum = product.template get_destination_cooperative_tensor<typename Tile::Activations,
                                                                  typename Tile::Staged, float>();
+#pragma unroll
   for (ushort i = 0; i < sum.get_capacity(); ++i)
     if (sum.is_valid_element(i)) sum[i] = 0.0f;
   Tile::multiply(weights, x + first * args.in_dim, args.in_dim, sum, (threadgroup half*)results,
@@ -204,6 +208,7 @@ template <typename W>
 
   for (ushort part = 0; part < Tile::kTokens; part += kPart) {
     threadgroup_barrier(mem_flags::mem_threadgroup);
+#pragma unroll
     for (ushort i = 0; i < sum.get_capacity(); ++i) {
       if (!sum.is_valid_element(i)) continue;
       const auto place = sum.get_multidimensional_index(i);

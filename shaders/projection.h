@@ -53,5 +53,5 @@ static inline float activate(float x, uint activation) {
   const float argument =
       activation == ACTIVATION_SILU ? x : 1.5957691216057308f * (x + 0.044715f * x * x * x);
   // The fast exponential takes no infinities and no NaN; where x is not a number, neither is the quotient.
-  return x / (1.0f + fast::exp(min(-argument, 88.0f)));
+  return x / (1.0f + fast::exp(clamp(-argument, -88.0f, 88.0f)));
 }

@@ -8,6 +8,11 @@
 
 using namespace metal;
 
+constant constexpr float kLowest = -1e30f;  // below every score, and finite: differences of it are numbers
+// The score of a key that a row does not see. Its weight is 0, also if the row sees none and the maximum is
+// kLowest. It is finite because the fast exponential takes no infinities.
+constant constexpr float kUnseen = 2.0f * kLowest;
+
 // Row `first + i` of a run is head `row % heads` of token `row / heads`, where `heads` share a KV head.
 struct StackedRow {
   uint token, head, position;
@@ -17,9 +22,9 @@ struct StackedRow {
   device const float* bias;  // of relative positions and this head, [BIAS_BUCKETS][n_heads]; null: none
   uint bias_stride;
 
-  // A scaled product with a key, or minus infinity.
+  // A scaled product with a key.
   float score(float product, uint key) const {
-    if (key < first_key || key > last_key) return -INFINITY;
+    if (key < first_key || key > last_key) return kUnseen;
     const int distance = int(key) - int(position);
     if (bias) product += M_LOG2E_F * bias[uint(position_bucket(distance)) * bias_stride];
     return product - slope * abs(float(distance));

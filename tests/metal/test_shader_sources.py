@@ -42,3 +42,12 @@ def test_every_source_includes_what_it_needs_by_itself() -> None:
         assert "#include <metal_stdlib>" in text
         assert "using namespace metal;" in text
         assert "bfloat" not in re.sub(r"//.*", "", text), "needs Metal 3.1; the minimum is 3.0"
+
+
+def test_loops_over_a_cooperative_tensor_are_unrolled() -> None:
+    """Apple's header calls that imperative: its elements are registers, which have no index at run time."""
+    loops = []
+    for path in SOURCES:
+        lines = path.read_text().splitlines()
+        loops += [lines[i - 1].strip() for i, line in enumerate(lines) if "get_capacity()" in line]
+    assert set(loops) == {"#pragma unroll"}

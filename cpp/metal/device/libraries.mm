@@ -30,7 +30,7 @@ id<MTLLibrary> compiled_library(id<MTLDevice> device) {
   return [device newLibraryWithURL:[NSURL fileURLWithPath:to_ns(path.string())] error:&error];
 }
 
-// Fast maths, Metal's default, assumes that there are no infinities and no NaN; masks and argmax need both.
+// Fast maths, Metal's default, assumes that there are no infinities and no NaN; argmax needs both.
 // The default language is the newest that the system supports: with an older one, all systems compile the
 // same. `variants`: of kernels; null: all.
 MTLCompileOptions* compile_options(const std::set<std::string>* variants, ShaderLanguage language) {

@@ -1,7 +1,8 @@
 // Floating-point functions of one to three arguments, for float, half and their vectors, in metal::,
 // metal::precise and metal::fast. Results are those of the host's float functions, or of ptx_math.h's, rounded
-// to half where the argument is half. The fast ones are the same, except for exp on GPUs and where exp and exp2
-// are asked to be wrong.
+// to half where the argument is half. The fast ones are the same, except that exp on GPUs is less exact, that
+// exp and exp2 on CPUs have errors on request, and that on CPUs a result for an infinite argument is NaN:
+// Metal's fast functions may assume that there is none.
 #pragma once
 
 namespace msl {
@@ -60,6 +61,10 @@ MSL_INLINE float fast_exp2(float x) {
 }
 #endif
 
+MSL_INLINE bool infinite(float x) {
+  return __builtin_fabsf(x) == __builtin_inff();
+}
+
 MSL_INLINE float smooth_ramp(float t) {
   t = __builtin_fminf(__builtin_fmaxf(t, 0.0f), 1.0f);
   return t * t * (3.0f - 2.0f * t);
@@ -91,32 +96,34 @@ namespace metal {
 #define MSL_ON_FLOAT_VECTORS(EACH, name) \
   EACH(name, ::float2)                   \
   EACH(name, ::float3) EACH(name, ::float4) EACH(name, ::half2) EACH(name, ::half3) EACH(name, ::half4)
-#define MSL_MATH1(name, expression)       \
-  MSL_INLINE float name(float x) {        \
-    return expression;                    \
-  }                                       \
-  MSL_INLINE half name(half value) {      \
-    float x = value;                      \
-    return static_cast<half>(expression); \
-  }                                       \
+#define MSL_MATH1(name, expression)                                     \
+  MSL_INLINE float name(float x) {                                      \
+    return MSL_RESULT(msl::infinite(x), expression);                    \
+  }                                                                     \
+  MSL_INLINE half name(half value) {                                    \
+    float x = value;                                                    \
+    return static_cast<half>(MSL_RESULT(msl::infinite(x), expression)); \
+  }                                                                     \
   MSL_ON_FLOAT_VECTORS(MSL_EACH1, name)
-#define MSL_MATH2(name, expression)               \
-  MSL_INLINE float name(float x, float y) {       \
-    return expression;                            \
-  }                                               \
-  MSL_INLINE half name(half first, half second) { \
-    float x = first, y = second;                  \
-    return static_cast<half>(expression);         \
-  }                                               \
+#define MSL_MATH2(name, expression)                                                         \
+  MSL_INLINE float name(float x, float y) {                                                 \
+    return MSL_RESULT(msl::infinite(x) || msl::infinite(y), expression);                    \
+  }                                                                                         \
+  MSL_INLINE half name(half first, half second) {                                           \
+    float x = first, y = second;                                                            \
+    return static_cast<half>(MSL_RESULT(msl::infinite(x) || msl::infinite(y), expression)); \
+  }                                                                                         \
   MSL_ON_FLOAT_VECTORS(MSL_EACH2, name)
-#define MSL_MATH3(name, expression)                           \
-  MSL_INLINE float name(float x, float y, float z) {          \
-    return expression;                                        \
-  }                                                           \
-  MSL_INLINE half name(half first, half second, half third) { \
-    float x = first, y = second, z = third;                   \
-    return static_cast<half>(expression);                     \
-  }                                                           \
+#define MSL_MATH3(name, expression)                                                        \
+  MSL_INLINE float name(float x, float y, float z) {                                       \
+    return MSL_RESULT(msl::infinite(x) || msl::infinite(y) || msl::infinite(z),            \
+                      expression);                                                         \
+  }                                                                                        \
+  MSL_INLINE half name(half first, half second, half third) {                              \
+    float x = first, y = second, z = third;                                                \
+    return static_cast<half>(                                                              \
+        MSL_RESULT(msl::infinite(x) || msl::infinite(y) || msl::infinite(z), expression)); \
+  }                                                                                        \
   MSL_ON_FLOAT_VECTORS(MSL_EACH3, name)
 
 #define MSL_ALL_MATH                                                                                         \
@@ -189,6 +196,7 @@ namespace metal {
     return msl::f_nextafter(x, y);                                                                           \
   }
 
+#define MSL_RESULT(infinite, expression) (expression)
 #define MSL_EXP(x) msl::f_exp(x)
 #define MSL_EXP2(x) msl::f_exp2(x)
 MSL_ALL_MATH
@@ -200,6 +208,8 @@ MSL_ALL_MATH
 #define MSL_EXP(x) msl::fast_exp(x)
 #endif
 #if MSL_CPU
+#undef MSL_RESULT
+#define MSL_RESULT(infinite, expression) ((infinite) ? __builtin_nanf("") : (expression))
 #undef MSL_EXP2
 #define MSL_EXP2(x) msl::fast_exp2(x)
 #endif

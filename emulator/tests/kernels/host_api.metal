@@ -28,6 +28,12 @@ kernel void exponentials(device const float* x [[buffer(0)]],  //
   y[i] = float4(precise::exp(x[i]), fast::exp(x[i]), precise::exp2(x[i]), fast::exp2(x[i]));
 }
 
+kernel void fast_functions(device const float* x [[buffer(0)]],  //
+                           device float4* y [[buffer(1)]],       //
+                           uint i [[thread_position_in_grid]]) {
+  y[i] = float4(fast::exp2(x[i]), fast::fabs(half(x[i])), fast::pow(2.0f, x[i]), fast::fma(1.0f, x[i], 2.0f));
+}
+
 kernel void negate4(device const float4* x [[buffer(0)]],  //
                     device float4* y [[buffer(1)]],        //
                     uint i [[thread_position_in_grid]]) {
