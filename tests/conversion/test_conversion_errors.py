@@ -181,17 +181,21 @@ def test_damaged_settings_are_an_error(tmp_path: Path, content: str) -> None:
         (folder / name).write_bytes(good)
 
 
+BODY, POOL = {"type": f"{ST}.Transformer", "path": ""}, {"type": f"{ST}.Pooling"}
+TWO_MODES = {"pooling_mode_max_tokens": True, "pooling_mode_cls_token": True}
+
+
 @pytest.mark.parametrize(
     ("file", "content", "message"),
     [
         ("modules.json", {}, "modules is dict, expected an array"),
-        ("modules.json", [{"type": f"{ST}.Pooling", "path": "../x"}], r"path is '../x', must be a folder"),
-        ("modules.json", [{"type": f"{ST}.Pooling", "path": "x\0"}], r"path is 'x\\x00', must be a folder"),
+        ("modules.json", [BODY, {**POOL, "path": "../x"}], r"path is '../x', must be a folder"),
+        ("modules.json", [BODY, {**POOL, "path": "x\0"}], r"path is 'x\\x00', must be a folder"),
         ("modules.json", [{"type": f"{ST}.CNN", "path": "x"}], r"modules\[0\].type .*CNN is not supported"),
         ("modules.json", [{"type": "custom.Pooling", "path": "x"}], r"type custom.Pooling is not supported"),
-        ("1_Pooling/config.json", {"pooling_mode_max_tokens": True}, "sets pooling_mode_max_tokens;"),
+        ("1_Pooling/config.json", TWO_MODES, "sets pooling_mode_max_tokens, pooling_mode_cls"),
         ("1_Pooling/config.json", {}, "sets no pooling_mode"),
-        ("1_Pooling/config.json", {"include_prompt": False}, "include_prompt is False; supported: True"),
+        ("1_Pooling/config.json", {"include_prompt": "no"}, "include_prompt is str, expected true or false"),
         ("2_Dense/config.json", {"activation_function": "torch.nn.Mish"}, "activation_function is Mish"),
         ("2_Dense/config.json", LINEAR, r"\(16, 32\), expected \(16, 5\)"),
     ],

@@ -90,19 +90,20 @@ def test_an_adapter_is_refused_with_the_name_of_its_base(folder: Folder, whole: 
         convert(folder.path, folder.path / "m.gguf")
 
 
-@pytest.mark.parametrize(
-    ("kind", "path"),
-    [
-        ("sentence_transformers.models.StaticEmbedding", ""),
-        ("sentence_transformers.models.StaticEmbedding", "0_StaticEmbedding"),
-        ("sentence_transformers.sentence_transformer.modules.bow.BoW", ""),
-    ],
-)
-def test_a_first_module_without_a_transformer_is_named(folder: Folder, kind: str, path: str) -> None:
-    folder.json("modules.json", [{"idx": 0, "name": "0", "path": path, "type": kind}])
+def test_a_first_module_without_a_transformer_is_named(folder: Folder) -> None:
+    kind = "sentence_transformers.sentence_transformer.modules.bow.BoW"
+    folder.json("modules.json", [{"idx": 0, "name": "0", "path": "", "type": kind}])
     with pytest.raises(
-        UnsupportedModelError, match=rf"type is {kind.rpartition('.')[2]}; supported first is"
+        UnsupportedModelError, match="type is BoW; supported first are a Transformer and a Static"
     ):
+        Model(folder.path, device="cpu")
+
+
+@pytest.mark.parametrize("path", ["", "0_StaticEmbedding"])
+def test_a_table_that_is_missing_is_an_error(folder: Folder, path: str) -> None:
+    kind = "sentence_transformers.models.StaticEmbedding"
+    folder.json("modules.json", [{"idx": 0, "name": "0", "path": path, "type": kind}])
+    with pytest.raises(GGUFError, match=r"has neither model\.safetensors nor"):
         Model(folder.path, device="cpu")
 
 

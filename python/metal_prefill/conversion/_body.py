@@ -7,6 +7,7 @@ from pathlib import Path
 from metal_prefill._support.shortened import shortened
 from metal_prefill.conversion._fields import MAX_FILE_NAME, Fields, read_json
 from metal_prefill.errors import GGUFError, UnsupportedModelError
+from metal_prefill.files._task_config import TOKEN_VECTORS, TOKEN_WEIGHTS
 
 _ADAPTER = "adapter_config.json"
 STATIC = "StaticEmbedding"  # module whose vectors are means of rows of a table
@@ -67,6 +68,12 @@ def query_modules(folder: Path) -> list[Fields]:
     return queries if places[0] != places[1] else []
 
 
+def token_heads(folder: Path) -> dict[str, Path]:
+    """Return the files of a folder with the heads of bge-m3, which it does not list, by their names."""
+    paths = {name: folder / f"{name}_linear.pt" for name in (TOKEN_WEIGHTS, TOKEN_VECTORS)}
+    return {name: path for name, path in paths.items() if path.is_file()}
+
+
 def _route(folder: Path, listed: list[Fields], name: str) -> list[Fields]:
     """Read the modules of a route, if the first module is a Router.
 
@@ -105,6 +112,6 @@ def place_of(module: Fields) -> Path:
 def module_folders(folder: Path) -> list[Path]:
     """Return the folders of the modules that a folder lists; none if its list is missing or damaged."""
     try:
-        return [folder / place_of(module) for module in modules_of(folder)]
+        return [folder / place_of(module) for module in (*modules_of(folder), *query_modules(folder))]
     except (FileNotFoundError, GGUFError):
         return []

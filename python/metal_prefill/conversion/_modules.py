@@ -7,7 +7,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from metal_prefill.conversion._body import STATIC, body_folder, modules_of, place_of, query_modules
+from metal_prefill.conversion._body import (
+    STATIC,
+    body_folder,
+    modules_of,
+    place_of,
+    query_modules,
+    token_heads,
+)
 from metal_prefill.conversion._fields import Fields
 from metal_prefill.conversion._sources import Task
 from metal_prefill.conversion._static import CLASS
@@ -21,8 +28,6 @@ from metal_prefill.files._task_config import (
     NORMALIZE,
     NUMBERED_POOLINGS,
     QUERY_WEIGHTS,
-    TOKEN_VECTORS,
-    TOKEN_WEIGHTS,
     VOCABULARY_POOLINGS,
     Pooling,
     Scores,
@@ -199,10 +204,7 @@ def read_modules(folder: Path, config: Fields, task: Task) -> Modules:
 
 def _add_token_heads(found: Modules, folder: Path) -> None:
     """Add the heads of bge-m3, which are not among the modules, if the folder has them."""
-    for name in (TOKEN_WEIGHTS, TOKEN_VECTORS):
-        path = folder / f"{name}_linear.pt"
-        if not path.is_file():
-            continue
+    for name, path in token_heads(folder).items():
         tensors = read_torch_file(path)
         if set(tensors) != {"weight", "bias"}:
             raise GGUFError(f"{path}: has the tensors {', '.join(tensors)}, expected weight and bias")

@@ -18,7 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from metal_prefill._support.atomic_write import replacing
-from metal_prefill.conversion._body import body_folder, module_folders
+from metal_prefill.conversion._body import body_folder, module_folders, token_heads
 from metal_prefill.conversion._fields import MAX_FILE_NAME
 from metal_prefill.conversion._weights import FILE, source_files
 from metal_prefill.errors import GGUFError
@@ -126,8 +126,8 @@ def _key(folder: Path) -> str:
     small = [
         path for place in (folder, *modules) for path in sorted(place.glob("*")) if path.suffix in _SMALL
     ]
-    dense = [place / FILE for place in modules]
-    for path in dict.fromkeys((*small, *weights, *dense)):
+    heads = [*(place / FILE for place in modules), *token_heads(folder).values()]
+    for path in dict.fromkeys((*small, *weights, *heads)):
         if not path.is_file():
             continue
         status = path.stat()

@@ -79,6 +79,14 @@ def test_each_kind_is_that_of_its_own_call_and_the_same_alone(folder: Folder) ->
         assert len(model.embed_sparse(TEXTS[:1], max_active=2)[0].ids) == 2
 
 
+def test_other_heads_make_another_conversion(folder: Folder) -> None:
+    with Model(folder.path, device="cpu") as model:
+        before = model.embed_hybrid(TEXTS)
+    write_torch_file(folder.path / "colbert_linear.pt", {**COLBERT, "bias": COLBERT["bias"] + 1})
+    with Model(folder.path, device="cpu") as model:
+        assert not np.array_equal(model.embed_hybrid(TEXTS).tokens[0], before.tokens[0])
+
+
 def test_a_model_without_the_heads_is_refused(tmp_path: Path) -> None:
     folder = model_folders.bert(tmp_path / "m")
     folder.pool()

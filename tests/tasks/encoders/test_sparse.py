@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 from support.bert_relatives import distilbert, masked_head, routed, vocabulary_vector
 from support.encoder_tasks import NEAR
 from support.folder_reference import Array
@@ -104,6 +105,18 @@ def test_queries_of_a_router_match_sentence_transformers(tmp_path: Path, device:
             model.embed_sparse([long], instruction="query")
         with pytest.warns(UserWarning, match="text 0"):
             model.embed_sparse([long], instruction="query", truncate="end")
+
+
+def test_other_weights_of_queries_make_another_conversion(tmp_path: Path) -> None:
+    folder = routed(tmp_path / "folder")
+    with Model(folder.write(), device="cpu") as model:
+        before = model.embed_sparse(SOME, instruction="query")
+    weights = np.ones(folder.config["vocab_size"], np.float32)
+    save_file({"weight": weights}, folder.path / "query_0_SparseStaticEmbedding" / "model.safetensors")
+    with Model(folder.path, device="cpu") as model:
+        after = model.embed_sparse(SOME, instruction="query")
+    assert (after[0].weights == 1).all()
+    assert not np.array_equal(after[0].weights, before[0].weights)
 
 
 def test_other_routes_are_refused_by_name(tmp_path: Path) -> None:
