@@ -43,29 +43,11 @@ if TYPE_CHECKING:
     __version__: str  # version of the installed distribution
 
 __all__ = [
-    "ChatTemplateError",
-    "ClosedError",
-    "ConstraintError",
-    "ContextOverflowError",
-    "Conversation",
-    "DeviceError",
-    "ForkError",
-    "GGUFError",
-    "HubError",
-    "KVMemoryError",
-    "MetalPrefillError",
-    "MissingExtraError",
-    "Model",
-    "NumericalError",
-    "OutputError",
-    "Piece",
-    "Scheduler",
-    "Session",
-    "SessionBusyError",
-    "StateError",
-    "UnsupportedModelError",
-    "default_model_path",
-]
+    "ChatTemplateError", "ClosedError", "ConstraintError", "ContextOverflowError", "Conversation",
+    "DeviceError", "ForkError", "GGUFError", "HubError", "KVMemoryError", "MetalPrefillError",
+    "MissingExtraError", "Model", "NumericalError", "OutputError", "Piece", "Scheduler", "Session",
+    "SessionBusyError", "StateError", "UnsupportedModelError", "default_model_path",
+]  # fmt: skip
 
 # Loaded on first use, so that the command line can print its help without importing NumPy.
 _HOMES = {

@@ -19,15 +19,9 @@ if TYPE_CHECKING:
     from metal_prefill.integrations._sklearn import EmbeddingTransformer
 
 __all__ = [
-    "ChromaEmbeddings",
-    "ContinuePrompts",
-    "EmbedTexts",
-    "EmbeddingTransformer",
-    "MetalPrefillLM",
-    "RerankPairs",
-    "ScorePrompts",
-    "serve_app",
-]
+    "ChromaEmbeddings", "ContinuePrompts", "EmbedTexts", "EmbeddingTransformer", "MetalPrefillLM",
+    "RerankPairs", "ScorePrompts", "serve_app",
+]  # fmt: skip
 
 __getattr__ = lazy_names(
     __name__,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,8 @@ __all__ = [
 
 Progress = Callable[[int, int], None]  # called with the bytes of weights written so far, and their total
 
+_BERT: Mapping[str, Any] = {"architecture": "bert", "tokenizer": "bert", "norm_eps": 1e-12}
+
 PRESETS: Mapping[str, ModelShape] = {
     "smollm-135m": ModelShape(30, 576, 9, 3, 64, 1536, 49152, 2048),
     "smollm-360m": ModelShape(32, 960, 15, 5, 64, 2560, 49152, 2048),
@@ -48,14 +50,7 @@ PRESETS: Mapping[str, ModelShape] = {
         22, 2048, 32, 4, 64, 5632, 32000, 2048, output_type="Q6_K", tokenizer="llama"
     ),
     "lfm2-350m": ModelShape(
-        16,
-        1024,
-        16,
-        8,
-        64,
-        4608,
-        65536,
-        128000,
+        *(16, 1024, 16, 8, 64, 4608, 65536, 128000),
         architecture="lfm2",
         rope_base=1e6,
         conv_layers=(0, 1, 3, 4, 6, 7, 9, 11, 13, 15),
@@ -94,33 +89,14 @@ PRESETS: Mapping[str, ModelShape] = {
         2, 64, 4, 2, 32, 128, 512, 512, architecture="qwen3", rope_base=1e6, norm_eps=1e-6, pooling="last"
     ),
     "qwen3-embedding-0.6b": ModelShape(
-        28,
-        1024,
-        16,
-        8,
-        128,
-        3072,
-        151669,
-        32768,
+        *(28, 1024, 16, 8, 128, 3072, 151669, 32768),
         architecture="qwen3",
         rope_base=1e6,
         norm_eps=1e-6,
         pooling="last",
     ),
-    "minilm-l6": ModelShape(
-        *(6, 384, 12, 12, 32, 1536, 30522, 512),
-        architecture="bert",
-        tokenizer="bert",
-        norm_eps=1e-12,
-        pooling="mean",
-    ),
-    "bge-base": ModelShape(
-        *(12, 768, 12, 12, 64, 3072, 30522, 512),
-        architecture="bert",
-        tokenizer="bert",
-        norm_eps=1e-12,
-        pooling="cls",
-    ),
+    "minilm-l6": ModelShape(*(6, 384, 12, 12, 32, 1536, 30522, 512), **_BERT, pooling="mean"),
+    "bge-base": ModelShape(*(12, 768, 12, 12, 64, 3072, 30522, 512), **_BERT, pooling="cls"),
     "mpnet-base": ModelShape(
         *(12, 768, 12, 12, 64, 3072, 30527, 512),
         architecture="bert",
@@ -128,13 +104,7 @@ PRESETS: Mapping[str, ModelShape] = {
         position_bias=True,
         pooling="mean",
     ),
-    "distilbert": ModelShape(
-        *(6, 768, 12, 12, 64, 3072, 30522, 512),
-        architecture="bert",
-        tokenizer="bert",
-        norm_eps=1e-12,
-        pooling="mean",
-    ),
+    "distilbert": ModelShape(*(6, 768, 12, 12, 64, 3072, 30522, 512), **_BERT, pooling="mean"),
     "nomic-embed": ModelShape(
         *(12, 768, 12, 12, 64, 3072, 30522, 2048),
         architecture="nomic-bert",
@@ -154,14 +124,7 @@ PRESETS: Mapping[str, ModelShape] = {
         *(24, 1024, 16, 16, 64, 4096, 250002, 8192), architecture="bert", tokenizer="bert", pooling="cls"
     ),
     "embeddinggemma-300m": ModelShape(
-        24,
-        768,
-        3,
-        1,
-        256,
-        1152,
-        262144,
-        2048,
+        *(24, 768, 3, 1, 256, 1152, 262144, 2048),
         architecture="gemma-embedding",
         tokenizer="llama",
         rope_base=1e6,
@@ -294,38 +257,15 @@ def synthesize(
     OSError
         If the file cannot be written.
     """
+    arguments = locals()
+    given = {f.name: arguments[f.name] for f in fields(ModelShape) if arguments.get(f.name) is not None}
     if preset not in PRESETS:
         raise ValueError(f"unknown preset {preset!r}; known are {', '.join(PRESETS)}")
-    changes = {
-        "layers": layers,
-        "dim": dim,
-        "heads": heads,
-        "kv_heads": kv_heads,
-        "head_dim": head_dim,
-        "ffn": ffn,
-        "vocab": vocab,
-        "context": context,
-        "output_type": output_type,
-        "tokenizer": tokenizer,
-        "rope_base": rope_base,
-        "rope_dims": rope_dims,
-        "rope_scaling": rope_scaling,
-        "rope_factor": rope_factor,
-        "norm_eps": norm_eps,
-        "architecture": architecture,
-        "value_dim": value_dim,
-        "window": window,
-        "qkv_bias": qkv_bias,
-        "original_context": original_context,
-        "pooling": pooling,
-        "dense": dense,
-        "labels": None if labels is None else tuple(labels),
-        "conv_layers": None if conv_layers is None else tuple(conv_layers),
-        "conv_taps": conv_taps,
-        "scan": scan,
-    }
-    given = {name: value for name, value in changes.items() if value is not None}
-    shape = replace(PRESETS[preset], **given)  # type: ignore[arg-type]  # each has its field's type
+    if labels is not None:
+        given["labels"] = tuple(labels)
+    if conv_layers is not None:
+        given["conv_layers"] = tuple(conv_layers)
+    shape = replace(PRESETS[preset], **given)
     if shape.pooling == "rank" and not shape.labels:
         shape = replace(shape, labels=("score",))  # its file must have a head
     if conv_layers is None:

@@ -17,17 +17,9 @@ if TYPE_CHECKING:
     from metal_prefill.tasks._token_labels import Entity
 
 __all__ = [
-    "PROMPTS",
-    "Classification",
-    "Entity",
-    "HybridVectors",
-    "Ranked",
-    "SparseVector",
-    "embed",
-    "maxsim",
-    "prompt_names",
-    "rerank",
-]
+    "PROMPTS", "Classification", "Entity", "HybridVectors", "Ranked", "SparseVector", "embed", "maxsim",
+    "prompt_names", "rerank",
+]  # fmt: skip
 
 __getattr__ = lazy_names(
     __name__,

@@ -18,14 +18,9 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
-    "ChatTemplate",
-    "ParsedAnswer",
-    "Tokenizer",
-    "ToolCall",
-    "ToolCallParser",
-    "parse_tool_calls",
+    "ChatTemplate", "ParsedAnswer", "Tokenizer", "ToolCall", "ToolCallParser", "parse_tool_calls",
     "tool_names",
-]
+]  # fmt: skip
 
 __getattr__ = lazy_names(
     __name__,
