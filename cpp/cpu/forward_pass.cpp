@@ -138,20 +138,29 @@ void ForwardPass::finish_layer(const Context& c, int layer, const BlockOutput& m
   const CpuLayer& w = weights_.layers[std::size_t(layer)];
   add_residual(c, mixed, rows);
   normalize_attended(c, m, rows);
-  if (config_.ffn_dim == 0) return;
-  gate_and_up(c, w, m, rows);
-  add_residual(c, {w.w_down, m.b_down, m.post_ffn_norm, rows.ffn}, rows);
+  switch (config_.feed_forward(layer)) {
+    case FeedForwardKind::kNone:
+      break;
+    case FeedForwardKind::kDense:
+      gate_and_up(c, w, m, rows);
+      add_residual(c, {w.w_down, m.b_down, m.post_ffn_norm, rows.ffn}, rows);
+      break;
+    case FeedForwardKind::kExperts:
+      experts(c, w, m, rows);
+      break;
+  }
   normalize_stream(c, m.ffn_residual_norm, m.ffn_residual_norm_bias, rows);
 }
 
 // Rows for which one thread finishes a layer: their activations stay in its L2 cache, and no thread waits for
-// another. All of `rows` if each thread would have too few, or if weights are unpacked, which takes as long
-// for few rows as for many.
+// another. All of `rows` if each thread would have too few, if weights are unpacked, which takes as long
+// for few rows as for many, or if rows are sorted by expert.
 int ForwardPass::rows_at_once(const CpuLayer& w, const BlockOutput& mixed, int rows) const {
   constexpr int kLeast = 32;
   constexpr std::size_t kBytes = 384 << 10;  // of a feed-forward block in float32
   for (const Linear* linear : {&mixed.weight, &w.w_gate, &w.w_up, &w.w_down})
     if (linear->tensor && !linear->ready_panels()) return rows;
+  if (w.router.tensor) return rows;
   const int threads = team_.size();
   if (rows < kLeast * threads) return rows;
   const int most = std::max(kLeast, int(kBytes / sizeof(float) / std::size_t(std::max(config_.ffn_dim, 1))));
@@ -321,6 +330,24 @@ void ForwardPass::gate_and_up(const Context& c, const CpuLayer& w, const LayerWe
                                 ? NormedRows(rows.normed)
                                 : normalize(c, rows.x, stream_norm(m.ffn_norm), 0, rows.count, rows.normed);
   multiply_gated(c, {w.w_gate, w.w_up, m.b_gate, m.b_up, config_.activation}, normed, rows.count, rows.ffn);
+}
+
+// Each row through those experts that the router chooses for it, and through the shared one.
+void ForwardPass::experts(const Context& c, const CpuLayer& w, const LayerWeights& m,
+                          const StreamRows& rows) {
+  const Routes routes = work_.routes.of(rows.count);
+  const NormedRows normed = normalize(c, rows.x, stream_norm(m.ffn_norm), 0, rows.count, rows.normed);
+  multiply(c, {{w.router, routes.scores}}, normed, rows.count);
+  route(c, config_, m.router_bias, routes);
+  gather_rows(c, normed, config_.dim, routes, work_.routed);
+  multiply_gated_experts(c, {w.gate_experts, w.up_experts, config_.activation}, routes, work_.routed,
+                         work_.expert_ffn);
+  if (config_.shared_dim > 0) {
+    multiply_gated(c, {w.shared_gate, w.shared_up, kNoTensor, kNoTensor, config_.activation}, normed,
+                   rows.count, rows.ffn);
+    add_residual(c, {w.shared_down, kNoTensor, kNoTensor, rows.ffn}, rows);
+  }
+  add_experts(c, w.down_experts, routes, work_.expert_ffn, rows.x);
 }
 
 void ForwardPass::head(const Context& c) {

@@ -83,6 +83,7 @@ class ForwardPass {
   void normalize_attended(const Context& c, const LayerWeights& m, const StreamRows& rows);
   void normalize_stream(const Context& c, const Tensor& weight, const Tensor& bias, const StreamRows& rows);
   void gate_and_up(const Context& c, const CpuLayer& w, const LayerWeights& m, const StreamRows& rows);
+  void experts(const Context& c, const CpuLayer& w, const LayerWeights& m, const StreamRows& rows);
   void head(const Context& c);
   void deliver_hidden(const Context& c);
   void use_logits(const Context& c, std::span<const Wanted> wanted);

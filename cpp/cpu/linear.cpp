@@ -25,6 +25,8 @@ constexpr int kFewTokens = 3;  // for which expanding 16-bit weights to float32 
 
 constexpr int kNarrowTokens = 2;  // for which widening a group first costs more than it saves
 
+constexpr int kItemsOfThread = 4;  // of experts at least: the last ones end together
+
 using Tile = float[kWidenedTokenBlock][kGroupRows];
 
 // The rows of a pass in blocks of about equal length. A block begins with a tile of quantized activations.
@@ -37,10 +39,20 @@ struct TokenBlocks {
   }
 };
 
+// Where share `share` of some items begins.
+int share_of(int items, int share, int shares) {
+  return int(std::int64_t(items) * share / shares);
+}
+
+// Tokens of an item at most, by the cost of unpacking its weights.
+int most_tokens(int unpacking) {
+  return unpacking > kTileTokens ? kWidenedTokenBlock : kTokenBlock;
+}
+
 // An item is a group of weights and a block of tokens. Few blocks unpack weights seldom; more of them keep
 // all threads at work until the end. Takes the number that is done first.
 TokenBlocks blocks_of(int rows, int groups, int threads, int unpacking) {
-  const int most = unpacking > kTileTokens ? kWidenedTokenBlock : kTokenBlock;
+  const int most = most_tokens(unpacking);
   TokenBlocks best = {rows, 0, 0};
   int best_cost = 0;
   for (int count = ceil_div(rows, most); count <= ceil_div(rows, kTileTokens); ++count) {
@@ -96,7 +108,7 @@ PrefetchRange next_group(const PackedMatrix& packed, int group) {
   return {packed.group(group + 1), packed.group_bytes()};
 }
 // A share of its lines.
-PrefetchRange share_of(const PrefetchRange& range, int share, int shares) {
+PrefetchRange lines_of(const PrefetchRange& range, int share, int shares) {
   constexpr std::size_t kLine = 64;
   const std::size_t lines = range.bytes / kLine, n = std::size_t(shares);
   const std::size_t begin = lines * std::size_t(share) / n, end = lines * std::size_t(share + 1) / n;
@@ -181,7 +193,7 @@ void multiply_parts(const Context& c, const Linear& linear, int group, const Act
   for (int i = 0; i < parts; ++i) {
     const int first = i * kPartTokens;
     const RowRange part = {range.first + first, std::min(kPartTokens, range.count - first)};
-    multiply_panels(c, linear, group, pairs, x, part, out, share_of(next, i, parts));
+    multiply_panels(c, linear, group, pairs, x, part, out, lines_of(next, i, parts));
     body(part, tile[0]);
   }
 }
@@ -199,15 +211,46 @@ class GroupBias {
   alignas(64) float values_[kGroupRows] = {};
 };
 
-// A phase of items that multiply rows of x.
-template <typename F>
-void for_each_of(const Context& c, int items, const NormedRows& x, F&& body) {
-  bool prepared = false;
-  c.for_each(items, [&](int item) {
-    if (!prepared) x.prepare(c);
-    prepared = true;
-    body(item);
-  });
+// Whether the results of a group are rounded as they are computed: h has no block with columns of several.
+bool rounds_groups(const Activations& h) {
+  return kGroupRows % h.forms.block_cols() == 0;
+}
+
+// A group of columns of h for a block of tokens.
+void gate_group(const Context& c, const GateAndUp& w, int group, const Activations& x, RowRange range,
+                const Activations& h) {
+  const bool whole_blocks = rounds_groups(h), in_f32 = h.forms.f32 || !whole_blocks;
+  const int row = group * kGroupRows, n_rows = std::min(kGroupRows, w.up.packed.rows - row);
+  const GroupBias gate_bias(w.gate_bias, row, n_rows), up_bias(w.up_bias, row, n_rows);
+  alignas(64) Tile gates, ups;
+  // Stores the results of a part of the tokens in the other forms of h.
+  const auto store = [&](RowRange part, const float* from, std::size_t stride) {
+    if (!whole_blocks) return;
+    if (h.forms.int8) {
+      for (int t = 0; t < part.count; t += kTileTokens)
+        c.kernels.quantize(from + std::size_t(t) * stride, stride, 0, std::min(part.count - t, kTileTokens),
+                           1, h.int8.tile(part.first + t) + group);
+    }
+    if (h.forms.bfloat16)
+      c.kernels.round_to_bfloat16(from, stride, part.count, n_rows, h.bfloat16.row(part.first) + row,
+                                  h.bfloat16.stride);
+  };
+  if (w.gate.tensor) {
+    multiply_group(c, w.gate, group, x, range, {gates[0], kGroupRows, gate_bias.values()});
+    multiply_group(c, w.up, group, x, range, {ups[0], kGroupRows, up_bias.values()});
+    c.kernels.gated(gates[0], ups[0], w.activation, range.count * kGroupRows, gates[0]);
+    if (in_f32)
+      c.kernels.add_products(gates[0], nullptr, range.count, n_rows, false, h.f32.row(range.first) + row,
+                             h.f32.stride);
+    store(range, gates[0], kGroupRows);
+  } else {
+    multiply_parts(c, w.up, group, x, range, up_bias.values(), ups, [&](RowRange part, float* products) {
+      float* to = in_f32 ? h.f32.row(part.first) + row : products;
+      const std::size_t stride = in_f32 ? h.f32.stride : kGroupRows;
+      c.kernels.activate(products, kGroupRows, w.activation, part.count, n_rows, to, stride);
+      store(part, to, stride);
+    });
+  }
 }
 
 void update(Best& best, const float* values, int n, int index) {
@@ -289,46 +332,51 @@ void multiply_gated(const Context& c, const GateAndUp& w, const NormedRows& x, i
                     const Activations& h) {
   const int groups = w.up.packed.groups();
   const TokenBlocks blocks = blocks_of(rows, groups, c.worker.count(), unpacking_tokens(w.up));
-  const bool in_panels = w.up.in_panels(), whole_blocks = kGroupRows % h.forms.block_cols() == 0;
+  const bool in_panels = w.up.in_panels();
   for_each_of(c, groups * blocks.count, x, [&](int item) {
     const int group = in_panels ? item % groups : item / blocks.count;
-    const int row = group * kGroupRows, n_rows = std::min(kGroupRows, w.up.packed.rows - row);
-    const RowRange range = blocks.range(in_panels ? item / groups : item % blocks.count);
-    const GroupBias gate_bias(w.gate_bias, row, n_rows), up_bias(w.up_bias, row, n_rows);
-    alignas(64) Tile gates, ups;
-    const bool in_f32 = h.forms.f32 || !whole_blocks;
-    // Stores the results of a part of the tokens in the other forms of h.
-    const auto store = [&](RowRange part, const float* from, std::size_t stride) {
-      if (!whole_blocks) return;
-      if (h.forms.int8) {
-        for (int t = 0; t < part.count; t += kTileTokens)
-          c.kernels.quantize(from + std::size_t(t) * stride, stride, 0, std::min(part.count - t, kTileTokens),
-                             1, h.int8.tile(part.first + t) + group);
-      }
-      if (h.forms.bfloat16)
-        c.kernels.round_to_bfloat16(from, stride, part.count, n_rows, h.bfloat16.row(part.first) + row,
-                                    h.bfloat16.stride);
-    };
-    if (w.gate.tensor) {
-      multiply_group(c, w.gate, group, x.rows(), range, {gates[0], kGroupRows, gate_bias.values()});
-      multiply_group(c, w.up, group, x.rows(), range, {ups[0], kGroupRows, up_bias.values()});
-      c.kernels.gated(gates[0], ups[0], w.activation, range.count * kGroupRows, gates[0]);
-      if (in_f32)
-        c.kernels.add_products(gates[0], nullptr, range.count, n_rows, false, h.f32.row(range.first) + row,
-                               h.f32.stride);
-      store(range, gates[0], kGroupRows);
-    } else {
-      multiply_parts(c, w.up, group, x.rows(), range, up_bias.values(), ups,
-                     [&](RowRange part, float* products) {
-                       float* to = in_f32 ? h.f32.row(part.first) + row : products;
-                       const std::size_t stride = in_f32 ? h.f32.stride : kGroupRows;
-                       c.kernels.activate(products, kGroupRows, w.activation, part.count, n_rows, to, stride);
-                       store(part, to, stride);
-                     });
-    }
+    gate_group(c, w, group, x.rows(), blocks.range(in_panels ? item / groups : item % blocks.count), h);
   });
   // A block with columns of several groups is rounded once all of them are computed.
-  if (!whole_blocks) c.worker.for_each(rows, [&](int row) { round_row(c, h, row, 0, w.up.packed.rows); });
+  if (!rounds_groups(h)) c.worker.for_each(rows, [&](int row) { round_row(c, h, row, 0, w.up.packed.rows); });
+}
+
+void multiply_gated_experts(const Context& c, const GatedExperts& w, const Routes& routes,
+                            const Activations& x, const Activations& h) {
+  const int groups = w.up[0].packed.groups(), columns = w.up[0].packed.rows;
+  const int most = most_tokens(unpacking_tokens(w.up[0]));
+  // Shares of the tiles, whichever experts they are of, so that all threads have work.
+  const int shares = std::clamp(ceil_div(kItemsOfThread * c.worker.count(), groups), 1, routes.most_tiles());
+  c.for_each(groups * shares, [&](int item) {
+    const int tiles = routes.tiles(), share = item % shares;
+    const int begin = share_of(tiles, share, shares), end = share_of(tiles, share + 1, shares);
+    routes.for_each_block(begin, end, most, [&](int expert, RowRange range) {
+      const std::size_t i = std::size_t(expert);
+      const GateAndUp of_expert = {w.gate[i], w.up[i], kNoTensor, kNoTensor, w.activation};
+      gate_group(c, of_expert, item / shares, x, range, h);
+    });
+  });
+  if (!rounds_groups(h))
+    c.worker.for_each(routes.pairs(), [&](int pair) { round_row(c, h, routes.places[pair], 0, columns); });
+}
+
+void add_experts(const Context& c, std::span<const Linear> down, const Routes& routes, const Activations& h,
+                 const FloatRows& x) {
+  const int most = most_tokens(unpacking_tokens(down[0]));
+  c.for_each(down[0].packed.groups(), [&](int group) {
+    const int row = group * kGroupRows, n_rows = std::min(kGroupRows, down[0].packed.rows - row);
+    alignas(64) Tile tile;
+    const auto add = [&](RowRange part, const float* sums) {
+      for (int t = 0; t < part.count; ++t) {
+        const Routes::Pair& pair = routes.at_place[part.first + t];
+        float* out = x.row(pair.row) + row;
+        for (int i = 0; i < n_rows; ++i) out[i] += pair.factor * sums[t * kGroupRows + i];
+      }
+    };
+    routes.for_each_block(0, routes.tiles(), most, [&](int expert, RowRange range) {
+      multiply_parts(c, down[std::size_t(expert)], group, h, range, nullptr, tile, add);
+    });
+  });
 }
 
 void multiply_head(const Context& c, const Linear& head, const NormedRows& x, int rows, float* const* logits,

@@ -40,8 +40,7 @@ void normalize_row(const Context& c, const float* x, const Norm& norm, int row, 
 void normalize_row_in_place(const Context& c, const Norm& norm, int row, const FloatRows& x,
                             const Activations& out) {
   apply(c.kernels, norm, x.row(row), x.row(row));
-  round_from(c, {x.row(row), x.stride}, out, row, 1, 0, norm.dim);
-  if (out.forms.f32) std::copy_n(x.row(row), norm.dim, out.f32.row(row));
+  store_row(c, x.row(row), norm.dim, out, row);
 }
 
 void add(const float* from, int n, float* to) {
@@ -69,6 +68,11 @@ void apply(const Kernels& kernels, const Norm& norm, const float* x, float* out)
 
 void round_rows(const Context& c, const Activations& a, int row, int rows, int first, int columns) {
   round_from(c, {a.f32.row(row), a.f32.stride}, a, row, rows, first, columns);
+}
+
+void store_row(const Context& c, float* x, int columns, const Activations& out, int row) {
+  round_from(c, {x, 0}, out, row, 1, 0, columns);
+  if (out.forms.f32) std::copy_n(x, columns, out.f32.row(row));
 }
 
 void embed(const Context& c, const Model& model, std::span<const Row> rows, const FloatRows& x) {

@@ -81,6 +81,17 @@ class NormedRows {
   const std::optional<Pending> pending_;
 };
 
+// A phase of items that multiply rows of x.
+template <typename F>
+void for_each_of(const Context& c, int items, const NormedRows& x, F&& body) {
+  bool prepared = false;
+  c.for_each(items, [&](int item) {
+    if (!prepared) x.prepare(c);
+    prepared = true;
+    body(item);
+  });
+}
+
 // A row of a pass: one token of one sequence.
 struct Row {
   TokenId token;
@@ -100,10 +111,6 @@ struct QueryTile {
   int position;  // likewise
   int end;       // of the positions that rows see where they see later ones
   std::byte* const* pages;
-};
-// Consecutive rows of a pass.
-struct RowRange {
-  int first, count;
 };
 // Rows of a tile, for a pass of `total` rows: K and V are read once for all of them, but all threads should
 // have a part.
@@ -152,6 +159,22 @@ struct GateAndUp {
 // h = activation(gate * x + gate_bias) * (up * x + up_bias), in the forms that h asks for.
 void multiply_gated(const Context& c, const GateAndUp& w, const NormedRows& x, int rows,
                     const Activations& h);
+// Scores experts of each row by the products of the router, and sorts the rows by those that they go to.
+void route(const Context& c, const Config& config, const Tensor& bias, const Routes& routes);
+// Rows of x to their places, in the forms that `out` asks for.
+void gather_rows(const Context& c, const NormedRows& x, int columns, const Routes& routes,
+                 const Activations& out);
+// The gates and ups of all experts.
+struct GatedExperts {
+  std::span<const Linear> gate, up;
+  Activation activation;
+};
+// multiply_gated of each expert with the rows at its places.
+void multiply_gated_experts(const Context& c, const GatedExperts& w, const Routes& routes,
+                            const Activations& x, const Activations& h);
+// x += factor * (down * h) of each expert of a row, in the order of experts.
+void add_experts(const Context& c, std::span<const Linear> down, const Routes& routes, const Activations& h,
+                 const FloatRows& x);
 // Logits of rows [0, rows) of x. `logits` names where each goes, null where only the largest is wanted, which
 // the scratch of each thread collects from best[first_best] on.
 void multiply_head(const Context& c, const Linear& head, const NormedRows& x, int rows, float* const* logits,
@@ -168,6 +191,9 @@ void round_rows(const Context& c, const Activations& a, int row, int rows, int f
 inline void round_row(const Context& c, const Activations& a, int row, int first, int columns) {
   round_rows(c, a, row, 1, first, columns);
 }
+
+// Row `row` in the forms that `out` asks for.
+void store_row(const Context& c, float* x, int columns, const Activations& out, int row);
 
 // The norm of rows [first, first + rows) of x, which become rows [0, rows). Many rows go to `out`, in a
 // phase; few go to the scratch of each thread, when it needs them.

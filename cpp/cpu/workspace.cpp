@@ -47,13 +47,31 @@ class Layout {
     }
     return a;
   }
+  // Of what is taken from now on.
+  void set_rows(std::size_t rows) { rows_ = rows; }
   std::size_t bytes() const { return bytes_; }
 
  private:
   std::byte* const base_;
-  const std::size_t rows_;
+  std::size_t rows_;
   std::size_t bytes_ = 0;
 };
+
+Routes take_routes(Layout& layout, const Config& c, int rows) {
+  Routes routes;
+  routes.rows = rows;
+  routes.experts = c.n_experts;
+  routes.used = c.experts_used;
+  const std::size_t pairs = std::size_t(routes.pairs()), experts = std::size_t(c.n_experts);
+  routes.scores = layout.floats(experts);
+  routes.chosen = layout.take<int>(pairs);
+  routes.factors = layout.take<float>(pairs);
+  routes.places = layout.take<int>(pairs);
+  routes.first = layout.take<int>(experts + 1);
+  routes.counts = layout.take<int>(experts);
+  routes.at_place = layout.take<Routes::Pair>(std::size_t(routes.most_tiles()) * kTileTokens);
+  return routes;
+}
 
 }  // namespace
 
@@ -83,7 +101,8 @@ void Workspace::reserve(const Config& c, const Weights& weights, std::size_t rop
       w.normed = layout.activations(dim, weights.dim_input, Layout::Float32::kAlways);
       w.att = layout.activations(heads * std::size_t(c.value_dim), weights.attention_input,
                                  Layout::Float32::kAlways);
-      w.ffn = layout.activations(std::size_t(c.ffn_dim), weights.ffn_input, Layout::Float32::kWhereRead);
+      w.ffn = layout.activations(std::size_t(std::max(c.ffn_dim, c.shared_dim)), weights.ffn_input,
+                                 Layout::Float32::kWhereRead);
       int recurrent_in = 0;
       for (const LayerKind kind : c.layer_kinds)
         recurrent_in = std::max(recurrent_in, c.recurrent_in_dim(kind));
@@ -97,6 +116,13 @@ void Workspace::reserve(const Config& c, const Weights& weights, std::size_t rop
       }
       w.rotations = layout.take<float>(rope_tables * std::size_t(rows) * std::size_t(c.rope_dim));
       w.cache_done = layout.take<std::atomic<int>>(2 * kv_heads);
+      if (c.n_experts > 0) {
+        w.routes = take_routes(layout, c, rows);
+        layout.set_rows(std::size_t(w.routes.most_tiles()) * kTileTokens);
+        w.routed = layout.activations(dim, weights.expert_input, Layout::Float32::kWhereRead);
+        w.expert_ffn = layout.activations(std::size_t(c.expert_dim), weights.expert_ffn_input,
+                                          Layout::Float32::kWhereRead);
+      }
       return layout.bytes();
     };
     Workspace unused;

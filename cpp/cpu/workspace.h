@@ -39,6 +39,52 @@ struct StreamRows {
   Activations normed, ffn;
 };
 
+// Consecutive rows of a pass.
+struct RowRange {
+  int first, count;
+};
+
+// Which experts the rows of a step go to. Pairs of a row and one of its experts are sorted by expert, then by
+// row, and have a place each. The places of an expert begin with a tile.
+struct Routes {
+  int rows = 0;
+  int experts = 0, used = 0;  // of the model, of a row
+  FloatRows scores;           // [rows][experts]: products of the router
+  int* chosen = nullptr;      // [rows][used], ascending
+  float* factors = nullptr;   // [rows][used]
+  int* places = nullptr;      // [rows][used]
+  int* first = nullptr;       // [experts + 1]: the first place of an expert, a multiple of kTileTokens
+  int* counts = nullptr;      // [experts]: rows of an expert
+  struct Pair {
+    int row;
+    float factor;
+  };
+  Pair* at_place = nullptr;  // [most_tiles() * kTileTokens]
+
+  // The same memory for fewer rows.
+  Routes of(int count) const {
+    Routes routes = *this;
+    routes.rows = count;
+    return routes;
+  }
+  int pairs() const { return rows * used; }
+  int tiles() const { return first[experts] / kTileTokens; }
+  // However the rows are routed: all threads cut a step into the same items.
+  int most_tiles() const {
+    const int started = std::min(experts, pairs());
+    return started + (pairs() - started) / kTileTokens;
+  }
+  // Calls body(expert, range) for the rows in tiles [begin, end), at most `most` at a time.
+  template <typename Body>
+  void for_each_block(int begin, int end, int most, Body&& body) const {
+    for (int expert = 0; expert < experts; ++expert) {
+      const int last = std::min(first[expert] + counts[expert], end * kTileTokens);
+      for (int place = std::max(first[expert], begin * kTileTokens); place < last; place += most)
+        body(expert, RowRange{place, std::min(most, last - place)});
+    }
+  }
+};
+
 // Attention over splits of positions, which threads share, before they are added up.
 struct AttentionSplits {
   FloatRows q;                 // [splits][rows][n_heads * query_step]
@@ -65,7 +111,10 @@ struct Workspace {
   FloatRows v;                 // [rows][n_kv_heads * value_dim]
   Activations normed;          // [rows][dim]
   Activations att;             // [rows][n_heads * value_dim]
-  Activations ffn;             // [rows][ffn_dim]
+  Activations ffn;             // [rows][ffn_dim], or [rows][shared_dim]
+  Routes routes;               // of a feed-forward with experts
+  Activations routed;          // [places][dim]: its input
+  Activations expert_ffn;      // [places][expert_dim]
   FloatRows recurrent_in;      // [rows][recurrent_in_dim()]: of a layer with a state, its projections
   Activations conv;            // [rows][dim]: output of a short convolution
   Activations convolved;       // [rows][scan_channels()]: keys, queries and values of a recurrence

@@ -33,7 +33,7 @@ void check_tensor(const Model& model, const TensorRow& row, const Tensor& t) {
       std::size_t(end - t.data) < t.bytes)
     throw std::invalid_argument("tensor '" + t.name + "' of " + std::to_string(expected) +
                                 " bytes does not lie within the file");
-  if (row.kind != TensorKind::kMatrix && t.type != TensorType::kF32)
+  if (row.kind != TensorKind::kMatrix && row.kind != TensorKind::kExperts && t.type != TensorType::kF32)
     throw std::invalid_argument("tensor '" + t.name + "' is " + std::string(type_info(t.type).name) +
                                 ", expected F32");
 }
@@ -90,7 +90,8 @@ void validate(const Model& model) {
   require(c.rope_scaling != RopeScaling::kYarn || c.rope_original_context > 0,
           "YaRN scaling needs the original context length");
   require(per_layer(c.layer_uses_rope, c.n_layers) && per_layer(c.layer_window, c.n_layers) &&
-              per_layer(c.layer_rope_base, c.n_layers) && per_layer(c.layer_rope_factor, c.n_layers),
+              per_layer(c.layer_rope_base, c.n_layers) && per_layer(c.layer_rope_factor, c.n_layers) &&
+              per_layer(c.layer_feed_forwards, c.n_layers),
           "per-layer lists must name every layer");
   require(c.max_alibi_bias >= 0 && std::isfinite(c.max_alibi_bias), "the bias of ALiBi must be positive");
   require(c.token_types >= 0 && c.separator_id >= -1, "token types and the separator must not be negative");
@@ -115,11 +116,17 @@ void validate(const Model& model) {
           "the rows of the projections of a recurrence must be countable");
   require(!c.query_gate || c.key_dim == c.value_dim, "a gate of heads must be as wide as their values");
   require(model.layers.size() == std::size_t(c.n_layers), "weights of every layer are needed");
-  require(std::all_of(model.layers.begin(), model.layers.end(),
-                      [&](const LayerWeights& layer) {
-                        return bool(layer.w_up) == (c.ffn_dim > 0) && bool(layer.w_down) == (c.ffn_dim > 0);
-                      }),
-          "layers must have both matrices of the feed-forward, or none");
+  for (int layer = 0; layer < c.n_layers; ++layer) {
+    const LayerWeights& w = model.layers[std::size_t(layer)];
+    require(c.feed_forward(layer) != FeedForwardKind::kDense || c.ffn_dim > 0,
+            "the width of a dense feed-forward must be positive");
+    if (c.feed_forward(layer) != FeedForwardKind::kExperts) continue;
+    require(c.experts_used > 0 && c.experts_used <= c.n_experts && c.expert_dim > 0 && c.shared_dim >= 0,
+            "a token must use some of the experts, whose width must be positive");
+    require(c.route_scale > 0 && std::isfinite(c.route_scale), "the scale of experts must be positive");
+    require(!w.attn_residual_norm && !w.post_ffn_norm && !w.ffn_residual_norm,
+            "experts add to the residual stream without a norm");
+  }
 
   for_each_tensor(model, [&](const TensorRow& row, const Tensor& t) { check_tensor(model, row, t); });
 }

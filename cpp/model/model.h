@@ -33,6 +33,15 @@ enum class LayerKind : std::uint8_t {
   kGatedDelta,              // a convolution, then the gated delta rule: a matrix for each head
 };
 
+// The step of a layer that takes each token by itself.
+enum class FeedForwardKind : std::uint8_t {
+  kNone,
+  kDense,
+  kExperts,  // a router chooses some of many for each token
+};
+// What turns the products of the router into scores: over all experts, or of each one.
+enum class RouterScore { kSoftmax, kSigmoid };
+
 constexpr bool has_attention(LayerKind kind) {
   return kind == LayerKind::kAttention || kind == LayerKind::kAttentionAndStateSpace;
 }
@@ -56,7 +65,7 @@ struct Config {
   int key_dim = 0;          // attention.key_length: head_dim of q and k
   int value_dim = 0;        // attention.value_length: head_dim of v
   bool query_gate = false;  // wq has rows for a gate of each head's output, after those of its query
-  int ffn_dim = 0;          // feed_forward_length; 0: layers have no feed-forward
+  int ffn_dim = 0;          // feed_forward_length; 0: no layer has a dense feed-forward
   int vocab_size = 0;
   int context_length = 0;  // positions that the model was made for
   NormKind norm_kind = NormKind::kRms;
@@ -98,6 +107,18 @@ struct Config {
   std::vector<float> layer_rope_factor;  // divides positions; empty: rope_factor where kLinear
   std::vector<LayerKind> layer_kinds;    // empty: attention
 
+  std::vector<FeedForwardKind> layer_feed_forwards;  // empty: dense where ffn_dim > 0
+
+  // Feed-forwards with experts. A token goes through the `experts_used` with the best scores, and their
+  // outputs are added with the scores as factors.
+  int n_experts = 0;     // expert_count
+  int experts_used = 0;  // expert_used_count
+  int expert_dim = 0;    // expert_feed_forward_length
+  int shared_dim = 0;    // expert_shared_feed_forward_length, of one that takes all tokens; 0: none
+  RouterScore router_score = RouterScore::kSoftmax;
+  bool normalize_routes = false;  // a token's factors are divided by their sum
+  float route_scale = 1.0f;       // expert_weights_scale, multiplies the factors
+
   int conv_taps = 0;  // tokens that the convolution of a layer covers, including the current one
 
   // Layers whose state has a matrix [scan_key_dim][scan_value_dim] for each head. Heads share the keys and
@@ -112,6 +133,10 @@ struct Config {
   bool uses_rope(int layer) const { return layer_uses_rope.empty() || layer_uses_rope[layer] != 0; }
   LayerKind kind(int layer) const {
     return layer_kinds.empty() ? LayerKind::kAttention : layer_kinds[std::size_t(layer)];
+  }
+  FeedForwardKind feed_forward(int layer) const {
+    if (!layer_feed_forwards.empty()) return layer_feed_forwards[std::size_t(layer)];
+    return ffn_dim > 0 ? FeedForwardKind::kDense : FeedForwardKind::kNone;
   }
   int scan_dim() const { return scan_heads * scan_value_dim; }
   // Channels of the convolution before a recurrence: keys, queries and values.

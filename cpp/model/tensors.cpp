@@ -20,6 +20,16 @@ Groups groups_of(Extent extent, const Config& c) {
       return {1, c.dim};
     case Extent::kFfn:
       return {1, c.ffn_dim};
+    case Extent::kExperts:
+      return {1, c.n_experts};
+    case Extent::kExpertFfn:
+      return {1, c.expert_dim};
+    case Extent::kExpertsFfn:
+      return {c.n_experts, c.expert_dim};
+    case Extent::kExpertsDim:
+      return {c.n_experts, c.dim};
+    case Extent::kSharedFfn:
+      return {1, c.shared_dim};
     case Extent::kHeads:
       return {1, c.n_heads};
     case Extent::kBiasBuckets:
@@ -66,7 +76,9 @@ const Tensor& conv_filter(const LayerWeights& layer) {
   return layer.conv ? layer.conv : layer.scan_conv;
 }
 
-bool has_rows_of(LayersOf layers, LayerKind kind) {
+bool has_rows_of(LayersOf layers, const Config& config, int layer) {
+  const LayerKind kind = config.kind(layer);
+  const FeedForwardKind feed_forward = config.feed_forward(layer);
   switch (layers) {
     case LayersOf::kEvery:
       return true;
@@ -80,6 +92,12 @@ bool has_rows_of(LayersOf layers, LayerKind kind) {
       return has_state_space(kind);
     case LayersOf::kGatedDelta:
       return kind == LayerKind::kGatedDelta;
+    case LayersOf::kDense:
+      return feed_forward == FeedForwardKind::kDense;
+    case LayersOf::kExperts:
+      return feed_forward == FeedForwardKind::kExperts;
+    case LayersOf::kSharedExpert:
+      return feed_forward == FeedForwardKind::kExperts && config.shared_dim > 0;
   }
   throw std::logic_error("not a kind of layer");
 }

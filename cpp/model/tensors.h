@@ -11,10 +11,11 @@
 namespace metal_prefill {
 
 enum class TensorKind {
-  kMatrix,  // of any type
-  kNorm,    // weights of a norm over `cols` values, F32
-  kVector,  // F32
-  kFilter,  // of convolutions, [channels][taps], and other tables of float32
+  kMatrix,   // of any type
+  kExperts,  // a matrix for each expert, of any type
+  kNorm,     // weights of a norm over `cols` values, F32
+  kVector,   // F32
+  kFilter,   // of convolutions, [channels][taps], and other tables of float32
 };
 
 // A length in a tensor's shape.
@@ -25,6 +26,11 @@ enum class Extent {
   kTokenTypes,     // token_types
   kDim,            // dim
   kFfn,            // ffn_dim
+  kExperts,        // n_experts
+  kExpertFfn,      // expert_dim
+  kExpertsFfn,     // of each expert: expert_dim
+  kExpertsDim,     // of each expert: dim
+  kSharedFfn,      // shared_dim
   kHeads,          // n_heads
   kBiasBuckets,    // BIAS_BUCKETS
   kQueries,        // n_heads * key_dim, or twice as many where a gate follows each query
@@ -77,9 +83,20 @@ inline constexpr ModelTensor kModelTensors[] = {
 #include "tensors.inc"
 };
 
-// The layers that have a tensor; kRecurrence: those whose state has matrices.
-enum class LayersOf { kEvery, kAttention, kShortConv, kRecurrence, kStateSpace, kGatedDelta };
-bool has_rows_of(LayersOf layers, LayerKind kind);
+// The layers that have a tensor; kRecurrence: those whose state has matrices. The last three: those whose
+// feed-forward is dense, has experts, or also has an expert for all tokens.
+enum class LayersOf {
+  kEvery,
+  kAttention,
+  kShortConv,
+  kRecurrence,
+  kStateSpace,
+  kGatedDelta,
+  kDense,
+  kExperts,
+  kSharedExpert,
+};
+bool has_rows_of(LayersOf layers, const Config& config, int layer);
 
 struct LayerTensor {
   TensorRow row;
@@ -101,7 +118,7 @@ void for_each_tensor(AnyModel& model, const Visit& visit) {
   for (const auto& [row, member] : kModelTensors) visit(row, model.*member);
   for (std::size_t i = 0; i < model.layers.size(); ++i)
     for (const auto& [row, layers, member] : kLayerTensors)
-      if (has_rows_of(layers, model.config.kind(int(i)))) visit(row, model.layers[i].*member);
+      if (has_rows_of(layers, model.config, int(i))) visit(row, model.layers[i].*member);
 }
 
 // The filter of a layer's convolution, or a tensor that is absent.

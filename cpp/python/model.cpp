@@ -76,16 +76,26 @@ struct TensorSpec {
   std::optional<LayersOf> layers;  // none: it belongs to no layer
 };
 
+nb::tuple shape_of(const TensorRow& row, const Config& config) {
+  const Groups rows = groups_of(row.rows, config);
+  const std::int64_t cols = groups_of(row.cols, config).length();
+  switch (row.kind) {
+    case TensorKind::kMatrix:
+    case TensorKind::kFilter:
+      return nb::make_tuple(rows.length(), cols);
+    case TensorKind::kExperts:
+      return nb::make_tuple(rows.count, rows.size, cols);
+    case TensorKind::kNorm:
+    case TensorKind::kVector:
+      return nb::make_tuple(cols);
+  }
+  throw std::logic_error("not a kind of tensor");
+}
+
 std::vector<TensorSpec> tensor_specs(const Config& config) {
   std::vector<TensorSpec> specs;
   const auto add = [&](const TensorRow& row, const char* prefix, std::optional<LayersOf> layers) {
-    const std::int64_t rows = groups_of(row.rows, config).length();
-    const std::int64_t cols = groups_of(row.cols, config).length();
-    specs.push_back({&row, prefix + std::string(row.name),
-                     row.kind == TensorKind::kMatrix || row.kind == TensorKind::kFilter
-                         ? nb::make_tuple(rows, cols)
-                         : nb::make_tuple(cols),
-                     layers});
+    specs.push_back({&row, prefix + std::string(row.name), shape_of(row, config), layers});
   };
   for (const ModelTensor& tensor : kModelTensors) add(tensor.row, "", std::nullopt);
   for (const LayerTensor& tensor : kLayerTensors) add(tensor.row, "blk.{layer}.", tensor.layers);
@@ -117,6 +127,13 @@ void bind_model(nb::module_& m) {
       .value("STATE_SPACE", LayerKind::kStateSpace)
       .value("ATTENTION_AND_STATE_SPACE", LayerKind::kAttentionAndStateSpace)
       .value("GATED_DELTA", LayerKind::kGatedDelta);
+  nb::enum_<FeedForwardKind>(m, "FeedForwardKind")
+      .value("NONE", FeedForwardKind::kNone)
+      .value("DENSE", FeedForwardKind::kDense)
+      .value("EXPERTS", FeedForwardKind::kExperts);
+  nb::enum_<RouterScore>(m, "RouterScore")
+      .value("SOFTMAX", RouterScore::kSoftmax)
+      .value("SIGMOID", RouterScore::kSigmoid);
   nb::enum_<Compute>(m, "Compute")
       .value("INT8", Compute::kInt8)
       .value("W8A8", Compute::kW8A8)
@@ -168,6 +185,14 @@ void bind_model(nb::module_& m) {
       .def_rw("layer_rope_base", &Config::layer_rope_base)
       .def_rw("layer_rope_factor", &Config::layer_rope_factor)
       .def_rw("layer_kinds", &Config::layer_kinds)
+      .def_rw("layer_feed_forwards", &Config::layer_feed_forwards)
+      .def_rw("n_experts", &Config::n_experts)
+      .def_rw("experts_used", &Config::experts_used)
+      .def_rw("expert_dim", &Config::expert_dim)
+      .def_rw("shared_dim", &Config::shared_dim)
+      .def_rw("router_score", &Config::router_score)
+      .def_rw("normalize_routes", &Config::normalize_routes)
+      .def_rw("route_scale", &Config::route_scale)
       .def_rw("conv_taps", &Config::conv_taps)
       .def_rw("query_gate", &Config::query_gate)
       .def_rw("scan_heads", &Config::scan_heads)
@@ -186,6 +211,8 @@ void bind_model(nb::module_& m) {
             switch (self.row->kind) {
               case TensorKind::kMatrix:
                 return "matrix";
+              case TensorKind::kExperts:
+                return "experts";
               case TensorKind::kNorm:
                 return "norm";
               case TensorKind::kVector:
@@ -195,7 +222,7 @@ void bind_model(nb::module_& m) {
             }
             throw std::logic_error("not a kind of tensor");
           },
-          "matrix, norm, vector or filter.")
+          "matrix, experts, norm, vector or filter.")
       .def_prop_ro("role", [](const TensorSpec& self) { return std::string(self.row->role); })
       .def_prop_ro(
           "presence", [](const TensorSpec& self) { return std::string(self.row->presence); },
@@ -207,10 +234,10 @@ void bind_model(nb::module_& m) {
       .def_prop_ro("per_layer", [](const TensorSpec& self) { return self.layers.has_value(); })
       .def(
           "is_in",
-          [](const TensorSpec& self, LayerKind kind) {
-            return self.layers && has_rows_of(*self.layers, kind);
+          [](const TensorSpec& self, const Config& config, int layer) {
+            return self.layers && has_rows_of(*self.layers, config, layer);
           },
-          "kind"_a, "Return whether layers of a kind have it.");
+          "config"_a, "layer"_a, "Return whether a layer has it.");
   m.def(
       "tensor_types",
       [] {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import platform
 from pathlib import Path
@@ -293,8 +294,8 @@ def open_engine(
     try:
         builder = _core.ModelBuilder(core_config(config), gguf.mapping, gguf.mapping)
         for role, layer, info in collect_tensors(gguf, config):
-            rows, cols = info.shape if len(info.shape) == 2 else (1, info.shape[0])
-            builder.add(role, layer, info.name, info.type, rows, cols, info.offset, info.nbytes)
+            *rows, cols = info.shape
+            builder.add(role, layer, info.name, info.type, math.prod(rows), cols, info.offset, info.nbytes)
         settle_pair_speed()
         if device == "cpu":
             _announce_slow_kernels()

@@ -215,12 +215,6 @@ def test_mamba2_has_no_attention(tmp_path: Path) -> None:
     [
         (
             "granite_hybrid",
-            {"num_local_experts": 2},
-            UnsupportedModelError,
-            "num_local_experts is 2; supported: 0",
-        ),
-        (
-            "granite_hybrid",
             {"layer_types": ["mamba", "other"]},
             UnsupportedModelError,
             "layer_types must have attention or mamba for each of the 2 layers",

@@ -394,6 +394,7 @@ def test_a_model_of_each_architecture_runs(architecture: str, tmp_path: Path) ->
         architecture=architecture,
         value_dim=64,
         scan=synth.ScanShape(128, 16, 4, layers=(0,)) if scans else None,
+        experts=synth.ExpertShape(4, 2, 64) if traits.experts != "absent" else None,
         head_dim=64 if traits.query_gate else 32,
         window=8 if traits.window == "required" else None,
     )
@@ -403,6 +404,24 @@ def test_a_model_of_each_architecture_runs(architecture: str, tmp_path: Path) ->
         output: Any = "logits" if model.config.has_head else "hidden"
         [values] = model.forward_batch([model.session()], [range(12)], output=output)
         assert np.isfinite(values).all()
+
+
+@pytest.mark.parametrize(
+    ("experts", "message"),
+    [
+        (None, "architecture qwen3moe: has experts, unlike the shape; set experts"),
+        (synth.ExpertShape(4, 5, 64), "experts used 5: must be at most count 4"),
+        (synth.ExpertShape(0, 0, 64), "experts count 0: must be in 1"),
+        (synth.ExpertShape(4, 2, 64, shared=-1), "experts shared -1: must be in 0"),
+    ],
+)
+def test_experts_that_contradict_themselves_are_rejected(
+    experts: synth.ExpertShape | None, message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        synth.synthesize(tmp_path / "m.gguf", preset="tiny", architecture="qwen3moe", experts=experts)
+    with pytest.raises(ValueError, match="architecture llama: has no experts"):
+        synth.synthesize(tmp_path / "m.gguf", preset="tiny", experts=synth.ExpertShape(4, 2, 64))
 
 
 @pytest.mark.parametrize("field", ["value_dim", "window", "original_context"])

@@ -20,14 +20,14 @@ from support.gguf_mutator import mutate, take_apart
 from support.small_models import write
 from support.state_mutator import mutate_state
 from support.template_writer import write_template
-from support.tiny_models import TINY_ENCODERS, TINY_MODELS
+from support.tiny_models import TINY_ENCODERS, TINY_EXPERTS, TINY_MODELS
 
 from metal_prefill import ChatTemplateError, MetalPrefillError, Model
 from metal_prefill._support.arguments import token_array
 from metal_prefill.text import ChatTemplate
 
 pytestmark = pytest.mark.timeout(TIMEOUT)
-FILES = {**TINY_MODELS, **TINY_ENCODERS}
+FILES = {**TINY_MODELS, **TINY_EXPERTS, **TINY_ENCODERS}
 
 
 @pytest.fixture(scope="module", params=TINY_MODELS)

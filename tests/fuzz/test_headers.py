@@ -20,7 +20,7 @@ from support.fuzzing import TIMEOUT, place_of, rounds, watched
 from support.gguf_mutator import INTEGERS, Parts, mutate, take_apart
 from support.small_models import write
 from support.state_mutator import mutate_state
-from support.tiny_models import TINY_MODELS
+from support.tiny_models import TINY_EXPERTS, TINY_MODELS
 
 from metal_prefill import MetalPrefillError, Model
 from metal_prefill.conversion import convert
@@ -93,9 +93,9 @@ def model_files(target: str, count: int, parts: Parts) -> Iterator[Path]:
     return inputs(target, count, change)
 
 
-@pytest.fixture(params=TINY_MODELS)
+@pytest.fixture(params=[*TINY_MODELS, *TINY_EXPERTS])
 def tiny(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    return write(tmp_path / "tiny.gguf", TINY_MODELS[request.param])
+    return write(tmp_path / "tiny.gguf", (TINY_MODELS | TINY_EXPERTS)[request.param])
 
 
 def test_headers_of_model_files(tiny: Path) -> None:

@@ -55,7 +55,14 @@ PUBLIC = {
     "metal_prefill.serve": ["Settings", "app"],
     "metal_prefill.session": ["Logits", "Piece", "Progress", "Session", "TokenIds"],
     "metal_prefill.storage": [],
-    "metal_prefill.synth": ["PRESETS", "TENSOR_TYPES", "ModelShape", "ScanShape", "synthesize"],
+    "metal_prefill.synth": [
+        "PRESETS",
+        "TENSOR_TYPES",
+        "ExpertShape",
+        "ModelShape",
+        "ScanShape",
+        "synthesize",
+    ],
     "metal_prefill.tasks": [
         "PROMPTS",
         "Classification",

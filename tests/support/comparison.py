@@ -18,7 +18,7 @@ from gguf import GGUFWriter
 
 from metal_prefill.text import Tokenizer
 from support.places import DATA
-from support.small_models import ENCODERS, MODELS, SmallModel
+from support.small_models import ENCODERS, EXPERTS, MODELS, SmallModel
 
 TOKENS = DATA / "llama_cpp_tokens.json"
 LOGITS = DATA / "llama_cpp_logits.npz"
@@ -193,7 +193,7 @@ def _comparable_models() -> Iterator[tuple[str, SmallModel]]:
 
     So llama.cpp's rounding of activations does not hide a difference in the features.
     """
-    for name, model in MODELS.items():
+    for name, model in (MODELS | EXPERTS).items():
         # llama.cpp and transformers require heads of one width that are rotated completely, except in qwen35.
         if (model.rope_dim and model.architecture != "qwen35") or model.v_dim != model.key_dim:
             continue
@@ -213,7 +213,7 @@ def compared_models() -> Iterator[tuple[str, SmallModel]]:
     for name, model in _comparable_models():
         if model.architecture == "exaone4" and model.window:
             continue
-        if model.architecture == "lfm2" and model.heads * model.key_dim != model.dim:
+        if model.architecture in ("lfm2", "lfm2moe") and model.heads * model.key_dim != model.dim:
             continue
         if (
             model.architecture == "qwen35"

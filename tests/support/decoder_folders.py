@@ -32,7 +32,7 @@ def granite(path: Path, **config: Any) -> Folder:
     return llama(path, "GraniteForCausalLM", model_type="granite", **{**factors, **config})
 
 
-def _with_head_norms(folder: Folder, q: tuple[str, int], k: tuple[str, int]) -> Folder:
+def with_head_norms(folder: Folder, q: tuple[str, int], k: tuple[str, int]) -> Folder:
     """Add norms of q and of k, by name and width."""
     for layer in range(folder.config["num_hidden_layers"]):
         for i, (name, width) in enumerate((q, k)):
@@ -52,7 +52,7 @@ def _with_norms_of_outputs(folder: Folder) -> Folder:
 def olmo2(path: Path, **config: Any) -> Folder:
     """Make a folder of OLMo 2, which norms outputs of blocks, and q and k of all heads together."""
     folder = llama(path, "Olmo2ForCausalLM", model_type="olmo2", pad_token_id=0, **config)
-    return _with_head_norms(_with_norms_of_outputs(folder), ("q_norm", DIM), ("k_norm", KV))
+    return with_head_norms(_with_norms_of_outputs(folder), ("q_norm", DIM), ("k_norm", KV))
 
 
 def exaone4(path: Path, **config: Any) -> Folder:
@@ -60,7 +60,7 @@ def exaone4(path: Path, **config: Any) -> Folder:
     kinds = None if config.get("sliding_window") else ["full_attention"] * LAYERS
     settings = {"pad_token_id": 0, "sliding_window": None, "layer_types": kinds, **config}
     folder = llama(path, "Exaone4ForCausalLM", model_type="exaone4", **settings)
-    return _with_head_norms(_with_norms_of_outputs(folder), ("q_norm", HEAD), ("k_norm", HEAD))
+    return with_head_norms(_with_norms_of_outputs(folder), ("q_norm", HEAD), ("k_norm", HEAD))
 
 
 def hunyuan(path: Path, **config: Any) -> Folder:
@@ -68,7 +68,7 @@ def hunyuan(path: Path, **config: Any) -> Folder:
     rope = {"type": "dynamic", "alpha": 50.0, "factor": 1.0}
     settings = {"pad_token_id": 0, "head_dim": HEAD, "rope_scaling": rope, **config}
     folder = llama(path, "HunYuanDenseV1ForCausalLM", model_type="hunyuan_v1_dense", **settings)
-    return _with_head_norms(folder, ("query_layernorm", HEAD), ("key_layernorm", HEAD))
+    return with_head_norms(folder, ("query_layernorm", HEAD), ("key_layernorm", HEAD))
 
 
 def phi3(path: Path, **config: Any) -> Folder:
@@ -110,7 +110,7 @@ def qwen(path: Path, name: str, **config: Any) -> Folder:
     settings = {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1, **config}
     folder = llama(path, f"{name}ForCausalLM", model_type=name.lower(), head_dim=HEAD, **settings)
     if name == "Qwen3":
-        return _with_head_norms(folder, ("q_norm", HEAD), ("k_norm", HEAD))
+        return with_head_norms(folder, ("q_norm", HEAD), ("k_norm", HEAD))
     for layer in range(LAYERS):
         for i, (part, width) in enumerate((("q", DIM), ("k", KV), ("v", KV))):
             bias = f"model.layers.{layer}.self_attn.{part}_proj.bias"

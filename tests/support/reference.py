@@ -24,9 +24,10 @@ BERT = ("bert", "nomic-bert", "jina-bert-v2")
 ENCODERS = (*BERT, "modern-bert", "eurobert")
 LAYER_NORM = (*BERT, "modern-bert")
 EXACT_GELU = ("bert", "modern-bert", "jina-bert-v2")
-NORMS_ROWS_OF_QK = ("olmo2", "jina-bert-v2")  # all heads of a token together
+NORMS_ROWS_OF_QK = ("olmo2", "olmoe", "jina-bert-v2")  # all heads of a token together
 ROTATES_HALVES = (
     *("qwen2", "qwen3", "phi3", "hunyuan-dense", "olmo2", "exaone4", "lfm2", "falcon-h1", "qwen35"),
+    *("qwen3moe", "olmoe", "lfm2moe"),
     *("nomic-bert", "modern-bert", "eurobert", *GEMMA),
 )
 
@@ -141,7 +142,7 @@ class ReferenceModel:
         x = x * self.scale["embedding_scale"]
         if self.architecture in GEMMA:
             x = x * math.sqrt(self.dim)
-        if self.architecture != "lfm2":  # where the output norm has this name
+        if not self.architecture.startswith("lfm2"):  # where the output norm has this name
             x = self._norm("token_embd_norm", x + self._positions_and_types(ids))
         keys, values = [], []
         products: dict[int, Array] = {}
@@ -168,11 +169,11 @@ class ReferenceModel:
             if f"blk.{layer}.attn_norm_2.weight" in self.tensors:
                 stream = self._normed(layer, "attn_norm_2", x + stream)
             x = stream
-            if f"blk.{layer}.ffn_up.weight" in self.tensors:
+            if any(f"blk.{layer}.{name}.weight" in self.tensors for name in ("ffn_up", "ffn_up_exps")):
                 x = x + added * self._normed(layer, "post_ffw_norm", self._feed_forward(layer, x))
             x = self._normed(layer, "layer_output_norm", x)
         head = self.tensors.get("output.weight", self.tensors["token_embd.weight"])
-        hidden = self._norm("token_embd_norm" if self.architecture == "lfm2" else "output_norm", x)
+        hidden = self._norm("token_embd_norm" if self.architecture.startswith("lfm2") else "output_norm", x)
         logits = hidden @ head.T / self.scale["logit_scale"]
         if self.architecture in ENCODERS:
             logits = np.empty((len(x), 0))
@@ -335,12 +336,43 @@ class ReferenceModel:
     def _feed_forward(self, layer: int, x: Array) -> Array:
         name = "post_attention_norm" if self.architecture == "qwen35" else "ffn_norm"
         h = self._normed(layer, name, x)
+        if f"blk.{layer}.ffn_gate_inp.weight" in self.tensors:
+            return self._experts(layer, h)
         up = self._linear(layer, "ffn_up", h)
         if f"blk.{layer}.ffn_gate.weight" in self.tensors:
             up = self._activated(self._linear(layer, "ffn_gate", h)) * up
         else:
             up = self._activated(up)
         return self._linear(layer, "ffn_down", up)
+
+    def _experts(self, layer: int, h: Array) -> Array:
+        """Add the outputs of the experts with the best scores, weighted by these: ``[n, dim]``."""
+        products, used = h @ self._weight(layer, "ffn_gate_inp").T, self._key("expert_used_count")
+        if self.architecture == "lfm2moe":
+            scores = 1 / (1 + np.exp(-products))
+        else:
+            powers = np.exp(products - products.max(axis=1, keepdims=True))
+            scores = powers / powers.sum(axis=1, keepdims=True)
+        biased = scores + self.tensors.get(f"blk.{layer}.exp_probs_b.bias", 0.0)
+        chosen = np.argsort(-biased, axis=1, kind="stable")[:, :used]
+        factors = np.take_along_axis(scores, chosen, axis=1)
+        if self.architecture == "lfm2moe":
+            factors = factors / (factors.sum(axis=1, keepdims=True) + 1e-6)
+        elif self.architecture != "olmoe":
+            factors = factors / factors.sum(axis=1, keepdims=True)
+        factors = factors * self._key("expert_weights_scale", 1.0)
+        out = np.zeros_like(h)
+        for expert in range(scores.shape[1]):
+            rows, places = np.nonzero(chosen == expert)
+            gate, up, down = (
+                self._weight(layer, f"ffn_{name}_exps")[expert] for name in ("gate", "up", "down")
+            )
+            inner = self._silu(h[rows] @ gate.T) * (h[rows] @ up.T)
+            out[rows] += factors[rows, places][:, None] * (inner @ down.T)
+        if f"blk.{layer}.ffn_up_shexp.weight" in self.tensors:
+            gate, up = (self._linear(layer, f"ffn_{name}_shexp", h) for name in ("gate", "up"))
+            out = out + self._linear(layer, "ffn_down_shexp", self._silu(gate) * up)
+        return out
 
     def _activated(self, x: Array) -> Array:
         stated: str = self._key("hidden_activation", "")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from metal_prefill.synth import ScanShape
-from support.small_models import ENCODERS, MODELS, SmallModel
+from metal_prefill.synth import ExpertShape, ScanShape
+from support.small_models import ENCODERS, EXPERTS, MODELS, SmallModel
 
 # For tests in which neither weights nor dimensions matter.
 TINY = SmallModel(dim=64, heads=3, kv_heads=1, ffn=64, seed=2)
@@ -21,6 +21,12 @@ TINY_MODELS = {
     "mamba2": replace(MODELS["mamba2"], layers=1, dim=32, vocab=VOCAB, scan=ScanShape(32, 8, 2)),
     "falcon-h1": replace(MODELS["falcon-h1"], layers=1, scan=ScanShape(32, 8, 4, groups=2), **_SIZE),
     "qwen35": replace(MODELS["qwen35"], layers=2, scan=ScanShape(32, 8, 2, layers=(0,)), **_SIZE),
+}
+TINY_EXPERTS = {
+    "lfm2moe": replace(
+        EXPERTS["lfm2moe"], layers=2, conv_layers=(0,), experts=ExpertShape(3, 2, 32, dense_layers=1), **_SIZE
+    ),
+    "granitemoe": replace(EXPERTS["granitemoe"], layers=1, experts=ExpertShape(4, 1, 32, shared=32), **_SIZE),
 }
 TINY_ENCODERS = {
     "jina-bert-v2": replace(ENCODERS["jina-bert-v2"], layers=2, **_ENCODER_SIZE),

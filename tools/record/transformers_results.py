@@ -27,7 +27,10 @@ MODEL_TYPES = {  # where transformers has another name
     "gemma3": "gemma3_text",
     "gemma-embedding": "gemma3_text",
     "hunyuan-dense": "hunyuan_v1_dense",
+    "granitemoe": "granitemoeshared",
     "granitehybrid": "granitemoehybrid",
+    "qwen3moe": "qwen3_moe",
+    "lfm2moe": "lfm2_moe",
     "falcon-h1": "falcon_h1",
     "qwen35": "qwen3_5_text",
 }
@@ -89,9 +92,41 @@ MULTIPLIERS: dict[str, Any] = {
     "ssm_in_multiplier": 0.5,
     "ssm_out_multiplier": 4.0,
 }
+# Gates and ups of experts become one tensor in `load`.
+EXPERTS = {
+    **{f"ffn_{part}_exps": f"mlp.experts.{part}_proj" for part in ("gate", "up", "down")},
+    "ffn_gate_inp": "mlp.gate",
+}
+_GRANITE_EXPERTS = {
+    **{f"ffn_{part}_exps": f"block_sparse_moe.experts.{part}_proj" for part in ("gate", "up", "down")},
+    "ffn_gate_inp": "block_sparse_moe.router",
+    "ffn_gate_shexp": "mlp.gate_proj",
+    "ffn_up_shexp": "shared_mlp.input_linear",
+    "ffn_down_shexp": "shared_mlp.output_linear",
+}
+_LFM2 = NAMES | {
+    "token_embd_norm": "model.embedding_norm",
+    "attn_norm": "operator_norm",
+    "attn_output": "self_attn.out_proj",
+    "attn_q_norm": "self_attn.q_layernorm",
+    "attn_k_norm": "self_attn.k_layernorm",
+    "in_proj": "conv.in_proj",
+    "conv": "conv.conv",
+    "out_proj": "conv.out_proj",
+    "ffn_norm": "ffn_norm",
+    "ffn_gate": "feed_forward.w1",
+    "ffn_up": "feed_forward.w3",
+    "ffn_down": "feed_forward.w2",
+}
 ARCHITECTURE_NAMES = {
     "mamba2": NAMES | {"attn_norm": "norm"} | {name: f"mixer.{other}" for name, other in SCAN.items()},
-    "granitehybrid": HYBRID | {"ffn_down": "shared_mlp.output_linear", "ffn_up": "shared_mlp.input_linear"},
+    "granitemoe": NAMES | _GRANITE_EXPERTS,
+    "granitehybrid": HYBRID
+    | {"ffn_down": "shared_mlp.output_linear", "ffn_up": "shared_mlp.input_linear", **_GRANITE_EXPERTS},
+    **dict.fromkeys(("qwen3moe", "olmoe"), NAMES | EXPERTS),
+    "lfm2moe": _LFM2
+    | {name: f"feed_forward.{other.removeprefix('mlp.')}" for name, other in EXPERTS.items()}
+    | {"exp_probs_b": "feed_forward.expert"},
     "falcon-h1": HYBRID
     | {
         "output_norm": "model.final_layernorm",
@@ -103,21 +138,7 @@ ARCHITECTURE_NAMES = {
     **dict.fromkeys(("olmo2", "exaone4"), POST_NORMS),
     **dict.fromkeys(GEMMA, POST_NORMS | {"ffn_norm": "pre_feedforward_layernorm"}),
     "phi3": NAMES | {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
-    "lfm2": NAMES
-    | {
-        "token_embd_norm": "model.embedding_norm",
-        "attn_norm": "operator_norm",
-        "attn_output": "self_attn.out_proj",
-        "attn_q_norm": "self_attn.q_layernorm",
-        "attn_k_norm": "self_attn.k_layernorm",
-        "in_proj": "conv.in_proj",
-        "conv": "conv.conv",
-        "out_proj": "conv.out_proj",
-        "ffn_norm": "ffn_norm",
-        "ffn_gate": "feed_forward.w1",
-        "ffn_up": "feed_forward.w3",
-        "ffn_down": "feed_forward.w2",
-    },
+    "lfm2": _LFM2,
     "qwen35": NAMES
     | {
         "post_attention_norm": "post_attention_layernorm",
@@ -167,10 +188,10 @@ def config_of(path: Path, model: SmallModel) -> transformers.PreTrainedConfig:
     }
     if model.rope_scaling == "longrope":
         settings["original_max_position_embeddings"] = model.original_context
-    if model.architecture in ("llama", "granite", "granitehybrid"):
+    if model.architecture in ("llama", "granite", "granitemoe", "granitehybrid"):
         settings["attention_bias"] = model.qkv_bias
         settings["mlp_bias"] = model.all_biases
-    if model.architecture in ("granite", "granitehybrid"):
+    if model.architecture in ("granite", "granitemoe", "granitehybrid"):
         scales = dict(model.scales)
         settings["embedding_multiplier"] = scales.get("embedding_scale", 1.0)
         settings["residual_multiplier"] = scales.get("residual_scale", 1.0)
@@ -182,7 +203,7 @@ def config_of(path: Path, model: SmallModel) -> transformers.PreTrainedConfig:
             for i in range(model.layers)
         ]
         settings["sliding_window"], settings["layer_types"] = model.window, kinds
-    if model.architecture == "lfm2":
+    if model.architecture in ("lfm2", "lfm2moe"):
         settings["norm_eps"], settings["conv_L_cache"] = model.norm_eps, model.conv_taps
         settings["block_auto_adjust_ff_dim"] = False
         settings["layer_types"] = [
@@ -195,6 +216,17 @@ def config_of(path: Path, model: SmallModel) -> transformers.PreTrainedConfig:
         rope["mrope_section"] = [pairs - 2 * (pairs // 3), pairs // 3, pairs // 3]
     if model.scan is not None:
         settings |= scan_settings(model, model.scan)
+    if (experts := model.experts) is not None:
+        settings |= {
+            "num_experts": experts.count,
+            "num_local_experts": experts.count,
+            "num_experts_per_tok": experts.used,
+            "moe_intermediate_size": experts.ffn,
+            "shared_intermediate_size": experts.shared,
+            "num_dense_layers": experts.dense_layers,
+            "norm_topk_prob": model.architecture != "olmoe",
+            "experts_implementation": "eager",
+        }
     if model.architecture in GEMMA:  # layers with a window use a separate rope base, unscaled
         settings["rope_parameters"] = {"full_attention": rope, "sliding_attention": {"rope_type": "default"}}
         settings["sliding_window"] = model.window
@@ -223,7 +255,7 @@ def scan_settings(model: SmallModel, scan: ScanShape) -> dict[str, Any]:
         return settings | MULTIPLIERS | norm | {"mamba_d_ssm": scan.inner}
     return settings | {
         "layer_types": layer_types("mamba", "attention"),
-        "num_local_experts": 0,
+        "num_local_experts": 0,  # or those of `config_of`
         "shared_intermediate_size": model.ffn,
         "position_embedding_type": "nope",
     }
@@ -284,7 +316,8 @@ def weights_of(path: Path, model: SmallModel) -> Iterator[tuple[str, torch.Tenso
             continue
         prefix = f"model.layers.{layer[1]}." if layer else ""
         data = np.array(tensor.data, dtype=np.float32)
-        if part in ("attn_q", "attn_k") and model.architecture in ("llama", "smollm3", "granite"):
+        rotates_neighbours = model.architecture in ("llama", "smollm3", "granite", "granitemoe")
+        if part in ("attn_q", "attn_k") and rotates_neighbours:
             # The values of a rotated pair are neighbours in the file, and half a head away in transformers.
             pairs = data.reshape(-1, model.key_dim // 2, 2, *data.shape[1:])
             data = pairs.swapaxes(1, 2).reshape(data.shape)
@@ -301,7 +334,7 @@ def weights_of(path: Path, model: SmallModel) -> Iterator[tuple[str, torch.Tenso
         name = f"{prefix}{names[part]}.{kind}".rstrip(".")
         if tensor.name.endswith("ssm_a"):
             data = np.log(-data)
-        if part == "ssm_dt":
+        if part in ("ssm_dt", "exp_probs_b"):
             name = f"{prefix}{names[part]}_bias"
         if model.architecture == "falcon-h1":
             yield name, without_multipliers(model, name, torch.from_numpy(data))
@@ -321,16 +354,18 @@ def load(path: Path, model: SmallModel) -> transformers.PreTrainedModel:
     weights = dict(weights_of(path, model))
     if model.output is None:
         weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
-    if model.architecture == "granitehybrid":  # gate and up are one matrix
-        for layer in range(model.layers):
-            name = f"model.layers.{layer}.shared_mlp.input_linear.weight"
-            weights[name] = torch.cat(
-                [weights.pop(f"model.layers.{layer}.mlp.gate_proj.weight"), weights[name]]
-            )
+    for name in [name for name in weights if name.endswith("shared_mlp.input_linear.weight")]:
+        gate = name.replace("shared_mlp.input_linear", "mlp.gate_proj")
+        weights[name] = torch.cat([weights.pop(gate), weights[name]])  # gate and up are one matrix
+    for name in [name for name in weights if name.endswith("experts.gate_proj.weight")]:
+        stem = name.removesuffix("gate_proj.weight")
+        gate_up = [weights.pop(name), weights.pop(f"{stem}up_proj.weight")]
+        weights[f"{stem}gate_up_proj"] = torch.cat(gate_up, dim=1)
+        weights[f"{stem}down_proj"] = weights.pop(f"{stem}down_proj.weight")
     if model.architecture == "mamba2":
         weights = {_of_mamba(name): value for name, value in weights.items()}
     if (
-        model.architecture in ("llama", "granite", "granitehybrid")
+        model.architecture in ("llama", "granite", "granitemoe", "granitehybrid")
         and model.qkv_bias
         and not model.all_biases
     ):  # o_proj has one, too

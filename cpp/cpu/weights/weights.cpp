@@ -14,13 +14,34 @@ namespace {
 struct LayerLinear {
   Tensor LayerWeights::* tensor;
   Linear CpuLayer::* linear;
-  Extent cols;
+  Extent rows, cols;
+  // Products whose differences decide between experts have no other rounding than that of float32.
+  bool is_exact() const { return rows == Extent::kExperts; }
 };
 constexpr LayerLinear kLayerLinears[] = {
 #define LAYER_MATRIX(member, name, rows, cols, presence, what) \
+  {&LayerWeights::member, &CpuLayer::member, Extent::rows, Extent::cols},
+#include "../../model/tensors.inc"
+};
+struct LayerExperts {
+  Tensor LayerWeights::* tensor;
+  std::vector<Linear> CpuLayer::* linears;
+  Extent cols;
+};
+constexpr LayerExperts kLayerExperts[] = {
+#define LAYER_EXPERTS(member, name, rows, cols, presence, what) \
   {&LayerWeights::member, &CpuLayer::member, Extent::cols},
 #include "../../model/tensors.inc"
 };
+
+// The matrix of one of `count` experts.
+Tensor matrix_of_expert(const Tensor& all, int expert, int count) {
+  Tensor matrix = all;
+  matrix.rows /= count;
+  matrix.bytes /= std::size_t(count);
+  matrix.data += std::size_t(expert) * matrix.bytes;
+  return matrix;
+}
 
 }  // namespace
 
@@ -85,8 +106,9 @@ bool rounds_coarsely(const Model& model, Compute compute) {
   if (compute != Compute::kInt8) return compute == Compute::kBf16 || compute == Compute::kW8A8;
   const auto packed = [](const Tensor& tensor) { return packing_of(tensor.type) != Packing::kNone; };
   const auto in_layer = [&](const LayerWeights& layer) {
-    return std::any_of(std::begin(kLayerLinears), std::end(kLayerLinears),
-                       [&](const LayerLinear& of) { return packed(layer.*of.tensor); });
+    const auto is_packed = [&](const auto& of) { return packed(layer.*of.tensor); };
+    return std::any_of(std::begin(kLayerLinears), std::end(kLayerLinears), is_packed) ||
+           std::any_of(std::begin(kLayerExperts), std::end(kLayerExperts), is_packed);
   };
   return packed(model.output) || std::any_of(model.layers.begin(), model.layers.end(), in_layer);
 }
@@ -152,7 +174,7 @@ void pack(const Linear& linear, int group, const Kernels& kernels, std::byte* me
 Forms& Weights::input_of(Extent cols) {
   if (cols == Extent::kDim) return dim_input;
   if (cols == Extent::kAttention) return attention_input;
-  if (cols == Extent::kFfn) return ffn_input;
+  if (cols == Extent::kFfn || cols == Extent::kSharedFfn) return ffn_input;
   if (cols == Extent::kChannels) return conv_input;
   if (cols == Extent::kScanDim) return scan_input;
   throw std::logic_error("no step computes the input of a matrix");
@@ -182,6 +204,9 @@ std::size_t Weights::lay_out(std::byte* base) {
       else
         place({&(layer.*of.linear)});
     }
+    for (std::size_t expert = 0; expert < layer.gate_experts.size(); ++expert)
+      place({&layer.gate_experts[expert], &layer.up_experts[expert]});
+    for (Linear& linear : layer.down_experts) place({&linear});
   }
   place({&output});
   return bytes;
@@ -208,18 +233,27 @@ Weights::Weights(const Model& model, Compute compute, const Kernels& kernels, Te
   // An encoder has no single tokens, for which twice or four times the bytes would take longer to read.
   const bool keep_pairs = !model.config.causal;
   std::vector<Linear*> linears;
-  const auto add = [&](Linear& linear, const Tensor& tensor, Extent cols) {
-    if (!tensor) return;
-    linear = linear_of(tensor, compute, kernels, keep_pairs);
-    input_of(cols).add(linear);
+  const auto add = [&](Linear& linear, const Tensor& tensor, Forms& input, bool is_exact) {
+    linear = linear_of(tensor, is_exact ? Compute::kF32 : compute, kernels, keep_pairs);
+    input.add(linear);
     widens |= linear.pairs && linear.packed.packing != Packing::kPairs;
     scratch_bytes = std::max(scratch_bytes, scratch_bytes_of(linear));
     linears.push_back(&linear);
   };
-  for (std::size_t l = 0; l < layers.size(); ++l)
-    for (const auto& [tensor, linear, cols] : kLayerLinears)
-      add(layers[l].*linear, model.layers[l].*tensor, cols);
-  add(output, model.output, Extent::kDim);
+  for (std::size_t l = 0; l < layers.size(); ++l) {
+    for (const LayerLinear& of : kLayerLinears)
+      if (const Tensor& tensor = model.layers[l].*of.tensor)
+        add(layers[l].*of.linear, tensor, input_of(of.cols), of.is_exact());
+    const int experts = model.config.n_experts;
+    for (const auto& [tensor, linears, cols] : kLayerExperts) {
+      if (!(model.layers[l].*tensor)) continue;
+      (layers[l].*linears).resize(std::size_t(experts));
+      for (int expert = 0; expert < experts; ++expert)
+        add((layers[l].*linears)[std::size_t(expert)],
+            matrix_of_expert(model.layers[l].*tensor, expert, experts), input_of_experts(cols), false);
+    }
+  }
+  if (model.output) add(output, model.output, dim_input, false);
 
   for (const LayerWeights& layer : model.layers) {
     has_conv = has_conv || layer.conv;

@@ -43,6 +43,7 @@ std::size_t scratch_bytes_of(const Linear& linear);
 
 struct CpuLayer {
 #define LAYER_MATRIX(member, ...) Linear member;
+#define LAYER_EXPERTS(member, ...) std::vector<Linear> member;
 #include "../../model/tensors.inc"
 };
 
@@ -88,6 +89,8 @@ class Weights {
   // Forms of the inputs of products that read [dim], [n_heads * value_dim], [ffn_dim], the output of a short
   // convolution or of a layer whose state has matrices.
   Forms dim_input, attention_input, ffn_input, conv_input, scan_input;
+  // Of those of experts, which read [dim] and [expert_dim].
+  Forms expert_input, expert_ffn_input;
   bool has_conv = false, has_scan = false;  // in some layer
   std::size_t scratch_bytes = 0;            // the largest scratch_bytes_of()
   std::size_t packed_bytes() const { return packed_bytes_; }
@@ -104,6 +107,7 @@ class Weights {
 
  private:
   Forms& input_of(Extent cols);
+  Forms& input_of_experts(Extent cols) { return cols == Extent::kDim ? expert_input : expert_ffn_input; }
 
   // Places all matrices one after another from `base` on, and returns the bytes that they take.
   std::size_t lay_out(std::byte* base);

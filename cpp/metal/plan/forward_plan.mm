@@ -99,6 +99,8 @@ ForwardPass::ForwardPass(const Tuning& tuning, const Model& model, const EngineO
     throw UnsupportedModelError("states of " + std::to_string(config_.scan_key_dim) +
                                 " rows: the Metal engine takes up to " + std::to_string(ops::kMostScanRows) +
                                 ", use device='cpu'");
+  if (config_.n_experts > 0)
+    throw DeviceError("the Metal engine has no feed-forward with experts: use device='cpu'");
   if (config_.max_alibi_bias > 0 && config_.causal)
     throw UnsupportedModelError("the Metal engine has ALiBi in encoders alone: use device='cpu'");
   if (model.output) output_.push_back(projection(model.output, weights));

@@ -92,7 +92,8 @@ class Arena {
 }  // namespace
 
 bool fits_kernels(const Config& c) {
-  const int dimensions[] = {c.dim, c.key_dim, c.value_dim, c.ffn_dim, c.scan_dim()};
+  const int dimensions[] = {c.dim,        c.key_dim,    c.value_dim, c.ffn_dim,
+                            c.expert_dim, c.shared_dim, c.scan_dim()};
   return std::all_of(std::begin(dimensions), std::end(dimensions), [](int n) { return n % kItem == 0; });
 }
 
@@ -107,7 +108,8 @@ Model pad_model(const Model& original) {
     throw UnsupportedModelError("a recurrence of " + std::to_string(own.scan_dim()) +
                                 " values: the Metal engine needs a multiple of 8");
   Config& c = model.config;
-  for (int Config::* dimension : {&Config::dim, &Config::ffn_dim, &Config::key_dim, &Config::value_dim})
+  for (int Config::* dimension : {&Config::dim, &Config::ffn_dim, &Config::expert_dim, &Config::shared_dim,
+                                  &Config::key_dim, &Config::value_dim})
     c.*dimension = round_up(own.*dimension, kItem);
   c.attention_scale = own.score_scale();  // by the heads as they were
   c.dim_filled = float(own.dim) / float(c.dim);

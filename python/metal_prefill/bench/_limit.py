@@ -65,23 +65,26 @@ def read_work(path: Path) -> PromptWork | None:
         others = {
             tensor_name(ARCHITECTURES[config.architecture], spec, layer)
             for spec, layer, _ in expected_tensors(config)
-            if spec.kind != "matrix"
+            if spec.kind not in ("matrix", "experts") or spec.role == "router"
         }
         others |= ignored_tensors(gguf, config).keys()
         for tensor in gguf.tensors.values():
-            if len(tensor.shape) != 2 or not tensor.name.startswith("blk.") or tensor.name in others:
+            if len(tensor.shape) not in (2, 3) or not tensor.name.startswith("blk.") or tensor.name in others:
                 continue
             if tensor.type_name in FLOAT_TYPES:
                 return None
+            weights = prod(tensor.shape)
+            if len(tensor.shape) == 3:  # of all experts
+                weights = weights // config.n_experts * config.experts_used
             if tensor.name.startswith(last) and not tensor.name.startswith(
                 tuple(
                     f"{last}{name}"
                     for name in ("attn_k", "attn_v", "shortconv.in_proj", "ssm_in", "ssm_alpha", "ssm_beta")
                 )
             ):
-                once += prod(tensor.shape)
+                once += weights
             else:
-                each += prod(tensor.shape)
+                each += weights
         windows = config.layer_window or (0,) * config.n_layers
         kinds = [layer_kind(config, layer) for layer in range(config.n_layers)]
         windows = tuple(w if has_attention(kind) else -1 for w, kind in zip(windows, kinds, strict=True))

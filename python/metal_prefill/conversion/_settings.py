@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
+import gguf
 import numpy as np
 import numpy.typing as npt
 
@@ -283,6 +284,35 @@ def lfm2(config: Fields) -> dict[str, Any]:
         "feed_forward_length": width,
         **rope_scaling(config),
     }
+
+
+def lfm2_moe(config: Fields) -> dict[str, Any]:
+    """Return the metadata of `lfm2`, the first layers, which have no experts, and the rules of the router."""
+    fields = {**config.values, "block_auto_adjust_ff_dim": False}
+    return {
+        **lfm2(Fields(config.path, fields)),
+        "leading_dense_block_count": config.integer("num_dense_layers", default=2, least=0),
+        "expert_gating_func": int(gguf.ExpertGatingFuncType.SIGMOID),
+        "expert_weights_scale": config.number("routed_scaling_factor", default=1.0),
+        **normalized_routes(config, default=True),
+    }
+
+
+def normalized_routes(config: Fields, default: bool = False) -> dict[str, Any]:
+    """Return whether the factors of a token's experts are divided by their sum."""
+    return {"expert_weights_norm": config.boolean("norm_topk_prob", default=default)}
+
+
+def with_experts(config: Fields) -> dict[str, Any]:
+    """Return the metadata of a rotation, and the rules of the router."""
+    return {**rope_scaling(config), **normalized_routes(config)}
+
+
+def granite_moe(config: Fields) -> dict[str, Any]:
+    """Return the metadata of a rotation, and the width of the expert for all tokens if there is one."""
+    shared = config.integer("shared_intermediate_size", default=0, least=0)
+    has_one = config.string("model_type", default="") != "granitemoe" and shared > 0
+    return {**rope_scaling(config), **({"expert_shared_feed_forward_length": shared} if has_one else {})}
 
 
 def qwen35(config: Fields) -> dict[str, Any]:

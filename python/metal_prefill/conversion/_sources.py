@@ -294,6 +294,23 @@ _LLAMA = Source(
 )
 _QWEN = replace(_LLAMA, changes={}, more=_settings.qwen)
 _LARGER_EPSILON = {"attention.layer_norm_rms_epsilon": _float("rms_norm_eps", default=1e-5)}
+
+
+def _experts(count: int, used: int) -> dict[str, Key]:
+    """Return the numbers of experts, with the defaults of a class."""
+    return {
+        "expert_count": _integer("num_experts", "num_local_experts", default=count),
+        "expert_used_count": _integer("num_experts_per_tok", default=used),
+    }
+
+
+# Gate and up of each expert of Granite are one matrix.
+_GRANITE_EXPERTS = {
+    "block_sparse_moe.input_linear": ("mlp.experts.gate_proj", "mlp.experts.up_proj"),
+    "block_sparse_moe.output_linear": ("mlp.experts.down_proj",),
+    "shared_mlp.input_linear": ("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"),
+    "shared_mlp.output_linear": ("mlp.shared_expert.down_proj",),
+}
 # Factors of embeddings, additions to the residual stream, logits and scores.
 _GRANITE_SCALES = {
     "embedding_scale": _float("embedding_multiplier", default=1.0),
@@ -324,6 +341,62 @@ _MAMBA = {
     "ssm.group_count": _integer("mamba_n_groups", default=1),
     "ssm.time_step_rank": _integer("mamba_n_heads", default=128),
 }
+
+_GRANITE_HYBRID = Source(
+    "granitehybrid",
+    added_prefix="model.",
+    keys={
+        **SHAPE,
+        **_MAMBA,
+        "feed_forward_length": _integer("shared_intermediate_size", default=1024),
+        "attention.layer_norm_rms_epsilon": _float("rms_norm_eps", default=1e-6),
+        "rope.freq_base": _float("rope_theta", default=10000.0),
+        **_GRANITE_SCALES,
+    },
+    accepted={"hidden_act": ("silu",), "mamba_proj_bias": (False,)},
+    heads={"causal": {"lm_head": "output"}},
+    parts={
+        "shared_mlp.input_linear": ("mlp.gate_proj", "mlp.up_proj"),
+        "shared_mlp.output_linear": ("mlp.down_proj",),
+    },
+    changes={
+        r"blk\.\d+\.attn_[qk]\.(weight|bias)": _settings.interleaved,
+        r".*\.ssm_a": _settings.rates_of_decay,
+    },
+    shapes=_SCAN_SHAPES,
+    more=_scan_settings.granite_hybrid,
+)
+_GRANITE_HYBRID_EXPERTS = replace(
+    _GRANITE_HYBRID,
+    keys={
+        **_GRANITE_HYBRID.keys,
+        **_experts(8, 2),
+        "feed_forward_length": SHAPE["feed_forward_length"],
+        "expert_shared_feed_forward_length": _integer("shared_intermediate_size", default=1024),
+    },
+    parts=_GRANITE_EXPERTS,
+)
+_GRANITE_MOE = replace(
+    _LLAMA,
+    architecture="granitemoe",
+    keys={**_LLAMA.keys, **_GRANITE_SCALES, **_experts(8, 2)},
+    parts=_GRANITE_EXPERTS,
+    more=_settings.granite_moe,
+    computed=lambda config: {},
+)
+_LFM2 = Source(
+    "lfm2",
+    added_prefix="model.",
+    keys={
+        **{key: name for key, name in SHAPE.items() if key != "feed_forward_length"},
+        "attention.layer_norm_rms_epsilon": _float("norm_eps", "block_norm_eps", default=1e-5),
+        "rope.freq_base": _float("rope_theta", default=1000000.0),
+        "shortconv.l_cache": _integer("conv_L_cache", default=3),
+    },
+    accepted={"conv_bias": (False,)},
+    heads={"causal": {"lm_head": "output"}},
+    more=_settings.lfm2,
+)
 
 SOURCES: dict[str, Source] = {
     "Bert": _BERT,
@@ -407,6 +480,32 @@ SOURCES: dict[str, Source] = {
     "Mistral": replace(_LLAMA, more=_settings.mistral),
     "Qwen2": replace(_QWEN, architecture="qwen2", biases={}),  # always some in attention
     "Qwen3": replace(_QWEN, architecture="qwen3"),
+    "Qwen3Moe": replace(
+        _QWEN,
+        architecture="qwen3moe",
+        keys={
+            **_QWEN.keys,
+            **_experts(128, 8),
+            "expert_feed_forward_length": _integer("moe_intermediate_size", default=768),
+        },
+        accepted={
+            "hidden_act": ("silu",),
+            "use_sliding_window": (False,),
+            "decoder_sparse_step": (1,),
+            "mlp_only_layers": ([],),
+        },
+        more=_settings.with_experts,
+        computed=lambda config: {},
+    ),
+    "Olmoe": replace(
+        _LLAMA,
+        architecture="olmoe",
+        keys={**_LLAMA.keys, **_LARGER_EPSILON, **_experts(64, 8)},
+        accepted={"hidden_act": ("silu",), "clip_qkv": (None,)},
+        changes={},
+        more=_settings.with_experts,
+        computed=lambda config: {},
+    ),
     "SmolLM3": replace(
         _LLAMA,
         architecture="smollm3",
@@ -422,6 +521,7 @@ SOURCES: dict[str, Source] = {
         more=_settings.rope_scaling,
         computed=lambda config: {},
     ),
+    **dict.fromkeys(("GraniteMoe", "GraniteMoeShared"), _GRANITE_MOE),
     "Olmo2": replace(
         _LLAMA,
         architecture="olmo2",
@@ -474,18 +574,21 @@ SOURCES: dict[str, Source] = {
         more=_settings.rope_scaling,
         computed=lambda config: {},
     ),
-    "Lfm2": Source(
-        "lfm2",
-        added_prefix="model.",
+    "Lfm2": _LFM2,
+    "Lfm2Moe": replace(
+        _LFM2,
+        architecture="lfm2moe",
         keys={
-            **{key: name for key, name in SHAPE.items() if key != "feed_forward_length"},
-            "attention.layer_norm_rms_epsilon": _float("norm_eps", "block_norm_eps", default=1e-5),
-            "rope.freq_base": _float("rope_theta", default=1000000.0),
-            "shortconv.l_cache": _integer("conv_L_cache", default=3),
+            **_LFM2.keys,
+            **_experts(32, 4),
+            "expert_feed_forward_length": _integer("moe_intermediate_size", default=1792),
         },
-        accepted={"conv_bias": (False,)},
-        heads={"causal": {"lm_head": "output"}},
-        more=_settings.lfm2,
+        accepted={"conv_bias": (False,), "use_expert_bias": (True,)},
+        parts={
+            f"feed_forward.experts.{name}": (f"mlp.experts.{part}_proj",)
+            for name, part in {"w1": "gate", "w2": "down", "w3": "up"}.items()
+        },
+        more=_settings.lfm2_moe,
     ),
     "Gemma3": _GEMMA3,
     "Gemma3Text": _GEMMA3,
@@ -514,30 +617,7 @@ SOURCES: dict[str, Source] = {
         more=_settings.qwen35,
         text_part="text_config",
     ),
-    "GraniteMoeHybrid": Source(
-        "granitehybrid",
-        added_prefix="model.",
-        keys={
-            **SHAPE,
-            **_MAMBA,
-            "feed_forward_length": _integer("shared_intermediate_size", default=1024),
-            "attention.layer_norm_rms_epsilon": _float("rms_norm_eps", default=1e-6),
-            "rope.freq_base": _float("rope_theta", default=10000.0),
-            **_GRANITE_SCALES,
-        },
-        accepted={"hidden_act": ("silu",), "num_local_experts": (0,), "mamba_proj_bias": (False,)},
-        heads={"causal": {"lm_head": "output"}},
-        parts={
-            "shared_mlp.input_linear": ("mlp.gate_proj", "mlp.up_proj"),
-            "shared_mlp.output_linear": ("mlp.down_proj",),
-        },
-        changes={
-            r"blk\.\d+\.attn_[qk]\.(weight|bias)": _settings.interleaved,
-            r".*\.ssm_a": _settings.rates_of_decay,
-        },
-        shapes=_SCAN_SHAPES,
-        more=_scan_settings.granite_hybrid,
-    ),
+    "GraniteMoeHybrid": _GRANITE_HYBRID,
     "Mamba2": Source(
         "mamba2",
         added_prefix="backbone.",
@@ -600,8 +680,11 @@ def find_source(config: Fields) -> tuple[Source, Task]:
     source, task = SOURCES[match[1]], TASKS[match[2]]
     if source.architecture == "gemma3" and (match[2] == "TextModel" or _is_bidirectional(config)):
         source = replace(source, architecture="gemma-embedding")
-    if source.architecture == "granitehybrid" and _scan_settings.only_rotated_attention(config):
-        source = replace(source, architecture="granite")
+    if source.architecture == "granitehybrid":
+        has_experts = config.integer("num_local_experts", default=8, least=0) > 0
+        source = _GRANITE_HYBRID_EXPERTS if has_experts else source
+        if _scan_settings.only_rotated_attention(config):
+            source = replace(source, architecture="granitemoe" if has_experts else "granite")
     if source.architecture == "bert" and config.string("position_embedding_type", default="") == "alibi":
         source = SOURCES["JinaBert"]  # whose folders also name the class BertModel
     has_other_parts = match[2] == "ForConditionalGeneration"
@@ -678,6 +761,8 @@ def gguf_name(source: Source, task: Task, names: Any, name: str) -> str | None:
         return None
     if suffix == "dt_bias":
         stem, suffix = f"{stem}.dt_proj", "bias"
+    if suffix == "expert_bias":
+        stem, suffix = f"{stem}.expert_bias", "bias"
     if source.added_prefix and not bare.startswith(source.added_prefix):
         stem = source.added_prefix + stem
     whole: str | None = names.get_name(f"{stem}.{suffix}")  # of a parameter without a suffix

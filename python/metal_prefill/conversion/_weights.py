@@ -7,6 +7,7 @@ bfloat16. No other format is read: files of pickled objects can execute code.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,6 +27,8 @@ PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json", "model.pt", "mod
 MAX_SHARDS = 1000
 MAX_NAME, MAX_DIMS = 500, 8  # of a tensor; longer names and shapes would make long messages
 
+# A matrix of an expert, one of as many tensors.
+_OF_EXPERT = re.compile(r"(.+\.experts)\.(0|[1-9]\d{0,8})\.(.+)")
 _DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}
 _INTEGERS = {"I64": "<i8", "I32": "<i4"}
 FloatArray: TypeAlias = npt.NDArray[np.float32]
@@ -118,6 +121,50 @@ class Computed(Weight):
         return self.compute()
 
 
+@dataclass(frozen=True)
+class Stack:
+    """Matrices of the same shape, one of each expert, as a tensor ``[experts, rows, columns]``.
+
+    Attributes
+    ----------
+    name : str
+    matrices : tuple of Weight
+    """
+
+    name: str
+    matrices: tuple[Weight, ...]
+
+    @classmethod
+    def of(cls, weight: Weight) -> Stack:
+        """Divide a tensor of three dimensions."""
+        matrices = weight.parts((weight.name,) * weight.shape[0])
+        return cls(weight.name, tuple(replace(matrix, shape=weight.shape[1:]) for matrix in matrices))
+
+    @property
+    def file(self) -> Path:
+        """File of the first matrix."""
+        return self.matrices[0].file
+
+    @property
+    def dtype(self) -> str:
+        """Number type of the first matrix."""
+        return self.matrices[0].dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Number of matrices, then their shape."""
+        return (len(self.matrices), *self.matrices[0].shape)
+
+    def parts(self, names: tuple[str, ...]) -> list[Stack]:
+        """Divide the rows of each matrix into equal parts; see `Weight.parts`."""
+        of_parts = zip(*(matrix.parts(names) for matrix in self.matrices), strict=True)
+        return [Stack(name, matrices) for name, matrices in zip(names, of_parts, strict=True)]
+
+    def values(self) -> npt.NDArray[np.float32]:
+        """Read the matrices as float32."""
+        return np.stack([matrix.values() for matrix in self.matrices])
+
+
 def read_weights(folder: Path) -> dict[str, Weight]:
     """List the tensors of a folder by name.
 
@@ -137,21 +184,48 @@ def read_weights(folder: Path) -> dict[str, Weight]:
     return weights
 
 
-def divided(weights: Mapping[str, Weight], parts: Mapping[str, tuple[str, ...]]) -> Iterator[Weight]:
+def _stacked(weights: Mapping[str, Weight]) -> Iterator[Weight | Stack]:
+    """Yield weights, and instead of numbered matrices of experts a stack of each kind."""
+    numbered: dict[str, dict[int, Weight]] = {}
+    for name, weight in weights.items():
+        match = _OF_EXPERT.fullmatch(name)
+        if match is None:
+            yield weight
+        else:
+            numbered.setdefault(f"{match[1]}.{match[3]}", {})[int(match[2])] = weight
+    for name, matrices in numbered.items():
+        first = next(iter(matrices.values()))
+        for expert, matrix in matrices.items():
+            if expert >= len(matrices):
+                missing = next(i for i in range(len(matrices)) if i not in matrices)
+                raise GGUFError(f"{matrix.file}: has tensor {matrix.name}, but none of expert {missing}")
+            if matrix.shape != first.shape:
+                raise GGUFError(
+                    f"{matrix.file}: tensor {matrix.name} has shape {matrix.shape}, but {first.name} "
+                    f"has {first.shape}"
+                )
+        yield Stack(name, tuple(matrices[i] for i in range(len(matrices))))
+
+
+def divided(weights: Mapping[str, Weight], parts: Mapping[str, tuple[str, ...]]) -> Iterator[Weight | Stack]:
     """Yield weights, and instead of one with a name in `parts` its parts; see `Source.parts`.
+
+    Matrices of experts become stacks.
 
     Raises
     ------
     GGUFError
-        The parts of a tensor do not divide its rows.
+        The parts of a tensor do not divide its rows, or experts differ.
     """
-    for name, weight in weights.items():
+    for weight in _stacked(weights):
+        name = weight.name
         module, _, suffix = name.rpartition(".")
         end = next((end for end in parts if module.endswith(f".{end}")), None)
         if end is None:
             yield weight
         else:
-            yield from weight.parts(tuple(f"{module.removesuffix(end)}{own}.{suffix}" for own in parts[end]))
+            whole = Stack.of(weight) if isinstance(weight, Weight) and len(weight.shape) == 3 else weight
+            yield from whole.parts(tuple(f"{module.removesuffix(end)}{own}.{suffix}" for own in parts[end]))
 
 
 def read_module(folder: Path) -> Mapping[str, Weight]:

@@ -30,7 +30,7 @@ from metal_prefill.conversion._settings import position_offset
 from metal_prefill.conversion._sources import Source, find_source, gguf_name, metadata_of, text_fields
 from metal_prefill.conversion._static import static_configuration, static_lengths
 from metal_prefill.conversion._vocabulary import read_vocabulary
-from metal_prefill.conversion._weights import Weight, divided, ignored_index, read_weights
+from metal_prefill.conversion._weights import Stack, Weight, divided, ignored_index, read_weights
 from metal_prefill.errors import GGUFError, UnsupportedModelError
 from metal_prefill.files._architecture import ARCHITECTURES
 from metal_prefill.files._gguf_file import GGUFFile
@@ -47,6 +47,7 @@ _OF_WEIGHTS = {"BF16": "BF16", "F16": "F16"}  # a folder's number types that AUT
 # Matrices that stay in float32, as in llama.cpp: they are added, not multiplied, or are small and come last.
 _EXACT = ("position_embd.weight", "token_types.weight", "attn_rel_b.weight")
 _EXACT_PREFIXES = ("cls", "dense_", "mlm", "sparse", "colbert")
+_EXACT_ENDS = ("ffn_gate_inp.weight",)  # routers
 _FILTERS = ("shortconv.conv.weight", "ssm_conv1d.weight")  # [channels, 1, taps] in a folder
 
 Progress = Callable[[int, int], None]
@@ -54,7 +55,7 @@ Progress = Callable[[int, int], None]
 
 class _Tensor(NamedTuple):
     name: str
-    weight: Weight | npt.NDArray[np.float32]
+    weight: Weight | Stack | npt.NDArray[np.float32]
     shape: tuple[int, ...]
     kind: GGMLQuantizationType
 
@@ -128,7 +129,7 @@ def convert(
     task = "masked" if modules.masked else task
     weights = source.combined(read_weights(body))
     names = gguf.get_tensor_name_map(_architecture(source), metadata.get("block_count", 0))
-    found: dict[str, Weight] = dict(modules.tensors)
+    found: dict[str, Weight | Stack] = dict(modules.tensors)
     for weight in divided(weights, source.parts):
         try:
             role = gguf_name(source, task, names, weight.name)
@@ -173,7 +174,7 @@ def convert(
     return Path(path)
 
 
-def _check_bias(source: Source, config: Fields, role: str, weight: Weight) -> None:
+def _check_bias(source: Source, config: Fields, role: str, weight: Weight | Stack) -> None:
     """Refuse a bias that the configuration excludes, and which transformers ignores."""
     for pattern, name in source.biases.items():
         if re.fullmatch(rf"{pattern}\.bias", role) and not config.boolean(name, default=False):
@@ -212,14 +213,15 @@ def _type_of(weights: Mapping[str, Weight]) -> str:
     return _OF_WEIGHTS.get(max(counts, key=lambda dtype: counts[dtype], default="F32"), "F32")
 
 
-def _planned(source: Source, config: Fields, name: str, weight: Weight, chosen: str) -> _Tensor:
+def _planned(source: Source, config: Fields, name: str, weight: Weight | Stack, chosen: str) -> _Tensor:
     shape = weight.shape
     is_filter = name.endswith(_FILTERS)
     if is_filter and len(shape) == 3 and shape[1] == 1:
         shape = (shape[0], shape[2])
-    if len(shape) not in (1, 2) or 0 in shape:
-        where = f"{weight.file}: tensor {weight.name}"
-        raise GGUFError(f"{where} has shape {shape}, expected 1 or 2 dimensions, none of them 0")
+    expected = (3,) if isinstance(weight, Stack) else (1, 2)
+    if len(shape) not in expected or 0 in shape:
+        where, dimensions = f"{weight.file}: tensor {weight.name}", " or ".join(map(str, expected))
+        raise GGUFError(f"{where} has shape {shape}, expected {dimensions} dimensions, none of them 0")
     for pattern, shape_of in source.shapes.items():
         if re.fullmatch(pattern, name):
             shape = shape_of(config, name, shape)
@@ -228,9 +230,12 @@ def _planned(source: Source, config: Fields, name: str, weight: Weight, chosen: 
             where = f"{weight.file}: tensor {weight.name}"
             raise GGUFError(f"{where} has {shape[0]} positions, of which the first {first} are not used")
         shape = (shape[0] - first, *shape[1:])
-    exact = len(weight.shape) == 1 or is_filter or name in _EXACT or name.startswith(_EXACT_PREFIXES)
+    exact = (
+        *(len(weight.shape) == 1, is_filter, name in _EXACT),
+        *(name.startswith(_EXACT_PREFIXES), name.endswith(_EXACT_ENDS)),
+    )
     chosen = _OF_WEIGHTS.get(weight.dtype, "F32") if chosen == AUTO else chosen
-    kind = GGMLQuantizationType["F32" if exact else chosen]
+    kind = GGMLQuantizationType["F32" if any(exact) else chosen]
     if shape[-1] % gguf.GGML_QUANT_SIZES[kind][0]:
         kind = GGMLQuantizationType[_FALLBACK]
     return _Tensor(name, weight, shape, kind)

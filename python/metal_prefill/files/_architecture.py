@@ -16,6 +16,7 @@ from metal_prefill.files._model_config import (
     NormKind,
     QkNormPlace,
     RopeStyle,
+    RouterScore,
 )
 
 WindowRope: TypeAlias = Literal["same", "own", "only"]
@@ -56,7 +57,13 @@ class Architecture:
     layers : {"required", "absent"}
         ``"absent"`` if a text's hidden states are the embeddings of its tokens.
     ffn, gate : {"required", "optional", "absent"}
-        Presence of the feed-forward, and of its gate.
+        Presence of the feed-forward, and of the gate of a dense one.
+    experts : {"required", "optional", "absent"}
+        Presence of experts, in all layers after those that the metadata set to be dense.
+    router_bias : {"required", "optional", "absent"}
+        Presence of a bias in the choice of experts.
+    router_score, normalize_routes
+        Same as in `ModelConfig`, for files that do not set them.
     ssm_norm : {"required", "optional", "absent"}
         Presence of the norm of the output of state-space layers.
     head : {"tied", "absent"}
@@ -139,6 +146,10 @@ class Architecture:
     layers: Presence = "required"
     ffn: Presence = "required"
     gate: Presence = "required"
+    experts: Presence = "absent"
+    router_bias: Presence = "absent"
+    router_score: RouterScore = "softmax"
+    normalize_routes: bool = False
     ssm_norm: Presence = "optional"
     head: Literal["tied", "absent"] = "tied"
     rope: bool = True
@@ -211,6 +222,12 @@ _NOMIC_BERT = replace(
     rope=True,
     fused={"attn_qkv.weight": ("wq", "wk", "wv"), "attn_qkv.bias": ("bq", "bk", "bv")},
 )
+_LFM2 = Architecture(
+    rope_style="neox",
+    qk_norm="required",
+    recurrent="short_conv",
+    names={"output_norm": "token_embd_norm.weight"},
+)
 ARCHITECTURES: dict[str, Architecture] = {
     "llama": Architecture(
         qkv_bias="optional",
@@ -221,8 +238,14 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "qwen2": Architecture(rope_style="neox", qkv_bias="required", window="optional"),
     "qwen3": Architecture(rope_style="neox", qk_norm="required", window="optional"),
+    "qwen3moe": Architecture(
+        rope_style="neox", qk_norm="required", experts="required", normalize_routes=True
+    ),
     "smollm3": Architecture(rope_free_every=4),
     "granite": Architecture(qkv_bias="optional", scales=True, rope_switch=True),
+    "granitemoe": Architecture(
+        qkv_bias="optional", scales=True, rope_switch=True, experts="required", normalize_routes=True
+    ),
     "hunyuan-dense": Architecture(rope_style="neox", qk_norm="required", qk_norm_place="rotated_heads"),
     "olmo2": Architecture(
         rope_style="neox",
@@ -232,6 +255,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         ffn_norm="absent",
         post_norms="required",
     ),
+    "olmoe": Architecture(rope_style="neox", qk_norm="required", qk_norm_place="rows", experts="required"),
     "exaone4": Architecture(
         rope_style="neox",
         qk_norm="required",
@@ -249,18 +273,20 @@ ARCHITECTURES: dict[str, Architecture] = {
         window="optional",
         fused={"attn_qkv.weight": ("wq", "wk", "wv"), "ffn_up.weight": ("w_gate", "w_up")},
     ),
-    "lfm2": Architecture(
-        rope_style="neox",
-        qk_norm="required",
-        recurrent="short_conv",
-        names={"output_norm": "token_embd_norm.weight"},
+    "lfm2": _LFM2,
+    "lfm2moe": replace(
+        _LFM2, experts="required", router_bias="required", router_score="sigmoid", normalize_routes=True
     ),
     "granitehybrid": Architecture(
-        recurrent="state_space", qkv_bias="optional", ssm_norm="required", scales=True, rope_switch=True
+        recurrent="state_space",
+        qkv_bias="optional",
+        ssm_norm="required",
+        scales=True,
+        rope_switch=True,
+        experts="optional",
+        normalize_routes=True,
     ),
-    "mamba2": Architecture(
-        recurrent="state_space", ssm_norm="required", ffn="absent", ffn_norm="absent", gate="absent"
-    ),
+    "mamba2": Architecture(recurrent="state_space", ssm_norm="required", ffn="absent", ffn_norm="absent"),
     "falcon-h1": Architecture(
         rope_style="neox",
         mixer="attention_and_state_space",

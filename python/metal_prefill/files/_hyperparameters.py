@@ -15,12 +15,20 @@ from metal_prefill.errors import UnsupportedModelError
 from metal_prefill.files._architecture import ARCHITECTURES, Architecture
 from metal_prefill.files._gguf_file import GGUFFile
 from metal_prefill.files._metadata_keys import MAX_INT, Keys
-from metal_prefill.files._model_config import Activation, LayerKind, ModelConfig, NormKind, has_matrix_state
+from metal_prefill.files._model_config import (
+    Activation,
+    FeedForwardKind,
+    LayerKind,
+    ModelConfig,
+    NormKind,
+    RouterScore,
+    has_matrix_state,
+    leading_dense,
+)
 from metal_prefill.files._positions import with_positions
 
 # Keys that change the forward pass in ways that are not implemented, and the value that has no effect.
 _UNSUPPORTED_KEYS: dict[str, float] = {
-    "expert_count": 0,  # mixture of experts
     "attn_logit_softcapping": 0,
     "final_logit_softcapping": 0,
     "attention.clamp_kqv": 0,
@@ -33,6 +41,9 @@ _NORM_EPS_KEYS: dict[NormKind, str] = {
     "rms": "attention.layer_norm_rms_epsilon",
     "layer": "attention.layer_norm_epsilon",
 }
+
+# Values of expert_gating_func.
+_ROUTER_SCORES: dict[int, RouterScore] = {1: "softmax", 2: "sigmoid"}
 
 # Keys that are valid only for architectures with the trait `scales`.
 _SCALE_KEYS = ("embedding_scale", "residual_scale", "logit_scale")
@@ -90,6 +101,7 @@ def read_config(gguf: GGUFFile, max_context: int | None = None) -> ModelConfig:
         raise keys.error(
             f"{name}.rope.dimension_count is {rope_dim}, must be even and at most the head width {key_dim}"
         )
+    feed_forwards = _feed_forwards(keys, traits, n_layers)
     scales = {suffix: keys.positive_float(suffix, default=1.0) for suffix in _SCALE_KEYS}
     config = ModelConfig(
         architecture=name,
@@ -99,7 +111,7 @@ def read_config(gguf: GGUFFile, max_context: int | None = None) -> ModelConfig:
         n_kv_heads=n_kv_heads,
         key_dim=key_dim,
         value_dim=value_dim,
-        ffn_dim=keys.positive_each_layer("feed_forward_length", n_layers) if traits.ffn != "absent" else 0,
+        ffn_dim=keys.positive_each_layer("feed_forward_length", n_layers) if "dense" in feed_forwards else 0,
         vocab_size=_vocab_size(keys),
         context_length=keys.positive("context_length"),
         norm_kind=traits.norm_kind,
@@ -119,11 +131,14 @@ def read_config(gguf: GGUFFile, max_context: int | None = None) -> ModelConfig:
         qk_norm_place=traits.qk_norm_place,
         attention_scale=keys.positive_float("attention.scale", default=0.0),
         layer_kinds=kinds,
+        layer_feed_forwards=feed_forwards if "experts" in feed_forwards else (),
         conv_taps=_conv_taps(keys, dim) if "short_conv" in kinds else 0,
         query_gate=traits.query_gate,
     )
     if any(has_matrix_state(kind) for kind in kinds):
         config = _with_scan(config, keys)
+    if "experts" in feed_forwards:
+        config = _with_experts(config, keys, traits)
     if config.query_gate and key_dim != value_dim:
         raise keys.unsupported(
             f"{name}.attention.value_length {value_dim} differs from attention.key_length {key_dim}, the "
@@ -146,6 +161,8 @@ def _refuse_unsupported(keys: Keys, traits: Architecture) -> None:
         raise keys.unsupported(f"attention.max_alibi_bias is not supported for {keys.architecture}")
     if traits.window == "absent" and keys.number(f"{keys.architecture}.attention.sliding_window", default=0):
         raise keys.unsupported(f"attention.sliding_window is not supported for {keys.architecture}")
+    if traits.experts == "absent" and (count := keys.number(f"{keys.architecture}.expert_count", default=0)):
+        raise keys.unsupported(f"{keys.architecture}.expert_count = {count} is not supported")
 
 
 def _activation(keys: Keys, traits: Architecture) -> Activation:
@@ -253,6 +270,52 @@ def _with_scan(config: ModelConfig, keys: Keys) -> ModelConfig:
         scan_groups=groups,
         scan_key_dim=state,
         scan_value_dim=inner // heads,
+    )
+
+
+def _feed_forwards(keys: Keys, traits: Architecture, n_layers: int) -> tuple[FeedForwardKind, ...]:
+    """Return the kind of the feed-forward of each layer."""
+    none: FeedForwardKind = "none"
+    if traits.ffn == "absent":
+        return (none,) * n_layers
+    key = f"{keys.architecture}.expert_count"
+    if traits.experts == "absent" or (traits.experts == "optional" and keys.number(key, default=0) == 0):
+        return leading_dense(n_layers, n_layers)
+    dense = keys.number(f"{keys.architecture}.leading_dense_block_count", default=0)
+    if not 0 <= dense <= n_layers:
+        raise keys.error(f"{keys.architecture}.leading_dense_block_count is {dense}, must be 0 to {n_layers}")
+    return leading_dense(n_layers, int(dense))
+
+
+def _with_experts(config: ModelConfig, keys: Keys, traits: Architecture) -> ModelConfig:
+    """Read the shape of the layers with experts."""
+    name = keys.architecture
+    count, used = keys.positive("expert_count"), keys.positive("expert_used_count")
+    if used > count:
+        raise keys.error(f"{name}.expert_used_count is {used}, must be at most {name}.expert_count {count}")
+    # Files of some architectures state the width of an expert as that of the feed-forward.
+    width_key = "expert_feed_forward_length"
+    width = keys.positive(width_key if keys.has(width_key) else "feed_forward_length")
+    if count * max(width, config.dim) > MAX_INT:
+        raise keys.error(f"{count} experts of {max(width, config.dim)} rows have more than {MAX_INT}")
+    shared_key = f"{name}.expert_shared_feed_forward_length"
+    shared = keys.positive("expert_shared_feed_forward_length") if keys.number(shared_key, default=0) else 0
+    if keys.number(f"{name}.expert_group_count", default=1) > 1:
+        raise keys.unsupported(f"{name}.expert_group_count: groups of experts are not supported")
+    score = keys.number(f"{name}.expert_gating_func", default=0)
+    if score not in (0, *_ROUTER_SCORES):
+        known = ", ".join(f"{number} ({kind})" for number, kind in _ROUTER_SCORES.items())
+        raise keys.unsupported(f"{name}.expert_gating_func is {score}; supported: {known}")
+    scale_key = f"{name}.expert_weights_scale"  # 0 also means that there is none
+    return replace(
+        config,
+        n_experts=count,
+        experts_used=used,
+        expert_dim=width,
+        shared_dim=shared,
+        router_score=_ROUTER_SCORES.get(int(score), traits.router_score),
+        normalize_routes=keys.boolean("expert_weights_norm", default=traits.normalize_routes),
+        route_scale=keys.positive_float("expert_weights_scale") if keys.number(scale_key, default=0) else 1.0,
     )
 
 

@@ -17,6 +17,10 @@ LayerKind: TypeAlias = Literal[
 ]
 
 
+FeedForwardKind: TypeAlias = Literal["none", "dense", "experts"]
+RouterScore: TypeAlias = Literal["softmax", "sigmoid"]
+
+
 @dataclass(frozen=True)
 class ModelConfig:
     """Hyperparameters of a model.
@@ -26,8 +30,8 @@ class ModelConfig:
     architecture : str
         ``general.architecture`` of the file.
     n_layers, dim, ffn_dim, vocab_size : int
-        Number of layers, width of the residual stream, inner width of the feed-forward, number of tokens in
-        the vocabulary.
+        Number of layers, width of the residual stream, inner width of the dense feed-forward (0 if no layer
+        has one), number of tokens in the vocabulary.
     n_heads, n_kv_heads : int
         Number of query heads, and of the key-value heads that they share; `n_heads` is a multiple of
         `n_kv_heads`. Both are 0, as are the dimensions of heads, if no layer has attention.
@@ -95,6 +99,20 @@ class ModelConfig:
     layer_kinds : tuple of LayerKind
         Kind of each layer; empty if every layer has attention. Layers of other kinds keep a state, instead of
         keys and values or together with them.
+    layer_feed_forwards : tuple of {"none", "dense", "experts"}
+        Kind of the feed-forward of each layer; empty if all are dense, or if there is none and `ffn_dim` is
+        0.
+    n_experts, experts_used : int
+        Number of experts of a layer, and of those that a token goes through; 0 without experts.
+    expert_dim, shared_dim : int
+        Inner width of an expert, and of an additional one that every token goes through; 0 without them.
+    router_score : {"softmax", "sigmoid"}
+        Function of the router's products whose values decide between the experts of a token and are the
+        factors of their outputs.
+    normalize_routes : bool
+        Whether the factors of a token are divided by their sum.
+    route_scale : float
+        Factor of the outputs of experts.
     conv_taps : int
         Number of tokens that a convolution covers, including the current one; 0 without such layers.
     query_gate : bool
@@ -145,6 +163,14 @@ class ModelConfig:
     layer_rope_base: tuple[float, ...] = ()
     layer_rope_factor: tuple[float, ...] = ()
     layer_kinds: tuple[LayerKind, ...] = ()
+    layer_feed_forwards: tuple[FeedForwardKind, ...] = ()
+    n_experts: int = 0
+    experts_used: int = 0
+    expert_dim: int = 0
+    shared_dim: int = 0
+    router_score: RouterScore = "softmax"
+    normalize_routes: bool = False
+    route_scale: float = 1.0
     conv_taps: int = 0
     query_gate: bool = False
     scan_heads: int = 0
@@ -168,6 +194,13 @@ def has_matrix_state(kind: LayerKind | None) -> bool:
     return kind in ("state_space", "attention_and_state_space", "gated_delta")
 
 
+def leading_dense(n_layers: int, dense_layers: int) -> tuple[FeedForwardKind, ...]:
+    """Return the kinds of the feed-forwards of layers of which all but the first have experts."""
+    dense: FeedForwardKind = "dense"
+    experts: FeedForwardKind = "experts"
+    return tuple(dense if layer < dense_layers else experts for layer in range(n_layers))
+
+
 def layer_kind(config: ModelConfig, layer: int) -> LayerKind:
     """Return the kind of a layer."""
     return config.layer_kinds[layer] if config.layer_kinds else "attention"
@@ -180,6 +213,8 @@ _ENUMS = {
     "qk_norm_place": _core.QkNormPlace,
     "norm_kind": _core.NormKind,
     "layer_kinds": _core.LayerKind,
+    "layer_feed_forwards": _core.FeedForwardKind,
+    "router_score": _core.RouterScore,
 }
 
 

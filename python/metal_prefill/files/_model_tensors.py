@@ -11,7 +11,7 @@ from metal_prefill.errors import GGUFError, UnsupportedModelError
 from metal_prefill.files._architecture import ARCHITECTURES, Architecture
 from metal_prefill.files._gguf_file import GGUFFile, TensorInfo
 from metal_prefill.files._metadata_keys import Keys
-from metal_prefill.files._model_config import ModelConfig, core_config, layer_kind
+from metal_prefill.files._model_config import ModelConfig, core_config
 from metal_prefill.files._task_config import HEAD_TENSORS
 
 # Tensor types that are supported for matrices; vectors are F32.
@@ -66,11 +66,11 @@ def expected_tensors(config: ModelConfig) -> Iterator[tuple[_core.TensorSpec, in
     The presence is ``"required"``, ``"optional"``, or ``"tied"`` if the embedding can replace the tensor.
     """
     traits = ARCHITECTURES[config.architecture]
-    specs = _core.tensors(core_config(config))
+    core = core_config(config)
+    specs = _core.tensors(core)
     for layer in range(-1, config.n_layers):
-        kind = _core.LayerKind[layer_kind(config, layer).upper()] if layer >= 0 else None
         for spec in specs:
-            if kind is not None and not spec.is_in(kind):
+            if layer >= 0 and not spec.is_in(core, layer):
                 continue
             presence = presence_of(spec.presence, traits)
             if spec.per_layer == (layer >= 0) and presence != "absent":
@@ -113,7 +113,8 @@ def _find_tensors(gguf: GGUFFile, config: ModelConfig) -> Iterator[tuple[str, in
         if tensor is not None:
             if spec.shape[0] == 1 and tensor.shape == spec.shape[1:]:  # a matrix of one row, as a vector
                 tensor = replace(tensor, shape=spec.shape)
-            _check_tensor(gguf, tensor, spec.shape, MATRIX_TYPES if spec.kind == "matrix" else ("F32",))
+            is_any = spec.kind in ("matrix", "experts")
+            _check_tensor(gguf, tensor, spec.shape, MATRIX_TYPES if is_any else ("F32",))
             yield spec.role, layer, tensor
         elif presence == "required":
             raise GGUFError(f"{gguf.path}: tensor {name} is missing{_or_part(parts, spec.role, layer, name)}")

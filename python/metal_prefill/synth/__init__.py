@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from metal_prefill.synth._blocks import TENSOR_TYPES, random_norm, random_tensor
+from metal_prefill.synth._experts import ExpertShape
 from metal_prefill.synth._file import write, write_outline
 from metal_prefill.synth._model import (
     ROPE_SCALINGS,
@@ -35,8 +36,8 @@ from metal_prefill.synth._model import (
 from metal_prefill.synth._scan import ScanShape, random_decay, random_step
 
 __all__ = [
-    "PRESETS", "ROPE_SCALINGS", "TENSOR_TYPES", "TIED", "TOKEN_TYPES", "ModelShape", "ScanShape",
-    "llama3_rope_factors", "synthesize",
+    "PRESETS", "ROPE_SCALINGS", "TENSOR_TYPES", "TIED", "TOKEN_TYPES", "ExpertShape", "ModelShape",
+    "ScanShape", "llama3_rope_factors", "synthesize",
 ]  # fmt: skip
 
 Progress = Callable[[int, int], None]  # called with the bytes of weights written so far, and their total
@@ -65,6 +66,31 @@ PRESETS: Mapping[str, ModelShape] = {
             ("logit_scale", 3.0),
             ("attention.scale", 0.015625),
         ),
+    ),
+    "granite-4.0-h-tiny": ModelShape(
+        *(40, 1536, 12, 4, 128, 512, 100352, 131072),
+        architecture="granitehybrid",
+        scan=ScanShape(3072, 128, 48, layers=tuple(n for n in range(40) if n % 10 != 5)),
+        experts=ExpertShape(64, 6, 512, shared=1024),
+        scales=(
+            ("embedding_scale", 12.0),
+            ("residual_scale", 0.22),
+            ("logit_scale", 6.0),
+            ("attention.scale", 0.0078125),
+        ),
+    ),
+    "lfm2-8b-a1b": ModelShape(
+        *(24, 2048, 32, 8, 64, 7168, 65536, 128000),
+        architecture="lfm2moe",
+        rope_base=1e6,
+        conv_layers=tuple(n for n in range(24) if n not in (2, 6, 10, 14, 18, 21)),
+        experts=ExpertShape(32, 4, 1792, dense_layers=2),
+    ),
+    "olmoe-1b-7b": ModelShape(
+        *(16, 2048, 16, 16, 128, 1024, 50304, 4096),
+        architecture="olmoe",
+        output_type="Q6_K",
+        experts=ExpertShape(64, 8, 1024),
     ),
     "mamba2-130m": ModelShape(
         *(24, 768, 0, 0, 0, 0, 50288, 1048576), architecture="mamba2", scan=ScanShape(1536, 128, 24)
@@ -205,6 +231,7 @@ def synthesize(
     conv_layers: Sequence[int] | None = None,
     conv_taps: int | None = None,
     scan: ScanShape | None = None,
+    experts: ExpertShape | None = None,
     seed: int = 0,
     progress: Progress | None = None,
 ) -> Path:
@@ -239,6 +266,8 @@ def synthesize(
     value_dim, window, qkv_bias, original_context, pooling, dense, labels, conv_layers, conv_taps, scan
         See `ModelShape`. If `layers` is given without `conv_layers` or `scan`, the preset's layers beyond are
         omitted from these.
+    experts
+        See `ModelShape`.
     seed
         Seed of all weights.
     progress

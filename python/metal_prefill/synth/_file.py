@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from gguf import (
     GGML_QUANT_VERSION,
+    ExpertGatingFuncType,
     GGMLQuantizationType,
     GGUFWriter,
     LlamaFileType,
@@ -57,6 +58,17 @@ def _add_metadata(writer: GGUFWriter, name: str, shape: ModelShape, tensor_type:
         writer.add_ssm_state_size(shape.scan.state)
         writer.add_ssm_time_step_rank(shape.scan.heads)
         writer.add_ssm_group_count(shape.scan.groups)
+    if (experts := shape.experts) is not None:
+        writer.add_expert_count(experts.count)
+        writer.add_expert_used_count(experts.used)
+        if experts.ffn != shape.ffn:
+            writer.add_expert_feed_forward_length(experts.ffn)
+        if experts.shared:
+            writer.add_expert_shared_feed_forward_length(experts.shared)
+        if experts.dense_layers:
+            writer.add_leading_dense_block_count(experts.dense_layers)
+        if traits.router_score == "sigmoid":
+            writer.add_expert_gating_func(ExpertGatingFuncType.SIGMOID)
     (writer.add_layer_norm_rms_eps if traits.norm_kind == "rms" else writer.add_layer_norm_eps)(
         shape.norm_eps
     )

@@ -14,10 +14,11 @@ from numpy.typing import NDArray
 from metal_prefill import _core
 from metal_prefill.files._architecture import ARCHITECTURES, Architecture
 from metal_prefill.files._metadata_keys import MAX_INT
-from metal_prefill.files._model_config import LayerKind, has_attention, has_matrix_state
+from metal_prefill.files._model_config import LayerKind, has_attention, has_matrix_state, leading_dense
 from metal_prefill.files._model_tensors import presence_of, tensor_name
 from metal_prefill.files._task_config import NUMBERED_POOLINGS
 from metal_prefill.synth._blocks import TENSOR_TYPES, block_weights, tensor_bytes
+from metal_prefill.synth._experts import ExpertShape, check_experts
 from metal_prefill.synth._scan import ScanShape, check_scan
 from metal_prefill.synth._tokenizer import VOCABULARIES
 
@@ -82,6 +83,8 @@ class ModelShape:
         Number of tokens that a short convolution covers.
     scan
         Shape of the layers whose state has matrices; None for a model without them.
+    experts
+        Shape of the feed-forwards with experts; None for a model without them.
     """
 
     layers: int
@@ -114,6 +117,7 @@ class ModelShape:
     conv_layers: tuple[int, ...] = ()
     conv_taps: int = 3
     scan: ScanShape | None = None
+    experts: ExpertShape | None = None
 
     @property
     def traits(self) -> Architecture:
@@ -262,6 +266,11 @@ def check(shape: ModelShape) -> None:
         )
     if shape.scan is not None:
         check_scan(shape.scan, shape.layers)
+    if traits.experts != "optional" and (shape.experts is None) != (traits.experts == "absent"):
+        has = "has no" if traits.experts == "absent" else "has"
+        raise ValueError(f"architecture {shape.architecture}: {has} experts, unlike the shape; set experts")
+    if shape.experts is not None:
+        check_experts(shape.experts)
 
 
 def tensors(
@@ -294,10 +303,12 @@ def tensors(
     embedding = 3 * shape.dim**-0.5
     if residual is None:
         residual = 1.5 * embedding * (2 * shape.layers) ** -0.5
-    kinds = {"token_embedding": embedding_type, "output": shape.output_type}
+    # llama.cpp never quantizes the router.
+    kinds = {"token_embedding": embedding_type, "output": shape.output_type, "router": "F32"}
     # Magnitudes of the outputs; those of other projections are 1.
     sizes = {"wq": scores, "wk": scores}
-    sizes |= dict.fromkeys(("wo", "w_down", "conv_out", "scan_out"), residual)
+    sizes |= dict.fromkeys(("wo", "w_down", "conv_out", "scan_out", "shared_down", "down_experts"), residual)
+    sizes["router"] = 2.0  # so that tokens differ in their experts
     traits = shape.traits
 
     def tensor(spec: _core.TensorSpec, layer: int = -1) -> Tensor:
@@ -316,20 +327,24 @@ def tensors(
             return Tensor(name, spec.shape, "F32", Role.MATRIX, embedding)
         if spec.kind == "filter":
             return Tensor(name, spec.shape, "F32", Role.FILTER, spec.shape[1] ** -0.5)
-        std = embedding if spec.role in kinds else spec.shape[1] ** -0.5 * sizes.get(spec.role, 1.0)
+        std = (
+            embedding
+            if spec.role in ("token_embedding", "output")
+            else spec.shape[-1] ** -0.5 * sizes.get(spec.role, 1.0)
+        )
         return Tensor(name, spec.shape, kinds.get(spec.role, tensor_type), Role.MATRIX, std)
 
-    specs = [spec for spec in _core.tensors(_core_config(shape)) if _is_present(spec, shape)]
+    config = _core_config(shape)
+    specs = [spec for spec in _core.tensors(config) if _is_present(spec, shape)]
     whole = [spec for spec in specs if not spec.per_layer]
     after = ("output_norm", "output")
     yield from (tensor(spec) for spec in whole if spec.role in _FACTORS)
     yield from (tensor(spec) for spec in whole if spec.role not in (*after, *_FACTORS))
-    for layer, name in enumerate(shape.kinds):
-        kind = _core.LayerKind[name.upper()]
+    for layer in range(shape.layers):
         for spec in specs:
             # An optional norm of the first layer would repeat the norm of the embedding.
             repeats = layer == 0 and spec.role == "attn_norm" and traits.attn_norm == "optional"
-            if spec.per_layer and spec.is_in(kind) and not repeats:
+            if spec.per_layer and spec.is_in(config, layer) and not repeats:
                 yield tensor(spec, layer)
     yield from (tensor(spec) for spec in whole if spec.role in after)
     yield from _heads(shape)
@@ -371,7 +386,8 @@ def _core_config(shape: ModelShape) -> _core.Config:
     traits = shape.traits
     config = _core.Config()
     config.qk_norm_place = _core.QkNormPlace[traits.qk_norm_place.upper()]
-    config.vocab_size, config.dim, config.ffn_dim = shape.vocab, shape.dim, shape.ffn
+    config.vocab_size, config.dim = shape.vocab, shape.dim
+    config.ffn_dim = 0 if traits.ffn == "absent" else shape.ffn
     config.context_length = shape.context
     config.token_types = TOKEN_TYPES if traits.token_types != "absent" else 0
     config.n_heads, config.n_kv_heads = shape.heads, shape.kv_heads
@@ -379,6 +395,13 @@ def _core_config(shape: ModelShape) -> _core.Config:
     if (scan := shape.scan) is not None:
         config.conv_taps, config.scan_heads, config.scan_groups = scan.taps, scan.heads, scan.groups
         config.scan_key_dim, config.scan_value_dim = scan.state, scan.inner // scan.heads
+    config.n_layers = shape.layers
+    config.layer_kinds = [_core.LayerKind[kind.upper()] for kind in shape.kinds]
+    if (experts := shape.experts) is not None:
+        kinds = leading_dense(shape.layers, experts.dense_layers)
+        config.layer_feed_forwards = [_core.FeedForwardKind[kind.upper()] for kind in kinds]
+        config.n_experts, config.experts_used = experts.count, experts.used
+        config.expert_dim, config.shared_dim = experts.ffn, experts.shared
     config.key_dim, config.value_dim, config.rope_dim = shape.head_dim, shape.value_width, shape.rotated
     return config
 

@@ -139,14 +139,6 @@ def test_a_state_space_layer_that_contradicts_itself_is_rejected(
         Model(path, device="cpu")
 
 
-def test_experts_are_rejected_by_name(tmp_path: Path, model_path: Callable[[str], Path]) -> None:
-    parts = take_apart(model_path("granitehybrid"))
-    parts.metadata.append((b"granitehybrid.expert_count", U32, u32(8)))
-    (tmp_path / "m.gguf").write_bytes(parts.assemble())
-    with pytest.raises(UnsupportedModelError, match=r"granitehybrid\.expert_count = 8 is not supported"):
-        Model(tmp_path / "m.gguf", device="cpu")
-
-
 def test_a_hybrid_whose_metadata_say_so_rotates(tmp_path: Path, model_path: Callable[[str], Path]) -> None:
     """Files of Bamba do, those of Granite 4 do not."""
     whole, key = model_path("granitehybrid"), "rope.scaling.finetuned"

@@ -1,0 +1,201 @@
+"""Feed-forwards with experts: routing, sums over experts, and their independence of other rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from support.gguf_bytes import BOOL, F32, U32, scalar, u32
+from support.gguf_mutator import take_apart
+from support.reference import ReferenceModel
+from support.small_models import EXPERTS, SmallModel, with_tensor, write
+
+from metal_prefill import DeviceError, GGUFError, Model, UnsupportedModelError, _core
+from metal_prefill.files import GGUFFile
+from metal_prefill.files._hyperparameters import read_config
+from metal_prefill.synth import ExpertShape
+
+Array = npt.NDArray[np.float64]
+
+IN_FLOAT32 = SmallModel(architecture="qwen3moe", types={"*": "F32"}, embedding="F32")
+LFM2 = replace(EXPERTS["lfm2moe"], types={"*": "F32"}, embedding="F32")
+
+
+def prompt(n: int, seed: int = 0) -> npt.NDArray[np.int64]:
+    """Return random tokens."""
+    return np.random.default_rng(seed).integers(0, 320, n)
+
+
+def all_states(path: Path, ids: npt.NDArray[np.int64], compute: str = "f32") -> npt.NDArray[np.float64]:
+    """Compute the hidden states of every token."""
+    with Model(path, device="cpu", compute=compute, kv_dtype="f32") as model, model.session() as session:
+        (states,) = model.forward_batch([session], [ids], output="hidden", rows="all")
+    return np.asarray(states, np.float64)
+
+
+def all_logits(path: Path, ids: npt.NDArray[np.int64], compute: str = "f32") -> npt.NDArray[np.float64]:
+    """Compute the logits after every token, up to their factor."""
+    tensors = ReferenceModel(path).tensors
+    head = tensors.get("output.weight", tensors["token_embd.weight"])
+    logits: Array = all_states(path, ids, compute) @ head.T
+    return logits
+
+
+def least_correlation(logits: Array, expected: Array) -> float:
+    """Return the smallest correlation of any position."""
+    pairs = zip(logits, expected, strict=True)
+    return min(float(np.corrcoef(row, other)[0, 1]) for row, other in pairs)
+
+
+@pytest.mark.parametrize("name", EXPERTS)
+def test_logits_of_every_position_match_the_reference(name: str, model_path: Callable[[str], Path]) -> None:
+    path, ids = model_path(name), prompt(70)
+    assert least_correlation(all_logits(path, ids), ReferenceModel(path).forward(ids).logits) > 0.99999
+
+
+@pytest.mark.parametrize(
+    ("count", "used", "ffn", "n"),
+    [(3, 1, 64, 40), (3, 3, 40, 40), (7, 2, 72, 100), (16, 5, 32, 100), (33, 8, 48, 300), (64, 8, 32, 700)],
+)
+@pytest.mark.parametrize("seed", [1, 2])
+def test_any_number_of_experts_matches_the_reference(
+    tmp_path: Path, count: int, used: int, ffn: int, n: int, seed: int
+) -> None:
+    path = write(tmp_path / "m.gguf", replace(IN_FLOAT32, experts=ExpertShape(count, used, ffn), seed=seed))
+    ids = prompt(n, seed)
+    assert least_correlation(all_logits(path, ids), ReferenceModel(path).forward(ids).logits) > 0.99999
+
+
+def chosen_by_bias(path: Path, plain: Path, bias: list[float]) -> Path:
+    """Write a copy of a file with another bias in the choice of experts."""
+
+    def change(values: npt.NDArray[np.float32]) -> None:
+        values[:] = bias
+
+    for layer in (2, 3):
+        plain = with_tensor(path, plain, f"blk.{layer}.exp_probs_b.bias", change)
+    return path
+
+
+def test_all_tokens_may_go_to_the_same_experts(tmp_path: Path) -> None:
+    """Others have no rows. The bias decides the choice, but is no part of the factors."""
+    plain = write(tmp_path / "plain.gguf", LFM2)
+    path, ids = chosen_by_bias(tmp_path / "m.gguf", plain, [0, 9, 0, 0, 8, 0]), prompt(100)
+    expected = ReferenceModel(path).forward(ids).logits
+    assert least_correlation(all_logits(path, ids), expected) > 0.99999
+    weights = GGUFFile(path).tensors["blk.3.ffn_down_exps.weight"]
+    content = bytearray(path.read_bytes())
+    unused = weights.nbytes // 6
+    content[weights.offset : weights.offset + unused] = b"\xff" * unused  # NaN in an expert without rows
+    path.write_bytes(content)
+    np.testing.assert_array_equal(all_logits(path, ids).argmax(axis=1), expected.argmax(axis=1))
+
+
+def test_ties_go_to_the_first_experts(tmp_path: Path) -> None:
+    shape = replace(IN_FLOAT32, layers=1, experts=ExpertShape(5, 2, 64))
+    plain = write(tmp_path / "plain.gguf", shape)
+
+    def change(values: npt.NDArray[np.float32]) -> None:
+        values[:] = 0
+
+    path = with_tensor(tmp_path / "m.gguf", plain, "blk.0.ffn_gate_inp.weight", change)
+    ids = prompt(20)
+    assert least_correlation(all_logits(path, ids), ReferenceModel(path).forward(ids).logits) > 0.99999
+
+
+@pytest.mark.parametrize("compute", ["int8", "w8a8", "bf16", "f32"])
+@pytest.mark.parametrize("name", ["granitemoe, mixed types", "olmoe", "lfm2moe", "granitehybrid, experts"])
+def test_results_do_not_depend_on_how_a_text_is_divided(
+    name: str, compute: str, model_path: Callable[[str], Path]
+) -> None:
+    ids, outcomes = prompt(90), []
+    for threads, cuts in [(1, [90]), (2, [90]), (3, [1, 2, 6, 17, 64]), (1, [1] * 90)]:
+        path = model_path(name)
+        with Model(path, device="cpu", threads=threads, compute=compute) as model, model.session() as session:
+            for end in np.cumsum(cuts):
+                logits = session.forward_prompt_logits(ids[session.position : end])
+            outcomes.append(logits)
+    for logits in outcomes[1:]:
+        np.testing.assert_array_equal(logits, outcomes[0])
+
+
+@pytest.mark.parametrize("isa", _core.cpu.kernel_sets())
+@pytest.mark.parametrize("compute", ["int8", "bf16"])
+def test_texts_of_a_batch_have_the_results_that_they_have_alone(
+    isa: str, compute: str, model_path: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("METAL_PREFILL_CPU_ISA", isa)
+    texts = [prompt(n, n) for n in (1, 7, 40, 65)]
+    with Model(model_path("granitemoe, mixed types"), device="cpu", compute=compute) as model:
+        sessions = [model.session() for _ in texts]
+        together = model.forward_batch(sessions, texts, output="logits")
+        for text, logits in zip(texts, together, strict=True):
+            with model.session() as session:
+                np.testing.assert_array_equal(logits, session.forward_prompt_logits(text))
+
+
+@pytest.mark.parametrize("name", ["granitemoe, mixed types", "olmoe", "lfm2moe"])
+def test_8_bit_activations_stay_near_the_reference(name: str, model_path: Callable[[str], Path]) -> None:
+    path, ids = model_path(name), prompt(33)
+    logits = all_logits(path, ids, "int8")
+    # A token that has other experts, because two scores nearly agree, differs more: so the median counts.
+    rows = zip(logits, ReferenceModel(path).forward(ids).logits, strict=True)
+    assert np.median([np.corrcoef(row, other)[0, 1] for row, other in rows]) > 0.995
+
+
+def changed(path: Path, whole: Path, key: str, kind: int, value: bytes) -> Path:
+    """Write a copy of a file in which a key has another value, or does not exist if the value is empty."""
+    parts = take_apart(whole)
+    (architecture,) = (held[8:] for name, _, held in parts.metadata if name == b"general.architecture")
+    full = architecture + b"." + key.encode()
+    parts.metadata = [entry for entry in parts.metadata if entry[0] != full]
+    if value:
+        parts.metadata.append((full, kind, value))
+    return parts.write(path)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("expert_count", b"", r"metadata lfm2moe\.expert_count is missing"),
+        ("expert_count", u32(0), r"expert_count is 0, must be between 1"),
+        ("expert_count", u32(7), r"ffn_gate_inp\.weight has shape \(6, 128\), .*\(7, 128\)"),
+        ("expert_count", u32(2**31 - 1), r"2147483647 experts of 128 rows have more than"),
+        ("expert_used_count", b"", r"expert_used_count is missing"),
+        ("expert_used_count", u32(7), r"expert_used_count is 7, must be at most .*expert_count 6"),
+        ("expert_feed_forward_length", u32(32), r"has shape \(6, 64, 128\), .*\(6, 32, 128\)"),
+        ("expert_shared_feed_forward_length", u32(64), r"blk\.2\.ffn_gate_shexp\.weight is missing"),
+        ("leading_dense_block_count", u32(5), r"leading_dense_block_count is 5, must be 0 to 4"),
+        ("leading_dense_block_count", u32(1), r"tensor blk\.1\.ffn_gate_inp\.weight is missing"),
+        ("expert_group_count", u32(2), r"groups of experts are not supported"),
+        ("expert_gating_func", u32(3), r"expert_gating_func is 3; supported: 1 \(softmax\), 2 \(sigmoid\)"),
+        ("expert_weights_scale", scalar(F32, -1.0), r"expert_weights_scale is -1.0, must be positive"),
+    ],
+)
+def test_a_file_that_contradicts_itself_is_rejected(
+    tmp_path: Path, model_path: Callable[[str], Path], key: str, value: bytes, message: str
+) -> None:
+    kind = F32 if key == "expert_weights_scale" else U32
+    path = changed(tmp_path / "m.gguf", model_path("lfm2moe"), key, kind, value)
+    with pytest.raises((GGUFError, UnsupportedModelError), match=message):
+        Model(path, device="cpu")
+
+
+def test_metadata_set_the_rules_of_the_router(tmp_path: Path, model_path: Callable[[str], Path]) -> None:
+    whole = model_path("qwen3moe")
+    config = read_config(GGUFFile(whole))
+    assert (config.router_score, config.normalize_routes, config.route_scale) == ("softmax", True, 1.0)
+    path = changed(tmp_path / "a.gguf", whole, "expert_gating_func", U32, u32(2))
+    path = changed(tmp_path / "b.gguf", path, "expert_weights_norm", BOOL, b"\0")
+    path = changed(tmp_path / "c.gguf", path, "expert_weights_scale", F32, scalar(F32, 2.5))
+    config = read_config(GGUFFile(path))
+    assert (config.router_score, config.normalize_routes, config.route_scale) == ("sigmoid", False, 2.5)
+
+
+def test_the_metal_engine_refuses_experts_by_name(metal: None, model_path: Callable[[str], Path]) -> None:
+    with pytest.raises(DeviceError, match="has no feed-forward with experts: use device='cpu'"):
+        Model(model_path("qwen3moe"), device="metal")
