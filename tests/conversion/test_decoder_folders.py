@@ -21,6 +21,11 @@ def long_rope_of(factor: int) -> dict[str, Any]:
     return {"rope_scaling": {"type": "longrope", "long_factor": [factor] * 4, "short_factor": [1] * 4}}
 
 
+def rope_of_windows(**rope: Any) -> dict[str, Any]:
+    full = {"rope_type": "default", "rope_theta": 5e5}
+    return {"rope_parameters": {"full_attention": full, "sliding_attention": {**full, **rope}}}
+
+
 FOURTH = "must have 0 for every fourth layer"
 LETTERS = {"sliding_window": 9, "layer_types": None, "sliding_window_pattern": "LLLG"}
 
@@ -55,6 +60,14 @@ def last_logits(model: Model) -> Any:
     [
         ("smollm3", {"no_rope_layers": [1, 1, 1, 0, 1], "no_rope_layer_interval": 5}),
         ("smollm3", {"rope_theta": 2000000.0}),
+        (
+            "olmo3",
+            {
+                "rope_parameters": None,
+                "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 10},
+                "rope_theta": 500000.0,
+            },
+        ),
         ("phi3", {"rope_scaling": {"type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0}}),
         (
             "exaone4, window",
@@ -87,7 +100,9 @@ def test_folders_of_other_versions_are_the_same_model(
         ("mistral, YaRN", {"rope_scaling": {"rope_type": "yarn"}}, GGUFError, "factor is missing"),
         ("qwen2, window", {"layer_types": ["conv"] * 2}, UnsupportedModelError, "for each of the 2 layers"),
         ("qwen3, window", {"use_sliding_window": "no"}, UnsupportedModelError, "use_sliding_window is 'no'"),
-        ("olmo2", {"architectures": ["Olmo3ForCausalLM"]}, UnsupportedModelError, "Olmo3ForCausalLM"),
+        ("olmo3", rope_of_windows(rope_type="linear"), UnsupportedModelError, "rope_type is 'linear'"),
+        ("olmo3", rope_of_windows(rope_theta=1e4), UnsupportedModelError, "rope_theta is 10000.0; supported"),
+        ("olmo3", {"sliding_window": 0}, GGUFError, "sliding_window is 0, must be between 1"),
         ("phi3", {"rope_scaling": {"type": "linear", "factor": 2.0}}, UnsupportedModelError, "is 'linear'"),
         ("phi3", long_rope(HEAD + 2), GGUFError, r"rope_scaling.long_factor must have 4 numbers, has 5"),
         ("phi3", {**long_rope(HEAD), "original_max_position_embeddings": 1}, GGUFError, "is 1, must be"),

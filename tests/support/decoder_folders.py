@@ -55,6 +55,27 @@ def olmo2(path: Path, **config: Any) -> Folder:
     return with_head_norms(_with_norms_of_outputs(folder), ("q_norm", DIM), ("k_norm", KV))
 
 
+def olmo3(path: Path, **config: Any) -> Folder:
+    """Make a folder of OLMo 3, whose layers with a window are not scaled."""
+    yarn = {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": CONTEXT // 4,
+        "rope_theta": 5e5,
+    }
+    settings = {
+        "num_hidden_layers": 5,
+        "sliding_window": 9,
+        "rope_parameters": {
+            "full_attention": yarn,
+            "sliding_attention": {"rope_type": "default", "rope_theta": 5e5},
+        },
+        **config,
+    }
+    folder = llama(path, "Olmo3ForCausalLM", model_type="olmo3", pad_token_id=0, **settings)
+    return with_head_norms(_with_norms_of_outputs(folder), ("q_norm", DIM), ("k_norm", KV))
+
+
 def exaone4(path: Path, **config: Any) -> Folder:
     """Make a folder of EXAONE 4, which norms outputs of blocks, and each head of q and k."""
     kinds = None if config.get("sliding_window") else ["full_attention"] * LAYERS
@@ -127,6 +148,7 @@ RECORDED: dict[str, Callable[[Path], Folder]] = {
     "smollm3": smollm3,
     "granite": granite,
     "olmo2": olmo2,
+    "olmo3": olmo3,
     "phi3": phi3,
     "phi3, part of heads rotates, window": partial(phi3, partial_rotary_factor=0.5, sliding_window=9),
     "phi3, LongRoPE": partial(phi3, **long_rope(HEAD)),

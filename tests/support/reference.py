@@ -417,6 +417,7 @@ class ReferenceModel:
         """Radians per position of each pair, ``[rope_dim / 2]``, and the factor of cos and sin."""
         windowed = self.architecture in (*GEMMA, "modern-bert") and self._is_windowed(layer)
         base: float = 10000.0 if windowed else self._key("rope.freq_base", 10000.0)
+        windowed = windowed or (self.architecture == "olmo2" and self._is_windowed(layer))
         pairs = np.arange(self.rope_dim // 2)
         frequencies: Array = base ** (-2.0 * pairs / self.rope_dim)
         if "rope_freqs.weight" in self.tensors:
@@ -448,7 +449,7 @@ class ReferenceModel:
         return blended, 1 + 0.1 * math.log(factor)
 
     def _is_windowed(self, layer: int) -> bool:
-        if self.architecture == "exaone4":
+        if self.architecture in ("exaone4", "olmo2"):
             return self._window > 0 and layer % 4 != 3
         if self.architecture == "modern-bert":
             return layer % 3 != 0

@@ -215,6 +215,9 @@ MODELS: dict[str, SmallModel] = {
     ),
     "hunyuan-dense": SmallModel(architecture="hunyuan-dense", key_dim=64),
     "olmo2": SmallModel(architecture="olmo2", dim=128, output="Q8_0"),
+    "olmo2, windows": SmallModel(
+        architecture="olmo2", layers=5, dim=128, output="Q8_0", window=16, rope_scaling="yarn", rope_base=5e5
+    ),
     "exaone4": SmallModel(architecture="exaone4", dim=128, rope_scaling="freqs", rope_base=1e6),
     "exaone4, windows": SmallModel(architecture="exaone4", layers=5, dim=128, window=16),
     "ernie4_5": SmallModel(architecture="ernie4_5", key_dim=64),

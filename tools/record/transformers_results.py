@@ -231,9 +231,13 @@ def config_of(path: Path, model: SmallModel) -> transformers.PreTrainedConfig:
         settings["rope_parameters"] = {"full_attention": rope, "sliding_attention": {"rope_type": "default"}}
         settings["sliding_window"] = model.window
         settings["query_pre_attn_scalar"] = model.key_dim
-    return transformers.AutoConfig.for_model(
-        MODEL_TYPES.get(model.architecture, model.architecture), **settings
-    )
+    kind = MODEL_TYPES.get(model.architecture, model.architecture)
+    if model.architecture == "olmo2" and model.window:  # layers with a window are unscaled
+        kind = "olmo3"
+        default = {"rope_type": "default", "rope_theta": model.rope_base}
+        settings["rope_parameters"] = {"full_attention": rope, "sliding_attention": default}
+        settings["sliding_window"] = model.window
+    return transformers.AutoConfig.for_model(kind, **settings)
 
 
 def scan_settings(model: SmallModel, scan: ScanShape) -> dict[str, Any]:

@@ -435,6 +435,26 @@ def exaone4(config: Fields) -> dict[str, Any]:
     }
 
 
+def olmo3(config: Fields) -> dict[str, Any]:
+    """Return the metadata of the rotation of layers without a window, and the layers with one."""
+    kinds = ("full_attention", "sliding_attention")
+    rope, key = config.object("rope_parameters"), "rope_parameters"
+    if any(map(rope.has, kinds)):
+        full, windowed = map(rope.object, kinds)
+        windowed.require("rope_type", ("default",), "default")
+        base = full.number("rope_theta", default=500000.0)
+        windowed.require("rope_theta", (base,), base)
+        config = Fields(config.path, {**config.values, key: full.values})
+    found = rope_scaling(config)
+    if "rope.freq_base" not in found:
+        found["rope.freq_base"] = config.number("rope_theta", default=500000.0)
+    if "rope.scaling.attn_factor" in found:
+        raise config.unsupported("attention_factor of layers without a window alone is not supported")
+    # Layers with a window rotate differently, so one as large as the context also counts.
+    window = {"attention.sliding_window": config.integer("sliding_window", default=_WINDOW)}
+    return found | window | _layers_with_window(config, 4)
+
+
 def hunyuan_dense(config: Fields) -> dict[str, Any]:
     """Return the base of the rotation, which is larger where the folder has ``alpha``."""
     rope = _rope(config)

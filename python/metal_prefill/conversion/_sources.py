@@ -530,6 +530,14 @@ SOURCES: dict[str, Source] = {
         more=_settings.rope_scaling,
         computed=lambda config: {},
     ),
+    "Olmo3": replace(
+        _LLAMA,
+        architecture="olmo2",
+        keys={**_LLAMA.keys, **_LARGER_EPSILON},
+        changes={},
+        more=_settings.olmo3,
+        computed=lambda config: {},
+    ),
     "Phi3": replace(
         _LLAMA,
         architecture="phi3",

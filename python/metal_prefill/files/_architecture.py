@@ -19,7 +19,7 @@ from metal_prefill.files._model_config import (
     RouterScore,
 )
 
-WindowRope: TypeAlias = Literal["same", "own", "only"]
+WindowRope: TypeAlias = Literal["same", "own", "only", "unscaled"]
 Presence: TypeAlias = Literal["required", "optional", "absent"]
 
 
@@ -86,9 +86,10 @@ class Architecture:
         set another period, or list the layers.
     window_free_first : bool
         Whether the first layer of each period attends to all positions instead of the last one.
-    window_rope : {"same", "own", "only"}
+    window_rope : {"same", "own", "only", "unscaled"}
         Rotation of the layers with a window: the same as the other layers; with a separate base and without
-        scaling; or the only layers that rotate. Without a window, all layers rotate in the same way.
+        scaling; the only layers that rotate; or without scaling. Without a window, all layers rotate in the
+        same way.
     causal : bool
         Default of `ModelConfig.causal` for files that do not set it.
     scale_embedding : bool
@@ -254,6 +255,9 @@ ARCHITECTURES: dict[str, Architecture] = {
         attn_norm="absent",
         ffn_norm="absent",
         post_norms="required",
+        window="optional",
+        window_period=4,
+        window_rope="unscaled",
     ),
     "olmoe": Architecture(rope_style="neox", qk_norm="required", qk_norm_place="rows", experts="required"),
     "exaone4": Architecture(

@@ -105,7 +105,14 @@ def _with_layer_positions(config: ModelConfig, keys: Keys, traits: Architecture)
         return config
     if traits.window_rope == "only":
         return replace(config, layer_uses_rope=windowed)
-    window_base = keys.positive_float("rope.freq_base_swa", default=_DEFAULT_WINDOW_ROPE_BASE)
+    is_own = traits.window_rope == "own"
+    default_base = _DEFAULT_WINDOW_ROPE_BASE if is_own else config.rope_base
+    window_base = keys.positive_float("rope.freq_base_swa", default=default_base)
+    if not is_own and config.rope_attn_factor != 1:
+        raise keys.unsupported(
+            f"{keys.architecture}.rope.scaling.attn_factor is {config.rope_attn_factor}, which is not "
+            "supported with attention windows"
+        )
     return replace(
         config,
         layer_rope_base=tuple(window_base if w else config.rope_base for w in windowed),

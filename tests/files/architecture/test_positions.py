@@ -196,6 +196,24 @@ def test_only_layers_with_a_window_rotate_in_exaone4(open_model: Open) -> None:
     assert config.layer_rope_base == ()
 
 
+def test_layers_with_a_window_are_not_scaled_in_olmo3(open_model: Open) -> None:
+    assert read_config(open_model(architecture="olmo2", layers=5)).layer_window == ()
+    metadata = {
+        "olmo2.attention.sliding_window": integer(8),
+        "olmo2.rope.freq_base": number(5e5),
+        "olmo2.rope.scaling.type": string("yarn"),
+        "olmo2.rope.scaling.factor": number(8.0),
+        "olmo2.rope.scaling.original_context_length": integer(64),
+    }
+    config = read_config(open_model(metadata, architecture="olmo2", layers=5))
+    assert config.layer_window == (8, 8, 8, 0, 8)
+    assert config.layer_rope_base == (5e5,) * 5
+    assert config.layer_rope_factor == (1.0, 1.0, 1.0, 8.0, 1.0)
+    metadata["olmo2.rope.scaling.attn_factor"] = number(0.5)
+    with pytest.raises(UnsupportedModelError, match=r"attn_factor is 0.5, which is not supported with"):
+        read_config(open_model(metadata, architecture="olmo2", layers=5))
+
+
 @pytest.mark.parametrize("stated", [True, False])
 def test_granite_rotates_unless_its_file_states_otherwise(open_model: Open, stated: bool) -> None:
     metadata = {"granite.rope.scaling.finetuned": (BOOL, bytes([stated]))}
