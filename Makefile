@@ -15,7 +15,7 @@ SOURCES := $(shell git ls-files cpp emulator shaders cmake tests/native CMakeLis
 NATIVE := $(shell git ls-files {cpp,emulator,tests/native}/'*.'{cpp,h,mm} 'shaders/*.h' 'shaders/*.metal' 'tests/arm/*.cpp')
 
 .DEFAULT_GOAL := demo
-.PHONY: demo setup check test test-emulator test-ray test-page test-wheels docs wheels sanitize fuzz soak mutants lint tidy bench bench-kernels bench-report bench-avx2 bench-gpu format cross-macos clean
+.PHONY: demo setup check test test-clients test-emulator test-ray test-page test-wheels docs wheels sanitize fuzz soak mutants lint tidy bench bench-kernels bench-report bench-avx2 bench-gpu format cross-macos clean
 
 # Debian packages for the emulator and the tests of the Arm kernels: says in one line what is installed, found or missing.
 setup:
@@ -127,6 +127,16 @@ $(VENV)/.ray: pyproject.toml build/.plain
 test-ray: $(VENV)/.ray
 	$(BIN)/python -m pytest tests/integrations/test_ray.py tests/integrations/test_ray_serve.py tests/integrations/test_ray_example.py \
 	  tests/packaging/test_guide.py
+
+# Clients of other projects, each in an environment of its own.
+CLIENTS := openai-agents pydantic-ai-slim[openai] litellm langchain-openai
+build/clients/%/.ready:
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check '$(filter $* $*[%,$(CLIENTS))'
+	@touch $@
+
+test-clients: build/.emulator $(foreach client,$(CLIENTS),build/clients/$(firstword $(subst [, ,$(client)))/.ready)
+	$(BIN)/python -m pytest tests/clients
 
 # The site, in build/site: from docs/, the examples and the docstrings. A broken link is an error.
 $(VENV)/.docs: pyproject.toml $(VENV)/.ready

@@ -82,7 +82,7 @@ def test_a_prompt_that_does_not_fit_is_rejected_before_anything_is_computed(cpu_
         assert refused.status_code == 400
         assert refused.json()["error"] == {
             "message": "This model's maximum context length is 1024 tokens. "
-            "However, a prompt of 1025 tokens exceeds the context of 1024",
+            "However, the prompt is too long: a prompt of 1025 tokens exceeds the context of 1024",
             "type": "invalid_request_error",
             "param": None,
             "code": "context_length_exceeded",

@@ -94,9 +94,10 @@ class Endpoint(Generic[_Form]):
                     await self._answer(self._service, form, reply, sender)
             if scope.cancelled_caught:
                 await reply.error(timeout_error(seconds))
-        except ContextOverflowError as error:  # clients recognize OpenAI's words
+        except ContextOverflowError as error:  # LiteLLM recognizes the first words, LangChain the others
             most = self._service.model.max_context
-            message = f"This model's maximum context length is {most} tokens. However, {error}"
+            limit = f"This model's maximum context length is {most} tokens"
+            message = f"{limit}. However, the prompt is too long: {error}"
             await reply.error(ApiError(400, message, code="context_length_exceeded"))
         except (StalledClientError, OSError):  # uvicorn closes the connection
             log.info("a client stopped reading its answer")
