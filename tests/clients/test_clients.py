@@ -12,10 +12,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from support.places import ROOT
 from support.running_server import Running, running_with_template
 from support.tools import HERMES
+
+import metal_prefill
+from metal_prefill import Model
 
 PROGRAMS = Path(__file__).parent / "programs"
 ENVIRONMENTS = ROOT / "build" / "clients"
@@ -83,3 +87,52 @@ def test_langchain_answers_calls_and_recognizes_a_long_prompt(server: Running) -
     assert found["call"][1]["city"] in CITIES
     assert found["city"] in CITIES
     assert "ContextOverflow" in found["overflow"]
+
+
+def llm(folder: Path, *arguments: str) -> str:
+    """Return what the command-line tool llm prints, with this installation of the package."""
+    if not (ENVIRONMENTS / "llm" / ".ready").exists():
+        pytest.skip("needs an environment: make test-clients")
+    packages = str(Path(metal_prefill.__file__).parents[1])
+    code = f"import sys; sys.path.append({packages!r}); from llm.cli import cli; cli()"
+    done = subprocess.run(
+        [ENVIRONMENTS / "llm" / "bin" / "python", "-c", code, *arguments],
+        # The package of the model smollm2 is a plugin, too, which needs llama-cpp-python.
+        env={**os.environ, "LLM_USER_PATH": str(folder), "LLM_LOAD_PLUGINS": "metal_prefill"},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_llm_continues_a_conversation_with_its_schema(tmp_path: Path) -> None:
+    answer = llm(tmp_path, "-m", "metal_prefill/demo", "-o", "max_tokens", "9", "Who art thou?")
+    with Model() as model:
+        asked = [{"role": "user", "content": "Who art thou?"}]
+        options: dict[str, Any] = {"max_tokens": 9, "stop": model.tokenizer.chat_stop}
+        first = "".join(model.generate(model.tokenizer.apply_chat_template(asked), **options))
+        assert answer == f"{first}\n"
+        asked += [{"role": "assistant", "content": first}, {"role": "user", "content": "And why?"}]
+        second = "".join(model.generate(model.tokenizer.apply_chat_template(asked), **options))
+    assert llm(tmp_path, "-c", "-o", "max_tokens", "9", "And why?") == f"{second}\n"
+    age = {"properties": {"age": {"enum": [9, 12]}}, "required": ["age"], "additionalProperties": False}
+    typed = llm(
+        tmp_path,
+        "-m",
+        "metal_prefill/demo",
+        "--schema",
+        json.dumps({"type": "object", **age}),
+        "How old art thou?",
+    )
+    assert json.loads(typed)["age"] in (9, 12)
+
+
+def test_llm_embeds_texts(tmp_path: Path, minilm_folder: Path) -> None:
+    with Model(minilm_folder) as model:
+        expected = model.embed(["A rose"])[0]
+    found = json.loads(llm(tmp_path, "embed", "-m", "metal_prefill/minilm", "-c", "A rose"))
+    np.testing.assert_allclose(found, expected, atol=1e-6)

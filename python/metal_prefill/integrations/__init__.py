@@ -1,4 +1,4 @@
-"""Integrations with Chroma, Ray, scikit-learn and lm-evaluation-harness, each of which must be installed."""
+"""Integrations with Chroma, llm, Ray, scikit-learn and lm-evaluation-harness, which must be installed."""
 
 from __future__ import annotations
 
