@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import os
 import platform
 from pathlib import Path
@@ -13,7 +12,7 @@ from metal_prefill import _core
 from metal_prefill._support.arguments import integer
 from metal_prefill._support.cached_property import cached_property
 from metal_prefill.errors import ClosedError, DeviceError, GGUFError, MetalPrefillError
-from metal_prefill.files._gguf_file import TENSOR_TYPES, GGUFFile
+from metal_prefill.files._gguf_file import TENSOR_TYPES, GGUFFile, as_matrix
 from metal_prefill.files._hyperparameters import read_config
 from metal_prefill.files._model_config import ModelConfig, core_config
 from metal_prefill.files._model_tensors import collect_tensors
@@ -294,8 +293,7 @@ def open_engine(
     try:
         builder = _core.ModelBuilder(core_config(config), gguf.mapping, gguf.mapping)
         for role, layer, info in collect_tensors(gguf, config):
-            *rows, cols = info.shape
-            builder.add(role, layer, info.name, info.type, math.prod(rows), cols, info.offset, info.nbytes)
+            builder.add(role, layer, info.name, info.type, *as_matrix(info.shape), info.offset, info.nbytes)
         settle_pair_speed()
         if device == "cpu":
             _announce_slow_kernels()

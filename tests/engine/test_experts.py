@@ -14,7 +14,7 @@ from support.gguf_mutator import take_apart
 from support.reference import ReferenceModel
 from support.small_models import EXPERTS, SmallModel, with_tensor, write
 
-from metal_prefill import DeviceError, GGUFError, Model, UnsupportedModelError, _core
+from metal_prefill import DeviceError, GGUFError, Model, UnsupportedModelError, _core, cli
 from metal_prefill.files import GGUFFile
 from metal_prefill.files._hyperparameters import read_config
 from metal_prefill.synth import ExpertShape
@@ -194,6 +194,11 @@ def test_metadata_set_the_rules_of_the_router(tmp_path: Path, model_path: Callab
     path = changed(tmp_path / "c.gguf", path, "expert_weights_scale", F32, scalar(F32, 2.5))
     config = read_config(GGUFFile(path))
     assert (config.router_score, config.normalize_routes, config.route_scale) == ("sigmoid", False, 2.5)
+
+
+def test_predictions_for_a_gpu_are_refused_by_name(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["predict", "--preset", "olmoe-1b-7b"]) == 1
+    assert "the Metal engine has no feed-forward with experts" in capsys.readouterr().err
 
 
 def test_the_metal_engine_refuses_experts_by_name(metal: None, model_path: Callable[[str], Path]) -> None:

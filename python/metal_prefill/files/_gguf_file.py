@@ -126,6 +126,12 @@ class TensorInfo:
     nbytes: int
 
 
+def as_matrix(shape: tuple[int, ...]) -> tuple[int, int]:
+    """Return the number of rows of a tensor, of all its matrices, and their length; a vector is a row."""
+    *rows, columns = shape
+    return math.prod(rows), columns
+
+
 class GGUFFile:
     """An open GGUF file.
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from metal_prefill import _core
 from metal_prefill._support.cached_property import cached_property
-from metal_prefill.files._gguf_file import GGUFFile
+from metal_prefill.files._gguf_file import GGUFFile, as_matrix
 from metal_prefill.files._hyperparameters import read_config
 from metal_prefill.files._model_config import ModelConfig, core_config
 from metal_prefill.files._model_tensors import collect_tensors
@@ -35,8 +35,7 @@ class Shape:
         """The shape as the core has it."""
         core = _core.ModelShape(core_config(self.config))
         for tensor in self.tensors:
-            rows, cols = tensor.shape if len(tensor.shape) == 2 else (1, tensor.shape[0])
-            core.add(tensor.role, tensor.layer, tensor.type, rows, cols)
+            core.add(tensor.role, tensor.layer, tensor.type, *as_matrix(tensor.shape))
         return core
 
 
