@@ -10,67 +10,73 @@
 
 namespace metal_prefill::metal {
 
-// Named as in the shaders. Those of the first group exist once per tensor type.
-enum class Kernel {
-  kEmbed,
-  kMatvec,
-  kMatvecRows2,
-  kMatvecRows4,
-  kMatvecSwiglu,
-  kMatmulNarrow,
-  kMatmulWide,
-  kMatmulSplit,
-  kMatmulSwigluNarrow,
-  kMatmulSwigluWide,
-  kMatmulTensorNarrow,
-  kMatmulTensorWide,
-  kMatmulTensorTall,
-  kMatmulTensorSwigluNarrow,
-  kMatmulTensorSwigluWide,
-  kMatmulTensorSwigluTall,
-  kMultiTokenMatvec,
-  kMultiTokenMatvecAccumulate,
-  kMultiTokenMatvecSwiglu,
-  kRmsnormMatvec,
-  kRmsnormMatvecSwiglu,
-  kLastTyped = kRmsnormMatvecSwiglu,
+// What a kernel's name has at %.
+enum class NamePart { kNothing, kTensorType, kCacheType, kDecodeHeads, kPrefillHeads };
 
-  kRmsnormF32,
-  kRmsnormF16,
-  kRmsnormAdd,
-  kRmsnormInPlace,
-  kLayernormF32,
-  kLayernormF16,
-  kLayernormStream,
-  kLayernormInPlace,
-  kLayernormTwice,
-  kAddBias,
-  kRopeAppend,
-  kRopeAppendConv,
-  kRopeAttentionDecode,
-  kAttentionDecode,
-  kAttentionCombine,
-  kAttentionPrefill,
-  kAttentionTensor,
-  kGateHeadsF32,
-  kGateHeadsF16,
-  kSwigluF32,
-  kSwigluF16,
-  kCausalConvF32,
-  kCausalConvF16,
-  kScanF32Rows128,
-  kScanF32Rows256,
-  kScanF16Rows128,
-  kScanF16Rows256,
-  kScanNormF32,
-  kScanNormF16,
-  kGatedDelta,
-  kGatedNormF32,
-  kGatedNormF16,
-  kArgmaxStage1,
-  kArgmaxStage2,
-  kLogProb,
-  kCount,
+// Each kernel: enumerator, name in the shaders, and what the name has at %.
+#define METAL_PREFILL_EACH_KERNEL(K)                                             \
+  K(kEmbed, "embed_%", kTensorType)                                              \
+  K(kMatvec, "matvec_%", kTensorType)                                            \
+  K(kMatvecRows2, "matvec_%_rows2", kTensorType)                                 \
+  K(kMatvecRows4, "matvec_%_rows4", kTensorType)                                 \
+  K(kMatvecSwiglu, "matvec_swiglu_%", kTensorType)                               \
+  K(kMatmulNarrow, "matmul_%_narrow", kTensorType)                               \
+  K(kMatmulWide, "matmul_%_wide", kTensorType)                                   \
+  K(kMatmulSplit, "matmul_%_split", kTensorType)                                 \
+  K(kMatmulSwigluNarrow, "matmul_swiglu_%_narrow", kTensorType)                  \
+  K(kMatmulSwigluWide, "matmul_swiglu_%_wide", kTensorType)                      \
+  K(kMatmulTensorNarrow, "matmul_tensor_%_narrow", kTensorType)                  \
+  K(kMatmulTensorWide, "matmul_tensor_%_wide", kTensorType)                      \
+  K(kMatmulTensorTall, "matmul_tensor_%_tall", kTensorType)                      \
+  K(kMatmulTensorSwigluNarrow, "matmul_tensor_swiglu_%_narrow", kTensorType)     \
+  K(kMatmulTensorSwigluWide, "matmul_tensor_swiglu_%_wide", kTensorType)         \
+  K(kMatmulTensorSwigluTall, "matmul_tensor_swiglu_%_tall", kTensorType)         \
+  K(kMultiTokenMatvec, "multi_token_matvec_%", kTensorType)                      \
+  K(kMultiTokenMatvecAccumulate, "multi_token_matvec_%_accumulate", kTensorType) \
+  K(kMultiTokenMatvecSwiglu, "multi_token_matvec_swiglu_%", kTensorType)         \
+  K(kRmsnormMatvec, "rmsnorm_matvec_%", kTensorType)                             \
+  K(kRmsnormMatvecSwiglu, "rmsnorm_matvec_swiglu_%", kTensorType)                \
+  K(kRmsnormF32, "rmsnorm_f32", kNothing)                                        \
+  K(kRmsnormF16, "rmsnorm_f16", kNothing)                                        \
+  K(kRmsnormAdd, "rmsnorm_add", kNothing)                                        \
+  K(kRmsnormInPlace, "rmsnorm_in_place", kNothing)                               \
+  K(kLayernormF32, "layernorm_f32", kNothing)                                    \
+  K(kLayernormF16, "layernorm_f16", kNothing)                                    \
+  K(kLayernormStream, "layernorm_stream", kNothing)                              \
+  K(kLayernormInPlace, "layernorm_in_place", kNothing)                           \
+  K(kLayernormTwice, "layernorm_twice", kNothing)                                \
+  K(kAddBias, "add_bias", kNothing)                                              \
+  K(kRopeAppend, "rope_append_%", kCacheType)                                    \
+  K(kRopeAppendConv, "rope_append_conv_%", kCacheType)                           \
+  K(kRopeAttentionDecode, "rope_attention_decode_%", kDecodeHeads)               \
+  K(kAttentionDecode, "attention_decode_%", kDecodeHeads)                        \
+  K(kAttentionCombine, "attention_combine", kNothing)                            \
+  K(kAttentionPrefill, "attention_prefill_%", kPrefillHeads)                     \
+  K(kAttentionTensor, "attention_tensor_%", kPrefillHeads)                       \
+  K(kGateHeadsF32, "gate_heads_f32", kNothing)                                   \
+  K(kGateHeadsF16, "gate_heads_f16", kNothing)                                   \
+  K(kSwigluF32, "swiglu_f32", kNothing)                                          \
+  K(kSwigluF16, "swiglu_f16", kNothing)                                          \
+  K(kCausalConvF32, "causal_conv_f32", kNothing)                                 \
+  K(kCausalConvF16, "causal_conv_f16", kNothing)                                 \
+  K(kScanF32Rows128, "scan_f32_128", kNothing)                                   \
+  K(kScanF32Rows256, "scan_f32_256", kNothing)                                   \
+  K(kScanF16Rows128, "scan_f16_128", kNothing)                                   \
+  K(kScanF16Rows256, "scan_f16_256", kNothing)                                   \
+  K(kScanNormF32, "scan_norm_f32", kNothing)                                     \
+  K(kScanNormF16, "scan_norm_f16", kNothing)                                     \
+  K(kGatedDelta, "gated_delta", kNothing)                                        \
+  K(kGatedNormF32, "gated_norm_f32", kNothing)                                   \
+  K(kGatedNormF16, "gated_norm_f16", kNothing)                                   \
+  K(kArgmaxStage1, "argmax_stage1", kNothing)                                    \
+  K(kArgmaxStage2, "argmax_stage2", kNothing)                                    \
+  K(kLogProb, "log_prob", kNothing)
+
+enum class Kernel {
+#define METAL_PREFILL_KERNEL(kernel, name, part) kernel,
+  METAL_PREFILL_EACH_KERNEL(METAL_PREFILL_KERNEL)
+#undef METAL_PREFILL_KERNEL
+      kCount
 };
 
 // Whether a kernel is one of shaders/matmul_tensor.metal or attention_tensor.metal, which not every device
