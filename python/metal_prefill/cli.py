@@ -37,6 +37,7 @@ COMMANDS = {
     "embed": "compute embeddings of texts",
     "rerank": "rank documents by their relevance to a query",
     "label": "label texts, or names and other parts of texts",
+    "models": "list models that open without a download, or delete them from the Hub's cache",
     "cache": "list, check or delete packed weights and converted models",
     "convert": "write a model folder of the Hugging Face Hub as a GGUF file",
     "synth": "write a model file of any shape with random weights",

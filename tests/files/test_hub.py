@@ -375,7 +375,7 @@ def test_headers_with_invalid_file_names_are_rejected(client: Client, server: Hu
 
 def test_headers_that_change_between_requests_are_rejected(server: Hub, tmp_path: Path) -> None:
     """The library repeats the request, and may get another answer than the checked one."""
-    library: Any = _download._import_hub()
+    library: Any = _download.import_hub()
     server.repos["tiny/hostile"] = Repo({"a.gguf": b"a"}, headers={"ETag": '"../../outside"'})
 
     def hooks() -> list[Any]:

@@ -61,7 +61,7 @@ def odd_repo(listing: bytes, random: Random) -> Repo:
 
 
 def test_answers_of_a_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    library: Any = _download._import_hub()
+    library: Any = _download.import_hub()
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     home = tmp_path / "home"
     home.mkdir()

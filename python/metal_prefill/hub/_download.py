@@ -117,7 +117,7 @@ def fetch(
         The repository, revision or file does not exist; several files match; access is denied; or the Hub is
         unreachable or returns an invalid response, and the file is not in the cache.
     """
-    hub = _import_hub()
+    hub = import_hub()
     name, path = _fetch_one(hub, repo_id, pattern, revision, token, cache_dir)
     for other in part_names(name)[1:]:
         _fetch_one(hub, repo_id, other, revision, token, cache_dir)
@@ -188,7 +188,7 @@ def fetch_folder(
         The repository does not exist, has no ``config.json`` and safetensors, or access is denied; or the Hub
         is unreachable or returns an invalid response, and the files are not in the cache.
     """
-    hub = _import_hub()
+    hub = import_hub()
     try:
         with safe_answers(hub):
             files = list_files(hub, repo_id, revision, token)
@@ -226,7 +226,8 @@ def _reason(error: Exception) -> str:
     return str(error) or type(error).__name__
 
 
-def _import_hub() -> ModuleType:
+def import_hub() -> ModuleType:
+    """Import the Hub's client; raise `MissingExtraError` without it."""
     try:
         import huggingface_hub
         import huggingface_hub.constants

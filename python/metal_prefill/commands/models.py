@@ -1,0 +1,100 @@
+"""``metal-prefill models``: models that open without a download, what they do, and their size."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from metal_prefill.commands import common
+
+EXAMPLE = "metal-prefill models"
+
+MIB = 1 << 20
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
+    parser.add_argument(
+        "--delete",
+        metavar="OWNER/REPO",
+        help="delete the files of a repository from the cache of the Hub; `metal-prefill cache` deletes "
+        "converted models and packed weights",
+    )
+
+
+def execute(arguments: argparse.Namespace) -> None:
+    """Print the names of models, as for ``-m``, or delete a repository."""
+    from rich.table import Table
+
+    from metal_prefill.hub._cached_models import delete_cached
+
+    console = common.console()
+    if arguments.delete is not None:
+        freed = delete_cached(arguments.delete)
+        console.print(f"{arguments.delete}: deleted, {freed / MIB:,.1f} MiB", highlight=False)
+        return
+    table = Table()
+    for column, justify in (("model", "left"), ("does", "left"), ("MiB", "right")):
+        table.add_column(column, justify=justify, overflow="fold")  # type: ignore[arg-type]
+    for name, path, nbytes in _models():
+        table.add_row(name, _task(path), f"{nbytes / MIB:,.1f}")
+    console.print(table)
+
+
+def _models() -> Iterator[tuple[str, Path, int]]:
+    """Yield name, path and size: the bundled model, those of packages, then those in the Hub's cache."""
+    from metal_prefill.errors import MissingExtraError
+    from metal_prefill.hub._bundled_models import PACKAGED, default_model_path, packaged_model
+    from metal_prefill.hub._cached_models import cached_models
+
+    path: Path | None = default_model_path()
+    assert path is not None
+    yield "(without -m)", path, path.stat().st_size
+    for name in PACKAGED:
+        with suppress(MissingExtraError):
+            if (path := packaged_model(name)) is not None:
+                weights = path / "model.safetensors" if path.is_dir() else path
+                yield name, path, weights.stat().st_size
+    yield from cached_models()
+
+
+def _task(path: Path) -> str:
+    """Return what a model does, or why it does not open."""
+    from metal_prefill.errors import MetalPrefillError
+
+    try:
+        return _task_of_folder(path) if path.is_dir() else _task_of_file(path)
+    except (MetalPrefillError, OSError) as error:
+        return f"does not open: {str(error).removeprefix(f'{path}: '):.100}"
+
+
+def _task_of_file(path: Path) -> str:
+    from metal_prefill.files._gguf_file import GGUFFile
+    from metal_prefill.files._hyperparameters import read_config
+    from metal_prefill.files._metadata_keys import POOLING_KEY
+    from metal_prefill.files._task_config import CLASSIFIER
+
+    with GGUFFile(path) as gguf:
+        config = read_config(gguf)
+        if not gguf.tensors.keys().isdisjoint(CLASSIFIER):
+            return "labels, ranks"
+        pools = {POOLING_KEY, f"{config.architecture}.pooling_type"} & set(gguf.metadata)
+        if not config.causal or pools:
+            return "vectors"
+        return "chat" if "tokenizer.chat_template" in gguf.metadata else "text"
+
+
+def _task_of_folder(path: Path) -> str:
+    from metal_prefill.conversion._body import body_folder
+    from metal_prefill.conversion._fields import Fields
+    from metal_prefill.conversion._sources import find_source
+
+    _, task = find_source(Fields.read(body_folder(path) / "config.json"))
+    if (path / "modules.json").exists() or task == "late":
+        return "vectors"
+    if task == "causal":
+        has_template = (path / "chat_template.jinja").exists()
+        return "chat" if has_template else "text"
+    return {"sequence": "labels, ranks", "tokens": "labels", "masked": "vectors"}.get(task, "vectors")

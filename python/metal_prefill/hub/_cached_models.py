@@ -1,0 +1,74 @@
+"""Models in the cache of the Hugging Face Hub."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from metal_prefill.errors import HubError, MissingExtraError
+from metal_prefill.files._gguf_file import is_later_part, part_names
+from metal_prefill.hub._download import import_hub
+
+
+class CachedModel(NamedTuple):
+    """A model that opens without a download.
+
+    Attributes
+    ----------
+    name : str
+        ``owner/repo`` for a folder, or ``owner/repo:file``.
+    path : pathlib.Path
+        The folder or file.
+    nbytes : int
+        Size of its weights.
+    """
+
+    name: str
+    path: Path
+    nbytes: int
+
+
+def cached_models() -> Iterator[CachedModel]:
+    """Yield the model folders and GGUF files of the branches in the cache; none without the extra ``hub``."""
+    for repo in _repositories():
+        for revision in repo.revisions:
+            files = {f.file_path.relative_to(revision.snapshot_path).as_posix(): f for f in revision.files}
+            if "main" not in revision.refs:
+                continue
+            weights = [f.size_on_disk for name, f in files.items() if name.endswith(".safetensors")]
+            if "config.json" in files and weights:
+                yield CachedModel(repo.repo_id, revision.snapshot_path, sum(weights))
+            for name in sorted(files):
+                if name.endswith(".gguf") and not is_later_part(name):
+                    size = sum(files[part].size_on_disk for part in part_names(name) if part in files)
+                    yield CachedModel(f"{repo.repo_id}:{name}", files[name].file_path, size)
+
+
+def delete_cached(repo_id: str) -> int:
+    """Delete all files of a repository from the cache, and return how many bytes that frees.
+
+    Raises
+    ------
+    HubError
+        The repository is not in the cache.
+    """
+    hub = import_hub()
+    found = [r.commit_hash for repo in _repositories() if repo.repo_id == repo_id for r in repo.revisions]
+    if not found:
+        known = ", ".join(sorted(repo.repo_id for repo in _repositories())) or "nothing"
+        raise HubError(f"{repo_id} is not in the cache, which has {known}")
+    deletion = hub.scan_cache_dir().delete_revisions(*found)
+    deletion.execute()
+    return int(deletion.expected_freed_size)
+
+
+def _repositories() -> list[Any]:
+    try:
+        hub = import_hub()
+        repos = hub.scan_cache_dir().repos
+    except MissingExtraError:
+        return []
+    except hub.errors.CacheNotFound:
+        return []
+    return sorted((repo for repo in repos if repo.repo_type == "model"), key=lambda repo: str(repo.repo_id))
