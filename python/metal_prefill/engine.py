@@ -274,6 +274,7 @@ def open_engine(
     kv_dtype: str,
     mmap: bool,
     pack_cache: bool,
+    adapter: str | os.PathLike[str] | None,
 ) -> Engine:
     """Open a file on the engine of a device; parameters and errors are those of :class:`Model`.
 
@@ -285,7 +286,8 @@ def open_engine(
         options.metal.pipeline_folder = pipeline_folder(_core.has_emulator)
         if os.environ.get("METAL_PREFILL_MATMUL_TENSOR") == "0":
             options.metal.no_matmul_tensor = "METAL_PREFILL_MATMUL_TENSOR is 0"
-    gguf = GGUFFile(default_model_path() if path is None else local_file(path), mmap=mmap)
+    file = local_file(default_model_path() if path is None else path, adapter)
+    gguf = GGUFFile(file, mmap=mmap)
     config = read_config(gguf, max_context)
     if max_context is not None:
         options.max_context = min(max_context, config.context_length)

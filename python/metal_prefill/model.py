@@ -126,6 +126,9 @@ class Model:
         CPU only: store the packed weights in a file of the cache folder, so that the model opens without
         packing the next time. All such files together take up to 8 GiB; ``metal-prefill cache`` lists and
         deletes them.
+    adapter
+        Folder of a LoRA adapter, as peft saves it, for a model that is a folder. Its product is added to the
+        weights when the folder is converted.
     fused_norm
         Metal only: compute the norm of a single token within the projections that follow it. Results are the
         same. None selects the alternative that was faster when a model of this shape was first opened on this
@@ -166,6 +169,7 @@ class Model:
         prefix_memory: int = 256 << 20,
         mmap: bool = True,
         pack_cache: bool = False,
+        adapter: str | os.PathLike[str] | None = None,
         fused_norm: bool | None = None,
     ) -> None:
         self._default: Session | None = None
@@ -187,6 +191,7 @@ class Model:
             kv_dtype=kv_dtype,
             mmap=mmap,
             pack_cache=pack_cache,
+            adapter=adapter,
         )
         self._default = self.session()
 

@@ -83,7 +83,7 @@ def test_an_adapter_is_refused_with_the_name_of_its_base(folder: Folder, whole: 
     if not whole:
         (folder.path / "config.json").unlink()
         (folder.path / "model.safetensors").unlink()
-    message = r"has an adapter \(adapter_config.json\) of owner/base, which is not applied; merge it"
+    message = r"has an adapter \(adapter_config.json\) of owner/base; to apply it, open that model and name"
     with pytest.raises(UnsupportedModelError, match=message):
         Model(folder.path, device="cpu")
     with pytest.raises(UnsupportedModelError, match=message):

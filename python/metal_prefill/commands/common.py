@@ -213,8 +213,14 @@ def add_model_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add ``-m``, ``--max-context``, ``--no-mmap`` and ``--pack-cache``."""
+    """Add ``-m``, ``--adapter``, ``--max-context``, ``--no-mmap`` and ``--pack-cache``."""
     add_model_argument(parser)
+    parser.add_argument(
+        "--adapter",
+        type=Path,
+        metavar="FOLDER",
+        help="LoRA adapter to merge into the weights of a model folder",
+    )
     parser.add_argument(
         "--no-mmap",
         dest="mmap",
@@ -230,11 +236,14 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     add_number(parser, "--max-context", help="maximum number of tokens in the context (default: the model's)")
 
 
-def model_path(name: str | None) -> Path | None:
+def model_path(name: str | None, adapter: Path | None = None) -> Path | None:
     """Return the GGUF file of the model named by an option, fetched and converted if necessary, or None."""
+    from metal_prefill.hub import default_model_path
     from metal_prefill.hub._local_file import local_file
 
-    return None if name is None else local_file(name)
+    if name is None and adapter is None:
+        return None
+    return local_file(default_model_path() if name is None else name, adapter)
 
 
 def open_model(arguments: argparse.Namespace, *, generates: bool = False) -> Model:
@@ -248,7 +257,7 @@ def open_model(arguments: argparse.Namespace, *, generates: bool = False) -> Mod
     from metal_prefill import Model
 
     model = Model(
-        model_path(arguments.model),
+        model_path(arguments.model, arguments.adapter),
         device=arguments.device,
         max_context=arguments.max_context,
         threads=arguments.threads,

@@ -38,6 +38,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "weights (default: auto)",
     )
     parser.add_argument("--name", help="name of the model in the file (default: that of the folder)")
+    parser.add_argument(
+        "--adapter", type=Path, metavar="FOLDER", help="LoRA adapter to merge into the weights"
+    )
 
 
 def execute(arguments: argparse.Namespace) -> None:
@@ -52,6 +55,7 @@ def execute(arguments: argparse.Namespace) -> None:
             arguments.path,
             tensor_type=arguments.tensor_type,
             name=arguments.name or name,
+            adapter=arguments.adapter,
             progress=progress,
         )
     print(f"{path}: {path.stat().st_size:,} bytes", file=sys.stderr)

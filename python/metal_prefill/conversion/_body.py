@@ -9,7 +9,7 @@ from metal_prefill.conversion._fields import MAX_FILE_NAME, Fields, read_json
 from metal_prefill.errors import GGUFError, UnsupportedModelError
 from metal_prefill.files._task_config import TOKEN_VECTORS, TOKEN_WEIGHTS
 
-_ADAPTER = "adapter_config.json"
+ADAPTER = "adapter_config.json"
 STATIC = "StaticEmbedding"  # module whose vectors are means of rows of a table
 
 
@@ -24,16 +24,8 @@ def body_folder(folder: Path) -> Path:
     GGUFError
         There is no ``config.json``.
     UnsupportedModelError
-        The folder has an adapter, or its first module has no transformer.
+        The folder has only an adapter, or its first module has no transformer.
     """
-    if (folder / _ADAPTER).is_file():
-        base = Fields.read(folder / _ADAPTER).values.get("base_model_name_or_path")
-        raise UnsupportedModelError(
-            shortened(
-                f"{folder}: has an adapter ({_ADAPTER}) of {base}, which is not applied; merge it: in peft, "
-                "model.merge_and_unload().save_pretrained(folder)"
-            )
-        )
     if (folder / "config.json").is_file():
         return folder
     if (folder / "modules.json").is_file():
@@ -46,9 +38,23 @@ def body_folder(folder: Path) -> Path:
                 raise first.unsupported(
                     f"{first.name('type')} is {kind}; supported first are a Transformer and a {STATIC}"
                 )
+    refuse_adapter(folder)
     files = sorted(path.name for path in folder.glob("*.gguf"))
     hint = f"; it contains GGUF files, so name one, such as {folder / files[0]}" if files else ""
     raise GGUFError(f"{folder}: has no config.json, which a model folder contains{hint}")
+
+
+def refuse_adapter(folder: Path) -> None:
+    """Raise an UnsupportedModelError if a folder has an adapter, which a caller must name to apply it."""
+    if not (folder / ADAPTER).is_file():
+        return
+    base = Fields.read(folder / ADAPTER).values.get("base_model_name_or_path")
+    raise UnsupportedModelError(
+        shortened(
+            f"{folder}: has an adapter ({ADAPTER}) of {base}; to apply it, open that model and name this "
+            "folder as adapter= or --adapter"
+        )
+    )
 
 
 def modules_of(folder: Path) -> list[Fields]:

@@ -120,6 +120,15 @@ class Computed(Weight):
         """Compute the tensor."""
         return self.compute()
 
+    def parts(self, names: tuple[str, ...]) -> list[Weight]:
+        """Divide the rows into equal parts, and name these; see `Weight.parts`."""
+        whole, rows = self.values, self.shape[0] // len(names)
+        parts = super().parts(names)
+        return [
+            replace(part, compute=lambda i=i: whole()[i * rows : (i + 1) * rows])  # type: ignore[call-arg]
+            for i, part in enumerate(parts)
+        ]
+
 
 @dataclass(frozen=True)
 class Stack:
@@ -177,7 +186,7 @@ def read_weights(folder: Path) -> dict[str, Weight]:
     """
     weights: dict[str, Weight] = {}
     for file in _files(folder):
-        for weight in _listed(file):
+        for weight in listed_tensors(file):
             if weight.name in weights:
                 raise GGUFError(f"{file}: tensor {weight.name} is also in {weights[weight.name].file.name}")
             weights[weight.name] = weight
@@ -233,7 +242,7 @@ def read_module(folder: Path) -> Mapping[str, Weight]:
     file = folder / FILE
     if not file.is_file():
         raise _no_weights(folder)
-    return {weight.name: weight for weight in _listed(file)}
+    return {weight.name: weight for weight in listed_tensors(file)}
 
 
 def source_files(folder: Path) -> list[Path]:
@@ -284,7 +293,8 @@ def _no_weights(folder: Path) -> GGUFError | UnsupportedModelError:
     return GGUFError(f"{folder}: has neither {FILE} nor {INDEX}")
 
 
-def _listed(file: Path) -> Iterator[Weight]:
+def listed_tensors(file: Path) -> Iterator[Weight]:
+    """Yield the tensors of a safetensors file."""
     try:
         with safe_open(file, "np") as opened:
             names = list(opened.keys())

@@ -18,7 +18,8 @@ from gguf import GGMLQuantizationType, GGUFWriter, quants
 from metal_prefill._support.atomic_write import replacing
 from metal_prefill._support.interruptions import whole_interruptions
 from metal_prefill._support.shortened import shortened
-from metal_prefill.conversion._body import body_folder
+from metal_prefill.conversion._adapter import merged
+from metal_prefill.conversion._body import body_folder, refuse_adapter
 from metal_prefill.conversion._colbert import colbert_heads, colbert_metadata
 from metal_prefill.conversion._fields import Fields, is_number
 from metal_prefill.conversion._folder_vocabulary import FolderVocabulary
@@ -72,6 +73,7 @@ def convert(
     *,
     tensor_type: str = AUTO,
     name: str | None = None,
+    adapter: str | os.PathLike[str] | None = None,
     progress: Progress | None = None,
 ) -> Path:
     """Write a model folder of the Hugging Face Hub as a GGUF file, which llama.cpp can read, too.
@@ -90,6 +92,9 @@ def convert(
         heads stay in F32.
     name
         Name of the model in the file; by default that of the folder.
+    adapter
+        Folder of a LoRA adapter (``adapter_config.json``, ``adapter_model.safetensors``) to merge into the
+        weights.
     progress
         Called with the number of bytes written and the number in total.
 
@@ -117,6 +122,8 @@ def convert(
     if not folder.is_dir():
         problem = "is a file, not a model folder" if folder.exists() else "no such folder"
         raise GGUFError(f"{folder}: {problem}")
+    if adapter is None:
+        refuse_adapter(folder)
     body = body_folder(folder)
     whole = static_configuration(folder, body) or Fields.read(body / "config.json")
     _refuse_quantized(whole)
@@ -128,6 +135,8 @@ def convert(
     metadata |= modules.metadata
     task = "masked" if modules.masked else task
     weights = source.combined(read_weights(body))
+    if adapter is not None:
+        weights = merged(weights, Path(adapter), source.prefixes)
     names = gguf.get_tensor_name_map(_architecture(source), metadata.get("block_count", 0))
     found: dict[str, Weight | Stack] = dict(modules.tensors)
     for weight in divided(weights, source.parts):

@@ -18,7 +18,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from metal_prefill._support.atomic_write import replacing
-from metal_prefill.conversion._body import body_folder, module_folders, token_heads
+from metal_prefill.conversion._adapter import FILE as ADAPTER_FILE
+from metal_prefill.conversion._body import ADAPTER, body_folder, module_folders, refuse_adapter, token_heads
 from metal_prefill.conversion._fields import MAX_FILE_NAME
 from metal_prefill.conversion._weights import FILE, source_files
 from metal_prefill.errors import GGUFError
@@ -39,18 +40,22 @@ _HEADER_BYTES = 1 << 20
 _log = logging.getLogger("metal_prefill")
 
 
-def local_file(spec: str | os.PathLike[str]) -> Path:
+def local_file(spec: str | os.PathLike[str], adapter: str | os.PathLike[str] | None = None) -> Path:
     """Return the path of a GGUF file for what `spec` names, downloading and converting it if necessary.
 
     Parameters
     ----------
     spec
         See :func:`metal_prefill.hub.resolve_model`.
+    adapter
+        Folder of a LoRA adapter that is merged into the weights of a folder.
 
     Raises
     ------
     MissingExtraError, HubError
         See :func:`metal_prefill.hub.resolve_model`.
+    ValueError
+        There is an adapter, but the model is a GGUF file.
     GGUFError, UnsupportedModelError, OSError
         See :func:`metal_prefill.conversion.convert`.
     """
@@ -61,7 +66,11 @@ def local_file(spec: str | os.PathLike[str]) -> Path:
             f"a model is a GGUF file, a folder, owner/repo or owner/repo:file on the Hub, or one of {names}"
         )
         raise FileNotFoundError(errno.ENOENT, f"{os.strerror(errno.ENOENT)}; {what}", os.fspath(path))
-    return converted(path, name) if path.is_dir() else path
+    if path.is_dir():
+        return converted(path, name, None if adapter is None else Path(adapter))
+    if adapter is not None:
+        raise ValueError(f"adapter {os.fspath(adapter)!r} needs a model folder, and {path} is a file")
+    return path
 
 
 def model_folder(spec: str | os.PathLike[str]) -> tuple[Path, str]:
@@ -85,9 +94,9 @@ def model_name(path: Path) -> str:
     return name[: -_KEY_DIGITS - 1] if path.parent == _cache() else name
 
 
-def converted(folder: Path, name: str) -> Path:
+def converted(folder: Path, name: str, adapter: Path | None = None) -> Path:
     """Return the path of a folder's conversion in the cache, writing it if it is not there."""
-    key = _key(folder)
+    key = _key(folder, adapter)
     path = _cache() / f"{_shortened(name)}-{key[:_KEY_DIGITS]}.gguf"
     with suppress(OSError):  # a read-only file system cannot record the time of use
         os.utime(path, ns=(time.time_ns(), path.stat().st_mtime_ns))
@@ -98,8 +107,8 @@ def converted(folder: Path, name: str) -> Path:
     _log.info("converting %s to %s", folder, path)
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as temporary:
-        convert(folder, temporary, name=name)
-        if _key(folder) != key:
+        convert(folder, temporary, name=name, adapter=adapter)
+        if _key(folder, adapter) != key:
             raise GGUFError(f"{folder}: changed while it was converted; open it again")
     _evict(keep=path)
     return path
@@ -119,7 +128,9 @@ def _cache() -> Path:
     return cache_folder() / "converted"
 
 
-def _key(folder: Path) -> str:
+def _key(folder: Path, adapter: Path | None = None) -> str:
+    if adapter is None:
+        refuse_adapter(folder)
     weights = source_files(body_folder(folder))
     digest = hashlib.sha256(f"{version()} {LAYOUT}\n".encode())
     modules = module_folders(folder)
@@ -127,11 +138,13 @@ def _key(folder: Path) -> str:
         path for place in (folder, *modules) for path in sorted(place.glob("*")) if path.suffix in _SMALL
     ]
     heads = [*(place / FILE for place in modules), *token_heads(folder).values()]
-    for path in dict.fromkeys((*small, *weights, *heads)):
+    added = [] if adapter is None else [adapter / ADAPTER, adapter / ADAPTER_FILE]
+    for path in dict.fromkeys((*small, *weights, *heads, *added)):
         if not path.is_file():
             continue
         status = path.stat()
-        digest.update(os.fsencode(path.relative_to(folder)) + f" {status.st_size}\n".encode())
+        place = path.relative_to(folder) if path.is_relative_to(folder) else path.name
+        digest.update(os.fsencode(place) + f" {status.st_size}\n".encode())
         with open(path, "rb") as file:
             if path.suffix in _SMALL:
                 digest.update(file.read(_SMALL_BYTES))
