@@ -7,80 +7,37 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.head_cases import ROPE_CASES, rms, rotate
-from support.kernel_harness import CONSTANTS, STRUCTS, Array, Output, Run, ceil_div, close, make_args
+from support.head_cases import ROPE_CASES, HeadRows
+from support.kernel_harness import STRUCTS, Array, Output, Run, ceil_div, close, make_args
 from support.paged import PAGE, Pages
 
 
 class Case:
     """Rows of qkv, one for each position, and a cache with as many tokens of each sequence."""
 
-    def __init__(self, *positions: int, cache: type = np.float16, window: int = 0, **given: Any) -> None:
-        given = {"heads": (9, 3), "dims": (64, 64), "rope": 64} | given
-        given = {"neox": False, "bias": False, "norms": False, "norm_after": False} | given
-        self.n_heads, self.n_kv = given["heads"]
-        self.key_dim, self.value_dim = given["dims"]
+    def __init__(self, *positions: int, cache: type = np.float16, window: int = 0, **options: Any) -> None:
+        self.given = given = HeadRows(positions, **options)
+        self.n_heads, self.n_kv = given.n_heads, given.n_kv
+        self.key_dim, self.value_dim = given.key_dim, given.value_dim
         self.positions, self.window = positions, window
-        self.cache = np.dtype(cache)
-        n = len(positions)
-        q_dim, k_dim, v_dim = (
-            self.n_heads * self.key_dim,
-            self.n_kv * self.key_dim,
-            self.n_kv * self.value_dim,
-        )
-        row = q_dim + k_dim + v_dim
-        self.qkv = np.stack([np.random.default_rng(p).standard_normal(row, np.float32) for p in positions])
-        rng = np.random.default_rng(1)
-        self.bias = rng.standard_normal(row).astype(np.float32)
-        self.norms = np.asarray(rng.uniform(0.5, 1.5, (2, self.key_dim)), dtype=np.float32)
-        angles = rng.uniform(-np.pi, np.pi, size=(500, max(int(given["rope"]) // 2, 1)))
-        self.table = np.stack([np.cos(angles), np.sin(angles)], -1).astype(np.float32)
+        self.cache, n = np.dtype(cache), len(positions)
         self.before: list[tuple[Array, Array]] = []
         for p in positions:
             rng = np.random.default_rng([p, 1])
             k: Array = rng.standard_normal((p, self.n_kv, self.key_dim)).astype(cache)
             self.before.append((k, rng.standard_normal((p, self.n_kv, self.value_dim)).astype(cache)))
 
-        wide = self.qkv.astype(np.float64) + (self.bias if given["bias"] else 0)
-        q, k, v = np.split(wide, [q_dim, q_dim + k_dim], axis=1)
-        q, k = q.reshape(n, self.n_heads, self.key_dim), k.reshape(n, self.n_kv, self.key_dim)
-        if given["norms"] and not given["norm_after"]:
-            q, k = rms(q, 1e-6) * self.norms[0], rms(k, 1e-6) * self.norms[1]
-        if given["rope"]:
-            turns = self.table[list(positions)]
-            q, k = (rotate(x, turns, given["rope"], given["neox"]) for x in (q, k))
-        if given["norm_after"]:
-            q, k = rms(q, 1e-6) * self.norms[0], rms(k, 1e-6) * self.norms[1]
-        self.own = k, v.reshape(n, self.n_kv, self.value_dim)
-
         self.expected = np.empty((n, self.n_heads, self.value_dim))
         for i, p in enumerate(positions):
             seen = slice(max(0, p + 1 - window) if window else 0, p + 1)
             keys, values = (
                 np.concatenate([old.astype(np.float64), new[i : i + 1].astype(cache)])[seen]
-                for old, new in zip(self.before[i], self.own, strict=True)
+                for old, new in zip(self.before[i], (given.k, given.v), strict=True)
             )
             keys, values = (np.repeat(x, self.n_heads // self.n_kv, axis=1) for x in (keys, values))
-            scores = np.einsum("hd,khd->hk", q[i], keys) / np.sqrt(self.key_dim)
+            scores = np.einsum("hd,khd->hk", given.q[i], keys) / np.sqrt(self.key_dim)
             weights = np.exp(scores - scores.max(1, keepdims=True))
             self.expected[i] = np.einsum("hk,khd->hd", weights / weights.sum(1, keepdims=True), values)
-
-        self.rope = {
-            "n_heads": self.n_heads,
-            "n_kv_heads": self.n_kv,
-            "key_dim": self.key_dim,
-            "value_dim": self.value_dim,
-            "rope_dim": given["rope"],
-            "style": CONSTANTS["ROPE_NEOX" if given["neox"] else "ROPE_INTERLEAVED"],
-            "has_bias": given["bias"],
-            "has_q_norm": given["norms"],
-            "has_k_norm": given["norms"],
-            "norm_after": given["norm_after"],
-            "eps": 1e-6,
-            "skip_queries": 0,
-            "query_step": self.key_dim,
-            "row_stride": self.qkv.shape[1],
-        }
 
     def pages(self) -> Pages:
         pages = Pages([p + 1 for p in self.positions], self.n_kv, (self.key_dim, self.value_dim), self.cache)
@@ -92,6 +49,7 @@ class Case:
         self, run: Run, pages: Pages, splits: Sequence[int], threads: int = 256, fused: bool = True
     ) -> Array:
         """Run the kernel, or the two that it joins."""
+        given = self.given
         size = next(s for s in (32, 64, 96, 128, 256) if s >= max(self.key_dim, self.value_dim))
         heads = {32: 4, 64: 4, 96: 2, 128: 2, 256: 1}[size]
         blocks = self.n_kv * ceil_div(self.n_heads // self.n_kv, heads)
@@ -101,7 +59,7 @@ class Case:
             n_kv_heads=self.n_kv,
             key_dim=self.key_dim,
             value_dim=self.value_dim,
-            q_stride=self.qkv.shape[1],
+            q_stride=given.qkv.shape[1],
             page_stride=pages.stride,
             window=self.window,
             both_ways=False,
@@ -113,13 +71,16 @@ class Case:
             position_bias=0,
             query_step=self.key_dim,
         )
-        rope = make_args("RopeArgs", page_stride=pages.stride, **self.rope)
+        row_stride = given.qkv.shape[1]
+        rope = make_args(
+            "RopeArgs", **given.args, page_stride=pages.stride, skip_queries=0, row_stride=row_stride
+        )
         args = np.zeros(1, STRUCTS["RopeAttentionArgs"])
         args["rope"], args["attention"] = rope, attention
         n, most = len(self.positions), max(splits)
         rows = pages.row_table(list(enumerate(self.positions)), splits).view(np.uint8)
-        qkv = Output(self.qkv.shape, initial=self.qkv)
-        inputs = (self.bias, self.norms[0], self.norms[1], self.table, qkv.buffer, rows, pages.pages)
+        qkv = Output(given.qkv.shape, initial=given.qkv)
+        inputs = (given.bias, *given.norms, given.table, qkv.buffer, rows, pages.pages)
         caches = (pages.k.buffer, pages.v.buffer)
         out = Output([n, self.n_heads, self.value_dim])
         partial = Output([n, self.n_heads, most, self.value_dim + 2])
@@ -147,7 +108,7 @@ class Case:
         bound = 1e-3 if self.cache == np.float16 else 1e-5
         for values in (False, True):
             own = [pages.rows(i, values)[p] for i, p in enumerate(self.positions)]
-            close(np.array(own), self.own[values], bound)
+            close(np.array(own), (self.given.k, self.given.v)[values], bound)
             for place in own:
                 place[...] = np.nan
         np.testing.assert_array_equal(pages.k.check(), untouched.k.array)

@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 import pytest
-from support.head_cases import ROPE_CASES, rms, rotate
+from support.head_cases import ROPE_CASES, HeadRows, rms
 from support.kernel_harness import (
     CONSTANTS,
     Array,
@@ -142,68 +142,39 @@ def test_rmsnorm_of_zeros_is_zero(run: Run) -> None:
 @pytest.mark.parametrize("sequences", [[(1, 0)], [(5, 37)], [(3, 62), (1, 64), (2, 7)]])
 def test_rope_append(run: Run, case: str, cache: type, sequences: list[tuple[int, int]]) -> None:
     """Tokens of sequences, (tokens, position) each, that are stored in separate pages."""
-    given = {"neox": False, "bias": False, "norms": False, "norm_after": False} | ROPE_CASES[case]
-    (n_heads, n_kv), (key_dim, value_dim), rope_dim = given["heads"], given["dims"], given["rope"]
-    rng = np.random.default_rng(3)
-    q_dim, k_dim, v_dim = n_heads * key_dim, n_kv * key_dim, n_kv * value_dim
     rows = [(i, p + t) for i, (n, p) in enumerate(sequences) for t in range(n)]
-    positions = [position for _, position in rows]
-    tokens = len(rows)
-    qkv = rng.standard_normal((tokens, q_dim + k_dim + v_dim)).astype(np.float32)
-    bias = rng.standard_normal((qkv.shape[1],)).astype(np.float32)
-    norms = np.asarray(rng.uniform(0.5, 1.5, (2, key_dim)), dtype=np.float32)
-    angles = rng.uniform(-np.pi, np.pi, size=(max(positions) + 1, max(int(rope_dim) // 2, 1)))
-    table = np.stack([np.cos(angles), np.sin(angles)], -1).astype(np.float32)
-
-    wide = qkv.astype(np.float64) + (bias if given["bias"] else 0)
-    q, k, v = np.split(wide, [q_dim, q_dim + k_dim], axis=1)
-    q, k = q.reshape(tokens, n_heads, key_dim), k.reshape(tokens, n_kv, key_dim)
-    v = v.reshape(tokens, n_kv, value_dim)
-    if given["norms"] and not given["norm_after"]:
-        q, k = rms(q, 1e-6) * norms[0], rms(k, 1e-6) * norms[1]
-    if rope_dim:
-        q, k = (rotate(heads, table[positions], rope_dim, given["neox"]) for heads in (q, k))
-    if given["norm_after"]:
-        q, k = rms(q, 1e-6) * norms[0], rms(k, 1e-6) * norms[1]
+    given = HeadRows([position for _, position in rows], range(len(rows)), **ROPE_CASES[case])
+    q_dim = given.n_heads * given.key_dim
+    rng = np.random.default_rng(3)
 
     # The projections of a state may follow q, k and v.
-    projected = np.hstack([qkv, rng.standard_normal((tokens, 12)).astype(np.float32)])
+    projected = np.hstack([given.qkv, rng.standard_normal((len(rows), 12)).astype(np.float32)])
 
     def pages() -> Pages:
-        return Pages([n + p for n, p in sequences], n_kv, (key_dim, value_dim), cache)
+        dims = (given.key_dim, given.value_dim)
+        return Pages([n + p for n, p in sequences], given.n_kv, dims, cache)
 
     def append(into: Pages, qkv_buffer: Array, skip_queries: int) -> None:
         args = make_args(
             "RopeArgs",
-            n_heads=n_heads,
-            n_kv_heads=n_kv,
-            key_dim=key_dim,
-            value_dim=value_dim,
-            rope_dim=rope_dim,
-            style=CONSTANTS["ROPE_NEOX" if given["neox"] else "ROPE_INTERLEAVED"],
+            **given.args,
             page_stride=into.stride,
-            has_bias=given["bias"],
-            has_q_norm=given["norms"],
-            has_k_norm=given["norms"],
-            norm_after=given["norm_after"],
-            eps=1e-6,
             skip_queries=skip_queries,
-            query_step=key_dim,
             row_stride=projected.shape[1],
         )
         tables = (into.row_table(rows).view(np.uint8), into.pages)
-        heads = 2 * n_kv + (0 if skip_queries else n_heads)
-        buffers = (bias, norms[0], norms[1], table, qkv_buffer, *tables, into.k.buffer, into.v.buffer, args)
+        heads = 2 * given.n_kv + (0 if skip_queries else given.n_heads)
+        buffers = (given.bias, *given.norms, given.table, qkv_buffer, *tables, into.k.buffer, into.v.buffer)
         name = "rope_append_" + ("f16" if cache is np.float16 else "f32")
-        run(name, *buffers, groups=(heads, tokens), threads=(32,))
+        run(name, *buffers, args, groups=(heads, len(rows)), threads=(32,))
 
     out, written = Output(projected.shape, initial=projected), pages()
     append(written, out.buffer, 0)
-    close(out.check()[:, :q_dim], q.reshape(tokens, q_dim), 1e-5)
+    close(out.check()[:, :q_dim], given.q.reshape(-1, q_dim), 1e-5)
     np.testing.assert_array_equal(out.array[:, q_dim:], projected[:, q_dim:])
     bound = 1e-3 if cache is np.float16 else 1e-5
     k_pool, v_pool = written.copies()
-    for values, expected in ((False, k), (True, v)):
+    for values, expected in ((False, given.k), (True, given.v)):
         own = [written.rows(sequence, values)[position] for sequence, position in rows]
         close(np.array(own), expected, bound)
         for place in own:

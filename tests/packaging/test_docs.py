@@ -31,22 +31,22 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
-def test_named_tests_links_sections_and_targets_exist(page: Path) -> None:
-    text = page.read_text()
-    home = page.parent if page.parent.name == "emulator" else ROOT  # the emulator can be copied alone
-    for path, name in re.findall(r"((?:emulator/)?tests/[\w/]+\.py)(?:::(\w+))?", text):
-        assert (home / path).is_file(), f"{page.name} names {path}"
-        if name:
-            assert f"def {name}(" in (home / path).read_text(), f"{page.name} names {path}::{name}"
-    for target, fragment in re.findall(r"\]\(([^)#\s]*)(?:#([^)\s]+))?[^)]*\)", text):
-        if "://" not in target:
-            linked = page.parent / target if target else page
-            assert linked.exists(), f"{page.name} links {target}"
-            assert not fragment or fragment in anchors(linked), f"{page.name} links {target}#{fragment}"
-    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
-    for target in re.findall(r"(?:^|`)make ([\w-]+)", text, flags=re.MULTILINE):
-        assert target in targets, f"{page.name} names make {target}"
+def test_named_tests_links_sections_and_targets_exist() -> None:
+    for page in PAGES:
+        text = page.read_text()
+        home = page.parent if page.parent.name == "emulator" else ROOT  # the emulator can be copied alone
+        for path, name in re.findall(r"((?:emulator/)?tests/[\w/]+\.py)(?:::(\w+))?", text):
+            assert (home / path).is_file(), f"{page.name} names {path}"
+            if name:
+                assert f"def {name}(" in (home / path).read_text(), f"{page.name} names {path}::{name}"
+        for target, fragment in re.findall(r"\]\(([^)#\s]*)(?:#([^)\s]+))?[^)]*\)", text):
+            if "://" not in target:
+                linked = page.parent / target if target else page
+                assert linked.exists(), f"{page.name} links {target}"
+                assert not fragment or fragment in anchors(linked), f"{page.name} links {target}#{fragment}"
+        targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
+        for target in re.findall(r"(?:^|`)make ([\w-]+)", text, flags=re.MULTILINE):
+            assert target in targets, f"{page.name} names make {target}"
 
 
 def test_the_readme_lists_the_supported_architectures_and_tensor_types() -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from support.kernel_harness import Doubles, Floats
+from support.kernel_harness import CONSTANTS, Doubles, Floats
 
 
 def rms(x: Doubles, eps: float) -> Doubles:
@@ -27,15 +28,59 @@ def rotate(x: Doubles, table: Floats, rope_dim: int, neox: bool) -> Doubles:
     return out
 
 
+class HeadRows:
+    """Random rows of q, k and v at positions, and what norms and rope make of them in float64.
+
+    A row depends on its seed alone, which is its position if none is given.
+    """
+
+    def __init__(
+        self,
+        positions: Sequence[int],
+        seeds: Sequence[int] | None = None,
+        *,
+        heads: tuple[int, int] = (9, 3),
+        dims: tuple[int, int] = (64, 64),
+        rope: int = 64,
+        neox: bool = False,
+        bias: bool = False,
+        norms: bool = False,
+        norm_after: bool = False,
+    ) -> None:
+        (self.n_heads, self.n_kv), (self.key_dim, self.value_dim) = heads, dims
+        n, sizes = (
+            len(positions),
+            [count * dim for count, dim in zip((*heads, heads[1]), (dims[0], *dims), strict=True)],
+        )
+        drawn = [np.random.default_rng(seed) for seed in seeds or positions]
+        self.qkv = np.stack([rng.standard_normal(sum(sizes), np.float32) for rng in drawn])
+        rng = np.random.default_rng(1)
+        self.bias = rng.standard_normal(sum(sizes)).astype(np.float32)
+        self.norms = np.asarray(rng.uniform(0.5, 1.5, (2, self.key_dim)), dtype=np.float32)
+        angles = rng.uniform(-np.pi, np.pi, size=(500, max(rope // 2, 1)))
+        self.table = np.stack([np.cos(angles), np.sin(angles)], -1).astype(np.float32)
+
+        wide = self.qkv.astype(np.float64) + (self.bias if bias else 0)
+        q, k, v = np.split(wide, np.cumsum(sizes)[:2], axis=1)
+        q, k = q.reshape(n, self.n_heads, self.key_dim), k.reshape(n, self.n_kv, self.key_dim)
+        if norms and not norm_after:
+            q, k = rms(q, 1e-6) * self.norms[0], rms(k, 1e-6) * self.norms[1]
+        if rope:
+            q, k = (rotate(x, self.table[list(positions)], rope, neox) for x in (q, k))
+        if norm_after:
+            q, k = rms(q, 1e-6) * self.norms[0], rms(k, 1e-6) * self.norms[1]
+        self.q, self.k, self.v = q, k, v.reshape(n, self.n_kv, self.value_dim)
+        self.args: dict[str, Any] = {
+            "n_heads": self.n_heads, "n_kv_heads": self.n_kv, "key_dim": self.key_dim,
+            "value_dim": self.value_dim, "rope_dim": rope,
+            "style": CONSTANTS["ROPE_NEOX" if neox else "ROPE_INTERLEAVED"], "has_bias": bias,
+            "has_q_norm": norms, "has_k_norm": norms, "norm_after": norm_after, "eps": 1e-6,
+            "query_step": self.key_dim,
+        }  # fmt: skip
+
+
 ROPE_CASES: dict[str, dict[str, Any]] = {
-    "norms after the rotation": {
-        "heads": (4, 2),
-        "dims": (64, 64),
-        "rope": 64,
-        "neox": True,
-        "norms": True,
-        "norm_after": True,
-    },
+    "norms after the rotation": {"heads": (4, 2), "neox": True, "norms": True, "norm_after": True},
     "smollm": {"heads": (9, 3), "dims": (64, 64), "rope": 64},
     "neox": {"heads": (4, 4), "dims": (32, 32), "rope": 32, "neox": True},
     "partial": {"heads": (2, 1), "dims": (80, 80), "rope": 20, "neox": True},
