@@ -126,3 +126,28 @@ def test_an_email_that_does_not_fit_does_not_stop_the_others(tmp_path: Path) -> 
     first, second = map(json.loads, run("extract_json.py", long, short).splitlines())
     assert "context" in first["error"]
     assert second["kind"]
+
+
+def test_rows_of_a_table_are_embedded_once_and_found_by_words_and_meaning(tmp_path: Path) -> None:
+    duckdb = pytest.importorskip("duckdb")
+    texts = ["The king is dead.", None, "Long live the queen.", *[f"Row {i} of the table." for i in range(7)]]
+    path = tmp_path / "plays.duckdb"
+    with duckdb.connect(path) as database:
+        database.execute('CREATE TABLE lines ("the text" VARCHAR)')
+        database.executemany("INSERT INTO lines VALUES (?)", [[text] for text in texts])
+    arguments = ("embed_table.py", path, "lines", "the text", "Long live the queen!", "-n", "1")
+    first = run(*arguments, "--block", "4")
+    assert first.splitlines()[0] == "9 rows embedded"
+    assert first.splitlines()[1].endswith("  Long live the queen.")
+
+    def vectors() -> dict[str | None, object]:
+        with duckdb.connect(path) as database:
+            return dict(database.execute("SELECT * FROM lines").fetchall())
+
+    whole = vectors()
+    assert [text for text, vector in whole.items() if vector is None] == [None]
+    with duckdb.connect(path) as database:  # as if the run had been interrupted
+        database.execute("UPDATE lines SET embedding = NULL WHERE \"the text\" LIKE 'Row%'")
+    assert run(*arguments).splitlines() == ["7 rows embedded", *first.splitlines()[1:]]
+    assert vectors() == whole
+    assert run(*arguments).splitlines()[0] == "0 rows embedded"
