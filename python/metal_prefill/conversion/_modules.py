@@ -53,7 +53,7 @@ _MODE_NAMES: dict[str, Pooling] = {
 # Classes of modules: in their order without a pooling, and those that may follow one in any order.
 _OF_TOKENS = ("Transformer", "Dense", "Normalize", "MultiVectorMask")
 _AFTER_POOLING = ("Dense", "LayerNorm", "Normalize", "Dropout")
-_KINDS = (
+KINDS = (
     *_OF_TOKENS,
     "LayerNorm",
     "Dropout",
@@ -246,7 +246,7 @@ def _kind_of(module: Fields) -> str:
     """Return the class of a module, without its package."""
     name = module.string("type").replace("MLMTransformer", "Transformer")  # as early folders have it
     package, _, kind = name.rpartition(".")
-    if package.split(".")[0] not in ("sentence_transformers", "pylate") or kind not in _KINDS:
+    if package.split(".")[0] not in ("sentence_transformers", "pylate") or kind not in KINDS:
         raise module.unsupported(f"{module.name('type')} {name} is not supported")
     return kind
 

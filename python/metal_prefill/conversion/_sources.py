@@ -92,7 +92,7 @@ _UNUSED = (
 # A classifier that reads a hidden state or the output of another layer.
 _CLASSIFIER = {"classifier": "cls.output"}
 # Stanford's ColBERT: the name of its class, its projection of tokens, and families by the type of its body.
-_COLBERT, _PROJECTION = "HF_ColBERT", {"linear": "dense_2"}
+COLBERT, _PROJECTION = "HF_ColBERT", {"linear": "dense_2"}
 _BODIES = {"bert": "Bert", "roberta": "Roberta", "xlm-roberta": "XLMRoberta"}
 _QKV = ("query", "key", "value")
 
@@ -678,12 +678,12 @@ def find_source(config: Fields) -> tuple[Source, Task]:
     name = classes[0] if classes and isinstance(classes[0], str) else None
     if name is None:
         raise config.error("architectures must name the class of the model, such as BertModel")
-    if name == _COLBERT:
+    if name == COLBERT:
         config.require("model_type", tuple(_BODIES), None)
         return SOURCES[_BODIES[config.string("model_type")]], "late"
     match = re.fullmatch(rf"(.+?)({'|'.join(TASKS)})", name)
     if match is None or match[1] not in SOURCES:
-        known = ", ".join((*SOURCES, _COLBERT))
+        known = ", ".join((*SOURCES, COLBERT))
         raise config.unsupported(f"model class {name} is not supported; supported families are {known}")
     source, task = SOURCES[match[1]], TASKS[match[2]]
     if source.architecture == "gemma3" and (match[2] == "TextModel" or _is_bidirectional(config)):
