@@ -89,16 +89,15 @@ def test_langchain_answers_calls_and_recognizes_a_long_prompt(server: Running) -
     assert "ContextOverflow" in found["overflow"]
 
 
-def llm(folder: Path, *arguments: str) -> str:
-    """Return what the command-line tool llm prints, with this installation of the package."""
-    if not (ENVIRONMENTS / "llm" / ".ready").exists():
+def within(client: str, code: str, *arguments: str | Path, **variables: str) -> str:
+    """Return what code prints in an environment that finds this installation of the package, too."""
+    if not (ENVIRONMENTS / client / ".ready").exists():
         pytest.skip("needs an environment: make test-clients")
     packages = str(Path(metal_prefill.__file__).parents[1])
-    code = f"import sys; sys.path.append({packages!r}); from llm.cli import cli; cli()"
+    code = f"import sys; sys.path.append({packages!r}); {code}"
     done = subprocess.run(
-        [ENVIRONMENTS / "llm" / "bin" / "python", "-c", code, *arguments],
-        # The package of the model smollm2 is a plugin, too, which needs llama-cpp-python.
-        env={**os.environ, "LLM_USER_PATH": str(folder), "LLM_LOAD_PLUGINS": "metal_prefill"},
+        [ENVIRONMENTS / client / "bin" / "python", "-c", code, *arguments],
+        env={**os.environ, **variables},
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
@@ -107,6 +106,13 @@ def llm(folder: Path, *arguments: str) -> str:
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+def llm(folder: Path, *arguments: str) -> str:
+    """Return what the command-line tool llm prints."""
+    # The package of the model smollm2 is a plugin, too, which needs llama-cpp-python.
+    plugins = {"LLM_USER_PATH": str(folder), "LLM_LOAD_PLUGINS": "metal_prefill"}
+    return within("llm", "from llm.cli import cli; cli()", *arguments, **plugins)
 
 
 def test_llm_continues_a_conversation_with_its_schema(tmp_path: Path) -> None:
@@ -136,3 +142,34 @@ def test_llm_embeds_texts(tmp_path: Path, minilm_folder: Path) -> None:
         expected = model.embed(["A rose"])[0]
     found = json.loads(llm(tmp_path, "embed", "-m", "metal_prefill/minilm", "-c", "A rose"))
     np.testing.assert_allclose(found, expected, atol=1e-6)
+
+
+def test_lines_in_lancedb_are_embedded_once_and_found(tmp_path: Path) -> None:
+    lines = ["The king is dead.", "", "Long live the queen.", *(f"Row {i} of the table." for i in range(7))]
+    example = str(ROOT / "examples" / "search_lancedb.py")
+    code = f"import runpy; runpy.run_path({example!r}, run_name='__main__')"
+
+    def found(database: str, count: int) -> list[str]:
+        (tmp_path / "lines.txt").write_text("\n".join(lines[:count]))
+        arguments = (
+            tmp_path / "lines.txt",
+            "Long live the queen",
+            "--database",
+            tmp_path / database,
+            "-n",
+            "1",
+        )
+        return within("lancedb", code, *arguments, "--block", "4").splitlines()
+
+    def stored(database: str) -> str:
+        read = "import lancedb; t = lancedb.connect(sys.argv[1]).open_table('texts').to_arrow().to_pylist()"
+        print_ = "print(sorted((row['text'], row['vector']) for row in t))"
+        return within("lancedb", f"{read}; {print_}", tmp_path / database)
+
+    whole = found("a", len(lines))
+    assert whole[0] == "9 lines embedded"
+    assert whole[1].endswith("  Long live the queen.")
+    assert found("b", 4)[0] == "3 lines embedded"
+    assert found("b", len(lines)) == ["6 lines embedded", *whole[1:]]
+    assert found("b", len(lines))[0] == "0 lines embedded"
+    assert stored("b") == stored("a")
