@@ -44,8 +44,7 @@ _READ_BYTES = 16 << 20  # per read, so that Ctrl-C takes effect between reads
 _PAGE = 16384  # bytes, the largest of all systems
 # Keys of split models, and names of their parts.
 _NUMBER, _COUNT, _TENSORS = "split.no", "split.count", "split.tensors.count"
-_ANY_PART = re.compile(r"(.*)-(\d{5})-(of-\d{5}\.gguf)", re.DOTALL)
-_FIRST_PART = re.compile(r"(.*)-00001-of-(\d{5})\.gguf", re.DOTALL)
+_PART = re.compile(r"-(\d{5})-of-(\d{5})\.gguf\Z")
 MIN_TENSOR_BYTES = 8 + 1 + 4 + 8 + 4 + 8  # name length, one character, n_dims, one dimension, type, offset
 
 
@@ -293,14 +292,16 @@ def _read_files(paths: Sequence[Path]) -> tuple[memoryview, list[int]]:
 
 def part_names(name: str) -> list[str]:
     """Return the names of all parts of a split file, given that of the first; else the name alone."""
-    found = _FIRST_PART.fullmatch(name)
-    count = int(found[2]) if found is not None else 1
-    return [f"{found[1]}-{i + 1:05d}-of-{count:05d}.gguf" for i in range(count)] if found else [name]
+    found = _PART.search(name)
+    if found is None or int(found[1]) != 1:
+        return [name]
+    return [f"{name[: found.start()]}-{i + 1:05d}-of-{found[2]}.gguf" for i in range(int(found[2]))]
 
 
 def is_later_part(name: str) -> bool:
     """Return whether a name is that of a part of a split file other than the first."""
-    return _ANY_PART.fullmatch(name) is not None and _FIRST_PART.fullmatch(name) is None
+    found = _PART.search(name)
+    return found is not None and int(found[1]) != 1
 
 
 def _parts_of(path: Path, metadata: Metadata) -> tuple[Path, ...]:
@@ -310,7 +311,7 @@ def _parts_of(path: Path, metadata: Metadata) -> tuple[Path, ...]:
         return (path,)
     names = part_names(path.name)
     if number != 0 or len(names) != count:
-        first = _ANY_PART.sub(r"\1-00001-\3", path.name)
+        first = _PART.sub(r"-00001-of-\2.gguf", path.name)
         rest = f"open {first}" if first != path.name else "its name must end in -00001-of-<count>.gguf"
         raise GGUFError(f"{path}: is a part of a split model ({_NUMBER} {number}, {_COUNT} {count}); {rest}")
     for i, name in enumerate(names):
