@@ -114,7 +114,7 @@ ChunkStates SequenceStates::plan(const Wanted& wanted) const {
     try {
       planned.writes.push_back({at - current_.position, pool_.take(), keep});
     } catch (const KvMemoryError&) {
-      if (at == end) throw;  // without the others, more is computed again
+      if (at == end) throw;  // other snapshots only save recomputation
     }
   }
   return planned;

@@ -28,8 +28,8 @@ LogitsUse logits_use(const Output& output) {
       output);
 }
 
-// The tiles that see the most first, dealt to the threads in turns, back and forth: their shares are alike,
-// and what is left at the end is short.
+// Deals tiles to the threads, largest first and in alternating order, to balance their work and to keep the
+// last tiles short.
 void deal(std::vector<QueryTile>& tiles, int threads) {
   std::sort(tiles.begin(), tiles.end(), [](const QueryTile& a, const QueryTile& b) {
     return std::pair(b.position + b.count, a.first) < std::pair(a.position + a.count, b.first);

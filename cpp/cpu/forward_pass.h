@@ -23,9 +23,9 @@ class ForwardPass {
   ForwardPass(const Model& model, const EngineOptions& options, const Kernels& kernels, const KvPages& cache,
               const StateSlots& states, Team& team);
 
-  // Rows that go through the layers together: what a step leaves for the next still lies in the caches then,
-  // and reading the weights again for the others costs less. More threads have larger caches together, and
-  // more rows leave fewer of them idle at the end of a step. Widening weights takes as long as many rows.
+  // Rows that pass through the layers together. With this number a step's output is still cached for the next
+  // step, which saves more than reading the weights again for further rows costs. More threads have larger
+  // caches, and more rows leave fewer threads idle. Widening weights takes as long as many rows.
   int max_rows() const { return std::clamp(64 * team_.size(), weights_.widens ? 512 : 256, 1024); }
 
   // Computes the chunks' rows on top of what their pages hold and delivers their outputs. One call at a time.

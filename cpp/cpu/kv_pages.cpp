@@ -67,7 +67,7 @@ std::pair<std::size_t, std::size_t> KvPages::bytes_of_first(int positions) const
 
 void KvPages::fetch(const std::byte* page, int layer, int head, int positions) const {
   const auto [keys, values] = bytes_of_first(positions);
-  const bool lanes = layout_ == KvLayout::kPairs;  // the first positions are no one stretch
+  const bool lanes = layout_ == KvLayout::kPairs;  // the first positions are not contiguous
   const std::size_t step = lanes ? kKeyLaneStep : keys,
                     used = lanes ? std::size_t(positions) * kKeyLane : keys;
   for (std::size_t at = 0; at < keys; at += step)
@@ -91,7 +91,7 @@ void KvPages::taken(PageId page) {
     }
 }
 
-// Memory goes back when nobody holds a page of the group: a page has a part of it in each layer.
+// Frees a group once none of its pages is in use: each layer has a part of every page.
 void KvPages::idle(PageId page) {
   const std::scoped_lock lock(mutex_);
   Page& own = pages_[page];

@@ -162,8 +162,8 @@ PromptResult Session::forward_prompt_sampled(std::span<const TokenId> tokens, Sa
 std::vector<TokenId> Session::forward_drafts(std::span<const TokenId> tokens, int drafts, Sampler* sampler,
                                              Claim claim, bool continues) {
   if (drafts < 0 || std::size_t(drafts) >= std::max(tokens.size(), std::size_t(1)))
-    throw std::invalid_argument(std::to_string(drafts) + " of " + std::to_string(tokens.size()) +
-                                " tokens cannot be guesses: at least one that is not comes before them");
+    throw std::invalid_argument("drafts must be fewer than tokens, got " + std::to_string(drafts) +
+                                " drafts of " + std::to_string(tokens.size()) + " tokens");
   std::vector<TokenId> chosen(std::size_t(drafts) + 1, -1);
   const Choices choices = {.chosen = chosen, .drafts = tokens.last(std::size_t(drafts))};
   Output output = GreedyOutput{choices, continues};

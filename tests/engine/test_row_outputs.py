@@ -200,7 +200,7 @@ def test_an_error_in_a_draft_changes_nothing(demo_path: Path) -> None:
         with pytest.raises(ValueError, match="token id 4096 at index 2 is outside the vocabulary"):
             core.forward_drafts(np.array([1, 2, 4096], np.int32), 2)
         for count in (2, 3, -1, 2**31 - 1, -(2**31)):
-            with pytest.raises(ValueError, match=f"^{count} of 2 tokens cannot be guesses"):
+            with pytest.raises(ValueError, match=f"got {count} drafts of 2 tokens"):
                 core.forward_drafts(np.array([1, 2], np.int32), count)
         with pytest.raises(ValueError, match="the prompt is empty"):
             core.forward_drafts(np.empty(0, np.int32), 0)

@@ -143,7 +143,7 @@ std::unique_ptr<Workload> attention_workload(const std::string& set, int tokens,
   std::vector<Row> rows;
   for (int t = 0; t < tokens; ++t) rows.push_back({0, 0, t, t, w.pages.data()});
   add_tiles(w.tiles, rows, 0, query_tile_rows(tokens, kv_heads, threads), rows.back().position + 1);
-  std::reverse(w.tiles.begin(), w.tiles.end());  // as in a pass: those that see the most first
+  std::reverse(w.tiles.begin(), w.tiles.end());  // as in a pass: the largest first
   w.q = random_rows(w.q_memory, tokens, heads * head_dim);
   w.k = random_rows(w.k_memory, tokens, kv_heads * head_dim);
   w.v = random_rows(w.v_memory, tokens, kv_heads * head_dim);

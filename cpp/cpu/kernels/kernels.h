@@ -41,7 +41,7 @@ inline float scaled_half_sum(const ActivationTile& x, int token, int half) {
   return terms.scale * (float(std::int32_t(half == 0 ? first : both - first)) * -0.125f);
 }
 
-// Activations in 8 bits. Every tile is there in full, though only some of its tokens may be in use.
+// Activations in 8 bits. Tiles are always allocated whole, though only some tokens may be in use.
 template <class Tile>
 struct TileRows {
   Tile* tiles = nullptr;  // [tokens / 16, rounded up][blocks]
@@ -336,8 +336,8 @@ struct Kernels {
   void (*combine_splits)(const float* results, std::size_t results_stride, const SoftmaxSum* sums,
                          std::size_t sums_stride, int count, int value_dim, float* out);
 
-  // Nothing but products in registers, of 8-bit integers, of float32 and, where the set has them, of pairs of
-  // bfloat16, as fast as they go; returns how many multiply-adds that were.
+  // Register-only products at peak rate, of 8-bit integers, of float32 and, if the set has them, of pairs of
+  // bfloat16. Each returns the number of multiply-adds.
   double (*run_dots)(int rounds);
   double (*run_fmas)(int rounds);
   double (*run_bfloat16)(int rounds) = nullptr;

@@ -230,7 +230,7 @@ void Weights::settle(Team& team) {
 Weights::Weights(const Model& model, Compute compute, const Kernels& kernels, Team& team)
     : given_(model.packed) {
   layers.resize(model.layers.size());
-  // An encoder has no single tokens, for which twice or four times the bytes would take longer to read.
+  // Encoders never decode, so the larger pairs are never read for a single token.
   const bool keep_pairs = !model.config.causal;
   std::vector<Linear*> linears;
   const auto add = [&](Linear& linear, const Tensor& tensor, Forms& input, bool is_exact) {

@@ -161,7 +161,7 @@ class Service:
         Raises
         ------
         ApiError
-            429 where the queue is full, 400 where it never has so much room.
+            429 if the queue is full, 400 if the request exceeds its capacity.
         """
         settings = self.settings
         room = settings.max_streams + settings.max_queue

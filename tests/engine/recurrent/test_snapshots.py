@@ -183,7 +183,7 @@ def test_devices_continue_each_others_sessions(
 def test_snapshots_are_evicted_if_memory_is_short(
     name: str, slots: int, device: str, model_path: Callable[[str], Path]
 ) -> None:
-    """Three prompts of four pages fit; snapshots do not fit with them, and more is computed again."""
+    """Three prompts of four pages fit; snapshots do not fit as well, so more tokens are recomputed."""
     ids = [ids_of(250, seed=seed) for seed in range(3)]
     with Model(model_path(name), device=device, prefix_memory=0) as model:
         page = page_bytes(model)
