@@ -162,9 +162,9 @@ def gte(path: Path, rope_scaling: dict[str, Any] | None = None) -> Folder:
     return folder
 
 
-def gte_states(folder: Folder, ids: npt.NDArray[np.int64]) -> Array:
+def gte_states(folder: Folder, ids: npt.NDArray[np.int64], prefix: str = "") -> Array:
     """Return the states after the last layer."""
-    t = FolderTensors(folder.tensors)
+    t = FolderTensors(folder.tensors, prefix)
     x = t["embeddings.word_embeddings.weight"][ids] + t["embeddings.token_type_embeddings.weight"][0]
     x = t.normed("embeddings.LayerNorm", x)
     width = DIM // HEADS
@@ -217,13 +217,19 @@ def states(folder: Folder, ids: npt.NDArray[np.int64], prefix: str, names: dict[
     return x
 
 
-def masked_head(folder: Folder) -> None:
-    """Add the head of DistilBERT that predicts masked tokens, and the modules of SPLADE."""
+# Modules of the heads that predict masked tokens: a layer, its norm, and the output.
+DISTILBERT_HEAD = ("vocab_transform", "vocab_layer_norm", "vocab_projector")
+GTE_HEAD = ("lm_head.dense", "lm_head.norm", "lm_head.decoder")
+
+
+def masked_head(folder: Folder, names: tuple[str, str, str] = DISTILBERT_HEAD) -> None:
+    """Add the head that predicts masked tokens, and the modules of SPLADE."""
     vocab = folder.config["vocab_size"]
-    shapes = {"vocab_transform.weight": (DIM, DIM), "vocab_transform.bias": (DIM,)}
-    shapes |= {f"vocab_layer_norm.{end}": (DIM,) for end in ("weight", "bias")}
+    dense, norm, output = names
+    shapes = {f"{dense}.weight": (DIM, DIM), f"{dense}.bias": (DIM,)}
+    shapes |= {f"{norm}.{end}": (DIM,) for end in ("weight", "bias")}
     folder.tensors |= {name: 3 * values(shape, 8) for name, shape in shapes.items()}
-    folder.tensors["vocab_projector.bias"] = 3 * values((vocab,), 9)
+    folder.tensors[f"{output}.bias"] = 3 * values((vocab,), 9)
     package = "sentence_transformers.sparse_encoder.models"
     kinds = {"": "MLMTransformer", "1_SpladePooling": "SpladePooling"}
     modules = [
@@ -262,11 +268,25 @@ def routed(path: Path) -> Folder:
     return folder
 
 
+def gte_masked(path: Path) -> Folder:
+    """Make a SPLADE folder of the class of gte-multilingual-mlm-base."""
+    folder = gte(path)
+    folder.config["architectures"] = ["NewForMaskedLM"]
+    folder.tensors = {f"new.{name}": tensor for name, tensor in folder.tensors.items()}
+    masked_head(folder, GTE_HEAD)
+    return folder
+
+
 def vocabulary_vector(folder: Folder, ids: npt.NDArray[np.int64]) -> Array:
     """Return the vector of SPLADE (arXiv:2109.10086) of a text, ``[vocab]``."""
     t = FolderTensors(folder.tensors)
-    hidden = states(folder, ids, "distilbert.", DISTILBERT)
-    hidden = t.normed("vocab_layer_norm", gelu(t.linear("vocab_transform", hidden)))
-    logits = hidden @ t["distilbert.embeddings.word_embeddings.weight"].T + t["vocab_projector.bias"]
+    if folder.config["model_type"] == "gte":
+        prefix, (dense, norm, output) = "new.", GTE_HEAD
+        hidden = gte_states(folder, ids, prefix)
+    else:
+        prefix, (dense, norm, output) = "distilbert.", DISTILBERT_HEAD
+        hidden = states(folder, ids, prefix, DISTILBERT)
+    hidden = t.normed(norm, gelu(t.linear(dense, hidden)))
+    logits = hidden @ t[f"{prefix}embeddings.word_embeddings.weight"].T + t[f"{output}.bias"]
     vector: Array = np.log1p(np.maximum(logits, 0)).max(axis=0)
     return vector

@@ -265,7 +265,11 @@ _GTE = Source(
         "logn_attention_scale": (False,),
         "logn_attention_clip1": (False,),
     },
-    heads={"sequence": {"pooler.dense": "cls", **_CLASSIFIER}, "tokens": _CLASSIFIER},
+    heads={
+        "sequence": {"pooler.dense": "cls", **_CLASSIFIER},
+        "tokens": _CLASSIFIER,
+        "masked": {"lm_head.dense": "mlm", "lm_head.norm": "mlm.norm", "lm_head.decoder": "mlm.output"},
+    },
     parts={
         "attention.qkv_proj": tuple(f"attention.self.{name}" for name in _QKV),
         "attention.o_proj": ("attention.output.dense",),

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
-from support.bert_relatives import distilbert, masked_head, routed, vocabulary_vector
+from support.bert_relatives import distilbert, gte_masked, masked_head, routed, vocabulary_vector
 from support.encoder_tasks import NEAR
 from support.folder_reference import Array
 from support.model_folders import Folder
@@ -23,10 +23,15 @@ from metal_prefill.sentence_transformers import SparseEncoder
 TEXTS = ["a rose by any name", "", "would smell as sweet would smell as sweet"]
 
 
+def distilbert_masked(path: Path) -> Folder:
+    folder = distilbert(path, "DistilBertForMaskedLM")
+    masked_head(folder)
+    return folder
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Folder:
-    folder = distilbert(tmp_path / "folder", "DistilBertForMaskedLM")
-    masked_head(folder)
+    folder = distilbert_masked(tmp_path / "folder")
     folder.write()
     return folder
 
@@ -43,14 +48,19 @@ def expected(folder: Folder, model: Model, text: str) -> Array:
     return vocabulary_vector(folder, ids)
 
 
-def test_vectors_over_the_vocabulary_match_float64(folder: Folder, model: Model) -> None:
-    for text, found in zip(TEXTS, model.embed_sparse(TEXTS), strict=True):
-        wanted = expected(folder, model, text)
-        assert (np.diff(found.ids) > 0).all()
-        assert (found.weights > 0).all()
-        dense = np.zeros_like(wanted)
-        dense[found.ids] = found.weights
-        assert np.abs(dense - wanted).max() <= 2e-3 * wanted.max()  # half precision of Metal
+@pytest.mark.parametrize("make", [distilbert_masked, gte_masked])
+def test_vectors_over_the_vocabulary_match_float64(
+    tmp_path: Path, device: str, make: Callable[[Path], Folder]
+) -> None:
+    folder = make(tmp_path / "folder")
+    with Model(folder.write(), device=device, compute="f32", kv_dtype="f32") as model:
+        for text, found in zip(TEXTS, model.embed_sparse(TEXTS), strict=True):
+            wanted = expected(folder, model, text)
+            assert (np.diff(found.ids) > 0).all()
+            assert (found.weights > 0).all()
+            dense = np.zeros_like(wanted)
+            dense[found.ids] = found.weights
+            assert np.abs(dense - wanted).max() <= 2e-3 * wanted.max()  # half precision of Metal
 
 
 def test_the_largest_values_are_kept_on_request(folder: Folder, model: Model) -> None:
