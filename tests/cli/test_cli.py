@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +21,7 @@ from metal_prefill import Model, _core, cli
 from metal_prefill.commands import common
 from metal_prefill.commands.perplexity import perplexity, windows
 from metal_prefill.files import GGUFFile, _gguf_file
+from metal_prefill.generation import Options
 
 COMMAND = [sys.executable, "-m", "metal_prefill"]
 PROMPT = "ROMEO:\n"
@@ -91,6 +93,11 @@ def test_options_of_the_engine_reach_the_model(demo_path: Path, monkeypatch: pyt
     common.open_model(cli.make_parser("run").parse_args(arguments))
     options = {"threads": 3, "device": "cpu", "compute": "f32", "kv_dtype": "f32", "max_context": 77}
     assert opened == [(demo_path, {**options, "mmap": False, "pack_cache": True})]
+
+
+def test_sampling_options_default_to_those_of_the_library() -> None:
+    given = common.sampling_options(cli.make_parser("run").parse_args(["run", "-p", "a"]))
+    assert given == {**asdict(Options()), "min_tokens": 0, "seed": None}
 
 
 def test_run_reads_the_file_without_mapping_on_request(

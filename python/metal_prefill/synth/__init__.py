@@ -290,10 +290,6 @@ def synthesize(
     given = {f.name: arguments[f.name] for f in fields(ModelShape) if arguments.get(f.name) is not None}
     if preset not in PRESETS:
         raise ValueError(f"unknown preset {preset!r}; known are {', '.join(PRESETS)}")
-    if labels is not None:
-        given["labels"] = tuple(labels)
-    if conv_layers is not None:
-        given["conv_layers"] = tuple(conv_layers)
     shape = replace(PRESETS[preset], **given)
     if shape.pooling == "rank" and not shape.labels:
         shape = replace(shape, labels=("score",))  # its file must have a head
