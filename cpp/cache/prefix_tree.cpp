@@ -39,8 +39,7 @@ PrefixTree::~PrefixTree() {
 PrefixTree::Step PrefixTree::longest(Children& children, const PageTokens& wanted) {
   Step best;
   const auto consider = [&](Children::iterator child) {
-    const auto differs = std::mismatch(wanted.begin(), wanted.end(), child->first.begin()).first;
-    int positions = int(differs - wanted.begin());
+    int positions = common_prefix(wanted, child->first);
     while (positions > 0 && wanted[std::size_t(positions) - 1] == kNone) --positions;  // padding agrees too
     if (positions > best.positions) best = {child->second.get(), positions};
   };

@@ -5,7 +5,6 @@
 #include <utility>
 
 #include "../cache/prefix_tree.h"
-#include "batch.h"
 
 namespace metal_prefill {
 
@@ -69,16 +68,14 @@ std::size_t Session::cached() const {
   return states ? std::min(tokens_.size(), std::size_t(states->current().position)) : tokens_.size();
 }
 
-// Tokens whose K and V the session has, or now shares with cached pages. The last token is always computed,
-// since the caller requests its output. States may be known for fewer tokens.
-std::size_t Session::keep_known(std::span<const TokenId> tokens) {
+// Number of these tokens whose K and V the session has, or now shares with cached pages; it will have as many
+// as `room`. States may be known for fewer tokens.
+std::size_t Session::keep_known(std::span<const TokenId> tokens, std::size_t room) {
   {
     const std::scoped_lock lock(state_mutex_);
-    tokens_.reserve(tokens.size());  // cache and tokens change together, or not at all
+    tokens_.reserve(room);  // cache and tokens change together, or not at all
   }
-  tokens = tokens.first(tokens.size() - 1);
-  const auto end = tokens.begin() + std::ptrdiff_t(std::min(tokens_.size(), tokens.size()));
-  std::size_t known = std::size_t(std::mismatch(tokens.begin(), end, tokens_.begin()).first - tokens.begin());
+  std::size_t known = std::size_t(common_prefix(tokens, tokens_));
   remembers_ = true;
   PrefixTree* tree = engine_->prefixes();
   SequenceStates* states = cache_->states();
@@ -123,83 +120,12 @@ void Session::check_room(std::size_t position, std::size_t tokens) const {
                                " tokens exceeds the context of " + std::to_string(max_context_));
 }
 
-PromptResult Session::run(const char* call, Request request, const Progress& progress) {
-  request.session = this;
-  Request* const only = &request;
-  run_batch(*engine_, {&only, 1}, call, progress);
-  if (request.error) std::rethrow_exception(request.error);
-  return request.result;
-}
-
-PromptResult Session::forward_prompt(std::span<const TokenId> tokens, Prefix prefix, const Progress& progress,
-                                     Claim claim, bool continues) {
-  TokenId chosen = -1;
-  return run("forward_prompt",
-             {.tokens = tokens,
-              .prefix = prefix,
-              .output = GreedyOutput{.choices = {.chosen = {&chosen, 1}}, .continues = continues},
-              .claim = claim},
-             progress);
-}
-
-PromptResult Session::forward_prompt_logits(std::span<const TokenId> tokens, float* logits, Prefix prefix,
-                                            const Progress& progress, Claim claim) {
-  return run("forward_prompt_logits",
-             {.tokens = tokens, .prefix = prefix, .output = LogitsOutput{logits}, .claim = claim}, progress);
-}
-
-PromptResult Session::forward_prompt_sampled(std::span<const TokenId> tokens, Sampler& sampler, Prefix prefix,
-                                             const Progress& progress, Claim claim) {
-  TokenId chosen = -1;
-  return run("forward_prompt_sampled",
-             {.tokens = tokens,
-              .prefix = prefix,
-              .output = SampledOutput{.choices = {.chosen = {&chosen, 1}}, .sampler = &sampler},
-              .claim = claim},
-             progress);
-}
-
-std::vector<TokenId> Session::forward_drafts(std::span<const TokenId> tokens, int drafts, Sampler* sampler,
-                                             Claim claim, bool continues) {
-  if (drafts < 0 || std::size_t(drafts) >= std::max(tokens.size(), std::size_t(1)))
-    throw std::invalid_argument("drafts must be fewer than tokens, got " + std::to_string(drafts) +
-                                " drafts of " + std::to_string(tokens.size()) + " tokens");
-  std::vector<TokenId> chosen(std::size_t(drafts) + 1, -1);
-  const Choices choices = {.chosen = chosen, .drafts = tokens.last(std::size_t(drafts))};
-  Output output = GreedyOutput{choices, continues};
-  if (sampler) output = SampledOutput{.choices = choices, .sampler = sampler};
-  const PromptResult result =
-      run("forward_drafts", {.tokens = tokens, .output = std::move(output), .claim = claim}, {});
-  chosen.resize(std::size_t(result.accepted) + 1);
-  return chosen;
-}
-
-PromptResult Session::score(std::span<const TokenId> tokens, float* log_probs, const Progress& progress) {
-  if (tokens.size() < 2) throw std::invalid_argument("scoring needs at least two tokens");
-  engine_->check_token(tokens.back(), tokens.size() - 1);
-  return run(
-      "score",
-      {.tokens = tokens.first(tokens.size() - 1), .output = LogProbsOutput{tokens.subspan(1), log_probs}},
-      progress);
-}
-
-TokenId Session::forward_token_greedy(TokenId token) {
-  TokenId chosen = -1;
-  return run("forward_token_greedy",
-             {.tokens = {&token, 1}, .output = GreedyOutput{.choices = {.chosen = {&chosen, 1}}}}, {})
-      .token;
-}
-
-void Session::forward_token(TokenId token, float* logits) {
-  run("forward_token", {.tokens = {&token, 1}, .output = LogitsOutput{logits}}, {});
-}
-
 int Session::reuse(std::span<const TokenId> tokens) {
   const SessionLock::Hold hold(lock_, "reuse");
   if (tokens.empty()) throw std::invalid_argument("the prompt is empty: at least one token is needed");
   for (std::size_t i = 0; i < tokens.size(); ++i) engine_->check_token(tokens[i], i);
   check_room(0, tokens.size());
-  const std::size_t known = keep_known(tokens);
+  const std::size_t known = keep_known(tokens.first(tokens.size() - 1), tokens.size());
   cache_->truncate(int(known));
   const std::scoped_lock lock(state_mutex_);
   claim_ = 0;

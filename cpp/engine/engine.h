@@ -110,8 +110,11 @@ struct PromptResult {
   int done = 0;        // tokens of the prompt that are now in the cache
   TokenId token = -1;  // the next token where one is chosen; -1 when the prompt was stopped
   int accepted = 0;    // drafts that were chosen, and are in the cache; the others are not
+  int computed = 0;    // rows of passes, including tokens that were computed again
 };
 
+// Whether the tokens of a prompt are appended to those in the cache or, with kReuse, replace them: the
+// longest common prefix is kept and only the rest is computed.
 enum class Prefix { kAppend, kReuse };
 
 // Names a chain of prompts: the first, with kReuse, claims the session, and those that follow append to it.
@@ -122,7 +125,6 @@ using Stats = std::map<std::string, double>;
 
 class Engine;
 class PrefixTree;
-struct Request;
 
 class Session {
  public:
@@ -130,36 +132,11 @@ class Session {
   Session(const Session&) = delete;
   Session& operator=(const Session&) = delete;
 
-  // Each of these is safe to call from several threads. Calls that compute, change the session or copy its
-  // cache run one after another; position(), tokens(), memory_bytes() and stats() never wait for them and
-  // return the state after the last finished pass. A progress callback runs without a lock: there these
-  // reads, fork() and export_state() see the finished chunks, and a call that would change its session
+  // Each of these is safe to call from several threads. Calls that compute (batch.h), change the session or
+  // copy its cache run one after another; position(), tokens(), memory_bytes() and stats() never wait for
+  // them and return the state after the last finished pass. A progress callback runs without a lock: there
+  // these reads, fork() and export_state() see the finished chunks, and a call that would change its session
   // throws SessionBusyError.
-  //
-  // `prefix` sets whether the tokens are appended to those in the cache or, with kReuse, replace them: the
-  // longest common prefix is kept and only the rest is computed.
-  //
-  // `continues`: the chosen token will be appended next, so an engine may start on it before the caller has
-  // seen it. If the caller appends another token, only that work is lost.
-  PromptResult forward_prompt(std::span<const TokenId> tokens, Prefix prefix = Prefix::kAppend,
-                              const Progress& progress = {}, Claim claim = 0, bool continues = false);
-  PromptResult forward_prompt_logits(std::span<const TokenId> tokens, float* logits,
-                                     Prefix prefix = Prefix::kAppend, const Progress& progress = {},
-                                     Claim claim = 0);
-  // The next token as the sampler chooses it, which counts as accepted.
-  PromptResult forward_prompt_sampled(std::span<const TokenId> tokens, Sampler& sampler,
-                                      Prefix prefix = Prefix::kAppend, const Progress& progress = {},
-                                      Claim claim = 0);
-  // Appends tokens, the last `drafts` of which are drafts, and verifies these, greedily if there is no
-  // sampler. Stops at the first rejected draft: the session then holds the tokens before it. Returns the
-  // tokens chosen after the last token that is not a draft and after each accepted draft. If drafts cause
-  // NaN, the call discards all drafts of the pass, even accepted ones, and continues without them.
-  std::vector<TokenId> forward_drafts(std::span<const TokenId> tokens, int drafts, Sampler* sampler,
-                                      Claim claim = 0, bool continues = false);
-  // Log probability of tokens[i + 1] given the previous ones, [tokens.size() - 1].
-  PromptResult score(std::span<const TokenId> tokens, float* log_probs, const Progress& progress = {});
-  TokenId forward_token_greedy(TokenId token);
-  void forward_token(TokenId token, float* logits);
 
   // Reduces the cache to the longest known prefix of `tokens`, known here or from other sessions, and returns
   // its length: at most all but the last token. Computes nothing.
@@ -194,7 +171,7 @@ class Session {
 
   std::size_t memory_bytes() const;  // of the KV cache and the states as allocated now
   Stats stats() const;               // of the last call
-  const Engine& engine() const { return *engine_; }
+  Engine& engine() const { return *engine_; }
 
  private:
   friend class Engine;
@@ -203,13 +180,12 @@ class Session {
 
   Session(std::shared_ptr<Engine> engine, int max_context, std::string prefix_namespace);
   // The session's part of a prompt with kReuse; `cache_bytes_` and `reused_` follow.
-  std::size_t keep_known(std::span<const TokenId> tokens);
+  std::size_t keep_known(std::span<const TokenId> tokens, std::size_t room);
   void keep_first(std::span<const TokenId> tokens);
   // Drops rows of the cache after those of `tokens_`. The caller has locked `state_mutex_`.
   void drop_uncounted_rows();
   // Lets other sessions find the pages that are full.
   void remember_pages();
-  PromptResult run(const char* call, Request request, const Progress& progress);
   void check_room(std::size_t position, std::size_t tokens) const;
   // Tokens whose K, V and states the cache has. It neither has those of later tokens nor relies on their
   // pages.

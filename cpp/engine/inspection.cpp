@@ -24,7 +24,7 @@ PromptResult SessionInspector::trace(std::span<const TokenId> tokens, Trace& tra
   std::vector<float> hidden(config.has_head ? 0 : std::size_t(config.dim));
   const Output output = config.has_head ? Output(GreedyOutput{.choices = {.chosen = {&chosen, 1}}})
                                         : Output(HiddenOutput{hidden.data(), 1, config.dim, true});
-  return session_.run("trace", {.tokens = tokens, .output = output, .trace = &trace}, progress);
+  return run_alone(session_, {.tokens = tokens, .output = output, .trace = &trace}, "trace", progress);
 }
 
 std::vector<float> SessionInspector::intermediate(const std::string& name) const {

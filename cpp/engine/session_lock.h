@@ -21,7 +21,7 @@ class SessionLock {
   // Calls of other threads wait until this one ends.
   class Hold {
    public:
-    // `call` is a string literal: the name of the call in messages. Throws SessionBusyError if this thread
+    // `call` is the name of the call in messages. Throws SessionBusyError if this thread
     // holds the lock already, which means that the call comes from the progress callback of another.
     Hold(SessionLock& lock, const char* call) : lock_(lock) { lock.acquire(call); }
     ~Hold() { lock_.release(); }

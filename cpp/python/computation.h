@@ -1,11 +1,13 @@
-// What a call of Engine.forward_batch computes: requests, with the objects that they refer to and the memory
-// of their results.
+// What calls of Engine.forward_batch and forward_pass compute: requests, with the objects that they refer to
+// and the memory of their results.
 #pragma once
 
 #include <nanobind/nanobind.h>
 
+#include <algorithm>
 #include <atomic>
 #include <memory>
+#include <span>
 #include <stdexcept>
 #include <vector>
 
@@ -17,20 +19,37 @@ class Computation {
  public:
   virtual ~Computation() = default;
 
-  // Appends its requests; throws std::invalid_argument the second time.
-  void begin(std::vector<Request*>& requests) {
-    if (begun_->test_and_set())
+  // Adds its requests to those of a call; throws std::invalid_argument if it is finished or in another call.
+  void begin(std::vector<Request*>& all) {
+    if (begun_->test_and_set() || finished())
       throw std::invalid_argument("a request is computed once: make another for further tokens");
-    add_requests(requests);
+    for (Request& request : requests()) all.push_back(&request);
   }
-  // With the GIL, once the requests are computed.
+  // Another call may continue it.
+  void pause() { begun_->clear(); }
+
+  bool finished() {
+    const std::span<Request> all = requests();
+    return std::all_of(all.begin(), all.end(), [](const Request& request) { return request.finished; });
+  }
+  int computed() {
+    int rows = 0;
+    for (const Request& request : requests()) rows += request.result.computed;
+    return rows;
+  }
+  int left() {
+    int rows = 0;
+    for (const Request& request : requests())
+      if (!request.finished) rows += int(request.tokens.size()) - request.result.done;
+    return rows;
+  }
+  // With the GIL, once it is finished.
   virtual nanobind::object take_result() = 0;
-  virtual std::size_t n_tokens() const = 0;
 
  protected:
   Computation() = default;
   Computation(Computation&&) = default;
-  virtual void add_requests(std::vector<Request*>& requests) = 0;
+  virtual std::span<Request> requests() = 0;
 
  private:
   std::unique_ptr<std::atomic_flag> begun_ = std::make_unique<std::atomic_flag>();  // threads may share it

@@ -4,7 +4,9 @@
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/unique_ptr.h>
+#include <nanobind/stl/variant.h>
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
@@ -12,6 +14,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <variant>
 #include <vector>
@@ -28,56 +31,68 @@ using namespace nb::literals;
 namespace metal_prefill::python {
 namespace {
 
-// A request of a session.
+using Owner = std::variant<Session*, Scratch*>;
+
+// A request of a session, or of a text that needs none.
 class OwnedRequest final : public Computation {
  public:
-  static OwnedRequest none(nb::handle_t<Session> session, TokenArray tokens, bool reuse) {
-    return {session, std::move(tokens), reuse};
+  static OwnedRequest none(Owner owner, TokenArray tokens, bool reuse) {
+    return {owner, std::move(tokens), reuse};
   }
 
-  static OwnedRequest greedy(nb::handle_t<Session> session, TokenArray tokens, int rows, bool drafts,
-                             bool continues, bool reuse) {
-    OwnedRequest owned(session, std::move(tokens), reuse);
+  static OwnedRequest greedy(Owner owner, TokenArray tokens, int rows, bool drafts, bool continues,
+                             Claim claim, bool reuse) {
+    OwnedRequest owned(owner, std::move(tokens), reuse);
     owned.request_.output = GreedyOutput{owned.make_choices(rows, drafts), continues};
+    owned.request_.claim = claim;
     return owned;
   }
 
-  static OwnedRequest sampled(nb::handle_t<Session> session, TokenArray tokens, nb::handle_t<Sampler> sampler,
-                              int rows, bool reuse) {
-    OwnedRequest owned(session, std::move(tokens), reuse);
+  static OwnedRequest sampled(Owner owner, TokenArray tokens, nb::handle_t<Sampler> sampler, int rows,
+                              Claim claim, bool reuse) {
+    OwnedRequest owned(owner, std::move(tokens), reuse);
     owned.sampler_ = nb::borrow(sampler);
     owned.request_.output =
         SampledOutput{owned.make_choices(rows, true), &nb::cast<Sampler&>(owned.sampler_), {}};
+    owned.request_.claim = claim;
     return owned;
   }
 
-  static OwnedRequest logits(nb::handle_t<Session> session, TokenArray tokens, bool reuse) {
-    OwnedRequest owned(session, std::move(tokens), reuse);
+  static OwnedRequest logits(Owner owner, TokenArray tokens, bool reuse) {
+    OwnedRequest owned(owner, std::move(tokens), reuse);
     owned.request_.output = LogitsOutput{owned.make_floats(std::size_t(owned.config().vocab_size))};
     return owned;
   }
 
-  static OwnedRequest log_probs(nb::handle_t<Session> session, TokenArray tokens, int rows, bool reuse) {
-    OwnedRequest owned(session, std::move(tokens), reuse);
+  static OwnedRequest log_probs(Owner owner, TokenArray tokens, int rows, bool reuse) {
+    OwnedRequest owned(owner, std::move(tokens), reuse);
     const std::span<const TokenId> all = owned.request_.tokens;
     if (all.size() < 2) throw std::invalid_argument("scoring needs at least two tokens");
-    owned.request_.session->engine().check_token(all.back(), all.size() - 1);
+    owned.engine().check_token(all.back(), all.size() - 1);
     owned.request_.tokens = all.first(all.size() - 1);
     const std::span<const TokenId> targets = all.last(owned.check_rows(rows));
     owned.request_.output = LogProbsOutput{targets, owned.make_floats(targets.size())};
     return owned;
   }
 
-  static OwnedRequest hidden(nb::handle_t<Session> session, TokenArray tokens, int rows, bool normed,
-                             bool reuse) {
-    OwnedRequest owned(session, std::move(tokens), reuse);
+  static OwnedRequest hidden(Owner owner, TokenArray tokens, int rows, bool normed, bool reuse) {
+    OwnedRequest owned(owner, std::move(tokens), reuse);
     const int dim = owned.config().dim;
     float* states = owned.make_floats(owned.check_rows(rows) * std::size_t(dim));
     owned.request_.output = HiddenOutput{states, rows, dim, normed};
     return owned;
   }
 
-  std::size_t n_tokens() const override { return request_.tokens.size(); }
+  // Computes it alone, and throws its error.
+  nb::any run(nb::object progress, const std::string& call) {
+    std::vector<Request*> all;
+    begin(all);
+    ProgressGuard guard(std::move(progress));
+    without_gil([&] { run_batch(engine(), all, call.c_str(), guard.function()); });
+    guard.raise_pending();
+    if (request_.error) std::rethrow_exception(request_.error);
+    return nb::borrow<nb::any>(take_result());
+  }
 
   // The ids, an array, None, or the exception that ended the request.
   nb::object take_result() override {
@@ -96,22 +111,27 @@ class OwnedRequest final : public Computation {
   }
 
  protected:
-  void add_requests(std::vector<Request*>& requests) override { requests.push_back(&request_); }
+  std::span<Request> requests() override { return {&request_, 1}; }
 
  private:
-  OwnedRequest(nb::handle session, TokenArray tokens, bool reuse)
-      : session_(nb::borrow(session)), tokens_(std::move(tokens)) {
-    request_.session = &nb::cast<Session&>(session_);
+  OwnedRequest(Owner owner, TokenArray tokens, bool reuse)
+      : owner_(std::visit([](auto* object) { return nb::find(*object); }, owner)),
+        tokens_(std::move(tokens)) {
+    if (Session** session = std::get_if<Session*>(&owner))
+      request_.session = *session;
+    else
+      request_.scratch = std::get<Scratch*>(owner);
     request_.tokens = view(tokens_);
-    request_.prefix = prefix_of(reuse);
+    request_.prefix = prefix_of(reuse || (request_.scratch && config().causal));
   }
 
-  const Config& config() const { return request_.session->engine().config(); }
+  Engine& engine() const { return request_.scratch ? *request_.scratch->engine : request_.session->engine(); }
+  const Config& config() const { return engine().config(); }
 
   std::size_t check_rows(int rows) const {
-    if (rows < 1 || std::size_t(rows) > n_tokens())
+    if (rows < 1 || std::size_t(rows) > request_.tokens.size())
       throw std::invalid_argument("an output of " + std::to_string(rows) + " rows is wanted of " +
-                                  std::to_string(n_tokens()) + " tokens");
+                                  std::to_string(request_.tokens.size()) + " tokens");
     return std::size_t(rows);
   }
 
@@ -125,7 +145,7 @@ class OwnedRequest final : public Computation {
     return floats_->data();
   }
 
-  nb::object session_, sampler_;
+  nb::object owner_, sampler_;
   TokenArray tokens_;
   std::vector<TokenId> chosen_;
   std::unique_ptr<FloatResult> floats_;
@@ -144,29 +164,62 @@ nb::typed<nb::list, nb::any> forward_batch(Engine& engine, const std::vector<Com
   return results;
 }
 
+// Computations, the most rows that they get of a pass, and the most of one while others want some.
+using PassShare = std::tuple<std::vector<Computation*>, int, int>;
+
+void forward_pass(Engine& engine, const std::vector<PassShare>& shares) {
+  struct Begun {
+    std::vector<Computation*> computations;
+    ~Begun() {
+      for (Computation* computation : computations) computation->pause();
+    }
+  } begun;
+  std::vector<Share> parts;
+  for (const auto& [computations, rows, turn] : shares) {
+    Share& share = parts.emplace_back(Share{{}, rows, turn});
+    for (Computation* computation : computations) {
+      computation->begin(share.requests);
+      begun.computations.push_back(computation);
+    }
+  }
+  without_gil([&] { run_pass(engine, parts, "forward_pass"); });
+}
+
 }  // namespace
 
 void bind_engines(nb::module_& m) {
-  nb::class_<Computation>(m, "Computation", "Part of a call of Engine.forward_batch.")
-      .def_prop_ro("n_tokens", &Computation::n_tokens, "Number of tokens that are computed.");
+  nb::class_<Scratch>(m, "Scratch",
+                      "Owner of requests without a session. Each gets one that ends with it; prefixes are "
+                      "shared among the requests of one Scratch, and with no others.")
+      .def(nb::init<std::shared_ptr<Engine>>(), "engine"_a);
+  nb::class_<Computation>(m, "Computation", "Part of a call of Engine.forward_batch or forward_pass.")
+      .def_prop_ro("finished", &Computation::finished)
+      .def_prop_ro("left", &Computation::left, "Tokens that are not computed.")
+      .def_prop_ro("computed", &Computation::computed,
+                   "Rows of passes that it had, including those of tokens that were computed again.")
+      .def(
+          "take_result", [](Computation& self) { return nb::borrow<nb::any>(self.take_result()); },
+          "Return the result, once it is finished, or the exception that ended it.");
   nb::class_<OwnedRequest, Computation>(
       m, "Request",
-      "Tokens of a session, and the output that is computed of the last ones; for one "
-      "call of Engine.forward_batch.")
-      .def_static("none", &OwnedRequest::none, "session"_a, "tokens"_a, "reuse"_a = false,
+      "Tokens of a session, and the output that is computed of the last ones. Without a session, a "
+      "`Scratch` is their owner.")
+      .def("run", &OwnedRequest::run, "progress"_a = nb::none(), "call"_a = "forward_batch",
+           "Compute it alone, and return its result or raise its error. `call` names the call in messages.")
+      .def_static("none", &OwnedRequest::none, "owner"_a, "tokens"_a, "reuse"_a = false,
                   "No output; the result is None.")
-      .def_static("greedy", &OwnedRequest::greedy, "session"_a, "tokens"_a, "rows"_a = 1, "drafts"_a = false,
-                  "continues"_a = false, "reuse"_a = false,
+      .def_static("greedy", &OwnedRequest::greedy, "owner"_a, "tokens"_a, "rows"_a = 1, "drafts"_a = false,
+                  "continues"_a = false, "claim"_a = 0, "reuse"_a = false,
                   "List of the most probable ids after the last tokens. With `drafts`, the tokens after the "
                   "first of those rows are drafts; with `continues`, the id is appended in the next call.")
-      .def_static("sampled", &OwnedRequest::sampled, "session"_a, "tokens"_a, "sampler"_a, "rows"_a = 1,
-                  "reuse"_a = false,
+      .def_static("sampled", &OwnedRequest::sampled, "owner"_a, "tokens"_a, "sampler"_a, "rows"_a = 1,
+                  "claim"_a = 0, "reuse"_a = false,
                   "List of the ids that the sampler chooses; the tokens after the first row are drafts.")
-      .def_static("logits", &OwnedRequest::logits, "session"_a, "tokens"_a, "reuse"_a = false,
+      .def_static("logits", &OwnedRequest::logits, "owner"_a, "tokens"_a, "reuse"_a = false,
                   "Logits after the last token, [vocab_size].")
-      .def_static("log_probs", &OwnedRequest::log_probs, "session"_a, "tokens"_a, "rows"_a, "reuse"_a = false,
+      .def_static("log_probs", &OwnedRequest::log_probs, "owner"_a, "tokens"_a, "rows"_a, "reuse"_a = false,
                   "Log probabilities of the last tokens, [rows]. The last token itself is not appended.")
-      .def_static("hidden", &OwnedRequest::hidden, "session"_a, "tokens"_a, "rows"_a = 1, "normed"_a = true,
+      .def_static("hidden", &OwnedRequest::hidden, "owner"_a, "tokens"_a, "rows"_a = 1, "normed"_a = true,
                   "reuse"_a = false,
                   "Hidden states of the last tokens, [rows * dim], after the output norm or before it.");
 
@@ -175,6 +228,12 @@ void bind_engines(nb::module_& m) {
            nb::call_guard<GilRelease>())
       .def("forward_batch", &forward_batch, "requests"_a, "progress"_a = nb::none(),
            "Return the result of each request, or the exception that ended it, and those of texts.")
+      .def(
+          "forward_pass", &forward_pass, "shares"_a,
+          "Compute one pass, and further ones of the last share alone until its requests are finished. A "
+          "share has requests, the most rows that they get together, and the most that one gets while others "
+          "of the share want some. Another request that is not finished continues in the next call. Those "
+          "that wait for a prefix that another request computes get no rows.")
       .def("check_fits", &Engine::check_fits, "positions"_a,
            "Raise KVMemoryError where a sequence of so many tokens would not fit in kv_memory alone.")
       .def(

@@ -16,7 +16,6 @@
 
 #include "../engine/engine.h"
 #include "../engine/inspection.h"
-#include "../sampling/sampling.h"
 #include "arrays.h"
 #include "bindings.h"
 
@@ -100,70 +99,7 @@ void bind_sessions(nb::module_& m) {
            "only.");
 
   nb::class_<Session>(m, "Session", "KV cache, position and token ids.")
-      .def(
-          "forward_prompt",
-          [](Session& self, TokenArray tokens, bool reuse, nb::object progress, Claim claim, bool continues) {
-            ProgressGuard guard(std::move(progress));
-            const PromptResult result = without_gil([&] {
-              return self.forward_prompt(view(tokens), prefix_of(reuse), guard.function(), claim, continues);
-            });
-            guard.raise_pending();
-            return result.token;
-          },
-          "tokens"_a, "reuse"_a = false, "progress"_a = nb::none(), "claim"_a = 0, "continues"_a = false)
-      .def(
-          "forward_prompt_logits",
-          [](Session& self, TokenArray tokens, bool reuse, nb::object progress, Claim claim) {
-            FloatResult logits(std::size_t(self.engine().config().vocab_size));
-            ProgressGuard guard(std::move(progress));
-            without_gil([&] {
-              return self.forward_prompt_logits(view(tokens), logits.data(), prefix_of(reuse),
-                                                guard.function(), claim);
-            });
-            guard.raise_pending();
-            return logits.release();
-          },
-          "tokens"_a, "reuse"_a = false, "progress"_a = nb::none(), "claim"_a = 0)
-      .def(
-          "forward_prompt_sampled",
-          [](Session& self, TokenArray tokens, Sampler& sampler, bool reuse, nb::object progress,
-             Claim claim) {
-            ProgressGuard guard(std::move(progress));
-            const PromptResult result = without_gil([&] {
-              return self.forward_prompt_sampled(view(tokens), sampler, prefix_of(reuse), guard.function(),
-                                                 claim);
-            });
-            guard.raise_pending();
-            return result.token;
-          },
-          "tokens"_a, "sampler"_a, "reuse"_a = false, "progress"_a = nb::none(), "claim"_a = 0)
-      .def(
-          "score",
-          [](Session& self, TokenArray tokens, nb::object progress) {
-            FloatResult log_probs(tokens.shape(0) > 0 ? tokens.shape(0) - 1 : 0);
-            ProgressGuard guard(std::move(progress));
-            without_gil([&] { return self.score(view(tokens), log_probs.data(), guard.function()); });
-            guard.raise_pending();
-            return log_probs.release();
-          },
-          "tokens"_a, "progress"_a = nb::none())
-      .def(
-          "forward_drafts",
-          [](Session& self, TokenArray tokens, int drafts, Sampler* sampler, Claim claim, bool continues) {
-            return without_gil(
-                [&] { return self.forward_drafts(view(tokens), drafts, sampler, claim, continues); });
-          },
-          "tokens"_a, "drafts"_a, "sampler"_a.none() = nb::none(), "claim"_a = 0, "continues"_a = false)
       .def("check_claim", &Session::check_claim, "claim"_a)
-      .def("forward_token_greedy", &Session::forward_token_greedy, "token"_a, nb::call_guard<GilRelease>())
-      .def(
-          "forward_token",
-          [](Session& self, TokenId token) {
-            FloatResult logits(std::size_t(self.engine().config().vocab_size));
-            without_gil([&] { self.forward_token(token, logits.data()); });
-            return logits.release();
-          },
-          "token"_a)
       .def_prop_ro("position", &Session::position)
       .def(
           "reuse",

@@ -1,5 +1,6 @@
 // Whole texts, each of which is computed from an empty context and then forgotten.
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 
 #include <cstdint>
@@ -46,17 +47,18 @@ Output output_of(TextPooling pooling, float* result, int rows, int dim) {
   throw std::invalid_argument("pooling " + std::to_string(int(pooling)) + " is not known");
 }
 
-// A request for each text, in a session of its own. Texts are many and short: made one by one in Python,
-// sessions, requests and results would take longer than the tokens take to compute.
+// A request for each text. Texts are many and short: made one by one in Python, requests and results would
+// take longer than the tokens take to compute.
 class Texts final : public Computation {
  public:
-  Texts(Engine& engine, TokenArray tokens, const TokenArray& lengths, const std::string& pooling,
-        const std::optional<TokenArray>& expansions, bool seen)
-      : tokens_(std::move(tokens)),
-        values_(std::size_t(engine.config().dim) *
+  Texts(std::shared_ptr<Engine> engine, TokenArray tokens, const TokenArray& lengths,
+        const std::string& pooling, const std::optional<TokenArray>& expansions, bool seen)
+      : scratch_{std::move(engine)},
+        tokens_(std::move(tokens)),
+        values_(std::size_t(scratch_.engine->config().dim) *
                 (pooling == "none" ? tokens_.shape(0) : lengths.shape(0))) {
     const TextPooling pooled = pooling_named(pooling);
-    const int dim = engine.config().dim;
+    const int dim = scratch_.engine->config().dim;
     if (expansions && expansions->shape(0) != lengths.shape(0))
       throw std::invalid_argument("there are " + std::to_string(expansions->shape(0)) + " expansions for " +
                                   std::to_string(lengths.shape(0)) + " texts");
@@ -68,7 +70,7 @@ class Texts final : public Computation {
         throw std::invalid_argument("text " + std::to_string(text) + " has " + std::to_string(length) +
                                     " tokens, of " + std::to_string(left.size()) + " that are left");
       Request& request = requests_.emplace_back();
-      request.session = sessions_.emplace_back(engine.session(int(length))).get();
+      request.scratch = &scratch_;
       request.tokens = left.first(std::size_t(length));
       request.output = output_of(pooled, result, int(length), dim);
       request.expansion = {expansions ? view(*expansions)[text] : 0, seen};
@@ -76,15 +78,12 @@ class Texts final : public Computation {
       result += dim * (pooled == TextPooling::kNone ? length : 1);
     }
     if (!left.empty())
-      throw std::invalid_argument("the texts have " + std::to_string(n_tokens() - left.size()) +
-                                  " tokens, but " + std::to_string(n_tokens()) + " were given");
+      throw std::invalid_argument("the texts have " + std::to_string(tokens_.shape(0) - left.size()) +
+                                  " tokens, but " + std::to_string(tokens_.shape(0)) + " were given");
   }
-
-  std::size_t n_tokens() const override { return tokens_.shape(0); }
 
   // The values, and the exceptions that ended requests by the numbers of their texts.
   nb::object take_result() override {
-    sessions_.clear();
     nb::dict errors;
     for (std::size_t i = 0; i < requests_.size(); ++i)
       if (requests_[i].error) errors[nb::int_(i)] = exception_of(requests_[i].error);
@@ -92,13 +91,11 @@ class Texts final : public Computation {
   }
 
  protected:
-  void add_requests(std::vector<Request*>& requests) override {
-    for (Request& request : requests_) requests.push_back(&request);
-  }
+  std::span<Request> requests() override { return requests_; }
 
  private:
+  const Scratch scratch_;
   TokenArray tokens_;
-  std::vector<std::unique_ptr<Session>> sessions_;
   std::vector<Request> requests_;
   FloatResult values_;
 };
@@ -110,12 +107,16 @@ void bind_texts(nb::module_& m) {
       m, "Texts",
       "Texts, each in a session of its own, whose tokens follow each other in `tokens`; for one call of "
       "Engine.forward_batch.")
-      .def(nb::init<Engine&, TokenArray, const TokenArray&, const std::string&,
+      .def(nb::init<std::shared_ptr<Engine>, TokenArray, const TokenArray&, const std::string&,
                     const std::optional<TokenArray>&, bool>(),
            "engine"_a, "tokens"_a, "lengths"_a, "pooling"_a, "expansions"_a = nb::none(), "seen"_a = false,
            "The result is a pair: the vectors of pooling mean, cls or last, [texts * dim], or the states of "
            "all tokens, [tokens * dim]; and the exceptions that ended texts, by their numbers. `expansions` "
            "are the numbers of last tokens that expand a query; unless `seen`, no token sees them.");
+  m.def(
+      "common_prefix",
+      [](const TokenArray& a, const TokenArray& b) { return common_prefix(view(a), view(b)); }, "a"_a, "b"_a,
+      "Length of the longest common prefix of two lists of token ids.");
   m.def(
       "normalize",
       [](nb::ndarray<float, nb::ndim<2>, nb::c_contig, nb::device::cpu> vectors) {

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from metal_prefill import _core
 from metal_prefill._support.arguments import (
     Logits,
     Progress,
@@ -24,13 +25,12 @@ from metal_prefill._support.interruptions import whole_interruptions
 from metal_prefill.engine import Engine
 from metal_prefill.errors import ClosedError, ContextOverflowError, DeviceError
 from metal_prefill.generation._run_ahead import RunAhead
-from metal_prefill.generation._text_generation import Continuation, Piece, TextOptions
+from metal_prefill.generation._text_generation import Continuation, NextTokens, Piece, TextOptions
 from metal_prefill.storage import _session_file
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from metal_prefill import _core
     from metal_prefill.gpu._dispatches import Dispatch
 
 __all__ = ["Logits", "Piece", "Progress", "Session", "TokenIds", "token_array", "token_id"]
@@ -147,8 +147,8 @@ class Session:
         Ctrl-C stops a prompt between chunks.
         """
         check_prompt_options(reuse, progress)
-        ids = self._checked(tokens)
-        return self.native.forward_prompt(ids, reuse, progress)
+        request = _core.Request.greedy(self.native, self._checked(tokens), reuse=reuse)
+        return int(request.run(progress, "forward_prompt")[0])
 
     def forward_prompt_logits(
         self, tokens: TokenIds, *, reuse: bool = False, progress: Progress | None = None
@@ -163,8 +163,13 @@ class Session:
             float32, ``[vocab_size]``.
         """
         check_prompt_options(reuse, progress)
-        ids = self._checked(tokens)
-        return self.native.forward_prompt_logits(ids, reuse, progress)
+        return self._logits(self._checked(tokens), "forward_prompt_logits", reuse, progress)
+
+    def _logits(
+        self, ids: npt.NDArray[np.int32], call: str, reuse: bool = False, progress: Progress | None = None
+    ) -> Logits:
+        logits: Logits = _core.Request.logits(self.native, ids, reuse=reuse).run(progress, call)
+        return logits
 
     def score(self, tokens: TokenIds, *, progress: Progress | None = None) -> Logits:
         """Return the log probability of each token, given the tokens before it.
@@ -184,21 +189,27 @@ class Session:
         numpy.ndarray
             float32, ``[n - 1]``; element i is ``log p(tokens[i + 1] | ..., tokens[i])`` in nats.
         """
-        return self.native.score(self._checked(tokens, unread=1), progress)
+        ids = self._checked(tokens, unread=1)
+        scores: Logits = _core.Request.log_probs(self.native, ids, len(ids) - 1).run(progress, "score")
+        return scores
 
     def forward_token(self, token: int) -> Logits:
         """Append one token and return the logits after it, float32 ``[vocab_size]``.
 
         Errors are those of :meth:`forward_prompt`.
         """
-        return self.native.forward_token(token_id(token, self._engine.config.vocab_size))
+        return self._logits(self._one(token), "forward_token")
 
     def forward_token_greedy(self, token: int) -> int:
         """Append one token and return the id of the largest logit after it.
 
         Errors are those of :meth:`forward_prompt`.
         """
-        return self.native.forward_token_greedy(token_id(token, self._engine.config.vocab_size))
+        request = _core.Request.greedy(self.native, self._one(token))
+        return int(request.run(None, "forward_token_greedy")[0])
+
+    def _one(self, token: int) -> npt.NDArray[np.int32]:
+        return np.array([token_id(token, self._engine.config.vocab_size)], np.int32)
 
     def reset(self) -> None:
         """Remove all tokens, so that the position is 0."""
@@ -440,20 +451,19 @@ logit_bias
 
         core, ahead = self.native, RunAhead(self._engine)
         continues = ahead.begin(text.can_run_ahead)
-        if text.sampler is None:
-            token = core.forward_prompt(text.ids, True, progress, claim, continues)
-        else:
-            token = core.forward_prompt_sampled(text.ids, text.sampler, True, progress, claim)
+        prompt = NextTokens(text.ids, 0, 0.0)
+        request = text.request(core, prompt, continues=continues, claim=claim, reuse=True)
+        chosen = request.run(progress, "generate")
         ahead.end(0, core)
         computed = len(text.ids)  # position of the session
         position = computed - 1  # of the last piece
-        for piece in text.take([token]):
+        for piece in text.take(chosen):
             position += 1
             yield piece
         while text.ended is None:
             following = text.next_tokens(self._engine.exact_rows, self._engine.row_cost, sent=ahead.sent)
             core, continues = self.native, ahead.begin(text.can_run_ahead)
-            chosen = core.forward_drafts(following.ids, following.drafts, text.sampler, claim, continues)
+            chosen = text.request(core, following, continues=continues, claim=claim).run(None, "generate")
             ahead.end(0 if following.forced else len(following.ids), core)
             computed += len(following.ids) - following.drafts + len(chosen) - 1
             try:

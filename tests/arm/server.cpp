@@ -23,7 +23,7 @@
 #include <utility>
 #include <vector>
 
-#include "engine/engine.h"
+#include "engine/batch.h"
 #include "kernel_calls.h"
 #include "model/tensors.h"
 
@@ -240,7 +240,8 @@ void open_model(const std::string& path, const std::string& config, const std::s
 
 void forward_prompt(const cpu::calls::Array<const TokenId, 1>& tokens, cpu::calls::OutVector logits) {
   expect(logits.shape(0) == std::size_t(session->engine().config().vocab_size), "logits have another size");
-  session->forward_prompt_logits({tokens.data(), tokens.shape(0)}, logits.data());
+  run_alone(*session, {.tokens = {tokens.data(), tokens.shape(0)}, .output = LogitsOutput{logits.data()}},
+            "forward_prompt", {});
 }
 
 std::vector<std::string> device_name() {

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.allocation_faults import failing_allocation
+from support.native_requests import choose
 from support.small_models import write
 from support.tiny_models import TINY_MODELS, VOCAB
 
@@ -47,7 +48,7 @@ def inputs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         sampler, chosen = new_sampler(), SECOND[:5]
         for _ in range(8):
             last = chosen[-1:] if len(chosen) > 5 else chosen
-            chosen.append(session.native.forward_prompt_sampled(np.array(last, np.int32), sampler))
+            chosen += choose(session.native, last, 0, sampler)
     return Inputs(path, folder / "s.session", chosen[5:], bool(shape.conv_layers or shape.scan))
 
 
@@ -91,7 +92,7 @@ class Sessions:
 def drafts(s: Sessions) -> int:
     sampler, chosen = new_sampler(), s.inputs.chosen
     try:
-        given = s.used.native.forward_drafts(np.array(SECOND[:5] + chosen[:-1], np.int32), 7, sampler)
+        given = choose(s.used.native, SECOND[:5] + chosen[:-1], 7, sampler)
         assert given == chosen
         return sampler.position
     except OUT_OF_MEMORY:

@@ -91,9 +91,20 @@ def test_invalid_requests_are_rejected(demo: Model) -> None:
         forward("log_probs", 2)
     with pytest.raises(ValueError, match="rows 'first' of output 'hidden' is not known"):
         forward("hidden", "first")
-    with pytest.raises(ValueError, match="needs each to be computed: none can be reused"):
-        forward("hidden", "all", reuse=True)
     assert session.position == 0
+
+
+@pytest.mark.parametrize("rows", [1, 5, 40])
+def test_tokens_before_the_first_row_with_an_output_are_reused(demo: Model, rows: int) -> None:
+    ids = ids_of(40)
+    with demo.session() as session:
+        whole, again = (
+            demo.forward_batch([session], [ids], output="hidden", rows=rows, reuse=reuse)[0]
+            for reuse in (False, True)
+        )
+        assert session.stats()["tokens_reused"] == 40 - rows
+    bound = 0.0 if demo.backend == "cpu" else METAL_TOLERANCE * float(np.abs(whole).max())
+    np.testing.assert_allclose(again, whole, rtol=0, atol=bound)
 
 
 @pytest.mark.parametrize("rows", [1, 5, 39])

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+from support.native_requests import choose
 from support.sampling_reference import log_softmax
 from support.small_models import MODELS, SmallModel, with_tensor, write
 from support.tiny_models import TINY
@@ -46,11 +47,7 @@ def one_by_one(model: Model, prompt: npt.NDArray[np.int32], n: int, sampled: boo
         core, sampler = session.native, sampler_of(model, prompt, sampled)
         made: list[int] = []
         for _ in range(n):
-            step = np.array(made[-1:], np.int32) if made else prompt
-            if sampler is None:
-                made.append(core.forward_prompt(step))
-            else:
-                made.append(core.forward_prompt_sampled(step, sampler))
+            made += choose(core, made[-1:] if made else prompt, 0, sampler)
     return made
 
 
@@ -93,14 +90,8 @@ def test_drafts_count_up_to_the_first_wrong_one(demo: Model, right: int, sampled
         drafts[right + 1] = (drafts[right + 1] + 1) % demo.config.vocab_size
     with demo.session() as session, demo.session() as other:
         core, sampler = session.native, sampler_of(demo, prompt, sampled)
-        first = core.forward_drafts(prompt[:1], 0)  # no draft at all
-        assert len(first) == 1
-        session.rewind(0)
-        token = (
-            core.forward_prompt(prompt) if sampler is None else core.forward_prompt_sampled(prompt, sampler)
-        )
-        assert token == expected[0]
-        chosen = core.forward_drafts(np.array(drafts, np.int32), n, sampler)
+        assert choose(core, prompt, 0, sampler) == expected[:1]
+        chosen = choose(core, drafts, n, sampler)
         assert chosen == expected[1 : right + 2]
         assert session.tokens == [*prompt.tolist(), *expected[: right + 1]]
         if sampler is not None:
@@ -121,8 +112,8 @@ def test_rejected_drafts_are_removed_in_every_kind_of_model(device: str, tmp_pat
         session = model.session()
         made = [session.forward_prompt(prompt)]
         while len(made) < 12:
-            guess = np.array([made[-1], *expected[len(made) : len(made) + 2], 3, 3], np.int32)
-            made += session.native.forward_drafts(guess, len(guess) - 1)
+            guess = [made[-1], *expected[len(made) : len(made) + 2], 3, 3]
+            made += choose(session.native, guess, len(guess) - 1)
         assert made[:12] == expected
 
 
@@ -136,13 +127,10 @@ def test_drafts_are_limited_by_a_full_pass(demo_path: Path) -> None:
                 session.reset()
                 sampler = sampler_of(model, prompt, sampled)
                 core = session.native
-                if sampler is None:
-                    core.forward_prompt(prompt)
-                else:
-                    core.forward_prompt_sampled(prompt, sampler)
+                choose(core, prompt, 0, sampler)
                 drafts = np.array(expected[:13], np.int32)
                 drafts[wrong] ^= 1
-                assert core.forward_drafts(drafts, 12, sampler) == expected[1 : wrong + 1]
+                assert choose(core, drafts, 12, sampler) == expected[1 : wrong + 1]
                 assert session.position == 9 + wrong
 
 
@@ -152,8 +140,8 @@ def test_reports_describe_each_choice(demo: Model) -> None:
     with demo.session() as session:
         sampler = core_sampler(SAMPLED, 7, prompt.tolist())
         sampler.report(2)
-        session.native.forward_prompt_sampled(prompt, sampler)
-        chosen = session.native.forward_drafts(np.array([*expected[:4], 0], np.int32), 4, sampler)
+        choose(session.native, prompt, 0, sampler)
+        chosen = choose(session.native, [*expected[:4], 0], 4, sampler)
         reports = sampler.reports
         session.rewind(10)
         assert len(reports) == len(chosen) >= 4
@@ -182,12 +170,12 @@ def test_a_wrong_draft_with_nan_is_not_an_error(
         assert 7 not in expected
         core, sampler = session.native, sampler_of(model, prompt, sampled)
         ids = np.array([*prompt, *expected[:right], 7, 7], np.int32)
-        made = core.forward_drafts(ids, right + 2, sampler)
+        made = choose(core, ids, right + 2, sampler)
         assert made
         assert made == expected[: len(made)]
         assert session.tokens == [*prompt, *made[:-1]]
         with pytest.raises(NumericalError):
-            core.forward_drafts(np.array([7, 8], np.int32), 1, sampler)
+            choose(core, [7, 8], 1, sampler)
         assert session.tokens == [*prompt, *made[:-1]]
 
 
@@ -196,12 +184,9 @@ def test_an_error_in_a_draft_changes_nothing(demo_path: Path) -> None:
         core = session.native
         session.forward_prompt(ids_of(model, 8))
         with pytest.raises(ContextOverflowError):
-            core.forward_drafts(np.arange(5, dtype=np.int32), 4)
+            choose(core, range(5), 4)
         with pytest.raises(ValueError, match="token id 4096 at index 2 is outside the vocabulary"):
-            core.forward_drafts(np.array([1, 2, 4096], np.int32), 2)
-        for count in (2, 3, -1, 2**31 - 1, -(2**31)):
-            with pytest.raises(ValueError, match=f"got {count} drafts of 2 tokens"):
-                core.forward_drafts(np.array([1, 2], np.int32), count)
+            choose(core, [1, 2, 4096], 2)
         with pytest.raises(ValueError, match="the prompt is empty"):
-            core.forward_drafts(np.empty(0, np.int32), 0)
+            _core.Request.none(core, np.empty(0, np.int32)).run()
         assert session.position == 8

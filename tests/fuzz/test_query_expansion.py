@@ -24,8 +24,7 @@ from support.task_folders import LATE
 
 from metal_prefill import MetalPrefillError, Model
 from metal_prefill.conversion import convert
-from metal_prefill.generation._text_call import TextCall
-from metal_prefill.tasks._text_passes import TextPasses
+from metal_prefill.tasks._text_passes import TextPasses, whole_texts
 
 pytestmark = [
     pytest.mark.timeout(TIMEOUT),
@@ -97,8 +96,7 @@ def test_calls_with_any_expansion_leave_other_texts_unchanged(path: Path) -> Non
         def computed(
             model: Model, texts: list[npt.NDArray[np.int32]], extra: list[int], seen: bool
         ) -> list[Any]:
-            call = TextCall(model.engine.core, texts, pooling, extra, seen=seen)
-            return list(call.results(TextPasses(model.engine).run(call)))
+            return list(whole_texts(TextPasses(model.engine), texts, pooling, extra, seen=seen))
 
         for random in rounds(120):
             generator = np.random.default_rng(random.randrange(2**32))

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.native_requests import rows_of_texts
 from support.sampling_reference import Drawn, sample
 
 from metal_prefill import ConstraintError, Conversation, MissingExtraError, Model, Scheduler
@@ -81,20 +82,9 @@ def test_tokens_match_those_of_masks_alone(model: Model, options: dict[str, Any]
         assert all(p.logprob is not None for p in with_scores)
 
 
-def test_forced_tokens_are_computed_together(model: Model) -> None:
-    calls: list[int] = []
-
-    class Counting:
-        def __getattr__(self, name: str) -> Any:
-            return getattr(core, name)
-
-        def forward_drafts(self, ids: Any, *args: Any) -> Any:
-            calls.append(len(ids))
-            return core.forward_drafts(ids, *args)
-
+def test_forced_tokens_are_computed_together(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = rows_of_texts(monkeypatch)
     with model.session() as session:
-        core = session.native
-        session._core = Counting()  # type: ignore[assignment]
         pieces = list(session.stream(PROMPT, 200, json_schema=PERSON))
     assert sum(calls) >= len(pieces) - 2
     assert len(calls) < 0.7 * len(pieces)

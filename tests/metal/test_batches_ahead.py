@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+from support.native_requests import choose
 from support.small_models import SmallModel, with_tensor, write
 
 from metal_prefill import DeviceError, Model, Scheduler, _core, synth
@@ -263,7 +264,7 @@ def batch(model: Model) -> Iterator[Batch]:
 def test_sessions_take_their_rows_one_by_one(batch: Batch, wanted: list[list[int]]) -> None:
     before = gpu.counters().command_buffers
     for core, token, text in zip(batch.cores, batch.tokens, wanted, strict=True):
-        assert core.forward_token_greedy(token) == text[1]
+        assert choose(core, [token]) == [text[1]]
     assert gpu.counters().command_buffers == before  # only this is computed
 
 
@@ -271,7 +272,7 @@ def test_threads_take_their_rows_concurrently(batch: Batch, wanted: list[list[in
     def follow(i: int) -> list[int]:
         text = [batch.tokens[i]]
         while len(text) < 6:
-            text.append(batch.cores[i].forward_token_greedy(text[-1]))
+            text += choose(batch.cores[i], text[-1:])
         return text
 
     with ThreadPoolExecutor(3) as threads:
@@ -283,11 +284,11 @@ def test_each_session_reports_the_failure(model: Model, wanted: list[list[int]])
     batch = Batch(model)
     for core, token, prompt in zip(batch.cores[:2], batch.tokens, PROMPTS, strict=False):
         with pytest.raises(DeviceError, match="the GPU had enough"):
-            core.forward_token_greedy(token)
+            choose(core, [token])
         assert core.position == len(prompt)
     batch.sessions[2].close()  # its row is discarded
     for core, text in zip(batch.cores[:2], wanted, strict=False):
-        assert core.forward_token_greedy(text[0]) == text[1]
+        assert choose(core, [text[0]]) == [text[1]]
 
 
 def test_diverging_sessions_do_not_affect_others(model: Model, batch: Batch, wanted: list[list[int]]) -> None:
@@ -299,9 +300,9 @@ def test_diverging_sessions_do_not_affect_others(model: Model, batch: Batch, wan
         assert other.forward_prompt(PROMPTS[2]) == wanted[2][0]
         another = (wanted[0][0] + 1) % VOCAB
         alone.forward_prompt(PROMPTS[0])
-        assert one.forward_token_greedy(another) == alone.forward_token_greedy(another)
+        assert choose(one, [another]) == [alone.forward_token_greedy(another)]
         for core in (two, fork):
-            assert core.forward_token_greedy(wanted[1][0]) == wanted[1][1]
+            assert choose(core, [wanted[1][0]]) == [wanted[1][1]]
         assert other.forward_token_greedy(wanted[2][0]) == wanted[2][1]
 
 

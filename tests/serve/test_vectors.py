@@ -20,7 +20,7 @@ from metal_prefill.generation._engine_loop import EngineLoop
 from metal_prefill.generation._scheduler import LEAST_PROMPT_ROWS, ROWS_PER_WRITING
 from metal_prefill.serve._service import SharedPasses
 from metal_prefill.tasks import prompt_names
-from metal_prefill.tasks._text_passes import last_states
+from metal_prefill.tasks._text_passes import pooled_states
 
 TEXTS = ["a text", "another one, which is longer", "a text"]
 
@@ -222,7 +222,7 @@ def test_vectors_take_few_rows_of_a_pass_while_texts_are_generated(vector_model:
 
     def vector() -> Any:
         passes = SharedPasses(vector_model.engine, loop)
-        return next(last_states(passes, [np.array(text, np.int32)], ["text"]))
+        return next(pooled_states(passes, "last", [np.array(text, np.int32)], ["text"]))
 
     alone = vector()
     assert max(calls for _, calls in rows) == len(text)

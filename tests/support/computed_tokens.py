@@ -2,39 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
-from metal_prefill.generation._batch_call import BatchCall
+from metal_prefill import _core
 
 
 class ComputedTokens:
-    """Counts the tokens that batches of all models append to sessions from now on.
+    """Counts the rows that requests of batches have from now on, on all models.
 
     Attributes
     ----------
     counts : list of int
-        Appended tokens, by batch and session.
+        Rows of each request.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.counts: list[int] = []
-        take_requests, results = BatchCall.take_requests, BatchCall.results
-        before: dict[int, list[tuple[Any, int]]] = {}
+        forward_batch = _core.Engine.forward_batch
 
-        def noting(call: BatchCall, *, reuse: bool = False) -> Any:
-            before[id(call)] = [(session, session.position) for session in call.sessions]
-            return take_requests(call, reuse=reuse)
+        def counting(engine: _core.Engine, requests: Sequence[_core.Computation], *arguments: Any) -> Any:
+            try:
+                return forward_batch(engine, requests, *arguments)
+            finally:
+                self.counts += [request.computed for request in requests]
 
-        def counting(call: BatchCall, *arguments: Any, **named: Any) -> Any:
-            self.counts += [session.position - n for session, n in before.pop(id(call))]
-            return results(call, *arguments, **named)
-
-        monkeypatch.setattr(BatchCall, "take_requests", noting)
-        monkeypatch.setattr(BatchCall, "results", counting)
+        monkeypatch.setattr(_core.Engine, "forward_batch", counting)
 
     @property
     def count(self) -> int:
-        """Appended tokens in all."""
+        """Rows in all."""
         return sum(self.counts)

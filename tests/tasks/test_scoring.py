@@ -62,8 +62,8 @@ def test_order_changes_neither_results_nor_work(
 ) -> None:
     scores = demo.score_many([PROMPTS[i] for i in order])
     beginnings = {tuple(p[:n]) for p in PROMPTS for n in range(1, len(p))}
-    # Each prefix once, and where prompts diverge, the last token that they share.
-    assert len(beginnings) <= sum(computed) < len(beginnings) + len(PROMPTS)
+    # Each prefix once. Where prompts diverge, the last shared token again; fewer than 16 are not shared.
+    assert len(beginnings) <= sum(computed) < len(beginnings) + 16 * len(PROMPTS)
     if device == "cpu":
         for i, result in zip(order, scores, strict=True):
             np.testing.assert_array_equal(result, demo.score(PROMPTS[i]))

@@ -9,12 +9,11 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakSet
 
+from metal_prefill import _core
 from metal_prefill.engine import EngineOwner
-from metal_prefill.generation._batch_call import BatchCall
 from metal_prefill.generation._pending_calls import PendingCall
-from metal_prefill.generation._scheduler import LEAST_PROMPT_ROWS, ROWS_PER_WRITING, Scheduler
+from metal_prefill.generation._scheduler import Scheduler
 from metal_prefill.generation._stream import Stream, make_streams
-from metal_prefill.generation._text_call import TextCall
 from metal_prefill.generation._text_generation import Piece
 
 if TYPE_CHECKING:
@@ -92,7 +91,7 @@ def _put(batch: Iterable[tuple[Texts, list[Made] | Exception]]) -> None:
 
 
 class _Call(NamedTuple):
-    arguments: BatchCall | TextCall
+    requests: Sequence[_core.Computation]
     results: Future[list[Any]]
 
 
@@ -128,7 +127,6 @@ class EngineLoop:
         self._new: list[Texts] = []
         self._new_calls: list[_Call] = []
         self._running = False
-        self._writing = 0  # streams whose prompts are computed
 
     def _add(self, new: Texts | _Call) -> None:
         with self._lock:
@@ -146,25 +144,14 @@ class EngineLoop:
         self._add(texts)
         return texts
 
-    def submit(self, call: BatchCall | TextCall) -> Future[list[Any]]:
-        """Compute tokens of sessions in a pass with the streams; see :meth:`Scheduler.call`.
+    def submit(self, requests: Sequence[_core.Computation]) -> Future[list[Any]]:
+        """Compute requests in passes with the streams; see :meth:`Scheduler.call`.
 
         If the future is cancelled, nothing is computed from the next pass on.
         """
         future: Future[list[Any]] = Future()
-        self._add(_Call(call, future))
+        self._add(_Call(requests, future))
         return future
-
-    @property
-    def call_rows(self) -> int:
-        """Number of rows that a call to :meth:`submit` should have.
-
-        While streams are writing, it is that of long prompts, so that calls delay their tokens no more than
-        such prompts do.
-        """
-        pass_rows = self._model.engine.core.pass_rows
-        writing = self._writing if self._running else 0
-        return min(pass_rows, LEAST_PROMPT_ROWS + ROWS_PER_WRITING * writing) if writing else pass_rows
 
     async def generate(self, prompt: Any, max_tokens: int, **options: Any) -> AsyncIterator[str]:
         """Continue a prompt; see :meth:`metal_prefill.Model.generate_async`."""
@@ -189,7 +176,6 @@ class EngineLoop:
             while self._admit(scheduler, entered, calls):
                 passes = scheduler.passes
                 pieces = scheduler.step_pieces()
-                self._writing = scheduler.writing
                 _deliver(_sort(entered, pieces))
                 entered = [texts for texts in entered if any(s.finish_reason is None for s in texts.streams)]
                 for pending in [p for p in calls if p.results is not None]:
@@ -227,10 +213,7 @@ class EngineLoop:
                 for stream in texts.streams:
                     stream.cancel()
         for call in new_calls:
-            try:
-                calls[scheduler.call(call.arguments)] = call.results
-            except ValueError as error:
-                _resolve(call.results, None, error)
+            calls[scheduler.call(call.requests)] = call.results
         for pending in [p for p, future in calls.items() if future.cancelled()]:
             pending.cancelled = True
             del calls[pending]

@@ -10,19 +10,18 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent import futures
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from metal_prefill import _core
 from metal_prefill._support.arguments import TokenIds, integer
 from metal_prefill.engine import EngineOwner
 from metal_prefill.errors import ConstraintError, KVMemoryError, SessionBusyError
-from metal_prefill.generation._batch_call import BatchCall
 from metal_prefill.generation._constraint import BATCH_PATIENCE, ConstraintPending
-from metal_prefill.generation._pending_calls import PendingCall, PendingCalls, rows_of
+from metal_prefill.generation._pending_calls import PendingCall, PendingCalls
 from metal_prefill.generation._run_ahead import RunAhead
 from metal_prefill.generation._stream import Stream, make_streams
-from metal_prefill.generation._text_call import TextCall
 from metal_prefill.generation._text_generation import NextTokens, Piece, TextOptions
 
 if TYPE_CHECKING:
@@ -44,7 +43,6 @@ PROMPT_TURN = 64  # tokens of a prompt in one pass while others wait: a page
 LEAST_PROMPT_ROWS = 32
 ROWS_PER_WRITING = 2  # further prompt rows for each stream that is writing: its own row takes time, too
 SHORT_PROMPT = 4 * PROMPT_TURN  # tokens to compute of a prompt that goes before longer ones
-WORTH_SHARING = 16  # shared tokens for which a prompt waits until another prompt has computed them
 
 
 class StreamRows(NamedTuple):
@@ -62,6 +60,22 @@ class StreamRows(NamedTuple):
     stream: Stream
     rows: int
     writing: bool
+
+
+class _Share(NamedTuple):
+    """Requests that divide rows of a pass, and the most rows of one while others want some."""
+
+    requests: Sequence[_core.Computation]
+    rows: int
+    turn: int
+
+    @property
+    def left(self) -> int:
+        return sum(request.left for request in self.requests)
+
+    @property
+    def native(self) -> tuple[list[_core.Computation], int, int]:
+        return list(self.requests), self.rows, self.turn
 
 
 class PassRows(NamedTuple):
@@ -114,8 +128,8 @@ class Scheduler:
     Prompts fill passes only while no stream is writing. Otherwise a pass has at most
     ``LEAST_PROMPT_ROWS + ROWS_PER_WRITING * writing`` rows of prompts that have more than ``SHORT_PROMPT``
     tokens to compute, and ``PROMPT_TURN + ROWS_PER_WRITING * writing`` rows of shorter ones, which go first.
-    The limit of long prompts also holds while a short one waits. Prompts whose tokens are scored
-    (`prompt_logprobs`) are prompts in this sense until the last of these tokens.
+    The limit of long prompts also holds while a short one waits, and for calls. Prompts whose tokens are
+    scored (`prompt_logprobs`) are long prompts in this sense until the last of these tokens.
 
     If there are streams of several requests (:meth:`enter`), each request has an equal share of the active
     streams, as far as it needs them. While another request has too few, a stream of the one with the most
@@ -220,12 +234,9 @@ class Scheduler:
             stream.asked_by = request
             self._waiting.append(stream)
 
-    def call(self, call: BatchCall | TextCall) -> PendingCall:
-        """Add tokens of the caller's sessions, which share a pass with the streams.
-
-        All of them are in one pass.
-        """
-        return self._calls.add(call)
+    def call(self, requests: Sequence[_core.Computation]) -> PendingCall:
+        """Add requests of the caller, which share passes with the streams."""
+        return self._calls.add(requests)
 
     def step(self) -> list[tuple[Stream, str]]:
         """Compute one pass and return the text it added, by stream; without streams, return an empty list.
@@ -261,51 +272,58 @@ class Scheduler:
         self._drop_ended()
         self._admit()
         self._several = len({s.asked_by for s in (*self._active, *self._waiting)}) > 1
-        writing = [s for s in self._active if s.writing and not s.scoring and s not in self._results]
-        room = max(self._core.pass_rows - len(writing), LEAST_PROMPT_ROWS)
-        # In turn, so that neither keeps the other waiting.
-        self._calls_first = not self._calls_first
-        calls = self._calls.fitting(room, 0) if self._calls_first else []
-        pieces = self._prompt_pieces(max(room - rows_of(calls), 0), len({self._asker(s) for s in writing}))
-        prompt_rows = sum(len(piece.ids) for _, piece in pieces)
-        if not calls:
-            calls = self._calls.fitting(room, prompt_rows)
-        texts = self._next_tokens(writing, prompt_rows + rows_of(calls))
-        chosen = texts + pieces
-        if not chosen and not calls:
+        ready = [s for s in self._active if s not in self._results]
+        prompts = [s for s in ready if not s.writing]
+        scored = [s for s in ready if s.scoring]
+        writing = [s for s in ready if s.writing and not s.scoring]
+        shares, scored_rows = self._prompt_shares(prompts, scored, writing)
+        calls = self._calls.requests
+        given = sum(len(tokens.ids) for _, tokens in scored_rows)
+        texts = self._next_tokens(writing, given + sum(min(share.left, share.rows) for share in shares))
+        if not (texts or scored_rows or prompts or calls):
             waited_for = [s.text.pending for s in self._active if s.text.pending is not None]
             if waited_for and not self._made:
                 futures.wait(waited_for, BATCH_PATIENCE, futures.FIRST_COMPLETED)
             return self._delivered()
         begin = time.perf_counter()
-        for stream, _ in pieces:
-            stream.times.begin(begin)
         continues = self._ahead.begin(
-            not pieces and not calls and all(s.text.can_run_ahead for s, _ in chosen)
+            not (scored_rows or prompts or calls) and all(s.text.can_run_ahead for s, _ in texts)
         )
-        results = self._core.forward_batch(
-            [s.request(tokens, continues=continues) for s, tokens in chosen]
-            + [request for pending in calls for request in pending.call.requests()]
-        )
-        rows = sum(len(tokens.ids) for _, tokens in chosen) + rows_of(calls)
-        forced = any(tokens.forced for _, tokens in chosen[: len(writing)])
-        seconds = self._ahead.end(0 if forced else rows, chosen[0][0].session if chosen else None)
+        chosen = [*texts, *scored_rows]
+        requests = [s.text.request(s.session, tokens, continues=continues) for s, tokens in chosen]
+        rows_before = sum(request.computed for request in calls)
+        whole = _Share(requests, self._core.pass_rows, self._core.pass_rows)
+        self._core.forward_pass([share.native for share in (*shares, whole)])
+        end = time.perf_counter()
         self.passes += 1
-        self._calls.take_results(calls, results[len(chosen) :])
+        results = [(s, request.take_result()) for (s, _), request in zip(chosen, requests, strict=True)]
+        rows = [StreamRows(s, len(tokens.ids), not s.scoring) for s, tokens in chosen]
+        for stream in prompts:
+            assert stream.request is not None
+            if n := stream.note_pass():
+                stream.times.begin(begin)
+                rows.append(StreamRows(stream, n, writing=False))
+            if stream.request.finished:
+                results.append((stream, stream.request.take_result()))
+        self._note_turns([*prompts, *scored], {part.stream for part in rows})
+        call_rows = sum(request.computed for request in calls) - rows_before
+        forced = any(tokens.forced for _, tokens in texts)
+        total = sum(part.rows for part in rows) + call_rows
+        seconds = self._ahead.end(0 if forced else total, rows[0].stream.session if rows else None)
         self.last_pass = PassRows(
             len(writing),
-            prompt_rows,
-            rows_of(calls),
+            sum(part.rows for part in rows if not part.writing),
+            call_rows,
             seconds,
-            [StreamRows(s, len(tokens.ids), i < len(texts)) for i, (s, tokens) in enumerate(chosen)],
+            rows,
         )
-        of_streams = list(zip((s for s, _ in chosen), results[: len(chosen)], strict=True))
-        end = time.perf_counter()
-        for stream, result in of_streams:
+        del calls, requests, whole, shares  # which hold sessions
+        alone = len(self._active) == 1 and not len(self._calls)
+        self._calls.take_results()
+        for stream, result in results:
             if isinstance(result, list):
                 stream.times.note_tokens(end)
-        self._results.update(of_streams)
-        alone = len(self._active) == 1 and not calls and not len(self._calls)
+        self._results.update(results)
         self._take_results(BATCH_PATIENCE, alone=alone)
         self._drop_ended()
         return self._delivered()
@@ -356,61 +374,59 @@ class Scheduler:
         """Return what limits of passes count: requests if there are several, or else streams."""
         return stream.asked_by if self._several else stream
 
-    def _prompt_pieces(self, room: int, writing: int) -> list[tuple[Stream, NextTokens]]:
-        """Choose rows of prompts for a pass: short prompts first, then those that waited longest."""
-        prompts = [
-            s
-            for s in self._active
-            if s not in self._results and (s.scoring if s.writing else not s.follows())
-        ]
-        left = {s: s.left() for s in prompts}
-        sizes = {s: len(left[s]) + s.computed for s in prompts} | {s: len(s.ids) for s in self._waiting}
+    def _prompt_shares(
+        self, prompts: list[Stream], scored: list[Stream], writing: list[Stream]
+    ) -> tuple[list[_Share], list[tuple[Stream, NextTokens]]]:
+        """Divide the rows of a pass among calls, short prompts and long ones; choose the scored ones."""
+        full, askers = self._core.pass_rows, len({self._asker(s) for s in writing})
+        room = max(full - len(writing), LEAST_PROMPT_ROWS)
+        sizes = {s: s.left + s.computed for s in (*prompts, *scored)}
+        sizes |= {s: len(s.ids) for s in self._waiting}
         wanted: Counter[object] = Counter()
         for stream, size in sizes.items():
             wanted[self._asker(stream)] += size
         short = [s for s in prompts if wanted[self._asker(s)] <= SHORT_PROMPT]
         long = [s for s in prompts if s not in short]
+        fewest = LEAST_PROMPT_ROWS + ROWS_PER_WRITING * askers
         most_short, most_long = room, room
-        if long and (short or writing):
-            least = room // 2 if short else room
-            most_long = min(least, LEAST_PROMPT_ROWS + ROWS_PER_WRITING * writing)
+        if (long or scored) and (short or writing):
+            most_long = min(room // 2 if short else room, fewest)
             most_short -= most_long
         if writing:
-            most_short = min(most_short, PROMPT_TURN + ROWS_PER_WRITING * writing)
-        ends: dict[Stream, int] = {}
-        self._fill(short, most_short, left, ends)
-        self._fill(long, most_long, left, ends)
-        for stream in ends:
+            most_short = min(most_short, PROMPT_TURN + ROWS_PER_WRITING * askers)
+        scored_rows = self._scored_rows(scored, most_long, len(long))
+        most_long -= sum(len(tokens.ids) for _, tokens in scored_rows)
+        calls = _Share(self._calls.requests, min(room, fewest) if writing else room, full)
+        shares = [
+            _Share([s.request for s in some if s.request is not None], most, PROMPT_TURN)
+            for some, most in ((short, most_short), (long, most_long))
+        ]
+        # In turn, so that neither keeps the other waiting.
+        self._calls_first = not self._calls_first
+        return ([calls, *shares] if self._calls_first else [*shares, calls]), scored_rows
+
+    def _scored_rows(self, scored: list[Stream], room: int, others: int) -> list[tuple[Stream, NextTokens]]:
+        """Choose the rows of prompts for their log probabilities, and leave other prompts their part."""
+        rows = []
+        room = -(-room * len(scored) // max(len(scored) + others, 1))
+        for i, stream in enumerate(scored):
+            turn = max(min(PROMPT_TURN, room), -(-room // (len(scored) - i)))
+            most = min(stream.left, self._engine.exact_rows, turn, room)
+            if most > 0:
+                rows.append((stream, stream.text.next_tokens(most, self._engine.row_cost)))
+                room -= len(rows[-1][1].ids)
+        return rows
+
+    def _note_turns(self, prompts: list[Stream], chosen: set[Stream]) -> None:
+        """Move the prompts that had rows to the back."""
+        for stream in prompts:
+            stream.passes_waited = 0 if stream in chosen else stream.passes_waited + 1
+        self._to_the_back([s for s in prompts if s in chosen])
+
+    def _to_the_back(self, streams: list[Stream]) -> None:
+        for stream in streams:
             self._active.remove(stream)
             self._active.append(stream)
-            stream.note_computed(ends[stream] - left[stream].start)
-        cost = self._engine.row_cost
-        return [(s, s.prompt_rows(left[s].start, end, cost)) for s, end in ends.items()]
-
-    def _fill(
-        self, prompts: Iterable[Stream], room: int, left: dict[Stream, range], ends: dict[Stream, int]
-    ) -> None:
-        """Give `room` of the rows that are `left` to prompts, a turn each, and note their `ends`."""
-        chosen: list[Stream] = []
-        for stream in prompts:
-            start = left[stream].start
-            end = min(start + PROMPT_TURN, start + room, self._last(stream, left[stream]))
-            stream.passes_waited += 1
-            worth = start + WORTH_SHARING
-            if end == start or any(stream.agrees(o, min(end, ends[o])) >= worth for o in ends):
-                continue
-            chosen.append(stream)
-            ends[stream] = end
-            stream.passes_waited = 0
-            room -= end - start
-        for stream in chosen:  # room that is left
-            more = min(room, self._last(stream, left[stream]) - ends[stream])
-            ends[stream] += more
-            room -= more
-
-    def _last(self, stream: Stream, left: range) -> int:
-        """Return the end of the rows of a prompt that one pass may have."""
-        return min(left.stop, left.start + self._engine.exact_rows) if stream.scoring else left.stop
 
     def _admit(self) -> None:
         """Let streams become active, of the requests with the fewest active ones first.
@@ -433,7 +449,7 @@ class Scheduler:
             self._waiting.remove(chosen)
             # The others of its request go to the back.
             self._waiting = deque(sorted(self._waiting, key=lambda s: s.asked_by is chosen.asked_by))
-            chosen.core = self._engine.session(prefix_namespace=chosen.prefix_namespace)
+            chosen.begin(self._engine)
             self._active.append(chosen)
 
     def _suspend(self, stream: Stream) -> None:
@@ -469,7 +485,7 @@ class Scheduler:
             else:
                 self._waiting.remove(stream)
             self._results.pop(stream, None)
-            stream.core = None
+            stream.release()
             stream.text.release()
         self._calls.drop_cancelled()
 

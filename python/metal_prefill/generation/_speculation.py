@@ -147,9 +147,10 @@ class ModelDrafter(_TextDrafter):
         count = min(count, self._session.max_context - len(self._tokens))
         if count < 1:
             return []
-        drafts = [self._session.forward_prompt(np.array(self._tokens, np.int32), True)]
+        greedy = _core.Request.greedy
+        drafts: list[int] = greedy(self._session, np.array(self._tokens, np.int32), reuse=True).run()
         while len(drafts) < count:
-            drafts.append(self._session.forward_token_greedy(drafts[-1]))
+            drafts += greedy(self._session, np.array(drafts[-1:], np.int32)).run()
         return drafts
 
 

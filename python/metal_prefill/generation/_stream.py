@@ -9,7 +9,7 @@ import numpy as np
 
 from metal_prefill import _core
 from metal_prefill._support.arguments import MOST_ANSWERS, TokenIds, integer, length_of, token_array
-from metal_prefill.engine import Engine, RowCost
+from metal_prefill.engine import Engine
 from metal_prefill.errors import ContextOverflowError, KVMemoryError
 from metal_prefill.generation._ending import FinishReason
 from metal_prefill.generation._text_generation import Continuation, NextTokens, Piece, TextOptions
@@ -71,7 +71,7 @@ class Stream:
     most_pieces : int
         Number of pieces that it has at most, including those of the prompt.
     reuses : bool
-        Whether a cached prefix of its prompt is reused.
+        Whether it is the first text of its prompt, and a cached prefix of that is reused.
     prefix_namespace : str
         Namespace in which prefixes of its prompt are found; see :meth:`metal_prefill.Model.session`.
     times : StreamTimes
@@ -82,7 +82,7 @@ class Stream:
     Other attributes and methods are for the scheduler.
     """
 
-    def __init__(self, text: Continuation, leader: Stream | None = None, prefix_namespace: str = "") -> None:
+    def __init__(self, text: Continuation, *, first: bool = True, prefix_namespace: str = "") -> None:
         self.finish_reason: FinishReason | None = None
         self.error: Exception | None = None
         self.passes_waited = 0
@@ -90,7 +90,7 @@ class Stream:
         self.scored_tokens = len(text.prompt) - len(text.ids)
         self.most_pieces = text.most_pieces
         self.prompt = text.prompt
-        self.reuses = leader is None and self.scored_tokens == 0
+        self.reuses = first and self.scored_tokens == 0
         self.prefix_namespace = prefix_namespace
         self.times = StreamTimes()
         self.computed = 0  # tokens of the prompt that went through the model for this stream
@@ -98,9 +98,11 @@ class Stream:
         self._made: list[int] = []
         self.text = text
         self.core: _core.Session | None = None
+        self.request: _core.Request | None = None  # of the prompt, while it is active
+        self._noted = 0  # rows that the request has had
+        self._cached = 0  # tokens of the prompt that others have computed
         self.writing = False  # the prompt is computed
         self.asked_by: object = None  # its request in a scheduler that several share
-        self._leader = leader  # computes the same prompt first; this stream continues from its cache
 
     @property
     def cached_tokens(self) -> int:
@@ -112,31 +114,28 @@ class Stream:
         """Whether further rows are those of the prompt, for its log probabilities."""
         return self.writing and self.text.scored_rows > 0
 
-    def left(self) -> range:
-        """Return the positions of the prompt that are left to compute.
-
-        What other streams have computed since the last pass is not among them.
-        """
-        if self.scoring:
-            at = self.session.position
-            return range(at, at + self.text.scored_rows)
-        return range(self.session.reuse(self.ids), len(self.ids))
-
-    def note_computed(self, rows: int) -> None:
-        """Count rows of the prompt, but not those that are computed again after its text has begun."""
-        if len(self.ids) == len(self.text.ids):
-            self.computed += rows + self._computed_again
-
-    def prompt_rows(self, start: int, end: int, cost: RowCost) -> NextTokens:
-        """Return the tokens at these positions, which are among those of :meth:`left`."""
-        if self.scoring:
-            return self.text.next_tokens(end - start, cost)
-        return NextTokens(self.ids[start:end], 0, 0.0)
-
     @property
-    def _computed_again(self) -> int:
-        """Number of cached tokens that the last pass computed again, for the states of recurrent layers."""
-        return 0 if self.core is None else int(self.core.stats()["tokens_recomputed"])
+    def left(self) -> int:
+        """Number of rows of the prompt that are left to compute."""
+        if self.request is None:
+            return self.text.scored_rows
+        return min(self.request.left, len(self.ids) - self._cached)
+
+    def begin(self, engine: Engine) -> None:
+        """Become active."""
+        self.core = engine.session(prefix_namespace=self.prefix_namespace)
+        self.request = self.text.request(self.core, NextTokens(self.ids, 0, 0.0), continues=False, reuse=True)
+        self._noted = 0
+        self._cached = engine.core.cached_tokens(self.prefix_namespace, self.ids)
+
+    def note_pass(self) -> int:
+        """Return how many rows of the prompt the last pass had, and count those before its text has begun."""
+        assert self.request is not None
+        rows = self.request.computed - self._noted
+        self._noted += rows
+        if len(self.ids) == len(self.text.ids):
+            self.computed += rows
+        return rows
 
     @property
     def ready_tokens(self) -> int:
@@ -153,9 +152,7 @@ class Stream:
 
     def take(self, chosen: list[int]) -> Iterator[Piece]:
         """Take the tokens that a pass chose."""
-        if not self.writing:
-            self.note_computed(0)
-        self.writing = True
+        self.writing, self.request = True, None
         for piece in self.text.take(chosen):
             self._made.append(piece.token)
             self.finish_reason = self.finish_reason or piece.finish_reason
@@ -171,42 +168,16 @@ class Stream:
         assert self.core is not None
         return self.core
 
+    def release(self) -> None:
+        """Release the memory of the session."""
+        self.core = self.request = None
+
     def restart(self) -> None:
         """Release the memory; the generated tokens become part of the prompt."""
         self.ids = np.concatenate([self.ids, np.array(self._made, np.int32)])
         self._made = []
-        self.core, self.writing = None, False
-
-    def follows(self) -> bool:
-        """Return whether another stream is computing its prompt; once that is done, continue from there."""
-        leader = self._leader
-        if leader is None:
-            return False
-        if leader.core is not None and not leader.writing and leader.finish_reason is None:
-            return True
-        self._leader = None
-        if leader.core is not None and leader.writing:
-            self.core = leader.core.fork()
-            self.core.rewind(len(self.ids) - 1)  # the logits after the last token are wanted once more
-        return False
-
-    def agrees(self, other: Stream, n: int) -> int:
-        """Return the length of the prefix that one of two prompts can take from the other, at most `n`."""
-        if self.prefix_namespace != other.prefix_namespace:
-            return 0
-        if self.scoring or other.scoring:
-            return 0
-        different = np.flatnonzero(self.ids[:n] != other.ids[:n])
-        return int(different[0]) if different.size else n
-
-    def request(self, tokens: NextTokens, *, continues: bool) -> _core.Request:
-        """Return the request for these tokens; `continues`: the chosen token will be appended next."""
-        ids, rows = tokens.ids, tokens.drafts + 1
-        if not self.writing and self.session.position + len(ids) < len(self.ids):
-            return _core.Request.none(self.session, ids)
-        if self.text.sampler is not None:
-            return _core.Request.sampled(self.session, ids, self.text.sampler, rows)
-        return _core.Request.greedy(self.session, ids, rows, drafts=True, continues=continues)
+        self.release()
+        self.writing = False
 
 
 def check_size(engine: Engine, least: int) -> None:
@@ -260,7 +231,5 @@ def make_streams(
             answer=answer,
             prefix_namespace=prefix_namespace,
         )
-        # If a prompt has log probabilities, all of its tokens are computed for each stream.
-        follows = streams and len(text.ids) == len(ids)
-        streams.append(Stream(text, streams[0] if follows else None, prefix_namespace))
+        streams.append(Stream(text, first=answer == 0, prefix_namespace=prefix_namespace))
     return streams

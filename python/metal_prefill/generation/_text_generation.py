@@ -264,6 +264,23 @@ class Continuation:
         expected = self._speculation.expected()
         return NextTokens(np.array([*self._next, *drafts], np.int32), len(drafts), expected)
 
+    def request(
+        self,
+        session: _core.Session,
+        tokens: NextTokens,
+        *,
+        continues: bool,
+        claim: int = 0,
+        reuse: bool = False,
+    ) -> _core.Request:
+        """Return the request for tokens; `continues`: the chosen token will be appended next."""
+        rows = tokens.drafts + 1
+        if self.sampler is not None:
+            return _core.Request.sampled(session, tokens.ids, self.sampler, rows, claim, reuse)
+        return _core.Request.greedy(
+            session, tokens.ids, rows, drafts=True, continues=continues, claim=claim, reuse=reuse
+        )
+
     @property
     def most_pieces(self) -> int:
         """Number of pieces that the text has at most; the last one needs no room in the context."""

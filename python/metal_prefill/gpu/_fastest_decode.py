@@ -60,12 +60,12 @@ def is_wanted(variable: str) -> bool:
 def decode_seconds(engine: _core.Engine, vocab_size: int) -> float:
     """Return the GPU's median time for a token after a few others."""
     session = engine.session(0)
-    token = session.forward_prompt(np.arange(3, dtype=np.int32) % vocab_size)
+    tokens = np.arange(3, dtype=np.int32) % vocab_size
     times = []
-    for _ in range(3 + min(_TOKENS, session.max_context - 6)):
-        token = session.forward_token_greedy(token)
+    for _ in range(4 + min(_TOKENS, session.max_context - 6)):
+        tokens = np.array(_core.Request.greedy(session, tokens).run(), np.int32)
         times.append(session.stats()["gpu_seconds"])
-    return statistics.median(times[3:])
+    return statistics.median(times[4:])
 
 
 def fastest(builder: _core.ModelBuilder, options: _core.EngineOptions, config: ModelConfig) -> Choice | None:

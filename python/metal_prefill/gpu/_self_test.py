@@ -90,11 +90,10 @@ def order_differences(engine: _core.Engine, config: ModelConfig) -> list[str]:
         nonlocal token
         token, dispatches = inspector.trace(tokens, contents=not config.has_head)
         if config.has_head:
-            return session.forward_prompt(tokens, continues=continues) == token
+            return bool(_core.Request.greedy(session, tokens, continues=continues).run() == [token])
         last = dispatches[-1]
         expected = np.asarray(last.after(last.buffers.index("hidden"))).view(np.float32)
-        (state,) = engine.forward_batch([_core.Request.hidden(session, tokens)])
-        return np.array_equal(np.asarray(state).ravel(), expected[: config.dim])
+        return np.array_equal(_core.Request.hidden(session, tokens).run(), expected[: config.dim])
 
     for n in QUICK:
         if not config.causal:
@@ -110,8 +109,8 @@ def order_differences(engine: _core.Engine, config: ModelConfig) -> list[str]:
         if not run(np.array([token], np.int32), continues=True):
             return ["a pass that was sent ahead differs from its dispatches one by one"]
     if alone.position < alone.max_context:
-        logits = session.forward_token(token)
-        if alone.forward_token(token).tobytes() != logits.tobytes():
+        logits = [_core.Request.logits(s, np.array([token], np.int32)).run() for s in (session, alone)]
+        if logits[0].tobytes() != logits[1].tobytes():
             return ["logits after passes differ from those after their dispatches one by one"]
     return []
 

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from metal_prefill import _core
 from metal_prefill.tasks._continuations import encode_continuation, score_continuations
-from metal_prefill.tasks._text_passes import TextJob, TextPasses, compute
+from metal_prefill.tasks._text_passes import TextPasses
 
 if TYPE_CHECKING:
     from metal_prefill.model import Model
@@ -83,17 +84,19 @@ def _are_greedy(
         for place, value in zip(of_pair, score.tolist(), strict=True):
             best[place] = max(best.get(place, value), value)
     greedy = []
-    jobs: dict[int, TextJob] = {}
-    for i, (context, continuation) in enumerate(pairs):
+    passes, unsure = TextPasses(model.engine), []
+    for i, of_pair in enumerate(places):
         score = scores[i].tolist()
-        greedy.append(all(best[place] == value for place, value in zip(places[i], score, strict=True)))
+        greedy.append(all(best[place] == value for place, value in zip(of_pair, score, strict=True)))
         if greedy[i] and min(score) <= np.log(0.5):
-            tokens = np.concatenate([context, continuation[:-1]])
-            jobs[i] = TextJob(tokens, "greedy", len(continuation), name=names[i])
-    for _ in compute(TextPasses(model.engine), list(jobs.values())):
-        pass
-    for i, job in jobs.items():
-        greedy[i] = bool((job.result == pairs[i][1]).all())
+            unsure.append(i)
+    scratch = passes.scratch()
+    requests = [
+        _core.Request.greedy(scratch, np.concatenate([context, continuation[:-1]]), rows=len(continuation))
+        for context, continuation in (pairs[i] for i in unsure)
+    ]
+    for i, chosen in zip(unsure, passes.compute(requests, [names[i] for i in unsure]), strict=True):
+        greedy[i] = chosen == pairs[i][1].tolist()
     return greedy
 
 

@@ -15,10 +15,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from starlette.requests import Request
 
+from metal_prefill import _core
 from metal_prefill.generation._scheduler import Scheduler
 from metal_prefill.generation._stream import Stream
 from metal_prefill.model import Model
-from metal_prefill.serve._changed_prompts import Change, Ids, change_of, shared_tokens
+from metal_prefill.serve._changed_prompts import Change, Ids, change_of
 from metal_prefill.serve._errors import ApiError
 from metal_prefill.storage._prefix_store import PAGE
 
@@ -291,7 +292,7 @@ def prefix_tree(prompts: Sequence[Ids]) -> list[Node]:
     path: list[int] = []  # from a root to the node of the latest prompt
     previous: Ids = np.empty(0, np.int32)
     for i in order:
-        shared = shared_tokens(previous, prompts[i])
+        shared = _core.common_prefix(previous, prompts[i])
         below: int | None = None
         while path and ends[path[-1]] > shared:
             below = path.pop()

@@ -11,6 +11,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from metal_prefill import _core
+
 Ids = npt.NDArray[np.int32]
 
 LEAST_TOKENS = 64  # repeated after a change; fewer cost little
@@ -32,20 +34,13 @@ class Change(NamedTuple):
     tokens: int
 
 
-def shared_tokens(a: Ids, b: Ids) -> int:
-    """Return the number of leading tokens that two prompts share."""
-    n = min(len(a), len(b))
-    different = np.flatnonzero(a[:n] != b[:n])
-    return int(different[0]) if different.size else n
-
-
 def change_of(prompt: Ids, earlier: Sequence[Ids]) -> Change | None:
     """Return the change with which a prompt repeats one of the earlier ones; None if it repeats none.
 
     At least half of what follows the longest prefix that it shares with any must be the same, at places that
     differ by up to 16.
     """
-    shared = [shared_tokens(prompt, other) for other in earlier]
+    shared = [_core.common_prefix(prompt, other) for other in earlier]
     position = max(shared, default=0)
     rest = prompt[position:]
     repeated = 0

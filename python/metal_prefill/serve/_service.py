@@ -6,7 +6,7 @@ import functools
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
@@ -14,14 +14,14 @@ from typing import Any, TypeVar
 import anyio
 import anyio.to_thread
 
+from metal_prefill import _core
+from metal_prefill._support.arguments import Progress
 from metal_prefill.engine import Engine
 from metal_prefill.errors import GGUFError, KVMemoryError
-from metal_prefill.generation._batch_call import BatchCall
 from metal_prefill.generation._constraint import MOST_COMPILING, NotCompiledError, may_compile
 from metal_prefill.generation._engine_loop import EngineLoop
 from metal_prefill.generation._scheduler import Scheduler
 from metal_prefill.generation._stream import Stream
-from metal_prefill.generation._text_call import TextCall
 from metal_prefill.hub._local_file import model_name
 from metal_prefill.model import Model
 from metal_prefill.serve._activity import Activity
@@ -271,21 +271,22 @@ class SharedPasses(TextPasses):
     """
 
     def __init__(self, engine: Engine, loop: EngineLoop) -> None:
-        super().__init__(engine, self._run, lambda: loop.call_rows)
+        super().__init__(engine)
         self._loop = loop
         self._lock = threading.Lock()
         self._cancelled = False
         self._future: Future[list[Any]] | None = None
         self.tokens = 0
 
-    def _run(self, call: BatchCall | TextCall) -> list[Any]:
+    def run(self, requests: Sequence[_core.Computation], progress: Progress | None = None) -> list[Any]:
+        """Compute requests in passes of the engine loop."""
         with self._lock:
             if self._cancelled:
                 raise CancelledError
-            self._future = self._loop.submit(call)
-        computed = self._future.result()
-        self.tokens += call.rows
-        return computed
+            self._future = self._loop.submit(requests)
+        results = self._future.result()
+        self.tokens += sum(request.computed for request in requests)
+        return results
 
     @property
     def has_asked(self) -> bool:

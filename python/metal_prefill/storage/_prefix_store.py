@@ -189,8 +189,5 @@ def _digest(ids: Ids, namespace: str) -> str:
 
 def _shared(ids: Ids, other: Ids) -> int:
     """Return the length in tokens of the common prefix of two prompts; 0 if one extends the other."""
-    n = min(len(ids), len(other))
-    different = np.flatnonzero(ids[:n] != other[:n])
-    if different.size:
-        return int(different[0])
-    return n if len(ids) == len(other) else 0
+    n = _core.common_prefix(ids, other)
+    return n if n < min(len(ids), len(other)) or len(ids) == len(other) else 0

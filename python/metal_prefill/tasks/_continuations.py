@@ -7,8 +7,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from metal_prefill import _core
 from metal_prefill.engine import Engine
-from metal_prefill.tasks._text_passes import Ids, TextJob, TextPasses, compute, shared_prefix
+from metal_prefill.tasks._text_passes import Ids, TextPasses
 
 
 def encode_continuation(
@@ -42,37 +43,9 @@ def score_continuations(
 ) -> list[npt.NDArray[np.float32]]:
     """Return the log probability of each token of each continuation, given its context.
 
-    The prefix that all contexts share is computed once, and each context once for all of its continuations.
-    The head is computed only for the rows whose next token belongs to a continuation.
+    Prefixes that contexts share are computed once. The head is computed only for the rows whose next token
+    belongs to a continuation.
     """
-    if not pairs:
-        return []
-    contexts = [context for context, _ in pairs]
-    shared = shared_prefix(contexts)
-    root = TextJob(contexts[0][:shared], "none", name=names[0]) if shared else None
-    jobs: list[TextJob] = [] if root is None else [root]
-    scored: list[TextJob] = []
-    groups: dict[bytes, list[int]] = {}
-    for i, context in enumerate(contexts):
-        groups.setdefault(context.tobytes(), []).append(i)
-    for members in groups.values():
-        context = contexts[members[0]][shared:]
-        parent = root
-        if len(members) > 1 and len(context) > 1:
-            parent = TextJob(context[:-1], "none", parent=root, name=names[members[0]])
-            jobs.append(parent)
-            context = context[-1:]
-        for i in members:
-            continuation = pairs[i][1]
-            job = TextJob(
-                np.concatenate([context, continuation]), "log_probs", len(continuation), parent, names[i]
-            )
-            jobs.append(job)
-            scored.append(job)
-    order = [i for members in groups.values() for i in members]
-    place = {id(job): i for job, i in zip(scored, order, strict=True)}
-    results: list[npt.NDArray[np.float32]] = [np.empty(0, np.float32)] * len(pairs)
-    for job in compute(passes, jobs):
-        if id(job) in place:
-            results[place[id(job)]] = job.result
-    return results
+    scratch = passes.scratch()
+    requests = [_core.Request.log_probs(scratch, np.concatenate(pair), rows=len(pair[1])) for pair in pairs]
+    return passes.compute(requests, names)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -18,24 +17,13 @@ from metal_prefill._support.arguments import (
     length_of,
     token_array,
 )
-from metal_prefill.engine import Engine, EngineOwner
+from metal_prefill.engine import EngineOwner
 from metal_prefill.errors import ContextOverflowError
-from metal_prefill.generation._batch_call import BatchCall, BatchOutput, OutputRows
 from metal_prefill.session import Session
+from metal_prefill.tasks._batch_call import BatchCall, BatchOutput, OutputRows
+from metal_prefill.tasks._text_passes import TextPasses
 
 Prompts = Sequence[npt.NDArray[np.int32]]
-
-
-def prefix_order(prompts: Sequence[npt.NDArray[Any]]) -> list[int]:
-    """Return indices in lexicographic order: each prompt is next to the one that it shares most with."""
-    return sorted(range(len(prompts)), key=lambda i: prompts[i].tolist())
-
-
-def common_prefix(a: npt.NDArray[Any], b: npt.NDArray[Any]) -> int:
-    """Return how many leading tokens two prompts share."""
-    n = min(len(a), len(b))
-    different = np.flatnonzero(a[:n] != b[:n])
-    return int(different[0]) if different.size else n
 
 
 def check_prompt(prompt: TokenIds, vocab_size: int, least: int, limit: int) -> npt.NDArray[np.int32]:
@@ -74,39 +62,6 @@ def check_prompts(prompts: Sequence[TokenIds], vocab_size: int, least: int, limi
     return arrays
 
 
-# Limits of prompts that are scored together: their number, and their tokens of K and V.
-GROUP_PROMPTS, GROUP_TOKENS = 64, 16384
-
-
-def leaders(lengths: Sequence[int]) -> list[int]:
-    """Return for each of a sorted list of prompts which earlier one to begin from.
-
-    `lengths` are those of what each shares with the one before it. Of all that share as much, the first is
-    taken, so that as many as possible can begin at the same time. The first prompt's leader is itself.
-    """
-    found = [0]
-    for i in range(1, len(lengths)):
-        j = i - 1
-        while j > 0 and lengths[j] >= lengths[i]:
-            j = found[j]
-        found.append(j)
-    return found
-
-
-def groups(prompts: Prompts) -> Iterator[list[int]]:
-    """Divide prompts into groups that are computed together; prompts with a common prefix share a group."""
-    group: list[int] = []
-    tokens = 0
-    for i in prefix_order(prompts):
-        if group and (len(group) == GROUP_PROMPTS or tokens + len(prompts[i]) > GROUP_TOKENS):
-            yield group
-            group, tokens = [], 0
-        group.append(i)
-        tokens += len(prompts[i])
-    if group:
-        yield group
-
-
 def score_many(
     model: EngineOwner, prompts: Sequence[TokenIds], *, progress: Progress | None = None
 ) -> list[Logits]:
@@ -120,8 +75,8 @@ def score_many(
     prompts
         Token ids of each prompt, at least two.
     progress
-        Called after each prompt with the number of prompts done and their total. An exception that it
-        raises stops the call.
+        Called after each pass with the number of prompts done and their total. An exception that it raises
+        stops the call.
 
     Returns
     -------
@@ -135,36 +90,15 @@ def score_many(
     """
     engine = model.engine
     limit = engine.max_context + 1  # the last token is only predicted
-    return _score(engine, check_prompts(prompts, engine.config.vocab_size, least=2, limit=limit), progress)
+    checked = check_prompts(prompts, engine.config.vocab_size, least=2, limit=limit)
+    passes = TextPasses(engine)
+    scratch = passes.scratch()
+    requests = [_core.Request.log_probs(scratch, ids, len(ids) - 1) for ids in checked]
+    return passes.compute(requests, _names(requests), progress)
 
 
-def _score(engine: Engine, prompts: Prompts, progress: Progress | None) -> list[Logits]:
-    """Score prompts: those that do not continue another one of their group are computed in one batch."""
-    results: dict[int, Logits] = {}
-    for group in groups(prompts):
-        shared = [0, *(common_prefix(prompts[a], prompts[b]) for a, b in pairwise(group))]
-        # The last shared token is computed again: what follows it is new. Element i is about token i + 1.
-        starts = [min(max(n - 1, 0), len(prompts[i]) - 2) for n, i in zip(shared, group, strict=True)]
-        leader = leaders(shared)
-        sessions: dict[int, _core.Session] = {}
-        waiting = list(range(len(group)))
-        while waiting:
-            ready = [i for i in waiting if starts[i] == 0 or leader[i] in sessions]
-            waiting = [i for i in waiting if i not in ready]
-            begun = {i: sessions[leader[i]].fork() if starts[i] else engine.session() for i in ready}
-            for i in ready:
-                begun[i].rewind(starts[i])
-            rest = [prompts[group[i]][starts[i] :] for i in ready]
-            call = BatchCall(engine.config, [begun[i] for i in ready], rest, "log_probs", None)
-            computed = engine.core.forward_batch(call.take_requests(reuse=False))
-            for i, scores in zip(ready, call.results(computed, return_errors=False), strict=True):
-                known = results[group[leader[i]]][: starts[i]] if starts[i] else scores[:0]
-                results[group[i]] = np.concatenate([known, scores])
-            sessions |= begun
-            if progress is not None:
-                progress(len(results), len(prompts))
-        sessions.clear()
-    return [results[i] for i in range(len(prompts))]
+def _names(requests: Sequence[object]) -> list[str]:
+    return [f"prompt {i}" for i in range(len(requests))]
 
 
 def score(model: EngineOwner, tokens: TokenIds, *, progress: Progress | None = None) -> Logits:
@@ -194,7 +128,8 @@ def forward_prompts(
     return_logits
         Return the logits after the last token of each prompt instead of the token.
     progress
-        Called with the number of prompts done and their total. An exception that it raises stops the call.
+        Called after each pass with the number of prompts done and their total. An exception that it raises
+        stops the call.
 
     Returns
     -------
@@ -210,20 +145,13 @@ def forward_prompts(
     engine = model.engine
     vocab_size = engine.config.vocab_size
     checked = check_prompts(prompts, vocab_size, least=1, limit=engine.max_context)
-    output: BatchOutput = "logits" if return_logits else "greedy"
-    results: dict[int, Any] = {}
-    for group in groups(checked):
-        sessions = [engine.session() for _ in group]
-        call = BatchCall(engine.config, sessions, [checked[i] for i in group], output, None)
-        del sessions
-        computed = engine.core.forward_batch(call.take_requests(reuse=True))
-        results.update(zip(group, call.results(computed, return_errors=False), strict=True))
-        if progress is not None:
-            progress(len(results), len(checked))
-    ordered = [results[i] for i in range(len(checked))]
+    passes = TextPasses(engine)
+    scratch, make = passes.scratch(), _core.Request.logits if return_logits else _core.Request.greedy
+    requests = [make(scratch, ids) for ids in checked]
+    results = passes.compute(requests, _names(requests), progress)
     if return_logits:
-        return np.array(ordered, np.float32).reshape(len(checked), vocab_size)
-    return np.array(ordered, np.int64)
+        return np.array(results, np.float32).reshape(len(checked), vocab_size)
+    return np.array(results, np.int64).reshape(len(checked))
 
 
 def forward_batch(

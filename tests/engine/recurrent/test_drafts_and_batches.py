@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.native_requests import choose
 from support.recurrent import assert_equals_fresh, fresh, ids_of
 
 from metal_prefill import Model
@@ -25,7 +26,7 @@ def test_rejected_drafts_restore_the_state_before_them(model: Model) -> None:
             drafts[wrong] = (drafts[wrong] + 1) % 320
         with model.session() as session:
             session.forward_prompt(ids[:60])
-            given = session.native.forward_drafts(np.array([*ids[60:], *drafts], np.int32), 7, None)
+            given = choose(session.native, [*ids[60:], *drafts], 7)
             assert given == chosen[: wrong + 1]
             kept = np.array([*ids, *chosen[:wrong]])
             assert_equals_fresh(model, session, np.append(kept, 11), session.forward_token(11))
@@ -38,7 +39,7 @@ def test_no_snapshot_is_kept_of_rejected_drafts(model: Model) -> None:
     session = model.session()
     right = session.forward_prompt(ids)
     wrong = (right + 1) % 320
-    session.native.forward_drafts(np.array([right, wrong, 1, 2, 3, 4, 5, 6], np.int32), 7, None)
+    choose(session.native, [right, wrong, 1, 2, 3, 4, 5, 6], 7)
     kept = [*ids, *session.tokens[60:]]
     assert len(kept) < 64
     kept += ids_of(30, seed=1).tolist()
@@ -67,12 +68,7 @@ def test_large_states_are_recomputed_after_rejected_drafts(device: str, large_pa
     with Model(large_path, device=device) as model, model.session() as session:
         right = session.forward_prompt(ids)
         session.rewind(29)
-        assert (
-            session.native.forward_drafts(
-                np.array([ids[29], right, (right + 1) % 320, 5], np.int32), 3, None
-            )[0]
-            == right
-        )
+        assert choose(session.native, [ids[29], right, (right + 1) % 320, 5], 3)[0] == right
         position = session.position
         logits = session.forward_token(7)
         assert session.stats()["tokens_recomputed"] == position - 29

@@ -32,9 +32,11 @@ class CountingEngine:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
 
-    def forward_batch(self, requests: Any) -> Any:
-        self.rows += sum(request.n_tokens for request in requests)
-        return self._engine.forward_batch(requests)
+    def forward_pass(self, shares: Any) -> None:
+        requests = [request for some, *_ in shares for request in some]
+        before = sum(request.computed for request in requests)
+        self._engine.forward_pass(shares)
+        self.rows += sum(request.computed for request in requests) - before
 
 
 def test_answers_share_one_prefill_on_each_device(demo: Model) -> None:

@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 from support.scheduled_texts import TEXTS, alone
 
-from metal_prefill import Model, Scheduler
+from metal_prefill import Model, Scheduler, _core
 from metal_prefill.generation import Stream
-from metal_prefill.generation._batch_call import BatchCall
 from metal_prefill.generation._scheduler import LEAST_PROMPT_ROWS, PROMPT_TURN, ROWS_PER_WRITING, make_streams
 
 
@@ -79,10 +78,6 @@ def test_a_short_prompt_does_not_wait_for_a_long_one(cpu: Model) -> None:
     assert long._made == []
 
 
-def call(model: Model, sessions: list[Any], prompts: list[list[int]], output: Any) -> BatchCall:
-    return BatchCall(model.config, [session.native for session in sessions], prompts, output, None)
-
-
 def test_calls_and_streams_share_passes(cpu: Model) -> None:
     rows = Scheduler(cpu)._core.pass_rows
     texts = [np.random.default_rng(i).integers(1, 900, rows).tolist() for i in range(6)]
@@ -92,16 +87,21 @@ def test_calls_and_streams_share_passes(cpu: Model) -> None:
     writing = scheduler.submit(TEXTS[0], 20)
     ((_, made),) = scheduler.step()
     reading = scheduler.submit(np.random.default_rng(9).integers(1, 900, 3 * PROMPT_TURN), 1)
-    calls = [scheduler.call(call(cpu, [cpu.session()], [text], "hidden")) for text in texts]
-    order: list[int | str] = []
+    calls = [
+        scheduler.call([_core.Request.hidden(cpu.session().native, np.array(text, np.int32))])
+        for text in texts
+    ]
+    order: list[int] = []
     while scheduler.busy:
+        wrote = writing.finish_reason is None
         for stream, piece in scheduler.step():
             made += piece if stream is writing else ""
         order += [i for i, pending in enumerate(calls) if pending.results is not None and i not in order]
-        order += ["prompt"] if reading.finish_reason and "prompt" not in order else []
+        assert reading.finish_reason is not None or scheduler.last_pass.prompts >= PROMPT_TURN
+        assert not wrote or scheduler.last_pass.calls == LEAST_PROMPT_ROWS + ROWS_PER_WRITING
+        assert wrote or scheduler.last_pass.calls == rows or len(order) == 6
     assert made == alone_
-    assert [i for i in order if i != "prompt"] == [0, 1, 2, 3, 4, 5]
-    assert 2 <= order.index("prompt") <= 4  # three turns of the prompt between those of the calls
+    assert order == [0, 1, 2, 3, 4, 5]
     for pending, state in zip(calls, expected, strict=True):
         assert pending.results is not None
         np.testing.assert_array_equal(pending.results[0], state)
@@ -110,7 +110,7 @@ def test_calls_and_streams_share_passes(cpu: Model) -> None:
 def test_a_cancelled_call_is_dropped(cpu: Model) -> None:
     scheduler = Scheduler(cpu)
     session = cpu.session()
-    pending = scheduler.call(call(cpu, [session], [[1, 2, 3]], "hidden"))
+    pending = scheduler.call([_core.Request.hidden(session.native, np.array([1, 2, 3], np.int32))])
     pending.cancelled = True
     assert scheduler.step() == []
     assert (scheduler.busy, session.position, scheduler.passes) == (False, 0, 0)
@@ -121,7 +121,8 @@ def test_a_call_returns_the_greedy_tokens_of_all_its_rows(cpu: Model) -> None:
     expected = cpu.forward_batch([cpu.session()], [ids], rows="all")[0]
     scheduler = Scheduler(cpu)
     writing = scheduler.submit(TEXTS[0], 2)
-    pending = scheduler.call(BatchCall(cpu.config, [cpu.session().native], [ids], "greedy", "all"))
+    request = _core.Request.greedy(cpu.session().native, np.array(ids, np.int32), len(ids))
+    pending = scheduler.call([request])
     while scheduler.busy:
         scheduler.step()
     assert writing.finish_reason == "length"

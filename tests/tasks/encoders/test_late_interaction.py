@@ -19,9 +19,8 @@ from support.task_folders import DOCUMENTS, LATE, LONG_DOCUMENT, LONG_QUERY, QUE
 from metal_prefill import ContextOverflowError, GGUFError, Model, UnsupportedModelError
 from metal_prefill.cli import main
 from metal_prefill.conversion import convert
-from metal_prefill.generation._text_call import TextCall
 from metal_prefill.tasks import maxsim
-from metal_prefill.tasks._text_passes import TextPasses
+from metal_prefill.tasks._text_passes import TextPasses, whole_texts
 
 
 @pytest.mark.parametrize("name", LATE)
@@ -154,15 +153,9 @@ def test_wrong_expansions_are_rejected(
 )
 def test_expansions_outside_a_text_are_rejected(file_of: FileOf, expansions: list[int], message: str) -> None:
     with opened(file_of(LATE["unseen"])) as model:
-        call = TextCall(model.engine.core, [np.array([1, 2, 3], np.int32)], "none", expansions)
-
-        def compute() -> None:
-            for result in call.results(TextPasses(model.engine).run(call)):
-                if isinstance(result, Exception):
-                    raise result
-
+        passes, text = TextPasses(model.engine), np.array([1, 2, 3], np.int32)
         with pytest.raises(ValueError, match=message):
-            compute()
+            passes.check(whole_texts(passes, [text], "none", expansions), ["text"])
 
 
 def test_expansion_requires_a_known_token(tmp_path: Path) -> None:

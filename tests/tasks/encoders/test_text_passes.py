@@ -15,8 +15,8 @@ from support.small_models import with_tensor
 
 from metal_prefill import Model, NumericalError, _core
 from metal_prefill.conversion import convert
-from metal_prefill.generation._text_call import TextCall
-from metal_prefill.tasks._text_passes import TextPasses, pooled_blocks, pooled_states
+from metal_prefill.tasks import _text_passes
+from metal_prefill.tasks._text_passes import TextPasses, pooled_blocks, pooled_states, whole_texts
 
 
 def test_a_text_that_fails_is_named_and_the_others_can_be_computed(file_of: FileOf) -> None:
@@ -33,10 +33,13 @@ def test_a_text_that_fails_is_named_and_the_others_can_be_computed(file_of: File
 
 @pytest.mark.parametrize("make", [model_folders.bert, task_folders.TAGGERS["modernbert"]])
 @pytest.mark.parametrize("pooling", ["mean", "cls", "last"])
-def test_pooled_states_are_those_of_all_tokens(device: str, file_of: FileOf, make: Any, pooling: Any) -> None:
+def test_pooled_states_are_those_of_all_tokens(
+    device: str, file_of: FileOf, make: Any, pooling: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """ModernBERT norms the states after its last layer."""
     with opened(file_of(make), device) as model:
-        passes = TextPasses(model.engine, rows=lambda: 7)  # of several passes
+        monkeypatch.setattr(_text_passes, "MOST_STATES", 7)  # of several calls
+        passes = TextPasses(model.engine)
         texts = [np.arange(1, n + 1, dtype=np.int32) for n in (3, 4, 1, 9, 2)]
         names = [f"text {i}" for i in range(5)]
         whole = list(pooled_states(passes, "none", texts, names))
@@ -70,44 +73,33 @@ def test_a_state_that_is_nan_ends_its_text_alone(
     path = with_tensor(tmp_path / "m.gguf", file_of(model_folders.bert), "token_embd.weight", damage)
     texts = [np.array(ids, np.int32) for ids in ([1, 2, 3], [1, 2, 3, 7], [4, 5])]
     with opened(path, device) as model:
-        core = model.engine.core
-        call = TextCall(core, texts, pooling, [0, 1, 0])
-        first, failed, last = call.results(core.forward_batch(call.take_requests()))
+        passes = TextPasses(model.engine)
+        first, failed, last = whole_texts(passes, texts, pooling, [0, 1, 0])
         assert isinstance(failed, NumericalError)
         assert "the hidden state of the token at position 3 is NaN" in str(failed)
-        alone = TextCall(core, texts[::2], pooling)
-        for state, expected in zip(
-            (first, last), alone.results(core.forward_batch(alone.take_requests())), strict=True
-        ):
+        for state, expected in zip((first, last), whole_texts(passes, texts[::2], pooling), strict=True):
             assert np.array_equal(state, expected)
         with pytest.raises(NumericalError, match="text 1: the hidden state of the token at position 3"):
-            list(
-                pooled_blocks(
-                    TextPasses(model.engine), pooling, texts, [f"text {i}" for i in range(3)], [0, 1, 0]
-                )
-            )
+            list(pooled_blocks(passes, pooling, texts, [f"text {i}" for i in range(3)], [0, 1, 0]))
 
 
 def test_texts_of_causal_models_are_not_pooled_in_their_pass(demo: Model) -> None:
-    call = TextCall(demo.engine.core, [np.array([1, 2], np.int32)], "mean")
     with pytest.raises(ValueError, match="only texts whose tokens see later ones are pooled"):
-        demo.engine.core.forward_batch(call.take_requests())
+        whole_texts(TextPasses(demo.engine), [np.array([1, 2], np.int32)], "mean")
 
 
-def test_texts_fill_the_rows_of_a_pass(file_of: FileOf) -> None:
-    path = file_of(model_folders.bert)
-    counts: list[int] = []
-    with opened(path) as model:
+def test_whole_texts_fill_the_rows_of_a_pass(file_of: FileOf) -> None:
+    """Those that do not fit in the rest of a pass go into the next one."""
+    with opened(file_of(model_folders.bert)) as model:
         core = model.engine.core
-
-        def run(call: Any) -> list[Any]:
-            counts.append(call.rows)
-            return core.forward_batch(call.take_requests())
-
-        texts = [np.arange(1, n + 1, dtype=np.int32) for n in (3, 4, 1, 9, 2, 5, 1)]
-        passes = TextPasses(model.engine, run, rows=lambda: 7)
-        assert len(list(pooled_states(passes, "mean", texts, ["text"] * 7))) == 7
-    assert counts == [7, 1, 9, 7, 1]  # a longer text goes alone
+        full = core.pass_rows
+        lengths = np.array([full // 2, full, 2, full // 2 - 1, 1], np.int32)
+        done: list[int] = []
+        core.forward_batch(
+            [_core.Texts(core, np.ones(lengths.sum(), np.int32), lengths, "cls")],
+            lambda tokens, _: done.append(tokens),
+        )
+    assert np.diff([0, *done]).tolist() == [full // 2 + 2 + 1, full, full // 2 - 1]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,43 @@
+"""Requests of native sessions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from metal_prefill import _core
+from metal_prefill.generation._text_generation import Continuation, NextTokens
+
+
+def choose(
+    core: _core.Session,
+    ids: Sequence[int] | npt.NDArray[np.int32],
+    drafts: int = 0,
+    sampler: _core.Sampler | None = None,
+) -> list[int]:
+    """Append tokens, the last of which are drafts; return what is chosen, greedily if there is no sampler."""
+    tokens = np.asarray(ids, np.int32)
+    if sampler is None:
+        request = _core.Request.greedy(core, tokens, drafts + 1, drafts=True)
+    else:
+        request = _core.Request.sampled(core, tokens, sampler, drafts + 1)
+    chosen: list[int] = request.run()
+    return chosen
+
+
+def rows_of_texts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return a list that gets the number of rows of each request for a text after its prompt."""
+    rows: list[int] = []
+    request = Continuation.request
+
+    def noting(text: Continuation, session: _core.Session, tokens: NextTokens, **options: Any) -> Any:
+        if not options.get("reuse"):
+            rows.append(len(tokens.ids))
+        return request(text, session, tokens, **options)
+
+    monkeypatch.setattr(Continuation, "request", noting)
+    return rows
