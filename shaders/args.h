@@ -35,6 +35,7 @@ typedef std::uint64_t u64_t;
 #define MATMUL_PARTS 4           // parts of the columns in matmul_split, with MATMUL_THREADS threads each
 #define ARGMAX_NONE 0xffffffffu  // index where every value was NaN
 #define SCAN_COLUMNS 8           // columns of a head's state in the registers of a simdgroup
+#define MOST_EXPERTS 512         // of a layer
 #define STATE_NONE 0xffffffffu   // slot of a sequence without a state, or of a state that is not written
 
 // clang-format off

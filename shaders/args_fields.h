@@ -232,6 +232,59 @@ ARGS_STRUCT(SwigluArgs)
   ARGS_FIELD(u32_t, has_bias)
 ARGS_END(SwigluArgs, 20)
 
+// One of the experts of a row.
+ARGS_STRUCT(Route)
+  ARGS_FIELD(u32_t, expert)
+  ARGS_FIELD(u32_t, place)   // of its result
+  ARGS_FIELD(float, factor)  // of its result
+ARGS_END(Route, 12)
+
+// Consecutive places of one expert.
+ARGS_STRUCT(ExpertTile)
+  ARGS_FIELD(u32_t, expert)
+  ARGS_FIELD(u32_t, first)
+  ARGS_FIELD(u32_t, count)   // 0: there are fewer tiles
+ARGS_END(ExpertTile, 12)
+
+// The `used` experts with the best scores of rmsnorm(x[t]); scores are the softmax or sigmoids of products.
+ARGS_STRUCT(ChooseExpertsArgs)
+  ARGS_FIELD(u32_t, dim)
+  ARGS_FIELD(u32_t, row_bytes)     // of the router
+  ARGS_FIELD(u32_t, experts)
+  ARGS_FIELD(u32_t, used)
+  ARGS_FIELD(u32_t, sigmoid)
+  ARGS_FIELD(u32_t, has_bias)      // added to scores for the choice alone
+  ARGS_FIELD(u32_t, normalize)     // the factors are divided by their sum
+  ARGS_FIELD(float, scale)         // multiplies the factors
+  ARGS_FIELD(float, eps)
+  ARGS_FIELD(u32_t, norm_threads)  // of a threadgroup of rmsnorm_f32
+ARGS_END(ChooseExpertsArgs, 40)
+
+// Sorts routes by expert.
+ARGS_STRUCT(SortRoutesArgs)
+  ARGS_FIELD(u32_t, experts)
+  ARGS_FIELD(u32_t, used)
+  ARGS_FIELD(u32_t, routes)
+  ARGS_FIELD(u32_t, tiles)   // most that there can be
+ARGS_END(SortRoutesArgs, 16)
+
+// y[place][row] = w[expert][row] . x of each route.
+ARGS_STRUCT(ExpertsArgs)
+  ARGS_FIELD(StackedWeights, weights)  // rows of all experts
+  ARGS_FIELD(u32_t, in_dim)
+  ARGS_FIELD(u32_t, out_dim)           // rows of an expert; of one of the two matrices for SwiGLU
+  ARGS_FIELD(u32_t, used)              // matvec, SwiGLU: routes of a row of x
+  ARGS_FIELD(u32_t, lanes_per_row)     // matvec: as in MatvecArgs
+  ARGS_FIELD(u32_t, activation)        // SwiGLU only
+  ARGS_FIELD(u32_t, unused)            // up to a multiple of 8 bytes
+ARGS_END(ExpertsArgs, 80)
+
+// x[t] += the sum of factor * y[place] over the routes of t, in their order
+ARGS_STRUCT(AddExpertsArgs)
+  ARGS_FIELD(u32_t, dim)
+  ARGS_FIELD(u32_t, used)
+ARGS_END(AddExpertsArgs, 8)
+
 ARGS_STRUCT(ArgmaxArgs)
   ARGS_FIELD(u32_t, n)  // of a row: values of the first stage, candidates of the second
 ARGS_END(ArgmaxArgs, 4)

@@ -20,22 +20,25 @@ struct WeightTile {
   device const uchar* row[kItems];
   Held<W> items[kItems];
 
-  // Rows of the stacked matrices from `first` on.
-  void begin(device const uchar* w, constant MatmulArgs& args, uint first, ushort thread_index) {
+  // Rows of the stacked matrices from `first` on, among the args.out_dim rows that follow row `base`.
+  template <typename Args>
+  void begin(device const uchar* w, constant Args& args, uint first, ushort thread_index, uint base = 0) {
 #pragma unroll
     for (ushort i = 0; i < kItems; ++i) {
       const uint r = first + thread_index / 4 + i * (MATMUL_THREADS / 4);
-      row[i] = stacked_row(w, args.weights, min(r, args.out_dim - 1));
+      row[i] = stacked_row(w, args.weights, base + min(r, args.out_dim - 1));
     }
   }
 
-  // Rows of gate and up from `first` on, in alternating blocks of 8: kRows / 2 of each.
-  void begin_gated(device const uchar* w, constant MatmulArgs& args, uint first, ushort thread_index) {
+  // The same rows of gate and up, in alternating blocks of 8: kRows / 2 of each.
+  template <typename Args>
+  void begin_gated(device const uchar* w, constant Args& args, uint first, ushort thread_index,
+                   uint base = 0) {
 #pragma unroll
     for (ushort i = 0; i < kItems; ++i) {
       const ushort r = thread_index / 4 + i * (MATMUL_THREADS / 4), block = r / 8;
       const uint out = min(first + block / 2 * 8 + r % 8, args.out_dim - 1);
-      row[i] = half_row(w, args.weights, block % 2, out);
+      row[i] = half_row(w, args.weights, block % 2, base + out);
     }
   }
 

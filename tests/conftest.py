@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from support.missing import REQUIRE_METAL, fail_or_skip, skip_where_the_cpu_is_selected
-from support.small_models import EXPERTS, MODELS, with_tokenizer_of, write
+from support.small_models import MODELS, with_tokenizer_of, write
 from support.tiny_models import TINY
 
 import metal_prefill
@@ -89,7 +89,7 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
 
     @cache
     def path(name: str) -> Path:
-        return write(folder / f"{name.replace(' ', '_').replace(',', '')}.gguf", (MODELS | EXPERTS)[name])
+        return write(folder / f"{name.replace(' ', '_').replace(',', '')}.gguf", MODELS[name])
 
     return path
 

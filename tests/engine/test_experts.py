@@ -14,7 +14,7 @@ from support.gguf_mutator import take_apart
 from support.reference import ReferenceModel
 from support.small_models import EXPERTS, SmallModel, with_tensor, write
 
-from metal_prefill import DeviceError, GGUFError, Model, UnsupportedModelError, _core, cli
+from metal_prefill import GGUFError, Model, UnsupportedModelError, _core
 from metal_prefill.files import GGUFFile
 from metal_prefill.files._hyperparameters import read_config
 from metal_prefill.synth import ExpertShape
@@ -196,11 +196,38 @@ def test_metadata_set_the_rules_of_the_router(tmp_path: Path, model_path: Callab
     assert (config.router_score, config.normalize_routes, config.route_scale) == ("sigmoid", False, 2.5)
 
 
-def test_predictions_for_a_gpu_are_refused_by_name(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["predict", "--preset", "olmoe-1b-7b"]) == 1
-    assert "the Metal engine has no feed-forward with experts" in capsys.readouterr().err
+# Operands in half precision: as in test_engine.py. A token whose scores nearly agree may have other experts.
+NMSE_HALF = 5e-6
 
 
-def test_the_metal_engine_refuses_experts_by_name(metal: None, model_path: Callable[[str], Path]) -> None:
-    with pytest.raises(DeviceError, match="has no feed-forward with experts: use device='cpu'"):
-        Model(model_path("qwen3moe"), device="metal")
+@pytest.mark.parametrize("name", EXPERTS)
+def test_results_of_the_metal_engine_are_near_the_reference(
+    metal: None, name: str, model_path: Callable[[str], Path]
+) -> None:
+    path, ids = model_path(name), prompt(45)
+    expected = ReferenceModel(path).forward(ids).logits
+    with Model(path, device="metal", kv_dtype="f32") as model, model.session() as session:
+        for end in (40, 41, 45):
+            logits = session.forward_prompt_logits(ids[session.position : end])
+            error = np.square(logits - expected[end - 1]).sum() / np.square(expected[end - 1]).sum()
+            assert error <= NMSE_HALF
+
+
+@pytest.mark.parametrize("name", EXPERTS)
+def test_few_tokens_of_the_metal_engine_have_the_results_of_single_ones(
+    metal: None, name: str, model_path: Callable[[str], Path]
+) -> None:
+    ids = prompt(8)
+    with Model(model_path(name), device="metal") as model, model.session() as one, model.session() as other:
+        together = one.forward_prompt_logits(ids)
+        single = [other.forward_token(int(token)) for token in ids][-1]
+    np.testing.assert_array_equal(together, single)
+
+
+def test_the_metal_engine_refuses_what_its_kernels_do_not_take(metal: None, tmp_path: Path) -> None:
+    mixed = replace(IN_FLOAT32, types={"*": "F32", "*ffn_up_exps*": "F16"}, experts=ExpertShape(4, 2, 64))
+    with pytest.raises(UnsupportedModelError, match="gate and up of experts are of different types"):
+        Model(write(tmp_path / "a.gguf", mixed), device="metal")
+    many = replace(IN_FLOAT32, layers=1, experts=ExpertShape(513, 2, 8))
+    with pytest.raises(UnsupportedModelError, match="513 experts: the Metal engine takes up to 512"):
+        Model(write(tmp_path / "b.gguf", many), device="metal")

@@ -18,7 +18,7 @@ from gguf import GGUFWriter
 
 from metal_prefill.text import Tokenizer
 from support.places import DATA
-from support.small_models import ENCODERS, EXPERTS, MODELS, SmallModel
+from support.small_models import ENCODERS, MODELS, SmallModel
 
 TOKENS = DATA / "llama_cpp_tokens.json"
 LOGITS = DATA / "llama_cpp_logits.npz"
@@ -193,7 +193,7 @@ def _comparable_models() -> Iterator[tuple[str, SmallModel]]:
 
     So llama.cpp's rounding of activations does not hide a difference in the features.
     """
-    for name, model in (MODELS | EXPERTS).items():
+    for name, model in MODELS.items():
         # llama.cpp and transformers require heads of one width that are rotated completely, except in qwen35.
         if (model.rope_dim and model.architecture != "qwen35") or model.v_dim != model.key_dim:
             continue

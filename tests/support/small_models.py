@@ -151,6 +151,57 @@ _MAMBA2 = SmallModel(
     scan=ScanShape(inner=128, state=32, heads=4),
 )
 
+EXPERTS: dict[str, SmallModel] = {
+    "granitemoe": SmallModel(
+        architecture="granitemoe", scales=_GRANITE_SCALES, experts=ExpertShape(5, 2, 96, shared=64)
+    ),
+    "granitemoe, mixed types": SmallModel(
+        architecture="granitemoe",
+        dim=256,
+        key_dim=64,
+        ffn=256,
+        layers=1,
+        scales=_GRANITE_SCALES,
+        types={"*": "Q4_K", "*_down_*": "Q6_K", "*_shexp.*": "Q8_0"},
+        experts=ExpertShape(16, 4, 256, shared=512),
+    ),
+    "granitehybrid, experts": SmallModel(
+        architecture="granitehybrid",
+        layers=3,
+        dim=96,
+        key_dim=24,
+        scales=_GRANITE_SCALES,
+        scan=ScanShape(inner=192, state=16, heads=4, layers=(0, 1)),
+        experts=ExpertShape(4, 4, 96, shared=64),
+    ),
+    "qwen3moe": SmallModel(
+        architecture="qwen3moe", layers=3, key_dim=64, output="Q8_0", experts=ExpertShape(9, 3, 64)
+    ),
+    "olmoe": SmallModel(
+        architecture="olmoe", dim=128, kv_heads=4, ffn=32, output="Q8_0", experts=ExpertShape(64, 8, 32)
+    ),
+    "granitemoe, one of three experts, odd dimensions": SmallModel(
+        architecture="granitemoe",
+        dim=60,
+        heads=6,
+        kv_heads=6,
+        key_dim=10,
+        ffn=70,
+        embedding="F16",
+        scales=_GRANITE_SCALES,
+        types={"*": "F32"},
+        experts=ExpertShape(3, 1, 70),
+    ),
+    "lfm2moe": SmallModel(
+        architecture="lfm2moe",
+        layers=4,
+        dim=128,
+        rope_base=1e6,
+        conv_layers=(0, 1, 3),
+        experts=ExpertShape(6, 2, 64, dense_layers=2),
+    ),
+}
+
 MODELS: dict[str, SmallModel] = {
     **{f"type {kind}": _of_type(kind) for kind in TYPES},
     **{
@@ -317,58 +368,7 @@ MODELS: dict[str, SmallModel] = {
     ),
     "gemma3": SmallModel(architecture="gemma3", layers=7, rope_base=1e6, window=16, key_dim=64),
     "gemma3, scaled": SmallModel(architecture="gemma3", layers=7, window=16, rope_scaling="linear"),
-}
-
-# Models with experts, which the Metal engine does not have.
-EXPERTS: dict[str, SmallModel] = {
-    "granitemoe": SmallModel(
-        architecture="granitemoe", scales=_GRANITE_SCALES, experts=ExpertShape(5, 2, 96, shared=64)
-    ),
-    "granitemoe, mixed types": SmallModel(
-        architecture="granitemoe",
-        dim=256,
-        key_dim=64,
-        ffn=256,
-        layers=1,
-        scales=_GRANITE_SCALES,
-        types={"*": "Q4_K", "*_down_*": "Q6_K", "*_shexp.*": "Q8_0"},
-        experts=ExpertShape(16, 4, 256, shared=512),
-    ),
-    "granitehybrid, experts": SmallModel(
-        architecture="granitehybrid",
-        layers=3,
-        dim=96,
-        key_dim=24,
-        scales=_GRANITE_SCALES,
-        scan=ScanShape(inner=192, state=16, heads=4, layers=(0, 1)),
-        experts=ExpertShape(4, 4, 96, shared=64),
-    ),
-    "qwen3moe": SmallModel(
-        architecture="qwen3moe", layers=3, key_dim=64, output="Q8_0", experts=ExpertShape(9, 3, 64)
-    ),
-    "olmoe": SmallModel(
-        architecture="olmoe", dim=128, kv_heads=4, ffn=32, output="Q8_0", experts=ExpertShape(64, 8, 32)
-    ),
-    "olmoe, one of three experts, odd dimensions": SmallModel(
-        architecture="olmoe",
-        dim=60,
-        heads=6,
-        kv_heads=6,
-        key_dim=10,
-        ffn=70,
-        embedding="F16",
-        output="F32",
-        types={"*": "F32"},
-        experts=ExpertShape(3, 1, 70),
-    ),
-    "lfm2moe": SmallModel(
-        architecture="lfm2moe",
-        layers=4,
-        dim=128,
-        rope_base=1e6,
-        conv_layers=(0, 1, 3),
-        experts=ExpertShape(6, 2, 64, dense_layers=2),
-    ),
+    **EXPERTS,
 }
 
 # Models for embeddings and classes. All matrices are in float32, and the peers take them.

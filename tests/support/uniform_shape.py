@@ -29,6 +29,6 @@ def uniform_shape(
         has_types = spec.role == "token_types" and config.token_types
         if presence == "optional" and not (has_types or (optional and layer >= 0)):
             continue
-        name = types.get(spec.role, kind if spec.kind == "matrix" else "f32")
+        name = types.get(spec.role, kind if spec.kind in ("matrix", "experts") else "f32")
         tensors.append(TensorShape(spec.role, layer, GGMLQuantizationType[name.upper()], spec.shape))
     return Shape(config, tuple(tensors))

@@ -101,20 +101,30 @@ class ForwardPass {
     Norm residual_norm;  // of the residual stream after that; no weight: it stays as it is
     Norm second_norm{};  // after it, of the result plus the input of the layer; no weight: there is none
   };
+  struct Dense {
+    std::vector<Projection> gate_up;  // one, merged, or two; without a gate that of up; none: there is none
+    bool gated = false;
+    View bias{};  // of gate and up; null: the model has none
+    BlockOutput output{};
+    int dim = 0;  // inner width
+
+    // True if gate and up are computed before SwiGLU, in dispatches of their own.
+    bool separate() const { return !gate_up.empty() && (gate_up.size() > 1 || !gated || bias); }
+  };
   struct Layer {
-    Norm attn_norm, ffn_norm;         // no weight: the block reads the residual stream as it is
-    Norm q_norm, k_norm;              // of a head, or of all together
-    View q_bias, k_bias;              // added before q_norm and k_norm; null: they are in `bias`
-    View bias;                        // of q, k and v; null: the model has none
-    std::vector<Projection> in;       // rows of ProjectedRow, merged as far as the weights allow
-    View conv, conv_bias;             // filter and bias of its convolution; null: there is none
-    ops::ScanWeights scan;            // of a state-space layer
-    ops::DeltaWeights delta;          // of a layer with a delta rule
-    std::vector<Projection> gate_up;  // one, merged, or two; without a gate that of up
-    bool gated;
-    View gate_up_bias;                    // null: the model has none
-    BlockOutput attn_output, ffn_output;  // the first one also of a short convolution
-    BlockOutput scan_output;              // of a layer whose state has matrices
+    Norm attn_norm, ffn_norm;    // no weight: the block reads the residual stream as it is
+    Norm q_norm, k_norm;         // of a head, or of all together
+    View q_bias, k_bias;         // added before q_norm and k_norm; null: they are in `bias`
+    View bias;                   // of q, k and v; null: the model has none
+    std::vector<Projection> in;  // rows of ProjectedRow, merged as far as the weights allow
+    View conv, conv_bias;        // filter and bias of its convolution; null: there is none
+    ops::ScanWeights scan;       // of a state-space layer
+    ops::DeltaWeights delta;     // of a layer with a delta rule
+    Dense dense;                 // the feed-forward, or its expert for all rows
+    ops::Router router;
+    Projection experts_gate_up, experts_down;
+    BlockOutput attn_output;  // also of a short convolution
+    BlockOutput scan_output;  // of a layer whose state has matrices
   };
   // The rows of a pass that a step works on.
   struct Rows {
@@ -131,6 +141,8 @@ class ForwardPass {
   };
   struct Activations {
     View x, normed, projected, partial, att, block, gate_up, ffn, conv, convolved, scanned, scan_out, logits;
+    ops::Routes routes;
+    View expert_ffn, expert_out;
   };
   // A row of the projections with which layers of a kind begin.
   struct ProjectedRow {
@@ -161,8 +173,6 @@ class ForwardPass {
   bool fuses_norm(const Norm& norm, const Rows& rows) const;
   // Whether all heads of q, and of k, of a token are normed together.
   bool norms_rows_of_qk(const Layer& w) const;
-  // True if gate and up are computed before SwiGLU, in dispatches of their own.
-  bool gate_up_separate(const Layer& w) const;
   RopeArgs rope_args(int layer, bool skip_queries) const;
   AttentionArgs attention_args(int layer) const;
 
@@ -193,7 +203,10 @@ class ForwardPass {
   // Adds a block's output to the residual stream.
   void add_residual(const Pass& pass, const BlockOutput& output, const View& x, const View& residual,
                     const Rows& rows) const;
-  void feed_forward(const Pass& pass, const Layer& w, const View& x, const Rows& rows) const;
+  // `input` is x where the norm is part of the products.
+  void feed_forward(const Pass& pass, const Dense& w, const Norm& norm, const View& input, const View& x,
+                    const Rows& rows) const;
+  void experts(const Pass& pass, const Layer& w, const View& x, const Rows& rows) const;
   void head(const Pass& pass, const Rows& rows, const View& logits) const;
   void score(const Pass& pass) const;
   void find_largest(const Pass& pass) const;

@@ -75,8 +75,20 @@ void ForwardPass::encode_layer(Pass& pass, int layer, const Part& wanted) const 
       gated_delta(pass, layer, rows);
       break;
   }
-  if (rows.count > 0 && config_.ffn_dim > 0)
-    feed_forward(pass, layers_[std::size_t(layer)], pass.a.x.row(std::size_t(rows.first), config_.dim), rows);
+  if (rows.count == 0) return;
+  const Layer& w = layers_[std::size_t(layer)];
+  const View x = pass.a.x.row(std::size_t(rows.first), config_.dim);
+  switch (config_.feed_forward(layer)) {
+    case FeedForwardKind::kNone:
+      break;
+    case FeedForwardKind::kDense:
+      feed_forward(pass, w.dense, w.ffn_norm,
+                   input_of_projections(pass.e, w.ffn_norm, x, pass.a.normed, rows), x, rows);
+      break;
+    case FeedForwardKind::kExperts:
+      experts(pass, w, x, rows);
+      break;
+  }
 }
 
 void ForwardPass::short_convolution(Pass& pass, int layer, const Rows& wanted) const {
@@ -254,29 +266,47 @@ void ForwardPass::norm_rows_of_qk(const Pass& pass, int layer) const {
   if (w.k_norm.weight) ops::norm_in_place(pass.e, w.k_norm, w.k_bias, {k, row.stride}, pass.all.rows.count);
 }
 
-void ForwardPass::feed_forward(const Pass& pass, const Layer& w, const View& x, const Rows& rows) const {
+void ForwardPass::feed_forward(const Pass& pass, const Dense& w, const Norm& norm, const View& input,
+                               const View& x, const Rows& rows) const {
   Encoder& e = pass.e;
   const Activations& a = pass.a;
   const bool few = rows.path == Path::kFewTokens;
-  if (!gate_up_separate(w) && fuses_norm(w.ffn_norm, rows)) {
-    ops::rmsnorm_matvec_swiglu(e, w.gate_up[0], w.ffn_norm, x, a.ffn, activation_);
-  } else if (!gate_up_separate(w)) {
-    const View input = normalized(e, w.ffn_norm, x, a.normed, rows);
+  if (!w.separate() && fuses_norm(norm, rows)) {
+    ops::rmsnorm_matvec_swiglu(e, w.gate_up[0], norm, input, a.ffn, activation_);
+  } else if (!w.separate()) {
     if (few)
       ops::matvec_swiglu(e, w.gate_up[0], input, a.ffn, rows.count, activation_);
     else
       ops::matmul_swiglu(e, w.gate_up[0], input, a.ffn, rows.count, activation_);
   } else {
-    const int columns = (w.gated ? 2 : 1) * config_.ffn_dim;
-    const View input = input_of_projections(e, w.ffn_norm, x, a.normed, rows);
+    const int columns = (w.gated ? 2 : 1) * w.dim;
     {
       const Encoder::Overlap overlap(e);
-      normed_projections(e, w.ffn_norm, w.gate_up, input, {a.gate_up, columns}, rows);
+      normed_projections(e, norm, w.gate_up, input, {a.gate_up, columns}, rows);
     }
-    ops::swiglu(e, {w.gate_up_bias, a.gate_up, config_.ffn_dim, w.gated, activation_}, a.ffn, rows.count,
-                rows.precision());
+    ops::swiglu(e, {w.bias, a.gate_up, w.dim, w.gated, activation_}, a.ffn, rows.count, rows.precision());
   }
-  add_residual(pass, w.ffn_output, a.ffn, x, rows);
+  add_residual(pass, w.output, a.ffn, x, rows);
+}
+
+// Each row through those experts that the router chooses for it, and through the one for all rows.
+void ForwardPass::experts(const Pass& pass, const Layer& w, const View& x, const Rows& rows) const {
+  Encoder& e = pass.e;
+  const Activations& a = pass.a;
+  const int n = rows.count;
+  const View input = normalized(e, w.ffn_norm, x, a.normed, rows);
+  ops::choose_experts(e, w.router, w.ffn_norm, x, a.routes, n, config_.router_score == RouterScore::kSigmoid,
+                      config_.normalize_routes, config_.route_scale);
+  if (rows.path == Path::kFewTokens) {
+    ops::matvec_experts_swiglu(e, w.experts_gate_up, input, a.routes, a.expert_ffn, n, activation_);
+    ops::matvec_experts(e, w.experts_down, a.expert_ffn, a.routes, a.expert_out, n);
+  } else {
+    ops::sort_routes(e, a.routes, n);
+    ops::matmul_experts_swiglu(e, w.experts_gate_up, input, a.routes, a.expert_ffn, n, activation_);
+    ops::matmul_experts(e, w.experts_down, a.expert_ffn, a.routes, a.expert_out, n);
+  }
+  if (!w.dense.gate_up.empty()) feed_forward(pass, w.dense, {}, input, x, rows);
+  ops::add_experts(e, a.routes, a.expert_out, x, config_.dim, n);
 }
 
 View ForwardPass::normalized(Encoder& e, const Norm& norm, const View& x, const View& normed,

@@ -99,8 +99,10 @@ ForwardPass::ForwardPass(const Tuning& tuning, const Model& model, const EngineO
     throw UnsupportedModelError("states of " + std::to_string(config_.scan_key_dim) +
                                 " rows: the Metal engine takes up to " + std::to_string(ops::kMostScanRows) +
                                 ", use device='cpu'");
-  if (config_.n_experts > 0)
-    throw DeviceError("the Metal engine has no feed-forward with experts: use device='cpu'");
+  if (config_.n_experts > MOST_EXPERTS)
+    throw UnsupportedModelError(std::to_string(config_.n_experts) +
+                                " experts: the Metal engine takes up to " + std::to_string(MOST_EXPERTS) +
+                                ", use device='cpu'");
   if (config_.max_alibi_bias > 0 && config_.causal)
     throw UnsupportedModelError("the Metal engine has ALiBi in encoders alone: use device='cpu'");
   if (model.output) output_.push_back(projection(model.output, weights));
@@ -133,6 +135,18 @@ ForwardPass::Layer ForwardPass::layer_of(LayerKind kind, const LayerWeights& w, 
                        .residual_norm = norm_of(residual_norm, residual_bias, stream_eps, weights)};
   };
   const bool gated = bool(w.w_gate), attention = has_attention(kind);
+  const auto dense = [&] {
+    if (w.shared_up)
+      return Dense{.gate_up = merge({&w.shared_gate, &w.shared_up}, weights),
+                   .gated = true,
+                   .output = output(w.shared_down, {}, {}, {}, {}),
+                   .dim = config_.shared_dim};
+    return Dense{
+        .gate_up = merge({&w.w_gate, &w.w_up}, weights),
+        .gated = gated,
+        .output = output(w.w_down, w.b_down, w.post_ffn_norm, w.ffn_residual_norm, w.ffn_residual_norm_bias),
+        .dim = config_.ffn_dim};
+  };
   std::vector<const Tensor*> in = {&w.conv_in,   &w.scan_in,     &w.delta_gate,
                                    &w.delta_qkv, &w.delta_alpha, &w.delta_beta};
   const std::array<const Tensor*, 3> qkv = {&w.wq, &w.wk, &w.wv};
@@ -149,13 +163,12 @@ ForwardPass::Layer ForwardPass::layer_of(LayerKind kind, const LayerWeights& w, 
                  .conv_bias = view(w.scan_conv_bias),
                  .scan = {},
                  .delta = {},
-                 .gate_up = merge({&w.w_gate, &w.w_up}, weights),
-                 .gated = gated,
-                 .gate_up_bias = {},
+                 .dense = dense(),
+                 .router = {},
+                 .experts_gate_up = {},
+                 .experts_down = {},
                  .attn_output = output(attention ? w.wo : w.conv_out, w.bo, w.post_attn_norm,
                                        w.attn_residual_norm, w.attn_residual_norm_bias),
-                 .ffn_output = output(w.w_down, w.b_down, w.post_ffn_norm, w.ffn_residual_norm,
-                                      w.ffn_residual_norm_bias),
                  .scan_output = output(w.scan_out, {}, w.post_attn_norm, {}, {})};
   if (has_state_space(kind)) {
     layer.scan = {.a = view(w.scan_rates),
@@ -165,6 +178,15 @@ ForwardPass::Layer ForwardPass::layer_of(LayerKind kind, const LayerWeights& w, 
   }
   if (kind == LayerKind::kGatedDelta) {
     layer.delta = {.decay = view(w.delta_decay), .step = view(w.scan_step), .norm = norm(w.delta_norm, eps)};
+  }
+  if (w.router) {
+    const std::vector<Projection> gate_up = merge({&w.gate_experts, &w.up_experts}, weights);
+    if (gate_up.size() > 1)
+      throw UnsupportedModelError(
+          "gate and up of experts are of different types: the Metal engine takes one, use device='cpu'");
+    layer.router = {projection(w.router, weights), view(w.router_bias)};
+    layer.experts_gate_up = gate_up[0];
+    layer.experts_down = projection(w.down_experts, weights);
   }
   if (w.second_residual_norm)
     layer.attn_output.second_norm =
@@ -180,7 +202,7 @@ ForwardPass::Layer ForwardPass::layer_of(LayerKind kind, const LayerWeights& w, 
     layer.bias = weights.concatenate(BufferName::kQkvBias,
                                      {{{&bq, w.wq.rows}, {&bk, w.wk.rows}, {&w.bv, w.wv.rows}}}, 1.0f);
   if (w.b_gate || w.b_up)
-    layer.gate_up_bias = weights.concatenate(
+    layer.dense.bias = weights.concatenate(
         BufferName::kFfnBias, {{{&w.b_gate, gated ? w.w_gate.rows : 0}, {&w.b_up, w.w_up.rows}}}, 1.0f);
   return layer;
 }
@@ -246,10 +268,6 @@ bool ForwardPass::norms_rows_of_qk(const Layer& w) const {
   return config_.qk_norm_place == QkNormPlace::kRows && (w.q_norm.weight || w.k_norm.weight);
 }
 
-bool ForwardPass::gate_up_separate(const Layer& w) const {
-  return w.gate_up.size() > 1 || !w.gated || w.gate_up_bias;
-}
-
 AttentionArgs ForwardPass::attention_args(int layer) const {
   return {.n_heads = u32_t(config_.n_heads),
           .n_kv_heads = u32_t(config_.n_kv_heads),
@@ -310,7 +328,20 @@ ForwardPass::Activations ForwardPass::activations(const PassRows& rows, PassBuff
   if (config_.n_heads > 0) {
     a.att = buffers.get(BufferName::kAtt, operand(att_dim_));
   }
-  if (config_.ffn_dim > 0) a.ffn = buffers.get(BufferName::kFfn, operand(config_.ffn_dim));
+  const int dense_dim = std::max(config_.ffn_dim, config_.shared_dim);
+  if (dense_dim > 0) a.ffn = buffers.get(BufferName::kFfn, operand(dense_dim));
+  if (config_.n_experts > 0) {
+    const int used = config_.experts_used;
+    const std::size_t routes = n * std::size_t(used);
+    a.routes = {.routes = buffers.get(BufferName::kRoutes, routes * sizeof(Route)),
+                .rows = buffers.get(BufferName::kRouteRows, routes * sizeof(u32_t)),
+                .tiles = {},
+                .experts = config_.n_experts,
+                .used = used};
+    a.routes.tiles = buffers.get(BufferName::kRouteTiles, a.routes.most_tiles(int(n)) * sizeof(ExpertTile));
+    a.expert_ffn = buffers.get(BufferName::kExpertFfn, operand(config_.expert_dim * used));
+    a.expert_out = buffers.get(BufferName::kExpertOut, floats(config_.dim * used, n));
+  }
   const auto any_kind = [&](const auto& holds) {
     return std::any_of(config_.layer_kinds.begin(), config_.layer_kinds.end(), holds);
   };
@@ -323,11 +354,11 @@ ForwardPass::Activations ForwardPass::activations(const PassRows& rows, PassBuff
     a.scan_out = buffers.get(BufferName::kScanOut, operand(config_.scan_dim()));
   }
   if (any_layer([](const Layer& w) {
-        return w.attn_output.norm.weight || w.attn_output.second_norm.weight || w.ffn_output.norm.weight;
+        return w.attn_output.norm.weight || w.attn_output.second_norm.weight || w.dense.output.norm.weight;
       }))
     a.block = buffers.get(BufferName::kBlock, floats(config_.dim, n));
-  if (config_.ffn_dim > 0 && any_layer([&](const Layer& w) { return gate_up_separate(w); }))
-    a.gate_up = buffers.get(BufferName::kGateUp, floats(2 * config_.ffn_dim, n));
+  if (dense_dim > 0 && any_layer([](const Layer& w) { return w.dense.separate(); }))
+    a.gate_up = buffers.get(BufferName::kGateUp, floats(2 * dense_dim, n));
   const PassPart& decoded = rows.few ? rows.all : rows.wanted;
   if (config_.n_heads > 0 && decoded.splits > 1 && wanted.path == Path::kFewTokens) {
     AttentionArgs attention = attention_args(0);

@@ -36,6 +36,13 @@ enum class NamePart { kNothing, kTensorType, kCacheType, kDecodeHeads, kPrefillH
   K(kMultiTokenMatvecSwiglu, "multi_token_matvec_swiglu_%", kTensorType)         \
   K(kRmsnormMatvec, "rmsnorm_matvec_%", kTensorType)                             \
   K(kRmsnormMatvecSwiglu, "rmsnorm_matvec_swiglu_%", kTensorType)                \
+  K(kChooseExperts, "choose_experts_%", kTensorType)                             \
+  K(kMatvecExperts, "matvec_experts_%", kTensorType)                             \
+  K(kMatvecExpertsSwiglu, "matvec_experts_swiglu_%", kTensorType)                \
+  K(kMatmulExperts, "matmul_experts_%", kTensorType)                             \
+  K(kMatmulExpertsSwiglu, "matmul_experts_swiglu_%", kTensorType)                \
+  K(kSortRoutes, "sort_routes", kNothing)                                        \
+  K(kAddExperts, "add_experts", kNothing)                                        \
   K(kRmsnormF32, "rmsnorm_f32", kNothing)                                        \
   K(kRmsnormF16, "rmsnorm_f16", kNothing)                                        \
   K(kRmsnormAdd, "rmsnorm_add", kNothing)                                        \

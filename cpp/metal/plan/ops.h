@@ -98,6 +98,36 @@ void matmul(Encoder& e, const Projection& w, const View& x, const StridedRows& y
 void matmul_swiglu(Encoder& e, const Projection& w, const View& x, const View& y, int tokens,
                    u32_t activation);
 
+// Where the routes of rows are: experts in the order of rows, and rows in the order of experts.
+struct Routes {
+  View routes, rows, tiles;
+  int experts, used;  // of the model, and of a row
+
+  // Tiles that routes of so many rows can have.
+  std::size_t most_tiles(int tokens) const;
+};
+// The router of a layer, and its bias if it has one.
+struct Router {
+  Projection w;
+  View bias;
+};
+void choose_experts(Encoder& e, const Router& router, const Norm& norm, const View& x, const Routes& routes,
+                    int tokens, bool sigmoid, bool normalize, float scale);
+// Sorts routes by expert, for matmul_experts.
+void sort_routes(Encoder& e, const Routes& routes, int tokens);
+// Products of each route with the weights of its expert; x has rows of tokens for those with SwiGLU,
+// otherwise of routes. Those of matvec are bit-identical for any number of tokens.
+void matvec_experts_swiglu(Encoder& e, const Projection& w, const View& x, const Routes& routes,
+                           const View& y, int tokens, u32_t activation);
+void matvec_experts(Encoder& e, const Projection& w, const View& x, const Routes& routes, const View& y,
+                    int tokens);
+void matmul_experts_swiglu(Encoder& e, const Projection& w, const View& x, const Routes& routes,
+                           const View& y, int tokens, u32_t activation);
+void matmul_experts(Encoder& e, const Projection& w, const View& x, const Routes& routes, const View& y,
+                    int tokens);
+// x += the sum of the results y of the experts of each row.
+void add_experts(Encoder& e, const Routes& routes, const View& y, const View& x, int dim, int tokens);
+
 void rope_append(Encoder& e, const RopeInputs& inputs, const View& qkv, const Sequences& sequences,
                  const LayerCache& cache, const RopeArgs& args);
 

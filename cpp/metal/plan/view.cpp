@@ -35,6 +35,16 @@ BufferTraits traits_of(BufferName name) {
       return {"gate_up", false};
     case BufferName::kFfn:
       return {"ffn", false};
+    case BufferName::kRoutes:
+      return {"routes", false};
+    case BufferName::kRouteRows:
+      return {"route_rows", false};
+    case BufferName::kRouteTiles:
+      return {"route_tiles", false};
+    case BufferName::kExpertFfn:
+      return {"expert_ffn", false};
+    case BufferName::kExpertOut:
+      return {"expert_out", false};
     case BufferName::kConv:
       return {"conv", false};
     case BufferName::kConvolved:

@@ -20,7 +20,12 @@ enum class BufferName {
   kAtt,         // [tokens][n_heads * value_dim] f16 or f32
   kBlock,       // [tokens][dim] f32: a block's output where a norm follows it
   kGateUp,      // [tokens][2 * ffn_dim] f32
-  kFfn,         // [tokens][ffn_dim] f16 or f32
+  kFfn,         // [tokens][ffn_dim] f16 or f32; also of the shared expert
+  kRoutes,      // [tokens][experts_used] Route
+  kRouteRows,   // [tokens * experts_used] u32: the row at each place
+  kRouteTiles,  // [tiles] ExpertTile
+  kExpertFfn,   // [tokens * experts_used][expert_dim] f16 or f32
+  kExpertOut,   // [tokens * experts_used][dim] f32
   kConv,        // [tokens][dim] f16 or f32: output of a short convolution
   kConvolved,   // [tokens][scan_channels()] f32: keys, queries and values of a recurrence
   kScanned,     // [tokens][scan_dim()] f32: its output

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import ceil, log2
 
 from metal_prefill import _core
@@ -64,6 +65,38 @@ def matvec(d: Dispatch) -> Work:
         cached=tokens * x_row + shared + out,
         fetched=weights * tiles + d.groups * tile_x + out,
     )
+
+
+def matvec_experts(d: Dispatch) -> Work:
+    """Return the work of products of routes in float32, as if each had another expert."""
+    routes, rows = d.grid[1], 2 if "swiglu" in d.kernel else 1
+    one = matvec(_as_product(d, grid=(d.grid[0], 1, 1), tokens=1))
+    return replace(
+        one,
+        groups=d.groups,
+        dram_bytes=min(routes, _experts(d)) * rows * d.args["out_dim"] * d.args["row_bytes"],
+        cached_bytes=routes * one.cached_bytes,
+        fetched_bytes=routes * one.fetched_bytes,
+        core_bytes=routes * one.core_bytes,
+    )
+
+
+def matmul_experts(d: Dispatch) -> Work:
+    """Return the work of products of tiles of routes, as if all tiles were full."""
+    tiles = d.grid[1]
+    work = matmul(_as_product(d, grid=d.grid, tokens=tiles * _CONSTANTS["MATMUL_NARROW_TILE"]))
+    return replace(work, dram_bytes=min(tiles, _experts(d)) * work.dram_bytes)
+
+
+def _experts(d: Dispatch) -> int:
+    experts: int = d.args["rows"][0] // d.args["out_dim"]
+    return experts
+
+
+def _as_product(d: Dispatch, grid: tuple[int, int, int], tokens: int) -> Dispatch:
+    """Return the product of one expert with so many tokens."""
+    args = {**d.args, "tokens": tokens, "out_stride": d.args["out_dim"], "accumulate": 0}
+    return replace(d, grid=grid, args=args)
 
 
 def matmul(d: Dispatch) -> Work:

@@ -23,6 +23,8 @@ from metal_prefill.gpu._dispatches import Dispatch
 
 # By the prefix of a kernel's name.
 _COUNTED: dict[str, Callable[[Dispatch], Work]] = {
+    "matvec_experts": products.matvec_experts,
+    "matmul_experts": products.matmul_experts,
     "matvec": products.matvec,
     "rmsnorm_matvec": products.matvec,
     "multi_token_matvec": products.matvec,

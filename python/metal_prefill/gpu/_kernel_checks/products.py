@@ -22,15 +22,23 @@ _NAMES = _core.tensor_types()
 _TYPES = {t.name.lower(): number for number, t in TENSOR_TYPES.items() if t.name in _NAMES}
 
 
-class _Matrix:
-    """Stacked weight matrices, unpacked by row."""
+class Matrix:
+    """Stacked weight matrices, unpacked by row; by default those of a product."""
 
-    def __init__(self, d: Captured, binding: int = 0) -> None:
-        self._data = d.before(binding, np.uint8)
+    def __init__(
+        self,
+        d: Captured,
+        *,
+        columns: int | None = None,
+        rows: list[int] | None = None,
+        offsets: list[int] | None = None,
+    ) -> None:
+        self._data = d.before(0, np.uint8)
         self._type = _TYPES[_type_of(d.kernel)]
-        self._columns = d.args["in_dim"]
+        self._columns = d.args["in_dim"] if columns is None else columns
         self._row_bytes = d.args["row_bytes"]
-        self._offsets, self._rows = d.offsets, d.args["rows"]
+        self._offsets = d.offsets if offsets is None else offsets
+        self._rows = d.args["rows"] if rows is None else rows
 
     def rows(self, indices: npt.NDArray[np.int64]) -> Values:
         """Return rows of the stack, float64 ``[indices][columns]``."""
@@ -77,7 +85,7 @@ def product(d: Captured) -> Expected:
     adds = kernel.endswith("_accumulate") or bool(args.get("accumulate"))
     width, stride = args["in_dim"], args["out_stride"]
     rows = some_of(args["out_dim"], SAMPLED_ROWS)
-    matrix = _Matrix(d)
+    matrix = Matrix(d)
     weights = [matrix.rows(rows)]
     if gated:
         weights = [matrix.rows_of(np.full(len(rows), i), rows) for i in range(2)]

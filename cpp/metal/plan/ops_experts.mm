@@ -1,0 +1,117 @@
+// Feed-forwards with experts.
+#include <algorithm>
+
+#include "ops_threads.h"
+
+namespace metal_prefill::metal::ops {
+
+namespace {
+
+constexpr std::size_t kTile = MATMUL_NARROW_TILE;
+
+// Rows of one expert; those of gate and up count once.
+int rows_of_expert(const Projection& w, const Routes& routes, int matrices) {
+  return w.out_dim / matrices / routes.experts;
+}
+
+ExpertsArgs args_of(const Projection& w, const Routes& routes, int out_dim, u32_t activation) {
+  return {.weights = w.stack,
+          .in_dim = u32_t(w.in_dim),
+          .out_dim = u32_t(out_dim),
+          .used = u32_t(routes.used),
+          .lanes_per_row = 0,
+          .activation = activation,
+          .unused = 0};
+}
+
+// Multiply-adds of the routes of `tokens` rows.
+double work_of(const Projection& w, const Routes& routes, int tokens) {
+  return double(w.out_dim) / routes.experts * w.in_dim * routes.used * tokens;
+}
+
+void dispatch_matvec(Encoder& e, Kernel kernel, const Projection& w, const View& x, const Routes& routes,
+                     const View& y, int tokens, ExpertsArgs args) {
+  const std::size_t threads = std::size_t(e.tuning().matvec_group);
+  args.lanes_per_row = u32_t(kSimd);
+  e.dispatch({kernel, w.type}, {w.weights, x, routes.routes, y}, args,
+             {.x = ceil_div(std::size_t(args.out_dim), threads / kSimd),
+              .y = std::size_t(tokens) * std::size_t(routes.used),
+              .threads = threads,
+              .work = work_of(w, routes, tokens)});
+}
+
+}  // namespace
+
+std::size_t Routes::most_tiles(int tokens) const {
+  const std::size_t pairs = std::size_t(tokens) * std::size_t(used);
+  const std::size_t begun = std::min(pairs, std::size_t(experts));
+  return begun + (pairs - begun) / kTile;
+}
+
+void choose_experts(Encoder& e, const Router& router, const Norm& norm, const View& x, const Routes& routes,
+                    int tokens, bool sigmoid, bool normalize, float scale) {
+  const KernelKey kernel = {Kernel::kChooseExperts, router.w.type};
+  e.dispatch(kernel,
+             {router.w.weights, norm.weight, router.bias ? router.bias : norm.weight, x, routes.routes},
+             ChooseExpertsArgs{.dim = u32_t(router.w.in_dim),
+                               .row_bytes = router.w.stack.row_bytes,
+                               .experts = u32_t(routes.experts),
+                               .used = u32_t(routes.used),
+                               .sigmoid = sigmoid,
+                               .has_bias = bool(router.bias),
+                               .normalize = normalize,
+                               .scale = scale,
+                               .eps = norm.eps,
+                               .norm_threads = u32_t(norm_threads(e, Kernel::kRmsnormF32, norm.dim))},
+             {.x = std::size_t(tokens),
+              .threads = allowed_threads(e, kernel, 8 * kSimd),
+              .work = double(router.w.in_dim) * routes.experts * tokens});
+}
+
+void sort_routes(Encoder& e, const Routes& routes, int tokens) {
+  e.dispatch(Kernel::kSortRoutes, {routes.routes, routes.rows, routes.tiles},
+             SortRoutesArgs{u32_t(routes.experts), u32_t(routes.used), u32_t(tokens * routes.used),
+                            u32_t(routes.most_tiles(tokens))},
+             {.x = 1, .threads = allowed_threads(e, Kernel::kSortRoutes, 8 * kSimd)});
+}
+
+void matvec_experts_swiglu(Encoder& e, const Projection& w, const View& x, const Routes& routes,
+                           const View& y, int tokens, u32_t activation) {
+  dispatch_matvec(e, Kernel::kMatvecExpertsSwiglu, w, x, routes, y, tokens,
+                  args_of(w, routes, rows_of_expert(w, routes, 2), activation));
+}
+
+void matvec_experts(Encoder& e, const Projection& w, const View& x, const Routes& routes, const View& y,
+                    int tokens) {
+  dispatch_matvec(e, Kernel::kMatvecExperts, w, x, routes, y, tokens,
+                  args_of(w, routes, rows_of_expert(w, routes, 1), 0));
+}
+
+void matmul_experts_swiglu(Encoder& e, const Projection& w, const View& x, const Routes& routes,
+                           const View& y, int tokens, u32_t activation) {
+  const int rows = rows_of_expert(w, routes, 2);
+  e.dispatch({Kernel::kMatmulExpertsSwiglu, w.type}, {w.weights, x, routes.rows, routes.tiles, y},
+             args_of(w, routes, rows, activation),
+             {.x = ceil_div(std::size_t(rows), kTile / 2),
+              .y = routes.most_tiles(tokens),
+              .threads = MATMUL_THREADS,
+              .work = work_of(w, routes, tokens)});
+}
+
+void matmul_experts(Encoder& e, const Projection& w, const View& x, const Routes& routes, const View& y,
+                    int tokens) {
+  const int rows = rows_of_expert(w, routes, 1);
+  e.dispatch({Kernel::kMatmulExperts, w.type}, {w.weights, x, routes.tiles, y}, args_of(w, routes, rows, 0),
+             {.x = ceil_div(std::size_t(rows), kTile),
+              .y = routes.most_tiles(tokens),
+              .threads = MATMUL_THREADS,
+              .work = work_of(w, routes, tokens)});
+}
+
+void add_experts(Encoder& e, const Routes& routes, const View& y, const View& x, int dim, int tokens) {
+  const std::size_t threads = allowed_threads(e, Kernel::kAddExperts, 256);
+  e.dispatch(Kernel::kAddExperts, {routes.routes, y, x}, AddExpertsArgs{u32_t(dim), u32_t(routes.used)},
+             {.x = ceil_div(std::size_t(dim) / 4, threads), .y = std::size_t(tokens), .threads = threads});
+}
+
+}  // namespace metal_prefill::metal::ops

@@ -1,0 +1,200 @@
+// Feed-forwards with experts: the choice of experts, and products of few rows. matmul_experts.metal has those
+// of many rows.
+#include <metal_stdlib>
+
+#include "args.h"
+#include "dequant.h"
+#include "matvec_products.h"
+#include "norm.h"
+#include "projection.h"
+#include "variants.h"
+
+using namespace metal;
+
+// By its bits: comparisons may be compiled under the assumption that there is no NaN.
+static inline bool is_nan(float value) {
+  return (as_type<uint>(value) & 0x7fffffffu) > 0x7f800000u;
+}
+
+// routes[t][used]: the experts of a row, the best score first, of equal ones the first expert. NaN is the
+// smallest score. Products are of float32 values, whatever the path: rounded ones could decide for others.
+// Threadgroup: whole simdgroups. Grid: rows.
+template <typename W>
+kernel void choose_experts(device const uchar* router [[buffer(0)]],  // [experts][dim]
+                           device const float* norm [[buffer(1)]],    // [dim]
+                           device const float* bias [[buffer(2)]],    // [experts]
+                           device const float* x [[buffer(3)]],       // [tokens][dim]
+                           device Route* routes [[buffer(4)]],        // [tokens][used]
+                           constant ChooseExpertsArgs& args [[buffer(5)]],
+                           uint token [[threadgroup_position_in_grid]],
+                           ushort lane [[thread_index_in_simdgroup]],
+                           ushort simdgroup [[simdgroup_index_in_threadgroup]],
+                           ushort simdgroups [[simdgroups_per_threadgroup]]) {
+  threadgroup float scores[MOST_EXPERTS], keys[MOST_EXPERTS];
+  threadgroup uint chosen[MOST_EXPERTS];
+  x += token * args.dim;
+  const float norm_scale =
+      norm_scale_of((device const float4*)x, args.dim, args.eps, args.norm_threads, lane);
+  for (uint expert = simdgroup; expert < args.experts; expert += simdgroups) {
+    Products<W, 1, 1, NormedToken> products;
+    products.row[0] = router + ulong(expert) * args.row_bytes;
+    products.token[0] = {x, norm, norm_scale};
+    products.multiply(args.dim, lane, 32);
+    const float product = products.total(0, 0, 32);
+    if (lane == 0) scores[expert] = product;
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  if (simdgroup > 0) return;
+
+  float largest = -INFINITY, sum = 0.0f;
+  for (uint e = lane; e < args.experts; e += 32) largest = max(largest, scores[e]);
+  largest = simd_max(largest);
+  for (uint e = lane; e < args.experts; e += 32) {
+    const float score = args.sigmoid ? 1.0f / (1.0f + exp(-scores[e])) : exp(scores[e] - largest);
+    scores[e] = score;
+    sum += score;
+  }
+  sum = args.sigmoid ? 1.0f : simd_sum(sum);
+  for (uint e = lane; e < args.experts; e += 32) {
+    scores[e] /= sum;
+    const float key = args.has_bias ? scores[e] + bias[e] : scores[e];
+    keys[e] = is_nan(key) ? -FLT_MAX : key;
+  }
+  float divisor = args.sigmoid ? 1e-6f : 0.0f;  // as in the published models
+  for (uint i = 0; i < args.used; ++i) {
+    simdgroup_barrier(mem_flags::mem_threadgroup);
+    float best = -INFINITY;
+    uint expert = args.experts - 1;
+    for (uint e = lane; e < args.experts; e += 32) {
+      const bool better = keys[e] > best;
+      best = better ? keys[e] : best;
+      expert = better ? e : expert;
+    }
+    const float of_all = simd_max(best);
+    expert = simd_min(best == of_all ? expert : args.experts - 1);
+    divisor += scores[expert];
+    simdgroup_barrier(mem_flags::mem_threadgroup);
+    if (lane == 0) {
+      chosen[i] = expert;
+      keys[expert] = -INFINITY;
+    }
+  }
+  simdgroup_barrier(mem_flags::mem_threadgroup);
+  for (uint i = lane; i < args.used; i += 32) {
+    const float factor = scores[chosen[i]] / (args.normalize ? divisor : 1.0f);
+    const uint place = token * args.used + i;
+    routes[place] = {chosen[i], place, factor * args.scale};
+  }
+}
+
+// Gives the routes of an expert consecutive places, in the order of rows, and divides these into tiles of
+// MATMUL_NARROW_TILE. One threadgroup; a thread has every so many-th expert.
+kernel void sort_routes(device Route* routes [[buffer(0)]],      // [tokens][used]
+                        device uint* rows [[buffer(1)]],         // [places]: the row of each
+                        device ExpertTile* tiles [[buffer(2)]],  // [tiles]
+                        constant SortRoutesArgs& args [[buffer(3)]],
+                        ushort thread_index [[thread_index_in_threadgroup]],
+                        ushort threads [[threads_per_threadgroup]]) {
+  threadgroup uint counts[MOST_EXPERTS], first_place[MOST_EXPERTS], first_tile[MOST_EXPERTS + 1];
+  for (uint expert = thread_index; expert < args.experts; expert += threads) {
+    uint count = 0;
+    for (uint i = 0; i < args.routes; ++i) count += routes[i].expert == expert ? 1 : 0;
+    counts[expert] = count;
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  if (thread_index == 0) {
+    uint place = 0, tile = 0;
+    for (uint expert = 0; expert < args.experts; ++expert) {
+      first_place[expert] = place;
+      first_tile[expert] = tile;
+      place += counts[expert];
+      tile += (counts[expert] + MATMUL_NARROW_TILE - 1) / MATMUL_NARROW_TILE;
+    }
+    first_tile[args.experts] = tile;
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  for (uint expert = thread_index; expert < args.experts; expert += threads) {
+    uint place = first_place[expert];
+    for (uint i = 0; i < args.routes; ++i) {
+      if (routes[i].expert != expert) continue;
+      routes[i].place = place;
+      rows[place] = i / args.used;
+      ++place;
+    }
+    for (uint done = 0; done < counts[expert]; done += MATMUL_NARROW_TILE)
+      tiles[first_tile[expert] + done / MATMUL_NARROW_TILE] = {
+          expert, first_place[expert] + done, min(counts[expert] - done, uint(MATMUL_NARROW_TILE))};
+  }
+  for (uint tile = first_tile[args.experts] + thread_index; tile < args.tiles; tile += threads)
+    tiles[tile] = {0, 0, 0};
+}
+
+// x[t] += the sum of the results of its experts. Grid: (dim / 4, tokens) in threads.
+kernel void add_experts(device const Route* routes [[buffer(0)]],  // [tokens][used]
+                        device const float* y [[buffer(1)]],       // [places][dim]
+                        device float* x [[buffer(2)]],             // [tokens][dim]
+                        constant AddExpertsArgs& args [[buffer(3)]],
+                        uint2 position [[thread_position_in_grid]]) {
+  const uint column = 4 * position.x;
+  if (column >= args.dim) return;
+  routes += position.y * args.used;
+  device float4* out = (device float4*)(x + position.y * args.dim + column);
+  float4 sum = 0.0f;
+  for (uint i = 0; i < args.used; ++i)
+    sum += routes[i].factor * *(device const float4*)(y + routes[i].place * args.dim + column);
+  *out += sum;
+}
+
+// y[route][row] = w[expert][row] . x[route]. A simdgroup takes 32 / lanes_per_row rows. Grid: (rows, routes).
+template <typename W>
+kernel void matvec_experts(device const uchar* w [[buffer(0)]],       // [experts][out_dim][in_dim]
+                           device const float* x [[buffer(1)]],       // [routes][in_dim]
+                           device const Route* routes [[buffer(2)]],  // [routes]
+                           device float* y [[buffer(3)]],             // [routes][out_dim]
+                           constant ExpertsArgs& args [[buffer(4)]],
+                           uint2 group [[threadgroup_position_in_grid]],
+                           ushort lane [[thread_index_in_simdgroup]],
+                           ushort simdgroup [[simdgroup_index_in_threadgroup]],
+                           ushort simdgroups [[simdgroups_per_threadgroup]]) {
+  const ushort lanes = args.lanes_per_row;
+  const uint row = (group.x * simdgroups + simdgroup) * (32 / lanes) + lane / lanes, last = args.out_dim - 1;
+  Products<W, 1, 1> products;
+  products.row[0] = stacked_row(w, args.weights, routes[group.y].expert * args.out_dim + min(row, last));
+  products.token[0] = {x + group.y * args.in_dim};
+  products.multiply(args.in_dim, lane, lanes);
+  const float total = products.total(0, 0, lanes);
+  if (lane % lanes == 0 && row <= last) y[group.y * args.out_dim + row] = total;
+}
+
+// y[route][row] = activation(gate[expert][row] . x) * (up[expert][row] . x), with the row of x of the route.
+template <typename W>
+kernel void matvec_experts_swiglu(device const uchar* w [[buffer(0)]],       // [2][experts][out_dim][in_dim]
+                                  device const float* x [[buffer(1)]],       // [tokens][in_dim]
+                                  device const Route* routes [[buffer(2)]],  // [routes]
+                                  device float* y [[buffer(3)]],             // [routes][out_dim]
+                                  constant ExpertsArgs& args [[buffer(4)]],
+                                  uint2 group [[threadgroup_position_in_grid]],
+                                  ushort lane [[thread_index_in_simdgroup]],
+                                  ushort simdgroup [[simdgroup_index_in_threadgroup]],
+                                  ushort simdgroups [[simdgroups_per_threadgroup]]) {
+  const ushort lanes = args.lanes_per_row;
+  const uint row = (group.x * simdgroups + simdgroup) * (32 / lanes) + lane / lanes, last = args.out_dim - 1;
+  const uint of_expert = routes[group.y].expert * args.out_dim + min(row, last);
+  Products<W, 2, 1> products;
+  products.row[0] = half_row(w, args.weights, 0, of_expert);
+  products.row[1] = half_row(w, args.weights, 1, of_expert);
+  products.token[0] = {x + group.y / args.used * args.in_dim};
+  products.multiply(args.in_dim, lane, lanes);
+  const float gate = products.total(0, 0, lanes), up = products.total(1, 0, lanes);
+  if (lane % lanes == 0 && row <= last)
+    y[group.y * args.out_dim + row] = activate(gate, args.activation) * up;
+}
+
+typedef decltype(choose_experts<F32>) choose_experts_t;
+typedef decltype(matvec_experts<F32>) matvec_experts_t;
+#define INSTANTIATE(name, W, number)                                                                      \
+  IF_WANTED(name)(                                                                                        \
+      template [[host_name("choose_experts_" #name)]] kernel choose_experts_t choose_experts<W>;          \
+      template [[host_name("matvec_experts_" #name)]] kernel matvec_experts_t matvec_experts<W>; template \
+      [[host_name("matvec_experts_swiglu_" #name)]] kernel matvec_experts_t matvec_experts_swiglu<W>;)
+EACH_TENSOR_TYPE(INSTANTIATE)

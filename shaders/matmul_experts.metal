@@ -1,0 +1,133 @@
+// Products of experts with many rows on simdgroup_matrix. A threadgroup computes a tile as in matmul.metal,
+// of rows of one expert.
+#include <metal_simdgroup_matrix>
+#include <metal_stdlib>
+
+#include "args.h"
+#include "dequant.h"
+#include "matmul_blocks.h"
+#include "matmul_tiles.h"
+#include "projection.h"
+#include "variants.h"
+
+using namespace metal;
+
+constant constexpr ushort kTile = MATMUL_NARROW_TILE, kBlocks = kTile / 16;
+typedef TokenTile<kTile, kStagedRow> ExpertTokens;
+
+// Rows of x at the places of a tile, or those that `rows` names for them.
+static inline void begin_tokens(thread ExpertTokens& tokens, device const half* x, device const uint* rows,
+                                ExpertTile tile, uint in_dim, ushort thread_index) {
+#pragma unroll
+  for (ushort i = 0; i < ExpertTokens::kItems; ++i) {
+    const uint place = tile.first + min(uint(thread_index / 4 + i * (MATMUL_THREADS / 4)), tile.count - 1);
+    tokens.row[i] = x + (rows ? rows[place] : place) * in_dim;
+  }
+}
+
+// y[place][row] = w[expert][row] . x[place]. Threadgroup: MATMUL_THREADS. Grid: (rows / kTile, tiles),
+// rounded up.
+template <typename W>
+[[max_total_threads_per_threadgroup(MATMUL_THREADS)]] kernel void matmul_experts(
+    device const uchar* w [[buffer(0)]],           // [experts][out_dim][in_dim]
+    device const half* x [[buffer(1)]],            // [places][in_dim]
+    device const ExpertTile* tiles [[buffer(2)]],  // [tiles]
+    device float* y [[buffer(3)]],                 // [places][out_dim]
+    constant ExpertsArgs& args [[buffer(4)]], uint2 group [[threadgroup_position_in_grid]],
+    ushort thread_index [[thread_index_in_threadgroup]], ushort lane [[thread_index_in_simdgroup]],
+    ushort simdgroup [[simdgroup_index_in_threadgroup]]) {
+  threadgroup half staged[2 * 2 * kTile * kStagedRow];
+  const ExpertTile tile = tiles[group.y];
+  if (tile.count == 0) return;
+  const Place<kTile, kTile> place(simdgroup);
+  const uint row = group.x * kTile + place.row;
+
+  Stage<W, kTile, kTile, kStagedRow> stage;
+  stage.in_dim = args.in_dim;
+  stage.thread_index = thread_index;
+  stage.weights.begin(w, args, group.x * kTile, thread_index, tile.expert * args.out_dim);
+  begin_tokens(stage.tokens, x, nullptr, tile, args.in_dim, thread_index);
+  simdgroup_float8x8 sum[kBlocks][kBlocks];
+#pragma unroll
+  for (ushort i = 0; i < kBlocks; ++i)
+#pragma unroll
+    for (ushort j = 0; j < kBlocks; ++j) sum[i][j] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
+
+  const bool active = place.token < tile.count && row < args.out_dim;
+  multiply<W, kTile, kTile>(stage, sum, staged, place, active);
+  threadgroup float* scratch = (threadgroup float*)stage.next;
+  if (!active) return;
+  constexpr ushort kColumns = kTile / 2;
+  scratch += simdgroup * 8 * kColumns;
+  y += (tile.first + place.token) * args.out_dim + row;
+#pragma unroll
+  for (ushort i = 0; i < kBlocks; ++i) {
+#pragma unroll
+    for (ushort j = 0; j < kBlocks; ++j) simdgroup_store(sum[i][j], scratch + j * 8, kColumns);
+    simdgroup_barrier(mem_flags::mem_threadgroup);
+    for (ushort e = lane; e < 8 * kColumns; e += 32) {
+      const ushort t = i * 8 + e / kColumns, r = e % kColumns;
+      if (place.token + t < tile.count && row + r < args.out_dim) y[t * args.out_dim + r] = scratch[e];
+    }
+    simdgroup_barrier(mem_flags::mem_threadgroup);
+  }
+}
+
+// y[place][row] = activation(gate[expert][row] . x) * (up[expert][row] . x), with x[rows[place]]. Grid: (rows
+// / (kTile / 2), tiles), rounded up.
+template <typename W>
+[[max_total_threads_per_threadgroup(MATMUL_THREADS)]] kernel void matmul_experts_swiglu(
+    device const uchar* w [[buffer(0)]],           // [2][experts][out_dim][in_dim]
+    device const half* x [[buffer(1)]],            // [tokens][in_dim]
+    device const uint* rows [[buffer(2)]],         // [places]
+    device const ExpertTile* tiles [[buffer(3)]],  // [tiles]
+    device half* y [[buffer(4)]],                  // [places][out_dim]
+    constant ExpertsArgs& args [[buffer(5)]], uint2 group [[threadgroup_position_in_grid]],
+    ushort thread_index [[thread_index_in_threadgroup]], ushort lane [[thread_index_in_simdgroup]],
+    ushort simdgroup [[simdgroup_index_in_threadgroup]]) {
+  threadgroup half staged[2 * 2 * kTile * kStagedRow];
+  const ExpertTile tile = tiles[group.y];
+  if (tile.count == 0) return;
+  const Place<kTile, kTile> place(simdgroup);
+  const uint row = (group.x * kTile + place.row) / 2;
+
+  Stage<W, kTile, kTile, kStagedRow> stage;
+  stage.in_dim = args.in_dim;
+  stage.thread_index = thread_index;
+  stage.weights.begin_gated(w, args, group.x * (kTile / 2), thread_index, tile.expert * args.out_dim);
+  begin_tokens(stage.tokens, x, rows, tile, args.in_dim, thread_index);
+  simdgroup_float8x8 sum[kBlocks][kBlocks];
+#pragma unroll
+  for (ushort i = 0; i < kBlocks; ++i)
+#pragma unroll
+    for (ushort j = 0; j < kBlocks; ++j) sum[i][j] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
+
+  const bool active = place.token < tile.count && row < args.out_dim;
+  multiply<W, kTile, kTile>(stage, sum, staged, place, active);
+  threadgroup float* scratch = (threadgroup float*)stage.next;
+  if (!active) return;
+  constexpr ushort kColumns = kTile / 2;  // of gate and up together
+  scratch += simdgroup * 8 * kColumns;
+  y += (tile.first + place.token) * args.out_dim + row;
+#pragma unroll
+  for (ushort i = 0; i < kBlocks; ++i) {
+#pragma unroll
+    for (ushort j = 0; j < kBlocks; ++j) simdgroup_store(sum[i][j], scratch + j * 8, kColumns);
+    simdgroup_barrier(mem_flags::mem_threadgroup);
+    for (ushort e = lane; e < 4 * kColumns; e += 32) {
+      const ushort t = e / (kColumns / 2), r = e % (kColumns / 2);
+      if (place.token + i * 8 + t >= tile.count || row + r >= args.out_dim) continue;
+      threadgroup const float* gate = scratch + t * kColumns + r / 8 * 16 + r % 8;
+      y[(i * 8 + t) * args.out_dim + r] = finite_half(activate(gate[0], args.activation) * gate[8]);
+    }
+    simdgroup_barrier(mem_flags::mem_threadgroup);
+  }
+}
+
+typedef decltype(matmul_experts<F32>) matmul_experts_t;
+typedef decltype(matmul_experts_swiglu<F32>) matmul_experts_swiglu_t;
+#define INSTANTIATE(name, W, number)                                                                         \
+  IF_WANTED(name)(template [[host_name("matmul_experts_" #name)]] kernel matmul_experts_t matmul_experts<W>; \
+                  template [[host_name("matmul_experts_swiglu_" #name)]] kernel matmul_experts_swiglu_t      \
+                      matmul_experts_swiglu<W>;)
+EACH_TENSOR_TYPE(INSTANTIATE)

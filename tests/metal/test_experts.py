@@ -1,0 +1,207 @@
+"""Kernels of feed-forwards with experts."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from support.kernel_harness import (
+    CONSTANTS,
+    STRUCTS,
+    Array,
+    Output,
+    Run,
+    Weights,
+    block_columns,
+    ceil_div,
+    close,
+    make_args,
+    near,
+)
+from support.small_models import TYPES
+
+ROUTE, TILE = STRUCTS["Route"], STRUCTS["ExpertTile"]
+SILU, PLACES = CONSTANTS["ACTIVATION_SILU"], CONSTANTS["MATMUL_NARROW_TILE"]
+
+
+def chosen(
+    run: Run, scores: Array, used: int, *, bias: Array | None = None, sigmoid: bool = False, scale: float = 1
+) -> Array:
+    """Choose experts by a router whose products with a row are given, as float32 ``[tokens, experts]``."""
+    tokens, experts = scores.shape
+    router = np.zeros((experts, 32), np.float32)
+    rows = np.zeros((tokens, 32), np.float32)
+    # A row is a unit vector, of which the norm is sqrt(32) times as long.
+    for token in range(tokens):
+        rows[token, token] = 1
+        router[:, token] = scores[token] / np.sqrt(32)
+    routes = Output([tokens, used], ROUTE)
+    args = make_args(
+        "ChooseExpertsArgs",
+        dim=32,
+        row_bytes=32 * 4,
+        experts=experts,
+        used=used,
+        sigmoid=sigmoid,
+        has_bias=bias is not None,
+        normalize=1,
+        scale=scale,
+        eps=0,
+        norm_threads=32,
+    )
+    added = np.zeros(experts, np.float32) if bias is None else bias.astype(np.float32)
+    norm = np.ones(32, np.float32)
+    run(
+        "choose_experts_f32", router, norm, added, rows, routes.buffer, args,
+        groups=(tokens, 1), threads=(64, 1),
+    )  # fmt: skip
+    return routes.check()
+
+
+@pytest.mark.parametrize("sigmoid", [False, True])
+@pytest.mark.parametrize(("experts", "used"), [(3, 1), (5, 5), (64, 8), (100, 3)])
+def test_choose_experts(run: Run, experts: int, used: int, sigmoid: bool) -> None:
+    rng = np.random.default_rng(experts)
+    products = 2 * rng.standard_normal((4, experts))
+    bias = rng.standard_normal(experts)
+    found = chosen(run, products, used, bias=bias, sigmoid=sigmoid, scale=2.5)
+    powers = np.exp(products)
+    scores = 1 / (1 + 1 / powers) if sigmoid else powers / powers.sum(axis=1, keepdims=True)
+    order = np.argsort(-(scores + bias), axis=1)[:, :used]
+    np.testing.assert_array_equal(found["expert"], order)
+    factors = np.take_along_axis(scores, order, axis=1)
+    close(found["factor"], 2.5 * factors / factors.sum(axis=1, keepdims=True))
+    np.testing.assert_array_equal(found["place"].ravel(), np.arange(4 * used))
+
+
+def test_of_equal_scores_the_first_experts_are_chosen(run: Run) -> None:
+    np.testing.assert_array_equal(chosen(run, np.zeros((2, 70)), 3)["expert"], [[0, 1, 2]] * 2)
+
+
+def test_a_score_that_is_nan_is_the_smallest(run: Run) -> None:
+    bias = np.zeros(40)
+    bias[[0, 33]] = np.nan
+    experts = chosen(run, np.zeros((1, 40)), 40, bias=bias)["expert"]
+    assert sorted(experts[0]) == list(range(40))
+    assert list(experts[0][-2:]) == [0, 33]
+
+
+@pytest.mark.parametrize(("experts", "used", "tokens"), [(3, 1, 100), (64, 8, 33), (300, 2, 9), (4, 4, 64)])
+def test_sort_routes(run: Run, experts: int, used: int, tokens: int) -> None:
+    rng = np.random.default_rng(tokens)
+    count = tokens * used
+    routes = np.zeros(count, ROUTE)
+    routes["expert"] = np.concatenate([rng.permutation(experts)[:used] for _ in range(tokens)])
+    begun = min(count, experts)
+    most = begun + (count - begun) // PLACES
+    by_place, tiles = Output([count], np.uint32), Output([most], TILE)
+    args = make_args("SortRoutesArgs", experts=experts, used=used, routes=count, tiles=most)
+    run("sort_routes", routes, by_place.buffer, tiles.buffer, args, groups=(1, 1), threads=(64, 1))
+    order = np.argsort(routes["expert"], kind="stable")
+    np.testing.assert_array_equal(routes["place"][order], np.arange(count))
+    np.testing.assert_array_equal(by_place.check(), order // used)
+    covered = []
+    for tile in tiles.check():
+        places = range(tile["first"], tile["first"] + tile["count"])
+        assert len(places) <= PLACES
+        assert set(routes["expert"][order[places]]) <= {tile["expert"]}
+        covered += places
+    assert covered == list(range(count))
+
+
+def test_add_experts(run: Run) -> None:
+    rng = np.random.default_rng(1)
+    tokens, used, dim = 5, 3, 136
+    routes = np.zeros((tokens, used), ROUTE)
+    routes["place"] = rng.permutation(tokens * used).reshape(tokens, used)
+    routes["factor"] = rng.standard_normal((tokens, used))
+    y = rng.standard_normal((tokens * used, dim)).astype(np.float32)
+    x = Output([tokens, dim], initial=rng.standard_normal((tokens, dim)).astype(np.float32))
+    before = x.array.astype(np.float64)
+    args = make_args("AddExpertsArgs", dim=dim, used=used)
+    run("add_experts", routes, y, x.buffer, args, groups=(2, tokens), threads=(32, 1))
+    close(
+        x.check(), before + np.einsum("tu,tud->td", routes["factor"].astype(np.float64), y[routes["place"]])
+    )
+
+
+def experts_args(weights: Weights, in_dim: int, out_dim: int, used: int, lanes: int) -> Array:
+    """Make the arguments of a product."""
+    return make_args(
+        "ExpertsArgs",
+        weights=np.array([weights.stacked()], STRUCTS["StackedWeights"])[0],
+        in_dim=in_dim,
+        out_dim=out_dim,
+        used=used,
+        lanes_per_row=lanes,
+        activation=SILU,
+        unused=0,
+    )
+
+
+def activated(gate: Array, up: Array) -> Array:
+    result: Array = gate / (1 + np.exp(-gate)) * up
+    return result
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_matvec_experts(run: Run, kind: str) -> None:
+    rng = np.random.default_rng(2)
+    experts, out_dim, tokens, used = 4, 40, 3, 2
+    in_dim = ceil_div(72, block_columns(kind)) * block_columns(kind)
+    routes = np.zeros((tokens, used), ROUTE)
+    routes["expert"] = [[3, 0], [1, 3], [2, 1]]
+    flat = routes["expert"].ravel()
+    pair = Weights(rng, kind, [experts * out_dim] * 2, in_dim)
+    x = rng.standard_normal((tokens, in_dim)).astype(np.float32)
+    h = Output([tokens * used, out_dim])
+    groups = (ceil_div(out_dim, 2), tokens * used)
+    args = experts_args(pair, in_dim, out_dim, used, 32)
+    name = kind.lower()
+    run(
+        f"matvec_experts_swiglu_{name}", pair.bytes, x, routes, h.buffer, args, groups=groups, threads=(64, 1)
+    )
+    gate, up = pair.values.reshape(2, experts, out_dim, in_dim)[:, flat]
+    rows = np.repeat(x.astype(np.float64), used, axis=0)[:, :, None]
+    close(h.check(), activated((gate @ rows)[..., 0], (up @ rows)[..., 0]), 2e-4)
+
+    down = Weights(rng, kind, [experts * out_dim], in_dim)
+    inputs = rng.standard_normal((tokens * used, in_dim)).astype(np.float32)
+    y = Output([tokens * used, out_dim])
+    args = experts_args(down, in_dim, out_dim, used, 32)
+    run(f"matvec_experts_{name}", down.bytes, inputs, routes, y.buffer, args, groups=groups, threads=(64, 1))
+    of_routes = down.values.reshape(experts, out_dim, in_dim)[flat]
+    close(y.check(), np.einsum("rod,rd->ro", of_routes, inputs.astype(np.float64)), 2e-4)
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_matmul_experts(run: Run, kind: str) -> None:
+    rng = np.random.default_rng(3)
+    experts, out_dim, tokens = 3, 40, 50
+    in_dim = ceil_div(72, block_columns(kind)) * block_columns(kind)
+    tiles = np.zeros(5, TILE)  # expert 1 has no rows, and the last tile does not exist
+    tiles["expert"], tiles["first"], tiles["count"] = [0, 0, 2, 2, 0], [0, 32, 37, 69, 0], [32, 5, 32, 7, 0]
+    of_places = np.concatenate([np.full(tile["count"], tile["expert"]) for tile in tiles])
+    by_place = rng.integers(0, tokens, len(of_places)).astype(np.uint32)
+    pair = Weights(rng, kind, [experts * out_dim] * 2, in_dim)
+    x = rng.standard_normal((tokens, in_dim)).astype(np.float16)
+    h = Output([len(of_places), out_dim], np.float16)
+    args = experts_args(pair, in_dim, out_dim, 1, 0)
+    name = kind.lower()
+    run(
+        f"matmul_experts_swiglu_{name}", pair.bytes, x, by_place, tiles, h.buffer, args,
+        groups=(ceil_div(out_dim, 16), len(tiles)), threads=(128, 1),
+    )  # fmt: skip
+    gate, up = pair.values.reshape(2, experts, out_dim, in_dim)[:, of_places]
+    rows = x.astype(np.float64)[by_place][:, :, None]
+    near(h.check(), activated((gate @ rows)[..., 0], (up @ rows)[..., 0]))
+
+    down = Weights(rng, kind, [experts * out_dim], in_dim)
+    inputs = rng.standard_normal((len(of_places), in_dim)).astype(np.float16)
+    y = Output([len(of_places), out_dim])
+    args = experts_args(down, in_dim, out_dim, 1, 0)
+    run(
+        f"matmul_experts_{name}", down.bytes, inputs, tiles, y.buffer, args,
+        groups=(ceil_div(out_dim, 32), len(tiles)), threads=(128, 1),
+    )  # fmt: skip
+    of_routes = down.values.reshape(experts, out_dim, in_dim)[of_places]
+    near(y.check(), np.einsum("rod,rd->ro", of_routes, inputs.astype(np.float64)))
