@@ -47,9 +47,10 @@ def as_users_have_it() -> None:
 def no_first_contact(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Open models without tests and measurements of the GPU; on a Mac, with a cache folder of the suite.
 
-    Elsewhere the emulator compiles each pipeline anew, unless a test sets a folder.
+    Elsewhere the emulator compiles each pipeline anew, unless a test sets a folder. On a busy machine one of
+    its command buffers can take minutes; a lost one would fail all later tests of the process.
     """
-    settings = {"METAL_PREFILL_CHECK": "0", "METAL_PREFILL_TUNE": "0"}
+    settings = {"METAL_PREFILL_CHECK": "0", "METAL_PREFILL_TUNE": "0", "METAL_PREFILL_PATIENCE": "900"}
     if not _core.has_emulator:
         settings["METAL_PREFILL_CACHE"] = str(tmp_path_factory.mktemp("cache"))
     with pytest.MonkeyPatch.context() as patch:
