@@ -227,8 +227,8 @@ def test_a_window_may_be_that_of_some_layers(open_model: Open) -> None:
     assert read_config(open_model(window)).layer_window == (64,) * LAYERS
     pattern = {"llama.attention.sliding_window_pattern": per_layer(BOOL, True, False)}
     assert read_config(open_model(window | pattern)).layer_window == (64, 0)
-    with pytest.raises(UnsupportedModelError, match="sliding_window is not supported for olmo2"):
-        read_config(open_model({"olmo2.attention.sliding_window": integer(64)}, architecture="olmo2"))
+    with pytest.raises(UnsupportedModelError, match="sliding_window is not supported for granite"):
+        read_config(open_model({"granite.attention.sliding_window": integer(64)}, architecture="granite"))
 
 
 def test_largest_gemma3_scales_attention_by_the_nominal_head(open_model: Open) -> None:
