@@ -50,7 +50,8 @@ kernel void choose_experts(device const uchar* router [[buffer(0)]],  // [expert
   for (uint e = lane; e < args.experts; e += 32) largest = max(largest, scores[e]);
   largest = simd_max(largest);
   for (uint e = lane; e < args.experts; e += 32) {
-    const float score = args.sigmoid ? 1.0f / (1.0f + exp(-scores[e])) : exp(scores[e] - largest);
+    const float score =
+        args.sigmoid ? 1.0f / (1.0f + precise::exp(-scores[e])) : precise::exp(scores[e] - largest);
     scores[e] = score;
     sum += score;
   }

@@ -99,7 +99,7 @@ def test_sort_routes(run: Run, experts: int, used: int, tokens: int) -> None:
     order = np.argsort(routes["expert"], kind="stable")
     np.testing.assert_array_equal(routes["place"][order], np.arange(count))
     np.testing.assert_array_equal(by_place.check(), order // used)
-    covered = []
+    covered: list[int] = []
     for tile in tiles.check():
         places = range(tile["first"], tile["first"] + tile["count"])
         assert len(places) <= PLACES

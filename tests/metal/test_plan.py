@@ -394,7 +394,8 @@ def test_every_kernel_of_the_shaders_is_dispatched_by_some_pass(
         for rows in (2, 4):
             found |= {d.kernel for d in plan(shape, 1, matvec_rows=rows)}
     experts: Any = {"n_experts": 8, "experts_used": 2, "expert_dim": 256, "ffn_dim": 0}
-    routed = replace(SMALL, layer_feed_forwards=("experts",) * SMALL.n_layers, **experts)
+    experts["layer_feed_forwards"] = ("experts",) * SMALL.n_layers
+    routed = replace(SMALL, **experts)
     for kind in TYPES:
         for tokens in (1, 300):
             found |= {d.kernel for d in plan(uniform_shape(routed, kind, kind), tokens)}

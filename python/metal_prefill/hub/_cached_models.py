@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -53,14 +54,13 @@ def delete_cached(repo_id: str) -> int:
     HubError
         The repository is not in the cache.
     """
-    hub = import_hub()
-    found = [r.commit_hash for repo in _repositories() if repo.repo_id == repo_id for r in repo.revisions]
-    if not found:
-        known = ", ".join(sorted(repo.repo_id for repo in _repositories())) or "nothing"
-        raise HubError(f"{repo_id} is not in the cache, which has {known}")
-    deletion = hub.scan_cache_dir().delete_revisions(*found)
-    deletion.execute()
-    return int(deletion.expected_freed_size)
+    import_hub()
+    repositories = {repo.repo_id: repo for repo in _repositories()}
+    if repo_id not in repositories:
+        raise HubError(f"{repo_id} is not in the cache, which has {', '.join(repositories) or 'nothing'}")
+    # By folder: forks of a repository have the same revisions, by which the Hub's client deletes.
+    shutil.rmtree(repositories[repo_id].repo_path)
+    return int(repositories[repo_id].size_on_disk)
 
 
 def _repositories() -> list[Any]:

@@ -85,7 +85,8 @@ def _of_experts(d: Captured, expert: int, x: Values, rows: Values) -> Values:
         products: Values = matrix.rows(first) @ x
         return products
     gate, up = (matrix.rows_of(np.full(len(rows), which), first) @ x for which in range(2))
-    return activate(gate, d.args["activation"]) * up
+    activated: Values = activate(gate, d.args["activation"]) * up
+    return activated
 
 
 def matvec_experts(d: Captured) -> Expected:
