@@ -164,7 +164,8 @@ int ForwardPass::rows_at_once(const CpuLayer& w, const BlockOutput& mixed, int r
   const int threads = team_.size();
   if (rows < kLeast * threads) return rows;
   const int most = std::max(kLeast, int(kBytes / sizeof(float) / std::size_t(std::max(config_.ffn_dim, 1))));
-  return round_up(ceil_div(rows, round_up(ceil_div(rows, most), threads)), kTileTokens);
+  const int blocks = round_up(ceil_div(rows, most), threads);
+  return rows / blocks / kTileTokens * kTileTokens;  // not more: all threads together use `rows` rows of ffn
 }
 
 ForwardPass::BlockOutput ForwardPass::attention(const Context& c, int layer, const Rows& wanted) {

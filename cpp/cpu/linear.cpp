@@ -145,16 +145,14 @@ void multiply_panels(const Context& c, const Linear& linear, int group, const Pa
 void multiply_group(const Context& c, const Linear& linear, int group, const Activations& x, RowRange range,
                     const ProductOutput& out, int columns = kGroupRows) {
   const bool whole = columns == kGroupRows;
-  if (linear.in_panels() && whole) {
-    count_products(c, linear, group, range.count);
+  count_products(c, linear, group, range.count);
+  if (linear.in_panels() && whole)
     return multiply_panels(c, linear, group, panels_of(c, linear, group), x, range, out,
                            next_group(linear.packed, group));
-  }
   alignas(64) Tile tile;
   const bool in_place = whole && !out.add && (!out.bias || out.stride == kGroupRows);
   float* to = in_place ? out.data : tile[0];
   const std::size_t stride = in_place ? out.stride : kGroupRows;
-  count_products(c, linear, group, range.count);
   if (linear.int8()) {
     multiply_packed(c.kernels, linear.packed, group, x.int8, range.first, range.count, to, stride,
                     c.scratch.weights.data());

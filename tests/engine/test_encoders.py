@@ -102,6 +102,20 @@ def test_a_text_is_bit_identical_alone_and_in_any_batch(tmp_path: Path, name: st
                 np.testing.assert_array_equal(got, wanted)
 
 
+@pytest.mark.parametrize("compute", ["w8a8", "bf16"])
+def test_threads_that_finish_layers_in_uneven_blocks_use_memory_of_their_own(
+    tmp_path: Path, compute: str
+) -> None:
+    """130 rows are no multiple of the tiles of four threads, any of which may take any block."""
+    path = write(tmp_path / "model.gguf", ENCODERS["bert"])
+    ids = ids_of(ENCODERS["bert"], 130)
+    with Model(path, threads=1, device="cpu", compute=compute) as model:
+        alone = hidden(model, ids)
+    with Model(path, threads=4, device="cpu", compute=compute) as model:
+        for _ in range(20):
+            np.testing.assert_array_equal(hidden(model, ids), alone)
+
+
 def with_activation(path: Path, name: str) -> Path:
     """Write a small file of ModernBERT that states its activation."""
     parts = take_apart(write(path.with_suffix(".plain"), ENCODERS["modern-bert"]))

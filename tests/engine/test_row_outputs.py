@@ -112,8 +112,8 @@ def test_rejected_drafts_are_removed_in_every_kind_of_model(device: str, tmp_pat
         session = model.session()
         made = [session.forward_prompt(prompt)]
         while len(made) < 12:
-            guess = [made[-1], *expected[len(made) : len(made) + 2], 3, 3]
-            made += choose(session.native, guess, len(guess) - 1)
+            drafts = [made[-1], *expected[len(made) : len(made) + 2], 3, 3]
+            made += choose(session.native, drafts, len(drafts) - 1)
         assert made[:12] == expected
 
 
