@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <iterator>
 #include <new>
+#include <utility>
 
 namespace metal_prefill {
 
@@ -185,7 +186,8 @@ bool PrefixTree::forget(PageId page) {
   return false;
 }
 
-// Removes a leaf: earlier pages are useful without it, but not the reverse.
+// Removes a leaf: earlier pages are useful without it, but not the reverse. If `unused_only` and sessions
+// hold all leaves, removes a page that only the tree holds, with all after it.
 bool PrefixTree::drop_oldest(bool unused_only) {
   const Node* first_held = nullptr;
   while (oldest_ && oldest_ != first_held) {
@@ -198,7 +200,24 @@ bool PrefixTree::drop_oldest(bool unused_only) {
     if (!first_held) first_held = oldest_;
     touch(oldest_);
   }
+  // Sessions may hold every leaf without the pages before it: where one has computed a page that the tree
+  // has too, its next pages are inserted after that of the tree.
+  for (Node* node = oldest_; node; node = node->newer) {
+    ++examined_;
+    if (pool_.is_shared(node->page)) continue;
+    remove_with_descendants(*node);
+    return true;
+  }
   return false;
+}
+
+void PrefixTree::remove_with_descendants(Node& node) {
+  Node* at = &node;
+  for (bool last = false; !last;) {
+    while (!at->children.empty()) at = at->children.begin()->second.get();
+    last = at == &node;
+    remove(*std::exchange(at, at->parent));
+  }
 }
 
 void PrefixTree::remove(Node& leaf) {

@@ -50,8 +50,9 @@ class PrefixTree {
   // `states` are of positions within the tokens, in ascending order.
   [[nodiscard]] bool insert(std::string_view name_space, std::span<const TokenId> tokens,
                             std::span<const PageId> pages, std::span<const StatePoint> states = {}) noexcept;
-  // Releases the least recently used page that only the tree holds and that has no successor in the tree.
-  // False if there is none. A page that a session holds counts as used at this moment.
+  // Releases the least recently used page that only the tree holds, preferably one without successors in the
+  // tree; those of another are no longer found. False if there is none. A page that a session holds counts as
+  // used at this moment.
   bool evict();
   // Releases a page without successors; returns false if there is no such page.
   bool forget(PageId page);
@@ -93,7 +94,8 @@ class PrefixTree {
   void link(Node& node);
   void unlink(Node& node);
   void touch(Node* node);
-  void remove(Node& node);
+  void remove(Node& leaf);
+  void remove_with_descendants(Node& node);
   bool drop_oldest(bool unused_only);
 
   PagePool& pool_;

@@ -54,11 +54,11 @@ class Oracle:
         for end in range(2, len(path) + 1):
             self.used[path[:end]] = self._clock
 
-    def find(self, path: Node, last: int) -> tuple[int, set[Node]]:
+    def find(self, path: Node, last: int) -> tuple[int, list[Node]]:
         known, nodes = self._walk(path, last)
         if nodes:
             self._use(nodes[-1])
-        return known, set(nodes)
+        return known, nodes
 
     def insert(self, path: Node, last: int) -> None:
         for end in range(2, len(path) + 1):
@@ -87,12 +87,21 @@ class Oracle:
         leaves = self._leaves()
         while leaves:
             oldest = self._oldest(leaves)
-            if not any(oldest in held for held in self.held):
+            if not self._is_held(oldest):
                 self._drop(oldest)
                 return True
             self._use(oldest)  # a page that is held is in use
             leaves.remove(oldest)
-        return False
+        unused = [node for node in self.used if not self._is_held(node)]
+        if not unused:
+            return False
+        oldest = min(unused, key=lambda node: (self.used[node], -len(node)))
+        for node in [node for node in self.used if node[: len(oldest)] == oldest]:
+            self._drop(node)
+        return True
+
+    def _is_held(self, node: Node) -> bool:
+        return any(node in held for held in self.held)
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -114,11 +123,13 @@ def test_pages_are_evicted_in_the_order_of_the_policy(seed: int) -> None:
                 positions, pages = tree.find(path[0], tokens_of(path, last))
                 expected, nodes = oracle.find(path, last)
                 assert positions == expected
-                if pages and len(held) < 4 and chance.random() < 0.5:
-                    held.append((pages, nodes))
-                    oracle.held.append(nodes)
-                else:
-                    tree.release(pages)
+                # A session holds all of them, or some in which it has written and others not.
+                kept = [chance.random() < 0.7 for _ in pages] if len(held) < 4 else [False] * len(pages)
+                tree.release([page for page, keep in zip(pages, kept, strict=True) if not keep])
+                if any(kept):
+                    of_session = {node for node, keep in zip(nodes, kept, strict=True) if keep}
+                    held.append(([page for page, keep in zip(pages, kept, strict=True) if keep], of_session))
+                    oracle.held.append(of_session)
             case 3:
                 assert tree.evict() == oracle.evict()
             case 4 if held and chance.random() < 0.2:
@@ -188,6 +199,19 @@ def test_nothing_is_evicted_if_all_pages_are_in_use() -> None:
     assert tree.pages == 20
     tree.release(held)
     assert tree.evict()
+
+
+def test_a_page_before_those_of_a_session_is_evicted_with_them() -> None:
+    tree = filled(4, 2)
+    for first in (0, 1):
+        before, _ = tree.find("", tokens_of(("", first, 0)))[1]
+        tree.release([before])  # computed again by the session, in a page of its own
+    assert tree.evict()
+    assert tree.pages == 2
+    assert tree.pages_in_use == 3  # the session still has its page
+    assert tree.evict()
+    assert not tree.evict()
+    assert tree.pages_in_use == 2
 
 
 def test_prefixes_are_found_only_in_their_namespace() -> None:

@@ -81,6 +81,18 @@ def test_streams_that_need_a_page_in_the_same_pass_both_get_their_text(demo_path
         assert [error for _, error in expected] == [None, None]
 
 
+def test_a_text_has_room_after_it_was_computed_once(demo_path: Path) -> None:
+    with Model(demo_path, device="cpu") as model:
+        page = page_bytes(model)
+    with Model(demo_path, device="cpu", kv_memory=4 * page, prefix_memory=4 * page) as model:
+        # The second time, its second page is shared in part: that page is kept beside the one of the session.
+        prompt = np.random.default_rng(1).integers(1, 900, 104)
+        options: dict[str, Any] = {"min_tokens": 90, "speculate": "off"}
+        first, second = (result_alone(model, prompt, 90, **options) for _ in range(2))
+        assert first == second
+        assert first[1] is None
+
+
 @pytest.mark.slow
 @settings(max_examples=30, deadline=None)
 @given(data=st.data())
@@ -90,18 +102,29 @@ def test_a_stream_fails_for_memory_only_where_it_fails_alone(demo_path: Path, da
     pages = data.draw(st.integers(1, 4), label="pages")
     texts = data.draw(
         st.lists(
-            st.tuples(st.integers(1, 64 * pages), st.integers(1, 90), st.integers(1, 3), st.booleans()),
+            st.tuples(
+                st.integers(1, 64 * pages),
+                st.integers(1, 90),
+                st.integers(1, 3),
+                st.booleans(),
+                st.sampled_from(["lookup", "off"]),
+            ),
             min_size=2,
             max_size=6,
         ),
-        label="tokens of the prompt, of the text, kind of prompt, sampled",
+        label="tokens of the prompt, of the text, kind of prompt, sampled, speculate",
     )
     prefix_memory = data.draw(st.sampled_from([0, 4 * page]), label="prefix_memory")
     with Model(demo_path, device="cpu", kv_memory=pages * page, prefix_memory=prefix_memory) as model:
-        prompts = [np.random.default_rng(kind).integers(1, 900, length) for length, _, kind, _ in texts]
+        prompts = [np.random.default_rng(kind).integers(1, 900, length) for length, _, kind, _, _ in texts]
         options: list[dict[str, Any]] = [
-            {"max_tokens": made, "seed": i, "temperature": 0.9 if sampled else 0.0}
-            for i, (_, made, _, sampled) in enumerate(texts)
+            {
+                "max_tokens": made,
+                "seed": i,
+                "temperature": 0.9 if sampled else 0.0,
+                "speculate": speculate,
+            }
+            for i, (_, made, _, sampled, speculate) in enumerate(texts)
         ]
         expected = [result_alone(model, p, **o) for p, o in zip(prompts, options, strict=True)]
         scheduler = Scheduler(model, max_streams=data.draw(st.integers(2, 6), label="max_streams"))
