@@ -44,10 +44,13 @@ def as_cached(rows: Floats, kv_dtype: str) -> Floats:
     return rows.astype({"f16": np.float16, "f32": np.float32}[kv_dtype]).astype(np.float32)
 
 
+Case = tuple[Floats, Floats, Floats, npt.NDArray[np.float64]]
+
+
 @cache
 def attention_case(
     kv_dtype: str, heads: int, key_dim: int, value_dim: int, window: int, both_ways: bool
-) -> tuple[Floats, Floats, Floats, npt.NDArray[np.float64]]:
+) -> Case:
     """Return queries of 37 tokens, keys and values of 203 positions, and attention in float64."""
     q, keys, values = (
         normal(37, heads * key_dim),
@@ -72,67 +75,67 @@ ATTENTION_SHAPES = [  # heads of queries, dimensions of keys and values, window,
 ]
 
 
-@each_set
-@pytest.mark.parametrize(
-    ("kv_dtype", "heads", "key_dim", "value_dim", "window", "both_ways"),
-    [
-        (kv_dtype, *shape)
-        for kv_dtype in ("f16", "f32", "q8_0")
-        for shape in ATTENTION_SHAPES
-        if kv_dtype != "q8_0" or not (shape[1] % 32 or shape[2] % 32)  # its blocks have 32 dimensions
-    ],
-)
-def test_attention(
-    isa: str, kv_dtype: str, heads: int, key_dim: int, value_dim: int, window: int, both_ways: bool
-) -> None:
-    q, keys, values, expected = attention_case(kv_dtype, heads, key_dim, value_dim, window, both_ways)
-    scale = key_dim**-0.5
-    single = np.full(expected.shape, np.nan, np.float32)
-    for t in range(len(q)):
-        cpu.attention(isa, q, keys, values, kv_dtype, window, scale, t, 1, single, both_ways=both_ways)
-    error = {"f16": ATTENTION_ERROR[isa], "f32": ATTENTION_ERROR["f32"], "q8_0": Q8_ATTENTION_ERROR}[kv_dtype]
-    assert np.abs(single - expected).max() <= error * np.abs(expected).max()
-    for first, count in ((0, 32), (16, 16), (32, 5), (3, 7)):
-        out = np.full_like(single, SENTINEL)
-        cpu.attention(isa, q, keys, values, kv_dtype, window, scale, first, count, out, both_ways=both_ways)
-        np.testing.assert_array_equal(out[first : first + count], single[first : first + count])
-        assert np.all(np.delete(out, np.s_[first : first + count], axis=0) == SENTINEL)
+each_kv_dtype = pytest.mark.parametrize("kv_dtype", ["f16", "f32", "q8_0"])
 
 
 @each_set
-@pytest.mark.parametrize("kv_dtype", ["f16", "f32", "q8_0"])
+@each_kv_dtype
+def test_attention(isa: str, kv_dtype: str) -> None:
+    for shape in ATTENTION_SHAPES:
+        heads, key_dim, value_dim, window, both_ways = shape
+        if kv_dtype == "q8_0" and (key_dim % 32 or value_dim % 32):  # its blocks have 32 dimensions
+            continue
+        q, keys, values, expected = attention_case(kv_dtype, heads, key_dim, value_dim, window, both_ways)
+        inputs, options = (isa, q, keys, values, kv_dtype, window, key_dim**-0.5), {"both_ways": both_ways}
+        single = np.full(expected.shape, np.nan, np.float32)
+        for t in range(len(q)):
+            cpu.attention(*inputs, t, 1, single, **options)
+        assert np.abs(single - expected).max() <= error_of(isa, kv_dtype) * np.abs(expected).max(), shape
+        for first, count in ((0, 32), (16, 16), (32, 5), (3, 7)):
+            out = np.full_like(single, SENTINEL)
+            cpu.attention(*inputs, first, count, out, **options)
+            here = np.s_[first : first + count]
+            np.testing.assert_array_equal(out[here], single[here], err_msg=str(shape))
+            assert np.all(np.delete(out, here, axis=0) == SENTINEL), shape
+
+
+@each_set
+@each_kv_dtype
 def test_attention_at_any_last_position_within_a_page(isa: str, kv_dtype: str) -> None:
     """It is followed only by NaN in memory."""
     q, keys, values = normal(1, 96), normal(130, 32, seed=1), normal(130, 32, seed=2)
-    error = {"f16": ATTENTION_ERROR[isa], "f32": ATTENTION_ERROR["f32"], "q8_0": Q8_ATTENTION_ERROR}[kv_dtype]
     for n in range(1, len(keys) + 1):
         out = np.full_like(q, np.nan)
         cpu.attention(isa, q, keys[:n], values[:n], kv_dtype, 0, 32**-0.5, 0, 1, out)
         k, v = as_cached(keys[:n], kv_dtype), as_cached(values[:n], kv_dtype)
         expected = reference_attention(q, k, v, 3, 0, 32**-0.5)
-        assert np.abs(out - expected).max() <= error * np.abs(values[:n]).max(), n
+        assert np.abs(out - expected).max() <= error_of(isa, kv_dtype) * np.abs(values[:n]).max(), n
+
+
+@cache
+def long_case(kv_dtype: str, window: int, both_ways: bool) -> Case:
+    """Return queries of positions 1,003 to 1,039, keys, values and attention in float64."""
+    q, keys, values = normal(37, 96), normal(1040, 32, seed=1), normal(1040, 64, seed=2)
+    k, v = as_cached(keys, kv_dtype), as_cached(values, kv_dtype)
+    return q, keys, values, reference_attention(q, k, v, 3, window, 32**-0.5, both_ways)
 
 
 @each_set
-@pytest.mark.parametrize("kv_dtype", ["f16", "f32", "q8_0"])
-@pytest.mark.parametrize(("window", "both_ways"), [(0, False), (600, False), (20, False), (1200, True)])
-def test_attention_may_be_computed_split_by_split(
-    isa: str, kv_dtype: str, window: int, both_ways: bool
-) -> None:
-    """Tokens 1,003 to 1,039: the third split begins among them, and a window ends before some splits."""
-    q, keys, values = normal(37, 96), normal(1040, 32, seed=1), normal(1040, 64, seed=2)
-    k, v = as_cached(keys, kv_dtype), as_cached(values, kv_dtype)
-    expected = reference_attention(q, k, v, 3, window, 32**-0.5, both_ways)
-    single = np.full(expected.shape, np.nan, np.float32)
-    for t in range(len(q)):
-        cpu.attention(isa, q, keys, values, kv_dtype, window, 32**-0.5, t, 1, single, both_ways=both_ways)
-    error = {"f16": ATTENTION_ERROR[isa], "f32": ATTENTION_ERROR["f32"], "q8_0": Q8_ATTENTION_ERROR}[kv_dtype]
-    assert np.abs(single - expected).max() <= error * np.abs(expected).max()
-    for first, count, by_splits in (0, 32, False), (0, 32, True), (17, 8, True), (20, 1, True), (21, 1, True):
-        out = np.full_like(single, np.nan)
-        options = {"both_ways": both_ways, "by_splits": by_splits}
-        cpu.attention(isa, q, keys, values, kv_dtype, window, 32**-0.5, first, count, out, **options)
-        np.testing.assert_array_equal(out[first : first + count], single[first : first + count])
+@each_kv_dtype
+def test_attention_may_be_computed_split_by_split(isa: str, kv_dtype: str) -> None:
+    """The third split begins among the positions, and a window ends before some splits."""
+    for window, both_ways in ((0, False), (600, False), (20, False), (1200, True)):
+        q, keys, values, expected = long_case(kv_dtype, window, both_ways)
+        inputs = (isa, q, keys, values, kv_dtype, window, 32**-0.5)
+        single = np.full(expected.shape, np.nan, np.float32)
+        for t in range(len(q)):
+            cpu.attention(*inputs, t, 1, single, both_ways=both_ways)
+        assert np.abs(single - expected).max() <= error_of(isa, kv_dtype) * np.abs(expected).max(), window
+        for first, count, by_splits in ((0, 32, 0), (0, 32, 1), (17, 8, 1), (20, 1, 1), (21, 1, 1)):
+            out = np.full_like(single, np.nan)
+            cpu.attention(*inputs, first, count, out, both_ways=both_ways, by_splits=bool(by_splits))
+            here = np.s_[first : first + count]
+            np.testing.assert_array_equal(out[here], single[here], err_msg=f"window {window}")
 
 
 @each_set
@@ -164,6 +167,11 @@ ATTENTION_ERROR = dict.fromkeys([*SETS, "f32"], 1e-5) | dict.fromkeys(["avx512bf
 # Queries and weights of the softmax keep 15 bits and their sign there: half a unit is 2^-16 of the largest.
 # The errors of a query's dimensions add up in a score, with a deviation of some 2^-15.
 Q8_ATTENTION_ERROR = 2**-13
+
+
+def error_of(isa: str, kv_dtype: str) -> float:
+    """Return the largest error relative to the largest output."""
+    return {"f16": ATTENTION_ERROR[isa], "f32": ATTENTION_ERROR["f32"], "q8_0": Q8_ATTENTION_ERROR}[kv_dtype]
 
 
 @each_set

@@ -62,25 +62,26 @@ FLOATS = [Type.F32, Type.F16, Type.BF16]
 
 
 @each_pair_set
-@pytest.mark.parametrize("kind", [*FLOATS, *QUANTIZED], ids=lambda kind: str(kind.name))
-def test_weights_are_rounded_to_the_nearest_bfloat16(isa: str, kind: Type) -> None:
+def test_weights_are_rounded_to_the_nearest_bfloat16(isa: str) -> None:
     rows = 70
-    if kind in FLOATS:
-        cols = 100
-        exact = widened(bfloat16(normal(rows, cols))) if kind == Type.BF16 else normal(rows, cols)
-        raw = file_bytes(kind, exact)
-        exact = exact.astype(np.float16).astype(np.float32) if kind == Type.F16 else exact
-    else:
-        cols = 256
-        raw, exact = random_weight(kind, rows, cols)
-    weights = paired_weights(isa, kind, raw, rows, cols)
-    assert np.all(weights[:rows].view(np.uint32) & 0xFFFF == 0)
-    if kind in FLOATS:
-        np.testing.assert_array_equal(weights[:rows], widened(bfloat16(exact)))
-    half_unit = np.ldexp(1.0, np.frexp(exact)[1] - 9)  # of eight significant bits
-    # Scales times codes are rounded to float32 first, by one step more or less than in `gguf`.
-    assert np.all(np.abs(weights[:rows] - exact.astype(np.float64)) <= half_unit * (1 + 2.0**-12))
-    np.testing.assert_array_equal(weights[rows:], 0)  # the group is filled up with zeros
+    for kind in (*FLOATS, *QUANTIZED):
+        if kind in FLOATS:
+            cols = 100
+            exact = widened(bfloat16(normal(rows, cols))) if kind == Type.BF16 else normal(rows, cols)
+            raw = file_bytes(kind, exact)
+            exact = exact.astype(np.float16).astype(np.float32) if kind == Type.F16 else exact
+        else:
+            cols = 256
+            raw, exact = random_weight(kind, rows, cols)
+        weights = paired_weights(isa, kind, raw, rows, cols)
+        assert np.all(weights[:rows].view(np.uint32) & 0xFFFF == 0), kind.name
+        if kind in FLOATS:
+            np.testing.assert_array_equal(weights[:rows], widened(bfloat16(exact)), err_msg=kind.name)
+        half_unit = np.ldexp(1.0, np.frexp(exact)[1] - 9)  # of eight significant bits
+        # Scales times codes are rounded to float32 first, by one step more or less than in `gguf`.
+        error = np.abs(weights[:rows] - exact.astype(np.float64))
+        assert np.all(error <= half_unit * (1 + 2.0**-12)), kind.name
+        np.testing.assert_array_equal(weights[rows:], 0)  # the group is filled up with zeros
 
 
 @each_pair_set
