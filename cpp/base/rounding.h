@@ -5,7 +5,7 @@
 
 namespace metal_prefill {
 
-// Static, so that sources which are built for one instruction set do not lend their copy to others.
+// Static: sources built for one instruction set must not share their copy with others.
 
 // The parts of `size` that hold `n`.
 template <typename T>

@@ -14,7 +14,7 @@ namespace metal_prefill {
 // Counts of one call, for Session::stats().
 struct CallCounters {
   std::uint64_t passes = 0;
-  double multiply_adds = 0;  // of products and attention, where the engine counts them
+  double multiply_adds = 0;  // of products and attention, if the engine counts them
   double seconds = 0;        // that the host spent in passes
   std::uint64_t dispatches = 0, command_buffers = 0, allocations = 0;
   double gpu_seconds = 0;
@@ -27,7 +27,7 @@ class Cache {
  public:
   virtual ~Cache() = default;
 
-  // Makes positions [kept, end) writable and keeps those before them. Changes nothing when it throws.
+  // Makes positions [kept, end) writable and keeps those before them. Changes nothing if it throws.
   virtual void reserve(int kept, int end, CallCounters& counters) = 0;
   // Releases the pages that only later positions need.
   virtual void truncate(int positions) = 0;

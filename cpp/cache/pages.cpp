@@ -93,7 +93,7 @@ std::vector<PageId> PagePool::take_reserved(std::size_t n) {
     holders_.reserve(wanted);
     free_.reserve(wanted);
     std::vector<PageId> added(wanted - existing);
-    std::iota(added.rbegin(), added.rend(), PageId(existing));  // the lowest is taken first
+    std::iota(added.rbegin(), added.rend(), PageId(existing));  // lowest first
     free_.insert(free_.begin(), added.begin(), added.end());
     n_idle_ += added.size();
     holders_.resize(wanted, 0);

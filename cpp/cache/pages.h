@@ -41,7 +41,7 @@ class PageStore {
   virtual void grow(std::size_t pages) = 0;
   // The first `positions` of a page, in every layer.
   virtual void copy(PageId from, PageId to, int positions) = 0;
-  // Somebody is about to write to the page.
+  // The page is about to be written to.
   virtual void taken(PageId) {}
   // The page has no holder: its memory may be returned to the system until it is taken again.
   virtual void idle(PageId) {}
@@ -57,7 +57,7 @@ class MemoryBudget {
   MemoryBudget(const MemoryBudget&) = delete;
   MemoryBudget& operator=(const MemoryBudget&) = delete;
 
-  // False, and no change, where that would exceed the limit.
+  // Returns false, without a change, if that would exceed the limit.
   bool take(std::size_t bytes);
   void give_back(std::size_t bytes) { used_ -= bytes; }
   std::size_t limit() const { return limit_; }

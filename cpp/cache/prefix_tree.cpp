@@ -200,8 +200,8 @@ bool PrefixTree::drop_oldest(bool unused_only) {
     if (!first_held) first_held = oldest_;
     touch(oldest_);
   }
-  // Sessions may hold every leaf without the pages before it: where one has computed a page that the tree
-  // has too, its next pages are inserted after that of the tree.
+  // Sessions may hold every leaf without the pages before it: if a session computes a page that the tree
+  // already has, its next pages are inserted after that of the tree.
   for (Node* node = oldest_; node; node = node->newer) {
     ++examined_;
     if (pool_.is_shared(node->page)) continue;

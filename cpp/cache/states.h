@@ -1,4 +1,4 @@
-// States of recurrent layers: what such a layer keeps of all tokens before a position.
+// States of recurrent layers, which summarize all tokens before a position.
 //
 // A slot of a pool holds the states of all recurrent layers of a model at one position of a sequence, in
 // float32. A pass reads one slot and writes others, and no slot is written twice. A fork, a snapshot, and a
@@ -76,8 +76,7 @@ struct StateWrite {
 struct ChunkStates {
   StateRef before;                 // before the first token
   std::vector<StateWrite> writes;  // in ascending order of tokens. An engine may replace the slots by others
-  StateRef
-      ahead;  // for the token after the chunk, where the engine may start on it (GreedyOutput::continues)
+  StateRef ahead;  // for the token after the chunk, if the engine may start on it (GreedyOutput::continues)
 };
 
 class SequenceStates;
@@ -91,14 +90,14 @@ class StatePool {
   // Throws as PagePool::take.
   StateRef take() { return {slots_, slots_.take(1).front()}; }
   // Positions between the snapshots of a long sequence: as many pages as take the memory of a snapshot, or a
-  // fixed number where pages have no K and V.
+  // fixed number if pages have no K and V.
   int interval() const { return interval_; }
-  // Whether a pass writes a state after each draft. Where a state is too large for that, the accepted drafts
-  // are computed again.
+  // Whether a pass writes a state after each draft. If a state is too large for that, accepted drafts are
+  // computed again.
   bool writes_each_draft() const { return slots_.page_bytes() <= kMostDraftBytes; }
   // Releases the snapshot that was used least recently; false: there is none.
   bool drop_snapshot();
-  // Asked for memory that is not needed, as PagePool::reclaim.
+  // Called to free unneeded memory, as PagePool::reclaim.
   void set_reclaim(std::function<bool()> reclaim) { slots_.reclaim = std::move(reclaim); }
 
   std::size_t slot_bytes() const { return slots_.page_bytes(); }
@@ -144,12 +143,12 @@ class SequenceStates {
   void replace(int position, StatePoint point);
   // Becomes a copy of another session's states at or before `position`.
   void share(const SequenceStates& from, int position);
-  // The states that a pass is to write: always the one after all `tokens`; as far as there is room, those at
-  // each interval, at `marks` (positions) and, where it has drafts, after each token from `first_draft` on.
-  // Throws as StatePool::take.
+  // The states that a pass is to write: always the one after all `tokens`; if there is room, those at each
+  // interval, at `marks` (positions) and, with drafts, after each token from `first_draft` on. Throws as
+  // StatePool::take.
   struct Wanted {
     int tokens;
-    int first_draft;  // tokens of the chunk before its drafts; `tokens` where it has none
+    int first_draft;  // tokens of the chunk before its drafts; `tokens` if it has none
     bool keep_last;
     std::span<const int> marks;
   };

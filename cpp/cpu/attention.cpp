@@ -35,7 +35,7 @@ bool normed_together(const AttentionStep& step, const QkNorm& norm) {
   return norm.weight && step.config.qk_norm_place == QkNormPlace::kRows;
 }
 
-// Norms a head, or all heads of a row together, where they are.
+// Norms a head, or all heads of a row together, in place.
 void normalize_heads(const Context& c, const AttentionStep& step, const QkNorm& norm, float* heads) {
   apply(c.kernels, {norm.weight, norm.bias, norm.weight.cols, step.config.norm_eps, step.config.norm_kind},
         heads, heads);
@@ -131,8 +131,8 @@ AttentionHead attention_head(const AttentionStep& step, const AttentionItem& ite
   };
 }
 
-// A split of an item, number `split` of its sequence. Each split prepares queries of its own: none waits for
-// another.
+// A split of an item, number `split` of its sequence. Each split prepares its own queries, so no thread waits
+// for another.
 void attend_to_split(const Context& c, const AttentionStep& step, const AttentionItem& item, int split,
                      int rows, const AttentionSplits& splits) {
   const std::size_t n_heads = std::size_t(step.config.n_heads), first_head = std::size_t(item.first_head);
@@ -294,7 +294,8 @@ void add_key_blocks(std::vector<RowRange>& blocks, std::span<const Row> rows, in
 }
 
 int attention_splits(const Config& config, int window, std::span<const QueryTile> tiles, int threads) {
-  constexpr int kItemsOfThread = 4;  // as long as the longest: with more, threads end together anyway
+  constexpr int kItemsOfThread =
+      4;  // as long as the longest: with more items, threads finish together anyway
   if (threads == 1 || rows_of(tiles) > kQueryTile) return 1;
   int splits = 1;
   double longest = 0, all = 0;
@@ -311,7 +312,7 @@ AttentionItems::AttentionItems(const AttentionStep& step, std::span<const QueryT
     : step_(step), tiles_(tiles), threads_(threads) {
   const Config& config = step.config;
   splits_ = attention_splits(config, config.window(step.layer), tiles, threads);
-  // Where a single token has too few groups to share among threads, its heads go one by one.
+  // If a single token has too few groups for all threads, items are single heads.
   const bool single = tiles.size() == 1 && tiles[0].count == 1;
   group_ = config.n_heads / config.n_kv_heads;
   heads_ = single && config.n_kv_heads * splits_ < threads ? 1 : group_;
@@ -350,7 +351,7 @@ void attend(const Context& c, const AttentionStep& step, const AttentionItems& i
   const int window = config.window(step.layer), rows = rows_of(items.tiles());
   const int columns = items.heads() * config.value_dim;
   const bool whole_blocks = columns % out.forms.block_cols() == 0;
-  // False where other splits of the item are still to come.
+  // False while other splits of the item are not complete.
   const auto attend_to = [&](const AttentionItem& item, int i) {
     if (items.splits() == 1) {
       prepare_queries(c, step, item, step.q);
@@ -369,7 +370,7 @@ void attend(const Context& c, const AttentionStep& step, const AttentionItems& i
   if (const QkNorm norm = query_norm(step); normed_together(step, norm))
     c.worker.for_each(rows, [&](int i) { normalize_heads(c, step, norm, step.q.row(i)); });
   c.for_each(items.count(), [&](int i) {
-    // Not all that was asked for during the products is still near.
+    // Some of what was prefetched during the products may have been evicted.
     if (items.tiles().size() > 1 && i + 1 < items.count()) items.fetch(i + 1);
     const AttentionItem item = items[i];
     if (!attend_to(item, i)) return;

@@ -1,4 +1,4 @@
-// Aligned memory that throws the engine's own error when it cannot be had.
+// Aligned memory that throws the engine's own error if the system has none.
 #pragma once
 
 #include <cstddef>
@@ -10,8 +10,8 @@
 
 namespace metal_prefill::cpu {
 
-// Zeroed bytes, aligned to 64 (a cache line, the widest vector). Large buffers lie on huge pages where the
-// system offers them: weights are streamed, and 4 KiB pages would cost a TLB miss every few blocks.
+// Zeroed bytes, aligned to 64 (a cache line, the widest vector). Large buffers use huge pages if the system
+// offers them: weights are streamed, and 4 KiB pages would cost a TLB miss every few blocks.
 class Buffer {
  public:
   Buffer() = default;

@@ -1,9 +1,9 @@
-// Causal convolution over the last tokens of a sequence, channel by channel: the result is
-// w[0] * u of the oldest token + ... + w[taps - 1] * u of the token itself. The terms are added in this order
-// whatever pass a token is in. The state before a token is u of the taps - 1 tokens before it.
+// Causal convolution over the last tokens of a sequence, channel by channel: the result is w[0] * u of the
+// oldest token + ... + w[taps - 1] * u of the token itself. The terms are added in this order in any pass.
+// The state before a token is u of the taps - 1 tokens before it.
 //
 // With gates, a row of the input is [b | c | x], u is b * x, and the result is multiplied by c. Without them
-// a row is u; the result gets a bias, where there is one, and the activation SiLU.
+// a row is u; the result gets a bias, if there is one, and the activation SiLU.
 #include <algorithm>
 
 #include "ops.h"
@@ -26,7 +26,7 @@ const float* input_of(const ConvStep& step, const Row& row, int back, int first,
     return made;
   }
   if (row.state) {
-    // The state has that of the token before the chunk last.
+    // The last column of the state is that of the token before the chunk.
     const int at = step.taps - 1 - (back - row.in_chunk);
     return row.state + step.first + std::ptrdiff_t(at) * step.channels + first;
   }

@@ -1,4 +1,4 @@
-// The portable engine: what its sessions share, and the pages that they hold.
+// The portable engine: the weights and threads that sessions share, and their pages.
 #include "../engine/engine.h"
 
 #include <algorithm>

@@ -9,8 +9,7 @@ namespace metal_prefill::cpu {
 
 namespace {
 
-// Added to the sum of a row's scores where each is a sigmoid, and all may be tiny. As in the published
-// models.
+// Added to the sum of sigmoid scores, all of which may be tiny. As in the published models.
 constexpr float kSigmoidEps = 1e-6f;
 
 // The scores of a row, in place of the products of the router.

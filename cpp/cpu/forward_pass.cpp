@@ -15,7 +15,7 @@ enum class LogitsUse {
   kNone,     // they are not computed
   kLargest,  // nowhere: only the largest is needed
   kCaller,   // to the caller's memory
-  kPass,     // to the workspace, where the pass reads them
+  kPass,     // to the workspace, from which the pass reads them
 };
 LogitsUse logits_use(const Output& output) {
   return std::visit(
@@ -98,7 +98,7 @@ void ForwardPass::run_layers(const Context& c) {
   deliver_hidden(c);
 }
 
-// Stores what later tokens read of all rows, and computes the wanted ones, which become the first rows of x.
+// Stores K, V and states of all rows, and computes the wanted rows, which become the first of x.
 void ForwardPass::run_layer(const Context& c, int layer, const Rows& wanted) {
   const BlockOutput mixed = mix(c, layer, wanted);
   const int n = wanted.count();
@@ -131,7 +131,7 @@ ForwardPass::BlockOutput ForwardPass::mix(const Context& c, int layer, const Row
   return attention(c, layer, wanted);
 }
 
-// The rest of a layer, which concerns each row by itself.
+// The rest of a layer, which treats each row independently.
 void ForwardPass::finish_layer(const Context& c, int layer, const BlockOutput& mixed,
                                const StreamRows& rows) {
   const LayerWeights& m = model_.layers[std::size_t(layer)];
@@ -190,7 +190,7 @@ ForwardPass::BlockOutput ForwardPass::short_convolution(const Context& c, int la
   return {w.conv_out, kNoTensor, m.post_attn_norm, work_.conv};
 }
 
-// Where the layer also has attention, that reads the same rows of x, and adds to them first.
+// In a layer that also has attention, attention reads the same rows of x and adds to them first.
 ForwardPass::BlockOutput ForwardPass::scan(const Context& c, int layer, const Rows& wanted) {
   const LayerWeights& m = model_.layers[std::size_t(layer)];
   const CpuLayer& w = weights_.layers[std::size_t(layer)];
@@ -272,7 +272,7 @@ AttentionStep ForwardPass::attention_step(int layer) const {
 }
 
 // Keys and values of all rows, into the cache, and queries of the wanted rows, which become the first rows of
-// x. Meanwhile prefetches what attention reads first.
+// x. Meanwhile prefetches the first keys of attention.
 void ForwardPass::project_qkv(const Context& c, const CpuLayer& w, const AttentionStep& step,
                               const AttentionItems& items, const Rows& wanted) {
   const LayerWeights& m = step.weights;
@@ -297,7 +297,7 @@ void ForwardPass::project_qkv(const Context& c, const CpuLayer& w, const Attenti
   multiply(c, {q}, normed(n_wanted), n_wanted);
 }
 
-// x += w * in; where the model has a norm after the block, x += norm(w * in).
+// x += w * in, or x += norm(w * in) in a model with norms after its blocks.
 void ForwardPass::add_residual(const Context& c, const BlockOutput& w, const StreamRows& rows) {
   const bool add = !w.norm && !w.separate;
   multiply(c, {{.weight = w.weight, .out = add ? rows.x : rows.block, .bias = &w.bias, .add = add}},
@@ -316,7 +316,7 @@ void ForwardPass::normalize_attended(const Context& c, const LayerWeights& m, co
                   rows.normed);
 }
 
-// x = norm(x), where the model norms the residual stream itself.
+// x = norm(x), in a model that norms the residual stream itself.
 void ForwardPass::normalize_stream(const Context& c, const Tensor& weight, const Tensor& bias,
                                    const StreamRows& rows) {
   if (weight)
@@ -381,7 +381,7 @@ void ForwardPass::deliver_hidden(const Context& c) {
   });
 }
 
-// Log probabilities of targets and sampled tokens, where those are wanted.
+// Log probabilities of targets, and sampled tokens, if requested.
 void ForwardPass::use_logits(const Context& c, std::span<const Wanted> wanted) {
   if (std::none_of(wanted.begin(), wanted.end(),
                    [](const Wanted& w) { return logits_use(w.chunk->output) == LogitsUse::kPass; }))
@@ -472,7 +472,7 @@ void ForwardPass::plan(std::span<Chunk> chunks) {
   for (const bool with_logits : {true, false})
     for (Chunk& chunk : chunks)
       if ((logits_use(chunk.output) != LogitsUse::kNone) == with_logits) add(chunk);
-  // Logits that only the pass needs take turns: at most kHeadRows are in use at a time.
+  // Logits that only the pass needs share the memory of kHeadRows rows.
   std::size_t used = 0;
   for (std::size_t i = 0; i < logits_.size(); ++i)
     if (logits_use(outputs_[i].chunk->output) == LogitsUse::kPass)

@@ -111,7 +111,7 @@ class ForwardPass {
   std::vector<RowRange> sequences_;   // of all rows
   std::vector<RowRange> key_blocks_;  // likewise
   std::vector<Wanted> outputs_;       // those of logits first, after them hidden states
-  std::vector<float*> logits_;        // where those of each output go; null: only the largest is wanted
+  std::vector<float*> logits_;        // destination of each output's logits; null: only the largest is needed
 };
 
 }  // namespace metal_prefill::cpu

@@ -4,7 +4,7 @@
 //   S = exp(decay * softplus(alpha + step)) S;   S += k sigmoid(beta) (v - k S);   out = q S / sqrt(key_dim)
 //
 // where q and k, which a convolution made, are divided by their lengths. Each head is then normed and
-// multiplied by SiLU of its gate. Tokens are computed one by one whatever pass they are in.
+// multiplied by SiLU of its gate. Tokens are computed one by one, in any pass.
 #include <algorithm>
 #include <cmath>
 

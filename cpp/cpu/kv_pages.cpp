@@ -190,7 +190,7 @@ void copy_tiles(int rows, int columns, const Matrix& from, const Matrix& to) {
 using Words = std::uint32_t __attribute__((vector_size(16)));
 using Floats = float __attribute__((vector_size(16)));
 
-// `mask` is all ones or zero, as comparisons give it.
+// `mask` is all ones or zero, the result of a comparison.
 template <typename Mask>
 Words select(Mask mask, Words yes, Words no) {
   return (Words(mask) & yes) | (~Words(mask) & no);

@@ -10,7 +10,7 @@ namespace {
 
 // Tokens of an item at most: what it unpacks is used for all, its results fit the L1 cache.
 constexpr int kTokenBlock = 192;
-// The same where quantized weights become pairs, which takes as long as many tokens do.
+// The same if quantized weights become pairs, which takes as long as many tokens.
 constexpr int kWidenedTokenBlock = 512;
 // Tokens of a part in products of panels: with their results they stay in the L1 cache. Whole tiles of all
 // sets.
@@ -69,8 +69,7 @@ bool is_whole(const Tensor& tensor, int group) {
   return std::size_t(tensor.cols) % kFloatPad == 0 && (group + 1) * kGroupRows <= tensor.rows;
 }
 
-// Rows of a group in float32: where they lie in the file, or a copy that is zero beyond the matrix and in the
-// padding.
+// Rows of a group in float32: in the file, or a copy that is zero beyond the matrix and in the padding.
 FloatRows expand_group(const Context& c, const Linear& linear, int group) {
   const Tensor& tensor = linear.tensor;
   if (tensor.type == TensorType::kF32 && is_whole(tensor, group))
@@ -97,7 +96,7 @@ FloatRows expand_group(const Context& c, const Linear& linear, int group) {
   return rows;
 }
 
-// Whether a group of 16-bit floats can be multiplied where it lies.
+// Whether a group of 16-bit floats can be multiplied without a copy.
 bool lies_ready(const Tensor& tensor, int group) {
   return (tensor.type == TensorType::kF16 || tensor.type == TensorType::kBF16) && is_whole(tensor, group);
 }
@@ -125,7 +124,7 @@ void count_products(const Context& c, const Linear& linear, int group, int token
   c.scratch.multiply_adds += double(n_rows) * linear.packed.cols * tokens;
 }
 
-// A group of pairs that is multiplied in parts; null where that is as it was packed.
+// A group of pairs that is multiplied in parts; null if it is multiplied as packed.
 const PairBlock* panels_of(const Context& c, const Linear& linear, int group) {
   if (!linear.pairs) return nullptr;
   return pairs_of_group(c.kernels, linear.packed, group, c.scratch.weights.data());
@@ -221,7 +220,7 @@ void gate_group(const Context& c, const GateAndUp& w, int group, const Activatio
   const int row = group * kGroupRows, n_rows = std::min(kGroupRows, w.up.packed.rows - row);
   const GroupBias gate_bias(w.gate_bias, row, n_rows), up_bias(w.up_bias, row, n_rows);
   alignas(64) Tile gates, ups;
-  // Stores the results of a part of the tokens in the other forms of h.
+  // Stores results of some tokens in the other forms of h.
   const auto store = [&](RowRange part, const float* from, std::size_t stride) {
     if (!whole_blocks) return;
     if (h.forms.int8) {
@@ -343,7 +342,7 @@ void multiply_gated_experts(const Context& c, const GatedExperts& w, const Route
                             const Activations& x, const Activations& h) {
   const int groups = w.up[0].packed.groups(), columns = w.up[0].packed.rows;
   const int most = most_tokens(unpacking_tokens(w.up[0]));
-  // Shares of the tiles, whichever experts they are of, so that all threads have work.
+  // Divides tiles of all experts among the threads, so that each has work.
   const int shares = std::clamp(ceil_div(kItemsOfThread * c.worker.count(), groups), 1, routes.most_tiles());
   c.for_each(groups * shares, [&](int item) {
     const int tiles = routes.tiles(), share = item % shares;

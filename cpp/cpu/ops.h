@@ -20,7 +20,7 @@ namespace metal_prefill::cpu {
 
 struct Best {
   float value = 0;
-  int index = -1;  // -1: nothing but NaN was seen
+  int index = -1;  // -1: all were NaN
 };
 
 // Memory that each thread needs for itself.
@@ -109,7 +109,7 @@ struct QueryTile {
   int first, count;
   int index;     // of the first row, among all of the pass
   int position;  // likewise
-  int end;       // of the positions that rows see where they see later ones
+  int end;       // of the positions that rows see, if they see later ones
   std::byte* const* pages;
 };
 // Rows of a tile, for a pass of `total` rows: K and V are read once for all of them, but all threads should
@@ -120,10 +120,10 @@ void add_tiles(std::vector<QueryTile>& tiles, std::span<const Row> rows, int fir
 // Cuts rows of one sequence, of which the first is number `first`, where blocks of keys end: a block of a
 // page is filled by one thread.
 void add_key_blocks(std::vector<RowRange>& blocks, std::span<const Row> rows, int first);
-// The most splits of positions (kSplitPositions) that a tile sees, where threads share positions; else 1.
+// The most splits of positions (kSplitPositions) that a tile sees if threads share positions; else 1.
 int attention_splits(const Config& config, int window, std::span<const QueryTile> tiles, int threads);
 
-// The embedding of tokens, with those of their positions and types where the model has them.
+// The embedding of tokens, with those of their positions and types if the model has them.
 void embed(const Context& c, const Model& model, std::span<const Row> rows, const FloatRows& x);
 
 // Kernels::multiply_int8 with blocks of either kind; `scratch` has room for a widened group.
@@ -175,7 +175,7 @@ void multiply_gated_experts(const Context& c, const GatedExperts& w, const Route
 // x += factor * (down * h) of each expert of a row, in the order of experts.
 void add_experts(const Context& c, std::span<const Linear> down, const Routes& routes, const Activations& h,
                  const FloatRows& x);
-// Logits of rows [0, rows) of x. `logits` names where each goes, null where only the largest is wanted, which
+// Logits of rows [0, rows) of x. `logits` names where each goes, null if only the largest is needed, which
 // the scratch of each thread collects from best[first_best] on.
 void multiply_head(const Context& c, const Linear& head, const NormedRows& x, int rows, float* const* logits,
                    int first_best);
@@ -223,7 +223,7 @@ struct AttentionStep {
   const LayerWeights& weights;
   const KvPages& cache;
   int layer;
-  const float* rotations;  // the layer's rotation table; null where the layer does not rotate
+  const float* rotations;  // the layer's rotation table; null if the layer does not rotate
   const float* slopes;     // [n_heads] of ALiBi; null without it
   const float* bias;       // [n_heads][kBiasRow] of relative positions, at distance 0; null without it
   FloatRows q, k, v;
@@ -233,7 +233,7 @@ struct AttentionStep {
 struct AttentionItem {
   const QueryTile& tile;
   int kv_head, first_head, heads;
-  int seen_split;  // which of the splits that the tile sees, where threads share positions; else 0
+  int seen_split;  // number of the tile's split if threads share positions; else 0
 };
 // How attention of a layer is cut into items. In a long context, few rows are few items, and some are much
 // longer than others: then threads share positions as well.
@@ -244,15 +244,15 @@ class AttentionItems {
   int count() const { return int(tiles_.size()) * (step_.config.n_heads / heads_) * splits_; }
   AttentionItem operator[](int i) const;
   std::span<const QueryTile> tiles() const { return tiles_; }
-  // As attention_splits() has it.
+  // As returned by attention_splits().
   int splits() const { return splits_; }
   // Query heads of an item.
   int heads() const { return heads_; }
 
   // Prefetches the parts of the cache that an item reads first.
   void fetch(int i) const;
-  // The same for one of `shares` shares of the items, which are those of threads: while products are
-  // computed, which need little of the memory's speed. Attention would wait for it.
+  // The same for one of `shares` shares of the items, one for each thread: while products are computed, which
+  // leave memory idle. Attention would wait for it.
   void fetch_share(int share, int shares) const;
 
  private:
@@ -279,11 +279,11 @@ class CacheWriter {
                      const float* products) const;
   // Columns [column, column + columns) of keys or values are computed, for all rows.
   void computed(const Context& c, CachePart part, int column, int columns) const;
-  // Stores what was not stored as it was computed.
+  // Stores the rest.
   void store_rest(const Context& c) const;
 
  private:
-  // Whether rows are so few that each item of a product has all of them, as computed() takes for granted.
+  // Whether rows are so few that each item of a product has all of them, as computed() requires.
   bool at_once() const { return rows_.size() <= kTileTokens; }
   void store_keys(const Context& c, RowRange block, int head) const;
   void store_values(const Context& c, RowRange block, int head) const;
@@ -293,8 +293,8 @@ class CacheWriter {
   const std::span<const RowRange> blocks_;
   std::atomic<int>* const done_;
 };
-// Norms and rotates queries and attends, in the forms that `out` asks for. `splits` has room for each split
-// of the rows, where threads share positions.
+// Norms and rotates queries and attends, in the forms of `out`. `splits` has room for each split of the rows
+// if threads share positions.
 void attend(const Context& c, const AttentionStep& step, const AttentionItems& items,
             const AttentionSplits& splits, const Activations& out);
 
@@ -309,10 +309,10 @@ struct ConvStep {
 };
 // A row of the result.
 void convolve(const Context& c, const ConvStep& step, const Row& row, float* out);
-// Writes the inputs of the next convolution where the row has a place for a state.
+// Writes the inputs of the next convolution if the row has a place for a state.
 void store_conv_state(const ConvStep& step, const Row& row);
-// Convolves the wanted rows, which become the first rows of `out`, in the forms that it asks for, and writes
-// the states of all rows.
+// Convolves the wanted rows, which become the first rows of `out`, in its forms, and writes the states of all
+// rows.
 void causal_conv(const Context& c, const ConvStep& step, std::span<const Row> all,
                  std::span<const Row> wanted, const Activations& out);
 
@@ -345,7 +345,7 @@ struct DeltaStep {
 // Goes through the tokens of each sequence and writes the states of the rows that have a place for one.
 void gated_delta(const Context& c, const DeltaStep& step, std::span<const Row> all,
                  std::span<const RowRange> sequences);
-// The norm of each head of the wanted rows, times SiLU of its gate, in the forms that `out` asks for.
+// The norm of each head of the wanted rows, times SiLU of its gate, in the forms of `out`.
 void gated_norm(const Context& c, const Norm& norm, const FloatRows& x, const FloatRows& gate,
                 std::span<const Row> wanted, int heads, const Activations& out);
 

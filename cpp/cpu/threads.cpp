@@ -22,8 +22,8 @@ namespace {
 // taken.
 constexpr int kSpins = 2000;
 
-// Spins before a thread takes items of others, 1 to 2 µs: items that are of equal length end together, and to
-// look into the shares of others while they end would slow them down.
+// Spins before a thread takes items of others, 1 to 2 µs: items of equal length finish together, and
+// examining the shares of others would slow them down.
 constexpr int kPatience = 30;
 
 inline void pause() {
@@ -158,8 +158,9 @@ void Team::start(Body body, void* argument) {
   Worker worker(this, 0, first_phase_);
   body(argument, worker);
   inside_.fetch_and(~kOpen, std::memory_order_acq_rel);
-  wait_until(inside_,
-             [](std::uint32_t inside) { return inside == 0; });  // they still use what body refers to
+  wait_until(inside_, [](std::uint32_t inside) {
+    return inside == 0;
+  });  // they still use the objects that body refers to
 }
 
 void Team::loop(int index) {

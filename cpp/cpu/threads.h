@@ -2,14 +2,14 @@
 //
 // Inside, work is divided by `for_each`: every thread begins with its own contiguous share of the items and,
 // once that is done and the others are not about to finish, takes single items from the shares of others. So
-// all finish together though one may be slower, and memory is walked in order. Which thread computes an item
-// never changes its value.
+// all finish together even if one is slower, and memory is read in order. An item has the same value on any
+// thread.
 //
-// A phase (one for_each) is over when its items are done, not when all threads have arrived: a thread that
-// the system has taken off its core holds up the others only if it sits on an item. When it comes back it
-// passes through the phases that it missed.
+// A phase (one for_each) is over when its items are done, not when all threads have arrived: a preempted
+// thread delays the others only while it has an item. When it continues it passes through the phases that it
+// missed.
 //
-// In a forked process, which has none of the threads, the next run starts them anew.
+// A forked process has none of the threads: its next run starts them anew.
 #pragma once
 
 #include <atomic>
@@ -79,8 +79,8 @@ class Team {
 
   int size() const { return size_; }
 
-  // Runs body(worker) on this thread and on all others of the team that find the time, and returns when none
-  // is in it any more. One call at a time. The body must not throw.
+  // Runs body(worker) on this thread and on all idle threads of the team, and returns when all have left it.
+  // One call at a time. The body must not throw.
   template <typename F>
   void run(F&& body) {
     start([](void* f, Worker& worker) { (*static_cast<std::remove_reference_t<F>*>(f))(worker); }, &body);

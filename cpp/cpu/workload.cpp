@@ -67,7 +67,7 @@ std::unique_ptr<Workload> peak_workload(const std::string& set, const std::strin
   return std::make_unique<Workload>(
       threads,
       [loop](Worker& worker, int) {
-        // One item for each thread: none has to wait before all are done.
+        // One item for each thread.
         worker.for_each(worker.count(), [&](int) { loop(kRounds); });
       },
       products * threads, 0);

@@ -1,4 +1,4 @@
-// The limits of the machine, each timed on a team of its own: benchmarks compare the engine with them.
+// The limits of the machine, each timed on a separate team; benchmarks compare the engine with them.
 #pragma once
 
 #include <cstddef>

@@ -31,8 +31,8 @@ struct Activations {
   }
 };
 
-// Rows of the residual stream, and what the steps after attention need for them, which concern each row by
-// itself. Named as in Workspace.
+// Rows of the residual stream, and the memory of the steps after attention, which treat each row
+// independently. Named as in Workspace.
 struct StreamRows {
   int count;
   FloatRows x, block;
@@ -69,7 +69,7 @@ struct Routes {
   }
   int pairs() const { return rows * used; }
   int tiles() const { return first[experts] / kTileTokens; }
-  // However the rows are routed: all threads cut a step into the same items.
+  // For any routing of the rows: all threads cut a step into the same items.
   int most_tiles() const {
     const int started = std::min(experts, pairs());
     return started + (pairs() - started) / kTileTokens;
@@ -105,7 +105,7 @@ Buffer reserve_normed(const Config& config, const Weights& weights, int rows, Ac
 // Room for `rows` rows. Named as in the forward pass.
 struct Workspace {
   FloatRows x;                 // [rows][dim]: the residual stream
-  FloatRows block;             // [rows][dim]: a block's output where a norm follows it
+  FloatRows block;             // [rows][dim]: a block's output if a norm follows it
   FloatRows q;                 // [rows][n_heads * query_step]
   FloatRows k;                 // [rows][n_kv_heads * key_dim]
   FloatRows v;                 // [rows][n_kv_heads * value_dim]
@@ -122,7 +122,7 @@ struct Workspace {
   Activations scan;            // [rows][scan_dim()]: gated and normed
   float* rotations = nullptr;  // [tables][rows][rope_dim] cosines and sines
   float* logits = nullptr;     // [logit_rows][vocab_size]
-  AttentionSplits splits;      // where threads share positions
+  AttentionSplits splits;      // if threads share positions
   // [2][n_kv_heads]: products of heads of keys and values that are done; 0 between layers.
   std::atomic<int>* cache_done = nullptr;
 
@@ -133,7 +133,7 @@ struct Workspace {
             ffn.rows_from(first_ffn)};
   }
 
-  // Makes room, in one allocation for the rows and one for the logits; does nothing where there is enough.
+  // Makes room, in one allocation for the rows and one for the logits; does nothing if there is enough.
   // Throws DeviceError without a change.
   void reserve(const Config& config, const Weights& weights, std::size_t rope_tables, int rows,
                int logit_rows);

@@ -31,11 +31,11 @@ struct Dispatch {
   std::vector<std::string> buffers;  // labels, by binding
   std::vector<std::byte> args;       // the kernel's struct of shaders/args_fields.h
   std::string args_struct;           // its name
-  // The rows that it works on, where a kernel reads or writes K and V: of each run of consecutive rows of a
-  // sequence, the position of the first, and their number.
+  // The rows of a kernel that reads or writes K and V: for each run of consecutive rows of a sequence, the
+  // position of the first, and their number.
   std::vector<std::array<int, 2>> runs;
   double start = 0, end = 0;  // seconds of the GPU's clock
-  // By binding, where a trace keeps them.
+  // By binding, if a trace keeps them.
   std::vector<Contents> before, after;
 };
 

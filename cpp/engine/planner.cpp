@@ -18,7 +18,7 @@ int shared_prefix(const PlannedRequest& request, const PlannedRequest& from) {
   return copies ? std::max(shared, common - 1) : shared;
 }
 
-// Lets a request wait if one of those that get rows computes a prefix that it needs, too.
+// Lets a request wait if one of the chosen computes a prefix that it needs.
 bool waits(PlannedRequest& request, std::span<PlannedRequest* const> chosen) {
   request.leader = nullptr;
   request.shared = 0;

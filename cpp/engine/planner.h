@@ -9,7 +9,7 @@
 
 namespace metal_prefill {
 
-// What the planner knows of a request, and its part of the next pass.
+// A request as the planner sees it, and its part of the next pass.
 struct PlannedRequest {
   std::span<const TokenId> tokens;
   int done = 0;        // tokens that are computed

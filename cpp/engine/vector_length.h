@@ -1,5 +1,5 @@
-// The length of a vector. Sums are made in the order of NumPy's, so that they are bitwise the same as those
-// and on every processor.
+// The length of a vector. Sums are made in NumPy's order, so that they are bitwise equal to its sums, on
+// every processor.
 #pragma once
 
 #include <span>

@@ -9,7 +9,7 @@ namespace metal_prefill {
 // file.
 class FileMapping {
  public:
-  // Throws std::system_error, and std::invalid_argument where the file has fewer than `bytes` bytes by now.
+  // Throws std::system_error, and std::invalid_argument if the file now has fewer than `bytes` bytes.
   FileMapping(int descriptor, std::size_t bytes);
   ~FileMapping();
   FileMapping(const FileMapping&) = delete;

@@ -1,8 +1,8 @@
-// The tensor types as the host reads them: the one place where blocks of quantized values are taken apart.
+// The tensor types on the host, which unpacks blocks of quantized values here only.
 //
 // A quantized format reads a row in spans of 32 columns. codes() writes the codes of a span. A code stands
 // for an integer: itself less kZero, or the one that kTable names. A value is scale * integer + min. A scale
-// is for half a span, and both halves may have the same. Formats with scale_code() declare kMaxScale, the
+// is for half a span; both halves may have the same one. Formats with scale_code() declare kMaxScale, the
 // largest integer that it or min_code() returns.
 //
 // Sources that are built for one instruction set do not include this.
@@ -95,7 +95,7 @@ int integer_of(std::uint8_t code) {
     return int(code) - Format::kZero;
 }
 
-// Properties that the formats have in common: how large their blocks are, and where the scales are.
+// Common properties of the formats: the size of their blocks, and the place of the scales.
 
 template <class B>
 struct Scaled {  // one f16
@@ -182,7 +182,7 @@ inline void nibbles(const u8_t qs[16], std::uint8_t out[kSpan]) {
   }
 }
 
-// Likewise, with bit 4 of each value in a bit of qh.
+// The same, with bit 4 of each value in a bit of qh.
 inline void nibbles_and_bits(const u8_t qs[16], const u8_t qh[4], std::uint8_t out[kSpan]) {
   nibbles(qs, out);
   for (int i = 0; i < kSpan; i += 8) {

@@ -33,13 +33,13 @@ enum class LayerKind : std::uint8_t {
   kGatedDelta,              // a convolution, then the gated delta rule: a matrix for each head
 };
 
-// The step of a layer that takes each token by itself.
+// The step of a layer that treats each token independently.
 enum class FeedForwardKind : std::uint8_t {
   kNone,
   kDense,
   kExperts,  // a router chooses some of many for each token
 };
-// What turns the products of the router into scores: over all experts, or of each one.
+// How products of the router become scores: over all experts, or of each one.
 enum class RouterScore { kSoftmax, kSigmoid };
 
 constexpr bool has_attention(LayerKind kind) {
@@ -54,8 +54,8 @@ constexpr bool has_matrix_state(LayerKind kind) {
   return has_state_space(kind) || kind == LayerKind::kGatedDelta;
 }
 
-// Hyperparameters, in the notation of the GGUF metadata. What differs between architectures is data here, so
-// that the forward passes know no architecture by name.
+// Hyperparameters, in the notation of the GGUF metadata. Architectures differ only in this data; the forward
+// passes know none by name.
 struct Config {
   std::string architecture;
   int n_layers = 0;
@@ -100,21 +100,21 @@ struct Config {
 
   // Per layer; empty if all layers have the same value.
   std::vector<std::uint8_t> layer_uses_rope;  // empty: every layer rotates
-  // Attention window in positions: those up to a token's own, or, where it sees both ways, half before it and
-  // half after it. 0 = all; empty: all.
+  // Attention window in positions: those up to a token's own, or, in both directions, half before it and half
+  // after it. 0 = all; empty: all.
   std::vector<int> layer_window;
   std::vector<float> layer_rope_base;    // empty: rope_base
-  std::vector<float> layer_rope_factor;  // divides positions; empty: rope_factor where kLinear
+  std::vector<float> layer_rope_factor;  // divides positions; empty: rope_factor if kLinear
   std::vector<LayerKind> layer_kinds;    // empty: attention
 
-  std::vector<FeedForwardKind> layer_feed_forwards;  // empty: dense where ffn_dim > 0
+  std::vector<FeedForwardKind> layer_feed_forwards;  // empty: dense if ffn_dim > 0
 
   // Feed-forwards with experts. A token goes through the `experts_used` with the best scores, and their
   // outputs are added with the scores as factors.
   int n_experts = 0;     // expert_count
   int experts_used = 0;  // expert_used_count
   int expert_dim = 0;    // expert_feed_forward_length
-  int shared_dim = 0;    // expert_shared_feed_forward_length, of one that takes all tokens; 0: none
+  int shared_dim = 0;    // expert_shared_feed_forward_length, of an expert for all tokens; 0: none
   RouterScore router_score = RouterScore::kSoftmax;
   bool normalize_routes = false;  // a token's factors are divided by their sum
   float route_scale = 1.0f;       // expert_weights_scale, multiplies the factors
@@ -166,7 +166,7 @@ struct Config {
   int window(int layer) const { return layer_window.empty() ? 0 : layer_window[layer]; }
 
   // A pass keeps the residual stream divided by residual_scale. A block then adds its output without a
-  // factor, and RMSNorm with stream_eps() makes the same of the stream as with norm_eps of the undivided one.
+  // factor, and RMSNorm of the stream with stream_eps() equals RMSNorm of the undivided one with norm_eps.
   float stream_embedding_scale() const { return embedding_scale / residual_scale; }
   float stream_eps() const { return block_eps() / (residual_scale * residual_scale); }
   float block_eps() const { return norm_eps * dim_filled; }  // of norms of a block's output
@@ -176,7 +176,7 @@ struct Config {
   }
 };
 
-// ALiBi (arXiv:2108.12409): what each head subtracts from a score for each position that a key is away. Empty
+// ALiBi (arXiv:2108.12409): each head subtracts its slope from a score for each position of distance. Empty
 // without ALiBi. Slopes are powers of one factor; those of heads beyond a power of two lie between the
 // others.
 inline std::vector<float> alibi_slopes(const Config& config) {
@@ -234,7 +234,7 @@ struct LayerWeights {
 #include "tensors.inc"
 };
 
-// The mapped file. The engines keep it alive for as long as they hold views into it.
+// The mapped file. Engines keep it alive while they hold views into it.
 struct Mapping {
   const std::byte* data = nullptr;  // page-aligned start of the mapping
   std::size_t bytes = 0;
@@ -244,7 +244,7 @@ struct Mapping {
 struct Model {
   Config config;
   Mapping mapping;
-  Mapping packed;  // what Engine::packed_weights() of an engine like this one gave; empty: nothing is known
+  Mapping packed;  // Engine::packed_weights() of an equal engine; empty: pack anew
   std::vector<LayerWeights> layers;
 #define MODEL_TENSOR(member, ...) Tensor member;
 #include "tensors.inc"
@@ -255,8 +255,8 @@ struct Model {
 void validate(const Model& model);
 
 // Where each layer has its K and V in a page: its number among those with attention; of a layer without it,
-// that of the one before it, or -1. Where tokens see later ones, all layers take turns in one place: a pass
-// computes a text whole, and nothing reads K and V of a layer after it.
+// that of the one before it, or -1. If tokens see later ones, all layers share one place: a pass computes
+// whole texts, and K and V of a layer are not read after it.
 std::vector<int> attention_places(const Config& config);
 
 }  // namespace metal_prefill

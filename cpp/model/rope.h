@@ -24,7 +24,7 @@ struct Rope {
   bool operator==(const Rope&) const = default;
 };
 
-// Layers with the same rotations share a rope. That of layers without rotation has no frequencies.
+// Layers with the same rotations share a rope. Layers without rotation have one without frequencies.
 struct Ropes {
   explicit Ropes(const Model& model);
 

@@ -33,11 +33,11 @@ enum class Extent {
   kSharedFfn,      // shared_dim
   kHeads,          // n_heads
   kBiasBuckets,    // BIAS_BUCKETS
-  kQueries,        // n_heads * key_dim, or twice as many where a gate follows each query
+  kQueries,        // n_heads * key_dim, or twice as many if a gate follows each query
   kKeys,           // n_kv_heads * key_dim
   kValues,         // n_kv_heads * value_dim
   kAttention,      // n_heads * value_dim
-  kQueryNorm,      // key_dim, or as kQueries where a norm takes all heads together
+  kQueryNorm,      // key_dim, or as kQueries if a norm takes all heads together
   kKeyNorm,        // likewise, or as kKeys
   kRotatedPairs,   // rope_dim / 2
   kChannels,       // of a short convolution: dim
@@ -124,8 +124,7 @@ void for_each_tensor(AnyModel& model, const Visit& visit) {
 // The filter of a layer's convolution, or a tensor that is absent.
 const Tensor& conv_filter(const LayerWeights& layer);
 
-// The place of a tensor by its role; layer -1 for those that belong to none. Null where there is no such
-// place.
+// The place of a tensor by its role; layer -1 for tensors outside the layers. Null if there is no such place.
 Tensor* find_tensor(Model& model, std::string_view role, int layer);
 
 }  // namespace metal_prefill

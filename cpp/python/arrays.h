@@ -52,7 +52,7 @@ class Result {
 using FloatResult = Result<float>;
 
 // Between chunks: runs signal handlers (so that Ctrl-C works) and the caller's callback. An exception in
-// either stops the prompt; it is raised once the session has settled.
+// either stops the prompt; it is raised after the session has settled.
 class ProgressGuard {
  public:
   explicit ProgressGuard(nb::object callback) : callback_(std::move(callback)) {}

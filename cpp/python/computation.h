@@ -1,5 +1,5 @@
-// What calls of Engine.forward_batch and forward_pass compute: requests, with the objects that they refer to
-// and the memory of their results.
+// Requests of Engine.forward_batch and forward_pass, with the objects that they refer to and the memory of
+// their results.
 #pragma once
 
 #include <nanobind/nanobind.h>

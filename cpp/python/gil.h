@@ -3,8 +3,7 @@
 // When Python exits while a daemon thread is inside a call, that thread must never ask for the GIL again.
 // While the interpreter ends, CPython up to 3.13 answers by pthread_exit(), which unwinds the stack through
 // destructors that must not throw or need the GIL; once it has ended, there is no interpreter to ask. Either
-// aborts the process. Here such a thread stops instead, as it does in Python 3.14, and the process exits
-// around it.
+// aborts the process. Here such a thread stops instead, as in Python 3.14, while the process exits.
 #pragma once
 
 #include <Python.h>

@@ -71,7 +71,7 @@ class ModelBuilder {
 // A row of the table of tensors, with its shape in a model of some configuration.
 struct TensorSpec {
   const TensorRow* row;
-  std::string name;  // with {layer} where every layer has one
+  std::string name;  // with {layer} if every layer has one
   nb::tuple shape;
   std::optional<LayersOf> layers;  // none: it belongs to no layer
 };

@@ -1,9 +1,9 @@
 // Drafts of the tokens that follow a text, found in the text itself, at two places that may continue.
 //
-// The first is where the longest suffix of the text occurred before. If a text repeats a part with changes,
-// such as the rows of a table, nothing matches right after a change. The second is therefore the place of an
-// earlier long match: it is assumed to continue, with one token replaced by another, as long as enough of the
-// latest tokens agree.
+// The first follows the previous occurrence of the longest suffix of the text. If a text repeats a part with
+// changes, such as the rows of a table, nothing matches right after a change. The second is therefore the
+// place of an earlier long match: it is assumed to continue, with one token replaced by another, as long as
+// enough of the latest tokens agree.
 #pragma once
 
 #include <cstdint>
@@ -21,11 +21,11 @@ class Lookup {
   // `forced` tokens were not chosen, so an earlier occurrence says nothing about their continuation.
   void append(std::span<const TokenId> tokens, bool forced);
 
-  // How many of the last tokens occurred before, as one string, without forced ones at the end; 1 at least
-  // where anything did.
+  // How many of the last tokens occurred before, as one string, without forced ones at the end; at least 1 if
+  // anything did.
   int matched() const;
-  // How many tokens were the same since the last change, where a place is kept that has another continuation
-  // than the match.
+  // Number of equal tokens since the last change, if a place is kept whose continuation differs from that of
+  // the match.
   std::optional<int> since_change() const;
 
   // The tokens after the match, or after the kept place; at the end of the text, they are assumed to repeat.

@@ -263,8 +263,7 @@ void Sampler::keep_top_p(double target) {
 }
 
 // Keeps the fewest candidates with the smallest keys, among equal ones those of lowest id, whose weights sum
-// to `target`. Bisects until the last kept candidate is found, so that no more of them are sorted than
-// necessary.
+// to `target`. Bisects until the last kept candidate is found, so that few of them are sorted.
 void Sampler::keep_fewest(double target) {
   const auto is_before = [](const Candidate& a, const Candidate& b) {
     return a.key != b.key ? a.key < b.key : a.id < b.id;

@@ -1,4 +1,4 @@
-// Where the longest suffix of a text occurred before.
+// Finds the previous occurrence of the longest suffix of a text.
 //
 // A suffix automaton has a state for each set of strings that end at the same positions of the text. It grows
 // by a token in constant amortized time, and keeps the longest suffix of the text that occurred before.

@@ -15,7 +15,7 @@ struct LayerLinear {
   Tensor LayerWeights::* tensor;
   Linear CpuLayer::* linear;
   Extent rows, cols;
-  // Products whose differences decide between experts have no other rounding than that of float32.
+  // Routers, whose small differences decide between experts, are multiplied in float32.
   bool is_exact() const { return rows == Extent::kExperts; }
 };
 constexpr LayerLinear kLayerLinears[] = {
@@ -181,7 +181,7 @@ Forms& Weights::input_of(Extent cols) {
 }
 
 // In the order in which a token reads them: one linear stream, which the processor fetches ahead. Groups of
-// gate and up are multiplied in turns, so they alternate.
+// gate and up alternate, as they are multiplied.
 std::size_t Weights::lay_out(std::byte* base) {
   std::size_t bytes = 0;
   const auto place = [&](std::initializer_list<Linear*> in_turns) {
@@ -269,7 +269,7 @@ Weights::Weights(const Model& model, Compute compute, const Kernels& kernels, Te
   packed_bytes_ = lay_out(nullptr);
   were_packed_ = packed_bytes_ > 0 && given_.bytes == packed_bytes_;
   if (were_packed_) {
-    lay_out(const_cast<std::byte*>(given_.data));  // which nobody writes to
+    lay_out(const_cast<std::byte*>(given_.data));  // which is never written to
     return;
   }
   arena_ = Buffer(packed_bytes_, "packed weights");

@@ -18,7 +18,7 @@ namespace metal_prefill::cpu {
 struct Linear {
   Tensor tensor;
   PackedMatrix packed;
-  bool pairs = false;  // multiplied in pairs of bfloat16, quantized weights once they are widened
+  bool pairs = false;  // multiplied in pairs of bfloat16, quantized weights after they are widened
   bool super = false;  // multiplied with activations that share a scale in a super-block
 
   bool wide() const { return packed.packing == Packing::kRotatedWide; }
@@ -70,8 +70,8 @@ struct Forms {
   }
 };
 
-// Copies norms and biases, and lets the model refer to the copies. In the file they lie between matrices: who
-// reads them there brings back pages of matrices, which the system maps around them.
+// Copies norms and biases, and lets the model refer to the copies. In the file they are between matrices:
+// reading them there would load pages of the matrices around them.
 Buffer gather_vectors(Model& model);
 
 // Whether products round so much that attention in pairs of bfloat16 adds little.
@@ -79,8 +79,8 @@ bool rounds_coarsely(const Model& model, Compute compute);
 
 class Weights {
  public:
-  // Packs what is not multiplied in float32 on all threads; then the file's pages may leave memory. Or takes
-  // Model::packed in place of that, if it has the right size. The model must outlive it.
+  // Packs all matrices that are not multiplied in float32, on all threads; then the file's pages may leave
+  // memory. Takes Model::packed instead, if it has the right size. The model must outlive it.
   Weights(const Model& model, Compute compute, const Kernels& kernels, Team& team);
 
   std::vector<CpuLayer> layers;
@@ -101,8 +101,8 @@ class Weights {
   bool were_packed() const { return were_packed_; }
   // The filter of a convolution, [taps][channels].
   const float* filter(int layer) const { return filters_[std::size_t(layer)].data(); }
-  // Copies Model::packed to memory of its own, once: a mapped file lies on small pages, on which a token of a
-  // small model takes 1.4 times as long. Left to the first pass, that does not delay opening.
+  // Copies Model::packed once, in the first pass, which does not delay opening: a mapped file has small
+  // pages, from which a token of a small model takes 1.4 times as long.
   void settle(Team& team);
 
  private:
@@ -116,7 +116,7 @@ class Weights {
   std::size_t packed_bytes_ = 0;
   bool were_packed_ = false;
   Buffer arena_;
-  std::vector<std::vector<float>> filters_;  // of each layer; empty where it has none
+  std::vector<std::vector<float>> filters_;  // of each layer; empty if it has none
 };
 
 }  // namespace metal_prefill::cpu

@@ -50,7 +50,7 @@ class Device {
   // Throws DeviceError without a GPU of Apple's seventh family or later, or one that passes the trial.
   Device();
   // The same for an engine: matrix units are used if the GPU has them and they pass a trial, which compiles
-  // kernels. From here on the GPU's driver compiles on as many threads as it likes.
+  // kernels. From here on the GPU's driver compiles on any number of threads.
   static Device of_engine(const MetalOptions& options);
 
   // The same device, with its allocations and commands counted in `counters`, which must outlive it.
@@ -66,7 +66,7 @@ class Device {
   bool is_native() const { return native_; }
   std::string name() const;
   std::string families() const;  // such as Apple7, Metal3
-  // The reason for which a GPU does not use its matrix units; empty if it uses them, or has none.
+  // Why a GPU does not use its matrix units; empty if it uses them, or has none.
   const std::string& no_matmul_tensor() const { return no_matmul_tensor_; }
 
   // Throws DeviceError naming the buffer and its size.
@@ -85,7 +85,7 @@ class Device {
     if (counters_) ++counters_->dispatches;
   }
 
-  // Copies between the host, where the pieces follow each other, and places of any buffers.
+  // Copies between consecutive pieces on the host and places of any buffers.
   struct Piece {
     View place;
     std::size_t bytes;

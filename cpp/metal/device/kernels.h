@@ -81,7 +81,7 @@ class Kernels {
 #define METAL_PREFILL_TYPE(shader_name, Name, number) std::size_t(number),
   static constexpr std::size_t kTypes = std::max({EACH_TENSOR_TYPE(METAL_PREFILL_TYPE)}) + 1;
 #undef METAL_PREFILL_TYPE
-  // Those of the keys of these indices. Without archives: compiles.
+  // Pipelines of the keys of these indices. Without archives: compiles.
   void build(const Device& device, std::span<const std::size_t> indices,
              const std::vector<id<MTLFunction>>& functions, NSArray<id<MTLBinaryArchive>>* archives);
   void keep(std::size_t index, id<MTLComputePipelineState> pipeline);

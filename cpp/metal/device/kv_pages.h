@@ -23,7 +23,7 @@ class KvPages final : public Slots {
   void write(std::span<const PageId> pages, int layer, bool values, int positions, const std::byte* in);
 
  private:
-  // Where the rows are, page by page.
+  // Places of the rows, page by page.
   std::vector<Device::Piece> pieces(std::span<const PageId> pages, int layer, bool values,
                                     int positions) const;
 

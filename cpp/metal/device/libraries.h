@@ -19,7 +19,7 @@ struct Libraries {
   std::map<std::string, id<MTLLibrary>> by_kernel;
   bool compiled = false;  // when the package was built
 
-  // Null where no library has the kernel.
+  // Null if no library has the kernel.
   id<MTLFunction> function(const std::string& kernel) const;
   void add(const Libraries& others) { by_kernel.insert(others.by_kernel.begin(), others.by_kernel.end()); }
 };

@@ -14,9 +14,8 @@ namespace metal_prefill::metal {
 enum class Gpu { kIdle, kBusy };
 
 // Encodes the dispatches of a pass in command buffers, which run one after another, and after those of
-// earlier passes. The first is committed early where the GPU is idle, so that it need not wait until the host
-// has encoded the pass, and others once they have enough work: macOS ends a command buffer that runs for
-// seconds.
+// earlier passes. The first is committed early if the GPU is idle, so that it need not wait until the host
+// has encoded the pass, others when they have enough work: macOS ends a command buffer that runs for seconds.
 class MetalEncoder final : public Encoder {
  public:
   // `label` names the pass in errors.

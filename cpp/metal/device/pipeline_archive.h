@@ -21,7 +21,7 @@ class PipelineArchive {
   bool is_kept() const { return !folder_.empty(); }
   // Null if no process has stored one, or if it is damaged.
   id<MTLBinaryArchive> read() const;
-  // Compiles the functions into an archive for later processes. Does nothing where that fails: they compile
+  // Compiles the functions into an archive for later processes. Does nothing if that fails: they compile
   // again.
   void write(std::span<const id<MTLFunction>> functions) const;
 

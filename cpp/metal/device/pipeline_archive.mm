@@ -22,7 +22,7 @@ namespace fs = std::filesystem;
 
 constexpr std::string_view kSuffix = ".pipelines";
 
-// Nothing where the file cannot be read.
+// Empty if the file cannot be read.
 std::optional<std::string> checksum_of(const std::string& path) {
   std::ifstream file(path, std::ios::binary);
   if (!file) return std::nullopt;
@@ -93,7 +93,7 @@ void PipelineArchive::write(std::span<const id<MTLFunction>> functions) const {
       for (const std::string& old : damaged)
         if (old != path.string()) fs::remove(old, error);
     }
-  fs::remove(part, error);  // where it was not renamed
+  fs::remove(part, error);  // if it was not renamed
 }
 
 }  // namespace metal_prefill::metal

@@ -17,11 +17,11 @@
 namespace metal_prefill::metal {
 
 // macOS may take memory from the GPU while no command buffer uses it, and the next pass then waits for it.
-// From version 15 on it can be told not to, by residency sets. Other programs can make it take a whole set,
-// so there are several. All objects of a process together keep at most 65% of the machine's memory, and what
-// fits the device. Version 26 forgets that after about a second, so a thread repeats the request while the
-// memory is in use, and for `kept_seconds` after that. Before version 15, where the SDK of the build knew no
-// such sets, and where the GPU is not native, this does nothing.
+// From version 15 on residency sets prevent that. Other programs can make it take a whole set, so there are
+// several. All objects of a process together keep at most 65% of the machine's memory, and no more than the
+// device holds. Version 26 forgets a request after about a second, so a thread repeats it while the memory is
+// in use, and for `kept_seconds` after that. Does nothing before version 15, if the SDK of the build lacked
+// residency sets, or if the GPU is not native.
 class Residency {
  public:
   Residency(const Device& device, double kept_seconds, bool is_wanted);
@@ -30,7 +30,7 @@ class Residency {
   Residency& operator=(const Residency&) = delete;
 
   void add(id<MTLBuffer> buffer);
-  void remove(id<MTLBuffer> buffer);  // nothing happens where it was not added
+  void remove(id<MTLBuffer> buffer);  // does nothing if it was not added
   // A pass is about to use the memory.
   void used();
   std::size_t bytes() const { return bytes_.load(std::memory_order_relaxed); }

@@ -73,7 +73,7 @@ Residency::Set* Residency::set_with_room(std::size_t bytes) {
   return smallest == sets_.end() ? nullptr : &*smallest;
 }
 
-// What exceeds the limit is managed as usual.
+// Memory beyond the limit is managed as usual.
 void Residency::add(id<MTLBuffer> buffer) {
   const std::size_t length = buffer.length;
   if (!is_wanted_) return;

@@ -12,7 +12,7 @@
 namespace metal_prefill::metal {
 
 // All slots are in one buffer, so that a kernel finds a slot by its number. When more are needed, a larger
-// buffer takes the place of the old one, with its contents.
+// buffer replaces the old one, with its contents.
 class Slots : public PageStore {
  public:
   // With `poison`, slots are filled with NaN whenever they are taken, which reveals kernels that read

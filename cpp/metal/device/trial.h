@@ -10,7 +10,7 @@ namespace metal_prefill::metal {
 // Runs the kernel `trial`. Empty if its results are right; otherwise describes the error.
 std::string failure_of_trial(id<MTLDevice> device, id<MTLCommandQueue> queue);
 // The same of the kernels `matmul_tensor`, with weights in half precision, and of `attention_tensor`: why
-// none of them is used, or why tall tiles, or those of attention, are not. Empty where they are.
+// none of them is used, or why tall tiles, or those of attention, are not. Empty if all are used.
 struct TensorFailures {
   std::string any = {}, tall = {}, attention = {};
 };

@@ -188,7 +188,7 @@ Trial trial_of_tensors(const char* kernel, int tile_tokens, int tile_rows, int c
 Trial trial_of_attention(const char* kernel, int dims) {
   constexpr int kHeads = 3, kTokens = 40, kPosition = 30, kEnd = kPosition + kTokens;
   constexpr int kRows = kHeads * kTokens, kPool = 2 * PAGE_POSITIONS;
-  constexpr int kDistinct = 64;  // keys, each of which has a dimension of its own; others repeat the first
+  constexpr int kDistinct = 64;  // keys with a separate dimension each; others repeat the first
   static_assert(kEnd < kPool && kEnd > PAGE_POSITIONS && kRows > ATTENTION_TENSOR_ROWS);
   const auto at = [&](int row, int d) { return std::size_t(row * dims + d); };
   const auto place = [](int key) { return (key + PAGE_POSITIONS) % kPool; };
@@ -201,7 +201,7 @@ Trial trial_of_attention(const char* kernel, int dims) {
       values[at(place(key), d)] = float_to_half(float(w_at(key, d)));
     }
   for (int row = 0; row < kRows; ++row) {
-    constexpr int kFirst = kEnd - kDistinct;  // of the keys that none repeats
+    constexpr int kFirst = kEnd - kDistinct;  // of the keys that are not repeated
     const int position = kPosition + row / kHeads, after = position + 1;
     const int wanted = std::min(kFirst + 11 * row % (position - kFirst), kDistinct - 1);
     q[at(row, wanted)] = 64.0f;

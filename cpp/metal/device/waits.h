@@ -24,22 +24,22 @@ inline constexpr std::chrono::milliseconds kWaitStep(100);
 // about a tenth of a second, and macOS ends one that takes some seconds.
 double patience();
 
-// Whether a user may interrupt a wait. It takes the GIL, so the caller must hold nothing that a thread with
-// the GIL waits for, such as the lock of a pool of pages.
+// Whether a user may interrupt a wait. It takes the GIL, so the caller must not hold the lock of a pool of
+// pages, or anything else that a thread with the GIL waits for.
 enum class Interrupts { kTaken, kIgnored };
 
 // Returns when the command buffer has completed. Throws DeviceError if it does not within the patience, after
-// which the GPU is lost, or what raise_if_interrupted throws.
+// which the GPU is lost, or the error of raise_if_interrupted.
 void wait_for(id<MTLCommandBuffer> commands, Interrupts interrupts);
-// The same for destructors, which nothing interrupts: they wait for seconds only.
+// The same for destructors, which cannot be interrupted and wait for seconds only.
 void wait_briefly_for(id<MTLCommandBuffer> commands) noexcept;
 // Whether a command buffer never completed. The GPU may still use its buffers, so that engines are not freed.
 bool gpu_is_lost() noexcept;
 
 // Starts `n` jobs that Metal performs on its own threads, and returns their results. A job receives its index
-// and a function that it must call once with its result; it may throw instead. Throws what the last such job
-// threw, DeviceError if no job ends for a long time, or what raise_if_interrupted throws. Unfinished jobs go
-// on in the last two cases.
+// and a function that it must call once with its result; it may throw instead. Throws the error of the last
+// failed job, DeviceError if no job ends for a long time, or the error of raise_if_interrupted. Unfinished
+// jobs continue in the last two cases.
 template <typename Result, typename Start>
 std::vector<Result> run_concurrently(std::size_t n, const Start& start) {
   struct Jobs {

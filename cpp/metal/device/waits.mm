@@ -64,7 +64,7 @@ struct Waiter {
   }
 };
 
-// Those that no caller uses. They live until the process ends.
+// Idle waiters, which live until the process ends.
 class Waiters {
  public:
   static Waiters& instance() {

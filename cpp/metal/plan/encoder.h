@@ -1,4 +1,4 @@
-// Where the forward pass sends its dispatches: to a GPU, or to a list.
+// Destination of the dispatches of a forward pass: a GPU, or a list.
 #pragma once
 
 #include <cstddef>
@@ -18,7 +18,7 @@ struct Grid {
   std::size_t x, y = 1, z = 1;  // threadgroups
   std::size_t threads;          // of a threadgroup
   std::size_t threadgroup_bytes = 0;
-  double work = 0;  // multiply-adds, about, where a kernel has many
+  double work = 0;  // approximate multiply-adds, of kernels with many
 };
 
 // One dispatch, as passed to an encoder. Valid for the duration of the call.
@@ -30,7 +30,7 @@ struct Step {
   const Grid& grid;
   bool after_barrier;            // waits for the previous dispatches
   int layer;                     // -1: before the layers or after them
-  std::span<const RowRun> runs;  // the rows, where a kernel reads or writes the cache
+  std::span<const RowRun> runs;  // the rows, if a kernel reads or writes the cache
 };
 
 inline constexpr std::size_t kMaxThreads = 1024;

@@ -12,7 +12,7 @@
 
 namespace metal_prefill::metal {
 
-// Where a model's weights are.
+// The views of a model's weights.
 class WeightViews {
  public:
   virtual ~WeightViews() = default;
@@ -42,14 +42,14 @@ using ThreadLimit = std::function<std::size_t(const KernelKey&)>;
 
 // The kernels that multiply by the weights.
 enum class Path {
-  kFewTokens,   // matvec, activations in float32; a token gets the same bits alone and with others
-  kManyTokens,  // matmul, activations in float16 where it reads them
+  kFewTokens,   // matvec, activations in float32; bit-identical for a token alone and with others
+  kManyTokens,  // matmul, activations in float16 if it reads them
 };
 
 // Tables that the host writes for a pass; null if the list is empty.
 struct PassTables {
   View ids;      // [rows] int32
-  View types;    // [rows] int32, where the model has types of tokens
+  View types;    // [rows] int32, if the model has types of tokens
   View rows;     // as PassRows::rows
   View tiles;    // as PassRows::tiles
   View pages;    // block tables of the chunks, int32
@@ -65,17 +65,16 @@ class ForwardPass {
  public:
   ForwardPass(const Tuning& tuning, const Model& model, const EngineOptions& options, WeightViews& weights);
 
-  // The rows of a pass over these chunks. Chunks with few tokens get the bits that they would get alone where
-  // no chunk of the pass has more.
+  // The rows of a pass over these chunks. Results of chunks with few tokens are bit-identical to those of the
+  // chunk alone if no chunk of the pass has more tokens.
   PassRows rows_of(std::span<const PassChunk> chunks) const;
-  // Where the host writes the tables of the pass.
+  // Memory in which the host writes the tables of the pass.
   PassTables tables(const PassRows& rows, PassBuffers& buffers) const;
   // Sends the dispatches of the pass to `e`. The results appear in kResult, kHostLogits, kLogProbs and
-  // kHidden, in the order of the rows that they are wanted of.
+  // kHidden, in the order of the rows with outputs.
   void encode(Encoder& e, const PassRows& rows, PassBuffers& buffers) const;
 
-  // Every kernel that a pass can need, and the threads of its largest threadgroup, as far as `limit` leaves a
-  // choice.
+  // Every kernel that a pass can need, and the threads of its largest threadgroup, within `limit`.
   KernelThreads kernels(const ThreadLimit& limit = {}) const;
   const Tuning& tuning() const { return tuning_; }
   const CacheShape& cache_shape() const { return cache_shape_; }
@@ -97,8 +96,8 @@ class ForwardPass {
   struct BlockOutput {
     Projection w;
     View bias;           // null: there is none
-    Norm norm;           // of the block's output; no weight: it joins the residual stream as it is
-    Norm residual_norm;  // of the residual stream after that; no weight: it stays as it is
+    Norm norm;           // of the block's output; no weight: not normed
+    Norm residual_norm;  // of the residual stream after that; no weight: not normed
     Norm second_norm{};  // after it, of the result plus the input of the layer; no weight: there is none
   };
   struct Dense {
@@ -108,11 +107,11 @@ class ForwardPass {
     BlockOutput output{};
     int dim = 0;  // inner width
 
-    // True if gate and up are computed before SwiGLU, in dispatches of their own.
+    // True if gate and up are computed before SwiGLU, in separate dispatches.
     bool separate() const { return !gate_up.empty() && (gate_up.size() > 1 || !gated || bias); }
   };
   struct Layer {
-    Norm attn_norm, ffn_norm;    // no weight: the block reads the residual stream as it is
+    Norm attn_norm, ffn_norm;    // no weight: the block reads the residual stream
     Norm q_norm, k_norm;         // of a head, or of all together
     View q_bias, k_bias;         // added before q_norm and k_norm; null: they are in `bias`
     View bias;                   // of q, k and v; null: the model has none
@@ -157,7 +156,7 @@ class ForwardPass {
     PassBuffers& buffers;
     PassTables tables;
     Part all;
-    Part wanted;  // the rows whose output is asked for
+    Part wanted;  // the rows with an output
     Activations a;
   };
 
@@ -190,10 +189,10 @@ class ForwardPass {
   void gated_delta(Pass& pass, int layer, const Rows& wanted) const;
   // The states of a layer, from its matrices in the first slot on.
   View matrices(const Pass& pass, int layer) const;
-  // Norms x into `normed` and returns where the result is: where nothing is to be done, in x.
+  // Norms x into `normed` and returns the view of the result: x if there is no norm.
   View normalized(Encoder& e, const Norm& norm, const View& x, const View& normed, const Rows& rows) const;
   void norm_rows_of_qk(const Pass& pass, int layer) const;
-  // What normed_projections reads: x itself where the norm is part of the products.
+  // Input of normed_projections: x itself if the norm is part of the products.
   View input_of_projections(Encoder& e, const Norm& norm, const View& x, const View& normed,
                             const Rows& rows) const;
   void normed_projections(Encoder& e, const Norm& norm, const std::vector<Projection>& projections,
@@ -203,7 +202,7 @@ class ForwardPass {
   // Adds a block's output to the residual stream.
   void add_residual(const Pass& pass, const BlockOutput& output, const View& x, const View& residual,
                     const Rows& rows) const;
-  // `input` is x where the norm is part of the products.
+  // `input` is x if the norm is part of the products.
   void feed_forward(const Pass& pass, const Dense& w, const Norm& norm, const View& input, const View& x,
                     const Rows& rows) const;
   void experts(const Pass& pass, const Layer& w, const View& x, const Rows& rows) const;

@@ -30,7 +30,7 @@ void ForwardPass::encode(Encoder& e, const PassRows& rows, PassBuffers& buffers)
 
   embed(pass);
   for (int layer = 0; layer < config_.n_layers; ++layer) {
-    // The last layer writes K and V of every row, and continues only with rows whose output is wanted.
+    // The last layer writes K and V of every row, and continues only with rows that have an output.
     const bool last = layer == config_.n_layers - 1;
     e.enter_layer(layer);
     encode_layer(pass, layer, last ? pass.wanted : pass.all);
@@ -99,8 +99,7 @@ void ForwardPass::short_convolution(Pass& pass, int layer, const Rows& wanted) c
     add_residual(pass, w.attn_output, a.conv, a.x.row(std::size_t(wanted.first), config_.dim), wanted);
 }
 
-// The projections with which a layer begins, of all rows: for its attention, and for its state. Their input
-// is the same.
+// The first projections of a layer, of all rows: for its attention and for its state, from the same input.
 void ForwardPass::project_in(const Pass& pass, int layer) const {
   const Layer& w = layers_[std::size_t(layer)];
   const Activations& a = pass.a;
@@ -135,7 +134,7 @@ void ForwardPass::convolve(const Pass& pass, int layer, const View& out, const R
                    wanted.precision(), pass.rows.all.runs);
 }
 
-// Where the layer also has attention, that adds to the rows first, and convolves them if it rotates
+// In a layer that also has attention, attention adds to the rows first, and convolves them if it rotates
 // separately.
 void ForwardPass::scan(Pass& pass, int layer, const Part& wanted) const {
   const Layer& w = layers_[std::size_t(layer)];
@@ -213,7 +212,7 @@ void ForwardPass::attention(Pass& pass, int layer, const Part& wanted) const {
   const View qkv = a.projected.row(1, row.qkv);
   const LayerCache cache = pass.buffers.cache(layer);
   const View table = pass.buffers.rope_table(layer);
-  // A binding for which the model has no tensor is never read, but must have a buffer: any will do.
+  // A binding for which the model has no tensor is never read, but must have some buffer.
   const auto bound = [&](const View& view) { return view ? view : table; };
   const RopeInputs rope_inputs = {bound(w.bias), bound(w.q_norm.weight), bound(w.k_norm.weight), table};
 

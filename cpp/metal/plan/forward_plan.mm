@@ -21,7 +21,7 @@ std::size_t buffered_tokens(int tokens) {
   return std::size_t(tokens <= 8 ? tokens : round_up(tokens, 32));
 }
 
-// The tensors as one stack of rows, with offsets from the first of them in memory; nothing where they are in
+// The tensors as one stack of rows, with offsets from the first of them in memory; empty if they are in
 // different buffers or differ in type or columns.
 std::optional<Projection> stack(std::span<const Tensor* const> tensors, const WeightViews& weights) {
   const Tensor& like = *tensors[0];
@@ -231,8 +231,8 @@ PassTables ForwardPass::tables(const PassRows& rows, PassBuffers& buffers) const
 }
 
 ForwardPass::ProjectedRow ForwardPass::projected_row(LayerKind kind) const {
-  // Kernels read q four values at a time. Q, K and V are last where they can be: V is often of another type,
-  // and would otherwise be between tensors of one type.
+  // Kernels read q four values at a time. Q, K and V are last if possible: V often has another type, and
+  // would otherwise be between tensors of one type.
   constexpr int kTogether = 4;
   const int recurrent = config_.recurrent_in_dim(kind), qkv = has_attention(kind) ? qkv_dim_ : 0;
   const bool last = recurrent % kTogether == 0;
@@ -309,7 +309,7 @@ RopeArgs ForwardPass::rope_args(int layer, bool skip_queries) const {
 ForwardPass::Activations ForwardPass::activations(const PassRows& rows, PassBuffers& buffers) const {
   const Rows all = all_rows(rows), wanted = wanted_rows(rows);
   const std::size_t n = buffered_tokens(all.count);
-  // Float32, or float16 where a matmul reads it; rows that continue in float32 are few.
+  // Float32, or float16 if a matmul reads it; rows that continue in float32 are few.
   const auto operand = [&](int columns) {
     const std::size_t few =
         buffered_tokens(rows.few                          ? all.count
@@ -398,9 +398,9 @@ std::vector<ForwardPass::Intermediate> ForwardPass::intermediates(const PassRows
 }
 
 KernelThreads ForwardPass::kernels(const ThreadLimit& limit) const {
-  // A pass chooses between kernels by the number of tokens or by the position, and each choice but that of a
-  // matmul's tiles has one threshold. So the shortest and the longest pass of each path, at the first and the
-  // last position, use every other kernel.
+  // A pass chooses kernels by the number of tokens or by the position, each with one threshold, except for a
+  // matmul's tiles. So the shortest and the longest pass of each path, at the first and the last position,
+  // use every other kernel.
   const int longest = std::min(pass_rows(), config_.context_length);
   std::set<int> lengths;
   for (const int tokens : {1, 2, kFewTokens, kFewTokens + 1, longest})

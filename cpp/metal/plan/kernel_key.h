@@ -10,10 +10,10 @@
 
 namespace metal_prefill::metal {
 
-// What a kernel's name has at %.
+// Replacement of % in a kernel's name.
 enum class NamePart { kNothing, kTensorType, kCacheType, kDecodeHeads, kPrefillHeads };
 
-// Each kernel: enumerator, name in the shaders, and what the name has at %.
+// Each kernel: enumerator, name in the shaders, and replacement of %.
 #define METAL_PREFILL_EACH_KERNEL(K)                                             \
   K(kEmbed, "embed_%", kTensorType)                                              \
   K(kMatvec, "matvec_%", kTensorType)                                            \
@@ -118,7 +118,7 @@ using KernelThreads = std::map<KernelKey, std::size_t>;
 
 // Name of the function in the shaders.
 std::string kernel_name(const KernelKey& key, const CacheShape& cache);
-// The variant of shaders/variants.h that the kernel is one of; empty where it is always compiled.
+// The kernel's variant in shaders/variants.h; empty if it is always compiled.
 std::string variant_of(const KernelKey& key, const CacheShape& cache);
 
 }  // namespace metal_prefill::metal

@@ -12,10 +12,10 @@ struct Projection {
   TensorType type;
   int in_dim;
   int out_dim;     // rows of all matrices
-  int column = 0;  // of the output where its rows begin
+  int column = 0;  // of the first rows in the output
 };
 
-// Where token ids are.
+// Place of token ids.
 struct TokenIds {
   View view;
   u32_t stride = 1;
@@ -38,7 +38,7 @@ struct Norm {
   NormKind kind = NormKind::kRms;
 };
 
-// Inputs of rope other than q, k and v. If the model lacks one, any buffer will do.
+// Inputs of rope other than q, k and v. If the model lacks one, it may be any buffer.
 struct RopeInputs {
   View bias, q_norm, k_norm, table;
 };
@@ -78,7 +78,7 @@ void add_bias(Encoder& e, const View& bias, const View& x, int dim, int tokens);
 // x = second(x + first(x + y + addend)), of LayerNorms; `copy` receives x in half precision. Overwrites y.
 void layernorm_twice(Encoder& e, const Norm& first, const View& addend, const Norm& second, const View& y,
                      const View& x, const View& copy, int tokens);
-// Norms rows where they are, plus `addend` if it is given, which only a LayerNorm takes.
+// Norms rows in place, plus `addend` if it is given, which only a LayerNorm takes.
 void norm_in_place(Encoder& e, const Norm& norm, const View& addend, const StridedRows& rows, int tokens);
 void rmsnorm_add(Encoder& e, const Norm& norm, const View& x, const View& y, int tokens);
 
@@ -87,7 +87,7 @@ void rmsnorm_add(Encoder& e, const Norm& norm, const View& x, const View& y, int
 void matvec(Encoder& e, const Projection& w, const View& x, const StridedRows& y, int tokens, Write write);
 void matvec_swiglu(Encoder& e, const Projection& w, const View& x, const View& y, int tokens,
                    u32_t activation);
-// Products of one token, which is normed meanwhile; bit-identical to norm and matvec.
+// Products of one token with its norm; bit-identical to norm and matvec.
 void rmsnorm_matvec(Encoder& e, const Projection& w, const Norm& norm, const View& x, const StridedRows& y);
 void rmsnorm_matvec_swiglu(Encoder& e, const Projection& w, const Norm& norm, const View& x, const View& y,
                            u32_t activation);
@@ -98,7 +98,7 @@ void matmul(Encoder& e, const Projection& w, const View& x, const StridedRows& y
 void matmul_swiglu(Encoder& e, const Projection& w, const View& x, const View& y, int tokens,
                    u32_t activation);
 
-// Where the routes of rows are: experts in the order of rows, and rows in the order of experts.
+// Routes of rows: experts in the order of rows, and rows in the order of experts.
 struct Routes {
   View routes, rows, tiles;
   int experts, used;  // of the model, and of a row
@@ -131,7 +131,7 @@ void add_experts(Encoder& e, const Routes& routes, const View& y, const View& x,
 void rope_append(Encoder& e, const RopeInputs& inputs, const View& qkv, const Sequences& sequences,
                  const LayerCache& cache, const RopeArgs& args);
 
-// Bytes that the threadgroups of attention_decode exchange where they share the keys of a head.
+// Bytes that the threadgroups of attention_decode exchange if they share the keys of a head.
 std::size_t decode_partial_bytes(const AttentionArgs& args, int tokens);
 // `sequences` has the number of splits, or of tiles: that of `args` does not count.
 void attention_decode(Encoder& e, const View& q, const Sequences& sequences, const LayerCache& cache,
@@ -139,10 +139,10 @@ void attention_decode(Encoder& e, const View& q, const Sequences& sequences, con
 // rope_append and attention_decode of sequences with one token each.
 void rope_attention_decode(Encoder& e, const RopeInputs& inputs, const View& qkv, const Sequences& sequences,
                            const LayerCache& cache, const AttentionOutput& output, RopeAttentionArgs args);
-// One dispatch, or several where one would have more work than a command buffer (see Tuning).
+// One dispatch, or several if one would have more work than a command buffer (see Tuning).
 void attention_prefill(Encoder& e, const View& q, const Sequences& sequences, const LayerCache& cache,
                        const View& bias, const View& out, AttentionArgs args);
-// Tiles of attention_prefill, or of attention_tensor where the GPU has matrix units and the kernel suits the
+// Tiles of attention_prefill, or of attention_tensor if the GPU has matrix units and the kernel suits the
 // heads.
 TileShape tile_shape(const Tuning& tuning, const CacheShape& cache, const AttentionArgs& args);
 
@@ -156,7 +156,7 @@ struct GateUp {
 };
 void swiglu(Encoder& e, const GateUp& gate_up, const View& out, int tokens, Precision precision);
 
-// A convolution and the states of its layer. Without a bias any buffer will do.
+// A convolution and the states of its layer. Without a bias it may be any buffer.
 struct ConvInputs {
   View filter, bias, rows, states;
 };

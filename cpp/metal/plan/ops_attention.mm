@@ -82,7 +82,7 @@ Grid decode_grid(const Encoder& e, const KernelKey& kernel, const AttentionArgs&
           .work = attention_work(args, part)};
 }
 
-// Where attention_decode itself writes.
+// Output of attention_decode itself.
 const View& first_output(const AttentionOutput& output, const AttentionArgs& args) {
   return args.splits > 1 ? output.partial : output.out;
 }
@@ -191,8 +191,8 @@ bool attends_on_tensors(const Tuning& tuning, const CacheShape& cache, const Att
          args.key_dim == args.value_dim && ATTENTION_TENSOR_DIMS(args.key_dim);
 }
 
-// Simdgroups of a threadgroup of attention_prefill, each of which takes a tile: `most`, or half as many where
-// the core with the most threadgroups then has fewer tiles.
+// Simdgroups of a threadgroup of attention_prefill, with a tile each: `most`, or half as many if the core
+// with the most threadgroups then has fewer tiles.
 std::size_t prefill_simdgroups(const Tuning& tuning, std::size_t most, std::size_t tiles, std::size_t heads) {
   const auto tiles_of_a_core = [&](std::size_t simdgroups) {
     return ceil_div(ceil_div(tiles, simdgroups) * heads, std::size_t(tuning.cores)) * simdgroups;

@@ -61,7 +61,7 @@ Grid by_tiles(Grid grid, std::size_t tiles) {
   return grid;
 }
 
-// Where the rows of `w` begin in y.
+// Place of the rows of `w` in y.
 View output_of(const Projection& w, const View& y) {
   return y.at(std::size_t(w.column) * sizeof(float));
 }

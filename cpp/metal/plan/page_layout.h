@@ -1,4 +1,4 @@
-// Where K and V are in a page.
+// Layout of K and V in a page.
 #pragma once
 
 #include <algorithm>

@@ -76,9 +76,8 @@ struct PassRows {
   // Chunks in `states`.
   int chunks() const { return int(states.size() - rows.size()); }
 
-  // Rows without an output come first, then those whose targets are scored, then those of which the largest
-  // logit is wanted, then those whose logits the host wants, then those whose hidden state it wants: after
-  // the output norm, and before it.
+  // In this order: rows without an output, with scored targets, with a largest logit, with logits for the
+  // host, with a hidden state after the output norm, and with one before it.
   PassPart all, wanted;
   Range scored, greedy, logits, hidden, residual;
   bool few = true;         // no chunk has more than kFewTokens

@@ -34,10 +34,10 @@ struct Tuning {
   double buffer_work;      // multiply-adds of a command buffer: about 100 ms on the slowest chip
   bool matmul_tensor;      // products of many tokens by matmul_tensor: the GPU has matrix units
   TileCosts tiles;
-  bool tall_tiles = true;        // where matmul_tensor is used
+  bool tall_tiles = true;        // if matmul_tensor is used
   bool attention_tensor = true;  // the same
   bool fused_norm = false;       // the norm before a product of one token is part of it
-  int matvec_rows = 1;  // 1, 2 or 4 rows of a matvec for each simdgroup, where all its lanes share a row
+  int matvec_rows = 1;           // 1, 2 or 4 rows of a matvec for each simdgroup whose lanes share a row
 };
 
 inline constexpr TileCosts kTilesOfApple7 = {{390, 930, 6}, {1410, 1870, 3}, {450, 300, 3}, {}, {}, {}};
@@ -63,7 +63,7 @@ struct LargerChip {
 };
 inline constexpr std::array<LargerChip, 3> kLargerChips = {{{"Pro", 2}, {"Max", 4}, {"Ultra", 8}}};
 
-// With the options that replace what is chosen for the GPU.
+// With the options that replace the choices for the GPU.
 inline Tuning tuned_by(const MetalOptions& options, Tuning tuning) {
   if (options.buffer_work > 0) tuning.buffer_work = options.buffer_work;
   tuning.fused_norm = options.fused_norm.value_or(tuning.fused_norm);

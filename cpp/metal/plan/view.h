@@ -18,7 +18,7 @@ enum class BufferName {
   kProjected,   // [tokens][projected_columns()] f32: q, k and v, and the projections of a state
   kPartial,     // attention_decode: the splits that attention_combine joins
   kAtt,         // [tokens][n_heads * value_dim] f16 or f32
-  kBlock,       // [tokens][dim] f32: a block's output where a norm follows it
+  kBlock,       // [tokens][dim] f32: a block's output if a norm follows it
   kGateUp,      // [tokens][2 * ffn_dim] f32
   kFfn,         // [tokens][ffn_dim] f16 or f32; also of the shared expert
   kRoutes,      // [tokens][experts_used] Route
@@ -54,7 +54,7 @@ struct BufferTraits {
 };
 BufferTraits traits_of(BufferName name);
 
-// A place in a buffer that somebody else owns. Views are copied for every dispatch and hold no reference.
+// A place in a buffer, without ownership. Views are copied for every dispatch and hold no reference.
 struct View {
   void* buffer = nullptr;  // on a GPU an id<MTLBuffer>; in a recording any pointer that is not null
   std::size_t offset = 0;  // bytes
