@@ -5,6 +5,7 @@
 #include <system_error>
 
 #ifdef __linux__
+#include <pthread.h>
 #include <sched.h>
 #endif
 #if defined(__x86_64__) || defined(__i386__)
@@ -113,6 +114,7 @@ Team::~Team() {
 }
 
 void Team::launch() {
+  core_ = -1;
   threads_.reserve(std::size_t(size_ - 1));
   try {
     for (int i = 1; i < size_; ++i) threads_.emplace_back([this, i] { loop(i); });
@@ -144,9 +146,26 @@ void Team::stop() {
   stopping_.store(false, std::memory_order_relaxed);
 }
 
+// Linux may wake a thread on the core of the one that wakes it, even if others are idle: if cores were busy
+// lately, it does not look for them. The woken thread then waits for the caller, which waits for no thread
+// that is not in the body: for calls of a few milliseconds it would never run.
+void Team::keep_core() {
+#ifdef __linux__
+  const int core = sched_getcpu();
+  if (core == core_ || size_ == 1) return;
+  core_ = core;
+  cpu_set_t others;
+  if (core < 0 || sched_getaffinity(0, sizeof others, &others) != 0) return;
+  CPU_CLR(core, &others);
+  if (CPU_COUNT(&others) == 0) return;
+  for (std::thread& thread : threads_) pthread_setaffinity_np(thread.native_handle(), sizeof others, &others);
+#endif
+}
+
 void Team::start(Body body, void* argument) {
   if (forked_) stop();
   if (!launched_) launch();
+  keep_core();
   body_ = body;
   argument_ = argument;
   first_phase_ = phase_.load(std::memory_order_relaxed);

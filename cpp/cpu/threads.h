@@ -99,6 +99,8 @@ class Team {
 
   void start(Body body, void* argument);
   void loop(int index);
+  // Keeps the other threads off the core of the caller.
+  void keep_core();
   void launch();
   void stop();
 
@@ -115,6 +117,7 @@ class Team {
   std::atomic<bool> stopping_ = false;  // a thread that woke for an earlier job may look while it is set
   std::vector<std::thread> threads_;
   bool launched_ = false;
+  int core_ = -1;  // of the last caller
   bool forked_ = false;  // threads_ are those of the process that forked this one
   const ForkHandler fork_handler_{[] {}, [this](bool child) { forked_ = forked_ || child; }};
 };

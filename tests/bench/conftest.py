@@ -8,7 +8,7 @@ import pytest
 from support.bench_fakes import SteadyCalibrator
 
 from metal_prefill import bench
-from metal_prefill.bench import BenchResults, _engines, _machine, _runner
+from metal_prefill.bench import BenchResults, _engines, _machine
 
 
 @pytest.fixture(name="_quiet_machine")
@@ -16,7 +16,6 @@ def quiet_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Give all engines a machine that is never disturbed."""
     monkeypatch.setattr(_machine, "Calibrator", lambda threads: SteadyCalibrator())
     monkeypatch.setattr(_machine, "stolen_ns", lambda: 0)
-    monkeypatch.setattr(_runner, "REST_S", 0.0)
     monkeypatch.setattr(_engines, "check_installed", lambda name: None)
 
 

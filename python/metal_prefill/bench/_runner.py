@@ -16,7 +16,6 @@ from metal_prefill.bench._samples import Sample, Selection, is_clean, select
 
 ATTEMPTS = 4  # samples taken at most, as a multiple of those wanted
 WAIT_S = 1.0  # how long one sample waits for a degraded machine to recover
-REST_S = 0.05  # after a sample: some engines' threads spin for 10 ms, waiting for more work
 PATIENCE_S = 60.0  # what a degraded machine may cost in all
 
 Progress = Callable[[str, int, int], object]  # what is done now, samples that count so far, samples wanted
@@ -103,7 +102,6 @@ class Runner:
         stolen = _machine.stolen_ns()
         elapsed, switches = worker.sample(case)
         stolen = _machine.stolen_ns() - stolen
-        time.sleep(REST_S)
         sample = Sample(elapsed, max(before, self.calibrator.measure()), switches, stolen)
         if not is_clean(sample, self._limit()):
             lost += elapsed * 1e-9

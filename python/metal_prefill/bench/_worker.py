@@ -29,6 +29,9 @@ from metal_prefill.bench._engines import (
 )
 from metal_prefill.bench._model_file import answer_ids, task_ids
 
+REST_S = 2.0  # longest wait for an engine's threads to sleep after a sample
+REST_STEP_S = 0.02
+
 
 def timed_run(
     engine: Engine,
@@ -91,6 +94,17 @@ def _timed(work: Callable[[], object]) -> dict[str, int]:
     return {"ns": elapsed, "switches": _machine.involuntary_switches() - switches}
 
 
+def _rest() -> None:
+    """Wait until the engine's threads no longer spin for more work; those of some spin for 0.2 s."""
+    deadline = time.monotonic() + REST_S
+    used = time.process_time()
+    while time.monotonic() < deadline:
+        time.sleep(REST_STEP_S)
+        before, used = used, time.process_time()
+        if used - before < REST_STEP_S / 10:
+            return
+
+
 def serve(name: str, options: dict[str, Any], requests: IO[str], replies: IO[str]) -> None:
     """Load the engine, report its identity, and answer requests until `requests` ends."""
 
@@ -117,8 +131,10 @@ def serve(name: str, options: dict[str, Any], requests: IO[str], replies: IO[str
                 else:
                     reply(peak_rss=engine.peak_rss())
             elif request["do"] == "sample":
-                reply(**timed_run(engine, Case(**request["case"]), vocab_size, task, answers))
+                taken = timed_run(engine, Case(**request["case"]), vocab_size, task, answers)
                 gc.collect()
+                _rest()
+                reply(**taken)
             else:
                 reply(peak_rss=_machine.peak_rss_bytes())
     except Exception as error:
