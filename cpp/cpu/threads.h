@@ -117,7 +117,7 @@ class Team {
   std::atomic<bool> stopping_ = false;  // a thread that woke for an earlier job may look while it is set
   std::vector<std::thread> threads_;
   bool launched_ = false;
-  int core_ = -1;  // of the last caller
+  int core_ = -1;        // of the last caller
   bool forked_ = false;  // threads_ are those of the process that forked this one
   const ForkHandler fork_handler_{[] {}, [this](bool child) { forked_ = forked_ || child; }};
 };

@@ -85,7 +85,7 @@ def test_a_text_has_room_after_it_was_computed_once(demo_path: Path) -> None:
     with Model(demo_path, device="cpu") as model:
         page = page_bytes(model)
     with Model(demo_path, device="cpu", kv_memory=4 * page, prefix_memory=4 * page) as model:
-        # The second time, its second page is shared in part: that page is kept beside the one of the session.
+        # The second time, its second page is shared in part: that page is kept next to that of the session.
         prompt = np.random.default_rng(1).integers(1, 900, 104)
         options: dict[str, Any] = {"min_tokens": 90, "speculate": "off"}
         first, second = (result_alone(model, prompt, 90, **options) for _ in range(2))
