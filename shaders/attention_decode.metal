@@ -2,12 +2,12 @@
 //
 // A threadgroup has one token, one KV head, up to DECODE_HEADS of the query heads that share it, and one
 // split of the keys. Eight lanes share a key: a simdgroup processes four keys at a time, and simdgroups take
-// every so many-th four. Each group of lanes has its own softmax in registers; at the end they are joined,
+// the fours in rotation. Each group of lanes has its own softmax in registers; at the end they are joined,
 // lanes by shuffles, simdgroups in threadgroup memory, and splits by attention_combine.
 //
 // Reading K and V bounds this kernel. Query heads share the reads, the next keys are loaded before the
-// current ones are multiplied, and splits provide threadgroups where a few tokens have too few heads to fill
-// the GPU.
+// current ones are multiplied, and splits provide threadgroups if a few tokens have too few heads to fill the
+// GPU.
 #include <metal_stdlib>
 
 #include "args.h"
@@ -46,13 +46,21 @@ struct Queries {
   PartialSoftmax<kChunks> state[kHeads];
   ushort heads;
 
-  void clear() {
+  // Queries of `count` heads that start `step` fours after each other, in device or threadgroup memory.
+  template <typename Fours>
+  void begin(Fours q, uint step, ushort count, constant AttentionArgs& args, ushort lane) {
+    heads = count;
 #pragma unroll
     for (ushort h = 0; h < kHeads; ++h) {
       state[h].best = kLowest;
       state[h].sum = 0.0f;
 #pragma unroll
-      for (ushort c = 0; c < kChunks; ++c) state[h].o[c] = 0.0f;
+      for (ushort c = 0; c < kChunks; ++c) {
+        const ushort four = lane % kLanes + c * kLanes;
+        const bool inside = h < heads && four * 4u < args.key_dim;
+        query[h][c] = inside ? args.scale * q[h * step + four] : float4(0.0f);
+        state[h].o[c] = 0.0f;
+      }
     }
   }
 
@@ -183,8 +191,8 @@ struct CachedKeys {
 };
 
 // Takes keys [first, end) of the cache, with which `cached` began. The next keys are loaded before the
-// current ones are multiplied, where two steps fit the registers: of 128 registers of a lane, query and
-// output take 64 (half of them with 64 dimensions), and a step 8 for each 32 dimensions in half precision.
+// current ones are multiplied, if two steps fit the registers: of 128 registers of a lane, query and output
+// take 64 (half of them with 64 dimensions), and a step 8 for each 32 dimensions in half precision.
 template <typename T, ushort kChunks>
 static inline void take_cached(thread Queries<kChunks>& queries, thread CachedKeys<T, kChunks>& cached,
                                Cache<T> cache, constant AttentionArgs& args, uint kv_head, uint first,
@@ -252,20 +260,9 @@ kernel void attention_decode(
   const Cache<T> cache = {k, v, pages + row.pages};
   CachedKeys<T, kChunks> cached;
   cached.begin(cache, args, share.kv_head, first, share.end, step, lane);
-  const ushort dim = lane % kLanes * 4;  // first dimension of this lane
   Queries<kChunks> queries;
-  queries.heads = share.heads;
-  queries.clear();
-#pragma unroll
-  for (ushort h = 0; h < kHeads; ++h) {
-#pragma unroll
-    for (ushort c = 0; c < kChunks; ++c) {
-      const bool inside = h < share.heads && dim + c * 32 < args.key_dim;
-      device const float* values =
-          q + share.token * args.q_stride + (share.head + h) * args.query_step + dim + c * 32;
-      queries.query[h][c] = inside ? args.scale * *(device const float4*)values : float4(0.0f);
-    }
-  }
+  queries.begin((device const float4*)(q + share.token * args.q_stride + share.head * args.query_step),
+                args.query_step / 4, share.heads, args, lane);
   take_cached(queries, cached, cache, args, share.kv_head, first, share.end, step, lane);
   queries.join(shared + simdgroup * kPart, lane);
   threadgroup_barrier(mem_flags::mem_threadgroup);
@@ -292,9 +289,8 @@ kernel void rope_attention_decode(
     ushort simdgroup [[simdgroup_index_in_threadgroup]], ushort simdgroups [[simdgroups_per_threadgroup]]) {
   constexpr ushort kHeads = DECODE_HEADS(kChunks), kPart = kHeads * (kChunks * 32 + 2), kDims = kChunks * 32;
   threadgroup float shared[DECODE_SIMDGROUPS * kPart];
-  threadgroup float4 aligned[(kHeads + 2) * kDims / 4];  // read in fours
-  threadgroup float* const rotated =
-      (threadgroup float*)aligned;  // the queries, the token's own key and value
+  threadgroup float4 aligned[(kHeads + 2) * kDims / 4];  // the queries, the token's own key and value
+  threadgroup float* const rotated = (threadgroup float*)aligned;
   constant RopeArgs& rope = args.rope;
   constant AttentionArgs& attention = args.attention;
   device const PassRow& row = rows[group.z];
@@ -327,33 +323,22 @@ kernel void rope_attention_decode(
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
 
-  const ushort dim = lane % kLanes * 4;
   Queries<kChunks> queries;
-  queries.heads = share.heads;
-  queries.clear();
-#pragma unroll
-  for (ushort h = 0; h < kHeads; ++h) {
-#pragma unroll
-    for (ushort c = 0; c < kChunks; ++c) {
-      const bool inside = h < share.heads && dim + c * 32 < attention.key_dim;
-      threadgroup const float* values = rotated + h * kDims + dim + c * 32;
-      queries.query[h][c] = inside ? attention.scale * *(threadgroup const float4*)values : float4(0.0f);
-    }
-  }
+  queries.begin(aligned, kDims / 4, share.heads, attention, lane);
   take_cached(queries, cached, cache, attention, share.kv_head, first, end, step, lane);
 
   if (share.begin <= position && position < share.end) {
-    // Its turn is where it would be in the cache, so that the sums are those of attention_decode.
+    // Processed in cache order, as attention_decode does, so that the sums are bit-identical.
     const uint turn = position - share.begin;
     if (simdgroup == turn / (32 / kLanes) % simdgroups) {
-      // In the type of the cache, to which they are rounded: sums of the same code.
+      // In the type of the cache, as the other keys.
       vec<T, 4> keys[kChunks], values[kChunks];
 #pragma unroll
       for (ushort c = 0; c < kChunks; ++c) {
-        const ushort d = dim + c * 32;
-        keys[c] = vec<T, 4>(d < attention.key_dim ? *(threadgroup const float4*)(own_key + d) : float4(0.0f));
-        values[c] =
-            vec<T, 4>(d < attention.value_dim ? *(threadgroup const float4*)(own_value + d) : float4(0.0f));
+        const ushort four = lane % kLanes + c * kLanes;
+        threadgroup const float4* own = aligned + kHeads * kDims / 4 + four;
+        keys[c] = vec<T, 4>(four * 4u < attention.key_dim ? own[0] : float4(0.0f));
+        values[c] = vec<T, 4>(four * 4u < attention.value_dim ? own[kDims / 4] : float4(0.0f));
       }
       queries.template take<T>(keys, values, lane / kLanes == turn % (32 / kLanes));
     }
