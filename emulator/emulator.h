@@ -19,7 +19,7 @@ struct ValidationError : std::logic_error {
 };
 
 // Objective-C objects that are not deallocated yet. Waits until nothing runs, so that the answer does not
-// depend on how far another thread has got.
+// depend on the progress of other threads.
 long live_objects();
 std::map<std::string, long> live_objects_by_class();
 
@@ -37,7 +37,7 @@ std::size_t resident_bytes();            // of residency sets whose residency is
 
 struct Counters {  // since the process started
   std::uint64_t buffers = 0, pipelines = 0, libraries = 0, command_buffers = 0, dispatches = 0;
-  std::uint64_t compiled_pipelines = 0;     // those that no archive had, and those added to archives
+  std::uint64_t compiled_pipelines = 0;     // not found in an archive, and added to archives
   std::uint64_t waits = 0;                  // of the host for command buffers that it had not seen completed
   std::uint64_t archived_pipelines = 0;     // added to archives
   std::uint64_t residency_faults = 0;       // residency sets that were needed again after they had lapsed
@@ -74,8 +74,8 @@ struct DeviceLimits {
   std::set<std::string> aborting_kernels;  // end the process as they become pipelines, as drivers do
   std::set<std::string> endless_kernels;   // command buffers with them never complete
   std::set<std::string> wrong_kernels;     // the first bytes of their first output are overwritten
-  // A command buffer fails as the watchdog of a Mac makes one fail when its kernels, or a single dispatch,
-  // take more steps: a thread counts once, and once more for each barrier that it passes. 0: no limit.
+  // A command buffer fails as from the watchdog of a Mac if its kernels, or a single dispatch, take more
+  // steps: one for each thread, and one for each barrier that it passes. 0: no limit.
   std::uint64_t watchdog_steps = 0;
   bool residency_sets = true;  // false: newResidencySetWithDescriptor returns nil
   // Residency lapses if for this time it was not requested and no command buffer of the queue used it. 0:
@@ -118,7 +118,7 @@ struct DispatchRecord {
 };
 struct CommandBufferRecord {
   std::string label, error;
-  bool retained = true;  // the command buffer keeps what it uses
+  bool retained = true;  // the command buffer retains its buffers
   // Command buffers of its queue that were committed before it, and that the host had not seen completed.
   std::size_t ahead_of_host = 0;
   double start_seconds = 0, end_seconds = 0;
@@ -140,8 +140,8 @@ struct LibraryRecord {
 std::vector<LibraryRecord> compiled_libraries();
 void forget_compiled_libraries();
 
-// Misuse found where nothing could be thrown (an encoder released before endEncoding). Each is also thrown by
-// the next call that makes a command buffer.
+// Misuse that could not be thrown (an encoder released before endEncoding). Each is also thrown by the next
+// call that makes a command buffer.
 std::vector<std::string> take_violations();
 
 // "address" or "thread" when the emulator is built with that sanitizer, else empty. Such builds have no

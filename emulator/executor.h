@@ -115,13 +115,13 @@ struct Pipeline {
 class Allocation {
  public:
   virtual ~Allocation() = default;
-  virtual void* host() = 0;               // null where the host cannot reach it
+  virtual void* host() = 0;               // null if the host cannot reach it
   virtual bool intact() { return true; }  // false: a write past the end was found
-  // Another mapping of the host's memory, numbered from 1, which lives as long as the allocation; null where
-  // its pages cannot be mapped twice.
+  // Another mapping of the host's memory, numbered from 1, which lives as long as the allocation; null if its
+  // pages cannot be mapped twice.
   virtual void* view(std::size_t) { return nullptr; }
   std::size_t bytes = 0;
-  std::uint64_t device_address = 0;  // where the executor's device has memory of its own
+  std::uint64_t device_address = 0;  // if the executor's device has separate memory
 };
 
 // Host memory whose end is guarded: an access past it faults (or is reported by AddressSanitizer), and bytes
@@ -149,7 +149,7 @@ struct DispatchCommand {
   Dim3 grid;                         // threadgroups; with `threads` set, rounded up
   Dim3 group;                        // threads per threadgroup
   Dim3 threads{0, 0, 0};             // dispatchThreads: exact grid in threads; 0,0,0 for dispatchThreadgroups
-  std::vector<BoundBuffer> buffers;  // by index; those that the kernel has no argument for are absent
+  std::vector<BoundBuffer> buffers;  // by index, without those that the kernel has no argument for
   std::vector<std::size_t> threadgroup_bytes;  // by index
   int number = 0;                              // in its command buffer, for messages
 };
@@ -182,7 +182,7 @@ struct ByteRange {
 
 struct DispatchStatistics {
   std::uint64_t threads = 0, barriers = 0;
-  // Cycles of the banks of threadgroup memory, with as few lanes as possible in the same bank, and as it is.
+  // Cycles of the banks of threadgroup memory: the fewest possible, and the actual ones.
   std::uint64_t least_bank_cycles = 0, bank_cycles = 0;
   double seconds = 0;                                    // on the device, in timed mode
   std::vector<std::uint64_t> bytes_read, bytes_written;  // by buffer index; counted in checked mode
@@ -221,8 +221,7 @@ class Executor {
   virtual std::chrono::microseconds polling_time() const { return {}; }
   // Takes effect with the next submit.
   virtual void configure(const ExecutorOptions& options) = 0;
-  // Null: out of memory. Zeroed where the host sees it, as Metal does; else filled with 0xff (NaN as a
-  // float).
+  // Null: out of memory. Zeroed if the host sees it, as by Metal; else filled with 0xff (NaN as a float).
   virtual std::shared_ptr<Allocation> allocate(std::size_t bytes, bool host_visible) = 0;
   virtual std::shared_ptr<Allocation> wrap(void* memory, std::size_t bytes) = 0;  // no-copy buffers
   // A compiled library from a file, for newLibraryWithURL. It lives as long as the process. Throws

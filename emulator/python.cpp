@@ -94,7 +94,7 @@ class DispatchCounter {
     set_options(before_);
     set_history_depth(0);
   }
-  // Forgets all counts; keeps those of the next command buffers, this many at most.
+  // Clears all counts; keeps at most this many of the next command buffers.
   void expect(std::size_t command_buffers) {
     set_history_depth(0);
     set_history_depth(command_buffers);

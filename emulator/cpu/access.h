@@ -72,7 +72,7 @@ class AccessRecorder {
 // The recorder of the threadgroup that the calling host thread runs.
 void set_current_recorder(AccessRecorder* recorder);
 
-// "file:line" of an instruction where debug information and a symbolizer are available, else the module and
+// "file:line" of an instruction if debug information and a symbolizer are available, else the module and
 // offset.
 std::string source_location(const void* instruction);
 

@@ -12,8 +12,8 @@
 namespace metal_emulator::cpu {
 
 // Memory has 32 banks of four bytes; a bank serves one word in a cycle, to any number of lanes. Lanes run one
-// after another, so that the accesses of an instruction are put together when the threadgroup has ended: the
-// n-th time that a lane executes it belongs to the n-th time of the other lanes of its simdgroup.
+// after another, so the accesses of an instruction are combined when the threadgroup has ended: its n-th
+// executions by all lanes of a simdgroup belong together.
 class BankCounter {
  public:
   static constexpr unsigned kBanks = 32;
@@ -24,7 +24,7 @@ class BankCounter {
   void reset() { cycles_ = least_ = 0; }
 
   std::uint64_t cycles() const { return cycles_; }
-  // That the same words would take if they were spread evenly over the banks.
+  // Cycles for the same words if they were spread evenly over the banks.
   std::uint64_t least() const { return least_; }
 
  private:

@@ -1,5 +1,5 @@
-// The executor on CPU threads: runs command lists in order on a thread of its own, and the threadgroups of
-// each dispatch on a pool of host threads.
+// The executor on CPU threads: runs command lists in order on a separate thread, and the threadgroups of each
+// dispatch on a pool of host threads.
 #include "../executor.h"
 
 #include <algorithm>
@@ -38,8 +38,8 @@ std::byte* address_of(const BoundBuffer& buffer) {
   return const_cast<std::byte*>(buffer.bytes.data());
 }
 
-// In checked mode, bindings of one allocation of which one is written have addresses of their own, so that
-// each access belongs to the binding through which the kernel makes it.
+// In checked mode, bindings of one allocation, one of them written, have separate addresses, so that each
+// access belongs to the binding through which the kernel makes it.
 std::byte* distinct_address(const Kernel& kernel, const DispatchCommand& command,
                             const KernelArgument& argument) {
   const BoundBuffer& own = command.buffers[static_cast<std::size_t>(argument.index)];

@@ -12,7 +12,7 @@ namespace metal_emulator {
 namespace cpu {
 namespace {
 
-// A library as the Metal classes see it. Lives as long as the process.
+// A library for the Metal classes. Lives as long as the process.
 struct Loaded {
   ShaderLibrary library{};
   std::vector<Kernel> kernels;

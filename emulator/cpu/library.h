@@ -11,7 +11,7 @@ namespace metal_emulator::cpu {
 // The object that Kernel::entry points to.
 struct KernelEntry {
   const abi::Kernel* plain = nullptr;
-  const abi::Kernel* checked = nullptr;  // null where the shaders were built without
+  const abi::Kernel* checked = nullptr;  // null if the shaders were built without
 };
 
 // Loads a shared library of shaders; throws std::runtime_error.

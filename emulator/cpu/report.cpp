@@ -1,4 +1,4 @@
-// Messages of the fiber executor: which kernel, which threadgroup, and where every thread waits.
+// Messages of the fiber executor: the kernel, the threadgroup, and the place where each thread waits.
 #include <bit>
 #include <utility>
 

@@ -146,8 +146,8 @@ void ThreadgroupRunner::finish() {
   set_current_recorder(nullptr);
 }
 
-// Variables that the kernel declares come first, then its threadgroup arguments. All of it is filled with
-// 0xff, a NaN in every floating-point type: Metal initializes none of it.
+// Variables that the kernel declares come first, then its threadgroup arguments. All memory is filled with
+// 0xff, a NaN in every floating-point type, since Metal does not initialize it.
 void ThreadgroupRunner::place_threadgroup_memory() {
   const abi::ThreadgroupLayout& layout = *work_->kernel->layout;
   std::size_t end = layout.bytes;
@@ -232,8 +232,8 @@ std::string ThreadgroupRunner::run(Dim3 position) {
   taken_ = count_;
 #if METAL_EMULATOR_TSAN
   reset_fibers();  // a separate fiber for each thread, so that unordered accesses are not ordered by accident
-  // All are made here: a fiber that another one makes is ordered after everything that the other did so far.
-  // They are used by later threadgroups, too, which begin after the end of this one.
+  // All are made here: a fiber made by another one would be ordered after all its earlier actions. Later
+  // threadgroups reuse them, and begin after the end of this one.
   for (unsigned i = 0; i < count_; i++) {
     if (!tsan_fibers_[i]) tsan_fibers_[i] = __tsan_create_fiber(0);
     threads_[i].simdgroup_barriers = 0;
@@ -427,7 +427,7 @@ void ThreadgroupRunner::suspend(abi::Fiber& self) {
 void ThreadgroupRunner::transfer(abi::Fiber& self, unsigned thread) {
   if (thread == self.thread) return;
   abi::Fiber& chosen = bind_fiber(thread);
-  // Usually the next two threads follow. What they need has left the L1 cache since they ran.
+  // Usually the next two threads follow, whose stacks have left the L1 cache since they ran.
   const auto fiber_of = [&](unsigned later) -> const abi::Fiber& {
     return header_->worker.fibers[threads_[std::min(later, count_ - 1)].fiber];
   };
@@ -475,8 +475,8 @@ void ThreadgroupRunner::wait_for(abi::Fiber& fiber, const abi::Operation& operat
   if (rng_ && (random() & 3) == 0) transfer(fiber, static_cast<unsigned>(pick(fiber.thread)));
 }
 
-// Computes the matrix products that lanes have requested. It is an error if not all of them request the same:
-// some took another branch.
+// Computes the matrix products that lanes have requested. It is an error if their requests differ: some took
+// another branch.
 int ThreadgroupRunner::run_queue(abi::Simdgroup& simdgroup) {
   abi::MatrixQueue& queue = *simdgroup.queue;
   return queue.products[0].lanes ? queue.run(queue) : -1;
@@ -576,7 +576,8 @@ void ThreadgroupRunner::release_barrier() {
 }
 
 // No thread can run. In active-lane mode, the lanes that wait at the foremost line of a simdgroup continue
-// without the others, and a barrier opens when all that have not returned wait for it or for lanes that do.
+// without the others, and a barrier opens when every lane that has not returned waits for it, or for lanes
+// that do.
 int ThreadgroupRunner::resolve() {
   if (!active_lanes_) fail_waiting("deadlock: not all threads reach the same operation");
   bool progress = false;

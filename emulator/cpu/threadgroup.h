@@ -43,7 +43,7 @@ class ThreadgroupRunner {
   AccessRecorder& accesses() { return accesses_; }
 
  private:
-  struct Thread {  // where it waits
+  struct Thread {  // the place where it waits
     const abi::Operation* operation = nullptr;
     const char* file = "";
     abi::u32 line = 0;
@@ -113,8 +113,8 @@ class ThreadgroupRunner {
   std::uint64_t rng_ = 0;  // 0: in order
   bool active_lanes_ = false;
   std::uint64_t barriers_ = 0, threads_run_ = 0;
-  // The operations that a simdgroup has executed together with the others: their number, a hash of them, and
-  // the place of the last.
+  // Operations that a simdgroup has executed together with the others: their number, hash, and the last
+  // place.
   struct Together {
     unsigned count;
     std::uint64_t which;

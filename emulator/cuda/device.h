@@ -27,12 +27,12 @@ class Device {
 
 // All allocations have a device_address.
 //
-// Device memory full of 0xff, or without contents where `filled` is false. Null: out of memory.
+// Device memory full of 0xff, or uninitialized if `filled` is false. Null: out of memory.
 std::shared_ptr<Allocation> allocate_private(const Device& device, std::size_t bytes, bool filled);
 // Guarded host memory that the GPU reads and writes over the bus. Null: out of memory.
 std::shared_ptr<Allocation> allocate_shared(const Device& device, std::size_t bytes);
-// The caller's memory: a copy on the device where the pages are read-only, so that neither side can change
-// them, else the memory itself. Null: the driver cannot reach it.
+// The caller's memory: a copy on the device if the pages are read-only, so that neither side can change them,
+// else the memory itself. Null: the driver cannot reach it.
 std::shared_ptr<Allocation> wrap(const Device& device, void* memory, std::size_t bytes);
 
 }  // namespace metal_emulator::cuda

@@ -99,7 +99,7 @@ class CudaExecutor final : public Executor {
   // A submission on the GPU.
   struct Running {
     std::vector<Command> commands;
-    std::vector<std::shared_ptr<Allocation>> memory;  // that they use, once they are launched
+    std::vector<std::shared_ptr<Allocation>> memory;  // that they use, after the launch
     std::function<void(Completion)> done;
     Completion completion;
     Event start = nullptr, end = nullptr;
@@ -118,7 +118,7 @@ class CudaExecutor final : public Executor {
     return program;
   }
 
-  // Keeps only the memory of the commands: the rest is freed now, and not while somebody waits for the end.
+  // Keeps only the memory of the commands: freeing the rest later would delay callers that wait for the end.
   static void keep_memory_alone(Running& running) {
     const auto keep = [&](BoundBuffer& buffer) {
       if (buffer.allocation) running.memory.push_back(std::move(buffer.allocation));

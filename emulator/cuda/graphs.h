@@ -41,7 +41,7 @@ class Graph {
   GraphExec executable_ = nullptr;
 };
 
-// The graphs of the forms used last. A form that is new is launched one by one: most prompts come once.
+// The graphs of the forms used last. A new form is launched one by one: most prompts occur once.
 class Graphs {
  public:
   explicit Graphs(bool overlaps) : overlaps_(overlaps) {}

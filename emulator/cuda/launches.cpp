@@ -21,7 +21,7 @@ struct Region {
   Dim3 first, groups, threads;  // threadgroup positions, their number, threads of each
 };
 
-// Threadgroups at the far sides of a grid are smaller where it does not divide into whole ones.
+// Threadgroups at the far sides of a grid are smaller if it does not divide into whole ones.
 std::vector<Region> regions_of(const DispatchCommand& command) {
   if (command.threads.x == 0) return {{{0, 0, 0}, command.grid, command.group}};
   struct Part {

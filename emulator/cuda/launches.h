@@ -19,7 +19,7 @@ struct CudaPipeline final : Pipeline {
 // Threads that a dispatch runs.
 std::uint64_t threads_of(const DispatchCommand& command);
 
-// The address at which a kernel finds a buffer; 0 where none is bound.
+// The address of a buffer for a kernel; 0 if none is bound.
 Address address_of(const BoundBuffer& buffer);
 
 // Throws std::runtime_error that names the dispatch.
@@ -28,7 +28,7 @@ Address address_of(const BoundBuffer& buffer);
 // Copies the bytes of setBytes to the GPU and returns their address.
 using Upload = std::function<Address(const std::vector<std::byte>&)>;
 
-// Adds the launches of a dispatch: one, or as many as its threadgroups have sizes.
+// Adds the launches of a dispatch: one for each size of its threadgroups.
 void add_launches(const DispatchCommand& command, std::size_t stage, const Upload& upload,
                   std::vector<Launch>& launches);
 

@@ -28,8 +28,7 @@ using metal_emulator::ValidationError;
 - (void)dealloc {
   if (_state->untracked) metal_emulator::UntrackedUse::forget(*_state->allocation);
   State::get().release(_state);
-  // The deallocator is given the caller's pointer, which is not the view that the executor may have made of
-  // it.
+  // The deallocator receives the caller's pointer, not a view that the executor made of it.
   if (_deallocator) _deallocator(_state->caller_memory, _state->info.length);
 }
 

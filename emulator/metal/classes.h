@@ -1,5 +1,5 @@
-// The Objective-C classes that implement Metal's protocols, as they see each other. Every token is encoded,
-// so encoders read members of other objects instead of sending them messages.
+// The Objective-C classes that implement Metal's protocols. Every token is encoded, so encoders read members
+// of other objects instead of sending them messages.
 #pragma once
 
 #import <Metal/Metal.h>
@@ -40,7 +40,7 @@ inline std::string to_string(NSString* text) {
   return text ? text.UTF8String : "";
 }
 NSError* make_error(NSErrorDomain domain, NSInteger code, const std::string& message);
-// The object that implements a protocol; throws ValidationError when it is none of the emulator's.
+// The object that implements a protocol; throws ValidationError if it is not one of the emulator's.
 template <typename T>
 T* checked_cast(id object, const char* call) {
   static const Class exact = [T class];
@@ -85,7 +85,7 @@ inline void require_open(bool ended, const char* call) {
                        library:(const metal_emulator::ShaderLibrary&)library
                         kernel:(const metal_emulator::Kernel&)kernel
                      constants:(metal_emulator::Specialization)constants;
-// Throws std::runtime_error where the kernel cannot be made to run.
+// Throws std::runtime_error if the kernel cannot run.
 - (std::shared_ptr<const metal_emulator::Pipeline>)prepare;
 // Identifies the code and constants on this device, in one line.
 - (std::string)identity;
@@ -110,7 +110,7 @@ inline void require_open(bool ended, const char* call) {
 
 @interface EmulatorBinaryArchive : NSObject <MTLBinaryArchive>
 - (instancetype)initWithDevice:(id<MTLDevice>)device;
-// Reads the contents of a file. Returns why it cannot be read; an empty string means that it was read.
+// Reads the contents of a file. Returns the reason if it cannot be read, else an empty string.
 - (std::string)load:(const std::string&)path;
 - (BOOL)has:(const std::string&)identity;
 @end
@@ -128,9 +128,9 @@ inline void require_open(bool ended, const char* call) {
 - (void)enqueue:(EmulatorCommandBuffer*)commandBuffer;
 // Submits every committed command buffer that no uncommitted one precedes to the executor.
 - (void)submitReady;
-// Returns how many before it the host has not seen completed.
+// Returns the number of earlier ones that the host has not seen completed.
 - (std::size_t)committed:(EmulatorCommandBuffer*)commandBuffer;
-// The host has seen that it is completed, and those before it; false: it knew.
+// Marks it and those before it as seen completed by the host; false: they were already.
 - (BOOL)observe:(EmulatorCommandBuffer*)commandBuffer;
 - (void)commandBufferFinished;
 - (void)commandBufferDropped;  // deallocated without a commit

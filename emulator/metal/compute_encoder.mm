@@ -76,7 +76,7 @@ BoundBuffer bound_buffer(const Binding& binding, bool checked) {
   ThreadgroupLengths _threadgroupLengths;
   std::unique_ptr<HazardTracker> _hazards;
   BOOL _barrier;  // one was encoded since the last dispatch, or nothing was dispatched yet
-  BOOL _retains;  // the command buffer keeps what it uses
+  BOOL _retains;  // the command buffer retains its buffers
 }
 @synthesize dispatchType = _dispatchType;
 

@@ -383,7 +383,7 @@ void check_length(NSUInteger length, const char* call) {
 }
 @end
 
-// One device, as on a Mac: while somebody holds it, everybody gets the same.
+// One device, as on a Mac: the same object for all callers while it is referenced.
 id<MTLDevice> MTLCreateSystemDefaultDevice() {
   static std::mutex mutex;
   static __weak EmulatorDevice* shared;

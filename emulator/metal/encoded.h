@@ -35,8 +35,8 @@ struct Encoded {
 
 // Conflicts between dispatches by the bytes that they touched; empty without conflicts.
 std::string find_hazard(const Encoded& encoded, const std::vector<DispatchStatistics>& statistics);
-// Bytes that a dispatch accesses through two of its bindings, through one of them to write; empty if there
-// are none. Metal's compiler assumes that the buffers of a kernel do not overlap.
+// Bytes that a dispatch accesses through two of its bindings, one of them written; empty if there are none.
+// Metal's compiler assumes that the buffers of a kernel do not overlap.
 std::string find_overlap(const Encoded& encoded, const std::vector<DispatchStatistics>& statistics);
 // The first use of a buffer that is now invalid: deallocated, or written past its end; empty without one.
 std::string find_misuse(const Encoded& encoded);

@@ -25,9 +25,9 @@ struct Access {
 
 class HazardTracker {
  public:
-  // How exactly a range is known. kBound: from the bound offset to the end of the buffer, of which a kernel
-  // may use a part; bindings of a buffer at different offsets are assumed to use different parts, and
-  // bindings at the same offset to conflict. kTouched: the bytes that were really accessed.
+  // Precision of a range. kBound: from the bound offset to the end of the buffer, of which a kernel may use a
+  // part; bindings of a buffer at different offsets are assumed to use different parts, and bindings at the
+  // same offset to conflict. kTouched: the accessed bytes.
   enum class Known { kBound, kTouched };
   explicit HazardTracker(Known known) : known_(known) {}
 
@@ -35,8 +35,8 @@ class HazardTracker {
   void barrier() { accesses_.clear(); }
   // The same, but only for accesses to these allocations.
   void barrier(std::span<const Allocation* const> memory);
-  // Describes the first of one command's accesses that conflicts with an earlier one; `missing` names what
-  // should have come between them.
+  // Describes the first of one command's accesses that conflicts with an earlier one; `missing` names the
+  // barrier or fence that should be between them.
   std::optional<std::string> find_conflict(std::span<const Access> accesses, const char* missing) const;
   void add(std::vector<Access> accesses);
 

@@ -82,7 +82,7 @@ void* map_inaccessible(std::size_t bytes) {
   return address == MAP_FAILED ? nullptr : address;
 }
 
-// A second view of shared pages with a guard after it; null where they cannot be mapped twice.
+// A second view of shared pages with a guard after it; null if they cannot be mapped twice.
 void* map_again(void* memory, std::size_t bytes) {
 #if defined(__linux__)
   void* place = map_inaccessible(bytes + kGuardBytes);
@@ -97,7 +97,7 @@ void* map_again(void* memory, std::size_t bytes) {
   return nullptr;
 }
 
-// Further mappings of whole shared pages, made when they are first asked for.
+// Further mappings of whole shared pages, made on first use.
 class Views {
  public:
   Views(char* memory, std::size_t bytes) : memory_(memory), bytes_(bytes) {}
@@ -106,7 +106,7 @@ class Views {
   ~Views() {
     for (void* view : views_) munmap(view, bytes_ + kGuardBytes);
   }
-  // Null where the pages cannot be mapped twice.
+  // Null if the pages cannot be mapped twice.
   char* get(std::size_t number) {
     std::lock_guard lock(mutex_);
     while (views_.size() < number) {

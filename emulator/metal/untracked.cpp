@@ -87,7 +87,7 @@ void UntrackedUse::commit(const std::shared_ptr<UntrackedUse>& use) {
         if (const auto conflict = other.tracker.find_conflict(encoder.accesses, kNoWait))
           throw ValidationError("commit: " + *conflict);
       }
-    // Those whose completion was seen are before everything.
+    // Completed ones that the host has seen precede all others.
     std::erase_if(encoder.after, [&](std::uint64_t number) { return !unfinished.contains(number); });
     unfinished.insert(encoder.number);
     for (const void* fence : encoder.updates) fences[fence] = {use->queue_, encoder.number, encoder.after};

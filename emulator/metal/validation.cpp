@@ -35,8 +35,8 @@ void check_buffer(const Pipeline& pipeline, int dispatch, const KernelArgument& 
   if (binding.buffer && binding.buffer->released) fail("the bound buffer was deallocated");
 }
 
-// Metal's compiler takes the buffers of a kernel not to overlap. Bindings of one buffer at different offsets
-// may use different parts of it: find_overlap compares what they accessed.
+// Metal's compiler assumes that the buffers of a kernel do not overlap. Bindings of one buffer at different
+// offsets may use different parts of it: find_overlap compares the accessed bytes.
 void check_overlap(const Pipeline& pipeline, int dispatch, const KernelArgument& written,
                    const Bindings& bindings) {
   const Binding& own = bindings.at(static_cast<std::size_t>(written.index));

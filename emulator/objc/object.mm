@@ -1,4 +1,4 @@
-// NSObject and NSBlock. Compiled without ARC: they are what ARC's entry points call.
+// NSObject and NSBlock. Compiled without ARC, whose entry points call them.
 #import <Foundation/Foundation.h>
 
 extern "C" {

@@ -41,8 +41,8 @@ struct Census {
 };
 
 thread_local std::vector<Object*> autorelease_stack;
-// The object that a method has just autoreleased to return it. A caller that wants to keep it takes it from
-// the top of the stack again instead of retaining it once more, so that it does not wait for the pool.
+// The object that a method has just autoreleased to return it. A caller that keeps it takes it from the top
+// of the stack instead of retaining it again, so that it is not released by the pool.
 thread_local Object* just_returned = nullptr;
 
 // True when the reference that the callee put into the pool is the caller's now.

@@ -171,7 +171,7 @@ Slot* require_method(Class* cls, const Selector* selector) {
   return slot ? slot : find_and_remember(cls, selector);
 }
 
-// Answers every message to nil. Compiled code clears the result itself where a register does not hold it.
+// Answers every message to nil. Compiled code clears results that are not in a register.
 std::uintptr_t nil_method() {
   return 0;
 }
@@ -235,7 +235,7 @@ void __objc_load(Image* image) {
 Slot* objc_msg_lookup_sender(Object** receiver, Selector* selector, Object*) {
   Object* object = *receiver;
   if (!object) return &nil_slot;
-  if (!is_tagged(object)) {  // what is remembered is so by an object's true class: blocks are not found
+  if (!is_tagged(object)) {  // methods are cached by an object's true class: blocks are not found
     if (Slot* slot = find_remembered(object->isa, selector)) return slot;
   }
   return require_method(class_of(object), selector);
@@ -264,7 +264,7 @@ void objc_enumerationMutation(Object*) {
   throw std::logic_error("a collection was changed while it was enumerated");
 }
 
-// Only C++ exceptions exist here, so handlers and clean-ups of .mm files are those of C++.
+// Only C++ exceptions exist here, so .mm files have C++ handlers and clean-ups.
 _Unwind_Reason_Code __gxx_personality_v0(int, _Unwind_Action, std::uint64_t, _Unwind_Exception*,
                                          _Unwind_Context*);
 _Unwind_Reason_Code __gnustep_objcxx_personality_v0(int version, _Unwind_Action actions,

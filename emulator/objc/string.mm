@@ -1,5 +1,5 @@
-// NSString. Every method but -UTF8String and -length works on the UTF-8 bytes that -UTF8String gives, so
-// literals, which the compiler lays out itself, only need those two.
+// NSString. Every method except -UTF8String and -length uses the bytes of -UTF8String, so literals, which the
+// compiler lays out itself, need only those two.
 #import <Foundation/Foundation.h>
 
 #include <cstdio>

@@ -32,7 +32,7 @@ const char* status_name(const CommandBuffer& self) {
   return "unknown";
 }
 
-// Runs a Python callable once, on whatever thread.
+// Runs a Python callable once, on any thread.
 MTLCommandBufferHandler make_handler(nb::callable callable) {
   auto* kept = new nb::callable(std::move(callable));
   return ^(id<MTLCommandBuffer> commandBuffer) {

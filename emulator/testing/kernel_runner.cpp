@@ -43,7 +43,7 @@ struct RunnerConstant {
 
 struct RunnerDispatch {
   const char* kernel;
-  std::uint32_t grid[3], group[3], threads[3];  // threads of 0: as many as grid and group give
+  std::uint32_t grid[3], group[3], threads[3];  // threads of 0: the product of grid and group
   RunnerBuffer* buffers;
   std::uint32_t buffer_count;
   const std::uint64_t* threadgroup_bytes;
