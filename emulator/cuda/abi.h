@@ -4,7 +4,7 @@
 // A kernel takes one structure by value: the place of its threadgroups in the grid, then a slot for each
 // buffer or threadgroup argument in the order of its declaration, then the bytes of `constant` references. A
 // slot is an address, or an offset into threadgroup memory. Every kernel is compiled twice: an entry that
-// takes its `constant` references by value, from setBytes, and one that takes the address of each.
+// takes its `constant` references by value, as setBytes gives them, and one that takes the address of each.
 #pragma once
 
 namespace metal_emulator::cuda {

@@ -12,8 +12,8 @@ struct Module {
   const char* assembly;
 };
 
-// The modules of one source: kernel_n_values and kernel_n_addresses of kernel n, in the order of its
-// ShaderLibrary.
+// The modules of one source. Those of kernel n, in the order of its ShaderLibrary, are kernel_n_values and
+// kernel_n_addresses.
 struct Image {
   std::string_view name, source;  // as in the ShaderLibrary
   std::span<const Module> modules;
