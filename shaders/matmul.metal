@@ -56,7 +56,6 @@ template <typename W, ushort kTokens, ushort kRows>
 
   const bool active = token < args.tokens && row < args.out_dim;
   multiply<W, kTokens, kRows>(stage, sum, staged, place, active);
-  threadgroup float* scratch = (threadgroup float*)stage.next;
   if (!active) return;
   if (whole) {
 #pragma unroll
@@ -67,21 +66,8 @@ template <typename W, ushort kTokens, ushort kRows>
     return;
   }
   // At an edge, strips of 8 tokens go through threadgroup memory, and the part inside y is copied.
-  constexpr ushort kColumns = kRows / 2;
-  scratch += simdgroup * 8 * kColumns;
-#pragma unroll
-  for (ushort i = 0; i < kTokenBlocks; ++i) {
-#pragma unroll
-    for (ushort j = 0; j < kRowBlocks; ++j) simdgroup_store(sum[i][j], scratch + j * 8, kColumns);
-    simdgroup_barrier(mem_flags::mem_threadgroup);
-    for (ushort e = lane; e < 8 * kColumns; e += 32) {
-      const ushort t = i * 8 + e / kColumns, r = e % kColumns;
-      if (token + t >= args.tokens || row + r >= args.out_dim) continue;
-      device float& out = y[t * args.out_stride + r];
-      out = args.accumulate ? out + scratch[e] : scratch[e];
-    }
-    simdgroup_barrier(mem_flags::mem_threadgroup);
-  }
+  const Products out = {y, args.out_stride, args.tokens - token, args.out_dim - row, bool(args.accumulate)};
+  store(sum, out, (threadgroup float*)stage.next, simdgroup, lane);
 }
 
 // matmul for fewer tiles than the GPU has cores: MATMUL_PARTS groups of four simdgroups multiply a part of
@@ -109,10 +95,7 @@ template <typename W>
   stage.weights.begin(w, args, row, stage.thread_index);
   stage.tokens.begin(x, args, token, stage.thread_index);
   simdgroup_float8x8 sum[kBlocks][kBlocks];
-#pragma unroll
-  for (ushort i = 0; i < kBlocks; ++i)
-#pragma unroll
-    for (ushort j = 0; j < kBlocks; ++j) sum[i][j] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
+  clear(sum);
 
   const bool active = token + place.token < args.tokens && row + place.row < args.out_dim;
   multiply<W, kTile, kTile>(stage, sum, staged + stage.part * PartStage::kHalves, place, active);
@@ -146,7 +129,6 @@ template <typename W, ushort kTokens, ushort kRows>
     constant MatmulArgs& args [[buffer(3)]], uint2 group [[threadgroup_position_in_grid]],
     ushort thread_index [[thread_index_in_threadgroup]], ushort lane [[thread_index_in_simdgroup]],
     ushort simdgroup [[simdgroup_index_in_threadgroup]]) {
-  constexpr ushort kTokenBlocks = kTokens / 16, kRowBlocks = kRows / 16;
   threadgroup half staged[2 * (kTokens + kRows) * kStagedRow];
   const Place<kTokens, kRows> place(simdgroup);
   const uint token = group.y * kTokens + place.token, row = (group.x * kRows + place.row) / 2;
@@ -156,33 +138,15 @@ template <typename W, ushort kTokens, ushort kRows>
   stage.thread_index = thread_index;
   stage.weights.begin_gated(w, args, group.x * (kRows / 2), thread_index);
   stage.tokens.begin(x, args, group.y * kTokens, thread_index);
-  simdgroup_float8x8 sum[kTokenBlocks][kRowBlocks];
-#pragma unroll
-  for (ushort i = 0; i < kTokenBlocks; ++i)
-#pragma unroll
-    for (ushort j = 0; j < kRowBlocks; ++j) sum[i][j] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
+  simdgroup_float8x8 sum[kTokens / 16][kRows / 16];
+  clear(sum);
 
   const bool active = token < args.tokens && row < args.out_dim;
   multiply<W, kTokens, kRows>(stage, sum, staged, place, active);
-  threadgroup float* scratch = (threadgroup float*)stage.next;
   if (!active) return;
-  constexpr ushort kColumns = kRows / 2;  // of gate and up together
-  scratch += simdgroup * 8 * kColumns;
-  y += token * args.out_stride + row;
-#pragma unroll
-  for (ushort i = 0; i < kTokenBlocks; ++i) {
-#pragma unroll
-    for (ushort j = 0; j < kRowBlocks; ++j) simdgroup_store(sum[i][j], scratch + j * 8, kColumns);
-    simdgroup_barrier(mem_flags::mem_threadgroup);
-    for (ushort e = lane; e < 4 * kColumns; e += 32) {
-      const ushort t = e / (kColumns / 2), r = e % (kColumns / 2);
-      if (token + i * 8 + t >= args.tokens || row + r >= args.out_dim) continue;
-      threadgroup const float* gate = scratch + t * kColumns + r / 8 * 16 + r % 8;
-      const float value = activate(gate[0], args.activation) * gate[8];
-      y[(i * 8 + t) * args.out_stride + r] = finite_half(value);
-    }
-    simdgroup_barrier(mem_flags::mem_threadgroup);
-  }
+  const GatedProducts out = {y + token * args.out_stride + row, args.out_stride, args.tokens - token,
+                             args.out_dim - row, args.activation};
+  store(sum, out, (threadgroup float*)stage.next, simdgroup, lane);
 }
 
 typedef decltype(matmul<F32, MATMUL_NARROW_TILE, MATMUL_NARROW_TILE>) matmul_t;

@@ -54,3 +54,60 @@ static inline void multiply(thread Stage<W, kTokens, kRows, kStagedRow, kParts>&
     if (more) stage.store_next();
   }
 }
+
+template <ushort kTokenBlocks, ushort kRowBlocks>
+static inline void clear(thread simdgroup_float8x8 (&sum)[kTokenBlocks][kRowBlocks]) {
+#pragma unroll
+  for (ushort i = 0; i < kTokenBlocks; ++i)
+#pragma unroll
+    for (ushort j = 0; j < kRowBlocks; ++j) sum[i][j] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
+}
+
+// Outputs of a simdgroup, up to `tokens` by `rows` of them, from strips of 8 tokens by kColumns sums.
+struct Products {
+  device float* y;
+  uint stride, tokens, rows;
+  bool accumulate;
+
+  template <ushort kColumns>
+  void store(threadgroup const float* strip, ushort first, ushort lane) const {
+    for (ushort e = lane; e < 8 * kColumns; e += 32) {
+      const ushort t = first + e / kColumns, r = e % kColumns;
+      if (t >= tokens || r >= rows) continue;
+      device float& out = y[t * stride + r];
+      out = accumulate ? out + strip[e] : strip[e];
+    }
+  }
+};
+
+// activation(gate) * up, from alternating blocks of 8 sums of each.
+struct GatedProducts {
+  device half* y;
+  uint stride, tokens, rows, activation;
+
+  template <ushort kColumns>
+  void store(threadgroup const float* strip, ushort first, ushort lane) const {
+    for (ushort e = lane; e < 4 * kColumns; e += 32) {
+      const ushort t = e / (kColumns / 2), r = e % (kColumns / 2);
+      if (first + t >= tokens || r >= rows) continue;
+      threadgroup const float* gate = strip + t * kColumns + r / 8 * 16 + r % 8;
+      y[(first + t) * stride + r] = finite_half(activate(gate[0], activation) * gate[8]);
+    }
+  }
+};
+
+// Stores the sums through threadgroup memory, of which each simdgroup uses 8 * kRowBlocks * 8 floats.
+template <ushort kTokenBlocks, ushort kRowBlocks, typename Output>
+static inline void store(thread simdgroup_float8x8 (&sum)[kTokenBlocks][kRowBlocks], Output output,
+                         threadgroup float* strip, ushort simdgroup, ushort lane) {
+  constexpr ushort kColumns = kRowBlocks * 8;
+  strip += simdgroup * 8 * kColumns;
+#pragma unroll
+  for (ushort i = 0; i < kTokenBlocks; ++i) {
+#pragma unroll
+    for (ushort j = 0; j < kRowBlocks; ++j) simdgroup_store(sum[i][j], strip + j * 8, kColumns);
+    simdgroup_barrier(mem_flags::mem_threadgroup);
+    output.template store<kColumns>(strip, i * 8, lane);
+    simdgroup_barrier(mem_flags::mem_threadgroup);
+  }
+}

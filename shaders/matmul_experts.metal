@@ -48,29 +48,14 @@ template <typename W>
   stage.weights.begin(w, args, group.x * kTile, thread_index, tile.expert * args.out_dim);
   begin_tokens(stage.tokens, x, nullptr, tile, args.in_dim, thread_index);
   simdgroup_float8x8 sum[kBlocks][kBlocks];
-#pragma unroll
-  for (ushort i = 0; i < kBlocks; ++i)
-#pragma unroll
-    for (ushort j = 0; j < kBlocks; ++j) sum[i][j] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
+  clear(sum);
 
   const bool active = place.token < tile.count && row < args.out_dim;
   multiply<W, kTile, kTile>(stage, sum, staged, place, active);
-  threadgroup float* scratch = (threadgroup float*)stage.next;
   if (!active) return;
-  constexpr ushort kColumns = kTile / 2;
-  scratch += simdgroup * 8 * kColumns;
-  y += (tile.first + place.token) * args.out_dim + row;
-#pragma unroll
-  for (ushort i = 0; i < kBlocks; ++i) {
-#pragma unroll
-    for (ushort j = 0; j < kBlocks; ++j) simdgroup_store(sum[i][j], scratch + j * 8, kColumns);
-    simdgroup_barrier(mem_flags::mem_threadgroup);
-    for (ushort e = lane; e < 8 * kColumns; e += 32) {
-      const ushort t = i * 8 + e / kColumns, r = e % kColumns;
-      if (place.token + t < tile.count && row + r < args.out_dim) y[t * args.out_dim + r] = scratch[e];
-    }
-    simdgroup_barrier(mem_flags::mem_threadgroup);
-  }
+  const Products out = {y + (tile.first + place.token) * args.out_dim + row, args.out_dim,
+                        tile.count - place.token, args.out_dim - row, false};
+  store(sum, out, (threadgroup float*)stage.next, simdgroup, lane);
 }
 
 // y[place][row] = activation(gate[expert][row] . x) * (up[expert][row] . x), with x[rows[place]]. Grid: (rows
@@ -97,31 +82,14 @@ template <typename W>
   stage.weights.begin_gated(w, args, group.x * (kTile / 2), thread_index, tile.expert * args.out_dim);
   begin_tokens(stage.tokens, x, rows, tile, args.in_dim, thread_index);
   simdgroup_float8x8 sum[kBlocks][kBlocks];
-#pragma unroll
-  for (ushort i = 0; i < kBlocks; ++i)
-#pragma unroll
-    for (ushort j = 0; j < kBlocks; ++j) sum[i][j] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
+  clear(sum);
 
   const bool active = place.token < tile.count && row < args.out_dim;
   multiply<W, kTile, kTile>(stage, sum, staged, place, active);
-  threadgroup float* scratch = (threadgroup float*)stage.next;
   if (!active) return;
-  constexpr ushort kColumns = kTile / 2;  // of gate and up together
-  scratch += simdgroup * 8 * kColumns;
-  y += (tile.first + place.token) * args.out_dim + row;
-#pragma unroll
-  for (ushort i = 0; i < kBlocks; ++i) {
-#pragma unroll
-    for (ushort j = 0; j < kBlocks; ++j) simdgroup_store(sum[i][j], scratch + j * 8, kColumns);
-    simdgroup_barrier(mem_flags::mem_threadgroup);
-    for (ushort e = lane; e < 4 * kColumns; e += 32) {
-      const ushort t = e / (kColumns / 2), r = e % (kColumns / 2);
-      if (place.token + i * 8 + t >= tile.count || row + r >= args.out_dim) continue;
-      threadgroup const float* gate = scratch + t * kColumns + r / 8 * 16 + r % 8;
-      y[(i * 8 + t) * args.out_dim + r] = finite_half(activate(gate[0], args.activation) * gate[8]);
-    }
-    simdgroup_barrier(mem_flags::mem_threadgroup);
-  }
+  const GatedProducts out = {y + (tile.first + place.token) * args.out_dim + row, args.out_dim,
+                             tile.count - place.token, args.out_dim - row, args.activation};
+  store(sum, out, (threadgroup float*)stage.next, simdgroup, lane);
 }
 
 typedef decltype(matmul_experts<F32>) matmul_experts_t;
