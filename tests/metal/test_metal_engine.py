@@ -199,7 +199,7 @@ def test_a_second_prompt_of_the_same_size_allocates_nothing(model: Model, tokens
 def test_memory_of_one_token_is_small(model: Model) -> None:
     token = model.forward_prompt([3])
     model.forward_token_greedy(token)
-    assert 0 < model.stats()["batch_pool_bytes"] < 1_000_000
+    assert 0 < model.stats()["pass_memory_bytes"] < 1_000_000
 
 
 def test_batch_buffers_are_freed_with_the_last_session(demo_path: Path) -> None:

@@ -57,9 +57,8 @@ class WeightBuffers final : public WeightViews {
   std::unique_ptr<ReadAhead> read_ahead_;
 };
 
-// The activation buffers of one chunk in flight. Each is made when it is first needed and grows with the
-// chunk.
-class Batch {
+// The activation buffers of one pass in flight. Each is made when it is first needed and grows with the pass.
+class PassMemory {
  public:
   // The buffer, at least `bytes` long. Its contents are lost when it grows.
   View get(const Device& device, BufferName name, std::size_t bytes);
@@ -71,35 +70,35 @@ class Batch {
   id<MTLBuffer> buffers_[std::size_t(BufferName::kActivationCount)];
 };
 
-// Batches that no chunk is using. A chunk takes one and returns it: there are as many as chunks were in
-// flight at the same time.
-class BatchPool {
+// PassMemory that no pass is using: as many as passes were in flight at the same time.
+class PassMemoryPool {
  public:
   class Lease {
    public:
-    Lease(BatchPool& pool, std::unique_ptr<Batch> batch) : pool_(pool), batch_(std::move(batch)) {}
+    Lease(PassMemoryPool& pool, std::unique_ptr<PassMemory> memory)
+        : pool_(pool), memory_(std::move(memory)) {}
     ~Lease() {
-      if (batch_) pool_.put_back(std::move(batch_));
+      if (memory_) pool_.put_back(std::move(memory_));
     }
     Lease(Lease&&) = default;
     Lease(const Lease&) = delete;
     Lease& operator=(const Lease&) = delete;
-    Batch& operator*() const { return *batch_; }
+    PassMemory& operator*() const { return *memory_; }
 
    private:
-    BatchPool& pool_;
-    std::unique_ptr<Batch> batch_;
+    PassMemoryPool& pool_;
+    std::unique_ptr<PassMemory> memory_;
   };
 
   Lease take();
-  void trim();                // frees the batches that no chunk uses
-  std::size_t bytes() const;  // of those that no chunk uses
+  void trim();                // frees the memory that no pass uses
+  std::size_t bytes() const;  // that no pass uses
 
  private:
-  void put_back(std::unique_ptr<Batch> batch);
+  void put_back(std::unique_ptr<PassMemory> memory);
 
   mutable std::mutex mutex_;
-  std::vector<std::unique_ptr<Batch>> idle_;
+  std::vector<std::unique_ptr<PassMemory>> idle_;
 };
 
 }  // namespace metal_prefill::metal

@@ -103,7 +103,7 @@ id<MTLBuffer> WeightBuffers::copy(const std::string& label, std::span<const std:
 }
 
 std::vector<id<MTLBuffer>> WeightBuffers::buffers() const {
-  std::vector<id<MTLBuffer>> all = copied_;  // with the file, where it was copied
+  std::vector<id<MTLBuffer>> all = copied_;  // with the file, if it was copied
   for (const FileView& file : files_)
     if (std::find(all.begin(), all.end(), file.buffer) == all.end()) all.push_back(file.buffer);
   return all;
@@ -130,7 +130,7 @@ View WeightBuffers::concatenate(BufferName name, std::span<const std::pair<const
   return view_of(copy(traits_of(name).label, std::as_bytes(std::span(all))), name);
 }
 
-View Batch::get(const Device& device, BufferName name, std::size_t bytes) {
+View PassMemory::get(const Device& device, BufferName name, std::size_t bytes) {
   id<MTLBuffer> __strong& buffer = buffers_[std::size_t(name)];
   if (!buffer || buffer.length < bytes) {
     const BufferTraits traits = traits_of(name);
@@ -140,36 +140,36 @@ View Batch::get(const Device& device, BufferName name, std::size_t bytes) {
   return view_of(buffer, name);
 }
 
-std::size_t Batch::bytes() const {
+std::size_t PassMemory::bytes() const {
   std::size_t sum = 0;
   for (id<MTLBuffer> buffer : buffers_) sum += buffer.length;
   return sum;
 }
 
-BatchPool::Lease BatchPool::take() {
+PassMemoryPool::Lease PassMemoryPool::take() {
   const std::scoped_lock lock(mutex_);
-  if (idle_.empty()) return {*this, std::make_unique<Batch>()};
-  std::unique_ptr<Batch> batch = std::move(idle_.back());
+  if (idle_.empty()) return {*this, std::make_unique<PassMemory>()};
+  std::unique_ptr<PassMemory> memory = std::move(idle_.back());
   idle_.pop_back();
-  return {*this, std::move(batch)};
+  return {*this, std::move(memory)};
 }
 
-void BatchPool::put_back(std::unique_ptr<Batch> batch) {
+void PassMemoryPool::put_back(std::unique_ptr<PassMemory> memory) {
   const std::scoped_lock lock(mutex_);
-  idle_.push_back(std::move(batch));
+  idle_.push_back(std::move(memory));
 }
 
-void BatchPool::trim() {
+void PassMemoryPool::trim() {
   const AutoreleasePool pool;
   const std::scoped_lock lock(mutex_);
   idle_.clear();
 }
 
-std::size_t BatchPool::bytes() const {
+std::size_t PassMemoryPool::bytes() const {
   const AutoreleasePool pool;
   const std::scoped_lock lock(mutex_);
   std::size_t sum = 0;
-  for (const auto& batch : idle_) sum += batch->bytes();
+  for (const auto& memory : idle_) sum += memory->bytes();
   return sum;
 }
 

@@ -17,7 +17,7 @@ class MetalEngine::MetalCache final : public PagedCache {
   ~MetalCache() override {
     drop_ahead();
     if (metal_.forked_ || gpu_is_lost()) return;
-    if (--metal_.sessions_ == 0) metal_.batches_.trim();
+    if (--metal_.sessions_ == 0) metal_.pass_memory_.trim();
   }
 
   void reserve(int kept, int end, CallCounters& counters) override;

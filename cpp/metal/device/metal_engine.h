@@ -69,7 +69,7 @@ class MetalEngine final : public Engine, private PassInspector {
             {"weights_copied_bytes", double(weights_.copied_bytes())},
             {"weights_mapping_refused", double(weights_.mapping_refused())},
             {"resident_bytes", double(residency_.bytes())},
-            {"batch_pool_bytes", double(batches_.bytes())},
+            {"pass_memory_bytes", double(pass_memory_.bytes())},
             {"rope_table_bytes", double(rope_tables_.bytes())},
             {"prefix_bytes", double(memory_.prefixes().bytes())},
             {"kv_pool_bytes", double(memory_.bytes_in_use())},
@@ -124,11 +124,12 @@ class MetalEngine final : public Engine, private PassInspector {
   std::shared_ptr<SentPass> send_after(std::span<Chunk> chunks, CacheHold& cache, const SentPass& before);
   static void fill(const Config& config, const PassTables& tables, const PassRows& rows,
                    std::span<Chunk* const> chunks);
-  void deliver(const PassRows& rows, std::span<Chunk* const> chunks, const Batch& batch) const;
-  void keep_intermediates(const PassRows& rows, std::span<Chunk* const> chunks, const Batch& batch) const;
+  void deliver(const PassRows& rows, std::span<Chunk* const> chunks, const PassMemory& memory) const;
+  void keep_intermediates(const PassRows& rows, std::span<Chunk* const> chunks,
+                          const PassMemory& memory) const;
 
   const Device device_;
-  const Model padded_;  // the model itself, where its dimensions suit the kernels
+  const Model padded_;  // the model itself, if its dimensions suit the kernels
   WeightBuffers weights_;
   const ForwardPass forward_;
   const Kernels kernels_;
@@ -137,7 +138,7 @@ class MetalEngine final : public Engine, private PassInspector {
   KvPages store_;
   StateSlots states_;
   CacheMemory memory_;
-  BatchPool batches_;
+  PassMemoryPool pass_memory_;
   std::atomic<int> sessions_{0};
   bool forked_ = false;
   const ForkHandler fork_handler_{[] {}, [this](bool child) { forked_ = forked_ || child; }};

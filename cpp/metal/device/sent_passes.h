@@ -13,8 +13,8 @@ class MetalEngine::SentPass {
   // tokens.
   SentPass(MetalEngine& engine, std::span<Chunk* const> chunks, CacheHold& cache, id<MTLBuffer> choices);
 
-  // Waits for it and counts it, once. Throws DeviceError when the GPU failed, each time, and what an
-  // interrupted wait throws.
+  // Waits for it and counts it, once. Throws DeviceError if the GPU failed, each time, and the error of an
+  // interrupted wait.
   void finish(CacheHold& cache, CallCounters& counters) {
     if (!is_finished_) {
       try {
@@ -29,12 +29,12 @@ class MetalEngine::SentPass {
     if (failure_) std::rethrow_exception(failure_);
   }
   const PassRows& rows() const { return rows_; }
-  const Batch& batch() const { return *lease_; }
+  const PassMemory& memory() const { return *lease_; }
 
  private:
   CallCounters counters_;
   const Device device_;  // which counts
-  const BatchPool::Lease lease_;
+  const PassMemoryPool::Lease lease_;
   [[maybe_unused]] const id<MTLBuffer> choices_;  // kept: its command buffers do not retain it
   const RopeTables::ByLayer rope_tables_;
   const PassRows rows_;

@@ -14,14 +14,14 @@ namespace {
 class MetalPassBuffers final : public PassBuffers {
  public:
   // `choices`: the results of the previous pass, or null.
-  MetalPassBuffers(const Device& device, Batch& batch, const CacheHold& cache,
+  MetalPassBuffers(const Device& device, PassMemory& memory, const CacheHold& cache,
                    RopeTables::ByLayer rope_tables, id<MTLBuffer> choices)
       : device_(device),
-        batch_(batch),
+        memory_(memory),
         cache_(cache),
         rope_tables_(std::move(rope_tables)),
         choices_(choices) {}
-  View get(BufferName name, std::size_t bytes) override { return batch_.get(device_, name, bytes); }
+  View get(BufferName name, std::size_t bytes) override { return memory_.get(device_, name, bytes); }
   LayerCache cache(int layer) override { return cache_.layer(layer); }
   View states(int layer) override { return cache_.states(layer); }
   View rope_table(int layer) override {
@@ -31,7 +31,7 @@ class MetalPassBuffers final : public PassBuffers {
 
  private:
   const Device& device_;
-  Batch& batch_;
+  PassMemory& memory_;
   const CacheHold& cache_;
   const RopeTables::ByLayer rope_tables_;
   const id<MTLBuffer> choices_;
@@ -88,7 +88,7 @@ void MetalEngine::forward(std::span<Chunk> chunks, CallCounters& counters) {
 MetalEngine::SentPass::SentPass(MetalEngine& engine, std::span<Chunk* const> chunks, CacheHold& cache,
                                 id<MTLBuffer> choices)
     : device_(engine.device_.counting(counters_)),
-      lease_(engine.batches_.take()),
+      lease_(engine.pass_memory_.take()),
       choices_(choices),
       rope_tables_(engine.rope_tables_.by_layer()),
       rows_(engine.forward_.rows_of(shapes_of(chunks))),
@@ -122,8 +122,8 @@ void MetalEngine::run_pass(std::span<Chunk* const> chunks, CallCounters& counter
     next = send_after(after, cache, *passes[0].pass);
   for (const auto& [pass, asking] : passes) {
     pass->finish(cache, counters);
-    if (device_.debug()) keep_intermediates(pass->rows(), asking, pass->batch());
-    deliver(pass->rows(), asking, pass->batch());
+    if (device_.debug()) keep_intermediates(pass->rows(), asking, pass->memory());
+    deliver(pass->rows(), asking, pass->memory());
   }
   if (!next) return;
   for (std::size_t i = 0; i < chunks.size(); ++i) {
@@ -161,7 +161,7 @@ std::vector<Chunk*> MetalEngine::take_ahead(std::span<Chunk* const> chunks,
 
 void MetalEngine::trace_pass(std::span<Chunk* const> chunks, CallCounters& counters) {
   const Device device = device_.counting(counters);
-  const BatchPool::Lease lease = batches_.take();
+  const PassMemoryPool::Lease lease = pass_memory_.take();
   for (Chunk* chunk : chunks) static_cast<MetalCache&>(*chunk->cache).drop_ahead();
   CacheHold cache(store_, states_);
   cache.settle();
@@ -185,7 +185,7 @@ std::shared_ptr<MetalEngine::SentPass> MetalEngine::send_after(std::span<Chunk> 
     pointers.push_back(&chunks[i]);
   }
   try {
-    return std::make_shared<SentPass>(*this, pointers, cache, before.batch().peek(BufferName::kResult));
+    return std::make_shared<SentPass>(*this, pointers, cache, before.memory().peek(BufferName::kResult));
   } catch (const DeviceError&) {
     return nullptr;
   }
@@ -233,8 +233,9 @@ void MetalEngine::fill(const Config& config, const PassTables& tables, const Pas
 }
 
 // Copies the outputs from the buffers that the host can read.
-void MetalEngine::deliver(const PassRows& rows, std::span<Chunk* const> chunks, const Batch& batch) const {
-  const auto contents = [&](BufferName name) { return batch.peek(name).contents; };
+void MetalEngine::deliver(const PassRows& rows, std::span<Chunk* const> chunks,
+                          const PassMemory& memory) const {
+  const auto contents = [&](BufferName name) { return memory.peek(name).contents; };
   const std::size_t vocab_size = std::size_t(config().vocab_size);
   // Logits of rows for the host, [rows][vocab_size].
   const auto logits_of = [&](const RowRun& run) {
@@ -288,10 +289,10 @@ void MetalEngine::deliver(const PassRows& rows, std::span<Chunk* const> chunks, 
 }
 
 void MetalEngine::keep_intermediates(const PassRows& rows, std::span<Chunk* const> chunks,
-                                     const Batch& batch) const {
+                                     const PassMemory& memory) const {
   auto all = std::make_shared<MetalCache::Intermediates>();
   for (const ForwardPass::Intermediate& wanted : forward_.intermediates(rows)) {
-    const void* contents = batch.peek(wanted.name).contents;
+    const void* contents = memory.peek(wanted.name).contents;
     std::vector<float>& kept = (*all)[traits_of(wanted.name).label];
     if (wanted.precision == Precision::kF16) {
       const auto* bits = static_cast<const std::uint16_t*>(contents);
