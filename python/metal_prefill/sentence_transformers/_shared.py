@@ -184,28 +184,9 @@ def _refusing(name: str) -> Callable[..., Any]:
 
 
 for _name in (
-    *(
-        "fit",
-        "train",
-        "evaluate",
-        "save",
-        "save_pretrained",
-        "save_to_hub",
-        "push_to_hub",
-        "merge",
-        "compile",
-    ),
-    *(
-        "add_adapter",
-        "load_adapter",
-        "set_adapter",
-        "forward",
-        "preprocess",
-        "half",
-        "bfloat16",
-        "float",
-        "cuda",
-    ),
+    *("fit", "train", "evaluate", "save", "save_pretrained", "save_to_hub", "push_to_hub", "merge"),
+    *("compile", "add_adapter", "load_adapter", "set_adapter", "forward", "preprocess"),
+    *("half", "bfloat16", "float", "cuda"),
 ):
     setattr(Encoder, _name, _refusing(_name))
 
