@@ -22,4 +22,4 @@ def quiet_machine(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="session")
 def measured(demo_path: Path) -> BenchResults:
     """Measure the bundled model, in a real process."""
-    return bench.run(demo_path, prompts=[4, 16], n_gen=3, repetitions=2, threads=1, device="cpu")
+    return bench.run(demo_path, prompts=[4, 16], n_gen=3, repetitions=2, threads=1, device="cpu", patience=0)

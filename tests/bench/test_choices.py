@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from support.bench_fakes import FakeWorker, RecordingEngine, compare, fakes
 
-from metal_prefill import Model, bench
+from metal_prefill import Model
 from metal_prefill.bench import _engines, _worker
 from metal_prefill.bench._cases import SAMPLING, Case, Choice, make_cases, token_ids
 from metal_prefill.bench._engines import ChoosingEngine, Ids, Options
@@ -138,13 +138,3 @@ def test_compared_cases_alternate(demo_path: Path) -> None:
     assert sampled.low <= 0.96 <= sampled.high < 1.1
     assert lookup.low <= 1.2 <= lookup.high
     assert f"metal_prefill sampled4: {sampled.median:.3f} (" in results._repr_html_()
-
-
-def test_choices_are_measured_in_a_real_process(demo_path: Path) -> None:
-    results = bench.run(
-        demo_path, prompts=[], n_gen=3, sampled=True, speculate=True, repetitions=1, threads=1, device="cpu"
-    )
-    assert results.tests == ["tg3", "greedy3", "sampled3", "copy3", "lookup3"]
-    row = results.row(_engines.OURS, "lookup3")
-    assert row.samples_ts == pytest.approx([3e9 / row.samples_ns[0]])
-    assert row.n_depth == len(task_ids(demo_path)) - 1

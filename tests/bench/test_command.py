@@ -3,32 +3,20 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from support.programs import finished
 
 from metal_prefill import cli
 from metal_prefill.synth import synthesize
 
 
 def test_the_command_prints_only_json() -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "metal_prefill.bench",
-        "--demo",
-        "-p",
-        "4",
-        "-n",
-        "2",
-        "-r",
-        "1",
-        "-t",
-        "1",
-    ]
-    out = subprocess.run([*command, "--json", "-"], capture_output=True, text=True, check=True).stdout
+    words = "metal_prefill.bench --demo -p 4 -n 2 -r 1 -t 1 --patience 0"
+    command = [sys.executable, "-m", *words.split()]
+    out = finished([*command, "--json", "-"], check=True).stdout
     assert [row["test"] for row in json.loads(out)] == ["pp4", "tg2"]
 
 

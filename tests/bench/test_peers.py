@@ -28,7 +28,7 @@ def test_a_peer_generates_the_same_tokens(
     for module in _engines.KINDS[peer].modules:
         pytest.importorskip(module)
     results = bench.run(
-        demo_path, prompts=[8], n_gen=2, repetitions=1, threads=1, device="cpu", compare=[peer]
+        demo_path, prompts=[8], n_gen=2, repetitions=1, threads=1, device="cpu", compare=[peer], patience=0
     )
     row = results.row(peer, "pp8")
     assert row.ratio is not None

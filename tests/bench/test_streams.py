@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from metal_prefill import Model, bench
 from metal_prefill.bench import BenchResults, _engines, _worker
 from metal_prefill.bench._cases import Case, stream_ids
 from metal_prefill.bench._engines import BatchEngine, Ids, Options
+from metal_prefill.bench._model_file import task_ids
 from metal_prefill.bench._peers import metal_prefill
 
 VOCAB = 1024  # of the bundled model
@@ -134,14 +136,18 @@ def test_engines_without_batches_are_skipped_with_a_reason(demo_path: Path) -> N
     assert BenchResults.from_dicts(json.loads(results.to_json())).to_dicts() == results.to_dicts()
 
 
-def test_streams_are_measured_in_a_real_process(demo_path: Path) -> None:
+def test_streams_and_choices_are_measured_in_a_real_process(demo_path: Path) -> None:
+    options: dict[str, Any] = {"repetitions": 1, "threads": 1, "device": "cpu", "patience": 0}
     results = bench.run(
-        demo_path, prompts=[4], n_gen=2, depth=3, streams=[1, 3], repetitions=1, threads=1, device="cpu"
+        demo_path, prompts=[4], n_gen=2, depth=3, streams=[1, 3], sampled=True, speculate=True, **options
     )
-    assert results.tests == ["pp4", "tg2", "tg2x1", "tg2x3", "pp16x64"]
-    assert [row.n_streams for row in results.rows] == [0, 0, 1, 3, 64]
-    row = results.row(_engines.OURS, "tg2x3")
-    assert row.samples_ts == pytest.approx([6e9 / row.samples_ns[0]])
+    streams = ["tg2x1", "tg2x3", "pp16x64"]
+    assert results.tests == ["pp4", "tg2", "greedy2", "sampled2", "copy2", "lookup2", *streams]
+    assert [results.row(_engines.OURS, test).n_streams for test in streams] == [1, 3, 64]
+    for test, tokens in (("tg2x3", 6), ("lookup2", 2)):
+        row = results.row(_engines.OURS, test)
+        assert row.samples_ts == pytest.approx([tokens * 1e9 / row.samples_ns[0]])
+    assert row.n_depth == len(task_ids(demo_path)) - 1
 
 
 @pytest.mark.usefixtures("_quiet_machine")

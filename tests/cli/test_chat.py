@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.programs import finished
 
 from metal_prefill import ContextOverflowError, Conversation, Model, StateError
 from metal_prefill.synth import synthesize
@@ -196,9 +197,7 @@ def test_decoding_runs_no_python_inside_numpy(model: Model, monkeypatch: pytest.
 
 
 def piped(text: str, *options: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*COMMAND, *options], input=text, capture_output=True, text=True, check=False, timeout=120
-    )
+    return finished([*COMMAND, *options], input=text)
 
 
 def test_a_conversation_works_through_pipes(model: Model, tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support import comparison
+from support.programs import finished
 
 import metal_prefill
 from metal_prefill import Model, _core, cli
@@ -47,12 +48,6 @@ def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
         assert re.search(rf"^\s+{name}\b", out, re.MULTILINE), name
 
 
-@pytest.mark.parametrize("name", list(cli.COMMANDS))
-def test_every_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main([name, "--help"]) == 0
-    assert f"metal-prefill {name}" in capsys.readouterr().out
-
-
 def test_a_missing_command_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([]) == 2
     assert "usage:" in capsys.readouterr().err
@@ -61,7 +56,7 @@ def test_a_missing_command_is_a_usage_error(capsys: pytest.CaptureFixture[str]) 
 def imported_by(code: str, late: tuple[str, ...]) -> str:
     """Run code in a separate Python process, and return the imported modules with these prefixes."""
     code += f"; import sys; print([m for m in sys.modules if m.startswith({late!r})])"
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    out = finished([sys.executable, "-c", code], check=True).stdout
     return out.splitlines()[-1]
 
 
@@ -396,9 +391,7 @@ def test_an_interrupt_of_the_first_imports_ends_cleanly() -> None:
         "(command,) = entry_points(group='console_scripts', name='metal-prefill')\n"
         "sys.exit(command.load()())",
     ):
-        run = subprocess.run(
-            [sys.executable, "-c", interrupted + entry], capture_output=True, text=True, check=False
-        )
+        run = finished([sys.executable, "-c", interrupted + entry])
         assert (run.returncode, run.stderr) == (cli.EXIT_INTERRUPTED, "interrupted\n")
 
 
@@ -409,7 +402,7 @@ def test_little_is_imported_before_interrupts_end_cleanly() -> None:
         f"import sys; sys.path.append({str(folder)!r}); before = set(sys.modules)\n"
         "import metal_prefill.__main__; print(*(set(sys.modules) - before))"
     )
-    run = subprocess.run([sys.executable, "-ISc", code], capture_output=True, text=True, check=True)
+    run = finished([sys.executable, "-ISc", code], check=True)
     imported = {name for name in run.stdout.split() if not name.startswith("metal_prefill")}
     assert imported <= {"__future__", "types"}
 
@@ -452,34 +445,6 @@ def test_perplexity_counts_second_halves_only() -> None:
     assert result.n_windows == 2
     variance = 2 / 3
     assert result.error == pytest.approx(np.exp(2.0) * np.sqrt(variance / 5))
-
-
-def test_perplexity_of_shakespeare_matches_the_logits(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    verse = "MENENIUS:\nWhat work's, my countrymen, in hand? where go you\nWith bats and clubs?"
-    text = verse * 2
-    file = tmp_path / "text.txt"
-    file.write_text(text, encoding="utf-8")
-    assert cli.main(["perplexity", "-f", str(file), "-c", "16", "--windows", "2", "--compute", "f32"]) == 0
-    printed = capsys.readouterr().out
-
-    losses = []
-    with Model(compute="f32") as model:
-        ids = model.tokenizer.encode(text)
-        assert model.tokenizer.bos_id is not None
-        for begin in (0, 16):
-            window = [model.tokenizer.bos_id, *ids[begin + 1 : begin + 16]]
-            model.reset()
-            for position, token in enumerate(window[:-1]):
-                logits = model.forward_token(token).astype(np.float64)
-                if position >= 8:
-                    log_sum = np.log(np.exp(logits - logits.max()).sum()) + logits.max()
-                    losses.append(log_sum - logits[window[position + 1]])
-    match = re.match(r"perplexity ([\d.]+) ± [\d.]+ over (\d+) tokens", printed)
-    assert match
-    assert int(match[2]) == len(losses) == 14
-    assert float(match[1]) == pytest.approx(np.exp(np.mean(losses)), rel=1e-3)
 
 
 @pytest.mark.parametrize("compute", ["int8", "f32"])
@@ -565,14 +530,7 @@ def test_speculation_does_not_change_the_text(demo_path: Path, capsys: pytest.Ca
 )
 def test_a_closed_standard_input_is_reported(arguments: tuple[str, ...], tmp_path: Path) -> None:
     command = [sys.executable, "-m", "metal_prefill", *arguments]
-    done = subprocess.run(
-        ["sh", "-c", 'exec "$@" <&-', "sh", *command],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-        cwd=tmp_path,
-    )
+    done = finished(["sh", "-c", 'exec "$@" <&-', "sh", *command], cwd=tmp_path)
     assert done.returncode == 2
     (line,) = done.stderr.splitlines()
     assert "standard input is closed" in line

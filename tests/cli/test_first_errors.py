@@ -8,7 +8,6 @@ import logging
 import os
 import shutil
 import socket
-import subprocess
 import sys
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -16,6 +15,7 @@ from threading import Thread
 
 import pytest
 from support.places import ROOT
+from support.programs import finished
 
 from metal_prefill import Model, UnsupportedModelError, _core, engine, synth
 from metal_prefill.cli import main
@@ -43,12 +43,9 @@ def configure(folder: Path, *options: str, **environment: str) -> str:
         pytest.skip("there is no cmake or no ninja")
     (folder / "programs").mkdir()
     (folder / "programs/ninja").symlink_to(generator)
-    done = subprocess.run(
+    done = finished(
         [cmake, "-S", ROOT, "-B", folder / "build", "-G", "Ninja", *options],
         env={"PATH": str(folder / "programs"), "HOME": str(folder)} | environment,
-        capture_output=True,
-        text=True,
-        check=False,
     )
     assert done.returncode != 0
     return " ".join(done.stderr.split())
@@ -202,12 +199,9 @@ def test_a_proxy_that_answers_for_the_hub_is_reported(tmp_path: Path, status: in
     Thread(target=server.serve_forever, daemon=True).start()
     env = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
     env |= {"HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}", "HF_HOME": str(tmp_path)}
-    done = subprocess.run(
+    done = finished(
         [sys.executable, "-m", "metal_prefill.cli", "run", "-m", spec, "-p", "a"],
         env=env | {"NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"},
-        capture_output=True,
-        text=True,
-        check=False,
     )
     server.shutdown()
     server.server_close()

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from support import model_folders
+from support.programs import finished
 from support.small_models import CLASSIFIERS, write
 
 pytest.importorskip("huggingface_hub", reason="needs the extra hub")
@@ -36,12 +37,9 @@ def home(tmp_path: Path, demo_path: Path) -> Path:
 
 
 def models(home: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
+    return finished(
         [sys.executable, "-m", "metal_prefill", "models", *arguments],
         env={**os.environ, "HF_HOME": str(home)},
-        capture_output=True,
-        text=True,
-        check=False,
     )
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.programs import finished
 
 from metal_prefill import Model, Scheduler, cli
 from metal_prefill.commands import run_many
@@ -272,7 +273,7 @@ def test_a_killed_run_is_resumed(tmp_path: Path) -> None:
     assert process.returncode == -signal.SIGKILL
     lines = killed.read_bytes().count(b"\n")
     assert 5 <= lines < 150
-    again = subprocess.run([*command, str(killed)], capture_output=True, text=True, check=True)
+    again = finished([*command, str(killed)], check=True)
     assert f"{lines} prompts done before" in again.stderr
     subprocess.run([*command, str(whole)], stderr=subprocess.DEVNULL, check=True)
     assert killed.read_bytes() == whole.read_bytes()

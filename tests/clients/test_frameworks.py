@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.places import ROOT
+from support.programs import finished
 from support.running_server import Running, running_with_template
 from support.tools import HERMES
 
@@ -38,13 +39,8 @@ def answers(client: str, server: Running) -> Any:
         pytest.skip("needs an environment: make test-clients")
     program = PROGRAMS / f"{client.replace('-', '_')}.py"
     home = {"NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1", "PYTHONSAFEPATH": "1"}
-    done = subprocess.run(
-        [python, program, server.url],
-        env={**os.environ, **home, "LITELLM_LOCAL_MODEL_COST_MAP": "True"},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=240,
+    done = finished(
+        [python, program, server.url], env={**os.environ, **home, "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
@@ -95,14 +91,10 @@ def within(client: str, code: str, *arguments: str | Path, **variables: str) -> 
         pytest.skip("needs an environment: make test-clients")
     packages = str(Path(metal_prefill.__file__).parents[1])
     code = f"import sys; sys.path.append({packages!r}); {code}"
-    done = subprocess.run(
+    done = finished(
         [ENVIRONMENTS / client / "bin" / "python", "-c", code, *arguments],
         env={**os.environ, **variables},
         stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=240,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

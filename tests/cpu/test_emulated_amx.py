@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 import sys
 
 import pytest
 from support.cpu_testing import EMULATE_AMX, native_sets
 from support.places import TESTS
+from support.programs import finished
 
 from metal_prefill import _core
 
@@ -30,7 +30,7 @@ def test_the_engine_keeps_its_guarantees_on_an_emulated_matrix_unit(tests: str) 
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", tests, str(ENGINE)]
     environment = {**os.environ, EMULATE_AMX: "1"}
     environment.pop("METAL_PREFILL_CPU_ISA", None)
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
+    done = finished(command, env=environment)
     assert done.returncode == 0, done.stdout
     passed = re.search(r"(\d+) passed", done.stdout)
     assert passed is not None, done.stdout

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 import shutil
-import subprocess
 
 import pytest
 from support.places import ROOT
+from support.programs import finished
 
 SOURCE = ROOT / "cpp/cpu/weights/packing.cpp"
 COMPILER = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
@@ -44,12 +44,9 @@ def errors() -> dict[str, str]:
         for name, body in variants.items()
     ]
     assert COMPILER is not None
-    result = subprocess.run(
+    result = finished(
         [COMPILER, "-std=c++20", "-fsyntax-only", "-iquote", str(SOURCE.parent), "-x", "c++", "-"],
         input="\n".join([headers, *parts]),
-        capture_output=True,
-        text=True,
-        check=False,
     )
     lines = result.stderr.splitlines()
     found = {name: "\n".join(x for x in lines if re.match(rf"{name}:.*error:", x)) for name in variants}

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from support.programs import finished
 
 from metal_prefill import _core
 
@@ -27,9 +27,7 @@ pytestmark = pytest.mark.skipif(
 def outcome(cache: Path) -> tuple[float, list[str]]:
     """Open a model in a separate process; return its measured or cached speed, and its kernel sets."""
     environment = {**os.environ, "METAL_PREFILL_CACHE": str(cache)}
-    done = subprocess.run(
-        [sys.executable, "-c", OPEN], env=environment, check=True, capture_output=True, text=True
-    )
+    done = finished([sys.executable, "-c", OPEN], env=environment, check=True)
     speedup, sets = json.loads(done.stdout)
     return speedup, sets
 
@@ -50,13 +48,13 @@ def test_a_cached_measurement_is_used(tmp_path: Path) -> None:
         assert only_file(tmp_path).read_text() == str(stored)
 
 
-@pytest.mark.parametrize("text", ["", "fast", "nan", "inf", "0", "-2", "1e9", "\x00"])
-def test_an_invalid_measurement_is_replaced(tmp_path: Path, text: str) -> None:
+def test_an_invalid_measurement_is_replaced(tmp_path: Path) -> None:
     outcome(tmp_path)
-    only_file(tmp_path).write_text(text)
-    measured, _ = outcome(tmp_path)
-    assert 0.05 <= measured <= 20
-    assert float(only_file(tmp_path).read_text()) == measured
+    for text in ("", "fast", "nan", "inf", "0", "-2", "1e9", "\x00"):
+        only_file(tmp_path).write_text(text)
+        measured, _ = outcome(tmp_path)
+        assert 0.05 <= measured <= 20, text
+        assert float(only_file(tmp_path).read_text()) == measured, text
 
 
 def test_an_unwritable_cache_is_not_an_error(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.programs import finished
 
 from metal_prefill import ContextOverflowError, MetalPrefillError, Model, synth
 from metal_prefill._support.arguments import integer, token_array, token_id
@@ -278,9 +279,7 @@ def run_closed(*arguments: str, closed: int) -> subprocess.CompletedProcess[str]
         f"os.close({closed})\n"
         "os.execv(sys.executable, [sys.executable, '-m', 'metal_prefill.cli', *sys.argv[1:]])\n"
     )
-    return subprocess.run(
-        [sys.executable, "-c", program, *arguments], capture_output=True, text=True, timeout=100, check=False
-    )
+    return finished([sys.executable, "-c", program, *arguments])
 
 
 @pytest.mark.skipif(os.name != "posix", reason="closes descriptors")
@@ -325,14 +324,7 @@ def test_interrupting_an_import_raises_keyboard_interrupt(
         "    raise ImportError('your installation of NumPy is bad') from None\n"
     )
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        [sys.executable, *program],
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
+    done = finished([sys.executable, *program], env={**os.environ, "PYTHONPATH": path})
     assert (done.returncode, done.stdout) == (code, "")
     assert re.fullmatch(said, done.stderr, re.DOTALL)
     assert "bad" not in done.stderr

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
+from support.threads import HANGS, at_once
 
 from metal_prefill import Model, Session, SessionBusyError
 
@@ -18,28 +19,10 @@ PROMPT = list(range(100, 140))
 CHUNK = 16
 T = TypeVar("T")
 
-# Seconds after which a call is taken to hang. It is long: the machine may be busy.
-HANGS = 60
-
 
 def within_time(call: Callable[[], T]) -> T:
     """Return the result of `call`; fail instead of hanging."""
-    outcome: list[tuple[T | None, BaseException | None]] = []
-
-    def run() -> None:
-        try:
-            outcome.append((call(), None))
-        except BaseException as error:
-            outcome.append((None, error))
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(HANGS)
-    assert outcome, f"no answer within {HANGS} s"
-    value, error = outcome[0]
-    if error is not None:
-        raise error
-    return value  # type: ignore[return-value]
+    return at_once(lambda number: call(), threads=1)[0]
 
 
 @pytest.fixture
@@ -274,17 +257,14 @@ def test_threads_that_call_generate_get_their_text_or_an_error(demo_path: Path) 
         alone = {name: "".join(model.generate(name, 30)) for name in names}
         outcomes: list[tuple[str, str | None]] = []
 
-        def work(name: str) -> None:
+        def work(number: int) -> None:
+            name = names[number]
             for _ in range(5):
                 try:
                     outcomes.append((name, "".join(model.generate(name, 30))))
                 except SessionBusyError:
                     outcomes.append((name, None))
 
-        threads = [threading.Thread(target=work, args=(name,)) for name in names]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        at_once(work)
     assert len(outcomes) == 20
     assert all(text in (None, alone[name]) for name, text in outcomes)

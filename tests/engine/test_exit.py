@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import sysconfig
 
 import pytest
+from support.programs import finished
 
 # Forks for each delay, so that the package is imported once. In the child, daemon threads compute endlessly;
 # `{between}` runs between calls, and `callback` is the callback of their prompts.
@@ -69,9 +69,7 @@ def test_a_process_exits_cleanly_with_daemon_threads(activity: dict[str, str]) -
     """Without messages and with exit status 0, at whatever moment the interpreter ends."""
     plain = {"first": "pass", "callback": "pass", "progress": "None", "between": "pass"}
     program = PROGRAM.format(**{**plain, **activity})
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False
-    )
+    done = finished([sys.executable, "-c", program])
     assert done.stderr == ""  # separately, so that pytest shows all of it
     assert (done.returncode, done.stdout) == (0, 4 * "the last line\n")
 
@@ -103,14 +101,7 @@ def test_leak_reports_at_exit_are_for_developers_only(asked: bool) -> None:
     environment = {k: v for k, v in os.environ.items() if k != "METAL_PREFILL_LEAK_WARNINGS"}
     if asked:
         environment["METAL_PREFILL_LEAK_WARNINGS"] = "1"
-    done = subprocess.run(
-        [sys.executable, "-c", LEAKING],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-        env=environment,
-    )
+    done = finished([sys.executable, "-c", LEAKING], env=environment)
     assert (done.returncode, done.stdout) == (0, "")
     assert ("leaked 1 instances" in done.stderr) == asked
     assert asked or done.stderr == ""

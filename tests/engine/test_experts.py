@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from support.gguf_bytes import BOOL, F32, U32, scalar, u32
-from support.gguf_mutator import take_apart
+from support.gguf_mutator import with_key
 from support.reference import ReferenceModel
 from support.small_models import EXPERTS, SmallModel, with_tensor, write
 
@@ -147,17 +147,6 @@ def test_8_bit_activations_stay_near_the_reference(name: str, model_path: Callab
     assert np.median([np.corrcoef(row, other)[0, 1] for row, other in rows]) > 0.995
 
 
-def changed(path: Path, whole: Path, key: str, kind: int, value: bytes) -> Path:
-    """Write a copy of a file in which a key has another value, or does not exist if the value is empty."""
-    parts = take_apart(whole)
-    (architecture,) = (held[8:] for name, _, held in parts.metadata if name == b"general.architecture")
-    full = architecture + b"." + key.encode()
-    parts.metadata = [entry for entry in parts.metadata if entry[0] != full]
-    if value:
-        parts.metadata.append((full, kind, value))
-    return parts.write(path)
-
-
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
@@ -180,7 +169,7 @@ def test_a_file_that_contradicts_itself_is_rejected(
     tmp_path: Path, model_path: Callable[[str], Path], key: str, value: bytes, message: str
 ) -> None:
     kind = F32 if key == "expert_weights_scale" else U32
-    path = changed(tmp_path / "m.gguf", model_path("lfm2moe"), key, kind, value)
+    path = with_key(tmp_path / "m.gguf", model_path("lfm2moe"), key, kind, value)
     with pytest.raises((GGUFError, UnsupportedModelError), match=message):
         Model(path, device="cpu")
 
@@ -189,9 +178,9 @@ def test_metadata_set_the_rules_of_the_router(tmp_path: Path, model_path: Callab
     whole = model_path("qwen3moe")
     config = read_config(GGUFFile(whole))
     assert (config.router_score, config.normalize_routes, config.route_scale) == ("softmax", True, 1.0)
-    path = changed(tmp_path / "a.gguf", whole, "expert_gating_func", U32, u32(2))
-    path = changed(tmp_path / "b.gguf", path, "expert_weights_norm", BOOL, b"\0")
-    path = changed(tmp_path / "c.gguf", path, "expert_weights_scale", F32, scalar(F32, 2.5))
+    path = with_key(tmp_path / "a.gguf", whole, "expert_gating_func", U32, u32(2))
+    path = with_key(tmp_path / "b.gguf", path, "expert_weights_norm", BOOL, b"\0")
+    path = with_key(tmp_path / "c.gguf", path, "expert_weights_scale", F32, scalar(F32, 2.5))
     config = read_config(GGUFFile(path))
     assert (config.router_score, config.normalize_routes, config.route_scale) == ("sigmoid", False, 2.5)
 

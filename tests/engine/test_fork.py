@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import subprocess
 import sys
 import threading
 import time
@@ -15,6 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 from support.forked import HANGS, in_child
+from support.programs import finished
+from support.threads import at_once
 from tokenizers import Tokenizer as Segmenter
 
 from metal_prefill import ForkError, Model
@@ -239,11 +240,7 @@ def test_a_cached_attribute_is_computed_once_by_concurrent_threads() -> None:
             return object()
 
     slow, found = Slow(), list[object]()
-    threads = [threading.Thread(target=lambda: found.append(slow.value)) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    at_once(lambda number: found.append(slow.value), 3)
     assert computed == [slow]
     assert found == [slow.value] * 3
 
@@ -265,11 +262,5 @@ sys.exit(0 if child else 3)
 
 def test_parent_and_child_exit_cleanly(device: str) -> None:
     """Each runs Python's complete shutdown, with its modules and their objects."""
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", EXITING_CHILD, device],
-        capture_output=True,
-        text=True,
-        timeout=2 * HANGS,
-        check=False,
-    )
+    done = finished([sys.executable, "-W", "ignore", "-c", EXITING_CHILD, device], timeout=2 * HANGS)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

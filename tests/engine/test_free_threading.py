@@ -7,51 +7,23 @@ from __future__ import annotations
 
 import asyncio
 import os
-import subprocess
 import sys
 import sysconfig
-import threading
-from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
 
 import numpy as np
 import pytest
 from support.forked import in_child
+from support.programs import finished
+from support.threads import at_once
 
 from metal_prefill import ClosedError, Model, _core
 from metal_prefill.generation import Options
 from metal_prefill.generation._sampling import core_sampler
 
-THREADS = 4
-HANGS = 120  # seconds after which a thread is taken to hang
+THREADS = 4  # of `at_once`
 ROUNDS = 8  # of races that take a moment only
 PROMPT = list(range(100, 140))
-T = TypeVar("T")
-
-
-def at_once(work: Callable[[int], T], threads: int = THREADS) -> list[T]:
-    """Call `work` in several threads that start together; return their results, or raise an error of one."""
-    start = threading.Barrier(threads)
-    results: dict[int, T] = {}
-    errors: list[BaseException] = []
-
-    def run(number: int) -> None:
-        try:
-            start.wait(HANGS)
-            results[number] = work(number)
-        except BaseException as error:
-            errors.append(error)
-
-    running = [threading.Thread(target=run, args=(i,), daemon=True) for i in range(threads)]
-    for thread in running:
-        thread.start()
-    for thread in running:
-        thread.join(HANGS)
-    assert not any(thread.is_alive() for thread in running), f"no result within {HANGS} s"
-    if errors:
-        raise errors[0]
-    return [results[number] for number in range(threads)]
 
 
 @pytest.mark.skipif(not sysconfig.get_config_var("Py_GIL_DISABLED"), reason="this Python always has the GIL")
@@ -63,12 +35,9 @@ def test_importing_leaves_the_gil_off(module: str) -> None:
     if module.startswith("_"):
         pytest.importorskip(module)
     program = f"import sys, metal_prefill, {module}; print(sys._is_gil_enabled())"
-    done = subprocess.run(
+    done = finished(
         [sys.executable, "-W", "error", "-c", program],
         env={k: v for k, v in os.environ.items() if k != "PYTHON_GIL"} | {"PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        check=False,
     )
     assert (done.returncode, done.stdout) == (0, "False\n"), done.stderr
 

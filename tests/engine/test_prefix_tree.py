@@ -133,8 +133,8 @@ def test_pages_are_evicted_in_the_order_of_the_policy(seed: int) -> None:
             case 3:
                 assert tree.evict() == oracle.evict()
             case 4 if held and chance.random() < 0.2:
-                pages, nodes = held.pop(chance.randrange(len(held)))
-                oracle.held = [other for other in oracle.held if other is not nodes]
+                pages, of_session = held.pop(chance.randrange(len(held)))
+                oracle.held = [other for other in oracle.held if other is not of_session]
                 tree.release(pages)
         assert tree.pages == len(oracle.used)
         assert tree.namespaces == len({node[0] for node in oracle.used})

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.small_models import SmallModel, with_tensor, write
+from support.threads import at_once
 
 from metal_prefill import ClosedError, ContextOverflowError, Model, Session, _core, synth
 
@@ -202,25 +203,14 @@ def test_ctrl_c_stops_between_chunks(device: str, fast_demo_path: Path) -> None:
 def test_calls_from_several_threads_on_one_model_are_safe(demo: Model) -> None:
     with demo.session() as session:
         expected = session.forward_prompt(PROMPT)
-    results: list[int] = []
-    errors: list[BaseException] = []
 
-    def work() -> None:
-        try:
-            for _ in range(3):
-                results.append(demo.forward_prompt(PROMPT, reuse=True))
-                with demo.session() as own:
-                    results.append(own.forward_prompt(PROMPT))
-        except BaseException as error:
-            errors.append(error)
+    def work(number: int) -> None:
+        for _ in range(3):
+            assert demo.forward_prompt(PROMPT, reuse=True) == expected
+            with demo.session() as own:
+                assert own.forward_prompt(PROMPT) == expected
 
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not errors
-    assert results == [expected] * 24
+    at_once(work)
 
 
 def test_the_gil_is_released_during_compute(demo: Model) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 import struct
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +14,7 @@ import numpy as np
 import pytest
 from support.gguf_bytes import F64, scalar
 from support.llama_file import integer, model_file, number, string
+from support.programs import finished
 from support.small_models import MODELS, with_tensor, write
 
 from metal_prefill import GGUFError, Model, NumericalError
@@ -169,9 +169,7 @@ def test_a_file_that_was_read_may_change_afterwards(tmp_path: Path) -> None:
     path = write(tmp_path / "m.gguf", replace(MODELS["gqa 1"], embedding="F32", types={"*": "F32"}))
     with Model(path, device="cpu") as model:
         expected = model.forward_prompt([1, 2, 3])
-    child = subprocess.run(
-        [sys.executable, "-c", CHANGED, str(path), "False"], capture_output=True, text=True, check=False
-    )
+    child = finished([sys.executable, "-c", CHANGED, str(path), "False"])
     assert child.stdout.split() == [str(expected), str(expected), "True"], child.stderr
 
 

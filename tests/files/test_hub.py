@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -14,6 +13,7 @@ from typing import Any
 import pytest
 from support import model_folders
 from support.hub_server import Hub, Repo, serve
+from support.programs import finished
 
 from metal_prefill import HubError, MetalPrefillError, MissingExtraError, Model
 from metal_prefill.hub import _download
@@ -53,12 +53,8 @@ class Client:
 
     def ask(self, *specs: str, env: dict[str, str] | None = None, **options: Any) -> list[dict[str, str]]:
         calls = json.dumps([(spec, options) for spec in specs])
-        child = subprocess.run(
-            [sys.executable, "-W", "error::UserWarning", "-c", CHILD, calls],
-            env={**self.env, **(env or {})},
-            capture_output=True,
-            text=True,
-            check=False,
+        child = finished(
+            [sys.executable, "-W", "error::UserWarning", "-c", CHILD, calls], env={**self.env, **(env or {})}
         )
         assert child.returncode == 0, child.stderr
         answers: list[dict[str, str]] = json.loads(child.stdout)
@@ -138,9 +134,7 @@ def test_a_model_opens_a_repository_by_its_name(tmp_path: Path) -> None:
     )
     with serve({"bard/plays": Repo(files)}) as hub_server:
         client = Client(tmp_path, hub_server.url)
-        child = subprocess.run(
-            [sys.executable, "-c", script], env=client.env, capture_output=True, text=True, check=False
-        )
+        child = finished([sys.executable, "-c", script], env=client.env)
     assert child.returncode == 0, child.stderr
     with Model(folder, device="cpu") as model:
         assert child.stdout.split() == ["plays", str(model.forward_prompt([1, 2, 3]))]
@@ -252,9 +246,7 @@ def test_a_model_is_opened_from_the_hub(tmp_path: Path, demo_path: Path) -> None
     )
     with serve({"bard/plays": Repo({"bard.Q4_0.gguf": demo_path.read_bytes()})}) as hub_server:
         client = Client(tmp_path, hub_server.url)
-        child = subprocess.run(
-            [sys.executable, "-c", script], env=client.env, capture_output=True, text=True, check=False
-        )
+        child = finished([sys.executable, "-c", script], env=client.env)
     assert child.returncode == 0, child.stderr
     with Model(demo_path, device="cpu") as model:
         assert child.stdout.split() == ["64", str(model.forward_prompt([1, 2, 3]))]

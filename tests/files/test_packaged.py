@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from support.programs import finished
 
 from metal_prefill import MissingExtraError, Model, bench
 from metal_prefill.hub import _download
@@ -88,9 +88,7 @@ def test_the_command_line_reports_it_in_one_line(tmp_path: Path) -> None:
         "metadata.files = missing\n"
         "from metal_prefill.cli import main; sys.exit(main(['info', '-m', 'smollm2']))"
     )
-    child = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False
-    )
+    child = finished([sys.executable, "-c", code], cwd=tmp_path)
     assert child.returncode != 0
     assert len(child.stderr.splitlines()) == 1
     assert INSTALL in child.stderr

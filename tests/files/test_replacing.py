@@ -9,13 +9,14 @@ import socket
 import stat
 import subprocess
 import sys
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import pytest
+from support.programs import finished
+from support.threads import at_once
 
 from metal_prefill import Model, OutputError, synth
 from metal_prefill._support.atomic_write import replacing
@@ -39,7 +40,7 @@ def write_model(path: Path) -> None:
 def command(*arguments: str) -> Callable[[Path], None]:
     def run(path: Path) -> None:
         words = [str(path) if a == "PATH" else a for a in arguments]
-        done = subprocess.run([*CLI, *words], capture_output=True, text=True, timeout=300, check=False)
+        done = finished([*CLI, *words])
         if done.returncode:
             raise OutputError(0, done.stderr, str(path))
 
@@ -49,7 +50,9 @@ def command(*arguments: str) -> Callable[[Path], None]:
 WRITERS = {
     "save": save,
     "synth": write_model,
-    "bench --json": command("bench", "--demo", "-p", "4", "-n", "0", "-r", "1", "--json", "PATH"),
+    "bench --json": command(
+        "bench", "--demo", "-p", "4", "-n", "0", "-r", "1", "--patience", "0", "--json", "PATH"
+    ),
 }
 
 
@@ -97,9 +100,7 @@ def test_images_are_rejected_likewise(tmp_path: Path, options: tuple[str, ...]) 
     pytest.importorskip("matplotlib")
     path = tmp_path / "picture.png"
     os.mkfifo(path)
-    done = subprocess.run(
-        [*CLI, *options, str(path)], capture_output=True, text=True, timeout=300, check=False
-    )
+    done = finished([*CLI, *options, str(path)])
     assert done.returncode == 1
     assert done.stderr == f"error: {path}: is a FIFO; name a regular file\n"
     assert stat.S_ISFIFO(os.lstat(path).st_mode)
@@ -209,22 +210,13 @@ def test_the_next_write_removes_leftovers_of_a_killed_one(tmp_path: Path, number
 @posix_only
 def test_concurrent_writes_do_not_interfere(tmp_path: Path) -> None:
     """Many threads replace files of one folder, and each looks for abandoned ones."""
-    errors: list[BaseException] = []
 
-    def work(name: str) -> None:
-        try:
-            for i in range(50):
-                with replacing(tmp_path / name) as part:
-                    part.write_text(f"{i}")
-        except BaseException as error:
-            errors.append(error)
+    def work(number: int) -> None:
+        for i in range(50):
+            with replacing(tmp_path / f"file{number % 3}") as part:
+                part.write_text(f"{i}")
 
-    threads = [threading.Thread(target=work, args=(f"file{i % 3}",)) for i in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not errors
+    at_once(work, 6)
     assert {p.name: p.read_text() for p in tmp_path.iterdir()} == {f"file{i}": "49" for i in range(3)}
 
 

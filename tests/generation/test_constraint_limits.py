@@ -6,7 +6,6 @@ import gc
 import os
 import pickle
 import signal
-import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -17,6 +16,8 @@ from typing import Any
 
 import pytest
 from support.forked import in_child
+from support.programs import finished
+from support.threads import at_once
 
 from metal_prefill import ConstraintError, Model, Scheduler
 from metal_prefill.generation import _constraint, _constraint_check, _constraint_process
@@ -197,11 +198,7 @@ def test_concurrent_threads_get_their_own_answers(model: Model) -> None:
         except ConstraintError as error:
             found[i] = str(error)
 
-    threads = [threading.Thread(target=compile_one, args=(i,)) for i in range(12)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    at_once(compile_one, 12)
     assert [i for i in sorted(found) if "unclosed group" in found[i]] == [0, 3, 6, 9]
     assert [i for i in sorted(found) if not found[i]] == [1, 2, 4, 5, 7, 8, 10, 11]
 
@@ -266,7 +263,7 @@ def test_workers_end_with_the_process() -> None:
         "text = Constraint(Model(device='cpu', threads=1).tokenizer, regex='a')\n"
         "print(text._compiled._worker.pid, text._compiled._server._process.pid)\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    done = finished([sys.executable, "-c", program], check=True)
     assert done.stderr == ""
     for pid in map(int, done.stdout.split()):
         with pytest.raises(ProcessLookupError):

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 from support.places import ROOT
+from support.programs import finished
 
 from metal_prefill import Model
 
@@ -95,7 +96,7 @@ def right_answers() -> int:
 def test_each_host_computes_a_part_of_an_evaluation(hosts: list[list[str]], cluster: str) -> None:
     command = [*hosts[0], sys.executable, str(ROOT / "examples/evaluate_on_ray.py"), str(QUESTIONS)]
     command += ["--address", cluster, "--actors", "2", "--batch-size", "4"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    done = finished(command)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert f"right: {right_answers()} of 8" in lines

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+from support.emulated_gpu import require_emulator
 from support.native_requests import choose
 from support.small_models import SmallModel, with_tensor, write
 
@@ -19,10 +20,7 @@ from metal_prefill.generation._speculation import Acceptance, LookupDrafter
 
 pytestmark = [pytest.mark.emulator, pytest.mark.usefixtures("own_device")]
 
-if not _core.has_emulator:
-    pytest.skip("needs a build with the Metal emulator", allow_module_level=True)
-
-gpu = _core.emulator
+gpu = require_emulator()
 VOCAB = 320
 PROMPTS = [[(5 + i + 7 * k) % VOCAB for k in range(n)] for i, n in enumerate([40, 11, 58])]
 TOKENS = 12  # of each text; the third one needs a second page

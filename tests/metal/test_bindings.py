@@ -12,14 +12,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support import small_models
+from support.emulated_gpu import require_emulator
 from support.tiny_models import TINY_RECURRENT
 
-from metal_prefill import Model, _core
+from metal_prefill import Model
 
-if not _core.has_emulator:
-    pytest.skip("needs a build with the Metal emulator", allow_module_level=True)
-
-gpu = _core.emulator
+gpu = require_emulator()
 if gpu.sanitizer:
     pytest.skip("builds with a sanitizer have no checked mode", allow_module_level=True)
 pytestmark = pytest.mark.emulator

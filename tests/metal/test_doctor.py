@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.emulated_gpu import open_metal, set_matrix_layout
+from support.emulated_gpu import open_metal, require_emulator, set_matrix_layout
 from support.small_models import ENCODERS, MODELS, write
 
 from metal_prefill import DeviceError, Model, _core, cli, synth
@@ -22,10 +22,7 @@ from metal_prefill.storage._cache_folder import cache_folder
 
 pytestmark = [pytest.mark.emulator, pytest.mark.usefixtures("own_cache", "own_device")]
 
-if not _core.has_emulator:
-    pytest.skip("needs a build with the Metal emulator", allow_module_level=True)
-
-gpu = _core.emulator
+gpu = require_emulator()
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.emulated_gpu import open_metal
+from support.emulated_gpu import open_metal, require_emulator
 
 from metal_prefill import _core, synth
 from metal_prefill.gpu import _fastest_decode
@@ -17,10 +17,7 @@ from metal_prefill.storage._cache_folder import cache_folder
 
 pytestmark = pytest.mark.emulator
 
-if not _core.has_emulator:
-    pytest.skip("needs a build with the Metal emulator", allow_module_level=True)
-
-gpu = _core.emulator
+gpu = require_emulator()
 decode_seconds = _fastest_decode.decode_seconds
 
 

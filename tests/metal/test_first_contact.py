@@ -16,16 +16,13 @@ from typing import Any
 import metal_kernels
 import numpy as np
 import pytest
-from support.emulated_gpu import open_with, set_matrix_layout
+from support.emulated_gpu import open_with, require_emulator, set_matrix_layout
 
 from metal_prefill import DeviceError, KVMemoryError, Model, _core
 
 pytestmark = [pytest.mark.emulator, pytest.mark.usefixtures("own_device")]
 
-if not _core.has_emulator:
-    pytest.skip("needs a build with the Metal emulator", allow_module_level=True)
-
-gpu = _core.emulator
+gpu = require_emulator()
 VIRTUAL = "Apple Paravirtual device"
 PROMPT = [5 + 7 * i for i in range(40)]
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from support.emulated_gpu import require_emulator
 
 from metal_prefill import Model, _core, synth
 from metal_prefill.files import GGUFFile
@@ -20,10 +21,7 @@ from metal_prefill.storage import _cache_folder
 
 pytestmark = [pytest.mark.emulator, pytest.mark.usefixtures("own_device")]
 
-if not _core.has_emulator:
-    pytest.skip("needs a build with the Metal emulator", allow_module_level=True)
-
-gpu = _core.emulator
+gpu = require_emulator()
 PROMPT = [5 + 7 * i for i in range(12)]
 
 

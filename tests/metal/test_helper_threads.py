@@ -12,15 +12,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from support.emulated_gpu import require_emulator
 
-from metal_prefill import DeviceError, Model, _core, synth
+from metal_prefill import DeviceError, Model, synth
 
 pytestmark = [pytest.mark.emulator, pytest.mark.usefixtures("own_device")]
 
-if not _core.has_emulator:
-    pytest.skip("needs a build with the Metal emulator", allow_module_level=True)
-
-gpu = _core.emulator
+gpu = require_emulator()
 PROMPT = [5 + 7 * i for i in range(12)]
 LENGTHS = (40, 70, 130, 190, 250)  # of contexts; each needs more pages, so that the cache grows
 

@@ -6,16 +6,14 @@ import warnings
 from pathlib import Path
 
 import pytest
-from support.emulated_gpu import open_metal
+from support.emulated_gpu import open_metal, require_emulator
 from support.small_models import ENCODERS, MODELS, write
 
-from metal_prefill import _core
 from metal_prefill.gpu._self_test import QUICK, kernel_differences
 
 pytestmark = [pytest.mark.emulator, pytest.mark.usefixtures("own_cache", "own_device")]
 
-if not _core.has_emulator:
-    pytest.skip("needs a build with the Metal emulator", allow_module_level=True)
+require_emulator()
 
 
 @pytest.mark.parametrize("name", [*MODELS, *ENCODERS])

@@ -8,15 +8,13 @@ from math import ceil
 import numpy as np
 import pytest
 from support import small_models
+from support.emulated_gpu import require_emulator
 
 from metal_prefill import Model, _core
 
 pytestmark = pytest.mark.emulator
 
-if not _core.has_emulator:
-    pytest.skip("needs a build with the Metal emulator", allow_module_level=True)
-
-gpu = _core.emulator
+gpu = require_emulator()
 TILE = _core.shader_constants["MANY_TOKEN_TILE"]
 
 

@@ -11,15 +11,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.emulated_gpu import require_emulator
 
-from metal_prefill import ContextOverflowError, DeviceError, KVMemoryError, Model, _core, synth
+from metal_prefill import ContextOverflowError, DeviceError, KVMemoryError, Model, synth
 
 pytestmark = pytest.mark.emulator
 
-if not _core.has_emulator:
-    pytest.skip("needs a build with the Metal emulator", allow_module_level=True)
-
-gpu = _core.emulator
+gpu = require_emulator()
 HOST_BUFFERS = {
     "ids", "rows", "tiles", "pages", "host_logits", "result", "targets", "log_probs", "hidden", "weights",
     "staging", "qkv_bias",

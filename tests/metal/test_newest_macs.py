@@ -7,24 +7,21 @@ from __future__ import annotations
 
 import logging
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from support.emulated_gpu import open_metal
+from support.emulated_gpu import open_metal, require_emulator
+from support.programs import finished
 
 from metal_prefill import DeviceError, _core, synth
 from metal_prefill.commands import doctor_report
 
 pytestmark = [pytest.mark.emulator, pytest.mark.usefixtures("own_device")]
 
-if not _core.has_emulator:
-    pytest.skip("needs a build with the Metal emulator", allow_module_level=True)
-
-gpu = _core.emulator
+gpu = require_emulator()
 M5 = 10  # its family
 PROMPT = [5 + 7 * i for i in range(30)]
 
@@ -150,9 +147,7 @@ def test_the_trial_runs_once_per_process_and_is_stored(
     (stored,) = tmp_path.rglob("*.trial")
     for damaged in ("", "a\n", "x" * 10):
         stored.write_text(damaged)
-    process = subprocess.run(
-        [sys.executable, "-c", OPENED_ELSEWHERE, str(path)], capture_output=True, text=True, check=True
-    )
+    process = finished([sys.executable, "-c", OPENED_ELSEWHERE, str(path)], check=True)
     assert process.stdout.split() == ["4", "2"]  # the damaged file is replaced
 
 

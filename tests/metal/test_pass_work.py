@@ -11,17 +11,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.emulated_gpu import open_with
+from support.emulated_gpu import open_with, require_emulator
 from support.small_models import ENCODERS, write
 
 from metal_prefill import DeviceError, _core, synth
 
 pytestmark = [pytest.mark.emulator, pytest.mark.usefixtures("own_device")]
 
-if not _core.has_emulator:
-    pytest.skip("needs a build with the Metal emulator", allow_module_level=True)
-
-gpu = _core.emulator
+gpu = require_emulator()
 PROMPT = [5 + 7 * i for i in range(40)]
 
 

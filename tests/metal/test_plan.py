@@ -15,6 +15,7 @@ from gguf import GGMLQuantizationType
 from metal_kernels import KernelLibrary
 from support import small_models
 from support.cost_tables import with_cores
+from support.emulated_gpu import require_emulator
 from support.small_models import TYPES
 from support.uniform_shape import uniform_shape
 
@@ -26,10 +27,7 @@ from metal_prefill.gpu._dispatches import Dispatch, decode_args
 
 pytestmark = pytest.mark.emulator
 
-if not _core.has_emulator:
-    pytest.skip("needs a build with the Metal emulator", allow_module_level=True)
-
-gpu = _core.emulator
+gpu = require_emulator()
 GPUS = ((7, "Apple M1"), (8, "Apple M2 Max"), (9, "Apple M4"), (10, "Apple M5"), (10, "Apple M5 Max"))
 
 MODELS: dict[str, dict[str, Any]] = {

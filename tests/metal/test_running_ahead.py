@@ -9,17 +9,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.emulated_gpu import require_emulator
 from support.forked import in_child
 from support.small_models import MODELS, with_tensor, write
 
-from metal_prefill import DeviceError, Model, NumericalError, Session, SessionBusyError, _core, synth
+from metal_prefill import DeviceError, Model, NumericalError, Session, SessionBusyError, synth
 
 pytestmark = [pytest.mark.emulator, pytest.mark.usefixtures("own_device")]
 
-if not _core.has_emulator:
-    pytest.skip("needs a build with the Metal emulator", allow_module_level=True)
-
-gpu = _core.emulator
+gpu = require_emulator()
 PROMPT = [5 + 7 * i for i in range(40)]
 TOKENS = 28  # beyond the first page, which ends at position 64
 ONE_BY_ONE: Any = {"temperature": 0.0, "speculate": "off"}

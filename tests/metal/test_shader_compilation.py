@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from shader_library import EMULATOR, find_clang
 from support.kernel_harness import SHADERS, flat_source
+from support.programs import finished
 
 from metal_prefill import _core
 
@@ -27,7 +28,7 @@ def run_compiler(script: str, *arguments: str | Path) -> subprocess.CompletedPro
             pytest.fail(MISSING)
         pytest.skip(MISSING)
     command = [sys.executable, EMULATOR / "msl" / script, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+    return finished(command)
 
 
 def metal_version(source: Path) -> str:

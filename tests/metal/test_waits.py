@@ -6,18 +6,18 @@ Each test is a process of its own, since a process does not use a GPU again that
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from support.emulated_gpu import require_emulator
+from support.programs import finished
 
-from metal_prefill import _core, synth
+from metal_prefill import synth
 
 pytestmark = pytest.mark.emulator
 
-if not _core.has_emulator:
-    pytest.skip("needs a build with the Metal emulator", allow_module_level=True)
+require_emulator()
 
 PATIENCE = 2  # seconds
 START = """
@@ -51,7 +51,7 @@ def run(path: Path, code: str, patience: float = PATIENCE) -> list[str]:
     """Run code in a process that must end by itself."""
     environment = os.environ | {"METAL_PREFILL_PATIENCE": str(patience)}
     command = [sys.executable, "-c", START + code, str(path)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    done = finished(command, env=environment)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from support.missing import fail_or_skip
 from support.places import ROOT
+from support.programs import finished
 
 CPU_ENGINE = ROOT / "cpp/cpu"
 PROJECT = f"""
@@ -43,19 +44,14 @@ def test_kernels_that_crash_the_compiler_are_omitted(tmp_path: Path) -> None:
     build = tmp_path / "build"
     # One set that it builds is tried as well. The others count as known from an earlier configuration.
     known = [f"-DMETAL_PREFILL_BUILDS_{name}=ON" for name in ("avx512vnni", "avxvnni", "avx2", "scalar")]
-    done = subprocess.run(
-        [cmake, "-S", tmp_path, "-B", build, f"-DCMAKE_CXX_COMPILER={crashing}", *known],
-        capture_output=True,
-        text=True,
-        check=True,
+    done = finished(
+        [cmake, "-S", tmp_path, "-B", build, f"-DCMAKE_CXX_COMPILER={crashing}", *known], check=True
     )
     assert "Kernels for amx are left out" in done.stderr
     sets = (build / "cpu/kernel_sets.inc").read_text()
     assert "(amx)" not in sets
     assert "(avx512bf16)" in sets
-    sources = subprocess.run(
-        [cmake, "--build", build, "--", "-n"], capture_output=True, text=True, check=True
-    ).stdout
+    sources = finished([cmake, "--build", build, "--", "-n"], check=True).stdout
     assert "kernels_amx" not in sources
     assert "kernels_avx512bf16" in sources
 
@@ -142,7 +138,7 @@ def test_shaders_that_apples_compiler_rejects_stop_no_build(
     configure = [cmake, "-S", str(tmp_path), "-B", str(build), "-G", "Ninja"]
     subprocess.run(configure, capture_output=True, check=True, env=environment)
     compile_all = [cmake, "--build", str(build), "--target", "metal_prefill_metallib"]
-    done = subprocess.run(compile_all, capture_output=True, text=True, env=environment, check=False)
+    done = finished(compile_all, env=environment)
     assert (done.returncode != 0) == (required and bool(messages)), done.stdout
     assert (build / "metal/metal_prefill.metallib").exists() == (not messages)
     assert ("when a model is first opened" in done.stdout) == bool(messages)

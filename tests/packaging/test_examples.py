@@ -6,13 +6,13 @@ import ast
 import csv
 import json
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 from support.places import ROOT
+from support.programs import finished
 
 from metal_prefill import Model, synth
 
@@ -22,13 +22,7 @@ NAMES = sorted(path.name for path in EXAMPLES.glob("*.py"))
 
 
 def run(name: str, *arguments: str | Path) -> str:
-    done = subprocess.run(
-        [sys.executable, EXAMPLES / name, *arguments],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-    )
+    done = finished([sys.executable, EXAMPLES / name, *arguments])
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from support.hub_server import Repo, serve
 from support.places import ROOT
+from support.programs import finished
 
 DOCS = ROOT / "docs"
 PAGES = [DOCS / "index.md", *sorted((DOCS / "tasks").glob("*.md"))]
@@ -88,14 +89,7 @@ def run(page: Path, chosen: list[Snippet], folder: Path, demo_path: Path) -> Non
     model = demo_path.read_bytes()
     with serve({"QuantFactory/SmolLM-135M-GGUF": Repo({"SmolLM-135M.Q4_0.gguf": model})}) as hub:
         env |= {"PATH": path, "HF_HOME": str(folder / "hub"), "HF_ENDPOINT": hub.url, "NO_PROXY": "127.0.0.1"}
-        child = subprocess.run(
-            [sys.executable, "-c", RUNNER, str(code)],
-            cwd=work,
-            env=env,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        child = finished([sys.executable, "-c", RUNNER, str(code)], cwd=work, env=env)
     parts = re.split(r"^@@(\d+)@@\n", child.stdout, flags=re.MULTILINE)
     printed = dict(zip(parts[1::2], parts[2::2], strict=True))
     assert child.returncode == 0, f"{page.name}, at or after line {max(printed)}:\n{child.stderr}"

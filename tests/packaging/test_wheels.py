@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 from support.places import ROOT
+from support.programs import finished
 
 FOLDER = os.environ.get("METAL_PREFILL_WHEELS")
 # Their modules need no module for tests; together they use all of the extension.
@@ -81,14 +82,7 @@ class Environment:
 
     def run(self, *command: str | Path) -> str:
         """Run a program of the environment; return its output."""
-        done = subprocess.run(
-            [self.bin / command[0], *command[1:]],
-            env=self.env,
-            cwd=self.work,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        done = finished([self.bin / command[0], *command[1:]], env=self.env, cwd=self.work)
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
         return done.stdout
 
@@ -141,7 +135,7 @@ def test_the_wheel_runs_on_a_processor_without_avx(environment: Environment) -> 
         pytest.skip("there is no qemu-x86_64 (make setup), or this is not an x86 processor")
     code = "from metal_prefill import Model; print(len(''.join(Model().generate('ROMEO:', 3))) > 0)"
     command = [qemu, "-cpu", "Nehalem", str(environment.bin / "python"), "-c", code]
-    done = subprocess.run(command, env=environment.env, capture_output=True, text=True, check=False)
+    done = finished(command, env=environment.env)
     assert done.stdout == "True\n", done.stderr
     assert "using scalar kernels, which are many times slower: this processor runs none of amx" in done.stderr
 
@@ -173,13 +167,7 @@ def test_the_suite_passes(environment: Environment) -> None:
 
 def test_an_unsupported_python_is_reported(tmp_path: Path) -> None:
     made = Environment("3.9", tmp_path / "old")
-    done = subprocess.run(
-        [made.bin / "pip", "install", "--no-deps", wheel_for("3.12")],
-        env=made.env,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = finished([made.bin / "pip", "install", "--no-deps", wheel_for("3.12")], env=made.env)
     assert done.returncode != 0
     assert "is not a supported wheel on this platform" in done.stderr
 
@@ -189,9 +177,7 @@ def test_uvx_runs_the_command(tmp_path: Path) -> None:
     wheel_for("3.12")
     command = [uv.find_uv_bin(), "tool", "run", "--python", build_wheels.find_python("3.12")]
     command += ["--find-links", wheels_folder(), "metal-prefill", "--version"]
-    done = subprocess.run(
-        command, env=os.environ | {"UV_CACHE_DIR": str(tmp_path)}, capture_output=True, text=True, check=False
-    )
+    done = finished(command, env=os.environ | {"UV_CACHE_DIR": str(tmp_path)})
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("metal-prefill ")
 
@@ -213,13 +199,10 @@ def emulated_arm(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]
     subprocess.run([*command, wheel_for("3.13", "aarch64")], check=True)
 
     def run(processor: str, *arguments: str) -> str:
-        done = subprocess.run(
+        done = finished(
             [qemu, "-L", root, "-cpu", processor, python, *arguments],
             env={"PYTHONPATH": str(site), "HOME": str(site), "PATH": str(site / "bin")},
             cwd=site,
-            capture_output=True,
-            text=True,
-            check=False,
         )
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
         return done.stdout

@@ -191,8 +191,14 @@ def gte_states(folder: Folder, ids: npt.NDArray[np.int64], prefix: str = "") -> 
     return x
 
 
-def states(folder: Folder, ids: npt.NDArray[np.int64], prefix: str, names: dict[str, str]) -> Array:
-    """Return the states after the last layer."""
+def states(
+    folder: Folder,
+    ids: npt.NDArray[np.int64],
+    prefix: str,
+    names: dict[str, str],
+    seen: int | None = None,
+) -> Array:
+    """Return the states after the last layer; tokens attend to the first `seen`."""
     t = FolderTensors(folder.tensors, prefix, folder.config.get("layer_norm_eps", 1e-12))
     offset = folder.config.get("pad_token_id", -1) + 1 if prefix == "mpnet." else 0
     x = t["embeddings.word_embeddings.weight"][ids]
@@ -210,7 +216,7 @@ def states(folder: Folder, ids: npt.NDArray[np.int64], prefix: str, names: dict[
         at = names.get(LAYER, LAYER).format(layer)
         of = {name: at + names.get(name, name) for name in (*LINEAR, *NORMS)}
         q, k, v = (t.linear(of[f"attention.self.{name}"], x) for name in ("query", "key", "value"))
-        read = t.linear(of["attention.output.dense"], attended(q, k, v, HEADS, bias=bias))
+        read = t.linear(of["attention.output.dense"], attended(q, k, v, HEADS, seen=seen, bias=bias))
         x = t.normed(of["attention.output.LayerNorm"], x + read)
         inner = gelu(t.linear(of["intermediate.dense"], x))
         x = t.normed(of["output.LayerNorm"], x + t.linear(of["output.dense"], inner))

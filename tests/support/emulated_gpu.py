@@ -10,6 +10,13 @@ import pytest
 from metal_prefill import Model, _core
 
 
+def require_emulator() -> Any:
+    """Return the module that controls the emulator, or skip the test module that calls this."""
+    if not _core.has_emulator:
+        pytest.skip("needs a build with the Metal emulator", allow_module_level=True)
+    return _core.emulator
+
+
 def open_metal(path: Path, **options: Any) -> Model:
     """Open a model with a small cache: the self-test copies it before and after each kernel."""
     return Model(path, device="metal", kv_memory=1 << 20, **options)

@@ -74,6 +74,17 @@ class Parts:
         self.tensors[i] = (new_name or name, dims, held if kind is None else kind, offset)
 
 
+def with_key(path: Path, whole: Path, key: str, kind: int, value: bytes) -> Path:
+    """Write a copy of a file with another value of a key of its architecture, or without it if empty."""
+    parts = take_apart(whole)
+    (architecture,) = (held[8:] for name, _, held in parts.metadata if name == b"general.architecture")
+    full = architecture + b"." + key.encode()
+    parts.metadata = [entry for entry in parts.metadata if entry[0] != full]
+    if value:
+        parts.metadata.append((full, kind, value))
+    return parts.write(path)
+
+
 def take_apart(path: Path) -> Parts:
     """Read a valid file."""
     content = path.read_bytes()

@@ -5,13 +5,13 @@ from __future__ import annotations
 import enum
 import json
 import re
-import subprocess
 import sys
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.programs import finished
 
 from metal_prefill import ChatTemplateError
 from metal_prefill.text import ChatTemplate
@@ -106,9 +106,7 @@ print(json.dumps([errors, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - b
 
 def test_a_template_with_excessive_work_is_stopped_and_uses_little_memory() -> None:
     """With limits each takes a few seconds at most; without, the time limit of the suite ends it."""
-    child = subprocess.run(
-        [sys.executable, "-c", RENDER_ALL], input=json.dumps(HOSTILE), capture_output=True, text=True
-    )
+    child = finished([sys.executable, "-c", RENDER_ALL], input=json.dumps(HOSTILE))
     assert child.returncode == 0, child.stderr
     errors, grown = json.loads(child.stdout)
     assert [name for name in HOSTILE if "exceeds a limit" not in errors.get(name, "")] == []

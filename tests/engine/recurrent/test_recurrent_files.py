@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support.gguf_bytes import ARRAY, BOOL, F32, I32, U32, array, scalar, u32
-from support.gguf_mutator import take_apart
+from support.gguf_mutator import take_apart, with_key
 from support.recurrent import PAGEWISE, Array, ids_of
 from support.reference import ReferenceModel
 from support.small_models import MODELS, write
@@ -22,20 +22,6 @@ from metal_prefill import GGUFError, MetalPrefillError, Model, UnsupportedModelE
 from metal_prefill.files import GGUFFile
 from metal_prefill.files._hyperparameters import read_config
 from metal_prefill.files._model_tensors import ignored_tensors
-
-
-def changed(path: Path, whole: Path, key: str, kind: int, value: bytes) -> Path:
-    """Write a copy of a file with another value of a key, or without the key if there is no value."""
-    parts = take_apart(whole)
-    (architecture,) = (held[8:] for name, _, held in parts.metadata if name == b"general.architecture")
-    full = architecture + b"." + key.encode()
-    parts.metadata = [
-        (name, kind if name == full else own, value if name == full else held)
-        for name, own, held in parts.metadata
-        if value or name != full
-    ]
-    path.write_bytes(parts.assemble())
-    return path
 
 
 def heads_of_layers(*counts: int) -> bytes:
@@ -109,7 +95,7 @@ def test_a_contradictory_file_is_rejected(
     error: type[Exception],
     message: str,
 ) -> None:
-    path = changed(tmp_path / "m.gguf", model_path(name), key, kind, value)
+    path = with_key(tmp_path / "m.gguf", model_path(name), key, kind, value)
     with pytest.raises(error, match=message):
         Model(path, device="cpu")
 
@@ -134,7 +120,7 @@ def test_a_state_space_layer_that_contradicts_itself_is_rejected(
     tmp_path: Path, model_path: Callable[[str], Path], key: str, kind: int, value: bytes, message: str
 ) -> None:
     whole = model_path("granitehybrid")
-    path = changed(tmp_path / "m.gguf", whole, f"ssm.{key}", kind, value)
+    path = with_key(tmp_path / "m.gguf", whole, f"ssm.{key}", kind, value)
     with pytest.raises(GGUFError, match=message):
         Model(path, device="cpu")
 
@@ -144,7 +130,7 @@ def test_a_hybrid_whose_metadata_say_so_rotates(tmp_path: Path, model_path: Call
     whole, key = model_path("granitehybrid"), "rope.scaling.finetuned"
     logits: list[Array] = []
     for value in (b"\0", b"\1", b""):  # without the key, layers rotate
-        path = changed(tmp_path / f"{len(logits)}.gguf", whole, key, BOOL, value)
+        path = with_key(tmp_path / f"{len(logits)}.gguf", whole, key, BOOL, value)
         ids = ids_of(20)
         with Model(path, device="cpu", compute="f32", kv_dtype="f32") as model:
             found = model.session().forward_prompt_logits(ids)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from support.programs import finished
 from support.recurrent import (
     NAMES,
     Array,
@@ -229,5 +229,5 @@ with Model(sys.argv[1], device=sys.argv[2], threads=2) as model:
 @pytest.mark.parametrize("name", ["mamba2", "lfm2"])
 def test_threads_generate_at_the_same_time(name: str, device: str, tiny_path: Callable[[str], Path]) -> None:
     program = [sys.executable, "-c", GENERATING, str(tiny_path(name)), device]
-    done = subprocess.run(program, capture_output=True, text=True, timeout=120, check=False)
+    done = finished(program)
     assert (done.returncode, done.stderr) == (0, "")

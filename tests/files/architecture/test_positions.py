@@ -68,13 +68,6 @@ def test_incomplete_scaling_is_named(open_model: Open, metadata: dict[str, Any],
         read_config(open_model({SCALING + key: value for key, value in metadata.items()}))
 
 
-def test_yarn_needs_a_base_above_one(open_model: Open) -> None:
-    yarn = {"type": string("yarn"), "factor": number(2.0), "original_context_length": integer(32)}
-    metadata = {SCALING + key: value for key, value in yarn.items()}
-    with pytest.raises(GGUFError, match=r"rope\.freq_base is 1\.0, must be greater than 1 for YaRN"):
-        read_config(open_model({**metadata, "llama.rope.freq_base": number(1.0)}))
-
-
 @pytest.mark.parametrize("architecture", ["qwen2", "qwen3"])
 def test_qwen_rotates_pairs_half_a_head_apart(open_model: Open, architecture: str) -> None:
     expected = replace(PLAIN, architecture=architecture, rope_style="neox")

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.scheduled_texts import TEXTS, alone, texts_of
+from support.threads import at_once
 
 from metal_prefill import ClosedError, ContextOverflowError, Model, Scheduler, SessionBusyError
 from metal_prefill.generation import Stream
@@ -105,11 +105,7 @@ def test_tasks_of_several_event_loops_run_at_the_same_time(cpu: Model) -> None:
 
         texts[i] = asyncio.run(text())
 
-    threads = [threading.Thread(target=run, args=(i,)) for i in range(len(TEXTS))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    at_once(run, len(TEXTS))
     assert texts == expected
 
 

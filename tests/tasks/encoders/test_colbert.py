@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 from support import encoder_tokenizers, task_folders, tokenizer_folders
+from support.bert_relatives import states
 from support.encoder_tasks import NEAR, FileOf, opened, scores_of
-from support.folder_reference import Array, FolderTensors, attended, gelu
-from support.model_folders import HEADS, LAYERS, Folder
+from support.folder_reference import Array
+from support.model_folders import Folder
 from support.task_folders import DOCUMENTS, LONG_QUERY, QUERY
 from tokenizers import Tokenizer
 
@@ -36,7 +37,7 @@ class ColBert:
     """
 
     def __init__(self, folder: Folder) -> None:
-        self.tensors = FolderTensors(folder.tensors, "bert.")
+        self.folder = folder
         self.projection = folder.tensors["linear.weight"].astype(np.float64)
         self.tokenizer = Tokenizer.from_file(str(folder.path / "tokenizer.json"))
         self.tokenizer.no_truncation()
@@ -67,17 +68,7 @@ class ColBert:
         return -1 if found is None else found
 
     def _vectors(self, ids: list[int], seen: int) -> Array:
-        t = self.tensors
-        x = t["embeddings.word_embeddings.weight"][ids]
-        x = x + t["embeddings.position_embeddings.weight"][: len(ids)]
-        x = t.normed("embeddings.LayerNorm", x + t["embeddings.token_type_embeddings.weight"][0])
-        for layer in range(LAYERS):
-            at = f"encoder.layer.{layer}."
-            q, k, v = (t.linear(f"{at}attention.self.{name}", x) for name in ("query", "key", "value"))
-            read = t.linear(f"{at}attention.output.dense", attended(q, k, v, HEADS, seen=seen))
-            x = t.normed(f"{at}attention.output.LayerNorm", x + read)
-            inner = gelu(t.linear(f"{at}intermediate.dense", x))
-            x = t.normed(f"{at}output.LayerNorm", x + t.linear(f"{at}output.dense", inner))
+        x = states(self.folder, np.array(ids), "bert.", {}, seen)
         vectors = x @ self.projection.T
         unit: Array = vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
         return unit

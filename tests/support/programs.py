@@ -1,0 +1,13 @@
+"""Programs that tests run to their end."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+
+def finished(command: Sequence[str | Path], **options: Any) -> subprocess.CompletedProcess[str]:
+    """Run a program to its end, whatever its exit code; options are those of `subprocess.run`."""
+    return subprocess.run(command, **{"capture_output": True, "text": True, "check": False, **options})
