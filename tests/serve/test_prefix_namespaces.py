@@ -45,12 +45,7 @@ def test_a_key_does_not_reuse_prompts_of_another(demo_path: Path) -> None:
         # A candidate for each of the last tokens, as a client would test them one by one.
         for n in range(len(PROMPT) - 9, len(PROMPT)):
             assert cached(server, KEYS[1], PROMPT[:n], prompt_cache_key=str(n)) == 0
-        assert cached(server, KEYS[0]) == len(PROMPT) - 1
-
-
-def test_the_second_prompt_of_a_key_reuses_the_first(demo_path: Path) -> None:
-    with serving(demo_path, api_keys=KEYS) as server:
-        assert [cached(server, key) for key in KEYS] == [0, 0]
+        assert cached(server, KEYS[1]) == 0
         assert [cached(server, key) for key in KEYS] == [len(PROMPT) - 1] * 2
 
 
@@ -82,8 +77,11 @@ def test_concurrent_prompts_of_two_keys_are_both_computed(demo_path: Path) -> No
         blocking.result()
 
 
-def test_keys_share_prefixes_if_the_server_allows_it(demo_path: Path) -> None:
-    with serving(demo_path, api_keys=KEYS, share_prefixes=True) as server:
+@pytest.mark.parametrize("limits", [{}, {"api_keys": KEYS, "share_prefixes": True}])
+def test_prefixes_are_shared_without_keys_or_if_the_server_allows_it(
+    demo_path: Path, limits: dict[str, Any]
+) -> None:
+    with serving(demo_path, **limits) as server:
         assert [cached(server, key) for key in KEYS] == [0, len(PROMPT) - 1]
 
 
@@ -95,11 +93,6 @@ def test_prompt_cache_keys_separate_requests_of_a_key(demo_path: Path, limits: d
         assert cached(server, KEYS[0]) == 0
         for more in ({"prompt_cache_key": "one"}, {"prompt_cache_key": "two"}, {}):
             assert cached(server, KEYS[0], **more) == len(PROMPT) - 1
-
-
-def test_without_keys_all_requests_share_prefixes(demo_path: Path) -> None:
-    with serving(demo_path) as server:
-        assert [cached(server, key) for key in KEYS] == [0, len(PROMPT) - 1]
 
 
 def test_namespaces_of_distinct_key_pairs_differ() -> None:
