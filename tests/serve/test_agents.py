@@ -36,11 +36,8 @@ def test_a_turn_computes_what_is_new_and_a_bounded_rest(
 ) -> None:
     monkeypatch.setattr(_agents, "UNIT", 5)
     path = write(tmp_path / "m.gguf", replace(MODELS[name], context=4096))
-    again: dict[str, list[int]] = {}
-    with Model(path, device="cpu", threads=1) as model:
-        for shape in SHAPES:
-            with running(model) as server:
-                again[shape] = recomputed(server, model, shape)
+    with Model(path, device="cpu", threads=1) as model, running(model) as server:
+        again = {shape: recomputed(server, model, shape) for shape in SHAPES}
     assert max(map(max, again.values())) <= AGAIN[name], again
 
 
