@@ -44,7 +44,7 @@ def test_entities_match_transformers(
             assert all(text[entity.start : entity.end] == entity.text for entity in entities)
 
 
-def test_labels_on_metal_match_transformers(file_of: FileOf, record: dict[str, Any]) -> None:
+def test_labels_on_metal_match_transformers(metal: None, file_of: FileOf, record: dict[str, Any]) -> None:
     with opened(file_of(TAGGERS["bert"]), "metal") as model:
         for entities, expected in zip(
             model.label_tokens(TEXTS, strategy="none"), record["labels"]["bert"]["none"], strict=True
