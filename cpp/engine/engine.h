@@ -2,7 +2,7 @@
 //
 // An Engine holds what is shared: weights, pipelines, thread pool, pages of K and V. A Session owns a cache
 // (a block table over those pages), a position and the ids of the tokens in the cache; many sessions share
-// one engine. What sessions do is implemented once, here and in batch.h: arguments are checked before
+// one engine. The rules of sessions are implemented once, here and in batch.h: arguments are checked before
 // anything changes, prompts are cut into chunks, chunks of several sessions go through the layers in one
 // pass, progress is reported between passes, and position and cache stay consistent when a pass fails. An
 // engine computes passes.
@@ -98,7 +98,7 @@ struct Chunk {
   ChunkStates states;      // of recurrent layers
   Trace* trace = nullptr;  // if not null: each dispatch runs alone and is recorded there
 
-  // End of the positions that tokens see where they see later ones.
+  // End of the positions that tokens see, if they see later ones.
   int visible_end() const { return position + int(tokens.size()) - expansion.hidden(); }
 };
 
@@ -108,7 +108,7 @@ using Progress = std::function<bool(int done, int total)>;
 
 struct PromptResult {
   int done = 0;        // tokens of the prompt that are now in the cache
-  TokenId token = -1;  // the next token where one is chosen; -1 when the prompt was stopped
+  TokenId token = -1;  // the next token, if one is chosen; -1 if the prompt was stopped
   int accepted = 0;    // drafts that were chosen, and are in the cache; the others are not
   int computed = 0;    // rows of passes, including tokens that were computed again
 };
@@ -151,7 +151,7 @@ class Session {
   // Throws SessionBusyError if another call has changed the session since it was claimed.
   void check_claim(Claim claim) const;
 
-  // A new session with the same cache contents and position; they share pages where the engine has them.
+  // A new session with the same cache contents and position; they share the engine's pages.
   std::unique_ptr<Session> fork();
   // State out and in, layer by layer. K and V of a layer with attention travel in canonical layout
   // [position][kv_head][head_dim] with elements or blocks of kv_type, the state of a recurrent layer as
@@ -176,6 +176,7 @@ class Session {
  private:
   friend class Engine;
   friend class Batch;
+  friend class BatchRequest;
   friend class SessionInspector;
 
   Session(std::shared_ptr<Engine> engine, int max_context, std::string prefix_namespace);
@@ -228,7 +229,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   const Config& config() const { return model_.config; }
   const Model& model() const { return model_; }
   const EngineOptions& options() const { return options_; }
-  // Throws UnsupportedModelError where the heads of a model do not fit a cache of this type.
+  // Throws UnsupportedModelError if the heads of a model do not fit a cache of this type.
   static void check_cache(const Config& config, KvType type);
   // Throws std::invalid_argument for an id outside the vocabulary.
   void check_token(TokenId token, std::size_t index) const;
@@ -238,7 +239,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   // Waits for work that continues after calls, as the destructor does.
   virtual void finish() const {}
   // The weights as the engine packed them: given as Model::packed, they spare another engine the work. Empty
-  // where it packed none itself.
+  // if it packed none itself.
   virtual std::span<const std::byte> packed_weights() const { return {}; }
 
   // The functions below are for sessions.
@@ -279,7 +280,7 @@ std::map<std::string, std::string> metal_device();
 // Each source of the shaders compiled from its text, one by one, with all kernels.
 struct CompiledSource {
   std::string name;
-  std::string problem;  // what the compiler says; empty: it compiles
+  std::string problem;  // the compiler's message; empty: it compiles
   double seconds = 0;
   bool needs_tensors = false;  // it may be too new for the system
 };

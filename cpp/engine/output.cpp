@@ -3,7 +3,10 @@
 #include <algorithm>
 #include <array>
 #include <cmath>
+#include <string>
 #include <type_traits>
+
+#include "../base/errors.h"
 
 namespace metal_prefill {
 
@@ -103,6 +106,59 @@ Choices* choices_of(Output& output) {
 
 const Choices* choices_of(const Output& output) {
   return find_choices(output);
+}
+
+void check_results(const Output& output, int position, std::size_t vocab_size) {
+  const auto fail = [&](const std::string& what, std::size_t row) {
+    throw NumericalError(what + " of the token at position " + std::to_string(position + int(row)) +
+                         " is NaN");
+  };
+  const auto first_nan = [](std::span<const float> values) {
+    return std::size_t(
+        std::find_if(values.begin(), values.end(), [](float value) { return std::isnan(value); }) -
+        values.begin());
+  };
+  // Tokens after a rejected draft are ignored.
+  const auto check_choices = [&](const Choices& choices, const auto& fail_row) {
+    for (std::size_t i = 0; i < choices.chosen.size(); ++i) {
+      if (choices.chosen[i] < 0) fail_row(i);
+      const std::size_t draft = std::size_t(choices.first) + i;
+      if (draft < choices.drafts.size() && choices.chosen[i] != choices.drafts[draft]) break;
+    }
+  };
+  std::visit(Overloaded{[](const NoOutput&) {},
+                        [&](const GreedyOutput& greedy) {
+                          check_choices(greedy.choices, [&](std::size_t row) { fail("every logit", row); });
+                        },
+                        [&](const SampledOutput& sampled) {
+                          check_choices(sampled.choices, [&](std::size_t row) {
+                            try {
+                              std::rethrow_exception(sampled.error);
+                            } catch (const NanLogitError& error) {
+                              fail("logit " + std::to_string(error.token), row);
+                            }
+                          });
+                        },
+                        [&](const LogitsOutput& all) {
+                          const std::span<const float> logits(all.logits, vocab_size);
+                          if (const std::size_t bad = first_nan(logits); bad < logits.size())
+                            fail("logit " + std::to_string(bad), 0);
+                        },
+                        [&](const LogProbsOutput& scored) {
+                          for (std::size_t i = 0; i < scored.targets.size(); ++i)
+                            if (scored.targets[i] >= 0 && std::isnan(scored.log_probs[i]))
+                              fail("the log probability after that", i);
+                        },
+                        [&](const HiddenOutput& hidden) {
+                          const std::size_t dim = std::size_t(hidden.dim);
+                          const std::span<const float> states(hidden.states, std::size_t(hidden.rows) * dim);
+                          if (const std::size_t bad = first_nan(states); bad < states.size())
+                            fail("the hidden state", bad / dim);
+                        },
+                        [&](const PooledOutput& pooled) {
+                          if (pooled.nan_row >= 0) fail("the hidden state", std::size_t(pooled.nan_row));
+                        }},
+             output);
 }
 
 }  // namespace metal_prefill

@@ -1,9 +1,9 @@
 // The kinds of output of a call.
 //
 // A request (batch.h) has one Output for its last rows, a chunk (engine.h) the part of it that belongs to the
-// chunk's rows. An alternative holds what is asked for and views of the caller's memory, which receives the
-// results. To add a kind of output, add an alternative here and a factory in python/engine.cpp; where a kind
-// has to be handled, code visits all alternatives, so the compiler names the places.
+// chunk's rows. An alternative holds its parameters and views of the caller's memory, which receives the
+// results. To add a kind of output, add an alternative here and a factory in python/engine.cpp; code visits
+// all alternatives, so the compiler names the other places.
 #pragma once
 
 #include <concepts>
@@ -43,8 +43,8 @@ struct SampledOutput {
   Sampler* sampler = nullptr;  // never null; used by one request only
   std::exception_ptr error;    // in a chunk, the reason for a missing token
 
-  // Has the sampler choose after a row, where the logits [vocab_size] are. Rows are given in their order. A
-  // row after a draft that was not chosen has no meaning and is skipped.
+  // Has the sampler choose after a row, from its logits [vocab_size]. Rows are given in their order. A row
+  // after a draft that was not chosen has no meaning and is skipped.
   void choose(int row, std::span<const float> logits) noexcept;
 };
 
@@ -97,10 +97,12 @@ concept OneOf = (std::same_as<std::remove_cv_t<T>, Alternatives> || ...);
 
 // Number of rows with an output.
 int rows_of(const Output& output);
-// The output of rows [first, first + count); NoOutput where `count` is 0.
+// The output of rows [first, first + count); NoOutput if `count` is 0.
 Output part_of(const Output& output, int first, int count);
 // The choices of an output that chooses tokens; null for others.
 Choices* choices_of(Output& output);
 const Choices* choices_of(const Output& output);
+// Throws NumericalError for a NaN result; calls never return NaN. `position`: of the token of the first row.
+void check_results(const Output& output, int position, std::size_t vocab_size);
 
 }  // namespace metal_prefill
