@@ -27,7 +27,7 @@ struct Activations {
             .int8 = {int8.tile(row), int8.blocks},
             .super = {super.tile(row), super.blocks},
             .bfloat16 = {bfloat16.row(row), bfloat16.stride},
-            .rotated = {rotated.row(row), rotated.stride, rotated.terms + row}};
+            .rotated = {rotated.row(row), rotated.stride, rotated.terms ? rotated.terms + row : nullptr}};
   }
 };
 
