@@ -28,11 +28,7 @@ NMSE_F32, NMSE_OTHER_CODE = 1e-12, 1e-6
 
 SUITED = [
     *(
-        "smollm shape",
-        "gqa 1",
-        "gqa 8",
-        "head_dim 128",
-        "values wider than keys",
+        *("smollm shape", "gqa 1", "gqa 8", "head_dim 128", "values wider than keys"),
         "values narrower than keys",
     ),
     *("gemma3", "qwen3", "smollm3", "olmo2"),

@@ -64,12 +64,7 @@ def used(path: Path, **options: Any) -> tuple[float, float]:
         ((1.0, 0.9, 0.89, 0.95), (1, 1)),
     ],
     ids=[
-        "the first",
-        "fused norm",
-        "two rows",
-        "four rows",
-        "both",
-        "too small gains",
+        *("the first", "fused norm", "two rows", "four rows", "both", "too small gains"),
         "a small gain of rows",
     ],
 )

@@ -40,14 +40,8 @@ def test_sigterm_lets_answers_in_flight_finish(tmp_path: Path) -> None:
         body = json.dumps({"model": "bard", "prompt": "ROMEO:", "max_tokens": 300, "stream": True})
         # A client that is not Python's, for once.
         argv: list[str] = [
-            "curl",
-            "-sSN",
-            f"{url}/v1/completions",
-            "-H",
-            "authorization: Bearer second-key",
-            "-H",
-            "content-type: application/json",
-            "-d",
+            *("curl", "-sSN", f"{url}/v1/completions", "-H", "authorization: Bearer second-key", "-H"),
+            *("content-type: application/json", "-d"),
             body,
         ]
         environment = {**os.environ, "NO_PROXY": "127.0.0.1"}

@@ -79,14 +79,8 @@ def texts() -> list[str]:
         "٣٤٥ ½ Ⅷ ²",
     ]  # fmt: skip
     marks = [
-        "...",
-        "!?!?",
-        "a.b,c;d:e",
-        "(x+y)*[z]={}",
-        "$100 + 5% = ~105^2",
-        "C++ <T> #include",
-        "--\n--",
-        "«q» „q“ “q”",
+        *("...", "!?!?", "a.b,c;d:e", "(x+y)*[z]={}", "$100 + 5% = ~105^2", "C++ <T> #include"),
+        *("--\n--", "«q» „q“ “q”"),
     ]
     scripts = [
         "Übergröße naïve façade", "привет мир", "γειά σου Κόσμε", "שלום עולם", "مرحبا بالعالم", "你好，世界",
@@ -103,12 +97,8 @@ def texts() -> list[str]:
         '{"key": [1, 2.5, null]}',
     ]
     specials = [
-        "<|im_start|>user\nhi<|im_end|>",
-        "a<|pad|>b",
-        "<|user|> x <|user|>",
-        "<s>[INST] x [/INST]</s>",
-        "<unk>",
-        "<0x41>",
+        *("<|im_start|>user\nhi<|im_end|>", "a<|pad|>b", "<|user|> x <|user|>"),
+        *("<s>[INST] x [/INST]</s>", "<unk>", "<0x41>"),
     ]
     control = ["\x00", "\x01\x02", "a\x00b", "\x7f\x80\x9f", "\ud7ff\ue000", "\uffff"]
     lines = PROSE.splitlines(keepends=True)

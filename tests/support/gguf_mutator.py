@@ -11,23 +11,8 @@ from metal_prefill.files import GGUFFile
 from support.gguf_bytes import ARRAY, SCALAR_FORMATS, STRING, gguf, scalar, tensor, text
 
 INTEGERS = [
-    0,
-    1,
-    2,
-    7,
-    8,
-    31,
-    32,
-    33,
-    255,
-    2**16,
-    2**31 - 1,
-    2**31,
-    2**32 - 1,
-    2**60,
-    2**63 - 1,
-    2**63,
-    2**64 - 1,
+    *(0, 1, 2, 7, 8, 31, 32, 33, 255, 2**16, 2**31 - 1, 2**31, 2**32 - 1),
+    *(2**60, 2**63 - 1, 2**63, 2**64 - 1),
 ]
 FLOATS = [0.0, -0.0, -1.0, 1e-300, 1e-46, 1e-39, 1e38, 1e39, 1e300, float("nan"), float("inf"), float("-inf")]
 

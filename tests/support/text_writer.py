@@ -20,14 +20,7 @@ CONTRACTIONS = ("'s", "'T", "'re", "'VE", "'m", "'ll", "'D", "\u2019s", "''")
 SPELLINGS = (
     *BYTE_LEVEL_SPECIALS,
     *USER_DEFINED,
-    "<s>",
-    "</s>",
-    "<unk>",
-    "<0x41>",
-    "<0xFF>",
-    "<|im_",
-    "|>",
-    "<",
+    *("<s>", "</s>", "<unk>", "<0x41>", "<0xFF>", "<|im_", "|>", "<"),
 )
 WRITTEN = texts()
 

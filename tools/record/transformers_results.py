@@ -73,11 +73,8 @@ SCAN_SETTINGS = {
     "granitehybrid": MAMBA_SETTINGS,
     "falcon-h1": MAMBA_SETTINGS,
     "qwen35": (
-        "linear_num_value_heads",
-        "linear_value_head_dim",
-        "linear_key_head_dim",
-        "linear_num_key_heads",
-        "linear_conv_kernel_dim",
+        *("linear_num_value_heads", "linear_value_head_dim", "linear_key_head_dim"),
+        *("linear_num_key_heads", "linear_conv_kernel_dim"),
     ),
 }
 # Factors of falcon-h1 that a converter multiplies weights by.

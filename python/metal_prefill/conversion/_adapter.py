@@ -68,10 +68,7 @@ def _check(config: Fields) -> None:
     config.require("peft_type", ("LORA",), None)
     config.require("bias", ("none",), "none")
     for name in (
-        "use_dora",
-        "fan_in_fan_out",
-        "alora_invocation_tokens",
-        "layer_replication",
+        *("use_dora", "fan_in_fan_out", "alora_invocation_tokens", "layer_replication"),
         "modules_to_save",
     ):
         config.require(name, (False, None, []), False)

@@ -55,11 +55,7 @@ _OF_TOKENS = ("Transformer", "Dense", "Normalize", "MultiVectorMask")
 _AFTER_POOLING = ("Dense", "LayerNorm", "Normalize", "Dropout")
 KINDS = (
     *_OF_TOKENS,
-    "LayerNorm",
-    "Dropout",
-    "Pooling",
-    "LogitScore",
-    "SpladePooling",
+    *("LayerNorm", "Dropout", "Pooling", "LogitScore", "SpladePooling"),
     STATIC,
     "SparseStaticEmbedding",
 )
@@ -70,12 +66,7 @@ _ARGUMENTS = (
 )
 _HARMLESS = (
     *(
-        "trust_remote_code",
-        "torch_dtype",
-        "dtype",
-        "attn_implementation",
-        "device_map",
-        "revision",
+        *("trust_remote_code", "torch_dtype", "dtype", "attn_implementation", "device_map", "revision"),
         "use_fast",
     ),
     *("add_pooling_layer", "unpad_inputs", "use_memory_efficient_attention", "reference_compile"),

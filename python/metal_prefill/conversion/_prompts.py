@@ -24,12 +24,8 @@ _PREFIXES = {"query_prefix": "query", "document_prefix": "document"}
 # Settings of PyLate, in whose presence queries are expanded.
 _EXPANDS = (
     *_PREFIXES,
-    "query_length",
-    "document_length",
-    "skiplist_words",
-    "do_query_expansion",
-    "attend_to_expansion_tokens",
-    "attend_to_mask_tokens",
+    *("query_length", "document_length", "skiplist_words", "do_query_expansion"),
+    *("attend_to_expansion_tokens", "attend_to_mask_tokens"),
 )
 
 

@@ -66,12 +66,8 @@ def test_the_vocabulary_size_may_be_stated_without_tokens(open_model: Open) -> N
 
 
 REQUIRED = (
-    "context_length",
-    "embedding_length",
-    "block_count",
-    "feed_forward_length",
-    "attention.head_count",
-    "attention.layer_norm_rms_epsilon",
+    *("context_length", "embedding_length", "block_count", "feed_forward_length"),
+    *("attention.head_count", "attention.layer_norm_rms_epsilon"),
 )
 
 

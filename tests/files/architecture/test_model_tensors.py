@@ -115,11 +115,8 @@ def test_an_unsupported_type_is_named(
 @pytest.mark.parametrize(
     "name",
     [
-        "blk.2.attn_norm.weight",
-        "blk.0.attn_norm.bias",
-        "blk.0.ffn_gate_inp.weight",
-        "blk.0.attn_q_norm.weight",
-        "x",
+        *("blk.2.attn_norm.weight", "blk.0.attn_norm.bias", "blk.0.ffn_gate_inp.weight"),
+        *("blk.0.attn_q_norm.weight", "x"),
     ],
 )
 def test_an_unknown_tensor_is_rejected(open_model: Open, name: str) -> None:
