@@ -20,13 +20,6 @@ std::array<TokenId, kPagePositions> page_tokens(std::span<const TokenId> tokens,
   return page;
 }
 
-// The last of some states at or before a position; null if there is none.
-const StatePoint* last_state(std::span<const StatePoint> states, int position) {
-  const auto after = std::upper_bound(states.begin(), states.end(), position,
-                                      [](int at, const StatePoint& state) { return at < state.position; });
-  return after == states.begin() ? nullptr : &*std::prev(after);
-}
-
 }  // namespace
 
 PrefixTree::PrefixTree(PagePool& pool, std::size_t max_pages, const StatePool* states)
@@ -51,6 +44,14 @@ PrefixTree::Step PrefixTree::longest(Children& children, const PageTokens& wante
   return best;
 }
 
+// The last state of a node at or before a position; null if there is none.
+PrefixTree::State* PrefixTree::last_state(const Node& node, int position) {
+  State* last = nullptr;
+  for (const auto& state : node.states)
+    if (state->point->position <= position) last = state.get();
+  return last;
+}
+
 template <typename Visit>
 int PrefixTree::walk(std::string_view name_space, std::span<const TokenId> tokens, Visit visit) {
   const auto root = roots_.find(name_space);
@@ -72,12 +73,17 @@ PrefixTree::Match PrefixTree::find(std::string_view name_space, std::span<const 
   const std::scoped_lock lock(mutex_);
   Match match;
   Node* last = nullptr;
+  State* state = nullptr;
   match.positions = walk(name_space, tokens, [&](Node& node, int known) {
     match.pages.push_back(node.page);
-    if (const StatePoint* state = last_state(node.states, known)) match.state = *state;
+    if (State* of_page = last_state(node, known)) state = of_page;
     last = &node;
   });
-  touch(last);
+  if (last) touch(*last);
+  if (state) {
+    touch(*state);
+    match.state = *state->point;
+  }
   pool_.retain(match.pages);
   return match;
 }
@@ -86,7 +92,7 @@ PrefixTree::Known PrefixTree::known(std::string_view name_space, std::span<const
   const std::scoped_lock lock(mutex_);
   Known found;
   found.positions = walk(name_space, tokens, [&](const Node& node, int known) {
-    if (const StatePoint* state = last_state(node.states, known)) found.usable = state->position;
+    if (const State* state = last_state(node, known)) found.usable = state->point->position;
   });
   if (!states_) found.usable = found.positions;
   return found;
@@ -106,8 +112,10 @@ bool PrefixTree::insert(std::string_view name_space, std::span<const TokenId> to
   } catch (const std::bad_alloc&) {
     complete = false;
   }
-  touch(last);
-  if (root) drop_if_empty(*root);
+  if (root) {
+    touch(*last);
+    drop_if_empty(*root);
+  }
   while (bytes_held() > max_pages_ * pool_.page_bytes() && drop_oldest(false)) {
   }
   return complete;
@@ -136,34 +144,52 @@ void PrefixTree::remember(Node*& at, std::span<const TokenId> tokens, std::span<
     pool_.retain({&pages[i], 1});
     ++count_;
     at = &node;
-    add_states(node, begin, end, states);
+    if (known.node) share_states(node, *known.node, begin + known.positions);
     // Replaces a page with fewer of the same tokens. There is at most one, and it is next to the new one: any
     // page in between would start with its tokens, and would have replaced it.
-    if (place == node.parent->children.begin()) continue;
-    ++examined_;
-    const auto before = std::prev(place);
-    const PageTokens& other = before->first;
-    const auto padding = std::find(other.begin(), other.end(), kNone);
-    if (padding != other.end() && std::equal(other.begin(), padding, own.begin())) {
-      add_states(node, begin, int(tokens.size()), before->second->states);
-      remove(*before->second);
+    if (place != node.parent->children.begin()) {
+      ++examined_;
+      const auto before = std::prev(place);
+      const PageTokens& other = before->first;
+      const auto padding = std::find(other.begin(), other.end(), kNone);
+      if (padding != other.end() && std::equal(other.begin(), padding, own.begin())) {
+        share_states(node, *before->second, end);
+        remove(*before->second);
+      }
     }
+    add_states(node, begin, end, states);
   }
 }
 
 // Adds those at positions after `begin` up to `end`.
 void PrefixTree::add_states(Node& node, int begin, int end, std::span<const StatePoint> states) {
-  const auto by_position = [](const StatePoint& a, const StatePoint& b) { return a.position < b.position; };
-  for (const StatePoint& state : states) {
-    if (state.position <= begin || state.position > end) continue;
-    const auto place = std::lower_bound(node.states.begin(), node.states.end(), state, by_position);
-    if (place != node.states.end() && place->position == state.position) continue;
-    node.states.insert(place, state);
-    ++count_states_;
-    if (node.states.size() <= kMostStates) continue;
-    node.states.erase(node.states.begin());
-    --count_states_;
+  for (const StatePoint& point : states) {
+    if (point.position <= begin || point.position > end) continue;
+    State* state = last_state(node, point.position);
+    if (!state || state->point->position < point.position)
+      state = &add(node, std::make_shared<StatePoint>(point));
+    touch(*state);
   }
+}
+
+// Adds those of another node up to `end`, to where both have the same tokens.
+void PrefixTree::share_states(Node& node, const Node& from, int end) {
+  for (const auto& state : from.states) {
+    const int position = state->point->position;
+    const State* own = last_state(node, position);
+    if (position <= end && !(own && own->point->position == position)) add(node, state->point);
+  }
+}
+
+PrefixTree::State& PrefixTree::add(Node& node, std::shared_ptr<const StatePoint> point) {
+  const auto after = std::find_if(
+      node.states.begin(), node.states.end(),
+      [position = point->position](const auto& other) { return other->point->position > position; });
+  const bool is_new = point.use_count() == 1;
+  State& added = **node.states.insert(after, std::make_unique<State>(node, std::move(point)));
+  if (has_order(added)) link(added);
+  count_states_ += is_new;
+  return added;
 }
 
 std::size_t PrefixTree::bytes_held() const {
@@ -178,34 +204,50 @@ bool PrefixTree::evict() {
 bool PrefixTree::forget(PageId page) {
   const std::scoped_lock lock(mutex_);
   // A page that is about to be written to was used recently.
-  for (Node* node = newest_; node; node = node->older) {
-    if (node->page != page || !node->children.empty()) continue;
-    remove(*node);
+  for (Entry* entry = newest_; entry; entry = entry->older) {
+    if (!entry->is_node) continue;
+    Node& node = static_cast<Node&>(*entry);
+    if (node.page != page || !node.children.empty()) continue;
+    remove(node);
     return true;
   }
   return false;
 }
 
-// Removes a leaf: earlier pages are useful without it, but not the reverse. If `unused_only` and sessions
-// hold all leaves, removes a page that only the tree holds, with all after it.
+bool PrefixTree::is_shared(const Entry& entry) const {
+  return entry.is_node ? pool_.is_shared(static_cast<const Node&>(entry).page)
+                       : states_->is_shared(static_cast<const State&>(entry).point->state);
+}
+
+// Removes a state or a leaf: earlier pages are useful without it, but not the reverse. If `unused_only` and
+// sessions hold all of these, removes a page that only the tree holds, with all after it, or a state at an
+// interval.
 bool PrefixTree::drop_oldest(bool unused_only) {
-  const Node* first_held = nullptr;
+  const Entry* first_held = nullptr;
   while (oldest_ && oldest_ != first_held) {
     ++examined_;
-    if (!unused_only || !pool_.is_shared(oldest_->page)) {
+    if (!unused_only || !is_shared(*oldest_)) {
       remove(*oldest_);
       return true;
     }
     // Later calls do not examine it again before all others.
     if (!first_held) first_held = oldest_;
-    touch(oldest_);
+    touch(*oldest_);
   }
   // Sessions may hold every leaf without the pages before it: if a session computes a page that the tree
   // already has, its next pages are inserted after that of the tree.
-  for (Node* node = oldest_; node; node = node->newer) {
+  for (Entry* entry = oldest_; entry; entry = entry->newer) {
     ++examined_;
-    if (pool_.is_shared(node->page)) continue;
-    remove_with_descendants(*node);
+    if (!entry->is_node) continue;
+    Node& node = static_cast<Node&>(*entry);
+    if (!is_shared(node)) {
+      remove_with_descendants(node);
+      return true;
+    }
+    const auto unused = std::find_if(node.states.begin(), node.states.end(),
+                                     [&](const auto& state) { return !is_shared(*state); });
+    if (unused == node.states.end()) continue;
+    remove(**unused);
     return true;
   }
   return false;
@@ -220,11 +262,19 @@ void PrefixTree::remove_with_descendants(Node& node) {
   }
 }
 
-void PrefixTree::remove(Node& leaf) {
+void PrefixTree::remove(Entry& entry) {
+  if (!entry.is_node) {
+    State& state = static_cast<State&>(entry);
+    if (has_order(state)) unlink(state);
+    count_states_ -= state.point.use_count() == 1;
+    std::erase_if(state.node.states, [gone = &state](const auto& other) { return other.get() == gone; });
+    return;
+  }
+  Node& leaf = static_cast<Node&>(entry);
+  while (!leaf.states.empty()) remove(*leaf.states.back());
   pool_.release({&leaf.page, 1});
   unlink(leaf);
   --count_;
-  count_states_ -= leaf.states.size();
   Node& parent = *leaf.parent;
   parent.children.erase(leaf.place);
   drop_if_empty(parent);
@@ -235,24 +285,30 @@ void PrefixTree::drop_if_empty(const Node& root) {
   if (root.name_space && root.children.empty()) roots_.erase(roots_.find(*root.name_space));
 }
 
-// Makes a node and its ancestors the most recently used, each more recent than its descendants.
-void PrefixTree::touch(Node* node) {
-  for (; node && node->parent; node = node->parent) {
-    unlink(*node);
-    link(*node);
+// Makes a state, or a node and its ancestors, the most recently used, each node more recent than its
+// descendants.
+void PrefixTree::touch(Entry& entry) {
+  const auto renew = [this](Entry& used) {
+    unlink(used);
+    link(used);
+  };
+  if (!entry.is_node) {
+    if (has_order(static_cast<State&>(entry))) renew(entry);
+    return;
   }
+  for (Node* node = &static_cast<Node&>(entry); node->parent; node = node->parent) renew(*node);
 }
 
-void PrefixTree::link(Node& node) {
-  node.older = newest_;
-  (newest_ ? newest_->newer : oldest_) = &node;
-  newest_ = &node;
+void PrefixTree::link(Entry& entry) {
+  entry.older = newest_;
+  (newest_ ? newest_->newer : oldest_) = &entry;
+  newest_ = &entry;
 }
 
-void PrefixTree::unlink(Node& node) {
-  (node.older ? node.older->newer : oldest_) = node.newer;
-  (node.newer ? node.newer->older : newest_) = node.older;
-  node.older = node.newer = nullptr;
+void PrefixTree::unlink(Entry& entry) {
+  (entry.older ? entry.older->newer : oldest_) = entry.newer;
+  (entry.newer ? entry.newer->older : newest_) = entry.older;
+  entry.older = entry.newer = nullptr;
 }
 
 std::size_t PrefixTree::pages() const {

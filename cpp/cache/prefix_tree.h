@@ -10,6 +10,7 @@
 #include <span>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "../base/token.h"
@@ -50,9 +51,9 @@ class PrefixTree {
   // `states` are of positions within the tokens, in ascending order.
   [[nodiscard]] bool insert(std::string_view name_space, std::span<const TokenId> tokens,
                             std::span<const PageId> pages, std::span<const StatePoint> states = {}) noexcept;
-  // Releases the least recently used page that only the tree holds, preferably one without successors in the
-  // tree; those of another are no longer found. False if there is none. A page that a session holds counts as
-  // used at this moment.
+  // Releases the least recently used page or state that only the tree holds, preferably a page without
+  // successors in the tree; those of another are no longer found. False if there is none. What a session
+  // holds counts as used at this moment.
   bool evict();
   // Releases a page without successors; returns false if there is no such page.
   bool forget(PageId page);
@@ -60,7 +61,7 @@ class PrefixTree {
   std::size_t pages() const;
   std::size_t bytes() const;  // of pages and states
   std::size_t namespaces() const;
-  // Nodes that were examined so far to make room or to replace others.
+  // Nodes and states that were examined so far to make room or to replace others.
   std::uint64_t examined() const;
 
  private:
@@ -68,15 +69,26 @@ class PrefixTree {
   using PageTokens = std::array<TokenId, kPagePositions>;
   struct Node;
   using Children = std::map<PageTokens, std::unique_ptr<Node>>;
-  // States within a page that a node holds: one at its end, and ends of prompts.
-  static constexpr std::size_t kMostStates = 4;
-  struct Node {
+  // What is evicted in the order of use: nodes, and states other than those at intervals of the pool. The
+  // latter are as useful as their pages. Of the ends of a conversation's prompts, only the latest are.
+  struct Entry {
+    explicit Entry(bool is_node) : is_node(is_node) {}
+    const bool is_node;
+    Entry *older = nullptr, *newer = nullptr;
+  };
+  // Nodes whose pages begin with the same tokens share the states after these.
+  struct State : Entry {
+    State(Node& of, std::shared_ptr<const StatePoint> at) : Entry(false), node(of), point(std::move(at)) {}
+    Node& node;
+    const std::shared_ptr<const StatePoint> point;
+  };
+  struct Node : Entry {
+    Node() : Entry(true) {}
     Node* parent = nullptr;
     Children::iterator place;  // among the children of `parent`
     PageId page = 0;
-    std::vector<StatePoint> states;  // in ascending order of positions
+    std::vector<std::unique_ptr<State>> states;  // within the page, in ascending order of positions
     Children children;
-    Node *older = nullptr, *newer = nullptr;  // neighbours in the order of use
     const std::string* name_space = nullptr;  // of a root, which has no page and no parent
   };
   struct Step {
@@ -84,17 +96,22 @@ class PrefixTree {
     int positions = 0;     // of this many tokens
   };
   static Step longest(Children& children, const PageTokens& wanted);
+  static State* last_state(const Node& node, int position);
   template <typename Visit>
   int walk(std::string_view name_space, std::span<const TokenId> tokens, Visit visit);
   void remember(Node*& at, std::span<const TokenId> tokens, std::span<const PageId> pages,
                 std::span<const StatePoint> states);
   void add_states(Node& node, int begin, int end, std::span<const StatePoint> states);
+  void share_states(Node& node, const Node& from, int end);
+  State& add(Node& node, std::shared_ptr<const StatePoint> point);
+  bool has_order(const State& state) const { return state.point->position % states_->interval() != 0; }
+  bool is_shared(const Entry& entry) const;
   std::size_t bytes_held() const;
   void drop_if_empty(const Node& root);
-  void link(Node& node);
-  void unlink(Node& node);
-  void touch(Node* node);
-  void remove(Node& leaf);
+  void link(Entry& entry);
+  void unlink(Entry& entry);
+  void touch(Entry& entry);
+  void remove(Entry& entry);
   void remove_with_descendants(Node& node);
   bool drop_oldest(bool unused_only);
 
@@ -104,7 +121,7 @@ class PrefixTree {
   mutable std::mutex mutex_;
   std::map<std::string, Node, std::less<>> roots_;  // by namespace; none is without children
   // Ends of the order of use. A node is always older than its parent, so the oldest one is a leaf.
-  Node *oldest_ = nullptr, *newest_ = nullptr;
+  Entry *oldest_ = nullptr, *newest_ = nullptr;
   std::size_t count_ = 0, count_states_ = 0;
   std::uint64_t examined_ = 0;
   const ForkHandler fork_handler_{[this] { mutex_.lock(); }, [this](bool) { mutex_.unlock(); }};

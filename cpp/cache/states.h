@@ -95,6 +95,8 @@ class StatePool {
   // Whether a pass writes a state after each draft. If a state is too large for that, accepted drafts are
   // computed again.
   bool writes_each_draft() const { return slots_.page_bytes() <= kMostDraftBytes; }
+  // Whether others hold the state, too.
+  bool is_shared(const StateRef& state) const { return slots_.is_shared(state.slot()); }
   // Releases the snapshot that was used least recently; false: there is none.
   bool drop_snapshot();
   // Called to free unneeded memory, as PagePool::reclaim.

@@ -19,8 +19,8 @@ def tokens_of(path: Node, last: int = PAGE) -> list[int]:
     return [token for page in pages for token in page]
 
 
-def tree_of(max_pages: int, pool_pages: int | None = None) -> Any:
-    return cpu_testing().PrefixTree(max_pages, pool_pages or 2 * max_pages)
+def tree_of(max_pages: int, pool_pages: int | None = None, state_pages: int = 0) -> Any:
+    return cpu_testing().PrefixTree(max_pages, pool_pages or 2 * max_pages, state_pages)
 
 
 class Oracle:
@@ -120,7 +120,7 @@ def test_pages_are_evicted_in_the_order_of_the_policy(seed: int) -> None:
                 assert tree.insert(path[0], tokens_of(path, last))
                 oracle.insert(path, last)
             case 2:
-                positions, pages = tree.find(path[0], tokens_of(path, last))
+                positions, pages, _ = tree.find(path[0], tokens_of(path, last))
                 expected, nodes = oracle.find(path, last)
                 assert positions == expected
                 # A session holds all of them, or some in which it has written and others not.
@@ -219,7 +219,7 @@ def test_prefixes_are_found_only_in_their_namespace() -> None:
     prompt = tokens_of(("", 1, 2))
     assert tree.insert("one", prompt)
     assert [tree.known(space, prompt) for space in ("one", "two", "")] == [2 * PAGE, 0, 0]
-    assert tree.find("two", prompt) == (0, [])
+    assert tree.find("two", prompt)[:2] == (0, [])
     assert tree.insert("two", prompt[:PAGE])
     assert [tree.known(space, prompt) for space in ("one", "two", "")] == [2 * PAGE, PAGE, 0]
     assert (tree.pages, tree.namespaces) == (3, 2)
@@ -234,3 +234,63 @@ def test_a_namespace_ends_with_its_last_page() -> None:
     while tree.evict():
         pass
     assert (tree.pages, tree.namespaces) == (0, 0)
+
+
+def test_states_of_earlier_turns_are_dropped_before_pages() -> None:
+    """A conversation grows by half a page in each turn; a state takes the memory of two pages."""
+    tree = tree_of(34, 100, state_pages=2)
+    other = tokens_of(("", 100, 101, 102))
+    assert tree.insert("", other, [2 * PAGE, len(other)])
+    for turn in range(1, 31):
+        prompt = tokens_of(("", *range(15)))[: turn * PAGE // 2]
+        found = tree.usable("", prompt)
+        assert found == (turn - 1) * PAGE // 2  # the end of the last prompt
+        tree.release(tree.find("", prompt)[1])
+        intervals = range(found // (2 * PAGE) * 2 * PAGE + 2 * PAGE, len(prompt), 2 * PAGE)
+        assert tree.insert("", prompt, [*intervals, len(prompt)])
+    assert tree.known("", prompt) == 15 * PAGE
+    # 15 pages, 7 states between them, and two ends of prompts; not what another had used before.
+    assert (tree.pages, tree.states_in_use) == (15, 7 + 2)
+    assert tree.known("", other) == 0
+
+
+def test_states_that_only_the_tree_holds_are_evicted_next_to_pages_in_use() -> None:
+    tree = tree_of(30, 100, state_pages=2)
+    prompt = tokens_of(("", 1, 2, 3, 4))
+    assert tree.insert("", prompt, [100, 2 * PAGE, 200, len(prompt)])
+    _, pages, state = tree.find("", prompt)
+    assert (tree.states_in_use, state.position) == (4, len(prompt))
+    assert [tree.evict() for _ in range(4)] == [True, True, True, False]
+    assert tree.usable("", prompt) == len(prompt)
+    assert tree.pages == 4
+    del state
+    assert tree.evict()
+    assert (tree.states_in_use, tree.known("", prompt)) == (0, len(prompt))
+    tree.release(pages)
+
+
+def test_a_longer_page_takes_over_the_states_of_the_one_that_it_replaces() -> None:
+    tree = tree_of(30, 100, state_pages=2)
+    prompt = tokens_of(("", 1, 2))
+    assert tree.insert("", prompt[:80], [30, 80])
+    assert tree.insert("", prompt[:90], [90])
+    assert [tree.usable("", prompt[:n]) for n in (29, 79, 89, 128)] == [0, 30, 80, 90]
+    assert tree.states_in_use == 3
+    while tree.evict():
+        pass
+    assert (tree.states_in_use, tree.pages, tree.pages_in_use) == (0, 0, 0)
+
+
+def test_branches_of_a_page_share_its_states() -> None:
+    """Each continues from the state before the first token in which it differs, whichever page is found."""
+    tree = tree_of(30, 100, state_pages=2)
+    shared = tokens_of(("", 1, 2), 40)
+    assert tree.insert("", [*shared, *[3] * 10], [len(shared)])
+    for branch in (5, 4, 9, 7, 6):
+        prompt = [*shared, *[branch] * 10]
+        assert tree.usable("", prompt) == len(shared)
+        assert tree.insert("", prompt)
+    assert (tree.states_in_use, tree.pages) == (1, 7)
+    while tree.evict():
+        pass
+    assert (tree.states_in_use, tree.pages) == (0, 0)

@@ -58,6 +58,22 @@ def test_a_later_session_finds_prefixes_at_their_snapshots(model: Model) -> None
             assert_equals_fresh(model, session, prompt, logits)
 
 
+@pytest.mark.parametrize("states", [1, 4, 13])
+def test_a_growing_conversation_is_computed_once_while_its_prefix_fits(large_path: Path, states: int) -> None:
+    """States at the ends of earlier turns take no memory from later ones."""
+    with Model(large_path, device="cpu", threads=1) as model:
+        page, state, distance = page_bytes(model), state_bytes(model), interval(model)
+    turns, tokens = 25, 40
+    pages = turns * tokens // 64 + 1
+    room = pages * page + (turns * tokens // distance + states) * state
+    ids = ids_of(turns * tokens)
+    with Model(large_path, device="cpu", threads=1, prefix_memory=room) as model:
+        for turn in range(1, turns + 1):
+            with model.session() as session:
+                session.forward_prompt(ids[: turn * tokens], reuse=True)
+                assert session.stats()["tokens_reused"] == (turn - 1) * tokens
+
+
 def test_a_shared_prefix_is_not_overwritten(model: Model) -> None:
     ids = ids_of(150)
     with model.session() as session:
