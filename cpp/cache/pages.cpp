@@ -51,10 +51,11 @@ std::string PagePool::beyond_limit(std::size_t bytes) const {
 }
 
 void PagePool::check_fits(int positions) const {
-  if (pages_of(positions) > max_pages_)
-    throw KvMemoryError(std::to_string(positions) +
-                        " tokens do not fit: " + beyond_limit(pages_of(positions) * page_bytes_) +
-                        "; shorten the text or raise the limit");
+  if (pages_of(positions) <= max_pages_) return;
+  const std::size_t reserved = budget_ ? budget_->limit() - limit_bytes() : 0;  // for what is not pages
+  throw KvMemoryError(std::to_string(positions) +
+                      " tokens do not fit: " + beyond_limit(pages_of(positions) * page_bytes_ + reserved) +
+                      "; shorten the text or raise the limit");
 }
 
 std::vector<PageId> PagePool::take(std::size_t n) {
@@ -156,9 +157,10 @@ void BlockTable::reserve(int kept, int end) {
   try {
     taken = pool_.take(wanted - held + replaced.size());
   } catch (const KvMemoryError&) {
-    // Nothing can be reclaimed except pages of this table that are kept for later prompts.
+    // Nothing can be reclaimed except pages of this table that are kept for later prompts, last first.
     bool forgotten = false;
-    for (const std::size_t i : replaced) forgotten |= pool_.forget && pool_.forget(pages_[i]);
+    for (auto i = replaced.rbegin(); i != replaced.rend(); ++i)
+      forgotten |= pool_.forget && pool_.forget(pages_[*i]);
     if (!forgotten) throw;
     replaced = shared_pages();
     taken = pool_.take(wanted - held + replaced.size());

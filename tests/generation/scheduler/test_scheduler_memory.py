@@ -9,11 +9,21 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.recurrent import LARGE, page_bytes, state_bytes
 from support.scheduled_texts import alone, texts_of
+from support.small_models import write
 
 from metal_prefill import KVMemoryError, Model, Scheduler
 from metal_prefill.engine import RowCost
 from metal_prefill.generation import Stream
+
+
+@pytest.fixture(scope="module", params=["attention", *LARGE])
+def path(request: pytest.FixtureRequest, demo_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Path of the bundled model, or of one whose states take more memory than a page."""
+    if request.param == "attention":
+        return demo_path
+    return write(tmp_path_factory.mktemp("large") / f"{request.param}.gguf", LARGE[request.param])
 
 
 def test_exhausted_memory_makes_streams_wait(demo_path: Path) -> None:
@@ -40,12 +50,6 @@ def test_a_prompt_that_never_fits_is_rejected_before_anything_is_computed(demo_p
         assert len(texts_of(model.generate_many([[1] * 64], 1), 1)) == 1
         scheduler.submit([1] * 60, 10, min_tokens=5)
         assert scheduler.step()
-
-
-def page_bytes(model: Model) -> int:
-    with model.session() as session:
-        session.forward_prompt([1])
-        return int(session.stats()["kv_cache_bytes"])
 
 
 def result_alone(model: Model, prompt: Any, max_tokens: int, **options: Any) -> tuple[str, type | None]:
@@ -96,10 +100,12 @@ def test_a_text_has_room_after_it_was_computed_once(demo_path: Path) -> None:
 @pytest.mark.slow
 @settings(max_examples=30, deadline=None)
 @given(data=st.data())
-def test_a_stream_fails_for_memory_only_where_it_fails_alone(demo_path: Path, data: st.DataObject) -> None:
-    with Model(demo_path, device="cpu") as model:
-        page = page_bytes(model)
+def test_a_stream_fails_for_memory_only_where_it_fails_alone(path: Path, data: st.DataObject) -> None:
+    with Model(path, device="cpu", threads=1) as model:
+        page, state, ids = page_bytes(model), state_bytes(model), min(900, model.config.vocab_size)
     pages = data.draw(st.integers(1, 4), label="pages")
+    states = 3 + data.draw(st.integers(0, 5), label="states")  # what one text needs, and snapshots
+    memory = pages * page + states * (state and state + 4096)  # a whole number of the system's pages
     texts = data.draw(
         st.lists(
             st.tuples(
@@ -114,9 +120,9 @@ def test_a_stream_fails_for_memory_only_where_it_fails_alone(demo_path: Path, da
         ),
         label="tokens of the prompt, of the text, kind of prompt, sampled, speculate",
     )
-    prefix_memory = data.draw(st.sampled_from([0, 4 * page]), label="prefix_memory")
-    with Model(demo_path, device="cpu", kv_memory=pages * page, prefix_memory=prefix_memory) as model:
-        prompts = [np.random.default_rng(kind).integers(1, 900, length) for length, _, kind, _, _ in texts]
+    prefix_memory = data.draw(st.sampled_from([0, 4 * page, memory]), label="prefix_memory")
+    with Model(path, device="cpu", threads=1, kv_memory=memory, prefix_memory=prefix_memory) as model:
+        prompts = [np.random.default_rng(kind).integers(1, ids, length) for length, _, kind, _, _ in texts]
         options: list[dict[str, Any]] = [
             {
                 "max_tokens": made,
@@ -127,6 +133,8 @@ def test_a_stream_fails_for_memory_only_where_it_fails_alone(demo_path: Path, da
             for i, (_, made, _, sampled, speculate) in enumerate(texts)
         ]
         expected = [result_alone(model, p, **o) for p, o in zip(prompts, options, strict=True)]
+        again = [result_alone(model, p, **o) for p, o in zip(prompts, options, strict=True)]
+        assert again == expected  # what the prefix cache holds takes no memory from a text
         scheduler = Scheduler(model, max_streams=data.draw(st.integers(2, 6), label="max_streams"))
         streams = [scheduler.submit(p, **o) for p, o in zip(prompts, options, strict=True)]
         assert results_together(scheduler, streams) == expected
