@@ -104,9 +104,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     limits.add_argument(
         "--prefix-memory",
         type=common.not_negative,
-        default=256 << 20,
+        default=1 << 30,
         metavar="BYTES",
-        help="memory limit of the prefix cache (default: 256 MiB)",
+        help="memory limit of the prefix cache, which gives way to texts (default: 1 GiB)",
     )
     common.add_number(
         limits,
