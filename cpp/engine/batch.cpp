@@ -41,17 +41,20 @@ class Batch {
   std::vector<PlannedRequest*> chosen_;
   std::vector<Chunk> chunks_;
   std::vector<BatchRequest*> members_;  // of the chunks
-  std::vector<int> marks_;
+  std::vector<int> marks_;              // positions of states to keep
 };
 
 Batch::Batch(Engine& engine, std::span<const Share> shares, const char* call) : engine_(engine) {
-  std::size_t requests = 0;
-  for (const Share& share : shares) requests += share.requests.size();
+  std::size_t requests = 0, marks = 0;
+  for (const Share& share : shares) {
+    requests += share.requests.size();
+    for (const Request* request : share.requests) marks = std::max(marks, request->marks.size());
+  }
   requests_.reserve(requests);
   chosen_.reserve(requests);
   chunks_.reserve(requests);
   members_.reserve(requests);
-  marks_.reserve(requests);
+  marks_.reserve(requests + marks + 1);  // and where a prompt differs from others
   for (const Share& share : shares) {
     Lane& lane = lanes_.emplace_back(Lane{{}, share.rows, share.turn});
     for (Request* request : share.requests) {
@@ -120,9 +123,10 @@ void Batch::fill_chunks() {
   }
 }
 
-// Positions at which others follow the request.
+// Positions that the request names, and at which others follow it.
 std::span<const int> Batch::marks_of(const BatchRequest& request) {
   marks_.clear();
+  for (const int tokens : request.request().marks) marks_.push_back(int(request.request().start) + tokens);
   for (const BatchRequest& other : requests_)
     if (other.leader == &request) marks_.push_back(other.shared);
   return marks_;

@@ -26,8 +26,9 @@ struct Request {
   const Scratch* scratch = nullptr;  // if there is no session
   std::span<const TokenId> tokens;
   Prefix prefix = Prefix::kAppend;
-  Output output;        // of the last tokens. Afterwards `chosen` lacks the rows after a wrong draft
-  Expansion expansion;  // of a whole text, whose tokens see later ones
+  std::vector<int> marks = {};  // numbers of its tokens after which states are kept
+  Output output;                // of the last tokens. Afterwards `chosen` lacks the rows after a wrong draft
+  Expansion expansion;          // of a whole text, whose tokens see later ones
   Trace* trace = nullptr;
   Claim claim = 0;
 

@@ -88,6 +88,8 @@ void BatchRequest::find_known() {
     if (states()) request_.state = states()->current();
     request_.result.done = int(request_.before);
     again = known - request_.before;
+    // Other prompts may differ from this one at the same place.
+    if (again >= kPagePositions) request_.marks.push_back(int(known));
   }
   const std::scoped_lock lock(session.state_mutex_);
   session.tokens_.reserve(request_.start + request_.tokens.size());  // from here on nothing may fail

@@ -41,16 +41,18 @@ class OwnedRequest final : public Computation {
   }
 
   static OwnedRequest greedy(Owner owner, TokenArray tokens, int rows, bool drafts, bool continues,
-                             Claim claim, bool reuse) {
+                             Claim claim, bool reuse, std::vector<int> marks) {
     OwnedRequest owned(owner, std::move(tokens), reuse);
+    owned.request_.marks = std::move(marks);
     owned.request_.output = GreedyOutput{owned.make_choices(rows, drafts), continues};
     owned.request_.claim = claim;
     return owned;
   }
 
   static OwnedRequest sampled(Owner owner, TokenArray tokens, nb::handle_t<Sampler> sampler, int rows,
-                              Claim claim, bool reuse) {
+                              Claim claim, bool reuse, std::vector<int> marks) {
     OwnedRequest owned(owner, std::move(tokens), reuse);
+    owned.request_.marks = std::move(marks);
     owned.sampler_ = nb::borrow(sampler);
     owned.request_.output =
         SampledOutput{owned.make_choices(rows, true), &nb::cast<Sampler&>(owned.sampler_), {}};
@@ -209,11 +211,12 @@ void bind_engines(nb::module_& m) {
       .def_static("none", &OwnedRequest::none, "owner"_a, "tokens"_a, "reuse"_a = false,
                   "No output; the result is None.")
       .def_static("greedy", &OwnedRequest::greedy, "owner"_a, "tokens"_a, "rows"_a = 1, "drafts"_a = false,
-                  "continues"_a = false, "claim"_a = 0, "reuse"_a = false,
+                  "continues"_a = false, "claim"_a = 0, "reuse"_a = false, "marks"_a = std::vector<int>(),
                   "List of the most probable ids after the last tokens. With `drafts`, the tokens after the "
-                  "first of those rows are drafts; with `continues`, the id is appended in the next call.")
+                  "first of those rows are drafts; with `continues`, the id is appended in the next call. "
+                  "States of recurrent layers are kept after the numbers of tokens in `marks`.")
       .def_static("sampled", &OwnedRequest::sampled, "owner"_a, "tokens"_a, "sampler"_a, "rows"_a = 1,
-                  "claim"_a = 0, "reuse"_a = false,
+                  "claim"_a = 0, "reuse"_a = false, "marks"_a = std::vector<int>(),
                   "List of the ids that the sampler chooses; the tokens after the first row are drafts.")
       .def_static("logits", &OwnedRequest::logits, "owner"_a, "tokens"_a, "reuse"_a = false,
                   "Logits after the last token, [vocab_size].")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +17,17 @@ from metal_prefill import Model, bench
 from metal_prefill.bench import _agents
 from metal_prefill.bench._agents import SHAPES, Messages, replay
 
-PAGE = 64  # tokens
-# The tokens before the first new one that are computed again, at most. With attention alone, it is the last
-# token of a prompt that was sent before. Otherwise it is the distance to a snapshot of the states: those of
-# these models take the memory of one page and of seven.
-AGAIN = {"biases": 1, "gemma3": 1, "lfm2": PAGE, "granitehybrid": 7 * PAGE}
+# Positions between the snapshots of states: one page, and the seven that take the memory of a state. With
+# attention alone, each position is one.
+INTERVALS = {"biases": 1, "gemma3": 1, "lfm2": 64, "granitehybrid": 7 * 64}
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+END_OF_TURN = 2  # <|im_end|>
+LAST_TURNS = 3
+# From the end of a turn to the first word in which the next one differs.
+MOST_HEADER = 20
 
 
 def common(one: list[int], other: list[int]) -> int:
@@ -30,15 +36,41 @@ def common(one: list[int], other: list[int]) -> int:
     return int(different[0]) if different.size else n
 
 
-@pytest.mark.parametrize("name", AGAIN)
-def test_a_turn_computes_what_is_new_and_a_bounded_rest(
+@dataclass
+class Asked:
+    """A prompt, and how many tokens of it the server computed."""
+
+    prompt: list[int]
+    computed: int
+
+    def snapshots(self, interval: int) -> list[int]:
+        """Return the positions of states that are kept of it, besides those that were known."""
+        turns = [i + 1 for i, token in enumerate(self.prompt) if token == END_OF_TURN]
+        new = [*turns[:1], *turns[-LAST_TURNS:], len(self.prompt)]
+        known = len(self.prompt) - self.computed
+        return [*range(0, len(self.prompt), interval), *(position for position in new if position > known)]
+
+
+@pytest.mark.parametrize("name", INTERVALS)
+def test_a_turn_computes_what_follows_the_nearest_snapshot(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     monkeypatch.setattr(_agents, "UNIT", 5)
     path = write(tmp_path / "m.gguf", replace(MODELS[name], context=4096))
     with Model(path, device="cpu", threads=1) as model, running(model) as server:
-        again = {shape: recomputed(server, model, shape) for shape in SHAPES}
-    assert max(map(max, again.values())) <= AGAIN[name], again
+        monkeypatch.setattr(model.tokenizer._templates, "_source", {"tokenizer.chat_template": CHATML}.get)
+        for shape in SHAPES:
+            asked = requests_of(server, model, shape)
+            for i, request in enumerate(asked):
+                new, length = request.computed, len(request.prompt)
+                shared = [(min(common(request.prompt, a.prompt), length - 1), a) for a in asked[:i]]
+                longest = max((n for n, _ in shared), default=0)
+                known = max(
+                    (at for n, a in shared for at in a.snapshots(INTERVALS[name]) if at <= n), default=0
+                )
+                assert length - longest <= new <= length - known, (shape, i)
+                if i > 0 and shape not in ("edited header", "edit in the middle"):
+                    assert new <= length - longest + MOST_HEADER, (shape, i)
 
 
 def test_sessions_are_replayed_on_servers(demo_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,8 +83,8 @@ def test_sessions_are_replayed_on_servers(demo_path: Path, monkeypatch: pytest.M
     assert "three agents in turn" in "".join(str(s.text) for s in Console(width=200).render(results))
 
 
-def recomputed(server: Running, model: Model, shape: str) -> list[int]:
-    """Return for each request the computed tokens besides those after the longest common prefix."""
+def requests_of(server: Running, model: Model, shape: str) -> list[Asked]:
+    """Replay a session."""
     prompts: list[list[int]] = []
 
     def ask(messages: Messages) -> tuple[int, int]:
@@ -63,7 +95,4 @@ def recomputed(server: Running, model: Model, shape: str) -> list[int]:
         return usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"]
 
     turns = list(replay("ours", ask, shape))
-    longest = [
-        max((common(prompts[i], earlier) for earlier in prompts[:i]), default=0) for i in range(len(prompts))
-    ]
-    return [turn.computed_tokens - (turn.prompt_tokens - n) for turn, n in zip(turns, longest, strict=True)]
+    return [Asked(prompt, turn.computed_tokens) for prompt, turn in zip(prompts, turns, strict=True)]
