@@ -117,9 +117,14 @@ class Team {
   std::atomic<bool> stopping_ = false;  // a thread that woke for an earlier job may look while it is set
   std::vector<std::thread> threads_;
   bool launched_ = false;
-  int core_ = -1;        // of the last caller
-  bool forked_ = false;  // threads_ are those of the process that forked this one
-  const ForkHandler fork_handler_{[] {}, [this](bool child) { forked_ = forked_ || child; }};
+  int core_ = -1;  // of the last caller
+  // threads_ are those of the process that forked this one. Written in the child only, which has no other
+  // threads: those of the parent read it.
+  bool forked_ = false;
+  const ForkHandler fork_handler_{[] {},
+                                  [this](bool child) {
+                                    if (child) forked_ = true;
+                                  }};
 };
 
 inline int Worker::count() const {

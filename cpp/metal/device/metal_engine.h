@@ -141,7 +141,10 @@ class MetalEngine final : public Engine, private PassInspector {
   PassMemoryPool pass_memory_;
   std::atomic<int> sessions_{0};
   bool forked_ = false;
-  const ForkHandler fork_handler_{[] {}, [this](bool child) { forked_ = forked_ || child; }};
+  const ForkHandler fork_handler_{[] {},
+                                  [this](bool child) {
+                                    if (child) forked_ = true;
+                                  }};
 };
 
 }  // namespace metal_prefill::metal
