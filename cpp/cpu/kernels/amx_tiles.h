@@ -1,7 +1,6 @@
 // The tile registers of AMX. The instructions are written out, because the compilers' own intrinsics do not
-// name all the memory that they touch: GCC's _tile_loadconfig reads 8 bytes as far as the compiler knows, so
-// that stores to the other 56 may be dropped and the processor faults on what was left, and its _tile_loadd
-// reads nothing.
+// name all the memory that they touch: according to GCC its _tile_loadconfig reads 8 bytes, so that stores to
+// the other 56 may be dropped and the processor faults, and its _tile_loadd reads nothing.
 #pragma once
 
 #include <cstddef>
@@ -55,7 +54,7 @@ inline void keep_tile_config() {
   load_tile_config<kDepth>();
   tile_depth = kDepth;
 }
-// Gives the tiles back: a thread that keeps them costs the system and its core more.
+// Releases the tiles, which slow down context switches and the core while a thread keeps them.
 inline void drop_tile_config() {
   if (tile_depth == 0) return;
   asm volatile("tilerelease");

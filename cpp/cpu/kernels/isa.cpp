@@ -94,15 +94,15 @@ constexpr Built kBuilt[] = {
 #undef METAL_PREFILL_KERNELS
 };
 
-// The set whose products of pairs of bfloat16 some processors compute no faster than the other's in float32:
-// one of the pairs' instructions a cycle, or two with half as many products each.
+// Some processors compute products of pairs of bfloat16 (the first set) no faster than those in float32 (the
+// second): one instruction of pairs a cycle, or two with half as many products each.
 constexpr const char* kPairSet = "avx512bf16";
 constexpr const char* kFloatSet = "avx512vnni";
 constexpr double kMinPairSpeedup = 1.5;  // between 1 and 2, which processors are close to
 
 std::atomic<double> known_speedup{0};  // of use_pair_speedup()
 
-// The shortest of several runs in turns, a tenth of a millisecond in all.
+// The shortest of several alternating runs, a tenth of a millisecond in total.
 double measured_speedup(const Kernels& kernels) {
   constexpr int kTimes = 8, kRounds = 500;
   const auto rate = [](double (*loop)(int)) {

@@ -21,7 +21,7 @@ namespace metal_prefill::cpu {
 constexpr int kTileTokens = 16;  // tokens in a tile of quantized activations
 
 // 32 columns of 16 tokens in 8 bits, x = scale * q, with the other inputs of a product. Tokens are stored
-// together so that a product reads one linear stream, whether it takes them one by one or as a matrix.
+// together so that a product reads one linear stream, one by one or as a matrix.
 struct alignas(64) ActivationTile {
   struct Terms {
     float scale;
@@ -100,7 +100,7 @@ struct RotatedRows {
   std::byte* row(int token) const { return data + std::size_t(token) * stride; }
 };
 
-// Memory that is read after a product: meanwhile it is brought to the L2 cache.
+// Memory that is read after a product, and prefetched meanwhile into the L2 cache.
 struct PrefetchRange {
   const std::byte* begin = nullptr;
   std::size_t bytes = 0;
@@ -121,12 +121,12 @@ constexpr int kKeyBlock = 16;  // positions in a transposed block of keys
 // same steps for any other rows of the pass.
 constexpr int kKeySpan = kPagePositions;
 // Positions of a split, which has a softmax of its own. Splits begin at fixed positions and are added up in
-// their order: whichever threads compute them, the result has the same bits.
+// their order, so the result is bit-identical on any threads.
 constexpr int kSplitPositions = 8 * kKeySpan;
 // Distances in the table of a relative position bias: a span that begins further away has the same bias
 // throughout.
 constexpr int kBiasMargin = BIAS_REACH + kKeySpan, kBiasRow = 2 * kBiasMargin;
-constexpr int kMaxHeadDim = 512;  // of keys and of values: what an attention kernel has room for
+constexpr int kMaxHeadDim = 512;  // of keys and of values, at most
 constexpr int kQueryTile = 32;    // tokens per attention item at most: K and V are read once for all of them
 
 // How a page holds the keys and values of a head. `key_stride` and `value_stride` are dimensions filled up.
@@ -198,8 +198,7 @@ struct AttentionHead {
   int position;        // of token 0
   int window, length;  // of visible_range()
   float scale;         // multiplies q.k
-  // ALiBi: of each head of the group, what a score loses for each position that the key is away; null:
-  // nothing.
+  // ALiBi: slope of each head of the group, subtracted for each position of distance; null: none.
   const float* slopes = nullptr;
   // The relative position bias in base-2 logarithms: of the heads of the group, kBiasRow apart, at distance 0
   // of the key from the query; null: none.
@@ -214,7 +213,7 @@ struct AttentionHead {
   const void* values_of(int span) const { return pages[span] + values; }
 };
 
-// log(1 + exp(x)), which is x in float32 where that is large.
+// log(1 + exp(x)), which is x in float32 if x is large.
 static inline float softplus(float x) {
   return x > 20.0f ? x : std::log1p(std::exp(x));
 }
@@ -255,20 +254,20 @@ struct Kernels {
   // A group of a narrow matrix in wide blocks.
   void (*widen)(const PackedMatrix& weight, int group, std::byte* out);
   // multiply_int8 with weights in narrow blocks whose scales are integers, and activations that share a scale
-  // in a super-block; null where a set multiplies such weights as others. Any number of tokens.
+  // in a super-block; null if a set multiplies such weights as others. Any number of tokens.
   void (*multiply_super)(const PackedMatrix& weight, int group, const SuperRows& x, int first, int count,
                          float* out, std::size_t stride) = nullptr;
-  // Drops what multiply_int8 and attention keep loaded in this thread from one call to the next; null where
-  // that is nothing. Each thread calls it after its last item of a phase.
+  // Releases the registers that multiply_int8 and attention keep configured in this thread between calls;
+  // null if there are none. Each thread calls it after its last item of a phase.
   void (*end_phase)() = nullptr;
   // multiply_int8 with 32 weight rows in float32; cols, strides and rows are padded with zeros to kFloatPad.
   void (*multiply_float)(const FloatRows& weight, int cols, const FloatRows& x, int first, int count,
                          float* out, std::size_t stride, const PrefetchRange& next);
-  // The same for few tokens, with 16-bit weights where they lie: rows of cols, a multiple of kFloatPad.
+  // The same for few tokens, with 16-bit weights in the file: rows of cols, a multiple of kFloatPad.
   void (*multiply_half)(const std::uint16_t* weight, bool bfloat16, int cols, const FloatRows& x, int first,
                         int count, float* out, std::size_t stride);
-  // multiply_int8 with a group of weights in pairs and x rounded to bfloat16; null where a set multiplies
-  // such weights in float32.
+  // multiply_int8 with a group of weights in pairs and x rounded to bfloat16; null if a set multiplies such
+  // weights in float32.
   void (*multiply_pairs)(const PairBlock* blocks, int n_blocks, const PairRows& x, int first, int count,
                          const ProductOutput& out, const PrefetchRange& next) = nullptr;
   // multiply_int8 with rotated rows. The codes of weights count from `rotated_zero`.
@@ -278,7 +277,7 @@ struct Kernels {
   // Rotates and rounds a row of n values. `memory` has room for them, filled up to a multiple of
   // kRotatedCols.
   void (*rotate)(const float* x, int n, float* memory, std::byte* q, RotatedRows::Terms& terms);
-  // The same to 16 bits; null where a set multiplies float32 as fast. multiply_rotated takes such rows, too.
+  // The same to 16 bits; null if a set multiplies float32 as fast. multiply_rotated takes such rows, too.
   void (*rotate_wide)(const float* x, int n, float* memory, std::byte* q, RotatedRows::Terms& terms);
   // A group of a quantized matrix in wide blocks as pairs, rounded to nearest; null as multiply_pairs.
   void (*widen_to_pairs)(const PackedMatrix& weight, int group, PairBlock* out) = nullptr;
@@ -325,8 +324,8 @@ struct Kernels {
                      void* keys, int position);
   void (*store_values)(const float* value, std::size_t step, int count, int dim, int stride, KvLayout layout,
                        void* values, int position);
-  // The layout in which attention is fastest where the cache is in f16. All sets take the others, too, with
-  // products in float32. Keys are filled up with zeros to a multiple in pairs.
+  // The fastest layout for attention if the cache is in f16. All sets also support the others, with products
+  // in float32. Keys are filled up with zeros to a multiple in pairs.
   KvLayout half_layout = KvLayout::kHalf;
   int key_multiple = 1;
   // Tokens [first, first + count), count <= kQueryTile.
@@ -357,7 +356,7 @@ std::vector<const Kernels*> available_kernels();
 // Names of all sets that were built, whether this machine runs them or not, fastest first.
 std::vector<std::string> built_sets();
 
-// The one of that name; throws std::invalid_argument where this machine has none.
+// The set of that name; throws std::invalid_argument if this machine has none.
 const Kernels& kernels_named(const std::string& set);
 
 }  // namespace metal_prefill::cpu

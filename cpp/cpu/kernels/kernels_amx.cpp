@@ -7,11 +7,11 @@
 // bit.
 //
 // The sums in float32 stay in sixteen registers while columns pass by: 48 operations on two vector pipes and
-// 48 loads a product. Products use two C in turns, so that one is computed while the other is stored, and six
-// tiles in all: with eight, tiles alone take 1.7 times as long where two threads share a core. Weights are
-// unpacked to signed bytes once for all tokens of a call. docs/cpu_kernels.md has what was measured.
+// 48 loads a product. Products alternate between two C, so that one is computed while the other is stored,
+// and use six tiles: with eight, tiles alone take 1.7 times as long if two threads share a core. Weights are
+// unpacked to signed bytes once for all tokens of a call. docs/cpu_kernels.md has the measurements.
 //
-// Weights with integer scales go another way: tile_super_amx.h.
+// tile_super_amx.h is for weights with integer scales.
 #include <algorithm>
 #include <type_traits>
 #include <utility>
@@ -168,7 +168,7 @@ void amx_blocks(const PackedMatrix& weight, int group, const Int8Rows& x, int fi
   keep_tile_config<kBlockCols / kHalves>();
   const auto* block = reinterpret_cast<const Block*>(weight.group(group));
   const int n_blocks = weight.blocks_per_row(), tiles = ceil_div(count, kTileTokens);
-  const int rest = count % kTileTokens;  // tokens of the last tile, where it is not full
+  const int rest = count % kTileTokens;  // tokens of the last tile, if it is not full
   SignedPanel panels[kSlabBlocks];
   alignas(64) float last[2][kTileTokens][kPanelRows];
   for (int slab = 0; slab < n_blocks; slab += kSlabBlocks) {
@@ -192,8 +192,7 @@ void amx_blocks(const PackedMatrix& weight, int group, const Int8Rows& x, int fi
                   out + std::size_t(count - rest + t) * stride + panel * kPanelRows);
 }
 
-// A single token, with the next group fetched meanwhile: left to itself, this processor reads memory at 5/6
-// of the speed.
+// A single token, with the next group prefetched: without, this processor reads memory at 5/6 of the speed.
 template <class Block>
 void amx_token(const PackedMatrix& weight, int group, const Int8Rows& x, int token, float* out) {
   constexpr Fetch kEveryBlock = {.begin = 0, .every = 1};

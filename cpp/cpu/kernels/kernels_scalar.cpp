@@ -1,4 +1,4 @@
-// Plain C++ for any machine: readable, and what the other sets are tested against.
+// Plain C++ for any machine: readable, and the reference of tests for the other sets.
 #include "simd_scalar.h"
 #include "table.h"
 

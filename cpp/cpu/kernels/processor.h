@@ -14,8 +14,8 @@ struct ProcessorFeatures {
 
 ProcessorFeatures processor_features();
 
-// Takes what pair_speedup() measured in an earlier process, for the same processor; has no effect once it has
-// measured. A processor without such products ignores it.
+// Sets the result of pair_speedup() of an earlier process on the same processor; has no effect after a
+// measurement, or on a processor without such products.
 void use_pair_speedup(double speedup);
 
 }  // namespace metal_prefill::cpu

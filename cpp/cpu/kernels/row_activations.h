@@ -18,7 +18,7 @@ inline F gelu(F x) {
 }
 
 // x Phi(x), with erf(z) = 1 - p(t) exp(-z^2) for z >= 0 and t = 1 / (1 + 0.3275911 z): Abramowitz and Stegun,
-// 7.1.26, which is within 1.5e-7. Half of p(t) exp(-z^2) is what is missing to x on the positive side.
+// 7.1.26, which is within 1.5e-7. Half of p(t) exp(-z^2) is the difference from x on the positive side.
 inline F gelu_erf(F x) {
   const F size = Simd::max(x, Simd::sub(Simd::set(0.0f), x));
   const F z = Simd::mul(size, Simd::set(0.707106781f));

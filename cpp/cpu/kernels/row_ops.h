@@ -16,8 +16,7 @@ namespace {
 using F = Simd::F;
 using I = Simd::I;
 
-// Calls body with 0 .. kCount - 1 as constants: intrinsics take lanes as such, and no loop is left for a
-// compiler to keep.
+// Calls body with 0 .. kCount - 1 as constants: intrinsics take lanes as constants, and no loop remains.
 template <int kCount, typename Body>
 inline __attribute__((always_inline)) void unrolled(Body&& body) {
   [&]<int... i>(std::integer_sequence<int, i...>) __attribute__((always_inline)) {
@@ -25,9 +24,9 @@ inline __attribute__((always_inline)) void unrolled(Body&& body) {
   }(std::make_integer_sequence<int, kCount>());
 }
 
-// Calls add(i, j, row(i), column(j)) for each pair. The shorter side is loaded once and kept, the other
-// passes by: 3 by 4 sums and their factors take 16 registers. With one more, GCC keeps a sum in memory, and
-// each addition to it waits for the store before.
+// Calls add(i, j, row(i), column(j)) for each pair. The shorter side is loaded once and kept: 3 by 4 sums and
+// their factors take 16 registers. With one more, GCC keeps a sum in memory, and each addition waits for the
+// previous store.
 template <int kRows, int kColumns, typename Row, typename Column, typename Add>
 inline __attribute__((always_inline)) void each_product(Row&& row, Column&& column, Add&& add) {
   if constexpr (kRows < kColumns) {
@@ -60,7 +59,7 @@ inline F load_floats(const Bfloat16* p) {
   return Simd::load_bfloat16(reinterpret_cast<const std::uint16_t*>(p));
 }
 
-// Zeros after the last full vector take part where a row is not a multiple of the lanes.
+// If a row is not a multiple of the lanes, zeros follow in its last vector.
 inline F load_part(const float* p, int n) {
   if (n >= Simd::kLanes) return Simd::load(p);
   float lanes[Simd::kLanes] = {};
@@ -75,7 +74,7 @@ inline void store_part(float* p, F a, int n) {
   for (int i = 0; i < n; ++i) p[i] = lanes[i];
 }
 
-// 2^x, at most 2^127, 0 where the result would be subnormal; NaN stays. Relative error below 3e-7.
+// 2^x, at most 2^127, 0 if the result would be subnormal; NaN stays. Relative error below 3e-7.
 inline F exp2(F x) {
   const F smallest = Simd::set(-126.0f);
   const F clamped = Simd::min(Simd::set(127.0f), Simd::max(smallest, x));
@@ -105,8 +104,8 @@ void bfloat16_to_float_row(const std::uint16_t* in, float* out, int n) {
   for (; i < n; ++i) out[i] = bfloat16_to_float(in[i]);
 }
 
-// Sums are unsigned since they may wrap: where a block has NaN or infinity some sets round to the smallest
-// integer. Its scale is NaN or infinite then, and nothing else counts.
+// Sums are unsigned since they may wrap: if a block has NaN or infinity, some sets round to the smallest
+// integer. Its scale is then NaN or infinite, so the codes do not matter.
 inline void put_scale(float scale, std::uint32_t first_half, std::uint32_t second_half, int token,
                       ActivationTile& out) {
   const std::uint32_t sum = first_half + second_half;
@@ -234,7 +233,7 @@ void rms_norm(const float* x, const float* weight, float eps, int n, float* out)
   }
 }
 
-// The deviation is taken around the mean, not from the sum of squares, which would cancel where the mean is
+// The deviation is taken around the mean, not from the sum of squares, which would cancel if the mean is
 // large.
 void layer_norm(const float* x, const float* weight, const float* bias, float eps, int n, float* out) {
   const float mean = sum_of_vectors(x, n, [](F sum, F v) { return Simd::add(sum, v); }) / float(n);
@@ -336,8 +335,8 @@ inline void store_halves(const float* x, int dim, std::uint16_t* out) {
   }
 }
 
-// A block as Q8_0 has it: the largest magnitude becomes 127, halves are rounded away from zero. Codes are 128
-// more than there. Returns the scale, which is NaN where the block has NaN or infinity.
+// A block of Q8_0: the largest magnitude becomes 127, halves are rounded away from zero. Codes are 128 more
+// than there. Returns the scale, which is NaN if the block has NaN or infinity.
 inline std::uint16_t round_to_q8(const float* x, std::uint8_t (&codes)[kBlockCols]) {
   std::uint32_t largest = 0;
   for (int i = 0; i < kBlockCols; ++i) {

@@ -1,4 +1,4 @@
-// Vectors of eight: AVX2 with FMA and F16C, and 8-bit products with AVX-VNNI where the file is built for it.
+// Vectors of eight: AVX2 with FMA and F16C, and 8-bit products with AVX-VNNI if the file is built for it.
 #pragma once
 
 #include <immintrin.h>
@@ -50,7 +50,7 @@ struct Simd {
   static F mul(F a, F b) { return _mm256_mul_ps(a, b); }
   static F div(F a, F b) { return _mm256_div_ps(a, b); }
   static F fma(F a, F b, F c) { return _mm256_fmadd_ps(a, b, c); }
-  static F max(F a, F b) { return _mm256_max_ps(a, b); }  // b where either is NaN
+  static F max(F a, F b) { return _mm256_max_ps(a, b); }  // b if either is NaN
   static F min(F a, F b) { return _mm256_min_ps(a, b); }
   static float reduce_add(F a) {
     __m128 x = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
@@ -74,7 +74,7 @@ struct Simd {
     if constexpr (kBit == 4) return _mm256_permute2f128_ps(a, a, 1);
     return _mm256_permute_ps(a, kBit == 1 ? 0xb1 : 0x4e);
   }
-  // a where x >= limit or x is NaN, else 0.
+  // a if x >= limit or x is NaN, else 0.
   static F zero_below(F a, F x, F limit) { return _mm256_and_ps(a, _mm256_cmp_ps(x, limit, _CMP_NLT_UQ)); }
   // The bits of |a|: ordered as the magnitudes are, with NaN above all.
   static I magnitude_bits(F a) {
@@ -103,7 +103,7 @@ struct Simd {
   }
   // 32 values within -128..127, and the sums of the first 16 and of the others.
   static void store_block(std::int8_t* p, const I (&a)[4], std::uint32_t (&sums)[2]) {
-    // Packing takes halves of vectors in turns: four bytes each of a[0] to a[3] in either half.
+    // Packing alternates between halves of vectors: four bytes each of a[0] to a[3] in either half.
     const __m256i words[2] = {_mm256_packs_epi32(a[0], a[1]), _mm256_packs_epi32(a[2], a[3])};
     const __m256i bytes = _mm256_permutevar8x32_epi32(_mm256_packs_epi16(words[0], words[1]),
                                                       _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));

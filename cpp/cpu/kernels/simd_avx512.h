@@ -36,11 +36,11 @@ struct Simd {
   static F mul(F a, F b) { return _mm512_mul_ps(a, b); }
   static F div(F a, F b) { return _mm512_div_ps(a, b); }
   static F fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
-  // a / b where b > 0, else 0.
+  // a / b if b > 0, else 0.
   static F positive_quotient(F a, F b) {
     return _mm512_maskz_div_ps(_mm512_cmp_ps_mask(b, _mm512_setzero_ps(), _CMP_GT_OQ), a, b);
   }
-  static F max(F a, F b) { return _mm512_max_ps(a, b); }  // b where either is NaN
+  static F max(F a, F b) { return _mm512_max_ps(a, b); }  // b if either is NaN
   static F min(F a, F b) { return _mm512_min_ps(a, b); }
   static float reduce_add(F a) { return _mm512_reduce_add_ps(a); }
   static float reduce_max(F a) { return _mm512_reduce_max_ps(a); }
@@ -81,7 +81,7 @@ struct Simd {
     if constexpr (kBit >= 4) return _mm512_shuffle_f32x4(a, a, kBit == 4 ? 0xb1 : 0x4e);
     return _mm512_permute_ps(a, kBit == 1 ? 0xb1 : 0x4e);
   }
-  // a where x >= limit or x is NaN, else 0.
+  // a if x >= limit or x is NaN, else 0.
   static F zero_below(F a, F x, F limit) {
     return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, limit, _CMP_NLT_UQ), a);
   }

@@ -22,7 +22,7 @@ inline __m512i broadcast_pair(const std::uint16_t* p) {
   std::memcpy(&pair, p, sizeof pair);
   __m512i pairs = _mm512_set1_epi32(pair);
 #if defined(__clang__) && (__clang_major__ == 16 || __clang_major__ == 17)
-  asm("" : "+v"(pairs));  // clang 16 crashes where a product takes a broadcast operand
+  asm("" : "+v"(pairs));  // clang 16 crashes on products with a broadcast operand
 #endif
   return pairs;
 }

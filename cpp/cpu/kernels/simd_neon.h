@@ -14,7 +14,7 @@ namespace {
 struct Simd {
   static constexpr const char* kName = "neon";
   static constexpr int kLanes = 4;
-  // 32 registers. Products of bytes: 8 integer and 8 float sums, 2 of codes, and what their widening takes.
+  // 32 registers. Products of bytes: 8 integer and 8 float sums, 2 of codes, and those of their widening.
   static constexpr int kInt8Rows = 2, kInt8RowsOfOne = 2, kInt8Tokens = 4;
   static constexpr bool kFetchesForOne = false;  // not measured
   // 24 sums hide a latency of 4 cycles on 4 pipes with room to spare; 4 weights and an activation besides.
@@ -39,7 +39,7 @@ struct Simd {
   static F mul(F a, F b) { return vmulq_f32(a, b); }
   static F div(F a, F b) { return vdivq_f32(a, b); }
   static F fma(F a, F b, F c) { return vfmaq_f32(c, a, b); }
-  static F max(F a, F b) { return vmaxq_f32(a, b); }  // NaN where either is
+  static F max(F a, F b) { return vmaxq_f32(a, b); }  // NaN if either is
   static F min(F a, F b) { return vminq_f32(a, b); }  // likewise
   static float reduce_add(F a) { return vaddvq_f32(a); }
   static float reduce_max(F a) { return vmaxvq_f32(a); }
@@ -55,7 +55,7 @@ struct Simd {
     if constexpr (kBit == 1) return vrev64q_f32(a);
     return vextq_f32(a, a, 2);
   }
-  // a where x >= limit or x is NaN, else 0.
+  // a if x >= limit or x is NaN, else 0.
   static F zero_below(F a, F x, F limit) {
     return vreinterpretq_f32_u32(vbicq_u32(vreinterpretq_u32_f32(a), vcltq_f32(x, limit)));
   }
@@ -89,7 +89,7 @@ struct Simd {
   template <int kWidth, int kFrom, int kTo>
   static I field(I a) {
     const uint8x16_t shifted =
-        vshlq_u8(vreinterpretq_u8_s32(a), vdupq_n_s8(kTo - kFrom));  // to the right where negative
+        vshlq_u8(vreinterpretq_u8_s32(a), vdupq_n_s8(kTo - kFrom));  // to the right if negative
     return vreinterpretq_s32_u8(vandq_u8(shifted, vdupq_n_u8(((1 << kWidth) - 1) << kTo)));
   }
   static I or_int(I a, I b) { return vorrq_s32(a, b); }

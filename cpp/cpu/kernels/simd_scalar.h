@@ -61,7 +61,7 @@ struct Simd {
                F c) {  // a * b + c, rounded twice: without hardware a single rounding is a slow call
     return map([&](int i) { return a.v[i] * b.v[i] + c.v[i]; });
   }
-  static F max(F a, F b) {  // b where either is NaN
+  static F max(F a, F b) {  // b if either is NaN
     return map([&](int i) { return a.v[i] > b.v[i] ? a.v[i] : b.v[i]; });
   }
   static F min(F a, F b) {  // likewise
@@ -91,7 +91,7 @@ struct Simd {
   static F swap(F a) {
     return map([&](int i) { return a.v[i ^ kBit]; });
   }
-  // a where x >= limit or x is NaN, else 0.
+  // a if x >= limit or x is NaN, else 0.
   static F zero_below(F a, F x, F limit) {
     return map([&](int i) { return x.v[i] < limit.v[i] ? 0.0f : a.v[i]; });
   }
@@ -168,7 +168,7 @@ struct Simd {
     std::memcpy(&x, p, 4);
     return set_int(x);
   }
-  // Lanes that hold four bytes wrap around, as those of processors do: unsigned, since signed ones must not.
+  // Lanes of four bytes wrap around, as on processors: unsigned, since signed overflow is undefined.
   static I sub_int(I a, I b) {
     for (int i = 0; i < kLanes; ++i) a.v[i] = std::int32_t(std::uint32_t(a.v[i]) - std::uint32_t(b.v[i]));
     return a;

@@ -10,8 +10,8 @@
 namespace metal_prefill::cpu {
 namespace {
 
-// Sixteen values from `at` on, of `dim`, zeros after the last, rounded to f16, which is what a saved cache
-// holds.
+// Sixteen values from `at` on, of `dim`, zeros after the last, rounded to f16, the precision of a saved
+// cache.
 inline F half_values(const float* values, int at, int dim) {
   const F all = _mm512_maskz_loadu_ps(lanes_below(dim - at), values + at);
   return _mm512_cvtph_ps(_mm512_cvtps_ph(all, _MM_FROUND_TO_NEAREST_INT));

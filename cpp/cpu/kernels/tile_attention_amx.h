@@ -17,8 +17,7 @@ constexpr int kAmxDepth = 32;  // dimensions or positions in a row of a tile
 
 // out = A * B over `steps` of the depth, for `blocks` blocks of 16 columns, `b_block` elements from one to
 // the next. A's rows are `a_stride` elements apart, B's rows, pairs of the depth, `b_stride`. Two blocks at a
-// time: with four, more tiles are in use than the processor keeps at full speed where two threads share a
-// core.
+// time: with four, more tiles are in use than the processor keeps at full speed if two threads share a core.
 inline void multiply_blocks(int steps, int blocks, const std::uint16_t* a, int a_stride,
                             const std::uint16_t* b, int b_stride, int b_block, float (&out)[kAmxRows][64]) {
   const std::size_t a_bytes = std::size_t(a_stride) * sizeof *a, b_bytes = std::size_t(b_stride) * sizeof *b;
@@ -41,7 +40,7 @@ inline void multiply_blocks(int steps, int blocks, const std::uint16_t* a, int a
   }
 }
 
-// Rows [row, row + rows) of the strip, at most kAmxRows; what else lies in the tiles is computed and dropped.
+// Rows [row, row + rows) of the strip, at most kAmxRows; other rows of the tiles are computed and dropped.
 inline void amx_tile(const AttentionHead& head, int span, int row, int rows, AttentionStrip& strip) {
   const int n = seen_positions(strip, row, rows, span);
   if (n == 0) return;
@@ -64,8 +63,8 @@ inline void amx_tile(const AttentionHead& head, int span, int row, int rows, Att
   }
 }
 
-// The first `n` positions of values, then zeros up to a whole step: nothing times what was never stored may
-// be NaN. Pairs of positions are `stride` elements apart.
+// The first `n` positions of values, then zeros up to a whole step: memory that was not stored may hold NaN.
+// Pairs of positions are `stride` elements apart.
 inline const std::uint16_t* filled_up(const std::uint16_t* values, int stride, int n, std::uint16_t* out) {
   const __m512i even = _mm512_set1_epi32(0xffff), both = _mm512_set1_epi32(-1), none = _mm512_setzero_si512();
   for (int pair = 0; pair < round_up(n, kAmxDepth) / 2; ++pair) {

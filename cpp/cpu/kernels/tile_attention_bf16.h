@@ -5,8 +5,8 @@
 // small compared with the rounding of activations to 8-bit integers (docs/cpu_kernels.md has the figures).
 // Sums stay in float32. That halves the number of products. Keys and values are rounded when they are stored:
 // converting them at each use took longer than the products of a single token. A strip of query rows (tokens
-// times the heads of a group) goes through the keys together. As in tile_attention.h, what a row computes
-// does not depend on the rows next to it.
+// times the heads of a group) goes through the keys together. As in tile_attention.h, the result of a row
+// does not depend on other rows.
 #pragma once
 
 #include <algorithm>
@@ -90,7 +90,7 @@ inline std::uint64_t visible(const AttentionStrip& strip, int row, int span) {
   return below(strip.end[row]) & ~below(strip.begin[row]);
 }
 
-// Positions of a span up to the last one that rows [row, row + rows) see; 0 where they see none of it.
+// Positions of a span up to the last one that rows [row, row + rows) see; 0 if they see none of it.
 inline int seen_positions(const AttentionStrip& strip, int row, int rows, int span) {
   const int first = span * kKeySpan, end = strip.end[row + rows - 1];
   return end <= first || strip.begin[row] >= first + kKeySpan ? 0 : std::min(kKeySpan, end - first);
@@ -110,10 +110,9 @@ inline void raise_shift(AttentionStrip& strip, int row, float shift, int stride)
 }
 
 // Scores of a span to weights in bfloat16, of which the sum grows. A weight is 2^(score - shift). The shift
-// is the largest score of the first span, and changes only where a later score is far above it: so weights
-// rarely wait for the largest score, and sums rarely for a factor.
-// No row sees more than the first `n` positions: weights of others are zero, and stored up to a multiple of
-// 32.
+// is the largest score of the first span, and changes only if a later score is far above it: weights rarely
+// wait for the largest score, and sums rarely for a factor. No row sees more than the first `n` positions:
+// weights of others are zero, and stored up to a multiple of 32.
 template <bool kWhole>
 inline __attribute__((always_inline)) void bf16_softmax(AttentionStrip& strip, int row, int rows, int span,
                                                         int n, int stride, const float (*scores)[kKeySpan],
@@ -169,8 +168,8 @@ inline __attribute__((always_inline)) void bf16_weights(AttentionStrip& strip, i
     bf16_softmax<false>(strip, row, rows, span, n, stride, scores, p);
 }
 
-// acc += p * v over the first `n` positions of a span, for kVectors vectors of columns. A pair of which only
-// the first half was stored counts as that half: nothing times what was never stored may be NaN.
+// acc += p * v over the first `n` positions of a span, for kVectors vectors of columns. If only the first
+// half of a pair was stored, only that half counts: the other may hold NaN.
 template <int kRows, int kVectors>
 void bf16_values(const AttentionStrip& strip, const std::uint16_t (*p)[kKeySpan], int n, int column,
                  int stride, float* out) {

@@ -3,7 +3,7 @@
 //
 // A tile holds a few query rows: tokens times the heads of a group, which all read the same keys and values.
 // Keys come in spans of 64 positions aligned to multiples of 64, so that the softmax of a row proceeds in the
-// same steps whatever the tile; a span in which a row sees nothing leaves it untouched.
+// same steps in any tile; a span in which a row sees nothing leaves it unchanged.
 #pragma once
 
 #include <algorithm>
@@ -188,8 +188,7 @@ void end_split(const AttentionHead& head, int row, bool last, AttentionTile<kRow
   add_split(head, row, kRows, tile.max, tile.sum, tile.acc[0], kMaxHeadDim, last, tile.splits);
 }
 
-// Keys and values of a span as tiles read them: where they are stored, or, for several tiles, a copy in
-// float32.
+// Keys and values of a span for tiles: in the cache or, for several tiles, a copy in float32.
 template <typename Element>
 struct StoredSpan {
   static constexpr bool kWhole = false;  // whether weights of positions that are not seen are read as zeros
@@ -234,8 +233,9 @@ void attention_span(const AttentionHead& head, int span, bool more, Span& elemen
     const int left = tile.end[kRows - 1] - span * kKeySpan;
     return left < kKeySpan ? left : kKeySpan;
   };
-  // A single tile is done with a span before memory has brought the next one, so it asks for it. Floats do
-  // that line by line between their products: many requests at once gained nothing. Bytes ask at once.
+  // A single tile is done with a span before memory has delivered the next one, so it prefetches it. Floats
+  // do that line by line between their products: many requests at once gained nothing. Bytes prefetch at
+  // once.
   using Lines = std::conditional_t<kTiles == 1, NextLines, NoLines>;
   const auto next = [&](const void* at, int stride) {
     return Lines({static_cast<const std::byte*>(at), span_bytes(head.layout, stride)}, 1);

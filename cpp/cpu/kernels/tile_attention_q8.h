@@ -1,10 +1,10 @@
 // Attention over a cache in Q8_0 (KvLayout::kQ8), by the tiles of tile_attention_f32.h.
 //
 // Where dot() is one instruction, products are of bytes. The other factor, queries and weights of the
-// softmax, is split into two signed digits of a byte, so that it keeps 15 bits and its sign: what the result
-// loses is what the cache lost. By count a position of 64 dimensions takes a query row 4 dots of 512 bits,
-// where products of bfloat16 pairs take 4 and of float32 8, and half of the bytes are read. Sums of integers
-// are exact in any order.
+// softmax, is split into two signed digits of a byte, so that it keeps 15 bits and its sign: the cache has
+// the larger error. By count a position of 64 dimensions takes a query row 4 dots of 512 bits, where products
+// of bfloat16 pairs take 4 and of float32 8, and half of the bytes are read. Sums of integers are exact in
+// any order.
 //
 // Elsewhere codes become float32, times their scales, which is exact, and are multiplied as such: for several
 // tiles a span at a time, for one between its products.
@@ -20,7 +20,8 @@ namespace {
 
 constexpr float kMostDigits = 127 * 256;  // magnitude of the numbers that are split
 
-// Scales of a block for the first `n` positions of a span, zeros after them: what was not stored may be NaN.
+// Scales of a block for the first `n` positions of a span, zeros after them: memory that was not stored may
+// hold NaN.
 inline void load_scales(const std::byte* scales, int n, float (&out)[kKeySpan]) {
   const auto* halves = reinterpret_cast<const std::uint16_t*>(scales);
   for (int i = 0; i < kKeySpan; i += Simd::kLanes) {
@@ -35,7 +36,7 @@ struct Q8Keys {
 };
 struct Q8Values {
   const std::byte* codes;
-  float scales[kMaxHeadDim / kBlockCols][kKeySpan];  // 0 for what was not stored
+  float scales[kMaxHeadDim / kBlockCols][kKeySpan];  // 0 after the last stored one
 };
 template <template <int> class KindOfTile>
 struct Q8Codes {
@@ -111,9 +112,9 @@ struct WidenedQ8Span {
   }
 };
 
-// A single tile makes float32 of codes while it multiplies them: what several tiles share need not be stored
-// for one. Vectors of sums for a number of rows: enough to hide the latency of a product, with registers left
-// for codes, scales and factors on AVX2.
+// A single tile converts codes to float32 while it multiplies them, without a copy to share. Vectors of sums
+// for a number of rows: enough to hide the latency of a product, with registers left for codes, scales and
+// factors on AVX2.
 template <int kRows>
 constexpr int kWidenedVectors = kRows >= Simd::kAttentionRows ? 2 : 4;
 
@@ -190,8 +191,8 @@ void value_span(const AttentionHead& head, const Q8Values* values, int n, Attent
   }
 }
 
-// Numbers n = 256 * high + low of two signed digits. `start` is what their products with codes that count
-// from 128 begin with, for each kBlock places: -128 * sum(n) where dot() counts codes from 0.
+// Numbers n = 256 * high + low of two signed digits. `start` is the initial value of their products with
+// codes that count from 128, for each kBlock places: -128 * sum(n) if dot() counts codes from 0.
 template <int kPlaces, int kBlock>
 struct Digits {
   std::int8_t high[kPlaces], low[kPlaces];

@@ -6,8 +6,8 @@
 namespace metal_prefill::cpu {
 namespace {
 
-// A token reads the columns of the matrix twice: first for what they know of its value, then to change them.
-// Eight sums hide the latency of an FMA; those of one column are added up in one order.
+// A token reads the columns of the matrix twice: first to predict its value, then to change them. Eight sums
+// hide the latency of an FMA; those of one column are added up in one order.
 void delta_rule(const DeltaToken& token, float* state, float* out) {
   constexpr int kVectors = kDeltaColumns / Simd::kLanes, kSums = kVectors < 8 ? 8 / kVectors : 1;
   static_assert(kVectors * Simd::kLanes == kDeltaColumns);

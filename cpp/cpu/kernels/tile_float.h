@@ -1,8 +1,8 @@
-// Products of rows of floats: lanes are columns, added up at the end. Weights lie as in the file, or expanded
+// Products of rows of floats: lanes are columns, added up at the end. Weights are as in the file, or expanded
 // to float32.
 //
-// The sum of each lane runs in the order of the columns and the lanes are added up in one order, whatever the
-// tile: tiles of any shape give the same bits.
+// The sum of each lane runs in the order of the columns and the lanes are added up in one order: results are
+// bit-identical for tiles of any shape.
 #pragma once
 
 #include "tile_blocks.h"

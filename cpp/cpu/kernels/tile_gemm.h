@@ -8,7 +8,7 @@
 namespace metal_prefill::cpu {
 namespace {
 
-// Every `every`-th block of a group, from `begin` on; none where `every` is 0.
+// Every `every`-th block of a group, from `begin` on; none if `every` is 0.
 struct Fetch {
   int begin = 0, every = 0;
 };
@@ -88,7 +88,7 @@ inline void int8_tile(const Block* block, int n_blocks, int v, const ActivationT
       }
     } else if constexpr (kTokens == 1) {
       // Only reading memory takes time: lines in their order, by few load instructions with one stride each,
-      // which the processor's prefetcher follows. It loses seventeen that step from block to block.
+      // which the processor's prefetcher follows. It cannot follow seventeen that step from block to block.
       const auto add_step = [&](int chain, int r, int step) __attribute__((always_inline)) {
         sum[chain][r][0] = Simd::template dot<Block::kZero>(sum[chain][r][0], row_codes(step, r),
                                                             Simd::broadcast4(x->q[token] + 4 * step));
@@ -195,7 +195,7 @@ void int8_tokens(const Block* block, int n_blocks, const ActivationTile* x, int 
                                            v == 0 ? fetch : Fetch{});
 }
 
-// int8_tokens with as many tokens as `count` says, 1 to kTokens.
+// int8_tokens with `count` tokens, 1 to kTokens.
 template <class Block, int kTokens>
 void int8_count(int count, const Block* block, int n_blocks, const ActivationTile* x, int token, float* out,
                 std::size_t stride, Fetch fetch) {
@@ -209,7 +209,7 @@ void int8_blocks(const PackedMatrix& weight, int group, const Int8Rows& x, int f
                  std::size_t stride) {
   const int n_blocks = weight.blocks_per_row();
   const auto* block = reinterpret_cast<const Block*>(weight.group(group));
-  // Where vectors are short, two tokens take bytes one after the other: the first reads memory line after
+  // If vectors are short, two tokens multiply bytes one after the other: the first reads memory line after
   // line, as a single token does, and the second finds them in the cache. Together they take 1.1 times as
   // long there, and half as long with vectors of sixteen.
   if (Block::kBits == 8 && Simd::kLanes < 16 && count == 2) {

@@ -15,7 +15,7 @@ constexpr int kGroupVectors = kGroupRows / Simd::kLanes;
 // Bytes by which weights of a single token are prefetched.
 constexpr std::size_t kFetchAhead = 8192;
 
-// Prefetches a span's share of the block `ahead` bytes further on into the L2 cache. The loads of a span are
+// Prefetches a span's share of the block `ahead` bytes after it into the L2 cache. The loads of a span are
 // too many streams for the processor to follow: without prefetching, a token reads 8 GB/s of the 24 GB/s of a
 // single stream.
 template <class Block>
@@ -31,8 +31,8 @@ inline I load_table(const std::uint8_t* table) {
   return table ? Simd::load_table(table) : Simd::set_int(0);
 }
 
-// Codes of columns 4 * kStep to 4 * kStep + 3 of the rows from `lane` of a panel on, or what the table has
-// for them.
+// Codes of columns 4 * kStep to 4 * kStep + 3 of the rows from `lane` of a panel on, or their values in the
+// table.
 template <class Block, int kStep>
 inline __attribute__((always_inline)) I narrow_codes(const std::uint8_t (&panel)[Block::kBits][kPanelRows][4],
                                                      int lane, I table) {

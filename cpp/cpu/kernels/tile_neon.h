@@ -52,7 +52,7 @@ inline int8x16_t unpack_bytes(uint8x16_t packed) {
   return vreinterpretq_s8_u8(packed);
 }
 
-// A step of a quad as it lies in the block.
+// A step of a quad, as stored in the block.
 template <class Block>
 inline uint8x16_t quad_codes(const Block& block, int quad, int step) {
   const int row = quad * kQuadRows;
@@ -86,7 +86,7 @@ inline __attribute__((always_inline)) void unpack_quad(const Block& block, int q
 // compute more than requested. It starts earlier if it would exceed the activations' tile.
 struct TileTokens {
   int begin;  // first token that is computed
-  int skip;   // tokens computed before the first that is asked for
+  int skip;   // tokens computed before the first requested one
   int count;
 
   constexpr TileTokens(int token, int n, int computed)

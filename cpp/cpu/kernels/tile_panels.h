@@ -14,8 +14,8 @@ namespace {
 constexpr int kPanelSteps = 16;  // of a block
 constexpr std::size_t kPanelBytes = sizeof(PairBlock) / 2;
 
-// So few tokens wait for memory. It is read in its order, panel after panel of a block, which the processor
-// then reads ahead: with both panels at a time, Zen 4 read a token's weights at a third of the speed.
+// So few tokens wait for memory, which is read in order, panel after panel of a block, so that the processor
+// reads ahead: with both panels at a time, Zen 4 read a token's weights at a third of the speed.
 constexpr int kFewPanelTokens = 6;
 
 // The weights of a group, and rows of tokens: strides in bytes.

@@ -3,10 +3,10 @@
 //
 // A product of full tiles takes the unit 16 cycles and reads two tiles, so tokens and rows go in twos: four
 // C, one A and one B, five loads for four products. With two A and two B there would be four, but eight tiles
-// in use halve the rate of the unit where two threads share a core. A single token goes the same way, in a
-// tile with nothing but its row in use: a sum depends on its own row of A only, and the weights come from
-// memory more slowly than the unit multiplies them. Every step adds to C what it sums up by itself, so sums
-// have one order, however tokens are cut.
+// in use halve the rate of the unit if two threads share a core. A single token goes the same way, in a tile
+// with a single row in use: a sum depends on its own row of A only, and the weights come from memory more
+// slowly than the unit multiplies them. Every step adds its own sum to C, so sums have one order for any
+// tiles of tokens.
 #pragma once
 
 #include "amx_tiles.h"

@@ -1,5 +1,5 @@
-// Loops of nothing but independent products in registers, in terms of the vectors of one instruction set
-// (Simd, included before): the rates that kernels are measured against.
+// Register-only products at peak rate, in terms of the vectors of one instruction set (Simd, included
+// before): the limit to which kernels are compared.
 #pragma once
 
 #include <type_traits>
@@ -48,7 +48,7 @@ inline void run_chains(int rounds, Start start, Load load, Step step) {
     // NOLINTEND(modernize-loop-convert)
   }
   decltype(start(
-      memory[0])) results[kPeakChains];  // acc itself must have no address, or it would lie in memory
+      memory[0])) results[kPeakChains];  // acc itself must have no address, or it would be in memory
 #pragma GCC unroll 32
   for (int i = 0; i < kPeakChains; ++i) results[i] = acc[i];
   asm volatile("" : : "r"(results) : "memory");

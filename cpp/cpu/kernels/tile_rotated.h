@@ -16,10 +16,10 @@
 namespace metal_prefill::cpu {
 namespace {
 
-// What the rows of the matrices are too long by, a power of two; the scale of a row makes up for it.
+// Factor by which rows of the matrices are too long, a power of two; the scale of a row compensates for it.
 constexpr float kRotationLength = 8;
 
-// Of each bit of a lane's index: 1 where it is clear, -1 where it is set.
+// For each bit of a lane's index: 1 if it is clear, -1 if it is set.
 alignas(64) constexpr float kLaneSigns[4][16] = {
     {1, -1, 1, -1, 1, -1, 1, -1, 1, -1, 1, -1, 1, -1, 1, -1},
     {1, 1, -1, -1, 1, 1, -1, -1, 1, 1, -1, -1, 1, 1, -1, -1},
@@ -133,7 +133,7 @@ void rotate_wide(const float* x, int n, float* memory, std::byte* q, RotatedRows
     return round_rotated_wide<S>(rotated, count, inverse, q);
   });
 }
-// rotate_wide() where a set has it.
+// rotate_wide(), if a set has it.
 template <class S>
 constexpr auto wide_rotation() {
   if constexpr (MultipliesHalfwords<S>)

@@ -1,7 +1,7 @@
 // The positions of a sequence in splits, each with a softmax of its own.
 //
-// Splits begin at fixed positions, and what they give is added up in their order. So a token's attention has
-// the same bits whether one thread goes through all of its positions, as in a prompt, or several share them.
+// Splits begin at fixed positions, and their results are added up in order, so that a token's attention is
+// bit-identical for one thread, as in a prompt, and for several that share its positions.
 #pragma once
 
 #include <algorithm>
@@ -34,9 +34,9 @@ template <int kRows>
 struct SplitSums {
   static constexpr int kPadded = round_up(kRows, Simd::kLanes);
   float shift[kPadded] = {}, sum[kPadded] = {};  // of the softmax
-  float before[kPadded], now[kPadded];           // factors of what rows have and of what a split adds to it
-  float scale[kPadded];                          // of both: 1, after the last split the inverse of the sum
-  float* out[kRows];                             // weights times values
+  float before[kPadded], now[kPadded];  // factors of the previous sums of rows and of those of a split
+  float scale[kPadded];                 // of both: 1, after the last split the inverse of the sum
+  float* out[kRows];                    // weights times values
 
   void begin_row(int r, float* to, int dim) {
     shift[r] = std::numeric_limits<float>::lowest();
@@ -45,7 +45,7 @@ struct SplitSums {
     std::fill_n(to, dim, 0.0f);
   }
 
-  // Adds the sums of a split for the first `rows` rows; what lanes after those hold does not matter.
+  // Adds the sums of a split for the first `rows` rows; lanes after those are ignored.
   void add(const float* split_shift, const float* split_sum, int rows, bool last) {
     for (int r = 0; r < rows; r += Simd::kLanes) {
       const F old_shift = Simd::load(shift + r), next_shift = Simd::load(split_shift + r);

@@ -3,13 +3,12 @@
 // A weight is unit * (code - zero) * scale - min_unit * min, with integers but for both units. The integers
 // (code - zero) * scale take 16 bits at most: two planes of bytes, high * 2^n + low. Activations have one
 // scale for the 256 columns of a super-block, so that a plane is summed in its tile over all of them, 16
-// tokens by 16 rows, and stored once. They have a zero, too: what it adds to a product is the sum of the
-// weights times a factor of the token, and their steps are smaller than around a zero in the middle. Sums of
-// both planes are joined as integers. Minima multiply the sums of activations; these are integers below 2^24,
-// which products of bfloat16 add up exactly. Results are therefore the same in any order of sums, and for few
-// tokens, which vectors multiply.
+// tokens by 16 rows, and stored once. They also have a zero, which adds the sum of the weights times a factor
+// of the token to a product and makes their steps smaller. Sums of both planes are joined as integers. Minima
+// multiply the sums of activations; these are integers below 2^24, which products of bfloat16 add up exactly.
+// Results are therefore the same in any order of sums, and for few tokens, which vectors multiply.
 //
-// Two tiles of tokens share what is loaded of the weights. docs/cpu_kernels.md has what was measured.
+// Two tiles of tokens share each load of weights. docs/cpu_kernels.md has the measurements.
 #pragma once
 
 #include <algorithm>
@@ -89,7 +88,7 @@ inline F minus_min_units(const Block& block, int row) {
 // Four columns of 16 rows: bytes of both planes. `scales` has a scale in the lowest byte of each lane.
 template <class Block>
 struct PlaneFactors {
-  I first, second;  // what codes are multiplied by for both planes, or for even and odd columns
+  I first, second;  // factors of codes for both planes, or for even and odd columns
   I zero;           // the scale times the zero of codes, in 16 bits
 
   explicit PlaneFactors(I scales) {
@@ -111,7 +110,7 @@ struct PlaneFactors {
       Simd::store_codes(low, _mm512_mullo_epi16(codes, first));
       if constexpr (kPlanes<Block> == 2) Simd::store_codes(high, _mm512_mullo_epi16(codes, second));
     } else {
-      constexpr int kSelect = 0xca;  // of the second where the first has a bit, else of the third
+      constexpr int kSelect = 0xca;  // of the second if the first has a bit, else of the third
       const I low_bytes = _mm512_set1_epi16(255);
       const I even = _mm512_sub_epi16(_mm512_maddubs_epi16(codes, first), zero);
       const I odd = _mm512_sub_epi16(_mm512_maddubs_epi16(codes, second), zero);
@@ -158,7 +157,7 @@ void unpack(const Block& block, int panel, I table, SuperPanel& out) {
   WeightSum<Block> weight_sum;
 #pragma GCC unroll 1
   for (int span = 0; span < kSuperSpans; ++span) {
-    // Before anything is stored: where both halves are the same, compilers load and compute them once.
+    // Before the first store: if both halves are equal, compilers load and compute them once.
     const I scales[2] = {super_scales(block, span, 0, row), super_scales(block, span, 1, row)};
     const PlaneFactors<Block> factors[2] = {PlaneFactors<Block>(scales[0]), PlaneFactors<Block>(scales[1])};
     if constexpr (kNarrowMin<Block>) {
@@ -419,7 +418,7 @@ void quantize_super(const float* x, int token, int n_blocks, SuperTile* out) {
       I rounded[4];
       for (int j = 0; j < 4; ++j) {
         const I steps = Simd::round(Simd::mul(Simd::load(x + (i + j) * Simd::kLanes), inverse));
-        // Where both ends of the range are ties, rounding may make their difference 256.
+        // If both ends of the range are ties, rounding may make their difference 256.
         rounded[j] = _mm512_min_epi32(Simd::add_int(steps, zero), Simd::set_int(kHighest));
         Simd::store_int8(out->q[i / 4][token] + j * Simd::kLanes, rounded[j]);
       }
@@ -427,7 +426,7 @@ void quantize_super(const float* x, int token, int n_blocks, SuperTile* out) {
       Simd::reduce_add4(rounded, four);
       std::copy_n(four, 4, sums + i);
     }
-    // A multiple of 128 and what is left: bfloat16 holds both exactly.
+    // A multiple of 128 and the remainder: bfloat16 holds both exactly.
     const I sum = _mm512_loadu_si512(sums);
     const I low = Simd::sub_int(_mm512_and_si512(Simd::add_int(sum, Simd::set_int(64)), Simd::set_int(127)),
                                 Simd::set_int(64));

@@ -1,9 +1,9 @@
 // Products of many tokens for sets of sixteen registers.
 //
 // Blocks of 32 columns are the outer loop and tokens the inner one. Two vectors of rows of a block are
-// unpacked once for all tokens, so that their codes come from the L1 cache as they are multiplied, and what
-// is broadcast of an activation serves both. Eight integer sums hide the latency of a product. Float sums are
-// in the output, a few KB in the L1 cache: a load and a store for each vector, token and block.
+// unpacked once for all tokens, so that their codes come from the L1 cache as they are multiplied, and a
+// broadcast activation serves both. Eight integer sums hide the latency of a product. Float sums are in the
+// output, a few KB in the L1 cache: a load and a store for each vector, token and block.
 //
 // By count a vector of 8 rows takes 20 vector operations for a block and a token with sums in 16 bits (8
 // products, 7 additions, and five for scales), 8.5 loads and a store. tile_gemm.h, with tokens as the outer
@@ -21,7 +21,7 @@ concept UnpacksBlocks = requires {
   S::kUnpackedTokens;
 };
 
-// Up to as many tokens do not pay for what unpacking stores and loads.
+// With up to this many tokens the loads and stores of unpacking cost more than they save.
 template <class S>
 constexpr int kFewTokens = 0;
 template <UnpacksBlocks S>
