@@ -126,7 +126,7 @@ void put_codes(const Words& codes, std::uint8_t (&vectors)[kBits][kPanelRows][4]
   if constexpr (kBits > kLow) put_plane<kBits - kLow, kLow>(codes, vectors + kLow, lane);
 }
 
-// A float without the bits that bfloat16 has no place for.
+// A float without the bits that bfloat16 lacks.
 Bfloat16 truncated(float value) {
   return Bfloat16(std::bit_cast<std::uint32_t>(value) >> 16);
 }
@@ -275,12 +275,7 @@ void pack<Q4_0>(const Tensor& tensor, int group, NibbleBlock* out) {
 }  // namespace
 
 Packing packing_of(TensorType type) {
-  return formats::visit(type, []<class Format>(Format) {
-    if constexpr (std::is_void_v<BlockOf<Format>>)
-      return Packing::kNone;
-    else
-      return BlockOf<Format>::kPacking;
-  });
+  return formats::visit(type, []<class Format>(Format) { return kPackingOf<BlockOf<Format>>; });
 }
 
 std::size_t block_bytes(Packing packing) {
@@ -331,8 +326,9 @@ PackedMatrix packed_matrix(const Tensor& tensor) {
 
 PackedMatrix wide_group(const PackedMatrix& narrow, std::byte* blocks) {
   PackedMatrix wide{.rows = kGroupRows, .cols = narrow.cols, .blocks = blocks};
-  visit_narrow(narrow.packing,
-               [&]<class Block>(std::type_identity<Block>) { wide.packing = Block::Wide::kPacking; });
+  visit_narrow(narrow.packing, [&]<class Block>(std::type_identity<Block>) {
+    wide.packing = kPackingOf<typename Block::Wide>;
+  });
   wide.group_stride = wide.group_bytes();
   return wide;
 }

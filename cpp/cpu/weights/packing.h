@@ -1,13 +1,13 @@
 // Weights in the order in which the kernels read them.
 //
 // A quantized matrix is cut into groups of 32 rows; the group's blocks follow each other, so that a product
-// reads one linear stream. Within a span of 32 columns, codes lie in two panels of 16 rows; a step of a panel
-// is 64 bytes with four consecutive columns of each row: what a 4-way dot product instruction consumes,
-// whatever its width. A weight is scale * (code - kZero) + min, where formats without a minimum have none.
+// reads one linear stream. Within a span of 32 columns, codes are in two panels of 16 rows; a step of a panel
+// is 64 bytes with four consecutive columns of each row, the operands of a 4-way dot product of any width. A
+// weight is scale * (code - kZero) + min; some formats have no minimum.
 //
 // There are two kinds of blocks. Products of any number of tokens read wide ones. Narrow ones are about as
-// large as the blocks of the file, so that a single token reads as little as there is; for more tokens they
-// are widened first, once for all of them.
+// large as the blocks of the file, so that a single token reads little; for more tokens they are widened
+// first, once for all tokens.
 #pragma once
 
 #include <cmath>
@@ -27,7 +27,7 @@ constexpr int kSuperSpans = 8;    // spans of 32 columns in a super-block
 constexpr int kTableCodes = 16;   // integers that codes of 4 bits or fewer may represent
 constexpr int kSignedCodes = -1;  // in place of the zero that codes count from
 constexpr int kRotatedCols = 64;  // columns of a block of rotated rows
-// Integer sums over so many columns fit: 127 * 127 * 131072 < 2^31.
+// Integer sums over this many columns fit: 127 * 127 * 131072 < 2^31.
 constexpr int kMaxRotatedCols = 1 << 17;
 // The largest code in 16 bits of rows of `cols` columns: with it, sums fit.
 inline int widest_code(int cols) {
@@ -35,37 +35,23 @@ inline int widest_code(int cols) {
   return code < 32767 ? int(code) : 32767;
 }
 
+// Every packed block, wide ones first: B(Name) for the enumerator kName and the struct NameBlock.
+// clang-format off
+#define METAL_PREFILL_EACH_BLOCK(B) \
+  B(Nibble) B(NibbleMin) B(NibbleF16Min) B(Byte) B(ByteFloat) B(FiveBitByte) B(ByteMin) B(ByteHalves) \
+  B(SixBitByteHalves) B(ByteHalvesMin) \
+  B(Q5_0) B(Q5_1) B(IQ4_NL) B(MXFP4) B(Ternary) B(Q2_K) B(Q3_K) B(Q4_K) B(Q5_K) B(Q6_K) B(IQ4_XS) \
+  B(IQ2_XXS) B(IQ2_XS) B(NVFP4)
+// clang-format on
+
 enum class Packing {
   kNone,
   kPairs,
   kRotated,
   kRotatedWide,
-  // wide
-  kNibble,
-  kNibbleMin,
-  kNibbleF16Min,
-  kByte,
-  kByteFloat,
-  kFiveBitByte,
-  kByteMin,
-  kByteHalves,
-  kSixBitByteHalves,
-  kByteHalvesMin,
-  // narrow
-  kQ5_0,
-  kQ5_1,
-  kIQ4_NL,
-  kMXFP4,
-  kTernary,
-  kQ2_K,
-  kQ3_K,
-  kQ4_K,
-  kQ5_K,
-  kQ6_K,
-  kIQ4_XS,
-  kIQ2_XXS,
-  kIQ2_XS,
-  kNVFP4,
+#define METAL_PREFILL_BLOCK(Name) k##Name,
+  METAL_PREFILL_EACH_BLOCK(METAL_PREFILL_BLOCK)
+#undef METAL_PREFILL_BLOCK
 };
 
 enum class Bfloat16 : std::uint16_t {};
@@ -73,14 +59,12 @@ enum class Bfloat16 : std::uint16_t {};
 // Step j holds columns 4j to 4j + 3 in the low nibbles and 16 + 4j to 19 + 4j in the high ones: 4.5 bits a
 // weight.
 struct alignas(64) NibbleBlock {  // Q4_0
-  static constexpr Packing kPacking = Packing::kNibble;
   static constexpr int kBits = 4, kZero = 8, kMaxCode = 15;
   std::uint8_t codes[2][4][kPanelRows][4];
   std::uint16_t scale[kGroupRows];  // f16
 };
 
 struct alignas(64) NibbleMinBlock {
-  static constexpr Packing kPacking = Packing::kNibbleMin;
   static constexpr int kBits = 4, kZero = 0, kMaxCode = 15;
   std::uint8_t codes[2][4][kPanelRows][4];
   float scale[kGroupRows];
@@ -88,7 +72,6 @@ struct alignas(64) NibbleMinBlock {
 };
 
 struct alignas(64) NibbleF16MinBlock {  // Q4_1
-  static constexpr Packing kPacking = Packing::kNibbleF16Min;
   static constexpr int kBits = 4, kZero = 0, kMaxCode = 15;
   std::uint8_t codes[2][4][kPanelRows][4];
   std::uint16_t scale[kGroupRows], min[kGroupRows];  // f16
@@ -96,26 +79,22 @@ struct alignas(64) NibbleF16MinBlock {  // Q4_1
 
 // Step j holds columns 4j to 4j + 3. Codes are kMaxCode at most.
 struct alignas(64) ByteBlock {  // Q8_0
-  static constexpr Packing kPacking = Packing::kByte;
   static constexpr int kBits = 8, kZero = 128, kMaxCode = 255;
   std::uint8_t codes[2][8][kPanelRows][4];
   std::uint16_t scale[kGroupRows];  // f16
 };
 
 struct alignas(64) ByteFloatBlock {
-  static constexpr Packing kPacking = Packing::kByteFloat;
   static constexpr int kBits = 8, kZero = 128, kMaxCode = 255;
   std::uint8_t codes[2][8][kPanelRows][4];
   float scale[kGroupRows];
 };
 
 struct FiveBitByteBlock : ByteBlock {
-  static constexpr Packing kPacking = Packing::kFiveBitByte;
   static constexpr int kZero = 16, kMaxCode = 31;
 };
 
 struct alignas(64) ByteMinBlock {
-  static constexpr Packing kPacking = Packing::kByteMin;
   static constexpr int kBits = 8, kZero = 0, kMaxCode = 31;
   std::uint8_t codes[2][8][kPanelRows][4];
   float scale[kGroupRows];
@@ -124,7 +103,6 @@ struct alignas(64) ByteMinBlock {
 
 // Scales and minima of 16 columns each.
 struct alignas(64) ByteHalvesBlock {
-  static constexpr Packing kPacking = Packing::kByteHalves;
   static constexpr int kBits = 8, kZero = 128, kMaxCode = 255;
   std::uint8_t codes[2][8][kPanelRows][4];
   float half_scale[2][kGroupRows];
@@ -132,7 +110,6 @@ struct alignas(64) ByteHalvesBlock {
 
 // The scales are integers, multiples of a float, for sets that add up both halves of a block as integers.
 struct alignas(64) SixBitByteHalvesBlock {
-  static constexpr Packing kPacking = Packing::kSixBitByteHalves;
   static constexpr int kBits = 8, kZero = 32, kMaxCode = 63;
   std::uint8_t codes[2][8][kPanelRows][4];
   float half_scale[2][kGroupRows];  // for all others
@@ -141,7 +118,6 @@ struct alignas(64) SixBitByteHalvesBlock {
 };
 
 struct alignas(64) ByteHalvesMinBlock {
-  static constexpr Packing kPacking = Packing::kByteHalvesMin;
   static constexpr int kBits = 8, kZero = 0, kMaxCode = 3;
   std::uint8_t codes[2][8][kPanelRows][4];
   float half_scale[2][kGroupRows];
@@ -174,73 +150,70 @@ constexpr int low_plane(int bits) {
   return bits >= 4 ? 4 : bits >= 2 ? 2 : 1;
 }
 
-// What narrow blocks have in common. Products of a single token do the operations of those of Wide in their
-// order, but for exact ones, so that results are the same to the bit.
-template <Packing kPackingOf, class WideBlock, int kBitsOf, int kZeroOf, int kSpansOf = 1,
-          bool kTableOf = false>
+// Base of narrow blocks. Products of a single token do the inexact operations of Wide in the same order, so
+// that results are bit-identical.
+template <class WideBlock, int kBitsOf, int kZeroOf, int kSpansOf = 1, bool kTableOf = false>
 struct Narrow {
-  static constexpr Packing kPacking = kPackingOf;
   using Wide = WideBlock;
   static constexpr int kBits = kBitsOf;
-  static constexpr int kZero = kZeroOf;       // of codes, or of what a table gives for them
+  static constexpr int kZero = kZeroOf;       // of codes, or of their values in the table
   static constexpr int kSpans = kSpansOf;     // of 32 columns
   static constexpr bool kIsTable = kTableOf;  // codes are indices into the table of the matrix
   std::uint8_t codes[kSpans][2][kBits][kPanelRows][4];
 };
 
-struct alignas(64) Q5_0Block : Narrow<Packing::kQ5_0, FiveBitByteBlock, 5, 16> {
+struct alignas(64) Q5_0Block : Narrow<FiveBitByteBlock, 5, 16> {
   std::uint16_t scale[kGroupRows];  // f16
 };
-struct alignas(64) Q5_1Block : Narrow<Packing::kQ5_1, ByteMinBlock, 5, 0> {
+struct alignas(64) Q5_1Block : Narrow<ByteMinBlock, 5, 0> {
   std::uint16_t scale[kGroupRows], min[kGroupRows];  // f16
 };
-struct alignas(64) IQ4_NLBlock : Narrow<Packing::kIQ4_NL, ByteBlock, 4, 128, 1, true> {
+struct alignas(64) IQ4_NLBlock : Narrow<ByteBlock, 4, 128, 1, true> {
   std::uint16_t scale[kGroupRows];  // f16
 };
-struct alignas(64) MXFP4Block : Narrow<Packing::kMXFP4, ByteFloatBlock, 4, 128, 1, true> {
+struct alignas(64) MXFP4Block : Narrow<ByteFloatBlock, 4, 128, 1, true> {
   Bfloat16 scale[kGroupRows];
 };
 
-struct alignas(64) NVFP4Block : Narrow<Packing::kNVFP4, ByteHalvesBlock, 4, 128, 1, true> {
+struct alignas(64) NVFP4Block : Narrow<ByteHalvesBlock, 4, 128, 1, true> {
   Bfloat16 half_scale[2][kGroupRows];
 };
 
 // In a super-block scales and minima are integers, multiples of a float of the super-block.
 struct alignas(64) TernaryBlock
-    : Narrow<Packing::kTernary, FiveBitByteBlock, 2, 1, kSuperSpans> {  // TQ1_0, TQ2_0: one scale for all
-  std::uint16_t scale[kGroupRows];                                      // f16
+    : Narrow<FiveBitByteBlock, 2, 1, kSuperSpans> {  // TQ1_0, TQ2_0: one scale for all
+  std::uint16_t scale[kGroupRows];                   // f16
 };
-struct alignas(64) Q2_KBlock : Narrow<Packing::kQ2_K, ByteHalvesMinBlock, 2, 0, kSuperSpans> {
+struct alignas(64) Q2_KBlock : Narrow<ByteHalvesMinBlock, 2, 0, kSuperSpans> {
   std::uint8_t scale_and_min[kSuperSpans][2][kGroupRows];      // low and high nibble
   std::uint16_t scale_unit[kGroupRows], min_unit[kGroupRows];  // f16
 };
-struct alignas(64) Q3_KBlock : Narrow<Packing::kQ3_K, SixBitByteHalvesBlock, 3, 4, kSuperSpans> {
+struct alignas(64) Q3_KBlock : Narrow<SixBitByteHalvesBlock, 3, 4, kSuperSpans> {
   std::int8_t scale_code[kSuperSpans][2][kGroupRows];
   std::uint16_t scale_unit[kGroupRows];  // f16
 };
-struct alignas(64) Q4_KBlock : Narrow<Packing::kQ4_K, NibbleMinBlock, 4, 0, kSuperSpans> {
+struct alignas(64) Q4_KBlock : Narrow<NibbleMinBlock, 4, 0, kSuperSpans> {
   std::int8_t scale_code[kSuperSpans][1][kGroupRows], min_code[kSuperSpans][kGroupRows];
   std::uint16_t scale_unit[kGroupRows], min_unit[kGroupRows];  // f16
 };
-struct alignas(64) Q5_KBlock : Narrow<Packing::kQ5_K, ByteMinBlock, 5, 0, kSuperSpans> {
+struct alignas(64) Q5_KBlock : Narrow<ByteMinBlock, 5, 0, kSuperSpans> {
   std::int8_t scale_code[kSuperSpans][1][kGroupRows], min_code[kSuperSpans][kGroupRows];
   std::uint16_t scale_unit[kGroupRows], min_unit[kGroupRows];  // f16
 };
-struct alignas(64) Q6_KBlock : Narrow<Packing::kQ6_K, SixBitByteHalvesBlock, 6, 32, kSuperSpans> {
+struct alignas(64) Q6_KBlock : Narrow<SixBitByteHalvesBlock, 6, 32, kSuperSpans> {
   std::int8_t scale_code[kSuperSpans][2][kGroupRows];
   std::uint16_t scale_unit[kGroupRows];  // f16
 };
 struct alignas(64) IQ4_XSBlock
-    : Narrow<Packing::kIQ4_XS, ByteFloatBlock, 4, 128, kSuperSpans, true> {  // also of IQ3_XXS and IQ3_S
+    : Narrow<ByteFloatBlock, 4, 128, kSuperSpans, true> {  // also of IQ3_XXS and IQ3_S
   std::int8_t scale_code[kSuperSpans][1][kGroupRows];
   float scale_unit[kGroupRows];
 };
-struct alignas(64) IQ2_XXSBlock : Narrow<Packing::kIQ2_XXS, ByteFloatBlock, 3, 128, kSuperSpans, true> {
+struct alignas(64) IQ2_XXSBlock : Narrow<ByteFloatBlock, 3, 128, kSuperSpans, true> {
   std::int8_t scale_code[kSuperSpans][1][kGroupRows];
   float scale_unit[kGroupRows];
 };
-struct alignas(64) IQ2_XSBlock
-    : Narrow<Packing::kIQ2_XS, ByteHalvesBlock, 3, 128, kSuperSpans, true> {  // also of IQ2_S
+struct alignas(64) IQ2_XSBlock : Narrow<ByteHalvesBlock, 3, 128, kSuperSpans, true> {  // also of IQ2_S
   std::int8_t scale_code[kSuperSpans][2][kGroupRows];
   float scale_unit[kGroupRows];
 };
@@ -262,8 +235,16 @@ constexpr bool kHasMin = requires(Block b) { b.min; };
 template <class Block>
 constexpr bool kHasHalfMins = requires(Block b) { b.half_min; };
 
+template <class Block>
+constexpr Packing kPackingOf = Packing::kNone;
+#define METAL_PREFILL_BLOCK(Name) \
+  template <>                     \
+  inline constexpr Packing kPackingOf<Name##Block> = Packing::k##Name;
+METAL_PREFILL_EACH_BLOCK(METAL_PREFILL_BLOCK)
+#undef METAL_PREFILL_BLOCK
+
 // Calls with_block(std::type_identity<Block>()) for the type of a quantized packing's blocks; not at all for
-// those without blocks of a scale.
+// packings whose blocks have no scale.
 template <class Call>
 void visit(Packing packing, const Call& with_block) {
   switch (packing) {
@@ -272,54 +253,11 @@ void visit(Packing packing, const Call& with_block) {
     case Packing::kRotated:
     case Packing::kRotatedWide:
       return;
-    case Packing::kNibble:
-      return with_block(std::type_identity<NibbleBlock>());
-    case Packing::kNibbleMin:
-      return with_block(std::type_identity<NibbleMinBlock>());
-    case Packing::kNibbleF16Min:
-      return with_block(std::type_identity<NibbleF16MinBlock>());
-    case Packing::kByte:
-      return with_block(std::type_identity<ByteBlock>());
-    case Packing::kByteFloat:
-      return with_block(std::type_identity<ByteFloatBlock>());
-    case Packing::kFiveBitByte:
-      return with_block(std::type_identity<FiveBitByteBlock>());
-    case Packing::kByteMin:
-      return with_block(std::type_identity<ByteMinBlock>());
-    case Packing::kByteHalves:
-      return with_block(std::type_identity<ByteHalvesBlock>());
-    case Packing::kSixBitByteHalves:
-      return with_block(std::type_identity<SixBitByteHalvesBlock>());
-    case Packing::kByteHalvesMin:
-      return with_block(std::type_identity<ByteHalvesMinBlock>());
-    case Packing::kQ5_0:
-      return with_block(std::type_identity<Q5_0Block>());
-    case Packing::kQ5_1:
-      return with_block(std::type_identity<Q5_1Block>());
-    case Packing::kIQ4_NL:
-      return with_block(std::type_identity<IQ4_NLBlock>());
-    case Packing::kMXFP4:
-      return with_block(std::type_identity<MXFP4Block>());
-    case Packing::kTernary:
-      return with_block(std::type_identity<TernaryBlock>());
-    case Packing::kQ2_K:
-      return with_block(std::type_identity<Q2_KBlock>());
-    case Packing::kQ3_K:
-      return with_block(std::type_identity<Q3_KBlock>());
-    case Packing::kQ4_K:
-      return with_block(std::type_identity<Q4_KBlock>());
-    case Packing::kQ5_K:
-      return with_block(std::type_identity<Q5_KBlock>());
-    case Packing::kQ6_K:
-      return with_block(std::type_identity<Q6_KBlock>());
-    case Packing::kIQ4_XS:
-      return with_block(std::type_identity<IQ4_XSBlock>());
-    case Packing::kIQ2_XXS:
-      return with_block(std::type_identity<IQ2_XXSBlock>());
-    case Packing::kIQ2_XS:
-      return with_block(std::type_identity<IQ2_XSBlock>());
-    case Packing::kNVFP4:
-      return with_block(std::type_identity<NVFP4Block>());
+#define METAL_PREFILL_BLOCK(Name) \
+  case Packing::k##Name:          \
+    return with_block(std::type_identity<Name##Block>());
+      METAL_PREFILL_EACH_BLOCK(METAL_PREFILL_BLOCK)
+#undef METAL_PREFILL_BLOCK
   }
 }
 
@@ -343,7 +281,7 @@ struct PackedMatrix {
   int cols = 0;
   std::byte* blocks = nullptr;   // [groups][cols / block_cols], the last group filled up with rows of zeros
   std::size_t group_stride = 0;  // bytes from one group to the next; another matrix may lie between
-  const std::uint8_t* table = nullptr;  // [kTableCodes] 128 + the integer of a code, where codes are indices
+  const std::uint8_t* table = nullptr;  // [kTableCodes] 128 + the integer of a code, if codes are indices
 
   int groups() const { return ceil_div(rows, kGroupRows); }
   int blocks_per_row() const;
@@ -367,7 +305,7 @@ bool is_narrow(Packing packing);
 bool has_integer_scales(Packing packing);
 // The matrix of a tensor, still without a place; its groups follow each other.
 PackedMatrix packed_matrix(const Tensor& tensor);
-// A group of a narrow matrix once it is widened, as a matrix of its own at `blocks`.
+// A widened group of a narrow matrix, as a separate matrix at `blocks`.
 PackedMatrix wide_group(const PackedMatrix& narrow, std::byte* blocks);
 // Packs rows [32 * group, 32 * group + 32) of the tensor; those of floats become pairs, rounded to nearest.
 void pack_group(const Tensor& tensor, int group, std::byte* out);
