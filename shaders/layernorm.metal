@@ -137,10 +137,9 @@ kernel void layernorm_twice(device const float4* weight [[buffer(0)]],         /
   for (uint i = thread_index; i < columns; i += threads) copy[i] = half4(x[i] = second(i));
 }
 
-// The bias of a projection that was added to the residual stream: x += bias.
-kernel void add_bias(device const float4* bias [[buffer(0)]],  // [dim]
-                     device float4* x [[buffer(1)]],           // [tokens][dim]
+// The bias of a projection that was added to the residual stream, or of logits, of any number: x += bias.
+kernel void add_bias(device const float* bias [[buffer(0)]],  // [dim]
+                     device float* x [[buffer(1)]],           // [tokens][dim]
                      constant AddBiasArgs& args [[buffer(2)]], uint2 position [[thread_position_in_grid]]) {
-  const uint columns = args.dim / 4;
-  if (position.x < columns) x[position.y * columns + position.x] += bias[position.x];
+  if (position.x < args.dim) x[position.y * args.dim + position.x] += bias[position.x];
 }

@@ -59,11 +59,14 @@ ForwardPass::ForwardPass(const Model& model, const EngineOptions& options, const
       bias_(position_bias(model)),
       scratch_(std::size_t(team.size())) {
   if (config_.has_head) {
-    const auto* norm = floats(model.output_norm);
-    scaled_norm_.assign(norm, norm + config_.dim);
-    for (float& weight : scaled_norm_) weight *= config_.logit_scale;
     head_norm_ = model.output_norm;
-    head_norm_.data = reinterpret_cast<const std::byte*>(scaled_norm_.data());
+    head_norm_bias_ = model.output_norm_bias;
+    for (const Tensor* part : {&head_norm_, &head_norm_bias_})
+      if (*part) scaled_norm_.insert(scaled_norm_.end(), floats(*part), floats(*part) + config_.dim);
+    for (float& value : scaled_norm_) value *= config_.logit_scale;
+    const auto* scaled = reinterpret_cast<const std::byte*>(scaled_norm_.data());
+    head_norm_.data = scaled;
+    if (head_norm_bias_) head_norm_bias_.data = scaled + head_norm_.bytes;
   }
   const float keys = float(std::max(config_.scan_key_dim, 1));
   lengths_.assign(std::size_t(config_.scan_key_dim), 1.0f / keys);
@@ -135,9 +138,16 @@ ForwardPass::BlockOutput ForwardPass::mix(const Context& c, int layer, const Row
 void ForwardPass::finish_layer(const Context& c, int layer, const BlockOutput& mixed,
                                const StreamRows& rows) {
   const LayerWeights& m = model_.layers[std::size_t(layer)];
-  const CpuLayer& w = weights_.layers[std::size_t(layer)];
+  if (config_.parallel) feed_forward(c, layer, rows);  // which reads x before attention adds to it
   add_residual(c, mixed, rows);
   normalize_attended(c, m, rows);
+  if (!config_.parallel) feed_forward(c, layer, rows);
+  normalize_stream(c, m.ffn_residual_norm, m.ffn_residual_norm_bias, rows);
+}
+
+void ForwardPass::feed_forward(const Context& c, int layer, const StreamRows& rows) {
+  const LayerWeights& m = model_.layers[std::size_t(layer)];
+  const CpuLayer& w = weights_.layers[std::size_t(layer)];
   switch (config_.feed_forward(layer)) {
     case FeedForwardKind::kNone:
       break;
@@ -149,7 +159,6 @@ void ForwardPass::finish_layer(const Context& c, int layer, const BlockOutput& m
       experts(c, w, m, rows);
       break;
   }
-  normalize_stream(c, m.ffn_residual_norm, m.ffn_residual_norm_bias, rows);
 }
 
 // Rows for which one thread finishes a layer: their activations stay in its L2 cache, and no thread waits for
@@ -184,7 +193,8 @@ ForwardPass::BlockOutput ForwardPass::short_convolution(const Context& c, int la
   const CpuLayer& w = weights_.layers[std::size_t(layer)];
   const int n = all_.count(), n_wanted = wanted.count();
   const ConvStep step = conv_step(layer, work_.recurrent_in);
-  multiply(c, {{w.conv_in, step.in}}, normalize(c, work_.x, stream_norm(m.attn_norm), 0, n, work_.normed), n);
+  multiply(c, {{w.conv_in, step.in}},
+           normalize(c, work_.x, stream_norm(m.attn_norm, m.attn_norm_bias), 0, n, work_.normed), n);
   causal_conv(c, step, all_.rows, wanted.rows, work_.conv);
   if (n_wanted < n) keep_rows(c, work_.x, config_.dim, wanted.rows);
   return {w.conv_out, kNoTensor, m.post_attn_norm, work_.conv};
@@ -203,7 +213,7 @@ ForwardPass::BlockOutput ForwardPass::scan(const Context& c, int layer, const Ro
                          .convolved = work_.convolved.f32,
                          .out = work_.scanned};
   multiply(c, {{w.scan_in, step.projected}},
-           normalize(c, work_.x, stream_norm(m.attn_norm), 0, n, work_.normed), n);
+           normalize(c, work_.x, stream_norm(m.attn_norm, m.attn_norm_bias), 0, n, work_.normed), n);
   const bool attends = has_attention(config_.kind(layer));
   if (attends) {
     const BlockOutput attended = attention(c, layer, wanted);
@@ -234,7 +244,7 @@ ForwardPass::BlockOutput ForwardPass::delta_rule(const Context& c, int layer, co
                           .rates = alpha,
                           .out = work_.scanned};
   multiply(c, {{w.delta_gate, gate}, {w.delta_qkv, qkv}, {w.delta_alpha, alpha}, {w.delta_beta, beta}},
-           normalize(c, work_.x, stream_norm(m.attn_norm), 0, n, work_.normed), n);
+           normalize(c, work_.x, stream_norm(m.attn_norm, m.attn_norm_bias), 0, n, work_.normed), n);
   gated_delta(c, step, all_.rows, sequences_);
   if (n_wanted < n) keep_rows(c, work_.x, config_.dim, wanted.rows);
   const Norm of_heads = {m.delta_norm, kNoTensor, config_.scan_value_dim, config_.norm_eps, NormKind::kRms};
@@ -281,7 +291,7 @@ void ForwardPass::project_qkv(const Context& c, const CpuLayer& w, const Attenti
   const Product k = {.weight = w.wk, .out = step.k, .bias = &m.bk, .part = CachePart::kKeys};
   const Product v = {.weight = w.wv, .out = step.v, .bias = &m.bv, .part = CachePart::kValues};
   const auto normed = [&](int rows) {
-    return normalize(c, work_.x, stream_norm(m.attn_norm), 0, rows, work_.normed);
+    return normalize(c, work_.x, stream_norm(m.attn_norm, m.attn_norm_bias), 0, rows, work_.normed);
   };
   const int n = all_.count(), n_wanted = wanted.count();
   // Where the stream itself was normed, that left what the products read.
@@ -327,9 +337,10 @@ void ForwardPass::normalize_stream(const Context& c, const Tensor& weight, const
 void ForwardPass::gate_and_up(const Context& c, const CpuLayer& w, const LayerWeights& m,
                               const StreamRows& rows) {
   // Where the stream itself was normed, that left what the products read.
-  const NormedRows normed = m.attn_residual_norm
-                                ? NormedRows(rows.normed)
-                                : normalize(c, rows.x, stream_norm(m.ffn_norm), 0, rows.count, rows.normed);
+  const NormedRows normed =
+      m.attn_residual_norm
+          ? NormedRows(rows.normed)
+          : normalize(c, rows.x, stream_norm(m.ffn_norm, m.ffn_norm_bias), 0, rows.count, rows.normed);
   multiply_gated(c, {w.w_gate, w.w_up, m.b_gate, m.b_up, config_.activation}, normed, rows.count, rows.ffn);
 }
 
@@ -337,7 +348,8 @@ void ForwardPass::gate_and_up(const Context& c, const CpuLayer& w, const LayerWe
 void ForwardPass::experts(const Context& c, const CpuLayer& w, const LayerWeights& m,
                           const StreamRows& rows) {
   const Routes routes = work_.routes.of(rows.count);
-  const NormedRows normed = normalize(c, rows.x, stream_norm(m.ffn_norm), 0, rows.count, rows.normed);
+  const NormedRows normed =
+      normalize(c, rows.x, stream_norm(m.ffn_norm, m.ffn_norm_bias), 0, rows.count, rows.normed);
   multiply(c, {{w.router, routes.scores}}, normed, rows.count);
   route(c, config_, m.router_bias, routes);
   gather_rows(c, normed, config_.dim, routes, work_.routed);
@@ -355,15 +367,16 @@ void ForwardPass::head(const Context& c) {
   const int n = int(logits_.size());
   for (int first = 0; first < n; first += kHeadRows) {
     const int count = std::min(kHeadRows, n - first);
-    const NormedRows normed = normalize(c, work_.x, stream_norm(head_norm_), first, count, work_.normed);
-    multiply_head(c, weights_.output, normed, count, logits_.data() + first, first);
+    const NormedRows normed =
+        normalize(c, work_.x, stream_norm(head_norm_, head_norm_bias_), first, count, work_.normed);
+    multiply_head(c, weights_.output, model_.output_bias, normed, count, logits_.data() + first, first);
     use_logits(c, std::span(outputs_).subspan(std::size_t(first), std::size_t(count)));
   }
 }
 
 void ForwardPass::deliver_hidden(const Context& c) {
   const int first = int(logits_.size());
-  const Norm norm = stream_norm(model_.output_norm);
+  const Norm norm = stream_norm(model_.output_norm, model_.output_norm_bias);
   c.worker.for_each(int(outputs_.size()) - first, [&](int i) {
     const auto& [chunk, row, index] = outputs_[std::size_t(first + i)];
     float* x = work_.x.row(index);

@@ -63,7 +63,9 @@ class ForwardPass {
   Norm norm(const Tensor& weight, const Tensor& bias, float eps) const {
     return {weight, bias, config_.dim, eps, config_.norm_kind};
   }
-  Norm stream_norm(const Tensor& weight) const { return norm(weight, kNoTensor, config_.stream_eps()); }
+  Norm stream_norm(const Tensor& weight, const Tensor& bias) const {
+    return norm(weight, bias, config_.stream_eps());
+  }
 
   void plan(std::span<Chunk> chunks);
   void run_layers(const Context& c);
@@ -82,6 +84,7 @@ class ForwardPass {
   void add_residual(const Context& c, const BlockOutput& w, const StreamRows& rows);
   void normalize_attended(const Context& c, const LayerWeights& m, const StreamRows& rows);
   void normalize_stream(const Context& c, const Tensor& weight, const Tensor& bias, const StreamRows& rows);
+  void feed_forward(const Context& c, int layer, const StreamRows& rows);
   void gate_and_up(const Context& c, const CpuLayer& w, const LayerWeights& m, const StreamRows& rows);
   void experts(const Context& c, const CpuLayer& w, const LayerWeights& m, const StreamRows& rows);
   void head(const Context& c);
@@ -96,8 +99,8 @@ class ForwardPass {
   const StateSlots& states_;
   Team& team_;
   Weights weights_;
-  std::vector<float> scaled_norm_;  // the weights of the output norm, times the scale of the logits
-  Tensor head_norm_;                // a view of them
+  std::vector<float> scaled_norm_;     // the output norm, times the scale of the logits
+  Tensor head_norm_, head_norm_bias_;  // views of it
   const Ropes ropes_;
   const std::vector<float> slopes_;  // of ALiBi
   const std::vector<float> bias_;    // [n_heads][kBiasRow] of relative positions

@@ -104,6 +104,8 @@ void validate(const Model& model) {
   const bool recurs = any_layer(has_matrix_state);
   require(!(convolves || recurs) || c.causal, "layers with a state need a causal model");
   require(!(convolves || recurs) || c.conv_taps >= 2, "a convolution must cover two tokens or more");
+  require(!c.parallel || (c.layer_kinds.empty() && c.n_experts == 0),
+          "only layers with attention and a dense feed-forward can compute both in parallel");
   require(!convolves || c.dim <= std::numeric_limits<int>::max() / 3,
           "the channels of a convolution must be countable");
   require(!recurs || (c.scan_heads > 0 && c.scan_groups > 0 && c.scan_key_dim > 0 && c.scan_value_dim > 0 &&

@@ -174,6 +174,7 @@ void bind_model(nb::module_& m) {
       .def_rw("residual_scale", &Config::residual_scale)
       .def_rw("logit_scale", &Config::logit_scale)
       .def_rw("qk_norm_place", &Config::qk_norm_place)
+      .def_rw("parallel", &Config::parallel)
       .def_rw("causal", &Config::causal)
       .def_rw("has_head", &Config::has_head)
       .def_rw("token_types", &Config::token_types)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from support import decoder_folders, model_folders
 from support.decoder_folders import HEAD, RECORDED, long_rope
-from support.model_folders import CONTEXT, read
+from support.model_folders import CONTEXT, DIM, LAYERS, read
 
 from metal_prefill import GGUFError, Model, UnsupportedModelError
 from metal_prefill.conversion import convert
@@ -48,6 +48,56 @@ def test_the_rotated_part_of_a_head_follows_its_width(tmp_path: Path) -> None:
     settings = {"hidden_size": 32, "num_attention_heads": 4, "partial_rotary_factor": 0.5}
     assert phi3(Fields(tmp_path, settings))["rope.dimension_count"] == 4
     assert phi3(Fields(tmp_path, {**settings, "head_dim": 16}))["rope.dimension_count"] == 8
+
+
+def test_a_folder_of_minicpm_is_one_of_granite_with_its_factors(tmp_path: Path) -> None:
+    """Their forward passes are the same; Granite's is compared with transformers, which lacks MiniCPM."""
+    folder = decoder_folders.minicpm(tmp_path / "minicpm")
+    factors = {
+        "embedding_multiplier": 12.0,
+        "residual_multiplier": 0.5 / LAYERS**0.5,
+        "logits_scaling": DIM / 8,
+        "attention_multiplier": HEAD**-0.5,
+        "rms_norm_eps": folder.config["rms_norm_eps"],
+    }
+    same = decoder_folders.granite(tmp_path / "granite", **factors)
+    same.tensors = folder.tensors
+    with (
+        Model(folder.write(), device="cpu", compute="f32") as model,
+        Model(same.write(), device="cpu", compute="f32") as other,
+    ):
+        np.testing.assert_array_equal(last_logits(model), last_logits(other))
+    fields, _ = read(convert(folder.path, tmp_path / "m.gguf"))
+    assert fields["minicpm.logit_scale"] == DIM / 8
+    assert fields["minicpm.rope.dimension_count"] == HEAD
+
+
+def test_long_rope_of_minicpm_is_written(tmp_path: Path) -> None:
+    folder = decoder_folders.minicpm(tmp_path / "m", **long_rope(HEAD))
+    fields, tensors = read(convert(folder.write(), tmp_path / "m.gguf"))
+    assert fields["minicpm.rope.scaling.original_context_length"] == CONTEXT // 2
+    np.testing.assert_allclose(tensors["rope_factors_long.weight"], [1.7, 2.4, 3.1, 3.8], rtol=1e-6)
+
+
+def test_ministral3_opens_up_to_its_original_context(tmp_path: Path) -> None:
+    """Scores of later positions grow, which is not implemented."""
+    path = convert(RECORDED["ministral3"](tmp_path / "m").write(), tmp_path / "m.gguf")
+    assert read(path)[0]["mistral3.attention.temperature_scale"] == pytest.approx(0.1)
+    assert read(path)[0]["mistral3.context_length"] == 4 * CONTEXT
+    with Model(path, device="cpu") as model:
+        assert model.max_context == CONTEXT
+
+
+def test_the_text_part_of_ministral3_is_a_model(tmp_path: Path) -> None:
+    folder = RECORDED["ministral3"](tmp_path / "m")
+    expected = read(convert(folder.write(), tmp_path / "m.gguf", name="m"))
+    folder.config["architectures"] = ["Mistral3ForConditionalGeneration"]
+    decoder_folders.with_text_part(folder, model_type="mistral3")
+    for name in ("model.vision_tower.ln_pre.weight", "model.multi_modal_projector.norm.weight"):
+        folder.tensors[name] = model_folders.values((8,))
+    fields, tensors = read(convert(folder.write(), tmp_path / "m.gguf", name="m"))
+    assert fields == expected[0]
+    assert tensors.keys() == expected[1].keys()
 
 
 def last_logits(model: Model) -> Any:

@@ -262,9 +262,16 @@ def test_a_changed_setting_is_refused(
     assert message in str(error.value)
 
 
-@pytest.mark.parametrize(("whole", "name"), [(True, "granite-embed-multi-97m"), (False, "gpt-4o")])
-def test_words_end_where_case_changes(tmp_path: Path, whole: bool, name: str) -> None:
-    made = tokenizer_folders.byte_level(tokenizer_folders.GPT_4O_PATTERN)
+@pytest.mark.parametrize(
+    ("pattern", "whole", "name"),
+    [
+        (tokenizer_folders.GPT_4O_PATTERN, True, "granite-embed-multi-97m"),
+        (tokenizer_folders.GPT_4O_PATTERN, False, "gpt-4o"),
+        (tokenizer_folders.TEKKEN_PATTERN, True, "tekken"),
+    ],
+)
+def test_words_end_where_case_changes(tmp_path: Path, pattern: str, whole: bool, name: str) -> None:
+    made = tokenizer_folders.byte_level(pattern)
     made["model"]["ignore_merges"] = whole
     path = tokenizer_folders.write(tmp_path, made)
     ours, theirs = encoder_tokenizers.open_folder(path), HubTokenizer.from_file(str(path / "tokenizer.json"))

@@ -132,7 +132,7 @@ class TokenizerVariant:
 
 PRE_TOKENIZERS = (
     "default", "gpt-2", "mpt", "smollm", "llama-bpe", "falcon3", "smaug-bpe", "dbrx", "qwen2",
-    "deepseek-r1-qwen", "qwen35",
+    "deepseek-r1-qwen", "qwen35", "olmo", "phi-2", "starcoder", "command-r", "stablelm2",
 )  # fmt: skip
 TOKENIZERS = {
     **{pre: TokenizerVariant("gpt2", pre) for pre in PRE_TOKENIZERS},
@@ -174,6 +174,7 @@ def write_vocabulary(path: Path, vocabulary: dict[str, Any], variant: TokenizerV
     return path
 
 
+PARTLY_ROTATED = ("qwen35", "gptneox", "phi2", "stablelm")
 LONG_ROPE = "phi3, long rope"  # its factors depend on the length of a text, or on the context
 LONG_ROPE_SHORT = f"{LONG_ROPE}, short text"
 
@@ -184,8 +185,8 @@ def _comparable_models() -> Iterator[tuple[str, SmallModel]]:
     So llama.cpp's rounding of activations does not hide a difference in the features.
     """
     for name, model in MODELS.items():
-        # llama.cpp and transformers require heads of one width that are rotated completely, except in qwen35.
-        if (model.rope_dim and model.architecture != "qwen35") or model.v_dim != model.key_dim:
+        # llama.cpp and transformers require heads of one width, most of them rotated completely.
+        if (model.rope_dim and model.architecture not in PARTLY_ROTATED) or model.v_dim != model.key_dim:
             continue
         if not name.startswith(("type ", "tied ", "mixed ")):
             output = "F32" if model.output else None
@@ -196,12 +197,12 @@ def _comparable_models() -> Iterator[tuple[str, SmallModel]]:
 def compared_models() -> Iterator[tuple[str, SmallModel]]:
     """Models that are compared with llama.cpp.
 
-    It has windows of exaone4 only in models of 64 layers. In lfm2 all its heads are as wide as the model. In
-    qwen35 keys and values of the delta rule have one width, and layers with attention are as far apart as the
-    metadata set.
+    It has windows of exaone4 only in models of 64 layers, and none in starcoder2. In lfm2 all its heads are
+    as wide as the model. In qwen35 keys and values of the delta rule have one width, and layers with
+    attention are as far apart as the metadata set.
     """
     for name, model in _comparable_models():
-        if model.architecture == "exaone4" and model.window:
+        if model.architecture in ("exaone4", "starcoder2") and model.window:
             continue
         if model.architecture in ("lfm2", "lfm2moe") and model.heads * model.key_dim != model.dim:
             continue

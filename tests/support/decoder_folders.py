@@ -144,11 +144,64 @@ def mistral(path: Path, **config: Any) -> Folder:
     return llama(path, "MistralForCausalLM", model_type="mistral", head_dim=HEAD, **config)
 
 
+def with_text_part(folder: Folder, **config: Any) -> Folder:
+    """Make the text model a part of one that also has a part for images."""
+    text = {key: folder.config[key] for key in folder.config if key != "architectures"}
+    folder.config = {"architectures": folder.config["architectures"], "text_config": text, **config}
+    folder.tensors = {
+        name.replace("model.", "model.language_model.", 1): tensor for name, tensor in folder.tensors.items()
+    }
+    return folder
+
+
+def qwen3_vl(path: Path, **config: Any) -> Folder:
+    """Make a folder of Qwen3-VL, whose rotated pairs have sections for positions in an image."""
+    rope = {"rope_type": "default", "rope_theta": 5e6, "mrope_interleaved": True, "mrope_section": [2, 1, 1]}
+    settings = {"model_type": "qwen3_vl_text", "head_dim": HEAD, "pad_token_id": 0, **config}
+    folder = llama(path, "Qwen3VLForConditionalGeneration", rope_parameters=rope, **settings)
+    with_head_norms(folder, ("q_norm", HEAD), ("k_norm", HEAD))
+    folder.tensors["lm_head.weight"] = values((304, DIM), 99)
+    vision: dict[str, Any] = {
+        "depth": 1,
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_heads": 2,
+        "out_hidden_size": DIM,
+    }
+    vision |= {"deepstack_visual_indexes": [0], "num_position_embeddings": 4}
+    return with_text_part(folder, model_type="qwen3_vl", vision_config=vision, tie_word_embeddings=False)
+
+
+def ministral3(path: Path, **config: Any) -> Folder:
+    """Make a folder of the text part of Ministral 3, whose scores grow after the original context."""
+    rope = {
+        "rope_type": "yarn",
+        "rope_theta": 1e6,
+        "factor": 4.0,
+        "original_max_position_embeddings": CONTEXT,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "llama_4_scaling_beta": 0.1,
+    }
+    settings = {"head_dim": HEAD, "pad_token_id": 0, "max_position_embeddings": 4 * CONTEXT, **config}
+    return llama(path, "Ministral3ForCausalLM", model_type="ministral3", rope_parameters=rope, **settings)
+
+
+def minicpm(path: Path, **config: Any) -> Folder:
+    """Make a folder of MiniCPM, with factors of embeddings, additions and logits."""
+    factors = {"scale_emb": 12.0, "scale_depth": 0.5, "dim_model_base": 8}
+    return llama(path, "MiniCPMForCausalLM", model_type="minicpm", **{**factors, **config})
+
+
 RECORDED: dict[str, Callable[[Path], Folder]] = {
     "smollm3": smollm3,
     "granite": granite,
     "olmo2": olmo2,
     "olmo3": olmo3,
+    "qwen3_vl": qwen3_vl,
+    "ministral3": ministral3,
     "phi3": phi3,
     "phi3, part of heads rotates, window": partial(phi3, partial_rotary_factor=0.5, sliding_window=9),
     "phi3, LongRoPE": partial(phi3, **long_rope(HEAD)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -318,9 +319,11 @@ RECORDED: dict[str, Callable[[Path], Folder]] = {
 def logits_of_transformers(folder: Path) -> Values:
     """Return the logits of transformers after some tokens of a prompt, ``[len(ROWS), vocab]``."""
     import torch
-    from transformers import AutoModelForCausalLM
+    import transformers
 
-    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").float().eval()
+    name = json.loads((folder / "config.json").read_text())["architectures"][0]
+    made = getattr(transformers, name).from_pretrained(folder, attn_implementation="eager")
+    model = made.float().eval()
     with torch.no_grad():
         logits: Values = model(torch.tensor(IDS[None].astype(np.int64))).logits[0, ROWS].numpy()
     return logits

@@ -22,12 +22,16 @@ Array: TypeAlias = npt.NDArray[np.float64]
 GEMMA = ("gemma3", "gemma-embedding")
 BERT = ("bert", "nomic-bert", "jina-bert-v2")
 ENCODERS = (*BERT, "modern-bert", "eurobert")
-LAYER_NORM = (*BERT, "modern-bert")
-EXACT_GELU = ("bert", "modern-bert", "jina-bert-v2")
+BIASED = ("gpt2", "gptneox", "starcoder2", "phi2")
+LAYER_NORM = (*BERT, "modern-bert", *BIASED, "stablelm", "cohere2")
+EXACT_GELU = ("bert", "modern-bert", "jina-bert-v2", "gptneox")
+TANH_GELU = (*GEMMA, "gpt2", "starcoder2", "phi2")
+PARALLEL = ("phi2", "cohere2")  # with one norm for both blocks
+WITHOUT_ROTATION = ("bert", "jina-bert-v2", "gpt2")
 NORMS_ROWS_OF_QK = ("olmo2", "olmoe", "jina-bert-v2")  # all heads of a token together
 ROTATES_HALVES = (
     *("qwen2", "qwen3", "phi3", "hunyuan-dense", "olmo2", "exaone4", "lfm2", "falcon-h1", "qwen35"),
-    *("qwen3moe", "olmoe", "lfm2moe"),
+    *("qwen3vl", "qwen3moe", "olmoe", "lfm2moe", "gptneox", "starcoder2", "phi2", "stablelm"),
     *("nomic-bert", "modern-bert", "eurobert", *GEMMA),
 )
 
@@ -168,13 +172,18 @@ class ReferenceModel:
             stream = self._normed(layer, "attn_output_norm", stream)
             if f"blk.{layer}.attn_norm_2.weight" in self.tensors:
                 stream = self._normed(layer, "attn_norm_2", x + stream)
+            feed_forward_input = x if self._is_parallel() else stream
             x = stream
             if any(f"blk.{layer}.{name}.weight" in self.tensors for name in ("ffn_up", "ffn_up_exps")):
-                x = x + added * self._normed(layer, "post_ffw_norm", self._feed_forward(layer, x))
+                x = x + added * self._normed(
+                    layer, "post_ffw_norm", self._feed_forward(layer, feed_forward_input)
+                )
             x = self._normed(layer, "layer_output_norm", x)
         head = self.tensors.get("output.weight", self.tensors["token_embd.weight"])
         hidden = self._norm("token_embd_norm" if self.architecture.startswith("lfm2") else "output_norm", x)
-        logits = hidden @ head.T / self.scale["logit_scale"]
+        scale = self.scale["logit_scale"]
+        scale = scale if self.architecture == "cohere2" else 1 / scale
+        logits = scale * (hidden @ head.T) + self.tensors.get("output.bias", 0.0)
         if self.architecture in ENCODERS:
             logits = np.empty((len(x), 0))
         return Result(logits, x, hidden, keys, values, products, states)
@@ -333,8 +342,14 @@ class ReferenceModel:
             return float(2.0 ** (-8.0 * (head + 1) / whole))
         return float(2.0 ** (-8.0 * (2 * (head - whole) + 1) / (2 * whole)))
 
+    def _is_parallel(self) -> bool:
+        """Whether attention and feed-forward of a layer read the same input."""
+        stated: bool = self._key("use_parallel_residual", self.architecture in PARALLEL)
+        return stated
+
     def _feed_forward(self, layer: int, x: Array) -> Array:
-        name = "post_attention_norm" if self.architecture == "qwen35" else "ffn_norm"
+        names = {"qwen35": "post_attention_norm", **dict.fromkeys(PARALLEL, "attn_norm")}
+        name = names.get(self.architecture, "ffn_norm")
         h = self._normed(layer, name, x)
         if f"blk.{layer}.ffn_gate_inp.weight" in self.tensors:
             return self._experts(layer, h)
@@ -379,7 +394,7 @@ class ReferenceModel:
         if self.architecture in EXACT_GELU and stated in ("", "gelu"):
             exact: Array = 0.5 * x * (1 + np.vectorize(math.erf)(x / math.sqrt(2)))
             return exact
-        if self.architecture in GEMMA or stated == "gelu_pytorch_tanh":
+        if self.architecture in TANH_GELU or stated == "gelu_pytorch_tanh":
             inner = math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)
             approximate: Array = 0.5 * x * (1 + np.tanh(inner))
             return approximate
@@ -392,11 +407,9 @@ class ReferenceModel:
 
     def _rotated(self, layer: int, x: Array) -> Array:
         """Rotary embedding of ``[n, heads, key_dim]`` at positions 0 to n."""
-        if self.architecture in ("bert", "jina-bert-v2") or (
-            self.architecture == "smollm3" and layer % 4 == 3
-        ):
+        if self.architecture in WITHOUT_ROTATION or (self.architecture == "smollm3" and layer % 4 == 3):
             return x
-        if self.architecture == "exaone4" and self._window and not self._is_windowed(layer):
+        if self.architecture in ("exaone4", "cohere2") and self._window and not self._is_windowed(layer):
             return x
         if self.architecture.startswith("granite") and not self._key("rope.scaling.finetuned", True):
             return x
@@ -446,10 +459,13 @@ class ReferenceModel:
         high = min(math.ceil(pair_of(1.0)), self.rope_dim - 1)
         interpolated = np.clip((pairs - low) / max(high - low, 0.001), 0, 1)
         blended = frequencies * (1 - interpolated) + frequencies / factor * interpolated
-        return blended, 1 + 0.1 * math.log(factor)
+        multiplier = self._key("rope.scaling.yarn_log_multiplier", 0.0)
+        return blended, (1 + 0.1 * math.log(factor)) / (1 + 0.1 * multiplier * math.log(factor))
 
     def _is_windowed(self, layer: int) -> bool:
-        if self.architecture in ("exaone4", "olmo2"):
+        if self.architecture == "starcoder2":
+            return self._window > 0
+        if self.architecture in ("exaone4", "olmo2", "cohere2"):
             return self._window > 0 and layer % 4 != 3
         if self.architecture == "modern-bert":
             return layer % 3 != 0
@@ -471,8 +487,12 @@ class ReferenceModel:
         for layer in range(self.n_layers):
             parts: dict[str, Array] = {}
             qkv = None if self._is_delta(layer) else self.tensors.pop(f"blk.{layer}.attn_qkv.weight", None)
+            names = ("attn_q", "attn_k", "attn_v")
             if qkv is not None:
-                parts |= dict(zip(("attn_q", "attn_k", "attn_v"), np.split(qkv, [q, q + k]), strict=True))
+                parts |= dict(zip(names, np.split(qkv, [q, q + k]), strict=True))
+            if (bias := self.tensors.pop(f"blk.{layer}.attn_qkv.bias", None)) is not None:
+                for name, values in zip(names, np.split(bias, [q, q + k]), strict=True):
+                    self.tensors[f"blk.{layer}.{name}.bias"] = values
             gate_up = self.tensors.get(f"blk.{layer}.ffn_up.weight")
             if gate_up is not None and len(gate_up) == 2 * ffn:
                 order = ("ffn_gate", "ffn_up")

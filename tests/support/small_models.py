@@ -6,6 +6,7 @@ Weights are random, scaled so that attention spreads over earlier tokens and act
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
@@ -62,6 +63,8 @@ class SmallModel:
         Biases of q, k and v, if optional in the architecture.
     all_biases
         Biases of all projections, if optional in the architecture.
+    parallel
+        Whether attention and feed-forward read the same input, if optional in the architecture.
     all_norms
         Norms of q and k, and further norms, if optional in the architecture.
     fused
@@ -90,6 +93,7 @@ class SmallModel:
     window: int | None = None
     qkv_bias: bool = False
     all_biases: bool = False
+    parallel: bool = True
     all_norms: bool = False
     position_bias: bool = False
     fused: bool = True
@@ -267,6 +271,34 @@ MODELS: dict[str, SmallModel] = {
     "phi3, long rope": SmallModel(
         architecture="phi3", dim=128, kv_heads=4, rope_scaling="longrope", original_context=64
     ),
+    "minicpm": SmallModel(architecture="minicpm", scales=_GRANITE_SCALES[:3]),
+    "minicpm, long rope": SmallModel(
+        architecture="minicpm", scales=_GRANITE_SCALES[:3], rope_scaling="longrope", original_context=64
+    ),
+    "mistral3": SmallModel(
+        architecture="mistral3",
+        key_dim=64,
+        rope_scaling="yarn",
+        context=4096,
+        original_context=1024,
+        scales=(("attention.temperature_scale", 0.1), ("rope.scaling.yarn_log_multiplier", 1.0)),
+    ),
+    "qwen3vl": SmallModel(architecture="qwen3vl", key_dim=48),
+    "gpt2": SmallModel(architecture="gpt2", dim=128, kv_heads=4),
+    "gptneox": SmallModel(architecture="gptneox", dim=128, kv_heads=4, rope_dim=8, output="Q8_0"),
+    "gptneox, blocks in sequence": SmallModel(
+        architecture="gptneox", layers=3, dim=96, kv_heads=4, key_dim=24, output="Q8_0", parallel=False
+    ),
+    "starcoder2": SmallModel(architecture="starcoder2", dim=128),
+    "starcoder2, windows": SmallModel(architecture="starcoder2", dim=128, window=16),
+    "phi2": SmallModel(architecture="phi2", dim=128, kv_heads=4, rope_dim=12, vocab=323, output="Q8_0"),
+    "stablelm": SmallModel(architecture="stablelm", dim=128, rope_dim=8, output="Q8_0"),
+    "stablelm, biases": SmallModel(
+        architecture="stablelm", dim=128, rope_dim=8, output="Q8_0", qkv_bias=True
+    ),
+    "cohere2": SmallModel(
+        architecture="cohere2", layers=5, dim=128, window=16, scales=(("logit_scale", 0.25),)
+    ),
     "lfm2": SmallModel(architecture="lfm2", layers=4, dim=128, rope_base=1e6, conv_layers=(0, 1, 3)),
     "lfm2, attention last": SmallModel(architecture="lfm2", layers=3, dim=96, key_dim=24, conv_layers=(0, 1)),
     "lfm2, four taps, odd dimensions": SmallModel(
@@ -427,6 +459,7 @@ def write(path: str | Path, model: SmallModel) -> Path:
 
 _QKV, _GATE_UP = ("attn_qkv", ("attn_q", "attn_k", "attn_v")), ("ffn_up", ("ffn_gate", "ffn_up"))
 FUSED = {
+    **dict.fromkeys(("gpt2", "gptneox"), (_QKV,)),
     "phi3": (_QKV, _GATE_UP),
     "nomic-bert": (_QKV,),
     "jina-bert-v2": (_GATE_UP,),
@@ -443,14 +476,16 @@ def _fused(
     """Stack matrices of a layer in one tensor, as some architectures do."""
     found = {tensor.name: tensor for tensor in tensors}
     for layer in sorted({name.split(".")[1] for name in found if name.startswith("blk.")}):
-        for name, parts in fused:
-            names = [f"blk.{layer}.{part}.weight" for part in parts]
+        for (name, parts), end in itertools.product(fused, ("weight", "bias")):
+            names = [f"blk.{layer}.{part}.{end}" for part in parts]
+            if names[0] not in found:
+                continue
             rows = sum(found[part].shape[0] for part in names)
             first = found[names[0]]
             values = np.concatenate([data.pop(part) for part in names])
             for part in names:
                 del found[part]
-            whole = replace(first, name=f"blk.{layer}.{name}.weight", shape=(rows, first.shape[1]))
+            whole = replace(first, name=f"blk.{layer}.{name}.{end}", shape=(rows, *first.shape[1:]))
             found[whole.name], data[whole.name] = whole, values
     return list(found.values())
 
@@ -477,6 +512,7 @@ def _shape(model: SmallModel) -> ModelShape:
         window=model.window,
         qkv_bias=model.qkv_bias,
         all_biases=model.all_biases,
+        parallel=model.parallel,
         all_norms=model.all_norms,
         position_bias=model.position_bias,
         original_context=model.original_context,
@@ -507,7 +543,7 @@ _OUTSIDE = (
     *("token_embd.weight", "output_norm.weight", "output.weight"),
     *("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"),
     *("token_types.weight", "position_embd.weight", "token_embd_norm.weight", "token_embd_norm.bias"),
-    "attn_rel_b.weight",
+    *("attn_rel_b.weight", "output_norm.bias", "output.bias"),
 )
 _ROLES = (Role.MATRIX, Role.NORM, Role.BIAS, Role.FILTER, Role.DECAY, Role.STEP)
 _HEADS = ("dense_2.weight", "dense_3.weight", "cls.output.weight")

@@ -17,6 +17,8 @@ _ENCODER_SIZE = {**_SIZE, "kv_heads": 2, "context": 64}
 
 TINY_MODELS = {
     "gemma3": replace(MODELS["gemma3"], layers=2, **_SIZE),
+    "gptneox": replace(MODELS["gptneox"], layers=1, **_SIZE),
+    "phi2": replace(MODELS["phi2"], layers=1, **_SIZE),
     "lfm2": replace(MODELS["lfm2"], layers=2, conv_layers=(0,), **_SIZE),
     "mamba2": replace(MODELS["mamba2"], layers=1, dim=32, vocab=VOCAB, scan=ScanShape(32, 8, 2)),
     "falcon-h1": replace(MODELS["falcon-h1"], layers=1, scan=ScanShape(32, 8, 4, groups=2), **_SIZE),

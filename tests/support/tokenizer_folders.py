@@ -18,6 +18,12 @@ Json = dict[str, Any]
 _SPACES = {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"}
 _BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 _TEXTS = [VERSE, VERSE.lower(), "0 1 2 3 4 5 6 7 8 9 the king is dead, long live! a-b_c", "\u00e9 \u00fc"]
+# The pattern of Mistral's models since Nemo, as published.
+TEKKEN_PATTERN = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 
 
 def _trained(tokenizer: Tokenizer, size: int, special: list[str], alphabet: list[str]) -> Json:

@@ -412,8 +412,8 @@ def test_an_invalid_vocabulary_is_named(tmp_path: Path, changes: dict[str, Any],
             "tokenizer model rwkv is not supported; supported are gpt2, llama, bert, t5",
         ),
         (
-            {PRE: entry(PRE, STRING, text("tekken"))},
-            "pre-tokenizer tekken is not supported; supported are default",
+            {PRE: entry(PRE, STRING, text("deepseek-llm"))},
+            "pre-tokenizer deepseek-llm is not supported; supported are default",
         ),
     ],
 )

@@ -33,6 +33,11 @@ MODEL_TYPES = {  # where transformers has another name
     "lfm2moe": "lfm2_moe",
     "falcon-h1": "falcon_h1",
     "qwen35": "qwen3_5_text",
+    "gptneox": "gpt_neox",
+    "phi2": "phi",
+    "minicpm": "granite",  # transformers has no class of it
+    "mistral3": "ministral3",
+    "qwen3vl": "qwen3",
 }
 
 NAMES = {
@@ -115,7 +120,50 @@ _LFM2 = NAMES | {
     "ffn_up": "feed_forward.w3",
     "ffn_down": "feed_forward.w2",
 }
+# Names in `NAMES` and those of classes with others.
+RENAMED = {
+    "mamba2": {
+        "model.embed_tokens": "backbone.embeddings",
+        "model.norm": "backbone.norm_f",
+        "model.layers": "backbone.layers",
+    },
+    "gpt2": {
+        "model.embed_tokens": "transformer.wte",
+        "model.norm": "transformer.ln_f",
+        "model.layers": "transformer.h",
+    },
+    "gptneox": {
+        "model.embed_tokens": "gpt_neox.embed_in",
+        "model.norm": "gpt_neox.final_layer_norm",
+        "model.layers": "gpt_neox.layers",
+    },
+}
 ARCHITECTURE_NAMES = {
+    "gpt2": NAMES
+    | {
+        "position_embd": "transformer.wpe",
+        "attn_norm": "ln_1",
+        "attn_qkv": "attn.c_attn",
+        "attn_output": "attn.c_proj",
+        "ffn_norm": "ln_2",
+        "ffn_up": "mlp.c_fc",
+        "ffn_down": "mlp.c_proj",
+    },
+    "starcoder2": NAMES | {"ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"},
+    "phi2": NAMES
+    | {
+        "output_norm": "model.final_layernorm",
+        "attn_output": "self_attn.dense",
+        "ffn_up": "mlp.fc1",
+        "ffn_down": "mlp.fc2",
+    },
+    "gptneox": NAMES
+    | {
+        "attn_qkv": "attention.query_key_value",
+        "attn_output": "attention.dense",
+        "ffn_up": "mlp.dense_h_to_4h",
+        "ffn_down": "mlp.dense_4h_to_h",
+    },
     "mamba2": NAMES | {"attn_norm": "norm"} | {name: f"mixer.{other}" for name, other in SCAN.items()},
     "granitemoe": NAMES | _GRANITE_EXPERTS,
     "granitehybrid": HYBRID
@@ -183,17 +231,28 @@ def config_of(path: Path, model: SmallModel) -> transformers.PreTrainedConfig:
         "attn_implementation": "eager",
         **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id")),
     }
+    if model.architecture in ("gpt2", "gptneox", "starcoder2", "phi2", "stablelm", "cohere2"):
+        epsilons = ("layer_norm_eps", "layer_norm_epsilon", "norm_epsilon")
+        settings |= dict.fromkeys(epsilons, model.norm_eps)
+        settings["use_qkv_bias"] = model.qkv_bias
+        settings["logit_scale"] = dict(model.scales).get("logit_scale", 1.0)
+        settings["sliding_window"] = model.window
+        settings["n_inner"] = model.ffn
+        settings["use_parallel_residual"] = model.parallel and model.architecture == "gptneox"
+        rope["partial_rotary_factor"] = (model.rope_dim or model.key_dim) / model.key_dim
     if model.rope_scaling == "longrope":
         settings["original_max_position_embeddings"] = model.original_context
     if model.architecture in ("llama", "granite", "granitemoe", "granitehybrid"):
         settings["attention_bias"] = model.qkv_bias
         settings["mlp_bias"] = model.all_biases
-    if model.architecture in ("granite", "granitemoe", "granitehybrid"):
+    if model.architecture in ("granite", "granitemoe", "granitehybrid", "minicpm"):
         scales = dict(model.scales)
         settings["embedding_multiplier"] = scales.get("embedding_scale", 1.0)
         settings["residual_multiplier"] = scales.get("residual_scale", 1.0)
         settings["logits_scaling"] = scales.get("logit_scale", 1.0)
         settings["attention_multiplier"] = scales.get("attention.scale", model.key_dim**-0.5)
+    if model.architecture == "mistral3":
+        rope |= {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1}
     if model.architecture == "exaone4":
         kinds = [
             "sliding_attention" if model.window and i % 4 != 3 else "full_attention"
@@ -317,11 +376,23 @@ def weights_of(path: Path, model: SmallModel) -> Iterator[tuple[str, torch.Tenso
             continue
         prefix = f"model.layers.{layer[1]}." if layer else ""
         data = np.array(tensor.data, dtype=np.float32)
-        rotates_neighbours = model.architecture in ("llama", "smollm3", "granite", "granitemoe")
+        rotates_neighbours = model.architecture in (
+            "llama",
+            "smollm3",
+            "granite",
+            "granitemoe",
+            "minicpm",
+            "mistral3",
+        )
         if part in ("attn_q", "attn_k") and rotates_neighbours:
             # The values of a rotated pair are neighbours in the file, and half a head away in transformers.
             pairs = data.reshape(-1, model.key_dim // 2, 2, *data.shape[1:])
             data = pairs.swapaxes(1, 2).reshape(data.shape)
+        if model.architecture == "gpt2" and data.ndim == 2 and layer:
+            data = np.ascontiguousarray(data.T)
+        if model.architecture == "gptneox" and part == "attn_qkv":  # those of each head together
+            heads = data.reshape(3, model.heads, -1, *data.shape[1:])
+            data = np.ascontiguousarray(heads.swapaxes(0, 1)).reshape(data.shape)
         if model.architecture in GEMMA and "norm" in part:
             data = data - 1  # transformers adds it
         if model.architecture == "qwen35" and model.scan is not None:
@@ -343,10 +414,10 @@ def weights_of(path: Path, model: SmallModel) -> Iterator[tuple[str, torch.Tenso
             yield name, torch.from_numpy(data)
 
 
-def _of_mamba(name: str) -> str:
-    for other, own in (("model.embed_tokens", "backbone.embeddings"), ("model.norm", "backbone.norm_f")):
+def _renamed(model: SmallModel, name: str) -> str:
+    for other, own in RENAMED.get(model.architecture, {}).items():
         name = name.replace(other, own)
-    return name.replace("model.layers", "backbone.layers")
+    return name
 
 
 def load(path: Path, model: SmallModel) -> transformers.PreTrainedModel:
@@ -363,8 +434,7 @@ def load(path: Path, model: SmallModel) -> transformers.PreTrainedModel:
         gate_up = [weights.pop(name), weights.pop(f"{stem}up_proj.weight")]
         weights[f"{stem}gate_up_proj"] = torch.cat(gate_up, dim=1)
         weights[f"{stem}down_proj"] = weights.pop(f"{stem}down_proj.weight")
-    if model.architecture == "mamba2":
-        weights = {_of_mamba(name): value for name, value in weights.items()}
+    weights = {_renamed(model, name): value for name, value in weights.items()}
     if (
         model.architecture in ("llama", "granite", "granitemoe", "granitehybrid")
         and model.qkv_bias

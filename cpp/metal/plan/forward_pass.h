@@ -202,9 +202,10 @@ class ForwardPass {
   // Adds a block's output to the residual stream.
   void add_residual(const Pass& pass, const BlockOutput& output, const View& x, const View& residual,
                     const Rows& rows) const;
+  void feed_forward(const Pass& pass, int layer, const Rows& rows) const;
   // `input` is x if the norm is part of the products.
-  void feed_forward(const Pass& pass, const Dense& w, const Norm& norm, const View& input, const View& x,
-                    const Rows& rows) const;
+  void dense(const Pass& pass, const Dense& w, const Norm& norm, const View& input, const View& x,
+             const Rows& rows) const;
   void experts(const Pass& pass, const Layer& w, const View& x, const Rows& rows) const;
   void head(const Pass& pass, const Rows& rows, const View& logits) const;
   void score(const Pass& pass) const;
@@ -223,6 +224,7 @@ class ForwardPass {
   View position_bias_;
   Norm embedding_norm_;
   std::vector<Projection> output_;  // one; none in an encoder
+  View output_bias_;                // null: there is none
   Norm output_norm_;
   Norm head_norm_;  // the same with the scale of the logits
   std::vector<Layer> layers_;

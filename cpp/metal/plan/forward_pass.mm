@@ -60,6 +60,7 @@ void ForwardPass::embed(const Pass& pass) const {
 void ForwardPass::encode_layer(Pass& pass, int layer, const Part& wanted) const {
   const Rows& rows = wanted.rows;
   project_in(pass, layer);
+  if (config_.parallel) feed_forward(pass, layer, rows);  // which reads x before attention adds to it
   switch (config_.kind(layer)) {
     case LayerKind::kAttention:
       attention(pass, layer, wanted);
@@ -75,6 +76,10 @@ void ForwardPass::encode_layer(Pass& pass, int layer, const Part& wanted) const 
       gated_delta(pass, layer, rows);
       break;
   }
+  if (!config_.parallel) feed_forward(pass, layer, rows);
+}
+
+void ForwardPass::feed_forward(const Pass& pass, int layer, const Rows& rows) const {
   if (rows.count == 0) return;
   const Layer& w = layers_[std::size_t(layer)];
   const View x = pass.a.x.row(std::size_t(rows.first), config_.dim);
@@ -82,8 +87,8 @@ void ForwardPass::encode_layer(Pass& pass, int layer, const Part& wanted) const 
     case FeedForwardKind::kNone:
       break;
     case FeedForwardKind::kDense:
-      feed_forward(pass, w.dense, w.ffn_norm,
-                   input_of_projections(pass.e, w.ffn_norm, x, pass.a.normed, rows), x, rows);
+      dense(pass, w.dense, w.ffn_norm, input_of_projections(pass.e, w.ffn_norm, x, pass.a.normed, rows), x,
+            rows);
       break;
     case FeedForwardKind::kExperts:
       experts(pass, w, x, rows);
@@ -265,8 +270,8 @@ void ForwardPass::norm_rows_of_qk(const Pass& pass, int layer) const {
   if (w.k_norm.weight) ops::norm_in_place(pass.e, w.k_norm, w.k_bias, {k, row.stride}, pass.all.rows.count);
 }
 
-void ForwardPass::feed_forward(const Pass& pass, const Dense& w, const Norm& norm, const View& input,
-                               const View& x, const Rows& rows) const {
+void ForwardPass::dense(const Pass& pass, const Dense& w, const Norm& norm, const View& input, const View& x,
+                        const Rows& rows) const {
   Encoder& e = pass.e;
   const Activations& a = pass.a;
   const bool few = rows.path == Path::kFewTokens;
@@ -304,7 +309,7 @@ void ForwardPass::experts(const Pass& pass, const Layer& w, const View& x, const
     ops::matmul_experts_swiglu(e, w.experts_gate_up, input, a.routes, a.expert_ffn, n, activation_);
     ops::matmul_experts(e, w.experts_down, a.expert_ffn, a.routes, a.expert_out, n);
   }
-  if (!w.dense.gate_up.empty()) feed_forward(pass, w.dense, {}, input, x, rows);
+  if (!w.dense.gate_up.empty()) dense(pass, w.dense, {}, input, x, rows);
   ops::add_experts(e, a.routes, a.expert_out, x, config_.dim, n);
 }
 
@@ -364,6 +369,7 @@ void ForwardPass::head(const Pass& pass, const Rows& rows, const View& logits) c
   const View input = normalized(pass.e, head_norm_, x, pass.a.normed, rows);
   for (const Projection& w : output_)
     project(pass.e, w, input, {logits, config_.vocab_size}, rows, Write::kStore);
+  if (output_bias_) ops::add_bias(pass.e, output_bias_, logits, config_.vocab_size, rows.count);
 }
 
 void ForwardPass::score(const Pass& pass) const {

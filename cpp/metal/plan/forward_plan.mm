@@ -80,7 +80,7 @@ ForwardPass::ForwardPass(const Tuning& tuning, const Model& model, const EngineO
       embedding_(projection(model.token_embedding, weights)),
       embedding_norm_(
           norm_of(model.embedding_norm, model.embedding_norm_bias, config_.stream_eps(), weights)),
-      output_norm_(norm_of(model.output_norm, {}, config_.stream_eps(), weights)),
+      output_norm_(norm_of(model.output_norm, model.output_norm_bias, config_.stream_eps(), weights)),
       head_norm_(output_norm_),
       norms_stream_(!model.layers.empty() && model.layers[0].attn_residual_norm),
       qkv_dim_(config_.n_heads * config_.query_step() +
@@ -106,12 +106,16 @@ ForwardPass::ForwardPass(const Tuning& tuning, const Model& model, const EngineO
   if (config_.max_alibi_bias > 0 && config_.causal)
     throw UnsupportedModelError("the Metal engine has ALiBi in encoders alone: use device='cpu'");
   if (model.output) output_.push_back(projection(model.output, weights));
+  if (model.output_bias) output_bias_ = weights.view(model.output_bias);
   if (model.position_embedding) position_embedding_ = projection(model.position_embedding, weights);
   if (model.position_bias) position_bias_ = weights.view(model.position_bias);
   if (model.token_types) token_types_ = projection(model.token_types, weights);
-  if (config_.logit_scale != 1.0f)
-    head_norm_.weight = weights.concatenate(BufferName::kHeadNorm, {{{&model.output_norm, config_.dim}}},
-                                            config_.logit_scale);
+  if (config_.logit_scale != 1.0f) {
+    const Tensor &norm = model.output_norm, &bias = model.output_norm_bias;
+    head_norm_.weight = weights.concatenate(
+        BufferName::kHeadNorm, {{{&norm, config_.dim}, {&bias, config_.dim}}}, config_.logit_scale);
+    if (bias) head_norm_.bias = head_norm_.weight.row(1, config_.dim);
+  }
   for (int layer = 0; layer < config_.n_layers; ++layer)
     layers_.push_back(layer_of(config_.kind(layer), model.layers[std::size_t(layer)], weights));
 }
@@ -151,8 +155,8 @@ ForwardPass::Layer ForwardPass::layer_of(LayerKind kind, const LayerWeights& w, 
                                    &w.delta_qkv, &w.delta_alpha, &w.delta_beta};
   const std::array<const Tensor*, 3> qkv = {&w.wq, &w.wk, &w.wv};
   in.insert(projected_row(kind).qkv > 0 ? in.end() : in.begin(), qkv.begin(), qkv.end());
-  Layer layer = {.attn_norm = norm(w.attn_norm, stream_eps),
-                 .ffn_norm = norm(w.ffn_norm, stream_eps),
+  Layer layer = {.attn_norm = norm_of(w.attn_norm, w.attn_norm_bias, stream_eps, weights),
+                 .ffn_norm = norm_of(w.ffn_norm, w.ffn_norm_bias, stream_eps, weights),
                  .q_norm = norm_of(w.q_norm, w.q_norm_bias, eps, weights),
                  .k_norm = norm_of(w.k_norm, w.k_norm_bias, eps, weights),
                  .q_bias = {},

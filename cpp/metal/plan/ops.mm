@@ -78,9 +78,9 @@ void layernorm_twice(Encoder& e, const Norm& first, const View& addend, const No
 }
 
 void add_bias(Encoder& e, const View& bias, const View& x, int dim, int tokens) {
-  const std::size_t columns = std::size_t(dim) / 4, threads = allowed_threads(e, Kernel::kAddBias, 256);
+  const std::size_t threads = allowed_threads(e, Kernel::kAddBias, 256);
   e.dispatch(Kernel::kAddBias, {bias, x}, AddBiasArgs{u32_t(dim)},
-             {.x = ceil_div(columns, threads), .y = std::size_t(tokens), .threads = threads});
+             {.x = ceil_div(std::size_t(dim), threads), .y = std::size_t(tokens), .threads = threads});
 }
 
 void norm_in_place(Encoder& e, const Norm& norm, const View& addend, const StridedRows& rows, int tokens) {

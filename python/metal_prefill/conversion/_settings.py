@@ -40,6 +40,23 @@ def interleaved(config: Fields, name: str, values: Values) -> Values:
     return np.ascontiguousarray(pairs).reshape(values.shape)
 
 
+TRANSPOSED = r"blk\.\d+\.(attn_qkv|attn_output|ffn_up|ffn_down)\.weight"  # in GPT-2
+
+
+def transposed(config: Fields, name: str, values: Values) -> Values:
+    """Return a matrix with the columns as rows."""
+    return values.T
+
+
+def heads_last(config: Fields, name: str, values: Values) -> Values:
+    """Reorder the rows of q, k and v, of which a folder has those of each head together."""
+    heads = config.integer("num_attention_heads")
+    if len(values) % (3 * heads):
+        raise config.error(f"{name} has {len(values)} rows, which {heads} heads of q, k and v do not divide")
+    parts = values.reshape(heads, 3, -1, *values.shape[1:]).swapaxes(0, 1)
+    return np.ascontiguousarray(parts).reshape(values.shape)
+
+
 def plus_one(config: Fields, name: str, values: Values) -> Values:
     """Return the factors of a norm that are stored as their differences from 1."""
     return values + 1
@@ -160,10 +177,7 @@ def smollm3(config: Fields) -> dict[str, Any]:
 def phi3(config: Fields) -> dict[str, Any]:
     """Return the metadata of the rotation of a part of a head, and of LongRoPE if there is any."""
     rope = _rope(config)
-    part = rope.number("partial_rotary_factor", default=config.number("partial_rotary_factor", default=1.0))
-    if part > 1:
-        raise config.error(f"partial_rotary_factor is {part}, must be at most 1")
-    found: dict[str, Any] = {"rope.dimension_count": int(_head_width(config) * part)}
+    found = _rotated_part(config, rope, "partial_rotary_factor", 1.0)
     if not _has_long_rope(config):
         return found | rope_scaling(config, ("default",))
     if rope.has("rope_theta"):
@@ -200,6 +214,58 @@ def long_rope_factors(config: Fields) -> dict[str, Values]:
             raise rope.error(f"{name} must have positive finite numbers")
         found[f"rope_factors_{kind}.weight"] = np.array(factors, np.float32)
     return found
+
+
+def _rotated_part(config: Fields, rope: Fields, name: str, default: float) -> dict[str, Any]:
+    """Return the number of rotated dimensions of a head, from a part of its width."""
+    part = rope.number("partial_rotary_factor", default=config.number(name, default=default))
+    if part > 1:
+        raise config.error(f"{name} is {part}, must be at most 1")
+    return {"rope.dimension_count": int(_head_width(config) * part)}
+
+
+def gpt2(config: Fields) -> dict[str, Any]:
+    """Return the inner width of the feed-forward, and its activation."""
+    return {
+        "feed_forward_length": config.integer("n_inner", default=4 * config.integer("n_embd")),
+        "hidden_activation": config.string("activation_function", default="gelu_new"),
+    }
+
+
+def gpt_neox(config: Fields) -> dict[str, Any]:
+    """Return the rotation of a part of a head, the activation, and whether blocks of a layer are parallel."""
+    return {
+        **_rotated_part(config, _rope(config), "rotary_pct", 0.25),
+        **rope_scaling(config),
+        "hidden_activation": config.string("hidden_act", default="gelu"),
+        "use_parallel_residual": config.boolean("use_parallel_residual", default=True),
+    }
+
+
+def starcoder2(config: Fields) -> dict[str, Any]:
+    """Return the metadata of the rotation, the window of all layers if there is one, and the activation."""
+    window = _window(config) if config.has("sliding_window") else {}
+    activation = config.string("hidden_act", default="gelu_pytorch_tanh")
+    return {**rope_scaling(config), **window, "hidden_activation": activation}
+
+
+def phi2(config: Fields) -> dict[str, Any]:
+    """Return the rotation of a part of a head, and the activation."""
+    return {
+        **_rotated_part(config, _rope(config), "partial_rotary_factor", 0.5),
+        **rope_scaling(config),
+        "hidden_activation": config.string("hidden_act", default="gelu_new"),
+    }
+
+
+def stablelm(config: Fields) -> dict[str, Any]:
+    """Return the rotation of a part of a head."""
+    return _rotated_part(config, _rope(config), "partial_rotary_factor", 0.25) | rope_scaling(config)
+
+
+def cohere2(config: Fields) -> dict[str, Any]:
+    """Return the metadata of the rotation, and the layers with a window, which are those that rotate."""
+    return rope_scaling(config) | _layers_with_window(config, 4)
 
 
 def eurobert(config: Fields) -> dict[str, Any]:
@@ -397,6 +463,27 @@ _WINDOW = 4096  # of classes in transformers whose configuration has no field fo
 def mistral(config: Fields) -> dict[str, Any]:
     """Return the metadata of the rotation, and the window of all layers, if there is one."""
     return rope_scaling_or_factors(config) | _window(config)
+
+
+def ministral3(config: Fields) -> dict[str, Any]:
+    """Return the metadata of the rotation, the growth of scores with the position, and the window."""
+    found = rope_scaling(config) | (_window(config) if config.has("sliding_window") else {})
+    rope = _rope(config)
+    if rope.has("llama_4_scaling_beta"):
+        found["attention.temperature_scale"] = rope.number("llama_4_scaling_beta")
+        found["rope.scaling.original_context_length"] = _original_context(config, rope)
+    return found
+
+
+def minicpm(config: Fields) -> dict[str, Any]:
+    """Return factors of embeddings, additions to the residual stream and logits, and the rotation."""
+    width = config.integer("hidden_size")
+    return {
+        **phi3(config),
+        "embedding_scale": config.number("scale_emb", default=1.0),
+        "residual_scale": config.number("scale_depth", default=1.0) / math.sqrt(config.layers()),
+        "logit_scale": width / config.number("dim_model_base", default=1.0),
+    }
 
 
 def qwen(config: Fields) -> dict[str, Any]:

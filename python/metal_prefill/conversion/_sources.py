@@ -28,6 +28,7 @@ TASKS: dict[str, Task] = {
     "ForSequenceClassification": "sequence",
     "ForTokenClassification": "tokens",
     "ForCausalLM": "causal",
+    "LMHeadModel": "causal",
     "ForConditionalGeneration": "causal",
     "ForMaskedLM": "body",
     "ForPreTraining": "body",
@@ -280,6 +281,50 @@ _GTE = Source(
     },
     more=_settings.gte,
 )
+_OF_DECODERS = {
+    "causal": {"lm_head": "output"},
+    "sequence": {"score": "cls.output"},
+    "tokens": {"score": "cls.output"},
+}
+_ROTATED_WITH_LAYER_NORM = {
+    **SHAPE,
+    **{key: name for key, name in DECODER.items() if key != "attention.layer_norm_rms_epsilon"},
+    "attention.layer_norm_epsilon": _float("layer_norm_eps", default=1e-5),
+}
+# Masks that old files of GPT-2 and GPT-NeoX contain.
+_MASKS = (r".*\.(attn|attention)\.(masked_)?bias",)
+_GPT2 = Source(
+    "gpt2",
+    added_prefix="transformer.",
+    keys={
+        **{key: name for key, name in SHAPE.items() if key != "feed_forward_length"},
+        "attention.layer_norm_epsilon": _float("layer_norm_epsilon", default=1e-5),
+    },
+    accepted={
+        "scale_attn_weights": (True,),
+        "scale_attn_by_inverse_layer_idx": (False,),
+        "add_cross_attention": (False,),
+    },
+    heads=_OF_DECODERS,
+    unused=(*_UNUSED, *_MASKS),
+    changes={_settings.TRANSPOSED: _settings.transposed},
+    shapes={_settings.TRANSPOSED: lambda config, name, shape: shape[::-1]},
+    more=_settings.gpt2,
+)
+_GPT_NEOX = Source(
+    "gptneox",
+    added_prefix="gpt_neox.",
+    keys={
+        **SHAPE,
+        "attention.layer_norm_epsilon": _float("layer_norm_eps", default=1e-5),
+        "rope.freq_base": _float("rotary_emb_base", "rope_theta", default=10000.0),
+    },
+    accepted={"attention_bias": (True,)},
+    heads={**_OF_DECODERS, "causal": {"embed_out": "output", "lm_head": "output"}},
+    unused=(*_UNUSED, *_MASKS),
+    changes={r".*\.attn_qkv\..*": _settings.heads_last},
+    more=_settings.gpt_neox,
+)
 _ATTENTION_BIAS = {r"blk\.\d+\.attn_(q|k|v|output)": "attention_bias"}
 _LLAMA = Source(
     "llama",
@@ -287,16 +332,22 @@ _LLAMA = Source(
     keys=SHAPE | DECODER,
     biases={**_ATTENTION_BIAS, r"blk\.\d+\.ffn_(gate|up|down)": "mlp_bias"},
     accepted={"hidden_act": ("silu",)},
-    heads={
-        "causal": {"lm_head": "output"},
-        "sequence": {"score": "cls.output"},
-        "tokens": {"score": "cls.output"},
-    },
+    heads=_OF_DECODERS,
     changes={r"blk\.\d+\.attn_[qk]\.(weight|bias)": _settings.interleaved},
     more=_settings.rope_scaling_or_factors,
     computed=_settings.rope_factors,
 )
 _QWEN = replace(_LLAMA, changes={}, more=_settings.qwen)
+_MINISTRAL3 = replace(
+    _LLAMA,
+    architecture="mistral3",
+    prefixes=("model.language_model.", "language_model.model.", "language_model."),
+    biases={},
+    unused=(*_UNUSED, r"(model\.)?(vision_tower|multi_modal_projector)\..*"),
+    more=_settings.ministral3,
+    computed=lambda config: {},
+    text_part="text_config",
+)
 _LARGER_EPSILON = {"attention.layer_norm_rms_epsilon": _float("rms_norm_eps", default=1e-5)}
 
 
@@ -480,6 +531,52 @@ SOURCES: dict[str, Source] = {
         combined=_static.table,
         frames=False,
     ),
+    "GPT2": _GPT2,
+    "GPTNeoX": _GPT_NEOX,
+    "Starcoder2": Source(
+        "starcoder2",
+        added_prefix="model.",
+        keys={
+            **_ROTATED_WITH_LAYER_NORM,
+            "attention.layer_norm_epsilon": _float("norm_epsilon", default=1e-5),
+        },
+        accepted={"use_bias": (True,)},
+        heads=_OF_DECODERS,
+        more=_settings.starcoder2,
+    ),
+    "Phi": Source(
+        "phi2",
+        added_prefix="model.",
+        keys=_ROTATED_WITH_LAYER_NORM,
+        accepted={"qk_layernorm": (False,)},
+        heads=_OF_DECODERS,
+        more=_settings.phi2,
+    ),
+    "StableLm": Source(
+        "stablelm",
+        added_prefix="model.",
+        keys=_ROTATED_WITH_LAYER_NORM,
+        biases={r"blk\.\d+\.attn_(q|k|v)": "use_qkv_bias"},
+        accepted={
+            "hidden_act": ("silu",),
+            "qk_layernorm": (False,),
+            "use_parallel_residual": (False,),
+        },
+        heads=_OF_DECODERS,
+        more=_settings.stablelm,
+    ),
+    "Cohere2": Source(
+        "cohere2",
+        added_prefix="model.",
+        keys={
+            **_ROTATED_WITH_LAYER_NORM,
+            "attention.sliding_window": _integer("sliding_window", default=4096),
+            "logit_scale": _float("logit_scale", default=0.0625),
+        },
+        accepted={"hidden_act": ("silu",), "attention_bias": (False,)},
+        heads=_OF_DECODERS,
+        more=_settings.cohere2,
+    ),
     "Llama": _LLAMA,
     "Mistral": replace(_LLAMA, more=_settings.mistral),
     "Qwen2": replace(_QWEN, architecture="qwen2", biases={}),  # always some in attention
@@ -509,6 +606,20 @@ SOURCES: dict[str, Source] = {
         changes={},
         more=_settings.with_experts,
         computed=lambda config: {},
+    ),
+    "Qwen3VL": replace(
+        _QWEN,
+        architecture="qwen3",
+        prefixes=("model.language_model.",),
+        unused=(*_UNUSED, r"model\.visual\..*"),
+        text_part="text_config",
+    ),
+    **dict.fromkeys(("Mistral3", "Ministral3"), _MINISTRAL3),
+    "MiniCPM": replace(
+        _LLAMA,
+        architecture="minicpm",
+        more=_settings.minicpm,
+        computed=_settings.long_rope_factors,
     ),
     "SmolLM3": replace(
         _LLAMA,

@@ -43,6 +43,9 @@ class Architecture:
         the residual stream after each addition to it.
     qk_norm_bias : {"required", "optional", "absent"}
         Presence of biases of the norms of q and k.
+    norm_bias : {"required", "optional", "absent"}
+        Presence of biases of the norms of the inputs of attention and feed-forward, and of the last layer's
+        output.
     second_residual_norm : {"required", "optional", "absent"}
         Presence of a norm after the one of the residual stream after attention. Between them, the input of
         the layer is added again.
@@ -69,6 +72,8 @@ class Architecture:
     head : {"tied", "absent"}
         ``"absent"`` for encoders, which have no output projection; ``"tied"`` if the embedding can replace
         it.
+    head_bias : {"required", "optional", "absent"}
+        Presence of a bias of the logits.
     activations : mapping of str to str
         Activations by their names in the metadata, where a file may state one.
     norm_kind : {"rms", "layer"}
@@ -94,9 +99,14 @@ class Architecture:
         Default of `ModelConfig.causal` for files that do not set it.
     scale_embedding : bool
         Multiply embeddings by ``sqrt(dim)``.
-    scales : bool
-        Whether the metadata may set the scales of embeddings, residual additions and logits. The logits are
+    scales : {"required", "optional", "absent"}
+        Presence of the scales of embeddings, residual additions and logits in the metadata. The logits are
         divided by theirs.
+    multiplies_logits : bool
+        Whether the scale of the logits multiplies them instead.
+    parallel : {"required", "optional", "absent"}
+        Whether attention and feed-forward of a layer read the same input; ``"optional"`` if the metadata set
+        it.
     qk_norm_place : {"heads", "rotated_heads", "rows"}
         Same as in `ModelConfig`.
     mixer : {"attention", "attention_and_state_space"}
@@ -110,6 +120,9 @@ class Architecture:
         Whether the metadata can say that no layer rotates.
     query_gate : bool
         Same as in `ModelConfig`.
+    image_sections : bool
+        Whether files divide the rotated pairs into those for the time, the row and the column of an image,
+        which are the same in a text.
     ignored : mapping of str to str
         Patterns of tensors that files may have for other purposes than the text model, and their purposes.
     names : mapping of str to str
@@ -132,6 +145,7 @@ class Architecture:
     up_bias: Presence = "absent"
     qk_norm: Presence = "absent"
     qk_norm_bias: Presence = "absent"
+    norm_bias: Presence = "absent"
     attn_norm: Presence = "required"
     ffn_norm: Presence = "required"
     post_norms: Presence = "absent"
@@ -153,6 +167,7 @@ class Architecture:
     normalize_routes: bool = False
     ssm_norm: Presence = "optional"
     head: Literal["tied", "absent"] = "tied"
+    head_bias: Presence = "absent"
     rope: bool = True
     max_alibi_bias: float = 0.0
     rope_free_every: int = 0
@@ -161,7 +176,9 @@ class Architecture:
     window_free_first: bool = False
     window_rope: WindowRope = "same"
     scale_embedding: bool = False
-    scales: bool = False
+    scales: Presence = "absent"
+    multiplies_logits: bool = False
+    parallel: Presence = "absent"
     qk_norm_place: QkNormPlace = "heads"
     causal: bool = True
     mixer: LayerKind = "attention"
@@ -169,6 +186,7 @@ class Architecture:
     attention_every: int = 0
     rope_switch: bool = False
     query_gate: bool = False
+    image_sections: bool = False
     ignored: Mapping[str, str] = field(default_factory=dict)
     names: Mapping[str, str] = field(default_factory=dict)
     reversed_with: Mapping[str, str] = field(default_factory=dict)
@@ -188,6 +206,7 @@ _GEMMA3 = Architecture(
     attention_scale=_gemma3_attention_scale,
 )
 
+_QKV = {"attn_qkv.weight": ("wq", "wk", "wv"), "attn_qkv.bias": ("bq", "bk", "bv")}
 # An encoder that norms the residual stream after each block.
 _BERT = Architecture(
     norm_kind="layer",
@@ -221,7 +240,29 @@ _NOMIC_BERT = replace(
     position_bias="absent",
     gate="required",
     rope=True,
-    fused={"attn_qkv.weight": ("wq", "wk", "wv"), "attn_qkv.bias": ("bq", "bk", "bv")},
+    fused=_QKV,
+)
+# Names in the configurations of transformers.
+_GELUS: dict[str, Activation] = {
+    "gelu": "gelu_erf",
+    **dict.fromkeys(("gelu_new", "gelu_fast", "gelu_pytorch_tanh"), "gelu"),
+}
+# Of layers whose attention and feed-forward have the same input.
+_ONE_NORM = {"ffn_norm": "blk.{layer}.attn_norm.weight", "ffn_norm_bias": "blk.{layer}.attn_norm.bias"}
+# A decoder with biases everywhere and without gates.
+_GPT2 = Architecture(
+    norm_kind="layer",
+    rope_style="neox",
+    activation="gelu",
+    activations=_GELUS,
+    qkv_bias="required",
+    output_bias="required",
+    up_bias="required",
+    norm_bias="required",
+    positions="required",
+    gate="absent",
+    rope=False,
+    fused=_QKV,
 )
 _LFM2 = Architecture(
     rope_style="neox",
@@ -243,9 +284,9 @@ ARCHITECTURES: dict[str, Architecture] = {
         rope_style="neox", qk_norm="required", experts="required", normalize_routes=True
     ),
     "smollm3": Architecture(rope_free_every=4),
-    "granite": Architecture(qkv_bias="optional", scales=True, rope_switch=True),
+    "granite": Architecture(qkv_bias="optional", scales="optional", rope_switch=True),
     "granitemoe": Architecture(
-        qkv_bias="optional", scales=True, rope_switch=True, experts="required", normalize_routes=True
+        qkv_bias="optional", scales="optional", rope_switch=True, experts="required", normalize_routes=True
     ),
     "hunyuan-dense": Architecture(rope_style="neox", qk_norm="required", qk_norm_place="rotated_heads"),
     "olmo2": Architecture(
@@ -277,6 +318,26 @@ ARCHITECTURES: dict[str, Architecture] = {
         window="optional",
         fused={"attn_qkv.weight": ("wq", "wk", "wv"), "ffn_up.weight": ("w_gate", "w_up")},
     ),
+    "minicpm": Architecture(scales="required", long_rope="optional"),
+    "mistral3": Architecture(),
+    "qwen3vl": Architecture(rope_style="neox", qk_norm="required", image_sections=True),
+    "gpt2": _GPT2,
+    "gptneox": replace(_GPT2, activation="gelu_erf", positions="absent", rope=True, parallel="optional"),
+    "starcoder2": replace(_GPT2, positions="absent", rope=True, window="optional"),
+    "phi2": replace(
+        _GPT2, positions="absent", rope=True, parallel="required", head_bias="required", names=_ONE_NORM
+    ),
+    "stablelm": Architecture(norm_kind="layer", rope_style="neox", qkv_bias="optional", norm_bias="required"),
+    "cohere2": Architecture(
+        norm_kind="layer",
+        scales="optional",
+        multiplies_logits=True,
+        parallel="required",
+        window="required",
+        window_period=4,
+        window_rope="only",
+        names=_ONE_NORM,
+    ),
     "lfm2": _LFM2,
     "lfm2moe": replace(
         _LFM2, experts="required", router_bias="required", router_score="sigmoid", normalize_routes=True
@@ -285,7 +346,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         recurrent="state_space",
         qkv_bias="optional",
         ssm_norm="required",
-        scales=True,
+        scales="optional",
         rope_switch=True,
         experts="optional",
         normalize_routes=True,
@@ -300,6 +361,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         rope_style="neox",
         qk_norm="required",
         recurrent="gated_delta",
+        image_sections=True,
         attention_every=4,
         query_gate=True,
         names={"ffn_norm": "blk.{layer}.post_attention_norm.weight"},

@@ -34,7 +34,6 @@ _UNSUPPORTED_KEYS: dict[str, float] = {
     "attention.clamp_kqv": 0,
     "rope.scaling.alpha": 0,
     "rope.scaling.yarn_ext_factor": 1,
-    "rope.scaling.yarn_log_multiplier": 0,
 }
 
 _NORM_EPS_KEYS: dict[NormKind, str] = {
@@ -45,8 +44,8 @@ _NORM_EPS_KEYS: dict[NormKind, str] = {
 # Values of expert_gating_func.
 _ROUTER_SCORES: dict[int, RouterScore] = {1: "softmax", 2: "sigmoid"}
 
-# Keys that are valid only for architectures with the trait `scales`.
-_SCALE_KEYS = ("embedding_scale", "residual_scale", "logit_scale")
+# Keys of the trait `scales`.
+SCALE_KEYS = ("embedding_scale", "residual_scale", "logit_scale")
 
 
 def read_config(gguf: GGUFFile, max_context: int | None = None) -> ModelConfig:
@@ -102,7 +101,8 @@ def read_config(gguf: GGUFFile, max_context: int | None = None) -> ModelConfig:
             f"{name}.rope.dimension_count is {rope_dim}, must be even and at most the head width {key_dim}"
         )
     feed_forwards = _feed_forwards(keys, traits, n_layers)
-    scales = {suffix: keys.positive_float(suffix, default=1.0) for suffix in _SCALE_KEYS}
+    default = None if traits.scales == "required" else 1.0
+    scales = {suffix: keys.positive_float(suffix, default=default) for suffix in SCALE_KEYS}
     config = ModelConfig(
         architecture=name,
         n_layers=n_layers,
@@ -120,6 +120,7 @@ def read_config(gguf: GGUFFile, max_context: int | None = None) -> ModelConfig:
         rope_base=keys.positive_float("rope.freq_base", default=10000.0),
         rope_style=traits.rope_style,
         activation=_activation(keys, traits),
+        parallel=_is_parallel(keys, traits),
         causal=keys.boolean("attention.causal", default=traits.causal),
         has_head=traits.head != "absent",
         token_types=_token_types(keys, traits),
@@ -127,7 +128,7 @@ def read_config(gguf: GGUFFile, max_context: int | None = None) -> ModelConfig:
         separator_id=_separator_id(keys) if traits.token_types != "absent" else -1,
         embedding_scale=math.sqrt(dim) if traits.scale_embedding else scales["embedding_scale"],
         residual_scale=scales["residual_scale"],
-        logit_scale=1 / scales["logit_scale"],
+        logit_scale=scales["logit_scale"] if traits.multiplies_logits else 1 / scales["logit_scale"],
         qk_norm_place=traits.qk_norm_place,
         attention_scale=keys.positive_float("attention.scale", default=0.0),
         layer_kinds=kinds,
@@ -151,7 +152,8 @@ def read_config(gguf: GGUFFile, max_context: int | None = None) -> ModelConfig:
 
 
 def _refuse_unsupported(keys: Keys, traits: Architecture) -> None:
-    refused = _UNSUPPORTED_KEYS if traits.scales else _UNSUPPORTED_KEYS | dict.fromkeys(_SCALE_KEYS, 1.0)
+    unscaled = dict.fromkeys(SCALE_KEYS, 1.0) if traits.scales == "absent" else {}
+    refused = _UNSUPPORTED_KEYS | unscaled
     for suffix, neutral in refused.items():
         key = f"{keys.architecture}.{suffix}"
         value = keys.number(key, default=neutral)
@@ -174,6 +176,12 @@ def _activation(keys: Keys, traits: Architecture) -> Activation:
             f"{keys.architecture}.hidden_activation is {name}; supported: {', '.join(traits.activations)}"
         )
     return traits.activations[name]
+
+
+def _is_parallel(keys: Keys, traits: Architecture) -> bool:
+    if traits.parallel == "optional":
+        return keys.boolean("use_parallel_residual", default=True)
+    return traits.parallel == "required"
 
 
 def _prediction_layers(keys: Keys, traits: Architecture, n_blocks: int) -> int:

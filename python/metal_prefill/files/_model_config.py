@@ -71,6 +71,9 @@ class ModelConfig:
         Factor of the attention and feed-forward outputs before they are added to the residual stream.
     logit_scale : float
         Factor of the logits.
+    parallel : bool
+        Whether attention and feed-forward of a layer read the same input. If False, the feed-forward reads
+        the sum of that input and the output of attention.
     causal : bool
         If True, a token attends to itself and the tokens before it. If False, it attends to the whole text,
         or to half of a window on either side.
@@ -151,6 +154,7 @@ class ModelConfig:
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
     logit_scale: float = 1.0
+    parallel: bool = False
     causal: bool = True
     has_head: bool = True
     token_types: int = 0

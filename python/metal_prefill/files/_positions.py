@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from metal_prefill.files._architecture import Architecture
@@ -21,6 +22,10 @@ def with_positions(
     `max_context` is the largest position that the model is opened for; None selects that of the file.
     """
     config = _with_rope_scaling(config, keys, traits)
+    if keys.number(f"{keys.architecture}.attention.temperature_scale", default=0):
+        # Scores of positions after the original context have another scale.
+        original = keys.positive("rope.scaling.original_context_length")
+        config = replace(config, context_length=min(config.context_length, original))
     if traits.long_rope != "absent":
         config = _with_long_rope(config, keys, max_context)
     return _with_layer_positions(config, keys, traits)
@@ -51,9 +56,11 @@ def _with_rope_scaling(config: ModelConfig, keys: Keys, traits: Architecture) ->
             f"{keys.architecture}.rope.freq_base is {config.rope_base}, must be greater than 1 for YaRN"
         )
     # llama.cpp ignores yarn_attn_factor, too: it computes this factor from `factor`.
+    multiplier = keys.number(f"{keys.architecture}.rope.scaling.yarn_log_multiplier", default=0)
     return replace(
         config,
         rope_scaling="yarn",
+        rope_attn_factor=attn_factor / (1 + 0.1 * max(multiplier, 0) * math.log(max(factor, 1.0))),
         rope_factor=factor,
         rope_original_context=keys.positive("rope.scaling.original_context_length"),
         rope_beta_fast=keys.positive_float("rope.scaling.yarn_beta_fast", default=32.0),

@@ -110,6 +110,13 @@ PRESETS: Mapping[str, ModelShape] = {
         norm_eps=1e-6,
         scan=ScanShape(2048, 128, 16, 16, layers=tuple(n for n in range(24) if n % 4 != 3)),
     ),
+    "gpt2": ModelShape(12, 768, 12, 12, 64, 3072, 50257, 1024, architecture="gpt2"),
+    "pythia-160m": ModelShape(
+        *(12, 768, 12, 12, 64, 3072, 50304, 2048),
+        architecture="gptneox",
+        output_type="Q6_K",
+        rope_dims=16,
+    ),
     "tiny": ModelShape(2, 64, 4, 2, 32, 128, 512, 256),
     "tiny-embedding": ModelShape(
         2, 64, 4, 2, 32, 128, 512, 512, architecture="qwen3", rope_base=1e6, norm_eps=1e-6, pooling="last"

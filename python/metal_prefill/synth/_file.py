@@ -21,6 +21,7 @@ from gguf import (
 from numpy.typing import NDArray
 
 from metal_prefill._support.atomic_write import replacing
+from metal_prefill.files._hyperparameters import SCALE_KEYS
 from metal_prefill.files._model_config import has_attention
 from metal_prefill.files._task_config import NUMBERED_POOLINGS
 from metal_prefill.synth._model import TOKEN_TYPES, ModelShape, Tensor
@@ -50,6 +51,9 @@ def _add_metadata(writer: GGUFWriter, name: str, shape: ModelShape, tensor_type:
     writer.add_head_count_kv(counts if len(set(counts)) > 1 else counts[0])
     if traits.attention_every:
         _add_layers_with_attention(writer, shape)
+    if traits.image_sections:
+        pairs = shape.rotated // 2
+        writer.add_rope_dimension_sections([pairs - 2 * (pairs // 3), pairs // 3, pairs // 3, 0])
     if shape.conv_layers:
         writer.add_shortconv_l_cache(shape.conv_taps)
     if shape.scan is not None:
@@ -75,9 +79,12 @@ def _add_metadata(writer: GGUFWriter, name: str, shape: ModelShape, tensor_type:
     if shape.head_dim * shape.heads != shape.dim or shape.value_width != shape.head_dim:
         writer.add_key_length(shape.head_dim)
         writer.add_value_length(shape.value_width)
+    if traits.parallel == "optional":
+        writer.add_parallel_residual(shape.parallel)
     if shape.window is not None:
         writer.add_sliding_window(shape.window)
-    for key, value in shape.scales:
+    unscaled = dict.fromkeys(SCALE_KEYS, 1.0) if traits.scales == "required" else {}
+    for key, value in (unscaled | dict(shape.scales)).items():
         writer.add_float32(f"{shape.architecture}.{key}", value)
     if traits.rope_switch and traits.recurrent:  # as published: states know the order of tokens
         writer.add_rope_scaling_finetuned(False)
@@ -92,6 +99,7 @@ def _add_metadata(writer: GGUFWriter, name: str, shape: ModelShape, tensor_type:
     if shape.rope_scaling == "longrope":  # the factor as published in Phi-3
         scale, original = shape.context / shape.context_before, shape.context_before
         attn_factor = math.sqrt(1 + math.log(scale) / math.log(original)) if scale > 1 else 1.0
+        writer.add_rope_scaling_type(RopeScalingType.LONGROPE)
         writer.add_rope_scaling_orig_ctx_len(original)
         writer.add_rope_scaling_attn_factors(attn_factor)
     if shape.pooling is not None:
@@ -119,9 +127,6 @@ def _add_layers_with_attention(writer: GGUFWriter, shape: ModelShape) -> None:
         writer.add_full_attention_interval(every)
     else:
         writer.add_array(f"{shape.architecture}.attention.recurrent_layers", [not has for has in attends])
-    # Sections of positions in an image; all positions of a text are the same.
-    pairs = shape.rotated // 2
-    writer.add_rope_dimension_sections([pairs - 2 * (pairs // 3), pairs // 3, pairs // 3, 0])
 
 
 def add_vocabulary(writer: GGUFWriter, vocabulary: Vocabulary) -> None:

@@ -46,6 +46,8 @@ class ModelShape:
         Whether q, k and v have biases, in architectures where they are optional.
     all_biases
         Whether all projections have biases, in architectures where they are optional.
+    parallel
+        Whether attention and feed-forward of a layer read the same input, in files that set it.
     all_norms
         Whether q and k have norms, and layers a second residual norm, in architectures where they are
         optional.
@@ -107,6 +109,7 @@ class ModelShape:
     window: int | None = None
     qkv_bias: bool = False
     all_biases: bool = False
+    parallel: bool = True
     all_norms: bool = False
     position_bias: bool = False
     original_context: int | None = None
@@ -341,11 +344,14 @@ def tensors(
     yield from (tensor(spec) for spec in whole if spec.role in _FACTORS)
     yield from (tensor(spec) for spec in whole if spec.role not in (*after, *_FACTORS))
     for layer in range(shape.layers):
-        for spec in specs:
-            # An optional norm of the first layer would repeat the norm of the embedding.
-            repeats = layer == 0 and spec.role == "attn_norm" and traits.attn_norm == "optional"
-            if spec.per_layer and spec.is_in(config, layer) and not repeats:
-                yield tensor(spec, layer)
+        # An optional norm of the first layer would repeat the norm of the embedding.
+        repeated = "attn_norm" if layer == 0 and traits.attn_norm == "optional" else ""
+        own = (
+            tensor(spec, layer)
+            for spec in specs
+            if spec.per_layer and spec.is_in(config, layer) and spec.role != repeated
+        )
+        yield from {made.name: made for made in own}.values()  # a tensor may have several roles
     yield from (tensor(spec) for spec in whole if spec.role in after)
     yield from _heads(shape)
 

@@ -212,6 +212,11 @@ def test_only_granite_scales(open_model: Open) -> None:
     assert config.attention_scale == 0.125
 
 
+def test_minicpm_needs_its_scales(open_model: Open) -> None:
+    with pytest.raises(GGUFError, match=r"minicpm\.embedding_scale is missing"):
+        read_config(open_model(architecture="minicpm"))
+
+
 def test_a_scale_whose_square_overflows_float32_is_rejected(tmp_path: Path) -> None:
     model = replace(small_models.MODELS["granite"], scales=(("residual_scale", 1e-30),))
     with pytest.raises(GGUFError, match="scales of the embedding, of the residual stream"):
@@ -231,3 +236,33 @@ def test_largest_gemma3_scales_attention_by_the_nominal_head(open_model: Open) -
     metadata = {"gemma3.attention.sliding_window": integer(8), "gemma3.attention.key_length": integer(32)}
     config = read_config(open_model(metadata, architecture="gemma3", layers=62))
     assert config.attention_scale == pytest.approx((DIM / HEADS) ** -0.5)
+
+
+def with_layer_norm(architecture: str, **metadata: tuple[int, bytes]) -> dict[str, tuple[int, bytes]]:
+    keys = {"attention.layer_norm_epsilon": number(1e-5), **metadata}
+    return {f"{architecture}.{key}": value for key, value in keys.items()}
+
+
+def test_blocks_of_gptneox_are_parallel_unless_the_file_states_otherwise(open_model: Open) -> None:
+    for stated, expected in ((None, True), (True, True), (False, False)):
+        metadata = with_layer_norm("gptneox")
+        if stated is not None:
+            metadata["gptneox.use_parallel_residual"] = (BOOL, scalar(BOOL, stated))
+        assert read_config(open_model(metadata, architecture="gptneox")).parallel is expected
+    assert read_config(open_model(with_layer_norm("phi2"), architecture="phi2")).parallel
+
+
+def test_decoders_with_layer_norm_may_state_their_activation(open_model: Open) -> None:
+    names = {"gelu": "gelu_erf", "gelu_new": "gelu", "gelu_fast": "gelu", "gelu_pytorch_tanh": "gelu"}
+    for name, activation in names.items():
+        metadata = with_layer_norm("gpt2", hidden_activation=string(name))
+        assert read_config(open_model(metadata, architecture="gpt2")).activation == activation
+    for architecture, activation in {"gpt2": "gelu", "gptneox": "gelu_erf", "stablelm": "silu"}.items():
+        config = read_config(open_model(with_layer_norm(architecture), architecture=architecture))
+        assert config.activation == activation
+
+
+def test_logits_of_cohere2_are_multiplied_by_their_scale(open_model: Open) -> None:
+    metadata = with_layer_norm("cohere2", logit_scale=number(0.25))
+    metadata["cohere2.attention.sliding_window"] = integer(8)
+    assert read_config(open_model(metadata, architecture="cohere2")).logit_scale == 0.25

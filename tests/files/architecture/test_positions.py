@@ -53,6 +53,23 @@ def test_yarn_scaling(open_model: Open) -> None:
     assert read_config(open_model({**yarn, **tuned})) == expected
 
 
+def test_a_log_multiplier_lessens_the_growth_of_yarn(open_model: Open) -> None:
+    yarn = {"type": string("yarn"), "factor": number(8.0), "original_context_length": integer(32)}
+    metadata = {SCALING + key: value for key, value in yarn.items()}
+    for multiplier in (1.0, 0.5):
+        stated = {**metadata, SCALING + "yarn_log_multiplier": number(multiplier)}
+        expected = 1 / (1 + 0.1 * multiplier * math.log(8.0))
+        assert read_config(open_model(stated)).rope_attn_factor == pytest.approx(expected)
+
+
+def test_a_growth_of_scores_limits_the_context(open_model: Open) -> None:
+    metadata = {"llama.attention.temperature_scale": number(0.1)}
+    original = {SCALING + "original_context_length": integer(32)}
+    assert read_config(open_model(metadata | original)) == replace(PLAIN, context_length=32)
+    with pytest.raises(GGUFError, match="original_context_length is missing"):
+        read_config(open_model(metadata))
+
+
 @pytest.mark.parametrize(
     ("metadata", "message"),
     [
