@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from rich.console import Console
+from support.chat_templates import CHATML
 from support.running_server import Running, running
 from support.small_models import MODELS, write
 
@@ -20,10 +21,6 @@ from metal_prefill.bench._agents import SHAPES, Messages, replay
 # Positions between the snapshots of states: one page, and the seven that take the memory of a state. With
 # attention alone, each position is one.
 INTERVALS = {"biases": 1, "gemma3": 1, "lfm2": 64, "granitehybrid": 7 * 64}
-CHATML = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
 END_OF_TURN = 2  # <|im_end|>
 LAST_TURNS = 3
 # From the end of a turn to the first word in which the next one differs.

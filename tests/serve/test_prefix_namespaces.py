@@ -164,7 +164,13 @@ def test_prompts_of_a_namespace_are_not_displaced_by_those_of_another(
     ids = np.arange(200, dtype=np.int32)
     saved: list[str] = []
     with Model(demo_path, device="cpu") as model:
-        store = PrefixStore(model.engine.state_owner, partial(model.engine.session, None), tmp_path, 1 << 20)
+        store = PrefixStore(
+            model.engine.state_owner,
+            partial(model.engine.session, None),
+            tmp_path,
+            1 << 20,
+            model.tokenizer.turn_ends,
+        )
         monkeypatch.setattr(store, "_save", lambda ids, n, digest, namespace: saved.append(namespace))
         store.note(ids, "one")
         for i in range(3 * RECENT_PROMPTS):

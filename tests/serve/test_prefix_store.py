@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
+from support.chat_templates import CHATML
+from support.recurrent import LARGE
 from support.running_server import Running, running
+from support.small_models import write
 
 from metal_prefill import Model
 
@@ -50,6 +55,24 @@ def restarted(demo_path: Path, tmp_path: Path) -> Callable[..., Any]:
 
 def files(tmp_path: Path) -> list[Path]:
     return sorted((tmp_path / "store").glob("*/*.session"))
+
+
+def test_the_state_after_a_system_message_is_loaded_after_a_restart(tmp_path: Path) -> None:
+    """Also one that is shorter than the distance of snapshots, and ends within a page."""
+    path = write(tmp_path / "m.gguf", replace(LARGE["lfm2"], context=1024))
+    system, computed = "word " * 30, []
+    for questions in (("old", "further", "thus"), ("new", "known")):
+        with (
+            Model(path, device="cpu", threads=1) as model,
+            patch.object(model.tokenizer._templates, "_source", {"tokenizer.chat_template": CHATML}.get),
+            running(model, prefix_store=tmp_path / "store") as server,
+        ):
+            for question in questions:
+                usage = ask(server, question, system).usage
+                computed.append(usage.prompt_tokens - usage.prompt_tokens_details.cached_tokens)
+            of_system = len(model.tokenizer.apply_chat_template([{"role": "system", "content": system}]))
+    assert 64 < of_system < computed[0] < 320
+    assert max(computed[1:]) < 40  # a question, and the headers of two messages
 
 
 def test_a_known_system_message_is_loaded_after_a_restart(

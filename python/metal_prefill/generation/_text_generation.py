@@ -186,7 +186,7 @@ class Continuation:
         if rules.prompt_logprobs and logprobs is None:
             raise ValueError("prompt_logprobs returns log probabilities and therefore requires logprobs")
         self.prompt = ids
-        self._turn_end_ids = list(tokenizer.stop_ids)
+        self._turn_ends = tokenizer.turn_ends
         # Tokens of the prompt that pieces are made of.
         self._given = ids[1:].tolist() if rules.prompt_logprobs else []
         self.ids = ids[:1] if rules.prompt_logprobs else ids
@@ -277,19 +277,19 @@ class Continuation:
     ) -> _core.Request:
         """Return the request for tokens; `continues`: the chosen token will be appended next."""
         rows = tokens.drafts + 1
-        marks = self._turn_ends(tokens.ids) if reuse else []
+        marks = self._last_turn_ends(tokens.ids) if reuse else []
         if self.sampler is not None:
             return _core.Request.sampled(session, tokens.ids, self.sampler, rows, claim, reuse, marks)
         return _core.Request.greedy(
             session, tokens.ids, rows, drafts=True, continues=continues, claim=claim, reuse=reuse, marks=marks
         )
 
-    def _turn_ends(self, ids: npt.NDArray[np.int32]) -> list[int]:
-        """Return the numbers of tokens of a prompt after which other prompts are likely to differ from it.
+    def _last_turn_ends(self, ids: npt.NDArray[np.int32]) -> list[int]:
+        """Return the positions from which other prompts are likely to differ from this one.
 
         These are the ends of its first turn, often the system message, and of the last turns.
         """
-        ends: list[int] = (np.flatnonzero(np.isin(ids, self._turn_end_ids)) + 1).tolist()
+        ends = self._turn_ends(ids)
         return ends[:1] + ends[1:][-LAST_TURNS:]
 
     @property

@@ -74,6 +74,7 @@ class Service:
                 functools.partial(model.engine.session, None),
                 settings.prefix_store,
                 settings.prefix_store_bytes,
+                model.tokenizer.turn_ends,
             )
         )
         self._texts = 0  # that were admitted and have not ended

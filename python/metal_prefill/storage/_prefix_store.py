@@ -29,7 +29,7 @@ from metal_prefill.storage._cache_folder import beyond_limit
 
 Ids = npt.NDArray[np.int32]
 
-PAGE = 64  # tokens; prefixes are truncated to whole pages
+PAGE = 64  # tokens; prefixes end after a whole page or a turn, so that similar prompts have the same ones
 RECENT_PROMPTS = 64  # of all namespaces, with which later prompts are compared
 MOST_PENDING = 4  # prefixes queued for writing; further ones are left to a later prompt
 _log = logging.getLogger("metal_prefill")
@@ -52,6 +52,8 @@ class PrefixStore:
         can replace K and V.
     limit
         Maximum total size in bytes of the model's files; the least recently used are removed.
+    turn_ends
+        Function that returns the positions after the turns of a prompt.
 
     Attributes
     ----------
@@ -65,11 +67,12 @@ class PrefixStore:
         new_session: Callable[[str], _core.Session],
         folder: str | os.PathLike[str],
         limit: int,
+        turn_ends: Callable[[Ids], list[int]],
     ) -> None:
         self._owner, self._new_session = owner, new_session
         self._folder = Path(folder) / f"{owner.fingerprint}-{owner.kv_dtype}"
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._limit = limit
+        self._limit, self._turn_ends = limit, turn_ends
         self._lock = threading.Lock()  # guards what follows
         self._names: dict[int, set[str]] = {}  # hashes by number of tokens
         self._recent: dict[str, deque[Ids]] = {}  # by namespace, the one that was used last at the end
@@ -104,9 +107,10 @@ class PrefixStore:
             others.append(ids)
             self._recent[namespace] = others
             self._drop_recent()
-            n = min(shared, len(ids) - 1) // PAGE * PAGE
+            most = min(shared, len(ids) - 1)
+            n = max([most // PAGE * PAGE, *self._turn_ends(ids[:most])[-1:]])
             digest = _digest(ids[:n], namespace)
-            if n == 0 or digest in self._names.get(n, ()) or self._pending == MOST_PENDING:
+            if n < PAGE or digest in self._names.get(n, ()) or self._pending == MOST_PENDING:
                 return
             self._pending += 1
         self._writer.submit(self._save, ids[: n + 1], n, digest, namespace)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 from tokenizers import Tokenizer as Segmenter
 
 from metal_prefill._support.arguments import token_id as check_token_id
@@ -481,6 +483,14 @@ class Tokenizer:
         """
         first = self._bytes.first if whole and self.strips_space else None
         return TokenDecoder(self._bytes.piece, skip_special, first, shown)
+
+    def turn_ends(self, ids: npt.NDArray[np.int32]) -> list[int]:
+        """Return the positions after the end-of-turn tokens of a prompt.
+
+        The first token is none: some vocabularies begin each text with the one that also ends it.
+        """
+        ends: list[int] = (np.flatnonzero(np.isin(ids[1:], list(self.stop_ids))) + 2).tolist()
+        return ends
 
     def ends_in_reasoning(self, prompt: Sequence[int]) -> bool:
         """Return whether the tokens of a prompt end within reasoning."""

@@ -161,7 +161,11 @@ def test_a_prefix_stored_on_disk_continues_from_its_state(
     for prompt in prompts[:2]:
         with Model(tiny_path(name), device=device) as model:
             store = PrefixStore(
-                model.engine.state_owner, partial(model.engine.session, None), tmp_path, 1 << 30
+                model.engine.state_owner,
+                partial(model.engine.session, None),
+                tmp_path,
+                1 << 30,
+                model.tokenizer.turn_ends,
             )
             for known in prompts[:2]:
                 with model.session() as session:
@@ -170,7 +174,13 @@ def test_a_prefix_stored_on_disk_continues_from_its_state(
             store.close()
             assert store.saved == (1 if prompt is prompts[0] else 0)
     with Model(tiny_path(name), device=device) as model:
-        store = PrefixStore(model.engine.state_owner, partial(model.engine.session, None), tmp_path, 1 << 30)
+        store = PrefixStore(
+            model.engine.state_owner,
+            partial(model.engine.session, None),
+            tmp_path,
+            1 << 30,
+            model.tokenizer.turn_ends,
+        )
         store.load(prompts[2])
         assert store.loaded == 1
         with model.session() as session:
