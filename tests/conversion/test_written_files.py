@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support import decoder_folders, model_folders, recurrent_folders
+from support import decoder_folders, gpt_folders, model_folders, recurrent_folders
 from support.minilm_texts import TEXTS, VECTORS
 from support.model_folders import Folder
 
@@ -90,8 +90,12 @@ def yarn(path: Path) -> Folder:
 
 
 # In llama.cpp keys and values of a delta rule have one width.
-# llama.cpp ignores the window of phi3, and that of exaone4 unless it has 64 layers.
-WITHOUT_WINDOW = {name: make for name, make in decoder_folders.RECORDED.items() if "window" not in name}
+# llama.cpp ignores the windows of phi3 and starcoder2, and that of exaone4 unless it has 64 layers.
+WITHOUT_WINDOW = {
+    name: make
+    for name, make in (decoder_folders.RECORDED | gpt_folders.RECORDED).items()
+    if "window" not in name
+}
 DECODERS = {
     **recurrent_folders.RECORDED,
     "qwen35": partial(recurrent_folders.qwen35, width=8),
