@@ -128,13 +128,14 @@ ARGS_STRUCT(AttentionArgs)
   ARGS_FIELD(float, max_alibi_bias)
   ARGS_FIELD(u32_t, position_bias)  // attention_prefill: a bias of relative positions is bound
   ARGS_FIELD(u32_t, query_step)   // from one head of q to the next
-ARGS_END(AttentionArgs, 60)
+  ARGS_FIELD(float, score_cap)    // soft limit of scores; 0: none
+ARGS_END(AttentionArgs, 64)
 
 // rope_append and attention_decode of sequences with a single token each.
 ARGS_STRUCT(RopeAttentionArgs)
   ARGS_FIELD(RopeArgs, rope)
   ARGS_FIELD(AttentionArgs, attention)
-ARGS_END(RopeAttentionArgs, 120)
+ARGS_END(RopeAttentionArgs, 124)
 
 // y[t][head] *= sigmoid(gate[t][head]). The gate of a head follows its query in a row of q.
 ARGS_STRUCT(GateHeadsArgs)
@@ -284,6 +285,12 @@ ARGS_STRUCT(AddExpertsArgs)
   ARGS_FIELD(u32_t, dim)
   ARGS_FIELD(u32_t, used)
 ARGS_END(AddExpertsArgs, 8)
+
+// x = cap * tanh(x / cap)
+ARGS_STRUCT(SoftCapArgs)
+  ARGS_FIELD(u32_t, n)
+  ARGS_FIELD(float, cap)
+ARGS_END(SoftCapArgs, 8)
 
 ARGS_STRUCT(ArgmaxArgs)
   ARGS_FIELD(u32_t, n)  // of a row: values of the first stage, candidates of the second

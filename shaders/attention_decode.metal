@@ -14,6 +14,7 @@
 #include "attention.h"
 #include "pages.h"
 #include "rope.h"
+#include "soft_cap.h"
 #include "variants.h"
 
 using namespace metal;
@@ -45,11 +46,13 @@ struct Queries {
   float4 query[kHeads][kChunks];
   PartialSoftmax<kChunks> state[kHeads];
   ushort heads;
+  float score_cap;
 
   // Queries of `count` heads that start `step` fours after each other, in device or threadgroup memory.
   template <typename Fours>
   void begin(Fours q, uint step, ushort count, constant AttentionArgs& args, ushort lane) {
     heads = count;
+    score_cap = args.score_cap;
 #pragma unroll
     for (ushort h = 0; h < kHeads; ++h) {
       state[h].best = kLowest;
@@ -76,6 +79,7 @@ struct Queries {
       for (ushort c = 0; c < kChunks; ++c) score += dot(query[h][c], float4(keys[c]));
       for (ushort offset = kLanes / 2; offset > 0; offset /= 2) score += simd_shuffle_xor(score, offset);
       if (!valid) continue;
+      if (score_cap > 0.0f) score = soft_cap(score, score_cap);
       if (score > state[h].best) state[h].rescale(score);
       const float weight = fast::exp(score - state[h].best);
       state[h].sum += weight;

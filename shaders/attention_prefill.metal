@@ -150,7 +150,7 @@ static inline void attend(device const float* q, AttentionTile tile, device cons
 #pragma unroll
       for (ushort j = 0; j < kBlocks; ++j) lane_scores[r][j] = elements(score[r][j]);
     if (key < seen_by_all.x || key + PREFILL_KEYS > seen_by_all.y || args.alibi_heads > 0 ||
-        args.position_bias) {
+        args.position_bias || args.score_cap > 0.0f) {
 #pragma unroll
       for (ushort r = 0; r < kRowBlocks; ++r)
 #pragma unroll

@@ -5,6 +5,7 @@
 
 #include "args.h"
 #include "position_bias.h"
+#include "soft_cap.h"
 
 using namespace metal;
 
@@ -17,6 +18,7 @@ constant constexpr float kUnseen = 2.0f * kLowest;
 struct StackedRow {
   uint token, head, position;
   uint first_key, last_key;  // that it sees
+  float cap;                 // soft limit of base-2 logarithms; 0: none
   float slope;  // of ALiBi: what a base-2 logarithm loses for each position between query and key
   bool inside;  // false: beyond the last row, which it repeats
   device const float* bias;  // of relative positions and this head, [BIAS_BUCKETS][n_heads]; null: none
@@ -25,6 +27,7 @@ struct StackedRow {
   // A scaled product with a key.
   float score(float product, uint key) const {
     if (key < first_key || key > last_key) return kUnseen;
+    if (cap > 0.0f) product = soft_cap(product, cap);
     const int distance = int(key) - int(position);
     if (bias) product += M_LOG2E_F * bias[uint(position_bucket(distance)) * bias_stride];
     return product - slope * abs(float(distance));
@@ -62,6 +65,7 @@ struct StackedRows {
     found.last_key = min(found.position + after, tile.end - 1);
     found.bias = bias ? bias + found.head : nullptr;
     found.bias_stride = args.n_heads;
+    found.cap = args.score_cap * M_LOG2E_F;
     found.slope = 0.0f;
     if (args.alibi_heads > 0) {
       const float steps =

@@ -126,6 +126,7 @@ AttentionHead attention_head(const AttentionStep& step, const AttentionItem& ite
       .window = config.window(step.layer),
       .length = config.causal ? 0 : item.tile.end,
       .scale = config.score_scale(),
+      .cap = config.score_cap,
       .slopes = step.slopes ? step.slopes + head : nullptr,
       .bias = step.bias ? step.bias + head * kBiasRow : nullptr,
   };

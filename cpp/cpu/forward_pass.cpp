@@ -369,7 +369,8 @@ void ForwardPass::head(const Context& c) {
     const int count = std::min(kHeadRows, n - first);
     const NormedRows normed =
         normalize(c, work_.x, stream_norm(head_norm_, head_norm_bias_), first, count, work_.normed);
-    multiply_head(c, weights_.output, model_.output_bias, normed, count, logits_.data() + first, first);
+    multiply_head(c, weights_.output, model_.output_bias, normed, count, config_.logit_cap,
+                  logits_.data() + first, first);
     use_logits(c, std::span(outputs_).subspan(std::size_t(first), std::size_t(count)));
   }
 }

@@ -377,13 +377,14 @@ void add_experts(const Context& c, std::span<const Linear> down, const Routes& r
 }
 
 void multiply_head(const Context& c, const Linear& head, const Tensor& bias, const NormedRows& x, int rows,
-                   float* const* logits, int first_best) {
+                   float cap, float* const* logits, int first_best) {
   for_each_of(c, head.packed.groups(), x, [&](int group) {
     const int row = group * kGroupRows, n_rows = std::min(kGroupRows, head.packed.rows - row);
     const GroupBias group_bias(bias, row, n_rows);
     alignas(64) Tile tile;
     multiply_group(c, head, group, x.rows(), {0, rows}, {tile[0], kGroupRows, group_bias.values()});
     for (int t = 0; t < rows; ++t) {
+      if (cap != 0) c.kernels.soft_cap(tile[t], cap, n_rows);
       if (logits[t])
         std::copy_n(tile[t], n_rows, logits[t] + row);
       else

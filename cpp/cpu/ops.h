@@ -176,9 +176,10 @@ void multiply_gated_experts(const Context& c, const GatedExperts& w, const Route
 void add_experts(const Context& c, std::span<const Linear> down, const Routes& routes, const Activations& h,
                  const FloatRows& x);
 // Logits of rows [0, rows) of x, plus `bias` if there is one. `logits` names where each goes, null if only
-// the largest is needed, which the scratch of each thread collects from best[first_best] on.
+// the largest is needed, which the scratch of each thread collects from best[first_best] on. `cap` is
+// Config::logit_cap.
 void multiply_head(const Context& c, const Linear& head, const Tensor& bias, const NormedRows& x, int rows,
-                   float* const* logits, int first_best);
+                   float cap, float* const* logits, int first_best);
 // The best of a row over all threads.
 Best best_of(std::span<const Scratch> scratch, int row);
 

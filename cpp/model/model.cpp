@@ -93,6 +93,8 @@ void validate(const Model& model) {
               per_layer(c.layer_rope_base, c.n_layers) && per_layer(c.layer_rope_factor, c.n_layers) &&
               per_layer(c.layer_feed_forwards, c.n_layers),
           "per-layer lists must name every layer");
+  require(c.score_cap >= 0 && std::isfinite(c.score_cap) && c.logit_cap >= 0 && std::isfinite(c.logit_cap),
+          "soft limits of scores and logits must not be negative");
   require(c.max_alibi_bias >= 0 && std::isfinite(c.max_alibi_bias), "the bias of ALiBi must be positive");
   require(c.token_types >= 0 && c.separator_id >= -1, "token types and the separator must not be negative");
   require(bool(model.output) == c.has_head, "the output projection must be there where the model has logits");

@@ -87,10 +87,12 @@ struct Config {
   float embedding_scale = 1.0f;
   float residual_scale = 1.0f;  // of what a block adds to the residual stream
   float logit_scale = 1.0f;
-  bool parallel = false;         // attention and feed-forward of a layer read the same stream
-  bool causal = true;            // false: a token sees also those after it
-  bool has_head = true;          // false: there are no logits, as in an encoder
-  float max_alibi_bias = 0.0f;   // ALiBi: scores fall with the distance of positions; 0: they do not
+  bool parallel = false;        // attention and feed-forward of a layer read the same stream
+  bool causal = true;           // false: a token sees also those after it
+  bool has_head = true;         // false: there are no logits, as in an encoder
+  float max_alibi_bias = 0.0f;  // ALiBi: scores fall with the distance of positions; 0: they do not
+  // Soft limits: x becomes cap * tanh(x / cap), as scores before ALiBi and biases; 0: there is none.
+  float score_cap = 0.0f, logit_cap = 0.0f;
   float attention_scale = 0.0f;  // of score_scale(); 0 selects 1/sqrt(key_dim)
 
   QkNormPlace qk_norm_place = QkNormPlace::kHeads;

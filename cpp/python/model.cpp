@@ -181,6 +181,8 @@ void bind_model(nb::module_& m) {
       .def_rw("separator_id", &Config::separator_id)
       .def_rw("max_alibi_bias", &Config::max_alibi_bias)
       .def_rw("attention_scale", &Config::attention_scale)
+      .def_rw("score_cap", &Config::score_cap)
+      .def_rw("logit_cap", &Config::logit_cap)
       .def_rw("layer_uses_rope", &Config::layer_uses_rope)
       .def_rw("layer_window", &Config::layer_window)
       .def_rw("layer_rope_base", &Config::layer_rope_base)

@@ -261,6 +261,7 @@ const std::map<std::string, Call> kCalls = {
     {"add_products", on_values(cpu::calls::add_products)},
     {"gated", on_values(cpu::calls::gated)},
     {"scan", on_values(cpu::calls::scan)},
+    {"soft_cap", on_values(cpu::calls::soft_cap)},
     {"apply_gate", on_values(cpu::calls::apply_gate)},
     {"delta_rule", on_values(cpu::calls::delta_rule)},
     {"sum_exp", on_values(cpu::calls::sum_exp)},

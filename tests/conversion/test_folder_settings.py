@@ -39,6 +39,7 @@ CONFIGS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", "LlamaForCausalLM", _GROUPED),
     "qwen2": ("Qwen2Config", "Qwen2ForCausalLM", _GROUPED),
     "qwen3": ("Qwen3Config", "Qwen3ForCausalLM", _GROUPED),
+    "gemma2": ("Gemma2Config", "Gemma2ForCausalLM", {**_GROUPED, **_WINDOW}),
     "gemma3": ("Gemma3TextConfig", "Gemma3ForCausalLM", {**_GROUPED, **_WINDOW}),
     "smollm3": ("SmolLM3Config", "SmolLM3ForCausalLM", _GROUPED),
     "granite": ("GraniteConfig", "GraniteForCausalLM", _GROUPED),

@@ -113,7 +113,7 @@ def test_excess_rows_are_split_into_passes(device: str, demo_path: Path) -> None
             assert_same(model, logits, model.session().forward_prompt_logits(prompt))
 
 
-@pytest.mark.parametrize("name", ["gqa 3", "gemma3", "smollm3", "values wider than keys", "biases"])
+@pytest.mark.parametrize("name", ["gqa 3", "gemma2", "gemma3", "smollm3", "values wider than keys", "biases"])
 @pytest.mark.parametrize(
     ("device", "compute"), [("cpu", "int8"), ("cpu", "f32"), ("metal", "f32")], indirect=["device"]
 )

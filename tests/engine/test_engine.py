@@ -273,7 +273,7 @@ def assert_same_bits(outcomes: list[Outcome]) -> None:
 
 
 WEIGHTS = ["smollm shape", "mixed types", "mixed K-quants", "16-bit floats"]
-STEPS = ["gemma3", "gqa 8", "granite", "hunyuan-dense", "olmo2"]
+STEPS = ["gemma2", "gemma3", "gqa 8", "granite", "hunyuan-dense", "olmo2"]
 
 
 @pytest.mark.parametrize(
@@ -369,7 +369,7 @@ def test_a_long_and_a_short_sequence_of_a_pass_match_single_ones(tmp_path: Path)
                 np.testing.assert_array_equal(got, wanted[i])
 
 
-@pytest.mark.parametrize("name", ["gqa 3", "gemma3"])
+@pytest.mark.parametrize("name", ["gqa 3", "gemma2", "gemma3"])
 def test_metal_agrees_for_any_split_of_a_prompt(
     metal: None, name: str, model_path: Callable[[str], Path]
 ) -> None:

@@ -31,7 +31,7 @@ SUITED = [
         *("smollm shape", "gqa 1", "gqa 8", "head_dim 128", "values wider than keys"),
         "values narrower than keys",
     ),
-    *("gemma3", "qwen3", "smollm3", "olmo2"),
+    *("gemma2", "gemma3", "qwen3", "smollm3", "olmo2"),
 ]
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from support.native_requests import choose
+from support.reference import ReferenceModel
 from support.sampling_reference import log_softmax
 from support.small_models import MODELS, SmallModel, with_tensor, write
 from support.tiny_models import TINY
@@ -102,7 +103,30 @@ def test_drafts_count_up_to_the_first_wrong_one(demo: Model, right: int, sampled
         assert session.forward_token_greedy(chosen[-1]) == other.forward_token_greedy(chosen[-1])
 
 
-@pytest.mark.parametrize("name", ["gemma3", "smollm3", "values wider than keys"])
+def test_every_output_follows_the_limit_of_logits(device: str, tmp_path: Path) -> None:
+    """A sampler that keeps half of the probability finds fewer tokens without the limit."""
+    path = write(tmp_path / "model.gguf", MODELS["gemma2"])
+    with Model(path, device=device, compute="auto" if device == "metal" else "f32", kv_dtype="f32") as model:
+        ids = ids_of(model, 40)
+        expected = ReferenceModel(path).forward(ids)
+        last = expected.logits[-1]
+        assert np.abs(expected.logits).max() < 6.0  # the limit
+        np.testing.assert_allclose(model.score(ids), expected.log_probs(ids), rtol=0, atol=0.02)
+        np.testing.assert_allclose(model.session().forward_prompt_logits(ids), last, rtol=0, atol=0.02)
+        assert model.session().forward_prompt(ids) == last.argmax()
+        probabilities = np.sort(np.exp(log_softmax(last)))[::-1]
+        kept = int(np.searchsorted(np.cumsum(probabilities), 0.5)) + 1
+        drawn = set()
+        with model.session() as session:
+            for seed in range(300):
+                session.reset()
+                sampler = core_sampler(Options(1.0, top_p=0.5, top_k=0), seed, ids.tolist())
+                drawn |= set(choose(session.native, ids, 0, sampler))
+        assert drawn <= set(np.argsort(-last)[: kept + 2].tolist())
+        assert len(drawn) > kept / 2
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gemma3", "smollm3", "values wider than keys"])
 def test_rejected_drafts_are_removed_in_every_kind_of_model(device: str, tmp_path: Path, name: str) -> None:
     """Also where layers see a window of positions, which the draft may have moved."""
     path = write(tmp_path / "model.gguf", MODELS[name])

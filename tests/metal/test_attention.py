@@ -46,6 +46,15 @@ def test_attention_decode_in_a_window(run: Run) -> None:
         close(case.decode(run, splits), case.expected())
 
 
+@pytest.mark.parametrize("dims", [64, 128, 256])
+@caches
+def test_limited_scores(run: Run, dims: int, cache: type) -> None:
+    """Most of the scores are beyond the limit."""
+    case = Case((9, 120), (1, 70), dims=(dims, dims), cache=cache, spread=3.0, score_cap=1.5)
+    close(case.decode(run, 2), case.expected())
+    near(case.prefill(run), case.expected())
+
+
 def test_a_row_of_attention_decode_is_bit_identical_to_that_row_alone(run: Run) -> None:
     """The other rows, and their numbers of threads and splits, have no influence."""
     for position in [30, PAGE - 2, PAGE - 1, PAGE, PAGE + 1, 2 * PAGE - 1]:

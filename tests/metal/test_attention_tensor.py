@@ -54,6 +54,12 @@ def test_attention_tensor_with_a_position_bias(run: Run) -> None:
     near(case.prefill_on_tensors(run), case.expected())
 
 
+@pytest.mark.parametrize("dims", [64, 128])
+def test_attention_tensor_with_limited_scores(run: Run, dims: int) -> None:
+    case = Case((50, 60), (20, 10), dims=(dims, dims), spread=3.0, score_cap=1.5)
+    near(case.prefill_on_tensors(run), case.expected())
+
+
 def test_attention_tensor_with_scores_far_apart(run: Run) -> None:
     """The maximum of a row rises so much that the weights of earlier keys vanish."""
     case = Case((40, 100), spread=30.0)

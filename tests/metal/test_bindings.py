@@ -25,7 +25,7 @@ pytestmark = pytest.mark.emulator
 # One for each kind of layer, of norm, and of rotation, with and without biases.
 GENERATORS = (
     "head_dim 32", "all biases", "16-bit floats", "mixed types", "qwen3", "olmo2", "phi3", "exaone4",
-    "gemma3", "lfm2", "mamba2", "granitehybrid", "falcon-h1",
+    "gemma2", "gemma3", "lfm2", "mamba2", "granitehybrid", "falcon-h1",
 )  # fmt: skip
 LONG = 300  # tokens in the context, so that attention of one token is divided
 ENCODERS = ("bert", "nomic-bert", "jina-bert-v2", "jina-bert-v2, code", "modern-bert")

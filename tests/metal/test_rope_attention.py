@@ -15,11 +15,18 @@ from support.paged import PAGE, Pages
 class Case:
     """Rows of qkv, one for each position, and a cache with as many tokens of each sequence."""
 
-    def __init__(self, *positions: int, cache: type = np.float16, window: int = 0, **options: Any) -> None:
+    def __init__(
+        self,
+        *positions: int,
+        cache: type = np.float16,
+        window: int = 0,
+        score_cap: float = 0.0,
+        **options: Any,
+    ) -> None:
         self.given = given = HeadRows(positions, **options)
         self.n_heads, self.n_kv = given.n_heads, given.n_kv
         self.key_dim, self.value_dim = given.key_dim, given.value_dim
-        self.positions, self.window = positions, window
+        self.positions, self.window, self.score_cap = positions, window, score_cap
         self.cache, n = np.dtype(cache), len(positions)
         self.before: list[tuple[Array, Array]] = []
         for p in positions:
@@ -36,6 +43,8 @@ class Case:
             )
             keys, values = (np.repeat(x, self.n_heads // self.n_kv, axis=1) for x in (keys, values))
             scores = np.einsum("hd,khd->hk", given.q[i], keys) / np.sqrt(self.key_dim)
+            if score_cap:
+                scores = score_cap * np.tanh(scores / score_cap)
             weights = np.exp(scores - scores.max(1, keepdims=True))
             self.expected[i] = np.einsum("hk,khd->hd", weights / weights.sum(1, keepdims=True), values)
 
@@ -70,6 +79,7 @@ class Case:
             max_alibi_bias=0,
             position_bias=0,
             query_step=self.key_dim,
+            score_cap=self.score_cap,
         )
         row_stride = given.qkv.shape[1]
         rope = make_args(
@@ -156,6 +166,11 @@ def test_results_are_bit_identical_to_single_sequences_and_separate_kernels(run:
 
 def test_at_any_position_within_a_page(run: Run) -> None:
     Case(*range(2 * PAGE), heads=(3, 1), dims=(32, 32), rope=32).check(run)
+
+
+def test_limited_scores(run: Run) -> None:
+    for splits in [1, 3]:
+        Case(200, 20, 0, score_cap=0.5).check(run, splits, 1, 1)
 
 
 def test_in_a_window(run: Run) -> None:

@@ -299,6 +299,14 @@ def test_add_bias(run: Run) -> None:
     close(x.check(), before.astype(np.float64) + bias)
 
 
+def test_soft_cap(run: Run) -> None:
+    before = np.random.default_rng(3).standard_normal((1, 300)).astype(np.float32) * 40
+    before[0, :2] = -1e30, 1e30
+    x = Output([1, 300], initial=before)
+    run("soft_cap_in_place", x.buffer, make_args("SoftCapArgs", n=300, cap=30.0), groups=(2,), threads=(256,))
+    close(x.check(), 30 * np.tanh(before.astype(np.float64) / 30))
+
+
 ACTIVATIONS = {name: CONSTANTS[f"ACTIVATION_{name.upper()}"] for name in ("silu", "gelu", "gelu_erf")}
 
 

@@ -296,6 +296,10 @@ void scan(const std::string& set, const Matrix& x, const Matrix& b, const Matrix
   }
 }
 
+void soft_cap(const std::string& set, float cap, OutVector x) {
+  kernels_named(set).soft_cap(x.data(), cap, int(x.shape(0)));
+}
+
 void apply_gate(const std::string& set, const Vector& gate, OutVector x) {
   require(x.shape(0) >= gate.shape(0), "wrong shape");
   kernels_named(set).apply_gate(gate.data(), int(gate.shape(0)), x.data());

@@ -70,6 +70,7 @@ void gated(const std::string& set, const Vector& gate, const Vector& up, int act
 void scan(const std::string& set, const Matrix& x, const Matrix& b, const Matrix& c, const Vector& dt,
           const Vector& factors, int piece, OutMatrix state, OutMatrix out);
 // x times sigmoid(gate), in place.
+void soft_cap(const std::string& set, float cap, OutVector x);
 void apply_gate(const std::string& set, const Vector& gate, OutVector x);
 // A token for as many columns as v has; `state` is [len(k), kDeltaColumns].
 void delta_rule(const std::string& set, const Vector& q, const Vector& k, const Vector& v, float decay,

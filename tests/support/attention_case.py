@@ -27,9 +27,10 @@ class Case:
         spread: float = 1.0,
         max_alibi_bias: float = 0.0,
         position_bias: bool = False,
+        score_cap: float = 0.0,
     ) -> None:
         self.sequences, self.window, self.both_ways = sequences, window, both_ways
-        self.max_alibi_bias = max_alibi_bias
+        self.max_alibi_bias, self.score_cap = max_alibi_bias, score_cap
         self.n_heads, self.n_kv = heads
         shape = (32, self.n_heads) if position_bias else (0, self.n_heads)
         self.position_bias = np.random.default_rng(7).standard_normal(shape).astype(np.float32)
@@ -67,6 +68,8 @@ class Case:
                 for x in (self.k, self.v)
             )
             scores = np.einsum("hd,khd->hk", q.reshape(self.n_heads, self.key_dim), k) * self.scale
+            if self.score_cap:
+                scores = self.score_cap * np.tanh(scores / self.score_cap)
             distance = np.abs(np.arange(keys)[seen] - position)
             scores -= np.array([self.slope(head) for head in range(self.n_heads)])[:, None] * distance
             if len(self.position_bias):
@@ -103,6 +106,7 @@ class Case:
             max_alibi_bias=self.max_alibi_bias,
             position_bias=len(self.position_bias) > 0,
             query_step=self.key_dim,
+            score_cap=self.score_cap,
             **({"splits": 1, "tiles": 0} | fields),
         )
 

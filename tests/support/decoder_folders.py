@@ -84,6 +84,36 @@ def exaone4(path: Path, **config: Any) -> Folder:
     return with_head_norms(_with_norms_of_outputs(folder), ("q_norm", HEAD), ("k_norm", HEAD))
 
 
+def gemma2(path: Path, **config: Any) -> Folder:
+    """Make a folder of Gemma 2, which norms inputs and outputs of blocks, and limits scores and logits."""
+    settings = {
+        "num_hidden_layers": 3,
+        "sliding_window": 9,
+        "head_dim": 16,
+        "query_pre_attn_scalar": 9,
+        "attn_logit_softcapping": 2.0,
+        "final_logit_softcapping": 1.5,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "pad_token_id": 0,
+        **config,
+    }
+    folder = llama(path, "Gemma2ForCausalLM", model_type="gemma2", **settings)
+    del folder.tensors["lm_head.weight"]
+    for layer in range(folder.config["num_hidden_layers"]):
+        for i, (part, shape) in enumerate(
+            {
+                "self_attn.q_proj": (HEADS * 16, DIM),
+                "self_attn.k_proj": (HEADS // 2 * 16, DIM),
+                "self_attn.v_proj": (HEADS // 2 * 16, DIM),
+                "self_attn.o_proj": (DIM, HEADS * 16),
+                "pre_feedforward_layernorm": (DIM,),
+                "post_feedforward_layernorm": (DIM,),
+            }.items()
+        ):
+            folder.tensors[f"model.layers.{layer}.{part}.weight"] = values(shape, 100 + 6 * layer + i)
+    return folder
+
+
 def hunyuan(path: Path, **config: Any) -> Folder:
     """Make a folder of Hunyuan, which norms each head of q and k after its rotation."""
     rope = {"type": "dynamic", "alpha": 50.0, "factor": 1.0}
@@ -208,6 +238,13 @@ RECORDED: dict[str, Callable[[Path], Folder]] = {
     "ernie4_5": ernie,
     "exaone4": exaone4,
     "exaone4, window": partial(exaone4, num_hidden_layers=5, sliding_window=9, sliding_window_pattern=4),
+    "gemma2": gemma2,
+    "gemma2, no limits": partial(
+        gemma2,
+        attn_logit_softcapping=None,
+        final_logit_softcapping=None,
+        layer_types=["full_attention", "sliding_attention", "sliding_attention"],
+    ),
     "hunyuan": hunyuan,
     "mistral, window": partial(mistral, sliding_window=9),
     "qwen2, window": partial(qwen, name="Qwen2"),

@@ -19,7 +19,7 @@ from support.gguf_reader import GGUFReader
 
 Array: TypeAlias = npt.NDArray[np.float64]
 
-GEMMA = ("gemma3", "gemma-embedding")
+GEMMA = ("gemma2", "gemma3", "gemma-embedding")
 BERT = ("bert", "nomic-bert", "jina-bert-v2")
 ENCODERS = (*BERT, "modern-bert", "eurobert")
 BIASED = ("gpt2", "gptneox", "starcoder2", "phi2")
@@ -184,6 +184,7 @@ class ReferenceModel:
         scale = self.scale["logit_scale"]
         scale = scale if self.architecture == "cohere2" else 1 / scale
         logits = scale * (hidden @ head.T) + self.tensors.get("output.bias", 0.0)
+        logits = self._capped(logits, "final_logit_softcapping")
         if self.architecture in ENCODERS:
             logits = np.empty((len(x), 0))
         return Result(logits, x, hidden, keys, values, products, states)
@@ -325,6 +326,7 @@ class ReferenceModel:
         for head in range(self.n_heads):
             kv_head = head // (self.n_heads // self.n_kv_heads)
             scores = self._attention_scale() * (q[:, head] @ k[:, kv_head].T)
+            scores = self._capped(scores, "attn_logit_softcapping")
             if self.architecture == "jina-bert-v2":
                 scores = scores - self._slope(head) * np.abs(distance)
             if "attn_rel_b.weight" in self.tensors:
@@ -334,6 +336,13 @@ class ReferenceModel:
             weights = np.exp(scores - scores.max(axis=1, keepdims=True))
             out[:, head] = (weights / weights.sum(axis=1, keepdims=True)) @ v[:, kv_head]
         return out.reshape(n, -1)
+
+    def _capped(self, x: Array, key: str) -> Array:
+        """Limit values softly where the model does."""
+        usual = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
+        cap: float = self._key(key, usual[key] if self.architecture == "gemma2" else 0.0)
+        limited: Array = cap * np.tanh(x / cap) if cap else x
+        return limited
 
     def _slope(self, head: int) -> float:
         """Return the slope of ALiBi; heads beyond a power of two have every other slope of twice as many."""
@@ -428,7 +437,8 @@ class ReferenceModel:
 
     def _frequencies(self, layer: int) -> tuple[Array, float]:
         """Radians per position of each pair, ``[rope_dim / 2]``, and the factor of cos and sin."""
-        windowed = self.architecture in (*GEMMA, "modern-bert") and self._is_windowed(layer)
+        own_base = (*GEMMA[1:], "modern-bert")
+        windowed = self.architecture in own_base and self._is_windowed(layer)
         base: float = 10000.0 if windowed else self._key("rope.freq_base", 10000.0)
         windowed = windowed or (self.architecture == "olmo2" and self._is_windowed(layer))
         pairs = np.arange(self.rope_dim // 2)
@@ -469,6 +479,8 @@ class ReferenceModel:
             return self._window > 0 and layer % 4 != 3
         if self.architecture == "modern-bert":
             return layer % 3 != 0
+        if self.architecture == "gemma2":
+            return layer % 2 == 0
         return self.architecture in GEMMA and layer % 6 != 5
 
     @property

@@ -16,6 +16,7 @@ _SIZE: dict[str, Any] = {"dim": 32, "key_dim": 32, "heads": 2, "kv_heads": 1, "f
 _ENCODER_SIZE = {**_SIZE, "kv_heads": 2, "context": 64}
 
 TINY_MODELS = {
+    "gemma2": replace(MODELS["gemma2"], layers=2, **_SIZE),
     "gemma3": replace(MODELS["gemma3"], layers=2, **_SIZE),
     "gptneox": replace(MODELS["gptneox"], layers=1, **_SIZE),
     "phi2": replace(MODELS["phi2"], layers=1, **_SIZE),

@@ -56,7 +56,7 @@ NAMES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-GEMMA = ("gemma3", "gemma-embedding")
+GEMMA = ("gemma2", "gemma3", "gemma-embedding")
 POST_NORMS = NAMES | {
     "post_attention_norm": "post_attention_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
@@ -283,10 +283,13 @@ def config_of(path: Path, model: SmallModel) -> transformers.PreTrainedConfig:
             "norm_topk_prob": model.architecture != "olmoe",
             "experts_implementation": "eager",
         }
-    if model.architecture in GEMMA:  # layers with a window use a separate rope base, unscaled
-        settings["rope_parameters"] = {"full_attention": rope, "sliding_attention": {"rope_type": "default"}}
+    if model.architecture in GEMMA:
         settings["sliding_window"] = model.window
         settings["query_pre_attn_scalar"] = model.key_dim
+    if model.architecture == "gemma2":
+        settings |= {key: cap for key, cap in model.scales if key.endswith("softcapping")}
+    elif model.architecture in GEMMA:  # layers with a window use a separate rope base, unscaled
+        settings["rope_parameters"] = {"full_attention": rope, "sliding_attention": {"rope_type": "default"}}
     kind = MODEL_TYPES.get(model.architecture, model.architecture)
     if model.architecture == "olmo2" and model.window:  # layers with a window are unscaled
         kind = "olmo3"

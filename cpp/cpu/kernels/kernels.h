@@ -198,6 +198,7 @@ struct AttentionHead {
   int position;        // of token 0
   int window, length;  // of visible_range()
   float scale;         // multiplies q.k
+  float cap = 0;       // soft limit of scores; 0: none
   // ALiBi: slope of each head of the group, subtracted for each position of distance; null: none.
   const float* slopes = nullptr;
   // The relative position bias in base-2 logarithms: of the heads of the group, kBiasRow apart, at distance 0
@@ -311,6 +312,8 @@ struct Kernels {
   // Token by token and, of each value of y, row by row, so that the bits do not depend on how tokens are
   // divided among calls.
   void (*scan)(const ScanHead& head, int tokens);
+  // x = cap * tanh(x / cap).
+  void (*soft_cap)(float* x, float cap, int n);
   // x *= sigmoid(gate).
   void (*apply_gate)(const float* gate, int n, float* x);
   // S = decay * S; S += k * beta * (v - k S); out = q S. `state` is S, [key_dim][kDeltaColumns].

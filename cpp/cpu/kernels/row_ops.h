@@ -291,6 +291,16 @@ void add_products(const float* products, const float* bias, int rows, int column
   add_rows<false, false>(products, bias, rows, columns, out, stride);
 }
 
+// x = cap * tanh(x / cap), with tanh(u) = 1 - 2 / (1 + exp(2 u)). NaN stays.
+void soft_cap(float* x, float cap, int n) {
+  const F rate = Simd::set(2 * kLog2E / cap), one = Simd::set(1), limit = Simd::set(cap),
+          twice = Simd::set(2 * cap);
+  for (int i = 0; i < n; i += Simd::kLanes) {
+    const F power = exp2(Simd::mul(load_part(x + i, n - i), rate));
+    store_part(x + i, Simd::sub(limit, Simd::div(twice, Simd::add(one, power))), n - i);
+  }
+}
+
 // ALiBi: subtracts `slope` per position of distance from `n` scores of a span; `own` is the position of the
 // query in it.
 inline void subtract_distances(float* scores, float slope, int own, int n) {

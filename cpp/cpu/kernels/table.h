@@ -36,6 +36,7 @@ constexpr Kernels kTable = {
     .gated = gated,
     .activate = activate,
     .scan = scan,
+    .soft_cap = soft_cap,
     .apply_gate = apply_gate,
     .delta_rule = delta_rule,
     .sum_exp = sum_exp,

@@ -38,7 +38,8 @@ struct alignas(64) AttentionStrip {
   SplitSums<kStripRows> splits;                 // before this one
   int begin[kStripRows], end[kStripRows];       // positions that the row sees
   int own[kStripRows];                          // that of its query
-  float slope[kStripRows];                      // of ALiBi, in base-2 logarithms
+  float cap;                                    // of scores, in base-2 logarithms; 0: none
+  float slope[kStripRows];                      // of ALiBi, likewise
   const float* bias[kStripRows];                // of relative positions, at distance 0; null: none
   const std::uint16_t *keys, *values;           // of the span
 };
@@ -159,6 +160,7 @@ inline __attribute__((always_inline)) void bf16_weights(AttentionStrip& strip, i
   const int first = span * kKeySpan;
   for (int r = 0; r < rows; ++r) {
     const int own = strip.own[row + r] - first;
+    if (strip.cap != 0) soft_cap(scores[r], strip.cap, kKeySpan);
     if (strip.slope[row + r] != 0) subtract_distances(scores[r], strip.slope[row + r], own, kKeySpan);
     if (strip.bias[row + r]) add_bias(scores[r], strip.bias[row + r], -own, kKeySpan);
   }
@@ -241,6 +243,7 @@ struct VectorTiles {
 // Query rows [row, row + rows) of the item; row = token * heads + head.
 template <class Tiles>
 void bf16_strip(const AttentionHead& head, int row, int rows, AttentionStrip& strip) {
+  strip.cap = head.cap * kLog2E;
   for (int r = 0; r < rows; ++r) {
     const auto [token, h] = token_and_head(head, row + r);
     const float* q = head.q + token * head.q_stride + h * head.q_step;

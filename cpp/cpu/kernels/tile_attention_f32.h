@@ -25,7 +25,8 @@ struct AttentionTile {
   SplitSums<kRows> splits;       // before this one
   int begin[kRows], end[kRows];  // positions that the row sees
   int own[kRows];                // that of its query
-  float slope[kRows];            // of ALiBi, in base-2 logarithms
+  float cap;                     // of scores, in base-2 logarithms; 0: none
+  float slope[kRows];            // of ALiBi, likewise
   const float* bias[kRows];      // of relative positions, at distance 0; null: none
 };
 
@@ -88,6 +89,7 @@ void softmax_span(int span, AttentionTile<kRows>& tile, int n) {
   for (int r = 0; r < kRows; ++r) {
     if (!sees(r)) continue;
     float* p = tile.p[r];
+    if (tile.cap != 0) soft_cap(p, tile.cap, n);
     if (tile.slope[r] != 0) subtract_distances(p, tile.slope[r], tile.own[r] - span * kKeySpan, n);
     if (tile.bias[r]) add_bias(p, tile.bias[r], span * kKeySpan - tile.own[r], n);
     for (int i = 0; i < begin(r); ++i) p[i] = -kInfinity;
@@ -161,6 +163,7 @@ void value_span(const AttentionHead& head, const Element* values, int n, Attenti
 // Query rows [row, row + kRows) of the item; row = token * heads + head.
 template <int kRows>
 void begin_tile(const AttentionHead& head, int row, AttentionTile<kRows>& tile) {
+  tile.cap = head.cap * kLog2E;
   for (int r = 0; r < kRows; ++r) {
     const auto [token, h] = token_and_head(head, row + r);
     const float* q = head.q + token * head.q_stride + h * head.q_step;

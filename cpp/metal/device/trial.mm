@@ -226,7 +226,8 @@ Trial trial_of_attention(const char* kernel, int dims) {
                               .alibi_heads = 0,
                               .max_alibi_bias = 0.0f,
                               .position_bias = false,
-                              .query_step = u32_t(dims)};
+                              .query_step = u32_t(dims),
+                              .score_cap = 0.0f};
   return {.kernel = kernel,
           .groups = MTLSizeMake(tiles.size(), 1, 1),
           .threads = MATMUL_THREADS,

@@ -370,6 +370,9 @@ void ForwardPass::head(const Pass& pass, const Rows& rows, const View& logits) c
   for (const Projection& w : output_)
     project(pass.e, w, input, {logits, config_.vocab_size}, rows, Write::kStore);
   if (output_bias_) ops::add_bias(pass.e, output_bias_, logits, config_.vocab_size, rows.count);
+  if (config_.logit_cap > 0)
+    ops::soft_cap(pass.e, logits, std::size_t(rows.count) * std::size_t(config_.vocab_size),
+                  config_.logit_cap);
 }
 
 void ForwardPass::score(const Pass& pass) const {

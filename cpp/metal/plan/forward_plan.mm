@@ -287,7 +287,8 @@ AttentionArgs ForwardPass::attention_args(int layer) const {
           .alibi_heads = config_.max_alibi_bias > 0 ? std::bit_floor(u32_t(config_.n_heads)) : 0,
           .max_alibi_bias = config_.max_alibi_bias,
           .position_bias = bool(position_bias_),
-          .query_step = u32_t(config_.query_step())};
+          .query_step = u32_t(config_.query_step()),
+          .score_cap = config_.score_cap};
 }
 
 RopeArgs ForwardPass::rope_args(int layer, bool skip_queries) const {

@@ -75,6 +75,7 @@ enum class NamePart { kNothing, kTensorType, kCacheType, kDecodeHeads, kPrefillH
   K(kGatedDelta, "gated_delta", kNothing)                                        \
   K(kGatedNormF32, "gated_norm_f32", kNothing)                                   \
   K(kGatedNormF16, "gated_norm_f16", kNothing)                                   \
+  K(kSoftCap, "soft_cap_in_place", kNothing)                                     \
   K(kArgmaxStage1, "argmax_stage1", kNothing)                                    \
   K(kArgmaxStage2, "argmax_stage2", kNothing)                                    \
   K(kLogProb, "log_prob", kNothing)

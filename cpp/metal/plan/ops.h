@@ -200,6 +200,9 @@ void gated_norm(Encoder& e, const Norm& norm, const View& x, const StridedRows& 
 // Multiplies the output of attention by gates that follow the queries.
 void gate_heads(Encoder& e, const View& q, const View& y, const GateHeadsArgs& args, Precision precision);
 
+// Limits `n` values softly.
+void soft_cap(Encoder& e, const View& x, std::size_t n, float cap);
+
 // Both stages, of each row of `n` logits; `candidates` holds candidates_bytes.
 std::size_t candidates_bytes(const Tuning& tuning, int rows);
 void argmax(Encoder& e, const View& logits, const View& candidates, const View& result, int n, int rows);

@@ -167,6 +167,12 @@ void gated_norm(Encoder& e, const Norm& norm, const View& x, const StridedRows& 
       {.x = ceil_div(std::size_t(heads) * kSimd, threads), .y = std::size_t(tokens), .threads = threads});
 }
 
+void soft_cap(Encoder& e, const View& x, std::size_t n, float cap) {
+  const std::size_t threads = allowed_threads(e, Kernel::kSoftCap, 256);
+  e.dispatch(Kernel::kSoftCap, {x}, SoftCapArgs{u32_t(n), cap},
+             {.x = ceil_div(n, threads), .threads = threads});
+}
+
 void gate_heads(Encoder& e, const View& q, const View& y, const GateHeadsArgs& args, Precision precision) {
   const Kernel kernel = precision == Precision::kF16 ? Kernel::kGateHeadsF16 : Kernel::kGateHeadsF32;
   const std::size_t threads = allowed_threads(e, kernel, 256);

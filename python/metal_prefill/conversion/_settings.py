@@ -557,6 +557,25 @@ def hunyuan_dense(config: Fields) -> dict[str, Any]:
     return {"rope.freq_base": base}
 
 
+def gemma2(config: Fields) -> dict[str, Any]:
+    """Return the rotation, the window and its layers, the soft limits, and the scale of q.k."""
+    found = rope_scaling(config) | {
+        "attention.sliding_window": config.integer("sliding_window", default=_WINDOW),
+        **_layers_with_window(config, 2),
+    }
+    # Null means that there is no limit.
+    for key, default in (("attn_logit_softcapping", 50.0), ("final_logit_softcapping", 30.0)):
+        has_none = key in config.values and config.values[key] is None
+        found[key] = 0.0 if has_none else config.number(key, default=default)
+    return found | _gemma_scale(config)
+
+
+def _gemma_scale(config: Fields) -> dict[str, Any]:
+    """Return the factor of q.k, unless it follows from the width of a head."""
+    scalar = config.number("query_pre_attn_scalar", default=256)
+    return {} if scalar == config.integer("head_dim", default=256) else {"attention.scale": scalar**-0.5}
+
+
 def gemma3(config: Fields) -> dict[str, Any]:
     """Return the window, its layers, the bases of the rotation with and without it, and the scale of q.k."""
     rope = config.object("rope_parameters")
@@ -577,7 +596,4 @@ def gemma3(config: Fields) -> dict[str, Any]:
     }
     if factor != 1:
         found |= {"rope.scaling.type": "linear", "rope.scaling.factor": factor}
-    scalar = config.number("query_pre_attn_scalar", default=256)
-    if scalar != config.integer("head_dim", default=256):
-        found["attention.scale"] = scalar**-0.5
-    return found
+    return found | _gemma_scale(config)

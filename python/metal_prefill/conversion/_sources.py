@@ -373,10 +373,20 @@ _GRANITE_SCALES = {
     "logit_scale": _float("logits_scaling", default=1.0),
     "attention.scale": _float("attention_multiplier", default=1.0),
 }
+_GEMMA = {**SHAPE, **DECODER, "attention.head_count_kv": _integer("num_key_value_heads")}
+_GEMMA2 = replace(
+    _LLAMA,
+    architecture="gemma2",
+    keys=_GEMMA,
+    accepted={"hidden_activation": ("gelu_pytorch_tanh",), "use_bidirectional_attention": (None, False)},
+    changes={r".*norm\.weight": _settings.plus_one},
+    more=_settings.gemma2,
+    computed=lambda config: {},
+)
 _GEMMA3 = replace(
     _LLAMA,
     architecture="gemma3",
-    keys={**SHAPE, **DECODER, "attention.head_count_kv": _integer("num_key_value_heads")},
+    keys=_GEMMA,
     accepted={
         "hidden_activation": ("gelu_pytorch_tanh",),
         "attn_logit_softcapping": (None,),
@@ -713,6 +723,7 @@ SOURCES: dict[str, Source] = {
         },
         more=_settings.lfm2_moe,
     ),
+    "Gemma2": _GEMMA2,
     "Gemma3": _GEMMA3,
     "Gemma3Text": _GEMMA3,
     "Qwen3_5": Source(

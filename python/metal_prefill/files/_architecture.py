@@ -23,10 +23,13 @@ WindowRope: TypeAlias = Literal["same", "own", "only", "unscaled"]
 Presence: TypeAlias = Literal["required", "optional", "absent"]
 
 
-def _gemma3_attention_scale(config: ModelConfig) -> float:
-    # The 27B model, the only one with 62 layers, scales by the nominal instead of the actual head width. The
-    # metadata of its file does not record this.
-    return (config.dim / config.n_heads) ** -0.5 if config.n_layers == 62 else 0.0
+def _nominal_scale_with(n_layers: int) -> Callable[[ModelConfig], float]:
+    """Return the scale of Gemma's 27B models, the only ones with this many layers.
+
+    They scale by the nominal instead of the actual head width, which the metadata of their files do not
+    record.
+    """
+    return lambda config: (config.dim / config.n_heads) ** -0.5 if config.n_layers == n_layers else 0.0
 
 
 @dataclass(frozen=True)
@@ -97,6 +100,8 @@ class Architecture:
         same way.
     causal : bool
         Default of `ModelConfig.causal` for files that do not set it.
+    score_cap, logit_cap : float or None
+        Same as in `ModelConfig`, for files that do not set them. None: the metadata must not have one.
     scale_embedding : bool
         Multiply embeddings by ``sqrt(dim)``.
     scales : {"required", "optional", "absent"}
@@ -175,6 +180,8 @@ class Architecture:
     window_period: int = 0
     window_free_first: bool = False
     window_rope: WindowRope = "same"
+    score_cap: float | None = None
+    logit_cap: float | None = None
     scale_embedding: bool = False
     scales: Presence = "absent"
     multiplies_logits: bool = False
@@ -194,16 +201,25 @@ class Architecture:
     attention_scale: Callable[[ModelConfig], float] = lambda _: 0.0
 
 
-_GEMMA3 = Architecture(
+_GEMMA2 = Architecture(
     rope_style="neox",
     activation="gelu",
-    qk_norm="required",
     post_norms="required",
     window="required",
+    window_period=2,
+    scale_embedding=True,
+    score_cap=50.0,
+    logit_cap=30.0,
+    attention_scale=_nominal_scale_with(46),
+)
+_GEMMA3 = replace(
+    _GEMMA2,
+    qk_norm="required",
     window_period=6,
     window_rope="own",
-    scale_embedding=True,
-    attention_scale=_gemma3_attention_scale,
+    score_cap=None,
+    logit_cap=None,
+    attention_scale=_nominal_scale_with(62),
 )
 
 _QKV = {"attn_qkv.weight": ("wq", "wk", "wv"), "attn_qkv.bias": ("bq", "bk", "bv")}
@@ -372,6 +388,7 @@ ARCHITECTURES: dict[str, Architecture] = {
             "mm.*": "vision",
         },
     ),
+    "gemma2": _GEMMA2,
     "gemma3": _GEMMA3,
     "gemma-embedding": replace(_GEMMA3, causal=False),
     "bert": _BERT,

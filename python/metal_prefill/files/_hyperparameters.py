@@ -29,8 +29,6 @@ from metal_prefill.files._positions import with_positions
 
 # Keys that change the forward pass in ways that are not implemented, and the value that has no effect.
 _UNSUPPORTED_KEYS: dict[str, float] = {
-    "attn_logit_softcapping": 0,
-    "final_logit_softcapping": 0,
     "attention.clamp_kqv": 0,
     "rope.scaling.alpha": 0,
     "rope.scaling.yarn_ext_factor": 1,
@@ -130,6 +128,8 @@ def read_config(gguf: GGUFFile, max_context: int | None = None) -> ModelConfig:
         residual_scale=scales["residual_scale"],
         logit_scale=scales["logit_scale"] if traits.multiplies_logits else 1 / scales["logit_scale"],
         qk_norm_place=traits.qk_norm_place,
+        score_cap=_soft_cap(keys, "attn_logit_softcapping", traits.score_cap),
+        logit_cap=_soft_cap(keys, "final_logit_softcapping", traits.logit_cap),
         attention_scale=keys.positive_float("attention.scale", default=0.0),
         layer_kinds=kinds,
         layer_feed_forwards=feed_forwards if "experts" in feed_forwards else (),
@@ -165,6 +165,15 @@ def _refuse_unsupported(keys: Keys, traits: Architecture) -> None:
         raise keys.unsupported(f"attention.sliding_window is not supported for {keys.architecture}")
     if traits.experts == "absent" and (count := keys.number(f"{keys.architecture}.expert_count", default=0)):
         raise keys.unsupported(f"{keys.architecture}.expert_count = {count} is not supported")
+
+
+def _soft_cap(keys: Keys, suffix: str, default: float | None) -> float:
+    """Return a soft limit; 0 in the metadata means that there is none."""
+    key = f"{keys.architecture}.{suffix}"
+    stated = keys.number(key, default=default or 0.0)
+    if stated and default is None:
+        raise keys.unsupported(f"{key} = {stated} is not supported")
+    return keys.positive_float(suffix, default=stated) if stated else 0.0
 
 
 def _activation(keys: Keys, traits: Architecture) -> Activation:

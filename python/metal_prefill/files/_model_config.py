@@ -87,6 +87,9 @@ class ModelConfig:
     max_alibi_bias : float
         ALiBi (arXiv:2108.12409): scores are reduced in proportion to the distance between positions, with a
         slope for each head that follows from this value. 0 means that they are not.
+    score_cap, logit_cap : float
+        Soft limits of scores and of logits: x becomes ``cap * tanh(x / cap)``, scores before the bias of
+        ALiBi; 0 without one.
     attention_scale : float
         Factor of q.k; 0 selects ``1 / sqrt(key_dim)``.
     qk_norm_place : {"heads", "rotated_heads", "rows"}
@@ -160,6 +163,8 @@ class ModelConfig:
     token_types: int = 0
     separator_id: int = -1
     max_alibi_bias: float = 0.0
+    score_cap: float = 0.0
+    logit_cap: float = 0.0
     attention_scale: float = 0.0
     qk_norm_place: QkNormPlace = "heads"
     layer_uses_rope: tuple[bool, ...] = ()

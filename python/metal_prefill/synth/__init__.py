@@ -92,6 +92,13 @@ PRESETS: Mapping[str, ModelShape] = {
         output_type="Q6_K",
         experts=ExpertShape(64, 8, 1024),
     ),
+    "gemma-2-2b": ModelShape(
+        *(26, 2304, 8, 4, 256, 9216, 256000, 8192),
+        architecture="gemma2",
+        tokenizer="llama",
+        norm_eps=1e-6,
+        window=4096,
+    ),
     "mamba2-130m": ModelShape(
         *(24, 768, 0, 0, 0, 0, 50288, 1048576), architecture="mamba2", scan=ScanShape(1536, 128, 24)
     ),

@@ -63,6 +63,19 @@ def test_rope_turns_pairs_and_leaves_the_rest(isa: str, neox: bool) -> None:
 
 
 @each_set
+@pytest.mark.parametrize("cap", [0.5, 30.0])
+def test_soft_cap(isa: str, cap: float) -> None:
+    for n in (3, 32, 100):
+        x = np.full(n + 4, SENTINEL, np.float32)
+        x[:n] = normal(n) * np.float32(cap)
+        x[:3] = -1e30, np.nan, 1e30
+        expected = cap * np.tanh(x[:n].astype(np.float64) / cap)
+        cpu.soft_cap(isa, cap, x[:n])
+        np.testing.assert_allclose(x[:n], expected, rtol=0, atol=cap * 2e-7)
+        assert np.all(x[n:] == SENTINEL)
+
+
+@each_set
 def test_gate_of_a_head(isa: str) -> None:
     for n in (3, 32, 100):
         x, gate = np.full(n + 4, SENTINEL, np.float32), normal(n, seed=1) * np.float32(4)

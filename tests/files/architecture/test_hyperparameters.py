@@ -232,9 +232,10 @@ def test_a_window_may_be_that_of_some_layers(open_model: Open) -> None:
         read_config(open_model({"granite.attention.sliding_window": integer(64)}, architecture="granite"))
 
 
-def test_largest_gemma3_scales_attention_by_the_nominal_head(open_model: Open) -> None:
-    metadata = {"gemma3.attention.sliding_window": integer(8), "gemma3.attention.key_length": integer(32)}
-    config = read_config(open_model(metadata, architecture="gemma3", layers=62))
+@pytest.mark.parametrize(("name", "layers"), [("gemma2", 46), ("gemma3", 62)])
+def test_largest_gemma_scales_attention_by_the_nominal_head(open_model: Open, name: str, layers: int) -> None:
+    metadata = {f"{name}.attention.sliding_window": integer(8), f"{name}.attention.key_length": integer(32)}
+    config = read_config(open_model(metadata, architecture=name, layers=layers))
     assert config.attention_scale == pytest.approx((DIM / HEADS) ** -0.5)
 
 

@@ -62,6 +62,7 @@ _STEPS: dict[str, Callable[[Captured], Expected]] = {
     "rope_attention_decode_": attention.attention,
     "attention_combine": attention.combine,
     "attention_": attention.attention,
+    "soft_cap_in_place": steps.soft_cap,
     "argmax_stage1": steps.argmax_stage1,
     "argmax_stage2": steps.argmax_stage2,
     "log_prob": steps.log_prob,

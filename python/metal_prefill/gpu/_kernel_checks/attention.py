@@ -116,6 +116,8 @@ def _attend(
     group = a["n_heads"] // a["n_kv_heads"]
     keys, values = keys.repeat(group, 1), values.repeat(group, 1)
     scores = np.einsum("hd,phd->hp", q, keys) * a["scale"]
+    if cap := a["score_cap"]:
+        scores = cap * np.tanh(scores / cap)
     if a["alibi_heads"]:
         head, whole = np.arange(a["n_heads"]), a["alibi_heads"]
         steps = np.where(head < whole, head + 1.0, head - whole + 0.5)

@@ -97,6 +97,11 @@ def gate_heads(d: Captured) -> Expected:
         yield d.after(1, dtype)[row], d.before(1, dtype)[row] / (1.0 + np.exp(-gate))
 
 
+def soft_cap(d: Captured) -> Expected:
+    n, cap = d.args["n"], d.args["cap"]
+    yield d.after(0, np.float32)[:n], cap * np.tanh(d.before(0, np.float32)[:n].astype(np.float64) / cap)
+
+
 def argmax_stage1(d: Captured) -> Expected:
     groups, n = d.grid[0], d.args["n"]
     for row in range(d.grid[1]):
