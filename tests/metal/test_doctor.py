@@ -181,7 +181,37 @@ def test_the_report_locates_differences(
     assert wrong["got"] == pytest.approx(195.26, abs=0.01)
     out = capfd.readouterr().out
     assert "DIFFERS: matmul_q4_0_split: value 0 is 195.26" in out
-    assert out.splitlines()[-1].startswith("FAILED: kernels, results; ")
+    assert out.splitlines()[-1].startswith("FAILED: kernels, results; passed: machine; ")
+
+
+def test_results_that_are_not_finite_are_reported(
+    path: Path, doctor: Doctor, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Kernels agree one by one; passes, whose dispatches are reordered, compute NaN."""
+    code, report = doctor(path, barriers=False)
+    assert code == 1
+    stages = report["stages"]
+    assert [name for name, stage in stages.items() if not stage["passed"]] == ["results", "speed"]
+    assert {stage["ended"] for stage in stages.values()} == {"done"}
+    assert len(report["logits"]) == 5
+    assert "is NaN" in report["logits"][0]["problem"]
+    assert "is NaN" in stages["speed"]["problem"]
+    assert any("forward_prompt" in line for line in stages["speed"]["detail"])
+    printed = capfd.readouterr()
+    assert "Traceback" not in printed.out + printed.err
+    assert f"DIFFERS: prompt of 9: {report['logits'][0]['problem']}" in printed.out
+    assert f"FAILED: speed: {stages['speed']['problem']}" in printed.out
+
+
+def test_a_file_that_is_no_model_is_reported_in_a_line(
+    tmp_path: Path, doctor: Doctor, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "empty.gguf").touch()
+    code, report = doctor(tmp_path / "empty.gguf", "--quick")
+    assert code == 1
+    assert "Traceback" not in capfd.readouterr().out
+    assert "empty.gguf" in report["problem"]
+    assert report["stages"]["kernels"]["detail"][0].startswith("Traceback")
 
 
 @pytest.mark.parametrize(
@@ -199,7 +229,7 @@ def test_a_device_that_cannot_open_the_model_is_reported(
     assert code == 1
     with pytest.raises(DeviceError, match=found):
         raise DeviceError(report["problem"])
-    assert f"FAILED: {report['problem']}" in capfd.readouterr().out
+    assert f"FAILED: kernels: {report['problem']}" in capfd.readouterr().out
 
 
 def test_every_source_that_does_not_compile_is_reported(path: Path, doctor: Doctor) -> None:

@@ -59,8 +59,12 @@ def execute(arguments: argparse.Namespace) -> None:
     path = common.model_path(arguments.model)
     passed = True
     for name in QUICK if arguments.quick else LIMITS:
+        print(f"-- {name} (at most {LIMITS[name]} s)", flush=True)
         stage = _run(name, [str(path) if path else "", "quick" if arguments.quick else "", arguments.device])
-        report = stage.pop("report", {}) | report  # the first problem is the one to look at
+        report |= stage.pop("report", {})
+        if "problem" in stage:
+            print(f"FAILED: {name}: {stage['problem']}")
+            report.setdefault("problem", stage["problem"])  # the first is the one to look at
         passed = passed and stage["passed"]
         report["stages"][name] = stage
         _write(arguments.json, report)
@@ -120,8 +124,7 @@ def _run(name: str, arguments: Sequence[str]) -> Report:
             found = json.loads(file.read_text(encoding="utf-8"))
     found |= {"ended": ended, "seconds": round(time.monotonic() - begin, 3)}
     if ended != "done":
-        print(f"FAILED: {name}: {ended}")
-        found["last_lines"] = list(last)
+        found |= {"problem": ended, "last_lines": list(last)}
     return found
 
 
@@ -137,11 +140,12 @@ def conclusion(report: Report, file: Path) -> str:
     gpu = report.get("machine", {}).get("gpu", {})
     if "problem" in gpu:
         return f"no GPU to check: {gpu['problem']}"
-    failed = [name for name, stage in report["stages"].items() if not stage["passed"]]
-    speeds = []
+    stages = report["stages"]
+    failed = ", ".join(name for name in stages if not stages[name]["passed"])
+    agree = ", ".join(name for name in stages if stages[name]["passed"])
+    parts = [f"FAILED: {failed}; passed: {agree or 'nothing'}"] if failed else ["all results agree"]
     for b in report.get("benchmark", ()):
         low, high = b.get("predicted_range", (0, 0))
         predicted = f" (predicted {low:.0f} to {high:.0f})" if high else ""
-        speeds.append(f"{b['name']} {b['tokens_per_second']:.0f} tokens/s{predicted}")
-    works = "all results agree" if not failed else f"FAILED: {', '.join(failed)}"
-    return f"{'; '.join([works, *speeds])}; please attach {file} to an issue"
+        parts.append(f"{b['name']} {b['tokens_per_second']:.0f} tokens/s{predicted}")
+    return f"{'; '.join(parts)}; please attach {file} to an issue"

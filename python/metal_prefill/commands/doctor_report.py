@@ -7,17 +7,20 @@ import os
 import platform
 import sys
 import time
+import traceback
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from metal_prefill import _core
-from metal_prefill.errors import DeviceError, UnsupportedModelError
+from metal_prefill.errors import MetalPrefillError, NumericalError, UnsupportedModelError
 from metal_prefill.gpu._cost_model import CHIPS, UnknownKernelError, find_chip, plan, predict, shape_of
 from metal_prefill.gpu._self_test import QUICK, kernel_differences, known_tokens
 from metal_prefill.model import Model
+from metal_prefill.session import Session
 from metal_prefill.storage._cache_folder import version
 
 LONG_PROMPT = 300
@@ -25,11 +28,12 @@ SHORT_PROMPT = 9
 GREEDY_TOKENS = 20
 # In addition to the quick lengths: a prompt with wide tiles, then one token and a few with split keys.
 ALL_LENGTHS = (*QUICK, 512, 1, 3)
-# Relative to the largest logit. Kernels for many tokens use half precision; a few 1e-3 are normal.
-LOGITS_BOUND = 2e-2
+# Relative to the largest logit or state. Kernels for many tokens use half precision; a few 1e-3 are normal.
+BOUND = 2e-2
 BENCH_PROMPT, BENCH_TOKENS, BENCH_SECONDS = 512, 64, 50.0
 
 Report = dict[str, Any]
+Array = np.ndarray[Any, Any]
 
 
 def machine() -> Report:
@@ -72,14 +76,20 @@ def check_kernels(model: Model, quick: bool) -> Report:
         }
 
 
-def _compare(name: str, got: np.ndarray[Any, Any], expected: np.ndarray[Any, Any]) -> Report:
-    """Compare logits by their largest difference, and check that the argmax matches or nearly ties."""
+def _compare(name: str, compute: Callable[[], Array], expected: Array) -> Report:
+    """Compare results by their largest difference; the argmax of logits must match or nearly tie."""
+    try:
+        got = compute()
+    except NumericalError as error:
+        return {"name": name, "passed": False, "problem": str(error)}
     scale = float(np.abs(expected).max())
     error = float(np.abs(got - expected).max()) / scale
-    best, wanted = int(np.argmax(got)), int(np.argmax(expected))
-    gap = float(expected[wanted] - expected[best]) / scale
-    passed = bool(np.isfinite(got).all()) and error <= LOGITS_BOUND and gap <= LOGITS_BOUND
-    return {"name": name, "passed": passed, "error": error, "token": best, "cpu_token": wanted}
+    found: Report = {"name": name, "passed": error <= BOUND, "error": error}
+    if expected.ndim == 1:
+        best, wanted = int(np.argmax(got)), int(np.argmax(expected))
+        gap = float(expected[wanted] - expected[best]) / scale
+        found |= {"passed": max(error, gap) <= BOUND, "token": best, "cpu_token": wanted}
+    return found
 
 
 def check_logits(model: Model, reference: Model, quick: bool) -> list[Report]:
@@ -90,25 +100,34 @@ def check_logits(model: Model, reference: Model, quick: bool) -> list[Report]:
         tokens = known_tokens(n, model.config.vocab_size).tolist()
         with model.session() as one, model.session() as other, reference.session() as cpu:
             expected = cpu.forward_prompt_logits(tokens)
-            found.append(_compare(f"prompt of {n}", one.forward_prompt_logits(tokens), expected))
-            if not model.config.causal:  # texts are processed as a whole and cannot be continued
-                continue
-            for token in tokens[:-1]:
-                other.forward_token_greedy(token)
-            found.append(_compare(f"{n} tokens one by one", other.forward_token(tokens[-1]), expected))
+            found.append(_compare(f"prompt of {n}", partial(one.forward_prompt_logits, tokens), expected))
+            if model.config.causal:  # other texts are processed as a whole and cannot be continued
+                found.append(
+                    _compare(f"{n} tokens one by one", partial(_one_by_one, other, tokens), expected)
+                )
     if not model.config.causal:
         return found
     with model.session() as session, reference.session() as cpu:
         tokens = known_tokens(SHORT_PROMPT, model.config.vocab_size).tolist()
-        got, expected = session.forward_prompt_logits(tokens), cpu.forward_prompt_logits(tokens)
+        expected = cpu.forward_prompt_logits(tokens)
+        compute = partial(session.forward_prompt_logits, tokens)
         steps = []
         for i in range(GREEDY_TOKENS):
-            steps.append(_compare(f"token {i + 1} after {SHORT_PROMPT}", got, expected))
+            steps.append(_compare(f"token {i + 1} after {SHORT_PROMPT}", compute, expected))
+            if not steps[-1]["passed"]:
+                break
             token = int(np.argmax(expected))
-            got, expected = session.forward_token(token), cpu.forward_token(token)
-        worst = max(steps, key=lambda step: (not step["passed"], step["error"]))
+            compute, expected = partial(session.forward_token, token), cpu.forward_token(token)
+        worst = max(steps, key=lambda step: (not step["passed"], step.get("error", 0)))
         found.append(worst | {"name": f"{GREEDY_TOKENS} greedy tokens, worst: {worst['name']}"})
     return found
+
+
+def _one_by_one(session: Session, tokens: list[int]) -> Array:
+    """Return the logits after a prompt that is processed token by token."""
+    for token in tokens[:-1]:
+        session.forward_token_greedy(token)
+    return session.forward_token(tokens[-1])
 
 
 def check_states(model: Model, reference: Model, quick: bool) -> list[Report]:
@@ -116,14 +135,11 @@ def check_states(model: Model, reference: Model, quick: bool) -> list[Report]:
     found = []
     for n in (SHORT_PROMPT,) if quick else (SHORT_PROMPT, min(LONG_PROMPT, model.config.context_length)):
         tokens = known_tokens(n, model.config.vocab_size)
-        got, expected = _states(model, tokens), _states(reference, tokens)
-        error = float(np.abs(got - expected).max() / np.abs(expected).max())
-        passed = bool(np.isfinite(got).all()) and error <= LOGITS_BOUND
-        found.append({"name": f"text of {n}", "passed": passed, "error": error})
+        found.append(_compare(f"text of {n}", partial(_states, model, tokens), _states(reference, tokens)))
     return found
 
 
-def _states(model: Model, tokens: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+def _states(model: Model, tokens: np.ndarray[Any, Any]) -> Array:
     """Return the hidden states of a text, float32 ``[tokens][dim]``."""
     with model.session() as session:
         (states,) = model.forward_batch([session], [tokens], output="hidden", rows="all")
@@ -243,6 +259,9 @@ def _tell_results(model: Model, quick: bool) -> tuple[Report, bool]:
         results = compare(model, reference, quick)
     for c in results:
         verdict = "agrees" if c["passed"] else "DIFFERS"
+        if "problem" in c:
+            print(f"{verdict}: {c['name']}: {c['problem']}")
+            continue
         chosen = f", token {c['token']}, CPU token {c['cpu_token']}" if has_logits else ""
         print(f"{verdict}: {c['name']}: error {c['error']:.1e} of the largest {what}{chosen}")
     return {"logits" if has_logits else "hidden_states": results}, all(c["passed"] for c in results)
@@ -260,24 +279,26 @@ def _tell_speed(model: Model, quick: bool) -> tuple[Report, bool]:
 
 
 def run_stage(name: str, path: Path | None, quick: bool, device: str) -> Report:
-    """Run a stage; return its part of the report as ``report``, and ``passed``."""
-    report: Report = {}
-    passed = False
+    """Run a stage; return its part of the report as ``report``, and ``passed``.
+
+    After an exception, also ``problem``, one line, and ``detail``, the lines of the traceback.
+    """
     try:
         if name == "machine":
             report, passed = _tell_machine()
-            passed = passed or device == "auto"
-        elif name == "shaders":
+            return {"report": report, "passed": passed or device == "auto"}
+        if name == "shaders":
             report, passed = _tell_shaders()
-        else:
-            tell = {"kernels": _tell_kernels, "results": _tell_results, "speed": _tell_speed}[name]
-            with Model(path, device="metal") as model:
-                report, passed = tell(model, quick)
-                report |= {"model": str(model.path), "device": model.device}
-    except DeviceError as error:
-        report["problem"] = str(error)
-        print(f"FAILED: {error}")
-    return {"report": report, "passed": passed}
+            return {"report": report, "passed": passed}
+        tell = {"kernels": _tell_kernels, "results": _tell_results, "speed": _tell_speed}[name]
+        with Model(path, device="metal") as model:
+            report, passed = tell(model, quick)
+            return {"report": {**report, "model": str(model.path), "device": model.device}, "passed": passed}
+    except Exception as error:
+        text = " ".join(str(error).split())
+        problem = text if isinstance(error, MetalPrefillError) else f"{type(error).__name__}: {text}"
+        detail = traceback.format_exc().splitlines()
+        return {"report": {}, "passed": False, "problem": problem, "detail": detail}
 
 
 def main() -> None:
