@@ -23,7 +23,6 @@ from metal_prefill.gpu._cost_model import (
     UnknownKernelError,
     Work,
     find_chip,
-    find_work,
     plan,
     predict,
     time_of,
@@ -57,14 +56,6 @@ def test_ranges_combine_the_errors_with_the_time_between_dispatches(smollm: Shap
         ]
         assert (low, high) == pytest.approx((ends[1] * SPREAD[kind][0], ends[0] * SPREAD[kind][1]))
         assert low < prediction.tokens_per_second < high
-
-
-def test_waits_take_time(smollm: Shape) -> None:
-    m4 = find_chip("m4")
-    dispatches = plan(smollm, 32)
-    running = predict(m4, dispatches, 32)
-    waiting = predict(m4, dispatches, 32, waits=2)
-    assert waiting.seconds - running.seconds == pytest.approx(2 * 150e-6)
 
 
 def test_a_dispatch_takes_the_largest_of_its_bounds() -> None:
@@ -145,17 +136,6 @@ def test_bidirectional_attention_counts_all_visible_positions(window: int, seen:
 def test_the_shape_of_a_preset_is_that_of_its_file(tmp_path: Path, preset: str) -> None:
     with GGUFFile(synthesize(tmp_path / "m.gguf", preset=preset)) as gguf:
         assert command._shape(argparse.Namespace(model=None, preset=preset)) == shape_of(gguf)
-
-
-def test_presets_use_their_attention(capsys: pytest.CaptureFixture[str]) -> None:
-    """In EmbeddingGemma's shape every token sees later ones; four of 24 layers have no window."""
-    shape = command._shape(argparse.Namespace(model=None, preset="embeddinggemma-300m"))
-    assert not shape.config.causal
-    assert shape.config.layer_window.count(0) == 4
-    assert set(shape.config.layer_window) == {0, 512}
-    rows = json.loads(run(capsys, "--preset", "embeddinggemma-300m", "-p", "1024", "--json"))
-    expected = predict(find_chip("m4"), plan(shape, 1024), 1024, waits=1)
-    assert rows[0]["predicted_seconds"] == pytest.approx(expected.seconds)
 
 
 def test_an_m5_multiplies_on_its_matrix_units(smollm: Shape) -> None:
@@ -249,22 +229,8 @@ def test_plans_reject_invalid_arguments(smollm: Shape) -> None:
 def test_a_tensor_type_without_counts_is_named() -> None:
     shape = uniform_shape(SMOLLM, "iq4_nl", "q8_0")
     (product, *_) = (d for d in plan(shape, 32) if "iq4_nl" in d.kernel)
-    assert find_work(product) is None
     with pytest.raises(UnknownKernelError, match=r"no counts for the tensor type of matmul_iq4_nl_.* q8_0"):
         predict(find_chip("m4"), [product], 32)
-
-
-def test_a_trace_has_the_bytes_of_products_and_attention(smollm: Shape) -> None:
-    dispatches = plan(smollm, 1)
-    trace = chrome_trace([Step(1, dispatches)], {"device": "a GPU"})
-    events = [event for event in trace["traceEvents"] if event["ph"] == "X"]
-    counted = {event["name"] for event in events if "bytes" in event["args"]}
-    assert {event["name"] for event in events} - counted == {
-        "embed_q8_0",
-        "rmsnorm_f32",
-        "argmax_stage1",
-        "argmax_stage2",
-    }
 
 
 def test_recurrent_layers_take_the_tokens_in_order() -> None:
@@ -309,18 +275,10 @@ def test_the_command_labels_its_figures_as_predicted(capsys: pytest.CaptureFixtu
         "predicted_ts",
         "predicted_seconds",
     }
+    low, high = rows[0]["predicted_ts_range"]
+    assert f"predicted: {low:,.0f} to {high:,.0f} tok/s" in run(capsys, "--chip", "m1", "-p", "32")
     gpu_us = sum(kernel["predicted_us"] for kernel in rows[0]["kernels"])
     assert gpu_us + find_chip("m1").wait_us == pytest.approx(rows[0]["predicted_seconds"] * 1e6)
-
-
-def test_the_command_prints_ranges(capsys: pytest.CaptureFixture[str], smollm: Shape) -> None:
-    m4 = find_chip("m4")
-    expected = predict(m4, plan(smollm, 512, family=m4.family, gpu=m4.gpu), 512, waits=1)
-    low, high = expected.tokens_per_second_range
-    assert f"predicted: {low:,.0f} to {high:,.0f} tok/s" in run(capsys, "-p", "512")
-    row = json.loads(run(capsys, "-p", "512", "--json"))[0]
-    assert row["predicted_ts_range"] == pytest.approx([low, high])
-    assert row["predicted_ts"] == pytest.approx(expected.tokens_per_second)
 
 
 def test_the_command_reads_a_model(capsys: pytest.CaptureFixture[str], demo_path: Path) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from metal_prefill import ContextOverflowError, DeviceError, Model, _core, cli, synth
-from metal_prefill.gpu._cost_model import find_work
+from metal_prefill.gpu._cost_model import COUNTED, work_of
 from metal_prefill.gpu._trace import (
     HOST_CLOCK,
     Step,
@@ -120,16 +120,10 @@ def test_counted_work_matches_the_shapes(model: Model, path: Path) -> None:
 
 def assert_bytes_predicted(found: list[Any], rel: float) -> None:
     """Compare the bytes that the emulator counted, each once, with those of the cost model."""
-    predicted = [(d, bindings, find_work(d)) for d, bindings in found]
-    assert {d.kernel.split("_")[0] for d, _, work in predicted if work is None} <= {
-        "embed",
-        "rmsnorm",
-        "rope",
-        "argmax",
-    }
-    for d, bindings, work in predicted:
-        if work is None:
-            continue
+    modelled = [(d, bindings) for d, bindings in found if d.kernel.startswith(tuple(COUNTED))]
+    assert {"matvec", "attention", "rope"} <= {d.kernel.split("_")[0] for d, _ in modelled}
+    for d, bindings in modelled:
+        work = work_of(d)
         moved = sum(
             b["unique_bytes_read"] + b["unique_bytes_written"] for n, b in bindings.items() if n != "args"
         )
@@ -171,7 +165,6 @@ def test_the_command_writes_a_chrome_trace(
     for event in events:
         assert event["ts"] >= 0
         assert event["dur"] > 0
-        assert event["args"].get("bytes", 1) > 0
     assert events[0]["ts"] == 0
     assert [e["ts"] for e in events] == sorted(e["ts"] for e in events)
     categories = [e["cat"] for e in events]

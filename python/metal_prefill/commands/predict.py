@@ -163,7 +163,6 @@ def as_json(name: str, prediction: Prediction) -> dict[str, Any]:
                 "kernel": row.kernel,
                 "dispatches": row.dispatches,
                 "predicted_us": row.microseconds,
-                "overhead_us": row.overhead,
                 "bound": row.bound,
                 **({"trace_us": measured[row.kernel]} if row.kernel in measured else {}),
             }
@@ -188,20 +187,19 @@ def execute(arguments: argparse.Namespace) -> None:
             title=f"{name} on {prediction.chip.name}, predicted: {low:,.0f} to {high:,.0f} tok/s",
             title_justify="left",
         )
-        columns = ["kernel", "dispatches", "predicted µs", "share", "overhead µs", "bound by"]
+        columns = ["kernel", "dispatches", "predicted µs", "share", "bound by"]
         for i, column in enumerate([*columns, "in the trace µs"] if measured else columns):
-            table.add_column(column, justify="right" if 0 < i != 5 else "left", no_wrap=i == 0)
+            table.add_column(column, justify="right" if 0 < i != 4 else "left", no_wrap=i == 0)
         for row in prediction.by_kernel():
             cells = [
                 row.kernel,
                 str(row.dispatches),
                 f"{row.microseconds:,.1f}",
                 f"{row.microseconds / total:.1%}",
-                f"{row.overhead:,.1f}",
                 row.bound,
             ]
             table.add_row(*cells, *([f"{measured.get(row.kernel, 0):,.1f}"] if measured else []))
-        cells = ["total", str(len(prediction.dispatches)), f"{total:,.1f}", "100.0%", "", ""]
+        cells = ["total", str(len(prediction.dispatches)), f"{total:,.1f}", "100.0%", ""]
         table.add_row(*cells, *([f"{sum(measured.values()):,.1f}"] if measured else []))
         console.print(table)
     console.print(NOTE, highlight=False)

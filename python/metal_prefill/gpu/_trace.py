@@ -12,7 +12,6 @@ from typing import Any, Protocol, cast
 from metal_prefill import _core
 from metal_prefill._support.arguments import Progress, TokenIds
 from metal_prefill.errors import ContextOverflowError
-from metal_prefill.gpu._cost_model import find_work
 from metal_prefill.gpu._dispatches import Dispatch
 
 SERIALIZED = (
@@ -191,8 +190,7 @@ def chrome_trace(steps: Sequence[Step], metadata: dict[str, Any]) -> dict[str, A
     """Return a trace in Chrome's JSON object format: complete events in microseconds.
 
     An event is named after its kernel. Its ``args`` contain the layer (-1 outside the layers), step (0 is the
-    prompt), geometry, buffers and arguments of the dispatch, the bytes that its shape requires it to move
-    (each once; of products and attention, if the cost model has counts for the type), and its counts.
+    prompt), geometry, buffers and arguments of the dispatch, and its counts.
     """
     origin = min((d.start for step in steps for d in step.dispatches), default=0.0)
     events: list[dict[str, Any]] = [
@@ -201,7 +199,6 @@ def chrome_trace(steps: Sequence[Step], metadata: dict[str, Any]) -> dict[str, A
     ]
     for number, step in enumerate(steps):
         for i, d in enumerate(step.dispatches):
-            work = find_work(d)
             args: dict[str, Any] = {
                 "step": number,
                 "tokens": step.tokens,
@@ -214,8 +211,6 @@ def chrome_trace(steps: Sequence[Step], metadata: dict[str, Any]) -> dict[str, A
                 "arguments": d.args,
                 "runs": [list(run) for run in d.runs],
             }
-            if work is not None:
-                args["bytes"] = round(work.dram_bytes + work.cached_bytes)
             if step.counted:
                 args["counted"] = step.counted[i]
             events.append(

@@ -1,40 +1,27 @@
 """How long a prompt should take on a GPU that is not available: a prediction, never a measurement.
 
-For each dispatch of the engine::
-
-    time = overhead + max(memory, cache, core, issue, latency)
-
-memory
-    Bytes that come from or go to DRAM over its bandwidth.
-cache
-    Bytes that all threadgroups fetch, over the bandwidth of the cache that the cores share; those of them
-    that do not fit there, over the bandwidth of the last cache.
-core
-    Bytes that the simdgroups move to and from the first-level cache and threadgroup memory of a core, over
-    its bandwidth.
-issue
-    Instructions, each with the cycles it takes a scheduler, on the core that has the most threadgroups.
-latency
-    The time of the longest simdgroup alone, including the latency of each memory access that waits for the
-    previous one, times the number of threadgroups that run one after another on a core. It limits dispatches
-    with little work.
-
-A program that waits for a pass waits `Chip.wait_us` longer than the GPU computes.
-
-The constants are in `chips.py`. Errors on published speeds and on an H200 give the range of a prediction
-(`SPREAD`).
+`docs/cost_model.md` describes the bounds of a dispatch, `chips.py` has the constants and their sources.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from math import ceil
+from typing import NamedTuple
 
+from metal_prefill.gpu._cost_model import attention, products
 from metal_prefill.gpu._cost_model.chips import CHIPS, Chip, find_chip
-from metal_prefill.gpu._cost_model.operations import Ops, UnknownKernelError, Work
+from metal_prefill.gpu._cost_model.operations import (
+    FLOAT,
+    LOOP,
+    SIMD,
+    Ops,
+    UnknownKernelError,
+    Work,
+    dispatch_work,
+)
 from metal_prefill.gpu._cost_model.shapes import Shape, plan, shape_of
-from metal_prefill.gpu._cost_model.work import find_work, work_of
 from metal_prefill.gpu._dispatches import Dispatch
 
 __all__ = [
@@ -48,7 +35,6 @@ __all__ = [
     "UnknownKernelError",
     "Work",
     "find_chip",
-    "find_work",
     "plan",
     "predict",
     "shape_of",
@@ -57,11 +43,41 @@ __all__ = [
 ]
 
 SCHEDULERS = 4  # of a core
-SIMD = 32
+
+# By the prefix of a kernel's name: products and attention, which take nearly all of the time. Instructions
+# are counted from the source of the shaders; the code that Apple's compiler generates has not been seen.
+COUNTED: dict[str, Callable[[Dispatch], Work]] = {
+    "matvec_experts": products.experts,
+    "matmul_experts": products.experts,
+    "matvec": products.matvec,
+    "rmsnorm_matvec": products.matvec,
+    "multi_token_matvec": products.matvec,
+    "matmul": products.matmul,
+    "rope_attention_decode": attention.attention_decode,
+    "attention_decode": attention.attention_decode,
+    "attention_prefill": attention.attention_prefill,
+    "attention_tensor": attention.attention_tensor,
+}
 
 # Lowest and highest ratio of measured to predicted speed, for prompts and for passes of a few tokens, as
 # docs/measurements/cost-model.md records them: the lowest on an H200, the highest of published speeds.
 SPREAD = {"prompt": (0.79, 1.16), "token": (0.79, 1.05)}
+
+
+def work_of(d: Dispatch) -> Work:
+    """Return the work of a dispatch; raises UnknownKernelError for products of a type without counts."""
+    for stem, count in COUNTED.items():
+        if d.kernel.startswith(stem):
+            return count(d)
+    # A thread reads and writes a value, four of a norm, or a share of a head.
+    values = 4 if "norm" in d.kernel else d.args["key_dim"] / SIMD if "rope" in d.kernel else 1
+    in_order = 0  # tokens of recurrences, and parts that attention_combine joins
+    if d.kernel.startswith(("scan", "gated_delta")):
+        in_order = max(n for _, n in d.runs)
+    elif d.kernel.startswith("attention_combine"):
+        in_order = d.args["splits"]
+    ops = (Ops(alu=12, slow=1, memory=3) + LOOP) * max(in_order, 1) + Ops(alu=20, slow=3.5, shuffle=10)
+    return dispatch_work(d, ops, 2 + in_order, cached=2 * values * FLOAT * d.groups * d.threads)
 
 
 @dataclass(frozen=True)
@@ -125,15 +141,7 @@ def time_of(chip: Chip, work: Work) -> Time:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Predicted times of a sequence of dispatches.
-
-    Attributes
-    ----------
-    tokens
-        That the dispatches process.
-    waits
-        How often the program waits for the GPU.
-    """
+    """Predicted times of dispatches that process `tokens`, in a program that waits so often for the GPU."""
 
     chip: Chip
     tokens: int
@@ -153,10 +161,7 @@ class Prediction:
 
     @property
     def tokens_per_second_range(self) -> tuple[float, float]:
-        """Lowest and highest tokens over time.
-
-        The ends combine the range of the time between dispatches with the errors on published speeds.
-        """
+        """Lowest and highest tokens over time, by the range of the time between dispatches and `SPREAD`."""
         fast, slow = (
             self.seconds + len(self.times) * (us - self.chip.dispatch_us) / 1e6
             for us in self.chip.dispatch_us_range
@@ -171,35 +176,26 @@ class Prediction:
         for d, time in zip(self.dispatches, self.times, strict=True):
             times.setdefault(d.kernel, []).append(time)
         rows = []
-        for kernel, of_kernel in times.items():
-            bounds: dict[str, float] = {}
-            for time in of_kernel:
-                bounds[time.bound] = bounds.get(time.bound, 0) + time.total
-            overhead, bound = sum(t.overhead for t in of_kernel), max(bounds, key=lambda name: bounds[name])
-            rows.append(KernelTime(kernel, len(of_kernel), sum(bounds.values()), overhead, bound))
+        for kernel, found in times.items():
+            longest = max(found, key=lambda time: time.total)
+            rows.append(KernelTime(kernel, len(found), sum(time.total for time in found), longest.bound))
         return sorted(rows, key=lambda row: -row.microseconds)
 
 
-@dataclass(frozen=True)
-class KernelTime:
-    """The time of all dispatches of a kernel; `bound` names the limit of most of that time."""
+class KernelTime(NamedTuple):
+    """Time of all dispatches of a kernel, overhead included; `bound` limits the longest."""
 
     kernel: str
     dispatches: int
     microseconds: float
-    overhead: float
     bound: str
 
 
 def predict(chip: Chip, dispatches: Iterable[Dispatch], tokens: int, *, waits: int = 0) -> Prediction:
-    """Predict the time of dispatches that run one after another.
+    """Predict the time of dispatches, of :func:`plan` or an engine, that run one after another.
 
     Parameters
     ----------
-    chip
-        One of `CHIPS`.
-    dispatches
-        Of :func:`plan`, or of an engine.
     tokens
         Tokens that they process, for the tokens per second.
     waits
@@ -209,7 +205,7 @@ def predict(chip: Chip, dispatches: Iterable[Dispatch], tokens: int, *, waits: i
     Raises
     ------
     UnknownKernelError
-        A kernel or its tensor type is not known.
+        A tensor type of a product has no counts.
     """
     listed = list(dispatches)
     known: dict[str, Time] = {}  # layers repeat each other

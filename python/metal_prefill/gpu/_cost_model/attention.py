@@ -1,8 +1,7 @@
-"""Work of rotation and attention."""
+"""Work of attention."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from math import ceil
 from typing import Any
 
@@ -11,7 +10,6 @@ from metal_prefill.gpu._cost_model.operations import BLOCK, FLOAT, HALF, LOOP, S
 from metal_prefill.gpu._dispatches import Dispatch
 
 PREFILL_KEYS = _core.shader_constants["PREFILL_KEYS"]
-PAGE_POSITIONS = _core.shader_constants["PAGE_POSITIONS"]
 
 
 def _cache_bytes(kernel: str) -> int:
@@ -25,34 +23,30 @@ def _first_key(d: Dispatch, position: int) -> int:
     return max(position - before, 0) if window else 0
 
 
-def _pages(d: Dispatch) -> int:
-    """Return the bytes of block tables that are read."""
-    found = 0
-    for position, n in d.runs:
-        first = _first_key(d, position)
-        found += ((position + n - 1) // PAGE_POSITIONS - first // PAGE_POSITIONS + 1) * FLOAT
-    return found
-
-
 def attention_decode(d: Dispatch) -> Work:
+    """Return the work of attention of single tokens, and of the preceding rotation if the kernel has it."""
     a = d.args
-    size = int(d.kernel.rsplit("_", 1)[1])
-    chunks, element = size // 32, _cache_bytes(d.kernel)
+    rotates = d.kernel.startswith("rope")
+    size, element = int(d.kernel.rsplit("_", 1)[1]), _cache_bytes(d.kernel)
+    chunks, simdgroups = size // 32, d.threads // SIMD
     splits, groups_y, tokens = d.grid
-    simdgroups = d.threads // SIMD
     blocks = groups_y / a["n_kv_heads"]
     heads = ceil(a["n_heads"] / a["n_kv_heads"] / blocks)
     seen = [p + 1 - _first_key(d, p) for position, n in d.runs for p in range(position, position + n)]
     steps = ceil(ceil(sum(seen) / len(seen) / splits) / (4 * simdgroups))
     ops = (Ops(memory=2 * chunks) + Ops(alu=8 * chunks + 8, slow=1, shuffle=3) * heads + LOOP) * steps
     ops += Ops(alu=12 + 12 * chunks, slow=2, shuffle=6 + 8 * chunks, memory=6 * chunks) * heads  # the join
-    row = a["n_kv_heads"] * (a["key_dim"] + a["value_dim"]) * element
+    of_token = a["n_kv_heads"] * (a["key_dim"] + a["value_dim"])
+    row = of_token * element
     keys = sum(position + n - _first_key(d, position) for position, n in d.runs)  # once for each sequence
     own = min(tokens, keys) * row
     out = tokens * a["n_heads"] * (a["value_dim"] + (2 if splits > 1 else 0)) * splits * FLOAT
     q = tokens * a["n_heads"] * a["key_dim"] * FLOAT
-    fetched = sum(seen) * row * blocks
-    tables = tokens * 4 * FLOAT + _pages(d)
+    rotated = 0
+    if rotates:  # queries, and the token's own key and value, which are read from products
+        own_heads = ceil(a["n_heads"] / groups_y) + 2
+        ops += (Ops(alu=40, slow=14, memory=9) + LOOP * 2) * ceil(own_heads / simdgroups)
+        rotated = tokens * (of_token + a["rope_dim"]) * FLOAT
     ahead = bool(_core.decode_loads_ahead(chunks, element))
     return dispatch_work(
         d,
@@ -60,39 +54,11 @@ def attention_decode(d: Dispatch) -> Work:
         ahead=ahead,
         # The row's entry in the table and its first page are loaded before its keys. Where the next keys are
         # loaded before the current ones are multiplied, the loads of two steps are in flight together.
-        trips=(ceil(steps / 2) if ahead else steps) + 4,
+        trips=(ceil(steps / 2) if ahead else steps) + 4 + rotates,
         # After the last read of earlier keys all the weights went through the caches, and replaced the keys.
         dram=keys * row - own,
-        cached=own + q + out + tables,
-        fetched=fetched + q * splits + out + tables,
-    )
-
-
-def rope_attention_decode(d: Dispatch) -> Work:
-    """Return the work of attention_decode and of the preceding rotation, which has a separate barrier."""
-    a = d.args
-    attention = attention_decode(d)
-    heads = ceil(a["n_heads"] / d.grid[1]) + 2  # queries, and the token's own key and value
-    kv = a["n_kv_heads"] * (a["key_dim"] + a["value_dim"])
-    rotation = Ops(alu=40, slow=14, memory=9) + LOOP * 2  # of a head
-    # q, k and v are read, where attention reads the cache; the cache is written.
-    moved = d.grid[2] * (kv + a["rope_dim"]) * FLOAT
-    return replace(
-        attention,
-        ops=attention.ops + rotation * ceil(heads / (d.threads // SIMD)),
-        trips=attention.trips + 1,  # the queries are loaded once, then the keys
-        cached_bytes=attention.cached_bytes + moved,
-    )
-
-
-def attention_combine(d: Dispatch) -> Work:
-    a = d.args
-    partial, out = a["splits"] * (a["value_dim"] + 2) * FLOAT, a["value_dim"] * FLOAT
-    return dispatch_work(
-        d,
-        ops=(Ops(alu=8, slow=2, memory=4) + LOOP * 3) * a["splits"] + Ops(slow=1.5),
-        trips=3 * a["splits"] / 4 + 1,
-        cached=d.groups * (partial + out) + d.grid[1] * FLOAT,
+        cached=own + q + out + rotated,
+        fetched=sum(seen) * row * blocks + q * splits + out,
     )
 
 
@@ -120,7 +86,7 @@ def _attention_work(d: Dispatch, steps: float, element: int, core: float, **othe
     return dispatch_work(
         d,
         dram=before,
-        cached=kv - before + moved + a["tiles"] * 5 * FLOAT + _pages(d),
+        cached=kv - before + moved + a["tiles"] * 5 * FLOAT,
         fetched=steps * PREFILL_KEYS * of_key + moved,
         core=core + moved,
         **others,

@@ -1,34 +1,18 @@
 """The constants of the cost model, each with its source.
 
-Sources
--------
-[MB]
-    metal-benchmarks (github.com/philipturner/metal-benchmarks): clocks, cores, caches and cycles of
-    instructions of Apple 7 and 8, measured.
-[CC]
-    Chips and Cheese, "A Brief Look at Apple's M2 Pro iGPU": latencies, measured.
-[HPC]
-    "Apple vs. Oranges", arXiv:2502.05317: STREAM on M1 to M4, measured; up to 100 of the M4's 120 GB/s.
-[APPLE]
-    Apple's technical specifications: cores, memory bandwidth.
-[CLK]
-    Clock of the M3: hmc-tech.com. Apple publishes none.
-[ECL]
-    "M4 Pro full on", eclecticlight.co: clock of an M4 Pro under load; M4 and M4 Max are assumed to have it.
-[M5]
-    "Apple M5 GPU Roofline Analysis", michaelstinkerings.org: clock under load, and 122 of 153.6 GB/s.
-[NA]
-    tzakharko.github.io/apple-neural-accelerators-benchmark: 1,024 FLOP a core and cycle on the matrix units
-    of an A19, which are 128 FMA for each of four schedulers. That a unit keeps its scheduler from issuing
-    anything else is assumed.
-[PLAN]
-    1.27 microseconds a dispatch, measured by others on an M4; another probe is quoted as 2.05.
-[JL]
-    Metal.jl issue 783: about 0.15 ms from committing a command buffer to waking up after it.
-[EST]
-    An estimate: no measurement for Apple's GPUs was found. An NVIDIA H200's is 32 cycles.
-[FIT]
-    Fitted to published speeds: see docs/measurements/cost-model.md.
+[MB] github.com/philipturner/metal-benchmarks: clocks, cores, caches and cycles of Apple 7 and 8, measured.
+[CC] Chips and Cheese, "A Brief Look at Apple's M2 Pro iGPU": latencies, measured.
+[HPC] "Apple vs. Oranges", arXiv:2502.05317: STREAM on M1 to M4, measured; up to 100 of the M4's 120 GB/s.
+[APPLE] Apple's technical specifications: cores, memory bandwidth.
+[CLK] hmc-tech.com: clock of the M3; Apple publishes none.
+[ECL] "M4 Pro full on", eclecticlight.co: clock under load; M4 and M4 Max are assumed to have it.
+[M5] "Apple M5 GPU Roofline Analysis", michaelstinkerings.org: clock under load, and 122 of 153.6 GB/s.
+[NA] tzakharko.github.io/apple-neural-accelerators-benchmark: 1,024 FLOP a core and cycle on the matrix units
+of an A19, which are 128 FMA for each of four schedulers. That a unit keeps its scheduler busy is assumed.
+[PLAN] 1.27 microseconds a dispatch, measured by others on an M4; another probe is quoted as 2.05.
+[JL] Metal.jl issue 783: about 0.15 ms from committing a command buffer to waking up after it.
+[EST] An estimate: no measurement for Apple's GPUs was found. An NVIDIA H200's is 32 cycles.
+[FIT] Fitted to published speeds: see docs/measurements/cost-model.md.
 """
 
 from __future__ import annotations
@@ -42,32 +26,18 @@ class Cycles:
     """Cycles that an instruction of a simdgroup (32 lanes) takes; a core has four schedulers.
 
     The defaults are those of Apple 7 and 8, from [MB] "Instruction Throughputs".
-
-    Attributes
-    ----------
-    alu
-        FMA, add, multiply, compare, bitwise.
-    slow, slow_issue
-        Conversion, shift, bit field, integer multiplication, exponential, on their own pipeline while others
-        run, and of the scheduler for one of these. A reciprocal counts as 1.5, a reciprocal root as 2.
-    mma
-        A product of 8x8 blocks: 512 FMA.
-    matrix_unit
-        The same on a matrix unit; infinite if kernels cannot use one.
-    memory
-        Issue of a load or store.
-    alone
-        Cycles between instructions of one simdgroup that has a scheduler to itself.
     """
 
-    alu: float = 1
+    alu: float = 1  # FMA, add, multiply, compare, bitwise
+    # Conversion, shift, bit field, integer multiplication, exponential: on a pipeline of their own, and of
+    # the scheduler. A reciprocal counts as 1.5, a reciprocal root as 2.
     slow: float = 4
     slow_issue: float = 2  # EXP2 + 2 FMUL 4.08, EXP2 + 3 FMUL 5.20 cycles, which is max(4, 2 + n)
     shuffle: float = 2
-    mma: float = 512 / (101.7 / 4)  # "Matrix FFMA32: 101.7 per core and cycle"
-    memory: float = 1
-    alone: float = 2.75  # "FFMA, ILP 4, 4 simds/core"
-    matrix_unit: float = inf
+    mma: float = 512 / (101.7 / 4)  # a product of 8x8 blocks: "Matrix FFMA32: 101.7 per core and cycle"
+    memory: float = 1  # issue of a load or store
+    alone: float = 2.75  # between instructions of one simdgroup by itself: "FFMA, ILP 4, 4 simds/core"
+    matrix_unit: float = inf  # a product of 8x8 blocks there; infinite if kernels cannot use one
 
 
 # [FIT] to llama.cpp's prefill on an M4; products of blocks are faster than in earlier families.
@@ -76,50 +46,27 @@ APPLE9_CYCLES = Cycles(mma=Cycles.mma * 0.84)
 
 @dataclass(frozen=True)
 class Chip:
-    """A GPU.
-
-    Attributes
-    ----------
-    family
-        Apple GPU family, which decides the engine's tuning.
-    dram_gbs, dram_efficiency
-        Memory bandwidth by the data sheet, 1e9 bytes a second, and the share that a stream reaches.
-    slc_bytes
-        Last cache before memory.
-    slc_gbs, l2_gbs
-        Bandwidth of that cache, and of the one that all cores share before it.
-    core_bytes
-        Bytes per cycle from the first-level cache and threadgroup memory of a core.
-    dram_ns, slc_ns, local_cycles
-        From a load to its value: of memory, of the last cache, of threadgroup memory.
-    dispatch_us, dispatch_us_range
-        From one dispatch to the next that waits for it, in addition to the work; and between which values it
-        may be.
-    wait_us
-        From the end of a pass to the program that waits for it, and from the program to its start.
-    threads, groups, threadgroup_bytes
-        Most threads and threadgroups resident on a core, and its threadgroup memory.
-    """
+    """A GPU. Bandwidths are in 1e9 bytes a second."""
 
     name: str
-    family: int
+    family: int  # of Apple's GPUs, which decides the engine's tuning
     cores: int
     ghz: float
-    dram_gbs: float
-    slc_bytes: float
+    dram_gbs: float  # by the data sheet
+    slc_bytes: float  # the last cache before memory
     slc_gbs: float
-    l2_gbs: float
-    dram_efficiency: float = 100 / 120  # [HPC], the M4's
-    core_bytes: float = 64  # [MB] "On-Core Data BW/Cycle"
-    dram_ns: float = 342  # [CC]
+    l2_gbs: float  # the cache that all cores share
+    dram_efficiency: float = 100 / 120  # share that a stream reaches: [HPC], the M4's
+    core_bytes: float = 64  # a cycle, first cache and threadgroup memory: [MB] "On-Core Data BW/Cycle"
+    dram_ns: float = 342  # from a load to its value: [CC]
     slc_ns: float = 234  # [CC]
-    local_cycles: float = 48  # [EST]
-    dispatch_us: float = 2.05  # [PLAN]
+    local_cycles: float = 48  # of threadgroup memory: [EST]
+    dispatch_us: float = 2.05  # from one dispatch to the next that waits for it, besides the work: [PLAN]
     dispatch_us_range: tuple[float, float] = (1.27, 2.64)  # [PLAN]; [FIT] to another engine's decode on an M4
-    wait_us: float = 150  # [JL]
-    threads: int = 3072  # [MB] "Max Threads"
+    wait_us: float = 150  # from the end of a pass to the waiting program, and from there to the next: [JL]
+    threads: int = 3072  # on a core: [MB] "Max Threads"
     groups: int = 3072 // 32  # one of each simdgroup: no other limit is known
-    threadgroup_bytes: int = 60 << 10  # [MB] "Shared Memory"
+    threadgroup_bytes: int = 60 << 10  # of a core: [MB] "Shared Memory"
     cycles: Cycles = Cycles()
 
     @property

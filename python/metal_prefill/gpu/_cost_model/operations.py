@@ -35,46 +35,21 @@ LOOP = Ops(alu=8, slow=2)  # addresses, the comparison and the branch of a loop
 
 @dataclass(frozen=True)
 class Work:
-    """The work of a dispatch.
-
-    Attributes
-    ----------
-    groups, simdgroups
-        Threadgroups, and simdgroups of each.
-    ops
-        Of one simdgroup.
-    trips, local_trips
-        Times that a simdgroup waits for memory, one after another, and for threadgroup memory.
-    dram_bytes
-        Bytes read from or written to memory, each counted once: weights, and data that is not in the last
-        cache.
-    cached_bytes
-        Other bytes, each counted once: activations.
-    fetched_bytes
-        Bytes that the threadgroups read and write, counted for each threadgroup.
-    core_bytes
-        Bytes that the simdgroups move to and from the first-level cache and threadgroup memory.
-    threadgroup_bytes
-        Threadgroup memory of a group.
-    covered, ahead
-        Whether its products run while it waits, or all of its instructions.
-    longest
-        Work of the simdgroup that has most, in multiples of the average.
-    """
+    """The work of a dispatch."""
 
     groups: int
-    simdgroups: int
-    ops: Ops
-    trips: float
-    dram_bytes: float
-    cached_bytes: float
-    fetched_bytes: float
-    core_bytes: float
-    threadgroup_bytes: int = 0
-    local_trips: float = 0
-    covered: bool = False
-    ahead: bool = False
-    longest: float = 1.0
+    simdgroups: int  # of a group
+    ops: Ops  # of a simdgroup
+    trips: float  # times that a simdgroup waits for memory, one after another
+    dram_bytes: float  # each once: weights, and data that is not in the last cache
+    cached_bytes: float  # each once: activations
+    fetched_bytes: float  # read and written by threadgroups, counted for each
+    core_bytes: float  # to and from the first cache and threadgroup memory
+    threadgroup_bytes: int = 0  # of a group
+    local_trips: float = 0  # times that a simdgroup waits for threadgroup memory
+    covered: bool = False  # its products run while it waits
+    ahead: bool = False  # all of its instructions do
+    longest: float = 1.0  # work of the longest simdgroup, in multiples of the average
 
 
 def dispatch_work(
@@ -111,17 +86,11 @@ _ITEMS: dict[str, tuple[float, Ops]] = {
 
 
 class UnknownKernelError(ValueError):
-    """The cost model has no counts for a kernel, or for its tensor type."""
+    """The cost model has no counts for the tensor type of a product."""
 
 
 def item_of(kernel: str) -> tuple[float, Ops]:
-    """Return the bytes of an item of 8 values, and the instructions that dequantize it.
-
-    Raises
-    ------
-    UnknownKernelError
-        The instructions of the kernel's tensor type have not been counted.
-    """
+    """Return the bytes of an item of 8 values, and the instructions that dequantize it."""
     kinds = [kind for kind in _ITEMS if f"_{kind}" in kernel]
     if not kinds:
         raise UnknownKernelError(

@@ -67,36 +67,22 @@ def matvec(d: Dispatch) -> Work:
     )
 
 
-def matvec_experts(d: Dispatch) -> Work:
-    """Return the work of products of routes in float32, as if each had another expert."""
-    routes, rows = d.grid[1], 2 if "swiglu" in d.kernel else 1
-    one = matvec(_as_product(d, grid=(d.grid[0], 1, 1), tokens=1))
+def experts(d: Dispatch) -> Work:
+    """Return the work of products of routes: each with another expert, or in tiles that are all full."""
+    a, routes = d.args, d.grid[1]
+    in_tiles = d.kernel.startswith("matmul")
+    args = {**a, "tokens": routes * _CONSTANTS["MATMUL_NARROW_TILE"] if in_tiles else 1, "accumulate": 0}
+    grid = d.grid if in_tiles else (d.grid[0], 1, 1)
+    work, times = (matmul, 1) if in_tiles else (matvec, routes)
+    one = work(replace(d, grid=grid, args=args))
     return replace(
         one,
         groups=d.groups,
-        dram_bytes=min(routes, _experts(d)) * rows * d.args["out_dim"] * d.args["row_bytes"],
-        cached_bytes=routes * one.cached_bytes,
-        fetched_bytes=routes * one.fetched_bytes,
-        core_bytes=routes * one.core_bytes,
+        dram_bytes=min(routes, a["rows"][0] // a["out_dim"]) * one.dram_bytes,
+        cached_bytes=times * one.cached_bytes,
+        fetched_bytes=times * one.fetched_bytes,
+        core_bytes=times * one.core_bytes,
     )
-
-
-def matmul_experts(d: Dispatch) -> Work:
-    """Return the work of products of tiles of routes, as if all tiles were full."""
-    tiles = d.grid[1]
-    work = matmul(_as_product(d, grid=d.grid, tokens=tiles * _CONSTANTS["MATMUL_NARROW_TILE"]))
-    return replace(work, dram_bytes=min(tiles, _experts(d)) * work.dram_bytes)
-
-
-def _experts(d: Dispatch) -> int:
-    experts: int = d.args["rows"][0] // d.args["out_dim"]
-    return experts
-
-
-def _as_product(d: Dispatch, grid: tuple[int, int, int], tokens: int) -> Dispatch:
-    """Return the product of one expert with so many tokens."""
-    args = {**d.args, "tokens": tokens, "out_stride": d.args["out_dim"], "accumulate": 0}
-    return replace(d, grid=grid, args=args)
 
 
 def matmul(d: Dispatch) -> Work:

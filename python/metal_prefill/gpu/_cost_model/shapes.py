@@ -40,13 +40,7 @@ class Shape:
 
 
 def shape_of(gguf: GGUFFile) -> Shape:
-    """Return the shape of a model file.
-
-    Raises
-    ------
-    GGUFError, UnsupportedModelError
-        As for a model that is opened.
-    """
+    """Return the shape of a model file; raises as for a model that is opened."""
     config = read_config(gguf)
     found = collect_tensors(gguf, config)
     return Shape(config, tuple(TensorShape(role, layer, t.type, t.shape) for role, layer, t in found))
@@ -66,12 +60,10 @@ def plan(
     matvec_rows: int = 0,
     matmul_tensor: bool = True,
 ) -> list[Dispatch]:
-    """Return the dispatches of a prompt.
+    """Return the dispatches of a prompt; 1 token is a step of decoding.
 
     Parameters
     ----------
-    shape, tokens, position
-        Of the model, and of the prompt; 1 token is a step of decoding.
     output
         ``"greedy"``, ``"logits"``, ``"log_probs"`` (of every token, as in scoring), ``"hidden"`` or
         ``"none"``. None selects ``"greedy"``, or ``"hidden"`` for models without logits.
