@@ -5,10 +5,10 @@ if(NOT CMAKE_OBJCXX_COMPILER AND NOT DEFINED ENV{OBJCXX})
     set(CMAKE_OBJCXX_COMPILER "${CMAKE_CXX_COMPILER}")
   else()
     find_program(CMAKE_OBJCXX_COMPILER
-      NAMES clang++-19 clang++ clang++-20 clang++-21 clang++-18
+      NAMES clang++-19 clang++-20 clang++-21 clang++-18 clang++
       DOC "clang++ for the Metal emulator")
     if(NOT CMAKE_OBJCXX_COMPILER)
-      message(FATAL_ERROR "The Metal emulator needs clang++ 18 or newer (Debian, Ubuntu: apt install clang-19). "
+      message(FATAL_ERROR "The Metal emulator needs clang++ (Debian, Ubuntu: apt install clang-19). "
         "Install it, name it with -DCMAKE_OBJCXX_COMPILER=..., or build without the emulator.")
     endif()
   endif()

@@ -166,7 +166,6 @@ void set_constant(MTLFunctionConstantValues* values, const ConstantKey& key, con
       {"uint", {MTLDataTypeUInt, set_constant<std::uint32_t>}},
       {"long", {MTLDataTypeLong, set_constant<std::int64_t>}},
       {"ulong", {MTLDataTypeULong, set_constant<std::uint64_t>}},
-      {"half", {MTLDataTypeHalf, set_constant<_Float16>}},
       {"float", {MTLDataTypeFloat, set_constant<float>}},
   };
   const auto found = kTypes.find(std::get<0>(constant));

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Finds the clang that the Metal emulator is built with and prints the build options for pip. Without clang the package
-# builds all the same; the emulator's tests are then skipped, or fail where METAL_PREFILL_REQUIRE_EMULATOR is set.
+# Finds the clang that compiles shaders for the Metal emulator and prints the build options for pip. Without clang the
+# package builds all the same; the emulator's tests are then skipped, or fail where METAL_PREFILL_REQUIRE_EMULATOR is set.
 set -euo pipefail
 
 . "$(dirname "$0")/setup_common.sh"
@@ -9,7 +9,7 @@ if [ "$(uname -s)" = Darwin ]; then
   echo "-C build-dir=build/metal -C cmake.define.METAL_PREFILL_TESTING=ON"
 elif clang=$(find_clang); then
   echo "-C build-dir=build/emulator -C cmake.define.METAL_PREFILL_EMULATOR=ON" \
-       "-C cmake.define.CMAKE_OBJCXX_COMPILER=$clang"
+       "-C cmake.define.METAL_EMULATOR_CLANG=$clang"
 elif [ -n "${METAL_PREFILL_REQUIRE_EMULATOR:-}" ]; then
   echo "error: METAL_PREFILL_REQUIRE_EMULATOR is set and there is no clang to build the emulator with" >&2
   exit 1

@@ -1,12 +1,12 @@
 """Check that the oldest supported compilers accept every source of the package that a build compiled.
 
-Only syntax is checked, and only of files that changed since the last time::
+Only syntax is checked, and only of files that changed since the last time; by GCC, of C++ alone::
 
     make lint
     .venv/bin/python tools/check/compilers.py build/emulator g++-11 clang++-14
 
 A compiler that is not installed is skipped with a note, or is an error if ``METAL_PREFILL_REQUIRE_COMPILERS``
-is set. Sources of the emulator are not checked: it needs a newer clang.
+is set.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ import sysconfig
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-CHECKED = ("cpp/", "tests/native/")
+CHECKED = ("cpp/", "emulator/", "tests/native/")
 # Options that decide what a source means.
-KEPT = re.compile(r"-[DIm].+|-std=.+|-fblocks|-fobjc-(arc|runtime=.+)")
+KEPT = re.compile(r"-[DIm].+|-std=.+|-fblocks|-f(no-)?objc-(arc|runtime=.+)")
 RULES = """
 rule check
   command = $compiler $options -w -fsyntax-only -MMD -MT $out -MF $out.d $in && touch $out
@@ -59,14 +59,16 @@ def rules_of(build: Path, folder: Path, compiler: str) -> str:
     entries = json.loads((build / "compile_commands.json").read_text(encoding="utf-8"))
     for file, entry in {os.path.relpath(entry["file"], ROOT): entry for entry in entries}.items():
         # Without Metal, the plan of a pass is compiled as C++, and other Objective-C++ is not compiled.
-        if not file.startswith(CHECKED) or (file.startswith("cpp/metal/device/") and not clang):
+        is_plan = file.startswith("cpp/metal/plan/")
+        if not file.startswith(CHECKED) or (file.endswith(".mm") and not is_plan and not clang):
             continue
         language = "objective-c++" if clang and file.endswith(".mm") else "c++"
         options = [option for option in shlex.split(entry["command"]) if KEPT.fullmatch(option)]
         if language == "c++":
             options = [option for option in options if not option.startswith("-f")]
         needed = ""
-        if not any(option.startswith("-m") for option in options):  # these change what headers define
+        # Other options change what headers define.
+        if not any(option.startswith(("-m", "-fno-")) for option in options):
             if language not in headers:
                 headers[language], rules = precompile(folder, compiler, language, options)
                 lines += rules

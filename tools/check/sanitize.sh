@@ -33,7 +33,7 @@ python=$PWD/.venv/bin/python
 build=$PWD/build/sanitize-$name
 
 options=$(METAL_PREFILL_REQUIRE_EMULATOR=1 tools/build/setup_clang.sh)
-clang=${options##*CMAKE_OBJCXX_COMPILER=}
+clang=${options##*METAL_EMULATOR_CLANG=}
 preload=$("$clang" -print-file-name="libclang_rt.$runtime-$(uname -m).so")
 if [ ! -e "$preload" ]; then
   echo "error: $clang has no $runtime runtime (Debian: apt-get install libclang-rt-19-dev)" >&2
