@@ -80,8 +80,8 @@ def _compare(name: str, compute: Callable[[], Array], expected: Array) -> Report
     """Compare results by their largest difference; the argmax of logits must match or nearly tie."""
     try:
         got = compute()
-    except NumericalError as error:
-        return {"name": name, "passed": False, "problem": str(error)}
+    except NumericalError as nonfinite:
+        return {"name": name, "passed": False, "problem": str(nonfinite)}
     scale = float(np.abs(expected).max())
     error = float(np.abs(got - expected).max()) / scale
     found: Report = {"name": name, "passed": error <= BOUND, "error": error}
