@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from metal_prefill.conversion._fields import Fields
 from metal_prefill.conversion._folder_vocabulary import FolderVocabulary, steps
+from metal_prefill.text._special_tokens import TYPES_KEY
 
 _FIRST, _SECOND = -1, -2  # in place of the ids of texts
 
@@ -65,6 +66,8 @@ def set_frame(found: FolderVocabulary, json: Fields, settings: Fields, config: F
         found.ids["sep"] = end[0]
     elif between and not problem:
         found.ids["sep"] = between[-1]
+    if found.model == "t5" and any(item.type for item in pair):
+        found.flags[TYPES_KEY] = True
     if word_piece and not (_reads_types(settings) and any(item.type for item in pair)):
         found.ids.pop("sep", None)  # the type of a token is the number of separators before it
     if config.integer("type_vocab_size", default=1, least=0) > 1 and _reads_types(settings) and template:
@@ -101,7 +104,7 @@ def _reads_types(settings: Fields) -> bool:
 def _check_types(found: FolderVocabulary, json: Fields, items: list[_Item]) -> None:
     """Raise an error unless the second text and what follows it alone have type 1, where types are known."""
     second = False
-    has_second = "sep" in found.ids and found.model == "bert"
+    has_second = "sep" in found.ids and (found.model == "bert" or TYPES_KEY in found.flags)
     for item in items:
         if item.id == _FIRST:
             second = False

@@ -9,8 +9,18 @@ from collections.abc import Mapping, Sequence
 from metal_prefill.conversion._added_tokens import ListedTokens, listed_tokens
 from metal_prefill.conversion._fields import Fields, is_number
 from metal_prefill.conversion._folder_vocabulary import FolderVocabulary, steps
-from metal_prefill.text._encoder_vocabulary import JOINS_KEY, SPACE, STRIPS_KEY
+from metal_prefill.text._encoder_vocabulary import CHARSMAP, SPACE, SPACE_STEPS, STEPS_KEY
 from metal_prefill.text._vocabulary import PREPEND_SCHEMES, TokenType
+
+# Steps of normalizers, by their types, or by what they replace: a regular expression or a text.
+_NORMALIZERS = {"NFC": "nfc", "NFKD": "nfkd", "StripAccents": "strip_accents", "Lowercase": "lowercase"}
+_REPLACED = {
+    (" {2,}", None, " "): "join_spaces",
+    (" {2,}", None, SPACE): "join_spaces",  # as every space becomes this one
+    (r"\s{2,}|[\n\r\t]", None, " "): "join_white_space",
+    (None, "``", '"'): "opening_quotes",
+    (None, "''", '"'): "closing_quotes",
+}
 
 
 def unigram(json: Fields, model: Fields, settings: Fields) -> FolderVocabulary:
@@ -26,7 +36,12 @@ def unigram(json: Fields, model: Fields, settings: Fields) -> FolderVocabulary:
             case _:
                 raise model.error(f"{model.name('vocab')}[{i}] must be a token and its score, a number")
     tokens = [piece[0] for piece in pieces]
-    listed = listed_tokens(json, ids, tokens, survives=lambda text: text.isascii() and text.strip() == text)
+    folds = any(step.values.get("type") == "Lowercase" for step in steps(json, "normalizer", "normalizers"))
+
+    def survives(text: str) -> bool:
+        return text.isascii() and text.strip() == text and (not folds or text == text.lower())
+
+    listed = listed_tokens(json, ids, tokens, survives=survives)
     scores += [0.0] * (len(listed.tokens) - len(scores))
     unknown = model.integer("unk_id", least=0)
     if unknown >= len(tokens):
@@ -48,33 +63,44 @@ def unigram(json: Fields, model: Fields, settings: Fields) -> FolderVocabulary:
 
 
 def _set_normalizer(found: FolderVocabulary, json: Fields, white_space: bool) -> None:
-    """Set the character map, and which spaces are removed; `white_space` is whether all between words are."""
-    strips, joins = False, False
-    for step in steps(json, "normalizer", "normalizers"):
-        kind = step.string("type")
-        if kind == "Precompiled":
-            encoded = step.string("precompiled_charsmap", default="")
-            if strips or joins:
-                raise step.unsupported(f"{step.name('type')} {kind} is not supported after other steps")
-            try:
-                found.charsmap = base64.b64decode(encoded, validate=True)
-            except (binascii.Error, ValueError):
-                raise step.error(f"{step.name('precompiled_charsmap')} is not valid base64") from None
-        elif kind == "Strip":
-            step.require("strip_right", (True,), False)
-            if joins:
-                raise step.unsupported(f"{step.name('type')} {kind} is not supported after other steps")
-            strips = True
-        elif kind == "Replace":
-            step.object("pattern").require("Regex", (" {2,}",), None)
-            step.require("content", (" ",) if white_space and not strips else (" ", SPACE), None)
-            joins = True
-        else:
-            raise step.unsupported(f"{step.name('type')} {kind} is not supported with a Unigram model")
+    """Set the steps of the normalizer; `white_space` is whether all between words is removed."""
+    listed = steps(json, "normalizer", "normalizers")
+    names = [_step_name(found, step) for step in listed]
+    if white_space and "strip_end" not in names:
+        for step in listed:  # whose result is no white space
+            if step.string("type") == "Replace":
+                step.require("content", (" ", '"'), None)
+    spaces = [name for name in names if name in SPACE_STEPS]
     # Files of llama.cpp state one of the two for all spaces.
-    found.flags["remove_extra_whitespaces"] = white_space or strips or joins
-    if not white_space:
-        found.flags |= {key: True for key, does in ((STRIPS_KEY, strips), (JOINS_KEY, joins)) if does}
+    found.flags["remove_extra_whitespaces"] = white_space or bool(spaces)
+    if white_space:
+        names = [name for name in names if name not in SPACE_STEPS]
+    if names not in ([], [CHARSMAP]):
+        found.flags[STEPS_KEY] = names
+
+
+def _step_name(found: FolderVocabulary, step: Fields) -> str:
+    kind = step.string("type")
+    if kind == "Precompiled":
+        encoded = step.string("precompiled_charsmap", default="")
+        try:
+            found.charsmap = base64.b64decode(encoded, validate=True)
+        except (binascii.Error, ValueError):
+            raise step.error(f"{step.name('precompiled_charsmap')} is not valid base64") from None
+        return CHARSMAP
+    if kind == "Strip":
+        step.require("strip_right", (True,), False)
+        return "strip" if step.boolean("strip_left", default=False) else "strip_end"
+    if kind == "Replace":
+        pattern = step.object("pattern").values
+        replaced = (pattern.get("Regex"), pattern.get("String"), step.string("content"))
+        if replaced not in _REPLACED:
+            raise step.unsupported(f"{step.name('pattern')} {pattern} is not supported with a Unigram model")
+        return _REPLACED[replaced]
+    name = _NORMALIZERS.get(kind)
+    if name is None:
+        raise step.unsupported(f"{step.name('type')} {kind} is not supported with a Unigram model")
+    return name
 
 
 def _words(json: Fields, listed: ListedTokens) -> tuple[bool, bool]:

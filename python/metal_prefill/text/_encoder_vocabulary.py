@@ -16,8 +16,24 @@ from metal_prefill.text._metadata import flag, numbers, special_id
 
 SPACE = "\u2581"  # begins a token at the beginning of a word
 MAX_WORD_CHARACTERS = 100  # of WordPiece; longer words become the unknown token, as in BERT's tokenizer
-# Keys under tokenizer.ggml of files of folders: spaces at the end are removed, several in sequence joined.
-STRIPS_KEY, JOINS_KEY = "normalizer.strips_end", "normalizer.joins_spaces"
+# Key under tokenizer.ggml of files of folders: names of the normalizer's steps. Without it, the character map
+# is the only one.
+STEPS_KEY = "normalizer.steps"
+CHARSMAP = "charsmap"
+STEPS: dict[str, normalizers.Normalizer] = {
+    "lowercase": normalizers.Lowercase(),
+    "nfc": normalizers.NFC(),
+    "nfkd": normalizers.NFKD(),
+    "strip_accents": normalizers.StripAccents(),
+    "opening_quotes": normalizers.Replace("``", '"'),
+    "closing_quotes": normalizers.Replace("''", '"'),
+    "strip": normalizers.Strip(),
+    "strip_end": normalizers.Strip(left=False, right=True),
+    "join_spaces": normalizers.Replace(Regex(" {2,}"), " "),
+    "join_white_space": normalizers.Replace(Regex(r"\s{2,}|[\n\r\t]"), " "),
+}
+# Those that remove spaces, of which others are kept.
+SPACE_STEPS = ("strip", "strip_end", "join_spaces", "join_white_space")
 _CONTINUATION = "##"
 _NO_WORD = " "  # a piece that no word contains, because words contain no white space
 
@@ -67,8 +83,16 @@ def word_piece(
     return segmenter
 
 
-def unigram(gguf: GGUFFile, tokens: Sequence[str], plain: npt.NDArray[np.bool_]) -> Segmenter:
-    """Build a Unigram segmenter; its parameters are the first of `word_piece`."""
+def unigram(
+    gguf: GGUFFile, tokens: Sequence[str], plain: npt.NDArray[np.bool_], spelled: npt.NDArray[np.bool_]
+) -> Segmenter:
+    """Build a Unigram segmenter; its first parameters are those of `word_piece`.
+
+    Tokens that are `spelled` are recognized before text is normalized, which may make their spelling.
+    """
+    steps = _normalizer_steps(gguf)
+    if "lowercase" in steps:
+        plain = plain & ~spelled
     scores = numbers(gguf, "tokenizer.ggml.scores", np.floating, len(tokens))
     if not np.isfinite(scores).all():
         raise GGUFError(f"{gguf.path}: tokenizer.ggml.scores contains a value that is not finite")
@@ -83,24 +107,28 @@ def unigram(gguf: GGUFFile, tokens: Sequence[str], plain: npt.NDArray[np.bool_])
     bytes_of_all = {f"<0x{byte:02X}>" for byte in range(256)} <= set(tokens)
     segmenter = Segmenter(models.Unigram(vocabulary, unk_id=unknown, byte_fallback=bytes_of_all))
     charsmap = read_charsmap(gguf)
-    steps: list[normalizers.Normalizer] = []
-    if charsmap is not None:
-        steps.append(normalizers.Precompiled(charsmap))
-    strips, joins = (flag(gguf, key, default=False) for key in (STRIPS_KEY, JOINS_KEY))
-    if strips:
-        steps.append(normalizers.Strip(left=False, right=True))
-    if joins:
-        steps.append(normalizers.Replace(Regex(" {2,}"), " "))
-    if steps:
-        segmenter.normalizer = normalizers.Sequence(steps)
+    known = STEPS if charsmap is None else {**STEPS, CHARSMAP: normalizers.Precompiled(charsmap)}
+    made = [known[name] for name in steps if name in known]
+    if made:
+        segmenter.normalizer = normalizers.Sequence(made)
     prepends = flag(gguf, "add_space_prefix", default=True)
     words: list[pre_tokenizers.PreTokenizer] = [
         pre_tokenizers.Metaspace(SPACE, prepend_scheme="always" if prepends else "never")
     ]
-    if not (strips or joins) and flag(gguf, "remove_extra_whitespaces", default=True):
+    if not any(step in SPACE_STEPS for step in steps) and flag(
+        gguf, "remove_extra_whitespaces", default=True
+    ):
         words.insert(0, pre_tokenizers.WhitespaceSplit())
     segmenter.pre_tokenizer = pre_tokenizers.Sequence(words)
     return segmenter
+
+
+def _normalizer_steps(gguf: GGUFFile) -> list[str]:
+    key = f"tokenizer.ggml.{STEPS_KEY}"
+    names = gguf.metadata.get(key, [CHARSMAP])
+    if not isinstance(names, list) or not all(name == CHARSMAP or name in STEPS for name in names):
+        raise GGUFError(f"{gguf.path}: {key} must be a list of {CHARSMAP}, {', '.join(STEPS)}, is {names!r}")
+    return names
 
 
 def _unknown_id(gguf: GGUFFile, tokens: Sequence[str], spelling: str) -> int:

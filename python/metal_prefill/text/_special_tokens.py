@@ -11,6 +11,8 @@ from metal_prefill.files._gguf_file import GGUFFile
 from metal_prefill.text._metadata import count, flag, special_id
 from metal_prefill.text._vocabulary import Vocabulary
 
+# Key under tokenizer.ggml of files of folders: whether second texts of pairs have type 1, in Unigram files.
+TYPES_KEY = "types_pairs"
 _KEYS = {  # keys under tokenizer.ggml, without _token_id
     "bos": "bos",
     "eos": "eos",
@@ -127,12 +129,13 @@ class SpecialTokens:
         end = _known(ids["eos"] if add_eos else None)
         second = ids["eos"] if flag(gguf, "double_separator", default=False) else None  # MPNet's pairs
         separator = (*end, *_known(second if word_piece else ids["sep"] if add_sep else None))
+        typed = separated if word_piece else flag(gguf, TYPES_KEY, default=False)
         types = count(gguf, "token_type_count", default=2)
         frame = TokenFrame(
             _known(ids["bos"] if add_bos else None),
             separator,
             end,
-            int(word_piece and separated and types > 1),
+            int(typed and types > 1),
         )
         del ids["cls"]
         return cls(**ids, add_bos=add_bos, add_eos=add_eos, frame=frame)

@@ -203,7 +203,7 @@ class Vocabulary:
         if self.kind == "bert":
             return word_piece(gguf, self.tokens, plain_or_spelled, self.added_tokens(gguf))
         if self.kind == "t5":
-            return unigram(gguf, self.tokens, plain_or_spelled)
+            return unigram(gguf, self.tokens, plain_or_spelled, self.types == TokenType.USER_DEFINED)
         plain = {token: i for i, token in enumerate(self.tokens) if not special[i]}
         if self.kind == "gpt2":
             return self._byte_level_bpe(gguf, plain)
