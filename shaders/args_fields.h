@@ -127,15 +127,28 @@ ARGS_STRUCT(AttentionArgs)
   ARGS_FIELD(u32_t, alibi_heads)  // attention_prefill: largest power of two up to n_heads; 0: no ALiBi
   ARGS_FIELD(float, max_alibi_bias)
   ARGS_FIELD(u32_t, position_bias)  // attention_prefill: a bias of relative positions is bound
+  ARGS_FIELD(u32_t, added_keys)   // attention_prefill: keys whose scores are added to are bound; 0: none are
   ARGS_FIELD(u32_t, query_step)   // from one head of q to the next
   ARGS_FIELD(float, score_cap)    // soft limit of scores; 0: none
-ARGS_END(AttentionArgs, 64)
+ARGS_END(AttentionArgs, 68)
+
+// What relative positions add to scores: scale * (q . key_rows[row] + k . query_rows[row]).
+ARGS_STRUCT(RelativeScoresArgs)
+  ARGS_FIELD(u32_t, n_heads)
+  ARGS_FIELD(u32_t, key_dim)
+  ARGS_FIELD(u32_t, q_stride)     // from one token of q to the next
+  ARGS_FIELD(u32_t, page_stride)  // from one page of the cache to the next
+  ARGS_FIELD(u32_t, tile_rows)    // of an AttentionTile
+  ARGS_FIELD(u32_t, context)      // distances from -context on have a row
+  ARGS_FIELD(u32_t, keys)         // of a row of the result
+  ARGS_FIELD(float, scale)
+ARGS_END(RelativeScoresArgs, 32)
 
 // rope_append and attention_decode of sequences with a single token each.
 ARGS_STRUCT(RopeAttentionArgs)
   ARGS_FIELD(RopeArgs, rope)
   ARGS_FIELD(AttentionArgs, attention)
-ARGS_END(RopeAttentionArgs, 124)
+ARGS_END(RopeAttentionArgs, 128)
 
 // y[t][head] *= sigmoid(gate[t][head]). The gate of a head follows its query in a row of q.
 ARGS_STRUCT(GateHeadsArgs)

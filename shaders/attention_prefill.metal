@@ -150,7 +150,7 @@ static inline void attend(device const float* q, AttentionTile tile, device cons
 #pragma unroll
       for (ushort j = 0; j < kBlocks; ++j) lane_scores[r][j] = elements(score[r][j]);
     if (key < seen_by_all.x || key + PREFILL_KEYS > seen_by_all.y || args.alibi_heads > 0 ||
-        args.position_bias || args.score_cap > 0.0f) {
+        args.position_bias || args.added_keys > 0 || args.score_cap > 0.0f) {
 #pragma unroll
       for (ushort r = 0; r < kRowBlocks; ++r)
 #pragma unroll
@@ -245,7 +245,7 @@ kernel void attention_prefill(
     device const uint* pages [[buffer(2)]],  // block tables
     device const T* k [[buffer(3)]],         // pages of [PAGE_POSITIONS][n_kv_heads][key_dim]
     device const T* v [[buffer(4)]],         // the same with value_dim
-    device const float* bias [[buffer(5)]],  // [BIAS_BUCKETS][n_heads], if args.position_bias
+    device const float* bias [[buffer(5)]],  // [BIAS_BUCKETS][n_heads], or [tokens][n_heads][added_keys]
     device half* out [[buffer(6)]],          // [tokens][n_heads][value_dim]
     constant AttentionArgs& args [[buffer(7)]],
     threadgroup float* scratch [[threadgroup(0)]],  // PREFILL_SCRATCH for each simdgroup

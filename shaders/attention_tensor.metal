@@ -35,7 +35,7 @@ template <ushort kDims>
     device const uint* pages [[buffer(2)]],  // block tables
     device const half* k [[buffer(3)]],      // pages of [PAGE_POSITIONS][n_kv_heads][kDims]
     device const half* v [[buffer(4)]],      // the same
-    device const float* bias [[buffer(5)]],  // [BIAS_BUCKETS][n_heads], if args.position_bias
+    device const float* bias [[buffer(5)]],  // [BIAS_BUCKETS][n_heads], or [tokens][n_heads][added_keys]
     device half* out [[buffer(6)]],          // [tokens][n_heads][kDims]
     constant AttentionArgs& args [[buffer(7)]], uint2 group [[threadgroup_position_in_grid]],
     ushort thread_index [[thread_index_in_threadgroup]],

@@ -47,9 +47,11 @@ static inline float gelu_erf(float x) {
 }
 
 // Activation of the feed-forward block: SiLU, GELU by its tanh approximation
-// 0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))), which is x * sigmoid of twice the argument, or exact GELU.
+// 0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))), which is x * sigmoid of twice the argument, exact GELU, or
+// ReLU, in which NaN stays.
 static inline float activate(float x, uint activation) {
   if (activation == ACTIVATION_GELU_ERF) return gelu_erf(x);
+  if (activation == ACTIVATION_RELU) return x < 0.0f ? 0.0f : x;
   const float argument =
       activation == ACTIVATION_SILU ? x : 1.5957691216057308f * (x + 0.044715f * x * x * x);
   // The fast exponential takes no infinities and no NaN; where x is not a number, neither is the quotient.

@@ -23,6 +23,7 @@ struct StackedRow {
   bool inside;  // false: beyond the last row, which it repeats
   device const float* bias;  // of relative positions and this head, [BIAS_BUCKETS][n_heads]; null: none
   uint bias_stride;
+  device const float* added;  // to the score of each key; null: nothing
 
   // A scaled product with a key.
   float score(float product, uint key) const {
@@ -30,6 +31,7 @@ struct StackedRow {
     if (cap > 0.0f) product = soft_cap(product, cap);
     const int distance = int(key) - int(position);
     if (bias) product += M_LOG2E_F * bias[uint(position_bucket(distance)) * bias_stride];
+    if (added) product += added[key];
     return product - slope * abs(float(distance));
   }
 
@@ -40,12 +42,14 @@ struct StackedRow {
 struct StackedRows {
   AttentionTile tile;
   uint heads, count;  // count: of the run
-  device const float* bias;
+  device const float *bias, *added;
   uint before, after;  // keys that a row sees before and after its own; both ends ascend from row to row
 
-  void begin(AttentionTile of, constant AttentionArgs& args, device const float* position_bias) {
+  // `additions` is a bias of relative positions, or what is added to the score of each key.
+  void begin(AttentionTile of, constant AttentionArgs& args, device const float* additions) {
     tile = of;
-    bias = args.position_bias ? position_bias : nullptr;
+    bias = args.position_bias ? additions : nullptr;
+    added = args.added_keys > 0 ? additions : nullptr;
     heads = args.n_heads / args.n_kv_heads;
     count = heads * tile.tokens;
     before = args.window == 0 ? tile.position + tile.tokens
@@ -66,6 +70,8 @@ struct StackedRows {
     found.bias = bias ? bias + found.head : nullptr;
     found.bias_stride = args.n_heads;
     found.cap = args.score_cap * M_LOG2E_F;
+    const ulong head = ulong(tile.row + found.token) * args.n_heads + found.head;
+    found.added = added ? added + head * args.added_keys : nullptr;
     found.slope = 0.0f;
     if (args.alibi_heads > 0) {
       const float steps =

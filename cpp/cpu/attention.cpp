@@ -132,6 +132,30 @@ AttentionHead attention_head(const AttentionStep& step, const AttentionItem& ite
   };
 }
 
+// What relative positions add to the scores of an item, from rows of `q`, which are its prepared queries.
+void add_relative_scores(const Context& c, const AttentionStep& step, const AttentionItem& item,
+                         const FloatRows& q, AttentionHead& head) {
+  if (!step.relative_row_of) return;
+  const Config& config = step.config;
+  const QueryTile& tile = item.tile;
+  const std::size_t column = std::size_t(item.kv_head) * std::size_t(config.key_dim);
+  auto* added = c.scratch.added.as<float>();
+  for (int i = 0; i < tile.count; ++i)
+    c.kernels.relative_scores({.q = q.row(tile.first + i) + column,
+                               .k = step.k.row(tile.index - tile.position) + column,
+                               .k_stride = step.k.stride,
+                               .keys = floats(step.weights.relative_keys) + column,
+                               .queries = floats(step.weights.relative_queries) + column,
+                               .stride = std::size_t(step.weights.relative_keys.cols),
+                               .row_of = step.relative_row_of + tile.position + i,
+                               .positions = tile.end,
+                               .dim = config.key_dim,
+                               .scale = config.score_scale() * std::numbers::log2e_v<float>},
+                              added + std::size_t(i) * c.scratch.added_stride);
+  head.added = added;
+  head.added_stride = c.scratch.added_stride;
+}
+
 // A split of an item, number `split` of its sequence. Each split prepares its own queries, so no thread waits
 // for another.
 void attend_to_split(const Context& c, const AttentionStep& step, const AttentionItem& item, int split,
@@ -150,6 +174,7 @@ void attend_to_split(const Context& c, const AttentionStep& step, const Attentio
   head.sums = splits.sums + std::size_t(item.seen_split * rows + item.tile.first) * n_heads + first_head;
   head.sums_stride = n_heads;
   head.split = split;
+  add_relative_scores(c, step, item, q, head);
   c.kernels.attention(head, 0, item.tile.count);
 }
 
@@ -184,7 +209,7 @@ CacheWriter::CacheWriter(const AttentionStep& step, std::span<const Row> rows,
     : step_(step), rows_(rows), blocks_(blocks), done_(done) {}
 
 bool CacheWriter::takes_columns(CachePart part) const {
-  if (at_once() || step_.cache.layout() != KvLayout::kPairs) return false;
+  if (at_once() || step_.cache.layout() != KvLayout::kPairs || step_.relative_row_of) return false;
   if (part == CachePart::kValues) return true;
   return part == CachePart::kKeys && !step_.weights.k_norm && !step_.rotations &&
          step_.config.key_dim % 2 == 0;
@@ -356,7 +381,9 @@ void attend(const Context& c, const AttentionStep& step, const AttentionItems& i
   const auto attend_to = [&](const AttentionItem& item, int i) {
     if (items.splits() == 1) {
       prepare_queries(c, step, item, step.q);
-      c.kernels.attention(attention_head(step, item, step.q, out.f32), 0, item.tile.count);
+      AttentionHead head = attention_head(step, item, step.q, out.f32);
+      add_relative_scores(c, step, item, step.q, head);
+      c.kernels.attention(head, 0, item.tile.count);
       return true;
     }
     const VisibleRange visible = visible_range(config, window, item.tile);

@@ -75,6 +75,8 @@ ForwardPass::ForwardPass(const Model& model, const EngineOptions& options, const
     scratch.matrix =
         Buffer(std::size_t(config_.scan_key_dim) * kDeltaColumns * sizeof(float), "a recurrence");
     scratch.weights = Buffer(weights_.scratch_bytes, "expanded weights");
+    scratch.embedded =
+        Buffer(std::size_t(config_.embedding_width()) * sizeof(float), "a row of an embedding");
     scratch.rows = reserve_normed(config_, weights_, rows_of_own(team.size()), scratch.normed);
   }
 }
@@ -90,7 +92,7 @@ double ForwardPass::run(std::span<Chunk> chunks) {
 }
 
 void ForwardPass::run_layers(const Context& c) {
-  embed(c, model_, all_.rows, work_.x);
+  embed(c);
   const std::size_t table = all_.rows.size() * std::size_t(config_.rope_dim);
   for (std::size_t i = 0; i < ropes_.ropes.size(); ++i)
     rope_table(c, ropes_.ropes[i], all_.rows, work_.rotations + i * table);
@@ -101,12 +103,20 @@ void ForwardPass::run_layers(const Context& c) {
   deliver_hidden(c);
 }
 
+void ForwardPass::embed(const Context& c) {
+  const Linear& projection = weights_.embedding_projection;
+  if (!projection.tensor) return cpu::embed(c, model_, all_.rows, work_.x);
+  cpu::embed(c, model_, all_.rows, work_.embedded.f32);
+  multiply(c, {{.weight = projection, .out = work_.x, .bias = &model_.embedding_projection_bias}},
+           NormedRows(work_.embedded), all_.count());
+}
+
 // Stores K, V and states of all rows, and computes the wanted rows, which become the first of x.
 void ForwardPass::run_layer(const Context& c, int layer, const Rows& wanted) {
   const BlockOutput mixed = mix(c, layer, wanted);
   const int n = wanted.count();
   if (n == 0) return;
-  const int part = rows_at_once(weights_.layers[std::size_t(layer)], mixed, n);
+  const int part = rows_at_once(weights_.layer(layer), mixed, n);
   if (part == n) return finish_layer(c, layer, mixed, work_.stream(0, n, 0));
   c.for_each(ceil_div(n, part), [&](int i) {
     Worker alone = c.worker.alone();
@@ -147,7 +157,7 @@ void ForwardPass::finish_layer(const Context& c, int layer, const BlockOutput& m
 
 void ForwardPass::feed_forward(const Context& c, int layer, const StreamRows& rows) {
   const LayerWeights& m = model_.layers[std::size_t(layer)];
-  const CpuLayer& w = weights_.layers[std::size_t(layer)];
+  const CpuLayer& w = weights_.layer(layer);
   switch (config_.feed_forward(layer)) {
     case FeedForwardKind::kNone:
       break;
@@ -179,7 +189,7 @@ int ForwardPass::rows_at_once(const CpuLayer& w, const BlockOutput& mixed, int r
 
 ForwardPass::BlockOutput ForwardPass::attention(const Context& c, int layer, const Rows& wanted) {
   const LayerWeights& m = model_.layers[std::size_t(layer)];
-  const CpuLayer& w = weights_.layers[std::size_t(layer)];
+  const CpuLayer& w = weights_.layer(layer);
   const AttentionStep step = attention_step(layer);
   const AttentionItems items(step, wanted.tiles, team_.size());
 
@@ -190,7 +200,7 @@ ForwardPass::BlockOutput ForwardPass::attention(const Context& c, int layer, con
 
 ForwardPass::BlockOutput ForwardPass::short_convolution(const Context& c, int layer, const Rows& wanted) {
   const LayerWeights& m = model_.layers[std::size_t(layer)];
-  const CpuLayer& w = weights_.layers[std::size_t(layer)];
+  const CpuLayer& w = weights_.layer(layer);
   const int n = all_.count(), n_wanted = wanted.count();
   const ConvStep step = conv_step(layer, work_.recurrent_in);
   multiply(c, {{w.conv_in, step.in}},
@@ -203,7 +213,7 @@ ForwardPass::BlockOutput ForwardPass::short_convolution(const Context& c, int la
 // In a layer that also has attention, attention reads the same rows of x and adds to them first.
 ForwardPass::BlockOutput ForwardPass::scan(const Context& c, int layer, const Rows& wanted) {
   const LayerWeights& m = model_.layers[std::size_t(layer)];
-  const CpuLayer& w = weights_.layers[std::size_t(layer)];
+  const CpuLayer& w = weights_.layer(layer);
   const int n = all_.count(), n_wanted = wanted.count();
   const std::size_t first = states_.layout().first[std::size_t(layer)];
   const ScanStep step = {.config = config_,
@@ -229,7 +239,7 @@ ForwardPass::BlockOutput ForwardPass::scan(const Context& c, int layer, const Ro
 
 ForwardPass::BlockOutput ForwardPass::delta_rule(const Context& c, int layer, const Rows& wanted) {
   const LayerWeights& m = model_.layers[std::size_t(layer)];
-  const CpuLayer& w = weights_.layers[std::size_t(layer)];
+  const CpuLayer& w = weights_.layer(layer);
   const int n = all_.count(), n_wanted = wanted.count();
   const std::size_t first = states_.layout().first[std::size_t(layer)];
   const FloatRows gate = work_.recurrent_in, qkv = gate.from(config_.scan_dim()),
@@ -275,6 +285,8 @@ AttentionStep ForwardPass::attention_step(int layer) const {
           config_.uses_rope(layer) ? work_.rotations + table * std::size_t(config_.rope_dim) : nullptr,
       .slopes = slopes_.empty() ? nullptr : slopes_.data(),
       .bias = bias_.empty() ? nullptr : bias_.data() + kBiasMargin,
+      .relative_row_of =
+          model_.relative_row_of ? floats(model_.relative_row_of) + config_.context_length : nullptr,
       .q = work_.q,
       .k = work_.k,
       .v = work_.v,
@@ -431,8 +443,9 @@ void ForwardPass::use_logits(const Context& c, std::span<const Wanted> wanted) {
 // Lists the rows of the pass, those of the last layer, and makes room for them.
 void ForwardPass::plan(std::span<Chunk> chunks) {
   int n = 0, n_wanted = 0, n_used = 0;
-  std::size_t n_pages = 0;
+  std::size_t n_pages = 0, longest = 0;
   for (const Chunk& chunk : chunks) {
+    longest = std::max(longest, std::size_t(chunk.visible_end()));
     n += int(chunk.tokens.size());
     n_wanted += rows_of(chunk.output);
     if (logits_use(chunk.output) == LogitsUse::kPass) n_used += rows_of(chunk.output);
@@ -501,6 +514,7 @@ void ForwardPass::plan(std::span<Chunk> chunks) {
   for (Scratch& scratch : scratch_) {
     scratch.best.assign(logits_.size(), {});
     scratch.multiply_adds = 0;
+    if (model_.relative_row_of) scratch.reserve_added(longest);
   }
 }
 

@@ -69,6 +69,7 @@ class ForwardPass {
 
   void plan(std::span<Chunk> chunks);
   void run_layers(const Context& c);
+  void embed(const Context& c);
   void run_layer(const Context& c, int layer, const Rows& wanted);
   BlockOutput mix(const Context& c, int layer, const Rows& wanted);
   void finish_layer(const Context& c, int layer, const BlockOutput& mixed, const StreamRows& rows);

@@ -77,8 +77,8 @@ void store_row(const Context& c, float* x, int columns, const Activations& out, 
 
 void embed(const Context& c, const Model& model, std::span<const Row> rows, const FloatRows& x) {
   const Config& config = model.config;
-  const std::size_t dim = std::size_t(config.dim);
-  const Norm norm = {model.embedding_norm, model.embedding_norm_bias, config.dim, config.stream_eps(),
+  const std::size_t dim = std::size_t(config.embedding_width());
+  const Norm norm = {model.embedding_norm, model.embedding_norm_bias, int(dim), config.stream_eps(),
                      config.norm_kind};
   c.worker.for_each(int(rows.size()), [&](int i) {
     const Row& row = rows[std::size_t(i)];
@@ -86,7 +86,7 @@ void embed(const Context& c, const Model& model, std::span<const Row> rows, cons
     dequantize_row(model.token_embedding.type, model.token_embedding.row(row.token), out, dim);
     if (const float scale = config.stream_embedding_scale(); scale != 1.0f)
       for (std::size_t d = 0; d < dim; ++d) out[d] *= scale;
-    const std::span scratch(c.scratch.normed.f32.row(0), dim);
+    const std::span scratch(c.scratch.embedded.as<float>(), dim);
     if (model.token_types) add_embedding(model.token_types, row.type, scratch, out);
     if (model.position_embedding) add_embedding(model.position_embedding, row.position, scratch, out);
     apply(c.kernels, norm, out, out);

@@ -25,10 +25,20 @@ struct Best {
 
 // Memory that each thread needs for itself.
 struct alignas(128) Scratch {
-  Buffer weights;          // scratch_bytes_of() a matrix, or a row while it is rotated
-  Buffer rows;             // of `normed`
-  Buffer matrix;           // of the delta rule: columns of a state, [scan_key_dim][kDeltaColumns]
-  Activations normed;      // few rows after a norm, for NormedRows
+  Buffer weights;      // scratch_bytes_of() a matrix, or a row while it is rotated
+  Buffer rows;         // of `normed`
+  Buffer matrix;       // of the delta rule: columns of a state, [scan_key_dim][kDeltaColumns]
+  Activations normed;  // few rows after a norm, for NormedRows
+  Buffer embedded;     // a row of an embedding
+  // What is added to the scores of a tile: [kQueryTile][added_stride], a whole number of spans.
+  Buffer added;
+  std::size_t added_stride = 0;
+  void reserve_added(std::size_t positions) {
+    const std::size_t stride = round_up(positions, std::size_t(kKeySpan));
+    if (stride <= added_stride) return;
+    added = Buffer(std::size_t(kQueryTile) * stride * sizeof(float), "scores of relative positions");
+    added_stride = stride;
+  }
   std::vector<Best> best;  // of each row that needs its largest logit, among those that this thread computed
   double multiply_adds = 0;  // that this thread did in products and attention
 };
@@ -227,6 +237,8 @@ struct AttentionStep {
   const float* rotations;  // the layer's rotation table; null if the layer does not rotate
   const float* slopes;     // [n_heads] of ALiBi; null without it
   const float* bias;       // [n_heads][kBiasRow] of relative positions, at distance 0; null without it
+  const float*
+      relative_row_of;  // row of relative positions, at distance 0 of the query from the key, or null
   FloatRows q, k, v;
 };
 // Query heads [first_head, first_head + heads) of a tile, which share a head of keys and values, over all

@@ -94,6 +94,8 @@ void Workspace::reserve(const Config& c, const Weights& weights, std::size_t rop
       const std::size_t dim = std::size_t(c.dim), heads = std::size_t(c.n_heads),
                         kv_heads = std::size_t(c.n_kv_heads);
       w.x = layout.floats(dim);
+      if (c.embedding_dim > 0)
+        w.embedded = layout.activations(std::size_t(c.embedding_dim), {}, Layout::Float32::kAlways);
       w.block = layout.floats(dim);
       w.q = layout.floats(heads * std::size_t(c.query_step()));
       w.k = layout.floats(kv_heads * std::size_t(c.key_dim));

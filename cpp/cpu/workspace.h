@@ -105,6 +105,7 @@ Buffer reserve_normed(const Config& config, const Weights& weights, int rows, Ac
 // Room for `rows` rows. Named as in the forward pass.
 struct Workspace {
   FloatRows x;                 // [rows][dim]: the residual stream
+  Activations embedded;        // [rows][embedding_dim]: before the projection
   FloatRows block;             // [rows][dim]: a block's output if a norm follows it
   FloatRows q;                 // [rows][n_heads * query_step]
   FloatRows k;                 // [rows][n_kv_heads * key_dim]

@@ -100,6 +100,14 @@ void validate(const Model& model) {
   require(bool(model.output) == c.has_head, "the output projection must be there where the model has logits");
   require(bool(model.output_norm) || !c.has_head, "logits need the output norm");
   require(!model.position_bias || !c.causal, "a position bias needs a text that enters as a whole");
+  require(c.embedding_dim >= 0 && (c.embedding_dim == 0 || (model.embedding_projection && !c.causal)),
+          "an embedding of its own width needs its projection, and a text that enters as a whole");
+  require(c.distinct_layers >= 0 && c.distinct_layers <= c.n_layers,
+          "layers with weights of their own must be some of all");
+  require(c.relative_rows >= 0 && c.context_length <= std::numeric_limits<int>::max() / 2,
+          "rows of relative positions and distances must be countable");
+  require(c.relative_rows == 0 || (model.relative_row_of && !c.causal && c.n_heads == c.n_kv_heads),
+          "relative positions need their rows, keys for each head, and a text that enters as a whole");
   require(c.token_types == 0 || (model.token_types && !c.causal),
           "token types need their embedding, and a text that enters as a whole");
   const bool convolves = any_layer([](LayerKind kind) { return kind == LayerKind::kShortConv; });
@@ -122,6 +130,9 @@ void validate(const Model& model) {
   require(model.layers.size() == std::size_t(c.n_layers), "weights of every layer are needed");
   for (int layer = 0; layer < c.n_layers; ++layer) {
     const LayerWeights& w = model.layers[std::size_t(layer)];
+    require(
+        bool(w.relative_keys) == (c.relative_rows > 0) && bool(w.relative_queries) == (c.relative_rows > 0),
+        "relative positions need keys and queries in every layer");
     require(c.feed_forward(layer) != FeedForwardKind::kDense || c.ffn_dim > 0,
             "the width of a dense feed-forward must be positive");
     if (c.feed_forward(layer) != FeedForwardKind::kExperts) continue;

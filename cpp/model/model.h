@@ -19,7 +19,7 @@ namespace metal_prefill {
 enum class RopeStyle { kInterleaved, kNeox };  // pairs (2i, 2i+1), or (i, i + rope_dim/2)
 enum class RopeScaling { kNone, kLinear, kYarn };
 // kGelu is the tanh approximation, kGeluErf the exact function.
-enum class Activation { kSilu, kGelu, kGeluErf };
+enum class Activation { kSilu, kGelu, kGeluErf, kRelu };
 enum class NormKind { kRms, kLayer };  // RMSNorm, or LayerNorm, which subtracts the mean first
 // Input of the norms of q and k: each head, before or after its rotation, or all heads of a token together,
 // before the rotation.
@@ -59,7 +59,9 @@ constexpr bool has_matrix_state(LayerKind kind) {
 struct Config {
   std::string architecture;
   int n_layers = 0;
+  int distinct_layers = 0;  // layer n has the weights of layer n % distinct_layers; 0: its own
   int dim = 0;              // embedding_length
+  int embedding_dim = 0;    // columns of the embeddings, which are projected to `dim`; 0: `dim`
   int n_heads = 0;          // query heads; 0: no layer has attention
   int n_kv_heads = 0;       // divides n_heads
   int key_dim = 0;          // attention.key_length: head_dim of q and k
@@ -94,6 +96,7 @@ struct Config {
   // Soft limits: x becomes cap * tanh(x / cap), as scores before ALiBi and biases; 0: there is none.
   float score_cap = 0.0f, logit_cap = 0.0f;
   float attention_scale = 0.0f;  // of score_scale(); 0 selects 1/sqrt(key_dim)
+  int relative_rows = 0;         // of the keys and queries of relative positions; 0: there are none
 
   QkNormPlace qk_norm_place = QkNormPlace::kHeads;
 
@@ -131,6 +134,7 @@ struct Config {
   int scan_key_dim = 0;    // ssm.state_size
   int scan_value_dim = 0;  // ssm.inner_size / scan_heads
 
+  int embedding_width() const { return embedding_dim > 0 ? embedding_dim : dim; }
   // From the query of one head to that of the next.
   int query_step() const { return query_gate ? 2 * key_dim : key_dim; }
   bool uses_rope(int layer) const { return layer_uses_rope.empty() || layer_uses_rope[layer] != 0; }

@@ -18,6 +18,8 @@ Groups groups_of(Extent extent, const Config& c) {
       return {1, c.token_types};
     case Extent::kDim:
       return {1, c.dim};
+    case Extent::kEmbedding:
+      return {1, c.embedding_width()};
     case Extent::kFfn:
       return {1, c.ffn_dim};
     case Extent::kExperts:
@@ -34,6 +36,10 @@ Groups groups_of(Extent extent, const Config& c) {
       return {1, c.n_heads};
     case Extent::kBiasBuckets:
       return {1, BIAS_BUCKETS};
+    case Extent::kRelativeRows:
+      return {1, c.relative_rows};
+    case Extent::kDistances:
+      return {2, c.context_length};
     case Extent::kQueries:
       return {c.query_gate ? 2 * c.n_heads : c.n_heads, c.key_dim};
     case Extent::kKeys:

@@ -25,6 +25,7 @@ enum class Extent {
   kContext,        // context_length
   kTokenTypes,     // token_types
   kDim,            // dim
+  kEmbedding,      // embedding_width()
   kFfn,            // ffn_dim
   kExperts,        // n_experts
   kExpertFfn,      // expert_dim
@@ -33,6 +34,8 @@ enum class Extent {
   kSharedFfn,      // shared_dim
   kHeads,          // n_heads
   kBiasBuckets,    // BIAS_BUCKETS
+  kRelativeRows,   // relative_rows
+  kDistances,      // twice context_length: distances of a query from a key, and one before them
   kQueries,        // n_heads * key_dim, or twice as many if a gate follows each query
   kKeys,           // n_kv_heads * key_dim
   kValues,         // n_kv_heads * value_dim

@@ -4,6 +4,7 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <cstring>
 #include <memory>
 #include <optional>
 #include <string>
@@ -27,6 +28,18 @@ std::shared_ptr<void> keep_alive(nb::object object) {
     if (!Py_IsInitialized()) return;  // the interpreter has ended, and its objects with it
     with_gil([p] { Py_DECREF(static_cast<PyObject*>(p)); });
   });
+}
+
+// Checks the values of a tensor that the engines take for rows of others.
+void check_relative_rows(const Model& model) {
+  for (int i = 0; model.relative_row_of && i < model.relative_row_of.cols; ++i) {
+    float row = 0;
+    std::memcpy(&row, model.relative_row_of.data + std::size_t(i) * sizeof(row), sizeof(row));
+    if (!(row >= 0 && row < float(model.config.relative_rows)))
+      throw std::invalid_argument("tensor '" + model.relative_row_of.name + "' has the row " +
+                                  std::to_string(row) + ", must be at least 0 and below " +
+                                  std::to_string(model.config.relative_rows));
+  }
 }
 
 // Collects views of the weights, checks them, and makes an engine of the model.
@@ -60,6 +73,7 @@ class ModelBuilder {
     if (device != "cpu" && device != "metal")
       throw std::invalid_argument("device '" + device + "' is not cpu or metal");
     validate(model_);
+    check_relative_rows(model_);
     const GilRelease release;
     return device == "cpu" ? make_cpu_engine(model_, options) : make_metal_engine(model_, options);
   }
@@ -115,7 +129,8 @@ void bind_model(nb::module_& m) {
   nb::enum_<Activation>(m, "Activation")
       .value("SILU", Activation::kSilu)
       .value("GELU", Activation::kGelu)
-      .value("GELU_ERF", Activation::kGeluErf);
+      .value("GELU_ERF", Activation::kGeluErf)
+      .value("RELU", Activation::kRelu);
   nb::enum_<NormKind>(m, "NormKind").value("RMS", NormKind::kRms).value("LAYER", NormKind::kLayer);
   nb::enum_<QkNormPlace>(m, "QkNormPlace")
       .value("HEADS", QkNormPlace::kHeads)
@@ -149,7 +164,9 @@ void bind_model(nb::module_& m) {
       .def(nb::init<>())
       .def_rw("architecture", &Config::architecture)
       .def_rw("n_layers", &Config::n_layers)
+      .def_rw("distinct_layers", &Config::distinct_layers)
       .def_rw("dim", &Config::dim)
+      .def_rw("embedding_dim", &Config::embedding_dim)
       .def_rw("n_heads", &Config::n_heads)
       .def_rw("n_kv_heads", &Config::n_kv_heads)
       .def_rw("key_dim", &Config::key_dim)
@@ -183,6 +200,7 @@ void bind_model(nb::module_& m) {
       .def_rw("attention_scale", &Config::attention_scale)
       .def_rw("score_cap", &Config::score_cap)
       .def_rw("logit_cap", &Config::logit_cap)
+      .def_rw("relative_rows", &Config::relative_rows)
       .def_rw("layer_uses_rope", &Config::layer_uses_rope)
       .def_rw("layer_window", &Config::layer_window)
       .def_rw("layer_rope_base", &Config::layer_rope_base)

@@ -262,6 +262,7 @@ const std::map<std::string, Call> kCalls = {
     {"gated", on_values(cpu::calls::gated)},
     {"scan", on_values(cpu::calls::scan)},
     {"soft_cap", on_values(cpu::calls::soft_cap)},
+    {"relative_scores", on_values(cpu::calls::relative_scores)},
     {"apply_gate", on_values(cpu::calls::apply_gate)},
     {"delta_rule", on_values(cpu::calls::delta_rule)},
     {"sum_exp", on_values(cpu::calls::sum_exp)},

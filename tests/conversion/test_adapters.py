@@ -13,6 +13,7 @@ import pytest
 from safetensors.numpy import save_file
 from support import model_folders
 from support.bert_relatives import gte
+from support.encoder_folders import RECORDED
 from support.model_folders import DIM, Folder, Values, read, values
 from support.task_folders import TEXTS
 
@@ -28,6 +29,7 @@ CONFIG = {
     "bias": "none",
     "base_model_name_or_path": "owner/base",
 }
+deberta = RECORDED["deberta"]
 QUERY = "encoder.layer.0.attention.self.query"
 WORDS = "embeddings.word_embeddings"
 
@@ -84,6 +86,16 @@ def test_vectors_are_those_of_the_sums(tmp_path: Path, device: str) -> None:
         expected = model.embed(TEXTS)
     assert (found * expected).sum(axis=1).min() > 0.99999
     assert np.abs(found - plain).max() > 0.01
+
+
+def test_relative_positions_follow_from_the_sums(tmp_path: Path) -> None:
+    folder = deberta(tmp_path / "m")
+    shapes = {"encoder.layer.0.attention.self.key_proj": (DIM, DIM)}
+    added = adapter(tmp_path / "adapter", shapes, lora_alpha=80)
+    _, found = read(convert(folder.write(), tmp_path / "a.gguf", adapter=added))
+    _, expected = read(convert(summed(folder, shapes, 20.0).write(), tmp_path / "b.gguf"))
+    name = "blk.0.attn_rel_k.weight"
+    np.testing.assert_allclose(found[name], expected[name], atol=1e-5)
 
 
 @pytest.mark.parametrize(

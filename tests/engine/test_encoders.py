@@ -128,7 +128,8 @@ def test_an_unknown_activation_is_refused(tmp_path: Path) -> None:
     path = with_activation(tmp_path / "model.gguf", "relu")
     with pytest.raises(
         UnsupportedModelError,
-        match=r"modern-bert\.hidden_activation is relu; supported: gelu, gelu_pytorch_tanh, silu",
+        match=r"modern-bert\.hidden_activation is relu; supported: gelu, gelu_new, gelu_fast, "
+        "gelu_pytorch_tanh, silu",
     ):
         Model(path)
 

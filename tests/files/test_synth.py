@@ -384,6 +384,7 @@ def test_the_command_and_the_function_write_the_same_file(tmp_path: Path) -> Non
 def test_a_model_of_each_architecture_runs(architecture: str, tmp_path: Path) -> None:
     traits = ARCHITECTURES[architecture]
     scans = any(has_matrix_state(kind) for kind in (traits.mixer, traits.recurrent))
+    relative = traits.relative_positions == "required"
     path = synth.synthesize(
         tmp_path / "m.gguf",
         preset="tiny",
@@ -391,6 +392,8 @@ def test_a_model_of_each_architecture_runs(architecture: str, tmp_path: Path) ->
         value_dim=64,
         scan=synth.ScanShape(128, 16, 4, layers=(0,)) if scans else None,
         experts=synth.ExpertShape(4, 2, 64) if traits.experts != "absent" else None,
+        kv_heads=4 if relative else 2,
+        relative_rows=40 if relative else 0,
         head_dim=64 if traits.query_gate else 32,
         window=8 if traits.window == "required" else None,
     )

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support import folder_logits, model_folders
+from support.encoder_folders import RECORDED
 from support.fuzzing import TIMEOUT, kept, rounds
 from support.model_folders import Folder
 from support.task_folders import LATE, QUERY, stanford
@@ -148,6 +149,7 @@ KINDS: dict[str, Kind] = {
     "sharded": (sharded, ("config.json", "model.safetensors.index.json")),
     "list of tokens": (lines, ("config.json", "tokenizer_config.json", "special_tokens_map.json")),
     **{name: (pooled(make), POOLED) for name, make in folder_logits.RECORDED.items()},
+    **{name: (pooled(RECORDED[name]), POOLED) for name in ("albert", "t5", "deberta")},
     "late": (LATE["unseen"], (*PROJECTED, "2_MultiVectorMask/config.json", "sentence_bert_config.json")),
     "PyLate": (LATE["PyLate"], PROJECTED),
     "ColBERT": (stanford, ("config.json", "tokenizer.json", "artifact.metadata")),

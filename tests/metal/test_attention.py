@@ -147,6 +147,24 @@ def test_attention_prefill_with_a_position_bias(run: Run) -> None:
     near(case.prefill(run), case.expected())
 
 
+_RELATIVE: dict[str, Any] = {"heads": (3, 3), "both_ways": True, "relative_rows": 40}
+
+
+@pytest.mark.parametrize("cache", [np.float16, np.float32])
+@pytest.mark.parametrize("dims", [16, 64])
+def test_relative_scores(run: Run, dims: int, cache: type) -> None:
+    case = Case((50, 0), (3, 0), (130, 0), dims=(dims, dims), cache=cache, **_RELATIVE)
+    found = case.added(run, 16)
+    for row, (sequence, _) in enumerate(case.rows):
+        keys = len(case.k[sequence])
+        close(found[row, :, :keys], case.relative_scores(row) / np.log(2))
+
+
+def test_attention_prefill_with_relative_positions(run: Run) -> None:
+    case = Case((50, 0), (3, 0), (300, 0), **_RELATIVE)
+    near(case.prefill(run), case.expected())
+
+
 @pytest.mark.parametrize("position", [0, 100])
 def test_attention_with_scores_far_apart(run: Run, position: int) -> None:
     case = Case((20, position), spread=60.0)

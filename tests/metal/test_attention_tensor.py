@@ -49,6 +49,11 @@ def test_attention_tensor_with_alibi(run: Run) -> None:
         near(case.prefill_on_tensors(run), case.expected())
 
 
+def test_attention_tensor_with_relative_positions(run: Run) -> None:
+    case = Case((50, 0), (300, 0), heads=(3, 3), both_ways=True, relative_rows=40)
+    near(case.prefill_on_tensors(run), case.expected())
+
+
 def test_attention_tensor_with_a_position_bias(run: Run) -> None:
     case = Case((50, 0), (300, 0), heads=(6, 6), both_ways=True, position_bias=True)
     near(case.prefill_on_tensors(run), case.expected())

@@ -412,6 +412,10 @@ def test_every_kernel_of_the_shaders_is_dispatched_by_some_pass(
     jina = replace(encoder, architecture="jina-bert-v2", n_kv_heads=4, qk_norm_place="rows")
     shape = uniform_shape(jina, "f16", "f16", optional=True)
     found |= {d.kernel for d in plan(shape, 9, output="hidden")}
+    relative = replace(encoder, architecture="deberta-v2", n_kv_heads=SMALL.n_heads, relative_rows=40)
+    for kv_type in ("f16", "f32"):
+        plans = plan(uniform_shape(relative, "f16", "f16"), 9, output="hidden", kv_type=kv_type)
+        found |= {d.kernel for d in plans}
     convolving = replace(
         SMALL, architecture="lfm2", layer_kinds=("short_conv", "attention"), conv_taps=3, n_layers=2
     )

@@ -78,6 +78,7 @@ class Case:
             alibi_heads=0,
             max_alibi_bias=0,
             position_bias=0,
+            added_keys=0,
             query_step=self.key_dim,
             score_cap=self.score_cap,
         )

@@ -307,7 +307,7 @@ def test_soft_cap(run: Run) -> None:
     close(x.check(), 30 * np.tanh(before.astype(np.float64) / 30))
 
 
-ACTIVATIONS = {name: CONSTANTS[f"ACTIVATION_{name.upper()}"] for name in ("silu", "gelu", "gelu_erf")}
+ACTIVATIONS = {name: CONSTANTS[f"ACTIVATION_{name.upper()}"] for name in ("silu", "gelu", "gelu_erf", "relu")}
 
 
 def activated(x: Array, name: str) -> Array:
@@ -315,6 +315,8 @@ def activated(x: Array, name: str) -> Array:
         with np.errstate(over="ignore"):
             silu: Array = x / (1 + np.exp(-x))
             return silu
+    if name == "relu":
+        return np.maximum(x, 0)
     if name == "gelu":
         approximate: Array = 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
         return approximate

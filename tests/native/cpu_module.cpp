@@ -120,6 +120,9 @@ void bind_kernels(nb::module_& m) {
   m.def("scan", on_arrays(calls::scan), "set"_a, "x"_a, "b"_a, "c"_a, "dt"_a, "factors"_a, "piece"_a,
         "state"_a, "out"_a, "The recurrence of one head of a state-space layer.");
   m.def("soft_cap", on_arrays(calls::soft_cap), "set"_a, "cap"_a, "x"_a, "cap * tanh(x / cap), in place.");
+  m.def("relative_scores", on_arrays(calls::relative_scores), "set"_a, "q"_a, "k"_a, "keys"_a, "queries"_a,
+        "row_of"_a, "scale"_a, "out"_a,
+        "scale * (q . keys[row] + k[j] . queries[row]); the row of position j is entry n - 1 - j.");
   m.def("apply_gate", on_arrays(calls::apply_gate), "set"_a, "gate"_a, "x"_a, "x * sigmoid(gate), in place.");
   m.def("delta_rule", on_arrays(calls::delta_rule), "set"_a, "q"_a, "k"_a, "v"_a, "decay"_a, "beta"_a,
         "state"_a, "out"_a, "A token of the gated delta rule; the state is changed.");

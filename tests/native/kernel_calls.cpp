@@ -245,7 +245,7 @@ void rope(const std::string& set, OutVector head, const Vector& cos_sin, bool ne
 
 void gated(const std::string& set, const Vector& gate, const Vector& up, int activation, OutVector out) {
   require(gate.shape(0) == up.shape(0) && out.shape(0) >= gate.shape(0), "wrong shape");
-  require(activation >= 0 && activation <= int(Activation::kGeluErf), "no such activation");
+  require(activation >= 0 && activation <= int(Activation::kRelu), "no such activation");
   kernels_named(set).gated(gate.data(), up.data(), Activation(activation), int(gate.shape(0)), out.data());
 }
 
@@ -298,6 +298,28 @@ void scan(const std::string& set, const Matrix& x, const Matrix& b, const Matrix
 
 void soft_cap(const std::string& set, float cap, OutVector x) {
   kernels_named(set).soft_cap(x.data(), cap, int(x.shape(0)));
+}
+
+void relative_scores(const std::string& set, const Vector& q, const Matrix& k, const Matrix& keys,
+                     const Matrix& queries, const Vector& row_of, float scale, OutVector out) {
+  const std::size_t n = k.shape(0), dim = q.shape(0);
+  require(k.shape(1) == dim && keys.shape(1) >= dim && queries.shape(0) == keys.shape(0) &&
+              queries.shape(1) == keys.shape(1) && row_of.shape(0) == n && out.shape(0) >= n,
+          "wrong shape");
+  for (std::size_t i = 0; i < n; ++i)
+    require(row_of.data()[i] >= 0 && row_of.data()[i] < float(keys.shape(0)), "no such row");
+  if (n == 0) return;
+  kernels_named(set).relative_scores({.q = q.data(),
+                                      .k = k.data(),
+                                      .k_stride = dim,
+                                      .keys = keys.data(),
+                                      .queries = queries.data(),
+                                      .stride = keys.shape(1),
+                                      .row_of = row_of.data() + n - 1,
+                                      .positions = int(n),
+                                      .dim = int(dim),
+                                      .scale = scale},
+                                     out.data());
 }
 
 void apply_gate(const std::string& set, const Vector& gate, OutVector x) {

@@ -71,6 +71,8 @@ void scan(const std::string& set, const Matrix& x, const Matrix& b, const Matrix
           const Vector& factors, int piece, OutMatrix state, OutMatrix out);
 // x times sigmoid(gate), in place.
 void soft_cap(const std::string& set, float cap, OutVector x);
+void relative_scores(const std::string& set, const Vector& q, const Matrix& k, const Matrix& keys,
+                     const Matrix& queries, const Vector& row_of, float scale, OutVector out);
 void apply_gate(const std::string& set, const Vector& gate, OutVector x);
 // A token for as many columns as v has; `state` is [len(k), kDeltaColumns].
 void delta_rule(const std::string& set, const Vector& q, const Vector& k, const Vector& v, float decay,

@@ -28,6 +28,7 @@ class Case:
         max_alibi_bias: float = 0.0,
         position_bias: bool = False,
         score_cap: float = 0.0,
+        relative_rows: int = 0,
     ) -> None:
         self.sequences, self.window, self.both_ways = sequences, window, both_ways
         self.max_alibi_bias, self.score_cap = max_alibi_bias, score_cap
@@ -35,6 +36,11 @@ class Case:
         shape = (32, self.n_heads) if position_bias else (0, self.n_heads)
         self.position_bias = np.random.default_rng(7).standard_normal(shape).astype(np.float32)
         self.key_dim, self.value_dim = dims
+        self.longest = max(sum(sequence) for sequence in sequences) if relative_rows else 0
+        rng = np.random.default_rng(8)
+        rows = rng.standard_normal((2, relative_rows, self.n_heads * self.key_dim)).astype(np.float32)
+        self.relative_keys, self.relative_queries = rows
+        self.row_of = rng.integers(0, max(relative_rows, 1), 2 * self.longest).astype(np.float32)
         self.name = "f16" if cache is np.float16 else "f32"
         self.scale = 1 / np.sqrt(self.key_dim)
         self.rows = [(i, p + t) for i, (tokens, p) in enumerate(sequences) for t in range(tokens)]
@@ -75,9 +81,23 @@ class Case:
             if len(self.position_bias):
                 buckets = [position_bucket(key - position) for key in np.arange(keys)[seen]]
                 scores += self.position_bias[buckets].T
+            if self.longest:
+                scores += self.relative_scores(row)
             weights = np.exp(scores - scores.max(1, keepdims=True))
             out[row] = np.einsum("hk,khd->hd", weights / weights.sum(1, keepdims=True), v)
         return out
+
+    def relative_scores(self, row: int) -> Doubles:
+        """Return what relative positions add to the scores of a row, ``[head, key]``."""
+        sequence, position = self.rows[row]
+        shape = (-1, self.n_heads, self.key_dim)
+        q = self.q[row, : self.n_heads * self.key_dim].astype(np.float64).reshape(shape[1:])
+        k = self.k[sequence].astype(np.float64)
+        rows = self.row_of[self.longest + position - np.arange(len(k))].astype(int)
+        keys, queries = (x.reshape(shape)[rows] for x in (self.relative_keys, self.relative_queries))
+        added: Doubles = np.einsum("hd,khd->hk", q, keys) + np.einsum("khd,khd->hk", k, queries)
+        scaled: Doubles = added * self.scale
+        return scaled
 
     @property
     def alibi_heads(self) -> int:
@@ -105,6 +125,7 @@ class Case:
             alibi_heads=self.alibi_heads,
             max_alibi_bias=self.max_alibi_bias,
             position_bias=len(self.position_bias) > 0,
+            added_keys=self.longest,
             query_step=self.key_dim,
             score_cap=self.score_cap,
             **({"splits": 1, "tiles": 0} | fields),
@@ -151,6 +172,11 @@ class Case:
         np.random.default_rng(0).shuffle(tiles)  # results do not depend on their order
         return np.array([tuple(t) for t in tiles], STRUCTS["AttentionTile"])
 
+    def _additions(self, run: Run) -> Array:
+        if self.longest:
+            return self.added(run, 16)
+        return self.position_bias if len(self.position_bias) else self.q  # any buffer, as it is not read
+
     def prefill(self, run: Run, simdgroups: int = 4) -> Array:
         """Run attention_prefill, with a tile for each simdgroup."""
         size = next(s for s in (64, 128, 256) if s >= max(self.key_dim, self.value_dim))
@@ -178,6 +204,36 @@ class Case:
             threads=(CONSTANTS["MATMUL_THREADS"],),
         )
 
+    def added(self, run: Run, tile_rows: int) -> Array:
+        """Run relative_scores, with tiles of so many rows."""
+        tiles = self.tiles(tile_rows)
+        out = Output([len(self.rows), self.n_heads, self.longest])
+        run(
+            f"relative_scores_{self.name}",
+            self.relative_keys,
+            self.relative_queries,
+            self.row_of,
+            self.q,
+            tiles.view(np.uint8),
+            self.pages.pages,
+            self.pages.k.buffer,
+            out.buffer,
+            make_args(
+                "RelativeScoresArgs",
+                n_heads=self.n_heads,
+                key_dim=self.key_dim,
+                q_stride=self.q_stride,
+                page_stride=self.pages.stride,
+                tile_rows=tile_rows,
+                context=self.longest,
+                keys=self.longest,
+                scale=self.scale,
+            ),
+            groups=(ceil_div(self.longest, 64), len(tiles), self.n_heads),
+            threads=(64,),
+        )
+        return out.check()
+
     def _prefill(self, run: Run, kernel: str, tiles: Array, **launch: Any) -> Array:
         out = Output([len(self.rows), self.n_heads, self.value_dim], np.float16)
         run(
@@ -187,7 +243,7 @@ class Case:
             self.pages.pages,
             self.pages.k.buffer,
             self.pages.v.buffer,
-            self.position_bias if len(self.position_bias) else self.q,  # any buffer, as it is not read
+            self._additions(run),
             out.buffer,
             self.args(tiles=len(tiles)),
             **launch,

@@ -236,10 +236,16 @@ def masked_head(folder: Folder, names: tuple[str, str, str] = DISTILBERT_HEAD) -
     shapes |= {f"{norm}.{end}": (DIM,) for end in ("weight", "bias")}
     folder.tensors |= {name: 3 * values(shape, 8) for name, shape in shapes.items()}
     folder.tensors[f"{output}.bias"] = 3 * values((vocab,), 9)
+    splade_modules(folder)
+
+
+def splade_modules(folder: Folder) -> None:
+    """Add the modules of SPLADE."""
     package = "sentence_transformers.sparse_encoder.models"
     kinds = {"": "MLMTransformer", "1_SpladePooling": "SpladePooling"}
     modules = [
-        {"idx": i, "path": path, "type": f"{package}.{kind}"} for i, (path, kind) in enumerate(kinds.items())
+        {"idx": i, "name": str(i), "path": path, "type": f"{package}.{kind}"}
+        for i, (path, kind) in enumerate(kinds.items())
     ]
     folder.json("modules.json", modules)
     folder.json("1_SpladePooling/config.json", {"pooling_strategy": "max", "activation_function": "relu"})

@@ -20,14 +20,14 @@ from support.gguf_reader import GGUFReader
 Array: TypeAlias = npt.NDArray[np.float64]
 
 GEMMA = ("gemma2", "gemma3", "gemma-embedding")
-BERT = ("bert", "nomic-bert", "jina-bert-v2")
+BERT = ("bert", "deberta-v2", "nomic-bert", "jina-bert-v2")
 ENCODERS = (*BERT, "modern-bert", "eurobert")
 BIASED = ("gpt2", "gptneox", "starcoder2", "phi2")
 LAYER_NORM = (*BERT, "modern-bert", *BIASED, "stablelm", "cohere2")
-EXACT_GELU = ("bert", "modern-bert", "jina-bert-v2", "gptneox")
+EXACT_GELU = ("bert", "deberta-v2", "modern-bert", "jina-bert-v2", "gptneox")
 TANH_GELU = (*GEMMA, "gpt2", "starcoder2", "phi2")
 PARALLEL = ("phi2", "cohere2")  # with one norm for both blocks
-WITHOUT_ROTATION = ("bert", "jina-bert-v2", "gpt2")
+WITHOUT_ROTATION = ("bert", "deberta-v2", "jina-bert-v2", "gpt2")
 NORMS_ROWS_OF_QK = ("olmo2", "olmoe", "jina-bert-v2")  # all heads of a token together
 ROTATES_HALVES = (
     *("qwen2", "qwen3", "phi3", "hunyuan-dense", "olmo2", "exaone4", "lfm2", "falcon-h1", "qwen35"),
@@ -148,6 +148,8 @@ class ReferenceModel:
             x = x * math.sqrt(self.dim)
         if not self.architecture.startswith("lfm2"):  # where the output norm has this name
             x = self._norm("token_embd_norm", x + self._positions_and_types(ids))
+        if "token_embd_proj.weight" in self.tensors:
+            x = x @ self.tensors["token_embd_proj.weight"].T + self.tensors["token_embd_proj.bias"]
         keys, values = [], []
         products: dict[int, Array] = {}
         states: dict[int, Array] = {}
@@ -181,12 +183,13 @@ class ReferenceModel:
             x = self._normed(layer, "layer_output_norm", x)
         head = self.tensors.get("output.weight", self.tensors["token_embd.weight"])
         hidden = self._norm("token_embd_norm" if self.architecture.startswith("lfm2") else "output_norm", x)
-        scale = self.scale["logit_scale"]
-        scale = scale if self.architecture == "cohere2" else 1 / scale
-        logits = scale * (hidden @ head.T) + self.tensors.get("output.bias", 0.0)
-        logits = self._capped(logits, "final_logit_softcapping")
         if self.architecture in ENCODERS:
             logits = np.empty((len(x), 0))
+        else:
+            scale = self.scale["logit_scale"]
+            scale = scale if self.architecture == "cohere2" else 1 / scale
+            logits = scale * (hidden @ head.T) + self.tensors.get("output.bias", 0.0)
+            logits = self._capped(logits, "final_logit_softcapping")
         return Result(logits, x, hidden, keys, values, products, states)
 
     def pooled(self, tokens: npt.ArrayLike) -> Array:
@@ -332,6 +335,8 @@ class ReferenceModel:
             if "attn_rel_b.weight" in self.tensors:
                 buckets = np.vectorize(position_bucket)(-distance)
                 scores = scores + self.tensors["attn_rel_b.weight"][buckets, head]
+            if "attn_rel_row.weight" in self.tensors:
+                scores = scores + self._attention_scale() * self._relative(layer, head, q, k, distance)
             scores = np.where(visible, scores, -np.inf)
             weights = np.exp(scores - scores.max(axis=1, keepdims=True))
             out[:, head] = (weights / weights.sum(axis=1, keepdims=True)) @ v[:, kv_head]
@@ -343,6 +348,18 @@ class ReferenceModel:
         cap: float = self._key(key, usual[key] if self.architecture == "gemma2" else 0.0)
         limited: Array = cap * np.tanh(x / cap) if cap else x
         return limited
+
+    def _relative(self, layer: int, head: int, q: Array, k: Array, distance: npt.NDArray[np.int64]) -> Array:
+        """Products with keys and queries of relative positions (arXiv:2006.03654), ``[n, n]``."""
+        row_of = self.tensors["attn_rel_row.weight"]
+        rows = row_of[distance + len(row_of) // 2].astype(int)
+        keys, queries = (
+            self._weight(layer, f"attn_rel_{name}").reshape(-1, self.n_heads, self.key_dim)[:, head][rows]
+            for name in "kq"
+        )
+        by_query = np.einsum("id,ijd->ij", q[:, head], keys)
+        added: Array = by_query + np.einsum("jd,ijd->ij", k[:, head], queries)
+        return added
 
     def _slope(self, head: int) -> float:
         """Return the slope of ALiBi; heads beyond a power of two have every other slope of twice as many."""

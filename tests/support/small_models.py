@@ -96,6 +96,8 @@ class SmallModel:
     parallel: bool = True
     all_norms: bool = False
     position_bias: bool = False
+    embedding_dim: int = 0
+    relative_rows: int = 0
     fused: bool = True
     norm_eps: float = 1e-5
     pooling: str | None = None
@@ -435,6 +437,8 @@ ENCODERS: dict[str, SmallModel] = {
     "bert, 16-bit floats": replace(_ENCODER, architecture="bert", types={"*": "F16", "*.ffn_up.*": "BF16"}),
     "bert, cls": replace(_ENCODER, architecture="bert", pooling="cls", layers=3),
     "bert, position bias": replace(_ENCODER, architecture="bert", position_bias=True),
+    "bert, narrow embedding": replace(_ENCODER, architecture="bert", embedding_dim=64),
+    "deberta": replace(_ENCODER, architecture="deberta-v2", relative_rows=40),
     "nomic-bert": replace(_ENCODER, architecture="nomic-bert", rope_base=1000.0),
     "nomic-bert, biases": replace(_ENCODER, architecture="nomic-bert", qkv_bias=True, all_biases=True),
     "jina-bert-v2": _JINA,
@@ -533,6 +537,8 @@ def _shape(model: SmallModel) -> ModelShape:
         parallel=model.parallel,
         all_norms=model.all_norms,
         position_bias=model.position_bias,
+        embedding_dim=model.embedding_dim,
+        relative_rows=model.relative_rows,
         original_context=model.original_context,
         pooling=model.pooling,
         dense=model.dense,
@@ -562,8 +568,9 @@ _OUTSIDE = (
     *("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"),
     *("token_types.weight", "position_embd.weight", "token_embd_norm.weight", "token_embd_norm.bias"),
     *("attn_rel_b.weight", "output_norm.bias", "output.bias"),
+    *("token_embd_proj.weight", "token_embd_proj.bias", "attn_rel_row.weight"),
 )
-_ROLES = (Role.MATRIX, Role.NORM, Role.BIAS, Role.FILTER, Role.DECAY, Role.STEP)
+_ROLES = (Role.MATRIX, Role.NORM, Role.BIAS, Role.FILTER, Role.DECAY, Role.STEP, Role.ROWS)
 _HEADS = ("dense_2.weight", "dense_3.weight", "cls.output.weight")
 
 
@@ -585,6 +592,8 @@ def _data(rng: np.random.Generator, tensor: Tensor) -> npt.NDArray[np.uint8]:
     if tensor.role is Role.FACTORS:  # as Llama 3's: fast pairs keep their frequency, slow ones are divided
         last = 2.0 if "short" in tensor.name else 8.0
         return np.geomspace(1.0, last, tensor.count, dtype=np.float32).view(np.uint8)
+    if tensor.role is Role.ROWS:
+        return _model.rows_of_distances(40, tensor.count).view(np.uint8)
     if tensor.role is Role.DECAY:
         return random_decay(rng, tensor.count)
     if tensor.role is Role.STEP:

@@ -16,7 +16,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from metal_prefill.synth._tokenizer import gpt2_vocabulary
-from support import model_folders
+from support import encoder_folders, model_folders
 from support.bert_relatives import gte
 from support.model_folders import CONTEXT, DIM, FFN, HEADS, IDENTITY, Folder, values
 from support.places import DATA
@@ -470,6 +470,9 @@ RANKERS: dict[str, Callable[[Path], Folder]] = {
     "bert, output as it is": _bert_logits,
     "electra": _electra_pairs,
     "gte": _gte_pairs,
+    "albert": partial(encoder_folders.pairs, name="albert"),
+    "electra, projected": partial(encoder_folders.pairs, name="electra"),
+    "deberta": partial(encoder_folders.pairs, name="deberta"),
     "xlm-roberta": _roberta_pairs,
     "modernbert": lambda path: _modern(
         path, "ModernBertForSequenceClassification", ("x",), classifier_pooling="mean"
@@ -486,6 +489,7 @@ CLASSIFIERS: dict[str, Callable[[Path], Folder]] = {
 TAGGERS: dict[str, Callable[[Path], Folder]] = {
     "bert": _bert_tags,
     "electra": _electra_tags,
+    "deberta": partial(encoder_folders.tags, labels=TAGS),
     "xlm-roberta": _roberta_tags,
     "modernbert": lambda path: _modern(path, "ModernBertForTokenClassification", TAGS),
 }

@@ -204,6 +204,10 @@ struct AttentionHead {
   // The relative position bias in base-2 logarithms: of the heads of the group, kBiasRow apart, at distance 0
   // of the key from the query; null: none.
   const float* bias = nullptr;
+  // What else is added to the score of each position, in base-2 logarithms: [tokens * heads][added_stride], a
+  // whole number of spans; null: nothing.
+  const float* added = nullptr;
+  std::size_t added_stride = 0;
   // With `sums`, [tokens][sums_stride], only the positions of one split count. Results are not divided by the
   // sums of weights then.
   SoftmaxSum* sums = nullptr;
@@ -212,6 +216,19 @@ struct AttentionHead {
 
   const void* keys_of(int span) const { return pages[span] + keys; }
   const void* values_of(int span) const { return pages[span] + values; }
+};
+
+// What the content of a query, and of each key, adds to their score for their relative position
+// (arXiv:2006.03654). Keys and queries of relative positions have `stride` floats a row.
+struct RelativeQuery {
+  const float* q;  // [dim]
+  const float* k;  // keys of positions from 0 on, k_stride apart
+  std::size_t k_stride;
+  const float *keys, *queries;  // of relative positions
+  std::size_t stride;
+  const float* row_of;  // their row for position 0; that for position j is j before
+  int positions, dim;
+  float scale;
 };
 
 // log(1 + exp(x)), which is x in float32 if x is large.
@@ -318,6 +335,8 @@ struct Kernels {
   void (*apply_gate)(const float* gate, int n, float* x);
   // S = decay * S; S += k * beta * (v - k S); out = q S. `state` is S, [key_dim][kDeltaColumns].
   void (*delta_rule)(const DeltaToken& token, float* state, float* out);
+  // out[j] = scale * (q . keys[row] + k[j] . queries[row]).
+  void (*relative_scores)(const RelativeQuery& query, float* out);
   // Sum of exp(x - shift).
   double (*sum_exp)(const float* x, float shift, int n);
   // Stores keys, or values, of `count` positions of a page from `position` on, for one head. Rows of the

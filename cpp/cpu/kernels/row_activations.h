@@ -54,7 +54,9 @@ inline F activated_by_table(F x) {
 
 template <Activation kActivation>
 inline F activated(F x) {
-  if constexpr (LooksUpFloats<Simd>)
+  if constexpr (kActivation == Activation::kRelu)
+    return Simd::max(Simd::set(0), x);
+  else if constexpr (LooksUpFloats<Simd>)
     return activated_by_table<Simd, kActivation>(x);
   else if constexpr (kActivation == Activation::kSilu)
     return Simd::mul(x, sigmoid(x));
@@ -81,6 +83,8 @@ inline void with_activation(Activation activation, Body&& body) {
       return body(std::integral_constant<Activation, Activation::kGelu>());
     case Activation::kGeluErf:
       return body(std::integral_constant<Activation, Activation::kGeluErf>());
+    case Activation::kRelu:
+      return body(std::integral_constant<Activation, Activation::kRelu>());
   }
 }
 

@@ -314,6 +314,26 @@ inline void add_bias(float* scores, const float* bias, int distance, int n) {
   for (int i = 0; i < n; ++i) scores[i] += from[i];
 }
 
+// Adds what is known of each position to `n` scores.
+inline void add_scores(float* scores, const float* added, int n) {
+  for (int i = 0; i < n; ++i) scores[i] += added[i];
+}
+
+void relative_scores(const RelativeQuery& query, float* out) {
+  for (int j = 0; j < query.positions; ++j) {
+    const std::size_t row = std::size_t(query.row_of[-j]) * query.stride;
+    const float *key = query.keys + row, *own = query.queries + row,
+                *k = query.k + std::size_t(j) * query.k_stride;
+    F by_query = Simd::set(0), by_key = Simd::set(0);
+    for (int d = 0; d < query.dim; d += Simd::kLanes) {
+      const int n = query.dim - d;
+      by_query = Simd::fma(load_part(query.q + d, n), load_part(key + d, n), by_query);
+      by_key = Simd::fma(load_part(k + d, n), load_part(own + d, n), by_key);
+    }
+    out[j] = query.scale * Simd::reduce_add(Simd::add(by_query, by_key));
+  }
+}
+
 double sum_exp(const float* x, float shift, int n) {
   constexpr int kStretch = 4096;  // summed in float32, stretches in float64
   double total = 0;

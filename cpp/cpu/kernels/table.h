@@ -39,6 +39,7 @@ constexpr Kernels kTable = {
     .soft_cap = soft_cap,
     .apply_gate = apply_gate,
     .delta_rule = delta_rule,
+    .relative_scores = relative_scores,
     .sum_exp = sum_exp,
     .store_keys = store_keys,
     .store_values = store_values,

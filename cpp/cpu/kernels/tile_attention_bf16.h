@@ -41,6 +41,7 @@ struct alignas(64) AttentionStrip {
   float cap;                                    // of scores, in base-2 logarithms; 0: none
   float slope[kStripRows];                      // of ALiBi, likewise
   const float* bias[kStripRows];                // of relative positions, at distance 0; null: none
+  const float* added[kStripRows];               // to the score of each position; null: nothing
   const std::uint16_t *keys, *values;           // of the span
 };
 
@@ -163,6 +164,7 @@ inline __attribute__((always_inline)) void bf16_weights(AttentionStrip& strip, i
     if (strip.cap != 0) soft_cap(scores[r], strip.cap, kKeySpan);
     if (strip.slope[row + r] != 0) subtract_distances(scores[r], strip.slope[row + r], own, kKeySpan);
     if (strip.bias[row + r]) add_bias(scores[r], strip.bias[row + r], -own, kKeySpan);
+    if (strip.added[row + r]) add_scores(scores[r], strip.added[row + r] + first, kKeySpan);
   }
   if (strip.begin[row + rows - 1] <= first && first + kKeySpan <= strip.end[row])
     bf16_softmax<true>(strip, row, rows, span, kKeySpan, stride, scores, p);
@@ -260,6 +262,7 @@ void bf16_strip(const AttentionHead& head, int row, int rows, AttentionStrip& st
     strip.own[r] = head.position + int(token);
     strip.slope[r] = head.slopes ? head.slopes[h] * kLog2E : 0.0f;
     strip.bias[r] = head.bias ? head.bias + h * kBiasRow : nullptr;
+    strip.added[r] = head.added ? head.added + std::size_t(row + r) * head.added_stride : nullptr;
   }
   const VisibleRange all = {strip.begin[0], strip.end[rows - 1]};
   const bool one =

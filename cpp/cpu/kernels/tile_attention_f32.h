@@ -28,6 +28,7 @@ struct AttentionTile {
   float cap;                     // of scores, in base-2 logarithms; 0: none
   float slope[kRows];            // of ALiBi, likewise
   const float* bias[kRows];      // of relative positions, at distance 0; null: none
+  const float* added[kRows];     // to the score of each position; null: nothing
 };
 
 // p[r][first + i] = q[r] . k[first + i] for kVectors vectors of positions of a span.
@@ -92,6 +93,7 @@ void softmax_span(int span, AttentionTile<kRows>& tile, int n) {
     if (tile.cap != 0) soft_cap(p, tile.cap, n);
     if (tile.slope[r] != 0) subtract_distances(p, tile.slope[r], tile.own[r] - span * kKeySpan, n);
     if (tile.bias[r]) add_bias(p, tile.bias[r], span * kKeySpan - tile.own[r], n);
+    if (tile.added[r]) add_scores(p, tile.added[r] + span * kKeySpan, n);
     for (int i = 0; i < begin(r); ++i) p[i] = -kInfinity;
     for (int i = end(r); i < n; ++i) p[i] = -kInfinity;
     F largest = Simd::set(-kInfinity);
@@ -174,6 +176,7 @@ void begin_tile(const AttentionHead& head, int row, AttentionTile<kRows>& tile) 
     tile.own[r] = head.position + int(token);
     tile.slope[r] = head.slopes ? head.slopes[h] * kLog2E : 0.0f;
     tile.bias[r] = head.bias ? head.bias + h * kBiasRow : nullptr;
+    tile.added[r] = head.added ? head.added + std::size_t(row + r) * head.added_stride : nullptr;
   }
   begin_rows(head, row, kRows, tile.splits);
 }

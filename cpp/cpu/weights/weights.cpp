@@ -229,7 +229,8 @@ void Weights::settle(Team& team) {
 
 Weights::Weights(const Model& model, Compute compute, const Kernels& kernels, Team& team)
     : given_(model.packed) {
-  layers.resize(model.layers.size());
+  const int distinct = model.config.distinct_layers;
+  layers.resize(distinct > 0 ? std::size_t(distinct) : model.layers.size());
   // Encoders never decode, so the larger pairs are never read for a single token.
   const bool keep_pairs = !model.config.causal;
   std::vector<Linear*> linears;
@@ -254,6 +255,9 @@ Weights::Weights(const Model& model, Compute compute, const Kernels& kernels, Te
     }
   }
   if (model.output) add(output, model.output, dim_input, false);
+  Forms embedded;
+  if (const Tensor& projection = model.embedding_projection)
+    add(embedding_projection, projection, embedded, true);
 
   for (const LayerWeights& layer : model.layers) {
     has_conv = has_conv || layer.conv;

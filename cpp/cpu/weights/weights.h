@@ -83,9 +83,11 @@ class Weights {
   // memory. Takes Model::packed instead, if it has the right size. The model must outlive it.
   Weights(const Model& model, Compute compute, const Kernels& kernels, Team& team);
 
-  std::vector<CpuLayer> layers;
+  std::vector<CpuLayer> layers;  // those with weights of their own
+  const CpuLayer& layer(int n) const { return layers[std::size_t(n) % layers.size()]; }
   Linear output;
-  bool widens = false;  // quantized weights to pairs, once for all rows of a pass
+  Linear embedding_projection;  // in float32
+  bool widens = false;          // quantized weights to pairs, once for all rows of a pass
   // Forms of the inputs of products that read [dim], [n_heads * value_dim], [ffn_dim], the output of a short
   // convolution or of a layer whose state has matrices.
   Forms dim_input, attention_input, ffn_input, conv_input, scan_input;

@@ -226,6 +226,7 @@ Trial trial_of_attention(const char* kernel, int dims) {
                               .alibi_heads = 0,
                               .max_alibi_bias = 0.0f,
                               .position_bias = false,
+                              .added_keys = 0,
                               .query_step = u32_t(dims),
                               .score_cap = 0.0f};
   return {.kernel = kernel,

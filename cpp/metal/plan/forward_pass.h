@@ -111,15 +111,16 @@ class ForwardPass {
     bool separate() const { return !gate_up.empty() && (gate_up.size() > 1 || !gated || bias); }
   };
   struct Layer {
-    Norm attn_norm, ffn_norm;    // no weight: the block reads the residual stream
-    Norm q_norm, k_norm;         // of a head, or of all together
-    View q_bias, k_bias;         // added before q_norm and k_norm; null: they are in `bias`
-    View bias;                   // of q, k and v; null: the model has none
-    std::vector<Projection> in;  // rows of ProjectedRow, merged as far as the weights allow
-    View conv, conv_bias;        // filter and bias of its convolution; null: there is none
-    ops::ScanWeights scan;       // of a state-space layer
-    ops::DeltaWeights delta;     // of a layer with a delta rule
-    Dense dense;                 // the feed-forward, or its expert for all rows
+    Norm attn_norm, ffn_norm;              // no weight: the block reads the residual stream
+    Norm q_norm, k_norm;                   // of a head, or of all together
+    View q_bias, k_bias;                   // added before q_norm and k_norm; null: they are in `bias`
+    View bias;                             // of q, k and v; null: the model has none
+    std::vector<Projection> in;            // rows of ProjectedRow, merged as far as the weights allow
+    View relative_keys, relative_queries;  // of relative positions; null: there are none
+    View conv, conv_bias;                  // filter and bias of its convolution; null: there is none
+    ops::ScanWeights scan;                 // of a state-space layer
+    ops::DeltaWeights delta;               // of a layer with a delta rule
+    Dense dense;                           // the feed-forward, or its expert for all rows
     ops::Router router;
     Projection experts_gate_up, experts_down;
     BlockOutput attn_output;  // also of a short convolution
@@ -139,7 +140,8 @@ class ForwardPass {
     Sequences sequences;
   };
   struct Activations {
-    View x, normed, projected, partial, att, block, gate_up, ffn, conv, convolved, scanned, scan_out, logits;
+    View x, embedded, normed, projected, relative, partial, att, block, gate_up, ffn, conv, convolved,
+        scanned, scan_out, logits;
     ops::Routes routes;
     View expert_ffn, expert_out;
   };
@@ -161,6 +163,8 @@ class ForwardPass {
   };
 
   Norm norm_of(const Tensor& weight, const Tensor& bias, float eps, const WeightViews& weights) const;
+  // Leaves rows of the stream as they are, in another place.
+  Norm no_norm() const { return {.weight = {}, .bias = {}, .dim = config_.dim, .eps = 0.0f}; }
   Layer layer_of(LayerKind kind, const LayerWeights& w, WeightViews& weights) const;
   ProjectedRow projected_row(LayerKind kind) const;
   // Most columns of a layer's projections.
@@ -174,9 +178,11 @@ class ForwardPass {
   bool norms_rows_of_qk(const Layer& w) const;
   RopeArgs rope_args(int layer, bool skip_queries) const;
   AttentionArgs attention_args(int layer) const;
+  RelativeScoresArgs relative_args(const AttentionArgs& attention, const PassRows& rows) const;
 
   void encode_layer(Pass& pass, int layer, const Part& wanted) const;
   void embed(const Pass& pass) const;
+  void project_embedding(const Pass& pass) const;
   void attention(Pass& pass, int layer, const Part& wanted) const;
   void short_convolution(Pass& pass, int layer, const Rows& wanted) const;
   void project_in(const Pass& pass, int layer) const;
@@ -221,8 +227,10 @@ class ForwardPass {
   const StateLayout state_layout_;
   Projection embedding_;
   std::optional<Projection> position_embedding_, token_types_;
-  View position_bias_;
+  View position_bias_, relative_row_of_;
   Norm embedding_norm_;
+  std::optional<Projection> embedding_projection_;
+  View embedding_projection_bias_;
   std::vector<Projection> output_;  // one; none in an encoder
   View output_bias_;                // null: there is none
   Norm output_norm_;

@@ -45,7 +45,7 @@ void ForwardPass::encode(Encoder& e, const PassRows& rows, PassBuffers& buffers)
 void ForwardPass::embed(const Pass& pass) const {
   const int count = pass.all.rows.count;
   const auto add = [&](const Projection& table, const TokenIds& ids, float scale, Write write) {
-    ops::embed(pass.e, table, ids, pass.a.x, count, scale, write);
+    ops::embed(pass.e, table, ids, embedding_projection_ ? pass.a.embedded : pass.a.x, count, scale, write);
   };
   const View choices = pass.buffers.choices();
   const TokenIds ids = choices ? ids_of(choices) : TokenIds{pass.tables.ids};
@@ -53,8 +53,20 @@ void ForwardPass::embed(const Pass& pass) const {
   if (token_types_) add(*token_types_, {pass.tables.types}, 1.0f, Write::kAccumulate);
   if (position_embedding_)
     add(*position_embedding_, positions_of(pass.tables.rows), 1.0f, Write::kAccumulate);
-  if (embedding_norm_.weight)
+  if (embedding_projection_)
+    project_embedding(pass);
+  else if (embedding_norm_.weight)
     ops::layernorm_stream(pass.e, embedding_norm_, {}, pass.a.x, pass.a.normed, count);
+}
+
+void ForwardPass::project_embedding(const Pass& pass) const {
+  const Activations& a = pass.a;
+  const Rows& rows = pass.all.rows;
+  ops::norm(pass.e, embedding_norm_, a.embedded, a.normed, rows.count, rows.precision());
+  project(pass.e, *embedding_projection_, a.normed, {a.x, config_.dim}, rows, Write::kStore);
+  if (embedding_projection_bias_)
+    ops::add_bias(pass.e, embedding_projection_bias_, a.x, config_.dim, rows.count);
+  if (norms_stream_) ops::norm(pass.e, no_norm(), a.x, a.normed, rows.count, rows.precision());
 }
 
 void ForwardPass::encode_layer(Pass& pass, int layer, const Part& wanted) const {
@@ -236,14 +248,21 @@ void ForwardPass::attention(Pass& pass, int layer, const Part& wanted) const {
     ops::rope_append(pass.e, rope_inputs, qkv, pass.all.sequences, cache, rope);
   if (rows.count == 0) return;
 
-  const AttentionArgs attention = attention_args(layer);
+  AttentionArgs attention = attention_args(layer);
   const View q = qkv.row(std::size_t(rows.first), row.stride),
              x = a.x.row(std::size_t(rows.first), config_.dim);
+  if (relative_row_of_) {
+    const RelativeScoresArgs relative = relative_args(attention, pass.rows);
+    ops::relative_scores(pass.e, {w.relative_keys, w.relative_queries, relative_row_of_}, q, wanted.sequences,
+                         cache, a.relative, relative);
+    attention.added_keys = relative.keys;
+  }
   if (rope_with_attention)
     ops::rope_attention_decode(pass.e, rope_inputs, qkv, wanted.sequences, cache, {a.partial, a.att},
                                {rope, attention});
   else if (rows.path == Path::kManyTokens)
-    ops::attention_prefill(pass.e, q, wanted.sequences, cache, bound(position_bias_), a.att, attention);
+    ops::attention_prefill(pass.e, q, wanted.sequences, cache,
+                           bound(relative_row_of_ ? a.relative : position_bias_), a.att, attention);
   else
     ops::attention_decode(pass.e, q, wanted.sequences, cache, {a.partial, a.att}, attention);
   if (config_.query_gate)
@@ -419,7 +438,7 @@ void ForwardPass::deliver_hidden(const Pass& pass) const {
                 out.row(std::size_t(at), config_.dim), rows.count, Precision::kF32);
   };
   deliver(output_norm_, hidden, 0);
-  deliver({.weight = {}, .bias = {}, .dim = config_.dim, .eps = 0.0f}, residual, hidden.count);  // a copy
+  deliver(no_norm(), residual, hidden.count);
 }
 
 }  // namespace metal_prefill::metal

@@ -49,6 +49,20 @@ Projection projection(const Tensor& tensor, const WeightViews& weights) {
   return *stack(alone, weights);
 }
 
+u32_t activation_of(Activation activation) {
+  switch (activation) {
+    case Activation::kSilu:
+      return ACTIVATION_SILU;
+    case Activation::kGelu:
+      return ACTIVATION_GELU;
+    case Activation::kGeluErf:
+      return ACTIVATION_GELU_ERF;
+    case Activation::kRelu:
+      break;
+  }
+  return ACTIVATION_RELU;
+}
+
 // Absent tensors have no rows.
 std::vector<Projection> merge(std::vector<const Tensor*> tensors, const WeightViews& weights) {
   std::erase_if(tensors, [](const Tensor* tensor) { return !*tensor; });
@@ -86,9 +100,7 @@ ForwardPass::ForwardPass(const Tuning& tuning, const Model& model, const EngineO
       qkv_dim_(config_.n_heads * config_.query_step() +
                config_.n_kv_heads * (config_.key_dim + config_.value_dim)),
       att_dim_(config_.n_heads * config_.value_dim),
-      activation_(config_.activation == Activation::kSilu   ? ACTIVATION_SILU
-                  : config_.activation == Activation::kGelu ? ACTIVATION_GELU
-                                                            : ACTIVATION_GELU_ERF) {
+      activation_(activation_of(config_.activation)) {
   if (options.kv_type == KvType::kQ8_0)
     throw UnsupportedModelError(
         "the Metal engine has no KV cache in q8_0: use kv_dtype='f16', or device='cpu'");
@@ -109,6 +121,10 @@ ForwardPass::ForwardPass(const Tuning& tuning, const Model& model, const EngineO
   if (model.output_bias) output_bias_ = weights.view(model.output_bias);
   if (model.position_embedding) position_embedding_ = projection(model.position_embedding, weights);
   if (model.position_bias) position_bias_ = weights.view(model.position_bias);
+  if (model.relative_row_of) relative_row_of_ = weights.view(model.relative_row_of);
+  if (model.embedding_projection) embedding_projection_ = projection(model.embedding_projection, weights);
+  if (model.embedding_projection_bias)
+    embedding_projection_bias_ = weights.view(model.embedding_projection_bias);
   if (model.token_types) token_types_ = projection(model.token_types, weights);
   if (config_.logit_scale != 1.0f) {
     const Tensor &norm = model.output_norm, &bias = model.output_norm_bias;
@@ -163,6 +179,8 @@ ForwardPass::Layer ForwardPass::layer_of(LayerKind kind, const LayerWeights& w, 
                  .k_bias = {},
                  .bias = {},
                  .in = merge(in, weights),
+                 .relative_keys = view(w.relative_keys),
+                 .relative_queries = view(w.relative_queries),
                  .conv = view(conv_filter(w)),
                  .conv_bias = view(w.scan_conv_bias),
                  .scan = {},
@@ -287,8 +305,22 @@ AttentionArgs ForwardPass::attention_args(int layer) const {
           .alibi_heads = config_.max_alibi_bias > 0 ? std::bit_floor(u32_t(config_.n_heads)) : 0,
           .max_alibi_bias = config_.max_alibi_bias,
           .position_bias = bool(position_bias_),
+          .added_keys = 0,
           .query_step = u32_t(config_.query_step()),
           .score_cap = config_.score_cap};
+}
+
+RelativeScoresArgs ForwardPass::relative_args(const AttentionArgs& attention, const PassRows& rows) const {
+  u32_t longest = 0;
+  for (const AttentionTile& tile : rows.tiles) longest = std::max(longest, tile.end);
+  return {.n_heads = attention.n_heads,
+          .key_dim = attention.key_dim,
+          .q_stride = attention.q_stride,
+          .page_stride = attention.page_stride,
+          .tile_rows = u32_t(ops::tile_shape(tuning_, cache_shape_, attention).rows),
+          .context = u32_t(config_.context_length),
+          .keys = longest,
+          .scale = attention.scale};
 }
 
 RopeArgs ForwardPass::rope_args(int layer, bool skip_queries) const {
@@ -329,9 +361,15 @@ ForwardPass::Activations ForwardPass::activations(const PassRows& rows, PassBuff
 
   Activations a;
   a.x = buffers.get(BufferName::kX, floats(config_.dim, n));
-  a.normed = buffers.get(BufferName::kNormed, operand(config_.dim));
+  if (embedding_projection_)
+    a.embedded = buffers.get(BufferName::kEmbedded, floats(config_.embedding_width(), n));
+  a.normed = buffers.get(BufferName::kNormed, operand(std::max(config_.dim, config_.embedding_width())));
   if (config_.n_heads > 0) {
     a.att = buffers.get(BufferName::kAtt, operand(att_dim_));
+    if (relative_row_of_) {
+      const std::size_t keys = relative_args(attention_args(0), rows).keys;
+      a.relative = buffers.get(BufferName::kRelative, floats(config_.n_heads, n) * keys);
+    }
   }
   const int dense_dim = std::max(config_.ffn_dim, config_.shared_dim);
   if (dense_dim > 0) a.ffn = buffers.get(BufferName::kFfn, operand(dense_dim));

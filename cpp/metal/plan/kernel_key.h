@@ -60,6 +60,7 @@ enum class NamePart { kNothing, kTensorType, kCacheType, kDecodeHeads, kPrefillH
   K(kAttentionCombine, "attention_combine", kNothing)                            \
   K(kAttentionPrefill, "attention_prefill_%", kPrefillHeads)                     \
   K(kAttentionTensor, "attention_tensor_%", kPrefillHeads)                       \
+  K(kRelativeScores, "relative_scores_%", kCacheType)                            \
   K(kGateHeadsF32, "gate_heads_f32", kNothing)                                   \
   K(kGateHeadsF16, "gate_heads_f16", kNothing)                                   \
   K(kSwigluF32, "swiglu_f32", kNothing)                                          \

@@ -139,9 +139,18 @@ void attention_decode(Encoder& e, const View& q, const Sequences& sequences, con
 // rope_append and attention_decode of sequences with one token each.
 void rope_attention_decode(Encoder& e, const RopeInputs& inputs, const View& qkv, const Sequences& sequences,
                            const LayerCache& cache, const AttentionOutput& output, RopeAttentionArgs args);
-// One dispatch, or several if one would have more work than a command buffer (see Tuning).
+// One dispatch, or several if one would have more work than a command buffer (see Tuning). `additions` are a
+// position bias or the result of relative_scores; otherwise any buffer will do.
 void attention_prefill(Encoder& e, const View& q, const Sequences& sequences, const LayerCache& cache,
-                       const View& bias, const View& out, AttentionArgs args);
+                       const View& additions, const View& out, AttentionArgs args);
+// Keys and queries of relative positions, and which of them a distance has.
+struct RelativePositions {
+  View keys, queries, row_of;
+};
+// What relative positions add to the scores of the rows of tiles.
+void relative_scores(Encoder& e, const RelativePositions& positions, const View& q,
+                     const Sequences& sequences, const LayerCache& cache, const View& out,
+                     const RelativeScoresArgs& args);
 // Tiles of attention_prefill, or of attention_tensor if the GPU has matrix units and the kernel suits the
 // heads.
 TileShape tile_shape(const Tuning& tuning, const CacheShape& cache, const AttentionArgs& args);

@@ -210,8 +210,24 @@ TileShape tile_shape(const Tuning& tuning, const CacheShape& cache, const Attent
               : 8 * PREFILL_ROW_BLOCKS(cache.prefill_size(), element_bytes(cache))};
 }
 
+void relative_scores(Encoder& e, const RelativePositions& positions, const View& q,
+                     const Sequences& sequences, const LayerCache& cache, const View& out,
+                     const RelativeScoresArgs& args) {
+  const std::size_t threads = allowed_threads(e, Kernel::kRelativeScores, 64);
+  e.dispatch(Kernel::kRelativeScores,
+             {positions.keys, positions.queries, positions.row_of, q, sequences.tiles, sequences.pages,
+              cache.keys, out},
+             args,
+             {.x = ceil_div(std::size_t(args.keys), threads),
+              .y = sequences.tile_table.size(),
+              .z = args.n_heads,
+              .threads = threads,
+              .work = 2.0 * sequences.part.count * args.keys * args.n_heads * args.key_dim},
+             sequences.part.runs);
+}
+
 void attention_prefill(Encoder& e, const View& q, const Sequences& sequences, const LayerCache& cache,
-                       const View& bias, const View& out, AttentionArgs args) {
+                       const View& additions, const View& out, AttentionArgs args) {
   // Threadgroup memory of a simdgroup, each of which takes a tile; on tensors all of them share one.
   const std::size_t bytes =
       std::size_t(PREFILL_SCRATCH(e.cache().prefill_size(), element_bytes(e.cache()))) * sizeof(float);
@@ -227,7 +243,7 @@ void attention_prefill(Encoder& e, const View& q, const Sequences& sequences, co
     const std::size_t simdgroups = prefill_simdgroups(e.tuning(), allowed, args.tiles, args.n_kv_heads);
     e.dispatch(on_tensors ? Kernel::kAttentionTensor : Kernel::kAttentionPrefill,
                {q, sequences.tiles.at(range.first * sizeof(AttentionTile)), sequences.pages, cache.keys,
-                cache.values, bias, out},
+                cache.values, additions, out},
                args,
                {.x = ceil_div(args.tiles, simdgroups),
                 .y = args.n_kv_heads,

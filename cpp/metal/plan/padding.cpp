@@ -92,8 +92,8 @@ class Arena {
 }  // namespace
 
 bool fits_kernels(const Config& c) {
-  const int dimensions[] = {c.dim,        c.key_dim,    c.value_dim, c.ffn_dim,
-                            c.expert_dim, c.shared_dim, c.scan_dim()};
+  const int dimensions[] = {c.dim,     c.embedding_width(), c.key_dim,    c.value_dim,
+                            c.ffn_dim, c.expert_dim,        c.shared_dim, c.scan_dim()};
   return std::all_of(std::begin(dimensions), std::end(dimensions), [](int n) { return n % kItem == 0; });
 }
 

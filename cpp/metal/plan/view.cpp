@@ -21,12 +21,16 @@ BufferTraits traits_of(BufferName name) {
       return {"state_rows", true};
     case BufferName::kX:
       return {"x", false};
+    case BufferName::kEmbedded:
+      return {"embedded", false};
     case BufferName::kNormed:
       return {"normed", false};
     case BufferName::kProjected:
       return {"projected", false};
     case BufferName::kPartial:
       return {"partial", false};
+    case BufferName::kRelative:
+      return {"relative", false};
     case BufferName::kAtt:
       return {"att", false};
     case BufferName::kBlock:

@@ -14,9 +14,11 @@ enum class BufferName {
   kPages,       // block tables, int32, from the host
   kStateRows,   // [tokens + chunks] StateRow, from the host
   kX,           // [tokens][dim] f32: the residual stream
+  kEmbedded,    // [tokens][embedding_dim] f32: before the projection
   kNormed,      // [tokens][dim] f16 or f32
   kProjected,   // [tokens][projected_columns()] f32: q, k and v, and the projections of a state
   kPartial,     // attention_decode: the splits that attention_combine joins
+  kRelative,    // [tokens][n_heads][keys] f32: what relative positions add to scores
   kAtt,         // [tokens][n_heads * value_dim] f16 or f32
   kBlock,       // [tokens][dim] f32: a block's output if a norm follows it
   kGateUp,      // [tokens][2 * ffn_dim] f32

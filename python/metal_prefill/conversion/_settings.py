@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 import gguf
@@ -11,12 +11,56 @@ import numpy as np
 import numpy.typing as npt
 
 from metal_prefill.conversion._fields import MAX_FLOAT, Fields, is_number
+from metal_prefill.conversion._weights import Weight
+from metal_prefill.files._architecture import ARCHITECTURES
 from metal_prefill.files._metadata_keys import MAX_INT
 
 Values: TypeAlias = npt.NDArray[np.float32]
 
 
 _MAX_HEAD = 1 << 16  # dimensions, for which frequencies are computed before the tensors are known
+
+
+def activation(config: Fields) -> dict[str, Any]:
+    """Return the activation of the feed-forward, unless it is the exact GELU."""
+    name = config.string("hidden_act", "activation", default="gelu")
+    known = ARCHITECTURES["bert"].activations
+    if name not in known:
+        raise config.unsupported(f"hidden_act is {name!r}; supported: {', '.join(known)}")
+    return {} if name == "gelu" else {"hidden_activation": name}
+
+
+def bert(config: Fields) -> dict[str, Any]:
+    """Return the activation, which is also that of the head that predicts masked tokens."""
+    found = activation(config)
+    if found:
+        found["vocabulary_activation"] = ARCHITECTURES["bert"].activations[found["hidden_activation"]]
+    return found
+
+
+def deberta(config: Fields) -> dict[str, Any]:
+    """Return the activation, and the scale of the sum of three products."""
+    kinds = config.values.get("pos_att_type")
+    kinds = kinds.split("|") if isinstance(kinds, str) else kinds
+    if not isinstance(kinds, list) or {"c2p", "p2c"} != {str(kind).strip() for kind in kinds}:
+        raise config.unsupported(f"pos_att_type is {kinds!r}; supported is c2p|p2c")
+    return {**activation(config), "attention.scale": (3 * _head_width(config)) ** -0.5}
+
+
+def t5(config: Fields) -> dict[str, Any]:
+    """Return the activation of the feed-forward, which is gated or not."""
+    stated = config.string("feed_forward_proj", default="relu")
+    name = "gelu_new" if stated == "gated-gelu" else stated.removeprefix("gated-")
+    known = ARCHITECTURES["t5-encoder"].activations
+    if name not in known:
+        raise config.unsupported(f"feed_forward_proj is {stated!r}; supported: {', '.join(known)}")
+    return {"hidden_activation": name}
+
+
+def with_shared_embedding(config: Fields, weights: Mapping[str, Weight]) -> Mapping[str, Weight]:
+    """Name the embedding of an encoder and a decoder, of which a folder may have only the encoder's."""
+    own = weights.get("encoder.embed_tokens.weight")
+    return weights if own is None or "shared.weight" in weights else {**weights, "shared.weight": own}
 
 
 def without_padding_positions(config: Fields, name: str, values: Values) -> Values:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, TypeAlias
 
-from metal_prefill.conversion import _scan_settings, _settings, _static
+from metal_prefill.conversion import _deberta, _scan_settings, _settings, _static
 from metal_prefill.conversion._fields import MAX_LAYERS, Fields
 from metal_prefill.conversion._settings import Values
 from metal_prefill.conversion._weights import Weight
@@ -22,6 +22,7 @@ from metal_prefill.files._metadata_keys import MAX_INT
 Task: TypeAlias = Literal["body", "causal", "sequence", "tokens", "late", "masked"]
 Change: TypeAlias = Callable[[Fields, str, Values], Values]
 Shape: TypeAlias = tuple[int, ...]
+Combined: TypeAlias = Callable[[Fields, Mapping[str, Weight]], Mapping[str, Weight]]
 
 # Ends of the names of model classes, and what the head after the body is for.
 TASKS: dict[str, Task] = {
@@ -33,6 +34,7 @@ TASKS: dict[str, Task] = {
     "ForMaskedLM": "body",
     "ForPreTraining": "body",
     "TextModel": "body",
+    "EncoderModel": "body",
     "Model": "body",
 }
 
@@ -139,7 +141,10 @@ class Source:
     computed : callable
         Function of the configuration that returns tensors that the folder does not contain.
     combined : callable
-        Function of the tensors of a folder by name that returns those to write, by the same kind of names.
+        Function of the configuration and the tensors of a folder by name that returns those to write, by the
+        same kind of names.
+    made : str
+        Pattern of the names of tensors that `combined` adds, which are those in a GGUF file.
     position_offset : bool
         Whether positions start after the id of the padding token.
     text_part : str
@@ -163,7 +168,8 @@ class Source:
     shapes: Mapping[str, Callable[[Fields, str, Shape], Shape]] = field(default_factory=dict)
     more: Callable[[Fields], Mapping[str, Any]] = lambda config: {}
     computed: Callable[[Fields], Mapping[str, Values]] = lambda config: {}
-    combined: Callable[[Mapping[str, Weight]], Mapping[str, Weight]] = lambda weights: weights
+    combined: Combined = lambda config, weights: weights
+    made: str = "(?!)"
     position_offset: bool = False
     text_part: str = ""
     frames: bool = True
@@ -174,8 +180,8 @@ _BERT = Source(
     prefixes=("bert.",),
     keys=SHAPE | LAYER_NORM,
     constants={"attention.causal": False},
+    more=_settings.bert,
     accepted={
-        "hidden_act": ("gelu",),
         "position_embedding_type": ("absolute",),
         "is_decoder": (False,),
         "add_cross_attention": (False,),
@@ -194,6 +200,7 @@ _BERT = Source(
 _ROBERTA = replace(
     _BERT,
     prefixes=("roberta.",),
+    more=_settings.activation,
     heads={
         "sequence": {"classifier.dense": "cls", "classifier.out_proj": "cls.output"},
         "tokens": _CLASSIFIER,
@@ -206,7 +213,7 @@ _ROBERTA = replace(
 _MPNET = replace(
     _ROBERTA,
     prefixes=("mpnet.",),
-    accepted={"hidden_act": ("gelu",), "relative_attention_num_buckets": (32,)},
+    accepted={"relative_attention_num_buckets": (32,)},
     heads={
         task: {**_ROBERTA.heads.get(task, {}), "encoder.relative_attention_bias": "attn_rel_b"}
         for task in ("body", *_ROBERTA.heads)
@@ -232,7 +239,7 @@ _DISTILBERT = replace(
         "attention.layer_norm_epsilon": 1e-12,
         "classifier.hidden_activation": "relu",
     },
-    accepted={"activation": ("gelu",)},
+    accepted={},
     heads={
         "sequence": {"pre_classifier": "cls", **_CLASSIFIER},
         "tokens": _CLASSIFIER,
@@ -241,16 +248,109 @@ _DISTILBERT = replace(
     },
     unused=(*_UNUSED, r"vocab_(transform|layer_norm|projector)\..*"),
 )
+_PROJECTED = {"embeddings_project": "token_embd_proj"}
 _ELECTRA = replace(
     _BERT,
     prefixes=("electra.",),
+    more=_settings.activation,
     constants={"attention.causal": False, "classifier.hidden_activation": "gelu_erf"},
     heads={
-        "sequence": {"classifier.dense": "cls", "classifier.out_proj": "cls.output"},
-        "tokens": _CLASSIFIER,
-        "late": _PROJECTION,
+        "body": _PROJECTED,
+        "sequence": {**_PROJECTED, "classifier.dense": "cls", "classifier.out_proj": "cls.output"},
+        "tokens": _PROJECTED | _CLASSIFIER,
+        "late": _PROJECTED | _PROJECTION,
+        "masked": {
+            **_PROJECTED,
+            "generator_predictions.dense": "mlm",
+            "generator_predictions.LayerNorm": "mlm.norm",
+            "generator_lm_head": "mlm.output",
+        },
     },
     unused=(*_UNUSED, r"(discriminator|generator)_predictions\..*", r"generator_lm_head\..*"),
+)
+# All layers share one set of weights.
+_ALBERT = replace(
+    _BERT,
+    prefixes=("albert.",),
+    accepted={
+        **_BERT.accepted,
+        "num_hidden_groups": (1,),
+        "inner_group_num": (1,),
+    },
+    constants={"attention.causal": False, "distinct_block_count": 1},
+    heads={
+        task: {
+            **_BERT.heads.get(task, {}),
+            "encoder.embedding_hidden_mapping_in": "token_embd_proj",
+            **{
+                f"encoder.albert_layer_groups.0.albert_layers.0.{module}": f"blk.0.{name}"
+                for module, name in {
+                    "attention.query": "attn_q",
+                    "attention.key": "attn_k",
+                    "attention.value": "attn_v",
+                    "attention.dense": "attn_output",
+                    "attention.LayerNorm": "attn_output_norm",
+                    "ffn": "ffn_up",
+                    "ffn_output": "ffn_down",
+                    "full_layer_layer_norm": "layer_output_norm",
+                }.items()
+            },
+            **head,
+        }
+        for task, head in {
+            "body": {},
+            "sequence": {"pooler": "cls"},
+            "tokens": {},
+            "late": {},
+            "masked": {
+                "predictions.dense": "mlm",
+                "predictions.LayerNorm": "mlm.norm",
+                "predictions": "mlm.output",
+            },
+        }.items()
+    },
+    unused=(*_UNUSED, r"pooler\.(weight|bias)", r"(sop_)?(predictions|classifier)\..*"),
+)
+# Keys and queries of relative positions follow from weights, so that engines need not know how.
+_DEBERTA = replace(
+    _BERT,
+    architecture="deberta-v2",
+    names_of="bert",
+    prefixes=("deberta.",),
+    accepted={
+        "relative_attention": (True,),
+        "share_att_key": (True,),
+        "conv_kernel_size": (0,),
+        "embedding_size": (None,),
+        "pooler_hidden_act": ("gelu",),
+    },
+    constants={"attention.causal": False, "classifier.hidden_activation": "gelu_erf"},
+    heads={task: _BERT.heads[task] for task in ("sequence", "tokens", "late")},
+    parts={f"attention.self.{name}_proj": (f"attention.self.{name}",) for name in _QKV},
+    unused=(*_UNUSED, r"(lm_predictions|mask_predictions)\..*", r"encoder\.(rel_embeddings|LayerNorm)\..*"),
+    more=_settings.deberta,
+    combined=_deberta.with_relative_positions,
+    made=_deberta.MADE,
+)
+_T5 = Source(
+    "t5-encoder",
+    names_of="t5encoder",
+    keys={
+        "embedding_length": _integer("d_model"),
+        "block_count": Key(("num_layers",), most=MAX_LAYERS),
+        "feed_forward_length": _integer("d_ff"),
+        "attention.head_count": _integer("num_heads"),
+        "attention.key_length": _integer("d_kv"),
+        "attention.value_length": _integer("d_kv"),
+        "attention.relative_buckets_count": _integer("relative_attention_num_buckets", default=32),
+        "attention.layer_norm_rms_epsilon": _float("layer_norm_epsilon", default=1e-6),
+        "context_length": _integer("n_positions", default=512),
+    },
+    constants={"attention.causal": False},
+    accepted={"relative_attention_num_buckets": (32,), "relative_attention_max_distance": (128,)},
+    unused=(*_UNUSED, r"decoder\..*", r"encoder\.embed_tokens\.weight"),
+    more=_settings.t5,
+    combined=_settings.with_shared_embedding,
 )
 # The model that Alibaba's repositories define, as "new", and later versions of transformers.
 _GTE = Source(
@@ -471,6 +571,9 @@ SOURCES: dict[str, Source] = {
     "MPNet": _MPNET,
     "DistilBert": _DISTILBERT,
     "Electra": _ELECTRA,
+    "Albert": _ALBERT,
+    "DebertaV2": _DEBERTA,
+    "T5": _T5,
     "New": _GTE,
     "Gte": _GTE,
     "NomicBert": Source(
@@ -538,7 +641,7 @@ SOURCES: dict[str, Source] = {
             "attention.layer_norm_rms_epsilon": 1e-6,
         },
         heads={"body": {"embedding": "token_embd"}},
-        combined=_static.table,
+        combined=lambda config, weights: _static.table(weights),
         frames=False,
     ),
     "GPT2": _GPT2,
@@ -881,6 +984,8 @@ def gguf_name(source: Source, task: Task, names: Any, name: str) -> str | None:
     UnsupportedModelError
         The tensor is not part of the architecture.
     """
+    if re.fullmatch(source.made, name):
+        return name
     bare = name
     for prefix in source.prefixes:
         if bare.startswith(prefix):

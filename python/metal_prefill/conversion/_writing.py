@@ -46,9 +46,9 @@ TENSOR_TYPES = (AUTO, "F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_
 _FALLBACK = "F16"  # for rows that no whole number of blocks fits
 _OF_WEIGHTS = {"BF16": "BF16", "F16": "F16"}  # a folder's number types that AUTO keeps; others become F32
 # Matrices that stay in float32, as in llama.cpp: they are added, not multiplied, or are small and come last.
-_EXACT = ("position_embd.weight", "token_types.weight", "attn_rel_b.weight")
+_EXACT = ("position_embd.weight", "token_types.weight")
 _EXACT_PREFIXES = ("cls", "dense_", "mlm", "sparse", "colbert")
-_EXACT_ENDS = ("ffn_gate_inp.weight",)  # routers
+_EXACT_ENDS = ("ffn_gate_inp.weight", "attn_rel_b.weight", "attn_rel_k.weight", "attn_rel_q.weight")
 _FILTERS = ("shortconv.conv.weight", "ssm_conv1d.weight")  # [channels, 1, taps] in a folder
 
 Progress = Callable[[int, int], None]
@@ -134,9 +134,10 @@ def convert(
     modules = Modules(colbert_heads(folder, config)) if late else read_modules(folder, config, task)
     metadata |= modules.metadata
     task = "masked" if modules.masked else task
-    weights = source.combined(read_weights(body))
+    weights: Mapping[str, Weight] = read_weights(body)
     if adapter is not None:
         weights = merged(weights, Path(adapter), source.prefixes)
+    weights = source.combined(config, weights)
     names = gguf.get_tensor_name_map(_architecture(source), metadata.get("block_count", 0))
     found: dict[str, Weight | Stack] = dict(modules.tensors)
     for weight in divided(weights, source.parts):

@@ -60,6 +60,10 @@ class Architecture:
         Presence of embeddings of positions and of token types.
     position_bias : {"required", "optional", "absent"}
         Presence of a bias of scores by relative positions, the same in all layers.
+    relative_positions : {"required", "optional", "absent"}
+        Presence of keys and queries of relative positions.
+    embedding_projection : {"required", "optional", "absent"}
+        Presence of a projection of the embedding.
     layers : {"required", "absent"}
         ``"absent"`` if a text's hidden states are the embeddings of its tokens.
     ffn, gate : {"required", "optional", "absent"}
@@ -79,6 +83,8 @@ class Architecture:
         Presence of a bias of the logits.
     activations : mapping of str to str
         Activations by their names in the metadata, where a file may state one.
+    ungated_activation : str or None
+        Activation of a feed-forward without a gate, if it has another one.
     norm_kind : {"rms", "layer"}
         Same as in `ModelConfig`.
     rope : bool
@@ -143,6 +149,7 @@ class Architecture:
     rope_style: RopeStyle = "interleaved"
     activation: Activation = "silu"
     activations: Mapping[str, Activation] = field(default_factory=dict)
+    ungated_activation: Activation | None = None
     norm_kind: NormKind = "rms"
     qkv_bias: Presence = "absent"
     output_bias: Presence = "absent"
@@ -162,6 +169,8 @@ class Architecture:
     output_norm: Presence = "required"
     positions: Presence = "absent"
     position_bias: Presence = "absent"
+    relative_positions: Presence = "absent"
+    embedding_projection: Presence = "absent"
     token_types: Presence = "absent"
     layers: Presence = "required"
     ffn: Presence = "required"
@@ -223,10 +232,16 @@ _GEMMA3 = replace(
 )
 
 _QKV = {"attn_qkv.weight": ("wq", "wk", "wv"), "attn_qkv.bias": ("bq", "bk", "bv")}
+# Names in the configurations of transformers.
+_GELUS: dict[str, Activation] = {
+    "gelu": "gelu_erf",
+    **dict.fromkeys(("gelu_new", "gelu_fast", "gelu_pytorch_tanh"), "gelu"),
+}
 # An encoder that norms the residual stream after each block.
 _BERT = Architecture(
     norm_kind="layer",
     activation="gelu_erf",
+    activations={**_GELUS, "relu": "relu"},
     qkv_bias="required",
     output_bias="required",
     up_bias="required",
@@ -238,6 +253,7 @@ _BERT = Architecture(
     output_norm="absent",
     positions="required",
     position_bias="optional",  # MPNet
+    embedding_projection="optional",  # ALBERT, ELECTRA
     token_types="optional",
     gate="absent",
     head="absent",
@@ -249,20 +265,17 @@ _NOMIC_BERT = replace(
     _BERT,
     rope_style="neox",
     activation="silu",
+    activations={},
     qkv_bias="optional",
     output_bias="optional",
     up_bias="absent",
     positions="absent",
     position_bias="absent",
+    embedding_projection="absent",
     gate="required",
     rope=True,
     fused=_QKV,
 )
-# Names in the configurations of transformers.
-_GELUS: dict[str, Activation] = {
-    "gelu": "gelu_erf",
-    **dict.fromkeys(("gelu_new", "gelu_fast", "gelu_pytorch_tanh"), "gelu"),
-}
 # Of layers whose attention and feed-forward have the same input.
 _ONE_NORM = {"ffn_norm": "blk.{layer}.attn_norm.weight", "ffn_norm_bias": "blk.{layer}.attn_norm.bias"}
 # A decoder with biases everywhere and without gates.
@@ -286,6 +299,17 @@ _LFM2 = Architecture(
     recurrent="short_conv",
     names={"output_norm": "token_embd_norm.weight"},
 )
+_T5_NAMES = {
+    "attn_norm": "attn_norm",
+    "wq": "attn_q",
+    "wk": "attn_k",
+    "wv": "attn_v",
+    "wo": "attn_o",
+    "ffn_norm": "ffn_norm",
+    "w_gate": "ffn_gate",
+    "w_up": "ffn_up",
+    "w_down": "ffn_down",
+}
 ARCHITECTURES: dict[str, Architecture] = {
     "llama": Architecture(
         qkv_bias="optional",
@@ -392,13 +416,22 @@ ARCHITECTURES: dict[str, Architecture] = {
     "gemma3": _GEMMA3,
     "gemma-embedding": replace(_GEMMA3, causal=False),
     "bert": _BERT,
+    "deberta-v2": replace(
+        _BERT,
+        positions="optional",
+        position_bias="absent",
+        relative_positions="required",
+        embedding_projection="absent",
+    ),
     "nomic-bert": _NOMIC_BERT,
     "gte": replace(_NOMIC_BERT, activation="gelu_erf", qkv_bias="required", output_bias="required"),
     "jina-bert-v2": replace(
         _BERT,
+        activations={},
         up_bias="absent",
         positions="absent",
         position_bias="absent",
+        embedding_projection="absent",
         gate="required",
         max_alibi_bias=8.0,
         # The variant for code has more norms, and another order of gate and up.
@@ -413,7 +446,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         norm_kind="layer",
         rope_style="neox",
         activation="gelu_erf",
-        activations={"gelu": "gelu_erf", "gelu_pytorch_tanh": "gelu", "silu": "silu"},
+        activations={**_GELUS, "silu": "silu"},
         attn_norm="optional",  # the first layer has none, as the embedding is normed
         embedding_norm="required",
         head="absent",
@@ -423,6 +456,22 @@ ARCHITECTURES: dict[str, Architecture] = {
         window_rope="own",
         causal=False,
         fused={"attn_qkv.weight": ("wq", "wk", "wv"), "ffn_up.weight": ("w_gate", "w_up")},
+    ),
+    "t5-encoder": Architecture(
+        activation="gelu",
+        activations={**_GELUS, "silu": "silu", "relu": "relu"},
+        ungated_activation="relu",
+        gate="optional",
+        position_bias="required",
+        head="absent",
+        rope=False,
+        causal=False,
+        names={
+            "position_bias": "enc.blk.0.attn_rel_b.weight",
+            "output_norm": "enc.output_norm.weight",
+            **{role: f"enc.blk.{{layer}}.{name}.weight" for role, name in _T5_NAMES.items()},
+        },
+        attention_scale=lambda _: 1.0,
     ),
     "eurobert": Architecture(rope_style="neox", head="absent", causal=False),
     "static": Architecture(

@@ -104,7 +104,9 @@ def read_config(gguf: GGUFFile, max_context: int | None = None) -> ModelConfig:
     config = ModelConfig(
         architecture=name,
         n_layers=n_layers,
+        distinct_layers=_distinct_layers(keys, n_layers),
         dim=dim,
+        embedding_dim=_embedding_dim(keys, traits),
         n_heads=n_heads,
         n_kv_heads=n_kv_heads,
         key_dim=key_dim,
@@ -131,6 +133,7 @@ def read_config(gguf: GGUFFile, max_context: int | None = None) -> ModelConfig:
         score_cap=_soft_cap(keys, "attn_logit_softcapping", traits.score_cap),
         logit_cap=_soft_cap(keys, "final_logit_softcapping", traits.logit_cap),
         attention_scale=keys.positive_float("attention.scale", default=0.0),
+        relative_rows=_relative_rows(keys, traits),
         layer_kinds=kinds,
         layer_feed_forwards=feed_forwards if "experts" in feed_forwards else (),
         conv_taps=_conv_taps(keys, dim) if "short_conv" in kinds else 0,
@@ -176,10 +179,36 @@ def _soft_cap(keys: Keys, suffix: str, default: float | None) -> float:
     return keys.positive_float(suffix, default=stated) if stated else 0.0
 
 
+def _distinct_layers(keys: Keys, n_layers: int) -> int:
+    distinct = keys.positive("distinct_block_count", default=n_layers) if n_layers else 0
+    if distinct > n_layers:
+        raise keys.error(
+            f"{keys.architecture}.distinct_block_count is {distinct}, must be at most block_count {n_layers}"
+        )
+    return distinct if distinct < n_layers else 0
+
+
+def _embedding_dim(keys: Keys, traits: Architecture) -> int:
+    """Return the number of columns of the embedding if it is projected."""
+    tensor = keys.gguf.tensors.get("token_embd_proj.weight")
+    if traits.embedding_projection == "absent" or tensor is None:
+        return 0
+    return int(tensor.shape[-1])
+
+
+def _relative_rows(keys: Keys, traits: Architecture) -> int:
+    tensor = keys.gguf.tensors.get("blk.0.attn_rel_k.weight")
+    if traits.relative_positions == "absent" or tensor is None:
+        return 0
+    return int(tensor.shape[0])
+
+
 def _activation(keys: Keys, traits: Architecture) -> Activation:
     name = keys.string("hidden_activation", default="") if traits.activations else ""
     if not name:
-        return traits.activation
+        ungated = traits.ungated_activation
+        gated = traits.names.get("w_gate", "").format(layer=0) in keys.gguf.tensors
+        return ungated if ungated and not gated else traits.activation
     if name not in traits.activations:
         raise keys.unsupported(
             f"{keys.architecture}.hidden_activation is {name}; supported: {', '.join(traits.activations)}"

@@ -9,7 +9,7 @@ from metal_prefill import _core
 
 RopeStyle: TypeAlias = Literal["interleaved", "neox"]
 RopeScaling: TypeAlias = Literal["none", "linear", "yarn"]
-Activation: TypeAlias = Literal["silu", "gelu", "gelu_erf"]
+Activation: TypeAlias = Literal["silu", "gelu", "gelu_erf", "relu"]
 NormKind: TypeAlias = Literal["rms", "layer"]
 QkNormPlace: TypeAlias = Literal["heads", "rotated_heads", "rows"]
 LayerKind: TypeAlias = Literal[
@@ -32,6 +32,11 @@ class ModelConfig:
     n_layers, dim, ffn_dim, vocab_size : int
         Number of layers, width of the residual stream, inner width of the dense feed-forward (0 if no layer
         has one), number of tokens in the vocabulary.
+    distinct_layers : int
+        Number of layers with weights of their own: layer n has those of layer ``n % distinct_layers``. 0 if
+        every layer has its own.
+    embedding_dim : int
+        Number of columns of the embeddings if a projection to `dim` follows; 0 if none does.
     n_heads, n_kv_heads : int
         Number of query heads, and of the key-value heads that they share; `n_heads` is a multiple of
         `n_kv_heads`. Both are 0, as are the dimensions of heads, if no layer has attention.
@@ -62,7 +67,7 @@ class ModelConfig:
         YaRN: rotations within the original context between which frequencies are blended (arXiv:2309.00071).
     norm_kind : {"rms", "layer"}
         RMSNorm or LayerNorm.
-    activation : {"silu", "gelu", "gelu_erf"}
+    activation : {"silu", "gelu", "gelu_erf", "relu"}
         Activation of the feed-forward gate, or of its inner layer in models without a gate. ``"gelu"`` is the
         tanh approximation, ``"gelu_erf"`` the exact function.
     embedding_scale : float
@@ -92,6 +97,9 @@ class ModelConfig:
         ALiBi; 0 without one.
     attention_scale : float
         Factor of q.k; 0 selects ``1 / sqrt(key_dim)``.
+    relative_rows : int
+        Number of relative positions with a key and a query (arXiv:2006.03654), with which content is compared
+        as well; 0 without them.
     qk_norm_place : {"heads", "rotated_heads", "rows"}
         Input of the norms of q and k, in models that have them: each head, before or after its rotation, or
         all heads of a token together, before the rotation.
@@ -143,6 +151,8 @@ class ModelConfig:
     context_length: int
     norm_eps: float
     rope_dim: int
+    distinct_layers: int = 0
+    embedding_dim: int = 0
     rope_base: float = 10000.0
     rope_style: RopeStyle = "interleaved"
     rope_scaling: RopeScaling = "none"
@@ -166,6 +176,7 @@ class ModelConfig:
     score_cap: float = 0.0
     logit_cap: float = 0.0
     attention_scale: float = 0.0
+    relative_rows: int = 0
     qk_norm_place: QkNormPlace = "heads"
     layer_uses_rope: tuple[bool, ...] = ()
     layer_window: tuple[int, ...] = ()
@@ -208,6 +219,11 @@ def leading_dense(n_layers: int, dense_layers: int) -> tuple[FeedForwardKind, ..
     dense: FeedForwardKind = "dense"
     experts: FeedForwardKind = "experts"
     return tuple(dense if layer < dense_layers else experts for layer in range(n_layers))
+
+
+def stored_layer(config: ModelConfig, layer: int) -> int:
+    """Return the layer whose weights a layer has; -1 for tensors outside the layers."""
+    return layer % config.distinct_layers if config.distinct_layers and layer >= 0 else layer
 
 
 def layer_kind(config: ModelConfig, layer: int) -> LayerKind:

@@ -11,7 +11,7 @@ from metal_prefill.errors import GGUFError, UnsupportedModelError
 from metal_prefill.files._architecture import ARCHITECTURES, Architecture
 from metal_prefill.files._gguf_file import GGUFFile, TensorInfo
 from metal_prefill.files._metadata_keys import Keys
-from metal_prefill.files._model_config import ModelConfig, core_config
+from metal_prefill.files._model_config import ModelConfig, core_config, stored_layer
 from metal_prefill.files._task_config import HEAD_TENSORS
 
 # Tensor types that are supported for matrices; vectors are F32.
@@ -108,7 +108,7 @@ def _find_tensors(gguf: GGUFFile, config: ModelConfig) -> Iterator[tuple[str, in
             if whole in gguf.tensors and not (own - {whole}) & gguf.tensors.keys():
                 yield spec.role, layer, _part(gguf, whole, {role: shapes[role] for role in roles}, spec.role)
                 continue
-        name = tensor_name(traits, spec, layer)
+        name = tensor_name(traits, spec, stored_layer(config, layer))
         tensor = gguf.tensors.get(name)
         if tensor is not None:
             if spec.shape[0] == 1 and tensor.shape == spec.shape[1:]:  # a matrix of one row, as a vector

@@ -27,7 +27,7 @@ Pooling: TypeAlias = Literal[NumberedPooling, TextPooling]
 NUMBERED_POOLINGS: tuple[NumberedPooling, ...] = get_args(NumberedPooling)
 POOLINGS: tuple[Pooling, ...] = get_args(Pooling)
 TEXT_POOLINGS: tuple[TextPooling, ...] = get_args(TextPooling)
-HeadActivation: TypeAlias = Literal["tanh", "gelu_erf", "relu"]
+HeadActivation: TypeAlias = Literal["tanh", "gelu", "gelu_erf", "relu"]
 HEAD_ACTIVATIONS: tuple[HeadActivation, ...] = get_args(HeadActivation)
 # Function that turns the outputs of a classification head into scores; "none" leaves a single one as it is.
 Scores: TypeAlias = Literal["softmax", "sigmoid", "none"]
@@ -82,7 +82,7 @@ class HeadTraits:
     ----------
     state : {"last", "cls", "mean"}
         Hidden state of a text that the head reads: of the last token, of the first, or the mean of all.
-    activation : {"tanh", "gelu_erf", "relu"}
+    activation : {"tanh", "gelu", "gelu_erf", "relu"}
         Activation after the dense layer of the head, if it has one.
     one_score : {"none", "sigmoid"}
         Function of a single output.
@@ -95,7 +95,9 @@ class HeadTraits:
 
 _ENCODER = HeadTraits("cls", one_score="sigmoid")  # as sentence-transformers computes the scores of pairs
 HEADS: dict[str, HeadTraits] = {
-    **dict.fromkeys(("bert", "nomic-bert", "gte", "jina-bert-v2", "eurobert"), _ENCODER),
+    **dict.fromkeys(
+        ("bert", "nomic-bert", "gte", "jina-bert-v2", "eurobert", "t5-encoder", "deberta-v2"), _ENCODER
+    ),
     "modern-bert": HeadTraits("mean", "gelu_erf", "sigmoid"),
 }
 
@@ -122,7 +124,7 @@ class PooledHead:
         Number of first values of an embedding to keep unless the caller chooses.
     state : str
         Pooling of the hidden states that the classification head reads.
-    activation : {"tanh", "gelu_erf", "relu"}
+    activation : {"tanh", "gelu", "gelu_erf", "relu"}
         Activation after the dense layer of the classification head.
     scores : {"softmax", "sigmoid", "none"}
         Function that turns the outputs of the classification head into scores.
@@ -130,6 +132,8 @@ class PooledHead:
         Added to the variance in the norms of heads.
     vocabulary_pooling : {"max", "sum"} or None
         Pooling of logits to a vector over the vocabulary; None without a head for it.
+    vocabulary_activation : {"tanh", "gelu", "gelu_erf", "relu"}
+        Activation after the dense layer of that head.
     logarithms : int
         How often ``log(1 + x)`` follows the positive logits before that.
     """
@@ -148,6 +152,7 @@ class PooledHead:
     scores: Scores
     norm_eps: float
     vocabulary_pooling: VocabularyPooling | None
+    vocabulary_activation: HeadActivation
     logarithms: int
 
     @property
@@ -208,6 +213,7 @@ def read_head(gguf: GGUFFile, architecture: str, dim: int) -> PooledHead:
         _read_scores(keys, traits, len(labels)),
         keys.positive_float("attention.layer_norm_epsilon", default=1e-5),
         _read_vocabulary_pooling(keys, dim),
+        _one_of(keys, "vocabulary_activation", HEAD_ACTIVATIONS, "gelu_erf"),
         keys.positive("vocabulary_logarithms", default=1),
     )
 
@@ -237,12 +243,12 @@ def _read_vocabulary_pooling(keys: Keys, dim: int) -> VocabularyPooling | None:
     missing = next((name for name in ("mlm.weight", "mlm.norm.weight") if name not in tensors), None)
     if missing is not None:
         raise keys.error(f"{keys.architecture}.{suffix} is set, but tensor {missing} is missing")
-    vocabulary = tensors["token_embd.weight"].shape[0]
-    for name, shape in (("mlm.weight", (dim, dim)), ("mlm.output.weight", (vocabulary, dim))):
+    vocabulary, width = _matrix_shape(keys, "token_embd.weight")
+    for name, shape in (("mlm.weight", (width, dim)), ("mlm.output.weight", (vocabulary, width))):
         if name in tensors and _matrix_shape(keys, name) != shape:
             raise keys.error(f"tensor {name} has shape {tensors[name].shape}, expected {shape}")
     for name in ("mlm.bias", "mlm.norm.weight", "mlm.norm.bias"):
-        _check_vector(keys, name, dim)
+        _check_vector(keys, name, width)
     for name in ("mlm.output.bias", QUERY_WEIGHTS):
         _check_vector(keys, name, vocabulary)
     return _one_of(keys, suffix, VOCABULARY_POOLINGS, "")

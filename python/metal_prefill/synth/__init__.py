@@ -29,6 +29,7 @@ from metal_prefill.synth._model import (
     check,
     llama3_rope_factors,
     long_rope_factors,
+    rows_of_distances,
     stacked,
     tensors,
     with_types,
@@ -144,6 +145,13 @@ PRESETS: Mapping[str, ModelShape] = {
         position_bias=True,
         pooling="mean",
     ),
+    "deberta-v3-small": ModelShape(
+        *(6, 768, 12, 12, 64, 3072, 128100, 512),
+        architecture="deberta-v2",
+        tokenizer="bert",
+        relative_rows=512,
+        pooling="mean",
+    ),
     "distilbert": ModelShape(*(6, 768, 12, 12, 64, 3072, 30522, 512), **_BERT, pooling="mean"),
     "nomic-embed": ModelShape(
         *(12, 768, 12, 12, 64, 3072, 30522, 2048),
@@ -191,7 +199,7 @@ class _Weights:
 
     def __init__(self, shape: ModelShape, listed: Sequence[Tensor], seed: int) -> None:
         self.shape = shape
-        drawn = [tensor.name for tensor in listed if tensor.role is not Role.FACTORS]
+        drawn = [tensor.name for tensor in listed if tensor.role not in (Role.FACTORS, Role.ROWS)]
         self.streams = dict(zip(drawn, np.random.SeedSequence(seed).spawn(len(drawn)), strict=True))
 
     def __call__(self, tensor: Tensor) -> NDArray[Any]:
@@ -202,6 +210,8 @@ class _Weights:
             return llama3_rope_factors(
                 shape.rotated, shape.rope_base, shape.rope_factor, shape.context_before
             )
+        if tensor.role is Role.ROWS:
+            return rows_of_distances(shape.relative_rows, tensor.count)
         rng = np.random.Generator(np.random.SFC64(self.streams[tensor.name]))
         if tensor.role is Role.DECAY:
             return random_decay(rng, tensor.count)
@@ -238,6 +248,7 @@ def synthesize(
     value_dim: int | None = None,
     window: int | None = None,
     qkv_bias: bool | None = None,
+    relative_rows: int | None = None,
     original_context: int | None = None,
     pooling: str | None = None,
     dense: int | None = None,
@@ -277,7 +288,9 @@ def synthesize(
     architecture
         Architecture name, which determines the norms and biases of the layers. Unknown names get Llama's
         tensors.
-    value_dim, window, qkv_bias, original_context, pooling, dense, labels, conv_layers, conv_taps, scan
+    value_dim, window, qkv_bias, relative_rows, original_context, pooling, dense, labels
+        See `ModelShape`.
+    conv_layers, conv_taps, scan
         See `ModelShape`. If `layers` is given without `conv_layers` or `scan`, the preset's layers beyond are
         omitted from these.
     experts

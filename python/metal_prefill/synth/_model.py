@@ -53,6 +53,10 @@ class ModelShape:
         optional.
     position_bias
         Whether scores have a bias by relative positions, in architectures where it is optional.
+    embedding_dim
+        Columns of the embeddings if a projection follows, where that is optional; 0 if none does.
+    relative_rows
+        Number of relative positions with keys and queries, in architectures that have them.
     output_type
         Tensor type of a separate output head, or "tied".
     tokenizer
@@ -112,6 +116,8 @@ class ModelShape:
     parallel: bool = True
     all_norms: bool = False
     position_bias: bool = False
+    embedding_dim: int = 0
+    relative_rows: int = 0
     original_context: int | None = None
     pooling: str | None = None
     dense: int | None = None
@@ -168,6 +174,7 @@ class Role(Enum):
     NORM = "around 1"
     OUTPUT_NORM = "around 1 and -1, so that with a tied embedding tokens do not predict themselves"
     FACTORS = "divisors of RoPE's frequencies"
+    ROWS = "rows of relative positions, by distance"
     DECAY = "negative: rates at which the heads of a recurrence forget"
     STEP = "biases of step sizes, before softplus"
 
@@ -241,6 +248,13 @@ def check(shape: ModelShape) -> None:
         raise ValueError(f"rope_dims {rope_dims}: must be even, and in 2..head_dim {shape.head_dim}")
     if shape.rope_scaling not in ROPE_SCALINGS:
         raise ValueError(f"rope_scaling {shape.rope_scaling!r}: must be one of {', '.join(ROPE_SCALINGS)}")
+    if (shape.relative_rows > 0) != (traits.relative_positions == "required") or shape.relative_rows < 0:
+        has = "has no" if traits.relative_positions == "absent" else "has"
+        raise ValueError(
+            f"relative_rows {shape.relative_rows}: architecture {shape.architecture} {has} relative positions"
+        )
+    if shape.embedding_dim < 0 or (shape.embedding_dim and traits.embedding_projection == "absent"):
+        raise ValueError(f"embedding_dim {shape.embedding_dim}: {shape.architecture} has no such projection")
     for name in ("rope_base", "rope_factor", "norm_eps"):
         if not (math.isfinite(getattr(shape, name)) and getattr(shape, name) > 0):
             raise ValueError(f"{name} {getattr(shape, name)}: must be finite and above 0")
@@ -320,6 +334,8 @@ def tensors(
             return Tensor(name, spec.shape, "F32", Role.FACTORS)
         if spec.role == "output_norm":
             return Tensor(name, spec.shape, "F32", Role.OUTPUT_NORM)
+        if spec.role == "relative_row_of":
+            return Tensor(name, spec.shape, "F32", Role.ROWS)
         if spec.role in _SCAN_ROLES:
             return Tensor(name, spec.shape, "F32", _SCAN_ROLES[spec.role])
         if spec.kind == "norm":
@@ -392,7 +408,8 @@ def _core_config(shape: ModelShape) -> _core.Config:
     traits = shape.traits
     config = _core.Config()
     config.qk_norm_place = _core.QkNormPlace[traits.qk_norm_place.upper()]
-    config.vocab_size, config.dim = shape.vocab, shape.dim
+    config.vocab_size, config.dim, config.embedding_dim = shape.vocab, shape.dim, shape.embedding_dim
+    config.relative_rows = shape.relative_rows
     config.ffn_dim = 0 if traits.ffn == "absent" else shape.ffn
     config.context_length = shape.context
     config.token_types = TOKEN_TYPES if traits.token_types != "absent" else 0
@@ -422,6 +439,8 @@ def _is_present(spec: _core.TensorSpec, shape: ModelShape) -> bool:
         return shape.output_type != TIED
     if spec.presence == "position_bias" and presence == "optional":
         return shape.position_bias
+    if spec.presence == "embedding_projection" and presence == "optional":
+        return shape.embedding_dim > 0
     if spec.role == "scan_group_norm" and presence == "optional":
         return shape.scan is not None and shape.scan.norm
     if presence == "optional" and spec.presence in _OPTIONAL_NORMS:
@@ -473,6 +492,16 @@ def llama3_rope_factors(
     turns = original_context / wavelength
     smooth = np.clip((turns - low_freq_factor) / (high_freq_factor - low_freq_factor), 0.0, 1.0)
     return (1.0 / ((1.0 - smooth) / factor + smooth)).astype(np.float32)
+
+
+def rows_of_distances(rows: int, count: int) -> NDArray[np.float32]:
+    """Return the row of each distance, of which those beyond the number of rows share the last ones.
+
+    Returns
+    -------
+    float32 [count]
+    """
+    return np.clip(np.arange(count) - count // 2 + rows // 2, 0, rows - 1).astype(np.float32)
 
 
 def long_rope_factors(name: str, count: int, factor: float) -> NDArray[np.float32]:

@@ -48,7 +48,7 @@ def logits_of(head: PooledHead, states: FloatArray) -> FloatArray:
 
 def vocabulary_vector(head: PooledHead, states: FloatArray) -> FloatArray:
     """Return the vector of a text over the vocabulary, ``[vocab]``, from the states of its tokens."""
-    logits = np.maximum(_output_of(head, "mlm", "gelu_erf", states), 0)
+    logits = np.maximum(_output_of(head, "mlm", head.vocabulary_activation, states), 0)
     for _ in range(head.logarithms):
         logits = np.log1p(logits)
     vector: FloatArray = logits.max(axis=0) if head.vocabulary_pooling == "max" else logits.sum(axis=0)
@@ -144,6 +144,13 @@ def _gelu(x: FloatArray) -> FloatArray:
     return result
 
 
+def _gelu_tanh(x: FloatArray) -> FloatArray:
+    """Return the approximation of `_gelu` by ``tanh``."""
+    argument = np.asarray(1.5957691216057308 * (x + 0.044715 * x**3), np.float32)
+    result: FloatArray = x * _sigmoid(argument)
+    return result
+
+
 def _sigmoid(x: FloatArray) -> FloatArray:
     return sigmoid(x.astype(np.float64)).astype(np.float32)
 
@@ -151,6 +158,7 @@ def _sigmoid(x: FloatArray) -> FloatArray:
 _ACTIVATIONS: dict[HeadActivation | DenseActivation, Callable[[FloatArray], FloatArray]] = {
     "none": lambda x: x,
     "tanh": np.tanh,
+    "gelu": _gelu_tanh,
     "gelu_erf": _gelu,
     "relu": lambda x: np.maximum(x, 0),
     "silu": lambda x: x * _sigmoid(x),

@@ -107,6 +107,27 @@ def test_delta_rule(isa: str, keys: int, columns: int) -> None:
 
 
 @each_set
+@pytest.mark.parametrize(("n", "dim"), [(1, 3), (7, 16), (40, 100)])
+def test_scores_of_relative_positions(isa: str, n: int, dim: int) -> None:
+    q, k, keys, queries = normal(dim), normal(n, dim), normal(9, dim + 4, seed=1), normal(9, dim + 4, seed=2)
+    rows = np.random.default_rng(3).integers(0, 9, n)
+    out = np.full(n + 4, SENTINEL, np.float32)
+    cpu.relative_scores(isa, q, k, keys, queries, rows[::-1].astype(np.float32), 0.5, out)
+    q64, k64, keys64, queries64 = (x.astype(np.float64) for x in (q, k, keys, queries))
+    expected = (keys64[rows, :dim] * q64 + k64 * queries64[rows, :dim]).sum(axis=1) / 2
+    np.testing.assert_allclose(out[:n], expected, rtol=1e-5, atol=1e-5)
+    assert np.all(out[n:] == SENTINEL)
+
+
+@each_set
+def test_relu_keeps_nan(isa: str) -> None:
+    x, out = normal(37), np.empty(37, np.float32)
+    x[5] = np.nan
+    cpu.gated(isa, x, np.ones_like(x), 3, out)
+    np.testing.assert_array_equal(out, np.where(x < 0, 0, x))
+
+
+@each_set
 @pytest.mark.parametrize(("gelu", "n"), [(False, 3), (False, 100), (True, 3), (True, 100)])
 def test_gated_activation(isa: str, gelu: bool, n: int) -> None:
     gate, up = normal(n) * np.float32(4), normal(n, seed=1)

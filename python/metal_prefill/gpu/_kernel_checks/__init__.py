@@ -60,6 +60,7 @@ _STEPS: dict[str, Callable[[Captured], Expected]] = {
     "rope_append_conv_": recurrences.rope_append_conv,
     "rope_append_": attention.rope_append,
     "rope_attention_decode_": attention.attention,
+    "relative_scores_": attention.relative_scores,
     "attention_combine": attention.combine,
     "attention_": attention.attention,
     "soft_cap_in_place": steps.soft_cap,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -111,7 +112,7 @@ _BIAS_STEPS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 23, 32, 46, 64, 91)
 
 
 def _attend(
-    q: Values, keys: Values, values: Values, a: dict[str, Any], distances: Values, bias: Values | None
+    q: Values, keys: Values, values: Values, a: dict[str, Any], distances: Values, added: Values | float
 ) -> Values:
     group = a["n_heads"] // a["n_kv_heads"]
     keys, values = keys.repeat(group, 1), values.repeat(group, 1)
@@ -122,12 +123,48 @@ def _attend(
         head, whole = np.arange(a["n_heads"]), a["alibi_heads"]
         steps = np.where(head < whole, head + 1.0, head - whole + 0.5)
         scores -= (2.0 ** (-a["max_alibi_bias"] * steps / whole))[:, None] * np.abs(distances)
-    if bias is not None:
-        buckets = np.searchsorted(_BIAS_STEPS, np.abs(distances), "right") + 16 * (distances > 0)
-        scores += bias.reshape(-1, a["n_heads"])[buckets].T
+    scores = scores + added
     weights = np.exp(scores - scores.max(-1, keepdims=True))
     result: Values = np.einsum("hp,phd->hd", weights / weights.sum(-1, keepdims=True), values)
     return result
+
+
+def _added(d: Captured, token: int, seen: range, distances: Values) -> Values | float:
+    """Return what is added to the scores of the positions that a row sees, ``[head][position]``."""
+    a, additions = d.args, d.before(5, np.float32)
+    if a["position_bias"]:
+        buckets = np.searchsorted(_BIAS_STEPS, np.abs(distances), "right") + 16 * (distances > 0)
+        bias: Values = additions[: 32 * a["n_heads"]].reshape(-1, a["n_heads"])[buckets].T
+        return bias
+    if not a["added_keys"]:
+        return 0.0
+    size = a["n_heads"] * a["added_keys"]
+    rows = additions[token * size : (token + 1) * size].reshape(a["n_heads"], -1)
+    scores: Values = rows[:, seen.start : seen.stop].astype(np.float64) * math.log(2)
+    return scores
+
+
+def relative_scores(d: Captured) -> Expected:
+    a = d.args
+    heads, dim = a["n_heads"], a["key_dim"]
+    tiles = d.before(4, _TILE)[: d.grid[1]]
+    for tile in tiles[some_of(len(tiles), SAMPLED_TOKENS)]:
+        row, end = int(tile["row"] + tile["first"]), int(tile["end"])
+        q = (
+            d.before(3, np.float32)[row * a["q_stride"] :][: heads * dim]
+            .reshape(heads, dim)
+            .astype(np.float64)
+        )
+        keys = _Cache(d, 6, 5, {**a, "n_kv_heads": heads}, dim, int(tile["pages"])).of(range(end))
+        position = int(tile["position"] + tile["first"])
+        rows = d.before(2, np.float32)[a["context"] + position - np.arange(end)].astype(int)
+        own_keys, queries = (
+            d.before(i, np.float32)[: (rows.max() + 1) * heads * dim].reshape(-1, heads, dim)[rows]
+            for i in (0, 1)
+        )
+        added = np.einsum("hd,phd->hp", q, own_keys) + np.einsum("phd,phd->hp", keys, queries)
+        got = d.after(7, np.float32)[row * heads * a["keys"] :][: heads * a["keys"]]
+        yield got.reshape(heads, -1)[:, :end].ravel(), (added * a["scale"] / math.log(2)).ravel()
 
 
 def _joined(partial: Values, splits: int) -> Values:
@@ -157,8 +194,7 @@ def attention(d: Captured) -> Expected:
     prefill = d.kernel.startswith(("attention_prefill", "attention_tensor"))
     first = 3 if fused else -1  # the bindings of rope come first
     q_binding, rows_binding, pages, k, v, out = (first + i for i in range(1, 7))
-    bias = d.before(5, np.float32)[: 32 * a["n_heads"]] if prefill and a["position_bias"] else None
-    out += prefill  # after the bias
+    out += prefill  # after what is added to scores
     head, width = a["key_dim"], a["n_heads"] * a["value_dim"]
     stride = a["q_stride"]
     if prefill:
@@ -180,7 +216,8 @@ def attention(d: Captured) -> Expected:
             q = _queries(row, a).astype(np.float64)
         seen = _seen(position, end, a["window"], bool(a.get("both_ways")))
         distances = np.array(seen, np.int64) - position
-        expected = _attend(q, keys.of(seen), values.of(seen), a, distances, bias)
+        added = _added(d, token, seen, distances) if prefill else 0.0
+        expected = _attend(q, keys.of(seen), values.of(seen), a, distances, added)
         if a["splits"] > 1 and not prefill:
             shape = (a["n_heads"], a["splits"], a["value_dim"] + 2)
             size = int(np.prod(shape))

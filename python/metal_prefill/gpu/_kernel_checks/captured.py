@@ -15,6 +15,7 @@ from metal_prefill.gpu._dispatches import decode_args
 Values = npt.NDArray[Any]
 Expected = Iterator[tuple[Values, Values]]  # actual and expected results
 SILU = _core.shader_constants["ACTIVATION_SILU"]
+_RELU = _core.shader_constants["ACTIVATION_RELU"]
 _GELU_ERF = _core.shader_constants["ACTIVATION_GELU_ERF"]
 SAMPLED_ROWS = 24
 SAMPLED_TOKENS = 3
@@ -55,6 +56,9 @@ def some_of(n: int, most: int) -> npt.NDArray[np.int64]:
 
 
 def activate(x: Values, activation: int) -> Values:
+    if activation == _RELU:
+        positive: Values = np.maximum(x, 0.0)
+        return positive
     if activation == _GELU_ERF:
         exact: Values = 0.5 * x * (1.0 + np.array([math.erf(value) for value in x.ravel() / math.sqrt(2.0)]))
         return exact

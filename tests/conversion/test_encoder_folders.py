@@ -1,0 +1,113 @@
+"""States of encoders with random weights next to those of transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from support.encoder_folders import CONTEXT, RECORD, RECORDED, TEXT, masked, rows_of, texts
+from support.model_folders import Folder
+from support.small_models import with_tensor
+
+from metal_prefill import GGUFError, Model, UnsupportedModelError
+from metal_prefill.conversion import convert
+
+NMSE = {"cpu": 1e-9, "metal": 5e-6}  # as in test_bert_relatives.py
+
+
+def _states(model: Model, ids: list[npt.NDArray[np.int64]]) -> list[npt.NDArray[np.float32]]:
+    sessions = [model.session() for _ in ids]
+    found: list[npt.NDArray[np.float32]] = model.forward_batch(sessions, ids, output="hidden", rows="all")
+    for session in sessions:
+        session.close()
+    return found
+
+
+@pytest.mark.parametrize("name", RECORDED)
+def test_states_are_those_of_transformers(device: str, tmp_path: Path, name: str) -> None:
+    path = convert(RECORDED[name](tmp_path / "m").write(), tmp_path / "m.gguf")
+    with Model(path, device=device, compute="f32", kv_dtype="f32") as model, np.load(RECORD) as record:
+        for ids in texts():
+            expected = record[f"{name}/{len(ids)}"]
+            found = rows_of(_states(model, [ids])[0])
+            assert np.square(found - expected).sum() <= NMSE[device] * np.square(expected).sum()
+            lengths = np.linalg.norm(found, axis=1) * np.linalg.norm(expected, axis=1)
+            assert ((found * expected).sum(axis=1) / lengths).min() >= 0.99999
+
+
+def test_a_vector_over_the_vocabulary_is_that_of_transformers(device: str, tmp_path: Path) -> None:
+    with Model(masked(tmp_path / "m").write(), device=device, compute="f32", kv_dtype="f32") as model:
+        (found,) = model.embed_sparse([TEXT])
+    with np.load(RECORD) as record:
+        expected = record["masked"]
+    vector = np.zeros_like(expected)
+    vector[found.ids] = found.weights
+    assert np.abs(vector - expected).max() <= {"cpu": 1e-5, "metal": 2e-3}[device] * expected.max()
+
+
+@pytest.mark.parametrize("compute", ["f32", "int8"])
+@pytest.mark.parametrize("name", ["albert, odd", "electra", "t5, gated", "deberta", "deberta, absolute"])
+def test_a_text_has_the_same_bits_in_any_batch(tmp_path: Path, name: str, compute: str) -> None:
+    kind = "F32" if compute == "f32" else "Q8_0"
+    path = convert(RECORDED[name](tmp_path / "m").write(), tmp_path / "m.gguf", tensor_type=kind)
+    ids = [np.random.default_rng(n).integers(5, 300, n) for n in (1, 40, 9, 300, 65)]
+    with Model(path, device="cpu", compute=compute, threads=2) as model:
+        together = _states(model, ids)
+        for text, states in zip(ids, together, strict=True):
+            np.testing.assert_array_equal(_states(model, [text])[0], states)
+
+
+def _settings(**fields: Any) -> Callable[[Folder], object]:
+    return lambda folder: folder.config.update(fields)
+
+
+def _without(name: str) -> Callable[[Folder], object]:
+    return lambda folder: folder.tensors.pop(name)
+
+
+REL = "encoder.rel_embeddings.weight"
+REFUSED: list[tuple[str, Callable[[Folder], object], str]] = [
+    ("albert", _settings(num_hidden_groups=2), "num_hidden_groups is 2"),
+    ("albert", _settings(hidden_act="swish"), "hidden_act is 'swish'; supported: gelu"),
+    ("t5", _settings(feed_forward_proj="gated-tanh"), "feed_forward_proj is 'gated-tanh'"),
+    ("t5", _settings(relative_attention_max_distance=64), "relative_attention_max_distance is 64"),
+    ("deberta", _settings(pos_att_type="c2p"), r"pos_att_type is \['c2p'\]; supported is c2p\|p2c"),
+    ("deberta", _settings(share_att_key=False), "share_att_key is False"),
+    ("deberta", _settings(position_buckets=1), "position_buckets is 1, must be"),
+    ("deberta", _settings(position_buckets=900), "position_buckets is 900, must be less than 658"),
+    ("deberta", _settings(position_buckets=20), r"has shape \(32, 32\), expected \(40, 32\)"),
+    ("deberta", _settings(position_biased_input=True), "lack embeddings.position_embeddings.weight"),
+    ("deberta", _without(REL), "the weights lack encoder.rel_embeddings.weight"),
+    ("deberta", _without("encoder.LayerNorm.bias"), "encoder.LayerNorm is missing"),
+    ("deberta", _without("encoder.layer.1.attention.self.key_proj.weight"), "blk.1.attn_k.weight is missing"),
+]
+
+
+@pytest.mark.parametrize(("name", "change", "message"), REFUSED)
+def test_a_folder_that_does_not_open_is_refused_by_name(
+    tmp_path: Path, name: str, change: Callable[[Folder], object], message: str
+) -> None:
+    folder = RECORDED[name](tmp_path / "m")
+    change(folder)
+    with pytest.raises((GGUFError, UnsupportedModelError), match=message):
+        convert(folder.write(), tmp_path / "m.gguf")
+
+
+def test_embeddings_that_the_configuration_excludes_have_no_effect(tmp_path: Path) -> None:
+    folder = RECORDED["deberta"](tmp_path / "m")
+    plain = convert(folder.write(), tmp_path / "plain.gguf").read_bytes()
+    for table in ("position", "token_type"):
+        folder.tensors[f"embeddings.{table}_embeddings.weight"] = np.ones((CONTEXT, 32), np.float32)
+    assert convert(folder.write(), tmp_path / "m.gguf").read_bytes() == plain
+
+
+@pytest.mark.parametrize("row", [-1.0, 32.0, np.nan])
+def test_a_distance_without_a_row_is_refused(device: str, tmp_path: Path, row: float) -> None:
+    plain = convert(RECORDED["deberta"](tmp_path / "m").write(), tmp_path / "plain.gguf")
+    path = with_tensor(tmp_path / "m.gguf", plain, "attn_rel_row.weight", lambda rows: rows.put(7, row))
+    with pytest.raises(GGUFError, match=r"attn_rel_row.weight' has the row .*, must be at least 0 and below"):
+        Model(path, device=device)

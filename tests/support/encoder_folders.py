@@ -1,0 +1,249 @@
+"""Folders of ALBERT, ELECTRA, T5 and DeBERTa with random weights, recorded with transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from support import model_folders
+from support.bert_relatives import splade_modules
+from support.model_folders import Folder
+from support.places import DATA
+
+RECORD = DATA / "transformers_encoder_folders.npz"
+CONTEXT = 330
+LENGTHS = (1, 9, 300)  # of texts; the last is longer than pages, and than distances that are distinguished
+
+TEXT = "a rose by any name"  # whose vector over the vocabulary is recorded
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+def texts() -> Iterator[npt.NDArray[np.int64]]:
+    """Yield texts without special tokens."""
+    for length in LENGTHS:
+        yield np.random.default_rng(length).integers(5, 300, length)
+
+
+def rows_of(states: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+    """Return the rows that are recorded."""
+    chosen = np.unique(np.linspace(0, len(states) - 1, min(len(states), 15)).astype(int))
+    rows: npt.NDArray[np.float32] = states[chosen]
+    return rows
+
+
+def _linear(names: dict[str, tuple[int, int]], *, bias: bool = True) -> Shapes:
+    shapes: Shapes = {f"{name}.weight": shape for name, shape in names.items()}
+    return shapes | ({f"{name}.bias": shape[:1] for name, shape in names.items()} if bias else {})
+
+
+def _norm(name: str, dim: int) -> Shapes:
+    return {f"{name}.weight": (dim,), f"{name}.bias": (dim,)}
+
+
+def _embeddings(vocab: int, dim: int, *, types: int = 2, positions: int = CONTEXT) -> Shapes:
+    tables = {"word": vocab, "position": positions, "token_type": types}
+    shapes: Shapes = {f"embeddings.{name}_embeddings.weight": (n, dim) for name, n in tables.items() if n}
+    return shapes | _norm("embeddings.LayerNorm", dim)
+
+
+def _filled(folder: Folder, prefix: str, shapes: Shapes, seed: int) -> Folder:
+    """Give a folder random tensors: matrices that keep the size of their input, and norms around 1."""
+    rng = np.random.default_rng(seed)
+    folder.tensors = {}
+    for name, shape in shapes.items():
+        values = rng.normal(0, 0.3 if len(shape) == 1 else 1.3 * shape[1] ** -0.5, shape)
+        if "norm" in name.lower() and name.endswith("weight"):
+            values += 1
+        folder.tensors[prefix + name] = values.astype(np.float32)
+    return folder
+
+
+def _bert(path: Path, name: str, dim: int, heads: int, ffn: int, layers: int, **config: Any) -> Folder:
+    folder = model_folders.bert(path, max_position_embeddings=CONTEXT)
+    folder.config |= {"architectures": [name], "hidden_size": dim, "num_hidden_layers": layers}
+    folder.config |= {"num_attention_heads": heads, "intermediate_size": ffn, **config}
+    return folder
+
+
+def _bert_layer(at: str, dim: int, ffn: int, end: str = "") -> Shapes:
+    names = {f"{at}attention.self.{name}{end}": (dim, dim) for name in ("query", "key", "value")}
+    names |= {f"{at}attention.output.dense": (dim, dim), f"{at}intermediate.dense": (ffn, dim)}
+    shapes = _linear({**names, f"{at}output.dense": (dim, ffn)})
+    return shapes | _norm(f"{at}attention.output.LayerNorm", dim) | _norm(f"{at}output.LayerNorm", dim)
+
+
+def albert(
+    path: Path,
+    seed: int,
+    dim: int,
+    heads: int,
+    ffn: int,
+    layers: int,
+    embedding: int,
+    act: str,
+    head: str = "",
+) -> Folder:
+    """Make a folder of ALBERT, all of whose layers share their weights."""
+    config = {"model_type": "albert", "embedding_size": embedding, "hidden_act": act, "num_hidden_groups": 1}
+    folder = _bert(path, f"Albert{head or 'Model'}", dim, heads, ffn, layers, **config)
+    at = "encoder.albert_layer_groups.0.albert_layers.0."
+    square = {f"{at}attention.{name}": (dim, dim) for name in ("query", "key", "value", "dense")}
+    shapes = _embeddings(folder.config["vocab_size"], embedding)
+    shapes |= _linear({"encoder.embedding_hidden_mapping_in": (dim, embedding), "pooler": (dim, dim)})
+    shapes |= _linear({**square, f"{at}ffn": (ffn, dim), f"{at}ffn_output": (dim, ffn)})
+    shapes |= _norm(f"{at}attention.LayerNorm", dim) | _norm(f"{at}full_layer_layer_norm", dim)
+    return _filled(folder, "albert." if head else "", shapes, seed)
+
+
+def electra(
+    path: Path,
+    seed: int,
+    dim: int,
+    heads: int,
+    ffn: int,
+    layers: int,
+    embedding: int,
+    head: str = "ForPreTraining",
+) -> Folder:
+    """Make a folder of a small ELECTRA, whose embedding is narrower than its layers."""
+    config = {"model_type": "electra", "embedding_size": embedding}
+    folder = _bert(path, f"Electra{head}", dim, heads, ffn, layers, **config)
+    shapes = _embeddings(folder.config["vocab_size"], embedding)
+    shapes |= _linear({"embeddings_project": (dim, embedding)})
+    for layer in range(layers):
+        shapes |= _bert_layer(f"encoder.layer.{layer}.", dim, ffn)
+    return _filled(folder, "electra.", shapes, seed)
+
+
+def deberta(
+    path: Path,
+    seed: int,
+    dim: int,
+    heads: int,
+    ffn: int,
+    layers: int,
+    buckets: int = -1,
+    furthest: int = -1,
+    absolute: bool = False,
+    head: str = "",
+) -> Folder:
+    """Make a folder of DeBERTa; without buckets every distance up to the furthest has its own row."""
+    config = {
+        "model_type": "deberta-v2",
+        "relative_attention": True,
+        "position_buckets": buckets,
+        "max_relative_positions": furthest,
+        "norm_rel_ebd": "none" if absolute else "layer_norm",
+        "share_att_key": True,
+        "pos_att_type": "p2c|c2p",
+        "position_biased_input": absolute,
+        "type_vocab_size": 2 if absolute else 0,
+        "layer_norm_eps": 1e-7,
+        "pooler_hidden_size": dim,
+    }
+    folder = _bert(path, f"DebertaV2{head or 'Model'}", dim, heads, ffn, layers, **config)
+    types, positions = (2, CONTEXT) if absolute else (0, 0)
+    shapes = _embeddings(folder.config["vocab_size"], dim, types=types, positions=positions)
+    span = buckets if buckets > 0 else furthest
+    shapes["encoder.rel_embeddings.weight"] = (2 * span, dim)
+    shapes |= {} if absolute else _norm("encoder.LayerNorm", dim)
+    for layer in range(layers):
+        shapes |= _bert_layer(f"encoder.layer.{layer}.", dim, ffn, "_proj")
+    return _filled(folder, "deberta." if head else "", shapes, seed)
+
+
+def t5(path: Path, seed: int, dim: int, heads: int, width: int, ffn: int, layers: int, act: str) -> Folder:
+    """Make a folder of T5's encoder."""
+    folder = model_folders.bert(path, "XLMRobertaModel", "unigram")
+    folder.config = {
+        "architectures": ["T5EncoderModel"],
+        "model_type": "t5",
+        "d_model": dim,
+        "d_kv": width,
+        "d_ff": ffn,
+        "num_layers": layers,
+        "num_heads": heads,
+        "feed_forward_proj": act,
+        "n_positions": CONTEXT,
+        "relative_attention_num_buckets": 32,
+        "vocab_size": folder.config["vocab_size"],
+        "pad_token_id": 1,
+    }
+    shapes: Shapes = {"shared.weight": (folder.config["vocab_size"], dim)}
+    inner = ("wi_0", "wi_1") if act.startswith("gated") else ("wi",)
+    for layer in range(layers):
+        at = f"encoder.block.{layer}.layer."
+        shapes |= {f"{at}0.SelfAttention.{name}.weight": (heads * width, dim) for name in "qkv"}
+        shapes[f"{at}0.SelfAttention.o.weight"] = (dim, heads * width)
+        if layer == 0:
+            shapes[f"{at}0.SelfAttention.relative_attention_bias.weight"] = (32, heads)
+        shapes |= {f"{at}1.DenseReluDense.{name}.weight": (ffn, dim) for name in inner}
+        shapes[f"{at}1.DenseReluDense.wo.weight"] = (dim, ffn)
+        shapes |= {f"{at}{i}.layer_norm.weight": (dim,) for i in (0, 1)}
+    folder = _filled(folder, "", shapes | {"encoder.final_layer_norm.weight": (dim,)}, seed)
+    for name, tensor in folder.tensors.items():
+        if name.endswith("SelfAttention.q.weight"):  # scores are not divided by the width of heads
+            folder.tensors[name] = tensor * np.float32(width**-0.5)
+    return folder
+
+
+def with_head(folder: Folder, shapes: Shapes, labels: tuple[str, ...] = ("x",)) -> Folder:
+    """Add the tensors of a head."""
+    folder.config["id2label"] = {str(i): label for i, label in enumerate(labels)}
+    rng = np.random.default_rng(9)
+    folder.tensors |= {name: rng.normal(0, 0.3, shape).astype(np.float32) for name, shape in shapes.items()}
+    return folder
+
+
+def pairs(path: Path, name: str) -> Folder:
+    """Make a folder of `RECORDED` with a head that scores pairs."""
+    folder = RECORDED[name](path, head="ForSequenceClassification")
+    dim = folder.config["hidden_size"]
+    folder.config |= {"max_position_embeddings": model_folders.CONTEXT, "max_relative_positions": CONTEXT}
+    for tensor in folder.tensors:
+        if tensor.endswith("position_embeddings.weight"):
+            folder.tensors[tensor] = folder.tensors[tensor][: model_folders.CONTEXT]
+    head = {"deberta": {"pooler.dense": (dim, dim)}, "electra": {"classifier.dense": (dim, dim)}}.get(
+        name, {}
+    )
+    output = "classifier.out_proj" if name == "electra" else "classifier"
+    return with_head(folder, _linear({**head, output: (1, dim)}))
+
+
+def tags(path: Path, labels: tuple[str, ...]) -> Folder:
+    """Make a folder of DeBERTa with a head that labels tokens."""
+    folder = RECORDED["deberta"](path, head="ForTokenClassification")
+    return with_head(folder, _linear({"classifier": (len(labels), folder.config["hidden_size"])}), labels)
+
+
+def masked(path: Path) -> Folder:
+    """Make a SPLADE folder of ALBERT, whose head is as narrow as its embedding."""
+    folder = RECORDED["albert"](path, head="ForMaskedLM")
+    dim, width = folder.config["hidden_size"], folder.config["embedding_size"]
+    shapes = _linear({"predictions.dense": (width, dim)}) | _norm("predictions.LayerNorm", width)
+    with_head(folder, {**shapes, "predictions.bias": (folder.config["vocab_size"],)})
+    splade_modules(folder)
+    return folder
+
+
+RECORDED: dict[str, Callable[..., Folder]] = {
+    "albert": partial(albert, seed=1, dim=32, heads=4, ffn=64, layers=3, embedding=16, act="gelu_new"),
+    "albert, odd": partial(albert, seed=2, dim=72, heads=3, ffn=88, layers=5, embedding=40, act="gelu"),
+    "albert, wide": partial(albert, seed=3, dim=32, heads=2, ffn=56, layers=2, embedding=48, act="relu"),
+    "electra": partial(electra, seed=1, dim=64, heads=4, ffn=96, layers=2, embedding=16),
+    "electra, odd": partial(electra, seed=2, dim=72, heads=3, ffn=40, layers=3, embedding=24),
+    "t5": partial(t5, seed=1, dim=32, heads=3, width=16, ffn=64, layers=2, act="relu"),
+    "t5, gated": partial(t5, seed=2, dim=40, heads=5, width=8, ffn=72, layers=3, act="gated-gelu"),
+    "t5, odd": partial(t5, seed=3, dim=36, heads=2, width=20, ffn=50, layers=2, act="gated-silu"),
+    "deberta": partial(deberta, seed=1, dim=32, heads=4, ffn=64, layers=2, buckets=16),
+    "deberta, absolute": partial(
+        deberta, seed=2, dim=72, heads=3, ffn=88, layers=3, furthest=20, absolute=True
+    ),
+    "deberta, far": partial(deberta, seed=3, dim=64, heads=1, ffn=40, layers=2, buckets=64),
+}
