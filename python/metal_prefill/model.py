@@ -142,7 +142,7 @@ class Model:
     DeviceError
         The device is not available.
     MissingExtraError
-        `path` names a model of a package that is not installed, or a repository without the extra ``hub``.
+        `path` names a model of a package that is not installed.
     HubError
         The repository does not exist or is not available.
     ValueError
@@ -272,7 +272,7 @@ class Model:
 
         Raises
         ------
-        MissingExtraError, HubError
+        HubError
             See :func:`metal_prefill.hub.fetch`.
         """
         path = fetch(repo_id, filename, revision=revision, token=token, cache_dir=cache_dir)

@@ -193,7 +193,6 @@ class SignIn(BaseHTTPRequestHandler):
 @pytest.mark.parametrize("status", [200, 403, 404])
 @pytest.mark.parametrize("spec", ["owner/repo:a.gguf", "owner/repo"])
 def test_a_proxy_that_answers_for_the_hub_is_reported(tmp_path: Path, status: int, spec: str) -> None:
-    pytest.importorskip("huggingface_hub", reason="needs the extra hub")
     server = ThreadingHTTPServer(("127.0.0.1", 0), SignIn)
     server.status = status  # type: ignore[attr-defined]
     Thread(target=server.serve_forever, daemon=True).start()

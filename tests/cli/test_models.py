@@ -13,8 +13,6 @@ from support import model_folders
 from support.programs import finished
 from support.small_models import CLASSIFIERS, write
 
-pytest.importorskip("huggingface_hub", reason="needs the extra hub")
-
 
 @pytest.fixture
 def home(tmp_path: Path, demo_path: Path) -> Path:

@@ -15,11 +15,9 @@ from support import model_folders
 from support.hub_server import Hub, Repo, serve
 from support.programs import finished
 
-from metal_prefill import HubError, MetalPrefillError, MissingExtraError, Model
+from metal_prefill import HubError, Model
 from metal_prefill.hub import _download
 from metal_prefill.hub._answers import safe_answers, within
-
-pytest.importorskip("huggingface_hub", reason="needs the extra hub")
 
 FILES = {
     "README.md": b"# A model",
@@ -262,14 +260,6 @@ def test_a_local_file_takes_precedence_over_the_hub(tmp_path: Path, monkeypatch:
     (tmp_path / "tiny").mkdir()
     (tmp_path / "tiny" / "model:a.gguf").write_bytes(b"local")
     assert _download.resolve_model("tiny/model:a.gguf").read_bytes() == b"local"
-
-
-def test_the_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    with pytest.raises(MissingExtraError, match=r"pip install 'metal_prefill\[hub\]'") as caught:
-        _download.resolve_model("tiny/model:a.gguf")
-    assert isinstance(caught.value, ImportError)
-    assert issubclass(HubError, MetalPrefillError)
 
 
 ODD_LISTINGS = {

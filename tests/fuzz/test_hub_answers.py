@@ -17,7 +17,6 @@ from support.hub_server import Repo, serve
 from metal_prefill import HubError
 from metal_prefill.hub import _download
 
-pytest.importorskip("huggingface_hub", reason="needs the extra hub")
 pytestmark = pytest.mark.timeout(TIMEOUT)
 
 ODD: list[Any] = [None, 0, -1, 1.5, True, "", "x", "a.gguf", "../a.gguf", "/a.gguf", "a/../../b.gguf", [], {}]

@@ -120,7 +120,6 @@ def test_a_page_runs_from_top_to_bottom(page: Path, tmp_path: Path, demo_path: P
 
 @pages("hub")
 def test_a_page_runs_with_a_hub(page: Path, tmp_path: Path, demo_path: Path) -> None:
-    pytest.importorskip("huggingface_hub", reason="needs the extra hub")
     run(page, tagged(page, "hub"), tmp_path, demo_path)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from metal_prefill.errors import HubError, MissingExtraError
+from metal_prefill.errors import HubError
 from metal_prefill.files._gguf_file import is_later_part, part_names
 from metal_prefill.hub._download import import_hub
 
@@ -31,7 +31,7 @@ class CachedModel(NamedTuple):
 
 
 def cached_models() -> Iterator[CachedModel]:
-    """Yield the model folders and GGUF files of the branches in the cache; none without the extra ``hub``."""
+    """Yield the model folders and GGUF files of the branches in the cache."""
     for repo in _repositories():
         for revision in repo.revisions:
             files = {f.file_path.relative_to(revision.snapshot_path).as_posix(): f for f in revision.files}
@@ -54,7 +54,6 @@ def delete_cached(repo_id: str) -> int:
     HubError
         The repository is not in the cache.
     """
-    import_hub()
     repositories = {repo.repo_id: repo for repo in _repositories()}
     if repo_id not in repositories:
         raise HubError(f"{repo_id} is not in the cache, which has {', '.join(repositories) or 'nothing'}")
@@ -64,11 +63,9 @@ def delete_cached(repo_id: str) -> int:
 
 
 def _repositories() -> list[Any]:
+    hub = import_hub()
     try:
-        hub = import_hub()
         repos = hub.scan_cache_dir().repos
-    except MissingExtraError:
-        return []
     except hub.errors.CacheNotFound:
         return []
     return sorted((repo for repo in repos if repo.repo_type == "model"), key=lambda repo: str(repo.repo_id))

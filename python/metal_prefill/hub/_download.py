@@ -1,7 +1,7 @@
 """Download of models from the Hugging Face Hub into its local cache.
 
-Requires the extra ``hub`` (``pip install 'metal_prefill[hub]'``). The cache is shared with all Hugging Face
-libraries, and ``HF_HOME``, ``HF_ENDPOINT``, ``HF_TOKEN`` and ``HF_HUB_OFFLINE`` apply.
+The cache is shared with all Hugging Face libraries, and ``HF_HOME``, ``HF_ENDPOINT``, ``HF_TOKEN`` and
+``HF_HUB_OFFLINE`` apply.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from metal_prefill.errors import HubError, MissingExtraError
+from metal_prefill.errors import HubError
 from metal_prefill.files._gguf_file import is_later_part, part_names
 from metal_prefill.hub._answers import check_file, list_files, safe_answers
 from metal_prefill.hub._bundled_models import packaged_model
@@ -98,8 +98,6 @@ def fetch(
 
     Raises
     ------
-    MissingExtraError
-        ``huggingface_hub`` is not installed.
     HubError
         The repository, revision or file does not exist; several files match; access is denied; or the Hub is
         unreachable or returns an invalid response, and the file is not in the cache.
@@ -169,8 +167,6 @@ def fetch_folder(
 
     Raises
     ------
-    MissingExtraError
-        ``huggingface_hub`` is not installed.
     HubError
         The repository does not exist, has no ``config.json`` and safetensors, or access is denied; or the Hub
         is unreachable or returns an invalid response, and the files are not in the cache.
@@ -214,16 +210,12 @@ def _reason(error: Exception) -> str:
 
 
 def import_hub() -> ModuleType:
-    """Import the Hub's client; raise `MissingExtraError` without it."""
-    try:
-        import huggingface_hub
-        import huggingface_hub.constants
-        import huggingface_hub.errors
-        import huggingface_hub.utils
-    except ImportError as error:
-        raise MissingExtraError(
-            f"the Hub requires an extra: pip install 'metal_prefill[hub]' ({error})"
-        ) from error
+    """Import the Hub's client on first use, as its import takes longer than that of this package."""
+    import huggingface_hub
+    import huggingface_hub.constants
+    import huggingface_hub.errors
+    import huggingface_hub.utils
+
     return huggingface_hub
 
 
