@@ -305,6 +305,28 @@ def test_a_changed_folder_is_converted_again(tmp_path: Path, own_cache: Path) ->
     assert read(third)[0]["llama.rope.freq_base"] == 5000.0
 
 
+def test_a_folder_with_other_times_is_not_converted_again(
+    tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = model_folders.llama(tmp_path / "m").write()
+    calls: list[tuple[int, int]] = []
+    first = local_file(folder, progress=lambda done, total: calls.append((done, total)))
+    assert calls[-1][0] == calls[-1][1] > 0
+    written = first.stat().st_mtime_ns
+    for path in folder.iterdir():
+        os.utime(path, ns=(0, 10**9))
+    calls.clear()
+    for _ in range(2):
+        assert local_file(folder, progress=lambda done, total: calls.append((done, total))) == first
+        # All bytes are read at most once for a new time.
+        monkeypatch.setattr(_local_file, "_BLOCK_BYTES", "none")
+    assert calls == []
+    assert first.stat().st_mtime_ns == written
+    copy = folder.rename(tmp_path / "other")  # its name is that of the model
+    monkeypatch.undo()
+    assert local_file(copy).name.startswith("other-")
+
+
 _opened: set[str] = set()
 
 

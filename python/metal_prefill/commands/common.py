@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import cache
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, TextIO
 
@@ -243,7 +244,14 @@ def model_path(name: str | None, adapter: Path | None = None) -> Path | None:
 
     if name is None and adapter is None:
         return None
-    return local_file(default_model_path() if name is None else name, adapter)
+    with ExitStack() as stack:
+        bar = cache(lambda: stack.enter_context(progress_bar("converting", "bytes")))
+
+        def progress(done: int, total: int) -> None:
+            if (update := bar()) is not None:
+                update(done, total)
+
+        return local_file(default_model_path() if name is None else name, adapter, progress)
 
 
 def open_model(arguments: argparse.Namespace, *, generates: bool = False) -> Model:

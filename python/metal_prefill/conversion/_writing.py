@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 from gguf import GGMLQuantizationType, GGUFWriter, quants
 
+from metal_prefill._support.arguments import Progress
 from metal_prefill._support.atomic_write import replacing
 from metal_prefill._support.interruptions import whole_interruptions
 from metal_prefill._support.shortened import shortened
@@ -50,8 +51,6 @@ _EXACT = ("position_embd.weight", "token_types.weight")
 _EXACT_PREFIXES = ("cls", "dense_", "mlm", "sparse", "colbert")
 _EXACT_ENDS = ("ffn_gate_inp.weight", "attn_rel_b.weight", "attn_rel_k.weight", "attn_rel_q.weight")
 _FILTERS = ("shortconv.conv.weight", "ssm_conv1d.weight")  # [channels, 1, taps] in a folder
-
-Progress = Callable[[int, int], None]
 
 
 class _Tensor(NamedTuple):

@@ -1,9 +1,10 @@
 """The GGUF file of a model that a user names: a file, a folder, a repository of the Hub or a package.
 
 A folder is converted once, into the cache folder. The name of the file there is a hash of what the
-conversion depends on: the small files of the folder and of its modules and the headers of weights in full,
-samples of the weights, with sizes and modification times, which reveal changes that the samples miss, and the
-version of the package.
+conversion depends on: the files of the folder and of its modules, and the version of the package. Since
+reading all weights takes long, a second hash finds that file again: of small files in full, headers and
+samples of the weights, sizes, and modification times, which reveal changes that the samples miss. If only a
+time has changed, the first hash shows that the contents have not.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
+from metal_prefill._support.arguments import Progress
 from metal_prefill._support.atomic_write import replacing
 from metal_prefill.conversion._adapter import FILE as ADAPTER_FILE
 from metal_prefill.conversion._body import ADAPTER, body_folder, module_folders, refuse_adapter, token_heads
@@ -33,6 +35,7 @@ LAYOUT = 10  # counts changes of what a conversion writes
 
 _KEY_DIGITS = 16
 _SAMPLES, _SAMPLE_BYTES = 64, 4096
+_BLOCK_BYTES = 1 << 20
 _SMALL = (".json", ".txt", ".jinja", ".metadata")  # endings of files that are hashed in full
 _SMALL_BYTES = 256 << 20
 _HEADER_BYTES = 1 << 20
@@ -40,7 +43,11 @@ _HEADER_BYTES = 1 << 20
 _log = logging.getLogger("metal_prefill")
 
 
-def local_file(spec: str | os.PathLike[str], adapter: str | os.PathLike[str] | None = None) -> Path:
+def local_file(
+    spec: str | os.PathLike[str],
+    adapter: str | os.PathLike[str] | None = None,
+    progress: Progress | None = None,
+) -> Path:
     """Return the path of a GGUF file for what `spec` names, downloading and converting it if necessary.
 
     Parameters
@@ -49,6 +56,8 @@ def local_file(spec: str | os.PathLike[str], adapter: str | os.PathLike[str] | N
         See :func:`metal_prefill.hub.resolve_model`.
     adapter
         Folder of a LoRA adapter that is merged into the weights of a folder.
+    progress
+        Called with the number of bytes written and their total while a folder is converted.
 
     Raises
     ------
@@ -67,7 +76,7 @@ def local_file(spec: str | os.PathLike[str], adapter: str | os.PathLike[str] | N
         )
         raise FileNotFoundError(errno.ENOENT, f"{os.strerror(errno.ENOENT)}; {what}", os.fspath(path))
     if path.is_dir():
-        return converted(path, name, None if adapter is None else Path(adapter))
+        return converted(path, name, None if adapter is None else Path(adapter), progress)
     if adapter is not None:
         raise ValueError(f"adapter {os.fspath(adapter)!r} needs a model folder, and {path} is a file")
     return path
@@ -94,24 +103,40 @@ def model_name(path: Path) -> str:
     return name[: -_KEY_DIGITS - 1] if path.parent == _cache() else name
 
 
-def converted(folder: Path, name: str, adapter: Path | None = None) -> Path:
+def converted(folder: Path, name: str, adapter: Path | None = None, progress: Progress | None = None) -> Path:
     """Return the path of a folder's conversion in the cache, writing it if it is not there."""
     key = _key(folder, adapter)
-    path = _cache() / f"{_shortened(name)}-{key[:_KEY_DIGITS]}.gguf"
+    found = cache_folder() / "converted-from" / f"{_shortened(name)}-{key[:_KEY_DIGITS]}"
+    try:
+        path = _cache() / found.read_text()
+    except OSError:
+        path = found
+    if path == found or not path.is_file():
+        content = _key(folder, adapter, whole=True)
+        path = _cache() / f"{_shortened(name)}-{content[:_KEY_DIGITS]}.gguf"
+        if not path.is_file():
+            _convert(folder, path, name, adapter, key, progress)
+        with suppress(OSError):  # a read-only file system
+            found.parent.mkdir(exist_ok=True)
+            with replacing(found) as temporary:
+                temporary.write_text(path.name)
     with suppress(OSError):  # a read-only file system cannot record the time of use
         os.utime(path, ns=(time.time_ns(), path.stat().st_mtime_ns))
-    if path.is_file():
-        return path
+    return path
+
+
+def _convert(
+    folder: Path, path: Path, name: str, adapter: Path | None, key: str, progress: Progress | None
+) -> None:
     from metal_prefill.conversion._writing import convert  # imports gguf, which takes 0.1 s
 
     _log.info("converting %s to %s", folder, path)
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as temporary:
-        convert(folder, temporary, name=name, adapter=adapter)
+        convert(folder, temporary, name=name, adapter=adapter, progress=progress)
         if _key(folder, adapter) != key:
             raise GGUFError(f"{folder}: changed while it was converted; open it again")
     _evict(keep=path)
-    return path
 
 
 def _shortened(name: str) -> str:
@@ -128,7 +153,8 @@ def _cache() -> Path:
     return cache_folder() / "converted"
 
 
-def _key(folder: Path, adapter: Path | None = None) -> str:
+def _key(folder: Path, adapter: Path | None = None, *, whole: bool = False) -> str:
+    """Return a hash of what a conversion depends on: all bytes, or samples and modification times."""
     if adapter is None:
         refuse_adapter(folder)
     weights = source_files(body_folder(folder))
@@ -148,6 +174,10 @@ def _key(folder: Path, adapter: Path | None = None) -> str:
         with open(path, "rb") as file:
             if path.suffix in _SMALL:
                 digest.update(file.read(_SMALL_BYTES))
+                continue
+            if whole:
+                while block := file.read(_BLOCK_BYTES):
+                    digest.update(block)
                 continue
             digest.update(f"{status.st_mtime_ns}\n".encode())
             digest.update(file.read(_HEADER_BYTES))
@@ -169,3 +199,7 @@ def _evict(keep: Path) -> None:
     others = [entry for entry in _entries() if entry[2] != keep]
     for path in beyond_limit(others, LIMIT - keep.stat().st_size):
         path.unlink(missing_ok=True)
+    for found in (cache_folder() / "converted-from").glob("*"):
+        with suppress(OSError):
+            if not (_cache() / found.read_text()).exists():
+                found.unlink()
