@@ -129,7 +129,7 @@ test-ray: $(VENV)/.ray
 	  tests/packaging/test_guide.py
 
 # Clients of other projects, each in an environment of its own.
-CLIENTS := openai-agents pydantic-ai-slim[openai] litellm langchain-openai llm lancedb
+CLIENTS := openai-agents pydantic-ai-slim[openai] litellm langchain-openai langchain-core llama-index-core llm lancedb spacy
 build/clients/%/.ready:
 	$(PYTHON) -m venv $(@D)
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check '$(filter $* $*[%,$(CLIENTS))'

@@ -7,23 +7,21 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from support.client_environments import environment, within
 from support.places import ROOT
 from support.programs import finished
 from support.running_server import Running, running_with_template
 from support.tools import HERMES
 
-import metal_prefill
 from metal_prefill import Model
 
 PROGRAMS = Path(__file__).parent / "programs"
-ENVIRONMENTS = ROOT / "build" / "clients"
 
 
 @pytest.fixture(scope="module")
@@ -34,9 +32,7 @@ def server(demo_path: Path) -> Iterator[Running]:
 
 def answers(client: str, server: Running) -> Any:
     """Return what the program of a client prints, as JSON."""
-    python = ENVIRONMENTS / client / "bin" / "python"
-    if not (ENVIRONMENTS / client / ".ready").exists():
-        pytest.skip("needs an environment: make test-clients")
+    python = environment(client)
     program = PROGRAMS / f"{client.replace('-', '_')}.py"
     home = {"NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1", "PYTHONSAFEPATH": "1"}
     done = finished(
@@ -83,21 +79,6 @@ def test_langchain_answers_calls_and_recognizes_a_long_prompt(server: Running) -
     assert found["call"][1]["city"] in CITIES
     assert found["city"] in CITIES
     assert "ContextOverflow" in found["overflow"]
-
-
-def within(client: str, code: str, *arguments: str | Path, **variables: str) -> str:
-    """Return what code prints in an environment that finds this installation of the package, too."""
-    if not (ENVIRONMENTS / client / ".ready").exists():
-        pytest.skip("needs an environment: make test-clients")
-    packages = str(Path(metal_prefill.__file__).parents[1])
-    code = f"import sys; sys.path.append({packages!r}); {code}"
-    done = finished(
-        [ENVIRONMENTS / client / "bin" / "python", "-c", code, *arguments],
-        env={**os.environ, **variables},
-        stdin=subprocess.DEVNULL,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 def llm(folder: Path, *arguments: str) -> str:

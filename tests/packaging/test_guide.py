@@ -53,7 +53,7 @@ def snippets(page: Path) -> list[Snippet]:
     blocks = list(FENCE.finditer(text))
     found = []
     for i, block in enumerate(blocks):
-        if block[1] == "text":
+        if block[1] in ("text", "yaml"):
             continue
         following = blocks[i + 1] if i + 1 < len(blocks) else None
         directly = following is not None and not text[block.end() : following.start()].strip()
@@ -105,7 +105,12 @@ def run(page: Path, chosen: list[Snippet], folder: Path, demo_path: Path) -> Non
 def test_every_block_is_a_snippet_or_its_output(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     languages = [block[1] for block in FENCE.finditer(text)]
-    assert set(languages) <= {"python", "sh", "text"}
+    assert set(languages) <= {
+        "python",
+        "sh",
+        "text",
+        "yaml",
+    }  # settings are read by tests/serve/test_settings.py
     assert text.count("```") == 2 * len(languages)
     found = snippets(page)
     assert {s.tag for s in found} <= TAGS

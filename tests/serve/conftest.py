@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from support.page import Pages, browser_path
 from support.running_server import Running, running
-from support.small_models import EMBEDDERS, write
+from support.small_models import CLASSIFIERS, EMBEDDERS, write
 
 from metal_prefill import Model
 
@@ -40,6 +40,14 @@ def vector_server(vector_model: Model) -> Iterator[Running]:
     """Serve a model that writes text and makes vectors."""
     with running(vector_model, max_streams=64) as server:
         yield server
+
+
+@pytest.fixture(scope="session")
+def ranker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Running, Model]]:
+    """Serve a model that ranks by yes and no."""
+    path = write(tmp_path_factory.mktemp("ranks") / "ranks.gguf", CLASSIFIERS["qwen3, yes and no"])
+    with Model(path, device="cpu") as model, running(model) as server:
+        yield server, model
 
 
 @pytest.fixture(scope="module")

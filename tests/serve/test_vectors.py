@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from support import model_folders, task_folders
 from support.running_server import Running, running
-from support.small_models import CLASSIFIERS, write
 
 from metal_prefill import Model
 from metal_prefill.conversion import convert
@@ -117,13 +116,6 @@ def test_a_model_without_pooling_is_an_error(server: Running) -> None:
     refused = server.post("/v1/embeddings", {"input": "a text"})
     assert refused.status_code == 400
     assert "pooling" in refused.json()["error"]["message"]
-
-
-@pytest.fixture(scope="module")
-def ranker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Running, Model]]:
-    path = write(tmp_path_factory.mktemp("ranks") / "ranks.gguf", CLASSIFIERS["qwen3, yes and no"])
-    with Model(path, device="cpu") as model, running(model) as server:
-        yield server, model
 
 
 QUERY = "what is a page?"

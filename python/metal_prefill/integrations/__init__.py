@@ -1,4 +1,8 @@
-"""Integrations with Chroma, llm, Ray, scikit-learn and lm-evaluation-harness, which must be installed."""
+"""Integrations with other libraries, which must be installed.
+
+They are Chroma, LangChain, LlamaIndex, llm, Ray, scikit-learn, spaCy and lm-evaluation-harness. llm and
+spaCy find their integrations by entry points, without names here.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,12 @@ from metal_prefill._support.lazy import lazy_names
 
 if TYPE_CHECKING:
     from metal_prefill.integrations._chroma import ChromaEmbeddings
+    from metal_prefill.integrations._langchain import LangChainChat, LangChainEmbeddings, LangChainReranker
+    from metal_prefill.integrations._llama_index import (
+        LlamaIndexEmbeddings,
+        LlamaIndexLLM,
+        LlamaIndexReranker,
+    )
     from metal_prefill.integrations._lm_eval import MetalPrefillLM
     from metal_prefill.integrations._ray import (
         ContinuePrompts,
@@ -19,8 +29,9 @@ if TYPE_CHECKING:
     from metal_prefill.integrations._sklearn import EmbeddingTransformer
 
 __all__ = [
-    "ChromaEmbeddings", "ContinuePrompts", "EmbedTexts", "EmbeddingTransformer", "MetalPrefillLM",
-    "RerankPairs", "ScorePrompts", "serve_app",
+    "ChromaEmbeddings", "ContinuePrompts", "EmbedTexts", "EmbeddingTransformer", "LangChainChat",
+    "LangChainEmbeddings", "LangChainReranker", "LlamaIndexEmbeddings", "LlamaIndexLLM", "LlamaIndexReranker",
+    "MetalPrefillLM", "RerankPairs", "ScorePrompts", "serve_app",
 ]  # fmt: skip
 
 __getattr__ = lazy_names(
@@ -30,6 +41,12 @@ __getattr__ = lazy_names(
         "ContinuePrompts": "_ray",
         "EmbedTexts": "_ray",
         "EmbeddingTransformer": "_sklearn",
+        "LangChainChat": "_langchain",
+        "LangChainEmbeddings": "_langchain",
+        "LangChainReranker": "_langchain",
+        "LlamaIndexEmbeddings": "_llama_index",
+        "LlamaIndexLLM": "_llama_index",
+        "LlamaIndexReranker": "_llama_index",
         "MetalPrefillLM": "_lm_eval",
         "RerankPairs": "_ray",
         "ScorePrompts": "_ray",

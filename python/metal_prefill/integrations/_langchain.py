@@ -1,0 +1,172 @@
+"""Chat model, embeddings and reranker for LangChain.
+
+Needs langchain-core 1.0 or later (``pip install langchain-core``). For tools, use its ``ChatOpenAI`` with the
+server.
+
+>>> from metal_prefill.integrations import LangChainChat, LangChainEmbeddings
+>>> LangChainChat(model="smollm2", max_tokens=64).invoke("What is gravity?").content
+>>> LangChainEmbeddings(model="minilm").embed_query("A rose")
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator, Sequence
+from typing import Any
+
+from metal_prefill.errors import MissingExtraError
+from metal_prefill.integrations._shared import Embedder, Writer
+from metal_prefill.model import Model
+
+try:
+    from langchain_core.documents import BaseDocumentCompressor
+    from langchain_core.embeddings import Embeddings
+    from langchain_core.language_models import BaseChatModel
+    from langchain_core.messages import AIMessage, AIMessageChunk, convert_to_openai_messages
+    from langchain_core.output_parsers import JsonOutputParser, PydanticOutputParser
+    from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
+    from pydantic import BaseModel, Field, PrivateAttr
+except ImportError as error:
+    raise MissingExtraError(f"classes for LangChain need: pip install langchain-core ({error})") from error
+
+
+class LangChainEmbeddings(Embeddings):  # type: ignore[misc,unused-ignore]
+    """Vectors of documents and queries.
+
+    Parameters
+    ----------
+    model
+        Model, as for :class:`metal_prefill.Model`. It must pool the states of a text into one vector.
+    query, document
+        Instruction for queries and for documents, see :meth:`metal_prefill.Model.embed`; ``"query"`` and
+        ``"document"`` select the prompts of the model.
+    model_options
+        Options of :class:`metal_prefill.Model`, such as ``{"threads": 2}``.
+    options
+        Options of :meth:`metal_prefill.Model.embed`, such as ``dimensions``.
+    """
+
+    def __init__(
+        self,
+        model: str | None = None,
+        *,
+        query: str | None = None,
+        document: str | None = None,
+        model_options: dict[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
+        self._embedder = Embedder(model, query, document, model_options or {}, options)
+
+    def embed_documents(self, texts: list[str]) -> list[list[float]]:
+        """Return the vectors of documents."""
+        return self._embedder.documents(texts)
+
+    def embed_query(self, text: str) -> list[float]:
+        """Return the vector of a query."""
+        return self._embedder.query(text)
+
+
+class LangChainChat(BaseChatModel):  # type: ignore[misc,unused-ignore]
+    """Chat model with the template of its file.
+
+    Asynchronous calls share passes. ``with_structured_output`` constrains answers to the schema, which needs
+    the extra ``guide``.
+    """
+
+    model: str | None = Field(default=None, description="model, as for metal_prefill.Model")
+    max_tokens: int = Field(default=512, ge=1, description="maximum length of the answer in tokens")
+    options: dict[str, Any] = Field(
+        default_factory=dict, description="options of metal_prefill.Session.generate, such as temperature"
+    )
+    model_options: dict[str, Any] = Field(
+        default_factory=dict, description="options of metal_prefill.Model, such as threads"
+    )
+    _writer: Writer = PrivateAttr()
+
+    def model_post_init(self, context: Any, /) -> None:
+        """Open the model."""
+        super().model_post_init(context)
+        self._writer = Writer(self.model, self.model_options)
+
+    @property
+    def _llm_type(self) -> str:
+        return "metal_prefill"
+
+    @property
+    def _identifying_params(self) -> dict[str, Any]:
+        return {"model": self._writer.name, "max_tokens": self.max_tokens, **self.options}
+
+    def _arguments(
+        self, messages: list[Any], stop: list[str] | None, options: dict[str, Any]
+    ) -> tuple[Any, dict[str, Any]]:
+        stops = [*self.options.get("stop", ()), *(stop or ())]
+        merged = {"max_tokens": self.max_tokens, **self.options, **options, "stop": stops}
+        merged.pop("ls_structured_output_format", None)  # for tracing
+        return convert_to_openai_messages(messages), merged
+
+    def _stream(
+        self, messages: list[Any], stop: list[str] | None = None, run_manager: Any = None, **kwargs: Any
+    ) -> Iterator[Any]:
+        for text in self._writer.stream(*self._arguments(messages, stop, kwargs)):
+            chunk = ChatGenerationChunk(message=AIMessageChunk(content=text))
+            if run_manager:
+                run_manager.on_llm_new_token(text, chunk=chunk)
+            yield chunk
+
+    async def _astream(
+        self, messages: list[Any], stop: list[str] | None = None, run_manager: Any = None, **kwargs: Any
+    ) -> AsyncIterator[Any]:
+        async for text in self._writer.stream_async(*self._arguments(messages, stop, kwargs)):
+            chunk = ChatGenerationChunk(message=AIMessageChunk(content=text))
+            if run_manager:
+                await run_manager.on_llm_new_token(text, chunk=chunk)
+            yield chunk
+
+    def _generate(
+        self, messages: list[Any], stop: list[str] | None = None, run_manager: Any = None, **kwargs: Any
+    ) -> Any:
+        return _result("".join(self._writer.stream(*self._arguments(messages, stop, kwargs))))
+
+    async def _agenerate(
+        self, messages: list[Any], stop: list[str] | None = None, run_manager: Any = None, **kwargs: Any
+    ) -> Any:
+        pieces = self._writer.stream_async(*self._arguments(messages, stop, kwargs))
+        return _result("".join([text async for text in pieces]))
+
+    def with_structured_output(self, schema: Any, *, include_raw: bool = False, **kwargs: Any) -> Any:
+        """Return a runnable whose answers match a class of pydantic or a JSON schema."""
+        if include_raw or kwargs:
+            raise ValueError(f"include_raw and {', '.join(kwargs) or 'methods'} are not supported")
+        typed = isinstance(schema, type) and issubclass(schema, BaseModel)
+        parser = PydanticOutputParser(pydantic_object=schema) if typed else JsonOutputParser()
+        return self.bind(json_schema=schema.model_json_schema() if typed else schema) | parser
+
+
+def _result(text: str) -> Any:
+    return ChatResult(generations=[ChatGeneration(message=AIMessage(content=text))])
+
+
+class LangChainReranker(BaseDocumentCompressor):  # type: ignore[misc,unused-ignore]
+    """The documents most relevant to a query, best first, with ``relevance_score`` in their metadata."""
+
+    model: str | None = Field(default=None, description="model, as for metal_prefill.Model")
+    top_n: int | None = Field(default=None, ge=1, description="number of documents; None keeps all")
+    options: dict[str, Any] = Field(default_factory=dict, description="options of metal_prefill.Model.rerank")
+    model_options: dict[str, Any] = Field(default_factory=dict, description="options of metal_prefill.Model")
+    _model: Model = PrivateAttr()
+
+    def model_post_init(self, context: Any, /) -> None:
+        """Open the model."""
+        super().model_post_init(context)
+        self._model = Model(self.model, **self.model_options)
+
+    def compress_documents(self, documents: Sequence[Any], query: str, callbacks: Any = None) -> list[Any]:
+        """Return documents by their relevance."""
+        if not documents:
+            return []
+        texts = [document.page_content for document in documents]
+        return [
+            documents[found.index].model_copy(
+                update={"metadata": {**documents[found.index].metadata, "relevance_score": found.score}}
+            )
+            for found in self._model.rerank(query, texts, self.top_n, **self.options)
+        ]

@@ -1,0 +1,195 @@
+"""Language model, embeddings and reranker for LlamaIndex.
+
+Needs llama-index-core 0.12 or later (``pip install llama-index-core``).
+
+>>> from metal_prefill.integrations import LlamaIndexEmbeddings, LlamaIndexLLM
+>>> LlamaIndexLLM(model="smollm2", max_tokens=64).complete("Gravity is").text
+>>> LlamaIndexEmbeddings(model="minilm").get_query_embedding("A rose")
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+from metal_prefill.errors import MissingExtraError
+from metal_prefill.integrations._shared import Embedder, Writer
+from metal_prefill.model import Model
+
+try:
+    from llama_index.core.base.embeddings.base import BaseEmbedding
+    from llama_index.core.base.llms.types import (
+        ChatMessage,
+        ChatResponse,
+        CompletionResponse,
+        LLMMetadata,
+    )
+    from llama_index.core.bridge.pydantic import Field, PrivateAttr
+    from llama_index.core.llms import CustomLLM
+    from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_callback
+    from llama_index.core.postprocessor.types import BaseNodePostprocessor
+except ImportError as error:
+    raise MissingExtraError(f"classes for LlamaIndex need: pip install llama-index-core ({error})") from error
+
+
+class LlamaIndexEmbeddings(BaseEmbedding):  # type: ignore[misc,unused-ignore]
+    """Vectors of documents and queries."""
+
+    model: str | None = Field(default=None, description="model, as for metal_prefill.Model")
+    query: str | None = Field(default=None, description="instruction for queries")
+    document: str | None = Field(default=None, description="instruction for documents")
+    options: dict[str, Any] = Field(default_factory=dict, description="options of metal_prefill.Model.embed")
+    model_options: dict[str, Any] = Field(default_factory=dict, description="options of metal_prefill.Model")
+    _embedder: Embedder = PrivateAttr()
+
+    def model_post_init(self, context: Any, /) -> None:
+        """Open the model."""
+        super().model_post_init(context)
+        self._embedder = Embedder(self.model, self.query, self.document, self.model_options, self.options)
+
+    def _get_query_embedding(self, query: str) -> list[float]:
+        return self._embedder.query(query)
+
+    def _get_text_embedding(self, text: str) -> list[float]:
+        (vector,) = self._embedder.documents([text])
+        return vector
+
+    def _get_text_embeddings(self, texts: list[str]) -> list[list[float]]:
+        return self._embedder.documents(texts)
+
+    async def _aget_query_embedding(self, query: str) -> list[float]:
+        return await asyncio.to_thread(self._embedder.query, query)
+
+    async def _aget_text_embedding(self, text: str) -> list[float]:
+        return await asyncio.to_thread(self._get_text_embedding, text)
+
+    async def _aget_text_embeddings(self, texts: list[str]) -> list[list[float]]:
+        return await asyncio.to_thread(self._embedder.documents, texts)
+
+
+class LlamaIndexLLM(CustomLLM):  # type: ignore[misc,unused-ignore]
+    """Language model: answers with the template of its file, and continuations of texts.
+
+    Asynchronous calls share passes.
+    """
+
+    model: str | None = Field(default=None, description="model, as for metal_prefill.Model")
+    max_tokens: int = Field(default=512, ge=1, description="maximum length of a text in tokens")
+    options: dict[str, Any] = Field(
+        default_factory=dict, description="options of metal_prefill.Session.generate, such as temperature"
+    )
+    model_options: dict[str, Any] = Field(default_factory=dict, description="options of metal_prefill.Model")
+    _writer: Writer = PrivateAttr()
+
+    def model_post_init(self, context: Any, /) -> None:
+        """Open the model."""
+        super().model_post_init(context)
+        self._writer = Writer(self.model, self.model_options)
+
+    @property
+    def metadata(self) -> Any:
+        """Lengths, name and kind of the model."""
+        return LLMMetadata(
+            context_window=self._writer.max_context,
+            num_output=self.max_tokens,
+            is_chat_model=True,
+            model_name=self._writer.name,
+        )
+
+    def _options(self, options: dict[str, Any]) -> dict[str, Any]:
+        return {"max_tokens": self.max_tokens, **self.options, **options}
+
+    @llm_completion_callback()  # type: ignore[misc,untyped-decorator,unused-ignore]
+    def complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> Any:
+        """Return the continuation of a text."""
+        return CompletionResponse(text="".join(self._writer.stream(prompt, self._options(kwargs))))
+
+    @llm_completion_callback()  # type: ignore[misc,untyped-decorator,unused-ignore]
+    def stream_complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> Any:
+        """Yield the continuation of a text as it is written."""
+        return _growing(self._writer.stream(prompt, self._options(kwargs)), _completion)
+
+    @llm_completion_callback()  # type: ignore[misc,untyped-decorator,unused-ignore]
+    async def acomplete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> Any:
+        """Return the continuation of a text."""
+        pieces = self._writer.stream_async(prompt, self._options(kwargs))
+        return CompletionResponse(text="".join([text async for text in pieces]))
+
+    @llm_completion_callback()  # type: ignore[misc,untyped-decorator,unused-ignore]
+    async def astream_complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> Any:
+        """Yield the continuation of a text as it is written."""
+        return _growing_async(self._writer.stream_async(prompt, self._options(kwargs)), _completion)
+
+    @llm_chat_callback()  # type: ignore[misc,untyped-decorator,unused-ignore]
+    def chat(self, messages: Sequence[Any], **kwargs: Any) -> Any:
+        """Return the answer to messages."""
+        return _answer("".join(self._writer.stream(_plain(messages), self._options(kwargs))))
+
+    @llm_chat_callback()  # type: ignore[misc,untyped-decorator,unused-ignore]
+    def stream_chat(self, messages: Sequence[Any], **kwargs: Any) -> Any:
+        """Yield the answer to messages as it is written."""
+        return _growing(self._writer.stream(_plain(messages), self._options(kwargs)), _answer)
+
+    @llm_chat_callback()  # type: ignore[misc,untyped-decorator,unused-ignore]
+    async def achat(self, messages: Sequence[Any], **kwargs: Any) -> Any:
+        """Return the answer to messages."""
+        pieces = self._writer.stream_async(_plain(messages), self._options(kwargs))
+        return _answer("".join([text async for text in pieces]))
+
+    @llm_chat_callback()  # type: ignore[misc,untyped-decorator,unused-ignore]
+    async def astream_chat(self, messages: Sequence[Any], **kwargs: Any) -> Any:
+        """Yield the answer to messages as it is written."""
+        return _growing_async(self._writer.stream_async(_plain(messages), self._options(kwargs)), _answer)
+
+
+def _plain(messages: Iterable[Any]) -> list[dict[str, str]]:
+    return [{"role": message.role.value, "content": message.content or ""} for message in messages]
+
+
+def _completion(text: str, delta: str | None = None) -> Any:
+    return CompletionResponse(text=text, delta=delta)
+
+
+def _answer(text: str, delta: str | None = None) -> Any:
+    return ChatResponse(message=ChatMessage(role="assistant", content=text), delta=delta)
+
+
+def _growing(pieces: Iterable[str], response: Callable[[str, str], Any]) -> Iterator[Any]:
+    whole = ""
+    for piece in pieces:
+        whole += piece
+        yield response(whole, piece)
+
+
+async def _growing_async(
+    pieces: AsyncIterator[str], response: Callable[[str, str], Any]
+) -> AsyncIterator[Any]:
+    whole = ""
+    async for piece in pieces:
+        whole += piece
+        yield response(whole, piece)
+
+
+class LlamaIndexReranker(BaseNodePostprocessor):  # type: ignore[misc,unused-ignore]
+    """The nodes that are most relevant to a query, best first, with their scores."""
+
+    model: str | None = Field(default=None, description="model, as for metal_prefill.Model")
+    top_n: int | None = Field(default=None, ge=1, description="number of nodes; None keeps all")
+    options: dict[str, Any] = Field(default_factory=dict, description="options of metal_prefill.Model.rerank")
+    model_options: dict[str, Any] = Field(default_factory=dict, description="options of metal_prefill.Model")
+    _model: Model = PrivateAttr()
+
+    def model_post_init(self, context: Any, /) -> None:
+        """Open the model."""
+        super().model_post_init(context)
+        self._model = Model(self.model, **self.model_options)
+
+    def _postprocess_nodes(self, nodes: list[Any], query_bundle: Any = None) -> list[Any]:
+        if query_bundle is None:
+            raise ValueError("ranking nodes needs a query: pass query_str or query_bundle")
+        if not nodes:
+            return []
+        texts = [node.get_content() for node in nodes]
+        ranked = self._model.rerank(query_bundle.query_str, texts, self.top_n, **self.options)
+        return [nodes[found.index].model_copy(update={"score": found.score}) for found in ranked]

@@ -1,0 +1,56 @@
+"""Answers, vectors and ranks of the classes for LangChain: whole, streamed, in batches and asynchronous."""
+
+import asyncio
+import json
+import sys
+from typing import Literal
+
+from langchain_core.documents import Document
+from langchain_core.messages import HumanMessage, SystemMessage
+from pydantic import BaseModel
+
+from metal_prefill.integrations import LangChainChat, LangChainEmbeddings, LangChainReranker
+
+demo, embedding, reranker, *texts = sys.argv[1:]
+
+
+class Reply(BaseModel):
+    """A reply."""
+
+    word: Literal["aye", "nay"]
+
+
+chat = LangChainChat(model=demo, max_tokens=12, model_options={"device": "cpu"})
+asked = [SystemMessage("Speak thou briefly."), HumanMessage("Who art thou?")]
+prompts = [[HumanMessage(text)] for text in texts]
+
+
+async def asynchronous() -> dict[str, object]:
+    streamed = [chunk.content async for chunk in chat.astream(asked)]
+    return {
+        "answer": (await chat.ainvoke(asked)).content,
+        "streamed": "".join(streamed),
+        "batch": [answer.content for answer in await chat.abatch(prompts)],
+        "documents": await vectors.aembed_documents(texts),
+    }
+
+
+vectors = LangChainEmbeddings(embedding, query="query", dimensions=8, model_options={"device": "cpu"})
+ranks = LangChainReranker(model=reranker, top_n=2, model_options={"device": "cpu"})
+documents = [Document(text, metadata={"place": i}) for i, text in enumerate(texts)]
+print(
+    json.dumps(
+        {
+            "answer": chat.invoke(asked).content,
+            "streamed": "".join(chunk.content for chunk in chat.stream(asked)),
+            "stopped": chat.invoke(asked, stop=[" "]).content,
+            "batch": [answer.content for answer in chat.batch(prompts)],
+            "typed": chat.with_structured_output(Reply).invoke("Aye or nay?").word,
+            "schema": chat.with_structured_output(Reply.model_json_schema()).invoke("Aye or nay?"),
+            "documents": vectors.embed_documents(texts),
+            "query": vectors.embed_query(texts[0]),
+            "ranked": [d.metadata for d in ranks.compress_documents(documents, texts[0])],
+            "asynchronous": asyncio.run(asynchronous()),
+        }
+    )
+)
