@@ -20,10 +20,6 @@ from pathlib import Path
 
 from metal_prefill._support.arguments import Progress
 from metal_prefill._support.atomic_write import replacing
-from metal_prefill.conversion._adapter import FILE as ADAPTER_FILE
-from metal_prefill.conversion._body import ADAPTER, body_folder, module_folders, refuse_adapter, token_heads
-from metal_prefill.conversion._fields import MAX_FILE_NAME
-from metal_prefill.conversion._weights import FILE, source_files
 from metal_prefill.errors import GGUFError
 from metal_prefill.hub._bundled_models import PACKAGED
 from metal_prefill.hub._download import REPOSITORY, resolve_model
@@ -141,6 +137,8 @@ def _convert(
 
 def _shortened(name: str) -> str:
     """Return the first characters of a name, with which that of a file is not too long."""
+    from metal_prefill.conversion._fields import MAX_FILE_NAME
+
     return os.fsencode(name)[: MAX_FILE_NAME - 64].decode("utf-8", "ignore")
 
 
@@ -155,6 +153,17 @@ def _cache() -> Path:
 
 def _key(folder: Path, adapter: Path | None = None, *, whole: bool = False) -> str:
     """Return a hash of what a conversion depends on: all bytes, or samples and modification times."""
+    # Imported here, as files need no conversion.
+    from metal_prefill.conversion._adapter import FILE as ADAPTER_FILE
+    from metal_prefill.conversion._body import (
+        ADAPTER,
+        body_folder,
+        module_folders,
+        refuse_adapter,
+        token_heads,
+    )
+    from metal_prefill.conversion._weights import FILE, source_files
+
     if adapter is None:
         refuse_adapter(folder)
     weights = source_files(body_folder(folder))
