@@ -89,7 +89,7 @@ TRANSPOSED = r"blk\.\d+\.(attn_qkv|attn_output|ffn_up|ffn_down)\.weight"  # in G
 
 def transposed(config: Fields, name: str, values: Values) -> Values:
     """Return a matrix with the columns as rows."""
-    return values.T
+    return np.transpose(values)
 
 
 def heads_last(config: Fields, name: str, values: Values) -> Values:
