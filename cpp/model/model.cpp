@@ -104,8 +104,9 @@ void validate(const Model& model) {
           "an embedding of its own width needs its projection, and a text that enters as a whole");
   require(c.distinct_layers >= 0 && c.distinct_layers <= c.n_layers,
           "layers with weights of their own must be some of all");
-  require(c.relative_rows >= 0 && c.context_length <= std::numeric_limits<int>::max() / 2,
-          "rows of relative positions and distances must be countable");
+  require(c.relative_rows >= 0, "rows of relative positions must not be negative");
+  require(c.relative_rows == 0 || c.context_length <= std::numeric_limits<int>::max() / 2,
+          "distances of relative positions must be countable");
   require(c.relative_rows == 0 || (model.relative_row_of && !c.causal && c.n_heads == c.n_kv_heads),
           "relative positions need their rows, keys for each head, and a text that enters as a whole");
   require(c.token_types == 0 || (model.token_types && !c.causal),

@@ -34,7 +34,7 @@ def row(kind: str, modules: str = "", other: str = "") -> dict[str, str]:
         (row("ElectraForSequenceClassification"), ""),
         (row("DistilBertForMaskedLM", "Router Transformer SpladePooling SparseStaticEmbedding"), ""),
         (row("NewForMaskedLM", "Transformer SpladePooling"), ""),
-        (row("ElectraForMaskedLM", "Transformer SpladePooling"), "the head of ElectraForMaskedLM"),
+        (row("ElectraForMaskedLM", "Transformer SpladePooling"), ""),
         (row("NomicBertForSequenceClassification"), "the head of NomicBertForSequenceClassification"),
         (row("CLIPModel", "Transformer"), "class CLIPModel"),
         (row("BertModel", "Transformer LSTM"), "module LSTM"),

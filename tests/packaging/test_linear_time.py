@@ -46,6 +46,7 @@ class Made(NamedTuple):
 MADE = {
     "conversion/_sources.py: f(.+?)({|.join(TASKS)})": Made("(.+?)(ForCausalLM|Model)"),
     "conversion/_sources.py: pattern": Made(r"cls\.(predictions|seq_relationship)\..*"),
+    "conversion/_sources.py: source.made": Made(r"attn_rel_row\.weight|blk\.\d+\.attn_rel_[kq]\.weight"),
     "conversion/_writing.py: f{pattern}.bias": Made(r"blk\.\d+\.attn_(q|k|v|output)\.bias"),
     "conversion/_writing.py: pattern": Made(r"blk\.\d+\.attn_[qk]\.(weight|bias)"),
     "tasks/_prompts.py: pattern": Made(r"\be5-.*instruct|\bbge-.*\bzh\b", 200),
