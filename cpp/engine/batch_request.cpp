@@ -21,7 +21,7 @@ BatchRequest::BatchRequest(Engine& engine, Request& request) : engine_(engine), 
     throw std::invalid_argument("an output of " + std::to_string(rows) + " rows is not known");
 }
 
-int BatchRequest::behind() const {
+int BatchRequest::to_recompute() const {
   const Session* session = request_.session;
   return session ? int(session->tokens_.size() - session->cached()) : 0;
 }
@@ -78,7 +78,7 @@ void BatchRequest::begin() {
 
 void BatchRequest::find_known() {
   Session& session = *request_.session;
-  std::size_t again = std::size_t(behind());  // known tokens to recompute
+  std::size_t again = std::size_t(to_recompute());  // known tokens
   if (reuses()) {
     const std::span<const TokenId> wanted = request_.tokens;
     const int most = std::min(without_output(), int(wanted.size()) - 1);
@@ -105,7 +105,7 @@ void BatchRequest::check_unchanged() const {
 
 // Updates what the planner knows.
 void BatchRequest::plan() {
-  const int again = behind();
+  const int again = to_recompute();
   tokens = request_.tokens;
   done = request_.result.done;
   left = again > 0 ? again : int(tokens.size()) - done;
@@ -189,7 +189,7 @@ bool BatchRequest::continues(int end, StateRef* state) {
 Chunk BatchRequest::chunk(bool to_the_end, std::span<const int> marks) {
   make_own_session();
   reserve(to_the_end);
-  return behind() > 0 ? chunk_again(marks) : next_chunk(marks);
+  return to_recompute() > 0 ? chunk_again(marks) : next_chunk(marks);
 }
 
 Chunk BatchRequest::next_chunk(std::span<const int> marks) {
@@ -231,7 +231,7 @@ void BatchRequest::finish(const Chunk& chunk) {
                 std::size_t(engine_.config().vocab_size));
   Session& session = *request_.session;
   request_.result.computed += int(chunk.tokens.size());
-  if (behind() > 0) {
+  if (to_recompute() > 0) {
     states()->advance(chunk.states, int(chunk.tokens.size()));
     return plan();
   }

@@ -48,7 +48,7 @@ class BatchRequest final : public PlannedRequest {
   int without_output() const { return int(request_.tokens.size()) - rows_of(request_.output); }
   bool reuses() const { return request_.prefix == Prefix::kReuse; }
   // Tokens of the session whose state is unknown: they are computed again before those of the request.
-  int behind() const;
+  int to_recompute() const;
 
   void check() const;
   void find_known();

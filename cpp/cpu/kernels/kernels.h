@@ -222,7 +222,7 @@ struct AttentionHead {
 // (arXiv:2006.03654). Keys and queries of relative positions have `stride` floats a row.
 struct RelativeQuery {
   const float* q;  // [dim]
-  const float* k;  // keys of positions from 0 on, k_stride apart
+  const float* k;  // keys, the first of position 0; a row each k_stride elements
   std::size_t k_stride;
   const float *keys, *queries;  // of relative positions
   std::size_t stride;

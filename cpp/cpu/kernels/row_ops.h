@@ -307,16 +307,14 @@ inline void subtract_distances(float* scores, float slope, int own, int n) {
   for (int i = 0; i < n; ++i) scores[i] -= slope * std::fabs(float(i - own));
 }
 
+inline void add_scores(float* scores, const float* added, int n) {
+  for (int i = 0; i < n; ++i) scores[i] += added[i];
+}
+
 // Adds the relative position bias to `n` scores of a span; `distance` is that of the first key from the
 // query.
 inline void add_bias(float* scores, const float* bias, int distance, int n) {
-  const float* from = bias + std::clamp(distance, -kBiasMargin, BIAS_REACH);
-  for (int i = 0; i < n; ++i) scores[i] += from[i];
-}
-
-// Adds what is known of each position to `n` scores.
-inline void add_scores(float* scores, const float* added, int n) {
-  for (int i = 0; i < n; ++i) scores[i] += added[i];
+  add_scores(scores, bias + std::clamp(distance, -kBiasMargin, BIAS_REACH), n);
 }
 
 void relative_scores(const RelativeQuery& query, float* out) {
