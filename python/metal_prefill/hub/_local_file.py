@@ -103,11 +103,10 @@ def converted(folder: Path, name: str, adapter: Path | None = None, progress: Pr
     """Return the path of a folder's conversion in the cache, writing it if it is not there."""
     key = _key(folder, adapter)
     found = cache_folder() / "converted-from" / f"{_shortened(name)}-{key[:_KEY_DIGITS]}"
-    try:
-        path = _cache() / found.read_text()
-    except OSError:
-        path = found
-    if path == found or not path.is_file():
+    path = None
+    with suppress(OSError):
+        path = _cache() / found.read_text("utf-8", "replace")
+    if path is None or not path.is_file():
         content = _key(folder, adapter, whole=True)
         path = _cache() / f"{_shortened(name)}-{content[:_KEY_DIGITS]}.gguf"
         if not path.is_file():
@@ -115,7 +114,7 @@ def converted(folder: Path, name: str, adapter: Path | None = None, progress: Pr
         with suppress(OSError):  # a read-only file system
             found.parent.mkdir(exist_ok=True)
             with replacing(found) as temporary:
-                temporary.write_text(path.name)
+                temporary.write_text(path.name, "utf-8")
     with suppress(OSError):  # a read-only file system cannot record the time of use
         os.utime(path, ns=(time.time_ns(), path.stat().st_mtime_ns))
     return path
