@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.gpt_folders import RECORDED
-from support.model_folders import DIM, HEADS, read, values
+from support.model_folders import DIM, HEADS, check_refused, read, values
 
 from metal_prefill import GGUFError, UnsupportedModelError
 from metal_prefill.conversion import convert
@@ -77,7 +77,4 @@ def test_heads_of_gpt_neox_are_stacked_by_their_part(tmp_path: Path) -> None:
 def test_other_variants_are_refused(
     tmp_path: Path, name: str, changes: dict[str, Any], error: type[Exception], message: str
 ) -> None:
-    folder = RECORDED[name](tmp_path / "m")
-    folder.config |= changes
-    with pytest.raises(error, match=message):
-        convert(folder.write(), tmp_path / "m.gguf")
+    check_refused(RECORDED[name](tmp_path / "m"), changes, error, message)

@@ -8,10 +8,12 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pytest
 from gguf import quants
 from safetensors.numpy import save_file
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers, processors, trainers
 
+from metal_prefill.conversion import convert
 from metal_prefill.text._vocabulary import PRE_TOKENIZERS
 from support import encoder_tokenizers
 from support.comparison import VERSE
@@ -74,6 +76,13 @@ class Folder:
             settings = {"in_features": shape[1], "out_features": shape[0], "bias": False}
             self.json(f"{name}/config.json", {**settings, "activation_function": IDENTITY})
             save_file({"linear.weight": values(shape)}, self.path / name / "model.safetensors")
+
+
+def check_refused(folder: Folder, changes: dict[str, Any], error: type[Exception], message: str) -> None:
+    """Check that a folder does not convert after these changes of its configuration."""
+    folder.config |= changes
+    with pytest.raises(error, match=message):
+        convert(folder.write(), folder.path.parent / "m.gguf")
 
 
 def read(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
