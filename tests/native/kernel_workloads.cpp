@@ -34,7 +34,7 @@ FloatRows random_rows(Buffer& memory, int rows, int cols) {
 
 struct ProductState {
   const Kernels& kernels;
-  Buffer file, packed, input, tiles, super_tiles, pairs, output;
+  Buffer file, packed, input, tiles, super_tiles, pairs, rotated, terms, output;
   std::vector<Linear> copies;
   std::vector<Scratch> scratch;
   Activations x;
@@ -54,6 +54,13 @@ struct AttentionState {
   std::vector<Scratch> scratch;
 };
 
+Compute compute_named(const std::string& name) {
+  if (name == "int8") return Compute::kInt8;
+  if (name == "bf16") return Compute::kBf16;
+  if (name == "w8a8") return Compute::kW8A8;
+  throw std::invalid_argument("compute must be int8, bf16 or w8a8, not " + name);
+}
+
 }  // namespace
 
 std::unique_ptr<Workload> product_workload(const std::string& set, std::uint32_t type, int rows, int cols,
@@ -72,18 +79,19 @@ std::unique_ptr<Workload> product_workload(const std::string& set, std::uint32_t
   for (std::size_t i = 0; i < bytes; ++i) w.file.data()[i] = std::byte(0x20 | (random() >> 8 & 0x1f));
   const Tensor tensor{"weight", TensorType(type), rows, cols, w.file.data(), bytes};
 
-  Linear linear = linear_of(tensor, compute == "bf16" ? Compute::kBf16 : Compute::kInt8, kernels);
+  Linear linear = linear_of(tensor, compute_named(compute), kernels);
   PackedMatrix& matrix = linear.packed;
   const std::size_t packed = matrix.group_bytes() * std::size_t(matrix.groups());
   const std::size_t n_copies = packed > 0 ? 1 + kColdBytes / packed : 1;
   w.packed = Buffer(packed * n_copies, "packed weights");
+  Buffer memory(std::max<std::size_t>(packing_bytes_of(linear), 1), "weights while they are packed");
   for (std::size_t i = 0; i < n_copies; ++i) {
     std::byte* blocks = w.packed.data() + i * packed;
     matrix.blocks = blocks;
     if (i > 0) {
       std::memcpy(blocks, w.packed.data(), packed);
     } else if (packed > 0) {
-      for (int group = 0; group < matrix.groups(); ++group) pack_group(tensor, group, matrix.group(group));
+      for (int group = 0; group < matrix.groups(); ++group) pack(linear, group, kernels, memory.data());
     }
     w.copies.push_back(linear);
   }
@@ -108,6 +116,16 @@ std::unique_ptr<Workload> product_workload(const std::string& set, std::uint32_t
     w.x.bfloat16.data = w.pairs.as<std::uint16_t>();
     kernels.round_to_bfloat16(w.x.f32.data, w.x.f32.stride, tokens, cols, w.x.bfloat16.data,
                               w.x.bfloat16.stride);
+  }
+  if (w.copies[0].rotated()) {
+    w.x.rotated.stride = round_up(std::size_t(cols), kRotatedCols) + kRotatedCols;
+    w.rotated = Buffer(n_tiles * kTileTokens * w.x.rotated.stride, "activations");
+    w.x.rotated.data = w.rotated.data();
+    w.terms = Buffer(std::size_t(tokens) * sizeof(RotatedRows::Terms), "activations");
+    w.x.rotated.terms = w.terms.as<RotatedRows::Terms>();
+    std::vector<float> row(round_up(std::size_t(cols), kRotatedCols));
+    for (int t = 0; t < tokens; ++t)
+      kernels.rotate(w.x.f32.row(t), cols, row.data(), w.x.rotated.row(t), w.x.rotated.terms[t]);
   }
   w.out = random_rows(w.output, tokens, rows);
   w.scratch.resize(std::size_t(threads));

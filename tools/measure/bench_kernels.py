@@ -26,6 +26,7 @@ from metal_prefill.commands import common
 
 # Rows and columns of SmolLM-135M: attention's output, Q K V as one, gate and up as one, down, the head.
 SHAPES = ((576, 576), (960, 576), (3072, 576), (576, 1536), (49152, 576))
+HEAD_ROWS = 32_000  # a matrix with more is a head
 HEADS, KV_HEADS, HEAD_DIM = 9, 3, 64
 MAX_HEAD_ROWS = 32  # tokens whose logits the engine computes at a time
 TOKENS = (1, 8, 32, 128, 512)
@@ -85,7 +86,12 @@ def measure(
 
 
 def cases(
-    isa: str, types: Sequence[str], tokens: Sequence[int], threads: int, compute: str
+    isa: str,
+    types: Sequence[str],
+    shapes: Sequence[tuple[int, int]],
+    tokens: Sequence[int],
+    threads: int,
+    compute: str,
 ) -> Iterator[tuple[str, str, int, Callable[[], Timed]]]:
     """Yield each step's name, the limit of its arithmetic, its number of tokens, and how to make it."""
     steps: Any = importlib.import_module("_cpu_testing")
@@ -93,11 +99,11 @@ def cases(
     for name in types:
         kind = GGMLQuantizationType[name]
         block, _ = GGML_QUANT_SIZES[kind]
-        limit = "int8" if block > 1 and compute == "int8" else "float32"
+        limit = "int8" if compute == "w8a8" or block > 1 and compute == "int8" else "float32"
         limit = "bfloat16" if pairs and (compute == "bf16" or name == "BF16") else limit
-        for rows, cols in SHAPES:
+        for rows, cols in shapes:
             for n in tokens:
-                if cols % block == 0 and (rows != SHAPES[-1][0] or n <= MAX_HEAD_ROWS):
+                if cols % block == 0 and (rows <= HEAD_ROWS or n <= MAX_HEAD_ROWS):
                     make = partial(steps.product_workload, isa, int(kind), rows, cols, n, threads, compute)
                     yield f"{name} {rows}x{cols}", limit, n, make
     for n in ATTENTION_TOKENS:
@@ -115,11 +121,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     names = lambda text: text.split(",")  # noqa: E731
     parser.add_argument("--types", type=names, default=TYPES, help="of matrices (default: %(default)s)")
+    shapes = lambda text: [tuple(map(int, shape.split("x"))) for shape in names(text)]  # noqa: E731
+    parser.add_argument("--shapes", type=shapes, default=SHAPES, metavar="ROWSxCOLS,...", help="of matrices")
     parser.add_argument("--tokens", type=common.positives, default=TOKENS, help="(default: %(default)s)")
     parser.add_argument("-t", "--threads", type=common.positives, help="(default: one, and all cores)")
     parser.add_argument("-r", "--repetitions", type=common.positive, default=9, help="samples of each")
     parser.add_argument("--isa", choices=_core.cpu.kernel_sets(), help="kernel set (default: the fastest)")
-    parser.add_argument("--compute", choices=("int8", "bf16"), default="int8", help="(default: %(default)s)")
+    parser.add_argument("--compute", choices=("int8", "bf16", "w8a8"), default="int8", help="(default: %(default)s)")
     options = parser.parse_args(arguments)
     if unknown := set(options.types) - GGMLQuantizationType.__members__.keys():
         parser.error(f"no tensor types: {', '.join(sorted(unknown))}")
@@ -135,7 +143,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     for name in _core.cpu.peaks(isa)
                 }
                 for kernel, limit, n, make in cases(
-                    isa, options.types, options.tokens, threads, options.compute
+                    isa, options.types, options.shapes, options.tokens, threads, options.compute
                 ):
                     rate, *shares = measure(make(), limits[limit], limits["memory"], options.repetitions)
                     row = (kernel, str(n), str(threads), f"{rate.median / 1e9:,.1f}", limit)
