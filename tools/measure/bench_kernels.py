@@ -99,7 +99,7 @@ def cases(
     for name in types:
         kind = GGMLQuantizationType[name]
         block, _ = GGML_QUANT_SIZES[kind]
-        limit = "int8" if compute == "w8a8" or block > 1 and compute == "int8" else "float32"
+        limit = "int8" if compute == "w8a8" or (block > 1 and compute == "int8") else "float32"
         limit = "bfloat16" if pairs and (compute == "bf16" or name == "BF16") else limit
         for rows, cols in shapes:
             for n in tokens:
@@ -127,7 +127,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("-t", "--threads", type=common.positives, help="(default: one, and all cores)")
     parser.add_argument("-r", "--repetitions", type=common.positive, default=9, help="samples of each")
     parser.add_argument("--isa", choices=_core.cpu.kernel_sets(), help="kernel set (default: the fastest)")
-    parser.add_argument("--compute", choices=("int8", "bf16", "w8a8"), default="int8", help="(default: %(default)s)")
+    modes = ("int8", "bf16", "w8a8")
+    parser.add_argument("--compute", choices=modes, default="int8", help="(default: %(default)s)")
     options = parser.parse_args(arguments)
     if unknown := set(options.types) - GGMLQuantizationType.__members__.keys():
         parser.error(f"no tensor types: {', '.join(sorted(unknown))}")
