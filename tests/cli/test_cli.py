@@ -286,7 +286,7 @@ def test_synth_writes_a_model_that_runs(tmp_path: Path, capsys: pytest.CaptureFi
         ["bench", "-p", "32,32", "--demo"],
         ["bench", "-p", "5000", "--demo"],
         ["bench", "-p", "", "-n", "0", "--demo"],
-        ["bench", "--demo", "model.gguf"],
+        ["bench", "--demo", "-m", "model.gguf"],
         ["bench", "--demo", "--compare", "nobody"],
         ["perplexity"],
     ],
@@ -300,7 +300,7 @@ def test_usage_errors_exit_with_two(arguments: list[str], capsys: pytest.Capture
 
 def test_a_missing_file_exits_with_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "none.gguf"
-    for command in (["run", "-p", "a", "-m"], ["info", "-m"], ["bench"], ["run", "-f"]):
+    for command in (["run", "-p", "a", "-m"], ["info", "-m"], ["bench", "-m"], ["run", "-f"]):
         assert cli.main([*command, str(path)]) == 1
         (line,) = capsys.readouterr().err.splitlines()
         hint = "" if command == ["run", "-f"] else "; a model is a GGUF file"

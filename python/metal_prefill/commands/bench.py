@@ -72,15 +72,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     modes = parser.add_subparsers(dest="mode", metavar="MODE", title="what to measure", required=True)
     for name, mode in _MODES.items():
         added = modes.add_parser(name, help=mode.help, description=f"{mode.help[0].upper()}{mode.help[1:]}.")
-        added.add_argument(
-            "-m",
-            "--model",
+        model = added.add_mutually_exclusive_group()
+        model.add_argument(
+            *("-m", "--model"),
             metavar="FILE",
             help=f"{common.MODEL_HELP} (default: SmolLM-135M's shape with random weights, written once and "
             "cached)",
         )
-        added.add_argument("positional_model", nargs="?", metavar="FILE", help="the same as -m FILE")
-        added.add_argument("--demo", action="store_true", help="measure the bundled model")
+        model.add_argument("--demo", action="store_true", help="measure the bundled model")
         if name == "tokens":
             _add_token_arguments(added)
         elif name == "embed":
@@ -196,12 +195,7 @@ def execute(arguments: argparse.Namespace) -> None:
 def _model(arguments: argparse.Namespace) -> Path | None:
     from metal_prefill import default_model_path
 
-    named = [arguments.model, arguments.positional_model, "--demo" if arguments.demo else None]
-    if len([name for name in named if name]) > 1:
-        raise common.UsageError("name the model once: -m FILE, FILE, or --demo for the bundled model")
-    if arguments.demo:
-        return default_model_path()
-    return common.model_path(arguments.model or arguments.positional_model)
+    return default_model_path() if arguments.demo else common.model_path(arguments.model)
 
 
 def _counted(show: Callable[[str], object] | None) -> Callable[[str, int, int], object] | None:
