@@ -15,7 +15,7 @@ SOURCES := $(shell git ls-files cpp emulator shaders cmake tests/native CMakeLis
 NATIVE := $(shell git ls-files {cpp,emulator,tests/native}/'*.'{cpp,h,mm} 'shaders/*.h' 'shaders/*.metal' 'tests/arm/*.cpp')
 
 .DEFAULT_GOAL := demo
-.PHONY: demo setup check test test-clients test-emulator test-ray test-page test-wheels docs wheels sanitize fuzz soak mutants lint tidy bench bench-kernels bench-report bench-avx2 bench-gpu format cross-macos clean
+.PHONY: demo setup check test test-clients test-emulator test-page test-wheels docs wheels sanitize fuzz soak mutants lint tidy bench bench-kernels bench-report bench-avx2 bench-gpu format cross-macos clean
 
 # Debian packages for the emulator and the tests of the Arm kernels: says in one line what is installed, found or missing.
 setup:
@@ -118,15 +118,6 @@ $(VENV)/.mutators: pyproject.toml $(VENV)/.ready
 
 mutants: build/.emulator $(VENV)/.mutators
 	$(BIN)/python tools/check/mutate.py
-
-# Apart from the rest: Ray takes half a gigabyte and a while to start.
-$(VENV)/.ray: pyproject.toml build/.plain
-	$(PIP) install --no-build-isolation ".[test,ray]" -C build-dir=build/plain
-	@touch $@
-
-test-ray: $(VENV)/.ray
-	$(BIN)/python -m pytest tests/integrations/test_ray.py tests/integrations/test_ray_serve.py tests/integrations/test_ray_example.py \
-	  tests/packaging/test_guide.py
 
 # Clients of other projects, each in an environment of its own.
 CLIENTS := openai-agents pydantic-ai-slim[openai] litellm langchain-openai langchain-core llama-index-core llm lancedb spacy

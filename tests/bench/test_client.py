@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import signal
+import sys
 from pathlib import Path
 
 import pytest
 
 from metal_prefill import bench
-from metal_prefill.bench import _engines
+from metal_prefill.bench import _engines, _process
 from metal_prefill.bench._cases import Case
 from metal_prefill.bench._client import WorkerProcess
 from metal_prefill.bench._engines import Options
@@ -46,3 +48,19 @@ def test_peers_run_in_separate_processes(demo_path: Path) -> None:
         first.close()
         second.close()
     assert first._process.returncode == second._process.returncode == 0
+
+
+@pytest.mark.parametrize("died", [signal.SIGILL, signal.SIGSEGV])
+def test_a_crash_of_llama_cpp_on_amx_names_the_compiler(
+    died: signal.Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = (sys.executable, "-c", f"import os; os.kill(os.getpid(), {int(died)})")
+    for name, has_amx, named in [
+        ("llama.cpp", True, True),
+        ("llama.cpp", False, False),
+        ("openvino", True, False),
+    ]:
+        monkeypatch.setattr(_process, "has_amx", lambda value=has_amx: value)
+        with pytest.raises(bench.BenchError, match=f"its process died \\({died.name}") as error:
+            _process.JsonProcess(name, command, "loading the model")
+        assert ("GCC 12 miscompiles llama.cpp: build it with clang" in str(error.value)) == named

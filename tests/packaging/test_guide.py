@@ -20,7 +20,7 @@ from support.programs import finished
 DOCS = ROOT / "docs"
 PAGES = [DOCS / "index.md", *sorted((DOCS / "tasks").glob("*.md"))]
 FENCE = re.compile(r"^```(\w*)([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-TAGS = {"", "guide", "hub", "minilm", "ray", "serve", "smollm2"}  # requirements of a snippet
+TAGS = {"", "guide", "hub", "minilm", "serve", "smollm2"}  # requirements of a snippet
 
 # Runs numbered snippets as if they were one program, and marks where the output of each begins.
 RUNNER = """
@@ -146,14 +146,6 @@ def test_a_page_runs_with_a_real_model(page: Path, tmp_path: Path, demo_path: Pa
 @pages("minilm")
 def test_a_page_runs_with_a_real_encoder(page: Path, tmp_path: Path, demo_path: Path) -> None:
     run(page, tagged(page, "minilm"), tmp_path, demo_path)
-
-
-@pages("ray")
-def test_a_page_runs_on_ray(page: Path, tmp_path: Path, demo_path: Path) -> None:
-    """Part of ``make test-ray``."""
-    pytest.importorskip("ray.data", reason="needs the extra ray")
-    setup = "import ray\nray.init(num_cpus=3, include_dashboard=False, log_to_driver=False)\n"
-    run(page, [Snippet(1, "python", "", setup, None), *tagged(page, "ray")], tmp_path, demo_path)
 
 
 @pages("serve")

@@ -24,9 +24,9 @@ PUBLIC = {
     "metal_prefill.gpu": [],
     "metal_prefill.hub": ["default_model_path", "fetch", "fetch_folder", "resolve_model"],
     "metal_prefill.integrations": [
-        *("ChromaEmbeddings", "ContinuePrompts", "EmbedTexts", "EmbeddingTransformer", "LangChainChat"),
-        *("LangChainEmbeddings", "LangChainReranker", "LlamaIndexEmbeddings", "LlamaIndexLLM"),
-        *("LlamaIndexReranker", "MetalPrefillLM", "RerankPairs", "ScorePrompts", "serve_app"),
+        *("ChromaEmbeddings", "EmbeddingTransformer", "LangChainChat", "LangChainEmbeddings"),
+        *("LangChainReranker", "LlamaIndexEmbeddings", "LlamaIndexLLM", "LlamaIndexReranker"),
+        "MetalPrefillLM",
     ],
     "metal_prefill.lm_eval": ["MetalPrefillLM"],
     "metal_prefill.model": ["Model"],
@@ -59,8 +59,6 @@ PUBLIC = {
 # Names that need a package which is not a requirement.
 EXTRAS = {
     "ChromaEmbeddings": "chromadb",
-    "ContinuePrompts": "ray",
-    "EmbedTexts": "ray",
     "EmbeddingTransformer": "sklearn",
     "LangChainChat": "langchain_core",
     "LangChainEmbeddings": "langchain_core",
@@ -69,9 +67,6 @@ EXTRAS = {
     "LlamaIndexLLM": "llama_index",
     "LlamaIndexReranker": "llama_index",
     "MetalPrefillLM": "lm_eval",
-    "RerankPairs": "ray",
-    "ScorePrompts": "ray",
-    "serve_app": "ray",
 }
 PROGRAMS = {"metal_prefill.__main__", "metal_prefill.bench.__main__"}  # run by `python -m`
 

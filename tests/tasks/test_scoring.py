@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,7 +10,7 @@ import numpy.typing as npt
 import pytest
 from support.computed_tokens import ComputedTokens
 
-from metal_prefill import ClosedError, ContextOverflowError, MissingExtraError, Model
+from metal_prefill import ClosedError, ContextOverflowError, Model
 
 RNG = np.random.default_rng(11)
 SHARED = RNG.integers(1, 1000, 40)
@@ -116,10 +114,3 @@ def test_a_closed_model_scores_nothing(demo: Model) -> None:
     demo.close()
     with pytest.raises(ClosedError):
         demo.score_many(PROMPTS)
-
-
-def test_bulk_work_names_its_missing_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "ray", None)
-    monkeypatch.delitem(sys.modules, "metal_prefill.integrations._ray", raising=False)
-    with pytest.raises(MissingExtraError, match=r"pip install 'metal_prefill\[ray\]'"):
-        importlib.import_module("metal_prefill.integrations._ray")

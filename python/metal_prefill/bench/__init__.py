@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from metal_prefill.bench._agents import AgentResults
@@ -104,8 +103,6 @@ def run(
     compare
         Peers: ``"llama.cpp"``, ``"openvino"``; they need the extra ``bench``. ``"transformers"``
         and ``"onnxruntime"`` for vectors of texts, with the extra ``bench-transformers``.
-        ``"ik_llama.cpp=PATH"`` and ``"llama-bench=PATH"`` for programs with the options and the JSON of
-        llama-bench.
     patience
         Time budget in seconds for waiting for a degraded machine and repeating samples; after that, all
         samples are accepted.
@@ -144,8 +141,7 @@ def run(
     if not tests:
         task = len(_model_file.task_ids(path)) if speculate else 0
         tests = _cases.make_cases(prompts, n_gen, depth, streams, sampled, task)
-    programs = dict(_engines.split_program(word) for word in compare)
-    names = [_engines.OURS, *programs]
+    names = [_engines.OURS, *dict.fromkeys(compare)]
     for name in names:
         _engines.check_installed(name)
     facts = _model_file.read_facts(path)
@@ -172,8 +168,7 @@ def run(
         for name in names:
             if progress is not None:
                 progress(f"loading {name}", 0, 1)
-            chosen = replace(options, program=programs.get(name, ""))
-            worker = (make_worker or WorkerProcess)(name, chosen, facts.vocab_size)
+            worker = (make_worker or WorkerProcess)(name, options, facts.vocab_size)
             stack.callback(worker.close)
             workers.append(worker)
         calibrator = _machine.Calibrator(threads or _machine.available_threads())

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -21,7 +20,6 @@ import numpy as np
 import numpy.typing as npt
 
 from metal_prefill.bench._cases import Ability, Case, Choice
-from metal_prefill.bench._errors import BenchError
 from metal_prefill.errors import MissingExtraError
 
 Ids = npt.NDArray[np.int32]
@@ -46,8 +44,6 @@ class Options:
         Number of threads; None selects the engine's default.
     device, compute, kv_dtype : str
         As for `metal_prefill.Model`; peers apply them as far as supported.
-    program : str
-        Path of the program to measure; empty for other engines.
     """
 
     path: str
@@ -57,7 +53,6 @@ class Options:
     device: str = "auto"
     compute: str = "int8"
     kv_dtype: str = "f16"
-    program: str = ""
 
     def to_json(self) -> dict[str, Any]:
         """Return the options as keyword arguments."""
@@ -149,22 +144,6 @@ class RankingEngine(Engine):
         """Return the probability of the first of two answers, relative to both, after each prompt."""
 
 
-class ProgramEngine(ABC):
-    """Protocol of an engine that is a program, which runs tests and takes the time itself."""
-
-    @abstractmethod
-    def identity(self) -> Identity:
-        """Return the identity of the engine."""
-
-    @abstractmethod
-    def measure(self, case: Case) -> int:
-        """Run a test once, and return the nanoseconds that the program reports."""
-
-    @abstractmethod
-    def peak_rss(self) -> int:
-        """Largest resident memory of the program so far, in bytes."""
-
-
 class Kind(NamedTuple):
     """Location and requirements of an engine's adapter.
 
@@ -180,8 +159,6 @@ class Kind(NamedTuple):
         Extra of this package that includes it.
     without : mapping
         Reasons why tests of an ability are not measured, by ability.
-    is_program : bool
-        Whether the user gives the path of a program, as ``name=path``.
     """
 
     adapter: str
@@ -189,14 +166,10 @@ class Kind(NamedTuple):
     package: str
     extra: str = "bench"
     without: Mapping[Ability, str] = {}
-    is_program: bool = False
 
 
 _VECTORS_ALONE: Mapping[Ability, str] = dict.fromkeys(
     ("prompts", "streams", "choices", "rerank"), "its vectors alone are"
-)
-_PROMPTS_ALONE: Mapping[Ability, str] = dict.fromkeys(
-    ("streams", "choices", "embed", "rerank"), "only its prompts and decoding are"
 )
 KINDS = {
     OURS: Kind("metal_prefill.bench._peers.metal_prefill", (), "metal_prefill"),
@@ -226,36 +199,7 @@ KINDS = {
         "bench-transformers",
         _VECTORS_ALONE,
     ),
-    **{
-        name: Kind(
-            "metal_prefill.bench._peers.llama_bench", (), name, without=_PROMPTS_ALONE, is_program=True
-        )
-        for name in ("ik_llama.cpp", "llama-bench")
-    },
 }
-
-
-def split_program(word: str) -> tuple[str, str]:
-    """Split ``name=path`` into the name of an engine and the path of its program, empty without one.
-
-    Raises
-    ------
-    ValueError
-        If a program lacks its path, or another engine has one.
-    BenchError
-        If the program does not exist or is not executable.
-    """
-    name, _, program = word.partition("=")
-    if name not in KINDS:
-        return word, ""
-    if KINDS[name].is_program and not program:
-        raise ValueError(f"{name} is a program: give its path, as {name}=/path/to/llama-bench")
-    if program and not KINDS[name].is_program:
-        raise ValueError(f"{name} is not a program: {word!r} must not have a path")
-    found = shutil.which(program) if program else ""
-    if found is None:
-        raise BenchError(f"{program} does not exist or is not executable")
-    return name, found
 
 
 def check_installed(name: str) -> None:
@@ -290,10 +234,7 @@ def why_not(name: str, case: Case) -> str:
     return KINDS[name].without.get(case.ability, "") if name in KINDS else ""
 
 
-def load(name: str, options: Options) -> Engine | ProgramEngine:
+def load(name: str, options: Options) -> Engine:
     """Load the model into an engine."""
-    adapter = importlib.import_module(KINDS[name].adapter)
-    engine: Engine | ProgramEngine = (
-        adapter.load(options, name) if KINDS[name].is_program else adapter.load(options)
-    )
+    engine: Engine = importlib.import_module(KINDS[name].adapter).load(options)
     return engine

@@ -16,10 +16,6 @@ from metal_prefill.bench._machine import has_amx
 TAIL_LINES = 5  # last lines of a process's log in an error message
 
 
-# Processes of llama.cpp that die of an illegal instruction, or of a fault at start, on processors with AMX.
-_LLAMA_CPP = ("llama.cpp", "llama-bench", "ik_llama.cpp")
-
-
 def describe_exit(name: str, code: int) -> str:
     """Describe the exit status of a process; a signal is negative.
 
@@ -28,7 +24,7 @@ def describe_exit(name: str, code: int) -> str:
     if code >= 0:
         return f"exit code {code}"
     died = signal.Signals(-code)
-    if name in _LLAMA_CPP and died in (signal.SIGILL, signal.SIGSEGV, signal.SIGBUS) and has_amx():
+    if name == "llama.cpp" and died in (signal.SIGILL, signal.SIGSEGV, signal.SIGBUS) and has_amx():
         return (
             f"{died.name}; this processor has AMX, for which GCC 12 miscompiles llama.cpp: build it with "
             "clang or a later GCC"

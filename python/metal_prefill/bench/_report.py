@@ -86,7 +86,7 @@ def _speeds(results: Rows) -> Grid:
 
 
 def _load_cell(row: Row) -> str:
-    return f"{row.load_ns / 1e9:.2f}" if row.load_ns else ""
+    return f"{row.load_ns / 1e9:.2f}"
 
 
 def _speed_cell(row: Row) -> str:
@@ -113,7 +113,7 @@ def _ratios(results: Rows) -> Grid:
             [
                 engine,
                 *(_ratio_cell(row) for row in of_engine),
-                f"{first.load_ns / ours.load_ns:.2f}x" if first.load_ns else "",
+                f"{first.load_ns / ours.load_ns:.2f}x",
                 f"{first.peak_rss / ours.peak_rss:.2f}x",
             ]
         )

@@ -48,7 +48,7 @@ class Row:
         Numbers of samples from a degraded machine that were dropped, and that were kept for lack of better
         ones.
     load_ns : int
-        Load time in nanoseconds; 0 for a program, which loads the model for each sample.
+        Load time in nanoseconds.
     peak_rss : int
         Largest resident memory of the engine's process over the whole benchmark, in bytes.
     limit_ts : float or None

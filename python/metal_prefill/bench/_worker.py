@@ -23,7 +23,6 @@ from metal_prefill.bench._engines import (
     ChoosingEngine,
     Engine,
     Ids,
-    ProgramEngine,
     RankingEngine,
     TextEngine,
 )
@@ -119,18 +118,11 @@ def serve(name: str, options: dict[str, Any], requests: IO[str], replies: IO[str
         task = cache(lambda: task_ids(options["path"]))
         answers = cache(lambda: answer_ids(options["path"]))
         loaded = time.perf_counter_ns()
-        is_program = isinstance(engine, ProgramEngine)
-        load_ns = 0 if is_program else loaded - begin  # a program loads the model in each run
-        reply(load_ns=load_ns, rss_before_load=before, **asdict(engine.identity()))
+        reply(load_ns=loaded - begin, rss_before_load=before, **asdict(engine.identity()))
         gc.disable()
         for line in requests:
             request = json.loads(line)
-            if isinstance(engine, ProgramEngine):
-                if request["do"] == "sample":
-                    reply(ns=engine.measure(Case(**request["case"])), switches=0)
-                else:
-                    reply(peak_rss=engine.peak_rss())
-            elif request["do"] == "sample":
+            if request["do"] == "sample":
                 taken = timed_run(engine, Case(**request["case"]), vocab_size, task, answers)
                 gc.collect()
                 _rest()

@@ -1,6 +1,6 @@
 """Integrations with other libraries, which must be installed.
 
-They are Chroma, LangChain, LlamaIndex, llm, Ray, scikit-learn, spaCy and lm-evaluation-harness. llm and
+They are Chroma, LangChain, LlamaIndex, llm, scikit-learn, spaCy and lm-evaluation-harness. llm and
 spaCy find their integrations by entry points, without names here.
 """
 
@@ -19,27 +19,17 @@ if TYPE_CHECKING:
         LlamaIndexReranker,
     )
     from metal_prefill.integrations._lm_eval import MetalPrefillLM
-    from metal_prefill.integrations._ray import (
-        ContinuePrompts,
-        EmbedTexts,
-        RerankPairs,
-        ScorePrompts,
-        serve_app,
-    )
     from metal_prefill.integrations._sklearn import EmbeddingTransformer
 
 __all__ = [
-    "ChromaEmbeddings", "ContinuePrompts", "EmbedTexts", "EmbeddingTransformer", "LangChainChat",
-    "LangChainEmbeddings", "LangChainReranker", "LlamaIndexEmbeddings", "LlamaIndexLLM", "LlamaIndexReranker",
-    "MetalPrefillLM", "RerankPairs", "ScorePrompts", "serve_app",
+    "ChromaEmbeddings", "EmbeddingTransformer", "LangChainChat", "LangChainEmbeddings", "LangChainReranker",
+    "LlamaIndexEmbeddings", "LlamaIndexLLM", "LlamaIndexReranker", "MetalPrefillLM",
 ]  # fmt: skip
 
 __getattr__ = lazy_names(
     __name__,
     {
         "ChromaEmbeddings": "_chroma",
-        "ContinuePrompts": "_ray",
-        "EmbedTexts": "_ray",
         "EmbeddingTransformer": "_sklearn",
         "LangChainChat": "_langchain",
         "LangChainEmbeddings": "_langchain",
@@ -48,8 +38,5 @@ __getattr__ = lazy_names(
         "LlamaIndexLLM": "_llama_index",
         "LlamaIndexReranker": "_llama_index",
         "MetalPrefillLM": "_lm_eval",
-        "RerankPairs": "_ray",
-        "ScorePrompts": "_ray",
-        "serve_app": "_ray",
     },
 )
