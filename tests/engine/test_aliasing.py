@@ -15,8 +15,7 @@ import numpy as np
 import pytest
 
 from metal_prefill import Model
-from metal_prefill.generation import Options, Sampler
-from metal_prefill.generation._scheduler import Scheduler
+from metal_prefill.generation import Options, Sampler, Scheduler
 
 CHUNK = 16
 IDS = list(range(100, 150))

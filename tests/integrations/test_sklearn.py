@@ -20,7 +20,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(("dimensions", "width"), [(None, 64), (8, 8)])
 def test_columns_have_names(path: Path, dimensions: int | None, width: int) -> None:
-    from metal_prefill.integrations._sklearn import EmbeddingTransformer
+    from metal_prefill.integrations import EmbeddingTransformer
 
     transformer = EmbeddingTransformer(
         path, dimensions=dimensions, model_options={"device": "cpu", "threads": 1}
@@ -32,7 +32,7 @@ def test_columns_have_names(path: Path, dimensions: int | None, width: int) -> N
 
 def test_the_output_may_be_a_data_frame(path: Path) -> None:
     pandas = pytest.importorskip("pandas")
-    from metal_prefill.integrations._sklearn import EmbeddingTransformer
+    from metal_prefill.integrations import EmbeddingTransformer
 
     transformer = EmbeddingTransformer(path, model_options={"device": "cpu"}).set_output(transform="pandas")
     found = transformer.fit_transform(pandas.Series(TEXTS, index=[7, 9]))
@@ -46,7 +46,7 @@ def test_tags_declare_text_input_and_no_fitting(path: Path) -> None:
     utils = pytest.importorskip("sklearn.utils")
     if not hasattr(utils, "get_tags"):
         pytest.skip("scikit-learn before 1.6 has no get_tags")
-    from metal_prefill.integrations._sklearn import EmbeddingTransformer
+    from metal_prefill.integrations import EmbeddingTransformer
 
     tags = utils.get_tags(EmbeddingTransformer(path))
     assert (tags.input_tags.string, tags.input_tags.one_d_array, tags.input_tags.two_d_array) == (
@@ -60,7 +60,7 @@ def test_tags_declare_text_input_and_no_fitting(path: Path) -> None:
 @pytest.mark.filterwarnings("ignore:1 of 2 texts did not fit")
 def test_texts_are_truncated_and_normalized_as_by_the_model(path: Path) -> None:
     pytest.importorskip("sklearn")
-    from metal_prefill.integrations._sklearn import EmbeddingTransformer
+    from metal_prefill.integrations import EmbeddingTransformer
 
     texts, options = ["to be " * 600, "to be"], {"device": "cpu", "threads": 1}
     transformer = EmbeddingTransformer(path, truncate="end", unicode="NFC", model_options=options)

@@ -160,7 +160,7 @@ def test_the_harness_applies_the_chat_template(demo_path: Path) -> None:
     pytest.importorskip("lm_eval")
     from lm_eval.api.instance import Instance
 
-    from metal_prefill.integrations._lm_eval import MetalPrefillLM
+    from metal_prefill.integrations import MetalPrefillLM
 
     lm = MetalPrefillLM(str(demo_path), device="cpu")
     assert lm.chat_template(True) == TEMPLATE
@@ -234,7 +234,7 @@ def test_results_match_the_harness_backend(tmp_path: Path) -> None:
     """The same task and file, by lm-eval's backend hf on the weights that transformers dequantizes."""
     for module in ("lm_eval", "torch", "transformers", "accelerate"):
         pytest.importorskip(module)
-    from metal_prefill.integrations._lm_eval import MetalPrefillLM
+    from metal_prefill.integrations import MetalPrefillLM
 
     path = choice_task.model(tmp_path)
     ours = MetalPrefillLM(str(path), device="cpu", compute="f32", kv_dtype="f32")
