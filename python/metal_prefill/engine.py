@@ -205,6 +205,8 @@ class Engine:
             return
         if self.head.vocabulary_pooling is not None:
             methods = "embed_sparse, or embed"
+        elif self.head.entities is not None:
+            methods = "find_entities"
         elif not self.head.labels:
             methods = "embed, or rerank" if self.head.per_token else "embed"
         elif self.head.pooling == "none":

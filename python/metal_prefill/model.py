@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from metal_prefill.tasks import (
         _classification,
         _embedding,
+        _entities,
         _hybrid,
         _reranking,
         _scoring,
@@ -39,6 +40,7 @@ else:  # loaded when one of their methods is first used
     _many = LateFunctions("metal_prefill.generation._many")
     _classification = LateFunctions("metal_prefill.tasks._classification")
     _embedding = LateFunctions("metal_prefill.tasks._embedding")
+    _entities = LateFunctions("metal_prefill.tasks._entities")
     _reranking = LateFunctions("metal_prefill.tasks._reranking")
     _scoring = LateFunctions("metal_prefill.tasks._scoring")
     _sparse = LateFunctions("metal_prefill.tasks._sparse")
@@ -247,6 +249,7 @@ class Model:
     rerank = _reranking.rerank
     classify = _classification.classify
     label_tokens = _token_labels.label_tokens
+    find_entities = _entities.find_entities
     embed_sparse = _sparse.embed_sparse
     embed_hybrid = _hybrid.embed_hybrid
 

@@ -121,6 +121,15 @@ def test_a_model_folder_is_fetched_whole(client: Client, server: Hub, tmp_path: 
     assert server.requests == []
 
 
+@pytest.mark.parametrize("weights", ["model.safetensors", "pytorch_model.bin"])
+def test_a_folder_of_gliner_is_fetched(client: Client, server: Hub, weights: str) -> None:
+    wanted = {"gliner_config.json": b"{}", "tokenizer.json": b"{}", weights: b"weights"}
+    other = {} if weights == "pytorch_model.bin" else {"pytorch_model.bin": b"x"}
+    server.repos["tiny/entities"] = Repo({**wanted, **other})
+    (answer,) = client.ask("tiny/entities")
+    assert {path.name: path.read_bytes() for path in Path(answer["path"]).iterdir()} == wanted
+
+
 @pytest.mark.usefixtures("own_cache")
 def test_a_model_opens_a_repository_by_its_name(tmp_path: Path) -> None:
     folder = model_folders.llama(tmp_path / "made").write()

@@ -121,6 +121,15 @@ def electra(
     return _filled(folder, "electra.", shapes, seed)
 
 
+def bert(path: Path, seed: int, dim: int, heads: int, ffn: int, layers: int) -> Folder:
+    """Make a folder of BERT with a long context."""
+    folder = _bert(path, "BertModel", dim, heads, ffn, layers, model_type="bert")
+    shapes = _embeddings(folder.config["vocab_size"], dim)
+    for layer in range(layers):
+        shapes |= _bert_layer(f"encoder.layer.{layer}.", dim, ffn)
+    return _filled(folder, "", shapes, seed)
+
+
 def deberta(
     path: Path,
     seed: int,

@@ -17,7 +17,10 @@ from metal_prefill.commands.text_files import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from metal_prefill import Model
+    from metal_prefill.tasks import Entity
 
 EXAMPLE = "metal-prefill label --labels happy,sad 'O happy dagger!'"
 
@@ -36,8 +39,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--labels",
         type=_labels,
         metavar="A,B,...",
-        help="labels in words, of which a generative model predicts the most probable (default: those of the "
-        "file's classification head)",
+        help="labels in words, of which a generative model predicts the most probable, and for which a model "
+        "of GLiNER finds parts of texts (default: those of the file's classification head)",
     )
     parser.add_argument(
         "--template", metavar="TEXT", help="with --labels: prompt that contains {text} and ends with {label}"
@@ -49,6 +52,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="grouping of tokens that a head labels: adjacent tokens with the same label (simple); whole "
         "words, with the label of their first token (first), of the mean of their tokens (average) or of the "
         "most certain token (max); no grouping (none) (default: simple)",
+    )
+    parser.add_argument(
+        "--threshold",
+        type=float,
+        metavar="P",
+        help="with a model of GLiNER: probability that a part of a text exceeds (default: 0.5)",
     )
     add_prompt_arguments(parser, "texts")
     parser.add_argument("--json", action="store_true", help="print lines of JSON, one for each text")
@@ -63,9 +72,33 @@ def execute(arguments: argparse.Namespace) -> None:
     texts = given_texts(arguments)
     with common.open_model(arguments) as model:
         head = model.engine.head
+        if head.entities is not None:
+            _find_parts(model, texts, arguments)
+            return
+        if arguments.threshold is not None:
+            raise common.UsageError("--threshold requires a model of GLiNER")
         of_tokens = bool(head.labels) and head.pooling in (None, "none") and arguments.labels is None
         label = _label_parts if of_tokens else _label_texts
         label(model, texts, arguments)
+
+
+def _find_parts(model: Model, texts: list[str], arguments: argparse.Namespace) -> None:
+    from metal_prefill.tasks._entities import Choice, cut_note, encode_entities, found_entities
+    from metal_prefill.tasks._text_passes import TextPasses
+
+    _check_positions(arguments)
+    if arguments.labels is None or arguments.template is not None:
+        raise common.UsageError("a model of GLiNER requires --labels, and has no --template")
+    choice = Choice() if arguments.threshold is None else Choice(arguments.threshold).checked()
+    encoded = encode_entities(model.engine, texts, arguments.labels, prompt_rules(arguments))
+    if encoded.cut:
+        print(f"warning: {cut_note(model.engine, encoded)}", file=sys.stderr)
+    _print_parts(found_entities(TextPasses(model.engine), encoded, choice), arguments)
+
+
+def _check_positions(arguments: argparse.Namespace) -> None:
+    if arguments.unicode is not None:
+        raise common.UsageError("--unicode changes the positions of characters: not for labels of tokens")
 
 
 def _label_parts(model: Model, texts: list[str], arguments: argparse.Namespace) -> None:
@@ -73,12 +106,15 @@ def _label_parts(model: Model, texts: list[str], arguments: argparse.Namespace) 
     from metal_prefill.tasks._text_passes import TextPasses
     from metal_prefill.tasks._token_labels import encode_spans, entities_of
 
-    if arguments.unicode is not None:
-        raise common.UsageError("--unicode changes the positions of characters: not for labels of tokens")
+    _check_positions(arguments)
     spanned, cut = encode_spans(model.engine, texts, prompt_rules(arguments))
     if cut:
         print(f"warning: {cut_message(cut, len(texts), model.max_context, 'text')}", file=sys.stderr)
-    for i, entities in enumerate(entities_of(TextPasses(model.engine), spanned, arguments.strategy)):
+    _print_parts(entities_of(TextPasses(model.engine), spanned, arguments.strategy), arguments)
+
+
+def _print_parts(found: Iterable[list[Entity]], arguments: argparse.Namespace) -> None:
+    for i, entities in enumerate(found):
         if arguments.json:
             print(json.dumps({"index": i, "entities": [asdict(entity) for entity in entities]}))
             continue

@@ -10,11 +10,14 @@ from metal_prefill.errors import GGUFError, UnsupportedModelError
 from metal_prefill.files._task_config import TOKEN_VECTORS, TOKEN_WEIGHTS
 
 ADAPTER = "adapter_config.json"
+GLINER = "gliner_config.json"
 STATIC = "StaticEmbedding"  # module whose vectors are means of rows of a table
 
 
 def body_folder(folder: Path) -> Path:
     """Return the folder with ``config.json``: this one, or one in it that ``modules.json`` names.
+
+    A folder of GLiNER has ``gliner_config.json`` instead.
 
     Folders of early versions of sentence-transformers have their first module in ``0_Transformer``. A module
     without a transformer, which is a table, needs no ``config.json``.
@@ -26,7 +29,7 @@ def body_folder(folder: Path) -> Path:
     UnsupportedModelError
         The folder has only an adapter, or its first module has no transformer.
     """
-    if (folder / "config.json").is_file():
+    if any((folder / name).is_file() for name in ("config.json", GLINER)):
         return folder
     if (folder / "modules.json").is_file():
         first, *_ = (*modules_of(folder), None)

@@ -23,8 +23,9 @@ _TYPES = {
     "torch HalfStorage": "F16",
     "torch BFloat16Storage": "BF16",
     "torch DoubleStorage": "F64",
+    "torch LongStorage": "I64",
 }
-_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8}
 _REBUILD, _ORDERED = "torch._utils _rebuild_tensor_v2", "collections OrderedDict"
 _CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
 _TUPLES = {"EMPTY_TUPLE": 0, "TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +30,13 @@ _GENERIC_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
 _CONTRACTIONS = ("(?i:'s|'t|'re|'ve|'m|'ll|'d)", "'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD]")
 
 
-def read_vocabulary(folder: Path, config: Fields, *, frames: bool = True) -> FolderVocabulary:
+def read_vocabulary(
+    folder: Path, config: Fields, *, frames: bool = True, added: Sequence[str] = ()
+) -> FolderVocabulary:
     """Read ``tokenizer.json``, or ``vocab.txt`` of a BERT model.
 
-    Unless texts have `frames`, no tokens are added at their ends.
+    Unless texts have `frames`, no tokens are added at their ends. Control tokens in `added` that are missing
+    follow the others.
 
     Raises
     ------
@@ -53,6 +57,8 @@ def read_vocabulary(folder: Path, config: Fields, *, frames: bool = True) -> Fol
         )
     if not frames:
         json = Fields(json.path, {**json.values, "post_processor": None})
+    if added:
+        json = _with_tokens(json, added)
     model = json.object("model")
     kind = model.string("type", default="")
     readers = {"WordPiece": _word_piece, "Unigram": unigram, "BPE": _bpe}
@@ -65,6 +71,23 @@ def read_vocabulary(folder: Path, config: Fields, *, frames: bool = True) -> Fol
     set_stops(found, config, folder)
     found.chat_template = _chat_template(folder, settings)
     return found
+
+
+def _with_tokens(json: Fields, added: Sequence[str]) -> Fields:
+    """Return the contents of ``tokenizer.json`` with more control tokens."""
+    listed = {token.string("content"): token.integer("id", least=0) for token in json.objects("added_tokens")}
+    vocabulary = json.object("model").values.get("vocab")
+    known = {*listed, *(vocabulary if isinstance(vocabulary, dict) else _texts_of(vocabulary))}
+    missing = [text for text in dict.fromkeys(added) if text not in known]
+    first = max(len(known), *(i + 1 for i in listed.values()), 0)
+    more = [{"id": i, "content": text, "special": True} for i, text in enumerate(missing, first)]
+    return Fields(json.path, {**json.values, "added_tokens": [*json.sequence("added_tokens"), *more]})
+
+
+def _texts_of(vocabulary: Any) -> set[str]:
+    """Return the tokens of a Unigram vocabulary."""
+    items = vocabulary if isinstance(vocabulary, list) else []
+    return {item[0] for item in items if isinstance(item, list) and item and isinstance(item[0], str)}
 
 
 def _tokenizer_of_lines(path: Path, settings: Fields) -> Fields:

@@ -18,6 +18,7 @@ import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
 
 from metal_prefill._support.shortened import shortened
+from metal_prefill.conversion._body import GLINER
 from metal_prefill.conversion._fields import MAX_FILE_NAME, Fields
 from metal_prefill.errors import GGUFError, UnsupportedModelError
 
@@ -246,7 +247,13 @@ def read_module(folder: Path) -> Mapping[str, Weight]:
 
 
 def source_files(folder: Path) -> list[Path]:
-    """Return the files that contain the weights of a folder, in the order of their names."""
+    """Return the files that contain the weights of a folder, in the order of their names.
+
+    A folder of GLiNER may have them in a file of ``torch.save`` alone.
+    """
+    pickled = folder / PICKLED[0]
+    if (folder / GLINER).is_file() and not (folder / FILE).is_file() and pickled.is_file():
+        return [pickled]
     return _files(folder)
 
 

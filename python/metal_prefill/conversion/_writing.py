@@ -20,10 +20,11 @@ from metal_prefill._support.atomic_write import replacing
 from metal_prefill._support.interruptions import whole_interruptions
 from metal_prefill._support.shortened import shortened
 from metal_prefill.conversion._adapter import merged
-from metal_prefill.conversion._body import body_folder, refuse_adapter
+from metal_prefill.conversion._body import GLINER, body_folder, refuse_adapter
 from metal_prefill.conversion._colbert import colbert_heads, colbert_metadata
 from metal_prefill.conversion._fields import Fields, is_number
 from metal_prefill.conversion._folder_vocabulary import FolderVocabulary
+from metal_prefill.conversion._gliner import read_gliner
 from metal_prefill.conversion._logit_score import rerank_metadata
 from metal_prefill.conversion._max_tokens import max_tokens
 from metal_prefill.conversion._modules import Modules, read_modules
@@ -48,7 +49,7 @@ _FALLBACK = "F16"  # for rows that no whole number of blocks fits
 _OF_WEIGHTS = {"BF16": "BF16", "F16": "F16"}  # a folder's number types that AUTO keeps; others become F32
 # Matrices that stay in float32, as in llama.cpp: they are added, not multiplied, or are small and come last.
 _EXACT = ("position_embd.weight", "token_types.weight")
-_EXACT_PREFIXES = ("cls", "dense_", "mlm", "sparse", "colbert")
+_EXACT_PREFIXES = ("cls", "dense_", "mlm", "sparse", "colbert", "entities")
 _EXACT_ENDS = ("ffn_gate_inp.weight", "attn_rel_b.weight", "attn_rel_k.weight", "attn_rel_q.weight")
 _FILTERS = ("shortconv.conv.weight", "ssm_conv1d.weight")  # [channels, 1, taps] in a folder
 
@@ -82,7 +83,8 @@ def convert(
     folder
         Folder with ``config.json``, weights in ``model.safetensors`` or the files that
         ``model.safetensors.index.json`` lists, and ``tokenizer.json`` or ``vocab.txt``. Pooling and dense
-        layers are those of ``modules.json``, which may name a folder for the others (``0_Transformer``).
+        layers are those of ``modules.json``, which may name a folder for the others (``0_Transformer``). A
+        folder of GLiNER has ``gliner_config.json`` instead, and its weights may be in ``pytorch_model.bin``.
     path
         File to write. An existing file is replaced, atomically.
     tensor_type
@@ -124,16 +126,21 @@ def convert(
     if adapter is None:
         refuse_adapter(folder)
     body = body_folder(folder)
-    whole = static_configuration(folder, body) or Fields.read(body / "config.json")
+    entities = read_gliner(folder) if (folder / GLINER).is_file() else None
+    whole = static_configuration(folder, body) if entities is None else entities.config
+    whole = whole or Fields.read(body / "config.json")
     _refuse_quantized(whole)
     source, task = find_source(whole)
     config = text_fields(source, whole)
     metadata = metadata_of(source, config)
     late = task == "late"
-    modules = Modules(colbert_heads(folder, config)) if late else read_modules(folder, config, task)
+    if entities is not None:
+        modules = entities.modules
+    else:
+        modules = Modules(colbert_heads(folder, config)) if late else read_modules(folder, config, task)
     metadata |= modules.metadata
     task = "masked" if modules.masked else task
-    weights: Mapping[str, Weight] = read_weights(body)
+    weights: Mapping[str, Weight] = read_weights(body) if entities is None else entities.weights
     if adapter is not None:
         weights = merged(weights, Path(adapter), source.prefixes)
     weights = source.combined(config, weights)
@@ -157,7 +164,8 @@ def convert(
         and not tied.boolean("tie_word_embeddings", default=True)
     ):
         raise tied.error(f"{tied.name('tie_word_embeddings')} is false, but the weights lack lm_head.weight")
-    vocabulary = read_vocabulary(body, config, frames=source.frames)
+    added = () if entities is None else entities.added_tokens
+    vocabulary = read_vocabulary(body, config, frames=source.frames, added=added)
     tensors = [_planned(source, config, role, weight, tensor_type) for role, weight in found.items()]
     tensors += [
         _Tensor(role, values, values.shape, GGMLQuantizationType.F32)
@@ -172,7 +180,9 @@ def convert(
     prompts = colbert_metadata(folder, vocabulary) if late else prompt_metadata(folder, modules, vocabulary)
     if modules.logit_score is not None:
         prompts |= rerank_metadata(folder, modules.logit_score, vocabulary)
-    if "block_count" not in metadata:
+    if entities is not None:
+        prompts |= entities.tokens_of(vocabulary)
+    elif "block_count" not in metadata:
         prompts |= static_lengths(body)
     elif task != "causal" or (folder / "modules.json").is_file():
         prompts |= max_tokens(folder, metadata["context_length"], prompts.get(f"{EXPANSION_KEYS}length", 0))

@@ -32,6 +32,9 @@ TRUNCATE_KEY = "metal_prefill.truncate_dim"
 SKIPPED_KEY = "metal_prefill.skipped_tokens"
 # How late interaction expands queries: ``length``, ``token``, ``seen`` and ``fixed``.
 EXPANSION_KEYS = "metal_prefill.query_expansion."
+# How the head of GLiNER finds entities: ``mode``, ``most_words``, ``span_words``, ``label_token``,
+# ``separator`` and ``reads_names``.
+ENTITY_KEYS = "metal_prefill.entities."
 # Maximum number of tokens of a ``text``, a ``query`` and a ``document``.
 LENGTH_KEYS = "metal_prefill.max_tokens."
 

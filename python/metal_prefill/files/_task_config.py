@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias, TypeVar, get_args
 
 from metal_prefill import _core
 from metal_prefill.errors import GGUFError, UnsupportedModelError
+from metal_prefill.files._entity_head import ENTITY_TENSORS, EntityHead, read_entity_head
 from metal_prefill.files._gguf_file import FloatArray, GGUFFile, dequantized
 from metal_prefill.files._metadata_keys import (
     LENGTH_KEYS,
@@ -69,7 +70,7 @@ HEAD_TENSORS = frozenset(
             for name in (*DENSE, NORM, TOKEN_WEIGHTS, TOKEN_VECTORS)
             for end in ("weight", "bias")
         ),
-        *(*CLASSIFIER, *MASKED, QUERY_WEIGHTS),
+        *(*CLASSIFIER, *MASKED, QUERY_WEIGHTS, *ENTITY_TENSORS),
     )
 )
 
@@ -136,6 +137,8 @@ class PooledHead:
         Activation after the dense layer of that head.
     logarithms : int
         How often ``log(1 + x)`` follows the positive logits before that.
+    entities : EntityHead or None
+        Head that finds entities of labels that a call names.
     """
 
     gguf: GGUFFile
@@ -154,6 +157,7 @@ class PooledHead:
     vocabulary_pooling: VocabularyPooling | None
     vocabulary_activation: HeadActivation
     logarithms: int
+    entities: EntityHead | None
 
     @property
     def per_token(self) -> bool:
@@ -172,9 +176,13 @@ class PooledHead:
 
     def matrix(self, name: str) -> FloatArray:
         """Return a tensor as float32, dequantized on first use."""
+        return self.derived(name, lambda: dequantized(self.gguf, self.gguf.tensors[name]))
+
+    def derived(self, name: str, make: Callable[[], FloatArray]) -> FloatArray:
+        """Return an array that follows from tensors, made on first use."""
         matrices: dict[str, FloatArray] = self.__dict__.setdefault("_matrices", {})
         if name not in matrices:
-            matrices[name] = dequantized(self.gguf, self.gguf.tensors[name])
+            matrices[name] = make()
         return matrices[name]
 
 
@@ -215,6 +223,7 @@ def read_head(gguf: GGUFFile, architecture: str, dim: int) -> PooledHead:
         _read_vocabulary_pooling(keys, dim),
         _one_of(keys, "vocabulary_activation", HEAD_ACTIVATIONS, "gelu_erf"),
         keys.positive("vocabulary_logarithms", default=1),
+        read_entity_head(keys, dim),
     )
 
 

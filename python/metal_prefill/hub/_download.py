@@ -23,9 +23,11 @@ if TYPE_CHECKING:
 REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
 _SPEC = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+):(?P<file>.+)")
 _LISTED = 12  # maximum number of files in an error message
+_CONFIGURATIONS = ("config.json", "modules.json", "gliner_config.json")  # of which a model folder has one
 # Files of a model folder: configuration and tokenizer, weights, and the modules of sentence-transformers.
 _FOLDER_FILES = (
     *("config.json", "generation_config.json", "model.safetensors", "model.safetensors.index.json"),
+    "gliner_config.json",
     *("model-*-of-*.safetensors", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
     *("added_tokens.json", "vocab.txt", "chat_template.jinja", "modules.json"),
     *("config_sentence_transformers.json", "sentence_*_config.json", "artifact.metadata"),
@@ -180,13 +182,15 @@ def fetch_folder(
     except Exception as error:
         cache = os.fspath(cache_dir) if cache_dir is not None else None
         files = list(_cached_files(hub, repo_id, revision or "main", cache))
-        if not {"config.json", "modules.json"} & set(files):
+        if not set(_CONFIGURATIONS) & set(files):
             raise HubError(
                 f"{repo_id} is not in the cache, and the Hub is unreachable: {_reason(error)}"
             ) from error
     wanted = [name for name in files if any(_matches(name, pattern) for pattern in _FOLDER_FILES)]
-    about = next((name for name in ("config.json", "modules.json") if name in wanted), None)
-    if about is None or not any(name.endswith(".safetensors") for name in wanted):
+    about = next((name for name in _CONFIGURATIONS if name in wanted), None)
+    if "gliner_config.json" in wanted and "model.safetensors" not in wanted:
+        wanted += [name for name in files if name == "pytorch_model.bin"]
+    if about is None or not any(name.endswith((".safetensors", ".bin")) for name in wanted):
         models = [name for name in files if name.endswith(".gguf")]
         rest = f"; write {repo_id}:FILE for one of {_listing(models)}" if models else ", and no GGUF files"
         adapter = ", but an adapter (adapter_config.json)" if "adapter_config.json" in files else ""

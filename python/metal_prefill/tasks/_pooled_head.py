@@ -37,7 +37,7 @@ def embedding_of(head: PooledHead, states: FloatArray) -> FloatArray:
         elif name == NORM:
             states = _normed(head, name, states, _NORM_EPS)
         else:
-            states = _ACTIVATIONS[head.activations[name]](_affine(head, name, states))
+            states = _ACTIVATIONS[head.activations[name]](affine(head, name, states))
     return states
 
 
@@ -57,23 +57,23 @@ def vocabulary_vector(head: PooledHead, states: FloatArray) -> FloatArray:
 
 def token_vectors(head: PooledHead, states: FloatArray) -> FloatArray:
     """Project each state for comparison by MaxSim, next to the vector of the whole text."""
-    return finite(_affine(head, TOKEN_VECTORS, states), "a number of a token's vector")
+    return finite(affine(head, TOKEN_VECTORS, states), "a number of a token's vector")
 
 
 def positive_weights(head: PooledHead, states: FloatArray) -> FloatArray:
     """Return the weight of each state's token, ``[n]``; those that would be negative are 0."""
-    return np.maximum(finite(_affine(head, TOKEN_WEIGHTS, states)[:, 0], "a weight of a token"), 0)
+    return np.maximum(finite(affine(head, TOKEN_WEIGHTS, states)[:, 0], "a weight of a token"), 0)
 
 
 def _output_of(head: PooledHead, name: str, activation: HeadActivation, states: FloatArray) -> FloatArray:
     """Apply a head: a dense layer, an activation and a norm, if it has them, and the output."""
     tensors = head.gguf.tensors
     if f"{name}.weight" in tensors:
-        states = _ACTIVATIONS[activation](_affine(head, name, states))
+        states = _ACTIVATIONS[activation](affine(head, name, states))
     if f"{name}.norm.weight" in tensors:
         states = _normed(head, f"{name}.norm", states, head.norm_eps)
     tied = f"{name}.output.weight" not in tensors
-    output = _affine(head, f"{name}.output", states, "token_embd.weight" if tied else "")
+    output = affine(head, f"{name}.output", states, "token_embd.weight" if tied else "")
     return finite(output, f"an output of the head {name}")
 
 
@@ -86,7 +86,8 @@ def probabilities_of(head: PooledHead, logits: npt.NDArray[np.floating[Any]]) ->
     return sigmoid(x) if head.scores == "sigmoid" or x.shape[-1] == 1 else softmax(x)
 
 
-def _affine(head: PooledHead, name: str, x: FloatArray, weight: str = "") -> FloatArray:
+def affine(head: PooledHead, name: str, x: FloatArray, weight: str = "") -> FloatArray:
+    """Apply a layer: a matrix, by default of the same name, and its bias if it has one."""
     y = _product(head.matrix(weight or f"{name}.weight"), x)
     return y + head.matrix(f"{name}.bias") if f"{name}.bias" in head.gguf.tensors else y
 

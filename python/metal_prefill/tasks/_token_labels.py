@@ -130,6 +130,8 @@ def label_tokens(
 def check_labels(engine: Engine) -> None:
     """Raise ValueError if a file has no labels for tokens."""
     head = engine.head
+    if head.entities is not None:
+        raise ValueError(f"{engine.path.name} finds entities of labels that a call names: use find_entities")
     if not head.labels:
         raise ValueError(
             f"{engine.path.name} has no labels for tokens: it has no classification head (cls.output.weight)"

@@ -1,0 +1,296 @@
+"""Entities of labels that a call names, with a model of GLiNER (arXiv:2311.08526)."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Iterable, Iterator
+from typing import Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from metal_prefill._support.arguments import Progress, number
+from metal_prefill.engine import Engine, EngineOwner
+from metal_prefill.errors import ContextOverflowError
+from metal_prefill.files._entity_head import EntityHead
+from metal_prefill.tasks._embedding import check_length, checked_texts
+from metal_prefill.tasks._entity_scores import projected, span_scores, word_scores
+from metal_prefill.tasks._pooled_head import sigmoid
+from metal_prefill.tasks._prompt_rules import PromptRules, errors_of, named
+from metal_prefill.tasks._text_passes import Ids, TextPasses, pooled_states
+from metal_prefill.tasks._token_labels import Entity
+
+# Words and single signs, as in the library.
+_WORD = re.compile(r"\w+(?:[-_]\w+)*|\S")
+Scores = npt.NDArray[np.float32]
+
+
+class _Words(NamedTuple):
+    """A text in words.
+
+    Attributes
+    ----------
+    text : str
+    ids : int32 [n]
+        Token ids of labels and text.
+    places : list of tuple of int
+        First character of each word, and the one after its last.
+    tokens : list of int
+        Index in `ids` of the first token of each word.
+    """
+
+    text: str
+    ids: Ids
+    places: list[tuple[int, int]]
+    tokens: list[int]
+
+
+class EntityTexts(NamedTuple):
+    """Texts in words, after labels.
+
+    Attributes
+    ----------
+    labels : list of str
+        Without repetitions.
+    places : list of int
+        Index of the token whose state represents each label.
+    texts : list
+    cut : list of int
+        Indices of texts that lost their ends.
+    """
+
+    labels: list[str]
+    places: list[int]
+    texts: list[_Words]
+    cut: list[int]
+
+
+class Choice(NamedTuple):
+    """Which parts of a text are entities; see :meth:`metal_prefill.Model.find_entities`."""
+
+    threshold: float = 0.5
+    flat_ner: bool = True
+    multi_label: bool = False
+
+    def checked(self) -> Choice:
+        """Return the options; raises TypeError or ValueError for an invalid one."""
+        threshold = number("threshold", self.threshold)
+        if not 0 <= threshold <= 1:
+            raise ValueError(f"threshold must be between 0 and 1, got {threshold}")
+        for name in ("flat_ner", "multi_label"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name} must be a bool, got {type(getattr(self, name)).__name__}")
+        return self._replace(threshold=threshold)
+
+
+def find_entities(
+    model: EngineOwner,
+    texts: Iterable[str],
+    labels: Iterable[str],
+    *,
+    threshold: float = 0.5,
+    flat_ner: bool = True,
+    multi_label: bool = False,
+    truncate: Literal["error", "end"] | str = "error",
+    progress: Progress | None = None,
+) -> list[list[Entity]]:
+    """Find parts of texts for labels in words, such as ``"person"``, with a model of GLiNER.
+
+    Parameters
+    ----------
+    texts
+        Any number of texts.
+    labels
+        Names of kinds of entities. Repetitions are ignored.
+    threshold
+        Probability that an entity exceeds.
+    flat_ner
+        True: entities do not overlap; the most probable ones are chosen first. False: one may be inside
+        another one.
+    multi_label
+        Whether the same words may be entities of several labels.
+    truncate
+        ``"error"``: a text with more words than the model reads, or that does not fit the context together
+        with the labels, is an error. ``"end"``: its end is cut off, and a ``UserWarning`` names such texts.
+    progress
+        Called with the number of texts done and their total.
+
+    Returns
+    -------
+    list of list of Entity
+        Entities of each text by position, with label, probability and position in characters.
+
+    Raises
+    ------
+    TypeError, ValueError, ContextOverflowError
+        A text or label is not a string, cannot be encoded or does not fit; the message has its index. Or
+        there are no labels, or the file is not a model of GLiNER.
+
+    Examples
+    --------
+    >>> model.find_entities(["Ada Lovelace was born in London."], ["person", "city"])  # doctest: +SKIP
+    [[Entity(label='person', ..., text='Ada Lovelace'), Entity(label='city', ..., text='London')]]
+    """
+    engine = model.engine
+    choice = Choice(threshold, flat_ner, multi_label).checked()
+    encoded = encode_entities(engine, texts, labels, PromptRules(truncate).checked())
+    if encoded.cut:
+        warnings.warn(cut_note(engine, encoded), stacklevel=2)
+    return list(found_entities(TextPasses(engine), encoded, choice, progress))
+
+
+def cut_note(engine: Engine, encoded: EntityTexts) -> str:
+    """Return a message that counts and names the texts that lost their ends."""
+    words = _head_of(engine).most_words
+    return (
+        f"{len(encoded.cut)} of {len(encoded.texts)} texts exceeded {words} words, or with the labels the "
+        f"context of {engine.max_context} tokens, and lost their ends: {named(encoded.cut, 'text')}"
+    )
+
+
+def _head_of(engine: Engine) -> EntityHead:
+    """Return the head that finds entities; raises ValueError if the file has none."""
+    if engine.head.entities is None:
+        hint = ": use label_tokens" if engine.head.labels and engine.head.pooling in (None, "none") else ""
+        raise ValueError(
+            f"{engine.path.name} does not find entities of given labels: it has no head of GLiNER{hint}"
+        )
+    return engine.head.entities
+
+
+def encode_entities(
+    engine: Engine, texts: Iterable[str], labels: Iterable[str], rules: PromptRules
+) -> EntityTexts:
+    """Return texts in tokens, after those of the labels.
+
+    Raises
+    ------
+    TypeError, ValueError, ContextOverflowError, KVMemoryError
+        See :meth:`metal_prefill.Model.find_entities`.
+    """
+    head, tokenizer = _head_of(engine), engine.tokenizer
+    names = list(dict.fromkeys(checked_texts(labels, "label")))
+    if not names:
+        raise ValueError("labels must name at least one kind of entity")
+    prompt, places = list(tokenizer.frame.begin), []
+    for name, ids in zip(names, tokenizer.encode_all(names), strict=True):
+        if not ids:
+            raise ValueError(f"label {name!r} has no tokens")
+        places.append(len(prompt) + head.reads_names)
+        prompt += [head.label_token, *ids]
+    prompt.append(head.separator)
+    end = tokenizer.frame.end
+    check_length(engine, len(prompt) + len(end) + 1, f"the {len(names)} labels and a word")
+    encoded = EntityTexts(names, places, [], [])
+    known: dict[str, list[int]] = {}
+    for i, text in enumerate(checked_texts(texts)):
+        words = [(match.group(), match.start(), match.end()) for match in _WORD.finditer(text)]
+        new = [word for word in dict.fromkeys(word for word, *_ in words) if word not in known]
+        with errors_of(f"text {i}"):
+            known.update(zip(new, tokenizer.encode_all(new), strict=True))
+        # Words of characters that the tokenizer removes have no tokens.
+        words = [word for word in words if known[word[0]]]
+        room = engine.max_context - len(end) if rules.truncate == "end" else np.inf
+        ids, item = prompt.copy(), _Words(text, np.empty(0, np.int32), [], [])
+        for word, first, last in words:
+            made = known[word]
+            if rules.truncate == "end" and (
+                len(item.places) == head.most_words or len(ids) + len(made) > room
+            ):
+                encoded.cut.append(i)
+                break
+            item.tokens.append(len(ids))
+            item.places.append((first, last))
+            ids += made
+        if len(item.places) > head.most_words:
+            raise ContextOverflowError(
+                f"text {i}: {len(item.places)} words exceed the {head.most_words} that the model reads"
+            )
+        check_length(engine, len(ids) + len(end), f"text {i} with the labels")
+        encoded.texts.append(item._replace(ids=np.array([*ids, *end], np.int32)))
+    return encoded
+
+
+def found_entities(
+    passes: TextPasses, encoded: EntityTexts, choice: Choice, progress: Progress | None = None
+) -> Iterator[list[Entity]]:
+    """Yield the entities of each text."""
+    filled = [i for i, item in enumerate(encoded.texts) if item.places]
+    prompts = [encoded.texts[i].ids for i in filled]
+    states = pooled_states(passes, "none", prompts, [f"text {i}" for i in filled])
+    pooled, head = passes.engine.head, _head_of(passes.engine)
+    for done, item in enumerate(encoded.texts, 1):
+        found: list[Entity] = []
+        if item.places:
+            made = projected(pooled, next(states)[[*encoded.places, *item.tokens]])
+            labels, words = np.split(made, [len(encoded.places)])
+            score = span_scores if head.mode == "spans" else word_scores
+            scores = score(pooled, head, words, labels)
+            candidates = _spans if head.mode == "spans" else _runs
+            found = _entities(encoded, item, *candidates(scores, choice.threshold), choice)
+        yield found
+        if progress is not None:
+            progress(done, len(encoded.texts))
+
+
+Candidates = tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]  # first word, last word and label; score
+
+
+def _spans(scores: Scores, threshold: float) -> Candidates:
+    """Return the parts of a text whose probability exceeds the threshold."""
+    probabilities = sigmoid(scores.astype(np.float64))
+    places = np.argwhere((probabilities > threshold) & (scores > -np.inf))
+    chosen = probabilities[tuple(places.T)]
+    places[:, 1] += places[:, 0]
+    return places, chosen
+
+
+def _runs(scores: Scores, threshold: float) -> Candidates:
+    """Return parts whose first, last and other words have probabilities of at least the threshold.
+
+    The probability of a part is the least of these.
+    """
+    first, last, inside = np.moveaxis(sigmoid(scores.astype(np.float64)), 2, 0)
+    places, chosen = [np.empty((0, 3), np.int64)], [np.empty(0)]
+    for start, label in np.argwhere(first > threshold):
+        least = np.minimum.accumulate(inside[start:, label])
+        ends = np.flatnonzero((least >= threshold) & (last[start:, label] > threshold))
+        places.append(np.stack([np.full_like(ends, start), start + ends, np.full_like(ends, label)], axis=1))
+        chosen.append(np.minimum(np.minimum(least[ends], last[start + ends, label]), first[start, label]))
+    return np.concatenate(places), np.concatenate(chosen)
+
+
+def _entities(
+    encoded: EntityTexts,
+    item: _Words,
+    places: npt.NDArray[np.int64],
+    probabilities: npt.NDArray[np.float64],
+    choice: Choice,
+) -> list[Entity]:
+    """Choose entities by their probability, without those that overlap earlier ones."""
+    verdicts: dict[tuple[int, int], bool] = {}
+    taken = np.zeros(len(item.places), np.bool_)
+    ends = np.empty((0, 2), np.int64)
+    chosen: list[tuple[int, Entity]] = []
+    for i in np.argsort(-probabilities, kind="stable").tolist():
+        first, last, label = places[i].tolist()
+        known = verdicts.get((first, last))
+        if known is None:
+            free = not taken[first : last + 1].any()
+            if not (free or choice.flat_ner):  # inside another one, or around some
+                apart = (ends[:, 0] > last) | (ends[:, 1] < first)
+                inside = (ends[:, 0] <= first) & (ends[:, 1] >= last)
+                around = (ends[:, 0] >= first) & (ends[:, 1] <= last)
+                free = bool((apart | inside | around).all())
+            known = verdicts[first, last] = free
+            if free:
+                taken[first : last + 1] = True
+                ends = np.append(ends, [[first, last]], axis=0)
+        elif not choice.multi_label:
+            continue
+        if known:
+            start, end = item.places[first][0], item.places[last][1]
+            name, score = encoded.labels[label], float(probabilities[i])
+            chosen.append((first, Entity(name, score, start, end, item.text[start:end])))
+    return [entity for _, entity in sorted(chosen, key=lambda pair: pair[0])]

@@ -1,0 +1,170 @@
+"""Entities of labels that a call names, next to the library gliner."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.encoder_tasks import NEAR, FileOf, opened
+from support.entity_folders import LABELS, RECORD, RECORDED, TEXTS, calls_of
+from support.small_models import with_tensor
+from support.task_folders import TAGGERS
+
+from metal_prefill import ContextOverflowError, Model, NumericalError
+from metal_prefill.cli import main
+from metal_prefill.tasks import Entity
+
+CALLS = [(name, call) for name in RECORDED for call in calls_of(name)]
+
+
+@pytest.fixture(scope="module")
+def expected() -> dict[str, Any]:
+    """Entities that gliner finds."""
+    found: dict[str, Any] = json.loads(RECORD.read_bytes())
+    return found
+
+
+def check(found: list[list[Entity]], wanted: list[Any], near: float) -> None:
+    """Compare labels, places and scores."""
+    places = [[[e.label, e.start, e.end] for e in entities] for entities in found]
+    assert places == [[[label, start, end] for label, _, start, end in entities] for entities in wanted]
+    for entities, others in zip(found, wanted, strict=True):
+        scores = [score for _, score, _, _ in others]
+        np.testing.assert_allclose([e.score for e in entities], scores, rtol=0, atol=near)
+
+
+@pytest.mark.parametrize(("name", "call"), CALLS)
+def test_entities_match_gliner(file_of: FileOf, expected: dict[str, Any], name: str, call: str) -> None:
+    with opened(file_of(RECORDED[name])) as model:
+        found = model.find_entities(TEXTS, LABELS, **calls_of(name)[call])
+    check(found, expected[f"{name}/{call}"], NEAR["cpu"])
+    assert all(
+        text[e.start : e.end] == e.text for text, entities in zip(TEXTS, found, strict=True) for e in entities
+    )
+
+
+def test_scores_on_metal_match_gliner(metal: None, file_of: FileOf, expected: dict[str, Any]) -> None:
+    call = "nested, several labels"
+    options = calls_of("bert, names")[call] | {"threshold": 0.0}
+    with opened(file_of(RECORDED["bert, names"]), "metal") as model:
+        (found,) = model.find_entities(TEXTS[:1], LABELS, **options)
+    scores = {(e.label, e.start, e.end): e.score for e in found}
+    for label, score, start, end in expected[f"bert, names/{call}"][0]:
+        assert abs(scores[label, start, end] - score) <= NEAR["metal"]
+
+
+@pytest.mark.parametrize("name", ["deberta", "bert, words"])
+def test_entities_are_the_same_alone_and_in_any_batch(file_of: FileOf, name: str) -> None:
+    path = file_of(RECORDED[name], "Q8_0")
+    options = next(iter(calls_of(name).values()))
+    counts: list[tuple[int, int]] = []
+    with Model(path, device="cpu") as model, Model(path, device="cpu", threads=1) as one:
+        together = model.find_entities(
+            TEXTS, LABELS, **options, progress=lambda done, total: counts.append((done, total))
+        )
+        assert together == [one.find_entities([text], LABELS, **options)[0] for text in TEXTS]
+        assert sum(map(len, together)) > len(TEXTS)
+    assert counts == [(i, len(TEXTS)) for i in range(1, len(TEXTS) + 1)]
+
+
+def test_weights_of_torch_save_are_those_of_safetensors(tmp_path: Path, own_cache: None) -> None:
+    make = RECORDED["bert, names"]
+    folders = make(tmp_path / "a").write(), make(tmp_path / "b").write_pickled()
+    found = []
+    for folder in folders:
+        with Model(folder, device="cpu") as model:
+            found.append(model.find_entities(TEXTS, LABELS, threshold=0.7))
+    assert found[0] == found[1]
+    assert any(found[0])
+
+
+def test_words_that_the_tokenizer_removes_do_not_move_others(file_of: FileOf) -> None:
+    with opened(file_of(RECORDED["bert, names"])) as model:
+        plain, marked = model.find_entities(["a king b", "a \u200b king b"], LABELS, threshold=0.0)
+    assert [(e.label, e.text, e.score) for e in plain[:1]] == [(e.label, e.text, e.score) for e in marked[:1]]
+    assert [e.text.split()[-1] for e in plain] == [e.text.split()[-1] for e in marked]
+
+
+def test_texts_and_labels_that_do_not_fit_are_named(file_of: FileOf) -> None:
+    long = "the king " * 16  # of at most 30 words
+    with opened(file_of(RECORDED["bert"])) as model:
+        with pytest.raises(ContextOverflowError, match="text 1: 32 words exceed the 30 that the model reads"):
+            model.find_entities(["a", long], LABELS)
+        with pytest.warns(UserWarning, match="1 of 2 texts exceeded 30 words, .* lost their ends: text 1"):
+            found = model.find_entities(["a", long], LABELS, truncate="end", threshold=0.0)
+        assert found == model.find_entities(["a", long[: 9 * 15 - 1]], LABELS, threshold=0.0)
+        with pytest.raises(
+            ContextOverflowError, match=r"the 200 labels and a word: .* tokens exceed the cont"
+        ):
+            model.find_entities(["a"], [f"label {i}" for i in range(200)])
+    with opened(file_of(RECORDED["bert"]), max_context=40) as model:
+        with pytest.raises(ContextOverflowError, match=r"text 0 with the labels: .* exceed the context"):
+            model.find_entities(["king " * 29], LABELS)
+        with pytest.warns(UserWarning, match="context of 40 tokens"):
+            assert model.find_entities(["king " * 29], LABELS, truncate="end", threshold=0.0)[0]
+
+
+def test_arguments_that_are_not_valid_are_refused(file_of: FileOf) -> None:
+    with opened(file_of(RECORDED["bert"])) as model:
+        assert model.find_entities([], LABELS) == []
+        for labels, error, message in (
+            ([], ValueError, "labels must name at least one"),
+            ("person", TypeError, "labels must be a sequence of strings, got one str"),
+            (["a", 1], TypeError, "label 1 must be a string, got int"),
+            (["a", "\u200b"], ValueError, "label '\\\\u200b' has no tokens"),
+        ):
+            with pytest.raises(error, match=message):
+                model.find_entities(["a"], labels)  # type: ignore[arg-type]
+        for options, error, message in (
+            ({"threshold": 1.5}, ValueError, "threshold must be between 0 and 1, got 1.5"),
+            ({"threshold": "1"}, TypeError, "threshold must be a number, got str"),
+            ({"flat_ner": 1}, TypeError, "flat_ner must be a bool, got int"),
+            ({"truncate": "start"}, ValueError, "truncate must be one of error, end"),
+        ):
+            with pytest.raises(error, match=message):
+                model.find_entities(["a"], ["b"], **options)
+        with pytest.raises(TypeError, match="text 0 must be a string, got NoneType"):
+            model.find_entities([None], ["b"])  # type: ignore[list-item]
+        with pytest.raises(ValueError, match=r"text 0: .*surrogates"):
+            model.find_entities(["\ud800"], ["b"])
+        with pytest.raises(ValueError, match="labels that a call names: use find_entities"):
+            model.label_tokens(["a"])
+        with pytest.raises(ValueError, match=r"is an encoder, .*: use find_entities"):
+            list(model.generate("a", 1))
+    with (
+        opened(file_of(TAGGERS["bert"])) as model,
+        pytest.raises(ValueError, match="it has no head of GLiNER: use label_tokens"),
+    ):
+        model.find_entities(["a"], ["b"])
+
+
+@pytest.mark.parametrize("name", ["bert, names", "bert, words"])
+def test_a_head_with_numbers_that_are_not_finite_has_no_results(
+    tmp_path: Path, file_of: FileOf, name: str
+) -> None:
+    def damage(values: Any) -> None:
+        values.reshape(-1)[:] = np.nan
+
+    damaged = "entities.label.1.bias" if name == "bert, names" else "entities.score.1.bias"
+    path = with_tensor(tmp_path / "m.gguf", file_of(RECORDED[name]), damaged, damage)
+    with opened(path) as model, pytest.raises(NumericalError, match="a score of words is nan"):
+        model.find_entities(["a"], ["b"])
+
+
+def test_a_command_prints_entities(file_of: FileOf, capsys: pytest.CaptureFixture[str]) -> None:
+    path = file_of(RECORDED["bert, names"])
+    with opened(path) as model:
+        expected = model.find_entities(TEXTS[:2], LABELS, threshold=0.7)
+    arguments = ["label", "-m", str(path), "--compute", "f32", "--kv-dtype", "f32", *TEXTS[:2]]
+    labels = ["--labels", ",".join(LABELS), "--threshold", "0.7"]
+    assert main([*arguments, *labels]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        f"{i}:{e.start}-{e.end}  {e.label}  {e.score:.4f}  {e.text}"
+        for i, entities in enumerate(expected)
+        for e in entities
+    ]
+    assert main(arguments) == 2
+    assert "requires --labels" in capsys.readouterr().err
