@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from itertools import islice
 from numbers import Real
@@ -154,7 +155,8 @@ def token_array(
     """
     if context is not None and (count := length_of(tokens) - unread) > context:
         raise ContextOverflowError(f"position {position} + {count} tokens exceeds the context of {context}")
-    if isinstance(tokens, np.ma.MaskedArray) and np.ma.is_masked(tokens):
+    masked = sys.modules.get("numpy.ma")  # importing it takes 10 ms
+    if masked is not None and isinstance(tokens, masked.MaskedArray) and masked.is_masked(tokens):
         raise TypeError(f"token ids must be integers, got an array with {int(np.sum(tokens.mask))} masked")
     if isinstance(tokens, list):
         tokens = tuple(tokens)

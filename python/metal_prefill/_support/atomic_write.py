@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import secrets
-import shutil
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -132,7 +130,7 @@ class _Scratch:
 
     def open_in(self, parent: Path) -> None:
         while True:
-            self.folder = parent / f"{_PREFIX}{secrets.token_hex(8)}{_SUFFIX}"
+            self.folder = parent / f"{_PREFIX}{os.urandom(8).hex()}{_SUFFIX}"
             self.folder.mkdir(mode=0o700)
             self._lock = _lock(self.folder, wait=True)
             if self.folder.is_dir():  # otherwise another process has removed it as abandoned
@@ -142,7 +140,7 @@ class _Scratch:
     def discard(self) -> None:
         with deferred_interruptions():
             if hasattr(self, "folder"):
-                shutil.rmtree(self.folder, ignore_errors=True)
+                _remove(self.folder)
             lock, self._lock = self._lock, None
             if lock is not None:
                 os.close(lock)
@@ -155,8 +153,14 @@ def _remove_abandoned(parent: Path) -> None:
     for folder in parent.glob(f"{_PREFIX}*{_SUFFIX}"):
         with suppress(OSError):
             if folder.lstat().st_uid == os.geteuid() and (lock := _lock(folder, wait=False)) is not None:
-                shutil.rmtree(folder, ignore_errors=True)
+                _remove(folder)
                 os.close(lock)
+
+
+def _remove(folder: Path) -> None:
+    import shutil  # imports bz2 and lzma
+
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _lock(folder: Path, *, wait: bool) -> int | None:

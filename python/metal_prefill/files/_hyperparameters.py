@@ -7,7 +7,6 @@ different results.
 
 from __future__ import annotations
 
-import difflib
 import math
 from dataclasses import replace
 
@@ -72,6 +71,8 @@ def read_config(gguf: GGUFFile, max_context: int | None = None) -> ModelConfig:
     name = keys.architecture
     traits = ARCHITECTURES.get(name)
     if traits is None:
+        import difflib
+
         near = difflib.get_close_matches(name, ARCHITECTURES, n=1, cutoff=0.5)
         raise UnsupportedModelError(
             f"{gguf.path}: architecture {name} is not supported; "

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import Future
-from typing import Any, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from metal_prefill import _core
-from metal_prefill.generation._constraint import Constraint, Step
 from metal_prefill.generation._speculation import MOST_DRAFTS
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future
+
+    from metal_prefill.generation._constraint import Constraint, Step
 
 # Maximum number of forced tokens of a text in a pass. Like drafts, they delay every text of the pass, and
 # texts can be cancelled only between passes.

@@ -11,7 +11,7 @@ float64, and a sum equal to a threshold reaches it.
 from __future__ import annotations
 
 import math
-import secrets
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -129,7 +129,7 @@ def core_sampler(options: Options, seed: int | None, recent: Iterable[int], answ
     core.frequency_penalty, core.presence_penalty = options.frequency_penalty, options.presence_penalty
     core.logit_bias = dict(options.logit_bias)
     if seed is None:
-        seed = secrets.randbits(64)
+        seed = int.from_bytes(os.urandom(8), "little")
     seed = integer("seed", seed, 0)
     ids = np.fromiter(recent, dtype=np.int64)
     ids[(ids < 0) | (ids > _LARGEST_ID)] = -1  # also outside the vocabulary; rejected when a penalty uses it

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, fields
-from typing import Any, NamedTuple, TypedDict
+from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 
 import numpy as np
 import numpy.typing as npt
@@ -16,10 +15,12 @@ from metal_prefill.engine import Engine, RowCost
 from metal_prefill.errors import ConstraintError
 from metal_prefill.generation import _sampling
 from metal_prefill.generation._choosing import Choosing
-from metal_prefill.generation._constraint import Constraint
 from metal_prefill.generation._ending import FinishReason, TextWriter, split_stops
 from metal_prefill.generation._speculation import MOST_DRAFTS, Speculate, Speculation, make_drafter
 from metal_prefill.text._reasoning import ReasoningGate
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future
 
 MOST_LOGPROBS = 1000  # of a token
 LAST_TURNS = 3  # of a prompt, after which states are kept: a question, an answer, and what was before these
@@ -198,6 +199,8 @@ class Continuation:
         ends = frozenset({*tokenizer.stop_ids, *stop_ids})
         constraint, sampler = None, None
         if (rules.json_schema, rules.regex, rules.grammar) != (None, None, None):
+            from metal_prefill.generation._constraint import Constraint  # imports multiprocessing: 10 ms
+
             constraint = Constraint(
                 tokenizer, json_schema=rules.json_schema, regex=rules.regex, grammar=rules.grammar
             )

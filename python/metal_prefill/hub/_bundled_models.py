@@ -40,10 +40,7 @@ PACKAGED = {
 
 def default_model_path() -> Path:
     """Return the path of the small model that is bundled with the package."""
-    from importlib import resources
-
-    data = resources.files("metal_prefill") / "data"
-    return Path(str(next(f for f in data.iterdir() if f.name.endswith(".gguf"))))
+    return next((Path(__file__).parents[1] / "data").glob("*.gguf"))
 
 
 def packaged_model(name: str | os.PathLike[str]) -> Path | None:
