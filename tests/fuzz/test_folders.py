@@ -167,7 +167,8 @@ def test_folders_are_converted_or_raise_an_error(tmp_path: Path, kind: str) -> N
     settings = {name: json.loads(good[Path(name)]) for name in names}
     weights = [str(path) for path in good if path.suffix == ".safetensors"]
     output = tmp_path / "m.gguf"
-    for random in rounds(60):
+    # Decoders differ in rows of tables, and the generators are the same for each kind.
+    for random in rounds(12 if kind in folder_logits.RECORDED else 60):
         name = random.choice((*names, *weights))
         if random.random() < 0.1:
             name = str(random.choice(list(good)))

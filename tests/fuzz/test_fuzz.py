@@ -67,7 +67,7 @@ def test_model_files(model_file: Path, tmp_path: Path) -> None:
 
     for content in regressions("gguf"):
         run(content)
-    for random in rounds(400):
+    for random in rounds(150):
         run(mutate(parts, random))
 
 
@@ -87,7 +87,7 @@ def test_saved_states(small: Path, tmp_path: Path) -> None:
 
         for content in regressions("state"):
             run(content)
-        for random in rounds(400):
+        for random in rounds(150):
             run(mutate_state(plain, random))
 
 
