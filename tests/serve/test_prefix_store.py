@@ -121,16 +121,32 @@ def test_a_file_under_a_wrong_name_is_not_used(restarted: Callable[..., Any], tm
         assert ask(server, "Whence comest thou?").usage.prompt_tokens_details.cached_tokens == 0
 
 
-def test_a_conversation_that_continues_is_not_stored(restarted: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_conversation_that_continues_is_stored_once_when_the_server_closes(
+    restarted: Callable[..., Any], tmp_path: Path
+) -> None:
+    messages: list[Any] = [{"role": "user", "content": SYSTEM}]
+
+    def turn(server: Running) -> Any:
+        answer = server.client().chat.completions.create(
+            model=server.service.names[0], messages=messages, max_tokens=4, temperature=0
+        )
+        messages.append({"role": "assistant", "content": answer.choices[0].message.content})
+        messages.append({"role": "user", "content": "And then?"})
+        return answer.usage
+
     with restarted() as (server, _):
-        messages: list[Any] = [{"role": "user", "content": SYSTEM}]
-        for _ in range(2):
-            answer = server.client().chat.completions.create(
-                model=server.service.names[0], messages=messages, max_tokens=4
-            )
-            messages += [{"role": "assistant", "content": answer.choices[0].message.content}]
-            messages += [{"role": "user", "content": "And then?"}]
-    assert files(tmp_path) == []
+        turn(server)
+        assert turn(server).prompt_tokens_details.cached_tokens > 0
+        last = turn(server).prompt_tokens
+        assert files(tmp_path) == []
+    with restarted() as (server, _):
+        ask(server, "Who art thou?")
+    (stored,) = files(tmp_path)  # also not that of a single question
+    n = int(stored.name.split("-")[0])
+    assert last - 64 <= n < last
+    with restarted() as (server, _):
+        usage = turn(server)
+    assert usage.prompt_tokens_details.cached_tokens == n
 
 
 def test_files_beyond_the_limit_are_removed_oldest_first(

@@ -1,9 +1,10 @@
 """Shared prompt prefixes on disk: after a restart, a known system message is loaded rather than computed.
 
-A prefix that two prompts of a namespace share is saved as a session file, named by its number of tokens and a
-hash of the tokens and the namespace. The server therefore reads only file names when it starts, and a prompt
-finds its stored prefixes by hashing its own; names differ between namespaces. Each model and cache dtype has
-its own folder. Damaged files are removed.
+A prefix that two prompts of a namespace share is saved as a session file, as is the last prompt of each
+conversation when the server closes. A file is named by its number of tokens and a hash of the tokens and the
+namespace. The server therefore reads only file names when it starts, and a prompt finds its stored prefixes
+by hashing its own; names differ between namespaces. Each model and cache dtype has its own folder. Damaged
+files are removed.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -34,6 +36,13 @@ RECENT_PROMPTS = 64  # of all namespaces, with which later prompts are compared
 MOST_PENDING = 4  # prefixes queued for writing; further ones are left to a later prompt
 _log = logging.getLogger("metal_prefill")
 _NAME = re.compile(r"(\d+)-([0-9a-f]{32})\.session")
+
+
+class _Prompt(NamedTuple):
+    """A recent prompt, and whether it continues an earlier one."""
+
+    ids: Ids
+    continues: bool
 
 
 class PrefixStore:
@@ -75,7 +84,7 @@ class PrefixStore:
         self._limit, self._turn_ends = limit, turn_ends
         self._lock = threading.Lock()  # guards what follows
         self._names: dict[int, set[str]] = {}  # hashes by number of tokens
-        self._recent: dict[str, deque[Ids]] = {}  # by namespace, the one that was used last at the end
+        self._recent: dict[str, deque[_Prompt]] = {}  # by namespace, the one that was used last at the end
         self._pending = 0
         self._loading = threading.Lock()
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="metal_prefill prefix store")
@@ -98,22 +107,33 @@ class PrefixStore:
     def note(self, ids: Ids, namespace: str = "") -> None:
         """Save the prefix that a finished prompt shares with an earlier one of its namespace.
 
-        The store's own thread writes the file. A prompt that extends an earlier one, as a conversation does,
-        shares no prefix in this sense: no other prompt would use it.
+        The store's own thread writes the file. A prompt that continues an earlier one, as in a conversation,
+        takes its place: no other prompt would use the part that they share before the server closes.
         """
+        shared, continues, kept = 0, False, deque[_Prompt]()
         with self._lock:
-            others = self._recent.pop(namespace, deque())
-            shared = max((_shared(ids, other) for other in others), default=0)
-            others.append(ids)
-            self._recent[namespace] = others
+            for other in self._recent.pop(namespace, ()):
+                n = _core.common_prefix(ids, other.ids)
+                if n < min(len(ids), len(other.ids)) or len(ids) == len(other.ids):
+                    shared = max(shared, n)
+                if n == len(other.ids):
+                    continues |= other.continues or n < len(ids)
+                else:
+                    kept.append(other)
+            self._recent[namespace] = kept
+            kept.append(_Prompt(ids, continues))
             self._drop_recent()
-            most = min(shared, len(ids) - 1)
-            n = max([most // PAGE * PAGE, *self._turn_ends(ids[:most])[-1:]])
-            digest = _digest(ids[:n], namespace)
-            if n < PAGE or digest in self._names.get(n, ()) or self._pending == MOST_PENDING:
-                return
+            if self._pending < MOST_PENDING:
+                self._submit(ids, shared, namespace)
+
+    def _submit(self, ids: Ids, most: int, namespace: str) -> None:
+        """Save up to so many tokens of a prompt, in the store's own thread, unless they are stored."""
+        most = min(most, len(ids) - 1)
+        n = max([most // PAGE * PAGE, *self._turn_ends(ids[:most])[-1:]])
+        digest = _digest(ids[:n], namespace)
+        if n >= PAGE and digest not in self._names.get(n, ()):
             self._pending += 1
-        self._writer.submit(self._save, ids[: n + 1], n, digest, namespace)
+            self._writer.submit(self._save, ids[: n + 1], n, digest, namespace)
 
     def _drop_recent(self) -> None:
         """Drop the oldest prompt of the namespace with the most, so that none displaces those of others."""
@@ -124,7 +144,12 @@ class PrefixStore:
                 del self._recent[namespace]
 
     def close(self) -> None:
-        """Wait for pending writes."""
+        """Save the last prompts of conversations, and wait for pending writes."""
+        with self._lock:
+            for namespace, recent in self._recent.items():
+                for ids, continues in recent:
+                    if continues:
+                        self._submit(ids, len(ids), namespace)
         self._writer.shutdown()
 
     def _path(self, n: int, digest: str) -> Path:
@@ -189,9 +214,3 @@ class PrefixStore:
 def _digest(ids: Ids, namespace: str) -> str:
     key = hashlib.blake2b(namespace.encode()).digest() if namespace else b""
     return hashlib.blake2b(ids.astype("<i4").tobytes(), digest_size=16, key=key).hexdigest()
-
-
-def _shared(ids: Ids, other: Ids) -> int:
-    """Return the length in tokens of the common prefix of two prompts; 0 if one extends the other."""
-    n = _core.common_prefix(ids, other)
-    return n if n < min(len(ids), len(other)) or len(ids) == len(other) else 0
