@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from metal_prefill.bench._agents import AgentResults
@@ -303,11 +303,9 @@ def run_agents(
     for name in (_engines.OURS, *dict.fromkeys(compare)):
         if commands is None or name not in commands:
             servers.check_server(name)
-        if progress is not None:
-            progress(f"starting {name}", 0, 1)
-        with closing(servers.ServerProcess(name, options, (commands or {}).get(name))) as server:
-            for i, shape in enumerate(_agents.SHAPES):
-                if progress is not None:
-                    progress(f"{name}, {shape}", i, len(_agents.SHAPES))
-                turns += _agents.replay(name, _agents.asker(server), shape)
+        shapes = [s for s in _agents.SHAPES if name == _engines.OURS or _agents.SHAPES[s].memory_of is None]
+        for i, shape in enumerate(shapes):
+            if progress is not None:
+                progress(f"{name}, {shape}", i, len(shapes))
+            turns += _agents.measured(name, options, (commands or {}).get(name), shape)
     return AgentResults(turns, path.name, _machine.cpu_name())

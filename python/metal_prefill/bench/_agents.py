@@ -6,20 +6,23 @@ the machine.
 
 from __future__ import annotations
 
+import functools
 import http.client
+import itertools
 import json
+import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from contextlib import ExitStack, closing
+from dataclasses import asdict, dataclass, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from metal_prefill.bench._errors import BenchError
+from metal_prefill.bench._peers import servers
+from metal_prefill.bench._peers.servers import Command, ServerOptions, ServerProcess
 from metal_prefill.bench._serving import WORDS
-
-if TYPE_CHECKING:
-    from metal_prefill.bench._peers.servers import ServerProcess
 
 TURNS = 5
 UNIT = 10  # words
@@ -27,6 +30,7 @@ ANSWER_TOKENS = 2
 ANSWER_S = 600.0  # time limit for an answer
 
 Messages = list[dict[str, str]]
+Ask = Callable[[Messages], tuple[int, int]]  # returns the numbers of the prompt's and of the cached tokens
 
 
 def _text(words: int, seed: int) -> str:
@@ -107,18 +111,42 @@ def _sub_agents(unit: int) -> Iterator[Messages]:
         yield _asks(_history(0, unit), 3 * unit, i)
 
 
-# By name: functions of the words in a unit of text that yield the requests of a session.
-SHAPES: dict[str, Callable[[int], Iterator[Messages]]] = {
-    "growing history": _growing,
-    "results of tools": _results_of_tools,
-    "edited header": _edited_header,
-    "parallel branches": _branches,
-    "edit in the middle": _edit_in_the_middle,
-    "truncation at the front": _cut_front,
-    "compaction": _compaction,
-    "retries": _retries,
-    "three agents in turn": _three_agents,
-    "sub-agents of one system prompt": _sub_agents,
+class Shape(NamedTuple):
+    """Requests of a session, and the server that receives them.
+
+    Attributes
+    ----------
+    requests
+        Function of the words in a unit of text that yields the conversations.
+    restart : int or None
+        Number of the request before which the server restarts. It stores prefixes, if it can.
+    memory_of : int or None
+        Number of agents of which one's requests, alone, determine the memory of the prefix cache. Only this
+        package's server has such a limit.
+    """
+
+    requests: Callable[[int], Iterator[Messages]]
+    restart: int | None = None
+    memory_of: int | None = None
+
+    def of_one_agent(self) -> Iterator[Messages]:
+        """Yield the requests of the first agent."""
+        return itertools.islice(self.requests(UNIT), 0, None, self.memory_of)
+
+
+SHAPES: dict[str, Shape] = {
+    "growing history": Shape(_growing),
+    "results of tools": Shape(_results_of_tools),
+    "edited header": Shape(_edited_header),
+    "parallel branches": Shape(_branches),
+    "edit in the middle": Shape(_edit_in_the_middle),
+    "truncation at the front": Shape(_cut_front),
+    "compaction": Shape(_compaction),
+    "retries": Shape(_retries),
+    "three agents in turn": Shape(_three_agents),
+    "sub-agents of one system prompt": Shape(_sub_agents),
+    "restart": Shape(_results_of_tools, restart=3),
+    "memory too small": Shape(_three_agents, memory_of=3),
 }
 
 
@@ -145,40 +173,64 @@ class Turn:
     seconds: float
 
 
-def replay(server: str, ask: Callable[[Messages], tuple[int, int]], shape: str) -> Iterator[Turn]:
-    """Send the requests of a session one after another; `ask` returns the prompt's and the cached tokens."""
-    for number, messages in enumerate(SHAPES[shape](UNIT)):
+def replay(server: str, start: Callable[[], Ask], shape: str) -> Iterator[Turn]:
+    """Send the requests of a session, one after another, to a server that `start` starts anew."""
+    ask = start()
+    for number, messages in enumerate(SHAPES[shape].requests(UNIT)):
+        if number == SHAPES[shape].restart:
+            ask = start()
         begin = time.perf_counter()
         prompt, cached = ask(messages)
         yield Turn(server, shape, number, prompt, prompt - cached, time.perf_counter() - begin)
 
 
-def asker(server: ServerProcess) -> Callable[[Messages], tuple[int, int]]:
-    """Return a function that sends a conversation to a server.
+def measured(name: str, options: ServerOptions, command: Command | None, shape: str) -> Iterator[Turn]:
+    """Replay a session on a server that has seen no other one.
 
     It raises BenchError if the server does not answer, or does not report the tokens that it reuses.
     """
+    wanted = SHAPES[shape]
+    if wanted.memory_of is not None:
+        with closing(servers.ServerProcess(name, options, command)) as server:
+            for messages in wanted.of_one_agent():
+                _ask(server, messages)
+            pages = _answer_of(server, "GET", "/activity")["pages"]
+        options = replace(options, prefix_memory=pages["kept"] * pages["bytes"])
+    with tempfile.TemporaryDirectory() as store, ExitStack() as running:
+        if wanted.restart is not None:
+            options = replace(options, prefix_store=store)
 
-    def ask(messages: Messages) -> tuple[int, int]:
-        body = {"model": server.model, "messages": messages, "max_tokens": ANSWER_TOKENS, "temperature": 0}
-        connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=ANSWER_S)
-        try:
-            headers = {"content-type": "application/json"}
-            connection.request("POST", "/v1/chat/completions", json.dumps(body), headers)
-            response = connection.getresponse()
-            answer = response.read()
-            if response.status != 200:
-                raise BenchError(f"{server.name}: status {response.status}: {answer[:500]!r}")
-            usage = json.loads(answer)["usage"]
-            return int(usage["prompt_tokens"]), int(usage["prompt_tokens_details"]["cached_tokens"])
-        except (OSError, http.client.HTTPException) as error:
-            raise BenchError(f"{server.name}: {error!r}; its last words: {server.last_words()}") from error
-        except (KeyError, TypeError) as error:
-            raise BenchError(f"{server.name} does not report cached tokens: {error!r}") from error
-        finally:
-            connection.close()
+        def start() -> Ask:
+            running.close()
+            server = servers.ServerProcess(name, options, command)
+            running.callback(server.close)
+            return functools.partial(_ask, server)
 
-    return ask
+        yield from replay(name, start, shape)
+
+
+def _ask(server: ServerProcess, messages: Messages) -> tuple[int, int]:
+    body = {"model": server.model, "messages": messages, "max_tokens": ANSWER_TOKENS, "temperature": 0}
+    usage = _answer_of(server, "POST", "/v1/chat/completions", body)["usage"]
+    try:
+        return int(usage["prompt_tokens"]), int(usage["prompt_tokens_details"]["cached_tokens"])
+    except (KeyError, TypeError) as error:
+        raise BenchError(f"{server.name} does not report cached tokens: {error!r}") from error
+
+
+def _answer_of(server: ServerProcess, method: str, path: str, body: Any = None) -> Any:
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=ANSWER_S)
+    try:
+        connection.request(method, path, json.dumps(body), {"content-type": "application/json"})
+        response = connection.getresponse()
+        answer = response.read()
+        if response.status != 200:
+            raise BenchError(f"{server.name}: status {response.status}: {answer[:500]!r}")
+        return json.loads(answer)
+    except (OSError, http.client.HTTPException) as error:
+        raise BenchError(f"{server.name}: {error!r}; its last words: {server.last_words()}") from error
+    finally:
+        connection.close()
 
 
 @dataclass
@@ -210,7 +262,7 @@ class AgentResults:
         for header in ("session", "server", "prompts", "computed", "first answer, ms", "later, ms"):
             table.add_column(header, justify="left" if header in ("session", "server") else "right")
         for shape in SHAPES:
-            for server in dict.fromkeys(turn.server for turn in self.turns):
+            for server in dict.fromkeys(turn.server for turn in self.turns if turn.shape == shape):
                 turns = [t for t in self.turns if (t.shape, t.server) == (shape, server)]
                 later = [f"{turn.seconds * 1e3:,.0f}" for turn in turns[1:]]
                 table.add_row(
@@ -218,7 +270,7 @@ class AgentResults:
                     server,
                     " ".join(str(turn.prompt_tokens) for turn in turns),
                     " ".join(str(turn.computed_tokens) for turn in turns),
-                    f"{turns[0].seconds * 1e3:,.0f}" if turns else "",
+                    f"{turns[0].seconds * 1e3:,.0f}",
                     " ".join(later),
                 )
         return table

@@ -36,12 +36,18 @@ class ServerOptions:
         Maximum number of concurrent clients.
     context : int
         Number of tokens of a prompt and its answer.
+    prefix_memory : int or None
+        Bytes of the prefix cache, which only this package's server limits; None selects the default.
+    prefix_store : str or None
+        Folder in which this package's server keeps prefixes across restarts.
     """
 
     path: str
     threads: int
     clients: int
     context: int
+    prefix_memory: int | None = None
+    prefix_store: str | None = None
 
 
 Command = Callable[[ServerOptions, int], Sequence[str]]
@@ -49,7 +55,10 @@ Command = Callable[[ServerOptions, int], Sequence[str]]
 
 def _ours(options: ServerOptions, port: int) -> list[str]:
     command = [sys.executable, "-m", "metal_prefill.cli", "serve", "-m", options.path, "--port", str(port)]
-    return [*command, "-t", str(options.threads), "--max-streams", str(options.clients)]
+    command += ["-t", str(options.threads), "--max-streams", str(options.clients)]
+    if options.prefix_memory is not None:
+        command += ["--prefix-memory", str(options.prefix_memory)]
+    return [*command, *([] if options.prefix_store is None else ["--prefix-store", options.prefix_store])]
 
 
 def _llama_cpp_python(options: ServerOptions, port: int) -> list[str]:
