@@ -44,6 +44,15 @@ def history(arguments: Any) -> list[dict[str, Any]]:
     return [*ASKED, {"role": "assistant", "content": None, "tool_calls": [call]}]
 
 
+def schema(schema: Any) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"schema": schema}}
+
+
+def tool(number: Any) -> dict[str, Any]:
+    parameters = {"type": "object", "properties": {"number": number}}
+    return {"type": "function", "function": {"name": "f", "parameters": parameters}}
+
+
 @pytest.mark.parametrize("how", [{"regex": CALL}, {"tool_choice": "required", "max_tokens": 60}])
 def test_a_call_is_accepted_by_a_template_that_restricts_its_id(
     iterating: tuple[Running, Model], how: dict[str, Any]
@@ -127,6 +136,12 @@ def test_null_is_the_same_as_no_field(iterating: tuple[Running, Model]) -> None:
     answer = post(iterating[0], **dict.fromkeys([*fields, "stream", "not_yet_known"]))
     assert answer.status_code == 200, answer.text
     assert post(iterating[0], not_yet_known=1).json()["error"]["param"] == "not_yet_known"
+    nested = {"stream_options": {"new": None}, "response_format": {"type": "text", "new": None}}
+    with_nulls = {"tools": [{**WEATHER, "new": None}], "chat_template_kwargs": {"new": None}, **nested}
+    assert post(iterating[0], **with_nulls).status_code == 200
+    assert iterating[0].post("/v1/responses", {"input": "a", "text": {"new": None}}).status_code == 200
+    error = post(iterating[0], stream_options={"new": 1}, new=None).json()["error"]
+    assert error["param"] == "stream_options.new"
 
 
 @pytest.mark.parametrize(
@@ -140,6 +155,14 @@ def test_null_is_the_same_as_no_field(iterating: tuple[Running, Model]) -> None:
         ({"tools": [WEATHER, {"type": "web_search"}]}, "tools[1].type"),
         ({"reasoning_effort": "low"}, "reasoning_effort"),
         ({"audio": {}}, "audio"),
+        ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name"),
+        ({"continue_final_message": True}, "messages[0].role"),
+        ({"regex": "("}, "regex"),
+        ({"grammar": "start: x"}, "grammar"),
+        ({"structured_outputs": {"choice": ["a"], "json": {"enum": [2**53 + 1]}}}, None),
+        ({"structured_outputs": {"json": {"enum": [2**53 + 1]}}}, "structured_outputs"),
+        ({"response_format": schema({"enum": [2**53 + 1]})}, "response_format.json_schema.schema"),
+        ({"tools": [tool({"enum": [2**53 + 1]})], "tool_choice": "required"}, "tools"),
         (
             {"messages": ASKED, "continue_final_message": True, "add_generation_prompt": True},
             "add_generation_prompt",
@@ -147,7 +170,7 @@ def test_null_is_the_same_as_no_field(iterating: tuple[Running, Model]) -> None:
     ],
 )
 def test_an_error_has_the_path_of_its_field(
-    iterating: tuple[Running, Model], body: dict[str, Any], param: str
+    iterating: tuple[Running, Model], body: dict[str, Any], param: str | None
 ) -> None:
     answer = post(iterating[0], **body)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
@@ -174,6 +197,10 @@ def test_the_effort_of_reasoning_reaches_the_template(demo_path: Path, template:
             expected = effort if template == "reasoning_effort" else str(effort != "none")
             count = post(server, reasoning_effort=effort).json()["usage"]["prompt_tokens"]
             assert count == len(model.tokenizer.encode(expected, add_bos=False))
+            if template == "reasoning_effort":
+                body = {"messages": ASKED, "output_config": {"effort": effort}}
+                counted = server.post("/v1/messages/count_tokens", body).json()
+                assert counted["input_tokens"] == count
 
 
 def test_variables_of_a_template_may_be_of_any_type_and_are_plain_text(demo_path: Path) -> None:
@@ -204,6 +231,26 @@ def test_prompts_may_spell_control_tokens(server: Running, cpu_model: Model) -> 
         ).json()
         assert answer["usage"]["prompt_tokens"] == len(tokens(**options))
         assert answer["choices"][0]["text"].startswith(text)
+
+
+def test_tokens_of_a_conversation_are_those_of_its_prompt(iterating: tuple[Running, Model]) -> None:
+    server, model = iterating
+    last = {"role": "assistant", "content": "It is"}
+    for body in (
+        {"messages": ASKED},
+        {"messages": ASKED, "tools": [WEATHER]},
+        {"messages": ASKED, "chat_template_kwargs": {"tools": None}},
+        {"messages": [*ASKED, last], "continue_final_message": True},
+    ):
+        found, answer = server.post("/tokenize", body).json(), post(server, **body)
+        if answer.status_code == 400:
+            assert found == answer.json()
+        else:
+            assert found["count"] == answer.json()["usage"]["prompt_tokens"]
+    long = [{"role": "user", "content": "a b " * 5000}]
+    assert server.post("/tokenize", {"messages": long}).json()["count"] > model.max_context
+    counted = server.post("/v1/messages/count_tokens", {"messages": long}).json()
+    assert counted["input_tokens"] > model.max_context
 
 
 def test_a_suffix_is_filled_in(cpu_model: Model) -> None:

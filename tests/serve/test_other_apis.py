@@ -198,6 +198,14 @@ def test_reasoning_is_an_item(thinking: Running) -> None:
         ({"input": "a", "text": {"format": {"type": "json_schema"}}}, "text.format"),
         ({"input": "a", "tool_choice": {"type": "mcp"}}, "tool_choice"),
         ({"input": "a", "inputs": "b"}, "inputs"),
+        ({"input": [{}]}, "input[0].role"),
+        ({"input": [{"type": "function_call", "call_id": "a"}]}, "input[0].name"),
+        ({"input": [{"type": "function_call_output"}]}, "input[0].call_id"),
+        ({"input": "a", "reasoning": {"effort": "low"}}, "reasoning.effort"),
+        (
+            {"input": "a", "text": {"format": {"type": "json_schema", "schema": {"type": "odd"}}}},
+            "text.format.schema",
+        ),
     ],
 )
 def test_a_response_names_an_invalid_field(served: Running, body: dict[str, Any], param: str) -> None:
@@ -288,6 +296,14 @@ def test_reasoning_is_a_block(thinking: Running) -> None:
         ({"messages": [USER]}, 400, "invalid_request_error"),
         ({"messages": [{"role": "tool", "content": "a"}], "max_tokens": 1}, 400, "invalid_request_error"),
         ({"messages": [USER], "max_tokens": 1, "model": "other"}, 404, "not_found_error"),
+        (
+            {
+                "messages": [{"role": "assistant", "content": [{"type": "tool_use", "id": "a"}]}],
+                "max_tokens": 1,
+            },
+            400,
+            "invalid_request_error",
+        ),
     ],
 )
 def test_errors_have_the_format_of_messages(

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left
-from collections.abc import AsyncIterator, Collection, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
-from metal_prefill.errors import ContextOverflowError
+from metal_prefill.errors import ChatTemplateError, ContextOverflowError
 from metal_prefill.generation._stream import Stream, check_size, make_streams
 from metal_prefill.serve._bodies import Sender
 from metal_prefill.serve._errors import ApiError
@@ -19,6 +19,7 @@ from metal_prefill.serve._forms import ChatForm, Message
 from metal_prefill.serve._generation import (
     Choice,
     check_count,
+    constraint_errors,
     head_of,
     logprob,
     options_of,
@@ -57,6 +58,14 @@ def text_of(content: Any, where: str, kinds: Collection[str] = ("text",)) -> str
                 param=where,
             )
     return "".join(part["text"] for part in content)
+
+
+def required(item: Mapping[str, Any], name: str, where: str) -> str:
+    """Return a text that an item must have."""
+    if not isinstance(value := item.get(name), str) or not value:
+        param = f"{where}.{name}"
+        raise ApiError(400, f"you must provide {param}", param=param, code="missing_required_parameter")
+    return value
 
 
 def plain_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
@@ -105,8 +114,8 @@ def fitting_tokens(service: Service, form: ChatForm) -> tuple[list[int], int]:
     return encoded(begin), begin - first
 
 
-def chat_tokens(service: Service, form: ChatForm) -> list[int]:
-    """Encode a conversation with the template of the file."""
+def chat_tokens(service: Service, form: ChatForm, *, fits: bool = True) -> list[int]:
+    """Encode a conversation with the template of the file; if it must fit the context, check that first."""
     variables: dict[str, Any] = dict(form.chat_template_kwargs or {})
     if reserved := sorted(set(variables) & {"messages", "tools", "documents", "add_generation_prompt"}):
         raise ApiError(400, f"chat_template_kwargs: {reserved[0]} is reserved", param="chat_template_kwargs")
@@ -119,6 +128,16 @@ def chat_tokens(service: Service, form: ChatForm) -> list[int]:
             "continue_final_message continues the last message, and add_generation_prompt begins another one",
             param="add_generation_prompt",
         )
+    if continues and form.messages[-1].role != "assistant":
+        raise ApiError(
+            400,
+            "only a last message of the assistant can be continued",
+            param=f"messages[{len(form.messages) - 1}].role",
+        )
+    try:
+        tokenizer.check_tools(tools)
+    except ChatTemplateError as error:
+        raise ApiError(400, str(error), param="tools", code="invalid_messages") from None
     pieces = tokenizer.chat_pieces(
         plain_messages(form.messages),
         tools,
@@ -128,8 +147,10 @@ def chat_tokens(service: Service, form: ChatForm) -> list[int]:
         untrusted={**_effort(form, tokenizer), **variables},
         continues=continues,
     )
-    check_size(service.model.engine, sum(tokenizer.least_tokens(text) for text, _ in pieces))
-    for text, _ in pieces:
+    texts = [text for text, _ in pieces]
+    if fits:
+        check_size(service.model.engine, sum(map(tokenizer.least_tokens, texts)))
+    for text in texts if fits else ["".join(texts)]:
         service.check_text(text, "messages")
     return tokenizer.encode_chat(pieces)
 
@@ -151,19 +172,19 @@ def _effort(form: ChatForm, tokenizer: Tokenizer) -> dict[str, Any]:
     )
 
 
-def constraint_of(form: ChatForm) -> dict[str, Any]:
-    """Return the constrained-decoding option of a request, or an empty dict."""
+def constraint_of(form: ChatForm) -> tuple[str | None, dict[str, Any]]:
+    """Return the field that has the schema of a request, and the option for it; None without one."""
     if (schema := call_constraint(form)) is not None:
-        return {"json_schema": schema}
+        return "tools", {"json_schema": schema}
     format_ = form.response_format
     if format_ is None or format_.type == "text":
-        return {}
+        return None, {}
     if format_.type == "json_object":
-        return {"json_schema": {"type": "object"}}
+        return "response_format", {"json_schema": {"type": "object"}}
+    param = "response_format.json_schema.schema"
     if format_.json_schema is None or format_.json_schema.schema is None:
-        param = "response_format.json_schema.schema"
         raise ApiError(400, f"you must provide {param}", param=param)
-    return {"json_schema": format_.json_schema.schema}
+    return param, {"json_schema": format_.json_schema.schema}
 
 
 def _is_constrained(form: ChatForm) -> bool:
@@ -178,7 +199,8 @@ def _is_constrained(form: ChatForm) -> bool:
 
 
 def _streams(service: Service, form: ChatForm, ids: list[int], n: int, namespace: str) -> list[Stream]:
-    options = {**options_of(form, service.model.tokenizer), **constraint_of(form)}
+    field, constraint = constraint_of(form)
+    options = {**options_of(form, service.model.tokenizer), **constraint}
     options["stop"] = [*options["stop"], *service.model.tokenizer.chat_stop]
     options["reasoning"] = _has_reasoning(service.model.tokenizer)
     options["calls"] = offered_tools(form) is not None
@@ -187,7 +209,8 @@ def _streams(service: Service, form: ChatForm, ids: list[int], n: int, namespace
         options["logprobs"] = form.top_logprobs or 0
         if form.max_completion_tokens is None and form.max_tokens is None:
             max_tokens = min(max_tokens, most_tokens(n, options["logprobs"]))
-    return make_streams(service.model.engine, ids, n, max_tokens, prefix_namespace=namespace, **options)
+    with constraint_errors(form, field):
+        return make_streams(service.model.engine, ids, n, max_tokens, prefix_namespace=namespace, **options)
 
 
 def _has_reasoning(tokenizer: Tokenizer) -> bool:

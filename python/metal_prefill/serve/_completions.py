@@ -14,6 +14,7 @@ from metal_prefill.serve._forms import CompletionForm, TokenOrText
 from metal_prefill.serve._generation import (
     Choice,
     check_count,
+    constraint_errors,
     head_of,
     logprob,
     options_of,
@@ -67,7 +68,8 @@ async def complete(service: Service, form: CompletionForm, reply: Reply, sender:
     def streams_of(prompt: str | list[int]) -> list[Stream]:
         engine = service.model.engine
         ids = _prompt_tokens(service, form, prompt) if isinstance(prompt, str) else prompt
-        streams = make_streams(engine, ids, n, max_tokens, **options)
+        with constraint_errors(form):
+            streams = make_streams(engine, ids, n, max_tokens, **options)
         if form.echo and isinstance(prompt, str):
             for stream in streams:
                 stream.text.echo = prompt

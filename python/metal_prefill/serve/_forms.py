@@ -7,7 +7,7 @@ Handwritten checks would be several hundred lines with gaps; pydantic would add 
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
 import msgspec
 import numpy as np
@@ -254,10 +254,15 @@ class TokenizeForm(Form, kw_only=True):
 
     prompt: str | None = None
     content: str | None = None
-    messages: list[Message] | None = None
     add_special_tokens: bool | None = None
     add_special: bool | None = None  # the name in llama.cpp's server
     parse_special: bool | None = None
+    # As in `ChatForm`.
+    messages: Annotated[list[Message], Meta(min_length=1)] | None = None
+    tools: list[dict[str, Any]] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
 
 
 class DetokenizeForm(Form, kw_only=True):
@@ -302,21 +307,29 @@ def decode(body: bytes, form: type[_Form]) -> _Form:
         except msgspec.ValidationError as error:
             if _UNKNOWN.match(str(error)) is None:
                 raise
-            return msgspec.convert(_without_nulls(msgspec.json.decode(body)), form, str_keys=True)
+            return msgspec.convert(_without_nulls(msgspec.json.decode(body), form), form, str_keys=True)
     except msgspec.ValidationError as error:
         raise _invalid(str(error), body) from None
     except (ValueError, RecursionError) as error:
         raise ApiError(400, f"the body is not JSON: {error}", code="invalid_json") from None
 
 
-def _without_nulls(value: Any) -> Any:
-    """Return a body without fields that are null, of itself and of its messages."""
-    if not isinstance(value, dict):
+def _without_nulls(value: Any, kind: Any) -> Any:
+    """Return the value of a field without members that are null, where its type lists the members."""
+    if isinstance(value, list):
+        return [_without_nulls(item, kind) for item in value]
+    form = _form_in(kind)
+    if form is None or not isinstance(value, dict):
         return value
-    fields = {key: item for key, item in value.items() if item is not None}
-    if isinstance(messages := fields.get("messages"), list):
-        fields["messages"] = list(map(_without_nulls, messages))
-    return fields
+    kinds = {field.name: field.type for field in msgspec.structs.fields(form)}
+    return {key: _without_nulls(item, kinds.get(key)) for key, item in value.items() if item is not None}
+
+
+def _form_in(kind: Any) -> type[msgspec.Struct] | None:
+    """Return the structure that a type is or contains, or None."""
+    if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
+        return kind
+    return next(filter(None, map(_form_in, get_args(kind))), None)
 
 
 def _invalid(message: str, body: bytes) -> ApiError:
@@ -340,7 +353,7 @@ def _first_invalid(body: bytes) -> int:
     messages = msgspec.json.decode(body)["messages"]
     for i, message in enumerate(messages):
         try:
-            msgspec.convert(_without_nulls(message), Message)
+            msgspec.convert(_without_nulls(message, Message), Message)
         except msgspec.ValidationError:
             return i
     return len(messages)

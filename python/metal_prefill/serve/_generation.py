@@ -6,13 +6,15 @@ import json
 import math
 import time
 import uuid
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
 
+from metal_prefill.errors import ConstraintError
+from metal_prefill.generation._constraint_process import NoWorkerError
 from metal_prefill.generation._engine_loop import Made
 from metal_prefill.generation._stream import Stream
 from metal_prefill.generation._text_generation import SamplingOptions
@@ -62,6 +64,20 @@ def constraint_of(outputs: StructuredOutputs | None) -> dict[str, Any]:
         choices = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in outputs.choice)
         given["grammar"] = f"start: {choices}"
     return {kind: source for kind, source in given.items() if source is not None}
+
+
+@contextmanager
+def constraint_errors(form: TextForm, field: str | None = None) -> Iterator[None]:
+    """Name the field that has the constraint of a text, by default one of the form, in errors about it."""
+    try:
+        yield
+    except NoWorkerError:
+        raise
+    except ConstraintError as error:
+        given = (
+            name for name in ("regex", "grammar", "structured_outputs") if getattr(form, name) is not None
+        )
+        raise ApiError(400, str(error), param=field or next(given, None), code="invalid_constraint") from None
 
 
 def _stops(form: TextForm) -> list[str]:

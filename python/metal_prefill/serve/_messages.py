@@ -12,7 +12,7 @@ from msgspec import Meta
 
 from metal_prefill.serve._blocks import Block, answer_in_blocks
 from metal_prefill.serve._bodies import Sender
-from metal_prefill.serve._chat import ChatChoice, chat_tokens, text_of
+from metal_prefill.serve._chat import ChatChoice, chat_tokens, required, text_of
 from metal_prefill.serve._errors import ApiError
 from metal_prefill.serve._forms import (
     ChatForm,
@@ -101,7 +101,10 @@ def chat_form(service: Service, form: CountForm) -> ChatForm:
     thinks = None if form.thinking is None else form.thinking.type != "disabled"
     if thinks is not None and service.model.tokenizer.template_reads("enable_thinking", bool(chat.tools)):
         chat.chat_template_kwargs = {"enable_thinking": thinks}
-    if (format_ := (form.output_config or {}).get("format")) is not None:
+    config = form.output_config or {}
+    if config.get("effort") and service.model.tokenizer.template_reads("reasoning_effort", bool(chat.tools)):
+        chat.reasoning_effort = str(config["effort"])
+    if (format_ := config.get("format")) is not None:
         if not isinstance(format_, dict) or not isinstance(format_.get("schema"), dict):
             raise ApiError(400, "you must provide output_config.format.schema", param="output_config.format")
         chat.response_format = ResponseFormat("json_schema", JsonSchema(format_["schema"]))
@@ -145,11 +148,12 @@ def _messages_of(message: dict[str, Any], where: str, names: dict[str, str]) -> 
         elif kind == "redacted_thinking":
             pass
         elif kind == "tool_use":
-            names[str(block.get("id"))] = str(block.get("name"))
-            function = {"name": block.get("name"), "arguments": json.dumps(block.get("input") or {})}
-            calls.append({"id": block.get("id"), "type": "function", "function": function})
+            called, name = required(block, "id", place), required(block, "name", place)
+            names[called] = name
+            function = {"name": name, "arguments": json.dumps(block.get("input") or {})}
+            calls.append({"id": called, "type": "function", "function": function})
         elif kind == "tool_result":
-            called = str(block.get("tool_use_id"))
+            called = required(block, "tool_use_id", place)
             text = text_of(block.get("content"), f"{place}.content")
             results.append(Message(role="tool", tool_call_id=called, name=names.get(called), content=text))
         else:
@@ -240,6 +244,6 @@ async def messages(service: Service, form: MessagesForm, reply: Reply, sender: S
 async def count_tokens(service: Service, form: CountForm, reply: Reply, sender: Sender) -> None:
     """Return the number of tokens of a conversation."""
     service.check_model(form.model)
-    tokens = await service.prepare(lambda: chat_tokens(service, chat_form(service, form)))
+    tokens = await service.prepare(lambda: chat_tokens(service, chat_form(service, form), fits=False))
     sender.turn.end()
     await reply.json({"input_tokens": len(tokens)})

@@ -12,7 +12,7 @@ from msgspec import Meta
 
 from metal_prefill.serve._blocks import Block, answer_in_blocks
 from metal_prefill.serve._bodies import Sender
-from metal_prefill.serve._chat import ChatChoice, text_of
+from metal_prefill.serve._chat import ChatChoice, required, text_of
 from metal_prefill.serve._errors import ApiError
 from metal_prefill.serve._forms import (
     ChatForm,
@@ -103,7 +103,7 @@ def chat_form(form: ResponsesForm, before: list[Message]) -> ChatForm:
 
 
 def _tool_of(tool: dict[str, Any]) -> dict[str, Any]:
-    if tool.get("type", "function") != "function":
+    if (tool.get("type") or "function") != "function":
         return tool  # refused by name later
     return {"type": "function", "function": {k: v for k, v in tool.items() if k != "type"}}
 
@@ -147,23 +147,24 @@ def _messages_of(input_: str | list[dict[str, Any]]) -> list[Message]:
         return messages[-1]
 
     for i, item in enumerate(input_):
-        where, kind = f"input[{i}]", item.get("type", "message")
+        where, kind = f"input[{i}]", item.get("type") or "message"
         if kind == "message":
-            role, text = str(item.get("role")), text_of(item.get("content"), f"{where}.content", _TEXTS)
+            role = required(item, "role", where)
+            text = text_of(item.get("content"), f"{where}.content", _TEXTS)
             if role == "assistant":
                 message = assistant()
                 message.content = f"{message.content or ''}{text}"
             else:
                 messages.append(Message(role=role, content=text))
         elif kind == "function_call":
-            call_id, name = str(item.get("call_id")), str(item.get("name"))
+            call_id, name = required(item, "call_id", where), required(item, "name", where)
             names[call_id] = name
             function = {"name": name, "arguments": item.get("arguments")}
             call = {"id": call_id, "type": "function", "function": function}
             message = assistant()
             message.tool_calls = [*(message.tool_calls or ()), call]
         elif kind == "function_call_output":
-            called = str(item.get("call_id"))
+            called = required(item, "call_id", where)
             text = text_of(item.get("output"), f"{where}.output", _TEXTS)
             messages.append(Message(role="tool", tool_call_id=called, name=names.get(called), content=text))
         elif kind == "reasoning":
@@ -298,6 +299,13 @@ def _content_of(block: Block) -> dict[str, Any]:
     return {"type": "output_text", "text": block.text, "annotations": [], "logprobs": []}
 
 
+# Names of fields of chat completions in responses.
+_PARAMS = {
+    "reasoning_effort": "reasoning.effort",
+    "response_format.json_schema.schema": "text.format.schema",
+}
+
+
 async def responses(service: Service, form: ResponsesForm, reply: Reply, sender: Sender) -> None:
     """Answer a conversation in the format of responses, and keep it for a next one."""
     name = service.check_model(form.model)
@@ -311,7 +319,11 @@ async def responses(service: Service, form: ResponsesForm, reply: Reply, sender:
         answer.keep = lambda blocks: kept.add(
             sender.namespace, answer.id, [*messages, answer_message(blocks)]
         )
-    await answer_in_blocks(service, chat, reply, sender, answer)
+    try:
+        await answer_in_blocks(service, chat, reply, sender, answer)
+    except ApiError as error:
+        error.param = _PARAMS.get(error.param or "", error.param)
+        raise
 
 
 def answer_message(blocks: list[Block]) -> Message:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from metal_prefill.serve._bodies import Sender
-from metal_prefill.serve._chat import plain_messages
+from metal_prefill.serve._chat import chat_tokens
 from metal_prefill.serve._errors import ApiError
-from metal_prefill.serve._forms import DetokenizeForm, TokenizeForm
+from metal_prefill.serve._forms import ChatForm, DetokenizeForm, TokenizeForm
 from metal_prefill.serve._reply import Reply
 from metal_prefill.serve._service import Service
 
@@ -22,9 +22,17 @@ async def tokenize(service: Service, form: TokenizeForm, reply: Reply, sender: S
 
     def encode() -> list[int]:
         if form.messages is not None:
-            pieces = tokenizer.chat_pieces(plain_messages(form.messages), None, True, {})
-            service.check_text("".join(text for text, _ in pieces), "messages")
-            return tokenizer.encode_chat(pieces)
+            return chat_tokens(
+                service,
+                ChatForm(
+                    messages=form.messages,
+                    tools=form.tools,
+                    chat_template_kwargs=form.chat_template_kwargs,
+                    add_generation_prompt=form.add_generation_prompt,
+                    continue_final_message=form.continue_final_message,
+                ),
+                fits=False,
+            )
         adds = form.add_special_tokens is not False and form.add_special is not False
         text = form.prompt if form.prompt is not None else form.content or ""
         service.check_text(text, "content" if form.prompt is None else "prompt")

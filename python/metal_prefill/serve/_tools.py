@@ -20,16 +20,23 @@ def offered_tools(form: ChatForm) -> list[dict[str, Any]] | None:
     Raises
     ------
     ApiError
-        A tool is not a function, such as one that OpenAI's servers run.
+        A tool has no name, or is not a function, such as one that OpenAI's servers run.
     """
     for i, tool in enumerate(form.tools or ()):
-        if (kind := tool.get("type", "function")) != "function":
+        if (kind := tool.get("type") or "function") != "function":
             raise ApiError(
                 400,
                 f"tools[{i}]: the type {kind!r:.80} is not supported; tools must be functions",
                 param=f"tools[{i}].type",
                 code="unsupported",
             )
+        try:
+            tool_names([tool])
+        except ValueError:
+            param = f"tools[{i}].function.name"
+            raise ApiError(
+                400, f"you must provide {param}", param=param, code="missing_required_parameter"
+            ) from None
     return form.tools if form.tools and form.tool_choice != "none" else None
 
 
@@ -45,12 +52,9 @@ def call_constraint(form: ChatForm) -> dict[str, Any] | None:
     wanted = choice.function.name if isinstance(choice, ToolChoice) else None
     names = tool_names(tools)
     if not tools or (wanted is not None and wanted not in names):
-        what = "one of the tools" if wanted is None else f"the tool {wanted!r}"
-        raise ApiError(
-            400,
-            f"tool_choice asks for {what}; the tools are: {', '.join(sorted(names))}",
-            param="tool_choice",
-        )
+        what = "a tool" if wanted is None else f"the tool {wanted!r}"
+        offered = f"the tools are: {', '.join(sorted(names))}" if tools else "there are no tools"
+        raise ApiError(400, f"tool_choice asks for {what}; {offered}", param="tool_choice")
     calls, definitions = [], {}
     for i, tool in enumerate(tools):
         if wanted is None or tool_names([tool]) == {wanted}:
