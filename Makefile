@@ -119,14 +119,17 @@ $(VENV)/.mutators: pyproject.toml $(VENV)/.ready
 mutants: build/.emulator $(VENV)/.mutators
 	$(BIN)/python tools/check/mutate.py
 
-# Clients of other projects, each in an environment of its own.
-CLIENTS := openai-agents pydantic-ai-slim[openai] litellm langchain-openai langchain-core llama-index-core llm lancedb spacy
+# Clients of other projects, each in an environment of its own; requirements that differ from the name.
+CLIENTS := anthropic cohere instructor langchain-core langchain-openai litellm llama-index-core llm lancedb openai openai-2 \
+  openai-agents pydantic-ai-slim spacy
+REQUIREMENT_openai-2 := openai<3
+REQUIREMENT_pydantic-ai-slim := pydantic-ai-slim[openai]
 build/clients/%/.ready:
 	$(PYTHON) -m venv $(@D)
-	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check '$(filter $* $*[%,$(CLIENTS))'
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check '$(or $(REQUIREMENT_$*),$*)'
 	@touch $@
 
-test-clients: build/.emulator $(foreach client,$(CLIENTS),build/clients/$(firstword $(subst [, ,$(client)))/.ready)
+test-clients: build/.emulator $(CLIENTS:%=build/clients/%/.ready)
 	$(BIN)/python -m pytest tests/clients
 
 # The site, in build/site: from docs/, the examples and the docstrings. A broken link is an error.

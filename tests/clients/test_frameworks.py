@@ -16,7 +16,8 @@ import pytest
 from support.client_environments import environment, within
 from support.places import ROOT
 from support.programs import finished
-from support.running_server import Running, running_with_template
+from support.running_server import Running, running, running_with_template
+from support.task_folders import DOCUMENTS
 from support.tools import HERMES
 
 from metal_prefill import Model
@@ -30,13 +31,13 @@ def server(demo_path: Path) -> Iterator[Running]:
         yield server
 
 
-def answers(client: str, server: Running) -> Any:
+def answers(client: str, *arguments: str, program: str = "") -> Any:
     """Return what the program of a client prints, as JSON."""
     python = environment(client)
-    program = PROGRAMS / f"{client.replace('-', '_')}.py"
+    path = PROGRAMS / f"{program or client.replace('-', '_')}.py"
     home = {"NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1", "PYTHONSAFEPATH": "1"}
     done = finished(
-        [python, program, server.url], env={**os.environ, **home, "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
+        [python, path, *arguments], env={**os.environ, **home, "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
@@ -46,7 +47,7 @@ CITIES = ("Verona", "Padua")
 
 
 def test_agents_of_openai_call_tools(server: Running) -> None:
-    found = answers("openai-agents", server)
+    found = answers("openai-agents", server.url)
     for kind in ("OpenAIChatCompletionsModel", "OpenAIResponsesModel"):
         whole, streamed = found[kind]
         assert whole[0] == ["tool_call_item", "tool_call_output_item", "message_output_item"]
@@ -55,14 +56,25 @@ def test_agents_of_openai_call_tools(server: Running) -> None:
 
 
 def test_agents_of_pydantic_return_types(server: Running) -> None:
-    found = answers("pydantic-ai-slim", server)
+    found = answers("pydantic-ai-slim", server.url)
     assert found["report"]["city"] in CITIES
     assert found["report"]["days"] in (1, 2)
     assert set(found["colors"]) <= {"red", "blue"}
 
 
-def test_litellm_answers_calls_and_recognizes_a_long_prompt(server: Running) -> None:
-    found = answers("litellm", server)
+def test_litellm_answers_calls_ranks_and_recognizes_a_long_prompt(
+    server: Running, embedding: Path, reranker: Path
+) -> None:
+    with (
+        Model(embedding, device="cpu") as vectors,
+        Model(reranker, device="cpu") as ranks,
+        running(vectors, names=["vectors"]) as second,
+        running(ranks, names=["ranks"]) as third,
+    ):
+        found = answers("litellm", server.url, second.url, third.url, *DOCUMENTS)
+        np.testing.assert_array_equal(np.array(found["vectors"], np.float32), vectors.embed(DOCUMENTS))
+        best = ranks.rerank(DOCUMENTS[0], DOCUMENTS, 2)
+        assert found["ranks"] == [[one.index, one.score] for one in best]
     assert found["same"]
     assert found["text"]
     assert found["call"][0] == "weather"
@@ -71,7 +83,7 @@ def test_litellm_answers_calls_and_recognizes_a_long_prompt(server: Running) -> 
 
 
 def test_langchain_answers_calls_and_recognizes_a_long_prompt(server: Running) -> None:
-    found = answers("langchain-openai", server)
+    found = answers("langchain-openai", server.url)
     assert found["same"]
     assert found["text"]
     assert found["after"]
@@ -79,6 +91,48 @@ def test_langchain_answers_calls_and_recognizes_a_long_prompt(server: Running) -
     assert found["call"][1]["city"] in CITIES
     assert found["city"] in CITIES
     assert "ContextOverflow" in found["overflow"]
+
+
+@pytest.mark.parametrize("client", ["openai", "openai-2"])
+def test_openai_answers_types_and_calls(server: Running, client: str) -> None:
+    found = answers(client, server.url, program="openai")
+    assert (int(found["version"].split(".")[0]) < 3) == (client == "openai-2")
+    assert found["same"]
+    assert found["text"]
+    assert found["call"] == found["streamed_call"]
+    assert found["call"][0] == "Weather"
+    assert found["parts"] > 1
+    assert {found["call"][1], *found["cities"]} <= set(CITIES)
+    assert found["after"]
+    assert found["completion"]
+    assert found["overflow"] == "context_length_exceeded"
+
+
+def test_anthropic_answers_calls_and_counts_tokens(server: Running) -> None:
+    found = answers("anthropic", server.url)
+    assert found["same"]
+    assert found["text"]
+    assert found["call"] == found["streamed_call"]
+    name, arguments, reason = found["call"]
+    assert (name, arguments["city"] in CITIES, reason) == ("weather", True, "tool_use")
+    assert found["after"]
+    assert found["counted"]
+    assert "prompt is too long" in found["overflow"]
+
+
+def test_instructor_returns_types(server: Running) -> None:
+    found = answers("instructor", server.url)
+    for whole, partial in found.values():
+        assert whole == partial
+        assert whole["city"] in CITIES
+        assert whole["days"] in (1, 2)
+
+
+def test_cohere_ranks_documents(reranker: Path) -> None:
+    with Model(reranker, device="cpu") as model, running(model, names=["ranks"]) as server:
+        found = answers("cohere", server.url, DOCUMENTS[0], *DOCUMENTS)
+        best = model.rerank(DOCUMENTS[0], DOCUMENTS, 2)
+    assert found == [[one.index, one.score] for one in best]
 
 
 def llm(folder: Path, *arguments: str) -> str:

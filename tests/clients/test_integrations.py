@@ -6,17 +6,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 from support.client_environments import within
-from support.model_folders import Folder
-from support.task_folders import DOCUMENTS, RANKERS, TAGGERS, TEXTS
+from support.task_folders import DOCUMENTS, TAGGERS, TEXTS
 
-from metal_prefill import Model, synth
+from metal_prefill import Model
 from metal_prefill.conversion import convert
 
 PROGRAMS = Path(__file__).parent / "programs"
@@ -25,20 +22,6 @@ MESSAGES = [
     {"role": "system", "content": "Speak thou briefly."},
     {"role": "user", "content": "Who art thou?"},
 ]
-
-
-@pytest.fixture(scope="module")
-def embedding(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return synth.synthesize(tmp_path_factory.mktemp("m") / "small.gguf", preset="tiny-embedding")
-
-
-def converted(make: Callable[[Path], Folder], folder: Path) -> Path:
-    return convert(make(folder / "folder").write(), folder / "model.gguf")
-
-
-@pytest.fixture(scope="module")
-def reranker(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return converted(RANKERS["bert"], tmp_path_factory.mktemp("reranker"))
 
 
 def found_by(client: str, *arguments: str | Path) -> Any:
@@ -100,7 +83,7 @@ def check_vectors(found: dict[str, Any], path: Path) -> None:
 
 
 def test_spacy_pipe_sets_entities_of_whole_tokens(tmp_path: Path) -> None:
-    path = converted(TAGGERS["bert"], tmp_path)
+    path = convert(TAGGERS["bert"](tmp_path / "folder").write(), tmp_path / "model.gguf")
     code = """
 import json, spacy
 nlp = spacy.blank("en")
