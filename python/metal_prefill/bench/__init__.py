@@ -298,7 +298,7 @@ def run_agents(
 
     path = _model_file.smollm_shape() if model is None else local_file(model)
     threads = threads or _machine.available_threads()
-    options = servers.ServerOptions(os.fspath(path), threads, clients=1, context=2048)
+    options = servers.ServerOptions(os.fspath(path), threads, clients=1, context=4096)
     turns: list[_agents.Turn] = []
     for name in (_engines.OURS, *dict.fromkeys(compare)):
         if commands is None or name not in commands:
