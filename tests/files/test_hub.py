@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from support import model_folders
+from support.entity_folders import RECORDED
 from support.hub_server import Hub, Repo, serve
 from support.programs import finished
 
@@ -57,6 +58,9 @@ class Client:
         assert child.returncode == 0, child.stderr
         answers: list[dict[str, str]] = json.loads(child.stdout)
         return answers
+
+
+TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
 
 
 @pytest.fixture
@@ -145,6 +149,32 @@ def test_a_model_opens_a_repository_by_its_name(tmp_path: Path) -> None:
     assert child.returncode == 0, child.stderr
     with Model(folder, device="cpu") as model:
         assert child.stdout.split() == ["plays", str(model.forward_prompt([1, 2, 3]))]
+
+
+@pytest.mark.usefixtures("own_cache")
+def test_a_folder_of_gliner_takes_what_it_lacks_from_its_encoder(tmp_path: Path) -> None:
+    folder = RECORDED["bert"](tmp_path / "made")
+    with Model(folder.write(), device="cpu") as model:
+        expected = model.find_entities(["Ada was born"], ["person"], threshold=0.0)
+    tokenizer = {name: (folder.path / name).read_bytes() for name in TOKENIZER}
+    config = folder.config | {"model_name": "bard/encoder", "encoder_config": None}
+    encoder = json.dumps(folder.config["encoder_config"]).encode()
+    weights = (folder.path / "model.safetensors").read_bytes()
+    repos = {
+        "bard/entities": Repo(
+            {"gliner_config.json": json.dumps(config).encode(), "model.safetensors": weights}
+        ),
+        "bard/encoder": Repo({"config.json": encoder, "pytorch_model.bin": b"x", **tokenizer}),
+    }
+    script = (
+        "from metal_prefill import Model\n"
+        "with Model('bard/entities', device='cpu') as model:\n"
+        "    print(model.find_entities(['Ada was born'], ['person'], threshold=0.0))"
+    )
+    with serve(repos) as hub_server:
+        child = finished([sys.executable, "-c", script], env=Client(tmp_path, hub_server.url).env)
+    assert child.returncode == 0, child.stderr
+    assert child.stdout.strip() == str(expected)
 
 
 def test_files_are_fetched_by_name_and_by_pattern(client: Client) -> None:

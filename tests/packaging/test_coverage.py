@@ -31,6 +31,8 @@ def row(kind: str, modules: str = "", other: str = "") -> dict[str, str]:
         (row("BertModel", "Transformer Pooling Normalize"), ""),
         (row("", "StaticEmbedding Normalize"), ""),
         (row("HF_ColBERT"), ""),
+        (row("GLiNER"), ""),
+        (row("GLiNER", other="relations"), "relations"),
         (row("ElectraForSequenceClassification"), ""),
         (row("DistilBertForMaskedLM", "Router Transformer SpladePooling SparseStaticEmbedding"), ""),
         (row("NewForMaskedLM", "Transformer SpladePooling"), ""),

@@ -15,8 +15,8 @@ from metal_prefill.conversion._modules import KINDS
 from metal_prefill.conversion._sources import COLBERT, SOURCES, TASKS
 
 DATA = Path(__file__).parent / "coverage.csv"
-LISTS = {"s": "sentence-transformers", "t": "text-embeddings-inference", "f": "fastembed"}
-ROUTER = "Router"
+LISTS = {"s": "sentence-transformers", "t": "text-embeddings-inference", "f": "fastembed", "g": "GLiNER"}
+ROUTER, ENTITIES = "Router", "GLiNER"
 
 
 def missing(row: dict[str, str]) -> str:
@@ -27,7 +27,7 @@ def missing(row: dict[str, str]) -> str:
     unknown = [kind for kind in modules if kind not in (*KINDS, ROUTER)]
     if unknown:
         return f"module {unknown[0]}"
-    if row["class"] in ("", COLBERT):
+    if row["class"] in ("", COLBERT, ENTITIES):
         return ""
     match = re.fullmatch(rf"(.+?)({'|'.join(TASKS)})", row["class"])
     if match is None or match[1] not in SOURCES:

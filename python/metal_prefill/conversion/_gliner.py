@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from metal_prefill.conversion._fields import Fields
 from metal_prefill.conversion._folder_vocabulary import FolderVocabulary
 from metal_prefill.conversion._modules import Modules
 from metal_prefill.conversion._torch_file import read_torch_file
+from metal_prefill.conversion._vocabulary import TOKENIZER_FILES
 from metal_prefill.conversion._weights import Weight, listed_tensors, source_files
 from metal_prefill.errors import GGUFError
 from metal_prefill.files._entity_head import DIRECTIONS, PROJECTION, RECURRENCE, EntityMode
@@ -75,6 +76,8 @@ class EntityFolder:
     ----------
     config : Fields
         Configuration of the encoder.
+    place : pathlib.Path
+        Folder with the tokenizer.
     weights : dict of str to Weight
         Tensors of the encoder.
     modules : Modules
@@ -86,6 +89,7 @@ class EntityFolder:
     """
 
     config: Fields
+    place: Path
     weights: dict[str, Weight]
     modules: Modules
     spellings: tuple[str, str]
@@ -113,8 +117,26 @@ class EntityFolder:
         return {f"{ENTITY_KEYS}{name}": i for name, i in zip(names, ids, strict=True)}
 
 
-def read_gliner(folder: Path) -> EntityFolder:
+def lacking_encoder(folder: Path) -> str:
+    """Return the name of the encoder of a folder of GLiNER that lacks its configuration or tokenizer.
+
+    It is empty if there is no such folder, or if it lacks neither.
+    """
+    if not (folder / GLINER).is_file():
+        return ""
+    settings = Fields.read(folder / GLINER)
+    complete = settings.has("encoder_config") or (folder / "config.json").is_file()
+    return "" if complete and _has_tokenizer(folder) else settings.string("model_name", default="")
+
+
+def _has_tokenizer(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in TOKENIZER_FILES)
+
+
+def read_gliner(folder: Path, encoder: Path | None = None) -> EntityFolder:
     """Read the configuration and list the weights of a folder.
+
+    The configuration and the tokenizer that it lacks are those in the folder of the encoder.
 
     Raises
     ------
@@ -160,7 +182,15 @@ def read_gliner(folder: Path) -> EntityFolder:
         for name, text in (("ent", "<<ENT>>"), ("sep", "<<SEP>>"))
     )
     stated = settings.integer("class_token_index", default=-1, least=-1)
-    return EntityFolder(_encoder(folder, settings, body), body, found, (spellings[0], spellings[1]), stated)
+    places = [folder] if encoder is None else [folder, encoder]
+    return EntityFolder(
+        _encoder(places, settings, body),
+        next((place for place in places if _has_tokenizer(place)), folder),
+        body,
+        found,
+        (spellings[0], spellings[1]),
+        stated,
+    )
 
 
 def _weights(folder: Path) -> Iterator[Weight]:
@@ -181,26 +211,27 @@ def _role(mode: EntityMode, name: str) -> str | None:
     return f"{known[module]}.{suffix}" if module in known and suffix in ("weight", "bias") else None
 
 
-def _encoder(folder: Path, settings: Fields, weights: Mapping[str, Weight]) -> Fields:
+def _encoder(places: Sequence[Path], settings: Fields, weights: Mapping[str, Weight]) -> Fields:
     """Return the configuration of the encoder, with its class and the size of its vocabulary."""
-    if settings.has("encoder_config"):
-        config = settings.object("encoder_config")
-    elif (folder / "config.json").is_file():
-        config = Fields.read(folder / "config.json")
-    else:
-        name = settings.string("model_name", default="its encoder")
+    files = [place / "config.json" for place in places if (place / "config.json").is_file()]
+    if not (files or settings.has("encoder_config")):
+        name = settings.string("model_name", default="the encoder")
         raise settings.error(
-            f"encoder_config is missing: save the model with it, and with its tokenizer, by "
-            f"gliner.GLiNER.from_pretrained(...).save_pretrained(folder), or add config.json and "
-            f"tokenizer.json of {name} to the folder"
+            f"encoder_config is missing: name a folder with config.json and the tokenizer of {name} as "
+            "encoder, or save the model by gliner.GLiNER.from_pretrained(...).save_pretrained(folder)"
         )
+    config = settings.object("encoder_config") if settings.has("encoder_config") else Fields.read(files[0])
     kind = config.string("model_type", default="deberta-v2")
     if kind not in _CLASSES:
         raise config.unsupported(f"{config.name('model_type')} is {kind!r}; supported: {', '.join(_CLASSES)}")
     table = next((weight for name, weight in weights.items() if name.endswith(_EMBEDDINGS)), None)
     if table is None or len(table.shape) != 2:
         raise settings.error(f"the weights lack the embedding of tokens ({_BODY}...)")
-    values: dict[str, Any] = {"architectures": [_CLASSES[kind]], "vocab_size": table.shape[0]}
+    values: dict[str, Any] = {
+        "architectures": [_CLASSES[kind]],
+        "model_type": kind,
+        "vocab_size": table.shape[0],
+    }
     room = _TOKENS_PER_WORD * settings.integer("max_len", default=384)
     if kind in ("t5", "mt5"):
         values["n_positions"] = max(config.integer("n_positions", default=512), room)

@@ -18,12 +18,15 @@ from metal_prefill.conversion._folder_vocabulary import (
 )
 from metal_prefill.conversion._frame import set_frame
 from metal_prefill.conversion._sentencepiece import byte_fallback_bpe, unigram
+from metal_prefill.conversion._spm_model import FILE as SPM_FILE
+from metal_prefill.conversion._spm_model import tokenizer_of_spm
 from metal_prefill.errors import GGUFError, UnsupportedModelError
 from metal_prefill.text._encoder_vocabulary import MAX_WORD_CHARACTERS, SPACE
 from metal_prefill.text._vocabulary import PRE_TOKENIZERS, TokenType
 
 # Pre-tokenizer of several with the same patterns.
 _PREFERRED = ("gpt-2", "llama-bpe", "qwen2", "smollm", "default")
+TOKENIZER_FILES = ("tokenizer.json", "vocab.txt", SPM_FILE)  # of which a folder has one
 _DIGITS = 10  # of an id
 _GENERIC_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
 # A spelling of the contractions in published patterns, and the one of `PRE_TOKENIZERS`.
@@ -33,7 +36,7 @@ _CONTRACTIONS = ("(?i:'s|'t|'re|'ve|'m|'ll|'d)", "'[sS]|'[tT]|'[rR][eE]|'[vV][eE
 def read_vocabulary(
     folder: Path, config: Fields, *, frames: bool = True, added: Sequence[str] = ()
 ) -> FolderVocabulary:
-    """Read ``tokenizer.json``, or ``vocab.txt`` of a BERT model.
+    """Read ``tokenizer.json``, or ``vocab.txt`` of a BERT model, or ``spm.model`` of a DeBERTa.
 
     Unless texts have `frames`, no tokens are added at their ends. Control tokens in `added` that are missing
     follow the others.
@@ -50,6 +53,8 @@ def read_vocabulary(
         json = Fields.read(folder / "tokenizer.json")
     elif (folder / "vocab.txt").is_file():
         json = _tokenizer_of_lines(folder / "vocab.txt", settings)
+    elif (folder / SPM_FILE).is_file() and config.values.get("model_type") == "deberta-v2":
+        json = tokenizer_of_spm(folder / SPM_FILE, settings)
     else:
         raise GGUFError(
             f"{folder}: has neither tokenizer.json nor vocab.txt; in transformers, "

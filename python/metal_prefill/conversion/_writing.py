@@ -74,6 +74,7 @@ def convert(
     tensor_type: str = AUTO,
     name: str | None = None,
     adapter: str | os.PathLike[str] | None = None,
+    encoder: str | os.PathLike[str] | None = None,
     progress: Progress | None = None,
 ) -> Path:
     """Write a model folder of the Hugging Face Hub as a GGUF file, which llama.cpp can read, too.
@@ -96,6 +97,8 @@ def convert(
     adapter
         Folder of a LoRA adapter (``adapter_config.json``, ``adapter_model.safetensors``) to merge into the
         weights.
+    encoder
+        Folder with the configuration and the tokenizer of the encoder, which a folder of GLiNER may lack.
     progress
         Called with the number of bytes written and the number in total.
 
@@ -126,7 +129,9 @@ def convert(
     if adapter is None:
         refuse_adapter(folder)
     body = body_folder(folder)
-    entities = read_gliner(folder) if (folder / GLINER).is_file() else None
+    entities = None
+    if (folder / GLINER).is_file():
+        entities = read_gliner(folder, None if encoder is None else Path(encoder))
     whole = static_configuration(folder, body) if entities is None else entities.config
     whole = whole or Fields.read(body / "config.json")
     _refuse_quantized(whole)
@@ -164,8 +169,10 @@ def convert(
         and not tied.boolean("tie_word_embeddings", default=True)
     ):
         raise tied.error(f"{tied.name('tie_word_embeddings')} is false, but the weights lack lm_head.weight")
-    added = () if entities is None else entities.added_tokens
-    vocabulary = read_vocabulary(body, config, frames=source.frames, added=added)
+    if entities is None:
+        vocabulary = read_vocabulary(body, config, frames=source.frames)
+    else:
+        vocabulary = read_vocabulary(entities.place, config, added=entities.added_tokens)
     tensors = [_planned(source, config, role, weight, tensor_type) for role, weight in found.items()]
     tensors += [
         _Tensor(role, values, values.shape, GGMLQuantizationType.F32)

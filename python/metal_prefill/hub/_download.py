@@ -29,7 +29,7 @@ _FOLDER_FILES = (
     *("config.json", "generation_config.json", "model.safetensors", "model.safetensors.index.json"),
     "gliner_config.json",
     *("model-*-of-*.safetensors", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
-    *("added_tokens.json", "vocab.txt", "chat_template.jinja", "modules.json"),
+    *("added_tokens.json", "vocab.txt", "spm.model", "chat_template.jinja", "modules.json"),
     *("config_sentence_transformers.json", "sentence_*_config.json", "artifact.metadata"),
     *("sparse_linear.pt", "colbert_linear.pt", "adapter_config.json"),
     # Folders of modules, such as 1_Pooling or query_0_SparseStaticEmbedding.
@@ -162,10 +162,16 @@ def fetch_folder(
     revision: str | None = None,
     token: str | bool | None = None,
     cache_dir: str | os.PathLike[str] | None = None,
+    weights: bool = True,
 ) -> Path:
     """Return the local path of a model folder in a Hub repository, downloading its files if necessary.
 
-    For parameters see :func:`fetch`.
+    For other parameters see :func:`fetch`.
+
+    Parameters
+    ----------
+    weights
+        Whether to fetch the weights. Without them, their format does not matter.
 
     Raises
     ------
@@ -190,13 +196,16 @@ def fetch_folder(
     about = next((name for name in _CONFIGURATIONS if name in wanted), None)
     if "gliner_config.json" in wanted and "model.safetensors" not in wanted:
         wanted += [name for name in files if name == "pytorch_model.bin"]
-    if about is None or not any(name.endswith((".safetensors", ".bin")) for name in wanted):
+    found = [name for name in wanted if name.endswith((".safetensors", ".bin"))]
+    if about is None or (weights and not found):
         models = [name for name in files if name.endswith(".gguf")]
         rest = f"; write {repo_id}:FILE for one of {_listing(models)}" if models else ", and no GGUF files"
         adapter = ", but an adapter (adapter_config.json)" if "adapter_config.json" in files else ""
         raise HubError(f"{repo_id} does not have config.json and model.safetensors{adapter}{rest}")
     if "model.safetensors" in wanted:  # other weights in the repository are copies, split or older
         wanted = [name for name in wanted if not name.startswith("model-") and "index" not in name]
+    if not weights:
+        wanted = [name for name in wanted if name not in found]
     paths = {
         name: fetch(repo_id, name, revision=revision, token=token, cache_dir=cache_dir) for name in wanted
     }

@@ -22,7 +22,7 @@ from metal_prefill._support.arguments import Progress
 from metal_prefill._support.atomic_write import replacing
 from metal_prefill.errors import GGUFError
 from metal_prefill.hub._bundled_models import PACKAGED
-from metal_prefill.hub._download import REPOSITORY, resolve_model
+from metal_prefill.hub._download import REPOSITORY, fetch_folder, resolve_model
 from metal_prefill.storage._cache_folder import beyond_limit, cache_folder, version
 from metal_prefill.storage._session_file import sample_starts
 
@@ -32,7 +32,7 @@ LAYOUT = 10  # counts changes of what a conversion writes
 _KEY_DIGITS = 16
 _SAMPLES, _SAMPLE_BYTES = 64, 4096
 _BLOCK_BYTES = 1 << 20
-_SMALL = (".json", ".txt", ".jinja", ".metadata")  # endings of files that are hashed in full
+_SMALL = (".json", ".txt", ".jinja", ".metadata", ".model")  # endings of files that are hashed in full
 _SMALL_BYTES = 256 << 20
 _HEADER_BYTES = 1 << 20
 
@@ -101,16 +101,17 @@ def model_name(path: Path) -> str:
 
 def converted(folder: Path, name: str, adapter: Path | None = None, progress: Progress | None = None) -> Path:
     """Return the path of a folder's conversion in the cache, writing it if it is not there."""
-    key = _key(folder, adapter)
+    encoder = encoder_folder(folder)
+    key = _key(folder, adapter, encoder)
     found = cache_folder() / "converted-from" / f"{_shortened(name)}-{key[:_KEY_DIGITS]}"
     path = None
     with suppress(OSError):
         path = _cache() / found.read_text("utf-8", "replace")
     if path is None or not path.is_file():
-        content = _key(folder, adapter, whole=True)
+        content = _key(folder, adapter, encoder, whole=True)
         path = _cache() / f"{_shortened(name)}-{content[:_KEY_DIGITS]}.gguf"
         if not path.is_file():
-            _convert(folder, path, name, adapter, key, progress)
+            _convert(folder, path, name, adapter, encoder, key, progress)
         with suppress(OSError):  # a read-only file system
             found.parent.mkdir(exist_ok=True)
             with replacing(found) as temporary:
@@ -120,16 +121,40 @@ def converted(folder: Path, name: str, adapter: Path | None = None, progress: Pr
     return path
 
 
+def encoder_folder(folder: Path) -> Path | None:
+    """Return the folder with what a folder of GLiNER lacks of its encoder, downloading it if necessary.
+
+    None if it lacks nothing, or its encoder is neither a folder nor in a repository.
+
+    Raises
+    ------
+    HubError
+        See :func:`metal_prefill.hub.fetch_folder`.
+    """
+    from metal_prefill.conversion._gliner import lacking_encoder
+
+    name = lacking_encoder(folder)
+    if name and Path(name).is_dir():
+        return Path(name)
+    return fetch_folder(name, weights=False) if REPOSITORY.fullmatch(name) else None
+
+
 def _convert(
-    folder: Path, path: Path, name: str, adapter: Path | None, key: str, progress: Progress | None
+    folder: Path,
+    path: Path,
+    name: str,
+    adapter: Path | None,
+    encoder: Path | None,
+    key: str,
+    progress: Progress | None,
 ) -> None:
     from metal_prefill.conversion._writing import convert  # imports gguf, which takes 0.1 s
 
     _log.info("converting %s to %s", folder, path)
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as temporary:
-        convert(folder, temporary, name=name, adapter=adapter, progress=progress)
-        if _key(folder, adapter) != key:
+        convert(folder, temporary, name=name, adapter=adapter, encoder=encoder, progress=progress)
+        if _key(folder, adapter, encoder) != key:
             raise GGUFError(f"{folder}: changed while it was converted; open it again")
     _evict(keep=path)
 
@@ -150,7 +175,9 @@ def _cache() -> Path:
     return cache_folder() / "converted"
 
 
-def _key(folder: Path, adapter: Path | None = None, *, whole: bool = False) -> str:
+def _key(
+    folder: Path, adapter: Path | None = None, encoder: Path | None = None, *, whole: bool = False
+) -> str:
     """Return a hash of what a conversion depends on: all bytes, or samples and modification times."""
     # Imported here, as files need no conversion.
     from metal_prefill.conversion._adapter import FILE as ADAPTER_FILE
@@ -168,9 +195,8 @@ def _key(folder: Path, adapter: Path | None = None, *, whole: bool = False) -> s
     weights = source_files(body_folder(folder))
     digest = hashlib.sha256(f"{version()} {LAYOUT}\n".encode())
     modules = module_folders(folder)
-    small = [
-        path for place in (folder, *modules) for path in sorted(place.glob("*")) if path.suffix in _SMALL
-    ]
+    places = (folder, *modules) if encoder is None else (folder, *modules, encoder)
+    small = [path for place in places for path in sorted(place.glob("*")) if path.suffix in _SMALL]
     heads = [*(place / FILE for place in modules), *token_heads(folder).values()]
     added = [] if adapter is None else [adapter / ADAPTER, adapter / ADAPTER_FILE]
     for path in dict.fromkeys((*small, *weights, *heads, *added)):

@@ -1,0 +1,43 @@
+"""Train a small Unigram model with SentencePiece, and record the tokens that it makes of texts.
+
+Run it when a text of `tests/conversion/test_spm_model.py` changes.
+"""
+
+from __future__ import annotations
+
+import io
+import tempfile
+from pathlib import Path
+
+import sentencepiece
+from support.comparison import VERSE
+from support.places import DATA
+from support.recorded_json import dumps
+from support.spm_texts import TEXTS
+
+# Replaced characters, as a file of rules has them.
+_RULES = "FB01\t66 69\n00A0\t20\n2014\t2C\n"
+
+
+def main() -> None:
+    """Write the model and the record."""
+    made = io.BytesIO()
+    pieces = dict(zip(("pad", "bos", "eos", "unk"), ("[PAD]", "[CLS]", "[SEP]", "[UNK]"), strict=True))
+    with tempfile.TemporaryDirectory() as folder:
+        rules = Path(folder) / "rules.tsv"
+        rules.write_text(_RULES)
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(VERSE.splitlines() * 4),
+            model_writer=made,
+            model_type="unigram",
+            vocab_size=90,
+            hard_vocab_limit=False,
+            normalization_rule_tsv=str(rules),
+            **{f"{name}_id": i for i, name in enumerate(pieces)},
+            **{f"{name}_piece": piece for name, piece in pieces.items()},
+        )
+    (DATA / "small_spm.model").write_bytes(made.getvalue())
+    processor = sentencepiece.SentencePieceProcessor(model_proto=made.getvalue())
+    record = {text: processor.encode(text) for text in TEXTS}
+    (DATA / "sentencepiece_tokens.json").write_text(dumps(record) + "\n", encoding="utf-8")
+    print(f"sentencepiece {sentencepiece.__version__}, {len(made.getvalue()):,} bytes")
