@@ -75,12 +75,14 @@ void panel_tile(const Product& product, const PanelOperands& from, int v, int to
     }
   }
   next = lines;
+  const Product of = product;  // in registers, since stores of floats might change what a reference names
+  const ProductOutput to = out;
 #pragma GCC unroll 16
   for (int t = 0; t < kTokens; ++t)
 #pragma GCC unroll 8
     for (int r = 0; r < kVectors; ++r) {
       const int row = (v + r) * Simd::kLanes;
-      deliver(out, token + t, row, product.finish(sums[t][r], token + t, row));
+      deliver(to, token + t, row, of.finish(sums[t][r], token + t, row));
     }
 }
 

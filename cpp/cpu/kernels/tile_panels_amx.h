@@ -7,6 +7,9 @@
 // with a single row in use: a sum depends on its own row of A only, and the weights come from memory more
 // slowly than the unit multiplies them. Every step adds its own sum to C, so sums have one order for any
 // tiles of tokens.
+//
+// What becomes of sums (a scale, a bias, a residual) takes vectors about as long as the unit multiplies 384
+// columns. So the sums of one pair of tiles are finished while the unit multiplies the next.
 #pragma once
 
 #include "amx_tiles.h"
@@ -41,10 +44,28 @@ struct RotatedTiles {
   }
 };
 
+// Sums of some tokens that are finished and stored row by row, a share with each step of the next tiles.
+template <class Product>
+struct PendingRows {
+  Product product;  // copies: in registers, since stores of floats might change what a reference names
+  ProductOutput out;
+  const float (*sums)[kGroupRows] = nullptr;
+  int token = 0, end = 0;
+  int of_step = 0;
+
+  void begin_tile(int steps) { of_step = ceil_div(end - token, steps); }
+  void step() { finish(std::min(token + of_step, end)); }
+  void finish(int until) {
+    for (; token < until; ++token, ++sums)
+      for (int row = 0; row < kGroupRows; row += Simd::kLanes)
+        deliver(out, token, row, product.finish(*sums + row, token, row));
+  }
+};
+
 // The two panels of a group by kTiles tiles of tokens.
 template <class Product, int kTiles>
 void multiply_panel_tiles(const PairBlock* block, int n_blocks, const std::byte* x, std::size_t x_bytes,
-                          float* out, std::size_t stride, NextLines& next) {
+                          float* out, std::size_t stride, NextLines& next, PendingRows<Product>& pending) {
   const std::size_t row_bytes = stride * sizeof *out;
   const std::byte* second_x = x + std::size_t(kTileTokens) * x_bytes;
   float* second_out = out + std::size_t(kTileTokens) * stride;
@@ -56,6 +77,8 @@ void multiply_panel_tiles(const PairBlock* block, int n_blocks, const std::byte*
   }
   NextLines lines = next;  // in registers
   lines.begin_tile(n_blocks);
+  PendingRows<Product> rows = pending;
+  rows.begin_tile(n_blocks);
   for (int b = 0; b < n_blocks; ++b, ++block) {
     load_tile<6, 16, kTileRowBytes>(block->pairs[0]);
     load_tile_rows<4>(x + b * kTileRowBytes, x_bytes);
@@ -72,6 +95,7 @@ void multiply_panel_tiles(const PairBlock* block, int n_blocks, const std::byte*
       load_tile<7, 16, kTileRowBytes>(block->pairs[1]);
       Product::template multiply<1, 4, 7>();
     }
+    rows.step();
   }
   next = lines;
   store_tile_rows<0>(out, row_bytes);
@@ -91,16 +115,20 @@ void multiply_panels_amx(const Product& product, const PairBlock* blocks, int n_
   const int rest = count % kTileTokens,
             full = count - rest;  // tokens in a tile that is not full, in full ones
   NextLines lines(next, ceil_div(full, kTokenTiles * kTileTokens));
-  alignas(64) float sums[kTokenTiles * kTileTokens][kGroupRows];
+  alignas(64) float sums[2][kTokenTiles * kTileTokens][kGroupRows];
+  int current = 0;  // the sums that tiles are stored in; the other ones are pending
+  PendingRows<Product> pending{product, out};
   const auto multiply_tiles = [&](auto tiles, int token, int n, NextLines& meanwhile) {
     const auto* from = static_cast<const std::byte*>(x) + std::size_t(token) * x_bytes;
     if (direct && n == tiles * kTileTokens)
       return multiply_panel_tiles<Product, tiles>(blocks, n_blocks, from, x_bytes, out.row(token), out.stride,
-                                                  meanwhile);
-    multiply_panel_tiles<Product, tiles>(blocks, n_blocks, from, x_bytes, sums[0], kGroupRows, meanwhile);
-    for (int t = 0; t < n; ++t)
-      for (int row = 0; row < kGroupRows; row += Simd::kLanes)
-        deliver(out, token + t, row, product.finish(sums[t] + row, token + t, row));
+                                                  meanwhile, pending);
+    multiply_panel_tiles<Product, tiles>(blocks, n_blocks, from, x_bytes, sums[current][0], kGroupRows,
+                                         meanwhile, pending);
+    pending.sums = sums[current];
+    pending.token = token;
+    pending.end = token + n;
+    current = 1 - current;
   };
   constexpr std::integral_constant<int, kTokenTiles> kTwo;
   constexpr std::integral_constant<int, 1> kOne;
@@ -108,11 +136,13 @@ void multiply_panels_amx(const Product& product, const PairBlock* blocks, int n_
   for (; t + kTokenTiles * kTileTokens <= full; t += kTokenTiles * kTileTokens)
     multiply_tiles(kTwo, t, kTokenTiles * kTileTokens, lines);
   if (t < full) multiply_tiles(kOne, t, kTileTokens, lines);
-  if (rest == 0) return;
-  // Few tokens wait for memory: their weights are prefetched further ahead than the processor does.
-  const auto* ahead = reinterpret_cast<const std::byte*>(blocks) + kTokenAhead;
-  NextLines own({ahead, full > 0 ? 0 : std::size_t(n_blocks) * sizeof(PairBlock)}, 1);
-  multiply_tiles(kOne, full, rest, own);
+  if (rest > 0) {
+    // Few tokens wait for memory: their weights are prefetched further ahead than the processor does.
+    const auto* ahead = reinterpret_cast<const std::byte*>(blocks) + kTokenAhead;
+    NextLines own({ahead, full > 0 ? 0 : std::size_t(n_blocks) * sizeof(PairBlock)}, 1);
+    multiply_tiles(kOne, full, rest, own);
+  }
+  pending.finish(pending.end);
 }
 
 void multiply_pairs_amx(const PairBlock* blocks, int n_blocks, const PairRows& x, int first, int count,
