@@ -31,6 +31,7 @@ def row(kind: str, modules: str = "", other: str = "") -> dict[str, str]:
         (row("BertModel", "Transformer Pooling Normalize"), ""),
         (row("", "StaticEmbedding Normalize"), ""),
         (row("HF_ColBERT"), ""),
+        (row("Qwen3BidirectionalModel", "Transformer Pooling"), ""),
         (row("GLiNER"), ""),
         (row("GLiNER", other="relations"), "relations"),
         (row("ElectraForSequenceClassification"), ""),

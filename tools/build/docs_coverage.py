@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from metal_prefill.conversion._modules import KINDS
-from metal_prefill.conversion._sources import COLBERT, SOURCES, TASKS
+from metal_prefill.conversion._sources import BIDIRECTIONAL, COLBERT, SOURCES, TASKS
 
 DATA = Path(__file__).parent / "coverage.csv"
 LISTS = {"s": "sentence-transformers", "t": "text-embeddings-inference", "f": "fastembed", "g": "GLiNER"}
@@ -29,7 +29,7 @@ def missing(row: dict[str, str]) -> str:
         return f"module {unknown[0]}"
     if row["class"] in ("", COLBERT, ENTITIES):
         return ""
-    match = re.fullmatch(rf"(.+?)({'|'.join(TASKS)})", row["class"])
+    match = re.fullmatch(rf"(.+?)(?:{BIDIRECTIONAL})?({'|'.join(TASKS)})", row["class"])
     if match is None or match[1] not in SOURCES:
         return f"class {row['class']}"
     task = "masked" if "SpladePooling" in modules else TASKS[match[2]]

@@ -29,6 +29,7 @@ from metal_prefill.files._task_config import (
     NUMBERED_POOLINGS,
     QUERY_WEIGHTS,
     VOCABULARY_POOLINGS,
+    NumberedPooling,
     Pooling,
     Scores,
 )
@@ -50,6 +51,8 @@ _MODE_NAMES: dict[str, Pooling] = {
     "weightedmean": "weighted_mean",
     "last": "last",
 }
+# Poolings that bidirectional decoders state in their configuration.
+_OF_CLASSES: dict[Any, NumberedPooling] = {"avg": "mean", "cls": "cls", "last": "last"}
 # Classes of modules: in their order without a pooling, and those that may follow one in any order.
 _OF_TOKENS = ("Transformer", "Dense", "Normalize", "MultiVectorMask")
 _AFTER_POOLING = ("Dense", "LayerNorm", "Normalize", "Dropout")
@@ -147,6 +150,8 @@ def read_modules(folder: Path, config: Fields, task: Task) -> Modules:
     if not path.is_file():
         if static and config.boolean("normalize"):
             found.metadata["embedding_normalize"] = True
+        if (stated := config.values.get("pooling")) in _OF_CLASSES:
+            found.set_pooling(_OF_CLASSES[stated])
         return found
     listing, modules = Fields(path, {}), modules_of(folder)
     kinds = [_kind_of(module) for module in modules]
@@ -403,6 +408,8 @@ def _add_scores(found: Modules, folder: Path, config: Fields) -> None:
         found.metadata["classifier.pooling_type"] = NUMBERED_POOLINGS.index(
             "cls" if pooling == "cls" else "mean"
         )
+    elif (stated := config.values.get("pooling")) in _OF_CLASSES:
+        found.metadata["classifier.pooling_type"] = NUMBERED_POOLINGS.index(_OF_CLASSES[stated])
     labels = len(config.object("id2label").values)
     problem = config.string("problem_type", default="")
     if problem == "regression" and labels > 1:

@@ -18,6 +18,7 @@ from metal_prefill.conversion._weights import Weight
 from metal_prefill.errors import UnsupportedModelError
 from metal_prefill.files._architecture import ARCHITECTURES
 from metal_prefill.files._metadata_keys import MAX_INT
+from metal_prefill.files._task_config import DENSE
 
 Task: TypeAlias = Literal["body", "causal", "sequence", "tokens", "late", "masked"]
 Change: TypeAlias = Callable[[Fields, str, Values], Values]
@@ -98,6 +99,7 @@ _CLASSIFIER = {"classifier": "cls.output"}
 COLBERT, _PROJECTION = "HF_ColBERT", {"linear": "dense_2"}
 _BODIES = {"bert": "Bert", "roberta": "Roberta", "xlm-roberta": "XLMRoberta"}
 _QKV = ("query", "key", "value")
+BIDIRECTIONAL = "Bidirectional"  # ends the names of decoders whose tokens see those after them
 
 
 @dataclass(frozen=True)
@@ -911,12 +913,13 @@ def find_source(config: Fields) -> tuple[Source, Task]:
         config.require("model_type", tuple(_BODIES), None)
         return SOURCES[_BODIES[config.string("model_type")]], "late"
     match = re.fullmatch(rf"(.+?)({'|'.join(TASKS)})", name)
-    if match is None or match[1] not in SOURCES:
+    family = match[1].removesuffix(BIDIRECTIONAL) if match else ""
+    if match is None or family not in SOURCES:
         known = ", ".join((*SOURCES, COLBERT))
         raise config.unsupported(f"model class {name} is not supported; supported families are {known}")
-    source, task = SOURCES[match[1]], TASKS[match[2]]
-    if source.architecture == "gemma3" and (match[2] == "TextModel" or _is_bidirectional(config)):
-        source = replace(source, architecture="gemma-embedding")
+    source, task = SOURCES[family], TASKS[match[2]]
+    if ARCHITECTURES[source.architecture].causal and (family != match[1] or _is_bidirectional(config)):
+        source, task = _bidirectional(source), "body" if task == "causal" else task
     if source.architecture == "granitehybrid":
         has_experts = config.integer("num_local_experts", default=8, least=0) > 0
         source = _GRANITE_HYBRID_EXPERTS if has_experts else source
@@ -937,7 +940,17 @@ def text_fields(source: Source, config: Fields) -> Fields:
 
 
 def _is_bidirectional(config: Fields) -> bool:
-    return config.boolean("use_bidirectional_attention", default=False)
+    """Return whether a folder states that tokens see those after them."""
+    fields = {"use_bidirectional_attention": True, "is_causal": False}
+    return any(config.boolean(name, default=not value) == value for name, value in fields.items())
+
+
+def _bidirectional(source: Source) -> Source:
+    """Return the row for a decoder whose tokens see those after them, and may be projected."""
+    if source.architecture == "gemma3":
+        return replace(source, architecture="gemma-embedding")
+    constants = {**source.constants, "attention.causal": False}
+    return replace(source, constants=constants, heads={**source.heads, "body": {"linear": DENSE[0]}})
 
 
 def metadata_of(source: Source, config: Fields) -> dict[str, Any]:
