@@ -150,10 +150,10 @@ wheels: $(VENV)/.ready
 # Those for this machine, installed by each Python in an environment without a compiler; that for Arm with an emulated processor.
 test-wheels: $(VENV)/.ready
 	@ls build/wheels/dist/*.whl >/dev/null 2>&1 || { echo "error: there are no wheels: run make wheels" >&2; exit 1; }
-	$(PIP) install "pytest>=8" "pytest-timeout>=2" uv
+	$(PIP) install "pytest>=8" "pytest-timeout>=2" uv py-rattler-build
 	tools/build/fetch_arm_python.sh build/wheels/arm-python
 	METAL_PREFILL_WHEELS=build/wheels/dist METAL_PREFILL_ARM_PYTHON=build/wheels/arm-python \
-	  $(BIN)/python -m pytest --noconftest tests/packaging/test_wheels.py  # without the package in this environment
+	  $(BIN)/python -m pytest --noconftest tests/packaging/test_wheels.py tests/packaging/test_packaging.py  # without the package in this environment
 
 # The server's page in a browser; PAGE_PICTURE=1 also renews the picture of the README.
 $(VENV)/.page: pyproject.toml $(VENV)/.ready
