@@ -129,6 +129,7 @@ AttentionHead attention_head(const AttentionStep& step, const AttentionItem& ite
       .cap = config.score_cap,
       .slopes = step.slopes ? step.slopes + head : nullptr,
       .bias = step.bias ? step.bias + head * kBiasRow : nullptr,
+      .sinks = step.weights.sinks ? floats(step.weights.sinks) + head : nullptr,
   };
 }
 
@@ -185,9 +186,11 @@ void combine_splits(const Context& c, const AttentionStep& step, const Attention
   for (int row = item.tile.first; row < item.tile.first + item.tile.count; ++row)
     for (int h = item.first_head; h < item.first_head + item.heads; ++h) {
       const std::size_t column = std::size_t(h) * std::size_t(step.config.value_dim);
+      const float* sink = step.weights.sinks ? floats(step.weights.sinks) + h : nullptr;
       c.kernels.combine_splits(splits.out.row(row) + column, std::size_t(rows) * splits.out.stride,
                                splits.sums + std::size_t(row) * n_heads + std::size_t(h),
-                               std::size_t(rows) * n_heads, n, step.config.value_dim, out.row(row) + column);
+                               std::size_t(rows) * n_heads, n, step.config.value_dim, sink,
+                               out.row(row) + column);
     }
 }
 

@@ -353,7 +353,8 @@ void ForwardPass::gate_and_up(const Context& c, const CpuLayer& w, const LayerWe
       m.attn_residual_norm
           ? NormedRows(rows.normed)
           : normalize(c, rows.x, stream_norm(m.ffn_norm, m.ffn_norm_bias), 0, rows.count, rows.normed);
-  multiply_gated(c, {w.w_gate, w.w_up, m.b_gate, m.b_up, config_.activation}, normed, rows.count, rows.ffn);
+  multiply_gated(c, {w.w_gate, w.w_up, floats(m.b_gate), floats(m.b_up), config_.activation}, normed,
+                 rows.count, rows.ffn);
 }
 
 // Each row through those experts that the router chooses for it, and through the shared one.
@@ -362,17 +363,18 @@ void ForwardPass::experts(const Context& c, const CpuLayer& w, const LayerWeight
   const Routes routes = work_.routes.of(rows.count);
   const NormedRows normed =
       normalize(c, rows.x, stream_norm(m.ffn_norm, m.ffn_norm_bias), 0, rows.count, rows.normed);
-  multiply(c, {{w.router, routes.scores}}, normed, rows.count);
+  multiply(c, {{.weight = w.router, .out = routes.scores, .bias = &m.router_offset}}, normed, rows.count);
   route(c, config_, m.router_bias, routes);
   gather_rows(c, normed, config_.dim, routes, work_.routed);
-  multiply_gated_experts(c, {w.gate_experts, w.up_experts, config_.activation}, routes, work_.routed,
-                         work_.expert_ffn);
+  multiply_gated_experts(
+      c, {w.gate_experts, w.up_experts, m.gate_experts_bias, m.up_experts_bias, config_.activation}, routes,
+      work_.routed, work_.expert_ffn);
   if (config_.shared_dim > 0) {
-    multiply_gated(c, {w.shared_gate, w.shared_up, kNoTensor, kNoTensor, config_.activation}, normed,
-                   rows.count, rows.ffn);
+    multiply_gated(c, {w.shared_gate, w.shared_up, nullptr, nullptr, config_.activation}, normed, rows.count,
+                   rows.ffn);
     add_residual(c, {w.shared_down, kNoTensor, kNoTensor, rows.ffn}, rows);
   }
-  add_experts(c, w.down_experts, routes, work_.expert_ffn, rows.x);
+  add_experts(c, w.down_experts, m.down_experts_bias, routes, work_.expert_ffn, rows.x);
 }
 
 void ForwardPass::head(const Context& c) {

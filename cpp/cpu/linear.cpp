@@ -195,11 +195,11 @@ void multiply_parts(const Context& c, const Linear& linear, int group, const Act
   }
 }
 
-// The bias of a group, zeros beyond the matrix.
+// The bias of a group, zeros beyond the matrix; null: there is none.
 class GroupBias {
  public:
-  GroupBias(const Tensor& bias, int row, int n_rows) : exists_(bool(bias)) {
-    if (exists_) std::copy_n(floats(bias) + row, n_rows, values_);
+  GroupBias(const float* bias, int row, int n_rows) : exists_(bias != nullptr) {
+    if (exists_) std::copy_n(bias + row, n_rows, values_);
   }
   const float* values() const { return exists_ ? values_ : nullptr; }
 
@@ -310,7 +310,7 @@ void multiply(const Context& c, std::initializer_list<Product> products, const N
     for (; group >= p->weight.packed.groups(); ++p) group -= p->weight.packed.groups();
     const RowRange range = blocks.range(block);
     const int row = group * kGroupRows, n_rows = std::min(kGroupRows, p->weight.packed.rows - row);
-    const GroupBias bias(p->bias ? *p->bias : kNoTensor, row, n_rows);
+    const GroupBias bias(p->bias ? floats(*p->bias) : nullptr, row, n_rows);
     if (cache && cache->takes_columns(p->part)) {
       alignas(64) Tile tile;
       multiply_parts(c, p->weight, group, x.rows(), range, bias.values(), tile,
@@ -349,7 +349,8 @@ void multiply_gated_experts(const Context& c, const GatedExperts& w, const Route
     const int begin = share_of(tiles, share, shares), end = share_of(tiles, share + 1, shares);
     routes.for_each_block(begin, end, most, [&](int expert, RowRange range) {
       const std::size_t i = std::size_t(expert);
-      const GateAndUp of_expert = {w.gate[i], w.up[i], kNoTensor, kNoTensor, w.activation};
+      const GateAndUp of_expert = {w.gate[i], w.up[i], row_of(w.gate_bias, expert), row_of(w.up_bias, expert),
+                                   w.activation};
       gate_group(c, of_expert, item / shares, x, range, h);
     });
   });
@@ -357,8 +358,8 @@ void multiply_gated_experts(const Context& c, const GatedExperts& w, const Route
     c.worker.for_each(routes.pairs(), [&](int pair) { round_row(c, h, routes.places[pair], 0, columns); });
 }
 
-void add_experts(const Context& c, std::span<const Linear> down, const Routes& routes, const Activations& h,
-                 const FloatRows& x) {
+void add_experts(const Context& c, std::span<const Linear> down, const Tensor& bias, const Routes& routes,
+                 const Activations& h, const FloatRows& x) {
   const int most = most_tokens(unpacking_tokens(down[0]));
   c.for_each(down[0].packed.groups(), [&](int group) {
     const int row = group * kGroupRows, n_rows = std::min(kGroupRows, down[0].packed.rows - row);
@@ -371,7 +372,8 @@ void add_experts(const Context& c, std::span<const Linear> down, const Routes& r
       }
     };
     routes.for_each_block(0, routes.tiles(), most, [&](int expert, RowRange range) {
-      multiply_parts(c, down[std::size_t(expert)], group, h, range, nullptr, tile, add);
+      const GroupBias own(row_of(bias, expert), row, n_rows);
+      multiply_parts(c, down[std::size_t(expert)], group, h, range, own.values(), tile, add);
     });
   });
 }
@@ -380,7 +382,7 @@ void multiply_head(const Context& c, const Linear& head, const Tensor& bias, con
                    float cap, float* const* logits, int first_best) {
   for_each_of(c, head.packed.groups(), x, [&](int group) {
     const int row = group * kGroupRows, n_rows = std::min(kGroupRows, head.packed.rows - row);
-    const GroupBias group_bias(bias, row, n_rows);
+    const GroupBias group_bias(floats(bias), row, n_rows);
     alignas(64) Tile tile;
     multiply_group(c, head, group, x.rows(), {0, rows}, {tile[0], kGroupRows, group_bias.values()});
     for (int t = 0; t < rows; ++t) {

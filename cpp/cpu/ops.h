@@ -162,8 +162,8 @@ void multiply(const Context& c, std::initializer_list<Product> products, const N
 struct GateAndUp {
   const Linear& gate;  // without a tensor: activation(up * x)
   const Linear& up;
-  const Tensor& gate_bias;
-  const Tensor& up_bias;
+  const float* gate_bias;
+  const float* up_bias;
   Activation activation;
 };
 // h = activation(gate * x + gate_bias) * (up * x + up_bias), in the forms that h asks for.
@@ -174,17 +174,20 @@ void route(const Context& c, const Config& config, const Tensor& bias, const Rou
 // Rows of x to their places, in the forms that `out` asks for.
 void gather_rows(const Context& c, const NormedRows& x, int columns, const Routes& routes,
                  const Activations& out);
-// The gates and ups of all experts.
+// The gates and ups of all experts, and tables of biases, with a row for each expert; absent without biases.
 struct GatedExperts {
   std::span<const Linear> gate, up;
+  const Tensor& gate_bias;
+  const Tensor& up_bias;
   Activation activation;
 };
 // multiply_gated of each expert with the rows at its places.
 void multiply_gated_experts(const Context& c, const GatedExperts& w, const Routes& routes,
                             const Activations& x, const Activations& h);
-// x += factor * (down * h) of each expert of a row, in the order of experts.
-void add_experts(const Context& c, std::span<const Linear> down, const Routes& routes, const Activations& h,
-                 const FloatRows& x);
+// x += factor * (down * h + bias) of each expert of a row, in the order of experts. The bias is a table as in
+// GatedExperts.
+void add_experts(const Context& c, std::span<const Linear> down, const Tensor& bias, const Routes& routes,
+                 const Activations& h, const FloatRows& x);
 // Logits of rows [0, rows) of x, plus `bias` if there is one. `logits` names where each goes, null if only
 // the largest is needed, which the scratch of each thread collects from best[first_best] on. `cap` is
 // Config::logit_cap.
@@ -195,6 +198,10 @@ Best best_of(std::span<const Scratch> scratch, int row);
 
 inline const float* floats(const Tensor& tensor) {
   return reinterpret_cast<const float*>(tensor.data);
+}
+// Row `row` of a table, or null if the model has none.
+inline const float* row_of(const Tensor& table, int row) {
+  return table ? floats(table) + std::size_t(row) * std::size_t(table.cols) : nullptr;
 }
 
 // Fills the other forms of columns [first, first + columns) of rows [row, row + rows) from the float32 one.

@@ -136,10 +136,15 @@ void validate(const Model& model) {
         "relative positions need keys and queries in every layer");
     require(c.feed_forward(layer) != FeedForwardKind::kDense || c.ffn_dim > 0,
             "the width of a dense feed-forward must be positive");
+    require(c.activation != Activation::kClampedSilu || c.feed_forward(layer) != FeedForwardKind::kDense ||
+                w.w_gate,
+            "the limits of an activation need a gate");
     if (c.feed_forward(layer) != FeedForwardKind::kExperts) continue;
     require(c.experts_used > 0 && c.experts_used <= c.n_experts && c.expert_dim > 0 && c.shared_dim >= 0,
             "a token must use some of the experts, whose width must be positive");
     require(c.route_scale > 0 && std::isfinite(c.route_scale), "the scale of experts must be positive");
+    require(bool(w.gate_experts_bias) == bool(w.up_experts_bias),
+            "gate and up of experts must both have biases");
     require(!w.attn_residual_norm && !w.post_ffn_norm && !w.ffn_residual_norm,
             "experts add to the residual stream without a norm");
   }

@@ -18,8 +18,9 @@ namespace metal_prefill {
 
 enum class RopeStyle { kInterleaved, kNeox };  // pairs (2i, 2i+1), or (i, i + rope_dim/2)
 enum class RopeScaling { kNone, kLinear, kYarn };
-// kGelu is the tanh approximation, kGeluErf the exact function.
-enum class Activation { kSilu, kGelu, kGeluErf, kRelu };
+// kGelu is the tanh approximation, kGeluErf the exact function. kClampedSilu also limits and shifts the
+// factor of the gate (shaders/clamped_silu.h).
+enum class Activation { kSilu, kGelu, kGeluErf, kRelu, kClampedSilu };
 enum class NormKind { kRms, kLayer };  // RMSNorm, or LayerNorm, which subtracts the mean first
 // Input of the norms of q and k: each head, before or after its rotation, or all heads of a token together,
 // before the rotation.

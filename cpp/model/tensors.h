@@ -15,7 +15,7 @@ enum class TensorKind {
   kExperts,  // a matrix for each expert, of any type
   kNorm,     // weights of a norm over `cols` values, F32
   kVector,   // F32
-  kFilter,   // of convolutions, [channels][taps], and other tables of float32
+  kFilter,   // of convolutions, [channels][taps], biases of experts, and other tables of float32
 };
 
 // A length in a tensor's shape.

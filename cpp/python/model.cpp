@@ -130,7 +130,8 @@ void bind_model(nb::module_& m) {
       .value("SILU", Activation::kSilu)
       .value("GELU", Activation::kGelu)
       .value("GELU_ERF", Activation::kGeluErf)
-      .value("RELU", Activation::kRelu);
+      .value("RELU", Activation::kRelu)
+      .value("CLAMPED_SILU", Activation::kClampedSilu);
   nb::enum_<NormKind>(m, "NormKind").value("RMS", NormKind::kRms).value("LAYER", NormKind::kLayer);
   nb::enum_<QkNormPlace>(m, "QkNormPlace")
       .value("HEADS", QkNormPlace::kHeads)

@@ -11,7 +11,13 @@ from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias, get_args, runtim
 from metal_prefill import _core
 from metal_prefill._support.arguments import integer
 from metal_prefill._support.cached_property import cached_property
-from metal_prefill.errors import ClosedError, DeviceError, GGUFError, MetalPrefillError
+from metal_prefill.errors import (
+    ClosedError,
+    DeviceError,
+    GGUFError,
+    MetalPrefillError,
+    UnsupportedModelError,
+)
 from metal_prefill.files._gguf_file import TENSOR_TYPES, GGUFFile, as_matrix
 from metal_prefill.files._hyperparameters import read_config
 from metal_prefill.files._model_config import ModelConfig, core_config
@@ -368,7 +374,7 @@ def _gpu_engine(
         engine = _self_test.build_checked(builder, options, config, len(gguf.mapping))
         remove_old_pipelines(options.metal.pipeline_folder)
         return engine
-    except DeviceError as error:
+    except (DeviceError, UnsupportedModelError) as error:
         if not automatic:
             raise
         _log.warning("using the CPU engine: %s", error)

@@ -15,9 +15,10 @@ import numpy as np
 import pytest
 from support.programs import finished
 
-from metal_prefill import ContextOverflowError, MetalPrefillError, Model, synth
+from metal_prefill import ContextOverflowError, MetalPrefillError, Model, UnsupportedModelError, engine, synth
 from metal_prefill._support.arguments import integer, token_array, token_id
 from metal_prefill.generation import Scheduler
+from metal_prefill.gpu import _self_test
 
 BOOL = np.bool_(True)
 
@@ -370,3 +371,19 @@ def test_a_number_is_not_the_path_of_a_saved_session(demo_path: Path, tmp_path: 
         with pytest.raises(TypeError, match="int"):
             model.load_session(file.fileno())  # type: ignore[arg-type]
         os.fstat(file.fileno())  # it is open
+
+
+def test_a_model_that_the_gpu_does_not_take_opens_on_the_cpu_unless_the_gpu_is_named(
+    demo_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*arguments: Any) -> None:
+        raise UnsupportedModelError("the Metal engine has no such step")
+
+    monkeypatch.delenv("METAL_PREFILL_DEVICE", raising=False)
+    monkeypatch.setattr(engine, "resolve_device", lambda device: "metal")
+    monkeypatch.setattr(_self_test, "build_checked", refuse)
+    with Model(demo_path) as model:
+        assert model.device.startswith("CPU")
+    assert "using the CPU engine: the Metal engine has no such step" in caplog.text
+    with pytest.raises(UnsupportedModelError, match="no such step"):
+        Model(demo_path, device="metal")

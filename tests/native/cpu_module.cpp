@@ -130,8 +130,9 @@ void bind_kernels(nb::module_& m) {
   m.def("half_to_float", on_arrays(calls::half_to_float), "set"_a, "values"_a, "bfloat16"_a, "out"_a,
         "Conversion of 16-bit floats.");
   m.def("attention", on_arrays(calls::attention), "set"_a, "q"_a, "keys"_a, "values"_a, "kv_dtype"_a,
-        "window"_a, "scale"_a, "first"_a, "count"_a, "out"_a, "exact"_a = false, "both_ways"_a = false,
-        "key_multiple"_a = 0, "by_splits"_a = false, "Attention of one group of heads.");
+        "window"_a, "scale"_a, "first"_a, "count"_a, "out"_a, "sinks"_a, "exact"_a = false,
+        "both_ways"_a = false, "key_multiple"_a = 0, "by_splits"_a = false,
+        "Attention of one group of heads; sinks may be empty.");
   m.def("product_workload", product_workload, "set"_a, "type"_a, "rows"_a, "cols"_a, "tokens"_a, "threads"_a,
         "compute"_a = "int8", "A matrix by a chunk of activations, weights from memory.");
   m.def("attention_workload", attention_workload, "set"_a, "tokens"_a, "heads"_a, "kv_heads"_a, "head_dim"_a,

@@ -245,7 +245,7 @@ void rope(const std::string& set, OutVector head, const Vector& cos_sin, bool ne
 
 void gated(const std::string& set, const Vector& gate, const Vector& up, int activation, OutVector out) {
   require(gate.shape(0) == up.shape(0) && out.shape(0) >= gate.shape(0), "wrong shape");
-  require(activation >= 0 && activation <= int(Activation::kRelu), "no such activation");
+  require(activation >= 0 && activation <= int(Activation::kClampedSilu), "no such activation");
   kernels_named(set).gated(gate.data(), up.data(), Activation(activation), int(gate.shape(0)), out.data());
 }
 
@@ -361,13 +361,13 @@ void round_to_bfloat16(const std::string& set, const Vector& x, OutHalves out) {
 
 void attention(const std::string& set, const Matrix& q, const Matrix& keys, const Matrix& values,
                const std::string& kv_dtype, int window, float scale, int first, int count, OutMatrix out,
-               bool exact, bool both_ways, int key_multiple, bool by_splits) {
+               const Vector& sinks, bool exact, bool both_ways, int key_multiple, bool by_splits) {
   const Kernels& kernels = kernels_named(set);
   const int positions = int(keys.shape(0)), key_dim = int(keys.shape(1)), value_dim = int(values.shape(1));
   const int tokens = int(q.shape(0)), heads = int(q.shape(1)) / key_dim;
   require(tokens <= positions && int(values.shape(0)) == positions && int(q.shape(1)) == heads * key_dim &&
               first >= 0 && first + count <= tokens && out.shape(0) >= q.shape(0) &&
-              int(out.shape(1)) == heads * value_dim,
+              int(out.shape(1)) == heads * value_dim && (sinks.shape(0) == 0 || int(sinks.shape(0)) == heads),
           "wrong shape");
   Config config;
   config.n_layers = config.n_kv_heads = 1;
@@ -412,7 +412,8 @@ void attention(const std::string& set, const Matrix& q, const Matrix& keys, cons
                         .position = positions - tokens,
                         .window = window,
                         .length = both_ways ? positions : 0,
-                        .scale = scale};
+                        .scale = scale,
+                        .sinks = sinks.shape(0) > 0 ? sinks.data() : nullptr};
   if (by_splits) {
     // The last split first; values that no row writes stay NaN.
     const int n = ceil_div(positions, kSplitPositions);
@@ -429,7 +430,8 @@ void attention(const std::string& set, const Matrix& q, const Matrix& keys, cons
       for (int h = 0; h < heads; ++h) {
         const std::size_t at = std::size_t(token) * out.shape(1) + std::size_t(h * value_dim);
         kernels.combine_splits(results.data() + at, size, sums.data() + std::size_t(token * heads + h),
-                               out.shape(0) * row_sums, n, value_dim, out.data() + at);
+                               out.shape(0) * row_sums, n, value_dim, head.sinks ? head.sinks + h : nullptr,
+                               out.data() + at);
       }
   } else {
     kernels.attention(head, first, count);

@@ -82,9 +82,10 @@ void half_to_float(const std::string& set, const Halves& in, bool bfloat16, OutV
 // Causal attention of one group of heads: q [tokens, heads * key_dim] are the last tokens of the keys and
 // values [positions, dim], in a cache of "f32", "f16" or "q8_0". Tokens [first, first + count) are answered
 // into out [tokens, heads * value_dim]. Keys are filled up to a multiple of `key_multiple` dimensions; 0:
-// that of the set. With `by_splits` each split of positions goes alone, and they are combined.
+// that of the set. With `by_splits` each split of positions goes alone, and they are combined. `sinks` has
+// one for each head, or is empty.
 void attention(const std::string& set, const Matrix& q, const Matrix& keys, const Matrix& values,
                const std::string& kv_dtype, int window, float scale, int first, int count, OutMatrix out,
-               bool exact, bool both_ways, int key_multiple, bool by_splits);
+               const Vector& sinks, bool exact, bool both_ways, int key_multiple, bool by_splits);
 
 }  // namespace metal_prefill::cpu::calls

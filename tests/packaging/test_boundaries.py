@@ -29,7 +29,16 @@ ROOMS = ("base", "model", "cache", "sampling", "engine", "cpu", "metal", "python
 SHARED_WITH_SHADERS = tuple(
     f"shaders/{name}.h"
     for name in (
-        *("args", "args_fields", "attention", "gated_delta", "grids", "position_bias", "quants"),
+        *(
+            "args",
+            "args_fields",
+            "attention",
+            "clamped_silu",
+            "gated_delta",
+            "grids",
+            "position_bias",
+            "quants",
+        ),
         "token_tiles",
     )
 )

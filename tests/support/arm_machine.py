@@ -118,10 +118,13 @@ class Kernels:
     """The functions of `_cpu_testing`; their first argument, the name of the set, selects where they run."""
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        def call(isa: str, *arguments: Any, **options: int) -> Any:
+        def call(isa: str, *arguments: Any, **options: Any) -> Any:
+            if name == "attention":
+                options.setdefault("sinks", np.zeros(0, np.float32))
             if isa not in SETS:
                 return getattr(cpu_testing(), name)(isa, *arguments, **options)
             if name == "attention":
+                arguments += (options["sinks"],)
                 arguments += tuple(options.get(name, False) for name in ("exact", "both_ways"))
                 arguments += (options.get("key_multiple", 0), options.get("by_splits", False))
             return machine_of(isa).call(name, isa, *arguments)

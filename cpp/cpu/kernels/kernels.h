@@ -11,6 +11,7 @@
 #include <string>
 #include <vector>
 
+#include "../../../shaders/clamped_silu.h"
 #include "../../../shaders/position_bias.h"
 #include "../../cache/pages.h"
 #include "../../model/model.h"
@@ -208,8 +209,10 @@ struct AttentionHead {
   // whole number of spans; null: nothing.
   const float* added = nullptr;
   std::size_t added_stride = 0;
+  // Scores of the heads of the group that take part in the sums of weights, without a value; null: none.
+  const float* sinks = nullptr;
   // With `sums`, [tokens][sums_stride], only the positions of one split count. Results are not divided by the
-  // sums of weights then.
+  // sums of weights then, and without sinks.
   SoftmaxSum* sums = nullptr;
   std::size_t sums_stride = 0;
   int split = 0;
@@ -321,7 +324,7 @@ struct Kernels {
   // count. The bias has kGroupRows values; without one it is null.
   void (*add_products)(const float* products, const float* bias, int rows, int columns, bool add, float* out,
                        std::size_t stride);
-  // out = activation(gate) * up.
+  // out = activation(gate) * up, with limits if the activation has them.
   void (*gated)(const float* gate, const float* up, Activation activation, int n, float* out);
   // out = activation(x) of the first `columns` values of rows. out may be x.
   void (*activate)(const float* x, std::size_t x_stride, Activation activation, int rows, int columns,
@@ -353,9 +356,9 @@ struct Kernels {
   // Tokens [first, first + count), count <= kQueryTile.
   void (*attention)(const AttentionHead& head, int first, int count);
   // out = attention of a head of one token, from its results for `count` splits. `results` and `sums` are
-  // those of the first split, the others follow at the strides.
+  // those of the first split, the others follow at the strides. `sink` is that of the head; null: none.
   void (*combine_splits)(const float* results, std::size_t results_stride, const SoftmaxSum* sums,
-                         std::size_t sums_stride, int count, int value_dim, float* out);
+                         std::size_t sums_stride, int count, int value_dim, const float* sink, float* out);
 
   // Register-only products at peak rate, of 8-bit integers, of float32 and, if the set has them, of pairs of
   // bfloat16. Each returns the number of multiply-adds.

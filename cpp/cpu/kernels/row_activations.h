@@ -54,7 +54,11 @@ inline F activated_by_table(F x) {
 
 template <Activation kActivation>
 inline F activated(F x) {
-  if constexpr (kActivation == Activation::kRelu)
+  if constexpr (kActivation == Activation::kClampedSilu) {
+    // min() and max() keep NaN as their second argument.
+    const F scaled = Simd::mul(Simd::set(CLAMPED_SILU_SLOPE), Simd::min(Simd::set(CLAMPED_SILU_LIMIT), x));
+    return Simd::mul(activated<Activation::kSilu>(scaled), Simd::set(1.0f / CLAMPED_SILU_SLOPE));
+  } else if constexpr (kActivation == Activation::kRelu)
     return Simd::max(Simd::set(0), x);
   else if constexpr (LooksUpFloats<Simd>)
     return activated_by_table<Simd, kActivation>(x);
@@ -73,6 +77,17 @@ inline void activate_row(const float* x, int n, float* out, Factor&& factor) {
     store_part(out + i, factor(activated<kActivation>(load_part(x + i, n - i)), i), n - i);
 }
 
+// The factor of a gate.
+template <Activation kActivation>
+inline F factor_of(F up) {
+  if constexpr (kActivation == Activation::kClampedSilu) {
+    const F limited = Simd::max(Simd::set(-CLAMPED_SILU_LIMIT), Simd::min(Simd::set(CLAMPED_SILU_LIMIT), up));
+    return Simd::add(limited, Simd::set(1.0f));
+  } else {
+    return up;
+  }
+}
+
 // Calls body(kind) with the activation as a constant.
 template <typename Body>
 inline void with_activation(Activation activation, Body&& body) {
@@ -85,13 +100,16 @@ inline void with_activation(Activation activation, Body&& body) {
       return body(std::integral_constant<Activation, Activation::kGeluErf>());
     case Activation::kRelu:
       return body(std::integral_constant<Activation, Activation::kRelu>());
+    case Activation::kClampedSilu:
+      return body(std::integral_constant<Activation, Activation::kClampedSilu>());
   }
 }
 
 void gated(const float* gate, const float* up, Activation activation, int n, float* out) {
   with_activation(activation, [&](auto kind) {
-    activate_row<kind()>(gate, n, out,
-                         [&](F activated, int i) { return Simd::mul(activated, load_part(up + i, n - i)); });
+    activate_row<kind()>(gate, n, out, [&](F activated, int i) {
+      return Simd::mul(activated, factor_of<kind()>(load_part(up + i, n - i)));
+    });
   });
 }
 

@@ -265,8 +265,8 @@ void bf16_strip(const AttentionHead& head, int row, int rows, AttentionStrip& st
     strip.added[r] = head.added ? head.added + std::size_t(row + r) * head.added_stride : nullptr;
   }
   const VisibleRange all = {strip.begin[0], strip.end[rows - 1]};
-  const bool one =
-      !head.sums && all.begin < all.end && all.begin / kSplitPositions == (all.end - 1) / kSplitPositions;
+  const bool one = !head.sums && !head.sinks && all.begin < all.end &&
+                   all.begin / kSplitPositions == (all.end - 1) / kSplitPositions;
   if (!one) begin_rows(head, row, rows, strip.splits);
   each_split(head, all, [&](VisibleRange split, bool last) {
     std::fill_n(strip.acc, rows * head.value_stride, 0.0f);

@@ -38,9 +38,11 @@ struct SplitSums {
   float scale[kPadded];                 // of both: 1, after the last split the inverse of the sum
   float* out[kRows];                    // weights times values
 
-  void begin_row(int r, float* to, int dim) {
-    shift[r] = std::numeric_limits<float>::lowest();
-    sum[r] = 0;
+  // A sink is a score that was seen before, without a value; null: there is none.
+  void begin_row(int r, float* to, int dim, const float* sink) {
+    constexpr float kLargest = std::numeric_limits<float>::max();
+    shift[r] = sink ? std::clamp(*sink * kLog2E, -kLargest, kLargest) : -kLargest;
+    sum[r] = sink ? 1.0f : 0.0f;
     out[r] = to;
     std::fill_n(to, dim, 0.0f);
   }
@@ -86,7 +88,9 @@ template <int kRows>
 void begin_rows(const AttentionHead& head, int row, int rows, SplitSums<kRows>& splits) {
   for (int r = 0; r < rows; ++r) {
     const auto [token, h] = token_and_head(head, row + r);
-    splits.begin_row(r, head.out + token * head.out_stride + h * std::size_t(head.value_dim), head.value_dim);
+    const float* sink = head.sinks && !head.sums ? head.sinks + h : nullptr;
+    splits.begin_row(r, head.out + token * head.out_stride + h * std::size_t(head.value_dim), head.value_dim,
+                     sink);
   }
 }
 
@@ -119,9 +123,9 @@ inline void divide_split(const AttentionHead& head, int row, int rows, const flo
 }
 
 void combine_splits(const float* results, std::size_t results_stride, const SoftmaxSum* sums,
-                    std::size_t sums_stride, int count, int value_dim, float* out) {
+                    std::size_t sums_stride, int count, int value_dim, const float* sink, float* out) {
   SplitSums<1> row;
-  row.begin_row(0, out, value_dim);
+  row.begin_row(0, out, value_dim, sink);
   for (int i = 0; i < count; ++i, results += results_stride, sums += sums_stride) {
     const float shift[Simd::kLanes] = {sums->shift}, sum[Simd::kLanes] = {sums->sum};
     row.add(shift, sum, 1, i + 1 == count);

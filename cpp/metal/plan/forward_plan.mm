@@ -59,6 +59,8 @@ u32_t activation_of(Activation activation) {
       return ACTIVATION_GELU_ERF;
     case Activation::kRelu:
       break;
+    case Activation::kClampedSilu:
+      throw UnsupportedModelError("the Metal engine has no gates with limits: use device='cpu'");
   }
   return ACTIVATION_RELU;
 }
@@ -117,6 +119,10 @@ ForwardPass::ForwardPass(const Tuning& tuning, const Model& model, const EngineO
                                 ", use device='cpu'");
   if (config_.max_alibi_bias > 0 && config_.causal)
     throw UnsupportedModelError("the Metal engine has ALiBi in encoders alone: use device='cpu'");
+  for (const LayerWeights& layer : model.layers)
+    if (layer.sinks || layer.router_offset || layer.up_experts_bias || layer.down_experts_bias)
+      throw UnsupportedModelError(
+          "the Metal engine has neither attention sinks nor biases of experts: use device='cpu'");
   if (model.output) output_.push_back(projection(model.output, weights));
   if (model.output_bias) output_bias_ = weights.view(model.output_bias);
   if (model.position_embedding) position_embedding_ = projection(model.position_embedding, weights);

@@ -72,6 +72,10 @@ class Architecture:
         Presence of experts, in all layers after those that the metadata set to be dense.
     router_bias : {"required", "optional", "absent"}
         Presence of a bias in the choice of experts.
+    expert_bias : {"required", "optional", "absent"}
+        Presence of biases of the router's products and of the projections of experts.
+    sinks : {"required", "optional", "absent"}
+        Presence of attention sinks: a score of each head without a value, which takes part in the softmax.
     router_score, normalize_routes
         Same as in `ModelConfig`, for files that do not set them.
     ssm_norm : {"required", "optional", "absent"}
@@ -177,6 +181,8 @@ class Architecture:
     gate: Presence = "required"
     experts: Presence = "absent"
     router_bias: Presence = "absent"
+    expert_bias: Presence = "absent"
+    sinks: Presence = "absent"
     router_score: RouterScore = "softmax"
     normalize_routes: bool = False
     ssm_norm: Presence = "optional"

@@ -9,7 +9,7 @@ from metal_prefill import _core
 
 RopeStyle: TypeAlias = Literal["interleaved", "neox"]
 RopeScaling: TypeAlias = Literal["none", "linear", "yarn"]
-Activation: TypeAlias = Literal["silu", "gelu", "gelu_erf", "relu"]
+Activation: TypeAlias = Literal["silu", "gelu", "gelu_erf", "relu", "clamped_silu"]
 NormKind: TypeAlias = Literal["rms", "layer"]
 QkNormPlace: TypeAlias = Literal["heads", "rotated_heads", "rows"]
 LayerKind: TypeAlias = Literal[
@@ -67,9 +67,11 @@ class ModelConfig:
         YaRN: rotations within the original context between which frequencies are blended (arXiv:2309.00071).
     norm_kind : {"rms", "layer"}
         RMSNorm or LayerNorm.
-    activation : {"silu", "gelu", "gelu_erf", "relu"}
+    activation : {"silu", "gelu", "gelu_erf", "relu", "clamped_silu"}
         Activation of the feed-forward gate, or of its inner layer in models without a gate. ``"gelu"`` is the
-        tanh approximation, ``"gelu_erf"`` the exact function.
+        tanh approximation, ``"gelu_erf"`` the exact function. ``"clamped_silu"`` is the gate of gpt-oss:
+        ``g * sigmoid(1.702 * g) * (u + 1)`` of the gate g, at most 7, and the up projection u, limited to
+        -7 and 7.
     embedding_scale : float
         Factor of the embeddings.
     residual_scale : float

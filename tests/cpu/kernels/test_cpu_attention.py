@@ -14,11 +14,19 @@ from support.kernel_cases import SENTINEL, SETS, Floats, cpu, each_set, normal
 
 
 def reference_attention(
-    q: Floats, keys: Floats, values: Floats, heads: int, window: int, scale: float, both_ways: bool = False
+    q: Floats,
+    keys: Floats,
+    values: Floats,
+    heads: int,
+    window: int,
+    scale: float,
+    both_ways: bool = False,
+    sinks: Floats | None = None,
 ) -> npt.NDArray[np.float64]:
     """Attention in float64, one head and token at a time.
 
-    A bidirectional window has half of its positions before a token and half after it.
+    A bidirectional window has half of its positions before a token and half after it. A sink of a head is a
+    score without a value.
     """
     tokens, positions = len(q), len(keys)
     out = np.empty((tokens, heads, values.shape[1]))
@@ -30,8 +38,10 @@ def reference_attention(
             end = min(positions, end + window // 2) if window else positions
         for h, head in enumerate(q[t].reshape(heads, -1).astype(np.float64)):
             scores = keys[begin:end].astype(np.float64) @ head * scale
+            if sinks is not None:
+                scores = np.append(scores, np.float64(sinks[h]))
             weights = np.exp(scores - scores.max())
-            out[t, h] = weights / weights.sum() @ values[begin:end].astype(np.float64)
+            out[t, h] = (weights / weights.sum())[: end - begin] @ values[begin:end].astype(np.float64)
     return out.reshape(tokens, -1)
 
 
@@ -97,6 +107,35 @@ def test_attention(isa: str, kv_dtype: str) -> None:
             here = np.s_[first : first + count]
             np.testing.assert_array_equal(out[here], single[here], err_msg=str(shape))
             assert np.all(np.delete(out, here, axis=0) == SENTINEL), shape
+
+
+@each_set
+@each_kv_dtype
+def test_sinks_take_part_in_the_softmax_without_a_value(isa: str, kv_dtype: str) -> None:
+    """Sinks are far below scores, among them, or above them; in one split of positions and in several."""
+    for window, both_ways in ((0, False), (20, False), (1200, True)):
+        q, keys, values, without = long_case(kv_dtype, window, both_ways)
+        k, v, scale = as_cached(keys, kv_dtype), as_cached(values, kv_dtype), 32**-0.5
+        for sinks in ([-30.0, 0.5, 4.0], [-3e38, 3e38, 60.0]):
+            of_heads = np.array(sinks, np.float32)
+            expected = reference_attention(q, k, v, 3, window, scale, both_ways, of_heads)
+            inputs, options = (isa, q, keys, values, kv_dtype, window, scale), {"both_ways": both_ways}
+            single = np.full(expected.shape, np.nan, np.float32)
+            for t in range(len(q)):
+                cpu.attention(*inputs, t, 1, single, sinks=of_heads, **options)
+            assert np.abs(single - expected).max() <= error_of(isa, kv_dtype) * np.abs(without).max()
+            for first, count, by_splits in ((0, 32, False), (0, 32, True), (20, 1, True)):
+                out = np.full_like(single, np.nan)
+                cpu.attention(*inputs, first, count, out, sinks=of_heads, by_splits=by_splits, **options)
+                here = np.s_[first : first + count]
+                np.testing.assert_array_equal(out[here], single[here])
+    q, keys, values, expected = attention_case(kv_dtype, 3, 64, 64, 0, True)
+    of_heads = np.array([-1.0, 2.0, 5.0], np.float32)
+    k, v = as_cached(keys, kv_dtype), as_cached(values, kv_dtype)
+    expected = reference_attention(q, k, v, 3, 0, 0.125, True, of_heads)
+    out = np.full(expected.shape, np.nan, np.float32)
+    cpu.attention(isa, q, keys, values, kv_dtype, 0, 0.125, 0, 32, out, sinks=of_heads, both_ways=True)
+    assert np.abs(out - expected)[:32].max() <= error_of(isa, kv_dtype)
 
 
 @each_set

@@ -145,6 +145,21 @@ def test_gated_activation(isa: str, gelu: bool, n: int) -> None:
 
 
 @each_set
+def test_the_clamped_activation_limits_gate_and_factor(isa: str) -> None:
+    gate, up = np.float32(6) * normal(101), np.float32(6) * normal(101, seed=1)
+    gate[:6], up[:6] = (-100, 100, 7, 7.5, 0, 1e30), (3, -100, 100, -7.5, 1e30, -1)
+    g, factor = np.minimum(gate.astype(np.float64), 7), np.clip(up.astype(np.float64), -7, 7) + 1
+    out = np.full(105, SENTINEL, np.float32)
+    cpu.gated(isa, gate, up, 4, out)
+    np.testing.assert_allclose(out[:101], g / (1 + np.exp(-1.702 * g)) * factor, rtol=2e-6, atol=3e-6)
+    assert np.all(out[101:] == SENTINEL)
+    for bad in ((np.nan, 1.0), (1.0, np.nan)):
+        result = np.zeros(1, np.float32)
+        cpu.gated(isa, np.array(bad[:1], np.float32), np.array(bad[1:], np.float32), 4, result)
+        assert np.isnan(result[0])
+
+
+@each_set
 @pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_erf"])
 def test_activations_are_exact_to_a_few_roundings_for_numbers_of_every_size(
     isa: str, activation: str
