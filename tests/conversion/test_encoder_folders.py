@@ -9,7 +9,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from support.encoder_folders import CONTEXT, RECORD, RECORDED, TEXT, masked, rows_of, texts
+from support.encoder_folders import (
+    CONTEXT,
+    PRIVACY_FILTERS,
+    RECORD,
+    RECORDED,
+    TEXT,
+    masked,
+    rows_of,
+    texts,
+)
 from support.model_folders import Folder
 from support.small_models import with_tensor
 
@@ -30,6 +39,10 @@ def _states(model: Model, ids: list[npt.NDArray[np.int64]]) -> list[npt.NDArray[
 @pytest.mark.parametrize("name", RECORDED)
 def test_states_are_those_of_transformers(device: str, tmp_path: Path, name: str) -> None:
     path = convert(RECORDED[name](tmp_path / "m").write(), tmp_path / "m.gguf")
+    if device == "metal" and name.startswith("privacy filter"):
+        with pytest.raises(UnsupportedModelError, match="Metal engine has no gates with limits"):
+            Model(path, device=device)
+        return
     with Model(path, device=device, compute="f32", kv_dtype="f32") as model, np.load(RECORD) as record:
         for ids in texts():
             expected = record[f"{name}/{len(ids)}"]
@@ -50,7 +63,9 @@ def test_a_vector_over_the_vocabulary_is_that_of_transformers(device: str, tmp_p
 
 
 @pytest.mark.parametrize("compute", ["f32", "int8"])
-@pytest.mark.parametrize("name", ["albert, odd", "electra", "t5, gated", "deberta", "deberta, absolute"])
+@pytest.mark.parametrize(
+    "name", [*("albert, odd", "electra", "t5, gated", "deberta", "deberta, absolute"), *PRIVACY_FILTERS]
+)
 def test_a_text_has_the_same_bits_in_any_batch(tmp_path: Path, name: str, compute: str) -> None:
     kind = "F32" if compute == "f32" else "Q8_0"
     path = convert(RECORDED[name](tmp_path / "m").write(), tmp_path / "m.gguf", tensor_type=kind)
@@ -65,11 +80,20 @@ def _settings(**fields: Any) -> Callable[[Folder], object]:
     return lambda folder: folder.config.update(fields)
 
 
+def _rope(**fields: Any) -> Callable[[Folder], object]:
+    return lambda folder: folder.config["rope_parameters"].update(fields)
+
+
+def _shaped(name: str, *shape: int) -> Callable[[Folder], object]:
+    return lambda folder: folder.tensors.__setitem__(name, np.ones(shape, np.float32))
+
+
 def _without(name: str) -> Callable[[Folder], object]:
     return lambda folder: folder.tensors.pop(name)
 
 
 REL = "encoder.rel_embeddings.weight"
+EXPERTS = "layers.1.mlp.experts."
 REFUSED: list[tuple[str, Callable[[Folder], object], str]] = [
     ("albert", _settings(num_hidden_groups=2), "num_hidden_groups is 2"),
     ("albert", _settings(hidden_act="swish"), "hidden_act is 'swish'; supported: gelu"),
@@ -84,6 +108,17 @@ REFUSED: list[tuple[str, Callable[[Folder], object], str]] = [
     ("deberta", _without(REL), "the weights lack encoder.rel_embeddings.weight"),
     ("deberta", _without("encoder.LayerNorm.bias"), "encoder.LayerNorm is missing"),
     ("deberta", _without("encoder.layer.1.attention.self.key_proj.weight"), "blk.1.attn_k.weight is missing"),
+    ("privacy filter", _without("layers.0.self_attn.sinks"), "blk.0.attn_sinks.weight is missing"),
+    ("privacy filter", _without(f"{EXPERTS}down_proj"), "blk.1.ffn_down_exps.weight is missing"),
+    ("privacy filter", _without(f"{EXPERTS}gate_up_proj_bias"), "blk.1.ffn_gate_exps.bias is missing"),
+    ("privacy filter", _shaped(f"{EXPERTS}gate_up_proj", 8, 64, 65), r"\(8, 64, 65\), expected 3 dimensions"),
+    ("privacy filter", _shaped(f"{EXPERTS}gate_up_proj", 64, 64), r"\(64, 64\), expected 3 dimensions"),
+    ("privacy filter", _shaped(f"{EXPERTS}down_proj_bias", 64), r"\(64,\), expected 2 dimensions"),
+    ("privacy filter", _settings(num_local_experts=9), r"ffn_gate_inp.weight has shape \(8, 64\)"),
+    ("privacy filter", _settings(num_experts_per_tok=9), "expert_used_count is 9, must be at most"),
+    ("privacy filter", _settings(sliding_window=0), "sliding_window is 0, must be between 1"),
+    ("privacy filter", _settings(rope_parameters={"rope_type": "llama3"}), "rope_type is 'llama3'"),
+    ("privacy filter", _rope(rope_theta=1.0), "rope_theta is 1.0, must be greater than 1 for YaRN"),
 ]
 
 

@@ -12,7 +12,7 @@ import pytest
 from support.gguf_bytes import BOOL, F32, U32, scalar, u32
 from support.gguf_mutator import with_key
 from support.reference import ReferenceModel
-from support.small_models import EXPERTS, SmallModel, with_tensor, write
+from support.small_models import ENCODERS, EXPERTS, SmallModel, with_tensor, write
 
 from metal_prefill import GGUFError, Model, UnsupportedModelError, _core
 from metal_prefill.files import GGUFFile
@@ -183,6 +183,71 @@ def test_metadata_set_the_rules_of_the_router(tmp_path: Path, model_path: Callab
     path = with_key(tmp_path / "c.gguf", path, "expert_weights_scale", F32, scalar(F32, 2.5))
     config = read_config(GGUFFile(path))
     assert (config.router_score, config.normalize_routes, config.route_scale) == ("sigmoid", False, 2.5)
+
+
+PRIVACY_FILTER = replace(
+    ENCODERS["privacy-filter, all experts"], types={"*": "F32"}, embedding="F32", layers=3, context=1024
+)
+
+
+def lowest_cosine(path: Path, ids: npt.NDArray[np.int64]) -> float:
+    """Return the smallest cosine of a hidden state with the reference."""
+    states, expected = all_states(path, ids), ReferenceModel(path).forward(ids).hidden
+    lengths = np.linalg.norm(states, axis=1) * np.linalg.norm(expected, axis=1)
+    return float(((states * expected).sum(axis=1) / lengths).min())
+
+
+@pytest.mark.parametrize(
+    ("count", "used", "ffn", "window", "n"),
+    [
+        (3, 1, 64, 257, 1),
+        (5, 5, 40, 1, 30),
+        (8, 4, 72, 129, 300),
+        (33, 8, 48, 31, 100),
+        (64, 8, 32, 257, 700),
+    ],
+)
+def test_experts_with_biases_and_limits_match_the_reference(
+    tmp_path: Path, count: int, used: int, ffn: int, window: int, n: int
+) -> None:
+    shape = replace(PRIVACY_FILTER, experts=ExpertShape(count, used, ffn), window=window, seed=count)
+    assert lowest_cosine(write(tmp_path / "m.gguf", shape), prompt(n, n)) > 0.99999
+
+
+def test_a_bias_of_the_router_decides_the_choice(tmp_path: Path) -> None:
+    """All tokens go to expert 1, and none to expert 0, whose weights are NaN."""
+
+    def change(values: npt.NDArray[np.float32]) -> None:
+        values[:3] = (-50, 50, 20)
+
+    def spoil(values: npt.NDArray[np.float32]) -> None:
+        values[: values.size // 6] = np.nan
+
+    shape = replace(PRIVACY_FILTER, experts=ExpertShape(6, 2, 48), layers=1)
+    path, ids = write(tmp_path / "m.gguf", shape), prompt(70)
+    path = with_tensor(tmp_path / "a.gguf", path, "blk.0.ffn_gate_inp.bias", change)
+    assert lowest_cosine(path, ids) > 0.99999
+    expected = all_states(path, ids)
+    for name in ("gate", "up", "down"):
+        path = with_tensor(tmp_path / f"{name}.gguf", path, f"blk.0.ffn_{name}_exps.bias", spoil)
+    np.testing.assert_array_equal(all_states(path, ids), expected)
+
+
+@pytest.mark.parametrize("isa", _core.cpu.kernel_sets())
+@pytest.mark.parametrize("compute", ["f32", "int8", "bf16"])
+def test_texts_of_an_encoder_with_experts_do_not_depend_on_others(
+    isa: str, compute: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("METAL_PREFILL_CPU_ISA", isa)
+    shape = replace(PRIVACY_FILTER, types={"*": "Q8_0"}, experts=ExpertShape(7, 2, 64), window=65)
+    texts = [prompt(n, n) for n in (1, 7, 40, 65, 600)]
+    with Model(write(tmp_path / "m.gguf", shape), device="cpu", compute=compute, threads=2) as model:
+        sessions = [model.session() for _ in texts]
+        together = model.forward_batch(sessions, texts, output="hidden", rows="all")
+        for text, states in zip(texts, together, strict=True):
+            with model.session() as session:
+                (alone,) = model.forward_batch([session], [text], output="hidden", rows="all")
+                np.testing.assert_array_equal(alone, states)
 
 
 # Operands in half precision: as in test_engine.py. A token whose scores nearly agree may have other experts.

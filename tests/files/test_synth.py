@@ -127,9 +127,15 @@ def test_preset_has_the_published_number_of_parameters(preset: str, parameters: 
 
 @pytest.mark.parametrize(
     ("preset", "parameters"),
-    [("mamba2-130m", 128_989_632), ("granite-4.0-h-350m", 340_332_224), ("falcon-h1-0.5b", 521_411_104)],
+    [
+        *(("mamba2-130m", 128_989_632), ("granite-4.0-h-350m", 340_332_224)),
+        ("falcon-h1-0.5b", 521_411_104),
+        ("privacy-filter", 1_399_486_832),
+    ],
 )
-def test_state_space_presets_have_the_published_number_of_parameters(preset: str, parameters: int) -> None:
+def test_presets_of_other_layers_have_the_published_number_of_parameters(
+    preset: str, parameters: int
+) -> None:
     listed = _model.tensors(synth.PRESETS[preset], "F32", "F32")
     assert sum(tensor.count for tensor in listed) == parameters
 

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support import folder_logits, model_folders
-from support.encoder_folders import RECORDED
+from support.encoder_folders import RECORDED, private_parts
 from support.fuzzing import TIMEOUT, kept, rounds
 from support.model_folders import Folder
 from support.task_folders import LATE, QUERY, stanford
@@ -141,6 +141,14 @@ def pooled(make: Callable[[Path], Folder]) -> Callable[[Path], Folder]:
     return made
 
 
+def calibrated(path: Path) -> Folder:
+    """Return a folder that labels tokens, with biases of sequences of tags."""
+    folder = private_parts(path)
+    biases = {"transition_bias_background_stay": -1.5, "transition_bias_end_to_start": 1}
+    folder.json("viterbi_calibration.json", {"operating_points": {"default": {"biases": biases}}})
+    return folder
+
+
 # Folders, and the files of settings that are changed.
 KINDS: dict[str, Kind] = {
     "bert": (pooled(model_folders.bert), POOLED),
@@ -149,7 +157,8 @@ KINDS: dict[str, Kind] = {
     "sharded": (sharded, ("config.json", "model.safetensors.index.json")),
     "list of tokens": (lines, ("config.json", "tokenizer_config.json", "special_tokens_map.json")),
     **{name: (pooled(make), POOLED) for name, make in folder_logits.RECORDED.items()},
-    **{name: (pooled(RECORDED[name]), POOLED) for name in ("albert", "t5", "deberta")},
+    **{name: (pooled(RECORDED[name]), POOLED) for name in ("albert", "t5", "deberta", "privacy filter")},
+    "tags": (calibrated, ("config.json", "tokenizer.json", "viterbi_calibration.json")),
     "late": (LATE["unseen"], (*PROJECTED, "2_MultiVectorMask/config.json", "sentence_bert_config.json")),
     "PyLate": (LATE["PyLate"], PROJECTED),
     "ColBERT": (stanford, ("config.json", "tokenizer.json", "artifact.metadata")),
@@ -196,10 +205,13 @@ def test_folders_are_converted_or_raise_an_error(tmp_path: Path, kind: str) -> N
 
 
 def compute(path: Path, *, late: bool) -> None:
-    """Rank by late interaction, whose settings are read by the first call, or embed, or raise an error."""
+    """Rank by late interaction, whose settings the first call reads, label, embed, or raise an error."""
     with suppress(MetalPrefillError, ValueError), Model(path, device="cpu", threads=1) as model:
         if late:
             numbers = [item.score for item in model.rerank(QUERY, ["The king is dead.", ""], how="late")]
+        elif model.engine.head.labels:
+            (entities,) = model.label_tokens(["The king is dead."], ignore=())
+            numbers = [entity.score for entity in entities]
         else:
             numbers = model.embed(["The king is dead."])
         assert np.all(np.isfinite(numbers))

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
+from support import encoder_folders
 from support.hub_server import Repo, serve
 from support.places import ROOT
 from support.programs import finished
@@ -86,8 +87,11 @@ def run(page: Path, chosen: list[Snippet], folder: Path, demo_path: Path) -> Non
         (code / f"{snippet.line:04}.{suffix}").write_text("\n" * (snippet.line - 1) + snippet.code)
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     env = {k: v for k, v in os.environ.items() if not k.startswith(("HF_", "METAL_PREFILL_"))}
-    model = demo_path.read_bytes()
-    with serve({"QuantFactory/SmolLM-135M-GGUF": Repo({"SmolLM-135M.Q4_0.gguf": model})}) as hub:
+    repos = {"QuantFactory/SmolLM-135M-GGUF": Repo({"SmolLM-135M.Q4_0.gguf": demo_path.read_bytes()})}
+    if any("openai/privacy-filter" in snippet.code for snippet in chosen):  # with random weights
+        files = encoder_folders.private_parts(folder / "parts").write().iterdir()
+        repos["openai/privacy-filter"] = Repo({file.name: file.read_bytes() for file in files})
+    with serve(repos) as hub:
         env |= {"PATH": path, "HF_HOME": str(folder / "hub"), "HF_ENDPOINT": hub.url, "NO_PROXY": "127.0.0.1"}
         child = finished([sys.executable, "-c", RUNNER, str(code)], cwd=work, env=env)
     parts = re.split(r"^@@(\d+)@@\n", child.stdout, flags=re.MULTILINE)

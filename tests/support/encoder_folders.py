@@ -1,7 +1,11 @@
-"""Folders of ALBERT, ELECTRA, T5 and DeBERTa with random weights, recorded with transformers."""
+"""Folders of ALBERT, ELECTRA, T5, DeBERTa and OpenAI Privacy Filter with random weights.
+
+Results are recorded with transformers.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -202,6 +206,92 @@ def t5(path: Path, seed: int, dim: int, heads: int, width: int, ffn: int, layers
     return folder
 
 
+# The pattern of o200k_base as published.
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_END = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+O200K_PATTERN = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_END}|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_END}"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+# Labels of OpenAI Privacy Filter with two kinds of parts.
+PRIVACY_TAGS = ("O", *(f"{tag}-{label}" for label in ("private_person", "secret") for tag in "BIES"))
+
+
+def privacy_filter(
+    path: Path,
+    seed: int,
+    dim: int,
+    heads: int,
+    kv_heads: int,
+    width: int,
+    ffn: int,
+    layers: int,
+    experts: int,
+    used: int,
+    band: int = 128,
+    rope: dict[str, Any] | None = None,
+    biases: bool = True,
+    head: str = "Model",
+) -> Folder:
+    """Make a folder of OpenAI Privacy Filter, whose body is that of gpt-oss with a window on both sides.
+
+    Sinks and the limits of experts have effects: sinks are as large as scores, and some gates exceed 7.
+    """
+    path.mkdir(parents=True, exist_ok=True)
+    model_folders.byte_level_tokenizer(path, pattern=O200K_PATTERN)
+    tokenizer = json.loads((path / "tokenizer.json").read_bytes())
+    (path / "tokenizer.json").write_text(json.dumps({**tokenizer, "post_processor": None}))
+    yarn = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 256}
+    config = {
+        "architectures": [f"OpenAIPrivacyFilter{head}"],
+        "model_type": "openai_privacy_filter",
+        "hidden_size": dim,
+        "num_hidden_layers": layers,
+        "intermediate_size": ffn,
+        "head_dim": width,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "num_local_experts": experts,
+        "num_experts_per_tok": used,
+        "sliding_window": band,
+        "max_position_embeddings": CONTEXT,
+        "rms_norm_eps": 1e-5,
+        "attention_bias": biases,
+        "rope_parameters": {"rope_theta": 1e4, "beta_fast": 32.0, "beta_slow": 1.0, **yarn, **(rope or {})},
+        "vocab_size": 304,
+        "pad_token_id": 1,
+        "eos_token_id": 1,
+    }
+    prefix = "" if head == "Model" else "model."
+    shapes: Shapes = {"embed_tokens.weight": (304, dim), "norm.weight": (dim,)}
+    for layer in range(layers):
+        at = f"layers.{layer}."
+        projections = {"q": (heads * width, dim), "k": (kv_heads * width, dim), "v": (kv_heads * width, dim)}
+        projections["o"] = (dim, heads * width)
+        named = {f"{at}self_attn.{name}_proj": shape for name, shape in projections.items()}
+        shapes |= _linear(named, bias=biases) | _linear({f"{at}mlp.router": (experts, dim)})
+        shapes |= {f"{at}{name}_layernorm.weight": (dim,) for name in ("input", "post_attention")}
+        shapes[f"{at}self_attn.sinks"] = (heads,)
+        for name, inputs, outputs in (("gate_up", dim, 2 * ffn), ("down", ffn, dim)):
+            shapes[f"{at}mlp.experts.{name}_proj"] = (experts, inputs, outputs)
+            shapes[f"{at}mlp.experts.{name}_proj_bias"] = (experts, outputs)
+    folder = _filled(Folder(path, config, {}), prefix, shapes, seed)
+    sizes = {"sinks": 4.0, "gate_up_proj": 3.0, "gate_up_proj_bias": 4.0, "router.weight": 2.0}
+    for name, tensor in folder.tensors.items():
+        size = next((size for end, size in sizes.items() if name.endswith(end)), 1.0)
+        folder.tensors[name] = tensor * np.float32(size)
+    return folder
+
+
+_SHAPE: dict[str, Any] = {"heads": 4, "kv_heads": 2, "width": 16, "ffn": 32, "experts": 8, "used": 4}
+
+
+def private_parts(path: Path, seed: int = 1) -> Folder:
+    """Make a folder of OpenAI Privacy Filter with its head."""
+    folder = privacy_filter(path, seed, dim=64, layers=2, **_SHAPE, head="ForTokenClassification")
+    return with_head(folder, _linear({"score": (len(PRIVACY_TAGS), 64)}), PRIVACY_TAGS)
+
+
 def with_head(folder: Folder, shapes: Shapes, labels: tuple[str, ...] = ("x",)) -> Folder:
     """Add the tensors of a head."""
     folder.config["id2label"] = {str(i): label for i, label in enumerate(labels)}
@@ -241,6 +331,28 @@ def masked(path: Path) -> Folder:
     return folder
 
 
+PRIVACY_FILTERS: dict[str, Callable[..., Folder]] = {
+    "privacy filter": partial(privacy_filter, seed=1, dim=64, layers=3, **_SHAPE),
+    "privacy filter, odd": partial(
+        privacy_filter,
+        seed=2,
+        dim=72,
+        layers=2,
+        **{**_SHAPE, "heads": 6, "kv_heads": 3, "width": 20, "ffn": 40, "experts": 3, "used": 1},
+        band=7,
+        rope={"truncate": True, "attention_factor": 1.5},
+        biases=False,
+    ),
+    "privacy filter, many experts": partial(
+        privacy_filter,
+        seed=3,
+        dim=32,
+        layers=2,
+        **{**_SHAPE, "heads": 7, "kv_heads": 1, "width": 32, "ffn": 24, "experts": 64, "used": 8},
+        band=40,
+        rope={"rope_type": "default"},
+    ),
+}
 RECORDED: dict[str, Callable[..., Folder]] = {
     "albert": partial(albert, seed=1, dim=32, heads=4, ffn=64, layers=3, embedding=16, act="gelu_new"),
     "albert, odd": partial(albert, seed=2, dim=72, heads=3, ffn=88, layers=5, embedding=40, act="gelu"),
@@ -255,4 +367,5 @@ RECORDED: dict[str, Callable[..., Folder]] = {
         deberta, seed=2, dim=72, heads=3, ffn=88, layers=3, furthest=20, absolute=True
     ),
     "deberta, far": partial(deberta, seed=3, dim=64, heads=1, ffn=40, layers=2, buckets=64),
+    **PRIVACY_FILTERS,
 }

@@ -21,12 +21,17 @@ Array: TypeAlias = npt.NDArray[np.float64]
 
 GEMMA = ("gemma2", "gemma3", "gemma-embedding")
 BERT = ("bert", "deberta-v2", "nomic-bert", "jina-bert-v2")
-ENCODERS = (*BERT, "modern-bert", "eurobert")
+ENCODERS = (*BERT, "modern-bert", "eurobert", "privacy-filter")
 BIASED = ("gpt2", "gptneox", "starcoder2", "phi2")
 LAYER_NORM = (*BERT, "modern-bert", *BIASED, "stablelm", "cohere2")
 EXACT_GELU = ("bert", "deberta-v2", "modern-bert", "jina-bert-v2", "gptneox")
 TANH_GELU = (*GEMMA, "gpt2", "starcoder2", "phi2")
 PARALLEL = ("phi2", "cohere2")  # with one norm for both blocks
+# Names of the norm of the feed-forward.
+FEED_FORWARD_NORMS = {
+    **dict.fromkeys(("qwen35", "privacy-filter"), "post_attention_norm"),
+    **dict.fromkeys(PARALLEL, "attn_norm"),
+}
 WITHOUT_ROTATION = ("bert", "deberta-v2", "jina-bert-v2", "gpt2")
 NORMS_ROWS_OF_QK = ("olmo2", "olmoe", "jina-bert-v2")  # all heads of a token together
 ROTATES_HALVES = (
@@ -168,7 +173,7 @@ class ReferenceModel:
                 attended = gate * self._attention(layer, q, self._cached(k), self._cached(v))
                 projected = projected + self._linear(layer, "attn_output", attended)
             added = self.scale["residual_scale"]
-            if self.architecture != "qwen35":  # where the norm of the feed-forward has this name
+            if self.architecture not in FEED_FORWARD_NORMS:
                 projected = self._normed(layer, "post_attention_norm", projected)
             stream = x + added * projected
             stream = self._normed(layer, "attn_output_norm", stream)
@@ -338,8 +343,10 @@ class ReferenceModel:
             if "attn_rel_row.weight" in self.tensors:
                 scores = scores + self._attention_scale() * self._relative(layer, head, q, k, distance)
             scores = np.where(visible, scores, -np.inf)
+            if (sinks := self.tensors.get(f"blk.{layer}.attn_sinks.weight")) is not None:
+                scores = np.concatenate([scores, np.full((n, 1), sinks[head])], axis=1)
             weights = np.exp(scores - scores.max(axis=1, keepdims=True))
-            out[:, head] = (weights / weights.sum(axis=1, keepdims=True)) @ v[:, kv_head]
+            out[:, head] = (weights / weights.sum(axis=1, keepdims=True))[:, :n] @ v[:, kv_head]
         return out.reshape(n, -1)
 
     def _capped(self, x: Array, key: str) -> Array:
@@ -374,8 +381,7 @@ class ReferenceModel:
         return stated
 
     def _feed_forward(self, layer: int, x: Array) -> Array:
-        names = {"qwen35": "post_attention_norm", **dict.fromkeys(PARALLEL, "attn_norm")}
-        name = names.get(self.architecture, "ffn_norm")
+        name = FEED_FORWARD_NORMS.get(self.architecture, "ffn_norm")
         h = self._normed(layer, name, x)
         if f"blk.{layer}.ffn_gate_inp.weight" in self.tensors:
             return self._experts(layer, h)
@@ -388,7 +394,7 @@ class ReferenceModel:
 
     def _experts(self, layer: int, h: Array) -> Array:
         """Add the outputs of the experts with the best scores, weighted by these: ``[n, dim]``."""
-        products, used = h @ self._weight(layer, "ffn_gate_inp").T, self._key("expert_used_count")
+        products, used = self._linear(layer, "ffn_gate_inp", h), self._key("expert_used_count")
         if self.architecture == "lfm2moe":
             scores = 1 / (1 + np.exp(-products))
         else:
@@ -405,15 +411,24 @@ class ReferenceModel:
         out = np.zeros_like(h)
         for expert in range(scores.shape[1]):
             rows, places = np.nonzero(chosen == expert)
-            gate, up, down = (
-                self._weight(layer, f"ffn_{name}_exps")[expert] for name in ("gate", "up", "down")
-            )
-            inner = self._silu(h[rows] @ gate.T) * (h[rows] @ up.T)
-            out[rows] += factors[rows, places][:, None] * (inner @ down.T)
+            inner = self._gated(*(self._of_expert(layer, name, expert, h[rows]) for name in ("gate", "up")))
+            out[rows] += factors[rows, places][:, None] * self._of_expert(layer, "down", expert, inner)
         if f"blk.{layer}.ffn_up_shexp.weight" in self.tensors:
             gate, up = (self._linear(layer, f"ffn_{name}_shexp", h) for name in ("gate", "up"))
             out = out + self._linear(layer, "ffn_down_shexp", self._silu(gate) * up)
         return out
+
+    def _of_expert(self, layer: int, name: str, expert: int, x: Array) -> Array:
+        bias = self.tensors.get(f"blk.{layer}.ffn_{name}_exps.bias")
+        product: Array = x @ self._weight(layer, f"ffn_{name}_exps")[expert].T
+        return product if bias is None else product + bias[expert]
+
+    def _gated(self, gate: Array, up: Array) -> Array:
+        if self.architecture != "privacy-filter":
+            return self._silu(gate) * up
+        gate, up = np.minimum(gate, 7), np.clip(up, -7, 7)  # as in gpt-oss
+        limited: Array = gate / (1 + np.exp(-1.702 * gate)) * (up + 1)
+        return limited
 
     def _activated(self, x: Array) -> Array:
         stated: str = self._key("hidden_activation", "")
@@ -490,7 +505,7 @@ class ReferenceModel:
         return blended, (1 + 0.1 * math.log(factor)) / (1 + 0.1 * multiplier * math.log(factor))
 
     def _is_windowed(self, layer: int) -> bool:
-        if self.architecture == "starcoder2":
+        if self.architecture in ("starcoder2", "privacy-filter"):
             return self._window > 0
         if self.architecture in ("exaone4", "olmo2", "cohere2"):
             return self._window > 0 and layer % 4 != 3

@@ -431,6 +431,15 @@ _ENCODER = SmallModel(tokenizer="bert", vocab=400, pooling="mean", context=512, 
 _MODERN_BERT = replace(_ENCODER, architecture="modern-bert", tokenizer="gpt2", layers=5, window=32)
 _JINA = replace(_ENCODER, architecture="jina-bert-v2", heads=6, kv_heads=6, key_dim=16)
 _JINA_CODE = replace(_JINA, tokenizer="gpt2", all_norms=True)
+_PRIVACY_FILTER = replace(
+    _ENCODER,
+    architecture="privacy-filter",
+    tokenizer="gpt2",
+    kv_heads=1,
+    all_biases=True,
+    window=33,
+    experts=ExpertShape(4, 4, 64),
+)
 ENCODERS: dict[str, SmallModel] = {
     "bert": replace(_ENCODER, architecture="bert"),
     "bert, float32": replace(_ENCODER, architecture="bert", types={"*": "F32"}, embedding="F32"),
@@ -448,6 +457,17 @@ ENCODERS: dict[str, SmallModel] = {
     ),
     "modern-bert": replace(_MODERN_BERT, rope_base=160000.0),
     "eurobert": replace(_ENCODER, architecture="eurobert", tokenizer="gpt2", kv_heads=1),
+    # Each token goes through all experts: with fewer bits, others might be chosen.
+    "privacy-filter, all experts": _PRIVACY_FILTER,
+    "privacy-filter, rope factors": replace(_PRIVACY_FILTER, rope_scaling="freqs", window=129, kv_heads=3),
+    "privacy-filter, odd dimensions": replace(
+        _PRIVACY_FILTER,
+        dim=60,
+        key_dim=10,
+        types={"*": "F32"},
+        embedding="F16",
+        experts=ExpertShape(3, 3, 44),
+    ),
 }
 CLASSIFIERS: dict[str, SmallModel] = {
     "qwen3, three classes": replace(

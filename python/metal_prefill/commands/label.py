@@ -47,11 +47,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--strategy",
-        choices=("none", "simple", "first", "average", "max"),
-        default="simple",
+        choices=("none", "simple", "first", "average", "max", "viterbi"),
         help="grouping of tokens that a head labels: adjacent tokens with the same label (simple); whole "
         "words, with the label of their first token (first), of the mean of their tokens (average) or of the "
-        "most certain token (max); no grouping (none) (default: simple)",
+        "most certain token (max); no grouping (none); the most probable sequence of BIOES tags (viterbi) "
+        "(default: viterbi for such tags, otherwise simple)",
     )
     parser.add_argument(
         "--threshold",
@@ -104,13 +104,14 @@ def _check_positions(arguments: argparse.Namespace) -> None:
 def _label_parts(model: Model, texts: list[str], arguments: argparse.Namespace) -> None:
     from metal_prefill.tasks._prompt_rules import cut_message
     from metal_prefill.tasks._text_passes import TextPasses
-    from metal_prefill.tasks._token_labels import encode_spans, entities_of
+    from metal_prefill.tasks._token_labels import decoding_of, encode_spans, entities_of
 
     _check_positions(arguments)
+    decoding = decoding_of(model.engine, arguments.strategy)
     spanned, cut = encode_spans(model.engine, texts, prompt_rules(arguments))
     if cut:
         print(f"warning: {cut_message(cut, len(texts), model.max_context, 'text')}", file=sys.stderr)
-    _print_parts(entities_of(TextPasses(model.engine), spanned, arguments.strategy), arguments)
+    _print_parts(entities_of(TextPasses(model.engine), spanned, decoding), arguments)
 
 
 def _print_parts(found: Iterable[list[Entity]], arguments: argparse.Namespace) -> None:

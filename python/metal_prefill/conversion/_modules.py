@@ -15,7 +15,7 @@ from metal_prefill.conversion._body import (
     query_modules,
     token_heads,
 )
-from metal_prefill.conversion._fields import Fields
+from metal_prefill.conversion._fields import Fields, is_number
 from metal_prefill.conversion._sources import Task
 from metal_prefill.conversion._static import CLASS
 from metal_prefill.conversion._torch_file import read_torch_file
@@ -28,10 +28,12 @@ from metal_prefill.files._task_config import (
     NORMALIZE,
     NUMBERED_POOLINGS,
     QUERY_WEIGHTS,
+    TRANSITION_KEYS,
     VOCABULARY_POOLINGS,
     NumberedPooling,
     Pooling,
     Scores,
+    TransitionBiases,
 )
 
 # Fields of a pooling module's configuration; a folder sets one of them.
@@ -391,12 +393,27 @@ def _add_labels(found: Modules, folder: Path, config: Fields, task: Task) -> Non
     found.set_pooling("rank" if task == "sequence" else "none")
     if task == "sequence":
         _add_scores(found, folder, config)
+    else:
+        _add_transitions(found, Fields.read_if_present(folder / "viterbi_calibration.json"))
     labels = _labels_of(config.object("id2label").values, config)
     # Labels that transformers makes up are left out, except where llama.cpp counts outputs by them.
     if labels and (
         labels != [f"LABEL_{i}" for i in range(len(labels))] or (task == "sequence" and labels[1:])
     ):
         found.metadata["classifier.output_labels"] = labels
+
+
+def _add_transitions(found: Modules, calibration: Fields) -> None:
+    """Add the biases of transitions between tags that are not 0."""
+    biases = calibration.object("operating_points").object("default").object("biases")
+    known = {f"transition_bias_{name}": name for name in TransitionBiases._fields}
+    for key, value in biases.values.items():
+        if key not in known:
+            raise biases.unsupported(f"{biases.name(key)} is not supported; known are {', '.join(known)}")
+        if not is_number(value):
+            raise biases.error(f"{biases.name(key)} is {value!r}, must be a finite number")
+        if value:
+            found.metadata[f"{TRANSITION_KEYS}{known[key]}"] = float(value)
 
 
 def _add_scores(found: Modules, folder: Path, config: Fields) -> None:

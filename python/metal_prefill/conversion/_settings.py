@@ -18,6 +18,7 @@ from metal_prefill.files._metadata_keys import MAX_INT
 Values: TypeAlias = npt.NDArray[np.float32]
 
 
+PRIVACY_FILTER_BASE = 150000.0  # of the rotation, in folders that do not state one
 _MAX_HEAD = 1 << 16  # dimensions, for which frequencies are computed before the tensors are known
 
 
@@ -172,14 +173,64 @@ def _yarn(config: Fields, rope: Fields) -> dict[str, Any]:
     for name in ("beta_fast", "beta_slow"):
         if rope.has(name):
             found[f"rope.scaling.yarn_{name}"] = rope.number(name)
-    growth = 0.1 * math.log(max(factor, 1.0))
+    usual, scale = 1.0 + 0.1 * math.log(max(factor, 1.0)), _yarn_magnitude(rope)
+    if scale != usual:
+        found["rope.scaling.attn_factor"] = scale / usual
+    return found
+
+
+def _yarn_magnitude(rope: Fields) -> float:
+    """Return the factor of rotated values."""
+    growth = 0.1 * math.log(max(rope.number("factor"), 1.0))
     scale = 1.0 + growth
     if rope.values.get("mscale") and rope.values.get("mscale_all_dim"):  # 0 counts as absent
         scale = (1 + rope.number("mscale") * growth) / (1 + rope.number("mscale_all_dim") * growth)
-    scale = rope.number("attention_factor", default=scale)
-    if scale != 1.0 + growth:
-        found["rope.scaling.attn_factor"] = scale / (1.0 + growth)
-    return found
+    return rope.number("attention_factor", default=scale)
+
+
+def privacy_filter(config: Fields) -> dict[str, Any]:
+    """Return the rotation, and the window, which counts both sides and the token itself."""
+    rope = _privacy_filter_rope(config)
+    band = config.integer("sliding_window", default=128, most=(MAX_INT - 1) // 2)
+    window = {"attention.sliding_window": 2 * band + 1}
+    if not _has_exact_yarn(rope):
+        own = Fields(config.path, {**config.values, "rope_parameters": rope.values})
+        return rope_scaling(own, ("default", "yarn")) | window
+    found = {"rope.freq_base": rope.number("rope_theta")} if rope.has("rope_theta") else {}
+    return {**found, "rope.scaling.attn_factor": _yarn_magnitude(rope), **window}
+
+
+def _privacy_filter_rope(config: Fields) -> Fields:
+    """Return the rotation of a folder, by default that of the class."""
+    if config.has("rope_parameters") or config.has("rope_scaling"):
+        return _rope(config)
+    usual = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}
+    return Fields(config.path, usual, "rope_parameters")
+
+
+def _has_exact_yarn(rope: Fields) -> bool:
+    """Return whether a rotation is YaRN with bounds of the blended pairs that are not rounded."""
+    is_yarn = rope.string("rope_type", "type", default="default") == "yarn"
+    return is_yarn and not rope.boolean("truncate", default=True)
+
+
+def yarn_factors(config: Fields) -> dict[str, Values]:
+    """Return divisors of the frequencies for YaRN whose bounds are not rounded, which files cannot state."""
+    rope = _privacy_filter_rope(config)
+    if not _has_exact_yarn(rope):
+        return {}
+    base = rope.number("rope_theta", default=config.number("rope_theta", default=PRIVACY_FILTER_BASE))
+    if base <= 1:
+        raise rope.error(f"{rope.name('rope_theta')} is {base}, must be greater than 1 for YaRN")
+    dims, context = _head_width(config), _original_context(config, rope)
+
+    def pair_of(turns: float) -> float:
+        return dims * math.log(context / (2 * math.pi * turns)) / (2 * math.log(base))
+
+    low = max(pair_of(rope.number("beta_fast", default=32.0)), 0.0)
+    high = min(pair_of(rope.number("beta_slow", default=1.0)), dims - 1.0)
+    slow = np.clip((np.arange(dims // 2) - low) / (high - low if high != low else 0.001), 0, 1)
+    return {"rope_freqs.weight": (1 / (1 - slow + slow / rope.number("factor"))).astype(np.float32)}
 
 
 def _head_width(config: Fields, least: int = 1) -> int:

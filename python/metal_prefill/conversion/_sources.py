@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, TypeAlias
 
-from metal_prefill.conversion import _deberta, _scan_settings, _settings, _static
+from metal_prefill.conversion import _deberta, _experts, _scan_settings, _settings, _static
 from metal_prefill.conversion._fields import MAX_LAYERS, Fields
 from metal_prefill.conversion._settings import Values
 from metal_prefill.conversion._weights import Weight
@@ -453,7 +453,7 @@ _MINISTRAL3 = replace(
 _LARGER_EPSILON = {"attention.layer_norm_rms_epsilon": _float("rms_norm_eps", default=1e-5)}
 
 
-def _experts(count: int, used: int) -> dict[str, Key]:
+def _experts_of(count: int, used: int) -> dict[str, Key]:
     """Return the numbers of experts, with the defaults of a class."""
     return {
         "expert_count": _integer("num_experts", "num_local_experts", default=count),
@@ -537,7 +537,7 @@ _GRANITE_HYBRID_EXPERTS = replace(
     _GRANITE_HYBRID,
     keys={
         **_GRANITE_HYBRID.keys,
-        **_experts(8, 2),
+        **_experts_of(8, 2),
         "feed_forward_length": SHAPE["feed_forward_length"],
         "expert_shared_feed_forward_length": _integer("shared_intermediate_size", default=1024),
     },
@@ -546,7 +546,7 @@ _GRANITE_HYBRID_EXPERTS = replace(
 _GRANITE_MOE = replace(
     _LLAMA,
     architecture="granitemoe",
-    keys={**_LLAMA.keys, **_GRANITE_SCALES, **_experts(8, 2)},
+    keys={**_LLAMA.keys, **_GRANITE_SCALES, **_experts_of(8, 2)},
     parts=_GRANITE_EXPERTS,
     more=_settings.granite_moe,
     computed=lambda config: {},
@@ -633,6 +633,25 @@ SOURCES: dict[str, Source] = {
         heads={"tokens": _CLASSIFIER},
         more=_settings.eurobert,
     ),
+    "OpenAIPrivacyFilter": Source(
+        "privacy-filter",
+        names_of="gpt-oss",
+        added_prefix="model.",
+        keys={
+            **SHAPE,
+            **DECODER,
+            **_LARGER_EPSILON,
+            **_experts_of(128, 4),
+            "rope.freq_base": _float("rope_theta", default=_settings.PRIVACY_FILTER_BASE),
+            "attention.key_length": _integer("head_dim", default=64),
+            "attention.value_length": _integer("head_dim", default=64),
+        },
+        constants={"attention.causal": False},
+        heads={"tokens": {"score": "cls.output"}},
+        more=_settings.privacy_filter,
+        computed=_settings.yarn_factors,
+        combined=_experts.with_matrices,
+    ),
     "Static": Source(
         "static",
         names_of="bert",
@@ -701,7 +720,7 @@ SOURCES: dict[str, Source] = {
         architecture="qwen3moe",
         keys={
             **_QWEN.keys,
-            **_experts(128, 8),
+            **_experts_of(128, 8),
             "expert_feed_forward_length": _integer("moe_intermediate_size", default=768),
         },
         accepted={
@@ -716,7 +735,7 @@ SOURCES: dict[str, Source] = {
     "Olmoe": replace(
         _LLAMA,
         architecture="olmoe",
-        keys={**_LLAMA.keys, **_LARGER_EPSILON, **_experts(64, 8)},
+        keys={**_LLAMA.keys, **_LARGER_EPSILON, **_experts_of(64, 8)},
         accepted={"hidden_act": ("silu",), "clip_qkv": (None,)},
         changes={},
         more=_settings.with_experts,
@@ -818,7 +837,7 @@ SOURCES: dict[str, Source] = {
         architecture="lfm2moe",
         keys={
             **_LFM2.keys,
-            **_experts(32, 4),
+            **_experts_of(32, 4),
             "expert_feed_forward_length": _integer("moe_intermediate_size", default=1792),
         },
         accepted={"conv_bias": (False,), "use_expert_bias": (True,)},

@@ -50,7 +50,10 @@ _OF_WEIGHTS = {"BF16": "BF16", "F16": "F16"}  # a folder's number types that AUT
 # Matrices that stay in float32, as in llama.cpp: they are added, not multiplied, or are small and come last.
 _EXACT = ("position_embd.weight", "token_types.weight")
 _EXACT_PREFIXES = ("cls", "dense_", "mlm", "sparse", "colbert", "entities")
-_EXACT_ENDS = ("ffn_gate_inp.weight", "attn_rel_b.weight", "attn_rel_k.weight", "attn_rel_q.weight")
+_EXACT_ENDS = (
+    *("ffn_gate_inp.weight", "attn_rel_b.weight", "attn_rel_k.weight", "attn_rel_q.weight"),
+    *("ffn_gate_exps.bias", "ffn_up_exps.bias", "ffn_down_exps.bias"),
+)
 _FILTERS = ("shortconv.conv.weight", "ssm_conv1d.weight")  # [channels, 1, taps] in a folder
 
 

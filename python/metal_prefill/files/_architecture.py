@@ -480,6 +480,20 @@ ARCHITECTURES: dict[str, Architecture] = {
         attention_scale=lambda _: 1.0,
     ),
     "eurobert": Architecture(rope_style="neox", head="absent", causal=False),
+    # The body is that of gpt-oss, whose names its tensors have.
+    "privacy-filter": Architecture(
+        activation="clamped_silu",
+        qkv_bias="optional",
+        output_bias="optional",
+        sinks="required",
+        experts="required",
+        expert_bias="required",
+        normalize_routes=True,
+        head="absent",
+        window="required",
+        causal=False,
+        names={"ffn_norm": "blk.{layer}.post_attention_norm.weight"},
+    ),
     "static": Architecture(
         layers="absent", ffn="absent", output_norm="absent", head="absent", rope=False, causal=False
     ),

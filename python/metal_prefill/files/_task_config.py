@@ -75,6 +75,32 @@ HEAD_TENSORS = frozenset(
 )
 
 
+class TransitionBiases(NamedTuple):
+    """Additions of Viterbi decoding to the score of a sequence of tags, for each pair of adjacent ones.
+
+    Attributes
+    ----------
+    background_stay : float
+        From ``O`` to ``O``.
+    background_to_start : float
+        From ``O`` to the first tag of a part, ``B-`` or ``S-``.
+    inside_to_continue, inside_to_end : float
+        From ``B-`` or ``I-`` to ``I-`` and to ``E-`` of the same label.
+    end_to_background, end_to_start : float
+        From the last tag of a part, ``E-`` or ``S-``, to ``O`` and to the first tag of another part.
+    """
+
+    background_stay: float = 0.0
+    background_to_start: float = 0.0
+    inside_to_continue: float = 0.0
+    inside_to_end: float = 0.0
+    end_to_background: float = 0.0
+    end_to_start: float = 0.0
+
+
+TRANSITION_KEYS = "classifier.transition_bias."  # after the architecture, before the name of a bias
+
+
 @dataclass(frozen=True)
 class HeadTraits:
     """The classification head of an architecture, where the file does not define it.
@@ -139,6 +165,8 @@ class PooledHead:
         How often ``log(1 + x)`` follows the positive logits before that.
     entities : EntityHead or None
         Head that finds entities of labels that a call names.
+    transitions : TransitionBiases
+        Biases of the tags of tokens.
     """
 
     gguf: GGUFFile
@@ -158,6 +186,7 @@ class PooledHead:
     vocabulary_activation: HeadActivation
     logarithms: int
     entities: EntityHead | None
+    transitions: TransitionBiases
 
     @property
     def per_token(self) -> bool:
@@ -224,7 +253,14 @@ def read_head(gguf: GGUFFile, architecture: str, dim: int) -> PooledHead:
         _one_of(keys, "vocabulary_activation", HEAD_ACTIVATIONS, "gelu_erf"),
         keys.positive("vocabulary_logarithms", default=1),
         read_entity_head(keys, dim),
+        _read_transitions(keys),
     )
+
+
+def _read_transitions(keys: Keys) -> TransitionBiases:
+    names = TransitionBiases._fields
+    stated = (f"{keys.architecture}.{TRANSITION_KEYS}{name}" for name in names)
+    return TransitionBiases(*(float(keys.number(key, default=0.0)) for key in stated))
 
 
 def _check_token_heads(keys: Keys, dim: int) -> None:

@@ -31,7 +31,7 @@ _FOLDER_FILES = (
     *("model-*-of-*.safetensors", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
     *("added_tokens.json", "vocab.txt", "spm.model", "chat_template.jinja", "modules.json"),
     *("config_sentence_transformers.json", "sentence_*_config.json", "artifact.metadata"),
-    *("sparse_linear.pt", "colbert_linear.pt", "adapter_config.json"),
+    *("sparse_linear.pt", "colbert_linear.pt", "adapter_config.json", "viterbi_calibration.json"),
     # Folders of modules, such as 1_Pooling or query_0_SparseStaticEmbedding.
     "*[0-9]_[A-Z]*/*.json",
     "*[0-9]_[A-Z]*/model.safetensors",

@@ -171,6 +171,17 @@ PRESETS: Mapping[str, ModelShape] = {
     "bge-m3": ModelShape(
         *(24, 1024, 16, 16, 64, 4096, 250002, 8192), architecture="bert", tokenizer="bert", pooling="cls"
     ),
+    # 33 labels: O, and four tags of each of eight kinds of parts.
+    "privacy-filter": ModelShape(
+        *(8, 640, 14, 2, 64, 640, 200064, 131072),
+        architecture="privacy-filter",
+        rope_base=150000.0,
+        window=257,
+        all_biases=True,
+        pooling="none",
+        labels=("O", *(f"{tag}-{kind}" for kind in range(8) for tag in "BIES")),
+        experts=ExpertShape(128, 4, 640),
+    ),
     "embeddinggemma-300m": ModelShape(
         *(24, 768, 3, 1, 256, 1152, 262144, 2048),
         architecture="gemma-embedding",

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import math
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, TypeAlias, get_args
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import numpy as np
 import numpy.typing as npt
 
 from metal_prefill._support.arguments import Progress, one_of
 from metal_prefill.engine import Engine, EngineOwner
+from metal_prefill.files._task_config import TransitionBiases
 from metal_prefill.tasks._embedding import check_length, checked_texts
 from metal_prefill.tasks._pooled_head import logits_of, probabilities_of
 from metal_prefill.tasks._prompt_rules import PromptRules, cut_message, errors_of
+from metal_prefill.tasks._tag_path import OUTSIDE, best_path, stray_tag, transitions_of
 from metal_prefill.tasks._text_passes import Ids, TextPasses, pooled_states
 from metal_prefill.text._tokenizer import TokenSpan
 
-Strategy: TypeAlias = Literal["none", "simple", "first", "average", "max"]
+Strategy: TypeAlias = Literal["none", "simple", "first", "average", "max", "viterbi"]
 STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
 
 Probabilities = npt.NDArray[np.float64]
@@ -31,7 +34,8 @@ class Entity:
     Attributes
     ----------
     label : str
-        Label, without the prefix of BIO tags (``B-``, ``I-``) unless the strategy is ``"none"``.
+        Label, without the prefix of BIO tags (``B-``, ``I-``), and of BIOES tags with the strategy
+        ``"viterbi"``. With ``"none"``, the whole tag.
     score : float
         Probability of the label; the mean over the tokens or words of the entity.
     start, end : int
@@ -72,11 +76,21 @@ class _Piece(NamedTuple):
     probabilities: Probabilities
 
 
+class _Tagged(NamedTuple):
+    """A token or a word, with a tag and its probability."""
+
+    tag: str
+    start: int
+    end: int
+    score: float
+
+
 def label_tokens(
     model: EngineOwner,
     texts: Iterable[str],
     *,
-    strategy: Literal["none", "simple", "first", "average", "max"] | str = "simple",
+    strategy: Literal["none", "simple", "first", "average", "max", "viterbi"] | str | None = None,
+    transitions: Mapping[str, float] | None = None,
     ignore: Sequence[str] = ("O",),
     truncate: Literal["error", "end"] | str = "error",
     split_special_tokens: bool | None = None,
@@ -96,6 +110,16 @@ def label_tokens(
         word one label: that of the first token, of the mean of their probabilities, or of the most
         certain token. ``"none"`` returns each token with its tag. Unless the vocabulary marks them
         (WordPiece), words are separated by any white space; transformers separates them by spaces only.
+        ``"viterbi"`` needs BIOES tags: it finds the most probable sequence of tags in which each part begins
+        with ``B-`` and ends with ``E-``, or is a single token with ``S-``, as OpenAI Privacy Filter decodes
+        its tags. None selects ``"viterbi"`` for such tags, otherwise ``"simple"``.
+    transitions
+        Biases of ``"viterbi"`` by name, in place of those of the file: what the score of a sequence gains for
+        each pair of adjacent tags. Names are ``background_stay`` (``O`` after ``O``), ``background_to_start``
+        (``B-`` or ``S-`` after ``O``), ``inside_to_continue`` (``I-`` after ``B-`` or ``I-``),
+        ``inside_to_end`` (``E-`` after these), ``end_to_background`` (``O`` after ``E-`` or ``S-``) and
+        ``end_to_start`` (``B-`` or ``S-`` after these). Others are 0. More parts are found if
+        ``background_stay`` is negative or ``background_to_start`` positive.
     ignore
         Labels to omit from the result.
     truncate
@@ -116,15 +140,18 @@ def label_tokens(
     ------
     TypeError, ValueError, ContextOverflowError
         A text is not a string, has lone surrogates or does not fit; the message has its index. Or the
-        file has no classification head for tokens.
+        file has no classification head for tokens, or other tags than a strategy or `transitions` need.
     """
     engine = model.engine
-    one_of("strategy", strategy, dict.fromkeys(STRATEGIES))
+    if strategy is not None:
+        one_of("strategy", strategy, dict.fromkeys(STRATEGIES))
+    check_labels(engine)
+    decoding = decoding_of(engine, strategy, transitions)
     rules = PromptRules(truncate, split_special_tokens=split_special_tokens).checked()
     spanned, cut = encode_spans(engine, texts, rules)
     if cut:
         warnings.warn(cut_message(cut, len(spanned), engine.max_context, "text"), stacklevel=2)
-    return list(entities_of(TextPasses(engine), spanned, strategy, ignore, progress))
+    return list(entities_of(TextPasses(engine), spanned, decoding, ignore, progress))
 
 
 def check_labels(engine: Engine) -> None:
@@ -138,6 +165,50 @@ def check_labels(engine: Engine) -> None:
         )
     if head.pooling not in (None, "none"):
         raise ValueError(f"{engine.path.name} has labels for whole texts: use classify")
+
+
+class Decoding(NamedTuple):
+    """How the tags of tokens become entities.
+
+    Attributes
+    ----------
+    strategy : str
+    transitions : TransitionBiases
+        Biases of the strategy ``"viterbi"``.
+    """
+
+    strategy: str
+    transitions: TransitionBiases
+
+
+def decoding_of(
+    engine: Engine, strategy: str | None = None, transitions: Mapping[str, float] | None = None
+) -> Decoding:
+    """Return the strategy, by default the one for the tags of a file, and its biases.
+
+    Raises
+    ------
+    TypeError, ValueError
+        The tags of the file are not those that the strategy needs, or a bias is unknown or not finite.
+    """
+    head = engine.head
+    stray = stray_tag(head.labels)
+    if strategy is None:
+        strategy = "viterbi" if stray is None else "simple"
+    if strategy == "viterbi" and stray is not None:
+        found = f"the label {stray!r}" if stray else "no label O, or none with E- or S-"
+        raise ValueError(f"strategy 'viterbi' needs BIOES tags: {engine.path.name} has {found}")
+    if transitions is None:
+        return Decoding(strategy, head.transitions)
+    if strategy != "viterbi":
+        raise ValueError(f"transitions need the strategy 'viterbi', got {strategy!r}")
+    for name, value in transitions.items():
+        one_of("transitions", name, dict.fromkeys(TransitionBiases._fields))
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise TypeError(f"transitions[{name!r}] must be a number, got {type(value).__name__}")
+        if not math.isfinite(value):
+            raise ValueError(f"transitions[{name!r}] is {value}, must be finite")
+    return Decoding(strategy, TransitionBiases(**transitions))
 
 
 def encode_spans(
@@ -170,7 +241,7 @@ def encode_spans(
 def entities_of(
     passes: TextPasses,
     spanned: Sequence[SpannedText],
-    strategy: str = "simple",
+    decoding: Decoding,
     ignore: Sequence[str] = ("O",),
     progress: Progress | None = None,
 ) -> Iterator[list[Entity]]:
@@ -187,41 +258,60 @@ def entities_of(
                 _Piece(span.start, span.end, values)
                 for span, values in zip(item.spans, probabilities_of(head, logits), strict=True)
             ]
-            found = _entities(engine, item, pieces, strategy)
+            found = _entities(engine, item, pieces, logits, decoding)
         # A token of white space alone is not an entity.
         yield [entity for entity in found if entity.text and entity.label not in ignore]
         if progress is not None:
             progress(done, len(spanned))
 
 
-def _entities(engine: Engine, item: SpannedText, pieces: list[_Piece], strategy: str) -> list[Entity]:
-    if strategy not in ("none", "simple"):
-        pieces = [_merged(word, strategy) for word in _words(engine, item, pieces)]
-    labels = engine.head.labels
-    tagged = [(labels[int(piece.probabilities.argmax())], piece) for piece in pieces]
+def _entities(
+    engine: Engine,
+    item: SpannedText,
+    pieces: list[_Piece],
+    logits: npt.NDArray[np.floating[Any]],
+    decoding: Decoding,
+) -> list[Entity]:
+    strategy, labels = decoding.strategy, engine.head.labels
+    if strategy == "viterbi":
+        chosen = best_path(logits, transitions_of(labels, decoding.transitions))
+    else:
+        if strategy not in ("none", "simple"):
+            pieces = [_merged(word, strategy) for word in _words(engine, item, pieces)]
+        chosen = [int(piece.probabilities.argmax()) for piece in pieces]
+    tagged = [
+        _Tagged(labels[i], piece.start, piece.end, float(piece.probabilities[i]))
+        for i, piece in zip(chosen, pieces, strict=True)
+    ]
     if strategy == "none":
-        return [_entity(item.text, label, [piece]) for label, piece in tagged]
-    groups: list[tuple[str, list[_Piece]]] = []
-    for tag, piece in tagged:
-        prefix, label = _parts(tag)
-        if groups and groups[-1][0] == label and prefix != "B":
+        return [_entity(item.text, piece.tag, [piece]) for piece in tagged]
+    parts_of = _bioes_parts if strategy == "viterbi" else _bio_parts
+    groups: list[tuple[str, list[_Tagged]]] = []
+    for piece in tagged:
+        begins, label = parts_of(piece.tag)
+        if groups and groups[-1][0] == label and not begins:
             groups[-1][1].append(piece)
         else:
             groups.append((label, [piece]))
     return [_entity(item.text, label, group) for label, group in groups]
 
 
-def _parts(tag: str) -> tuple[str, str]:
-    """Divide a BIO tag into its prefix and the label; a tag without prefix continues its entity."""
-    return (tag[0], tag[2:]) if tag.startswith(("B-", "I-")) else ("I", tag)
+def _bio_parts(tag: str) -> tuple[bool, str]:
+    """Return whether a BIO tag begins an entity, and the label; a tag without prefix continues its entity."""
+    return tag.startswith("B-"), tag[2:] if tag.startswith(("B-", "I-")) else tag
 
 
-def _entity(text: str, label: str, pieces: Sequence[_Piece]) -> Entity:
+def _bioes_parts(tag: str) -> tuple[bool, str]:
+    """Return whether a BIOES tag begins an entity, and the label."""
+    return tag.startswith(("B-", "S-")), tag if tag == OUTSIDE else tag[2:]
+
+
+def _entity(text: str, label: str, pieces: Sequence[_Tagged]) -> Entity:
     start, end = pieces[0].start, pieces[-1].end
     inside = text[start:end]
     start += len(inside) - len(inside.lstrip())  # tokens of some vocabularies begin with a space
     inside = inside.strip()
-    score = float(np.mean([piece.probabilities.max() for piece in pieces]))
+    score = float(np.mean([piece.score for piece in pieces]))
     return Entity(label, score, start, start + len(inside), inside)
 
 

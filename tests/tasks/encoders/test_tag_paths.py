@@ -1,0 +1,220 @@
+"""Parts of texts by the best sequence of tags, as OpenAI Privacy Filter decodes its tags."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from support.encoder_folders import PRIVACY_TAGS, private_parts
+from support.encoder_tasks import FileOf, opened
+from support.task_folders import TAGGERS, TEXTS
+from tokenizers import Tokenizer
+
+from metal_prefill import GGUFError, Model, UnsupportedModelError
+from metal_prefill.cli import main
+from metal_prefill.conversion import convert
+from metal_prefill.files import GGUFFile
+from metal_prefill.files._task_config import TransitionBiases, read_head
+from metal_prefill.tasks._tag_path import best_path, stray_tag, transitions_of
+
+Logits = npt.NDArray[np.float64]
+NAMES = TransitionBiases._fields
+BIASES = dict(zip(NAMES, (0.75, -0.5, 1.25, -1.0, 0.25, -0.25), strict=True))
+
+
+def score_of(tags: Sequence[str], biases: Mapping[str, float]) -> float:
+    """Return what the transitions of a sequence add, by the rules of the model card; ``-inf`` if invalid."""
+    total = 0.0
+    for before, after in itertools.pairwise(("O", *tags, "O")):
+        inside = before[0] in "BI"
+        if inside != (after[0] in "IE") or (inside and before[2:] != after[2:]):
+            return -np.inf
+    for before, after in itertools.pairwise(tags):
+        if before[0] in "BI":
+            name = "inside_to_continue" if after[0] == "I" else "inside_to_end"
+        elif before == "O":
+            name = "background_stay" if after == "O" else "background_to_start"
+        else:
+            name = "end_to_background" if after == "O" else "end_to_start"
+        total += biases.get(name, 0.0)
+    return total
+
+
+def best_of_all(logits: Logits, labels: Sequence[str], biases: Mapping[str, float]) -> tuple[int, ...]:
+    """Return the best of all sequences."""
+    log_probs = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
+    sequences = itertools.product(range(len(labels)), repeat=len(logits))
+
+    def score(sequence: tuple[int, ...]) -> float:
+        own = float(log_probs[np.arange(len(sequence)), sequence].sum())
+        return own + score_of([labels[i] for i in sequence], biases)
+
+    return max(sequences, key=score)
+
+
+@pytest.mark.parametrize("biases", [{}, BIASES, {"background_stay": -9.0}, {"end_to_start": 5.0}])
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+def test_a_path_is_the_best_of_all_sequences(n: int, biases: dict[str, float]) -> None:
+    for seed in range(8):
+        logits = np.random.default_rng([n, seed]).normal(0, 2, (n, len(PRIVACY_TAGS)))
+        path = best_path(logits, transitions_of(PRIVACY_TAGS, TransitionBiases(**biases)))
+        assert tuple(path) == best_of_all(logits, PRIVACY_TAGS, biases)
+
+
+def test_an_impossible_tag_is_not_chosen_however_probable_it_is() -> None:
+    logits = np.zeros((3, len(PRIVACY_TAGS)))
+    logits[:, PRIVACY_TAGS.index("I-secret")] = 1e6
+    path = best_path(logits, transitions_of(PRIVACY_TAGS, TransitionBiases()))
+    assert [PRIVACY_TAGS[i] for i in path] == ["B-secret", "I-secret", "E-secret"]
+
+
+def tagged(path: Path, text: str) -> tuple[list[Any], Logits]:
+    """Return tokens and the outputs of the head for them, computed from hidden states."""
+    with opened(path) as model, model.session() as session, GGUFFile(path) as gguf:
+        spans = model.tokenizer.encode_spans(text)
+        ids = np.array([span.id for span in spans])
+        (states,) = model.forward_batch([session], [ids], output="hidden", rows="all")
+        head = read_head(gguf, "privacy-filter", 64)
+        weight, bias = (head.matrix(f"cls.output.{end}") for end in ("weight", "bias"))
+        return spans, np.asarray(states, np.float64) @ weight.T.astype(np.float64) + bias.reshape(-1)
+
+
+def parts_of(text: str, spans: Sequence[Any], tags: Sequence[str]) -> list[tuple[str, int, int]]:
+    """Return label and position of each part of a valid sequence, without white space at its ends."""
+    found, start = [], 0
+    for span, tag in zip(spans, tags, strict=True):
+        start = span.start if tag[0] in "BS" else start
+        if tag[0] in "ES":
+            inside = text[start : span.end]
+            begin = start + len(inside) - len(inside.lstrip())
+            found.append((tag[2:], begin, begin + len(inside.strip())))
+    return [part for part in found if part[1] < part[2]]
+
+
+@pytest.mark.parametrize("biases", [{}, BIASES, {"background_stay": -3.0}])
+def test_entities_are_the_parts_of_the_best_sequence(file_of: FileOf, biases: dict[str, float]) -> None:
+    path, counts = file_of(private_parts), []
+    with opened(path) as model:
+        found = model.label_tokens(TEXTS, transitions=biases)
+        assert found == model.label_tokens(TEXTS, strategy="viterbi", transitions=biases)
+    for text, entities in zip(TEXTS, found, strict=True):
+        if not text:
+            assert entities == []
+            continue
+        spans, logits = tagged(path, text)
+        chosen = best_path(logits, transitions_of(PRIVACY_TAGS, TransitionBiases(**biases)))
+        tags = [PRIVACY_TAGS[i] for i in chosen]
+        assert score_of(tags, {}) == 0.0  # valid
+        parts = parts_of(text, spans, tags)
+        assert [(e.label, e.start, e.end) for e in entities] == parts
+        assert all(text[e.start : e.end] == e.text for e in entities)
+        assert all(0 < e.score <= 1 for e in entities)
+        counts.append(len(parts))
+    assert any(counts)
+
+
+def test_a_score_is_the_mean_probability_of_the_tags(file_of: FileOf) -> None:
+    path = file_of(private_parts)
+    with opened(path) as model:
+        (entities,) = model.label_tokens(TEXTS[:1], ignore=())
+    spans, logits = tagged(path, TEXTS[0])
+    powers = np.exp(logits - logits.max(axis=1, keepdims=True))
+    probabilities = powers / powers.sum(axis=1, keepdims=True)
+    chosen = best_path(logits, transitions_of(PRIVACY_TAGS, TransitionBiases()))
+    own = probabilities[np.arange(len(chosen)), chosen]
+    first = entities[0]
+    inside = [i for i, span in enumerate(spans) if span.start < first.end and first.start < span.end]
+    assert first.score == pytest.approx(own[inside].mean(), abs=1e-5)
+
+
+def test_the_default_strategy_follows_the_tags(file_of: FileOf) -> None:
+    with opened(file_of(TAGGERS["bert"])) as model:
+        assert model.label_tokens(TEXTS) == model.label_tokens(TEXTS, strategy="simple")
+        with pytest.raises(ValueError, match=r"needs BIOES tags: .* has no label O, or none with E- or S-"):
+            model.label_tokens(TEXTS, strategy="viterbi")
+        with pytest.raises(ValueError, match="transitions need the strategy 'viterbi', got 'simple'"):
+            model.label_tokens(TEXTS, transitions={})
+    assert stray_tag(("O", "S-x", "B-x", "E-x", "PER")) == "PER"
+    assert stray_tag(("S-x", "B-x", "E-x")) == ""
+    assert stray_tag(PRIVACY_TAGS) is None
+
+
+@pytest.mark.parametrize(
+    ("biases", "error", "message"),
+    [
+        ({"background": 1.0}, ValueError, "transitions must be one of background_stay, "),
+        ({"end_to_start": "1"}, TypeError, r"transitions\['end_to_start'\] must be a number, got str"),
+        ({"end_to_start": True}, TypeError, r"must be a number, got bool"),
+        ({"end_to_start": float("nan")}, ValueError, r"transitions\['end_to_start'\] is nan, must be finite"),
+    ],
+)
+def test_wrong_biases_are_refused(
+    file_of: FileOf, biases: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with opened(file_of(private_parts)) as model, pytest.raises(error, match=message):
+        model.label_tokens(TEXTS, transitions=biases)
+
+
+def test_labels_are_the_same_alone_and_in_any_batch(file_of: FileOf) -> None:
+    path = file_of(private_parts, "Q8_0")
+    with Model(path, device="cpu") as model, Model(path, device="cpu", threads=1) as one:
+        together = model.label_tokens(TEXTS)
+        assert together == [one.label_tokens([text])[0] for text in TEXTS]
+
+
+def test_texts_have_the_tokens_of_the_folder(file_of: FileOf) -> None:
+    """Byte-level BPE with the pattern of o200k_base, without tokens at the ends of a text."""
+    path = file_of(private_parts)
+    theirs = Tokenizer.from_file(str(path.parent / "folder" / "tokenizer.json"))
+    texts = [*TEXTS, "Call +1 (425) 555-0100, it's URGENT!\r\n\tx2.5\u3000Ünïcödé 你好 👩🏽‍💻 O'Neil's"]
+    with opened(path) as model:
+        for text in texts:
+            assert model.tokenizer.encode(text) == theirs.encode(text).ids
+
+
+def calibrated(path: Path, biases: Any) -> Path:
+    """Write a folder with a calibration."""
+    folder = private_parts(path)
+    folder.json("viterbi_calibration.json", {"operating_points": {"default": {"biases": biases}}})
+    return folder.write()
+
+
+def test_biases_are_those_of_the_folder(tmp_path: Path) -> None:
+    stated = {f"transition_bias_{name}": value for name, value in BIASES.items()}
+    path = convert(calibrated(tmp_path / "m", stated), tmp_path / "m.gguf")
+    with GGUFFile(path) as gguf:
+        assert read_head(gguf, "privacy-filter", 64).transitions == TransitionBiases(**BIASES)
+    with opened(path) as model:
+        own = model.label_tokens(TEXTS)
+        assert own == model.label_tokens(TEXTS, transitions=BIASES)
+        assert own != model.label_tokens(TEXTS, transitions={"background_stay": -20.0})
+
+
+@pytest.mark.parametrize(
+    ("biases", "error", "message"),
+    [
+        ({"transition_bias_x": 0.0}, UnsupportedModelError, "transition_bias_x is not supported; known are"),
+        ({"transition_bias_end_to_start": "0"}, GGUFError, "end_to_start is '0', must be a finite number"),
+        ([], GGUFError, "biases is list, expected an object"),
+    ],
+)
+def test_a_wrong_calibration_is_refused(
+    tmp_path: Path, biases: Any, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        convert(calibrated(tmp_path / "m", biases), tmp_path / "m.gguf")
+
+
+def test_a_command_prints_parts(file_of: FileOf, capsys: pytest.CaptureFixture[str]) -> None:
+    path = file_of(private_parts)
+    with opened(path) as model:
+        expected = model.label_tokens(TEXTS[:1])[0]
+    assert main(["label", "-m", str(path), "--json", "--compute", "f32", "--kv-dtype", "f32", TEXTS[0]]) == 0
+    (line,) = map(json.loads, capsys.readouterr().out.splitlines())
+    assert [(e["label"], e["start"]) for e in line["entities"]] == [(e.label, e.start) for e in expected]
