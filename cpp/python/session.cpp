@@ -83,12 +83,20 @@ void bind_sessions(nb::module_& m) {
           [](SessionInspector& self, TokenArray tokens, nb::object progress, bool contents) {
             ProgressGuard guard(std::move(progress));
             Trace trace = {.dispatches = {}, .keeps_contents = contents};
-            const PromptResult result =
-                without_gil([&] { return self.trace(view(tokens), trace, guard.function()); });
+            const TokenId token = without_gil([&] {
+              try {
+                return self.trace(view(tokens), trace, guard.function()).token;
+              } catch (const NumericalError&) {
+                if (!contents) throw;
+                return TokenId(-1);
+              }
+            });
             guard.raise_pending();
-            return std::pair(result.token, std::move(trace.dispatches));
+            return std::pair(token, std::move(trace.dispatches));
           },
-          "tokens"_a, "progress"_a = nb::none(), "contents"_a = false)
+          "tokens"_a, "progress"_a = nb::none(), "contents"_a = false,
+          "Run a prompt, each dispatch alone; return the greedy next token and the dispatches. With their "
+          "contents, which show the cause, results that are NaN are no error, and the token is -1.")
       .def("pipelines", &SessionInspector::pipelines)
       .def_prop_ro("shaders_were_compiled", &SessionInspector::shaders_were_compiled,
                    "When the package was built; else when the model was opened.")

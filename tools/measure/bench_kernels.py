@@ -116,12 +116,16 @@ def share(part: Spread) -> str:
     return f"{part.median:.0%} ({part.low:.0%}-{part.high:.0%})" if part.median else ""
 
 
+def shapes(text: str) -> list[tuple[int, ...]]:
+    """Return rows and columns of each matrix of a list such as ``576x576,1536x576``."""
+    return [tuple(map(int, shape.split("x", 1))) for shape in text.split(",")]
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     names = lambda text: text.split(",")  # noqa: E731
     parser.add_argument("--types", type=names, default=TYPES, help="of matrices (default: %(default)s)")
-    shapes = lambda text: [tuple(map(int, shape.split("x"))) for shape in names(text)]  # noqa: E731
     parser.add_argument("--shapes", type=shapes, default=SHAPES, metavar="ROWSxCOLS,...", help="of matrices")
     parser.add_argument("--tokens", type=common.positives, default=TOKENS, help="(default: %(default)s)")
     parser.add_argument("-t", "--threads", type=common.positives, help="(default: one, and all cores)")

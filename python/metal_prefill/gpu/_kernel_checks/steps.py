@@ -108,7 +108,10 @@ def argmax_stage1(d: Captured) -> Expected:
         logits = d.before(0, np.float32)[row * n : (row + 1) * n]
         found = d.after(1, _CANDIDATE)[row * groups : (row + 1) * groups]
         inside = found["index"] < n
-        yield np.where(inside, found["value"], -np.inf).max(keepdims=True), logits.max(keepdims=True)
+        yield (
+            np.where(inside, found["value"], -np.inf).max(keepdims=True),
+            np.fmax.reduce(logits, initial=-np.inf, keepdims=True),
+        )
         yield found["value"][inside], logits[found["index"][inside]]
 
 
