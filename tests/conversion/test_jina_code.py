@@ -74,3 +74,24 @@ def test_states_of_a_converted_folder_match_float64(device: str, tmp_path: Path,
         (found,) = model.forward_batch([session], [ids], output="hidden", rows="all")
     expected = states(folder, ids)
     assert np.square(found - expected).sum() <= NMSE[device] * np.square(expected).sum()
+
+
+def test_a_head_is_that_of_bert(tmp_path: Path) -> None:
+    folder = jina_code(tmp_path / "folder")
+    names = ("a", "b", "c")
+    folder.config |= {
+        "architectures": ["JinaBertForSequenceClassification"],
+        "id2label": {str(i): name for i, name in enumerate(names)},
+    }
+    shapes = {"bert.pooler.dense.weight": (DIM, DIM), "bert.pooler.dense.bias": (DIM,)}
+    shapes |= {"classifier.weight": (len(names), DIM), "classifier.bias": (len(names),)}
+    folder.tensors |= {name: values(shape, 50 + i) * 5 for i, (name, shape) in enumerate(shapes.items())}
+    path = convert(folder.write(), tmp_path / "m.gguf")
+    with Model(path, device="cpu", compute="f32", kv_dtype="f32") as model:
+        found = model.classify(["the king is dead"])
+        ids = np.array(model.tokenizer.frame.text(model.tokenizer.encode("the king is dead", add_bos=False)))
+    t = FolderTensors(folder.tensors)
+    logits = t.linear("classifier", np.tanh(t.linear("bert.pooler.dense", states(folder, ids)[0])))
+    expected = np.exp(logits) / np.exp(logits).sum()
+    assert tuple(found.labels) == names
+    np.testing.assert_allclose(found.probabilities[0], expected, rtol=0, atol=1e-5)

@@ -623,6 +623,7 @@ SOURCES: dict[str, Source] = {
         keys=SHAPE | LAYER_NORM,
         constants={"attention.causal": False},
         accepted={"position_embedding_type": ("alibi",), "feed_forward_type": ("geglu",)},
+        heads={task: _BERT.heads[task] for task in ("sequence", "tokens")},
     ),
     "EuroBert": Source(
         "eurobert",
