@@ -185,6 +185,7 @@ def test_reasoning_is_an_item(thinking: Running) -> None:
     found = response(thinking, input=[USER])
     (item,) = found.output
     assert (item.type, item.content[0].text) == ("reasoning", expected)
+    assert found.usage.output_tokens_details.reasoning_tokens == found.usage.output_tokens == 12
 
 
 @pytest.mark.parametrize(

@@ -58,6 +58,17 @@ def test_streamed_parts_equal_the_whole_answer(thinking: tuple[Running, Model]) 
     assert (reasoning, answer) == (message.reasoning_content, message.content)
 
 
+def test_tokens_of_the_reasoning_are_counted(thinking: tuple[Running, Model]) -> None:
+    answer = ask(thinking[0], THINKING, logprobs=True)
+    tokens = [made.token for made in answer.choices[0].logprobs.content]
+    count = next(n for n in range(len(tokens)) if "</think>" in "".join(tokens[:n]))
+    assert answer.usage.completion_tokens_details.reasoning_tokens == count < len(tokens)
+    *_, last = ask(thinking[0], THINKING, stream=True, stream_options={"include_usage": True})
+    assert last.usage.completion_tokens_details.reasoning_tokens == count
+    plain = ask(thinking[0], "[a-b]")
+    assert plain.usage.completion_tokens_details.reasoning_tokens == 0
+
+
 def test_calls_follow_the_reasoning(thinking: tuple[Running, Model]) -> None:
     choice = ask(thinking[0], CALLING, tools=[WEATHER]).choices[0]
     assert choice.message.reasoning_content == "a"

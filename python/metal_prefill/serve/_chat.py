@@ -14,7 +14,7 @@ import msgspec
 from metal_prefill.errors import ChatTemplateError, ContextOverflowError
 from metal_prefill.generation._stream import Stream, check_size, make_streams
 from metal_prefill.serve._bodies import Sender
-from metal_prefill.serve._errors import ApiError
+from metal_prefill.serve._errors import ApiError, missing
 from metal_prefill.serve._forms import ChatForm, Message
 from metal_prefill.serve._generation import (
     Choice,
@@ -63,8 +63,7 @@ def text_of(content: Any, where: str, kinds: Collection[str] = ("text",)) -> str
 def required(item: Mapping[str, Any], name: str, where: str) -> str:
     """Return a text that an item must have."""
     if not isinstance(value := item.get(name), str) or not value:
-        param = f"{where}.{name}"
-        raise ApiError(400, f"you must provide {param}", param=param, code="missing_required_parameter")
+        raise missing(f"{where}.{name}")
     return value
 
 
@@ -183,7 +182,7 @@ def constraint_of(form: ChatForm) -> tuple[str | None, dict[str, Any]]:
         return "response_format", {"json_schema": {"type": "object"}}
     param = "response_format.json_schema.schema"
     if format_.json_schema is None or format_.json_schema.schema is None:
-        raise ApiError(400, f"you must provide {param}", param=param)
+        raise missing(param)
     return param, {"json_schema": format_.json_schema.schema}
 
 
@@ -280,6 +279,16 @@ class ChatChoice(Choice):
         """Reason that the answer ended, ``"tool_calls"`` if it ends with calls; None while it continues."""
         reason = super().finish_reason
         return "tool_calls" if self.calls and not self.cut and reason == "stop" else reason
+
+    @property
+    def reasoning_tokens(self) -> int:
+        """Number of tokens of the reasoning, with its tags."""
+        text = ""
+        for i, piece in enumerate(self.pieces if self.reasoning else ()):
+            text = text[1 - len(END) :] + piece.text
+            if END in text:
+                return i + 1
+        return len(self.pieces) if self.reasoning else 0
 
     def chunks(self, pieces: Sequence[Piece]) -> list[dict[str, Any]]:
         """Return the events of a pass: the role at the start, new text and calls, the finish reason."""

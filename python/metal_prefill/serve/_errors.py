@@ -84,6 +84,11 @@ class ApiError(Exception):
         return JSONResponse(self.body(), self.status, self.headers)
 
 
+def missing(param: str) -> ApiError:
+    """Return the error for a request without a field."""
+    return ApiError(400, f"you must provide {param}", param=param, code="missing_required_parameter")
+
+
 def api_error(error: Exception) -> ApiError:
     """Convert an exception to an error answer."""
     if isinstance(error, ApiError):

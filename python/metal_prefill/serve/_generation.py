@@ -135,6 +135,11 @@ class Choice:
         """Reason that the text ended, with OpenAI's name; None while it continues."""
         return FINISH_REASONS.get(self.stream.finish_reason or "") if self.ended else None
 
+    @property
+    def reasoning_tokens(self) -> int:
+        """Number of tokens of the reasoning, with its tags."""
+        return 0
+
     def chunks(self, pieces: Sequence[Piece]) -> list[dict[str, Any]]:
         """Return the events of a pass, whose pieces were already added to `pieces`."""
         raise NotImplementedError
@@ -212,16 +217,20 @@ async def send_choices(
             else:
                 for choice, text in made:
                     choice.score(text.pieces)
-    usage = {"usage": usage_of(choices), "timings": timings_of(choices, begin)}
+
+    def last(texts: list[dict[str, Any]]) -> dict[str, Any]:
+        usage = {"usage": usage_of(choices), "timings": timings_of(choices, begin)}
+        return {**head, "choices": texts, **usage}
+
     if not form.stream:
 
         def assembled() -> bytes:
-            return msgspec.json.encode({**head, "choices": [choice.whole() for choice in choices], **usage})
+            return msgspec.json.encode(last([choice.whole() for choice in choices]))
 
         # Log probabilities of many texts take seconds, in which the event loop serves other clients.
         return await service.prepare(assembled)
     if with_usage:
-        await reply.events({**head, "choices": [], **usage})
+        await reply.events(last([]))
     await reply.end_of_events()
     return None
 
@@ -236,6 +245,7 @@ def usage_of(choices: Sequence[Choice]) -> dict[str, Any]:
         "completion_tokens": made,
         "total_tokens": prompt + made,
         "prompt_tokens_details": {"cached_tokens": sum(s.cached_tokens for s in streams)},
+        "completion_tokens_details": {"reasoning_tokens": sum(c.reasoning_tokens for c in choices)},
     }
 
 

@@ -13,7 +13,7 @@ from msgspec import Meta
 from metal_prefill.serve._blocks import Block, answer_in_blocks
 from metal_prefill.serve._bodies import Sender
 from metal_prefill.serve._chat import ChatChoice, chat_tokens, required, text_of
-from metal_prefill.serve._errors import ApiError
+from metal_prefill.serve._errors import ApiError, missing
 from metal_prefill.serve._forms import (
     ChatForm,
     Form,
@@ -29,6 +29,7 @@ from metal_prefill.serve._forms import (
 )
 from metal_prefill.serve._reply import Reply, Style
 from metal_prefill.serve._service import Service
+from metal_prefill.serve._tools import written_call
 from metal_prefill.text._json_calls import read_arguments
 
 
@@ -106,7 +107,7 @@ def chat_form(service: Service, form: CountForm) -> ChatForm:
         chat.reasoning_effort = str(config["effort"])
     if (format_ := config.get("format")) is not None:
         if not isinstance(format_, dict) or not isinstance(format_.get("schema"), dict):
-            raise ApiError(400, "you must provide output_config.format.schema", param="output_config.format")
+            raise missing("output_config.format.schema")
         chat.response_format = ResponseFormat("json_schema", JsonSchema(format_["schema"]))
     if isinstance(form, MessagesForm):
         chat.max_tokens, chat.stop, chat.stream = form.max_tokens, form.stop_sequences, form.stream
@@ -125,7 +126,7 @@ def _tool_of(tool: dict[str, Any], i: int) -> dict[str, Any]:
 def _tool_choice_of(choice: Choice) -> Literal["none", "auto", "required"] | ToolChoice:
     if choice.type == "tool":
         if choice.name is None:
-            raise ApiError(400, "you must provide tool_choice.name", param="tool_choice.name")
+            raise missing("tool_choice.name")
         return ToolChoice("function", NamedFunction(choice.name))
     return "required" if choice.type == "any" else choice.type
 
@@ -150,8 +151,7 @@ def _messages_of(message: dict[str, Any], where: str, names: dict[str, str]) -> 
         elif kind == "tool_use":
             called, name = required(block, "id", place), required(block, "name", place)
             names[called] = name
-            function = {"name": name, "arguments": json.dumps(block.get("input") or {})}
-            calls.append({"id": called, "type": "function", "function": function})
+            calls.append(written_call(name, json.dumps(block.get("input") or {}), called))
         elif kind == "tool_result":
             called = required(block, "tool_use_id", place)
             text = text_of(block.get("content"), f"{place}.content")

@@ -27,6 +27,7 @@ from metal_prefill.serve._forms import (
 )
 from metal_prefill.serve._reply import Reply, Style
 from metal_prefill.serve._service import Service
+from metal_prefill.serve._tools import written_call
 
 _TEXTS = ("input_text", "output_text", "text")
 
@@ -159,9 +160,8 @@ def _messages_of(input_: str | list[dict[str, Any]]) -> list[Message]:
         elif kind == "function_call":
             call_id, name = required(item, "call_id", where), required(item, "name", where)
             names[call_id] = name
-            function = {"name": name, "arguments": item.get("arguments")}
-            call = {"id": call_id, "type": "function", "function": function}
             message = assistant()
+            call = written_call(name, item.get("arguments"), call_id)
             message.tool_calls = [*(message.tool_calls or ()), call]
         elif kind == "function_call_output":
             called = required(item, "call_id", where)
@@ -259,7 +259,7 @@ class _Answer:
                 "input_tokens": usage["prompt_tokens"],
                 "input_tokens_details": usage["prompt_tokens_details"],
                 "output_tokens": usage["completion_tokens"],
-                "output_tokens_details": {"reasoning_tokens": 0},
+                "output_tokens_details": usage["completion_tokens_details"],
                 "total_tokens": usage["total_tokens"],
             },
             "dropped_messages": choice.dropped_messages,
@@ -329,11 +329,7 @@ async def responses(service: Service, form: ResponsesForm, reply: Reply, sender:
 def answer_message(blocks: list[Block]) -> Message:
     """Return the message of an answer, for the next request."""
     texts = {kind: "".join(b.text for b in blocks if b.kind == kind) for kind in ("reasoning", "text")}
-    calls = [
-        {"id": b.call_id, "type": "function", "function": {"name": b.name, "arguments": b.text}}
-        for b in blocks
-        if b.kind == "call"
-    ]
+    calls = [written_call(b.name, b.text, b.call_id) for b in blocks if b.kind == "call"]
     message = Message(role="assistant", content=texts["text"], tool_calls=calls or None)
     message.reasoning_content = texts["reasoning"] or None
     return message

@@ -8,7 +8,7 @@ from collections.abc import Collection
 from typing import Any
 
 from metal_prefill.generation._constraint_check import NAMED, VALUES
-from metal_prefill.serve._errors import ApiError
+from metal_prefill.serve._errors import ApiError, missing
 from metal_prefill.serve._forms import ChatForm, ToolChoice
 from metal_prefill.text._json_calls import Brackets
 from metal_prefill.text._tool_calls import ToolCall, new_call_id, tool_names
@@ -33,10 +33,7 @@ def offered_tools(form: ChatForm) -> list[dict[str, Any]] | None:
         try:
             tool_names([tool])
         except ValueError:
-            param = f"tools[{i}].function.name"
-            raise ApiError(
-                400, f"you must provide {param}", param=param, code="missing_required_parameter"
-            ) from None
+            raise missing(f"tools[{i}].function.name") from None
     return form.tools if form.tools and form.tool_choice != "none" else None
 
 
@@ -263,7 +260,7 @@ class RequiredCall:
             name = self._name(last)
             if name is None:
                 return []
-            self.message = _message(name, "")
+            self.message = written_call(name, "")
         self.whole = last and _is_json(self.text)
         # The last bracket is that of the object around the arguments.
         arguments = self.text[self._sent : len(self.text) - (self.whole or not last)]
@@ -304,10 +301,11 @@ def _begins(name: str) -> str:
 
 def call_message(call: ToolCall) -> dict[str, Any]:
     """Return a call in OpenAI's format, with its arguments as JSON text."""
-    return _message(call.name, json.dumps(call.arguments, ensure_ascii=False), call.id)
+    return written_call(call.name, json.dumps(call.arguments, ensure_ascii=False), call.id)
 
 
-def _message(name: str, arguments: str, id_: str | None = None) -> dict[str, Any]:
+def written_call(name: str, arguments: Any, id_: str | None = None) -> dict[str, Any]:
+    """Return a call in OpenAI's format; without an id, it gets a new one."""
     return {
         "id": id_ or new_call_id(),
         "type": "function",

@@ -15,7 +15,7 @@ from metal_prefill._support.arguments import token_array
 from metal_prefill.errors import GGUFError
 from metal_prefill.serve._bodies import MOST_ANSWER, MOST_ESCAPED, Sender
 from metal_prefill.serve._completions import prompts_of
-from metal_prefill.serve._errors import ApiError
+from metal_prefill.serve._errors import ApiError, missing
 from metal_prefill.serve._forms import EmbeddingForm, EmbedForm, PredictForm, RerankForm
 from metal_prefill.serve._reply import Reply
 from metal_prefill.serve._service import Service, SharedPasses
@@ -234,9 +234,7 @@ async def rank(service: Service, form: RerankForm, reply: Reply, sender: Sender)
     name = service.check_model(form.model)
     given = form.documents if form.texts is None else form.texts
     if given is None:
-        raise ApiError(
-            400, "you must provide documents", param="documents", code="missing_required_parameter"
-        )
+        raise missing("documents")
     _check_inputs(service, len(given), "documents")
     documents = [_document(document, i, form.rank_fields) for i, document in enumerate(given)]
     for i, text in enumerate(documents):
