@@ -157,12 +157,12 @@ void BlockTable::reserve(int kept, int end) {
   try {
     taken = pool_.take(wanted - held + replaced.size());
   } catch (const KvMemoryError&) {
-    // Nothing can be reclaimed except pages of this table that are kept for later prompts, last first.
-    bool forgotten = false;
-    for (auto i = replaced.rbegin(); i != replaced.rend(); ++i)
-      forgotten |= pool_.forget && pool_.forget(pages_[*i]);
-    if (!forgotten) throw;
-    replaced = shared_pages();
+    // Nothing can be reclaimed except pages of this table that are kept for later prompts, last first. Those
+    // after a page that was reclaimed are no longer kept.
+    for (auto i = replaced.rbegin(); pool_.forget && i != replaced.rend(); ++i) pool_.forget(pages_[*i]);
+    std::vector<std::size_t> still_shared = shared_pages();
+    if (still_shared.size() == replaced.size()) throw;
+    replaced = std::move(still_shared);
     taken = pool_.take(wanted - held + replaced.size());
   }
   if (!replaced.empty() && replaced.front() == first && kept_in_first > 0) try {

@@ -97,6 +97,22 @@ def test_a_text_has_room_after_it_was_computed_once(demo_path: Path) -> None:
         assert first[1] is None
 
 
+def test_a_text_keeps_its_pages_when_the_first_one_is_evicted(tmp_path: Path) -> None:
+    """Its prompt is known without states: it computes its pages again, beginning with a copy of the first."""
+    path = write(tmp_path / "m.gguf", LARGE["lfm2"])
+    with Model(path, device="cpu", threads=1) as model:
+        page, state = page_bytes(model), state_bytes(model)
+    memory = 4 * page + 3 * (state + 4096)
+    with Model(path, device="cpu", threads=1, kv_memory=memory, prefix_memory=memory) as model:
+        long, other = (np.random.default_rng(kind).integers(1, 300, n) for kind, n in ((1, 129), (2, 65)))
+        texts = [(long, 2), (long, 1), (other, 1)]
+        expected = [result_alone(model, prompt, most) for prompt, most in texts]
+        assert [error for _, error in expected] == [None] * 3
+        scheduler = Scheduler(model, max_streams=2)
+        streams = [scheduler.submit(prompt, most) for prompt, most in texts]
+        assert results_together(scheduler, streams) == expected
+
+
 @pytest.mark.slow
 @settings(max_examples=30, deadline=None)
 @given(data=st.data())
