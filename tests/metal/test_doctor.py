@@ -50,7 +50,13 @@ class Doctor:
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.folder = folder
+        self.patch = monkeypatch
         monkeypatch.setenv("PYTHONPATH", str(folder), prepend=os.pathsep)
+
+    def only(self, *stages: str) -> None:
+        """Run some of the stages, each of which is a process."""
+        self.patch.setattr(doctor_command, "LIMITS", dict.fromkeys(stages, 600))
+        self.patch.setattr(doctor_command, "QUICK", stages)
 
     def __call__(self, path: Path, *options: str, **limits: Any) -> tuple[int, dict[str, Any]]:
         """Return the exit code and the report."""
@@ -101,6 +107,7 @@ def test_an_encoder_on_a_working_device_passes(
 def test_a_model_without_a_prediction_passes(
     name: str, doctor: Doctor, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    doctor.only("machine", "results", "speed")
     code, report = doctor(write(tmp_path / "m.gguf", MODELS[name]), name="Apple M4", apple_family=9)
     assert (code, report["passed"]) == (0, True)
     assert [b["tokens_per_second"] > 0 for b in report["benchmark"]] == [True, True]
@@ -207,6 +214,7 @@ def test_a_file_that_is_no_model_is_reported_in_a_line(
     tmp_path: Path, doctor: Doctor, capfd: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "empty.gguf").touch()
+    doctor.only("machine", "kernels")
     code, report = doctor(tmp_path / "empty.gguf", "--quick")
     assert code == 1
     assert "Traceback" not in capfd.readouterr().out
@@ -225,6 +233,7 @@ def test_a_file_that_is_no_model_is_reported_in_a_line(
 def test_a_device_that_cannot_open_the_model_is_reported(
     path: Path, doctor: Doctor, limits: dict[str, Any], found: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    doctor.only("machine", "kernels")
     code, report = doctor(path, "--quick", **limits)
     assert code == 1
     with pytest.raises(DeviceError, match=found):
@@ -234,6 +243,7 @@ def test_a_device_that_cannot_open_the_model_is_reported(
 
 def test_every_source_that_does_not_compile_is_reported(path: Path, doctor: Doctor) -> None:
     """Those that the model does not need, and those too new for the system, which are no failure."""
+    doctor.only("machine", "shaders")
     code, report = doctor(path, broken_sources={"scan.metal", "log_prob.metal"}, metal_tensor=False)
     assert code == 1
     assert {source["name"] for source in report["sources"] if source["problem"]} == {
@@ -248,6 +258,7 @@ def test_every_source_that_does_not_compile_is_reported(path: Path, doctor: Doct
 
 
 def test_a_driver_that_aborts_leaves_a_report(path: Path, doctor: Doctor) -> None:
+    doctor.only("machine", "kernels")
     code, report = doctor(path, "--quick", aborting_kernels={"matvec_q4_0"})
     assert code == 1
     assert report["machine"]["gpu"]["name"]
@@ -269,6 +280,7 @@ def test_a_gpu_that_does_not_answer_leaves_a_report(
     path: Path, doctor: Doctor, limits: dict[str, Any], found: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("METAL_PREFILL_PATIENCE", "1")
+    doctor.only("machine", "kernels")
     code, report = doctor(path, "--quick", **limits)
     assert code == 1
     assert found in report["problem"]
@@ -278,8 +290,8 @@ def test_a_gpu_that_does_not_answer_leaves_a_report(
 def test_a_stage_that_does_not_end_leaves_a_report(
     path: Path, doctor: Doctor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("kernels", "results"):
-        monkeypatch.setitem(doctor_command.LIMITS, name, 8)
+    doctor.only("machine", "kernels")
+    monkeypatch.setitem(doctor_command.LIMITS, "kernels", 8)
     code, report = doctor(path, "--quick", compiler=False)
     assert code == 1
     stage = report["stages"]["kernels"]

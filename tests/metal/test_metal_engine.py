@@ -209,7 +209,7 @@ def test_batch_buffers_are_freed_with_the_last_session(demo_path: Path) -> None:
     assert gpu.live_buffers() == []
 
 
-def test_thousands_of_mixed_calls_leak_nothing(tmp_path: Path) -> None:
+def test_a_thousand_mixed_calls_leak_nothing(tmp_path: Path) -> None:
     shape: dict[str, Any] = {
         "layers": 1,
         "dim": 32,
@@ -240,7 +240,7 @@ def test_thousands_of_mixed_calls_leak_nothing(tmp_path: Path) -> None:
 
     made = calls()
     objects, memory = gpu.live_objects(), gpu.allocated_bytes()
-    while made < (1_000 if gpu.sanitizer else 3_000):  # a sanitizer finds the leak of a single call
+    while made < 1_000:
         made += calls()
     assert gpu.live_objects() == objects
     assert gpu.allocated_bytes() == memory
@@ -386,7 +386,7 @@ def test_fused_kernels_save_two_dispatches_a_layer(demo_path: Path) -> None:
     "features", [{}, {"tensor_type": "Q4_K", "overrides": {"*attn_v*": "Q6_K", "*ffn_up*": "Q8_0"}}], ids=str
 )
 def test_a_fused_norm_gives_the_same_bits(tmp_path: Path, features: dict[str, Any]) -> None:
-    path = synth.synthesize(tmp_path / "m.gguf", preset="tiny", layers=30, dim=256, ffn=512, **features)
+    path = synth.synthesize(tmp_path / "m.gguf", preset="tiny", layers=3, dim=256, ffn=512, **features)
     logits = []
     for fused in (False, True):
         with Model(path, device="metal", fused_norm=fused) as model:

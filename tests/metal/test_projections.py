@@ -79,9 +79,7 @@ def test_matvec_reads_stacked_matrices_and_accumulates(run: Run) -> None:
     close(y.check(), before + w.values @ x)
 
 
-@pytest.mark.parametrize(
-    ("kind", "act"), [*product(COMMON_TYPES, ACTIVATIONS), *product(OTHER_TYPES, ["silu"])]
-)
+@pytest.mark.parametrize(("kind", "act"), [*product(TYPES, ["silu"]), ("Q4_0", "gelu")])
 def test_matvec_swiglu(run: Run, kind: str, act: str) -> None:
     rng = np.random.default_rng(3)
     cols = columns(kind, 576)
@@ -154,7 +152,7 @@ def test_multi_token_matvec_writes_only_its_columns_of_a_longer_row(run: Run) ->
     assert (y.array[:, 9:] == 3).all()
 
 
-@pytest.mark.parametrize(("kind", "lanes"), [*product(COMMON_TYPES, [8, 32]), *product(OTHER_TYPES, [8])])
+@pytest.mark.parametrize(("kind", "lanes"), [*product(TYPES, [8]), *product(["Q4_0", "F32"], [32])])
 def test_a_token_is_bit_identical_alone_and_in_a_batch(run: Run, kind: str, lanes: int) -> None:
     rng = np.random.default_rng(5)
     cols = columns(kind, 576)
@@ -179,8 +177,7 @@ def test_a_token_is_bit_identical_alone_and_in_a_batch(run: Run, kind: str, lane
         np.testing.assert_array_equal(ffn.check(), gated.check()[:n])
 
 
-@pytest.mark.parametrize("kind", TYPES)
-@pytest.mark.parametrize("tile", SIZES)
+@pytest.mark.parametrize(("kind", "tile"), [*product(COMMON_TYPES, SIZES), *product(OTHER_TYPES, ["narrow"])])
 def test_matmul_reads_every_type(run: Run, kind: str, tile: str) -> None:
     for cols in (8, 40, 256):  # 40: a last step of eight columns
         check_product(run, "matmul", tile, kind, 70, columns(kind, cols), 33, seed=6)
@@ -233,7 +230,11 @@ def test_matmul_writes_only_its_columns_of_a_longer_row(run: Run, tile: str) -> 
 
 @pytest.mark.parametrize(
     ("kind", "tile", "act"),
-    [*product(COMMON_TYPES, TILES, ACTIVATIONS), *product(OTHER_TYPES, ["narrow"], ["silu"])],
+    [
+        *product(COMMON_TYPES, TILES, ["silu"]),
+        *product(OTHER_TYPES, ["narrow"], ["silu"]),
+        *product(["Q4_0"], TILES, ["gelu"]),
+    ],
 )
 def test_matmul_swiglu(run: Run, kind: str, tile: str, act: str) -> None:
     check_swiglu(run, "matmul_swiglu", tile, kind, act)
@@ -263,9 +264,6 @@ def test_swiglu_in_half_propagates_nan(run: Run) -> None:
     args = make_args("SwigluArgs", ffn_dim=4, tokens=1, activation=SILU, gated=1, has_bias=0)
     run("swiglu_f16", gate_up, gate_up, y.buffer, args, groups=(1,), threads=(32,))
     assert np.isnan(y.check()).tolist() == [[False, False, True, False]]
-
-
-FUSED_SHAPES = [(576, 576), (576, 192), (576, 1536), (1536, 576)]
 
 
 def normed_groups(out_dim: int, lanes: int) -> tuple[int]:
@@ -309,17 +307,17 @@ def test_rmsnorm_matvec_is_bit_identical_to_norm_and_product(
             np.testing.assert_array_equal(fused.check(), separate.check())
 
 
-@pytest.mark.parametrize(("kind", "bound"), [("Q4_0", 2e-4), ("F32", 1e-4)])
-@pytest.mark.parametrize(("shape", "lanes"), [*product(FUSED_SHAPES, [8, 32]), ((576, 49152), 8)], ids=str)
-def test_rmsnorm_matvec(run: Run, kind: str, bound: float, shape: tuple[int, int], lanes: int) -> None:
-    cols, rows = shape
+@pytest.mark.parametrize(("rows", "lanes"), [(576, 32), (49152, 8)])
+def test_rmsnorm_matvec(run: Run, rows: int, lanes: int) -> None:
+    """Other types, shapes and lanes are bit-identical to kernels that are compared with float64."""
+    cols = 576
     rng = np.random.default_rng(11)
-    w = Weights(rng, kind, [rows], cols)
+    w = Weights(rng, "Q4_0", [rows], cols)
     x = (3 * rng.standard_normal(cols)).astype(np.float32)
     norm = rng.uniform(0.5, 1.5, cols).astype(np.float32)
     y = Output([rows])
     run(
-        f"rmsnorm_matvec_{kind.lower()}",
+        "rmsnorm_matvec_q4_0",
         w.bytes,
         norm,
         x,
@@ -329,11 +327,10 @@ def test_rmsnorm_matvec(run: Run, kind: str, bound: float, shape: tuple[int, int
         threads=(64,),
     )
     wide = x.astype(np.float64)
-    close(y.check(), w.values @ (wide / np.sqrt((wide**2).mean() + 1e-5) * norm), bound)
+    close(y.check(), w.values @ (wide / np.sqrt((wide**2).mean() + 1e-5) * norm), 2e-4)
 
 
-@pytest.mark.parametrize("kind", TYPES)
-@pytest.mark.parametrize("together", [2, 4])
+@pytest.mark.parametrize(("kind", "together"), [*product(TYPES, [4]), *product(COMMON_TYPES, [2])])
 def test_matvec_rows_that_share_a_simdgroup_are_bit_identical_to_single_rows(
     run: Run, kind: str, together: int
 ) -> None:
