@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 from support.client_environments import within
+from support.entity_folders import RECORDED
 from support.task_folders import DOCUMENTS, TAGGERS, TEXTS
 
 from metal_prefill import Model
@@ -82,12 +84,15 @@ def check_vectors(found: dict[str, Any], path: Path) -> None:
         assert not np.array_equal(found["query"], found["documents"][0])
 
 
-def test_spacy_pipe_sets_entities_of_whole_tokens(tmp_path: Path) -> None:
-    path = convert(TAGGERS["bert"](tmp_path / "folder").write(), tmp_path / "model.gguf")
+@pytest.mark.parametrize("labels", [None, ["person", "place of birth"]])
+def test_spacy_pipe_sets_entities_of_whole_tokens(tmp_path: Path, labels: list[str] | None) -> None:
+    make = TAGGERS["bert"] if labels is None else RECORDED["bert, names"]
+    path = convert(make(tmp_path / "folder").write(), tmp_path / "model.gguf")
     code = """
 import json, spacy
 nlp = spacy.blank("en")
-nlp.add_pipe("metal_prefill", config={"model": sys.argv[1], "model_options": {"device": "cpu"}})
+given = json.loads(sys.argv.pop())
+nlp.add_pipe("metal_prefill", config={"model": sys.argv[1], "model_options": {"device": "cpu"}, **given})
 def places(doc):
     return [[e.label_, e.start_char, e.end_char] for e in doc.ents]
 texts = sys.argv[2:]
@@ -100,11 +105,16 @@ print(json.dumps({
     "tokens": [[[token.idx, token.idx + len(token)] for token in doc] for doc in docs],
 }))
 """
-    found = json.loads(within("spacy", code, path, *TEXTS))
+    given = {} if labels is None else {"labels": labels, "threshold": 0.83}
+    found = json.loads(within("spacy", code, path, *TEXTS, json.dumps(given)))
     assert found["alone"] == found["together"] == found["again"]
     assert sum(map(len, found["alone"])) > 1
     with Model(path, device="cpu") as model:
-        labelled = model.label_tokens(TEXTS, strategy="first")
+        labelled = (
+            model.label_tokens(TEXTS, strategy="first")
+            if labels is None
+            else model.find_entities(TEXTS, labels, threshold=0.83)
+        )
     for entities, places, tokens in zip(labelled, found["alone"], found["tokens"], strict=True):
         for label, start, end in places:
             assert start in [first for first, _ in tokens]
