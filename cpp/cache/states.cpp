@@ -110,13 +110,15 @@ ChunkStates SequenceStates::plan(const Wanted& wanted) const {
       positions.try_emplace(current_.position + tokens, false);
   positions[end] |= wanted.keep_last;
   planned.writes.reserve(positions.size());
+  StateRef last = pool_.take();  // others only save recomputation, and do not take its room
   for (const auto& [at, keep] : positions) {
+    if (at == end) break;
     try {
       planned.writes.push_back({at - current_.position, pool_.take(), keep});
     } catch (const KvMemoryError&) {
-      if (at == end) throw;  // other snapshots only save recomputation
     }
   }
+  planned.writes.push_back({wanted.tokens, std::move(last), positions[end]});
   return planned;
 }
 

@@ -97,19 +97,28 @@ def test_a_text_has_room_after_it_was_computed_once(demo_path: Path) -> None:
         assert first[1] is None
 
 
-def test_a_text_keeps_its_pages_when_the_first_one_is_evicted(tmp_path: Path) -> None:
-    """Its prompt is known without states: it computes its pages again, beginning with a copy of the first."""
+@pytest.mark.parametrize(
+    ("pages", "texts", "prefix_memory"),
+    [
+        # The first prompt is known without states. Its first page is evicted before the others are copied.
+        (4, [(129, 2, 1), (129, 1, 1), (65, 1, 2)], 1 << 30),
+        # The last prompt writes states where others end: not where only the state after its rows has room.
+        (3, [(1, 1, 1), (16, 2, 1), (189, 1, 1)], 0),
+    ],
+)
+def test_texts_with_states_fit_together_where_each_fits(
+    tmp_path: Path, pages: int, texts: list[tuple[int, int, int]], prefix_memory: int
+) -> None:
     path = write(tmp_path / "m.gguf", LARGE["lfm2"])
     with Model(path, device="cpu", threads=1) as model:
-        page, state = page_bytes(model), state_bytes(model)
-    memory = 4 * page + 3 * (state + 4096)
-    with Model(path, device="cpu", threads=1, kv_memory=memory, prefix_memory=memory) as model:
-        long, other = (np.random.default_rng(kind).integers(1, 300, n) for kind, n in ((1, 129), (2, 65)))
-        texts = [(long, 2), (long, 1), (other, 1)]
-        expected = [result_alone(model, prompt, most) for prompt, most in texts]
+        memory = pages * page_bytes(model) + 3 * (state_bytes(model) + 4096)
+        ids = model.config.vocab_size
+    with Model(path, device="cpu", threads=1, kv_memory=memory, prefix_memory=prefix_memory) as model:
+        prompts = [np.random.default_rng(kind).integers(1, ids, length) for length, _, kind in texts]
+        expected = [result_alone(model, p, most) for p, (_, most, _) in zip(prompts, texts, strict=True)]
         assert [error for _, error in expected] == [None] * 3
-        scheduler = Scheduler(model, max_streams=2)
-        streams = [scheduler.submit(prompt, most) for prompt, most in texts]
+        scheduler = Scheduler(model, max_streams=3)
+        streams = [scheduler.submit(p, most) for p, (_, most, _) in zip(prompts, texts, strict=True)]
         assert results_together(scheduler, streams) == expected
 
 
