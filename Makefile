@@ -15,7 +15,7 @@ SOURCES := $(shell git ls-files cpp emulator shaders cmake tests/native CMakeLis
 NATIVE := $(shell git ls-files {cpp,emulator,tests/native}/'*.'{cpp,h,mm} 'shaders/*.h' 'shaders/*.metal' 'tests/arm/*.cpp')
 
 .DEFAULT_GOAL := demo
-.PHONY: demo setup check test test-clients test-emulator test-page test-wheels test-image docs wheels sanitize fuzz soak mutants lint tidy bench bench-kernels bench-report bench-avx2 bench-gpu format cross-macos clean
+.PHONY: demo setup check test test-clients test-emulator test-page test-wheels test-image release-check docs wheels sanitize fuzz soak mutants lint tidy bench bench-kernels bench-report bench-avx2 bench-gpu format cross-macos clean
 
 # Debian packages for the emulator and the tests of the Arm kernels: says in one line what is installed, found or missing.
 setup:
@@ -145,6 +145,7 @@ docs: $(VENV)/.docs
 # Wheels for Linux (x86-64, Arm) and macOS, in build/wheels/dist.
 wheels: $(VENV)/.ready
 	$(PIP) install --group cross
+	@rm -f build/wheels/dist/*
 	$(BIN)/python tools/build/build_wheels.py
 
 # Those for this machine, installed by each Python in an environment without a compiler; that for Arm with an emulated processor.
@@ -154,6 +155,14 @@ test-wheels: $(VENV)/.ready
 	tools/build/fetch_arm_python.sh build/wheels/arm-python
 	METAL_PREFILL_WHEELS=build/wheels/dist METAL_PREFILL_ARM_PYTHON=build/wheels/arm-python \
 	  $(BIN)/python -m pytest --noconftest tests/packaging/test_wheels.py tests/packaging/test_packaging.py  # without the package in this environment
+
+# The files of a release: built, checked, installed and run; prints what is left to do.
+release-check: wheels
+	$(PIP) install --group release
+	$(BIN)/python -m build --sdist --outdir build/wheels/dist
+	$(BIN)/python -m twine check --strict build/wheels/dist/*
+	$(MAKE) test-wheels
+	$(BIN)/python tools/check/release.py
 
 # The image with the server: the steps of packaging/Dockerfile, executed as root without Docker.
 test-image: $(VENV)/.model

@@ -14,6 +14,6 @@ set(CMAKE_RANLIB "${tools}/ranlib" CACHE FILEPATH "")
 set(CMAKE_INSTALL_NAME_TOOL "${tools}/unused" CACHE FILEPATH "")
 set(CMAKE_TRY_COMPILE_TARGET_TYPE STATIC_LIBRARY)
 
-set(stubs "${CMAKE_CURRENT_LIST_DIR}/../tools/macos_stubs")
+set(stubs "${CMAKE_CURRENT_LIST_DIR}/../tools/build/macos_stubs")
 set(CMAKE_OBJCXX_FLAGS_INIT "-I${CMAKE_CURRENT_LIST_DIR}/../emulator/include")
 set(CMAKE_MODULE_LINKER_FLAGS_INIT "-F${stubs}/Frameworks -L${stubs}/lib -lobjc")

@@ -222,3 +222,15 @@ def test_the_main_job_runs_on_an_emulated_arm_processor(
     assert fastest == kernels
     text = emulated_arm(processor, "-m", "metal_prefill", "run", "-p", "ROMEO:", "-n", "4")
     assert len(text) > 4
+
+
+def test_the_source_distribution_builds(tmp_path: Path) -> None:
+    found = sorted(wheels_folder().glob("*.tar.gz"))
+    if not found:
+        pytest.skip("there is no source distribution (make release-check)")
+    made = Environment("3.12", tmp_path / "built")
+    made.env["PATH"] += f":{os.environ['PATH']}"  # the compiler
+    made.run("pip", "install", "--quiet", *found)
+    shape, file = made.run("python", "-c", main_job()).rsplit(" ", 1)
+    assert shape == "(1024,)"
+    assert "/site-packages/" in file
