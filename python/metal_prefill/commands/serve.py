@@ -118,7 +118,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--prefix-store",
         type=Path,
         metavar="DIR",
-        help="folder that stores shared prefixes, such as system messages, across restarts",
+        help="folder that keeps shared prefixes, such as system messages, and conversations across restarts",
     )
     parser.add_argument(
         "--prefix-store-bytes",

@@ -53,7 +53,7 @@ class Settings:
     pooling : str or None
         Pooling of embeddings; None selects that of the file.
     prefix_store : path or None
-        Folder of shared prefixes, which are loaded after a restart instead of computed.
+        Folder of shared prefixes and conversations, which are loaded after a restart instead of computed.
     prefix_store_bytes : int
         Maximum size in bytes of the files in `prefix_store`.
     share_prefixes : bool
