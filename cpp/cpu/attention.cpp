@@ -119,8 +119,8 @@ AttentionHead attention_head(const AttentionStep& step, const AttentionItem& ite
       .layout = step.cache.layout(),
       .key_dim = config.key_dim,
       .value_dim = config.value_dim,
-      .key_stride = step.cache.key_stride(),
-      .value_stride = step.cache.value_stride(),
+      .key_stride = step.cache.key_stride(step.layer),
+      .value_stride = step.cache.value_stride(step.layer),
       .heads = item.heads,
       .position = item.tile.position,
       .window = config.window(step.layer),
@@ -213,7 +213,7 @@ CacheWriter::CacheWriter(const AttentionStep& step, std::span<const Row> rows,
 
 bool CacheWriter::takes_columns(CachePart part) const {
   if (at_once() || step_.cache.layout() != KvLayout::kPairs || step_.relative_row_of) return false;
-  if (part == CachePart::kValues) return true;
+  if (part == CachePart::kValues) return !step_.config.value_norm;
   return part == CachePart::kKeys && !step_.weights.k_norm && !step_.rotations &&
          step_.config.key_dim % 2 == 0;
 }
@@ -237,11 +237,11 @@ void CacheWriter::store_columns(const Context& c, CachePart part, int column, in
       const int head = at / dim, d = at % dim;
       n = std::min(dim - d, column + columns - at);
       if (keys)
-        c.kernels.store_keys(from, kGroupRows, count, n, cache.key_stride(), cache.layout(),
+        c.kernels.store_keys(from, kGroupRows, count, n, cache.key_stride(step_.layer), cache.layout(),
                              page + cache.keys(step_.layer, head) + std::size_t(d / 2) * kKeyLaneStep,
                              in_page);
       else
-        c.kernels.store_values(from, kGroupRows, count, n, cache.value_stride(), cache.layout(),
+        c.kernels.store_values(from, kGroupRows, count, n, cache.value_stride(step_.layer), cache.layout(),
                                page + cache.values(step_.layer, head) + std::size_t(d) * kValueStep, in_page);
     }
   }
@@ -284,16 +284,22 @@ void CacheWriter::store_keys(const Context& c, RowRange block, int head) const {
   for (int row = block.first; row < block.first + block.count; ++row)
     prepare_head(c, step_, key_norm(step_), rows_[std::size_t(row)].index, step_.k.row(row) + column);
   c.kernels.store_keys(step_.k.row(block.first) + column, step_.k.stride, block.count, config.key_dim,
-                       step_.cache.key_stride(), step_.cache.layout(),
+                       step_.cache.key_stride(step_.layer), step_.cache.layout(),
                        page_of(first) + step_.cache.keys(step_.layer, head), first.position % kPagePositions);
 }
 
 void CacheWriter::store_values(const Context& c, RowRange block, int head) const {
   const Config& config = step_.config;
   const Row& first = rows_[std::size_t(block.first)];
-  const float* values = step_.v.row(block.first) + std::size_t(head) * std::size_t(config.value_dim);
-  c.kernels.store_values(values, step_.v.stride, block.count, config.value_dim, step_.cache.value_stride(),
-                         step_.cache.layout(), page_of(first) + step_.cache.values(step_.layer, head),
+  const std::size_t column = std::size_t(head) * std::size_t(config.value_dim);
+  for (int row = block.first; config.value_norm && row < block.first + block.count; ++row) {
+    float* value = step_.v.row(row) + column;
+    c.kernels.rms_norm(value, step_.ones, config.norm_eps, config.value_dim, value);
+  }
+  const float* values = step_.v.row(block.first) + column;
+  c.kernels.store_values(values, step_.v.stride, block.count, config.value_dim,
+                         step_.cache.value_stride(step_.layer), step_.cache.layout(),
+                         page_of(first) + step_.cache.values(step_.layer, head),
                          first.position % kPagePositions);
 }
 

@@ -49,6 +49,8 @@ ForwardPass::ForwardPass(const Model& model, const EngineOptions& options, const
                          const KvPages& cache, const StateSlots& states, Team& team)
     : model_(model),
       config_(model.config),
+      layer_configs_(model.config),
+      ones_(std::size_t(config_.value_norm ? config_.value_dim : 0), 1.0f),
       kernels_(kernels),
       cache_(cache),
       states_(states),
@@ -68,6 +70,8 @@ ForwardPass::ForwardPass(const Model& model, const EngineOptions& options, const
     head_norm_.data = scaled;
     if (head_norm_bias_) head_norm_bias_.data = scaled + head_norm_.bytes;
   }
+  for (int layer = 0; layer < config_.n_layers; ++layer)
+    if (config_.caches(layer) || config_.state_values(layer) > 0) last_stored_ = layer;
   const float keys = float(std::max(config_.scan_key_dim, 1));
   lengths_.assign(std::size_t(config_.scan_key_dim), 1.0f / keys);
   lengths_.resize(2 * lengths_.size(), 1.0f / std::sqrt(keys));
@@ -75,8 +79,9 @@ ForwardPass::ForwardPass(const Model& model, const EngineOptions& options, const
     scratch.matrix =
         Buffer(std::size_t(config_.scan_key_dim) * kDeltaColumns * sizeof(float), "a recurrence");
     scratch.weights = Buffer(weights_.scratch_bytes, "expanded weights");
-    scratch.embedded =
-        Buffer(std::size_t(config_.embedding_width()) * sizeof(float), "a row of an embedding");
+    const std::size_t embedded = std::max(std::size_t(config_.embedding_width()),
+                                          std::size_t(config_.n_layers) * std::size_t(config_.per_layer_dim));
+    scratch.embedded = Buffer(embedded * sizeof(float), "a row of an embedding");
     scratch.rows = reserve_normed(config_, weights_, rows_of_own(team.size()), scratch.normed);
   }
 }
@@ -86,6 +91,8 @@ double ForwardPass::run(std::span<Chunk> chunks) {
   plan(chunks);
   team_.run([&](Worker& worker) { run_layers({worker, kernels_, scratch_[std::size_t(worker.index())]}); });
   deliver();
+  // The system maps many pages around each row that a pass has read.
+  if (const Tensor& table = model_.per_layer_embedding) release_pages(table.data, table.bytes);
   double multiply_adds = 0;
   for (const Scratch& scratch : scratch_) multiply_adds += scratch.multiply_adds;
   return multiply_adds;
@@ -96,8 +103,9 @@ void ForwardPass::run_layers(const Context& c) {
   const std::size_t table = all_.rows.size() * std::size_t(config_.rope_dim);
   for (std::size_t i = 0; i < ropes_.ropes.size(); ++i)
     rope_table(c, ropes_.ropes[i], all_.rows, work_.rotations + i * table);
+  // Layers after the last one that stores something only have rows with an output.
   for (int layer = 0; layer < config_.n_layers; ++layer)
-    run_layer(c, layer, layer + 1 < config_.n_layers ? all_ : wanted_);
+    run_layer(c, layer, layer <= last_stored_ ? all_ : wanted_, layer < last_stored_ ? all_ : wanted_);
   if (config_.n_layers == 0) keep_rows(c, work_.x, config_.dim, wanted_.rows);
   head(c);
   deliver_hidden(c);
@@ -105,31 +113,48 @@ void ForwardPass::run_layers(const Context& c) {
 
 void ForwardPass::embed(const Context& c) {
   const Linear& projection = weights_.embedding_projection;
-  if (!projection.tensor) return cpu::embed(c, model_, all_.rows, work_.x);
-  cpu::embed(c, model_, all_.rows, work_.embedded.f32);
-  multiply(c, {{.weight = projection, .out = work_.x, .bias = &model_.embedding_projection_bias}},
-           NormedRows(work_.embedded), all_.count());
+  if (!projection.tensor) {
+    cpu::embed(c, model_, all_.rows, work_.x);
+  } else {
+    cpu::embed(c, model_, all_.rows, work_.embedded.f32);
+    multiply(c, {{.weight = projection, .out = work_.x, .bias = &model_.embedding_projection_bias}},
+             NormedRows(work_.embedded), all_.count());
+  }
+  if (config_.per_layer_dim == 0) return;
+  multiply(c, {{weights_.per_layer_projection, work_.inputs}}, as_it_is(c, all_.count()), all_.count());
+  per_layer_inputs(c, model_, all_.rows, work_.inputs);
+}
+
+// The stream in the forms that products read.
+NormedRows ForwardPass::as_it_is(const Context& c, int rows) {
+  return normalize(c, work_.x, stream_norm(kNoTensor, kNoTensor), 0, rows, work_.normed);
 }
 
 // Stores K, V and states of all rows, and computes the wanted rows, which become the first of x.
-void ForwardPass::run_layer(const Context& c, int layer, const Rows& wanted) {
-  const BlockOutput mixed = mix(c, layer, wanted);
+void ForwardPass::run_layer(const Context& c, int layer, const Rows& all, const Rows& wanted) {
+  if (all.count() == 0) return;
+  const BlockOutput mixed = mix(c, layer, all, wanted);
   const int n = wanted.count();
   if (n == 0) return;
   const int part = rows_at_once(weights_.layer(layer), mixed, n);
-  if (part == n) return finish_layer(c, layer, mixed, work_.stream(0, n, 0));
+  if (part == n) return finish_layer(c, layer, mixed, stream(layer, 0, n, 0));
   c.for_each(ceil_div(n, part), [&](int i) {
     Worker alone = c.worker.alone();
     const int first = i * part;
     const Activations in = mixed.in.rows_from(first);
     const BlockOutput own = {mixed.weight, mixed.bias, mixed.norm, in, mixed.separate};
     finish_layer({alone, c.kernels, c.scratch}, layer, own,
-                 work_.stream(first, std::min(part, n - first), alone.index() * part));
+                 stream(layer, first, std::min(part, n - first), alone.index() * part));
   });
 }
 
+StreamRows ForwardPass::stream(int layer, int first, int count, int first_ffn) const {
+  const int ffn_dim = std::max(layer_configs_[layer].ffn_dim, config_.shared_dim);
+  return work_.stream(first, count, first_ffn, ffn_dim);
+}
+
 // The part of a layer in which tokens see each other, up to its projection.
-ForwardPass::BlockOutput ForwardPass::mix(const Context& c, int layer, const Rows& wanted) {
+ForwardPass::BlockOutput ForwardPass::mix(const Context& c, int layer, const Rows& all, const Rows& wanted) {
   switch (config_.kind(layer)) {
     case LayerKind::kShortConv:
       return short_convolution(c, layer, wanted);
@@ -141,7 +166,7 @@ ForwardPass::BlockOutput ForwardPass::mix(const Context& c, int layer, const Row
     case LayerKind::kAttention:
       break;
   }
-  return attention(c, layer, wanted);
+  return attention(c, layer, all, wanted);
 }
 
 // The rest of a layer, which treats each row independently.
@@ -153,6 +178,8 @@ void ForwardPass::finish_layer(const Context& c, int layer, const BlockOutput& m
   normalize_attended(c, m, rows);
   if (!config_.parallel) feed_forward(c, layer, rows);
   normalize_stream(c, m.ffn_residual_norm, m.ffn_residual_norm_bias, rows);
+  if (config_.per_layer_dim > 0) add_layer_input(c, layer, rows);
+  if (m.layer_scale) scale_rows(c, *floats(m.layer_scale), config_.dim, rows.count, rows.x);
 }
 
 void ForwardPass::feed_forward(const Context& c, int layer, const StreamRows& rows) {
@@ -171,13 +198,27 @@ void ForwardPass::feed_forward(const Context& c, int layer, const StreamRows& ro
   }
 }
 
+// The input of a layer from the token itself, through a gate that reads the stream.
+void ForwardPass::add_layer_input(const Context& c, int layer, const StreamRows& rows) {
+  const LayerWeights& m = model_.layers[std::size_t(layer)];
+  const CpuLayer& w = weights_.layer(layer);
+  const Activations& gated = rows.gated_input;
+  multiply(c, {{w.per_layer_gate, gated.f32}},
+           normalize(c, rows.x, stream_norm(kNoTensor, kNoTensor), 0, rows.count, rows.normed), rows.count);
+  const std::size_t column = std::size_t(layer) * std::size_t(config_.per_layer_dim);
+  activate_and_multiply(c, config_.activation, rows.inputs.from(column), config_.per_layer_dim, rows.count,
+                        gated);
+  add_residual(c, {w.per_layer_out, kNoTensor, m.per_layer_post_norm, gated}, rows);
+}
+
 // Rows for which one thread finishes a layer: their activations stay in its L2 cache, and no thread waits for
 // another. All of `rows` if each thread would have too few, if weights are unpacked, which takes as long
 // for few rows as for many, or if rows are sorted by expert.
 int ForwardPass::rows_at_once(const CpuLayer& w, const BlockOutput& mixed, int rows) const {
   constexpr int kLeast = 32;
   constexpr std::size_t kBytes = 384 << 10;  // of a feed-forward block in float32
-  for (const Linear* linear : {&mixed.weight, &w.w_gate, &w.w_up, &w.w_down})
+  for (const Linear* linear :
+       {&mixed.weight, &w.w_gate, &w.w_up, &w.w_down, &w.per_layer_gate, &w.per_layer_out})
     if (linear->tensor && !linear->ready_panels()) return rows;
   if (w.router.tensor) return rows;
   const int threads = team_.size();
@@ -187,15 +228,17 @@ int ForwardPass::rows_at_once(const CpuLayer& w, const BlockOutput& mixed, int r
   return rows / blocks / kTileTokens * kTileTokens;  // not more: all threads together use `rows` rows of ffn
 }
 
-ForwardPass::BlockOutput ForwardPass::attention(const Context& c, int layer, const Rows& wanted) {
+ForwardPass::BlockOutput ForwardPass::attention(const Context& c, int layer, const Rows& all,
+                                                const Rows& wanted) {
   const LayerWeights& m = model_.layers[std::size_t(layer)];
   const CpuLayer& w = weights_.layer(layer);
   const AttentionStep step = attention_step(layer);
   const AttentionItems items(step, wanted.tiles, team_.size());
 
-  project_qkv(c, w, step, items, wanted);
-  if (wanted.count() > 0) attend(c, step, items, work_.splits, work_.att);
-  return {w.wo, m.bo, m.post_attn_norm, work_.att, bool(m.second_residual_norm)};
+  project_qkv(c, w, step, items, all, wanted);
+  const Activations att = work_.att.of_width(config_.n_heads * step.config.value_dim);
+  if (wanted.count() > 0) attend(c, step, items, work_.splits, att);
+  return {w.wo, m.bo, m.post_attn_norm, att, bool(m.second_residual_norm)};
 }
 
 ForwardPass::BlockOutput ForwardPass::short_convolution(const Context& c, int layer, const Rows& wanted) {
@@ -226,8 +269,8 @@ ForwardPass::BlockOutput ForwardPass::scan(const Context& c, int layer, const Ro
            normalize(c, work_.x, stream_norm(m.attn_norm, m.attn_norm_bias), 0, n, work_.normed), n);
   const bool attends = has_attention(config_.kind(layer));
   if (attends) {
-    const BlockOutput attended = attention(c, layer, wanted);
-    if (n_wanted > 0) add_residual(c, attended, work_.stream(0, n_wanted, 0));
+    const BlockOutput attended = attention(c, layer, all_, wanted);
+    if (n_wanted > 0) add_residual(c, attended, stream(layer, 0, n_wanted, 0));
   }
   const ConvStep conv = conv_step(layer, step.projected.from(config_.scan_dim()));
   causal_conv(c, conv, all_.rows, all_.rows, work_.convolved);
@@ -277,12 +320,13 @@ ConvStep ForwardPass::conv_step(int layer, const FloatRows& in) const {
 AttentionStep ForwardPass::attention_step(int layer) const {
   const std::size_t table = std::size_t(ropes_.of_layer[std::size_t(layer)]) * std::size_t(all_.count());
   return {
-      .config = config_,
+      .config = layer_configs_[layer],
       .weights = model_.layers[std::size_t(layer)],
       .cache = cache_,
       .layer = layer,
       .rotations =
           config_.uses_rope(layer) ? work_.rotations + table * std::size_t(config_.rope_dim) : nullptr,
+      .ones = ones_.data(),
       .slopes = slopes_.empty() ? nullptr : slopes_.data(),
       .bias = bias_.empty() ? nullptr : bias_.data() + kBiasMargin,
       .relative_row_of =
@@ -296,16 +340,17 @@ AttentionStep ForwardPass::attention_step(int layer) const {
 // Keys and values of all rows, into the cache, and queries of the wanted rows, which become the first rows of
 // x. Meanwhile prefetches the first keys of attention.
 void ForwardPass::project_qkv(const Context& c, const CpuLayer& w, const AttentionStep& step,
-                              const AttentionItems& items, const Rows& wanted) {
+                              const AttentionItems& items, const Rows& all, const Rows& wanted) {
   const LayerWeights& m = step.weights;
-  const CacheWriter cache(step, all_.rows, key_blocks_, work_.cache_done);
   const Product q = {.weight = w.wq, .out = step.q, .bias = &m.bq};
   const Product k = {.weight = w.wk, .out = step.k, .bias = &m.bk, .part = CachePart::kKeys};
   const Product v = {.weight = w.wv, .out = step.v, .bias = &m.bv, .part = CachePart::kValues};
   const auto normed = [&](int rows) {
     return normalize(c, work_.x, stream_norm(m.attn_norm, m.attn_norm_bias), 0, rows, work_.normed);
   };
-  const int n = all_.count(), n_wanted = wanted.count();
+  const int n = all.count(), n_wanted = wanted.count();
+  if (!config_.caches(step.layer)) return multiply(c, {q}, normed(n), n, &items);
+  const CacheWriter cache(step, all.rows, key_blocks_, work_.cache_done);
   // Where the stream itself was normed, that left what the products read.
   const bool ready = step.layer > 0 && m.attn_residual_norm;
   const NormedRows input = ready ? NormedRows(work_.normed) : normed(n);
@@ -316,6 +361,7 @@ void ForwardPass::project_qkv(const Context& c, const CpuLayer& w, const Attenti
   cache.store_rest(c);
   if (n_wanted == n || n_wanted == 0) return;
   keep_rows(c, work_.x, config_.dim, wanted.rows);
+  keep_rows(c, work_.inputs, config_.n_layers * config_.per_layer_dim, wanted.rows);
   multiply(c, {q}, normed(n_wanted), n_wanted);
 }
 
@@ -510,8 +556,10 @@ void ForwardPass::plan(std::span<Chunk> chunks) {
     if (!attends) break;
     deal(rows->tiles, team_.size());
     // As for a layer without a window. With one, splits are fewer, and items more alike.
-    if (const int splits = attention_splits(config_, 0, rows->tiles, team_.size()); splits > 1)
-      work_.reserve_splits(config_, splits, rows->count());
+    int splits = 1;
+    for (const Config& config : layer_configs_.distinct())
+      splits = std::max(splits, attention_splits(config, 0, rows->tiles, team_.size()));
+    if (splits > 1) work_.reserve_splits(config_, splits, rows->count());
   }
   for (Scratch& scratch : scratch_) {
     scratch.best.assign(logits_.size(), {});

@@ -56,7 +56,7 @@ class ForwardPass {
     const Linear& weight;
     const Tensor& bias;
     const Tensor& norm;
-    const Activations& in;
+    Activations in;
     bool separate = false;  // left in Workspace::block, for norms that read it and the stream
   };
 
@@ -70,23 +70,26 @@ class ForwardPass {
   void plan(std::span<Chunk> chunks);
   void run_layers(const Context& c);
   void embed(const Context& c);
-  void run_layer(const Context& c, int layer, const Rows& wanted);
-  BlockOutput mix(const Context& c, int layer, const Rows& wanted);
+  NormedRows as_it_is(const Context& c, int rows);
+  void run_layer(const Context& c, int layer, const Rows& all, const Rows& wanted);
+  StreamRows stream(int layer, int first, int count, int first_ffn) const;
+  BlockOutput mix(const Context& c, int layer, const Rows& all, const Rows& wanted);
   void finish_layer(const Context& c, int layer, const BlockOutput& mixed, const StreamRows& rows);
   int rows_at_once(const CpuLayer& w, const BlockOutput& mixed, int rows) const;
-  BlockOutput attention(const Context& c, int layer, const Rows& wanted);
+  BlockOutput attention(const Context& c, int layer, const Rows& all, const Rows& wanted);
   BlockOutput short_convolution(const Context& c, int layer, const Rows& wanted);
   ConvStep conv_step(int layer, const FloatRows& in) const;
   BlockOutput scan(const Context& c, int layer, const Rows& wanted);
   BlockOutput delta_rule(const Context& c, int layer, const Rows& wanted);
   AttentionStep attention_step(int layer) const;
   void project_qkv(const Context& c, const CpuLayer& w, const AttentionStep& step,
-                   const AttentionItems& items, const Rows& wanted);
+                   const AttentionItems& items, const Rows& all, const Rows& wanted);
   void add_residual(const Context& c, const BlockOutput& w, const StreamRows& rows);
   void normalize_attended(const Context& c, const LayerWeights& m, const StreamRows& rows);
   void normalize_stream(const Context& c, const Tensor& weight, const Tensor& bias, const StreamRows& rows);
   void feed_forward(const Context& c, int layer, const StreamRows& rows);
   void gate_and_up(const Context& c, const CpuLayer& w, const LayerWeights& m, const StreamRows& rows);
+  void add_layer_input(const Context& c, int layer, const StreamRows& rows);
   void experts(const Context& c, const CpuLayer& w, const LayerWeights& m, const StreamRows& rows);
   void head(const Context& c);
   void deliver_hidden(const Context& c);
@@ -95,6 +98,9 @@ class ForwardPass {
 
   const Model& model_;
   const Config& config_;
+  const LayerConfigs layer_configs_;
+  int last_stored_ = 0;            // the last layer with keys, values or a state of its own
+  const std::vector<float> ones_;  // AttentionStep::ones
   const Kernels& kernels_;
   const KvPages& cache_;
   const StateSlots& states_;

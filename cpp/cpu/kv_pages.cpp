@@ -12,23 +12,32 @@
 namespace metal_prefill::cpu {
 
 KvPages::KvPages(const Config& config, KvLayout layout, int key_multiple, int max_context, bool poison)
-    : layout_(layout),
-      poison_(poison),
-      place_(attention_places(config)),
-      n_layers_(place_.empty() ? 0 : place_.back() + 1),
-      n_heads_(config.n_kv_heads),
-      key_dim_(config.key_dim),
-      value_dim_(config.value_dim),
-      key_stride_(layout == KvLayout::kPairs ? round_up(config.key_dim, key_multiple) : config.key_dim),
-      value_stride_(round_up(config.value_dim, kFloatPad)),
-      key_bytes_(span_bytes(layout_, key_stride_)),
-      head_bytes_(key_bytes_ + span_bytes(layout_, value_stride_)),
-      // Without attention in any layer, pages only count positions.
-      page_bytes_(
-          std::max(round_up(std::size_t(n_layers_) * std::size_t(n_heads_) * head_bytes_, 64), kLeastPage)),
-      group_(std::clamp<std::size_t>(
-          std::size_t(max_context) / kPositionsOfGrouped, 1,
-          std::clamp<std::size_t>(kStretchBytes / std::max(head_bytes_, kLeastPage), 1, kMostGrouped))) {}
+    : layout_(layout), poison_(poison), place_(attention_places(config)) {
+  const LayerConfigs configs(config);
+  for (int layer = 0; layer < config.n_layers; ++layer) {
+    if (place_[std::size_t(layer)] < int(heads_.size())) continue;
+    const Config& c = configs[layer];
+    Heads heads = {.count = c.n_kv_heads, .key_dim = c.key_dim, .value_dim = c.value_dim};
+    heads.key_stride = layout == KvLayout::kPairs ? round_up(c.key_dim, key_multiple) : c.key_dim;
+    heads.value_stride = round_up(c.value_dim, kFloatPad);
+    heads.key_bytes = span_bytes(layout, heads.key_stride);
+    heads.head_bytes = heads.key_bytes + span_bytes(layout, heads.value_stride);
+    heads_.push_back(heads);
+  }
+  const auto differs = [&](const Heads& heads) { return heads.head_bytes != heads_[0].head_bytes; };
+  head_bytes_ = heads_.empty() ? 0 : heads_[0].head_bytes;
+  if (std::none_of(heads_.begin(), heads_.end(), differs))
+    group_ = std::clamp<std::size_t>(
+        std::size_t(max_context) / kPositionsOfGrouped, 1,
+        std::clamp<std::size_t>(kStretchBytes / std::max(head_bytes_, kLeastPage), 1, kMostGrouped));
+  std::size_t bytes = 0;  // of a page
+  for (Heads& heads : heads_) {
+    heads.first = bytes * group_;
+    bytes += std::size_t(heads.count) * heads.head_bytes;
+  }
+  // Without attention in any layer, pages only count positions.
+  page_bytes_ = std::max(round_up(bytes, 64), kLeastPage);
+}
 
 void KvPages::grow(std::size_t pages) {
   const std::scoped_lock lock(mutex_);
@@ -49,24 +58,25 @@ void KvPages::grow(std::size_t pages) {
 void KvPages::copy(PageId from, PageId to, int positions) {
   std::byte* pages[2];
   addresses(std::array{from, to}, pages);
-  const auto [keys, values] = bytes_of_first(positions);
-  for (int layer = 0; layer < n_layers_; ++layer) {
-    for (int head = 0; head < n_heads_; ++head) {
-      const std::size_t k = head_at(layer, head), v = k + key_bytes_;
+  for (const Heads& heads : heads_) {
+    const auto [keys, values] = bytes_of_first(heads, positions);
+    for (int head = 0; head < heads.count; ++head) {
+      const std::size_t k = head_at(heads, head), v = k + heads.key_bytes;
       std::memcpy(pages[1] + k, pages[0] + k, keys);
       std::memcpy(pages[1] + v, pages[0] + v, values);
     }
   }
 }
 
-std::pair<std::size_t, std::size_t> KvPages::bytes_of_first(int positions) const {
+std::pair<std::size_t, std::size_t> KvPages::bytes_of_first(const Heads& heads, int positions) const {
   const bool q8 = layout_ == KvLayout::kQ8;  // scales follow the codes of all positions
-  return {q8 || layout_ == KvLayout::kPairs ? key_bytes_ : key_block(round_up(positions, kKeyBlock)),
-          q8 ? head_bytes_ - key_bytes_ : value_row(round_up(positions, 2))};
+  return {
+      q8 || layout_ == KvLayout::kPairs ? heads.key_bytes : key_block(heads, round_up(positions, kKeyBlock)),
+      q8 ? heads.head_bytes - heads.key_bytes : value_row(heads, round_up(positions, 2))};
 }
 
 void KvPages::fetch(const std::byte* page, int layer, int head, int positions) const {
-  const auto [keys, values] = bytes_of_first(positions);
+  const auto [keys, values] = bytes_of_first(of(layer), positions);
   const bool lanes = layout_ == KvLayout::kPairs;  // the first positions are not contiguous
   const std::size_t step = lanes ? kKeyLaneStep : keys,
                     used = lanes ? std::size_t(positions) * kKeyLane : keys;
@@ -80,15 +90,17 @@ void KvPages::taken(PageId page) {
   Page& own = pages_[page];
   if (!own.taken) ++groups_[own.group].taken;
   own.taken = true;
-  // Products take the dimensions that fill keys up, too: they must be zero.
-  const std::size_t used = key_stride_ == key_dim_ ? key_bytes_ : std::size_t(key_dim_ / 2) * kKeyLaneStep;
-  if (!poison_ && used == key_bytes_) return;
-  for (int layer = 0; layer < n_layers_; ++layer)
-    for (int head = 0; head < n_heads_; ++head) {
-      std::byte* data = own.data + head_at(layer, head);
-      if (poison_) std::memset(data, 0xff, head_bytes_);  // NaN in all layouts
-      std::memset(data + used, 0, key_bytes_ - used);
+  for (const Heads& heads : heads_) {
+    // Products take the dimensions that fill keys up, too: they must be zero.
+    const std::size_t used =
+        heads.key_stride == heads.key_dim ? heads.key_bytes : std::size_t(heads.key_dim / 2) * kKeyLaneStep;
+    if (!poison_ && used == heads.key_bytes) continue;
+    for (int head = 0; head < heads.count; ++head) {
+      std::byte* data = own.data + head_at(heads, head);
+      if (poison_) std::memset(data, 0xff, heads.head_bytes);  // NaN in all layouts
+      std::memset(data + used, 0, heads.key_bytes - used);
     }
+  }
 }
 
 // Frees a group once none of its pages is in use: each layer has a part of every page.
@@ -100,17 +112,13 @@ void KvPages::idle(PageId page) {
   own.taken = false;
 }
 
-std::size_t KvPages::head_at(int place, int head) const {
-  return (std::size_t(place) * std::size_t(n_heads_) + std::size_t(head)) * group_ * head_bytes_;
-}
-
-std::size_t KvPages::key_block(int position) const {
+std::size_t KvPages::key_block(const Heads& heads, int position) const {
   if (layout_ == KvLayout::kPairs) return std::size_t(position / kKeyBlock * kKeyBlock) * kKeyLane;
-  return std::size_t(position / kKeyBlock * kKeyBlock) * std::size_t(key_stride_) * element();
+  return std::size_t(position / kKeyBlock * kKeyBlock) * std::size_t(heads.key_stride) * element();
 }
 
-std::size_t KvPages::value_row(int position) const {
-  const std::size_t row = std::size_t(value_stride_) * element(), at = std::size_t(position);
+std::size_t KvPages::value_row(const Heads& heads, int position) const {
+  const std::size_t row = std::size_t(heads.value_stride) * element(), at = std::size_t(position);
   return layout_ == KvLayout::kPairs ? at / 2 * 2 * row + at % 2 * element() : at * row;
 }
 
@@ -301,65 +309,66 @@ void copy_matrix(int rows, int columns, std::size_t element, const Matrix& from,
 }  // namespace
 
 // Positions and dimensions of a piece of a page in which the keys of 16 positions are interleaved.
-KvPages::Matrix KvPages::matrix(std::byte* own, bool values) const {
-  if (values) return {own, std::size_t(value_stride_) * element(), element()};
+KvPages::Matrix KvPages::matrix(const Heads& heads, std::byte* own, bool values) const {
+  if (values) return {own, std::size_t(heads.value_stride) * element(), element()};
   return {own, element(), kKeyBlock * element()};
 }
 
 template <typename Copy>
 void KvPages::each_piece(std::span<const PageId> pages, int layer, bool values, int positions,
                          std::byte* canonical, Copy copy) const {
-  const int dim = values ? value_dim_ : key_dim_;
+  const Heads& heads = of(layer);
+  const int dim = values ? heads.value_dim : heads.key_dim;
   const std::size_t head_bytes = layout_ == KvLayout::kQ8 ? row_bytes(TensorType::kQ8_0, std::size_t(dim))
                                                           : std::size_t(dim) * element();
-  const std::size_t row_bytes = std::size_t(n_heads_) * head_bytes;
+  const std::size_t row_bytes = std::size_t(heads.count) * head_bytes;
   for (int position = 0; position < positions; position += kKeyBlock) {
     std::byte* page;
     addresses({&pages[std::size_t(position) / kPagePositions], 1}, &page);
     const int in_page = position % kPagePositions, rows = std::min(kKeyBlock, positions - position);
-    for (int head = 0; head < n_heads_; ++head)
+    for (int head = 0; head < heads.count; ++head)
       copy(in_page, rows, canonical + std::size_t(position) * row_bytes + std::size_t(head) * head_bytes,
            row_bytes, page + (values ? this->values(layer, head) : keys(layer, head)));
   }
 }
 
-void KvPages::read_rows(int first, int rows, bool values, std::byte* canonical, std::size_t row_bytes,
-                        std::byte* head) const {
-  const int dim = values ? value_dim_ : key_dim_;
+void KvPages::read_rows(const Heads& heads, int first, int rows, bool values, std::byte* canonical,
+                        std::size_t row_bytes, std::byte* head) const {
+  const int dim = values ? heads.value_dim : heads.key_dim;
   if (layout_ == KvLayout::kQ8) {
     for (int r = 0; r < rows; ++r, canonical += row_bytes)
       values ? Q8Row<ValueCodes>::gather(head, dim, first + r, canonical)
              : Q8Row<KeyCodes>::gather(head, dim, first + r, canonical);
     return;
   }
-  std::byte* own = head + (values ? value_row(first) : key_block(first));
+  std::byte* own = head + (values ? value_row(heads, first) : key_block(heads, first));
   if (layout_ != KvLayout::kPairs)
-    return copy_matrix(rows, dim, element(), matrix(own, values), {canonical, row_bytes, element()});
+    return copy_matrix(rows, dim, element(), matrix(heads, own, values), {canonical, row_bytes, element()});
   std::byte row[2 * kMaxHeadDim];
   for (int r = 0; r < rows; ++r, canonical += row_bytes) {
-    values ? ValueRow::gather(own + value_row(r), dim, row)
+    values ? ValueRow::gather(own + value_row(heads, r), dim, row)
            : KeyRow::gather(own + KeyRow::kPiece * std::size_t(r), dim, row);
     convert_row<half_of>(row, dim, canonical);
   }
 }
 
-void KvPages::write_rows(int first, int rows, bool values, const std::byte* canonical, std::size_t row_bytes,
-                         std::byte* head) const {
-  const int dim = values ? value_dim_ : key_dim_;
+void KvPages::write_rows(const Heads& heads, int first, int rows, bool values, const std::byte* canonical,
+                         std::size_t row_bytes, std::byte* head) const {
+  const int dim = values ? heads.value_dim : heads.key_dim;
   if (layout_ == KvLayout::kQ8) {
     for (int r = 0; r < rows; ++r, canonical += row_bytes)
       values ? Q8Row<ValueCodes>::scatter(canonical, dim, first + r, head)
              : Q8Row<KeyCodes>::scatter(canonical, dim, first + r, head);
     return;
   }
-  std::byte* own = head + (values ? value_row(first) : key_block(first));
+  std::byte* own = head + (values ? value_row(heads, first) : key_block(heads, first));
   if (layout_ != KvLayout::kPairs)
     return copy_matrix(rows, dim, element(), {const_cast<std::byte*>(canonical), row_bytes, element()},
-                       matrix(own, values));
+                       matrix(heads, own, values));
   std::byte row[2 * kMaxHeadDim];
   for (int r = 0; r < rows; ++r, canonical += row_bytes) {
     convert_row<bfloat16_of>(canonical, dim, row);
-    values ? ValueRow::scatter(row, dim, own + value_row(r))
+    values ? ValueRow::scatter(row, dim, own + value_row(heads, r))
            : KeyRow::scatter(row, dim, own + KeyRow::kPiece * std::size_t(r));
   }
 }
@@ -368,7 +377,7 @@ void KvPages::read(std::span<const PageId> pages, int layer, bool values, int po
                    std::byte* out) const {
   each_piece(pages, layer, values, positions, out,
              [&](int first, int rows, std::byte* canonical, std::size_t row_bytes, std::byte* head) {
-               read_rows(first, rows, values, canonical, row_bytes, head);
+               read_rows(of(layer), first, rows, values, canonical, row_bytes, head);
              });
 }
 
@@ -376,7 +385,7 @@ void KvPages::write(std::span<const PageId> pages, int layer, bool values, int p
                     const std::byte* in) {
   each_piece(pages, layer, values, positions, const_cast<std::byte*>(in),  // only read from
              [&](int first, int rows, std::byte* canonical, std::size_t row_bytes, std::byte* head) {
-               write_rows(first, rows, values, canonical, row_bytes, head);
+               write_rows(of(layer), first, rows, values, canonical, row_bytes, head);
              });
 }
 

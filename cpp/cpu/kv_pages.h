@@ -21,6 +21,8 @@ namespace metal_prefill::cpu {
 // stretches of memory only:
 //
 //   group  | layer 0, head 0: page 0, page 1, ... | layer 0, head 1: page 0, page 1, ... | ...
+//
+// Where heads differ between layers, groups have one page.
 class KvPages final : public PageStore {
  public:
   // With `poison`, pages are filled with NaN whenever they are taken, which reveals reads of unwritten rows.
@@ -33,11 +35,11 @@ class KvPages final : public PageStore {
   void idle(PageId page) override;
 
   KvLayout layout() const { return layout_; }
-  int key_stride() const { return key_stride_; }
-  int value_stride() const { return value_stride_; }
+  int key_stride(int layer) const { return of(layer).key_stride; }
+  int value_stride(int layer) const { return of(layer).value_stride; }
   // Bytes from the beginning of a page to the keys, and to the values, of a head.
-  std::size_t keys(int layer, int head) const { return head_at(place_[std::size_t(layer)], head); }
-  std::size_t values(int layer, int head) const { return keys(layer, head) + key_bytes_; }
+  std::size_t keys(int layer, int head) const { return head_at(of(layer), head); }
+  std::size_t values(int layer, int head) const { return keys(layer, head) + of(layer).key_bytes; }
 
   // Asks for the keys and values of the first positions of a page, which are read soon.
   void fetch(const std::byte* page, int layer, int head, int positions) const;
@@ -67,17 +69,26 @@ class KvPages final : public PageStore {
     std::byte* data;
     std::size_t taken;  // pages whose memory may be in use
   };
+  // The heads of a layer.
+  struct Heads {
+    int count, key_dim, value_dim, key_stride, value_stride;
+    std::size_t key_bytes, head_bytes;  // of one head's keys, of both
+    std::size_t first = 0;              // from the beginning of a page to the first head
+  };
 
-  // Bytes from the beginning of a page to a head of the layer with this place.
-  std::size_t head_at(int place, int head) const;
+  const Heads& of(int layer) const { return heads_[std::size_t(place_[std::size_t(layer)])]; }
+  // Bytes from the beginning of a page to a head.
+  std::size_t head_at(const Heads& heads, int head) const {
+    return heads.first + std::size_t(head) * group_ * heads.head_bytes;
+  }
   std::size_t element() const { return element_bytes(layout_); }  // not in kQ8
   // In the other layouts, bytes from there to the block with a position's key (its lane is position % 16),
   // and to its first value.
-  std::size_t key_block(int position) const;
-  std::size_t value_row(int position) const;
+  std::size_t key_block(const Heads& heads, int position) const;
+  std::size_t value_row(const Heads& heads, int position) const;
   // Bytes of the keys, and of the values, of a head in the first positions of a page.
-  std::pair<std::size_t, std::size_t> bytes_of_first(int positions) const;
-  Matrix matrix(std::byte* own, bool values) const;
+  std::pair<std::size_t, std::size_t> bytes_of_first(const Heads& heads, int positions) const;
+  Matrix matrix(const Heads& heads, std::byte* own, bool values) const;
   // Calls copy(first, rows, canonical, row_bytes, head) for each head of each block of positions, which
   // begins at `first` in its page: `head` is where the page has the head, and in `canonical` rows are
   // `row_bytes` apart.
@@ -85,17 +96,18 @@ class KvPages final : public PageStore {
   void each_piece(std::span<const PageId> pages, int layer, bool values, int positions, std::byte* canonical,
                   Copy copy) const;
   // One block of positions of a head.
-  void read_rows(int first, int rows, bool values, std::byte* canonical, std::size_t row_bytes,
-                 std::byte* head) const;
-  void write_rows(int first, int rows, bool values, const std::byte* canonical, std::size_t row_bytes,
-                  std::byte* head) const;
+  void read_rows(const Heads& heads, int first, int rows, bool values, std::byte* canonical,
+                 std::size_t row_bytes, std::byte* head) const;
+  void write_rows(const Heads& heads, int first, int rows, bool values, const std::byte* canonical,
+                  std::size_t row_bytes, std::byte* head) const;
 
   const KvLayout layout_;
   const bool poison_;
   const std::vector<int> place_;  // of each layer: see attention_places
-  const int n_layers_, n_heads_, key_dim_, value_dim_, key_stride_, value_stride_;
-  const std::size_t key_bytes_, head_bytes_, page_bytes_;  // of one head's keys, of both, of a page
-  const std::size_t group_;                                // pages in a group
+  std::vector<Heads> heads_;      // by place
+  std::size_t head_bytes_;        // from one page of a group to the next
+  std::size_t group_ = 1;         // pages in a group
+  std::size_t page_bytes_;
   mutable std::mutex mutex_;
   std::vector<Buffer> slabs_;
   std::vector<Group> groups_;

@@ -1,6 +1,8 @@
 #include "ops.h"
 
 #include <algorithm>
+#include <cmath>
+#include <numbers>
 
 namespace metal_prefill::cpu {
 
@@ -90,6 +92,40 @@ void embed(const Context& c, const Model& model, std::span<const Row> rows, cons
     if (model.token_types) add_embedding(model.token_types, row.type, scratch, out);
     if (model.position_embedding) add_embedding(model.position_embedding, row.position, scratch, out);
     apply(c.kernels, norm, out, out);
+  });
+}
+
+void per_layer_inputs(const Context& c, const Model& model, std::span<const Row> rows,
+                      const FloatRows& inputs) {
+  const Config& config = model.config;
+  const std::size_t dim = std::size_t(config.per_layer_dim), columns = dim * std::size_t(config.n_layers);
+  // The projection counts divided by the root of `dim`, which for its norm is a larger epsilon.
+  const Norm norm = {model.per_layer_norm, kNoTensor, config.per_layer_dim,
+                     config.norm_eps * float(config.dim), NormKind::kRms};
+  const float table_scale = std::sqrt(float(dim)), half = std::numbers::sqrt2_v<float> / 2;
+  const Tensor& table = model.per_layer_embedding;
+  c.worker.for_each(int(rows.size()), [&](int i) {
+    auto* own = c.scratch.embedded.as<float>();
+    dequantize_row(table.type, table.row(rows[std::size_t(i)].token), own, columns);
+    for (int layer = 0; layer < config.n_layers; ++layer) {
+      float *out = inputs.row(i) + std::size_t(layer) * dim, *added = own + std::size_t(layer) * dim;
+      apply(c.kernels, norm, out, out);
+      for (std::size_t d = 0; d < dim; ++d) out[d] = (out[d] + table_scale * added[d]) * half;
+    }
+  });
+}
+
+void activate_and_multiply(const Context& c, Activation activation, const FloatRows& factors, int columns,
+                           int rows, const Activations& x) {
+  c.worker.for_each(rows, [&](int i) {
+    c.kernels.gated(x.f32.row(i), factors.row(i), activation, columns, x.f32.row(i));
+    round_row(c, x, i, 0, columns);
+  });
+}
+
+void scale_rows(const Context& c, float scale, int columns, int rows, const FloatRows& x) {
+  c.worker.for_each(rows, [&](int i) {
+    for (int d = 0; d < columns; ++d) x.row(i)[d] *= scale;
   });
 }
 

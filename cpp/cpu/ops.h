@@ -228,6 +228,16 @@ void normalize_twice(const Context& c, const FloatRows& y, const Norm& first, co
 // Row kept[i].index, which is i or a later one, becomes row i.
 void keep_rows(const Context& c, const FloatRows& x, int columns, std::span<const Row> kept);
 
+// The inputs of all layers from the tokens, [rows][n_layers][per_layer_dim]: a projection of the embedding,
+// which `inputs` has, is normed, and a row of a table is added.
+void per_layer_inputs(const Context& c, const Model& model, std::span<const Row> rows,
+                      const FloatRows& inputs);
+// x = activation(x) * factors of rows, in the forms of x.
+void activate_and_multiply(const Context& c, Activation activation, const FloatRows& factors, int columns,
+                           int rows, const Activations& x);
+// x *= scale.
+void scale_rows(const Context& c, float scale, int columns, int rows, const FloatRows& x);
+
 // Rotation of every pair for each row: [rows][rope_dim] cosines, then sines.
 void rope_table(const Context& c, const Rope& rope, std::span<const Row> rows, float* table);
 
@@ -237,11 +247,12 @@ std::vector<float> position_bias(const Model& model);
 
 // Attention of one layer.
 struct AttentionStep {
-  const Config& config;
+  const Config& config;  // with the dimensions of the layer
   const LayerWeights& weights;
   const KvPages& cache;
   int layer;
   const float* rotations;  // the layer's rotation table; null if the layer does not rotate
+  const float* ones;       // [value_dim]: weights of the norm of values
   const float* slopes;     // [n_heads] of ALiBi; null without it
   const float* bias;       // [n_heads][kBiasRow] of relative positions, at distance 0; null without it
   const float*

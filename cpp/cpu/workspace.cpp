@@ -105,6 +105,11 @@ void Workspace::reserve(const Config& c, const Weights& weights, std::size_t rop
                                  Layout::Float32::kAlways);
       w.ffn = layout.activations(std::size_t(std::max(c.ffn_dim, c.shared_dim)), weights.ffn_input,
                                  Layout::Float32::kWhereRead);
+      if (c.per_layer_dim > 0) {
+        const std::size_t columns = std::size_t(c.per_layer_dim);
+        w.inputs = layout.floats(std::size_t(c.n_layers) * columns);
+        w.gated_input = layout.activations(columns, weights.layer_input, Layout::Float32::kAlways);
+      }
       int recurrent_in = 0;
       for (const LayerKind kind : c.layer_kinds)
         recurrent_in = std::max(recurrent_in, c.recurrent_in_dim(kind));

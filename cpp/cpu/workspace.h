@@ -20,6 +20,13 @@ struct Activations {
   PairRows bfloat16;
   RotatedRows rotated;
 
+  // The same memory for rows of `columns`, which are fewer.
+  Activations of_width(int columns) const {
+    Activations narrow = *this;
+    if (forms.int8) narrow.int8.blocks = columns / kBlockCols;
+    if (forms.super) narrow.super.blocks = columns / kSuperCols;
+    return narrow;
+  }
   // The same without the first rows, a multiple of kTileTokens.
   Activations rows_from(int row) const {
     return {.forms = forms,
@@ -37,6 +44,8 @@ struct StreamRows {
   int count;
   FloatRows x, block;
   Activations normed, ffn;
+  FloatRows inputs;
+  Activations gated_input;
 };
 
 // Consecutive rows of a pass.
@@ -113,6 +122,8 @@ struct Workspace {
   Activations normed;          // [rows][dim]
   Activations att;             // [rows][n_heads * value_dim]
   Activations ffn;             // [rows][ffn_dim], or [rows][shared_dim]
+  FloatRows inputs;            // [rows][n_layers][per_layer_dim]: of each layer from the token itself
+  Activations gated_input;     // [rows][per_layer_dim]: of a layer
   Routes routes;               // of a feed-forward with experts
   Activations routed;          // [places][dim]: its input
   Activations expert_ffn;      // [places][expert_dim]
@@ -128,10 +139,15 @@ struct Workspace {
   std::atomic<int>* cache_done = nullptr;
 
   // Rows [first, first + count) of the stream. `ffn` is the first of the rows that its feed-forward block
-  // uses.
-  StreamRows stream(int first, int count, int first_ffn) const {
-    return {count, x.rows_from(first), block.rows_from(first), normed.rows_from(first),
-            ffn.rows_from(first_ffn)};
+  // uses, which has ffn_dim columns.
+  StreamRows stream(int first, int count, int first_ffn, int ffn_dim) const {
+    return {count,
+            x.rows_from(first),
+            block.rows_from(first),
+            normed.rows_from(first),
+            ffn.of_width(ffn_dim).rows_from(first_ffn),
+            inputs.rows_from(first),
+            gated_input.rows_from(first)};
   }
 
   // Makes room, in one allocation for the rows and one for the logits; does nothing if there is enough.

@@ -181,8 +181,8 @@ std::unique_ptr<Session> Session::fork() {
   return copy;
 }
 
-std::size_t Session::kv_row_bytes(bool values) const {
-  const Config& c = engine_->config();
+std::size_t Session::kv_row_bytes(int layer, bool values) const {
+  const Config c = engine_->config().of_layer(layer);
   return std::size_t(c.n_kv_heads) *
          row_bytes(tensor_type(engine_->options().kv_type), std::size_t(values ? c.value_dim : c.key_dim));
 }
@@ -191,9 +191,9 @@ template <typename Visit>
 void Session::each_part(std::size_t cached, const Visit& visit) const {
   const Config& c = engine_->config();
   for (int layer = 0; layer < c.n_layers; ++layer) {
-    if (has_attention(c.kind(layer))) {
-      visit(layer, Part::kKeys, cached * kv_row_bytes(false));
-      visit(layer, Part::kValues, cached * kv_row_bytes(true));
+    if (c.caches(layer)) {
+      visit(layer, Part::kKeys, cached * kv_row_bytes(layer, false));
+      visit(layer, Part::kValues, cached * kv_row_bytes(layer, true));
     }
     if (c.state_values(layer) > 0) visit(layer, Part::kState, c.state_values(layer) * sizeof(float));
   }
@@ -262,7 +262,9 @@ Stats Session::stats() const {
 
 void Engine::check_cache(const Config& config, KvType type) {
   const TypeInfo& info = type_info(tensor_type(type));
-  for (const int dim : {config.key_dim, config.value_dim})
+  std::vector<int> dims = config.layer_head_dim;
+  dims.insert(dims.end(), {config.key_dim, config.value_dim});
+  for (const int dim : dims)
     if (std::size_t(dim) % info.block_values != 0)
       throw UnsupportedModelError("a KV cache in q8_0 has blocks of " + std::to_string(info.block_values) +
                                   " dimensions, which heads of " + std::to_string(dim) +

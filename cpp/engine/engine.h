@@ -161,7 +161,7 @@ class Session {
   enum class Part { kKeys, kValues, kState };
   using StateSink = std::function<std::byte*(int layer, Part part, std::size_t bytes)>;
   using StateSource = std::function<const std::byte*(int layer, Part part, std::size_t bytes)>;
-  std::size_t kv_row_bytes(bool values) const;  // of one position of one layer
+  std::size_t kv_row_bytes(int layer, bool values) const;  // of one position
   struct Exported {
     std::vector<TokenId> tokens;
     std::size_t cached;

@@ -1,7 +1,9 @@
 #include "model.h"
 
 #include <algorithm>
+#include <array>
 #include <cmath>
+#include <initializer_list>
 #include <iterator>
 #include <limits>
 #include <stdexcept>
@@ -17,13 +19,14 @@ std::string shape_text(std::int64_t rows, std::int64_t cols) {
                    : "[" + std::to_string(rows) + ", " + std::to_string(cols) + "]";
 }
 
-void check_tensor(const Model& model, const TensorRow& row, const Tensor& t) {
+// `config` has the dimensions of the tensor's layer.
+void check_tensor(const Model& model, const Config& config, const TensorRow& row, const Tensor& t) {
   if (!t) {
     if (row.needed()) throw std::invalid_argument("tensor for " + std::string(row.what) + " is missing");
     return;
   }
-  const std::int64_t rows = groups_of(row.rows, model.config).length();
-  const std::int64_t cols = groups_of(row.cols, model.config).length();
+  const std::int64_t rows = groups_of(row.rows, config).length();
+  const std::int64_t cols = groups_of(row.cols, config).length();
   if (t.rows != rows || t.cols != cols)
     throw std::invalid_argument("tensor '" + t.name + "' has shape " + shape_text(t.rows, t.cols) +
                                 ", expected " + shape_text(rows, cols));
@@ -54,11 +57,88 @@ std::vector<int> attention_places(const Config& config) {
   std::vector<int> places;
   int next = 0;
   for (int layer = 0; layer < config.n_layers; ++layer) {
-    if (has_attention(config.kind(layer))) next = config.causal ? next + 1 : 1;
-    places.push_back(next - 1);
+    if (config.caches(layer)) next = config.causal ? next + 1 : 1;
+    const bool shares = has_attention(config.kind(layer)) && !config.caches(layer);
+    places.push_back(shares ? places[std::size_t(config.layer_cache[std::size_t(layer)])] : next - 1);
   }
   return places;
 }
+
+Config Config::of_layer(int layer) const {
+  Config own = *this;
+  const auto set = [&](const std::vector<int>& values, std::initializer_list<int Config::*> dimensions) {
+    if (values.empty()) return;
+    for (int Config::* dimension : dimensions) own.*dimension = values.at(std::size_t(layer));
+  };
+  set(layer_kv_heads, {&Config::n_kv_heads});
+  set(layer_head_dim, {&Config::key_dim, &Config::value_dim});
+  set(layer_rope_dim, {&Config::rope_dim});
+  set(layer_ffn_dim, {&Config::ffn_dim});
+  return own;
+}
+
+LayerConfigs::LayerConfigs(const Config& config) {
+  const auto dimensions = [](const Config& c) {
+    return std::array{c.n_kv_heads, c.key_dim, c.value_dim, c.rope_dim, c.ffn_dim};
+  };
+  for (int layer = 0; layer < config.n_layers; ++layer) {
+    const bool all_same = layer > 0 && config.layer_kv_heads.empty() && config.layer_head_dim.empty() &&
+                          config.layer_rope_dim.empty() && config.layer_ffn_dim.empty();
+    if (all_same) {
+      of_layer_.push_back(0);
+      continue;
+    }
+    Config own = config.of_layer(layer);
+    const auto same = std::find_if(distinct_.begin(), distinct_.end(),
+                                   [&](const Config& other) { return dimensions(own) == dimensions(other); });
+    of_layer_.push_back(std::size_t(same - distinct_.begin()));
+    if (same == distinct_.end()) distinct_.push_back(std::move(own));
+  }
+}
+
+namespace {
+
+// Throws unless each dimension of a layer is at most that of all, and layers that share keys and values have
+// equal heads.
+void check_layers(const Config& c) {
+  const auto within = [&](const std::vector<int>& values, std::initializer_list<int> largest) {
+    require(per_layer(values, c.n_layers), "per-layer lists must name every layer");
+    for (const int most : largest)
+      require(std::all_of(values.begin(), values.end(), [&](int n) { return n >= 0 && n <= most; }),
+              "the dimensions of a layer must be at most those of the model");
+  };
+  within(c.layer_kv_heads, {c.n_kv_heads});
+  within(c.layer_head_dim, {c.key_dim, c.value_dim});
+  within(c.layer_rope_dim, {c.rope_dim});
+  within(c.layer_ffn_dim, {c.ffn_dim});
+  require(per_layer(c.layer_cache, c.n_layers) && per_layer(c.layer_rope_freqs, c.n_layers),
+          "per-layer lists must name every layer");
+  const bool differ = !(c.layer_kv_heads.empty() && c.layer_head_dim.empty() && c.layer_cache.empty());
+  require(!differ || c.causal, "layers with heads of their own need a causal model");
+  const auto of = [](const std::vector<int>& values, int layer) {
+    return values.empty() ? 0 : values[std::size_t(layer)];
+  };
+  for (int layer = 0; layer < c.n_layers; ++layer) {
+    if (!c.layer_kv_heads.empty() && has_attention(c.kind(layer)))
+      require(of(c.layer_kv_heads, layer) > 0 && c.n_heads % of(c.layer_kv_heads, layer) == 0,
+              "the number of heads must be a multiple of the key-value heads of each layer");
+    if (!c.layer_head_dim.empty()) {
+      const int rotated = c.layer_rope_dim.empty() ? c.rope_dim : of(c.layer_rope_dim, layer);
+      require(of(c.layer_head_dim, layer) > 0 && rotated % 2 == 0 && rotated <= of(c.layer_head_dim, layer),
+              "the rotated dimensions must be an even part of the head of each layer");
+    }
+    if (c.layer_cache.empty()) continue;
+    const int other = of(c.layer_cache, layer);
+    require(other >= 0 && other <= layer && c.layer_cache[std::size_t(other)] == other &&
+                has_attention(c.kind(other)) && has_attention(c.kind(layer)),
+            "a layer must attend to its own keys and values or to those of an earlier layer");
+    require(of(c.layer_kv_heads, layer) == of(c.layer_kv_heads, other) &&
+                of(c.layer_head_dim, layer) == of(c.layer_head_dim, other),
+            "layers that share keys and values must have equal heads");
+  }
+}
+
+}  // namespace
 
 void validate(const Model& model) {
   const Config& c = model.config;
@@ -93,6 +173,14 @@ void validate(const Model& model) {
               per_layer(c.layer_rope_base, c.n_layers) && per_layer(c.layer_rope_factor, c.n_layers) &&
               per_layer(c.layer_feed_forwards, c.n_layers),
           "per-layer lists must name every layer");
+  check_layers(c);
+  require(c.per_layer_dim >= 0 &&
+              (c.per_layer_dim == 0 || c.n_layers <= std::numeric_limits<int>::max() / c.per_layer_dim),
+          "the inputs of layers must be countable");
+  require((c.per_layer_dim > 0) == bool(model.per_layer_embedding) &&
+              (c.per_layer_dim > 0) == bool(model.per_layer_projection) &&
+              (c.per_layer_dim > 0) == bool(model.per_layer_norm),
+          "inputs of layers need their embedding, its projection and a norm");
   require(c.score_cap >= 0 && std::isfinite(c.score_cap) && c.logit_cap >= 0 && std::isfinite(c.logit_cap),
           "soft limits of scores and logits must not be negative");
   require(c.max_alibi_bias >= 0 && std::isfinite(c.max_alibi_bias), "the bias of ALiBi must be positive");
@@ -129,12 +217,17 @@ void validate(const Model& model) {
           "the rows of the projections of a recurrence must be countable");
   require(!c.query_gate || c.key_dim == c.value_dim, "a gate of heads must be as wide as their values");
   require(model.layers.size() == std::size_t(c.n_layers), "weights of every layer are needed");
+  const LayerConfigs configs(c);
   for (int layer = 0; layer < c.n_layers; ++layer) {
     const LayerWeights& w = model.layers[std::size_t(layer)];
     require(
         bool(w.relative_keys) == (c.relative_rows > 0) && bool(w.relative_queries) == (c.relative_rows > 0),
         "relative positions need keys and queries in every layer");
-    require(c.feed_forward(layer) != FeedForwardKind::kDense || c.ffn_dim > 0,
+    require((c.per_layer_dim > 0) == bool(w.per_layer_gate) &&
+                (c.per_layer_dim > 0) == bool(w.per_layer_out) &&
+                (c.per_layer_dim > 0) == bool(w.per_layer_post_norm),
+            "the input of a layer needs a gate, a projection and a norm");
+    require(c.feed_forward(layer) != FeedForwardKind::kDense || configs[layer].ffn_dim > 0,
             "the width of a dense feed-forward must be positive");
     require(c.activation != Activation::kClampedSilu || c.feed_forward(layer) != FeedForwardKind::kDense ||
                 w.w_gate,
@@ -149,7 +242,11 @@ void validate(const Model& model) {
             "experts add to the residual stream without a norm");
   }
 
-  for_each_tensor(model, [&](const TensorRow& row, const Tensor& t) { check_tensor(model, row, t); });
+  for (const auto& [row, member] : kModelTensors) check_tensor(model, c, row, model.*member);
+  for (int layer = 0; layer < c.n_layers; ++layer)
+    for (const auto& [row, layers, member] : kLayerTensors)
+      if (has_rows_of(layers, c, layer))
+        check_tensor(model, configs[layer], row, model.layers[std::size_t(layer)].*member);
 }
 
 }  // namespace metal_prefill

@@ -68,9 +68,11 @@ struct Config {
   int key_dim = 0;          // attention.key_length: head_dim of q and k
   int value_dim = 0;        // attention.value_length: head_dim of v
   bool query_gate = false;  // wq has rows for a gate of each head's output, after those of its query
+  bool value_norm = false;  // values of a head are divided by the root of their mean square
   int ffn_dim = 0;          // feed_forward_length; 0: no layer has a dense feed-forward
   int vocab_size = 0;
   int context_length = 0;  // positions that the model was made for
+  int per_layer_dim = 0;   // of the input that each layer has from the token itself; 0: there is none
   NormKind norm_kind = NormKind::kRms;
   float norm_eps = 1e-5f;
   float dim_filled = 1.0f;  // part of `dim` that is not padding, whose zeros count in means of squares
@@ -110,9 +112,16 @@ struct Config {
   // Attention window in positions: those up to a token's own, or, in both directions, half before it and half
   // after it. 0 = all; empty: all.
   std::vector<int> layer_window;
-  std::vector<float> layer_rope_base;    // empty: rope_base
-  std::vector<float> layer_rope_factor;  // divides positions; empty: rope_factor if kLinear
-  std::vector<LayerKind> layer_kinds;    // empty: attention
+  std::vector<float> layer_rope_base;          // empty: rope_base
+  std::vector<float> layer_rope_factor;        // divides positions; empty: rope_factor if kLinear
+  std::vector<std::uint8_t> layer_rope_freqs;  // whether rope_freqs divides frequencies; empty: in all layers
+  std::vector<LayerKind> layer_kinds;          // empty: attention
+  // Layer whose keys and values a layer attends to, itself or an earlier one with the same heads; empty:
+  // itself.
+  std::vector<int> layer_cache;
+  // Dimensions that differ between layers, at most those above: n_kv_heads, key_dim and value_dim, rope_dim,
+  // ffn_dim.
+  std::vector<int> layer_kv_heads, layer_head_dim, layer_rope_dim, layer_ffn_dim;
 
   std::vector<FeedForwardKind> layer_feed_forwards;  // empty: dense if ffn_dim > 0
 
@@ -135,6 +144,12 @@ struct Config {
   int scan_key_dim = 0;    // ssm.state_size
   int scan_value_dim = 0;  // ssm.inner_size / scan_heads
 
+  // The same model with the dimensions of one layer as those of all.
+  Config of_layer(int layer) const;
+  // Whether a layer has keys and values of its own.
+  bool caches(int layer) const {
+    return has_attention(kind(layer)) && (layer_cache.empty() || layer_cache[std::size_t(layer)] == layer);
+  }
   int embedding_width() const { return embedding_dim > 0 ? embedding_dim : dim; }
   // From the query of one head to that of the next.
   int query_step() const { return query_gate ? 2 * key_dim : key_dim; }
@@ -182,6 +197,18 @@ struct Config {
   float score_scale() const {  // multiplies q.k
     return attention_scale != 0.0f ? attention_scale : 1.0f / std::sqrt(float(key_dim));
   }
+};
+
+// Config::of_layer of each layer; layers with equal dimensions share one.
+class LayerConfigs {
+ public:
+  explicit LayerConfigs(const Config& config);
+  const Config& operator[](int layer) const { return distinct_[of_layer_[std::size_t(layer)]]; }
+  std::span<const Config> distinct() const { return distinct_; }
+
+ private:
+  std::vector<Config> distinct_;
+  std::vector<std::size_t> of_layer_;
 };
 
 // ALiBi (arXiv:2108.12409): each head subtracts its slope from a score for each position of distance. Empty
@@ -262,9 +289,10 @@ struct Model {
 // Throws std::invalid_argument naming the tensor, what it is and what was expected.
 void validate(const Model& model);
 
-// Where each layer has its K and V in a page: its number among those with attention; of a layer without it,
-// that of the one before it, or -1. If tokens see later ones, all layers share one place: a pass computes
-// whole texts, and K and V of a layer are not read after it.
+// Where each layer has its K and V in a page: its number among those with keys and values of their own, or
+// that of the layer whose it attends to; of a layer without attention, that of the one before it, or -1. If
+// tokens see later ones, all layers share one place: a pass computes whole texts, and K and V of a layer are
+// not read after it.
 std::vector<int> attention_places(const Config& config);
 
 }  // namespace metal_prefill

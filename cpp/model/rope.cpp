@@ -19,14 +19,16 @@ float yarn_dimension(const Config& c, float base, float rotations) {
 }
 
 // Divisors of the frequencies; an absent tensor if the model has none.
-const Tensor& factors_of(const Model& model) {
+const Tensor& factors_of(const Model& model, int layer) {
+  static const Tensor kNone;
+  const std::vector<std::uint8_t>& divided = model.config.layer_rope_freqs;
+  if (!divided.empty() && !divided[std::size_t(layer)]) return kNone;
   if (model.rope_freqs) return model.rope_freqs;
   return model.config.rope_long ? model.rope_long : model.rope_short;
 }
 
-// Scaling and factors applied.
-Rope rope_of(const Model& model, int layer) {
-  const Config& c = model.config;
+// Scaling and factors applied. `c` has the dimensions of the layer.
+Rope rope_of(const Model& model, const Config& c, int layer) {
   const float base = c.layer_rope_base.empty() ? c.rope_base : c.layer_rope_base[std::size_t(layer)];
   const float factor = c.layer_rope_factor.empty() ? c.rope_factor : c.layer_rope_factor[std::size_t(layer)];
   const bool yarn = c.rope_scaling == RopeScaling::kYarn && factor != 1.0f;
@@ -35,7 +37,7 @@ Rope rope_of(const Model& model, int layer) {
     low = std::max(0.0f, std::floor(yarn_dimension(c, base, c.rope_beta_fast)));
     high = std::min(float(c.rope_dim - 1), std::ceil(yarn_dimension(c, base, c.rope_beta_slow)));
   }
-  const Tensor& factors = factors_of(model);
+  const Tensor& factors = factors_of(model, layer);
   const auto* values = reinterpret_cast<const float*>(factors.data);
 
   for (std::size_t i = 0; values && i < std::size_t(factors.cols); ++i)
@@ -75,8 +77,9 @@ Rotation Rope::at(std::size_t position, std::size_t pair) const {
 }
 
 Ropes::Ropes(const Model& model) {
+  const LayerConfigs configs(model.config);
   for (int layer = 0; layer < model.config.n_layers; ++layer) {
-    Rope rope = model.config.uses_rope(layer) ? rope_of(model, layer) : Rope{};
+    Rope rope = model.config.uses_rope(layer) ? rope_of(model, configs[layer], layer) : Rope{};
     const auto same = std::find(ropes.begin(), ropes.end(), rope);
     of_layer.push_back(std::size_t(same - ropes.begin()));
     if (same == ropes.end()) ropes.push_back(std::move(rope));

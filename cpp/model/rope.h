@@ -14,7 +14,7 @@ struct Rotation {
 
 // The rotations of a layer.
 struct Rope {
-  std::vector<float> frequencies;  // [rope_dim / 2] radians per position
+  std::vector<float> frequencies;  // [rope_dim / 2 of the layer] radians per position
   float magnitude = 1;             // multiplies cos and sin
 
   // The rotation of a pair at a position. The angle is computed in double precision: the error of an angle of

@@ -74,6 +74,10 @@ Groups groups_of(Extent extent, const Config& c) {
       return {1, c.scan_groups};
     case Extent::kScanGroup:
       return {1, c.scan_groups > 0 ? c.scan_dim() / c.scan_groups : 0};
+    case Extent::kLayerInput:
+      return {1, c.per_layer_dim};
+    case Extent::kLayerInputs:
+      return {c.n_layers, c.per_layer_dim};
   }
   throw std::logic_error("not an extent");
 }
@@ -90,6 +94,8 @@ bool has_rows_of(LayersOf layers, const Config& config, int layer) {
       return true;
     case LayersOf::kAttention:
       return has_attention(kind);
+    case LayersOf::kCache:
+      return config.caches(layer);
     case LayersOf::kShortConv:
       return kind == LayerKind::kShortConv;
     case LayersOf::kRecurrence:

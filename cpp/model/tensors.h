@@ -53,6 +53,8 @@ enum class Extent {
   kScanValue,      // scan_value_dim
   kScanGroups,     // scan_groups
   kScanGroup,      // scan_dim() / scan_groups
+  kLayerInput,     // per_layer_dim
+  kLayerInputs,    // of each layer: per_layer_dim
 };
 
 // An extent is `count` groups of `size`: the heads of a projection, or one group.
@@ -86,11 +88,13 @@ inline constexpr ModelTensor kModelTensors[] = {
 #include "tensors.inc"
 };
 
-// The layers that have a tensor; kRecurrence: those whose state has matrices. The last three: those whose
+// The layers that have a tensor; kCache: those with keys and values of their own; kRecurrence: those whose
+// state has matrices. The last three: those whose
 // feed-forward is dense, has experts, or also has an expert for all tokens.
 enum class LayersOf {
   kEvery,
   kAttention,
+  kCache,
   kShortConv,
   kRecurrence,
   kStateSpace,

@@ -57,7 +57,7 @@ void import_state(Session& session, const TokenArray& tokens, std::size_t cached
   const Config& config = session.engine().config();
   std::size_t expected = 0, next = 0;
   for (int layer = 0; layer < config.n_layers; ++layer)
-    expected += (has_attention(config.kind(layer)) ? 2 : 0) + (config.state_values(layer) > 0);
+    expected += (config.caches(layer) ? 2 : 0) + (config.state_values(layer) > 0);
   if (parts.size() != expected)
     throw std::invalid_argument("a state of " + std::to_string(config.n_layers) + " layers has " +
                                 std::to_string(expected) + " arrays, got " + std::to_string(parts.size()));

@@ -15,6 +15,9 @@ from typing import Any
 
 import pytest
 from support import encoder_tokenizers, tokenizer_folders
+from support.gguf_bytes import ARRAY, F32, STRING, array, scalar
+from support.gguf_bytes import text as encoded
+from support.gguf_mutator import take_apart
 from support.hostile_texts import hostile_texts
 from support.tokenizer_folders import TOKENIZERS, Json
 from tokenizers import Tokenizer as HubTokenizer
@@ -493,3 +496,25 @@ def test_other_files_add_tokens_to_a_list_of_words(tmp_path: Path, listed: bool)
     at = words.index
     expected = [at("[MASK]"), at("a"), len(words), at("a"), at("[PAD]")]
     assert ours.frame.text(ours.encode("a<tool>a", add_bos=False)) == expected
+
+
+def test_a_file_of_llama_cpp_with_the_vocabulary_of_gemma4_has_the_same_ids(tmp_path: Path) -> None:
+    """It has merges, all scores are equal, and no pre-tokenizer is named."""
+    _, theirs = opened(tmp_path, "gemma", lambda made: None)
+    made = json.loads((tmp_path / "tokenizer.json").read_text())
+    parts = take_apart(tmp_path / "vocabulary.gguf")
+    n = len(made["model"]["vocab"]) + 1  # one is added
+    merges = [encoded(m if isinstance(m, str) else " ".join(m)) for m in made["model"]["merges"]]
+    changed = {
+        b"tokenizer.ggml.model": (STRING, encoded("gemma4")),
+        b"tokenizer.ggml.scores": (ARRAY, array(F32, [scalar(F32, -1000.0)] * n)),
+        b"tokenizer.ggml.merges": (ARRAY, array(STRING, merges)),
+    }
+    kept = [entry for entry in parts.metadata if entry[0] not in {*changed, b"tokenizer.ggml.pre"}]
+    parts.metadata = kept + [(key, *value) for key, value in changed.items()]
+    ours = Tokenizer.from_gguf(GGUFFile(parts.write(tmp_path / "llama.gguf")))
+    for words in TEXTS:
+        assert ours.frame.text(ours.encode(words, add_bos=False)) == theirs.encode(words).ids, repr(words)
+    parts.metadata = [entry for entry in parts.metadata if entry[0] != b"tokenizer.ggml.merges"]
+    with pytest.raises(GGUFError, match=r"tokenizer\.ggml\.merges is missing, which .* gemma4 needs"):
+        Tokenizer.from_gguf(GGUFFile(parts.write(tmp_path / "none.gguf")))

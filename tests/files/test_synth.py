@@ -396,11 +396,12 @@ def test_a_model_of_each_architecture_runs(architecture: str, tmp_path: Path) ->
         preset="tiny",
         architecture=architecture,
         value_dim=64,
+        layered=synth.LayerShape(2, 32, 1, inputs=32) if traits.layers_differ else None,
         scan=synth.ScanShape(128, 16, 4, layers=(0,)) if scans else None,
         experts=synth.ExpertShape(4, 2, 64) if traits.experts != "absent" else None,
         kv_heads=4 if relative else 2,
         relative_rows=40 if relative else 0,
-        head_dim=64 if traits.query_gate else 32,
+        head_dim=64 if traits.query_gate or traits.layers_differ else 32,
         window=8 if traits.window == "required" else None,
     )
     with Model(path, device="cpu") as model:
@@ -427,6 +428,28 @@ def test_experts_that_contradict_themselves_are_rejected(
         synth.synthesize(tmp_path / "m.gguf", preset="tiny", architecture="qwen3moe", experts=experts)
     with pytest.raises(ValueError, match="architecture llama: has no experts"):
         synth.synthesize(tmp_path / "m.gguf", preset="tiny", experts=synth.ExpertShape(4, 2, 64))
+
+
+@pytest.mark.parametrize(
+    ("layered", "message"),
+    [
+        (None, "architecture gemma4: has layers of different dimensions, unlike the preset; .*set layered"),
+        (synth.LayerShape(0, 32, 1), "layered window_period 0: must be in 1"),
+        (synth.LayerShape(2, 64, 1), "layered window_head_dim 64: must be in 2..32"),
+        (synth.LayerShape(2, 31, 1), "layered window_head_dim 31: must be even"),
+        (synth.LayerShape(2, 32, 3), "layered window_kv_heads 3: must divide the 4 heads"),
+        (synth.LayerShape(2, 32, 1, shared=2, shared_ffn=64), "layered shared 2: must be in 0..1"),
+        (synth.LayerShape(2, 32, 1, shared=1), "layered shared_ffn 0: must be in 1"),
+        (synth.LayerShape(2, 32, 1, shared=1, shared_ffn=64), "shared 1: no layer without a window has keys"),
+    ],
+)
+def test_layers_that_contradict_themselves_are_rejected(
+    layered: synth.LayerShape | None, message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        synth.synthesize(tmp_path / "m.gguf", preset="tiny", architecture="gemma4", window=8, layered=layered)
+    with pytest.raises(ValueError, match="architecture llama: has no layers of different dimensions"):
+        synth.synthesize(tmp_path / "m.gguf", preset="tiny", layered=synth.LayerShape(2, 32, 1))
 
 
 @pytest.mark.parametrize("field", ["value_dim", "window", "original_context"])

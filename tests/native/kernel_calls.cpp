@@ -390,9 +390,9 @@ void attention(const std::string& set, const Matrix& q, const Matrix& keys, cons
     std::byte* page = pages[std::size_t(p / kKeySpan)];
     const int in_page = p % kKeySpan, count = std::min({piece, kKeyBlock - p % kKeyBlock, positions - p});
     kernels.store_keys(keys.data() + std::size_t(p) * std::size_t(key_dim), std::size_t(key_dim), count,
-                       key_dim, cache.key_stride(), layout, page + cache.keys(0, 0), in_page);
+                       key_dim, cache.key_stride(0), layout, page + cache.keys(0, 0), in_page);
     kernels.store_values(values.data() + std::size_t(p) * std::size_t(value_dim), std::size_t(value_dim),
-                         count, value_dim, cache.value_stride(), layout, page + cache.values(0, 0), in_page);
+                         count, value_dim, cache.value_stride(0), layout, page + cache.values(0, 0), in_page);
     p += count;
   }
   AttentionHead head = {.q = q.data(),
@@ -406,8 +406,8 @@ void attention(const std::string& set, const Matrix& q, const Matrix& keys, cons
                         .layout = layout,
                         .key_dim = key_dim,
                         .value_dim = value_dim,
-                        .key_stride = cache.key_stride(),
-                        .value_stride = cache.value_stride(),
+                        .key_stride = cache.key_stride(0),
+                        .value_stride = cache.value_stride(0),
                         .heads = heads,
                         .position = positions - tokens,
                         .window = window,

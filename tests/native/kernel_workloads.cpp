@@ -170,9 +170,9 @@ std::unique_ptr<Workload> attention_workload(const std::string& set, int tokens,
     std::byte* page = w.pages[std::size_t(t / kPagePositions)];
     const int in_page = t % kPagePositions, count = std::min(kKeyBlock, tokens - t);
     for (int h = 0; h < kv_heads; ++h) {
-      kernels.store_keys(w.k.row(t) + h * head_dim, w.k.stride, count, head_dim, w.cache->key_stride(),
+      kernels.store_keys(w.k.row(t) + h * head_dim, w.k.stride, count, head_dim, w.cache->key_stride(0),
                          kernels.half_layout, page + w.cache->keys(0, h), in_page);
-      kernels.store_values(w.v.row(t) + h * head_dim, w.v.stride, count, head_dim, w.cache->value_stride(),
+      kernels.store_values(w.v.row(t) + h * head_dim, w.v.stride, count, head_dim, w.cache->value_stride(0),
                            kernels.half_layout, page + w.cache->values(0, h), in_page);
     }
   }

@@ -45,7 +45,8 @@ PUBLIC = {
     "metal_prefill.session": ["Logits", "Piece", "Progress", "Session", "TokenIds"],
     "metal_prefill.storage": [],
     "metal_prefill.synth": [
-        *("PRESETS", "TENSOR_TYPES", "ExpertShape", "ModelShape", "ScanShape", "synthesize"),
+        *("PRESETS", "TENSOR_TYPES", "ExpertShape", "LayerShape", "ModelShape", "ScanShape"),
+        "synthesize",
     ],
     "metal_prefill.tasks": [
         *("PROMPTS", "Classification", "Entity", "HybridVectors", "Ranked", "SparseVector", "embed"),

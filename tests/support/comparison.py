@@ -199,10 +199,13 @@ def compared_models() -> Iterator[tuple[str, SmallModel]]:
 
     It has windows of exaone4 only in models of 64 layers, and none in starcoder2. In lfm2 all its heads are
     as wide as the model. In qwen35 keys and values of the delta rule have one width, and layers with
-    attention are as far apart as the metadata set.
+    attention are as far apart as the metadata set. Models of layers that
+    differ are compared with transformers alone.
     """
     for name, model in _comparable_models():
         if model.architecture in ("exaone4", "starcoder2") and model.window:
+            continue
+        if model.layered is not None:
             continue
         if model.architecture in ("lfm2", "lfm2moe") and model.heads * model.key_dim != model.dim:
             continue

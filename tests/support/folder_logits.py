@@ -8,11 +8,15 @@ import numpy as np
 import numpy.typing as npt
 
 from metal_prefill import Model
-from support import decoder_folders, expert_folders, gpt_folders, recurrent_folders
+from support import decoder_folders, expert_folders, gpt_folders, layered_folders, recurrent_folders
 from support.recurrent_folders import IDS, ROWS
 
 RECORDED = (
-    recurrent_folders.RECORDED | decoder_folders.RECORDED | expert_folders.RECORDED | gpt_folders.RECORDED
+    recurrent_folders.RECORDED
+    | decoder_folders.RECORDED
+    | expert_folders.RECORDED
+    | gpt_folders.RECORDED
+    | layered_folders.RECORDED
 )
 
 

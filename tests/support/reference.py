@@ -19,7 +19,7 @@ from support.gguf_reader import GGUFReader
 
 Array: TypeAlias = npt.NDArray[np.float64]
 
-GEMMA = ("gemma2", "gemma3", "gemma-embedding")
+GEMMA = ("gemma2", "gemma3", "gemma-embedding", "gemma4")
 BERT = ("bert", "deberta-v2", "nomic-bert", "jina-bert-v2")
 ENCODERS = (*BERT, "modern-bert", "eurobert", "privacy-filter")
 BIASED = ("gpt2", "gptneox", "starcoder2", "phi2")
@@ -64,9 +64,9 @@ class Result:
     residual, hidden : float64 [n, dim]
         After the last layer, before and after the output norm.
     keys : list of float64 [n, kv_heads, key_dim]
-        Contents of the KV cache of each layer with attention, after rotation.
+        Contents of the KV cache of each layer with keys of its own, after rotation.
     values : list of float64 [n, kv_heads, value_dim]
-        Per layer with attention.
+        Likewise.
     products : dict of int to float64 [n, channels]
         Inputs of the filter for each token, per layer with a convolution.
     states : dict of int to float64 [heads, key_dim, value_dim]
@@ -155,7 +155,9 @@ class ReferenceModel:
             x = self._norm("token_embd_norm", x + self._positions_and_types(ids))
         if "token_embd_proj.weight" in self.tensors:
             x = x @ self.tensors["token_embd_proj.weight"].T + self.tensors["token_embd_proj.bias"]
+        inputs = self._inputs_of_layers(ids, x)
         keys, values = [], []
+        own: dict[bool, tuple[Array, Array]] = {}  # of the last layer with a window, and without one
         products: dict[int, Array] = {}
         states: dict[int, Array] = {}
         for layer in range(self.n_layers):
@@ -168,8 +170,11 @@ class ReferenceModel:
                 projected, products[layer], states[layer] = self._gated_delta(layer, x)
             elif self.kv_heads_of_layers[layer] > 0:
                 q, k, v, gate = self._project(layer, x)
-                keys.append(k)
-                values.append(v)
+                if self.architecture != "gemma4" or layer < self.n_layers - self._shared_layers():
+                    keys.append(k)
+                    values.append(v)
+                    own[self._is_windowed(layer)] = k, v
+                k, v = own[self._is_windowed(layer)]
                 attended = gate * self._attention(layer, q, self._cached(k), self._cached(v))
                 projected = projected + self._linear(layer, "attn_output", attended)
             added = self.scale["residual_scale"]
@@ -186,6 +191,10 @@ class ReferenceModel:
                     layer, "post_ffw_norm", self._feed_forward(layer, feed_forward_input)
                 )
             x = self._normed(layer, "layer_output_norm", x)
+            if inputs is not None:
+                gated = self._activated(self._linear(layer, "inp_gate", x)) * inputs[:, layer]
+                x = x + self._normed(layer, "post_norm", self._linear(layer, "proj", gated))
+            x = x * self.tensors.get(f"blk.{layer}.layer_output_scale.weight", 1.0)
         head = self.tensors.get("output.weight", self.tensors["token_embd.weight"])
         hidden = self._norm("token_embd_norm" if self.architecture.startswith("lfm2") else "output_norm", x)
         if self.architecture in ENCODERS:
@@ -206,6 +215,23 @@ class ReferenceModel:
             if name in self.tensors:
                 x = self.tensors[name] @ x
         return x
+
+    def _inputs_of_layers(self, ids: npt.NDArray[Any], x: Array) -> Array | None:
+        """Compute what layers read of the tokens themselves, ``[n, layers, width]``; None without it."""
+        table = self.tensors.get("per_layer_token_embd.weight")
+        if table is None:
+            return None
+        width = table.shape[1] // self.n_layers
+        shape = (len(ids), self.n_layers, width)
+        projected = (x @ self.tensors["per_layer_model_proj.weight"].T) / math.sqrt(self.dim)
+        normed = self._norm("per_layer_proj_norm", projected.reshape(shape))
+        inputs: Array = (normed + math.sqrt(width) * table[ids].reshape(shape)) / math.sqrt(2)
+        return inputs
+
+    def _shared_layers(self) -> int:
+        """Return the number of last layers that attend to keys and values of earlier ones."""
+        shared: int = self._key("attention.shared_kv_layers", 0)
+        return shared
 
     def _positions_and_types(self, ids: npt.NDArray[Any]) -> Array | float:
         """Embeddings of positions and of segments, which end with a separator, ``[n, dim]``."""
@@ -300,11 +326,19 @@ class ReferenceModel:
         h = self._normed(layer, "attn_norm", x)
         gate: Array | float = 1.0
         heads = []
+        kv_heads, key_dim, value_dim = self.n_kv_heads, self.key_dim, self.value_dim
+        if self.architecture == "gemma4":
+            kv_heads = self.kv_heads_of_layers[layer]
+            if self._is_windowed(layer):
+                key_dim = value_dim = self._key("attention.key_length_swa")
         for name, count, width in (
-            ("attn_q", self.n_heads, self.key_dim),
-            ("attn_k", self.n_kv_heads, self.key_dim),
-            ("attn_v", self.n_kv_heads, self.value_dim),
+            ("attn_q", self.n_heads, key_dim),
+            ("attn_k", kv_heads, key_dim),
+            ("attn_v", kv_heads, value_dim),
         ):
+            if f"blk.{layer}.{name}.weight" not in self.tensors:  # those of another layer take their place
+                heads.append(np.zeros((len(x), count, width)))
+                continue
             projected = self._linear(layer, name, h)
             if self.architecture == "qwen35" and name == "attn_q":  # each head, then its gate
                 projected, gate = np.split(projected.reshape(len(x), count, 2 * width), 2, axis=2)
@@ -313,7 +347,10 @@ class ReferenceModel:
                 projected = self._normed(layer, f"{name}_norm", projected)
             heads.append(projected.reshape(len(x), count, width))
         q, k = (self._normed_and_rotated(layer, n, h) for n, h in zip("qk", heads, strict=False))
-        return q, k, heads[2], gate
+        v = heads[2]
+        if self.architecture == "gemma4":
+            v = v / np.sqrt(np.mean(v**2, axis=-1, keepdims=True) + self.norm_eps)
+        return q, k, v, gate
 
     def _normed_and_rotated(self, layer: int, name: str, heads: Array) -> Array:
         if self.architecture in NORMS_ROWS_OF_QK:
@@ -330,9 +367,9 @@ class ReferenceModel:
         windowed, causal = self._is_windowed(layer), self._key("attention.causal", True)
         window = self._key("attention.sliding_window") if windowed else 2 * n
         visible = (distance >= 0) & (distance < window) if causal else np.abs(distance) <= window // 2
-        out = np.empty((n, self.n_heads, self.value_dim))
+        out = np.empty((n, self.n_heads, v.shape[2]))
         for head in range(self.n_heads):
-            kv_head = head // (self.n_heads // self.n_kv_heads)
+            kv_head = head // (self.n_heads // k.shape[1])
             scores = self._attention_scale() * (q[:, head] @ k[:, kv_head].T)
             scores = self._capped(scores, "attn_logit_softcapping")
             if self.architecture == "jina-bert-v2":
@@ -457,11 +494,12 @@ class ReferenceModel:
         frequencies, magnitude = self._frequencies(layer)
         angles = np.arange(len(x))[:, None, None] * frequencies  # [n, 1, rope_dim / 2]
         cos, sin = magnitude * np.cos(angles), magnitude * np.sin(angles)
-        half = self.rope_dim // 2
+        rope_dim = self._rope_dim(layer)
+        half = rope_dim // 2
         if self.architecture in ROTATES_HALVES:
-            first, second = slice(0, half), slice(half, self.rope_dim)
+            first, second = slice(0, half), slice(half, rope_dim)
         else:
-            first, second = slice(0, self.rope_dim, 2), slice(1, self.rope_dim, 2)
+            first, second = slice(0, rope_dim, 2), slice(1, rope_dim, 2)
         out: Array = x.copy()
         out[..., first] = x[..., first] * cos - x[..., second] * sin
         out[..., second] = x[..., first] * sin + x[..., second] * cos
@@ -473,9 +511,9 @@ class ReferenceModel:
         windowed = self.architecture in own_base and self._is_windowed(layer)
         base: float = 10000.0 if windowed else self._key("rope.freq_base", 10000.0)
         windowed = windowed or (self.architecture == "olmo2" and self._is_windowed(layer))
-        pairs = np.arange(self.rope_dim // 2)
-        frequencies: Array = base ** (-2.0 * pairs / self.rope_dim)
-        if "rope_freqs.weight" in self.tensors:
+        pairs = np.arange(self._rope_dim(layer) // 2)
+        frequencies: Array = base ** (-2.0 * pairs / self._rope_dim(layer))
+        if "rope_freqs.weight" in self.tensors and not (self.architecture == "gemma4" and windowed):
             frequencies = frequencies / self.tensors["rope_freqs.weight"]
         if "rope_factors_long.weight" in self.tensors:  # LongRoPE, arXiv:2402.13753
             context = self._context or self._key("context_length")
@@ -504,7 +542,15 @@ class ReferenceModel:
         multiplier = self._key("rope.scaling.yarn_log_multiplier", 0.0)
         return blended, (1 + 0.1 * math.log(factor)) / (1 + 0.1 * multiplier * math.log(factor))
 
+    def _rope_dim(self, layer: int) -> int:
+        if self.architecture != "gemma4" or not self._is_windowed(layer):
+            return self.rope_dim
+        own: int = self._key("rope.dimension_count_swa")
+        return own
+
     def _is_windowed(self, layer: int) -> bool:
+        if self.architecture == "gemma4":
+            return bool(self._key("attention.sliding_window_pattern")[layer])
         if self.architecture in ("starcoder2", "privacy-filter"):
             return self._window > 0
         if self.architecture in ("exaone4", "olmo2", "cohere2"):
@@ -521,13 +567,16 @@ class ReferenceModel:
         return window
 
     def _attention_scale(self) -> float:
-        scale: float = self._key("attention.scale", self.key_dim**-0.5)
+        default = 1.0 if self.architecture == "gemma4" else self.key_dim**-0.5
+        scale: float = self._key("attention.scale", default)
         return scale
 
     def _split(self) -> None:
         """Split stacked matrices: q, k and v, and gate and up."""
         q, k = self.n_heads * self.key_dim, self.n_kv_heads * self.key_dim
         ffn = self._key("feed_forward_length")
+        if self.architecture == "gemma4":  # whose matrices are separate
+            return
         for layer in range(self.n_layers):
             parts: dict[str, Array] = {}
             qkv = None if self._is_delta(layer) else self.tensors.pop(f"blk.{layer}.attn_qkv.weight", None)

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from metal_prefill.synth import ExpertShape, ModelShape, ScanShape, _file, _model
+from metal_prefill.synth import ExpertShape, LayerShape, ModelShape, ScanShape, _file, _model
 from metal_prefill.synth._blocks import BLOCK_FORMATS, random_norm, random_tensor
 from metal_prefill.synth._model import TIED, Role, Tensor
 from metal_prefill.synth._scan import random_decay, random_step
@@ -108,12 +108,26 @@ class SmallModel:
     conv_taps: int = 3
     scan: ScanShape | None = None
     experts: ExpertShape | None = None
+    layered: LayerShape | None = None
     seed: int = 1
 
     @property
     def v_dim(self) -> int:
         """Width of a value head."""
         return self.key_dim if self.value_dim is None else self.value_dim
+
+
+# Heads and feed-forwards of several widths, and layers that share keys and values.
+_GEMMA4 = SmallModel(
+    architecture="gemma4",
+    layers=6,
+    kv_heads=1,
+    key_dim=64,
+    rope_base=1e6,
+    window=16,
+    scales=(("final_logit_softcapping", 12.0),),
+    layered=LayerShape(2, 32, 1, inputs=32, shared=3, shared_ffn=192),
+)
 
 
 def _of_type(kind: str) -> SmallModel:
@@ -411,6 +425,29 @@ MODELS: dict[str, SmallModel] = {
     ),
     "gemma3": SmallModel(architecture="gemma3", layers=7, rope_base=1e6, window=16, key_dim=64),
     "gemma3, scaled": SmallModel(architecture="gemma3", layers=7, window=16, rope_scaling="linear"),
+    "gemma4": _GEMMA4,
+    "gemma4, odd dimensions": SmallModel(
+        architecture="gemma4",
+        layers=6,
+        dim=50,
+        heads=6,
+        kv_heads=2,
+        key_dim=40,
+        ffn=70,
+        embedding="F16",
+        types={"*": "F32"},
+        rope_base=1e6,
+        window=9,
+        layered=LayerShape(2, 24, 3, inputs=10, shared=3, shared_ffn=140),
+    ),
+    "gemma4, equal feed-forwards": replace(
+        _GEMMA4,
+        heads=8,
+        window=100,
+        scales=(),
+        layered=LayerShape(3, 32, 4, inputs=64, shared=1, shared_ffn=96),
+    ),
+    "gemma4, without inputs": replace(_GEMMA4, layers=3, layered=LayerShape(3, 32, 2)),
     **EXPERTS,
 }
 
@@ -493,6 +530,9 @@ def write(path: str | Path, model: SmallModel) -> Path:
     # first the tensors outside the layers, then each layer's matrices, norms and biases.
     rng = np.random.default_rng(model.seed)
     data = {tensor.name: _data(rng, tensor) for tensor in sorted(tensors, key=_turn)}
+    if model.layered is not None:  # other factors than these have no counterpart in transformers
+        count = next(tensor.count for tensor in tensors if tensor.role is Role.FACTORS)
+        data["rope_freqs.weight"] = model.layered.factors(count).view(np.uint8)
     fused = FUSED.get("jina-bert-v2, code" if model.all_norms else model.architecture, ())
     tensors = _fused(tensors, data, fused if model.fused else ())
     _file.write(Path(path), "Small", shape, "F32", tensors, lambda tensor: data[tensor.name])
@@ -568,11 +608,16 @@ def _shape(model: SmallModel) -> ModelShape:
         conv_taps=model.conv_taps,
         scan=model.scan,
         experts=model.experts,
+        layered=model.layered,
     )
 
 
 def _typed(tensor: Tensor, model: SmallModel) -> Tensor:
-    if tensor.role is not Role.MATRIX or not tensor.name.startswith("blk.") or "ffn_gate_inp" in tensor.name:
+    if (
+        tensor.role is not Role.MATRIX
+        or not tensor.name.startswith(("blk.", "per_layer_"))
+        or "ffn_gate_inp" in tensor.name
+    ):
         return tensor
     kinds = [kind for pattern, kind in model.types.items() if fnmatchcase(tensor.name, pattern)]
     return replace(tensor, kind=kinds[-1])
@@ -589,8 +634,9 @@ _OUTSIDE = (
     *("token_types.weight", "position_embd.weight", "token_embd_norm.weight", "token_embd_norm.bias"),
     *("attn_rel_b.weight", "output_norm.bias", "output.bias"),
     *("token_embd_proj.weight", "token_embd_proj.bias", "attn_rel_row.weight"),
+    *("per_layer_token_embd.weight", "per_layer_model_proj.weight", "per_layer_proj_norm.weight"),
 )
-_ROLES = (Role.MATRIX, Role.NORM, Role.BIAS, Role.FILTER, Role.DECAY, Role.STEP, Role.ROWS)
+_ROLES = (Role.MATRIX, Role.NORM, Role.BIAS, Role.FILTER, Role.DECAY, Role.STEP, Role.ROWS, Role.SMALL_NORM)
 _HEADS = ("dense_2.weight", "dense_3.weight", "cls.output.weight")
 
 
@@ -609,6 +655,8 @@ def _data(rng: np.random.Generator, tensor: Tensor) -> npt.NDArray[np.uint8]:
     """Bytes of a tensor."""
     if tensor.role in (Role.NORM, Role.OUTPUT_NORM):
         return random_norm(rng, tensor.count, signed=tensor.role is Role.OUTPUT_NORM)
+    if tensor.role is Role.SMALL_NORM:
+        return _model.small_norm(random_norm(rng, tensor.count))
     if tensor.role is Role.FACTORS:  # as Llama 3's: fast pairs keep their frequency, slow ones are divided
         last = 2.0 if "short" in tensor.name else 8.0
         return np.geomspace(1.0, last, tensor.count, dtype=np.float32).view(np.uint8)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from metal_prefill.synth import ExpertShape, ScanShape
+from metal_prefill.synth import ExpertShape, LayerShape, ScanShape
 from support.small_models import ENCODERS, EXPERTS, MODELS, SmallModel
 
 # For tests in which neither weights nor dimensions matter.
@@ -18,6 +18,9 @@ _ENCODER_SIZE = {**_SIZE, "kv_heads": 2, "context": 64}
 TINY_MODELS = {
     "gemma2": replace(MODELS["gemma2"], layers=2, **_SIZE),
     "gemma3": replace(MODELS["gemma3"], layers=2, **_SIZE),
+    "gemma4": replace(
+        MODELS["gemma4"], layers=3, layered=LayerShape(2, 16, 1, inputs=32, shared=1, shared_ffn=64), **_SIZE
+    ),
     "gptneox": replace(MODELS["gptneox"], layers=1, **_SIZE),
     "phi2": replace(MODELS["phi2"], layers=1, **_SIZE),
     "lfm2": replace(MODELS["lfm2"], layers=2, conv_layers=(0,), **_SIZE),

@@ -1,7 +1,7 @@
 """Record logits of Hugging Face transformers for small model folders with random weights.
 
-Run it when a folder of ``recurrent_folders.py``, ``decoder_folders.py``, ``expert_folders.py`` or
-``gpt_folders.py`` in ``tests/support`` changes.
+Run it when a folder of ``recurrent_folders.py``, ``decoder_folders.py``, ``expert_folders.py``,
+``gpt_folders.py`` or ``layered_folders.py`` in ``tests/support`` changes.
 """
 
 from __future__ import annotations

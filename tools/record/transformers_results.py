@@ -26,6 +26,7 @@ from metal_prefill.synth import ScanShape
 MODEL_TYPES = {  # where transformers has another name
     "gemma3": "gemma3_text",
     "gemma-embedding": "gemma3_text",
+    "gemma4": "gemma4_text",
     "hunyuan-dense": "hunyuan_v1_dense",
     "granitemoe": "granitemoeshared",
     "granitehybrid": "granitemoehybrid",
@@ -182,6 +183,17 @@ ARCHITECTURE_NAMES = {
     },
     **dict.fromkeys(("olmo2", "exaone4"), POST_NORMS),
     **dict.fromkeys(GEMMA, POST_NORMS | {"ffn_norm": "pre_feedforward_layernorm"}),
+    "gemma4": POST_NORMS
+    | {
+        "ffn_norm": "pre_feedforward_layernorm",
+        "per_layer_token_embd": "model.embed_tokens_per_layer",
+        "per_layer_model_proj": "model.per_layer_model_projection",
+        "per_layer_proj_norm": "model.per_layer_projection_norm",
+        "inp_gate": "per_layer_input_gate",
+        "proj": "per_layer_projection",
+        "post_norm": "post_per_layer_input_norm",
+        "layer_output_scale": "layer_scalar",
+    },
     "phi3": NAMES | {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
     "lfm2": _LFM2,
     "qwen35": NAMES
@@ -290,6 +302,27 @@ def config_of(path: Path, model: SmallModel) -> transformers.PreTrainedConfig:
         settings |= {key: cap for key, cap in model.scales if key.endswith("softcapping")}
     elif model.architecture in GEMMA:  # layers with a window use a separate rope base, unscaled
         settings["rope_parameters"] = {"full_attention": rope, "sliding_attention": {"rope_type": "default"}}
+    if (layered := model.layered) is not None:
+        windowed = layered.windowed(model.layers)
+        settings |= {
+            "head_dim": layered.window_head_dim,
+            "num_key_value_heads": layered.window_kv_heads,
+            "per_layer_config": {
+                i: {"head_dim": model.key_dim, "num_key_value_heads": model.kv_heads}
+                for i, w in enumerate(windowed)
+                if not w
+            },
+            "layer_types": ["sliding_attention" if w else "full_attention" for w in windowed],
+            "sliding_window": model.window,
+            "hidden_size_per_layer_input": layered.inputs,
+            "vocab_size_per_layer_input": model.vocab,
+            "num_kv_shared_layers": layered.shared,
+            "use_double_wide_mlp": layered.shared_ffn == 2 * model.ffn,
+            "final_logit_softcapping": dict(model.scales).get("final_logit_softcapping"),
+        }
+        rope |= {"rope_type": "proportional", "partial_rotary_factor": layered.rotated}
+        local = {"rope_type": "default", "rope_theta": 10000.0}
+        settings["rope_parameters"] = {"full_attention": rope, "sliding_attention": local}
     kind = MODEL_TYPES.get(model.architecture, model.architecture)
     if model.architecture == "olmo2" and model.window:  # layers with a window are unscaled
         kind = "olmo3"
@@ -409,6 +442,8 @@ def weights_of(path: Path, model: SmallModel) -> Iterator[tuple[str, torch.Tenso
         name = f"{prefix}{names[part]}.{kind}".rstrip(".")
         if tensor.name.endswith("ssm_a"):
             data = np.log(-data)
+        if part == "layer_output_scale":
+            name = name.removesuffix(".weight")
         if part in ("ssm_dt", "exp_probs_b"):
             name = f"{prefix}{names[part]}_bias"
         if model.architecture == "falcon-h1":

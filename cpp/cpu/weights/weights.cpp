@@ -175,6 +175,7 @@ Forms& Weights::input_of(Extent cols) {
   if (cols == Extent::kDim) return dim_input;
   if (cols == Extent::kAttention) return attention_input;
   if (cols == Extent::kFfn || cols == Extent::kSharedFfn) return ffn_input;
+  if (cols == Extent::kLayerInput) return layer_input;
   if (cols == Extent::kChannels) return conv_input;
   if (cols == Extent::kScanDim) return scan_input;
   throw std::logic_error("no step computes the input of a matrix");
@@ -209,6 +210,7 @@ std::size_t Weights::lay_out(std::byte* base) {
     for (Linear& linear : layer.down_experts) place({&linear});
   }
   place({&output});
+  place({&per_layer_projection});
   return bytes;
 }
 
@@ -255,6 +257,8 @@ Weights::Weights(const Model& model, Compute compute, const Kernels& kernels, Te
     }
   }
   if (model.output) add(output, model.output, dim_input, false);
+  if (const Tensor& projection = model.per_layer_projection)
+    add(per_layer_projection, projection, dim_input, false);
   Forms embedded;
   if (const Tensor& projection = model.embedding_projection)
     add(embedding_projection, projection, embedded, true);

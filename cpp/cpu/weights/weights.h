@@ -87,10 +87,11 @@ class Weights {
   const CpuLayer& layer(int n) const { return layers[std::size_t(n) % layers.size()]; }
   Linear output;
   Linear embedding_projection;  // in float32
-  bool widens = false;          // quantized weights to pairs, once for all rows of a pass
-  // Forms of the inputs of products that read [dim], [n_heads * value_dim], [ffn_dim], the output of a short
-  // convolution or of a layer whose state has matrices.
-  Forms dim_input, attention_input, ffn_input, conv_input, scan_input;
+  Linear per_layer_projection;
+  bool widens = false;  // quantized weights to pairs, once for all rows of a pass
+  // Forms of the inputs of products that read [dim], [n_heads * value_dim], [ffn_dim], [per_layer_dim], the
+  // output of a short convolution or of a layer whose state has matrices.
+  Forms dim_input, attention_input, ffn_input, layer_input, conv_input, scan_input;
   // Of those of experts, which read [dim] and [expert_dim].
   Forms expert_input, expert_ffn_input;
   bool has_conv = false, has_scan = false;  // in some layer

@@ -9,6 +9,7 @@
 #include "../../base/rounding.h"
 #include "../../model/tensors.h"
 #include "forward_pass.h"
+#include "padding.h"
 #include "recorder.h"
 
 namespace metal_prefill::metal {
@@ -103,6 +104,7 @@ ForwardPass::ForwardPass(const Tuning& tuning, const Model& model, const EngineO
                config_.n_kv_heads * (config_.key_dim + config_.value_dim)),
       att_dim_(config_.n_heads * config_.value_dim),
       activation_(activation_of(config_.activation)) {
+  refuse_differing_layers(config_);
   if (options.kv_type == KvType::kQ8_0)
     throw UnsupportedModelError(
         "the Metal engine has no KV cache in q8_0: use kv_dtype='f16', or device='cpu'");

@@ -97,9 +97,23 @@ bool fits_kernels(const Config& c) {
   return std::all_of(std::begin(dimensions), std::end(dimensions), [](int n) { return n % kItem == 0; });
 }
 
+void refuse_differing_layers(const Config& c) {
+  const auto refuse = [](const std::string& what) {
+    throw UnsupportedModelError("the Metal engine does not support " + what + ": use device='cpu'");
+  };
+  if (c.per_layer_dim > 0) refuse("inputs of layers, of " + std::to_string(c.per_layer_dim) + " values");
+  if (!c.layer_cache.empty()) refuse("layers that share keys and values");
+  if (!(c.layer_head_dim.empty() && c.layer_kv_heads.empty() && c.layer_rope_dim.empty()))
+    refuse("layers with different heads, of up to " + std::to_string(c.key_dim) + " dimensions");
+  if (!c.layer_ffn_dim.empty())
+    refuse("feed-forwards of different widths, of up to " + std::to_string(c.ffn_dim));
+  if (c.value_norm) refuse("a norm of values");
+}
+
 Model pad_model(const Model& original) {
   Model model = original;
   const Config& own = original.config;
+  refuse_differing_layers(own);
   if (own.norm_kind == NormKind::kLayer)
     throw UnsupportedModelError("LayerNorm over " + std::to_string(own.dim) +
                                 " values, or heads and a feed-forward that are not multiples of 8: the Metal "

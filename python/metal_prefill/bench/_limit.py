@@ -11,7 +11,7 @@ from metal_prefill.bench._peak import int8_peak
 from metal_prefill.files._architecture import ARCHITECTURES
 from metal_prefill.files._gguf_file import GGUFFile
 from metal_prefill.files._hyperparameters import read_config
-from metal_prefill.files._model_config import has_attention, layer_kind
+from metal_prefill.files._model_config import has_attention, layer_kind, layers_differ
 from metal_prefill.files._model_tensors import expected_tensors, ignored_tensors, tensor_name
 
 FLOAT_TYPES = ("F32", "F16", "BF16")
@@ -88,6 +88,8 @@ def read_work(path: Path) -> PromptWork | None:
         windows = config.layer_window or (0,) * config.n_layers
         kinds = [layer_kind(config, layer) for layer in range(config.n_layers)]
         windows = tuple(w if has_attention(kind) else -1 for w, kind in zip(windows, kinds, strict=True))
+        if layers_differ(config) or config.layer_cache or config.per_layer_dim:
+            return None
         position = config.n_heads * (config.key_dim + config.value_dim)
         return PromptWork(each, once + config.vocab_size * config.dim, position, windows)
 

@@ -19,7 +19,7 @@ Values: TypeAlias = npt.NDArray[np.float32]
 
 
 PRIVACY_FILTER_BASE = 150000.0  # of the rotation, in folders that do not state one
-_MAX_HEAD = 1 << 16  # dimensions, for which frequencies are computed before the tensors are known
+MAX_HEAD = 1 << 16  # dimensions, for which frequencies are computed before the tensors are known
 
 
 def activation(config: Fields) -> dict[str, Any]:
@@ -235,7 +235,7 @@ def yarn_factors(config: Fields) -> dict[str, Values]:
 
 def _head_width(config: Fields, least: int = 1) -> int:
     width = config.integer("hidden_size") // config.integer("num_attention_heads")
-    return config.integer("head_dim", default=width, least=least, most=_MAX_HEAD)
+    return config.integer("head_dim", default=width, least=least, most=MAX_HEAD)
 
 
 def rope_factors(config: Fields) -> dict[str, Values]:

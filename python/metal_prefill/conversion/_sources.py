@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, TypeAlias
 
-from metal_prefill.conversion import _deberta, _experts, _scan_settings, _settings, _static
+from metal_prefill.conversion import _deberta, _experts, _gemma4, _scan_settings, _settings, _static
 from metal_prefill.conversion._fields import MAX_LAYERS, Fields
 from metal_prefill.conversion._settings import Values
 from metal_prefill.conversion._weights import Weight
@@ -851,6 +851,30 @@ SOURCES: dict[str, Source] = {
     "Gemma2": _GEMMA2,
     "Gemma3": _GEMMA3,
     "Gemma3Text": _GEMMA3,
+    "Gemma4": replace(
+        _LLAMA,
+        architecture="gemma4",
+        prefixes=("model.language_model.",),
+        keys={
+            key: name
+            for key, name in _GEMMA.items()
+            if key not in ("rope.freq_base", "attention.key_length", "attention.value_length")
+        },
+        biases={},
+        accepted={
+            "hidden_activation": ("gelu_pytorch_tanh",),
+            "attention_bias": (False,),
+            "attention_k_eq_v": (False,),
+            "enable_moe_block": (False,),
+            "use_bidirectional_attention": (None, "vision"),
+        },
+        unused=(*_UNUSED, r"model\.(vision_tower|audio_tower|embed_vision|embed_audio)\..*"),
+        changes={},
+        more=_gemma4.metadata,
+        computed=_gemma4.rope_factors,
+        combined=_gemma4.without_unused_keys,
+        text_part="text_config",
+    ),
     "Qwen3_5": Source(
         "qwen35",
         prefixes=("model.language_model.",),
@@ -938,7 +962,9 @@ def find_source(config: Fields) -> tuple[Source, Task]:
         known = ", ".join((*SOURCES, COLBERT))
         raise config.unsupported(f"model class {name} is not supported; supported families are {known}")
     source, task = SOURCES[family], TASKS[match[2]]
-    if ARCHITECTURES[source.architecture].causal and (family != match[1] or _is_bidirectional(config)):
+    if ARCHITECTURES[source.architecture].causal and (
+        family != match[1] or _is_bidirectional(source, config)
+    ):
         source, task = _bidirectional(source), "body" if task == "causal" else task
     if source.architecture == "granitehybrid":
         has_experts = config.integer("num_local_experts", default=8, least=0) > 0
@@ -959,10 +985,14 @@ def text_fields(source: Source, config: Fields) -> Fields:
     return config.object(part) if part and config.has(part) else config
 
 
-def _is_bidirectional(config: Fields) -> bool:
-    """Return whether a folder states that tokens see those after them."""
+def _is_bidirectional(source: Source, config: Fields) -> bool:
+    """Return whether a folder states that tokens see those after them, where a row does not list values."""
     fields = {"use_bidirectional_attention": True, "is_causal": False}
-    return any(config.boolean(name, default=not value) == value for name, value in fields.items())
+    return any(
+        config.boolean(name, default=not value) == value
+        for name, value in fields.items()
+        if name not in source.accepted
+    )
 
 
 def _bidirectional(source: Source) -> Source:
@@ -1033,6 +1063,8 @@ def gguf_name(source: Source, task: Task, names: Any, name: str) -> str | None:
         return None
     if suffix == "dt_bias":
         stem, suffix = f"{stem}.dt_proj", "bias"
+    if suffix == "layer_scalar":
+        stem, suffix = f"{stem}.layer_scalar", "weight"
     if suffix == "expert_bias":
         stem, suffix = f"{stem}.expert_bias", "bias"
     if source.added_prefix and not bare.startswith(source.added_prefix):

@@ -135,6 +135,14 @@ class Architecture:
         Whether the metadata can say that no layer rotates.
     query_gate : bool
         Same as in `ModelConfig`.
+    value_norm : bool
+        Same as in `ModelConfig`.
+    per_layer_inputs, layer_scale : {"required", "optional", "absent"}
+        Presence of the inputs of layers from the tokens themselves, if the metadata state their width; and of
+        a scale of the output of each layer.
+    layers_differ : bool
+        Whether layers with a window can have heads of another width, and layers other numbers of key-value
+        heads and feed-forwards of other widths.
     image_sections : bool
         Whether files divide the rotated pairs into those for the time, the row and the column of an image,
         which are the same in a text.
@@ -208,6 +216,10 @@ class Architecture:
     attention_every: int = 0
     rope_switch: bool = False
     query_gate: bool = False
+    value_norm: bool = False
+    per_layer_inputs: Presence = "absent"
+    layer_scale: Presence = "absent"
+    layers_differ: bool = False
     image_sections: bool = False
     ignored: Mapping[str, str] = field(default_factory=dict)
     names: Mapping[str, str] = field(default_factory=dict)
@@ -420,6 +432,15 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "gemma2": _GEMMA2,
     "gemma3": _GEMMA3,
+    "gemma4": replace(
+        _GEMMA3,
+        logit_cap=0.0,
+        value_norm=True,
+        per_layer_inputs="required",
+        layer_scale="optional",
+        layers_differ=True,
+        attention_scale=lambda _: 1.0,
+    ),
     "gemma-embedding": replace(_GEMMA3, causal=False),
     "bert": _BERT,
     "deberta-v2": replace(

@@ -13,6 +13,7 @@ from dataclasses import replace
 from metal_prefill.errors import UnsupportedModelError
 from metal_prefill.files._architecture import ARCHITECTURES, Architecture
 from metal_prefill.files._gguf_file import GGUFFile
+from metal_prefill.files._layer_dimensions import with_layer_dimensions
 from metal_prefill.files._metadata_keys import MAX_INT, Keys
 from metal_prefill.files._model_config import (
     Activation,
@@ -112,7 +113,7 @@ def read_config(gguf: GGUFFile, max_context: int | None = None) -> ModelConfig:
         n_kv_heads=n_kv_heads,
         key_dim=key_dim,
         value_dim=value_dim,
-        ffn_dim=keys.positive_each_layer("feed_forward_length", n_layers) if "dense" in feed_forwards else 0,
+        ffn_dim=_ffn_dim(keys, traits, n_layers) if "dense" in feed_forwards else 0,
         vocab_size=_vocab_size(keys),
         context_length=keys.positive("context_length"),
         norm_kind=traits.norm_kind,
@@ -139,6 +140,7 @@ def read_config(gguf: GGUFFile, max_context: int | None = None) -> ModelConfig:
         layer_feed_forwards=feed_forwards if "experts" in feed_forwards else (),
         conv_taps=_conv_taps(keys, dim) if "short_conv" in kinds else 0,
         query_gate=traits.query_gate,
+        value_norm=traits.value_norm,
     )
     if any(has_matrix_state(kind) for kind in kinds):
         config = _with_scan(config, keys)
@@ -150,6 +152,10 @@ def read_config(gguf: GGUFFile, max_context: int | None = None) -> ModelConfig:
             "width of the gates"
         )
     config = with_positions(config, keys, traits, max_context)
+    if traits.layers_differ:
+        config = with_layer_dimensions(config, keys)
+    if traits.per_layer_inputs != "absent":
+        config = replace(config, per_layer_dim=_per_layer_dim(keys, n_layers))
     return (
         config if config.attention_scale else replace(config, attention_scale=traits.attention_scale(config))
     )
@@ -178,6 +184,26 @@ def _soft_cap(keys: Keys, suffix: str, default: float | None) -> float:
     if stated and default is None:
         raise keys.unsupported(f"{key} = {stated} is not supported")
     return keys.positive_float(suffix, default=stated) if stated else 0.0
+
+
+def _ffn_dim(keys: Keys, traits: Architecture, n_layers: int) -> int:
+    """Return the largest width of a feed-forward."""
+    key = "feed_forward_length"
+    return max(
+        keys.list_each_layer(key, n_layers)
+        if traits.layers_differ
+        else (keys.positive_each_layer(key, n_layers),)
+    )
+
+
+def _per_layer_dim(keys: Keys, n_layers: int) -> int:
+    key = "embedding_length_per_layer_input"
+    if not keys.number(f"{keys.architecture}.{key}", default=0):
+        return 0
+    dim = keys.positive(key)
+    if dim * n_layers > MAX_INT:
+        raise keys.error(f"{keys.architecture}.{key} is {dim}: {n_layers} layers have more than {MAX_INT}")
+    return dim
 
 
 def _distinct_layers(keys: Keys, n_layers: int) -> int:
@@ -265,7 +291,14 @@ def _heads(
         attends = _layers_with_attention(keys, traits, counts, n_blocks)
         kinds = tuple(traits.mixer if has else traits.recurrent for has in attends)
     else:
-        n_kv_heads = keys.positive_each_layer("attention.head_count_kv", n_layers, default=n_heads)
+        of_layers = traits.layers_differ and keys.list_each_layer(
+            "attention.head_count_kv", n_layers, n_heads
+        )
+        n_kv_heads = (
+            max(of_layers)
+            if of_layers
+            else keys.positive_each_layer("attention.head_count_kv", n_layers, default=n_heads)
+        )
         kinds = () if traits.mixer == "attention" else (traits.mixer,) * n_layers
     if n_heads % n_kv_heads:
         raise keys.error(

@@ -84,6 +84,14 @@ class Keys:
             raise self.unsupported(f"{key} differs between layers, which is not supported")
         return self._positive(key, int(values[0]))
 
+    def list_each_layer(self, suffix: str, n_layers: int, default: int | None = None) -> tuple[int, ...]:
+        """Read a positive integer per layer, stored once or as a list."""
+        if not self._is_list(suffix):
+            return (self.positive(suffix, default),) * n_layers
+        key = self._key(suffix)
+        values = self._each_layer(key, n_layers, (np.integer,), _INTEGER_TYPES)
+        return tuple(self._positive(key, int(value)) for value in values)
+
     def count_each_layer(self, suffix: str, n_layers: int) -> tuple[int, ...]:
         """Read a count per layer, each 0 or the same positive integer, stored once or as a list."""
         if not self._is_list(suffix):

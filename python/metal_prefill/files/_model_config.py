@@ -131,6 +131,20 @@ class ModelConfig:
         Factor of the outputs of experts.
     conv_taps : int
         Number of tokens that a convolution covers, including the current one; 0 without such layers.
+    per_layer_dim : int
+        Width of the input that each layer has from the token itself, in addition to the residual stream; 0
+        without such inputs.
+    value_norm : bool
+        Whether each value head is divided by the root of its mean square.
+    layer_rope_freqs : tuple of bool
+        Whether the factors in ``rope_freqs.weight`` divide the frequencies of each layer; empty if they do
+        in every layer.
+    layer_cache : tuple of int
+        Layer whose keys and values each layer attends to: itself, or an earlier one. Empty if every layer
+        has its own.
+    layer_kv_heads, layer_head_dim, layer_rope_dim, layer_ffn_dim : tuple of int
+        Per-layer values of `n_kv_heads`, of `key_dim` and `value_dim`, of `rope_dim` and of `ffn_dim`, which
+        are then the largest; empty if these apply to every layer.
     query_gate : bool
         Whether the query projection also has rows for a gate of each head's output.
     scan_heads, scan_groups, scan_key_dim, scan_value_dim : int
@@ -195,6 +209,14 @@ class ModelConfig:
     route_scale: float = 1.0
     conv_taps: int = 0
     query_gate: bool = False
+    per_layer_dim: int = 0
+    value_norm: bool = False
+    layer_rope_freqs: tuple[bool, ...] = ()
+    layer_cache: tuple[int, ...] = ()
+    layer_kv_heads: tuple[int, ...] = ()
+    layer_head_dim: tuple[int, ...] = ()
+    layer_rope_dim: tuple[int, ...] = ()
+    layer_ffn_dim: tuple[int, ...] = ()
     scan_heads: int = 0
     scan_groups: int = 0
     scan_key_dim: int = 0
@@ -226,6 +248,11 @@ def leading_dense(n_layers: int, dense_layers: int) -> tuple[FeedForwardKind, ..
 def stored_layer(config: ModelConfig, layer: int) -> int:
     """Return the layer whose weights a layer has; -1 for tensors outside the layers."""
     return layer % config.distinct_layers if config.distinct_layers and layer >= 0 else layer
+
+
+def layers_differ(config: ModelConfig) -> bool:
+    """Return whether the tensors of a role have other shapes in some layers."""
+    return bool(config.layer_kv_heads or config.layer_head_dim or config.layer_ffn_dim)
 
 
 def layer_kind(config: ModelConfig, layer: int) -> LayerKind:

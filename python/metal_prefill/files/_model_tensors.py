@@ -11,7 +11,7 @@ from metal_prefill.errors import GGUFError, UnsupportedModelError
 from metal_prefill.files._architecture import ARCHITECTURES, Architecture
 from metal_prefill.files._gguf_file import GGUFFile, TensorInfo
 from metal_prefill.files._metadata_keys import Keys
-from metal_prefill.files._model_config import ModelConfig, core_config, stored_layer
+from metal_prefill.files._model_config import ModelConfig, core_config, layers_differ, stored_layer
 from metal_prefill.files._task_config import HEAD_TENSORS
 
 # Tensor types that are supported for matrices; vectors are F32.
@@ -48,7 +48,10 @@ def collect_tensors(gguf: GGUFFile, config: ModelConfig) -> list[tuple[str, int,
 def ignored_tensors(gguf: GGUFFile, config: ModelConfig) -> dict[str, str]:
     """Return the tensors of a file that the text model does not use, and what each of them is for."""
     patterns = dict(ARCHITECTURES[config.architecture].ignored)
-    if patterns:
+    for layer, other in enumerate(config.layer_cache):
+        if other != layer:
+            patterns |= {f"blk.{layer}.attn_{name}.*": "unused keys" for name in ("k", "v", "k_norm")}
+    if ARCHITECTURES[config.architecture].ignored:
         last = range(config.n_layers, Keys(gguf).positive("block_count"))
         patterns |= {f"blk.{layer}.*": "multi-token prediction" for layer in last}
     found: dict[str, str] = {}
@@ -68,9 +71,14 @@ def expected_tensors(config: ModelConfig) -> Iterator[tuple[_core.TensorSpec, in
     traits = ARCHITECTURES[config.architecture]
     core = core_config(config)
     specs = _core.tensors(core)
+    differ = layers_differ(config)
     for layer in range(-1, config.n_layers):
+        if layer >= 0 and differ:
+            specs = _core.tensors(core.of_layer(layer))
         for spec in specs:
             if layer >= 0 and not spec.is_in(core, layer):
+                continue
+            if spec.presence == "per_layer_inputs" and config.per_layer_dim == 0:
                 continue
             presence = presence_of(spec.presence, traits)
             if spec.per_layer == (layer >= 0) and presence != "absent":

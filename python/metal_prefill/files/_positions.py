@@ -129,11 +129,15 @@ def _with_layer_positions(config: ModelConfig, keys: Keys, traits: Architecture)
 
 def _check_windows(config: ModelConfig, keys: Keys, traits: Architecture) -> None:
     """Refuse heads of other shapes in layers with a window, and windows that see both sides in a decoder."""
-    same = {
-        "rope.dimension_count_swa": config.rope_dim,
-        "attention.key_length_swa": config.key_dim,
-        "attention.value_length_swa": config.value_dim,
-    }
+    same = (
+        {}
+        if traits.layers_differ
+        else {
+            "rope.dimension_count_swa": config.rope_dim,
+            "attention.key_length_swa": config.key_dim,
+            "attention.value_length_swa": config.value_dim,
+        }
+    )
     for suffix, value in same.items():
         stated = keys.positive(suffix, default=value)
         if stated != value:

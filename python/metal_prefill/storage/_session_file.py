@@ -49,7 +49,7 @@ from metal_prefill import _core
 from metal_prefill._support.atomic_write import replacing
 from metal_prefill.errors import MetalPrefillError, StateError
 from metal_prefill.files._gguf_file import GGUFFile
-from metal_prefill.files._model_config import ModelConfig, core_config, has_attention, layer_kind
+from metal_prefill.files._model_config import ModelConfig, core_config, layer_kind
 
 FORMAT = "metal_prefill.session"
 VERSION = "1"
@@ -132,13 +132,13 @@ class Owner:
     def tensors(self, n: int) -> dict[str, tuple[str, tuple[int, ...]]]:
         """Return dtype and shape of K, V and states of `n` cached tokens, layer by layer."""
         c, rows = self.config, _KV_DTYPES[self.kv_dtype]
-        kinds = (("key", c.key_dim), ("value", c.value_dim))
         tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
         core = core_config(c)
         for layer in range(c.n_layers):
             kind = layer_kind(c, layer)
-            for name, dim in kinds if has_attention(kind) else ():
-                shape = (n, c.n_kv_heads, dim // rows.values * rows.words)
+            own = core.of_layer(layer)
+            for name, dim in (("key", own.key_dim), ("value", own.value_dim)) if core.caches(layer) else ():
+                shape = (n, own.n_kv_heads, dim // rows.values * rows.words)
                 tensors[f"layer.{layer}.{name}"] = (rows.dtype, shape)
             if kind == "short_conv":
                 tensors[f"layer.{layer}.state"] = ("F32", (c.conv_taps - 1, c.dim))

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from metal_prefill.synth._blocks import TENSOR_TYPES, random_norm, random_tensor
 from metal_prefill.synth._experts import ExpertShape
 from metal_prefill.synth._file import write, write_outline
+from metal_prefill.synth._layers import LayerShape
 from metal_prefill.synth._model import (
     ROPE_SCALINGS,
     TIED,
@@ -30,6 +31,7 @@ from metal_prefill.synth._model import (
     llama3_rope_factors,
     long_rope_factors,
     rows_of_distances,
+    small_norm,
     stacked,
     tensors,
     with_types,
@@ -37,8 +39,8 @@ from metal_prefill.synth._model import (
 from metal_prefill.synth._scan import ScanShape, random_decay, random_step
 
 __all__ = [
-    "PRESETS", "ROPE_SCALINGS", "TENSOR_TYPES", "TIED", "TOKEN_TYPES", "ExpertShape", "ModelShape",
-    "ScanShape", "llama3_rope_factors", "synthesize",
+    "PRESETS", "ROPE_SCALINGS", "TENSOR_TYPES", "TIED", "TOKEN_TYPES", "ExpertShape", "LayerShape",
+    "ModelShape", "ScanShape", "llama3_rope_factors", "synthesize",
 ]  # fmt: skip
 
 Progress = Callable[[int, int], None]  # called with the bytes of weights written so far, and their total
@@ -99,6 +101,16 @@ PRESETS: Mapping[str, ModelShape] = {
         tokenizer="llama",
         norm_eps=1e-6,
         window=4096,
+    ),
+    "gemma-4-e2b": ModelShape(
+        *(35, 1536, 8, 1, 512, 6144, 262144, 131072),
+        architecture="gemma4",
+        tokenizer="llama",
+        rope_base=1e6,
+        norm_eps=1e-6,
+        window=512,
+        scales=(("final_logit_softcapping", 30.0),),
+        layered=LayerShape(5, 256, 1, inputs=256, shared=20, shared_ffn=12288),
     ),
     "mamba2-130m": ModelShape(
         *(24, 768, 0, 0, 0, 0, 50288, 1048576), architecture="mamba2", scan=ScanShape(1536, 128, 24)
@@ -215,6 +227,8 @@ class _Weights:
 
     def __call__(self, tensor: Tensor) -> NDArray[Any]:
         shape = self.shape
+        if tensor.role is Role.FACTORS and shape.layered is not None:
+            return shape.layered.factors(tensor.count)
         if tensor.role is Role.FACTORS and shape.rope_scaling == "longrope":
             return long_rope_factors(tensor.name, tensor.count, shape.rope_factor)
         if tensor.role is Role.FACTORS:
@@ -228,8 +242,9 @@ class _Weights:
             return random_decay(rng, tensor.count)
         if tensor.role is Role.STEP:
             return random_step(rng, tensor.count)
-        if tensor.role in (Role.NORM, Role.OUTPUT_NORM):
-            return random_norm(rng, tensor.count, signed=tensor.role is Role.OUTPUT_NORM)
+        if tensor.role in (Role.NORM, Role.OUTPUT_NORM, Role.SMALL_NORM):
+            norm = random_norm(rng, tensor.count, signed=tensor.role is Role.OUTPUT_NORM)
+            return small_norm(norm) if tensor.role is Role.SMALL_NORM else norm
         return random_tensor(rng, tensor.kind, tensor.count, tensor.std)
 
 
@@ -268,6 +283,7 @@ def synthesize(
     conv_taps: int | None = None,
     scan: ScanShape | None = None,
     experts: ExpertShape | None = None,
+    layered: LayerShape | None = None,
     seed: int = 0,
     progress: Progress | None = None,
 ) -> Path:
@@ -306,6 +322,9 @@ def synthesize(
         omitted from these.
     experts
         See `ModelShape`.
+    layered
+        See `ModelShape`. If `layers` is given without it, the preset's layers that share keys and values
+        become fewer, so that each kind of layer has an earlier one to share with.
     seed
         Seed of all weights.
     progress
@@ -336,6 +355,10 @@ def synthesize(
     if scan is None and shape.scan is not None and shape.scan.layers is not None:
         kept = tuple(n for n in shape.scan.layers if n < shape.layers)
         shape = replace(shape, scan=replace(shape.scan, layers=kept))
+    if layered is None and shape.layered is not None:
+        most = max(shape.layers - shape.layered.window_period, 0)
+        shared = min(shape.layered.shared, most)
+        shape = replace(shape, layered=replace(shape.layered, shared=shared))
     if head_dim is None and shape.kv_heads and (dim is not None or heads is not None):
         if shape.heads < 1 or shape.dim % shape.heads:
             raise ValueError(

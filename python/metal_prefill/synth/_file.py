@@ -24,6 +24,7 @@ from metal_prefill._support.atomic_write import replacing
 from metal_prefill.files._hyperparameters import SCALE_KEYS
 from metal_prefill.files._model_config import has_attention
 from metal_prefill.files._task_config import NUMBERED_POOLINGS
+from metal_prefill.synth._layers import LayerShape
 from metal_prefill.synth._model import TOKEN_TYPES, ModelShape, Tensor
 from metal_prefill.synth._tokenizer import VOCABULARIES, Vocabulary
 
@@ -44,13 +45,16 @@ def _add_metadata(writer: GGUFWriter, name: str, shape: ModelShape, tensor_type:
     writer.add_context_length(shape.context)
     writer.add_embedding_length(shape.dim)
     writer.add_block_count(shape.layers)
-    writer.add_feed_forward_length(shape.ffn)
+    widths = shape.ffn_of_layers
+    writer.add_feed_forward_length(widths if len(set(widths)) > 1 else shape.ffn)
     writer.add_head_count(shape.heads)
     traits = shape.traits
     counts = [shape.kv_heads] if traits.attention_every else shape.kv_heads_of_layers
     writer.add_head_count_kv(counts if len(set(counts)) > 1 else counts[0])
     if traits.attention_every:
         _add_layers_with_attention(writer, shape)
+    if shape.layered is not None:
+        _add_layers(writer, shape, shape.layered)
     if traits.image_sections:
         pairs = shape.rotated // 2
         writer.add_rope_dimension_sections([pairs - 2 * (pairs // 3), pairs // 3, pairs // 3, 0])
@@ -76,7 +80,7 @@ def _add_metadata(writer: GGUFWriter, name: str, shape: ModelShape, tensor_type:
     (writer.add_layer_norm_rms_eps if traits.norm_kind == "rms" else writer.add_layer_norm_eps)(
         shape.norm_eps
     )
-    if shape.head_dim * shape.heads != shape.dim or shape.value_width != shape.head_dim:
+    if shape.head_dim * shape.heads != shape.dim or shape.value_width != shape.head_dim or shape.layered:
         writer.add_key_length(shape.head_dim)
         writer.add_value_length(shape.value_width)
     if traits.parallel == "optional":
@@ -118,6 +122,19 @@ def _add_metadata(writer: GGUFWriter, name: str, shape: ModelShape, tensor_type:
             writer.add_uint32(f"{shape.architecture}.{name}_feat_{end}", width)
     if shape.labels:
         writer.add_array(f"{shape.architecture}.classifier.output_labels", list(shape.labels))
+
+
+def _add_layers(writer: GGUFWriter, shape: ModelShape, layered: LayerShape) -> None:
+    prefix = shape.architecture
+    writer.add_array(f"{prefix}.attention.sliding_window_pattern", layered.windowed(shape.layers))
+    for key, value in {
+        "attention.key_length_swa": layered.window_head_dim,
+        "attention.value_length_swa": layered.window_head_dim,
+        "rope.dimension_count_swa": layered.window_head_dim,
+        "attention.shared_kv_layers": layered.shared,
+        "embedding_length_per_layer_input": layered.inputs,
+    }.items():
+        writer.add_uint32(f"{prefix}.{key}", value)
 
 
 def _add_layers_with_attention(writer: GGUFWriter, shape: ModelShape) -> None:

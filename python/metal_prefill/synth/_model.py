@@ -19,6 +19,7 @@ from metal_prefill.files._model_tensors import presence_of, tensor_name
 from metal_prefill.files._task_config import NUMBERED_POOLINGS
 from metal_prefill.synth._blocks import TENSOR_TYPES, block_weights, tensor_bytes
 from metal_prefill.synth._experts import ExpertShape, check_experts
+from metal_prefill.synth._layers import LayerShape, check_layers
 from metal_prefill.synth._scan import ScanShape, check_scan
 from metal_prefill.synth._tokenizer import VOCABULARIES
 
@@ -91,6 +92,8 @@ class ModelShape:
         Shape of the layers whose state has matrices; None for a model without them.
     experts
         Shape of the feed-forwards with experts; None for a model without them.
+    layered
+        Dimensions in which layers differ; None for a model of equal layers.
     """
 
     layers: int
@@ -127,6 +130,7 @@ class ModelShape:
     conv_taps: int = 3
     scan: ScanShape | None = None
     experts: ExpertShape | None = None
+    layered: LayerShape | None = None
 
     @property
     def traits(self) -> Architecture:
@@ -146,7 +150,17 @@ class ModelShape:
     @property
     def kv_heads_of_layers(self) -> list[int]:
         """Key-value heads of each layer; 0 without attention."""
+        if (layered := self.layered) is not None:
+            windowed = layered.windowed(self.layers)
+            return [layered.window_kv_heads if w else self.kv_heads for w in windowed]
         return [self.kv_heads if has_attention(kind) else 0 for kind in self.kinds]
+
+    @property
+    def ffn_of_layers(self) -> list[int]:
+        """Inner width of the feed-forward of each layer."""
+        wide = self.layered.shared if self.layered is not None else 0
+        last = self.layered.shared_ffn if self.layered is not None else 0
+        return [self.ffn] * (self.layers - wide) + [last] * wide
 
     @property
     def value_width(self) -> int:
@@ -172,6 +186,7 @@ class Role(Enum):
     FILTER = "around 0, in F32: of a convolution"
     HEAD = "around 0, in F32: after pooling"
     NORM = "around 1"
+    SMALL_NORM = "around the fourth root of 1 / count: of queries and keys whose products are not scaled"
     OUTPUT_NORM = "around 1 and -1, so that with a tied embedding tokens do not predict themselves"
     FACTORS = "divisors of RoPE's frequencies"
     ROWS = "rows of relative positions, by distance"
@@ -288,6 +303,14 @@ def check(shape: ModelShape) -> None:
         raise ValueError(f"architecture {shape.architecture}: {has} experts, unlike the shape; set experts")
     if shape.experts is not None:
         check_experts(shape.experts)
+    if (shape.layered is not None) != traits.layers_differ:
+        has = "has" if traits.layers_differ else "has no"
+        raise ValueError(
+            f"architecture {shape.architecture}: {has} layers of different dimensions, unlike the preset; "
+            f"choose a preset of {shape.architecture}{', or set layered' * traits.layers_differ}"
+        )
+    if shape.layered is not None:
+        check_layers(shape.layered, shape.layers, shape.heads, shape.head_dim)
 
 
 def tensors(
@@ -324,7 +347,9 @@ def tensors(
     kinds = {"token_embedding": embedding_type, "output": shape.output_type, "router": "F32"}
     # Magnitudes of the outputs; those of other projections are 1.
     sizes = {"wq": scores, "wk": scores}
-    sizes |= dict.fromkeys(("wo", "w_down", "conv_out", "scan_out", "shared_down", "down_experts"), residual)
+    sizes |= dict.fromkeys(
+        ("wo", "w_down", "conv_out", "scan_out", "shared_down", "down_experts", "per_layer_out"), residual
+    )
     sizes["router"] = 2.0  # so that tokens differ in their experts
     traits = shape.traits
 
@@ -338,10 +363,15 @@ def tensors(
             return Tensor(name, spec.shape, "F32", Role.ROWS)
         if spec.role in _SCAN_ROLES:
             return Tensor(name, spec.shape, "F32", _SCAN_ROLES[spec.role])
-        if spec.kind == "norm":
+        if traits.value_norm and spec.role in ("q_norm", "k_norm"):
+            return Tensor(name, spec.shape, "F32", Role.SMALL_NORM)
+        if spec.kind == "norm" or spec.role == "layer_scale":
             return Tensor(name, spec.shape, "F32", Role.NORM)
         if spec.kind == "vector":
             return Tensor(name, spec.shape, "F32", Role.BIAS, 0.5)
+        if spec.role == "per_layer_embedding":  # which is scaled by the root of the width
+            std = shape.layered.inputs**-0.5 if shape.layered is not None else 0.0
+            return Tensor(name, spec.shape, tensor_type, Role.MATRIX, std)
         if spec.role in ("token_types", "position_embedding"):  # llama.cpp never quantizes it
             return Tensor(name, spec.shape, "F32", Role.MATRIX, embedding)
         if spec.kind == "filter":
@@ -354,7 +384,7 @@ def tensors(
         return Tensor(name, spec.shape, kinds.get(spec.role, tensor_type), Role.MATRIX, std)
 
     config = _core_config(shape)
-    specs = [spec for spec in _core.tensors(config) if _is_present(spec, shape)]
+    specs = _present_tensors(config, shape)
     whole = [spec for spec in specs if not spec.per_layer]
     after = ("output_norm", "output")
     yield from (tensor(spec) for spec in whole if spec.role in _FACTORS)
@@ -362,6 +392,8 @@ def tensors(
     for layer in range(shape.layers):
         # An optional norm of the first layer would repeat the norm of the embedding.
         repeated = "attn_norm" if layer == 0 and traits.attn_norm == "optional" else ""
+        if shape.layered is not None:
+            specs = _present_tensors(config.of_layer(layer), shape)
         own = (
             tensor(spec, layer)
             for spec in specs
@@ -370,6 +402,10 @@ def tensors(
         yield from {made.name: made for made in own}.values()  # a tensor may have several roles
     yield from (tensor(spec) for spec in whole if spec.role in after)
     yield from _heads(shape)
+
+
+def _present_tensors(config: _core.Config, shape: ModelShape) -> list[_core.TensorSpec]:
+    return [spec for spec in _core.tensors(config) if _is_present(spec, shape)]
 
 
 def stacked(listed: Iterable[Tensor], shape: ModelShape) -> list[Tensor]:
@@ -426,12 +462,20 @@ def _core_config(shape: ModelShape) -> _core.Config:
         config.n_experts, config.experts_used = experts.count, experts.used
         config.expert_dim, config.shared_dim = experts.ffn, experts.shared
     config.key_dim, config.value_dim, config.rope_dim = shape.head_dim, shape.value_width, shape.rotated
+    if (layered := shape.layered) is not None:
+        windowed = layered.windowed(shape.layers)
+        head_dims = [layered.window_head_dim if w else shape.head_dim for w in windowed]
+        config.layer_head_dim = config.layer_rope_dim = head_dims
+        config.layer_kv_heads, config.layer_ffn_dim = shape.kv_heads_of_layers, shape.ffn_of_layers
+        config.layer_cache, config.per_layer_dim = layered.caches(shape.layers), layered.inputs
     return config
 
 
 def _is_present(spec: _core.TensorSpec, shape: ModelShape) -> bool:
     if spec.role == "rope_freqs":
-        return shape.rope_scaling == "llama3"
+        return shape.rope_scaling == "llama3" or shape.layered is not None
+    if spec.presence == "per_layer_inputs":
+        return shape.layered is not None and shape.layered.inputs > 0
     if spec.presence == "long_rope":
         return shape.rope_scaling == "longrope"
     presence = presence_of(spec.presence, shape.traits)
@@ -515,3 +559,12 @@ def long_rope_factors(name: str, count: int, factor: float) -> NDArray[np.float3
     float32 [count]
     """
     return np.geomspace(1.0, factor if "long" in name else 1.1, count, dtype=np.float32)
+
+
+def small_norm(values: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """Scale the float32 weights of a norm of queries or keys whose products are not scaled.
+
+    Scores then have the same deviation as scaled products of norms with weights around 1.
+    """
+    weights = values.view(np.float32)
+    return (weights * np.float32(weights.size**-0.25)).view(np.uint8)

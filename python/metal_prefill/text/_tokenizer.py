@@ -29,7 +29,7 @@ from metal_prefill.text._word_tokens import WordTokens
 # Control tokens that end a turn or a text in the supported models, for files with incomplete metadata.
 END_TOKENS = (
     "<|endoftext|>", "<|end_of_text|>", "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>",
-    "</s>",
+    "<turn|>", "</s>",
 )  # fmt: skip
 
 # Tokens for filling in the middle, for files whose metadata does not name them.

@@ -1,9 +1,10 @@
 """The vocabulary of a GGUF file, and the segmentation of text into its tokens.
 
-There are four kinds. ``gpt2`` is byte-level BPE: a pattern splits the text, bytes are represented by
+There are five kinds. ``gpt2`` is byte-level BPE: a pattern splits the text, bytes are represented by
 printable characters, and a list of merges builds the tokens. ``llama`` is SentencePiece BPE: spaces are
 represented by U+2581, and among all adjacent pairs that form a token, the one with the best score merges
-first. ``bert`` is WordPiece, and ``t5`` is SentencePiece's Unigram model.
+first. ``gemma4`` is the same with a list of merges. ``bert`` is WordPiece, and ``t5`` is SentencePiece's
+Unigram model.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ MAX_TOKEN_CHARACTERS = (
 )
 _MERGES_KEY = "tokenizer.ggml.merges"
 ENCODER_KINDS = ("bert", "t5")
-KINDS = ("gpt2", "llama", *ENCODER_KINDS)
+KINDS = ("gpt2", "llama", "gemma4", *ENCODER_KINDS)
 # Which texts begin with a space of their own, in files that differ from SentencePiece: the whole text, or all
 # between spelled tokens; in either case, only those that begin with another character.
 PREPEND_SCHEMES = ("first", "always")
@@ -163,6 +164,10 @@ class Vocabulary:
             raise UnsupportedModelError(
                 f"{gguf.path}: tokenizer model {kind} is not supported; supported are {', '.join(KINDS)}"
             )
+        if kind == "gemma4":
+            if _MERGES_KEY not in gguf.metadata:
+                raise GGUFError(f"{gguf.path}: {_MERGES_KEY} is missing, which tokenizer model {kind} needs")
+            kind = "llama"
         tokens = strings(gguf, "tokenizer.ggml.tokens")
         if not tokens:
             raise GGUFError(f"{gguf.path}: tokenizer.ggml.tokens is empty")
@@ -282,7 +287,7 @@ class Vocabulary:
         scores = numbers(gguf, "tokenizer.ggml.scores", np.floating, len(self.tokens))
         if not np.isfinite(scores).all():
             raise GGUFError(f"{gguf.path}: tokenizer.ggml.scores contains a value that is not finite")
-        if _MERGES_KEY in gguf.metadata:  # in files of folders whose merges do not follow from scores
+        if _MERGES_KEY in gguf.metadata:  # and merges do not follow from scores
             merges = self._merges(gguf, plain)
         else:
             merges = self._scored_merges(scores, plain)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from support import small_models
-from support.gguf_bytes import ARRAY, BOOL, U8, array
+from support.gguf_bytes import ARRAY, BOOL, U8, U32, array, scalar
 from support.llama_file import DIM, LAYERS, PLAIN, Open, integer, number, string
 
 from metal_prefill import GGUFError, UnsupportedModelError
@@ -248,3 +248,67 @@ def test_layers_with_a_window_have_the_heads_of_the_others(
         read_config(open_model(metadata, architecture="gemma3"))
     same = {"gemma3.rope.dimension_count_swa": integer(4), "gemma3.attention.key_length_swa": integer(4)}
     read_config(open_model({**metadata, **same, f"gemma3.{key}": None}, architecture="gemma3"))
+
+
+def test_layers_of_gemma4_differ_and_share(open_model: Open) -> None:
+    def counts(values: list[int]) -> tuple[int, bytes]:
+        return ARRAY, array(U32, [scalar(U32, value) for value in values])
+
+    metadata = {
+        "gemma4.attention.sliding_window": integer(8),
+        "gemma4.attention.sliding_window_pattern": (
+            ARRAY,
+            array(BOOL, [b"\x01", b"\x00", b"\x01", b"\x01", b"\x00"]),
+        ),
+        "gemma4.attention.key_length": integer(8),
+        "gemma4.attention.value_length": integer(8),
+        "gemma4.attention.key_length_swa": integer(4),
+        "gemma4.attention.value_length_swa": integer(4),
+        "gemma4.attention.head_count_kv": counts([2, 1, 2, 2, 1]),
+        "gemma4.attention.shared_kv_layers": integer(2),
+        "gemma4.embedding_length_per_layer_input": integer(16),
+        "gemma4.feed_forward_length": counts([8, 8, 8, 16, 16]),
+        "gemma4.rope.dimension_count": integer(8),
+        "gemma4.rope.dimension_count_swa": integer(4),
+        "gemma4.rope.freq_base": number(1e6),
+    }
+
+    def read(**changes: Any) -> ModelConfig:
+        stated = {f"gemma4.{key.replace('__', '.')}": value for key, value in changes.items()}
+        return read_config(open_model({**metadata, **stated}, architecture="gemma4", layers=5))
+
+    config = read()
+    assert (config.key_dim, config.value_dim, config.n_kv_heads, config.ffn_dim) == (8, 8, 2, 16)
+    assert config.layer_head_dim == (4, 8, 4, 4, 8)
+    assert config.layer_rope_dim == (4, 8, 4, 4, 8)
+    assert config.layer_rope_freqs == (False, True, False, False, True)
+    assert config.layer_rope_base == (1e4, 1e6, 1e4, 1e4, 1e6)
+    assert config.layer_kv_heads == (2, 1, 2, 2, 1)
+    assert config.layer_ffn_dim == (8, 8, 8, 16, 16)
+    assert config.layer_cache == (0, 1, 2, 2, 1)
+    assert (config.per_layer_dim, config.value_norm, config.attention_scale) == (16, True, 1.0)
+    assert read(embedding_length_per_layer_input=integer(0)).per_layer_dim == 0
+    assert read(attention__shared_kv_layers=integer(0)).layer_cache == ()
+    with pytest.raises(GGUFError, match="shared_kv_layers is 4, but layer 1 has no earlier layer"):
+        read(attention__shared_kv_layers=integer(4))
+    with pytest.raises(GGUFError, match="shared_kv_layers is 5, must be below block_count 5"):
+        read(attention__shared_kv_layers=integer(5))
+    with pytest.raises(UnsupportedModelError, match="key_length_swa is 16; supported are up to 8"):
+        read(attention__key_length_swa=integer(16))
+    with pytest.raises(UnsupportedModelError, match="value_length_swa is 2; supported is 4"):
+        read(attention__value_length_swa=integer(2))
+    with pytest.raises(UnsupportedModelError, match=r"attention\.value_length is 4; supported is 8"):
+        read(attention__value_length=integer(4))
+    with pytest.raises(GGUFError, match=r"rope\.dimension_count_swa is 3, must be even"):
+        read(rope__dimension_count_swa=integer(3))
+    with pytest.raises(
+        GGUFError, match=r"head_count 4 is not a multiple of gemma4\.attention\.head_count_kv 3"
+    ):
+        read(attention__head_count_kv=counts([3, 1, 3, 3, 1]))
+    with pytest.raises(GGUFError, match="feed_forward_length lists 4 values for 5 layers"):
+        read(feed_forward_length=counts([8, 8, 8, 16]))
+    with pytest.raises(UnsupportedModelError, match=r"gemma4\.expert_count = 8 is not supported"):
+        read(expert_count=integer(8))
+    large = integer(2**30)
+    with pytest.raises(GGUFError, match="embedding_length_per_layer_input is 1073741824: 5 layers have more"):
+        read(embedding_length_per_layer_input=large)
