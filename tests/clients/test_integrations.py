@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support import model_folders
 from support.client_environments import within
 from support.entity_folders import RECORDED
 from support.task_folders import DOCUMENTS, TAGGERS, TEXTS
@@ -122,3 +123,16 @@ print(json.dumps({
             assert label in [e.label for e in entities if start <= e.start and e.end <= end]
         covered = [range(start, end) for _, start, end in places]
         assert all(any(e.start in r for r in covered) for e in entities)
+
+
+def test_mteb_scores_the_vectors_of_the_model(tmp_path: Path) -> None:
+    folder = model_folders.bert(tmp_path / "folder", model_type="bert")
+    folder.pool("mean_tokens")
+    path = folder.write()
+    texts = [*PROMPTS, *TEXTS[:2]]
+    found = found_by("mteb", path, *texts)
+    with Model(path, device="cpu") as model:
+        vectors = model.embed(texts)
+    places = np.argsort(np.argsort((vectors * np.roll(vectors, -1, axis=0)).sum(axis=1)))  # ranks
+    assert found["name"] == str(path)
+    assert abs(found["score"] - np.corrcoef(places, np.arange(len(texts)))[0, 1]) < 1e-6

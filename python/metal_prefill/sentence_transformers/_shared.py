@@ -6,7 +6,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from metal_prefill._support.arguments import integer, items_of, one_of
 from metal_prefill.engine import Engine
@@ -34,6 +34,21 @@ _WITHOUT_EFFECT = (
     *("export", "provider_options", "session_options", "trust_remote_code", "use_fast", "padding_side"),
     *("reference_compile", "add_pooling_layer", "unpad_inputs", "use_memory_efficient_attention", "padding"),
 )
+
+
+class ModelCard(NamedTuple):
+    """Names that other libraries, such as mteb, read from a model.
+
+    Attributes
+    ----------
+    model_name : str
+        Name by which the model was opened.
+    base_model, base_model_revision : None
+    """
+
+    model_name: str
+    base_model: None = None
+    base_model_revision: None = None
 
 
 class Encoder:
@@ -94,6 +109,7 @@ class Encoder:
         self.prompts = {"query": "", "document": "", **file_prompts(self.engine), **(prompts or {})}
         self.default_prompt_name = default_prompt_name or default_prompt(self.engine)
         self._prompt(None, None)  # raises an error for an unknown name
+        self.model_card_data = ModelCard(os.fspath(model_name_or_path))
 
     @property
     def engine(self) -> Engine:
