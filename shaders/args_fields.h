@@ -1,5 +1,5 @@
-// The fields of every argument struct. args.h makes the structs of them; on the host,
-// cpp/metal/plan/args_layout.h makes tables of names, types and offsets for reading recorded arguments. Both
+// The fields of every argument struct. args.h defines the structs from them. On the host,
+// cpp/metal/plan/args_layout.h builds tables of names, types and offsets to read recorded arguments. Both
 // define the macros first.
 // clang-format off
 
@@ -18,7 +18,7 @@ ARGS_STRUCT(EmbedArgs)
   ARGS_FIELD(u32_t, row_bytes)  // of the table
   ARGS_FIELD(u32_t, tokens)
   ARGS_FIELD(u32_t, vocab_size)
-  ARGS_FIELD(u32_t, id_stride)  // 1; 2 where the ids are those of Candidates; 4 for positions of PassRows
+  ARGS_FIELD(u32_t, id_stride)  // 1; 2 if the ids are those of Candidates; 4 for positions of PassRows
   ARGS_FIELD(u32_t, accumulate)
   ARGS_FIELD(float, scale)
 ARGS_END(EmbedArgs, 28)
@@ -36,7 +36,7 @@ ARGS_STRUCT(LayernormArgs)
   ARGS_FIELD(u32_t, dim)
   ARGS_FIELD(u32_t, stride)  // from one token of x, and of y, to the next
   ARGS_FIELD(u32_t, has_bias)
-  ARGS_FIELD(u32_t, has_addend)       // where it is bound, x[t] + addend takes the place of x[t]
+  ARGS_FIELD(u32_t, has_addend)       // if bound, x[t] + addend replaces x[t]
   ARGS_FIELD(u32_t, has_second_bias)  // layernorm_twice
   ARGS_FIELD(float, eps)
 ARGS_END(LayernormArgs, 24)
@@ -87,7 +87,7 @@ ARGS_STRUCT(AttentionTile)
   ARGS_FIELD(u32_t, position)  // of its first row
   ARGS_FIELD(u32_t, pages)     // as in PassRow
   ARGS_FIELD(u32_t, first)     // stacked row of the run at which the tile begins
-  ARGS_FIELD(u32_t, end)       // of the positions that rows see where they see later ones
+  ARGS_FIELD(u32_t, end)       // of the positions that rows see if they see later ones
 ARGS_END(AttentionTile, 24)
 
 // Rotates q in place and appends K and V to the cache. A row of qkv begins with [n_heads * query_step |
@@ -132,7 +132,7 @@ ARGS_STRUCT(AttentionArgs)
   ARGS_FIELD(float, score_cap)    // soft limit of scores; 0: none
 ARGS_END(AttentionArgs, 68)
 
-// What relative positions add to scores: scale * (q . key_rows[row] + k . query_rows[row]).
+// Contribution of relative positions to scores: scale * (q . key_rows[row] + k . query_rows[row]).
 ARGS_STRUCT(RelativeScoresArgs)
   ARGS_FIELD(u32_t, n_heads)
   ARGS_FIELD(u32_t, key_dim)
@@ -159,14 +159,14 @@ ARGS_STRUCT(GateHeadsArgs)
   ARGS_FIELD(u32_t, tokens)
 ARGS_END(GateHeadsArgs, 20)
 
-// A row of a pass, as recurrent layers read it. The rows of a chunk are consecutive up to one place. After
-// those of all rows, a table has the first one of each chunk once more.
+// A row of a pass, as recurrent layers read it. The rows of a chunk are consecutive except at one place. After the
+// entries of all rows, a table repeats the first entry of each chunk.
 ARGS_STRUCT(StateRow)
   ARGS_FIELD(u32_t, token)   // of the chunk
   ARGS_FIELD(u32_t, first)   // row of its first token
-  ARGS_FIELD(u32_t, split)   // token whose row is `rest`, which those of later tokens follow
+  ARGS_FIELD(u32_t, split)   // token whose row is `rest`; the rows of later tokens follow it
   ARGS_FIELD(u32_t, rest)
-  ARGS_FIELD(u32_t, before)  // slot with the state before the chunk, or STATE_NONE: it is zero
+  ARGS_FIELD(u32_t, before)  // slot with the state before the chunk, or STATE_NONE if it is zero
   ARGS_FIELD(u32_t, after)   // slot for the state after the token, or STATE_NONE
   ARGS_FIELD(u32_t, tokens)  // of the chunk
 ARGS_END(StateRow, 28)
@@ -188,7 +188,7 @@ ARGS_STRUCT(RopeConvArgs)
   ARGS_FIELD(CausalConvArgs, conv)
   ARGS_FIELD(u32_t, qkv_column)   // of a row
   ARGS_FIELD(u32_t, conv_column)
-  ARGS_FIELD(u32_t, head_groups)  // threadgroups of a row that take heads
+  ARGS_FIELD(u32_t, head_groups)  // threadgroups of a row that process heads
 ARGS_END(RopeConvArgs, 104)
 
 // The scan of a state-space layer. A row of the input is [heads][dim] of x, [groups][rows] of b, and the same
@@ -279,7 +279,7 @@ ARGS_STRUCT(SortRoutesArgs)
   ARGS_FIELD(u32_t, experts)
   ARGS_FIELD(u32_t, used)
   ARGS_FIELD(u32_t, routes)
-  ARGS_FIELD(u32_t, tiles)   // most that there can be
+  ARGS_FIELD(u32_t, tiles)   // maximum number
 ARGS_END(SortRoutesArgs, 16)
 
 // y[place][row] = w[expert][row] . x of each route.

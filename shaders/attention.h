@@ -22,14 +22,13 @@
 // cached elements for each block.
 #define PREFILL_ROW_BLOCKS(dims, element_bytes) ((dims) * (element_bytes) <= 256 ? 2 : 1)
 
-// Whether the queries of attention_prefill stay in threadgroup memory: where output (two registers of a lane
-// for each 8x8 block) and queries (two cached elements) would take more than 64 of the 128 registers of a
-// lane.
+// Whether the queries of attention_prefill stay in threadgroup memory: if output (two registers of a lane for
+// each 8x8 block) and queries (two cached elements) would take more than 64 of the 128 registers of a lane.
 #define PREFILL_STAGES_QUERY(dims, element_bytes) \
   (PREFILL_ROW_BLOCKS(dims, element_bytes) * ((dims) / 8) * (2 + (element_bytes) / 2) > 64)
 
-// Whether attention_prefill loads all keys of a step before it multiplies the first, and then all values:
-// where output, queries in registers and four block rows of keys take at most 96 of the 128 registers.
+// Whether attention_prefill loads all keys of a step before it multiplies the first, and then all values: if
+// output, queries in registers and four block rows of keys take at most 96 of the 128 registers.
 #define PREFILL_LOADS_AHEAD(dims, element_bytes)                                          \
   ((dims) / 8 *                                                                           \
        (PREFILL_ROW_BLOCKS(dims, element_bytes) *                                         \
@@ -40,11 +39,11 @@
 // Bytes of a query in threadgroup memory: 16 of padding, so that eight rows of a block are in distinct banks.
 #define PREFILL_QUERY_BYTES(dims, element_bytes) ((dims) * (element_bytes) + 16)
 
-// Floats of threadgroup memory with which a simdgroup finds its elements of blocks (block_rows.h).
+// Floats of threadgroup memory that a simdgroup uses to find its elements of blocks (block_rows.h).
 #define BLOCK_PLACES 64
 
-// Floats of threadgroup memory of a simdgroup of attention_prefill: staged queries, or the places of
-// elements, which are found before queries are staged.
+// Floats of threadgroup memory of a simdgroup of attention_prefill: staged queries, or before that the places
+// of elements.
 #define PREFILL_SCRATCH(dims, element_bytes)                                                    \
   (PREFILL_STAGES_QUERY(dims, element_bytes)                                                    \
        ? PREFILL_ROW_BLOCKS(dims, element_bytes) * 2 * PREFILL_QUERY_BYTES(dims, element_bytes) \

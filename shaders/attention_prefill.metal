@@ -44,7 +44,7 @@ static inline void attend(device const float* q, AttentionTile tile, device cons
 #pragma unroll
   for (ushort r = 0; r < kRowBlocks; ++r) mine[r] = rows.row(r * 8 + block_rows.row, kv_head, args);
 
-  // Queries, scaled for exp2: in registers, or in threadgroup memory where there would be too many.
+  // Queries, scaled for exp2: in registers, or in threadgroup memory if they need too many.
   const ushort key_blocks = kWhole ? kDimBlocks : args.key_dim / 8,
                value_blocks = kWhole ? kDimBlocks : args.value_dim / 8;
   threadgroup T* staged = (threadgroup T*)scratch;  // [8 * kRowBlocks][kQueryRow]

@@ -3,7 +3,7 @@
 // the taps - 1 tokens before it, the oldest first.
 //
 // With gates, a row of the input is [b | c | x], u is b * x, and the result is multiplied by c. Without them
-// a row begins with u; the result gets a bias, where there is one, and the activation SiLU.
+// a row begins with u; the result gets a bias, if there is one, and the activation SiLU.
 #include <metal_stdlib>
 
 #include "args.h"

@@ -5,8 +5,8 @@
 // kSecond = 16, so that each byte is read by one thread only; four successive items always cover 32 whole
 // columns.
 //
-// Rows are aligned to two bytes, not to more: quants are read in units of two bytes. Only those of MXFP4 may
-// begin at any address.
+// Rows are aligned to two bytes only, so quants are read in units of two bytes. Rows of MXFP4 may begin at
+// any address.
 #pragma once
 
 #include <metal_stdlib>
@@ -34,7 +34,7 @@ static inline void nibbles(device const u8_t* bytes, thread ushort4& low, thread
   high = ushort4((p >> 4) & 0xF, p >> 12, (q >> 4) & 0xF, q >> 12);
 }
 
-// Of the four bytes at an even address the bits that `mask` selects, from bit `shift` of each on.
+// The bits that `mask` selects in each of the four bytes at an even address, after a shift by `shift`.
 static inline ushort4 fields(device const u8_t* bytes, ushort shift, ushort mask) {
   device const ushort* pairs = (device const ushort*)bytes;
   const ushort p = pairs[0], q = pairs[1], high = shift + 8;
@@ -51,9 +51,9 @@ static inline uint word(device const u8_t* bytes) {
   return uint(pairs[0]) | (uint(pairs[1]) << 16);
 }
 
-// Nibbles of four bytes in the mantissa of halves, which takes neither conversions nor, for the high ones,
-// shifts: from 1024 to 2047 its last bit is worth 1, from 64 to 127 1/16. So these are 1024 and 64 more than
-// the nibbles.
+// Nibbles of four bytes in the mantissa of halves, without conversions or, for the high ones, shifts. The
+// last bit of the mantissa has the value 1 from 1024 to 2047, and 1/16 from 64 to 127, so the results exceed
+// the nibbles by 1024 and 64.
 static inline half4 low_and_1024(uint bytes) {
   return as_type<half4>((uint2(bytes, bytes >> 8) & uint2(0x000F000F)) | uint2(0x64006400)).xzyw;
 }
@@ -330,8 +330,8 @@ struct IQ4_XS : PlainItems {
 
 static constant constexpr ushort kPowersOf3[5] = {1, 3, 9, 27, 81};
 
-// Digits of base 3 of four adjacent bytes, which are fractions of 256: a power of 3 moves one before the
-// point.
+// Digits of base 3 of four adjacent bytes, which are fractions of 256: multiplying by a power of 3 moves a
+// digit to the integer part.
 static inline float4 ternary_digits(device const u8_t* bytes, ushort power) {
   const ushort4 shifted = ushort4(bytes[0], bytes[1], bytes[2], bytes[3]) * power & ushort(255);
   return float4(shifted * ushort(3) >> 8) - 1.0f;
@@ -380,8 +380,7 @@ struct NVFP4 : PlainItems {
   static void load(device const uchar* row, uint i, thread float4& a, thread float4& b) {
     device const block_nvfp4* block = (device const block_nvfp4*)row + (i >> 3);
     const ushort group = (i & 7) >> 1, bits = block->d[group], shift = (i & 1) * 4;
-    // As bits of half, the exponent is too small by 8; another factor of 1/2 is that of the values. 0x7F is
-    // NaN.
+    // Read as half, the exponent is too small by 8; the values have another factor of 1/2. 0x7F is NaN.
     const float d = bits == 0x7F ? 0.0f : 128.0f * float(as_type<half>(ushort((bits & 0x7F) << 7)));
     device const u8_t* qs = block->qs + group * 8;
     a = d * look_up(kMXFP4_values, fields(qs, shift, 15));
@@ -405,7 +404,7 @@ struct F16 : PlainItems {
   }
 };
 
-// Widened by hand: the type bfloat needs Metal 3.1, and these kernels run on every version of Metal 3.
+// Widened explicitly: the type bfloat requires Metal 3.1, and these kernels run on every version of Metal 3.
 struct BF16 : PlainItems {
   static void load(device const uchar* row, uint i, thread float4& a, thread float4& b) {
     device const ushort4* values = (device const ushort4*)row + i * 2;
@@ -414,8 +413,8 @@ struct BF16 : PlainItems {
   }
 };
 
-// An item as a matmul holds it from its load to its store, while the products of the step before run: its
-// values, which are made of what was loaded before these products begin.
+// An item between its load and its store by a matmul, while the products of the previous step run: its
+// values, dequantized before these products begin.
 template <typename W>
 struct Held {
   float4 a, b;
@@ -426,8 +425,9 @@ struct Held {
   }
 };
 
-// As it is in memory: fewer registers, and nothing waits for the load before the store. The product is in
-// float, since a GPU may take half operands below 6e-5, as scales often are, for zeros.
+// The item in its quantized form, which takes fewer registers and delays the wait for the load until the
+// store. The product is in float, since a GPU may treat half operands below 6e-5, as scales often are, as
+// zeros.
 template <>
 struct Held<Q4_0> {
   ushort2 pairs;

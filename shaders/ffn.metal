@@ -1,4 +1,4 @@
-// Activation of the feed-forward, where no product includes it: out = activation(gate) * up, or
+// Activation of the feed-forward block, if no product includes it: out = activation(gate) * up, or
 // activation(up) in models without a gate.
 #include <metal_stdlib>
 
@@ -7,7 +7,7 @@
 
 using namespace metal;
 
-// Grid: (ffn_dim, tokens) in threads. T is half where a matmul reads the result, float where a matvec does.
+// Grid: (ffn_dim, tokens) in threads. T is half if a matmul reads the result, float if a matvec does.
 template <typename T>
 kernel void swiglu(device const float* bias [[buffer(0)]],     // [gate | up]
                    device const float* gate_up [[buffer(1)]],  // [tokens][gate | up]

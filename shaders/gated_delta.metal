@@ -99,7 +99,7 @@ kernel void gated_delta(
 }
 
 // y = x / sqrt(mean(x^2) + eps) * weight * silu(gate) for each head. Grid: (heads, tokens) in simdgroups, as
-// threads (32 * heads, tokens). T is half where a matmul reads the result, else float.
+// threads (32 * heads, tokens). T is half if a matmul reads the result, otherwise float.
 template <typename T>
 kernel void gated_norm(device const float* weight [[buffer(0)]],  // [dim]
                        device const float* x [[buffer(1)]],       // [tokens][heads][dim]

@@ -8,7 +8,7 @@
 
 using namespace metal;
 
-// Staged rows are MATMUL_K halves and 16 bytes of padding: eight rows of an 8x8 block then fall in distinct
+// Staged rows are MATMUL_K halves and 16 bytes of padding, so that eight rows of an 8x8 block are in distinct
 // banks.
 constant constexpr ushort kStagedRow = MATMUL_K + 8;
 

@@ -107,8 +107,7 @@ template <typename W, ushort kTokens, ushort kRows>
 // Tall tiles: MATMUL_TALL_TOKENS tokens and MATMUL_WIDE_TILE rows, of at least as many tokens and of columns
 // that are a multiple of MATMUL_K. Only the weights are staged; activations are read from device memory,
 // since a tile of so many tokens would take too much threadgroup memory, and moving it there would take as
-// long as the products. The last tile begins where it ends with the last token, so that no operand has an
-// edge.
+// long as the products. The last tile ends with the last token, so that no operand has an edge.
 template <typename W>
 struct Tall {
   static constant constexpr ushort kTokens = MATMUL_TALL_TOKENS, kRows = MATMUL_WIDE_TILE;

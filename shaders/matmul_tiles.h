@@ -9,11 +9,11 @@
 
 using namespace metal;
 
-// Weights go from device memory to registers and from there to threadgroup memory, so that the loads of a
-// step are in flight while the simdgroups multiply the step before. A tile of kRows rows is kRows * 4 items
-// of 8 columns for 128 threads. Rows and tokens beyond the end repeat the last one; their results are not
-// stored. Columns beyond the end, of a row whose length is not a multiple of MATMUL_K, are zeros of the
-// tokens, and any weights.
+// Weights are loaded into registers and stored from there to threadgroup memory, so that the loads of a step
+// are in flight while the simdgroups multiply the previous one. A tile of kRows rows is kRows * 4 items of 8
+// columns for 128 threads. Rows and tokens beyond the end repeat the last one; their results are not stored.
+// If the length of a row is not a multiple of MATMUL_K, tokens are padded with zeros, and the weights there
+// may have any value.
 template <typename W, ushort kRows, ushort kStagedRow>
 struct WeightTile {
   static constant constexpr ushort kItems = kRows * 4 / MATMUL_THREADS;
@@ -109,11 +109,11 @@ struct TokenTile {
 //     if (more) stage.store_next();
 //   }
 //
-// After it no simdgroup reads stage.next any more.
+// After the loop no simdgroup reads stage.next.
 //
-// With kParts, as many groups of MATMUL_THREADS threads take the steps in turns, each with a Stage and
-// staging memory of its own. A step is then staged in the place of the one before: there are others to run
-// meanwhile. All groups go through the loop equally often; a step beyond the last column is of zeros.
+// With kParts, as many groups of MATMUL_THREADS threads take the steps in turns, each with its own Stage and
+// staging memory. A step then overwrites the previous one, since other groups can run meanwhile. All groups
+// run the same number of iterations; a step beyond the last column consists of zeros.
 template <typename W, ushort kTokens, ushort kRows, ushort kStagedRow, ushort kParts = 1>
 struct Stage {
   static constant constexpr ushort kBuffers = kParts == 1 ? 2 : 1;
@@ -125,7 +125,7 @@ struct Stage {
   threadgroup half* next;     // the step that is written meanwhile
   uint in_dim;
   ushort thread_index;  // in the group
-  ushort part = 0;      // the number of the group
+  ushort part = 0;      // index of the group
 
   threadgroup half* tokens_staged() const { return current; }  // [kTokens][kStagedRow]
   threadgroup half* weights_staged() const { return current + kTokens * kStagedRow; }
@@ -146,7 +146,7 @@ struct Stage {
     load(part * MATMUL_K);
     store(current);
   }
-  // Whether there is a step after that of column k; its loads have then started.
+  // Starts the loads of the step after that of column k, if there is one, and returns whether there is.
   bool load_after(uint k) {
     // All threads have stored `current` and have read the old contents of `next`.
     threadgroup_barrier(mem_flags::mem_threadgroup);

@@ -20,7 +20,7 @@ struct StoredToken {
   float4 values(uint column) const { return *(device const float4*)(x + column); }
 };
 
-// The values of a token, normed as they are read: x * scale * weight.
+// The values of a token, normalized when read: x * scale * weight.
 struct NormedToken {
   device const float* x;
   device const float* weight;
@@ -35,7 +35,7 @@ struct NormedToken {
 // so that the results of a token are bit-identical alone and with others.
 template <typename W, ushort kRows, ushort kTokens, typename Token = StoredToken>
 struct Products {
-  // Items of a row that are loaded before the first is multiplied: as many as registers allow.
+  // Items of a row that are loaded before the first is multiplied: as many as fit the registers.
   static constant constexpr ushort kRounds = kRows > 2 || kTokens > 4 ? 1 : kTokens > 2 ? 2 : kAhead;
   device const uchar* row[kRows];
   Token token[kTokens];

@@ -16,8 +16,8 @@ static inline float norm_scale(float sum_of_thread, uint dim, float eps, threadg
   return precise::rsqrt(simd_sum(sum) / float(dim) + eps);
 }
 
-// The same by one simdgroup, which adds in the order of a threadgroup of `threads` threads. A lane adds for
-// every 32nd of these threads, and loads the first values of kTogether of them at a time.
+// The same by one simdgroup, which adds in the order of a threadgroup of `threads` threads. A lane computes
+// the sums of every 32nd of these threads, and loads the first values of kTogether of them at a time.
 static inline float norm_scale_of(device const float4* x, uint dim, float eps, uint threads, ushort lane) {
   constexpr ushort kTogether = 8;
   const uint columns = dim / 4;

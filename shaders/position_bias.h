@@ -6,7 +6,7 @@
 #define BIAS_BUCKETS 32
 #define BIAS_REACH 128  // the bias is the same at all larger distances
 
-// Of a key `distance` positions after the query; negative: before it.
+// Bucket of a key `distance` positions after the query, or before it if negative.
 static inline int position_bucket(int distance) {
   const int n = distance < 0 ? -distance : distance;
   const int steps = (n >= 12) + (n >= 16) + (n >= 23) + (n >= 32) + (n >= 46) + (n >= 64) + (n >= 91);

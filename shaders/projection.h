@@ -26,13 +26,13 @@ static inline device const uchar* stacked_row(device const uchar* weights, const
   return weights + offset + ulong(row - first) * stack.row_bytes;
 }
 
-// Row `row` of matrix `which` of two with as many rows: gate or up.
+// Row `row` of matrix `which` of two with the same number of rows: gate or up.
 static inline device const uchar* half_row(device const uchar* weights, constant StackedWeights& stack,
                                            ushort which, uint row) {
   return weights + stack.offset[which] + ulong(row) * stack.row_bytes;
 }
 
-// The nearest finite half; NaN stays NaN, which clamp() alone would turn into a number.
+// The nearest finite half; NaN stays NaN, although clamp() would turn it into a number.
 static inline half finite_half(float value) {
   return half(isnan(value) ? value : clamp(value, -65504.0f, 65504.0f));
 }
@@ -54,6 +54,6 @@ static inline float activate(float x, uint activation) {
   if (activation == ACTIVATION_RELU) return x < 0.0f ? 0.0f : x;
   const float argument =
       activation == ACTIVATION_SILU ? x : 1.5957691216057308f * (x + 0.044715f * x * x * x);
-  // The fast exponential takes no infinities and no NaN; where x is not a number, neither is the quotient.
+  // The fast exponential does not accept infinities or NaN; if x is NaN, so is the quotient.
   return x / (1.0f + fast::exp(clamp(-argument, -88.0f, 88.0f)));
 }

@@ -119,8 +119,8 @@ struct block_q6_K {  // 16 groups of 16: x = d * scale * (q - 32); low 4 bits in
   fp16_t d;
 };
 
-// The IQ formats of 2 and 3 bits take magnitudes from the grids of grids.h, eight or four at a time, and keep
-// signs separately: either a bit each, or 7 bits for eight values, whose number of minuses is even.
+// The IQ formats of 2 and 3 bits take magnitudes from the grids of grids.h, eight or four at a time, and
+// store signs separately: one bit each, or 7 bits for eight values, of which an even number is negative.
 
 struct block_iq2_xxs {  // 8 groups of 32: x = d * (2 * s + 1) / 8 * g; of a group four bytes of grid indices,
                         // then four times 7 bits of signs and 4 bits of s
@@ -134,7 +134,7 @@ struct block_iq2_xs {  // 16 groups of 16: x = d * (2 * s + 1) / 8 * g; qs: 9 bi
   u8_t scales[8];
 };
 
-struct block_iq2_s {  // as IQ2_XS, with low and high bits of the grid indices and all signs apart
+struct block_iq2_s {  // as IQ2_XS, with separate low and high bits of the grid indices and signs
   fp16_t d;
   u8_t qs[32];
   u8_t signs[32];

@@ -1,5 +1,6 @@
-// What relative positions add to the scores of attention (arXiv:2006.03654): the product of a query with the
-// key of the position, and that of the query of the position with a key. Scores are base-2 logarithms.
+// Contribution of relative positions to the scores of attention (arXiv:2006.03654): the product of a query
+// with the key of the position, and that of the query of the position with a key. Scores are base-2
+// logarithms.
 #include <metal_stdlib>
 
 #include "args.h"

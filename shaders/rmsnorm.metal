@@ -32,7 +32,7 @@ static inline NormedRow normed_row(device const float4* x, device const float4* 
   return row;
 }
 
-// One threadgroup for each token. T is half where a matmul reads the result, float where a matvec does.
+// One threadgroup for each token. T is half if a matmul reads the result, float if a matvec does.
 template <typename T>
 kernel void rmsnorm(device const float4* weight [[buffer(0)]],  // [dim]
                     device const float4* x [[buffer(1)]],       // [tokens][stride]

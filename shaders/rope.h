@@ -33,7 +33,7 @@ template <typename T, typename Out>
 static inline void rotate_head(device const float* row, uint first, device const float* bias,
                                device const float* norm, bool has_norm, device const float2* table,
                                constant RopeArgs& args, ushort lane, Out out) {
-  // A lane takes two dimensions at a time and reads no others: other lanes write theirs in place.
+  // A lane reads only the two dimensions that it computes, since other lanes write theirs in place.
   float scale = 1.0f;
   if (has_norm) {
     float sum = 0.0f;
@@ -56,7 +56,7 @@ static inline void rotate_head(device const float* row, uint first, device const
   }
 }
 
-// The same for a head of v, which is not normed or rotated.
+// The same for a head of v, which is neither normalized nor rotated.
 template <typename T, typename Out>
 static inline void round_head(device const float* row, uint first, device const float* bias,
                               constant RopeArgs& args, ushort lane, Out out) {

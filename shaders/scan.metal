@@ -21,7 +21,7 @@ static inline T result_of(float y, device const float* gate, uint gated) {
 // a sequence. Eight lanes share two columns: each has every eighth row.
 //
 // Grid: simdgroups of all heads, and sequences. A slot that is read is not written. kRows * 8 rows at most. T
-// is half where a matmul reads the result, else float.
+// is half if a matmul reads the result, otherwise float.
 template <typename T, ushort kRows>
 kernel void scan(device const float* a [[buffer(0)]],          // [heads]
                  device const float* bias [[buffer(1)]],       // [heads], of dt
@@ -99,7 +99,7 @@ template [[host_name("scan_f16_128")]] kernel decltype(scan<half, 16>) scan<half
 template [[host_name("scan_f16_256")]] kernel decltype(scan<half, 32>) scan<half, 32>;
 
 // RMSNorm of y * silu(gate) over each of `groups` parts of a row. Grid: rows from first_out on, and groups. T
-// is half where a matmul reads the result, float where a matvec does.
+// is half if a matmul reads the result, float if a matvec does.
 template <typename T>
 kernel void scan_norm(device const float* weight [[buffer(0)]],  // [inner]
                       device const float* gates [[buffer(1)]],   // [tokens][row_stride]

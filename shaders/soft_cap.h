@@ -1,4 +1,4 @@
-// A limit that values approach.
+// A soft limit of values.
 #pragma once
 
 #include <metal_stdlib>

@@ -5,7 +5,8 @@
 
 using namespace metal;
 
-// log(1 + exp(x)). MSL has no log1p: a sum of 1 and a small number would keep few digits of that.
+// log(1 + exp(x)). MSL has no log1p, and a sum of 1 and a small number would lose most digits of the small
+// one.
 static inline float softplus(float x) {
   if (x > 20.0f) return x;
   const float e = precise::exp(x);

@@ -9,21 +9,21 @@
 
 using namespace metal;
 
-constant constexpr float kLowest = -1e30f;  // below every score, and finite: differences of it are numbers
-// The score of a key that a row does not see. Its weight is 0, also if the row sees none and the maximum is
-// kLowest. It is finite because the fast exponential takes no infinities.
+constant constexpr float kLowest = -1e30f;  // below every score, and finite, so that differences are numbers
+// The score of a key that a row does not see. Its weight is 0, also if the row sees no key and the maximum is
+// kLowest. It is finite because the fast exponential does not accept infinities.
 constant constexpr float kUnseen = 2.0f * kLowest;
 
 // Row `first + i` of a run is head `row % heads` of token `row / heads`, where `heads` share a KV head.
 struct StackedRow {
   uint token, head, position;
-  uint first_key, last_key;  // that it sees
+  uint first_key, last_key;  // that the row sees
   float cap;                 // soft limit of base-2 logarithms; 0: none
-  float slope;  // of ALiBi: what a base-2 logarithm loses for each position between query and key
-  bool inside;  // false: beyond the last row, which it repeats
+  float slope;  // of ALiBi: decrease of a base-2 logarithm for each position between query and key
+  bool inside;  // false: a repetition of the last row
   device const float* bias;  // of relative positions and this head, [BIAS_BUCKETS][n_heads]; null: none
   uint bias_stride;
-  device const float* added;  // to the score of each key; null: nothing
+  device const float* added;  // to the score of each key; null: none
 
   // A scaled product with a key.
   float score(float product, uint key) const {
@@ -41,11 +41,11 @@ struct StackedRow {
 
 struct StackedRows {
   AttentionTile tile;
-  uint heads, count;  // count: of the run
+  uint heads, count;  // count: rows of the run
   device const float *bias, *added;
   uint before, after;  // keys that a row sees before and after its own; both ends ascend from row to row
 
-  // `additions` is a bias of relative positions, or what is added to the score of each key.
+  // `additions` is a bias of relative positions, or an addition to the score of each key.
   void begin(AttentionTile of, constant AttentionArgs& args, device const float* additions) {
     tile = of;
     bias = args.position_bias ? additions : nullptr;

@@ -5,6 +5,7 @@
 
 // Up to MULTI_TOKEN_TILE tokens are one tile, so that each weight is dequantized once.
 #define FEW_TOKEN_ROWS 2
-// More are divided into smaller tiles of more rows, which take as many registers and read half as much.
+// More tokens are divided into smaller tiles of more rows, which use the same registers and read half as
+// much.
 #define MANY_TOKEN_ROWS 4
 #define MANY_TOKEN_TILE 4

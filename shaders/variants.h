@@ -2,15 +2,15 @@
 // model is opened, each instantiation takes time, and the model needs few of them: the host then defines
 // ONLY_WANTED, and WANTS_<variant> as 1 for each variant that it needs. Otherwise all are compiled.
 //
-// IF_WANTED(variant)(text) is the text, or nothing. A variant is a tensor type as in EACH_TENSOR_TYPE, or an
-// attention kernel with the type of the cache and the size of a head: see variant_of in
-// cpp/metal/plan/kernel_key.cpp.
+// IF_WANTED(variant)(text) expands to the text, or to nothing. A variant is a tensor type as in
+// EACH_TENSOR_TYPE, or an attention kernel with the type of the cache and the size of a head: see variant_of
+// in cpp/metal/plan/kernel_key.cpp.
 #pragma once
 
 #define WANTED_KEEP(...) __VA_ARGS__
 #ifdef ONLY_WANTED
 #define WANTED_DROP(...)
-// A macro that is 1 becomes two arguments, the second of which is selected; otherwise the default is.
+// A macro defined as 1 expands to two arguments, of which the second is selected; otherwise the default is.
 #define WANTED_IS_1 ~, WANTED_KEEP
 #define WANTED_SECOND(first, second, ...) second
 #define WANTED_OF(...) WANTED_SECOND(__VA_ARGS__)

@@ -52,8 +52,8 @@ class PrefixTree {
   [[nodiscard]] bool insert(std::string_view name_space, std::span<const TokenId> tokens,
                             std::span<const PageId> pages, std::span<const StatePoint> states = {}) noexcept;
   // Releases the least recently used page or state that only the tree holds, preferably a page without
-  // successors in the tree; those of another are no longer found. False if there is none. What a session
-  // holds counts as used at this moment.
+  // successors in the tree; the successors of other pages are no longer found. False if there is none. Pages
+  // and states that a session holds count as just used.
   bool evict();
   // Releases a page without successors; returns false if there is no such page.
   bool forget(PageId page);
@@ -65,12 +65,12 @@ class PrefixTree {
   std::uint64_t examined() const;
 
  private:
-  // Padded with -1 where a page is full in part.
+  // Padded with -1 if a page is not full.
   using PageTokens = std::array<TokenId, kPagePositions>;
   struct Node;
   using Children = std::map<PageTokens, std::unique_ptr<Node>>;
-  // What is evicted in the order of use: nodes, and states other than those at intervals of the pool. The
-  // latter are as useful as their pages. Of the ends of a conversation's prompts, only the latest are.
+  // Evicted in the order of use: nodes, and states other than those at intervals of the pool. The latter are
+  // as useful as their pages; of the states at the ends of a conversation's prompts, only the latest is.
   struct Entry {
     explicit Entry(bool is_node) : is_node(is_node) {}
     const bool is_node;

@@ -133,7 +133,7 @@ AttentionHead attention_head(const AttentionStep& step, const AttentionItem& ite
   };
 }
 
-// What relative positions add to the scores of an item, from rows of `q`, which are its prepared queries.
+// Adds the contribution of relative positions to the scores of an item. Rows of `q` are its prepared queries.
 void add_relative_scores(const Context& c, const AttentionStep& step, const AttentionItem& item,
                          const FloatRows& q, AttentionHead& head) {
   if (!step.relative_row_of) return;

@@ -30,7 +30,7 @@ struct alignas(128) Scratch {
   Buffer matrix;       // of the delta rule: columns of a state, [scan_key_dim][kDeltaColumns]
   Activations normed;  // few rows after a norm, for NormedRows
   Buffer embedded;     // a row of an embedding
-  // What is added to the scores of a tile: [kQueryTile][added_stride], a whole number of spans.
+  // Additions to the scores of a tile: [kQueryTile][added_stride], a whole number of spans.
   Buffer added;
   std::size_t added_stride = 0;
   void reserve_added(std::size_t positions) {

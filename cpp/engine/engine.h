@@ -59,7 +59,7 @@ struct MetalOptions {
   bool is_measured = false;        // only to be timed: stores no pipelines and keeps no memory resident
   // Libraries and pipelines that several engines have in common; null: this one has its own.
   std::shared_ptr<metal::SharedKernels> shared_kernels;
-  std::string no_matmul_tensor;  // why matmul_tensor is not used; empty: used where it is faster
+  std::string no_matmul_tensor;  // why matmul_tensor is not used; empty: used if it is faster
 };
 
 struct EngineOptions {

@@ -92,7 +92,7 @@ struct alignas(64) Fiber {
   u32 lane;
 };
 
-// At the base of each region. The functions are those of the executor that runs the shader.
+// Located at the base of each region. The executor that runs the shader provides the functions.
 struct Worker {
   // Waits for the other threads, then runs the operation.
   void (*arrive)(Worker& worker, Fiber& fiber, const Operation& operation, const char* file, u32 line);

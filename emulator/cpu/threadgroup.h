@@ -43,7 +43,7 @@ class ThreadgroupRunner {
   AccessRecorder& accesses() { return accesses_; }
 
  private:
-  struct Thread {  // the place where it waits
+  struct Thread {  // the operation at which it waits
     const abi::Operation* operation = nullptr;
     const char* file = "";
     abi::u32 line = 0;

@@ -1,5 +1,5 @@
 // NVIDIA's driver API, loaded when the program runs: no toolkit is needed to build or to run. Names and
-// values are those of the driver's documentation.
+// values follow the driver's documentation.
 #pragma once
 
 #include <cstddef>

@@ -205,8 +205,8 @@ struct AttentionHead {
   // The relative position bias in base-2 logarithms: of the heads of the group, kBiasRow apart, at distance 0
   // of the key from the query; null: none.
   const float* bias = nullptr;
-  // What else is added to the score of each position, in base-2 logarithms: [tokens * heads][added_stride], a
-  // whole number of spans; null: nothing.
+  // Another addition to the score of each position, in base-2 logarithms: [tokens * heads][added_stride], a
+  // whole number of spans; null: none.
   const float* added = nullptr;
   std::size_t added_stride = 0;
   // Scores of the heads of the group that take part in the sums of weights, without a value; null: none.
@@ -221,7 +221,7 @@ struct AttentionHead {
   const void* values_of(int span) const { return pages[span] + values; }
 };
 
-// What the content of a query, and of each key, adds to their score for their relative position
+// Contribution of the content of a query, and of each key, to their score for their relative position
 // (arXiv:2006.03654). Keys and queries of relative positions have `stride` floats a row.
 struct RelativeQuery {
   const float* q;  // [dim]

@@ -30,7 +30,7 @@ class AutoreleasePool {
 NSString* to_ns(const std::string& text);
 std::string describe(NSError* error);
 
-// Who accesses a buffer besides the GPU.
+// Access to a buffer besides that of the GPU.
 enum class Access {
   kGpu,   // only the GPU: Private, or Shared when debugging
   kHost,  // the host: Shared

@@ -147,7 +147,7 @@ void attention_prefill(Encoder& e, const View& q, const Sequences& sequences, co
 struct RelativePositions {
   View keys, queries, row_of;
 };
-// What relative positions add to the scores of the rows of tiles.
+// Contribution of relative positions to the scores of the rows of tiles.
 void relative_scores(Encoder& e, const RelativePositions& positions, const View& q,
                      const Sequences& sequences, const LayerCache& cache, const View& out,
                      const RelativeScoresArgs& args);

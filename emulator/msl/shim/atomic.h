@@ -59,8 +59,7 @@ MSL_INLINE bool atomic_compare_exchange_weak_explicit(volatile atomic<T>* object
   return __atomic_compare_exchange(&object->value, expected, &desired, false, __ATOMIC_RELAXED,
                                    __ATOMIC_RELAXED);
 }
-// Any read-modify-write as a loop over compare-and-exchange: also right for float, and as fast as needed
-// here.
+// Implements a read-modify-write operation by a compare-and-exchange loop, which also handles float.
 template <class T, class F>
 MSL_INLINE T atomic_update(volatile atomic<T>* object, F change) {
   T old;

@@ -1,5 +1,5 @@
-// Functions of Apple's compiler from which metal_stdlib is made. Libraries that overload metal_stdlib for types of
-// their own call them by these names. The last argument of most is the precision, which changes nothing here.
+// Builtin functions of Apple's compiler, on which metal_stdlib is based. Libraries that overload metal_stdlib for
+// their own types call them by these names. The last argument of most selects the precision, and is ignored here.
 #pragma once
 
 MSL_CONSTANT int __METAL_MAYBE_FAST_MATH__ = 0;
@@ -40,7 +40,7 @@ MSL_INLINE T __metal_ldexp(T x, int exponent, int = 0) {
   return metal::ldexp(x, exponent);
 }
 
-// Operations on simdgroups are found where they are called from.
+// Operations on simdgroups are looked up at the point of instantiation.
 #define __metal_simd_broadcast metal::simd_broadcast
 #define __metal_simd_max metal::simd_max
 #define __metal_simd_min metal::simd_min

@@ -22,7 +22,7 @@ namespace metal {
   MSL_INLINE T clamp(T x, T low, T high) {    \
     return min(max(x, low), high);            \
   }
-// Integers in plain C++, so that they are constant expressions.
+// Integer functions in plain C++, so that they are constant expressions.
 #define MSL_MIN_MAX_INTEGER(T)                       \
   MSL_INLINE constexpr T max(T a, T b) {             \
     return a < b ? b : a;                            \
@@ -272,7 +272,7 @@ MSL_INLINE ::half3 cross(::half3 a, ::half3 b) {
   return a.yzx * b.zxy - a.zxy * b.yzx;
 }
 
-// Of these there is one precision.
+// These functions have a single precision.
 #define MSL_ONE_PRECISION \
   using metal::clamp;     \
   using metal::max;       \

@@ -40,7 +40,7 @@ template <auto Kernel>
 struct Layout {
   [[clang::require_constant_initialization]] static inline abi::ThreadgroupLayout variables{};
 };
-// The offset of a variable in the threadgroup memory of its kernel is fixed before main.
+// The offset of a variable in its kernel's threadgroup memory is computed before main.
 template <class T, class Tag, auto Kernel>
 struct ThreadgroupVariable {
   static inline const abi::u64 offset = Layout<Kernel>::variables.add(Tag::name(), sizeof(T));

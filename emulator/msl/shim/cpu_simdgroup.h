@@ -1,8 +1,8 @@
 // Simdgroup and quad operations on fibers: a thread leaves its value in the exchange area of its simdgroup
 // and waits; the last one to arrive computes the results of all.
 //
-// Words of the exchange area are read and written atomically, but relaxed, so that ThreadSanitizer sees no
-// race here and no order either: in Metal these operations order nothing else.
+// Words of the exchange area are accessed atomically with relaxed ordering: ThreadSanitizer then reports no race
+// here and assumes no ordering, as Metal's operations order no other accesses.
 #pragma once
 
 namespace msl {
@@ -51,7 +51,7 @@ MSL_INLINE int lane() {
   return static_cast<int>(::metal_emulator::abi::current_fiber().lane);
 }
 
-// One result for all lanes: values are combined in the order of an exclusive-or butterfly, as on a GPU.
+// Computes one result for all lanes, combining values in the order of an exclusive-or butterfly, as on a GPU.
 template <class T, class F>
 struct Reduce {
   static MSL_EXECUTE execute(Simdgroup& s, Lanes lanes) {
@@ -122,7 +122,7 @@ struct Prefix {
   static constexpr Operation operation{Inclusive ? F::inclusive_name : F::exclusive_name, Width, &execute};
 };
 
-// Each lane takes the value of the lane that F computes from its own number and argument.
+// Each lane receives the value of the lane that F computes from its own index and argument.
 template <class T, class F, uint Width>
 struct Shuffle {
   static MSL_EXECUTE execute(Simdgroup& s, Lanes lanes) {

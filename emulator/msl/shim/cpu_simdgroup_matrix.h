@@ -1,6 +1,6 @@
-// Matrix products on fibers. A lane puts its elements into the queue of its simdgroup and continues; the
-// products are computed for all lanes together before a lane reads a result or waits for anything else. A
-// loop of products therefore needs no switches between lanes.
+// Matrix products on fibers. A lane adds its elements to the queue of its simdgroup and continues. The queued
+// products are computed for all lanes together before a lane reads a result or waits for anything else, so a loop
+// of products needs no switches between lanes.
 #pragma once
 
 namespace msl {
@@ -10,7 +10,7 @@ using ::metal_emulator::abi::MatrixQueue;
 
 constexpr int kAddOperand = -1, kAddNothing = -2;  // MatrixProduct::addend
 
-// Relaxed and atomic, as all accesses to what lanes share: see cpu_simdgroup.h.
+// Relaxed atomic access, as for all data that lanes share: see cpu_simdgroup.h.
 template <class T>
 MSL_INLINE void share(T& place, T value) {
   __atomic_store(&place, &value, __ATOMIC_RELAXED);
@@ -26,7 +26,7 @@ MSL_INLINE Simdgroup& current_simdgroup() {
   return *::metal_emulator::abi::current_fiber().simdgroup;
 }
 
-// All lanes arrive, then the queue has run: the executor empties it before any operation.
+// When all lanes have arrived, the queue is empty: the executor runs it before any operation.
 struct AwaitProducts {
   static int execute(Simdgroup&, Lanes) { return kOk; }
   static constexpr Operation operation{"simdgroup_matrix result", 32, &execute};
@@ -59,7 +59,7 @@ class Fragment {
     if (pending_) settle();
     return elements_;
   }
-  // A reference that the kernel may keep: from now on every product is awaited at once.
+  // The kernel may keep this reference, so each later product is computed immediately.
   MSL_INLINE Pair& reference() {
     if (pending_) settle();
     watched_ = true;
@@ -67,7 +67,7 @@ class Fragment {
   }
   MSL_INLINE uint pending() const { return pending_; }
   MSL_INLINE bool watched() const { return watched_; }
-  // The result of the product with this number will be written here.
+  // Registers these elements as the destination of the product with this number.
   MSL_INLINE void promise(MatrixProduct& product, int lane, uint number) {
     detach();
     share(product.targets[lane], static_cast<void*>(this));
@@ -103,7 +103,7 @@ struct ElementType {
 
 typedef float Row __attribute__((vector_size(32)));
 
-// Rounds a result to the type of its matrix and writes it to the lanes that still want it.
+// Rounds a result to the element type of its matrix and writes it to the lanes that still wait for it.
 template <class T>
 MSL_INLINE void deliver(MatrixProduct& p) {
   if constexpr (!Same<T, float>::value) {

@@ -1,4 +1,4 @@
-// What operations on tensors need of the fiber executor: all threads of their scope together, and faults.
+// Support of the fiber executor for tensor operations: synchronization of the threads of a scope, and faults.
 #pragma once
 
 namespace msl {
@@ -26,8 +26,8 @@ MSL_INLINE void require_size(const char* what, int columns, int rows, uint wante
   worker.wrong_size(worker, what, columns, rows, static_cast<int>(wanted_columns),
                     static_cast<int>(wanted_rows), file, static_cast<uint>(line));
 }
-// The floats of a cooperative tensor that an operation reads. A float that no kernel has written has all bits
-// set: a NaN that no operation makes of others.
+// Floats of a cooperative tensor that an operation reads. All bits of a float that no kernel has written are set:
+// a NaN that no operation produces.
 constexpr uint kUnwritten = 0xffffffffu;
 MSL_INLINE void forget(float* elements, uint count) {
   __builtin_memset(elements, 0xff, count * sizeof(float));
@@ -44,7 +44,7 @@ MSL_INLINE void require_written(const float* elements, uint count, const char* w
 typedef half EightHalves __attribute__((vector_size(16), aligned(2), may_alias));
 typedef float EightFloats __attribute__((vector_size(32)));
 
-// A row of halves that is multiplied by others.
+// A row of halves, an operand of products.
 template <uint Columns>
 class HalfRow {
  public:

@@ -1,10 +1,10 @@
-// Which elements of an 8x8 matrix a lane holds: in the layout that the executor's options select, or in that of
+// Maps lanes to elements of an 8x8 matrix: in the layout that the executor's options select, or in that of
 // NVIDIA's tensor cores.
 #pragma once
 
 namespace msl {
 
-// Place of the first or second element of a lane, of 64 row by row.
+// Index of the first or second element of a lane among the 64 elements in row-major order.
 MSL_INLINE int fragment_place(int lane, int element) {
 #if MSL_PTX
   return lane * 2 + element;

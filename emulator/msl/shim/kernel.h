@@ -1,4 +1,4 @@
-// The kernel table: roles of arguments come from the scanner, their types from the function itself.
+// The kernel table. The scanner provides the roles of arguments, the function itself their types.
 #pragma once
 
 namespace msl {
@@ -90,7 +90,7 @@ MSL_INLINE T position(V v) {
   }
 }
 
-// An index, from that of the thread and the threads of its group, as it is and as dispatched.
+// An index, computed from the thread's index and the size of its threadgroup, actual and as dispatched.
 template <class T, Role role>
 MSL_INLINE T index_value(uint index, uint threads, uint dispatched) {
   uint value = 32;  // threads_per_simdgroup, thread_execution_width

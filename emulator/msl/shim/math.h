@@ -1,16 +1,16 @@
 // Floating-point functions of one to three arguments, for float, half and their vectors, in metal::,
 // metal::precise and metal::fast. Results are those of the host's float functions, or of ptx_math.h's, rounded
-// to half where the argument is half. The fast ones are the same, except that exp on GPUs is less exact, that
-// exp and exp2 on CPUs have errors on request, and that on CPUs a result for an infinite argument is NaN:
-// Metal's fast functions may assume that there is none.
+// to half if the argument is half. The fast ones are the same, with three exceptions: exp on GPUs is less exact; exp
+// and exp2 on CPUs have errors on request; and on CPUs the result for an infinite argument is NaN, since Metal's fast
+// functions may assume finite arguments.
 #pragma once
 
 namespace msl {
 
 MSL_CONSTANT float kPi = 3.14159265358979323846f;
 
-// The float functions that the backend's maths library has.
-#if !MSL_PTX  // which brings its own: ptx_math.h
+// Float functions that the backend's maths library provides.
+#if !MSL_PTX  // ptx_math.h defines these functions
 #define MSL_LIBRARY1(name)             \
   MSL_INLINE float f_##name(float x) { \
     return __builtin_##name##f(x);     \
@@ -40,16 +40,16 @@ float f_frexp(float x, __private int* e);
 #endif
 
 #if MSL_CPU
-// The result, or, where the executor asks for that, the result with the error that the specification allows for
-// fast functions: 3 + floor(|2x|) units of the last place. Its sign follows from the argument's bits, so that errors
-// of a sum neither all add up nor all cancel. The power of 0 stays 1, which kernels rely on, though the
-// specification does not promise it.
+// Returns the result, with the largest error that the specification allows for fast functions if the executor requests
+// it: 3 + floor(|2x|) units of the last place. The argument's bits determine the sign, so that the errors of a sum
+// neither all add up nor all cancel. The result for 0 stays 1: kernels rely on it, although the specification does not
+// guarantee it.
 MSL_INLINE float with_fast_error(float x, float result) {
   const bool errs = ::metal_emulator::abi::current_worker().fast_errors && x != 0.0f;
   if (!errs || !(result < __builtin_inff())) return result;
   uint hash = __builtin_bit_cast(uint, x) * 0x9e3779b1u;
   const int units = 3 + static_cast<int>(__builtin_fminf(__builtin_fabsf(2.0f * x), 1000.0f));
-  // Positive floats are in the order of their bits.
+  // The bits of positive floats have the same order as their values.
   const int moved = __builtin_bit_cast(int, result) + (hash >> 31 ? units : -units);
   return __builtin_bit_cast(float, moved < 0 ? 0 : moved);
 }
@@ -74,7 +74,7 @@ MSL_INLINE float smooth_ramp(float t) {
 
 namespace metal {
 
-// A function of floats, of halves through float, and of vectors element by element.
+// Defines a function of floats; halves are converted to float, vectors computed element by element.
 #define MSL_EACH1(name, V)                                                 \
   MSL_INLINE V name(V x) {                                                 \
     V result = V();                                                        \
@@ -217,7 +217,7 @@ namespace fast {
 MSL_ALL_MATH
 }
 
-// mix with one weight for all elements.
+// mix with a single weight for all elements.
 #define MSL_MIX_SCALAR(V)                                              \
   MSL_INLINE V mix(V x, V y, typename msl::Shape<V>::element weight) { \
     return x + (y - x) * weight;                                       \

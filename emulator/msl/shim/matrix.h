@@ -38,7 +38,7 @@ struct matrix {
   MSL_INLINE explicit constexpr matrix(const matrix<U, C, R>& other) {
     for (int i = 0; i < C; ++i) columns[i] = __builtin_convertvector(other.columns[i], column);
   }
-  // From columns, or from all elements column by column.
+  // Constructs a matrix from columns, or from all elements in column-major order.
   template <class... A>
   MSL_INLINE constexpr matrix(column first, column second, A... rest) : columns{first, second, rest...} {
     static_assert(sizeof...(A) + 2 == C, "wrong number of columns in a matrix constructor");

@@ -1,7 +1,6 @@
-// metal_stdlib and its relatives for clang. Included inside an anonymous namespace, ahead of a rewritten
-// source, so that `using namespace metal` means in it what it means in Metal, and no two sources share a
-// function.
-// clang-format off: each header builds on those before it
+// metal_stdlib and related headers for clang. Included in an anonymous namespace before a rewritten source, so that
+// `using namespace metal` has the same meaning as in Metal, and sources share no functions.
+// clang-format off: each header depends on the previous ones
 #include "config.h"
 #include "types.h"
 #include "traits.h"

@@ -1,4 +1,4 @@
-// Packed vectors: the alignment of their element. Three elements take three places, so packed_T3 is a
+// Packed vectors have the alignment of their element. Three elements occupy the size of three, so packed_T3 is a
 // structure that converts to and from T3.
 #pragma once
 

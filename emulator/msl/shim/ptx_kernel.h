@@ -1,4 +1,4 @@
-// Kernel entries for NVIDIA GPUs. What an entry is given: see cuda/abi.h.
+// Kernel entries for NVIDIA GPUs; cuda/abi.h describes their parameters.
 #pragma once
 
 namespace msl {
@@ -9,11 +9,12 @@ namespace abi = ::metal_emulator::cuda;
 #define MSL_SHARED __attribute__((address_space(3)))
 #define MSL_PARAMETER __attribute__((address_space(101)))
 
-// Threadgroup memory of a size that the dispatch sets.
+// Threadgroup memory, whose size the dispatch sets.
 extern "C" MSL_SHARED __attribute__((aligned(16))) char msl_threadgroup_memory[];
 
-// The parameters as the entry declares them, and as they are read: in their own address space, by the address
-// that the entry finds. Through the declared structure the compiler would copy what a pointer may point to.
+// The parameters as the entry declares them, and the form in which they are read: in their own address space, by
+// the address that the entry determines. Reading the declared structure would let the compiler copy memory that a
+// pointer may refer to.
 template <unsigned Bytes>
 struct alignas(16) Parameters {
   ulong words[Bytes / 8];
@@ -59,7 +60,7 @@ MSL_INLINE abi::Vec3 register_vector(int x, int y, int z) {
   return {static_cast<uint>(x), static_cast<uint>(y), static_cast<uint>(z)};
 }
 
-// The place of an argument among the parameters.
+// The offset of an argument in the parameters.
 struct Place {
   unsigned slot, value;
 };

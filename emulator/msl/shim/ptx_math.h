@@ -1,6 +1,6 @@
-// Floating-point functions that NVIDIA GPUs have no instruction for. The exponential, which shaders are full
-// of, is made of float instructions; the others are series in double, rounded once, and slow on GPUs with few
-// units for double.
+// Floating-point functions for which NVIDIA GPUs have no instruction. The exponential, which shaders use most, consists
+// of float instructions. The others are series in double, rounded once; they are slow on GPUs with few units for
+// double.
 #pragma once
 
 namespace msl {
@@ -37,7 +37,7 @@ MSL_INLINE float f_exp2(float x) {
   return power_of_two(x);
 }
 
-// Series in double. `d_` functions take and give doubles with an error far below a float's last place.
+// Series in double. `d_` functions take and return doubles with an error far below a float's last place.
 MSL_INLINE double d_power_of_two(int n) {  // -1022 to 1023
   return __builtin_bit_cast(double, static_cast<ulong>(1023 + n) << 52);
 }
@@ -49,7 +49,7 @@ inline double d_exp(double x) {
   for (int i = 13; i > 0; --i) sum = 1.0 + sum * r / i;
   return sum * d_power_of_two(static_cast<int>(n));
 }
-// Of a positive, normal double.
+// Logarithm of a positive, normal double.
 inline double d_log(double x) {
   ulong bits = __builtin_bit_cast(ulong, x);
   int e = static_cast<int>(bits >> 52) - 1023;
@@ -157,7 +157,7 @@ MSL_INLINE float f_acos(float x) {
   const double d = x;
   return static_cast<float>(2.0 * d_atan(__builtin_sqrt((1.0 - d) / (1.0 + d))));
 }
-// Hyperbolic functions; near zero a difference of exponentials would lose what counts.
+// Hyperbolic functions; near zero a difference of exponentials would cancel.
 inline float f_sinh(float x) {
   const double d = x;
   if (__builtin_fabsf(x) < 0.01f) return static_cast<float>(d + d * d * d / 6.0);
@@ -194,7 +194,7 @@ inline float f_atanh(float x) {
 MSL_INLINE float f_fdim(float x, float y) {
   return x != x || y != y ? x + y : x > y ? x - y : 0.0f;
 }
-// Exact: what is subtracted is within a factor of two of what it is subtracted from.
+// Exact, because the operands of the subtraction are within a factor of two of each other.
 inline float f_fmod(float x, float y) {
   double rest = __builtin_fabs(static_cast<double>(x));
   const double divisor = __builtin_fabs(static_cast<double>(y));

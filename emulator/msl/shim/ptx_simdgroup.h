@@ -16,8 +16,8 @@ MSL_INLINE int lane() {
   return static_cast<int>(thread_index() & 31);
 }
 
-// Whether a threadgroup's last simdgroup may have fewer than 32 threads. The executor writes the answer in the
-// place of this register, and the driver compiles each kernel for the case that is needed.
+// Whether a threadgroup's last simdgroup may have fewer than 32 threads. The executor substitutes a constant for
+// this register, and the driver compiles each kernel for the required case.
 MSL_INLINE bool is_partial() {
   return __nvvm_read_ptx_sreg_nsmid() != 0;
 }
@@ -63,7 +63,7 @@ MSL_INLINE T from_above(uint mask, T value, int distance) {
   return by_words(value, [=](int word) { return __nvvm_shfl_sync_down_i32(mask, word, distance, 31); });
 }
 
-// One result for all lanes, combined in the order of an exclusive-or butterfly.
+// Computes one result for all lanes, combined in the order of an exclusive-or butterfly.
 template <class T, class F>
 MSL_INLINE T reduce(T value, F combine) {
   const uint mask = lanes();
@@ -82,7 +82,7 @@ MSL_INLINE T quad_reduce(T value, F combine) {
   }
   return is_partial() ? from_lane(mask, value, lane() & ~3) : value;
 }
-// Of the lanes up to each one, in groups of `Width`.
+// Combines the lanes up to each one, in groups of `Width`.
 template <int Width, class T, class F>
 MSL_INLINE T scan(T value, F combine) {
   const uint mask = Width == 4 ? quad_lanes() : lanes();
@@ -146,8 +146,7 @@ MSL_REDUCTION(xor, a ^ b)
 MSL_PREFIX(sum, a + b, 0)
 MSL_PREFIX(product, a* b, 1)
 
-// A shuffle reads the lane that `source` computes from this lane's number in a group of `width`, and from
-// `argument`.
+// Reads the lane that `source` computes from this lane's index in a group of `width`, and from `argument`.
 #define MSL_SHUFFLE_IN(name, lanes, width, source)                                  \
   template <class T>                                                                \
   MSL_INLINE T name(T value, ushort argument, MSL_SITE) {                           \

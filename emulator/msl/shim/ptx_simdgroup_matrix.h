@@ -1,8 +1,8 @@
 // Matrix products on NVIDIA GPUs: 8x8 matrices in the upper half of the tensor cores' 16x8x8 products.
 //
-// A lane holds two neighbours in a row, where mma.m16n8k8 wants the first operand and the result. It wants
-// the second operand transposed, so a matrix may be kept as its transpose: one that simdgroup_load transposes
-// and that is then multiplied from the right is never moved between lanes at all.
+// A lane holds two adjacent elements of a row, as mma.m16n8k8 expects in the first operand and the result. It expects
+// the second operand transposed, so a matrix may be stored as its transpose: a matrix that simdgroup_load transposes
+// and that is then the right operand is never moved between lanes.
 #pragma once
 
 namespace msl {
@@ -39,7 +39,7 @@ class Fragment {
     elements_ = elements;
     transposed_ = true;
   }
-  // Two neighbours in a row, of the matrix or of its transpose.
+  // Two adjacent elements of a row of the matrix or of its transpose.
   MSL_INLINE Pair get() const { return transposed_ ? transpose(elements_) : elements_; }
   MSL_INLINE Pair get_transposed() const { return transposed_ ? elements_ : transpose(elements_); }
   MSL_INLINE Pair& reference() {
@@ -52,8 +52,8 @@ class Fragment {
   bool transposed_ = false;
 };
 
-// Two neighbours in memory. Pairs of 16-bit elements are read as one word: shaders that multiply such
-// matrices must keep them at even elements.
+// Two adjacent elements in memory. Pairs of 16-bit elements are read as one word, so shaders must align such matrices
+// to even elements.
 template <class T>
 MSL_INLINE ::vec<T, 2> load_pair(const T* source) {
   if constexpr (sizeof(T) == 2) {
@@ -68,8 +68,8 @@ MSL_INLINE ::float2 to_floats(::vec<A, 2> pair) {
   return ::float2{static_cast<float>(pair[0]), static_cast<float>(pair[1])};
 }
 
-// d = a b + c on tensor cores, whose lower eight rows stay empty; b is transposed. Products of 16-bit elements
-// are exact, and summed in float.
+// d = a b + c on tensor cores, whose lower eight rows are unused; b is transposed. Products of 16-bit elements are
+// exact, and summed in float.
 #define MSL_TENSOR_PRODUCT(V, type)                                                                        \
   MSL_INLINE ::float2 tensor_product(V a, V b, ::float2 c) {                                               \
     float first, second;                                                                                   \

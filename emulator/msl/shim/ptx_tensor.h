@@ -1,5 +1,5 @@
-// What operations on tensors need on NVIDIA GPUs. That the threads of their scope are together, sizes right
-// and elements written is checked by the CPU executor alone.
+// Support for tensor operations on NVIDIA GPUs. Only the CPU executor checks sizes, that elements were written, and
+// that all threads of the scope execute the operation.
 #pragma once
 
 namespace msl {

@@ -1,7 +1,7 @@
 // simdgroup_matrix<T, 8, 8>.
 //
-// Products and sums are those of float for every element type; a half or bfloat result is rounded once, at
-// the end. The backend's Fragment holds a lane's elements and multiplies.
+// Products and sums are computed in float for every element type; a half or bfloat result is rounded once, at the
+// end. The backend's Fragment stores a lane's elements and multiplies them.
 #pragma once
 
 namespace msl {
@@ -25,7 +25,7 @@ template <class T, int Rows, int Columns>
 struct simdgroup_matrix {
   static_assert(Rows == 8 && Columns == 8, "simdgroup matrices are 8x8");
   static_assert(msl::IsMatrixElement<T>::value, "elements of simdgroup matrices are float, half or bfloat");
-  typedef ::vec<T, Rows * Columns> storage_type;  // of which a lane has the first two elements
+  typedef ::vec<T, Rows * Columns> storage_type;  // a lane uses the first two elements
   storage_type elements;
   simdgroup_matrix();
   explicit simdgroup_matrix(T diagonal);

@@ -1,9 +1,9 @@
-// Shuffles that fill in, and the results of votes, from the shuffles of a backend.
+// Shuffles with filling data, and the results of votes, based on a backend's shuffles.
 #pragma once
 
 namespace metal {
 
-// Values that would come from outside of a group of `modulo` lanes come from `filling` at the other end.
+// Values from outside a group of `modulo` lanes are taken from the other end of `filling`.
 #define MSL_FILL(prefix, width)                                                                        \
   template <class T>                                                                                   \
   MSL_INLINE T prefix##_shuffle_and_fill_up(T value, T filling, ushort delta, ushort modulo = width,   \

@@ -1,14 +1,14 @@
-// Tensors and matmul2d, the part of Metal 4 by which kernels reach matrix units: half tensors in rows of any
-// stride, multiplied into a cooperative tensor of floats by all simdgroups of a threadgroup. docs/kernels.md of the
-// project lists the documented facts that this follows. Anything else that Metal has of them does not compile.
+// Tensors and matmul2d, the part of Metal 4 through which kernels use matrix units: half tensors in rows of any stride,
+// multiplied into a cooperative tensor of floats by all simdgroups of a threadgroup. docs/kernels.md of the project
+// lists the documented facts on which this file is based. Other tensor features of Metal do not compile.
 //
-// The distribution of a cooperative tensor over threads is not specified, and neither is this one: a thread
-// holds neighbours in a row. Products are exact and summed in float.
+// Metal does not specify how a cooperative tensor is distributed over threads. Here a thread holds adjacent elements
+// of a row. Products are exact and summed in float.
 #pragma once
 
 namespace metal {
 
-// Dimension 0 is the one whose elements are adjacent in memory: (columns, rows).
+// Elements along dimension 0 are adjacent in memory: (columns, rows).
 template <class Index, ulong Rank>
 struct dextents {
   static_assert(msl::Same<Index, int32_t>::value && Rank == 2, "modelled: dextents<int32_t, 2>");
@@ -34,7 +34,7 @@ class tensor {
 
  public:
   MSL_INLINE tensor(T* data, Extents extents) : tensor(data, extents, extents.extent(0)) {}
-  // Strides of both dimensions, in elements. Modelled: that of the first is 1.
+  // Strides of both dimensions, in elements. Only a first stride of 1 is modelled.
   MSL_INLINE tensor(T* data, Extents extents, array<int32_t, 2> strides)
       : tensor(data, extents, strides.elements[1]) {}
   MSL_INLINE T* data() const { return data_; }
@@ -152,15 +152,15 @@ struct matmul2d_descriptor {
                static_cast<ulong>(transpose_left) << 48 | static_cast<ulong>(transpose_right) << 49 |
                static_cast<ulong>(relaxed_precision) << 50 |
                static_cast<ulong>(matmul_mode == mode::multiply_accumulate) << 51) {}
-  // A class cannot be a template's argument in C++17, a number can.
+  // In C++17 a class cannot be a template argument, but a number can.
   MSL_INLINE constexpr operator ulong() const { return packed; }
 
  private:
   ulong packed;
 };
 
-// result (+)= left right^T: left (k, m), right (k, n), result (n, m), each as (columns, rows). Or left right, where the
-// right tensor is not transposed: then it is (n, k).
+// result (+)= left right^T: left (k, m), right (k, n), result (n, m), each as (columns, rows). If the right tensor
+// is not transposed, result (+)= left right, and right is (n, k).
 template <ulong Descriptor, class Scope>
 class matmul2d {
   MSL_CONSTANT uint kM = Descriptor & 0xffff, kN = Descriptor >> 16 & 0xffff, kK = Descriptor >> 32 & 0xffff;

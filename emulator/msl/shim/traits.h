@@ -38,7 +38,7 @@ struct conditional<false, T, F> {
 template <bool B, class T, class F>
 using conditional_t = typename conditional<B, T, F>::type;
 template <class... T>
-struct _disjunction : bool_constant<(T::value || ...)> {};  // by the name that Apple's headers give it
+struct _disjunction : bool_constant<(T::value || ...)> {};  // the name in Apple's headers
 
 #define MSL_TRANSFORM(name, result) \
   template <class T>                \
@@ -110,7 +110,7 @@ MSL_VARIABLE(is_integral) MSL_VARIABLE(is_floating_point) MSL_VARIABLE(is_arithm
 template <class T>
 using make_scalar_t = typename make_scalar<T>::type;
 
-// Number of elements, and limits that libraries add, by the names that Apple's headers give them.
+// Number of elements, and limits that libraries specialize, under the names of Apple's headers.
 template <class T>
 struct vec_elements : integral_constant<int, msl::Shape<T>::width> {};
 template <class T>
@@ -190,7 +190,7 @@ MSL_FLOAT_LIMITS(bfloat, 3.38953139e38f, FLT_MIN, 0.0078125f, 8)
 #endif
 
 template <class T>
-using uniform = T;  // a promise to the compiler, without effect here
+using uniform = T;  // a hint for the compiler, without effect here
 template <class T>
 MSL_INLINE constexpr T make_uniform(T value) {
   return value;

@@ -1,10 +1,10 @@
 // Scalars, vectors, their constructors and conversions.
 //
-// Vectors are clang's ext_vector_type: size, alignment, swizzles and operators are those of Metal. The
-// scanner turns constructors and casts into msl::construct and msl::Cast.
+// Vectors are clang's ext_vector_type, with Metal's sizes, alignments, swizzles and operators. The scanner rewrites
+// constructors and casts to msl::construct and msl::Cast.
 //
-// Comparisons of vectors give vectors of integers of the same width, 0 or -1, as in OpenCL. bool2 to bool4
-// are int2 to int4 therefore; in memory they are larger than Metal's.
+// Comparisons of vectors return vectors of integers of the same width, 0 or -1, as in OpenCL. Therefore bool2 to
+// bool4 are int2 to int4, which take more memory than Metal's.
 #pragma once
 
 #if !MSL_CHECK
@@ -87,7 +87,7 @@ struct Enable<true, T> {
   typedef T type;
 };
 
-// Types of 16 bits, none of which holds all values of the other.
+// 16-bit types, neither of which can represent all values of the other.
 template <class T>
 struct IsNarrow {
   MSL_CONSTANT bool value = Same<T, half>::value
@@ -124,7 +124,7 @@ template <class V>
 MSL_INLINE constexpr V construct() {
   return V();
 }
-// A vector from one scalar, or converted from a vector of the same width; any other type as C++ has it.
+// Constructs a vector from one scalar or a vector of the same width; other types follow C++.
 template <class V, class A>
 MSL_INLINE constexpr V construct(A value) {
   if constexpr (Same<V, A>::value) {
@@ -146,7 +146,7 @@ MSL_INLINE constexpr V construct(A value) {
     }
   }
 }
-// A vector from scalars and vectors, in order.
+// Constructs a vector from scalars and vectors, in order.
 template <class V, class A, class B, class... Rest>
 MSL_INLINE constexpr V construct(A first, B second, Rest... rest) {
   if constexpr (Shape<V>::width == 1) {
@@ -168,8 +168,8 @@ MSL_INLINE constexpr V construct(A first, B second, Rest... rest) {
   }
 }
 
-// A list in braces as an argument: becomes what the parameter is. Whether its elements are constants, which may be
-// narrowed, is no longer known.
+// A braced list as an argument, which converts to the parameter's type. Whether its elements are constants, which may
+// be narrowed, is not known here.
 #pragma clang diagnostic push
 #pragma clang diagnostic ignored "-Wc++11-narrowing"
 template <class... A>
@@ -233,7 +233,7 @@ struct Not {};
 template <class Operator>
 struct Complement {};
 template <class T, class Operator>
-struct Chain {};  // a cast of the operator's result
+struct Chain {};  // a cast of the result of an operator
 template <class T>
 struct IsOperator {
   MSL_CONSTANT bool value = false;
