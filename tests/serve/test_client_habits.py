@@ -39,8 +39,8 @@ def post(server: Running, **body: Any) -> Any:
     return server.post("/v1/chat/completions", {"messages": ASKED, "max_tokens": 1, "temperature": 0, **body})
 
 
-def history(arguments: Any) -> list[dict[str, Any]]:
-    call = {"id": "abcdefghi", "type": "function", "function": {"name": "f", "arguments": arguments}}
+def history(arguments: Any, id_: str = "abcdefghi") -> list[dict[str, Any]]:
+    call = {"id": id_, "type": "function", "function": {"name": "f", "arguments": arguments}}
     return [*ASKED, {"role": "assistant", "content": None, "tool_calls": [call]}]
 
 
@@ -157,6 +157,8 @@ def test_null_is_the_same_as_no_field(iterating: tuple[Running, Model]) -> None:
         ({"audio": {}}, "audio"),
         ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name"),
         ({"continue_final_message": True}, "messages[0].role"),
+        ({"messages": history("{}", "of 12 letters")}, "messages"),
+        ({"documents": [{"text": "a"}]}, "documents"),
         ({"regex": "("}, "regex"),
         ({"grammar": "start: x"}, "grammar"),
         ({"structured_outputs": {"choice": ["a"], "json": {"enum": [2**53 + 1]}}}, None),

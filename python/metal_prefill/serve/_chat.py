@@ -133,19 +133,22 @@ def chat_tokens(service: Service, form: ChatForm, *, fits: bool = True) -> list[
             "only a last message of the assistant can be continued",
             param=f"messages[{len(form.messages) - 1}].role",
         )
+    param = "tools"
     try:
         tokenizer.check_tools(tools)
+        unread = form.documents and not tokenizer.template_reads("documents", bool(tools))
+        param = "documents" if unread else "messages"
+        pieces = tokenizer.chat_pieces(
+            plain_messages(form.messages),
+            tools,
+            adds_prompt,
+            {},
+            form.documents,
+            untrusted={**_effort(form, tokenizer), **variables},
+            continues=continues,
+        )
     except ChatTemplateError as error:
-        raise ApiError(400, str(error), param="tools", code="invalid_messages") from None
-    pieces = tokenizer.chat_pieces(
-        plain_messages(form.messages),
-        tools,
-        adds_prompt,
-        {},
-        form.documents,
-        untrusted={**_effort(form, tokenizer), **variables},
-        continues=continues,
-    )
+        raise ApiError(400, str(error), param=param, code="invalid_messages") from None
     texts = [text for text, _ in pieces]
     if fits:
         check_size(service.model.engine, sum(map(tokenizer.least_tokens, texts)))

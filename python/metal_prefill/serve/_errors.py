@@ -13,7 +13,6 @@ from starlette.responses import JSONResponse, Response
 from metal_prefill._support.interface_words import as_fields
 from metal_prefill._support.shortened import shortened
 from metal_prefill.errors import (
-    ChatTemplateError,
     ClosedError,
     ConstraintError,
     ContextOverflowError,
@@ -100,8 +99,6 @@ def api_error(error: Exception) -> ApiError:
     if isinstance(error, KVMemoryError):
         # A text that lacks pages waits for other texts to free theirs; this one exceeds the whole pool.
         return ApiError(400, str(error), code="kv_memory_exceeded")
-    if isinstance(error, ChatTemplateError):
-        return ApiError(400, str(error), code="invalid_messages")
     if isinstance(error, NoWorkerError):
         return ApiError(503, str(error), code="no_constraint_worker", headers=_RETRY)
     if isinstance(error, ConstraintError):
