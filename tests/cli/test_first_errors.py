@@ -127,7 +127,7 @@ def test_a_folder_of_gguf_files_names_one(tmp_path: Path, capsys: pytest.Capture
 
 
 @pytest.mark.parametrize(
-    ("name", "nearest"), [("gemma9", "gemma3"), ("qwen2x", "qwen2"), ("rwkv6", None)], ids=str
+    ("name", "nearest"), [("gemma9", "gemma4"), ("qwen2x", "qwen2"), ("rwkv6", None)], ids=str
 )
 def test_an_unknown_architecture_names_similar_ones_and_where_to_ask(
     tmp_path: Path, name: str, nearest: str | None

@@ -409,7 +409,7 @@ def test_an_invalid_vocabulary_is_named(tmp_path: Path, changes: dict[str, Any],
     [
         (
             {MODEL: entry(MODEL, STRING, text("rwkv"))},
-            "tokenizer model rwkv is not supported; supported are gpt2, llama, bert, t5",
+            "tokenizer model rwkv is not supported; supported are gpt2, llama, gemma4, bert, t5",
         ),
         (
             {PRE: entry(PRE, STRING, text("deepseek-llm"))},
