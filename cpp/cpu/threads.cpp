@@ -58,6 +58,19 @@ int available_cores() {
   return std::max(1, int(std::thread::hardware_concurrency()));
 }
 
+// musl gives a thread 128 KiB of stack, where glibc gives it 8 MiB and macOS 512 KiB; tiles of attention take
+// more than that. The default is for all threads that start later, and musl can only raise it.
+void raise_stack_size() {
+#if defined(__linux__) && !defined(__GLIBC__)
+  constexpr std::size_t kStackBytes = std::size_t(1) << 20;
+  pthread_attr_t attributes;
+  pthread_attr_init(&attributes);
+  pthread_attr_setstacksize(&attributes, kStackBytes);
+  pthread_setattr_default_np(&attributes);
+  pthread_attr_destroy(&attributes);
+#endif
+}
+
 }  // namespace
 
 // The share of thread t is [items * t / n, items * (t + 1) / n).
@@ -115,6 +128,7 @@ Team::~Team() {
 
 void Team::launch() {
   core_ = -1;
+  raise_stack_size();
   threads_.reserve(std::size_t(size_ - 1));
   try {
     for (int i = 1; i < size_; ++i) threads_.emplace_back([this, i] { loop(i); });
