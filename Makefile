@@ -142,18 +142,21 @@ docs: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 	@echo "the site is in build/site"
 
-# Wheels for Linux (x86-64, Arm) and macOS, in build/wheels/dist.
+# Wheels for Linux (x86-64, Arm; glibc, musl) and macOS, in build/wheels/dist. PLATFORMS selects some of them.
 wheels: $(VENV)/.ready
 	$(PIP) install --group cross
 	@rm -f build/wheels/dist/*
-	$(BIN)/python tools/build/build_wheels.py
+	$(BIN)/python tools/build/build_wheels.py $(if $(PLATFORMS),--platforms $(PLATFORMS))
 
-# Those for this machine, installed by each Python in an environment without a compiler; that for Arm with an emulated processor.
+# Those for this machine, installed by each Python in an environment without a compiler; that for Arm with an emulated processor,
+# that for musl with a Python made for it.
 test-wheels: $(VENV)/.ready
 	@ls build/wheels/dist/*.whl >/dev/null 2>&1 || { echo "error: there are no wheels: run make wheels" >&2; exit 1; }
 	$(PIP) install "pytest>=8" "pytest-timeout>=2" uv py-rattler-build
 	tools/build/fetch_arm_python.sh build/wheels/arm-python
+	tools/build/make_musl_python.sh build/wheels/musl-python
 	METAL_PREFILL_WHEELS=build/wheels/dist METAL_PREFILL_ARM_PYTHON=build/wheels/arm-python \
+	  METAL_PREFILL_MUSL_PYTHON=build/wheels/musl-python \
 	  $(BIN)/python -m pytest --noconftest tests/packaging/test_wheels.py tests/packaging/test_packaging.py  # without the package in this environment
 
 # The files of a release: built, checked, installed and run; prints what is left to do.

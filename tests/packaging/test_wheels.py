@@ -40,21 +40,21 @@ def wheels_folder() -> Path:
 
 
 @cache
-def wheels(machine: str) -> list[Path]:
-    """Return the wheels for Linux on a processor."""
-    return sorted(wheels_folder().glob(f"*manylinux*_{machine}.whl"))
+def wheels(target: str) -> list[Path]:
+    """Return the wheels for a platform of build_wheels.py."""
+    return sorted(wheels_folder().glob(f"*{'*_'.join(target.split('_', 1))}.whl"))
 
 
-def wheel_for(version: str, machine: str = platform.machine()) -> Path:
+def wheel_for(version: str, target: str = build_wheels.NATIVE) -> Path:
     minor = int(version.rstrip("t").partition(".")[2])
-    for wheel in wheels(machine):
+    for wheel in wheels(target):
         python, abi = wheel.name.split("-")[2:4]
         built = int(python.removeprefix("cp3"))
         if abi.endswith("t") != version.endswith("t"):
             continue
         if minor == built or (abi == "abi3" and minor > built):
             return wheel
-    pytest.skip(f"there is no wheel for Python {version} on {machine} in {FOLDER}")
+    pytest.skip(f"there is no wheel for Python {version} on {target} in {FOLDER}")
 
 
 def main_job() -> str:
@@ -182,6 +182,15 @@ def test_uvx_runs_the_command(tmp_path: Path) -> None:
     assert done.stdout.startswith("metal-prefill ")
 
 
+def install_for(wheel: Path, site: Path, *tags: str) -> None:
+    """Install a wheel, and what it requires, for Python 3.13 of another platform."""
+    command: list[str | Path] = [sys.executable, "-m", "pip", "install", "--quiet", "--target", site]
+    command += ["--only-binary=:all:", "--implementation", "cp", "--python-version", "3.13"]
+    for tag in (*tags, "any"):
+        command += ["--platform", tag]
+    subprocess.run([*command, wheel], check=True)
+
+
 @pytest.fixture(scope="module")
 def emulated_arm(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
     """Run Debian's Python for 64-bit Arm, with the wheel, on an emulated processor."""
@@ -191,12 +200,8 @@ def emulated_arm(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]
     if qemu is None or not python.exists():
         pytest.skip("no qemu-aarch64 (make setup), or no Python for Arm (tools/build/fetch_arm_python.sh)")
     site = tmp_path_factory.mktemp("arm")
-    command: list[str | Path] = [sys.executable, "-m", "pip", "install", "--quiet", "--target", site]
-    command += ["--only-binary=:all:", "--implementation", "cp", "--python-version", "3.13"]
     older = (f"manylinux_2_{glibc}_aarch64" for glibc in range(17, 29))  # pip extends no tag
-    for tag in (*older, "manylinux2014_aarch64", "any"):
-        command += ["--platform", tag]
-    subprocess.run([*command, wheel_for("3.13", "aarch64")], check=True)
+    install_for(wheel_for("3.13", "manylinux_aarch64"), site, *older, "manylinux2014_aarch64")
 
     def run(processor: str, *arguments: str) -> str:
         done = finished(
@@ -222,6 +227,33 @@ def test_the_main_job_runs_on_an_emulated_arm_processor(
     assert fastest == kernels
     text = emulated_arm(processor, "-m", "metal_prefill", "run", "-p", "ROMEO:", "-n", "4")
     assert len(text) > 4
+
+
+@pytest.fixture(scope="module")
+def musl(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
+    """Run a Python made for musl, with the wheel."""
+    root = Path(os.environ.get("METAL_PREFILL_MUSL_PYTHON", "nowhere")).resolve()
+    if not (root / "loader").exists():
+        pytest.skip("there is no Python for musl (tools/build/make_musl_python.sh)")
+    site, machine = tmp_path_factory.mktemp("musl"), platform.machine()
+    tags = (f"musllinux_1_{minor}_{machine}" for minor in (1, 2))
+    install_for(wheel_for("3.13", f"musllinux_{machine}"), site, *tags)
+
+    def run(*arguments: str) -> str:
+        command: list[str | Path] = [root / "loader", root / "bin/python3.13", *arguments]
+        done = finished(command, env={"PYTHONPATH": str(site), "HOME": str(site)}, cwd=site)
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+        return done.stdout
+
+    return run
+
+
+def test_the_main_job_runs_with_musl(musl: Callable[..., str]) -> None:
+    code = main_job() + "import sysconfig; print(sysconfig.get_config_var('SOABI'))"
+    first, interface = musl("-c", code).splitlines()
+    assert first.startswith("(1024,) ")
+    assert interface.endswith("-musl")
+    assert len(musl("-m", "metal_prefill", "run", "-p", "ROMEO:", "-n", "16")) > 16
 
 
 def test_the_source_distribution_builds(tmp_path: Path) -> None:

@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
-"""Build the wheels of a release on Linux, for Linux (x86-64 and Arm) and macOS, and check each.
+"""Build the wheels of a release on Linux, for Linux (glibc and musl) and macOS, and check each.
 
-    python tools/build/build_wheels.py                                    # all of them: make wheels
-    python tools/build/build_wheels.py --platforms x86_64 --pythons 3.12  # one
+    python tools/build/build_wheels.py                                              # all of them: make wheels
+    python tools/build/build_wheels.py --platforms manylinux_x86_64 --pythons 3.12  # one
 
-The compiler of the PyPI package ziglang builds for an old glibc and links its own C++ library, so the wheels
-need nothing but glibc 2.28. Python 3.12 and later share one wheel, for the stable ABI. Free-threaded Python
-has no stable ABI, so 3.14t has a wheel of its own, which is built if that interpreter is installed. Wheels
-for other processors are compiled, linked and inspected; those for this machine are also installed and run by
-`make test-wheels`.
+The compiler of the PyPI package ziglang builds for an old glibc or for musl and links its own C++ library, so
+the wheels need nothing but glibc 2.28 or musl 1.2. Python 3.12 and later share one wheel, for the stable ABI.
+Free-threaded Python has no stable ABI, so 3.14t has a wheel of its own, which is built if that interpreter is
+installed. Wheels for other systems are compiled, linked and inspected; those for this machine are also
+installed and run by `make test-wheels`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,11 @@ sys.path.insert(0, str(TOOLS))
 import zig  # noqa: E402
 
 ROOT = TOOLS.parents[1]
-GLIBC = (2, 28)
+# By kind of wheel: oldest C library, its name in zig's targets, and libraries that it provides.
+C_LIBRARIES = {
+    "manylinux": ((2, 28), "gnu.2.28", r"(libc|libm|libpthread|libdl|librt|ld-linux.*)\.so"),
+    "musllinux": ((1, 2), "musl", r"libc\.so$"),
+}
 PYTHONS = ("3.10", "3.11", "3.12")  # the last one is for all later versions, too
 FREE_THREADED = ("3.14t",)
 MAX_MEGABYTES = 12
@@ -38,7 +42,8 @@ LINUX_KERNELS = {
     "x86_64": ("amx", "avx512bf16", "avx512vnni", "avxvnni", "avx2", "scalar"),
     "aarch64": ("neon_i8mm", "neon_dotprod", "neon", "scalar"),
 }
-PLATFORMS = (*LINUX_KERNELS, "macos")
+PLATFORMS = (*(f"{kind}_{processor}" for kind in C_LIBRARIES for processor in LINUX_KERNELS), "macos")
+NATIVE = f"manylinux_{platform.machine()}"
 # Clang 18 takes registers of 512 bits for a feature of its own, which zig switches off. Zig takes
 # architectures for versions of a processor. CMake preprocesses with "-o -", which is a file to zig.
 COMPILER = """arguments=()
@@ -97,24 +102,20 @@ def tools_of(version: str, folder: Path) -> Path:
     return python
 
 
-def build_linux(version: str, processor: str, folder: Path, stub: Path) -> Path:
-    """Build a wheel for Linux and return its path; on the processor of this machine, the stub is written."""
-    python = tools_of(version, folder)
-    work = folder / f"linux-{processor}-{version}"
+def build_linux(version: str, target: str, folder: Path, stub: Path) -> Path:
+    """Build a wheel for Linux and return its path; for this machine, the stub is written."""
+    kind, processor = target.split("_", 1)
+    least, libc, _ = C_LIBRARIES[kind]
+    python, work = tools_of(version, folder), folder / f"{target}-{version}"
+    native = target == NATIVE
     shutil.rmtree(work / "wheel", ignore_errors=True)
-    native = platform.machine() == processor
-    described = json.loads(
-        subprocess.run(
-            [python, Path(__file__), "--write-tools", work / "tools", "--platforms", processor],
-            check=True,
-            capture_output=True,
-            text=True,
-        ).stdout
-    )
+    suffix = "gnu" if version == "3.10" else libc.partition(".")[0]  # 3.10 has one for both C libraries
+    run = f'{zig.command()} c++ -target {processor}-linux-{libc} "${{arguments[@]}}"\n'
+    zig.write_commands(work / "tools", cxx=COMPILER + run)
     options = {
         "CMAKE_TOOLCHAIN_FILE": ROOT / "cmake/cross_linux.cmake",
-        "SKBUILD_SOABI": f"cpython-{version.replace('.', '')}-{processor}-linux-gnu",
-        "Python_INCLUDE_DIR": described["headers"],
+        "SKBUILD_SOABI": f"cpython-{version.replace('.', '')}-{processor}-linux-{suffix}",
+        "Python_INCLUDE_DIR": zig.python_headers(work / "include", python),
     }
     if not native:
         options["METAL_PREFILL_STUB"] = stub
@@ -132,7 +133,7 @@ def build_linux(version: str, processor: str, folder: Path, stub: Path) -> Path:
         command += ["-C", f"cmake.define.{name}={value}"]
     subprocess.run(command, check=True, env=environment, cwd=folder)
     (built,) = (work / "wheel").glob("*.whl")
-    tag = f"manylinux_{GLIBC[0]}_{GLIBC[1]}_{processor}"
+    tag = f"{kind}_{least[0]}_{least[1]}_{processor}"
     retag: list[str | Path] = [python, "-m", "wheel", "tags", "--platform-tag", tag, "--remove", built]
     subprocess.run(retag, check=True, stdout=subprocess.DEVNULL)
     (wheel,) = (work / "wheel").glob(f"*{tag}.whl")
@@ -185,13 +186,20 @@ def libraries_of(library: bytes) -> list[str]:
     return [tag.needed for tag in dynamic.iter_tags() if tag.entry.d_tag == "DT_NEEDED"]
 
 
-def check_linux(wheel: Path, processor: str) -> list[str]:
+def versions_of(library: bytes) -> list[str]:
+    """Return the versions of symbols that an ELF file needs, such as GLIBC_2.28."""
+    from elftools.elf.elffile import ELFFile
+
+    section = ELFFile(io.BytesIO(library)).get_section_by_name(".gnu.version_r")
+    if section is None:
+        return []
+    return [version.name for _, versions in section.iter_versions() for version in versions]
+
+
+def check_linux(wheel: Path, target: str) -> list[str]:
     """Check libraries, symbols and kernels of a wheel for Linux; return a report in lines."""
-    command: list[str | Path] = [sys.executable, "-m", "auditwheel", "show", "--json", wheel]
-    shown = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
-    policy = re.match(r"manylinux_(\d+)_(\d+)_", shown["overall_tag"])
-    if policy is None or (int(policy[1]), int(policy[2])) > GLIBC:
-        raise WheelError(f"{wheel.name}: auditwheel finds it consistent only with {shown['overall_tag']}")
+    kind, processor = target.split("_", 1)
+    least, _, provided = C_LIBRARIES[kind]
     with zipfile.ZipFile(wheel) as archive:
         (name,) = [name for name in archive.namelist() if name.endswith(".so")]
         library = archive.read(name)
@@ -199,14 +207,19 @@ def check_linux(wheel: Path, processor: str) -> list[str]:
         if kernels.encode() + b"\0" not in library:  # their names are strings in the library
             raise WheelError(f"{wheel.name}: the kernels {kernels} are missing")
     needed = libraries_of(library)
-    if unknown := [
-        name for name in needed if not re.match(r"(libc|libm|libpthread|libdl|librt|ld-linux.*)\.so", name)
-    ]:
+    if unknown := [name for name in needed if not re.match(provided, name)]:
         raise WheelError(f"{wheel.name} needs {', '.join(unknown)}, which its platform does not promise")
-    return [
-        f"consistent with {shown['overall_tag']}, needs {', '.join(needed)}",
-        "kernels: " + ", ".join(LINUX_KERNELS[processor]),
-    ]
+    lines = [f"needs {', '.join(needed)}", "kernels: " + ", ".join(LINUX_KERNELS[processor])]
+    if kind == "musllinux":  # auditwheel recognizes musl only on a machine that has it
+        if versions := versions_of(library):
+            raise WheelError(f"{wheel.name} needs {', '.join(versions)}; musl has no versions of symbols")
+        return lines
+    command: list[str | Path] = [sys.executable, "-m", "auditwheel", "show", "--json", wheel]
+    shown = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    policy = re.match(r"manylinux_(\d+)_(\d+)_", shown["overall_tag"])
+    if policy is None or (int(policy[1]), int(policy[2])) > least:
+        raise WheelError(f"{wheel.name}: auditwheel finds it consistent only with {shown['overall_tag']}")
+    return [f"consistent with {shown['overall_tag']}", *lines]
 
 
 def main() -> int:
@@ -222,25 +235,17 @@ def main() -> int:
         help=f"default: {', '.join(PYTHONS)}, and of {', '.join(FREE_THREADED)} what is installed",
     )
     parser.add_argument("--folder", type=Path, default=ROOT / "build/wheels", help="folder for all output")
-    parser.add_argument("--write-tools", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.write_tools:  # in the environment of the Python that the wheel is for
-        target = f"{options.platforms[0]}-linux-gnu.{GLIBC[0]}.{GLIBC[1]}"
-        run = f'{zig.command()} c++ -target {target} "${{arguments[@]}}"\n'
-        zig.write_commands(options.write_tools, cxx=COMPILER + run)
-        print(json.dumps({"headers": str(zig.python_headers(options.write_tools.parent / "include"))}))
-        return 0
     pythons = options.pythons or (*PYTHONS, *(version for version in FREE_THREADED if _is_installed(version)))
     folder = options.folder.resolve()
     finished = folder / "dist"
     finished.mkdir(parents=True, exist_ok=True)
     stub = folder / "_core.pyi"
     # The wheel for this machine comes first: the others use its stub.
-    platforms = sorted(options.platforms, key=lambda name: name != platform.machine())
-    if platforms[0] != platform.machine() and not stub.exists():
+    platforms = sorted(options.platforms, key=lambda name: name != NATIVE)
+    if platforms[0] != NATIVE and not stub.exists():
         raise WheelError(
-            f"there is no {stub}, which the build for this machine writes: "
-            f"add {platform.machine()} to --platforms"
+            f"there is no {stub}, which the build for this machine writes: add {NATIVE} to --platforms"
         )
     for name in platforms:
         for version in pythons:

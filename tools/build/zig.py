@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
 import sys
-import sysconfig
 from pathlib import Path
 
 
@@ -23,14 +23,16 @@ def write_commands(folder: Path, **scripts: str) -> None:
         path.chmod(0o755)
 
 
-def python_headers(copy: Path) -> Path:
-    """Return the folder of Python's headers.
+def python_headers(copy: Path, python: str | Path = sys.executable) -> Path:
+    """Return the folder of the headers of a Python.
 
     On Debian, Python's pyconfig.h only includes that of the host's processor, from a folder that zig does not
     search. A copy replaces it with that one.
     """
-    headers = Path(sysconfig.get_path("include"))
-    config = headers.parent / str(sysconfig.get_config_var("MULTIARCH")) / headers.name / "pyconfig.h"
+    code = "import sysconfig as s; print(s.get_path('include'), s.get_config_var('MULTIARCH'), sep='\\n')"
+    found = subprocess.run([python, "-c", code], check=True, capture_output=True, text=True).stdout
+    headers, multiarch = Path(found.splitlines()[0]), found.splitlines()[1]
+    config = headers.parent / multiarch / headers.name / "pyconfig.h"
     if not config.exists():
         return headers
     shutil.copytree(headers, copy, dirs_exist_ok=True)
