@@ -58,8 +58,8 @@ int available_cores() {
   return std::max(1, int(std::thread::hardware_concurrency()));
 }
 
-// musl gives a thread 128 KiB of stack, where glibc gives it 8 MiB and macOS 512 KiB; tiles of attention take
-// more than that. The default is for all threads that start later, and musl can only raise it.
+// Tiles of attention take more stack than the 128 KiB that musl gives a thread; glibc gives 8 MiB, macOS 512
+// KiB. This changes the default of all threads that start later; musl never lowers it.
 void raise_stack_size() {
 #if defined(__linux__) && !defined(__GLIBC__)
   constexpr std::size_t kStackBytes = std::size_t(1) << 20;

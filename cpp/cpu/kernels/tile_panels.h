@@ -75,7 +75,8 @@ void panel_tile(const Product& product, const PanelOperands& from, int v, int to
     }
   }
   next = lines;
-  const Product of = product;  // in registers, since stores of floats might change what a reference names
+  // Copies stay in registers: stores of floats may alias what a reference names.
+  const Product of = product;
   const ProductOutput to = out;
 #pragma GCC unroll 16
   for (int t = 0; t < kTokens; ++t)

@@ -8,7 +8,7 @@
 // slowly than the unit multiplies them. Every step adds its own sum to C, so sums have one order for any
 // tiles of tokens.
 //
-// What becomes of sums (a scale, a bias, a residual) takes vectors about as long as the unit multiplies 384
+// Scale, bias and residual of the sums take the vector units about as long as the matrix unit takes for 384
 // columns. So the sums of one pair of tiles are finished while the unit multiplies the next.
 #pragma once
 
@@ -47,7 +47,7 @@ struct RotatedTiles {
 // Sums of some tokens that are finished and stored row by row, a share with each step of the next tiles.
 template <class Product>
 struct PendingRows {
-  Product product;  // copies: in registers, since stores of floats might change what a reference names
+  Product product;  // copies, which stay in registers: stores of floats may alias what a reference names
   ProductOutput out;
   const float (*sums)[kGroupRows] = nullptr;
   int token = 0, end = 0;
