@@ -4,34 +4,19 @@
 #
 #   tools/build/fetch_arm_python.sh FOLDER    FOLDER/usr/bin/python3.13 afterwards
 set -euo pipefail
+. "$(dirname "$0")/setup_common.sh"
 root=$(realpath -m "$1")
-python=python3.13 release=trixie keys=/usr/share/keyrings/debian-archive-keyring.gpg
+python=python3.13
 if [ -e "$root/usr/bin/$python" ]; then exit 0; fi
-if ! command -v apt-get >/dev/null || [ ! -e "$keys" ]; then
-  echo "no apt-get, or no $keys (package debian-archive-keyring): the wheel for Arm is not run" >&2
+if ! have_debian_sources; then
+  echo "no apt-get, or no $DEBIAN_KEYS (package debian-archive-keyring): the wheel for Arm is not run" >&2
   exit 0
 fi
 
 apt=$(mktemp -d)
 trap 'rm -rf "$apt"' EXIT
-mkdir -p "$apt"/{lists,archives}/partial "$root/usr/lib"
-touch "$apt/status"
-echo "deb [signed-by=$keys] http://deb.debian.org/debian $release main" >"$apt/sources.list"
-cat >"$apt/apt.conf" <<END
-APT::Architecture "arm64";
-APT::Architectures { "arm64"; };
-APT::Install-Recommends "false";
-APT::Sandbox::User "root";
-Dir::Etc::SourceList "$apt/sources.list";
-Dir::Etc::SourceParts "/dev/null";
-Dir::State::Lists "$apt/lists";
-Dir::State::status "$apt/status";
-Dir::Cache::Archives "$apt/archives";
-Dir::Cache::pkgcache "";
-Dir::Cache::srcpkgcache "";
-END
-export APT_CONFIG=$apt/apt.conf
-apt-get -qq update
+mkdir -p "$root/usr/lib"
+use_debian_sources "$apt" arm64
 # NumPy needs the C++ library.
 apt-get -qq -y --download-only install "$python" libstdc++6 >/dev/null
 for package in "$apt"/archives/*.deb; do dpkg-deb -x "$package" "$root"; done

@@ -5,32 +5,19 @@
 #
 #   tools/build/make_musl_python.sh FOLDER    FOLDER/bin/python3.13 and FOLDER/loader afterwards
 set -euo pipefail
+. "$(dirname "$0")/setup_common.sh"
 root=$(realpath -m "$1")
-release=trixie keys=/usr/share/keyrings/debian-archive-keyring.gpg
 if [ -e "$root/loader" ]; then exit 0; fi
-if ! command -v apt-get >/dev/null || ! command -v musl-gcc >/dev/null || [ ! -e "$keys" ]; then
-  echo "no apt-get, no musl-gcc (package musl-tools), or no $keys: the wheel for musl is not run" >&2
+if ! have_debian_sources || ! command -v musl-gcc >/dev/null; then
+  echo "no apt-get, no musl-gcc (package musl-tools), or no $DEBIAN_KEYS: the wheel for musl is not run" >&2
   exit 0
 fi
 
 apt=$(mktemp -d)
 trap 'rm -rf "$apt"' EXIT
-mkdir -p "$apt"/{lists,archives}/partial "$root/include"
-touch "$apt/status"
-for kind in deb deb-src; do echo "$kind [signed-by=$keys] http://deb.debian.org/debian $release main"; done >"$apt/sources.list"
-cat >"$apt/apt.conf" <<END
-APT::Sandbox::User "root";
-Dir::Etc::SourceList "$apt/sources.list";
-Dir::Etc::SourceParts "/dev/null";
-Dir::State::Lists "$apt/lists";
-Dir::State::status "$apt/status";
-Dir::Cache::Archives "$apt/archives";
-Dir::Cache::pkgcache "";
-Dir::Cache::srcpkgcache "";
-END
-export APT_CONFIG=$apt/apt.conf
+mkdir -p "$root/include"
+use_debian_sources "$apt" amd64
 cd "$apt"
-apt-get -qq update
 apt-get -qq source --download-only python3.13
 apt-get -qq download musl  # that of an older release does not load NumPy, whose relocations need musl 1.2.4
 dpkg-deb -x musl_*.deb musl
@@ -42,7 +29,10 @@ for name in linux asm-generic x86_64-linux-gnu/asm; do ln -sfn "/usr/include/$na
 cd Python-3.13.*
 printf '*disabled*\n_bz2 _ctypes _curses _curses_panel _dbm _gdbm _lzma _sqlite3 _ssl _tkinter _uuid nis readline zlib\n' \
   >Modules/Setup.local
-CC=$apt/cc CFLAGS=-O1 CPPFLAGS=-I$root/include ./configure --quiet --prefix="$root" --without-ensurepip --disable-test-modules >/dev/null
-make -s -j"${CMAKE_BUILD_PARALLEL_LEVEL:-1}" >/dev/null 2>&1
-make -s install >/dev/null 2>&1
+build() {
+  # pkg-config would find the libraries of this system.
+  CC=$apt/cc CFLAGS=-O1 CPPFLAGS=-I$root/include PKG_CONFIG=false ./configure --quiet --prefix="$root" --without-ensurepip --disable-test-modules &&
+    make -s -j"${CMAKE_BUILD_PARALLEL_LEVEL:-1}" && make -s install
+}
+build >"$apt/log" 2>&1 || { tail -20 "$apt/log" >&2; exit 1; }
 cp "$apt"/musl/usr/lib/x86_64-linux-musl/libc.so "$root/loader"

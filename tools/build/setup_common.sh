@@ -30,3 +30,33 @@ tests_emulate_arm() { case "$(uname -m)" in arm64 | aarch64) return 1 ;; esac; }
 have_qemu() { command -v qemu-aarch64 >/dev/null; }
 
 have_arm_libraries() { compgen -G "/usr/lib/gcc-cross/aarch64-linux-gnu/*/libstdc++.a" >/dev/null; }
+
+# Packages of Debian's stable release, whatever this system is.
+DEBIAN_KEYS=/usr/share/keyrings/debian-archive-keyring.gpg
+have_debian_sources() { command -v apt-get >/dev/null && [ -e "$DEBIAN_KEYS" ]; }
+
+# Lets apt-get use them, with lists and archives in a folder, and leaves the packages of this system as they are:
+# use_debian_sources <folder> <architecture>
+use_debian_sources() {
+  local kind
+  mkdir -p "$1"/{lists,archives}/partial
+  touch "$1/status"
+  for kind in deb deb-src; do
+    echo "$kind [signed-by=$DEBIAN_KEYS] http://deb.debian.org/debian trixie main"
+  done >"$1/sources.list"
+  cat >"$1/apt.conf" <<END
+APT::Architecture "$2";
+APT::Architectures { "$2"; };
+APT::Install-Recommends "false";
+APT::Sandbox::User "root";
+Dir::Etc::SourceList "$1/sources.list";
+Dir::Etc::SourceParts "/dev/null";
+Dir::State::Lists "$1/lists";
+Dir::State::status "$1/status";
+Dir::Cache::Archives "$1/archives";
+Dir::Cache::pkgcache "";
+Dir::Cache::srcpkgcache "";
+END
+  export APT_CONFIG=$1/apt.conf
+  apt-get -qq update
+}
