@@ -73,7 +73,7 @@ def test_logits_match_the_reference_on_every_kind_of_model(
 ) -> None:
     path = model_path(name)
     ids = prompt(37, MODELS[name].vocab)
-    if device == "metal" and MODELS[name].layered is not None:
+    if device == "metal" and not MODELS[name].on_metal:
         with pytest.raises(
             UnsupportedModelError, match=r"Metal engine does not support .*: use device='cpu'"
         ):

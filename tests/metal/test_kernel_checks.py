@@ -16,11 +16,7 @@ pytestmark = [pytest.mark.emulator, pytest.mark.usefixtures("own_cache", "own_de
 require_emulator()
 
 
-ON_METAL = {  # other models open on the CPU engine only
-    name: model
-    for name, model in (MODELS | ENCODERS).items()
-    if model.layered is None and model.architecture != "privacy-filter"
-}
+ON_METAL = {name: model for name, model in (MODELS | ENCODERS).items() if model.on_metal}
 
 
 @pytest.mark.parametrize("name", ON_METAL)

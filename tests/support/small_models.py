@@ -116,6 +116,11 @@ class SmallModel:
         """Width of a value head."""
         return self.key_dim if self.value_dim is None else self.value_dim
 
+    @property
+    def on_metal(self) -> bool:
+        """Whether the Metal engine opens the model, too."""
+        return self.layered is None and self.architecture != "privacy-filter"
+
 
 # Heads and feed-forwards of several widths, and layers that share keys and values.
 _GEMMA4 = SmallModel(
