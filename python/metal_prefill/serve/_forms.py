@@ -7,6 +7,8 @@ Handwritten checks would be several hundred lines with gaps; pydantic would add 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from functools import cache
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
 import msgspec
@@ -318,18 +320,18 @@ def _without_nulls(value: Any, kind: Any) -> Any:
     """Return the value of a field without members that are null, where its type lists the members."""
     if isinstance(value, list):
         return [_without_nulls(item, kind) for item in value]
-    form = _form_in(kind)
-    if form is None or not isinstance(value, dict):
+    members = _members(kind) if isinstance(value, dict) else None
+    if members is None:
         return value
-    kinds = {field.name: field.type for field in msgspec.structs.fields(form)}
-    return {key: _without_nulls(item, kinds.get(key)) for key, item in value.items() if item is not None}
+    return {key: _without_nulls(item, members.get(key)) for key, item in value.items() if item is not None}
 
 
-def _form_in(kind: Any) -> type[msgspec.Struct] | None:
-    """Return the structure that a type is or contains, or None."""
+@cache
+def _members(kind: Any) -> Mapping[str, Any] | None:
+    """Return the types of the members of the structure that a type is or contains; None if there is none."""
     if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
-        return kind
-    return next(filter(None, map(_form_in, get_args(kind))), None)
+        return {field.name: field.type for field in msgspec.structs.fields(kind)}
+    return next((found for part in get_args(kind) if (found := _members(part)) is not None), None)
 
 
 def _invalid(message: str, body: bytes) -> ApiError:
