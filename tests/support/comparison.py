@@ -198,9 +198,9 @@ def compared_models() -> Iterator[tuple[str, SmallModel]]:
     """Models that are compared with llama.cpp.
 
     It has windows of exaone4 only in models of 64 layers, and none in starcoder2. In lfm2 all its heads are
-    as wide as the model. In qwen35 keys and values of the delta rule have one width, and layers with
-    attention are as far apart as the metadata set. Models of layers that
-    differ are compared with transformers alone.
+    as wide as the model. In qwen35 keys and values of the delta rule have one width, and the metadata sets
+    the interval between layers with attention. Models of layers that differ are compared with transformers
+    alone.
     """
     for name, model in _comparable_models():
         if model.architecture in ("exaone4", "starcoder2") and model.window:

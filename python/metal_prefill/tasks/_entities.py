@@ -279,10 +279,10 @@ def _entities(
         if known is None:
             free = not taken[first : last + 1].any()
             if not (free or choice.flat_ner):  # inside another one, or around some
-                apart = (ends[:, 0] > last) | (ends[:, 1] < first)
+                disjoint = (ends[:, 0] > last) | (ends[:, 1] < first)
                 inside = (ends[:, 0] <= first) & (ends[:, 1] >= last)
                 around = (ends[:, 0] >= first) & (ends[:, 1] <= last)
-                free = bool((apart | inside | around).all())
+                free = bool((disjoint | inside | around).all())
             known = verdicts[first, last] = free
             if free:
                 taken[first : last + 1] = True
