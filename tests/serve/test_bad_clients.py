@@ -131,7 +131,12 @@ def test_an_oversized_body_is_rejected_before_it_is_read(strict: Running) -> Non
         ),
         (b'{"prompt": "a", "stop": [' + b'"b", ' * 16 + b'"b"]}', "stop: 17 stop strings; the limit is 16"),
         (b'{"prompt": [], "max_tokens": 1}', "prompt must be a text"),
-        (b'{"prompt": "a", "best_of": 3}', "best_of must be n"),
+        (b'{"prompt": "a", "n": 3, "best_of": 2}', "best_of must be at least n, which is 3; got 2"),
+        (
+            b'{"prompt": "a", "best_of": 3, "stream": true}',
+            "best_of must be n, which is 1, in a stream; got 3",
+        ),
+        (b'{"prompt": "a", "best_of": 5}', "5 texts; the limit is 4"),
         (b'{"prompt": "a", "regex": "("}', "regex"),
         (b'{"prompt": "a", "regex": "a", "grammar": "b"}', "one constraint"),
         (b'{"prompt": "a", "n": 5}', "5 texts; the limit is 4"),

@@ -59,6 +59,31 @@ def test_several_prompts_have_n_texts_each(server: Running, cpu_model: Model) ->
     assert answer.usage.prompt_tokens == sum(len(cpu_model.tokenizer.encode(p)) for p in prompts)
 
 
+@pytest.mark.parametrize("logprobs", [None, 2])
+def test_the_texts_with_the_highest_mean_log_probability_are_returned(
+    server: Running, logprobs: int | None
+) -> None:
+    client, prompts = server.client(), [PROMPT, "JULIET:\n"]
+    options: dict[str, Any] = {"model": "demo", "prompt": prompts, "max_tokens": 12, "temperature": 1.5}
+    options |= {"seed": 6, "stop": "."}
+    candidates = client.completions.create(**options, n=4, logprobs=logprobs or 0)
+    expected: list[Any] = []
+    for of_prompt in (candidates.choices[:4], candidates.choices[4:]):
+        means = [np.mean(choice.logprobs.token_logprobs) for choice in of_prompt if choice.logprobs]
+        expected += [of_prompt[i] for i in np.argsort(means)[::-1][:2]]
+    best = client.completions.create(**options, n=2, best_of=4, logprobs=logprobs)
+    assert [choice.text for choice in best.choices] == [choice.text for choice in expected]
+    assert [choice.index for choice in best.choices] == [0, 1, 2, 3]
+    if logprobs is None:
+        assert all(choice.logprobs is None for choice in best.choices)
+    else:
+        assert [choice.logprobs for choice in best.choices] == [choice.logprobs for choice in expected]
+    assert best.usage is not None
+    assert candidates.usage is not None
+    assert best.usage.completion_tokens == candidates.usage.completion_tokens
+    assert best.usage.prompt_tokens == candidates.usage.prompt_tokens
+
+
 def test_prompts_may_be_token_ids(server: Running, cpu_model: Model) -> None:
     ids = cpu_model.tokenizer.encode(PROMPT)
     for prompt in (ids, [ids]):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, cast
 
 from metal_prefill.generation._stream import Stream, check_size, make_streams
@@ -49,15 +50,13 @@ async def complete(service: Service, form: CompletionForm, reply: Reply, sender:
     begin = time.perf_counter()
     name = service.check_model(form.model)
     prompts = prompts_of(form.prompt, "prompt")
-    n = form.n or 1
-    if form.best_of not in (None, n):
-        raise ApiError(400, f"best_of must be n, which is {n}; got {form.best_of}", param="best_of")
-    count = check_count(service, n * len(prompts))
+    made = candidates_of(form)
+    count = check_count(service, made * len(prompts), "n" if form.best_of is None else "best_of")
     max_tokens = DEFAULT_MAX_TOKENS if form.max_tokens is None else form.max_tokens
     scored = bool(form.echo) and form.logprobs is not None
     options = {
         **options_of(form, service.model.tokenizer),
-        "logprobs": form.logprobs,
+        "logprobs": 0 if form.logprobs is None and made > (form.n or 1) else form.logprobs,
         "echo": bool(form.echo),
         "prompt_logprobs": scored,
         "prefix_namespace": sender.namespace,
@@ -69,7 +68,7 @@ async def complete(service: Service, form: CompletionForm, reply: Reply, sender:
         engine = service.model.engine
         ids = _prompt_tokens(service, form, prompt) if isinstance(prompt, str) else prompt
         with constraint_errors(form):
-            streams = make_streams(engine, ids, n, max_tokens, **options)
+            streams = make_streams(engine, ids, made, max_tokens, **options)
         if form.echo and isinstance(prompt, str):
             for stream in streams:
                 stream.text.echo = prompt
@@ -88,14 +87,40 @@ async def complete(service: Service, form: CompletionForm, reply: Reply, sender:
         streams = await service.streams(all_streams)
         sender.turn.end()
         with scores_of(service.bodies.scores, streams, form.logprobs) as scores:
-            choices = [CompletionChoice(i, s, i % n == 0, scores[i]) for i, s in enumerate(streams)]
+            choices = [CompletionChoice(i, s, i % made == 0, scores[i]) for i, s in enumerate(streams)]
             for choice in choices:
                 choice.tokenizer = service.model.tokenizer if form.logprobs is not None else None
                 choice.known = choice.stream.prompt_tokens if scored else 0
             head = head_of("cmpl", "text_completion", name)
-            answer = await send_choices(service, form, reply, choices, head, begin)
+            best = partial(best_texts, made, form.n or 1)
+            answer = await send_choices(service, form, reply, choices, head, begin, best)
     if answer is not None:
         await reply.encoded(answer)
+
+
+def candidates_of(form: CompletionForm) -> int:
+    """Return how many texts to generate for each prompt, of which `n` are returned."""
+    n, made = form.n or 1, form.best_of or form.n or 1
+    if made < n:
+        raise ApiError(400, f"best_of must be at least n, which is {n}; got {made}", param="best_of")
+    if made > n and form.stream:
+        raise ApiError(
+            400,
+            f"best_of must be n, which is {n}, in a stream; got {made}",
+            param="best_of",
+            code="unsupported",
+        )
+    return made
+
+
+def best_texts(made: int, n: int, choices: Sequence[CompletionChoice]) -> list[CompletionChoice]:
+    """Return the `n` of the texts of each prompt with the highest mean log probabilities, best first."""
+    if n == made:
+        return list(choices)
+    kept: list[CompletionChoice] = []
+    for i in range(0, len(choices), made):
+        kept += sorted(choices[i : i + made], key=lambda choice: choice.mean_logprob, reverse=True)[:n]
+    return [replace(choice, index=i) for i, choice in enumerate(kept)]
 
 
 def _prompt_tokens(service: Service, form: CompletionForm, prompt: str) -> list[int]:
@@ -131,6 +156,12 @@ class CompletionChoice(Choice):
     reported: int = 0  # tokens whose log probabilities were reported
     length: int = 0  # characters of their text
     decoder: TokenDecoder | None = None
+
+    @property
+    def mean_logprob(self) -> float:
+        """Mean log probability of the generated tokens, if it was requested; 0 if there are none."""
+        made = [logprob(piece.logprob) for piece in self.pieces[self.stream.scored_tokens :]]
+        return sum(made) / len(made) if made else 0.0
 
     def chunks(self, pieces: Sequence[Piece]) -> list[dict[str, Any]]:
         """Return the event of a pass, if it has anything to report."""

@@ -101,7 +101,7 @@ class CompletionForm(TextForm, kw_only=True):
     max_tokens: NotNegative | None = None
     logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     echo: bool | None = None
-    best_of: int | None = None
+    best_of: Positive | None = None
     suffix: str | None = None
     # Extensions.
     add_special_tokens: bool | None = None

@@ -6,10 +6,10 @@ import json
 import math
 import time
 import uuid
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -101,14 +101,14 @@ def _stops(form: TextForm) -> list[str]:
     return stops
 
 
-def check_count(service: Service, texts: int) -> int:
+def check_count(service: Service, texts: int, param: str = "n") -> int:
     """Return the number of texts; raise `ApiError` if there are too many or the model is an encoder."""
     if texts > service.settings.max_texts:
         raise ApiError(
             400,
             f"the request asks for {texts} texts; the limit is {service.settings.max_texts}",
             code="too_many_texts",
-            param="n",
+            param=param,
         )
     try:
         service.model.engine.check_generates()
@@ -195,15 +195,19 @@ def head_of(prefix: str, kind: str, model: str) -> dict[str, Any]:
     return {"id": f"{prefix}-{uuid.uuid4().hex}", "object": kind, "created": int(time.time()), "model": model}
 
 
+_Choice = TypeVar("_Choice", bound=Choice)
+
+
 async def send_choices(
     service: Service,
     form: TextForm,
     reply: Reply,
-    choices: Sequence[Choice],
+    choices: Sequence[_Choice],
     head: Mapping[str, Any],
     begin: float,
+    select: Callable[[Sequence[_Choice]], Sequence[_Choice]] = tuple,
 ) -> bytes | None:
-    """Generate texts, and send them as a stream of events or return the answer.
+    """Generate texts, and send them as a stream of events or return the answer, with those that are selected.
 
     A client may take long to receive an answer, of texts that have ended.
     """
@@ -225,7 +229,7 @@ async def send_choices(
     if not form.stream:
 
         def assembled() -> bytes:
-            return msgspec.json.encode(last([choice.whole() for choice in choices]))
+            return msgspec.json.encode(last([choice.whole() for choice in select(choices)]))
 
         # Log probabilities of many texts take seconds, in which the event loop serves other clients.
         return await service.prepare(assembled)
