@@ -240,6 +240,19 @@ def test_a_message_is_the_answer_of_chat_completions(served: Running) -> None:
     assert (found.stop_reason, found.usage.output_tokens) == ("max_tokens", 12)
 
 
+def test_a_stream_of_a_message_begins_with_the_tokens_of_its_prompt(served: Running) -> None:
+    question = {"role": "user", "content": "How is it in Verona, and is there rain in the morning?"}
+    body = {"model": "demo", "max_tokens": 3, "messages": [question], "stream": True}
+    count = served.post("/v1/messages/count_tokens", {"messages": [question]}).json()["input_tokens"]
+    for cached in (False, True):
+        lines = served.post("/v1/messages", body).text.splitlines()
+        found = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: ")]
+        begun, ended = found[0]["message"]["usage"], found[-2]["usage"]
+        assert begun["input_tokens"] + begun["cache_read_input_tokens"] == count
+        assert (begun["cache_read_input_tokens"] == count - 1) == cached
+        assert {**begun, "output_tokens": 3} == ended
+
+
 def test_a_stop_sequence_is_reported(served: Running) -> None:
     text = chat(served, [USER]).message.content
     found = messages_api(served, messages=[USER], stop_sequences=["\u2603", text[4:6]])

@@ -42,8 +42,8 @@ class Format(Protocol):
 
     id: str
 
-    def begin(self) -> list[dict[str, Any]]:
-        """Return the events at the start of an answer."""
+    def begin(self, usage: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Return the events at the start of an answer, when its first tokens are known."""
 
     def open(self, index: int, block: Block) -> list[dict[str, Any]]:
         """Return the events of a block that begins, without its text."""
@@ -107,12 +107,13 @@ async def answer_in_blocks(
     begin = time.perf_counter()
     blocks = _Blocks(format_)
     async with conversation(service, form, sender) as (choice,):
-        if form.stream:
-            await reply.events(*format_.begin())
+        has_begun = False
         async with aclosing(generate(service, [choice], format_.id, begin)) as passes:
             async for made in passes:
                 parts = [part for _, text in made for part in choice.parts(text.pieces)]
-                events = [event for part in parts for event in blocks.take(part)]
+                events = [] if has_begun else format_.begin(usage_of([choice]))
+                has_begun = True
+                events += [event for part in parts for event in blocks.take(part)]
                 if form.stream and events:
                     await reply.events(*events)
         usage = usage_of([choice])

@@ -178,11 +178,10 @@ class _Answer:
             "content": [],
             "stop_reason": None,
             "stop_sequence": None,
-            "usage": {"input_tokens": 0, "output_tokens": 0},
         }
 
-    def begin(self) -> list[dict[str, Any]]:
-        return [{"type": "message_start", "message": self._head}]
+    def begin(self, usage: Mapping[str, Any]) -> list[dict[str, Any]]:
+        return [{"type": "message_start", "message": {**self._head, "usage": _usage(usage)}}]
 
     def open(self, index: int, block: Block) -> list[dict[str, Any]]:
         begun = _content_of(Block(block.kind, "", block.call_id, block.name))

@@ -219,7 +219,7 @@ class _Answer:
         self._number += 1
         return {"type": f"response.{kind}", "sequence_number": self._number - 1, **fields}
 
-    def begin(self) -> list[dict[str, Any]]:
+    def begin(self, usage: Mapping[str, Any]) -> list[dict[str, Any]]:
         return [self._event(kind, response=self._head) for kind in ("created", "in_progress")]
 
     def open(self, index: int, block: Block) -> list[dict[str, Any]]:
