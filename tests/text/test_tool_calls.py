@@ -153,6 +153,65 @@ ANSWERS: dict[str, tuple[str, str, list[ToolCall]]] = {
         "",
         [ToolCall("weather", {"city": "</function>"}), TIME],
     ),
+    "keys and values": (
+        "So.\n<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Verona</arg_value>\n</tool_call>"
+        "<tool_call>clock</tool_call>",
+        "So.",
+        [VERONA, TIME],
+    ),
+    "keys and values in a line": (
+        "<tool_call>weather<arg_key>city</arg_key><arg_value>Verona</arg_value><arg_key>days</arg_key>"
+        "<arg_value>3</arg_value></tool_call>",
+        "",
+        [ToolCall("weather", {"city": "Verona", "days": 3})],
+    ),
+    "tags in a value of keys and values": (
+        "<tool_call>other<arg_key>a</arg_key><arg_value></tool_call>\n<arg_value> x\n</arg_value>"
+        "</tool_call>",
+        "",
+        [ToolCall("other", {"a": "</tool_call>\n<arg_value> x\n"})],
+    ),
+    "marks around strings": (
+        'So.<|tool_call>call:weather{city:<|"|>Verona<|"|>}<tool_call|><|tool_call>call:clock{}<tool_call|>',
+        "So.",
+        [VERONA, TIME],
+    ),
+    "escapes around strings": (
+        "<start_function_call>call:weather{city:<escape>Verona<escape>}<end_function_call>",
+        "",
+        [VERONA],
+    ),
+    "marked strings and values of all types": (
+        '<|tool_call>call:weather{city:<|"|>a "quoted"} {x: 1}\\ <escape><|"|>,n:[1,-2.5e1,true,None],'
+        'm:{a_b:{<|"|>c d<|"|>:<|"|><|"|>}, e : null}}<tool_call|>',
+        "",
+        [
+            ToolCall(
+                "weather",
+                {
+                    "city": 'a "quoted"} {x: 1}\\ <escape>',
+                    "n": [1, -25.0, True, None],
+                    "m": {"a_b": {"c d": ""}, "e": None},
+                },
+            )
+        ],
+    ),
+    "names of tools as Command R7B writes them": (
+        '<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "weather", '
+        '"parameters": {"city": "Verona"}}\n]<|END_ACTION|>',
+        "",
+        [VERONA],
+    ),
+    "printed calls": (
+        "```tool_code\nprint(weather(city='Verona'))\nprint( clock() )\n```",
+        "",
+        [VERONA, TIME],
+    ),
+    "a fence in a tag": (
+        '<|tool_call_start|>\n```python\nweather(city="Verona")\nclock()\n```\n<|tool_call_end|>',
+        "",
+        [VERONA, TIME],
+    ),
     "an unknown tool in tags": (
         '<tool_call>{"name": "other", "arguments": {}}</tool_call>',
         "",
@@ -195,6 +254,22 @@ TEXTS = [
     "[TOOL_CALLS] and [TOOL_CALLS]clock[ARGS] and [TOOL_CALLS]clock[ARGS]{",
     *("[TOOL_CALLS]clock[CALL_ID]", "<tool_call>clock\n```json\n[1]\n```</tool_call>"),
     *("```tool_code\nx = clock()\n```", "```tool_code\nclock(a=b)\n```", "<function_calls>clock("),
+    *("<tool_call>sorry</tool_call>", "<tool_call>clock<arg_key>a</arg_key></tool_call>"),
+    "<tool_call>clock<arg_key>a</arg_key><arg_value>1</arg_value>",
+    *(
+        "call:clock{}",
+        "<|tool_call>call:clock{a:b}<tool_call|>",
+        "<|tool_call>call: {}",
+        "<|tool_call>clock{",
+    ),
+    *('<|tool_call>call:clock{a:<escape>b<|"|>}', "<|tool_call>call:clock{a:[1}}", "<|tool_call>call"),
+    '<|tool_call>call:clock{a:"b}"}',
+    "<|tool_call>call:clock{a:" + "[" * 65 + "]" * 65 + "}",
+    *(
+        "```python\nclock()\n```",
+        "```tool_code\nprint(clock()\n```",
+        "```tool_code\nprint(print(clock()))\n```",
+    ),
     '<function=other>{"city": "Verona"}</function>',
     "<function=clock>{]</function>",
 ]
@@ -387,6 +462,13 @@ def steps_of(text: str, size: int, monkeypatch: pytest.MonkeyPatch) -> int:
         ("<function_calls>clock()", " clock()", ""),
         ("<function_calls>clock()", " clock(", ")"),
         ("```tool_code clock(a=", "[", "]"),
+        ("```tool_code print(", "print(", ")"),
+        ("<tool_call>clock<arg_key>", "a</arg_key><arg_value>", "</arg_value>"),
+        ("<tool_call>clock<arg_key>a</arg_key><arg_value>", "<arg_value>", "</tool_call>"),
+        ("<|tool_call>call:clock{a:", "[", "]"),
+        ("<|tool_call>call:clock{a:", '<|"|>', "}"),
+        ("<|tool_call>call:clock{", "<escape>", "}"),
+        ("<|tool_call>call:clock{a", " ", ":1}"),
     ],
     ids=lambda parts: parts[0],
 )
@@ -402,6 +484,8 @@ _BITS = [
     *("[clock(", "a=", "'", ")", "clock()", "<|tool_call_start|>", "<|tool_call_end|>"),
     *("[TOOL_CALLS]", "clock", "[ARGS]", "{}", "```json", "```", "```tool_code"),
     *("<tool_calls>", "</tool_calls>", "<function_calls>", "</function_calls>"),
+    *("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "<|tool_call>", "<tool_call|>"),
+    *("call:", '<|"|>', "<escape>", "a:", "print("),
 ]
 
 

@@ -20,6 +20,11 @@ tag, except the last one::
     weather(city="Verona")
     clock()
     </function_calls>
+    <tool_call>weather
+    <arg_key>city</arg_key>
+    <arg_value>Verona</arg_value>
+    </tool_call>
+    <|tool_call>call:weather{city:<|"|>Verona<|"|>}<tool_call|>
     <function=weather>{"city": "Verona"}</function>
 
 Everything else, including invalid calls, is text.
@@ -36,7 +41,17 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from metal_prefill.text._json_calls import Brackets, read_arguments, read_json
-from metal_prefill.text._written_calls import MOST_DEPTH, ElementScanner, PythonScanner, types_of
+from metal_prefill.text._written_calls import (
+    GLM,
+    MOST_DEPTH,
+    QWEN,
+    STRING_MARKS,
+    ElementScanner,
+    MarkedScanner,
+    PythonScanner,
+    Scanner,
+    types_of,
+)
 
 _FENCE = "```"
 _TAGS = {
@@ -46,16 +61,20 @@ _TAGS = {
     "<tool_calls>": "</tool_calls>",
     "<function_calls>": "</function_calls>",
     f"{_FENCE}tool_code": _FENCE,
+    "<|tool_call>": "<tool_call|>",
+    "<start_function_call>": "<end_function_call>",
+    "<|START_ACTION|>": "<|END_ACTION|>",
 }
+_MARKED = "call:"  # before a call with marks around its strings
+_INNER_TAGS = {_MARKED: "", f"{_FENCE}python": _FENCE}  # after a tag
 _OPEN = tuple(_TAGS)
 _CLOSE = tuple(tag for tag in _TAGS.values() if tag not in ("", _FENCE))
-_ID, _ARGUMENTS, _JSON = (
-    "[CALL_ID]",
-    "[ARGS]",
-    f"{_FENCE}json",
-)  # between the name of a call and its arguments
+# Between the name of a call and its arguments.
+_ID, _ARGUMENTS, _JSON = "[CALL_ID]", "[ARGS]", f"{_FENCE}json"
+_ELEMENT_MARKS = ("<arg_key>", GLM.end)
+_AFTER_NAME = (_ID, _ARGUMENTS, _JSON, *_ELEMENT_MARKS)
 # Those that are control tokens in some vocabularies.
-MARKS = frozenset({*_OPEN, *_CLOSE, _ID, _ARGUMENTS})
+MARKS = frozenset({*_OPEN, *_CLOSE, _ID, _ARGUMENTS, *STRING_MARKS})
 _MOST_TAGS = 2  # one within another
 # Start of JSON that may be a call, ignoring white space.
 _KEYS = ("name", "arguments", "parameters", "function", "type", "id")
@@ -358,22 +377,26 @@ class ToolCallParser:
     def _begun(self, at: int) -> _Value | _Written | object | None:
         """Return the value that begins at an index, after a tag or without one; None, or `_UNDECIDED`."""
         text, start, tags = self._text, at, list[str]()
-        while len(tags) < _MOST_TAGS and (tag := next((t for t in _OPEN if text.startswith(t, start)), "")):
+        possible = _TAGS
+        while len(tags) < _MOST_TAGS and (
+            tag := next((t for t in possible if text.startswith(t, start)), "")
+        ):
             tags.append(tag)
+            possible = _TAGS | _INNER_TAGS
             start = self._after_space(end := start + len(tag))
             if start - end > _MOST_SPACE:
                 return None
         arrived = text[start : start + _LONGEST_BEGINNING]
-        if not arrived or any(tag.startswith(arrived) for tag in _OPEN):
+        if not arrived or any(tag.startswith(arrived) for tag in possible):
             return _UNDECIDED
-        closing = (_FENCE,) if any(_TAGS[tag] == _FENCE for tag in tags) else ()
+        closing = (_FENCE,) if any(possible[tag] == _FENCE for tag in tags) else ()
         written = self._written(start, at, bool(tags), closing)
         if written is not None:
             return written
         if tags and arrived[0] in "{[":
             return _Value(self._position + start, start - at, True, closing)
         if tags:
-            return self._headed(start, start - at, closing)
+            return self._headed(start, start - at, closing, marked=_MARKED in tags)
         squeezed = "".join(arrived.split())
         if squeezed.startswith(_BEGINNINGS):
             return _Value(self._position + at, 1, tagged=False)
@@ -381,15 +404,21 @@ class ToolCallParser:
         return _UNDECIDED if undecided else None
 
     def _headed(
-        self, start: int, skipped: int, closing: tuple[str, ...]
+        self, start: int, skipped: int, closing: tuple[str, ...], marked: bool = False
     ) -> _Value | _Written | object | None:
         """Return the call that begins with its name after a tag or another call; None, or `_UNDECIDED`."""
         head = _HEAD.match(self._text, start)
         if head is None:
             return None
-        rest = self._text[head.end() : head.end() + len(_ID)]
-        if not rest or any(mark.startswith(rest) for mark in (_ID, _ARGUMENTS, _JSON)):
+        rest = self._text[head.end() : head.end() + max(map(len, _AFTER_NAME))]
+        if rest.startswith(_ELEMENT_MARKS):
+            has_arguments = not rest.startswith(GLM.end)
+            if has_arguments or self._names is None or head[1] in self._names:
+                return _Written(self._position + start, ElementScanner(GLM, self._types), True, closing)
+        elif not rest or any(mark.startswith(rest) for mark in _AFTER_NAME):
             return _UNDECIDED
+        if rest[0] == "{" and marked:
+            return _Written(self._position + start, MarkedScanner(), True, closing)
         if rest[0] == "(":
             return _Written(self._position + start, PythonScanner(), True, closing, in_lines=True)
         if rest[0] != "{":
@@ -427,7 +456,7 @@ class ToolCallParser:
             return _UNDECIDED
         if elements and text[inner] == "{":
             return _Value(self._position + inner, inner - at, tagged, (*closing, _END_FUNCTION), name)
-        scanner = ElementScanner(self._types) if elements else PythonScanner()
+        scanner = ElementScanner(QWEN, self._types) if elements else PythonScanner()
         return _Written(self._position + start, scanner, tagged, closing)
 
     def _read(self, value: _Value) -> tuple[int, list[ToolCall] | None]:
@@ -509,7 +538,7 @@ class _Written:
     ----------
     start : int
         Position of the first character after a tag in the answer.
-    scanner : ElementScanner or PythonScanner
+    scanner : Scanner or PythonScanner
         Finds their end.
     tagged : bool
         Whether a tag precedes them.
@@ -522,7 +551,7 @@ class _Written:
     """
 
     start: int
-    scanner: ElementScanner | PythonScanner
+    scanner: Scanner | PythonScanner
     tagged: bool
     closing: tuple[str, ...] = ()
     in_lines: bool = False
@@ -539,7 +568,10 @@ class _Written:
 def _call(value: Any, tagged: bool) -> ToolCall | None:
     """Return the call that a mapping describes, or None."""
     inner = value.get("function", value) if isinstance(value, Mapping) else None
-    if not isinstance(inner, Mapping) or not isinstance(inner.get("name"), str):
+    if not isinstance(inner, Mapping):
+        return None
+    name = inner.get("name", inner.get("tool_name"))  # the latter in answers of Command R7B
+    if not isinstance(name, str):
         return None
     given = [inner[key] for key in ("arguments", "parameters") if key in inner]
     arguments = (given[0] or {}) if given else ({} if tagged else None)
@@ -551,7 +583,7 @@ def _call(value: Any, tagged: bool) -> ToolCall | None:
     if not isinstance(arguments, Mapping):
         return None
     known_as = value.get("id")
-    return ToolCall(inner["name"], dict(arguments), known_as if isinstance(known_as, str) else None)
+    return ToolCall(name, dict(arguments), known_as if isinstance(known_as, str) else None)
 
 
 def parse_arguments(message: dict[Any, Any], where: str) -> dict[Any, Any]:

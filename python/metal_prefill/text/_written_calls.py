@@ -1,6 +1,6 @@
-"""Calls that are not JSON: elements, as Qwen3.5 writes them, and Python, as LFM2 does.
+"""Calls that are not JSON: elements, as Qwen3.5 and GLM write them, Python, as LFM2 does, and Gemma 4's form.
 
-The two forms are::
+These forms are::
 
     <function=weather>
     <parameter=city>
@@ -8,7 +8,14 @@ The two forms are::
     </parameter>
     </function>
 
+    weather
+    <arg_key>city</arg_key>
+    <arg_value>Verona</arg_value>
+    </tool_call>
+
     [weather(city="Verona", days=3), clock()]
+
+    weather{city:<|"|>Verona<|"|>,days:3}
 
 Other models write one call in Python after another, without brackets. A scanner finds where such calls end,
 in a single pass over the pieces of an answer. The text of the calls is then parsed once, and nothing in text
@@ -25,6 +32,7 @@ from typing import Any, NamedTuple
 from metal_prefill.text._json_calls import read_json
 
 MOST_DEPTH = 64  # nesting depth of brackets, which limits how often a character is parsed
+STRING_MARKS = ('<|"|>', "<escape>")  # around strings in calls of Gemma 4 and FunctionGemma
 _WORDS = {"True": True, "False": False, "None": None, "true": True, "false": False, "null": None}
 
 
@@ -82,57 +90,158 @@ def _valid(calls: list[WrittenCall]) -> list[WrittenCall] | None:
     return calls
 
 
-class ElementScanner:
-    """Finds the end of a call in elements.
-
-    Parameters
-    ----------
-    types
-        JSON types of the parameters of each tool. A value is text, unless these allow another type or are
-        unknown.
+class Scanner:
+    """Finds the end of calls by marks in them.
 
     Attributes
     ----------
     end : int or None
-        Number of characters of the call; None while it is open.
+        Number of characters of the calls; None while they are open.
     """
 
-    _TAG = re.compile(r"<parameter=[^<>\s]{1,200}>|</parameter>|</function>")
-    _LONGEST_TAG = 212
-    _FUNCTION = re.compile(r"<function=([^<>\s]+)>\s*")
-    _PARAMETER = re.compile(r"<parameter=([^<>\s]{1,200})>\n?(.*?)\n?</parameter>\s*", re.DOTALL)
+    _LONGEST_MARK = 212
 
-    def __init__(self, types: Mapping[str, Mapping[str, frozenset[str]]]) -> None:
+    def __init__(self, mark: re.Pattern[str]) -> None:
         self.end: int | None = None
-        self._types = types
+        self._mark = mark
         self._scanned = 0
-        self._rest = ""  # the last characters, which may begin a tag
-        self._inside = False  # a parameter
+        self._rest = ""  # the last characters, which may begin a mark
 
     def scan(self, piece: str) -> None:
         """Take the next characters."""
         text, after = self._rest + piece, 0
         begin, self._scanned = self._scanned - len(self._rest), self._scanned + len(piece)
-        for tag in self._TAG.finditer(text):
-            after = tag.end()
-            if tag[0] == "</function>" and not self._inside:
+        for mark in self._mark.finditer(text):
+            after = mark.end()
+            if self._ends(mark[0]):
                 self.end = begin + after
                 return
-            self._inside = tag[0] != "</parameter>"
-        last = text.rfind("<", max(after, len(text) - self._LONGEST_TAG))
+        last = text.rfind("<", max(after, len(text) - self._LONGEST_MARK))
         self._rest = text[last:] if last >= 0 else ""
+
+    def _ends(self, mark: str) -> bool:
+        """Take the next mark; return whether it ends the calls."""
+        raise NotImplementedError
 
     def calls(self, text: str) -> list[WrittenCall] | None:
         """Parse complete text; return None if it is not a call."""
-        begin = self._FUNCTION.match(text)
+        raise NotImplementedError
+
+
+class Elements(NamedTuple):
+    """A form of calls in elements.
+
+    Attributes
+    ----------
+    begin, argument : re.Pattern
+        The beginning, with the name as its group; an argument, with its name and value.
+    mark : re.Pattern
+        Tags around a value, and the end.
+    end : str
+    """
+
+    begin: re.Pattern[str]
+    argument: re.Pattern[str]
+    mark: re.Pattern[str]
+    end: str
+
+
+QWEN = Elements(
+    re.compile(r"<function=([^<>\s]+)>\s*"),
+    re.compile(r"<parameter=([^<>\s]{1,200})>\n?(.*?)\n?</parameter>\s*", re.DOTALL),
+    re.compile(r"<parameter=[^<>\s]{1,200}>|</parameter>|</function>"),
+    "</function>",
+)
+GLM = Elements(
+    re.compile(r"([\w.-]+)\s*"),
+    re.compile(r"<arg_key>([^<>\s]{1,200})</arg_key>\s*<arg_value>(.*?)</arg_value>\s*", re.DOTALL),
+    re.compile(r"<arg_value>|</arg_value>|</tool_call>"),
+    "</tool_call>",
+)
+
+
+class ElementScanner(Scanner):
+    """Scanner of a call in elements.
+
+    Parameters
+    ----------
+    form
+        Tags of the elements.
+    types
+        JSON types of the parameters of each tool. A value is text, unless these allow another type or are
+        unknown.
+    """
+
+    def __init__(self, form: Elements, types: Mapping[str, Mapping[str, frozenset[str]]]) -> None:
+        super().__init__(form.mark)
+        self._form = form
+        self._types = types
+        self._inside = False  # a value
+
+    def _ends(self, mark: str) -> bool:
+        if mark == self._form.end:
+            return not self._inside
+        self._inside = not mark.startswith("</")
+        return False
+
+    def calls(self, text: str) -> list[WrittenCall] | None:
+        """Parse complete text; return None if it is not a call."""
+        begin = self._form.begin.match(text)
         if begin is None:
             return None
         arguments, at = {}, begin.end()
         types = self._types.get(begin[1], {})
-        while (parameter := self._PARAMETER.match(text, at)) is not None:
-            arguments[parameter[1]] = _typed(parameter[2], types.get(parameter[1], frozenset()))
-            at = parameter.end()
-        return _valid([WrittenCall(begin[1], arguments)]) if text[at:] == "</function>" else None
+        while (found := self._form.argument.match(text, at)) is not None:
+            arguments[found[1]] = _typed(found[2], types.get(found[1], frozenset()))
+            at = found.end()
+        return _valid([WrittenCall(begin[1], arguments)]) if text[at:] == self._form.end else None
+
+
+_MARKED_STRING = "|".join(rf"{mark}(.*?){mark}" for mark in map(re.escape, STRING_MARKS))
+
+
+class MarkedScanner(Scanner):
+    """Scanner of a call whose arguments are JSON with bare names and with marks around strings."""
+
+    _MARK = re.compile(rf"{'|'.join(map(re.escape, STRING_MARKS))}|[{{}}\[\]]")
+    _BEGIN = re.compile(r"[\w.-]+\s*(?={)")
+    # A string; another value, or a name if there is the last group.
+    _PART = re.compile(rf"{_MARKED_STRING}|([^\s{{}}\[\]:,<\"]+)(\s*:)?", re.DOTALL)
+
+    def __init__(self) -> None:
+        super().__init__(self._MARK)
+        self._quote = ""  # around the string that is open
+        self._depth = self._most_depth = 0
+
+    def _ends(self, mark: str) -> bool:
+        if mark in STRING_MARKS:
+            self._quote = mark if not self._quote else "" if mark == self._quote else self._quote
+        elif not self._quote:
+            self._depth += 1 if mark in "{[" else -1
+            self._most_depth = max(self._depth, self._most_depth)
+            return self._depth == 0
+        return False
+
+    def calls(self, text: str) -> list[WrittenCall] | None:
+        """Parse complete text; return None if it is not a call."""
+        name = self._BEGIN.match(text)
+        if name is None or self._most_depth > MOST_DEPTH:
+            return None
+        try:
+            arguments = read_json(self._PART.sub(_as_json, text[name.end() :]))
+        except ValueError:
+            return None
+        return _valid([WrittenCall(name[0].rstrip(), arguments)])
+
+
+def _as_json(part: re.Match[str]) -> str:
+    """Return a string, name or value of a call with marks as JSON."""
+    *strings, word, colon = part.groups()
+    if word is None:
+        return json.dumps(next(string for string in strings if string is not None), ensure_ascii=False)
+    if colon is not None:
+        return json.dumps(word, ensure_ascii=False) + colon
+    return json.dumps(_WORDS[word]) if word in _WORDS else word
 
 
 _OUTSIDE = re.compile(r"[\"'()\[\]{}]")
@@ -227,6 +336,7 @@ class _PythonReader:
 
     _SPACE = re.compile(r"\s*")
     _NAME = re.compile(r"[A-Za-z_][\w.-]*")
+    _PRINT = re.compile(r"\s*print\s*\(\s*(?=[A-Za-z_][\w.-]*\s*\()")
     _NUMBER = re.compile(r"[-+]?[0-9]+(\.[0-9]*)?([eE][-+]?[0-9]+)?")
 
     def __init__(self, text: str, strings: Mapping[int, int]) -> None:
@@ -247,6 +357,16 @@ class _PythonReader:
         return calls
 
     def _call(self) -> WrittenCall:
+        """Take a call, or its output that is printed."""
+        printed = self._PRINT.match(self._text, self._at)
+        if printed is not None:
+            self._at = printed.end()
+        call = self._plain_call()
+        if printed is not None:
+            self._expect(")")
+        return call
+
+    def _plain_call(self) -> WrittenCall:
         name = self._word()
         self._expect("(")
         arguments: dict[str, Any] = {}
