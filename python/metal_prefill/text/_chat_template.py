@@ -130,6 +130,30 @@ def _plain_all(what: str, values: Sequence[Mapping[str, Any]]) -> list[dict[Any,
         raise ValueError(f"a {what} is nested too deeply") from None
 
 
+class _Arguments(dict[Any, Any]):
+    """Arguments of a call: a mapping, which is JSON in templates that write arguments as text."""
+
+    def __str__(self) -> str:
+        return _tojson(self)
+
+    def __add__(self, text: str) -> str:
+        return str(self) + text
+
+    def __radd__(self, text: str) -> str:
+        return text + str(self)
+
+
+def _complete(message: dict[Any, Any], where: str) -> dict[Any, Any]:
+    """Parse the arguments of the calls in a message, and replace a null as its content, in place."""
+    if message.get("content", "") is None:
+        message["content"] = ""  # templates write None or null, or fail
+    for call in parse_arguments(message, where).get("tool_calls") or ():
+        inner = call.get("function", call) if isinstance(call, dict) else None
+        if isinstance(inner, dict) and isinstance(inner.get("arguments"), dict):
+            inner["arguments"] = _Arguments(inner["arguments"])
+    return message
+
+
 def _with_reasoning(message: dict[Any, Any]) -> dict[Any, Any]:
     """Copy the reasoning of a message to the names that templates read, as transformers does."""
     reasoning = next((message[name] for name in _REASONING if message.get(name) is not None), None)
@@ -239,7 +263,7 @@ class ChatTemplate:
                 raise ValueError(f"message {i} has the role {role!r}, must be a word")
         self.check_tools(tools)
         plain = [
-            _with_reasoning(parse_arguments(message, f"messages[{i}]"))
+            _with_reasoning(_complete(message, f"messages[{i}]"))
             for i, message in enumerate(_plain_all("message", messages))
         ]
         plain_tools, plain_documents = (
@@ -338,7 +362,7 @@ class ChatTemplate:
             start = self._completion(text)
             return text if start is None else text[:start] + marker + text[start:]
         if isinstance(value, dict):
-            return {self._mark(k, marker): self._mark(v, marker) for k, v in value.items()}
+            return type(value)({self._mark(k, marker): self._mark(v, marker) for k, v in value.items()})
         if isinstance(value, list):
             return [self._mark(v, marker) for v in value]
         return value
