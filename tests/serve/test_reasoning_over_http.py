@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,18 @@ def test_streamed_parts_equal_the_whole_answer(thinking: tuple[Running, Model]) 
         answer += delta.content or ""
     message = ask(thinking[0], THINKING).choices[0].message
     assert (reasoning, answer) == (message.reasoning_content, message.content)
+
+
+def test_reasoning_may_have_the_tags_of_gemma_4(demo_path: Path) -> None:
+    tags = {"<think>": "<|channel>thought", "</think>": "<channel|>"}
+    template, text = TEMPLATE, "<think>\na\n</think>b"
+    for think, channel in tags.items():
+        template, text = template.replace(think, channel), text.replace(think, channel)
+    with running_with_template(demo_path, template) as (server, _):
+        answer = ask(server, re.escape(text))
+    assert answer.choices[0].message.reasoning_content == "a"
+    assert answer.choices[0].message.content == "b"
+    assert 0 < answer.usage.completion_tokens_details.reasoning_tokens < answer.usage.completion_tokens
 
 
 def test_tokens_of_the_reasoning_are_counted(thinking: tuple[Running, Model]) -> None:

@@ -205,12 +205,13 @@ class Continuation:
                 tokenizer, json_schema=rules.json_schema, regex=rules.regex, grammar=rules.grammar
             )
         # A constraint holds for the whole text, which ends reasoning only if the constraint mentions it.
-        begun = rules.reasoning and constraint is None and tokenizer.ends_in_reasoning(ids.tolist())
+        tags = tokenizer.reasoning_tags if rules.reasoning else None
+        begun = tags is not None and constraint is None and tokenizer.ends_in_reasoning(ids.tolist())
         self._writer = TextWriter(
             tokenizer.decoder(shown=tokenizer.shown_tokens(reasoning=rules.reasoning, calls=rules.calls)),
             strings,
             ends,
-            ReasoningGate(begun=begun) if rules.reasoning else None,
+            None if tags is None else ReasoningGate(begun=begun, tags=tags),
             given=given,
             least=given + least,
             most=self._most,

@@ -37,7 +37,7 @@ from metal_prefill.serve._tools import (
     possible_calls,
 )
 from metal_prefill.session import Piece
-from metal_prefill.text._reasoning import END, ReasoningParser
+from metal_prefill.text._reasoning import ReasoningParser
 from metal_prefill.text._tokenizer import Tokenizer
 from metal_prefill.text._tool_calls import ToolCall, ToolCallParser, parse_arguments
 
@@ -204,7 +204,7 @@ def _streams(service: Service, form: ChatForm, ids: list[int], n: int, namespace
     field, constraint = constraint_of(form)
     options = {**options_of(form, service.model.tokenizer), **constraint}
     options["stop"] = [*options["stop"], *service.model.tokenizer.chat_stop]
-    options["reasoning"] = _has_reasoning(service.model.tokenizer)
+    options["reasoning"] = service.model.tokenizer.reasoning_tags is not None
     options["calls"] = offered_tools(form) is not None
     max_tokens = form.max_completion_tokens or form.max_tokens or service.model.max_context
     if form.logprobs:
@@ -215,17 +215,14 @@ def _streams(service: Service, form: ChatForm, ids: list[int], n: int, namespace
         return make_streams(service.model.engine, ids, n, max_tokens, prefix_namespace=namespace, **options)
 
 
-def _has_reasoning(tokenizer: Tokenizer) -> bool:
-    return END in (tokenizer.chat_template or "")
-
-
 def _reasoning_parser(form: ChatForm, tokenizer: Tokenizer, stream: Stream) -> ReasoningParser | None:
     """Return a parser of the reasoning in an answer; None if the model's template knows none."""
-    if form.reasoning_format == "none" or not _has_reasoning(tokenizer):
+    if form.reasoning_format == "none" or (tags := tokenizer.reasoning_tags) is None:
         return None
     # A constraint holds for the whole text, which therefore has no end of reasoning that it does not mention.
     return ReasoningParser(
-        begun=tokenizer.ends_in_reasoning(stream.prompt.tolist()) and not _is_constrained(form)
+        begun=tokenizer.ends_in_reasoning(stream.prompt.tolist()) and not _is_constrained(form),
+        tags=tags,
     )
 
 
@@ -286,12 +283,14 @@ class ChatChoice(Choice):
     @property
     def reasoning_tokens(self) -> int:
         """Number of tokens of the reasoning, with its tags."""
-        text = ""
-        for i, piece in enumerate(self.pieces if self.reasoning else ()):
-            text = text[1 - len(END) :] + piece.text
-            if END in text:
+        if self.reasoning_parser is None or not self.reasoning:
+            return 0
+        text, end = "", self.reasoning_parser.tags.end
+        for i, piece in enumerate(self.pieces):
+            text = text[1 - len(end) :] + piece.text
+            if end in text:
                 return i + 1
-        return len(self.pieces) if self.reasoning else 0
+        return len(self.pieces)
 
     def chunks(self, pieces: Sequence[Piece]) -> list[dict[str, Any]]:
         """Return the events of a pass: the role at the start, new text and calls, the finish reason."""

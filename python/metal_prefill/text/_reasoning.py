@@ -4,8 +4,28 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-BEGIN, END = "<think>", "</think>"
 LAST_TOKENS = 8  # of a prompt, enough for the tag and white space after it
+
+
+class Tags(NamedTuple):
+    """Texts around reasoning, which may begin with control tokens or be one.
+
+    Attributes
+    ----------
+    begin, end : str
+    """
+
+    begin: str
+    end: str
+
+
+THINK = Tags("<think>", "</think>")
+CHANNEL = Tags("<|channel>thought", "<channel|>")  # of Gemma 4
+
+
+def tags_in(template: str) -> Tags | None:
+    """Return the tags whose end a chat template names, to remove the reasoning of earlier answers."""
+    return next((tags for tags in (THINK, CHANNEL) if tags.end in template), None)
 
 
 class Parsed(NamedTuple):
@@ -31,6 +51,8 @@ class ReasoningParser:
     ----------
     begun
         Whether the prompt ends within reasoning; see `begins_in`.
+    tags
+        Texts around the reasoning.
 
     Examples
     --------
@@ -43,8 +65,9 @@ class ReasoningParser:
     Parsed(reasoning='', answer='Good night.')
     """
 
-    def __init__(self, *, begun: bool) -> None:
-        self._tag = END if begun else BEGIN  # the next one
+    def __init__(self, *, begun: bool, tags: Tags = THINK) -> None:
+        self.tags = tags
+        self._tag = tags.end if begun else tags.begin  # the next one
         self._is_answer = False
         self._started = False  # whether the current part has text
         self._space: list[str] = []  # white space that is part of the text only if more text follows
@@ -54,11 +77,11 @@ class ReasoningParser:
         """Add a piece of the text; return what is now decided of both parts, all if it is the `last`."""
         reasoning = ""
         text = self._tail + piece
-        if not self._is_answer and self._tag == BEGIN:
+        if not self._is_answer and self._tag == self.tags.begin:
             text = self._after_begin(text, last)
-        if not self._is_answer and self._tag == END:
-            body, found, rest = text.partition(END)
-            keep = 0 if found or last else _overlap(body)
+        if not self._is_answer and self._tag == self.tags.end:
+            body, found, rest = text.partition(self.tags.end)
+            keep = 0 if found or last else _overlap(body, self.tags.end)
             self._tail = body[len(body) - keep :]
             reasoning = self._stripped(body[: len(body) - keep])
             if found:
@@ -75,10 +98,10 @@ class ReasoningParser:
         """Look for the first tag, which only white space may precede; return the text after it."""
         stripped = text.lstrip()
         self._space.append(text[: len(text) - len(stripped)])
-        if stripped.startswith(BEGIN):
-            self._tag, self._space = END, []
-            return stripped[len(BEGIN) :]
-        if BEGIN.startswith(stripped) and not last:
+        if stripped.startswith(self.tags.begin):
+            self._tag, self._space = self.tags.end, []
+            return stripped[len(self.tags.begin) :]
+        if self.tags.begin.startswith(stripped) and not last:
             self._tail = stripped
             return ""
         self._is_answer = self._started = True
@@ -104,9 +127,12 @@ class ReasoningGate:
     ----------
     begun
         Whether the prompt ends within reasoning; see `begins_in`.
+    tags
+        Texts around the reasoning.
     """
 
-    def __init__(self, *, begun: bool) -> None:
+    def __init__(self, *, begun: bool, tags: Tags = THINK) -> None:
+        self._tags = tags
         self._begun = begun
         self._is_answer = False
         self._seen = ""  # text that may begin with the tag; within reasoning, its last characters
@@ -118,20 +144,20 @@ class ReasoningGate:
         if not self._begun:
             piece, self._seen = self._seen + piece, ""
             stripped = piece.lstrip()
-            if BEGIN.startswith(stripped):
+            if self._tags.begin.startswith(stripped):
                 self._seen = piece
                 return "", ""
-            self._begun = stripped.startswith(BEGIN)
+            self._begun = stripped.startswith(self._tags.begin)
             self._is_answer = not self._begun
             if self._is_answer:
                 return "", piece
         text = self._seen + piece
-        end = text.find(END)
+        end = text.find(self._tags.end)
         if end < 0:
-            self._seen = text[1 - len(END) :]
+            self._seen = text[1 - len(self._tags.end) :]
             return piece, ""
         self._is_answer = True
-        cut = end + len(END) - len(self._seen)
+        cut = end + len(self._tags.end) - len(self._seen)
         return piece[:cut], piece[cut:]
 
     def flush(self) -> str:
@@ -139,11 +165,11 @@ class ReasoningGate:
         return "" if self._begun or self._is_answer else self._seen
 
 
-def _overlap(text: str) -> int:
-    """Return how many characters at the end of a text may be the start of the end tag."""
-    return next((n for n in range(len(END) - 1, 0, -1) if text.endswith(END[:n])), 0)
+def _overlap(text: str, tag: str) -> int:
+    """Return how many characters at the end of a text may be the start of a tag."""
+    return next((n for n in range(len(tag) - 1, 0, -1) if text.endswith(tag[:n])), 0)
 
 
-def begins_in(prompt: str) -> bool:
+def begins_in(prompt: str, tags: Tags = THINK) -> bool:
     """Return whether a prompt ends within reasoning."""
-    return prompt.rstrip().endswith(BEGIN)
+    return prompt.rstrip().endswith(tags.begin)

@@ -16,7 +16,7 @@ from metal_prefill.files._gguf_file import GGUFFile
 from metal_prefill.text._encoder_vocabulary import SPACE
 from metal_prefill.text._file_templates import FileTemplates
 from metal_prefill.text._metadata import boolean, flag, special_id
-from metal_prefill.text._reasoning import BEGIN, END, LAST_TOKENS, begins_in
+from metal_prefill.text._reasoning import LAST_TOKENS, Tags, begins_in, tags_in
 from metal_prefill.text._segmentation import segmented, segmented_ids
 from metal_prefill.text._special_tokens import SpecialTokens, TokenPair
 from metal_prefill.text._spelled_tokens import SpelledTokens
@@ -29,7 +29,7 @@ from metal_prefill.text._word_tokens import WordTokens
 # Control tokens that end a turn or a text in the supported models, for files with incomplete metadata.
 END_TOKENS = (
     "<|endoftext|>", "<|end_of_text|>", "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>",
-    "<turn|>", "</s>",
+    "<turn|>", "</s>", "<|tool_response>", "<start_function_response>",
 )  # fmt: skip
 
 # Tokens for filling in the middle, for files whose metadata does not name them.
@@ -492,14 +492,21 @@ class Tokenizer:
         ends: list[int] = (np.flatnonzero(np.isin(ids[1:], list(self.stop_ids))) + 2).tolist()
         return ends
 
+    @property
+    def reasoning_tags(self) -> Tags | None:
+        """Texts around the reasoning in answers; None if the chat template knows none."""
+        return tags_in(self.chat_template or "")
+
     def ends_in_reasoning(self, prompt: Sequence[int]) -> bool:
         """Return whether the tokens of a prompt end within reasoning."""
-        return begins_in(self.decode(prompt[-LAST_TOKENS:], skip_special=False))
+        tags = self.reasoning_tags
+        return tags is not None and begins_in(self.decode(prompt[-LAST_TOKENS:], skip_special=False), tags)
 
     def shown_tokens(self, *, reasoning: bool, calls: bool) -> frozenset[int]:
         """Return the control tokens that are part of an answer with reasoning, or with calls of tools."""
-        texts = {*((BEGIN, END) if reasoning else ()), *(MARKS if calls else ())}
-        return frozenset(self._spelled.special[text] for text in texts & self._spelled.special.keys())
+        special, tags = self._spelled.special, (self.reasoning_tags if reasoning else None) or ()
+        shown = {text for text in special if any(tag.startswith(text) for tag in tags)}
+        return frozenset(special[text] for text in shown | ((MARKS & special.keys()) if calls else set()))
 
     @cached_property
     def fill_tokens(self) -> tuple[int, int, int] | None:
