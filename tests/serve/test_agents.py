@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,6 +20,7 @@ from support.small_models import MODELS, write
 from metal_prefill import Model, bench
 from metal_prefill.bench import _agents
 from metal_prefill.bench._agents import SHAPES, Ask, Messages, replay
+from metal_prefill.bench._peers.servers import Command, ServerOptions
 
 # Positions between the snapshots of states: one page, and the seven that take the memory of a state. With
 # attention alone, each position is one.
@@ -133,6 +135,62 @@ def test_sessions_are_replayed_on_servers(demo_path: Path, monkeypatch: pytest.M
     assert retries[1:] == [1] * 4
     assert len(json.loads(results.to_json())["turns"]) == len(results.turns)
     assert "three agents in turn" in "".join(str(s.text) for s in Console(width=200).render(results))
+
+
+# A server that keeps the last prompt, as llama-server does in its slot. Its tokens are words.
+STAND_IN = """
+import json, os, sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+last = []
+class Handler(BaseHTTPRequestHandler):
+    def log_message(self, *args): pass
+    def do_GET(self):
+        self.answer({"data": [{"id": "stand-in"}]})
+    def do_POST(self):
+        global last
+        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        assert (self.path, body["model"]) == ("/v1/chat/completions", "stand-in")
+        words = " ".join(m["role"] + " " + m["content"] for m in body["messages"]).split()
+        computed = max(len(words) - len(os.path.commonprefix([words, last])), 1)
+        last = words
+        answer = {"usage": {"prompt_tokens": len(words), "completion_tokens": 2}}
+        if REPORTS: answer["timings"] = {"prompt_n": computed, "prompt_ms": 1.5}
+        self.answer(answer)
+    def answer(self, content):
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(json.dumps(content).encode())
+HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+
+
+def stand_in(reports: bool) -> Command:
+    return lambda options, port: [
+        *(sys.executable, "-c"),
+        *(STAND_IN.replace("REPORTS", str(reports)), str(port)),
+    ]
+
+
+@pytest.mark.parametrize("shape", ["growing history", "three agents in turn", "restart"])
+def test_tokens_that_a_peer_computes_are_those_that_it_reports(
+    monkeypatch: pytest.MonkeyPatch, shape: str
+) -> None:
+    monkeypatch.setattr(_agents, "UNIT", 3)
+    options = ServerOptions("m.gguf", threads=1, clients=1, context=4096)
+    turns = list(_agents.measured("llama-server", options, stand_in(reports=True), shape))
+    last: list[str] = []
+    for i, (turn, messages) in enumerate(zip(turns, SHAPES[shape].requests(3), strict=True)):
+        words = " ".join(f"{message['role']} {message['content']}" for message in messages).split()
+        same = [a == b for a, b in zip(words, last, strict=False)]
+        kept = 0 if i == SHAPES[shape].restart else [*same, False].index(False)
+        assert (turn.prompt_tokens, turn.computed_tokens) == (len(words), max(len(words) - kept, 1))
+        last = words
+
+
+def test_a_peer_that_does_not_report_tokens_is_named() -> None:
+    options = ServerOptions("m.gguf", threads=1, clients=1, context=4096)
+    with pytest.raises(bench.BenchError, match="llama-server does not report cached tokens"):
+        list(_agents.measured("llama-server", options, stand_in(reports=False), "retries"))
 
 
 def requests_of(path: Path, shape: str, store: Path) -> list[Asked]:

@@ -290,7 +290,7 @@ def run_agents(
     """Replay sessions of agents on this package's server, and on peers with the same file.
 
     Parameters and errors are those of :func:`run_serving`. A peer must report the tokens of prompts that it
-    found in its cache, as llama-server does.
+    computed, as llama-server does, or those that it found in its cache.
     """
     from metal_prefill.bench import _agents, _engines, _machine, _model_file
     from metal_prefill.bench._peers import servers

@@ -211,9 +211,12 @@ def measured(name: str, options: ServerOptions, command: Command | None, shape: 
 
 def _ask(server: ServerProcess, messages: Messages) -> tuple[int, int]:
     body = {"model": server.model, "messages": messages, "max_tokens": ANSWER_TOKENS, "temperature": 0}
-    usage = _answer_of(server, "POST", "/v1/chat/completions", body)["usage"]
+    answer = _answer_of(server, "POST", "/v1/chat/completions", body)
     try:
-        return int(usage["prompt_tokens"]), int(usage["prompt_tokens_details"]["cached_tokens"])
+        prompt = int(answer["usage"]["prompt_tokens"])
+        if "prompt_n" in answer.get("timings", {}):  # tokens that llama-server computed
+            return prompt, prompt - int(answer["timings"]["prompt_n"])
+        return prompt, int(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
     except (KeyError, TypeError) as error:
         raise BenchError(f"{server.name} does not report cached tokens: {error!r}") from error
 
