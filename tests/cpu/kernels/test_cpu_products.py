@@ -239,36 +239,34 @@ def test_quantized_products_are_bit_identical_on_all_sets_with_fma() -> None:
 
 
 @each_set
-@pytest.mark.parametrize("cols", [80, 100, 2048])
-def test_float_products_agree_with_float64(isa: str, cols: int) -> None:
-    padded = (cols + 15) // 16 * 16
-    weight, x = np.zeros((32, padded), np.float32), np.zeros((512, padded), np.float32)
-    weight[:, :cols], x[:, :cols] = normal(32, cols), normal(512, cols, seed=1)
-    expected = x.astype(np.float64) @ weight.astype(np.float64).T
-    single = None
-    for batch in reversed(BATCHES):
-        out = guarded(batch, 32)
-        cpu.multiply_float(isa, weight, cols, x[:batch], out)
-        actual = inside(out, batch, 32)
-        assert np.abs(actual - expected[:batch]).max() <= 1e-6 * np.abs(expected).max()
-        single = actual if single is None else single
-        np.testing.assert_array_equal(actual, single[:batch], err_msg=f"batch {batch}")
+def test_float_products_agree_with_float64(isa: str) -> None:
+    for cols in [80, 100, 2048]:
+        padded = (cols + 15) // 16 * 16
+        weight, x = np.zeros((32, padded), np.float32), np.zeros((512, padded), np.float32)
+        weight[:, :cols], x[:, :cols] = normal(32, cols), normal(512, cols, seed=1)
+        expected = x.astype(np.float64) @ weight.astype(np.float64).T
+        single = None
+        for batch in reversed(BATCHES):
+            out = guarded(batch, 32)
+            cpu.multiply_float(isa, weight, cols, x[:batch], out)
+            actual = inside(out, batch, 32)
+            assert np.abs(actual - expected[:batch]).max() <= 1e-6 * np.abs(expected).max()
+            single = actual if single is None else single
+            np.testing.assert_array_equal(actual, single[:batch], err_msg=f"batch {batch}")
 
 
 @each_set
-@pytest.mark.parametrize("kind", [Type.F16, Type.BF16], ids=lambda kind: str(kind.name))
-def test_products_of_few_tokens_with_16_bit_weights_are_bit_identical_to_those_of_many(
-    isa: str, kind: Type
-) -> None:
-    weight, x = normal(32, 592), normal(9, 592, seed=1)
-    bits = bfloat16(weight) if kind == Type.BF16 else weight.astype(np.float16).view(np.uint16)
-    expanded = widened(bits) if kind == Type.BF16 else weight.astype(np.float16).astype(np.float32)
-    many = guarded(9, 32)
-    cpu.multiply_float(isa, expanded, 592, x, many)
-    for count in range(1, 10):
-        out = guarded(count, 32)
-        cpu.multiply_half(isa, bits.reshape(-1), kind == Type.BF16, x[:count], out)
-        np.testing.assert_array_equal(inside(out, count, 32), inside(many, 9, 32)[:count])
+def test_products_of_few_tokens_with_16_bit_weights_are_bit_identical_to_those_of_many(isa: str) -> None:
+    for kind in [Type.F16, Type.BF16]:
+        weight, x = normal(32, 592), normal(9, 592, seed=1)
+        bits = bfloat16(weight) if kind == Type.BF16 else weight.astype(np.float16).view(np.uint16)
+        expanded = widened(bits) if kind == Type.BF16 else weight.astype(np.float16).astype(np.float32)
+        many = guarded(9, 32)
+        cpu.multiply_float(isa, expanded, 592, x, many)
+        for count in range(1, 10):
+            out = guarded(count, 32)
+            cpu.multiply_half(isa, bits.reshape(-1), kind == Type.BF16, x[:count], out)
+            np.testing.assert_array_equal(inside(out, count, 32), inside(many, 9, 32)[:count])
 
 
 @each_set

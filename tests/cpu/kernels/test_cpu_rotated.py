@@ -103,6 +103,11 @@ def test_tiny_rows_vanish_and_bad_values_reach_every_result(isa: str, wide: bool
     assert np.isfinite(out[3, :32]).all()
 
 
+def read_by(isa: str, wide: bool) -> list[Type]:
+    """Return the types whose weights a form reads: one function reads those of all forms."""
+    return [Type.BF16, *QUANTIZED] if (isa, wide) == FORMS[0] else [Type.Q4_0]
+
+
 def product_of(weight: tuple[Codes, Floats], x: tuple[Codes, Floats]) -> Floats:
     """Return integer sums in int64 times scales in float32, in the order of the kernels."""
     sums = x[0].astype(np.int64) @ weight[0].astype(np.int64).T
@@ -110,36 +115,33 @@ def product_of(weight: tuple[Codes, Floats], x: tuple[Codes, Floats]) -> Floats:
     return scaled
 
 
-@pytest.mark.parametrize(
-    ("isa", "wide", "kind", "cols"),
-    [
-        *((*form, Type.F32, cols) for form in FORMS for cols in (32, 80, 576)),
-        *((*form, Type.Q4_0, 512) for form in FORMS),
-        *((SETS[0], False, kind, 512) for kind in [Type.BF16, *QUANTIZED]),  # one function reads weights
-    ],
-    ids=lambda value: value.name if isinstance(value, Type) else str(value),
-)
-def test_the_product_of_rotated_rows_is_exact_and_the_same_for_any_tile(
-    isa: str, wide: bool, kind: Type, cols: int
-) -> None:
+@each_form
+def test_the_product_of_rotated_rows_is_exact_and_the_same_for_any_tile(isa: str, wide: bool) -> None:
     rows = 70
-    if kind in QUANTIZED:
-        raw, values = random_weight(kind, rows, cols)
-    else:
-        values = normal(rows, cols)
-        raw = values.view(np.uint8).reshape(-1)
-        if kind == Type.BF16:  # truncated
-            raw = np.ascontiguousarray(values.view(np.uint16).reshape(-1, 2)[:, 1]).view(np.uint8)
-            values = (values.view(np.uint32) & 0xFFFF0000).view(np.float32)
-    x = normal(70, cols, seed=1)
-    expected = product_of(rotated(isa, np.ascontiguousarray(values), wide), rotated(isa, x, wide))
-    for batch in [n for n in BATCHES if n <= 33] + [70]:
-        for first in (0, 3):
-            out = guarded(batch, 96)
-            cpu.multiply_rotated(isa, int(kind), raw, rows, x[:batch], first, wide, out)
-            actual = inside(out, batch, 96)
-            np.testing.assert_array_equal(actual[:, :rows], expected[:batch], err_msg=f"batch {batch}")
-            np.testing.assert_array_equal(actual[:, rows:], 0)
+    for kind, cols in [
+        (Type.F32, 32),
+        (Type.F32, 80),
+        (Type.F32, 576),
+        *((k, 512) for k in read_by(isa, wide)),
+    ]:
+        if kind in QUANTIZED:
+            raw, values = random_weight(kind, rows, cols)
+        else:
+            values = normal(rows, cols)
+            raw = values.view(np.uint8).reshape(-1)
+            if kind == Type.BF16:  # truncated
+                raw = np.ascontiguousarray(values.view(np.uint16).reshape(-1, 2)[:, 1]).view(np.uint8)
+                values = (values.view(np.uint32) & 0xFFFF0000).view(np.float32)
+        x = normal(70, cols, seed=1)
+        expected = product_of(rotated(isa, np.ascontiguousarray(values), wide), rotated(isa, x, wide))
+        for batch in [n for n in BATCHES if n <= 33] + [70]:
+            for first in (0, 3):
+                out = guarded(batch, 96)
+                cpu.multiply_rotated(isa, int(kind), raw, rows, x[:batch], first, wide, out)
+                actual = inside(out, batch, 96)
+                case = f"{kind.name}, {cols} columns, batch {batch} at {first}"
+                np.testing.assert_array_equal(actual[:, :rows], expected[:batch], err_msg=case)
+                np.testing.assert_array_equal(actual[:, rows:], 0, err_msg=case)
 
 
 @each_form

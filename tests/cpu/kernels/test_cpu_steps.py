@@ -22,57 +22,58 @@ def test_rms_norm(isa: str) -> None:
 
 
 @each_set
-@pytest.mark.parametrize(("dim", "rows"), [(1, 16), (10, 1), (16, 128), (64, 16), (100, 16)])
-def test_scan(isa: str, dim: int, rows: int) -> None:
+def test_scan(isa: str) -> None:
     """The state-space recurrence of a head, over tokens in calls of any length."""
-    tokens = 70
-    x, b, c = normal(tokens, dim), normal(tokens, rows, seed=1), normal(tokens, rows, seed=2)
-    dt, before = 2 * normal(tokens, seed=3), normal(rows, dim, seed=4)
-    dt[3], dt[5] = 30.0, -30.0  # softplus of a large and of a small number
-    a, bias, skip = -0.7, 0.3, 1.5
-    state, expected = before.astype(np.float64), np.empty((tokens, dim))
-    for t in range(tokens):
-        step = np.logaddexp(0.0, float(dt[t]) + bias)
-        state = np.exp(step * a) * state + np.outer(b[t], step * x[t].astype(np.float64))
-        expected[t] = c[t] @ state + skip * x[t]
-    factors = np.array([a, bias, skip], np.float32)
-    results = []
-    for piece in (tokens, 1, 33):
-        out, held = guarded(tokens, dim), np.concatenate([before, np.full((1, dim), SENTINEL, np.float32)])
-        cpu.scan(isa, x, b, c, dt, factors, piece, held, out)
-        results.append((inside(out, tokens, dim).tobytes(), held.tobytes()))
-        scale = np.abs(expected).max()
-        np.testing.assert_allclose(inside(out, tokens, dim), expected, atol=3e-6 * scale)
-        np.testing.assert_allclose(held[:rows], state, atol=3e-6 * np.abs(state).max())
-        assert np.all(held[rows:] == SENTINEL)
-    assert results[1:] == results[:-1]
+    for dim, rows in [(1, 16), (10, 1), (16, 128), (64, 16), (100, 16)]:
+        tokens = 70
+        x, b, c = normal(tokens, dim), normal(tokens, rows, seed=1), normal(tokens, rows, seed=2)
+        dt, before = 2 * normal(tokens, seed=3), normal(rows, dim, seed=4)
+        dt[3], dt[5] = 30.0, -30.0  # softplus of a large and of a small number
+        a, bias, skip = -0.7, 0.3, 1.5
+        state, expected = before.astype(np.float64), np.empty((tokens, dim))
+        for t in range(tokens):
+            step = np.logaddexp(0.0, float(dt[t]) + bias)
+            state = np.exp(step * a) * state + np.outer(b[t], step * x[t].astype(np.float64))
+            expected[t] = c[t] @ state + skip * x[t]
+        factors = np.array([a, bias, skip], np.float32)
+        results = []
+        for piece in (tokens, 1, 33):
+            out = guarded(tokens, dim)
+            held = np.concatenate([before, np.full((1, dim), SENTINEL, np.float32)])
+            cpu.scan(isa, x, b, c, dt, factors, piece, held, out)
+            results.append((inside(out, tokens, dim).tobytes(), held.tobytes()))
+            scale = np.abs(expected).max()
+            np.testing.assert_allclose(inside(out, tokens, dim), expected, atol=3e-6 * scale)
+            np.testing.assert_allclose(held[:rows], state, atol=3e-6 * np.abs(state).max())
+            assert np.all(held[rows:] == SENTINEL)
+        assert results[1:] == results[:-1]
 
 
 @each_set
-@pytest.mark.parametrize("neox", [False, True])
-def test_rope_turns_pairs_and_leaves_the_rest(isa: str, neox: bool) -> None:
-    head, angle = normal(80), np.linspace(0.0, 9.0, 32)
-    cos_sin = np.concatenate([np.cos(angle), np.sin(angle)]).astype(np.float32)
-    pairs = np.stack([head[:32], head[32:64]]) if neox else head[:64].reshape(32, 2).T
-    z = (pairs[0] + 1j * pairs[1]) * np.exp(1j * angle)
-    expected = np.concatenate([z.real, z.imag]) if neox else np.stack([z.real, z.imag], 1).reshape(-1)
-    out = head.copy()
-    cpu.rope(isa, out, cos_sin, neox)
-    np.testing.assert_allclose(out[:64], expected, atol=1e-6)
-    np.testing.assert_array_equal(out[64:], head[64:])
+def test_rope_turns_pairs_and_leaves_the_rest(isa: str) -> None:
+    for neox in (False, True):
+        head, angle = normal(80), np.linspace(0.0, 9.0, 32)
+        cos_sin = np.concatenate([np.cos(angle), np.sin(angle)]).astype(np.float32)
+        pairs = np.stack([head[:32], head[32:64]]) if neox else head[:64].reshape(32, 2).T
+        z = (pairs[0] + 1j * pairs[1]) * np.exp(1j * angle)
+        expected = np.concatenate([z.real, z.imag]) if neox else np.stack([z.real, z.imag], 1).reshape(-1)
+        out = head.copy()
+        cpu.rope(isa, out, cos_sin, neox)
+        np.testing.assert_allclose(out[:64], expected, atol=1e-6)
+        np.testing.assert_array_equal(out[64:], head[64:])
 
 
 @each_set
-@pytest.mark.parametrize("cap", [0.5, 30.0])
-def test_soft_cap(isa: str, cap: float) -> None:
-    for n in (3, 32, 100):
-        x = np.full(n + 4, SENTINEL, np.float32)
-        x[:n] = normal(n) * np.float32(cap)
-        x[:3] = -1e30, np.nan, 1e30
-        expected = cap * np.tanh(x[:n].astype(np.float64) / cap)
-        cpu.soft_cap(isa, cap, x[:n])
-        np.testing.assert_allclose(x[:n], expected, rtol=0, atol=cap * 2e-7)
-        assert np.all(x[n:] == SENTINEL)
+def test_soft_cap(isa: str) -> None:
+    for cap in (0.5, 30.0):
+        for n in (3, 32, 100):
+            x = np.full(n + 4, SENTINEL, np.float32)
+            x[:n] = normal(n) * np.float32(cap)
+            x[:3] = -1e30, np.nan, 1e30
+            expected = cap * np.tanh(x[:n].astype(np.float64) / cap)
+            cpu.soft_cap(isa, cap, x[:n])
+            np.testing.assert_allclose(x[:n], expected, rtol=0, atol=cap * 2e-7)
+            assert np.all(x[n:] == SENTINEL)
 
 
 @each_set
@@ -88,35 +89,36 @@ def test_gate_of_a_head(isa: str) -> None:
 
 
 @each_set
-@pytest.mark.parametrize(("keys", "columns"), [(1, 32), (7, 5), (20, 1), (128, 32)])
-def test_delta_rule(isa: str, keys: int, columns: int) -> None:
+def test_delta_rule(isa: str) -> None:
     """Three tokens, one after the other; columns that are not there stay zero."""
-    state, out = np.zeros((keys, 32), np.float32), np.full(36, SENTINEL, np.float32)
-    state[:, :columns] = normal(keys, columns)
-    expected = state[:, :columns].astype(np.float64)
-    for t, (decay, beta) in enumerate([(0.9, 0.7), (0.01, 1.0), (1.0, 0.0)]):
-        q, k, v = normal(keys, seed=t), normal(keys, seed=t + 3), normal(columns, seed=t + 6)
-        k /= np.float32(np.linalg.norm(k))
-        cpu.delta_rule(isa, q, k, v, decay, beta, state, out)
-        expected = decay * expected
-        expected = expected + np.outer(k, beta * (v - k @ expected))
-        np.testing.assert_allclose(out[:columns], q @ expected, rtol=1e-5, atol=1e-5)
-        np.testing.assert_allclose(state[:, :columns], expected, rtol=1e-5, atol=1e-5)
-        assert np.all(state[:, columns:] == 0)
-        assert np.all(out[columns:] == SENTINEL)
+    for keys, columns in [(1, 32), (7, 5), (20, 1), (128, 32)]:
+        state, out = np.zeros((keys, 32), np.float32), np.full(36, SENTINEL, np.float32)
+        state[:, :columns] = normal(keys, columns)
+        expected = state[:, :columns].astype(np.float64)
+        for t, (decay, beta) in enumerate([(0.9, 0.7), (0.01, 1.0), (1.0, 0.0)]):
+            q, k, v = normal(keys, seed=t), normal(keys, seed=t + 3), normal(columns, seed=t + 6)
+            k /= np.float32(np.linalg.norm(k))
+            cpu.delta_rule(isa, q, k, v, decay, beta, state, out)
+            expected = decay * expected
+            expected = expected + np.outer(k, beta * (v - k @ expected))
+            np.testing.assert_allclose(out[:columns], q @ expected, rtol=1e-5, atol=1e-5)
+            np.testing.assert_allclose(state[:, :columns], expected, rtol=1e-5, atol=1e-5)
+            assert np.all(state[:, columns:] == 0)
+            assert np.all(out[columns:] == SENTINEL)
 
 
 @each_set
-@pytest.mark.parametrize(("n", "dim"), [(1, 3), (7, 16), (40, 100)])
-def test_scores_of_relative_positions(isa: str, n: int, dim: int) -> None:
-    q, k, keys, queries = normal(dim), normal(n, dim), normal(9, dim + 4, seed=1), normal(9, dim + 4, seed=2)
-    rows = np.random.default_rng(3).integers(0, 9, n)
-    out = np.full(n + 4, SENTINEL, np.float32)
-    cpu.relative_scores(isa, q, k, keys, queries, rows[::-1].astype(np.float32), 0.5, out)
-    q64, k64, keys64, queries64 = (x.astype(np.float64) for x in (q, k, keys, queries))
-    expected = (keys64[rows, :dim] * q64 + k64 * queries64[rows, :dim]).sum(axis=1) / 2
-    np.testing.assert_allclose(out[:n], expected, rtol=1e-5, atol=1e-5)
-    assert np.all(out[n:] == SENTINEL)
+def test_scores_of_relative_positions(isa: str) -> None:
+    for n, dim in [(1, 3), (7, 16), (40, 100)]:
+        q, k = normal(dim), normal(n, dim)
+        keys, queries = normal(9, dim + 4, seed=1), normal(9, dim + 4, seed=2)
+        rows = np.random.default_rng(3).integers(0, 9, n)
+        out = np.full(n + 4, SENTINEL, np.float32)
+        cpu.relative_scores(isa, q, k, keys, queries, rows[::-1].astype(np.float32), 0.5, out)
+        q64, k64, keys64, queries64 = (x.astype(np.float64) for x in (q, k, keys, queries))
+        expected = (keys64[rows, :dim] * q64 + k64 * queries64[rows, :dim]).sum(axis=1) / 2
+        np.testing.assert_allclose(out[:n], expected, rtol=1e-5, atol=1e-5)
+        assert np.all(out[n:] == SENTINEL)
 
 
 @each_set
@@ -128,20 +130,20 @@ def test_relu_keeps_nan(isa: str) -> None:
 
 
 @each_set
-@pytest.mark.parametrize(("gelu", "n"), [(False, 3), (False, 100), (True, 3), (True, 100)])
-def test_gated_activation(isa: str, gelu: bool, n: int) -> None:
-    gate, up = normal(n) * np.float32(4), normal(n, seed=1)
-    gate[:3] = (-100.0, 100.0, 0.0)
-    g = gate.astype(np.float64)
-    if gelu:
-        activated = 0.5 * g * (1 + np.tanh(np.sqrt(2 / np.pi) * (g + 0.044715 * g**3)))
-    else:
-        activated = g / (1 + np.exp(-g))
-    out = np.full(n + 4, SENTINEL, np.float32)
-    out[:n] = np.nan
-    cpu.gated(isa, gate, up, int(gelu), out)
-    np.testing.assert_allclose(out[:n], activated * up, rtol=2e-6, atol=1e-6)
-    assert np.all(out[n:] == SENTINEL)
+def test_gated_activation(isa: str) -> None:
+    for gelu, n in [(False, 3), (False, 100), (True, 3), (True, 100)]:
+        gate, up = normal(n) * np.float32(4), normal(n, seed=1)
+        gate[:3] = (-100.0, 100.0, 0.0)
+        g = gate.astype(np.float64)
+        if gelu:
+            activated = 0.5 * g * (1 + np.tanh(np.sqrt(2 / np.pi) * (g + 0.044715 * g**3)))
+        else:
+            activated = g / (1 + np.exp(-g))
+        out = np.full(n + 4, SENTINEL, np.float32)
+        out[:n] = np.nan
+        cpu.gated(isa, gate, up, int(gelu), out)
+        np.testing.assert_allclose(out[:n], activated * up, rtol=2e-6, atol=1e-6)
+        assert np.all(out[n:] == SENTINEL)
 
 
 @each_set
@@ -160,24 +162,22 @@ def test_the_clamped_activation_limits_gate_and_factor(isa: str) -> None:
 
 
 @each_set
-@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_erf"])
-def test_activations_are_exact_to_a_few_roundings_for_numbers_of_every_size(
-    isa: str, activation: str
-) -> None:
-    sizes = np.concatenate([np.linspace(0, 30, 4001), np.geomspace(1e-9, 1e30, 400)])
-    x = np.concatenate([sizes, -sizes]).astype(np.float32)
-    wide = x.astype(np.float64)
-    with np.errstate(over="ignore"):
-        if activation == "silu":
-            share = 1 / (1 + np.exp(-wide))
-        elif activation == "gelu":
-            share = 0.5 * (1 + np.tanh(np.sqrt(2 / np.pi) * (wide + 0.044715 * wide**3)))
-        else:
-            share = 0.5 * np.array([math.erfc(-value / math.sqrt(2)) for value in wide])
-    out = np.empty_like(x)
-    cpu.gated(isa, x, np.ones_like(x), ["silu", "gelu", "gelu_erf"].index(activation), out)
-    # 7.1.26 of Abramowitz and Stegun, which most sets take for erf, is within 1.5e-7.
-    assert np.all(np.abs(out - wide * share) <= 4e-7 * np.maximum(1, np.abs(wide * share)))
+def test_activations_are_exact_to_a_few_roundings_for_numbers_of_every_size(isa: str) -> None:
+    for activation in ("silu", "gelu", "gelu_erf"):
+        sizes = np.concatenate([np.linspace(0, 30, 4001), np.geomspace(1e-9, 1e30, 400)])
+        x = np.concatenate([sizes, -sizes]).astype(np.float32)
+        wide = x.astype(np.float64)
+        with np.errstate(over="ignore"):
+            if activation == "silu":
+                share = 1 / (1 + np.exp(-wide))
+            elif activation == "gelu":
+                share = 0.5 * (1 + np.tanh(np.sqrt(2 / np.pi) * (wide + 0.044715 * wide**3)))
+            else:
+                share = 0.5 * np.array([math.erfc(-value / math.sqrt(2)) for value in wide])
+        out = np.empty_like(x)
+        cpu.gated(isa, x, np.ones_like(x), ["silu", "gelu", "gelu_erf"].index(activation), out)
+        # 7.1.26 of Abramowitz and Stegun, which most sets take for erf, is within 1.5e-7.
+        assert np.all(np.abs(out - wide * share) <= 4e-7 * np.maximum(1, np.abs(wide * share)))
     bad = np.array([np.nan, np.inf, 1.0], np.float32)
     result = np.empty_like(bad)
     cpu.gated(isa, bad, np.ones_like(bad), 0, result)
