@@ -19,10 +19,12 @@ from metal_prefill.generation import Stream
 
 
 @pytest.fixture(scope="module", params=["attention", *LARGE])
-def path(request: pytest.FixtureRequest, demo_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Path of the bundled model, or of one whose states take more memory than a page."""
+def path(
+    request: pytest.FixtureRequest, tiny_demo_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """Path of a tiny model, or of one whose states take more memory than a page."""
     if request.param == "attention":
-        return demo_path
+        return tiny_demo_path
     return write(tmp_path_factory.mktemp("large") / f"{request.param}.gguf", LARGE[request.param])
 
 
