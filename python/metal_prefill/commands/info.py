@@ -8,7 +8,6 @@ from dataclasses import fields
 from math import prod
 from typing import TYPE_CHECKING
 
-from metal_prefill._support.atomic_write import replacing
 from metal_prefill.commands import common
 
 if TYPE_CHECKING:
@@ -23,7 +22,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
     common.add_model_argument(parser)
     parser.add_argument("positional_model", nargs="?", metavar="FILE", help="the same as -m FILE")
-    parser.add_argument("--plot", metavar="PNG", help="plot tensor sizes (requires the extra [plot])")
 
 
 def bytes_by_type(gguf: GGUFFile) -> list[tuple[str, int, int, int]]:
@@ -36,22 +34,6 @@ def bytes_by_type(gguf: GGUFFile) -> list[tuple[str, int, int, int]]:
         weights[tensor.type_name] += prod(tensor.shape)
         sizes[tensor.type_name] += tensor.nbytes
     return [(name, tensors[name], weights[name], size) for name, size in sizes.most_common()]
-
-
-def role_of(name: str) -> str:
-    """Return the part of the model that a tensor belongs to: its name without layer number and suffix."""
-    parts = name.removesuffix(".weight").removesuffix(".bias").split(".")
-    return ".".join(parts[2:]) if parts[0] == "blk" and len(parts) > 2 else ".".join(parts)
-
-
-def bytes_by_role(gguf: GGUFFile) -> list[tuple[str, dict[str, int]]]:
-    """Return the bytes per tensor type of each part of the model, largest part first."""
-    roles: dict[str, Counter[str]] = {}
-    for tensor in gguf.tensors.values():
-        roles.setdefault(role_of(tensor.name), Counter())[tensor.type_name] += tensor.nbytes
-    return sorted(
-        ((role, dict(sizes)) for role, sizes in roles.items()), key=lambda item: -sum(item[1].values())
-    )
 
 
 def devices() -> list[tuple[str, str]]:
@@ -78,7 +60,6 @@ def execute(arguments: argparse.Namespace) -> None:
     from rich.table import Table
 
     from metal_prefill import default_model_path
-    from metal_prefill.bench._plot import check
     from metal_prefill.engine import chosen_mode
     from metal_prefill.files._gguf_file import GGUFFile
     from metal_prefill.files._hyperparameters import read_config
@@ -86,8 +67,6 @@ def execute(arguments: argparse.Namespace) -> None:
 
     if arguments.model and arguments.positional_model:
         raise common.UsageError("name the model once: -m FILE or FILE")
-    if arguments.plot:
-        check(arguments.plot)
     path = common.model_path(arguments.model or arguments.positional_model) or default_model_path()
     console = common.console()
     with GGUFFile(path) as gguf:
@@ -116,34 +95,8 @@ def execute(arguments: argparse.Namespace) -> None:
         console.print(table)
         for purpose, count in Counter(ignored_tensors(gguf, config).values()).items():
             console.print(f"{count} tensors for {purpose} are ignored", highlight=False)
-        if arguments.plot:
-            draw(gguf, arguments.plot)
 
     table = Table("device", "state", title="devices", title_justify="left")
     for device, state in devices():
         table.add_row(device, state)
     console.print(table)
-
-
-def draw(gguf: GGUFFile, path: str) -> None:
-    """Plot the bytes of each part of the model by tensor type."""
-    from matplotlib.figure import Figure
-
-    from metal_prefill.bench._plot import COLOURS
-
-    roles = bytes_by_role(gguf)[::-1]
-    figure = Figure(figsize=(8, 1 + 0.32 * len(roles)), layout="constrained")
-    axes = figure.subplots()
-    left = [0.0] * len(roles)
-    for i, (kind, *_) in enumerate(bytes_by_type(gguf)):
-        widths = [sizes.get(kind, 0) / MIB for _, sizes in roles]
-        names = [role for role, _ in roles]
-        axes.barh(names, widths, left=left, label=kind, color=COLOURS[i % len(COLOURS)])
-        left = [a + b for a, b in zip(left, widths, strict=True)]
-    axes.set_xlabel("MiB, all layers together")
-    axes.set_title(gguf.path.name, fontsize=10)
-    axes.grid(axis="x", alpha=0.3)
-    axes.margins(x=0.03)
-    axes.legend(loc="lower right")  # the largest part is at the top
-    with replacing(path) as part:
-        figure.savefig(part, dpi=150)
