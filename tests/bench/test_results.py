@@ -100,8 +100,3 @@ def test_empty_results_are_shown_as_empty() -> None:
 def test_an_unknown_row_is_named(measured: BenchResults) -> None:
     with pytest.raises(KeyError, match="pp99"):
         measured.row(_engines.OURS, "pp99")
-
-
-def test_the_limit_is_printed_with_the_table(measured: BenchResults) -> None:
-    rows = [replace(row, limit_ts=12345.0 if row.n_prompt else None) for row in measured.rows]
-    assert "allows: pp4 12,345, pp16 12,345 tok/s" in BenchResults(rows)._repr_html_()

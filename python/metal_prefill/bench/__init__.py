@@ -29,12 +29,11 @@ __all__ = [
 ]  # fmt: skip
 
 
-def _note(engine: str, case: Case, unlimited: str) -> str:
-    from metal_prefill.bench._engines import OURS, why_not
+def _note(engine: str, case: Case) -> str:
+    from metal_prefill.bench._engines import why_not
 
-    if reason := why_not(engine, case):
-        return f"not measured: {reason}"
-    return unlimited if engine == OURS and case.n_prompt and not case.task else ""
+    reason = why_not(engine, case)
+    return f"not measured: {reason}" if reason else ""
 
 
 def run(
@@ -123,11 +122,10 @@ def run(
     GGUFError, UnsupportedModelError
         The file is not a supported model.
     """
-    from metal_prefill.bench import _cases, _engines, _limit, _machine, _model_file
+    from metal_prefill.bench import _cases, _engines, _machine, _model_file
     from metal_prefill.bench._client import WorkerProcess
     from metal_prefill.bench._rows import in_order, make_row
     from metal_prefill.bench._runner import Runner
-    from metal_prefill.engine import resolve_device
     from metal_prefill.hub._local_file import local_file
 
     if repetitions < 1:
@@ -176,14 +174,6 @@ def run(
         runner = Runner(workers, calibrator, repetitions, progress, patience)
         runner.run(tests)
         cpu = _machine.cpu_name()
-        limits: dict[int, float] = {}
-        unlimited = ""  # reason for the absence of limits
-        if resolve_device(device) == "cpu" and compute == "int8":
-            lengths = list({case.n_prompt for case in tests if case.n_prompt and not case.task})
-            try:
-                limits = _limit.prompt_limits(path, lengths, threads or _machine.available_threads())
-            except BenchError as error:
-                unlimited = f"no limit: {error}"
         rows = [
             make_row(
                 worker,
@@ -193,8 +183,7 @@ def run(
                 options,
                 calibrator.reference_ns,
                 cpu,
-                limits.get(case.n_prompt),
-                _note(worker.name, case, unlimited),
+                _note(worker.name, case),
             )
             for worker in workers
             for case in tests

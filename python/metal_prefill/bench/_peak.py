@@ -14,9 +14,6 @@ from metal_prefill import _core
 from metal_prefill.bench._process import JsonProcess
 
 COMMAND = (sys.executable, "-m", "metal_prefill.bench._peak")
-RUNS = 40
-RUN_S = 4e-3  # long compared with the start of a thread, short compared with a time slice
-MAX_REPETITIONS = 1 << 20
 
 
 class PeakProcess:
@@ -53,21 +50,6 @@ class PeakProcess:
 
     def __exit__(self, *_: object) -> None:
         self._process.close()
-
-
-def int8_peak(threads: int) -> float:
-    """Return the peak number of 8-bit multiply-adds per second of this machine.
-
-    Raises
-    ------
-    BenchError
-        The measuring process ended.
-    """
-    with PeakProcess(_core.cpu.kernel_sets()[0], "int8", threads) as peak:
-        repetitions = 1
-        while peak.run(repetitions) < RUN_S and repetitions < MAX_REPETITIONS:
-            repetitions *= 2
-        return max(repetitions * peak.multiply_adds / peak.run(repetitions) for _ in range(RUNS))
 
 
 def serve(isa: str, limit: str, threads: int, requests: IO[str], replies: IO[str]) -> None:

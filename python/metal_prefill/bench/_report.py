@@ -155,10 +155,6 @@ def _captions(results: Rows) -> Iterator[str]:
             test = next(other.test for other in results.rows if other.choice == compared)
             ratio = f"{share.median:.3f} ({share.low:.3f}-{share.high:.3f})"
             yield f"{row.engine} {row.test}: {ratio} of the speed of {test}, samples in turns"
-    limits = {row.test: row.limit_ts for row in results.rows if row.limit_ts}
-    if limits:
-        cells = ", ".join(f"{test} {rate(limit)}" for test, limit in limits.items())
-        yield f"the machine's rate of 8-bit products allows: {cells} tok/s"
     yield from (f"note: {note}" for note in results.notes())
 
 

@@ -51,9 +51,6 @@ class Row:
         Load time in nanoseconds.
     peak_rss : int
         Largest resident memory of the engine's process over the whole benchmark, in bytes.
-    limit_ts : float or None
-        Tokens per second that the machine's rate of 8-bit products allows, whatever the engine; see
-        `metal_prefill.bench._limit`. None where that is not what bounds the test.
     ratio : Spread or None
         In a peer's row, our speed over the peer's: below 1 is a loss.
     of_compared : Spread or None
@@ -92,7 +89,6 @@ class Row:
     load_ns: int
     peak_rss: int
     note: str = ""
-    limit_ts: float | None = None
     ratio: Spread | None = None
     n_streams: int = 0
     choice: Choice = ""
@@ -119,7 +115,6 @@ def make_row(
     options: Options,
     calibration_ns: int,
     cpu: str,
-    limit_ts: float | None,
     note: str = "",
 ) -> Row:
     """Summarize the samples of one test of one engine, if any; `note` joins what is said of them."""
@@ -169,7 +164,6 @@ def make_row(
         load_ns=worker.load_ns,
         peak_rss=worker.peak_rss(),
         note="; ".join(notes),
-        limit_ts=limit_ts,
         n_streams=case.n_streams,
         n_texts=case.n_texts,
         text_tokens=case.text_tokens,

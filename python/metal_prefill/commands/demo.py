@@ -55,7 +55,7 @@ def execute(arguments: argparse.Namespace) -> None:
         _chat(arguments, name)
     if note:
         print(note, flush=True)
-    _title("Speed, next to the limit of this machine")
+    _title("Speed")
     _run("bench", ["tokens", *(model or ["--demo"]), *BENCH, *engine])
     _title("A page to look at")
     if arguments.serve:
