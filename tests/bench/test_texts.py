@@ -15,11 +15,11 @@ from support.small_models import ENCODERS, write
 
 from metal_prefill import synth
 from metal_prefill.bench import BenchResults, _engines, _worker
-from metal_prefill.bench._cases import Case, make_tasks, text_ids, text_lengths
+from metal_prefill.bench._cases import Case, make_embeddings, text_ids, text_lengths
 from metal_prefill.bench._engines import Ids, Options, TextEngine, Vectors
 from metal_prefill.bench._peers import metal_prefill
 
-CASE = Case(0, 0, 0, n_texts=64, task="embed")
+CASE = Case(0, 0, 0, n_texts=64)
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +43,7 @@ def test_texts_vary_in_length_and_are_reproducible() -> None:
 
 
 def test_every_engine_matches_the_reference_vectors(embedder: Path) -> None:
-    case = Case(0, 0, 0, n_texts=4, task="embed")
+    case = Case(0, 0, 0, n_texts=4)
     texts = text_ids(case, 512)
     engine = metal_prefill.load(options_for(embedder))
     assert isinstance(engine, TextEngine)
@@ -59,7 +59,7 @@ def test_llama_cpp_returns_the_same_vectors(embedder: Path) -> None:
     pytest.importorskip("llama_cpp")
     from metal_prefill.bench._peers import llama_cpp
 
-    texts = text_ids(Case(0, 0, 0, n_texts=9, task="embed"), 512)
+    texts = text_ids(Case(0, 0, 0, n_texts=9), 512)
     options = options_for(embedder)
     theirs = llama_cpp.load(options)
     assert isinstance(theirs, TextEngine)
@@ -73,7 +73,7 @@ def test_transformers_returns_the_same_vectors(tmp_path: Path) -> None:
         pytest.importorskip(module)
     from metal_prefill.bench._peers import transformers
 
-    texts = text_ids(Case(0, 0, 0, n_texts=9, task="embed"), 512)
+    texts = text_ids(Case(0, 0, 0, n_texts=9), 512)
     # transformers uses heads of 128 dimensions for this architecture, regardless of the file.
     path = synth.synthesize(tmp_path / "m.gguf", preset="tiny-embedding", head_dim=128)
     options = options_for(path)
@@ -93,7 +93,7 @@ def test_peers_return_the_same_vectors_for_encoders(tmp_path: Path, peer: str, a
     theirs, ours = _engines.load(peer, options), metal_prefill.load(options)
     assert isinstance(theirs, TextEngine)
     assert isinstance(ours, TextEngine)
-    texts = [ids[: model.context] for ids in text_ids(Case(0, 0, 0, n_texts=9, task="embed"), model.vocab)]
+    texts = [ids[: model.context] for ids in text_ids(Case(0, 0, 0, n_texts=9), model.vocab)]
     for ids in texts:
         ids[ids == SEPARATOR] += 1  # peers use one type for all tokens of a text
     assert (theirs.embed(texts) * ours.embed(texts)).sum(axis=1) == pytest.approx(np.ones(9), abs=1e-5)
@@ -120,7 +120,7 @@ def test_texts_per_second_are_those_of_the_median_sample(embedder: Path) -> None
 
 
 def test_texts_of_one_length_are_measured_in_each_number() -> None:
-    cases = make_tasks(True, False, text_tokens=[16, 256], text_counts=[1, 64])
+    cases = make_embeddings(True, text_tokens=[16, 256], text_counts=[1, 64])
     assert [case.name for case in cases] == ["embed16x1", "embed256x1", "embed16x64", "embed256x64"]
     assert [case.context for case in cases] == [16, 256, 16, 256]
     assert [len(ids) for ids in text_ids(cases[0], 100)] == [16]
@@ -128,7 +128,7 @@ def test_texts_of_one_length_are_measured_in_each_number() -> None:
     # Samples of few tokens are many calls.
     assert [case.calls for case in cases] == [128, 8, 2, 1]
     assert [case.timed_tokens for case in cases] == [2048, 2048, 2048, 16384]
-    assert [case.name for case in make_tasks(True, False, [16])] == ["embed16x64"]
+    assert [case.name for case in make_embeddings(True, [16])] == ["embed16x64"]
 
 
 @pytest.mark.parametrize(
@@ -144,7 +144,7 @@ def test_lengths_and_numbers_of_texts_are_checked(
     embed: bool, tokens: list[int], counts: list[int], message: str
 ) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
-        make_tasks(embed, False, tokens, counts)
+        make_embeddings(embed, tokens, counts)
 
 
 def test_a_sample_is_all_of_its_calls() -> None:
@@ -155,7 +155,7 @@ def test_a_sample_is_all_of_its_calls() -> None:
             calls.append([len(text) for text in texts])
             return np.zeros((len(texts), 1), np.float32)
 
-    case = Case(0, 0, 0, n_texts=4, task="embed", text_tokens=128)
+    case = Case(0, 0, 0, n_texts=4, text_tokens=128)
     _worker.timed_run(Recording(), case, 100)
     assert calls == [[128] * 4] * 4
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,9 +11,6 @@ from metal_prefill import bench
 from metal_prefill.bench import BenchResults, _engines, _machine
 from metal_prefill.bench._cases import Case
 from metal_prefill.bench._engines import Engine, Identity, Ids
-
-# A process that ends as one does that meets an instruction which the processor refuses.
-ILLEGAL_INSTRUCTION = (sys.executable, "-c", "import os, signal; os.kill(os.getpid(), signal.SIGILL)")
 
 
 class RecordingEngine(Engine):

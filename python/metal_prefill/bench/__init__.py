@@ -46,7 +46,6 @@ def run(
     embed: bool = False,
     text_tokens: Sequence[int] = (),
     text_counts: Sequence[int] = (),
-    rerank: bool = False,
     sampled: bool = False,
     speculate: bool = False,
     repetitions: int = 5,
@@ -84,9 +83,6 @@ def run(
         With `embed`: lengths of texts in tokens, and numbers of texts in a call, by default 64. Each length
         is measured with each number (``embed16x64``), instead of texts of many lengths. Short calls are
         repeated within a sample.
-    rerank
-        Measure the ranking of 20 documents of 300 tokens for one query (``rerank20``), instead of prompts and
-        decoding. The model must have tokens for "yes" and "no".
     sampled
         Also measure `n_gen` tokens that each engine chooses itself: greedy (``greedy64``) and, in
         alternation, sampled with the same settings (``sampled64``).
@@ -133,9 +129,9 @@ def run(
     if patience < 0:
         raise ValueError(f"patience must not be negative, got {patience}")
     path = _model_file.smollm_shape() if model is None else local_file(model)
-    if not embed or rerank:
+    if not embed:
         _model_file.check_generates(path)
-    tests = _cases.make_tasks(embed, rerank, text_tokens, text_counts)
+    tests = _cases.make_embeddings(embed, text_tokens, text_counts)
     if not tests:
         task = len(_model_file.task_ids(path)) if speculate else 0
         tests = _cases.make_cases(prompts, n_gen, depth, streams, sampled, task)

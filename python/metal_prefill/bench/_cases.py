@@ -15,9 +15,6 @@ SHORT_PROMPTS = 64  # prompts of a batch
 TEXTS = 64  # texts to embed, of these lengths
 SHORTEST_TEXT, LONGEST_TEXT = 8, 512
 SAMPLE_TOKENS = 2048  # texts of one length: calls are repeated up to this number of tokens per sample
-DOCUMENTS, DOCUMENT_TOKENS = 20, 300  # to rank
-# Tokens of Qwen3-Reranker's template before a document, including a query of about 15 tokens, and after it.
-QUERY_TOKENS, CLOSING_TOKENS = 90, 9
 MOST_DRAFTS = 31  # drafts of a pass: positions that engines may use after the last token
 
 # How an engine chooses tokens: greedily; by SAMPLING, after the same context; greedily in a copying task; the
@@ -27,10 +24,8 @@ Choice = Literal["", "argmax", "sampled", "greedy", "lookup"]
 COMPARED: dict[Choice, Choice] = {"sampled": "argmax", "lookup": "greedy"}
 # Names of tests that differ from the choice.
 _NAMES: dict[Choice, str] = {"argmax": "greedy", "greedy": "copy"}
-# Tasks with texts: embedding; reranking by a model's "yes" and "no".
-Task = Literal["", "embed", "rerank"]
 # Abilities that tests require; an engine may support only some.
-Ability = Literal["prompts", "streams", "choices", "embed", "rerank"]
+Ability = Literal["prompts", "streams", "choices", "embed"]
 SAMPLING: dict[str, float] = {
     "temperature": 0.8,
     "top_k": 40,
@@ -64,11 +59,9 @@ class Case:
     n_streams : int
         Number of sequences in a batch, each with its own context; 0 for one sequence without batching.
     n_texts : int
-        Number of texts of a task; 0 in other tests.
+        Number of texts to embed; 0 in other tests.
     text_tokens : int
         Length of each text to embed; 0 selects texts of many lengths, those of `text_lengths`.
-    task : str
-        Task performed on the texts.
     choice : str
         How the engine chooses the timed tokens; empty if they are given. For "greedy" and "lookup", the
         context is `TASK`.
@@ -80,7 +73,6 @@ class Case:
     n_streams: int = 0
     n_texts: int = 0
     choice: Choice = ""
-    task: Task = ""
     text_tokens: int = 0
 
     @property
@@ -88,14 +80,13 @@ class Case:
         """Name of the test.
 
         ``pp<n>`` for a prompt and ``tg<n>`` for decoding, with the suffix ``x<streams>`` for a batch;
-        ``embed<n>`` and ``rerank<n>`` for a task with n texts, ``embed16x64`` for 64 texts
-        of 16 tokens; ``greedy<n>``, ``sampled<n>``, ``copy<n>`` and, with drafts, ``lookup<n>`` for tokens
-        that the engine chooses.
+        ``embed<n>`` for n texts, ``embed16x64`` for 64 texts of 16 tokens; ``greedy<n>``, ``sampled<n>``,
+        ``copy<n>`` and, with drafts, ``lookup<n>`` for tokens that the engine chooses.
         """
         if self.text_tokens:
-            return f"{self.task}{self.text_tokens}x{self.n_texts}"
-        if self.task:
-            return f"{self.task}{self.n_texts}"
+            return f"embed{self.text_tokens}x{self.n_texts}"
+        if self.n_texts:
+            return f"embed{self.n_texts}"
         if self.choice:
             return f"{_NAMES.get(self.choice, self.choice)}{self.n_gen}"
         name = f"pp{self.n_prompt}" if self.n_prompt else f"tg{self.n_gen}"
@@ -108,30 +99,25 @@ class Case:
 
     @property
     def timed_tokens(self) -> int:
-        """Number of tokens processed while timed, of all streams.
-
-        Shared prefixes of a task's texts count for each text, even if an engine computes them once.
-        """
+        """Number of tokens processed while timed, of all streams."""
         if self.text_tokens:
             return self.calls * self.n_texts * self.text_tokens
-        if self.task == "embed":
+        if self.n_texts:
             return sum(text_lengths(self.n_texts))
-        if self.task == "rerank":
-            return self.n_texts * (QUERY_TOKENS + DOCUMENT_TOKENS + CLOSING_TOKENS)
         return (self.n_prompt + self.n_gen) * (self.n_streams or 1)
 
     @property
     def context(self) -> int:
         """Number of positions that the test needs in each stream."""
-        if self.task:
+        if self.n_texts:
             return self.text_tokens or LONGEST_TEXT
         return self.n_depth + self.n_prompt + self.n_gen + (MOST_DRAFTS if self.choice == "lookup" else 0)
 
     @property
     def ability(self) -> Ability:
         """Ability that an engine needs for the test."""
-        if self.task:
-            return self.task
+        if self.n_texts:
+            return "embed"
         if self.choice:
             return "choices"
         return "streams" if self.n_streams else "prompts"
@@ -187,12 +173,12 @@ def make_cases(
     return cases
 
 
-def make_tasks(
-    embed: bool, rerank: bool, text_tokens: Iterable[int] = (), text_counts: Iterable[int] = ()
+def make_embeddings(
+    embed: bool, text_tokens: Iterable[int] = (), text_counts: Iterable[int] = ()
 ) -> list[Case]:
-    """Return a test for each task with texts.
+    """Return the tests of embedding, if it is measured: one of texts of many lengths.
 
-    With `text_tokens` there is a test of embedding for each of these lengths and each number of texts.
+    With `text_tokens` there is one for each of these lengths and each number of texts instead.
 
     Raises
     ------
@@ -208,10 +194,7 @@ def make_tasks(
     if counts and not lengths:
         raise ValueError("numbers of texts are measured for texts of some length, of which there is none")
     sizes = [(n, count) for count in counts or (TEXTS,) for n in lengths] or [(0, TEXTS)]
-    tasks = [Case(0, 0, 0, n_texts=count, task="embed", text_tokens=n) for n, count in sizes if embed]
-    if rerank:
-        tasks.append(Case(0, 0, 0, n_texts=DOCUMENTS, task="rerank"))
-    return tasks
+    return [Case(0, 0, 0, n_texts=count, text_tokens=n) for n, count in sizes if embed]
 
 
 def in_turns(cases: Sequence[Case]) -> list[list[Case]]:
@@ -236,13 +219,6 @@ def text_ids(case: Case, vocab_size: int) -> list[npt.NDArray[np.int32]]:
     lengths = [case.text_tokens] * case.n_texts if case.text_tokens else text_lengths(case.n_texts)
     ends = np.cumsum(lengths)
     return np.split(token_ids(int(ends[-1]), vocab_size), ends[:-1])
-
-
-def ranking_ids(case: Case, vocab_size: int) -> list[npt.NDArray[np.int32]]:
-    """Return the ids of reranking prompts: one query with each document."""
-    ids = token_ids(QUERY_TOKENS + case.n_texts * DOCUMENT_TOKENS + CLOSING_TOKENS, vocab_size)
-    query, documents, closing = np.split(ids, [QUERY_TOKENS, len(ids) - CLOSING_TOKENS])
-    return [np.concatenate([query, d, closing]) for d in documents.reshape(case.n_texts, DOCUMENT_TOKENS)]
 
 
 def token_ids(count: int, vocab_size: int) -> npt.NDArray[np.int32]:

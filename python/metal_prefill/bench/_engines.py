@@ -136,14 +136,6 @@ class TextEngine(Engine):
         """Return the pooled vectors of texts, normalized, float32 ``[texts, dim]``."""
 
 
-class RankingEngine(Engine):
-    """Protocol of an engine that ranks documents."""
-
-    @abstractmethod
-    def rank(self, prompts: list[Ids], answers: tuple[int, int]) -> list[float]:
-        """Return the probability of the first of two answers, relative to both, after each prompt."""
-
-
 class Kind(NamedTuple):
     """Location and requirements of an engine's adapter.
 
@@ -169,7 +161,7 @@ class Kind(NamedTuple):
 
 
 _VECTORS_ALONE: Mapping[Ability, str] = dict.fromkeys(
-    ("prompts", "streams", "choices", "rerank"), "its vectors alone are"
+    ("prompts", "streams", "choices"), "its vectors alone are"
 )
 KINDS = {
     OURS: Kind("metal_prefill.bench._peers.metal_prefill", (), "metal_prefill"),
@@ -182,7 +174,6 @@ KINDS = {
             "streams": "its graph holds one sequence; OpenVINO GenAI's batches choose tokens themselves "
             "and accept none",
             "choices": "its graph computes logits but chooses no tokens",
-            "rerank": "its graph holds one sequence, and its calls take one prompt",
         },
     ),
     "transformers": Kind(

@@ -11,12 +11,10 @@ import numpy as np
 import numpy.typing as npt
 
 from metal_prefill.bench._cases import TASK
-from metal_prefill.bench._errors import BenchError
 from metal_prefill.engine import AUTO, chosen_mode
 from metal_prefill.files._gguf_file import GGUFFile
 from metal_prefill.files._hyperparameters import read_config
 from metal_prefill.storage._cache_folder import cache_folder
-from metal_prefill.tasks._reranking import ANSWERS
 from metal_prefill.text._tokenizer import Tokenizer
 
 SHAPE = "smollm-135m"
@@ -69,21 +67,6 @@ def task_ids(path: str | Path) -> npt.NDArray[np.int32]:
     with GGUFFile(path) as gguf:
         tokenizer = Tokenizer.from_gguf(gguf)
         return np.array(tokenizer.apply_chat_template([{"role": "user", "content": TASK}]), np.int32)
-
-
-def answer_ids(path: str | Path) -> tuple[int, int]:
-    """Return the tokens by which a reranker answers.
-
-    Raises
-    ------
-    BenchError
-        They are several: it is no reranker.
-    """
-    with GGUFFile(path) as gguf:
-        yes, no = (Tokenizer.from_gguf(gguf).encode(answer, add_bos=False) for answer in ANSWERS)
-        if len(yes) + len(no) > 2:
-            raise BenchError(f'{path} has no token of its own for "yes" and "no", as rerankers have')
-        return yes[0], no[0]
 
 
 def _short(count: int) -> str:

@@ -11,11 +11,8 @@ from rich.table import Table
 from rich.text import Text
 
 from metal_prefill.bench._cases import (
-    CLOSING_TOKENS,
     COMPARED,
-    DOCUMENT_TOKENS,
     LONGEST_TEXT,
-    QUERY_TOKENS,
     SAMPLING,
     SHORTEST_TEXT,
 )
@@ -29,11 +26,6 @@ _CHOICES = {
     "sampled": "tokens sampled by the engine, " + ", ".join(f"{k} {v}" for k, v in SAMPLING.items()),
     "greedy": "a text copied, one token at a time",
     "lookup": "the same with drafts from the text so far",
-}
-_TASKS = {
-    "embed": f"vectors of texts of {SHORTEST_TEXT} to {LONGEST_TEXT} tokens",
-    "rerank": f"prompts of {QUERY_TOKENS + DOCUMENT_TOKENS + CLOSING_TOKENS} tokens, of which the first "
-    f"{QUERY_TOKENS} are the same and computed once",
 }
 
 
@@ -143,10 +135,8 @@ def _captions(results: Rows) -> Iterator[str]:
     for choice, meaning in _CHOICES.items():
         if test := next((row.test for row in results.rows if row.choice == choice), None):
             yield f"{test}: {meaning}"
-    for task, meaning in _TASKS.items():
-        rows = [row for row in results.rows if row.n_texts and row.test.startswith(task)]
-        if tests := [row.test for row in rows if not row.text_tokens]:
-            yield f"{tests[0]}: {meaning}"
+    if test := next((row.test for row in results.rows if row.n_texts and not row.text_tokens), None):
+        yield f"{test}: vectors of texts of {SHORTEST_TEXT} to {LONGEST_TEXT} tokens"
     if test := next((row.test for row in results.rows if row.text_tokens), None):
         yield f"{test}: vectors of texts, tokens of each and number of texts in a call"
     for row in results.rows:

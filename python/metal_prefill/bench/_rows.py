@@ -15,7 +15,6 @@ from metal_prefill.bench._samples import Selection
 from metal_prefill.bench._summary import Spread, ratios, spread, stddev
 
 NANO = 1e9
-TEXTS_ARE = {"embed": "texts", "rerank": "documents"}  # the texts of a task
 EMULATOR_NOTE = "runs on an emulator: says nothing about the speed of Metal"
 
 
@@ -34,7 +33,7 @@ class Row:
     n_streams : int
         Sequences that go through the model together; 0 where there is one, by the calls for one.
     n_texts : int
-        Texts of a task; 0 in other tests.
+        Texts to embed; 0 in other tests.
     text_tokens : int
         Tokens of each text to embed; 0 in other tests, and where lengths differ.
     choice : str
@@ -125,7 +124,7 @@ def make_row(
     notes = [note] if note else []
     if case.n_texts and samples_ns:
         texts = case.calls * case.n_texts
-        notes.append(f"{texts * NANO / float(median(samples_ns)):,.1f} {TEXTS_ARE[case.task]}/s")
+        notes.append(f"{texts * NANO / float(median(samples_ns)):,.1f} texts/s")
     if "emulat" in identity.device.lower():
         notes.append(EMULATOR_NOTE)
     if selection.n_degraded:

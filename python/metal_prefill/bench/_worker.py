@@ -17,31 +17,20 @@ from functools import cache
 from typing import IO, Any
 
 from metal_prefill.bench import _engines, _machine
-from metal_prefill.bench._cases import Case, ranking_ids, stream_ids, text_ids, token_ids
-from metal_prefill.bench._engines import (
-    BatchEngine,
-    ChoosingEngine,
-    Engine,
-    Ids,
-    RankingEngine,
-    TextEngine,
-)
-from metal_prefill.bench._model_file import answer_ids, task_ids
+from metal_prefill.bench._cases import Case, stream_ids, text_ids, token_ids
+from metal_prefill.bench._engines import BatchEngine, ChoosingEngine, Engine, Ids, TextEngine
+from metal_prefill.bench._model_file import task_ids
 
 REST_S = 2.0  # longest wait for an engine's threads to sleep after a sample
 REST_STEP_S = 0.02
 
 
 def timed_run(
-    engine: Engine,
-    case: Case,
-    vocab_size: int,
-    task: Callable[[], Ids] | None = None,
-    answers: Callable[[], tuple[int, int]] | None = None,
+    engine: Engine, case: Case, vocab_size: int, task: Callable[[], Ids] | None = None
 ) -> dict[str, int]:
     """Run a test once; return its nanoseconds and the involuntary context switches meanwhile.
 
-    `task` returns the ids of `cases.TASK`, which tests of copying need, and `answers` those of a reranker.
+    `task` returns the ids of `cases.TASK`, which tests of copying need.
     """
     if case.choice:
         assert isinstance(engine, ChoosingEngine)
@@ -53,8 +42,10 @@ def timed_run(
         engine.clear()
         engine.prefill(ids[:-1])
         return _timed(lambda: engine.choose(ids, case.n_gen, case.choice))
-    if case.task:
-        return _timed(_task_of(engine, case, vocab_size, answers))
+    if case.n_texts:
+        assert isinstance(engine, TextEngine)
+        texts = text_ids(case, vocab_size)
+        return _timed(lambda: [engine.embed(texts) for _ in range(case.calls)])
     if case.n_streams:
         assert isinstance(engine, BatchEngine)
         ids = stream_ids(case, vocab_size)
@@ -69,20 +60,6 @@ def timed_run(
     timed = ids[..., case.n_depth :]
     call = prefill if case.n_prompt else decode
     return _timed(lambda: call(timed))
-
-
-def _task_of(
-    engine: Engine, case: Case, vocab_size: int, answers: Callable[[], tuple[int, int]] | None
-) -> Callable[[], object]:
-    """Return the function that is timed for a task with texts."""
-    if case.task == "embed":
-        assert isinstance(engine, TextEngine)
-        texts = text_ids(case, vocab_size)
-        return lambda: [engine.embed(texts) for _ in range(case.calls)]
-    assert isinstance(engine, RankingEngine)
-    assert answers is not None
-    prompts, ids = ranking_ids(case, vocab_size), answers()
-    return lambda: engine.rank(prompts, ids)
 
 
 def _timed(work: Callable[[], object]) -> dict[str, int]:
@@ -116,14 +93,13 @@ def serve(name: str, options: dict[str, Any], requests: IO[str], replies: IO[str
         begin = time.perf_counter_ns()
         engine = _engines.load(name, _engines.Options(**options))
         task = cache(lambda: task_ids(options["path"]))
-        answers = cache(lambda: answer_ids(options["path"]))
         loaded = time.perf_counter_ns()
         reply(load_ns=loaded - begin, rss_before_load=before, **asdict(engine.identity()))
         gc.disable()
         for line in requests:
             request = json.loads(line)
             if request["do"] == "sample":
-                taken = timed_run(engine, Case(**request["case"]), vocab_size, task, answers)
+                taken = timed_run(engine, Case(**request["case"]), vocab_size, task)
                 gc.collect()
                 _rest()
                 reply(**taken)

@@ -39,10 +39,6 @@ _MODES = {
         ("text_tokens", "text_counts"),
         ("embed",),
     ),
-    "rerank": _Mode(
-        'measure the reranking of 20 documents of 300 tokens for one query, by "yes" and "no"',
-        settings=("rerank",),
-    ),
     "serve": _Mode(
         "measure servers: this package's and those of --compare (llama-cpp-python,llama-server)",
         ("clients", "repetitions"),

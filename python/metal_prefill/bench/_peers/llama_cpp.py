@@ -23,7 +23,6 @@ from metal_prefill.bench._engines import (
     Identity,
     Ids,
     Options,
-    RankingEngine,
     TextEngine,
     Vectors,
 )
@@ -164,7 +163,7 @@ class _Context:
         llama.llama_free(self._context)
 
 
-class LlamaCpp(BatchEngine, TextEngine, ChoosingEngine, RankingEngine):
+class LlamaCpp(BatchEngine, TextEngine, ChoosingEngine):
     """llama.cpp model, with a context for one sequence and one for several."""
 
     def __init__(self, options: Options) -> None:
@@ -179,7 +178,6 @@ class LlamaCpp(BatchEngine, TextEngine, ChoosingEngine, RankingEngine):
             raise BenchError(f"llama.cpp cannot load {options.path}")
         self._single = self._open(1, options.max_context, max(options.max_prompt, 32))
         self._streams: _Context | None = None
-        self._ranks: _Context | None = None
         self._embedder: Embedder | None = None
         self._shape = (0, 0)  # sequences and positions of `_streams`
 
@@ -279,25 +277,6 @@ class LlamaCpp(BatchEngine, TextEngine, ChoosingEngine, RankingEngine):
         if self._embedder is None:
             self._embedder = Embedder(self._model, self._threads)
         return self._embedder(texts)
-
-    def rank(self, prompts: list[Ids], answers: tuple[int, int]) -> list[float]:
-        """Return the probability of the first of two answers, relative to both, after each prompt.
-
-        Prompts are computed one by one, each in one micro-batch; their common prefix stays in the cache.
-        """
-        if self._ranks is None:
-            self._ranks = self._open(1, self._options.max_context, self._options.max_context)
-        context, first = self._ranks, prompts[0]
-        shared = next(i for i in range(len(first)) if len({int(ids[i]) for ids in prompts}) > 1)
-        context.clear()
-        context.run(first[None, :shared])
-        scores = []
-        for ids in prompts:
-            context.run(ids[None, shared:])
-            yes, no = context.logits(-1)[list(answers)].astype(float)
-            scores.append(float(1 / (1 + np.exp(no - yes))))
-            context.rewind(len(ids) - shared)
-        return scores
 
 
 def load(options: Options) -> BatchEngine:

@@ -14,17 +14,15 @@ from metal_prefill.bench._engines import (
     Identity,
     Ids,
     Options,
-    RankingEngine,
     TextEngine,
     Vectors,
 )
 from metal_prefill.bench._machine import available_threads
 from metal_prefill.tasks._embedding import check_pooling, vectors_of
-from metal_prefill.tasks._reranking import scores_of
 from metal_prefill.tasks._text_passes import TextPasses
 
 
-class Ours(BatchEngine, TextEngine, ChoosingEngine, RankingEngine):
+class Ours(BatchEngine, TextEngine, ChoosingEngine):
     """`metal_prefill.Model` through its public calls."""
 
     def __init__(self, options: Options) -> None:
@@ -90,10 +88,6 @@ class Ours(BatchEngine, TextEngine, ChoosingEngine, RankingEngine):
         names = [f"text {i}" for i in range(len(texts))]
         passes = TextPasses(self._model.engine)
         return np.array(list(vectors_of(passes, check_pooling(passes.engine, None), texts, names)))
-
-    def rank(self, prompts: list[Ids], answers: tuple[int, int]) -> list[float]:
-        """Return the probability of "yes" after each prompt; the model knows the ids of its answers."""
-        return [score for score, _ in scores_of(TextPasses(self._model.engine), prompts)]
 
 
 def load(options: Options) -> BatchEngine:
