@@ -93,7 +93,11 @@ test-emulator: build/.emulator
 # The CPU engine on this processor: each instruction set that it has, in under two minutes.
 test-processor: build/.testing
 	$(PIP) install "pytest>=8" "pytest-timeout>=2" "pytest-xdist>=3.5"
-	$(BIN)/python tools/check/processor.py
+	$(BIN)/python -m pytest -q -n $(CMAKE_BUILD_PARALLEL_LEVEL) -m "not emulator" tests/cpu/test_machine_code.py tests/cpu/kernels tests/engine/test_engine.py
+	for isa in $$($(BIN)/python -c "from metal_prefill import _core; print(*_core.cpu.kernel_sets())"); do \
+	  $(BIN)/python tools/measure/bench_kernels.py --types Q4_0,Q6_K --tokens 1,32 -r 1 --isa $$isa || exit 1; \
+	done
+	$(BIN)/metal-prefill bench --demo --device cpu -p 32,128 -n 16 -r 2 --patience 0
 
 # Extension, emulator and shaders with sanitizers, and the tests of kernels and engines under them.
 sanitize: sanitize-address sanitize-thread
