@@ -20,7 +20,7 @@ from metal_prefill import Model, synth
 from metal_prefill.commands import synth as command
 from metal_prefill.files._architecture import ARCHITECTURES
 from metal_prefill.files._model_config import has_matrix_state
-from metal_prefill.synth import _model
+from metal_prefill.synth import _tensors
 
 # Rows of 256 fit the blocks of every type, and the matrices are large enough for statistics.
 WIDE: dict[str, Any] = {"preset": "tiny", "dim": 256, "heads": 4, "head_dim": 64, "ffn": 512}
@@ -136,7 +136,7 @@ def test_preset_has_the_published_number_of_parameters(preset: str, parameters: 
 def test_presets_of_other_layers_have_the_published_number_of_parameters(
     preset: str, parameters: int
 ) -> None:
-    listed = _model.tensors(synth.PRESETS[preset], "F32", "F32")
+    listed = _tensors.tensors(synth.PRESETS[preset], "F32", "F32")
     assert sum(tensor.count for tensor in listed) == parameters
 
 

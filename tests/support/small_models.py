@@ -16,10 +16,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from metal_prefill.synth import ExpertShape, LayerShape, ModelShape, ScanShape, _file, _model
+from metal_prefill.synth import ExpertShape, LayerShape, ModelShape, ScanShape, _file, _tensors
 from metal_prefill.synth._blocks import BLOCK_FORMATS, random_norm, random_tensor
-from metal_prefill.synth._model import TIED, Role, Tensor
 from metal_prefill.synth._scan import random_decay, random_step
+from metal_prefill.synth._shape import TIED
+from metal_prefill.synth._tensors import Role, Tensor
 from support.gguf_mutator import take_apart
 from support.gguf_reader import GGUFReader
 
@@ -529,7 +530,7 @@ def write(path: str | Path, model: SmallModel) -> Path:
     shape = _shape(model)
     # Scores of attention have a deviation of 2; the layers together add as much as the embedding.
     residual = 2 * model.dim**-0.5 * model.layers**-0.5
-    listed = _model.tensors(shape, "F32", model.embedding, scores=1.4, residual=residual)
+    listed = _tensors.tensors(shape, "F32", model.embedding, scores=1.4, residual=residual)
     tensors = [_typed(tensor, model) for tensor in listed]
     # The recorded results of llama.cpp and transformers are for values drawn from one stream of numbers:
     # first the tensors outside the layers, then each layer's matrices, norms and biases.
@@ -661,12 +662,12 @@ def _data(rng: np.random.Generator, tensor: Tensor) -> npt.NDArray[np.uint8]:
     if tensor.role in (Role.NORM, Role.OUTPUT_NORM):
         return random_norm(rng, tensor.count, signed=tensor.role is Role.OUTPUT_NORM)
     if tensor.role is Role.SMALL_NORM:
-        return _model.small_norm(random_norm(rng, tensor.count))
+        return _tensors.small_norm(random_norm(rng, tensor.count))
     if tensor.role is Role.FACTORS:  # as Llama 3's: fast pairs keep their frequency, slow ones are divided
         last = 2.0 if "short" in tensor.name else 8.0
         return np.geomspace(1.0, last, tensor.count, dtype=np.float32).view(np.uint8)
     if tensor.role is Role.ROWS:
-        return _model.rows_of_distances(40, tensor.count).view(np.uint8)
+        return _tensors.rows_of_distances(40, tensor.count).view(np.uint8)
     if tensor.role is Role.DECAY:
         return random_decay(rng, tensor.count)
     if tensor.role is Role.STEP:

@@ -20,14 +20,12 @@ from metal_prefill.synth._blocks import TENSOR_TYPES, random_norm, random_tensor
 from metal_prefill.synth._experts import ExpertShape
 from metal_prefill.synth._file import write
 from metal_prefill.synth._layers import LayerShape
-from metal_prefill.synth._model import (
-    ROPE_SCALINGS,
-    TIED,
+from metal_prefill.synth._scan import ScanShape, random_decay, random_step
+from metal_prefill.synth._shape import ROPE_SCALINGS, TIED, ModelShape, check
+from metal_prefill.synth._tensors import (
     TOKEN_TYPES,
-    ModelShape,
     Role,
     Tensor,
-    check,
     llama3_rope_factors,
     long_rope_factors,
     rows_of_distances,
@@ -36,7 +34,6 @@ from metal_prefill.synth._model import (
     tensors,
     with_types,
 )
-from metal_prefill.synth._scan import ScanShape, random_decay, random_step
 
 __all__ = [
     "PRESETS", "ROPE_SCALINGS", "TENSOR_TYPES", "TIED", "TOKEN_TYPES", "ExpertShape", "LayerShape",

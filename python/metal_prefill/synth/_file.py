@@ -25,7 +25,8 @@ from metal_prefill.files._hyperparameters import SCALE_KEYS
 from metal_prefill.files._model_config import has_attention
 from metal_prefill.files._task_config import NUMBERED_POOLINGS
 from metal_prefill.synth._layers import LayerShape
-from metal_prefill.synth._model import TOKEN_TYPES, ModelShape, Tensor
+from metal_prefill.synth._shape import ModelShape
+from metal_prefill.synth._tensors import TOKEN_TYPES, Tensor
 from metal_prefill.synth._tokenizer import VOCABULARIES, Vocabulary
 
 _FILE_TYPES = {  # the rest: MOSTLY_<type>
