@@ -31,6 +31,8 @@ COMMANDS = {
     "bench": "measure prompt processing and decoding, optionally against other engines",
     "info": "show the contents of a model file, and the available devices",
     "doctor": "check the GPU's results and write a report",
+    "trace": "time each dispatch on the GPU",
+    "predict": "predict the speed on the GPU of a Mac",
     "perplexity": "compute the perplexity of a text",
     "embed": "compute embeddings of texts",
     "rerank": "rank documents by their relevance to a query",

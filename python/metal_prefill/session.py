@@ -22,13 +22,15 @@ from metal_prefill._support.arguments import (
 )
 from metal_prefill._support.interruptions import whole_interruptions
 from metal_prefill.engine import Engine
-from metal_prefill.errors import ClosedError
+from metal_prefill.errors import ClosedError, ContextOverflowError, DeviceError
 from metal_prefill.generation._run_ahead import RunAhead
 from metal_prefill.generation._text_generation import Continuation, NextTokens, Piece, TextOptions
 from metal_prefill.storage import _session_file
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+    from metal_prefill.gpu._dispatches import Dispatch
 
 __all__ = ["Logits", "Piece", "Progress", "Session", "TokenIds", "token_array", "token_id"]
 
@@ -257,6 +259,62 @@ class Session:
         if not isinstance(self.notes, str):
             raise TypeError(f"notes must be a str, got {type(self.notes).__name__}")
         _session_file.save(self.native, path, self._engine.state_owner, self.notes)
+
+    def _inspector(self) -> _core.SessionInspector:
+        inspector = self.native.inspector()
+        if inspector is None:
+            raise DeviceError(
+                f"the engine '{self._engine.core.backend}' makes no dispatches to list or to time; "
+                "use device='metal'"
+            )
+        return inspector
+
+    def plan(self, tokens: int) -> list[Dispatch]:
+        """Return the dispatches of a prompt of `tokens` tokens at the current position.
+
+        Nothing is computed, and the position does not change.
+
+        Raises
+        ------
+        DeviceError
+            The engine is that of the CPU, which makes no dispatches.
+        ContextOverflowError
+            The tokens do not fit the context.
+        ValueError
+            `tokens` is less than 1.
+        """
+        inspector, count = self._inspector(), integer("tokens", tokens, 1)
+        if count > self.max_context:
+            raise ContextOverflowError(
+                f"position {self.position} + {count} tokens exceeds the context of {self.max_context}"
+            )
+        from metal_prefill.gpu._dispatches import from_core
+
+        return from_core(inspector.plan(count))
+
+    def trace(self, tokens: TokenIds, *, progress: Progress | None = None) -> tuple[int, list[Dispatch]]:
+        """Process a prompt with each dispatch in its own command buffer, and return the dispatches' times.
+
+        This takes longer than :meth:`forward_prompt`, and no two dispatches overlap. Parameters and errors
+        are those of :meth:`forward_prompt`.
+
+        Returns
+        -------
+        token : int
+            Greedy next token.
+        dispatches : list of Dispatch
+            Dispatches in the order of execution, with start and end in seconds.
+
+        Raises
+        ------
+        DeviceError
+            The device failed, or the engine is that of the CPU, which makes no dispatches.
+        """
+        ids = self._checked(tokens)
+        token, dispatches = self._inspector().trace(ids, progress)
+        from metal_prefill.gpu._dispatches import from_core
+
+        return token, from_core(dispatches)
 
     def stats(self) -> dict[str, float]:
         """Return counters of the last call, and sizes in bytes.

@@ -15,7 +15,7 @@ import pytest
 
 from metal_prefill import cli
 
-CALLS = [name for name in cli.COMMANDS if name not in ("serve", "doctor")]  # the last needs a GPU
+CALLS = [name for name in cli.COMMANDS if name not in ("serve", "doctor", "trace")]  # the last need a GPU
 MODELS = {"smollm2": "smollm2_path", "minilm": "minilm_folder"}  # fixtures that skip where one is missing
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from support.emulated_gpu import open_metal, require_emulator, set_matrix_layout
-from support.small_models import ENCODERS, write
+from support.small_models import ENCODERS, MODELS, write
 
 from metal_prefill import DeviceError, Model, _core, cli, synth
 from metal_prefill.commands import doctor as doctor_command
@@ -71,6 +71,23 @@ def doctor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Doctor:
     return Doctor(tmp_path, monkeypatch)
 
 
+@pytest.fixture
+def short_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in SHORT.items():
+        monkeypatch.setattr(doctor_report, name, value)
+
+
+@pytest.mark.usefixtures("short_run")
+def test_the_prediction_is_for_the_kernels_of_the_engine(path: Path) -> None:
+    gpu.set_limits(gpu.Limits(name="Apple M4", apple_family=9))
+    predicted = []
+    for fused_norm in (False, True):
+        with open_metal(path, fused_norm=fused_norm) as model:
+            predicted.append([b["predicted_range"] for b in doctor_report.benchmark(model)])
+    (_, separate), (_, fused) = predicted
+    assert fused > separate  # by the model
+
+
 def test_an_encoder_on_a_working_device_passes(
     doctor: Doctor, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -80,11 +97,23 @@ def test_an_encoder_on_a_working_device_passes(
     assert (code, report["passed"]) == (0, True)
     assert [c["name"] for c in report["hidden_states"]] == ["text of 9", "text of 40"]
     assert [b["name"] for b in report["benchmark"]] == ["pp16"]
+    assert report["benchmark"][0]["predicted_range"]
     assert "agrees: text of 9: error" in capfd.readouterr().out
     doctor.only("results")
     code, report = doctor(file, "--quick", wrong_kernels={"layernorm_stream"})
     assert (code, report["passed"]) == (1, False)
     assert not report["hidden_states"][0]["passed"]
+
+
+@pytest.mark.parametrize("name", ["type IQ4_NL", "dimensions that fit no block"])
+def test_a_model_without_a_prediction_passes(
+    name: str, doctor: Doctor, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    doctor.only("machine", "results", "speed")
+    code, report = doctor(write(tmp_path / "m.gguf", MODELS[name]), name="Apple M4", apple_family=9)
+    assert (code, report["passed"]) == (0, True)
+    assert [b["tokens_per_second"] > 0 for b in report["benchmark"]] == [True, True]
+    assert f"no prediction: {report['benchmark'][0]['no_prediction']}" in capfd.readouterr().out
 
 
 def test_a_working_device_passes(path: Path, doctor: Doctor, capfd: pytest.CaptureFixture[str]) -> None:

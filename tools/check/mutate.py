@@ -48,7 +48,7 @@ PARTS = {
     },
     **{PYTHON + room: "tests/files" for room in ("files/", "hub/", "storage/", "synth/", "_support/")},
     **{PYTHON + room: "tests/cli" for room in ("commands/", "cli", "chat")},
-    f"{PYTHON}gpu/": "tests/metal/test_kernel_checks.py tests/metal/test_doctor.py",
+    f"{PYTHON}gpu/": "tests/metal/test_cost_model.py tests/metal/test_trace.py tests/metal/test_doctor.py",
     f"{PYTHON}integrations/": "tests/integrations",
     PYTHON: "tests/engine tests/generation/test_generation.py",
 }

@@ -136,7 +136,7 @@ def _print(lines: IO[str], last: deque[str]) -> None:
 
 
 def conclusion(report: Report, file: Path) -> str:
-    """Return one line: what works, how fast it is, and what to send."""
+    """Return one line: what works, how fast it is next to the prediction, and what to send."""
     gpu = report.get("machine", {}).get("gpu", {})
     if "problem" in gpu:
         return f"no GPU to check: {gpu['problem']}"
@@ -144,5 +144,8 @@ def conclusion(report: Report, file: Path) -> str:
     failed = ", ".join(name for name in stages if not stages[name]["passed"])
     agree = ", ".join(name for name in stages if stages[name]["passed"])
     parts = [f"FAILED: {failed}; passed: {agree or 'nothing'}"] if failed else ["all results agree"]
-    parts += [f"{b['name']} {b['tokens_per_second']:.0f} tokens/s" for b in report.get("benchmark", ())]
+    for b in report.get("benchmark", ()):
+        low, high = b.get("predicted_range", (0, 0))
+        predicted = f" (predicted {low:.0f} to {high:.0f})" if high else ""
+        parts.append(f"{b['name']} {b['tokens_per_second']:.0f} tokens/s{predicted}")
     return f"{'; '.join(parts)}; please attach {file} to an issue"

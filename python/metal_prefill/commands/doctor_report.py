@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 
 from metal_prefill import _core
-from metal_prefill.errors import MetalPrefillError, NumericalError
+from metal_prefill.errors import MetalPrefillError, NumericalError, UnsupportedModelError
+from metal_prefill.gpu._cost_model import CHIPS, UnknownKernelError, find_chip, plan, predict, shape_of
 from metal_prefill.gpu._self_test import QUICK, kernel_differences, known_tokens
 from metal_prefill.model import Model
 from metal_prefill.session import Session
@@ -157,7 +158,7 @@ def _speed(run: Callable[[], int]) -> float:
 
 
 def benchmark(model: Model) -> list[Report]:
-    """Measure a prompt and decoding."""
+    """Measure a prompt and decoding, and predict both if the chip is known."""
     decodes = BENCH_TOKENS if model.config.generates else 0
     prompt = min(BENCH_PROMPT, model.config.context_length - decodes)
     tokens = known_tokens(prompt, model.config.vocab_size).tolist()
@@ -182,7 +183,34 @@ def benchmark(model: Model) -> list[Report]:
     results = [{"name": f"pp{prompt}", "tokens_per_second": _speed(prefill)}]
     if decodes:
         results.append({"name": f"tg{BENCH_TOKENS}", "tokens_per_second": _speed(decode)})
+    try:
+        _add_predictions(model, results, prompt, decodes)
+    except (UnknownKernelError, UnsupportedModelError) as error:
+        results[0]["no_prediction"] = str(error)
     return results
+
+
+def _add_predictions(model: Model, results: list[Report], prompt: int, decodes: int) -> None:
+    """Add the range of predicted speeds to each result, if the chip is known."""
+    words = model.device.lower().replace("apple ", "").replace(" ", "-")
+    chip = next((name for name in sorted(CHIPS, key=len, reverse=True) if words.startswith(name)), None)
+    if chip is None:
+        return
+    shape = shape_of(model.gguf)
+    stats = model.stats()
+    options: dict[str, Any] = {
+        "family": find_chip(chip).family,
+        "gpu": model.device,
+        "fused_norm": bool(stats["fused_norm"]),
+        "matvec_rows": int(stats["matvec_rows"]),
+        "matmul_tensor": bool(stats["matmul_tensor"]),
+    }
+    steps = [d for i in range(decodes) for d in plan(shape, 1, position=prompt + i, **options)]
+    listed = (plan(shape, prompt, **options), steps)
+    waits = (1, decodes)
+    for result, dispatches, n, wait in zip(results, listed, (prompt, decodes), waits, strict=False):
+        prediction = predict(find_chip(chip), dispatches, n, waits=wait)
+        result |= {"chip": chip, "predicted_range": list(prediction.tokens_per_second_range)}
 
 
 def _tell_machine() -> tuple[Report, bool]:
@@ -242,7 +270,11 @@ def _tell_results(model: Model, quick: bool) -> tuple[Report, bool]:
 def _tell_speed(model: Model, quick: bool) -> tuple[Report, bool]:
     results = benchmark(model)
     for b in results:
-        print(f"{b['name']}: {b['tokens_per_second']:.1f} tokens/s")
+        predicted = b.get("predicted_range")
+        compared = f", predicted {predicted[0]:.0f} to {predicted[1]:.0f}" if predicted else ""
+        print(f"{b['name']}: {b['tokens_per_second']:.1f} tokens/s{compared}")
+        if "no_prediction" in b:
+            print(f"no prediction: {b['no_prediction']}")
     return {"benchmark": results}, True
 
 

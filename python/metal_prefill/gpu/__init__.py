@@ -1,1 +1,1 @@
-"""Tools for GPU dispatches: kernel checks, self-test and ways to decode."""
+"""Tools for GPU dispatches: kernel checks, self-test, traces and cost model."""

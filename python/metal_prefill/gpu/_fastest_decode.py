@@ -31,15 +31,7 @@ _GAIN = 0.98  # share of the time of a simpler choice that another must be below
 
 @dataclass(frozen=True)
 class Choice:
-    """Options of the Metal engine.
-
-    Attributes
-    ----------
-    fused_norm
-        Whether norms are part of the products that follow them.
-    matvec_rows
-        Rows of a product with one token for each simdgroup whose lanes share a row.
-    """
+    """Options of the Metal engine: see :func:`metal_prefill.gpu._cost_model.plan`."""
 
     fused_norm: bool
     matvec_rows: int

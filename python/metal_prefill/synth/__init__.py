@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from metal_prefill.synth._blocks import TENSOR_TYPES, random_norm, random_tensor
 from metal_prefill.synth._experts import ExpertShape
-from metal_prefill.synth._file import write
+from metal_prefill.synth._file import write, write_outline
 from metal_prefill.synth._layers import LayerShape
 from metal_prefill.synth._scan import ScanShape, random_decay, random_step
 from metal_prefill.synth._shape import ROPE_SCALINGS, TIED, ModelShape, check
@@ -202,6 +202,16 @@ PRESETS: Mapping[str, ModelShape] = {
         dense=3072,
     ),
 }
+
+
+def write_preset_outline(path: Path, preset: str) -> Path:
+    """Write a file with the metadata and the tensors of a preset, but without vocabulary and values.
+
+    Programs that look at the shape of a model can read it, such as the cost model.
+    """
+    shape = PRESETS[preset]
+    write_outline(path, shape, "Q4_0", stacked(tensors(shape, "Q4_0", "Q8_0"), shape))
+    return path
 
 
 class _Weights:

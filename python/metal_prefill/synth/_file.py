@@ -210,6 +210,25 @@ def write(
             writer.close()
 
 
+def write_outline(
+    path: str | os.PathLike[str], shape: ModelShape, tensor_type: str, tensors: Sequence[Tensor]
+) -> None:
+    """Write a file with the metadata and the tensors of a model, but without vocabulary and values.
+
+    It has the size of the model, but takes no space where the file system supports that.
+    """
+    writer = _writer("outline", shape, tensor_type, tensors)
+    try:
+        _write_header(writer, path)
+        assert writer.fout is not None
+        writer.flush()
+        alignment = writer.data_alignment
+        sizes = [writer.fout[0].tell(), *(tensor.size for tensor in tensors)]
+        os.truncate(path, sum(-(-size // alignment) * alignment for size in sizes))
+    finally:
+        writer.close()
+
+
 def _writer(name: str, shape: ModelShape, tensor_type: str, tensors: Sequence[Tensor]) -> GGUFWriter:
     writer = GGUFWriter(None, shape.architecture)
     _add_metadata(writer, name, shape, tensor_type)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from metal_prefill import _core
-from metal_prefill.gpu._kernel_checks.arguments import layout_of
+from metal_prefill.gpu._dispatches import layout_of
 from metal_prefill.gpu._kernel_checks.captured import (
     SAMPLED_TOKENS,
     Captured,

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from metal_prefill import _core
-from metal_prefill.gpu._kernel_checks.arguments import layout_of
+from metal_prefill.gpu._dispatches import layout_of
 from metal_prefill.gpu._kernel_checks.attention import rope_append
 from metal_prefill.gpu._kernel_checks.captured import (
     SAMPLED_TOKENS,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from metal_prefill.gpu._kernel_checks.arguments import layout_of
+from metal_prefill.gpu._dispatches import layout_of
 from metal_prefill.gpu._kernel_checks.captured import (
     SAMPLED_TOKENS,
     Captured,

@@ -1,0 +1,205 @@
+"""``metal-prefill predict``: predicted speed on another GPU."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from metal_prefill.commands import common
+
+if TYPE_CHECKING:
+    from metal_prefill.gpu._cost_model import Prediction, Shape
+
+NOTE = (
+    "predicted: computed from published figures of the chip, not measured; the range covers the model's "
+    "errors on published speeds"
+)
+
+EXAMPLE = "metal-prefill predict --chip m4 -p 512"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
+    from metal_prefill.gpu._cost_model.chips import CHIPS
+    from metal_prefill.synth import PRESETS
+
+    parser.add_argument("--chip", choices=tuple(CHIPS), default="m4", help="GPU to predict for (default: m4)")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("-m", "--model", metavar="FILE", help=common.MODEL_HELP)
+    which.add_argument(
+        "--preset",
+        choices=tuple(PRESETS),
+        default="smollm-135m",
+        help="model shape, with weights in Q4_0 and embedding in Q8_0 (default: smollm-135m)",
+    )
+    common.add_number(
+        parser, "-p", "--prompt", type=common.not_negative, help="tokens of the prompt (default: 512)"
+    )
+    common.add_number(
+        parser,
+        "-n",
+        "--n-gen",
+        type=common.not_negative,
+        default=0,
+        help="tokens to decode after the prompt, predicted separately",
+    )
+    parser.add_argument(
+        "--kv-dtype",
+        choices=("f16", "f32"),
+        default="f16",
+        help="number format of the KV cache (default: f16)",
+    )
+    common.add_number(parser, "--chunk-tokens", default=512, help="prompt tokens processed in one pass")
+    parser.add_argument(
+        "--fused-norm",
+        action="store_true",
+        help="decode with norms fused into the products that follow; on a GPU, the package measures which is "
+        "faster",
+    )
+    parser.add_argument(
+        "--matvec-rows",
+        type=int,
+        choices=(1, 2, 4),
+        default=1,
+        help="decode with N rows of a matrix per simdgroup; on a GPU, the package measures which is fastest "
+        "(default: 1)",
+    )
+    parser.add_argument(
+        "--trace",
+        type=Path,
+        metavar="FILE",
+        help="predict the dispatches in a file written by `metal-prefill trace`, and show both times",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+
+
+def _shape(arguments: argparse.Namespace) -> Shape:
+    from metal_prefill.files._gguf_file import GGUFFile
+    from metal_prefill.gpu._cost_model import shape_of
+    from metal_prefill.synth import write_preset_outline
+
+    if (path := common.model_path(arguments.model)) is not None:
+        with GGUFFile(path) as gguf:
+            return shape_of(gguf)
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        GGUFFile(write_preset_outline(Path(folder) / "model.gguf", arguments.preset)) as gguf,
+    ):
+        return shape_of(gguf)
+
+
+def predictions(arguments: argparse.Namespace) -> list[tuple[str, Prediction]]:
+    """Return the requested predictions with their benchmark names."""
+    from metal_prefill.gpu._cost_model import find_chip, plan, predict
+    from metal_prefill.gpu._trace import HOST_CLOCK, read_trace
+
+    chip = find_chip(arguments.chip)
+    if arguments.trace is not None:
+        if arguments.prompt is not None or arguments.n_gen:
+            raise ValueError("--trace sets the tokens; omit -p and -n")
+        steps, metadata = read_trace(arguments.trace)
+        if not steps:
+            raise ValueError(f"{arguments.trace} has no dispatches")
+        listed = [list(step.dispatches) for step in steps]
+        if metadata.get("clock") == HOST_CLOCK:  # times on the emulator's CPU are not comparable
+            listed = [[replace(d, start=0.0, end=0.0) for d in dispatches] for dispatches in listed]
+        decode = [d for dispatches in listed[1:] for d in dispatches]
+        found = [(f"pp{steps[0].tokens}", predict(chip, listed[0], steps[0].tokens))]
+        return found + ([(f"tg{len(steps) - 1}", predict(chip, decode, len(steps) - 1))] if decode else [])
+    prompt = 512 if arguments.prompt is None else arguments.prompt
+    shape = _shape(arguments)
+    options: dict[str, Any] = {
+        "family": chip.family,
+        "gpu": chip.gpu,
+        "kv_type": arguments.kv_dtype,
+        "chunk_tokens": arguments.chunk_tokens,
+        "fused_norm": arguments.fused_norm,
+        "matvec_rows": arguments.matvec_rows,
+    }
+    if not prompt and not arguments.n_gen:
+        raise ValueError("nothing to predict: set -p or -n")
+    if arguments.n_gen and not shape.config.generates:
+        raise ValueError("-n predicts decoding, which the model, an encoder, does not do")
+    limit = shape.config.context_length
+    if prompt + arguments.n_gen > limit:
+        raise ValueError(f"{prompt + arguments.n_gen} tokens exceed the model's context of {limit}")
+    found = []
+    if prompt:
+        found.append((f"pp{prompt}", predict(chip, plan(shape, prompt, **options), prompt, waits=1)))
+    if arguments.n_gen:
+        decode = [d for i in range(arguments.n_gen) for d in plan(shape, 1, position=prompt + i, **options)]
+        found.append((f"tg{arguments.n_gen}", predict(chip, decode, arguments.n_gen)))
+    return found
+
+
+def _measured(prediction: Prediction) -> dict[str, float]:
+    """Return the measured microseconds by kernel, if the dispatches have times."""
+    times: dict[str, float] = {}
+    for d in prediction.dispatches:
+        if d.end > d.start:
+            times[d.kernel] = times.get(d.kernel, 0.0) + (d.end - d.start) * 1e6
+    return times
+
+
+def as_json(name: str, prediction: Prediction) -> dict[str, Any]:
+    """Return a prediction as JSON."""
+    measured = _measured(prediction)
+    return {
+        "test": name,
+        "predicted": True,
+        "chip": prediction.chip.name,
+        "tokens": prediction.tokens,
+        "predicted_seconds": prediction.seconds,
+        "predicted_ts": prediction.tokens_per_second,
+        "predicted_ts_range": list(prediction.tokens_per_second_range),
+        "dispatches": len(prediction.dispatches),
+        **({"trace_seconds": sum(measured.values()) / 1e6} if measured else {}),
+        "kernels": [
+            {
+                "kernel": row.kernel,
+                "dispatches": row.dispatches,
+                "predicted_us": row.microseconds,
+                "bound": row.bound,
+                **({"trace_us": measured[row.kernel]} if row.kernel in measured else {}),
+            }
+            for row in prediction.by_kernel()
+        ],
+    }
+
+
+def execute(arguments: argparse.Namespace) -> None:
+    """Print the predictions."""
+    found = predictions(arguments)
+    if arguments.json:
+        print(json.dumps([as_json(name, prediction) for name, prediction in found], indent=1))
+        return
+    from rich.table import Table
+
+    console = common.console()
+    for name, prediction in found:
+        total, measured = prediction.seconds * 1e6, _measured(prediction)
+        low, high = prediction.tokens_per_second_range
+        table = Table(
+            title=f"{name} on {prediction.chip.name}, predicted: {low:,.0f} to {high:,.0f} tok/s",
+            title_justify="left",
+        )
+        columns = ["kernel", "dispatches", "predicted µs", "share", "bound by"]
+        for i, column in enumerate([*columns, "in the trace µs"] if measured else columns):
+            table.add_column(column, justify="right" if 0 < i != 4 else "left", no_wrap=i == 0)
+        for row in prediction.by_kernel():
+            cells = [
+                row.kernel,
+                str(row.dispatches),
+                f"{row.microseconds:,.1f}",
+                f"{row.microseconds / total:.1%}",
+                row.bound,
+            ]
+            table.add_row(*cells, *([f"{measured.get(row.kernel, 0):,.1f}"] if measured else []))
+        cells = ["total", str(len(prediction.dispatches)), f"{total:,.1f}", "100.0%", ""]
+        table.add_row(*cells, *([f"{sum(measured.values()):,.1f}"] if measured else []))
+        console.print(table)
+    console.print(NOTE, highlight=False)

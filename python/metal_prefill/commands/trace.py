@@ -1,0 +1,70 @@
+"""``metal-prefill trace``: a timeline of the dispatches."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from metal_prefill.commands import common
+
+EXAMPLE = "metal-prefill trace -p 64 -n 4"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
+    common.add_model_arguments(parser)
+    common.add_number(parser, "-p", "--prompt", default=512, help="length of the prompt in tokens")
+    common.add_number(
+        parser,
+        "-n",
+        "--n-gen",
+        type=common.not_negative,
+        default=0,
+        help="number of tokens to decode after the prompt",
+    )
+    parser.add_argument(
+        "-o",
+        "--output",
+        type=Path,
+        default=Path("trace.json"),
+        metavar="FILE",
+        help="output file for chrome://tracing or ui.perfetto.dev (default: trace.json)",
+    )
+    common.add_engine_arguments(parser)
+
+
+def execute(arguments: argparse.Namespace) -> None:
+    """Run the prompt and write the file."""
+    from metal_prefill import __version__
+    from metal_prefill._support.atomic_write import replacing
+    from metal_prefill.gpu._trace import (
+        GPU_CLOCK,
+        HOST_CLOCK,
+        SERIALIZED,
+        chrome_trace,
+        runs_on_host,
+        trace_session,
+    )
+
+    output: Path = arguments.output
+    with replacing(output) as part:  # report an unwritable file before the work
+        with common.open_model(arguments, generates=arguments.n_gen > 0) as model:
+            vocab = model.config.vocab_size
+            tokens = [(5 + 7 * i) % vocab for i in range(arguments.prompt)]
+            with model.session() as session, common.progress_bar("tracing", "tokens") as progress:
+                steps = trace_session(session, tokens, arguments.n_gen, model.device, progress)
+            metadata = {
+                "version": __version__,
+                "device": model.device,
+                "model": str(model.path),
+                "n_prompt": arguments.prompt,
+                "n_gen": arguments.n_gen,
+                "clock": HOST_CLOCK if runs_on_host(model.device) else GPU_CLOCK,
+                "dispatches": SERIALIZED,
+            }
+        with open(part, "w", encoding="utf-8") as file:
+            json.dump(chrome_trace(steps, metadata), file)
+    n = sum(len(step.dispatches) for step in steps)
+    print(f"{output}: {n} dispatches of {metadata['device']}", file=sys.stderr)

@@ -1,0 +1,94 @@
+"""The dispatches of the Metal engine for a model of any shape, recorded by the engine without a GPU."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from metal_prefill import _core
+from metal_prefill._support.cached_property import cached_property
+from metal_prefill.files._gguf_file import GGUFFile, as_matrix
+from metal_prefill.files._hyperparameters import read_config
+from metal_prefill.files._model_config import ModelConfig, core_config
+from metal_prefill.files._model_tensors import collect_tensors
+from metal_prefill.gpu._dispatches import Dispatch, from_core
+
+
+@dataclass(frozen=True)
+class TensorShape:
+    """A tensor without its values: its role, its GGUF type and its dimensions."""
+
+    role: str
+    layer: int
+    type: int
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Everything about a model that its dispatches depend on."""
+
+    config: ModelConfig
+    tensors: tuple[TensorShape, ...]
+
+    @cached_property
+    def core(self) -> _core.ModelShape:
+        """The shape as the core has it."""
+        core = _core.ModelShape(core_config(self.config))
+        for tensor in self.tensors:
+            core.add(tensor.role, tensor.layer, tensor.type, *as_matrix(tensor.shape))
+        return core
+
+
+def shape_of(gguf: GGUFFile) -> Shape:
+    """Return the shape of a model file; raises as for a model that is opened."""
+    config = read_config(gguf)
+    found = collect_tensors(gguf, config)
+    return Shape(config, tuple(TensorShape(role, layer, t.type, t.shape) for role, layer, t in found))
+
+
+def plan(
+    shape: Shape,
+    tokens: int,
+    *,
+    position: int = 0,
+    output: str | None = None,
+    family: int = 9,
+    gpu: str = "",
+    kv_type: str = "f16",
+    chunk_tokens: int = 512,
+    fused_norm: bool | None = None,
+    matvec_rows: int = 0,
+    matmul_tensor: bool = True,
+) -> list[Dispatch]:
+    """Return the dispatches of a prompt; 1 token is a step of decoding.
+
+    Parameters
+    ----------
+    output
+        ``"greedy"``, ``"logits"``, ``"log_probs"`` (of every token, as in scoring), ``"hidden"`` or
+        ``"none"``. None selects ``"greedy"``, or ``"hidden"`` for models without logits.
+    family, gpu
+        Apple GPU family, 7 (M1) to 10 (M5), and the name reported by Metal. Pro and Max have more cores.
+    kv_type, chunk_tokens, fused_norm
+        As the options of :class:`metal_prefill.Model`.
+    matvec_rows
+        Rows of a ``matvec`` for each simdgroup, 1, 2 or 4, where all lanes share one; 0 for the default.
+    matmul_tensor
+        Whether the matrix units are used, where the family has some.
+
+    Raises
+    ------
+    ValueError
+        If `tokens` is less than 1, `position` is negative, or the family is unknown.
+    UnsupportedModelError
+        If the engine would pad the model, or its heads are too large.
+    """
+    if output is None:
+        output = "greedy" if shape.config.has_head else "hidden"
+    options = _core.EngineOptions()
+    options.kv_type = _core.KvType[kv_type.upper()]
+    options.chunk_tokens = chunk_tokens
+    options.metal.fused_norm = fused_norm
+    options.metal.matvec_rows = matvec_rows
+    options.metal.no_matmul_tensor = "" if matmul_tensor else "not wanted"
+    return from_core(shape.core.plan(tokens, position, _core.RowOutput[output.upper()], family, gpu, options))

@@ -1,0 +1,267 @@
+"""Timelines of single dispatches, in the format of chrome://tracing and ui.perfetto.dev."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+from metal_prefill import _core
+from metal_prefill._support.arguments import Progress, TokenIds
+from metal_prefill.errors import ContextOverflowError
+from metal_prefill.gpu._dispatches import Dispatch
+
+SERIALIZED = (
+    "every dispatch ran in a separate command buffer: its time includes the cost of starting one, "
+    "and dispatches do not overlap"
+)
+GPU_CLOCK = "GPUStartTime and GPUEndTime of each command buffer"
+HOST_CLOCK = "host clock, on the CPU emulator: durations do not represent a GPU"
+
+
+@dataclass(frozen=True)
+class Step:
+    """Trace of one call: the prompt, or a token after it.
+
+    Attributes
+    ----------
+    tokens
+        Number of tokens.
+    dispatches
+        Dispatches in execution order.
+    counted
+        Emulator counts of each dispatch; empty if they are not available.
+    """
+
+    tokens: int
+    dispatches: Sequence[Dispatch]
+    counted: Sequence[dict[str, Any]] = ()
+
+
+class TracedSession(Protocol):
+    """A :class:`metal_prefill.Session` on a GPU."""
+
+    @property
+    def position(self) -> int:
+        """Number of tokens in the cache."""
+
+    @property
+    def max_context(self) -> int:
+        """Maximum number of tokens in the cache."""
+
+    def plan(self, tokens: int) -> list[Dispatch]:
+        """Return the dispatches of a prompt."""
+
+    def trace(self, tokens: TokenIds, *, progress: Progress | None) -> tuple[int, list[Dispatch]]:
+        """Process a prompt and return the next token and the times of its dispatches."""
+
+
+class DispatchCounter(Protocol):
+    """Context manager that counts the bytes that dispatches read and write: see `_core.dispatch_counter`."""
+
+    def __enter__(self) -> DispatchCounter: ...
+    def __exit__(self, *reason: object) -> None: ...
+
+    def expect(self, command_buffers: int) -> None:
+        """Reset all counts, and record the next command buffers, at most this many."""
+
+    def counted(self) -> Sequence[Any]:
+        """Return the counts of each dispatch, in order."""
+
+
+def runs_on_host(device_name: str) -> bool:
+    """Return whether dispatches run on the emulator's CPU executor."""
+    return _core.has_emulator and "(CPU)" in device_name
+
+
+def counts_work(device_name: str) -> bool:
+    """Return whether kernel reads and writes are counted: on the CPU executor, without a sanitizer."""
+    return _counter_of(device_name) is not None
+
+
+def _counter_of(device_name: str) -> DispatchCounter | None:
+    return cast(DispatchCounter | None, _core.dispatch_counter()) if runs_on_host(device_name) else None
+
+
+def _run(
+    session: TracedSession, tokens: TokenIds, counter: DispatchCounter | None, progress: Progress | None
+) -> tuple[int, Step]:
+    n = len(tokens)
+    if counter is None:
+        token, dispatches = session.trace(tokens, progress=progress)
+        return token, Step(n, dispatches)
+    counter.expect(len(session.plan(n)))  # each command buffer has one dispatch
+    token, dispatches = session.trace(tokens, progress=progress)
+    records = counter.counted()
+    if [record.kernel for record in records] != [d.kernel for d in dispatches]:
+        raise RuntimeError("counted and traced dispatches differ: other work ran on the device; trace again")
+    return token, Step(n, dispatches, [_counted(record) for record in records])
+
+
+def _counted(record: Any) -> dict[str, Any]:
+    return {
+        "threads": record.threads,
+        "barriers": record.barriers,
+        "bindings": [
+            {
+                "name": b.name,
+                "buffer": b.label,
+                "bytes_read": b.bytes_read,
+                "bytes_written": b.bytes_written,
+                "unique_bytes_read": b.unique_bytes_read,
+                "unique_bytes_written": b.unique_bytes_written,
+            }
+            for b in record.bindings
+        ],
+    }
+
+
+def trace_session(
+    session: TracedSession, tokens: TokenIds, decode: int, device_name: str, progress: Progress | None = None
+) -> list[Step]:
+    """Process a prompt and continue it greedily, running each dispatch separately.
+
+    On the emulator's CPU executor, the bytes that kernels read and write are counted, which is slow.
+
+    Parameters
+    ----------
+    session
+        Session to run in; the prompt starts at its position.
+    tokens
+        Token ids of the prompt.
+    decode
+        Number of tokens to decode after the prompt.
+    device_name
+        Device name of the session's engine.
+    progress
+        Function called with the number of processed tokens, and the total.
+
+    Returns
+    -------
+    list of Step
+        The prompt, and each further token.
+
+    Raises
+    ------
+    ContextOverflowError
+        If the prompt and decoded tokens exceed the context; nothing has run.
+    DeviceError
+        If the engine does not use dispatches.
+    """
+    n, total = len(tokens), len(tokens) + decode
+    if session.position + total > session.max_context:
+        raise ContextOverflowError(
+            f"position {session.position} + {total} tokens exceeds the context of {session.max_context}"
+        )
+    session.plan(1)  # raises for an engine without dispatches, before anything is set up
+
+    def chunk_done(done: int, _: int) -> None:
+        if progress is not None:
+            progress(done, total)
+
+    counter = _counter_of(device_name)
+    if counter is None:
+        return _steps(session, tokens, decode, None, chunk_done, n)
+    with counter:
+        return _steps(session, tokens, decode, counter, chunk_done, n)
+
+
+def _steps(
+    session: TracedSession,
+    tokens: TokenIds,
+    decode: int,
+    counter: DispatchCounter | None,
+    progress: Progress,
+    n: int,
+) -> list[Step]:
+    token, step = _run(session, tokens, counter, progress)
+    steps = [step]
+    for i in range(decode):
+        token, step = _run(session, [token], counter, None)
+        steps.append(step)
+        progress(n + i + 1, n + decode)
+    return steps
+
+
+def chrome_trace(steps: Sequence[Step], metadata: dict[str, Any]) -> dict[str, Any]:
+    """Return a trace in Chrome's JSON object format: complete events in microseconds.
+
+    An event is named after its kernel. Its ``args`` contain the layer (-1 outside the layers), step (0 is the
+    prompt), geometry, buffers and arguments of the dispatch, and its counts.
+    """
+    origin = min((d.start for step in steps for d in step.dispatches), default=0.0)
+    events: list[dict[str, Any]] = [
+        {"name": "process_name", "ph": "M", "pid": 1, "args": {"name": metadata.get("device", "GPU")}},
+        {"name": "thread_name", "ph": "M", "pid": 1, "tid": 1, "args": {"name": "dispatches"}},
+    ]
+    for number, step in enumerate(steps):
+        for i, d in enumerate(step.dispatches):
+            args: dict[str, Any] = {
+                "step": number,
+                "tokens": step.tokens,
+                "layer": d.layer,
+                "grid": list(d.grid),
+                "threads": d.threads,
+                "threadgroup_bytes": d.threadgroup_bytes,
+                "after_barrier": d.after_barrier,
+                "buffers": list(d.buffers),
+                "arguments": d.args,
+                "runs": [list(run) for run in d.runs],
+            }
+            if step.counted:
+                args["counted"] = step.counted[i]
+            events.append(
+                {
+                    "name": d.kernel,
+                    "cat": "prompt" if number == 0 else "decode",
+                    "ph": "X",
+                    "pid": 1,
+                    "tid": 1,
+                    "ts": (d.start - origin) * 1e6,
+                    "dur": (d.end - d.start) * 1e6,
+                    "args": args,
+                }
+            )
+    return {"displayTimeUnit": "ns", "otherData": metadata, "traceEvents": events}
+
+
+def read_trace(path: str | os.PathLike[str]) -> tuple[list[Step], dict[str, Any]]:
+    """Read the steps and metadata from a file written with `chrome_trace`.
+
+    Raises
+    ------
+    ValueError
+        If the file is not such a trace.
+    OSError
+        If the file cannot be read.
+    """
+    try:
+        trace = json.loads(Path(path).read_text(encoding="utf-8"))
+        steps: dict[int, Step] = {}
+        for event in trace["traceEvents"]:
+            if event["ph"] != "X":
+                continue
+            a = event["args"]
+            start = event["ts"] / 1e6
+            dispatch = Dispatch(
+                event["name"],
+                a["layer"],
+                (a["grid"][0], a["grid"][1], a["grid"][2]),
+                a["threads"],
+                a["threadgroup_bytes"],
+                a["after_barrier"],
+                a["arguments"],
+                tuple(a["buffers"]),
+                tuple((position, rows) for position, rows in a["runs"]),
+                start,
+                start + event["dur"] / 1e6,
+            )
+            before = steps.get(a["step"], Step(a["tokens"], [], []))
+            counted = [*before.counted, a["counted"]] if "counted" in a else before.counted
+            steps[a["step"]] = Step(a["tokens"], [*before.dispatches, dispatch], counted)
+        return [steps[number] for number in sorted(steps)], dict(trace["otherData"])
+    except (KeyError, TypeError, IndexError, ValueError) as error:
+        raise ValueError(f"{os.fspath(path)} is not a metal-prefill trace: {error!r}") from error

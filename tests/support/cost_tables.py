@@ -1,0 +1,70 @@
+"""Shapes of known models, predictions for them, and the table of docs/cost_model.md."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from metal_prefill.files import ModelConfig
+from metal_prefill.gpu._cost_model import Chip, Prediction, Shape, find_chip, plan, predict
+from support.uniform_shape import uniform_shape
+
+SMOLLM = ModelConfig(
+    architecture="llama",
+    n_layers=30,
+    dim=576,
+    n_heads=9,
+    n_kv_heads=3,
+    key_dim=64,
+    value_dim=64,
+    ffn_dim=1536,
+    vocab_size=49152,
+    context_length=4096,
+    norm_eps=1e-5,
+    rope_dim=64,
+)
+
+
+def smollm_shape() -> Shape:
+    """Return the shape of SmolLM-135M with layers in Q4_0 and embedding in Q8_0."""
+    return uniform_shape(SMOLLM, "q4_0", "q8_0")
+
+
+def predict_smollm(chip: Chip, tokens: int, position: int = 0, **options: Any) -> Prediction:
+    """Predict a prompt that a program waits for, or a token while the next is in flight."""
+    dispatches = plan(smollm_shape(), tokens, position=position, family=chip.family, gpu=chip.gpu, **options)
+    return predict(chip, dispatches, tokens, waits=int(tokens > 1))
+
+
+def with_cores(chip: Chip, cores: int) -> Chip:
+    """Return the variant of a chip that has fewer GPU cores, such as an M1 with seven."""
+    return replace(chip, cores=cores, l2_gbs=chip.l2_gbs * cores / chip.cores)
+
+
+def _rounded(value: float) -> str:
+    digits = 3 if value >= 1000 else 2
+    step = 10.0 ** (len(str(int(value))) - digits)
+    return f"{round(value / step) * step:,.0f}"
+
+
+def _in_range(prediction: Prediction) -> str:
+    low, high = prediction.tokens_per_second_range
+    return f"{_rounded(low)} to {_rounded(high)}"
+
+
+def chips_table() -> str:
+    """Return predictions by chip; decode is the token after 128."""
+    lengths = (8, 32, 128, 512, 2048)
+    lines = [["chip", "decode", "8 tokens", *map(str, lengths[1:])], ["---"] * 7]
+    for name in ("M1", "M2", "M3", "M4", "M4 Pro", "M4 Max", "M5"):
+        chip = find_chip(name.lower().replace(" ", "-"))
+        cells = [predict_smollm(chip, 1, 128), *(predict_smollm(chip, n) for n in lengths)]
+        lines.append([name, *map(_in_range, cells)])
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+
+
+def with_table(text: str) -> str:
+    """Return the text of docs/cost_model.md with its generated table renewed."""
+    begin, end = "<!-- table: chips -->\n", "\n<!-- end -->"
+    first = text.index(begin) + len(begin)
+    return text[:first] + chips_table() + text[text.index(end, first) :]
