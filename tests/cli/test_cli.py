@@ -218,13 +218,6 @@ def test_info_accepts_the_model_without_an_option(tmp_path: Path, capsys: pytest
     assert "name the model once: -m FILE or FILE" in capsys.readouterr().err
 
 
-def test_info_draws_the_distribution_of_bytes(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    picture = tmp_path / "bytes.png"
-    assert cli.main(["info", "--plot", str(picture)]) == 0
-    assert picture.read_bytes().startswith(b"\x89PNG")
-
-
 def test_decoding_of_an_encoder_is_not_predicted(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["predict", "--preset", "minilm-l6", "-p", "32"]) == 0
     capsys.readouterr()
@@ -323,27 +316,12 @@ def test_a_missing_file_exits_with_one(tmp_path: Path, capsys: pytest.CaptureFix
 def test_a_missing_folder_is_reported_before_any_work(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("matplotlib")
     monkeypatch.setattr("metal_prefill.bench.run", lambda *_, **__: pytest.fail("measured all the same"))
     folder = tmp_path / "none"
-    for command in (["bench", "--demo", "--json"], ["bench", "--demo", "--plot"], ["info", "--plot"]):
-        assert cli.main([*command, str(folder / "out.png")]) == 1
-        assert capsys.readouterr() == ("", f"error: {folder / 'out.png'}: No such file or directory\n")
+    assert cli.main(["bench", "--demo", "--json", str(folder / "out.json")]) == 1
+    assert capsys.readouterr() == ("", f"error: {folder / 'out.json'}: No such file or directory\n")
     assert cli.main(["synth", str(folder / "out.gguf"), "--preset", "tiny"]) == 1
     assert capsys.readouterr().err == f"error: {folder / 'out.gguf'}: No such file or directory\n"
-
-
-def test_an_unknown_image_format_is_rejected_before_any_work(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pytest.importorskip("matplotlib")
-    monkeypatch.setattr("metal_prefill.bench.run", lambda *_, **__: pytest.fail("measured all the same"))
-    for command in (["bench", "--demo"], ["info"]):
-        assert cli.main([*command, "--plot", "chart.gguf"]) == 2
-        out, error = capsys.readouterr()
-        assert out == ""
-        assert error.startswith("error: chart.gguf: ")
-        assert "png" in error
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
