@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from support.emulated_gpu import open_with, require_emulator, set_matrix_layout
 
-from metal_prefill import DeviceError, KVMemoryError, Model, _core
+from metal_prefill import DeviceError, KVMemoryError, Model, _core, synth
 
 pytestmark = [pytest.mark.emulator, pytest.mark.usefixtures("own_device")]
 
@@ -206,9 +206,10 @@ def test_a_kernel_that_does_not_compile_is_named(path: Path) -> None:
 
 
 def test_a_driver_that_ignores_barriers_fails_first_contact(
-    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each dispatch alone is right."""
+    path = synth.synthesize(tmp_path / "m.gguf", preset="tiny", vocab=320)
     monkeypatch.setenv("METAL_PREFILL_CACHE", str(tmp_path))
     monkeypatch.setenv("METAL_PREFILL_CHECK", "1")
     with pytest.raises(DeviceError, match="computes wrong results: "):
@@ -285,8 +286,11 @@ def fill_cache(model: Model) -> None:
             held.enter_context(model.session()).forward_prompt([1] * 250)
 
 
-def test_a_cache_beyond_the_working_set_is_rejected_before_any_pass(path: Path) -> None:
+def test_a_cache_beyond_the_working_set_is_rejected_before_any_pass(tmp_path: Path) -> None:
     """While the cache grows, its old and its new buffer are in use together."""
+    path = synth.synthesize(  # pages are large, so few prompts fill the cache
+        tmp_path / "m.gguf", preset="tiny", layers=4, heads=8, kv_heads=8, head_dim=64, vocab=320
+    )
     room = 12 << 20
     with open_with(path, working_set_bytes=path.stat().st_size + room, out_of_memory=True) as model:
         with pytest.raises(KVMemoryError, match="exceeds kv_memory") as refused:

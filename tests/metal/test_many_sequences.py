@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from math import ceil
 
 import numpy as np
@@ -21,7 +22,8 @@ TILE = _core.shader_constants["MANY_TOKEN_TILE"]
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
     path = tmp_path_factory.mktemp("many") / "model.gguf"
-    with Model(small_models.write(path, small_models.MODELS["gqa 3"]), device="metal") as opened:
+    shape = replace(small_models.MODELS["gqa 3"], dim=96)
+    with Model(small_models.write(path, shape), device="metal") as opened:
         yield opened
 
 

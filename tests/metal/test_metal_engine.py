@@ -34,9 +34,18 @@ def settled() -> Iterator[None]:
     assert gpu.take_violations() == []
 
 
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Make a model of as many layers as the bundled one, and a third of its width."""
+    return synth.synthesize(
+        tmp_path_factory.mktemp("engine") / "m.gguf", preset="tiny",
+        layers=5, dim=96, heads=3, kv_heads=1, head_dim=32, ffn=256, vocab=1024, context=512,
+    )  # fmt: skip
+
+
 @pytest.fixture
-def model(demo_path: Path) -> Iterator[Model]:
-    with Model(demo_path, device="metal") as opened:
+def model(path: Path) -> Iterator[Model]:
+    with Model(path, device="metal") as opened:
         yield opened
 
 
@@ -69,8 +78,8 @@ def test_the_number_of_dispatches_does_not_grow_with_the_prompt(
     assert stats["command_buffers"] == 1
 
 
-def test_a_chunk_is_one_command_buffer(demo_path: Path) -> None:
-    with Model(demo_path, device="metal", chunk_tokens=64) as model:
+def test_a_chunk_is_one_command_buffer(path: Path) -> None:
+    with Model(path, device="metal", chunk_tokens=64) as model:
         model.forward_prompt(prompt(64))
         before = gpu.counters()
         model.forward_prompt(prompt(130))
@@ -81,8 +90,9 @@ def test_a_chunk_is_one_command_buffer(demo_path: Path) -> None:
         assert len(middle) == 1 + 8 * (model.config.n_layers - 1) + 3
 
 
-def test_layers_are_dispatched_in_order(model: Model) -> None:
-    model.forward_prompt(prompt(40))
+def test_layers_are_dispatched_in_order(demo_path: Path) -> None:
+    with Model(demo_path, device="metal") as model:
+        model.forward_prompt(prompt(40))
     layer = [
         "rmsnorm_f16", "matmul_q4_0_narrow", "rope_append_f16", "attention_prefill_f16_64",
         "matmul_q4_0_narrow", "rmsnorm_f16", "matmul_swiglu_q4_0_wide", "matmul_q4_0_narrow",
@@ -134,25 +144,25 @@ def test_scratch_is_private_and_host_accessible_buffers_are_shared(model: Model)
     }
 
 
-def test_weights_are_mapped_not_copied(model: Model, demo_path: Path) -> None:
+def test_weights_are_mapped_not_copied(model: Model, path: Path) -> None:
     model.forward_prompt([1])
     assert {b.label for b in gpu.live_buffers() if b.no_copy} == {"weights"}
-    assert model.stats()["weights_mapped_bytes"] <= demo_path.stat().st_size + 65536
+    assert model.stats()["weights_mapped_bytes"] <= path.stat().st_size + 65536
     assert model.stats()["weights_copied_bytes"] == 0
 
 
 @pytest.mark.parametrize("variable", ["METAL_PREFILL_DEBUG", "GPU_DEBUG"])
 def test_debug_mode_makes_every_intermediate_readable(
-    monkeypatch: pytest.MonkeyPatch, demo_path: Path, variable: str
+    monkeypatch: pytest.MonkeyPatch, path: Path, variable: str
 ) -> None:
-    with Model(demo_path, device="metal") as plain:
+    with Model(path, device="metal") as plain:
         session: Any = plain.session()
         expected = session.forward_prompt(prompt(40))
         with pytest.raises(ValueError, match="METAL_PREFILL_DEBUG"):
             session.native.inspector().intermediate("x")
         del session
     monkeypatch.setenv(variable, "1")
-    with Model(demo_path, device="metal") as model:
+    with Model(path, device="metal") as model:
         session = model.session()
         assert session.forward_prompt(prompt(40)) == expected
         private, _ = private_and_shared()
@@ -176,9 +186,9 @@ def test_debug_mode_makes_every_intermediate_readable(
             session.inspector().intermediate("nonsense")
 
 
-def test_debug_mode_is_off_if_the_variable_is_zero(monkeypatch: pytest.MonkeyPatch, demo_path: Path) -> None:
+def test_debug_mode_is_off_if_the_variable_is_zero(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
     monkeypatch.setenv("GPU_DEBUG", "0")
-    with Model(demo_path, device="metal") as model:
+    with Model(path, device="metal") as model:
         model.forward_prompt([1])
         assert "projected" in private_and_shared()[0]
 
@@ -200,8 +210,8 @@ def test_memory_of_one_token_is_small(model: Model) -> None:
     assert 0 < model.stats()["pass_memory_bytes"] < 1_000_000
 
 
-def test_batch_buffers_are_freed_with_the_last_session(demo_path: Path) -> None:
-    with Model(demo_path, device="metal") as model:
+def test_batch_buffers_are_freed_with_the_last_session(path: Path) -> None:
+    with Model(path, device="metal") as model:
         model.forward_prompt(prompt(200))
         with model.session() as other:
             other.forward_prompt([1])
@@ -247,8 +257,8 @@ def test_a_thousand_mixed_calls_leak_nothing(tmp_path: Path) -> None:
     model.close()
 
 
-def test_closing_a_model_releases_everything(demo_path: Path) -> None:
-    with Model(demo_path, device="metal") as model:
+def test_closing_a_model_releases_everything(path: Path) -> None:
+    with Model(path, device="metal") as model:
         model.forward_prompt(prompt(20))
     assert gpu.live_buffers() == []
     assert gpu.live_objects() == 0
@@ -304,11 +314,11 @@ def test_prewarm_builds_exactly_the_pipelines_that_calls_use(
 
 
 @pytest.mark.parametrize("family", [7, 8, 9])
-def test_every_family_gives_the_same_token(demo_path: Path, family: int) -> None:
+def test_every_family_gives_the_same_token(path: Path, family: int) -> None:
     gpu.set_limits(gpu.Limits(apple_family=family))
     with (
-        Model(demo_path, device="metal") as model,
-        Model(demo_path, device="cpu", compute="f32") as reference,
+        Model(path, device="metal") as model,
+        Model(path, device="cpu", compute="f32") as reference,
     ):
         assert model.forward_prompt(prompt(90)) == reference.forward_prompt(prompt(90))
 
@@ -344,8 +354,8 @@ def test_a_failed_command_buffer_leaves_position_and_cache_usable(model: Model) 
     assert [session.forward_token_greedy(token)] == expected
 
 
-def test_a_failure_in_the_second_chunk_restores_the_state_before_the_call(demo_path: Path) -> None:
-    with Model(demo_path, device="metal", chunk_tokens=16) as model, model.session() as session:
+def test_a_failure_in_the_second_chunk_restores_the_state_before_the_call(path: Path) -> None:
+    with Model(path, device="metal", chunk_tokens=16) as model, model.session() as session:
         token = session.forward_prompt(prompt(10))
         expected = session.forward_token_greedy(token)
         session.rewind(10)
@@ -371,13 +381,13 @@ def test_every_failed_allocation_is_an_error_and_the_next_call_works(tiny_path: 
             assert model.forward_prompt(prompt(70)) == expected
 
 
-def test_fused_kernels_save_two_dispatches_a_layer(demo_path: Path) -> None:
-    with Model(demo_path, device="metal", fused_norm=True) as model, model.session() as session:
+def test_fused_kernels_save_two_dispatches_a_layer(path: Path) -> None:
+    with Model(path, device="metal", fused_norm=True) as model, model.session() as session:
         session.forward_token_greedy(session.forward_prompt(prompt(12)))
         assert session.stats()["dispatches"] == 5 * model.config.n_layers + 5
         attention = ["rmsnorm_matvec_q4_0", "rope_attention_decode_f16_32", "matvec_q4_0"]
         assert kernels()[1:6] == [*attention, "rmsnorm_matvec_swiglu_q4_0", "matvec_q4_0"]
-    with Model(demo_path, device="metal") as model, model.session() as session:
+    with Model(path, device="metal") as model, model.session() as session:
         session.forward_token_greedy(session.forward_prompt(prompt(12)))
         assert session.stats()["dispatches"] == 7 * model.config.n_layers + 5
 
