@@ -30,7 +30,7 @@ def tolerance(name: str) -> float:
     With float32 weights llama.cpp computes in float32; its GELU looks up half-precision values. With other
     weights it rounds activations to the type, or to 8 bits per block.
     """
-    if name.startswith(("type ", "tied ", "mixed ")):
+    if name.startswith(("type ", "mixed ")):
         return 3e-2
     return 1e-3 if name.startswith(("gemma", "gpt", "starcoder2", "phi2")) else 1e-5
 

@@ -179,16 +179,26 @@ LONG_ROPE = "phi3, long rope"  # its factors depend on the length of a text, or 
 LONG_ROPE_SHORT = f"{LONG_ROPE}, short text"
 
 
+# In float32, these differ from other models in numbers only: dimensions, the vocabulary, constants.
+_ALIKE = {
+    *("16-bit floats", "gqa 1", "gqa 8", *(f"head_dim {n}" for n in (16, 32, 64, 80, 128))),
+    *("narrower than its heads", "separate output", "vocabulary of 301", "vocabulary of 1021, separate"),
+    *("sentencepiece", "long context", "smollm shape", "wide feed-forward"),
+}
+
+
 def _comparable_models() -> Iterator[tuple[str, SmallModel]]:
     """Models of the catalogue that peers support; those not about a tensor type are in float32.
 
     So llama.cpp's rounding of activations does not hide a difference in the features.
     """
     for name, model in MODELS.items():
+        if name in _ALIKE:
+            continue
         # llama.cpp and transformers require heads of one width, most of them rotated completely.
         if (model.rope_dim and model.architecture not in PARTLY_ROTATED) or model.v_dim != model.key_dim:
             continue
-        if not name.startswith(("type ", "tied ", "mixed ")):
+        if not name.startswith(("type ", "mixed ")):
             output = "F32" if model.output else None
             model = replace(model, types={"*": "F32"}, embedding="F32", output=output)
         yield name, model

@@ -221,10 +221,6 @@ EXPERTS: dict[str, SmallModel] = {
 
 MODELS: dict[str, SmallModel] = {
     **{f"type {kind}": _of_type(kind) for kind in TYPES},
-    **{
-        f"tied {kind}": SmallModel(layers=1, dim=256, key_dim=64, ffn=256, embedding=kind)
-        for kind in COMMON_TYPES
-    },
     "mixed types": SmallModel(
         dim=256,
         key_dim=64,
