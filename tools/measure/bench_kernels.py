@@ -11,7 +11,6 @@ import argparse
 import importlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
 from functools import partial
 from typing import Any, Protocol
 
@@ -19,8 +18,7 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from rich.table import Table
 
 from metal_prefill import _core
-from metal_prefill.bench import BenchError, _machine
-from metal_prefill.bench._peak import PeakProcess
+from metal_prefill.bench import _machine
 from metal_prefill.bench._summary import Spread, spread
 from metal_prefill.commands import common
 
@@ -141,22 +139,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name in ("kernel", "tokens", "threads", "GMAC/s", "limit", "of products", "of memory"):
         table.add_column(name, justify="left" if name in ("kernel", "limit") else "right")
     for threads in options.threads or sorted({1, _machine.available_threads()}):
-        with ExitStack() as stack:
-            try:
-                limits = {
-                    name: limit_of(stack.enter_context(PeakProcess(isa, name, threads)))
-                    for name in _core.cpu.peaks(isa)
-                }
-                for kernel, limit, n, make in cases(
-                    isa, options.types, options.shapes, options.tokens, threads, options.compute
-                ):
-                    rate, *shares = measure(make(), limits[limit], limits["memory"], options.repetitions)
-                    row = (kernel, str(n), str(threads), f"{rate.median / 1e9:,.1f}", limit)
-                    table.add_row(*row, *map(share, shares))
-            except ImportError:
-                parser.error("needs a build with METAL_PREFILL_TESTING: run `make bench-kernels`")
-            except BenchError as error:
-                parser.error(str(error))
+        limits = {
+            name: limit_of(_core.cpu.peak_workload(isa, name, threads)) for name in _core.cpu.peaks(isa)
+        }
+        try:
+            for kernel, limit, n, make in cases(
+                isa, options.types, options.shapes, options.tokens, threads, options.compute
+            ):
+                rate, *shares = measure(make(), limits[limit], limits["memory"], options.repetitions)
+                row = (kernel, str(n), str(threads), f"{rate.median / 1e9:,.1f}", limit)
+                table.add_row(*row, *map(share, shares))
+        except ImportError:
+            parser.error("needs a build with METAL_PREFILL_TESTING: run `make bench-kernels`")
     common.console().print(table)
     return 0
 
