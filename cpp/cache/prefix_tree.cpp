@@ -76,6 +76,7 @@ PrefixTree::Match PrefixTree::find(std::string_view name_space, std::span<const 
   State* state = nullptr;
   match.positions = walk(name_space, tokens, [&](Node& node, int known) {
     match.pages.push_back(node.page);
+    if (node.used != prompts_) node.interval = prompts_ - node.used;
     if (State* of_page = last_state(node, known)) state = of_page;
     last = &node;
   });
@@ -86,6 +87,11 @@ PrefixTree::Match PrefixTree::find(std::string_view name_space, std::span<const 
   }
   pool_.retain(match.pages);
   return match;
+}
+
+void PrefixTree::count_prompt() {
+  const std::scoped_lock lock(mutex_);
+  ++prompts_;
 }
 
 PrefixTree::Known PrefixTree::known(std::string_view name_space, std::span<const TokenId> tokens) {
@@ -114,11 +120,26 @@ bool PrefixTree::insert(std::string_view name_space, std::span<const TokenId> to
   }
   if (root) {
     touch(*last);
+    if (last == root) last = nullptr;
     drop_if_empty(*root);
   }
-  while (bytes_held() > max_pages_ * pool_.page_bytes() && drop_oldest(false)) {
+  while (oldest_ && bytes_held() > max_pages_ * pool_.page_bytes()) {
+    ++examined_;
+    // It keeps its first page, whose interval the next prompts find.
+    const bool may_shorten = last && last->parent->parent && last->children.empty();
+    Entry& evicted = may_shorten && is_due_before(*oldest_, *last) ? *last : *oldest_;
+    if (&evicted == last) last = may_shorten ? last->parent : nullptr;
+    remove(evicted);
   }
   return complete;
+}
+
+// Whether the next use of a page is due, but not overdue, and before that of another node used just now.
+bool PrefixTree::is_due_before(const Entry& other, const Node& node) const {
+  if (!other.is_node) return false;
+  const Node& page = static_cast<const Node&>(other);
+  const std::uint64_t due = page.used + page.interval;
+  return prompts_ < due && due <= prompts_ + node.interval;
 }
 
 // Descends from a root, `at`, and adds missing nodes; `at` is then the last node.
@@ -140,6 +161,7 @@ void PrefixTree::remember(Node*& at, std::span<const TokenId> tokens, std::span<
     node.parent = at;
     node.place = place;
     node.page = pages[i];
+    node.interval = at->interval;
     link(node);
     pool_.retain({&pages[i], 1});
     ++count_;
@@ -196,11 +218,6 @@ std::size_t PrefixTree::bytes_held() const {
   return count_ * pool_.page_bytes() + (states_ ? count_states_ * states_->slot_bytes() : 0);
 }
 
-bool PrefixTree::evict() {
-  const std::scoped_lock lock(mutex_);
-  return drop_oldest(true);
-}
-
 bool PrefixTree::forget(PageId page) {
   const std::scoped_lock lock(mutex_);
   // A page that is about to be written to was used recently.
@@ -219,14 +236,13 @@ bool PrefixTree::is_shared(const Entry& entry) const {
                        : states_->is_shared(static_cast<const State&>(entry).point->state);
 }
 
-// Removes a state or a leaf: earlier pages are useful without it, but not the reverse. If `unused_only` and
-// sessions hold all of these, removes a page that only the tree holds, with all after it, or a state at an
-// interval.
-bool PrefixTree::drop_oldest(bool unused_only) {
+bool PrefixTree::evict() {
+  const std::scoped_lock lock(mutex_);
+  // A state or a leaf: earlier pages are useful without it, but not the reverse.
   const Entry* first_held = nullptr;
   while (oldest_ && oldest_ != first_held) {
     ++examined_;
-    if (!unused_only || !is_shared(*oldest_)) {
+    if (!is_shared(*oldest_)) {
       remove(*oldest_);
       return true;
     }
@@ -234,8 +250,9 @@ bool PrefixTree::drop_oldest(bool unused_only) {
     if (!first_held) first_held = oldest_;
     touch(*oldest_);
   }
-  // Sessions may hold every leaf without the pages before it: if a session computes a page that the tree
-  // already has, its next pages are inserted after that of the tree.
+  // Otherwise a page with all after it, or a state at an interval. Sessions may hold every leaf without the
+  // pages before it: if a session computes a page that the tree already has, its next pages are inserted
+  // after that of the tree.
   for (Entry* entry = oldest_; entry; entry = entry->newer) {
     ++examined_;
     if (!entry->is_node) continue;
@@ -296,7 +313,10 @@ void PrefixTree::touch(Entry& entry) {
     if (has_order(static_cast<State&>(entry))) renew(entry);
     return;
   }
-  for (Node* node = &static_cast<Node&>(entry); node->parent; node = node->parent) renew(*node);
+  for (Node* node = &static_cast<Node&>(entry); node->parent; node = node->parent) {
+    node->used = prompts_;
+    renew(*node);
+  }
 }
 
 void PrefixTree::link(Entry& entry) {

@@ -26,8 +26,9 @@ namespace metal_prefill {
 // prefix that ends at a state is usable there. Safe to call from several threads.
 class PrefixTree {
  public:
-  // Keeps at most the memory of `max_pages` in all namespaces together; the least recently used are evicted
-  // first. `states`: null for a model without recurrent layers.
+  // Keeps at most the memory of `max_pages` in all namespaces together. The least recently used are evicted
+  // first, unless prompts use them at intervals and the next use is due before that of the prompt that needs
+  // the room: then its own last pages are. `states`: null for a model without recurrent layers.
   PrefixTree(PagePool& pool, std::size_t max_pages, const StatePool* states = nullptr);
   ~PrefixTree();
   PrefixTree(const PrefixTree&) = delete;
@@ -40,6 +41,8 @@ class PrefixTree {
     StatePoint state;  // the last one within them
   };
   Match find(std::string_view name_space, std::span<const TokenId> tokens);
+  // Counts a prompt, whether it finds anything or not: the interval of two uses is a number of prompts.
+  void count_prompt();
   // Number of positions that `find` would return, and of those before its state. Does not count as a use.
   struct Known {
     int positions = 0;
@@ -87,6 +90,9 @@ class PrefixTree {
     Node* parent = nullptr;
     Children::iterator place;  // among the children of `parent`
     PageId page = 0;
+    std::uint64_t used = 0;  // number of prompts up to its last use
+    // Between the prompts that found it last; of a page that none has found, that of its parent. 0: unknown.
+    std::uint64_t interval = 0;
     std::vector<std::unique_ptr<State>> states;  // within the page, in ascending order of positions
     Children children;
     const std::string* name_space = nullptr;  // of a root, which has no page and no parent
@@ -111,9 +117,9 @@ class PrefixTree {
   void link(Entry& entry);
   void unlink(Entry& entry);
   void touch(Entry& entry);
+  bool is_due_before(const Entry& other, const Node& node) const;
   void remove(Entry& entry);
   void remove_with_descendants(Node& node);
-  bool drop_oldest(bool unused_only);
 
   PagePool& pool_;
   const std::size_t max_pages_;
@@ -123,7 +129,7 @@ class PrefixTree {
   // Ends of the order of use. A node is always older than its parent, so the oldest one is a leaf.
   Entry *oldest_ = nullptr, *newest_ = nullptr;
   std::size_t count_ = 0, count_states_ = 0;
-  std::uint64_t examined_ = 0;
+  std::uint64_t prompts_ = 0, examined_ = 0;
   const ForkHandler fork_handler_{[this] { mutex_.lock(); }, [this](bool) { mutex_.unlock(); }};
 };
 

@@ -78,6 +78,7 @@ std::size_t Session::keep_known(std::span<const TokenId> tokens, std::size_t roo
   std::size_t known = std::size_t(common_prefix(tokens, tokens_));
   remembers_ = true;
   PrefixTree* tree = engine_->prefixes();
+  if (tree) tree->count_prompt();
   SequenceStates* states = cache_->states();
   const int own = states ? states->nearest(int(known)) : int(known);
   const PrefixTree::Known others = tree ? tree->known(prefix_namespace_, tokens) : PrefixTree::Known{};

@@ -28,8 +28,10 @@ class Oracle:
 
     def __init__(self, max_pages: int) -> None:
         self._max_pages = max_pages
-        self._clock = 0
+        self._clock = self._prompts = 0
         self.used: dict[Node, int] = {}  # nodes, and when each was used
+        self.prompt: dict[Node, int] = {}  # number of prompts up to then
+        self.interval: dict[Node, int] = {}  # prompts between its last uses, or those of its parent
         self.length: dict[Node, int] = {}  # tokens of a node's page
         self.held: list[set[Node]] = []
 
@@ -53,23 +55,36 @@ class Oracle:
         self._clock += 1
         for end in range(2, len(path) + 1):
             self.used[path[:end]] = self._clock
+            self.prompt[path[:end]] = self._prompts
 
     def find(self, path: Node, last: int) -> tuple[int, list[Node]]:
         known, nodes = self._walk(path, last)
+        self._prompts += 1
+        for node in nodes:
+            self.interval[node] = self._prompts - self.prompt[node]
         if nodes:
             self._use(nodes[-1])
         return known, nodes
 
     def insert(self, path: Node, last: int) -> None:
+        self._prompts += 1
         for end in range(2, len(path) + 1):
             length = last if end == len(path) else PAGE
             if self.length.get(path[:end], 0) < length:  # a page with fewer of the same tokens is replaced
                 self.length[path[:end]] = length
+                self.interval[path[:end]] = self.interval.get(path[: end - 1], 0)
                 for held in self.held:
                     held.discard(path[:end])
         self._use(path)
         while len(self.used) > self._max_pages:
-            self._drop(self._oldest(self._leaves()))
+            oldest = self._oldest(self._leaves())
+            due = self.prompt[oldest] + self.interval[oldest]
+            soon = self._prompts < due <= self._prompts + self.interval.get(path, 0)
+            if soon and len(path) > 2 and path in self._leaves():
+                self._drop(path)
+                path = path[:-1]
+            else:
+                self._drop(oldest)
 
     def _leaves(self) -> list[Node]:
         followed = {node[:-1] for node in self.used}

@@ -47,6 +47,7 @@ class Tree {
 
   // As a session that computed these tokens, kept the states at these positions, and ended.
   bool insert(const std::string& name_space, const Tokens& tokens, const std::vector<int>& positions) {
+    tree_.count_prompt();
     const std::vector<PageId> pages = pool_.take(pages_of(int(tokens.size())));
     std::vector<StatePoint> points;
     for (const int position : positions) points.push_back({position, states_.take()});
@@ -57,6 +58,7 @@ class Tree {
   // As a session that found a prefix of these tokens, and holds its pages until they are released and the
   // state until it is deleted.
   nb::tuple find(const std::string& name_space, const Tokens& tokens) {
+    tree_.count_prompt();
     PrefixTree::Match match = tree_.find(name_space, tokens);
     return nb::make_tuple(match.positions, std::move(match.pages), std::move(match.state));
   }

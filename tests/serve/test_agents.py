@@ -65,12 +65,8 @@ COMPUTED = {
         [411, 119, 119, 128, 121],
     ),
     "restart": ([488, 200, 217, 214, 228],),
-    "memory too small": (
-        [338, 339, 342, 177, 188, 226, 292, 382, 490, 632, 768, 692, 893, 908, 836],
-        [338, 346, 349, 183, 194, 226, 292, 318, 426, 568, 775, 692, 900, 915, 836],
-        [338, 346, 349, 183, 194, 183, 185, 198, 186, 195, 187, 188, 187, 190, 194],
-    ),
 }
+PAGE = 64
 END_OF_TURN = 2  # <|im_end|>
 LAST_TURNS = 3
 # From the end of a turn to the first word in which the next one differs.
@@ -103,7 +99,7 @@ class Asked:
         return [*range(0, len(self.prompt), interval), *(position for position in new if position > known)]
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", COMPUTED)
 @pytest.mark.parametrize("name", INTERVALS)
 def test_a_turn_computes_what_follows_the_nearest_snapshot(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, shape: str
@@ -114,8 +110,6 @@ def test_a_turn_computes_what_follows_the_nearest_snapshot(
     of_families = COMPUTED[shape]
     family = max(list(INTERVALS).index(name) - 1, 0)
     assert [request.computed for request in asked] == of_families[min(family, len(of_families) - 1)]
-    if SHAPES[shape].memory_of is not None:
-        return
     for i, request in enumerate(asked):
         new, length = request.computed, len(request.prompt)
         at_most = [a.last_turn if i == SHAPES[shape].restart else length - 1 for a in asked[:i]]
@@ -125,6 +119,37 @@ def test_a_turn_computes_what_follows_the_nearest_snapshot(
         assert length - longest <= new <= length - known, i
         if i > 0 and shape not in ("edited header", "edit in the middle"):
             assert new <= length - longest + MOST_HEADER, i
+
+
+def most_found(prompts: list[list[int]], memory: int) -> int:
+    """Return how many tokens of prompts any policy can find in a cache of so many pages, in whole pages.
+
+    Belady's rule: the pages that are evicted, or not kept, are those that are used again last.
+    """
+    requests = [{tuple(prompt[:end]) for end in range(PAGE, len(prompt), PAGE)} for prompt in prompts]
+    kept: set[tuple[int, ...]] = set()
+    found = 0
+    for i, pages in enumerate(requests):
+        found += len(pages & kept)
+
+        def next_use(page: tuple[int, ...], after: int = i + 1) -> int:
+            return next((j for j in range(after, len(requests)) if page in requests[j]), len(requests))
+
+        kept = set(sorted(kept | pages, key=lambda page: (next_use(page), len(page)))[:memory])
+    return PAGE * found
+
+
+@pytest.mark.parametrize("name", INTERVALS)
+def test_agents_in_turn_find_what_a_small_memory_can_hold(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(_agents, "UNIT", 5)
+    path = write(tmp_path / "m.gguf", replace(MODELS[name], context=4096))
+    asked = requests_of(path, "memory too small", tmp_path)
+    prompts = [request.prompt for request in asked]
+    memory = -(-len(prompts[-(SHAPES["memory too small"].memory_of or 0)]) // PAGE)  # of the first agent
+    found = sum(len(request.prompt) - request.computed for request in asked)
+    assert found >= most_found(prompts, memory)
 
 
 def test_sessions_are_replayed_on_servers(demo_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
