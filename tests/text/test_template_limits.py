@@ -273,7 +273,7 @@ def test_keys_of_messages_are_text_or_numbers() -> None:
     ids=lambda v: type(v).__name__,
 )
 def test_subclasses_are_treated_like_their_base(value: Any, text: str) -> None:
-    pieces = ChatTemplate("{{ messages[0].content }}", [END]).render([{"role": "user", "content": value}], {})
+    pieces = ChatTemplate("{{ messages[0].value }}", [END]).render([{"role": "user", "value": value}], {})
     assert pieces == [(text, False)]
 
 
