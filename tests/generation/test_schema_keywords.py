@@ -99,6 +99,10 @@ def test_lists_may_repeat_items() -> None:
         ({"if": {"type": "string"}, "then": {"maxLength": 3}}, '"if"'),
         ({"not": {"type": "string"}}, '"not"'),
         ({"type": "array", "contains": {"type": "string"}}, '"contains"'),
+        (
+            {"type": "object", "patternProperties": {"^a": {"type": "integer"}, "a$": {"type": "string"}}},
+            "/\\^a/ and /a\\$/ are not disjoint",
+        ),
     ],
 )
 def test_keywords_that_are_not_followed_are_named(model: Model, schema: dict[str, Any], message: str) -> None:
