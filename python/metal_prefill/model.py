@@ -128,8 +128,9 @@ class Model:
         packing the next time. All such files together take up to 8 GiB; ``metal-prefill cache`` lists and
         deletes them.
     adapter
-        Folder of a LoRA adapter, as peft saves it, for a model that is a folder. Its product is added to the
-        weights when the folder is converted.
+        Folder of a LoRA adapter, as peft saves it, for a model that is a folder; or the name of an adapter
+        that the folder itself has, such as ``"retrieval.query"`` of jina-embeddings-v3. Its product is added
+        to the weights when the folder is converted.
     fused_norm
         Metal only: compute the norm of a single token within the projections that follow it. Results are the
         same. None selects the alternative that was faster when a model of this shape was first opened on this

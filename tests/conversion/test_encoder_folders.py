@@ -64,7 +64,11 @@ def test_a_vector_over_the_vocabulary_is_that_of_transformers(device: str, tmp_p
 
 @pytest.mark.parametrize("compute", ["f32", "int8"])
 @pytest.mark.parametrize(
-    "name", [*("albert, odd", "electra", "t5, gated", "deberta", "deberta, absolute"), *PRIVACY_FILTERS]
+    "name",
+    [
+        *("albert, odd", "electra", "t5, gated", "deberta", "deberta, absolute", "jina v3, odd"),
+        *PRIVACY_FILTERS,
+    ],
 )
 def test_a_text_has_the_same_bits_in_any_batch(tmp_path: Path, name: str, compute: str) -> None:
     kind = "F32" if compute == "f32" else "Q8_0"

@@ -8,7 +8,7 @@ import gguf
 import numpy as np
 import numpy.typing as npt
 import pytest
-from support import comparison, small_models
+from support import comparison, llama_cpp_folders, small_models
 from support.reference import ReferenceModel
 from support.small_models import SmallModel
 
@@ -112,6 +112,7 @@ def test_means_of_encoders_match_llama_cpp(tmp_path: Path, name: str) -> None:
 def test_every_architecture_was_recorded_by_both() -> None:
     encoders = dict(comparison.encoders_for_llama_cpp())
     architectures = {model.architecture for model in (IN_FLOAT32 | POOLED | encoders).values()}
+    architectures |= llama_cpp_folders.ARCHITECTURES
     assert architectures == set(ARCHITECTURES) & set(gguf.MODEL_ARCH_NAMES.values())
     with np.load(comparison.LOGITS) as llama_cpp, np.load(comparison.TRANSFORMERS_LOGITS) as transformers:
         assert set(llama_cpp) == set(COMPARED)

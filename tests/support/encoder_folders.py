@@ -1,4 +1,4 @@
-"""Folders of ALBERT, ELECTRA, T5, DeBERTa and OpenAI Privacy Filter with random weights.
+"""Folders of ALBERT, ELECTRA, T5, DeBERTa, jina-embeddings-v3 and OpenAI Privacy Filter with random weights.
 
 Results are recorded with transformers.
 """
@@ -206,6 +206,30 @@ def t5(path: Path, seed: int, dim: int, heads: int, width: int, ffn: int, layers
     return folder
 
 
+def jina_v3(path: Path, seed: int, dim: int, heads: int, ffn: int, layers: int, base: float) -> Folder:
+    """Make a folder of jina-embeddings-v3 as transformers has it, with the names of Jina's own class."""
+    config = {
+        "model_type": "jina_embeddings_v3",
+        "rope_parameters": {"rope_type": "default", "rope_theta": base},
+        "type_vocab_size": 1,
+        "layer_norm_eps": 1e-5,
+        "pad_token_id": 1,
+    }
+    folder = _bert(path, "JinaEmbeddingsV3Model", dim, heads, ffn, layers, **config)
+    shapes = _rotated(folder.config["vocab_size"], dim)
+    for layer in range(layers):
+        at = f"encoder.layers.{layer}."
+        shapes |= _linear({f"{at}mixer.Wqkv": (3 * dim, dim), f"{at}mixer.out_proj": (dim, dim)})
+        shapes |= _linear({f"{at}mlp.fc1": (ffn, dim), f"{at}mlp.fc2": (dim, ffn)})
+        shapes |= _norm(f"{at}norm1", dim) | _norm(f"{at}norm2", dim)
+    return _filled(folder, "roberta.", shapes, seed)
+
+
+def _rotated(vocab: int, dim: int) -> Shapes:
+    shapes = _embeddings(vocab, dim, types=1, positions=0)
+    return {name.replace("embeddings.LayerNorm", "emb_ln"): shape for name, shape in shapes.items()}
+
+
 # The pattern of o200k_base as published.
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _END = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
@@ -367,5 +391,8 @@ RECORDED: dict[str, Callable[..., Folder]] = {
         deberta, seed=2, dim=72, heads=3, ffn=88, layers=3, furthest=20, absolute=True
     ),
     "deberta, far": partial(deberta, seed=3, dim=64, heads=1, ffn=40, layers=2, buckets=64),
+    "jina v3": partial(jina_v3, seed=1, dim=32, heads=4, ffn=64, layers=2, base=20000.0),
+    "jina v3, odd": partial(jina_v3, seed=2, dim=72, heads=3, ffn=88, layers=3, base=500.0),
+    "jina v3, one head": partial(jina_v3, seed=3, dim=64, heads=1, ffn=56, layers=2, base=20000.0),
     **PRIVACY_FILTERS,
 }

@@ -15,7 +15,8 @@ import llama_cpp
 import numpy as np
 import numpy.typing as npt
 import sentencepiece
-from support import comparison, small_models
+from gguf import GGUFReader
+from support import comparison, llama_cpp_folders, small_models
 from support.places import ROOT
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
@@ -191,7 +192,8 @@ def vector(path: Path, tokens: npt.NDArray[np.int64], width: int) -> npt.NDArray
     for i, token in enumerate(tokens.tolist()):
         batch.token[i], batch.pos[i], batch.n_seq_id[i], batch.logits[i] = token, i, 1, True
         batch.seq_id[i][0] = 0
-    if llama_cpp.llama_decode(context, batch) != 0:
+    has_encoder = llama_cpp.llama_model_has_encoder(model)
+    if (llama_cpp.llama_encode if has_encoder else llama_cpp.llama_decode)(context, batch) != 0:
         raise RuntimeError(f"llama.cpp cannot compute {path}")
     values: npt.NDArray[np.float32] = np.ctypeslib.as_array(
         llama_cpp.llama_get_embeddings_seq(context, 0), (width,)
@@ -226,8 +228,21 @@ def record_encoders(folder: Path) -> None:
     np.savez_compressed(comparison.ENCODERS_OF_LLAMA_CPP, allow_pickle=False, **recorded)
 
 
+def record_folders() -> None:
+    """Compute the mean of the hidden states of files with the keys of llama.cpp's converter."""
+    recorded: dict[str, Any] = {}
+    for name in llama_cpp_folders.FOLDERS:
+        with tempfile.TemporaryDirectory() as folder:
+            path = llama_cpp_folders.written(Path(folder), name)
+            width = GGUFReader(path).fields[f"{name.partition(',')[0]}.embedding_length"].contents()
+            recorded[name] = np.array([vector(path, t, width) for t in llama_cpp_folders.texts()])
+        print(f"{name}: {recorded[name].std():.3f}")
+    np.savez_compressed(llama_cpp_folders.RECORD, allow_pickle=False, **recorded)
+
+
 def main() -> None:
     """Write all recordings."""
+    record_folders()
     with tempfile.TemporaryDirectory() as folder:
         record_tokens(Path(folder))
         record_logits(Path(folder))

@@ -219,8 +219,8 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--adapter",
         type=Path,
-        metavar="FOLDER",
-        help="LoRA adapter to merge into the weights of a model folder",
+        metavar="ADAPTER",
+        help="LoRA adapter to merge into the weights of a model folder: a folder, or the name of one in it",
     )
     parser.add_argument(
         "--no-mmap",

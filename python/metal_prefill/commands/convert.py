@@ -39,7 +39,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--name", help="name of the model in the file (default: that of the folder)")
     parser.add_argument(
-        "--adapter", type=Path, metavar="FOLDER", help="LoRA adapter to merge into the weights"
+        "--adapter",
+        type=Path,
+        metavar="ADAPTER",
+        help="LoRA adapter to merge into the weights: a folder, or the name of one within them",
     )
 
 

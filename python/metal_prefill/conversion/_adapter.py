@@ -1,11 +1,15 @@
-"""LoRA adapters (arXiv:2106.09685) as peft saves them, merged into the weights of a folder."""
+"""LoRA adapters (arXiv:2106.09685), merged into the weights of a folder.
+
+An adapter is a folder as peft saves it, or one of several within the weights, as jina-embeddings-v3 has them
+(arXiv:2409.10173): next to a matrix, ``lora_A`` and ``lora_B`` have one matrix for each adapter.
+"""
 
 from __future__ import annotations
 
 import math
 import re
 from collections.abc import Iterator, Mapping
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 
 from metal_prefill.conversion._body import ADAPTER
@@ -18,6 +22,78 @@ _PREFIX = "base_model.model."
 _NAME = re.compile(
     rf"{re.escape(_PREFIX)}(?P<module>.+)\.lora_(?P<part>A|B|embedding_A|embedding_B)(\.weight)?"
 )
+
+_ORIGINAL = ".parametrizations.weight.original"
+_OWN = re.compile(r"(?P<module>.+)\.parametrizations\.weight\.0\.lora_(?P<part>[AB])")
+
+
+def adapted(
+    config: Fields, weights: Mapping[str, Weight], adapter: Path | None, prefixes: tuple[str, ...]
+) -> Mapping[str, Weight]:
+    """Return the weights of a folder with those of an adapter added, if there is one.
+
+    Parameters
+    ----------
+    config
+        Configuration of the folder, which names the adapters within its weights.
+    weights
+        Those of the folder.
+    adapter
+        Folder of the adapter, or the name of one within the weights.
+    prefixes
+        Beginnings of names that the folder or the adapter may lack.
+
+    Raises
+    ------
+    GGUFError, UnsupportedModelError
+        See `merged`; or there is no such folder, and no such adapter within the weights.
+    """
+    own = [str(name) for name in config.sequence("lora_adaptations")]
+    if own:
+        index = own.index(str(adapter)) if str(adapter) in own else None
+        if index is None and adapter is not None and not adapter.is_dir():
+            raise config.error(f"adapter {adapter} is neither a folder nor one of {', '.join(own)}")
+        weights = _with_own(config, weights, len(own), index)
+        adapter = adapter if index is None else None
+    return weights if adapter is None else merged(weights, adapter, prefixes)
+
+
+def _with_own(
+    config: Fields, weights: Mapping[str, Weight], count: int, index: int | None
+) -> dict[str, Weight]:
+    """Return the weights with the product of one of the pairs within them added, or of none."""
+    found: dict[str, Weight] = {}
+    pairs: dict[str, dict[str, Weight]] = {}
+    for name, weight in weights.items():
+        match = _OWN.fullmatch(name)
+        if match is not None:
+            if len(weight.shape) != 3 or weight.shape[0] != count:
+                raise GGUFError(
+                    f"{weight.file}: tensor {name} has shape {weight.shape}, expected {count} matrices, one "
+                    "for each adapter"
+                )
+            pairs.setdefault(match["module"], {})[match["part"]] = weight
+        else:
+            bare = f"{name.removesuffix(_ORIGINAL)}.weight" if name.endswith(_ORIGINAL) else name
+            found[bare] = replace(weight, name=bare)
+    if index is None:
+        return found
+    for module, pair in pairs.items():
+        base = found.get(f"{module}.weight")
+        if base is None or set(pair) != {"A", "B"}:
+            raise config.error(f"{module} lacks one of its weight and the two matrices of adapters")
+        down, up = (_matrix(pair[part], index) for part in "AB")
+        if module.endswith("_embeddings"):  # A has its rows, and B its columns
+            down, up = up, down
+        scale = config.number("lora_alpha", default=1.0) / down.shape[0]
+        found[f"{module}.weight"] = _sum(base, module, down, up, scale)
+    return found
+
+
+def _matrix(weight: Weight, index: int) -> Weight:
+    """Return one of the matrices in a tensor of three dimensions."""
+    part = weight.parts((weight.name,) * weight.shape[0])[index]
+    return replace(part, shape=part.shape[1:])
 
 
 def merged(weights: Mapping[str, Weight], adapter: Path, prefixes: tuple[str, ...]) -> dict[str, Weight]:
@@ -49,18 +125,8 @@ def merged(weights: Mapping[str, Weight], adapter: Path, prefixes: tuple[str, ..
         name = names.get(f"{_bare(module, prefixes)}.weight")
         if name is None:
             raise GGUFError(f"{down.file}: changes {module}, which the model does not have")
-        weight, of_embedding = found[name], "embedding" in down.name
-        shape = (down.shape[1], up.shape[0]) if of_embedding else (up.shape[0], down.shape[1])
-        if down.shape[0] != up.shape[1] or weight.shape != shape:
-            raise GGUFError(
-                f"{down.file}: the matrices {down.shape} and {up.shape} of {module} do not fit its shape "
-                f"{weight.shape}"
-            )
         scale = _scale(config, module, down.shape[0])
-        found[name] = Computed(
-            *(weight.file, weight.name, weight.dtype, weight.shape, 0, math.prod(shape)),
-            partial(_sum, weight, down, up, scale, of_embedding),
-        )
+        found[name] = _sum(found[name], module, down, up, scale, transposed="embedding" in down.name)
     return found
 
 
@@ -100,6 +166,19 @@ def _scale(config: Fields, module: str, rank: int) -> float:
     return alpha / (math.sqrt(rank) if config.boolean("use_rslora", default=False) else rank)
 
 
-def _sum(weight: Weight, down: Weight, up: Weight, scale: float, of_embedding: bool) -> FloatArray:
-    change = up.values() @ down.values()
-    return weight.values() + scale * (change.T if of_embedding else change)
+def _sum(
+    weight: Weight, module: str, down: Weight, up: Weight, scale: float, *, transposed: bool = False
+) -> Weight:
+    """Return a weight plus the product of two matrices, or plus its transpose."""
+    shape = (up.shape[0], down.shape[1])
+    if down.shape[0] != up.shape[1] or weight.shape != (shape[::-1] if transposed else shape):
+        raise GGUFError(
+            f"{down.file}: the matrices {down.shape} and {up.shape} of {module} do not fit its shape "
+            f"{weight.shape}"
+        )
+
+    def values() -> FloatArray:
+        product = scale * (up.values() @ down.values())
+        return weight.values() + (product.T if transposed else product)
+
+    return Computed(weight.file, weight.name, weight.dtype, weight.shape, 0, math.prod(shape), values)

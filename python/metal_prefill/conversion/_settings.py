@@ -52,7 +52,7 @@ def t5(config: Fields) -> dict[str, Any]:
     """Return the activation of the feed-forward, which is gated or not."""
     stated = config.string("feed_forward_proj", default="relu")
     name = "gelu_new" if stated == "gated-gelu" else stated.removeprefix("gated-")
-    known = ARCHITECTURES["t5-encoder"].activations
+    known = ARCHITECTURES["t5encoder"].activations
     if name not in known:
         raise config.unsupported(f"feed_forward_proj is {stated!r}; supported: {', '.join(known)}")
     return {"hidden_activation": name}
@@ -379,6 +379,14 @@ def nomic_bert(config: Fields) -> dict[str, Any]:
     trained = config.integer("max_trained_positions", default=MAX_INT)
     context = min(config.integer("max_position_embeddings", "n_positions"), trained)
     return {"rope.freq_base": base, "context_length": context}
+
+
+def jina_v3(config: Fields) -> dict[str, Any]:
+    """Return the activation, and the base of the rotation."""
+    rope = config.object("rope_parameters")
+    rope.require("rope_type", ("default",), "default")
+    base = rope.number("rope_theta", default=config.number("rotary_emb_base", default=20000.0))
+    return {**activation(config), "rope.freq_base": base}
 
 
 def modern_bert(config: Fields) -> dict[str, Any]:

@@ -98,6 +98,8 @@ _CLASSIFIER = {"classifier": "cls.output"}
 # Stanford's ColBERT: the name of its class, its projection of tokens, and families by the type of its body.
 COLBERT, _PROJECTION = "HF_ColBERT", {"linear": "dense_2"}
 _BODIES = {"bert": "Bert", "roberta": "Roberta", "xlm-roberta": "XLMRoberta"}
+# Families of folders that name the class of another, whose positions they do not have.
+_WITH_POSITIONS = {"alibi": "JinaBert", "rotary": "JinaEmbeddingsV3"}
 _QKV = ("query", "key", "value")
 BIDIRECTIONAL = "Bidirectional"  # ends the names of decoders whose tokens see those after them
 
@@ -335,8 +337,7 @@ _DEBERTA = replace(
     made=_deberta.MADE,
 )
 _T5 = Source(
-    "t5-encoder",
-    names_of="t5encoder",
+    "t5encoder",
     keys={
         "embedding_length": _integer("d_model"),
         "block_count": Key(("num_layers",), most=MAX_LAYERS),
@@ -382,6 +383,15 @@ _GTE = Source(
         "mlp_ln": ("output.LayerNorm",),
     },
     more=_settings.gte,
+)
+# The body that Jina's repositories define under the name of XLM-R, with rotation instead of positions.
+_JINA_V3 = replace(
+    _ROBERTA,
+    architecture="jina-bert-v3",
+    accepted={"use_reg_tokens": (False,)},
+    more=_settings.jina_v3,
+    changes={},
+    position_offset=False,
 )
 _OF_DECODERS = {
     "causal": {"lm_head": "output"},
@@ -598,6 +608,7 @@ SOURCES: dict[str, Source] = {
         },
         more=_settings.nomic_bert,
     ),
+    "JinaEmbeddingsV3": _JINA_V3,
     "ModernBert": Source(
         "modern-bert",
         prefixes=("model.",),
@@ -953,9 +964,10 @@ def find_source(config: Fields) -> tuple[Source, Task]:
     name = classes[0] if classes and isinstance(classes[0], str) else None
     if name is None:
         raise config.error("architectures must name the class of the model, such as BertModel")
+    positions = config.string("position_embedding_type", default="")
     if name == COLBERT:
         config.require("model_type", tuple(_BODIES), None)
-        return SOURCES[_BODIES[config.string("model_type")]], "late"
+        return SOURCES[_WITH_POSITIONS.get(positions, _BODIES[config.string("model_type")])], "late"
     match = re.fullmatch(rf"(.+?)({'|'.join(TASKS)})", name)
     family = match[1].removesuffix(BIDIRECTIONAL) if match else ""
     if match is None or family not in SOURCES:
@@ -971,8 +983,8 @@ def find_source(config: Fields) -> tuple[Source, Task]:
         source = _GRANITE_HYBRID_EXPERTS if has_experts else source
         if _scan_settings.only_rotated_attention(config):
             source = replace(source, architecture="granitemoe" if has_experts else "granite")
-    if source.architecture == "bert" and config.string("position_embedding_type", default="") == "alibi":
-        source = SOURCES["JinaBert"]  # whose folders also name the class BertModel
+    if source.architecture == "bert":
+        source = SOURCES[_WITH_POSITIONS[positions]] if positions in _WITH_POSITIONS else source
     has_other_parts = match[2] == "ForConditionalGeneration"
     if task not in ("body", *source.heads) or (has_other_parts and not source.text_part):
         raise config.unsupported(f"the head of {name} is not supported")
@@ -999,8 +1011,12 @@ def _bidirectional(source: Source) -> Source:
     """Return the row for a decoder whose tokens see those after them, and may be projected."""
     if source.architecture == "gemma3":
         return replace(source, architecture="gemma-embedding")
-    constants = {**source.constants, "attention.causal": False}
-    return replace(source, constants=constants, heads={**source.heads, "body": {"linear": DENSE[0]}})
+    return replace(
+        source,
+        architecture="llama-embed" if source.architecture == "llama" else source.architecture,
+        constants={**source.constants, "attention.causal": False},
+        heads={**source.heads, "body": {"linear": DENSE[0]}},
+    )
 
 
 def metadata_of(source: Source, config: Fields) -> dict[str, Any]:

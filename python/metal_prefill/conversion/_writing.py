@@ -19,7 +19,7 @@ from metal_prefill._support.arguments import Progress
 from metal_prefill._support.atomic_write import replacing
 from metal_prefill._support.interruptions import whole_interruptions
 from metal_prefill._support.shortened import shortened
-from metal_prefill.conversion._adapter import merged
+from metal_prefill.conversion._adapter import adapted
 from metal_prefill.conversion._body import GLINER, body_folder, refuse_adapter
 from metal_prefill.conversion._colbert import colbert_heads, colbert_metadata
 from metal_prefill.conversion._fields import Fields, is_number
@@ -99,7 +99,7 @@ def convert(
         Name of the model in the file; by default that of the folder.
     adapter
         Folder of a LoRA adapter (``adapter_config.json``, ``adapter_model.safetensors``) to merge into the
-        weights.
+        weights, or the name of an adapter within the weights, such as ``"retrieval.query"``.
     encoder
         Folder with the configuration and the tokenizer of the encoder, which a folder of GLiNER may lack.
     progress
@@ -149,8 +149,7 @@ def convert(
     metadata |= modules.metadata
     task = "masked" if modules.masked else task
     weights: Mapping[str, Weight] = read_weights(body) if entities is None else entities.weights
-    if adapter is not None:
-        weights = merged(weights, Path(adapter), source.prefixes)
+    weights = adapted(whole, weights, None if adapter is None else Path(adapter), source.prefixes)
     weights = source.combined(config, weights)
     names = gguf.get_tensor_name_map(_architecture(source), metadata.get("block_count", 0))
     found: dict[str, Weight | Stack] = dict(modules.tensors)

@@ -277,22 +277,26 @@ _BERT = Architecture(
     head="absent",
     rope=False,
     causal=False,
+    fused=_QKV,
 )
-# The same with a gated feed-forward, and with rotation instead of positions.
-_NOMIC_BERT = replace(
+# The same with rotation instead of positions.
+_ROTATED_BERT = replace(
     _BERT,
     rope_style="neox",
+    positions="absent",
+    position_bias="absent",
+    embedding_projection="absent",
+    rope=True,
+)
+# And with a gated feed-forward.
+_NOMIC_BERT = replace(
+    _ROTATED_BERT,
     activation="silu",
     activations={},
     qkv_bias="optional",
     output_bias="optional",
     up_bias="absent",
-    positions="absent",
-    position_bias="absent",
-    embedding_projection="absent",
     gate="required",
-    rope=True,
-    fused=_QKV,
 )
 # Of layers whose attention and feed-forward have the same input.
 _ONE_NORM = {"ffn_norm": "blk.{layer}.attn_norm.weight", "ffn_norm_bias": "blk.{layer}.attn_norm.bias"}
@@ -328,14 +332,16 @@ _T5_NAMES = {
     "w_up": "ffn_up",
     "w_down": "ffn_down",
 }
+_LLAMA = Architecture(
+    qkv_bias="optional",
+    output_bias="optional",
+    gate_bias="optional",
+    up_bias="optional",
+    window="optional",
+)
 ARCHITECTURES: dict[str, Architecture] = {
-    "llama": Architecture(
-        qkv_bias="optional",
-        output_bias="optional",
-        gate_bias="optional",
-        up_bias="optional",
-        window="optional",
-    ),
+    "llama": _LLAMA,
+    "llama-embed": replace(_LLAMA, causal=False),
     "qwen2": Architecture(rope_style="neox", qkv_bias="required", window="optional"),
     "qwen3": Architecture(rope_style="neox", qk_norm="required", window="optional"),
     "qwen3moe": Architecture(
@@ -450,6 +456,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         relative_positions="required",
         embedding_projection="absent",
     ),
+    "jina-bert-v3": _ROTATED_BERT,
     "nomic-bert": _NOMIC_BERT,
     "gte": replace(_NOMIC_BERT, activation="gelu_erf", qkv_bias="required", output_bias="required"),
     "jina-bert-v2": replace(
@@ -484,7 +491,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         causal=False,
         fused={"attn_qkv.weight": ("wq", "wk", "wv"), "ffn_up.weight": ("w_gate", "w_up")},
     ),
-    "t5-encoder": Architecture(
+    "t5encoder": Architecture(
         activation="gelu",
         activations={**_GELUS, "silu": "silu", "relu": "relu"},
         ungated_activation="relu",

@@ -123,7 +123,11 @@ class HeadTraits:
 _ENCODER = HeadTraits("cls", one_score="sigmoid")  # as sentence-transformers computes the scores of pairs
 HEADS: dict[str, HeadTraits] = {
     **dict.fromkeys(
-        ("bert", "nomic-bert", "gte", "jina-bert-v2", "eurobert", "t5-encoder", "deberta-v2"), _ENCODER
+        (
+            *("bert", "nomic-bert", "gte", "jina-bert-v2", "jina-bert-v3", "eurobert", "t5encoder"),
+            "deberta-v2",
+        ),
+        _ENCODER,
     ),
     "modern-bert": HeadTraits("mean", "gelu_erf", "sigmoid"),
 }

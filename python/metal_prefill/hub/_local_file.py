@@ -27,7 +27,7 @@ from metal_prefill.storage._cache_folder import beyond_limit, cache_folder, vers
 from metal_prefill.storage._session_file import sample_starts
 
 LIMIT = 16 << 30  # bytes of all converted models
-LAYOUT = 11  # counts changes of what a conversion writes
+LAYOUT = 12  # counts changes of what a conversion writes
 
 _KEY_DIGITS = 16
 _SAMPLES, _SAMPLE_BYTES = 64, 4096
@@ -51,7 +51,7 @@ def local_file(
     spec
         See :func:`metal_prefill.hub.resolve_model`.
     adapter
-        Folder of a LoRA adapter that is merged into the weights of a folder.
+        Folder of a LoRA adapter that is merged into the weights of a folder, or the name of one within them.
     progress
         Called with the number of bytes written and their total while a folder is converted.
 
@@ -194,6 +194,8 @@ def _key(
         refuse_adapter(folder)
     weights = source_files(body_folder(folder))
     digest = hashlib.sha256(f"{version()} {LAYOUT}\n".encode())
+    if adapter is not None and not adapter.is_dir():  # the name of one within the weights
+        digest.update(os.fsencode(adapter) + b"\n")
     modules = module_folders(folder)
     places = (folder, *modules) if encoder is None else (folder, *modules, encoder)
     small = [path for place in places for path in sorted(place.glob("*")) if path.suffix in _SMALL]

@@ -1,0 +1,42 @@
+"""Folders of encoders whose files llama.cpp's converter also writes, and texts whose vectors are recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from metal_prefill.conversion import convert
+from support import bidirectional_folders, encoder_folders
+from support.gguf_mutator import take_apart
+from support.model_folders import Folder
+from support.places import DATA
+
+RECORD = DATA / "llama_cpp_folders.npz"
+# By architecture.
+FOLDERS: dict[str, Callable[[Path], Folder]] = {
+    "t5encoder": encoder_folders.RECORDED["t5"],
+    "t5encoder, gated": encoder_folders.RECORDED["t5, gated"],
+    "llama-embed": bidirectional_folders.RECORDED["llama"],
+    "jina-bert-v3": encoder_folders.RECORDED["jina v3"],
+}
+ARCHITECTURES = {name.partition(",")[0] for name in FOLDERS}
+# Keys that this project's conversion adds.
+_OWN = (b".hidden_activation", b".embedding_normalize", b"t5encoder.attention.causal")
+
+
+def written(folder: Path, name: str) -> Path:
+    """Write the file of a folder with the keys of llama.cpp's converter, and the pooling by the mean."""
+    made = FOLDERS[name](folder / "m")
+    made.pool("mean_tokens")
+    parts = take_apart(convert(made.write(), folder / "whole.gguf"))
+    parts.metadata = [entry for entry in parts.metadata if not entry[0].endswith(_OWN)]
+    return parts.write(folder / "m.gguf")
+
+
+def texts() -> Iterator[npt.NDArray[np.int64]]:
+    """Yield the tokens of texts, shorter and longer than pages."""
+    for n in (1, 5, 20, 64, 100):
+        yield np.random.default_rng(n).integers(5, 300, n)
