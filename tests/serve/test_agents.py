@@ -17,10 +17,10 @@ from support.chat_templates import CHATML
 from support.running_server import running
 from support.small_models import MODELS, write
 
-from metal_prefill import Model, bench
+from metal_prefill import MissingExtraError, Model, bench
 from metal_prefill.bench import _agents
 from metal_prefill.bench._agents import SHAPES, Ask, Messages, replay
-from metal_prefill.bench._peers.servers import Command, ServerOptions
+from metal_prefill.bench._peers.servers import Command, ServerOptions, check_server
 
 # Positions between the snapshots of states: one page, and the seven that take the memory of a state. With
 # attention alone, each position is one.
@@ -210,6 +210,22 @@ def test_tokens_that_a_peer_computes_are_those_that_it_reports(
         kept = 0 if i == SHAPES[shape].restart else [*same, False].index(False)
         assert (turn.prompt_tokens, turn.computed_tokens) == (len(words), max(len(words) - kept, 1))
         last = words
+
+
+def test_a_peer_may_be_the_path_of_its_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_agents, "UNIT", 2)
+    program = tmp_path / "llama-server"
+    code = STAND_IN.replace("REPORTS", "True").replace(
+        "sys.argv[1]", 'sys.argv[sys.argv.index("--port") + 1]'
+    )
+    program.write_text(f"#!{sys.executable}\n{code}", encoding="utf-8")
+    with pytest.raises(MissingExtraError, match=r"llama-server of llama\.cpp is not a program"):
+        check_server(str(program))
+    program.chmod(0o755)
+    check_server(str(program))
+    options = ServerOptions("m.gguf", threads=1, clients=1, context=4096)
+    turns = list(_agents.measured(str(program), options, None, "retries"))
+    assert [turn.computed_tokens for turn in turns[1:]] == [1] * 4
 
 
 def test_a_peer_that_does_not_report_tokens_is_named() -> None:

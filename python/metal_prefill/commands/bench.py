@@ -142,7 +142,8 @@ def _add_shared_arguments(parser: argparse.ArgumentParser, serves: bool) -> None
         type=_names,
         default=[],
         metavar=peers,
-        help="also measure others on the same file, alternating with this package",
+        help="also measure others on the same file, alternating with this package"
+        + ("; llama-server may be the path of its program" if serves else ""),
     )
     output.add_argument(
         "--json", metavar="FILE", help="write the rows as JSON; - prints them instead of the table"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import importlib.util
 import json
+import os
 import shutil
 import socket
 import subprocess
@@ -91,6 +92,12 @@ SERVERS: dict[str, Command] = {
 }
 
 
+def command_of(name: str) -> Command:
+    """Return the command of a server by its name, or by the path of a program that has the name."""
+    known = SERVERS[os.path.basename(name)]
+    return known if name in SERVERS else lambda options, port: [name, *known(options, port)[1:]]
+
+
 def check_server(name: str) -> None:
     """Raise an error that names the package to install if a server is missing.
 
@@ -101,11 +108,13 @@ def check_server(name: str) -> None:
     MissingExtraError
         The server is not installed.
     """
-    if name not in SERVERS:
+    is_llama_server = os.path.basename(name) == "llama-server"
+    if name not in SERVERS and not is_llama_server:
         peers = ", ".join(known for known in SERVERS if known != OURS)
         raise ValueError(f"unknown server {name!r} to compare with; known are {peers}")
-    if name == "llama-server" and shutil.which(name) is None:
-        raise MissingExtraError("llama-server of llama.cpp is not on the PATH")
+    if is_llama_server and shutil.which(name) is None:
+        where = "on the PATH" if name in SERVERS else "a program"
+        raise MissingExtraError(f"{name} of llama.cpp is not {where}")
     packages = {OURS: ("uvicorn", "metal_prefill[serve]")}
     packages["llama-cpp-python"] = ("llama_cpp.server", "llama-cpp-python[server]")
     if name in packages:
@@ -124,7 +133,7 @@ class ServerProcess:
     Parameters
     ----------
     name
-        Key of `SERVERS`.
+        Key of `SERVERS`, or the path of llama-server.
     options
         Options of the server.
     command
@@ -142,7 +151,7 @@ class ServerProcess:
             self.port: int = free.getsockname()[1]
         # Lives as long as the process; close() ends it.
         self._log = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115
-        argv = (command or SERVERS[name])(options, self.port)
+        argv = (command or command_of(name))(options, self.port)
         self._process = subprocess.Popen(argv, stdout=self._log, stderr=self._log)
         try:
             self.model = self._wait()
