@@ -17,6 +17,9 @@ from metal_prefill import Model, UnsupportedModelError
 from metal_prefill.conversion import convert
 from metal_prefill.conversion._fields import Fields
 from metal_prefill.conversion._sources import find_source
+from metal_prefill.sentence_transformers import SentenceTransformer
+
+INTEGERS = "qwen3, integers"
 
 
 def vectors(path: Path, device: str = "cpu", **options: Any) -> Any:
@@ -25,7 +28,7 @@ def vectors(path: Path, device: str = "cpu", **options: Any) -> Any:
         return model.embed(TEXTS, **options)
 
 
-@pytest.mark.parametrize("name", RECORDED)
+@pytest.mark.parametrize("name", [name for name in RECORDED if name != INTEGERS])
 def test_vectors_are_those_of_transformers(device: str, tmp_path: Path, name: str) -> None:
     path = convert(RECORDED[name](tmp_path / "m").write(), tmp_path / "m.gguf")
     with np.load(RECORD) as record:
@@ -35,7 +38,24 @@ def test_vectors_are_those_of_transformers(device: str, tmp_path: Path, name: st
     assert (found * expected).sum(axis=1).min() >= {"cpu": 0.999999, "metal": 0.9999}[device]
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3, projected"])
+def test_vectors_of_pplx_embed_are_rounded_tangents(device: str, tmp_path: Path) -> None:
+    path = convert(RECORDED[INTEGERS](tmp_path / "m").write(), tmp_path / "m.gguf")
+    with np.load(RECORD) as record:
+        means = record[INTEGERS].astype(np.float64)
+    found = vectors(path, device, normalize=False)
+    exact = 127 * np.tanh(means)
+    # Half a step from rounding, and the engine's error.
+    assert np.abs(found - exact).max() <= 0.5 + {"cpu": 1e-3, "metal": 0.5}[device]
+    np.testing.assert_array_equal(found, np.rint(found))
+    assert np.abs(found).max() > 50
+    if device == "cpu":
+        clear = np.abs(exact - np.rint(exact)) < 0.49  # of those next to a half, either neighbour is right
+        np.testing.assert_array_equal(found[clear], np.rint(exact)[clear])
+        model = SentenceTransformer(str(tmp_path / "m"), model_kwargs={"dtype": "float32"})
+        np.testing.assert_array_equal(model.encode(TEXTS), found)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3, projected", INTEGERS])
 def test_a_text_has_the_same_bits_in_any_batch(tmp_path: Path, name: str) -> None:
     path = convert(RECORDED[name](tmp_path / "m").write(), tmp_path / "m.gguf", tensor_type="Q8_0")
     with Model(path, device="cpu") as model:

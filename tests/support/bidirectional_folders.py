@@ -61,6 +61,16 @@ def voyage(path: Path) -> Folder:
     return _sized(folder)
 
 
+def pplx(path: Path) -> Folder:
+    """Make a folder as pplx-embed has it: the class implies the attention, and vectors are integers."""
+    folder = _body(qwen(path, "Qwen3"), "PPLXQwen3Model", model_type="bidirectional_pplx_qwen3")
+    kinds = {"": "Transformer", "1_Pooling": "Pooling"}
+    modules = [{"path": at, "type": f"sentence_transformers.models.{kind}"} for at, kind in kinds.items()]
+    quantizer = {"path": "", "type": "st_quantize.FlexibleQuantizer", "kwargs": ["quantization"]}
+    folder.json("modules.json", [*modules, quantizer])
+    return folder
+
+
 def gte_qwen2(path: Path) -> Folder:
     """Make a folder as gte-Qwen2 has it: its class predicts text, but its attention is not causal."""
     folder = qwen(path, "Qwen2", is_causal=False)
@@ -74,5 +84,6 @@ RECORDED: dict[str, Callable[[Path], Folder]] = {
     "qwen3": qwen3,
     "qwen3, projected": voyage,
     "qwen2, last": gte_qwen2,
+    "qwen3, integers": pplx,
     "ministral3": lambda path: _body(ministral3(path), "Ministral3Model", is_causal=False),
 }

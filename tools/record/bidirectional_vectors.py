@@ -19,10 +19,10 @@ from support.bidirectional_folders import TEXTS
 from tokenizers import Tokenizer
 
 
-def vectors(folder: Path, last: bool) -> Any:
-    """Return the normalized vector of each text: the mean of the states, or the last one."""
+def vectors(folder: Path, last: bool, normalized: bool) -> Any:
+    """Return the vector of each text: the mean of the states, or the last one."""
     config = json.loads((folder / "config.json").read_text())
-    kind = config["model_type"].removesuffix("_bidirec").title()
+    kind = config["model_type"].removesuffix("_bidirec").removeprefix("bidirectional_pplx_").title()
     settings = getattr(transformers, f"{kind}Config")(
         **{k: v for k, v in config.items() if k != "model_type"}
     )
@@ -39,7 +39,7 @@ def vectors(folder: Path, last: bool) -> Any:
             states = model(torch.tensor([tokenizer.encode(text).ids])).last_hidden_state[0]
         states = states if projection is None else states @ projection.T
         vector = states[-1] if last else states.mean(dim=0)
-        found.append((vector / vector.norm()).numpy())
+        found.append((vector / vector.norm() if normalized else vector).numpy())
     return np.stack(found)
 
 
@@ -49,6 +49,6 @@ def main() -> None:
     for name, make in bidirectional_folders.RECORDED.items():
         with tempfile.TemporaryDirectory() as temporary:
             folder = make(Path(temporary) / "m").write()
-            record[name] = vectors(folder, last=name.endswith("last"))
+            record[name] = vectors(folder, name.endswith("last"), not name.endswith("integers"))
     np.savez_compressed(bidirectional_folders.RECORD, **record)
     print(f"transformers {transformers.__version__}, {bidirectional_folders.RECORD.stat().st_size:,} bytes")

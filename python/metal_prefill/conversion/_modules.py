@@ -28,6 +28,7 @@ from metal_prefill.files._task_config import (
     NORMALIZE,
     NUMBERED_POOLINGS,
     QUERY_WEIGHTS,
+    TANH_INT8,
     TRANSITION_KEYS,
     VOCABULARY_POOLINGS,
     NumberedPooling,
@@ -57,10 +58,11 @@ _MODE_NAMES: dict[str, Pooling] = {
 _OF_CLASSES: dict[Any, NumberedPooling] = {"avg": "mean", "cls": "cls", "last": "last"}
 # Classes of modules: in their order without a pooling, and those that may follow one in any order.
 _OF_TOKENS = ("Transformer", "Dense", "Normalize", "MultiVectorMask")
-_AFTER_POOLING = ("Dense", "LayerNorm", "Normalize", "Dropout")
+_QUANTIZER = "FlexibleQuantizer"  # of pplx-embed's own code
+_AFTER_POOLING = ("Dense", "LayerNorm", "Normalize", "Dropout", _QUANTIZER)
 KINDS = (
     *_OF_TOKENS,
-    *("LayerNorm", "Dropout", "Pooling", "LogitScore", "SpladePooling"),
+    *("LayerNorm", "Dropout", _QUANTIZER, "Pooling", "LogitScore", "SpladePooling"),
     STATIC,
     "SparseStaticEmbedding",
 )
@@ -186,6 +188,8 @@ def read_modules(folder: Path, config: Fields, task: Task) -> Modules:
         elif kind == "Normalize":
             _check_feature(Fields.read_if_present(place / "config.json"), feature, "sentence_embedding")
             steps.append(NORMALIZE)
+        elif kind == _QUANTIZER:
+            steps.append(TANH_INT8)
         elif kind == "MultiVectorMask":
             found.skipped_words = _skipped_words(Fields.read(place / "config.json"))
     if steps[-1:] == [NORMALIZE]:  # which callers choose
@@ -244,7 +248,8 @@ def _kind_of(module: Fields) -> str:
     """Return the class of a module, without its package."""
     name = module.string("type").replace("MLMTransformer", "Transformer")  # as early folders have it
     package, _, kind = name.rpartition(".")
-    if package.split(".")[0] not in ("sentence_transformers", "pylate") or kind not in KINDS:
+    packages = ("st_quantize",) if kind == _QUANTIZER else ("sentence_transformers", "pylate")
+    if package.split(".")[0] not in packages or kind not in KINDS:
         raise module.unsupported(f"{module.name('type')} {name} is not supported")
     return kind
 

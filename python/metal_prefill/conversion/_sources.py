@@ -727,6 +727,7 @@ SOURCES: dict[str, Source] = {
     "Mistral": replace(_LLAMA, more=_settings.mistral),
     "Qwen2": replace(_QWEN, architecture="qwen2", biases={}),  # always some in attention
     "Qwen3": replace(_QWEN, architecture="qwen3"),
+    "PPLXQwen3": replace(_QWEN, architecture="qwen3", constants={"attention.causal": False}),
     "Qwen3Moe": replace(
         _QWEN,
         architecture="qwen3moe",

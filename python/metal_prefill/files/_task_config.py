@@ -37,9 +37,10 @@ SCORES: tuple[Scores, ...] = get_args(Scores)
 _Name = TypeVar("_Name", bound=str)
 
 DENSE = ("dense_2", "dense_3")
-# Steps from a pooled vector to an embedding, besides dense layers: a LayerNorm, the division by its length.
-NORM, NORMALIZE = "dense_norm", "normalize"
-STEPS = (*DENSE, NORM, NORMALIZE)
+# Steps from a pooled vector to an embedding, besides dense layers: a LayerNorm, the division by its length,
+# and the integers next to 127 times its hyperbolic tangents, as pplx-embed has them.
+NORM, NORMALIZE, TANH_INT8 = "dense_norm", "normalize", "tanh_int8"
+STEPS = (*DENSE, NORM, NORMALIZE, TANH_INT8)
 # Activation of a dense layer, under its name with _activation.
 DenseActivation: TypeAlias = Literal["none", "tanh", "gelu_erf", "relu", "silu", "sigmoid"]
 DENSE_ACTIVATIONS: tuple[DenseActivation, ...] = get_args(DenseActivation)

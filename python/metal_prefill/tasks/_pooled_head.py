@@ -17,6 +17,7 @@ from metal_prefill.files._gguf_file import FloatArray
 from metal_prefill.files._task_config import (
     NORM,
     NORMALIZE,
+    TANH_INT8,
     TOKEN_VECTORS,
     TOKEN_WEIGHTS,
     DenseActivation,
@@ -34,6 +35,8 @@ def embedding_of(head: PooledHead, states: FloatArray) -> FloatArray:
     for name in head.steps:
         if name == NORMALIZE:
             states = states / np.maximum(np.linalg.norm(states, axis=-1, keepdims=True), _TINY)
+        elif name == TANH_INT8:
+            states = np.rint(127 * np.tanh(states))
         elif name == NORM:
             states = _normed(head, name, states, _NORM_EPS)
         else:
