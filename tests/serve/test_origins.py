@@ -7,7 +7,7 @@ from typing import Any
 
 import httpx
 import pytest
-from support.running_server import Running, running
+from support.running_server import LOCAL, Running, running
 
 from metal_prefill import Model, serve
 
@@ -75,7 +75,7 @@ def test_pages_of_allowed_origins_may_send_requests_with_a_key(cpu_model: Model)
 
     def preflight(server: Running, **headers: str) -> httpx.Response:
         url = f"{server.url}/v1/completions"
-        return httpx.options(url, headers={**asked, **headers}, timeout=60, trust_env=False)
+        return httpx.options(url, headers={**asked, **headers}, timeout=60, **LOCAL)
 
     with running(cpu_model, cors_origins=[APP], api_keys=["key"]) as server:
         answer = preflight(server)

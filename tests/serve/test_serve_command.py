@@ -14,6 +14,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from support.running_server import LOCAL
 
 from metal_prefill import cli
 
@@ -56,7 +57,7 @@ def test_sigterm_lets_answers_in_flight_finish(tmp_path: Path) -> None:
         assert process.stderr is not None
         assert process.stderr.read() == ""
         with pytest.raises(httpx.ConnectError):
-            httpx.get(f"{url}/health", trust_env=False)
+            httpx.get(f"{url}/health", **LOCAL)
 
 
 def test_invalid_usage_is_reported(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -80,9 +81,9 @@ def test_invalid_usage_is_reported(tmp_path: Path, capfd: pytest.CaptureFixture[
 
 def test_the_page_is_at_the_printed_address_unless_disabled() -> None:
     with command() as (_, url):
-        assert "<title>metal_prefill</title>" in httpx.get(f"{url}/", trust_env=False).text
+        assert "<title>metal_prefill</title>" in httpx.get(f"{url}/", **LOCAL).text
     with command("--no-page") as (_, url):
-        assert httpx.get(f"{url}/", trust_env=False).status_code == 404
+        assert httpx.get(f"{url}/", **LOCAL).status_code == 404
 
 
 def test_a_file_of_keys_that_is_no_text_is_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -101,7 +102,7 @@ def test_an_empty_address_does_not_mean_every_address(host: str, capfd: pytest.C
 def test_a_stream_that_outlasts_the_shutdown_grace_ends_with_an_error() -> None:
     with command("--shutdown-grace", "1") as (process, url):
         body = {"prompt": "ROMEO:", "max_tokens": 1000, "n": 100, "stream": True}
-        with httpx.stream("POST", f"{url}/v1/completions", json=body, trust_env=False, timeout=60) as answer:
+        with httpx.stream("POST", f"{url}/v1/completions", json=body, **LOCAL, timeout=60) as answer:
             lines = answer.iter_lines()
             next(lines)
             process.send_signal(signal.SIGTERM)
@@ -116,13 +117,13 @@ def test_a_stream_that_outlasts_the_shutdown_grace_ends_with_an_error() -> None:
 def test_a_second_interrupt_ends_answers_at_once() -> None:
     with command("--shutdown-grace", "300") as (process, url):
         body = {"prompt": "ROMEO:", "max_tokens": 1000, "n": 100, "stream": True}
-        with httpx.stream("POST", f"{url}/v1/completions", json=body, trust_env=False, timeout=60) as answer:
+        with httpx.stream("POST", f"{url}/v1/completions", json=body, **LOCAL, timeout=60) as answer:
             lines = answer.iter_lines()
             next(lines)
             process.send_signal(signal.SIGINT)
             with suppress(httpx.HTTPError):
                 while True:  # until no connection is accepted
-                    httpx.get(f"{url}/health", trust_env=False)
+                    httpx.get(f"{url}/health", **LOCAL)
             process.send_signal(signal.SIGINT)
             assert [line for line in lines if line][-1] == "data: [DONE]"
         assert process.wait(30) == cli.EXIT_INTERRUPTED

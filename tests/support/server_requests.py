@@ -10,7 +10,7 @@ import httpx
 import numpy as np
 
 from metal_prefill import Model
-from support.running_server import Running
+from support.running_server import LOCAL, Running
 
 
 def request(i: int) -> tuple[str, dict[str, Any]]:
@@ -58,9 +58,7 @@ def answers(server: Running, requests: list[tuple[str, dict[str, Any]]]) -> list
 
     async def run() -> list[Any]:
         limits = httpx.Limits(max_connections=None)
-        async with httpx.AsyncClient(
-            base_url=server.url, timeout=3600, limits=limits, trust_env=False
-        ) as client:
+        async with httpx.AsyncClient(base_url=server.url, timeout=3600, limits=limits, **LOCAL) as client:
             return await asyncio.gather(*(answer(client, *r) for r in requests))
 
     return asyncio.run(run())
