@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -44,6 +46,13 @@ def test_the_model_is_converted_once_into_the_cache(minilm_folder: Path, own_cac
     assert fields["bert.pooling_type"].contents() == 1
 
 
+@pytest.fixture(scope="module")
+def converted(minilm_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Convert the folder once for each type of its matrices."""
+    written = tmp_path_factory.mktemp("minilm")
+    return cache(lambda kind: convert(minilm_folder, written / f"{kind}.gguf", tensor_type=kind))
+
+
 Vectors = npt.NDArray[np.float32]
 
 
@@ -65,11 +74,10 @@ def least_cosine(made: Vectors, expected: Vectors) -> float:
     ],
 )
 def test_vectors_match_sentence_transformers(
-    minilm_folder: Path, tmp_path: Path, kind: str, compute: str, least: float
+    converted: Callable[[str], Path], kind: str, compute: str, least: float
 ) -> None:
     expected = np.load(VECTORS)["vectors"]
-    path = convert(minilm_folder, tmp_path / "m.gguf", tensor_type=kind)
-    with Model(path, device="cpu", compute=compute, max_context=512) as model:
+    with Model(converted(kind), device="cpu", compute=compute, max_context=512) as model:
         made = model.embed(TEXTS)
         assert made.shape == expected.shape
         assert least_cosine(made, expected) >= least
