@@ -89,10 +89,10 @@ def uses() -> Iterator[Use]:
                 value = getattr(
                     getattr(owner, scope.name) if isinstance(scope, ast.ClassDef) else owner, name
                 )
-                methods = applied[place].get(name) or set().union(
-                    *(a.get(name, ()) for a in applied.values())
-                )
-                for pattern in value.values() if isinstance(value, dict) else [value]:
+                for called, pattern in _named_patterns(name, value):
+                    methods = applied[place].get(called) or set().union(
+                        *(a.get(called, ()) for a in applied.values())
+                    )
                     yield Use(f"{place}: {name}", pattern, frozenset(methods or {"findall"}))
         other_calls: list[Any] = [node for node in ast.walk(tree) if _is_call(node) and node not in named]
         for node in other_calls:
@@ -103,6 +103,18 @@ def uses() -> Iterator[Use]:
             method = node.func.attr
             methods = {"search", "findall"} if method == "compile" else {method}
             yield Use(name, re.compile(made.example), frozenset(methods), made.longest)
+
+
+def _named_patterns(name: str, value: Any) -> Iterator[tuple[str, re.Pattern[Any]]]:
+    """Yield the patterns of a variable, with the name by which a module applies them."""
+    match value:
+        case dict():
+            yield from ((name, pattern) for pattern in value.values())
+        case tuple():
+            fields = cast(Any, value)._asdict().items()
+            yield from ((field, pattern) for field, pattern in fields if isinstance(pattern, re.Pattern))
+        case _:
+            yield name, value
 
 
 def _unquoted(source: str) -> str:
