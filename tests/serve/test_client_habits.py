@@ -127,6 +127,27 @@ def test_fields_of_messages_reach_the_template_or_are_refused(iterating: tuple[R
     assert post(server, messages=[*ASKED, {**message, **returned, "tool_calls": None}]).status_code == 200
 
 
+def test_a_system_message_that_a_template_rejects_begins_the_question(demo_path: Path) -> None:
+    template = (  # as Gemma 2's
+        "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('System role not supported') }}"
+        "{% elif (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles must alternate') }}"
+        "{% endif %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    )
+    system, question = {"role": "system", "content": "Be brief."}, {"role": "user", "content": "Who?"}
+    with running_with_template(demo_path, template) as (server, model):
+        tokens = server.post("/tokenize", {"messages": [system, question]}).json()["tokens"]
+        assert model.tokenizer.decode(tokens) == "user: Be brief.\n\nWho?\n"
+        assert post(server, messages=[system, question]).status_code == 200
+        for messages, message in (
+            ([system, question, question], "System role not supported"),
+            ([system], "System role not supported"),
+            ([question, question], "roles must alternate"),
+        ):
+            answer = post(server, messages=messages)
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, "messages")
+            assert message in answer.json()["error"]["message"]
+
+
 def test_null_is_the_same_as_no_field(iterating: tuple[Running, Model]) -> None:
     fields = set(completion_create_params.CompletionCreateParamsBase.__annotations__) - {
         "messages",

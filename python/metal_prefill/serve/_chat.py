@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left
-from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -40,6 +41,8 @@ from metal_prefill.session import Piece
 from metal_prefill.text._reasoning import ReasoningParser
 from metal_prefill.text._tokenizer import Tokenizer
 from metal_prefill.text._tool_calls import ToolCall, ToolCallParser, parse_arguments
+
+_T = TypeVar("_T")
 
 DROPPED_TURNS = 4  # turns that are dropped together
 _ROLES = {"developer": "system"}  # templates do not define it
@@ -138,15 +141,16 @@ def chat_tokens(service: Service, form: ChatForm, *, fits: bool = True) -> list[
         tokenizer.check_tools(tools)
         unread = form.documents and not tokenizer.template_reads("documents", bool(tools))
         param = "documents" if unread else "messages"
-        pieces = tokenizer.chat_pieces(
-            plain_messages(form.messages),
-            tools,
-            adds_prompt,
-            {},
-            form.documents,
+        render = partial(
+            tokenizer.chat_pieces,
+            tools=tools,
+            add_generation_prompt=adds_prompt,
+            variables={},
+            documents=form.documents,
             untrusted={**_effort(form, tokenizer), **variables},
             continues=continues,
         )
+        pieces = _rendered(render, plain_messages(form.messages))
     except ChatTemplateError as error:
         raise ApiError(400, str(error), param=param, code="invalid_messages") from None
     texts = [text for text, _ in pieces]
@@ -155,6 +159,21 @@ def chat_tokens(service: Service, form: ChatForm, *, fits: bool = True) -> list[
     for text in texts if fits else ["".join(texts)]:
         service.check_text(text, "messages")
     return tokenizer.encode_chat(pieces)
+
+
+def _rendered(render: Callable[[list[dict[str, Any]]], _T], messages: list[dict[str, Any]]) -> _T:
+    """Render messages; if the template rejects a system message, its text begins that of the user."""
+    try:
+        return render(messages)
+    except ChatTemplateError as error:
+        if [message["role"] for message in messages[:2]] != ["system", "user"]:
+            raise
+        system, first, *others = messages
+        merged = {**first, "content": f"{system['content']}\n\n{first['content']}"}
+        try:
+            return render([merged, *others])
+        except ChatTemplateError:
+            raise error from None
 
 
 def _effort(form: ChatForm, tokenizer: Tokenizer) -> dict[str, Any]:
