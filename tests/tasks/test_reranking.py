@@ -263,10 +263,10 @@ def likelihood(model: Model, reference: ReferenceModel, text: str, label: str) -
     return float(reference.forward(whole).log_probs(whole)[before - 1 :].sum()), len(whole) - before
 
 
-def test_label_probabilities_match_the_reference(device: str, demo_path: Path) -> None:
-    reference = ReferenceModel(demo_path)
+def test_label_probabilities_match_the_reference(device: str, fast_demo_path: Path) -> None:
+    reference = ReferenceModel(fast_demo_path)
     texts = ["The king", "ROMEO:\nBut soft, what light"]
-    with Model(demo_path, device=device, compute="f32", kv_dtype="f32") as model:
+    with Model(fast_demo_path, device=device, compute="f32", kv_dtype="f32") as model:
         pairs = [likelihood(model, reference, text, label) for text in texts for label in LABELS]
         expected, lengths = (np.array(column).reshape(2, 3) for column in zip(*pairs, strict=True))
         for normalize_length in (True, False):

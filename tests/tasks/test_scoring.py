@@ -33,8 +33,7 @@ def computed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return ComputedTokens(monkeypatch).counts
 
 
-def test_scores_match_single_prompts(whole_demo: Model) -> None:
-    demo = whole_demo
+def test_scores_match_single_prompts(demo: Model) -> None:
     together = demo.score_many(PROMPTS)
     for prompt, scores in zip(PROMPTS, together, strict=True):
         alone = demo.score(prompt)
