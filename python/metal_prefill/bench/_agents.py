@@ -26,7 +26,6 @@ from metal_prefill.bench._serving import WORDS
 
 TURNS = 5
 UNIT = 10  # words
-ANSWER_TOKENS = 2
 ANSWER_S = 600.0  # time limit for an answer
 
 Messages = list[dict[str, str]]
@@ -162,7 +161,7 @@ class Turn:
     prompt_tokens, computed_tokens : int
         Tokens of the prompt, and how many of them the server computed.
     seconds : float
-        Time to the answer, which has two tokens.
+        Time to the answer, which has one token.
     """
 
     server: str
@@ -210,7 +209,7 @@ def measured(name: str, options: ServerOptions, command: Command | None, shape: 
 
 
 def _ask(server: ServerProcess, messages: Messages) -> tuple[int, int]:
-    body = {"model": server.model, "messages": messages, "max_tokens": ANSWER_TOKENS, "temperature": 0}
+    body = {"model": server.model, "messages": messages, "max_tokens": 1, "temperature": 0}
     answer = _answer_of(server, "POST", "/v1/chat/completions", body)
     try:
         prompt = int(answer["usage"]["prompt_tokens"])
@@ -262,7 +261,7 @@ class AgentResults:
 
         title = f"{self.model}, {self.machine}: computed tokens of each prompt, by turn"
         table = Table(title=title, title_justify="left")
-        for header in ("session", "server", "prompts", "computed", "first answer, ms", "later, ms"):
+        for header in ("session", "server", "prompts", "computed", "first token, ms", "in later turns, ms"):
             table.add_column(header, justify="left" if header in ("session", "server") else "right")
         for shape in SHAPES:
             for server in dict.fromkeys(turn.server for turn in self.turns if turn.shape == shape):
