@@ -138,13 +138,6 @@ def demo(device: str, fast_demo_path: Path) -> Iterator[Model]:
 
 
 @pytest.fixture
-def whole_demo(device: str, demo_path: Path) -> Iterator[Model]:
-    """Open all of the bundled model on each device."""
-    with Model(demo_path, device=device) as model:
-        yield model
-
-
-@pytest.fixture
 def cpu(demo_path: Path) -> Iterator[Model]:
     """Open the bundled model on the CPU."""
     with Model(demo_path, device="cpu") as model:

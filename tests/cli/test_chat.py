@@ -44,16 +44,14 @@ def chat(model: Model) -> Conversation:
     return Conversation(model, system=SYSTEM["content"])
 
 
-def test_turns_continue_the_template_and_reuse_the_cache(whole_demo: Model) -> None:
-    demo = whole_demo  # which writes words: their tokens are those that were generated
-    chat = Conversation(demo, system=SYSTEM["content"])
+def test_turns_continue_the_template_and_reuse_the_cache(model: Model, chat: Conversation) -> None:
     (answer,) = talk(chat, QUESTIONS[0])
     asked = [SYSTEM, {"role": "user", "content": QUESTIONS[0]}]
-    prompt = demo.tokenizer.apply_chat_template(asked)
-    assert answer == "".join(demo.generate(prompt, 24, stop="\n\n"))
+    prompt = model.tokenizer.apply_chat_template(asked)
+    assert answer == "".join(model.generate(prompt, 24, stop="\n\n"))
     assert chat.messages == [*asked, {"role": "assistant", "content": answer}]
 
-    held = demo.tokenizer.apply_chat_template(chat.messages, add_generation_prompt=False)
+    held = model.tokenizer.apply_chat_template(chat.messages, add_generation_prompt=False)
     talk(chat, QUESTIONS[1])
     # The whole first turn, except the end of its answer, whose tokens were not generated in this form.
     assert chat.session.stats()["tokens_reused"] >= max(len(prompt), len(held) - 4)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,9 +18,10 @@ def states() -> dict[str, bytes]:
 
 
 @pytest.fixture
-def demo(whole_demo: Model) -> Model:
-    """Return the model whose fingerprint is in the stored file."""
-    return whole_demo
+def demo(device: str, demo_path: Path) -> Iterator[Model]:
+    """Open the model whose fingerprint is in the stored file, on each device."""
+    with Model(demo_path, device=device) as model:
+        yield model
 
 
 @pytest.fixture
