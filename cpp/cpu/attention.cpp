@@ -6,11 +6,15 @@
 namespace metal_prefill::cpu {
 
 std::vector<float> position_bias(const Model& model) {
+  const Tensor& stored = model.position_bias;  // [bucket][head], in any type
+  if (!stored) return {};
   const int heads = model.config.n_heads;
-  std::vector<float> bias(model.position_bias ? std::size_t(heads) * kBiasRow : 0);
+  std::vector<float> of_buckets(std::size_t(stored.rows) * std::size_t(heads));
+  dequantize_row(stored.type, stored.data, of_buckets.data(), of_buckets.size());
+  std::vector<float> bias(std::size_t(heads) * kBiasRow);
   for (std::size_t i = 0; i < bias.size(); ++i) {
     const int distance = int(i % kBiasRow) - kBiasMargin;
-    bias[i] = floats(model.position_bias)[position_bucket(distance) * heads + int(i / kBiasRow)] *
+    bias[i] = of_buckets[std::size_t(position_bucket(distance) * heads) + i / kBiasRow] *
               std::numbers::log2e_v<float>;
   }
   return bias;

@@ -394,21 +394,21 @@ void ForwardPass::normalize_stream(const Context& c, const Tensor& weight, const
 // The feed-forward block up to its down projection.
 void ForwardPass::gate_and_up(const Context& c, const CpuLayer& w, const LayerWeights& m,
                               const StreamRows& rows) {
+  multiply_gated(c, {w.w_gate, w.w_up, floats(m.b_gate), floats(m.b_up), config_.activation},
+                 feed_forward_input(c, m, rows), rows.count, rows.ffn);
+}
+
+NormedRows ForwardPass::feed_forward_input(const Context& c, const LayerWeights& m, const StreamRows& rows) {
   // Where the stream itself was normed, that left what the products read.
-  const NormedRows normed =
-      m.attn_residual_norm
-          ? NormedRows(rows.normed)
-          : normalize(c, rows.x, stream_norm(m.ffn_norm, m.ffn_norm_bias), 0, rows.count, rows.normed);
-  multiply_gated(c, {w.w_gate, w.w_up, floats(m.b_gate), floats(m.b_up), config_.activation}, normed,
-                 rows.count, rows.ffn);
+  if (m.attn_residual_norm) return NormedRows(rows.normed);
+  return normalize(c, rows.x, stream_norm(m.ffn_norm, m.ffn_norm_bias), 0, rows.count, rows.normed);
 }
 
 // Each row through those experts that the router chooses for it, and through the shared one.
 void ForwardPass::experts(const Context& c, const CpuLayer& w, const LayerWeights& m,
                           const StreamRows& rows) {
   const Routes routes = work_.routes.of(rows.count);
-  const NormedRows normed =
-      normalize(c, rows.x, stream_norm(m.ffn_norm, m.ffn_norm_bias), 0, rows.count, rows.normed);
+  const NormedRows normed = feed_forward_input(c, m, rows);
   multiply(c, {{.weight = w.router, .out = routes.scores, .bias = &m.router_offset}}, normed, rows.count);
   route(c, config_, m.router_bias, routes);
   gather_rows(c, normed, config_.dim, routes, work_.routed);
@@ -420,7 +420,8 @@ void ForwardPass::experts(const Context& c, const CpuLayer& w, const LayerWeight
                    rows.ffn);
     add_residual(c, {w.shared_down, kNoTensor, kNoTensor, rows.ffn}, rows);
   }
-  add_experts(c, w.down_experts, m.down_experts_bias, routes, work_.expert_ffn, rows.x);
+  add_experts(c, {w.down_experts, m.down_experts_bias, floats(m.experts_bias)}, routes, work_.expert_ffn,
+              rows.x);
 }
 
 void ForwardPass::head(const Context& c) {

@@ -342,6 +342,7 @@ void multiply_gated_experts(const Context& c, const GatedExperts& w, const Route
                             const Activations& x, const Activations& h) {
   const int groups = w.up[0].packed.groups(), columns = w.up[0].packed.rows;
   const int most = most_tokens(unpacking_tokens(w.up[0]));
+  const Linear no_gate;
   // Divides tiles of all experts among the threads, so that each has work.
   const int shares = std::clamp(ceil_div(kItemsOfThread * c.worker.count(), groups), 1, routes.most_tiles());
   c.for_each(groups * shares, [&](int item) {
@@ -349,8 +350,8 @@ void multiply_gated_experts(const Context& c, const GatedExperts& w, const Route
     const int begin = share_of(tiles, share, shares), end = share_of(tiles, share + 1, shares);
     routes.for_each_block(begin, end, most, [&](int expert, RowRange range) {
       const std::size_t i = std::size_t(expert);
-      const GateAndUp of_expert = {w.gate[i], w.up[i], row_of(w.gate_bias, expert), row_of(w.up_bias, expert),
-                                   w.activation};
+      const GateAndUp of_expert = {w.gate.empty() ? no_gate : w.gate[i], w.up[i], row_of(w.gate_bias, expert),
+                                   row_of(w.up_bias, expert), w.activation};
       gate_group(c, of_expert, item / shares, x, range, h);
     });
   });
@@ -358,11 +359,14 @@ void multiply_gated_experts(const Context& c, const GatedExperts& w, const Route
     c.worker.for_each(routes.pairs(), [&](int pair) { round_row(c, h, routes.places[pair], 0, columns); });
 }
 
-void add_experts(const Context& c, std::span<const Linear> down, const Tensor& bias, const Routes& routes,
-                 const Activations& h, const FloatRows& x) {
-  const int most = most_tokens(unpacking_tokens(down[0]));
-  c.for_each(down[0].packed.groups(), [&](int group) {
-    const int row = group * kGroupRows, n_rows = std::min(kGroupRows, down[0].packed.rows - row);
+void add_experts(const Context& c, const DownOfExperts& w, const Routes& routes, const Activations& h,
+                 const FloatRows& x) {
+  const Linear& first = w.down[0];
+  const int most = most_tokens(unpacking_tokens(first));
+  c.for_each(first.packed.groups(), [&](int group) {
+    const int row = group * kGroupRows, n_rows = std::min(kGroupRows, first.packed.rows - row);
+    for (int t = 0; w.bias && t < routes.rows; ++t)
+      for (int i = row; i < row + n_rows; ++i) x.row(t)[i] += w.bias[i];
     alignas(64) Tile tile;
     const auto add = [&](RowRange part, const float* sums) {
       for (int t = 0; t < part.count; ++t) {
@@ -372,8 +376,8 @@ void add_experts(const Context& c, std::span<const Linear> down, const Tensor& b
       }
     };
     routes.for_each_block(0, routes.tiles(), most, [&](int expert, RowRange range) {
-      const GroupBias own(row_of(bias, expert), row, n_rows);
-      multiply_parts(c, down[std::size_t(expert)], group, h, range, own.values(), tile, add);
+      const GroupBias own(row_of(w.biases, expert), row, n_rows);
+      multiply_parts(c, w.down[std::size_t(expert)], group, h, range, own.values(), tile, add);
     });
   });
 }

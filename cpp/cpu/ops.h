@@ -176,7 +176,7 @@ void gather_rows(const Context& c, const NormedRows& x, int columns, const Route
                  const Activations& out);
 // The gates and ups of all experts, and tables of biases, with a row for each expert; absent without biases.
 struct GatedExperts {
-  std::span<const Linear> gate, up;
+  std::span<const Linear> gate, up;  // without gates: activation(up * x)
   const Tensor& gate_bias;
   const Tensor& up_bias;
   Activation activation;
@@ -184,10 +184,15 @@ struct GatedExperts {
 // multiply_gated of each expert with the rows at its places.
 void multiply_gated_experts(const Context& c, const GatedExperts& w, const Routes& routes,
                             const Activations& x, const Activations& h);
-// x += factor * (down * h + bias) of each expert of a row, in the order of experts. The bias is a table as in
-// GatedExperts.
-void add_experts(const Context& c, std::span<const Linear> down, const Tensor& bias, const Routes& routes,
-                 const Activations& h, const FloatRows& x);
+// The second half of experts. The biases are a table as in GatedExperts, and a vector, null without one.
+struct DownOfExperts {
+  std::span<const Linear> down;
+  const Tensor& biases;
+  const float* bias;  // of the sum
+};
+// x += bias + factor * (down * h + own bias) of each expert of a row, in the order of experts.
+void add_experts(const Context& c, const DownOfExperts& w, const Routes& routes, const Activations& h,
+                 const FloatRows& x);
 // Logits of rows [0, rows) of x, plus `bias` if there is one. `logits` names where each goes, null if only
 // the largest is needed, which the scratch of each thread collects from best[first_best] on. `cap` is
 // Config::logit_cap.

@@ -238,8 +238,7 @@ void validate(const Model& model) {
     require(c.route_scale > 0 && std::isfinite(c.route_scale), "the scale of experts must be positive");
     require(bool(w.gate_experts_bias) == bool(w.up_experts_bias),
             "gate and up of experts must both have biases");
-    require(!w.attn_residual_norm && !w.post_ffn_norm && !w.ffn_residual_norm,
-            "experts add to the residual stream without a norm");
+    require(!w.post_ffn_norm, "experts add to the residual stream without a norm of their sum");
   }
 
   for (const auto& [row, member] : kModelTensors) check_tensor(model, c, row, model.*member);

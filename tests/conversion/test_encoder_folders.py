@@ -11,6 +11,7 @@ import numpy.typing as npt
 import pytest
 from support.encoder_folders import (
     CONTEXT,
+    NOMIC_MOE,
     PRIVACY_FILTERS,
     RECORD,
     RECORDED,
@@ -19,6 +20,7 @@ from support.encoder_folders import (
     rows_of,
     texts,
 )
+from support.folder_reference import nomic_moe_states
 from support.model_folders import Folder
 from support.small_models import with_tensor
 
@@ -52,6 +54,21 @@ def test_states_are_those_of_transformers(device: str, tmp_path: Path, name: str
             assert ((found * expected).sum(axis=1) / lengths).min() >= 0.99999
 
 
+@pytest.mark.parametrize("name", NOMIC_MOE)
+def test_states_of_experts_without_gates_are_those_in_float64(device: str, tmp_path: Path, name: str) -> None:
+    folder = NOMIC_MOE[name](tmp_path / "m")
+    path = convert(folder.write(), tmp_path / "m.gguf")
+    if device == "metal":
+        with pytest.raises(UnsupportedModelError, match=r"Metal engine has neither .* biases of experts"):
+            Model(path, device=device)
+        return
+    with Model(path, device=device, compute="f32", kv_dtype="f32") as model:
+        for ids in texts():
+            expected = nomic_moe_states(folder.config, folder.tensors, ids)
+            (found,) = _states(model, [ids])
+            assert np.square(found - expected).sum() <= NMSE[device] * np.square(expected).sum()
+
+
 def test_a_vector_over_the_vocabulary_is_that_of_transformers(device: str, tmp_path: Path) -> None:
     with Model(masked(tmp_path / "m").write(), device=device, compute="f32", kv_dtype="f32") as model:
         (found,) = model.embed_sparse([TEXT])
@@ -68,11 +85,14 @@ def test_a_vector_over_the_vocabulary_is_that_of_transformers(device: str, tmp_p
     [
         *("albert, odd", "electra", "t5, gated", "deberta", "deberta, absolute", "jina v3, odd"),
         *PRIVACY_FILTERS,
+        *NOMIC_MOE,
     ],
 )
 def test_a_text_has_the_same_bits_in_any_batch(tmp_path: Path, name: str, compute: str) -> None:
     kind = "F32" if compute == "f32" else "Q8_0"
-    path = convert(RECORDED[name](tmp_path / "m").write(), tmp_path / "m.gguf", tensor_type=kind)
+    path = convert(
+        (RECORDED | NOMIC_MOE)[name](tmp_path / "m").write(), tmp_path / "m.gguf", tensor_type=kind
+    )
     ids = [np.random.default_rng(n).integers(5, 300, n) for n in (1, 40, 9, 300, 65)]
     with Model(path, device="cpu", compute=compute, threads=2) as model:
         together = _states(model, ids)

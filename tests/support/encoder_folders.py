@@ -1,6 +1,6 @@
-"""Folders of ALBERT, ELECTRA, T5, DeBERTa, jina-embeddings-v3 and OpenAI Privacy Filter with random weights.
+"""Folders of encoders of the Hub with random weights, whose results are recorded with transformers.
 
-Results are recorded with transformers.
+The class of nomic-embed-text-v2-moe is not in transformers: its states are computed in float64.
 """
 
 from __future__ import annotations
@@ -230,6 +230,55 @@ def _rotated(vocab: int, dim: int) -> Shapes:
     return {name.replace("embeddings.LayerNorm", "emb_ln"): shape for name, shape in shapes.items()}
 
 
+def nomic_moe(
+    path: Path,
+    seed: int,
+    dim: int,
+    heads: int,
+    ffn: int,
+    layers: int,
+    experts: int,
+    used: int,
+    every: int = 2,
+) -> Folder:
+    """Make a folder of nomic-embed-text-v2-moe, with experts in some layers."""
+    folder = model_folders.bert(path)
+    folder.config = {
+        "architectures": ["NomicBertModel"],
+        "model_type": "nomic_bert",
+        "n_embd": dim,
+        "n_head": heads,
+        "n_inner": ffn,
+        "n_layer": layers,
+        "n_positions": CONTEXT,
+        "layer_norm_epsilon": 1e-5,
+        "activation_function": "gelu",
+        "rotary_emb_base": 10000,
+        "rotary_emb_fraction": 1.0,
+        "rotary_emb_interleaved": False,
+        "rotary_emb_scale_base": None,
+        "num_experts": experts,
+        "moe_top_k": used,
+        "moe_every_n_layers": every,
+        "moe_normalize_expert_weights": False,
+        "type_vocab_size": 1,
+        "vocab_size": folder.config["vocab_size"],
+        **dict.fromkeys(("qkv_proj_bias", "mlp_fc1_bias", "mlp_fc2_bias"), True),
+        **dict.fromkeys(("causal", "prenorm", "expert_choice_router"), False),
+    }
+    shapes = _rotated(folder.config["vocab_size"], dim)
+    for layer in range(layers):
+        at = f"encoder.layers.{layer}."
+        shapes |= _linear({f"{at}attn.Wqkv": (3 * dim, dim), f"{at}attn.out_proj": (dim, dim)})
+        shapes |= _norm(f"{at}norm1", dim) | _norm(f"{at}norm2", dim)
+        if layer % every == 1:
+            shapes |= {f"{at}mlp.experts.mlp.{name}": (experts * ffn, dim) for name in ("w1", "w2")}
+            shapes |= {f"{at}mlp.experts.bias": (dim,), f"{at}mlp.router.layer.weight": (experts, dim)}
+        else:
+            shapes |= _linear({f"{at}mlp.fc1": (ffn, dim), f"{at}mlp.fc2": (dim, ffn)})
+    return _filled(folder, "", shapes, seed)
+
+
 # The pattern of o200k_base as published.
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _END = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
@@ -395,4 +444,11 @@ RECORDED: dict[str, Callable[..., Folder]] = {
     "jina v3, odd": partial(jina_v3, seed=2, dim=72, heads=3, ffn=88, layers=3, base=500.0),
     "jina v3, one head": partial(jina_v3, seed=3, dim=64, heads=1, ffn=56, layers=2, base=20000.0),
     **PRIVACY_FILTERS,
+}
+NOMIC_MOE: dict[str, Callable[[Path], Folder]] = {
+    "nomic moe": partial(nomic_moe, seed=1, dim=32, heads=4, ffn=64, layers=4, experts=8, used=2),
+    "nomic moe, odd": partial(nomic_moe, seed=2, dim=72, heads=3, ffn=88, layers=3, experts=5, used=3),
+    "nomic moe, one of three": partial(
+        nomic_moe, seed=3, dim=48, heads=2, ffn=40, layers=5, experts=3, used=1, every=3
+    ),
 }

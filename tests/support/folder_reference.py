@@ -65,3 +65,46 @@ def gelu(x: Array) -> Array:
     """Return ``x * P(X <= x)`` for a standard normal X."""
     exact: Array = x / 2 * (1 + np.vectorize(math.erf)(x / math.sqrt(2)))
     return exact
+
+
+def rotated(x: Array, heads: int, base: float) -> Array:
+    """Rotate the pairs of each head, which are half a head apart, by their positions."""
+    width = x.shape[1] // heads
+    angles = np.arange(len(x))[:, None, None] * base ** (-np.arange(0, width, 2) / width)
+    first, second = np.split(x.reshape(len(x), heads, width), 2, axis=2)
+    turned = [
+        first * np.cos(angles) - second * np.sin(angles),
+        second * np.cos(angles) + first * np.sin(angles),
+    ]
+    joined: Array = np.concatenate(turned, axis=2).reshape(x.shape)
+    return joined
+
+
+def nomic_moe_states(
+    config: Mapping[str, Any], tensors: Mapping[str, npt.NDArray[Any]], ids: npt.NDArray[np.int64]
+) -> Array:
+    """Return the states of nomic-embed-text-v2-moe after the last layer.
+
+    Scores of experts are a softmax of all of them. The factors of those that are chosen are not normalized,
+    and one bias follows their sum.
+    """
+    t = FolderTensors(tensors, eps=config["layer_norm_epsilon"])
+    heads, experts, used = config["n_head"], config["num_experts"], config["moe_top_k"]
+    x = t["embeddings.word_embeddings.weight"][ids] + t["embeddings.token_type_embeddings.weight"][0]
+    x = t.normed("emb_ln", x)
+    for layer in range(config["n_layer"]):
+        at = f"encoder.layers.{layer}."
+        q, k, v = np.split(t.linear(f"{at}attn.Wqkv", x), 3, axis=1)
+        q, k = (rotated(y, heads, config["rotary_emb_base"]) for y in (q, k))
+        x = t.normed(f"{at}norm1", x + t.linear(f"{at}attn.out_proj", attended(q, k, v, heads)))
+        if layer % config["moe_every_n_layers"] != 1:
+            x = t.normed(f"{at}norm2", x + t.linear(f"{at}mlp.fc2", gelu(t.linear(f"{at}mlp.fc1", x))))
+            continue
+        first, second = (np.split(t[f"{at}mlp.experts.mlp.{name}"], experts) for name in ("w1", "w2"))
+        scores = np.exp(t.linear(f"{at}mlp.router.layer", x))
+        scores /= scores.sum(axis=1, keepdims=True)
+        read = np.tile(t[f"{at}mlp.experts.bias"], (len(x), 1))
+        for row, expert in np.argwhere(np.argsort(np.argsort(-scores, axis=1), axis=1) < used):
+            read[row] += scores[row, expert] * (gelu(first[expert] @ x[row]) @ second[expert])
+        x = t.normed(f"{at}norm2", x + read)
+    return x

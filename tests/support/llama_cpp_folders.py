@@ -21,6 +21,7 @@ FOLDERS: dict[str, Callable[[Path], Folder]] = {
     "t5encoder, gated": encoder_folders.RECORDED["t5, gated"],
     "llama-embed": bidirectional_folders.RECORDED["llama"],
     "jina-bert-v3": encoder_folders.RECORDED["jina v3"],
+    "nomic-bert-moe": encoder_folders.NOMIC_MOE["nomic moe"],
 }
 ARCHITECTURES = {name.partition(",")[0] for name in FOLDERS}
 # Keys that this project's conversion adds.
@@ -28,9 +29,13 @@ _OWN = (b".hidden_activation", b".embedding_normalize", b"t5encoder.attention.ca
 
 
 def written(folder: Path, name: str) -> Path:
-    """Write the file of a folder with the keys of llama.cpp's converter, and the pooling by the mean."""
+    """Write the file of a folder with the keys of llama.cpp's converter, and the pooling by the mean.
+
+    That converter leaves out the bias of the sum of experts.
+    """
     made = FOLDERS[name](folder / "m")
     made.pool("mean_tokens")
+    made.tensors = {name: t for name, t in made.tensors.items() if not name.endswith("experts.bias")}
     parts = take_apart(convert(made.write(), folder / "whole.gguf"))
     parts.metadata = [entry for entry in parts.metadata if not entry[0].endswith(_OWN)]
     return parts.write(folder / "m.gguf")

@@ -205,8 +205,12 @@ std::size_t Weights::lay_out(std::byte* base) {
       else
         place({&(layer.*of.linear)});
     }
-    for (std::size_t expert = 0; expert < layer.gate_experts.size(); ++expert)
-      place({&layer.gate_experts[expert], &layer.up_experts[expert]});
+    for (std::size_t expert = 0; expert < layer.up_experts.size(); ++expert) {
+      if (layer.gate_experts.empty())
+        place({&layer.up_experts[expert]});
+      else
+        place({&layer.gate_experts[expert], &layer.up_experts[expert]});
+    }
     for (Linear& linear : layer.down_experts) place({&linear});
   }
   place({&output});

@@ -124,7 +124,7 @@ View WeightBuffers::concatenate(BufferName name, std::span<const std::pair<const
   for (const auto& [tensor, n] : vectors) {
     const std::size_t begin = all.size();
     all.resize(begin + std::size_t(n), 0.0f);
-    if (*tensor) std::memcpy(all.data() + begin, tensor->data, tensor->bytes);
+    if (*tensor) dequantize_row(tensor->type, tensor->data, all.data() + begin, std::size_t(n));
   }
   for (float& value : all) value *= factor;
   return view_of(copy(traits_of(name).label, std::as_bytes(std::span(all))), name);

@@ -17,7 +17,7 @@ class WeightViews {
  public:
   virtual ~WeightViews() = default;
   virtual View view(const Tensor& tensor) const = 0;
-  // A new buffer with float32 vectors one after another, all times `factor`; an absent one counts as `n`
+  // A new buffer with vectors one after another as float32, all times `factor`; an absent one counts as `n`
   // zeros.
   virtual View concatenate(BufferName name, std::span<const std::pair<const Tensor*, int>> vectors,
                            float factor) = 0;

@@ -121,14 +121,21 @@ ForwardPass::ForwardPass(const Tuning& tuning, const Model& model, const EngineO
                                 ", use device='cpu'");
   if (config_.max_alibi_bias > 0 && config_.causal)
     throw UnsupportedModelError("the Metal engine has ALiBi in encoders alone: use device='cpu'");
-  for (const LayerWeights& layer : model.layers)
-    if (layer.sinks || layer.router_offset || layer.up_experts_bias || layer.down_experts_bias)
+  for (const LayerWeights& layer : model.layers) {
+    if (layer.sinks || layer.router_offset || layer.up_experts_bias || layer.down_experts_bias ||
+        layer.experts_bias)
       throw UnsupportedModelError(
           "the Metal engine has neither attention sinks nor biases of experts: use device='cpu'");
+    if (layer.router && (!layer.gate_experts || layer.attn_residual_norm))
+      throw UnsupportedModelError(
+          "the Metal engine has neither experts without gates nor experts in layers that norm the residual "
+          "stream: use device='cpu'");
+  }
   if (model.output) output_.push_back(projection(model.output, weights));
   if (model.output_bias) output_bias_ = weights.view(model.output_bias);
   if (model.position_embedding) position_embedding_ = projection(model.position_embedding, weights);
-  if (model.position_bias) position_bias_ = weights.view(model.position_bias);
+  if (const Tensor& bias = model.position_bias)
+    position_bias_ = weights.concatenate(BufferName::kPositionBias, {{{&bias, bias.rows * bias.cols}}}, 1.0f);
   if (model.relative_row_of) relative_row_of_ = weights.view(model.relative_row_of);
   if (model.embedding_projection) embedding_projection_ = projection(model.embedding_projection, weights);
   if (model.embedding_projection_bias)

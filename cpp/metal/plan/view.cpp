@@ -77,6 +77,8 @@ BufferTraits traits_of(BufferName name) {
       return {"qkv_bias", true};
     case BufferName::kFfnBias:
       return {"ffn_bias", true};
+    case BufferName::kPositionBias:
+      return {"position_bias", true};
     case BufferName::kHeadNorm:
       return {"head_norm", true};
     case BufferName::kKeys:

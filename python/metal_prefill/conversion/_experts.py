@@ -1,7 +1,8 @@
-"""Experts of gpt-oss and its relatives: the tensors of a layer's experts, and how files divide them.
+"""Experts whose matrices a folder has as one tensor, and how files divide it.
 
-A folder has the matrices of all experts as one tensor, ``[experts, inputs, outputs]``. The outputs of one of
-them are the gates, then the ups.
+Of gpt-oss and its relatives the tensor is ``[experts, inputs, outputs]``. The outputs of one of them are the
+gates, then the ups. Of nomic-embed-text-v2-moe the rows of all experts follow one another; the second matrix
+of an expert is the transpose of the one that files have.
 """
 
 from __future__ import annotations
@@ -18,6 +19,9 @@ from metal_prefill.errors import GGUFError
 
 _TENSOR = re.compile(r"(.+\.mlp\.experts)\.(gate_up|down)_proj(_bias)?")
 _SINKS = ".self_attn.sinks"
+_ROWS = re.compile(r"(.+\.mlp\.experts)\.mlp\.(w1|w2)")
+_BIAS_OF_SUM = re.compile(r".*\.layers\.(\d+)\.mlp\.experts\.bias")
+BIAS = r"blk\.\d+\.ffn_exps\.bias"  # of the sum of the experts, in a file
 
 
 def with_matrices(config: Fields, weights: Mapping[str, Weight]) -> Mapping[str, Weight]:
@@ -79,3 +83,38 @@ def _biases(weight: Weight, stem: str, parts: tuple[str, ...]) -> Iterator[Weigh
 
 def _columns(weight: Weight, columns: slice) -> FloatArray:
     return weight.values()[:, columns]
+
+
+def with_divided(config: Fields, weights: Mapping[str, Weight]) -> Mapping[str, Weight]:
+    """Divide the rows of the tensors of experts into matrices, and name the biases of their sums.
+
+    Raises
+    ------
+    GGUFError
+        A tensor of experts is not a matrix whose rows the experts share.
+    """
+    found: dict[str, Weight] = {}
+    count = config.integer("num_experts")
+    for name, weight in weights.items():
+        rows, bias = _ROWS.fullmatch(name), _BIAS_OF_SUM.fullmatch(name)
+        if rows is not None:
+            if len(weight.shape) != 2:
+                raise GGUFError(f"{weight.file}: tensor {name} has shape {weight.shape}, expected a matrix")
+            for expert, matrix in enumerate(weight.parts((name,) * count)):
+                made = _named(matrix, f"{rows[1]}.{expert}.mlp.{rows[2]}.weight")
+                found[made.name] = _transposed(made) if rows[2] == "w2" else made
+        elif bias is not None:
+            made = _named(weight, f"blk.{bias[1]}.ffn_exps.bias")
+            found[made.name] = made
+        else:
+            found[name] = weight
+    return found
+
+
+def _transposed(weight: Weight) -> Weight:
+    rows, columns = weight.shape
+    values = weight.values
+    return Computed(
+        *(weight.file, weight.name, weight.dtype, (columns, rows), 0, 0),
+        lambda: np.ascontiguousarray(values().T),
+    )

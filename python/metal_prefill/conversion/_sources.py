@@ -393,6 +393,46 @@ _JINA_V3 = replace(
     changes={},
     position_offset=False,
 )
+_NOMIC_BERT = Source(
+    "nomic-bert",
+    prefixes=("bert.", "nomic_bert."),
+    keys=SHAPE | LAYER_NORM,
+    constants={"attention.causal": False},
+    accepted={
+        "activation_function": ("swiglu",),
+        "hidden_act": ("silu",),
+        "prenorm": (False,),
+        "causal": (False,),
+        "qkv_proj_bias": (False,),
+        "mlp_fc1_bias": (False,),
+        "mlp_fc2_bias": (False,),
+        "rotary_emb_fraction": (1.0,),
+        "rotary_emb_settings.interleaved": (False,),
+        "rotary_emb_scale_base": (None,),
+    },
+    more=_settings.nomic_bert,
+)
+_NOMIC_BERT_MOE = replace(
+    _NOMIC_BERT,
+    architecture="nomic-bert-moe",
+    keys={
+        **_NOMIC_BERT.keys,
+        "expert_count": _integer("num_experts"),
+        "expert_used_count": _integer("moe_top_k"),
+        "moe_every_n_layers": _integer("moe_every_n_layers"),
+    },
+    accepted={
+        **_NOMIC_BERT.accepted,
+        "activation_function": ("gelu",),
+        "hidden_act": ("gelu",),
+        **dict.fromkeys(("qkv_proj_bias", "mlp_fc1_bias", "mlp_fc2_bias"), (True,)),
+        "moe_normalize_expert_weights": (False,),
+        "expert_choice_router": (False,),
+        "num_shared_experts": (0,),
+    },
+    combined=_experts.with_divided,
+    made=_experts.BIAS,
+)
 _OF_DECODERS = {
     "causal": {"lm_head": "output"},
     "sequence": {"score": "cls.output"},
@@ -588,26 +628,7 @@ SOURCES: dict[str, Source] = {
     "T5": _T5,
     "New": _GTE,
     "Gte": _GTE,
-    "NomicBert": Source(
-        "nomic-bert",
-        prefixes=("bert.", "nomic_bert."),
-        keys=SHAPE | LAYER_NORM,
-        constants={"attention.causal": False},
-        accepted={
-            "activation_function": ("swiglu",),
-            "hidden_act": ("silu",),
-            "prenorm": (False,),
-            "causal": (False,),
-            "qkv_proj_bias": (False,),
-            "mlp_fc1_bias": (False,),
-            "mlp_fc2_bias": (False,),
-            "rotary_emb_fraction": (1.0,),
-            "rotary_emb_settings.interleaved": (False,),
-            "rotary_emb_scale_base": (None,),
-            "moe_every_n_layers": (0,),
-        },
-        more=_settings.nomic_bert,
-    ),
+    "NomicBert": _NOMIC_BERT,
     "JinaEmbeddingsV3": _JINA_V3,
     "ModernBert": Source(
         "modern-bert",
@@ -986,6 +1007,8 @@ def find_source(config: Fields) -> tuple[Source, Task]:
             source = replace(source, architecture="granitemoe" if has_experts else "granite")
     if source.architecture == "bert":
         source = SOURCES[_WITH_POSITIONS[positions]] if positions in _WITH_POSITIONS else source
+    if source is _NOMIC_BERT and config.integer("moe_every_n_layers", default=0, least=0) > 0:
+        source = _NOMIC_BERT_MOE
     has_other_parts = match[2] == "ForConditionalGeneration"
     if task not in ("body", *source.heads) or (has_other_parts and not source.text_part):
         raise config.unsupported(f"the head of {name} is not supported")

@@ -67,13 +67,15 @@ class Architecture:
     layers : {"required", "absent"}
         ``"absent"`` if a text's hidden states are the embeddings of its tokens.
     ffn, gate : {"required", "optional", "absent"}
-        Presence of the feed-forward, and of the gate of a dense one.
+        Presence of the feed-forward, and of its gate.
     experts : {"required", "optional", "absent"}
-        Presence of experts, in all layers after those that the metadata set to be dense.
+        Presence of experts, in the layers that the metadata do not set to be dense.
     router_bias : {"required", "optional", "absent"}
         Presence of a bias in the choice of experts.
     expert_bias : {"required", "optional", "absent"}
         Presence of biases of the router's products and of the projections of experts.
+    experts_bias : {"required", "optional", "absent"}
+        Presence of a bias of the sum of a token's experts.
     sinks : {"required", "optional", "absent"}
         Presence of attention sinks: a score of each head without a value, which takes part in the softmax.
     router_score, normalize_routes
@@ -190,6 +192,7 @@ class Architecture:
     experts: Presence = "absent"
     router_bias: Presence = "absent"
     expert_bias: Presence = "absent"
+    experts_bias: Presence = "absent"
     sinks: Presence = "absent"
     router_score: RouterScore = "softmax"
     normalize_routes: bool = False
@@ -458,6 +461,11 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "jina-bert-v3": _ROTATED_BERT,
     "nomic-bert": _NOMIC_BERT,
+    "nomic-bert-moe": replace(
+        _ROTATED_BERT,
+        experts="required",
+        experts_bias="optional",  # which llama.cpp's converter leaves out
+    ),
     "gte": replace(_NOMIC_BERT, activation="gelu_erf", qkv_bias="required", output_bias="required"),
     "jina-bert-v2": replace(
         _BERT,

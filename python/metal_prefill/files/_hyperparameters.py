@@ -364,7 +364,11 @@ def _feed_forwards(keys: Keys, traits: Architecture, n_layers: int) -> tuple[Fee
     dense = keys.number(f"{keys.architecture}.leading_dense_block_count", default=0)
     if not 0 <= dense <= n_layers:
         raise keys.error(f"{keys.architecture}.leading_dense_block_count is {dense}, must be 0 to {n_layers}")
-    return leading_dense(n_layers, int(dense))
+    kinds = leading_dense(n_layers, int(dense))
+    if keys.has("moe_every_n_layers"):
+        every = keys.positive("moe_every_n_layers")
+        return tuple(kind if layer % every == 1 else "dense" for layer, kind in enumerate(kinds))
+    return kinds
 
 
 def _with_experts(config: ModelConfig, keys: Keys, traits: Architecture) -> ModelConfig:

@@ -142,7 +142,7 @@ def tensors(
             return Tensor(name, spec.shape, tensor_type, Role.MATRIX, std)
         if spec.role in ("token_types", "position_embedding"):  # llama.cpp never quantizes it
             return Tensor(name, spec.shape, "F32", Role.MATRIX, embedding)
-        if spec.kind == "filter":
+        if spec.kind == "filter" or spec.role == "position_bias":
             return Tensor(name, spec.shape, "F32", Role.FILTER, spec.shape[1] ** -0.5)
         std = (
             embedding
