@@ -1,12 +1,22 @@
-"""The list of models that open follows the tables of conversion."""
+"""The list of models that open follows the tables of conversion, and folders of their classes open."""
 
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from types import ModuleType
 
+import numpy as np
 import pytest
+from support import bert_relatives, bidirectional_folders, encoder_folders, entity_folders, model_folders
+from support.decoder_folders import gemma2, qwen, with_head_norms
+from support.model_folders import Folder
 from support.places import ROOT
+from support.task_folders import CLASSIFIERS, LATE, RANKERS, stanford, static
+
+from metal_prefill import Model
 
 
 @pytest.fixture(scope="module")
@@ -63,3 +73,97 @@ def test_the_page_has_each_model(coverage: ModuleType) -> None:
     page = coverage.page()
     for row in coverage.rows():
         assert f"| {row['model']} | {row['class']} |" in page
+
+
+def nomic(path: Path) -> Folder:
+    """Make a folder of the class with a layer that has a gate."""
+    folder = encoder_folders.nomic_moe(path, 4, dim=32, heads=4, ffn=64, layers=1, experts=2, used=1)
+    folder.config |= {"activation_function": "swiglu", "moe_every_n_layers": 0}
+    folder.config |= dict.fromkeys(("qkv_proj_bias", "mlp_fc1_bias", "mlp_fc2_bias"), False)
+    folder.tensors = {n: t for n, t in folder.tensors.items() if t.ndim == 2 or "norm" in n or "_ln" in n}
+    up = folder.tensors.pop("encoder.layers.0.mlp.fc1.weight")
+    folder.tensors |= {f"encoder.layers.0.mlp.{name}.weight": up for name in ("fc11", "fc12")}
+    return folder
+
+
+def gemma3(path: Path) -> Folder:
+    """Make a folder of the class from one of Gemma 2, which lacks norms of heads."""
+    folder = gemma2(path)
+    width = folder.config["head_dim"]
+    folder = with_head_norms(folder, ("q_norm", width), ("k_norm", width))
+    for name in ("attn_logit_softcapping", "final_logit_softcapping", "layer_types"):
+        folder.config.pop(name, None)
+    folder.tensors.pop("lm_head.weight", None)
+    return folder
+
+
+def jina(path: Path) -> Folder:
+    """Make a folder of the class, whose gate and up are rows of one matrix."""
+    folder = model_folders.bert(path)
+    folder.config |= {"position_embedding_type": "alibi", "feed_forward_type": "geglu"}
+    del folder.tensors["embeddings.position_embeddings.weight"]
+    for name in list(folder.tensors):
+        if ".intermediate.dense." in name:
+            tensor = folder.tensors.pop(name)
+            if name.endswith("weight"):
+                at = name.replace("intermediate.dense", "mlp.gated_layers")
+                folder.tensors[at] = np.concatenate([tensor, tensor])
+        elif ".output." in name and ".attention." not in name:
+            at = name.replace("output.dense", "mlp.wo").replace("output.LayerNorm", "mlp.layernorm")
+            folder.tensors[at] = folder.tensors.pop(name)
+    return folder
+
+
+# A folder of each class that the page says opens; of classes with one set of tensors, another name.
+MADE: dict[str, Callable[[Path], Folder]] = {
+    "": static,
+    "AlbertModel": encoder_folders.RECORDED["albert"],
+    "BertForMaskedLM": partial(model_folders.bert, architecture="BertForMaskedLM"),
+    "BertForSequenceClassification": CLASSIFIERS["bert"],
+    "BertModel": model_folders.bert,
+    "DebertaV2ForSequenceClassification": RANKERS["deberta"],
+    "DistilBertForMaskedLM": bert_relatives.routed,
+    "DistilBertModel": bert_relatives.distilbert,
+    "ElectraForSequenceClassification": RANKERS["electra"],
+    "GLiNER": next(iter(entity_folders.RECORDED.values())),
+    "Gemma3TextModel": gemma3,
+    "GteModel": bert_relatives.gte,
+    "HF_ColBERT": stanford,
+    "JinaBertForSequenceClassification": jina,
+    "JinaBertModel": jina,
+    "MPNetForMaskedLM": bert_relatives.mpnet,
+    "MPNetModel": bert_relatives.mpnet,
+    "ModernBertForSequenceClassification": RANKERS["modernbert"],
+    "ModernBertModel": LATE["modernbert"],
+    "NewForMaskedLM": bert_relatives.gte_masked,
+    "NewModel": bert_relatives.gte,
+    "NomicBertModel": nomic,
+    "PPLXQwen3Model": bidirectional_folders.pplx,
+    "Qwen3ForCausalLM": partial(qwen, name="Qwen3"),
+    "RobertaForMaskedLM": partial(model_folders.bert, architecture="RobertaForMaskedLM"),
+    "RobertaForSequenceClassification": RANKERS["xlm-roberta"],
+    "T5EncoderModel": encoder_folders.RECORDED["t5"],
+    "XLMRobertaForSequenceClassification": RANKERS["xlm-roberta"],
+    "XLMRobertaModel": partial(model_folders.bert, architecture="XLMRobertaModel", variant="unigram"),
+}
+
+
+def test_a_folder_of_each_class_is_tried(coverage: ModuleType) -> None:
+    assert {row["class"] for row in coverage.rows() if not coverage.missing(row)} == set(MADE)
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_a_folder_of_a_class_that_is_listed_opens(tmp_path: Path, name: str) -> None:
+    folder = MADE[name](tmp_path / "m")
+    if name in ("", "GLiNER", "HF_ColBERT", "DistilBertForMaskedLM"):
+        path = folder.write()
+    else:
+        folder.config["architectures"] = [name]
+        if name == "JinaBertForSequenceClassification":
+            folder.config["id2label"] = {"0": "x"}
+            model_folders.with_head(folder, {"classifier.weight": (1, 32), "classifier.bias": (1,)})
+        path = folder.write()
+    with Model(path, device="cpu") as model, model.session() as session:
+        (states,) = model.forward_batch([session], [range(5, 25)], output="hidden", rows="all")
+    assert np.isfinite(states).all()
+    assert np.abs(states).max() > 0
