@@ -396,7 +396,7 @@ def test_fused_kernels_save_two_dispatches_a_layer(path: Path) -> None:
     "features", [{}, {"tensor_type": "Q4_K", "overrides": {"*attn_v*": "Q6_K", "*ffn_up*": "Q8_0"}}], ids=str
 )
 def test_a_fused_norm_gives_the_same_bits(tmp_path: Path, features: dict[str, Any]) -> None:
-    path = synth.synthesize(tmp_path / "m.gguf", preset="tiny", layers=3, dim=256, ffn=512, **features)
+    path = synth.synthesize(tmp_path / "m.gguf", preset="tiny", layers=30, dim=256, ffn=512, **features)
     logits = []
     for fused in (False, True):
         with Model(path, device="metal", fused_norm=fused) as model:

@@ -307,17 +307,20 @@ def test_rmsnorm_matvec_is_bit_identical_to_norm_and_product(
             np.testing.assert_array_equal(fused.check(), separate.check())
 
 
-@pytest.mark.parametrize(("rows", "lanes"), [(576, 32), (49152, 8)])
-def test_rmsnorm_matvec(run: Run, rows: int, lanes: int) -> None:
+@pytest.mark.parametrize(
+    ("cols", "rows", "lanes"),
+    [(576, 576, 32), (576, 192, 32), (576, 1536, 32), (1536, 576, 32), (576, 49152, 8)],
+)
+@pytest.mark.parametrize(("kind", "tolerance"), [("Q4_0", 2e-4), ("F32", 1e-4)])
+def test_rmsnorm_matvec(run: Run, kind: str, tolerance: float, cols: int, rows: int, lanes: int) -> None:
     """Other types, shapes and lanes are bit-identical to kernels that are compared with float64."""
-    cols = 576
     rng = np.random.default_rng(11)
-    w = Weights(rng, "Q4_0", [rows], cols)
+    w = Weights(rng, kind, [rows], cols)
     x = (3 * rng.standard_normal(cols)).astype(np.float32)
     norm = rng.uniform(0.5, 1.5, cols).astype(np.float32)
     y = Output([rows])
     run(
-        "rmsnorm_matvec_q4_0",
+        f"rmsnorm_matvec_{kind.lower()}",
         w.bytes,
         norm,
         x,
@@ -327,7 +330,7 @@ def test_rmsnorm_matvec(run: Run, rows: int, lanes: int) -> None:
         threads=(64,),
     )
     wide = x.astype(np.float64)
-    close(y.check(), w.values @ (wide / np.sqrt((wide**2).mean() + 1e-5) * norm), 2e-4)
+    close(y.check(), w.values @ (wide / np.sqrt((wide**2).mean() + 1e-5) * norm), tolerance)
 
 
 @pytest.mark.parametrize(("kind", "together"), [*product(TYPES, [4]), *product(COMMON_TYPES, [2])])
