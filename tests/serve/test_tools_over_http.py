@@ -114,6 +114,28 @@ def test_a_call_can_be_required(with_tools: tuple[Running, Model], choice: Any, 
     assert isinstance(json.loads(message.tool_calls[0].function.arguments), dict)
 
 
+def test_a_required_call_follows_the_tags_of_the_template(with_tools: tuple[Running, Model]) -> None:
+    """The next turn, in which the template writes them, continues from the cache of all of it."""
+    server, model = with_tools
+    choice = {"type": "function", "function": {"name": "weather"}}
+    question = [{"role": "user", "content": "How is it in Verona, and how will it be in Padua?"}]
+    answer = ask(server, None, messages=question, tool_choice=choice)
+    message = answer.choices[0].message
+    (call,) = message.tool_calls
+    text = model.tokenizer.decode(model.tokenizer.apply_chat_template(question, tools=[WEATHER]))
+    begun = model.tokenizer.encode(text + "\n<tool_call>", add_bos=False)
+    assert answer.usage.prompt_tokens == len(begun)
+    result = {"role": "tool", "tool_call_id": call.id, "content": "rain"}
+    called = message.model_dump(exclude_none=True)
+    after = ask(server, None, messages=[*question, called, result], max_tokens=1)
+    assert after.usage.prompt_tokens_details.cached_tokens >= len(begun)
+
+    several = ask(
+        server, None, messages=question, tool_choice="required", parallel_tool_calls=True, max_tokens=1
+    )
+    assert several.usage.prompt_tokens == len(model.tokenizer.encode(text, add_bos=False))
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_several_calls_can_be_required(with_tools: tuple[Running, Model], stream: bool) -> None:
     tools = [{"type": "function", "function": {"name": name}} for name in ("noon", "dusk")]

@@ -32,17 +32,20 @@ from metal_prefill.serve._scores import most_tokens, scores_of
 from metal_prefill.serve._service import Service
 from metal_prefill.serve._tools import (
     RequiredCalls,
+    call_beginning,
     call_constraint,
     call_message,
     offered_tools,
     possible_calls,
+    single_call,
 )
 from metal_prefill.session import Piece
 from metal_prefill.text._reasoning import ReasoningParser
 from metal_prefill.text._tokenizer import Tokenizer
-from metal_prefill.text._tool_calls import ToolCall, ToolCallParser, parse_arguments
+from metal_prefill.text._tool_calls import ToolCall, ToolCallParser, new_call_id, parse_arguments
 
 _T = TypeVar("_T")
+Pieces = list[tuple[str, bool]]  # of a prompt, with flags for control tokens
 
 DROPPED_TURNS = 4  # turns that are dropped together
 _ROLES = {"developer": "system"}  # templates do not define it
@@ -151,6 +154,8 @@ def chat_tokens(service: Service, form: ChatForm, *, fits: bool = True) -> list[
             continues=continues,
         )
         pieces = _rendered(render, plain_messages(form.messages))
+        if (name := single_call(form)) is not None:
+            pieces = _until_call(partial(render, add_generation_prompt=False), form, pieces, name)
     except ChatTemplateError as error:
         raise ApiError(400, str(error), param=param, code="invalid_messages") from None
     texts = [text for text, _ in pieces]
@@ -159,6 +164,28 @@ def chat_tokens(service: Service, form: ChatForm, *, fits: bool = True) -> list[
     for text in texts if fits else ["".join(texts)]:
         service.check_text(text, "messages")
     return tokenizer.encode_chat(pieces)
+
+
+def _until_call(
+    render: Callable[[list[dict[str, Any]]], Pieces], form: ChatForm, prompt: Pieces, name: str
+) -> Pieces:
+    """Return a prompt with the tags that the template writes before a call, if it writes calls as JSON."""
+    call = {"id": new_call_id(), "type": "function", "function": {"name": name, "arguments": {}}}
+    called = {"role": "assistant", "content": "", "tool_calls": [call]}
+    try:
+        written = _rendered(render, [*plain_messages(form.messages), called])
+    except ChatTemplateError:
+        return prompt
+    asked, text = ("".join(piece for piece, _ in pieces) for pieces in (prompt, written))
+    end = text.find(call_beginning(name), len(asked))
+    if not text.startswith(asked) or end < 0:
+        return prompt
+    until: Pieces = []
+    for piece, special in written:
+        if end > 0:
+            until.append((piece[:end], special))
+        end -= len(piece)
+    return until
 
 
 def _rendered(render: Callable[[list[dict[str, Any]]], _T], messages: list[dict[str, Any]]) -> _T:

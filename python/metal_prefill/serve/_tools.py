@@ -72,6 +72,13 @@ def possible_calls(form: ChatForm) -> frozenset[str]:
     return tool_names(form.tools or [])
 
 
+def single_call(form: ChatForm) -> str | None:
+    """Return the name of a tool that may satisfy a required call, or None if the answer is not one call."""
+    names = possible_calls(form)
+    several = form.parallel_tool_calls and not isinstance(form.tool_choice, ToolChoice)
+    return min(names) if names and not several else None
+
+
 def _schema(tool: dict[str, Any], number: int) -> dict[str, Any]:
     """Return the schema of a call in the untagged format of :mod:`metal_prefill.text._tool_calls`."""
     (name,) = tool_names([tool])
@@ -280,7 +287,7 @@ class RequiredCall:
             self._sent = begun.end()
             return str(json.loads(begun[1]))
         names = self._names
-        possible = [name for name in names if len(names) == 1 or _begins(name).startswith(self.text)]
+        possible = [name for name in names if len(names) == 1 or call_beginning(name).startswith(self.text)]
         if not last or len(possible) != 1:
             return None
         self._sent = len(self.text)
@@ -295,7 +302,8 @@ def _is_json(text: str) -> bool:
     return True
 
 
-def _begins(name: str) -> str:
+def call_beginning(name: str) -> str:
+    """Return the beginning of a call, up to its arguments."""
     return f'{{"name": {json.dumps(name, ensure_ascii=False)}, "arguments": '
 
 
