@@ -55,7 +55,7 @@ void lose_residency();                                    // the next residency 
 void clear_faults();
 
 // The options start from METAL_EMULATOR_THREADS, METAL_EMULATOR_SEED, METAL_EMULATOR_CHECKED,
-// METAL_EMULATOR_ACTIVE_LANES and METAL_EMULATOR_FAST_ERRORS. Setting them waits until nothing runs.
+// and METAL_EMULATOR_FAST_ERRORS. Setting them waits until nothing runs.
 ExecutorOptions options();
 void set_options(const ExecutorOptions& options);
 
@@ -111,9 +111,8 @@ struct DispatchRecord {
   std::string kernel;
   Dim3 grid, group;
   std::uint64_t threads = 0, barriers = 0;
-  std::uint64_t least_bank_cycles = 0, bank_cycles = 0;  // see Options: banks
-  double seconds = 0;                                    // on the device, in timed mode
-  bool after_barrier = true;                             // false: may overlap the dispatch before it
+  double seconds = 0;         // on the device, in timed mode
+  bool after_barrier = true;  // false: may overlap the dispatch before it
   std::vector<BindingRecord> bindings;
 };
 struct CommandBufferRecord {

@@ -182,8 +182,6 @@ struct ByteRange {
 
 struct DispatchStatistics {
   std::uint64_t threads = 0, barriers = 0;
-  // Cycles of the banks of threadgroup memory: the fewest possible, and the actual ones.
-  std::uint64_t least_bank_cycles = 0, bank_cycles = 0;
   double seconds = 0;                                    // on the device, in timed mode
   std::vector<std::uint64_t> bytes_read, bytes_written;  // by buffer index; counted in checked mode
   std::vector<std::vector<ByteRange>> read, written;  // by buffer index, sorted and disjoint; in checked mode
@@ -204,12 +202,10 @@ enum class MatrixLayout : std::uint8_t {
 };
 
 struct ExecutorOptions {
-  unsigned workers = 0;       // host threads that run threadgroups; 0: one per core
-  std::uint64_t seed = 0;     // shuffles the order of threads; 0: in order
-  bool checked = false;       // record which bytes each dispatch touches
-  bool active_lanes = false;  // simd operations in divergent branches act on the lanes that arrive
-  bool fast_errors = false;   // fast::exp and fast::exp2 have the largest error that Metal allows
-  bool banks = false;         // in checked mode: count cycles of the banks of threadgroup memory
+  unsigned workers = 0;      // host threads that run threadgroups; 0: one per core
+  std::uint64_t seed = 0;    // shuffles the order of threads; 0: in order
+  bool checked = false;      // record which bytes each dispatch touches
+  bool fast_errors = false;  // fast::exp and fast::exp2 have the largest error that Metal allows
   MatrixLayout matrix_layout = MatrixLayout::kApple;  // of the CPU executor
 };
 

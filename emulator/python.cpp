@@ -62,10 +62,6 @@ void bind_records(nb::module_& m) {
           "group", [](const DispatchRecord& record) { return to_tuple(record.group); }, "In threads.")
       .def_ro("threads", &DispatchRecord::threads)
       .def_ro("barriers", &DispatchRecord::barriers)
-      .def_ro("bank_cycles", &DispatchRecord::bank_cycles,
-              "Of the banks of threadgroup memory, with the option `banks`.")
-      .def_ro("least_bank_cycles", &DispatchRecord::least_bank_cycles,
-              "The same if the words of each access were spread evenly over the banks.")
       .def_ro("seconds", &DispatchRecord::seconds, "On the device, with METAL_EMULATOR_TIMED=1.")
       .def_ro("after_barrier", &DispatchRecord::after_barrier)
       .def_ro("bindings", &DispatchRecord::bindings);
@@ -143,23 +139,18 @@ void bind_settings(nb::module_& m) {
   nb::class_<ExecutorOptions>(m, "Options", "How kernels are run.")
       .def(
           "__init__",
-          [](ExecutorOptions* self, unsigned workers, std::uint64_t seed, bool checked, bool active_lanes,
-             bool fast_errors, bool banks, MatrixLayout matrix_layout) {
-            new (self)
-                ExecutorOptions{workers, seed, checked, active_lanes, fast_errors, banks, matrix_layout};
+          [](ExecutorOptions* self, unsigned workers, std::uint64_t seed, bool checked, bool fast_errors,
+             MatrixLayout matrix_layout) {
+            new (self) ExecutorOptions{workers, seed, checked, fast_errors, matrix_layout};
           },
-          "workers"_a = 0, "seed"_a = 0, "checked"_a = false, "active_lanes"_a = false,
-          "fast_errors"_a = false, "banks"_a = false, "matrix_layout"_a = MatrixLayout::kApple)
+          "workers"_a = 0, "seed"_a = 0, "checked"_a = false, "fast_errors"_a = false,
+          "matrix_layout"_a = MatrixLayout::kApple)
       .def_rw("workers", &ExecutorOptions::workers, "Host threads that run threadgroups; 0: one per core.")
       .def_rw("seed", &ExecutorOptions::seed, "Shuffles the order of threads; 0: in order.")
       .def_rw("checked", &ExecutorOptions::checked,
               "Record which bytes each dispatch touches, and judge by them.")
-      .def_rw("active_lanes", &ExecutorOptions::active_lanes,
-              "Simd operations in divergent branches act on the lanes that arrive.")
       .def_rw("fast_errors", &ExecutorOptions::fast_errors,
               "fast::exp and fast::exp2 have the largest error that Metal's specification allows.")
-      .def_rw("banks", &ExecutorOptions::banks,
-              "In checked mode, count the cycles of the banks of threadgroup memory.")
       .def_rw("matrix_layout", &ExecutorOptions::matrix_layout,
               "Of the CPU executor; an NVIDIA GPU has its own.");
   m.def("options", &options, nb::call_guard<nb::gil_scoped_release>());

@@ -37,17 +37,16 @@ struct Invocation {
   void* const* threadgroup;  // by index
   Vec3 thread_position_in_grid, threads_per_grid;
   Vec3 threadgroup_position_in_grid, threadgroups_per_grid;
-  Vec3 thread_position_in_threadgroup, threads_per_threadgroup, dispatch_threads_per_threadgroup;
+  Vec3 thread_position_in_threadgroup, threads_per_threadgroup;
   u32 thread_index_in_threadgroup;
 };
 
 struct Simdgroup;
 
-// An operation of the threads of a simdgroup or quad. When all have arrived, `execute` makes the outputs of
+// An operation of the threads of a simdgroup. When all have arrived, `execute` makes the outputs of
 // the given lanes from their inputs; it returns -1, or the lane whose argument is out of range.
 struct Operation {
   const char* name;
-  u32 width;  // 32, or 4 for a quad
   int (*execute)(Simdgroup& simdgroup, u32 lanes);
 };
 
@@ -56,12 +55,12 @@ struct Operation {
 struct alignas(64) MatrixProduct {
   float a[64], b[64], c[64];  // operands, row by row; c where `addend` is below 0
   void* targets[kLanes];  // the simdgroup_matrix of each lane that takes the result; null: no longer needed
-  int addend;             // the earlier product of the queue that is added, -1: c, -2: nothing
+  int addend;             // the earlier product of the queue that is added, -1: c
   u32 line;
   const char* file;
   u32 lanes;       // that have requested it
   u8 differs;      // lanes request different products
-  u8 result_type;  // 0 float, 1 half, 2 bfloat
+  u8 result_type;  // 0 float, 1 half
 };
 struct MatrixQueue {
   static constexpr u32 kCapacity = 32;

@@ -72,11 +72,8 @@ void AccessRecorder::release() {
   }
 }
 
-void AccessRecorder::begin(const std::vector<Binding>& bindings, bool counts_banks, Report report,
-                           void* context) {
+void AccessRecorder::begin(const std::vector<Binding>& bindings, Report report, void* context) {
   release();
-  counts_banks_ = counts_banks;
-  banks_.reset();
   bindings_ = &bindings;
   report_ = report;
   context_ = context;
@@ -130,7 +127,6 @@ void AccessRecorder::access(std::uintptr_t address, std::size_t bytes, bool writ
   if (address - arena_begin_ < arena_end_ - arena_begin_) {
     for (const Variable& variable : variables_) {
       if (address < variable.begin || address + bytes > variable.end) continue;
-      if (counts_banks_) banks_.access(abi::current_fiber(), caller, address, bytes);
       return;
     }
     report_outside(address, bytes, write, caller);
@@ -188,8 +184,6 @@ void AccessRecorder::report_outside(std::uintptr_t address, std::size_t bytes, b
 
 void AccessRecorder::collect(DispatchStatistics& statistics) {
   if (!bindings_) return;
-  statistics.bank_cycles += banks_.cycles();
-  statistics.least_bank_cycles += banks_.least();
   for (std::size_t i = 0; i < bindings_->size(); i++) {
     const Binding& binding = (*bindings_)[i];
     const auto index = static_cast<std::size_t>(binding.index);

@@ -8,7 +8,6 @@
 
 #include "../executor.h"
 #include "abi.h"
-#include "banks.h"
 
 namespace metal_emulator::cpu {
 
@@ -32,13 +31,12 @@ class AccessRecorder {
 
   // `report` does not return.
   using Report = void (*)(void* context, std::string message);
-  // `bindings` are sorted by `begin`. Banks of threadgroup memory are counted if `counts_banks`.
-  void begin(const std::vector<Binding>& bindings, bool counts_banks, Report report, void* context);
+  // `bindings` are sorted by `begin`.
+  void begin(const std::vector<Binding>& bindings, Report report, void* context);
   // Threadgroup memory is [begin, end); only variables that were added may be accessed.
   void set_threadgroup_memory(std::uintptr_t begin, std::uintptr_t end);
   void add_threadgroup_variable(const char* name, std::uintptr_t begin, std::size_t bytes);
   void access(std::uintptr_t address, std::size_t bytes, bool write, const void* caller);
-  void end_threadgroup() { banks_.end_threadgroup(); }
   // Adds the recorded ranges to `statistics` and clears them.
   void collect(DispatchStatistics& statistics);
 
@@ -63,8 +61,6 @@ class AccessRecorder {
   std::vector<Touched> read_, written_;  // by position in bindings_
   std::vector<Variable> variables_;
   std::uintptr_t arena_begin_ = 0, arena_end_ = 0;
-  bool counts_banks_ = false;
-  BankCounter banks_;
   Report report_ = nullptr;
   void* context_ = nullptr;
 };

@@ -29,6 +29,7 @@ namespace {
 constexpr std::size_t kArenaBytes = 1 << 20;  // gaps between variables included
 constexpr std::size_t kArgumentGap = 128;     // between threadgroup arguments
 constexpr u32 kNoPreference = 31;
+constexpr const char* kDeadlock = "deadlock: not all threads reach the same operation";
 
 std::size_t round_up(std::size_t value, std::size_t unit) {
   return (value + unit - 1) / unit * unit;
@@ -121,7 +122,6 @@ void ThreadgroupRunner::forget() {
 void ThreadgroupRunner::begin(const Work& work, std::uint64_t seed) {
   work_ = &work;
   rng_ = work.options.seed ? (seed + 1) * 0x9e3779b97f4a7c15ull | 1 : 0;
-  active_lanes_ = work.options.active_lanes;
   header_->worker.fast_errors = work.options.fast_errors;
   for (unsigned lane = 0; lane < abi::kLanes; lane++)
     for (unsigned element = 0; element < 2; element++)
@@ -133,7 +133,7 @@ void ThreadgroupRunner::begin(const Work& work, std::uint64_t seed) {
   work.kernel->specialize(work.constants);
   set_guard_handler(&missed_guard);
   if (work.options.checked) {
-    accesses_.begin(work.bindings, work.options.banks, &report_access, this);
+    accesses_.begin(work.bindings, &report_access, this);
     set_current_recorder(&accesses_);
   }
 #if METAL_EMULATOR_TSAN
@@ -192,13 +192,12 @@ void ThreadgroupRunner::place_threadgroup_memory() {
 
 // Sets the built-in arguments: those that all threads of the threadgroup share, and the place of each.
 void ThreadgroupRunner::place_threads() {
-  const Dim3 full = work_->group, grid = work_->grid, total = work_->threads;
+  const Dim3 grid = work_->grid, total = work_->threads;
   abi::Invocation& invocation = header_->invocation;
   invocation.threads_per_grid = {total.x, total.y, total.z};
   invocation.threadgroup_position_in_grid = {position_.x, position_.y, position_.z};
   invocation.threadgroups_per_grid = {grid.x, grid.y, grid.z};
   invocation.threads_per_threadgroup = {size_.x, size_.y, size_.z};
-  invocation.dispatch_threads_per_threadgroup = {full.x, full.y, full.z};
   if (size_ == placed_) return;
   placed_ = size_;
   positions_.clear();
@@ -248,7 +247,6 @@ std::string ThreadgroupRunner::run(Dim3 position) {
     if (const int product = run_queue(simdgroups_[i]); product >= 0) error_ = describe_product(i, product);
   }
   if (error_.empty()) error_ = describe_apart();
-  if (work_->options.banks) accesses_.end_threadgroup();
   if (!error_.empty()) {  // suspended threads are abandoned
     reset_fibers();
     for (auto& queue : header_->queues) queue = {};
@@ -340,23 +338,13 @@ void ThreadgroupRunner::retire(abi::Fiber& fiber) {
   simdgroup.active &= ~bit;
   simdgroup.ready &= ~bit;
   returned_++;
-  if (at_barrier_ > 0 && !active_lanes_)
-    fail_waiting("a thread returned while others wait at a threadgroup_barrier");
+  if (at_barrier_ > 0) fail_waiting("a thread returned while others wait at a threadgroup_barrier");
   // A lane that has returned is inactive: the others no longer wait for it.
-  if (simdgroup.waiting) {
-    const u32 waiting = simdgroup.waiting;
-    for (u32 left = waiting; left;) {
-      const int lane = std::countr_zero(left);
-      const abi::Operation& operation = *threads_[group * abi::kLanes + static_cast<u32>(lane)].operation;
-      const u32 scope = operation.width == 4 ? 0xfu << (lane & ~3) : ~0u;
-      if ((waiting & scope) == (simdgroup.active & scope)) complete(simdgroup, waiting & scope);
-      left &= ~scope;
-    }
-  }
+  if (simdgroup.waiting && simdgroup.waiting == simdgroup.active) complete(simdgroup, simdgroup.waiting);
   if (!simdgroup.ready) ready_simdgroups_ &= ~(1u << group);
   const auto index = static_cast<abi::u16>(&fiber - header_->worker.fibers);
-  int next = pick(fiber.thread);
-  if (next < 0 && returned_ < count_) next = resolve();
+  const int next = pick(fiber.thread);
+  if (next < 0 && returned_ < count_) fail_waiting(kDeadlock);
 #if METAL_EMULATOR_TSAN
   switch_to(&fiber, next < 0 ? nullptr : &bind_fiber(static_cast<unsigned>(next)));
 #else
@@ -419,8 +407,8 @@ void ThreadgroupRunner::suspend(abi::Fiber& self) {
       threads_[self.thread + 1].fiber == &self + 1 - header_->worker.fibers)
     return switch_to(&self, &self + 1);
   if (!self.simdgroup->ready) ready_simdgroups_ &= ~(1u << (self.thread / abi::kLanes));
-  int next = pick(self.thread);
-  if (next < 0) next = resolve();
+  const int next = pick(self.thread);
+  if (next < 0) fail_waiting(kDeadlock);
   transfer(self, static_cast<unsigned>(next));
 }
 
@@ -453,25 +441,16 @@ void ThreadgroupRunner::wait_for(abi::Fiber& fiber, const abi::Operation& operat
   self.file = file;
   self.line = line;
   const u32 bit = 1u << fiber.lane;
-  const u32 scope = operation.width == 4 ? 0xfu << (fiber.lane & ~3u) : ~0u;
-  const u32 peers = simdgroup.waiting & scope;
+  const u32 peers = simdgroup.waiting;
   simdgroup.waiting |= bit;
   simdgroup.ready &= ~bit;
   if (peers) {
     const Thread& peer = threads_[(fiber.thread & ~31u) + static_cast<u32>(std::countr_zero(peers))];
-    if (peer.operation != &operation || peer.line != line) {
-      if (!active_lanes_) fail_waiting("divergence: lanes of a simdgroup execute different operations");
-      return suspend(fiber);
-    }
+    if (peer.operation != &operation || peer.line != line)
+      fail_waiting("divergence: lanes of a simdgroup execute different operations");
   }
-  if ((simdgroup.waiting & scope) != (simdgroup.active & scope)) return suspend(fiber);
-  if (active_lanes_) {  // lanes that wait elsewhere are found by resolve
-    for (u32 left = simdgroup.waiting & scope; left; left &= left - 1) {
-      const Thread& peer = threads_[(fiber.thread & ~31u) + static_cast<u32>(std::countr_zero(left))];
-      if (peer.operation != &operation || peer.line != line) return suspend(fiber);
-    }
-  }
-  complete(simdgroup, simdgroup.waiting & scope);
+  if (simdgroup.waiting != simdgroup.active) return suspend(fiber);
+  complete(simdgroup, simdgroup.waiting);
   if (rng_ && (random() & 3) == 0) transfer(fiber, static_cast<unsigned>(pick(fiber.thread)));
 }
 
@@ -500,7 +479,7 @@ void ThreadgroupRunner::complete(abi::Simdgroup& simdgroup, u32 lanes) {
 
 void ThreadgroupRunner::simdgroup_barrier(abi::Worker& worker, abi::Fiber& fiber, u32, const char* file,
                                           u32 line) {
-  static constexpr abi::Operation kBarrier{"simdgroup_barrier", 32, nullptr};
+  static constexpr abi::Operation kBarrier{"simdgroup_barrier", nullptr};
   ThreadgroupRunner& runner = of(worker);
   const unsigned turn = runner.threads_[fiber.thread].simdgroup_barriers++ % 2;
   char& point = runner.sync_simdgroup_[fiber.thread / abi::kLanes][turn].byte;
@@ -550,14 +529,10 @@ void ThreadgroupRunner::wait_at_barrier(abi::Fiber& fiber, const char* file, u32
   self.line = line;
   fiber.simdgroup->ready &= ~(1u << fiber.lane);
   at_barrier_++;
-  if (!active_lanes_ && returned_ > 0)
-    fail_waiting("threadgroup_barrier: other threads have returned before it");
-  if (at_barrier_ + returned_ < count_) return suspend(fiber);
-  if (!active_lanes_) {
-    for (unsigned i = 0; i < count_; i++) {
-      if (threads_[i].line != line)
-        fail_waiting("divergence: threads wait at different threadgroup_barriers");
-    }
+  if (returned_ > 0) fail_waiting("threadgroup_barrier: other threads have returned before it");
+  if (at_barrier_ < count_) return suspend(fiber);
+  for (unsigned i = 0; i < count_; i++) {
+    if (threads_[i].line != line) fail_waiting("divergence: threads wait at different threadgroup_barriers");
   }
   release_barrier();
   if (rng_) transfer(fiber, static_cast<unsigned>(pick(fiber.thread)));
@@ -573,38 +548,6 @@ void ThreadgroupRunner::release_barrier() {
   if (std::string apart = describe_apart(); !apart.empty()) fail(std::move(apart));
   at_barrier_ = 0;
   barriers_++;
-}
-
-// No thread can run. In active-lane mode, the lanes that wait at the foremost line of a simdgroup continue
-// without the others, and a barrier opens when every lane that has not returned waits for it, or for lanes
-// that do.
-int ThreadgroupRunner::resolve() {
-  if (!active_lanes_) fail_waiting("deadlock: not all threads reach the same operation");
-  bool progress = false;
-  for (unsigned i = 0; i < simdgroup_count_; i++) {
-    abi::Simdgroup& simdgroup = simdgroups_[i];
-    if (!simdgroup.waiting) continue;
-    const Thread* foremost = nullptr;
-    for (u32 left = simdgroup.waiting; left; left &= left - 1) {
-      const Thread& thread = threads_[i * abi::kLanes + static_cast<u32>(std::countr_zero(left))];
-      if (!foremost || thread.line < foremost->line) foremost = &thread;
-    }
-    u32 lanes = 0;
-    for (u32 left = simdgroup.waiting; left; left &= left - 1) {
-      const int lane = std::countr_zero(left);
-      const Thread& thread = threads_[i * abi::kLanes + static_cast<u32>(lane)];
-      const bool in_quad =
-          foremost->operation->width != 4 || lanes == 0 || (std::countr_zero(lanes) | 3) == (lane | 3);
-      if (thread.line == foremost->line && thread.operation == foremost->operation && in_quad)
-        lanes |= 1u << lane;
-    }
-    complete(simdgroup, lanes);
-    progress = true;
-  }
-  if (!progress) release_barrier();
-  const int next = pick(kNoPreference);
-  if (next < 0) fail_waiting("deadlock: no thread can run");
-  return next;
 }
 
 }  // namespace metal_emulator::cpu

@@ -74,7 +74,6 @@ class ThreadgroupRunner {
   void retire(abi::Fiber& fiber);  // the fiber's thread has returned
 
   int pick(unsigned after);  // a thread that can run, -1: none
-  int resolve();             // no thread can run: an error, or, in active-lane mode, a thread that continues
   void suspend(abi::Fiber& self);
   void transfer(abi::Fiber& self, unsigned thread);
   void switch_to(abi::Fiber* from, abi::Fiber* to);
@@ -111,7 +110,6 @@ class ThreadgroupRunner {
   unsigned returned_ = 0, at_barrier_ = 0;
   std::uint32_t ready_simdgroups_ = 0;
   std::uint64_t rng_ = 0;  // 0: in order
-  bool active_lanes_ = false;
   std::uint64_t barriers_ = 0, threads_run_ = 0;
   // Operations that a simdgroup has executed together with the others: their number, hash, and the last
   // place.

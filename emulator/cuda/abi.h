@@ -16,7 +16,7 @@ struct Vec3 {
 struct Geometry {
   Vec3 first_group;    // threadgroup position of the launch's first block
   Vec3 groups;         // threadgroups_per_grid
-  Vec3 group_threads;  // dispatch_threads_per_threadgroup
+  Vec3 group_threads;  // threads of a full threadgroup
   Vec3 threads;        // threads_per_grid
 };
 

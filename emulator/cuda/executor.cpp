@@ -52,7 +52,7 @@ class CudaExecutor final : public Executor {
 
   std::chrono::microseconds polling_time() const override { return std::chrono::milliseconds(20); }
 
-  // Seed and active lanes have no effect: the GPU orders threads itself, and has active lanes.
+  // The seed has no effect: the GPU orders threads itself.
   void configure(const ExecutorOptions& options) override {
     if (options.checked) throw std::runtime_error("checked mode needs the emulator's CPU executor");
   }

@@ -43,10 +43,6 @@ using metal_emulator::ValidationError;
     throw ValidationError("contents: the buffer is MTLStorageModePrivate, which the host cannot reach");
   return _state->caller_memory ? _state->caller_memory : _state->allocation->host();
 }
-- (void)didModifyRange:(NSRange)range {
-  static_cast<void>(range);
-  throw ValidationError("didModifyRange: the buffer is not MTLStorageModeManaged");
-}
 - (NSString*)label {
   const std::string label = State::get().label(*_state);
   return label.empty() ? nil : metal_emulator::to_ns(label);

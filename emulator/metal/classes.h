@@ -138,18 +138,18 @@ inline void require_open(bool ended, const char* call) {
 
 @interface EmulatorCommandBuffer : NSObject <MTLCommandBuffer>
 - (instancetype)initWithQueue:(EmulatorCommandQueue*)queue retainedReferences:(BOOL)retained;
+- (BOOL)retainedReferences;
 - (BOOL)committed;
 - (void)submit;
 // For encoders.
 - (void)encode:(metal_emulator::Command)command
       bindings:(std::vector<metal_emulator::EncodedBinding>)bindings;
-- (void)encodeBarrier:(metal_emulator::EncodedBarrier)barrier;
+- (void)encodeBarrier;
 - (void)waitForFence:(id<MTLFence>)fence;
 - (void)updateFence:(id<MTLFence>)fence;
 // Whether the bindings of commands must be kept, for messages and records.
 - (BOOL)describesBindings;
 - (int)nextDispatch;
-- (std::size_t)commandCount;
 - (void)retainUntilCompleted:(id)object;
 - (void)encoderEnded:(BOOL)properly label:(NSString*)label;
 @end

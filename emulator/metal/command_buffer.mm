@@ -16,7 +16,6 @@ using metal_emulator::CommandBufferFault;
 using metal_emulator::CommandBufferRecord;
 using metal_emulator::Completion;
 using metal_emulator::Encoded;
-using metal_emulator::EncodedBarrier;
 using metal_emulator::EncodedBinding;
 using metal_emulator::State;
 using metal_emulator::to_string;
@@ -28,10 +27,6 @@ NSErrorDomain const MTLCommandBufferErrorDomain = @"MTLCommandBufferErrorDomain"
 namespace {
 
 constexpr std::size_t kUsualCommands = 256;  // of a command buffer
-
-double now() {
-  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
-}
 
 struct Running {
   EmulatorCommandBuffer* object;
@@ -46,19 +41,18 @@ struct Running {
   Encoded _encoded;
   int _dispatches;
   BOOL _encoderOpen;
-  int _debugGroups;
   std::string _violation;  // of an encoder that was released before endEncoding
   std::vector<id> _references;
   std::shared_ptr<UntrackedUse> _untracked;
   std::size_t _aheadOfHost;
-  std::vector<MTLCommandBufferHandler> _scheduledHandlers, _completedHandlers;
+  std::vector<MTLCommandBufferHandler> _completedHandlers;
 
   std::mutex _mutex;  // guards the members below
   std::condition_variable _changed;
   MTLCommandBufferStatus _status;
   std::atomic<bool> _finished;  // completed, and its handlers have run
   NSError* _error;
-  CFTimeInterval _submitted, _start, _end;
+  CFTimeInterval _start, _end;
 }
 @synthesize label = _label;
 
@@ -80,9 +74,6 @@ struct Running {
 - (id<MTLDevice>)device {
   return _queue.device;
 }
-- (id<MTLCommandQueue>)commandQueue {
-  return _queue;
-}
 - (BOOL)retainedReferences {
   return _retained;
 }
@@ -99,13 +90,6 @@ struct Running {
 - (NSError*)error {
   std::lock_guard lock(_mutex);
   return _error;
-}
-- (CFTimeInterval)kernelStartTime {
-  std::lock_guard lock(_mutex);
-  return _submitted;
-}
-- (CFTimeInterval)kernelEndTime {
-  return self.GPUStartTime;
 }
 - (CFTimeInterval)GPUStartTime {
   std::lock_guard lock(_mutex);
@@ -130,14 +114,6 @@ struct Running {
   _changed.notify_all();
 }
 
-- (void)enqueue {
-  if (self.status != MTLCommandBufferStatusNotEnqueued) {
-    throw ValidationError("enqueue: the command buffer was already enqueued");
-  }
-  [self becomeStatus:MTLCommandBufferStatusEnqueued];
-  [_queue enqueue:self];
-}
-
 - (void)commit {
   [self requireUncommitted:"commit"];
   if (!_violation.empty()) throw ValidationError("commit: " + _violation);
@@ -148,7 +124,8 @@ struct Running {
   }
   if (const auto refusal = State::get().next_commit_refusal()) throw ValidationError("commit: " + *refusal);
   UntrackedUse::commit(_untracked);
-  if (self.status == MTLCommandBufferStatusNotEnqueued) [self enqueue];
+  [self becomeStatus:MTLCommandBufferStatusEnqueued];
+  [_queue enqueue:self];
   State::get().count(&metal_emulator::Counters::command_buffers);
   State::get().count(&metal_emulator::Counters::dispatches, static_cast<std::uint64_t>(_dispatches));
   _aheadOfHost = [_queue committed:self];
@@ -180,7 +157,6 @@ struct Running {
   {
     std::lock_guard lock(_mutex);
     _status = MTLCommandBufferStatusScheduled;
-    _submitted = now();
     _changed.notify_all();
   }
   // The object lives until it is done, and is released before the work counts as done.
@@ -217,7 +193,6 @@ struct Running {
     record.dispatches = make_records(_encoded, completion.statistics);
     State::get().add_record(std::move(record));
   }
-  for (MTLCommandBufferHandler handler : _scheduledHandlers) handler(self);
   const bool failed = !message.empty();
   {
     std::lock_guard lock(_mutex);
@@ -228,7 +203,6 @@ struct Running {
   }
   if (!_completedHandlers.empty()) [self observe];
   for (MTLCommandBufferHandler handler : _completedHandlers) handler(self);
-  _scheduledHandlers.clear();
   _completedHandlers.clear();
   _references.clear();
   _encoded = {};
@@ -238,18 +212,9 @@ struct Running {
   _changed.notify_all();
 }
 
-- (void)addScheduledHandler:(MTLCommandBufferHandler)block {
-  [self requireUncommitted:"addScheduledHandler"];
-  _scheduledHandlers.push_back([block copy]);
-}
 - (void)addCompletedHandler:(MTLCommandBufferHandler)block {
   [self requireNoEncoder:"addCompletedHandler"];  // from macOS 26 on, Metal aborts the process
   _completedHandlers.push_back([block copy]);
-}
-- (void)waitUntilScheduled {
-  if (!self.committed) throw ValidationError("waitUntilScheduled: the command buffer was not committed");
-  std::unique_lock lock(_mutex);
-  _changed.wait(lock, [&] { return _status >= MTLCommandBufferStatusScheduled; });
 }
 // Completion handlers have run when it returns.
 - (void)waitUntilCompleted {
@@ -278,14 +243,6 @@ struct Running {
   _encoderOpen = YES;
   return [[EmulatorComputeEncoder alloc] initWithCommandBuffer:self dispatchType:type];
 }
-- (void)pushDebugGroup:(NSString*)string {
-  static_cast<void>(string);
-  _debugGroups++;
-}
-- (void)popDebugGroup {
-  if (_debugGroups-- == 0) throw ValidationError("popDebugGroup: no debug group is open");
-}
-
 - (void)encode:(Command)command bindings:(std::vector<EncodedBinding>)bindings {
   if (State::get().validates()) {
     std::vector<Access> accesses = find_untracked(command, bindings);
@@ -297,9 +254,9 @@ struct Running {
   _encoded.commands.push_back(std::move(command));
   if (_describes) _encoded.bindings.push_back(std::move(bindings));
 }
-- (void)encodeBarrier:(EncodedBarrier)barrier {
+- (void)encodeBarrier {
   if (!_describes) return;  // commands have a flag that a barrier precedes them
-  _encoded.barriers.push_back(std::move(barrier));
+  _encoded.barriers.push_back(_encoded.commands.size());
 }
 - (void)waitForFence:(id<MTLFence>)fence {
   _untracked->wait_for((__bridge const void*)checked_cast<EmulatorFence>(fence, "waitForFence"));
@@ -314,9 +271,6 @@ struct Running {
 }
 - (int)nextDispatch {
   return _dispatches;
-}
-- (std::size_t)commandCount {
-  return _encoded.commands.size();
 }
 - (void)retainUntilCompleted:(id)object {
   if (_retained) _references.push_back(object);

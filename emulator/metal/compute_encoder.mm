@@ -78,7 +78,6 @@ BoundBuffer bound_buffer(const Binding& binding, bool checked) {
   BOOL _barrier;  // one was encoded since the last dispatch, or nothing was dispatched yet
   BOOL _retains;  // the command buffer retains its buffers
 }
-@synthesize dispatchType = _dispatchType;
 
 - (instancetype)initWithCommandBuffer:(EmulatorCommandBuffer*)commandBuffer
                          dispatchType:(MTLDispatchType)type {
@@ -87,7 +86,7 @@ BoundBuffer bound_buffer(const Binding& binding, bool checked) {
     _barrier = YES;
     _retains = commandBuffer.retainedReferences;
     _hazards = std::make_unique<HazardTracker>(HazardTracker::Known::kBound);
-    [commandBuffer encodeBarrier:{commandBuffer.commandCount, true, {}}];
+    [commandBuffer encodeBarrier];
   }
   return self;
 }
@@ -129,16 +128,6 @@ BoundBuffer bound_buffer(const Binding& binding, bool checked) {
   binding.offset = offset;
   binding.is_bytes = false;
   _objects[index] = _retains ? buffer : nil;
-}
-
-- (void)setBufferOffset:(NSUInteger)offset atIndex:(NSUInteger)index {
-  require_open(_ended, "setBufferOffset");
-  check_index("setBufferOffset", index, kMaxBuffers);
-  if (!_bindings[index].buffer) {
-    throw ValidationError("setBufferOffset: no buffer is bound at index " + std::to_string(index));
-  }
-  check_offset("setBufferOffset", *_bindings[index].buffer, offset, index);
-  _bindings[index].offset = offset;
 }
 
 - (void)setBuffers:(const id<MTLBuffer>[])buffers
@@ -228,7 +217,7 @@ BoundBuffer bound_buffer(const Binding& binding, bool checked) {
   }
   if (_retains) [commandBuffer retainUntilCompleted:_pipeline];
   if (_dispatchType == MTLDispatchTypeSerial) {
-    [commandBuffer encodeBarrier:{commandBuffer.commandCount, true, {}}];
+    [commandBuffer encodeBarrier];
   }
   [commandBuffer encode:std::move(command) bindings:std::move(encoded)];
   _barrier = NO;
@@ -252,29 +241,11 @@ BoundBuffer bound_buffer(const Binding& binding, bool checked) {
   _hazards->add(std::move(accesses));
 }
 
-- (void)useResource:(id<MTLResource>)resource usage:(MTLResourceUsage)usage {
-  static_cast<void>(usage);
-  require_open(_ended, "useResource");
-  [_commandBuffer retainUntilCompleted:checked_cast<EmulatorBuffer>(resource, "useResource")];
-}
-
 - (void)memoryBarrierWithScope:(MTLBarrierScope)scope {
   require_open(_ended, "memoryBarrierWithScope");
   if (!(scope & MTLBarrierScopeBuffers)) return;
   _barrier = YES;
   _hazards->barrier();
-  [_commandBuffer encodeBarrier:{_commandBuffer.commandCount, true, {}}];
-}
-
-- (void)memoryBarrierWithResources:(const id<MTLResource>[])resources count:(NSUInteger)count {
-  require_open(_ended, "memoryBarrierWithResources");
-  std::vector<const Allocation*> memory;
-  for (NSUInteger i = 0; i < count; i++) {
-    memory.push_back(
-        checked_cast<EmulatorBuffer>(resources[i], "memoryBarrierWithResources").state->allocation.get());
-  }
-  _barrier = YES;
-  _hazards->barrier(memory);
-  [_commandBuffer encodeBarrier:{_commandBuffer.commandCount, false, std::move(memory)}];
+  [_commandBuffer encodeBarrier];
 }
 @end

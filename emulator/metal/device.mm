@@ -125,20 +125,8 @@ void check_length(NSUInteger length, const char* call) {
 - (uint64_t)registryID {
   return 1;
 }
-- (MTLSize)maxThreadsPerThreadgroup {
-  return MTLSizeMake(metal_emulator::kMaxThreads, metal_emulator::kMaxThreads, metal_emulator::kMaxThreads);
-}
 - (BOOL)hasUnifiedMemory {
   return metal_emulator::limits().unified_memory;
-}
-- (BOOL)isLowPower {
-  return NO;
-}
-- (BOOL)isHeadless {
-  return YES;
-}
-- (BOOL)isRemovable {
-  return NO;
 }
 - (uint64_t)recommendedMaxWorkingSetSize {
   return metal_emulator::limits().working_set_bytes;
@@ -149,21 +137,9 @@ void check_length(NSUInteger length, const char* call) {
 - (NSUInteger)maxBufferLength {
   return metal_emulator::limits().max_buffer_length;
 }
-- (NSUInteger)currentAllocatedSize {
-  return State::get().allocated_bytes();
-}
 - (BOOL)supportsFamily:(MTLGPUFamily)family {
-  switch (family) {
-    case MTLGPUFamilyMac2:
-    case MTLGPUFamilyCommon1:
-    case MTLGPUFamilyCommon2:
-    case MTLGPUFamilyCommon3:
-    case MTLGPUFamilyMetal3:
-      return YES;
-    default:
-      return family >= MTLGPUFamilyApple1 &&
-             family - MTLGPUFamilyApple1 < metal_emulator::limits().apple_family;
-  }
+  if (family == MTLGPUFamilyMac2 || family == MTLGPUFamilyMetal3) return YES;
+  return family >= MTLGPUFamilyApple1 && family - MTLGPUFamilyApple1 < metal_emulator::limits().apple_family;
 }
 
 - (id<MTLCommandQueue>)newCommandQueue {
@@ -221,12 +197,6 @@ void check_length(NSUInteger length, const char* call) {
                                           state:std::move(state)
                                         options:options
                                     deallocator:deallocator];
-}
-
-- (id<MTLLibrary>)newDefaultLibrary {
-  auto libraries = metal_emulator::registered_libraries();
-  if (libraries.empty()) return nil;
-  return [[EmulatorLibrary alloc] initWithDevice:self libraries:std::move(libraries) macros:{}];
 }
 
 - (id<MTLLibrary>)newLibraryWithURL:(NSURL*)url error:(NSError**)error {

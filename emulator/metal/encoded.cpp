@@ -32,14 +32,7 @@ std::string describe(const Command& command, const EncodedBinding& binding) {
 }
 
 void apply_barriers(const Encoded& encoded, std::size_t command, std::size_t& next, HazardTracker& tracker) {
-  for (; next < encoded.barriers.size() && encoded.barriers[next].before_command <= command; next++) {
-    const EncodedBarrier& barrier = encoded.barriers[next];
-    if (barrier.all) {
-      tracker.barrier();
-    } else {
-      tracker.barrier(barrier.memory);
-    }
-  }
+  for (; next < encoded.barriers.size() && encoded.barriers[next] <= command; next++) tracker.barrier();
 }
 
 std::vector<Access> touched(const Command& command, const std::vector<EncodedBinding>& bindings,
@@ -160,8 +153,6 @@ std::vector<DispatchRecord> make_records(const Encoded& encoded,
         records.size() < statistics.size() ? statistics[records.size()] : none;
     record.threads = measured.threads;
     record.barriers = measured.barriers;
-    record.least_bank_cycles = measured.least_bank_cycles;
-    record.bank_cycles = measured.bank_cycles;
     record.seconds = measured.seconds;
     for (const EncodedBinding& binding : encoded.bindings[i]) {
       const auto index = static_cast<std::size_t>(binding.index);

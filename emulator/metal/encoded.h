@@ -11,13 +11,6 @@
 
 namespace metal_emulator {
 
-// A barrier and its scope.
-struct EncodedBarrier {
-  std::size_t before_command;  // index into the commands
-  bool all;
-  std::vector<const Allocation*> memory;  // otherwise
-};
-
 // A buffer, or bytes, that a command uses.
 struct EncodedBinding {
   int index;  // of the kernel's buffer argument; 0 and 1 for source and destination of a copy
@@ -30,7 +23,7 @@ struct EncodedBinding {
 struct Encoded {
   std::vector<Command> commands;
   std::vector<std::vector<EncodedBinding>> bindings;  // of each command
-  std::vector<EncodedBarrier> barriers;
+  std::vector<std::size_t> barriers;                  // indices of the commands that follow them
 };
 
 // Conflicts between dispatches by the bytes that they touched; empty without conflicts.

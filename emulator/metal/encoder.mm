@@ -10,7 +10,6 @@ using metal_emulator::require_open;
 using metal_emulator::ValidationError;
 
 @implementation EmulatorEncoder {
-  int _debugGroups;
 }
 @synthesize label = _label;
 
@@ -29,7 +28,6 @@ using metal_emulator::ValidationError;
 }
 - (void)endEncoding {
   require_open(_ended, "endEncoding");
-  if (_debugGroups > 0) throw ValidationError("endEncoding: a debug group is still open");
   _ended = YES;
   [_commandBuffer encoderEnded:YES label:nil];
 }
@@ -40,20 +38,6 @@ using metal_emulator::ValidationError;
 - (void)waitForFence:(id<MTLFence>)fence {
   require_open(_ended, "waitForFence");
   [_commandBuffer waitForFence:fence];
-}
-- (void)insertDebugSignpost:(NSString*)string {
-  static_cast<void>(string);
-  require_open(_ended, "insertDebugSignpost");
-}
-- (void)pushDebugGroup:(NSString*)string {
-  static_cast<void>(string);
-  require_open(_ended, "pushDebugGroup");
-  _debugGroups++;
-}
-- (void)popDebugGroup {
-  require_open(_ended, "popDebugGroup");
-  if (_debugGroups == 0) throw ValidationError("popDebugGroup: no debug group is open");
-  _debugGroups--;
 }
 @end
 

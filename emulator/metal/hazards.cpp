@@ -5,12 +5,6 @@
 
 namespace metal_emulator {
 
-void HazardTracker::barrier(std::span<const Allocation* const> memory) {
-  std::erase_if(accesses_, [&](const Access& access) {
-    return std::find(memory.begin(), memory.end(), access.memory) != memory.end();
-  });
-}
-
 bool HazardTracker::meet(const Access& a, const Access& b) const {
   if (a.memory != b.memory || !(a.write || b.write)) return false;
   if (known_ == Known::kBound) return a.range.begin == b.range.begin;

@@ -33,8 +33,10 @@ class HazardTracker {
 
   // Everything before is finished before anything after begins.
   void barrier() { accesses_.clear(); }
-  // The same, but only for accesses to these allocations.
-  void barrier(std::span<const Allocation* const> memory);
+  // Forgets the accesses to memory that no longer exists.
+  void forget(const Allocation& memory) {
+    std::erase_if(accesses_, [&](const Access& access) { return access.memory == &memory; });
+  }
   // Describes the first of one command's accesses that conflicts with an earlier one; `missing` names the
   // barrier or fence that should be between them.
   std::optional<std::string> find_conflict(std::span<const Access> accesses, const char* missing) const;

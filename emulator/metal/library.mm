@@ -106,45 +106,28 @@ Value make_value(const void* bytes, MTLDataType type) {
 
 @implementation MTLFunctionConstantValues {
   std::map<NSUInteger, Value> _byIndex;
-  std::map<std::string, Value> _byName;
 }
 - (void)setConstantValue:(const void*)value type:(MTLDataType)type atIndex:(NSUInteger)index {
   _byIndex[index] = make_value(value, type);
-}
-- (void)setConstantValues:(const void*)values type:(MTLDataType)type withRange:(NSRange)range {
-  const std::size_t bytes = type_info(type).bytes;
-  for (NSUInteger i = 0; i < range.length; i++) {
-    _byIndex[range.location + i] = make_value(static_cast<const char*>(values) + i * bytes, type);
-  }
-}
-- (void)setConstantValue:(const void*)value type:(MTLDataType)type withName:(NSString*)name {
-  _byName[to_string(name)] = make_value(value, type);
-}
-- (void)reset {
-  _byIndex.clear();
-  _byName.clear();
 }
 - (id)copyWithZone:(NSZone*)zone {
   static_cast<void>(zone);
   MTLFunctionConstantValues* copy = [[MTLFunctionConstantValues alloc] init];
   copy->_byIndex = _byIndex;
-  copy->_byName = _byName;
   return copy;
 }
 - (Specialization)valuesForLibrary:(const ShaderLibrary&)library {
   Specialization values;
   for (const FunctionConstant& constant : library.constants) {
-    const Value* value = nullptr;
-    if (const auto i = _byIndex.find(static_cast<NSUInteger>(constant.index)); i != _byIndex.end())
-      value = &i->second;
-    if (const auto n = _byName.find(constant.name); n != _byName.end()) value = &n->second;
-    if (!value) continue;
-    if (value->info.type != constant.type) {
+    const auto found = _byIndex.find(static_cast<NSUInteger>(constant.index));
+    if (found == _byIndex.end()) continue;
+    const Value& value = found->second;
+    if (value.info.type != constant.type) {
       throw std::runtime_error(std::string("function constant '") + constant.name + "' (index " +
-                               std::to_string(constant.index) + ") is not declared as " + value->info.name +
+                               std::to_string(constant.index) + ") is not declared as " + value.info.name +
                                ", the type it was set with");
     }
-    values.push_back({constant.index, constant.type, value->bits});
+    values.push_back({constant.index, constant.type, value.bits});
   }
   std::sort(values.begin(), values.end(), [](const auto& a, const auto& b) { return a.index < b.index; });
   return values;
@@ -233,9 +216,6 @@ Value make_value(const void* bytes, MTLDataType type) {
   }
   return self;
 }
-- (MTLFunctionType)functionType {
-  return MTLFunctionTypeKernel;
-}
 - (NSString*)name {
   return to_ns(_kernel->name);
 }
@@ -274,19 +254,11 @@ Value make_value(const void* bytes, MTLDataType type) {
 @end
 
 @implementation MTLComputePipelineDescriptor
-- (void)reset {
-  _label = nil;
-  _computeFunction = nil;
-  _threadGroupSizeIsMultipleOfThreadExecutionWidth = NO;
-  _maxTotalThreadsPerThreadgroup = 0;
-  _binaryArchives = nil;
-}
 - (id)copyWithZone:(NSZone*)zone {
   static_cast<void>(zone);
   MTLComputePipelineDescriptor* copy = [[MTLComputePipelineDescriptor alloc] init];
   copy.label = _label;
   copy.computeFunction = _computeFunction;
-  copy.threadGroupSizeIsMultipleOfThreadExecutionWidth = _threadGroupSizeIsMultipleOfThreadExecutionWidth;
   copy.maxTotalThreadsPerThreadgroup = _maxTotalThreadsPerThreadgroup;
   copy.binaryArchives = _binaryArchives;
   return copy;

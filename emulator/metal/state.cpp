@@ -86,7 +86,6 @@ State::State() : executor_(make_executor()) {
   options_.workers = static_cast<unsigned>(from_environment("METAL_EMULATOR_THREADS"));
   options_.seed = from_environment("METAL_EMULATOR_SEED");
   options_.checked = from_environment("METAL_EMULATOR_CHECKED") != 0;
-  options_.active_lanes = from_environment("METAL_EMULATOR_ACTIVE_LANES") != 0;
   options_.fast_errors = from_environment("METAL_EMULATOR_FAST_ERRORS") != 0;
   check(options_);
   executor_->configure(options_);

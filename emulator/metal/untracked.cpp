@@ -111,9 +111,8 @@ void UntrackedUse::observe(UntrackedUse& use) {
 void UntrackedUse::forget(const Allocation& memory) {
   Pending& pending = Pending::get();
   std::lock_guard lock(pending.mutex);
-  const Allocation* const gone = &memory;
   for (const auto& use : pending.uses)
-    for (EncoderUse& encoder : use->ended_) encoder.tracker.barrier({&gone, 1});
+    for (EncoderUse& encoder : use->ended_) encoder.tracker.forget(memory);
 }
 
 void UntrackedUse::forget_fence(const void* fence) {

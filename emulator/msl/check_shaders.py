@@ -29,7 +29,7 @@ from scanner.tokens import SourceError
 
 SHIM = Path(__file__).resolve().parent / "shim"
 PROLOGUE = '#define MSL_CHECK 1\n#include "msl.h"\n'
-# x86-64 rather than a GPU: it has half and bfloat.
+# x86-64 rather than a GPU: it has half.
 FLAGS = ["-x", "clcpp", "-target", "x86_64-unknown-linux-gnu", "-cl-std=clc++2021", "-Xclang",
          "-cl-ext=-all,+cl_khr_fp16,+__cl_clang_function_pointers,+__opencl_c_int64,"
          "+__opencl_c_generic_address_space", "-cl-no-stdinc", "-fsyntax-only", "-ferror-limit=0",

@@ -33,7 +33,7 @@ LANGUAGE = ["-std=c++17", "-fsigned-char", "-fno-exceptions", "-fno-rtti", "-ffp
             "-Wno-psabi", "-Wno-missing-field-initializers", "-Wno-missing-braces", "-Wno-sign-compare",
             "-Wno-constant-conversion", "-Wno-ignored-attributes", "-Wno-invalid-constexpr"]  # fmt: skip
 FLAGS = [*LANGUAGE, "-O2", "-g1", "-fPIC", "-fvisibility=hidden", "-Xclang",
-         "-ffloat16-excess-precision=none", "-Xclang", "-fbfloat16-excess-precision=none"]  # fmt: skip
+         "-ffloat16-excess-precision=none"]  # fmt: skip
 # Everything is inlined: a call would take its arguments through memory. Simdgroup operations and barriers
 # must not move into branches: functions are convergent.
 PTX_FLAGS = [*LANGUAGE, "-O3", "--target=nvptx64-nvidia-cuda", "-march=sm_80", "-Xclang", "-target-feature",
@@ -123,7 +123,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--select", action="append", default=[], metavar="MACRO", help="one that brings kernels back"
     )
-    parser.add_argument("--metal-version", type=int, default=310, help="__METAL_VERSION__; default 310")
+    parser.add_argument("--metal-version", type=int, default=300, help="__METAL_VERSION__; default 300")
     parser.add_argument("--depfile", help="write a Make rule with the files that are read")
     parser.add_argument("--checked", action="store_true", help="let every memory access call the executor")
     parser.add_argument("--sanitize", default="", metavar="LIST", help="such as address,undefined or thread")

@@ -37,9 +37,6 @@ NSUInteger enumerate(const Items& items, NSFastEnumerationState* state, id __uns
 + (instancetype)array {
   return [[self alloc] init];
 }
-+ (instancetype)arrayWithObject:(id)object {
-  return [[self alloc] initWithObjects:&object count:1];
-}
 + (instancetype)arrayWithObjects:(const id[])objects count:(NSUInteger)count {
   return [[self alloc] initWithObjects:objects count:count];
 }
@@ -56,35 +53,15 @@ NSUInteger enumerate(const Items& items, NSFastEnumerationState* state, id __uns
 - (NSUInteger)count {
   return _items.size();
 }
-- (id)objectAtIndex:(NSUInteger)index {
+- (id)objectAtIndexedSubscript:(NSUInteger)index {
   if (index >= _items.size()) {
     throw std::out_of_range("NSArray: index " + std::to_string(index) + " of " +
                             std::to_string(_items.size()));
   }
   return _items[index];
 }
-- (id)objectAtIndexedSubscript:(NSUInteger)index {
-  return [self objectAtIndex:index];
-}
 - (id)firstObject {
   return _items.empty() ? nil : _items.front();
-}
-- (id)lastObject {
-  return _items.empty() ? nil : _items.back();
-}
-- (BOOL)containsObject:(id)object {
-  return [self indexOfObject:object] != NSNotFound;
-}
-- (NSUInteger)indexOfObject:(id)object {
-  for (std::size_t i = 0; i < _items.size(); i++) {
-    if ([_items[i] isEqual:object]) return i;
-  }
-  return NSNotFound;
-}
-- (NSArray*)arrayByAddingObject:(id)object {
-  NSMutableArray* array = [[NSMutableArray alloc] initWithObjects:_items.data() count:_items.size()];
-  [array addObject:object];
-  return array;
 }
 - (id)copyWithZone:(NSZone*)zone {
   static_cast<void>(zone);
@@ -95,34 +72,12 @@ NSUInteger enumerate(const Items& items, NSFastEnumerationState* state, id __uns
                                     count:(NSUInteger)capacity {
   return enumerate(_items, state, buffer, capacity);
 }
-- (BOOL)isEqual:(id)other {
-  if (self == other) return YES;
-  if (![other isKindOfClass:[NSArray class]] || [other count] != _items.size()) return NO;
-  for (std::size_t i = 0; i < _items.size(); i++) {
-    if (![_items[i] isEqual:[other objectAtIndex:i]]) return NO;
-  }
-  return YES;
-}
-- (NSUInteger)hash {
-  return _items.size();
-}
-- (NSString*)description {
-  std::string text = "(";
-  for (id item : _items) {
-    if (text.size() > 1) text += ", ";
-    text += [item description].UTF8String;
-  }
-  return [NSString stringWithUTF8String:(text + ")").c_str()];
-}
 @end
 
 @implementation NSMutableArray
 - (void)addObject:(id)object {
   if (!object) throw std::invalid_argument("NSMutableArray: addObject: nil");
   _items.push_back(object);
-}
-- (void)removeAllObjects {
-  _items.clear();
 }
 @end
 
@@ -134,47 +89,30 @@ NSUInteger enumerate(const Items& items, NSFastEnumerationState* state, id __uns
 + (instancetype)dictionary {
   return [[self alloc] init];
 }
-+ (instancetype)dictionaryWithObject:(id)object forKey:(id<NSCopying>)key {
-  return [[self alloc] initWithObjects:&object forKeys:&key count:1];
-}
 + (instancetype)dictionaryWithObjects:(const id[])objects
                               forKeys:(const id<NSCopying>[])keys
                                 count:(NSUInteger)count {
-  return [[self alloc] initWithObjects:objects forKeys:keys count:count];
-}
-- (instancetype)initWithObjects:(const id[])objects
-                        forKeys:(const id<NSCopying>[])keys
-                          count:(NSUInteger)count {
-  if ((self = [super init])) {
-    for (NSUInteger i = 0; i < count; i++) {
-      if (!objects[i] || !keys[i]) {
-        throw std::invalid_argument("NSDictionary: key or object " + std::to_string(i) + " is nil");
-      }
-      _values[[(id)keys[i] copy]] = objects[i];
+  NSDictionary* dictionary = [[self alloc] init];
+  for (NSUInteger i = 0; i < count; i++) {
+    if (!objects[i] || !keys[i]) {
+      throw std::invalid_argument("NSDictionary: key or object " + std::to_string(i) + " is nil");
     }
+    dictionary->_values[[(id)keys[i] copy]] = objects[i];
   }
-  return self;
+  return dictionary;
 }
 
 - (NSUInteger)count {
   return _values.size();
 }
-- (NSArray*)allKeys {
-  NSMutableArray* keys = [NSMutableArray array];
-  for (const auto& [key, value] : _values) [keys addObject:key];
-  return keys;
-}
-- (id)objectForKey:(id)key {
+- (id)objectForKeyedSubscript:(id)key {
   const auto found = _values.find(key);
   return found == _values.end() ? nil : found->second;
 }
-- (id)objectForKeyedSubscript:(id)key {
-  return [self objectForKey:key];
-}
 - (id)copyWithZone:(NSZone*)zone {
   static_cast<void>(zone);
-  NSMutableDictionary* copy = [NSMutableDictionary dictionary];
-  for (const auto& [key, value] : _values) [copy setObject:value forKey:key];
+  NSDictionary* copy = [NSDictionary dictionary];
+  copy->_values = _values;
   return copy;
 }
 - (NSUInteger)countByEnumeratingWithState:(NSFastEnumerationState*)state
@@ -184,28 +122,11 @@ NSUInteger enumerate(const Items& items, NSFastEnumerationState* state, id __uns
   for (const auto& [key, value] : _values) keys.push_back(key);
   return enumerate(keys, state, buffer, capacity);
 }
-- (NSString*)description {
-  std::string text = "{";
-  for (const auto& [key, value] : _values) {
-    text += std::string(" ") + [key description].UTF8String + " = " + [value description].UTF8String + ";";
-  }
-  return [NSString stringWithUTF8String:(text + " }").c_str()];
-}
 @end
 
 @implementation NSMutableDictionary
-- (void)setObject:(id)object forKey:(id<NSCopying>)key {
+- (void)setObject:(id)object forKeyedSubscript:(id<NSCopying>)key {
   if (!object || !key) throw std::invalid_argument("NSMutableDictionary: key or object is nil");
   _values[[(id)key copy]] = object;
-}
-- (void)setObject:(id)object forKeyedSubscript:(id<NSCopying>)key {
-  if (object) {
-    [self setObject:object forKey:key];
-  } else {
-    [self removeObjectForKey:key];
-  }
-}
-- (void)removeObjectForKey:(id)key {
-  _values.erase(key);
 }
 @end

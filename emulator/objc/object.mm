@@ -4,7 +4,6 @@
 extern "C" {
 id metal_emulator_allocate(Class cls);
 void metal_emulator_deallocate(id object);
-long metal_emulator_retain_count(id object);
 id objc_retain(id object);
 void objc_release(id object);
 id objc_autorelease(id object);
@@ -23,12 +22,6 @@ BOOL class_respondsToSelector(Class cls, SEL selector);
 }
 + (Class)class {
   return static_cast<Class>(self);
-}
-+ (Class)superclass {
-  return class_getSuperclass(static_cast<Class>(self));
-}
-+ (NSString*)description {
-  return [NSString stringWithUTF8String:class_getName(static_cast<Class>(self))];
 }
 + (id)retain {
   return self;
@@ -54,9 +47,6 @@ BOOL class_respondsToSelector(Class cls, SEL selector);
 - (Class)class {
   return object_getClass(self);
 }
-- (Class)superclass {
-  return class_getSuperclass(object_getClass(self));
-}
 - (BOOL)isEqual:(id)object {
   return self == object;
 }
@@ -68,9 +58,6 @@ BOOL class_respondsToSelector(Class cls, SEL selector);
     if (c == cls) return YES;
   }
   return NO;
-}
-- (BOOL)isMemberOfClass:(Class)cls {
-  return object_getClass(self) == cls;
 }
 - (BOOL)respondsToSelector:(SEL)selector {
   return class_respondsToSelector(object_getClass(self), selector);
@@ -84,12 +71,8 @@ BOOL class_respondsToSelector(Class cls, SEL selector);
 - (id)autorelease {
   return objc_autorelease(self);
 }
-- (NSUInteger)retainCount {
-  return static_cast<NSUInteger>(metal_emulator_retain_count(self));
-}
 - (NSString*)description {
-  return
-      [NSString stringWithFormat:@"<%s: %p>", class_getName(object_getClass(self)), static_cast<void*>(self)];
+  return [NSString stringWithUTF8String:class_getName(object_getClass(self))];
 }
 @end
 

@@ -151,10 +151,6 @@ void metal_emulator_deallocate(Object* object) {
   std::free(&header(object));
 }
 
-long metal_emulator_retain_count(Object* object) {
-  return is_immortal(object) ? -1 : header(object).references.load(std::memory_order_relaxed);
-}
-
 Object* objc_retain(Object* object) {
   if (!object || is_tagged(object)) return object;
   if (is_block(object)) return static_cast<Object*>(_Block_copy(object));

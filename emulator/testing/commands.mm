@@ -67,17 +67,6 @@ void set_buffer(const ComputeEncoder& self, NSUInteger index, const Buffer* buff
   [self.object setBuffer:buffer ? buffer->object : nil offset:offset atIndex:index];
 }
 
-void barrier(const ComputeEncoder& self, const std::optional<std::vector<Buffer*>>& buffers) {
-  const AutoreleasePool pool;
-  if (!buffers) {
-    [self.object memoryBarrierWithScope:MTLBarrierScopeBuffers];
-    return;
-  }
-  std::vector<id<MTLResource>> resources;
-  for (const Buffer* buffer : *buffers) resources.push_back(buffer->object);
-  [self.object memoryBarrierWithResources:resources.data() count:resources.size()];
-}
-
 void bind_command_buffer(nb::module_& m) {
   constexpr auto kWithoutGil = nb::call_guard<nb::gil_scoped_release>();
   nb::class_<CommandBuffer>(m, "CommandBuffer")
@@ -100,7 +89,6 @@ void bind_command_buffer(nb::module_& m) {
       .def_prop_ro("error_code", [](const CommandBuffer& self) { return self.object.error.code; })
       .def_prop_ro("gpu_start", [](const CommandBuffer& self) { return self.object.GPUStartTime; })
       .def_prop_ro("gpu_end", [](const CommandBuffer& self) { return self.object.GPUEndTime; })
-      .def("enqueue", [](const CommandBuffer& self) { [self.object enqueue]; })
       .def(
           "commit",
           [](const CommandBuffer& self) {
@@ -109,19 +97,12 @@ void bind_command_buffer(nb::module_& m) {
           },
           kWithoutGil)
       .def(
-          "wait_until_scheduled", [](const CommandBuffer& self) { [self.object waitUntilScheduled]; },
-          kWithoutGil)
-      .def(
           "wait",
           [](const CommandBuffer& self) {
             const AutoreleasePool pool;
             [self.object waitUntilCompleted];
           },
           kWithoutGil)
-      .def("add_scheduled_handler",
-           [](const CommandBuffer& self, nb::callable handler) {
-             [self.object addScheduledHandler:make_handler(std::move(handler))];
-           })
       .def("add_completed_handler",
            [](const CommandBuffer& self, nb::callable handler) {
              [self.object addCompletedHandler:make_handler(std::move(handler))];
@@ -138,12 +119,6 @@ void bind_compute_encoder(nb::module_& m) {
              [self.object setComputePipelineState:pipeline.object];
            })
       .def("set_buffer", &set_buffer, "index"_a, "buffer"_a.none(), "offset"_a = 0)
-      .def(
-          "set_buffer_offset",
-          [](const ComputeEncoder& self, NSUInteger index, NSUInteger offset) {
-            [self.object setBufferOffset:offset atIndex:index];
-          },
-          "index"_a, "offset"_a)
       .def(
           "set_bytes",
           [](const ComputeEncoder& self, NSUInteger index, nb::bytes bytes) {
@@ -170,13 +145,8 @@ void bind_compute_encoder(nb::module_& m) {
             [self.object dispatchThreads:to_mtl(grid) threadsPerThreadgroup:to_mtl(threads)];
           },
           "grid"_a, "threads"_a)
-      .def("barrier", &barrier, "buffers"_a = nb::none(), "Of all buffers, or of those given.")
-      .def("push_debug_group",
-           [](const ComputeEncoder& self, const std::string& name) {
-             const AutoreleasePool pool;
-             [self.object pushDebugGroup:to_ns(name)];
-           })
-      .def("pop_debug_group", [](const ComputeEncoder& self) { [self.object popDebugGroup]; })
+      .def("barrier",
+           [](const ComputeEncoder& self) { [self.object memoryBarrierWithScope:MTLBarrierScopeBuffers]; })
       .def("wait_for_fence",
            [](const ComputeEncoder& self, const Fence& fence) {
              const AutoreleasePool pool;

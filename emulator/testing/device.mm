@@ -6,13 +6,11 @@
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
-#include <nanobind/stl/variant.h>
 #include <nanobind/stl/vector.h>
 
 #include <cstring>
 #include <map>
 #include <optional>
-#include <variant>
 #include <vector>
 
 using namespace nanobind::literals;
@@ -140,22 +138,16 @@ std::vector<std::string> function_names(const Library& self) {
   return names;
 }
 
-using ConstantKey = std::variant<NSUInteger, std::string>;
 using Constant = std::tuple<std::string, double>;  // type and value
 
 template <typename T>
-void set_constant(MTLFunctionConstantValues* values, MTLDataType type, const ConstantKey& key,
-                  double number) {
+void set_constant(MTLFunctionConstantValues* values, MTLDataType type, NSUInteger index, double number) {
   const T value = static_cast<T>(number);
-  if (const auto* index = std::get_if<NSUInteger>(&key)) {
-    [values setConstantValue:&value type:type atIndex:*index];
-  } else {
-    [values setConstantValue:&value type:type withName:to_ns(std::get<std::string>(key))];
-  }
+  [values setConstantValue:&value type:type atIndex:index];
 }
 
-void set_constant(MTLFunctionConstantValues* values, const ConstantKey& key, const Constant& constant) {
-  using Setter = void (*)(MTLFunctionConstantValues*, MTLDataType, const ConstantKey&, double);
+void set_constant(MTLFunctionConstantValues* values, NSUInteger index, const Constant& constant) {
+  using Setter = void (*)(MTLFunctionConstantValues*, MTLDataType, NSUInteger, double);
   static const std::map<std::string, std::pair<MTLDataType, Setter>> kTypes = {
       {"bool", {MTLDataTypeBool, set_constant<bool>}},
       {"char", {MTLDataTypeChar, set_constant<std::int8_t>}},
@@ -171,14 +163,14 @@ void set_constant(MTLFunctionConstantValues* values, const ConstantKey& key, con
   const auto found = kTypes.find(std::get<0>(constant));
   if (found == kTypes.end())
     throw std::invalid_argument("unknown constant type '" + std::get<0>(constant) + "'");
-  found->second.second(values, found->second.first, key, std::get<1>(constant));
+  found->second.second(values, found->second.first, index, std::get<1>(constant));
 }
 
 Function new_function(const Library& self, const std::string& name,
-                      const std::map<ConstantKey, Constant>& constants) {
+                      const std::map<NSUInteger, Constant>& constants) {
   const AutoreleasePool pool;
   MTLFunctionConstantValues* values = [[MTLFunctionConstantValues alloc] init];
-  for (const auto& [key, constant] : constants) set_constant(values, key, constant);
+  for (const auto& [index, constant] : constants) set_constant(values, index, constant);
   NSError* error = nil;
   id<MTLFunction> function = [self.object newFunctionWithName:to_ns(name) constantValues:values error:&error];
   return {require(function, error, "newFunctionWithName")};
@@ -316,8 +308,6 @@ void bind_device(nb::module_& m) {
           })
       .def_prop_ro("contents", &contents, nb::for_getter(nb::sig("def contents(self) -> object")),
                    "The bytes as a NumPy array that stands on them; None for Private storage.")
-      .def("did_modify", [](const Buffer& self, NSUInteger offset,
-                            NSUInteger length) { [self.object didModifyRange:NSMakeRange(offset, length)]; })
       .def("release", &release<Buffer>);
 
   nb::class_<Fence>(m, "Fence").def("release", &release<Fence>);
@@ -328,8 +318,8 @@ void bind_device(nb::module_& m) {
 
   nb::class_<Library>(m, "Library")
       .def_prop_ro("function_names", &function_names)
-      .def("new_function", &new_function, "name"_a, "constants"_a = std::map<ConstantKey, Constant>(),
-           "`constants`: index or name to (type, value).")
+      .def("new_function", &new_function, "name"_a, "constants"_a = std::map<NSUInteger, Constant>(),
+           "`constants`: index to (type, value).")
       .def("release", &release<Library>);
 
   nb::class_<Pipeline>(m, "Pipeline")
@@ -367,7 +357,6 @@ void bind_device(nb::module_& m) {
                    [](const Device& self) { return self.object.maxThreadgroupMemoryLength; })
       .def_prop_ro("working_set_bytes",
                    [](const Device& self) { return self.object.recommendedMaxWorkingSetSize; })
-      .def_prop_ro("allocated_bytes", [](const Device& self) { return self.object.currentAllocatedSize; })
       .def("supports_family",
            [](const Device& self, long family) {
              return static_cast<bool>([self.object supportsFamily:static_cast<MTLGPUFamily>(family)]);
@@ -385,11 +374,6 @@ void bind_device(nb::module_& m) {
              return Fence{require([self.object newFence], nil, "newFence")};
            })
       .def("load_library", &load_library, "path"_a, kWithoutGil)
-      .def("default_library",
-           [](const Device& self) {
-             const AutoreleasePool pool;
-             return Library{require([self.object newDefaultLibrary], nil, "newDefaultLibrary")};
-           })
       .def("new_pipeline", &new_pipeline, "function"_a, "label"_a = "", "max_threads"_a = 0, kWithoutGil)
       .def("new_pipeline_async", &new_pipeline_async, "function"_a, "handler"_a)
       .def("new_archive", &new_archive, "path"_a = nb::none())

@@ -32,8 +32,7 @@ extern "C" {
 struct RunnerBuffer {
   void* data;  // null: nothing is bound at this index
   std::uint64_t bytes;
-  std::uint64_t offset;  // at which it is bound
-  std::int32_t kind;     // 0: a copy in guarded memory, 1: this memory itself, 2: as setBytes
+  std::int32_t is_bytes;  // 1: bound as by setBytes, 0: a copy in guarded memory
 };
 
 struct RunnerConstant {
@@ -51,11 +50,9 @@ struct RunnerDispatch {
   const RunnerConstant* constants;
   std::uint32_t constant_count;
   std::uint64_t seed;
-  std::uint32_t workers, checked, active_lanes, repeat;
+  std::uint32_t workers, checked;
   // Results.
   std::uint64_t threads_run, barriers, static_threadgroup_bytes, max_threads;
-  std::uint64_t bytes_read[31], bytes_written[31];  // in checked mode
-  double seconds;
   char error[4096];  // empty: all went well
 };
 
@@ -78,10 +75,7 @@ __attribute__((visibility("default"))) void runner_run(RunnerDispatch* run) {
     constants.push_back(
         {run->constants[i].index, static_cast<ConstantType>(run->constants[i].type), run->constants[i].bits});
   }
-  executor.configure({.workers = run->workers,
-                      .seed = run->seed,
-                      .checked = run->checked != 0,
-                      .active_lanes = run->active_lanes != 0});
+  executor.configure({.workers = run->workers, .seed = run->seed, .checked = run->checked != 0});
   Command command;
   DispatchCommand& dispatch = command.dispatch;
   try {
@@ -98,12 +92,9 @@ __attribute__((visibility("default"))) void runner_run(RunnerDispatch* run) {
   for (std::uint32_t i = 0; i < run->buffer_count; i++) {
     const RunnerBuffer& given = run->buffers[i];
     BoundBuffer bound;
-    bound.offset = given.offset;
-    if (given.data && given.kind == 0) {
+    if (given.data && !given.is_bytes) {
       bound.allocation = executor.allocate(given.bytes, true);
       std::memcpy(bound.allocation->host(), given.data, given.bytes);
-    } else if (given.data && given.kind == 1) {
-      bound.allocation = executor.wrap(given.data, given.bytes);
     } else if (given.data) {
       const auto* bytes = static_cast<const std::byte*>(given.data);
       bound.bytes.assign(bytes, bytes + given.bytes);
@@ -114,23 +105,17 @@ __attribute__((visibility("default"))) void runner_run(RunnerDispatch* run) {
     dispatch.threadgroup_bytes.push_back(run->threadgroup_bytes[i]);
   }
   const std::vector<BoundBuffer> buffers = dispatch.buffers;
-  std::vector<Command> commands(run->repeat ? run->repeat : 1, command);
   std::promise<Completion> promise;
-  executor.submit(std::move(commands), [&](Completion result) { promise.set_value(std::move(result)); });
+  executor.submit({command}, [&](Completion result) { promise.set_value(std::move(result)); });
   const Completion completion = promise.get_future().get();
   fail(completion.error);
-  run->seconds = completion.end_seconds - completion.start_seconds;
   for (const DispatchStatistics& statistics : completion.statistics) {
     run->threads_run = statistics.threads;
     run->barriers = statistics.barriers;
-    for (std::size_t i = 0; i < statistics.bytes_read.size(); i++) {
-      run->bytes_read[i] = statistics.bytes_read[i];
-      run->bytes_written[i] = statistics.bytes_written[i];
-    }
   }
   for (std::uint32_t i = 0; i < run->buffer_count; i++) {
     const RunnerBuffer& given = run->buffers[i];
-    if (given.data && given.kind == 0) std::memcpy(given.data, buffers[i].allocation->host(), given.bytes);
+    if (given.data && !given.is_bytes) std::memcpy(given.data, buffers[i].allocation->host(), given.bytes);
     if (buffers[i].allocation && !buffers[i].allocation->intact()) {
       fail("a write past the end of buffer " + std::to_string(i));
     }

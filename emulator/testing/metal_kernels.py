@@ -59,8 +59,8 @@ class KernelLibrary:
         for holder in (self.library, self.queue, self.device):
             holder.release()
 
-    def pipeline(self, kernel: str, constants: Mapping[int | str, tuple[str, float]] | None = None) -> Any:
-        """Return a compute pipeline; constants are index or name to (type, value)."""
+    def pipeline(self, kernel: str, constants: Mapping[int, tuple[str, float]] | None = None) -> Any:
+        """Return a compute pipeline; constants are index to (type, value)."""
         return self.device.new_pipeline(
             self.library.new_function(kernel, dict(constants or {})), label=kernel
         )
@@ -73,7 +73,7 @@ class KernelLibrary:
         threads: Size,
         groups: Size | None = None,
         grid: Size | None = None,
-        constants: Mapping[int | str, tuple[str, float]] | None = None,
+        constants: Mapping[int, tuple[str, float]] | None = None,
         threadgroup: Sequence[int] = (),
     ) -> None:
         """Run one dispatch and wait for it.
@@ -89,7 +89,7 @@ class KernelLibrary:
         groups, grid
             Either the threadgroups, or the threads in all.
         constants
-            Function constants, index or name to (type, value).
+            Function constants, index to (type, value).
         threadgroup
             Bytes of threadgroup memory by index.
 

@@ -13,7 +13,7 @@ import os
 import shutil
 import subprocess
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -22,9 +22,10 @@ import numpy as np
 
 EMULATOR = Path(__file__).resolve().parents[1]
 SHADERS = EMULATOR / "tests" / "shaders"
+METAL_VERSION = "300"
 # Libraries that the tests load, with their sanitizers: those that `main` compiles.
 LIBRARIES = (
-    *(("algorithms", ""), ("language", ""), ("operations", "")),
+    *(("algorithms", ""), ("language", "")),
     *(("planted", "address,undefined"), ("planted", "thread")),
 )
 CONSTANT_TYPES = {bool: 0, np.int8: 1, np.uint8: 2, np.int16: 3, np.uint16: 4, np.int32: 5, int: 5,
@@ -59,8 +60,7 @@ class _Buffer(ctypes.Structure):
     _fields_ = (
         ("data", ctypes.c_void_p),
         ("bytes", ctypes.c_uint64),
-        ("offset", ctypes.c_uint64),
-        ("kind", ctypes.c_int32),
+        ("is_bytes", ctypes.c_int32),
     )
 
 
@@ -76,28 +76,10 @@ class _Dispatch(ctypes.Structure):
         ("threadgroup_bytes", ctypes.POINTER(ctypes.c_uint64)), ("threadgroup_count", ctypes.c_uint32),
         ("constants", ctypes.POINTER(_Constant)), ("constant_count", ctypes.c_uint32),
         ("seed", ctypes.c_uint64), ("workers", ctypes.c_uint32), ("checked", ctypes.c_uint32),
-        ("active_lanes", ctypes.c_uint32), ("repeat", ctypes.c_uint32),
         ("threads_run", ctypes.c_uint64), ("barriers", ctypes.c_uint64),
-        ("static_threadgroup_bytes", ctypes.c_uint64),
-        ("max_threads", ctypes.c_uint64), ("bytes_read", ctypes.c_uint64 * 31),
-        ("bytes_written", ctypes.c_uint64 * 31),
-        ("seconds", ctypes.c_double), ("error", ctypes.c_char * 4096),
+        ("static_threadgroup_bytes", ctypes.c_uint64), ("max_threads", ctypes.c_uint64),
+        ("error", ctypes.c_char * 4096),
     )  # fmt: skip
-
-
-@dataclass
-class NoCopy:
-    """Array that is bound without a copy, as by newBufferWithBytesNoCopy."""
-
-    array: np.ndarray[Any, Any]
-
-
-@dataclass
-class Offset:
-    """Array that is bound at a byte offset."""
-
-    array: np.ndarray[Any, Any]
-    offset: int
 
 
 @dataclass
@@ -108,9 +90,6 @@ class Run:
     barriers: int
     static_threadgroup_bytes: int
     max_threads: int
-    bytes_read: list[int] = field(default_factory=list)
-    bytes_written: list[int] = field(default_factory=list)
-    seconds: float = 0.0
 
 
 def _compile_executor(clang: str, folder: Path, sanitize: str, environment: dict[str, str]) -> list[Path]:
@@ -159,57 +138,36 @@ def compiler_digest(clang: str) -> str:
     return digest.hexdigest()
 
 
-def kept_in(
-    root: Path, clang: str, sources: list[Path], sanitize: str, *options: object
-) -> tuple[Path, Path]:
+def kept_in(root: Path, clang: str, source: Path, sanitize: str) -> tuple[Path, Path]:
     """Return the folders of a library and of its executor, whose names depend on all that is compiled."""
-    files = [file for path in sources for file in (path, *sorted(path.parent.glob("*.h")))]
-    texts = [(file.name, file.read_bytes()) for file in files]
     common = (compiler_digest(clang), sanitize)
-    names = (
-        hashlib.sha256(repr(key).encode()).hexdigest()[:32] for key in ((common, texts, options), common)
-    )
+    keys = ((common, source.name, source.read_bytes()), common)
+    names = (hashlib.sha256(repr(key).encode()).hexdigest()[:32] for key in keys)
     return root / next(names), root / next(names)
 
 
-def build(
-    sources: list[Path],
-    folder: Path,
-    sanitize: str = "",
-    include: tuple[Path, ...] = (),
-    variants: tuple[str, ...] = ("plain", "checked"),
-    flags: tuple[str, ...] = (),
-    executor: Path | None = None,
-    metal_version: int = 310,
-) -> Path:
-    """Compile sources and the executor into one shared library.
+def build(source: Path, folder: Path, sanitize: str = "", executor: Path | None = None) -> Path:
+    """Compile a source and the executor into one shared library.
 
     If the environment variable METAL_EMULATOR_LIBRARIES names a folder, it keeps object files and libraries;
-    a library of the same sources is not compiled again.
+    a library of the same source is not compiled again.
 
     Parameters
     ----------
-    sources
-        Metal sources.
+    source
+        Metal source.
     folder
         Folder for the object files and the library.
     sanitize
         Sanitizers such as 'address,undefined' or 'thread'. Such builds have the plain variant only.
-    variants
-        Of the shaders: 'plain', and 'checked' for checked mode.
-    flags
-        More flags of the shaders' compiler.
     executor
         Folder for the executor's object files, if different. Processes may share it; the first one compiles.
-    metal_version
-        ``__METAL_VERSION__``.
     """
     clang = find_clang()
     assert clang is not None
     if kept := os.environ.get("METAL_EMULATOR_LIBRARIES"):
-        options = (include, variants, flags, metal_version)
-        folder, executor = kept_in(Path(kept), clang, sources, sanitize, *options)
-    library = folder / f"lib{sources[0].stem}.so"
+        folder, executor = kept_in(Path(kept), clang, source, sanitize)
+    library = folder / f"lib{source.stem}.so"
     if kept and library.exists():
         return library
     executor = executor or folder
@@ -221,27 +179,16 @@ def build(
         fcntl.flock(lock, fcntl.LOCK_EX)
         objects = _compile_executor(clang, executor, sanitize, environment)
     link = [f"-fsanitize={sanitize}", "-shared-libsan"] if sanitize else []
-    for source in sources:
-        for variant in ("plain",) if sanitize else variants:
-            output = folder / f"{source.stem}.{variant}.o"
-            command: list[str | Path] = [
-                sys.executable,
-                EMULATOR / "msl/compile_shader.py",
-                source,
-                "-o",
-                output,
-                "--metal-version",
-                str(metal_version),
-            ]
-            command += ["--checked"] if variant == "checked" else []
-            command += ["--sanitize", sanitize] if sanitize else []
-            command += [f"--flag={flag}" for flag in flags]
-            for path in include:
-                command += ["-I", path]
-            result = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
-            if result.returncode or result.stderr:
-                raise KernelError(f"{source.name} does not compile:\n{result.stderr}")
-            objects.append(output)
+    for variant in ("plain",) if sanitize else ("plain", "checked"):
+        output = folder / f"{source.stem}.{variant}.o"
+        command: list[str | Path] = [sys.executable, EMULATOR / "msl/compile_shader.py", source, "-o", output]
+        command += ["--metal-version", METAL_VERSION]
+        command += ["--checked"] if variant == "checked" else []
+        command += ["--sanitize", sanitize] if sanitize else []
+        result = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+        if result.returncode or result.stderr:
+            raise KernelError(f"{source.name} does not compile:\n{result.stderr}")
+        objects.append(output)
     made = folder / f"{os.getpid()}.so"  # other processes may look for the library
     command = [clang, "-shared", *link, *objects, "-o", made, "-lpthread", "-ldl"]
     subprocess.run(command, check=True, env=environment)
@@ -267,8 +214,6 @@ class ShaderLibrary:
         seed: int = 0,
         workers: int = 2,
         checked: bool = False,
-        active_lanes: bool = False,
-        repeat: int = 1,
     ) -> Run:
         """Run a kernel; arrays are read and written in place, scalars and bytes are bound as setBytes does.
 
@@ -277,8 +222,7 @@ class ShaderLibrary:
         KernelError
             With the executor's message.
         """
-        dispatch = _Dispatch(kernel=kernel.encode(), seed=seed, workers=workers, checked=checked,
-                             active_lanes=active_lanes, repeat=repeat)  # fmt: skip
+        dispatch = _Dispatch(kernel=kernel.encode(), seed=seed, workers=workers, checked=checked)
         for name, value in (("grid", grid), ("group", group)):
             getattr(dispatch, name)[:] = (*value, *(1,) * (3 - len(value)))
         if threads is not None:
@@ -288,19 +232,12 @@ class ShaderLibrary:
         for row, value in zip(rows, buffers, strict=False):
             if value is None:
                 continue
-            array, offset, kind = value, 0, 0
-            if isinstance(value, NoCopy):
-                array, kind = value.array, 1
-            elif isinstance(value, Offset):
-                array, offset = value.array, value.offset
-            elif not isinstance(value, np.ndarray):
-                array, kind = (
-                    np.frombuffer(value, np.uint8) if isinstance(value, bytes) else np.asarray(value),
-                    2,
-                )
+            array, is_bytes = value, not isinstance(value, np.ndarray)
+            if is_bytes:
+                array = np.frombuffer(value, np.uint8) if isinstance(value, bytes) else np.asarray(value)
             assert array.flags.c_contiguous
             kept.append(array)
-            row.data, row.bytes, row.offset, row.kind = array.ctypes.data, array.nbytes, offset, kind
+            row.data, row.bytes, row.is_bytes = array.ctypes.data, array.nbytes, is_bytes
         dispatch.buffers, dispatch.buffer_count = rows, len(buffers)
         lengths = (ctypes.c_uint64 * max(len(threadgroup), 1))(*threadgroup)
         dispatch.threadgroup_bytes, dispatch.threadgroup_count = lengths, len(threadgroup)
@@ -319,9 +256,6 @@ class ShaderLibrary:
             dispatch.barriers,
             dispatch.static_threadgroup_bytes,
             dispatch.max_threads,
-            list(dispatch.bytes_read),
-            list(dispatch.bytes_written),
-            dispatch.seconds,
         )
 
 
@@ -331,7 +265,7 @@ def main() -> None:
     shutil.rmtree(folder, ignore_errors=True)
     if find_clang():
         for name, sanitizers in LIBRARIES:
-            build([SHADERS / f"{name}.metal"], folder, sanitizers)
+            build(SHADERS / f"{name}.metal", folder, sanitizers)
 
 
 if __name__ == "__main__":

@@ -58,15 +58,10 @@ def emulator(metal_testing: Any) -> Iterator[Any]:
 
 
 @pytest.fixture
-def has_checked_mode(metal_testing: Any) -> None:
-    """Require a build that has a checked mode."""
+def checked_mode(metal_testing: Any, emulator: Any) -> None:
+    """Make the emulator record the memory accesses of each dispatch; skip builds with a sanitizer."""
     if metal_testing.emulator.sanitizer:
         pytest.skip("builds with a sanitizer have no checked mode")
-
-
-@pytest.fixture
-def checked_mode(has_checked_mode: None, emulator: Any) -> None:
-    """Make the emulator record the memory accesses of each dispatch."""
     emulator.set_options(emulator.Options(checked=True))
 
 
@@ -108,26 +103,16 @@ def clang() -> str:
 
 
 @pytest.fixture(scope="session")
-def build_shaders(clang: str, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., ShaderLibrary]:
-    """Return `shader_library.build` and load, with one executor for all of pytest's processes."""
-    assert clang
-    folder = tmp_path_factory.mktemp("shaders")
-    executor = folder.parent.parent if "PYTEST_XDIST_WORKER" in os.environ else folder.parent
-
-    def build_and_load(source: Path, sanitizers: str = "", **options: Any) -> ShaderLibrary:
-        return ShaderLibrary(build([source], folder, sanitizers, executor=executor / "executor", **options))
-
-    return build_and_load
-
-
-@pytest.fixture(scope="session")
 def load_shaders(
-    build_shaders: Callable[..., ShaderLibrary], metal_testing: Any
+    clang: str, metal_testing: Any, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[str], ShaderLibrary]:
     """Return a function that builds shaders/<name>.metal with the executor and loads it, once.
 
-    With the sanitizers that the emulator is built with, if any.
+    With the sanitizers that the emulator is built with, if any. All of pytest's processes share an executor.
     """
+    assert clang
+    folder = tmp_path_factory.mktemp("shaders")
+    executor = folder.parent.parent if "PYTEST_XDIST_WORKER" in os.environ else folder.parent
     loaded: dict[str, ShaderLibrary] = {}
     sanitizers = {"address": "address,undefined"}.get(
         sanitizer := metal_testing.emulator.sanitizer, sanitizer
@@ -135,7 +120,8 @@ def load_shaders(
 
     def load(name: str) -> ShaderLibrary:
         if name not in loaded:
-            loaded[name] = build_shaders(SHADERS / f"{name}.metal", sanitizers)
+            source = SHADERS / f"{name}.metal"
+            loaded[name] = ShaderLibrary(build(source, folder, sanitizers, executor / "executor"))
         return loaded[name]
 
     return load

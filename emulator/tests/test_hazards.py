@@ -89,30 +89,6 @@ def test_a_serial_encoder_orders_dispatches(library: KernelLibrary) -> None:
     assert encoder.finish() == ""
 
 
-def test_a_barrier_of_another_buffer_does_not_order(
-    library: KernelLibrary, emulator: Any, checked: bool
-) -> None:
-    encoder = Encoder(library)
-    encoder.store(0)
-    encoder.encoder.barrier([encoder.second])
-    if checked:
-        encoder.load(0)
-        assert "no memory barrier" in encoder.finish()
-    else:
-        with pytest.raises(emulator.ValidationError, match="no memory barrier"):
-            encoder.load(0)
-        encoder.encoder.end()
-
-
-@pytest.mark.usefixtures("checked")
-def test_a_barrier_of_the_buffer_orders(library: KernelLibrary) -> None:
-    encoder = Encoder(library)
-    encoder.store(0)
-    encoder.encoder.barrier([encoder.first])
-    encoder.load(0)
-    assert encoder.finish() == ""
-
-
 def test_parts_of_a_buffer_bound_at_different_offsets_are_independent(library: KernelLibrary) -> None:
     encoder = Encoder(library)
     encoder.store(0, offset=0)

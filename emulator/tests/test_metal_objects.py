@@ -32,7 +32,6 @@ def test_all_devices_are_the_same_object(metal_testing: Any, device: Any, emulat
 def test_device_has_the_configured_family(device: Any, emulator: Any, family: int, last: int) -> None:
     emulator.set_limits(emulator.Limits(apple_family=family))
     assert [f for f in range(1001, 1011) if device.supports_family(f)] == list(range(1001, last + 1))
-    assert device.supports_family(5001)  # Metal 3
     assert not device.supports_family(4001)
 
 
@@ -94,11 +93,11 @@ def test_the_deallocator_runs_when_the_buffer_is_released(device: Any, emulator:
 
 
 def test_allocated_bytes_count_live_buffers(device: Any, emulator: Any) -> None:
-    before = device.allocated_bytes
+    before = emulator.allocated_bytes()
     buffer = device.new_buffer(1 << 20)
-    assert device.allocated_bytes - before == 1 << 20
+    assert emulator.allocated_bytes() - before == 1 << 20
     del buffer
-    assert device.allocated_bytes == emulator.allocated_bytes() == before
+    assert emulator.allocated_bytes() == before
 
 
 def test_a_failed_allocation_returns_nil(device: Any, emulator: Any) -> None:
@@ -111,7 +110,7 @@ def test_a_failed_allocation_returns_nil(device: Any, emulator: Any) -> None:
 
 def test_library_lists_its_functions(library: KernelLibrary) -> None:
     expected = (
-        "add scale negate4 biased reverse static_scratch store store_twice load limited exponentials strided "
+        "add scale negate4 biased reverse static_scratch store store_twice load limited exponentials "
         "fast_functions matrix_places"
     )
     assert sorted(library.library.function_names) == sorted([*expected.split(), "part_one", "part_two"])
@@ -137,8 +136,7 @@ def test_function_constants_select_arguments_and_values(library: KernelLibrary) 
     library.dispatch("biased", [x, None, y], grid=8, threads=8, constants={0: ("bool", 0), 3: ("float", 0.5)})
     np.testing.assert_array_equal(y, x * 0.5)
     bias = np.full(8, 10, np.float32)
-    constants: dict[int | str, tuple[str, float]] = {"kHasBias": ("bool", 1), 3: ("float", 2)}
-    library.dispatch("biased", [x, bias, y], grid=8, threads=8, constants=constants)
+    library.dispatch("biased", [x, bias, y], grid=8, threads=8, constants={0: ("bool", 1), 3: ("float", 2)})
     np.testing.assert_array_equal(y, x * 2 + 10)
 
 
@@ -169,15 +167,12 @@ def test_pipelines_can_be_built_on_other_threads(device: Any, library: KernelLib
 def test_a_command_buffer_passes_through_its_states(library: KernelLibrary) -> None:
     command_buffer = library.queue.command_buffer()
     assert command_buffer.status == "not enqueued"
-    command_buffer.enqueue()
-    assert command_buffer.status == "enqueued"
     statuses: list[str] = []
-    command_buffer.add_scheduled_handler(statuses.append)
     command_buffer.add_completed_handler(statuses.append)
     command_buffer.commit()
     command_buffer.wait()
     assert command_buffer.status == "completed"
-    assert statuses == ["scheduled", "completed"]
+    assert statuses == ["completed"]
     assert 0 < command_buffer.gpu_start <= command_buffer.gpu_end
 
 
@@ -194,21 +189,6 @@ def test_a_wait_is_counted_unless_the_host_has_seen_the_completion(
     for _ in range(2):
         command_buffer.wait()
         assert emulator.counters().waits - before == int(not asks)
-
-
-def test_command_buffers_run_in_the_order_of_their_enqueue(device: Any, library: KernelLibrary) -> None:
-    buffer = device.new_buffer(4)
-    first, second = library.queue.command_buffer(), library.queue.command_buffer()
-    for command_buffer, value in ((first, 1), (second, 2)):
-        command_buffer.enqueue()
-        encoder = command_buffer.blit_encoder()
-        encoder.fill(buffer, 0, 4, value)
-        encoder.end()
-    second.commit()
-    assert second.status == "committed"
-    first.commit()
-    second.wait()
-    assert buffer.contents.tolist() == [2] * 4
 
 
 def test_blit_encoders_copy_and_fill(device: Any, library: KernelLibrary) -> None:
@@ -335,7 +315,7 @@ def test_fast_functions_of_an_infinity_are_nan(library: KernelLibrary) -> None:
     library.dispatch("fast_functions", [x, y], grid=len(x), threads=32)
     assert np.isnan(y[:2]).all()
     np.testing.assert_array_equal(y[2, [0, 2, 3]], np.array([0, 0, -1e30], np.float32))
-    np.testing.assert_array_equal(y[3], np.array([8, 3, 8, 5], np.float32))
+    np.testing.assert_allclose(y[3], [8, np.exp(3), np.exp(3), 5], rtol=1e-3)
     library.dispatch("exponentials", [x, y], grid=len(x), threads=32)
     np.testing.assert_array_equal(y[:2, ::2], [[np.inf, np.inf], [0, 0]])  # precise::
 
@@ -370,9 +350,8 @@ def test_lanes_hold_the_elements_that_those_of_apple_hold_by_default(emulator: A
     assert emulator.Options().matrix_layout == emulator.MatrixLayout.APPLE
 
 
-def test_a_counter_counts_dispatches_within_its_context(
-    library: KernelLibrary, emulator: Any, has_checked_mode: None
-) -> None:
+@pytest.mark.usefixtures("checked_mode")
+def test_a_counter_counts_dispatches_within_its_context(library: KernelLibrary, emulator: Any) -> None:
     emulator.set_options(emulator.Options(workers=1, seed=3))
     x, y = np.arange(8, dtype=np.float32), np.zeros(8, np.float32)
     with emulator.DispatchCounter() as counter:
@@ -391,7 +370,8 @@ def test_a_counter_counts_dispatches_within_its_context(
     assert emulator.history() == []
 
 
-def test_a_failed_context_of_a_counter_restores_the_options(emulator: Any, has_checked_mode: None) -> None:
+@pytest.mark.usefixtures("checked_mode")
+def test_a_failed_context_of_a_counter_restores_the_options(emulator: Any) -> None:
     emulator.set_options(emulator.Options(seed=5))
     with pytest.raises(KeyError), emulator.DispatchCounter():
         raise KeyError
@@ -425,25 +405,6 @@ def test_checked_mode_counts_the_bytes_of_each_binding(library: KernelLibrary, e
     ]
     unique = [(binding.unique_bytes_read, binding.unique_bytes_written) for binding in bindings]
     assert unique == [(400, 0), (400, 0), (0, 400)]
-
-
-@pytest.mark.usefixtures("has_checked_mode")
-@pytest.mark.parametrize(("stride", "cycles"), [(1, 1), (2, 2), (16, 16), (32, 32), (33, 1), (0, 1)])
-def test_checked_mode_counts_the_cycles_of_banks(
-    library: KernelLibrary, emulator: Any, stride: int, cycles: int
-) -> None:
-    """32 banks of four bytes. Each lane of three threadgroups of two simdgroups writes and reads."""
-    emulator.set_options(emulator.Options(checked=True, banks=True, seed=7))
-    emulator.set_history_depth(1)
-    y = np.zeros(192, np.uint32)
-    library.dispatch("strided", [y, np.uint32(stride).tobytes()], grid=192, threads=64)
-    assert stride == 0 or y.tolist() == list(range(192))
-    (dispatch,) = emulator.history()[0].dispatches
-    accesses = 3 * 2 * 2
-    assert (dispatch.least_bank_cycles, dispatch.bank_cycles) == (accesses, accesses * cycles)
-    emulator.set_options(emulator.Options(checked=True))
-    library.dispatch("strided", [y, np.uint32(stride).tobytes()], grid=192, threads=64)
-    assert emulator.history()[0].dispatches[0].bank_cycles == 0
 
 
 def test_counters_count(library: KernelLibrary, emulator: Any) -> None:

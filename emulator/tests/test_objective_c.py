@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 
 CHECKS = [
-    "autorelease pools", "blocks keep what they capture", "categories and messages to nil", "collections",
+    "URLs and errors", "autorelease pools", "blocks keep what they capture",
+    "categories and messages to nil", "collections",
     "enumeration of many objects", "exceptions release what they leave", "members of superclasses",
-    "numbers, data, URLs, errors", "pools belong to threads", "properties", "reference counts", "strings",
+    "pools belong to threads", "properties", "reference counts", "strings",
     "weak references", "weak references race with the last release",
 ]  # fmt: skip
 

@@ -74,7 +74,7 @@ def dispatcher(clang: str, folder: Path, sanitizers: str) -> Dispatch:
     symbolizer = shutil.which("llvm-symbolizer-19") or shutil.which("llvm-symbolizer")
     if symbolizer is None:
         missing("llvm-symbolizer", "llvm-19")
-    library = build([SOURCE], folder, sanitizers)
+    library = build(SOURCE, folder, sanitizers)
     environment = os.environ | {"LD_PRELOAD": runtime, "PYTHONPATH": str(EMULATOR / "testing")}
     for name in ("ASAN_OPTIONS", "UBSAN_OPTIONS", "TSAN_OPTIONS"):
         environment[name] = f"{OPTIONS}{symbolizer}"

@@ -93,11 +93,11 @@ def check(*sources: Path, version: int = 300) -> subprocess.CompletedProcess[str
 def test_the_shaders_of_these_tests_pass() -> None:
     sources = {*HERE.glob("shaders/*.metal"), *HERE.glob("kernels/*.metal")}
     tensors = {HERE / "shaders" / "tensor.metal"}
-    for some, version in ((sources - tensors, 310), (tensors, 400)):
+    for some, version in ((sources - tensors, 300), (tensors, 400)):
         result = check(*some, version=version)
         assert result.returncode == 0, result.stderr
         assert result.stdout.count(": ok") == len(some)
-    assert len(sources) >= 7
+    assert len(sources) >= 6
 
 
 def source_of(name: str) -> str:

@@ -39,12 +39,7 @@ UNANNOTATED = {
         "languageVersion",
         "setLanguageVersion:",
     },
-    "MTLFunctionConstantValues": {
-        "setConstantValue:type:atIndex:",
-        "setConstantValues:type:withRange:",
-        "setConstantValue:type:withName:",
-        "reset",
-    },
+    "MTLFunctionConstantValues": {"setConstantValue:type:atIndex:"},
     "MTLComputePipelineDescriptor": {
         "label",
         "setLabel:",
@@ -54,7 +49,6 @@ UNANNOTATED = {
         "setMaxTotalThreadsPerThreadgroup:",
         "binaryArchives",
         "setBinaryArchives:",
-        "reset",
     },
     "MTLBinaryArchiveDescriptor": {"url", "setUrl:"},
     "MTLResidencySetDescriptor": {"label", "setLabel:", "initialCapacity", "setInitialCapacity:"},

@@ -11,8 +11,6 @@ from support.attention_case import Case
 from support.kernel_harness import Run, ceil_div, close, near
 from support.paged import PAGE
 
-from metal_prefill import _core
-
 SHAPES: list[dict[str, Any]] = [
     {"heads": (9, 3), "dims": (64, 64)},
     {"heads": (4, 4), "dims": (32, 32)},
@@ -87,23 +85,6 @@ def test_attention_prefill_finds_the_elements_of_a_lane(run: Run, dims: int) -> 
     emulator.set_options(options)
     case = Case((33, 40), (1, 70), heads=(4, 2), dims=(dims, dims))
     near(case.prefill(run), case.expected())
-
-
-@pytest.mark.emulator
-@pytest.mark.parametrize("dims", [128, 256])
-def test_lanes_of_attention_prefill_rarely_share_a_bank(run: Run, dims: int) -> None:
-    """Rows of queries that are not longer than a head would begin in the same bank."""
-    emulator: Any = getattr(metal_kernels.testing_module(), "emulator", None)
-    if emulator is None or emulator.sanitizer or "(CPU)" not in _core.metal_device()["name"]:
-        pytest.skip("needs the emulator's checked mode, which its CPU executor has")
-    case = Case((33, 40), heads=(4, 2), dims=(dims, dims))
-    emulator.set_options(emulator.Options(checked=True, banks=True))
-    emulator.set_history_depth(1)
-    near(case.prefill(run), case.expected())
-    (dispatch,) = emulator.history()[0].dispatches
-    emulator.set_history_depth(0)
-    assert dispatch.least_bank_cycles > 1000
-    assert dispatch.bank_cycles / dispatch.least_bank_cycles < 1.05
 
 
 @pytest.mark.parametrize("simdgroups", [1, 4])

@@ -1,7 +1,6 @@
 // Basic types and annotations of Foundation.
 #pragma once
 
-#include <limits.h>
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
@@ -26,35 +25,23 @@ typedef bool BOOL;  // as on arm64
 #define nil ((void*)0)
 #endif
 #endif
-#define Nil nil
 
 #if defined(__cplusplus)
 #define FOUNDATION_EXPORT extern "C"
 #else
 #define FOUNDATION_EXPORT extern
 #endif
-#define FOUNDATION_EXTERN FOUNDATION_EXPORT
+#define NS_RETURNS_RETAINED __attribute__((ns_returns_retained))
 
 typedef long NSInteger;
 typedef unsigned long NSUInteger;
-#define NSIntegerMax LONG_MAX
-#define NSIntegerMin LONG_MIN
-#define NSUIntegerMax ULONG_MAX
-enum { NSNotFound = NSIntegerMax };
 
-typedef double NSTimeInterval;
 typedef double CFTimeInterval;
 
 #define NS_ASSUME_NONNULL_BEGIN _Pragma("clang assume_nonnull begin")
 #define NS_ASSUME_NONNULL_END _Pragma("clang assume_nonnull end")
-#define NS_RETURNS_RETAINED __attribute__((ns_returns_retained))
 #define NS_RETURNS_INNER_POINTER __attribute__((objc_returns_inner_pointer))
-#define NS_FORMAT_FUNCTION(string, first) __attribute__((format(__NSString__, string, first)))
-#define NS_SWIFT_NAME(name)
-#define NS_UNAVAILABLE __attribute__((unavailable))
 #define API_AVAILABLE(...)
-#define API_UNAVAILABLE(...)
-#define API_DEPRECATED(...)
 
 #define NS_ENUM(type, name)                                        \
   enum __attribute__((enum_extensibility(open))) name : type name; \
@@ -87,6 +74,3 @@ static inline NSRange NSMakeRange(NSUInteger location, NSUInteger length) {
   NSRange range = {location, length};
   return range;
 }
-
-@class NSString;
-FOUNDATION_EXPORT void NSLog(NSString* _Nonnull format, ...) NS_FORMAT_FUNCTION(1, 2);

@@ -9,16 +9,13 @@ NS_ASSUME_NONNULL_BEGIN
 @protocol NSObject
 - (BOOL)isEqual:(nullable id)object;
 @property(readonly) NSUInteger hash;
-@property(readonly) Class superclass;
 - (Class)class;
 - (instancetype)self;
 - (BOOL)isKindOfClass:(Class)aClass;
-- (BOOL)isMemberOfClass:(Class)aClass;
 - (BOOL)respondsToSelector:(SEL)aSelector;
 - (instancetype)retain OBJC_ARC_UNAVAILABLE;
 - (oneway void)release OBJC_ARC_UNAVAILABLE;
 - (instancetype)autorelease OBJC_ARC_UNAVAILABLE;
-- (NSUInteger)retainCount OBJC_ARC_UNAVAILABLE;
 @property(readonly, copy) NSString* description;
 @end
 
@@ -35,8 +32,6 @@ __attribute__((objc_root_class))
 + (instancetype)alloc;
 + (instancetype)new;
 + (Class)class;
-+ (Class)superclass;
-+ (NSString*)description;
 - (instancetype)init;
 - (void)dealloc;
 - (id)copy;

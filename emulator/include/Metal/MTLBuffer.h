@@ -7,7 +7,6 @@ NS_ASSUME_NONNULL_BEGIN
 @protocol MTLBuffer <MTLResource>
 @property(readonly) NSUInteger length;
 - (void*)contents NS_RETURNS_INNER_POINTER;
-- (void)didModifyRange:(NSRange)range;
 @end
 
 NS_ASSUME_NONNULL_END

@@ -8,12 +8,6 @@ NS_ASSUME_NONNULL_BEGIN
 
 typedef NS_OPTIONS(NSUInteger, MTLBarrierScope) {
   MTLBarrierScopeBuffers = 1 << 0,
-  MTLBarrierScopeTextures = 1 << 1,
-};
-
-typedef NS_OPTIONS(NSUInteger, MTLResourceUsage) {
-  MTLResourceUsageRead = 1 << 0,
-  MTLResourceUsageWrite = 1 << 1,
 };
 
 typedef NS_ENUM(NSUInteger, MTLDispatchType) {
@@ -25,17 +19,12 @@ typedef NS_ENUM(NSUInteger, MTLDispatchType) {
 @property(readonly) id<MTLDevice> device;
 @property(nullable, copy, atomic) NSString* label;
 - (void)endEncoding;
-- (void)insertDebugSignpost:(NSString*)string;
-- (void)pushDebugGroup:(NSString*)string;
-- (void)popDebugGroup;
 @end
 
 @protocol MTLComputeCommandEncoder <MTLCommandEncoder>
-@property(readonly) MTLDispatchType dispatchType;
 - (void)setComputePipelineState:(id<MTLComputePipelineState>)state;
 - (void)setBytes:(const void*)bytes length:(NSUInteger)length atIndex:(NSUInteger)index;
 - (void)setBuffer:(nullable id<MTLBuffer>)buffer offset:(NSUInteger)offset atIndex:(NSUInteger)index;
-- (void)setBufferOffset:(NSUInteger)offset atIndex:(NSUInteger)index;
 - (void)setBuffers:(const id<MTLBuffer> _Nullable[_Nonnull])buffers
            offsets:(const NSUInteger[_Nonnull])offsets
          withRange:(NSRange)range;
@@ -43,10 +32,7 @@ typedef NS_ENUM(NSUInteger, MTLDispatchType) {
 - (void)dispatchThreadgroups:(MTLSize)threadgroupsPerGrid
        threadsPerThreadgroup:(MTLSize)threadsPerThreadgroup;
 - (void)dispatchThreads:(MTLSize)threadsPerGrid threadsPerThreadgroup:(MTLSize)threadsPerThreadgroup;
-- (void)useResource:(id<MTLResource>)resource usage:(MTLResourceUsage)usage;
 - (void)memoryBarrierWithScope:(MTLBarrierScope)scope;
-- (void)memoryBarrierWithResources:(const id<MTLResource> _Nonnull[_Nonnull])resources
-                             count:(NSUInteger)count;
 - (void)updateFence:(id<MTLFence>)fence;
 - (void)waitForFence:(id<MTLFence>)fence;
 @end

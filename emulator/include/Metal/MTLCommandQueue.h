@@ -24,37 +24,24 @@ typedef NS_ERROR_ENUM(MTLCommandBufferErrorDomain, MTLCommandBufferError){
     MTLCommandBufferErrorNone = 0,
     MTLCommandBufferErrorInternal = 1,
     MTLCommandBufferErrorTimeout = 2,
-    MTLCommandBufferErrorPageFault = 3,
-    MTLCommandBufferErrorNotPermitted = 7,
     MTLCommandBufferErrorOutOfMemory = 8,
-    MTLCommandBufferErrorInvalidResource = 9,
-    MTLCommandBufferErrorDeviceRemoved = 11,
 };
 
 typedef void (^MTLCommandBufferHandler)(id<MTLCommandBuffer>);
 
 @protocol MTLCommandBuffer <NSObject>
 @property(readonly) id<MTLDevice> device;
-@property(readonly) id<MTLCommandQueue> commandQueue;
-@property(readonly) BOOL retainedReferences;
 @property(nullable, copy, atomic) NSString* label;
-@property(readonly) CFTimeInterval kernelStartTime;
-@property(readonly) CFTimeInterval kernelEndTime;
 @property(readonly) CFTimeInterval GPUStartTime;
 @property(readonly) CFTimeInterval GPUEndTime;
 @property(readonly) MTLCommandBufferStatus status;
 @property(nullable, readonly) NSError* error;
-- (void)enqueue;
 - (void)commit;
-- (void)addScheduledHandler:(MTLCommandBufferHandler)block;
 - (void)addCompletedHandler:(MTLCommandBufferHandler)block;
-- (void)waitUntilScheduled;
 - (void)waitUntilCompleted;
 - (nullable id<MTLBlitCommandEncoder>)blitCommandEncoder;
 - (nullable id<MTLComputeCommandEncoder>)computeCommandEncoder;
 - (nullable id<MTLComputeCommandEncoder>)computeCommandEncoderWithDispatchType:(MTLDispatchType)dispatchType;
-- (void)pushDebugGroup:(NSString*)string;
-- (void)popDebugGroup;
 @end
 
 @protocol MTLCommandQueue <NSObject>

@@ -12,10 +12,8 @@ NS_ASSUME_NONNULL_BEGIN
 @interface MTLComputePipelineDescriptor : NSObject <NSCopying>
 @property(nullable, copy, nonatomic) NSString* label;
 @property(nullable, readwrite, nonatomic, strong) id<MTLFunction> computeFunction;
-@property(readwrite, nonatomic) BOOL threadGroupSizeIsMultipleOfThreadExecutionWidth;
 @property(readwrite, nonatomic) NSUInteger maxTotalThreadsPerThreadgroup;  // 0: the most that the device can
 @property(nullable, readwrite, nonatomic, copy) NSArray<id<MTLBinaryArchive>>* binaryArchives;
-- (void)reset;
 @end
 
 @protocol MTLComputePipelineState <NSObject>

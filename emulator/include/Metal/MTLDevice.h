@@ -16,9 +16,6 @@ typedef NS_ENUM(NSInteger, MTLGPUFamily) {
   MTLGPUFamilyApple8 = 1008,
   MTLGPUFamilyApple9 = 1009,
   MTLGPUFamilyMac2 = 2002,
-  MTLGPUFamilyCommon1 = 3001,
-  MTLGPUFamilyCommon2 = 3002,
-  MTLGPUFamilyCommon3 = 3003,
   MTLGPUFamilyMetal3 = 5001,
 };
 
@@ -41,15 +38,10 @@ typedef void (^MTLNewComputePipelineStateCompletionHandler)(
 @protocol MTLDevice <NSObject>
 @property(readonly) NSString* name;
 @property(readonly) uint64_t registryID;
-@property(readonly) MTLSize maxThreadsPerThreadgroup;
 @property(readonly) BOOL hasUnifiedMemory;
-@property(readonly, getter=isLowPower) BOOL lowPower;
-@property(readonly, getter=isHeadless) BOOL headless;
-@property(readonly, getter=isRemovable) BOOL removable;
 @property(readonly) uint64_t recommendedMaxWorkingSetSize;
 @property(readonly) NSUInteger maxThreadgroupMemoryLength;
 @property(readonly) NSUInteger maxBufferLength;
-@property(readonly) NSUInteger currentAllocatedSize;
 @property BOOL shouldMaximizeConcurrentCompilation __attribute__((availability(macos, introduced=13.3)));
 - (BOOL)supportsFamily:(MTLGPUFamily)gpuFamily;
 
@@ -67,7 +59,6 @@ typedef void (^MTLNewComputePipelineStateCompletionHandler)(
                                        deallocator:
                                            (void (^_Nullable)(void* pointer, NSUInteger length))deallocator;
 
-- (nullable id<MTLLibrary>)newDefaultLibrary;
 - (nullable id<MTLLibrary>)newLibraryWithURL:(NSURL*)url error:(NSError* _Nullable* _Nullable)error;
 - (nullable id<MTLLibrary>)newLibraryWithSource:(NSString*)source
                                         options:(nullable MTLCompileOptions*)options

@@ -21,12 +21,6 @@ typedef NS_ENUM(NSUInteger, MTLDataType) {
   MTLDataTypeULong = 85,
 };
 
-typedef NS_ENUM(NSUInteger, MTLFunctionType) {
-  MTLFunctionTypeVertex = 1,
-  MTLFunctionTypeFragment = 2,
-  MTLFunctionTypeKernel = 3,
-};
-
 typedef NS_ENUM(NSUInteger, MTLLanguageVersion) {
   MTLLanguageVersion2_3 = (2 << 16) + 3,
   MTLLanguageVersion2_4 = (2 << 16) + 4,
@@ -64,15 +58,11 @@ typedef NS_ERROR_ENUM(MTLLibraryErrorDomain, MTLLibraryError){
 
 @interface MTLFunctionConstantValues : NSObject <NSCopying>
 - (void)setConstantValue:(const void*)value type:(MTLDataType)type atIndex:(NSUInteger)index;
-- (void)setConstantValues:(const void*)values type:(MTLDataType)type withRange:(NSRange)range;
-- (void)setConstantValue:(const void*)value type:(MTLDataType)type withName:(NSString*)name;
-- (void)reset;
 @end
 
 @protocol MTLFunction <NSObject>
 @property(nullable, copy, atomic) NSString* label;
 @property(readonly) id<MTLDevice> device;
-@property(readonly) MTLFunctionType functionType;
 @property(readonly) NSString* name;
 @end
 

@@ -9,7 +9,6 @@ type T that is or may be a vector:
 ``T name(a, b);``          ``T name = ::msl::construct<T>(a, b);``
 ``(T)x``                   ``::msl::Cast<T>()->*x``
 ``static_cast<T>(x)``      ``::msl::construct<T>(x)``
-``f({a, b})``              ``f(::msl::braced(a, b))``
 =========================  ==============================
 
 ``->*`` binds tighter than every binary operator and weaker than postfix ones, as a cast does, so the end of
@@ -18,13 +17,11 @@ the operand need not be found.
 
 from __future__ import annotations
 
-from .kernels import split_list
 from .tokens import TokenList
 
 ELEMENTS = (
     "float",
     "half",
-    "bfloat",
     "char",
     "uchar",
     "short",
@@ -36,11 +33,7 @@ ELEMENTS = (
     "bool",
 )
 VECTORS = frozenset(f"{element}{width}" for element in ELEMENTS for width in (2, 3, 4))
-# Of a scalar by another name only conversions between half and bfloat are not those of C++.
-NARROW = frozenset({"half", "bfloat"})
-SCALARS = (
-    frozenset({*ELEMENTS, "unsigned", "signed", "void", "size_t", "ptrdiff_t", "auto", "double"}) - NARROW
-)
+SCALARS = frozenset({*ELEMENTS, "unsigned", "signed", "void", "size_t", "ptrdiff_t", "auto", "double"})
 EXPRESSION_WORDS = (
     "return",
     "case",
@@ -155,8 +148,6 @@ class CastRewriter:
                 index += 1
             elif tokens[index].text == "static_cast" and tokens.at(index + 1) == "<":
                 self._rewrite_static_cast(index)
-            elif tokens[index].text == "{":
-                self._rewrite_braces(index)
             elif tokens[index].kind == "name" and tokens.at(index - 1) != "::":
                 index = self._rewrite_constructor(index, bodies)
                 continue
@@ -206,29 +197,8 @@ class CastRewriter:
     def _rewrite_static_cast(self, index: int) -> None:
         found = self._type(index + 2)
         closing = self.tokens.closing_angle(index + 1)
-        if found is not None and found[0] == closing and (found[1] or self.tokens.at(closing - 1) in NARROW):
+        if found is not None and found[0] == closing and found[1]:
             self.tokens[index].out = "::msl::construct"
-
-    def _rewrite_braces(self, index: int) -> None:
-        """Let ``f({a, b})`` take a vector: C++ does not make one of a list in braces."""
-        tokens, closing = self.tokens, self.tokens.partner[index]
-        if tokens.at(index - 1) not in ("(", ",") or tokens.at(closing + 1) not in (",", ")"):
-            return
-        if not 2 <= len(split_list(tokens, index + 1, closing)) <= 4 or tokens.at(index + 1) in (".", "["):
-            return
-        if any(token.text in (";", "{") for token in tokens[index + 1 : closing]):
-            return
-        opening = tokens.enclosing(index)
-        before = tokens.at(opening - 1)
-        named = tokens.kind(opening - 1) == "name" and before not in (
-            "for",
-            "if",
-            "while",
-            "switch",
-            "return",
-        )
-        if tokens.at(opening) == "(" and (named or opening - 1 in self.angles):
-            tokens[index].out, tokens[closing].out = "::msl::braced(", ")"
 
     def _rewrite_constructor(self, index: int, bodies: list[tuple[int, int]]) -> int:
         """Rewrite ``T(...)`` or ``T name(...)`` at index; return where to continue."""

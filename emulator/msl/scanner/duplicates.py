@@ -10,7 +10,7 @@ from .declarations import Declaration
 from .kernels import SPACES, split_list
 from .tokens import TokenList
 
-IGNORED = frozenset({*SPACES, "inline", "METAL_FUNC", "constexpr", "static", "noexcept", "const"})
+IGNORED = frozenset({*SPACES, "inline", "constexpr", "static", "noexcept", "const"})
 
 
 def drop_duplicates(tokens: TokenList, found: list[Declaration]) -> None:

@@ -36,7 +36,7 @@ def unit(tokens: TokenList, backend: str, program: Program) -> str:
     """
     if backend == "check":
         return tokens.render()
-    prologue = [f"#define MSL_{backend.upper()} 1", '#include "abi.h"', '#include "bfloat.h"']
+    prologue = [f"#define MSL_{backend.upper()} 1", '#include "abi.h"']
     if backend == "ptx":
         prologue += [_ptx_constant(constant) for constant in program.constants]
     return "\n".join([*prologue, "namespace {", '#include "msl.h"', tokens.render(), "}  // namespace"])
@@ -48,7 +48,7 @@ def check_table(program: Program) -> str:
     for entry in program.instantiations:
         described = ", ".join(parameter(a) for a in entry.kernel.arguments)
         lines.append(f'#line {entry.line} "{entry.file}"')
-        arguments = entry.type + (f", {described}" if described else "")
+        arguments = f"decltype({entry.expression})" + (f", {described}" if described else "")
         lines.append(f'static_assert(::msl::Checked<{arguments}>::value, "{entry.host_name}");')
     return "\n".join(lines) + "\n"
 
@@ -76,7 +76,7 @@ def cpu_table(
     for number, entry in enumerate(program.instantiations):
         described = "".join(f", {parameter(a)}" for a in entry.kernel.arguments)
         lines.append(f'#line {entry.line} "{entry.file}"')
-        lines.append(f"using Entry{number} = ::msl::Entry<{entry.address}{described}>;")
+        lines.append(f"using Entry{number} = ::msl::Entry<&{entry.expression}{described}>;")
         lines += _arguments(entry, number, constants)
         used = uses.get(entry.kernel.name, [])
         lines.append(f"const int kConstants{number}[] = {{{', '.join(map(str, [*used, -1]))}}};")
@@ -115,7 +115,7 @@ def ptx_table(program: Program) -> str:
         described = "".join(f", {parameter(a)}" for a in entry.kernel.arguments)
         constants = sum(1 << i for i, a in enumerate(entry.kernel.arguments) if a.space == "constant")
         lines.append(f'#line {entry.line} "{entry.file}"')
-        lines.append(f"MSL_ENTRY({number}, {entry.address}, {constants}u{described})")
+        lines.append(f"MSL_ENTRY({number}, &{entry.expression}, {constants}u{described})")
     return "\n".join(lines) + "\n"
 
 

@@ -17,20 +17,10 @@ BUILTINS = (
     "threadgroups_per_grid",
     "thread_position_in_threadgroup",
     "threads_per_threadgroup",
-    "dispatch_threads_per_threadgroup",
     "thread_index_in_threadgroup",
     "thread_index_in_simdgroup",
     "simdgroup_index_in_threadgroup",
     "simdgroups_per_threadgroup",
-    "threads_per_simdgroup",
-    "thread_execution_width",
-    "dispatch_simdgroups_per_threadgroup",
-    "quadgroup_index_in_threadgroup",
-    "quadgroups_per_threadgroup",
-    "dispatch_quadgroups_per_threadgroup",
-    "thread_index_in_quadgroup",
-    "grid_origin",
-    "grid_size",
 )
 KERNEL_ATTRIBUTES = ("kernel", "host_name", "max_total_threads_per_threadgroup")
 MAX_BUFFERS = 31
@@ -74,31 +64,13 @@ class Kernel:
 
 @dataclass(slots=True)
 class Instantiation:
-    """A kernel that the host can name: a kernel itself, or an instantiation of a kernel template.
-
-    Where template arguments follow from the parameters, ``declaration`` is the instantiation's, and
-    ``parameters`` their text as rewritten.
-    """
+    """A kernel that the host can name: a kernel itself, or an instantiation of a kernel template."""
 
     host_name: str
     expression: str
     line: int
     file: str
     kernel: Kernel
-    declaration: Declaration | None = None
-    parameters: str | None = None
-
-    @property
-    def address(self) -> str:
-        """Return an expression that points to the function."""
-        if self.parameters is None:
-            return f"&{self.expression}"
-        return f"static_cast<void (*)({self.parameters})>(&{self.expression})"
-
-    @property
-    def type(self) -> str:
-        """Return the function's type."""
-        return f"decltype({self.expression})" if self.parameters is None else f"void({self.parameters})"
 
 
 @dataclass(slots=True)
@@ -324,10 +296,7 @@ def _template_arguments(tokens: TokenList, declaration: Declaration) -> str:
     names = []
     for begin, end in split_list(tokens, opening + 1, closing):
         stop = next((i for i in range(begin, end) if tokens[i].text == "="), end)
-        pack = "..." if any(tokens[i].text == "..." for i in range(begin, stop)) else ""
-        pointer = [i for i in range(begin, stop) if tokens[i].text == "(" and tokens.at(i + 1) in ("*", "&")]
-        name = tokens.at(pointer[0] + 2) if pointer else tokens.at(stop - 1)
-        names.append(name + pack)
+        names.append(tokens.at(stop - 1))
     return f"<{', '.join(names)}>"
 
 
@@ -346,12 +315,6 @@ def _instantiation(tokens: TokenList, declaration: Declaration, kernels: dict[st
         elif tokens[index].text == "(":
             index = tokens.partner[index]
         index += 1
-    if match is None and declaration.parameters is not None:
-        named = tokens[declaration.parameters[0] - 1]
-        if named.text in kernels:
-            kernel = kernels[named.text]
-            host_name = _host_name(found) or kernel.name
-            return Instantiation(host_name, kernel.path, named.line, named.file, kernel, declaration)
     if match is None:
         raise tokens[declaration.begin].error("instantiation of an unknown kernel template")
     kernel = kernels[tokens.at(match[0])]

@@ -30,7 +30,7 @@ def preprocess(source: str, metal_version: int, flags: list[str]) -> str:
     source
         Path of the source.
     metal_version
-        Value of ``__METAL_VERSION__``: 300 is Metal 3.0 of macOS 13, 310 brings bfloat.
+        Value of ``__METAL_VERSION__``: 300 is Metal 3.0 of macOS 13.
     flags
         More flags, such as -D and -I.
     """
@@ -38,7 +38,6 @@ def preprocess(source: str, metal_version: int, flags: list[str]) -> str:
                "-Wno-pragma-once-outside-header",
                "-D__METAL__=1", f"-D__METAL_VERSION__={metal_version}", "-D__METAL_MACOS__=1",
                "-D__clang__=1",
-               *(["-D__HAVE_BFLOAT__=1"] if metal_version >= 310 else []),
                "-I", str(STUB_HEADERS), *flags, source]  # fmt: skip
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     if result.returncode:

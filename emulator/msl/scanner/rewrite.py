@@ -19,24 +19,21 @@ OPENCL_SPACES = {
 }
 OPENCL_KEYWORDS = ("global", "local", "generic", "pipe", "read_only", "write_only", "read_write", "event_t")
 ERASED_SPACES = {"device": "", "constant": "const", "threadgroup": "", "thread": ""}
-EMPTY_INITIALIZER = re.compile(r"\{0?\}")
-FLOAT_LITERAL = re.compile(r"(?P<value>(?:\d+\.\d*|\.\d+|\d+)(?:[eE][+-]?\d+)?)(?P<suffix>[fFhH]|bf|BF)?")
+FLOAT_LITERAL = re.compile(r"(?P<value>(?:\d+\.\d*|\.\d+|\d+)(?:[eE][+-]?\d+)?)(?P<suffix>[fFhH])?")
 
 
 def rewrite(tokens: TokenList, found: list[Declaration], program: Program, check: bool) -> None:
     """Turn a Metal source into C++, or with ``check`` into C++ for OpenCL, which keeps address spaces."""
     bodies = [d.body for d in found if d.kind == "function" and d.body]
     _literals(tokens, check)
-    _coherence(tokens)
     CastRewriter(tokens).rewrite(bodies)
     if check:
-        _function_pointers(tokens)
         _opencl_keywords(tokens)
     _address_spaces(tokens, check)
     _function_constants(tokens, found, program)
     _threadgroup_variables(tokens, program)
     _attributes(tokens)
-    _kernels(tokens, found, program, check)
+    _kernels(tokens, found)
     if not check:
         drop_duplicates(tokens, found)
 
@@ -54,30 +51,8 @@ def _literals(tokens: TokenList, check: bool) -> None:
             value += ".0"
         if suffix == "h":
             token.out = value + ("h" if check else "f16")
-        elif suffix == "bf":
-            token.out = f"bfloat({value}f)"
         else:
             token.out = value + "f"
-
-
-def _function_pointers(tokens: TokenList) -> None:
-    """Make function pointers among template parameters references: C++ for OpenCL takes only those."""
-    for index in range(1, len(tokens) - 4):
-        if tokens[index].text == "(" and tokens.at(index + 1) == "*" and tokens.kind(index + 2) == "name":
-            if tokens.at(index + 3) != ")" or tokens.at(index + 4) != "(":
-                continue
-            begin = index - 1
-            while begin > 0 and tokens[begin].text not in (",", "<", ";", "{", "}", "(", ")"):
-                begin -= 1
-            if tokens[begin].text in (",", "<"):
-                tokens[index + 1].out = "&"
-
-
-def _coherence(tokens: TokenList) -> None:
-    """Erase ``coherent(scope)``: host memory is coherent."""
-    for index, token in enumerate(tokens):
-        if token.text == "coherent" and tokens.at(index + 1) == "(" and tokens.kind(index - 1) == "name":
-            tokens.erase(index, tokens.partner[index + 1] + 1)
 
 
 def _opencl_keywords(tokens: TokenList) -> None:
@@ -118,7 +93,6 @@ def _is_constructor(tokens: TokenList, index: int) -> bool:
         ";",
         "{",
         "}",
-        "METAL_FUNC",
         "inline",
         ":",
     )
@@ -176,14 +150,8 @@ def _threadgroup_variables(tokens: TokenList, program: Program) -> None:
             continue
         if index not in inside:
             raise token.error("a threadgroup variable must be declared in a kernel")
-        stop = end
         if tokens.at(end) == "=":
-            # Some kernel libraries write empty or zero initializers without relying on them: ignored.
-            while stop < len(tokens) and tokens[stop].text != ";":
-                stop = tokens.partner[stop] + 1 if tokens[stop].text == "{" else stop + 1
-            if not EMPTY_INITIALIZER.fullmatch("".join(t.text for t in tokens[end + 1 : stop])):
-                raise token.error("a threadgroup variable cannot have an initializer")
-            tokens.erase(end, stop)
+            raise token.error("a threadgroup variable cannot have an initializer")
         _threadgroup_variable(tokens, index, end, inside[index])
 
 
@@ -215,20 +183,12 @@ def _threadgroup_variable(tokens: TokenList, index: int, end: int, kernel: Kerne
     tokens[index].out = "; ".join(declared)
 
 
-def _kernels(tokens: TokenList, found: list[Declaration], program: Program, check: bool) -> None:
+def _kernels(tokens: TokenList, found: list[Declaration]) -> None:
     """Make kernels plain functions, and erase their instantiations: the kernel table instantiates them."""
-    kept: set[int] = set()
-    for entry in program.instantiations:
-        if entry.declaration is not None:  # the parameters' types say which instantiation it is
-            assert entry.declaration.parameters is not None
-            opening, closing = entry.declaration.parameters
-            entry.parameters = tokens.written(opening + 1, closing)
-            if check:  # the kernel table of the check names only the type
-                kept.add(entry.declaration.begin)
     for declaration in found:
         if not is_kernel(tokens, declaration):
             continue
-        if declaration.instantiation and declaration.begin not in kept:
+        if declaration.instantiation:
             tokens.erase(declaration.begin, declaration.end)
             continue
         for token in tokens[declaration.head : declaration.head_end]:

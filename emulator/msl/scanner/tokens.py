@@ -81,13 +81,6 @@ class TokenList(list[Token]):
         """Return the text of a token, empty outside of the list."""
         return self[index].text if 0 <= index < len(self) else ""
 
-    def enclosing(self, index: int) -> int:
-        """Return the index of the bracket that encloses a token, -1 without one."""
-        index -= 1
-        while index >= 0 and self[index].text not in OPENING:
-            index = self.partner.get(index, index) - 1
-        return index
-
     def kind(self, index: int) -> str:
         """Return the kind of a token, empty outside of the list."""
         return self[index].kind if 0 <= index < len(self) else ""

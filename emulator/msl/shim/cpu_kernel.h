@@ -15,7 +15,7 @@ MSL_INLINE T argument(const abi::Invocation& i) {
     return Pointee<T>::from(i.threadgroup[P::index]);
   } else if constexpr (role == Role::thread_position_in_grid) {
     return position<T>(i.thread_position_in_grid);
-  } else if constexpr (role == Role::threads_per_grid || role == Role::grid_size) {
+  } else if constexpr (role == Role::threads_per_grid) {
     return position<T>(i.threads_per_grid);
   } else if constexpr (role == Role::threadgroup_position_in_grid) {
     return position<T>(i.threadgroup_position_in_grid);
@@ -25,14 +25,9 @@ MSL_INLINE T argument(const abi::Invocation& i) {
     return position<T>(i.thread_position_in_threadgroup);
   } else if constexpr (role == Role::threads_per_threadgroup) {
     return position<T>(i.threads_per_threadgroup);
-  } else if constexpr (role == Role::dispatch_threads_per_threadgroup) {
-    return position<T>(i.dispatch_threads_per_threadgroup);
-  } else if constexpr (role == Role::grid_origin) {
-    return position<T>(abi::Vec3{0, 0, 0});
   } else {
-    const abi::Vec3 size = i.threads_per_threadgroup, full = i.dispatch_threads_per_threadgroup;
-    return index_value<T, role>(i.thread_index_in_threadgroup, size.x * size.y * size.z,
-                                full.x * full.y * full.z);
+    const abi::Vec3 size = i.threads_per_threadgroup;
+    return index_value<T, role>(i.thread_index_in_threadgroup, size.x * size.y * size.z);
   }
 }
 

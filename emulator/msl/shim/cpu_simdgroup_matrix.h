@@ -8,8 +8,6 @@ namespace msl {
 using ::metal_emulator::abi::MatrixProduct;
 using ::metal_emulator::abi::MatrixQueue;
 
-constexpr int kAddOperand = -1, kAddNothing = -2;  // MatrixProduct::addend
-
 // Relaxed atomic access, as for all data that lanes share: see cpu_simdgroup.h.
 template <class T>
 MSL_INLINE void share(T& place, T value) {
@@ -29,7 +27,7 @@ MSL_INLINE Simdgroup& current_simdgroup() {
 // When all lanes have arrived, the queue is empty: the executor runs it before any operation.
 struct AwaitProducts {
   static int execute(Simdgroup&, Lanes) { return kOk; }
-  static constexpr Operation operation{"simdgroup_matrix result", 32, &execute};
+  static constexpr Operation operation{"simdgroup_matrix result", &execute};
 };
 __attribute__((noinline)) inline void await_products(const char* file, uint line) {
   ::metal_emulator::abi::Worker& worker = ::metal_emulator::abi::current_worker();
@@ -98,7 +96,7 @@ static_assert(__builtin_offsetof(FragmentLayout, pending) == 8,
 
 template <class T>
 struct ElementType {
-  static constexpr ::metal_emulator::abi::u8 value = Same<T, float>::value ? 0 : Same<T, half>::value ? 1 : 2;
+  static constexpr ::metal_emulator::abi::u8 value = Same<T, float>::value ? 0 : 1;
 };
 
 typedef float Row __attribute__((vector_size(32)));
@@ -127,19 +125,15 @@ MSL_EXECUTE run_products(MatrixQueue& queue) {
     Row* result = reinterpret_cast<Row*>(p.c);
     const Row* addend = p.addend >= 0 ? reinterpret_cast<const Row*>(queue.products[p.addend].c) : result;
     Row sums[8];
-    for (int i = 0; i < 8; ++i) sums[i] = p.addend == kAddNothing ? Row{} : addend[i];
+    for (int i = 0; i < 8; ++i) sums[i] = addend[i];
     for (int k = 0; k < 8; ++k) {
       for (int i = 0; i < 8; ++i) sums[i] += p.a[i * 8 + k] * b[k];
     }
     for (int i = 0; i < 8; ++i) result[i] = sums[i];
     if (p.result_type == 0) {
       deliver<float>(p);
-    } else if (p.result_type == 1) {
-      deliver<half>(p);
     } else {
-#if __METAL_VERSION__ >= 310
-      deliver<bfloat>(p);
-#endif
+      deliver<half>(p);
     }
     p.lanes = 0;
   }
@@ -152,9 +146,9 @@ MSL_INLINE void put_pair(float* matrix, int lane, ::vec<T, 2> elements) {
   for (int i = 0; i < 2; ++i) share(matrix[fragment_place(lane, i)], static_cast<float>(elements[i]));
 }
 
-// d = a b + c; without c, d = a b.
+// d = a b + c.
 template <class D, class A, class B, class C>
-MSL_INLINE void multiply(Fragment<D>& d, const Fragment<A>& a, const Fragment<B>& b, const Fragment<C>* c,
+MSL_INLINE void multiply(Fragment<D>& d, const Fragment<A>& a, const Fragment<B>& b, const Fragment<C>& c,
                          const char* file, int line) {
   const ::metal_emulator::abi::Fiber& fiber = ::metal_emulator::abi::current_fiber();
   const int lane = static_cast<int>(fiber.lane);
@@ -166,11 +160,8 @@ MSL_INLINE void multiply(Fragment<D>& d, const Fragment<A>& a, const Fragment<B>
   MatrixProduct& product = queue.products[number];
   put_pair<A>(product.a, lane, left);
   put_pair<B>(product.b, lane, right);
-  int addend = kAddNothing;
-  if (c) {
-    addend = static_cast<int>(c->pending()) - 1;
-    if (addend < 0) put_pair<C>(product.c, lane, c->get());
-  }
+  const int addend = static_cast<int>(c.pending()) - 1;
+  if (addend < 0) put_pair<C>(product.c, lane, c.get());
   const Lanes asked = shared(product.lanes);
   if (asked == 0) {
     share(product.addend, addend);

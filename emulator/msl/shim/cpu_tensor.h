@@ -6,7 +6,7 @@ namespace msl {
 template <class Tag>
 struct OfThreadgroup {
   static int execute(Simdgroup&, Lanes lanes) { return lanes == ~0u ? kOk : __builtin_ctz(~lanes); }
-  static constexpr Operation operation{Tag::name, 32, &execute};
+  static constexpr Operation operation{Tag::name, &execute};
 };
 // `Simdgroups` simdgroups, all of the threadgroup, execute the operation.
 template <class Tag, uint Simdgroups>

@@ -12,20 +12,10 @@ enum class Role : int {
   threadgroups_per_grid,
   thread_position_in_threadgroup,
   threads_per_threadgroup,
-  dispatch_threads_per_threadgroup,
-  grid_origin,
-  grid_size,
   thread_index_in_threadgroup,
   thread_index_in_simdgroup,
   simdgroup_index_in_threadgroup,
-  simdgroups_per_threadgroup,
-  dispatch_simdgroups_per_threadgroup,
-  threads_per_simdgroup,
-  thread_execution_width,
-  quadgroup_index_in_threadgroup,
-  quadgroups_per_threadgroup,
-  dispatch_quadgroups_per_threadgroup,
-  thread_index_in_quadgroup
+  simdgroups_per_threadgroup
 };
 template <Role R, int Index>
 struct Parameter {
@@ -57,7 +47,7 @@ template <class T>
 struct Components<const T> : Components<T> {};
 
 constexpr bool is_position(Role role) {
-  return role >= Role::thread_position_in_grid && role <= Role::grid_size;
+  return role >= Role::thread_position_in_grid && role <= Role::threads_per_threadgroup;
 }
 constexpr bool is_index(Role role) {
   return role >= Role::thread_index_in_threadgroup;
@@ -90,20 +80,13 @@ MSL_INLINE T position(V v) {
   }
 }
 
-// An index, computed from the thread's index and the size of its threadgroup, actual and as dispatched.
+// An index, computed from the thread's index and the size of its threadgroup.
 template <class T, Role role>
-MSL_INLINE T index_value(uint index, uint threads, uint dispatched) {
-  uint value = 32;  // threads_per_simdgroup, thread_execution_width
-  if (role == Role::thread_index_in_threadgroup) value = index;
-  if (role == Role::thread_index_in_simdgroup) value = index % 32;
-  if (role == Role::simdgroup_index_in_threadgroup) value = index / 32;
-  if (role == Role::simdgroups_per_threadgroup) value = (threads + 31) / 32;
-  if (role == Role::dispatch_simdgroups_per_threadgroup) value = (dispatched + 31) / 32;
-  if (role == Role::quadgroup_index_in_threadgroup) value = index / 4;
-  if (role == Role::quadgroups_per_threadgroup) value = (threads + 3) / 4;
-  if (role == Role::dispatch_quadgroups_per_threadgroup) value = (dispatched + 3) / 4;
-  if (role == Role::thread_index_in_quadgroup) value = index % 4;
-  return static_cast<T>(value);
+MSL_INLINE T index_value(uint index, uint threads) {
+  if constexpr (role == Role::thread_index_in_threadgroup) return static_cast<T>(index);
+  if constexpr (role == Role::thread_index_in_simdgroup) return static_cast<T>(index % 32);
+  if constexpr (role == Role::simdgroup_index_in_threadgroup) return static_cast<T>(index / 32);
+  if constexpr (role == Role::simdgroups_per_threadgroup) return static_cast<T>((threads + 31) / 32);
 }
 
 // The type that a pointer or reference parameter points to.

@@ -9,9 +9,6 @@
 #endif
 #include "math.h"
 #include "common.h"
-#include "packed.h"
-#include "matrix.h"
-#include "atomic.h"
 #if MSL_CHECK
 #include "check_simdgroup.h"
 #elif MSL_CPU
@@ -23,7 +20,6 @@
 #include "ptx_simdgroup.h"
 #include "ptx_simdgroup_matrix.h"
 #endif
-#include "builtins.h"
 #include "simdgroup_matrix.h"
 #if __METAL_VERSION__ >= 400
 #if MSL_CPU

@@ -85,7 +85,7 @@ MSL_INLINE T argument(Given given, Place place) {
   } else if constexpr (role == Role::thread_position_in_grid) {
     return position<T>(
         abi::Vec3{block.x * full.x + thread.x, block.y * full.y + thread.y, block.z * full.z + thread.z});
-  } else if constexpr (role == Role::threads_per_grid || role == Role::grid_size) {
+  } else if constexpr (role == Role::threads_per_grid) {
     return position<T>(MSL_GEOMETRY_OF(given, threads));
   } else if constexpr (role == Role::threadgroup_position_in_grid) {
     return position<T>(block);
@@ -95,12 +95,8 @@ MSL_INLINE T argument(Given given, Place place) {
     return position<T>(thread);
   } else if constexpr (role == Role::threads_per_threadgroup) {
     return position<T>(size);
-  } else if constexpr (role == Role::dispatch_threads_per_threadgroup) {
-    return position<T>(full);
-  } else if constexpr (role == Role::grid_origin) {
-    return position<T>(abi::Vec3{0, 0, 0});
   } else {
-    return index_value<T, role>(thread_index(), size.x * size.y * size.z, full.x * full.y * full.z);
+    return index_value<T, role>(thread_index(), size.x * size.y * size.z);
   }
 }
 
@@ -125,7 +121,7 @@ struct Entry<Kernel, Constants, P...> {
     unsigned bytes;
   };
   static constexpr Layout layout() {
-    constexpr Role roles[] = {P::role..., Role::grid_origin};
+    constexpr Role roles[] = {P::role..., Role::thread_position_in_grid};
     constexpr bool references[] = {Pointee<T>::reference..., false};
     constexpr ulong sizes[] = {Pointee<T>::bytes..., 0};
     Layout result{};

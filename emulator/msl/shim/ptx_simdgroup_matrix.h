@@ -68,27 +68,22 @@ MSL_INLINE ::float2 to_floats(::vec<A, 2> pair) {
   return ::float2{static_cast<float>(pair[0]), static_cast<float>(pair[1])};
 }
 
-// d = a b + c on tensor cores, whose lower eight rows are unused; b is transposed. Products of 16-bit elements are
+// d = a b + c on tensor cores, whose lower eight rows are unused; b is transposed. Products of halves are
 // exact, and summed in float.
-#define MSL_TENSOR_PRODUCT(V, type)                                                                        \
-  MSL_INLINE ::float2 tensor_product(V a, V b, ::float2 c) {                                               \
-    float first, second;                                                                                   \
-    asm("{\n"                                                                                              \
-        ".reg .b32 zero;\n"                                                                                \
-        ".reg .f32 none, unused<2>;\n"                                                                     \
-        "mov.b32 zero, 0;\n"                                                                               \
-        "mov.f32 none, 0f00000000;\n"                                                                      \
-        "mma.sync.aligned.m16n8k8.row.col.f32." type "." type                                              \
-        ".f32 {%0, %1, unused0, unused1}, {%2, zero}, {%3}, {%4, %5, none, none};\n"                       \
-        "}"                                                                                                \
-        : "=f"(first), "=f"(second)                                                                        \
-        : "r"(__builtin_bit_cast(uint, a)), "r"(__builtin_bit_cast(uint, b)), "f"(c[0]), "f"(c[1]));       \
-    return ::float2{first, second};                                                                        \
-  }
-MSL_TENSOR_PRODUCT(::half2, "f16")
-#if __METAL_VERSION__ >= 310
-MSL_TENSOR_PRODUCT(::bfloat2, "bf16")
-#endif
+MSL_INLINE ::float2 tensor_product(::half2 a, ::half2 b, ::float2 c) {
+  float first, second;
+  asm("{\n"
+      ".reg .b32 zero;\n"
+      ".reg .f32 none, unused<2>;\n"
+      "mov.b32 zero, 0;\n"
+      "mov.f32 none, 0f00000000;\n"
+      "mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0, %1, unused0, unused1}, {%2, zero}, {%3}, "
+      "{%4, %5, none, none};\n"
+      "}"
+      : "=f"(first), "=f"(second)
+      : "r"(__builtin_bit_cast(uint, a)), "r"(__builtin_bit_cast(uint, b)), "f"(c[0]), "f"(c[1]));
+  return ::float2{first, second};
+}
 
 // The same of operands that are floats with eleven significant bits. The tensor cores pair elements k and k +
 // 4 of a lane; taking 2k and 2k + 1 for them in both operands gives the same sum.
@@ -131,11 +126,11 @@ MSL_INLINE ::float2 float_product(::float2 a, ::float2 b, ::float2 c) {
   return short_float_product(left.high, right.high, c);
 }
 
-// d = a b + c; without c, d = a b.
+// d = a b + c.
 template <class D, class A, class B, class C>
-MSL_INLINE void multiply(Fragment<D>& d, const Fragment<A>& a, const Fragment<B>& b, const Fragment<C>* c,
+MSL_INLINE void multiply(Fragment<D>& d, const Fragment<A>& a, const Fragment<B>& b, const Fragment<C>& c,
                          int) {
-  const ::float2 addend = c ? to_floats<C>(c->get()) : ::float2{0.0f, 0.0f};
+  const ::float2 addend = to_floats<C>(c.get());
   ::float2 result;
   if constexpr (Same<A, B>::value && sizeof(A) == 2) {
     result = tensor_product(a.get(), b.get_transposed(), addend);

@@ -1,18 +1,13 @@
 // simdgroup_matrix<T, 8, 8>.
 //
-// Products and sums are computed in float for every element type; a half or bfloat result is rounded once, at the
-// end. The backend's Fragment stores a lane's elements and multiplies them.
+// Products and sums are computed in float for every element type; a half result is rounded once, at the end. The backend's Fragment stores a lane's elements and multiplies them.
 #pragma once
 
 namespace msl {
 
 template <class T>
 struct IsMatrixElement {
-  MSL_CONSTANT bool value = Same<T, float>::value || Same<T, half>::value
-#if __METAL_VERSION__ >= 310
-                            || Same<T, bfloat>::value
-#endif
-      ;
+  MSL_CONSTANT bool value = Same<T, float>::value || Same<T, half>::value;
 };
 
 }  // namespace msl
@@ -24,7 +19,7 @@ namespace metal {
 template <class T, int Rows, int Columns>
 struct simdgroup_matrix {
   static_assert(Rows == 8 && Columns == 8, "simdgroup matrices are 8x8");
-  static_assert(msl::IsMatrixElement<T>::value, "elements of simdgroup matrices are float, half or bfloat");
+  static_assert(msl::IsMatrixElement<T>::value, "elements of simdgroup matrices are float or half");
   typedef ::vec<T, Rows * Columns> storage_type;  // a lane uses the first two elements
   storage_type elements;
   simdgroup_matrix();
@@ -34,8 +29,6 @@ struct simdgroup_matrix {
 };
 template <class T, int Rows, int Columns = Rows>
 simdgroup_matrix<T, Rows, Columns> make_filled_simdgroup_matrix(T value);
-template <class T, int Rows, int Columns = Rows>
-simdgroup_matrix<T, Rows, Columns> make_diagonal_simdgroup_matrix(T value);
 #define MSL_MATRIX_MEMORY(SPACE)                                                                       \
   template <class T>                                                                                   \
   void simdgroup_load(__private simdgroup_matrix<T, 8, 8>& d, const SPACE T* source, ulong stride = 8, \
@@ -45,21 +38,16 @@ simdgroup_matrix<T, Rows, Columns> make_diagonal_simdgroup_matrix(T value);
                        ::ulong2 origin = ::ulong2(0), bool transpose = false);
 MSL_MATRIX_MEMORY(__global)
 MSL_MATRIX_MEMORY(__local)
-template <class D, class A, class B>
-void simdgroup_multiply(__private simdgroup_matrix<D, 8, 8>& d, simdgroup_matrix<A, 8, 8> a,
-                        simdgroup_matrix<B, 8, 8> b);
 template <class D, class A, class B, class C>
 void simdgroup_multiply_accumulate(__private simdgroup_matrix<D, 8, 8>& d, simdgroup_matrix<A, 8, 8> a,
                                    simdgroup_matrix<B, 8, 8> b, simdgroup_matrix<C, 8, 8> c);
-template <class T>
-simdgroup_matrix<T, 8, 8> operator*(simdgroup_matrix<T, 8, 8> a, simdgroup_matrix<T, 8, 8> b);
 
 #else
 
 template <class T, int Rows, int Columns>
 struct simdgroup_matrix {
   static_assert(Rows == 8 && Columns == 8, "simdgroup matrices are 8x8");
-  static_assert(msl::IsMatrixElement<T>::value, "elements of simdgroup matrices are float, half or bfloat");
+  static_assert(msl::IsMatrixElement<T>::value, "elements of simdgroup matrices are float or half");
   typedef ::vec<T, 2> storage_type;
   msl::Fragment<T> fragment;
 
@@ -82,10 +70,6 @@ MSL_INLINE simdgroup_matrix<T, Rows, Columns> make_filled_simdgroup_matrix(T val
   simdgroup_matrix<T, Rows, Columns> matrix;
   matrix.fragment.set(::vec<T, 2>(value));
   return matrix;
-}
-template <class T, int Rows, int Columns = Rows>
-MSL_INLINE simdgroup_matrix<T, Rows, Columns> make_diagonal_simdgroup_matrix(T value) {
-  return simdgroup_matrix<T, Rows, Columns>(value);
 }
 
 // Rows begin at multiples of `stride` elements; origin is (column, row); with `transpose`, memory holds the transposed
@@ -125,27 +109,12 @@ MSL_INLINE void simdgroup_multiply_accumulate(simdgroup_matrix<D, 8, 8>& d,
                                               const simdgroup_matrix<A, 8, 8>& a,
                                               const simdgroup_matrix<B, 8, 8>& b,
                                               const simdgroup_matrix<C, 8, 8>& c, MSL_SITE) {
-  msl::multiply(d.fragment, a.fragment, b.fragment, &c.fragment, MSL_HERE);
-}
-template <class D, class A, class B>
-MSL_INLINE void simdgroup_multiply(simdgroup_matrix<D, 8, 8>& d, const simdgroup_matrix<A, 8, 8>& a,
-                                   const simdgroup_matrix<B, 8, 8>& b, MSL_SITE) {
-  msl::multiply(d.fragment, a.fragment, b.fragment, static_cast<const msl::Fragment<D>*>(nullptr), MSL_HERE);
-}
-template <class T>
-MSL_INLINE simdgroup_matrix<T, 8, 8> operator*(const simdgroup_matrix<T, 8, 8>& a,
-                                               const simdgroup_matrix<T, 8, 8>& b) {
-  simdgroup_matrix<T, 8, 8> product;
-  simdgroup_multiply(product, a, b);
-  return product;
+  msl::multiply(d.fragment, a.fragment, b.fragment, c.fragment, MSL_HERE);
 }
 
 #endif
 
 typedef simdgroup_matrix<float, 8, 8> simdgroup_float8x8;
 typedef simdgroup_matrix<half, 8, 8> simdgroup_half8x8;
-#if __METAL_VERSION__ >= 310
-typedef simdgroup_matrix<bfloat, 8, 8> simdgroup_bfloat8x8;
-#endif
 
 }  // namespace metal

@@ -26,24 +26,17 @@ typedef uint uint32_t;
 typedef ulong uint64_t;
 typedef ulong uintptr_t;
 typedef long intptr_t;
-#if __METAL_VERSION__ >= 310
-typedef __bf16 bfloat;
-#define MSL_FOR_BFLOAT(X) X(bfloat)
-#else
-#define MSL_FOR_BFLOAT(X)
-#endif
 
 #define MSL_FOR_INTEGERS(X) X(char) X(uchar) X(short) X(ushort) X(int) X(uint) X(long) X(ulong)
 #define MSL_FOR_FLOATS(X) X(float) X(half)
 #define MSL_FOR_NUMBERS(X) MSL_FOR_INTEGERS(X) MSL_FOR_FLOATS(X)
-#define MSL_FOR_WIDTHS(X, T) X(T##2) X(T##3) X(T##4)
+#define MSL_FOR_WIDTHS(X, argument, T) X(argument, T##2) X(argument, T##3) X(argument, T##4)
 
 #define MSL_DEFINE_VECTORS(T)                         \
   typedef T T##2 __attribute__((ext_vector_type(2))); \
   typedef T T##3 __attribute__((ext_vector_type(3))); \
   typedef T T##4 __attribute__((ext_vector_type(4)));
 MSL_FOR_NUMBERS(MSL_DEFINE_VECTORS)
-MSL_FOR_BFLOAT(MSL_DEFINE_VECTORS)
 typedef int2 bool2;
 typedef int3 bool3;
 typedef int4 bool4;
@@ -70,7 +63,6 @@ struct Shape {
   };
 #define MSL_DEFINE_SHAPES(T) MSL_DEFINE_SHAPE(T, 2) MSL_DEFINE_SHAPE(T, 3) MSL_DEFINE_SHAPE(T, 4)
 MSL_FOR_NUMBERS(MSL_DEFINE_SHAPES)
-MSL_FOR_BFLOAT(MSL_DEFINE_SHAPES)
 
 template <class A, class B>
 struct Same {
@@ -86,27 +78,6 @@ template <class T>
 struct Enable<true, T> {
   typedef T type;
 };
-
-// 16-bit types, neither of which can represent all values of the other.
-template <class T>
-struct IsNarrow {
-  MSL_CONSTANT bool value = Same<T, half>::value
-#if __METAL_VERSION__ >= 310
-                            || Same<T, bfloat>::value
-#endif
-      ;
-};
-
-// bfloat has no functions of its own.
-template <class T>
-MSL_INLINE T widened(T value) {
-  return value;
-}
-#if __METAL_VERSION__ >= 310
-MSL_INLINE float widened(bfloat value) {
-  return value;
-}
-#endif
 
 // Appends the elements of a scalar or vector to a vector.
 template <class V, class A>
@@ -130,20 +101,12 @@ MSL_INLINE constexpr V construct(A value) {
   if constexpr (Same<V, A>::value) {
     return value;
   } else if constexpr (Shape<V>::width == 1) {
-    if constexpr (IsNarrow<V>::value && IsNarrow<A>::value) {
-      return V(static_cast<float>(value));
-    } else {
-      return V(value);
-    }
+    return V(value);
   } else if constexpr (Shape<A>::width == 1) {
     return V(static_cast<typename Shape<V>::element>(value));
   } else {
     static_assert(Shape<A>::width == Shape<V>::width, "conversion between vectors of different widths");
-    if constexpr (IsNarrow<typename Shape<V>::element>::value && IsNarrow<typename Shape<A>::element>::value) {
-      return __builtin_convertvector(__builtin_convertvector(value, ::vec<float, Shape<V>::width>), V);
-    } else {
-      return __builtin_convertvector(value, V);
-    }
+    return __builtin_convertvector(value, V);
   }
 }
 // Constructs a vector from scalars and vectors, in order.
@@ -166,60 +129,6 @@ MSL_INLINE constexpr V construct(A first, B second, Rest... rest) {
       return vector;
     }
   }
-}
-
-// A braced list as an argument, which converts to the parameter's type. Whether its elements are constants, which may
-// be narrowed, is not known here.
-#pragma clang diagnostic push
-#pragma clang diagnostic ignored "-Wc++11-narrowing"
-template <class... A>
-struct Braced;
-template <class A, class B>
-struct Braced<A, B> {
-  A a;
-  B b;
-  template <class T>
-  MSL_INLINE constexpr operator T() const {
-    if constexpr (Shape<T>::width > 1) {
-      return construct<T>(a, b);
-    } else {
-      return T{a, b};
-    }
-  }
-};
-template <class A, class B, class C>
-struct Braced<A, B, C> {
-  A a;
-  B b;
-  C c;
-  template <class T>
-  MSL_INLINE constexpr operator T() const {
-    if constexpr (Shape<T>::width > 1) {
-      return construct<T>(a, b, c);
-    } else {
-      return T{a, b, c};
-    }
-  }
-};
-template <class A, class B, class C, class D>
-struct Braced<A, B, C, D> {
-  A a;
-  B b;
-  C c;
-  D d;
-  template <class T>
-  MSL_INLINE constexpr operator T() const {
-    if constexpr (Shape<T>::width > 1) {
-      return construct<T>(a, b, c, d);
-    } else {
-      return T{a, b, c, d};
-    }
-  }
-};
-#pragma clang diagnostic pop
-template <class... A>
-MSL_INLINE constexpr Braced<A...> braced(A... elements) {
-  return {elements...};
 }
 
 // `Cast<T>()->*x` is `(T)x`. A sign or negation before the cast stays outside of it, and so does another
@@ -290,7 +199,6 @@ using ::vec;
   using ::T##3;            \
   using ::T##4;
 MSL_FOR_NUMBERS(MSL_USE_VECTORS)
-MSL_FOR_BFLOAT(MSL_USE_VECTORS)
 using ::bool2;
 using ::bool3;
 using ::bool4;

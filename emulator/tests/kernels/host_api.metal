@@ -31,7 +31,7 @@ kernel void exponentials(device const float* x [[buffer(0)]],  //
 kernel void fast_functions(device const float* x [[buffer(0)]],  //
                            device float4* y [[buffer(1)]],       //
                            uint i [[thread_position_in_grid]]) {
-  y[i] = float4(fast::exp2(x[i]), fast::fabs(half(x[i])), fast::pow(2.0f, x[i]), fast::fma(1.0f, x[i], 2.0f));
+  y[i] = float4(fast::exp2(x[i]), fast::exp(half(x[i])), fast::exp(x[i]), fast::fma(1.0f, x[i], 2.0f));
 }
 
 kernel void negate4(device const float4* x [[buffer(0)]],  //
@@ -92,17 +92,6 @@ kernel void load(device const uint* x [[buffer(0)]],  //
                  constant uint& first [[buffer(2)]],  //
                  uint i [[thread_position_in_grid]]) {
   y[i] = x[first + i];
-}
-
-// Each thread writes one word of threadgroup memory and reads it back. At most 64 threads, with strides of up
-// to 33 words.
-kernel void strided(device uint* y [[buffer(0)]],         //
-                    constant uint& stride [[buffer(1)]],  //
-                    uint i [[thread_position_in_grid]], ushort thread_index [[thread_index_in_threadgroup]]) {
-  threadgroup uint cells[64 * 33];
-  cells[thread_index * stride] = i;
-  simdgroup_barrier(mem_flags::mem_threadgroup);
-  y[i] = cells[thread_index * stride];
 }
 
 [[max_total_threads_per_threadgroup(64)]] kernel void limited(device uint* y [[buffer(0)]],

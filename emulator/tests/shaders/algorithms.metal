@@ -22,20 +22,6 @@ kernel void reduce_sum(device const float* x [[buffer(0)]], device float* out [[
   }
 }
 
-// Exclusive prefix sum within each threadgroup's 1024 elements.
-kernel void scan(device const int* x [[buffer(0)]], device int* out [[buffer(1)]],
-                 uint position [[thread_position_in_grid]], ushort lane [[thread_index_in_simdgroup]],
-                 ushort simdgroup [[simdgroup_index_in_threadgroup]]) {
-  threadgroup int totals[32];
-  const int value = x[position];
-  const int before = simd_prefix_exclusive_sum(value);
-  if (lane == 31) totals[simdgroup] = before + value;
-  threadgroup_barrier(mem_flags::mem_threadgroup);
-  if (simdgroup == 0) totals[lane] = simd_prefix_exclusive_sum(totals[lane]);
-  threadgroup_barrier(mem_flags::mem_threadgroup);
-  out[position] = before + totals[simdgroup];
-}
-
 // 16x16 tiles through threadgroup memory whose size the host gives: 16 rows of 17 floats.
 kernel void transpose(device const float* x [[buffer(0)]], device float* out [[buffer(1)]],
                       constant uint2& size [[buffer(2)]],  // columns, rows of x
@@ -43,54 +29,17 @@ kernel void transpose(device const float* x [[buffer(0)]], device float* out [[b
                       uint2 group [[threadgroup_position_in_grid]],
                       ushort2 place [[thread_position_in_threadgroup]]) {
   const uint2 from = group * 16 + uint2(place);
-  if (all(from < size)) tile[place.y * 17 + place.x] = x[from.y * size.x + from.x];
+  if (from.x < size.x && from.y < size.y) tile[place.y * 17 + place.x] = x[from.y * size.x + from.x];
   threadgroup_barrier(mem_flags::mem_threadgroup);
   const uint2 to = group.yx * 16 + uint2(place);
   if (to.x < size.y && to.y < size.x) out[to.y * size.y + to.x] = tile[place.x * 17 + place.y];
-}
-
-// Counts of 64 values: in threadgroup memory first, then added to the result.
-kernel void histogram(device const uchar* x [[buffer(0)]], device atomic_uint* counts [[buffer(1)]],
-                      constant uint& n [[buffer(2)]], uint position [[thread_position_in_grid]],
-                      uint threads [[threads_per_grid]], uint index [[thread_index_in_threadgroup]],
-                      uint group_threads [[threads_per_threadgroup]]) {
-  threadgroup atomic_uint local[64];
-  for (uint i = index; i < 64; i += group_threads) atomic_store_explicit(&local[i], 0u, memory_order_relaxed);
-  threadgroup_barrier(mem_flags::mem_threadgroup);
-  for (uint i = position; i < n; i += threads) {
-    atomic_fetch_add_explicit(&local[x[i] & 63], 1u, memory_order_relaxed);
-  }
-  threadgroup_barrier(mem_flags::mem_threadgroup);
-  for (uint i = index; i < 64; i += group_threads) {
-    const uint count = atomic_load_explicit(&local[i], memory_order_relaxed);
-    if (count) atomic_fetch_add_explicit(&counts[i], count, memory_order_relaxed);
-  }
 }
 
 struct MatmulSize {
   uint m, n, k;
 };
 
-// c[m][n] = a[m][k] b[k][n]: 16x16 threads, one element each, tiles of 16 in threadgroup memory.
-kernel void matmul_tiled(device const float* a [[buffer(0)]], device const float* b [[buffer(1)]],
-                         device float* c [[buffer(2)]], constant MatmulSize& size [[buffer(3)]],
-                         uint2 group [[threadgroup_position_in_grid]],
-                         ushort2 place [[thread_position_in_threadgroup]]) {
-  threadgroup float tile_a[16][16], tile_b[16][16];
-  const uint row = group.y * 16 + place.y, column = group.x * 16 + place.x;
-  float sum = 0;
-  for (uint k = 0; k < size.k; k += 16) {
-    tile_a[place.y][place.x] = row < size.m && k + place.x < size.k ? a[row * size.k + k + place.x] : 0.0f;
-    tile_b[place.y][place.x] =
-        column < size.n && k + place.y < size.k ? b[(k + place.y) * size.n + column] : 0.0f;
-    threadgroup_barrier(mem_flags::mem_threadgroup);
-    for (ushort i = 0; i < 16; ++i) sum += tile_a[place.y][i] * tile_b[i][place.x];
-    threadgroup_barrier(mem_flags::mem_threadgroup);
-  }
-  if (row < size.m && column < size.n) c[row * size.n + column] = sum;
-}
-
-// The same with 8x8 matrices: one simdgroup makes 16x16 of c. All sizes are multiples of 16.
+// c[m][n] = a[m][k] b[k][n] with 8x8 matrices: one simdgroup makes 16x16 of c. All sizes are multiples of 16.
 template <typename T>
 kernel void matmul_simdgroup(device const T* a [[buffer(0)]], device const T* b [[buffer(1)]],
                              device float* c [[buffer(2)]], constant MatmulSize& size [[buffer(3)]],
@@ -116,29 +65,6 @@ kernel void matmul_simdgroup(device const T* a [[buffer(0)]], device const T* b 
       device const type*, device const type*, device float*, constant MatmulSize&, uint2);
 INSTANTIATE_MATMUL(float)
 INSTANTIATE_MATMUL(half)
-INSTANTIATE_MATMUL(bfloat)
-
-// Causal attention of one query per simdgroup with online softmax; 32 lanes share head_dim 64.
-kernel void attention(device const float* q [[buffer(0)]], device const float* k [[buffer(1)]],
-                      device const float* v [[buffer(2)]], device float* out [[buffer(3)]],
-                      constant uint& queries [[buffer(4)]], constant float& scale [[buffer(5)]],
-                      uint group [[threadgroup_position_in_grid]], ushort lane [[thread_index_in_simdgroup]],
-                      ushort simdgroup [[simdgroup_index_in_threadgroup]],
-                      ushort simdgroups [[simdgroups_per_threadgroup]]) {
-  const uint query = group * simdgroups + simdgroup;
-  if (query >= queries) return;
-  const float2 mine = ((device const float2*)q)[query * 32 + lane] * scale;
-  float best = -INFINITY, total = 0;
-  float2 sum = 0;
-  for (uint key = 0; key <= query; ++key) {
-    const float score = simd_sum(dot(mine, ((device const float2*)k)[key * 32 + lane]));
-    const float next = max(best, score), keep = exp(best - next), weight = exp(score - next);
-    total = total * keep + weight;
-    sum = sum * keep + weight * ((device const float2*)v)[key * 32 + lane];
-    best = next;
-  }
-  ((device float2*)out)[query * 32 + lane] = sum / total;
-}
 
 // Where each thread of a grid that is not a multiple of the threadgroup is.
 struct Place {

@@ -1,1 +1,0 @@
-#pragma metal_emulator include simd/simd.h

@@ -1,3 +1,0 @@
-// Included by language.metal.
-#pragma once
-#define kLanguageHeader 42.0
