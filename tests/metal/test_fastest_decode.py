@@ -24,7 +24,7 @@ decode_seconds = _fastest_decode.decode_seconds
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     """Return a model of which all lanes of a simdgroup share a row."""
-    return synth.synthesize(tmp_path / "m.gguf", preset="tiny", layers=2, vocab=320)
+    return synth.synthesize(tmp_path / "m.gguf", preset="tiny", layers=1, vocab=320)
 
 
 @pytest.fixture(autouse=True)
