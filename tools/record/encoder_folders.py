@@ -23,10 +23,18 @@ def main() -> None:
             path = make(Path(folder) / "m").write()
             kind = transformers.T5EncoderModel if name.startswith("t5") else transformers.AutoModel
             model = kind.from_pretrained(path, attn_implementation="eager").float().eval()
+        routed: dict[str, Any] = (
+            {"output_router_logits": True} if name in encoder_folders.PRIVACY_FILTERS else {}
+        )
         for ids in encoder_folders.texts():
             with torch.inference_mode():
-                states = model(input_ids=torch.from_numpy(ids)[None]).last_hidden_state[0].numpy()
-            record[f"{name}/{len(ids)}"] = encoder_folders.rows_of(states)
+                output = model(input_ids=torch.from_numpy(ids)[None], **routed)
+            record[f"{name}/{len(ids)}"] = encoder_folders.rows_of(output.last_hidden_state[0].numpy())
+            if routed:
+                best = torch.stack(output.router_logits).sort(descending=True).values
+                used = model.config.num_experts_per_tok
+                margins = (best[..., used - 1] - best[..., used]).amin(dim=0)
+                record[f"{name}/{len(ids)}/margins"] = encoder_folders.rows_of(margins.numpy())
     with tempfile.TemporaryDirectory() as folder:
         path = encoder_folders.masked(Path(folder) / "m").write()
         masked = transformers.AutoModelForMaskedLM.from_pretrained(path).float().eval()
