@@ -19,6 +19,7 @@ typedef std::uint64_t u64_t;
 #define ACTIVATION_GELU 1      // the tanh approximation
 #define ACTIVATION_GELU_ERF 2  // exact
 #define ACTIVATION_RELU 3
+#define ACTIVATION_CLAMPED 4  // clamped_silu.h
 
 // Pairs that rope rotates: (2i, 2i + 1), or (i, i + rope_dim / 2).
 #define ROPE_INTERLEAVED 0

@@ -130,7 +130,8 @@ ARGS_STRUCT(AttentionArgs)
   ARGS_FIELD(u32_t, added_keys)   // attention_prefill: keys whose scores are added to are bound; 0: none are
   ARGS_FIELD(u32_t, query_step)   // from one head of q to the next
   ARGS_FIELD(float, score_cap)    // soft limit of scores; 0: none
-ARGS_END(AttentionArgs, 68)
+  ARGS_FIELD(u32_t, has_sinks)    // attention_prefill: sinks of the heads are bound
+ARGS_END(AttentionArgs, 72)
 
 // Contribution of relative positions to scores: scale * (q . key_rows[row] + k . query_rows[row]).
 ARGS_STRUCT(RelativeScoresArgs)
@@ -148,7 +149,7 @@ ARGS_END(RelativeScoresArgs, 32)
 ARGS_STRUCT(RopeAttentionArgs)
   ARGS_FIELD(RopeArgs, rope)
   ARGS_FIELD(AttentionArgs, attention)
-ARGS_END(RopeAttentionArgs, 128)
+ARGS_END(RopeAttentionArgs, 132)
 
 // y[t][head] *= sigmoid(gate[t][head]). The gate of a head follows its query in a row of q.
 ARGS_STRUCT(GateHeadsArgs)
@@ -268,11 +269,12 @@ ARGS_STRUCT(ChooseExpertsArgs)
   ARGS_FIELD(u32_t, used)
   ARGS_FIELD(u32_t, sigmoid)
   ARGS_FIELD(u32_t, has_bias)      // added to scores for the choice alone
+  ARGS_FIELD(u32_t, has_offset)    // added to products
   ARGS_FIELD(u32_t, normalize)     // the factors are divided by their sum
   ARGS_FIELD(float, scale)         // multiplies the factors
   ARGS_FIELD(float, eps)
   ARGS_FIELD(u32_t, norm_threads)  // of a threadgroup of rmsnorm_f32
-ARGS_END(ChooseExpertsArgs, 40)
+ARGS_END(ChooseExpertsArgs, 44)
 
 // Sorts routes by expert.
 ARGS_STRUCT(SortRoutesArgs)
@@ -282,7 +284,7 @@ ARGS_STRUCT(SortRoutesArgs)
   ARGS_FIELD(u32_t, tiles)   // maximum number
 ARGS_END(SortRoutesArgs, 16)
 
-// y[place][row] = w[expert][row] . x of each route.
+// y[place][row] = w[expert][row] . x + bias[expert][row] of each route.
 ARGS_STRUCT(ExpertsArgs)
   ARGS_FIELD(StackedWeights, weights)  // rows of all experts
   ARGS_FIELD(u32_t, in_dim)
@@ -290,7 +292,7 @@ ARGS_STRUCT(ExpertsArgs)
   ARGS_FIELD(u32_t, used)              // matvec, SwiGLU: routes of a row of x
   ARGS_FIELD(u32_t, lanes_per_row)     // matvec: as in MatvecArgs
   ARGS_FIELD(u32_t, activation)        // SwiGLU only
-  ARGS_FIELD(u32_t, unused)            // up to a multiple of 8 bytes
+  ARGS_FIELD(u32_t, has_bias)
 ARGS_END(ExpertsArgs, 80)
 
 // x[t] += the sum of factor * y[place] over the routes of t, in their order

@@ -23,9 +23,9 @@ using namespace metal;
 // be in flight at the same time.
 template <typename T, ushort kDimBlocks, ushort kRowBlocks, bool kWhole>
 static inline void attend(device const float* q, AttentionTile tile, device const uint* pages,
-                          device const T* k, device const T* v, device const float* bias, device half* out,
-                          constant AttentionArgs& args, threadgroup float* scratch, uint kv_head,
-                          ushort lane) {
+                          device const T* k, device const T* v, device const float* bias,
+                          device const float* sinks, device half* out, constant AttentionArgs& args,
+                          threadgroup float* scratch, uint kv_head, ushort lane) {
   constexpr ushort kDims = 8 * kDimBlocks;
   constexpr bool kStaged = PREFILL_STAGES_QUERY(kDims, sizeof(T));
   constexpr ushort kQueryRow = PREFILL_QUERY_BYTES(kDims, sizeof(T)) / sizeof(T);
@@ -39,7 +39,7 @@ static inline void attend(device const float* q, AttentionTile tile, device cons
   BlockRows block_rows;
   block_rows.find(scratch, lane);
   StackedRows rows;
-  rows.begin(tile, args, bias);
+  rows.begin(tile, args, bias, sinks);
   StackedRow mine[kRowBlocks];  // of which this lane holds elements
 #pragma unroll
   for (ushort r = 0; r < kRowBlocks; ++r) mine[r] = rows.row(r * 8 + block_rows.row, kv_head, args);
@@ -224,7 +224,7 @@ static inline void attend(device const float* q, AttentionTile tile, device cons
 
 #pragma unroll
   for (ushort r = 0; r < kRowBlocks; ++r) {
-    const float scale = 1.0f / mine[r].divisor(block_rows.sum(sum[r]));
+    const float scale = 1.0f / mine[r].divisor(block_rows.sum(sum[r]), best[r]);
     device half* my_out =
         out + ((tile.row + mine[r].token) * args.n_heads + mine[r].head) * args.value_dim + block_rows.column;
 #pragma unroll
@@ -242,12 +242,13 @@ template <typename T, ushort kDimBlocks, ushort kRowBlocks>
 kernel void attention_prefill(
     device const float* q [[buffer(0)]],  // [tokens][q_stride]
     device const AttentionTile* tiles [[buffer(1)]],
-    device const uint* pages [[buffer(2)]],  // block tables
-    device const T* k [[buffer(3)]],         // pages of [PAGE_POSITIONS][n_kv_heads][key_dim]
-    device const T* v [[buffer(4)]],         // the same with value_dim
-    device const float* bias [[buffer(5)]],  // [BIAS_BUCKETS][n_heads], or [tokens][n_heads][added_keys]
-    device half* out [[buffer(6)]],          // [tokens][n_heads][value_dim]
-    constant AttentionArgs& args [[buffer(7)]],
+    device const uint* pages [[buffer(2)]],   // block tables
+    device const T* k [[buffer(3)]],          // pages of [PAGE_POSITIONS][n_kv_heads][key_dim]
+    device const T* v [[buffer(4)]],          // the same with value_dim
+    device const float* bias [[buffer(5)]],   // [BIAS_BUCKETS][n_heads], or [tokens][n_heads][added_keys]
+    device const float* sinks [[buffer(6)]],  // [n_heads]
+    device half* out [[buffer(7)]],           // [tokens][n_heads][value_dim]
+    constant AttentionArgs& args [[buffer(8)]],
     threadgroup float* scratch [[threadgroup(0)]],  // PREFILL_SCRATCH for each simdgroup
     uint2 group [[threadgroup_position_in_grid]], ushort lane [[thread_index_in_simdgroup]],
     ushort simdgroup [[simdgroup_index_in_threadgroup]], ushort simdgroups [[simdgroups_per_threadgroup]]) {
@@ -255,11 +256,11 @@ kernel void attention_prefill(
   if (tile >= args.tiles) return;
   scratch += simdgroup * PREFILL_SCRATCH(kDimBlocks * 8, sizeof(T));
   if (args.key_dim == kDimBlocks * 8 && args.value_dim == kDimBlocks * 8)
-    attend<T, kDimBlocks, kRowBlocks, true>(q, tiles[tile], pages, k, v, bias, out, args, scratch, group.y,
-                                            lane);
+    attend<T, kDimBlocks, kRowBlocks, true>(q, tiles[tile], pages, k, v, bias, sinks, out, args, scratch,
+                                            group.y, lane);
   else
-    attend<T, kDimBlocks, kRowBlocks, false>(q, tiles[tile], pages, k, v, bias, out, args, scratch, group.y,
-                                             lane);
+    attend<T, kDimBlocks, kRowBlocks, false>(q, tiles[tile], pages, k, v, bias, sinks, out, args, scratch,
+                                             group.y, lane);
 }
 
 typedef decltype(attention_prefill<half, 8, 2>) attention_prefill_f16;

@@ -32,12 +32,13 @@ template <ushort kDims>
 [[max_total_threads_per_threadgroup(MATMUL_THREADS)]] kernel void attention_tensor(
     device const float* q [[buffer(0)]],  // [tokens][q_stride]
     device const AttentionTile* tiles [[buffer(1)]],
-    device const uint* pages [[buffer(2)]],  // block tables
-    device const half* k [[buffer(3)]],      // pages of [PAGE_POSITIONS][n_kv_heads][kDims]
-    device const half* v [[buffer(4)]],      // the same
-    device const float* bias [[buffer(5)]],  // [BIAS_BUCKETS][n_heads], or [tokens][n_heads][added_keys]
-    device half* out [[buffer(6)]],          // [tokens][n_heads][kDims]
-    constant AttentionArgs& args [[buffer(7)]], uint2 group [[threadgroup_position_in_grid]],
+    device const uint* pages [[buffer(2)]],   // block tables
+    device const half* k [[buffer(3)]],       // pages of [PAGE_POSITIONS][n_kv_heads][kDims]
+    device const half* v [[buffer(4)]],       // the same
+    device const float* bias [[buffer(5)]],   // [BIAS_BUCKETS][n_heads], or [tokens][n_heads][added_keys]
+    device const float* sinks [[buffer(6)]],  // [n_heads]
+    device half* out [[buffer(7)]],           // [tokens][n_heads][kDims]
+    constant AttentionArgs& args [[buffer(8)]], uint2 group [[threadgroup_position_in_grid]],
     ushort thread_index [[thread_index_in_threadgroup]],
     ushort simdgroup [[simdgroup_index_in_threadgroup]]) {
   constexpr auto score_descriptor =
@@ -55,7 +56,7 @@ template <ushort kDims>
   const uint kv_head = group.y;
   StackedRows rows;
   device const AttentionTile& of = tiles[group.x];
-  rows.begin({of.row, of.tokens, of.position, of.pages, of.first, of.end}, args, bias);
+  rows.begin({of.row, of.tokens, of.position, of.pages, of.first, of.end}, args, bias, sinks);
   const ushort row = thread_index / 2, half_of_row = thread_index % 2;
   const StackedRow mine = rows.row(row, kv_head, args);
 
@@ -154,7 +155,7 @@ template <ushort kDims>
   // Normalize, from where each thread has its part of the output.
   sum += simd_shuffle_xor(sum, 1);
   threadgroup_barrier(mem_flags::mem_threadgroup);  // factors were read
-  if (half_of_row == 0) of_row[row] = mine.divisor(sum);
+  if (half_of_row == 0) of_row[row] = mine.divisor(sum, best);
   threadgroup_barrier(mem_flags::mem_threadgroup);
 #pragma unroll
   for (ushort i = 0; i < output.get_capacity(); ++i) {

@@ -18,14 +18,16 @@ static inline bool is_nan(float value) {
 
 // routes[t][used]: the experts of a row, the best score first, of equal ones the first expert. NaN is the
 // smallest score. Products are of float32 values, whatever the path: rounded ones could decide for others.
+// `offset` is added to products, `bias` to scores for the choice alone.
 // Threadgroup: whole simdgroups. Grid: rows.
 template <typename W>
 kernel void choose_experts(device const uchar* router [[buffer(0)]],  // [experts][dim]
                            device const float* norm [[buffer(1)]],    // [dim]
                            device const float* bias [[buffer(2)]],    // [experts]
-                           device const float* x [[buffer(3)]],       // [tokens][dim]
-                           device Route* routes [[buffer(4)]],        // [tokens][used]
-                           constant ChooseExpertsArgs& args [[buffer(5)]],
+                           device const float* offset [[buffer(3)]],  // [experts]
+                           device const float* x [[buffer(4)]],       // [tokens][dim]
+                           device Route* routes [[buffer(5)]],        // [tokens][used]
+                           constant ChooseExpertsArgs& args [[buffer(6)]],
                            uint token [[threadgroup_position_in_grid]],
                            ushort lane [[thread_index_in_simdgroup]],
                            ushort simdgroup [[simdgroup_index_in_threadgroup]],
@@ -41,7 +43,7 @@ kernel void choose_experts(device const uchar* router [[buffer(0)]],  // [expert
     products.token[0] = {x, norm, norm_scale};
     products.multiply(args.dim, lane, 32);
     const float product = products.total(0, 0, 32);
-    if (lane == 0) scores[expert] = product;
+    if (lane == 0) scores[expert] = args.has_offset ? product + offset[expert] : product;
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
   if (simdgroup > 0) return;
@@ -146,34 +148,40 @@ kernel void add_experts(device const Route* routes [[buffer(0)]],  // [tokens][u
   *out += sum;
 }
 
-// y[route][row] = w[expert][row] . x[route]. A simdgroup takes 32 / lanes_per_row rows. Grid: (rows, routes).
+// y[route][row] = w[expert][row] . x[route] + bias[expert][row]. A simdgroup takes 32 / lanes_per_row rows.
+// Grid: (rows, routes).
 template <typename W>
 kernel void matvec_experts(device const uchar* w [[buffer(0)]],       // [experts][out_dim][in_dim]
-                           device const float* x [[buffer(1)]],       // [routes][in_dim]
-                           device const Route* routes [[buffer(2)]],  // [routes]
-                           device float* y [[buffer(3)]],             // [routes][out_dim]
-                           constant ExpertsArgs& args [[buffer(4)]],
+                           device const float* bias [[buffer(1)]],    // [experts][out_dim]
+                           device const float* x [[buffer(2)]],       // [routes][in_dim]
+                           device const Route* routes [[buffer(3)]],  // [routes]
+                           device float* y [[buffer(4)]],             // [routes][out_dim]
+                           constant ExpertsArgs& args [[buffer(5)]],
                            uint2 group [[threadgroup_position_in_grid]],
                            ushort lane [[thread_index_in_simdgroup]],
                            ushort simdgroup [[simdgroup_index_in_threadgroup]],
                            ushort simdgroups [[simdgroups_per_threadgroup]]) {
   const ushort lanes = args.lanes_per_row;
   const uint row = (group.x * simdgroups + simdgroup) * (32 / lanes) + lane / lanes, last = args.out_dim - 1;
+  const uint of_expert = routes[group.y].expert * args.out_dim + min(row, last);
   Products<W, 1, 1> products;
-  products.row[0] = stacked_row(w, args.weights, routes[group.y].expert * args.out_dim + min(row, last));
+  products.row[0] = stacked_row(w, args.weights, of_expert);
   products.token[0] = {x + group.y * args.in_dim};
   products.multiply(args.in_dim, lane, lanes);
   const float total = products.total(0, 0, lanes);
-  if (lane % lanes == 0 && row <= last) y[group.y * args.out_dim + row] = total;
+  if (lane % lanes == 0 && row <= last)
+    y[group.y * args.out_dim + row] = args.has_bias ? total + bias[of_expert] : total;
 }
 
-// y[route][row] = activation(gate[expert][row] . x) * (up[expert][row] . x), with the row of x of the route.
+// y[route][row] = activation(gate[expert][row] . x) * (up[expert][row] . x), with the row of x of the route,
+// and biases added to both products.
 template <typename W>
 kernel void matvec_experts_swiglu(device const uchar* w [[buffer(0)]],       // [2][experts][out_dim][in_dim]
-                                  device const float* x [[buffer(1)]],       // [tokens][in_dim]
-                                  device const Route* routes [[buffer(2)]],  // [routes]
-                                  device float* y [[buffer(3)]],             // [routes][out_dim]
-                                  constant ExpertsArgs& args [[buffer(4)]],
+                                  device const float* bias [[buffer(1)]],    // [2][experts][out_dim]
+                                  device const float* x [[buffer(2)]],       // [tokens][in_dim]
+                                  device const Route* routes [[buffer(3)]],  // [routes]
+                                  device float* y [[buffer(4)]],             // [routes][out_dim]
+                                  constant ExpertsArgs& args [[buffer(5)]],
                                   uint2 group [[threadgroup_position_in_grid]],
                                   ushort lane [[thread_index_in_simdgroup]],
                                   ushort simdgroup [[simdgroup_index_in_threadgroup]],
@@ -187,8 +195,10 @@ kernel void matvec_experts_swiglu(device const uchar* w [[buffer(0)]],       // 
   products.token[0] = {x + group.y / args.used * args.in_dim};
   products.multiply(args.in_dim, lane, lanes);
   const float gate = products.total(0, 0, lanes), up = products.total(1, 0, lanes);
-  if (lane % lanes == 0 && row <= last)
-    y[group.y * args.out_dim + row] = activate(gate, args.activation) * up;
+  if (lane % lanes != 0 || row > last) return;
+  const float2 biases =
+      args.has_bias ? float2(bias[of_expert], bias[args.weights.rows[0] + of_expert]) : float2(0.0f);
+  y[group.y * args.out_dim + row] = activate_gated(gate + biases[0], up + biases[1], args.activation);
 }
 
 typedef decltype(choose_experts<F32>) choose_experts_t;

@@ -18,8 +18,9 @@ kernel void swiglu(device const float* bias [[buffer(0)]],     // [gate | up]
   const uint up = args.gated ? i + args.ffn_dim : i;
   device const float* row = gate_up + token * (args.gated ? 2 : 1) * args.ffn_dim;
   const float2 biases = args.has_bias ? float2(bias[i], bias[up]) : float2(0.0f);
-  float value = activate(row[i] + biases[0], args.activation);
-  if (args.gated) value *= row[up] + biases[1];
+  const float first = row[i] + biases[0];
+  const float value = args.gated ? activate_gated(first, row[up] + biases[1], args.activation)
+                                 : activate(first, args.activation);
   out[token * args.ffn_dim + i] = is_same<T, half>::value ? T(finite_half(value)) : T(value);
 }
 

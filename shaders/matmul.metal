@@ -66,7 +66,8 @@ template <typename W, ushort kTokens, ushort kRows>
     return;
   }
   // At an edge, strips of 8 tokens go through threadgroup memory, and the part inside y is copied.
-  const Products out = {y, args.out_stride, args.tokens - token, args.out_dim - row, bool(args.accumulate)};
+  const Products out = {
+      y, args.out_stride, args.tokens - token, args.out_dim - row, bool(args.accumulate), nullptr};
   store(sum, out, (threadgroup float*)stage.next, simdgroup, lane);
 }
 
@@ -144,8 +145,13 @@ template <typename W, ushort kTokens, ushort kRows>
   const bool active = token < args.tokens && row < args.out_dim;
   multiply<W, kTokens, kRows>(stage, sum, staged, place, active);
   if (!active) return;
-  const GatedProducts out = {y + token * args.out_stride + row, args.out_stride, args.tokens - token,
-                             args.out_dim - row, args.activation};
+  const GatedProducts out = {y + token * args.out_stride + row,
+                             args.out_stride,
+                             args.tokens - token,
+                             args.out_dim - row,
+                             args.activation,
+                             nullptr,
+                             0};
   store(sum, out, (threadgroup float*)stage.next, simdgroup, lane);
 }
 

@@ -68,6 +68,7 @@ struct Products {
   device float* y;
   uint stride, tokens, rows;
   bool accumulate;
+  device const float* bias;  // [rows]; null: there is none
 
   template <ushort kColumns>
   void store(threadgroup const float* strip, ushort first, ushort lane) const {
@@ -75,7 +76,8 @@ struct Products {
       const ushort t = first + e / kColumns, r = e % kColumns;
       if (t >= tokens || r >= rows) continue;
       device float& out = y[t * stride + r];
-      out = accumulate ? out + strip[e] : strip[e];
+      const float sum = bias ? strip[e] + bias[r] : strip[e];
+      out = accumulate ? out + sum : sum;
     }
   }
 };
@@ -84,14 +86,18 @@ struct Products {
 struct GatedProducts {
   device half* y;
   uint stride, tokens, rows, activation;
+  device const float* bias;  // of gates, [rows]; null: there is none
+  uint up_bias;              // from the bias of a gate to that of its up
 
   template <ushort kColumns>
   void store(threadgroup const float* strip, ushort first, ushort lane) const {
     for (ushort e = lane; e < 4 * kColumns; e += 32) {
       const ushort t = e / (kColumns / 2), r = e % (kColumns / 2);
       if (first + t >= tokens || r >= rows) continue;
-      threadgroup const float* gate = strip + t * kColumns + r / 8 * 16 + r % 8;
-      y[(first + t) * stride + r] = finite_half(activate(gate[0], activation) * gate[8]);
+      threadgroup const float* sums = strip + t * kColumns + r / 8 * 16 + r % 8;
+      const float2 biases = bias ? float2(bias[r], bias[up_bias + r]) : float2(0.0f);
+      y[(first + t) * stride + r] =
+          finite_half(activate_gated(sums[0] + biases[0], sums[8] + biases[1], activation));
     }
   }
 };

@@ -25,15 +25,16 @@ static inline void begin_tokens(thread ExpertTokens& tokens, device const half* 
   }
 }
 
-// y[place][row] = w[expert][row] . x[place]. Threadgroup: MATMUL_THREADS. Grid: (rows / kTile, tiles),
-// rounded up.
+// y[place][row] = w[expert][row] . x[place] + bias[expert][row]. Threadgroup: MATMUL_THREADS. Grid: (rows /
+// kTile, tiles), rounded up.
 template <typename W>
 [[max_total_threads_per_threadgroup(MATMUL_THREADS)]] kernel void matmul_experts(
     device const uchar* w [[buffer(0)]],           // [experts][out_dim][in_dim]
-    device const half* x [[buffer(1)]],            // [places][in_dim]
-    device const ExpertTile* tiles [[buffer(2)]],  // [tiles]
-    device float* y [[buffer(3)]],                 // [places][out_dim]
-    constant ExpertsArgs& args [[buffer(4)]], uint2 group [[threadgroup_position_in_grid]],
+    device const float* bias [[buffer(1)]],        // [experts][out_dim]
+    device const half* x [[buffer(2)]],            // [places][in_dim]
+    device const ExpertTile* tiles [[buffer(3)]],  // [tiles]
+    device float* y [[buffer(4)]],                 // [places][out_dim]
+    constant ExpertsArgs& args [[buffer(5)]], uint2 group [[threadgroup_position_in_grid]],
     ushort thread_index [[thread_index_in_threadgroup]], ushort lane [[thread_index_in_simdgroup]],
     ushort simdgroup [[simdgroup_index_in_threadgroup]]) {
   threadgroup half staged[2 * 2 * kTile * kStagedRow];
@@ -53,21 +54,26 @@ template <typename W>
   const bool active = place.token < tile.count && row < args.out_dim;
   multiply<W, kTile, kTile>(stage, sum, staged, place, active);
   if (!active) return;
-  const Products out = {y + (tile.first + place.token) * args.out_dim + row, args.out_dim,
-                        tile.count - place.token, args.out_dim - row, false};
+  const Products out = {y + (tile.first + place.token) * args.out_dim + row,
+                        args.out_dim,
+                        tile.count - place.token,
+                        args.out_dim - row,
+                        false,
+                        args.has_bias ? bias + tile.expert * args.out_dim + row : nullptr};
   store(sum, out, (threadgroup float*)stage.next, simdgroup, lane);
 }
 
-// y[place][row] = activation(gate[expert][row] . x) * (up[expert][row] . x), with x[rows[place]]. Grid: (rows
-// / (kTile / 2), tiles), rounded up.
+// y[place][row] = activation(gate[expert][row] . x) * (up[expert][row] . x), with x[rows[place]], and biases
+// added to both products. Grid: (rows / (kTile / 2), tiles), rounded up.
 template <typename W>
 [[max_total_threads_per_threadgroup(MATMUL_THREADS)]] kernel void matmul_experts_swiglu(
     device const uchar* w [[buffer(0)]],           // [2][experts][out_dim][in_dim]
-    device const half* x [[buffer(1)]],            // [tokens][in_dim]
-    device const uint* rows [[buffer(2)]],         // [places]
-    device const ExpertTile* tiles [[buffer(3)]],  // [tiles]
-    device half* y [[buffer(4)]],                  // [places][out_dim]
-    constant ExpertsArgs& args [[buffer(5)]], uint2 group [[threadgroup_position_in_grid]],
+    device const float* bias [[buffer(1)]],        // [2][experts][out_dim]
+    device const half* x [[buffer(2)]],            // [tokens][in_dim]
+    device const uint* rows [[buffer(3)]],         // [places]
+    device const ExpertTile* tiles [[buffer(4)]],  // [tiles]
+    device half* y [[buffer(5)]],                  // [places][out_dim]
+    constant ExpertsArgs& args [[buffer(6)]], uint2 group [[threadgroup_position_in_grid]],
     ushort thread_index [[thread_index_in_threadgroup]], ushort lane [[thread_index_in_simdgroup]],
     ushort simdgroup [[simdgroup_index_in_threadgroup]]) {
   threadgroup half staged[2 * 2 * kTile * kStagedRow];
@@ -87,8 +93,13 @@ template <typename W>
   const bool active = place.token < tile.count && row < args.out_dim;
   multiply<W, kTile, kTile>(stage, sum, staged, place, active);
   if (!active) return;
-  const GatedProducts out = {y + (tile.first + place.token) * args.out_dim + row, args.out_dim,
-                             tile.count - place.token, args.out_dim - row, args.activation};
+  const GatedProducts out = {y + (tile.first + place.token) * args.out_dim + row,
+                             args.out_dim,
+                             tile.count - place.token,
+                             args.out_dim - row,
+                             args.activation,
+                             args.has_bias ? bias + tile.expert * args.out_dim + row : nullptr,
+                             args.weights.rows[0]};
   store(sum, out, (threadgroup float*)stage.next, simdgroup, lane);
 }
 

@@ -100,7 +100,7 @@ template <typename W, ushort kTokens, ushort kRows>
     const ushort t = e / kOutputs, r = e % kOutputs;
     if (token + t >= args.tokens || row + r >= args.out_dim) continue;
     threadgroup const float* gate = results + t * kRows + r / 8 * 16 + r % 8;
-    y[t * args.out_stride + r] = finite_half(activate(gate[0], args.activation) * gate[8]);
+    y[t * args.out_stride + r] = finite_half(activate_gated(gate[0], gate[8], args.activation));
   }
 }
 
@@ -220,7 +220,7 @@ template <typename W>
       const ushort r = e % kOutputs;
       if (t < group.y * Tile::kTokens || row + r >= args.out_dim) continue;
       threadgroup const float* gate = results + e / kOutputs * Tile::kRows + r / 8 * 16 + r % 8;
-      y[t * args.out_stride + row + r] = finite_half(activate(gate[0], args.activation) * gate[8]);
+      y[t * args.out_stride + row + r] = finite_half(activate_gated(gate[0], gate[8], args.activation));
     }
   }
 }

@@ -101,7 +101,7 @@ static inline void swiglu_of_token(device const uchar* w, Token token, device fl
   for (ushort r = 0; r < kRows; ++r) {
     const float gate = products.total(2 * r, 0, lanes), up = products.total(2 * r + 1, 0, lanes);
     const uint out = row + r * (32 / lanes);
-    if (lane % lanes == r && out <= last) y[out] = activate(gate, args.activation) * up;
+    if (lane % lanes == r && out <= last) y[out] = activate_gated(gate, up, args.activation);
   }
 }
 
@@ -181,7 +181,7 @@ static inline void swiglu_of_tokens(device const uchar* w, device const float* x
   for (ushort r = 0; r < kRows; r += 2) {
     const uint out = row + r / 2 * (32 / lanes);
     if (token < tokens && out <= last)
-      y[token * args.out_stride + out] = activate(totals[r], args.activation) * totals[r + 1];
+      y[token * args.out_stride + out] = activate_gated(totals[r], totals[r + 1], args.activation);
   }
 }
 

@@ -4,6 +4,7 @@
 #include <metal_stdlib>
 
 #include "args.h"
+#include "clamped_silu.h"
 
 using namespace metal;
 
@@ -56,4 +57,13 @@ static inline float activate(float x, uint activation) {
       activation == ACTIVATION_SILU ? x : 1.5957691216057308f * (x + 0.044715f * x * x * x);
   // The fast exponential does not accept infinities or NaN; if x is NaN, so is the quotient.
   return x / (1.0f + fast::exp(clamp(-argument, -88.0f, 88.0f)));
+}
+
+// activation(gate) * up, or the same with limits of both, in which NaN stays.
+static inline float activate_gated(float gate, float up, uint activation) {
+  if (activation != ACTIVATION_CLAMPED) return activate(gate, activation) * up;
+  const float limited = gate > CLAMPED_SILU_LIMIT ? CLAMPED_SILU_LIMIT : gate;
+  const float scaled = activate(CLAMPED_SILU_SLOPE * limited, ACTIVATION_SILU) / CLAMPED_SILU_SLOPE;
+  const float least = up < -CLAMPED_SILU_LIMIT ? -CLAMPED_SILU_LIMIT : up;
+  return scaled * ((least > CLAMPED_SILU_LIMIT ? CLAMPED_SILU_LIMIT : least) + 1.0f);
 }

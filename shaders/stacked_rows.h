@@ -1,4 +1,5 @@
-// The stacked rows of a tile of attention_prefill: their tokens and heads, the keys that they see, ALiBi.
+// The stacked rows of a tile of attention_prefill: their tokens and heads, the keys that they see, ALiBi,
+// sinks.
 #pragma once
 
 #include <metal_stdlib>
@@ -24,6 +25,7 @@ struct StackedRow {
   device const float* bias;  // of relative positions and this head, [BIAS_BUCKETS][n_heads]; null: none
   uint bias_stride;
   device const float* added;  // to the score of each key; null: none
+  float sink;                 // base-2 logarithm of a weight without a value
 
   // A scaled product with a key.
   float score(float product, uint key) const {
@@ -35,19 +37,26 @@ struct StackedRow {
     return product - slope * abs(float(distance));
   }
 
-  // The divisor of weighted values whose weights have this sum: a row that sees no key gets zeros.
-  float divisor(float sum) const { return first_key <= last_key ? sum : INFINITY; }
+  // The divisor of weighted values whose weights, relative to the score `best`, have this sum: a row that
+  // sees no key gets zeros. `best` is that of keys alone: relative to a larger sink, weights in half
+  // precision would lose digits. A sink that exceeds the limit leaves nothing of the values.
+  float divisor(float sum, float best) const {
+    const float power = sink - best;  // NaN stays
+    return first_key <= last_key ? sum + fast::exp2(power > 120.0f ? 120.0f : power) : INFINITY;
+  }
 };
 
 struct StackedRows {
   AttentionTile tile;
   uint heads, count;  // count: rows of the run
-  device const float *bias, *added;
+  device const float *bias, *added, *sinks;
   uint before, after;  // keys that a row sees before and after its own; both ends ascend from row to row
 
   // `additions` is a bias of relative positions, or an addition to the score of each key.
-  void begin(AttentionTile of, constant AttentionArgs& args, device const float* additions) {
+  void begin(AttentionTile of, constant AttentionArgs& args, device const float* additions,
+             device const float* sinks_of_heads) {
     tile = of;
+    sinks = args.has_sinks ? sinks_of_heads : nullptr;
     bias = args.position_bias ? additions : nullptr;
     added = args.added_keys > 0 ? additions : nullptr;
     heads = args.n_heads / args.n_kv_heads;
@@ -72,6 +81,7 @@ struct StackedRows {
     found.cap = args.score_cap * M_LOG2E_F;
     const ulong head = ulong(tile.row + found.token) * args.n_heads + found.head;
     found.added = added ? added + head * args.added_keys : nullptr;
+    found.sink = sinks ? M_LOG2E_F * sinks[found.head] : kUnseen;
     found.slope = 0.0f;
     if (args.alibi_heads > 0) {
       const float steps =

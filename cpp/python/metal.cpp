@@ -71,20 +71,32 @@ std::map<std::string, std::tuple<std::size_t, std::vector<FieldRow>>> args_struc
 }
 
 #define CONSTANT(name) {#name, name}
-const std::map<std::string, std::uint32_t> kConstants = {
-    CONSTANT(ACTIVATION_SILU),       CONSTANT(ACTIVATION_GELU),
-    CONSTANT(ACTIVATION_GELU_ERF),   CONSTANT(ACTIVATION_RELU),
-    CONSTANT(ROPE_INTERLEAVED),      CONSTANT(ROPE_NEOX),
-    CONSTANT(MULTI_TOKEN_TILE),      CONSTANT(PAGE_POSITIONS),
-    CONSTANT(MATMUL_THREADS),        CONSTANT(MATMUL_K),
-    CONSTANT(MATMUL_NARROW_TILE),    CONSTANT(MATMUL_WIDE_TILE),
-    CONSTANT(MATMUL_PARTS),          CONSTANT(MATMUL_TALL_TOKENS),
-    CONSTANT(DECODE_SIMDGROUPS),     CONSTANT(PREFILL_KEYS),
-    CONSTANT(ARGMAX_NONE),           CONSTANT(STATE_NONE),
-    CONSTANT(ATTENTION_TENSOR_ROWS), CONSTANT(STACKED_MATRICES),
-    CONSTANT(NORMED_MATVEC_ROWS),    CONSTANT(SCAN_COLUMNS),
-    CONSTANT(FEW_TOKEN_ROWS),        CONSTANT(MANY_TOKEN_ROWS),
-    CONSTANT(MANY_TOKEN_TILE)};
+const std::map<std::string, std::uint32_t> kConstants = {CONSTANT(ACTIVATION_SILU),
+                                                         CONSTANT(ACTIVATION_GELU),
+                                                         CONSTANT(ACTIVATION_GELU_ERF),
+                                                         CONSTANT(ACTIVATION_RELU),
+                                                         CONSTANT(ACTIVATION_CLAMPED),
+                                                         CONSTANT(ROPE_INTERLEAVED),
+                                                         CONSTANT(ROPE_NEOX),
+                                                         CONSTANT(MULTI_TOKEN_TILE),
+                                                         CONSTANT(PAGE_POSITIONS),
+                                                         CONSTANT(MATMUL_THREADS),
+                                                         CONSTANT(MATMUL_K),
+                                                         CONSTANT(MATMUL_NARROW_TILE),
+                                                         CONSTANT(MATMUL_WIDE_TILE),
+                                                         CONSTANT(MATMUL_PARTS),
+                                                         CONSTANT(MATMUL_TALL_TOKENS),
+                                                         CONSTANT(DECODE_SIMDGROUPS),
+                                                         CONSTANT(PREFILL_KEYS),
+                                                         CONSTANT(ARGMAX_NONE),
+                                                         CONSTANT(STATE_NONE),
+                                                         CONSTANT(ATTENTION_TENSOR_ROWS),
+                                                         CONSTANT(STACKED_MATRICES),
+                                                         CONSTANT(NORMED_MATVEC_ROWS),
+                                                         CONSTANT(SCAN_COLUMNS),
+                                                         CONSTANT(FEW_TOKEN_ROWS),
+                                                         CONSTANT(MANY_TOKEN_ROWS),
+                                                         CONSTANT(MANY_TOKEN_TILE)};
 #undef CONSTANT
 
 }  // namespace

@@ -28,6 +28,9 @@ from metal_prefill import GGUFError, Model, UnsupportedModelError
 from metal_prefill.conversion import convert
 
 NMSE = {"cpu": 1e-9, "metal": 5e-6}  # as in test_bert_relatives.py
+# Between the router's products for the last expert of a token and the next one. Products have errors of a few
+# thousandths on Metal, so that a token with a smaller margin may have another expert.
+LEAST_MARGIN = 0.02
 
 
 def _states(model: Model, ids: list[npt.NDArray[np.int64]]) -> list[npt.NDArray[np.float32]]:
@@ -41,14 +44,14 @@ def _states(model: Model, ids: list[npt.NDArray[np.int64]]) -> list[npt.NDArray[
 @pytest.mark.parametrize("name", RECORDED)
 def test_states_are_those_of_transformers(device: str, tmp_path: Path, name: str) -> None:
     path = convert(RECORDED[name](tmp_path / "m").write(), tmp_path / "m.gguf")
-    if device == "metal" and name.startswith("privacy filter"):
-        with pytest.raises(UnsupportedModelError, match="Metal engine has no gates with limits"):
-            Model(path, device=device)
-        return
     with Model(path, device=device, compute="f32", kv_dtype="f32") as model, np.load(RECORD) as record:
         for ids in texts():
             expected = record[f"{name}/{len(ids)}"]
             found = rows_of(_states(model, [ids])[0])
+            if device == "metal" and name in PRIVACY_FILTERS:
+                decided = record[f"{name}/{len(ids)}/margins"] >= LEAST_MARGIN
+                assert decided.mean() > 0.5
+                found, expected = found[decided], expected[decided]
             assert np.square(found - expected).sum() <= NMSE[device] * np.square(expected).sum()
             lengths = np.linalg.norm(found, axis=1) * np.linalg.norm(expected, axis=1)
             assert ((found * expected).sum(axis=1) / lengths).min() >= 0.99999
@@ -59,7 +62,7 @@ def test_states_of_experts_without_gates_are_those_in_float64(device: str, tmp_p
     folder = NOMIC_MOE[name](tmp_path / "m")
     path = convert(folder.write(), tmp_path / "m.gguf")
     if device == "metal":
-        with pytest.raises(UnsupportedModelError, match=r"Metal engine has neither .* biases of experts"):
+        with pytest.raises(UnsupportedModelError, match="Metal engine has neither experts without gates"):
             Model(path, device=device)
         return
     with Model(path, device=device, compute="f32", kv_dtype="f32") as model:

@@ -30,9 +30,11 @@ def prompt(n: int, seed: int = 0) -> npt.NDArray[np.int64]:
     return np.random.default_rng(seed).integers(0, 320, n)
 
 
-def all_states(path: Path, ids: npt.NDArray[np.int64], compute: str = "f32") -> npt.NDArray[np.float64]:
+def all_states(
+    path: Path, ids: npt.NDArray[np.int64], compute: str = "f32", device: str = "cpu"
+) -> npt.NDArray[np.float64]:
     """Compute the hidden states of every token."""
-    with Model(path, device="cpu", compute=compute, kv_dtype="f32") as model, model.session() as session:
+    with Model(path, device=device, compute=compute, kv_dtype="f32") as model, model.session() as session:
         (states,) = model.forward_batch([session], [ids], output="hidden", rows="all")
     return np.asarray(states, np.float64)
 
@@ -190,11 +192,17 @@ PRIVACY_FILTER = replace(
 )
 
 
-def lowest_cosine(path: Path, ids: npt.NDArray[np.int64]) -> float:
-    """Return the smallest cosine of a hidden state with the reference."""
-    states, expected = all_states(path, ids), ReferenceModel(path).forward(ids).hidden
+def lowest_cosine(path: Path, ids: npt.NDArray[np.int64], device: str) -> float:
+    """Return the smallest cosine of a hidden state with the reference.
+
+    On Metal, tokens of which scores nearly agree may have other experts.
+    """
+    reference = ReferenceModel(path)
+    states, expected = all_states(path, ids, device=device), reference.forward(ids).hidden
     lengths = np.linalg.norm(states, axis=1) * np.linalg.norm(expected, axis=1)
-    return float(((states * expected).sum(axis=1) / lengths).min())
+    decided = reference.decided(0.02 if device == "metal" else 0)
+    assert decided.mean() > 0.5
+    return float(((states * expected).sum(axis=1) / lengths)[decided].min())
 
 
 @pytest.mark.parametrize(
@@ -208,13 +216,13 @@ def lowest_cosine(path: Path, ids: npt.NDArray[np.int64]) -> float:
     ],
 )
 def test_experts_with_biases_and_limits_match_the_reference(
-    tmp_path: Path, count: int, used: int, ffn: int, window: int, n: int
+    device: str, tmp_path: Path, count: int, used: int, ffn: int, window: int, n: int
 ) -> None:
     shape = replace(PRIVACY_FILTER, experts=ExpertShape(count, used, ffn), window=window, seed=count)
-    assert lowest_cosine(write(tmp_path / "m.gguf", shape), prompt(n, n)) > 0.99999
+    assert lowest_cosine(write(tmp_path / "m.gguf", shape), prompt(n, n), device) > 0.99999
 
 
-def test_a_bias_of_the_router_decides_the_choice(tmp_path: Path) -> None:
+def test_a_bias_of_the_router_decides_the_choice(device: str, tmp_path: Path) -> None:
     """All tokens go to expert 1, and none to expert 0, whose weights are NaN."""
 
     def change(values: npt.NDArray[np.float32]) -> None:
@@ -226,11 +234,11 @@ def test_a_bias_of_the_router_decides_the_choice(tmp_path: Path) -> None:
     shape = replace(PRIVACY_FILTER, experts=ExpertShape(6, 2, 48), layers=1)
     path, ids = write(tmp_path / "m.gguf", shape), prompt(70)
     path = with_tensor(tmp_path / "a.gguf", path, "blk.0.ffn_gate_inp.bias", change)
-    assert lowest_cosine(path, ids) > 0.99999
-    expected = all_states(path, ids)
+    assert lowest_cosine(path, ids, device) > 0.99999
+    expected = all_states(path, ids, device=device)
     for name in ("gate", "up", "down"):
         path = with_tensor(tmp_path / f"{name}.gguf", path, f"blk.0.ffn_{name}_exps.bias", spoil)
-    np.testing.assert_array_equal(all_states(path, ids), expected)
+    np.testing.assert_array_equal(all_states(path, ids, device=device), expected)
 
 
 @pytest.mark.parametrize("isa", _core.cpu.kernel_sets())
@@ -248,6 +256,22 @@ def test_texts_of_an_encoder_with_experts_do_not_depend_on_others(
             with model.session() as session:
                 (alone,) = model.forward_batch([session], [text], output="hidden", rows="all")
                 np.testing.assert_array_equal(alone, states)
+
+
+def test_texts_of_an_encoder_with_experts_are_near_those_of_a_batch_on_metal(
+    metal: None, tmp_path: Path
+) -> None:
+    """All tokens have the same experts: tiles depend on the number of rows, and with them the last bits."""
+    shape = replace(PRIVACY_FILTER, types={"*": "Q8_0"}, experts=ExpertShape(5, 5, 64), window=65)
+    path = write(tmp_path / "m.gguf", shape)
+    texts = [prompt(n, n) for n in (1, 7, 40, 65, 300)]
+    with Model(path, device="metal") as model:
+        sessions = [model.session() for _ in texts]
+        together = model.forward_batch(sessions, texts, output="hidden", rows="all")
+        for text, states in zip(texts, together, strict=True):
+            with model.session() as session:
+                (alone,) = model.forward_batch([session], [text], output="hidden", rows="all")
+            assert np.square(alone - states).sum() <= 1e-7 * np.square(states).sum()
 
 
 # Operands in half precision: as in test_engine.py. A token whose scores nearly agree may have other experts.

@@ -148,6 +148,17 @@ def test_attention_prefill_with_relative_positions(run: Run) -> None:
     near(case.prefill(run), case.expected())
 
 
+@pytest.mark.parametrize("shape", SHAPES[:3], ids=str)
+@pytest.mark.parametrize("sinks", [-30.0, 0.0, 6.0, 12.0, 200.0])
+def test_attention_prefill_with_sinks(run: Run, shape: dict[str, Any], sinks: float) -> None:
+    """Errors are relative to each head, whose values are smaller the larger its sink is."""
+    case = Case((50, 0), (3, 0), (170, 0), **shape, window=65, both_ways=True, sinks=sinks)
+    found, expected = case.prefill(run), case.expected()
+    for head in range(case.n_heads):
+        size = np.abs(expected[:, head]).max()
+        assert np.abs(found[:, head] - expected[:, head]).max() <= 2e-3 * size + 1e-7  # a subnormal half
+
+
 @pytest.mark.parametrize("position", [0, 100])
 def test_attention_with_scores_far_apart(run: Run, position: int) -> None:
     case = Case((20, position), spread=60.0)

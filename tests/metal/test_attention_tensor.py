@@ -59,6 +59,12 @@ def test_attention_tensor_with_a_position_bias(run: Run) -> None:
     near(case.prefill_on_tensors(run), case.expected())
 
 
+@pytest.mark.parametrize("sinks", [-30.0, 0.0, 6.0, 200.0])
+def test_attention_tensor_with_sinks(run: Run, sinks: float) -> None:
+    case = Case((50, 0), (170, 0), window=65, both_ways=True, sinks=sinks)
+    near(case.prefill_on_tensors(run), case.expected())
+
+
 @pytest.mark.parametrize("dims", [64, 128])
 def test_attention_tensor_with_limited_scores(run: Run, dims: int) -> None:
     case = Case((50, 60), (20, 10), dims=(dims, dims), spread=3.0, score_cap=1.5)

@@ -20,11 +20,19 @@ from support.kernel_harness import (
 from support.small_models import TYPES
 
 ROUTE, TILE = STRUCTS["Route"], STRUCTS["ExpertTile"]
-SILU, PLACES = CONSTANTS["ACTIVATION_SILU"], CONSTANTS["MATMUL_NARROW_TILE"]
+SILU, CLAMPED_SILU = CONSTANTS["ACTIVATION_SILU"], CONSTANTS["ACTIVATION_CLAMPED"]
+PLACES = CONSTANTS["MATMUL_NARROW_TILE"]
 
 
 def chosen(
-    run: Run, scores: Array, used: int, *, bias: Array | None = None, sigmoid: bool = False, scale: float = 1
+    run: Run,
+    scores: Array,
+    used: int,
+    *,
+    bias: Array | None = None,
+    offset: Array | None = None,
+    sigmoid: bool = False,
+    scale: float = 1,
 ) -> Array:
     """Choose experts by a router whose products with a row are given, as float32 ``[tokens, experts]``."""
     tokens, experts = scores.shape
@@ -43,15 +51,17 @@ def chosen(
         used=used,
         sigmoid=sigmoid,
         has_bias=bias is not None,
+        has_offset=offset is not None,
         normalize=1,
         scale=scale,
         eps=0,
         norm_threads=32,
     )
-    added = np.zeros(experts, np.float32) if bias is None else bias.astype(np.float32)
+    absent = np.full(experts, np.nan)
+    added, added_first = ((absent if x is None else x).astype(np.float32) for x in (bias, offset))
     norm = np.ones(32, np.float32)
     run(
-        "choose_experts_f32", router, norm, added, rows, routes.buffer, args,
+        "choose_experts_f32", router, norm, added, added_first, rows, routes.buffer, args,
         groups=(tokens, 1), threads=(64, 1),
     )  # fmt: skip
     return routes.check()
@@ -62,9 +72,9 @@ def chosen(
 def test_choose_experts(run: Run, experts: int, used: int, sigmoid: bool) -> None:
     rng = np.random.default_rng(experts)
     products = 2 * rng.standard_normal((4, experts))
-    bias = rng.standard_normal(experts)
-    found = chosen(run, products, used, bias=bias, sigmoid=sigmoid, scale=2.5)
-    powers = np.exp(products)
+    bias, offset = rng.standard_normal((2, experts))
+    found = chosen(run, products, used, bias=bias, offset=offset, sigmoid=sigmoid, scale=2.5)
+    powers = np.exp(products + offset)
     scores = 1 / (1 + 1 / powers) if sigmoid else powers / powers.sum(axis=1, keepdims=True)
     order = np.argsort(-(scores + bias), axis=1)[:, :used]
     np.testing.assert_array_equal(found["expert"], order)
@@ -124,7 +134,15 @@ def test_add_experts(run: Run) -> None:
     )
 
 
-def experts_args(weights: Weights, in_dim: int, out_dim: int, used: int, lanes: int) -> Array:
+def experts_args(
+    weights: Weights,
+    in_dim: int,
+    out_dim: int,
+    used: int,
+    lanes: int,
+    activation: int = SILU,
+    has_bias: bool = False,
+) -> Array:
     """Make the arguments of a product."""
     return make_args(
         "ExpertsArgs",
@@ -133,18 +151,34 @@ def experts_args(weights: Weights, in_dim: int, out_dim: int, used: int, lanes: 
         out_dim=out_dim,
         used=used,
         lanes_per_row=lanes,
-        activation=SILU,
-        unused=0,
+        activation=activation,
+        has_bias=has_bias,
     )
 
 
-def activated(gate: Array, up: Array) -> Array:
+def activated(gate: Array, up: Array, limited: bool) -> Array:
+    if limited:  # as in gpt-oss
+        gate, up = np.minimum(gate, 7), np.clip(up, -7, 7)
+        clamped: Array = gate / (1 + np.exp(-1.702 * gate)) * (up + 1)
+        return clamped
     result: Array = gate / (1 + np.exp(-gate)) * up
     return result
 
 
-@pytest.mark.parametrize("kind", TYPES)
-def test_matvec_experts(run: Run, kind: str) -> None:
+def random_biases(rng: np.random.Generator, rows: int, present: bool) -> tuple[Array, Array]:
+    """Make the biases of rows of experts: those to bind, and those that count."""
+    biases = 5 * rng.standard_normal(rows).astype(np.float32)
+    return (biases, biases) if present else (np.full(rows, np.nan, np.float32), np.zeros(rows))
+
+
+# Every type, and some with biases and limits of gates, which most gates and ups exceed.
+kinds = pytest.mark.parametrize(
+    ("kind", "limited"), [*((kind, False) for kind in TYPES), ("F32", True), ("Q4_0", True)]
+)
+
+
+@kinds
+def test_matvec_experts(run: Run, kind: str, limited: bool) -> None:
     rng = np.random.default_rng(2)
     experts, out_dim, tokens, used = 4, 40, 3, 2
     in_dim = ceil_div(72, block_columns(kind)) * block_columns(kind)
@@ -152,29 +186,39 @@ def test_matvec_experts(run: Run, kind: str) -> None:
     routes["expert"] = [[3, 0], [1, 3], [2, 1]]
     flat = routes["expert"].ravel()
     pair = Weights(rng, kind, [experts * out_dim] * 2, in_dim)
-    x = rng.standard_normal((tokens, in_dim)).astype(np.float32)
+    bias, added = random_biases(rng, 2 * experts * out_dim, limited)
+    x = rng.standard_normal((tokens, in_dim)).astype(np.float32) * (5 if limited else 1)
     h = Output([tokens * used, out_dim])
     groups = (ceil_div(out_dim, 2), tokens * used)
-    args = experts_args(pair, in_dim, out_dim, used, 32)
+    args = experts_args(pair, in_dim, out_dim, used, 32, CLAMPED_SILU if limited else SILU, limited)
     name = kind.lower()
     run(
-        f"matvec_experts_swiglu_{name}", pair.bytes, x, routes, h.buffer, args, groups=groups, threads=(64, 1)
-    )
+        f"matvec_experts_swiglu_{name}", pair.bytes, bias, x, routes, h.buffer, args,
+        groups=groups, threads=(64, 1),
+    )  # fmt: skip
     gate, up = pair.values.reshape(2, experts, out_dim, in_dim)[:, flat]
+    gate_bias, up_bias = added.reshape(2, experts, out_dim)[:, flat]
     rows = np.repeat(x.astype(np.float64), used, axis=0)[:, :, None]
-    close(h.check(), activated((gate @ rows)[..., 0], (up @ rows)[..., 0]), 2e-4)
+    close(
+        h.check(), activated((gate @ rows)[..., 0] + gate_bias, (up @ rows)[..., 0] + up_bias, limited), 2e-4
+    )
 
     down = Weights(rng, kind, [experts * out_dim], in_dim)
     inputs = rng.standard_normal((tokens * used, in_dim)).astype(np.float32)
     y = Output([tokens * used, out_dim])
-    args = experts_args(down, in_dim, out_dim, used, 32)
-    run(f"matvec_experts_{name}", down.bytes, inputs, routes, y.buffer, args, groups=groups, threads=(64, 1))
+    bias, added = random_biases(rng, experts * out_dim, limited)
+    args = experts_args(down, in_dim, out_dim, used, 32, has_bias=limited)
+    run(
+        f"matvec_experts_{name}", down.bytes, bias, inputs, routes, y.buffer, args,
+        groups=groups, threads=(64, 1),
+    )  # fmt: skip
     of_routes = down.values.reshape(experts, out_dim, in_dim)[flat]
-    close(y.check(), np.einsum("rod,rd->ro", of_routes, inputs.astype(np.float64)), 2e-4)
+    expected = np.einsum("rod,rd->ro", of_routes, inputs.astype(np.float64))
+    close(y.check(), expected + added.reshape(experts, out_dim)[flat], 2e-4)
 
 
-@pytest.mark.parametrize("kind", TYPES)
-def test_matmul_experts(run: Run, kind: str) -> None:
+@kinds
+def test_matmul_experts(run: Run, kind: str, limited: bool) -> None:
     rng = np.random.default_rng(3)
     experts, out_dim, tokens = 3, 40, 50
     in_dim = ceil_div(72, block_columns(kind)) * block_columns(kind)
@@ -183,25 +227,29 @@ def test_matmul_experts(run: Run, kind: str) -> None:
     of_places = np.concatenate([np.full(tile["count"], tile["expert"]) for tile in tiles])
     by_place = rng.integers(0, tokens, len(of_places)).astype(np.uint32)
     pair = Weights(rng, kind, [experts * out_dim] * 2, in_dim)
-    x = rng.standard_normal((tokens, in_dim)).astype(np.float16)
+    bias, added = random_biases(rng, 2 * experts * out_dim, limited)
+    x = rng.standard_normal((tokens, in_dim)).astype(np.float16) * np.float16(5 if limited else 1)
     h = Output([len(of_places), out_dim], np.float16)
-    args = experts_args(pair, in_dim, out_dim, 1, 0)
+    args = experts_args(pair, in_dim, out_dim, 1, 0, CLAMPED_SILU if limited else SILU, limited)
     name = kind.lower()
     run(
-        f"matmul_experts_swiglu_{name}", pair.bytes, x, by_place, tiles, h.buffer, args,
+        f"matmul_experts_swiglu_{name}", pair.bytes, bias, x, by_place, tiles, h.buffer, args,
         groups=(ceil_div(out_dim, 16), len(tiles)), threads=(128, 1),
     )  # fmt: skip
     gate, up = pair.values.reshape(2, experts, out_dim, in_dim)[:, of_places]
+    gate_bias, up_bias = added.reshape(2, experts, out_dim)[:, of_places]
     rows = x.astype(np.float64)[by_place][:, :, None]
-    near(h.check(), activated((gate @ rows)[..., 0], (up @ rows)[..., 0]))
+    near(h.check(), activated((gate @ rows)[..., 0] + gate_bias, (up @ rows)[..., 0] + up_bias, limited))
 
     down = Weights(rng, kind, [experts * out_dim], in_dim)
     inputs = rng.standard_normal((len(of_places), in_dim)).astype(np.float16)
     y = Output([len(of_places), out_dim])
-    args = experts_args(down, in_dim, out_dim, 1, 0)
+    bias, added = random_biases(rng, experts * out_dim, limited)
+    args = experts_args(down, in_dim, out_dim, 1, 0, has_bias=limited)
     run(
-        f"matmul_experts_{name}", down.bytes, inputs, tiles, y.buffer, args,
+        f"matmul_experts_{name}", down.bytes, bias, inputs, tiles, y.buffer, args,
         groups=(ceil_div(out_dim, 32), len(tiles)), threads=(128, 1),
     )  # fmt: skip
     of_routes = down.values.reshape(experts, out_dim, in_dim)[of_places]
-    near(y.check(), np.einsum("rod,rd->ro", of_routes, inputs.astype(np.float64)))
+    expected = np.einsum("rod,rd->ro", of_routes, inputs.astype(np.float64))
+    near(y.check(), expected + added.reshape(experts, out_dim)[of_places])

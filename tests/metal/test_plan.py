@@ -155,6 +155,21 @@ def test_an_encoder_with_norms_of_q_and_k_takes_ten_dispatches_a_layer(tmp_path:
         assert [per_layer[layer] for layer in range(model.layers)] == [10] * model.layers
 
 
+def test_an_encoder_with_experts_takes_twelve_dispatches_a_layer(tmp_path: Path) -> None:
+    model = small_models.ENCODERS["privacy-filter, all experts"]
+    shape = shape_in(small_models.write(tmp_path / "m.gguf", model))
+    for tokens in (1, 8, 9, 300):
+        dispatches = plan(shape, tokens, output="hidden")
+        per_layer = Counter(d.layer for d in dispatches)
+        assert [per_layer[layer] for layer in range(model.layers)] == [12] * model.layers
+        for start, field in (
+            ("attention_", "has_sinks"),
+            ("choose_", "has_offset"),
+            ("matmul_exp", "has_bias"),
+        ):
+            assert {d.args[field] for d in dispatches if d.kernel.startswith(start)} == {1}
+
+
 def test_a_short_convolution_takes_seven_dispatches_at_any_length(tmp_path: Path) -> None:
     shape = shape_in(small_models.write(tmp_path / "m.gguf", small_models.MODELS["lfm2"]))
     for tokens in (1, 2, 8, 9, 40, 300):

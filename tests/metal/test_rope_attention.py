@@ -81,6 +81,7 @@ class Case:
             added_keys=0,
             query_step=self.key_dim,
             score_cap=self.score_cap,
+            has_sinks=0,
         )
         row_stride = given.qkv.shape[1]
         rope = make_args(

@@ -324,6 +324,31 @@ def activated(x: Array, name: str) -> Array:
     return exact
 
 
+def test_swiglu_with_limits(run: Run) -> None:
+    """A NaN stays, whichever of the two it is."""
+    tokens, ffn_dim = 33, 72
+    gate_up = (6 * np.random.default_rng(4).standard_normal((tokens, 2 * ffn_dim))).astype(np.float32)
+    args = make_args(
+        *("SwigluArgs",),
+        ffn_dim=ffn_dim,
+        tokens=tokens,
+        activation=CONSTANTS["ACTIVATION_CLAMPED"],
+        gated=1,
+        has_bias=0,
+    )
+    x = gate_up.astype(np.float64)
+    gate, up = np.minimum(x[:, :ffn_dim], 7), np.clip(x[:, ffn_dim:], -7, 7)
+    expected = gate / (1 + np.exp(-1.702 * gate)) * (up + 1)
+    for _ in range(2):
+        out = Output([tokens, ffn_dim])
+        run("swiglu_f32", gate_up, gate_up, out.buffer, args, groups=(2, tokens), threads=(64, 1))
+        missing = np.isnan(expected)
+        np.testing.assert_array_equal(np.isnan(out.check()), missing)
+        close(np.where(missing, 0, out.array), np.where(missing, 0, expected))
+        gate_up[3, 5] = gate_up[4, ffn_dim + 7] = np.nan
+        expected[3, 5] = expected[4, 7] = np.nan
+
+
 @pytest.mark.parametrize("act", ACTIVATIONS)
 def test_swiglu(run: Run, act: str) -> None:
     for has_bias in [0, 1]:

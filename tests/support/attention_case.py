@@ -29,10 +29,15 @@ class Case:
         position_bias: bool = False,
         score_cap: float = 0.0,
         relative_rows: int = 0,
+        sinks: float | None = None,
     ) -> None:
         self.sequences, self.window, self.both_ways = sequences, window, both_ways
         self.max_alibi_bias, self.score_cap = max_alibi_bias, score_cap
         self.n_heads, self.n_kv = heads
+        # Sinks about a mean score; one head has almost none.
+        self.sinks = np.linspace(-0.5, 0.5, self.n_heads, dtype=np.float32) + np.float32(sinks or 0)
+        self.sinks[-1] = -60 if sinks is not None else np.nan
+        self.has_sinks = sinks is not None
         shape = (32, self.n_heads) if position_bias else (0, self.n_heads)
         self.position_bias = np.random.default_rng(7).standard_normal(shape).astype(np.float32)
         self.key_dim, self.value_dim = dims
@@ -83,8 +88,11 @@ class Case:
                 scores += self.position_bias[buckets].T
             if self.longest:
                 scores += self.relative_scores(row)
+            if self.has_sinks:  # scores without values
+                scores = np.concatenate([scores, self.sinks[:, None]], axis=1)
             weights = np.exp(scores - scores.max(1, keepdims=True))
-            out[row] = np.einsum("hk,khd->hd", weights / weights.sum(1, keepdims=True), v)
+            weights /= weights.sum(1, keepdims=True)
+            out[row] = np.einsum("hk,khd->hd", weights[:, : len(k)], v)
         return out
 
     def relative_scores(self, row: int) -> Doubles:
@@ -128,6 +136,7 @@ class Case:
             added_keys=self.longest,
             query_step=self.key_dim,
             score_cap=self.score_cap,
+            has_sinks=self.has_sinks,
             **({"splits": 1, "tiles": 0} | fields),
         )
 
@@ -244,6 +253,7 @@ class Case:
             self.pages.k.buffer,
             self.pages.v.buffer,
             self._additions(run),
+            self.sinks,
             out.buffer,
             self.args(tiles=len(tiles)),
             **launch,

@@ -142,6 +142,8 @@ class ReferenceModel:
         layer_norm = self.architecture in LAYER_NORM
         self.norm_eps: float = self._key(f"attention.layer_norm_{'' if layer_norm else 'rms_'}epsilon")
         self.rope_dim: int = self._key("rope.dimension_count", self.key_dim)
+        # By layer, by which share of it the score of a token's last expert exceeds the next best score.
+        self.route_margins: dict[int, Array] = {}
         self._split()
 
     def forward(self, tokens: npt.ArrayLike) -> Result:
@@ -439,6 +441,8 @@ class ReferenceModel:
             scores = powers / powers.sum(axis=1, keepdims=True)
         biased = scores + self.tensors.get(f"blk.{layer}.exp_probs_b.bias", 0.0)
         chosen = np.argsort(-biased, axis=1, kind="stable")[:, :used]
+        ordered = np.concatenate([-np.sort(-biased, axis=1), np.zeros((len(h), 1))], axis=1)
+        self.route_margins[layer] = 1 - ordered[:, used] / ordered[:, used - 1]
         factors = np.take_along_axis(scores, chosen, axis=1)
         if self.architecture == "lfm2moe":
             factors = factors / (factors.sum(axis=1, keepdims=True) + 1e-6)
@@ -454,6 +458,11 @@ class ReferenceModel:
             gate, up = (self._linear(layer, f"ffn_{name}_shexp", h) for name in ("gate", "up"))
             out = out + self._linear(layer, "ffn_down_shexp", self._silu(gate) * up)
         return out
+
+    def decided(self, margin: float) -> npt.NDArray[np.bool_]:
+        """Whether the experts of each token of the last text have at least this margin in every layer."""
+        smallest: Array = np.min(list(self.route_margins.values()), axis=0)
+        return smallest >= margin
 
     def _of_expert(self, layer: int, name: str, expert: int, x: Array) -> Array:
         bias = self.tensors.get(f"blk.{layer}.ffn_{name}_exps.bias")

@@ -120,7 +120,7 @@ class SmallModel:
     @property
     def on_metal(self) -> bool:
         """Whether the Metal engine opens the model, too."""
-        return self.layered is None and self.architecture != "privacy-filter"
+        return self.layered is None
 
 
 # Heads and feed-forwards of several widths, and layers that share keys and values.

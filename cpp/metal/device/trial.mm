@@ -228,13 +228,15 @@ Trial trial_of_attention(const char* kernel, int dims) {
                               .position_bias = false,
                               .added_keys = 0,
                               .query_step = u32_t(dims),
-                              .score_cap = 0.0f};
+                              .score_cap = 0.0f,
+                              .has_sinks = false};
   return {.kernel = kernel,
           .groups = MTLSizeMake(tiles.size(), 1, 1),
           .threads = MATMUL_THREADS,
           .buffers = {bytes_of(q), bytes_of(tiles), bytes_of(std::vector<u32_t>{1, 0}), bytes_of(keys),
-                      bytes_of(values), Bytes(sizeof(float)), Bytes(expected.size() * sizeof(std::uint16_t))},
-          .output = 6,
+                      bytes_of(values), Bytes(sizeof(float)), Bytes(sizeof(float)),
+                      Bytes(expected.size() * sizeof(std::uint16_t))},
+          .output = 7,
           .args = bytes_of(std::vector{args}),
           .expected = bytes_of(expected),
           .half_results = true};

@@ -117,12 +117,13 @@ class ForwardPass {
     View bias;                             // of q, k and v; null: the model has none
     std::vector<Projection> in;            // rows of ProjectedRow, merged as far as the weights allow
     View relative_keys, relative_queries;  // of relative positions; null: there are none
+    View sinks;                            // of heads; null: there are none
     View conv, conv_bias;                  // filter and bias of its convolution; null: there is none
     ops::ScanWeights scan;                 // of a state-space layer
     ops::DeltaWeights delta;               // of a layer with a delta rule
     Dense dense;                           // the feed-forward, or its expert for all rows
     ops::Router router;
-    Projection experts_gate_up, experts_down;
+    ops::ExpertWeights experts_gate_up, experts_down;
     BlockOutput attn_output;  // also of a short convolution
     BlockOutput scan_output;  // of a layer whose state has matrices
   };

@@ -249,6 +249,7 @@ void ForwardPass::attention(Pass& pass, int layer, const Part& wanted) const {
   if (rows.count == 0) return;
 
   AttentionArgs attention = attention_args(layer);
+  attention.has_sinks = bool(w.sinks);
   const View q = qkv.row(std::size_t(rows.first), row.stride),
              x = a.x.row(std::size_t(rows.first), config_.dim);
   if (relative_row_of_) {
@@ -262,7 +263,8 @@ void ForwardPass::attention(Pass& pass, int layer, const Part& wanted) const {
                                {rope, attention});
   else if (rows.path == Path::kManyTokens)
     ops::attention_prefill(pass.e, q, wanted.sequences, cache,
-                           bound(relative_row_of_ ? a.relative : position_bias_), a.att, attention);
+                           bound(relative_row_of_ ? a.relative : position_bias_), bound(w.sinks), a.att,
+                           attention);
   else
     ops::attention_decode(pass.e, q, wanted.sequences, cache, {a.partial, a.att}, attention);
   if (config_.query_gate)

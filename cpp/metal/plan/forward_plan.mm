@@ -59,11 +59,11 @@ u32_t activation_of(Activation activation) {
     case Activation::kGeluErf:
       return ACTIVATION_GELU_ERF;
     case Activation::kRelu:
-      break;
+      return ACTIVATION_RELU;
     case Activation::kClampedSilu:
-      throw UnsupportedModelError("the Metal engine has no gates with limits: use device='cpu'");
+      break;
   }
-  return ACTIVATION_RELU;
+  return ACTIVATION_CLAMPED;
 }
 
 // Absent tensors have no rows.
@@ -121,16 +121,14 @@ ForwardPass::ForwardPass(const Tuning& tuning, const Model& model, const EngineO
                                 ", use device='cpu'");
   if (config_.max_alibi_bias > 0 && config_.causal)
     throw UnsupportedModelError("the Metal engine has ALiBi in encoders alone: use device='cpu'");
-  for (const LayerWeights& layer : model.layers) {
-    if (layer.sinks || layer.router_offset || layer.up_experts_bias || layer.down_experts_bias ||
-        layer.experts_bias)
-      throw UnsupportedModelError(
-          "the Metal engine has neither attention sinks nor biases of experts: use device='cpu'");
-    if (layer.router && (!layer.gate_experts || layer.attn_residual_norm))
-      throw UnsupportedModelError(
-          "the Metal engine has neither experts without gates nor experts in layers that norm the residual "
-          "stream: use device='cpu'");
-  }
+  const auto has_sinks = [](const LayerWeights& layer) { return bool(layer.sinks); };
+  if (config_.causal && std::any_of(model.layers.begin(), model.layers.end(), has_sinks))
+    throw UnsupportedModelError("the Metal engine has attention sinks in encoders alone: use device='cpu'");
+  for (const LayerWeights& layer : model.layers)
+    if (layer.experts_bias || (layer.router && (!layer.gate_experts || layer.attn_residual_norm)))
+      throw UnsupportedModelError("the Metal engine has neither experts without gates, nor a bias of their "
+                                  "sum, nor experts in layers "
+                                  "that norm the residual stream: use device='cpu'");
   if (model.output) output_.push_back(projection(model.output, weights));
   if (model.output_bias) output_bias_ = weights.view(model.output_bias);
   if (model.position_embedding) position_embedding_ = projection(model.position_embedding, weights);
@@ -196,6 +194,7 @@ ForwardPass::Layer ForwardPass::layer_of(LayerKind kind, const LayerWeights& w, 
                  .in = merge(in, weights),
                  .relative_keys = view(w.relative_keys),
                  .relative_queries = view(w.relative_queries),
+                 .sinks = view(w.sinks),
                  .conv = view(conv_filter(w)),
                  .conv_bias = view(w.scan_conv_bias),
                  .scan = {},
@@ -221,9 +220,13 @@ ForwardPass::Layer ForwardPass::layer_of(LayerKind kind, const LayerWeights& w, 
     if (gate_up.size() > 1)
       throw UnsupportedModelError(
           "gate and up of experts are of different types: the Metal engine takes one, use device='cpu'");
-    layer.router = {projection(w.router, weights), view(w.router_bias)};
-    layer.experts_gate_up = gate_up[0];
-    layer.experts_down = projection(w.down_experts, weights);
+    layer.router = {projection(w.router, weights), view(w.router_bias), view(w.router_offset)};
+    layer.experts_gate_up = {gate_up[0], {}};
+    layer.experts_down = {projection(w.down_experts, weights), view(w.down_experts_bias)};
+    if (w.up_experts_bias)
+      layer.experts_gate_up.bias = weights.concatenate(
+          BufferName::kExpertsBias,
+          {{{&w.gate_experts_bias, w.gate_experts.rows}, {&w.up_experts_bias, w.up_experts.rows}}}, 1.0f);
   }
   if (w.second_residual_norm)
     layer.attn_output.second_norm =
@@ -322,7 +325,8 @@ AttentionArgs ForwardPass::attention_args(int layer) const {
           .position_bias = bool(position_bias_),
           .added_keys = 0,
           .query_step = u32_t(config_.query_step()),
-          .score_cap = config_.score_cap};
+          .score_cap = config_.score_cap,
+          .has_sinks = false};
 }
 
 RelativeScoresArgs ForwardPass::relative_args(const AttentionArgs& attention, const PassRows& rows) const {

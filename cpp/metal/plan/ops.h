@@ -106,8 +106,14 @@ struct Routes {
   // Tiles that routes of so many rows can have.
   std::size_t most_tiles(int tokens) const;
 };
-// The router of a layer, and its bias if it has one.
+// The router of a layer. `bias` is added to scores for the choice alone, `offset` to products; null: there is
+// none.
 struct Router {
+  Projection w;
+  View bias, offset;
+};
+// Matrices of all experts of a layer, and the biases of their rows; null: there are none.
+struct ExpertWeights {
   Projection w;
   View bias;
 };
@@ -117,14 +123,14 @@ void choose_experts(Encoder& e, const Router& router, const Norm& norm, const Vi
 void sort_routes(Encoder& e, const Routes& routes, int tokens);
 // Products of each route with the weights of its expert; x has rows of tokens for those with SwiGLU,
 // otherwise of routes. Those of matvec are bit-identical for any number of tokens.
-void matvec_experts_swiglu(Encoder& e, const Projection& w, const View& x, const Routes& routes,
+void matvec_experts_swiglu(Encoder& e, const ExpertWeights& experts, const View& x, const Routes& routes,
                            const View& y, int tokens, u32_t activation);
-void matvec_experts(Encoder& e, const Projection& w, const View& x, const Routes& routes, const View& y,
-                    int tokens);
-void matmul_experts_swiglu(Encoder& e, const Projection& w, const View& x, const Routes& routes,
+void matvec_experts(Encoder& e, const ExpertWeights& experts, const View& x, const Routes& routes,
+                    const View& y, int tokens);
+void matmul_experts_swiglu(Encoder& e, const ExpertWeights& experts, const View& x, const Routes& routes,
                            const View& y, int tokens, u32_t activation);
-void matmul_experts(Encoder& e, const Projection& w, const View& x, const Routes& routes, const View& y,
-                    int tokens);
+void matmul_experts(Encoder& e, const ExpertWeights& experts, const View& x, const Routes& routes,
+                    const View& y, int tokens);
 // x += the sum of the results y of the experts of each row.
 void add_experts(Encoder& e, const Routes& routes, const View& y, const View& x, int dim, int tokens);
 
@@ -140,9 +146,9 @@ void attention_decode(Encoder& e, const View& q, const Sequences& sequences, con
 void rope_attention_decode(Encoder& e, const RopeInputs& inputs, const View& qkv, const Sequences& sequences,
                            const LayerCache& cache, const AttentionOutput& output, RopeAttentionArgs args);
 // One dispatch, or several if one would have more work than a command buffer (see Tuning). `additions` are a
-// position bias or the result of relative_scores; otherwise any buffer will do.
+// position bias or the result of relative_scores, `sinks` those of the heads; otherwise any buffer will do.
 void attention_prefill(Encoder& e, const View& q, const Sequences& sequences, const LayerCache& cache,
-                       const View& additions, const View& out, AttentionArgs args);
+                       const View& additions, const View& sinks, const View& out, AttentionArgs args);
 // Keys and queries of relative positions, and which of them a distance has.
 struct RelativePositions {
   View keys, queries, row_of;

@@ -227,7 +227,7 @@ void relative_scores(Encoder& e, const RelativePositions& positions, const View&
 }
 
 void attention_prefill(Encoder& e, const View& q, const Sequences& sequences, const LayerCache& cache,
-                       const View& additions, const View& out, AttentionArgs args) {
+                       const View& additions, const View& sinks, const View& out, AttentionArgs args) {
   // Threadgroup memory of a simdgroup, each of which takes a tile; on tensors all of them share one.
   const std::size_t bytes =
       std::size_t(PREFILL_SCRATCH(e.cache().prefill_size(), element_bytes(e.cache()))) * sizeof(float);
@@ -243,7 +243,7 @@ void attention_prefill(Encoder& e, const View& q, const Sequences& sequences, co
     const std::size_t simdgroups = prefill_simdgroups(e.tuning(), allowed, args.tiles, args.n_kv_heads);
     e.dispatch(on_tensors ? Kernel::kAttentionTensor : Kernel::kAttentionPrefill,
                {q, sequences.tiles.at(range.first * sizeof(AttentionTile)), sequences.pages, cache.keys,
-                cache.values, additions, out},
+                cache.values, additions, sinks, out},
                args,
                {.x = ceil_div(args.tiles, simdgroups),
                 .y = args.n_kv_heads,

@@ -14,14 +14,19 @@ int rows_of_expert(const Projection& w, const Routes& routes, int matrices) {
   return w.out_dim / matrices / routes.experts;
 }
 
-ExpertsArgs args_of(const Projection& w, const Routes& routes, int out_dim, u32_t activation) {
-  return {.weights = w.stack,
-          .in_dim = u32_t(w.in_dim),
+ExpertsArgs args_of(const ExpertWeights& experts, const Routes& routes, int out_dim, u32_t activation) {
+  return {.weights = experts.w.stack,
+          .in_dim = u32_t(experts.w.in_dim),
           .out_dim = u32_t(out_dim),
           .used = u32_t(routes.used),
           .lanes_per_row = 0,
           .activation = activation,
-          .unused = 0};
+          .has_bias = bool(experts.bias)};
+}
+
+// A binding for which the model has no tensor is never read, but must have some buffer.
+const View& bias_of(const ExpertWeights& experts) {
+  return experts.bias ? experts.bias : experts.w.weights;
 }
 
 // Multiply-adds of the routes of `tokens` rows.
@@ -29,11 +34,12 @@ double work_of(const Projection& w, const Routes& routes, int tokens) {
   return double(w.out_dim) / routes.experts * w.in_dim * routes.used * tokens;
 }
 
-void dispatch_matvec(Encoder& e, Kernel kernel, const Projection& w, const View& x, const Routes& routes,
-                     const View& y, int tokens, ExpertsArgs args) {
+void dispatch_matvec(Encoder& e, Kernel kernel, const ExpertWeights& experts, const View& x,
+                     const Routes& routes, const View& y, int tokens, ExpertsArgs args) {
+  const Projection& w = experts.w;
   const std::size_t threads = std::size_t(e.tuning().matvec_group);
   args.lanes_per_row = u32_t(kSimd);
-  e.dispatch({kernel, w.type}, {w.weights, x, routes.routes, y}, args,
+  e.dispatch({kernel, w.type}, {w.weights, bias_of(experts), x, routes.routes, y}, args,
              {.x = ceil_div(std::size_t(args.out_dim), threads / kSimd),
               .y = std::size_t(tokens) * std::size_t(routes.used),
               .threads = threads,
@@ -52,13 +58,15 @@ void choose_experts(Encoder& e, const Router& router, const Norm& norm, const Vi
                     int tokens, bool sigmoid, bool normalize, float scale) {
   const KernelKey kernel = {Kernel::kChooseExperts, router.w.type};
   e.dispatch(kernel,
-             {router.w.weights, norm.weight, router.bias ? router.bias : norm.weight, x, routes.routes},
+             {router.w.weights, norm.weight, router.bias ? router.bias : norm.weight,
+              router.offset ? router.offset : norm.weight, x, routes.routes},
              ChooseExpertsArgs{.dim = u32_t(router.w.in_dim),
                                .row_bytes = router.w.stack.row_bytes,
                                .experts = u32_t(routes.experts),
                                .used = u32_t(routes.used),
                                .sigmoid = sigmoid,
                                .has_bias = bool(router.bias),
+                               .has_offset = bool(router.offset),
                                .normalize = normalize,
                                .scale = scale,
                                .eps = norm.eps,
@@ -75,33 +83,37 @@ void sort_routes(Encoder& e, const Routes& routes, int tokens) {
              {.x = 1, .threads = allowed_threads(e, Kernel::kSortRoutes, 8 * kSimd)});
 }
 
-void matvec_experts_swiglu(Encoder& e, const Projection& w, const View& x, const Routes& routes,
+void matvec_experts_swiglu(Encoder& e, const ExpertWeights& experts, const View& x, const Routes& routes,
                            const View& y, int tokens, u32_t activation) {
-  dispatch_matvec(e, Kernel::kMatvecExpertsSwiglu, w, x, routes, y, tokens,
-                  args_of(w, routes, rows_of_expert(w, routes, 2), activation));
+  dispatch_matvec(e, Kernel::kMatvecExpertsSwiglu, experts, x, routes, y, tokens,
+                  args_of(experts, routes, rows_of_expert(experts.w, routes, 2), activation));
 }
 
-void matvec_experts(Encoder& e, const Projection& w, const View& x, const Routes& routes, const View& y,
-                    int tokens) {
-  dispatch_matvec(e, Kernel::kMatvecExperts, w, x, routes, y, tokens,
-                  args_of(w, routes, rows_of_expert(w, routes, 1), 0));
+void matvec_experts(Encoder& e, const ExpertWeights& experts, const View& x, const Routes& routes,
+                    const View& y, int tokens) {
+  dispatch_matvec(e, Kernel::kMatvecExperts, experts, x, routes, y, tokens,
+                  args_of(experts, routes, rows_of_expert(experts.w, routes, 1), 0));
 }
 
-void matmul_experts_swiglu(Encoder& e, const Projection& w, const View& x, const Routes& routes,
+void matmul_experts_swiglu(Encoder& e, const ExpertWeights& experts, const View& x, const Routes& routes,
                            const View& y, int tokens, u32_t activation) {
+  const Projection& w = experts.w;
   const int rows = rows_of_expert(w, routes, 2);
-  e.dispatch({Kernel::kMatmulExpertsSwiglu, w.type}, {w.weights, x, routes.rows, routes.tiles, y},
-             args_of(w, routes, rows, activation),
+  e.dispatch({Kernel::kMatmulExpertsSwiglu, w.type},
+             {w.weights, bias_of(experts), x, routes.rows, routes.tiles, y},
+             args_of(experts, routes, rows, activation),
              {.x = ceil_div(std::size_t(rows), kTile / 2),
               .y = routes.most_tiles(tokens),
               .threads = MATMUL_THREADS,
               .work = work_of(w, routes, tokens)});
 }
 
-void matmul_experts(Encoder& e, const Projection& w, const View& x, const Routes& routes, const View& y,
-                    int tokens) {
+void matmul_experts(Encoder& e, const ExpertWeights& experts, const View& x, const Routes& routes,
+                    const View& y, int tokens) {
+  const Projection& w = experts.w;
   const int rows = rows_of_expert(w, routes, 1);
-  e.dispatch({Kernel::kMatmulExperts, w.type}, {w.weights, x, routes.tiles, y}, args_of(w, routes, rows, 0),
+  e.dispatch({Kernel::kMatmulExperts, w.type}, {w.weights, bias_of(experts), x, routes.tiles, y},
+             args_of(experts, routes, rows, 0),
              {.x = ceil_div(std::size_t(rows), kTile),
               .y = routes.most_tiles(tokens),
               .threads = MATMUL_THREADS,

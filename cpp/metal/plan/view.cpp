@@ -79,6 +79,8 @@ BufferTraits traits_of(BufferName name) {
       return {"ffn_bias", true};
     case BufferName::kPositionBias:
       return {"position_bias", true};
+    case BufferName::kExpertsBias:
+      return {"experts_bias", true};
     case BufferName::kHeadNorm:
       return {"head_norm", true};
     case BufferName::kKeys:

@@ -43,7 +43,8 @@ enum class BufferName {
 
   kWeights = kActivationCount,  // of the file
   kQkvBias,
-  kFfnBias,  // of gate and up
+  kFfnBias,      // of gate and up
+  kExpertsBias,  // the same of all experts
   kPositionBias,
   kHeadNorm,  // weights of the output norm, times the scale of the logits
   kKeys,      // pages of the pool, from the keys of a layer in the first one on

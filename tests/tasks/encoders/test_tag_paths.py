@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from support.encoder_folders import PRIVACY_TAGS, private_parts
-from support.encoder_tasks import FileOf, opened
+from support.encoder_tasks import NEAR, FileOf, opened
 from support.task_folders import TAGGERS, TEXTS
 from tokenizers import Tokenizer
 
@@ -159,6 +159,22 @@ def test_wrong_biases_are_refused(
 ) -> None:
     with opened(file_of(private_parts)) as model, pytest.raises(error, match=message):
         model.label_tokens(TEXTS, transitions=biases)
+
+
+def test_parts_on_metal_are_those_of_the_cpu(metal: None, file_of: FileOf) -> None:
+    path = file_of(private_parts)
+    with opened(path) as cpu, opened(path, "metal") as model:
+        assert model.backend == "metal"
+        for biases in ({}, BIASES, {"background_stay": -3.0}):
+            expected = cpu.label_tokens(TEXTS, transitions=biases)
+            found = model.label_tokens(TEXTS, transitions=biases)
+            for entities, others in zip(found, expected, strict=True):
+                assert [(e.label, e.start, e.end) for e in entities] == [
+                    (e.label, e.start, e.end) for e in others
+                ]
+                assert [e.score for e in entities] == pytest.approx(
+                    [e.score for e in others], abs=NEAR["metal"]
+                )
 
 
 def test_labels_are_the_same_alone_and_in_any_batch(file_of: FileOf) -> None:

@@ -112,7 +112,13 @@ _BIAS_STEPS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 23, 32, 46, 64, 91)
 
 
 def _attend(
-    q: Values, keys: Values, values: Values, a: dict[str, Any], distances: Values, added: Values | float
+    q: Values,
+    keys: Values,
+    values: Values,
+    a: dict[str, Any],
+    distances: Values,
+    added: Values | float,
+    sinks: Values | None,
 ) -> Values:
     group = a["n_heads"] // a["n_kv_heads"]
     keys, values = keys.repeat(group, 1), values.repeat(group, 1)
@@ -124,8 +130,11 @@ def _attend(
         steps = np.where(head < whole, head + 1.0, head - whole + 0.5)
         scores -= (2.0 ** (-a["max_alibi_bias"] * steps / whole))[:, None] * np.abs(distances)
     scores = scores + added
+    if sinks is not None:  # scores without values
+        scores = np.concatenate([scores, sinks[:, None]], axis=1)
     weights = np.exp(scores - scores.max(-1, keepdims=True))
-    result: Values = np.einsum("hp,phd->hd", weights / weights.sum(-1, keepdims=True), values)
+    weights /= weights.sum(-1, keepdims=True)
+    result: Values = np.einsum("hp,phd->hd", weights[:, : len(values)], values)
     return result
 
 
@@ -194,7 +203,7 @@ def attention(d: Captured) -> Expected:
     prefill = d.kernel.startswith(("attention_prefill", "attention_tensor"))
     first = 3 if fused else -1  # the bindings of rope come first
     q_binding, rows_binding, pages, k, v, out = (first + i for i in range(1, 7))
-    out += prefill  # after what is added to scores
+    out += 2 * prefill  # after what is added to scores, and sinks
     head, width = a["key_dim"], a["n_heads"] * a["value_dim"]
     stride = a["q_stride"]
     if prefill:
@@ -217,7 +226,8 @@ def attention(d: Captured) -> Expected:
         seen = _seen(position, end, a["window"], bool(a.get("both_ways")))
         distances = np.array(seen, np.int64) - position
         added = _added(d, token, seen, distances) if prefill else 0.0
-        expected = _attend(q, keys.of(seen), values.of(seen), a, distances, added)
+        sinks = d.before(6, np.float32)[: a["n_heads"]].astype(np.float64) if a["has_sinks"] else None
+        expected = _attend(q, keys.of(seen), values.of(seen), a, distances, added, sinks)
         if a["splits"] > 1 and not prefill:
             shape = (a["n_heads"], a["splits"], a["value_dim"] + 2)
             size = int(np.prod(shape))

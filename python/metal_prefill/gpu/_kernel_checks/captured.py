@@ -17,6 +17,7 @@ Expected = Iterator[tuple[Values, Values]]  # actual and expected results
 SILU = _core.shader_constants["ACTIVATION_SILU"]
 _RELU = _core.shader_constants["ACTIVATION_RELU"]
 _GELU_ERF = _core.shader_constants["ACTIVATION_GELU_ERF"]
+_CLAMPED_SILU = _core.shader_constants["ACTIVATION_CLAMPED"]
 SAMPLED_ROWS = 24
 SAMPLED_TOKENS = 3
 
@@ -65,6 +66,14 @@ def activate(x: Values, activation: int) -> Values:
     argument = x if activation == SILU else 1.5957691216057308 * (x + 0.044715 * x**3)
     result: Values = x / (1.0 + np.exp(-argument))
     return result
+
+
+def activate_gated(gate: Values, up: Values, activation: int) -> Values:
+    if activation == _CLAMPED_SILU:
+        gate, up = np.minimum(gate, 7.0), np.clip(up, -7.0, 7.0)  # as in gpt-oss
+        limited: Values = gate / (1.0 + np.exp(-1.702 * gate)) * (up + 1.0)
+        return limited
+    return activate(gate, activation) * up
 
 
 def rms_normed(x: Values, weight: Values, eps: float) -> Values:

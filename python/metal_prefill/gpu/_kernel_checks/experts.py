@@ -12,7 +12,7 @@ from metal_prefill.gpu._kernel_checks.captured import (
     Captured,
     Expected,
     Values,
-    activate,
+    activate_gated,
     rms_normed,
     some_of,
 )
@@ -26,13 +26,16 @@ def choose_experts(d: Captured) -> Expected:
     """Compare factors: if two scores nearly agree, the order of their experts may differ."""
     args, used = d.args, d.args["used"]
     dim, experts = args["dim"], args["experts"]
-    routes = d.after(4, _ROUTE)
+    routes = d.after(5, _ROUTE)
     norm = d.before(1, np.float32)[:dim].astype(np.float64)
-    bias = d.before(2, np.float32)[:experts].astype(np.float64) if args["has_bias"] else np.zeros(experts)
+    bias, offset = (
+        d.before(binding, np.float32)[:experts].astype(np.float64) if args[has] else np.zeros(experts)
+        for binding, has in ((2, "has_bias"), (3, "has_offset"))
+    )
     router = Matrix(d, columns=dim, rows=[experts], offsets=[0]).rows(np.arange(experts))
     for token in some_of(d.grid[0], SAMPLED_TOKENS):
-        x = d.before(3, np.float32)[token * dim : (token + 1) * dim].astype(np.float64)
-        products = router @ rms_normed(x, norm, args["eps"])
+        x = d.before(4, np.float32)[token * dim : (token + 1) * dim].astype(np.float64)
+        products = router @ rms_normed(x, norm, args["eps"]) + offset
         if args["sigmoid"]:
             scores = 1 / (1 + np.exp(-products))
         else:
@@ -79,36 +82,35 @@ def add_experts(d: Captured) -> Expected:
 
 def _of_experts(d: Captured, expert: int, x: Values, rows: Values) -> Values:
     """Return products of rows of an expert, activated where the kernel does."""
-    first, gated = expert * d.args["out_dim"] + rows, "swiglu" in d.kernel
+    first, both = expert * d.args["out_dim"] + rows, "swiglu" in d.kernel
     matrix = Matrix(d)
-    if not gated:
-        products: Values = matrix.rows(first) @ x
-        return products
-    gate, up = (matrix.rows_of(np.full(len(rows), which), first) @ x for which in range(2))
-    activated: Values = activate(gate, d.args["activation"]) * up
-    return activated
+    products = [matrix.rows_of(np.full(len(rows), which), first) @ x for which in range(1 + both)]
+    if d.args["has_bias"]:
+        bias = d.before(1, np.float32).astype(np.float64)
+        products = [y + bias[i * d.args["rows"][0] + first] for i, y in enumerate(products)]
+    return activate_gated(*products, d.args["activation"]) if both else products[0]
 
 
 def matvec_experts(d: Captured) -> Expected:
     width, out_dim = d.args["in_dim"], d.args["out_dim"]
-    rows, x = some_of(out_dim, SAMPLED_ROWS), d.before(1, np.float32)
+    rows, x = some_of(out_dim, SAMPLED_ROWS), d.before(2, np.float32)
     for route in some_of(d.grid[1], SAMPLED_TOKENS):
         token = int(route) // d.args["used"] if "swiglu" in d.kernel else int(route)
-        expert = int(d.before(2, _ROUTE)["expert"][route])
+        expert = int(d.before(3, _ROUTE)["expert"][route])
         expected = _of_experts(d, expert, x[token * width : (token + 1) * width].astype(np.float64), rows)
-        yield d.after(3, np.float32)[route * out_dim + rows], expected
+        yield d.after(4, np.float32)[route * out_dim + rows], expected
 
 
 def matmul_experts(d: Captured) -> Expected:
-    width, out_dim, gated = d.args["in_dim"], d.args["out_dim"], "swiglu" in d.kernel
-    rows, x = some_of(out_dim, SAMPLED_ROWS), d.before(1, np.float16)
-    tiles = d.before(3 if gated else 2, _TILE)[: d.grid[1]]
+    width, out_dim, both = d.args["in_dim"], d.args["out_dim"], "swiglu" in d.kernel
+    rows, x = some_of(out_dim, SAMPLED_ROWS), d.before(2, np.float16)
+    tiles = d.before(4 if both else 3, _TILE)[: d.grid[1]]
     tiles = tiles[tiles["count"] > 0]
     for i in some_of(len(tiles), SAMPLED_TOKENS):
         tile = tiles[i]
         for place in {int(tile["first"]), int(tile["first"] + tile["count"]) - 1}:
-            row = int(d.before(2, np.uint32)[place]) if gated else place
+            row = int(d.before(3, np.uint32)[place]) if both else place
             vector = x[row * width : (row + 1) * width].astype(np.float64)
             expected = _of_experts(d, int(tile["expert"]), vector, rows)
-            y = d.after(4 if gated else 3, np.float16 if gated else np.float32)
+            y = d.after(5 if both else 4, np.float16 if both else np.float32)
             yield y[place * out_dim + rows], expected

@@ -13,7 +13,7 @@ from metal_prefill.gpu._kernel_checks.captured import (
     Captured,
     Expected,
     Values,
-    activate,
+    activate_gated,
     rms_normed,
     some_of,
 )
@@ -94,7 +94,7 @@ def product(d: Captured) -> Expected:
         if normed:
             vector = rms_normed(vector, d.before(1, np.float32)[:width].astype(np.float64), args["eps"])
         products = [w @ vector for w in weights]
-        expected = activate(products[0], args["activation"]) * products[1] if gated else products[0]
+        expected = activate_gated(*products, args["activation"]) if gated else products[0]
         where = token * stride + rows
         yield (
             d.after(y_binding, y_type)[where],

@@ -10,6 +10,7 @@ from metal_prefill.gpu._kernel_checks.captured import (
     Captured,
     Expected,
     activate,
+    activate_gated,
     rms_normed,
     some_of,
 )
@@ -83,7 +84,10 @@ def swiglu(d: Captured) -> Expected:
     bias = d.before(0, np.float32)[:columns] if d.args["has_bias"] else 0.0
     for token in some_of(d.args["tokens"], SAMPLED_TOKENS):
         row = d.before(1, np.float32)[token * columns : (token + 1) * columns].astype(np.float64) + bias
-        expected = activate(row[:n], d.args["activation"]) * (row[n:] if d.args["gated"] else 1.0)
+        activation = d.args["activation"]
+        expected = (
+            activate_gated(row[:n], row[n:], activation) if d.args["gated"] else activate(row, activation)
+        )
         yield d.after(2, out)[token * n : (token + 1) * n], expected
 
 
