@@ -351,8 +351,8 @@ def privacy_filter(
     folder = _filled(Folder(path, config, {}), prefix, shapes, seed)
     sizes = {"sinks": 4.0, "gate_up_proj": 2.0, "gate_up_proj_bias": 4.0, "router.weight": 2.0}
     # As in trained models, layers add less to the stream than it has, and keys allow for the factor of YaRN.
-    # Otherwise errors grow from layer to layer: without the next line, and with larger gates, computing in float64
-    # with operands of products that are rounded to half precision has an NMSE of 1.5e-5.
+    # Otherwise errors grow from layer to layer: without the next line, and with larger gates, computing in
+    # float64 with operands of products that are rounded to half precision has an NMSE of 1.5e-5.
     sizes |= {"embed_tokens.weight": 8.0, "k_proj.weight": 0.5, "o_proj.weight": 0.7, "down_proj": 0.2}
     for name, tensor in folder.tensors.items():
         size = next((size for end, size in sizes.items() if name.endswith(end)), 1.0)

@@ -88,7 +88,7 @@ def _of_experts(d: Captured, expert: int, x: Values, rows: Values) -> Values:
     if d.args["has_bias"]:
         bias = d.before(1, np.float32).astype(np.float64)
         products = [y + bias[i * d.args["rows"][0] + first] for i, y in enumerate(products)]
-    return activate_gated(*products, d.args["activation"]) if both else products[0]
+    return activate_gated(products[0], products[1], d.args["activation"]) if both else products[0]
 
 
 def matvec_experts(d: Captured) -> Expected:

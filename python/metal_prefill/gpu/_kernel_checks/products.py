@@ -94,7 +94,7 @@ def product(d: Captured) -> Expected:
         if normed:
             vector = rms_normed(vector, d.before(1, np.float32)[:width].astype(np.float64), args["eps"])
         products = [w @ vector for w in weights]
-        expected = activate_gated(*products, args["activation"]) if gated else products[0]
+        expected = activate_gated(products[0], products[1], args["activation"]) if gated else products[0]
         where = token * stride + rows
         yield (
             d.after(y_binding, y_type)[where],
