@@ -173,8 +173,11 @@ def slow_text(
         for _ in range(3):  # another program may interrupt one
             begin = time.thread_time()
             apply(content)
-            if time.thread_time() - begin < SECONDS:
+            taken = time.thread_time() - begin
+            if taken < SECONDS:
                 return False
+            if taken > 10 * SECONDS:  # no interruption takes so much of the thread's time
+                return True
         return True
 
     pumps = ["".join(pump) for n in (1, 2) for pump in itertools.product(parts, repeat=n)]
