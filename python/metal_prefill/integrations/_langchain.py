@@ -15,7 +15,6 @@ from typing import Any
 
 from metal_prefill.errors import MissingExtraError
 from metal_prefill.integrations._shared import Embedder, Writer
-from metal_prefill.model import Model
 
 try:
     from langchain_core.documents import BaseDocumentCompressor
@@ -25,6 +24,8 @@ try:
     from langchain_core.output_parsers import JsonOutputParser, PydanticOutputParser
     from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
     from pydantic import BaseModel, Field, PrivateAttr
+
+    from metal_prefill.integrations._ranking import Reranker
 except ImportError as error:
     raise MissingExtraError(f"classes for LangChain need: pip install langchain-core ({error})") from error
 
@@ -145,28 +146,15 @@ def _result(text: str) -> Any:
     return ChatResult(generations=[ChatGeneration(message=AIMessage(content=text))])
 
 
-class LangChainReranker(BaseDocumentCompressor):  # type: ignore[misc,unused-ignore]
+class LangChainReranker(Reranker, BaseDocumentCompressor):  # type: ignore[misc,unused-ignore]
     """The documents most relevant to a query, best first, with ``relevance_score`` in their metadata."""
-
-    model: str | None = Field(default=None, description="model, as for metal_prefill.Model")
-    top_n: int | None = Field(default=None, ge=1, description="number of documents; None keeps all")
-    options: dict[str, Any] = Field(default_factory=dict, description="options of metal_prefill.Model.rerank")
-    model_options: dict[str, Any] = Field(default_factory=dict, description="options of metal_prefill.Model")
-    _model: Model = PrivateAttr()
-
-    def model_post_init(self, context: Any, /) -> None:
-        """Open the model."""
-        super().model_post_init(context)
-        self._model = Model(self.model, **self.model_options)
 
     def compress_documents(self, documents: Sequence[Any], query: str, callbacks: Any = None) -> list[Any]:
         """Return documents by their relevance."""
-        if not documents:
-            return []
         texts = [document.page_content for document in documents]
         return [
             documents[found.index].model_copy(
                 update={"metadata": {**documents[found.index].metadata, "relevance_score": found.score}}
             )
-            for found in self._model.rerank(query, texts, self.top_n, **self.options)
+            for found in self._ranked(query, texts)
         ]

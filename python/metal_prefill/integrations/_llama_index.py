@@ -15,7 +15,6 @@ from typing import Any
 
 from metal_prefill.errors import MissingExtraError
 from metal_prefill.integrations._shared import Embedder, Writer
-from metal_prefill.model import Model
 
 try:
     from llama_index.core.base.embeddings.base import BaseEmbedding
@@ -29,6 +28,8 @@ try:
     from llama_index.core.llms import CustomLLM
     from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_callback
     from llama_index.core.postprocessor.types import BaseNodePostprocessor
+
+    from metal_prefill.integrations._ranking import Reranker
 except ImportError as error:
     raise MissingExtraError(f"classes for LlamaIndex need: pip install llama-index-core ({error})") from error
 
@@ -171,25 +172,11 @@ async def _growing_async(
         yield response(whole, piece)
 
 
-class LlamaIndexReranker(BaseNodePostprocessor):  # type: ignore[misc,unused-ignore]
+class LlamaIndexReranker(Reranker, BaseNodePostprocessor):  # type: ignore[misc,unused-ignore]
     """The nodes that are most relevant to a query, best first, with their scores."""
-
-    model: str | None = Field(default=None, description="model, as for metal_prefill.Model")
-    top_n: int | None = Field(default=None, ge=1, description="number of nodes; None keeps all")
-    options: dict[str, Any] = Field(default_factory=dict, description="options of metal_prefill.Model.rerank")
-    model_options: dict[str, Any] = Field(default_factory=dict, description="options of metal_prefill.Model")
-    _model: Model = PrivateAttr()
-
-    def model_post_init(self, context: Any, /) -> None:
-        """Open the model."""
-        super().model_post_init(context)
-        self._model = Model(self.model, **self.model_options)
 
     def _postprocess_nodes(self, nodes: list[Any], query_bundle: Any = None) -> list[Any]:
         if query_bundle is None:
             raise ValueError("ranking nodes needs a query: pass query_str or query_bundle")
-        if not nodes:
-            return []
-        texts = [node.get_content() for node in nodes]
-        ranked = self._model.rerank(query_bundle.query_str, texts, self.top_n, **self.options)
+        ranked = self._ranked(query_bundle.query_str, [node.get_content() for node in nodes])
         return [nodes[found.index].model_copy(update={"score": found.score}) for found in ranked]
