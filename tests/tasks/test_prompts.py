@@ -50,6 +50,7 @@ def same(model: Model, text: str, instruction: str | None, whole: str) -> None:
         ("bge-m3", "", ""),
         ("all-MiniLM-L6-v2", "", ""),
         ("gte-small", "", ""),
+        ("pplx-embed-v1-0.6B", "", ""),
         ("modernbert-embed-base", "search_query: ", "search_document: "),
     ],
 )

@@ -61,7 +61,7 @@ CARDS: tuple[tuple[str, Mapping[str, str]], ...] = (
     (r"\barctic-embed", {**_PLAIN, "query": _SEARCH}),
     (r"\bnomic-embed-text|\bmodernbert-embed", PROMPTS["nomic-bert"]),
     (
-        r"\ball-(minilm|mpnet|distilroberta)|\bparaphrase-|\bgte-(small|base|large|multilingual|modernbert)|\bgranite-embedding|\bjina-embeddings-v2",
+        r"\ball-(minilm|mpnet|distilroberta)|\bparaphrase-|\bgte-(small|base|large|multilingual|modernbert)|\bgranite-embedding|\bjina-embeddings-v2|\bpplx-embed",
         _PLAIN,
     ),
 )
