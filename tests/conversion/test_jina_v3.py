@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from support import encoder_folders, model_folders
 from support.model_folders import DIM, LAYERS, Folder, read, values
 from support.task_folders import TEXTS
 
-from metal_prefill import GGUFError, Model
+from metal_prefill import GGUFError, Model, UnsupportedModelError
 from metal_prefill.cli import main
 from metal_prefill.conversion import convert
 
@@ -38,6 +39,9 @@ def plain(path: Path) -> Folder:
         "rotary_emb_base": folder.config.pop("rope_parameters")["rope_theta"],
     }
     folder.pool()
+    modules = json.loads((folder.path / "modules.json").read_bytes())
+    modules[0] |= {"type": "custom_st.Transformer", "kwargs": ["task"]}
+    folder.json("modules.json", modules)
     return folder
 
 
@@ -95,6 +99,15 @@ def test_each_adapter_has_its_own_conversion(tmp_path: Path) -> None:
     for i, vectors in enumerate(found[:-1]):
         for others in found[i + 1 : -1]:
             assert np.abs(vectors - others).max() > 0.01
+
+
+def test_a_module_of_its_own_code_that_does_more_is_refused(tmp_path: Path) -> None:
+    folder = plain(tmp_path / "m")
+    modules = json.loads((folder.path / "modules.json").read_bytes())
+    modules[0]["kwargs"] = ["task", "truncate_dim"]
+    folder.json("modules.json", modules)
+    with pytest.raises(UnsupportedModelError, match=r"custom_st\.Transformer is not supported"):
+        convert(folder.write(), tmp_path / "m.gguf")
 
 
 def test_an_unknown_adapter_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

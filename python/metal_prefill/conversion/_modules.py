@@ -59,6 +59,7 @@ _OF_CLASSES: dict[Any, NumberedPooling] = {"avg": "mean", "cls": "cls", "last": 
 # Classes of modules: in their order without a pooling, and those that may follow one in any order.
 _OF_TOKENS = ("Transformer", "Dense", "Normalize", "MultiVectorMask")
 _QUANTIZER = "FlexibleQuantizer"  # of pplx-embed's own code
+_CHOOSES_ADAPTER = "custom_st.Transformer"  # of jina-embeddings-v3, whose adapter is chosen when it is opened
 _AFTER_POOLING = ("Dense", "LayerNorm", "Normalize", "Dropout", _QUANTIZER)
 KINDS = (
     *_OF_TOKENS,
@@ -248,6 +249,8 @@ def _kind_of(module: Fields) -> str:
     """Return the class of a module, without its package."""
     name = module.string("type").replace("MLMTransformer", "Transformer")  # as early folders have it
     package, _, kind = name.rpartition(".")
+    if name == _CHOOSES_ADAPTER and module.sequence("kwargs") == ["task"]:
+        return "Transformer"
     packages = ("st_quantize",) if kind == _QUANTIZER else ("sentence_transformers", "pylate")
     if package.split(".")[0] not in packages or kind not in KINDS:
         raise module.unsupported(f"{module.name('type')} {name} is not supported")
