@@ -31,6 +31,16 @@ ARGS_STRUCT(RmsnormArgs)
   ARGS_FIELD(float, eps)
 ARGS_END(RmsnormArgs, 16)
 
+// y[t] = (y[t] + x[t] / sqrt(mean(x[t]^2) + eps) * weight) * scale. Then, in rmsnorm_add_norm,
+// normed[t] = y[t] / sqrt(mean(y[t]^2) + next_eps) * next_weight, or y[t].
+ARGS_STRUCT(RmsnormAddArgs)
+  ARGS_FIELD(u32_t, dim)
+  ARGS_FIELD(u32_t, has_scale)  // false: the factor is 1
+  ARGS_FIELD(u32_t, has_next)   // false: no second norm
+  ARGS_FIELD(float, eps)
+  ARGS_FIELD(float, next_eps)
+ARGS_END(RmsnormAddArgs, 20)
+
 // y[t] = (x[t] - mean(x[t])) / sqrt(variance(x[t]) + eps) * weight + bias
 ARGS_STRUCT(LayernormArgs)
   ARGS_FIELD(u32_t, dim)
@@ -91,7 +101,7 @@ ARGS_STRUCT(AttentionTile)
 ARGS_END(AttentionTile, 24)
 
 // Rotates q in place and appends K and V to the cache. A row of qkv begins with [n_heads * query_step |
-// n_kv_heads * key_dim | n_kv_heads * value_dim].
+// n_kv_heads * key_dim | n_kv_heads * value_dim], or only has queries.
 ARGS_STRUCT(RopeArgs)
   ARGS_FIELD(u32_t, n_heads)
   ARGS_FIELD(u32_t, n_kv_heads)
@@ -103,12 +113,14 @@ ARGS_STRUCT(RopeArgs)
   ARGS_FIELD(u32_t, has_bias)      // biases of q, k and v are bound
   ARGS_FIELD(u32_t, has_q_norm)    // RMSNorm of each head, here
   ARGS_FIELD(u32_t, has_k_norm)
-  ARGS_FIELD(u32_t, norm_after)    // the norms follow the rotation
+  ARGS_FIELD(u32_t, has_v_norm)    // without weights
+  ARGS_FIELD(u32_t, norm_after)    // the norms of q and k follow the rotation
   ARGS_FIELD(float, eps)
   ARGS_FIELD(u32_t, skip_queries)  // only K and V are needed
+  ARGS_FIELD(u32_t, skip_keys)     // the cache has K and V of these rows
   ARGS_FIELD(u32_t, query_step)    // from one head of q to the next
   ARGS_FIELD(u32_t, row_stride)    // from one token of qkv to the next
-ARGS_END(RopeArgs, 60)
+ARGS_END(RopeArgs, 68)
 
 // softmax(scale * q . k) v over the keys at and before each token's position. K and V of a page are
 // [PAGE_POSITIONS][kv_head][dim].
@@ -149,7 +161,7 @@ ARGS_END(RelativeScoresArgs, 32)
 ARGS_STRUCT(RopeAttentionArgs)
   ARGS_FIELD(RopeArgs, rope)
   ARGS_FIELD(AttentionArgs, attention)
-ARGS_END(RopeAttentionArgs, 132)
+ARGS_END(RopeAttentionArgs, 140)
 
 // y[t][head] *= sigmoid(gate[t][head]). The gate of a head follows its query in a row of q.
 ARGS_STRUCT(GateHeadsArgs)
@@ -190,7 +202,7 @@ ARGS_STRUCT(RopeConvArgs)
   ARGS_FIELD(u32_t, qkv_column)   // of a row
   ARGS_FIELD(u32_t, conv_column)
   ARGS_FIELD(u32_t, head_groups)  // threadgroups of a row that process heads
-ARGS_END(RopeConvArgs, 104)
+ARGS_END(RopeConvArgs, 112)
 
 // The scan of a state-space layer. A row of the input is [heads][dim] of x, [groups][rows] of b, and the same
 // of c.
@@ -246,6 +258,22 @@ ARGS_STRUCT(SwigluArgs)
   ARGS_FIELD(u32_t, gated)
   ARGS_FIELD(u32_t, has_bias)
 ARGS_END(SwigluArgs, 20)
+
+// x[t][layer] = (x[t][layer] / sqrt(mean(x[t][layer]^2) + eps) * weight + added[t][layer]) / sqrt(2)
+ARGS_STRUCT(LayerInputsArgs)
+  ARGS_FIELD(u32_t, dim)     // of a layer
+  ARGS_FIELD(u32_t, layers)
+  ARGS_FIELD(float, filled)  // part of `dim` that is not padding
+  ARGS_FIELD(float, eps)
+ARGS_END(LayerInputsArgs, 16)
+
+// out[t][i] = activation(gate[t][i]) * input[t][i]
+ARGS_STRUCT(GateInputArgs)
+  ARGS_FIELD(u32_t, dim)
+  ARGS_FIELD(u32_t, input_stride)  // from one token of the input to the next
+  ARGS_FIELD(u32_t, tokens)
+  ARGS_FIELD(u32_t, activation)
+ARGS_END(GateInputArgs, 16)
 
 // One of the experts of a row.
 ARGS_STRUCT(Route)

@@ -9,6 +9,11 @@
 #define ATTENTION_TENSOR_ROWS 64
 #define ATTENTION_TENSOR_DIMS(dims) ((dims) == 64 || (dims) == 128)
 
+// Lanes of attention_decode that share a key, by the most dimensions of a head, and the parts of a head, of
+// four values for each of these lanes.
+#define DECODE_LANES(dims) ((dims) <= 256 ? 8 : 16)
+#define DECODE_CHUNKS(dims) ((dims) / (4 * DECODE_LANES(dims)))
+
 // Query heads that a threadgroup of attention_decode processes together, so that they share the reads of K
 // and V. Limited by registers: a lane holds 8 * chunks values of query and output for each head.
 #define DECODE_HEADS(chunks) ((chunks) <= 2 ? 4 : (chunks) <= 4 ? 2 : 1)
@@ -21,6 +26,10 @@
 // the bytes of a cached element. Limited by registers: output and query take dims / 8 * 2 floats and as many
 // cached elements for each block.
 #define PREFILL_ROW_BLOCKS(dims, element_bytes) ((dims) * (element_bytes) <= 256 ? 2 : 1)
+
+// Threadgroups of attention_prefill that share the values of a head, as output takes 64 registers of a lane
+// for 256 of them. Each computes all scores.
+#define PREFILL_VALUE_PARTS(dims) ((dims) <= 256 ? 1 : 2)
 
 // Whether the queries of attention_prefill stay in threadgroup memory: if output (two registers of a lane for
 // each 8x8 block) and queries (two cached elements) would take more than 64 of the 128 registers of a lane.

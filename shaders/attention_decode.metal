@@ -1,9 +1,10 @@
 // Causal attention of a few tokens over a long cache, with online softmax in float32.
 //
 // A threadgroup has one token, one KV head, up to DECODE_HEADS of the query heads that share it, and one
-// split of the keys. Eight lanes share a key: a simdgroup processes four keys at a time, and simdgroups take
-// the fours in rotation. Each group of lanes has its own softmax in registers; at the end they are joined,
-// lanes by shuffles, simdgroups in threadgroup memory, and splits by attention_combine.
+// split of the keys. Eight lanes share a key, or sixteen if heads are wide: a simdgroup processes four keys
+// at a time, or two, and simdgroups take them in rotation. Each group of lanes has its own softmax in
+// registers; at the end they are joined, lanes by shuffles, simdgroups in threadgroup memory, and splits by
+// attention_combine.
 //
 // Reading K and V bounds this kernel. Query heads share the reads, the next keys are loaded before the
 // current ones are multiplied, and splits provide threadgroups if a few tokens have too few heads to fill the
@@ -19,7 +20,6 @@
 
 using namespace metal;
 
-constant constexpr ushort kLanes = 8;  // lanes that share a key: each holds 4 adjacent dimensions of every 32
 constant constexpr float kLowest = -1e30f;  // below every score, and finite: differences of it are numbers
 
 // Softmax over some keys, not yet normalized: o = sum(exp(score - max) v), sum = sum(exp(score - max)).
@@ -39,8 +39,9 @@ struct PartialSoftmax {
   }
 };
 
-// The query heads of a threadgroup, up to DECODE_HEADS, with their softmax so far. Kept in registers.
-template <ushort kChunks>
+// The query heads of a threadgroup, up to DECODE_HEADS, with their softmax so far. Kept in registers. kLanes
+// share a key: each holds 4 adjacent dimensions of every 4 * kLanes.
+template <ushort kChunks, ushort kLanes>
 struct Queries {
   static constant constexpr ushort kHeads = DECODE_HEADS(kChunks);
   float4 query[kHeads][kChunks];
@@ -89,8 +90,8 @@ struct Queries {
     }
   }
 
-  // Joins the four groups of lanes of a simdgroup: [kHeads][kChunks * 32 + 2], the maximum and the sum after
-  // the values.
+  // Joins the groups of lanes of a simdgroup: [kHeads][dimensions + 2], the maximum and the sum after the
+  // values.
   void join(threadgroup float* mine, ushort lane) {
 #pragma unroll
     for (ushort h = 0; h < kHeads; ++h) {
@@ -106,13 +107,13 @@ struct Queries {
       if (lane < kLanes) {
 #pragma unroll
         for (ushort c = 0; c < kChunks; ++c)
-          for (ushort i = 0; i < 4; ++i) mine[lane * 4 + c * 32 + i] = state[h].o[c][i];
+          for (ushort i = 0; i < 4; ++i) mine[(lane + c * kLanes) * 4 + i] = state[h].o[c][i];
       }
       if (lane == 0) {
-        mine[kChunks * 32] = best;
-        mine[kChunks * 32 + 1] = state[h].sum;
+        mine[kChunks * kLanes * 4] = best;
+        mine[kChunks * kLanes * 4 + 1] = state[h].sum;
       }
-      mine += kChunks * 32 + 2;
+      mine += kChunks * kLanes * 4 + 2;
     }
   }
 };
@@ -152,7 +153,7 @@ struct Cache {
 };
 
 // Keys and values of the current step, one for each group of lanes, in the type of the cache.
-template <typename T, ushort kChunks>
+template <typename T, ushort kChunks, ushort kLanes>
 struct CachedKeys {
   vec<T, 4> keys[kChunks], values[kChunks];
   // Pages of the keys of the next two steps. A page is looked up two steps ahead, so that no load of keys
@@ -178,13 +179,13 @@ struct CachedKeys {
     page_after = page_of(cache, first + 2 * step, last, lane);
 #pragma unroll
     for (ushort c = 0; c < kChunks; ++c) {
-      const uint d = dim + c * 32;
+      const uint d = dim + c * kLanes * 4;
       keys[c] = d < args.key_dim ? *(device const vec<T, 4>*)(k + d) : vec<T, 4>(0);
       values[c] = d < args.value_dim ? *(device const vec<T, 4>*)(v + d) : vec<T, 4>(0);
     }
   }
 
-  // The first of keys [first, end), four at every `step`-th position.
+  // The first of keys [first, end), those of a simdgroup at every `step`-th position.
   void begin(Cache<T> cache, constant AttentionArgs& args, uint kv_head, uint first, uint end, uint step,
              ushort lane) {
     if (first >= end) return;
@@ -197,13 +198,14 @@ struct CachedKeys {
 // Takes keys [first, end) of the cache, with which `cached` began. The next keys are loaded before the
 // current ones are multiplied, if two steps fit the registers: of 128 registers of a lane, query and output
 // take 64 (half of them with 64 dimensions), and a step 8 for each 32 dimensions in half precision.
-template <typename T, ushort kChunks>
-static inline void take_cached(thread Queries<kChunks>& queries, thread CachedKeys<T, kChunks>& cached,
-                               Cache<T> cache, constant AttentionArgs& args, uint kv_head, uint first,
-                               uint end, uint step, ushort lane) {
+template <typename T, ushort kChunks, ushort kLanes>
+static inline void take_cached(thread Queries<kChunks, kLanes>& queries,
+                               thread CachedKeys<T, kChunks, kLanes>& cached, Cache<T> cache,
+                               constant AttentionArgs& args, uint kv_head, uint first, uint end, uint step,
+                               ushort lane) {
   constexpr bool kLoadsAhead = DECODE_LOADS_AHEAD(kChunks, sizeof(T));
   while (first < end) {
-    const CachedKeys<T, kChunks> current = cached;
+    const CachedKeys<T, kChunks, kLanes> current = cached;
     const bool valid = first + lane / kLanes < end;
     first += step;
     if (kLoadsAhead && first < end) cached.load(cache, args, kv_head, first, step, end - 1, lane);
@@ -215,18 +217,19 @@ static inline void take_cached(thread Queries<kChunks>& queries, thread CachedKe
 // Joins the simdgroups, whose parts are in `shared`. Those that had no keys change nothing. With one split
 // `out` is [token][n_heads][value_dim]; else, for attention_combine, [token][n_heads][splits][value_dim + 2]
 // with the maximum and the sum after the values.
-template <ushort kChunks>
+template <ushort kChunks, ushort kLanes>
 static inline void store(threadgroup const float* shared, device float* out, constant AttentionArgs& args,
                          Share share, uint split, ushort thread_index, ushort threads, ushort simdgroups) {
-  constexpr ushort kHead = kChunks * 32 + 2, kSimdgroup = DECODE_HEADS(kChunks) * kHead;
+  constexpr ushort kDims = kChunks * kLanes * 4, kHead = kDims + 2,
+                   kSimdgroup = DECODE_HEADS(kChunks) * kHead;
   for (uint i = thread_index; i < share.heads * args.value_dim; i += threads) {
     const ushort h = i / args.value_dim, d = i % args.value_dim;
     threadgroup const float* part = shared + h * kHead;
     float best = kLowest, sum = 0.0f, o = 0.0f;
-    for (ushort s = 0; s < simdgroups; ++s) best = max(best, part[s * kSimdgroup + kChunks * 32]);
+    for (ushort s = 0; s < simdgroups; ++s) best = max(best, part[s * kSimdgroup + kDims]);
     for (ushort s = 0; s < simdgroups; ++s) {
-      const float weight = fast::exp(part[s * kSimdgroup + kChunks * 32] - best);
-      sum += weight * part[s * kSimdgroup + kChunks * 32 + 1];
+      const float weight = fast::exp(part[s * kSimdgroup + kDims] - best);
+      sum += weight * part[s * kSimdgroup + kDims + 1];
       o += weight * part[s * kSimdgroup + d];
     }
     const uint row = share.token * args.n_heads + share.head + h;
@@ -244,7 +247,7 @@ static inline void store(threadgroup const float* shared, device float* out, con
 }
 
 // Up to DECODE_SIMDGROUPS simdgroups.
-template <typename T, ushort kChunks>
+template <typename T, ushort kChunks, ushort kLanes>
 kernel void attention_decode(
     device const float* q [[buffer(0)]],       // [tokens][q_stride]
     device const PassRow* rows [[buffer(1)]],  // [tokens]
@@ -255,28 +258,29 @@ kernel void attention_decode(
     uint3 group [[threadgroup_position_in_grid]], ushort thread_index [[thread_index_in_threadgroup]],
     ushort3 threads [[threads_per_threadgroup]], ushort lane [[thread_index_in_simdgroup]],
     ushort simdgroup [[simdgroup_index_in_threadgroup]], ushort simdgroups [[simdgroups_per_threadgroup]]) {
-  constexpr ushort kHeads = DECODE_HEADS(kChunks), kPart = kHeads * (kChunks * 32 + 2);
+  constexpr ushort kHeads = DECODE_HEADS(kChunks), kPart = kHeads * (kChunks * kLanes * 4 + 2);
   threadgroup float shared[DECODE_SIMDGROUPS * kPart];
   device const PassRow& row = rows[group.z];
   if (group.x >= row.splits) return;
   const Share share = share_of(group, row, args, kHeads);
   const uint first = share.begin + simdgroup * (32 / kLanes), step = simdgroups * (32 / kLanes);
   const Cache<T> cache = {k, v, pages + row.pages};
-  CachedKeys<T, kChunks> cached;
+  CachedKeys<T, kChunks, kLanes> cached;
   cached.begin(cache, args, share.kv_head, first, share.end, step, lane);
-  Queries<kChunks> queries;
+  Queries<kChunks, kLanes> queries;
   queries.begin((device const float4*)(q + share.token * args.q_stride + share.head * args.query_step),
                 args.query_step / 4, share.heads, args, lane);
   take_cached(queries, cached, cache, args, share.kv_head, first, share.end, step, lane);
   queries.join(shared + simdgroup * kPart, lane);
   threadgroup_barrier(mem_flags::mem_threadgroup);
-  store<kChunks>(shared, out, args, share, group.x, thread_index, threads.x, simdgroups);
+  store<kChunks, kLanes>(shared, out, args, share, group.x, thread_index, threads.x, simdgroups);
 }
 
 // rope_append and attention_decode of sequences with a single token each, in one: each threadgroup rotates
 // the heads that it needs in threadgroup memory. The one whose share includes the token's own key appends
-// that key to the cache, where no other threadgroup of this dispatch reads it.
-template <typename T, ushort kChunks>
+// that key to the cache, where no other threadgroup of this dispatch reads it. With skip_keys the cache has
+// that key already, and a row of qkv only queries.
+template <typename T, ushort kChunks, ushort kLanes>
 kernel void rope_attention_decode(
     device const float* bias [[buffer(0)]],    // one row of qkv
     device const float* q_norm [[buffer(1)]],  // [key_dim]
@@ -291,7 +295,7 @@ kernel void rope_attention_decode(
     uint3 group [[threadgroup_position_in_grid]], ushort thread_index [[thread_index_in_threadgroup]],
     ushort3 threads [[threads_per_threadgroup]], ushort lane [[thread_index_in_simdgroup]],
     ushort simdgroup [[simdgroup_index_in_threadgroup]], ushort simdgroups [[simdgroups_per_threadgroup]]) {
-  constexpr ushort kHeads = DECODE_HEADS(kChunks), kPart = kHeads * (kChunks * 32 + 2), kDims = kChunks * 32;
+  constexpr ushort kHeads = DECODE_HEADS(kChunks), kDims = kChunks * kLanes * 4, kPart = kHeads * (kDims + 2);
   threadgroup float shared[DECODE_SIMDGROUPS * kPart];
   threadgroup float4 aligned[(kHeads + 2) * kDims / 4];  // the queries, the token's own key and value
   threadgroup float* const rotated = (threadgroup float*)aligned;
@@ -305,9 +309,9 @@ kernel void rope_attention_decode(
 
   // Loads of keys of earlier calls begin before the queries are ready for them.
   const uint first = share.begin + simdgroup * (32 / kLanes), step = simdgroups * (32 / kLanes);
-  const uint position = row.position, end = min(share.end, position);
+  const uint position = row.position, end = rope.skip_keys ? share.end : min(share.end, position);
   const Cache<T> cache = {k_cache, v_cache, pages + row.pages};
-  CachedKeys<T, kChunks> cached;
+  CachedKeys<T, kChunks, kLanes> cached;
   cached.begin(cache, attention, share.kv_head, first, end, step, lane);
 
   // A simdgroup takes a head at a time.
@@ -315,7 +319,7 @@ kernel void rope_attention_decode(
   const uint v_first = k_first + attention.n_kv_heads * attention.key_dim;
   table += position * (rope.rope_dim / 2);
   qkv += group.z * attention.q_stride;
-  for (ushort h = simdgroup; h < share.heads + 2; h += simdgroups) {
+  for (ushort h = simdgroup; h < share.heads + (rope.skip_keys ? 0 : 2); h += simdgroups) {
     if (h < share.heads)
       rotate_head<float>(qkv, (share.head + h) * attention.query_step, bias, q_norm, rope.has_q_norm, table,
                          rope, lane, rotated + h * kDims);
@@ -327,11 +331,11 @@ kernel void rope_attention_decode(
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
 
-  Queries<kChunks> queries;
+  Queries<kChunks, kLanes> queries;
   queries.begin(aligned, kDims / 4, share.heads, attention, lane);
   take_cached(queries, cached, cache, attention, share.kv_head, first, end, step, lane);
 
-  if (share.begin <= position && position < share.end) {
+  if (!rope.skip_keys && share.begin <= position && position < share.end) {
     // Processed in cache order, as attention_decode does, so that the sums are bit-identical.
     const uint turn = position - share.begin;
     if (simdgroup == turn / (32 / kLanes) % simdgroups) {
@@ -358,7 +362,7 @@ kernel void rope_attention_decode(
   }
   queries.join(shared + simdgroup * kPart, lane);
   threadgroup_barrier(mem_flags::mem_threadgroup);
-  store<kChunks>(shared, out, attention, share, group.x, thread_index, threads.x, simdgroups);
+  store<kChunks, kLanes>(shared, out, attention, share, group.x, thread_index, threads.x, simdgroups);
 }
 
 // Joins the splits. Grid: (n_heads, tokens) threadgroups.
@@ -385,19 +389,22 @@ kernel void attention_combine(device const float* partial
   }
 }
 
-#define INSTANTIATE(T, type, chunks, dims)                                                               \
-  IF_WANTED(attention_decode_##type##_##dims)(                                                           \
-      template                                                                                           \
-      [[host_name("attention_decode_" #type                                                              \
-                  "_" #dims)]] kernel decltype(attention_decode<T, chunks>) attention_decode<T, chunks>; \
-      template [[host_name(                                                                              \
-          "rope_attention_decode_" #type                                                                 \
-          "_" #dims)]] kernel decltype(rope_attention_decode<T, chunks>) rope_attention_decode<T, chunks>;)
-#define EACH_SIZE(T, type)     \
-  INSTANTIATE(T, type, 1, 32)  \
-  INSTANTIATE(T, type, 2, 64)  \
-  INSTANTIATE(T, type, 3, 96)  \
-  INSTANTIATE(T, type, 4, 128) \
-  INSTANTIATE(T, type, 8, 256)
+#define INSTANTIATE(T, type, dims)                                                                           \
+  IF_WANTED(attention_decode_##type##_##dims)(                                                               \
+      template                                                                                               \
+      [[host_name("attention_decode_" #type                                                                  \
+                  "_" #dims)]] kernel decltype(attention_decode<T, DECODE_CHUNKS(dims), DECODE_LANES(dims)>) \
+          attention_decode<T, DECODE_CHUNKS(dims), DECODE_LANES(dims)>;                                      \
+      template [[host_name(                                                                                  \
+          "rope_attention_decode_" #type                                                                     \
+          "_" #dims)]] kernel decltype(rope_attention_decode<T, DECODE_CHUNKS(dims), DECODE_LANES(dims)>)    \
+          rope_attention_decode<T, DECODE_CHUNKS(dims), DECODE_LANES(dims)>;)
+#define EACH_SIZE(T, type)  \
+  INSTANTIATE(T, type, 32)  \
+  INSTANTIATE(T, type, 64)  \
+  INSTANTIATE(T, type, 96)  \
+  INSTANTIATE(T, type, 128) \
+  INSTANTIATE(T, type, 256) \
+  INSTANTIATE(T, type, 512)
 EACH_SIZE(half, f16)
 EACH_SIZE(float, f32)

@@ -25,16 +25,21 @@ template <typename T, ushort kDimBlocks, ushort kRowBlocks, bool kWhole>
 static inline void attend(device const float* q, AttentionTile tile, device const uint* pages,
                           device const T* k, device const T* v, device const float* bias,
                           device const float* sinks, device half* out, constant AttentionArgs& args,
-                          threadgroup float* scratch, uint kv_head, ushort lane) {
-  constexpr ushort kDims = 8 * kDimBlocks;
+                          threadgroup float* scratch, uint2 head_part, ushort lane) {
+  constexpr ushort kDims = 8 * kDimBlocks, kValueBlocks = kDimBlocks / PREFILL_VALUE_PARTS(kDims);
   constexpr bool kStaged = PREFILL_STAGES_QUERY(kDims, sizeof(T));
   constexpr ushort kQueryRow = PREFILL_QUERY_BYTES(kDims, sizeof(T)) / sizeof(T);
   // Where registers suffice, the loads of a whole step are in flight together: first the keys, then the
   // values. Those that no row sees are loaded, too: a step is within a page, and no branch guards a load.
   constexpr bool kAhead = kWhole && PREFILL_LOADS_AHEAD(kDims, sizeof(T));
   constexpr ushort kBlocks = PREFILL_KEYS / 8;
+  // Blocks of a query in registers are not indexed by variables; those in threadgroup memory may be.
+  constexpr ushort kUnrolled = kStaged ? 8 : kDimBlocks;
   static_assert(!kAhead || !kStaged, "queries are in registers where keys are, too");
+  static_assert(!kAhead || kValueBlocks == kDimBlocks, "keys and values take the same registers");
   typedef simdgroup_matrix<T, 8, 8> Block;
+
+  const uint kv_head = head_part.x, first_value = head_part.y * 8 * kValueBlocks;
 
   BlockRows block_rows;
   block_rows.find(scratch, lane);
@@ -46,7 +51,10 @@ static inline void attend(device const float* q, AttentionTile tile, device cons
 
   // Queries, scaled for exp2: in registers, or in threadgroup memory if they need too many.
   const ushort key_blocks = kWhole ? kDimBlocks : args.key_dim / 8,
-               value_blocks = kWhole ? kDimBlocks : args.value_dim / 8;
+               value_blocks = kWhole ? kValueBlocks
+                                     : (min(args.value_dim, first_value + 8 * kValueBlocks) -
+                                        min(args.value_dim, first_value)) /
+                                           8;
   threadgroup T* staged = (threadgroup T*)scratch;  // [8 * kRowBlocks][kQueryRow]
   threadgroup T* my_staged = staged + block_rows.row * kQueryRow + block_rows.column;
   Block query[kStaged ? 1 : kRowBlocks][kStaged ? 1 : kDimBlocks];
@@ -54,7 +62,7 @@ static inline void attend(device const float* q, AttentionTile tile, device cons
   for (ushort r = 0; r < kRowBlocks; ++r) {
     device const float* my_query =
         q + (tile.row + mine[r].token) * args.q_stride + mine[r].head * args.query_step + block_rows.column;
-#pragma unroll
+#pragma unroll(kUnrolled)
     for (ushort b = 0; b < kDimBlocks; ++b) {
       if (b < key_blocks) {
         const auto values = vec<T, 2>(*(device const float2*)(my_query + b * 8) * (args.scale * M_LOG2E_F));
@@ -67,14 +75,14 @@ static inline void attend(device const float* q, AttentionTile tile, device cons
   }
   if (kStaged) simdgroup_barrier(mem_flags::mem_threadgroup);
 
-  simdgroup_float8x8 output[kRowBlocks][kDimBlocks];
+  simdgroup_float8x8 output[kRowBlocks][kValueBlocks];
   float best[kRowBlocks], sum[kRowBlocks];  // of this lane's rows; the sums of its keys alone
 #pragma unroll
   for (ushort r = 0; r < kRowBlocks; ++r) {
     best[r] = kLowest;
     sum[r] = 0.0f;
 #pragma unroll
-    for (ushort b = 0; b < kDimBlocks; ++b) output[r][b] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
+    for (ushort b = 0; b < kValueBlocks; ++b) output[r][b] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
   }
 
   const uint end = rows.end_key(8 * kRowBlocks), cached = tile.end;
@@ -85,7 +93,8 @@ static inline void attend(device const float* q, AttentionTile tile, device cons
   for (uint key = rows.first_key() / PREFILL_KEYS * PREFILL_KEYS; key < end; key += PREFILL_KEYS) {
     const uint in_page = key % PAGE_POSITIONS;
     device const T* k_keys = page_at(k, block_table, key, args.page_stride) + in_page * k_stride;
-    device const T* v_keys = page_at(v, block_table, key, args.page_stride) + in_page * v_stride;
+    device const T* v_keys =
+        page_at(v, block_table, key, args.page_stride) + in_page * v_stride + first_value;
     Block loaded[kAhead ? kBlocks : 1][kAhead ? kDimBlocks : 1];
     if (kAhead) {
 #pragma unroll
@@ -117,7 +126,7 @@ static inline void attend(device const float* q, AttentionTile tile, device cons
       for (ushort j = 0; j < kBlocks; ++j) {
         if (key + j * 8 < end) {
           device const T* k_block = k_keys + j * 8 * k_stride + kv_head * args.key_dim;
-#pragma unroll
+#pragma unroll(kUnrolled)
           for (ushort b = 0; b < kDimBlocks; ++b) {
             if (b < key_blocks) {
               Block keys = loaded[kAhead ? j : 0][kAhead ? b : 0];
@@ -184,7 +193,7 @@ static inline void attend(device const float* q, AttentionTile tile, device cons
 #pragma unroll
       for (ushort r = 0; r < kRowBlocks; ++r)
 #pragma unroll
-        for (ushort b = 0; b < kDimBlocks; ++b)
+        for (ushort b = 0; b < kValueBlocks; ++b)
           if (b < value_blocks) output[r][b] = block_of<float>(elements(output[r][b]) * factor[r]);
     }
 
@@ -194,7 +203,7 @@ static inline void attend(device const float* q, AttentionTile tile, device cons
         device const T* v_block = v_keys + j * 8 * v_stride + kv_head * args.value_dim;
         if (key + j * 8 + 8 <= cached) {
 #pragma unroll
-          for (ushort b = 0; b < kDimBlocks; ++b) {
+          for (ushort b = 0; b < kValueBlocks; ++b) {
             if (b < value_blocks) {
               Block values = loaded[kAhead ? j : 0][kAhead ? b : 0];
               if (!kAhead) simdgroup_load(values, v_block + b * 8, v_stride);
@@ -207,7 +216,7 @@ static inline void attend(device const float* q, AttentionTile tile, device cons
           // Rows beyond the cached keys may hold NaN, and 0 * NaN is not 0: they are replaced by zeros.
           const bool beyond = key + j * 8 + block_rows.row >= cached;
 #pragma unroll
-          for (ushort b = 0; b < kDimBlocks; ++b) {
+          for (ushort b = 0; b < kValueBlocks; ++b) {
             if (b < value_blocks) {
               device const T* my_values = v_block + block_rows.row * v_stride + b * 8 + block_rows.column;
               const Block values =
@@ -225,10 +234,10 @@ static inline void attend(device const float* q, AttentionTile tile, device cons
 #pragma unroll
   for (ushort r = 0; r < kRowBlocks; ++r) {
     const float scale = 1.0f / mine[r].divisor(block_rows.sum(sum[r]), best[r]);
-    device half* my_out =
-        out + ((tile.row + mine[r].token) * args.n_heads + mine[r].head) * args.value_dim + block_rows.column;
+    device half* my_out = out + ((tile.row + mine[r].token) * args.n_heads + mine[r].head) * args.value_dim +
+                          first_value + block_rows.column;
 #pragma unroll
-    for (ushort b = 0; b < kDimBlocks; ++b) {
+    for (ushort b = 0; b < kValueBlocks; ++b) {
       if (b < value_blocks) {
         const half2 normalized = half2(elements(output[r][b]) * scale);
         if (mine[r].inside) *(device half2*)(my_out + b * 8) = normalized;
@@ -237,7 +246,7 @@ static inline void attend(device const float* q, AttentionTile tile, device cons
   }
 }
 
-// Grid: (simdgroups for the tiles, n_kv_heads).
+// Grid: (simdgroups for the tiles, n_kv_heads * PREFILL_VALUE_PARTS).
 template <typename T, ushort kDimBlocks, ushort kRowBlocks>
 kernel void attention_prefill(
     device const float* q [[buffer(0)]],  // [tokens][q_stride]
@@ -255,12 +264,14 @@ kernel void attention_prefill(
   const uint tile = group.x * simdgroups + simdgroup;
   if (tile >= args.tiles) return;
   scratch += simdgroup * PREFILL_SCRATCH(kDimBlocks * 8, sizeof(T));
+  constexpr uint kParts = PREFILL_VALUE_PARTS(kDimBlocks * 8);
+  const uint2 head_part = uint2(group.y / kParts, group.y % kParts);
   if (args.key_dim == kDimBlocks * 8 && args.value_dim == kDimBlocks * 8)
     attend<T, kDimBlocks, kRowBlocks, true>(q, tiles[tile], pages, k, v, bias, sinks, out, args, scratch,
-                                            group.y, lane);
+                                            head_part, lane);
   else
     attend<T, kDimBlocks, kRowBlocks, false>(q, tiles[tile], pages, k, v, bias, sinks, out, args, scratch,
-                                             group.y, lane);
+                                             head_part, lane);
 }
 
 typedef decltype(attention_prefill<half, 8, 2>) attention_prefill_f16;
@@ -271,6 +282,7 @@ typedef decltype(attention_prefill<float, 8, 2>) attention_prefill_f32;
 #define EACH_SIZE(name, T)  \
   INSTANTIATE(name, T, 64)  \
   INSTANTIATE(name, T, 128) \
-  INSTANTIATE(name, T, 256)
+  INSTANTIATE(name, T, 256) \
+  INSTANTIATE(name, T, 512)
 EACH_SIZE(attention_prefill_f16, half)
 EACH_SIZE(attention_prefill_f32, float)

@@ -26,3 +26,21 @@ kernel void swiglu(device const float* bias [[buffer(0)]],     // [gate | up]
 
 template [[host_name("swiglu_f32")]] kernel decltype(swiglu<float>) swiglu<float>;
 template [[host_name("swiglu_f16")]] kernel decltype(swiglu<half>) swiglu<half>;
+
+// The input of a layer from the token itself, through a gate. Grid: (dim, tokens) in threads; T as for
+// swiglu.
+template <typename T>
+kernel void gate_input(device const float* gate [[buffer(0)]],   // [tokens][dim]
+                       device const float* input [[buffer(1)]],  // [tokens][input_stride]
+                       device T* out [[buffer(2)]],              // [tokens][dim]
+                       constant GateInputArgs& args [[buffer(3)]],
+                       uint2 position [[thread_position_in_grid]]) {
+  const uint i = position.x, token = position.y;
+  if (i >= args.dim || token >= args.tokens) return;
+  const float value = activate_gated(gate[token * args.dim + i], input[ulong(token) * args.input_stride + i],
+                                     args.activation);
+  out[token * args.dim + i] = is_same<T, half>::value ? T(finite_half(value)) : T(value);
+}
+
+template [[host_name("gate_input_f32")]] kernel decltype(gate_input<float>) gate_input<float>;
+template [[host_name("gate_input_f16")]] kernel decltype(gate_input<half>) gate_input<half>;

@@ -75,20 +75,59 @@ kernel void rmsnorm_in_place(device const float4* weight [[buffer(0)]],  // [dim
   for (uint i = thread_index + threads; i < columns; i += threads) y[i] = y[i] * row.scale * weight[i];
 }
 
-// Norm of a block's output before it joins the residual stream: y += rmsnorm(x).
+// Norm of a block's output before it joins the residual stream.
 kernel void rmsnorm_add(device const float4* weight [[buffer(0)]],  // [dim]
-                        device const float4* x [[buffer(1)]],       // [tokens][dim]
-                        device float4* y [[buffer(2)]],             // [tokens][dim]
-                        constant RmsnormArgs& args [[buffer(3)]], uint token [[threadgroup_position_in_grid]],
+                        device const float* scale [[buffer(1)]],    // of the result; one value
+                        device const float4* x [[buffer(2)]],       // [tokens][dim]
+                        device float4* y [[buffer(3)]],             // [tokens][dim]
+                        constant RmsnormAddArgs& args [[buffer(4)]],
+                        uint token [[threadgroup_position_in_grid]],
                         ushort thread_index [[thread_index_in_threadgroup]],
                         ushort threads [[threads_per_threadgroup]],
                         ushort lane [[thread_index_in_simdgroup]]) {
   threadgroup float partial[kMostThreads];
   const uint columns = args.dim / 4;
+  const float factor = args.has_scale ? scale[0] : 1.0f;
   x += token * columns;
   y += token * columns;
   const NormedRow row = normed_row(x, weight, args.dim, args.eps, partial, thread_index, threads, lane);
-  if (thread_index < columns) y[thread_index] += row.x * row.scale * row.weight;
+  if (thread_index < columns) y[thread_index] = (y[thread_index] + row.x * row.scale * row.weight) * factor;
 #pragma unroll(2)
-  for (uint i = thread_index + threads; i < columns; i += threads) y[i] += x[i] * row.scale * weight[i];
+  for (uint i = thread_index + threads; i < columns; i += threads)
+    y[i] = (y[i] + x[i] * row.scale * weight[i]) * factor;
 }
+
+// The same, then what the next products read: the norm of the stream, or the stream itself. As many threads
+// as rmsnorm_f32 has lead to the same bits.
+template <typename T>
+kernel void rmsnorm_add_norm(device const float4* weight [[buffer(0)]],       // [dim]
+                             device const float4* next_weight [[buffer(1)]],  // [dim]
+                             device const float4* x [[buffer(2)]],            // [tokens][dim]
+                             device float4* y [[buffer(3)]],                  // [tokens][dim]
+                             device vec<T, 4>* normed [[buffer(4)]],          // [tokens][dim]
+                             constant RmsnormAddArgs& args [[buffer(5)]],
+                             uint token [[threadgroup_position_in_grid]],
+                             ushort thread_index [[thread_index_in_threadgroup]],
+                             ushort threads [[threads_per_threadgroup]],
+                             ushort lane [[thread_index_in_simdgroup]]) {
+  threadgroup float partial[kMostThreads], next_partial[kMostThreads];
+  const uint columns = args.dim / 4;
+  x += token * columns;
+  y += token * columns;
+  normed += token * columns;
+  const NormedRow row = normed_row(x, weight, args.dim, args.eps, partial, thread_index, threads, lane);
+  float sum = 0.0f;
+  for (uint i = thread_index; i < columns; i += threads) {
+    const float4 value = y[i] + x[i] * row.scale * weight[i];
+    sum += dot(value, value);
+    y[i] = value;
+    if (!args.has_next) normed[i] = vec<T, 4>(value);
+  }
+  if (!args.has_next) return;
+  const float scale = norm_scale(sum, args.dim, args.next_eps, next_partial, thread_index, threads, lane);
+  for (uint i = thread_index; i < columns; i += threads) normed[i] = vec<T, 4>(y[i] * scale * next_weight[i]);
+}
+
+template
+    [[host_name("rmsnorm_add_norm_f32")]] kernel decltype(rmsnorm_add_norm<float>) rmsnorm_add_norm<float>;
+template [[host_name("rmsnorm_add_norm_f16")]] kernel decltype(rmsnorm_add_norm<half>) rmsnorm_add_norm<half>;

@@ -56,10 +56,19 @@ static inline void rotate_head(device const float* row, uint first, device const
   }
 }
 
-// The same for a head of v, which is neither normalized nor rotated.
+// The same for a head of v, which is not rotated, and normed without weights.
 template <typename T, typename Out>
 static inline void round_head(device const float* row, uint first, device const float* bias,
                               constant RopeArgs& args, ushort lane, Out out) {
+  float scale = 1.0f;
+  if (args.has_v_norm) {
+    float sum = 0.0f;
+    for (ushort i = lane; i < args.value_dim; i += 32) {
+      const float value = row[first + i] + (args.has_bias ? bias[first + i] : 0.0f);
+      sum += value * value;
+    }
+    scale = precise::rsqrt(simd_sum(sum) / float(args.value_dim) + args.eps);
+  }
   for (ushort i = lane; i < args.value_dim; i += 32)
-    out[i] = T(row[first + i] + (args.has_bias ? bias[first + i] : 0.0f));
+    out[i] = T(scale * (row[first + i] + (args.has_bias ? bias[first + i] : 0.0f)));
 }

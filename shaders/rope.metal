@@ -48,7 +48,8 @@ struct Append {
 };
 
 // One simdgroup for each head of q, k and v of a token. Grid: (n_heads + 2 * n_kv_heads, tokens) simdgroups,
-// as threads (32 * heads, tokens); with skip_queries only the heads of k and v. T is the type of the cache.
+// as threads (32 * heads, tokens); with skip_queries only the heads of k and v, with skip_keys only those of
+// q. T is the type of the cache.
 template <typename T>
 kernel void rope_append(device const float* bias [[buffer(0)]],    // one row of qkv
                         device const float* q_norm [[buffer(1)]],  // [key_dim]

@@ -64,12 +64,4 @@ Buffer::~Buffer() {
   if (data_) release(data_, bytes_);
 }
 
-void release_pages(const std::byte* data, std::size_t bytes) {
-  const auto page = std::uintptr_t(sysconf(_SC_PAGESIZE));
-  const auto begin = round_up(std::uintptr_t(data), page);
-  const auto end = (std::uintptr_t(data) + bytes) / page * page;
-  // For a private file mapping that was only read, dropped pages come back from the file.
-  if (begin < end) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_DONTNEED);
-}
-
 }  // namespace metal_prefill::cpu

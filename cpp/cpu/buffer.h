@@ -38,7 +38,4 @@ class Buffer {
   std::size_t bytes_ = 0;
 };
 
-// Tells the system that the pages of a file mapping are no longer needed in memory. They stay readable.
-void release_pages(const std::byte* data, std::size_t bytes);
-
 }  // namespace metal_prefill::cpu

@@ -4,6 +4,8 @@
 #include <cmath>
 #include <utility>
 
+#include "../base/release_pages.h"
+
 namespace metal_prefill::cpu {
 
 namespace {

@@ -7,6 +7,7 @@
 #include <cstring>
 #include <utility>
 
+#include "../base/release_pages.h"
 #include "kernels/prefetch.h"
 
 namespace metal_prefill::cpu {

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cstring>
 
+#include "../base/release_pages.h"
+
 namespace metal_prefill::cpu {
 
 // Whole pages of the system if a slot has one or more, so that an idle slot's memory can be returned.

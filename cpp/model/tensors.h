@@ -118,14 +118,14 @@ inline constexpr LayerTensor kLayerTensors[] = {
 #include "tensors.inc"
 };
 
-// Calls visit(row, tensor) for every tensor that a model can have, layer by layer, also for absent ones, but
-// not for those of other kinds of layers.
+// Calls visit(row, tensor, layer) for every tensor that a model can have, layer by layer, also for absent
+// ones, but not for those of other kinds of layers. Tensors outside the layers have layer -1.
 template <class AnyModel, class Visit>
 void for_each_tensor(AnyModel& model, const Visit& visit) {
-  for (const auto& [row, member] : kModelTensors) visit(row, model.*member);
+  for (const auto& [row, member] : kModelTensors) visit(row, model.*member, -1);
   for (std::size_t i = 0; i < model.layers.size(); ++i)
     for (const auto& [row, layers, member] : kLayerTensors)
-      if (has_rows_of(layers, model.config, int(i))) visit(row, model.layers[i].*member);
+      if (has_rows_of(layers, model.config, int(i))) visit(row, model.layers[i].*member, int(i));
 }
 
 // The filter of a layer's convolution, or a tensor that is absent.

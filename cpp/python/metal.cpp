@@ -164,9 +164,18 @@ void bind_recordings(nb::module_& m) {
            "The dispatches that the Metal engine would make for a prompt.");
   m.def(
       "decode_loads_ahead",
-      [](int chunks, int element_bytes) { return DECODE_LOADS_AHEAD(chunks, element_bytes); }, "chunks"_a,
-      "element_bytes"_a,
+      [](int dims, int element_bytes) { return DECODE_LOADS_AHEAD(DECODE_CHUNKS(dims), element_bytes); },
+      "dims"_a, "element_bytes"_a,
       "Whether attention_decode loads the next keys before it multiplies the current ones.");
+  m.def(
+      "decode_lanes", [](int dims) { return DECODE_LANES(dims); }, "dims"_a,
+      "Lanes of attention_decode that share a key.");
+  m.def(
+      "decode_heads", [](int dims) { return DECODE_HEADS(DECODE_CHUNKS(dims)); }, "dims"_a,
+      "Query heads that a threadgroup of attention_decode processes together.");
+  m.def(
+      "prefill_value_parts", [](int dims) { return PREFILL_VALUE_PARTS(dims); }, "dims"_a,
+      "Threadgroups of attention_prefill that share the values of a head.");
   m.def(
       "prefill_row_blocks",
       [](int dims, int element_bytes) { return PREFILL_ROW_BLOCKS(dims, element_bytes); }, "dims"_a,

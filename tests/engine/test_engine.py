@@ -74,12 +74,6 @@ def test_logits_match_the_reference_on_every_kind_of_model(
 ) -> None:
     path = model_path(name)
     ids = prompt(37, MODELS[name].vocab)
-    if device == "metal" and not MODELS[name].on_metal:
-        with pytest.raises(
-            UnsupportedModelError, match=r"Metal engine does not support .*: use device='cpu'"
-        ):
-            Model(path, device=device)
-        return
     *_, last, expected = reference_logits(path, *ids, 3)
     with Model(path, device=device, compute="f32", kv_dtype="f32") as model, model.session() as session:
         assert_close(device, session.forward_prompt_logits(ids), last)
@@ -378,7 +372,11 @@ def test_a_long_and_a_short_sequence_of_a_pass_match_single_ones(tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    "shape", [replace(MODELS["gqa 3"], layers=1), TINY_MODELS["gemma2"], TINY_MODELS["gemma3"]]
+    "shape",
+    [
+        *(replace(MODELS["gqa 3"], layers=1), TINY_MODELS["gemma2"], TINY_MODELS["gemma3"]),
+        *(MODELS["gemma4"], MODELS["gemma4, wide heads"]),
+    ],
 )
 def test_metal_agrees_for_any_split_of_a_prompt(metal: None, shape: SmallModel, tmp_path: Path) -> None:
     path = write(tmp_path / "m.gguf", shape)

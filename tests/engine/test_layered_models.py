@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -12,7 +11,7 @@ import pytest
 from support.reference import ReferenceModel
 from support.small_models import MODELS
 
-from metal_prefill import Model, Session, UnsupportedModelError, _core
+from metal_prefill import Model, Session
 
 NAMES = [name for name, model in MODELS.items() if model.layered is not None]
 
@@ -127,22 +126,3 @@ def test_saved_sessions_continue_with_the_same_bits(model: Model, tmp_path: Path
     assert_same_state(session, loaded)
     more = tokens(20, 2)
     np.testing.assert_array_equal(loaded.forward_prompt_logits(more), session.forward_prompt_logits(more))
-
-
-def test_the_metal_engine_refuses_them_and_auto_selects_the_cpu(
-    metal: None,
-    model_path: Callable[[str], Path],
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    path = model_path("gemma4")
-    refusal = "the Metal engine does not support inputs of layers, of 32 values: use device='cpu'"
-    with pytest.raises(UnsupportedModelError, match=refusal):
-        Model(path, device="metal")
-    with pytest.raises(UnsupportedModelError, match="layers with different heads, of up to 64 dimensions"):
-        Model(model_path("gemma4, without inputs"), device="metal")
-    monkeypatch.setattr(_core, "has_emulator", False)  # as on a Mac
-    monkeypatch.delenv("METAL_PREFILL_DEVICE", raising=False)
-    with caplog.at_level(logging.WARNING, "metal_prefill"), Model(path) as model:
-        assert model.backend == "cpu"
-    assert f"using the CPU engine: {refusal}" in caplog.text

@@ -7,7 +7,7 @@ from typing import Any
 import metal_kernels
 import numpy as np
 import pytest
-from support.attention_case import Case
+from support.attention_case import PREFILL_SIZES, Case
 from support.kernel_harness import Run, ceil_div, close, near
 from support.paged import PAGE
 
@@ -19,6 +19,9 @@ SHAPES: list[dict[str, Any]] = [
     {"heads": (5, 1), "dims": (128, 128)},
     {"heads": (2, 1), "dims": (256, 256)},
     {"heads": (2, 2), "dims": (40, 72)},
+    {"heads": (4, 1), "dims": (512, 512)},
+    {"heads": (2, 1), "dims": (264, 392)},
+    {"heads": (2, 2), "dims": (384, 40)},
 ]
 shapes = pytest.mark.parametrize("shape", SHAPES, ids=lambda s: "{}x{}_{}_{}".format(*s["heads"], *s["dims"]))
 caches = pytest.mark.parametrize("cache", [np.float16, np.float32], ids=["f16", "f32"])
@@ -46,7 +49,7 @@ def test_attention_decode_in_a_window(run: Run) -> None:
         close(case.decode(run, splits), case.expected())
 
 
-@pytest.mark.parametrize("dims", [64, 128, 256])
+@pytest.mark.parametrize("dims", PREFILL_SIZES)
 @caches
 def test_limited_scores(run: Run, dims: int, cache: type) -> None:
     """Most of the scores are beyond the limit."""

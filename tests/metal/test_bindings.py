@@ -25,7 +25,7 @@ pytestmark = pytest.mark.emulator
 
 # One for each kind of layer, of norm, and of rotation, with and without biases.
 GENERATORS = {
-    **{name: small_models.MODELS[name] for name in ("head_dim 32", "mixed types")},
+    **{name: small_models.MODELS[name] for name in ("head_dim 32", "mixed types", "gemma4")},
     **{
         name: replace(small_models.MODELS[name], layers=1)
         for name in ("all biases", "16-bit floats", "qwen3", "olmo2", "phi3", "exaone4")

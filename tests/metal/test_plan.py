@@ -129,7 +129,18 @@ def test_a_plan_lists_the_dispatches_that_reach_the_gpu(
     "name",
     [
         *(
-            *("qwen2", "qwen3", "gemma2", "gemma3", "smollm3", "phi3", "granite", "hunyuan-dense", "olmo2"),
+            *(
+                "qwen2",
+                "qwen3",
+                "gemma2",
+                "gemma3",
+                "gemma4",
+                "smollm3",
+                "phi3",
+                "granite",
+                "hunyuan-dense",
+                "olmo2",
+            ),
             *("exaone4", "lfm2"),
         ),
         *("mamba2", "granitehybrid", "falcon-h1", "qwen35"),
@@ -195,6 +206,43 @@ def test_experts_take_at_most_fourteen_dispatches_whatever_their_number(tmp_path
                 if tokens > 8:
                     found.add(per_layer[layer])
         assert len(found) <= 2  # attention in splits takes one dispatch more
+
+
+@pytest.mark.parametrize("name", ["gemma4", "gemma4, equal feed-forwards", "gemma4, wide heads"])
+def test_layers_with_inputs_take_at_most_fourteen_dispatches_at_any_length(tmp_path: Path, name: str) -> None:
+    """One token has its rotation in attention; splits of attention take one dispatch more."""
+    model = small_models.MODELS[name]
+    assert model.layered is not None
+    shape = shape_in(small_models.write(tmp_path / "m.gguf", model))
+    own = model.layers - model.layered.shared
+    for tokens, expected in ((1, 12), (2, 13), (8, 13), (9, 13), (40, 13), (300, 13)):
+        for position in (0, 500):
+            dispatches = plan(shape, tokens, position=position)
+            splits = Counter(d.layer for d in dispatches if d.kernel == "attention_combine")
+            counts = Counter(d.layer for d in dispatches)
+            for layer in range(own - 1):
+                assert counts[layer] == expected + splits[layer] <= 14, (tokens, position, layer)
+            # From the last layer with keys of its own on, attention has only the row with an output.
+            assert max(counts[layer] for layer in range(own - 1, model.layers)) <= 14
+
+
+@pytest.mark.parametrize(
+    ("tokens", "output", "rows"), [(40, "greedy", 1), (40, "log_probs", 40), (40, "none", 0)]
+)
+def test_layers_without_keys_of_their_own_have_only_rows_with_an_output(
+    tmp_path: Path, tokens: int, output: str, rows: int
+) -> None:
+    model = small_models.MODELS["gemma4"]
+    assert model.layered is not None
+    shape = shape_in(small_models.write(tmp_path / "m.gguf", model))
+    found: dict[int, int] = Counter()
+    for d in plan(shape, tokens, output=output):
+        if d.kernel.startswith("gate_input_"):
+            found[d.layer] += d.args["tokens"]
+    own = model.layers - model.layered.shared
+    assert [found[layer] for layer in range(model.layers)] == [tokens] * (own - 1) + [rows] * (
+        model.layers - own + 1
+    )
 
 
 @pytest.mark.parametrize(("name", "expected"), [("mamba2", 6), ("granitehybrid", 9)])
@@ -386,9 +434,10 @@ def test_no_pass_of_any_length_dispatches_a_kernel_that_was_not_built(
 
 
 def test_every_kernel_of_the_shaders_is_dispatched_by_some_pass(
-    libraries: Mapping[str, KernelLibrary],
+    libraries: Mapping[str, KernelLibrary], tmp_path: Path
 ) -> None:
-    found: set[str] = set()
+    layered = shape_in(small_models.write(tmp_path / "m.gguf", small_models.MODELS["gemma4"]))
+    found = {d.kernel for tokens in (1, 9) for d in plan(layered, tokens)}
     for kind in TYPES:
         shape = uniform_shape(SMALL, kind, kind)
         for fused in (False, True):
@@ -406,7 +455,7 @@ def test_every_kernel_of_the_shaders_is_dispatched_by_some_pass(
     for kind in TYPES:
         for tokens in (1, 300):
             found |= {d.kernel for d in plan(uniform_shape(routed, kind, kind), tokens)}
-    for head_dim in (32, 64, 96, 128, 256):
+    for head_dim in (32, 64, 96, 128, 256, 512):
         heads = uniform_shape(replace(SMALL, key_dim=head_dim, value_dim=head_dim, rope_dim=32), "f32", "f32")
         for kv_type in ("f16", "f32"):
             for tokens in (1, 2, 300):

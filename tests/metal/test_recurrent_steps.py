@@ -92,9 +92,11 @@ def test_rope_append_conv_is_bit_identical_to_its_two_steps(run: Run, cache: typ
         has_bias=1,
         has_q_norm=1,
         has_k_norm=1,
+        has_v_norm=0,
         norm_after=0,
         eps=1e-6,
         skip_queries=skip_queries,
+        skip_keys=0,
         query_step=dim,
         row_stride=stride,
     )

@@ -7,9 +7,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.attention_case import DECODE_SIZES
 from support.head_cases import ROPE_CASES, HeadRows
 from support.kernel_harness import STRUCTS, Array, Output, Run, ceil_div, close, make_args
 from support.paged import PAGE, Pages
+
+from metal_prefill import _core
 
 
 class Case:
@@ -55,13 +58,18 @@ class Case:
         return pages
 
     def attend(
-        self, run: Run, pages: Pages, splits: Sequence[int], threads: int = 256, fused: bool = True
+        self,
+        run: Run,
+        pages: Pages,
+        splits: Sequence[int],
+        threads: int = 256,
+        fused: bool = True,
+        skip_keys: bool = False,
     ) -> Array:
-        """Run the kernel, or the two that it joins."""
+        """Run the kernel, or the two that it joins. With `skip_keys` the pages have all keys and values."""
         given = self.given
-        size = next(s for s in (32, 64, 96, 128, 256) if s >= max(self.key_dim, self.value_dim))
-        heads = {32: 4, 64: 4, 96: 2, 128: 2, 256: 1}[size]
-        blocks = self.n_kv * ceil_div(self.n_heads // self.n_kv, heads)
+        size = next(s for s in DECODE_SIZES if s >= max(self.key_dim, self.value_dim))
+        blocks = self.n_kv * ceil_div(self.n_heads // self.n_kv, _core.decode_heads(size))
         attention = make_args(
             "AttentionArgs",
             n_heads=self.n_heads,
@@ -85,7 +93,11 @@ class Case:
         )
         row_stride = given.qkv.shape[1]
         rope = make_args(
-            "RopeArgs", **given.args, page_stride=pages.stride, skip_queries=0, row_stride=row_stride
+            "RopeArgs",
+            **given.args | {"skip_keys": skip_keys},
+            page_stride=pages.stride,
+            skip_queries=0,
+            row_stride=row_stride,
         )
         args = np.zeros(1, STRUCTS["RopeAttentionArgs"])
         args["rope"], args["attention"] = rope, attention
@@ -102,7 +114,7 @@ class Case:
         if fused:
             run(f"rope_attention_decode_{kind}_{size}", *inputs, *caches, first, args, **grid)
         else:
-            groups = (self.n_heads + 2 * self.n_kv, n)
+            groups = (self.n_heads + (0 if skip_keys else 2 * self.n_kv), n)
             run(f"rope_append_{kind}", *inputs, *caches, rope, groups=groups, threads=(32,))
             q = qkv.check()
             run(f"attention_decode_{kind}_{size}", q, rows, pages.pages, *caches, first, attention, **grid)
@@ -178,3 +190,24 @@ def test_in_a_window(run: Run) -> None:
     for splits in [1, 4]:
         for window in [1, 50]:
             Case(200, 20, 100, window=window).check(run, splits, 1, 2)
+
+
+@pytest.mark.parametrize("case", ["smollm", "wide", "norms after the rotation"])
+@caches
+def test_keys_and_values_that_an_earlier_layer_stored(run: Run, case: str, cache: type) -> None:
+    """Rows have only queries; the fused kernel has the bits of the two."""
+    positions, splits = (2 * PAGE, 3, 0, PAGE - 1), [2, 1, 1, 1]
+    rows = Case(*positions, cache=cache, **ROPE_CASES[case])
+    pages = rows.pages()
+    for i, position in enumerate(positions):
+        for values, own in ((False, rows.given.k), (True, rows.given.v)):
+            pages.rows(i, values)[position][...] = own[i]
+    before = pages.copies()
+    rows.given.qkv[:, rows.n_heads * rows.key_dim :] = np.nan
+    fused, separate = (
+        rows.attend(run, pages, splits, fused=fused, skip_keys=True) for fused in (True, False)
+    )
+    close(fused, rows.expected)
+    np.testing.assert_array_equal(fused, separate)
+    for pool, unchanged in zip((pages.k, pages.v), before, strict=True):
+        np.testing.assert_array_equal(pool.check(), unchanged)

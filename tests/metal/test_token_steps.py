@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -95,8 +96,73 @@ def test_rmsnorm(run: Run, dim: int, threads: int) -> None:
         near(y.check(), expected)
         before = rng.standard_normal((tokens, dim)).astype(np.float32)
         y = Output([tokens, dim], initial=before)
-        run("rmsnorm_add", weight, x, y.buffer, args, groups=(tokens,), threads=(threads,))
+        args = add_args(dim)
+        run("rmsnorm_add", weight, weight, x, y.buffer, args, groups=(tokens,), threads=(threads,))
         close(y.check(), before + expected)
+        y = Output([tokens, dim], initial=before)
+        scale, args = np.array([0.375], np.float32), add_args(dim, has_scale=1)
+        run("rmsnorm_add", weight, scale, x, y.buffer, args, groups=(tokens,), threads=(threads,))
+        close(y.check(), (before + expected) * 0.375)
+
+
+def add_args(dim: int, **fields: int) -> Array:
+    chosen = {"has_scale": 0, "has_next": 0, **fields}
+    return make_args("RmsnormAddArgs", dim=dim, eps=1e-5, next_eps=1e-3, **chosen)
+
+
+@pytest.mark.parametrize(("dim", "threads"), [(64, 32), (576, 160), (2048, 512), (72, 1024)])
+@pytest.mark.parametrize("kind", [np.float32, np.float16], ids=["f32", "f16"])
+def test_rmsnorm_add_norm_has_the_bits_of_its_two_steps(run: Run, dim: int, threads: int, kind: type) -> None:
+    """Without a second norm, the second step is a copy."""
+    rng = np.random.default_rng(dim)
+    x, before = (10 * rng.standard_normal((2, 5, dim))).astype(np.float32)
+    weight, following = rng.uniform(-1.5, 1.5, (2, dim)).astype(np.float32)
+    name = "f32" if kind is np.float32 else "f16"
+    launch: dict[str, Any] = {"groups": (5,), "threads": (threads,)}
+    stream = before + rms(x.astype(np.float64), 1e-5) * weight
+    for has_next in (1, 0):
+        y, normed = Output([5, dim], initial=before), Output([5, dim], kind)
+        args = add_args(dim, has_next=has_next)
+        buffers = (weight, following, x, y.buffer, normed.buffer, args)
+        run(f"rmsnorm_add_norm_{name}", *buffers, **launch)
+        close(y.check(), stream)
+        expected = rms(stream, 1e-3) * following if has_next else stream
+        (close if kind is np.float32 else near)(normed.check(), expected)
+        alone, second = Output([5, dim], initial=before), Output([5, dim], kind)
+        run("rmsnorm_add", weight, weight, x, alone.buffer, add_args(dim), **launch)
+        args = make_args("RmsnormArgs", dim=dim, stride=dim, has_weight=has_next, eps=1e-3)
+        run(f"rmsnorm_{name}", following, alone.check(), second.buffer, args, **launch)
+        np.testing.assert_array_equal(y.array, alone.array)
+        np.testing.assert_array_equal(normed.array, second.check())
+
+
+@pytest.mark.parametrize(("dim", "used", "layers"), [(256, 256, 7), (16, 10, 3)])
+def test_layer_inputs(run: Run, dim: int, used: int, layers: int) -> None:
+    rng = np.random.default_rng(dim)
+    x, added = rng.standard_normal((2, 5, layers, dim)).astype(np.float32)
+    x[..., used:], added[..., used:] = 0, 0
+    weight = rng.uniform(-1.5, 1.5, dim).astype(np.float32)
+    out = Output([5, layers, dim], initial=x)
+    args = make_args("LayerInputsArgs", dim=dim, layers=layers, filled=used / dim, eps=0.5)
+    groups = (ceil_div(layers, 2), 5)
+    run("layer_inputs", weight, added, out.buffer, args, groups=groups, threads=(64, 1))
+    normed = rms(x[..., :used].astype(np.float64), 0.5) * weight[:used]
+    close(out.check()[..., :used], (normed + added[..., :used]) / np.sqrt(2))
+    assert (out.array[..., used:] == 0).all()
+
+
+@pytest.mark.parametrize("act", ["silu", "gelu"])
+def test_gate_input(run: Run, act: str) -> None:
+    rng = np.random.default_rng(6)
+    gate, inputs = rng.standard_normal((5, 72)).astype(np.float32), rng.standard_normal((5, 200))
+    inputs = inputs.astype(np.float32)
+    expected = activated(gate.astype(np.float64), act) * inputs[:, 100:172]
+    args = make_args("GateInputArgs", dim=72, input_stride=200, tokens=5, activation=ACTIVATIONS[act])
+    for name, dtype, check in (("f32", np.float32, close), ("f16", np.float16, near)):
+        out = Output([5, 72], dtype)
+        buffers = (gate, inputs.ravel()[100:], out.buffer, args)
+        run(f"gate_input_{name}", *buffers, groups=(2, 5), threads=(64, 1))
+        check(out.check(), expected)
 
 
 @pytest.mark.parametrize("threads", [32, 64])
@@ -154,16 +220,16 @@ def test_rope_append(run: Run, case: str, cache: type) -> None:
         dims = (given.key_dim, given.value_dim)
         return Pages([n + p for n, p in sequences], given.n_kv, dims, cache)
 
-    def append(into: Pages, qkv_buffer: Array, skip_queries: int) -> None:
+    def append(into: Pages, qkv_buffer: Array, skip_queries: int, skip_keys: int = 0) -> None:
         args = make_args(
             "RopeArgs",
-            **given.args,
+            **given.args | {"skip_keys": skip_keys},
             page_stride=into.stride,
             skip_queries=skip_queries,
             row_stride=projected.shape[1],
         )
         tables = (into.row_table(rows).view(np.uint8), into.pages)
-        heads = 2 * given.n_kv + (0 if skip_queries else given.n_heads)
+        heads = (0 if skip_keys else 2 * given.n_kv) + (0 if skip_queries else given.n_heads)
         buffers = (given.bias, *given.norms, given.table, qkv_buffer, *tables, into.k.buffer, into.v.buffer)
         name = "rope_append_" + ("f16" if cache is np.float16 else "f32")
         run(name, *buffers, args, groups=(heads, len(rows)), threads=(32,))
@@ -188,6 +254,12 @@ def test_rope_append(run: Run, case: str, cache: type) -> None:
     np.testing.assert_array_equal(keys_alone.k.check(), k_pool)
     np.testing.assert_array_equal(keys_alone.v.check(), v_pool)
     np.testing.assert_array_equal(out.check(), projected)
+
+    queries_alone = pages()
+    append(queries_alone, out.buffer, 0, skip_keys=1)
+    close(out.check()[:, :q_dim], given.q.reshape(-1, q_dim), 1e-5)
+    np.testing.assert_array_equal(queries_alone.k.check(), pages().k.array)
+    np.testing.assert_array_equal(queries_alone.v.check(), pages().v.array)
 
 
 @pytest.mark.parametrize("kind", ["F32", "Q8_0"])

@@ -12,6 +12,10 @@ from support.kernel_harness import CONSTANTS, STRUCTS, Array, Doubles, Output, R
 from support.paged import Pages
 from support.reference import position_bucket
 
+# Heads of the variants of kernels.
+DECODE_SIZES = (32, 64, 96, 128, 256, 512)
+PREFILL_SIZES = (64, 128, 256, 512)
+
 
 class Case:
     """Random queries of sequences, (tokens, position) each, over a cache in pages."""
@@ -144,9 +148,8 @@ class Case:
         """Run attention_decode with so many splits, of every row or of each."""
         each = [splits] * len(self.rows) if isinstance(splits, int) else splits
         most = max(each)
-        size = next(s for s in (32, 64, 96, 128, 256) if s >= max(self.key_dim, self.value_dim))
-        heads = {32: 4, 64: 4, 96: 2, 128: 2, 256: 1}[size]
-        blocks = self.n_kv * ceil_div(self.n_heads // self.n_kv, heads)
+        size = next(s for s in DECODE_SIZES if s >= max(self.key_dim, self.value_dim))
+        blocks = self.n_kv * ceil_div(self.n_heads // self.n_kv, _core.decode_heads(size))
         out = Output([len(self.rows), self.n_heads, self.value_dim])
         partial = Output([len(self.rows), self.n_heads, most, self.value_dim + 2])
         rows, args = self.pages.row_table(self.rows, each), self.args(splits=most)
@@ -188,7 +191,7 @@ class Case:
 
     def prefill(self, run: Run, simdgroups: int = 4) -> Array:
         """Run attention_prefill, with a tile for each simdgroup."""
-        size = next(s for s in (64, 128, 256) if s >= max(self.key_dim, self.value_dim))
+        size = next(s for s in PREFILL_SIZES if s >= max(self.key_dim, self.value_dim))
         blocks = 2 if size == 64 or (size == 128 and self.name == "f16") else 1
         tiles = self.tiles(8 * blocks)
         scratch = _core.prefill_scratch_bytes(size, self.k[0].dtype.itemsize)
@@ -197,7 +200,7 @@ class Case:
             run,
             f"attention_prefill_{self.name}_{size}",
             tiles,
-            groups=(ceil_div(len(tiles), simdgroups), self.n_kv),
+            groups=(ceil_div(len(tiles), simdgroups), self.n_kv * _core.prefill_value_parts(size)),
             threads=(32 * simdgroups,),
             threadgroup_bytes=simdgroups * scratch,
         )

@@ -46,6 +46,7 @@ class HeadRows:
         bias: bool = False,
         norms: bool = False,
         norm_after: bool = False,
+        value_norm: bool = False,
     ) -> None:
         (self.n_heads, self.n_kv), (self.key_dim, self.value_dim) = heads, dims
         n, sizes = (
@@ -69,13 +70,14 @@ class HeadRows:
             q, k = (rotate(x, self.table[list(positions)], rope, neox) for x in (q, k))
         if norm_after:
             q, k = rms(q, 1e-6) * self.norms[0], rms(k, 1e-6) * self.norms[1]
-        self.q, self.k, self.v = q, k, v.reshape(n, self.n_kv, self.value_dim)
+        v = v.reshape(n, self.n_kv, self.value_dim)
+        self.q, self.k, self.v = q, k, rms(v, 1e-6) if value_norm else v
         self.args: dict[str, Any] = {
             "n_heads": self.n_heads, "n_kv_heads": self.n_kv, "key_dim": self.key_dim,
             "value_dim": self.value_dim, "rope_dim": rope,
             "style": CONSTANTS["ROPE_NEOX" if neox else "ROPE_INTERLEAVED"], "has_bias": bias,
-            "has_q_norm": norms, "has_k_norm": norms, "norm_after": norm_after, "eps": 1e-6,
-            "query_step": self.key_dim,
+            "has_q_norm": norms, "has_k_norm": norms, "has_v_norm": value_norm, "norm_after": norm_after,
+            "eps": 1e-6, "query_step": self.key_dim, "skip_keys": 0,
         }  # fmt: skip
 
 
@@ -87,7 +89,22 @@ ROPE_CASES: dict[str, dict[str, Any]] = {
     "partial_interleaved": {"heads": (2, 1), "dims": (96, 64), "rope": 48},
     "without": {"heads": (3, 1), "dims": (128, 128), "rope": 0},
     "large": {"heads": (1, 1), "dims": (256, 256), "rope": 256},
+    "wide": {
+        "heads": (2, 1),
+        "dims": (512, 512),
+        "rope": 512,
+        "neox": True,
+        "norms": True,
+        "value_norm": True,
+    },
     "bias": {"heads": (4, 2), "dims": (64, 64), "rope": 64, "bias": True},
+    "bias_and_norms_of_values": {
+        "heads": (2, 1),
+        "dims": (32, 24),
+        "rope": 16,
+        "bias": True,
+        "value_norm": True,
+    },
     "norms": {"heads": (4, 2), "dims": (128, 64), "rope": 128, "neox": True, "norms": True},
     "bias_and_norms": {"heads": (2, 2), "dims": (40, 24), "rope": 40, "bias": True, "norms": True},
 }

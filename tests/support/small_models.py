@@ -117,11 +117,6 @@ class SmallModel:
         """Width of a value head."""
         return self.key_dim if self.value_dim is None else self.value_dim
 
-    @property
-    def on_metal(self) -> bool:
-        """Whether the Metal engine opens the model, too."""
-        return self.layered is None
-
 
 # Heads and feed-forwards of several widths, and layers that share keys and values.
 _GEMMA4 = SmallModel(
@@ -450,6 +445,13 @@ MODELS: dict[str, SmallModel] = {
         layered=LayerShape(3, 32, 4, inputs=64, shared=1, shared_ffn=96),
     ),
     "gemma4, without inputs": replace(_GEMMA4, layers=3, layered=LayerShape(3, 32, 2)),
+    "gemma4, wide heads": replace(
+        _GEMMA4,
+        layers=4,
+        heads=2,
+        key_dim=512,
+        layered=LayerShape(2, 256, 1, inputs=32, shared=2, shared_ffn=192),
+    ),
     **EXPERTS,
 }
 

@@ -5,6 +5,7 @@
 #include <iterator>
 #include <stdexcept>
 
+#include "../../base/release_pages.h"
 #include "../ops.h"
 
 namespace metal_prefill::cpu {

@@ -26,10 +26,11 @@ std::string_view layer_of(const Tensor& tensor) {
   return name.starts_with("blk.") ? name.substr(0, name.find('.', 4)) : name;
 }
 
+// Without the embedding of the inputs of layers, of which the host reads rows.
 std::vector<const Tensor*> bound_tensors(const Model& model) {
   std::vector<const Tensor*> tensors;
-  for_each_tensor(model, [&](const TensorRow&, const Tensor& t) {
-    if (t) tensors.push_back(&t);
+  for_each_tensor(model, [&](const TensorRow&, const Tensor& t, int) {
+    if (t && &t != &model.per_layer_embedding) tensors.push_back(&t);
   });
   std::sort(tensors.begin(), tensors.end(),
             [](const Tensor* a, const Tensor* b) { return a->data < b->data; });
@@ -42,8 +43,12 @@ WeightBuffers::WeightBuffers(const Device& device, const Model& model)
     : device_(device), mapping_(model.mapping) {
   const std::vector<const Tensor*> tensors = bound_tensors(model);
   map_file(model, tensors);
-  if (mapped_bytes_ > 0 && model.mapping.bytes <= device.mtl().recommendedMaxWorkingSetSize)
-    read_ahead_ = std::make_unique<ReadAhead>(std::span(model.mapping.data, model.mapping.bytes));
+  if (mapped_bytes_ > 0 && mapped_bytes_ <= device.mtl().recommendedMaxWorkingSetSize) {
+    std::vector<std::span<const std::byte>> parts;
+    for (const FileView& file : files_)
+      parts.emplace_back(mapping_.data + file.begin, std::min(file.end, mapping_.bytes) - file.begin);
+    read_ahead_ = std::make_unique<ReadAhead>(std::move(parts));
+  }
   for (const Tensor* t : tensors)
     if (offset_in_file(*t) % kAlignment != 0 && !copies_.contains(t->data))
       copies_[t->data] = view_of(copy(t->name, {t->data, t->bytes}), BufferName::kWeights);
@@ -58,6 +63,7 @@ void WeightBuffers::map_file(const Model& model, const std::vector<const Tensor*
   const std::size_t most = device_.mtl().maxBufferLength / page * page;
   const std::size_t working_set = device_.mtl().recommendedMaxWorkingSetSize;  // 0: unknown
   const std::size_t usual = working_set > 0 ? std::min(working_set / kViewsOfDevice, most) : most;
+  const std::byte* left_out = model.per_layer_embedding.data;  // may be null
   for (auto tensor = tensors.begin(); tensor != tensors.end(); ++tensor) {
     const Tensor* t = *tensor;
     const std::size_t begin = offset_in_file(*t), end = begin + t->bytes;
@@ -66,6 +72,7 @@ void WeightBuffers::map_file(const Model& model, const std::vector<const Tensor*
     file.begin = begin / page * page;
     file.end = std::min(round_up(end, page), file.begin + most);
     for (auto next = tensor + 1; next != tensors.end(); ++next) {
+      if ((*std::prev(next))->data < left_out && left_out < (*next)->data) break;
       const std::size_t further = round_up(offset_in_file(**next) + (*next)->bytes, page);
       if (further - file.begin > (layer_of(**next) == layer_of(**std::prev(next)) ? most : usual)) break;
       file.end = std::max(file.end, further);

@@ -31,7 +31,7 @@ MetalEngine::MetalEngine(Model model, const EngineOptions& options)
       padded_(fits_kernels(model_.config) ? model_ : pad_model(model_)),
       weights_(device_, padded_),
       forward_(device_.tuning(), padded_, options_, weights_),
-      kernels_(device_, forward_.kernels(), forward_.cache_shape(), options_.metal),
+      kernels_(device_, forward_.kernels(), forward_.cache_type(), options_.metal),
       rope_tables_(padded_),
       residency_(device_, options_.metal.resident_seconds, !options_.metal.is_measured),
       store_(device_, residency_, forward_.page_layout(), options_.poison_cache),

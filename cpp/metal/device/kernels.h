@@ -1,8 +1,6 @@
 // The pipelines of the kernels that a model can need, all built when it is loaded.
 #pragma once
 
-#include <algorithm>
-#include <array>
 #include <functional>
 #include <map>
 #include <memory>
@@ -58,8 +56,7 @@ class Kernels {
   // archives, nor do pipelines that Metal's shader validation changes. Throws DeviceError naming the first
   // kernel that failed, or that the GPU runs in simdgroups of another width; TensorKernelError for one that
   // needs tensors.
-  Kernels(const Device& device, const KernelThreads& wanted, const CacheShape& cache,
-          const MetalOptions& options);
+  Kernels(const Device& device, const KernelThreads& wanted, KvType cache, const MetalOptions& options);
   ~Kernels();
   Kernels(const Kernels&) = delete;
   Kernels& operator=(const Kernels&) = delete;
@@ -68,7 +65,7 @@ class Kernels {
   void check(const KernelThreads& used) const;
   const id<MTLComputePipelineState>& pipeline(const KernelKey& key) const;
   std::size_t max_threads(const KernelKey& key) const { return pipeline(key).maxTotalThreadsPerThreadgroup; }
-  const CacheShape& cache() const { return cache_; }
+  KvType cache() const { return cache_; }
   std::size_t count() const { return built_.size(); }
   std::size_t compiled_now() const { return n_compiled_; }  // pipelines that no archive had
   const std::vector<PipelineInfo>& built() const { return built_; }
@@ -77,22 +74,18 @@ class Kernels {
   void finish() const;
 
  private:
-  // One more than the largest number of a tensor type.
-#define METAL_PREFILL_TYPE(shader_name, Name, number) std::size_t(number),
-  static constexpr std::size_t kTypes = std::max({EACH_TENSOR_TYPE(METAL_PREFILL_TYPE)}) + 1;
-#undef METAL_PREFILL_TYPE
   // Pipelines of the keys of these indices. Without archives: compiles.
   void build(const Device& device, std::span<const std::size_t> indices,
              const std::vector<id<MTLFunction>>& functions, NSArray<id<MTLBinaryArchive>>* archives);
   void keep(std::size_t index, id<MTLComputePipelineState> pipeline);
   void write_later(const PipelineArchive& archive, std::vector<id<MTLFunction>> functions);
 
-  const CacheShape cache_;
+  const KvType cache_;
   bool compiled_ = false;
   std::size_t n_compiled_ = 0;
   std::vector<KernelKey> keys_;
   std::vector<PipelineInfo> built_;  // of the keys
-  std::array<std::array<id<MTLComputePipelineState>, kTypes>, std::size_t(Kernel::kCount)> pipelines_;
+  std::map<KernelKey, id<MTLComputePipelineState>> pipelines_;
   mutable std::mutex finishing_;
   mutable std::thread archive_writer_;
 };

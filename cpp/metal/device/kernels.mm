@@ -46,9 +46,8 @@ Libraries open_libraries_of(id<MTLDevice> device, const std::vector<KernelKey>& 
 
 }  // namespace
 
-Kernels::Kernels(const Device& device, const KernelThreads& wanted, const CacheShape& cache,
-                 const MetalOptions& options)
-    : cache_(cache), pipelines_{} {
+Kernels::Kernels(const Device& device, const KernelThreads& wanted, KvType cache, const MetalOptions& options)
+    : cache_(cache) {
   std::set<std::string> variants, key;
   std::vector<std::string> names;
   for (const auto& [kernel, threads] : wanted) {
@@ -151,7 +150,7 @@ void Kernels::build(const Device& device, std::span<const std::size_t> indices,
 
 void Kernels::keep(std::size_t index, id<MTLComputePipelineState> pipeline) {
   built_[index].max_threads = pipeline.maxTotalThreadsPerThreadgroup;
-  pipelines_[std::size_t(keys_[index].kernel)][std::size_t(keys_[index].type)] = pipeline;
+  pipelines_[keys_[index]] = pipeline;
 }
 
 void Kernels::check(const KernelThreads& used) const {
@@ -163,10 +162,10 @@ void Kernels::check(const KernelThreads& used) const {
 }
 
 const id<MTLComputePipelineState>& Kernels::pipeline(const KernelKey& key) const {
-  const id<MTLComputePipelineState>& state = pipelines_[std::size_t(key.kernel)][std::size_t(key.type)];
-  if (!state)
+  const auto built = pipelines_.find(key);
+  if (built == pipelines_.end())
     throw std::logic_error("the pipeline of '" + kernel_name(key, cache_) + "' was not built at load");
-  return state;
+  return built->second;
 }
 
 }  // namespace metal_prefill::metal

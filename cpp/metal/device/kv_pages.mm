@@ -6,8 +6,9 @@ namespace metal_prefill::metal {
 
 std::vector<Device::Piece> KvPages::pieces(std::span<const PageId> pages, int layer, bool values,
                                            int positions) const {
-  const std::size_t start = values ? layout_.values(layer) : layout_.keys(layer);
-  const std::size_t row = values ? layout_.value_row : layout_.key_row;
+  const PageLayout::Place& place = layout_[layer];
+  const std::size_t start = values ? place.values : place.keys;
+  const std::size_t row = values ? place.value_row : place.key_row;
   std::vector<Device::Piece> pieces;
   for (int position = 0; position < positions; position += kPagePositions) {
     const PageId page = pages[std::size_t(position / kPagePositions)];

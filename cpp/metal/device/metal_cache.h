@@ -61,7 +61,7 @@ class MetalEngine::MetalCache final : public PagedCache {
   struct PaddedRows {
     std::size_t count, bytes, padded_bytes;  // bytes of a row
   };
-  PaddedRows heads_of(bool values, int positions) const;
+  PaddedRows heads_of(int layer, bool values, int positions) const;
   PaddedRows rows_of_state(int layer) const;
 
   MetalEngine& metal_;

@@ -58,14 +58,14 @@ void MetalEngine::MetalCache::reserve(int kept, int end, CallCounters& counters)
 // Rows are exported and imported without the dimensions that padding added to them.
 void MetalEngine::MetalCache::read(int layer, bool values, int positions, std::byte* out) const {
   metal_.require_unforked();
-  without_padding(heads_of(values, positions), out,
+  without_padding(heads_of(layer, values, positions), out,
                   [&](std::byte* to) { metal_.store_.read(pages(), layer, values, positions, to); });
 }
 
 void MetalEngine::MetalCache::write(int layer, bool values, int positions, const std::byte* in) {
   metal_.require_unforked();
   drop_ahead();
-  with_padding(heads_of(values, positions), in,
+  with_padding(heads_of(layer, values, positions), in,
                [&](const std::byte* from) { metal_.store_.write(pages(), layer, values, positions, from); });
 }
 
@@ -86,9 +86,9 @@ void MetalEngine::MetalCache::write_state(const StateRef& state, int layer, cons
 }
 
 // Heads of K or V.
-MetalEngine::MetalCache::PaddedRows MetalEngine::MetalCache::heads_of(bool values, int positions) const {
-  const Config& own = metal_.config();
-  const Config& padded = metal_.padded_.config;
+MetalEngine::MetalCache::PaddedRows MetalEngine::MetalCache::heads_of(int layer, bool values,
+                                                                      int positions) const {
+  const Config own = metal_.config().of_layer(layer), padded = metal_.padded_.config.of_layer(layer);
   const std::size_t element = metal_.forward_.page_layout().element;
   return {std::size_t(positions) * std::size_t(own.n_kv_heads),
           std::size_t(values ? own.value_dim : own.key_dim) * element,

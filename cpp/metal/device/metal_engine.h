@@ -39,8 +39,8 @@ class CacheHold {
   }
   // From the keys, and from the values, of a layer in the first page on.
   LayerCache layer(int layer) const {
-    return {pages_.view(BufferName::kKeys, page_layout_.keys(layer)),
-            pages_.view(BufferName::kValues, page_layout_.values(layer))};
+    return {pages_.view(BufferName::kKeys, page_layout_[layer].keys),
+            pages_.view(BufferName::kValues, page_layout_[layer].values)};
   }
   // From the state of a layer in the first slot on.
   View states(int layer) const {
@@ -88,7 +88,8 @@ class MetalEngine final : public Engine, private PassInspector {
   PrefixTree* prefixes() override { return &memory_.prefixes(); }
   void check_fits(int positions) const override { memory_.pages().check_fits(positions); }
   int pass_rows() const override { return forward_.pass_rows(); }
-  bool runs_ahead() const override { return true; }
+  // The host reads rows of the inputs of layers, so it must know the tokens of a pass.
+  bool runs_ahead() const override { return config().per_layer_dim == 0; }
   int exact_rows() const override { return std::min(kFewTokens, pass_rows()); }
   void forward(std::span<Chunk> chunks, CallCounters& counters) override;
   void add_call_stats(const CallCounters& counters, Stats& stats) const override;
@@ -122,8 +123,8 @@ class MetalEngine final : public Engine, private PassInspector {
   void trace_pass(std::span<Chunk* const> chunks, CallCounters& counters);
   static std::vector<Chunk*> take_ahead(std::span<Chunk* const> chunks, std::vector<RequestedPass>& passes);
   std::shared_ptr<SentPass> send_after(std::span<Chunk> chunks, CacheHold& cache, const SentPass& before);
-  static void fill(const Config& config, const PassTables& tables, const PassRows& rows,
-                   std::span<Chunk* const> chunks);
+  void fill(const PassTables& tables, const PassRows& rows, std::span<Chunk* const> chunks) const;
+  void fill_layer_rows(const View& out, const PassRows& rows, std::span<Chunk* const> chunks) const;
   void deliver(const PassRows& rows, std::span<Chunk* const> chunks, const PassMemory& memory) const;
   void keep_intermediates(const PassRows& rows, std::span<Chunk* const> chunks,
                           const PassMemory& memory) const;

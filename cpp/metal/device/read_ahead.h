@@ -5,14 +5,16 @@
 #include <cstddef>
 #include <span>
 #include <thread>
+#include <vector>
 
 namespace metal_prefill::metal {
 
-// Loads the pages of a mapping into memory from the first to the last, on a thread. Residency would request
-// them in a different order, which takes longer from a disk.
+// Loads the pages of parts of a mapping into memory from the first to the last, on a thread. Residency would
+// request them in a different order, which takes longer from a disk.
 class ReadAhead {
  public:
-  explicit ReadAhead(std::span<const std::byte> mapping);
+  // Each part begins at a page.
+  explicit ReadAhead(std::vector<std::span<const std::byte>> parts);
   ~ReadAhead();  // stops early
   ReadAhead(const ReadAhead&) = delete;
   ReadAhead& operator=(const ReadAhead&) = delete;
@@ -20,7 +22,7 @@ class ReadAhead {
   void wait();  // until all of it is in memory
 
  private:
-  void read(std::span<const std::byte> mapping) const;
+  void read(std::span<const std::byte> part) const;
 
   std::atomic<bool> ends_{false};
   std::thread thread_;

@@ -2,8 +2,10 @@
 #include "sent_passes.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 
+#include "../../base/release_pages.h"
 #include "metal_cache.h"
 
 namespace metal_prefill::metal {
@@ -95,7 +97,7 @@ MetalEngine::SentPass::SentPass(MetalEngine& engine, std::span<Chunk* const> chu
       encoder_(device_, engine.kernels_, label_of(rows_, chunks),
                choices || cache.is_in_use() ? Gpu::kBusy : Gpu::kIdle) {
   MetalPassBuffers buffers(device_, *lease_, cache, rope_tables_, choices);
-  fill(engine.config(), engine.forward_.tables(rows_, buffers), rows_, chunks);
+  engine.fill(engine.forward_.tables(rows_, buffers), rows_, chunks);
   engine.forward_.encode(encoder_, rows_, buffers);
   last_ = encoder_.send();
   cache.sent(last_);
@@ -167,7 +169,7 @@ void MetalEngine::trace_pass(std::span<Chunk* const> chunks, CallCounters& count
   cache.settle();
   MetalPassBuffers buffers(device, *lease, cache, rope_tables_.by_layer(), nil);
   const PassRows rows = forward_.rows_of(shapes_of(chunks));
-  fill(config(), forward_.tables(rows, buffers), rows, chunks);
+  fill(forward_.tables(rows, buffers), rows, chunks);
   TracingEncoder encoder(device, kernels_, *chunks[0]->trace);
   forward_.encode(encoder, rows, buffers);
   if (device.debug()) keep_intermediates(rows, chunks, *lease);
@@ -191,8 +193,7 @@ std::shared_ptr<MetalEngine::SentPass> MetalEngine::send_after(std::span<Chunk> 
   }
 }
 
-void MetalEngine::fill(const Config& config, const PassTables& tables, const PassRows& rows,
-                       std::span<Chunk* const> chunks) {
+void MetalEngine::fill(const PassTables& tables, const PassRows& rows, std::span<Chunk* const> chunks) const {
   copy(std::span(rows.rows), tables.rows);
   copy(std::span(rows.tiles), tables.tiles);
   for (std::size_t i = 0; i < chunks.size(); ++i) {
@@ -223,13 +224,40 @@ void MetalEngine::fill(const Config& config, const PassTables& tables, const Pas
   if (tables.types) {
     for (const RowRun& run : rows.all.runs) {
       const Chunk& chunk = *chunks[std::size_t(run.chunk)];
-      const std::vector<TokenId> types = token_types(config, chunk.tokens, chunk.expansion.tokens);
+      const std::vector<TokenId> types = token_types(config(), chunk.tokens, chunk.expansion.tokens);
       copy(tokens_of(run, types), tables.types, std::size_t(run.row));
     }
   }
+  if (tables.layer_rows) fill_layer_rows(tables.layer_rows, rows, chunks);
   for (const RowRun& run : rows.wanted.runs)
     if (const auto* scored = std::get_if<LogProbsOutput>(&chunks[std::size_t(run.chunk)]->output))
       copy(scored->targets, tables.targets, std::size_t(run.row - rows.scored.first));
+}
+
+// Rows of the embedding of the inputs of layers, which stays in the mapped file.
+void MetalEngine::fill_layer_rows(const View& out, const PassRows& rows,
+                                  std::span<Chunk* const> chunks) const {
+  const Tensor& table = model_.per_layer_embedding;
+  const std::size_t dim = std::size_t(config().per_layer_dim),
+                    padded_dim = std::size_t(padded_.config.per_layer_dim),
+                    layers = std::size_t(config().n_layers);
+  const float scale = std::sqrt(float(dim));
+  std::vector<float> own(layers * dim);
+  for (const RowRun& run : rows.all.runs) {
+    for (int i = 0; i < run.count; ++i) {
+      const TokenId token = chunks[std::size_t(run.chunk)]->tokens[std::size_t(run.token + i)];
+      dequantize_row(table.type, table.row(token), own.data(), own.size());
+      float* row =
+          static_cast<float*>(buffer_of(out).contents) + std::size_t(run.row + i) * layers * padded_dim;
+      for (std::size_t layer = 0; layer < layers; ++layer, row += padded_dim) {
+        std::fill(row + dim, row + padded_dim, 0.0f);
+        std::transform(own.data() + layer * dim, own.data() + (layer + 1) * dim, row,
+                       [&](float value) { return scale * value; });
+      }
+    }
+  }
+  // The system maps many pages around each row.
+  release_pages(table.data, table.bytes);
 }
 
 // Copies the outputs from the buffers that the host can read.

@@ -38,7 +38,7 @@ inline constexpr std::size_t kMaxThreads = 1024;
 // Dispatches run in order, except for those of an Overlap, which may run at the same time.
 class Encoder {
  public:
-  Encoder(const Tuning& tuning, const CacheShape& cache) : tuning_(tuning), cache_(cache) {}
+  Encoder(const Tuning& tuning, KvType cache) : tuning_(tuning), cache_(cache) {}
   virtual ~Encoder() = default;
   Encoder(const Encoder&) = delete;
   Encoder& operator=(const Encoder&) = delete;
@@ -79,14 +79,14 @@ class Encoder {
   const Tuning& tuning() const { return tuning_; }
   // Most threads in a threadgroup of the kernel: of any kernel, unless its pipeline allows fewer.
   virtual std::size_t max_threads(const KernelKey&) const { return kMaxThreads; }
-  const CacheShape& cache() const { return cache_; }
+  KvType cache() const { return cache_; }
 
  protected:
   virtual void encode(const Step& step) = 0;
 
  private:
   const Tuning& tuning_;
-  const CacheShape& cache_;
+  const KvType cache_;
   int layer_ = -1;
   bool overlap_ = false;        // in the scope of an Overlap
   bool needs_barrier_ = false;  // before the next dispatch

@@ -48,13 +48,14 @@ enum class Path {
 
 // Tables that the host writes for a pass; null if the list is empty.
 struct PassTables {
-  View ids;      // [rows] int32
-  View types;    // [rows] int32, if the model has types of tokens
-  View rows;     // as PassRows::rows
-  View tiles;    // as PassRows::tiles
-  View pages;    // block tables of the chunks, int32
-  View states;   // as PassRows::states
-  View targets;  // [rows whose targets are scored] int32
+  View ids;         // [rows] int32
+  View types;       // [rows] int32, if the model has types of tokens
+  View rows;        // as PassRows::rows
+  View tiles;       // as PassRows::tiles
+  View pages;       // block tables of the chunks, int32
+  View states;      // as PassRows::states
+  View targets;     // [rows whose targets are scored] int32
+  View layer_rows;  // [rows][n_layers][per_layer_dim] f32, if layers have inputs
 };
 
 // Most rows whose logits are on the GPU at the same time, unless the host wants them.
@@ -77,7 +78,7 @@ class ForwardPass {
   // Every kernel that a pass can need, and the threads of its largest threadgroup, within `limit`.
   KernelThreads kernels(const ThreadLimit& limit = {}) const;
   const Tuning& tuning() const { return tuning_; }
-  const CacheShape& cache_shape() const { return cache_shape_; }
+  KvType cache_type() const { return options_.kv_type; }
   const PageLayout& page_layout() const { return page_layout_; }
   const StateLayout& state_layout() const { return state_layout_; }
   // Largest number of rows of one pass; see Engine::pass_rows.
@@ -99,6 +100,9 @@ class ForwardPass {
     Norm norm;           // of the block's output; no weight: not normed
     Norm residual_norm;  // of the residual stream after that; no weight: not normed
     Norm second_norm{};  // after it, of the result plus the input of the layer; no weight: there is none
+    View scale{};        // of the stream after it, in models with `norm`; null: there is none
+    // What products of the layer read next, in models with `norm`: see leaves_normed.
+    std::optional<Norm> next{};
   };
   struct Dense {
     std::vector<Projection> gate_up;  // one, merged, or two; without a gate that of up; none: there is none
@@ -124,8 +128,10 @@ class ForwardPass {
     Dense dense;                           // the feed-forward, or its expert for all rows
     ops::Router router;
     ops::ExpertWeights experts_gate_up, experts_down;
-    BlockOutput attn_output;  // also of a short convolution
-    BlockOutput scan_output;  // of a layer whose state has matrices
+    BlockOutput attn_output;               // also of a short convolution
+    BlockOutput scan_output;               // of a layer whose state has matrices
+    std::optional<Projection> input_gate;  // of its input from the token itself; none: it has none
+    BlockOutput input_output;
   };
   // The rows of a pass that a step works on.
   struct Rows {
@@ -138,15 +144,15 @@ class ForwardPass {
   // Rows that go through a layer, and their sequences.
   struct Part {
     Rows rows;
-    Sequences sequences;
+    const PassPart& part;
   };
   struct Activations {
     View x, embedded, normed, projected, relative, partial, att, block, gate_up, ffn, conv, convolved,
-        scanned, scan_out, logits;
+        scanned, scan_out, inputs, logits;
     ops::Routes routes;
     View expert_ffn, expert_out;
   };
-  // A row of the projections with which layers of a kind begin.
+  // A row of the projections with which a layer begins.
   struct ProjectedRow {
     int stride;          // from one row to the next
     int qkv, recurrent;  // columns of q, and of Config::recurrent_in_dim()
@@ -166,8 +172,8 @@ class ForwardPass {
   Norm norm_of(const Tensor& weight, const Tensor& bias, float eps, const WeightViews& weights) const;
   // Leaves rows of the stream as they are, in another place.
   Norm no_norm() const { return {.weight = {}, .bias = {}, .dim = config_.dim, .eps = 0.0f}; }
-  Layer layer_of(LayerKind kind, const LayerWeights& w, WeightViews& weights) const;
-  ProjectedRow projected_row(LayerKind kind) const;
+  Layer layer_of(int layer, const LayerWeights& w, WeightViews& weights) const;
+  ProjectedRow projected_row(int layer) const;
   // Most columns of a layer's projections.
   int projected_columns() const;
   Rows all_rows(const PassRows& rows) const;
@@ -181,23 +187,33 @@ class ForwardPass {
   AttentionArgs attention_args(int layer) const;
   RelativeScoresArgs relative_args(const AttentionArgs& attention, const PassRows& rows) const;
 
-  void encode_layer(Pass& pass, int layer, const Part& wanted) const;
+  // The tables of rows for the kernels of a layer.
+  Sequences sequences(const Pass& pass, const Part& part, int layer) const;
+
+  // A layer begins with the rows `in`, and continues with `wanted`.
+  void encode_layer(Pass& pass, int layer, const Part& in, const Part& wanted) const;
   void embed(const Pass& pass) const;
   void project_embedding(const Pass& pass) const;
-  void attention(Pass& pass, int layer, const Part& wanted) const;
+  void project_layer_inputs(const Pass& pass) const;
+  void attention(Pass& pass, int layer, const Part& in, const Part& wanted) const;
   void short_convolution(Pass& pass, int layer, const Rows& wanted) const;
-  void project_in(const Pass& pass, int layer) const;
+  void project_in(const Pass& pass, int layer, const Rows& rows) const;
   ops::ConvInputs conv_inputs(const Pass& pass, int layer) const;
   CausalConvArgs conv_args(const Pass& pass, int layer, const Rows& wanted) const;
   void convolve(const Pass& pass, int layer, const View& out, const Rows& wanted) const;
   // Whether the rotation of queries and keys is part of attention.
-  static bool rotates_in_attention(const Pass& pass, const Part& wanted);
+  static bool rotates_in_attention(const Pass& pass, const Part& in, const Part& wanted);
   void scan(Pass& pass, int layer, const Part& wanted) const;
   void gated_delta(Pass& pass, int layer, const Rows& wanted) const;
   // The states of a layer, from its matrices in the first slot on.
   View matrices(const Pass& pass, int layer) const;
   // Norms x into `normed` and returns the view of the result: x if there is no norm.
   View normalized(Encoder& e, const Norm& norm, const View& x, const View& normed, const Rows& rows) const;
+  // Whether a block leaves in `normed` what products read next: it then takes one dispatch less.
+  bool leaves_normed(const BlockOutput& output, const Rows& rows) const;
+  // The same as `normalized`, after a block.
+  View normalized_after(const Pass& pass, const BlockOutput& output, const Norm& norm, const View& x,
+                        const Rows& rows) const;
   void norm_rows_of_qk(const Pass& pass, int layer) const;
   // Input of normed_projections: x itself if the norm is part of the products.
   View input_of_projections(Encoder& e, const Norm& norm, const View& x, const View& normed,
@@ -210,10 +226,12 @@ class ForwardPass {
   void add_residual(const Pass& pass, const BlockOutput& output, const View& x, const View& residual,
                     const Rows& rows) const;
   void feed_forward(const Pass& pass, int layer, const Rows& rows) const;
+  void add_layer_input(const Pass& pass, int layer, const Rows& rows) const;
   // `input` is x if the norm is part of the products.
   void dense(const Pass& pass, const Dense& w, const Norm& norm, const View& input, const View& x,
              const Rows& rows) const;
-  void experts(const Pass& pass, const Layer& w, const View& x, const Rows& rows) const;
+  // `input` is x after its norm.
+  void experts(const Pass& pass, const Layer& w, const View& input, const View& x, const Rows& rows) const;
   void head(const Pass& pass, const Rows& rows, const View& logits) const;
   void score(const Pass& pass) const;
   void find_largest(const Pass& pass) const;
@@ -221,9 +239,9 @@ class ForwardPass {
   void deliver_hidden(const Pass& pass) const;
 
   const Config& config_;
+  const LayerConfigs layer_configs_;
   const Tuning tuning_;
   const EngineOptions options_;
-  const CacheShape cache_shape_;
   const PageLayout page_layout_;
   const StateLayout state_layout_;
   Projection embedding_;
@@ -232,13 +250,19 @@ class ForwardPass {
   Norm embedding_norm_;
   std::optional<Projection> embedding_projection_;
   View embedding_projection_bias_;
-  std::vector<Projection> output_;  // one; none in an encoder
-  View output_bias_;                // null: there is none
+  std::optional<Projection> inputs_projection_;  // to the inputs of layers
+  Norm inputs_norm_;                             // of the input of a layer
+  float inputs_filled_ = 1.0f;                   // part of them that is not padding
+  std::vector<Projection> output_;               // one; none in an encoder
+  View output_bias_;                             // null: there is none
   Norm output_norm_;
   Norm head_norm_;  // the same with the scale of the logits
   std::vector<Layer> layers_;
-  bool norms_stream_;  // layernorm_stream leaves a copy in `normed` that products read
-  int qkv_dim_, att_dim_;
+  int last_stored_ = -1;  // the last layer with keys, values or a state of its own
+  std::vector<TileShape> tile_shapes_;
+  std::vector<std::size_t> tile_shape_of_;  // of each layer, in tile_shapes_
+  bool norms_stream_;                       // layernorm_stream leaves a copy in `normed` that products read
+  int att_dim_;                             // of the widest layer
   u32_t activation_;
 };
 

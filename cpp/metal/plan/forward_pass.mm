@@ -4,42 +4,41 @@
 
 namespace metal_prefill::metal {
 
-namespace {
-
-// The tables of some rows.
-Sequences sequences_of(const PassRows& rows, const PassPart& part, const PassTables& tables) {
-  return {
-      .part = part,
-      .rows = tables.rows.at(std::size_t(part.first) * sizeof(PassRow)),
-      .tiles = tables.tiles.at(std::size_t(part.first_tile) * sizeof(AttentionTile)),
-      .tile_table = std::span(rows.tiles).subspan(std::size_t(part.first_tile), std::size_t(part.n_tiles)),
-      .pages = tables.pages};
-}
-
-}  // namespace
-
 void ForwardPass::encode(Encoder& e, const PassRows& rows, PassBuffers& buffers) const {
   const PassTables tables = this->tables(rows, buffers);
   Pass pass = {.e = e,
                .rows = rows,
                .buffers = buffers,
                .tables = tables,
-               .all = {all_rows(rows), sequences_of(rows, rows.all, tables)},
-               .wanted = {wanted_rows(rows), sequences_of(rows, rows.wanted, tables)},
+               .all = {all_rows(rows), rows.all},
+               .wanted = {wanted_rows(rows), rows.wanted},
                .a = activations(rows, buffers)};
 
   embed(pass);
   for (int layer = 0; layer < config_.n_layers; ++layer) {
-    // The last layer writes K and V of every row, and continues only with rows that have an output.
-    const bool last = layer == config_.n_layers - 1;
+    // The last layer that stores something writes K and V of every row, and continues only with rows that
+    // have an output. Later layers only have those rows.
     e.enter_layer(layer);
-    encode_layer(pass, layer, last ? pass.wanted : pass.all);
+    encode_layer(pass, layer, layer <= last_stored_ ? pass.all : pass.wanted,
+                 layer < last_stored_ ? pass.all : pass.wanted);
   }
   e.leave_layers();
   score(pass);
   find_largest(pass);
   deliver_logits(pass);
   deliver_hidden(pass);
+}
+
+Sequences ForwardPass::sequences(const Pass& pass, const Part& part, int layer) const {
+  const PassPart& rows = part.part;
+  const PassPart::Tiles tiles =
+      rows.tiles.empty() ? PassPart::Tiles{} : rows.tiles[tile_shape_of_[std::size_t(layer)]];
+  return {
+      .part = rows,
+      .rows = pass.tables.rows.at(std::size_t(rows.first) * sizeof(PassRow)),
+      .tiles = pass.tables.tiles.at(std::size_t(tiles.first) * sizeof(AttentionTile)),
+      .tile_table = std::span(pass.rows.tiles).subspan(std::size_t(tiles.first), std::size_t(tiles.count)),
+      .pages = pass.tables.pages};
 }
 
 void ForwardPass::embed(const Pass& pass) const {
@@ -57,6 +56,17 @@ void ForwardPass::embed(const Pass& pass) const {
     project_embedding(pass);
   else if (embedding_norm_.weight)
     ops::layernorm_stream(pass.e, embedding_norm_, {}, pass.a.x, pass.a.normed, count);
+  if (inputs_projection_) project_layer_inputs(pass);
+}
+
+// The inputs of all layers from the tokens themselves.
+void ForwardPass::project_layer_inputs(const Pass& pass) const {
+  const Activations& a = pass.a;
+  const Rows& rows = pass.all.rows;
+  project(pass.e, *inputs_projection_, normalized(pass.e, no_norm(), a.x, a.normed, rows),
+          {a.inputs, inputs_projection_->out_dim}, rows, Write::kStore);
+  ops::layer_inputs(pass.e, inputs_norm_, inputs_filled_, pass.tables.layer_rows, a.inputs, config_.n_layers,
+                    rows.count);
 }
 
 void ForwardPass::project_embedding(const Pass& pass) const {
@@ -69,13 +79,14 @@ void ForwardPass::project_embedding(const Pass& pass) const {
   if (norms_stream_) ops::norm(pass.e, no_norm(), a.x, a.normed, rows.count, rows.precision());
 }
 
-void ForwardPass::encode_layer(Pass& pass, int layer, const Part& wanted) const {
+void ForwardPass::encode_layer(Pass& pass, int layer, const Part& in, const Part& wanted) const {
+  if (in.rows.count == 0) return;
   const Rows& rows = wanted.rows;
-  project_in(pass, layer);
+  project_in(pass, layer, in.rows);
   if (config_.parallel) feed_forward(pass, layer, rows);  // which reads x before attention adds to it
   switch (config_.kind(layer)) {
     case LayerKind::kAttention:
-      attention(pass, layer, wanted);
+      attention(pass, layer, in, wanted);
       break;
     case LayerKind::kShortConv:
       short_convolution(pass, layer, rows);
@@ -89,23 +100,40 @@ void ForwardPass::encode_layer(Pass& pass, int layer, const Part& wanted) const 
       break;
   }
   if (!config_.parallel) feed_forward(pass, layer, rows);
+  add_layer_input(pass, layer, rows);
 }
 
 void ForwardPass::feed_forward(const Pass& pass, int layer, const Rows& rows) const {
   if (rows.count == 0) return;
   const Layer& w = layers_[std::size_t(layer)];
+  const BlockOutput& before = has_matrix_state(config_.kind(layer)) ? w.scan_output : w.attn_output;
   const View x = pass.a.x.row(std::size_t(rows.first), config_.dim);
   switch (config_.feed_forward(layer)) {
     case FeedForwardKind::kNone:
       break;
     case FeedForwardKind::kDense:
-      dense(pass, w.dense, w.ffn_norm, input_of_projections(pass.e, w.ffn_norm, x, pass.a.normed, rows), x,
-            rows);
+      dense(pass, w.dense, w.ffn_norm,
+            fuses_norm(w.ffn_norm, rows) ? x : normalized_after(pass, before, w.ffn_norm, x, rows), x, rows);
       break;
     case FeedForwardKind::kExperts:
-      experts(pass, w, x, rows);
+      experts(pass, w, normalized_after(pass, before, w.ffn_norm, x, rows), x, rows);
       break;
   }
+}
+
+// The input of a layer from the token itself, through a gate that reads the stream.
+void ForwardPass::add_layer_input(const Pass& pass, int layer, const Rows& rows) const {
+  const Layer& w = layers_[std::size_t(layer)];
+  if (rows.count == 0 || !w.input_gate) return;
+  const Activations& a = pass.a;
+  const int dim = config_.per_layer_dim, columns = config_.n_layers * dim;
+  const View x = a.x.row(std::size_t(rows.first), config_.dim),
+             inputs = a.inputs.row(std::size_t(rows.first), columns).row(std::size_t(layer), dim);
+  project(pass.e, *w.input_gate, normalized_after(pass, w.dense.output, no_norm(), x, rows), {a.gate_up, dim},
+          rows, Write::kStore);
+  ops::gate_input(pass.e, a.gate_up, {inputs, columns}, a.ffn, dim, rows.count, activation_,
+                  rows.precision());
+  add_residual(pass, w.input_output, a.ffn, x, rows);
 }
 
 void ForwardPass::short_convolution(Pass& pass, int layer, const Rows& wanted) const {
@@ -116,15 +144,14 @@ void ForwardPass::short_convolution(Pass& pass, int layer, const Rows& wanted) c
     add_residual(pass, w.attn_output, a.conv, a.x.row(std::size_t(wanted.first), config_.dim), wanted);
 }
 
-// The first projections of a layer, of all rows: for its attention and for its state, from the same input.
-void ForwardPass::project_in(const Pass& pass, int layer) const {
+// The first projections of a layer: for its attention and for its state, from the same input.
+void ForwardPass::project_in(const Pass& pass, int layer, const Rows& rows) const {
   const Layer& w = layers_[std::size_t(layer)];
   const Activations& a = pass.a;
-  const Rows& rows = pass.all.rows;
-  const View input = input_of_projections(pass.e, w.attn_norm, a.x, a.normed, rows);
+  const View x = a.x.row(std::size_t(rows.first), config_.dim);
+  const View input = input_of_projections(pass.e, w.attn_norm, x, a.normed, rows);
   const Encoder::Overlap overlap(pass.e);
-  normed_projections(pass.e, w.attn_norm, w.in, input,
-                     {a.projected, projected_row(config_.kind(layer)).stride}, rows);
+  normed_projections(pass.e, w.attn_norm, w.in, input, {a.projected, projected_row(layer).stride}, rows);
 }
 
 ops::ConvInputs ForwardPass::conv_inputs(const Pass& pass, int layer) const {
@@ -137,7 +164,7 @@ CausalConvArgs ForwardPass::conv_args(const Pass& pass, int layer, const Rows& w
   const int count = pass.all.rows.count;
   return {.channels = u32_t(config_.conv_channels(kind)),
           .taps = u32_t(config_.conv_taps),
-          .in_stride = u32_t(projected_row(kind).stride),
+          .in_stride = u32_t(projected_row(layer).stride),
           .slot_stride = u32_t(state_layout_.values),
           .tokens = u32_t(count),
           .first_out = u32_t(count - wanted.count),
@@ -146,7 +173,7 @@ CausalConvArgs ForwardPass::conv_args(const Pass& pass, int layer, const Rows& w
 }
 
 void ForwardPass::convolve(const Pass& pass, int layer, const View& out, const Rows& wanted) const {
-  const View in = pass.a.projected.row(1, projected_row(config_.kind(layer)).conv);
+  const View in = pass.a.projected.row(1, projected_row(layer).conv);
   ops::causal_conv(pass.e, conv_inputs(pass, layer), in, out, conv_args(pass, layer, wanted),
                    wanted.precision(), pass.rows.all.runs);
 }
@@ -158,11 +185,11 @@ void ForwardPass::scan(Pass& pass, int layer, const Part& wanted) const {
   const Activations& a = pass.a;
   const Rows &all = pass.all.rows, &rows = wanted.rows;
   const LayerKind kind = config_.kind(layer);
-  const ProjectedRow row = projected_row(kind);
+  const ProjectedRow row = projected_row(layer);
   const View projected = a.projected.row(1, row.recurrent);
   const u32_t stride = u32_t(row.stride), first_out = u32_t(all.count - rows.count);
-  if (has_attention(kind)) attention(pass, layer, wanted);
-  if (!has_attention(kind) || rotates_in_attention(pass, wanted))
+  if (has_attention(kind)) attention(pass, layer, pass.all, wanted);
+  if (!has_attention(kind) || rotates_in_attention(pass, pass.all, wanted))
     convolve(pass, layer, a.convolved, all.in_float32());
   // A norm needs whole rows; a gate alone is part of the scan.
   const bool has_norm = bool(w.scan.norm);
@@ -195,7 +222,7 @@ void ForwardPass::gated_delta(Pass& pass, int layer, const Rows& wanted) const {
   const Layer& w = layers_[std::size_t(layer)];
   const Activations& a = pass.a;
   const Rows& all = pass.all.rows;
-  const ProjectedRow row = projected_row(config_.kind(layer));
+  const ProjectedRow row = projected_row(layer);
   const int stride = row.stride, inner = config_.scan_dim();
   const View gate = a.projected.row(1, row.recurrent), qkv = a.projected.row(1, row.conv),
              rates = qkv.row(1, config_.scan_channels());
@@ -221,11 +248,12 @@ View ForwardPass::matrices(const Pass& pass, int layer) const {
   return pass.buffers.states(layer).at(config_.conv_state_values(layer) * sizeof(float));
 }
 
-void ForwardPass::attention(Pass& pass, int layer, const Part& wanted) const {
+void ForwardPass::attention(Pass& pass, int layer, const Part& in, const Part& wanted) const {
   const Layer& w = layers_[std::size_t(layer)];
   const Activations& a = pass.a;
-  const Rows &all = pass.all.rows, &rows = wanted.rows;
-  const ProjectedRow row = projected_row(config_.kind(layer));
+  const Rows& rows = wanted.rows;
+  const Sequences all = sequences(pass, in, layer), own = sequences(pass, wanted, layer);
+  const ProjectedRow row = projected_row(layer);
   const View qkv = a.projected.row(1, row.qkv);
   const LayerCache cache = pass.buffers.cache(layer);
   const View table = pass.buffers.rope_table(layer);
@@ -235,38 +263,35 @@ void ForwardPass::attention(Pass& pass, int layer, const Part& wanted) const {
 
   if (norms_rows_of_qk(w)) norm_rows_of_qk(pass, layer);
   const RopeArgs rope = rope_args(layer, rows.count == 0);
-  const bool rope_with_attention = rotates_in_attention(pass, wanted);
+  const bool rope_with_attention = rotates_in_attention(pass, in, wanted);
   if (!rope_with_attention && has_state_space(config_.kind(layer)))
-    ops::rope_append_conv(pass.e, rope_inputs, conv_inputs(pass, layer), a.projected, pass.all.sequences,
-                          cache, a.convolved,
+    ops::rope_append_conv(pass.e, rope_inputs, conv_inputs(pass, layer), a.projected, all, cache, a.convolved,
                           {.rope = rope,
-                           .conv = conv_args(pass, layer, all),
+                           .conv = conv_args(pass, layer, in.rows),
                            .qkv_column = u32_t(row.qkv),
                            .conv_column = u32_t(row.conv),
                            .head_groups = 0});
   else if (!rope_with_attention)
-    ops::rope_append(pass.e, rope_inputs, qkv, pass.all.sequences, cache, rope);
+    ops::rope_append(pass.e, rope_inputs, qkv, all, cache, rope);
   if (rows.count == 0) return;
 
   AttentionArgs attention = attention_args(layer);
   attention.has_sinks = bool(w.sinks);
-  const View q = qkv.row(std::size_t(rows.first), row.stride),
+  const View q = qkv.row(std::size_t(rows.first - in.rows.first), row.stride),
              x = a.x.row(std::size_t(rows.first), config_.dim);
   if (relative_row_of_) {
     const RelativeScoresArgs relative = relative_args(attention, pass.rows);
-    ops::relative_scores(pass.e, {w.relative_keys, w.relative_queries, relative_row_of_}, q, wanted.sequences,
-                         cache, a.relative, relative);
+    ops::relative_scores(pass.e, {w.relative_keys, w.relative_queries, relative_row_of_}, q, own, cache,
+                         a.relative, relative);
     attention.added_keys = relative.keys;
   }
   if (rope_with_attention)
-    ops::rope_attention_decode(pass.e, rope_inputs, qkv, wanted.sequences, cache, {a.partial, a.att},
-                               {rope, attention});
+    ops::rope_attention_decode(pass.e, rope_inputs, qkv, own, cache, {a.partial, a.att}, {rope, attention});
   else if (rows.path == Path::kManyTokens)
-    ops::attention_prefill(pass.e, q, wanted.sequences, cache,
-                           bound(relative_row_of_ ? a.relative : position_bias_), bound(w.sinks), a.att,
-                           attention);
+    ops::attention_prefill(pass.e, q, own, cache, bound(relative_row_of_ ? a.relative : position_bias_),
+                           bound(w.sinks), a.att, attention);
   else
-    ops::attention_decode(pass.e, q, wanted.sequences, cache, {a.partial, a.att}, attention);
+    ops::attention_decode(pass.e, q, own, cache, {a.partial, a.att}, attention);
   if (config_.query_gate)
     ops::gate_heads(pass.e, q, a.att,
                     {.n_heads = attention.n_heads,
@@ -278,13 +303,13 @@ void ForwardPass::attention(Pass& pass, int layer, const Part& wanted) const {
   add_residual(pass, w.attn_output, a.att, x, rows);
 }
 
-bool ForwardPass::rotates_in_attention(const Pass& pass, const Part& wanted) {
-  return pass.rows.one_each && wanted.rows.count == pass.all.rows.count;
+bool ForwardPass::rotates_in_attention(const Pass& pass, const Part& in, const Part& wanted) {
+  return pass.rows.one_each && wanted.rows.count == in.rows.count;
 }
 
 void ForwardPass::norm_rows_of_qk(const Pass& pass, int layer) const {
   const Layer& w = layers_[std::size_t(layer)];
-  const ProjectedRow row = projected_row(config_.kind(layer));
+  const ProjectedRow row = projected_row(layer);
   const View q = pass.a.projected.row(1, row.qkv), k = q.row(1, config_.n_heads * config_.key_dim);
   const Encoder::Overlap overlap(pass.e);
   if (w.q_norm.weight) ops::norm_in_place(pass.e, w.q_norm, w.q_bias, {q, row.stride}, pass.all.rows.count);
@@ -315,11 +340,11 @@ void ForwardPass::dense(const Pass& pass, const Dense& w, const Norm& norm, cons
 }
 
 // Each row through those experts that the router chooses for it, and through the one for all rows.
-void ForwardPass::experts(const Pass& pass, const Layer& w, const View& x, const Rows& rows) const {
+void ForwardPass::experts(const Pass& pass, const Layer& w, const View& input, const View& x,
+                          const Rows& rows) const {
   Encoder& e = pass.e;
   const Activations& a = pass.a;
   const int n = rows.count;
-  const View input = normalized(e, w.ffn_norm, x, a.normed, rows);
   ops::choose_experts(e, w.router, w.ffn_norm, x, a.routes, n, config_.router_score == RouterScore::kSigmoid,
                       config_.normalize_routes, config_.route_scale);
   if (rows.path == Path::kFewTokens) {
@@ -340,6 +365,16 @@ View ForwardPass::normalized(Encoder& e, const Norm& norm, const View& x, const 
   if (!norm.weight && rows.precision() == Precision::kF32) return x;
   ops::norm(e, norm, x, normed, rows.count, rows.precision());
   return normed;
+}
+
+bool ForwardPass::leaves_normed(const BlockOutput& output, const Rows& rows) const {
+  if (!output.next) return false;
+  return output.next->weight ? !fuses_norm(*output.next, rows) : rows.precision() == Precision::kF16;
+}
+
+View ForwardPass::normalized_after(const Pass& pass, const BlockOutput& output, const Norm& norm,
+                                   const View& x, const Rows& rows) const {
+  return leaves_normed(output, rows) ? pass.a.normed : normalized(pass.e, norm, x, pass.a.normed, rows);
 }
 
 View ForwardPass::input_of_projections(Encoder& e, const Norm& norm, const View& x, const View& normed,
@@ -373,8 +408,11 @@ void ForwardPass::add_residual(const Pass& pass, const BlockOutput& output, cons
     if (output.second_norm.weight)
       ops::layernorm_twice(pass.e, output.residual_norm, output.bias, output.second_norm, pass.a.block,
                            residual, pass.a.normed, rows.count);
+    else if (leaves_normed(output, rows))
+      ops::rmsnorm_add_norm(pass.e, output.norm, *output.next, pass.a.block, residual, pass.a.normed,
+                            rows.count, rows.precision());
     else
-      ops::rmsnorm_add(pass.e, output.norm, pass.a.block, residual, rows.count);
+      ops::rmsnorm_add(pass.e, output.norm, output.scale, pass.a.block, residual, rows.count);
     return;
   }
   project(pass.e, output.w, x, {residual, config_.dim}, rows, Write::kAccumulate);

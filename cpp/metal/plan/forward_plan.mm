@@ -89,9 +89,9 @@ std::vector<Projection> merge(std::vector<const Tensor*> tensors, const WeightVi
 ForwardPass::ForwardPass(const Tuning& tuning, const Model& model, const EngineOptions& options,
                          WeightViews& weights)
     : config_(model.config),
+      layer_configs_(model.config),
       tuning_(tuning),
       options_(options),
-      cache_shape_{options.kv_type, std::max(model.config.key_dim, model.config.value_dim)},
       page_layout_(model.config, options.kv_type),
       state_layout_(model.config),
       embedding_(projection(model.token_embedding, weights)),
@@ -100,15 +100,12 @@ ForwardPass::ForwardPass(const Tuning& tuning, const Model& model, const EngineO
       output_norm_(norm_of(model.output_norm, model.output_norm_bias, config_.stream_eps(), weights)),
       head_norm_(output_norm_),
       norms_stream_(!model.layers.empty() && model.layers[0].attn_residual_norm),
-      qkv_dim_(config_.n_heads * config_.query_step() +
-               config_.n_kv_heads * (config_.key_dim + config_.value_dim)),
       att_dim_(config_.n_heads * config_.value_dim),
       activation_(activation_of(config_.activation)) {
-  refuse_differing_layers(config_);
   if (options.kv_type == KvType::kQ8_0)
     throw UnsupportedModelError(
         "the Metal engine has no KV cache in q8_0: use kv_dtype='f16', or device='cpu'");
-  static_cast<void>(cache_shape_.decode_size());  // throws for heads that are too large
+  static_cast<void>(decode_size(std::max(config_.key_dim, config_.value_dim)));  // throws for larger ones
   if (embedding_norm_.weight && (config_.causal || config_.norm_kind != NormKind::kLayer))
     throw UnsupportedModelError("the Metal engine norms embeddings with LayerNorm, in encoders alone");
   if (config_.scan_key_dim > ops::kMostScanRows)
@@ -138,6 +135,12 @@ ForwardPass::ForwardPass(const Tuning& tuning, const Model& model, const EngineO
   if (model.embedding_projection) embedding_projection_ = projection(model.embedding_projection, weights);
   if (model.embedding_projection_bias)
     embedding_projection_bias_ = weights.view(model.embedding_projection_bias);
+  if (config_.per_layer_dim > 0) {
+    inputs_projection_ = projection(model.per_layer_projection, weights);
+    // The projection counts divided by the root of `dim`, which for its norm is a larger epsilon.
+    inputs_norm_ = norm_of(model.per_layer_norm, {}, config_.block_eps() * float(config_.dim), weights);
+    inputs_filled_ = float(model.per_layer_embedding.cols) / float(inputs_projection_->out_dim);
+  }
   if (model.token_types) token_types_ = projection(model.token_types, weights);
   if (config_.logit_scale != 1.0f) {
     const Tensor &norm = model.output_norm, &bias = model.output_norm_bias;
@@ -145,8 +148,16 @@ ForwardPass::ForwardPass(const Tuning& tuning, const Model& model, const EngineO
         BufferName::kHeadNorm, {{{&norm, config_.dim}, {&bias, config_.dim}}}, config_.logit_scale);
     if (bias) head_norm_.bias = head_norm_.weight.row(1, config_.dim);
   }
-  for (int layer = 0; layer < config_.n_layers; ++layer)
-    layers_.push_back(layer_of(config_.kind(layer), model.layers[std::size_t(layer)], weights));
+  for (int layer = 0; layer < config_.n_layers; ++layer) {
+    layers_.push_back(layer_of(layer, model.layers[std::size_t(layer)], weights));
+    if (config_.caches(layer) || config_.state_values(layer) > 0) last_stored_ = layer;
+    tile_shape_of_.push_back(0);
+    if (!has_attention(config_.kind(layer))) continue;
+    const TileShape shape = ops::tile_shape(tuning_, options_.kv_type, attention_args(layer));
+    const auto same = std::find(tile_shapes_.begin(), tile_shapes_.end(), shape);
+    tile_shape_of_.back() = std::size_t(same - tile_shapes_.begin());
+    if (same == tile_shapes_.end()) tile_shapes_.push_back(shape);
+  }
 }
 
 Norm ForwardPass::norm_of(const Tensor& weight, const Tensor& bias, float eps,
@@ -155,7 +166,8 @@ Norm ForwardPass::norm_of(const Tensor& weight, const Tensor& bias, float eps,
   return {view(weight), view(bias), weight ? weight.cols : config_.dim, eps, config_.norm_kind};
 }
 
-ForwardPass::Layer ForwardPass::layer_of(LayerKind kind, const LayerWeights& w, WeightViews& weights) const {
+ForwardPass::Layer ForwardPass::layer_of(int index, const LayerWeights& w, WeightViews& weights) const {
+  const LayerKind kind = config_.kind(index);
   const float eps = config_.norm_eps, stream_eps = config_.stream_eps();
   const auto view = [&](const Tensor& t) { return t ? weights.view(t) : View{}; };
   const auto norm = [&](const Tensor& weight, float e) { return norm_of(weight, {}, e, weights); };
@@ -178,12 +190,12 @@ ForwardPass::Layer ForwardPass::layer_of(LayerKind kind, const LayerWeights& w, 
         .gate_up = merge({&w.w_gate, &w.w_up}, weights),
         .gated = gated,
         .output = output(w.w_down, w.b_down, w.post_ffn_norm, w.ffn_residual_norm, w.ffn_residual_norm_bias),
-        .dim = config_.ffn_dim};
+        .dim = layer_configs_[index].ffn_dim};
   };
   std::vector<const Tensor*> in = {&w.conv_in,   &w.scan_in,     &w.delta_gate,
                                    &w.delta_qkv, &w.delta_alpha, &w.delta_beta};
   const std::array<const Tensor*, 3> qkv = {&w.wq, &w.wk, &w.wv};
-  in.insert(projected_row(kind).qkv > 0 ? in.end() : in.begin(), qkv.begin(), qkv.end());
+  in.insert(projected_row(index).qkv > 0 ? in.end() : in.begin(), qkv.begin(), qkv.end());
   Layer layer = {.attn_norm = norm_of(w.attn_norm, w.attn_norm_bias, stream_eps, weights),
                  .ffn_norm = norm_of(w.ffn_norm, w.ffn_norm_bias, stream_eps, weights),
                  .q_norm = norm_of(w.q_norm, w.q_norm_bias, eps, weights),
@@ -205,7 +217,21 @@ ForwardPass::Layer ForwardPass::layer_of(LayerKind kind, const LayerWeights& w, 
                  .experts_down = {},
                  .attn_output = output(attention ? w.wo : w.conv_out, w.bo, w.post_attn_norm,
                                        w.attn_residual_norm, w.attn_residual_norm_bias),
-                 .scan_output = output(w.scan_out, {}, w.post_attn_norm, {}, {})};
+                 .scan_output = output(w.scan_out, {}, w.post_attn_norm, {}, {}),
+                 .input_gate = {},
+                 .input_output = output(w.per_layer_out, {}, w.per_layer_post_norm, {}, {})};
+  if (w.per_layer_gate) layer.input_gate = projection(w.per_layer_gate, weights);
+  if (layer.attn_output.norm.weight && !config_.parallel &&
+      config_.feed_forward(index) != FeedForwardKind::kNone)
+    layer.attn_output.next = layer.ffn_norm;
+  if (layer.dense.output.norm.weight && layer.input_gate) layer.dense.output.next = no_norm();
+  if (w.layer_scale) {
+    BlockOutput& last = layer.input_gate ? layer.input_output : layer.dense.output;
+    if (!last.norm.weight || config_.parallel)
+      throw UnsupportedModelError(
+          "the Metal engine scales the outputs of layers only after norms of their blocks: use device='cpu'");
+    last.scale = view(w.layer_scale);
+  }
   if (has_state_space(kind)) {
     layer.scan = {.a = view(w.scan_rates),
                   .bias = view(w.scan_step),
@@ -248,7 +274,7 @@ ForwardPass::Layer ForwardPass::layer_of(LayerKind kind, const LayerWeights& w, 
 }
 
 PassRows ForwardPass::rows_of(std::span<const PassChunk> chunks) const {
-  PassRows rows(chunks, tuning_, ops::tile_shape(tuning_, cache_shape_, attention_args(0)), config_.causal);
+  PassRows rows(chunks, tuning_, tile_shapes_, config_.causal);
   if (state_layout_.values > 0) rows.add_states(chunks);
   return rows;
 }
@@ -267,14 +293,21 @@ PassTables ForwardPass::tables(const PassRows& rows, PassBuffers& buffers) const
           .states = rows.states.empty()
                         ? View{}
                         : list(BufferName::kStateRows, n + std::size_t(rows.chunks()), 1, sizeof(StateRow)),
-          .targets = list(BufferName::kTargets, std::size_t(rows.scored.count), 1, sizeof(TokenId))};
+          .targets = list(BufferName::kTargets, std::size_t(rows.scored.count), 1, sizeof(TokenId)),
+          .layer_rows = inputs_projection_ ? list(BufferName::kLayerRows, n, 1,
+                                                  std::size_t(inputs_projection_->out_dim) * sizeof(float))
+                                           : View{}};
 }
 
-ForwardPass::ProjectedRow ForwardPass::projected_row(LayerKind kind) const {
+ForwardPass::ProjectedRow ForwardPass::projected_row(int layer) const {
   // Kernels read q four values at a time. Q, K and V are last if possible: V often has another type, and
   // would otherwise be between tensors of one type.
   constexpr int kTogether = 4;
-  const int recurrent = config_.recurrent_in_dim(kind), qkv = has_attention(kind) ? qkv_dim_ : 0;
+  const LayerKind kind = config_.kind(layer);
+  const Config& own = layer_configs_[layer];
+  const int kv = config_.caches(layer) ? own.n_kv_heads * (own.key_dim + own.value_dim) : 0;
+  const int recurrent = config_.recurrent_in_dim(kind),
+            qkv = has_attention(kind) ? own.n_heads * own.query_step() + kv : 0;
   const bool last = recurrent % kTogether == 0;
   const int first = last ? 0 : qkv, gates = has_matrix_state(kind) ? config_.scan_dim() : 0;
   return {.stride = round_up(recurrent + qkv, kTogether),
@@ -285,8 +318,7 @@ ForwardPass::ProjectedRow ForwardPass::projected_row(LayerKind kind) const {
 
 int ForwardPass::projected_columns() const {
   int most = 0;
-  for (int layer = 0; layer < config_.n_layers; ++layer)
-    most = std::max(most, projected_row(config_.kind(layer)).stride);
+  for (int layer = 0; layer < config_.n_layers; ++layer) most = std::max(most, projected_row(layer).stride);
   return most;
 }
 
@@ -309,22 +341,23 @@ bool ForwardPass::norms_rows_of_qk(const Layer& w) const {
 }
 
 AttentionArgs ForwardPass::attention_args(int layer) const {
-  return {.n_heads = u32_t(config_.n_heads),
-          .n_kv_heads = u32_t(config_.n_kv_heads),
-          .key_dim = u32_t(config_.key_dim),
-          .value_dim = u32_t(config_.value_dim),
-          .q_stride = u32_t(projected_row(config_.kind(layer)).stride),
+  const Config& own = layer_configs_[layer];
+  return {.n_heads = u32_t(own.n_heads),
+          .n_kv_heads = u32_t(own.n_kv_heads),
+          .key_dim = u32_t(own.key_dim),
+          .value_dim = u32_t(own.value_dim),
+          .q_stride = u32_t(projected_row(layer).stride),
           .page_stride = u32_t(page_layout_.bytes / page_layout_.element),
           .window = u32_t(config_.window(layer)),
           .both_ways = !config_.causal,
           .splits = 1,
           .tiles = 0,
-          .scale = config_.score_scale(),
+          .scale = own.score_scale(),
           .alibi_heads = config_.max_alibi_bias > 0 ? std::bit_floor(u32_t(config_.n_heads)) : 0,
           .max_alibi_bias = config_.max_alibi_bias,
           .position_bias = bool(position_bias_),
           .added_keys = 0,
-          .query_step = u32_t(config_.query_step()),
+          .query_step = u32_t(own.query_step()),
           .score_cap = config_.score_cap,
           .has_sinks = false};
 }
@@ -336,7 +369,7 @@ RelativeScoresArgs ForwardPass::relative_args(const AttentionArgs& attention, co
           .key_dim = attention.key_dim,
           .q_stride = attention.q_stride,
           .page_stride = attention.page_stride,
-          .tile_rows = u32_t(ops::tile_shape(tuning_, cache_shape_, attention).rows),
+          .tile_rows = u32_t(ops::tile_shape(tuning_, options_.kv_type, attention).rows),
           .context = u32_t(config_.context_length),
           .keys = longest,
           .scale = attention.scale};
@@ -344,22 +377,25 @@ RelativeScoresArgs ForwardPass::relative_args(const AttentionArgs& attention, co
 
 RopeArgs ForwardPass::rope_args(int layer, bool skip_queries) const {
   const Layer& w = layers_[std::size_t(layer)];
+  const Config& own = layer_configs_[layer];
   const bool of_heads = config_.qk_norm_place != QkNormPlace::kRows;
-  return {.n_heads = u32_t(config_.n_heads),
-          .n_kv_heads = u32_t(config_.n_kv_heads),
-          .key_dim = u32_t(config_.key_dim),
-          .value_dim = u32_t(config_.value_dim),
-          .rope_dim = config_.uses_rope(layer) ? u32_t(config_.rope_dim) : 0,
+  return {.n_heads = u32_t(own.n_heads),
+          .n_kv_heads = u32_t(own.n_kv_heads),
+          .key_dim = u32_t(own.key_dim),
+          .value_dim = u32_t(own.value_dim),
+          .rope_dim = config_.uses_rope(layer) ? u32_t(own.rope_dim) : 0,
           .style = config_.rope_style == RopeStyle::kNeox ? u32_t(ROPE_NEOX) : u32_t(ROPE_INTERLEAVED),
           .page_stride = u32_t(page_layout_.bytes / page_layout_.element),
           .has_bias = bool(w.bias),
           .has_q_norm = of_heads && w.q_norm.weight,
           .has_k_norm = of_heads && w.k_norm.weight,
+          .has_v_norm = config_.value_norm,
           .norm_after = config_.qk_norm_place == QkNormPlace::kRotatedHeads,
           .eps = config_.norm_eps,
           .skip_queries = skip_queries,
-          .query_step = u32_t(config_.query_step()),
-          .row_stride = u32_t(projected_row(config_.kind(layer)).stride)};
+          .skip_keys = !config_.caches(layer),
+          .query_step = u32_t(own.query_step()),
+          .row_stride = u32_t(projected_row(layer).stride)};
 }
 
 ForwardPass::Activations ForwardPass::activations(const PassRows& rows, PassBuffers& buffers) const {
@@ -391,7 +427,9 @@ ForwardPass::Activations ForwardPass::activations(const PassRows& rows, PassBuff
     }
   }
   const int dense_dim = std::max(config_.ffn_dim, config_.shared_dim);
-  if (dense_dim > 0) a.ffn = buffers.get(BufferName::kFfn, operand(dense_dim));
+  const int ffn_columns = std::max(dense_dim, config_.per_layer_dim);
+  if (ffn_columns > 0) a.ffn = buffers.get(BufferName::kFfn, operand(ffn_columns));
+  if (inputs_projection_) a.inputs = buffers.get(BufferName::kInputs, floats(inputs_projection_->out_dim, n));
   if (config_.n_experts > 0) {
     const int used = config_.experts_used;
     const std::size_t routes = n * std::size_t(used);
@@ -416,14 +454,17 @@ ForwardPass::Activations ForwardPass::activations(const PassRows& rows, PassBuff
     a.scan_out = buffers.get(BufferName::kScanOut, operand(config_.scan_dim()));
   }
   if (any_layer([](const Layer& w) {
-        return w.attn_output.norm.weight || w.attn_output.second_norm.weight || w.dense.output.norm.weight;
+        return w.attn_output.norm.weight || w.attn_output.second_norm.weight || w.dense.output.norm.weight ||
+               w.input_output.norm.weight;
       }))
     a.block = buffers.get(BufferName::kBlock, floats(config_.dim, n));
-  if (dense_dim > 0 && any_layer([](const Layer& w) { return w.dense.separate(); }))
-    a.gate_up = buffers.get(BufferName::kGateUp, floats(2 * dense_dim, n));
+  const bool separate = any_layer([](const Layer& w) { return w.dense.separate(); });
+  if (const int columns = std::max(separate ? 2 * dense_dim : 0, config_.per_layer_dim); columns > 0)
+    a.gate_up = buffers.get(BufferName::kGateUp, floats(columns, n));
   const PassPart& decoded = rows.few ? rows.all : rows.wanted;
   if (config_.n_heads > 0 && decoded.splits > 1 && wanted.path == Path::kFewTokens) {
     AttentionArgs attention = attention_args(0);
+    attention.value_dim = u32_t(config_.value_dim);  // of the widest layer
     attention.splits = u32_t(tuning_.max_splits);
     const int count = int(buffered_tokens(decoded.count));
     a.partial = buffers.get(BufferName::kPartial, ops::decode_partial_bytes(attention, count));
@@ -467,7 +508,7 @@ KernelThreads ForwardPass::kernels(const ThreadLimit& limit) const {
   std::set<int> lengths;
   for (const int tokens : {1, 2, kFewTokens, kFewTokens + 1, longest})
     if (tokens <= longest) lengths.insert(tokens);
-  KernelCollector collector(tuning_, cache_shape_, limit);
+  KernelCollector collector(tuning_, options_.kv_type, limit);
   RecordedBuffers buffers;
   for (int tokens = MATMUL_NARROW_TILE; tokens <= std::min(longest, ops::kMostTiledTokens);
        tokens += MATMUL_NARROW_TILE)

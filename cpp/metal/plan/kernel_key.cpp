@@ -8,8 +8,8 @@ namespace metal_prefill::metal {
 
 namespace {
 
-constexpr std::array kDecodeSizes = {32, 64, 96, 128, 256};
-constexpr std::array kPrefillSizes = {64, 128, 256};
+constexpr std::array kDecodeSizes = {32, 64, 96, 128, 256, 512};
+constexpr std::array kPrefillSizes = {64, 128, 256, 512};
 
 template <std::size_t N>
 int smallest_holding(const std::array<int, N>& sizes, int head_dim) {
@@ -27,8 +27,8 @@ std::string suffix_of(TensorType type) {
   return name;
 }
 
-const char* type_of(const CacheShape& cache) {
-  return cache.type == KvType::kF16 ? "f16" : "f32";
+const char* type_of(KvType cache) {
+  return cache == KvType::kF16 ? "f16" : "f32";
 }
 
 struct KernelName {
@@ -41,7 +41,7 @@ constexpr KernelName kNames[] = {
 #undef METAL_PREFILL_KERNEL
 };
 
-std::string part_of(const KernelKey& key, const CacheShape& cache) {
+std::string part_of(const KernelKey& key, KvType cache) {
   switch (kNames[std::size_t(key.kernel)].part) {
     case NamePart::kNothing:
       break;
@@ -50,30 +50,29 @@ std::string part_of(const KernelKey& key, const CacheShape& cache) {
     case NamePart::kCacheType:
       return type_of(cache);
     case NamePart::kDecodeHeads:
-      return std::string(type_of(cache)) + "_" + std::to_string(cache.decode_size());
     case NamePart::kPrefillHeads:
-      return std::string(type_of(cache)) + "_" + std::to_string(cache.prefill_size());
+      return std::string(type_of(cache)) + "_" + std::to_string(key.heads);
   }
   return {};
 }
 
 }  // namespace
 
-int CacheShape::decode_size() const {
+int decode_size(int head_dim) {
   return smallest_holding(kDecodeSizes, head_dim);
 }
 
-int CacheShape::prefill_size() const {
+int prefill_size(int head_dim) {
   return smallest_holding(kPrefillSizes, head_dim);
 }
 
-std::string kernel_name(const KernelKey& key, const CacheShape& cache) {
+std::string kernel_name(const KernelKey& key, KvType cache) {
   std::string name = kNames[std::size_t(key.kernel)].text;
   const auto place = name.find('%');
   return place == std::string::npos ? name : name.replace(place, 1, part_of(key, cache));
 }
 
-std::string variant_of(const KernelKey& key, const CacheShape& cache) {
+std::string variant_of(const KernelKey& key, KvType cache) {
   switch (kNames[std::size_t(key.kernel)].part) {
     case NamePart::kTensorType:
       return part_of(key, cache);

@@ -46,6 +46,8 @@ enum class NamePart { kNothing, kTensorType, kCacheType, kDecodeHeads, kPrefillH
   K(kRmsnormF32, "rmsnorm_f32", kNothing)                                        \
   K(kRmsnormF16, "rmsnorm_f16", kNothing)                                        \
   K(kRmsnormAdd, "rmsnorm_add", kNothing)                                        \
+  K(kRmsnormAddNormF32, "rmsnorm_add_norm_f32", kNothing)                        \
+  K(kRmsnormAddNormF16, "rmsnorm_add_norm_f16", kNothing)                        \
   K(kRmsnormInPlace, "rmsnorm_in_place", kNothing)                               \
   K(kLayernormF32, "layernorm_f32", kNothing)                                    \
   K(kLayernormF16, "layernorm_f16", kNothing)                                    \
@@ -65,6 +67,9 @@ enum class NamePart { kNothing, kTensorType, kCacheType, kDecodeHeads, kPrefillH
   K(kGateHeadsF16, "gate_heads_f16", kNothing)                                   \
   K(kSwigluF32, "swiglu_f32", kNothing)                                          \
   K(kSwigluF16, "swiglu_f16", kNothing)                                          \
+  K(kLayerInputs, "layer_inputs", kNothing)                                      \
+  K(kGateInputF32, "gate_input_f32", kNothing)                                   \
+  K(kGateInputF16, "gate_input_f16", kNothing)                                   \
   K(kCausalConvF32, "causal_conv_f32", kNothing)                                 \
   K(kCausalConvF16, "causal_conv_f16", kNothing)                                 \
   K(kScanF32Rows128, "scan_f32_128", kNothing)                                   \
@@ -98,29 +103,26 @@ constexpr bool needs_tensors(Kernel kernel) {
 struct KernelKey {
   Kernel kernel;
   TensorType type = TensorType::kF32;  // kF32 for kernels that have no types
+  int heads = 0;                       // decode_size() or prefill_size(); 0 for kernels that have no sizes
 
   // A kernel without types is its key: NOLINTNEXTLINE(google-explicit-constructor)
   KernelKey(Kernel k) : kernel(k) {}
   KernelKey(Kernel k, TensorType t) : kernel(k), type(t) {}
+  KernelKey(Kernel k, int size) : kernel(k), heads(size) {}
   auto operator<=>(const KernelKey&) const = default;
 };
 
-// The names of kernels that read or write the cache depend on this.
-struct CacheShape {
-  KvType type = KvType::kF16;
-  int head_dim = 0;  // the larger one of key_dim and value_dim
-
-  // Largest head of the variant of a kernel that holds head_dim. Throws UnsupportedModelError above 256.
-  int decode_size() const;
-  int prefill_size() const;
-};
+// Largest head of the variant of a kernel that holds heads of `head_dim`, the larger one of key_dim and
+// value_dim. Throws UnsupportedModelError above 512.
+int decode_size(int head_dim);
+int prefill_size(int head_dim);
 
 // The kernels of passes, and the largest threadgroup that each is dispatched with.
 using KernelThreads = std::map<KernelKey, std::size_t>;
 
-// Name of the function in the shaders.
-std::string kernel_name(const KernelKey& key, const CacheShape& cache);
+// Name of the function in the shaders. Those of kernels that read or write the cache depend on its type.
+std::string kernel_name(const KernelKey& key, KvType cache);
 // The kernel's variant in shaders/variants.h; empty if it is always compiled.
-std::string variant_of(const KernelKey& key, const CacheShape& cache);
+std::string variant_of(const KernelKey& key, KvType cache);
 
 }  // namespace metal_prefill::metal

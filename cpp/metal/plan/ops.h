@@ -80,7 +80,11 @@ void layernorm_twice(Encoder& e, const Norm& first, const View& addend, const No
                      const View& x, const View& copy, int tokens);
 // Norms rows in place, plus `addend` if it is given, which only a LayerNorm takes.
 void norm_in_place(Encoder& e, const Norm& norm, const View& addend, const StridedRows& rows, int tokens);
-void rmsnorm_add(Encoder& e, const Norm& norm, const View& x, const View& y, int tokens);
+// y = (y + norm(x)) * scale; without a scale the factor is 1.
+void rmsnorm_add(Encoder& e, const Norm& norm, const View& scale, const View& x, const View& y, int tokens);
+// y += norm(x), then normed = next(y), bit-identical to the two steps.
+void rmsnorm_add_norm(Encoder& e, const Norm& norm, const Norm& next, const View& x, const View& y,
+                      const View& normed, int tokens, Precision precision);
 
 // Products with the weights. x is float32, except for matmul: float16. Those of matvec are bit-identical for
 // any number of tokens.
@@ -159,7 +163,7 @@ void relative_scores(Encoder& e, const RelativePositions& positions, const View&
                      const RelativeScoresArgs& args);
 // Tiles of attention_prefill, or of attention_tensor if the GPU has matrix units and the kernel suits the
 // heads.
-TileShape tile_shape(const Tuning& tuning, const CacheShape& cache, const AttentionArgs& args);
+TileShape tile_shape(const Tuning& tuning, KvType cache, const AttentionArgs& args);
 
 // The projections that swiglu activates.
 struct GateUp {
@@ -170,6 +174,14 @@ struct GateUp {
   u32_t activation;
 };
 void swiglu(Encoder& e, const GateUp& gate_up, const View& out, int tokens, Precision precision);
+
+// x = (norm(x) + added) / sqrt(2), of the inputs of `layers` of each token. `filled` is the part of norm.dim
+// that is not padding.
+void layer_inputs(Encoder& e, const Norm& norm, float filled, const View& added, const View& x, int layers,
+                  int tokens);
+// out = activation(gate) * input, `dim` values of each token.
+void gate_input(Encoder& e, const View& gate, const StridedRows& input, const View& out, int dim, int tokens,
+                u32_t activation, Precision precision);
 
 // A convolution and the states of its layer. Without a bias it may be any buffer.
 struct ConvInputs {

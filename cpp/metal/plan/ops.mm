@@ -93,8 +93,30 @@ void norm_in_place(Encoder& e, const Norm& norm, const View& addend, const Strid
              {.x = std::size_t(tokens), .threads = norm_threads(e, Kernel::kLayernormInPlace, norm.dim)});
 }
 
-void rmsnorm_add(Encoder& e, const Norm& norm, const View& x, const View& y, int tokens) {
-  dispatch_norm(e, Kernel::kRmsnormAdd, norm, {norm.weight, x, y}, norm.dim, tokens);
+namespace {
+
+RmsnormAddArgs rmsnorm_add_args(const Norm& norm) {
+  return {.dim = u32_t(norm.dim), .has_scale = false, .has_next = false, .eps = norm.eps, .next_eps = 0.0f};
+}
+
+}  // namespace
+
+void rmsnorm_add(Encoder& e, const Norm& norm, const View& scale, const View& x, const View& y, int tokens) {
+  RmsnormAddArgs args = rmsnorm_add_args(norm);
+  args.has_scale = bool(scale);
+  e.dispatch(Kernel::kRmsnormAdd, {norm.weight, scale ? scale : norm.weight, x, y}, args,
+             {.x = std::size_t(tokens), .threads = norm_threads(e, Kernel::kRmsnormAdd, norm.dim)});
+}
+
+void rmsnorm_add_norm(Encoder& e, const Norm& norm, const Norm& next, const View& x, const View& y,
+                      const View& normed, int tokens, Precision precision) {
+  const bool half = precision == Precision::kF16;
+  const Kernel kernel = half ? Kernel::kRmsnormAddNormF16 : Kernel::kRmsnormAddNormF32;
+  RmsnormAddArgs args = rmsnorm_add_args(norm);
+  args.has_next = bool(next.weight);
+  args.next_eps = next.eps;
+  e.dispatch(kernel, {norm.weight, next.weight ? next.weight : norm.weight, x, y, normed}, args,
+             {.x = std::size_t(tokens), .threads = norm_threads(e, kernel, norm.dim)});
 }
 
 void swiglu(Encoder& e, const GateUp& gate_up, const View& out, int tokens, Precision precision) {
@@ -105,6 +127,29 @@ void swiglu(Encoder& e, const GateUp& gate_up, const View& out, int tokens, Prec
       SwigluArgs{u32_t(gate_up.ffn_dim), u32_t(tokens), gate_up.activation, gate_up.gated,
                  bool(gate_up.bias)},
       {.x = ceil_div(std::size_t(gate_up.ffn_dim), threads), .y = std::size_t(tokens), .threads = threads});
+}
+
+void layer_inputs(Encoder& e, const Norm& norm, float filled, const View& added, const View& x, int layers,
+                  int tokens) {
+  const std::size_t simdgroups = allowed_threads(e, Kernel::kLayerInputs, 8 * kSimd) / kSimd;
+  e.dispatch(
+      Kernel::kLayerInputs, {norm.weight, added, x},
+      LayerInputsArgs{.dim = u32_t(norm.dim), .layers = u32_t(layers), .filled = filled, .eps = norm.eps},
+      {.x = ceil_div(std::size_t(layers), simdgroups),
+       .y = std::size_t(tokens),
+       .threads = simdgroups * kSimd});
+}
+
+void gate_input(Encoder& e, const View& gate, const StridedRows& input, const View& out, int dim, int tokens,
+                u32_t activation, Precision precision) {
+  const Kernel kernel = precision == Precision::kF16 ? Kernel::kGateInputF16 : Kernel::kGateInputF32;
+  const std::size_t threads = allowed_threads(e, kernel, 256);
+  e.dispatch(kernel, {gate, input.view, out},
+             GateInputArgs{.dim = u32_t(dim),
+                           .input_stride = u32_t(input.stride),
+                           .tokens = u32_t(tokens),
+                           .activation = activation},
+             {.x = ceil_div(std::size_t(dim), threads), .y = std::size_t(tokens), .threads = threads});
 }
 
 void causal_conv(Encoder& e, const ConvInputs& inputs, const View& in, const View& out,

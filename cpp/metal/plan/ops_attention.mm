@@ -21,7 +21,8 @@ struct HeadGroups {
   std::size_t count, simdgroups;  // threadgroups of a token, and simdgroups of each, which take a head
 };
 HeadGroups head_groups(const Encoder& e, Kernel kernel, const RopeArgs& args) {
-  const std::size_t heads = 2 * args.n_kv_heads + (args.skip_queries ? 0 : args.n_heads);
+  const std::size_t heads =
+      (args.skip_keys ? 0 : 2 * args.n_kv_heads) + (args.skip_queries ? 0 : args.n_heads);
   constexpr std::size_t kMost = 8;
   const std::size_t simdgroups = rope_simdgroups(heads, allowed_threads(e, kernel, kMost * kSimd) / kSimd);
   return {heads / simdgroups, simdgroups};
@@ -62,6 +63,10 @@ std::size_t decode_partial_bytes(const AttentionArgs& args, int tokens) {
 
 namespace {
 
+int head_dim_of(const AttentionArgs& args) {
+  return int(std::max(args.key_dim, args.value_dim));
+}
+
 // Multiply-adds of attention, about: every row with all keys up to its own.
 double attention_work(const AttentionArgs& args, const PassPart& part) {
   double keys = 0;
@@ -70,11 +75,12 @@ double attention_work(const AttentionArgs& args, const PassPart& part) {
 }
 
 Grid decode_grid(const Encoder& e, const KernelKey& kernel, const AttentionArgs& args, const PassPart& part) {
-  const int chunks = e.cache().decode_size() / 32;
+  const int chunks = DECODE_CHUNKS(kernel.heads);
   const std::size_t head_blocks = ceil_div(args.n_heads / args.n_kv_heads, std::size_t(DECODE_HEADS(chunks)));
-  // Four keys for each simdgroup at a time: no more simdgroups than have keys.
+  // No more simdgroups than have keys.
+  const std::size_t keys = kSimd / DECODE_LANES(kernel.heads);  // of a simdgroup at a time
   const std::size_t most = allowed_threads(e, kernel, DECODE_SIMDGROUPS * kSimd) / kSimd;
-  const std::size_t simdgroups = std::clamp<std::size_t>(ceil_div(part.split_keys, 4), 1, most);
+  const std::size_t simdgroups = std::clamp<std::size_t>(ceil_div(part.split_keys, keys), 1, most);
   return {.x = part.splits,
           .y = args.n_kv_heads * head_blocks,
           .z = std::size_t(part.count),
@@ -102,28 +108,29 @@ void attention_combine(Encoder& e, const Sequences& sequences, const AttentionOu
 
 void attention_decode(Encoder& e, const View& q, const Sequences& sequences, const LayerCache& cache,
                       const AttentionOutput& output, AttentionArgs args) {
+  const KernelKey kernel = {Kernel::kAttentionDecode, decode_size(head_dim_of(args))};
   args.splits = sequences.part.splits;
-  e.dispatch(Kernel::kAttentionDecode,
+  e.dispatch(kernel,
              {q, sequences.rows, sequences.pages, cache.keys, cache.values, first_output(output, args)}, args,
-             decode_grid(e, Kernel::kAttentionDecode, args, sequences.part), sequences.part.runs);
+             decode_grid(e, kernel, args, sequences.part), sequences.part.runs);
   attention_combine(e, sequences, output, args);
 }
 
 void rope_attention_decode(Encoder& e, const RopeInputs& inputs, const View& qkv, const Sequences& sequences,
                            const LayerCache& cache, const AttentionOutput& output, RopeAttentionArgs args) {
+  const KernelKey kernel = {Kernel::kRopeAttentionDecode, decode_size(head_dim_of(args.attention))};
   args.attention.splits = sequences.part.splits;
-  e.dispatch(Kernel::kRopeAttentionDecode,
+  e.dispatch(kernel,
              {inputs.bias, inputs.q_norm, inputs.k_norm, inputs.table, qkv, sequences.rows, sequences.pages,
               cache.keys, cache.values, first_output(output, args.attention)},
-             args, decode_grid(e, Kernel::kRopeAttentionDecode, args.attention, sequences.part),
-             sequences.part.runs);
+             args, decode_grid(e, kernel, args.attention, sequences.part), sequences.part.runs);
   attention_combine(e, sequences, output, args.attention);
 }
 
 namespace {
 
-int element_bytes(const CacheShape& cache) {
-  return cache.type == KvType::kF16 ? 2 : 4;
+int element_bytes(KvType cache) {
+  return cache == KvType::kF16 ? 2 : 4;
 }
 
 // The rows of attention_prefill's tiles, as the kernel finds them.
@@ -186,8 +193,8 @@ std::vector<RowRun> runs_of(const Sequences& sequences, const TileRange& range, 
 
 constexpr std::size_t kThreadgroupBytes = 32 << 10;  // limit in Metal
 
-bool attends_on_tensors(const Tuning& tuning, const CacheShape& cache, const AttentionArgs& args) {
-  return tuning.matmul_tensor && tuning.attention_tensor && cache.type == KvType::kF16 &&
+bool attends_on_tensors(const Tuning& tuning, KvType cache, const AttentionArgs& args) {
+  return tuning.matmul_tensor && tuning.attention_tensor && cache == KvType::kF16 &&
          args.key_dim == args.value_dim && ATTENTION_TENSOR_DIMS(args.key_dim);
 }
 
@@ -203,11 +210,11 @@ std::size_t prefill_simdgroups(const Tuning& tuning, std::size_t most, std::size
 
 }  // namespace
 
-TileShape tile_shape(const Tuning& tuning, const CacheShape& cache, const AttentionArgs& args) {
+TileShape tile_shape(const Tuning& tuning, KvType cache, const AttentionArgs& args) {
   return {args.n_kv_heads > 0 ? int(args.n_heads / args.n_kv_heads) : 1,
           attends_on_tensors(tuning, cache, args)
               ? ATTENTION_TENSOR_ROWS
-              : 8 * PREFILL_ROW_BLOCKS(cache.prefill_size(), element_bytes(cache))};
+              : 8 * PREFILL_ROW_BLOCKS(prefill_size(head_dim_of(args)), element_bytes(cache))};
 }
 
 void relative_scores(Encoder& e, const RelativePositions& positions, const View& q,
@@ -228,25 +235,26 @@ void relative_scores(Encoder& e, const RelativePositions& positions, const View&
 
 void attention_prefill(Encoder& e, const View& q, const Sequences& sequences, const LayerCache& cache,
                        const View& additions, const View& sinks, const View& out, AttentionArgs args) {
+  const int size = prefill_size(head_dim_of(args));
   // Threadgroup memory of a simdgroup, each of which takes a tile; on tensors all of them share one.
-  const std::size_t bytes =
-      std::size_t(PREFILL_SCRATCH(e.cache().prefill_size(), element_bytes(e.cache()))) * sizeof(float);
+  const std::size_t bytes = std::size_t(PREFILL_SCRATCH(size, element_bytes(e.cache()))) * sizeof(float);
   const std::size_t most = std::min(std::size_t(e.tuning().prefill_simdgroups), kThreadgroupBytes / bytes);
   const bool on_tensors = attends_on_tensors(e.tuning(), e.cache(), args);
-  const std::size_t allowed =
-      on_tensors ? 1 : allowed_threads(e, Kernel::kAttentionPrefill, most * kSimd) / kSimd;
+  const KernelKey kernel = {on_tensors ? Kernel::kAttentionTensor : Kernel::kAttentionPrefill, size};
+  const std::size_t allowed = on_tensors ? 1 : allowed_threads(e, kernel, most * kSimd) / kSimd;
+  const std::size_t heads = args.n_kv_heads * std::size_t(PREFILL_VALUE_PARTS(size));
   const TileShape shape = tile_shape(e.tuning(), e.cache(), args);
   const std::vector<TileRange> ranges = ranges_of(sequences, args, shape, e.tuning().buffer_work);
   for (const TileRange& range : ranges) {
     const bool all = ranges.size() == 1;
     args.tiles = u32_t(range.end - range.first);
-    const std::size_t simdgroups = prefill_simdgroups(e.tuning(), allowed, args.tiles, args.n_kv_heads);
-    e.dispatch(on_tensors ? Kernel::kAttentionTensor : Kernel::kAttentionPrefill,
+    const std::size_t simdgroups = prefill_simdgroups(e.tuning(), allowed, args.tiles, heads);
+    e.dispatch(kernel,
                {q, sequences.tiles.at(range.first * sizeof(AttentionTile)), sequences.pages, cache.keys,
                 cache.values, additions, sinks, out},
                args,
                {.x = ceil_div(args.tiles, simdgroups),
-                .y = args.n_kv_heads,
+                .y = heads,
                 .threads = on_tensors ? MATMUL_THREADS : simdgroups * kSimd,
                 .threadgroup_bytes = on_tensors ? 0 : simdgroups * bytes,
                 .work = range.work},

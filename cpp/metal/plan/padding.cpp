@@ -92,28 +92,17 @@ class Arena {
 }  // namespace
 
 bool fits_kernels(const Config& c) {
-  const int dimensions[] = {c.dim,     c.embedding_width(), c.key_dim,    c.value_dim,
-                            c.ffn_dim, c.expert_dim,        c.shared_dim, c.scan_dim()};
-  return std::all_of(std::begin(dimensions), std::end(dimensions), [](int n) { return n % kItem == 0; });
-}
-
-void refuse_differing_layers(const Config& c) {
-  const auto refuse = [](const std::string& what) {
-    throw UnsupportedModelError("the Metal engine does not support " + what + ": use device='cpu'");
-  };
-  if (c.per_layer_dim > 0) refuse("inputs of layers, of " + std::to_string(c.per_layer_dim) + " values");
-  if (!c.layer_cache.empty()) refuse("layers that share keys and values");
-  if (!(c.layer_head_dim.empty() && c.layer_kv_heads.empty() && c.layer_rope_dim.empty()))
-    refuse("layers with different heads, of up to " + std::to_string(c.key_dim) + " dimensions");
-  if (!c.layer_ffn_dim.empty())
-    refuse("feed-forwards of different widths, of up to " + std::to_string(c.ffn_dim));
-  if (c.value_norm) refuse("a norm of values");
+  const int dimensions[] = {c.dim,        c.embedding_width(), c.key_dim,    c.value_dim,    c.ffn_dim,
+                            c.expert_dim, c.shared_dim,        c.scan_dim(), c.per_layer_dim};
+  const auto fits = [](int n) { return n % kItem == 0; };
+  return std::all_of(std::begin(dimensions), std::end(dimensions), fits) &&
+         std::all_of(c.layer_head_dim.begin(), c.layer_head_dim.end(), fits) &&
+         std::all_of(c.layer_ffn_dim.begin(), c.layer_ffn_dim.end(), fits);
 }
 
 Model pad_model(const Model& original) {
   Model model = original;
   const Config& own = original.config;
-  refuse_differing_layers(own);
   if (own.norm_kind == NormKind::kLayer)
     throw UnsupportedModelError("LayerNorm over " + std::to_string(own.dim) +
                                 " values, or heads and a feed-forward that are not multiples of 8: the Metal "
@@ -121,23 +110,31 @@ Model pad_model(const Model& original) {
   if (own.scan_dim() % kItem != 0)
     throw UnsupportedModelError("a recurrence of " + std::to_string(own.scan_dim()) +
                                 " values: the Metal engine needs a multiple of 8");
+  for (int layer = 0; layer < own.n_layers; ++layer)
+    if (const int dim = own.of_layer(layer).key_dim; dim % kItem != 0)
+      if (own.value_norm || !own.layer_head_dim.empty())
+        throw UnsupportedModelError("normalized or differing heads of " + std::to_string(dim) +
+                                    " dimensions: the Metal engine needs a multiple of 8");
   Config& c = model.config;
   for (int Config::* dimension : {&Config::dim, &Config::ffn_dim, &Config::expert_dim, &Config::shared_dim,
-                                  &Config::key_dim, &Config::value_dim})
+                                  &Config::key_dim, &Config::value_dim, &Config::per_layer_dim})
     c.*dimension = round_up(own.*dimension, kItem);
-  c.attention_scale = own.score_scale();  // by the heads as they were
+  for (int& dimension : c.layer_ffn_dim) dimension = round_up(dimension, kItem);
+  if (own.layer_head_dim.empty()) c.attention_scale = own.score_scale();  // by the heads as they were
   c.dim_filled = float(own.dim) / float(c.dim);
 
-  const auto widening = [&](Extent extent) {
-    const Groups from = groups_of(extent, own), to = groups_of(extent, c);
+  const auto widening = [&](Extent extent, int layer) {
+    const Groups from = groups_of(extent, layer < 0 ? own : own.of_layer(layer)),
+                 to = groups_of(extent, layer < 0 ? c : c.of_layer(layer));
     return Widening{from.count, from.size, to.size};
   };
   Arena arena;
   const bool tied = original.output.data == original.token_embedding.data;
-  for_each_tensor(model, [&](const TensorRow& row, Tensor& t) {
-    if (!t || (tied && &t == &model.output)) return;
-    const Widening rows = widening(row.rows), cols = widening(row.cols);
-    if (row.kind != TensorKind::kNorm) return arena.add(t, rows, cols);
+  for_each_tensor(model, [&](const TensorRow& row, Tensor& t, int layer) {
+    if (!t || (tied && &t == &model.output) || &t == &model.per_layer_embedding) return;
+    const Widening rows = widening(row.rows, layer), cols = widening(row.cols, layer);
+    // The mean of the norm of layers' inputs is that of the values alone.
+    if (row.kind != TensorKind::kNorm || row.cols == Extent::kLayerInput) return arena.add(t, rows, cols);
     if (row.cols != Extent::kDim && !cols.unchanged())
       throw UnsupportedModelError("normalized heads of " + std::to_string(own.key_dim) +
                                   " dimensions: the Metal engine needs a multiple of 8");

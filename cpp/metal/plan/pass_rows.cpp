@@ -18,10 +18,10 @@ PassRow row_at(int position, std::size_t first_page, const Tuning& tuning) {
           u32_t(ceil_div(std::size_t(keys), std::size_t(splits)))};
 }
 
-// Appends the tiles of a part. Those with the most visible keys come first: they take longest.
+// Appends the tiles of a part, of one shape. Those with the most visible keys come first: they take longest.
 void add_tiles(std::vector<AttentionTile>& tiles, PassPart& part, const PassRows& pass,
                std::span<const PassChunk> chunks, const TileShape& shape) {
-  part.first_tile = int(tiles.size());
+  const int first_tile = int(tiles.size());
   for (const RowRun& run : part.runs) {
     const PassChunk& chunk = chunks[std::size_t(run.chunk)];
     const int stacked = run.count * shape.heads;
@@ -30,13 +30,13 @@ void add_tiles(std::vector<AttentionTile>& tiles, PassPart& part, const PassRows
                        u32_t(pass.first_page[std::size_t(run.chunk)]), u32_t(first),
                        u32_t(chunk.position + chunk.tokens - chunk.hidden)});
   }
-  part.n_tiles = int(tiles.size()) - part.first_tile;
+  part.tiles.push_back({first_tile, int(tiles.size()) - first_tile});
   if (part.runs.size() < 2) return;
   const auto last_key = [&](const AttentionTile& tile) {
     return tile.position +
            std::min(tile.tokens - 1, (tile.first + u32_t(shape.rows) - 1) / u32_t(shape.heads));
   };
-  std::stable_sort(tiles.begin() + part.first_tile, tiles.end(),
+  std::stable_sort(tiles.begin() + first_tile, tiles.end(),
                    [&](const AttentionTile& a, const AttentionTile& b) { return last_key(a) > last_key(b); });
 }
 
@@ -56,7 +56,7 @@ RowOutput row_output_of(const Output& output) {
                     output);
 }
 
-PassRows::PassRows(std::span<const PassChunk> chunks, const Tuning& tuning, const TileShape& tile,
+PassRows::PassRows(std::span<const PassChunk> chunks, const Tuning& tuning, std::span<const TileShape> shapes,
                    bool causal)
     : few(causal), one_each(causal), one_wanted(causal) {
   first_page.push_back(0);
@@ -112,8 +112,9 @@ PassRows::PassRows(std::span<const PassChunk> chunks, const Tuning& tuning, cons
     }
   }
   if (few) return;
-  add_tiles(tiles, all, *this, chunks, tile);
-  if (!one_wanted) add_tiles(tiles, wanted, *this, chunks, tile);
+  for (const TileShape& shape : shapes) add_tiles(tiles, all, *this, chunks, shape);
+  if (one_wanted) return;
+  for (const TileShape& shape : shapes) add_tiles(tiles, wanted, *this, chunks, shape);
 }
 
 void PassRows::add_states(std::span<const PassChunk> chunks) {

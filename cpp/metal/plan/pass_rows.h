@@ -53,19 +53,24 @@ struct RowRun {
 struct TileShape {
   int heads;  // query heads that share a KV head
   int rows;   // stacked rows of a tile
+  bool operator==(const TileShape&) const = default;
 };
 
 // The last `count` rows of a pass.
 struct PassPart {
   int first = 0, count = 0;
   std::vector<RowRun> runs;
-  int first_tile = 0, n_tiles = 0;   // of attention_prefill; rows of its tiles count from `first`
+  struct Tiles {
+    int first = 0, count = 0;
+  };
+  std::vector<Tiles> tiles;          // of attention_prefill, of each shape; their rows count from `first`
   u32_t splits = 1, split_keys = 1;  // of attention_decode: most of any row
 };
 
 struct PassRows {
-  // If tokens see later ones, the rows count as those of long chunks.
-  PassRows(std::span<const PassChunk> chunks, const Tuning& tuning, const TileShape& tile, bool causal);
+  // If tokens see later ones, the rows count as those of long chunks. `shapes` are those of tiles of layers.
+  PassRows(std::span<const PassChunk> chunks, const Tuning& tuning, std::span<const TileShape> shapes,
+           bool causal);
 
   // Fills `states`, without slots.
   void add_states(std::span<const PassChunk> chunks);
@@ -86,7 +91,7 @@ struct PassRows {
 
   // Tables for the kernels.
   std::vector<PassRow> rows;
-  std::vector<AttentionTile> tiles;     // those of all rows, then those of the wanted ones
+  std::vector<AttentionTile> tiles;     // of all rows, those of each shape, then of the wanted ones
   std::vector<StateRow> states;         // of each row, then of each chunk; empty: no layer has a state
   std::vector<std::size_t> first_page;  // of each chunk in the block tables, and after the last chunk
 };

@@ -9,7 +9,7 @@
 
 namespace metal_prefill::metal {
 
-Dispatch describe(const Step& step, const CacheShape& cache) {
+Dispatch describe(const Step& step, KvType cache) {
   Dispatch dispatch = {.kernel = kernel_name(step.kernel, cache),
                        .layer = step.layer,
                        .grid = {step.grid.x, step.grid.y, step.grid.z},
@@ -31,7 +31,7 @@ std::vector<Dispatch> record_prompt(const ForwardPass& forward, int tokens, int 
     const int n = std::min(forward.pass_rows(), tokens - done);
     const bool has_output = done + n == tokens || output == RowOutput::kLogProbs;
     const PassChunk chunk = last_rows(n, position + done, has_output ? output : RowOutput::kNone);
-    Recorder recorder(forward.tuning(), forward.cache_shape());
+    Recorder recorder(forward.tuning(), forward.cache_type());
     forward.encode(recorder, forward.rows_of({{chunk}}), buffers);
     for (Dispatch& dispatch : recorder.take()) dispatches.push_back(std::move(dispatch));
     done += n;

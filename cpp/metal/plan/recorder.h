@@ -10,7 +10,7 @@
 namespace metal_prefill::metal {
 
 // A copy of the dispatch passed to an encoder, which stays valid.
-Dispatch describe(const Step& step, const CacheShape& cache);
+Dispatch describe(const Step& step, KvType cache);
 
 // Lists dispatches.
 class Recorder final : public Encoder {
@@ -28,7 +28,7 @@ class Recorder final : public Encoder {
 // Collects the keys of the kernels that are dispatched, with the largest threadgroup of each.
 class KernelCollector final : public Encoder {
  public:
-  KernelCollector(const Tuning& tuning, const CacheShape& cache, const ThreadLimit& limit)
+  KernelCollector(const Tuning& tuning, KvType cache, const ThreadLimit& limit)
       : Encoder(tuning, cache), limit_(limit) {}
   KernelThreads kernels() const { return kernels_; }
 

@@ -19,6 +19,8 @@ BufferTraits traits_of(BufferName name) {
       return {"pages", true};
     case BufferName::kStateRows:
       return {"state_rows", true};
+    case BufferName::kLayerRows:
+      return {"layer_rows", true};
     case BufferName::kX:
       return {"x", false};
     case BufferName::kEmbedded:
@@ -57,6 +59,8 @@ BufferTraits traits_of(BufferName name) {
       return {"scanned", false};
     case BufferName::kScanOut:
       return {"scan_out", false};
+    case BufferName::kInputs:
+      return {"inputs", false};
     case BufferName::kLogits:
       return {"logits", false};
     case BufferName::kHostLogits:

@@ -13,6 +13,7 @@ enum class BufferName {
   kTiles,       // [tiles] AttentionTile, from the host
   kPages,       // block tables, int32, from the host
   kStateRows,   // [tokens + chunks] StateRow, from the host
+  kLayerRows,   // [tokens][n_layers][per_layer_dim] f32, from the host: rows of an embedding
   kX,           // [tokens][dim] f32: the residual stream
   kEmbedded,    // [tokens][embedding_dim] f32: before the projection
   kNormed,      // [tokens][dim] f16 or f32
@@ -32,6 +33,7 @@ enum class BufferName {
   kConvolved,   // [tokens][scan_channels()] f32: keys, queries and values of a recurrence
   kScanned,     // [tokens][scan_dim()] f32: its output
   kScanOut,     // [tokens][scan_dim()] f16 or f32: gated and normed
+  kInputs,      // [tokens][n_layers][per_layer_dim] f32: of each layer, from the token itself
   kLogits,      // [rows][vocab_size] f32
   kHostLogits,  // [rows][vocab_size] f32, to the host
   kCandidates,  // argmax: [rows], one for each threadgroup

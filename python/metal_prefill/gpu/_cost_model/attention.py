@@ -28,12 +28,13 @@ def attention_decode(d: Dispatch) -> Work:
     a = d.args
     rotates = d.kernel.startswith("rope")
     size, element = int(d.kernel.rsplit("_", 1)[1]), _cache_bytes(d.kernel)
-    chunks, simdgroups = size // 32, d.threads // SIMD
+    lanes, simdgroups = _core.decode_lanes(size), d.threads // SIMD
+    chunks = size // (4 * lanes)
     splits, groups_y, tokens = d.grid
     blocks = groups_y / a["n_kv_heads"]
     heads = ceil(a["n_heads"] / a["n_kv_heads"] / blocks)
     seen = [p + 1 - _first_key(d, p) for position, n in d.runs for p in range(position, position + n)]
-    steps = ceil(ceil(sum(seen) / len(seen) / splits) / (4 * simdgroups))
+    steps = ceil(ceil(sum(seen) / len(seen) / splits) / (SIMD // lanes * simdgroups))
     ops = (Ops(memory=2 * chunks) + Ops(alu=8 * chunks + 8, slow=1, shuffle=3) * heads + LOOP) * steps
     ops += Ops(alu=12 + 12 * chunks, slow=2, shuffle=6 + 8 * chunks, memory=6 * chunks) * heads  # the join
     of_token = a["n_kv_heads"] * (a["key_dim"] + a["value_dim"])
@@ -44,10 +45,11 @@ def attention_decode(d: Dispatch) -> Work:
     q = tokens * a["n_heads"] * a["key_dim"] * FLOAT
     rotated = 0
     if rotates:  # queries, and the token's own key and value, which are read from products
-        own_heads = ceil(a["n_heads"] / groups_y) + 2
+        shares = a["skip_keys"]  # the cache has the token's own key and value
+        own_heads = ceil(a["n_heads"] / groups_y) + (0 if shares else 2)
         ops += (Ops(alu=40, slow=14, memory=9) + LOOP * 2) * ceil(own_heads / simdgroups)
-        rotated = tokens * (of_token + a["rope_dim"]) * FLOAT
-    ahead = bool(_core.decode_loads_ahead(chunks, element))
+        rotated = tokens * ((0 if shares else of_token) + a["rope_dim"]) * FLOAT
+    ahead = bool(_core.decode_loads_ahead(size, element))
     return dispatch_work(
         d,
         ops=ops,
@@ -97,8 +99,9 @@ def attention_prefill(d: Dispatch) -> Work:
     a = d.args
     size, element = int(d.kernel.rsplit("_", 1)[1]), _cache_bytes(d.kernel)
     row_blocks, dim_blocks = _core.prefill_row_blocks(size, element), size // 8
-    key_blocks, value_blocks = a["key_dim"] // 8, a["value_dim"] // 8
-    whole = key_blocks == value_blocks == dim_blocks
+    parts = _core.prefill_value_parts(size)
+    key_blocks, value_blocks = a["key_dim"] // 8, a["value_dim"] // 8 // parts
+    whole = key_blocks == value_blocks * parts == dim_blocks
     key_steps = _key_steps(d, 8 * row_blocks)
     count, simdgroups = a["tiles"], d.threads // SIMD
     mean = sum(key_steps) / count
@@ -124,8 +127,8 @@ def attention_prefill(d: Dispatch) -> Work:
         + loads * loaded
         + mask * (mean if a["alibi_heads"] else min(mean, 1.5))
     )
-    kv_step = PREFILL_KEYS * (a["key_dim"] + a["value_dim"]) * element
-    steps = count * a["n_kv_heads"]
+    kv_step = PREFILL_KEYS * (a["key_dim"] + a["value_dim"] // parts) * element
+    steps = count * a["n_kv_heads"] * parts
     return _attention_work(
         d,
         loaded * steps / simdgroups,

@@ -38,6 +38,7 @@ class Difference:
 _STEPS: dict[str, Callable[[Captured], Expected]] = {
     "embed_": products.embed,
     "rmsnorm_matvec_": products.product,
+    "rmsnorm_add": steps.rmsnorm_add,
     "rmsnorm_": steps.rmsnorm,
     "layernorm_twice": steps.layernorm_twice,
     "layernorm_": steps.layernorm,
@@ -51,6 +52,8 @@ _STEPS: dict[str, Callable[[Captured], Expected]] = {
     "multi_token_matvec_": products.product,
     "matmul_": products.product,
     "swiglu_": steps.swiglu,
+    "layer_inputs": steps.layer_inputs,
+    "gate_input_": steps.gate_input,
     "causal_conv_": recurrences.causal_conv,
     "scan_norm_": recurrences.scan_norm,
     "scan_": recurrences.scan,

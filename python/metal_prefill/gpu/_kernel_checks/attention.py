@@ -40,8 +40,12 @@ def _rotated(d: Captured, args: dict[str, Any], row: Values, position: int) -> t
     if args["has_bias"]:
         row = row + d.before(0, np.float32)[: row.size]
     q = _queries(row, args)
+    if args["skip_keys"]:
+        row, kv = row[: heads * args["query_step"]], 0
     k, v = np.split(row[heads * args["query_step"] :], [kv * key])
     k, v = k.reshape(kv, key), v.reshape(kv, value)
+    if args["has_v_norm"]:
+        v = rms_normed(v, np.ones(value), args["eps"])
 
     def normed(heads: Values, binding: int, has_norm: int) -> Values:
         weight = d.before(binding, np.float32)[:key].astype(np.float64)
@@ -103,6 +107,8 @@ def rope_append(d: Captured) -> Expected:
         q, k, v = _rotated(d, a, d.before(4, np.float32)[row], position)
         if not a["skip_queries"]:
             yield _queries(d.after(4, np.float32)[row], a).ravel(), q.ravel()
+        if a["skip_keys"]:
+            continue
         yield _Cache(d, 7, 6, a, a["key_dim"], table).at(position).ravel(), k.ravel()
         yield _Cache(d, 8, 6, a, a["value_dim"], table).at(position).ravel(), v.ravel()
 
@@ -219,10 +225,11 @@ def attention(d: Captured) -> Expected:
         keys, values = _Cache(d, k, pages, a, head, table), _Cache(d, v, pages, a, a["value_dim"], table)
         if fused:
             q, own_key, own_value = _rotated(d, a, row, position)
-            yield keys.at(position).ravel(), own_key.ravel()
-            yield values.at(position).ravel(), own_value.ravel()
         else:
             q = _queries(row, a).astype(np.float64)
+        if fused and not a["skip_keys"]:
+            yield keys.at(position).ravel(), own_key.ravel()
+            yield values.at(position).ravel(), own_value.ravel()
         seen = _seen(position, end, a["window"], bool(a.get("both_ways")))
         distances = np.array(seen, np.int64) - position
         added = _added(d, token, seen, distances) if prefill else 0.0

@@ -19,7 +19,7 @@ _CANDIDATE = layout_of("Candidate")
 
 
 def rmsnorm(d: Captured) -> Expected:
-    dim, stride, adds = d.args["dim"], d.args["stride"], d.kernel == "rmsnorm_add"
+    dim, stride = d.args["dim"], d.args["stride"]
     y_binding = 1 if d.kernel == "rmsnorm_in_place" else 2
     weight = d.before(0, np.float32)[:dim].astype(np.float64)
     x = d.before(1, np.float32)
@@ -29,7 +29,21 @@ def rmsnorm(d: Captured) -> Expected:
         expected = x[row].astype(np.float64)
         if d.args["has_weight"]:  # else a copy
             expected = rms_normed(expected, weight, d.args["eps"])
-        yield d.after(y_binding, out)[row], expected + (d.before(y_binding, out)[row] if adds else 0.0)
+        yield d.after(y_binding, out)[row], expected
+
+
+def rmsnorm_add(d: Captured) -> Expected:
+    a, dim, has_next = d.args, d.args["dim"], d.kernel.startswith("rmsnorm_add_norm_")
+    weight, second = (d.before(binding, np.float32)[:dim].astype(np.float64) for binding in (0, 1))
+    scale = second[0] if a["has_scale"] else 1.0
+    out = np.float16 if d.kernel.endswith("f16") else np.float32
+    for token in some_of(d.grid[0], SAMPLED_TOKENS):
+        row = slice(token * dim, (token + 1) * dim)
+        x, y = (d.before(binding, np.float32)[row].astype(np.float64) for binding in (2, 3))
+        y = (y + rms_normed(x, weight, a["eps"])) * scale
+        yield d.after(3, np.float32)[row], y
+        if has_next:
+            yield d.after(4, out)[row], rms_normed(y, second, a["next_eps"]) if a["has_next"] else y
 
 
 def layernorm(d: Captured) -> Expected:
@@ -89,6 +103,29 @@ def swiglu(d: Captured) -> Expected:
             activate_gated(row[:n], row[n:], activation) if d.args["gated"] else activate(row, activation)
         )
         yield d.after(2, out)[token * n : (token + 1) * n], expected
+
+
+def layer_inputs(d: Captured) -> Expected:
+    a, dim, layers = d.args, d.args["dim"], d.args["layers"]
+    weight = d.before(0, np.float32)[:dim].astype(np.float64)
+    for token in some_of(d.grid[1], SAMPLED_TOKENS):
+        row = slice(token * layers * dim, (token + 1) * layers * dim)
+        added, x = (
+            d.before(binding, np.float32)[row].reshape(layers, dim).astype(np.float64) for binding in (1, 2)
+        )
+        mean = (x * x).sum(1, keepdims=True) / (dim * a["filled"])
+        expected = (x / np.sqrt(mean + a["eps"]) * weight + added) / np.sqrt(2.0)
+        yield d.after(2, np.float32)[row], expected.ravel()
+
+
+def gate_input(d: Captured) -> Expected:
+    dim, stride = d.args["dim"], d.args["input_stride"]
+    out = np.float16 if d.kernel.endswith("f16") else np.float32
+    for token in some_of(d.args["tokens"], SAMPLED_TOKENS):
+        row = slice(token * dim, (token + 1) * dim)
+        gate = d.before(0, np.float32)[row].astype(np.float64)
+        value = d.before(1, np.float32)[token * stride :][:dim]
+        yield d.after(2, out)[row], activate_gated(gate, value, d.args["activation"])
 
 
 def gate_heads(d: Captured) -> Expected:
