@@ -6,6 +6,8 @@
 
 using namespace metal;
 
+constant constexpr float kRootOfHalf = 0.70710678f;
+
 // A simdgroup for each layer of a token. Grid: (layers, tokens) simdgroups, as threads (32 * layers, tokens).
 kernel void layer_inputs(device const float* weight [[buffer(0)]],  // [dim]
                          device const float* added [[buffer(1)]],   // [tokens][layers][dim]
@@ -21,5 +23,5 @@ kernel void layer_inputs(device const float* weight [[buffer(0)]],  // [dim]
   float sum = 0.0f;
   for (uint i = lane; i < args.dim; i += 32) sum += x[i] * x[i];
   const float scale = precise::rsqrt(simd_sum(sum) / (float(args.dim) * args.filled) + args.eps);
-  for (uint i = lane; i < args.dim; i += 32) x[i] = (x[i] * scale * weight[i] + added[i]) * M_SQRT1_2_F;
+  for (uint i = lane; i < args.dim; i += 32) x[i] = (x[i] * scale * weight[i] + added[i]) * kRootOfHalf;
 }
