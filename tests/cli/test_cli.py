@@ -225,6 +225,13 @@ def test_decoding_of_an_encoder_is_not_predicted(capsys: pytest.CaptureFixture[s
     assert "-n predicts decoding, which the model, an encoder, does not do" in capsys.readouterr().err
 
 
+def test_the_speed_of_an_encoder_with_experts_is_predicted(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["predict", "--preset", "privacy-filter", "-p", "300", "--json"]) == 0
+    (predicted,) = json.loads(capsys.readouterr().out)
+    kernels = {kernel["kernel"]: kernel["dispatches"] for kernel in predicted["kernels"]}
+    assert kernels["matmul_experts_swiglu_q4_0"] == kernels["choose_experts_f32"] == 8
+
+
 def test_label_predicts_labels_in_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "texts.txt"
     file.write_text("O Romeo\n\nThe king is dead\n")
