@@ -521,8 +521,10 @@ def test_the_cache_command_lists_and_deletes_conversions(
     path = local_file(model_folders.llama(tmp_path / "shakespeare").write())
     assert main(["cache"]) == 0
     assert path.name in "".join(capsys.readouterr().out.split())
+    assert list((own_cache / "converted-from").iterdir())
     assert main(["cache", "--clear"]) == 0
     assert not path.exists()
+    assert not list((own_cache / "converted-from").iterdir())
 
 
 def test_the_command_accepts_the_types_of_the_library() -> None:

@@ -57,6 +57,8 @@ def execute(arguments: argparse.Namespace) -> None:
             path.unlink(missing_ok=True)
             state = f"{state}: deleted"
         models.add_row(f"{nbytes / MIB:,.1f}", _date(used_at), state)
+    if arguments.clear:
+        _local_file.forget_deleted()
     if conversions:
         console.print(models)
 

@@ -235,6 +235,11 @@ def _evict(keep: Path) -> None:
     others = [entry for entry in _entries() if entry[2] != keep]
     for path in beyond_limit(others, LIMIT - keep.stat().st_size):
         path.unlink(missing_ok=True)
+    forget_deleted()
+
+
+def forget_deleted() -> None:
+    """Delete the records of which folders deleted conversions are from."""
     for found in (cache_folder() / "converted-from").glob("*"):
         with suppress(OSError):
             if not (_cache() / found.read_text()).exists():
