@@ -179,7 +179,7 @@ def test_values_per_layer_must_be_equal(open_model: Open) -> None:
     [
         (
             {"general.architecture": string("mamba")},
-            "architecture mamba is not supported; .*supported are llama, qwen2",
+            "architecture mamba is not supported; .*supported are llama, llama-embed, qwen2",
         ),
         ({"llama.expert_count": integer(8)}, "llama.expert_count = 8 is not supported"),
         ({"llama.final_logit_softcapping": number(30.0)}, "final_logit_softcapping = 30.0"),
