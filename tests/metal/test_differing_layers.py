@@ -42,7 +42,6 @@ def tokens(n: int, seed: int = 0) -> npt.NDArray[np.int64]:
 def assert_near(logits: npt.NDArray[np.float32], expected: npt.NDArray[np.float32]) -> None:
     """Check what passes of different lengths may differ by."""
     assert np.abs(logits - expected).max() <= 1e-3 * np.abs(expected).max()
-    assert np.argmax(logits) == np.argmax(expected)
 
 
 def test_a_prompt_beyond_the_window_and_its_cache_match_the_reference(
