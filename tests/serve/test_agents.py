@@ -214,7 +214,9 @@ def test_tokens_that_a_peer_computes_are_those_that_it_reports(
         last = words
 
 
-def test_a_peer_may_be_the_path_of_its_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_peer_may_be_the_path_of_its_program(
+    tmp_path: Path, demo_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(_agents, "UNIT", 2)
     program = tmp_path / "llama-server"
     code = STAND_IN.replace("REPORTS", "True").replace(
@@ -224,10 +226,10 @@ def test_a_peer_may_be_the_path_of_its_program(tmp_path: Path, monkeypatch: pyte
     with pytest.raises(MissingExtraError, match=r"llama-server of llama\.cpp is not a program"):
         check_server(str(program))
     program.chmod(0o755)
-    check_server(str(program))
-    options = ServerOptions("m.gguf", threads=1, clients=1, context=4096)
-    turns = list(_agents.measured(str(program), options, None, "retries"))
-    assert [turn.computed_tokens for turn in turns[1:]] == [1] * 4
+    monkeypatch.setattr(_agents, "SHAPES", {"retries": SHAPES["retries"]})
+    results = bench.run_agents(demo_path, compare=[str(program)], threads=1)
+    theirs = [turn.computed_tokens for turn in results.turns if turn.server == "llama-server"]
+    assert theirs[1:] == [1] * 4
 
 
 def test_a_peer_that_does_not_report_tokens_is_named() -> None:

@@ -258,7 +258,8 @@ def run_serving(
         for name in names:
             if progress is not None:
                 progress(f"starting {name}", 0, 1)
-            running.append(servers.ServerProcess(name, options, (commands or {}).get(name)))
+            command = (commands or {}).get(name) or servers.command_of(name)
+            running.append(servers.ServerProcess(os.path.basename(name), options, command))
             stack.callback(running[-1].close)
         rows = _serving.measure(running, counts, repetitions, tokenizer, progress)
     return ServingResults(rows, path.name, options.threads, _machine.cpu_name())
@@ -292,5 +293,6 @@ def run_agents(
         for i, shape in enumerate(shapes):
             if progress is not None:
                 progress(f"{name}, {shape}", i, len(shapes))
-            turns += _agents.measured(name, options, (commands or {}).get(name), shape)
+            command = (commands or {}).get(name) or servers.command_of(name)
+            turns += _agents.measured(os.path.basename(name), options, command, shape)
     return AgentResults(turns, path.name, _machine.cpu_name())

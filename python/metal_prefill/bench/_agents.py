@@ -183,7 +183,7 @@ def replay(server: str, start: Callable[[], Ask], shape: str) -> Iterator[Turn]:
         yield Turn(server, shape, number, prompt, prompt - cached, time.perf_counter() - begin)
 
 
-def measured(name: str, options: ServerOptions, command: Command | None, shape: str) -> Iterator[Turn]:
+def measured(name: str, options: ServerOptions, command: Command, shape: str) -> Iterator[Turn]:
     """Replay a session on a server that has seen no other one.
 
     It raises BenchError if the server does not answer, or does not report the tokens that it reuses.

@@ -133,7 +133,7 @@ class ServerProcess:
     Parameters
     ----------
     name
-        Key of `SERVERS`, or the path of llama-server.
+        Name in tables and errors.
     options
         Options of the server.
     command
@@ -145,14 +145,13 @@ class ServerProcess:
         The server does not answer in time, or its process ends.
     """
 
-    def __init__(self, name: str, options: ServerOptions, command: Command | None = None) -> None:
+    def __init__(self, name: str, options: ServerOptions, command: Command) -> None:
         self.name = name
         with socket.create_server(("127.0.0.1", 0)) as free:
             self.port: int = free.getsockname()[1]
         # Lives as long as the process; close() ends it.
         self._log = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115
-        argv = (command or command_of(name))(options, self.port)
-        self._process = subprocess.Popen(argv, stdout=self._log, stderr=self._log)
+        self._process = subprocess.Popen(command(options, self.port), stdout=self._log, stderr=self._log)
         try:
             self.model = self._wait()
         except BaseException:
