@@ -106,16 +106,17 @@ def build_linux(version: str, target: str, folder: Path, stub: Path) -> Path:
     """Build a wheel for Linux and return its path; for this machine, the stub is written."""
     kind, processor = target.split("_", 1)
     least, libc, _ = C_LIBRARIES[kind]
-    python, work = tools_of(version, folder), folder / f"{target}-{version}"
+    python, work = tools_of(version, folder), folder / target
     native = target == NATIVE
     shutil.rmtree(work / "wheel", ignore_errors=True)
+    zig.forget_python(work / "build")
     suffix = "gnu" if version == "3.10" else libc.partition(".")[0]  # 3.10 has one for both C libraries
     run = f'{zig.command()} c++ -target {processor}-linux-{libc} "${{arguments[@]}}"\n'
     zig.write_commands(work / "tools", cxx=COMPILER + run)
     options = {
         "CMAKE_TOOLCHAIN_FILE": ROOT / "cmake/cross_linux.cmake",
         "SKBUILD_SOABI": f"cpython-{version.replace('.', '')}-{processor}-linux-{suffix}",
-        "Python_INCLUDE_DIR": zig.python_headers(work / "include", python),
+        "Python_INCLUDE_DIR": zig.python_headers(work / f"include-{version}", python),
     }
     if not native:
         options["METAL_PREFILL_STUB"] = stub
@@ -145,7 +146,7 @@ def build_linux(version: str, target: str, folder: Path, stub: Path) -> Path:
 
 def build_macos(version: str, folder: Path, stub: Path) -> Path:
     """Build a wheel for macOS with tools/build/cross_macos.py, which inspects it, and return its path."""
-    python, work = tools_of(version, folder), folder / f"macos-{version}"
+    python, work = tools_of(version, folder), folder / "macos"
     command: list[str | Path] = [
         python,
         ROOT / "tools/build/cross_macos.py",

@@ -193,6 +193,7 @@ def native_stub() -> Path:
 def build(folder: Path, stub: Path) -> Path:
     """Build the wheel and set the tag of its target system."""
     write_tools(folder / "tools")
+    zig.forget_python(folder / "build")
     wheels = folder / "wheels"
     for old in wheels.glob("*.whl"):
         old.unlink()
@@ -212,7 +213,8 @@ def build(folder: Path, stub: Path) -> Path:
     command += ["-C", f"build-dir={folder / 'build'}"]
     command += ["-C", f"cmake.define.CMAKE_TOOLCHAIN_FILE={ROOT / 'cmake/cross_macos.cmake'}"]
     command += ["-C", f"cmake.define.SKBUILD_SOABI={soabi}"]
-    command += ["-C", f"cmake.define.Python_INCLUDE_DIR={zig.python_headers(folder / 'include')}"]
+    headers = zig.python_headers(folder / f"include-{sys.version_info.minor}")
+    command += ["-C", f"cmake.define.Python_INCLUDE_DIR={headers}"]
     command += ["-C", f"cmake.define.METAL_PREFILL_STUB={stub}"]
     subprocess.run(command, check=True, env=environment, cwd=folder)
     (built,) = wheels.glob("*.whl")

@@ -23,6 +23,15 @@ def write_commands(folder: Path, **scripts: str) -> None:
         path.chmod(0o755)
 
 
+def forget_python(build: Path) -> None:
+    """Let CMake find Python again in a build folder, whose objects stay: most of them do not use Python.
+
+    With its own record of the folder, scikit-build-core would delete the objects for another environment.
+    """
+    for name in ("CMakeCache.txt", ".skbuild-info.json"):
+        (build / name).unlink(missing_ok=True)
+
+
 def python_headers(copy: Path, python: str | Path = sys.executable) -> Path:
     """Return the folder of the headers of a Python.
 
