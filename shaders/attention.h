@@ -27,8 +27,8 @@
 // cached elements for each block.
 #define PREFILL_ROW_BLOCKS(dims, element_bytes) ((dims) * (element_bytes) <= 256 ? 2 : 1)
 
-// Threadgroups of attention_prefill that share the values of a head, as output takes 64 registers of a lane
-// for 256 of them. Each computes all scores.
+// Threadgroups of attention_prefill that share the values of a head: 256 output values take 64 registers of a
+// lane. Each threadgroup computes all scores.
 #define PREFILL_VALUE_PARTS(dims) ((dims) <= 256 ? 1 : 2)
 
 // Whether the queries of attention_prefill stay in threadgroup memory: if output (two registers of a lane for

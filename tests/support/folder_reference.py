@@ -85,8 +85,8 @@ def nomic_moe_states(
 ) -> Array:
     """Return the states of nomic-embed-text-v2-moe after the last layer.
 
-    Scores of experts are a softmax of all of them. The factors of those that are chosen are not normalized,
-    and one bias follows their sum.
+    The router's scores are a softmax over all experts. The factors of the chosen experts are not normalized,
+    and one bias is added to the sum.
     """
     t = FolderTensors(tensors, eps=config["layer_norm_epsilon"])
     heads, experts, used = config["n_head"], config["num_experts"], config["moe_top_k"]

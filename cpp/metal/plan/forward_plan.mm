@@ -124,8 +124,8 @@ ForwardPass::ForwardPass(const Tuning& tuning, const Model& model, const EngineO
   for (const LayerWeights& layer : model.layers)
     if (layer.experts_bias || (layer.router && (!layer.gate_experts || layer.attn_residual_norm)))
       throw UnsupportedModelError("the Metal engine has neither experts without gates, nor a bias of their "
-                                  "sum, nor experts in layers "
-                                  "that norm the residual stream: use device='cpu'");
+                                  "sum, nor experts in layers that norm the residual stream: use "
+                                  "device='cpu'");
   if (model.output) output_.push_back(projection(model.output, weights));
   if (model.output_bias) output_bias_ = weights.view(model.output_bias);
   if (model.position_embedding) position_embedding_ = projection(model.position_embedding, weights);
