@@ -110,24 +110,12 @@ def texts() -> list[str]:
 
 @dataclass(frozen=True)
 class TokenizerVariant:
-    """A way to read a vocabulary.
+    """A way to read a vocabulary."""
 
-    Attributes
-    ----------
-    kind
-        "gpt2" or "llama".
-    pre
-        Name of the pre-tokenizer.
-    space_prefix
-        Whether text starts with an additional space.
-    parse_special
-        Whether control tokens are recognized in the text.
-    """
-
-    kind: str
-    pre: str = "default"
-    space_prefix: bool = True
-    parse_special: bool = False
+    kind: str  # "gpt2" or "llama"
+    pre: str = "default"  # name of the pre-tokenizer
+    space_prefix: bool = True  # whether text starts with an additional space
+    parse_special: bool = False  # whether control tokens are recognized in the text
 
 
 PRE_TOKENIZERS = (

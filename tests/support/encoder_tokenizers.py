@@ -31,21 +31,11 @@ PAIRS = 200  # pairs of neighbouring texts
 
 @dataclass(frozen=True)
 class Variant:
-    """A tokenizer class of transformers with options.
+    """A tokenizer class of transformers with options."""
 
-    Attributes
-    ----------
-    vocabulary : str
-        "wordpiece" or "unigram".
-    options : dict
-        Arguments of the class.
-    charsmap : bool
-        Whether a Unigram tokenizer normalizes text.
-    """
-
-    vocabulary: str
-    options: dict[str, Any] = field(default_factory=dict)
-    charsmap: bool = True
+    vocabulary: str  # "wordpiece" or "unigram"
+    options: dict[str, Any] = field(default_factory=dict)  # arguments of the class
+    charsmap: bool = True  # whether a Unigram tokenizer normalizes text
 
 
 VARIANTS = {

@@ -19,21 +19,12 @@ FLOATS = [0.0, -0.0, -1.0, 1e-300, 1e-46, 1e-39, 1e38, 1e39, 1e300, float("nan")
 
 @dataclass
 class Parts:
-    """A parsed file.
+    """A parsed file."""
 
-    Attributes
-    ----------
-    metadata
-        Key, number of the value's type, bytes of the value.
-    tensors
-        Name, dimensions as in the file, number of the type, offset.
-    data
-        Bytes after the header.
-    """
-
-    metadata: list[tuple[bytes, int, bytes]]
+    metadata: list[tuple[bytes, int, bytes]]  # key, number of the value's type, bytes of the value
+    # Name, dimensions as in the file, number of the type, offset.
     tensors: list[tuple[str, list[int], int, int]]
-    data: bytes
+    data: bytes  # bytes after the header
     options: dict[str, int] = field(default_factory=dict)
 
     def assemble(self) -> bytes:

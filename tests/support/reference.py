@@ -56,30 +56,16 @@ def _of_length_1(heads: Array) -> Array:
 
 @dataclass(frozen=True)
 class Result:
-    """Results of a forward pass.
-
-    Attributes
-    ----------
-    logits : float64 [n, vocab]
-    residual, hidden : float64 [n, dim]
-        After the last layer, before and after the output norm.
-    keys : list of float64 [n, kv_heads, key_dim]
-        Contents of the KV cache of each layer with keys of its own, after rotation.
-    values : list of float64 [n, kv_heads, value_dim]
-        Likewise.
-    products : dict of int to float64 [n, channels]
-        Inputs of the filter for each token, per layer with a convolution.
-    states : dict of int to float64 [heads, key_dim, value_dim]
-        State after the last token, per layer with a recurrence.
-    """
+    """Results of a forward pass."""
 
     logits: Array
+    # After the last layer, before and after the output norm.
     residual: Array
     hidden: Array
-    keys: list[Array]
-    values: list[Array]
-    products: dict[int, Array]
-    states: dict[int, Array]
+    keys: list[Array]  # contents of the KV cache of each layer with keys of its own, after rotation
+    values: list[Array]  # likewise
+    products: dict[int, Array]  # inputs of the filter for each token, per layer with a convolution
+    states: dict[int, Array]  # state after the last token, per layer with a recurrence
 
     def log_probs(self, tokens: npt.ArrayLike) -> Array:
         """Log probability of each token given the previous ones, ``[n - 1]``."""

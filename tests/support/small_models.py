@@ -45,32 +45,7 @@ def half_fields(kind: str) -> list[int]:
 
 @dataclass(frozen=True)
 class SmallModel:
-    """Properties of a model that `write` makes.
-
-    Attributes
-    ----------
-    output
-        Tensor type of a separate output projection; None ties it to the embedding.
-    types
-        Patterns of tensor names and their types; the last match wins.
-    value_dim
-        None selects `key_dim`.
-    rope_scaling
-        "none", "linear", "yarn", "freqs" for a tensor that divides the frequencies, as Llama 3 has, or
-        "longrope" for a tensor for long and one for short contexts, as Phi 3 has.
-    scales
-        Keys of the metadata, after the architecture, and their values.
-    qkv_bias
-        Biases of q, k and v, if optional in the architecture.
-    all_biases
-        Biases of all projections, if optional in the architecture.
-    parallel
-        Whether attention and feed-forward read the same input, if optional in the architecture.
-    all_norms
-        Norms of q and k, and further norms, if optional in the architecture.
-    fused
-        Whether matrices are stacked, if files of the architecture may have them so.
-    """
+    """Properties of a model that `write` makes."""
 
     architecture: str = "llama"
     layers: int = 2
@@ -78,32 +53,37 @@ class SmallModel:
     heads: int = 4
     kv_heads: int = 2
     key_dim: int = 32
-    value_dim: int | None = None
+    value_dim: int | None = None  # None selects `key_dim`
     ffn: int = 96
     vocab: int = 320
     context: int = 1024
     embedding: str = "Q8_0"
-    output: str | None = None
+    output: str | None = None  # tensor type of a separate output projection; None ties it to the embedding
+    # Patterns of tensor names and their types; the last match wins.
     types: Mapping[str, str] = field(default_factory=lambda: {"*": "Q4_0"})
     tokenizer: str = "gpt2"
     rope_dim: int | None = None
     rope_base: float = 10000.0
+    # "none", "linear", "yarn", "freqs" for a tensor that divides the frequencies, as Llama 3 has, or
+    # "longrope" for a tensor for long and one for short contexts, as Phi 3 has.
     rope_scaling: str = "none"
     rope_factor: float = 4.0
     original_context: int = 256
     window: int | None = None
-    qkv_bias: bool = False
-    all_biases: bool = False
+    qkv_bias: bool = False  # biases of q, k and v, if optional in the architecture
+    all_biases: bool = False  # biases of all projections, if optional in the architecture
+    # Whether attention and feed-forward read the same input, if optional in the architecture.
     parallel: bool = True
-    all_norms: bool = False
+    all_norms: bool = False  # norms of q and k, and further norms, if optional in the architecture
     position_bias: bool = False
     embedding_dim: int = 0
     relative_rows: int = 0
-    fused: bool = True
+    fused: bool = True  # whether matrices are stacked, if files of the architecture may have them so
     norm_eps: float = 1e-5
     pooling: str | None = None
     dense: int | None = None
     labels: tuple[str, ...] = ()
+    # Keys of the metadata, after the architecture, and their values.
     scales: tuple[tuple[str, float], ...] = ()
     conv_layers: tuple[int, ...] = ()
     conv_taps: int = 3

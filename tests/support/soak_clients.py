@@ -37,24 +37,13 @@ REFUSED = (200, 400, 500)  # 500: the constraint exceeded a limit while it was m
 
 @dataclass(frozen=True)
 class Kind:
-    """One kind of round.
+    """One kind of round."""
 
-    Attributes
-    ----------
-    requests : callable
-        Requests of round `n` whose answers are compared.
-    others : tuple of callable
-        Clients that repeat a call in a thread meanwhile, and count what they sent.
-    embeds : bool
-        Whether the model makes vectors; otherwise it is the bundled one.
-    pages : int or None
-        Limit of the KV cache in pages.
-    """
-
-    requests: Callable[[int], list[Request]]
+    requests: Callable[[int], list[Request]]  # requests of round `n` whose answers are compared
+    # Clients that repeat a call in a thread meanwhile, and count what they sent.
     others: tuple[Others, ...] = ()
-    embeds: bool = False
-    pages: int | None = None
+    embeds: bool = False  # whether the model makes vectors; otherwise it is the bundled one
+    pages: int | None = None  # limit of the KV cache in pages
 
 
 def texts(n: int, first: int = 0) -> list[Request]:

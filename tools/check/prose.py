@@ -50,24 +50,12 @@ PHRASES = {  # each has no good use in this project, whatever the sentence
 
 
 class Finding(NamedTuple):
-    """A phrase in a file.
+    """A phrase in a file."""
 
-    Attributes
-    ----------
-    path : str
-        Path from the root.
-    line : int
-        Counted from 1.
-    phrase : str
-        The text that was found.
-    hint : str
-        What to write instead.
-    """
-
-    path: str
-    line: int
-    phrase: str
-    hint: str
+    path: str  # path from the root
+    line: int  # counted from 1
+    phrase: str  # the text that was found
+    hint: str  # what to write instead
 
     def __str__(self) -> str:
         return f"{self.path}:{self.line}: '{self.phrase.strip()}': write {self.hint}"

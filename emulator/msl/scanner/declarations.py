@@ -13,36 +13,20 @@ NOT_PARAMETERS = ("alignas", "__attribute__", "decltype", "noexcept", "sizeof") 
 
 @dataclass(slots=True)
 class Declaration:
-    """A declaration in tokens [begin, end).
+    """A declaration in tokens [begin, end)."""
 
-    Attributes
-    ----------
-    kind
-        'namespace', 'class', 'enum', 'alias' (using, typedef), 'function' or 'variable'.
-    head
-        Index of the first token after template heads.
-    head_end
-        Index of the token that ends the head: ``{``, ``;``, ``=``, or the ``:`` of constructor initializers.
-    body
-        Braces of a function, class, enum or namespace.
-    scope
-        Names of the enclosing namespaces and classes.
-    templates
-        ``<`` and ``>`` of each template head; empty for ``template`` without parameters.
-    parameters
-        Parentheses of a function's parameters.
-    """
-
-    kind: str
+    kind: str  # 'namespace', 'class', 'enum', 'alias' (using, typedef), 'function' or 'variable'
     begin: int
     end: int
-    head: int
+    head: int  # index of the first token after template heads
+    # Index of the token that ends the head: ``{``, ``;``, ``=``, or the ``:`` of constructor initializers.
     head_end: int
-    body: tuple[int, int] | None
-    scope: tuple[str, ...]
+    body: tuple[int, int] | None  # braces of a function, class, enum or namespace
+    scope: tuple[str, ...]  # names of the enclosing namespaces and classes
+    # ``<`` and ``>`` of each template head; empty for ``template`` without parameters.
     templates: list[tuple[int, int]]
     instantiation: bool
-    parameters: tuple[int, int] | None
+    parameters: tuple[int, int] | None  # parentheses of a function's parameters
 
 
 def declarations(tokens: TokenList) -> Iterator[Declaration]:

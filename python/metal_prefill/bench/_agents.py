@@ -111,21 +111,14 @@ def _sub_agents(unit: int) -> Iterator[Messages]:
 
 
 class Shape(NamedTuple):
-    """Requests of a session, and the server that receives them.
+    """Requests of a session, and the server that receives them."""
 
-    Attributes
-    ----------
-    requests
-        Function of the words in a unit of text that yields the conversations.
-    restart : int or None
-        Number of the request before which the server restarts. It stores prefixes, if it can.
-    memory_of : int or None
-        Number of agents of which one's requests, alone, determine the memory of the prefix cache. Only this
-        package's server has such a limit.
-    """
-
+    # Function of the words in a unit of text that yields the conversations.
     requests: Callable[[int], Iterator[Messages]]
+    # Number of the request before which the server restarts. It stores prefixes, if it can.
     restart: int | None = None
+    # Number of agents of which one's requests, alone, determine the memory of the prefix cache. Only this
+    # package's server has such a limit.
     memory_of: int | None = None
 
     def of_one_agent(self) -> Iterator[Messages]:
@@ -151,25 +144,15 @@ SHAPES: dict[str, Shape] = {
 
 @dataclass(frozen=True)
 class Turn:
-    """One request of a session.
-
-    Attributes
-    ----------
-    server, shape : str
-    number : int
-        Of the request in its session.
-    prompt_tokens, computed_tokens : int
-        Tokens of the prompt, and how many of them the server computed.
-    seconds : float
-        Time to the answer, which has one token.
-    """
+    """One request of a session."""
 
     server: str
     shape: str
-    number: int
+    number: int  # of the request in its session
+    # Tokens of the prompt, and how many of them the server computed.
     prompt_tokens: int
     computed_tokens: int
-    seconds: float
+    seconds: float  # time to the answer, which has one token
 
 
 def replay(server: str, start: Callable[[], Ask], shape: str) -> Iterator[Turn]:

@@ -45,34 +45,20 @@ TASK = f"Copy this text word by word:\n\n{COPIED}"
 
 @dataclass(frozen=True)
 class Case:
-    """Benchmark test, named as in llama-bench: ``pp512`` or ``tg64``; ``tg64x8`` is a batch of 8 streams.
+    """Benchmark test, named as in llama-bench: ``pp512`` or ``tg64``; ``tg64x8`` is a batch of 8 streams."""
 
-    Attributes
-    ----------
-    n_prompt : int
-        Number of tokens of the timed prompt, from an empty context; 0 in a decode test. `n_prompt`, `n_gen`
-        and `n_depth` are per stream.
-    n_gen : int
-        Number of tokens that are timed one by one; 0 in a prompt test.
-    n_depth : int
-        Number of tokens in the context before timing starts.
-    n_streams : int
-        Number of sequences in a batch, each with its own context; 0 for one sequence without batching.
-    n_texts : int
-        Number of texts to embed; 0 in other tests.
-    text_tokens : int
-        Length of each text to embed; 0 selects texts of many lengths, those of `text_lengths`.
-    choice : str
-        How the engine chooses the timed tokens; empty if they are given. For "greedy" and "lookup", the
-        context is `TASK`.
-    """
-
+    # Number of tokens of the timed prompt, from an empty context; 0 in a decode test. `n_prompt`, `n_gen` and
+    # `n_depth` are per stream.
     n_prompt: int
-    n_gen: int
-    n_depth: int
+    n_gen: int  # number of tokens that are timed one by one; 0 in a prompt test
+    n_depth: int  # number of tokens in the context before timing starts
+    # Number of sequences in a batch, each with its own context; 0 for one sequence without batching.
     n_streams: int = 0
-    n_texts: int = 0
+    n_texts: int = 0  # number of texts to embed; 0 in other tests
+    # How the engine chooses the timed tokens; empty if they are given. For "greedy" and "lookup", the context
+    # is `TASK`.
     choice: Choice = ""
+    # Length of each text to embed; 0 selects texts of many lengths, those of `text_lengths`.
     text_tokens: int = 0
 
     @property

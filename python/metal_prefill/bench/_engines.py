@@ -30,26 +30,13 @@ OURS = "metal_prefill"
 
 @dataclass(frozen=True)
 class Options:
-    """Options of an engine.
+    """Options of an engine."""
 
-    Attributes
-    ----------
-    path : str
-        Path of the GGUF file.
-    max_context : int
-        Number of positions that the longest test needs.
-    max_prompt : int
-        Number of tokens of the longest prompt.
-    threads : int or None
-        Number of threads; None selects the engine's default.
-    device, compute, kv_dtype : str
-        As for `metal_prefill.Model`; peers apply them as far as supported.
-    """
-
-    path: str
-    max_context: int
-    max_prompt: int
-    threads: int | None = None
+    path: str  # path of the GGUF file
+    max_context: int  # number of positions that the longest test needs
+    max_prompt: int  # number of tokens of the longest prompt
+    threads: int | None = None  # number of threads; None selects the engine's default
+    # As for `metal_prefill.Model`; peers apply them as far as supported.
     device: str = "auto"
     compute: str = "int8"
     kv_dtype: str = "f16"
@@ -61,24 +48,12 @@ class Options:
 
 @dataclass(frozen=True)
 class Identity:
-    """Identity of an engine, as reported by the engine.
+    """Identity of an engine, as reported by the engine."""
 
-    Attributes
-    ----------
-    build : str
-        Name and version.
-    device : str
-        Device that it runs on; an emulator is named as such.
-    threads : int
-        Number of threads.
-    settings : str
-        Settings that affect its speed, for the reader of a table.
-    """
-
-    build: str
-    device: str
-    threads: int
-    settings: str
+    build: str  # name and version
+    device: str  # device that it runs on; an emulator is named as such
+    threads: int  # number of threads
+    settings: str  # settings that affect its speed, for the reader of a table
 
 
 class Engine(ABC):
@@ -137,27 +112,13 @@ class TextEngine(Engine):
 
 
 class Kind(NamedTuple):
-    """Location and requirements of an engine's adapter.
+    """Location and requirements of an engine's adapter."""
 
-    Attributes
-    ----------
-    adapter : str
-        Module that loads the engine.
-    modules : tuple of str
-        Modules that the adapter imports.
-    package : str
-        Package to install.
-    extra : str
-        Extra of this package that includes it.
-    without : mapping
-        Reasons why tests of an ability are not measured, by ability.
-    """
-
-    adapter: str
-    modules: tuple[str, ...]
-    package: str
-    extra: str = "bench"
-    without: Mapping[Ability, str] = {}
+    adapter: str  # module that loads the engine
+    modules: tuple[str, ...]  # modules that the adapter imports
+    package: str  # package to install
+    extra: str = "bench"  # extra of this package that includes it
+    without: Mapping[Ability, str] = {}  # reasons why tests of an ability are not measured, by ability
 
 
 _VECTORS_ALONE: Mapping[Ability, str] = dict.fromkeys(

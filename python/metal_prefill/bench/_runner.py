@@ -28,25 +28,15 @@ class Runner:
     They alternate sample by sample, so that disturbances affect all equally; the order rotates, so that none
     always runs after the same neighbour. Samples from a degraded machine are repeated,
     up to `ATTEMPTS` times as many as are wanted.
-
-    Attributes
-    ----------
-    workers : sequence of Worker
-    calibrator : Calibrator
-    repetitions : int
-        Samples wanted of each test of each engine.
-    progress : callable, optional
-    patience_s : float
-        Seconds left to lose to a degraded machine, by waiting for it and by samples that do not count.
-    samples : dict
-        All that were taken, in order.
     """
 
     workers: Sequence[Worker]
     calibrator: Calibrator
-    repetitions: int
+    repetitions: int  # samples wanted of each test of each engine
     progress: Progress | None = None
+    # Seconds left to lose to a degraded machine, by waiting for it and by samples that do not count.
     patience_s: float = PATIENCE_S
+    # All that were taken, in order.
     samples: dict[tuple[str, Case], list[Sample]] = field(default_factory=lambda: defaultdict(list))
 
     def run(self, cases: Sequence[Case]) -> None:

@@ -13,24 +13,12 @@ STOLEN_ALLOWED = 0.02  # share of a sample's time
 
 @dataclass(frozen=True)
 class Sample:
-    """One timed run of a test.
+    """One timed run of a test."""
 
-    Attributes
-    ----------
-    ns : int
-        Duration.
-    calibration_ns : int
-        The slower of the calibrations before and after it.
-    switches : int
-        Involuntary context switches of the engine's threads during it.
-    stolen_ns : int
-        Time that the hypervisor withheld during it.
-    """
-
-    ns: int
-    calibration_ns: int = 0
-    switches: int = 0
-    stolen_ns: int = 0
+    ns: int  # duration
+    calibration_ns: int = 0  # the slower of the calibrations before and after it
+    switches: int = 0  # involuntary context switches of the engine's threads during it
+    stolen_ns: int = 0  # time that the hypervisor withheld during it
 
     def disturbed(self) -> bool:
         """Whether something else ran on the engine's cores."""
@@ -40,20 +28,11 @@ class Sample:
 
 @dataclass(frozen=True)
 class Selection:
-    """Selected samples.
+    """Selected samples."""
 
-    Attributes
-    ----------
-    kept : list of Sample
-        In the order in which they were taken.
-    n_dropped : int
-        Samples taken in a degraded state and left out.
-    n_degraded : int
-        Samples among `kept` that were taken in a degraded state, because there were not enough good ones.
-    """
-
-    kept: list[Sample]
-    n_dropped: int
+    kept: list[Sample]  # in the order in which they were taken
+    n_dropped: int  # samples taken in a degraded state and left out
+    # Samples among `kept` that were taken in a degraded state, because there were not enough good ones.
     n_degraded: int
 
 

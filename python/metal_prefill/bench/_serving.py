@@ -47,17 +47,10 @@ def prompts(tokenizer: Tokenizer, clients: int, round_: int) -> list[str]:
 
 @dataclass(frozen=True)
 class Answer:
-    """Answer to a client, with its latencies.
+    """Answer to a client, with its latencies."""
 
-    Attributes
-    ----------
-    text : str
-        Text of the answer.
-    first_s, last_s : float
-        Seconds from the request to the first piece of text, and to the end.
-    """
-
-    text: str
+    text: str  # text of the answer
+    # Seconds from the request to the first piece of text, and to the end.
     first_s: float
     last_s: float
 
@@ -130,22 +123,14 @@ def ask_all(server: ServerProcess, requests: Sequence[str]) -> tuple[float, list
 
 @dataclass
 class ServingRow:
-    """Result of one server with one number of clients.
-
-    Attributes
-    ----------
-    server : str
-    clients : int
-    tokens_per_second : list of float
-        Of all clients together, one of each round. Tokens are counted from the answers by one tokenizer, the
-        same for all servers.
-    first_token_s, slowest_first_token_s : list of float
-        Time to the first token: the median over the clients of a round, and the longest.
-    """
+    """Result of one server with one number of clients."""
 
     server: str
     clients: int
+    # Of all clients together, one of each round. Tokens are counted from the answers by one tokenizer, the
+    # same for all servers.
     tokens_per_second: list[float] = field(default_factory=list)
+    # Time to the first token: the median over the clients of a round, and the longest.
     first_token_s: list[float] = field(default_factory=list)
     slowest_first_token_s: list[float] = field(default_factory=list)
 

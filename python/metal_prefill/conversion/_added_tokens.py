@@ -12,19 +12,11 @@ from metal_prefill.text._vocabulary import MAX_TOKEN_CHARACTERS, SPELLING_KEYS, 
 
 @dataclass
 class ListedTokens:
-    """Tokens in the order of their ids.
+    """Tokens in the order of their ids."""
 
-    Attributes
-    ----------
-    tokens : list of str
-        Text of each id, as ``tokenizer.json`` spells it.
-    types : list of int
-    spelling : dict of str to list of int
-        Ids of added tokens by the options that change how they are recognized, of `SPELLING_KEYS`.
-    """
-
-    tokens: list[str]
+    tokens: list[str]  # text of each id, as ``tokenizer.json`` spells it
     types: list[int]
+    # Ids of added tokens by the options that change how they are recognized, of `SPELLING_KEYS`.
     spelling: dict[str, list[int]] = field(default_factory=dict)
 
     def mark_bytes(self) -> None:

@@ -70,30 +70,14 @@ _MODES: dict[str, EntityMode] = {"markerV0": "spans", "token_level": "words"}
 
 @dataclass
 class EntityFolder:
-    """Contents of a folder.
+    """Contents of a folder."""
 
-    Attributes
-    ----------
-    config : Fields
-        Configuration of the encoder.
-    place : pathlib.Path
-        Folder with the tokenizer.
-    weights : dict of str to Weight
-        Tensors of the encoder.
-    modules : Modules
-        Tensors and metadata of the head.
-    spellings : tuple of str
-        Tokens before a label, and between labels and text.
-    stated_id : int
-        Id of the first of these; -1 if the folder states none.
-    """
-
-    config: Fields
-    place: Path
-    weights: dict[str, Weight]
-    modules: Modules
-    spellings: tuple[str, str]
-    stated_id: int
+    config: Fields  # configuration of the encoder
+    place: Path  # folder with the tokenizer
+    weights: dict[str, Weight]  # tensors of the encoder
+    modules: Modules  # tensors and metadata of the head
+    spellings: tuple[str, str]  # tokens before a label, and between labels and text
+    stated_id: int  # id of the first of these; -1 if the folder states none
 
     @property
     def added_tokens(self) -> tuple[str, ...]:

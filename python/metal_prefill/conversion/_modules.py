@@ -96,30 +96,15 @@ _OUTPUT_FUNCTIONS: dict[str, Scores] = {"Identity": "none", "Sigmoid": "sigmoid"
 
 @dataclass
 class Modules:
-    """Pooling, dense layers and heads of a folder.
+    """Pooling, dense layers and heads of a folder."""
 
-    Attributes
-    ----------
-    metadata : dict
-        Metadata, without the prefix of the architecture.
-    own : dict
-        Metadata of this project, by their full keys.
-    tensors : dict
-        Tensors, by their names in a GGUF file.
-    skipped_words : list of str or None
-        Tokens of documents that late interaction leaves out; None if no module lists them.
-    logit_score : pathlib.Path or None
-        Folder of the module that scores a pair by the logits of two tokens.
-    masked : bool
-        Whether vectors are over the vocabulary, from the head that predicts masked tokens.
-    """
-
-    metadata: dict[str, Any] = field(default_factory=dict)
-    own: dict[str, Any] = field(default_factory=dict)
-    tensors: dict[str, Weight] = field(default_factory=dict)
+    metadata: dict[str, Any] = field(default_factory=dict)  # metadata, without the prefix of the architecture
+    own: dict[str, Any] = field(default_factory=dict)  # metadata of this project, by their full keys
+    tensors: dict[str, Weight] = field(default_factory=dict)  # tensors, by their names in a GGUF file
+    # Tokens of documents that late interaction leaves out; None if no module lists them.
     skipped_words: list[str] | None = None
-    logit_score: Path | None = None
-    masked: bool = False
+    logit_score: Path | None = None  # folder of the module that scores a pair by the logits of two tokens
+    masked: bool = False  # whether vectors are over the vocabulary, from the head that predicts masked tokens
 
     @property
     def per_token(self) -> bool:

@@ -41,22 +41,13 @@ TASKS: dict[str, Task] = {
 
 
 class Key(NamedTuple):
-    """A number in ``config.json``, under the first of several names that is present.
-
-    Attributes
-    ----------
-    names : tuple of str
-    kind : {"integer", "float"}
-    default : int, float or None
-        Used if the field is missing; None requires the field, and 0 leaves the key out.
-    most : int
-        Largest integer.
-    """
+    """A number in ``config.json``, under the first of several names that is present."""
 
     names: tuple[str, ...]
     kind: Literal["integer", "float"] = "integer"
+    # Used if the field is missing; None requires the field, and 0 leaves the key out.
     default: float | None = None
-    most: int = MAX_INT
+    most: int = MAX_INT  # largest integer
 
 
 def _integer(*names: str, default: int | None = None) -> Key:
@@ -106,77 +97,44 @@ BIDIRECTIONAL = "Bidirectional"  # ends the names of decoders whose tokens see t
 
 @dataclass(frozen=True)
 class Source:
-    """How a model class becomes a GGUF file.
+    """How a model class becomes a GGUF file."""
 
-    Attributes
-    ----------
-    architecture : str
-        ``general.architecture`` of the file.
-    names_of : str
-        Architecture with the names of `gguf.TensorNameMap`, where that has no own ones.
-    prefixes : tuple of str
-        Beginnings of tensor names, of which the first that matches is removed.
-    added_prefix : str
-        Beginning of the names of `gguf.TensorNameMap`, which the folder may lack.
-    keys : mapping of str to Key
-        Metadata under the prefix of the architecture.
-    constants : mapping of str to bool, int or float
-        Metadata that are the same for all models of the class.
-    biases : mapping of str to str
-        Fields of the configuration without which a model has no biases of some layers, by a pattern of their
-        names in the GGUF file.
-    accepted : mapping of str to tuple
-        Values of fields that the architecture implies; the first is the default.
-    heads : mapping of str to mapping of str to str
-        Names in a GGUF file of the tensors of a head, by task.
-    parts : mapping of str to tuple of str
-        Names of the tensors that one tensor of the folder contains, with equal numbers of rows, by its name.
-        All are names of modules within a layer.
-    unused : tuple of str
-        Patterns of tensors that are left out, unless they belong to a head.
-    changes : mapping of str to callable
-        Functions of configuration, name in the GGUF file and values that return the values to write, by a
-        pattern of the name.
-    shapes : mapping of str to callable
-        Functions of configuration, name in the GGUF file and shape that return the shape to write, by a
-        pattern of the name.
-    more : callable
-        Function of the configuration that returns more metadata.
-    computed : callable
-        Function of the configuration that returns tensors that the folder does not contain.
-    combined : callable
-        Function of the configuration and the tensors of a folder by name that returns those to write, by the
-        same kind of names.
-    made : str
-        Pattern of the names of tensors that `combined` adds, which are those in a GGUF file.
-    position_offset : bool
-        Whether positions start after the id of the padding token.
-    text_part : str
-        Object of the configuration that describes the text model, if the class has other parts, too.
-    frames : bool
-        Whether texts have the tokens that the tokenizer adds at their ends.
-    """
-
-    architecture: str
-    names_of: str = ""
-    prefixes: tuple[str, ...] = ()
-    added_prefix: str = ""
-    keys: Mapping[str, Key] = field(default_factory=dict)
+    architecture: str  # ``general.architecture`` of the file
+    names_of: str = ""  # architecture with the names of `gguf.TensorNameMap`, where that has no own ones
+    prefixes: tuple[str, ...] = ()  # beginnings of tensor names, of which the first that matches is removed
+    added_prefix: str = ""  # beginning of the names of `gguf.TensorNameMap`, which the folder may lack
+    keys: Mapping[str, Key] = field(default_factory=dict)  # metadata under the prefix of the architecture
+    # Metadata that are the same for all models of the class.
     constants: Mapping[str, Any] = field(default_factory=dict)
+    # Fields of the configuration without which a model has no biases of some layers, by a pattern of their
+    # names in the GGUF file.
     biases: Mapping[str, str] = field(default_factory=dict)
+    # Values of fields that the architecture implies; the first is the default.
     accepted: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    # Names in a GGUF file of the tensors of a head, by task.
     heads: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    # Names of the tensors that one tensor of the folder contains, with equal numbers of rows, by its name.
+    # All are names of modules within a layer.
     parts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    unused: tuple[str, ...] = _UNUSED
+    unused: tuple[str, ...] = _UNUSED  # patterns of tensors that are left out, unless they belong to a head
+    # Functions of configuration, name in the GGUF file and values that return the values to write, by a
+    # pattern of the name.
     changes: Mapping[str, Change] = field(default_factory=dict)
+    # Functions of configuration, name in the GGUF file and shape that return the shape to write, by a pattern
+    # of the name.
     shapes: Mapping[str, Callable[[Fields, str, Shape], Shape]] = field(default_factory=dict)
+    # Function of the configuration that returns more metadata.
     more: Callable[[Fields], Mapping[str, Any]] = lambda config: {}
+    # Function of the configuration that returns tensors that the folder does not contain.
     computed: Callable[[Fields], Mapping[str, Values]] = lambda config: {}
+    # Function of the configuration and the tensors of a folder by name that returns those to write, by the
+    # same kind of names.
     combined: Combined = lambda config, weights: weights
-    made: str = "(?!)"
-    position_offset: bool = False
+    made: str = "(?!)"  # pattern of the names of tensors that `combined` adds, which are those in a GGUF file
+    position_offset: bool = False  # whether positions start after the id of the padding token
+    # Object of the configuration that describes the text model, if the class has other parts, too.
     text_part: str = ""
-    frames: bool = True
+    frames: bool = True  # whether texts have the tokens that the tokenizer adds at their ends
 
 
 _BERT = Source(

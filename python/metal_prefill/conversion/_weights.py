@@ -37,23 +37,13 @@ FloatArray: TypeAlias = npt.NDArray[np.float32]
 
 @dataclass(frozen=True)
 class Weight:
-    """A tensor in a safetensors file.
-
-    Attributes
-    ----------
-    file : pathlib.Path
-    name : str
-    dtype : str
-        Number type as the format names it, such as ``"BF16"``.
-    shape : tuple of int
-    start, end : int
-        Position of the first byte in the file, and of the byte after the last.
-    """
+    """A tensor in a safetensors file."""
 
     file: Path
     name: str
-    dtype: str
+    dtype: str  # number type as the format names it, such as ``"BF16"``
     shape: tuple[int, ...]
+    # Position of the first byte in the file, and of the byte after the last.
     start: int
     end: int
 
@@ -107,15 +97,9 @@ class Weight:
 
 @dataclass(frozen=True)
 class Computed(Weight):
-    """A tensor that follows from others; errors name the file and the first of those.
+    """A tensor that follows from others; errors name the file and the first of those."""
 
-    Attributes
-    ----------
-    compute : callable
-        Function that returns its values.
-    """
-
-    compute: Callable[[], FloatArray]
+    compute: Callable[[], FloatArray]  # function that returns its values
 
     def values(self) -> FloatArray:
         """Compute the tensor."""
@@ -133,13 +117,7 @@ class Computed(Weight):
 
 @dataclass(frozen=True)
 class Stack:
-    """Matrices of the same shape, one of each expert, as a tensor ``[experts, rows, columns]``.
-
-    Attributes
-    ----------
-    name : str
-    matrices : tuple of Weight
-    """
+    """Matrices of the same shape, one of each expert, as a tensor ``[experts, rows, columns]``."""
 
     name: str
     matrices: tuple[Weight, ...]

@@ -38,196 +38,121 @@ class Architecture:
 
     Attributes
     ----------
-    qkv_bias, output_bias, gate_bias, up_bias : {"required", "optional", "absent"}
-        Presence of the tensors whose rows in ``cpp/model/tensors.inc`` name the field: biases of q, k and v,
-        of the projections with which attention and feed-forward end, of the gate, and of the up projection.
     qk_norm, attn_norm, ffn_norm, post_norms, residual_norms : {"required", "optional", "absent"}
         Presence of norms: of q and k; of the inputs of attention and feed-forward; of their outputs; and of
         the residual stream after each addition to it.
-    qk_norm_bias : {"required", "optional", "absent"}
-        Presence of biases of the norms of q and k.
-    norm_bias : {"required", "optional", "absent"}
-        Presence of biases of the norms of the inputs of attention and feed-forward, and of the last layer's
-        output.
-    second_residual_norm : {"required", "optional", "absent"}
-        Presence of a norm after the one of the residual stream after attention. Between them, the input of
-        the layer is added again.
-    long_rope : {"required", "optional", "absent"}
-        Presence of the factors of LongRoPE.
-    embedding_norm, embedding_norm_bias, output_norm : {"required", "optional", "absent"}
-        Presence of the norms of the embedding and of the last layer's output.
     positions, token_types : {"required", "optional", "absent"}
         Presence of embeddings of positions and of token types.
-    position_bias : {"required", "optional", "absent"}
-        Presence of a bias of scores by relative positions, the same in all layers.
-    relative_positions : {"required", "optional", "absent"}
-        Presence of keys and queries of relative positions.
-    embedding_projection : {"required", "optional", "absent"}
-        Presence of a projection of the embedding.
-    layers : {"required", "absent"}
-        ``"absent"`` if a text's hidden states are the embeddings of its tokens.
-    ffn, gate : {"required", "optional", "absent"}
-        Presence of the feed-forward, and of its gate.
-    experts : {"required", "optional", "absent"}
-        Presence of experts, in the layers that the metadata do not set to be dense.
-    router_bias : {"required", "optional", "absent"}
-        Presence of a bias in the choice of experts.
-    expert_bias : {"required", "optional", "absent"}
-        Presence of biases of the router's products and of the projections of experts.
-    experts_bias : {"required", "optional", "absent"}
-        Presence of a bias of the sum of a token's experts.
-    sinks : {"required", "optional", "absent"}
-        Presence of attention sinks: a score of each head without a value, which takes part in the softmax.
-    router_score, normalize_routes
-        Same as in `ModelConfig`, for files that do not set them.
-    ssm_norm : {"required", "optional", "absent"}
-        Presence of the norm of the output of state-space layers.
-    head : {"tied", "absent"}
-        ``"absent"`` for encoders, which have no output projection; ``"tied"`` if the embedding can replace
-        it.
-    head_bias : {"required", "optional", "absent"}
-        Presence of a bias of the logits.
-    activations : mapping of str to str
-        Activations by their names in the metadata, where a file may state one.
-    ungated_activation : str or None
-        Activation of a feed-forward without a gate, if it has another one.
-    norm_kind : {"rms", "layer"}
-        Same as in `ModelConfig`.
-    rope : bool
-        Whether any layer rotates q and k.
-    max_alibi_bias : float
-        Same as in `ModelConfig`, for files that do not set it.
-    rope_free_every : int
-        Every n-th layer does not rotate; 0 means that every layer rotates.
-    window : {"required", "optional", "absent"}
-        Presence of an attention window in the metadata.
-    window_period : int
-        Every n-th layer attends to all positions despite the window; 0 means that none does. The metadata may
-        set another period, or list the layers.
-    window_free_first : bool
-        Whether the first layer of each period attends to all positions instead of the last one.
-    window_rope : {"same", "own", "only", "unscaled"}
-        Rotation of the layers with a window: the same as the other layers; with a separate base and without
-        scaling; the only layers that rotate; or without scaling. Without a window, all layers rotate in the
-        same way.
-    causal : bool
-        Default of `ModelConfig.causal` for files that do not set it.
-    score_cap, logit_cap : float or None
-        Same as in `ModelConfig`, for files that do not set them. None: the metadata must not have one.
-    scale_embedding : bool
-        Multiply embeddings by ``sqrt(dim)``.
-    scales : {"required", "optional", "absent"}
-        Presence of the scales of embeddings, residual additions and logits in the metadata. The logits are
-        divided by theirs.
-    multiplies_logits : bool
-        Whether the scale of the logits multiplies them instead.
-    parallel : {"required", "optional", "absent"}
-        Whether attention and feed-forward of a layer read the same input; ``"optional"`` if the metadata set
-        it.
-    qk_norm_place : {"heads", "rotated_heads", "rows"}
-        Same as in `ModelConfig`.
-    mixer : {"attention", "attention_and_state_space"}
-        Kind of the layers with attention.
-    recurrent : {"short_conv", "state_space", "gated_delta"} or None
-        Kind of the layers without attention; None if every layer has it.
-    attention_every : int
-        Every n-th layer has attention, unless the metadata set another period or list the layers. 0: the
-        layers with key-value heads in the metadata have it.
-    rope_switch : bool
-        Whether the metadata can say that no layer rotates.
-    query_gate : bool
-        Same as in `ModelConfig`.
-    value_norm : bool
-        Same as in `ModelConfig`.
-    per_layer_inputs, layer_scale : {"required", "optional", "absent"}
-        Presence of the inputs of layers from the tokens themselves, if the metadata state their width; and of
-        a scale of the output of each layer.
-    layers_differ : bool
-        Whether layers with a window can have heads of another width, and layers other numbers of key-value
-        heads and feed-forwards of other widths.
-    image_sections : bool
-        Whether files divide the rotated pairs into those for the time, the row and the column of an image,
-        which are the same in a text.
-    ignored : mapping of str to str
-        Patterns of tensors that files may have for other purposes than the text model, and their purposes.
-    names : mapping of str to str
-        Names of tensors, by role, that differ from those in ``cpp/model/tensors.inc``.
-    reversed_with : mapping of str to str
-        Tensors of `fused` whose parts are in reverse order in layers that also have another tensor.
-    fused : mapping of str to tuple of str
-        Layer tensors that may hold the rows of several tensors in sequence, and the roles of those tensors.
-    attention_scale : callable
-        Returns `ModelConfig.attention_scale` for files that do not set it.
     """
 
     rope_style: RopeStyle = "interleaved"
     activation: Activation = "silu"
+    # Activations by their names in the metadata, where a file may state one.
     activations: Mapping[str, Activation] = field(default_factory=dict)
+    # Activation of a feed-forward without a gate, if it has another one.
     ungated_activation: Activation | None = None
-    norm_kind: NormKind = "rms"
+    norm_kind: NormKind = "rms"  # same as in `ModelConfig`
+    # Presence of the tensors whose rows in ``cpp/model/tensors.inc`` name the field: biases of q, k and v, of
+    # the projections with which attention and feed-forward end, of the gate, and of the up projection.
     qkv_bias: Presence = "absent"
     output_bias: Presence = "absent"
     gate_bias: Presence = "absent"
     up_bias: Presence = "absent"
     qk_norm: Presence = "absent"
-    qk_norm_bias: Presence = "absent"
+    qk_norm_bias: Presence = "absent"  # presence of biases of the norms of q and k
+    # Presence of biases of the norms of the inputs of attention and feed-forward, and of the last layer's
+    # output.
     norm_bias: Presence = "absent"
     attn_norm: Presence = "required"
     ffn_norm: Presence = "required"
     post_norms: Presence = "absent"
-    long_rope: Presence = "absent"
+    long_rope: Presence = "absent"  # presence of the factors of LongRoPE
     residual_norms: Presence = "absent"
+    # Presence of a norm after the one of the residual stream after attention. Between them, the input of the
+    # layer is added again.
     second_residual_norm: Presence = "absent"
+    # Presence of the norms of the embedding and of the last layer's output.
     embedding_norm: Presence = "absent"
     embedding_norm_bias: Presence = "absent"
     output_norm: Presence = "required"
     positions: Presence = "absent"
+    # Presence of a bias of scores by relative positions, the same in all layers.
     position_bias: Presence = "absent"
-    relative_positions: Presence = "absent"
-    embedding_projection: Presence = "absent"
+    relative_positions: Presence = "absent"  # presence of keys and queries of relative positions
+    embedding_projection: Presence = "absent"  # presence of a projection of the embedding
     token_types: Presence = "absent"
-    layers: Presence = "required"
+    layers: Presence = "required"  # ``"absent"`` if a text's hidden states are the embeddings of its tokens
+    # Presence of the feed-forward, and of its gate.
     ffn: Presence = "required"
     gate: Presence = "required"
+    # Presence of experts, in the layers that the metadata do not set to be dense.
     experts: Presence = "absent"
-    router_bias: Presence = "absent"
+    router_bias: Presence = "absent"  # presence of a bias in the choice of experts
+    # Presence of biases of the router's products and of the projections of experts.
     expert_bias: Presence = "absent"
-    experts_bias: Presence = "absent"
+    experts_bias: Presence = "absent"  # presence of a bias of the sum of a token's experts
+    # Presence of attention sinks: a score of each head without a value, which takes part in the softmax.
     sinks: Presence = "absent"
+    # Same as in `ModelConfig`, for files that do not set them.
     router_score: RouterScore = "softmax"
     normalize_routes: bool = False
-    ssm_norm: Presence = "optional"
+    ssm_norm: Presence = "optional"  # presence of the norm of the output of state-space layers
+    # ``"absent"`` for encoders, which have no output projection; ``"tied"`` if the embedding can replace it.
     head: Literal["tied", "absent"] = "tied"
-    head_bias: Presence = "absent"
-    rope: bool = True
-    max_alibi_bias: float = 0.0
-    rope_free_every: int = 0
-    window: Presence = "absent"
+    head_bias: Presence = "absent"  # presence of a bias of the logits
+    rope: bool = True  # whether any layer rotates q and k
+    max_alibi_bias: float = 0.0  # same as in `ModelConfig`, for files that do not set it
+    rope_free_every: int = 0  # every n-th layer does not rotate; 0 means that every layer rotates
+    window: Presence = "absent"  # presence of an attention window in the metadata
+    # Every n-th layer attends to all positions despite the window; 0 means that none does. The metadata may
+    # set another period, or list the layers.
     window_period: int = 0
+    # Whether the first layer of each period attends to all positions instead of the last one.
     window_free_first: bool = False
+    # Rotation of the layers with a window: the same as the other layers; with a separate base and without
+    # scaling; the only layers that rotate; or without scaling. Without a window, all layers rotate in the
+    # same way.
     window_rope: WindowRope = "same"
+    # Same as in `ModelConfig`, for files that do not set them. None: the metadata must not have one.
     score_cap: float | None = None
     logit_cap: float | None = None
-    scale_embedding: bool = False
+    scale_embedding: bool = False  # multiply embeddings by ``sqrt(dim)``
+    # Presence of the scales of embeddings, residual additions and logits in the metadata. The logits are
+    # divided by theirs.
     scales: Presence = "absent"
-    multiplies_logits: bool = False
+    multiplies_logits: bool = False  # whether the scale of the logits multiplies them instead
+    # Whether attention and feed-forward of a layer read the same input; ``"optional"`` if the metadata set
+    # it.
     parallel: Presence = "absent"
-    qk_norm_place: QkNormPlace = "heads"
-    causal: bool = True
-    mixer: LayerKind = "attention"
-    recurrent: LayerKind | None = None
+    qk_norm_place: QkNormPlace = "heads"  # same as in `ModelConfig`
+    causal: bool = True  # default of `ModelConfig.causal` for files that do not set it
+    mixer: LayerKind = "attention"  # kind of the layers with attention
+    recurrent: LayerKind | None = None  # kind of the layers without attention; None if every layer has it
+    # Every n-th layer has attention, unless the metadata set another period or list the layers. 0: the layers
+    # with key-value heads in the metadata have it.
     attention_every: int = 0
-    rope_switch: bool = False
-    query_gate: bool = False
-    value_norm: bool = False
+    rope_switch: bool = False  # whether the metadata can say that no layer rotates
+    query_gate: bool = False  # same as in `ModelConfig`
+    value_norm: bool = False  # same as in `ModelConfig`
+    # Presence of the inputs of layers from the tokens themselves, if the metadata state their width; and of a
+    # scale of the output of each layer.
     per_layer_inputs: Presence = "absent"
     layer_scale: Presence = "absent"
+    # Whether layers with a window can have heads of another width, and layers other numbers of key-value
+    # heads and feed-forwards of other widths.
     layers_differ: bool = False
+    # Whether files divide the rotated pairs into those for the time, the row and the column of an image,
+    # which are the same in a text.
     image_sections: bool = False
+    # Patterns of tensors that files may have for other purposes than the text model, and their purposes.
     ignored: Mapping[str, str] = field(default_factory=dict)
+    # Names of tensors, by role, that differ from those in ``cpp/model/tensors.inc``.
     names: Mapping[str, str] = field(default_factory=dict)
+    # Tensors of `fused` whose parts are in reverse order in layers that also have another tensor.
     reversed_with: Mapping[str, str] = field(default_factory=dict)
+    # Layer tensors that may hold the rows of several tensors in sequence, and the roles of those tensors.
     fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    # Returns `ModelConfig.attention_scale` for files that do not set it.
     attention_scale: Callable[[ModelConfig], float] = lambda _: 0.0
 
 

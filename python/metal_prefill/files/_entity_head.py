@@ -33,32 +33,18 @@ ENTITY_TENSORS = frozenset(
 
 @dataclass(frozen=True)
 class EntityHead:
-    """Validated settings of the head.
-
-    Attributes
-    ----------
-    mode : {"spans", "words"}
-    width : int
-        Number of values of a word.
-    most_words : int
-        Maximum number of words of a text.
-    span_words : int
-        Maximum number of words of an entity with the mode ``"spans"``.
-    label_token, separator : int
-        Tokens before each label, and between the last one and the text.
-    reads_names : bool
-        Whether the state that represents a label is that of its first token, not of the token before it.
-    projected, recurrent : bool
-        Whether states are projected, and whether words have a recurrence.
-    """
+    """Validated settings of the head."""
 
     mode: EntityMode
-    width: int
-    most_words: int
-    span_words: int
+    width: int  # number of values of a word
+    most_words: int  # maximum number of words of a text
+    span_words: int  # maximum number of words of an entity with the mode ``"spans"``
+    # Tokens before each label, and between the last one and the text.
     label_token: int
     separator: int
+    # Whether the state that represents a label is that of its first token, not of the token before it.
     reads_names: bool
+    # Whether states are projected, and whether words have a recurrence.
     projected: bool
     recurrent: bool
 

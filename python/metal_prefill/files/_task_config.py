@@ -77,24 +77,14 @@ HEAD_TENSORS = frozenset(
 
 
 class TransitionBiases(NamedTuple):
-    """Additions of Viterbi decoding to the score of a sequence of tags, for each pair of adjacent ones.
+    """Additions of Viterbi decoding to the score of a sequence of tags, for each pair of adjacent ones."""
 
-    Attributes
-    ----------
-    background_stay : float
-        From ``O`` to ``O``.
-    background_to_start : float
-        From ``O`` to the first tag of a part, ``B-`` or ``S-``.
-    inside_to_continue, inside_to_end : float
-        From ``B-`` or ``I-`` to ``I-`` and to ``E-`` of the same label.
-    end_to_background, end_to_start : float
-        From the last tag of a part, ``E-`` or ``S-``, to ``O`` and to the first tag of another part.
-    """
-
-    background_stay: float = 0.0
-    background_to_start: float = 0.0
+    background_stay: float = 0.0  # from ``O`` to ``O``
+    background_to_start: float = 0.0  # from ``O`` to the first tag of a part, ``B-`` or ``S-``
+    # From ``B-`` or ``I-`` to ``I-`` and to ``E-`` of the same label.
     inside_to_continue: float = 0.0
     inside_to_end: float = 0.0
+    # From the last tag of a part, ``E-`` or ``S-``, to ``O`` and to the first tag of another part.
     end_to_background: float = 0.0
     end_to_start: float = 0.0
 
@@ -104,21 +94,12 @@ TRANSITION_KEYS = "classifier.transition_bias."  # after the architecture, befor
 
 @dataclass(frozen=True)
 class HeadTraits:
-    """The classification head of an architecture, where the file does not define it.
+    """The classification head of an architecture, where the file does not define it."""
 
-    Attributes
-    ----------
-    state : {"last", "cls", "mean"}
-        Hidden state of a text that the head reads: of the last token, of the first, or the mean of all.
-    activation : {"tanh", "gelu", "gelu_erf", "relu"}
-        Activation after the dense layer of the head, if it has one.
-    one_score : {"none", "sigmoid"}
-        Function of a single output.
-    """
-
+    # Hidden state of a text that the head reads: of the last token, of the first, or the mean of all.
     state: Pooling = "last"
-    activation: HeadActivation = "tanh"
-    one_score: Scores = "none"
+    activation: HeadActivation = "tanh"  # activation after the dense layer of the head, if it has one
+    one_score: Scores = "none"  # function of a single output
 
 
 _ENCODER = HeadTraits("cls", one_score="sigmoid")  # as sentence-transformers computes the scores of pairs

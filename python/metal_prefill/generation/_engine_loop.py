@@ -21,20 +21,11 @@ if TYPE_CHECKING:
 
 
 class Made(NamedTuple):
-    """Result of a pass for one of the texts of a request.
+    """Result of a pass for one of the texts of a request."""
 
-    Attributes
-    ----------
-    text : int
-        Index of the text in its request.
-    pieces : list of Piece
-    ended : bool
-        Whether the text has ended; `Stream.finish_reason` and `Stream.error` have the reason.
-    """
-
-    text: int
+    text: int  # index of the text in its request
     pieces: list[Piece]
-    ended: bool
+    ended: bool  # whether the text has ended; `Stream.finish_reason` and `Stream.error` have the reason
 
 
 class Texts:

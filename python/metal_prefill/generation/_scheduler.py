@@ -46,20 +46,11 @@ SHORT_PROMPT = 4 * PROMPT_TURN  # tokens to compute of a prompt that goes before
 
 
 class StreamRows(NamedTuple):
-    """Rows of one stream in a pass.
-
-    Attributes
-    ----------
-    stream : Stream
-    rows : int
-        Number of rows, including drafts.
-    writing : bool
-        Whether they are rows of its text; otherwise they are rows of its prompt.
-    """
+    """Rows of one stream in a pass."""
 
     stream: Stream
-    rows: int
-    writing: bool
+    rows: int  # number of rows, including drafts
+    writing: bool  # whether they are rows of its text; otherwise they are rows of its prompt
 
 
 class _Share(NamedTuple):
@@ -79,25 +70,14 @@ class _Share(NamedTuple):
 
 
 class PassRows(NamedTuple):
-    """Contents of a pass.
+    """Contents of a pass."""
 
-    Attributes
-    ----------
-    writing : int
-        Number of streams that got tokens.
-    prompts, calls : int
-        Number of rows of prompts, and of calls.
-    seconds : float
-        Time of the pass.
-    streams : list of StreamRows
-        Rows by stream.
-    """
-
-    writing: int
+    writing: int  # number of streams that got tokens
+    # Number of rows of prompts, and of calls.
     prompts: int
     calls: int
-    seconds: float
-    streams: list[StreamRows]
+    seconds: float  # time of the pass
+    streams: list[StreamRows]  # rows by stream
 
 
 class Scheduler:

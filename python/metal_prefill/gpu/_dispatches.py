@@ -17,43 +17,22 @@ _CODES = {"u32_t": "I", "u64_t": "Q", "float": "f"}
 
 @dataclass(frozen=True)
 class Dispatch:
-    """A dispatch of a GPU kernel.
+    """A dispatch of a GPU kernel."""
 
-    Attributes
-    ----------
-    kernel
-        Name of the shader function.
-    layer
-        Index of the layer; -1 before and after the layers.
-    grid
-        Number of threadgroups, (x, y, z).
-    threads
-        Number of threads per threadgroup.
-    threadgroup_bytes
-        Size of the threadgroup memory that the host allocates.
-    after_barrier
-        Whether the dispatch waits for the dispatches before it.
-    args
-        Arguments of the kernel, by their names in ``shaders/args_fields.h``; fields of nested structs have
-        unqualified names. Offsets into the weights are omitted.
-    buffers
-        Labels of the buffers, by binding.
-    runs
-        Rows of a dispatch that reads or writes K and V: (position, rows) of each run of consecutive rows of a
-        sequence.
-    start, end
-        Times in seconds on the GPU's clock; 0 for a dispatch that has not run.
-    """
-
-    kernel: str
-    layer: int
-    grid: tuple[int, int, int]
-    threads: int
-    threadgroup_bytes: int
-    after_barrier: bool
+    kernel: str  # name of the shader function
+    layer: int  # index of the layer; -1 before and after the layers
+    grid: tuple[int, int, int]  # number of threadgroups, (x, y, z)
+    threads: int  # number of threads per threadgroup
+    threadgroup_bytes: int  # size of the threadgroup memory that the host allocates
+    after_barrier: bool  # whether the dispatch waits for the dispatches before it
+    # Arguments of the kernel, by their names in ``shaders/args_fields.h``; fields of nested structs have
+    # unqualified names. Offsets into the weights are omitted.
     args: dict[str, Any]
-    buffers: tuple[str, ...] = ()
+    buffers: tuple[str, ...] = ()  # labels of the buffers, by binding
+    # Rows of a dispatch that reads or writes K and V: (position, rows) of each run of consecutive rows of a
+    # sequence.
     runs: tuple[tuple[int, int], ...] = ()
+    # Times in seconds on the GPU's clock; 0 for a dispatch that has not run.
     start: float = 0.0
     end: float = 0.0
 

@@ -24,20 +24,11 @@ HOST_CLOCK = "host clock, on the CPU emulator: durations do not represent a GPU"
 
 @dataclass(frozen=True)
 class Step:
-    """Trace of one call: the prompt, or a token after it.
+    """Trace of one call: the prompt, or a token after it."""
 
-    Attributes
-    ----------
-    tokens
-        Number of tokens.
-    dispatches
-        Dispatches in execution order.
-    counted
-        Emulator counts of each dispatch; empty if they are not available.
-    """
-
-    tokens: int
-    dispatches: Sequence[Dispatch]
+    tokens: int  # number of tokens
+    dispatches: Sequence[Dispatch]  # dispatches in execution order
+    # Emulator counts of each dispatch; empty if they are not available.
     counted: Sequence[dict[str, Any]] = ()
 
 

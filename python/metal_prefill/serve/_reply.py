@@ -21,21 +21,12 @@ class StalledClientError(Exception):
 
 
 class Style(NamedTuple):
-    """Format of errors and events.
+    """Format of errors and events."""
 
-    Attributes
-    ----------
-    error
-        Returns the body of an error.
-    event_error
-        Returns the event of an error that ends a stream.
-    named
-        Whether each event has its type as a name, and the last one ends the stream.
-    """
-
-    error: Callable[[ApiError], dict[str, Any]] = ApiError.body
+    error: Callable[[ApiError], dict[str, Any]] = ApiError.body  # returns the body of an error
+    # Returns the event of an error that ends a stream.
     event_error: Callable[[ApiError], dict[str, Any]] = ApiError.body
-    named: bool = False
+    named: bool = False  # whether each event has its type as a name, and the last one ends the stream
 
 
 OPENAI = Style()

@@ -66,30 +66,20 @@ class _NotBelieved(Exception):
 
 @dataclass(frozen=True)
 class Identity:
-    """All inputs that packed weights depend on.
+    """All inputs that packed weights depend on."""
 
-    Attributes
-    ----------
-    model, model_bytes, model_modified
-        Fingerprint of the model file, computed from samples; its size; and its modification time in
-        nanoseconds, which reveals changes that the samples miss.
-    version, core_bytes, core_modified
-        Version of the package, and size and modification time of its native module, which identify local
-        builds.
-    instruction_set
-        Instruction set of the engine.
-    compute
-        Numbers that products multiply.
-    """
-
+    # Fingerprint of the model file, computed from samples; its size; and its modification time in
+    # nanoseconds, which reveals changes that the samples miss.
     model: str
     model_bytes: int
     model_modified: int
+    # Version of the package, and size and modification time of its native module, which identify local
+    # builds.
     version: str
     core_bytes: int
     core_modified: int
-    instruction_set: str
-    compute: str
+    instruction_set: str  # instruction set of the engine
+    compute: str  # numbers that products multiply
 
     @property
     def path(self) -> Path:
@@ -100,19 +90,12 @@ class Identity:
 
 @dataclass(frozen=True)
 class Entry:
-    """A file in the cache.
+    """A file in the cache."""
 
-    Attributes
-    ----------
-    path, size
-        Path of the file and its size in bytes.
-    used
-        Time at which an engine last opened it, in seconds since 1970.
-    """
-
+    # Path of the file and its size in bytes.
     path: Path
     size: int
-    used: float
+    used: float  # time at which an engine last opened it, in seconds since 1970
 
     @property
     def name(self) -> str | None:

@@ -106,23 +106,12 @@ def fingerprint(gguf: GGUFFile, variant: str = "") -> str:
 
 @dataclass(frozen=True)
 class Owner:
-    """Identity of the model that a state belongs to.
-
-    Attributes
-    ----------
-    config : ModelConfig
-    kv_dtype : str
-        ``f16``, ``f32`` or ``q8_0``.
-    fingerprint : str
-        :func:`fingerprint` of the model file.
-    name : str
-        Name of the model file, for messages.
-    """
+    """Identity of the model that a state belongs to."""
 
     config: ModelConfig
-    kv_dtype: str
-    fingerprint: str
-    name: str
+    kv_dtype: str  # ``f16``, ``f32`` or ``q8_0``
+    fingerprint: str  # :func:`fingerprint` of the model file
+    name: str  # name of the model file, for messages
 
     @property
     def recurrent(self) -> bool:
@@ -148,25 +137,14 @@ class Owner:
 
 
 class State(NamedTuple):
-    """Contents of a session.
+    """Contents of a session."""
 
-    Attributes
-    ----------
-    tokens : numpy.ndarray
-        Ids of the session's tokens, int32 ``[n]``.
-    cached : int
-        Number of first tokens that K, V and states are of: all, unless a layer has a state.
-    rows : list of numpy.ndarray
-        Bytes of K and V of each layer, in the canonical layout ``[n, n_kv_heads, head_dim]`` of numbers, or
-        of ``q8_0`` blocks; of a recurrent layer, of its state.
-    notes : str
-        Text supplied by the user.
-    """
-
-    tokens: npt.NDArray[np.int32]
-    cached: int
+    tokens: npt.NDArray[np.int32]  # ids of the session's tokens, int32 ``[n]``
+    cached: int  # number of first tokens that K, V and states are of: all, unless a layer has a state
+    # Bytes of K and V of each layer, in the canonical layout ``[n, n_kv_heads, head_dim]`` of numbers, or of
+    # ``q8_0`` blocks; of a recurrent layer, of its state.
     rows: list[Bytes]
-    notes: str = ""
+    notes: str = ""  # text supplied by the user
 
 
 def write(path: str | os.PathLike[str], owner: Owner, state: State) -> None:

@@ -43,39 +43,20 @@ def _set_half(blocks: Bytes, offset: int, values: Floats) -> None:
 
 @dataclass(frozen=True)
 class BlockFormat:
-    """Location and magnitude of the scale in the blocks of a quantized type.
+    """Location and magnitude of the scale in the blocks of a quantized type."""
 
-    Attributes
-    ----------
-    weights
-        Weights in a block.
-    size
-        Bytes in a block.
-    scale_at
-        Offset of the block's scale d.
-    rms
-        Root mean square of weight / d when the integer fields are random.
-    min_at
-        Offset of the float16 minimum, if the type has one.
-    min_per_scale
-        The minimum that centres the weights on zero, as a multiple of d.
-    exponent_scale
-        Whether d is the power of two 2^(e - 128) with e stored in a byte, instead of a float16.
-    fp8_scales
-        Number of scales, if they are floats of 4 exponent and 3 mantissa bits instead of a float16.
-    signed_scale
-        Whether quantizers produce scales of either sign. A random sign also cancels the nonzero mean of
-        integers in -8..7, which would otherwise add a constant to every output of a matrix.
-    """
-
-    weights: int
-    size: int
-    scale_at: int
-    rms: float
-    min_at: int | None = None
-    min_per_scale: float = 0.0
+    weights: int  # weights in a block
+    size: int  # bytes in a block
+    scale_at: int  # offset of the block's scale d
+    rms: float  # root mean square of weight / d when the integer fields are random
+    min_at: int | None = None  # offset of the float16 minimum, if the type has one
+    min_per_scale: float = 0.0  # the minimum that centres the weights on zero, as a multiple of d
+    # Whether d is the power of two 2^(e - 128) with e stored in a byte, instead of a float16.
     exponent_scale: bool = False
+    # Number of scales, if they are floats of 4 exponent and 3 mantissa bits instead of a float16.
     fp8_scales: int = 0
+    # Whether quantizers produce scales of either sign. A random sign also cancels the nonzero mean of
+    # integers in -8..7, which would otherwise add a constant to every output of a matrix.
     signed_scale: bool = False
 
 

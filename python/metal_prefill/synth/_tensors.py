@@ -48,27 +48,13 @@ _SCAN_ROLES = {
 
 @dataclass(frozen=True)
 class Tensor:
-    """A tensor to write.
+    """A tensor to write."""
 
-    Attributes
-    ----------
-    name
-        Name in the file.
-    shape
-        Number of rows and row length, or only the length of a vector.
-    kind
-        One of `TENSOR_TYPES`.
-    role
-        Distribution of the values.
-    std
-        Standard deviation of the values of a matrix or bias.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    kind: str
-    role: Role
-    std: float = 0.0
+    name: str  # name in the file
+    shape: tuple[int, ...]  # number of rows and row length, or only the length of a vector
+    kind: str  # one of `TENSOR_TYPES`
+    role: Role  # distribution of the values
+    std: float = 0.0  # standard deviation of the values of a matrix or bias
 
     @property
     def count(self) -> int:

@@ -23,32 +23,20 @@ _SPM_SPECIALS = ("<unk>", "<s>", "</s>")
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """Tokenizer data in the form of GGUF metadata.
+    """Tokenizer data in the form of GGUF metadata."""
 
-    Attributes
-    ----------
-    model
-        "gpt2" (byte-level BPE with merges), "llama" (SentencePiece with scores) or "bert" (WordPiece).
-    pre
-        Rule by which texts are divided before they are tokenized.
-    tokens, types
-        Text and GGUF token type of each id.
-    merges
-        Pairs "left right" in order of rank; empty except for "gpt2".
-    scores
-        Score of each id; empty except for "llama".
-    bos, eos
-        Ids of the tokens that begin and end a text.
-    """
-
+    # "gpt2" (byte-level BPE with merges), "llama" (SentencePiece with scores) or "bert" (WordPiece).
     model: str
+    # Text and GGUF token type of each id.
     tokens: list[str]
     types: list[int]
+    # Ids of the tokens that begin and end a text.
     bos: int
     eos: int
-    pre: str = "default"
+    pre: str = "default"  # rule by which texts are divided before they are tokenized
+    # Pairs "left right" in order of rank; empty except for "gpt2".
     merges: list[str] = field(default_factory=list)
-    scores: list[float] = field(default_factory=list)
+    scores: list[float] = field(default_factory=list)  # score of each id; empty except for "llama"
 
 
 def byte_alphabet() -> list[str]:

@@ -39,43 +39,22 @@ def checked_texts(texts: Iterable[str], noun: str = "text") -> list[str]:
 
 
 class EncodedText(NamedTuple):
-    """Prompt of a text.
+    """Prompt of a text."""
 
-    Attributes
-    ----------
-    ids
-        Token ids.
-    cut : bool
-        Whether the text lost its end.
-    expansion : int
-        Number of last tokens that expand a query.
-    """
-
-    ids: npt.NDArray[np.int32]
-    cut: bool = False
-    expansion: int = 0
+    ids: npt.NDArray[np.int32]  # token ids
+    cut: bool = False  # whether the text lost its end
+    expansion: int = 0  # number of last tokens that expand a query
 
 
 class EncodedTexts(NamedTuple):
-    """Prompts of texts.
+    """Prompts of texts."""
 
-    Attributes
-    ----------
-    prompts
-        Token ids of each text.
-    expansions
-        Number of last tokens of each text that expand a query.
-    cut, empty
-        Indices of texts that lost their ends, and of those without tokens.
-    unpooled
-        Number of first tokens of each text that pooling leaves out.
-    """
-
-    prompts: list[npt.NDArray[np.int32]]
-    expansions: list[int]
+    prompts: list[npt.NDArray[np.int32]]  # token ids of each text
+    expansions: list[int]  # number of last tokens of each text that expand a query
+    # Indices of texts that lost their ends, and of those without tokens.
     cut: list[int]
     empty: list[int]
-    unpooled: int
+    unpooled: int  # number of first tokens of each text that pooling leaves out
 
     @classmethod
     def none(cls, engine: Engine, form: PromptForm) -> EncodedTexts:

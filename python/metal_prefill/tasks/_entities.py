@@ -27,43 +27,21 @@ Scores = npt.NDArray[np.float32]
 
 
 class _Words(NamedTuple):
-    """A text in words.
-
-    Attributes
-    ----------
-    text : str
-    ids : int32 [n]
-        Token ids of labels and text.
-    places : list of tuple of int
-        First character of each word, and the one after its last.
-    tokens : list of int
-        Index in `ids` of the first token of each word.
-    """
+    """A text in words."""
 
     text: str
-    ids: Ids
-    places: list[tuple[int, int]]
-    tokens: list[int]
+    ids: Ids  # token ids of labels and text
+    places: list[tuple[int, int]]  # first character of each word, and the one after its last
+    tokens: list[int]  # index in `ids` of the first token of each word
 
 
 class EntityTexts(NamedTuple):
-    """Texts in words, after labels.
+    """Texts in words, after labels."""
 
-    Attributes
-    ----------
-    labels : list of str
-        Without repetitions.
-    places : list of int
-        Index of the token whose state represents each label.
-    texts : list
-    cut : list of int
-        Indices of texts that lost their ends.
-    """
-
-    labels: list[str]
-    places: list[int]
+    labels: list[str]  # without repetitions
+    places: list[int]  # index of the token whose state represents each label
     texts: list[_Words]
-    cut: list[int]
+    cut: list[int]  # indices of texts that lost their ends
 
 
 class Choice(NamedTuple):

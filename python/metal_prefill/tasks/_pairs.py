@@ -21,17 +21,10 @@ def encode_part(engine: Engine, text: str, name: str, rules: PromptRules) -> lis
 
 
 class EncodedPair(NamedTuple):
-    """Prompt of a pair of texts.
+    """Prompt of a pair of texts."""
 
-    Attributes
-    ----------
-    ids
-        Token ids.
-    first_cut, second_cut : bool
-        Whether each text lost its end.
-    """
-
-    ids: Ids
+    ids: Ids  # token ids
+    # Whether each text lost its end.
     first_cut: bool = False
     second_cut: bool = False
 

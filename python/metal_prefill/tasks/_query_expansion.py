@@ -14,24 +14,13 @@ from metal_prefill.text._metadata import boolean, integer
 
 
 class QueryExpansion(NamedTuple):
-    """How a model expands queries.
+    """How a model expands queries."""
 
-    Attributes
-    ----------
-    length : int
-        Number of tokens of an expanded query.
-    token : int
-        Token that fills it.
-    seen : bool
-        Whether tokens attend to those of the expansion. Otherwise all tokens attend to the text alone.
-    fixed : bool
-        Whether `length` is also the limit of longer queries.
-    """
-
-    length: int
-    token: int
+    length: int  # number of tokens of an expanded query
+    token: int  # token that fills it
+    # Whether tokens attend to those of the expansion. Otherwise all tokens attend to the text alone.
     seen: bool
-    fixed: bool
+    fixed: bool  # whether `length` is also the limit of longer queries
 
     def added(self, tokens: int) -> int:
         """Return how many tokens are added to a query of `tokens`."""

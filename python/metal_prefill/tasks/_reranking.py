@@ -78,31 +78,15 @@ class Options(NamedTuple):
 
 @dataclass(frozen=True)
 class Ranking:
-    """Documents to rank, in tokens.
-
-    Attributes
-    ----------
-    prompts : list of int32 [n]
-        Prompt of each document: with the query, or for late interaction alone.
-    cut : list of int
-        Indices of documents that lost their ends.
-    limit : int
-        Maximum number of tokens of a prompt.
-    query : EncodedText or None
-        The query, for late interaction.
-    query_cut : bool
-        Whether the query lost its end in any prompt.
-    label : str or None
-        Class whose probability is the score.
-    """
+    """Documents to rank, in tokens."""
 
     documents: Sequence[str]
-    prompts: list[Ids]
-    cut: list[int]
-    limit: int
-    query: EncodedText | None = None
-    query_cut: bool = False
-    label: str | None = None
+    prompts: list[Ids]  # prompt of each document: with the query, or for late interaction alone
+    cut: list[int]  # indices of documents that lost their ends
+    limit: int  # maximum number of tokens of a prompt
+    query: EncodedText | None = None  # the query, for late interaction
+    query_cut: bool = False  # whether the query lost its end in any prompt
+    label: str | None = None  # class whose probability is the score
 
     @property
     def cut_texts(self) -> int:

@@ -22,19 +22,12 @@ _Array = npt.NDArray[np.float64]
 
 
 class Transitions(NamedTuple):
-    """Scores of tags by those next to them; ``-inf`` if a sequence may not have them.
+    """Scores of tags by those next to them; ``-inf`` if a sequence may not have them."""
 
-    Attributes
-    ----------
-    first, last : float64 [tags]
-        Scores of the first and of the last tag of a text.
-    between : float64 [tags, tags]
-        Scores of a tag, the columns, after another one.
-    """
-
+    # Scores of the first and of the last tag of a text.
     first: _Array
     last: _Array
-    between: _Array
+    between: _Array  # scores of a tag, the columns, after another one
 
 
 def stray_tag(labels: Sequence[str]) -> str | None:

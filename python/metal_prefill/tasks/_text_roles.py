@@ -15,26 +15,13 @@ from metal_prefill.tasks._query_expansion import QueryExpansion, query_expansion
 
 
 class TextRole(NamedTuple):
-    """Limits of texts.
-
-    Attributes
-    ----------
-    kind : {"text", "query", "document"}
-    limit : int
-        Most tokens, with those that begin and end every text.
-    expansion : QueryExpansion or None
-        How texts are expanded.
-    skipped : tuple of int
-        Ids of tokens without vectors in late interaction.
-    framed : bool
-        Whether texts have the tokens that the file adds at their ends.
-    """
+    """Limits of texts."""
 
     kind: Literal["text", "query", "document"]
-    limit: int
-    expansion: QueryExpansion | None = None
-    skipped: tuple[int, ...] = ()
-    framed: bool = True
+    limit: int  # most tokens, with those that begin and end every text
+    expansion: QueryExpansion | None = None  # how texts are expanded
+    skipped: tuple[int, ...] = ()  # ids of tokens without vectors in late interaction
+    framed: bool = True  # whether texts have the tokens that the file adds at their ends
 
     @property
     def plural(self) -> str:

@@ -52,20 +52,11 @@ class Entity:
 
 
 class SpannedText(NamedTuple):
-    """A text in tokens.
-
-    Attributes
-    ----------
-    text : str
-    ids : int32 [n]
-        Token ids, including the special tokens at both ends.
-    spans : list of TokenSpan
-        Tokens of the text alone.
-    """
+    """A text in tokens."""
 
     text: str
-    ids: Ids
-    spans: list[TokenSpan]
+    ids: Ids  # token ids, including the special tokens at both ends
+    spans: list[TokenSpan]  # tokens of the text alone
 
 
 class _Piece(NamedTuple):
@@ -168,17 +159,10 @@ def check_labels(engine: Engine) -> None:
 
 
 class Decoding(NamedTuple):
-    """How the tags of tokens become entities.
-
-    Attributes
-    ----------
-    strategy : str
-    transitions : TransitionBiases
-        Biases of the strategy ``"viterbi"``.
-    """
+    """How the tags of tokens become entities."""
 
     strategy: str
-    transitions: TransitionBiases
+    transitions: TransitionBiases  # biases of the strategy ``"viterbi"``
 
 
 def decoding_of(

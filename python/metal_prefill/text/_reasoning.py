@@ -8,12 +8,7 @@ LAST_TOKENS = 8  # of a prompt, enough for the tag and white space after it
 
 
 class Tags(NamedTuple):
-    """Texts around reasoning, which may begin with control tokens or be one.
-
-    Attributes
-    ----------
-    begin, end : str
-    """
+    """Texts around reasoning, which may begin with control tokens or be one."""
 
     begin: str
     end: str
@@ -29,12 +24,7 @@ def tags_in(template: str) -> Tags | None:
 
 
 class Parsed(NamedTuple):
-    """New text of an answer.
-
-    Attributes
-    ----------
-    reasoning, answer : str
-    """
+    """New text of an answer."""
 
     reasoning: str
     answer: str

@@ -27,36 +27,22 @@ _KEYS = {  # keys under tokenizer.ggml, without _token_id
 
 
 class TokenPair(NamedTuple):
-    """Tokens of two texts that a model reads together.
+    """Tokens of two texts that a model reads together."""
 
-    Attributes
-    ----------
-    ids : list of int
-        Token ids, with those that begin, separate and end the texts.
-    types : list of int
-        Token type of each: 0 for the first text and the tokens around it, 1 for the second text and the
-        tokens after it. All are 0 if the model has a single type, or none.
-    """
-
-    ids: list[int]
+    ids: list[int]  # token ids, with those that begin, separate and end the texts
+    # Token type of each: 0 for the first text and the tokens around it, 1 for the second text and the tokens
+    # after it. All are 0 if the model has a single type, or none.
     types: list[int]
 
 
 class TokenFrame(NamedTuple):
-    """Tokens around a text, or around a pair of texts.
+    """Tokens around a text, or around a pair of texts."""
 
-    Attributes
-    ----------
-    begin, between, end : tuple of int
-        Tokens before the first text, between two texts, and after the last text.
-    second_type : int
-        Token type of a second text: 1 or 0.
-    """
-
+    # Tokens before the first text, between two texts, and after the last text.
     begin: tuple[int, ...]
     between: tuple[int, ...]
     end: tuple[int, ...]
-    second_type: int
+    second_type: int  # token type of a second text: 1 or 0
 
     @property
     def pair_tokens(self) -> int:

@@ -44,16 +44,10 @@ _MOST_UNCHECKED = 1 << 14  # characters of a text that is encoded even if it can
 
 
 class TokenSpan(NamedTuple):
-    """A token, and the characters of the text from which it was made.
-
-    Attributes
-    ----------
-    id : int
-    start, end : int
-        First character, and the one after the last. Tokens that share a character have overlapping spans.
-    """
+    """A token, and the characters of the text from which it was made."""
 
     id: int
+    # First character, and the one after the last. Tokens that share a character have overlapping spans.
     start: int
     end: int
 

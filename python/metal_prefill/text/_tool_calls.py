@@ -503,26 +503,14 @@ def _joined(parts: list[str | ToolCall]) -> list[str | ToolCall]:
 
 
 class _Value(NamedTuple):
-    """JSON in brackets that may be a call.
+    """JSON in brackets that may be a call."""
 
-    Attributes
-    ----------
-    start : int
-        Position of the first bracket in the answer.
-    skipped : int
-        Number of characters to treat as text if the JSON is not a call; the search continues after them.
-    tagged : bool
-        Whether a tag precedes the JSON.
-    closing : tuple of str
-        Texts that end the call, in addition to tags.
-    name, id : str or None
-        Those of a call whose arguments are the JSON.
-    """
-
-    start: int
+    start: int  # position of the first bracket in the answer
+    # Number of characters to treat as text if the JSON is not a call; the search continues after them.
     skipped: int
-    tagged: bool
-    closing: tuple[str, ...] = ()
+    tagged: bool  # whether a tag precedes the JSON
+    closing: tuple[str, ...] = ()  # texts that end the call, in addition to tags
+    # Those of a call whose arguments are the JSON.
     name: str | None = None
     id: str | None = None
 
@@ -532,30 +520,14 @@ _UNDECIDED = object()
 
 @dataclass
 class _Written:
-    """Calls in elements or in Python.
+    """Calls in elements or in Python."""
 
-    Attributes
-    ----------
-    start : int
-        Position of the first character after a tag in the answer.
-    scanner : Scanner or PythonScanner
-        Finds their end.
-    tagged : bool
-        Whether a tag precedes them.
-    closing : tuple of str
-        Texts that end the call, in addition to tags.
-    in_lines : bool
-        Whether this is one call in Python without brackets.
-    scanned : int
-        Number of characters that the scanner has taken.
-    """
-
-    start: int
-    scanner: Scanner | PythonScanner
-    tagged: bool
-    closing: tuple[str, ...] = ()
-    in_lines: bool = False
-    scanned: int = 0
+    start: int  # position of the first character after a tag in the answer
+    scanner: Scanner | PythonScanner  # finds their end
+    tagged: bool  # whether a tag precedes them
+    closing: tuple[str, ...] = ()  # texts that end the call, in addition to tags
+    in_lines: bool = False  # whether this is one call in Python without brackets
+    scanned: int = 0  # number of characters that the scanner has taken
 
     def scan(self, piece: str) -> None:
         """Take the next characters, up to the limit of a call."""

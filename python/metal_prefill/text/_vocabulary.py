@@ -137,24 +137,12 @@ PRE_TOKENIZERS: dict[str, PreTokenizer] = {
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """Tokens of a model file.
+    """Tokens of a model file."""
 
-    Attributes
-    ----------
-    kind : str
-        ``"gpt2"``, ``"llama"``, ``"bert"`` or ``"t5"``.
-    pre : PreTokenizer
-        Pre-tokenizer; used for ``gpt2`` only.
-    tokens : list of str
-        Text of each id, as written in the file.
-    types : numpy.ndarray
-        `TokenType` of each id.
-    """
-
-    kind: str
-    pre: PreTokenizer
-    tokens: list[str]
-    types: npt.NDArray[np.int32]
+    kind: str  # ``"gpt2"``, ``"llama"``, ``"bert"`` or ``"t5"``
+    pre: PreTokenizer  # pre-tokenizer; used for ``gpt2`` only
+    tokens: list[str]  # text of each id, as written in the file
+    types: npt.NDArray[np.int32]  # `TokenType` of each id
 
     @classmethod
     def from_gguf(cls, gguf: GGUFFile) -> Vocabulary:

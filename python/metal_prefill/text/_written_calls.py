@@ -129,20 +129,12 @@ class Scanner:
 
 
 class Elements(NamedTuple):
-    """A form of calls in elements.
+    """A form of calls in elements."""
 
-    Attributes
-    ----------
-    begin, argument : re.Pattern
-        The beginning, with the name as its group; an argument, with its name and value.
-    mark : re.Pattern
-        Tags around a value, and the end.
-    end : str
-    """
-
+    # The beginning, with the name as its group; an argument, with its name and value.
     begin: re.Pattern[str]
     argument: re.Pattern[str]
-    mark: re.Pattern[str]
+    mark: re.Pattern[str]  # tags around a value, and the end
     end: str
 
 

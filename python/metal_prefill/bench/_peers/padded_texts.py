@@ -29,7 +29,6 @@ class PaddedTexts(TextEngine):
     ----------
     path : Path
     threads : int
-    config : ModelConfig
     is_encoder : bool
     batch : int
         Texts of a batch.

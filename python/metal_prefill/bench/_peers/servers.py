@@ -26,29 +26,15 @@ TAIL_LINES = 5  # last lines of a server's log in an error message
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """Options of a server.
+    """Options of a server."""
 
-    Attributes
-    ----------
-    path : str
-        Path of the GGUF file.
-    threads : int
-    clients : int
-        Maximum number of concurrent clients.
-    context : int
-        Number of tokens of a prompt and its answer.
-    prefix_memory : int or None
-        Bytes of the prefix cache, which only this package's server limits; None selects the default.
-    prefix_store : str or None
-        Folder in which this package's server keeps prefixes across restarts.
-    """
-
-    path: str
+    path: str  # path of the GGUF file
     threads: int
-    clients: int
-    context: int
+    clients: int  # maximum number of concurrent clients
+    context: int  # number of tokens of a prompt and its answer
+    # Bytes of the prefix cache, which only this package's server limits; None selects the default.
     prefix_memory: int | None = None
-    prefix_store: str | None = None
+    prefix_store: str | None = None  # folder in which this package's server keeps prefixes across restarts
 
 
 Command = Callable[[ServerOptions, int], Sequence[str]]
