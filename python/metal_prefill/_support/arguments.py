@@ -49,13 +49,7 @@ def integer(name: str, value: object, least: int | None = None, most: int | None
 
 
 def number(name: str, value: object) -> float:
-    """Convert a real number to float; a number too large for a float becomes infinite.
-
-    Raises
-    ------
-    TypeError
-        `value` is not a number.
-    """
+    """Convert a real number to float; a number too large for a float becomes infinite."""
     if not isinstance(value, Real):
         raise TypeError(f"{name} must be a number, got {type(value).__name__}")
     try:
@@ -80,13 +74,7 @@ def one_of(name: str, value: str, choices: Mapping[str, Any]) -> Any:
 
 
 def items_of(name: str, values: Any) -> list[Any]:
-    """Copy the items of a list, tuple, generator, array or column of a table into a list.
-
-    Raises
-    ------
-    TypeError
-        `values` is one string, has no order, or is a table or mapping, whose items are names.
-    """
+    """Copy the items of a list, tuple, generator, array or column of a table into a list."""
     kind = type(values).__name__
     columns = values if isinstance(values, Mapping) else getattr(values, "columns", None)
     columns = getattr(values, "column_names", columns)

@@ -11,13 +11,7 @@ if TYPE_CHECKING:
 
 
 class LateFunctions:
-    """Functions of a module as methods of a class, which import the module when one of them is first used.
-
-    Parameters
-    ----------
-    module
-        Name of the module.
-    """
+    """Functions of a module as methods of a class, which import the module when one of them is first used."""
 
     def __init__(self, module: str) -> None:
         self._module = module
@@ -42,15 +36,7 @@ class _LateFunction:
 
 
 def lazy_names(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
-    """Return a ``__getattr__`` that imports a package's names from its modules.
-
-    Parameters
-    ----------
-    package
-        Name of the package.
-    homes
-        Module that defines each name, relative to the package.
-    """
+    """Return a ``__getattr__`` that imports a package's names from its modules."""
 
     def get(name: str) -> Any:
         if name not in homes:

@@ -122,11 +122,6 @@ def make_cases(
     With `streams` there is also one of decoding for each number of streams, and one of many short prompts.
     With `sampled` there is one of greedy choices and one of sampling, and with `task`, the number of tokens
     of `TASK`, one of copying without drafts and one with them.
-
-    Raises
-    ------
-    ValueError
-        A length is below 1, named twice, or there is nothing to measure.
     """
     lengths = list(prompts)
     if any(n < 1 for n in lengths):
@@ -165,11 +160,6 @@ def make_embeddings(
     """Return the tests of embedding, if it is measured: one of texts of many lengths.
 
     With `text_tokens` there is one for each of these lengths and each number of texts instead.
-
-    Raises
-    ------
-    ValueError
-        A length or a number is below 1 or named twice, or there is nothing to measure with them.
     """
     lengths, counts = list(text_tokens), list(text_counts)
     for what, numbers in (("text lengths", lengths), ("numbers of texts", counts)):

@@ -42,22 +42,7 @@ WorkerFactory = Callable[[str, Options, int], Worker]
 
 
 class WorkerProcess(JsonProcess):
-    """Worker that runs an engine in its own process.
-
-    Parameters
-    ----------
-    name
-        Key of `engines.KINDS`.
-    options
-        Options of the engine.
-    vocab_size
-        Exclusive upper bound of token ids.
-
-    Raises
-    ------
-    BenchError
-        The engine cannot load the model, or its process dies.
-    """
+    """Worker that runs an engine in its own process."""
 
     def __init__(self, name: str, options: Options, vocab_size: int) -> None:
         arguments = json.dumps(options.to_json() | {"vocab_size": vocab_size})

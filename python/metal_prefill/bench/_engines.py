@@ -155,15 +155,7 @@ KINDS = {
 
 
 def check_installed(name: str) -> None:
-    """Raise an error that names the package to install if an engine lacks it.
-
-    Raises
-    ------
-    ValueError
-        If no engine has that name.
-    MissingExtraError
-        Its package is not installed.
-    """
+    """Raise an error that names the package to install if an engine lacks it."""
     if name not in KINDS:
         peers = ", ".join(known for known in KINDS if known != OURS)
         raise ValueError(f"unknown engine {name!r} to compare with; known are {peers}")

@@ -50,11 +50,6 @@ class Calibrator:
     The time is that of the slowest thread. So it shows a lower clock, another process on one of the cores,
     and two virtual CPUs that share a core. Each thread is tied to a CPU of its own where the system allows
     it, since a scheduler may well put two threads that wake together on the same one.
-
-    Parameters
-    ----------
-    threads
-        As many as the engines use.
     """
 
     def __init__(self, threads: int) -> None:
@@ -82,13 +77,7 @@ class Calibrator:
         return calibration_ns > TOLERANCE * self.reference_ns
 
     def settle(self, patience_s: float) -> int:
-        """Wait until the machine reaches its full speed; return the last calibration.
-
-        Parameters
-        ----------
-        patience_s
-            Seconds after which the machine is used in its present state.
-        """
+        """Wait until the machine reaches its full speed; return the last calibration."""
         deadline = time.monotonic() + patience_s
         while self.is_degraded(calibration := self.measure()) and time.monotonic() < deadline:
             time.sleep(POLL_S)

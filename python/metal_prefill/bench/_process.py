@@ -35,24 +35,10 @@ def describe_exit(name: str, code: int) -> str:
 class JsonProcess:
     """A process whose death is an error that names it.
 
-    Parameters
-    ----------
-    name
-        Its name in errors.
-    command
-        Program and arguments.
-    beginning
-        Its activity until its first answer, for errors.
-
     Attributes
     ----------
     hello : dict
         Its first answer.
-
-    Raises
-    ------
-    BenchError
-        It dies, or its answer is an error.
     """
 
     def __init__(self, name: str, command: Sequence[str], beginning: str) -> None:

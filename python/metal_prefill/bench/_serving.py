@@ -56,13 +56,7 @@ class Answer:
 
 
 def ask(server: ServerProcess, prompt: str) -> Answer:
-    """Send a request and read its answer as a stream.
-
-    Raises
-    ------
-    BenchError
-        The server does not answer with a stream of text.
-    """
+    """Send a request and read its answer as a stream."""
     body = {"model": server.model, "prompt": prompt, "max_tokens": ANSWER_TOKENS, "temperature": 0}
     headers = {"content-type": "application/json"}
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=ANSWER_S)

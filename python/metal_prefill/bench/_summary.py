@@ -17,13 +17,7 @@ class Spread:
 
 
 def spread(values: Sequence[float]) -> Spread:
-    """Summarize values.
-
-    Raises
-    ------
-    ValueError
-        There are none.
-    """
+    """Summarize values."""
     if not values:
         raise ValueError("no samples to summarize")
     return Spread(statistics.median(values), min(values), max(values))

@@ -1,4 +1,8 @@
-"""Conversion of model folders of the Hugging Face Hub to GGUF files."""
+"""Conversion of model folders of the Hugging Face Hub to GGUF files.
+
+Functions raise `GGUFError` if a folder is damaged or lacks something, and `UnsupportedModelError` if it
+describes a model that GGUF or the engines cannot express.
+"""
 
 from __future__ import annotations
 

@@ -42,11 +42,6 @@ def adapted(
         Folder of the adapter, or the name of one within the weights.
     prefixes
         Beginnings of names that the folder or the adapter may lack.
-
-    Raises
-    ------
-    GGUFError, UnsupportedModelError
-        See `merged`; or there is no such folder, and no such adapter within the weights.
     """
     own = [str(name) for name in config.sequence("lora_adaptations")]
     if own:
@@ -107,13 +102,6 @@ def merged(weights: Mapping[str, Weight], adapter: Path, prefixes: tuple[str, ..
         Folder of the adapter.
     prefixes
         Beginnings of names that the folder or the adapter may lack.
-
-    Raises
-    ------
-    GGUFError
-        A file of the adapter is missing or damaged, or a matrix does not fit the folder.
-    UnsupportedModelError
-        The adapter is not LoRA, or changes more than matrices.
     """
     config = Fields.read(adapter / ADAPTER)
     _check(config)

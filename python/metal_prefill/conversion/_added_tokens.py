@@ -46,13 +46,6 @@ def listed_tokens(
     survives
         Whether the normalizer keeps a spelling, so that normalized text has it where the text does. None for
         WordPiece, whose segmenter recognizes added tokens in normalized text.
-
-    Raises
-    ------
-    GGUFError
-        Tokens contradict each other.
-    UnsupportedModelError
-        An added token has an option that is not followed.
     """
     if not json.object("normalizer").values:
         survives = lambda text: True  # noqa: E731

@@ -21,13 +21,6 @@ def body_folder(folder: Path) -> Path:
 
     Folders of early versions of sentence-transformers have their first module in ``0_Transformer``. A module
     without a transformer, which is a table, needs no ``config.json``.
-
-    Raises
-    ------
-    GGUFError
-        There is no ``config.json``.
-    UnsupportedModelError
-        The folder has only an adapter, or its first module has no transformer.
     """
     if any((folder / name).is_file() for name in ("config.json", GLINER)):
         return folder
@@ -84,14 +77,7 @@ def token_heads(folder: Path) -> dict[str, Path]:
 
 
 def _route(folder: Path, listed: list[Fields], name: str) -> list[Fields]:
-    """Read the modules of a route, if the first module is a Router.
-
-    Raises
-    ------
-    UnsupportedModelError
-        The routes are not those of queries and documents, or texts that are neither have another route than
-        documents.
-    """
+    """Read the modules of a route, if the first module is a Router."""
     if not listed or listed[0].string("type").rpartition(".")[2] != "Router":
         return []
     place = place_of(listed[0])

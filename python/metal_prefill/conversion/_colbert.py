@@ -34,13 +34,6 @@ def colbert_metadata(folder: Path, vocabulary: FolderVocabulary) -> dict[str, An
     """Return markers, skipped tokens and the expansion of queries, by their full keys.
 
     Markers become control tokens of the vocabulary, so that prompts can spell them.
-
-    Raises
-    ------
-    GGUFError
-        A setting has a wrong type, or the vocabulary lacks a token.
-    UnsupportedModelError
-        Tokens are compared in another way than by MaxSim of cosines.
     """
     settings = _settings(folder)
     settings.require("similarity", ("cosine",), "cosine")

@@ -22,13 +22,7 @@ _MOST_POSITIONS = 1 << 20
 
 
 def with_relative_positions(config: Fields, weights: Mapping[str, Weight]) -> Mapping[str, Weight]:
-    """Add the keys and queries of relative positions, and which of them each distance has.
-
-    Raises
-    ------
-    GGUFError
-        The embedding of relative positions is missing, or a shape contradicts the configuration.
-    """
+    """Add the keys and queries of relative positions, and which of them each distance has."""
     found = _without_unused(config, weights)
     name = next((name for name in weights if name.endswith("encoder.rel_embeddings.weight")), None)
     if name is None:

@@ -25,13 +25,7 @@ BIAS = r"blk\.\d+\.ffn_exps\.bias"  # of the sum of the experts, in a file
 
 
 def with_matrices(config: Fields, weights: Mapping[str, Weight]) -> Mapping[str, Weight]:
-    """Divide the tensors of experts into matrices with inputs as columns, and name sinks as weights.
-
-    Raises
-    ------
-    GGUFError
-        A tensor of experts has a wrong number of dimensions, or its outputs are not pairs.
-    """
+    """Divide the tensors of experts into matrices with inputs as columns, and name sinks as weights."""
     found: dict[str, Weight] = {}
     for name, weight in weights.items():
         match = _TENSOR.fullmatch(name)
@@ -86,13 +80,7 @@ def _columns(weight: Weight, columns: slice) -> FloatArray:
 
 
 def with_divided(config: Fields, weights: Mapping[str, Weight]) -> Mapping[str, Weight]:
-    """Divide the rows of the tensors of experts into matrices, and name the biases of their sums.
-
-    Raises
-    ------
-    GGUFError
-        A tensor of experts is not a matrix whose rows the experts share.
-    """
+    """Divide the rows of the tensors of experts into matrices, and name the biases of their sums."""
     found: dict[str, Weight] = {}
     count = config.integer("num_experts")
     for name, weight in weights.items():

@@ -103,15 +103,7 @@ def set_special_tokens(
 
 
 def set_stops(found: FolderVocabulary, config: Fields, folder: Path) -> None:
-    """Set the tokens, besides the end of a text, that end generation in transformers.
-
-    Raises
-    ------
-    GGUFError
-        An id is not that of a token.
-    UnsupportedModelError
-        They are more than a GGUF file can describe.
-    """
+    """Set the tokens, besides the end of a text, that end generation in transformers."""
     if found.model in ENCODER_KINDS:
         return
     generation = Fields.read_if_present(folder / "generation_config.json")

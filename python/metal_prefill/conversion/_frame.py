@@ -17,16 +17,7 @@ class _Item(NamedTuple):
 
 
 def set_frame(found: FolderVocabulary, json: Fields, settings: Fields, config: Fields) -> None:
-    """Set which tokens begin, separate and end texts.
-
-    Raises
-    ------
-    GGUFError
-        The post-processor names a token that does not exist.
-    UnsupportedModelError
-        Texts have more than one token at an end, or pairs of texts have tokens or token types that a GGUF
-        file cannot describe.
-    """
+    """Set which tokens begin, separate and end texts."""
     single, pair = [_Item(_FIRST, 0)], [_Item(_FIRST, 0), _Item(_SECOND, 0)]
     template = False
     for step in steps(json, "post_processor", "processors"):

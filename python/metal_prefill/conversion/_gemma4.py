@@ -17,15 +17,7 @@ _OWN_KEYS = re.compile(r"(?:.*\.)?layers\.(\d+)\.self_attn\.(?:[kv]_proj|[kv]_no
 
 
 def metadata(config: Fields) -> dict[str, Any]:
-    """Return the heads of layers, their rotations, the widths of feed-forwards, and what layers share.
-
-    Raises
-    ------
-    GGUFError
-        A field is missing, or of a wrong type or value.
-    UnsupportedModelError
-        Layers of a kind differ, or a rotation is of another type.
-    """
+    """Return the heads of layers, their rotations, the widths of feed-forwards, and what layers share."""
     layers, windowed = config.layers(), _windowed(config)
     head_dim, full_dim = config.integer("head_dim", default=256), _full_head_dim(config)
     rope = config.object("rope_parameters")

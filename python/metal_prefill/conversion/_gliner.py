@@ -85,13 +85,7 @@ class EntityFolder:
         return _ADDED, *self.spellings
 
     def tokens_of(self, vocabulary: FolderVocabulary) -> dict[str, int]:
-        """Return the ids of `spellings`, by their full keys.
-
-        Raises
-        ------
-        GGUFError
-            The folder states another id than the tokenizer has.
-        """
+        """Return the ids of `spellings`, by their full keys."""
         names = ("label_token", "separator")
         ids = [vocabulary.by_text[text] for text in self.spellings]
         if self.stated_id not in (-1, ids[0]):
@@ -121,13 +115,6 @@ def read_gliner(folder: Path, encoder: Path | None = None) -> EntityFolder:
     """Read the configuration and list the weights of a folder.
 
     The configuration and the tokenizer that it lacks are those in the folder of the encoder.
-
-    Raises
-    ------
-    GGUFError
-        A file is missing or damaged, or has a field of a wrong type.
-    UnsupportedModelError
-        The folder describes a model of another kind than an encoder of labels and texts together.
     """
     settings = Fields.read(folder / GLINER)
     for name in ("labels_encoder", "labels_decoder", "relations_layer"):

@@ -18,15 +18,7 @@ _OF_PARTS = ("content[0]", "message.content[", ".type", "'type'", '"type"')
 
 
 def rerank_metadata(folder: Path, place: Path, vocabulary: FolderVocabulary) -> dict[str, Any]:
-    """Return the template of a pair, by its full key, with ``{query}`` and ``{document}``.
-
-    Raises
-    ------
-    GGUFError
-        A file is missing or has a field of a wrong type.
-    UnsupportedModelError
-        The score comes from other tokens than "yes" and "no", or the chat template has no place for a pair.
-    """
+    """Return the template of a pair, by its full key, with ``{query}`` and ``{document}``."""
     settings = Fields.read(place / "config.json")
     settings.require("module_input_name", ("causal_logits",), "causal_logits")
     for name, answer in _ANSWERS.items():

@@ -15,11 +15,6 @@ def max_tokens(folder: Path, context: int, expanded: int = 0) -> dict[str, int]:
     """Return the most tokens of texts, queries and documents below the context, by their full keys.
 
     Queries of late interaction have room for the tokens to which they are `expanded`.
-
-    Raises
-    ------
-    GGUFError
-        A number is not a positive integer.
     """
     read = Fields.read_if_present
     modules = transformer_settings(folder)

@@ -120,15 +120,7 @@ class Modules:
 
 
 def read_modules(folder: Path, config: Fields, task: Task) -> Modules:
-    """Read the modules of sentence-transformers, and the labels of a classification head.
-
-    Raises
-    ------
-    GGUFError
-        A file is missing or damaged, or has a field of a wrong type.
-    UnsupportedModelError
-        A module, its activation or its pooling is not supported.
-    """
+    """Read the modules of sentence-transformers, and the labels of a classification head."""
     found = Modules()
     if task in ("sequence", "tokens"):
         _add_labels(found, folder, config, task)
@@ -277,13 +269,7 @@ def transformer_settings(folder: Path) -> list[Fields]:
 
 
 def _check_transformer(folder: Path, task: str) -> None:
-    """Check the settings of the module Transformer.
-
-    Raises
-    ------
-    UnsupportedModelError
-        They change what the tokenizer or the model computes.
-    """
+    """Check the settings of the module Transformer."""
     for module in transformer_settings(folder):
         module.require("transformer_task", (task,), task)
         if task == "feature-extraction":
@@ -442,13 +428,7 @@ def _add_scores(found: Modules, folder: Path, config: Fields) -> None:
 
 
 def _activation_of_module(folder: Path) -> str:
-    """Return the activation that a cross-encoder with a list of modules states; empty without one.
-
-    Raises
-    ------
-    UnsupportedModelError
-        Modules follow the model.
-    """
+    """Return the activation that a cross-encoder with a list of modules states; empty without one."""
     path = folder / "modules.json"
     if not path.is_file():
         return ""

@@ -30,15 +30,7 @@ _EXPANDS = (
 
 
 def prompt_metadata(folder: Path, modules: Modules, vocabulary: FolderVocabulary) -> dict[str, Any]:
-    """Return metadata, by their full keys.
-
-    Raises
-    ------
-    GGUFError
-        A prompt, a prefix or a skipped word is not a string, or no prompt has the name of the default one.
-    UnsupportedModelError
-        The model cuts its vectors.
-    """
+    """Return metadata, by their full keys."""
     config = Fields.read_if_present(folder / "config_sentence_transformers.json")
     prompts = _prompts(config)
     found: dict[str, Any] = {f"{PROMPT_KEYS}{name}": text for name, text in prompts.items()}

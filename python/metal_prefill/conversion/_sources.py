@@ -931,15 +931,7 @@ SOURCES: dict[str, Source] = {
 
 
 def find_source(config: Fields) -> tuple[Source, Task]:
-    """Return the row for a folder's model class, and the task of its head.
-
-    Raises
-    ------
-    GGUFError
-        The configuration names no class.
-    UnsupportedModelError
-        The class is not in `SOURCES`, or its head has no task here.
-    """
+    """Return the row for a folder's model class, and the task of its head."""
     classes = config.sequence("architectures")
     name = classes[0] if classes and isinstance(classes[0], str) else None
     if name is None:
@@ -1002,15 +994,7 @@ def _bidirectional(source: Source) -> Source:
 
 
 def metadata_of(source: Source, config: Fields) -> dict[str, Any]:
-    """Return the metadata of the architecture, without its prefix.
-
-    Raises
-    ------
-    GGUFError
-        A field is missing, or of a wrong type or value.
-    UnsupportedModelError
-        A field has a value that the architecture does not support.
-    """
+    """Return the metadata of the architecture, without its prefix."""
     for name, accepted in source.accepted.items():
         config.require(name, accepted, accepted[0])
     found: dict[str, Any] = dict(source.constants)
@@ -1039,11 +1023,6 @@ def gguf_name(source: Source, task: Task, names: Any, name: str) -> str | None:
     ----------
     names
         A `gguf.TensorNameMap`.
-
-    Raises
-    ------
-    UnsupportedModelError
-        The tensor is not part of the architecture.
     """
     if re.fullmatch(source.made, name):
         return name

@@ -25,15 +25,7 @@ _MASK = "[MASK]"
 
 
 def tokenizer_of_spm(path: Path, settings: Fields) -> Fields:
-    """Return what ``tokenizer.json`` would contain for the model of a DeBERTa.
-
-    Raises
-    ------
-    GGUFError
-        The file is damaged.
-    UnsupportedModelError
-        The model is not Unigram, or the settings split words at punctuation.
-    """
+    """Return what ``tokenizer.json`` would contain for the model of a DeBERTa."""
     settings.require("split_by_punct", (False,), False)
     if path.stat().st_size > MAX_TEXT:
         raise GGUFError(f"{path}: has more than {MAX_TEXT} bytes")

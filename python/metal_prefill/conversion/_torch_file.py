@@ -47,15 +47,7 @@ class _Tensor(NamedTuple):
 
 
 def read_torch_file(path: Path) -> dict[str, Weight]:
-    """List the tensors of a file by name.
-
-    Raises
-    ------
-    GGUFError
-        The file is damaged.
-    UnsupportedModelError
-        It has another format, or contains something else than a dictionary of contiguous tensors.
-    """
+    """List the tensors of a file by name."""
     try:
         with zipfile.ZipFile(path) as archive:
             found, members = _contents(path, archive), {m.filename: m for m in archive.infolist()}

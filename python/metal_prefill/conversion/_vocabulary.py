@@ -40,13 +40,6 @@ def read_vocabulary(
 
     Unless texts have `frames`, no tokens are added at their ends. Control tokens in `added` that are missing
     follow the others.
-
-    Raises
-    ------
-    GGUFError
-        A file is missing or damaged.
-    UnsupportedModelError
-        The tokenizer has a step that a GGUF file cannot describe.
     """
     settings = Fields.read_if_present(folder / "tokenizer_config.json")
     if (folder / "tokenizer.json").is_file():

@@ -48,13 +48,7 @@ class Weight:
     end: int
 
     def parts(self, names: tuple[str, ...]) -> list[Weight]:
-        """Divide the rows into equal parts, and name these.
-
-        Raises
-        ------
-        GGUFError
-            The parts do not divide the rows.
-        """
+        """Divide the rows into equal parts, and name these."""
         rows = self.shape[0] if self.shape else 1
         if rows % len(names):
             raise GGUFError(
@@ -154,15 +148,7 @@ class Stack:
 
 
 def read_weights(folder: Path) -> dict[str, Weight]:
-    """List the tensors of a folder by name.
-
-    Raises
-    ------
-    GGUFError
-        A file is damaged or missing, or a tensor is in two files.
-    UnsupportedModelError
-        The folder has its weights in another format only.
-    """
+    """List the tensors of a folder by name."""
     weights: dict[str, Weight] = {}
     for file in _files(folder):
         for weight in listed_tensors(file):
@@ -199,11 +185,6 @@ def divided(weights: Mapping[str, Weight], parts: Mapping[str, tuple[str, ...]])
     """Yield weights, and instead of one with a name in `parts` its parts; see `Source.parts`.
 
     Matrices of experts become stacks.
-
-    Raises
-    ------
-    GGUFError
-        The parts of a tensor do not divide its rows, or experts differ.
     """
     for weight in _stacked(weights):
         name = weight.name

@@ -55,15 +55,7 @@ class EntityHead:
 
 
 def read_entity_head(keys: Keys, dim: int) -> EntityHead | None:
-    """Read and check the head; None if a file has none.
-
-    Raises
-    ------
-    GGUFError
-        Metadata or a tensor is missing, or a shape contradicts the others.
-    UnsupportedModelError
-        The mode is not known.
-    """
+    """Read and check the head; None if a file has none."""
     tensors, metadata = keys.gguf.tensors, keys.gguf.metadata
     key = f"{ENTITY_KEYS}mode"
     if key not in metadata:

@@ -9,15 +9,7 @@ from metal_prefill.files._model_config import ModelConfig
 
 
 def with_layer_dimensions(config: ModelConfig, keys: Keys) -> ModelConfig:
-    """Read the heads of layers with a window and of the others, the widths of feed-forwards, and the sharing.
-
-    Raises
-    ------
-    GGUFError
-        A list does not have a value for each layer, or heads are not a multiple of key-value heads.
-    UnsupportedModelError
-        Layers with a window have wider heads than the others, or keys and values differ in width.
-    """
+    """Read the heads of layers with and without a window, the widths of feed-forwards, and the sharing."""
     n, name = config.n_layers, keys.architecture
     windowed = [window > 0 for window in config.layer_window or (0,) * n]
     if config.key_dim != config.value_dim:

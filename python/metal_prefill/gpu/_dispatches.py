@@ -58,13 +58,7 @@ def _layout(name: str) -> tuple[tuple[str, struct.Struct, int, bool], ...]:
 
 
 def decode_args(args_struct: str, data: bytes) -> dict[str, Any]:
-    """Return the fields of an argument struct by name.
-
-    Raises
-    ------
-    ValueError
-        If the size of `data` differs from that of the struct.
-    """
+    """Return the fields of an argument struct by name."""
     size = _core.args_structs[args_struct][0]
     if len(data) != size:
         raise ValueError(f"{args_struct} must have {size} bytes, got {len(data)}")

@@ -72,11 +72,6 @@ def fastest(builder: _core.ModelBuilder, options: _core.EngineOptions, config: M
     """Return the fastest choice; None if there is nothing to decide.
 
     Fused norms are compared first, then numbers of rows.
-
-    Parameters
-    ----------
-    builder, options, config
-        Builder, engine options and configuration of the model. The options are as before afterwards.
     """
     given = options.metal.fused_norm
     if not config.generates or config.context_length < 8 or options.metal.matvec_rows:

@@ -220,15 +220,7 @@ def chrome_trace(steps: Sequence[Step], metadata: dict[str, Any]) -> dict[str, A
 
 
 def read_trace(path: str | os.PathLike[str]) -> tuple[list[Step], dict[str, Any]]:
-    """Read the steps and metadata from a file written with `chrome_trace`.
-
-    Raises
-    ------
-    ValueError
-        If the file is not such a trace.
-    OSError
-        If the file cannot be read.
-    """
+    """Read the steps and metadata from a file written with `chrome_trace`."""
     try:
         trace = json.loads(Path(path).read_text(encoding="utf-8"))
         steps: dict[int, Step] = {}

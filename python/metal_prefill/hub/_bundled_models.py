@@ -37,11 +37,6 @@ def packaged_model(name: str | os.PathLike[str]) -> Path | None:
     """Return the model file or folder for a short name, or None for any other name.
 
     A file of the same name in the working directory takes precedence. The package is not imported.
-
-    Raises
-    ------
-    MissingExtraError
-        The package is not installed or contains no model; the message names the command that installs it.
     """
     model = PACKAGED.get(os.fspath(name))
     if model is None or Path(name).exists():

@@ -45,15 +45,7 @@ class Sender(NamedTuple):
 
 
 class InFlight:
-    """Count of bytes in flight, with a limit.
-
-    Parameters
-    ----------
-    what
-        Name for error messages.
-    most
-        Limit in bytes.
-    """
+    """Count of bytes in flight, with a limit."""
 
     def __init__(self, what: str, most: int) -> None:
         self._what, self._most = what, most

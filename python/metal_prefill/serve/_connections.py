@@ -36,15 +36,6 @@ class Server(uvicorn.Server):
 
     When it closes, answers in flight may take `shutdown_grace`. Those that take longer end with an error;
     uvicorn would cancel their tasks in the middle of an event, and log a traceback for each.
-
-    Parameters
-    ----------
-    app
-        The application, whose service has the limits.
-    shutdown_grace
-        Time for answers in flight.
-    options
-        Further options of uvicorn's configuration.
     """
 
     def __init__(self, app: Starlette, shutdown_grace: int, **options: Any) -> None:
@@ -76,13 +67,7 @@ class Server(uvicorn.Server):
 
 
 def allow_files(settings: Settings) -> None:
-    """Raise the process's limit on open files to one for each connection.
-
-    Raises
-    ------
-    ValueError
-        The hard limit of the system is lower.
-    """
+    """Raise the process's limit on open files to one for each connection."""
     wanted = settings.max_connections + REFUSED + OTHER_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and wanted > hard:

@@ -25,20 +25,7 @@ _Form = TypeVar("_Form", bound=Form)
 
 
 class Endpoint(Generic[_Form]):
-    """An ASGI application for one path.
-
-    Parameters
-    ----------
-    service
-        Service shared by all endpoints.
-    form
-        Type of the request.
-    answer
-        Function that sends the answer, and raises an exception if the request is invalid. Its last argument
-        describes its sender.
-    style
-        Format of errors and events.
-    """
+    """An ASGI application for one path."""
 
     def __init__(
         self,

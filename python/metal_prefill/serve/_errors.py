@@ -30,21 +30,7 @@ _RETRY = {"Retry-After": "1"}
 
 
 class ApiError(Exception):
-    """Error answer.
-
-    Parameters
-    ----------
-    status
-        HTTP status code.
-    message
-        Text that names the thing, its value and the limit.
-    code
-        Machine-readable identifier of the error.
-    param
-        Field of the request that caused the error.
-    headers
-        Headers of the answer.
-    """
+    """Error answer."""
 
     def __init__(
         self,

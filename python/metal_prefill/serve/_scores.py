@@ -24,15 +24,7 @@ def most_tokens(texts: int, logprobs: int) -> int:
 
 
 class _Account:
-    """Bytes of the log probabilities of one request.
-
-    Parameters
-    ----------
-    held
-        Counts the bytes of all requests.
-    size
-        Bytes that are reserved from the start.
-    """
+    """Bytes of the log probabilities of one request."""
 
     def __init__(self, held: InFlight, size: int) -> None:
         self._held = held
@@ -55,11 +47,6 @@ class Scores:
     """JSON lists of the log probabilities of a text, encoded as they grow.
 
     The objects that they are encoded from take ten times as much memory.
-
-    Parameters
-    ----------
-    account
-        Counts the bytes of the request.
     """
 
     def __init__(self, account: _Account) -> None:
@@ -68,13 +55,7 @@ class Scores:
         self._size = 0
 
     def extend(self, lists: Mapping[str, Sequence[Any]]) -> None:
-        """Append items to the list of each name.
-
-        Raises
-        ------
-        ApiError
-            The log probabilities of all requests take too much memory, and this one has at least the mean.
-        """
+        """Append items to the list of each name."""
         for name, items in lists.items():
             chunks = self._chunks.setdefault(name, [])
             if items:
@@ -98,11 +79,6 @@ def scores_of(held: InFlight, streams: Sequence[Stream], logprobs: int | None) -
     """Return lists for each text, whose memory is released at the end of the context.
 
     Memory for the log probabilities of prompts, which come fast, is reserved from the start.
-
-    Raises
-    ------
-    ApiError
-        The request asks for too many, or those of other requests take too much memory.
     """
     if logprobs is None:
         yield [Scores(_Account(held, 0)) for _ in streams]

@@ -46,15 +46,7 @@ MOST_RETRY_AFTER = 60  # seconds
 
 
 class Service:
-    """A model that a server serves.
-
-    Parameters
-    ----------
-    model
-        Stays the caller's.
-    settings
-        Limits.
-    """
+    """A model that a server serves."""
 
     def __init__(self, model: Model, settings: Settings) -> None:
         self.model = model
@@ -157,13 +149,7 @@ class Service:
 
     @contextmanager
     def admitted(self, texts: int) -> Iterator[None]:
-        """Let a request in while there is room in the queue.
-
-        Raises
-        ------
-        ApiError
-            429 if the queue is full, 400 if the request exceeds its capacity.
-        """
+        """Let a request in while there is room in the queue."""
         settings = self.settings
         room = settings.max_streams + settings.max_queue
         if texts > room:

@@ -15,13 +15,7 @@ from metal_prefill.text._tool_calls import ToolCall, new_call_id, tool_names
 
 
 def offered_tools(form: ChatForm) -> list[dict[str, Any]] | None:
-    """Return the tools that are offered to the model, or None.
-
-    Raises
-    ------
-    ApiError
-        A tool has no name, or is not a function, such as one that OpenAI's servers run.
-    """
+    """Return the tools that are offered to the model, or None."""
     for i, tool in enumerate(form.tools or ()):
         if (kind := tool.get("type") or "function") != "function":
             raise ApiError(
@@ -103,11 +97,6 @@ def _parameters(tool: dict[str, Any], number: int) -> dict[str, Any]:
     References are rewritten to resolve to the same targets. Objects are closed, because small models invent
     properties until the token limit: only named properties are allowed, unless the schema states otherwise.
     If keywords such as ``allOf`` combine several descriptions of an object, only the outermost is closed.
-
-    Raises
-    ------
-    ApiError
-        A reference is not a path within the schema.
     """
     where = f"tools[{number}].parameters"
     given = tool.get("function", tool).get("parameters") or {"type": "object", "properties": {}}
@@ -183,11 +172,6 @@ _CALL = re.compile(r'\{"name": ("(?:[^"\\]|\\.)*"), "arguments": ', re.DOTALL)
 class RequiredCalls:
     """An answer that is constrained to a call or a list of calls, as it arrives; it may be truncated.
 
-    Parameters
-    ----------
-    names
-        Names of the tools that it may call.
-
     Attributes
     ----------
     text : str
@@ -235,11 +219,6 @@ class RequiredCalls:
 
 class RequiredCall:
     """A call that is the whole answer or a part of it, as it arrives; it may be truncated.
-
-    Parameters
-    ----------
-    names
-        Names of the tools that it may call.
 
     Attributes
     ----------

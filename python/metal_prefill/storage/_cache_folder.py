@@ -73,13 +73,7 @@ def remove_old_pipelines(folder: str) -> None:
 
 
 def beyond_limit(files: Iterable[tuple[float, int, Path]], limit: int) -> Iterator[Path]:
-    """Yield the least recently used files to delete so that the rest have at most `limit` bytes.
-
-    Parameters
-    ----------
-    files
-        Time of last use in any unit, size in bytes, and path of each file.
-    """
+    """Yield the least recently used files to delete so that the rest have at most `limit` bytes."""
     listed = sorted(files)
     total = sum(size for _, size, _ in listed)
     for _, size, path in listed:

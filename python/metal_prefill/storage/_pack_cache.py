@@ -208,13 +208,7 @@ def remove(entry: Entry) -> None:
 
 
 def limit() -> int:
-    """Return the maximum total size of all entries in bytes.
-
-    Raises
-    ------
-    ValueError
-        ``METAL_PREFILL_PACK_CACHE_BYTES`` is not a number of bytes.
-    """
+    """Return the maximum total size of all entries in bytes."""
     stated = os.environ.get("METAL_PREFILL_PACK_CACHE_BYTES")
     if not stated:
         return LIMIT

@@ -184,13 +184,6 @@ def read(path: str | os.PathLike[str], owner: Owner) -> State:
     """Read a state and check that it is complete and belongs to `owner`.
 
     The file is read through one descriptor, so that a save that replaces it meanwhile has no effect.
-
-    Raises
-    ------
-    StateError
-        The file is not a saved session, is damaged, or belongs to another model or cache dtype.
-    OSError
-        The file cannot be opened.
     """
     path = os.fspath(path)  # `open` takes a number for a descriptor, and closes it
     # Without O_NONBLOCK, opening a FIFO for reading would wait for a writer.

@@ -63,13 +63,7 @@ def _merges(space: str) -> Iterator[tuple[str, str]]:
 
 
 def gpt2_vocabulary(size: int) -> Vocabulary:
-    """Byte-level BPE: three control tokens, the 256 bytes, then one token for each merge.
-
-    Raises
-    ------
-    ValueError
-        If `size` leaves no room for the control tokens, the bytes and one merge.
-    """
+    """Byte-level BPE: three control tokens, the 256 bytes, then one token for each merge."""
     alphabet = byte_alphabet()
     fixed = [*_GPT2_SPECIALS, *alphabet]
     if size <= len(fixed):  # llama.cpp refuses a file without merges
@@ -88,13 +82,7 @@ def gpt2_vocabulary(size: int) -> Vocabulary:
 
 
 def llama_vocabulary(size: int) -> Vocabulary:
-    """SentencePiece's kind: <unk>, <s>, </s>, the 256 bytes, the letters, then pieces of falling score.
-
-    Raises
-    ------
-    ValueError
-        If `size` leaves no room for the control tokens, the bytes and the letters.
-    """
+    """SentencePiece's kind: <unk>, <s>, </s>, the 256 bytes, the letters, then pieces of falling score."""
     space = "\u2581"
     fixed = [*_SPM_SPECIALS, *(f"<0x{byte:02X}>" for byte in range(256))]
     letters = [space, *_LETTERS]
@@ -117,13 +105,7 @@ def llama_vocabulary(size: int) -> Vocabulary:
 
 
 def bert_vocabulary(size: int) -> Vocabulary:
-    """WordPiece: five control tokens, then pieces that begin a word and pieces that continue one.
-
-    Raises
-    ------
-    ValueError
-        If `size` leaves no room for the control tokens and the characters.
-    """
+    """WordPiece: five control tokens, then pieces that begin a word and pieces that continue one."""
     characters = [*_LETTERS, *"0123456789.,:;!?'-"]
     fixed = [
         *_BERT_SPECIALS,

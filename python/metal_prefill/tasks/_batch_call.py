@@ -29,11 +29,6 @@ class BatchCall:
         Number of sessions, and of tokens of all of them.
     tokens : list of numpy.ndarray
         Token ids of each session, int32 ``[n]``.
-
-    Raises
-    ------
-    ValueError, TypeError
-        Wrong arguments; the message names the session.
     """
 
     def __init__(

@@ -125,14 +125,6 @@ def prompt_form(engine: Engine, instruction: str | None) -> PromptForm:
     engine
     instruction
         See :meth:`metal_prefill.Model.embed`.
-
-    Raises
-    ------
-    ValueError
-        The instruction is ``"query"``, ``"document"`` or ``"passage"``, and neither the file nor a known card
-        defines prompts.
-    GGUFError
-        A prompt of the file is not a string.
     """
     if instruction is None:
         prompt = file_prompts(engine).get(default_prompt(engine) or "")
@@ -176,13 +168,7 @@ def _named_form(engine: Engine, name: str) -> PromptForm | None:
 
 
 def _described_form(engine: Engine, task: str) -> PromptForm:
-    """Return the form for a task in words, or a prefix if the model has no such form.
-
-    Raises
-    ------
-    ValueError
-        The task is a single word, like the name of a prompt.
-    """
+    """Return the form for a task in words, or a prefix if the model has no such form."""
     if re.fullmatch(r"[\w-]+", task, re.ASCII):
         known = ", ".join(map(repr, prompt_names_of(engine))) or "none"
         raise ValueError(

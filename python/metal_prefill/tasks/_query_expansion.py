@@ -33,15 +33,7 @@ class QueryExpansion(NamedTuple):
 
 
 def query_expansion(engine: Engine) -> QueryExpansion | None:
-    """Return how a model expands queries; None if it does not.
-
-    Raises
-    ------
-    GGUFError
-        Metadata is missing, or has a wrong type or value.
-    UnsupportedModelError
-        Tokens of the expansion are not to be seen in a model whose attention is causal.
-    """
+    """Return how a model expands queries; None if it does not."""
     if f"{EXPANSION_KEYS}length" not in engine.gguf.metadata:
         return None
     found = QueryExpansion(

@@ -215,13 +215,7 @@ def _first_tokens(engine: Engine, document: str, i: int, count: int) -> str:
 
 
 def kind_of(engine: Engine, options: Options) -> str:
-    """Return how a model scores documents: "late", "pair" or "template".
-
-    Raises
-    ------
-    ValueError
-        The options do not fit the model, or the model does not rank documents.
-    """
+    """Return how a model scores documents: "late", "pair" or "template"."""
     if options.how not in (None, "late"):
         raise ValueError(f"how must be 'late' or None, got {options.how!r}")
     head, name = engine.head, engine.path.name
@@ -376,11 +370,6 @@ def scored_class(engine: Engine, label: str | None) -> int:
     """Return the index of the output of a classification head that a score comes from.
 
     Without a label, it is that of an affirmative class, by convention the second of two.
-
-    Raises
-    ------
-    TypeError, ValueError
-        No class has this label, or none is known to be affirmative.
     """
     labels = engine.head.labels
     listed = f"{engine.path.name} has a head of {len(labels)} classes ({', '.join(labels[:5])})"

@@ -168,13 +168,7 @@ class Decoding(NamedTuple):
 def decoding_of(
     engine: Engine, strategy: str | None = None, transitions: Mapping[str, float] | None = None
 ) -> Decoding:
-    """Return the strategy, by default the one for the tags of a file, and its biases.
-
-    Raises
-    ------
-    TypeError, ValueError
-        The tags of the file are not those that the strategy needs, or a bias is unknown or not finite.
-    """
+    """Return the strategy, by default the one for the tags of a file, and its biases."""
     head = engine.head
     stray = stray_tag(head.labels)
     if strategy is None:

@@ -18,13 +18,7 @@ _BLOCK = 256  # units; the children of a node are in one block
 
 
 def read_charsmap(gguf: GGUFFile) -> bytes | None:
-    """Return the character map of a file, or None if it has none.
-
-    Raises
-    ------
-    GGUFError
-        The map is damaged; the message says where.
-    """
+    """Return the character map of a file, or None if it has none."""
     value = gguf.metadata.get(KEY)
     if value is None:
         return None

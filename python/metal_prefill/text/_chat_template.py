@@ -89,15 +89,7 @@ def _tojson(
 
 
 def _plain(value: Any, where: str) -> Any:
-    """Copy a message value into built-in types, so that all of its strings can be searched.
-
-    Raises
-    ------
-    TypeError
-        A value has another type, which could convert itself to arbitrary text.
-    ValueError
-        A string is not valid Unicode, or a mapping or sequence contains itself.
-    """
+    """Copy a message value into built-in types, so that all of its strings can be searched."""
     if value is None or isinstance(value, bool):
         return value
     # Convert subclasses to the base type, because they may define their own text form.
@@ -337,11 +329,6 @@ class ChatTemplate:
         """Return a character that occurs neither in the template nor in messages, escaped or not.
 
         Takes time linear in the texts, whatever they contain.
-
-        Raises
-        ------
-        ValueError
-            The messages contain all candidates.
         """
         texts = [self._source, *_strings(messages)]
         used = set().union(*texts)

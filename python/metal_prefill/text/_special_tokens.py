@@ -83,11 +83,6 @@ class SpecialTokens:
         The defaults of flags are those of llama.cpp. Of the flags in a WordPiece file, either ``add_eos`` or
         ``add_sep`` ends a text with ``[SEP]``, which also separates pairs; with ``double_separator``, two of
         them do. In other files, a pair has the end of the first text, if there is one, and the separator.
-
-        Raises
-        ------
-        GGUFError
-            An id or a flag has a wrong type or is out of range, or a flag requires an id that is missing.
         """
         tokens = vocabulary.tokens
         ids = {name: special_id(gguf, key, len(tokens)) for name, key in _KEYS.items()}

@@ -563,11 +563,6 @@ def parse_arguments(message: dict[Any, Any], where: str) -> dict[Any, Any]:
 
     Arguments that end too early, as those of an answer that was cut, are completed. A list without calls is
     removed, because templates test whether there is one.
-
-    Raises
-    ------
-    ValueError
-        The arguments of a call are not an object.
     """
     calls = message.get("tool_calls")
     if not calls:

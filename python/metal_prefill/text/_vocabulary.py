@@ -232,13 +232,7 @@ class Vocabulary:
         return text.removeprefix(SPACE) if word else text
 
     def prepend_scheme(self, gguf: GGUFFile) -> str:
-        """Return one of `PREPEND_SCHEMES`; empty for files that do not state one.
-
-        Raises
-        ------
-        GGUFError
-            The scheme has another value.
-        """
+        """Return one of `PREPEND_SCHEMES`; empty for files that do not state one."""
         scheme = string(gguf, PREPEND_KEY) if PREPEND_KEY in gguf.metadata else ""
         if scheme and scheme not in PREPEND_SCHEMES:
             known = ", ".join(PREPEND_SCHEMES)

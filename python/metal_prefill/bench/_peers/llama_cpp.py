@@ -45,23 +45,7 @@ def _best_feature() -> str:
 
 
 class _Context:
-    """llama.cpp context for several sequences, with a reusable batch.
-
-    Parameters
-    ----------
-    model
-        The loaded model.
-    options
-        Options of the engine.
-    threads
-        CPU threads.
-    sequences
-        Number of sequences.
-    positions
-        Number of positions of each sequence.
-    rows
-        Maximum number of tokens of a batch, all in one micro-batch.
-    """
+    """llama.cpp context for several sequences, with a reusable batch."""
 
     def __init__(
         self, model: Any, options: Options, threads: int, sequences: int, positions: int, rows: int

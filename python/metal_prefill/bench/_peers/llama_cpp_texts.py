@@ -21,18 +21,6 @@ class Embedder:
     """Embedder that works as llama.cpp's own llama-embedding, with smaller batches.
 
     Each batch is one micro-batch of whole texts with a shared cache. A text must not be longer than a batch.
-
-    Parameters
-    ----------
-    model
-        The loaded model.
-    threads
-        CPU threads.
-
-    Raises
-    ------
-    BenchError
-        llama.cpp cannot create a context.
     """
 
     def __init__(self, model: Any, threads: int) -> None:

@@ -41,23 +41,7 @@ class PaddedTexts(TextEngine):
     def __init__(
         self, name: str, options: Options, architectures: Sequence[str], *, causal: bool = False
     ) -> None:
-        """Read the configuration of a file.
-
-        Parameters
-        ----------
-        name
-            Engine, in errors.
-        options
-        architectures
-            Encoders that the engine takes.
-        causal
-            Whether it takes models with causal attention, too.
-
-        Raises
-        ------
-        BenchError
-            The file is not one of these models.
-        """
+        """Read the configuration of a file."""
         self.path = Path(options.path)
         self.threads = options.threads or available_threads()
         with GGUFFile(self.path) as gguf:

@@ -85,15 +85,7 @@ def command_of(name: str) -> Command:
 
 
 def check_server(name: str) -> None:
-    """Raise an error that names the package to install if a server is missing.
-
-    Raises
-    ------
-    ValueError
-        There is no server with that name.
-    MissingExtraError
-        The server is not installed.
-    """
+    """Raise an error that names the package to install if a server is missing."""
     is_llama_server = os.path.basename(name) == "llama-server"
     if name not in SERVERS and not is_llama_server:
         peers = ", ".join(known for known in SERVERS if known != OURS)
@@ -114,22 +106,7 @@ def check_server(name: str) -> None:
 
 
 class ServerProcess:
-    """Running server process.
-
-    Parameters
-    ----------
-    name
-        Name in tables and errors.
-    options
-        Options of the server.
-    command
-        Program and arguments, by options and port.
-
-    Raises
-    ------
-    BenchError
-        The server does not answer in time, or its process ends.
-    """
+    """Running server process."""
 
     def __init__(self, name: str, options: ServerOptions, command: Command) -> None:
         self.name = name

@@ -82,20 +82,7 @@ class _States(torch.nn.Module):  # type: ignore[misc]
 
 
 def load_encoder(path: Path, attention: str = "sdpa") -> Any:
-    """Return the transformers model of a file, in float32.
-
-    Parameters
-    ----------
-    path
-        GGUF file of an architecture in `NAMES`.
-    attention
-        transformers' implementation of attention.
-
-    Raises
-    ------
-    ValueError
-        A tensor has no counterpart, or a weight of the model no tensor.
-    """
+    """Return the transformers model of a file, in float32."""
     with GGUFFile(path) as gguf:
         config = read_config(gguf)
         made: Any = transformers.AutoModel.from_config(_config(config, attention)).float().eval()
