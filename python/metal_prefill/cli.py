@@ -13,8 +13,8 @@ import sys
 import traceback
 from collections.abc import Sequence
 
-from metal_prefill._support.interface_words import as_options
 from metal_prefill._support.interruptions import interruptions
+from metal_prefill._support.messages import as_options
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from metal_prefill import bench
-from metal_prefill.bench import _engines, _process
+from metal_prefill.bench import _client, _engines
 from metal_prefill.bench._cases import Case
 from metal_prefill.bench._client import WorkerProcess
 from metal_prefill.bench._engines import Options
@@ -60,7 +60,7 @@ def test_a_crash_of_llama_cpp_on_amx_names_the_compiler(
         ("llama.cpp", False, False),
         ("openvino", True, False),
     ]:
-        monkeypatch.setattr(_process, "has_amx", lambda value=has_amx: value)
+        monkeypatch.setattr(_client, "has_amx", lambda value=has_amx: value)
         with pytest.raises(bench.BenchError, match=f"its process died \\({died.name}") as error:
-            _process.JsonProcess(name, command, "loading the model")
+            _client.JsonProcess(name, command, "loading the model")
         assert ("GCC 12 miscompiles llama.cpp: build it with clang" in str(error.value)) == named

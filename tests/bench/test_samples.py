@@ -1,11 +1,11 @@
-"""Which samples count."""
+"""Which samples count, and their statistics."""
 
 from __future__ import annotations
 
 import pytest
 
 from metal_prefill.bench import _samples
-from metal_prefill.bench._samples import Sample, select
+from metal_prefill.bench._samples import Sample, Spread, ratios, select, spread, stddev
 
 
 def test_clean_samples_come_first_and_degraded_ones_are_counted() -> None:
@@ -39,3 +39,22 @@ def test_samples_are_selected_regardless_of_their_duration() -> None:
 )
 def test_a_sample_is_disturbed_if_another_process_takes_the_core(sample: Sample, disturbed: bool) -> None:
     assert sample.disturbed() is disturbed
+
+
+def test_spread_is_median_and_range() -> None:
+    assert spread([5.0, 1.0, 2.0]) == Spread(2.0, 1.0, 5.0)
+    assert spread([4.0, 1.0]) == Spread(2.5, 1.0, 4.0)
+    with pytest.raises(ValueError, match="no samples"):
+        spread([])
+
+
+def test_standard_deviation_is_that_of_a_sample() -> None:
+    assert stddev([2.0, 4.0, 4.0, 4.0, 5.0, 5.0, 7.0, 9.0]) == pytest.approx((32 / 7) ** 0.5)
+    assert stddev([3.0]) == 0.0
+
+
+def test_ratios_pair_neighbours_in_time() -> None:
+    # Both slow down to a tenth together: the ratio stays 2, which a ratio of extremes would not show.
+    assert ratios([200.0, 20.0, 200.0], [100.0, 10.0, 100.0]) == Spread(2.0, 2.0, 2.0)
+    assert ratios([50.0, 80.0, 90.0], [100.0, 100.0]) == Spread(0.65, 0.5, 0.8)
+    assert ratios([20.0, 10.0], [10.0, 20.0]) == Spread(1.25, 0.5, 2.0)

@@ -13,7 +13,7 @@ from support.model_folders import CONTEXT, Folder
 from support.running_server import running
 
 from metal_prefill import GGUFError, Model, UnsupportedModelError
-from metal_prefill._support.interface_words import as_fields, as_options
+from metal_prefill._support.messages import as_fields, as_options
 from metal_prefill.cli import main
 from metal_prefill.conversion import convert
 

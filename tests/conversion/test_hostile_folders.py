@@ -14,7 +14,7 @@ from support import model_folders, recurrent_folders
 from support.model_folders import Folder
 
 from metal_prefill import GGUFError, UnsupportedModelError
-from metal_prefill._support.shortened import MOST_CHARACTERS
+from metal_prefill._support.messages import MOST_CHARACTERS
 from metal_prefill.conversion import convert
 from metal_prefill.conversion._fields import Fields
 from metal_prefill.conversion._settings import long_rope_factors

@@ -13,7 +13,7 @@ from support.fuzzing import TIMEOUT, kept, regressions, rounds
 
 pytest.importorskip("msgspec", reason="needs the extra serve")
 
-from metal_prefill._support.shortened import MOST_CHARACTERS
+from metal_prefill._support.messages import MOST_CHARACTERS
 from metal_prefill.serve import _forms
 from metal_prefill.serve._errors import ApiError
 

@@ -14,7 +14,7 @@ import pytest
 from support.running_server import POST, Running, read_all
 
 from metal_prefill import Model
-from metal_prefill._support.shortened import MOST_CHARACTERS
+from metal_prefill._support.messages import MOST_CHARACTERS
 from metal_prefill.serve import Settings, _connections, _endpoint, _service
 from metal_prefill.serve._bodies import LARGE, Bodies
 from metal_prefill.serve._completions import CompletionChoice, prompts_of

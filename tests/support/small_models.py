@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from metal_prefill.files._architecture import ARCHITECTURES
 from metal_prefill.synth import ExpertShape, LayerShape, ModelShape, ScanShape, _file, _tensors
 from metal_prefill.synth._blocks import BLOCK_FORMATS, random_norm, random_tensor
 from metal_prefill.synth._scan import random_decay, random_step
@@ -111,6 +112,15 @@ _GEMMA4 = SmallModel(
 )
 
 
+def _named(models: Mapping[str, SmallModel]) -> dict[str, SmallModel]:
+    """Set the architecture of models whose names begin with one."""
+    found = {name: name.partition(",")[0] for name in models}
+    return {
+        name: replace(model, architecture=found[name]) if found[name] in ARCHITECTURES else model
+        for name, model in models.items()
+    }
+
+
 def _of_type(kind: str) -> SmallModel:
     """Make every matrix of one type, the embedding and the output included; 256 fits all blocks."""
     return SmallModel(
@@ -143,310 +153,270 @@ _MAMBA2 = SmallModel(
     scan=ScanShape(inner=128, state=32, heads=4),
 )
 
-EXPERTS: dict[str, SmallModel] = {
-    "granitemoe": SmallModel(
-        architecture="granitemoe", scales=_GRANITE_SCALES, experts=ExpertShape(5, 2, 96, shared=64)
-    ),
-    "granitemoe, mixed types": SmallModel(
-        architecture="granitemoe",
-        dim=256,
-        key_dim=64,
-        ffn=256,
-        layers=1,
-        scales=_GRANITE_SCALES,
-        types={"*": "Q4_K", "*_down_*": "Q6_K", "*_shexp.*": "Q8_0"},
-        experts=ExpertShape(16, 4, 256, shared=512),
-    ),
-    "granitehybrid, experts": SmallModel(
-        architecture="granitehybrid",
-        layers=3,
-        dim=96,
-        key_dim=24,
-        scales=_GRANITE_SCALES,
-        scan=ScanShape(inner=192, state=16, heads=4, layers=(0, 1)),
-        experts=ExpertShape(4, 4, 96, shared=64),
-    ),
-    "qwen3moe": SmallModel(
-        architecture="qwen3moe", layers=3, key_dim=64, output="Q8_0", experts=ExpertShape(9, 3, 64)
-    ),
-    "olmoe": SmallModel(
-        architecture="olmoe", dim=128, kv_heads=4, ffn=32, output="Q8_0", experts=ExpertShape(64, 8, 32)
-    ),
-    "granitemoe, one of three experts, odd dimensions": SmallModel(
-        architecture="granitemoe",
-        dim=60,
-        heads=6,
-        kv_heads=6,
-        key_dim=10,
-        ffn=70,
-        embedding="F16",
-        scales=_GRANITE_SCALES,
-        types={"*": "F32"},
-        experts=ExpertShape(3, 1, 70),
-    ),
-    "lfm2moe": SmallModel(
-        architecture="lfm2moe",
-        layers=4,
-        dim=128,
-        rope_base=1e6,
-        conv_layers=(0, 1, 3),
-        experts=ExpertShape(6, 2, 64, dense_layers=2),
-    ),
-}
+# Dimensions that fit no block.
+_ODD = SmallModel(dim=50, heads=2, kv_heads=1, key_dim=24, ffn=70, embedding="F16", types={"*": "F32"})
 
-MODELS: dict[str, SmallModel] = {
-    **{f"type {kind}": _of_type(kind) for kind in TYPES},
-    "mixed types": SmallModel(
-        dim=256,
-        key_dim=64,
-        ffn=512,
-        embedding="Q6_K",
-        types={
-            "*": "Q4_K",
-            "*.attn_v.*": "Q6_K",
-            "*.attn_k.*": "Q5_0",
-            "*.ffn_down.*": "Q8_0",
-            "blk.1.*": "Q4_1",
-        },
-    ),
-    "mixed K-quants": SmallModel(
-        dim=256,
-        key_dim=64,
-        ffn=512,
-        embedding="Q6_K",
-        types={"*": "Q4_K", "*.attn_v.*": "Q6_K", "*.ffn_down.*": "Q6_K", "blk.1.attn_k.*": "Q8_0"},
-    ),
-    "16-bit floats": SmallModel(types={"*": "F16", "*.ffn_down.*": "BF16"}),
-    "dimensions that fit no block": SmallModel(
-        dim=50, heads=6, kv_heads=2, key_dim=10, value_dim=14, ffn=70, embedding="F16", types={"*": "F32"}
-    ),
-    "gqa 1": SmallModel(heads=3, kv_heads=3, dim=96),
-    "gqa 3": SmallModel(heads=9, kv_heads=3, dim=288),
-    "gqa 8": SmallModel(heads=8, kv_heads=1, dim=256),
-    **{f"head_dim {n}": SmallModel(heads=4, dim=4 * n, key_dim=n) for n in (32, 64, 80, 128)},
-    "head_dim 16": SmallModel(heads=4, dim=64, key_dim=16),
-    "narrower than its heads": SmallModel(heads=4, dim=96, key_dim=64),
-    "values wider than keys": SmallModel(key_dim=32, value_dim=64),
-    "values narrower than keys": SmallModel(key_dim=64, value_dim=32),
-    "separate output": SmallModel(output="Q6_K", dim=256, key_dim=64),
-    "vocabulary of 301": SmallModel(vocab=301),
-    "vocabulary of 1021, separate": SmallModel(vocab=1021, output="Q8_0"),
-    "sentencepiece": SmallModel(tokenizer="llama", vocab=400),
-    "rope base": SmallModel(rope_base=500000.0),
-    "rope of half the head": SmallModel(rope_dim=16),
-    "linear rope scaling": SmallModel(rope_scaling="linear"),
-    "yarn rope scaling": SmallModel(rope_scaling="yarn"),
-    "rope frequency factors": SmallModel(rope_scaling="freqs", rope_base=500000.0),
-    "large norm epsilon": SmallModel(norm_eps=0.1),
-    "biases": SmallModel(qkv_bias=True),
-    "all biases": SmallModel(qkv_bias=True, all_biases=True),
-    "long context": SmallModel(layers=1, context=4096),
-    "smollm shape": SmallModel(dim=576, heads=9, kv_heads=3, key_dim=64, ffn=1536, vocab=512),
-    "wide feed-forward": SmallModel(dim=64, ffn=2048),
-    "qwen2": SmallModel(architecture="qwen2", dim=128, qkv_bias=True),
-    "qwen3": SmallModel(architecture="qwen3", key_dim=64),
-    "smollm3": SmallModel(architecture="smollm3", layers=5),
-    "granite": SmallModel(
-        architecture="granite",
-        qkv_bias=True,
-        norm_eps=0.01,  # which the scale of the residual stream must not change
-        scales=_GRANITE_SCALES,
-    ),
-    "hunyuan-dense": SmallModel(architecture="hunyuan-dense", key_dim=64),
-    "olmo2": SmallModel(architecture="olmo2", dim=128, output="Q8_0"),
-    "olmo2, windows": SmallModel(
-        architecture="olmo2", layers=5, dim=128, output="Q8_0", window=16, rope_scaling="yarn", rope_base=5e5
-    ),
-    "exaone4": SmallModel(architecture="exaone4", dim=128, rope_scaling="freqs", rope_base=1e6),
-    "exaone4, windows": SmallModel(architecture="exaone4", layers=5, dim=128, window=16),
-    "ernie4_5": SmallModel(architecture="ernie4_5", key_dim=64),
-    "phi3": SmallModel(architecture="phi3", dim=128, kv_heads=4),
-    "phi3, long rope": SmallModel(
-        architecture="phi3", dim=128, kv_heads=4, rope_scaling="longrope", original_context=64
-    ),
-    "minicpm": SmallModel(architecture="minicpm", scales=_GRANITE_SCALES[:3]),
-    "minicpm, long rope": SmallModel(
-        architecture="minicpm", scales=_GRANITE_SCALES[:3], rope_scaling="longrope", original_context=64
-    ),
-    "mistral3": SmallModel(
-        architecture="mistral3",
-        key_dim=64,
-        rope_scaling="yarn",
-        context=4096,
-        original_context=1024,
-        scales=(("attention.temperature_scale", 0.1), ("rope.scaling.yarn_log_multiplier", 1.0)),
-    ),
-    "qwen3vl": SmallModel(architecture="qwen3vl", key_dim=48),
-    "gpt2": SmallModel(architecture="gpt2", dim=128, kv_heads=4),
-    "gptneox": SmallModel(architecture="gptneox", dim=128, kv_heads=4, rope_dim=8, output="Q8_0"),
-    "gptneox, blocks in sequence": SmallModel(
-        architecture="gptneox", layers=3, dim=96, kv_heads=4, key_dim=24, output="Q8_0", parallel=False
-    ),
-    "starcoder2": SmallModel(architecture="starcoder2", dim=128),
-    "starcoder2, windows": SmallModel(architecture="starcoder2", dim=128, window=16),
-    "phi2": SmallModel(architecture="phi2", dim=128, kv_heads=4, rope_dim=12, vocab=323, output="Q8_0"),
-    "stablelm": SmallModel(architecture="stablelm", dim=128, rope_dim=8, output="Q8_0"),
-    "stablelm, biases": SmallModel(
-        architecture="stablelm", dim=128, rope_dim=8, output="Q8_0", qkv_bias=True
-    ),
-    "cohere2": SmallModel(
-        architecture="cohere2", layers=5, dim=128, window=16, scales=(("logit_scale", 0.25),)
-    ),
-    "lfm2": SmallModel(architecture="lfm2", layers=4, dim=128, rope_base=1e6, conv_layers=(0, 1, 3)),
-    "lfm2, attention last": SmallModel(architecture="lfm2", layers=3, dim=96, key_dim=24, conv_layers=(0, 1)),
-    "lfm2, four taps, odd dimensions": SmallModel(
-        architecture="lfm2",
-        layers=3,
-        dim=50,
-        heads=2,
-        kv_heads=1,
-        key_dim=24,
-        ffn=70,
-        embedding="F16",
-        types={"*": "F32"},
-        conv_layers=(0, 2),
-        conv_taps=4,
-    ),
-    "mamba2": _MAMBA2,
-    "mamba2, three groups, odd dimensions": replace(
-        _MAMBA2,
-        dim=36,
-        embedding="F16",
-        output="F32",
-        types={"*": "F32"},
-        scan=ScanShape(inner=72, state=20, heads=6, groups=3, taps=3),
-    ),
-    "granitehybrid": SmallModel(
-        architecture="granitehybrid",
-        layers=4,
-        dim=128,
-        scan=ScanShape(inner=256, state=32, heads=8, layers=(0, 1, 3)),
-        scales=_GRANITE_SCALES,
-    ),
-    "granitehybrid, attention last": SmallModel(
-        architecture="granitehybrid",
-        layers=3,
-        dim=96,
-        key_dim=24,
-        qkv_bias=True,
-        scan=ScanShape(inner=192, state=16, heads=4, groups=2, layers=(0, 1)),
-    ),
-    "falcon-h1": SmallModel(
-        architecture="falcon-h1",
-        layers=3,
-        dim=128,
-        output="Q8_0",
-        rope_base=1e11,
-        scan=ScanShape(inner=192, state=32, heads=6, norm=False),
-    ),
-    "falcon-h1, norms in groups": SmallModel(
-        architecture="falcon-h1",
-        dim=96,
-        output="Q8_0",
-        heads=3,
-        kv_heads=1,
-        rope_base=1e11,
-        scan=ScanShape(inner=256, state=48, heads=4, groups=2),
-    ),
-    "qwen35": SmallModel(
-        architecture="qwen35",
-        layers=4,
-        dim=96,
-        key_dim=64,
-        rope_dim=16,
-        rope_base=1e7,
-        output="Q8_0",
-        scan=ScanShape(inner=64, state=32, heads=2, layers=(0, 1, 2)),
-    ),
-    "qwen35, recurrence last": SmallModel(
-        architecture="qwen35",
-        layers=3,
-        dim=64,
-        heads=2,
-        kv_heads=1,
-        key_dim=32,
-        rope_dim=8,
-        types={"*": "Q4_0", "*.ssm_alpha.*": "F32", "*.ssm_beta.*": "F32", "*.attn_gate.*": "Q8_0"},
-        scan=ScanShape(inner=256, state=64, heads=4, groups=2, taps=3, layers=(0, 2)),
-    ),
-    "qwen35, odd dimensions": SmallModel(
-        architecture="qwen35",
-        layers=3,
-        dim=50,
-        heads=2,
-        kv_heads=1,
-        key_dim=24,
-        rope_dim=6,
-        ffn=70,
-        embedding="F16",
-        types={"*": "F32"},
-        scan=ScanShape(inner=216, state=20, heads=6, groups=2, layers=(0, 1)),
-    ),
-    "gemma2": SmallModel(
-        architecture="gemma2",
-        layers=3,
-        window=16,
-        key_dim=64,
-        scales=(("attn_logit_softcapping", 2.0), ("final_logit_softcapping", 6.0)),
-    ),
-    "gemma2, usual limits, odd dimensions": SmallModel(
-        architecture="gemma2",
-        dim=50,
-        heads=2,
-        kv_heads=1,
-        key_dim=24,
-        ffn=70,
-        embedding="F16",
-        types={"*": "F32"},
-        window=9,
-    ),
-    "gemma3": SmallModel(architecture="gemma3", layers=7, rope_base=1e6, window=16, key_dim=64),
-    "gemma3, scaled": SmallModel(architecture="gemma3", layers=7, window=16, rope_scaling="linear"),
-    "gemma4": _GEMMA4,
-    "gemma4, odd dimensions": SmallModel(
-        architecture="gemma4",
-        layers=6,
-        dim=50,
-        heads=6,
-        kv_heads=2,
-        key_dim=40,
-        ffn=70,
-        embedding="F16",
-        types={"*": "F32"},
-        rope_base=1e6,
-        window=9,
-        layered=LayerShape(2, 24, 3, inputs=10, shared=3, shared_ffn=140),
-    ),
-    "gemma4, equal feed-forwards": replace(
-        _GEMMA4,
-        heads=8,
-        window=100,
-        scales=(),
-        layered=LayerShape(3, 32, 4, inputs=64, shared=1, shared_ffn=96),
-    ),
-    "gemma4, without inputs": replace(_GEMMA4, layers=3, layered=LayerShape(3, 32, 2)),
-    "gemma4, wide heads": replace(
-        _GEMMA4,
-        layers=4,
-        heads=2,
-        key_dim=512,
-        layered=LayerShape(2, 256, 1, inputs=32, shared=2, shared_ffn=192),
-    ),
-    **EXPERTS,
-}
+EXPERTS = _named(
+    {
+        "granitemoe": SmallModel(scales=_GRANITE_SCALES, experts=ExpertShape(5, 2, 96, shared=64)),
+        "granitemoe, mixed types": SmallModel(
+            dim=256,
+            key_dim=64,
+            ffn=256,
+            layers=1,
+            scales=_GRANITE_SCALES,
+            types={"*": "Q4_K", "*_down_*": "Q6_K", "*_shexp.*": "Q8_0"},
+            experts=ExpertShape(16, 4, 256, shared=512),
+        ),
+        "granitehybrid, experts": SmallModel(
+            layers=3,
+            dim=96,
+            key_dim=24,
+            scales=_GRANITE_SCALES,
+            scan=ScanShape(inner=192, state=16, heads=4, layers=(0, 1)),
+            experts=ExpertShape(4, 4, 96, shared=64),
+        ),
+        "qwen3moe": SmallModel(layers=3, key_dim=64, output="Q8_0", experts=ExpertShape(9, 3, 64)),
+        "olmoe": SmallModel(dim=128, kv_heads=4, ffn=32, output="Q8_0", experts=ExpertShape(64, 8, 32)),
+        "granitemoe, one of three experts, odd dimensions": SmallModel(
+            dim=60,
+            heads=6,
+            kv_heads=6,
+            key_dim=10,
+            ffn=70,
+            embedding="F16",
+            scales=_GRANITE_SCALES,
+            types={"*": "F32"},
+            experts=ExpertShape(3, 1, 70),
+        ),
+        "lfm2moe": SmallModel(
+            layers=4,
+            dim=128,
+            rope_base=1e6,
+            conv_layers=(0, 1, 3),
+            experts=ExpertShape(6, 2, 64, dense_layers=2),
+        ),
+    }
+)
+
+MODELS = _named(
+    {
+        **{f"type {kind}": _of_type(kind) for kind in TYPES},
+        "mixed types": SmallModel(
+            dim=256,
+            key_dim=64,
+            ffn=512,
+            embedding="Q6_K",
+            types={
+                "*": "Q4_K",
+                "*.attn_v.*": "Q6_K",
+                "*.attn_k.*": "Q5_0",
+                "*.ffn_down.*": "Q8_0",
+                "blk.1.*": "Q4_1",
+            },
+        ),
+        "mixed K-quants": SmallModel(
+            dim=256,
+            key_dim=64,
+            ffn=512,
+            embedding="Q6_K",
+            types={"*": "Q4_K", "*.attn_v.*": "Q6_K", "*.ffn_down.*": "Q6_K", "blk.1.attn_k.*": "Q8_0"},
+        ),
+        "16-bit floats": SmallModel(types={"*": "F16", "*.ffn_down.*": "BF16"}),
+        "dimensions that fit no block": SmallModel(
+            dim=50, heads=6, kv_heads=2, key_dim=10, value_dim=14, ffn=70, embedding="F16", types={"*": "F32"}
+        ),
+        "gqa 1": SmallModel(heads=3, kv_heads=3, dim=96),
+        "gqa 3": SmallModel(heads=9, kv_heads=3, dim=288),
+        "gqa 8": SmallModel(heads=8, kv_heads=1, dim=256),
+        **{f"head_dim {n}": SmallModel(heads=4, dim=4 * n, key_dim=n) for n in (32, 64, 80, 128)},
+        "head_dim 16": SmallModel(heads=4, dim=64, key_dim=16),
+        "narrower than its heads": SmallModel(heads=4, dim=96, key_dim=64),
+        "values wider than keys": SmallModel(key_dim=32, value_dim=64),
+        "values narrower than keys": SmallModel(key_dim=64, value_dim=32),
+        "separate output": SmallModel(output="Q6_K", dim=256, key_dim=64),
+        "vocabulary of 301": SmallModel(vocab=301),
+        "vocabulary of 1021, separate": SmallModel(vocab=1021, output="Q8_0"),
+        "sentencepiece": SmallModel(tokenizer="llama", vocab=400),
+        "rope base": SmallModel(rope_base=500000.0),
+        "rope of half the head": SmallModel(rope_dim=16),
+        "linear rope scaling": SmallModel(rope_scaling="linear"),
+        "yarn rope scaling": SmallModel(rope_scaling="yarn"),
+        "rope frequency factors": SmallModel(rope_scaling="freqs", rope_base=500000.0),
+        "large norm epsilon": SmallModel(norm_eps=0.1),
+        "biases": SmallModel(qkv_bias=True),
+        "all biases": SmallModel(qkv_bias=True, all_biases=True),
+        "long context": SmallModel(layers=1, context=4096),
+        "smollm shape": SmallModel(dim=576, heads=9, kv_heads=3, key_dim=64, ffn=1536, vocab=512),
+        "wide feed-forward": SmallModel(dim=64, ffn=2048),
+        "qwen2": SmallModel(dim=128, qkv_bias=True),
+        "qwen3": SmallModel(key_dim=64),
+        "smollm3": SmallModel(layers=5),
+        "granite": SmallModel(
+            qkv_bias=True,
+            norm_eps=0.01,  # which the scale of the residual stream must not change
+            scales=_GRANITE_SCALES,
+        ),
+        "hunyuan-dense": SmallModel(key_dim=64),
+        "olmo2": SmallModel(dim=128, output="Q8_0"),
+        "olmo2, windows": SmallModel(
+            layers=5, dim=128, output="Q8_0", window=16, rope_scaling="yarn", rope_base=5e5
+        ),
+        "exaone4": SmallModel(dim=128, rope_scaling="freqs", rope_base=1e6),
+        "exaone4, windows": SmallModel(layers=5, dim=128, window=16),
+        "ernie4_5": SmallModel(key_dim=64),
+        "phi3": SmallModel(dim=128, kv_heads=4),
+        "phi3, long rope": SmallModel(dim=128, kv_heads=4, rope_scaling="longrope", original_context=64),
+        "minicpm": SmallModel(scales=_GRANITE_SCALES[:3]),
+        "minicpm, long rope": SmallModel(
+            scales=_GRANITE_SCALES[:3], rope_scaling="longrope", original_context=64
+        ),
+        "mistral3": SmallModel(
+            key_dim=64,
+            rope_scaling="yarn",
+            context=4096,
+            original_context=1024,
+            scales=(("attention.temperature_scale", 0.1), ("rope.scaling.yarn_log_multiplier", 1.0)),
+        ),
+        "qwen3vl": SmallModel(key_dim=48),
+        "gpt2": SmallModel(dim=128, kv_heads=4),
+        "gptneox": SmallModel(dim=128, kv_heads=4, rope_dim=8, output="Q8_0"),
+        "gptneox, blocks in sequence": SmallModel(
+            layers=3, dim=96, kv_heads=4, key_dim=24, output="Q8_0", parallel=False
+        ),
+        "starcoder2": SmallModel(dim=128),
+        "starcoder2, windows": SmallModel(dim=128, window=16),
+        "phi2": SmallModel(dim=128, kv_heads=4, rope_dim=12, vocab=323, output="Q8_0"),
+        "stablelm": SmallModel(dim=128, rope_dim=8, output="Q8_0"),
+        "stablelm, biases": SmallModel(dim=128, rope_dim=8, output="Q8_0", qkv_bias=True),
+        "cohere2": SmallModel(layers=5, dim=128, window=16, scales=(("logit_scale", 0.25),)),
+        "lfm2": SmallModel(layers=4, dim=128, rope_base=1e6, conv_layers=(0, 1, 3)),
+        "lfm2, attention last": SmallModel(layers=3, dim=96, key_dim=24, conv_layers=(0, 1)),
+        "lfm2, four taps, odd dimensions": replace(_ODD, layers=3, conv_layers=(0, 2), conv_taps=4),
+        "mamba2": _MAMBA2,
+        "mamba2, three groups, odd dimensions": replace(
+            _MAMBA2,
+            dim=36,
+            embedding="F16",
+            output="F32",
+            types={"*": "F32"},
+            scan=ScanShape(inner=72, state=20, heads=6, groups=3, taps=3),
+        ),
+        "granitehybrid": SmallModel(
+            layers=4,
+            dim=128,
+            scan=ScanShape(inner=256, state=32, heads=8, layers=(0, 1, 3)),
+            scales=_GRANITE_SCALES,
+        ),
+        "granitehybrid, attention last": SmallModel(
+            layers=3,
+            dim=96,
+            key_dim=24,
+            qkv_bias=True,
+            scan=ScanShape(inner=192, state=16, heads=4, groups=2, layers=(0, 1)),
+        ),
+        "falcon-h1": SmallModel(
+            layers=3,
+            dim=128,
+            output="Q8_0",
+            rope_base=1e11,
+            scan=ScanShape(inner=192, state=32, heads=6, norm=False),
+        ),
+        "falcon-h1, norms in groups": SmallModel(
+            dim=96,
+            output="Q8_0",
+            heads=3,
+            kv_heads=1,
+            rope_base=1e11,
+            scan=ScanShape(inner=256, state=48, heads=4, groups=2),
+        ),
+        "qwen35": SmallModel(
+            layers=4,
+            dim=96,
+            key_dim=64,
+            rope_dim=16,
+            rope_base=1e7,
+            output="Q8_0",
+            scan=ScanShape(inner=64, state=32, heads=2, layers=(0, 1, 2)),
+        ),
+        "qwen35, recurrence last": SmallModel(
+            layers=3,
+            dim=64,
+            heads=2,
+            kv_heads=1,
+            key_dim=32,
+            rope_dim=8,
+            types={"*": "Q4_0", "*.ssm_alpha.*": "F32", "*.ssm_beta.*": "F32", "*.attn_gate.*": "Q8_0"},
+            scan=ScanShape(inner=256, state=64, heads=4, groups=2, taps=3, layers=(0, 2)),
+        ),
+        "qwen35, odd dimensions": SmallModel(
+            layers=3,
+            dim=50,
+            heads=2,
+            kv_heads=1,
+            key_dim=24,
+            rope_dim=6,
+            ffn=70,
+            embedding="F16",
+            types={"*": "F32"},
+            scan=ScanShape(inner=216, state=20, heads=6, groups=2, layers=(0, 1)),
+        ),
+        "gemma2": SmallModel(
+            layers=3,
+            window=16,
+            key_dim=64,
+            scales=(("attn_logit_softcapping", 2.0), ("final_logit_softcapping", 6.0)),
+        ),
+        "gemma2, usual limits, odd dimensions": replace(_ODD, window=9),
+        "gemma3": SmallModel(layers=7, rope_base=1e6, window=16, key_dim=64),
+        "gemma3, scaled": SmallModel(layers=7, window=16, rope_scaling="linear"),
+        "gemma4": _GEMMA4,
+        "gemma4, odd dimensions": SmallModel(
+            layers=6,
+            dim=50,
+            heads=6,
+            kv_heads=2,
+            key_dim=40,
+            ffn=70,
+            embedding="F16",
+            types={"*": "F32"},
+            rope_base=1e6,
+            window=9,
+            layered=LayerShape(2, 24, 3, inputs=10, shared=3, shared_ffn=140),
+        ),
+        "gemma4, equal feed-forwards": replace(
+            _GEMMA4,
+            heads=8,
+            window=100,
+            scales=(),
+            layered=LayerShape(3, 32, 4, inputs=64, shared=1, shared_ffn=96),
+        ),
+        "gemma4, without inputs": replace(_GEMMA4, layers=3, layered=LayerShape(3, 32, 2)),
+        "gemma4, wide heads": replace(
+            _GEMMA4,
+            layers=4,
+            heads=2,
+            key_dim=512,
+            layered=LayerShape(2, 256, 1, inputs=32, shared=2, shared_ffn=192),
+        ),
+        **EXPERTS,
+    }
+)
 
 # Models for embeddings and classes. All matrices are in float32, and the peers take them.
 _IN_FLOAT32 = SmallModel(types={"*": "F32"}, embedding="F32")
 _GEMMA_EMBEDDING = replace(
     _IN_FLOAT32, architecture="gemma-embedding", layers=7, rope_base=1e6, window=16, key_dim=64
 )
-EMBEDDERS: dict[str, SmallModel] = {
-    "qwen3, last": replace(_IN_FLOAT32, architecture="qwen3", key_dim=64, pooling="last"),
-    "qwen3, mean": replace(_IN_FLOAT32, architecture="qwen3", key_dim=64, pooling="mean"),
-    "llama, mean": replace(_IN_FLOAT32, pooling="mean"),
-    "gemma-embedding": replace(_GEMMA_EMBEDDING, pooling="mean", dense=96),
-    "gemma-embedding, without dense layers": replace(_GEMMA_EMBEDDING, pooling="mean"),
-}
+EMBEDDERS = _named(
+    {
+        "qwen3, last": replace(_IN_FLOAT32, key_dim=64, pooling="last"),
+        "qwen3, mean": replace(_IN_FLOAT32, key_dim=64, pooling="mean"),
+        "llama, mean": replace(_IN_FLOAT32, pooling="mean"),
+        "gemma-embedding": replace(_GEMMA_EMBEDDING, pooling="mean", dense=96),
+        "gemma-embedding, without dense layers": replace(_GEMMA_EMBEDDING, pooling="mean"),
+    }
+)
 # Models without an output projection, with bidirectional attention.
 _ENCODER = SmallModel(tokenizer="bert", vocab=400, pooling="mean", context=512, dim=96, heads=3, kv_heads=3)
 _MODERN_BERT = replace(_ENCODER, architecture="modern-bert", tokenizer="gpt2", layers=5, window=32)
@@ -461,46 +431,48 @@ _PRIVACY_FILTER = replace(
     window=33,
     experts=ExpertShape(4, 4, 64),
 )
-ENCODERS: dict[str, SmallModel] = {
-    "bert": replace(_ENCODER, architecture="bert"),
-    "bert, float32": replace(_ENCODER, architecture="bert", types={"*": "F32"}, embedding="F32"),
-    "bert, 16-bit floats": replace(_ENCODER, architecture="bert", types={"*": "F16", "*.ffn_up.*": "BF16"}),
-    "bert, cls": replace(_ENCODER, architecture="bert", pooling="cls", layers=3),
-    "bert, position bias": replace(_ENCODER, architecture="bert", position_bias=True),
-    "bert, narrow embedding": replace(_ENCODER, architecture="bert", embedding_dim=64),
-    "deberta": replace(_ENCODER, architecture="deberta-v2", relative_rows=40),
-    "nomic-bert": replace(_ENCODER, architecture="nomic-bert", rope_base=1000.0),
-    "nomic-bert, biases": replace(_ENCODER, architecture="nomic-bert", qkv_bias=True, all_biases=True),
-    "jina-bert-v2": _JINA,
-    "jina-bert-v2, code": _JINA_CODE,
-    "jina-bert-v2, code, separate": replace(
-        _JINA_CODE, fused=False, layers=1, heads=4, kv_heads=4, key_dim=32
-    ),
-    "modern-bert": replace(_MODERN_BERT, rope_base=160000.0),
-    "eurobert": replace(_ENCODER, architecture="eurobert", tokenizer="gpt2", kv_heads=1),
-    # Each token goes through all experts: with fewer bits, others might be chosen.
-    "privacy-filter, all experts": _PRIVACY_FILTER,
-    "privacy-filter, rope factors": replace(_PRIVACY_FILTER, rope_scaling="freqs", window=129, kv_heads=3),
-    "privacy-filter, odd dimensions": replace(
-        _PRIVACY_FILTER,
-        dim=60,
-        key_dim=10,
-        types={"*": "F32"},
-        embedding="F16",
-        experts=ExpertShape(3, 3, 44),
-    ),
-}
-CLASSIFIERS: dict[str, SmallModel] = {
-    "qwen3, three classes": replace(
-        _IN_FLOAT32, architecture="qwen3", key_dim=64, pooling="rank", labels=("low", "middle", "high")
-    ),
-    "qwen3, yes and no": replace(
-        _IN_FLOAT32, architecture="qwen3", key_dim=64, pooling="rank", labels=("yes", "no")
-    ),
-    "qwen3, one class": replace(
-        _IN_FLOAT32, architecture="qwen3", key_dim=64, pooling="rank", labels=("score",)
-    ),
-}
+ENCODERS = _named(
+    {
+        "bert": replace(_ENCODER),
+        "bert, float32": replace(_ENCODER, types={"*": "F32"}, embedding="F32"),
+        "bert, 16-bit floats": replace(_ENCODER, types={"*": "F16", "*.ffn_up.*": "BF16"}),
+        "bert, cls": replace(_ENCODER, pooling="cls", layers=3),
+        "bert, position bias": replace(_ENCODER, position_bias=True),
+        "bert, narrow embedding": replace(_ENCODER, embedding_dim=64),
+        "deberta": replace(_ENCODER, architecture="deberta-v2", relative_rows=40),
+        "nomic-bert": replace(_ENCODER, rope_base=1000.0),
+        "nomic-bert, biases": replace(_ENCODER, qkv_bias=True, all_biases=True),
+        "jina-bert-v2": _JINA,
+        "jina-bert-v2, code": _JINA_CODE,
+        "jina-bert-v2, code, separate": replace(
+            _JINA_CODE, fused=False, layers=1, heads=4, kv_heads=4, key_dim=32
+        ),
+        "modern-bert": replace(_MODERN_BERT, rope_base=160000.0),
+        "eurobert": replace(_ENCODER, tokenizer="gpt2", kv_heads=1),
+        # Each token goes through all experts: with fewer bits, others might be chosen.
+        "privacy-filter, all experts": _PRIVACY_FILTER,
+        "privacy-filter, rope factors": replace(
+            _PRIVACY_FILTER, rope_scaling="freqs", window=129, kv_heads=3
+        ),
+        "privacy-filter, odd dimensions": replace(
+            _PRIVACY_FILTER,
+            dim=60,
+            key_dim=10,
+            types={"*": "F32"},
+            embedding="F16",
+            experts=ExpertShape(3, 3, 44),
+        ),
+    }
+)
+CLASSIFIERS = _named(
+    {
+        "qwen3, three classes": replace(
+            _IN_FLOAT32, key_dim=64, pooling="rank", labels=("low", "middle", "high")
+        ),
+        "qwen3, yes and no": replace(_IN_FLOAT32, key_dim=64, pooling="rank", labels=("yes", "no")),
+        "qwen3, one class": replace(_IN_FLOAT32, key_dim=64, pooling="rank", labels=("score",)),
+    }
+)
 
 
 def write(path: str | Path, model: SmallModel) -> Path:
@@ -557,43 +529,11 @@ def _fused(
 
 
 def _shape(model: SmallModel) -> ModelShape:
-    return ModelShape(
-        layers=model.layers,
-        dim=model.dim,
-        heads=model.heads,
-        kv_heads=model.kv_heads,
-        head_dim=model.key_dim,
-        ffn=model.ffn,
-        vocab=model.vocab,
-        context=model.context,
-        output_type=model.output or TIED,
-        tokenizer=model.tokenizer,
-        rope_base=model.rope_base,
-        rope_dims=model.rope_dim,
-        rope_scaling="llama3" if model.rope_scaling == "freqs" else model.rope_scaling,
-        rope_factor=model.rope_factor,
-        norm_eps=model.norm_eps,
-        architecture=model.architecture,
-        value_dim=model.value_dim,
-        window=model.window,
-        qkv_bias=model.qkv_bias,
-        all_biases=model.all_biases,
-        parallel=model.parallel,
-        all_norms=model.all_norms,
-        position_bias=model.position_bias,
-        embedding_dim=model.embedding_dim,
-        relative_rows=model.relative_rows,
-        original_context=model.original_context,
-        pooling=model.pooling,
-        dense=model.dense,
-        labels=model.labels,
-        scales=model.scales,
-        conv_layers=model.conv_layers,
-        conv_taps=model.conv_taps,
-        scan=model.scan,
-        experts=model.experts,
-        layered=model.layered,
-    )
+    own = {f.name for f in fields(SmallModel)}
+    same = {f.name: getattr(model, f.name) for f in fields(ModelShape) if f.name in own}
+    same["rope_scaling"] = "llama3" if model.rope_scaling == "freqs" else model.rope_scaling
+    output = model.output or TIED
+    return ModelShape(**same, head_dim=model.key_dim, output_type=output, rope_dims=model.rope_dim)
 
 
 def _typed(tensor: Tensor, model: SmallModel) -> Tensor:

@@ -14,8 +14,8 @@ from tokenizers import Tokenizer as Segmenter
 from tokenizers import models, pre_tokenizers
 
 from metal_prefill.text import Tokenizer
+from metal_prefill.text._segmentation import WordTokens
 from metal_prefill.text._tokenizer import _BLOCK
-from metal_prefill.text._word_tokens import WordTokens
 
 Opened = tuple[Tokenizer, WordTokens]
 # A text in three or four has a control character.

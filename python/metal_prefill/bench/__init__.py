@@ -13,8 +13,8 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from metal_prefill.bench._agents import AgentResults
-from metal_prefill.bench._errors import BenchError
-from metal_prefill.bench._results import BenchResults
+from metal_prefill.bench._engines import BenchError
+from metal_prefill.bench._report import BenchResults
 from metal_prefill.bench._rows import Row
 from metal_prefill.bench._serving import ServingResults
 

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from metal_prefill.bench._errors import BenchError
+from metal_prefill.bench._engines import BenchError
 from metal_prefill.bench._peers import servers
 from metal_prefill.bench._peers.servers import Command, ServerOptions, ServerProcess
 from metal_prefill.bench._serving import WORDS

@@ -1,16 +1,102 @@
-"""Parent side of a worker process."""
+"""Parent side of a worker process, which answers requests: one JSON object per line."""
 
 from __future__ import annotations
 
+import contextlib
 import json
+import signal
+import subprocess
 import sys
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from typing import Protocol
+from typing import Any, Protocol
 
 from metal_prefill.bench._cases import Case
-from metal_prefill.bench._engines import Identity, Options
-from metal_prefill.bench._process import JsonProcess
+from metal_prefill.bench._engines import BenchError, Identity, Options
+from metal_prefill.bench._machine import has_amx
+
+TAIL_LINES = 5  # last lines of a process's log in an error message
+
+
+def describe_exit(name: str, code: int) -> str:
+    """Describe the exit status of a process; a signal is negative.
+
+    GCC 12 miscompiles the tile configuration of llama.cpp's AMX kernels (llama.cpp issue 26954).
+    """
+    if code >= 0:
+        return f"exit code {code}"
+    died = signal.Signals(-code)
+    if name == "llama.cpp" and died in (signal.SIGILL, signal.SIGSEGV, signal.SIGBUS) and has_amx():
+        return (
+            f"{died.name}; this processor has AMX, for which GCC 12 miscompiles llama.cpp: build it with "
+            "clang or a later GCC"
+        )
+    return died.name
+
+
+class JsonProcess:
+    """A process whose death is an error that names it.
+
+    Attributes
+    ----------
+    hello : dict
+        Its first answer.
+    """
+
+    def __init__(self, name: str, command: Sequence[str], beginning: str) -> None:
+        self.name = name
+        # Lives as long as the process; close() ends it.
+        self._log = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True
+        )
+        try:
+            self.hello = self._receive(beginning)
+        except BaseException:
+            self.close()
+            raise
+
+    def ask(self, request: dict[str, Any], doing: str) -> dict[str, Any]:
+        """Send a request and return the answer."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # the process died; _receive raises the error
+            self._process.stdin.write(json.dumps(request) + "\n")
+            self._process.stdin.flush()
+        return self._receive(doing)
+
+    def log(self) -> str:
+        """Return what the process has printed."""
+        self._log.seek(0)
+        return self._log.read()
+
+    def close(self) -> None:
+        """End the process."""
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                with contextlib.suppress(BrokenPipeError):
+                    pipe.close()
+        try:
+            self._process.wait(timeout=5)  # it ends by itself when its requests end
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._log.close()
+
+    def _receive(self, doing: str) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            code = self._process.wait()
+            how = describe_exit(self.name, code)
+            tail = " / ".join(self.log().strip().splitlines()[-TAIL_LINES:])
+            raise BenchError(
+                f"{self.name}: its process died ({how}) while {doing}" + (f": {tail}" if tail else "")
+            )
+        reply: dict[str, Any] = json.loads(line)
+        if "error" in reply:
+            raise BenchError(f"{self.name}: {reply['error']} (while {doing})")
+        return reply
 
 
 class Worker(Protocol):

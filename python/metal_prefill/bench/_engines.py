@@ -20,7 +20,12 @@ import numpy as np
 import numpy.typing as npt
 
 from metal_prefill.bench._cases import Ability, Case, Choice
-from metal_prefill.errors import MissingExtraError
+from metal_prefill.errors import MetalPrefillError, MissingExtraError
+
+
+class BenchError(MetalPrefillError):
+    """A benchmark cannot begin or continue; names the engine."""
+
 
 Ids = npt.NDArray[np.int32]
 Vectors = npt.NDArray[np.float32]

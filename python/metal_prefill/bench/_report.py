@@ -1,15 +1,18 @@
-"""Tables of results for terminals and HTML."""
+"""Benchmark results and their tables for terminals and HTML."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict
 from html import escape
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from metal_prefill.bench import _report
 from metal_prefill.bench._cases import (
     COMPARED,
     LONGEST_TEXT,
@@ -180,3 +183,32 @@ def to_html(results: Rows) -> str:
         )
     lines = "<br>".join(escape(line) for line in _captions(results))
     return "".join(parts) + f"<p><small>{lines}</small></p>"
+
+
+class BenchResults(Rows):
+    """Rows of one benchmark; a table in a terminal and in a notebook.
+
+    Attributes
+    ----------
+    rows : list of Row
+        By engine, ours first, then by test.
+    """
+
+    def to_dicts(self) -> list[dict[str, Any]]:
+        """Return the rows as JSON objects."""
+        return [asdict(row) for row in self.rows]
+
+    def to_json(self) -> str:
+        """Return the rows as a JSON array."""
+        return json.dumps(self.to_dicts(), indent=2)
+
+    @classmethod
+    def from_dicts(cls, rows: Iterable[dict[str, Any]]) -> BenchResults:
+        """Read what `to_dicts` wrote."""
+        return cls([Row(**(row | {"ratio": None})) for row in rows])
+
+    def __rich__(self) -> Any:
+        return _report.render(self)
+
+    def _repr_html_(self) -> str:
+        return _report.to_html(self)

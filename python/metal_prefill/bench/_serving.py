@@ -13,10 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from metal_prefill.bench._engines import OURS
-from metal_prefill.bench._errors import BenchError
+from metal_prefill.bench._engines import OURS, BenchError
 from metal_prefill.bench._peers.servers import ANSWER_S, ServerProcess
-from metal_prefill.bench._summary import Spread, ratios, spread
+from metal_prefill.bench._samples import Spread, ratios, spread
 from metal_prefill.text._tokenizer import Tokenizer
 
 SHARED_TOKENS = 300  # of the prefix shared by all prompts

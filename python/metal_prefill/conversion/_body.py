@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from metal_prefill._support.shortened import shortened
+from metal_prefill._support.messages import shortened
 from metal_prefill.conversion._fields import MAX_FILE_NAME, Fields, read_json
 from metal_prefill.errors import GGUFError, UnsupportedModelError
 from metal_prefill.files._task_config import TOKEN_VECTORS, TOKEN_WEIGHTS

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from metal_prefill._support.shortened import shortened
+from metal_prefill._support.messages import shortened
 from metal_prefill.errors import GGUFError, UnsupportedModelError
 from metal_prefill.files._metadata_keys import MAX_INT
 

@@ -13,7 +13,7 @@ import zipfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from metal_prefill._support.shortened import shortened
+from metal_prefill._support.messages import shortened
 from metal_prefill.conversion._weights import MAX_NAME, Weight
 from metal_prefill.errors import GGUFError, UnsupportedModelError
 

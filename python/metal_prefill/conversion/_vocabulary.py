@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from metal_prefill._support.shortened import shortened
+from metal_prefill._support.messages import shortened
 from metal_prefill.conversion._added_tokens import listed_tokens
 from metal_prefill.conversion._fields import Fields, read_text
 from metal_prefill.conversion._folder_vocabulary import (

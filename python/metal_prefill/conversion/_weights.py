@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
 
-from metal_prefill._support.shortened import shortened
+from metal_prefill._support.messages import shortened
 from metal_prefill.conversion._body import GLINER
 from metal_prefill.conversion._fields import MAX_FILE_NAME, Fields
 from metal_prefill.errors import GGUFError, UnsupportedModelError

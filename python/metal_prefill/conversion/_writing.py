@@ -18,7 +18,7 @@ from gguf import GGMLQuantizationType, GGUFWriter, quants
 from metal_prefill._support.arguments import Progress
 from metal_prefill._support.atomic_write import replacing
 from metal_prefill._support.interruptions import whole_interruptions
-from metal_prefill._support.shortened import shortened
+from metal_prefill._support.messages import shortened
 from metal_prefill.conversion._adapter import adapted
 from metal_prefill.conversion._body import GLINER, body_folder, refuse_adapter
 from metal_prefill.conversion._colbert import colbert_heads, colbert_metadata

@@ -12,7 +12,7 @@ from metal_prefill._support.arguments import token_id
 
 if TYPE_CHECKING:
     from metal_prefill.text._reasoning import ReasoningGate
-    from metal_prefill.text._token_decoder import TokenDecoder
+    from metal_prefill.text._token_bytes import TokenDecoder
 
 FinishReason = Literal["stop", "length", "context", "cancelled", "error"]
 

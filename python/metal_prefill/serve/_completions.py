@@ -26,7 +26,7 @@ from metal_prefill.serve._reply import Reply
 from metal_prefill.serve._scores import scores_of
 from metal_prefill.serve._service import Service
 from metal_prefill.session import Piece
-from metal_prefill.text._token_decoder import TokenDecoder
+from metal_prefill.text._token_bytes import TokenDecoder
 from metal_prefill.text._tokenizer import Tokenizer
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's default

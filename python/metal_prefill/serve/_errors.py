@@ -10,8 +10,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from metal_prefill._support.interface_words import as_fields
-from metal_prefill._support.shortened import shortened
+from metal_prefill._support.messages import as_fields, shortened
 from metal_prefill.errors import (
     ClosedError,
     ConstraintError,

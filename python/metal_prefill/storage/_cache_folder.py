@@ -10,6 +10,8 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
+from metal_prefill._support.atomic_write import replacing
+
 PIPELINE_LIMIT = 256 << 20  # bytes of all compiled pipelines; those of a model take a few megabytes
 
 
@@ -81,3 +83,23 @@ def beyond_limit(files: Iterable[tuple[float, int, Path]], limit: int) -> Iterat
             return
         yield path
         total -= size
+
+
+Known = dict[str, list[str]]
+
+
+def read_known(path: Path) -> Known:
+    """Return the stored results; none if the file is missing or damaged."""
+    try:
+        known = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return known if isinstance(known, dict) else {}
+
+
+def write_known(path: Path, known: Known) -> None:
+    """Replace the stored results. Without a cache folder nothing happens, and they are found again."""
+    with suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(path) as part:
+            part.write_text(json.dumps(known), encoding="utf-8")

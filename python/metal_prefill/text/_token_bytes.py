@@ -1,8 +1,10 @@
-"""Bytes that the tokens of a vocabulary represent."""
+"""Bytes that the tokens of a vocabulary represent, and decoding of a stream of tokens."""
 
 from __future__ import annotations
 
+import codecs
 import re
+from collections.abc import Callable, Container
 from typing import NamedTuple
 
 from metal_prefill._support.arguments import token_id as check_token_id
@@ -91,3 +93,44 @@ class TokenBytes:
             return b""
         single = {raw for i in range(len(self._vocabulary.tokens)) if len(raw := self.plain(i)) == 1}
         return bytes(byte for byte in range(256) if bytes([byte]) not in single)
+
+
+class TokenDecoder:
+    """Incremental decoder of a stream of token ids, which holds incomplete characters back.
+
+    Created by :meth:`Tokenizer.decoder`. `first` returns the bytes of the first token of a text; None
+    selects those of `piece_of`. Special tokens in `shown` are not skipped.
+    """
+
+    def __init__(
+        self,
+        piece_of: Callable[[int], Piece],
+        skip_special: bool,
+        first: Callable[[int], bytes] | None,
+        shown: Container[int] = (),
+    ) -> None:
+        self._piece_of = piece_of
+        self._skip_special = skip_special
+        self._first = first
+        self._shown = shown
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def copy(self) -> TokenDecoder:
+        """Return an independent decoder in the same state."""
+        other = TokenDecoder(self._piece_of, self._skip_special, self._first, self._shown)
+        other._utf8.setstate(self._utf8.getstate())
+        return other
+
+    def step(self, token_id: int) -> str:
+        """Add one token and return the text that it completes, which may be empty."""
+        raw, special = self._piece_of(token_id)
+        if special and self._skip_special and token_id not in self._shown:
+            return ""
+        if self._first is not None:
+            raw = self._first(token_id)
+            self._first = None
+        return self._utf8.decode(raw)
+
+    def flush(self) -> str:
+        """End the stream and return the remaining text: U+FFFD for an incomplete character."""
+        return self._utf8.decode(b"", final=True)

@@ -19,6 +19,7 @@ from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 from metal_prefill.bench._cases import SAMPLING, Choice
 from metal_prefill.bench._engines import (
     BatchEngine,
+    BenchError,
     ChoosingEngine,
     Identity,
     Ids,
@@ -26,7 +27,6 @@ from metal_prefill.bench._engines import (
     TextEngine,
     Vectors,
 )
-from metal_prefill.bench._errors import BenchError
 from metal_prefill.bench._machine import available_threads, counted, cpu_name
 from metal_prefill.bench._peers.llama_cpp_texts import FLASH_ATTENTION_ON, Embedder
 

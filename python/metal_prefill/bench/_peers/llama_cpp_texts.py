@@ -8,8 +8,7 @@ from typing import Any
 import llama_cpp as llama
 import numpy as np
 
-from metal_prefill.bench._engines import Ids, Vectors
-from metal_prefill.bench._errors import BenchError
+from metal_prefill.bench._engines import BenchError, Ids, Vectors
 
 FLASH_ATTENTION_ON = 1
 # Tokens of a batch of texts. llama-embedding takes 2048, but every token is multiplied with the keys of the

@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from metal_prefill.bench._engines import Identity, Ids, Options, TextEngine, Vectors
-from metal_prefill.bench._errors import BenchError
+from metal_prefill.bench._engines import BenchError, Identity, Ids, Options, TextEngine, Vectors
 from metal_prefill.bench._machine import available_threads, counted, cpu_name
 from metal_prefill.files._gguf_file import GGUFFile
 from metal_prefill.files._hyperparameters import read_config

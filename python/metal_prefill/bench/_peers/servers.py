@@ -15,8 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from metal_prefill.bench._engines import OURS
-from metal_prefill.bench._errors import BenchError
+from metal_prefill.bench._engines import OURS, BenchError
 from metal_prefill.errors import MissingExtraError
 
 START_S = 120.0  # time limit for a server to load the model and answer

@@ -1,4 +1,4 @@
-"""Arguments of Python that messages name, in the words of the command line and of the server."""
+"""Messages: their length, and the words of the command line and of the server for arguments of Python."""
 
 from __future__ import annotations
 
@@ -25,3 +25,12 @@ def as_fields(message: str) -> str:
 
 def _option(match: re.Match[str]) -> str:
     return f"--{match[1].replace('_', '-')} {match[3]}"
+
+
+MOST_CHARACTERS = 1000  # of a message; the middle of a longer one, such as a value of megabytes, is left out
+
+
+def shortened(text: str) -> str:
+    """Return a text without its middle if it is long."""
+    half = MOST_CHARACTERS // 2
+    return text if len(text) <= MOST_CHARACTERS else f"{text[:half]} ... {text[-half:]}"
