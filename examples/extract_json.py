@@ -9,8 +9,6 @@ instruction that they share is computed once. Needs the extra guide: ``pip insta
 bundled model writes records that are valid too, but understands nothing that was written after 1616.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 from pathlib import Path

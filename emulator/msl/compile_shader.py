@@ -8,8 +8,6 @@ for NVIDIA GPUs; what both are linked into finds them by the source's text. ``--
 compiles.
 """
 
-from __future__ import annotations
-
 import argparse
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """Run single Metal kernels on NumPy arrays, through the Objective-C API."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -4,8 +4,6 @@ Without the Metal classes, with any sanitizer, and with faults of a dispatch as 
 shader compiler and the executor themselves.
 """
 
-from __future__ import annotations
-
 import ctypes
 import fcntl
 import hashlib

@@ -1,7 +1,5 @@
 """Fixtures that the tests of the emulator share."""
 
-from __future__ import annotations
-
 import gc
 import os
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """The emulator runs textbook algorithms as NumPy does, in any order of threads."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

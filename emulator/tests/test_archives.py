@@ -1,7 +1,5 @@
 """Macros that select kernels, archives of compiled pipelines, and residency sets."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

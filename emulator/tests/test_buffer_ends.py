@@ -1,7 +1,5 @@
 """Reads and writes past a buffer's end are found, also if the following memory is mapped."""
 
-from __future__ import annotations
-
 import mmap
 import tempfile
 from typing import Any

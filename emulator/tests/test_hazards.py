@@ -1,7 +1,5 @@
 """Dispatches of a concurrent encoder that need a barrier between them, and those that do not."""
 
-from __future__ import annotations
-
 import threading
 import time
 from typing import Any

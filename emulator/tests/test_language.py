@@ -1,7 +1,5 @@
 """Metal Shading Language has the defined semantics on the emulator."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The emulator's headers declare only what Apple's frameworks declare."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import sys

@@ -1,7 +1,5 @@
 """Devices, buffers, libraries, pipelines, queues and command buffers behave as Metal documents."""
 
-from __future__ import annotations
-
 import mmap
 import weakref
 from typing import Any

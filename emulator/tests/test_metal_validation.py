@@ -1,7 +1,5 @@
 """Misuse that Apple's validation layer aborts on is a precise error at the call."""
 
-from __future__ import annotations
-
 import mmap
 from collections.abc import Callable
 from typing import Any

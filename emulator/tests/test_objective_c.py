@@ -1,7 +1,5 @@
 """Objective-C and Foundation: the small runtime behaves as programs expect of Apple's."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Devices that are less than the emulator's own, as virtual machines, other GPUs and macOS make them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

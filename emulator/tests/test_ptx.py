@@ -1,7 +1,5 @@
 """Shaders compiled for NVIDIA GPUs: tests of the assembly, which need no GPU."""
 
-from __future__ import annotations
-
 import importlib
 import re
 import subprocess

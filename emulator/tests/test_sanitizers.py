@@ -1,7 +1,5 @@
 """Mistakes planted in shaders are found by the sanitizers, and reported at their lines of the source."""
 
-from __future__ import annotations
-
 import json
 import os
 import platform

@@ -1,7 +1,5 @@
 """The static check accepts every shader of the project and rejects what Metal does not support."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

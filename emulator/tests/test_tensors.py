@@ -1,7 +1,5 @@
 """Products on tensors of Metal 4: values as NumPy computes them, and mistakes that are found."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 from collections.abc import Iterator

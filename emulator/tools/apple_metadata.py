@@ -3,8 +3,6 @@
 The wheels of pyobjc are read as zip files; nothing in them is run or installed.
 """
 
-from __future__ import annotations
-
 import ast
 import subprocess
 import sys

@@ -8,8 +8,6 @@ compiled for a Mac, so type encodings are those of the real ABI.
 Usage: ``check_metal_api.py [--cache FOLDER] [--include FOLDER]``; exits with 1 and a list of differences.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import re

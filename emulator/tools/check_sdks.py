@@ -8,8 +8,6 @@ headers here declare, that a source uses and that the SDK lacks breaks the build
 Usage: ``check_sdks.py [--cache FOLDER] SOURCE_FOLDER...``; exits with 1 and a list of uses.
 """
 
-from __future__ import annotations
-
 import argparse
 import re
 import sys

@@ -6,8 +6,6 @@ library contains is supported: classic rebase information (pointers stored uncha
 lists.
 """
 
-from __future__ import annotations
-
 import struct
 from dataclasses import dataclass
 

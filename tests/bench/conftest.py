@@ -1,7 +1,5 @@
 """Shared by the tests of benchmarks. No test depends on how fast anything is."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

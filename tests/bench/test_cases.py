@@ -1,7 +1,5 @@
 """Benchmark cases: their names, and the tokens that every engine receives."""
 
-from __future__ import annotations
-
 import pytest
 
 from metal_prefill.bench._cases import Case, make_cases, stream_ids, token_ids

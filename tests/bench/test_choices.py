@@ -1,7 +1,5 @@
 """Tokens that engines choose: inputs, results, rows, and engines without support."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

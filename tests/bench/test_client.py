@@ -1,7 +1,5 @@
 """Engines in separate processes."""
 
-from __future__ import annotations
-
 import signal
 import sys
 from pathlib import Path

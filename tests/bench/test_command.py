@@ -1,7 +1,5 @@
 """The command `bench`."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The benchmark of the CPU engine's kernels."""
 
-from __future__ import annotations
-
 import bench_kernels as kernels
 import pytest
 from support.cpu_testing import cpu_testing

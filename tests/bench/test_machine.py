@@ -1,7 +1,5 @@
 """The state of the machine, measured by a computation of known duration."""
 
-from __future__ import annotations
-
 from support.bench_fakes import SteadyCalibrator
 
 from metal_prefill.bench import _machine

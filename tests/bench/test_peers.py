@@ -1,7 +1,5 @@
 """Peers on the same file."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Rows: their fields, contents and presentation."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The order in which engines are measured, and repetition."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

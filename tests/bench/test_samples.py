@@ -1,7 +1,5 @@
 """Which samples count, and their statistics."""
 
-from __future__ import annotations
-
 import pytest
 
 from metal_prefill.bench import _samples

@@ -1,7 +1,5 @@
 """Servers measured with many clients: requests, rows and failures."""
 
-from __future__ import annotations
-
 import io
 import json
 import re

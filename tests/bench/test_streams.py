@@ -1,7 +1,5 @@
 """Several sequences together: inputs, rows, and engines without support."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

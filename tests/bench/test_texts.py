@@ -1,7 +1,5 @@
 """Vectors of texts: inputs, rows, and engines without support."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from pathlib import Path

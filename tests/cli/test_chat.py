@@ -1,7 +1,5 @@
 """Conversations, and ``metal-prefill chat`` through pipes and on a terminal."""
 
-from __future__ import annotations
-
 import enum
 import json
 import os

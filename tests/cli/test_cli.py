@@ -1,7 +1,5 @@
 """The command line: output and exit codes."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

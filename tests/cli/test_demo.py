@@ -1,7 +1,5 @@
 """``metal-prefill demo``: the first minute as one command."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 import signal

@@ -1,7 +1,5 @@
 """``metal-prefill embed`` and ``rerank``: files of vectors that are continued, and documents in order."""
 
-from __future__ import annotations
-
 import errno
 import io
 import json

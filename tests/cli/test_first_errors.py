@@ -1,7 +1,5 @@
 """Common first mistakes: each is answered by a line with the remedy."""
 
-from __future__ import annotations
-
 import io
 import json
 import logging

@@ -1,7 +1,5 @@
 """The example with which the help of a command begins works as it is printed."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import signal

@@ -1,7 +1,5 @@
 """``metal-prefill models``: what opens without a download, and deleting from the Hub's cache."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """``metal-prefill run`` with many prompts: order, options, errors, and a file that survives kills."""
 
-from __future__ import annotations
-
 import fcntl
 import io
 import json

@@ -1,7 +1,5 @@
 """Models for vectors and ranks."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -3,8 +3,6 @@
 ``make test-clients`` creates the environments; without one, its test is skipped.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Iterator

@@ -3,8 +3,6 @@
 ``make test-clients`` creates the environments; without one, its test is skipped. The oracle is `Model`.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

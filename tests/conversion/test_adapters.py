@@ -1,7 +1,5 @@
 """LoRA adapters merged into the weights of a folder, next to a folder with the sums."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Relatives of BERT: folders as transformers has them, next to float64 arithmetic and to transformers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path

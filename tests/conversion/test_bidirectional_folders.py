@@ -1,7 +1,5 @@
 """Decoders whose tokens see those after them, as embedding models next to transformers."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

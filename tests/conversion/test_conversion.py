@@ -1,7 +1,5 @@
 """Model folders of the Hub: the written file, the required contents of a folder, and opening it."""
 
-from __future__ import annotations
-
 import functools
 import json
 import os

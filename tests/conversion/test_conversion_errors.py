@@ -1,7 +1,5 @@
 """Model folders that cannot be converted: the error names the file, the value and the supported ones."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable

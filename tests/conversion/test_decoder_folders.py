@@ -1,7 +1,5 @@
 """Folders of decoders that differ from Llama in a few steps: logits of transformers, and what is refused."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

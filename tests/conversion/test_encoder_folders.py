@@ -1,7 +1,5 @@
 """States of encoders with random weights next to those of transformers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Folders of decoders with experts: how they are written as GGUF, and what is refused."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Folders whose parts are in other places than usual, or are not a whole model."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Logits of model folders with random weights next to those of transformers."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Settings of model folders, changed one at a time: a converted model follows each of them, or is refused."""
 
-from __future__ import annotations
-
 import copy
 import zlib
 from collections.abc import Iterator

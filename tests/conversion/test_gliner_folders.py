@@ -1,7 +1,5 @@
 """Folders of GLiNER: settings and tensors that are refused, and files that contradict themselves."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

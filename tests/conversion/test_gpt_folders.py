@@ -1,7 +1,5 @@
 """Folders of decoders with LayerNorm: how they are written as GGUF, and what is refused."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

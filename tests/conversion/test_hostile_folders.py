@@ -1,7 +1,5 @@
 """Values in a model folder that would end a conversion without a named error, or take very long."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The variant of jina-bert-v2 for code, from a folder as transformers has it, next to float64 arithmetic."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Folders of the class that Jina defines under the name of XLM-R, and adapters within their weights."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

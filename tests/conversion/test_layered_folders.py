@@ -1,7 +1,5 @@
 """Folders of Gemma 4: what their files contain, and what is refused."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

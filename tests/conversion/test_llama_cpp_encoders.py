@@ -1,7 +1,5 @@
 """Encoders in files with the keys of llama.cpp's converter, next to llama.cpp's recorded vectors."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

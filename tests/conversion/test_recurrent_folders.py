@@ -1,7 +1,5 @@
 """Model folders with recurrent layers: what is written, what is refused, and logits of transformers."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

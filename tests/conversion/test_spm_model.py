@@ -1,7 +1,5 @@
 """Tokenizers of DeBERTa in a file of SentencePiece."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -3,8 +3,6 @@
 The tokenizers library, which transformers uses, reads the same files.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Files that conversion writes, opened by llama.cpp: the same tokens, vectors and logits."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The CPU engine on emulated Arm processors: the selected kernels and their results."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache

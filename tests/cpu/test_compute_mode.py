@@ -1,7 +1,5 @@
 """The numbers that products multiply where the caller does not choose them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

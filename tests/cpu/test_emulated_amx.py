@@ -1,7 +1,5 @@
 """The CPU engine on the matrix unit of AMX, emulated where the processor has AVX512-BF16 but no AMX."""
 
-from __future__ import annotations
-
 import os
 import re
 import sys

@@ -1,7 +1,5 @@
 """Tile configurations of AMX as the compiler made them, read from the extension: no processor needed."""
 
-from __future__ import annotations
-
 import platform
 import struct
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Rows of `METAL_PREFILL_PACKED` that would lose weights are errors of the compiler."""
 
-from __future__ import annotations
-
 import re
 import shutil
 

@@ -1,7 +1,5 @@
 """The measured speed of bfloat16 products, which is cached for later processes."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

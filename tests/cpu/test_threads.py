@@ -1,7 +1,5 @@
 """Cores of the threads that compute."""
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

@@ -3,8 +3,6 @@
 Expected numbers are computed here, from the hyperparameters alone.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from pathlib import Path
 

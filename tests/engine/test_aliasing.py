@@ -3,8 +3,6 @@
 Calls copy what they read. Under AddressSanitizer, each of these tests shows a read of other memory.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator
 from multiprocessing.shared_memory import SharedMemory

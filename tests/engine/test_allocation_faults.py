@@ -4,8 +4,6 @@ Each uses a fresh engine, so that all allocations of a first call are included. 
 failure is the expectation for the calls after a failure.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import count

@@ -1,7 +1,5 @@
 """Invalid arguments: errors name the value and the limit, and nothing changes."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

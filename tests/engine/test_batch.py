@@ -1,7 +1,5 @@
 """Many sequences in one pass: each has the same result as alone."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Sessions that several threads, or their own progress callbacks, use at the same time."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

@@ -1,7 +1,5 @@
 """Encoders: models of the BERT family on both engines, next to the float64 reference."""
 
-from __future__ import annotations
-
 import struct
 from dataclasses import replace
 from pathlib import Path

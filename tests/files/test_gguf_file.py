@@ -1,7 +1,5 @@
 """The GGUF reader: contents of valid files, and errors that name the problem of invalid ones."""
 
-from __future__ import annotations
-
 import mmap
 import os
 import tracemalloc

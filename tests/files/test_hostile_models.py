@@ -1,7 +1,5 @@
 """Model files that are valid in form: numbers at the edge of 32 bits, and weights that are no numbers."""
 
-from __future__ import annotations
-
 import math
 import os
 import struct

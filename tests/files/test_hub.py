@@ -1,7 +1,5 @@
 """Models from the Hub: against a cache on the disk, and against a server that speaks the Hub's protocol."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """Packed weights stored in files: used if they equal the result of packing, rebuilt otherwise."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

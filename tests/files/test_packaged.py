@@ -1,7 +1,5 @@
 """Models in packages: found by name without importing them, and errors without them."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Conversions of tensor types on the host, against the gguf package, to the bit."""
 
-from __future__ import annotations
-
 import numpy as np
 import numpy.typing as npt
 import pytest

@@ -1,7 +1,5 @@
 """Files that the package writes: what they may replace, permissions, and leftovers of killed writers."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import signal

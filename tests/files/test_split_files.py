@@ -1,7 +1,5 @@
 """Models in several files, as the reference library and llama.cpp's tool write them."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Synthetic models: files have the requested contents, as read by gguf-py and the tokenizers library."""
 
-from __future__ import annotations
-
 import argparse
 import math
 import time

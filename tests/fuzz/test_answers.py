@@ -4,8 +4,6 @@ The texts and calls do not depend on where an answer is cut, each call can be wr
 the answer without its calls.
 """
 
-from __future__ import annotations
-
 import json
 from random import Random
 from typing import Any

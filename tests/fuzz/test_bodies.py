@@ -1,7 +1,5 @@
 """Random request bodies, some repetitive: each becomes a form or an error, in time linear in its size."""
 
-from __future__ import annotations
-
 import json
 import time
 from contextlib import suppress

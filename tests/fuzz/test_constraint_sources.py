@@ -1,7 +1,5 @@
 """Random constraints: each compiles or is a ConstraintError, and a text follows it to its end or an error."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path

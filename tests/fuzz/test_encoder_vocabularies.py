@@ -4,8 +4,6 @@ A text is encoded as tokens with offsets, none of which is a control token. A fi
 the package; the tokenizers library would panic on some files without the checks.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress

@@ -4,8 +4,6 @@ A text round-trips through its tokens, whole and piece by piece; its words never
 llama.cpp is installed, the ids are compared with its ids.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@ A folder is converted, or raises an error of the package and leaves no file. The
 vectors or scores, or raises such an error.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import os

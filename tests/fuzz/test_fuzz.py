@@ -6,8 +6,6 @@ time and under sanitizers. A failing input is kept in ``build/fuzz``; moved to `
 first in all later runs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path

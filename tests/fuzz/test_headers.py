@@ -5,8 +5,6 @@ remains after a crash. Of each `EACH` inputs one has a changed structure; the ot
 changed bytes.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress

@@ -3,8 +3,6 @@
 For any answer, a call returns a file of the cache or raises `HubError`, and writes nothing elsewhere.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from random import Random

@@ -4,8 +4,6 @@ A query has as many vectors as the file requires, or the call raises an error of
 same call have the bits that they have alone.
 """
 
-from __future__ import annotations
-
 import struct
 from contextlib import suppress
 from pathlib import Path

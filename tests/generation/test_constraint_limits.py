@@ -1,7 +1,5 @@
 """Hostile constraints: each is a ConstraintError, within limits of size, depth, time and memory."""
 
-from __future__ import annotations
-
 import gc
 import os
 import pickle

@@ -1,7 +1,5 @@
 """Constrained texts satisfy the constraint, and equal those of choosing single tokens under masks."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys

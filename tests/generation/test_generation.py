@@ -1,7 +1,5 @@
 """Texts: tokens match a reference that samples from the logits, and each text ends as requested."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from pathlib import Path

@@ -4,8 +4,6 @@
 random numbers and must choose the same tokens.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

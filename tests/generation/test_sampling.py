@@ -3,8 +3,6 @@
 What is expected is computed by hand; `test_native_sampling` compares random options with NumPy.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from typing import Any

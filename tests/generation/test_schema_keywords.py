@@ -1,7 +1,5 @@
 """Keywords of JSON schemas beyond those of llguidance: annotations, distinct items, refusals by name."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """A text whose constraint answers late is left out of passes, and the other texts continue."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Iterator

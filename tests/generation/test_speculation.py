@@ -1,7 +1,5 @@
 """Speculative decoding saves passes and never changes a text."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Parts of a text, each alone: its decoding and end, and the choice of its tokens."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The embedding function of Chroma: vectors of documents and queries, and its stored configuration."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The transformer as scikit-learn uses it: tags, names of columns, data frames."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The engine's kernels for tests, one dispatch at a time, on a Mac's GPU or on the emulator."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Iterator, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Attention kernels, against a float64 softmax over every visible key."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import metal_kernels

@@ -1,7 +1,5 @@
 """Attention on the matrix units of an M5, against a float64 softmax over every visible key."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from support.attention_case import Case

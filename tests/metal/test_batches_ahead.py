@@ -1,7 +1,5 @@
 """Batches of greedy text, and texts with drafts, for which the GPU starts the next tokens early."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path

@@ -4,8 +4,6 @@ Metal's compiler assumes that the buffers of a kernel do not overlap. In checked
 pass with an error if they do.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The cost model compared with results computed by hand, and the command that prints its predictions."""
 
-from __future__ import annotations
-
 import argparse
 import json
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """``metal-prefill doctor`` and the quick check of first contact, with faults planted in the device."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

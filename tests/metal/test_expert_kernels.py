@@ -1,7 +1,5 @@
 """Kernels of feed-forwards with experts."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from support.kernel_harness import (

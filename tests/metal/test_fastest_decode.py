@@ -1,7 +1,5 @@
 """Ways to decode that give the same bits: measured once for a GPU and a shape; the fastest is used."""
 
-from __future__ import annotations
-
 import json
 import logging
 from pathlib import Path

@@ -3,8 +3,6 @@
 On a Mac these tests are skipped.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

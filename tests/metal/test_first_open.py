@@ -1,7 +1,5 @@
 """Opening a model compiles the kernels of its types, and none that an earlier process compiled."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

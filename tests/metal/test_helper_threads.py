@@ -3,8 +3,6 @@
 They check results, and are what ThreadSanitizer observes (``tools/check/sanitize.sh thread``).
 """
 
-from __future__ import annotations
-
 import os
 import threading
 from collections.abc import Callable

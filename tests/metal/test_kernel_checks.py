@@ -1,7 +1,5 @@
 """The comparison of kernels with float64 at first contact, on models of every kind."""
 
-from __future__ import annotations
-
 import warnings
 from pathlib import Path
 

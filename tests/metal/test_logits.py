@@ -1,7 +1,5 @@
 """Kernels at the end of the model: argmax and log probability."""
 
-from __future__ import annotations
-
 import numpy as np
 from support.kernel_harness import CANDIDATE, CONSTANTS, Array, Floats, Output, Run, make_args
 

@@ -1,7 +1,5 @@
 """Passes with a few tokens for each of many sequences, which are divided into tiles of tokens."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from math import ceil

@@ -3,8 +3,6 @@
 They are tested like matmul, with fewer types: the code that reads weights is the same.
 """
 
-from __future__ import annotations
-
 import pytest
 from support.kernel_harness import Run
 from support.matmul_harness import (

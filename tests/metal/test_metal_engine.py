@@ -3,8 +3,6 @@
 These tests need the emulator; on a Mac they are skipped, and those of sessions run.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

@@ -3,8 +3,6 @@
 On a Mac these tests are skipped.
 """
 
-from __future__ import annotations
-
 import logging
 import re
 import sys

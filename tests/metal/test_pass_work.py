@@ -3,8 +3,6 @@
 On a Mac these tests are skipped.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Recorded passes: exactly the dispatches that the engine lists reach the GPU."""
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter
 from collections.abc import Iterator, Mapping

@@ -1,7 +1,5 @@
 """Kernels that multiply by weights, against float64 products with the dequantized weights."""
 
-from __future__ import annotations
-
 from itertools import product
 from typing import Any
 

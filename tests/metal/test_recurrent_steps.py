@@ -1,7 +1,5 @@
 """Kernels of layers with a recurrence, and gates of heads, on arrays of their own."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from support.kernel_harness import CONSTANTS, STRUCTS, Array, Output, Run, ceil_div, close, make_args, near

@@ -1,7 +1,5 @@
 """Rope, append and attention of sequences with a single token each in one kernel, against float64."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

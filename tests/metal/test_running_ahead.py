@@ -1,7 +1,5 @@
 """Greedy text for which the GPU starts the next token before the host has seen the last one."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path

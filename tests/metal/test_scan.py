@@ -1,7 +1,5 @@
 """Kernels of state-space layers: the recurrence over the tokens of several sequences, and the gated norm."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from support.kernel_harness import CONSTANTS, Array, Output, Run, ceil_div, close, make_args, near

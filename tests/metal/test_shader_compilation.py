@@ -1,7 +1,5 @@
 """Messages of the emulator's compilers about the shaders, without running them."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

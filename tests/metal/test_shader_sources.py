@@ -1,7 +1,5 @@
 """The shaders as a whole fulfil the requirements of Apple's compiler."""
 
-from __future__ import annotations
-
 import re
 
 from support.kernel_harness import SHADERS

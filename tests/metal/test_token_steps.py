@@ -1,7 +1,5 @@
 """Kernels that process each token separately: embedding, norms, rope and SwiGLU."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

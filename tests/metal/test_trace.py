@@ -1,7 +1,5 @@
 """Timelines of single dispatches: kernels in execution order, and the bytes that they moved."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from itertools import pairwise

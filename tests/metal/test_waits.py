@@ -3,8 +3,6 @@
 Each test is a process of its own, since a process does not use a GPU again that it has lost.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

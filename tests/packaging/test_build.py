@@ -1,7 +1,5 @@
 """Builds with compilers that cannot build all: kernels of an instruction set, or shaders."""
 
-from __future__ import annotations
-
 import json
 import os
 import platform

@@ -1,7 +1,5 @@
 """The list of models that open follows the tables of conversion, and folders of their classes open."""
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Callable
 from functools import partial

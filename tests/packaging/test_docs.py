@@ -1,7 +1,5 @@
 """Names in the documentation exist."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

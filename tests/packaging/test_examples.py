@@ -1,7 +1,5 @@
 """The examples run as their docstrings show, in seconds, with the bundled model."""
 
-from __future__ import annotations
-
 import ast
 import csv
 import json

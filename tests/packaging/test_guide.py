@@ -1,7 +1,5 @@
 """The first page and the task pages: snippets run in order and print the documented output."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

@@ -1,7 +1,5 @@
 """The image with the server; `make test-image` executes its steps."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import image

@@ -3,8 +3,6 @@
 The sources are searched for patterns. Each is applied, as in its module, to repetitions of its parts.
 """
 
-from __future__ import annotations
-
 import ast
 import importlib
 import itertools

@@ -1,7 +1,5 @@
 """The sources need nothing that the oldest Xcode which builds the package lacks: that of macOS 13."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import sys

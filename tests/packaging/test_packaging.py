@@ -1,7 +1,5 @@
 """The recipe for conda-forge names the version and the requirements of this package."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Public names are stable; everything else has an underscore, or is in a private package."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import pkgutil

@@ -1,7 +1,5 @@
 """The version is defined once, and a release whose tag, version and changelog differ is rejected."""
 
-from __future__ import annotations
-
 from importlib import metadata
 from pathlib import Path
 

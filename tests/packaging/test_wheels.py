@@ -3,8 +3,6 @@
 Not part of ``make test``: ``METAL_PREFILL_WHEELS`` names the folder of the wheels.
 """
 
-from __future__ import annotations
-
 import os
 import platform
 import re

@@ -1,7 +1,5 @@
 """Servers that tests share, with the bundled model or a small one for text and vectors, and a browser."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """``/activity``: the state of a server, in numbers only, of bounded size, by prefix namespace."""
 
-from __future__ import annotations
-
 import json
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """Tokens that a turn of an agent computes: those after the longest known prefix, and a bounded rest."""
 
-from __future__ import annotations
-
 import json
 import sys
 from contextlib import ExitStack

@@ -1,7 +1,5 @@
 """The size of the largest answer of each path, from the limits on its request."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Clients that disconnect, stall or send invalid requests get an error, and do not affect others."""
 
-from __future__ import annotations
-
 import socket
 import struct
 from collections.abc import Iterator

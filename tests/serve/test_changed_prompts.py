@@ -1,7 +1,5 @@
 """Prompts that repeat an earlier one but for an early change are found, and reported with what they cost."""
 
-from __future__ import annotations
-
 import re
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Chat: the template of the file, answers in a given form, streams."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

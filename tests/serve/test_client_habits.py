@@ -1,7 +1,5 @@
 """Requests as published clients send them: histories, nulls, misspellings, prompts with control tokens."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator

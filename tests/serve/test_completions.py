@@ -1,7 +1,5 @@
 """Completions: OpenAI's client gets the same text as the prompt alone."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Clients that keep connections open without need: each has a limit, and their resources are released."""
 
-from __future__ import annotations
-
 import json
 import re
 import resource

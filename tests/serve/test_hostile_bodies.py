@@ -1,7 +1,5 @@
 """Bodies that are valid JSON, and made to take long, or much memory, or to be repeated in the answer."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import json

@@ -1,7 +1,5 @@
 """Constraints that try to stall a server, next to other requests, whose answers stay the same."""
 
-from __future__ import annotations
-
 import json
 import threading
 from typing import Any

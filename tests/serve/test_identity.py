@@ -1,7 +1,5 @@
 """Many clients at a time: each gets the same answers as alone."""
 
-from __future__ import annotations
-
 from support.running_server import Running
 from support.server_requests import alone, answers, request
 

@@ -1,7 +1,5 @@
 """Limits on log probabilities: those of one request, and the memory of all."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

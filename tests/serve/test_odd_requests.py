@@ -1,7 +1,5 @@
 """Forms of HTTP that few clients use: answered or refused as the standard requires, next to other clients."""
 
-from __future__ import annotations
-
 import json
 import re
 import socket

@@ -1,7 +1,5 @@
 """Requests that a browser sends for a page of another site."""
 
-from __future__ import annotations
-
 import socket
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The APIs of Anthropic and of OpenAI's responses, with their clients: the answers of chat completions."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

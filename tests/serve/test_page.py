@@ -1,7 +1,5 @@
 """The page at ``/``: static files that load without a key, and no more than that."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from pathlib import Path

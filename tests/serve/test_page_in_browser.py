@@ -3,8 +3,6 @@
 The page may send requests only to its own server, and its console must stay empty; each test checks both.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import re

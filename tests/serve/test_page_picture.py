@@ -1,7 +1,5 @@
 """The picture of the page in the README: ``PAGE_PICTURE=1 make test-page`` renews it."""
 
-from __future__ import annotations
-
 import os
 import threading
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Prefixes of one API key are not found with another: neither in memory nor in the prefix store."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """Prefixes of prompts on disk: found after a restart, bounded, verified."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Reasoning over HTTP: a field of its own, whole and in streams; and documents to answer from."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator

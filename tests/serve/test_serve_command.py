@@ -1,7 +1,5 @@
 """``metal-prefill serve``: a process with a port, until a signal."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

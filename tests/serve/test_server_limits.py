@@ -1,7 +1,5 @@
 """Limits of a server: its queue, time, memory, keys."""
 
-from __future__ import annotations
-
 import json
 import os
 import threading

@@ -1,7 +1,5 @@
 """Settings of other programs in docs/tasks/clients.md, with the requests that these programs send."""
 
-from __future__ import annotations
-
 import base64
 import re
 from typing import Any

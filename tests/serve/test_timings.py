@@ -1,7 +1,5 @@
 """``timings``: the parts of an answer's time, next to its usage."""
 
-from __future__ import annotations
-
 import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any

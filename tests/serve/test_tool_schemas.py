@@ -1,7 +1,5 @@
 """The schema of a required call: definitions and references of each tool, closed objects."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jsonschema

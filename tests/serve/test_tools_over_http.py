@@ -1,7 +1,5 @@
 """Tools over HTTP: described to the model, called whole and in streams, and their results returned."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Embeddings and reranking over HTTP: the vectors and scores of the library."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 from collections.abc import AsyncGenerator, Iterator

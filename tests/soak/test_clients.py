@@ -1,7 +1,5 @@
 """Clients of a server at the same time, each compared with the same request alone; part of ``make soak``."""
 
-from __future__ import annotations
-
 import os
 import sys
 import time

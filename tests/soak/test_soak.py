@@ -3,8 +3,6 @@
 The suite runs a second of it; ``make soak MINUTES=n`` runs longer, with another seed each time.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import time

@@ -1,7 +1,5 @@
 """Allocations that fail on request: those of the CPU engine by the linker, those of Metal in the emulator."""
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """The CPU engine on emulated 64-bit Arm processors: `tests/arm` run by qemu, called like `_cpu_testing`."""
 
-from __future__ import annotations
-
 import os
 import platform
 import shutil

@@ -1,7 +1,5 @@
 """Queries over a cache in pages, the attention kernels on them, and a float64 softmax."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

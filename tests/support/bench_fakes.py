@@ -1,7 +1,5 @@
 """Engines and a machine that benchmarks can be tested with: how fast they are is given."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path

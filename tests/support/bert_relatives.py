@@ -1,7 +1,5 @@
 """Folders of MPNet, DistilBERT, ELECTRA and GTE with random weights, and their states in float64."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

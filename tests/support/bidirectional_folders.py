@@ -1,7 +1,5 @@
 """Folders of decoders whose tokens see those after them, and texts whose vectors are recorded."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Chat templates that write as those of LFM2, LFM2.5, Qwen3.5 and Granite 4, and conversations for them."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """A local task with four choices for lm-eval, and a small random model."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

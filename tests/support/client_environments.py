@@ -1,7 +1,5 @@
 """Environments of other projects' packages, which ``make test-clients`` creates."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from pathlib import Path

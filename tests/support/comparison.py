@@ -5,8 +5,6 @@ The tools that record their answers and the tests that compare with them share t
 
 # ruff: noqa: RUF001  (the look-alikes are intended)
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path

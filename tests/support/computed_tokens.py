@@ -1,7 +1,5 @@
 """Numbers of tokens that go through a model in batches."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

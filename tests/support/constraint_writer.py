@@ -1,7 +1,5 @@
 """Random regular expressions, Lark grammars and JSON schemas, valid or invalid, some of them hostile."""
 
-from __future__ import annotations
-
 import json
 from random import Random
 

@@ -1,7 +1,5 @@
 """Shapes of known models, predictions for them, and the table of docs/cost_model.md."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The module through which tests call the CPU engine's kernels."""
 
-from __future__ import annotations
-
 import importlib
 import os
 from functools import cache

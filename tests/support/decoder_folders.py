@@ -1,7 +1,5 @@
 """Small folders of decoders that differ from Llama in a few steps, with random weights."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path

@@ -4,8 +4,6 @@ Each function takes the package, so that the same code runs with sentence-transf
 records, and with the interface of this package.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple

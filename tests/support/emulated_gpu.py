@@ -1,7 +1,5 @@
 """Models on an emulated GPU with fewer capabilities than the emulator's defaults."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -3,8 +3,6 @@
 The class of nomic-embed-text-v2-moe is not in transformers: its states are computed in float64.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from functools import partial

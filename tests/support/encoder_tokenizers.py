@@ -3,8 +3,6 @@
 The tool that records the ids of transformers, and the tests that compare with them, share these definitions.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import zlib

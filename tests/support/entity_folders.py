@@ -1,7 +1,5 @@
 """Folders of GLiNER with random weights, and texts whose entities are recorded with its library."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from functools import partial

@@ -1,7 +1,5 @@
 """Folders whose logits are recorded, and the check of a folder's logits."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Steps of encoders in float64, on the tensors of a model folder by the names of transformers."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any

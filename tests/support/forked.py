@@ -1,7 +1,5 @@
 """Work in a forked process."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

@@ -1,7 +1,5 @@
 """Shared by the fuzzers: duration, seed, and where inputs are kept."""
 
-from __future__ import annotations
-
 import faulthandler
 import math
 import os

@@ -1,7 +1,5 @@
 """Writes GGUF files byte by byte, so that a test can put any bytes anywhere."""
 
-from __future__ import annotations
-
 import struct
 from collections.abc import Sequence
 

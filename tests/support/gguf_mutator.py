@@ -1,7 +1,5 @@
 """GGUF files with a few errors: parsed, changed and reassembled."""
 
-from __future__ import annotations
-
 import struct
 from dataclasses import dataclass, field
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The reader of the gguf package, on a plain array."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import gguf

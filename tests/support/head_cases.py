@@ -1,7 +1,5 @@
 """Shapes of heads that kernels with rope are tested with, and rope and RMS norm in float64."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Requests whose constraints compile or match slowly, or are rejected."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from metal_prefill import Model

@@ -1,7 +1,5 @@
 """Texts on which tokenizers of encoders differ: any code point, accents, controls, very long words."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from random import Random
 

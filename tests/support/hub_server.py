@@ -1,7 +1,5 @@
 """A small Hugging Face Hub on 127.0.0.1: listings of repositories, and their files with etags and commits."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

@@ -1,7 +1,5 @@
 """Instruction sets, shapes and arrays for the tests of the CPU kernels."""
 
-from __future__ import annotations
-
 from functools import cache
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Shared by the kernel tests: argument structs, random weights, guarded outputs and a dispatch function."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Small model folders whose layers have different heads and feed-forwards, with random weights."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path

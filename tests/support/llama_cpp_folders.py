@@ -1,7 +1,5 @@
 """Folders of encoders whose files llama.cpp's converter also writes, and texts whose vectors are recorded."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A tiny valid model file in which tests can replace or omit every entry."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 

@@ -1,7 +1,5 @@
 """Texts with recorded vectors of all-MiniLM-L6-v2."""
 
-from __future__ import annotations
-
 from support.comparison import PROSE, VERSE
 from support.places import DATA
 

@@ -1,7 +1,5 @@
 """Skip tests, or fail them, if something that they need is missing."""
 
-from __future__ import annotations
-
 import os
 from typing import NoReturn
 

@@ -1,7 +1,5 @@
 """Small model folders as transformers and sentence-transformers write them, with random weights."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Requests of native sessions."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

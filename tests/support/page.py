@@ -1,7 +1,5 @@
 """The server's page in Chromium: opening it, and reading what it shows."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from typing import Any

@@ -1,7 +1,5 @@
 """K and V of several sequences in pages, in no order, among pages and rows full of NaN."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Programs that tests run to their end."""
 
-from __future__ import annotations
-
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path

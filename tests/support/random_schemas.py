@@ -5,8 +5,6 @@ As a program it generates many, checks all and prints how many tokens they took:
     PYTHONPATH=tests python -m support.random_schemas smollm2 500
 """
 
-from __future__ import annotations
-
 import json
 import random
 import sys

@@ -1,7 +1,5 @@
 """JSON of recorded results, in lines that can be read and compared."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Models with recurrent layers, and the comparison of their sessions with fresh ones."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Small model folders with recurrent layers, and what transformers computes with them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from functools import partial

@@ -4,8 +4,6 @@ Slow and plain. It shares no code with the package: files are read by `gguf.GGUF
 by `gguf.quants`.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A server of the package on loopback, in a thread, for clients that are not ours."""
 
-from __future__ import annotations
-
 import json
 import socket
 import threading

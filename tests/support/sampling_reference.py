@@ -1,7 +1,5 @@
 """An independent reference for samplers: NumPy, random numbers by their definition, log probabilities."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeAlias

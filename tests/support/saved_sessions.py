@@ -1,7 +1,5 @@
 """The saved prompt of the tests, and changes of its file."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

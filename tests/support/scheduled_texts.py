@@ -1,7 +1,5 @@
 """Texts of the scheduler, and the same texts alone."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from metal_prefill import Model

@@ -1,7 +1,5 @@
 """Requests of all kinds to a server, their results alone, and those of concurrent clients."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from typing import Any

@@ -4,8 +4,6 @@ Weights are random, scaled so that attention spreads over earlier tokens and act
 `MODELS` is the catalogue; `write` writes the file of one.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace

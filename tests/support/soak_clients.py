@@ -1,7 +1,5 @@
 """Clients of a server and others that disturb them, each answer compared with that of the request alone."""
 
-from __future__ import annotations
-
 import json
 import random
 import re

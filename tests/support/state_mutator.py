@@ -1,7 +1,5 @@
 """Saved sessions that are wrong in a few places."""
 
-from __future__ import annotations
-
 import json
 import struct
 from contextlib import suppress

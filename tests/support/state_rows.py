@@ -1,7 +1,5 @@
 """A pass of three sequences, as the kernels of recurrent layers read it."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from support.kernel_harness import CONSTANTS, STRUCTS, Array

@@ -4,8 +4,6 @@ The tool that records results of transformers and sentence-transformers, and the
 share these definitions.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping
 from functools import partial

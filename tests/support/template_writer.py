@@ -1,7 +1,5 @@
 """Unusual chat templates: random trees of Jinja's statements and expressions."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from random import Random
 

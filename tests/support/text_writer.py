@@ -1,7 +1,5 @@
 """Unusual texts: scripts, spaces, marks and spellings of tokens, in any order."""
 
-from __future__ import annotations
-
 from random import Random
 
 from support.comparison import BYTE_LEVEL_SPECIALS, USER_DEFINED, texts

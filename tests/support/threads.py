@@ -1,7 +1,5 @@
 """Functions that several threads call at the same time."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from typing import TypeVar

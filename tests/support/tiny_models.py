@@ -1,7 +1,5 @@
 """Models of a few small layers, for tests that open or run one very often, or on an emulated GPU."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

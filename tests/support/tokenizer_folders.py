@@ -1,7 +1,5 @@
 """Small tokenizers of each kind, as ``tokenizer.json`` describes them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tools, and a chat template that describes them."""
 
-from __future__ import annotations
-
 WEATHER = {
     "type": "function",
     "function": {

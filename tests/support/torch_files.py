@@ -1,7 +1,5 @@
 """Files as ``torch.save`` writes them for dictionaries of tensors, without torch."""
 
-from __future__ import annotations
-
 import struct
 import zipfile
 from collections.abc import Mapping

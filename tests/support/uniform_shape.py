@@ -1,7 +1,5 @@
 """Shapes of models without a file, for the cost model."""
 
-from __future__ import annotations
-
 from gguf import GGMLQuantizationType
 
 from metal_prefill.files import ModelConfig

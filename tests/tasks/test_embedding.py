@@ -1,7 +1,5 @@
 """Vectors of texts: pooling, ends, cuts and prompts as files and cards define them, alone or together."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

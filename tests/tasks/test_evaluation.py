@@ -1,7 +1,5 @@
 """Requests of evaluation harnesses against the float64 reference."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

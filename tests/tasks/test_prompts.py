@@ -1,7 +1,5 @@
 """Prompts of queries and documents: of the file, of cards that a name identifies, of an architecture."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

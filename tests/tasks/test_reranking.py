@@ -1,7 +1,5 @@
 """Reranking and classification: heads, answers and likelihoods against the float64 reference."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path

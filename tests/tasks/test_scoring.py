@@ -1,7 +1,5 @@
 """Scoring many prompts: the same values as one by one, with shared prefixes computed once."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The interface of sentence-transformers: its documented uses, and what it refuses by name."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import sys

@@ -1,7 +1,5 @@
 """Normalization of vectors in the native core."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from support.cpu_testing import cpu_testing

@@ -1,7 +1,5 @@
 """Chat templates of LFM2, LFM2.5, Qwen3.5 and Granite 4, rendered as transformers renders them."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """Chat templates: rendered as their authors intended, with control tokens only from the template."""
 
-from __future__ import annotations
-
 import itertools
 import re
 import time

@@ -1,7 +1,5 @@
 """Tokenizers of encoders: ids of transformers for hostile texts, and the required contents of a file."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Files with encoder vocabularies: the tokens that they define, and errors."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Reasoning of a model before its answer, separated from it piece by piece."""
 
-from __future__ import annotations
-
 import itertools
 import time
 

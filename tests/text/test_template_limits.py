@@ -1,7 +1,5 @@
 """Chat templates of hostile files: each ends soon, uses little memory, and fails with the right error."""
 
-from __future__ import annotations
-
 import enum
 import json
 import re

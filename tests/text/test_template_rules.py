@@ -1,7 +1,5 @@
 """Tools in two turns, with templates that have the rules of published ones, a row for each family."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """Tokenizers: the same ids as llama.cpp, the same text back, and no special token out of plain text."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

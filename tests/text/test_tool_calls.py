@@ -1,7 +1,5 @@
 """Tool calls: described by the template, found in answers, answered in conversations."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys

@@ -1,7 +1,5 @@
 """Tokens of words, next to those of the tokenizers library."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from pathlib import Path

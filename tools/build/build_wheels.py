@@ -11,8 +11,6 @@ installed. Wheels for other systems are compiled, linked and inspected; those fo
 installed and run by `make test-wheels`.
 """
 
-from __future__ import annotations
-
 import argparse
 import io
 import json

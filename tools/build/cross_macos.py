@@ -6,8 +6,6 @@ emulator's headers and linked against the stubs in tools/build/macos_stubs. The 
 inspected, but not executed: neither a Metal device nor macOS is involved.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import importlib.util

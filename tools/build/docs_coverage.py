@@ -4,8 +4,6 @@ A row of ``coverage.csv`` has the class of a model's ``config.json``, its module
 the lists that name it, and what else it needs. The verdict follows from the tables that conversion uses.
 """
 
-from __future__ import annotations
-
 import csv
 import re
 from collections.abc import Iterator

@@ -5,8 +5,6 @@ made from the public names of the package, and the list of models from the table
 file of the repository becomes one to its page; one to a file that has no page is a warning, and so an error.
 """
 
-from __future__ import annotations
-
 import ast
 import logging
 import posixpath

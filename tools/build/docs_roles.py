@@ -1,7 +1,5 @@
 """Extensions of griffe: roles in docstrings become links, and functions that a class names become methods."""
 
-from __future__ import annotations
-
 import html
 import re
 from typing import Any

@@ -5,8 +5,6 @@ The grids are part of the formats. Run it when a format with a grid is added::
     python tools/build/write_grids.py
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Commands that CMake calls to compile for another system, made of the PyPI package ziglang."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys

@@ -5,8 +5,6 @@
 Only commits that the upstream branch lacks are checked: the subjects of the others cannot be changed.
 """
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -9,8 +9,6 @@ A compiler that is not installed is skipped with a note, or is an error if ``MET
 is set.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

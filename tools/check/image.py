@@ -6,8 +6,6 @@ A stage is a root file system that debootstrap makes; its steps are executed in 
 then runs as the image's user, with a folder of all-MiniLM-L6-v2 in its volume.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -9,8 +9,6 @@ folder of `make test`, and tested by the tests of its part; afterwards the file 
 that do not compile do not count. A survivor is a missing test, or does not change a result.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import difflib

@@ -5,8 +5,6 @@
 Text in backticks is not checked, so that a document can quote a phrase.
 """
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

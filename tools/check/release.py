@@ -4,8 +4,6 @@
 lists the files of a release and what a maintainer has to do by hand, the last step of ``make release-check``.
 """
 
-from __future__ import annotations
-
 import argparse
 import re
 import sys

@@ -6,8 +6,6 @@ Checks are those of ``.clang-tidy``; any finding fails the run::
     .venv/bin/python tools/check/tidy.py build/emulator cpp/cpu cpp/model/model.cpp    # only what begins so
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

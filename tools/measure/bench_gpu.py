@@ -10,8 +10,6 @@ Examples
 ``METAL_EMULATOR_EXECUTOR=cuda python tools/measure/bench_gpu.py --json gpu.json``
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -5,8 +5,6 @@ registers, and with plain reading of memory: the share of these limits measures 
 load of the machine.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import sys

@@ -11,8 +11,6 @@ compared with those of the tests' float64 reference over the same dequantized we
     python tools/measure/compare_accuracy.py model.gguf -f text.txt -n 4096 --types Q3_K_S TQ2_0  # by these
 """
 
-from __future__ import annotations
-
 import argparse
 import ctypes
 import sys

@@ -9,8 +9,6 @@ neighbours of a text stay, and how often the rest of a paragraph is among the te
 sentence.
 """
 
-from __future__ import annotations
-
 import argparse
 import re
 import time

@@ -5,8 +5,6 @@ Each test is a panel. The chart needs matplotlib, and the files that README.md's
     python tools/measure/plot_peers.py docs/images/peers.png prompts.json vectors.json
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 from pathlib import Path

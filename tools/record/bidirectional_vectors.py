@@ -3,8 +3,6 @@
 Run it when a folder or a text of ``tests/support/bidirectional_folders.py`` changes.
 """
 
-from __future__ import annotations
-
 import json
 import tempfile
 from pathlib import Path

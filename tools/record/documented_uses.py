@@ -1,7 +1,5 @@
 """Record the results of sentence-transformers for `tests/support/documented_uses.py`."""
 
-from __future__ import annotations
-
 import tempfile
 from pathlib import Path
 

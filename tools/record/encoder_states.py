@@ -3,8 +3,6 @@
 Run it when an encoder of the catalogue changes.
 """
 
-from __future__ import annotations
-
 import tempfile
 from pathlib import Path
 from typing import Any

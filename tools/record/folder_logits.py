@@ -4,8 +4,6 @@ Run it when a folder of ``recurrent_folders.py``, ``decoder_folders.py``, ``expe
 ``gpt_folders.py`` or ``layered_folders.py`` in ``tests/support`` changes.
 """
 
-from __future__ import annotations
-
 import tempfile
 from pathlib import Path
 from typing import Any

@@ -3,8 +3,6 @@
 Run it when a folder or a text of `tests/support/entity_folders.py` changes; it needs ``pip install gliner``.
 """
 
-from __future__ import annotations
-
 import tempfile
 from importlib.metadata import version
 from pathlib import Path

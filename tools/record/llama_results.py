@@ -3,8 +3,6 @@
 Run it when a text, a vocabulary or a model of the catalogue changes.
 """
 
-from __future__ import annotations
-
 import json
 import tempfile
 from io import BytesIO

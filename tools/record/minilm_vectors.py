@@ -4,8 +4,6 @@ The mean of the hidden states of each text, divided by its length, and the vecto
 sentence-transformers, which cuts it. Run it when a text of ``tests/support/minilm_texts.py`` changes.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 import transformers

@@ -5,8 +5,6 @@ folders of published templates (``*.jinja``) as arguments, it renders the same c
 prints the cases in which the package renders another text.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -3,8 +3,6 @@
 Run it when a text of `tests/conversion/test_spm_model.py` changes.
 """
 
-from __future__ import annotations
-
 import io
 import tempfile
 from pathlib import Path

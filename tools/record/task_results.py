@@ -3,8 +3,6 @@
 Run it when a folder or a text of `tests/support/task_folders.py` changes.
 """
 
-from __future__ import annotations
-
 import tempfile
 from pathlib import Path
 from typing import Any

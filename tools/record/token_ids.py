@@ -3,8 +3,6 @@
 Run it when a text or a variant of ``tests/support/encoder_tokenizers.py`` changes.
 """
 
-from __future__ import annotations
-
 import tempfile
 from io import BytesIO
 from pathlib import Path

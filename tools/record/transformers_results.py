@@ -4,8 +4,6 @@ The weights of each file go back into the layout they had before a converter wro
 likelihoods, transformers reads the file. Run it when a model of the catalogue changes.
 """
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path

@@ -4,8 +4,6 @@ C++ for OpenCL has a generic address space, to which a pointer without one point
 without an address space are rejected here. So are recursion and lambdas.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 Node = dict[str, Any]

@@ -1,7 +1,5 @@
 """Attributes ``[[...]]`` and integer constant expressions."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 

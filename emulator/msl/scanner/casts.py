@@ -15,8 +15,6 @@ type T that is or may be a vector:
 the operand need not be found.
 """
 
-from __future__ import annotations
-
 from .tokens import TokenList
 
 ELEMENTS = (

@@ -1,7 +1,5 @@
 """Splits a token list into the declarations of its namespaces and classes."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 

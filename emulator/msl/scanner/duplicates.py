@@ -4,8 +4,6 @@ Metal overloads functions and specializes templates by address space. Where the 
 or a generic one, such declarations coincide: the first is kept.
 """
 
-from __future__ import annotations
-
 from .declarations import Declaration
 from .kernels import SPACES, split_list
 from .tokens import TokenList

@@ -1,7 +1,5 @@
 """Writes the C++ translation unit of a rewritten source."""
 
-from __future__ import annotations
-
 import re
 
 from .kernels import Argument, FunctionConstant, Instantiation, Program

@@ -1,7 +1,5 @@
 """Finds kernels, their arguments and instantiations, and function constants."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass, field
 

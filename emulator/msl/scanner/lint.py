@@ -1,7 +1,5 @@
 """Finds in the tokens of a source what Metal forbids and a C++ compiler would accept."""
 
-from __future__ import annotations
-
 from .declarations import Declaration
 from .kernels import is_kernel
 from .tokens import SourceError, TokenList

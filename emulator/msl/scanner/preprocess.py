@@ -1,7 +1,5 @@
 """Runs clang's preprocessor over a flat Metal source, with empty stand-ins for Apple's headers."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """From a Metal source to C++: the steps in order."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 The driver compiles a module when it is loaded. With a module for each kernel it compiles those that are used.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 

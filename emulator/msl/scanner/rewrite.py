@@ -1,7 +1,5 @@
 """Rewrites the parts of Metal that C++ does not have. Passes run in the order of ``rewrite``."""
 
-from __future__ import annotations
-
 import re
 
 from .attributes import attributes

@@ -1,7 +1,5 @@
 """Which kernels of a source remain where the host defines macros when it compiles it."""
 
-from __future__ import annotations
-
 import re
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass

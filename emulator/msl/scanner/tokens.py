@@ -4,8 +4,6 @@ Passes rewrite a source by changing the ``out`` text of its tokens. White space,
 travel with the token after them and are never changed, so the output has the lines of the input.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Attention of the CPU kernels, on every instruction set."""
 
-from __future__ import annotations
-
 from functools import cache
 from itertools import product
 

@@ -1,7 +1,5 @@
 """Products of pairs of bfloat16 numbers, on the instruction sets that have them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Products of the CPU kernels with quantized and float weights, on every instruction set."""
 
-from __future__ import annotations
-
 import platform
 from itertools import product
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Products of rotated rows in 8 bits on every instruction set, and in 16 bits on those that have them."""
 
-from __future__ import annotations
-
 from itertools import product
 
 import numpy as np

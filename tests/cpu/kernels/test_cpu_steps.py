@@ -1,7 +1,5 @@
 """Steps between the products of the CPU kernels: norms, rotation, recurrences, activations."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

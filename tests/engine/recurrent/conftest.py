@@ -1,7 +1,5 @@
 """Models with each kind of recurrent layer."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Drafts and batches with recurrent layers: results equal those of single tokens."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

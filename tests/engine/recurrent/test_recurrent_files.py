@@ -1,7 +1,5 @@
 """Files of models with recurrent layers: what they may contain, and errors that name contradictions."""
 
-from __future__ import annotations
-
 import math
 import re
 import struct

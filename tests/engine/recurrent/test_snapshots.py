@@ -1,7 +1,5 @@
 """Snapshots of recurrent layers: sessions that reuse prefixes or were saved equal fresh ones."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial

@@ -1,7 +1,5 @@
 """States of recurrent layers: a session that was split, rewound or forked equals one that was not."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """A tiny model file with any changes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

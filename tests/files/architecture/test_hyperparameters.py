@@ -1,7 +1,5 @@
 """Hyperparameters that are read from a file, and errors that name what is missing or contradictory."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import fields, replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tensors that are found for each role, and errors that name those that are missing or wrong."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

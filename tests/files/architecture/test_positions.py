@@ -1,7 +1,5 @@
 """Rotation, its scaling, and windows of attention, as files and architectures define them."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import replace

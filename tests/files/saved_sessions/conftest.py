@@ -1,7 +1,5 @@
 """A saved session of the bundled model."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

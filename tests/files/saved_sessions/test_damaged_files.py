@@ -1,7 +1,5 @@
 """Files that are not complete saved sessions are rejected."""
 
-from __future__ import annotations
-
 import os
 import struct
 from pathlib import Path

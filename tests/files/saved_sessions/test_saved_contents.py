@@ -1,7 +1,5 @@
 """Saved sessions contain what the session had, and belong to one model."""
 
-from __future__ import annotations
-
 import shutil
 import struct
 from pathlib import Path

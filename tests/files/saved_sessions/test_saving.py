@@ -1,7 +1,5 @@
 """Saving replaces a file completely or not at all, whatever else reads it."""
 
-from __future__ import annotations
-
 import os
 import threading
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """A tiny model for most tests: scheduling does not depend on the texts that a model writes."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Requests with many texts and those of others share streams and passes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from random import Random

@@ -1,7 +1,5 @@
 """Several answers to one prompt share its prefill."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Texts of many prompts match those of single prompts, from a loop and from tasks."""
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Streams that run out of memory wait, and fail only where they fail alone."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """How passes are divided among prompts, texts and calls."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

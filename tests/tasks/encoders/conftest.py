@@ -1,7 +1,5 @@
 """Files of encoders with heads, each converted once."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Classes of texts and pairs, next to transformers'."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Checkpoints of Stanford's ColBERT, next to float64 arithmetic on the folder itself."""
 
-from __future__ import annotations
-
 import json
 import string
 from pathlib import Path

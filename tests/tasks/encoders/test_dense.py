@@ -1,7 +1,5 @@
 """Dense layers after pooling, against float64, and the length of vectors that a folder saves."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Entities of labels that a call names, next to the library gliner."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Classification heads of files and folders."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Three kinds of vectors from one pass, next to float64 arithmetic, and the files with their heads."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Collections of texts that tasks accept, and those that they refuse."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Late interaction, next to sentence-transformers'."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Modules after the transformer, or a table instead of it, next to vectors of sentence-transformers."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Pairs that do not fit the context, next to the libraries that cut them by the rule ``longest_first``."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from random import Random

@@ -1,7 +1,5 @@
 """Scores of pairs by cross-encoders, next to sentence-transformers'."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Vectors over the vocabulary, next to float64 arithmetic."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Special tokens that texts spell, as the tokenizers library recognizes them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Parts of texts by the best sequence of tags, as OpenAI Privacy Filter decodes its tags."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from collections.abc import Mapping, Sequence

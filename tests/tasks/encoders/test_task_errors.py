@@ -1,7 +1,5 @@
 """Texts, options and methods that an encoder does not take."""
 
-from __future__ import annotations
-
 import re
 import shutil
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Passes over texts, and pooled states."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

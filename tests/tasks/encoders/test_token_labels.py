@@ -1,7 +1,5 @@
 """Labels of tokens, next to transformers' pipelines."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
