@@ -11,21 +11,26 @@ from safetensors.numpy import save_file
 
 from support import model_folders
 from support.folder_reference import Array, FolderTensors, attended, gelu
-from support.model_folders import DIM, FFN, HEADS, LAYERS, Folder, values
+from support.model_folders import (
+    BERT_LINEAR,
+    BERT_NORMS,
+    DIM,
+    FFN,
+    HEADS,
+    LAYERS,
+    Folder,
+    Shapes,
+    bert_layer,
+    drawn,
+    linear,
+    norm,
+    values,
+)
 from support.reference import position_bucket
 
 CONTEXT = 330  # distances beyond 128 have the same bias
 BIAS = "encoder.relative_attention_bias.weight"
 LAYER = "encoder.layer.{}."
-LINEAR = {
-    "attention.self.query": (DIM, DIM),
-    "attention.self.key": (DIM, DIM),
-    "attention.self.value": (DIM, DIM),
-    "attention.output.dense": (DIM, DIM),
-    "intermediate.dense": (FFN, DIM),
-    "output.dense": (DIM, FFN),
-}
-NORMS = ("attention.output.LayerNorm", "output.LayerNorm")
 # Names of BERT's modules in each class.
 MPNET = {
     "attention.self.query": "attention.attn.q",
@@ -57,18 +62,12 @@ DISTILBERT = {
 
 def _with_layers(folder: Folder, prefix: str, names: dict[str, str]) -> None:
     """Replace the tensors by those of a class with other names of modules, and no token types."""
-    shapes: dict[str, tuple[int, ...]] = {"embeddings.position_embeddings.weight": (CONTEXT, DIM)}
+    shapes: Shapes = {"embeddings.position_embeddings.weight": (CONTEXT, DIM)}
     for layer in range(LAYERS):
-        at = names.get(LAYER, LAYER).format(layer)
-        for name, shape in LINEAR.items():
-            shapes |= {f"{at}{names.get(name, name)}.weight": shape}
-            shapes |= {f"{at}{names.get(name, name)}.bias": shape[:1]}
-        for name in NORMS:
-            shapes |= {f"{at}{names.get(name, name)}.{end}": (DIM,) for end in ("weight", "bias")}
-    kept = {name: folder.tensors[name] for name in ("embeddings.word_embeddings.weight",)}
-    kept |= {name: folder.tensors[name] for name in folder.tensors if name.startswith("embeddings.LayerNorm")}
-    made = {name: 3 * values(shape, i) for i, (name, shape) in enumerate(shapes.items())}
-    folder.tensors = {prefix + name: tensor for name, tensor in (kept | made).items()}
+        shapes |= bert_layer(names.get(LAYER, LAYER).format(layer), names)
+    words = "embeddings.word_embeddings.weight"
+    kept = {n: t for n, t in folder.tensors.items() if n == words or n.startswith("embeddings.LayerNorm")}
+    folder.tensors = {prefix + n: t for n, t in (kept | drawn(shapes, size=3)).items()}
 
 
 def mpnet(path: Path) -> Folder:
@@ -125,13 +124,12 @@ def electra(path: Path) -> Folder:
         "embedding_size": DIM,
     }
     types = folder.tensors["embeddings.token_type_embeddings.weight"]
+    head = "discriminator_predictions.dense"
+    predictions = linear(head) | linear(f"{head}_prediction", 1)
     _with_layers(folder, "electra.", {})
     folder.tensors |= {
         "electra.embeddings.token_type_embeddings.weight": types,
-        "discriminator_predictions.dense.weight": values((DIM, DIM)),
-        "discriminator_predictions.dense.bias": values((DIM,)),
-        "discriminator_predictions.dense_prediction.weight": values((1, DIM)),
-        "discriminator_predictions.dense_prediction.bias": values((1,)),
+        **{name: values(shape) for name, shape in predictions.items()},
     }
     return folder
 
@@ -147,16 +145,15 @@ def gte(path: Path, rope_scaling: dict[str, Any] | None = None) -> Folder:
         "layer_norm_type": "layer_norm",
         "position_embedding_type": "rope",
     }
-    shapes: dict[str, tuple[int, ...]] = {}
+    shapes: Shapes = {}
     for layer in range(LAYERS):
-        at = LAYER.format(layer)
         for name, shape in GTE.items():
-            shapes[f"{at}{name}.weight"] = shape
+            shapes[f"{LAYER.format(layer)}{name}.weight"] = shape
             if name != "mlp.up_gate_proj":
-                shapes[f"{at}{name}.bias"] = shape[:1]
+                shapes[f"{LAYER.format(layer)}{name}.bias"] = shape[:1]
     del folder.tensors["embeddings.position_embeddings.weight"]
     kept = {name: tensor for name, tensor in folder.tensors.items() if name.startswith("embeddings.")}
-    folder.tensors = kept | {name: 3 * values(shape, i) for i, (name, shape) in enumerate(shapes.items())}
+    folder.tensors = kept | drawn(shapes, size=3)
     return folder
 
 
@@ -212,7 +209,7 @@ def states(
         bias = t[BIAS][buckets].transpose(2, 0, 1)
     for layer in range(LAYERS):
         at = names.get(LAYER, LAYER).format(layer)
-        of = {name: at + names.get(name, name) for name in (*LINEAR, *NORMS)}
+        of = {name: at + names.get(name, name) for name in (*BERT_LINEAR, *BERT_NORMS)}
         q, k, v = (t.linear(of[f"attention.self.{name}"], x) for name in ("query", "key", "value"))
         read = t.linear(of["attention.output.dense"], attended(q, k, v, HEADS, seen=seen, bias=bias))
         x = t.normed(of["attention.output.LayerNorm"], x + read)
@@ -229,9 +226,8 @@ GTE_HEAD = ("lm_head.dense", "lm_head.norm", "lm_head.decoder")
 def masked_head(folder: Folder, names: tuple[str, str, str] = DISTILBERT_HEAD) -> None:
     """Add the head that predicts masked tokens, and the modules of SPLADE."""
     vocab = folder.config["vocab_size"]
-    dense, norm, output = names
-    shapes = {f"{dense}.weight": (DIM, DIM), f"{dense}.bias": (DIM,)}
-    shapes |= {f"{norm}.{end}": (DIM,) for end in ("weight", "bias")}
+    dense, middle, output = names
+    shapes = linear(dense) | norm(middle)
     folder.tensors |= {name: 3 * values(shape, 8) for name, shape in shapes.items()}
     folder.tensors[f"{output}.bias"] = 3 * values((vocab,), 9)
     splade_modules(folder)

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from support.model_folders import CONTEXT, DIM, HEADS, LAYERS, Folder, llama, values
+from support.model_folders import CONTEXT, DIM, HEADS, KV, LAYERS, Folder, llama, values
 
-KV, HEAD = DIM // 2, DIM // HEADS
+HEAD = DIM // HEADS
 
 
 def smollm3(path: Path, **config: Any) -> Folder:
@@ -101,11 +101,9 @@ def gemma2(path: Path, **config: Any) -> Folder:
         for i, (part, shape) in enumerate(
             {
                 "self_attn.q_proj": (HEADS * 16, DIM),
-                "self_attn.k_proj": (HEADS // 2 * 16, DIM),
-                "self_attn.v_proj": (HEADS // 2 * 16, DIM),
+                **dict.fromkeys(("self_attn.k_proj", "self_attn.v_proj"), (HEADS // 2 * 16, DIM)),
                 "self_attn.o_proj": (DIM, HEADS * 16),
-                "pre_feedforward_layernorm": (DIM,),
-                "post_feedforward_layernorm": (DIM,),
+                **dict.fromkeys(("pre_feedforward_layernorm", "post_feedforward_layernorm"), (DIM,)),
             }.items()
         ):
             folder.tensors[f"model.layers.{layer}.{part}.weight"] = values(shape, 100 + 6 * layer + i)

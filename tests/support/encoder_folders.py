@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from support import model_folders
 from support.bert_relatives import splade_modules
-from support.model_folders import Folder
+from support.model_folders import Folder, Shapes, norm
 from support.places import DATA
 
 RECORD = DATA / "transformers_encoder_folders.npz"
@@ -22,8 +22,6 @@ CONTEXT = 330
 LENGTHS = (1, 9, 300)  # of texts; the last is longer than pages, and than distances that are distinguished
 
 TEXT = "a rose by any name"  # whose vector over the vocabulary is recorded
-
-Shapes = dict[str, tuple[int, ...]]
 
 
 def texts() -> Iterator[npt.NDArray[np.int64]]:
@@ -39,19 +37,16 @@ def rows_of(states: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
     return rows
 
 
-def _linear(names: dict[str, tuple[int, int]], *, bias: bool = True) -> Shapes:
+def linear_of(names: dict[str, tuple[int, int]], *, bias: bool = True) -> Shapes:
+    """Return the shapes of matrices, then of their biases."""
     shapes: Shapes = {f"{name}.weight": shape for name, shape in names.items()}
     return shapes | ({f"{name}.bias": shape[:1] for name, shape in names.items()} if bias else {})
-
-
-def _norm(name: str, dim: int) -> Shapes:
-    return {f"{name}.weight": (dim,), f"{name}.bias": (dim,)}
 
 
 def _embeddings(vocab: int, dim: int, *, types: int = 2, positions: int = CONTEXT) -> Shapes:
     tables = {"word": vocab, "position": positions, "token_type": types}
     shapes: Shapes = {f"embeddings.{name}_embeddings.weight": (n, dim) for name, n in tables.items() if n}
-    return shapes | _norm("embeddings.LayerNorm", dim)
+    return shapes | norm("embeddings.LayerNorm", dim)
 
 
 def _filled(folder: Folder, prefix: str, shapes: Shapes, seed: int) -> Folder:
@@ -76,8 +71,8 @@ def _bert(path: Path, name: str, dim: int, heads: int, ffn: int, layers: int, **
 def _bert_layer(at: str, dim: int, ffn: int, end: str = "") -> Shapes:
     names = {f"{at}attention.self.{name}{end}": (dim, dim) for name in ("query", "key", "value")}
     names |= {f"{at}attention.output.dense": (dim, dim), f"{at}intermediate.dense": (ffn, dim)}
-    shapes = _linear({**names, f"{at}output.dense": (dim, ffn)})
-    return shapes | _norm(f"{at}attention.output.LayerNorm", dim) | _norm(f"{at}output.LayerNorm", dim)
+    shapes = linear_of({**names, f"{at}output.dense": (dim, ffn)})
+    return shapes | norm(f"{at}attention.output.LayerNorm", dim) | norm(f"{at}output.LayerNorm", dim)
 
 
 def albert(
@@ -97,9 +92,9 @@ def albert(
     at = "encoder.albert_layer_groups.0.albert_layers.0."
     square = {f"{at}attention.{name}": (dim, dim) for name in ("query", "key", "value", "dense")}
     shapes = _embeddings(folder.config["vocab_size"], embedding)
-    shapes |= _linear({"encoder.embedding_hidden_mapping_in": (dim, embedding), "pooler": (dim, dim)})
-    shapes |= _linear({**square, f"{at}ffn": (ffn, dim), f"{at}ffn_output": (dim, ffn)})
-    shapes |= _norm(f"{at}attention.LayerNorm", dim) | _norm(f"{at}full_layer_layer_norm", dim)
+    shapes |= linear_of({"encoder.embedding_hidden_mapping_in": (dim, embedding), "pooler": (dim, dim)})
+    shapes |= linear_of({**square, f"{at}ffn": (ffn, dim), f"{at}ffn_output": (dim, ffn)})
+    shapes |= norm(f"{at}attention.LayerNorm", dim) | norm(f"{at}full_layer_layer_norm", dim)
     return _filled(folder, "albert." if head else "", shapes, seed)
 
 
@@ -117,7 +112,7 @@ def electra(
     config = {"model_type": "electra", "embedding_size": embedding}
     folder = _bert(path, f"Electra{head}", dim, heads, ffn, layers, **config)
     shapes = _embeddings(folder.config["vocab_size"], embedding)
-    shapes |= _linear({"embeddings_project": (dim, embedding)})
+    shapes |= linear_of({"embeddings_project": (dim, embedding)})
     for layer in range(layers):
         shapes |= _bert_layer(f"encoder.layer.{layer}.", dim, ffn)
     return _filled(folder, "electra.", shapes, seed)
@@ -163,7 +158,7 @@ def deberta(
     shapes = _embeddings(folder.config["vocab_size"], dim, types=types, positions=positions)
     span = buckets if buckets > 0 else furthest
     shapes["encoder.rel_embeddings.weight"] = (2 * span, dim)
-    shapes |= {} if absolute else _norm("encoder.LayerNorm", dim)
+    shapes |= {} if absolute else norm("encoder.LayerNorm", dim)
     for layer in range(layers):
         shapes |= _bert_layer(f"encoder.layer.{layer}.", dim, ffn, "_proj")
     return _filled(folder, "deberta." if head else "", shapes, seed)
@@ -217,9 +212,9 @@ def jina_v3(path: Path, seed: int, dim: int, heads: int, ffn: int, layers: int, 
     shapes = _rotated(folder.config["vocab_size"], dim)
     for layer in range(layers):
         at = f"encoder.layers.{layer}."
-        shapes |= _linear({f"{at}mixer.Wqkv": (3 * dim, dim), f"{at}mixer.out_proj": (dim, dim)})
-        shapes |= _linear({f"{at}mlp.fc1": (ffn, dim), f"{at}mlp.fc2": (dim, ffn)})
-        shapes |= _norm(f"{at}norm1", dim) | _norm(f"{at}norm2", dim)
+        shapes |= linear_of({f"{at}mixer.Wqkv": (3 * dim, dim), f"{at}mixer.out_proj": (dim, dim)})
+        shapes |= linear_of({f"{at}mlp.fc1": (ffn, dim), f"{at}mlp.fc2": (dim, ffn)})
+        shapes |= norm(f"{at}norm1", dim) | norm(f"{at}norm2", dim)
     return _filled(folder, "roberta.", shapes, seed)
 
 
@@ -267,13 +262,13 @@ def nomic_moe(
     shapes = _rotated(folder.config["vocab_size"], dim)
     for layer in range(layers):
         at = f"encoder.layers.{layer}."
-        shapes |= _linear({f"{at}attn.Wqkv": (3 * dim, dim), f"{at}attn.out_proj": (dim, dim)})
-        shapes |= _norm(f"{at}norm1", dim) | _norm(f"{at}norm2", dim)
+        shapes |= linear_of({f"{at}attn.Wqkv": (3 * dim, dim), f"{at}attn.out_proj": (dim, dim)})
+        shapes |= norm(f"{at}norm1", dim) | norm(f"{at}norm2", dim)
         if layer % every == 1:
             shapes |= {f"{at}mlp.experts.mlp.{name}": (experts * ffn, dim) for name in ("w1", "w2")}
             shapes |= {f"{at}mlp.experts.bias": (dim,), f"{at}mlp.router.layer.weight": (experts, dim)}
         else:
-            shapes |= _linear({f"{at}mlp.fc1": (ffn, dim), f"{at}mlp.fc2": (dim, ffn)})
+            shapes |= linear_of({f"{at}mlp.fc1": (ffn, dim), f"{at}mlp.fc2": (dim, ffn)})
     return _filled(folder, "", shapes, seed)
 
 
@@ -340,7 +335,7 @@ def privacy_filter(
         projections = {"q": (heads * width, dim), "k": (kv_heads * width, dim), "v": (kv_heads * width, dim)}
         projections["o"] = (dim, heads * width)
         named = {f"{at}self_attn.{name}_proj": shape for name, shape in projections.items()}
-        shapes |= _linear(named, bias=biases) | _linear({f"{at}mlp.router": (experts, dim)})
+        shapes |= linear_of(named, bias=biases) | linear_of({f"{at}mlp.router": (experts, dim)})
         shapes |= {f"{at}{name}_layernorm.weight": (dim,) for name in ("input", "post_attention")}
         shapes[f"{at}self_attn.sinks"] = (heads,)
         for name, inputs, outputs in (("gate_up", dim, 2 * ffn), ("down", ffn, dim)):
@@ -364,7 +359,7 @@ _SHAPE: dict[str, Any] = {"heads": 4, "kv_heads": 2, "width": 16, "ffn": 32, "ex
 def private_parts(path: Path, seed: int = 1) -> Folder:
     """Make a folder of OpenAI Privacy Filter with its head."""
     folder = privacy_filter(path, seed, dim=64, layers=2, **_SHAPE, head="ForTokenClassification")
-    return with_head(folder, _linear({"score": (len(PRIVACY_TAGS), 64)}), PRIVACY_TAGS)
+    return with_head(folder, linear_of({"score": (len(PRIVACY_TAGS), 64)}), PRIVACY_TAGS)
 
 
 def with_head(folder: Folder, shapes: Shapes, labels: tuple[str, ...] = ("x",)) -> Folder:
@@ -387,20 +382,20 @@ def pairs(path: Path, name: str) -> Folder:
         name, {}
     )
     output = "classifier.out_proj" if name == "electra" else "classifier"
-    return with_head(folder, _linear({**head, output: (1, dim)}))
+    return with_head(folder, linear_of({**head, output: (1, dim)}))
 
 
 def tags(path: Path, labels: tuple[str, ...]) -> Folder:
     """Make a folder of DeBERTa with a head that labels tokens."""
     folder = RECORDED["deberta"](path, head="ForTokenClassification")
-    return with_head(folder, _linear({"classifier": (len(labels), folder.config["hidden_size"])}), labels)
+    return with_head(folder, linear_of({"classifier": (len(labels), folder.config["hidden_size"])}), labels)
 
 
 def masked(path: Path) -> Folder:
     """Make a SPLADE folder of ALBERT, whose head is as narrow as its embedding."""
     folder = RECORDED["albert"](path, head="ForMaskedLM")
     dim, width = folder.config["hidden_size"], folder.config["embedding_size"]
-    shapes = _linear({"predictions.dense": (width, dim)}) | _norm("predictions.LayerNorm", width)
+    shapes = linear_of({"predictions.dense": (width, dim)}) | norm("predictions.LayerNorm", width)
     with_head(folder, {**shapes, "predictions.bias": (folder.config["vocab_size"],)})
     splade_modules(folder)
     return folder

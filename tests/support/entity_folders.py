@@ -10,7 +10,8 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from support import encoder_folders, encoder_tokenizers, task_folders
-from support.model_folders import Folder, Values
+from support.encoder_folders import linear_of
+from support.model_folders import Folder, Shapes, Values
 from support.places import DATA
 from support.torch_files import write_torch_file
 
@@ -57,23 +58,18 @@ class EntityFolder(Folder):
         return self.path
 
 
-def _layers(names: dict[str, tuple[int, int]]) -> dict[str, tuple[int, ...]]:
-    shapes: dict[str, tuple[int, ...]] = {f"{name}.weight": shape for name, shape in names.items()}
-    return shapes | {f"{name}.bias": shape[:1] for name, shape in names.items()}
-
-
-def _head(mode: str, width: int, dim: int, *, recurrent: bool) -> dict[str, tuple[int, ...]]:
+def _head(mode: str, width: int, dim: int, *, recurrent: bool) -> Shapes:
     """Return the shapes of the tensors after the encoder."""
-    shapes: dict[str, tuple[int, ...]] = {}
+    shapes: Shapes = {}
     if width != dim:
-        shapes |= _layers({"token_rep_layer.projection": (width, dim)})
+        shapes |= linear_of({"token_rep_layer.projection": (width, dim)})
     for end in ("", "_reverse") if recurrent else ():
         shapes[f"rnn.lstm.weight_ih_l0{end}"] = (2 * width, width)
         shapes[f"rnn.lstm.weight_hh_l0{end}"] = (2 * width, width // 2)
         shapes |= {f"rnn.lstm.bias_{part}_l0{end}": (2 * width,) for part in ("ih", "hh")}
     if mode == "token_level":
-        shapes |= _layers({f"scorer.proj_{name}": (2 * width, width) for name in ("token", "label")})
-        return shapes | _layers(
+        shapes |= linear_of({f"scorer.proj_{name}": (2 * width, width) for name in ("token", "label")})
+        return shapes | linear_of(
             {"scorer.out_mlp.0": (4 * width, 3 * width), "scorer.out_mlp.3": (3, 4 * width)}
         )
     span = "span_rep_layer.span_rep_layer."
@@ -84,7 +80,7 @@ def _head(mode: str, width: int, dim: int, *, recurrent: bool) -> dict[str, tupl
         "prompt_rep_layer": 1,
     }
     for name, factor in inputs.items():
-        shapes |= _layers({f"{name}.0": (4 * width, factor * width), f"{name}.3": (width, 4 * width)})
+        shapes |= linear_of({f"{name}.0": (4 * width, factor * width), f"{name}.3": (width, 4 * width)})
     return shapes
 
 

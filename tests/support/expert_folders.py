@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from support.decoder_folders import HEAD, KV, with_head_norms
-from support.model_folders import DIM, LAYERS, Folder, llama, values
+from support.decoder_folders import HEAD, with_head_norms
+from support.model_folders import DIM, KV, LAYERS, Folder, llama, values
 from support.recurrent_folders import granite_hybrid, lfm2
 
 WIDTH = 24  # of an expert

@@ -3,17 +3,25 @@
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
-from support.model_folders import CONTEXT, DIM, FFN, HEADS, LAYERS, Folder, llama, values
-
-Shapes: TypeAlias = dict[str, tuple[int, ...]]
-VOCAB = 304
-
-
-def _linear(name: str, rows: int = DIM, columns: int = DIM) -> Shapes:
-    """Return the shapes of a matrix and its bias."""
-    return {f"{name}.weight": (rows, columns), f"{name}.bias": (rows,)}
+from support.model_folders import (
+    CONTEXT,
+    DIM,
+    FFN,
+    GROUPED,
+    HEADS,
+    KV,
+    LAYERS,
+    SIZES,
+    VOCAB,
+    Folder,
+    Shapes,
+    linear,
+    norm,
+    tokenized,
+    values,
+)
 
 
 def _columns(name: str, columns: int = DIM, rows: int = DIM) -> Shapes:
@@ -21,14 +29,8 @@ def _columns(name: str, columns: int = DIM, rows: int = DIM) -> Shapes:
     return {f"{name}.weight": (columns, rows), f"{name}.bias": (rows,)}
 
 
-def _norm(name: str) -> Shapes:
-    return {f"{name}.weight": (DIM,), f"{name}.bias": (DIM,)}
-
-
 def _folder(path: Path, architecture: str, config: dict[str, Any], shapes: Shapes) -> Folder:
-    llama(path)  # writes a tokenizer
-    tensors = {name: values(shape, i) for i, (name, shape) in enumerate(shapes.items())}
-    return Folder(path, {"architectures": [architecture], "vocab_size": VOCAB, **config}, tensors)
+    return tokenized(path, {"architectures": [architecture], "vocab_size": VOCAB, **config}, shapes)
 
 
 def gpt2(path: Path, **config: Any) -> Folder:
@@ -42,11 +44,11 @@ def gpt2(path: Path, **config: Any) -> Folder:
         "n_inner": FFN,
         **config,
     }
-    shapes: Shapes = {"wte.weight": (VOCAB, DIM), "wpe.weight": (CONTEXT, DIM), **_norm("ln_f")}
+    shapes: Shapes = {"wte.weight": (VOCAB, DIM), "wpe.weight": (CONTEXT, DIM), **norm("ln_f")}
     width = settings["n_inner"] or 4 * DIM
     for layer in range(LAYERS):
         name = f"h.{layer}."
-        shapes |= _norm(f"{name}ln_1") | _norm(f"{name}ln_2")
+        shapes |= norm(f"{name}ln_1") | norm(f"{name}ln_2")
         shapes |= _columns(f"{name}attn.c_attn", rows=3 * DIM) | _columns(f"{name}attn.c_proj")
         shapes |= _columns(f"{name}mlp.c_fc", rows=width) | _columns(f"{name}mlp.c_proj", columns=width)
     return _folder(path, "GPT2LMHeadModel", settings, shapes)
@@ -54,38 +56,20 @@ def gpt2(path: Path, **config: Any) -> Folder:
 
 def gpt_neox(path: Path, **config: Any) -> Folder:
     """Make a folder of GPT-NeoX, in which a quarter of a head rotates."""
-    settings = {
-        "model_type": "gpt_neox",
-        "hidden_size": DIM,
-        "num_hidden_layers": LAYERS,
-        "num_attention_heads": HEADS,
-        "intermediate_size": FFN,
-        "max_position_embeddings": CONTEXT,
-        "rotary_pct": 0.25,
-        **config,
-    }
+    settings = {**SIZES, "model_type": "gpt_neox", "rotary_pct": 0.25, **config}
     shapes: Shapes = {"gpt_neox.embed_in.weight": (VOCAB, DIM), "embed_out.weight": (VOCAB, DIM)}
-    shapes |= _norm("gpt_neox.final_layer_norm")
+    shapes |= norm("gpt_neox.final_layer_norm")
     for layer in range(LAYERS):
         name = f"gpt_neox.layers.{layer}."
-        shapes |= _norm(f"{name}input_layernorm") | _norm(f"{name}post_attention_layernorm")
-        shapes |= _linear(f"{name}attention.query_key_value", 3 * DIM) | _linear(f"{name}attention.dense")
-        shapes |= _linear(f"{name}mlp.dense_h_to_4h", FFN) | _linear(f"{name}mlp.dense_4h_to_h", DIM, FFN)
+        shapes |= norm(f"{name}input_layernorm") | norm(f"{name}post_attention_layernorm")
+        shapes |= linear(f"{name}attention.query_key_value", 3 * DIM) | linear(f"{name}attention.dense")
+        shapes |= linear(f"{name}mlp.dense_h_to_4h", FFN) | linear(f"{name}mlp.dense_4h_to_h", DIM, FFN)
     return _folder(path, "GPTNeoXForCausalLM", settings, shapes)
 
 
 def _llama_like(path: Path, architecture: str, config: dict[str, Any], layer: Shapes) -> Folder:
     """Make a folder whose modules are named as in Llama, from the shapes of one layer."""
-    settings = {
-        "hidden_size": DIM,
-        "num_hidden_layers": LAYERS,
-        "num_attention_heads": HEADS,
-        "num_key_value_heads": HEADS // 2,
-        "intermediate_size": FFN,
-        "max_position_embeddings": CONTEXT,
-        "pad_token_id": 0,
-        **config,
-    }
+    settings = {**GROUPED, "pad_token_id": 0, **config}
     shapes: Shapes = {"model.embed_tokens.weight": (VOCAB, DIM), "lm_head.weight": (VOCAB, DIM)}
     for i in range(settings["num_hidden_layers"]):
         shapes |= {f"model.layers.{i}.{name}": shape for name, shape in layer.items()}
@@ -94,8 +78,8 @@ def _llama_like(path: Path, architecture: str, config: dict[str, Any], layer: Sh
 
 def _attention(output: str) -> Shapes:
     """Return the shapes of attention with two key-value heads for four heads."""
-    attention = _linear("self_attn.q_proj") | _linear(f"self_attn.{output}")
-    return attention | _linear("self_attn.k_proj", DIM // 2) | _linear("self_attn.v_proj", DIM // 2)
+    attention = linear("self_attn.q_proj") | linear(f"self_attn.{output}")
+    return attention | linear("self_attn.k_proj", KV) | linear("self_attn.v_proj", KV)
 
 
 def _without_biases(shapes: Shapes, names: str = "") -> Shapes:
@@ -103,26 +87,26 @@ def _without_biases(shapes: Shapes, names: str = "") -> Shapes:
 
 
 _GATED = _without_biases(
-    _linear("mlp.gate_proj", FFN) | _linear("mlp.up_proj", FFN) | _linear("mlp.down_proj", DIM, FFN)
+    linear("mlp.gate_proj", FFN) | linear("mlp.up_proj", FFN) | linear("mlp.down_proj", DIM, FFN)
 )
 
 
 def starcoder2(path: Path, **config: Any) -> Folder:
     """Make a folder of StarCoder 2."""
-    layer = _norm("input_layernorm") | _norm("post_attention_layernorm") | _attention("o_proj")
-    layer |= _linear("mlp.c_fc", FFN) | _linear("mlp.c_proj", DIM, FFN)
+    layer = norm("input_layernorm") | norm("post_attention_layernorm") | _attention("o_proj")
+    layer |= linear("mlp.c_fc", FFN) | linear("mlp.c_proj", DIM, FFN)
     settings = {"model_type": "starcoder2", "tie_word_embeddings": False, **config}
     folder = _llama_like(path, "Starcoder2ForCausalLM", settings, layer)
-    folder.tensors |= {name: values(shape) for name, shape in _norm("model.norm").items()}
+    folder.tensors |= {name: values(shape) for name, shape in norm("model.norm").items()}
     return folder
 
 
 def phi(path: Path, **config: Any) -> Folder:
     """Make a folder of Phi-2, whose attention and feed-forward have the same input."""
-    layer = _norm("input_layernorm") | _attention("dense")
-    layer |= _linear("mlp.fc1", FFN) | _linear("mlp.fc2", DIM, FFN)
+    layer = norm("input_layernorm") | _attention("dense")
+    layer |= linear("mlp.fc1", FFN) | linear("mlp.fc2", DIM, FFN)
     folder = _llama_like(path, "PhiForCausalLM", {"model_type": "phi", **config}, layer)
-    folder.tensors |= {name: values(shape) for name, shape in _norm("model.final_layernorm").items()}
+    folder.tensors |= {name: values(shape) for name, shape in norm("model.final_layernorm").items()}
     folder.tensors["lm_head.bias"] = values((VOCAB,))
     return folder
 
@@ -131,15 +115,15 @@ def stablelm(path: Path, **config: Any) -> Folder:
     """Make a folder of StableLM."""
     settings = {"model_type": "stablelm", "use_qkv_bias": True, **config}
     attention = _without_biases(_attention("o_proj"), "" if not settings["use_qkv_bias"] else "o_proj")
-    layer = _norm("input_layernorm") | _norm("post_attention_layernorm") | attention | _GATED
+    layer = norm("input_layernorm") | norm("post_attention_layernorm") | attention | _GATED
     folder = _llama_like(path, "StableLmForCausalLM", settings, layer)
-    folder.tensors |= {name: values(shape) for name, shape in _norm("model.norm").items()}
+    folder.tensors |= {name: values(shape) for name, shape in norm("model.norm").items()}
     return folder
 
 
 def cohere2(path: Path, **config: Any) -> Folder:
     """Make a folder of Cohere 2: no layer has biases, and those without a window do not rotate."""
-    layer = _without_biases(_norm("input_layernorm") | _attention("o_proj")) | _GATED
+    layer = _without_biases(norm("input_layernorm") | _attention("o_proj")) | _GATED
     settings = {
         "model_type": "cohere2",
         "num_hidden_layers": 5,

@@ -1,8 +1,9 @@
 """Small model folders as transformers and sentence-transformers write them, with random weights."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +20,33 @@ from support.gguf_reader import GGUFReader
 
 Values = npt.NDArray[np.float32]
 IDENTITY = "torch.nn.modules.linear.Identity"
+Shapes: TypeAlias = dict[str, tuple[int, ...]]
 LAYERS, DIM, FFN, HEADS, CONTEXT = 2, 32, 64, 4, 40
+KV, VOCAB = DIM // 2, 304
+# Fields of most configurations.
+SIZES = {
+    "hidden_size": DIM,
+    "num_hidden_layers": LAYERS,
+    "intermediate_size": FFN,
+    "num_attention_heads": HEADS,
+    "max_position_embeddings": CONTEXT,
+}
+GROUPED = {**SIZES, "num_key_value_heads": HEADS // 2, "vocab_size": VOCAB}
+# Matrices of a layer of BERT and of a feed-forward with a gate, and norms.
+BERT_LINEAR = {
+    **{f"attention.self.{name}": (DIM, DIM) for name in ("query", "key", "value")},
+    "attention.output.dense": (DIM, DIM),
+    "intermediate.dense": (FFN, DIM),
+    "output.dense": (DIM, FFN),
+}
+BERT_NORMS = ("attention.output.LayerNorm", "output.LayerNorm")
+ATTENTION = {name: (KV if name in "kv" else DIM, DIM) for name in "qkvo"}
+GATED = {"gate": (FFN, DIM), "up": (FFN, DIM), "down": (DIM, FFN)}
+LLAMA_LAYER: Shapes = {
+    **{f"self_attn.{name}_proj": shape for name, shape in ATTENTION.items()},
+    **{f"mlp.{name}_proj": shape for name, shape in GATED.items()},
+    **dict.fromkeys(("input_layernorm", "post_attention_layernorm"), (DIM,)),
+}
 
 
 class Folder:
@@ -110,6 +137,43 @@ def values(shape: tuple[int, ...], seed: int = 0) -> Values:
     return np.random.default_rng([seed, *shape]).normal(0, 0.1, shape).astype(np.float32)
 
 
+def linear(name: str, rows: int = DIM, columns: int = DIM) -> Shapes:
+    """Return the shapes of a matrix and its bias."""
+    return {f"{name}.weight": (rows, columns), f"{name}.bias": (rows,)}
+
+
+def norm(name: str, dim: int = DIM) -> Shapes:
+    """Return the shapes of a LayerNorm."""
+    return {f"{name}.{end}": (dim,) for end in ("weight", "bias")}
+
+
+def weights(at: str, shapes: Mapping[str, tuple[int, ...]]) -> Shapes:
+    """Return the shapes of weights by the names of modules."""
+    return {f"{at}{name}.weight": shape for name, shape in shapes.items()}
+
+
+def drawn(shapes: Shapes, prefix: str = "", size: float = 1) -> dict[str, Values]:
+    """Return random tensors."""
+    return {prefix + name: size * values(shape, i) for i, (name, shape) in enumerate(shapes.items())}
+
+
+def tokenized(path: Path, config: dict[str, Any], shapes: Shapes, pattern: str | None = None) -> Folder:
+    """Make a folder with a byte-level tokenizer."""
+    path.mkdir(parents=True, exist_ok=True)
+    byte_level_tokenizer(path, pattern=pattern)
+    return Folder(path, config, drawn(shapes))
+
+
+def bert_layer(at: str, names: Mapping[str, str]) -> Shapes:
+    """Return the shapes of a layer of BERT, some of whose modules have other names."""
+    shapes: Shapes = {}
+    for name, shape in BERT_LINEAR.items():
+        shapes |= linear(at + names.get(name, name), *shape)
+    for name in BERT_NORMS:
+        shapes |= norm(at + names.get(name, name))
+    return shapes
+
+
 def bert(path: Path, architecture: str = "BertModel", variant: str = "uncased", **config: Any) -> Folder:
     """Make a folder of a BERT or XLM-R class."""
     path.mkdir(parents=True, exist_ok=True)
@@ -118,12 +182,8 @@ def bert(path: Path, architecture: str = "BertModel", variant: str = "uncased", 
     vocab = max(len(tokenizer["model"]["vocab"]), *(t["id"] + 1 for t in tokenizer["added_tokens"]))
     roberta = "Roberta" in architecture
     settings = {
+        **SIZES,
         "architectures": [architecture],
-        "hidden_size": DIM,
-        "num_hidden_layers": LAYERS,
-        "intermediate_size": FFN,
-        "num_attention_heads": HEADS,
-        "max_position_embeddings": CONTEXT,
         "layer_norm_eps": 1e-12,
         "hidden_act": "gelu",
         "vocab_size": vocab,
@@ -132,29 +192,12 @@ def bert(path: Path, architecture: str = "BertModel", variant: str = "uncased", 
         **config,
     }
     prefix = "" if architecture.endswith("Model") else ("roberta." if roberta else "bert.")
-    shapes: dict[str, tuple[int, ...]] = {
-        "embeddings.word_embeddings.weight": (vocab, DIM),
-        "embeddings.position_embeddings.weight": (CONTEXT, DIM),
-        "embeddings.token_type_embeddings.weight": (settings["type_vocab_size"], DIM),
-        "embeddings.LayerNorm.weight": (DIM,),
-        "embeddings.LayerNorm.bias": (DIM,),
-    }
-    linear = {
-        "attention.self.query": (DIM, DIM),
-        "attention.self.key": (DIM, DIM),
-        "attention.self.value": (DIM, DIM),
-        "attention.output.dense": (DIM, DIM),
-        "intermediate.dense": (FFN, DIM),
-        "output.dense": (DIM, FFN),
-    }
+    tables = {"word": vocab, "position": CONTEXT, "token_type": settings["type_vocab_size"]}
+    shapes = weights("embeddings.", {f"{name}_embeddings": (rows, DIM) for name, rows in tables.items()})
+    shapes |= norm("embeddings.LayerNorm")
     for layer in range(LAYERS):
-        for name, shape in linear.items():
-            shapes[f"encoder.layer.{layer}.{name}.weight"] = shape
-            shapes[f"encoder.layer.{layer}.{name}.bias"] = shape[:1]
-        for name in ("attention.output.LayerNorm", "output.LayerNorm"):
-            shapes |= {f"encoder.layer.{layer}.{name}.{end}": (DIM,) for end in ("weight", "bias")}
-    tensors = {prefix + name: values(shape, i) for i, (name, shape) in enumerate(shapes.items())}
-    return Folder(path, settings, tensors)
+        shapes |= bert_layer(f"encoder.layer.{layer}.", {})
+    return Folder(path, settings, drawn(shapes, prefix))
 
 
 def with_head(folder: Folder, shapes: dict[str, tuple[int, ...]]) -> Folder:
@@ -198,42 +241,17 @@ def byte_level_tokenizer(path: Path, size: int = 300, pattern: str | None = None
 
 def llama(path: Path, architecture: str = "LlamaForCausalLM", **config: Any) -> Folder:
     """Make a folder of a Llama class, with the head of its task."""
-    path.mkdir(parents=True, exist_ok=True)
-    byte_level_tokenizer(path)
-    kv = DIM // 2
     settings = {
+        **GROUPED,
         "architectures": [architecture],
-        "hidden_size": DIM,
-        "num_hidden_layers": LAYERS,
-        "intermediate_size": FFN,
-        "num_attention_heads": HEADS,
-        "num_key_value_heads": HEADS // 2,
-        "max_position_embeddings": CONTEXT,
         "rms_norm_eps": 1e-5,
         "hidden_act": "silu",
-        "vocab_size": 304,
         "eos_token_id": [1, 0],
         **config,
     }
-    shapes: dict[str, tuple[int, ...]] = {
-        "model.embed_tokens.weight": (304, DIM),
-        "model.norm.weight": (DIM,),
-    }
+    shapes = weights("model.", {"embed_tokens": (VOCAB, DIM), "norm": (DIM,)})
     for layer in range(settings["num_hidden_layers"]):
-        shapes |= {
-            f"model.layers.{layer}.{name}.weight": shape
-            for name, shape in {
-                "self_attn.q_proj": (DIM, DIM),
-                "self_attn.k_proj": (kv, DIM),
-                "self_attn.v_proj": (kv, DIM),
-                "self_attn.o_proj": (DIM, DIM),
-                "mlp.gate_proj": (FFN, DIM),
-                "mlp.up_proj": (FFN, DIM),
-                "mlp.down_proj": (DIM, FFN),
-                "input_layernorm": (DIM,),
-                "post_attention_layernorm": (DIM,),
-            }.items()
-        }
+        shapes |= weights(f"model.layers.{layer}.", LLAMA_LAYER)
     if architecture.endswith("CausalLM"):
-        shapes["lm_head.weight"] = (304, DIM)
-    return Folder(path, settings, {name: values(shape, i) for i, (name, shape) in enumerate(shapes.items())})
+        shapes["lm_head.weight"] = (VOCAB, DIM)
+    return tokenized(path, settings, shapes)

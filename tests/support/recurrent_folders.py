@@ -9,16 +9,20 @@ from typing import Any
 import numpy as np
 
 from support.model_folders import (
-    CONTEXT,
     DIM,
     FFN,
+    GATED,
+    GROUPED,
     HEADS,
+    KV,
     LAYERS,
     QWEN35_PATTERN,
+    VOCAB,
     Folder,
+    Shapes,
     Values,
-    byte_level_tokenizer,
-    values,
+    tokenized,
+    weights,
 )
 from support.places import DATA
 
@@ -29,52 +33,36 @@ ROWS = [0, 1, 7, 36]  # its tokens after which logits are recorded
 
 def lfm2(path: Path, **config: Any) -> Folder:
     """Make a folder of LFM2: a layer with a short convolution, then one with attention."""
-    path.mkdir(parents=True, exist_ok=True)
-    byte_level_tokenizer(path)
-    kv, taps, width = DIM // 2, 3, 96
+    taps, width = 3, 96
     settings = {
+        **GROUPED,
         "architectures": ["Lfm2ForCausalLM"],
         "model_type": "lfm2",
-        "hidden_size": DIM,
-        "num_hidden_layers": LAYERS,
         "intermediate_size": 100,
         "block_multiple_of": 32,  # two thirds of 100 are 66, which become 96
-        "num_attention_heads": HEADS,
-        "num_key_value_heads": HEADS // 2,
-        "max_position_embeddings": CONTEXT,
         "norm_eps": 1e-5,
         "conv_L_cache": taps,
         "conv_bias": False,
         "rope_theta": 1000000.0,
-        "vocab_size": 304,
         "layer_types": ["conv", "full_attention"],
         **config,
     }
-    shapes: dict[str, tuple[int, ...]] = {
-        "model.embed_tokens.weight": (304, DIM),
-        "model.embedding_norm.weight": (DIM,),
-        "model.layers.0.conv.conv.weight": (DIM, 1, taps),
-        "model.layers.0.conv.in_proj.weight": (3 * DIM, DIM),
-        "model.layers.0.conv.out_proj.weight": (DIM, DIM),
-        "model.layers.1.self_attn.q_proj.weight": (DIM, DIM),
-        "model.layers.1.self_attn.k_proj.weight": (kv, DIM),
-        "model.layers.1.self_attn.v_proj.weight": (kv, DIM),
-        "model.layers.1.self_attn.out_proj.weight": (DIM, DIM),
-        "model.layers.1.self_attn.q_layernorm.weight": (DIM // HEADS,),
-        "model.layers.1.self_attn.k_layernorm.weight": (DIM // HEADS,),
+    shapes = weights("model.", {"embed_tokens": (VOCAB, DIM), "embedding_norm": (DIM,)})
+    conv = {"conv": (DIM, 1, taps), "in_proj": (3 * DIM, DIM), "out_proj": (DIM, DIM)}
+    shapes |= weights("model.layers.0.conv.", conv)
+    attention: Shapes = {
+        "q_proj": (DIM, DIM),
+        "k_proj": (KV, DIM),
+        "v_proj": (KV, DIM),
+        "out_proj": (DIM, DIM),
     }
+    attention |= {f"{name}_layernorm": (DIM // HEADS,) for name in "qk"}
+    shapes |= weights("model.layers.1.self_attn.", attention)
+    gated: Shapes = {"w1": (width, DIM), "w2": (DIM, width), "w3": (width, DIM)}
     for layer in range(LAYERS):
-        shapes |= {
-            f"model.layers.{layer}.{name}.weight": shape
-            for name, shape in {
-                "operator_norm": (DIM,),
-                "ffn_norm": (DIM,),
-                "feed_forward.w1": (width, DIM),
-                "feed_forward.w2": (DIM, width),
-                "feed_forward.w3": (width, DIM),
-            }.items()
-        }
-    return Folder(path, settings, {name: values(shape, i) for i, (name, shape) in enumerate(shapes.items())})
+        shapes |= weights(f"model.layers.{layer}.", {"operator_norm": (DIM,), "ffn_norm": (DIM,)})
+        shapes |= weights(f"model.layers.{layer}.feed_forward.", gated)
+    return tokenized(path, settings, shapes)
 
 
 def qwen35(path: Path, architecture: str = "Qwen3_5ForCausalLM", width: int = 6, **config: Any) -> Folder:
@@ -83,19 +71,12 @@ def qwen35(path: Path, architecture: str = "Qwen3_5ForCausalLM", width: int = 6,
     `width` is that of values of the delta rule. As ``Qwen3_5ForConditionalGeneration`` it has parts for
     images and for multi-token prediction.
     """
-    path.mkdir(parents=True, exist_ok=True)
-    byte_level_tokenizer(path, pattern=QWEN35_PATTERN)
     heads, groups, key_width, head_dim = 4, 2, 8, 16
     channels = 2 * groups * key_width + heads * width
     text = {
+        **GROUPED,
         "model_type": "qwen3_5_text",
-        "hidden_size": DIM,
-        "num_hidden_layers": LAYERS,
-        "intermediate_size": FFN,
-        "num_attention_heads": HEADS,
-        "num_key_value_heads": HEADS // 2,
         "head_dim": head_dim,
-        "max_position_embeddings": CONTEXT,
         "rms_norm_eps": 1e-6,
         "linear_conv_kernel_dim": 4,
         "linear_key_head_dim": key_width,
@@ -109,53 +90,35 @@ def qwen35(path: Path, architecture: str = "Qwen3_5ForCausalLM", width: int = 6,
             "partial_rotary_factor": 0.5,
             "mrope_section": [2, 1, 1],
         },
-        "vocab_size": 304,
         **config,
     }
-    shapes: dict[str, tuple[int, ...]] = {
-        "embed_tokens.weight": (304, DIM),
-        "norm.weight": (DIM,),
-        "layers.0.linear_attn.in_proj_qkv.weight": (channels, DIM),
-        "layers.0.linear_attn.in_proj_z.weight": (heads * width, DIM),
-        "layers.0.linear_attn.in_proj_a.weight": (heads, DIM),
-        "layers.0.linear_attn.in_proj_b.weight": (heads, DIM),
-        "layers.0.linear_attn.conv1d.weight": (channels, 1, 4),
-        "layers.0.linear_attn.A_log": (heads,),
-        "layers.0.linear_attn.dt_bias": (heads,),
-        "layers.0.linear_attn.norm.weight": (width,),
-        "layers.0.linear_attn.out_proj.weight": (DIM, heads * width),
-        "layers.1.self_attn.q_proj.weight": (2 * HEADS * head_dim, DIM),
-        "layers.1.self_attn.k_proj.weight": (HEADS // 2 * head_dim, DIM),
-        "layers.1.self_attn.v_proj.weight": (HEADS // 2 * head_dim, DIM),
-        "layers.1.self_attn.o_proj.weight": (DIM, HEADS * head_dim),
-        "layers.1.self_attn.q_norm.weight": (head_dim,),
-        "layers.1.self_attn.k_norm.weight": (head_dim,),
-    }
+    shapes = weights("", {"embed_tokens": (VOCAB, DIM), "norm": (DIM,)})
+    inputs = {"qkv": channels, "z": heads * width, "a": heads, "b": heads}
+    at = "layers.0.linear_attn."
+    shapes |= weights(at, {f"in_proj_{name}": (rows, DIM) for name, rows in inputs.items()})
+    shapes |= {f"{at}conv1d.weight": (channels, 1, 4), f"{at}A_log": (heads,), f"{at}dt_bias": (heads,)}
+    shapes |= weights(at, {"norm": (width,), "out_proj": (DIM, heads * width)})
+    attention = {f"layers.1.{name}": shape for name, shape in _attention(head_dim).items()}
+    attention["layers.1.self_attn.q_proj.weight"] = (2 * HEADS * head_dim, DIM)  # and its gate
+    shapes |= attention | weights("layers.1.self_attn.", {"q_norm": (head_dim,), "k_norm": (head_dim,)})
     for layer in range(LAYERS):
-        shapes |= {
-            f"layers.{layer}.{name}.weight": shape
-            for name, shape in {
-                "input_layernorm": (DIM,),
-                "post_attention_layernorm": (DIM,),
-                "mlp.gate_proj": (FFN, DIM),
-                "mlp.up_proj": (FFN, DIM),
-                "mlp.down_proj": (DIM, FFN),
-            }.items()
-        }
+        norms = dict.fromkeys(("input_layernorm", "post_attention_layernorm"), (DIM,))
+        gated = {f"mlp.{name}_proj": shape for name, shape in GATED.items()}
+        shapes |= weights(f"layers.{layer}.", {**norms, **gated})
     settings = {"architectures": [architecture], **text}
     shapes = {f"model.{name}": shape for name, shape in shapes.items()}
     if architecture.endswith("ConditionalGeneration"):
         settings = {"architectures": [architecture], "model_type": "qwen3_5", "text_config": text}
         shapes = {name.replace("model.", "model.language_model."): shape for name, shape in shapes.items()}
         shapes |= {"model.visual.patch_embed.proj.weight": (DIM, 3, 2, 4, 4), "mtp.norm.weight": (DIM,)}
-    return Folder(path, settings, {name: values(shape, i) for i, (name, shape) in enumerate(shapes.items())})
+    return tokenized(path, settings, shapes, QWEN35_PATTERN)
 
 
-def _layers(count: int, shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+def _layers(count: int, shapes: Shapes) -> Shapes:
     return {f"layers.{i}.{name}": shape for i in range(count) for name, shape in shapes.items()}
 
 
-def _scan(heads: int, width: int, state: int, groups: int, name: str) -> dict[str, tuple[int, ...]]:
+def _scan(heads: int, width: int, state: int, groups: int, name: str) -> Shapes:
     """Return the shapes of the tensors of a state-space layer."""
     inner, channels = heads * width, heads * width + 2 * groups * state
     return {
@@ -170,21 +133,15 @@ def _scan(heads: int, width: int, state: int, groups: int, name: str) -> dict[st
     }
 
 
-def _attention(head_dim: int) -> dict[str, tuple[int, ...]]:
+def _attention(head_dim: int) -> Shapes:
     q, kv = HEADS * head_dim, HEADS // 2 * head_dim
-    return {
-        "self_attn.q_proj.weight": (q, DIM),
-        "self_attn.k_proj.weight": (kv, DIM),
-        "self_attn.v_proj.weight": (kv, DIM),
-        "self_attn.o_proj.weight": (DIM, q),
-    }
+    shapes = {"q": (q, DIM), "k": (kv, DIM), "v": (kv, DIM), "o": (DIM, q)}
+    return weights("self_attn.", {f"{name}_proj": shape for name, shape in shapes.items()})
 
 
-def _made(path: Path, settings: dict[str, Any], shapes: dict[str, tuple[int, ...]]) -> Folder:
-    path.mkdir(parents=True, exist_ok=True)
-    byte_level_tokenizer(path)
-    settings = {"vocab_size": 304, "hidden_size": DIM, "num_hidden_layers": LAYERS, **settings}
-    return Folder(path, settings, {name: values(shape, i) for i, (name, shape) in enumerate(shapes.items())})
+def _made(path: Path, settings: dict[str, Any], shapes: Shapes) -> Folder:
+    settings = {"vocab_size": VOCAB, "hidden_size": DIM, "num_hidden_layers": LAYERS, **settings}
+    return tokenized(path, settings, shapes)
 
 
 def granite_hybrid(path: Path, **config: Any) -> Folder:
@@ -194,13 +151,10 @@ def granite_hybrid(path: Path, **config: Any) -> Folder:
     """
     settings = {
         "architectures": ["GraniteMoeHybridForCausalLM"],
+        **GROUPED,
         "model_type": "granitemoehybrid",
-        "num_attention_heads": HEADS,
-        "num_key_value_heads": HEADS // 2,
-        "intermediate_size": FFN,
         "shared_intermediate_size": FFN,
         "num_local_experts": 0,
-        "max_position_embeddings": CONTEXT,
         "rms_norm_eps": 1e-5,
         "layer_types": ["mamba", "attention"],
         "position_embedding_type": "nope",
@@ -219,7 +173,7 @@ def granite_hybrid(path: Path, **config: Any) -> Folder:
     mixers = [_scan(4, 16, 8, 1, "mamba"), _attention(DIM // HEADS)]
     if settings["layer_types"] == ["attention", "attention"]:
         mixers[0] = mixers[1]
-    shapes = {"model.embed_tokens.weight": (304, DIM), "model.norm.weight": (DIM,)}
+    shapes = {"model.embed_tokens.weight": (VOCAB, DIM), "model.norm.weight": (DIM,)}
     for i, mixer in enumerate(mixers):
         shapes |= {f"model.layers.{i}.{name}": shape for name, shape in mixer.items()}
     common = {
@@ -248,7 +202,7 @@ def mamba2(path: Path, **config: Any) -> Folder:
         **config,
     }
     layer = {"norm.weight": (DIM,), **_scan(4, 16, 8, 2, "mixer")}
-    shapes = {"backbone.embeddings.weight": (304, DIM), "backbone.norm_f.weight": (DIM,)}
+    shapes = {"backbone.embeddings.weight": (VOCAB, DIM), "backbone.norm_f.weight": (DIM,)}
     shapes |= {f"backbone.{name}": shape for name, shape in _layers(LAYERS, layer).items()}
     return _made(path, settings, shapes)
 
@@ -257,12 +211,9 @@ def falcon_h1(path: Path, **config: Any) -> Folder:
     """Make a folder of Falcon-H1, whose layers have attention and a state-space part."""
     settings = {
         "architectures": ["FalconH1ForCausalLM"],
+        **GROUPED,
         "model_type": "falcon_h1",
-        "num_attention_heads": HEADS,
-        "num_key_value_heads": HEADS // 2,
         "head_dim": 16,
-        "intermediate_size": FFN,
-        "max_position_embeddings": CONTEXT,
         "rms_norm_eps": 1e-5,
         "rope_theta": 1e6,
         "mamba_d_ssm": 48,
@@ -293,9 +244,9 @@ def falcon_h1(path: Path, **config: Any) -> Folder:
         **_attention(16),
         **_scan(4, 12, 8, 2, "mamba"),
     }
-    shapes = {"model.embed_tokens.weight": (304, DIM), "model.final_layernorm.weight": (DIM,)}
+    shapes = {"model.embed_tokens.weight": (VOCAB, DIM), "model.final_layernorm.weight": (DIM,)}
     shapes |= {f"model.{name}": shape for name, shape in _layers(LAYERS, layer).items()}
-    shapes["lm_head.weight"] = (304, DIM)
+    shapes["lm_head.weight"] = (VOCAB, DIM)
     return _made(path, settings, shapes)
 
 
