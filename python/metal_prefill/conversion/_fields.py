@@ -58,18 +58,11 @@ def is_number(value: Any) -> bool:
 
 
 class Fields:
-    """An object in a JSON file.
-
-    Attributes
-    ----------
-    path : pathlib.Path
-    values : dict
-        Contents of the object.
-    """
+    """An object in a JSON file."""
 
     def __init__(self, path: Path, values: dict[str, Any], inside: str = "") -> None:
         self.path = path
-        self.values = values
+        self.values = values  # contents of the object
         self._inside = inside
 
     @classmethod

@@ -27,14 +27,6 @@ class FolderVocabulary:
     types : list of int
     scores : list of float or None
     merges : list of str or None
-    by_text : dict of str to int
-        Ids by the spelling in ``tokenizer.json``, which `tokens` may change.
-    ids : dict of str to int
-        Special tokens by the names in `NAMES`.
-    flags : dict
-        Further metadata under ``tokenizer.ggml``.
-    charsmap : bytes or None
-    chat_template : str, list or None
     """
 
     def __init__(
@@ -48,12 +40,14 @@ class FolderVocabulary:
     ) -> None:
         self.model, self.pre = model, pre
         self.tokens, self.types = listed.tokens, listed.types
+        # Ids by the spelling in ``tokenizer.json``, which `tokens` may change.
         self.by_text: dict[str, int] = {}
         for i, text in enumerate(listed.tokens):
             self.by_text.setdefault(text, i)
         self.scores, self.merges = scores, merges
         self.charsmap: bytes | None = None
-        self.ids: dict[str, int] = {}
+        self.ids: dict[str, int] = {}  # special tokens by the names in `NAMES`
+        # Further metadata under ``tokenizer.ggml``.
         self.flags: dict[str, Any] = {SPELLING_KEYS[name]: ids for name, ids in listed.spelling.items()}
         self.chat_template: Any = None
 

@@ -135,20 +135,15 @@ class _Compiled:
 
     Attributes
     ----------
-    kind : str
-        ``json_schema``, ``regex`` or ``grammar``.
     mask : bytes
         Mask of the first token.
-    refusal : ConstraintError or None
-        Error of further texts with this constraint, after a request exceeded a limit.
-    slow : bool
-        Whether the latest request took longer than a batch waits.
     """
 
     def __init__(self, server: ForkServer, encode: Any, kind: str, source: str) -> None:
-        self.kind = kind
+        self.kind = kind  # ``json_schema``, ``regex`` or ``grammar``
+        # Error of further texts with this constraint, after a request exceeded a limit.
         self.refusal: ConstraintError | None = None
-        self.slow = False
+        self.slow = False  # whether the latest request took longer than a batch waits
         self._server, self._encode, self._source = server, encode, source
         self._strikes = 0
         self.begin()
@@ -267,21 +262,14 @@ _numbers = itertools.count()
 
 
 class Step:
-    """Result of advancing a constraint, whose tokens the text takes one after another.
-
-    Attributes
-    ----------
-    forced : list of int
-        Tokens that must come next: at each of them the mask allows no other. The first ones are taken.
-    met : bool
-        Whether the text may end after the tokens, if it can have no more.
-    """
+    """Result of advancing a constraint, whose tokens the text takes one after another."""
 
     def __init__(self, taken: int, complete: bool, forced: list[int], error: str, met: bool) -> None:
         self._taken, self._complete, self._error = taken, complete, error
         self._position = 0
+        # Tokens that must come next: at each of them the mask allows no other. The first ones are taken.
         self.forced = forced
-        self.met = met
+        self.met = met  # whether the text may end after the tokens, if it can have no more
 
     def take(self) -> bool:
         """Take the next token, and return whether it completes the text, so that nothing can follow.
@@ -330,12 +318,6 @@ class Constraint:
         It cannot be read, takes too much time, memory or depth, or nothing satisfies it.
     MissingExtraError
         llguidance is not installed.
-
-    Attributes
-    ----------
-    deadline : float or None
-        Until when requests wait for an answer, on the clock of :func:`time.monotonic`; after that they raise
-        `ConstraintPending`. None waits as long as the limits on time allow.
     """
 
     def __init__(
@@ -361,6 +343,8 @@ class Constraint:
         self.number = next(_numbers)
         self.taken: list[int] = []
         self.worker: Worker | None = None
+        # Until when requests wait for an answer, on the clock of :func:`time.monotonic`; after that they
+        # raise `ConstraintPending`. None waits as long as the limits on time allow.
         self.deadline: float | None = None
         self._request: _Request | None = None  # whose answer is not taken
         self._answer: futures.Future[tuple[list[Any], bytes]] | None = None

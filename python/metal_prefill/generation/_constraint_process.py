@@ -48,23 +48,13 @@ class Limits(NamedTuple):
 
 
 class WorkerEnded(Exception):
-    """A worker ended, or was ended, before it answered.
-
-    Attributes
-    ----------
-    status : int
-        Exit status; negative: the number of a signal.
-    late : bool
-        Whether it exceeded its processor time.
-    hung : bool
-        Whether it did not answer, without exceeding a limit.
-    """
+    """A worker ended, or was ended, before it answered."""
 
     def __init__(self, status: int, hung: bool) -> None:
         super().__init__(f"exit status {status}")
-        self.status = status
-        self.late = status == -signal.SIGPROF
-        self.hung = hung and not self.late
+        self.status = status  # exit status; negative: the number of a signal
+        self.late = status == -signal.SIGPROF  # whether it exceeded its processor time
+        self.hung = hung and not self.late  # whether it did not answer, without exceeding a limit
 
 
 class NoWorkerError(ConstraintError):
@@ -72,16 +62,10 @@ class NoWorkerError(ConstraintError):
 
 
 class Worker:
-    """A process with one constraint, made by :meth:`ForkServer.fork`.
-
-    Attributes
-    ----------
-    alive : bool
-        Whether it accepts requests.
-    """
+    """A process with one constraint, made by :meth:`ForkServer.fork`."""
 
     def __init__(self, server: ForkServer, requests: Connection, pid: int) -> None:
-        self.alive = True
+        self.alive = True  # whether it accepts requests
         self.pid = pid
         self._server = server
         self._requests = requests
@@ -165,17 +149,11 @@ def _end_quietly(requests: Connection, ended: deque[int], pid: int) -> None:
 
 
 class ForkServer:
-    """A process with a prepared vocabulary, which forks for each constraint.
-
-    Attributes
-    ----------
-    ended : collections.deque of int
-        Forks that are no longer needed.
-    """
+    """A process with a prepared vocabulary, which forks for each constraint."""
 
     def __init__(self, tokens: list[bytes], special_ids: list[int], stop_ids: list[int]) -> None:
         self._vocabulary = (tokens, special_ids, stop_ids)
-        self.ended: deque[int] = deque()
+        self.ended: deque[int] = deque()  # forks that are no longer needed
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._control: Connection | None = None

@@ -137,13 +137,6 @@ class TextWriter:
         Number of tokens after which the text ends with ``"length"``.
     room
         Number of tokens after which it ends with ``"context"``; the last one is not written to the cache.
-
-    Attributes
-    ----------
-    made : int
-        Number of tokens so far.
-    ended : str or None
-        Reason for the end of the text; None while it continues.
     """
 
     def __init__(
@@ -161,8 +154,8 @@ class TextWriter:
         self._decoder, self._filter = decoder, StopFilter(stops)
         self._stop_ids, self._gate = stop_ids, gate
         self._given, self._least, self._most, self._room = given, least, most, room
-        self.made = 0
-        self.ended: FinishReason | None = None
+        self.made = 0  # number of tokens so far
+        self.ended: FinishReason | None = None  # reason for the end of the text; None while it continues
 
     def take(self, token: int, completes: Callable[[int], bool]) -> str:
         """Take the next token, and return the text that is complete with it.

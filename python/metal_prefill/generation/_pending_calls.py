@@ -9,21 +9,13 @@ from metal_prefill import _core
 
 
 class PendingCall:
-    """Requests of sessions that the scheduler does not own, until passes have computed them.
-
-    Attributes
-    ----------
-    requests : list of _core.Computation
-    results : list or None
-        Results as the native engine returns them; None until all requests are finished.
-    cancelled : bool
-        If set, the call is dropped before the next pass.
-    """
+    """Requests of sessions that the scheduler does not own, until passes have computed them."""
 
     def __init__(self, requests: Sequence[_core.Computation]) -> None:
         self.requests = list(requests)
+        # Results as the native engine returns them; None until all requests are finished.
         self.results: list[Any] | None = None
-        self.cancelled = False
+        self.cancelled = False  # if set, the call is dropped before the next pass
 
 
 class PendingCalls:

@@ -9,18 +9,13 @@ from metal_prefill.engine import Engine
 
 
 class RunAhead:
-    """Times the passes of one text or one scheduler and notes them for all texts of the engine.
-
-    Attributes
-    ----------
-    sent : bool
-        Whether the engine may already be computing the next tokens, which then get no drafts.
-    """
+    """Times the passes of one text or one scheduler and notes them for all texts of the engine."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._next = False
         self._start = 0.0
+        # Whether the engine may already be computing the next tokens, which then get no drafts.
         self.sent = False
 
     def begin(self, continues: bool) -> bool:

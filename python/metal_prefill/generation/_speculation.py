@@ -185,11 +185,6 @@ class Speculation:
 
     Drafts that take time and do not save any are tried again after some tokens, each time after twice as
     many. Free ones are compared with the chosen tokens even while they are not used.
-
-    Attributes
-    ----------
-    has_drafts : bool
-        Whether there are, or may be, drafts of the next tokens that would save time.
     """
 
     def __init__(self, drafter: Drafter, ids: npt.NDArray[np.int32]) -> None:
@@ -200,6 +195,7 @@ class Speculation:
         self._shadow: list[int] = []  # the first draft, used or not
         self._seconds = 0.0  # that a draft takes until it is in a pass
         self._wait = self._patience = 8  # tokens until a draft is tried again
+        # Whether there are, or may be, drafts of the next tokens that would save time.
         self.has_drafts = False
 
     def drafts(

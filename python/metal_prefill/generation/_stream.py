@@ -19,18 +19,11 @@ if TYPE_CHECKING:
 
 
 class StreamTimes:
-    """Times of a stream, on the clock of :func:`time.perf_counter`; None until the event.
-
-    Attributes
-    ----------
-    started : float or None
-        Start of the first pass with tokens of the prompt.
-    first_token, last_token : float or None
-        End of the pass that chose the first token, and of the latest one that chose any.
-    """
+    """Times of a stream, on the clock of :func:`time.perf_counter`; None until the event."""
 
     def __init__(self) -> None:
-        self.started: float | None = None
+        self.started: float | None = None  # start of the first pass with tokens of the prompt
+        # End of the pass that chose the first token, and of the latest one that chose any.
         self.first_token: float | None = None
         self.last_token: float | None = None
 

@@ -149,16 +149,6 @@ class Continuation:
         Index of the text among those of one prompt and seed.
     prefix_namespace
         Namespace of the session, for a draft model.
-
-    Attributes
-    ----------
-    ids : numpy.ndarray
-        Ids to compute before the first piece, int32 ``[n]``: those of the prompt, or with `prompt_logprobs`
-        its first id.
-    prompt : numpy.ndarray
-        Ids of the prompt, int32 ``[n]``.
-    echo : str
-        Part of the text that is not generated, until it is returned with the first token.
     """
 
     def __init__(
@@ -186,12 +176,14 @@ class Continuation:
             logprobs = integer("logprobs", logprobs, 0, MOST_LOGPROBS)
         if rules.prompt_logprobs and logprobs is None:
             raise ValueError("prompt_logprobs returns log probabilities and therefore requires logprobs")
-        self.prompt = ids
+        self.prompt = ids  # ids of the prompt, int32 ``[n]``
         self._turn_ends = tokenizer.turn_ends
         # Tokens of the prompt that pieces are made of.
         self._given = ids[1:].tolist() if rules.prompt_logprobs else []
+        # Ids to compute before the first piece, int32 ``[n]``: those of the prompt, or with `prompt_logprobs`
+        # its first id.
         self.ids = ids[:1] if rules.prompt_logprobs else ids
-        self.echo = ""
+        self.echo = ""  # part of the text that is not generated, until it is returned with the first token
         if rules.echo:
             self.echo = tokenizer.decode(ids.tolist()) if prompt is None else prompt
         given = len(self._given)

@@ -84,23 +84,16 @@ class InFlight:
 
 
 class Bodies:
-    """Reader of the request bodies of a server.
-
-    Attributes
-    ----------
-    requests : InFlight
-        Requests that arrive or are answered.
-    answers : InFlight
-        Answers that are being sent.
-    scores : InFlight
-        Log probabilities of answers that are computed.
-    """
+    """Reader of the request bodies of a server."""
 
     def __init__(self, settings: Settings) -> None:
         self._limit = settings.max_body
         self._seconds = settings.body_seconds
+        # Requests that arrive or are answered.
         self.requests = InFlight("requests in flight", HELD * self._limit)
+        # Answers that are being sent.
         self.answers = InFlight("answers that clients have not received", MOST_UNSENT)
+        # Log probabilities of answers that are computed.
         self.scores = InFlight("log probabilities of requests in flight", MOST_SCORED)
         self._turns = anyio.Semaphore(1)
 

@@ -45,11 +45,6 @@ class Reply:
         Returns a context in which so many bytes of an answer count as not received.
     style
         Format of errors and events.
-
-    Attributes
-    ----------
-    status : int
-        HTTP status of the answer; until one is sent, 499, which nginx logs for clients that disconnect.
     """
 
     def __init__(
@@ -64,6 +59,7 @@ class Reply:
         self._sending = sending
         self._seconds = send_seconds
         self._begun = self._events = self._complete = False
+        # HTTP status of the answer; until one is sent, 499, which nginx logs for clients that disconnect.
         self.status = 499
 
     async def json(self, content: Any) -> None:

@@ -249,13 +249,7 @@ class Service:
 
 
 class SharedPasses(TextPasses):
-    """Passes of the engine loop for embedding and reranking, shared with the texts of other requests.
-
-    Attributes
-    ----------
-    tokens : int
-        Tokens that have gone through the model for this request.
-    """
+    """Passes of the engine loop for embedding and reranking, shared with the texts of other requests."""
 
     def __init__(self, engine: Engine, loop: EngineLoop) -> None:
         super().__init__(engine)
@@ -263,7 +257,7 @@ class SharedPasses(TextPasses):
         self._lock = threading.Lock()
         self._cancelled = False
         self._future: Future[list[Any]] | None = None
-        self.tokens = 0
+        self.tokens = 0  # tokens that have gone through the model for this request
 
     def run(self, requests: Sequence[_core.Computation], progress: Progress | None = None) -> list[Any]:
         """Compute requests in passes of the engine loop."""

@@ -170,16 +170,10 @@ _CALL = re.compile(r'\{"name": ("(?:[^"\\]|\\.)*"), "arguments": ', re.DOTALL)
 
 
 class RequiredCalls:
-    """An answer that is constrained to a call or a list of calls, as it arrives; it may be truncated.
-
-    Attributes
-    ----------
-    text : str
-        The answer so far.
-    """
+    """An answer that is constrained to a call or a list of calls, as it arrives; it may be truncated."""
 
     def __init__(self, names: Collection[str]) -> None:
-        self.text = ""
+        self.text = ""  # the answer so far
         self._names = names
         self._calls: list[RequiredCall] = []
         self._brackets = Brackets()
@@ -218,23 +212,14 @@ class RequiredCalls:
 
 
 class RequiredCall:
-    """A call that is the whole answer or a part of it, as it arrives; it may be truncated.
-
-    Attributes
-    ----------
-    text : str
-        The call so far.
-    message : dict or None
-        The call so far, in OpenAI's format; None until its tool is known. Partial arguments have at least
-        their brace at the end.
-    whole : bool
-        Whether the call is complete.
-    """
+    """A call that is the whole answer or a part of it, as it arrives; it may be truncated."""
 
     def __init__(self, names: Collection[str]) -> None:
-        self.text = ""
+        self.text = ""  # the call so far
+        # The call so far, in OpenAI's format; None until its tool is known. Partial arguments have at least
+        # their brace at the end.
         self.message: dict[str, Any] | None = None
-        self.whole = False
+        self.whole = False  # whether the call is complete
         self._names = names
         self._sent = 0  # characters of the text up to the end of the arguments so far
 

@@ -23,12 +23,8 @@ class BatchCall:
 
     Attributes
     ----------
-    sessions : list of _core.Session
-        The native sessions.
     count, rows : int
         Number of sessions, and of tokens of all of them.
-    tokens : list of numpy.ndarray
-        Token ids of each session, int32 ``[n]``.
     """
 
     def __init__(
@@ -49,7 +45,7 @@ class BatchCall:
             )
         if len(wanted) != len(sessions):
             raise ValueError(f"rows must be one word, or {len(sessions)}; got {len(wanted)}")
-        self.tokens = []
+        self.tokens = []  # token ids of each session, int32 ``[n]``
         for i, (session, ids) in enumerate(zip(sessions, tokens, strict=True)):
             try:
                 self.tokens.append(
@@ -68,7 +64,7 @@ class BatchCall:
             _row_count(i, *item)
             for i, item in enumerate(zip(outputs, map(len, self.tokens), wanted, strict=True))
         ]
-        self.sessions = list(sessions)
+        self.sessions = list(sessions)  # the native sessions
         self.count, self.rows = len(self.sessions), sum(map(len, self.tokens))
         self._wanted = wanted
 

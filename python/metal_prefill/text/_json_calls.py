@@ -20,15 +20,10 @@ class Brackets:
     each with its own brackets: those after an even number of quotes, and those after an odd number. A value
     that begins at a bracket contains only brackets of the same reading. Whether a quote is escaped does not
     depend on where the JSON begins.
-
-    Attributes
-    ----------
-    scanned : int
-        Position in the answer up to which pairs are known.
     """
 
     def __init__(self) -> None:
-        self.scanned = 0
+        self.scanned = 0  # position in the answer up to which pairs are known
         self._forget()
 
     def _forget(self) -> None:

@@ -92,16 +92,11 @@ class Finder:
 
     The number of comparisons at a place grows with the logarithms of the number of spellings and of their
     length. A regular expression would try all spellings, and takes 100 times their memory.
-
-    Attributes
-    ----------
-    longest : int
-        Length of the longest spelling.
     """
 
     def __init__(self, spellings: Collection[str]) -> None:
         self._sorted = sorted(set(spellings))
-        self.longest = max(map(len, self._sorted), default=0)
+        self.longest = max(map(len, self._sorted), default=0)  # length of the longest spelling
         # For each spelling, the lengths of those that it begins with, its own and 0 included, as bits.
         self._lengths: list[int] = []
         prefixes: list[tuple[str, int]] = [("", 1)]  # of the latest spelling

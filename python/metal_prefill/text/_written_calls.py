@@ -91,18 +91,12 @@ def _valid(calls: list[WrittenCall]) -> list[WrittenCall] | None:
 
 
 class Scanner:
-    """Finds the end of calls by marks in them.
-
-    Attributes
-    ----------
-    end : int or None
-        Number of characters of the calls; None while they are open.
-    """
+    """Finds the end of calls by marks in them."""
 
     _LONGEST_MARK = 212
 
     def __init__(self, mark: re.Pattern[str]) -> None:
-        self.end: int | None = None
+        self.end: int | None = None  # number of characters of the calls; None while they are open
         self._mark = mark
         self._scanned = 0
         self._rest = ""  # the last characters, which may begin a mark
@@ -246,15 +240,10 @@ class PythonScanner:
 
     Templates may write text between quotes as it is. A quote therefore ends a string only if a comma, a colon
     or a closing bracket follows it.
-
-    Attributes
-    ----------
-    end : int or None
-        Number of characters of the list; None while it is open.
     """
 
     def __init__(self) -> None:
-        self.end: int | None = None
+        self.end: int | None = None  # number of characters of the list; None while it is open
         self._scanned = 0
         self._depth = 0
         self._quote = ""  # of the string that is open

@@ -26,9 +26,6 @@ class PaddedTexts(TextEngine):
 
     Attributes
     ----------
-    path : Path
-    threads : int
-    is_encoder : bool
     batch : int
         Texts of a batch.
     """
