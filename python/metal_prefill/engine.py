@@ -18,8 +18,9 @@ from metal_prefill.errors import (
     MetalPrefillError,
     UnsupportedModelError,
 )
-from metal_prefill.files._gguf_file import TENSOR_TYPES, GGUFFile, as_matrix
+from metal_prefill.files._gguf_file import TENSOR_TYPES, FloatArray, GGUFFile, as_matrix
 from metal_prefill.files._hyperparameters import read_config
+from metal_prefill.files._metadata_keys import LABEL_ENCODER
 from metal_prefill.files._model_config import ModelConfig, core_config
 from metal_prefill.files._model_tensors import collect_tensors
 from metal_prefill.files._task_config import PooledHead, TextLengths, read_head
@@ -133,6 +134,10 @@ class Engine:
         tokens.
     runs_ahead : bool
         Whether the engine submits the pass of the next token before the host has seen the last one.
+    label_encoder : Engine or None
+        Encoder of labels in a file that has one besides that of texts.
+    label_vectors : dict
+        Vectors of labels of earlier calls; a new dictionary replaces it.
     """
 
     def __init__(
@@ -157,6 +162,8 @@ class Engine:
         self.row_cost = RowCost()
         self.exact_rows = core.exact_rows
         self.runs_ahead = core.runs_ahead
+        self.label_encoder: Engine | None = None
+        self.label_vectors: dict[str, FloatArray] = {}
 
     @property
     def core(self) -> _core.Engine:
@@ -229,6 +236,8 @@ class Engine:
         if core is not None:
             # So does the destructor, which in free-threaded Python runs in the thread that made `core`.
             core.finish()
+        if self.label_encoder is not None:
+            self.label_encoder.close()
 
 
 @runtime_checkable
@@ -295,31 +304,40 @@ def open_engine(
         if os.environ.get("METAL_PREFILL_MATMUL_TENSOR") == "0":
             options.metal.no_matmul_tensor = "METAL_PREFILL_MATMUL_TENSOR is 0"
     file = local_file(default_model_path() if path is None else path, adapter)
-    gguf = GGUFFile(file, mmap=mmap)
-    config = read_config(gguf, max_context)
-    if max_context is not None:
-        options.max_context = min(max_context, config.context_length)
-    head = read_head(gguf, config.architecture, config.dim)
-    try:
-        builder = _core.ModelBuilder(core_config(config), gguf.mapping, gguf.mapping)
-        for role, layer, info in collect_tensors(gguf, config):
-            builder.add(role, layer, info.name, info.type, *as_matrix(info.shape), info.offset, info.nbytes)
-        settle_pair_speed()
-        if device == "cpu":
-            _announce_slow_kernels()
-        core = _gpu_engine(builder, options, config, gguf, automatic) if device == "metal" else None
-        mode: ComputeMode | None = None
-        if core is None:
-            mode = chosen_mode(gguf, config) if compute == AUTO else compute
-            options.compute = _core.Compute[mode.upper()]
-            core = _pack_cache.build(builder, options, gguf) if pack_cache else builder.build("cpu", options)
-    except MetalPrefillError:
-        raise
-    except ValueError as error:  # the options were checked, so the file is at fault
-        raise GGUFError(f"{gguf.path}: {error}") from None
-    lengths = TextLengths.read(gguf) if max_context is None else TextLengths()
-    context = lengths.longest(config.context_length) if max_context is None else max_context
-    return Engine(core, gguf, config, head, context, mode, kv_dtype, lengths)
+
+    def opened(gguf: GGUFFile, limit: int | None) -> Engine:
+        config = read_config(gguf, limit)
+        options.max_context = 0 if limit is None else min(limit, config.context_length)
+        head = read_head(gguf, config.architecture, config.dim)
+        try:
+            builder = _core.ModelBuilder(core_config(config), gguf.mapping, gguf.mapping)
+            for role, layer, info in collect_tensors(gguf, config):
+                builder.add(
+                    role, layer, info.name, info.type, *as_matrix(info.shape), info.offset, info.nbytes
+                )
+            settle_pair_speed()
+            if device == "cpu":
+                _announce_slow_kernels()
+            core = _gpu_engine(builder, options, config, gguf, automatic) if device == "metal" else None
+            mode: ComputeMode | None = None
+            if core is None:
+                mode = chosen_mode(gguf, config) if compute == AUTO else compute
+                options.compute = _core.Compute[mode.upper()]
+                core = (
+                    _pack_cache.build(builder, options, gguf) if pack_cache else builder.build("cpu", options)
+                )
+        except MetalPrefillError:
+            raise
+        except ValueError as error:  # the options were checked, so the file is at fault
+            raise GGUFError(f"{gguf.path}: {error}") from None
+        lengths = TextLengths.read(gguf) if limit is None else TextLengths()
+        context = lengths.longest(config.context_length) if limit is None else limit
+        return Engine(core, gguf, config, head, context, mode, kv_dtype, lengths)
+
+    engine = opened(GGUFFile(file, mmap=mmap), max_context)
+    if engine.head.entities is not None and engine.head.entities.label_tokens is None:
+        engine.label_encoder = opened(engine.gguf.inner(LABEL_ENCODER), None)
+    return engine
 
 
 def chosen_mode(gguf: GGUFFile, config: ModelConfig) -> ComputeMode:

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.entity_folders import BODY, RECORDED, EntityFolder
+from support.entity_folders import BODY, LABELS_BODY, RECORDED, EntityFolder
 from support.gguf_mutator import take_apart
 
 from metal_prefill import GGUFError, Model, UnsupportedModelError
@@ -33,7 +33,6 @@ def _with(name: str, *shape: int) -> Change:
 
 
 REFUSED: list[tuple[Change, str]] = [
-    (_settings(labels_encoder="a/b"), r"gliner_config.json: labels_encoder is 'a/b'"),
     (_settings(labels_decoder="a/b"), "labels_decoder is 'a/b'"),
     (_settings(relations_layer="biaffine"), "relations_layer is 'biaffine'"),
     (_settings(span_mode="markerV1"), "span_mode is 'markerV1'; supported: 'markerV0', 'token_level'"),
@@ -54,6 +53,49 @@ REFUSED: list[tuple[Change, str]] = [
     (_with("prompt_rep_layer.4.bias", 7), r"tensor prompt_rep_layer\.4\.bias is not part of"),
     (_with("rnn.lstm.weight_ih_l1", 128, 32), r"tensor rnn\.lstm\.weight_ih_l1 is not part of"),
 ]
+
+
+OF_LABELS: list[tuple[Change, str]] = [
+    (
+        _settings(labels_encoder_config=None, labels_encoder="a/b"),
+        "labels_encoder_config is missing: .* of a/b as encoders.'labels'",
+    ),
+    (_settings(labels_encoder=None), r"tensor token_rep_layer\.labels_encoder\.\S+ is not part of"),
+    (_settings(labels_decoder="a/b"), "labels_decoder is 'a/b'"),
+    (
+        lambda folder: folder.config["labels_encoder_config"].update(hidden_act="swish"),
+        "hidden_act is 'swish'",
+    ),
+    (_without("token_rep_layer.labels_projection.weight"), r"dense_2\.bias requires dense_2\.weight"),
+    (_with("token_rep_layer.labels_projection.weight", 8, 64), r"dense_2\.bias has shape \(32,\)"),
+    (_without(f"{LABELS_BODY}embeddings.word_embeddings.weight"), "lack the embedding .*labels_encoder"),
+    (_without(f"{LABELS_BODY}encoder.layer.0.output.dense.bias"), r"ffn_down\.bias is missing"),
+    (lambda folder: _drop_projection(folder), "vectors of labels have 64 values, and those of words 32"),
+]
+
+
+def _drop_projection(folder: EntityFolder) -> None:
+    for end in ("weight", "bias"):
+        del folder.tensors[f"token_rep_layer.labels_projection.{end}"]
+
+
+@pytest.mark.parametrize(("change", "message"), OF_LABELS)
+def test_an_encoder_of_labels_that_does_not_open_is_refused_by_name(
+    tmp_path: Path, change: Change, message: str
+) -> None:
+    folder = RECORDED["modernbert and bert"](tmp_path / "m")
+    change(folder)
+    with pytest.raises((GGUFError, UnsupportedModelError), match=message):
+        convert(folder.write(), tmp_path / "m.gguf")
+
+
+def test_a_recurrence_that_the_library_does_not_apply_has_no_effect(tmp_path: Path) -> None:
+    folder = RECORDED["modernbert and bert"](tmp_path / "m")
+    assert "rnn.lstm.weight_hh_l0" in folder.tensors
+    plain = convert(folder.write(), tmp_path / "plain.gguf").read_bytes()
+    for name in [name for name in folder.tensors if name.startswith("rnn.")]:
+        del folder.tensors[name]
+    assert convert(folder.write(), tmp_path / "m.gguf").read_bytes() == plain
 
 
 @pytest.mark.parametrize(("change", "message"), REFUSED)
@@ -80,8 +122,11 @@ def test_the_encoder_may_have_a_configuration_of_its_own(tmp_path: Path) -> None
         ("span_words", r"entities\.span_words is None, must be an integer"),
     ],
 )
-def test_a_file_without_a_key_of_its_head_does_not_open(tmp_path: Path, key: str, message: str) -> None:
-    plain = convert(RECORDED["bert"](tmp_path / "m").write(), tmp_path / "plain.gguf")
+@pytest.mark.parametrize("name", ["bert", "modernbert and bert"])
+def test_a_file_without_a_key_of_its_head_does_not_open(
+    tmp_path: Path, name: str, key: str, message: str
+) -> None:
+    plain = convert(RECORDED[name](tmp_path / "m").write(), tmp_path / "plain.gguf")
     parts = take_apart(plain)
     parts.metadata = [item for item in parts.metadata if item[0] != f"{ENTITY_KEYS}{key}".encode()]
     with pytest.raises(GGUFError, match=message):

@@ -125,11 +125,18 @@ def test_a_model_folder_is_fetched_whole(client: Client, server: Hub, tmp_path: 
 
 @pytest.mark.parametrize("weights", ["model.safetensors", "pytorch_model.bin"])
 def test_a_folder_of_gliner_is_fetched(client: Client, server: Hub, weights: str) -> None:
-    wanted = {"gliner_config.json": b"{}", "tokenizer.json": b"{}", weights: b"weights"}
+    wanted = {
+        "gliner_config.json": b"{}",
+        "tokenizer.json": b"{}",
+        "labels_tokenizer/tokenizer.json": b"{}",
+        weights: b"weights",
+    }
     other = {} if weights == "pytorch_model.bin" else {"pytorch_model.bin": b"x"}
     server.repos["tiny/entities"] = Repo({**wanted, **other})
     (answer,) = client.ask("tiny/entities")
-    assert {path.name: path.read_bytes() for path in Path(answer["path"]).iterdir()} == wanted
+    folder = Path(answer["path"])
+    files = {p.relative_to(folder).as_posix(): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+    assert files == wanted
 
 
 @pytest.mark.usefixtures("own_cache")
@@ -150,20 +157,25 @@ def test_a_model_opens_a_repository_by_its_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("own_cache")
-def test_a_folder_of_gliner_takes_what_it_lacks_from_its_encoder(tmp_path: Path) -> None:
-    folder = RECORDED["bert"](tmp_path / "made")
+@pytest.mark.parametrize("name", ["bert", "modernbert and bert"])
+def test_a_folder_of_gliner_takes_what_it_lacks_from_its_encoders(tmp_path: Path, name: str) -> None:
+    folder = RECORDED[name](tmp_path / "made")
     with Model(folder.write(), device="cpu") as model:
         expected = model.find_entities(["Ada was born"], ["person"], threshold=0.0)
-    tokenizer = {name: (folder.path / name).read_bytes() for name in TOKENIZER}
-    config = folder.config | {"model_name": "bard/encoder", "encoder_config": None}
-    encoder = json.dumps(folder.config["encoder_config"]).encode()
+    places = {"encoder": (folder.path, "model_name", "encoder_config")}
+    if "labels_encoder" in folder.config:
+        labels = folder.path / "labels_tokenizer"
+        places["labels"] = (labels, "labels_encoder", "labels_encoder_config")
+    config, repos = dict(folder.config), {}
+    for repo, (place, key, settings) in places.items():
+        encoder = json.dumps(folder.config[settings]).encode()
+        tokenizer = {name: (place / name).read_bytes() for name in TOKENIZER}
+        repos[f"bard/{repo}"] = Repo({"config.json": encoder, "pytorch_model.bin": b"x", **tokenizer})
+        config |= {key: f"bard/{repo}", settings: None}
     weights = (folder.path / "model.safetensors").read_bytes()
-    repos = {
-        "bard/entities": Repo(
-            {"gliner_config.json": json.dumps(config).encode(), "model.safetensors": weights}
-        ),
-        "bard/encoder": Repo({"config.json": encoder, "pytorch_model.bin": b"x", **tokenizer}),
-    }
+    repos["bard/entities"] = Repo(
+        {"gliner_config.json": json.dumps(config).encode(), "model.safetensors": weights}
+    )
     script = (
         "from metal_prefill import Model\n"
         "with Model('bard/entities', device='cpu') as model:\n"

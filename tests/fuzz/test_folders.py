@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support import folder_logits, model_folders
+from support import entity_folders, folder_logits, model_folders
 from support.encoder_folders import RECORDED, private_parts
 from support.fuzzing import TIMEOUT, kept, rounds
 from support.model_folders import Folder
@@ -160,6 +160,10 @@ KINDS: dict[str, Kind] = {
     "late": (LATE["unseen"], (*PROJECTED, "2_MultiVectorMask/config.json", "sentence_bert_config.json")),
     "PyLate": (LATE["PyLate"], PROJECTED),
     "ColBERT": (stanford, ("config.json", "tokenizer.json", "artifact.metadata")),
+    "GLiNER": (
+        entity_folders.RECORDED["modernbert and bert"],
+        ("gliner_config.json", "tokenizer.json", "labels_tokenizer/tokenizer.json"),
+    ),
 }
 
 
@@ -207,6 +211,9 @@ def compute(path: Path, *, late: bool) -> None:
     with suppress(MetalPrefillError, ValueError), Model(path, device="cpu", threads=1) as model:
         if late:
             numbers = [item.score for item in model.rerank(QUERY, ["The king is dead.", ""], how="late")]
+        elif model.engine.head.entities is not None:
+            (entities,) = model.find_entities(["The king is dead."], ["a king"], threshold=0.0)
+            numbers = [entity.score for entity in entities]
         elif model.engine.head.labels:
             (entities,) = model.label_tokens(["The king is dead."], ignore=())
             numbers = [entity.score for entity in entities]

@@ -16,7 +16,7 @@ from support.places import DATA
 from support.torch_files import write_torch_file
 
 RECORD = DATA / "gliner_entities.json"
-BODY = "token_rep_layer.bert_layer.model."
+BODY, LABELS_BODY = (f"token_rep_layer.{name}.model." for name in ("bert_layer", "labels_encoder"))
 LABELS = ["person", "place of birth", "Year", "person"]
 TEXTS = [
     "Ada Lovelace was born in London in 1815.",
@@ -36,6 +36,8 @@ THRESHOLDS = {
     "bert, names": (0.83, 0.66, 0.86, 0.68),
     "bert, words": (0.46, 0.455, 0.462, 0.45),
     "deberta, words": (0.3,),
+    "modernbert and bert": (0.45, 0.45, 0.5, 0.5),
+    "deberta and bert, words": (0.32,),
 }
 
 
@@ -94,6 +96,7 @@ def entities(
     tokenizer: str = "",
     listed: bool = False,
     recurrent: bool = True,
+    labels: Callable[[Path], Folder] | None = None,
     **config: Any,
 ) -> EntityFolder:
     """Make a folder of GLiNER with an encoder.
@@ -104,6 +107,8 @@ def entities(
         Variant of `encoder_tokenizers`; by default that of the encoder's folder.
     listed
         Whether the tokenizer has the tokens of labels, which the library adds otherwise.
+    labels
+        Encoder of labels; by default, that of texts reads them, too.
     """
     folder = body(path)
     if tokenizer:
@@ -131,7 +136,7 @@ def entities(
         if name.endswith(("word_embeddings.weight", "tok_embeddings.weight", "shared.weight"))
     )
     dim = tensors[table].shape[1]
-    tensors[table] = drawn((first + 3, dim)) * 3
+    tensors[table] = drawn((first + 3 * (labels is None), dim)) * 3
     dim = folder.config.get("hidden_size") or dim
     shapes = _head(mode, width, dim, recurrent=recurrent)
     tensors |= {name: drawn(shape) for name, shape in shapes.items()}
@@ -154,6 +159,14 @@ def entities(
         "vocab_size": first + 3 if listed else -1,
         **config,
     }
+    if labels is not None:
+        other = labels(path / "labels_tokenizer")
+        tensors |= {LABELS_BODY + name: tensor for name, tensor in other.tensors.items()}
+        size = other.config["hidden_size"]
+        if size != width:
+            layers = linear_of({"token_rep_layer.labels_projection": (width, size)})
+            tensors |= {name: drawn(shape) for name, shape in layers.items()}
+        settings |= {"labels_encoder": str(other.path), "labels_encoder_config": {**other.config}}
     return EntityFolder(path, settings, tensors)
 
 
@@ -167,6 +180,7 @@ def _modern(path: Path) -> Folder:
 
 
 _BERT = partial(encoder_folders.bert, seed=1, dim=32, heads=4, ffn=64, layers=2)
+_SMALL_BERT = partial(encoder_folders.bert, seed=4, dim=64, heads=2, ffn=64, layers=1)
 _DEBERTA = partial(
     encoder_folders.deberta, seed=2, dim=48, heads=4, ffn=64, layers=2, buckets=16, furthest=64
 )
@@ -182,6 +196,10 @@ RECORDED: dict[str, Callable[[Path], EntityFolder]] = {
     "deberta, words": partial(entities, body=_DEBERTA, seed=17, mode="token_level", listed=True),
     "modernbert": partial(entities, body=_modern, seed=18, listed=True),
     "t5": partial(entities, body=_T5, seed=19),
+    "modernbert and bert": partial(entities, body=_modern, seed=20, labels=_SMALL_BERT),
+    "deberta and bert, words": partial(
+        entities, body=_DEBERTA, seed=21, width=24, mode="token_level", labels=_SMALL_BERT
+    ),
 }
 
 

@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def execute(arguments: argparse.Namespace) -> None:
     """Write the file and print its path and size."""
     from metal_prefill.conversion import convert
-    from metal_prefill.hub._local_file import encoder_folder, model_folder
+    from metal_prefill.hub._local_file import encoder_folders, model_folder
 
     folder, name = model_folder(arguments.folder)
     with common.progress_bar("weights", "bytes") as progress:
@@ -59,7 +59,7 @@ def execute(arguments: argparse.Namespace) -> None:
             tensor_type=arguments.tensor_type,
             name=arguments.name or name,
             adapter=arguments.adapter,
-            encoder=encoder_folder(folder),
+            encoders=encoder_folders(folder),
             progress=progress,
         )
     print(f"{path}: {path.stat().st_size:,} bytes", file=sys.stderr)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from metal_prefill.conversion._body import GLINER
 from metal_prefill.conversion._fields import Fields
@@ -17,6 +17,7 @@ from metal_prefill.conversion._weights import Weight, listed_tensors, source_fil
 from metal_prefill.errors import GGUFError
 from metal_prefill.files._entity_head import DIRECTIONS, PROJECTION, RECURRENCE, EntityMode
 from metal_prefill.files._metadata_keys import ENTITY_KEYS
+from metal_prefill.files._task_config import DENSE
 
 # Classes of encoders by their type, and the field that bounds texts of those without embeddings of positions.
 _CLASSES = {
@@ -35,7 +36,9 @@ _CLASSES = {
     "xlm-roberta": "XLMRobertaModel",
 }
 _TOKENS_PER_WORD = 4  # for which such encoders have room
-_BODY = "token_rep_layer.bert_layer.model."
+_BODY, _LABELS = "token_rep_layer.bert_layer.model.", "token_rep_layer.labels_encoder.model."
+_LABELS_PROJECTION = "token_rep_layer.labels_projection"
+_LABELS_TOKENIZER = "labels_tokenizer"  # folder in a folder of GLiNER
 _EMBEDDINGS = ("word_embeddings.weight", "tok_embeddings.weight", "shared.weight", "embed_tokens.weight")
 _ADDED = "[FLERT]"  # precedes the tokens of labels and of the separator where the library adds them
 
@@ -69,55 +72,95 @@ _MODES: dict[str, EntityMode] = {"markerV0": "spans", "token_level": "words"}
 
 
 @dataclass
+class Encoder:
+    """An encoder in a folder."""
+
+    config: Fields
+    place: Path  # folder with its tokenizer
+    weights: dict[str, Weight]  # its own tensors
+    modules: Modules  # tensors and metadata of what follows it
+
+
+@dataclass
 class EntityFolder:
     """Contents of a folder."""
 
-    config: Fields  # configuration of the encoder
-    place: Path  # folder with the tokenizer
-    weights: dict[str, Weight]  # tensors of the encoder
-    modules: Modules  # tensors and metadata of the head
-    spellings: tuple[str, str]  # tokens before a label, and between labels and text
+    texts: Encoder  # with the head as its modules
+    labels: Encoder | None  # None if the encoder of texts reads labels, too
+    spellings: tuple[str, ...]  # tokens before a label, and between labels and text; if texts follow labels
     stated_id: int  # id of the first of these; -1 if the folder states none
 
     @property
     def added_tokens(self) -> tuple[str, ...]:
         """Tokens that the library adds to a tokenizer that lacks them."""
-        return _ADDED, *self.spellings
+        return (_ADDED, *self.spellings) if self.spellings else ()
 
     def tokens_of(self, vocabulary: FolderVocabulary) -> dict[str, int]:
         """Return the ids of `spellings`, by their full keys."""
-        names = ("label_token", "separator")
         ids = [vocabulary.by_text[text] for text in self.spellings]
-        if self.stated_id not in (-1, ids[0]):
-            raise self.config.error(
+        if ids and self.stated_id not in (-1, ids[0]):
+            raise self.texts.config.error(
                 f"class_token_index is {self.stated_id}, but the token {self.spellings[0]} is {ids[0]}"
             )
-        return {f"{ENTITY_KEYS}{name}": i for name, i in zip(names, ids, strict=True)}
+        return {f"{ENTITY_KEYS}{name}": i for name, i in zip(("label_token", "separator"), ids, strict=False)}
 
 
-def lacking_encoder(folder: Path) -> str:
-    """Return the name of the encoder of a folder of GLiNER that lacks its configuration or tokenizer.
+class _Names(NamedTuple):
+    """Where a folder describes an encoder."""
 
-    It is empty if there is no such folder, or if it lacks neither.
+    config: str  # field with its configuration
+    model: str  # field with its name
+    tokenizer: str  # folder with its tokenizer in that of the model
+    body: str  # prefix of its tensors
+
+
+_ENCODERS = {
+    "texts": _Names("encoder_config", "model_name", "", _BODY),
+    "labels": _Names("labels_encoder_config", "labels_encoder", _LABELS_TOKENIZER, _LABELS),
+}
+
+
+def tokenizer_folders(folder: Path) -> list[Path]:
+    """Return the folders that may have the tokenizers of a folder of GLiNER."""
+    return [folder / names.tokenizer for names in _ENCODERS.values()]
+
+
+def lacking_encoders(folder: Path) -> dict[str, str]:
+    """Return the names of the encoders whose configuration or tokenizer a folder of GLiNER lacks.
+
+    The keys are ``"texts"`` and ``"labels"``.
     """
     if not (folder / GLINER).is_file():
-        return ""
+        return {}
     settings = Fields.read(folder / GLINER)
-    complete = settings.has("encoder_config") or (folder / "config.json").is_file()
-    return "" if complete and _has_tokenizer(folder) else settings.string("model_name", default="")
+    found = {
+        key: settings.string(names.model, default="")
+        for key, names in _ENCODERS.items()
+        if not (_config_of(folder, settings, names) and _has_tokenizer(folder / names.tokenizer))
+    }
+    return {key: name for key, name in found.items() if name}
+
+
+def _config_of(folder: Path, settings: Fields, names: _Names) -> Fields | None:
+    """Return the configuration of an encoder; None if the folder lacks it."""
+    if settings.has(names.config):
+        return settings.object(names.config)
+    path = folder / names.tokenizer / "config.json"
+    return Fields.read(path) if path.is_file() else None
 
 
 def _has_tokenizer(folder: Path) -> bool:
     return any((folder / name).is_file() for name in TOKENIZER_FILES)
 
 
-def read_gliner(folder: Path, encoder: Path | None = None) -> EntityFolder:
+def read_gliner(folder: Path, encoders: Mapping[str, Path]) -> EntityFolder:
     """Read the configuration and list the weights of a folder.
 
-    The configuration and the tokenizer that it lacks are those in the folder of the encoder.
+    A configuration and a tokenizer that it lacks are those in the folders `encoders`, by the names that
+    `lacking_encoders` returns.
     """
     settings = Fields.read(folder / GLINER)
-    for name in ("labels_encoder", "labels_decoder", "relations_layer"):
+    for name in ("labels_decoder", "relations_layer"):
         settings.require(name, (None, ""), None)
     settings.require("span_mode", tuple(_MODES), "markerV0")
     settings.require("words_splitter_type", ("whitespace",), "whitespace")
@@ -127,40 +170,49 @@ def read_gliner(folder: Path, encoder: Path | None = None) -> EntityFolder:
         settings.require(name, (False,), False)
     settings.require("num_rnn_layers", (0, 1), 1)
     mode = _MODES[settings.string("span_mode", default="markerV0")]
-    recurrent = settings.integer("num_rnn_layers", default=1, least=0) > 0
-    found, body = Modules(), {}
+    separate = settings.string("labels_encoder", default="") != ""
+    # The library has a recurrence in models with two encoders, too, but does not apply it.
+    recurrent = not separate and settings.integer("num_rnn_layers", default=1, least=0) > 0
+    found, labels = Modules(), Modules()
     found.set_pooling("none")
+    labels.set_pooling("mean")  # after the projection, which gives the same as before it
+    bodies: dict[str, dict[str, Weight]] = {_BODY: {}, _LABELS: {}}
     for weight in _weights(folder):
-        if weight.name.startswith(_BODY):
-            name = weight.name.removeprefix(_BODY)
-            body[name] = replace(weight, name=name)
-            continue
-        role = _role(mode, weight.name)
-        if role is None or (role in _OF_RECURRENCE and not recurrent):
-            raise GGUFError(f"{weight.file}: tensor {weight.name} is not part of a model of {settings.path}")
-        found.tensors[role] = weight
+        body = next((prefix for prefix in bodies if weight.name.startswith(prefix)), None)
+        module, _, end = weight.name.rpartition(".")
+        if body is not None and (separate or body == _BODY):
+            name = weight.name.removeprefix(body)
+            bodies[body][name] = replace(weight, name=name)
+        elif separate and module == _LABELS_PROJECTION:
+            labels.tensors[f"{DENSE[0]}.{end}"] = weight
+        elif not (separate and module == "rnn.lstm"):
+            role = _role(mode, weight.name)
+            if role is None or (role in _OF_RECURRENCE and not recurrent):
+                raise GGUFError(
+                    f"{weight.file}: tensor {weight.name} is not part of a model of {settings.path}"
+                )
+            found.tensors[role] = weight
     if recurrent and (missing := next((role for role in _OF_RECURRENCE if role not in found.tensors), None)):
         raise settings.error(f"num_rnn_layers is 1, but the weights lack that of {missing} (rnn.lstm)")
     found.own = {
         f"{ENTITY_KEYS}mode": mode,
         f"{ENTITY_KEYS}most_words": settings.integer("max_len", default=384),
-        f"{ENTITY_KEYS}reads_names": not settings.boolean("embed_ent_token", default=True),
     }
     if mode == "spans":
         found.own[f"{ENTITY_KEYS}span_words"] = settings.integer("max_width", default=12)
-    spellings = tuple(
-        settings.string(f"{name}_token", default=text)
-        for name, text in (("ent", "<<ENT>>"), ("sep", "<<SEP>>"))
-    )
-    stated = settings.integer("class_token_index", default=-1, least=-1)
-    places = [folder] if encoder is None else [folder, encoder]
+    if not separate:
+        found.own[f"{ENTITY_KEYS}reads_names"] = not settings.boolean("embed_ent_token", default=True)
+    spellings = () if separate else (("ent_token", "<<ENT>>"), ("sep_token", "<<SEP>>"))
+
+    def read(key: str, modules: Modules) -> Encoder:
+        weights = bodies[_ENCODERS[key].body]
+        return _encoder(folder, encoders.get(key), settings, key, weights, modules)
+
     return EntityFolder(
-        _encoder(places, settings, body),
-        next((place for place in places if _has_tokenizer(place)), folder),
-        body,
-        found,
-        (spellings[0], spellings[1]),
-        stated,
+        read("texts", found),
+        read("labels", labels) if separate else None,
+        tuple(settings.string(name, default=text) for name, text in spellings),
+        settings.integer("class_token_index", default=-1, least=-1),
     )
 
 
@@ -182,22 +234,32 @@ def _role(mode: EntityMode, name: str) -> str | None:
     return f"{known[module]}.{suffix}" if module in known and suffix in ("weight", "bias") else None
 
 
-def _encoder(places: Sequence[Path], settings: Fields, weights: Mapping[str, Weight]) -> Fields:
-    """Return the configuration of the encoder, with its class and the size of its vocabulary."""
-    files = [place / "config.json" for place in places if (place / "config.json").is_file()]
-    if not (files or settings.has("encoder_config")):
-        name = settings.string("model_name", default="the encoder")
+def _encoder(
+    folder: Path,
+    other: Path | None,
+    settings: Fields,
+    key: str,
+    weights: dict[str, Weight],
+    modules: Modules,
+) -> Encoder:
+    """Return an encoder; its configuration has its class and the size of its vocabulary."""
+    names = _ENCODERS[key]
+    config = _config_of(folder, settings, names)
+    if config is None and other is not None:
+        config = Fields.read(other / "config.json")
+    if config is None:
+        name = settings.string(names.model, default="the encoder")
         raise settings.error(
-            f"encoder_config is missing: name a folder with config.json and the tokenizer of {name} as "
-            "encoder, or save the model by gliner.GLiNER.from_pretrained(...).save_pretrained(folder)"
+            f"{names.config} is missing: name a folder with config.json and the tokenizer of {name} as "
+            f"encoders[{key!r}], or save the model by "
+            "gliner.GLiNER.from_pretrained(...).save_pretrained(folder)"
         )
-    config = settings.object("encoder_config") if settings.has("encoder_config") else Fields.read(files[0])
     kind = config.string("model_type", default="deberta-v2")
     if kind not in _CLASSES:
         raise config.unsupported(f"{config.name('model_type')} is {kind!r}; supported: {', '.join(_CLASSES)}")
     table = next((weight for name, weight in weights.items() if name.endswith(_EMBEDDINGS)), None)
     if table is None or len(table.shape) != 2:
-        raise settings.error(f"the weights lack the embedding of tokens ({_BODY}...)")
+        raise settings.error(f"the weights lack the embedding of tokens ({names.body}...)")
     values: dict[str, Any] = {
         "architectures": [_CLASSES[kind]],
         "model_type": kind,
@@ -211,4 +273,6 @@ def _encoder(places: Sequence[Path], settings: Fields, weights: Mapping[str, Wei
         values["max_position_embeddings"] = max(positions, room)
         if config.values.get("max_relative_positions", -1) == -1:
             values["max_relative_positions"] = positions
-    return Fields(config.path, {**config.values, **values})
+    own = folder / names.tokenizer
+    place = own if other is None or _has_tokenizer(own) else other
+    return Encoder(Fields(config.path, {**config.values, **values}), place, weights, modules)

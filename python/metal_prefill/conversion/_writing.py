@@ -7,7 +7,9 @@ import math
 import os
 import re
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import gguf
@@ -24,13 +26,13 @@ from metal_prefill.conversion._body import GLINER, body_folder, refuse_adapter
 from metal_prefill.conversion._colbert import colbert_heads, colbert_metadata
 from metal_prefill.conversion._fields import Fields, is_number
 from metal_prefill.conversion._folder_vocabulary import FolderVocabulary
-from metal_prefill.conversion._gliner import read_gliner
+from metal_prefill.conversion._gliner import Encoder, read_gliner
 from metal_prefill.conversion._logit_score import rerank_metadata
 from metal_prefill.conversion._max_tokens import max_tokens
 from metal_prefill.conversion._modules import Modules, read_modules
 from metal_prefill.conversion._prompts import prompt_metadata
 from metal_prefill.conversion._settings import position_offset
-from metal_prefill.conversion._sources import Source, find_source, gguf_name, metadata_of, text_fields
+from metal_prefill.conversion._sources import Source, Task, find_source, gguf_name, metadata_of, text_fields
 from metal_prefill.conversion._static import static_configuration, static_lengths
 from metal_prefill.conversion._vocabulary import read_vocabulary
 from metal_prefill.conversion._weights import Stack, Weight, divided, ignored_index, read_weights
@@ -38,7 +40,7 @@ from metal_prefill.errors import GGUFError, UnsupportedModelError
 from metal_prefill.files._architecture import ARCHITECTURES
 from metal_prefill.files._gguf_file import GGUFFile
 from metal_prefill.files._hyperparameters import read_config
-from metal_prefill.files._metadata_keys import EXPANSION_KEYS, MAX_INT
+from metal_prefill.files._metadata_keys import EXPANSION_KEYS, LABEL_ENCODER, MAX_INT
 from metal_prefill.files._model_tensors import collect_tensors
 from metal_prefill.files._task_config import read_head
 
@@ -59,9 +61,9 @@ _FILTERS = ("shortconv.conv.weight", "ssm_conv1d.weight")  # [channels, 1, taps]
 
 class _Tensor(NamedTuple):
     name: str
-    weight: Weight | Stack | npt.NDArray[np.float32]
     shape: tuple[int, ...]
     kind: GGMLQuantizationType
+    values: Callable[[], npt.NDArray[np.float32]]
 
     @property
     def nbytes(self) -> int:
@@ -77,7 +79,7 @@ def convert(
     tensor_type: str = AUTO,
     name: str | None = None,
     adapter: str | os.PathLike[str] | None = None,
-    encoder: str | os.PathLike[str] | None = None,
+    encoders: Mapping[str, str | os.PathLike[str]] = MappingProxyType({}),
     progress: Progress | None = None,
 ) -> Path:
     """Write a model folder of the Hugging Face Hub as a GGUF file, which llama.cpp can read, too.
@@ -100,8 +102,9 @@ def convert(
     adapter
         Folder of a LoRA adapter (``adapter_config.json``, ``adapter_model.safetensors``) to merge into the
         weights, or the name of an adapter within the weights, such as ``"retrieval.query"``.
-    encoder
-        Folder with the configuration and the tokenizer of the encoder, which a folder of GLiNER may lack.
+    encoders
+        Folders with the configuration and the tokenizer of an encoder, which a folder of GLiNER may lack:
+        of that of ``"texts"``, and of that of ``"labels"`` in models with two encoders.
     progress
         Called with the number of bytes written and the number in total.
 
@@ -134,8 +137,8 @@ def convert(
     body = body_folder(folder)
     entities = None
     if (folder / GLINER).is_file():
-        entities = read_gliner(folder, None if encoder is None else Path(encoder))
-    whole = static_configuration(folder, body) if entities is None else entities.config
+        entities = read_gliner(folder, {key: Path(place) for key, place in encoders.items()})
+    whole = static_configuration(folder, body) if entities is None else entities.texts.config
     whole = whole or Fields.read(body / "config.json")
     _refuse_quantized(whole)
     source, task = find_source(whole)
@@ -143,27 +146,15 @@ def convert(
     metadata = metadata_of(source, config)
     late = task == "late"
     if entities is not None:
-        modules = entities.modules
+        modules = entities.texts.modules
     else:
         modules = Modules(colbert_heads(folder, config)) if late else read_modules(folder, config, task)
     metadata |= modules.metadata
     task = "masked" if modules.masked else task
-    weights: Mapping[str, Weight] = read_weights(body) if entities is None else entities.weights
+    weights: Mapping[str, Weight] = read_weights(body) if entities is None else entities.texts.weights
     weights = adapted(whole, weights, None if adapter is None else Path(adapter), source.prefixes)
     weights = source.combined(config, weights)
-    names = gguf.get_tensor_name_map(_architecture(source), metadata.get("block_count", 0))
-    found: dict[str, Weight | Stack] = dict(modules.tensors)
-    for weight in divided(weights, source.parts):
-        try:
-            role = gguf_name(source, task, names, weight.name)
-        except UnsupportedModelError as error:
-            raise UnsupportedModelError(f"{weight.file}: {error}") from None
-        if role is None:
-            continue
-        if role in found:
-            raise GGUFError(f"{weight.file}: tensors {found[role].name} and {weight.name} are both {role}")
-        _check_bias(source, config, role, weight)
-        found[role] = weight
+    found = _by_role(source, config, task, metadata, weights, modules)
     tied = whole if whole.has("tie_word_embeddings") else config
     if (
         task == "causal"
@@ -174,12 +165,8 @@ def convert(
     if entities is None:
         vocabulary = read_vocabulary(body, config, frames=source.frames)
     else:
-        vocabulary = read_vocabulary(entities.place, config, added=entities.added_tokens)
-    tensors = [_planned(source, config, role, weight, tensor_type) for role, weight in found.items()]
-    tensors += [
-        _Tensor(role, values, values.shape, GGMLQuantizationType.F32)
-        for role, values in source.computed(config).items()
-    ]
+        vocabulary = read_vocabulary(entities.texts.place, config, added=entities.added_tokens)
+    tensors = _planned_all(source, config, found, tensor_type)
     writer = GGUFWriter(None, source.architecture)
     writer.add_name(os.fsencode(name or folder.resolve().name).decode("utf-8", "replace"))
     writer.add_file_type(_file_type(_type_of(weights) if tensor_type == AUTO else tensor_type))
@@ -198,8 +185,51 @@ def convert(
     for key, value in (modules.own | prompts).items():
         _add(writer, folder, key, value)
     add_vocabulary(writer, vocabulary, config)
-    _write(Path(path), folder, writer, tensors, lambda tensor: _values(source, config, tensor), progress)
+    if entities is not None and entities.labels is not None:
+        tensors += _add_label_encoder(writer, folder, entities.labels, tensor_type)
+    _write(Path(path), folder, writer, tensors, progress)
     return Path(path)
+
+
+def _by_role(
+    source: Source,
+    config: Fields,
+    task: Task,
+    metadata: Mapping[str, Any],
+    weights: Mapping[str, Weight],
+    modules: Modules,
+) -> dict[str, Weight | Stack]:
+    """Return the weights by their names in a GGUF file."""
+    names = gguf.get_tensor_name_map(_architecture(source), metadata.get("block_count", 0))
+    found: dict[str, Weight | Stack] = dict(modules.tensors)
+    for weight in divided(weights, source.parts):
+        try:
+            role = gguf_name(source, task, names, weight.name)
+        except UnsupportedModelError as error:
+            raise UnsupportedModelError(f"{weight.file}: {error}") from None
+        if role is None:
+            continue
+        if role in found:
+            raise GGUFError(f"{weight.file}: tensors {found[role].name} and {weight.name} are both {role}")
+        _check_bias(source, config, role, weight)
+        found[role] = weight
+    return found
+
+
+def _add_label_encoder(writer: GGUFWriter, folder: Path, encoder: Encoder, tensor_type: str) -> list[_Tensor]:
+    """Add the metadata of a second encoder, and return its tensors, with the prefix of both."""
+    source, task = find_source(encoder.config)
+    config = text_fields(source, encoder.config)
+    metadata = metadata_of(source, config)
+    weights = source.combined(config, encoder.weights)
+    found = _by_role(source, config, task, metadata, weights, encoder.modules)
+    inner = GGUFWriter(None, source.architecture)
+    for suffix, value in (metadata | encoder.modules.metadata).items():
+        _add(inner, folder, f"{source.architecture}.{suffix}", value)
+    add_vocabulary(inner, read_vocabulary(encoder.place, config, frames=source.frames), config)
+    writer.kv_data[0] |= {f"{LABEL_ENCODER}{key}": value for key, value in inner.kv_data[0].items()}
+    tensors = _planned_all(source, config, found, tensor_type)
+    return [tensor._replace(name=f"{LABEL_ENCODER}{tensor.name}") for tensor in tensors]
 
 
 def _check_bias(source: Source, config: Fields, role: str, weight: Weight | Stack) -> None:
@@ -241,6 +271,16 @@ def _type_of(weights: Mapping[str, Weight]) -> str:
     return _OF_WEIGHTS.get(max(counts, key=lambda dtype: counts[dtype], default="F32"), "F32")
 
 
+def _planned_all(
+    source: Source, config: Fields, found: Mapping[str, Weight | Stack], chosen: str
+) -> list[_Tensor]:
+    tensors = [_planned(source, config, role, weight, chosen) for role, weight in found.items()]
+    return tensors + [
+        _Tensor(role, values.shape, GGMLQuantizationType.F32, partial(np.asarray, values))
+        for role, values in source.computed(config).items()
+    ]
+
+
 def _planned(source: Source, config: Fields, name: str, weight: Weight | Stack, chosen: str) -> _Tensor:
     shape = weight.shape
     is_filter = name.endswith(_FILTERS)
@@ -266,20 +306,17 @@ def _planned(source: Source, config: Fields, name: str, weight: Weight | Stack, 
     kind = GGMLQuantizationType["F32" if any(exact) else chosen]
     if shape[-1] % gguf.GGML_QUANT_SIZES[kind][0]:
         kind = GGMLQuantizationType[_FALLBACK]
-    return _Tensor(name, weight, shape, kind)
+    return _Tensor(name, shape, kind, lambda: _values(source, config, name, weight).reshape(shape))
 
 
-def _values(source: Source, config: Fields, tensor: _Tensor) -> npt.NDArray[np.float32]:
-    if isinstance(tensor.weight, np.ndarray):
-        return tensor.weight
-    values = tensor.weight.values()
+def _values(source: Source, config: Fields, name: str, weight: Weight | Stack) -> npt.NDArray[np.float32]:
+    values = weight.values()
     if not np.isfinite(values).all():
-        where = f"{tensor.weight.file}: tensor {tensor.weight.name}"
-        raise GGUFError(f"{where} contains a value that is not finite")
+        raise GGUFError(f"{weight.file}: tensor {weight.name} contains a value that is not finite")
     for pattern, change in source.changes.items():
-        if re.fullmatch(pattern, tensor.name):
-            values = change(config, tensor.name, values)
-    return values.reshape(tensor.shape)
+        if re.fullmatch(pattern, name):
+            values = change(config, name, values)
+    return values
 
 
 def _write(
@@ -287,7 +324,6 @@ def _write(
     folder: Path,
     writer: GGUFWriter,
     tensors: list[_Tensor],
-    values_of: Callable[[_Tensor], npt.NDArray[np.float32]],
     progress: Progress | None,
 ) -> None:
     for tensor in tensors:
@@ -302,7 +338,7 @@ def _write(
             writer.write_ti_data_to_file()
             _check(writer, part, folder, tensors)
             for tensor in tensors:
-                values = np.ascontiguousarray(values_of(tensor))
+                values = np.ascontiguousarray(tensor.values())
                 writer.write_tensor_data(quants.quantize(values, tensor.kind))
                 done += tensor.nbytes
                 if progress is not None:
@@ -323,9 +359,11 @@ def _check(writer: GGUFWriter, part: Path, folder: Path, tensors: list[_Tensor])
     os.truncate(part, end)
     try:
         with GGUFFile(part) as opened:
-            config = read_config(opened)
-            collect_tensors(opened, config)
-            read_head(opened, config.architecture, config.dim)
+            for model in (opened.inner(LABEL_ENCODER), opened):
+                if model.tensors:
+                    config = read_config(model)
+                    collect_tensors(model, config)
+                    read_head(model, config.architecture, config.dim)
     except (GGUFError, UnsupportedModelError) as error:
         message = str(error).removeprefix(f"{part}: ")
         raise type(error)(f"{folder}: {message}{ignored_index(folder)}") from None

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, get_args
 
-from metal_prefill.files._metadata_keys import ENTITY_KEYS, MAX_INT, Keys
+from metal_prefill.files._metadata_keys import ENTITY_KEYS, LABEL_ENCODER, MAX_INT, Keys
 
 # What is compared with a label: each part of a text up to a number of words, or each word as the first, the
 # last or any one of an entity.
@@ -39,9 +39,8 @@ class EntityHead:
     width: int  # number of values of a word
     most_words: int  # maximum number of words of a text
     span_words: int  # maximum number of words of an entity with the mode ``"spans"``
-    # Tokens before each label, and between the last one and the text.
-    label_token: int
-    separator: int
+    # Tokens before each label, and between the last one and the text; None if another encoder reads labels.
+    label_tokens: tuple[int, int] | None
     # Whether the state that represents a label is that of its first token, not of the token before it.
     reads_names: bool
     # Whether states are projected, and whether words have a recurrence.
@@ -59,7 +58,7 @@ def read_entity_head(keys: Keys, dim: int) -> EntityHead | None:
     tensors, metadata = keys.gguf.tensors, keys.gguf.metadata
     key = f"{ENTITY_KEYS}mode"
     if key not in metadata:
-        left = next((name for name in tensors if name in ENTITY_TENSORS), None)
+        left = next((n for n in tensors if n in ENTITY_TENSORS or n.startswith(LABEL_ENCODER)), None)
         if left is not None:
             raise keys.error(f"tensor {left} requires {key}, which is missing")
         return None
@@ -68,13 +67,13 @@ def read_entity_head(keys: Keys, dim: int) -> EntityHead | None:
         raise keys.unsupported(f"{key} is {metadata[key]!r}; supported: {', '.join(MODES)}")
     projection, table = (tensors.get(f"{name}.weight") for name in (PROJECTION, "token_embd"))
     last = (MAX_INT if table is None else table.shape[0]) - 1
+    separate = any(name.startswith(LABEL_ENCODER) for name in tensors)
     head = EntityHead(
         mode,
         dim if projection is None else projection.shape[0],
         _integer(keys, "most_words", 1, MAX_INT),
         _integer(keys, "span_words", 1, MAX_INT) if mode == "spans" else 0,
-        _integer(keys, "label_token", 0, last),
-        _integer(keys, "separator", 0, last),
+        None if separate else (_integer(keys, "label_token", 0, last), _integer(keys, "separator", 0, last)),
         bool(metadata.get(f"{ENTITY_KEYS}reads_names", False)),
         projection is not None,
         f"{RECURRENCE[0]}.weight" in tensors,

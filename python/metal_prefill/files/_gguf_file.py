@@ -11,6 +11,7 @@ The format is specified in ggml's ``docs/gguf.md``; little-endian files of versi
 
 from __future__ import annotations
 
+import copy
 import io
 import itertools
 import math
@@ -224,6 +225,17 @@ class GGUFFile:
         if info is None:
             raise GGUFError(f"{self.path}: has no tensor {name}")
         return self.mapping[info.offset : info.offset + info.nbytes]
+
+    def inner(self, prefix: str) -> GGUFFile:
+        """Return the model that this file has within it: metadata and tensors with a prefix, without it."""
+        found = copy.copy(self)
+        found.metadata = self.metadata.inner(prefix)
+        found.tensors = {
+            (name := full.removeprefix(prefix)): replace(tensor, name=name)
+            for full, tensor in self.tensors.items()
+            if full.startswith(prefix)
+        }
+        return found
 
     def close(self) -> None:
         """Release the mapping. Decoded metadata stays available, and existing views stay valid."""

@@ -6,6 +6,7 @@ vocabulary, are skipped and decoded on first access.
 
 from __future__ import annotations
 
+import copy
 import struct
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -251,6 +252,14 @@ class Metadata(Mapping[str, MetadataValue]):
         if isinstance(value, (list, np.ndarray)):
             return len(value)
         raise GGUFError(f"{self._path}: {key} has type {self._types[key]}, expected an array")
+
+    def inner(self, prefix: str) -> Metadata:
+        """Return the pairs whose keys have a prefix, without it."""
+        found = copy.copy(self)
+        for name in ("_values", "_types"):
+            pairs = getattr(self, name).items()
+            setattr(found, name, {k.removeprefix(prefix): v for k, v in pairs if k.startswith(prefix)})
+        return found
 
     def read(self, cursor: Cursor, count: int) -> None:
         """Read `count` pairs from the header."""

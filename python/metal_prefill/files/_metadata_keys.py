@@ -35,6 +35,8 @@ EXPANSION_KEYS = "metal_prefill.query_expansion."
 # How the head of GLiNER finds entities: ``mode``, ``most_words``, ``span_words``, ``label_token``,
 # ``separator`` and ``reads_names``.
 ENTITY_KEYS = "metal_prefill.entities."
+# Prefix of the metadata and the tensors of a second encoder in a file, which reads labels.
+LABEL_ENCODER = "labels."
 # Maximum number of tokens of a ``text``, a ``query`` and a ``document``.
 LENGTH_KEYS = "metal_prefill.max_tokens."
 

@@ -10,7 +10,7 @@ from metal_prefill import _core
 from metal_prefill.errors import GGUFError, UnsupportedModelError
 from metal_prefill.files._architecture import ARCHITECTURES, Architecture
 from metal_prefill.files._gguf_file import GGUFFile, TensorInfo
-from metal_prefill.files._metadata_keys import Keys
+from metal_prefill.files._metadata_keys import LABEL_ENCODER, Keys
 from metal_prefill.files._model_config import ModelConfig, core_config, layers_differ, stored_layer
 from metal_prefill.files._task_config import HEAD_TENSORS
 
@@ -37,7 +37,7 @@ def collect_tensors(gguf: GGUFFile, config: ModelConfig) -> list[tuple[str, int,
     found = list(_find_tensors(gguf, config))
     used = {tensor.name for _, _, tensor in found} | HEAD_TENSORS | ignored_tensors(gguf, config).keys()
     for name in gguf.tensors:
-        if name not in used:
+        if name not in used and not name.startswith(LABEL_ENCODER):
             raise UnsupportedModelError(
                 f"{gguf.path}: tensor {name} is not part of a {config.architecture} model "
                 f"with {config.n_layers} layers"

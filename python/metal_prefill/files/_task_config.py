@@ -11,6 +11,7 @@ from metal_prefill.errors import GGUFError, UnsupportedModelError
 from metal_prefill.files._entity_head import ENTITY_TENSORS, EntityHead, read_entity_head
 from metal_prefill.files._gguf_file import FloatArray, GGUFFile, dequantized
 from metal_prefill.files._metadata_keys import (
+    LABEL_ENCODER,
     LENGTH_KEYS,
     MAX_INT,
     POOLING_KEY,
@@ -238,9 +239,19 @@ def read_head(gguf: GGUFFile, architecture: str, dim: int) -> PooledHead:
         _read_vocabulary_pooling(keys, dim),
         _one_of(keys, "vocabulary_activation", HEAD_ACTIVATIONS, "gelu_erf"),
         keys.positive("vocabulary_logarithms", default=1),
-        read_entity_head(keys, dim),
+        _read_entities(keys, dim),
         _read_transitions(keys),
     )
+
+
+def _read_entities(keys: Keys, dim: int) -> EntityHead | None:
+    entities = read_entity_head(keys, dim)
+    if entities is not None and entities.label_tokens is None:
+        labels = Keys(keys.gguf.inner(LABEL_ENCODER))
+        width = read_head(labels.gguf, labels.architecture, labels.positive("embedding_length")).width
+        if width != entities.width:
+            raise keys.error(f"vectors of labels have {width} values, and those of words {entities.width}")
+    return entities
 
 
 def _read_transitions(keys: Keys) -> TransitionBiases:

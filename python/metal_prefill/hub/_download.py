@@ -27,7 +27,8 @@ _CONFIGURATIONS = ("config.json", "modules.json", "gliner_config.json")  # of wh
 # Files of a model folder: configuration and tokenizer, weights, and the modules of sentence-transformers.
 _FOLDER_FILES = (
     *("config.json", "generation_config.json", "model.safetensors", "model.safetensors.index.json"),
-    "gliner_config.json",
+    *("gliner_config.json", "labels_tokenizer/*.json", "labels_tokenizer/vocab.txt"),
+    "labels_tokenizer/spm.model",
     *("model-*-of-*.safetensors", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
     *("added_tokens.json", "vocab.txt", "spm.model", "chat_template.jinja", "modules.json"),
     *("config_sentence_transformers.json", "sentence_*_config.json", "artifact.metadata"),

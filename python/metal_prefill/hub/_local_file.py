@@ -14,7 +14,7 @@ import hashlib
 import logging
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -101,17 +101,17 @@ def model_name(path: Path) -> str:
 
 def converted(folder: Path, name: str, adapter: Path | None = None, progress: Progress | None = None) -> Path:
     """Return the path of a folder's conversion in the cache, writing it if it is not there."""
-    encoder = encoder_folder(folder)
-    key = _key(folder, adapter, encoder)
+    encoders = encoder_folders(folder)
+    key = _key(folder, adapter, encoders)
     found = cache_folder() / "converted-from" / f"{_shortened(name)}-{key[:_KEY_DIGITS]}"
     path = None
     with suppress(OSError):
         path = _cache() / found.read_text("utf-8", "replace")
     if path is None or not path.is_file():
-        content = _key(folder, adapter, encoder, whole=True)
+        content = _key(folder, adapter, encoders, whole=True)
         path = _cache() / f"{_shortened(name)}-{content[:_KEY_DIGITS]}.gguf"
         if not path.is_file():
-            _convert(folder, path, name, adapter, encoder, key, progress)
+            _convert(folder, path, name, adapter, encoders, key, progress)
         with suppress(OSError):  # a read-only file system
             found.parent.mkdir(exist_ok=True)
             with replacing(found) as temporary:
@@ -121,22 +121,26 @@ def converted(folder: Path, name: str, adapter: Path | None = None, progress: Pr
     return path
 
 
-def encoder_folder(folder: Path) -> Path | None:
-    """Return the folder with what a folder of GLiNER lacks of its encoder, downloading it if necessary.
+def encoder_folders(folder: Path) -> dict[str, Path]:
+    """Return the folders with what a folder of GLiNER lacks of its encoders, downloading them if necessary.
 
-    None if it lacks nothing, or its encoder is neither a folder nor in a repository.
+    They are `encoders` of :func:`metal_prefill.conversion.convert`, without those that lack nothing, or that
+    are neither a folder nor in a repository.
 
     Raises
     ------
     HubError
         See :func:`metal_prefill.hub.fetch_folder`.
     """
-    from metal_prefill.conversion._gliner import lacking_encoder
+    from metal_prefill.conversion._gliner import lacking_encoders
 
-    name = lacking_encoder(folder)
-    if name and Path(name).is_dir():
-        return Path(name)
-    return fetch_folder(name, weights=False) if REPOSITORY.fullmatch(name) else None
+    found: dict[str, Path] = {}
+    for key, name in lacking_encoders(folder).items():
+        if Path(name).is_dir():
+            found[key] = Path(name)
+        elif REPOSITORY.fullmatch(name):
+            found[key] = fetch_folder(name, weights=False)
+    return found
 
 
 def _convert(
@@ -144,7 +148,7 @@ def _convert(
     path: Path,
     name: str,
     adapter: Path | None,
-    encoder: Path | None,
+    encoders: Mapping[str, Path],
     key: str,
     progress: Progress | None,
 ) -> None:
@@ -153,8 +157,8 @@ def _convert(
     _log.info("converting %s to %s", folder, path)
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as temporary:
-        convert(folder, temporary, name=name, adapter=adapter, encoder=encoder, progress=progress)
-        if _key(folder, adapter, encoder) != key:
+        convert(folder, temporary, name=name, adapter=adapter, encoders=encoders, progress=progress)
+        if _key(folder, adapter, encoders) != key:
             raise GGUFError(f"{folder}: changed while it was converted; open it again")
     _evict(keep=path)
 
@@ -175,9 +179,7 @@ def _cache() -> Path:
     return cache_folder() / "converted"
 
 
-def _key(
-    folder: Path, adapter: Path | None = None, encoder: Path | None = None, *, whole: bool = False
-) -> str:
+def _key(folder: Path, adapter: Path | None, encoders: Mapping[str, Path], *, whole: bool = False) -> str:
     """Return a hash of what a conversion depends on: all bytes, or samples and modification times."""
     # Imported here, as files need no conversion.
     from metal_prefill.conversion._adapter import FILE as ADAPTER_FILE
@@ -188,6 +190,7 @@ def _key(
         refuse_adapter,
         token_heads,
     )
+    from metal_prefill.conversion._gliner import tokenizer_folders
     from metal_prefill.conversion._weights import FILE, source_files
 
     if adapter is None:
@@ -197,7 +200,7 @@ def _key(
     if adapter is not None and not adapter.is_dir():  # the name of one within the weights
         digest.update(os.fsencode(adapter) + b"\n")
     modules = module_folders(folder)
-    places = (folder, *modules) if encoder is None else (folder, *modules, encoder)
+    places = dict.fromkeys((folder, *modules, *tokenizer_folders(folder), *encoders.values()))
     small = [path for place in places for path in sorted(place.glob("*")) if path.suffix in _SMALL]
     heads = [*(place / FILE for place in modules), *token_heads(folder).values()]
     added = [] if adapter is None else [adapter / ADAPTER, adapter / ADAPTER_FILE]

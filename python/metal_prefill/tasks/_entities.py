@@ -14,7 +14,7 @@ from metal_prefill._support.arguments import Progress, number
 from metal_prefill.engine import Engine, EngineOwner
 from metal_prefill.errors import ContextOverflowError
 from metal_prefill.files._entity_head import EntityHead
-from metal_prefill.tasks._embedding import check_length, checked_texts
+from metal_prefill.tasks._embedding import Vectors, check_length, checked_texts, embed_prompts, encode_texts
 from metal_prefill.tasks._entity_scores import projected, span_scores, word_scores
 from metal_prefill.tasks._pooled_head import sigmoid
 from metal_prefill.tasks._prompt_rules import PromptRules, errors_of, named
@@ -23,6 +23,7 @@ from metal_prefill.tasks._token_labels import Entity
 
 # Words and single signs, as in the library.
 _WORD = re.compile(r"\w+(?:[-_]\w+)*|\S")
+_KEPT_LABELS = 4096  # maximum number whose vectors are kept for later calls
 Scores = npt.NDArray[np.float32]
 
 
@@ -39,7 +40,8 @@ class EntityTexts(NamedTuple):
     """Texts in words, after labels."""
 
     labels: list[str]  # without repetitions
-    places: list[int]  # index of the token whose state represents each label
+    places: list[int]  # index of the token whose state represents each label, if texts follow labels
+    prompts: list[Ids]  # token ids of each label, if another encoder reads labels
     texts: list[_Words]
     cut: list[int]  # indices of texts that lost their ends
 
@@ -151,16 +153,20 @@ def encode_entities(
     names = list(dict.fromkeys(checked_texts(labels, "label")))
     if not names:
         raise ValueError("labels must name at least one kind of entity")
-    prompt, places = list(tokenizer.frame.begin), []
-    for name, ids in zip(names, tokenizer.encode_all(names), strict=True):
-        if not ids:
-            raise ValueError(f"label {name!r} has no tokens")
-        places.append(len(prompt) + head.reads_names)
-        prompt += [head.label_token, *ids]
-    prompt.append(head.separator)
+    encoded = EntityTexts(names, [], [], [], [])
+    prompt = list(tokenizer.frame.begin)
+    if engine.label_encoder is not None:
+        encoded.prompts.extend(encode_texts(engine.label_encoder, names, noun="label").prompts)
+    if head.label_tokens is not None:
+        before, separator = head.label_tokens
+        for name, ids in zip(names, tokenizer.encode_all(names), strict=True):
+            if not ids:
+                raise ValueError(f"label {name!r} has no tokens")
+            encoded.places.append(len(prompt) + head.reads_names)
+            prompt += [before, *ids]
+        prompt.append(separator)
     end = tokenizer.frame.end
     check_length(engine, len(prompt) + len(end) + 1, f"the {len(names)} labels and a word")
-    encoded = EntityTexts(names, places, [], [])
     known: dict[str, list[int]] = {}
     for i, text in enumerate(checked_texts(texts)):
         words = [(match.group(), match.start(), match.end()) for match in _WORD.finditer(text)]
@@ -185,7 +191,7 @@ def encode_entities(
             raise ContextOverflowError(
                 f"text {i}: {len(item.places)} words exceed the {head.most_words} that the model reads"
             )
-        check_length(engine, len(ids) + len(end), f"text {i} with the labels")
+        check_length(engine, len(ids) + len(end), f"text {i}{' with the labels' * bool(encoded.places)}")
         encoded.texts.append(item._replace(ids=np.array([*ids, *end], np.int32)))
     return encoded
 
@@ -198,11 +204,13 @@ def found_entities(
     prompts = [encoded.texts[i].ids for i in filled]
     states = pooled_states(passes, "none", prompts, [f"text {i}" for i in filled])
     pooled, head = passes.engine.head, _head_of(passes.engine)
+    separate = _label_vectors(passes.engine, encoded)
     for done, item in enumerate(encoded.texts, 1):
         found: list[Entity] = []
         if item.places:
             made = projected(pooled, next(states)[[*encoded.places, *item.tokens]])
             labels, words = np.split(made, [len(encoded.places)])
+            labels = labels if separate is None else separate
             score = span_scores if head.mode == "spans" else word_scores
             scores = score(pooled, head, words, labels)
             candidates = _spans if head.mode == "spans" else _runs
@@ -210,6 +218,19 @@ def found_entities(
         yield found
         if progress is not None:
             progress(done, len(encoded.texts))
+
+
+def _label_vectors(engine: Engine, encoded: EntityTexts) -> Vectors | None:
+    """Return the vectors of labels by an encoder of their own; None if the file has no such encoder."""
+    encoder = engine.label_encoder
+    if encoder is None:
+        return None
+    known = engine.label_vectors
+    new = [i for i, label in enumerate(encoded.labels) if label not in known]
+    made = embed_prompts(TextPasses(encoder), [encoded.prompts[i] for i in new], normalize=False)
+    vectors = known | dict(zip((encoded.labels[i] for i in new), made, strict=True))
+    engine.label_vectors = vectors if len(vectors) <= _KEPT_LABELS else {}
+    return np.stack([vectors[label] for label in encoded.labels])
 
 
 Candidates = tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]  # first word, last word and label; score

@@ -11,7 +11,7 @@ from support.entity_folders import LABELS, RECORD, RECORDED, TEXTS, calls_of
 from support.small_models import with_tensor
 from support.task_folders import TAGGERS
 
-from metal_prefill import ContextOverflowError, Model, NumericalError
+from metal_prefill import ClosedError, ContextOverflowError, Model, NumericalError
 from metal_prefill.cli import main
 from metal_prefill.tasks import Entity
 
@@ -44,17 +44,20 @@ def test_entities_match_gliner(file_of: FileOf, expected: dict[str, Any], name: 
     )
 
 
-def test_scores_on_metal_match_gliner(metal: None, file_of: FileOf, expected: dict[str, Any]) -> None:
+@pytest.mark.parametrize("name", ["bert, names", "modernbert and bert"])
+def test_scores_on_metal_match_gliner(
+    metal: None, file_of: FileOf, expected: dict[str, Any], name: str
+) -> None:
     call = "nested, several labels"
-    options = calls_of("bert, names")[call] | {"threshold": 0.0}
-    with opened(file_of(RECORDED["bert, names"]), "metal") as model:
+    options = calls_of(name)[call] | {"threshold": 0.0}
+    with opened(file_of(RECORDED[name]), "metal") as model:
         (found,) = model.find_entities(TEXTS[:1], LABELS, **options)
     scores = {(e.label, e.start, e.end): e.score for e in found}
-    for label, score, start, end in expected[f"bert, names/{call}"][0]:
+    for label, score, start, end in expected[f"{name}/{call}"][0]:
         assert abs(scores[label, start, end] - score) <= NEAR["metal"]
 
 
-@pytest.mark.parametrize("name", ["deberta", "bert, words"])
+@pytest.mark.parametrize("name", ["deberta", "bert, words", "modernbert and bert"])
 def test_entities_are_the_same_alone_and_in_any_batch(file_of: FileOf, name: str) -> None:
     path = file_of(RECORDED[name], "Q8_0")
     options = next(iter(calls_of(name).values()))
@@ -66,6 +69,27 @@ def test_entities_are_the_same_alone_and_in_any_batch(file_of: FileOf, name: str
         assert together == [one.find_entities([text], LABELS, **options)[0] for text in TEXTS]
         assert sum(map(len, together)) > len(TEXTS)
     assert counts == [(i, len(TEXTS)) for i in range(1, len(TEXTS) + 1)]
+
+
+def test_labels_of_an_encoder_of_their_own_are_independent_of_others(file_of: FileOf) -> None:
+    path = file_of(RECORDED["modernbert and bert"])
+
+    def scores(model: Model, *labels: str) -> dict[str, float]:
+        (found,) = model.find_entities(["king"], labels, threshold=0.0, multi_label=True)
+        return {e.label: e.score for e in found}
+
+    with opened(path) as model, opened(path) as other:
+        first = scores(model, "person", "Year")
+        assert scores(model, "Year", "city", "person") == pytest.approx(
+            first | scores(other, "city"), abs=1e-6
+        )
+        assert first["person"] != pytest.approx(first["Year"], abs=1e-3)
+        with pytest.raises(ContextOverflowError, match=r"label 1: .* tokens exceed the context"):
+            model.find_entities(["a"], ["b", "king " * 4000])
+        labels = model.engine.label_encoder
+    assert labels is not None
+    with pytest.raises(ClosedError):
+        _ = labels.core
 
 
 def test_weights_of_torch_save_are_those_of_safetensors(tmp_path: Path, own_cache: None) -> None:
