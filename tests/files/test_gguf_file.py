@@ -37,7 +37,7 @@ from support.gguf_bytes import (
 
 from metal_prefill import ClosedError, GGUFError, _core
 from metal_prefill.files import GGUFFile
-from metal_prefill.synth import TENSOR_TYPES
+from metal_prefill.files._gguf_file import TENSOR_TYPES
 
 
 @pytest.fixture

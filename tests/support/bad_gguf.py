@@ -4,7 +4,7 @@ The cases follow defects of other readers: counts and sizes that overflow when s
 that are trusted, types that are not checked, tensors outside the file.
 """
 
-from metal_prefill.synth import TENSOR_TYPES
+from metal_prefill.files._gguf_file import TENSOR_TYPES
 from support.gguf_bytes import (
     ARRAY,
     BOOL,
