@@ -10,7 +10,7 @@ from support.bench_fakes import FakeWorker, RecordingEngine, compare, fakes
 from metal_prefill import Model
 from metal_prefill.bench import _engines, _worker
 from metal_prefill.bench._cases import SAMPLING, Case, Choice, make_cases, token_ids
-from metal_prefill.bench._engines import ChoosingEngine, Ids, Options
+from metal_prefill.bench._engines import Ids, Options
 from metal_prefill.bench._model_file import task_ids
 from metal_prefill.bench._peers import metal_prefill
 
@@ -18,7 +18,7 @@ VOCAB = 1024  # of the bundled model
 CHOICES: tuple[Choice, ...] = ("argmax", "sampled", "greedy", "lookup")
 
 
-class Recorder(RecordingEngine, ChoosingEngine):
+class Recorder(RecordingEngine):
     """An engine that remembers its calls."""
 
     def choose(self, ids: Ids, count: int, choice: Choice) -> list[int]:
@@ -52,7 +52,7 @@ def options_for(path: Path) -> Options:
 @pytest.mark.parametrize("choice", CHOICES)
 def test_our_tokens_match_generate(demo_path: Path, choice: Choice) -> None:
     ids = task_ids(demo_path)
-    engine = metal_prefill.Ours(options_for(demo_path))
+    engine: Any = metal_prefill.load(options_for(demo_path))
     with Model(demo_path, device="cpu", threads=1, compute="f32") as model:
         options: dict[str, Any] = dict(SAMPLING) if choice == "sampled" else {}
         expected = [
@@ -68,10 +68,10 @@ def test_our_tokens_match_generate(demo_path: Path, choice: Choice) -> None:
 
 def test_llama_cpp_chooses_the_same_with_and_without_drafts(demo_path: Path) -> None:
     pytest.importorskip("llama_cpp")
-    from metal_prefill.bench._peers.llama_cpp import LlamaCpp
+    from metal_prefill.bench._peers import llama_cpp
 
     ids = np.concatenate([task_ids(demo_path)[:60]] * 2)  # a text that repeats itself
-    engine = LlamaCpp(options_for(demo_path))
+    engine: Any = llama_cpp.load(options_for(demo_path))
     texts: dict[str, list[int]] = {}
     for choice in CHOICES:
         for _ in range(2):
@@ -81,7 +81,7 @@ def test_llama_cpp_chooses_the_same_with_and_without_drafts(demo_path: Path) -> 
             assert texts.setdefault(choice, made) == made
             assert engine._single._position == len(ids) + 23
     assert texts["lookup"] == texts["greedy"] == texts["argmax"] != texts["sampled"]
-    ours = metal_prefill.Ours(options_for(demo_path))
+    ours: Any = metal_prefill.load(options_for(demo_path))
     ours.prefill(ids[:-1])
     assert ours.choose(ids, 8, "greedy") == texts["greedy"][:8]
 

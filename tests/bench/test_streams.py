@@ -11,14 +11,14 @@ from support.bench_fakes import RecordingEngine, compare, fakes
 from metal_prefill import Model, bench
 from metal_prefill.bench import BenchResults, _engines, _worker
 from metal_prefill.bench._cases import Case, stream_ids
-from metal_prefill.bench._engines import BatchEngine, Ids, Options
+from metal_prefill.bench._engines import Ids, Options
 from metal_prefill.bench._model_file import task_ids
 from metal_prefill.bench._peers import metal_prefill
 
 VOCAB = 1024  # of the bundled model
 
 
-class Recorder(RecordingEngine, BatchEngine):
+class Recorder(RecordingEngine):
     """An engine that remembers its calls."""
 
     def open_streams(self, count: int, context: int) -> None:
@@ -51,7 +51,7 @@ def test_prompts_start_in_empty_contexts() -> None:
 
 def test_our_streams_end_as_they_do_alone(demo_path: Path) -> None:
     ids = stream_ids(Case(0, 3, 5, 4), VOCAB)
-    engine = metal_prefill.Ours(options_for(demo_path))
+    engine: Any = metal_prefill.load(options_for(demo_path))
     for _ in range(2):  # a second sample reuses nothing of the first one
         engine.open_streams(4, 9)
         engine.prefill_streams(ids[:, :5])
@@ -67,10 +67,10 @@ def test_our_streams_end_as_they_do_alone(demo_path: Path) -> None:
 
 def test_llama_cpp_computes_each_stream_as_it_does_alone(demo_path: Path) -> None:
     pytest.importorskip("llama_cpp")
-    from metal_prefill.bench._peers.llama_cpp import LlamaCpp
+    from metal_prefill.bench._peers import llama_cpp
 
     ids = stream_ids(Case(0, 3, 5, 4), VOCAB)
-    engine = LlamaCpp(options_for(demo_path))
+    engine: Any = llama_cpp.load(options_for(demo_path))
     for _ in range(2):
         engine.open_streams(4, 8)
         engine.prefill_streams(ids[:, :5])

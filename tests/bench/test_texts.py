@@ -14,7 +14,7 @@ from support.small_models import ENCODERS, write
 from metal_prefill import synth
 from metal_prefill.bench import BenchResults, _engines, _worker
 from metal_prefill.bench._cases import Case, make_embeddings, text_ids, text_lengths
-from metal_prefill.bench._engines import Ids, Options, TextEngine, Vectors
+from metal_prefill.bench._engines import Ids, Options, Vectors
 from metal_prefill.bench._peers import metal_prefill
 
 CASE = Case(0, 0, 0, n_texts=64)
@@ -44,7 +44,6 @@ def test_every_engine_matches_the_reference_vectors(embedder: Path) -> None:
     case = Case(0, 0, 0, n_texts=4)
     texts = text_ids(case, 512)
     engine = metal_prefill.load(options_for(embedder))
-    assert isinstance(engine, TextEngine)
     vectors = engine.embed(texts)
     reference = ReferenceModel(embedder)
     for text, vector in zip(texts, vectors, strict=True):
@@ -60,9 +59,7 @@ def test_llama_cpp_returns_the_same_vectors(embedder: Path) -> None:
     texts = text_ids(Case(0, 0, 0, n_texts=9), 512)
     options = options_for(embedder)
     theirs = llama_cpp.load(options)
-    assert isinstance(theirs, TextEngine)
     ours = metal_prefill.load(options)
-    assert isinstance(ours, TextEngine)
     assert (theirs.embed(texts) * ours.embed(texts)).sum(axis=1) == pytest.approx(np.ones(9), abs=1e-3)
 
 
@@ -77,7 +74,6 @@ def test_transformers_returns_the_same_vectors(tmp_path: Path) -> None:
     options = options_for(path)
     theirs = transformers.load(options)
     ours = metal_prefill.load(options)
-    assert isinstance(ours, TextEngine)
     assert "float32" in theirs.identity().settings
     assert (theirs.embed(texts) * ours.embed(texts)).sum(axis=1) == pytest.approx(np.ones(9), abs=1e-4)
 
@@ -89,8 +85,6 @@ def test_peers_return_the_same_vectors_for_encoders(tmp_path: Path, peer: str, a
     model = replace(ENCODERS[architecture], types={"*": "F32"}, embedding="F32")
     options = replace(options_for(write(tmp_path / "m.gguf", model)), compute="f32")
     theirs, ours = _engines.load(peer, options), metal_prefill.load(options)
-    assert isinstance(theirs, TextEngine)
-    assert isinstance(ours, TextEngine)
     texts = [ids[: model.context] for ids in text_ids(Case(0, 0, 0, n_texts=9), model.vocab)]
     for ids in texts:
         ids[ids == SEPARATOR] += 1  # peers use one type for all tokens of a text
@@ -148,7 +142,7 @@ def test_lengths_and_numbers_of_texts_are_checked(
 def test_a_sample_is_all_of_its_calls() -> None:
     calls: list[list[int]] = []
 
-    class Recording(RecordingEngine, TextEngine):
+    class Recording(RecordingEngine):
         def embed(self, texts: list[Ids]) -> Vectors:
             calls.append([len(text) for text in texts])
             return np.zeros((len(texts), 1), np.float32)

@@ -19,7 +19,6 @@ from metal_prefill.bench._rows import Row
 from metal_prefill.bench._serving import ServingResults
 
 if TYPE_CHECKING:
-    from metal_prefill.bench._cases import Case
     from metal_prefill.bench._client import WorkerFactory
     from metal_prefill.bench._peers.servers import Command
     from metal_prefill.bench._runner import Progress
@@ -27,13 +26,6 @@ if TYPE_CHECKING:
 __all__ = [
     "AgentResults", "BenchError", "BenchResults", "Row", "ServingResults", "run", "run_agents", "run_serving",
 ]  # fmt: skip
-
-
-def _note(engine: str, case: Case) -> str:
-    from metal_prefill.bench._engines import why_not
-
-    reason = why_not(engine, case)
-    return f"not measured: {reason}" if reason else ""
 
 
 def run(
@@ -179,7 +171,7 @@ def run(
                 options,
                 calibrator.reference_ns,
                 cpu,
-                _note(worker.name, case),
+                _engines.why_not(worker.name, case),
             )
             for worker in workers
             for case in tests

@@ -131,7 +131,7 @@ class WorkerProcess(JsonProcess):
     """Worker that runs an engine in its own process."""
 
     def __init__(self, name: str, options: Options, vocab_size: int) -> None:
-        arguments = json.dumps(options.to_json() | {"vocab_size": vocab_size})
+        arguments = json.dumps(asdict(options) | {"vocab_size": vocab_size})
         command = (sys.executable, "-m", "metal_prefill.bench._worker", name, arguments)
         super().__init__(name, command, "loading the model")
         self.load_ns: int = self.hello.pop("load_ns")

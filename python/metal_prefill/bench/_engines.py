@@ -11,10 +11,9 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -46,10 +45,6 @@ class Options:
     compute: str = "int8"
     kv_dtype: str = "f16"
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the options as keyword arguments."""
-        return asdict(self)
-
 
 @dataclass(frozen=True)
 class Identity:
@@ -61,59 +56,47 @@ class Identity:
     settings: str  # settings that affect its speed, for the reader of a table
 
 
-class Engine(ABC):
-    """Protocol of a loaded model."""
+class Engine:
+    """A loaded model, which supports the tests that its `Kind` does not exclude."""
 
-    @abstractmethod
     def identity(self) -> Identity:
         """Return the identity of the engine."""
+        raise NotImplementedError
 
-    @abstractmethod
     def clear(self) -> None:
         """Empty the context."""
+        raise NotImplementedError
 
-    @abstractmethod
     def prefill(self, ids: Ids) -> None:
         """Append a prompt and compute the logits of its last token."""
+        raise NotImplementedError
 
-    @abstractmethod
     def decode(self, ids: Ids) -> None:
         """Append tokens one at a time, computing logits after each."""
+        raise NotImplementedError
 
-
-class BatchEngine(Engine):
-    """Protocol of an engine that supports batches of sequences."""
-
-    @abstractmethod
     def open_streams(self, count: int, context: int) -> None:
         """Create `count` empty contexts of `context` positions each."""
+        raise NotImplementedError
 
-    @abstractmethod
     def prefill_streams(self, ids: Ids) -> None:
         """Append prompts, ``[streams, n]``, and compute the logits of the last token of each."""
+        raise NotImplementedError
 
-    @abstractmethod
     def decode_streams(self, ids: Ids) -> None:
         """Append tokens, ``[streams, n]``, one of each stream at a time, computing logits after each."""
+        raise NotImplementedError
 
-
-class ChoosingEngine(Engine):
-    """Protocol of an engine that chooses tokens itself."""
-
-    @abstractmethod
     def choose(self, ids: Ids, count: int, choice: Choice) -> list[int]:
         """Choose `count` tokens after `ids`, of which all but the last are in the context, and return them.
 
         Tokens that end a text are excluded.
         """
+        raise NotImplementedError
 
-
-class TextEngine(Engine):
-    """Protocol of an engine that embeds texts."""
-
-    @abstractmethod
     def embed(self, texts: list[Ids]) -> Vectors:
         """Return the pooled vectors of texts, normalized, float32 ``[texts, dim]``."""
+        raise NotImplementedError
 
 
 class Kind(NamedTuple):
@@ -171,11 +154,6 @@ def check_installed(name: str) -> None:
                 f"comparing with {name} needs {kind.package}, which is not installed: "
                 f"pip install 'metal_prefill[{kind.extra}]'"
             )
-
-
-def takes(name: str, case: Case) -> bool:
-    """Whether an engine can be measured in a test."""
-    return not why_not(name, case)
 
 
 def why_not(name: str, case: Case) -> str:

@@ -113,14 +113,14 @@ def make_row(
     options: Options,
     calibration_ns: int,
     cpu: str,
-    note: str = "",
+    reason: str = "",
 ) -> Row:
-    """Summarize the samples of one test of one engine, if any; `note` joins what is said of them."""
+    """Summarize the samples of one test of one engine, or why it has none."""
     samples_ns = [sample.ns for sample in selection.kept]
     samples_ts = [case.timed_tokens * NANO / ns for ns in samples_ns]
     of_ns, of_ts = samples_ns or [0], samples_ts or [0.0]
     identity = worker.identity
-    notes = [note] if note else []
+    notes = [f"not measured: {reason}"] if reason else []
     if case.n_texts and samples_ns:
         texts = case.calls * case.n_texts
         notes.append(f"{texts * NANO / float(median(samples_ns)):,.1f} texts/s")

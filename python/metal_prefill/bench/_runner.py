@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from metal_prefill.bench import _machine
 from metal_prefill.bench._cases import Case, in_turns
 from metal_prefill.bench._client import Worker
-from metal_prefill.bench._engines import takes
+from metal_prefill.bench._engines import why_not
 from metal_prefill.bench._machine import Calibrator
 from metal_prefill.bench._samples import Sample, Selection, is_clean, select
 
@@ -59,7 +59,7 @@ class Runner:
         return select(self.samples[worker.name, case], self.repetitions, self._limit())
 
     def _of(self, group: Sequence[Case]) -> list[tuple[Case, Worker]]:
-        return [(case, worker) for case in group for worker in self.workers if takes(worker.name, case)]
+        return [(case, worker) for case in group for worker in self.workers if not why_not(worker.name, case)]
 
     def _limit(self) -> float:
         return _machine.TOLERANCE * self.calibrator.reference_ns

@@ -18,7 +18,7 @@ from typing import IO, Any
 
 from metal_prefill.bench import _engines, _machine
 from metal_prefill.bench._cases import Case, stream_ids, text_ids, token_ids
-from metal_prefill.bench._engines import BatchEngine, ChoosingEngine, Engine, Ids, TextEngine
+from metal_prefill.bench._engines import Engine, Ids
 from metal_prefill.bench._model_file import task_ids
 
 REST_S = 2.0  # longest wait for an engine's threads to sleep after a sample
@@ -33,7 +33,6 @@ def timed_run(
     `task` returns the ids of `cases.TASK`, which tests of copying need.
     """
     if case.choice:
-        assert isinstance(engine, ChoosingEngine)
         if case.choice in ("argmax", "sampled"):
             ids = token_ids(case.n_depth + 1, vocab_size)
         else:
@@ -43,11 +42,9 @@ def timed_run(
         engine.prefill(ids[:-1])
         return _timed(lambda: engine.choose(ids, case.n_gen, case.choice))
     if case.n_texts:
-        assert isinstance(engine, TextEngine)
         texts = text_ids(case, vocab_size)
         return _timed(lambda: [engine.embed(texts) for _ in range(case.calls)])
     if case.n_streams:
-        assert isinstance(engine, BatchEngine)
         ids = stream_ids(case, vocab_size)
         engine.open_streams(case.n_streams, case.context)
         prefill, decode = engine.prefill_streams, engine.decode_streams

@@ -17,16 +17,7 @@ import numpy as np
 from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 
 from metal_prefill.bench._cases import SAMPLING, Choice
-from metal_prefill.bench._engines import (
-    BatchEngine,
-    BenchError,
-    ChoosingEngine,
-    Identity,
-    Ids,
-    Options,
-    TextEngine,
-    Vectors,
-)
+from metal_prefill.bench._engines import BenchError, Engine, Identity, Ids, Options, Vectors
 from metal_prefill.bench._machine import available_threads, counted, cpu_name
 from metal_prefill.bench._peers.llama_cpp_texts import FLASH_ATTENTION_ON, Embedder
 
@@ -147,7 +138,7 @@ class _Context:
         llama.llama_free(self._context)
 
 
-class LlamaCpp(BatchEngine, TextEngine, ChoosingEngine):
+class _LlamaCpp(Engine):
     """llama.cpp model, with a context for one sequence and one for several."""
 
     def __init__(self, options: Options) -> None:
@@ -169,7 +160,6 @@ class LlamaCpp(BatchEngine, TextEngine, ChoosingEngine):
         return _Context(self._model, self._options, self._threads, sequences, positions, rows)
 
     def identity(self) -> Identity:
-        """Return the identity of the engine."""
         return Identity(
             build=f"llama.cpp (llama-cpp-python {llama.__version__})",
             device="GPU" if self._gpu else f"CPU ({cpu_name()}, {counted(self._threads, 'thread')})",
@@ -178,20 +168,16 @@ class LlamaCpp(BatchEngine, TextEngine, ChoosingEngine):
         )
 
     def clear(self) -> None:
-        """Empty the context."""
         self._single.clear()
 
     def prefill(self, ids: Ids) -> None:
-        """Append a prompt and compute the logits of its last token."""
         self._single.run(ids[None])
 
     def decode(self, ids: Ids) -> None:
-        """Append tokens one at a time, computing logits after each."""
         for token in ids.reshape(-1, 1, 1):
             self._single.run(token)
 
     def open_streams(self, count: int, context: int) -> None:
-        """Create `count` empty contexts of `context` positions each."""
         if self._streams is None or self._shape != (count, context):
             if self._streams is not None:
                 self._streams.close()
@@ -200,12 +186,10 @@ class LlamaCpp(BatchEngine, TextEngine, ChoosingEngine):
         self._streams.clear()
 
     def prefill_streams(self, ids: Ids) -> None:
-        """Append prompts, ``[streams, n]``, and compute the logits of the last token of each."""
         assert self._streams is not None
         self._streams.run(ids)
 
     def decode_streams(self, ids: Ids) -> None:
-        """Append tokens, ``[streams, n]``, one of each stream at a time, computing logits after each."""
         assert self._streams is not None
         for column in ids.T.reshape(ids.shape[1], ids.shape[0], 1):
             self._streams.run(column)
@@ -257,12 +241,11 @@ class LlamaCpp(BatchEngine, TextEngine, ChoosingEngine):
         return chain
 
     def embed(self, texts: list[Ids]) -> Vectors:
-        """Return the pooled vectors of texts, normalized, float32 ``[texts, dim]``."""
         if self._embedder is None:
             self._embedder = Embedder(self._model, self._threads)
         return self._embedder(texts)
 
 
-def load(options: Options) -> BatchEngine:
+def load(options: Options) -> Engine:
     """Load the model."""
-    return LlamaCpp(options)
+    return _LlamaCpp(options)

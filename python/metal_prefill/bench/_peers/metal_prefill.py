@@ -9,12 +9,10 @@ import numpy as np
 from metal_prefill import Model, Session, __version__
 from metal_prefill.bench._cases import SAMPLING, Choice
 from metal_prefill.bench._engines import (
-    BatchEngine,
-    ChoosingEngine,
+    Engine,
     Identity,
     Ids,
     Options,
-    TextEngine,
     Vectors,
 )
 from metal_prefill.bench._machine import available_threads
@@ -22,7 +20,7 @@ from metal_prefill.tasks._embedding import check_pooling, vectors_of
 from metal_prefill.tasks._text_passes import TextPasses
 
 
-class Ours(BatchEngine, TextEngine, ChoosingEngine):
+class _Ours(Engine):
     """`metal_prefill.Model` through its public calls."""
 
     def __init__(self, options: Options) -> None:
@@ -39,7 +37,6 @@ class Ours(BatchEngine, TextEngine, ChoosingEngine):
         self._session = self._model.session()
 
     def identity(self) -> Identity:
-        """Return the identity of the engine."""
         options = self._options
         return Identity(
             build=f"metal_prefill {__version__}",
@@ -49,47 +46,39 @@ class Ours(BatchEngine, TextEngine, ChoosingEngine):
         )
 
     def clear(self) -> None:
-        """Empty the context."""
         self._session.reset()
 
     def prefill(self, ids: Ids) -> None:
-        """Append a prompt and compute the logits of its last token."""
         self._session.forward_prompt(ids)
 
     def decode(self, ids: Ids) -> None:
-        """Append tokens one at a time, computing logits after each."""
         for token in ids.tolist():
             self._session.forward_token_greedy(token)
 
     def open_streams(self, count: int, context: int) -> None:
-        """Create `count` empty contexts of `context` positions each."""
         for session in self._streams:
             session.close()
         self._streams = [self._model.session(max_context=context) for _ in range(count)]
 
     def prefill_streams(self, ids: Ids) -> None:
-        """Append prompts, ``[streams, n]``, and compute the logits of the last token of each."""
         self._model.forward_batch(self._streams, list(ids))
 
     def decode_streams(self, ids: Ids) -> None:
-        """Append tokens, ``[streams, n]``, one of each stream at a time, computing logits after each."""
         for column in ids.T.reshape(ids.shape[1], ids.shape[0], 1):
             self._model.forward_batch(self._streams, list(column))
 
     def choose(self, ids: Ids, count: int, choice: Choice) -> list[int]:
-        """Choose `count` tokens after `ids`, all but the last of which are in the context."""
         options: dict[str, Any] = dict(SAMPLING) if choice == "sampled" else {}
         options["speculate"] = "lookup" if choice == "lookup" else "off"
         pieces = self._session.stream(ids, count, min_tokens=count, **options)
         return [piece.token for piece in pieces]
 
     def embed(self, texts: list[Ids]) -> Vectors:
-        """Return the pooled vectors of texts, normalized, float32 ``[texts, dim]``."""
         names = [f"text {i}" for i in range(len(texts))]
         passes = TextPasses(self._model.engine)
         return np.array(list(vectors_of(passes, check_pooling(passes.engine, None), texts, names)))
 
 
-def load(options: Options) -> BatchEngine:
+def load(options: Options) -> Engine:
     """Load the model."""
-    return Ours(options)
+    return _Ours(options)

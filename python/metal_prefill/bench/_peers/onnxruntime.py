@@ -15,12 +15,12 @@ import numpy as np
 import numpy.typing as npt
 import onnxruntime
 
-from metal_prefill.bench._engines import Options, TextEngine
+from metal_prefill.bench._engines import Engine, Options
 from metal_prefill.bench._peers.padded_texts import PaddedTexts
 from metal_prefill.bench._peers.torch_encoders import NAMES, export
 
 
-class OnnxRuntime(PaddedTexts):
+class _OnnxRuntime(PaddedTexts):
     """Session of an exported graph."""
 
     def __init__(self, options: Options) -> None:
@@ -39,16 +39,13 @@ class OnnxRuntime(PaddedTexts):
 
     @property
     def build(self) -> str:
-        """Name and version of the library."""
         return f"ONNX Runtime {onnxruntime.__version__}"
 
     @property
     def arithmetic(self) -> str:
-        """Number formats of weights and activations."""
         return "weights and activations in 8 bits (quantize_dynamic)" if self._int8 else "float32"
 
     def states(self, ids: npt.NDArray[np.int64], mask: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
-        """Return the last hidden states of a batch."""
         [states] = self._session.run(None, {"input_ids": ids, "attention_mask": mask})
         result: npt.NDArray[np.float32] = states
         return result
@@ -62,6 +59,6 @@ def _quantized(graph: Path) -> Path:
     return small
 
 
-def load(options: Options) -> TextEngine:
+def load(options: Options) -> Engine:
     """Load the model."""
-    return OnnxRuntime(options)
+    return _OnnxRuntime(options)

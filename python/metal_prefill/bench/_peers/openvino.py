@@ -73,7 +73,7 @@ def _keep_last_token(model: ov.Model) -> None:
     model.validate_nodes_and_infer_types()
 
 
-class OpenVino(Engine):
+class _OpenVino(Engine):
     """Compiled OpenVINO graph with its state."""
 
     def __init__(self, options: Options) -> None:
@@ -101,7 +101,6 @@ class OpenVino(Engine):
         self._position = 0
 
     def identity(self) -> Identity:
-        """Return the identity of the engine."""
         precision = self._compiled.get_property("INFERENCE_PRECISION_HINT").get_type_name()
         cache = self._compiled.get_property("KV_CACHE_PRECISION").get_type_name()
         return Identity(
@@ -112,16 +111,13 @@ class OpenVino(Engine):
         )
 
     def clear(self) -> None:
-        """Empty the context."""
         self._request.reset_state()
         self._position = 0
 
     def prefill(self, ids: Ids) -> None:
-        """Append a prompt and compute the logits of its last token."""
         self._run(ids.astype(np.int64)[None])
 
     def decode(self, ids: Ids) -> None:
-        """Append tokens one at a time, computing logits after each."""
         for column in ids.astype(np.int64).reshape(-1, 1, 1):
             self._run(column)
 
@@ -141,7 +137,7 @@ def load(options: Options) -> Engine:
     with GGUFFile(Path(options.path)) as gguf:
         causal = read_config(gguf).causal
     if causal:
-        return OpenVino(options)
+        return _OpenVino(options)
     from metal_prefill.bench._peers.openvino_encoders import OpenVinoTexts
 
     return OpenVinoTexts(options)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from metal_prefill.bench._engines import BenchError, Identity, Ids, Options, TextEngine, Vectors
+from metal_prefill.bench._engines import BenchError, Engine, Identity, Ids, Options, Vectors
 from metal_prefill.bench._machine import available_threads, counted, cpu_name
 from metal_prefill.files._gguf_file import GGUFFile
 from metal_prefill.files._hyperparameters import read_config
@@ -21,7 +21,7 @@ POOLINGS = ("last", "mean", "cls")
 ENCODER_BATCH = 32  # texts, as sentence-transformers takes by default
 
 
-class PaddedTexts(TextEngine):
+class PaddedTexts(Engine):
     """Engine that sorts texts by length, as sentence-transformers does, and computes padded batches.
 
     Attributes
@@ -73,17 +73,6 @@ class PaddedTexts(TextEngine):
             threads=self.threads,
             settings=f"{self.arithmetic}, texts sorted by length, batches of {self.batch}",
         )
-
-    def clear(self) -> None:
-        """Do nothing: there is no context."""
-
-    def prefill(self, ids: Ids) -> None:
-        """Raise NotImplementedError; `engines.KINDS` says that prompts are not measured."""
-        raise NotImplementedError
-
-    def decode(self, ids: Ids) -> None:
-        """Raise NotImplementedError; `engines.KINDS` says that decoding is not measured."""
-        raise NotImplementedError
 
     @abstractmethod
     def states(self, ids: npt.NDArray[np.int64], mask: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:

@@ -16,14 +16,14 @@ import numpy.typing as npt
 import torch
 import transformers
 
-from metal_prefill.bench._engines import Options, TextEngine
+from metal_prefill.bench._engines import Engine, Options
 from metal_prefill.bench._peers.padded_texts import PaddedTexts
 from metal_prefill.bench._peers.torch_encoders import NAMES, load_encoder
 
 TRIAL_TOKENS = 256
 
 
-class Transformers(PaddedTexts):
+class _Transformers(PaddedTexts):
     """transformers model without its output projection."""
 
     def __init__(self, options: Options) -> None:
@@ -54,16 +54,13 @@ class Transformers(PaddedTexts):
 
     @property
     def build(self) -> str:
-        """Names and versions of the libraries."""
         return f"transformers {transformers.__version__}, torch {torch.__version__}"
 
     @property
     def arithmetic(self) -> str:
-        """Number formats of weights and activations."""
         return f"{str(self._model.dtype).removeprefix('torch.')} arithmetic and weights"
 
     def states(self, ids: npt.NDArray[np.int64], mask: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
-        """Return the last hidden states of a batch."""
         options = {"use_cache": False} if self.config.causal else {}
         with torch.inference_mode():
             result = self._model(
@@ -73,6 +70,6 @@ class Transformers(PaddedTexts):
         return states
 
 
-def load(options: Options) -> TextEngine:
+def load(options: Options) -> Engine:
     """Load the model."""
-    return Transformers(options)
+    return _Transformers(options)
