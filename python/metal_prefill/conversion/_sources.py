@@ -447,15 +447,25 @@ _LLAMA = Source(
     more=_settings.rope_scaling_or_factors,
     computed=_settings.rope_factors,
 )
+_INTERLEAVED = _LLAMA.changes
+
+
+def _llama_like(
+    architecture: str, more: Callable[[Fields], Mapping[str, Any]], keys: Mapping[str, Key] = {}, **other: Any
+) -> Source:
+    """Return the row for a class with Llama's tensors, but neither its order of rows nor its factors."""
+    other = {"changes": {}, "computed": lambda config: {}, **other}
+    return replace(_LLAMA, architecture=architecture, more=more, keys={**_LLAMA.keys, **keys}, **other)
+
+
 _QWEN = replace(_LLAMA, changes={}, more=_settings.qwen)
-_MINISTRAL3 = replace(
-    _LLAMA,
-    architecture="mistral3",
+_MINISTRAL3 = _llama_like(
+    "mistral3",
+    _settings.ministral3,
     prefixes=("model.language_model.", "language_model.model.", "language_model."),
     biases={},
+    changes=_INTERLEAVED,
     unused=(*_UNUSED, r"(model\.)?(vision_tower|multi_modal_projector)\..*"),
-    more=_settings.ministral3,
-    computed=lambda config: {},
     text_part="text_config",
 )
 _LARGER_EPSILON = {"attention.layer_norm_rms_epsilon": _float("rms_norm_eps", default=1e-5)}
@@ -534,10 +544,7 @@ _GRANITE_HYBRID = Source(
         "shared_mlp.input_linear": ("mlp.gate_proj", "mlp.up_proj"),
         "shared_mlp.output_linear": ("mlp.down_proj",),
     },
-    changes={
-        r"blk\.\d+\.attn_[qk]\.(weight|bias)": _settings.interleaved,
-        r".*\.ssm_a": _settings.rates_of_decay,
-    },
+    changes={**_INTERLEAVED, r".*\.ssm_a": _settings.rates_of_decay},
     shapes=_SCAN_SHAPES,
     more=_scan_settings.granite_hybrid,
 )
@@ -551,13 +558,12 @@ _GRANITE_HYBRID_EXPERTS = replace(
     },
     parts=_GRANITE_EXPERTS,
 )
-_GRANITE_MOE = replace(
-    _LLAMA,
-    architecture="granitemoe",
-    keys={**_LLAMA.keys, **_GRANITE_SCALES, **_experts_of(8, 2)},
+_GRANITE_MOE = _llama_like(
+    "granitemoe",
+    _settings.granite_moe,
+    {**_GRANITE_SCALES, **_experts_of(8, 2)},
     parts=_GRANITE_EXPERTS,
-    more=_settings.granite_moe,
-    computed=lambda config: {},
+    changes=_INTERLEAVED,
 )
 _LFM2 = Source(
     "lfm2",
@@ -707,31 +713,22 @@ SOURCES: dict[str, Source] = {
     "Qwen2": replace(_QWEN, architecture="qwen2", biases={}),  # always some in attention
     "Qwen3": replace(_QWEN, architecture="qwen3"),
     "PPLXQwen3": replace(_QWEN, architecture="qwen3", constants={"attention.causal": False}),
-    "Qwen3Moe": replace(
-        _QWEN,
-        architecture="qwen3moe",
-        keys={
-            **_QWEN.keys,
-            **_experts_of(128, 8),
-            "expert_feed_forward_length": _integer("moe_intermediate_size", default=768),
-        },
+    "Qwen3Moe": _llama_like(
+        "qwen3moe",
+        _settings.with_experts,
+        _experts_of(128, 8) | {"expert_feed_forward_length": _integer("moe_intermediate_size", default=768)},
         accepted={
             "hidden_act": ("silu",),
             "use_sliding_window": (False,),
             "decoder_sparse_step": (1,),
             "mlp_only_layers": ([],),
         },
-        more=_settings.with_experts,
-        computed=lambda config: {},
     ),
-    "Olmoe": replace(
-        _LLAMA,
-        architecture="olmoe",
-        keys={**_LLAMA.keys, **_LARGER_EPSILON, **_experts_of(64, 8)},
+    "Olmoe": _llama_like(
+        "olmoe",
+        _settings.with_experts,
+        _LARGER_EPSILON | _experts_of(64, 8),
         accepted={"hidden_act": ("silu",), "clip_qkv": (None,)},
-        changes={},
-        more=_settings.with_experts,
-        computed=lambda config: {},
     ),
     "Qwen3VL": replace(
         _QWEN,
@@ -741,87 +738,41 @@ SOURCES: dict[str, Source] = {
         text_part="text_config",
     ),
     **dict.fromkeys(("Mistral3", "Ministral3"), _MINISTRAL3),
-    "MiniCPM": replace(
-        _LLAMA,
-        architecture="minicpm",
-        more=_settings.minicpm,
-        computed=_settings.long_rope_factors,
+    "MiniCPM": _llama_like(
+        "minicpm", _settings.minicpm, changes=_INTERLEAVED, computed=_settings.long_rope_factors
     ),
-    "SmolLM3": replace(
-        _LLAMA,
-        architecture="smollm3",
-        keys={**_LLAMA.keys, "rope.freq_base": _float("rope_theta", default=2000000.0)},
+    "SmolLM3": _llama_like(
+        "smollm3",
+        _settings.smollm3,
+        {"rope.freq_base": _float("rope_theta", default=2000000.0)},
         accepted={"hidden_act": ("silu",), "use_sliding_window": (False,)},
-        more=_settings.smollm3,
-        computed=lambda config: {},
+        changes=_INTERLEAVED,
     ),
-    "Granite": replace(
-        _LLAMA,
-        architecture="granite",
-        keys={**_LLAMA.keys, **_GRANITE_SCALES},
-        more=_settings.rope_scaling,
-        computed=lambda config: {},
-    ),
+    "Granite": _llama_like("granite", _settings.rope_scaling, _GRANITE_SCALES, changes=_INTERLEAVED),
     **dict.fromkeys(("GraniteMoe", "GraniteMoeShared"), _GRANITE_MOE),
-    "Olmo2": replace(
-        _LLAMA,
-        architecture="olmo2",
-        keys={**_LLAMA.keys, **_LARGER_EPSILON},
-        changes={},
-        more=_settings.rope_scaling,
-        computed=lambda config: {},
-    ),
-    "Olmo3": replace(
-        _LLAMA,
-        architecture="olmo2",
-        keys={**_LLAMA.keys, **_LARGER_EPSILON},
-        changes={},
-        more=_settings.olmo3,
-        computed=lambda config: {},
-    ),
-    "Phi3": replace(
-        _LLAMA,
-        architecture="phi3",
-        keys={
-            **_LLAMA.keys,
-            **_LARGER_EPSILON,
-            "attention.sliding_window": _integer("sliding_window", default=0),
-        },
+    "Olmo2": _llama_like("olmo2", _settings.rope_scaling, _LARGER_EPSILON),
+    "Olmo3": _llama_like("olmo2", _settings.olmo3, _LARGER_EPSILON),
+    "Phi3": _llama_like(
+        "phi3",
+        _settings.phi3,
+        {**_LARGER_EPSILON, "attention.sliding_window": _integer("sliding_window", default=0)},
         biases={},
-        changes={},
-        more=_settings.phi3,
         computed=_settings.long_rope_factors,
     ),
-    "Exaone4": replace(
-        _LLAMA,
-        architecture="exaone4",
-        keys={**_LLAMA.keys, **_LARGER_EPSILON},
-        biases={},
-        changes={},
-        more=_settings.exaone4,
+    "Exaone4": _llama_like(
+        "exaone4", _settings.exaone4, _LARGER_EPSILON, biases={}, computed=_settings.rope_factors
     ),
-    "HunYuanDenseV1": replace(
-        _LLAMA,
-        architecture="hunyuan-dense",
-        keys={**_LLAMA.keys, **_LARGER_EPSILON},
-        changes={},
-        more=_settings.hunyuan_dense,
-        computed=lambda config: {},
-    ),
-    "Ernie4_5": replace(
-        _LLAMA,
-        architecture="ernie4_5",
-        keys={
-            **_LLAMA.keys,
+    "HunYuanDenseV1": _llama_like("hunyuan-dense", _settings.hunyuan_dense, _LARGER_EPSILON),
+    "Ernie4_5": _llama_like(  # the values of its rotated pairs are next to each other
+        "ernie4_5",
+        _settings.rope_scaling,
+        {
             **_LARGER_EPSILON,
             "rope.freq_base": _float("rope_theta", default=500000.0),
             "attention.key_length": _integer("head_dim", default=128),
             "attention.value_length": _integer("head_dim", default=128),
         },
         biases={r"blk\.\d+\.(attn|ffn)_.*": "use_bias"},
-        changes={},  # the values of its rotated pairs are next to each other
-        more=_settings.rope_scaling,
-        computed=lambda config: {},
     ),
     "Lfm2": _LFM2,
     "Lfm2Moe": replace(
