@@ -146,9 +146,9 @@ def test_activations_of_cross_encoders(made: Paths) -> None:
     assert model.predict([]).shape == (0,)
     with pytest.raises(NotImplementedError, match=r"activation_fn 'Mish' is not one of Identity, Sigmoid"):
         model.predict(PAIRS, activation_fn="Mish")
-    with pytest.raises(ValueError, match="rank needs a model with one output, this one has 3"):
+    with pytest.raises(ValueError, match="rank needs a model with one output, not 3"):
         st.CrossEncoder(made.classes).rank(QUERY, DOCUMENTS)
-    with pytest.raises(NotImplementedError, match="num_labels is 2, but the model has 1 outputs"):
+    with pytest.raises(NotImplementedError, match="num_labels is 2, but the model has 1"):
         st.CrossEncoder(made.pairs, num_labels=2)
 
 

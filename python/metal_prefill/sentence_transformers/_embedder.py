@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -11,12 +10,11 @@ import numpy as np
 
 from metal_prefill._support.arguments import integer, one_of
 from metal_prefill.files._metadata_keys import SIMILARITY_KEY, TRUNCATE_KEY
-from metal_prefill.sentence_transformers._shared import CUT, Encoder, batches, returned, texts_of
+from metal_prefill.sentence_transformers._shared import CUT, Encoder, ModelName, returned
 from metal_prefill.sentence_transformers.util import SIMILARITIES, SimilarityFunction, as_array
 from metal_prefill.sentence_transformers.util import normalize_embeddings as normalized
 from metal_prefill.tasks._embedding import EncodedTexts, embed_prompts, encode_texts
 from metal_prefill.tasks._late_interaction import maxsim
-from metal_prefill.tasks._prompts import PromptForm
 from metal_prefill.tasks._text_passes import Ids, TextPasses
 from metal_prefill.tasks._text_roles import role_of
 from metal_prefill.tasks._vectors import Array, quantize_embeddings
@@ -35,7 +33,7 @@ class SentenceTransformer(Encoder):
 
     def __init__(
         self,
-        model_name_or_path: str | os.PathLike[str] | None = None,
+        model_name_or_path: ModelName = None,
         *,
         similarity_fn_name: str | SimilarityFunction | None = None,
         truncate_dim: int | None = None,
@@ -68,8 +66,6 @@ class SentenceTransformer(Encoder):
         device: Any = None,
         normalize_embeddings: bool = False,
         truncate_dim: int | None = None,
-        pool: Any = None,
-        chunk_size: int | None = None,
         *,
         sentences: Any = None,
         **options: Any,
@@ -87,12 +83,11 @@ class SentenceTransformer(Encoder):
         """
         self._check_call(options, device)
         one_of("output_value", str(output_value), {"sentence_embedding": 0, "token_embeddings": 0, "None": 0})
-        texts, single = texts_of(sentences if inputs is None else inputs)
-        form = PromptForm(self._prompt(prompt, prompt_name))
         count = self.truncate_dim if truncate_dim is None else truncate_dim
+        inputs, prompt = sentences if inputs is None else inputs, self._prompt(prompt, prompt_name)
+        parts, single = self._encoded(inputs, prompt, batch_size, show_progress_bar)
         found: list[Any] = []
-        for batch in batches(texts, batch_size, show_progress_bar):
-            encoded = encode_texts(self.engine, batch, form, CUT)
+        for encoded in parts:
             prompts = encoded.prompts
             if output_value == "token_embeddings":
                 found += self._states(prompts)
@@ -100,9 +95,9 @@ class SentenceTransformer(Encoder):
             vectors = self._vectors(encoded)[:, : count and integer("truncate_dim", count, 1)]
             vectors = normalized(vectors) if normalize_embeddings else vectors
             if output_value is None:
-                parts = zip(prompts, self._states(prompts), vectors, strict=True)
                 names = ("input_ids", "token_embeddings", "sentence_embedding")
-                found += [dict(zip(names, part, strict=True)) for part in parts]
+                values = zip(prompts, self._states(prompts), vectors, strict=True)
+                found += [dict(zip(names, text, strict=True)) for text in values]
             else:
                 found.append(vectors)
         if output_value != "sentence_embedding":
@@ -148,24 +143,17 @@ class SentenceTransformer(Encoder):
     def _stated(self, key: str, default: Any) -> Any:
         return self.engine.gguf.metadata.get(key, default)
 
-    def _vectors(self, encoded: EncodedTexts) -> Array:
+    def _vectors(self, encoded: EncodedTexts) -> Any:
         head, config = self.engine.head, self.engine.config
         normalize = bool(self._stated(f"{config.architecture}.embedding_normalize", False))
         pooling = head.pooling or ("last" if config.causal else "mean")
-        passes, width = TextPasses(self.engine), head.width
-        vectors: Array = embed_prompts(
-            passes,
-            encoded.prompts,
-            normalize=normalize,
-            pooling=pooling,
-            dimensions=width,
-            unpooled=encoded.unpooled,
+        passes, prompts, unpooled = TextPasses(self.engine), encoded.prompts, encoded.unpooled
+        return embed_prompts(
+            passes, prompts, normalize=normalize, pooling=pooling, dimensions=head.width, unpooled=unpooled
         )
-        return vectors
 
-    def _states(self, prompts: Sequence[Ids]) -> list[Array]:
-        states: list[Array] = embed_prompts(TextPasses(self.engine), prompts, normalize=False, pooling="none")
-        return states
+    def _states(self, prompts: Sequence[Ids]) -> Any:
+        return embed_prompts(TextPasses(self.engine), prompts, normalize=False, pooling="none")
 
 
 class MultiVectorEncoder(Encoder):
@@ -178,11 +166,7 @@ class MultiVectorEncoder(Encoder):
     """
 
     def __init__(
-        self,
-        model_name_or_path: str | os.PathLike[str] | None = None,
-        *,
-        similarity_fn_name: str = "maxsim",
-        **options: Any,
+        self, model_name_or_path: ModelName = None, *, similarity_fn_name: str = "maxsim", **options: Any
     ) -> None:
         super().__init__(model_name_or_path, **options)
         one_of("similarity_fn_name", similarity_fn_name, {"maxsim": None, "meanmaxsim": None})
@@ -199,8 +183,6 @@ class MultiVectorEncoder(Encoder):
         convert_to_numpy: bool = False,
         device: Any = None,
         normalize_embeddings: bool = False,
-        pool: Any = None,
-        chunk_size: int | None = None,
         token_pooling: Any = None,
         task: str | None = None,
         **options: Any,
@@ -219,11 +201,10 @@ class MultiVectorEncoder(Encoder):
         if output_value != "token_embeddings" or token_pooling is not None:
             name = "token_pooling" if token_pooling is not None else f"output_value {output_value!r}"
             raise NotImplementedError(f"MultiVectorEncoder does not support {name}")
-        texts, single = texts_of(inputs)
-        form, role = PromptForm(self._prompt(prompt, prompt_name)), role_of(self.engine, "none", task)
+        role, prompt = role_of(self.engine, "none", task), self._prompt(prompt, prompt_name)
+        parts, single = self._encoded(inputs, prompt, batch_size, show_progress_bar, role)
         found: list[Array] = []
-        for batch in batches(texts, batch_size, show_progress_bar):
-            prompts, expansions, *_ = encode_texts(self.engine, batch, form, CUT, role)
+        for prompts, expansions, *_ in parts:
             passes = TextPasses(self.engine)
             found += embed_prompts(passes, prompts, expansions, pooling="none", skipped=role.skipped)
         return found[0] if single else found

@@ -6,7 +6,8 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any, TypeAlias
 
 from metal_prefill._support.arguments import integer, items_of, one_of
 from metal_prefill.engine import Engine
@@ -15,11 +16,15 @@ from metal_prefill.hub._bundled_models import PACKAGED, packaged_model
 from metal_prefill.hub._download import REPOSITORY, fetch_folder
 from metal_prefill.model import Model
 from metal_prefill.sentence_transformers.util import as_tensor
+from metal_prefill.tasks._embedding import EncodedTexts, encode_texts
 from metal_prefill.tasks._prompt_rules import PromptRules
-from metal_prefill.tasks._prompts import default_prompt, file_prompts
+from metal_prefill.tasks._prompts import PromptForm, default_prompt, file_prompts
+from metal_prefill.tasks._text_roles import TextRole
 from metal_prefill.tasks._vectors import Array
 
 CUT = PromptRules(truncate="end")  # in silence, as sentence-transformers does
+
+ModelName: TypeAlias = "str | os.PathLike[str] | None"
 
 _log = logging.getLogger("metal_prefill")
 _DEVICES = {"auto": "auto", "cpu": "cpu", "mps": "metal", "metal": "metal"}
@@ -36,14 +41,6 @@ _WITHOUT_EFFECT = (
 )
 
 
-class ModelCard(NamedTuple):
-    """Names that other libraries, such as mteb, read from a model."""
-
-    model_name: str  # name by which the model was opened
-    base_model: None = None
-    base_model_revision: None = None
-
-
 class Encoder:
     """A model of sentence-transformers, opened by :class:`metal_prefill.Model`.
 
@@ -58,10 +55,11 @@ class Encoder:
     """
 
     organization = "sentence-transformers"
+    encode: Callable[..., Any]  # of the classes that compute vectors
 
     def __init__(
         self,
-        model_name_or_path: str | os.PathLike[str] | None = None,
+        model_name_or_path: ModelName = None,
         *,
         modules: Any = None,
         device: Any = None,
@@ -102,7 +100,8 @@ class Encoder:
         self.prompts = {"query": "", "document": "", **file_prompts(self.engine), **(prompts or {})}
         self.default_prompt_name = default_prompt_name or default_prompt(self.engine)
         self._prompt(None, None)  # raises an error for an unknown name
-        self.model_card_data = ModelCard(os.fspath(model_name_or_path))
+        names = {"model_name": os.fspath(model_name_or_path), "base_model": None, "base_model_revision": None}
+        self.model_card_data = SimpleNamespace(**names)  # which other libraries, such as mteb, read
 
     @property
     def engine(self) -> Engine:
@@ -143,23 +142,17 @@ class Encoder:
         self._check_call({}, device)
         return self
 
-    def encode(self, inputs: Any = None, *arguments: Any, **options: Any) -> Any:
-        """Compute vectors."""
-        raise NotImplementedError(f"{type(self).__name__}.encode is not supported")
-
     def encode_query(
         self, inputs: Any = None, prompt_name: str | None = None, prompt: str | None = None, **options: Any
     ) -> Any:
         """Compute the vectors of queries, by default with the prompt ``"query"``; see `encode`."""
-        name = "query" if prompt_name is None else prompt_name
-        return self.encode(inputs, name, prompt, task="query", **options)
+        return self.encode(inputs, prompt_name or "query", prompt, task="query", **options)
 
     def encode_document(
         self, inputs: Any = None, prompt_name: str | None = None, prompt: str | None = None, **options: Any
     ) -> Any:
         """Compute the vectors of documents, by default with the prompt ``"document"``; see `encode`."""
-        name = "document" if prompt_name is None else prompt_name
-        return self.encode(inputs, name, prompt, task="document", **options)
+        return self.encode(inputs, prompt_name or "document", prompt, task="document", **options)
 
     def start_multi_process_pool(self, target_devices: Any = None) -> dict[str, Any]:
         """Return a pool without processes: the threads of the engine compute."""
@@ -176,9 +169,18 @@ class Encoder:
             raise ValueError(f"the prompt {name!r} is not one of {list(self.prompts)}")
         return prompt if prompt is not None else "" if name is None else self.prompts[name]
 
+    def _encoded(
+        self, inputs: Any, prompt: str, batch_size: int, show: bool | None, role: TextRole | None = None
+    ) -> tuple[Iterator[EncodedTexts], bool]:
+        """Return the tokens of batches of texts, and whether there is a single text."""
+        single = isinstance(inputs, str)
+        texts, form = [inputs] if single else items_of("inputs", inputs), PromptForm(prompt)
+        parts = batches(texts, batch_size, show)
+        return (encode_texts(self.engine, part, form, CUT, role) for part in parts), single
+
     def _check_call(self, options: Mapping[str, Any], device: Any) -> None:
         """Raise NotImplementedError for options and devices of a call that are not supported."""
-        if unknown := options.keys() - {"task"}:
+        if unknown := options.keys() - {"task", "pool", "chunk_size"}:
             raise NotImplementedError(f"{type(self).__name__} does not support {', '.join(sorted(unknown))}")
         for name in device if isinstance(device, (list, tuple)) else [device or "auto"]:
             if one_of("device", str(name), _DEVICES) not in ("auto", _DEVICES[self.device]):
@@ -195,7 +197,7 @@ def _refusing(name: str) -> Callable[..., Any]:
 for _name in (
     *("fit", "train", "evaluate", "save", "save_pretrained", "save_to_hub", "push_to_hub", "merge"),
     *("compile", "add_adapter", "load_adapter", "set_adapter", "forward", "preprocess"),
-    *("half", "bfloat16", "float", "cuda"),
+    *("half", "bfloat16", "float", "cuda", "encode"),
 ):
     setattr(Encoder, _name, _refusing(_name))
 
@@ -209,12 +211,6 @@ def batches(items: Sequence[Any], size: int, show: bool | None) -> Iterator[Sequ
 
         starts = track(starts, "Batches", console=Console(stderr=True))
     return (items[start : start + size] for start in starts)
-
-
-def texts_of(inputs: Any) -> tuple[list[Any], bool]:
-    """Return the items of an argument, and whether it was a single text."""
-    single = isinstance(inputs, str)
-    return ([inputs] if single else items_of("inputs", inputs)), single
 
 
 def returned(array: Array, single: bool, convert_to_numpy: bool, convert_to_tensor: bool) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
@@ -10,7 +9,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from metal_prefill._support.arguments import items_of
-from metal_prefill.sentence_transformers._shared import CUT, Encoder, batches, returned
+from metal_prefill.sentence_transformers._shared import CUT, Encoder, ModelName, batches, returned
 from metal_prefill.sentence_transformers.util import as_array, as_tensor
 from metal_prefill.tasks._classification import encode_for_head, head_logits
 from metal_prefill.tasks._pooled_head import sigmoid, softmax
@@ -48,7 +47,7 @@ class CrossEncoder(Encoder):
 
     def __init__(
         self,
-        model_name_or_path: str | os.PathLike[str] | None = None,
+        model_name_or_path: ModelName = None,
         num_labels: int | None = None,
         max_length: int | None = None,
         activation_fn: Activation | None = None,
@@ -56,9 +55,7 @@ class CrossEncoder(Encoder):
     ) -> None:
         super().__init__(model_name_or_path, **options)
         if num_labels not in (None, self.num_labels):
-            raise NotImplementedError(
-                f"num_labels is {num_labels}, but the model has {self.num_labels} outputs"
-            )
+            raise NotImplementedError(f"num_labels is {num_labels}, but the model has {self.num_labels}")
         if max_length is not None:
             self.max_seq_length = max_length
         self.activation_fn = activation_fn
@@ -80,8 +77,6 @@ class CrossEncoder(Encoder):
         convert_to_numpy: bool = True,
         convert_to_tensor: bool = False,
         device: Any = None,
-        pool: Any = None,
-        chunk_size: int | None = None,
         *,
         sentences: Any = None,
         **options: Any,
@@ -107,9 +102,8 @@ class CrossEncoder(Encoder):
         if apply_softmax and scores.shape[-1] > 1:
             scores = softmax(scores)
         found = scores.astype(np.float32)
-        return returned(
-            found[:, 0] if found.shape[1] == 1 else found, single, convert_to_numpy, convert_to_tensor
-        )
+        found = found[:, 0] if found.shape[1] == 1 else found
+        return returned(found, single, convert_to_numpy, convert_to_tensor)
 
     def rank(
         self,
@@ -128,15 +122,12 @@ class CrossEncoder(Encoder):
             ``corpus_id``, ``score`` and, if wanted, ``text`` of each document, highest score first.
         """
         if self.num_labels != 1:
-            raise ValueError(
-                f"rank needs a model with one output, this one has {self.num_labels}: use predict"
-            )
+            raise ValueError(f"rank needs a model with one output, not {self.num_labels}: use predict")
         texts = items_of("documents", documents)
-        scores = self.predict([(query, text) for text in texts], *rest, **options)
-        found = [{"corpus_id": i, "score": float(score)} for i, score in enumerate(scores)]
-        for item, text in zip(found, texts if return_documents else [], strict=False):
-            item["text"] = text
-        return sorted(found, key=lambda item: -item["score"])[:top_k]
+        scores = as_array(self.predict([(query, text) for text in texts], *rest, **options))
+        order = np.argsort(-scores, kind="stable")[:top_k].tolist()
+        found = [{"corpus_id": i, "score": float(scores[i])} for i in order]
+        return [item | {"text": texts[item["corpus_id"]]} for item in found] if return_documents else found
 
     def _logits(self, pairs: Sequence[Any], task: str | None) -> Array:
         """Return the outputs of pairs, float64 ``[pairs, labels]``."""
@@ -146,12 +137,9 @@ class CrossEncoder(Encoder):
                 raise NotImplementedError("a prompt is not supported by a model that reads two texts")
             prompts, doubles, _ = encode_for_head(engine, pairs, CUT)
             return head_logits(TextPasses(engine), prompts, doubles)
-        logits = np.empty((len(pairs), 1))
-        for query in dict.fromkeys(pair[0] for pair in pairs):
-            rows = [i for i, pair in enumerate(pairs) if pair[0] == query]
-            ranking = encode_documents(engine, query, [pairs[i][1] for i in rows], Options(task, rules=CUT))
-            logits[rows, 0] = [logit for _, logit in scores_of(TextPasses(engine), ranking.prompts)]
-        return logits
+        options = Options(task, rules=CUT)
+        prompts = [encode_documents(engine, query, [text], options).prompts[0] for query, text in pairs]
+        return np.array([[logit] for _, logit in scores_of(TextPasses(engine), prompts)])
 
     def _activated(self, logits: Array, activation: Activation | None) -> Array:
         if activation is None:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import numpy as np
 
 from metal_prefill._support.arguments import integer
-from metal_prefill.sentence_transformers._shared import CUT, Encoder, batches, returned, texts_of
+from metal_prefill.sentence_transformers._shared import Encoder, ModelName, returned
 from metal_prefill.sentence_transformers.util import as_array, dot_score
-from metal_prefill.tasks._embedding import encode_texts
-from metal_prefill.tasks._prompts import PromptForm
 from metal_prefill.tasks._sparse import SparseVector, check_sparse, sparse_role, sparse_vectors
 from metal_prefill.text._encoder_vocabulary import SPACE
 
@@ -26,11 +23,7 @@ class SparseEncoder(Encoder):
     """
 
     def __init__(
-        self,
-        model_name_or_path: str | os.PathLike[str] | None = None,
-        *,
-        max_active_dims: int | None = None,
-        **options: Any,
+        self, model_name_or_path: ModelName = None, *, max_active_dims: int | None = None, **options: Any
     ) -> None:
         super().__init__(model_name_or_path, **options)
         check_sparse(self.engine)
@@ -48,8 +41,6 @@ class SparseEncoder(Encoder):
         save_to_cpu: bool = False,
         device: Any = None,
         max_active_dims: int | None = None,
-        pool: Any = None,
-        chunk_size: int | None = None,
         **options: Any,
     ) -> Any:
         """Compute the vectors of texts, which are dense arrays.
@@ -64,13 +55,11 @@ class SparseEncoder(Encoder):
             raise NotImplementedError("SparseEncoder does not support convert_to_sparse_tensor")
         most = self.max_active_dims if max_active_dims is None else max_active_dims
         most = None if most is None else integer("max_active_dims", most, 1)
-        texts, single = texts_of(inputs)
-        form = PromptForm(self._prompt(prompt, prompt_name))
+        role, prompt = sparse_role(self.engine, options.get("task")), self._prompt(prompt, prompt_name)
+        parts, single = self._encoded(inputs, prompt, batch_size, show_progress_bar, role)
         vectors: list[SparseVector] = []
-        role = sparse_role(self.engine, options.get("task"))
-        for batch in batches(texts, batch_size, show_progress_bar):
-            prompts = encode_texts(self.engine, batch, form, CUT, role).prompts
-            vectors += sparse_vectors(self.engine, prompts, role, most)
+        for encoded in parts:
+            vectors += sparse_vectors(self.engine, encoded.prompts, role, most)
         whole = np.zeros((len(vectors), self.get_embedding_dimension()), np.float32)
         for row, vector in zip(whole, vectors, strict=True):
             row[vector.ids] = vector.weights

@@ -59,51 +59,6 @@ def _rows(value: Any) -> Array:
     return array if array.dtype.kind == "f" else array.astype(np.float32)
 
 
-def _distances(a: Any, b: Any, order: int) -> Any:
-    rows = _rows(b)
-    return _result(np.stack([-np.linalg.norm(rows - row, order, axis=1) for row in _rows(a)]), a, b)
-
-
-def cos_sim(a: Any, b: Any) -> Any:
-    """Return the cosine of each vector of `a` with each of `b`, ``[a, b]``."""
-    return _result(cosines(_rows(a), _rows(b)), a, b)
-
-
-def dot_score(a: Any, b: Any) -> Any:
-    """Return the inner product of each vector of `a` with each of `b`, ``[a, b]``."""
-    return _result(_rows(a) @ _rows(b).T, a, b)
-
-
-def euclidean_sim(a: Any, b: Any) -> Any:
-    """Return the negative Euclidean distance of each vector of `a` to each of `b`, ``[a, b]``."""
-    return _distances(a, b, 2)
-
-
-def manhattan_sim(a: Any, b: Any) -> Any:
-    """Return the negative Manhattan distance of each vector of `a` to each of `b`, ``[a, b]``."""
-    return _distances(a, b, 1)
-
-
-def pairwise_cos_sim(a: Any, b: Any) -> Any:
-    """Return the cosine of vectors in the same place, ``[a]``."""
-    return _result((normalized(_rows(a)) * normalized(_rows(b))).sum(axis=-1), a, b)
-
-
-def pairwise_dot_score(a: Any, b: Any) -> Any:
-    """Return the inner product of vectors in the same place, ``[a]``."""
-    return _result((_rows(a) * _rows(b)).sum(axis=-1), a, b)
-
-
-def pairwise_euclidean_sim(a: Any, b: Any) -> Any:
-    """Return the negative Euclidean distance of vectors in the same place, ``[a]``."""
-    return _result(-np.linalg.norm(_rows(a) - _rows(b), axis=-1), a, b)
-
-
-def pairwise_manhattan_sim(a: Any, b: Any) -> Any:
-    """Return the negative Manhattan distance of vectors in the same place, ``[a]``."""
-    return _result(-np.linalg.norm(_rows(a) - _rows(b), 1, axis=-1), a, b)
-
-
 class SimilarityFunction(Enum):
     """Names of similarities of vectors."""
 
@@ -113,13 +68,34 @@ class SimilarityFunction(Enum):
     MANHATTAN = "manhattan"
 
 
-# Functions that compare all vectors with all others, and those in the same place.
-SIMILARITIES: dict[SimilarityFunction, tuple[Similarity, Similarity]] = {
-    SimilarityFunction.COSINE: (cos_sim, pairwise_cos_sim),
-    SimilarityFunction.DOT_PRODUCT: (dot_score, pairwise_dot_score),
-    SimilarityFunction.EUCLIDEAN: (euclidean_sim, pairwise_euclidean_sim),
-    SimilarityFunction.MANHATTAN: (manhattan_sim, pairwise_manhattan_sim),
+def _of_rows(*functions: Similarity) -> list[Similarity]:
+    """Return functions of arrays or tensors, given those of their rows."""
+
+    def of_rows(compare: Similarity) -> Similarity:
+        return lambda a, b: _result(compare(_rows(a), _rows(b)), a, b)
+
+    return list(map(of_rows, functions))
+
+
+def _distances(order: int) -> list[Similarity]:
+    return _of_rows(
+        lambda a, b: np.stack([-np.linalg.norm(b - row, order, axis=1) for row in a]),
+        lambda a, b: -np.linalg.norm(a - b, order, axis=-1),
+    )
+
+
+# Functions of two arrays that compare all vectors with all others, ``[a, b]``, and those in the same place,
+# ``[a]``. Distances are negative.
+SIMILARITIES: dict[SimilarityFunction, list[Similarity]] = {
+    SimilarityFunction.COSINE: _of_rows(cosines, lambda a, b: (normalized(a) * normalized(b)).sum(axis=-1)),
+    SimilarityFunction.DOT_PRODUCT: _of_rows(lambda a, b: a @ b.T, lambda a, b: (a * b).sum(axis=-1)),
+    SimilarityFunction.EUCLIDEAN: _distances(2),
+    SimilarityFunction.MANHATTAN: _distances(1),
 }
+cos_sim, pairwise_cos_sim = SIMILARITIES[SimilarityFunction.COSINE]
+dot_score, pairwise_dot_score = SIMILARITIES[SimilarityFunction.DOT_PRODUCT]
+euclidean_sim, pairwise_euclidean_sim = SIMILARITIES[SimilarityFunction.EUCLIDEAN]
+manhattan_sim, pairwise_manhattan_sim = SIMILARITIES[SimilarityFunction.MANHATTAN]
 
 
 def normalize_embeddings(embeddings: Any) -> Any:
