@@ -80,9 +80,11 @@ $(VENV)/.model: pyproject.toml $(VENV)/.ready
 demo: build/.plain $(VENV)/.model
 	$(BIN)/metal-prefill demo
 
-# File by file in their order: the emulator's tests, few and long, come first, and no core idles at the end.
+# File by file in their order: the emulator's tests, few and long, come first, and no core idles at the end. One
+# worker more than cores, as some tests wait for time limits. Python keeps the tests that it compiled.
 test: build/.emulator build/.shader_libraries build/.arm $(VENV)/.model
-	METAL_EMULATOR_LIBRARIES=$(SHADER_LIBRARIES) $(BIN)/python -m pytest --numprocesses $(CMAKE_BUILD_PARALLEL_LEVEL) --dist loadfile --no-loadscope-reorder
+	env -u PYTHONDONTWRITEBYTECODE METAL_EMULATOR_LIBRARIES=$(SHADER_LIBRARIES) $(BIN)/python -m pytest \
+	  --numprocesses $$(expr $(CMAKE_BUILD_PARALLEL_LEVEL) + 1) --dist loadfile --no-loadscope-reorder
 
 # The emulator by itself, as it builds and tests where there is no package around it.
 test-emulator: build/.emulator
