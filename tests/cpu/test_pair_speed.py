@@ -4,17 +4,32 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.programs import finished
 
 from metal_prefill import _core
 
+# Opens a model in a process for each stored text; the first time, none is stored. Prints the speed, the
+# kernel sets and what is stored then.
 OPEN = """
-import json
+import json, os, sys
+from pathlib import Path
 from metal_prefill import Model, _core
-Model(device="cpu", threads=1).close()
-print(json.dumps([_core.cpu.pair_speedup(), _core.cpu.kernel_sets()]))
+folder = Path(os.environ["METAL_PREFILL_CACHE"], "processors")
+for text in [None, *json.loads(sys.argv[1])]:
+    if text is not None:
+        (path,) = folder.iterdir()
+        path.write_text(text)
+    if os.fork():
+        if os.wait()[1]:
+            sys.exit(f"with {text!r}")
+        continue
+    Model(device="cpu", threads=1).close()
+    kept = [path.read_text() for path in folder.glob("*")]
+    print(json.dumps([_core.cpu.pair_speedup(), _core.cpu.kernel_sets(), *kept]), flush=True)
+    break
 """
 
 pytestmark = pytest.mark.skipif(
@@ -22,41 +37,32 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def outcome(cache: Path) -> tuple[float, list[str]]:
-    """Open a model in a separate process; return its measured or cached speed, and its kernel sets."""
+def outcomes(cache: Path, *stored: str) -> list[Any]:
+    """Return what `OPEN` prints: without a stored text, and with each."""
     environment = {**os.environ, "METAL_PREFILL_CACHE": str(cache)}
-    done = finished([sys.executable, "-c", OPEN], env=environment, check=True)
-    speedup, sets = json.loads(done.stdout)
-    return speedup, sets
-
-
-def only_file(cache: Path) -> Path:
-    (path,) = (cache / "processors").iterdir()
-    return path
+    done = finished([sys.executable, "-c", OPEN, json.dumps(stored)], env=environment)
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
 
 
 def test_a_cached_measurement_is_used(tmp_path: Path) -> None:
-    measured, _ = outcome(tmp_path)
-    assert float(only_file(tmp_path).read_text()) == measured
-    for stored in (0.75, 1.75):
-        only_file(tmp_path).write_text(str(stored))
-        known, sets = outcome(tmp_path)
+    (measured, _, kept), *others = outcomes(tmp_path, "0.75", "1.75")
+    assert float(kept) == measured
+    for (known, sets, kept), stored in zip(others, (0.75, 1.75), strict=True):
         assert known == stored
         assert (sets.index("avx512bf16") < sets.index("avx512vnni")) == (stored >= 1.5)
-        assert only_file(tmp_path).read_text() == str(stored)
+        assert kept == str(stored)
 
 
 def test_an_invalid_measurement_is_replaced(tmp_path: Path) -> None:
-    outcome(tmp_path)
-    for text in ("", "fast", "nan", "inf", "0", "-2", "1e9", "\x00"):
-        only_file(tmp_path).write_text(text)
-        measured, _ = outcome(tmp_path)
+    texts = ("", "fast", "nan", "inf", "0", "-2", "1e9", "\x00")
+    for text, (measured, _, kept) in zip((None, *texts), outcomes(tmp_path, *texts), strict=True):
         assert 0.05 <= measured <= 20, text
-        assert float(only_file(tmp_path).read_text()) == measured, text
+        assert float(kept) == measured, text
 
 
 def test_an_unwritable_cache_is_not_an_error(tmp_path: Path) -> None:
     blocked = tmp_path / "file"
     blocked.write_text("no folder")
-    speedup, _ = outcome(blocked)
+    ((speedup, _),) = outcomes(blocked)  # nothing is stored
     assert speedup > 0

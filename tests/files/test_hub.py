@@ -2,6 +2,7 @@
 
 import json
 import os
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -25,36 +26,54 @@ FILES = {
     "more/tiny.F16.gguf": b"sixteen bits",
 }
 
-# Makes each call in turn in a separate process; prints a path or an error for each.
-CHILD = """
-import json, sys
+# Makes the calls of each line in a process of its own, and prints a path or an error for each call. The
+# Hub's client reads the environment when it is imported; what it imports takes most of the time.
+CALLER = """
+import json, os, sys
 from metal_prefill import HubError, hub
-answers = []
-for spec, options in json.loads(sys.argv[1]):
-    try:
-        path = hub.fetch(*spec.split(":"), **options) if options else hub.resolve_model(spec)
-        answers.append({"path": str(path)})
-    except HubError as error:
-        answers.append({"error": str(error)})
-print(json.dumps(answers))
+from metal_prefill.hub import _download
+client = _download.import_hub()
+client.HfApi, client.hf_hub_download, client.snapshot_download  # imports what they need
+for name in [name for name in sys.modules if name.startswith("huggingface_hub")]:
+    del sys.modules[name]
+for line in sys.stdin:
+    if os.fork():
+        if os.wait()[1]:
+            print("null", flush=True)
+        continue
+    calls, environment = json.loads(line)
+    os.environ.clear()
+    os.environ.update(environment)
+    answers = []
+    for spec, options in calls:
+        try:
+            path = hub.fetch(*spec.split(":"), **options) if options else hub.resolve_model(spec)
+            answers.append({"path": str(path)})
+        except HubError as error:
+            answers.append({"error": str(error)})
+    print(json.dumps(answers))
+    break
 """
 
 
 class Client:
     """A user of the Hub with a separate home."""
 
-    def __init__(self, home: Path, endpoint: str) -> None:
+    def __init__(self, home: Path, endpoint: str, caller: subprocess.Popen[str] | None = None) -> None:
+        self.caller = caller
         self.env = {k: v for k, v in os.environ.items() if not k.startswith(("HF_", "HUGGING"))}
         self.env |= {"HF_HOME": str(home), "HF_ENDPOINT": endpoint, "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
         self.env |= {"NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1", "HF_HUB_DISABLE_XET": "1"}
 
     def ask(self, *specs: str, env: dict[str, str] | None = None, **options: Any) -> list[dict[str, str]]:
-        calls = json.dumps([(spec, options) for spec in specs])
-        child = finished(
-            [sys.executable, "-W", "error::UserWarning", "-c", CHILD, calls], env={**self.env, **(env or {})}
-        )
-        assert child.returncode == 0, child.stderr
-        answers: list[dict[str, str]] = json.loads(child.stdout)
+        assert self.caller is not None
+        assert self.caller.stdin is not None
+        assert self.caller.stdout is not None
+        self.caller.stdin.write(json.dumps([[(spec, options) for spec in specs], self.env | (env or {})]))
+        self.caller.stdin.write("\n")
+        self.caller.stdin.flush()
+        answers: list[dict[str, str]] | None = json.loads(self.caller.stdout.readline())
+        assert answers is not None, "its traceback is in the output"
         return answers
 
 
@@ -74,9 +93,16 @@ def server() -> Iterator[Hub]:
         yield hub_server
 
 
+@pytest.fixture(scope="module")
+def caller() -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-W", "error::UserWarning", "-c", CALLER]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        yield process
+
+
 @pytest.fixture
-def client(server: Hub, tmp_path: Path) -> Client:
-    return Client(tmp_path, server.url)
+def client(server: Hub, tmp_path: Path, caller: subprocess.Popen[str]) -> Client:
+    return Client(tmp_path, server.url, caller)
 
 
 def test_a_repository_without_a_model_folder_names_its_files(client: Client, tmp_path: Path) -> None:
@@ -253,7 +279,7 @@ def test_revisions_and_tokens(client: Client) -> None:
     assert from_environment == secret
 
 
-def test_a_prepared_cache_needs_no_hub(tmp_path: Path) -> None:
+def test_a_prepared_cache_needs_no_hub(tmp_path: Path, caller: subprocess.Popen[str]) -> None:
     commit = "0123456789abcdef0123456789abcdef01234567"
     repo = tmp_path / "hub" / "models--tiny--model"
     for name, content in FILES.items():
@@ -262,7 +288,7 @@ def test_a_prepared_cache_needs_no_hub(tmp_path: Path) -> None:
         file.write_bytes(content)
     (repo / "refs").mkdir()
     (repo / "refs" / "main").write_text(commit)
-    client = Client(tmp_path, "http://127.0.0.1:9")
+    client = Client(tmp_path, "http://127.0.0.1:9", caller)
     answers = client.ask(
         "tiny/model:tiny.Q8_0.gguf", "tiny/model:*Q4_0*", "tiny/model:more/*", "tiny/model:*.gguf"
     )
