@@ -106,7 +106,6 @@ def test_8_bit_activations_stay_near_the_reference(name: str, model_path: Callab
 CORRELATION_BFLOAT16 = 0.9999
 
 
-@pytest.mark.parametrize("isa", _core.cpu.kernel_sets())
 @pytest.mark.parametrize(
     ("name", "kind", "compute"),
     [
@@ -117,23 +116,22 @@ CORRELATION_BFLOAT16 = 0.9999
     ],
 )
 def test_bfloat16_models_stay_near_the_reference_for_any_split(
-    isa: str, name: str, kind: str, compute: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, kind: str, compute: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("METAL_PREFILL_CPU_ISA", isa)
     shape = replace(MODELS[name], vocab=301)
     if kind:
         shape = replace(shape, types={"*": kind}, embedding=kind)
     path = write(tmp_path / "m.gguf", shape)
     ids = prompt(33, shape.vocab)
-    outcomes = []
-    for threads, cuts in [(1, [33]), (2, [33]), (2, [1, 2, 6, 7, 17]), (1, [1] * 33)]:
-        with Model(path, device="cpu", threads=threads, compute=compute) as model, model.session() as session:
-            for end in np.cumsum(cuts):
-                logits = session.forward_prompt_logits(ids[session.position : end])
-            outcomes.append(logits)
-    assert correlation(outcomes[0], reference(path).forward(ids).logits[-1]) > CORRELATION_BFLOAT16
-    for logits in outcomes[1:]:
-        np.testing.assert_array_equal(logits, outcomes[0])
+    expected = reference(path).forward(ids).logits[-1]
+    for isa in _core.cpu.kernel_sets():
+        monkeypatch.setenv("METAL_PREFILL_CPU_ISA", isa)
+        outcomes = []
+        for threads, cuts in [(1, [33]), (2, [33]), (2, [1, 2, 6, 7, 17]), (1, [1] * 33)]:
+            with Model(path, device="cpu", threads=threads, compute=compute) as model:
+                outcomes.append(after(model, ids, cuts))
+        assert correlation(outcomes[0][0], expected) > CORRELATION_BFLOAT16, isa
+        assert_same_bits(outcomes, isa)
 
 
 @pytest.mark.skipif("avx512bf16" not in _core.cpu.kernel_sets(), reason="the processor lacks AVX512-BF16")
@@ -225,24 +223,24 @@ def test_splitting_the_keys_of_a_token_loses_none(device: str, tmp_path: Path) -
             assert_close(device, model.forward_token(int(ids[position])), expected[position])
 
 
-@pytest.mark.parametrize("kv_dtype", ["f32", "f16"])
 @pytest.mark.parametrize("name", ["gqa 3", "values wider than keys", "gemma3", "olmo2", "biases"])
-def test_the_cache_holds_every_token(
-    device: str, name: str, kv_dtype: str, model_path: Callable[[str], Path]
-) -> None:
+def test_the_cache_holds_every_token(device: str, name: str, model_path: Callable[[str], Path]) -> None:
     path = model_path(name)
     ids = prompt(41, MODELS[name].vocab)
     expected = reference(path).forward(ids)
-    with Model(path, device=device, compute="f32", kv_dtype=kv_dtype) as model, model.session() as session:
-        session.forward_prompt(ids[:40])
-        session.forward_token(int(ids[40]))
-        held, rows = exported(session, kv_dtype)
-    assert held == list(ids)
-    for layer in range(MODELS[name].layers):
-        for values, wanted in ((0, expected.keys[layer]), (1, expected.values[layer])):
-            # A half has 11 significant bits.
-            bound = 5e-6 if kv_dtype == "f16" or device == "metal" else NMSE_F32
-            assert nmse(rows[2 * layer + values].reshape(wanted.shape), wanted) <= bound
+    for kv_dtype in ("f32", "f16"):
+        options: Any = {"device": device, "compute": "f32", "kv_dtype": kv_dtype}
+        with Model(path, **options) as model, model.session() as session:
+            session.forward_prompt(ids[:40])
+            session.forward_token(int(ids[40]))
+            held, rows = exported(session, kv_dtype)
+        assert held == list(ids)
+        # A half has 11 significant bits.
+        bound = 5e-6 if kv_dtype == "f16" or device == "metal" else NMSE_F32
+        for layer in range(MODELS[name].layers):
+            for values, wanted in ((0, expected.keys[layer]), (1, expected.values[layer])):
+                error = nmse(rows[2 * layer + values].reshape(wanted.shape), wanted)
+                assert error <= bound, (kv_dtype, layer)
 
 
 def exported(session: Session, kv_dtype: str) -> tuple[list[int], list[npt.NDArray[Any]]]:
@@ -263,12 +261,12 @@ def after(model: Model, ids: npt.NDArray[np.int64], cuts: list[int]) -> Outcome:
         return logits, exported(session, model.engine.kv_dtype)[1]
 
 
-def assert_same_bits(outcomes: list[Outcome]) -> None:
+def assert_same_bits(outcomes: list[Outcome], case: str = "") -> None:
     """Compare logits and caches with the first."""
     for logits, rows in outcomes[1:]:
-        np.testing.assert_array_equal(logits, outcomes[0][0])
+        np.testing.assert_array_equal(logits, outcomes[0][0], err_msg=case)
         for row, first in zip(rows, outcomes[0][1], strict=True):
-            np.testing.assert_array_equal(row, first)
+            np.testing.assert_array_equal(row, first, err_msg=case)
 
 
 WEIGHTS = ["smollm shape", "mixed types", "mixed K-quants", "16-bit floats"]
@@ -306,21 +304,21 @@ def test_the_cpu_is_bit_identical_for_any_split_of_a_prompt(
     assert_same_bits(outcomes)
 
 
-@pytest.mark.parametrize("compute", ["int8", "w8a8", "int16", "bf16"])
 @pytest.mark.parametrize("isa", SETS)
 def test_each_instruction_set_is_bit_identical_for_any_split_of_a_prompt(
-    isa: str, compute: str, model_path: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+    isa: str, model_path: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("METAL_PREFILL_CPU_ISA", isa)
     n = 300  # several spans of attention, and more than one pass
     name = "gqa 3" if isa == "scalar" else "smollm shape"  # a quarter of the products, for slow kernels
     ids = prompt(n, MODELS[name].vocab)
-    outcomes = []
-    for threads, cuts in [(1, [n]), (2, [n]), (2, [64, 1, 1, 33, 201]), (2, [270] + [1] * 30)]:
-        with Model(model_path(name), device="cpu", threads=threads, compute=compute) as model:
-            assert f"({isa}," in model.device
-            outcomes.append(after(model, ids, cuts))
-    assert_same_bits(outcomes)
+    for compute in ("int8", "w8a8", "int16", "bf16"):
+        outcomes = []
+        for threads, cuts in [(1, [n]), (2, [n]), (2, [64, 1, 1, 33, 201]), (2, [270] + [1] * 30)]:
+            with Model(model_path(name), device="cpu", threads=threads, compute=compute) as model:
+                assert f"({isa}," in model.device
+                outcomes.append(after(model, ids, cuts))
+        assert_same_bits(outcomes, compute)
 
 
 LONG = {
@@ -333,19 +331,17 @@ LONG = {
 }
 
 
-@pytest.mark.parametrize("kv_dtype", ["f16", "f32"])
 @pytest.mark.parametrize("name", LONG)
-def test_threads_that_share_the_positions_of_a_token_are_bit_identical(
-    name: str, kv_dtype: str, tmp_path: Path
-) -> None:
+def test_threads_that_share_the_positions_of_a_token_are_bit_identical(name: str, tmp_path: Path) -> None:
     path = write(tmp_path / "m.gguf", LONG[name])
     ids = prompt(1100, LONG[name].vocab)
-    outcomes = []
     token_by_token = [1088] + [1] * 12
-    for threads, cuts in [(1, [1100]), *((n, token_by_token) for n in (1, 2, 5)), (5, [1088, 4, 8])]:
-        with Model(path, device="cpu", threads=threads, kv_dtype=kv_dtype) as model:
-            outcomes.append(after(model, ids, cuts))
-    assert_same_bits(outcomes)
+    for kv_dtype in ("f16", "f32"):
+        outcomes = []
+        for threads, cuts in [(1, [1100]), *((n, token_by_token) for n in (1, 2, 5)), (5, [1088, 4, 8])]:
+            with Model(path, device="cpu", threads=threads, kv_dtype=kv_dtype) as model:
+                outcomes.append(after(model, ids, cuts))
+        assert_same_bits(outcomes, kv_dtype)
 
 
 def test_a_long_and_a_short_sequence_of_a_pass_match_single_ones(tmp_path: Path) -> None:

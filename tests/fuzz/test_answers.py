@@ -93,5 +93,5 @@ def test_answers_with_calls() -> None:
 
     for content in regressions("answer"):
         run(content.decode(), Random(1))
-    for random in rounds(300):
+    for random in rounds(150):
         run(write_answer(random), random)

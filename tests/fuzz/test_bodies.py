@@ -120,7 +120,7 @@ def test_bodies() -> None:
     valid = 0
     for content in regressions("body"):
         check(content)
-    for random in rounds(300):
+    for random in rounds(150):
         body = odd_body(random)
         with kept("body", body):
             valid += check(body)

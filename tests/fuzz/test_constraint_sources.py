@@ -82,7 +82,7 @@ def test_constraints(model: Model) -> None:
 
     for content in regressions("constraint"):
         run(content, Random(1))
-    for random in rounds(150):
+    for random in rounds(100):
         run(" ".join(write_constraint(random)).encode("utf-8", "surrogatepass"), random)
     print(f"{compiled:,} of them compiled")
     assert compiled > 20  # fewer: the writer is wrong, or the worker does not start

@@ -65,7 +65,7 @@ def test_model_files(model_file: Path, tmp_path: Path) -> None:
 
     for content in regressions("gguf"):
         run(content)
-    for random in rounds(150):
+    for random in rounds(75):
         run(mutate(parts, random))
 
 
@@ -99,7 +99,7 @@ def test_chat_templates() -> None:
 
     for content in regressions("template"):
         run(content.decode("utf-8", "surrogatepass"))
-    for random in rounds(150):
+    for random in rounds(100):
         run(write_template(random))
 
 

@@ -23,12 +23,12 @@ pytestmark = pytest.mark.emulator
 
 # One for each kind of layer, of norm, and of rotation, with and without biases.
 GENERATORS = {
-    **{name: small_models.MODELS[name] for name in ("head_dim 32", "mixed types", "gemma4")},
+    **{name: small_models.MODELS[name] for name in ("head_dim 32", "mixed types")},
     **{
         name: replace(small_models.MODELS[name], layers=1)
         for name in ("all biases", "16-bit floats", "qwen3", "olmo2", "phi3", "exaone4")
     },
-    **{name: TINY_MODELS[name] for name in ("gemma2", "gemma3")},
+    **{name: TINY_MODELS[name] for name in ("gemma2", "gemma3", "gemma4")},
     **{name: TINY_RECURRENT[name] for name in ("lfm2", "mamba2", "granitehybrid", "falcon-h1")},
 }
 LONG = 300  # tokens in the context, so that attention of one token is divided

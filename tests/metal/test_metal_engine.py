@@ -391,15 +391,17 @@ def test_fused_kernels_save_two_dispatches_a_layer(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "features", [{}, {"tensor_type": "Q4_K", "overrides": {"*attn_v*": "Q6_K", "*ffn_up*": "Q8_0"}}], ids=str
+    ("layers", "features"),
+    [(30, {}), (2, {"tensor_type": "Q4_K", "overrides": {"*attn_v*": "Q6_K", "*ffn_up*": "Q8_0"}})],
+    ids=str,
 )
-def test_a_fused_norm_gives_the_same_bits(tmp_path: Path, features: dict[str, Any]) -> None:
-    path = synth.synthesize(tmp_path / "m.gguf", preset="tiny", layers=30, dim=256, ffn=512, **features)
+def test_a_fused_norm_gives_the_same_bits(tmp_path: Path, layers: int, features: dict[str, Any]) -> None:
+    path = synth.synthesize(tmp_path / "m.gguf", preset="tiny", layers=layers, dim=256, ffn=512, **features)
     logits = []
     for fused in (False, True):
         with Model(path, device="metal", fused_norm=fused) as model:
             assert model.stats()["fused_norm"] == fused
-            logits.append([model.forward_token(token) for token in (3, 1, 4, 1, 5)])
+            logits.append([model.forward_token(token) for token in (3, 1, 4)])
             assert any(kernel.startswith("rmsnorm_matvec") for kernel in kernels()) == fused
     np.testing.assert_array_equal(*np.array(logits))
 

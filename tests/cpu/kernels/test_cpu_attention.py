@@ -2,10 +2,10 @@
 
 from functools import cache
 from itertools import product
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import pytest
 from gguf import GGMLQuantizationType as Type
 from gguf import quants
 from support.kernel_cases import SENTINEL, SETS, Floats, cpu, each_set, normal
@@ -83,96 +83,109 @@ ATTENTION_SHAPES = [  # heads of queries, dimensions of keys and values, window,
 ]
 
 
-each_kv_dtype = pytest.mark.parametrize("kv_dtype", ["f16", "f32", "q8_0"])
+KV_DTYPES = ("f16", "f32", "q8_0")
+# Tokens that are computed alone as well: at the ends of tiles, and at each place within eight rows. Bits are
+# compared with those of the same tokens computed together; the values of all are compared with float64.
+ALONE = (0, 3, 6, 9, 15, 16, 18, 20, 21, 31, 32, 36)
+
+
+def singles(expected: Any, bound: float, *inputs: Any, **options: Any) -> Floats:
+    """Compute the tokens `ALONE` one at a time, and compare them with float64; the others are NaN."""
+    out = np.full(expected.shape, np.nan, np.float32)
+    for t in ALONE:
+        cpu.attention(*inputs, t, 1, out, **options)
+        # With the type of the cache, the window and the scale.
+        assert np.abs(out[t] - expected[t]).max() <= bound, (t, inputs[4:], options)
+    return out
+
+
+def assert_rows(
+    out: Floats, first: int, count: int, single: Floats, expected: Any, bound: float, case: str
+) -> None:
+    """Compare rows with float64 in value, and with those computed alone in bits."""
+    here = slice(first, first + count)
+    assert np.abs(out[here] - expected[here]).max() <= bound, case
+    alone = [t for t in ALONE if first <= t < first + count]
+    np.testing.assert_array_equal(out[alone], single[alone], err_msg=case)
 
 
 @each_set
-@each_kv_dtype
-def test_attention(isa: str, kv_dtype: str) -> None:
-    for shape in ATTENTION_SHAPES:
+def test_attention(isa: str) -> None:
+    for kv_dtype, shape in product(KV_DTYPES, ATTENTION_SHAPES):
         heads, key_dim, value_dim, window, both_ways = shape
         if kv_dtype == "q8_0" and (key_dim % 32 or value_dim % 32):  # its blocks have 32 dimensions
             continue
         q, keys, values, expected = attention_case(kv_dtype, heads, key_dim, value_dim, window, both_ways)
         inputs, options = (isa, q, keys, values, kv_dtype, window, key_dim**-0.5), {"both_ways": both_ways}
-        single = np.full(expected.shape, np.nan, np.float32)
-        for t in range(len(q)):
-            cpu.attention(*inputs, t, 1, single, **options)
-        assert np.abs(single - expected).max() <= error_of(isa, kv_dtype) * np.abs(expected).max(), shape
+        bound = error_of(isa, kv_dtype) * np.abs(expected).max()
+        single = singles(expected, bound, *inputs, **options)
         for first, count in ((0, 32), (16, 16), (32, 5), (3, 7)):
             out = np.full_like(single, SENTINEL)
             cpu.attention(*inputs, first, count, out, **options)
-            here = np.s_[first : first + count]
-            np.testing.assert_array_equal(out[here], single[here], err_msg=str(shape))
-            assert np.all(np.delete(out, here, axis=0) == SENTINEL), shape
+            assert_rows(out, first, count, single, expected, bound, f"{kv_dtype}, {shape}")
+            assert np.all(np.delete(out, np.s_[first : first + count], axis=0) == SENTINEL), shape
 
 
 @each_set
-@each_kv_dtype
-def test_sinks_take_part_in_the_softmax_without_a_value(isa: str, kv_dtype: str) -> None:
-    """Sinks are far below scores, among them, or above them; in one split of positions and in several."""
-    for window, both_ways in ((0, False), (20, False), (1200, True)):
-        q, keys, values, without = long_case(kv_dtype, window, both_ways)
+def test_sinks_take_part_in_the_softmax_without_a_value(isa: str) -> None:
+    """Sinks are far below scores, among them, or above them; in one split of positions and in two."""
+    for kv_dtype, (window, both_ways) in product(KV_DTYPES, ((0, False), (20, False), (1200, True))):
+        q, keys, values, without = long_case(kv_dtype, window, both_ways, positions=528)
         k, v, scale = as_cached(keys, kv_dtype), as_cached(values, kv_dtype), 32**-0.5
         for sinks in ([-30.0, 0.5, 4.0], [-3e38, 3e38, 60.0]):
             of_heads = np.array(sinks, np.float32)
             expected = reference_attention(q, k, v, 3, window, scale, both_ways, of_heads)
             inputs, options = (isa, q, keys, values, kv_dtype, window, scale), {"both_ways": both_ways}
-            single = np.full(expected.shape, np.nan, np.float32)
-            for t in range(len(q)):
-                cpu.attention(*inputs, t, 1, single, sinks=of_heads, **options)
-            assert np.abs(single - expected).max() <= error_of(isa, kv_dtype) * np.abs(without).max()
+            bound = error_of(isa, kv_dtype) * np.abs(without).max()
+            single = singles(expected, bound, *inputs, sinks=of_heads, **options)
             for first, count, by_splits in ((0, 32, False), (0, 32, True), (20, 1, True)):
                 out = np.full_like(single, np.nan)
                 cpu.attention(*inputs, first, count, out, sinks=of_heads, by_splits=by_splits, **options)
-                here = np.s_[first : first + count]
-                np.testing.assert_array_equal(out[here], single[here])
-    q, keys, values, expected = attention_case(kv_dtype, 3, 64, 64, 0, True)
-    of_heads = np.array([-1.0, 2.0, 5.0], np.float32)
-    k, v = as_cached(keys, kv_dtype), as_cached(values, kv_dtype)
-    expected = reference_attention(q, k, v, 3, 0, 0.125, True, of_heads)
-    out = np.full(expected.shape, np.nan, np.float32)
-    cpu.attention(isa, q, keys, values, kv_dtype, 0, 0.125, 0, 32, out, sinks=of_heads, both_ways=True)
-    assert np.abs(out - expected)[:32].max() <= error_of(isa, kv_dtype)
+                assert_rows(out, first, count, single, expected, bound, f"{kv_dtype}, window {window}")
+    for kv_dtype in KV_DTYPES:
+        q, keys, values, expected = attention_case(kv_dtype, 3, 64, 64, 0, True)
+        of_heads = np.array([-1.0, 2.0, 5.0], np.float32)
+        k, v = as_cached(keys, kv_dtype), as_cached(values, kv_dtype)
+        expected = reference_attention(q, k, v, 3, 0, 0.125, True, of_heads)
+        out = np.full(expected.shape, np.nan, np.float32)
+        cpu.attention(isa, q, keys, values, kv_dtype, 0, 0.125, 0, 32, out, sinks=of_heads, both_ways=True)
+        assert np.abs(out - expected)[:32].max() <= error_of(isa, kv_dtype), kv_dtype
 
 
 @each_set
-@each_kv_dtype
-def test_attention_at_any_last_position_within_a_page(isa: str, kv_dtype: str) -> None:
+def test_attention_at_any_last_position_within_a_page(isa: str) -> None:
     """It is followed only by NaN in memory."""
     q, keys, values = normal(1, 96), normal(130, 32, seed=1), normal(130, 32, seed=2)
-    for n in range(1, len(keys) + 1):
+    for kv_dtype, n in product(KV_DTYPES, range(1, len(keys) + 1)):
         out = np.full_like(q, np.nan)
         cpu.attention(isa, q, keys[:n], values[:n], kv_dtype, 0, 32**-0.5, 0, 1, out)
         k, v = as_cached(keys[:n], kv_dtype), as_cached(values[:n], kv_dtype)
         expected = reference_attention(q, k, v, 3, 0, 32**-0.5)
-        assert np.abs(out - expected).max() <= error_of(isa, kv_dtype) * np.abs(values[:n]).max(), n
+        largest = np.abs(values[:n]).max()
+        assert np.abs(out - expected).max() <= error_of(isa, kv_dtype) * largest, (kv_dtype, n)
 
 
 @cache
-def long_case(kv_dtype: str, window: int, both_ways: bool) -> Case:
-    """Return queries of positions 1,003 to 1,039, keys, values and attention in float64."""
-    q, keys, values = normal(37, 96), normal(1040, 32, seed=1), normal(1040, 64, seed=2)
+def long_case(kv_dtype: str, window: int, both_ways: bool, positions: int = 1040) -> Case:
+    """Return queries of the last 37 positions, keys, values and attention in float64."""
+    q, keys, values = normal(37, 96), normal(positions, 32, seed=1), normal(positions, 64, seed=2)
     k, v = as_cached(keys, kv_dtype), as_cached(values, kv_dtype)
     return q, keys, values, reference_attention(q, k, v, 3, window, 32**-0.5, both_ways)
 
 
 @each_set
-@each_kv_dtype
-def test_attention_may_be_computed_split_by_split(isa: str, kv_dtype: str) -> None:
+def test_attention_may_be_computed_split_by_split(isa: str) -> None:
     """The third split begins among the positions, and a window ends before some splits."""
-    for window, both_ways in ((0, False), (600, False), (20, False), (1200, True)):
+    windows = ((0, False), (600, False), (20, False), (1200, True))
+    for kv_dtype, (window, both_ways) in product(KV_DTYPES, windows):
         q, keys, values, expected = long_case(kv_dtype, window, both_ways)
         inputs = (isa, q, keys, values, kv_dtype, window, 32**-0.5)
-        single = np.full(expected.shape, np.nan, np.float32)
-        for t in range(len(q)):
-            cpu.attention(*inputs, t, 1, single, both_ways=both_ways)
-        assert np.abs(single - expected).max() <= error_of(isa, kv_dtype) * np.abs(expected).max(), window
+        bound = error_of(isa, kv_dtype) * np.abs(expected).max()
+        single = singles(expected, bound, *inputs, both_ways=both_ways)
         for first, count, by_splits in ((0, 32, 0), (0, 32, 1), (17, 8, 1), (20, 1, 1), (21, 1, 1)):
             out = np.full_like(single, np.nan)
             cpu.attention(*inputs, first, count, out, both_ways=both_ways, by_splits=bool(by_splits))
-            here = np.s_[first : first + count]
-            np.testing.assert_array_equal(out[here], single[here], err_msg=f"window {window}")
+            assert_rows(out, first, count, single, expected, bound, f"{kv_dtype}, window {window}")
 
 
 @each_set

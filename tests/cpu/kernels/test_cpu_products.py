@@ -3,6 +3,7 @@
 import platform
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -165,21 +166,18 @@ MOST_OF_THE_FILE = {
 }
 
 
-@pytest.mark.parametrize("kind", QUANTIZED, ids=lambda t: t.name)
-def test_packed_weights_of_most_types_are_at_most_5_percent_larger_than_in_the_file(
-    kind: Type, tmp_path: Path
-) -> None:
-    path = synth.synthesize(
-        tmp_path / "model.gguf", preset="tiny", dim=256, head_dim=64, ffn=512, tensor_type=kind.name
-    )
-    with Model(path, device="cpu", threads=1) as model:
-        tensors = model.gguf.tensors.values()
-        in_layers, in_head = (
-            sum(tensor.nbytes for tensor in tensors if tensor.type_name == name)
-            for name in (kind.name, "Q8_0" if kind is not Type.Q8_0 else "")
-        )
-        packed = model.stats()["weight_bytes"] - in_head
-    assert 0 < packed <= MOST_OF_THE_FILE.get(kind, 1.05) * in_layers
+def test_packed_weights_of_most_types_are_at_most_5_percent_larger_than_in_the_file(tmp_path: Path) -> None:
+    shape: Any = {"preset": "tiny", "dim": 256, "head_dim": 64, "ffn": 512}
+    for kind in QUANTIZED:
+        path = synth.synthesize(tmp_path / f"{kind.name}.gguf", tensor_type=kind.name, **shape)
+        with Model(path, device="cpu", threads=1) as model:
+            tensors = model.gguf.tensors.values()
+            in_layers, in_head = (
+                sum(tensor.nbytes for tensor in tensors if tensor.type_name == name)
+                for name in (kind.name, "Q8_0" if kind is not Type.Q8_0 else "")
+            )
+            packed = model.stats()["weight_bytes"] - in_head
+        assert 0 < packed <= MOST_OF_THE_FILE.get(kind, 1.05) * in_layers, kind.name
 
 
 @each_set
@@ -215,7 +213,7 @@ def test_product_of_a_token_does_not_depend_on_the_batch(isa: str) -> None:
             cpu.multiply_int8(isa, int(kind), raw, 64, tokens[t : t + 1], 0, alone[t : t + 1])
         x, single = (np.resize(rows, (batches[-1], rows.shape[1])) for rows in (tokens, alone))
         for batch in batches:
-            for first in (0, 5):
+            for first in (0, 5) if batch <= 33 else (5,):
                 out = guarded(batch, 64)
                 cpu.multiply_int8(isa, int(kind), raw, 64, x[:batch], first, out)
                 np.testing.assert_array_equal(

@@ -204,7 +204,7 @@ class Poisoned(_core.EngineOptions):
 
 def text(model, i):
     with model.session() as session:
-        return "".join(session.generate([1 + i] * 20, 20))
+        return "".join(session.generate([1 + i] * 20, 12))
 
 _core.EngineOptions = Poisoned
 with Model(sys.argv[1], device=sys.argv[2], threads=2) as model:
@@ -212,7 +212,7 @@ with Model(sys.argv[1], device=sys.argv[2], threads=2) as model:
     found = [[] for _ in alone]
 
     def work(i):
-        for _ in range(4):
+        for _ in range(3):
             found[i].append(text(model, i))
 
     threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
@@ -220,7 +220,7 @@ with Model(sys.argv[1], device=sys.argv[2], threads=2) as model:
         thread.start()
     for thread in threads:
         thread.join()
-    assert found == [[expected] * 4 for expected in alone], found
+    assert found == [[expected] * 3 for expected in alone], found
 """
 
 
