@@ -59,7 +59,7 @@ def test_the_verdict_names_what_is_missing(
 
 
 def test_each_model_is_listed_once_with_known_lists(coverage: ModuleType) -> None:
-    rows = coverage.rows()
+    rows = coverage.rows(coverage.DATA)
     assert len({row["model"].lower() for row in rows}) == len(rows)
     for row in rows:
         assert None not in row
@@ -69,8 +69,37 @@ def test_each_model_is_listed_once_with_known_lists(coverage: ModuleType) -> Non
 
 def test_the_page_has_each_model(coverage: ModuleType) -> None:
     page = coverage.page()
-    for row in coverage.rows():
+    for row in coverage.rows(coverage.DATA):
         assert f"| {row['model']} | {row['class']} |" in page
+
+
+def test_downloads_are_of_listed_models(coverage: ModuleType) -> None:
+    published = coverage.rows(coverage.DOWNLOADS)
+    assert {row["model"] for row in published} <= {row["model"] for row in coverage.rows(coverage.DATA)}
+    assert {row["page"] for row in published} == set(coverage.PAGES)
+
+
+def test_models_are_weighted_by_their_downloads(
+    coverage: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tables = {
+        "DATA": (
+            "class,modules,lists,other",
+            "a,BertModel,,s,",
+            "b,BertModel,,s,",
+            "c,CLIPModel,,s,",
+            "d,,,s,x",
+        ),
+        "DOWNLOADS": ("millions,page", "a,200,q4km", "b,40,gigarouter", "c,10,gigarouter"),
+    }
+    for name, lines in tables.items():
+        path = tmp_path / name
+        path.write_text("model," + "\n".join(lines) + "\n", encoding="utf-8")
+        monkeypatch.setattr(coverage, name, path)
+    assert coverage.weights() == (240, 10, ["d"], 47)
+    page = coverage.page()
+    assert "**96.0%**" in page  # 240 of 250
+    assert "would be 80.8%" in page  # of 297
 
 
 def nomic(path: Path) -> Folder:
@@ -147,7 +176,7 @@ MADE: dict[str, Callable[[Path], Folder]] = {
 
 
 def test_a_folder_of_each_class_is_tried(coverage: ModuleType) -> None:
-    assert {row["class"] for row in coverage.rows() if not coverage.missing(row)} == set(MADE)
+    assert {row["class"] for row in coverage.rows(coverage.DATA) if not coverage.missing(row)} == set(MADE)
 
 
 @pytest.mark.parametrize("name", MADE)
