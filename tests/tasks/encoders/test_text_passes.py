@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support import model_folders, task_folders
+from support import encoder_folders, model_folders, task_folders
 from support.encoder_tasks import FileOf, opened
 from support.model_folders import DIM
 from support.small_models import with_tensor
@@ -47,11 +47,10 @@ def test_pooled_states_are_those_of_all_tokens(
             assert np.array_equal(vector, expected[pooling].astype(np.float32))
 
 
-def test_states_of_any_width_are_pooled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_states_of_any_width_are_pooled(tmp_path: Path) -> None:
     """Sums of several columns are in registers together; other widths have a rest."""
     for width in (8, 24, 40):
-        monkeypatch.setattr(model_folders, "DIM", width)
-        folder = model_folders.bert(tmp_path / f"{width}", num_attention_heads=2).write()
+        folder = encoder_folders.bert(tmp_path / f"{width}", 1, width, heads=2, ffn=16, layers=1).write()
         with opened(convert(folder, tmp_path / f"{width}.gguf")) as model:
             passes, texts = TextPasses(model.engine), [np.arange(1, 6, dtype=np.int32)]
             (states,) = pooled_states(passes, "none", texts, ["text"])
