@@ -185,7 +185,7 @@ def test_arguments_of_pytorch_have_no_effect_or_select_a_mode(
     )
     assert "backend 'onnx' is ignored" in caplog.text
     assert other.engine.compute == "f32"
-    assert other.max_seq_length == 9
+    assert other.get_max_seq_length() == other.max_seq_length == 9
     for options in ({"device": "cuda"}, {"model_kwargs": {"dtype": "int4"}}):
         with pytest.raises(ValueError, match=r"(device|dtype) must be one of"):
             st.SentenceTransformer(made.minilm, **options)
@@ -194,7 +194,8 @@ def test_arguments_of_pytorch_have_no_effect_or_select_a_mode(
 def test_methods_and_classes_for_training_are_refused_by_name(
     made: Paths, model: st.SentenceTransformer
 ) -> None:
-    for name in ("fit", "save_pretrained", "push_to_hub", "add_adapter"):
+    for name in ("fit", "save_pretrained", "push_to_hub", "add_adapter", "encode_multi_process"):
+        assert not hasattr(model, name)  # of which programs ask
         with pytest.raises(NotImplementedError, match=rf"SentenceTransformer\.{name} is not supported"):
             getattr(model, name)()
     for name in ("SentenceTransformerTrainer", "InputExample", "losses", "CrossEncoderTrainingArguments"):
@@ -204,6 +205,8 @@ def test_methods_and_classes_for_training_are_refused_by_name(
         _ = st.Sentence
     with pytest.raises(NotImplementedError, match=r"util\.http_get is not supported"):
         importlib.import_module(util.__name__).http_get  # noqa: B018
+    with pytest.raises(NotImplementedError, match=r"CrossEncoder\.encode is not supported"):
+        st.CrossEncoder(made.pairs).encode_query("a")
     for name in ("bogus", "processing_kwargs"):
         with pytest.raises(NotImplementedError, match=f"SentenceTransformer does not support {name}"):
             model.encode("a", **dict.fromkeys([name]))  # type: ignore[arg-type]
@@ -263,6 +266,7 @@ def test_similarities_match_float64() -> None:
         np.testing.assert_allclose(getattr(util, name)(a, b), expected, rtol=1e-9)
         np.testing.assert_allclose(getattr(util, f"pairwise_{name}")(a, b), expected.diagonal(), rtol=1e-9)
         np.testing.assert_allclose(getattr(util, name)(a[0].tolist(), b), expected[:1], rtol=1e-9)
+    assert util.pytorch_cos_sim is util.cos_sim
     assert util.semantic_search(a, b, top_k=0) == [[]] * 5
     assert [len(found) for found in util.semantic_search(a, b[:2])] == [2] * 5
     assert util.community_detection(np.empty((0, 3))) == []

@@ -20,7 +20,28 @@ from metal_prefill.tasks._text_roles import role_of
 from metal_prefill.tasks._vectors import Array, quantize_embeddings
 
 
-class SentenceTransformer(Encoder):
+class VectorEncoder(Encoder):
+    """A model that computes a vector for each text."""
+
+    @property
+    def similarity_fn_name(self) -> str:
+        """Name of the similarity of vectors."""
+        return self._similarity.value
+
+    @similarity_fn_name.setter
+    def similarity_fn_name(self, name: str | SimilarityFunction) -> None:
+        self._similarity = SimilarityFunction(name)
+
+    def similarity(self, embeddings1: Any, embeddings2: Any) -> Any:
+        """Return the similarity of each vector of the first array with each of the second."""
+        return SIMILARITIES[self._similarity][0](embeddings1, embeddings2)
+
+    def similarity_pairwise(self, embeddings1: Any, embeddings2: Any) -> Any:
+        """Return the similarity of vectors in the same place."""
+        return SIMILARITIES[self._similarity][1](embeddings1, embeddings2)
+
+
+class SentenceTransformer(VectorEncoder):
     """A model that computes a vector for each text; :class:`Encoder` describes further arguments.
 
     Parameters
@@ -42,15 +63,6 @@ class SentenceTransformer(Encoder):
         super().__init__(model_name_or_path, **options)
         self.similarity_fn_name = similarity_fn_name or self._stated(SIMILARITY_KEY, "cosine")
         self.truncate_dim = truncate_dim or self._stated(TRUNCATE_KEY, None)
-
-    @property
-    def similarity_fn_name(self) -> str:
-        """Name of the similarity of vectors."""
-        return self._similarity.value
-
-    @similarity_fn_name.setter
-    def similarity_fn_name(self, name: str | SimilarityFunction) -> None:
-        self._similarity = SimilarityFunction(name)
 
     def encode(
         self,
@@ -114,20 +126,10 @@ class SentenceTransformer(Encoder):
             ids[i, : len(prompt)], mask[i, : len(prompt)] = prompt, 1
         return {"input_ids": ids, "attention_mask": mask}
 
-    def similarity(self, embeddings1: Any, embeddings2: Any) -> Any:
-        """Return the similarity of each vector of the first array with each of the second."""
-        return SIMILARITIES[self._similarity][0](embeddings1, embeddings2)
-
-    def similarity_pairwise(self, embeddings1: Any, embeddings2: Any) -> Any:
-        """Return the similarity of vectors in the same place."""
-        return SIMILARITIES[self._similarity][1](embeddings1, embeddings2)
-
     def get_embedding_dimension(self) -> int:
         """Return the length of vectors."""
         width = super().get_embedding_dimension()
         return width if self.truncate_dim is None else min(width, self.truncate_dim)
-
-    get_sentence_embedding_dimension = get_embedding_dimension
 
     @contextmanager
     def truncate_embeddings(self, truncate_dim: int | None) -> Iterator[None]:

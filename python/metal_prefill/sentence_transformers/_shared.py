@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeAlias
@@ -15,7 +15,7 @@ from metal_prefill.errors import MissingExtraError
 from metal_prefill.hub._bundled_models import PACKAGED, packaged_model
 from metal_prefill.hub._download import REPOSITORY, fetch_folder
 from metal_prefill.model import Model
-from metal_prefill.sentence_transformers.util import as_tensor
+from metal_prefill.sentence_transformers.util import UnsupportedName, as_tensor
 from metal_prefill.tasks._embedding import EncodedTexts, encode_texts
 from metal_prefill.tasks._prompt_rules import PromptRules
 from metal_prefill.tasks._prompts import PromptForm, default_prompt, file_prompts
@@ -55,7 +55,6 @@ class Encoder:
     """
 
     organization = "sentence-transformers"
-    encode: Callable[..., Any]  # of the classes that compute vectors
 
     def __init__(
         self,
@@ -129,9 +128,17 @@ class Encoder:
         if limit != self.max_seq_length:
             self._model = Model(**self._options, max_context=limit)
 
+    def get_max_seq_length(self) -> int:
+        """Return :attr:`max_seq_length`."""
+        return self.max_seq_length
+
     def get_embedding_dimension(self) -> int:
         """Return the length of vectors."""
         return self.engine.head.width
+
+    def get_sentence_embedding_dimension(self) -> int:
+        """Return the length of vectors."""
+        return self.get_embedding_dimension()
 
     def eval(self) -> Encoder:
         """Return the model."""
@@ -162,6 +169,9 @@ class Encoder:
     def stop_multi_process_pool(pool: Mapping[str, Any]) -> None:
         """Do nothing."""
 
+    def __getattr__(self, name: str) -> Any:
+        raise UnsupportedName(f"{type(self).__name__}.{name} is not supported")
+
     def _prompt(self, prompt: str | None, name: str | None) -> str:
         """Return the text before each text."""
         name = self.default_prompt_name if name is None else name
@@ -185,21 +195,6 @@ class Encoder:
         for name in device if isinstance(device, (list, tuple)) else [device or "auto"]:
             if one_of("device", str(name), _DEVICES) not in ("auto", _DEVICES[self.device]):
                 raise NotImplementedError(f"a model on {self.device} does not move to {name}: open it there")
-
-
-def _refusing(name: str) -> Callable[..., Any]:
-    def refuse(self: object, *arguments: Any, **options: Any) -> Any:
-        raise NotImplementedError(f"{type(self).__name__}.{name} is not supported")
-
-    return refuse
-
-
-for _name in (
-    *("fit", "train", "evaluate", "save", "save_pretrained", "save_to_hub", "push_to_hub", "merge"),
-    *("compile", "add_adapter", "load_adapter", "set_adapter", "forward", "preprocess"),
-    *("half", "bfloat16", "float", "cuda", "encode"),
-):
-    setattr(Encoder, _name, _refusing(_name))
 
 
 def batches(items: Sequence[Any], size: int, show: bool | None) -> Iterator[Sequence[Any]]:

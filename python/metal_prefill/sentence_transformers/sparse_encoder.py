@@ -7,13 +7,14 @@ from typing import Any
 import numpy as np
 
 from metal_prefill._support.arguments import integer
-from metal_prefill.sentence_transformers._shared import Encoder, ModelName, returned
-from metal_prefill.sentence_transformers.util import as_array, dot_score
+from metal_prefill.sentence_transformers._embedder import VectorEncoder
+from metal_prefill.sentence_transformers._shared import ModelName, returned
+from metal_prefill.sentence_transformers.util import as_array
 from metal_prefill.tasks._sparse import SparseVector, check_sparse, sparse_role, sparse_vectors
 from metal_prefill.text._encoder_vocabulary import SPACE
 
 
-class SparseEncoder(Encoder):
+class SparseEncoder(VectorEncoder):
     """A SPLADE model; :class:`Encoder` describes further arguments.
 
     Parameters
@@ -28,6 +29,7 @@ class SparseEncoder(Encoder):
         super().__init__(model_name_or_path, **options)
         check_sparse(self.engine)
         self.max_active_dims = max_active_dims
+        self.similarity_fn_name = "dot"
 
     def encode(
         self,
@@ -79,10 +81,6 @@ class SparseEncoder(Encoder):
         if self.engine.gguf.metadata["tokenizer.ggml.model"] != "bert" or self.tokenizer.is_special(token):
             return text
         return text.removeprefix(SPACE) if text.startswith(SPACE) else f"##{text}"
-
-    def similarity(self, embeddings1: Any, embeddings2: Any) -> Any:
-        """Return the sum of products of each vector of the first array with each of the second."""
-        return dot_score(embeddings1, embeddings2)
 
     def get_embedding_dimension(self) -> int:
         """Return the size of the vocabulary."""

@@ -27,6 +27,10 @@ from metal_prefill.tasks._vectors import (
 __all__ = ["community_detection", "paraphrase_mining_embeddings", "quantize_embeddings", "semantic_search"]
 
 
+class UnsupportedName(AttributeError, NotImplementedError):
+    """A name of sentence-transformers that this package lacks."""
+
+
 def is_tensor(value: Any) -> bool:
     """Return whether a value is a tensor of PyTorch, or a list of them."""
     torch = sys.modules.get("torch")
@@ -93,6 +97,7 @@ SIMILARITIES: dict[SimilarityFunction, list[Similarity]] = {
     SimilarityFunction.MANHATTAN: _distances(1),
 }
 cos_sim, pairwise_cos_sim = SIMILARITIES[SimilarityFunction.COSINE]
+pytorch_cos_sim = cos_sim
 dot_score, pairwise_dot_score = SIMILARITIES[SimilarityFunction.DOT_PRODUCT]
 euclidean_sim, pairwise_euclidean_sim = SIMILARITIES[SimilarityFunction.EUCLIDEAN]
 manhattan_sim, pairwise_manhattan_sim = SIMILARITIES[SimilarityFunction.MANHATTAN]
@@ -130,6 +135,4 @@ def paraphrase_mining(
 
 
 def __getattr__(name: str) -> Any:
-    if name.startswith("_"):
-        raise AttributeError(name)
-    raise NotImplementedError(f"{__name__}.{name} is not supported")
+    raise UnsupportedName(f"{__name__}.{name} is not supported")

@@ -85,6 +85,9 @@ def test_sparse_encoder_has_the_interface_of_sentence_transformers(folder: Folde
     assert encoder.encode(TEXTS[0]).shape == (encoder.get_embedding_dimension(),)
     assert (encoder.encode(TEXTS, max_active_dims=3) > 0).sum(axis=1).tolist() == [3, 3, 3]
     np.testing.assert_allclose(encoder.similarity(found, found), wanted @ wanted.T, rtol=1e-4)
+    pairs = encoder.similarity_pairwise(found, found[::-1])
+    np.testing.assert_allclose(pairs, (wanted * wanted[::-1]).sum(axis=1), rtol=1e-4)
+    assert encoder.similarity_fn_name == "dot"
     decoded = encoder.decode(found[0], top_k=4)
     order = np.argsort(-wanted[0])[:4]
     vocabulary = json.loads((folder.path / "tokenizer.json").read_text())["model"]["vocab"]
