@@ -14,7 +14,7 @@ from pathlib import Path
 
 from metal_prefill.conversion._body import ADAPTER
 from metal_prefill.conversion._fields import Fields
-from metal_prefill.conversion._weights import Computed, FloatArray, Weight, listed_tensors
+from metal_prefill.conversion._weights import FloatArray, Index, Weight, listed_tensors
 from metal_prefill.errors import GGUFError
 
 FILE = "adapter_model.safetensors"
@@ -165,8 +165,8 @@ def _sum(
             f"{weight.shape}"
         )
 
-    def values() -> FloatArray:
-        product = scale * (up.values() @ down.values())
-        return weight.values() + (product.T if transposed else product)
+    def compute(index: Index) -> FloatArray:
+        product = down.columns(index) @ up.rows().T if transposed else up.rows(index) @ down.rows()
+        return weight.rows(index) + scale * product
 
-    return Computed(weight.file, weight.name, weight.dtype, weight.shape, 0, math.prod(shape), values)
+    return weight.computed(compute)

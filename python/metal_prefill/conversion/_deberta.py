@@ -13,7 +13,7 @@ from functools import partial
 import numpy as np
 
 from metal_prefill.conversion._fields import Fields
-from metal_prefill.conversion._weights import Computed, FloatArray, Weight
+from metal_prefill.conversion._weights import FloatArray, Index, Weight
 from metal_prefill.errors import GGUFError
 
 MADE = r"attn_rel_row\.weight|blk\.\d+\.attn_rel_[kq]\.weight"  # names of the tensors made here
@@ -50,11 +50,11 @@ def with_relative_positions(config: Fields, weights: Mapping[str, Weight]) -> Ma
             raise GGUFError(f"{bias.file}: tensor {bias.name} has shape {bias.shape}, expected ({width},)")
         role = f"blk.{int(match[1])}.attn_rel_{match[2][0]}.weight"
         values = partial(_projected, table, norm, eps, weight, bias)
-        found[role] = Computed(weight.file, role, "F32", table.shape, 0, 0, values)
+        found[role] = table.computed(values, name=role)
     context = config.integer("max_position_embeddings", default=512, most=_MOST_POSITIONS)
     row_of = partial(_rows, context, _buckets(config), _furthest(config), span)
     row = "attn_rel_row.weight"
-    found[row] = Computed(table.file, row, "F32", (2 * context,), 0, 0, row_of)
+    found[row] = table.computed(row_of, name=row, shape=(2 * context,))
     return found
 
 
@@ -86,21 +86,21 @@ def _furthest(config: Fields) -> int:
 
 
 def _projected(
-    table: Weight, norm: list[Weight], eps: float, weight: Weight, bias: Weight | None
+    table: Weight, norm: list[Weight], eps: float, weight: Weight, bias: Weight | None, index: Index
 ) -> FloatArray:
-    rows = table.values().astype(np.float64)
+    rows = table.rows(index).astype(np.float64)
     if norm:
         rows -= rows.mean(axis=1, keepdims=True)
         rows /= np.sqrt(np.square(rows).mean(axis=1, keepdims=True) + eps)
-        rows = rows * norm[0].values() + norm[1].values()
-    rows = rows @ weight.values().T.astype(np.float64)
-    projected: FloatArray = (rows if bias is None else rows + bias.values()).astype(np.float32)
+        rows = rows * norm[0].rows() + norm[1].rows()
+    rows = rows @ weight.rows().T.astype(np.float64)
+    projected: FloatArray = (rows if bias is None else rows + bias.rows()).astype(np.float32)
     return projected
 
 
-def _rows(context: int, buckets: int, furthest: int, span: int) -> FloatArray:
+def _rows(context: int, buckets: int, furthest: int, span: int, index: Index) -> FloatArray:
     """Return the row of each distance of a query from a key, from ``-context`` on."""
-    distance = np.arange(-context, context)
+    distance = np.arange(-context, context)[index]
     if buckets:  # single distances up to half of the buckets, then steps of equal ratios
         middle = buckets // 2
         size = np.maximum(np.abs(distance), middle).astype(np.float32)

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
 
 from metal_prefill.conversion._fields import Fields
-from metal_prefill.conversion._weights import Computed, FloatArray, Weight
+from metal_prefill.conversion._weights import FloatArray, Index, Stack, Weight
 from metal_prefill.errors import GGUFError
 
 _TENSOR = re.compile(r"(.+\.mlp\.experts)\.(gate_up|down)_proj(_bias)?")
@@ -34,14 +35,10 @@ def with_matrices(config: Fields, weights: Mapping[str, Weight]) -> Mapping[str,
             tensors = _biases if match[3] else _matrices
             found |= {made.name: made for made in tensors(weight, match[1], parts)}
         elif name.endswith(_SINKS):
-            found[f"{name}.weight"] = _named(weight, f"{name}.weight")
+            found[f"{name}.weight"] = weight.computed(weight.rows, name=f"{name}.weight")
         else:
             found[name] = weight
     return found
-
-
-def _named(weight: Weight, name: str) -> Weight:
-    return Computed(weight.file, name, weight.dtype, weight.shape, weight.start, weight.end, weight.values)
 
 
 def _width(weight: Weight, dimensions: int, parts: int) -> int:
@@ -56,15 +53,11 @@ def _width(weight: Weight, dimensions: int, parts: int) -> int:
 
 def _matrices(weight: Weight, stem: str, parts: tuple[str, ...]) -> Iterator[Weight]:
     width = _width(weight, 3, len(parts))
-    for expert, matrix in enumerate(weight.parts((weight.name,) * weight.shape[0])):
+    for expert, matrix in enumerate(Stack.of(weight).matrices):
         for i, part in enumerate(parts):
             name, columns = f"{stem}.{expert}.{part}_proj.weight", slice(i * width, (i + 1) * width)
-            shape = (width, weight.shape[1])
-            yield Computed(weight.file, name, weight.dtype, shape, 0, 0, partial(_rows, matrix, columns))
-
-
-def _rows(matrix: Weight, columns: slice) -> FloatArray:
-    return np.ascontiguousarray(matrix.values()[0, :, columns].T)
+            order = np.arange(weight.shape[2])[columns]
+            yield replace(matrix.transposed().reordered(order), name=name)
 
 
 def _biases(weight: Weight, stem: str, parts: tuple[str, ...]) -> Iterator[Weight]:
@@ -72,11 +65,11 @@ def _biases(weight: Weight, stem: str, parts: tuple[str, ...]) -> Iterator[Weigh
     for i, part in enumerate(parts):
         shape, columns = (weight.shape[0], width), slice(i * width, (i + 1) * width)
         name = f"{stem}.{part}_proj.bias"
-        yield Computed(weight.file, name, weight.dtype, shape, 0, 0, partial(_columns, weight, columns))
+        yield weight.computed(partial(_columns, weight, columns), name=name, shape=shape)
 
 
-def _columns(weight: Weight, columns: slice) -> FloatArray:
-    return weight.values()[:, columns]
+def _columns(weight: Weight, columns: slice, index: Index) -> FloatArray:
+    return weight.rows(index)[:, columns]
 
 
 def with_divided(config: Fields, weights: Mapping[str, Weight]) -> Mapping[str, Weight]:
@@ -89,20 +82,12 @@ def with_divided(config: Fields, weights: Mapping[str, Weight]) -> Mapping[str, 
             if len(weight.shape) != 2:
                 raise GGUFError(f"{weight.file}: tensor {name} has shape {weight.shape}, expected a matrix")
             for expert, matrix in enumerate(weight.parts((name,) * count)):
-                made = _named(matrix, f"{rows[1]}.{expert}.mlp.{rows[2]}.weight")
-                found[made.name] = _transposed(made) if rows[2] == "w2" else made
+                made = matrix.transposed() if rows[2] == "w2" else matrix
+                own = f"{rows[1]}.{expert}.mlp.{rows[2]}.weight"
+                found[own] = made.computed(made.rows, name=own)
         elif bias is not None:
-            made = _named(weight, f"blk.{bias[1]}.ffn_exps.bias")
-            found[made.name] = made
+            own = f"blk.{bias[1]}.ffn_exps.bias"
+            found[own] = weight.computed(weight.rows, name=own)
         else:
             found[name] = weight
     return found
-
-
-def _transposed(weight: Weight) -> Weight:
-    rows, columns = weight.shape
-    values = weight.values
-    return Computed(
-        *(weight.file, weight.name, weight.dtype, (columns, rows), 0, 0),
-        lambda: np.ascontiguousarray(values().T),
-    )

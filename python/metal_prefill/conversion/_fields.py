@@ -31,7 +31,7 @@ def read_text(path: Path) -> str:
     """Read a file of UTF-8 text, or raise a `GGUFError` that names it."""
     with open(path, "rb") as file:
         size = os.fstat(file.fileno()).st_size
-        content = file.read(MAX_TEXT + 1) if size <= MAX_TEXT else b""
+        content = file.read(size + 1) if size <= MAX_TEXT else b""
     if max(size, len(content)) > MAX_TEXT:
         raise GGUFError(f"{path}: has more than {MAX_TEXT} bytes")
     try:

@@ -9,6 +9,7 @@ import numpy as np
 
 from metal_prefill.conversion._fields import Fields, is_number
 from metal_prefill.conversion._settings import Values, check_kinds, rope_scaling
+from metal_prefill.conversion._weights import Weight
 
 _ATTENTION, _STATE_SPACE = {"attention", "full_attention"}, {"mamba", "linear_attention"}
 # Limits of steps that limit nothing: as JSON has them, and as transformers writes numbers that JSON lacks.
@@ -96,7 +97,7 @@ def _falcon_inner(config: Fields) -> int:
     return config.integer("mamba_d_ssm", default=expanded)
 
 
-def multiplied(config: Fields, name: str, values: Values) -> Values:
+def multiplied(config: Fields, name: str, weight: Weight) -> Weight:
     """Return a matrix of falcon-h1 times the factors of its input and of its output."""
 
     def factor(key: str) -> float:
@@ -104,7 +105,8 @@ def multiplied(config: Fields, name: str, values: Values) -> Values:
 
     part = name.removesuffix(".weight").rpartition(".")[2]
     if part == "ssm_in":
-        return values * (factor("ssm_in") * _rows_of_scan(config, len(values)))[:, None]
+        factors = factor("ssm_in") * _rows_of_scan(config, weight.shape[0])
+        return weight.computed(lambda index: weight.rows(index) * factors[index, None])
     gate, down = _factors(config, "mlp_multipliers", 2)
     attention_in = factor("attention_in")
     found = {
@@ -118,7 +120,9 @@ def multiplied(config: Fields, name: str, values: Values) -> Values:
         "attn_output": factor("attention_out"),
         "ssm_out": factor("ssm_out"),
     }.get(part)
-    return values if found is None else values * np.float32(found)
+    if found is None:
+        return weight
+    return weight.computed(lambda index: weight.rows(index) * np.float32(found))
 
 
 def _factors(config: Fields, key: str, count: int) -> list[float]:

@@ -64,9 +64,9 @@ def with_shared_embedding(config: Fields, weights: Mapping[str, Weight]) -> Mapp
     return weights if own is None or "shared.weight" in weights else {**weights, "shared.weight": own}
 
 
-def without_padding_positions(config: Fields, name: str, values: Values) -> Values:
+def without_padding_positions(config: Fields, name: str, weight: Weight) -> Weight:
     """Return the positions of tokens, which follow those of padding."""
-    return values[position_offset(config) :]
+    return weight.reordered(np.arange(position_offset(config), weight.shape[0]))
 
 
 def position_offset(config: Fields) -> int:
@@ -74,37 +74,37 @@ def position_offset(config: Fields) -> int:
     return config.integer("pad_token_id", default=1, least=0) + 1
 
 
-def interleaved(config: Fields, name: str, values: Values) -> Values:
+def interleaved(config: Fields, name: str, weight: Weight) -> Weight:
     """Reorder the rows of q or k, so that the two values of a rotated pair are next to each other."""
     heads = config.integer("num_attention_heads")
     if "attn_k" in name:
         heads = config.integer("num_key_value_heads", default=heads)
-    if len(values) % (2 * heads):
-        raise config.error(f"{name} has {len(values)} rows, which {heads} heads do not divide")
-    pairs = values.reshape(heads, 2, -1, *values.shape[1:]).swapaxes(1, 2)
-    return np.ascontiguousarray(pairs).reshape(values.shape)
+    rows = weight.shape[0]
+    if rows % (2 * heads):
+        raise config.error(f"{name} has {rows} rows, which {heads} heads do not divide")
+    return weight.reordered(np.arange(rows).reshape(heads, 2, -1).swapaxes(1, 2).ravel())
 
 
 TRANSPOSED = r"blk\.\d+\.(attn_qkv|attn_output|ffn_up|ffn_down)\.weight"  # in GPT-2
 
 
-def transposed(config: Fields, name: str, values: Values) -> Values:
+def transposed(config: Fields, name: str, weight: Weight) -> Weight:
     """Return a matrix with the columns as rows."""
-    return np.transpose(values)
+    return weight.transposed()
 
 
-def heads_last(config: Fields, name: str, values: Values) -> Values:
+def heads_last(config: Fields, name: str, weight: Weight) -> Weight:
     """Reorder the rows of q, k and v, of which a folder has those of each head together."""
     heads = config.integer("num_attention_heads")
-    if len(values) % (3 * heads):
-        raise config.error(f"{name} has {len(values)} rows, which {heads} heads of q, k and v do not divide")
-    parts = values.reshape(heads, 3, -1, *values.shape[1:]).swapaxes(0, 1)
-    return np.ascontiguousarray(parts).reshape(values.shape)
+    rows = weight.shape[0]
+    if rows % (3 * heads):
+        raise config.error(f"{name} has {rows} rows, which {heads} heads of q, k and v do not divide")
+    return weight.reordered(np.arange(rows).reshape(heads, 3, -1).swapaxes(0, 1).ravel())
 
 
-def plus_one(config: Fields, name: str, values: Values) -> Values:
+def plus_one(config: Fields, name: str, weight: Weight) -> Weight:
     """Return the factors of a norm that are stored as their differences from 1."""
-    return values + 1
+    return weight.computed(lambda index: weight.rows(index) + 1)
 
 
 _KINDS = ("default", "dynamic", "linear", "yarn")
@@ -514,13 +514,12 @@ def qwen35(config: Fields) -> dict[str, Any]:
     }
 
 
-def rates_of_decay(config: Fields, name: str, values: Values) -> Values:
+def rates_of_decay(config: Fields, name: str, weight: Weight) -> Weight:
     """Return the rates of decay, of which a folder has the logarithms."""
-    rates: Values = -np.exp(values)
-    return rates
+    return weight.computed(lambda index: -np.exp(weight.rows(index)))
 
 
-def value_heads_by_turns(config: Fields, name: str, values: Values) -> Values:
+def value_heads_by_turns(config: Fields, name: str, weight: Weight) -> Weight:
     """Reorder the value heads of a delta rule.
 
     In a folder those of one key head follow each other. In a file, value head h has key head
@@ -531,20 +530,20 @@ def value_heads_by_turns(config: Fields, name: str, values: Values) -> Values:
     width = config.integer("linear_value_head_dim", default=128)
     keys = 2 * groups * config.integer("linear_key_head_dim", default=128)
 
-    def by_turns(rows: Values, width: int) -> Values:
-        own = rows.reshape(groups, heads // groups, width, *rows.shape[1:])
-        turned: Values = own.swapaxes(0, 1).reshape(rows.shape)
-        return turned
+    def by_turns(width: int) -> npt.NDArray[np.intp]:
+        rows = np.arange(heads * width).reshape(groups, heads // groups, width)
+        order: npt.NDArray[np.intp] = rows.swapaxes(0, 1).ravel()
+        return order
 
     part = name.split(".")[2]
     if part in ("attn_qkv", "ssm_conv1d"):
-        return np.concatenate([values[:keys], by_turns(values[keys:], width)])
+        return weight.reordered(np.concatenate([np.arange(keys), keys + by_turns(width)]))
     if part == "ssm_out":
-        columns: Values = by_turns(values.T, width).T
-        return columns
+        order = by_turns(width)
+        return weight.computed(lambda index: weight.rows(index)[:, order])
     if part == "ssm_norm":
-        return values
-    return by_turns(values, width if part == "attn_gate" else 1)
+        return weight
+    return weight.reordered(by_turns(width if part == "attn_gate" else 1))
 
 
 def _layers_with_window(config: Fields, usual_period: int) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from metal_prefill.files._metadata_keys import MAX_INT
 from metal_prefill.files._task_config import DENSE
 
 Task: TypeAlias = Literal["body", "causal", "sequence", "tokens", "late", "masked"]
-Change: TypeAlias = Callable[[Fields, str, Values], Values]
+Change: TypeAlias = Callable[[Fields, str, Weight], Weight]
 Shape: TypeAlias = tuple[int, ...]
 Combined: TypeAlias = Callable[[Fields, Mapping[str, Weight]], Mapping[str, Weight]]
 
@@ -117,7 +117,7 @@ class Source:
     # All are names of modules within a layer.
     parts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     unused: tuple[str, ...] = _UNUSED  # patterns of tensors that are left out, unless they belong to a head
-    # Functions of configuration, name in the GGUF file and values that return the values to write, by a
+    # Functions of configuration, name in the GGUF file and tensor that return the tensor to write, by a
     # pattern of the name.
     changes: Mapping[str, Change] = field(default_factory=dict)
     # Functions of configuration, name in the GGUF file and shape that return the shape to write, by a pattern

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from metal_prefill.conversion._body import STATIC, modules_of
 from metal_prefill.conversion._fields import Fields
-from metal_prefill.conversion._weights import FILE, Computed, FloatArray, Weight, read_weights
+from metal_prefill.conversion._weights import FILE, FloatArray, Index, Weight, read_weights
 from metal_prefill.errors import GGUFError
 from metal_prefill.files._metadata_keys import LENGTH_KEYS
 
@@ -49,20 +49,21 @@ def table(weights: Mapping[str, Weight]) -> dict[str, Weight]:
             )
     shape = (tokens, *rows.shape[1:])
     values = partial(_values, rows, mapping, factors)
-    return {_TABLE: Computed(rows.file, _TABLE, rows.dtype, shape, 0, 0, values)}
+    return {_TABLE: rows.computed(values, name=_TABLE, shape=shape)}
 
 
-def _values(rows: Weight, mapping: Weight | None, factors: Weight | None) -> FloatArray:
-    values = rows.values()
+def _values(rows: Weight, mapping: Weight | None, factors: Weight | None, index: Index) -> FloatArray:
+    chosen = index
     if mapping is not None:
-        chosen = mapping.integers()
-        if chosen.min() < 0 or chosen.max() >= len(values):
+        all_rows = mapping.integers()
+        if all_rows.min() < 0 or all_rows.max() >= rows.shape[0]:
             raise GGUFError(
-                f"{mapping.file}: tensor {mapping.name} has rows {chosen.min()} to {chosen.max()}, of "
-                f"{len(values)}"
+                f"{mapping.file}: tensor {mapping.name} has rows {all_rows.min()} to {all_rows.max()}, of "
+                f"{rows.shape[0]}"
             )
-        values = values[chosen]
-    return values if factors is None else values * factors.values()[:, None]
+        chosen = all_rows[index]
+    values = rows.rows(chosen)
+    return values if factors is None else values * factors.rows(index)[:, None]
 
 
 def static_lengths(body: Path) -> dict[str, int]:

@@ -7,6 +7,7 @@ bfloat16. No other format is read: files of pickled objects can execute code.
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -33,6 +34,10 @@ _OF_EXPERT = re.compile(r"(.+\.experts)\.(0|[1-9]\d{0,8})\.(.+)")
 _DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}
 _INTEGERS = {"I64": "<i8", "I32": "<i4"}
 FloatArray: TypeAlias = npt.NDArray[np.float32]
+Index: TypeAlias = slice | npt.NDArray[np.intp]  # of rows or columns
+Compute: TypeAlias = Callable[[Index], FloatArray]
+ALL = slice(None)
+BLOCK = 1 << 20  # values that are converted at once: 4 MiB of float32
 
 
 @dataclass(frozen=True)
@@ -54,59 +59,99 @@ class Weight:
             raise GGUFError(
                 f"{self.file}: tensor {self.name} has {rows} rows, which {len(names)} parts do not divide"
             )
-        shape, size = (rows // len(names), *self.shape[1:]), (self.end - self.start) // len(names)
-        return [
-            replace(self, name=name, shape=shape, start=begin, end=begin + size)
-            for name, begin in zip(names, range(self.start, self.end + 1, max(size, 1)), strict=False)
-        ]
+        shape = (rows // len(names), *self.shape[1:])
+        size = (self.end - self.start) // len(names)
+        return [self._part(i, name, shape, size) for i, name in enumerate(names)]
 
-    def values(self) -> FloatArray:
-        """Read the tensor as float32."""
-        raw = self._read(_DTYPES)
-        if self.dtype == "BF16":
-            return (raw.astype(np.uint32) << 16).view(np.float32)
-        with np.errstate(over="ignore"):  # float64 beyond the range becomes infinite
-            return raw.astype(np.float32, copy=False)
+    def _part(self, i: int, name: str, shape: tuple[int, ...], size: int) -> Weight:
+        start = self.start + i * size
+        return replace(self, name=name, shape=shape, start=start, end=start + size)
+
+    def computed(
+        self, compute: Compute, *, name: str | None = None, shape: tuple[int, ...] | None = None
+    ) -> Computed:
+        """Return a tensor that follows from this one, and has its name and shape unless others are given."""
+        name, shape = self.name if name is None else name, self.shape if shape is None else shape
+        return Computed(self.file, name, self.dtype, shape, 0, 0, compute)
+
+    def reordered(self, order: npt.NDArray[np.intp]) -> Computed:
+        """Return the rows with these indices, in this order."""
+        return self.computed(lambda index: self.rows(order[index]), shape=(len(order), *self.shape[1:]))
+
+    def transposed(self) -> Computed:
+        """Return the transpose of a matrix."""
+        return self.computed(self.columns, shape=self.shape[::-1])
+
+    def blocks(self) -> Iterator[FloatArray]:
+        """Read all rows as float32, some at a time: a block has at most `BLOCK` values, or one row."""
+        rows = self.shape[0]
+        step = max(BLOCK * rows // math.prod(self.shape), 1)
+        for first in range(0, rows, step):
+            yield self.rows(slice(first, min(first + step, rows)))
+
+    def rows(self, index: Index = ALL) -> FloatArray:
+        """Read rows as float32; of a vector, values.
+
+        Raises
+        ------
+        GGUFError
+            A value is not finite, or the file was truncated.
+        UnsupportedModelError
+            The tensor does not contain floating-point numbers.
+        """
+        return self._finite(self._floats(self._mapped(_DTYPES)[index]))
+
+    def columns(self, index: Index) -> FloatArray:
+        """Read columns of a matrix as rows; see `rows`."""
+        return self._finite(self._floats(self._mapped(_DTYPES).T[index]))
 
     def integers(self) -> npt.NDArray[np.int64]:
         """Read a tensor of integers."""
-        return self._read(_INTEGERS).astype(np.int64, copy=False)
+        return self._mapped(_INTEGERS).astype(np.int64)
 
-    def _read(self, dtypes: Mapping[str, str]) -> npt.NDArray[Any]:
+    def _finite(self, values: FloatArray) -> FloatArray:
+        if not np.isfinite(values).all():
+            raise GGUFError(f"{self.file}: tensor {self.name} contains a value that is not finite")
+        return values
+
+    def _floats(self, raw: npt.NDArray[Any]) -> FloatArray:
+        if self.dtype == "BF16":
+            return (raw.astype(np.uint32) << 16).view(np.float32)
+        with np.errstate(over="ignore"):  # float64 beyond the range becomes infinite
+            return raw.astype(np.float32)
+
+    def _mapped(self, dtypes: Mapping[str, str]) -> npt.NDArray[Any]:
+        """Map the file until the array is released: what was read does not stay in memory."""
         if self.dtype not in dtypes:
             raise UnsupportedModelError(
                 f"{self.file}: tensor {self.name} has type {self.dtype}; supported are {', '.join(dtypes)}"
             )
         dtype = np.dtype(dtypes[self.dtype])
-        count = (self.end - self.start) // dtype.itemsize
-        try:
-            raw = np.fromfile(self.file, dtype, count, offset=self.start)
-        except MemoryError:
-            where = f"{self.file}: tensor {self.name}"
-            raise GGUFError(f"{where} has {self.end - self.start} bytes, which cannot be allocated") from None
-        if raw.size != count:
+        if self.start == self.end:  # which cannot be mapped
+            return np.empty(self.shape, dtype)
+        if self.file.stat().st_size < self.end:
             raise GGUFError(f"{self.file}: was truncated; tensor {self.name} ends at byte {self.end}")
-        return raw.reshape(self.shape)
+        return np.asarray(np.memmap(self.file, dtype, "r", self.start, self.shape))
 
 
 @dataclass(frozen=True)
 class Computed(Weight):
     """A tensor that follows from others; errors name the file and the first of those."""
 
-    compute: Callable[[], FloatArray]  # function that returns its values
+    compute: Compute  # function that returns rows by their index
 
-    def values(self) -> FloatArray:
-        """Compute the tensor."""
-        return self.compute()
+    def rows(self, index: Index = ALL) -> FloatArray:
+        """Compute rows."""
+        return self._finite(self.compute(index))
 
-    def parts(self, names: tuple[str, ...]) -> list[Weight]:
-        """Divide the rows into equal parts, and name these; see `Weight.parts`."""
-        whole, rows = self.values, self.shape[0] // len(names)
-        parts = super().parts(names)
-        return [
-            replace(part, compute=lambda i=i: whole()[i * rows : (i + 1) * rows])  # type: ignore[call-arg]
-            for i, part in enumerate(parts)
-        ]
+    def columns(self, index: Index) -> FloatArray:
+        """Compute all rows, and return columns as rows."""
+        columns: FloatArray = self.rows().T[index]
+        return columns
+
+    def _part(self, i: int, name: str, shape: tuple[int, ...], size: int) -> Weight:
+        rows = np.arange(i * shape[0], (i + 1) * shape[0])
+        return self.computed(lambda index: self.rows(rows[index]), name=name, shape=shape)
 
 
 @dataclass(frozen=True)
@@ -142,9 +187,10 @@ class Stack:
         of_parts = zip(*(matrix.parts(names) for matrix in self.matrices), strict=True)
         return [Stack(name, matrices) for name, matrices in zip(names, of_parts, strict=True)]
 
-    def values(self) -> npt.NDArray[np.float32]:
-        """Read the matrices as float32."""
-        return np.stack([matrix.values() for matrix in self.matrices])
+    def blocks(self) -> Iterator[FloatArray]:
+        """Read all matrices as float32; see `Weight.blocks`."""
+        for matrix in self.matrices:
+            yield from matrix.blocks()
 
 
 def read_weights(folder: Path) -> dict[str, Weight]:

@@ -6,7 +6,7 @@ import importlib.metadata
 import math
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -63,7 +63,7 @@ class _Tensor(NamedTuple):
     name: str
     shape: tuple[int, ...]
     kind: GGMLQuantizationType
-    values: Callable[[], npt.NDArray[np.float32]]
+    blocks: Callable[[], Iterable[npt.NDArray[np.float32]]]  # function that returns the values, in blocks
 
     @property
     def nbytes(self) -> int:
@@ -276,7 +276,7 @@ def _planned_all(
 ) -> list[_Tensor]:
     tensors = [_planned(source, config, role, weight, chosen) for role, weight in found.items()]
     return tensors + [
-        _Tensor(role, values.shape, GGMLQuantizationType.F32, partial(np.asarray, values))
+        _Tensor(role, values.shape, GGMLQuantizationType.F32, partial(iter, [values]))
         for role, values in source.computed(config).items()
     ]
 
@@ -306,17 +306,16 @@ def _planned(source: Source, config: Fields, name: str, weight: Weight | Stack, 
     kind = GGMLQuantizationType["F32" if any(exact) else chosen]
     if shape[-1] % gguf.GGML_QUANT_SIZES[kind][0]:
         kind = GGMLQuantizationType[_FALLBACK]
-    return _Tensor(name, shape, kind, lambda: _values(source, config, name, weight).reshape(shape))
+    return _Tensor(name, shape, kind, partial(_blocks, source, config, name, weight))
 
 
-def _values(source: Source, config: Fields, name: str, weight: Weight | Stack) -> npt.NDArray[np.float32]:
-    values = weight.values()
-    if not np.isfinite(values).all():
-        raise GGUFError(f"{weight.file}: tensor {weight.name} contains a value that is not finite")
+def _blocks(
+    source: Source, config: Fields, name: str, weight: Weight | Stack
+) -> Iterable[npt.NDArray[np.float32]]:
     for pattern, change in source.changes.items():
-        if re.fullmatch(pattern, name):
-            values = change(config, name, values)
-    return values
+        if isinstance(weight, Weight) and re.fullmatch(pattern, name):
+            weight = change(config, name, weight)
+    return weight.blocks()
 
 
 def _write(
@@ -337,12 +336,19 @@ def _write(
             writer.write_kv_data_to_file()
             writer.write_ti_data_to_file()
             _check(writer, part, folder, tensors)
+            assert writer.fout is not None
+            out = writer.fout[0]
             for tensor in tensors:
-                values = np.ascontiguousarray(tensor.values())
-                writer.write_tensor_data(quants.quantize(values, tensor.kind))
-                done += tensor.nbytes
-                if progress is not None:
-                    progress(done, total)
+                writer.write_padding(out, out.tell())
+                end = out.tell() + tensor.nbytes
+                for block in tensor.blocks():
+                    data = quants.quantize(np.ascontiguousarray(block), tensor.kind)
+                    data.tofile(out)
+                    done += data.nbytes
+                    if progress is not None:
+                        progress(done, total)
+                assert out.tell() == end, f"{tensor.name} ends at byte {out.tell()}, expected {end}"
+                writer.write_padding(out, tensor.nbytes)
         finally:
             writer.close()
 
