@@ -128,3 +128,13 @@ def test_other_settings_are_refused(
     tmp_path: Path, changes: dict[str, Any], error: type[Exception], message: str
 ) -> None:
     check_refused(layered_folders.gemma4(tmp_path / "m"), changes, error, message)
+
+
+@pytest.mark.parametrize(
+    "name", ["Gemma3nForCausalLM", "Gemma3nForConditionalGeneration", "Gemma3nTextModel"]
+)
+def test_gemma_3n_is_refused_with_the_steps_that_it_needs(tmp_path: Path, name: str) -> None:
+    folder = layered_folders.gemma4(tmp_path / "m")
+    folder.config["architectures"] = [name]
+    with pytest.raises(UnsupportedModelError, match=rf"{name} is not supported; it needs .*\(AltUp\)"):
+        convert(folder.write(), tmp_path / "m.gguf")

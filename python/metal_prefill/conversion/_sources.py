@@ -16,7 +16,7 @@ from metal_prefill.conversion._fields import MAX_LAYERS, Fields
 from metal_prefill.conversion._settings import Values
 from metal_prefill.conversion._weights import Weight
 from metal_prefill.errors import UnsupportedModelError
-from metal_prefill.files._architecture import ARCHITECTURES
+from metal_prefill.files._architecture import ARCHITECTURES, MISSING_STEPS
 from metal_prefill.files._metadata_keys import MAX_INT
 from metal_prefill.files._task_config import DENSE
 
@@ -893,6 +893,10 @@ def find_source(config: Fields) -> tuple[Source, Task]:
         return SOURCES[_WITH_POSITIONS.get(positions, _BODIES[config.string("model_type")])], "late"
     match = re.fullmatch(rf"(.+?)({'|'.join(TASKS)})", name)
     family = match[1].removesuffix(BIDIRECTIONAL) if match else ""
+    if family.lower() in MISSING_STEPS:
+        raise config.unsupported(
+            f"model class {name} is not supported; it needs {MISSING_STEPS[family.lower()]}"
+        )
     if match is None or family not in SOURCES:
         known = ", ".join((*SOURCES, COLBERT))
         raise config.unsupported(f"model class {name} is not supported; supported families are {known}")

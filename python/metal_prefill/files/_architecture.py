@@ -267,6 +267,10 @@ _LLAMA = Architecture(
     up_bias="optional",
     window="optional",
 )
+# Steps that every model of an unsupported architecture needs, and no supported one has.
+MISSING_STEPS = {
+    "gemma3n": "parallel residual streams (AltUp), residual blocks of low rank (LAuReL), sparse activations",
+}
 ARCHITECTURES: dict[str, Architecture] = {
     "llama": _LLAMA,
     "llama-embed": replace(_LLAMA, causal=False),

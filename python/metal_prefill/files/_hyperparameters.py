@@ -11,7 +11,7 @@ import math
 from dataclasses import replace
 
 from metal_prefill.errors import UnsupportedModelError
-from metal_prefill.files._architecture import ARCHITECTURES, Architecture
+from metal_prefill.files._architecture import ARCHITECTURES, MISSING_STEPS, Architecture
 from metal_prefill.files._gguf_file import GGUFFile
 from metal_prefill.files._layer_dimensions import with_layer_dimensions
 from metal_prefill.files._metadata_keys import MAX_INT, Keys
@@ -74,6 +74,10 @@ def read_config(gguf: GGUFFile, max_context: int | None = None) -> ModelConfig:
     if traits is None:
         import difflib
 
+        if name in MISSING_STEPS:
+            raise UnsupportedModelError(
+                f"{gguf.path}: architecture {name} is not supported; it needs {MISSING_STEPS[name]}"
+            )
         near = difflib.get_close_matches(name, ARCHITECTURES, n=1, cutoff=0.5)
         raise UnsupportedModelError(
             f"{gguf.path}: architecture {name} is not supported; "

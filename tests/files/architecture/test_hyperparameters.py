@@ -179,6 +179,10 @@ def test_values_per_layer_must_be_equal(open_model: Open) -> None:
             {"general.architecture": string("mamba")},
             "architecture mamba is not supported; .*supported are llama, llama-embed, qwen2",
         ),
+        (
+            {"general.architecture": string("gemma3n")},
+            r"architecture gemma3n is not supported; it needs .*\(AltUp\).*\(LAuReL\), sparse activations",
+        ),
         ({"llama.expert_count": integer(8)}, "llama.expert_count = 8 is not supported"),
         ({"llama.final_logit_softcapping": number(30.0)}, "final_logit_softcapping = 30.0"),
         ({"llama.logit_scale": number(0.5)}, "llama.logit_scale = 0.5"),
