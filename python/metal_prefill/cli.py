@@ -4,8 +4,6 @@ Each command is a module with ``add_arguments(parser)``, ``execute(arguments)`` 
 Only the module of the requested command is imported, so that ``metal-prefill --help`` does not import NumPy.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import os

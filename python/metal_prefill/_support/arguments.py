@@ -1,7 +1,5 @@
 """Argument checks, whose errors name the argument, its value and the limit."""
 
-from __future__ import annotations
-
 import math
 import operator
 import sys

@@ -1,7 +1,5 @@
 """Ctrl-C during work that must end whole, or that makes another error of KeyboardInterrupt."""
 
-from __future__ import annotations
-
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager

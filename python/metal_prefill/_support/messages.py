@@ -1,7 +1,5 @@
 """Messages: their length, and the words of the command line and of the server for arguments of Python."""
 
-from __future__ import annotations
-
 import re
 
 _FIELDS = ("truncate", "how", "label")  # of requests; the others are options of the server

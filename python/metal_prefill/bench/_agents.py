@@ -4,8 +4,6 @@ The answers of the assistant are part of the sessions, so that the prompts depen
 the machine.
 """
 
-from __future__ import annotations
-
 import functools
 import http.client
 import itertools

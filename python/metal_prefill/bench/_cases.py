@@ -1,7 +1,5 @@
 """Benchmark tests: prompts of several lengths, decoding, and both for batches of sequences."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal

@@ -1,7 +1,5 @@
 """Parent side of a worker process, which answers requests: one JSON object per line."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import signal

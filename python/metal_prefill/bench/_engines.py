@@ -7,8 +7,6 @@ calls return.) Where several sequences go through the model together, each has t
 share nothing.
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 from collections.abc import Mapping

@@ -4,8 +4,6 @@ On a shared or virtual machine, speed comes and goes: a hypervisor gives two vir
 process takes one. A sample that was taken then says nothing about an engine.
 """
 
-from __future__ import annotations
-
 import os
 import platform
 import sys

@@ -1,7 +1,5 @@
 """Model file to measure, which is found or synthesized and cached."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass
 from math import prod

@@ -1,7 +1,5 @@
 """Rows of a benchmark: the results of each test of each engine."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
@@ -144,9 +142,6 @@ def make_row(
         n_threads=identity.threads,
         compute=options.compute,
         kv_dtype=options.kv_dtype,
-        n_prompt=case.n_prompt,
-        n_gen=case.n_gen,
-        n_depth=case.n_depth,
         test_time=datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
         avg_ns=sum(of_ns) / len(of_ns),
         stddev_ns=stddev(of_ns),
@@ -162,10 +157,7 @@ def make_row(
         load_ns=worker.load_ns,
         peak_rss=worker.peak_rss(),
         note="; ".join(notes),
-        n_streams=case.n_streams,
-        n_texts=case.n_texts,
-        text_tokens=case.text_tokens,
-        choice=case.choice,
+        **vars(case),
     )
 
 

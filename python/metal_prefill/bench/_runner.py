@@ -1,7 +1,5 @@
 """Sampling: engines alternate, and the machine is calibrated before and after each sample."""
 
-from __future__ import annotations
-
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Samples: one timed run of one test on one engine, the state of the machine around it, and statistics."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Server benchmark: many concurrent clients send the same requests to each server, in alternation."""
 
-from __future__ import annotations
-
 import http.client
 import json
 import threading

@@ -4,8 +4,6 @@
 in each line. It waits for the next request in a blocking read and leaves the cores to the others meanwhile.
 """
 
-from __future__ import annotations
-
 import gc
 import json
 import os

@@ -1,7 +1,5 @@
 """``metal-prefill cache``: packed weights and converted models stored between runs."""
 
-from __future__ import annotations
-
 import argparse
 import time
 

@@ -21,6 +21,7 @@ MODEL_HELP = (
     "SmolLM2-135M-Instruct or all-MiniLM-L6-v2 from a package; or owner/repo or owner/repo:file on the "
     "Hugging Face Hub, where file may be a pattern such as '*Q4_0.gguf'"
 )
+_MODEL_OPTIONS = ("device", "threads", "max_context", "mmap", "pack_cache")  # also of a draft model
 MEMORY_OPTIONS = ("kv_memory", "prefix_memory")  # supported by some commands
 PROGRESS_FROM = 1024  # tokens; shorter prompts finish too soon for a progress bar
 
@@ -197,15 +198,8 @@ def speculation(arguments: argparse.Namespace) -> dict[str, Any]:
         return {"speculate": how}
     from metal_prefill import Model
 
-    draft_model = Model(
-        model_path(how),
-        device=arguments.device,
-        threads=arguments.threads,
-        max_context=arguments.max_context,
-        mmap=arguments.mmap,
-        pack_cache=arguments.pack_cache,
-    )
-    return {"speculate": draft_model}
+    options = {name: getattr(arguments, name) for name in _MODEL_OPTIONS}
+    return {"speculate": Model(model_path(how), **options)}
 
 
 def add_model_argument(parser: argparse.ArgumentParser) -> None:
@@ -266,13 +260,7 @@ def open_model(arguments: argparse.Namespace, *, generates: bool = False) -> Mod
 
     model = Model(
         model_path(arguments.model, arguments.adapter),
-        device=arguments.device,
-        max_context=arguments.max_context,
-        threads=arguments.threads,
-        compute=arguments.compute,
-        kv_dtype=arguments.kv_dtype,
-        mmap=arguments.mmap,
-        pack_cache=arguments.pack_cache,
+        **{name: getattr(arguments, name) for name in (*_MODEL_OPTIONS, "compute", "kv_dtype")},
         **{name: value for name in MEMORY_OPTIONS if (value := getattr(arguments, name, None)) is not None},
     )
     if generates:

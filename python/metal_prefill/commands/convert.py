@@ -1,7 +1,5 @@
 """``metal-prefill convert``: write a model folder as a GGUF file."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """``metal-prefill demo``: what the package does, in about a minute."""
 
-from __future__ import annotations
-
 import argparse
 import errno
 import importlib

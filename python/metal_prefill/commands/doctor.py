@@ -4,8 +4,6 @@ Each stage runs in a process of its own, since drivers abort and hang. Whatever 
 stage, how its process ended, and what it printed last.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

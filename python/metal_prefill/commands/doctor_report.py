@@ -1,7 +1,5 @@
 """Stages of ``metal-prefill doctor``: machine, shaders, kernels, results and speed."""
 
-from __future__ import annotations
-
 import json
 import os
 import platform

@@ -1,7 +1,5 @@
 """``metal-prefill models``: models that open without a download, what they do, and their size."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Iterator
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """``metal-prefill perplexity``: perplexity of a text under a model."""
 
-from __future__ import annotations
-
 import argparse
 import math
 from collections.abc import Callable, Sequence

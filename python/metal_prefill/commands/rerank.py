@@ -1,7 +1,5 @@
 """``metal-prefill rerank``: documents ranked by their relevance to a query."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

@@ -1,7 +1,5 @@
 """Prompts from JSON lines, and results as JSON lines in a file that a later run can resume."""
 
-from __future__ import annotations
-
 import io
 import itertools
 import json

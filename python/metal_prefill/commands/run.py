@@ -1,7 +1,5 @@
 """``metal-prefill run``: continue one prompt or a batch of prompts, and report the speed."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

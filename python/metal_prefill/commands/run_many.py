@@ -1,7 +1,5 @@
 """``metal-prefill run`` with many prompts: continuous batches, results in the order of the prompts."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

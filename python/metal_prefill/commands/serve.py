@@ -1,13 +1,12 @@
 """``metal-prefill serve``: an OpenAI-compatible HTTP server."""
 
-from __future__ import annotations
-
 import argparse
 import errno
 import os
 import signal
 import socket
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 from metal_prefill.commands import common
@@ -59,6 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--cors-origin",
+        dest="cors_origins",
         action="append",
         default=[],
         metavar="ORIGIN",
@@ -150,24 +150,10 @@ def execute(arguments: argparse.Namespace) -> None:
         raise MissingExtraError(
             f"the server requires an extra: pip install 'metal_prefill[serve]' ({error})"
         ) from error
+    options = {f.name: getattr(arguments, f.name) for f in fields(Settings) if hasattr(arguments, f.name)}
+    hosts = [arguments.host, *arguments.allowed_host]
     settings = Settings(
-        names=_names(arguments),
-        api_keys=_keys(arguments.api_key_file),
-        allowed_hosts=[arguments.host, *arguments.allowed_host],
-        cors_origins=arguments.cors_origin,
-        max_streams=arguments.max_streams,
-        max_queue=arguments.max_queue,
-        max_seconds=arguments.max_seconds,
-        max_connections=arguments.max_connections,
-        header_seconds=arguments.header_seconds,
-        body_seconds=arguments.body_seconds,
-        send_seconds=arguments.send_seconds,
-        max_body=arguments.max_body,
-        pooling=arguments.pooling,
-        prefix_store=arguments.prefix_store,
-        prefix_store_bytes=arguments.prefix_store_bytes,
-        share_prefixes=arguments.share_prefixes,
-        page=arguments.page,
+        names=_names(arguments), api_keys=_keys(arguments.api_key_file), allowed_hosts=hosts, **options
     )
     allow_files(settings)
     family = socket.AF_INET6 if ":" in arguments.host else socket.AF_INET

@@ -1,7 +1,5 @@
 """``metal-prefill synth``: write a model with random weights."""
 
-from __future__ import annotations
-
 import argparse
 import inspect
 import sys

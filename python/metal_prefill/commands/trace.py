@@ -1,7 +1,5 @@
 """``metal-prefill trace``: a timeline of the dispatches."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

@@ -4,8 +4,6 @@ An adapter is a folder as peft saves it, or one of several within the weights, a
 (arXiv:2409.10173): next to a matrix, ``lora_A`` and ``lora_B`` have one matrix for each adapter.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterator, Mapping

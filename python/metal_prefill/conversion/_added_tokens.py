@@ -1,7 +1,5 @@
 """Tokens of ``tokenizer.json``, with those that are added to the vocabulary and have options."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Where a model folder has its transformer: configuration, tokenizer and weights."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from metal_prefill._support.messages import shortened

@@ -1,7 +1,5 @@
 """Settings of Stanford's ColBERT (arXiv:2112.01488), whose checkpoints contain the projection of tokens."""
 
-from __future__ import annotations
-
 import string
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@ They follow from an embedding of relative positions and the projections of keys 
 shares.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from functools import partial

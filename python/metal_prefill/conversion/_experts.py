@@ -5,8 +5,6 @@ gates, then the ups. Of nomic-embed-text-v2-moe the rows of all experts follow o
 of an expert is the transpose of the one that files have.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace

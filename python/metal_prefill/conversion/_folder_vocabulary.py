@@ -1,7 +1,5 @@
 """A vocabulary as a GGUF file describes it: its special tokens, and those around texts."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Tokens that begin, separate and end texts, as the post-processor of ``tokenizer.json`` defines them."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from metal_prefill.conversion._fields import Fields

@@ -1,7 +1,5 @@
 """Metadata and weights of Gemma 4, whose layers differ in their heads and feed-forwards."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """Folders of GLiNER (arXiv:2311.08526): ``gliner_config.json`` describes an encoder and the head after it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Generative rerankers of sentence-transformers, which score a pair by the logits of two tokens."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

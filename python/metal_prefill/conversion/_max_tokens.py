@@ -1,7 +1,5 @@
 """Numbers of tokens after which sentence-transformers cuts texts, as metadata."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from metal_prefill.conversion import _colbert

@@ -1,7 +1,5 @@
 """Modules after the body of a model: pooling, dense layers, classification heads."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Prompts of sentence-transformers and settings of late interaction, as metadata."""
 
-from __future__ import annotations
-
 import string
 from collections.abc import Iterable, Iterator
 from pathlib import Path

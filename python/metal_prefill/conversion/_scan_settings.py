@@ -1,7 +1,5 @@
 """Metadata and weights of state-space layers (Mamba-2) that depend on several fields of ``config.json``."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

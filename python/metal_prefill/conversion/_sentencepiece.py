@@ -1,7 +1,5 @@
 """Vocabularies of SentencePiece in ``tokenizer.json``: BPE with byte fallback, and Unigram."""
 
-from __future__ import annotations
-
 import base64
 import binascii
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Metadata and weights that depend on several fields of ``config.json``."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias

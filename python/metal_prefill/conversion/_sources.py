@@ -4,8 +4,6 @@ The differences are data: one row of `SOURCES` each. Names of tensors in the bod
 `gguf.TensorNameMap`; the rows add prefixes to remove and the names of heads.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace

@@ -5,8 +5,6 @@ with a text (1), a score (2) and a type (3); the settings of the training (2) wi
 and the id of the unknown piece (40); and those of the normalizer (3) with its character map (2).
 """
 
-from __future__ import annotations
-
 import base64
 import struct
 from collections.abc import Iterator

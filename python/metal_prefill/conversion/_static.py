@@ -1,7 +1,5 @@
 """Models without layers, whose vector of a text is the mean of a table's rows: StaticEmbedding, model2vec."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path

@@ -5,8 +5,6 @@ their own, uncompressed. A pickle is a program. The opcodes that build dictionar
 strings are interpreted here, and some names are known; any other opcode or name is an error.
 """
 
-from __future__ import annotations
-
 import math
 import pickletools
 import zipfile

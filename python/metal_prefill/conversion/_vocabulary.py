@@ -1,7 +1,5 @@
 """The tokenizer of a model folder, and the metadata that describe it in a GGUF file."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Conversion of a model folder of the Hugging Face Hub to a GGUF file."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import math
 import os

@@ -3,8 +3,6 @@
 A row contains the differences from `llama`. `_hyperparameters` and `_model_tensors` read files by it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias

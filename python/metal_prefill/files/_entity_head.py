@@ -1,7 +1,5 @@
 """The head of GLiNER (arXiv:2311.08526) in a file: layers that compare parts of a text with labels."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, get_args

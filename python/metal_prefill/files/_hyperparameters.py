@@ -5,8 +5,6 @@ feature raises an `UnsupportedModelError`; the feature is never ignored, because
 different results.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

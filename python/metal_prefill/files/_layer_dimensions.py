@@ -1,7 +1,5 @@
 """Read the dimensions in which the layers of a model differ, and which of them share keys and values."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from metal_prefill.files._metadata_keys import Keys

@@ -1,7 +1,5 @@
 """Typed access to the metadata of an architecture."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

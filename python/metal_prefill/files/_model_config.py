@@ -1,7 +1,5 @@
 """The hyperparameters of a model, as the package and its engines use them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, fields
 from typing import Literal, TypeAlias
 

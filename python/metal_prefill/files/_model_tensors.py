@@ -1,7 +1,5 @@
 """Find the tensors of a model in its file, by their roles."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from fnmatch import fnmatchcase

@@ -1,7 +1,5 @@
 """Files that are often mistaken for models, recognized by their first bytes."""
 
-from __future__ import annotations
-
 import re
 
 RECOGNIZED_BYTES = 512

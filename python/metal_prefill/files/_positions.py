@@ -1,7 +1,5 @@
 """Read how the layers of a model use positions: rotation, its scaling, and windows of attention."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

@@ -3,8 +3,6 @@
 Imports nothing of the package; see :mod:`metal_prefill.generation._constraint_worker`.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Collection, Mapping

@@ -3,8 +3,6 @@
 Imports nothing of the package but :mod:`metal_prefill.generation._constraint_check`.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import json

@@ -8,8 +8,6 @@ imported there without its packages, and imports only the check of sources: NumP
 its start.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import pickle

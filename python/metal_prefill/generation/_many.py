@@ -1,7 +1,5 @@
 """Many prompts, or many texts of one, by continuous batching."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal, TypeAlias
 

@@ -1,7 +1,5 @@
 """Calls that compute tokens of other sessions in the passes of a scheduler."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Passes that the engine submits before they are requested, and their times."""
 
-from __future__ import annotations
-
 import time
 
 from metal_prefill import _core

@@ -8,8 +8,6 @@ earlier filters kept.
 float64, and a sum equal to a threshold reaches it.
 """
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Iterable, Mapping

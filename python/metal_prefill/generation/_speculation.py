@@ -4,8 +4,6 @@ Drafts never change a text: a pass accepts those that equal its own choices, and
 all after it.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Sequence

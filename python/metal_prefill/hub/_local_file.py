@@ -7,8 +7,6 @@ samples of the weights, sizes, and modification times, which reveal changes that
 time has changed, the first hash shows that the contents have not.
 """
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import logging

@@ -1,7 +1,5 @@
 """Vectors of texts and of their tokens: ``SentenceTransformer``, ``MultiVectorEncoder``."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any

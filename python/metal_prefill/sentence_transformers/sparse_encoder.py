@@ -1,7 +1,5 @@
 """Vectors over the vocabulary: ``SparseEncoder``."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

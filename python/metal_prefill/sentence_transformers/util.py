@@ -3,8 +3,6 @@
 Tensors of PyTorch are accepted, and then the results are tensors.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from enum import Enum

@@ -1,7 +1,5 @@
 """Routes of the server."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 

@@ -1,7 +1,5 @@
 """Answers in blocks, as the APIs of Anthropic and of OpenAI's responses have them: reasoning, text, calls."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import aclosing

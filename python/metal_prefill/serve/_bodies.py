@@ -1,7 +1,5 @@
 """Bodies of requests and answers: limits on their size, time and memory."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import NamedTuple

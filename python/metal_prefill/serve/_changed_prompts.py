@@ -3,8 +3,6 @@
 Everything after the change is computed again, because the states of a token depend on all tokens before it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 

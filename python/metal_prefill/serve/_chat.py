@@ -1,7 +1,5 @@
 """``/v1/chat/completions``."""
 
-from __future__ import annotations
-
 import time
 from bisect import bisect_left
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence

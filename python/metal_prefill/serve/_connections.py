@@ -4,8 +4,6 @@ uvicorn does not limit the time in which a request arrives, nor the time in whic
 that the application has sent. The limits on single requests are in :mod:`metal_prefill.serve._endpoint`.
 """
 
-from __future__ import annotations
-
 import asyncio
 import resource
 import socket

@@ -1,7 +1,5 @@
 """Request handling: read and validate the body, then answer until done or the client disconnects."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress

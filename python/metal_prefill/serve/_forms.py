@@ -4,8 +4,6 @@ msgspec decodes a body and validates it against its type in one step, in C, and 
 Handwritten checks would be several hundred lines with gaps; pydantic would add four dependencies.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from functools import cache

@@ -1,7 +1,5 @@
 """Text generation for completions and chat: options, streams, choices, usage."""
 
-from __future__ import annotations
-
 import json
 import math
 import time

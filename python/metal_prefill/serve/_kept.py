@@ -1,7 +1,5 @@
 """Conversations that a request can continue by the id of their last answer."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 
 import msgspec

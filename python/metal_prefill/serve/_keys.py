@@ -1,7 +1,5 @@
 """API keys and their prefix namespaces."""
 
-from __future__ import annotations
-
 import hashlib
 import hmac
 from collections.abc import Iterable

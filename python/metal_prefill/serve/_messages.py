@@ -1,7 +1,5 @@
 """Endpoints ``/v1/messages`` and ``/v1/messages/count_tokens``, in Anthropic's format."""
 
-from __future__ import annotations
-
 import json
 import uuid
 from collections.abc import Mapping

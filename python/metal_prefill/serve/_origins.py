@@ -4,8 +4,6 @@ A page can send requests to any address. Its ``Origin`` identifies it, unless th
 to this server (DNS rebinding): then ``Host`` is that name.
 """
 
-from __future__ import annotations
-
 import ipaddress
 import socket
 from collections.abc import Collection

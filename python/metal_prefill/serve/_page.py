@@ -3,8 +3,6 @@
 The files contain no data. Scripts fetch it from the API, with the key that the user enters.
 """
 
-from __future__ import annotations
-
 import hashlib
 from pathlib import Path
 

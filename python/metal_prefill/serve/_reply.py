@@ -1,7 +1,5 @@
 """Answers to clients: one JSON body, or a stream of server-sent events."""
 
-from __future__ import annotations
-
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """Endpoint ``/v1/responses``, in OpenAI's format."""
 
-from __future__ import annotations
-
 import time
 import uuid
 from collections.abc import Callable, Mapping

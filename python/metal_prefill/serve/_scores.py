@@ -1,7 +1,5 @@
 """Log probabilities of answers: their number, and their memory until they are sent."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any

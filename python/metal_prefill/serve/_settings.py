@@ -1,7 +1,5 @@
 """Limits of a server."""
 
-from __future__ import annotations
-
 import math
 import os
 import re

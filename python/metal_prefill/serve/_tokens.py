@@ -1,7 +1,5 @@
 """Endpoints ``/tokenize`` and ``/detokenize``."""
 
-from __future__ import annotations
-
 from metal_prefill.serve._bodies import Sender
 from metal_prefill.serve._chat import chat_tokens
 from metal_prefill.serve._errors import ApiError

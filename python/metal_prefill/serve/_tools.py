@@ -1,7 +1,5 @@
 """Tool calls: offered tools, required calls, and the format of calls."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Collection

@@ -1,7 +1,5 @@
 """Endpoints for vectors, ranks and classes, computed in passes shared with other requests."""
 
-from __future__ import annotations
-
 import base64
 import uuid
 from collections.abc import Iterable, Iterator, Sequence

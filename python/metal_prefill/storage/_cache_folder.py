@@ -1,7 +1,5 @@
 """Cache folder: location, keys and eviction of files that can be regenerated."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

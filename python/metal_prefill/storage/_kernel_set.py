@@ -4,8 +4,6 @@ The CPU engine chooses between two sets by the speed of the products of bfloat16
 differently, so a process that measured anew on a busy machine could get other bits than the one before.
 """
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import os

@@ -15,8 +15,6 @@ before the first pass has copied it terminates the process (SIGBUS), as with a m
 replacing an entry is safe.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging

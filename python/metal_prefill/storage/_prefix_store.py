@@ -7,8 +7,6 @@ by hashing its own; names differ between namespaces. Each model and cache dtype 
 files are removed.
 """
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import os

@@ -5,8 +5,6 @@ complete and valid: it has a working tokenizer, and its weights are scaled so th
 magnitude through all layers, attention depends on the context, and the logits differ between tokens.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace

@@ -5,8 +5,6 @@ integer fields is valid, so these are filled with random bits, and the scales ar
 have mean zero and the requested standard deviation.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

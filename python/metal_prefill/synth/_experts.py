@@ -1,7 +1,5 @@
 """Shape of synthetic feed-forwards with experts."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from metal_prefill.files._metadata_keys import MAX_INT

@@ -1,7 +1,5 @@
 """Writer of a synthetic model's GGUF file: metadata, vocabulary and tensors."""
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Callable, Sequence

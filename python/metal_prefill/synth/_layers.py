@@ -1,7 +1,5 @@
 """Dimensions in which the layers of a synthetic model differ."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Shape of synthetic layers whose state has matrices, and their vectors."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Shapes of synthetic models."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """The tensors of a synthetic model of a given shape."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace

@@ -5,8 +5,6 @@ every merge joins two tokens to a third, no token occurs twice, and all 256 byte
 text can be encoded and decoded without change.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import count, islice

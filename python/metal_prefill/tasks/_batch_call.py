@@ -1,7 +1,5 @@
 """Checked arguments of a batch: tokens of several sessions that go through the model together."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, Literal, TypeAlias, get_args
 

@@ -1,7 +1,5 @@
 """Texts to labels: by a classification head, or by how likely a model finds each label after the text."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial

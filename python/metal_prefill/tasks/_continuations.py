@@ -1,7 +1,5 @@
 """Log probabilities of texts that continue others, such as labels and answers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import numpy as np

@@ -5,8 +5,6 @@ combined where that saves products: the last layer of a part's vector is applied
 are few.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import numpy.typing as npt
 

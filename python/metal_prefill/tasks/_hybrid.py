@@ -1,7 +1,5 @@
 """Vectors of three kinds from one pass: of texts, over the vocabulary, and of tokens (arXiv:2402.03216)."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal

@@ -1,7 +1,5 @@
 """Late interaction: texts are compared by the vectors of their tokens."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Pairs of texts that an encoder reads together, such as a query and a document."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import numpy as np

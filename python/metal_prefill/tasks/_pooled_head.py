@@ -4,8 +4,6 @@ Pooled vectors are few, so NumPy computes their products in float32. Each vector
 that the result of a text does not depend on the others.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, TypeVar
 

@@ -1,7 +1,5 @@
 """Tokens that models for late interaction add to queries (ColBERT, arXiv:2004.12832, section 3.2)."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import numpy as np

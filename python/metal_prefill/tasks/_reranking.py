@@ -1,7 +1,5 @@
 """Ranks of documents by their relevance to a query, from the score of each pair."""
 
-from __future__ import annotations
-
 import re
 import warnings
 from collections.abc import Callable, Sequence

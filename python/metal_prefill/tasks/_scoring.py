@@ -1,7 +1,5 @@
 """Many prompts at once: what they share is computed once."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Vectors over the vocabulary, as SPLADE computes them (arXiv:2109.10086)."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal

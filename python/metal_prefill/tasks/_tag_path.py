@@ -4,8 +4,6 @@ Tags are ``O``, outside of all parts of interest, and for each label ``B-``, ``I
 first token of a part, one inside, the last, and the only one.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from functools import lru_cache

@@ -1,7 +1,5 @@
 """Passes over many texts that are each computed once, without keeping their K and V."""
 
-from __future__ import annotations
-
 from collections.abc import Container, Iterator, Sequence
 from functools import partial
 from typing import Any, TypeAlias

@@ -1,7 +1,5 @@
 """Purpose of a text: how long it may be, and whether tokens expand it."""
 
-from __future__ import annotations
-
 from typing import Literal, NamedTuple
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Labels of the tokens of texts: named entities, parts of speech."""
 
-from __future__ import annotations
-
 import math
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence

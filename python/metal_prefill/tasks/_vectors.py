@@ -1,7 +1,5 @@
 """Work on vectors: nearest ones, similar pairs, groups, and numbers of fewer bits."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from heapq import nlargest
 from typing import Any, TypeAlias

@@ -6,8 +6,6 @@ the size of a trie in bytes, the trie, and replacement texts that end with NUL. 
 value follows, and the offset to the children is in bits 10 to 30, times 256 if bit 9 is set.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from metal_prefill.errors import GGUFError

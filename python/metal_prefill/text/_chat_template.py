@@ -8,8 +8,6 @@ In the rendered text, only the template's own control tokens are intact. They ar
 marker is then removed from the text between them.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import re

@@ -1,7 +1,5 @@
 """Segmentation of text with the vocabularies of encoders: WordPiece, and SentencePiece's Unigram model."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Calls as JSON: matching brackets, and values that can be serialized again."""
 
-from __future__ import annotations
-
 import json
 import re
 from contextlib import suppress

@@ -3,8 +3,6 @@
 Every function raises a `GGUFError` that names the key if the value has another type or is out of range.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

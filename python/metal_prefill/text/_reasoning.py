@@ -1,7 +1,5 @@
 """Reasoning of a model before its answer, between tags."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 LAST_TOKENS = 8  # of a prompt, enough for the tag and white space after it

@@ -3,8 +3,6 @@
 The library can let other threads run during long texts. WordPiece makes tokens of words one by one.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence

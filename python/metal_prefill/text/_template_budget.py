@@ -1,7 +1,5 @@
 """The work budget of a chat template, and the cost of each filter and method."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping, Sized
 from contextvars import ContextVar

@@ -7,8 +7,6 @@ available. A value that exceeds a limit is rejected when it is created, so that 
 as printing and comparing, take bounded time.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from functools import update_wrapper
 from typing import Any, TypeAlias, cast

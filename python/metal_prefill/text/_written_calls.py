@@ -22,8 +22,6 @@ in a single pass over the pieces of an answer. The text of the calls is then par
 that is rejected is examined again.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator, Mapping

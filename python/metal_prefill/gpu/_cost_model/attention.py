@@ -1,7 +1,5 @@
 """Work of attention."""
 
-from __future__ import annotations
-
 from math import ceil
 from typing import Any
 

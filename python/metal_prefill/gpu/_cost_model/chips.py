@@ -15,8 +15,6 @@ of an A19, which are 128 FMA for each of four schedulers. That a unit keeps its 
 [FIT] Fitted to published speeds: see docs/measurements/cost-model.md.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from math import inf
 

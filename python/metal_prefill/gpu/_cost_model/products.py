@@ -1,7 +1,5 @@
 """Work of the products with weights."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from math import ceil, log2
 

@@ -1,7 +1,5 @@
 """The dispatches of the Metal engine for a model of any shape, recorded by the engine without a GPU."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from metal_prefill import _core

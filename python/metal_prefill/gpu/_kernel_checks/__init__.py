@@ -5,8 +5,6 @@ from the buffers before, so that only the faulty kernel is reported, not those t
 engine's code unpacks the weights. For matrix products, only some rows are computed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Rotation and attention."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from typing import Any

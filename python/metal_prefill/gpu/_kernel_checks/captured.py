@@ -1,7 +1,5 @@
 """A dispatch with the contents of its buffers, and functions that several steps need."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """Feed-forwards with experts."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from metal_prefill import _core

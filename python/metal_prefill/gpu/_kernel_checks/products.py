@@ -1,7 +1,5 @@
 """Products with weights, and the embedding, whose rows are unpacked in the same way."""
 
-from __future__ import annotations
-
 import numpy as np
 import numpy.typing as npt
 

@@ -1,7 +1,5 @@
 """Steps of recurrent layers."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Norms, biases, activations and outputs."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from metal_prefill.gpu._dispatches import layout_of
