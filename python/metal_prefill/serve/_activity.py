@@ -37,10 +37,9 @@ def pass_number(request: Request) -> int:
     """Return the query parameter ``since`` of a request, or -1; raise `ApiError` for another query."""
     for name, value in request.query_params.multi_items():
         if name != "since":
-            raise ApiError(400, f"Unrecognized query parameter: {name}", param=name, code="unknown_parameter")
+            raise ApiError(f"Unrecognized query parameter: {name}", param=name, code="unknown_parameter")
         if not (value.isascii() and value.isdigit() and len(value) <= MOST_DIGITS):
             raise ApiError(
-                400,
                 f"since must be the number of a pass, in at most {MOST_DIGITS} digits; got {value[:40]!r}",
                 param="since",
                 code="invalid_value",

@@ -74,8 +74,8 @@ class InFlight:
         """Raise `ApiError` if the bytes exceed the limit."""
         if self.size > self._most:
             raise ApiError(
-                503,
                 f"{self._what} exceed {self._most} bytes in total; retry later",
+                status=503,
                 code="too_many_bytes",
                 headers={**_CLOSE, "Retry-After": "1"},
             )
@@ -108,7 +108,7 @@ class Bodies:
         _check_type(request.headers)
         limit = self._limit
         too_large = ApiError(
-            413, f"the body has more than {limit} bytes", code="request_too_large", headers=_CLOSE
+            f"the body has more than {limit} bytes", status=413, code="request_too_large", headers=_CLOSE
         )
         stated = request.headers.get("content-length", "0")
         if stated.isdigit() and int(stated) > limit:
@@ -127,8 +127,8 @@ class Bodies:
             self.requests.add(-len(body))
         if scope.cancelled_caught:
             raise ApiError(
-                408,
                 f"the body did not arrive within {self._seconds:g} s",
+                status=408,
                 code="body_timeout",
                 headers=_CLOSE,
             )
@@ -151,16 +151,16 @@ def _check_type(headers: Headers) -> None:
     kind = headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json" and not kind.endswith("+json"):
         raise ApiError(
-            415,
             f"the Content-Type must be application/json, got {kind or 'none'}",
+            status=415,
             code="unsupported_content_type",
             headers=_CLOSE,
         )
     coding = headers.get("content-encoding", "identity").strip().lower()
     if coding not in ("", "identity"):
         raise ApiError(
-            415,
             f"the Content-Encoding {coding} is not supported: send the body without compression",
+            status=415,
             code="unsupported_content_encoding",
             headers=_CLOSE,
         )

@@ -57,9 +57,7 @@ def text_of(content: Any, where: str, kinds: Collection[str] = ("text",)) -> str
         kind = part.get("type") if isinstance(part, dict) else type(part).__name__
         if kind not in kinds or not isinstance(part.get("text"), str):
             raise ApiError(
-                400,
-                f"{where} has a part of type {kind!r:.80}; supported: {', '.join(kinds)}",
-                param=where,
+                f"{where} has a part of type {kind!r:.80}; supported: {', '.join(kinds)}", param=where
             )
     return "".join(part["text"] for part in content)
 
@@ -81,7 +79,7 @@ def plain_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
         try:
             plain.append(parse_arguments(fields, f"messages[{i}]"))
         except ValueError as error:
-            raise ApiError(400, str(error), param=str(error).partition(" ")[0]) from None
+            raise ApiError(str(error), param=str(error).partition(" ")[0]) from None
     return plain
 
 
@@ -121,19 +119,17 @@ def chat_tokens(service: Service, form: ChatForm, *, fits: bool = True) -> list[
     """Encode a conversation with the template of the file; if it must fit the context, check that first."""
     variables: dict[str, Any] = dict(form.chat_template_kwargs or {})
     if reserved := sorted(set(variables) & {"messages", "tools", "documents", "add_generation_prompt"}):
-        raise ApiError(400, f"chat_template_kwargs: {reserved[0]} is reserved", param="chat_template_kwargs")
+        raise ApiError(f"chat_template_kwargs: {reserved[0]} is reserved", param="chat_template_kwargs")
     tokenizer, tools = service.model.tokenizer, offered_tools(form)
     continues = form.continue_final_message or (form.messages[-1].prefix or False)
     adds_prompt = not continues if form.add_generation_prompt is None else form.add_generation_prompt
     if continues and adds_prompt:
         raise ApiError(
-            400,
             "continue_final_message continues the last message, and add_generation_prompt begins another one",
             param="add_generation_prompt",
         )
     if continues and form.messages[-1].role != "assistant":
         raise ApiError(
-            400,
             "only a last message of the assistant can be continued",
             param=f"messages[{len(form.messages) - 1}].role",
         )
@@ -155,7 +151,7 @@ def chat_tokens(service: Service, form: ChatForm, *, fits: bool = True) -> list[
         if (name := single_call(form)) is not None:
             pieces = _until_call(partial(render, add_generation_prompt=False), form, pieces, name)
     except ChatTemplateError as error:
-        raise ApiError(400, str(error), param=param, code="invalid_messages") from None
+        raise ApiError(str(error), param=param, code="invalid_messages") from None
     texts = [text for text, _ in pieces]
     if fits:
         check_size(service.model.engine, sum(map(tokenizer.least_tokens, texts)))
@@ -211,7 +207,6 @@ def _effort(form: ChatForm, tokenizer: Tokenizer) -> dict[str, Any]:
     if tokenizer.template_reads("enable_thinking", tools):
         return {"enable_thinking": effort != "none"}
     raise ApiError(
-        400,
         "reasoning_effort: this model's chat template reads neither reasoning_effort nor enable_thinking",
         param="reasoning_effort",
         code="unsupported",

@@ -41,7 +41,7 @@ def prompts_of(prompt: str | list[TokenOrText], param: str) -> list[str | list[i
     if kinds == {int}:
         return [cast("list[int]", prompt)]
     if not prompt or int in kinds:
-        raise ApiError(400, f"{param} must be a text, token ids, or a list of either", param=param)
+        raise ApiError(f"{param} must be a text, token ids, or a list of either", param=param)
     return cast("list[str | list[int]]", prompt)
 
 
@@ -62,7 +62,7 @@ async def complete(service: Service, form: CompletionForm, reply: Reply, sender:
         "prefix_namespace": sender.namespace,
     }
     if max_tokens == 0 and not scored:
-        raise ApiError(400, "max_tokens may be 0 only with echo and logprobs", param="max_tokens")
+        raise ApiError("max_tokens may be 0 only with echo and logprobs", param="max_tokens")
 
     def streams_of(prompt: str | list[int]) -> list[Stream]:
         engine = service.model.engine
@@ -79,7 +79,7 @@ async def complete(service: Service, form: CompletionForm, reply: Reply, sender:
         token_bytes = service.model.tokenizer.token_bytes
         if form.echo and sum(len(token_bytes(t)) for s in streams for t in s.prompt.tolist()) > MOST_ECHOED:
             raise ApiError(
-                400, f"echo: more than {MOST_ECHOED} bytes of prompts", param="echo", code="answer_too_large"
+                f"echo: more than {MOST_ECHOED} bytes of prompts", param="echo", code="answer_too_large"
             )
         return streams
 
@@ -102,13 +102,10 @@ def candidates_of(form: CompletionForm) -> int:
     """Return how many texts to generate for each prompt, of which `n` are returned."""
     n, made = form.n or 1, form.best_of or form.n or 1
     if made < n:
-        raise ApiError(400, f"best_of must be at least n, which is {n}; got {made}", param="best_of")
+        raise ApiError(f"best_of must be at least n, which is {n}; got {made}", param="best_of")
     if made > n and form.stream:
         raise ApiError(
-            400,
-            f"best_of must be n, which is {n}, in a stream; got {made}",
-            param="best_of",
-            code="unsupported",
+            f"best_of must be n, which is {n}, in a stream; got {made}", param="best_of", code="unsupported"
         )
     return made
 
@@ -138,10 +135,7 @@ def _prompt_tokens(service: Service, form: CompletionForm, prompt: str) -> list[
         return encode(prompt, add_bos)
     if (fill := tokenizer.fill_tokens) is None:
         raise ApiError(
-            400,
-            "suffix: this model has no tokens to fill in the middle",
-            param="suffix",
-            code="unsupported",
+            "suffix: this model has no tokens to fill in the middle", param="suffix", code="unsupported"
         )
     before, between, after = fill
     return [*encode("", add_bos), before, *encode(prompt, False), between, *encode(form.suffix, False), after]

@@ -82,8 +82,8 @@ def allow_files(settings: Settings) -> None:
 def _refusal(settings: Settings) -> ASGIApp:
     """Return the application that answers connections beyond the limit."""
     error = ApiError(
-        503,
         f"{settings.max_connections} connections are open, which is the limit of this server; retry later",
+        status=503,
         code="too_many_connections",
         headers={"Retry-After": "1", "Connection": "close"},
     )

@@ -83,7 +83,7 @@ class Endpoint(Generic[_Form]):
             most = self._service.model.max_context
             limit = f"This model's maximum context length is {most} tokens"
             message = f"{limit}. However, the prompt is too long: {error}"
-            await reply.error(ApiError(400, message, code="context_length_exceeded"))
+            await reply.error(ApiError(message, code="context_length_exceeded"))
         except (StalledClientError, OSError):  # uvicorn closes the connection
             log.info("a client stopped reading its answer")
         except Exception as error:

@@ -31,9 +31,9 @@ class ApiError(Exception):
 
     def __init__(
         self,
-        status: int,
         message: str,
         *,
+        status: int = 400,
         code: str | None = None,
         param: str | None = None,
         headers: Mapping[str, str] | None = None,
@@ -68,7 +68,7 @@ class ApiError(Exception):
 
 def missing(param: str) -> ApiError:
     """Return the error for a request without a field."""
-    return ApiError(400, f"you must provide {param}", param=param, code="missing_required_parameter")
+    return ApiError(f"you must provide {param}", param=param, code="missing_required_parameter")
 
 
 def api_error(error: Exception) -> ApiError:
@@ -76,26 +76,28 @@ def api_error(error: Exception) -> ApiError:
     if isinstance(error, ApiError):
         return error
     if isinstance(error, HTTPException):  # from the router: unknown path or method
-        return ApiError(error.status_code, error.detail, headers=error.headers)
+        return ApiError(error.detail, status=error.status_code, headers=error.headers)
     if isinstance(error, ContextOverflowError):
-        return ApiError(400, str(error), code="context_length_exceeded")
+        return ApiError(str(error), code="context_length_exceeded")
     if isinstance(error, KVMemoryError):
         # A text that lacks pages waits for other texts to free theirs; this one exceeds the whole pool.
-        return ApiError(400, str(error), code="kv_memory_exceeded")
+        return ApiError(str(error), code="kv_memory_exceeded")
     if isinstance(error, NoWorkerError):
-        return ApiError(503, str(error), code="no_constraint_worker", headers=_RETRY)
+        return ApiError(str(error), status=503, code="no_constraint_worker", headers=_RETRY)
     if isinstance(error, ConstraintError):
-        return ApiError(400, str(error), code="invalid_constraint")
+        return ApiError(str(error), code="invalid_constraint")
     if isinstance(error, MissingExtraError):
-        return ApiError(400, f"not supported by this server: {error}", code="unsupported")
+        return ApiError(f"not supported by this server: {error}", code="unsupported")
     if isinstance(error, ClosedError):
-        return ApiError(503, "the server is closing", code="closing")
+        return ApiError("the server is closing", status=503, code="closing")
     if isinstance(error, (ValueError, TypeError)):
-        return ApiError(400, str(error))
+        return ApiError(str(error))
     log.error("a request failed", exc_info=error)
     if isinstance(error, (DeviceError, MemoryError)):
-        return ApiError(503, f"{type(error).__name__}: {error}", code="out_of_resources", headers=_RETRY)
-    return ApiError(500, f"{type(error).__name__}: {error}", code="internal_error", headers=NO_RETRY)
+        return ApiError(
+            f"{type(error).__name__}: {error}", status=503, code="out_of_resources", headers=_RETRY
+        )
+    return ApiError(f"{type(error).__name__}: {error}", status=500, code="internal_error", headers=NO_RETRY)
 
 
 async def answer_error(request: Request, error: Exception) -> Response:
@@ -103,8 +105,8 @@ async def answer_error(request: Request, error: Exception) -> Response:
     answer = api_error(error)
     path = request.url.path
     if answer.status == 404 and isinstance(error, HTTPException):
-        answer = ApiError(404, f"there is no path {path}", code="unknown_path")
+        answer = ApiError(f"there is no path {path}", status=404, code="unknown_path")
     elif answer.status == 405:
         takes = answer.headers.get("Allow", "another method")
-        answer = ApiError(405, f"{path} takes {takes}, not {request.method}", headers=answer.headers)
+        answer = ApiError(f"{path} takes {takes}, not {request.method}", status=405, headers=answer.headers)
     return answer.response()

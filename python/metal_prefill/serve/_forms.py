@@ -297,7 +297,6 @@ def decode(body: bytes, form: type[_Form]) -> _Form:
     """
     if len(body) > LARGE and (count := count_values(body)) > MOST_VALUES:
         raise ApiError(
-            400,
             f"the body has {count} strings, arrays and objects; the limit is {MOST_VALUES}",
             code="too_many_values",
         )
@@ -311,7 +310,7 @@ def decode(body: bytes, form: type[_Form]) -> _Form:
     except msgspec.ValidationError as error:
         raise _invalid(str(error), body) from None
     except (ValueError, RecursionError) as error:
-        raise ApiError(400, f"the body is not JSON: {error}", code="invalid_json") from None
+        raise ApiError(f"the body is not JSON: {error}", code="invalid_json") from None
 
 
 def _without_nulls(value: Any, kind: Any) -> Any:
@@ -343,9 +342,9 @@ def _invalid(message: str, body: bytes) -> ApiError:
     ):
         if found := pattern.fullmatch(text):
             param = f"{place}.{found[1]}" if place else found[1]
-            return ApiError(400, problem + param, param=param, code=code)
+            return ApiError(problem + param, param=param, code=code)
     text = text[0].lower() + text[1:]
-    return ApiError(400, f"{place}: {text}" if place else text, param=place, code="invalid_value")
+    return ApiError(f"{place}: {text}" if place else text, param=place, code="invalid_value")
 
 
 def _first_invalid(body: bytes) -> int:

@@ -75,23 +75,19 @@ def constraint_errors(form: TextForm, field: str | None = None) -> Iterator[None
         given = (
             name for name in ("regex", "grammar", "structured_outputs") if getattr(form, name) is not None
         )
-        raise ApiError(400, str(error), param=field or next(given, None), code="invalid_constraint") from None
+        raise ApiError(str(error), param=field or next(given, None), code="invalid_constraint") from None
 
 
 def _stops(form: TextForm) -> list[str]:
     stops = [form.stop] if isinstance(form.stop, str) else form.stop or []
     if len(stops) > MOST_STOPS:
         raise ApiError(
-            400,
-            f"stop: {len(stops)} stop strings; the limit is {MOST_STOPS}",
-            param="stop",
-            code="invalid_value",
+            f"stop: {len(stops)} stop strings; the limit is {MOST_STOPS}", param="stop", code="invalid_value"
         )
     for i, stop in enumerate(stops):
         if len(stop) > MOST_STOP_CHARACTERS:
             param = "stop" if isinstance(form.stop, str) else f"stop[{i}]"
             raise ApiError(
-                400,
                 f"{param}: a stop string of {len(stop)} characters; the limit is {MOST_STOP_CHARACTERS}",
                 param=param,
                 code="invalid_value",
@@ -103,7 +99,6 @@ def check_count(service: Service, texts: int, param: str = "n") -> int:
     """Return the number of texts; raise `ApiError` if there are too many or the model is an encoder."""
     if texts > service.settings.max_texts:
         raise ApiError(
-            400,
             f"the request asks for {texts} texts; the limit is {service.settings.max_texts}",
             code="too_many_texts",
             param=param,
@@ -111,9 +106,7 @@ def check_count(service: Service, texts: int, param: str = "n") -> int:
     try:
         service.model.engine.check_generates()
     except ValueError as error:
-        raise ApiError(
-            400, f"{service.names[0]} does not generate text: {error}", code="unsupported"
-        ) from None
+        raise ApiError(f"{service.names[0]} does not generate text: {error}", code="unsupported") from None
     return texts
 
 

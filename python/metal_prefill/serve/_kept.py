@@ -29,8 +29,8 @@ class KeptConversations:
         """Return a conversation; raise `ApiError` if it is not kept."""
         if (raw := self._kept.get((namespace, id_))) is None:
             raise ApiError(
-                404,
                 f"Previous response with id {id_!r} not found: this server keeps the latest ones in memory",
+                status=404,
                 param="previous_response_id",
                 code="previous_response_not_found",
             )

@@ -31,7 +31,9 @@ class RequireKey:
             # All keys are compared, each in constant time, so that the time reveals nothing about them.
             if sum(hmac.compare_digest(given, known) for known in self._keys) == 0:
                 problem = "Incorrect API key provided" if given else "You didn't provide an API key"
-                error = ApiError(401, problem, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+                error = ApiError(
+                    problem, status=401, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"}
+                )
                 await error.response()(scope, receive, send)
                 return
         await self._app(scope, receive, send)

@@ -115,7 +115,7 @@ def chat_form(service: Service, form: CountForm) -> ChatForm:
 
 def _tool_of(tool: dict[str, Any], i: int) -> dict[str, Any]:
     if (kind := tool.get("type", "custom")) not in ("custom", None):
-        raise ApiError(400, f"tools[{i}]: the type {kind!r:.80} is not supported", param=f"tools[{i}].type")
+        raise ApiError(f"tools[{i}]: the type {kind!r:.80} is not supported", param=f"tools[{i}].type")
     renamed = {"name": "name", "description": "description", "input_schema": "parameters"}
     function = {new: tool[old] for old, new in renamed.items() if tool.get(old) is not None}
     return {"type": "function", "function": function}
@@ -133,9 +133,7 @@ def _messages_of(message: dict[str, Any], where: str, names: dict[str, str]) -> 
     """Convert a message; results of tools become messages of their own, before its text."""
     role, content = message.get("role"), message.get("content")
     if role not in ("user", "assistant", "system"):
-        raise ApiError(
-            400, f"{where}.role must be user or assistant, got {role!r:.80}", param=f"{where}.role"
-        )
+        raise ApiError(f"{where}.role must be user or assistant, got {role!r:.80}", param=f"{where}.role")
     if not isinstance(content, list):
         return [Message(role=role, content=text_of(content, f"{where}.content"))]
     results, texts, thoughts, calls = list[Message](), list[str](), list[str](), list[dict[str, Any]]()

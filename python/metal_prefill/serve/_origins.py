@@ -45,15 +45,17 @@ class RefuseForeign:
         host, origin = headers.get("host", "localhost"), headers.get("origin")
         if not self._allows(host):
             return ApiError(
-                403, f"{host!r} is not a name of this server; --allowed-host adds names", code="foreign_host"
+                f"{host!r} is not a name of this server; --allowed-host adds names",
+                status=403,
+                code="foreign_host",
             )
         if origin is None or not self._origins.isdisjoint({"*", origin.lower()}):
             return None
         if origin.lower().partition("://")[2] == host.lower():
             return None
         return ApiError(
-            403,
             f"pages of {origin!r} may not use this server; --cors-origin allows origins",
+            status=403,
             code="foreign_origin",
         )
 

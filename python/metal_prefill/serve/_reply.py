@@ -151,4 +151,6 @@ class Reply:
 
 def timeout_error(seconds: float) -> ApiError:
     """Return the error for an answer that took too long, marked as not worth retrying."""
-    return ApiError(504, f"the answer took longer than {seconds:g} s", code="timeout", headers=NO_RETRY)
+    return ApiError(
+        f"the answer took longer than {seconds:g} s", status=504, code="timeout", headers=NO_RETRY
+    )

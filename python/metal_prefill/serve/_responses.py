@@ -82,7 +82,7 @@ def chat_form(form: ResponsesForm, before: list[Message]) -> ChatForm:
     if form.instructions:
         messages.insert(0, Message(role="system", content=form.instructions))
     if not messages:
-        raise ApiError(400, "input has no messages", param="input")
+        raise ApiError("input has no messages", param="input")
     tools = None if form.tools is None else [_tool_of(tool) for tool in form.tools]
     return ChatForm(
         model=form.model,
@@ -113,7 +113,7 @@ def _tool_choice_of(
     if not isinstance(choice, dict):
         return choice
     if choice.get("type") != "function" or not isinstance(choice.get("name"), str):
-        raise ApiError(400, "tool_choice must be a mode or a function with its name", param="tool_choice")
+        raise ApiError("tool_choice must be a mode or a function with its name", param="tool_choice")
     return ToolChoice("function", NamedFunction(choice["name"]))
 
 
@@ -126,7 +126,6 @@ def _format_of(format_: dict[str, Any] | None) -> ResponseFormat | None:
     if kind == "text" or kind == "json_object":
         return ResponseFormat(kind)
     raise ApiError(
-        400,
         f"text.format must be of type text, json_object or json_schema with a schema, got {format_!r:.80}",
         param="text.format",
     )
@@ -170,7 +169,6 @@ def _messages_of(input_: str | list[dict[str, Any]]) -> list[Message]:
             messages.append(Message(role="assistant", reasoning_content=text or None))
         else:
             raise ApiError(
-                400,
                 f"{where}: items of type {kind!r:.80} are not supported",
                 param=f"{where}.type",
                 code="unsupported",

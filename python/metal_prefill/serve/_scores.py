@@ -84,7 +84,6 @@ def scores_of(held: InFlight, streams: Sequence[Stream], logprobs: int | None) -
     count = sum(stream.most_pieces for stream in streams) * (1 + logprobs)
     if count > MOST_SCORES:
         raise ApiError(
-            400,
             f"logprobs: up to {count} log probabilities of prompts and answers; the limit is {MOST_SCORES}",
             param="logprobs",
             code="too_many_logprobs",

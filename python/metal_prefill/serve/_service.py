@@ -89,8 +89,8 @@ class Service:
         if name is None or name in self.names:
             return name or self.names[0]
         raise ApiError(
-            404,
             f"The model {name!r} does not exist; this server has {' or '.join(map(repr, self.names))}",
+            status=404,
             code="model_not_found",
             param="model",
         )
@@ -109,7 +109,6 @@ class Service:
         """Raise `ApiError` if a text has too many bytes."""
         if size > self.most_text:
             raise ApiError(
-                400,
                 f"{param}: a text of {size} bytes; the limit is {self.most_text}",
                 param=param,
                 code="text_too_long",
@@ -154,14 +153,14 @@ class Service:
         room = settings.max_streams + settings.max_queue
         if texts > room:
             raise ApiError(
-                400, f"{texts} texts are wanted; this server takes {room} at a time", code="too_many_texts"
+                f"{texts} texts are wanted; this server takes {room} at a time", code="too_many_texts"
             )
         if self._texts + texts > room:
             waiting = max(self._texts - settings.max_streams, 0)
             seconds = self._mean_seconds * (1 + waiting / settings.max_streams)
             raise ApiError(
-                429,
                 f"the queue is full: {waiting} texts wait, of {settings.max_queue} that may",
+                status=429,
                 code="queue_full",
                 headers={"Retry-After": str(min(max(math.ceil(seconds), 1), MOST_RETRY_AFTER))},
             )
@@ -243,7 +242,9 @@ class Service:
             if not passes.has_asked:  # it would not fit alone either
                 raise
             # Unlike a text, it does not wait for the pages of others.
-            raise ApiError(503, str(error), code="kv_memory_exceeded", headers={"Retry-After": "1"}) from None
+            raise ApiError(
+                str(error), status=503, code="kv_memory_exceeded", headers={"Retry-After": "1"}
+            ) from None
         finally:
             passes.cancel()
 

@@ -13,9 +13,7 @@ async def tokenize(service: Service, form: TokenizeForm, reply: Reply, sender: S
     service.check_model(form.model)
     given = [value for value in (form.prompt, form.content, form.messages) if value is not None]
     if len(given) != 1:
-        raise ApiError(
-            400, f"pass exactly one of prompt, content and messages; got {len(given)}", param="prompt"
-        )
+        raise ApiError(f"pass exactly one of prompt, content and messages; got {len(given)}", param="prompt")
     tokenizer = service.model.tokenizer
 
     def encode() -> list[int]:

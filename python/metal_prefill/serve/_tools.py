@@ -17,7 +17,6 @@ def offered_tools(form: ChatForm) -> list[dict[str, Any]] | None:
     for i, tool in enumerate(form.tools or ()):
         if (kind := tool.get("type") or "function") != "function":
             raise ApiError(
-                400,
                 f"tools[{i}]: the type {kind!r:.80} is not supported; tools must be functions",
                 param=f"tools[{i}].type",
                 code="unsupported",
@@ -43,7 +42,7 @@ def call_constraint(form: ChatForm) -> dict[str, Any] | None:
     if not tools or (wanted is not None and wanted not in names):
         what = "a tool" if wanted is None else f"the tool {wanted!r}"
         offered = f"the tools are: {', '.join(sorted(names))}" if tools else "there are no tools"
-        raise ApiError(400, f"tool_choice asks for {what}; {offered}", param="tool_choice")
+        raise ApiError(f"tool_choice asks for {what}; {offered}", param="tool_choice")
     calls, definitions = [], {}
     for i, tool in enumerate(tools):
         if wanted is None or tool_names([tool]) == {wanted}:
@@ -99,14 +98,14 @@ def _parameters(tool: dict[str, Any], number: int) -> dict[str, Any]:
     where = f"tools[{number}].parameters"
     given = tool.get("function", tool).get("parameters") or {"type": "object", "properties": {}}
     if not isinstance(given, dict):
-        raise ApiError(400, f"{where} must be a JSON schema, got {json.dumps(given):.80}", param=where)
+        raise ApiError(f"{where} must be a JSON schema, got {json.dumps(given):.80}", param=where)
     given = {
         key: value for key, value in given.items() if key != "$id"
     }  # no reference is resolved against it
     try:
         found: dict[str, Any] = _moved(given, f"#/$defs/tool{number}", where, closed=not _combines(given))
     except RecursionError:
-        raise ApiError(400, f"{where} is nested too deeply", param=where) from None
+        raise ApiError(f"{where} is nested too deeply", param=where) from None
     return _closed(found)
 
 
@@ -125,13 +124,12 @@ def _moved(value: Any, root: str, where: str, closed: bool) -> Any:
         elif key == "$ref" and isinstance(item, str):
             if item != "#" and not item.startswith("#/"):
                 raise ApiError(
-                    400,
                     f"{where}: $ref {item!r:.80} is not supported; references are '#' or begin with '#/'",
                     param=where,
                 )
             moved[key] = root + item[1:]
         elif key == "$id" and isinstance(item, str):
-            raise ApiError(400, f"{where}: $id {item!r:.80} is supported at the top only", param=where)
+            raise ApiError(f"{where}: $id {item!r:.80} is supported at the top only", param=where)
         else:
             moved[key] = _moved(item, root, where, closed)
     return _closed(moved) if closed else moved

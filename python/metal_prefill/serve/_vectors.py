@@ -40,7 +40,7 @@ MOST_NUMBERS = MOST_ANSWER // _NUMBER  # of the vectors of a request
 
 def _check_inputs(service: Service, count: int, param: str) -> None:
     if count > (limit := service.settings.max_inputs):
-        raise ApiError(400, f"{param} has {count} texts; the limit is {limit}", param=param)
+        raise ApiError(f"{param} has {count} texts; the limit is {limit}", param=param)
 
 
 async def embed(service: Service, form: EmbeddingForm, reply: Reply, sender: Sender) -> None:
@@ -81,7 +81,7 @@ async def predict(service: Service, form: PredictForm, reply: Reply, sender: Sen
     for i, item in enumerate(items):
         parts = [item] if isinstance(item, str) else item
         if len(parts) not in (1, 2):
-            raise ApiError(400, f"inputs[{i}] has {len(parts)} texts, must have one or two", param="inputs")
+            raise ApiError(f"inputs[{i}] has {len(parts)} texts, must have one or two", param="inputs")
         for part in parts:
             service.check_text(part, f"inputs[{i}]")
         texts.append(parts[0] if len(parts) == 1 else (parts[0], parts[1]))
@@ -89,7 +89,6 @@ async def predict(service: Service, form: PredictForm, reply: Reply, sender: Sen
     size = len(texts) * sum(MOST_ESCAPED * len(label.encode()) + _LABELED for label in head.labels)
     if size > MOST_ANSWER:
         raise ApiError(
-            400,
             f"inputs: {len(texts)} texts with {len(head.labels)} labels each exceed an answer of "
             f"{MOST_ANSWER} bytes",
             param="inputs",
@@ -124,10 +123,9 @@ async def _embedded(
         try:
             pooling = check_pooling(engine, service.settings.pooling)
         except ValueError as error:
-            raise ApiError(400, f"{error} (set by the server option --pooling)", code="unsupported") from None
+            raise ApiError(f"{error} (set by the server option --pooling)", code="unsupported") from None
         if pooling == "none" and packed:
             raise ApiError(
-                400,
                 "encoding_format base64 has no shape, and this model has a vector for each token: use float",
                 param="encoding_format",
                 code="unsupported",
@@ -151,7 +149,7 @@ async def _embedded(
                 try:
                     ids = token_array(text, engine.config.vocab_size)
                 except ValueError as error:
-                    raise ApiError(400, f"text {i}: {error}", param="input") from None
+                    raise ApiError(f"text {i}: {error}", param="input") from None
                 cut = form.truncate == "end" and len(ids) > engine.max_context
                 ids = ids[: engine.max_context] if cut else ids
                 check_length(engine, len(ids), f"text {i}")
@@ -161,7 +159,6 @@ async def _embedded(
         width = vector_width(engine, pooling, form.dimensions)
         if count * width > MOST_NUMBERS:
             raise ApiError(
-                400,
                 f"input: {count} vectors of {width} numbers; an answer may have {MOST_NUMBERS} numbers",
                 param="input",
                 code="answer_too_large",
@@ -307,9 +304,7 @@ def _document(document: str | dict[str, Any], i: int, fields: Sequence[str] | No
     values = [value for name in names if isinstance(value := document.get(name), str)]
     if not values or len(values) < len(names):
         wanted = "'text'" if fields is None else f"texts of rank_fields: {', '.join(fields)}"
-        raise ApiError(
-            400, f"documents[{i}] must be a text or an object with {wanted}", param=f"documents[{i}]"
-        )
+        raise ApiError(f"documents[{i}] must be a text or an object with {wanted}", param=f"documents[{i}]")
     return values[0] if len(names) == 1 else "\n".join(map("{}: {}".format, names, values))
 
 
@@ -326,4 +321,4 @@ def _check_ranks(service: Service, options: Options) -> None:
 
 
 def _no_ranks(message: str) -> ApiError:
-    return ApiError(400, message, code="unsupported")
+    return ApiError(message, code="unsupported")
