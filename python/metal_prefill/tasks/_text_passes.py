@@ -12,7 +12,7 @@ from metal_prefill._support.arguments import Progress
 from metal_prefill.engine import Engine
 from metal_prefill.errors import NumericalError
 from metal_prefill.files._task_config import Pooling
-from metal_prefill.tasks._query_expansion import query_expansion
+from metal_prefill.tasks._text_roles import query_expansion
 
 Ids = npt.NDArray[np.int32]
 # Vectors of several texts, [texts, dim], or an array for each text.
