@@ -26,21 +26,12 @@ _OWN = re.compile(r"(?P<module>.+)\.parametrizations\.weight\.0\.lora_(?P<part>[
 
 
 def adapted(
-    config: Fields, weights: Mapping[str, Weight], adapter: Path | None, prefixes: tuple[str, ...]
+    config: Fields,  # configuration of the folder, which names the adapters within its weights
+    weights: Mapping[str, Weight],
+    adapter: Path | None,  # folder of the adapter, or the name of one within the weights
+    prefixes: tuple[str, ...],  # beginnings of names that the folder or the adapter may lack
 ) -> Mapping[str, Weight]:
-    """Return the weights of a folder with those of an adapter added, if there is one.
-
-    Parameters
-    ----------
-    config
-        Configuration of the folder, which names the adapters within its weights.
-    weights
-        Those of the folder.
-    adapter
-        Folder of the adapter, or the name of one within the weights.
-    prefixes
-        Beginnings of names that the folder or the adapter may lack.
-    """
+    """Return the weights of a folder with those of an adapter added, if there is one."""
     own = [str(name) for name in config.sequence("lora_adaptations")]
     if own:
         index = own.index(str(adapter)) if str(adapter) in own else None
@@ -89,18 +80,12 @@ def _matrix(weight: Weight, index: int) -> Weight:
     return replace(part, shape=part.shape[1:])
 
 
-def merged(weights: Mapping[str, Weight], adapter: Path, prefixes: tuple[str, ...]) -> dict[str, Weight]:
-    """Return the weights of a folder with those of an adapter added.
-
-    Parameters
-    ----------
-    weights
-        Those of the folder.
-    adapter
-        Folder of the adapter.
-    prefixes
-        Beginnings of names that the folder or the adapter may lack.
-    """
+def merged(
+    weights: Mapping[str, Weight],
+    adapter: Path,  # folder of the adapter
+    prefixes: tuple[str, ...],  # beginnings of names that the folder or the adapter may lack
+) -> dict[str, Weight]:
+    """Return the weights of a folder with those of an adapter added."""
     config = Fields.read(adapter / ADAPTER)
     _check(config)
     if not (adapter / FILE).is_file():

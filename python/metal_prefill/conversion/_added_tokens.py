@@ -25,26 +25,15 @@ class ListedTokens:
 
 
 def listed_tokens(
-    json: Fields,
-    ids: Mapping[str, int],
-    tokens: Sequence[str] | None = None,
+    json: Fields,  # contents of ``tokenizer.json``
+    ids: Mapping[str, int],  # ids of the model's tokens
+    tokens: Sequence[str] | None = None,  # the model's tokens by id, if several have the same text
     *,
+    # Whether the normalizer keeps a spelling, so that normalized text has it where the text does. None for
+    # WordPiece, whose segmenter recognizes added tokens in normalized text.
     survives: Callable[[str], bool] | None,
 ) -> ListedTokens:
-    """Return the token of each id, and its type, with the tokens that are added to the vocabulary.
-
-    Parameters
-    ----------
-    json
-        Contents of ``tokenizer.json``.
-    ids
-        Ids of the model's tokens.
-    tokens
-        The model's tokens by id, if several have the same text.
-    survives
-        Whether the normalizer keeps a spelling, so that normalized text has it where the text does. None for
-        WordPiece, whose segmenter recognizes added tokens in normalized text.
-    """
+    """Return the token of each id, and its type, with the tokens that are added to the vocabulary."""
     if not json.object("normalizer").values:
         survives = lambda text: True  # noqa: E731
     by_id = dict(enumerate(tokens)) if tokens is not None else {i: text for text, i in ids.items()}

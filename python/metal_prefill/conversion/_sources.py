@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, TypeAlias
 
+import gguf
+
 from metal_prefill.conversion import _deberta, _experts, _gemma4, _scan_settings, _settings, _static
 from metal_prefill.conversion._fields import MAX_LAYERS, Fields
 from metal_prefill.conversion._settings import Values
@@ -969,14 +971,8 @@ def metadata_of(source: Source, config: Fields) -> dict[str, Any]:
     return {**found, **source.more(config)}
 
 
-def gguf_name(source: Source, task: Task, names: Any, name: str) -> str | None:
-    """Return the name of a tensor in a GGUF file, or None for a tensor that is left out.
-
-    Parameters
-    ----------
-    names
-        A `gguf.TensorNameMap`.
-    """
+def gguf_name(source: Source, task: Task, names: gguf.TensorNameMap, name: str) -> str | None:
+    """Return the name of a tensor in a GGUF file, or None for a tensor that is left out."""
     if re.fullmatch(source.made, name):
         return name
     bare = name

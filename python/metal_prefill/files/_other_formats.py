@@ -14,13 +14,7 @@ _SIGNATURES = (
 
 
 def recognized(head: bytes) -> str | None:
-    """Return what a file is and how to get the model instead, or None for an unknown format.
-
-    Parameters
-    ----------
-    head
-        Its first bytes, at most `RECOGNIZED_BYTES`.
-    """
+    """Return what a file with these first bytes is and how to get the model instead; None if unknown."""
     if head.startswith(b"version https://git-lfs.github.com/"):
         size = re.search(rb"^size (\d+)$", head, flags=re.MULTILINE)
         of = f" of {int(size[1]):,} bytes" if size and len(size[1]) < 20 else ""

@@ -27,25 +27,15 @@ class _AdvanceRequest(TypedDict):
 
 
 class Choosing:
-    """Choice of tokens by a sampler among those that a constraint allows.
-
-    Parameters
-    ----------
-    sampler
-        None if the engine's argmax chooses tokens; there is no constraint then.
-    constraint
-        Of the text, if any.
-    stop_ids
-        Ids that end the text, which the constraint does not receive.
-    forces
-        Whether to compute forced tokens. They are not sampled, and have no log probabilities.
-    """
+    """Choice of tokens by a sampler among those that a constraint allows."""
 
     def __init__(
         self,
+        # None if the engine's argmax chooses tokens; there is no constraint then.
         sampler: _core.Sampler | None,
-        constraint: Constraint | None,
-        stop_ids: frozenset[int],
+        constraint: Constraint | None,  # of the text, if any
+        stop_ids: frozenset[int],  # ids that end the text, which the constraint does not receive
+        # Whether to compute forced tokens. They are not sampled, and have no log probabilities.
         forces: bool,
     ) -> None:
         self.sampler, self.constraint = sampler, constraint
@@ -74,15 +64,14 @@ class Choosing:
         if request is not None and self.constraint is not None:
             self.constraint.send_advance(**request)
 
-    def advance(self, chosen: Sequence[int], free: Sequence[int], room: int) -> None:
+    def advance(
+        self,
+        # Tokens of the pass, and those of them that were not given.
+        chosen: Sequence[int],
+        free: Sequence[int],
+        room: int,  # number of tokens that the text may still have
+    ) -> None:
         """Advance the constraint by the tokens of a pass.
-
-        Parameters
-        ----------
-        chosen, free
-            Tokens of the pass, and those of them that were not given.
-        room
-            Number of tokens that the text may still have.
 
         Raises
         ------

@@ -299,17 +299,6 @@ class _Request(NamedTuple):
 class Constraint:
     """The constraint of one text, token by token.
 
-    Parameters
-    ----------
-    tokenizer
-        Of the model.
-    json_schema
-        The text is JSON that a schema describes: a mapping, or its JSON.
-    regex
-        The whole text matches it.
-    grammar
-        Lark grammar, from its rule `start`.
-
     Raises
     ------
     ValueError
@@ -324,9 +313,10 @@ class Constraint:
         self,
         tokenizer: Tokenizer,
         *,
+        # The text is JSON that a schema describes: a mapping, or its JSON.
         json_schema: Mapping[str, Any] | str | None = None,
-        regex: str | None = None,
-        grammar: str | None = None,
+        regex: str | None = None,  # the whole text matches it
+        grammar: str | None = None,  # Lark grammar, from its rule `start`
     ) -> None:
         given = {"json_schema": json_schema, "regex": regex, "grammar": grammar}
         sources = {kind: source for kind, source in given.items() if source is not None}
@@ -379,17 +369,14 @@ class Constraint:
         if self._answer is None:
             self._send(_Request(os.getpid(), "advance", _advance_arguments(tokens, most_forced, room)))
 
-    def advance(self, tokens: Sequence[int], *, most_forced: int = 0, room: int | None = None) -> Step:
+    def advance(
+        self,
+        tokens: Sequence[int],  # tokens of the text; none of them ends texts
+        *,
+        most_forced: int = 0,  # maximum number of forced tokens to take; 0 does not compute them
+        room: int | None = None,  # number of tokens that the text may still have
+    ) -> Step:
         """Advance by tokens, as far as the mask allows them, and by forced tokens.
-
-        Parameters
-        ----------
-        tokens
-            Tokens of the text; none of them ends texts.
-        most_forced
-            Maximum number of forced tokens to take; 0 does not compute them.
-        room
-            Number of tokens that the text may still have.
 
         Raises
         ------

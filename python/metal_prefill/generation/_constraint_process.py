@@ -74,17 +74,15 @@ class Worker:
         self._finalizer = finalize(self, _end_quietly, requests, server.ended, pid)
         _processes.add(self)
 
-    def ask(self, limits: Limits, encode: Encode, action: str, *arguments: Any) -> tuple[list[Any], bytes]:
+    def ask(
+        self,
+        limits: Limits,
+        encode: Encode,  # function that tokenizes a string, which the worker may request before it answers
+        # A method of the worker.
+        action: str,
+        *arguments: Any,
+    ) -> tuple[list[Any], bytes]:
         """Send a request and return its answer.
-
-        Parameters
-        ----------
-        limits
-            Limits on time.
-        encode
-            Function that tokenizes a string, which the worker may request before it answers.
-        action, arguments
-            A method of the worker.
 
         Raises
         ------

@@ -119,36 +119,21 @@ class StopFilter:
 
 
 class TextWriter:
-    """Decodes tokens, and ends the text.
-
-    Parameters
-    ----------
-    decoder
-        Of the tokens.
-    stops, stop_ids
-        Strings and ids that end the text and are not part of it.
-    gate
-        Divides reasoning, in which stop strings do not count, from the answer; None without reasoning.
-    given
-        Number of first tokens that belong to the prompt and have no text.
-    least
-        Number of tokens after which stop strings end the text.
-    most
-        Number of tokens after which the text ends with ``"length"``.
-    room
-        Number of tokens after which it ends with ``"context"``; the last one is not written to the cache.
-    """
+    """Decodes tokens, and ends the text."""
 
     def __init__(
         self,
-        decoder: TokenDecoder,
+        decoder: TokenDecoder,  # of the tokens
+        # Strings and ids that end the text and are not part of it.
         stops: Sequence[str],
         stop_ids: frozenset[int],
+        # Divides reasoning, in which stop strings do not count, from the answer; None without reasoning.
         gate: ReasoningGate | None = None,
         *,
-        given: int,
-        least: int,
-        most: int,
+        given: int,  # number of first tokens that belong to the prompt and have no text
+        least: int,  # number of tokens after which stop strings end the text
+        most: int,  # number of tokens after which the text ends with ``"length"``
+        # Number of tokens after which it ends with ``"context"``; the last one is not written to the cache.
         room: int,
     ) -> None:
         self._decoder, self._filter = decoder, StopFilter(stops)

@@ -87,23 +87,14 @@ class _Call(NamedTuple):
 
 
 class EngineLoop:
-    """Run a scheduler in a separate thread while there is something to compute.
-
-    Parameters
-    ----------
-    model
-        Owner of the engine.
-    max_streams
-        Limit of the scheduler.
-    after_pass
-        Called in that thread with the scheduler after each pass.
-    """
+    """Run a scheduler in a separate thread while there is something to compute."""
 
     def __init__(
         self,
-        model: EngineOwner,
+        model: EngineOwner,  # owner of the engine
         *,
-        max_streams: int = 32,
+        max_streams: int = 32,  # limit of the scheduler
+        # Called in that thread with the scheduler after each pass.
         after_pass: Callable[[Scheduler], object] | None = None,
     ) -> None:
         self._model = model

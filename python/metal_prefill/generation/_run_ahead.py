@@ -16,13 +16,11 @@ class RunAhead:
         # Whether the engine may already be computing the next tokens, which then get no drafts.
         self.sent = False
 
-    def begin(self, continues: bool) -> bool:
+    def begin(
+        self,
+        continues: bool,  # whether the chosen tokens will be appended next, without drafts
+    ) -> bool:
         """Start the clock of a pass.
-
-        Parameters
-        ----------
-        continues
-            Whether the chosen tokens will be appended next, without drafts.
 
         Returns
         -------
@@ -33,17 +31,14 @@ class RunAhead:
         self._start = time.perf_counter()
         return self._next
 
-    def end(self, rows: int, session: _core.Session | None) -> float:
-        """Stop the clock and return the seconds that the host waited.
-
-        Parameters
-        ----------
-        rows
-            Rows of the pass; 0 if its time does not represent passes with as many rows.
-        session
-            A session of the pass. The host saw only the rest of a pass that was submitted ahead, so its time
-            is the GPU's.
-        """
+    def end(
+        self,
+        rows: int,  # rows of the pass; 0 if its time does not represent passes with as many rows
+        # A session of the pass. The host saw only the rest of a pass that was submitted ahead, so its time is
+        # the GPU's.
+        session: _core.Session | None,
+    ) -> float:
+        """Stop the clock and return the seconds that the host waited."""
         seconds = time.perf_counter() - self._start
         if rows:
             ahead = self.sent and session is not None

@@ -198,28 +198,16 @@ class Speculation:
 
     def drafts(
         self,
-        most: int,
-        cost: RowCost,
+        most: int,  # maximum number of drafts
+        cost: RowCost,  # measured times of passes
+        # Rows of the pass without drafts, and the expected number of tokens that it generates.
         rows: int,
         tokens: float,
+        # Returns how many drafts a constraint allows; the next one is wrong.
         allow: Callable[[list[int]], int] | None = None,
-        sent: bool = False,
+        sent: bool = False,  # whether the pass is in flight without drafts; then none are returned
     ) -> list[int]:
-        """Make drafts for a pass.
-
-        Parameters
-        ----------
-        most
-            Maximum number of drafts.
-        cost
-            Measured times of passes.
-        rows, tokens
-            Rows of the pass without drafts, and the expected number of tokens that it generates.
-        allow
-            Returns how many drafts a constraint allows; the next one is wrong.
-        sent
-            Whether the pass is in flight without drafts; then none are returned.
-        """
+        """Make drafts for a pass."""
         self._acceptance = self._drafter.acceptance
         count = self._best_count(most, cost, rows, tokens)
         start = time.perf_counter()

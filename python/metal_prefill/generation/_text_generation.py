@@ -125,44 +125,24 @@ class NextTokens(NamedTuple):
 
 
 class Continuation:
-    """The text after one prompt: decoding and its end, the choice of tokens, and drafts.
-
-    Parameters
-    ----------
-    engine
-        Of the model.
-    ids
-        Ids of the prompt, ``[n]``.
-    max_tokens
-        Maximum number of generated tokens, at least 1.
-    context
-        Maximum number of tokens of prompt and text, the limit of the session.
-    options
-        See :meth:`metal_prefill.Session.generate`. With `reasoning`, the text may begin with reasoning. Its
-        tags are then part of the text even if they are control tokens, and stop strings end the answer only.
-        With `calls`, control tokens that mark calls of tools are part of the text.
-    prompt
-        Text of the prompt; None if it was passed as ids.
-    logprobs
-        Number of most probable tokens in each piece; None omits all log probabilities.
-    answer
-        Index of the text among those of one prompt and seed.
-    prefix_namespace
-        Namespace of the session, for a draft model.
-    """
+    """The text after one prompt: decoding and its end, the choice of tokens, and drafts."""
 
     def __init__(
         self,
         engine: Engine,
-        ids: npt.NDArray[np.int32],
-        max_tokens: int,
-        context: int,
+        ids: npt.NDArray[np.int32],  # ids of the prompt, ``[n]``
+        max_tokens: int,  # maximum number of generated tokens, at least 1
+        context: int,  # maximum number of tokens of prompt and text, the limit of the session
+        # See :meth:`metal_prefill.Session.generate`. With `reasoning`, the text may begin with reasoning. Its
+        # tags are then part of the text even if they are control tokens, and stop strings end the answer
+        # only. With `calls`, control tokens that mark calls of tools are part of the text.
         options: TextOptions,
         *,
-        prompt: str | None = None,
+        prompt: str | None = None,  # text of the prompt; None if it was passed as ids
+        # Number of most probable tokens in each piece; None omits all log probabilities.
         logprobs: int | None = None,
-        answer: int = 0,
-        prefix_namespace: str = "",
+        answer: int = 0,  # index of the text among those of one prompt and seed
+        prefix_namespace: str = "",  # namespace of the session, for a draft model
     ) -> None:
         tokenizer, vocab_size = engine.tokenizer, engine.config.vocab_size
         rules, how = _divided(options)
@@ -233,23 +213,19 @@ class Continuation:
         return self._writer.ended
 
     def next_tokens(
-        self, room: int, cost: RowCost, rows: int = 1, tokens: float = 1.0, *, sent: bool = False
+        self,
+        room: int,  # tokens that the pass may have of this text, if drafts are to be among them
+        cost: RowCost,  # of passes
+        # Of the pass without drafts and forced tokens: its rows, and the expected number of tokens that it
+        # generates.
+        rows: int = 1,
+        tokens: float = 1.0,
+        *,
+        # The engine was told that this token follows (`can_run_ahead`), and may have submitted its pass,
+        # which then has no drafts. Drafting starts a token later, and no pass is discarded.
+        sent: bool = False,
     ) -> NextTokens:
-        """Return the tokens to compute next, with drafts of those after them.
-
-        Parameters
-        ----------
-        room
-            Tokens that the pass may have of this text, if drafts are to be among them.
-        cost
-            Of passes.
-        rows, tokens
-            Of the pass without drafts and forced tokens: its rows, and the expected number of tokens that
-            it generates.
-        sent
-            The engine was told that this token follows (`can_run_ahead`), and may have submitted its pass,
-            which then has no drafts. Drafting starts a token later, and no pass is discarded.
-        """
+        """Return the tokens to compute next, with drafts of those after them."""
         made, forced = self._writer.made, max(len(self._next) - 1, 0)
         most = max(min(room - 1 - forced, self.most_pieces - made - 1), 0)
         if made < len(self._given):

@@ -135,19 +135,16 @@ def _findings(engine: _core.Engine, config: ModelConfig, file_bytes: int) -> lis
 
 
 def build_checked(
-    builder: _core.ModelBuilder, options: _core.EngineOptions, config: ModelConfig, file_bytes: int
+    # Builder, engine options and configuration of the model.
+    builder: _core.ModelBuilder,
+    options: _core.EngineOptions,
+    config: ModelConfig,
+    file_bytes: int,  # size of the model file
 ) -> _core.Engine:
     """Build a GPU engine that passes the self-test.
 
     If only kernels that use matrix units are faulty, the engine is built without them. Then the fastest way
     to decode is selected.
-
-    Parameters
-    ----------
-    builder, options, config
-        Builder, engine options and configuration of the model.
-    file_bytes
-        Size of the model file.
 
     Raises
     ------

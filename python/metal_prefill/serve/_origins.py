@@ -16,19 +16,16 @@ from metal_prefill.serve._errors import ApiError
 
 
 class RefuseForeign:
-    """Middleware that refuses requests with a foreign ``Host`` or ``Origin``.
+    """Middleware that refuses requests with a foreign ``Host`` or ``Origin``."""
 
-    Parameters
-    ----------
-    app
-        Application.
-    hosts
-        Names of the server besides IP addresses, ``localhost`` and the machine's name; ``*`` allows all.
-    origins
-        Origins of pages that may use the server besides its own; ``*`` allows all.
-    """
-
-    def __init__(self, app: ASGIApp, hosts: Collection[str], origins: Collection[str]) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,  # application
+        # Names of the server besides IP addresses, ``localhost`` and the machine's name; ``*`` allows all.
+        hosts: Collection[str],
+        # Origins of pages that may use the server besides its own; ``*`` allows all.
+        origins: Collection[str],
+    ) -> None:
         self._app = app
         machine = socket.gethostname().lower()
         self._hosts = {"localhost", machine, f"{machine}.local", *(host.lower() for host in hosts)}

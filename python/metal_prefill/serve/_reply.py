@@ -31,26 +31,15 @@ OPENAI = Style()
 
 
 class Reply:
-    """Sender of one answer.
-
-    Parameters
-    ----------
-    send
-        ASGI's send function.
-    send_seconds
-        Time limit in seconds for the client to receive a piece.
-    sending
-        Returns a context in which so many bytes of an answer count as not received.
-    style
-        Format of errors and events.
-    """
+    """Sender of one answer."""
 
     def __init__(
         self,
-        send: Send,
-        send_seconds: float,
+        send: Send,  # ASGI's send function
+        send_seconds: float,  # time limit in seconds for the client to receive a piece
+        # Returns a context in which so many bytes of an answer count as not received.
         sending: Callable[[int], AbstractContextManager[None]],
-        style: Style,
+        style: Style,  # format of errors and events
     ) -> None:
         self._style = style
         self._send = send

@@ -48,20 +48,6 @@ class PrefixStore:
 
     Thread-safe.
 
-    Parameters
-    ----------
-    owner
-        Model that computes the prompts.
-    new_session
-        Function that makes a session of this model in a namespace.
-    folder
-        Folder of the files, created if missing with access for this user only: anyone with write access to it
-        can replace K and V.
-    limit
-        Maximum total size in bytes of the model's files; the least recently used are removed.
-    turn_ends
-        Function that returns the positions after the turns of a prompt.
-
     Attributes
     ----------
     loaded, saved : int
@@ -70,10 +56,14 @@ class PrefixStore:
 
     def __init__(
         self,
-        owner: _session_file.Owner,
+        owner: _session_file.Owner,  # model that computes the prompts
+        # Function that makes a session of this model in a namespace.
         new_session: Callable[[str], _core.Session],
+        # Folder of the files, created if missing with access for this user only: anyone with write access to
+        # it can replace K and V.
         folder: str | os.PathLike[str],
-        limit: int,
+        limit: int,  # maximum total size in bytes of the model's files; the least recently used are removed
+        # Function that returns the positions after the turns of a prompt.
         turn_ends: Callable[[Ids], list[int]],
     ) -> None:
         self._owner, self._new_session = owner, new_session

@@ -179,19 +179,14 @@ def tensor_bytes(kind: str, count: int) -> int:
     return count * _FLOAT_TYPES[kind][0]
 
 
-def random_tensor(rng: np.random.Generator, kind: str, count: int, std: float) -> Bytes:
+def random_tensor(
+    rng: np.random.Generator,  # source of all random bits
+    kind: str,  # one of `TENSOR_TYPES`
+    count: int,  # number of weights, a multiple of `block_weights(kind)`
+    # Standard deviation of the weights. They are uniform or, for the K-quants, a product of uniforms.
+    std: float,
+) -> Bytes:
     """Generate random weights of mean zero.
-
-    Parameters
-    ----------
-    rng
-        Source of all random bits.
-    kind
-        One of `TENSOR_TYPES`.
-    count
-        Number of weights, a multiple of `block_weights(kind)`.
-    std
-        Standard deviation of the weights. They are uniform or, for the K-quants, a product of uniforms.
 
     Returns
     -------

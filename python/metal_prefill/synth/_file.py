@@ -165,32 +165,18 @@ def add_vocabulary(writer: GGUFWriter, vocabulary: Vocabulary) -> None:
 
 
 def write(
-    path: str | os.PathLike[str],
-    name: str,
+    path: str | os.PathLike[str],  # path of the file; an existing file is replaced
+    name: str,  # display name of the model
+    # Shape and tensor type recorded in the metadata.
     shape: ModelShape,
     tensor_type: str,
-    tensors: Sequence[Tensor],
+    tensors: Sequence[Tensor],  # tensors in file order
+    # Function that returns the bytes of a tensor; called in file order, so that only one tensor is in memory
+    # at a time.
     values: Callable[[Tensor], NDArray[Any]],
-    written: Callable[[Tensor], object] = lambda tensor: None,
+    written: Callable[[Tensor], object] = lambda tensor: None,  # function called after each tensor
 ) -> None:
-    """Write a model atomically.
-
-    Parameters
-    ----------
-    path
-        Path of the file; an existing file is replaced.
-    name
-        Display name of the model.
-    shape, tensor_type
-        Shape and tensor type recorded in the metadata.
-    tensors
-        Tensors in file order.
-    values
-        Function that returns the bytes of a tensor; called in file order, so that only one tensor is in
-        memory at a time.
-    written
-        Function called after each tensor.
-    """
+    """Write a model atomically."""
     vocabulary = VOCABULARIES[shape.tokenizer](shape.vocab)
     writer = _writer(name, shape, tensor_type, tensors)
     add_vocabulary(writer, vocabulary)

@@ -66,31 +66,23 @@ class Tensor:
 
 
 def tensors(
-    shape: ModelShape,
+    shape: ModelShape,  # shape of the model
+    # Types of the layer matrices and of the embedding.
     tensor_type: str,
     embedding_type: str,
     *,
+    # Magnitude of queries and keys. With 1.5, attention scores have a standard deviation of about 2, so that
+    # attention concentrates on some positions.
     scores: float = 1.5,
+    # Magnitude of the output that each half of a layer adds to the residual stream. By default, the sum of
+    # all outputs is 1.5 times the embedding: the context has an effect, but rounding errors do not grow from
+    # layer to layer, as they would if the embedding were negligible.
     residual: float | None = None,
 ) -> Iterator[Tensor]:
     """Return all tensors in file order: the small frequency factors first, then layer by layer.
 
     A projection of inputs of magnitude 1 has outputs of magnitude 1. Logits have a standard deviation of
     about 3.
-
-    Parameters
-    ----------
-    shape
-        Shape of the model.
-    tensor_type, embedding_type
-        Types of the layer matrices and of the embedding.
-    scores
-        Magnitude of queries and keys. With 1.5, attention scores have a standard deviation of about 2, so
-        that attention concentrates on some positions.
-    residual
-        Magnitude of the output that each half of a layer adds to the residual stream. By default, the sum of
-        all outputs is 1.5 times the embedding: the context has an effect, but rounding errors do not grow
-        from layer to layer, as they would if the embedding were negligible.
     """
     embedding = 3 * shape.dim**-0.5
     if residual is None:

@@ -76,14 +76,12 @@ class PromptRules(NamedTuple):
         return text if self.unicode is None else _NFC.normalize_str(text)
 
 
-def shortened(tokenizer: Tokenizer, text: str, excess_of: Callable[[str], int]) -> str:
-    """Cut off the end of a text, so that the prompt that contains it fits.
-
-    Parameters
-    ----------
-    excess_of
-        Returns by how many tokens the prompt of a text exceeds the context.
-    """
+def shortened(
+    tokenizer: Tokenizer,
+    text: str,
+    excess_of: Callable[[str], int],  # returns by how many tokens the prompt of a text exceeds the context
+) -> str:
+    """Cut off the end of a text, so that the prompt that contains it fits."""
     while text and (excess := excess_of(text)) > 0:
         spans = tokenizer.encode_spans(text)
         # The tokens at the cut may change, and some are no whole characters: what is left is counted again.

@@ -117,15 +117,11 @@ class PromptForm(NamedTuple):
 PLAIN = PromptForm()
 
 
-def prompt_form(engine: Engine, instruction: str | None) -> PromptForm:
-    """Return the form of an instruction.
-
-    Parameters
-    ----------
-    engine
-    instruction
-        See :meth:`metal_prefill.Model.embed`.
-    """
+def prompt_form(
+    engine: Engine,
+    instruction: str | None,  # see :meth:`metal_prefill.Model.embed`
+) -> PromptForm:
+    """Return the form of an instruction."""
     if instruction is None:
         prompt = file_prompts(engine).get(default_prompt(engine) or "")
         return PLAIN if prompt is None else PromptForm(prompt, spells_tokens=True)

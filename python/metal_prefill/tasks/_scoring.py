@@ -24,17 +24,14 @@ from metal_prefill.tasks._text_passes import TextPasses
 Prompts = Sequence[npt.NDArray[np.int32]]
 
 
-def check_prompt(prompt: TokenIds, vocab_size: int, least: int, limit: int) -> npt.NDArray[np.int32]:
+def check_prompt(
+    prompt: TokenIds,  # token ids
+    vocab_size: int,  # ids must be in ``[0, vocab_size)``
+    # How many tokens there must and may be.
+    least: int,
+    limit: int,
+) -> npt.NDArray[np.int32]:
     """Convert token ids to an array.
-
-    Parameters
-    ----------
-    prompt
-        Token ids.
-    vocab_size
-        Ids must be in ``[0, vocab_size)``.
-    least, limit
-        How many tokens there must and may be.
 
     Raises
     ------

@@ -60,16 +60,14 @@ def transitions_of(labels: tuple[str, ...], biases: TransitionBiases) -> Transit
     )
 
 
-def best_path(logits: npt.NDArray[np.floating[Any]], transitions: Transitions) -> list[int]:
+def best_path(
+    logits: npt.NDArray[np.floating[Any]],  # of each token
+    transitions: Transitions,
+) -> list[int]:
     """Return the tags with the largest sum of log probabilities and transitions; of equal ones the first.
 
     Log probabilities are logits less a number that is the same for all tags of a token, and so for all
     sequences.
-
-    Parameters
-    ----------
-    logits : [n, tags]
-        Of each token.
     """
     emissions = np.asarray(logits, np.float64)
     scores = emissions[0] + transitions.first

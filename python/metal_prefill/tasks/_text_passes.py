@@ -175,24 +175,14 @@ def _whole_blocks(
 
 def whole_texts(
     passes: TextPasses,
-    texts: Sequence[Ids],
-    pooling: Pooling,
+    texts: Sequence[Ids],  # token ids of each text, int32 ``[n]``, at least one
+    pooling: Pooling,  # result of a text: one vector of its hidden states, or with ``"none"`` all of them
+    # Number of last tokens of each text that expand a query; empty if no text has any.
     expansions: Sequence[int] = (),
     *,
-    seen: bool = False,
+    seen: bool = False,  # whether tokens attend to those of the expansions
 ) -> Any:
     """Return the vectors of texts, float32 ``[texts, dim]``, each of which a pass has as a whole.
-
-    Parameters
-    ----------
-    texts
-        Token ids of each text, int32 ``[n]``, at least one.
-    pooling
-        Result of a text: one vector of its hidden states, or with ``"none"`` all of them.
-    expansions
-        Number of last tokens of each text that expand a query; empty if no text has any.
-    seen
-        Whether tokens attend to those of the expansions.
 
     Returns
     -------

@@ -38,23 +38,14 @@ _NO_WORD = " "  # a piece that no word contains, because words contain no white 
 
 def word_piece(
     gguf: GGUFFile,
-    tokens: Sequence[str],
-    plain: npt.NDArray[np.bool_],
-    added: Mapping[int, AddedToken],
+    tokens: Sequence[str],  # text of each id
+    plain: npt.NDArray[np.bool_],  # whether text may produce each token
+    added: Mapping[int, AddedToken],  # tokens that are recognized by their spelling, by id
 ) -> Segmenter:
     """Build a WordPiece segmenter.
 
     In a file, tokens at the beginning of a word begin with U+2581, and others, which BERT writes as
     ``##ing``, have no mark.
-
-    Parameters
-    ----------
-    tokens
-        Text of each id.
-    plain
-        Whether text may produce each token.
-    added
-        Tokens that are recognized by their spelling, by id.
     """
     vocabulary = {}
     for i in map(int, np.flatnonzero(plain)):

@@ -16,17 +16,13 @@ if TYPE_CHECKING:
 
 
 class FileTemplates:
-    """Templates of a file for conversations with and without tools, or a plain one.
+    """Templates of a file for conversations with and without tools, or a plain one."""
 
-    Parameters
-    ----------
-    gguf
-        The file.
-    special
-        Ids of control tokens by spelling.
-    """
-
-    def __init__(self, gguf: GGUFFile, special: Mapping[str, int]) -> None:
+    def __init__(
+        self,
+        gguf: GGUFFile,  # the file
+        special: Mapping[str, int],  # ids of control tokens by spelling
+    ) -> None:
         self._gguf = gguf
         self._special = special
 

@@ -35,13 +35,6 @@ class ReasoningParser:
     tags belongs to neither part. Without an end, all text is reasoning. The joined parts do not depend on how
     the text is divided into pieces.
 
-    Parameters
-    ----------
-    begun
-        Whether the prompt ends within reasoning; see `begins_in`.
-    tags
-        Texts around the reasoning.
-
     Examples
     --------
     >>> parser = ReasoningParser(begun=False)
@@ -53,7 +46,12 @@ class ReasoningParser:
     Parsed(reasoning='', answer='Good night.')
     """
 
-    def __init__(self, *, begun: bool, tags: Tags = THINK) -> None:
+    def __init__(
+        self,
+        *,
+        begun: bool,  # whether the prompt ends within reasoning; see `begins_in`
+        tags: Tags = THINK,  # texts around the reasoning
+    ) -> None:
         self.tags = tags
         self._tag = tags.end if begun else tags.begin  # the next one
         self._is_answer = False
@@ -109,17 +107,14 @@ class ReasoningParser:
 
 
 class ReasoningGate:
-    """Division of a text, as it is generated, into its reasoning with both tags and the answer after it.
+    """Division of a text, as it is generated, into its reasoning with both tags and the answer after it."""
 
-    Parameters
-    ----------
-    begun
-        Whether the prompt ends within reasoning; see `begins_in`.
-    tags
-        Texts around the reasoning.
-    """
-
-    def __init__(self, *, begun: bool, tags: Tags = THINK) -> None:
+    def __init__(
+        self,
+        *,
+        begun: bool,  # whether the prompt ends within reasoning; see `begins_in`
+        tags: Tags = THINK,  # texts around the reasoning
+    ) -> None:
         self._tags = tags
         self._begun = begun
         self._is_answer = False

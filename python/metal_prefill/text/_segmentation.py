@@ -58,18 +58,15 @@ class WordTokens:
 
     A word that is a token becomes that token; the library converts the others of a text together. Words of
     texts are not remembered, or the time of a text would tell whether another one had the same words.
-
-    Parameters
-    ----------
-    segmenter
-        WordPiece segmenter.
-    lowercase
-        Whether it converts text to lower case.
-    spelled
-        Tokens that the segmenter recognizes by their spelling.
     """
 
-    def __init__(self, segmenter: Segmenter, *, lowercase: bool, spelled: Iterable[str] = ()) -> None:
+    def __init__(
+        self,
+        segmenter: Segmenter,  # WordPiece segmenter
+        *,
+        lowercase: bool,  # whether it converts text to lower case
+        spelled: Iterable[str] = (),  # tokens that the segmenter recognizes by their spelling
+    ) -> None:
         spellings = {text.lower().strip() for text in spelled}
         self._finder = Finder(spellings)
         self._spaced = "" in spellings  # a token of white space is everywhere

@@ -145,18 +145,15 @@ GLM = Elements(
 
 
 class ElementScanner(Scanner):
-    """Scanner of a call in elements.
+    """Scanner of a call in elements."""
 
-    Parameters
-    ----------
-    form
-        Tags of the elements.
-    types
-        JSON types of the parameters of each tool. A value is text, unless these allow another type or are
-        unknown.
-    """
-
-    def __init__(self, form: Elements, types: Mapping[str, Mapping[str, frozenset[str]]]) -> None:
+    def __init__(
+        self,
+        form: Elements,  # tags of the elements
+        # JSON types of the parameters of each tool. A value is text, unless these allow another type or are
+        # unknown.
+        types: Mapping[str, Mapping[str, frozenset[str]]],
+    ) -> None:
         super().__init__(form.mark)
         self._form = form
         self._types = types
