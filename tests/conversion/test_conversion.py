@@ -349,7 +349,7 @@ def test_the_key_of_a_conversion_covers_every_file_that_is_read(tmp_path: Path, 
     read_files = {name for name in _opened if name.startswith(str(path))}
     assert any("modules/2_Dense" in name for name in read_files)
     _opened.clear()
-    _local_file._key(path)
+    _local_file._key(path, None, {})
     assert read_files <= _opened
 
 
