@@ -1,5 +1,6 @@
 """Folders of Gemma 4: what their files contain, and what is refused."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -138,3 +139,23 @@ def test_gemma_3n_is_refused_with_the_steps_that_it_needs(tmp_path: Path, name: 
     folder.config["architectures"] = [name]
     with pytest.raises(UnsupportedModelError, match=rf"{name} is not supported; it needs .*\(AltUp\)"):
         convert(folder.write(), tmp_path / "m.gguf")
+
+
+def resident_bytes() -> int:
+    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="resident memory is read from /proc")
+def test_the_table_of_inputs_of_layers_stays_in_the_mapped_file(tmp_path: Path) -> None:
+    folder = gemma4(tmp_path / "m", hidden_size_per_layer_input=8192).write()
+    path = convert(folder, tmp_path / "m.gguf")
+    table = 304 * len(KINDS) * 8192 * 4
+    with Model(path, device="cpu", chunk_tokens=1):
+        pass  # loads what the package needs
+    before = resident_bytes()
+    with Model(path, device="cpu", chunk_tokens=1) as model:
+        opened = resident_bytes() - before
+        model.forward_prompt(IDS)
+        used = resident_bytes() - before
+    assert max(opened, used) < table / 2
