@@ -123,28 +123,14 @@ def test_a_plan_lists_the_dispatches_that_reach_the_gpu(
                 assert actual == expected, f"{tokens} tokens, {options}"
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        *(
-            *(
-                "qwen2",
-                "qwen3",
-                "gemma2",
-                "gemma3",
-                "gemma4",
-                "smollm3",
-                "phi3",
-                "granite",
-                "hunyuan-dense",
-                "olmo2",
-            ),
-            *("exaone4", "lfm2"),
-        ),
-        *("mamba2", "granitehybrid", "falcon-h1", "qwen35"),
-        *("granitemoe", "qwen3moe", "olmoe", "lfm2moe"),
-    ],
+ARCHITECTURES = (
+    *("qwen2", "qwen3", "gemma2", "gemma3", "gemma4", "smollm3", "phi3", "granite", "hunyuan-dense", "olmo2"),
+    *("exaone4", "lfm2", "mamba2", "granitehybrid", "falcon-h1", "qwen35"),
+    *("granitemoe", "qwen3moe", "olmoe", "lfm2moe"),
 )
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
 def test_plans_of_other_architectures(tmp_path: Path, name: str) -> None:
     found = [model for model in small_models.MODELS.values() if model.architecture == name]
     assert found
@@ -156,12 +142,26 @@ def test_plans_of_other_architectures(tmp_path: Path, name: str) -> None:
             assert encoded(model, tokens) == comparable(plan(shape_in(path), tokens))
 
 
-def test_an_encoder_with_norms_of_q_and_k_takes_ten_dispatches_a_layer(tmp_path: Path) -> None:
-    model = small_models.ENCODERS["jina-bert-v2, code"]
+@pytest.mark.parametrize(
+    ("name", "expected", "most"),
+    [
+        ("jina-bert-v2, code", {0: 10, 1: 10}, 10),  # with norms of Q and K
+        ("lfm2", {0: 7, 1: 7, 3: 7}, 10),
+        ("mamba2", {0: 6, 1: 6}, 6),
+        ("granitehybrid", {0: 9, 1: 9}, 10),
+        ("qwen35", {0: 9}, 12),
+        ("qwen35, recurrence last", {0: 11}, 12),
+    ],
+)
+def test_a_layer_takes_as_many_dispatches_whatever_the_length(
+    tmp_path: Path, name: str, expected: dict[int, int], most: int
+) -> None:
+    model = (small_models.MODELS | small_models.ENCODERS)[name]
     shape = shape_in(small_models.write(tmp_path / "m.gguf", model))
-    for tokens in (1, 8, 9, 300):
-        per_layer = Counter(d.layer for d in plan(shape, tokens, output="hidden"))
-        assert [per_layer[layer] for layer in range(model.layers)] == [10] * model.layers
+    for tokens, position in itertools.product((1, 2, 8, 9, 40, 300), (0, 500)):
+        per_layer = Counter(d.layer for d in plan(shape, tokens, position=position))
+        assert {layer: per_layer[layer] for layer in expected} == expected, (tokens, position)
+        assert max(per_layer[layer] for layer in range(model.layers)) <= most, (tokens, position)
 
 
 def test_an_encoder_with_experts_takes_twelve_dispatches_a_layer(tmp_path: Path) -> None:
@@ -177,15 +177,6 @@ def test_an_encoder_with_experts_takes_twelve_dispatches_a_layer(tmp_path: Path)
             ("matmul_exp", "has_bias"),
         ):
             assert {d.args[field] for d in dispatches if d.kernel.startswith(start)} == {1}
-
-
-def test_a_short_convolution_takes_seven_dispatches_at_any_length(tmp_path: Path) -> None:
-    shape = shape_in(small_models.write(tmp_path / "m.gguf", small_models.MODELS["lfm2"]))
-    for tokens in (1, 2, 8, 9, 40, 300):
-        for position in (0, 500):
-            per_layer = Counter(d.layer for d in plan(shape, tokens, position=position))
-            assert [per_layer[layer] for layer in (0, 1, 3)] == [7, 7, 7]
-            assert per_layer[2] <= 10
 
 
 @pytest.mark.parametrize("name", small_models.EXPERTS)
@@ -243,17 +234,6 @@ def test_layers_without_keys_of_their_own_have_only_rows_with_an_output(
     )
 
 
-@pytest.mark.parametrize(("name", "expected"), [("mamba2", 6), ("granitehybrid", 9)])
-def test_a_state_space_layer_takes_as_many_dispatches_whatever_the_length(
-    tmp_path: Path, name: str, expected: int
-) -> None:
-    shape = shape_in(small_models.write(tmp_path / "m.gguf", small_models.MODELS[name]))
-    for tokens in (1, 2, 8, 9, 40, 300):
-        for position in (0, 500):
-            per_layer = Counter(d.layer for d in plan(shape, tokens, position=position))
-            assert per_layer[0] == per_layer[1] == expected
-
-
 @pytest.mark.parametrize(("name", "most"), [("falcon-h1", 10), ("falcon-h1, norms in groups", 11)])
 def test_attention_and_a_state_space_share_the_norm_and_the_product_of_their_layer(
     tmp_path: Path, name: str, most: int
@@ -283,18 +263,6 @@ def test_tensors_with_the_same_input_are_one_product_for_each_run_of_a_type(
     rows += 2 * c.scan_heads * c.scan_value_dim + 2 * c.scan_groups * c.scan_key_dim + c.scan_heads
     assert sum(d.args["out_dim"] for d in first) == rows
     assert len({d.args["out_stride"] for d in first}) == 1
-
-
-@pytest.mark.parametrize("name", ["qwen35", "qwen35, recurrence last"])
-def test_a_gated_delta_rule_takes_at_most_twelve_dispatches_at_any_length(tmp_path: Path, name: str) -> None:
-    shape = shape_in(small_models.write(tmp_path / "m.gguf", small_models.MODELS[name]))
-    counts = set()
-    for tokens in (1, 2, 8, 9, 40, 300):
-        for position in (0, 500):
-            per_layer = Counter(d.layer for d in plan(shape, tokens, position=position))
-            assert max(per_layer[layer] for layer in range(shape.config.n_layers)) <= 12
-            counts.add(per_layer[0])
-    assert counts == {{"qwen35": 9, "qwen35, recurrence last": 11}[name]}
 
 
 LLAMA_7B = ModelConfig(
@@ -381,6 +349,9 @@ def kernels_of(shape: Shape, lengths: range, chunk_tokens: int, **options: Any) 
     Single tokens are tried at each position with the longest chunks, and at some positions with others.
     """
     context = shape.config.context_length
+    outputs = [
+        o for o in _core.RowOutput if shape.config.has_head or o.name in ("NONE", "HIDDEN", "RESIDUAL")
+    ]
     of_a_token = range(context) if chunk_tokens >= context else (*range(0, context, 16), context - 1)
     found: set[str] = set()
     engine = _core.EngineOptions()
@@ -390,45 +361,45 @@ def kernels_of(shape: Shape, lengths: range, chunk_tokens: int, **options: Any) 
     for tokens in lengths:
         positions = of_a_token if tokens == 1 else (0, context - tokens)
         for position in positions:
-            for output in _core.RowOutput:
+            for output in outputs:
                 passes = shape.core.plan(tokens, position, output, options["family"], options["gpu"], engine)
                 found.update(map(attrgetter("kernel"), passes))
     return found
 
 
-@pytest.fixture(
-    scope="module",
-    params=[{}, {"tensor_type": "Q4_K", "overrides": {"*attn_v*": "Q6_K", "*ffn_up*": "Q5_K"}}],
-    ids=["Q4_0", "K-quants"],
-)
-def short_path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write a model whose context is short enough to plan each of its passes."""
-    shape: dict[str, Any] = {"dim": 256, "heads": 4, "head_dim": 64, "ffn": 768, "vocab": 320}
-    path = tmp_path_factory.mktemp("short") / "m.gguf"
-    return synth.synthesize(path, preset="tiny", context=300, **shape, **request.param)
+_WIDE = small_models.SmallModel(dim=256, key_dim=64, ffn=768, output="Q8_0")
+# Models whose context is short enough to plan each of their passes. The narrow one has tiles of another size
+# between those of the shortest and of the longest prompts; the encoder has no head.
+SHORT = {
+    "Q4_0": replace(_WIDE, context=300),
+    "K-quants": replace(
+        _WIDE, context=300, types={"*": "Q4_K", "*.attn_v.*": "Q6_K", "*.ffn_up.*": "Q5_K"}, output="Q8_0"
+    ),
+    "narrow": replace(small_models.MODELS["gqa 1"], context=300),
+    "encoder": replace(small_models.ENCODERS["bert"], context=300),
+}
 
 
-# Tiles depend on the GPU. Which lengths a chunk allows, norms and the cache do not.
-@pytest.mark.parametrize(
-    ("family", "chip", "chunk_tokens", "options"),
-    [
+@pytest.mark.parametrize("name", SHORT)
+def test_no_pass_of_any_length_dispatches_a_kernel_that_was_not_built(tmp_path: Path, name: str) -> None:
+    path = small_models.write(tmp_path / "m.gguf", SHORT[name])
+    shape = shape_in(path)
+    # Tiles depend on the GPU. Which lengths a chunk allows, norms and the cache do not.
+    cases: list[tuple[int, str, int, dict[str, Any]]] = [
         *((*gpu, 512, {}) for gpu in GPUS),
         *((9, "Apple M4", n, {}) for n in (1, 2, 5, 8, 9, 40)),
         *((9, "Apple M4", n, {"fused_norm": True}) for n in (2, 512)),
         *((*gpu, 512, {"kv_dtype": "f32"}) for gpu in (GPUS[0], GPUS[-1])),
-    ],
-    ids=str,
-)
-def test_no_pass_of_any_length_dispatches_a_kernel_that_was_not_built(
-    short_path: Path, family: int, chip: str, chunk_tokens: int, options: dict[str, Any]
-) -> None:
-    claim(family, chip)
-    with Model(short_path, device="metal", chunk_tokens=chunk_tokens, **options) as model:
-        built = model.stats()["pipelines"]
-    # The engine builds the kernels for a few lengths, which are among these: the sets must be equal.
-    lengths = range(1, min(chunk_tokens, 300) + 1)
-    found = kernels_of(shape_in(short_path), lengths, chunk_tokens, family=family, gpu=chip, **options)
-    assert len(found) == built
+    ]
+    for family, chip, chunk_tokens, options in cases:
+        claim(family, chip)
+        with Model(path, device="metal", chunk_tokens=chunk_tokens, **options) as model:
+            built = model.stats()["pipelines"]
+        # The engine builds the kernels for a few lengths, which are among these: the sets must be equal. A
+        # bidirectional text is not divided.
+        lengths = range(1, (min(chunk_tokens, 300) if shape.config.causal else 300) + 1)
+        found = kernels_of(shape, lengths, chunk_tokens, family=family, gpu=chip, **options)
+        assert len(found) == built, (chip, chunk_tokens, options)
 
 
 def test_every_kernel_of_the_shaders_is_dispatched_by_some_pass(

@@ -4,7 +4,6 @@
 #include <array>
 #include <bit>
 #include <optional>
-#include <set>
 
 #include "../../base/rounding.h"
 #include "../../model/tensors.h"
@@ -501,24 +500,20 @@ std::vector<ForwardPass::Intermediate> ForwardPass::intermediates(const PassRows
 }
 
 KernelThreads ForwardPass::kernels(const ThreadLimit& limit) const {
-  // A pass chooses kernels by the number of tokens or by the position, each with one threshold, except for a
-  // matmul's tiles. So the shortest and the longest pass of each path, at the first and the last position,
-  // use every other kernel.
+  // A pass chooses kernels by its path, except for a matmul's tiles; at the last position, attention may be
+  // split as well. So a pass of each path there uses every other kernel.
   const int longest = std::min(pass_rows(), config_.context_length);
-  std::set<int> lengths;
-  for (const int tokens : {1, 2, kFewTokens, kFewTokens + 1, longest})
-    if (tokens <= longest) lengths.insert(tokens);
   KernelCollector collector(tuning_, options_.kv_type, limit);
   RecordedBuffers buffers;
+  const RowOutput of_all = config_.has_head ? RowOutput::kLogProbs : RowOutput::kHidden;
   for (int tokens = MATMUL_NARROW_TILE; tokens <= std::min(longest, ops::kMostTiledTokens);
        tokens += MATMUL_NARROW_TILE)
-    encode(collector, rows_of({{last_rows(tokens, 0, RowOutput::kLogProbs)}}), buffers);
-  for (const int tokens : lengths)
-    for (const int position : {0, config_.context_length - tokens})
-      for (const RowOutput output : {RowOutput::kNone, RowOutput::kHidden, RowOutput::kGreedy,
-                                     RowOutput::kLogits, RowOutput::kLogProbs})
-        if (config_.has_head || output <= RowOutput::kNone || output >= RowOutput::kHidden)
-          encode(collector, rows_of({{last_rows(tokens, position, output)}}), buffers);
+    encode(collector, rows_of({{PassChunk{tokens, 0, of_all, tokens}}}), buffers);
+  for (const int tokens : {1, std::min(kFewTokens, longest), longest})
+    for (const RowOutput output :
+         {RowOutput::kNone, RowOutput::kHidden, RowOutput::kGreedy, RowOutput::kLogProbs})
+      if (config_.has_head || output == RowOutput::kNone || output == RowOutput::kHidden)
+        encode(collector, rows_of({{last_rows(tokens, config_.context_length - tokens, output)}}), buffers);
   return collector.kernels();
 }
 
