@@ -26,6 +26,9 @@ constexpr int kFewTokens = 3;  // for which expanding 16-bit weights to float32 
 constexpr int kNarrowTokens = 2;  // for which widening a group first costs more than it saves
 
 constexpr int kItemsOfThread = 4;  // of experts at least: the last ones end together
+// Groups of an expert in an item at most. They follow each other in memory: a group arrives while the one
+// before it is multiplied.
+constexpr int kGroupsOfItem = 16;
 
 using Tile = float[kWidenedTokenBlock][kGroupRows];
 
@@ -42,6 +45,13 @@ struct TokenBlocks {
 // Where share `share` of some items begins.
 int share_of(int items, int share, int shares) {
   return int(std::int64_t(items) * share / shares);
+}
+
+// Calls body(group) for the groups of range `range`, one of `ranges` of about equal length.
+template <typename Body>
+void for_each_group(int range, int ranges, int groups, Body&& body) {
+  const int end = share_of(groups, range + 1, ranges);
+  for (int group = share_of(groups, range, ranges); group < end; ++group) body(group);
 }
 
 // Tokens of an item at most, by the cost of unpacking its weights.
@@ -343,16 +353,19 @@ void multiply_gated_experts(const Context& c, const GatedExperts& w, const Route
   const int groups = w.up[0].packed.groups(), columns = w.up[0].packed.rows;
   const int most = most_tokens(unpacking_tokens(w.up[0]));
   const Linear no_gate;
-  // Divides tiles of all experts among the threads, so that each has work.
-  const int shares = std::clamp(ceil_div(kItemsOfThread * c.worker.count(), groups), 1, routes.most_tiles());
-  c.for_each(groups * shares, [&](int item) {
-    const int tiles = routes.tiles(), share = item % shares;
+  // Divides tiles of all experts among the threads, so that each has work, and groups if there are few tiles.
+  const int items = kItemsOfThread * c.worker.count(), most_tiles = std::max(routes.most_tiles(), 1);
+  const int ranges = std::min(groups, std::max(ceil_div(groups, kGroupsOfItem), ceil_div(items, most_tiles)));
+  const int shares = std::min(ceil_div(items, ranges), most_tiles);
+  c.for_each(ranges * shares, [&](int item) {
+    const int tiles = routes.tiles(), share = item / ranges;
     const int begin = share_of(tiles, share, shares), end = share_of(tiles, share + 1, shares);
     routes.for_each_block(begin, end, most, [&](int expert, RowRange range) {
       const std::size_t i = std::size_t(expert);
       const GateAndUp of_expert = {w.gate.empty() ? no_gate : w.gate[i], w.up[i], row_of(w.gate_bias, expert),
                                    row_of(w.up_bias, expert), w.activation};
-      gate_group(c, of_expert, item / shares, x, range, h);
+      for_each_group(item % ranges, ranges, groups,
+                     [&](int group) { gate_group(c, of_expert, group, x, range, h); });
     });
   });
   if (!rounds_groups(h))
@@ -362,22 +375,32 @@ void multiply_gated_experts(const Context& c, const GatedExperts& w, const Route
 void add_experts(const Context& c, const DownOfExperts& w, const Routes& routes, const Activations& h,
                  const FloatRows& x) {
   const Linear& first = w.down[0];
-  const int most = most_tokens(unpacking_tokens(first));
-  c.for_each(first.packed.groups(), [&](int group) {
-    const int row = group * kGroupRows, n_rows = std::min(kGroupRows, first.packed.rows - row);
-    for (int t = 0; w.bias && t < routes.rows; ++t)
-      for (int i = row; i < row + n_rows; ++i) x.row(t)[i] += w.bias[i];
-    alignas(64) Tile tile;
-    const auto add = [&](RowRange part, const float* sums) {
-      for (int t = 0; t < part.count; ++t) {
-        const Routes::Pair& pair = routes.at_place[part.first + t];
-        float* out = x.row(pair.row) + row;
-        for (int i = 0; i < n_rows; ++i) out[i] += pair.factor * sums[t * kGroupRows + i];
-      }
+  const int groups = first.packed.groups(), most = most_tokens(unpacking_tokens(first));
+  const int ranges = std::clamp(kItemsOfThread * c.worker.count(), ceil_div(groups, kGroupsOfItem), groups);
+  c.for_each(ranges, [&](int item) {
+    const auto columns_of = [&](int group) {
+      return RowRange{group * kGroupRows, std::min(kGroupRows, first.packed.rows - group * kGroupRows)};
     };
+    if (w.bias)
+      for_each_group(item, ranges, groups, [&](int group) {
+        const RowRange columns = columns_of(group);
+        for (int t = 0; t < routes.rows; ++t)
+          for (int i = columns.first; i < columns.first + columns.count; ++i) x.row(t)[i] += w.bias[i];
+      });
+    alignas(64) Tile tile;
     routes.for_each_block(0, routes.tiles(), most, [&](int expert, RowRange range) {
-      const GroupBias own(row_of(w.biases, expert), row, n_rows);
-      multiply_parts(c, w.down[std::size_t(expert)], group, h, range, own.values(), tile, add);
+      for_each_group(item, ranges, groups, [&](int group) {
+        const RowRange columns = columns_of(group);
+        const auto add = [&](RowRange part, const float* sums) {
+          for (int t = 0; t < part.count; ++t) {
+            const Routes::Pair& pair = routes.at_place[part.first + t];
+            float* out = x.row(pair.row) + columns.first;
+            for (int i = 0; i < columns.count; ++i) out[i] += pair.factor * sums[t * kGroupRows + i];
+          }
+        };
+        const GroupBias own(row_of(w.biases, expert), columns.first, columns.count);
+        multiply_parts(c, w.down[std::size_t(expert)], group, h, range, own.values(), tile, add);
+      });
     });
   });
 }

@@ -23,6 +23,13 @@ inline void prefetch_span(const Block* block, int span, std::size_t ahead) {
   constexpr std::size_t kBytes = ceil_div(sizeof(Block), std::size_t(64) * Block::kSpans) * 64;
   prefetch<CacheLevel::kL2, kBytes>(reinterpret_cast<const std::byte*>(block) + ahead + span * kBytes);
 }
+// Half of a span.
+template <class Block>
+inline void prefetch_half_span(const Block* block, int span, int half, std::size_t ahead) {
+  constexpr std::size_t kBytes = ceil_div(sizeof(Block), std::size_t(64) * 2 * Block::kSpans) * 64;
+  prefetch<CacheLevel::kL2, kBytes>(reinterpret_cast<const std::byte*>(block) + ahead +
+                                    std::size_t(2 * span + half) * kBytes);
+}
 
 template <class Block>
 constexpr bool kNarrowMin = requires(Block b) { b.min; } || requires(Block b) { b.min_unit; };

@@ -151,12 +151,14 @@ class WeightSum {
   I sum_ = Simd::set_int(0), mins_ = Simd::set_int(0);
 };
 
-template <class Block>
-void unpack(const Block& block, int panel, I table, SuperPanel& out) {
+// Calls fetch(span) for each span.
+template <class Block, typename Fetch>
+void unpack(const Block& block, int panel, I table, SuperPanel& out, Fetch&& fetch) {
   const int row = panel * kPanelRows;
   WeightSum<Block> weight_sum;
 #pragma GCC unroll 1
   for (int span = 0; span < kSuperSpans; ++span) {
+    fetch(span);
     // Before the first store: if both halves are equal, compilers load and compute them once.
     const I scales[2] = {super_scales(block, span, 0, row), super_scales(block, span, 1, row)};
     const PlaneFactors<Block> factors[2] = {PlaneFactors<Block>(scales[0]), PlaneFactors<Block>(scales[1])};
@@ -199,12 +201,13 @@ inline __attribute__((always_inline)) F add_super(F before, I sum, F unit, F min
 template <class Block>
 void multiply_panel(const SuperPanel& panel, const SuperTile* x, std::size_t step, int tiles,
                     float (*acc)[kPanelRows]) {
-  // Tiles 0 to 3: sums of both planes, of two tiles of tokens.
+  // Tiles 0 to 3: sums of both planes, of two tiles of tokens. Products of minima are stored while the unit
+  // multiplies other tiles; those of the next two tiles are then in the other half of min_sums.
   constexpr int kA = 4, kMins = 5, kLow = 6, kHigh = 7;
   constexpr int kSteps = kSuperCols / kTileRowBytes;
   constexpr int kShift = kPlanesOf<Block> == Planes::kByScale ? 3 : 8;
   alignas(64) std::int32_t sums[2][2][kTileTokens][kPanelRows];
-  alignas(64) float min_sums[2][kTileTokens][kPanelRows];
+  alignas(64) float min_sums[2][2][kTileTokens][kPanelRows];
   const auto zero = []() __attribute__((always_inline)) {
     unrolled<4>([](auto tile) __attribute__((always_inline)) { zero_tile<tile>(); });
   };
@@ -221,36 +224,41 @@ void multiply_panel(const SuperPanel& panel, const SuperTile* x, std::size_t ste
           };
   constexpr std::integral_constant<int, 0> kFirst;
   constexpr std::integral_constant<int, 1> kSecond;
-  const auto start = [&](const SuperTile* pair, int part, bool two) __attribute__((always_inline)) {
-    load_tile<kLow, kTileRowBytes / 4, kTileRowBytes>(panel.planes[0][part]);
-    if constexpr (kPlanes<Block> == 2)
-      load_tile<kHigh, kTileRowBytes / 4, kTileRowBytes>(panel.planes[1][part]);
-    multiply_tile(*pair, part, kFirst);
-    if (two) multiply_tile(pair[step], part, kSecond);
+  const auto multiply_mins = [&](const SuperTile& tile) __attribute__((always_inline)) {
+    zero_tile<kMins>();
+    load_tile<kA, kTileTokens, kTileRowBytes>(tile.pair_sums);
+    load_tile<kLow, kTileRowBytes / 4, kTileRowBytes>(panel.mins);
+    multiply_pair_tiles<kMins, kA, kLow>();
   };
-  const auto finish = [&]<int kSecond>(const SuperTile& tile, std::integral_constant<int, kSecond>)
-                          __attribute__((always_inline)) {
-                            store_tile<2 * kSecond>(sums[kSecond][0]);
-                            if constexpr (kPlanes<Block> == 2) store_tile<2 * kSecond + 1>(sums[kSecond][1]);
-                            if constexpr (kNarrowMin<Block>) {
-                              zero_tile<kMins>();
-                              load_tile<kA, kTileTokens, kTileRowBytes>(tile.pair_sums);
-                              load_tile<kLow, kTileRowBytes / 4, kTileRowBytes>(panel.mins);
-                              multiply_pair_tiles<kMins, kA, kLow>();
-                              store_tile_rows<kMins>(min_sums[kSecond], kTileRowBytes);
-                            }
-                          };
+  const auto start = [&](const SuperTile* pair, int part, bool two, auto& sums_of_mins)
+                         __attribute__((always_inline)) {
+                           if constexpr (kNarrowMin<Block>) {
+                             if (part == 0) multiply_mins(*pair);
+                             if (part == 1) store_tile_rows<kMins>(sums_of_mins[0], kTileRowBytes);
+                             if (part == 2 && two) multiply_mins(pair[step]);
+                             if (part == 3 && two) store_tile_rows<kMins>(sums_of_mins[1], kTileRowBytes);
+                           }
+                           load_tile<kLow, kTileRowBytes / 4, kTileRowBytes>(panel.planes[0][part]);
+                           if constexpr (kPlanes<Block> == 2)
+                             load_tile<kHigh, kTileRowBytes / 4, kTileRowBytes>(panel.planes[1][part]);
+                           multiply_tile(*pair, part, kFirst);
+                           if (two) multiply_tile(pair[step], part, kSecond);
+                         };
+  const auto finish = [&]<int kSecond>(std::integral_constant<int, kSecond>) __attribute__((always_inline)) {
+    store_tile<2 * kSecond>(sums[kSecond][0]);
+    if constexpr (kPlanes<Block> == 2) store_tile<2 * kSecond + 1>(sums[kSecond][1]);
+  };
   const F unit = Simd::load(panel.unit);
   zero();
-  for (int part = 0; part < kSteps; ++part) start(x, part, tiles > 1);
-  for (; tiles > 0; tiles -= 2, x += 2 * step, acc += 2 * kTileTokens) {
+  unrolled<kSteps>([&](auto part) __attribute__((always_inline)) { start(x, part, tiles > 1, min_sums[0]); });
+  for (int half = 0; tiles > 0; tiles -= 2, x += 2 * step, acc += 2 * kTileTokens, half ^= 1) {
     const bool two = tiles > 1;
-    finish(*x, kFirst);
-    if (two) finish(x[step], kSecond);
+    finish(kFirst);
+    if (two) finish(kSecond);
     if (tiles > 2) zero();
     // The unit multiplies the next two tiles while the sums of these are added up.
     unrolled<kSteps>([&](auto part) __attribute__((always_inline)) {
-      if (tiles > 2) start(x + 2 * step, part, tiles > 3);
+      if (tiles > 2) start(x + 2 * step, part, tiles > 3, min_sums[half ^ 1]);
       constexpr int kSecond = part / 2, kTokens = kTileTokens / 2;
       if (kSecond == 1 && !two) return;
       unrolled<kTokens>([&](auto i) __attribute__((always_inline)) {
@@ -259,9 +267,10 @@ void multiply_panel(const SuperPanel& panel, const SuperTile* x, std::size_t ste
         if constexpr (kPlanes<Block> == 2)
           sum = Simd::add_int(Simd::shift_left<kShift>(_mm512_load_si512(sums[kSecond][1][t])), sum);
         float* total = acc[kSecond * kTileTokens + t];
-        Simd::store(total, add_super<Block>(Simd::load(total), sum, unit, Simd::load(min_sums[kSecond][t]),
-                                            Simd::load(panel.minus_min_unit), Simd::load(panel.weight_sum),
-                                            x[kSecond * step], t));
+        Simd::store(total,
+                    add_super<Block>(Simd::load(total), sum, unit, Simd::load(min_sums[half][kSecond][t]),
+                                     Simd::load(panel.minus_min_unit), Simd::load(panel.weight_sum),
+                                     x[kSecond * step], t));
       });
     });
   }
@@ -281,9 +290,10 @@ void super_tiles(const PackedMatrix& weight, int group, const SuperRows& x, int 
   for (auto& sums : acc) std::memset(sums, 0, std::size_t(tiles) * sizeof(float[kTileTokens][kPanelRows]));
   for (int b = 0; b < n_blocks; ++b)
     for (int p = 0; p < 2; ++p) {
-      // The next group arrives while the products of this one are computed.
-      for (int span = p; span < kSuperSpans; span += 2) prefetch_span(block + b, span, weight.group_bytes());
-      unpack(block[b], p, table, panel);
+      // The next group arrives while the products of this one are computed. Some lines at a time: more would
+      // wait for each other.
+      unpack(block[b], p, table, panel,
+             [&](int span) { prefetch_half_span(block + b, span, p, weight.group_bytes()); });
       multiply_panel<Block>(panel, x.tile(first) + b, std::size_t(n_blocks), tiles, acc[p]);
     }
   for (int t = 0; t < count; ++t, out += stride)
