@@ -42,18 +42,13 @@ def require_failing_allocations(device: str) -> None:
 
 
 @contextmanager
-def failing_allocation(device: str, nth: int, *, with_gil: bool = False) -> Iterator[Fault]:
-    """Have the nth allocation within the block fail.
-
-    Parameters
-    ----------
-    device
-        ``cpu``: memory allocated by the package's C++ code on any thread. ``metal``: buffers.
-    nth
-        Counted from 1.
-    with_gil
-        On the CPU, also count allocations while the thread holds the GIL.
-    """
+def failing_allocation(
+    device: str,  # ``cpu``: memory allocated by the package's C++ code on any thread. ``metal``: buffers.
+    nth: int,  # counted from 1
+    *,
+    with_gil: bool = False,  # on the CPU, also count allocations while the thread holds the GIL
+) -> Iterator[Fault]:
+    """Have the nth allocation within the block fail."""
     fault = Fault()
     if device == "metal":
         require_failing_allocations(device)

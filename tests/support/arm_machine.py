@@ -30,17 +30,13 @@ TYPES = {"i": struct.Struct("<q"), "f": struct.Struct("<d")}
 
 
 class ArmMachine:
-    """A process on an emulated processor.
+    """A process on an emulated processor."""
 
-    Parameters
-    ----------
-    processor
-        As qemu names it.
-    environment
-        Variables on top of this process's own.
-    """
-
-    def __init__(self, processor: str, environment: dict[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        processor: str,  # as qemu names it
+        environment: dict[str, str] | None = None,  # variables on top of this process's own
+    ) -> None:
         qemu = shutil.which("qemu-aarch64")
         if qemu is None or not SERVER.exists():
             if os.environ.get("METAL_PREFILL_REQUIRE_EMULATOR"):

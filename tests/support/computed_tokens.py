@@ -9,16 +9,10 @@ from metal_prefill import _core
 
 
 class ComputedTokens:
-    """Counts the rows that requests of batches have from now on, on all models.
-
-    Attributes
-    ----------
-    counts : list of int
-        Rows of each request.
-    """
+    """Counts the rows that requests of batches have from now on, on all models."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.counts: list[int] = []
+        self.counts: list[int] = []  # rows of each request
         forward_batch = _core.Engine.forward_batch
 
         def counting(engine: _core.Engine, requests: Sequence[_core.Computation], *arguments: Any) -> Any:

@@ -93,23 +93,14 @@ def entities(
     width: int = 32,
     *,
     mode: str = "markerV0",
-    tokenizer: str = "",
-    listed: bool = False,
+    tokenizer: str = "",  # variant of `encoder_tokenizers`; by default that of the encoder's folder
+    listed: bool = False,  # whether the tokenizer has the tokens of labels, which the library adds otherwise
     recurrent: bool = True,
+    # Encoder of labels; by default, that of texts reads them, too.
     labels: Callable[[Path], Folder] | None = None,
     **config: Any,
 ) -> EntityFolder:
-    """Make a folder of GLiNER with an encoder.
-
-    Parameters
-    ----------
-    tokenizer
-        Variant of `encoder_tokenizers`; by default that of the encoder's folder.
-    listed
-        Whether the tokenizer has the tokens of labels, which the library adds otherwise.
-    labels
-        Encoder of labels; by default, that of texts reads them, too.
-    """
+    """Make a folder of GLiNER with an encoder."""
     folder = body(path)
     if tokenizer:
         encoder_tokenizers.write_recorded(path, tokenizer, encoder_tokenizers.recorded())

@@ -21,16 +21,11 @@ FAILED = ROOT / "build" / "fuzz"
 TIMEOUT = 0 if SECONDS else 300  # of a test, in seconds; 0: none
 
 
-def rounds(count: int, each: int = 1) -> Iterator[Random]:
-    """Yield a random number generator for each input: `count` of them, or as many as the time allows.
-
-    Parameters
-    ----------
-    count
-        Inputs of the suite.
-    each
-        Inputs that are made with one generator.
-    """
+def rounds(
+    count: int,  # inputs of the suite
+    each: int = 1,  # inputs that are made with one generator
+) -> Iterator[Random]:
+    """Yield a random number generator for each input: `count` of them, or as many as the time allows."""
     end = time.monotonic() + SECONDS
     i = 0
     try:

@@ -50,20 +50,12 @@ LLAMA_LAYER: Shapes = {
 
 
 class Folder:
-    """A folder under construction.
-
-    Attributes
-    ----------
-    config : dict
-        Contents of ``config.json``.
-    tensors : dict of str to numpy.ndarray
-        Contents of ``model.safetensors``.
-    """
+    """A folder under construction."""
 
     def __init__(self, path: Path, config: dict[str, Any], tensors: dict[str, Values]) -> None:
         self.path = path
-        self.config = config
-        self.tensors = tensors
+        self.config = config  # contents of ``config.json``
+        self.tensors = tensors  # contents of ``model.safetensors``
 
     def write(self, shards: int = 1) -> Path:
         """Write configuration and weights, in one file or several with an index."""

@@ -83,23 +83,15 @@ def position_bucket(distance: int, buckets: int = 32, furthest: int = 128) -> in
 
 
 class ReferenceModel:
-    """A model of any supported architecture.
-
-    Parameters
-    ----------
-    path
-        GGUF file.
-    kv_dtype
-        Type that keys and values are rounded to before attention reads them, as in a KV cache of that type;
-        ``"q8_0"`` for blocks of that format.
-    context
-        Number of positions, which decides between the factors of LongRoPE; None selects that of the file.
-    """
+    """A model of any supported architecture."""
 
     def __init__(
         self,
-        path: str | Path,
+        path: str | Path,  # GGUF file
+        # Type that keys and values are rounded to before attention reads them, as in a KV cache of that type;
+        # ``"q8_0"`` for blocks of that format.
         kv_dtype: npt.DTypeLike | Literal["q8_0"] = np.float64,
+        # Number of positions, which decides between the factors of LongRoPE; None selects that of the file.
         context: int | None = None,
     ) -> None:
         reader = GGUFReader(path)

@@ -8,19 +8,15 @@ from metal_prefill.gpu._cost_model.shapes import Shape, TensorShape
 
 
 def uniform_shape(
-    config: ModelConfig, kind: str, embedding: str, output: str | None = None, *, optional: bool = False
+    config: ModelConfig,  # of the model
+    # Tensor types in the layers, of the embedding and of the head; without `output` the head is tied.
+    kind: str,
+    embedding: str,
+    output: str | None = None,
+    *,
+    optional: bool = False,  # whether the model has optional tensors of layers
 ) -> Shape:
-    """Return the shape of a model whose layers have matrices of one type.
-
-    Parameters
-    ----------
-    config
-        Of the model.
-    kind, embedding, output
-        Tensor types in the layers, of the embedding and of the head; without `output` the head is tied.
-    optional
-        Whether the model has optional tensors of layers.
-    """
+    """Return the shape of a model whose layers have matrices of one type."""
     types = {"token_embedding": embedding, "output": output or embedding}
     tensors = []
     for spec, layer, presence in expected_tensors(config):
