@@ -25,7 +25,7 @@ from metal_prefill.files._model_config import ModelConfig, core_config
 from metal_prefill.files._model_tensors import collect_tensors
 from metal_prefill.files._task_config import PooledHead, TextLengths, read_head
 from metal_prefill.hub import default_model_path
-from metal_prefill.hub._local_file import local_file
+from metal_prefill.hub._local_file import local_file, source_name
 from metal_prefill.storage import _pack_cache, _session_file
 from metal_prefill.storage._cache_folder import pipeline_folder, remove_old_pipelines
 from metal_prefill.storage._kernel_set import kernel_set, settle_pair_speed
@@ -184,6 +184,11 @@ class Engine:
         """The GGUF file."""
         return self.gguf.path
 
+    @property
+    def name(self) -> str:
+        """Name of the file, or of the folder that it was converted from."""
+        return source_name(self.path)
+
     @cached_property
     def tokenizer(self) -> Tokenizer:
         """Tokenizer of the file, built on first use."""
@@ -199,7 +204,7 @@ class Engine:
             self.config,
             self.kv_dtype,
             _session_file.fingerprint(self.gguf, variant),
-            f"{self.path.name} for {variant}" if variant else self.path.name,
+            f"{self.name} for {variant}" if variant else self.name,
         )
 
     def session(self, max_context: int | None = None, prefix_namespace: str = "") -> _core.Session:
@@ -226,9 +231,7 @@ class Engine:
             methods = "label_tokens"
         else:
             methods = "rerank or classify"
-        raise ValueError(
-            f"{self.path.name} is an encoder, which does not generate or score text: use {methods}"
-        )
+        raise ValueError(f"{self.name} is an encoder, which does not generate or score text: use {methods}")
 
     def close(self) -> None:
         """Free weights and pools once calls in flight have finished."""

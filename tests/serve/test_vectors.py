@@ -120,6 +120,13 @@ QUERY = "what is a page?"
 DOCUMENTS = ["a leaf of a book", "64 positions of K and V", "a young attendant"]
 
 
+def test_vectors_of_a_ranker_are_an_error_that_names_no_option(ranker: tuple[Running, Model]) -> None:
+    server, _ = ranker
+    refused = server.post("/v1/embeddings", {"model": "ranks", "input": "a"})
+    assert refused.status_code == 400
+    assert refused.json()["error"]["message"].endswith("use rerank, or classify")
+
+
 def test_jina_requests_are_supported(ranker: tuple[Running, Model]) -> None:
     server, model = ranker
     # As https://api.jina.ai/v1/rerank takes it: documents are texts or objects with one.

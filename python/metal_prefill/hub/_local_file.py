@@ -91,10 +91,15 @@ def model_folder(spec: str | os.PathLike[str]) -> tuple[Path, str]:
     return path, whole.name
 
 
+def source_name(path: Path) -> str:
+    """Return the name of a GGUF file, or of its folder if it is a conversion in the cache."""
+    name = os.fsencode(path.name).decode("utf-8", "replace")
+    return name.removesuffix(".gguf")[: -_KEY_DIGITS - 1] if path.parent == _cache() else name
+
+
 def model_name(path: Path) -> str:
-    """Return the name of the model in a GGUF file: that of its folder if it is a conversion in the cache."""
-    name = os.fsencode(path.name).decode("utf-8", "replace").removesuffix(".gguf")
-    return name[: -_KEY_DIGITS - 1] if path.parent == _cache() else name
+    """Return the name of the model in a GGUF file."""
+    return source_name(path).removesuffix(".gguf")
 
 
 def converted(folder: Path, name: str, adapter: Path | None = None, progress: Progress | None = None) -> Path:

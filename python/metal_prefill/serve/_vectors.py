@@ -123,7 +123,9 @@ async def _embedded(
         try:
             pooling = check_pooling(engine, service.settings.pooling)
         except ValueError as error:
-            raise ApiError(f"{error} (set by the server option --pooling)", code="unsupported") from None
+            ranks = engine.head.pooling == "rank" and service.settings.pooling is None
+            hint = "" if ranks else " (set by the server option --pooling)"
+            raise ApiError(f"{error}{hint}", code="unsupported") from None
         if pooling == "none" and packed:
             raise ApiError(
                 "encoding_format base64 has no shape, and this model has a vector for each token: use float",

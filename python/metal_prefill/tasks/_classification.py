@@ -102,7 +102,7 @@ def classify(
         return _by_head(engine, texts, rules)
     if not engine.config.has_head:
         raise ValueError(
-            f"{engine.path.name} is an encoder, which predicts no text: leave labels out to use the classes "
+            f"{engine.name} is an encoder, which predicts no text: leave labels out to use the classes "
             "of its classification head"
         )
     labels = checked_texts(labels, "label")
@@ -188,11 +188,9 @@ def encode_for_head(
     For errors see :meth:`metal_prefill.Model.classify`.
     """
     if not engine.head.labels:
-        raise ValueError(
-            f"{engine.path.name} has no classification head (cls.output.weight): labels are required"
-        )
+        raise ValueError(f"{engine.name} has no classification head (cls.output.weight): labels are required")
     if engine.head.pooling == "none":
-        raise ValueError(f"{engine.path.name} has labels for tokens: use label_tokens")
+        raise ValueError(f"{engine.name} has labels for tokens: use label_tokens")
     prompts, pairs, cut = [], [], []
     parts = [(text,) if isinstance(text, str) else text for text in _checked_pairs(engine, texts)]
     whole = map(rules.normalized, chain.from_iterable(parts))

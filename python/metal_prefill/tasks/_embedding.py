@@ -211,7 +211,7 @@ def check_pooling(engine: Engine, pooling: str | None) -> Pooling:
     if pooling is None:
         if stated is None:
             raise ValueError(
-                f"{engine.path.name} sets no pooling ({engine.config.architecture}.pooling_type): "
+                f"{engine.name} sets no pooling ({engine.config.architecture}.pooling_type): "
                 "choose one, such as 'mean' or 'last', as the model's card requires"
             )
         pooling = stated
@@ -222,7 +222,7 @@ def check_pooling(engine: Engine, pooling: str | None) -> Pooling:
         raise ValueError("pooling 'rank' gives scores of pairs of texts: use rerank, or classify")
     if pooling == "cls" and engine.config.causal:
         raise ValueError(
-            f"pooling 'cls' takes the first token, which sees no other one in {engine.path.name}: "
+            f"pooling 'cls' takes the first token, which sees no other one in {engine.name}: "
             "its attention is causal"
         )
     return kind

@@ -134,7 +134,7 @@ def _head_of(engine: Engine) -> EntityHead:
     if engine.head.entities is None:
         hint = ": use label_tokens" if engine.head.labels and engine.head.pooling in (None, "none") else ""
         raise ValueError(
-            f"{engine.path.name} does not find entities of given labels: it has no head of GLiNER{hint}"
+            f"{engine.name} does not find entities of given labels: it has no head of GLiNER{hint}"
         )
     return engine.head.entities
 

@@ -69,7 +69,7 @@ def embed_hybrid(
     engine = model.engine
     head = engine.head
     if not (head.weighs_tokens and head.projects_tokens):
-        raise ValueError(f"{engine.path.name} lacks the heads for weights and vectors of tokens: use embed")
+        raise ValueError(f"{engine.name} lacks the heads for weights and vectors of tokens: use embed")
     pooling = check_pooling(engine, None)
     rules = PromptRules(truncate, split_special_tokens=split_special_tokens).checked()
     encoded = encode_texts(engine, texts, rules=rules)

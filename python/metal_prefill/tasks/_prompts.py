@@ -157,7 +157,7 @@ def _named_form(engine: Engine, name: str) -> PromptForm | None:
     if name in ("query", "document"):
         raise ValueError(
             f"no prompts of queries and documents are known for {engine.config.architecture}: "
-            f"{engine.path.name} has none, and its general.name is not that of a model whose card is known. "
+            f"{engine.name} has none, and its general.name is not that of a model whose card is known. "
             "Give the text itself, such as 'query: {text}'"
         )
     return None
@@ -168,7 +168,7 @@ def _described_form(engine: Engine, task: str) -> PromptForm:
     if re.fullmatch(r"[\w-]+", task, re.ASCII):
         known = ", ".join(map(repr, prompt_names_of(engine))) or "none"
         raise ValueError(
-            f"instruction {task!r} is not a prompt of {engine.path.name}, whose prompts are: {known}. "
+            f"instruction {task!r} is not a prompt of {engine.name}, whose prompts are: {known}. "
             "A task has several words; a text to put before each one is a template, such as "
             f"'{task}: {{text}}'"
         )

@@ -216,7 +216,7 @@ def kind_of(engine: Engine, options: Options) -> str:
     """Return how a model scores documents: "late", "pair" or "template"."""
     if options.how not in (None, "late"):
         raise ValueError(f"how must be 'late' or None, got {options.how!r}")
-    head, name = engine.head, engine.path.name
+    head, name = engine.head, engine.name
     if options.how == "late" or (head.per_token and not head.labels):
         if head.labels or head.pooling == "rank":
             raise ValueError(f"{name} has a classification head, which scores pairs: leave how='late' out")
@@ -338,7 +338,7 @@ def template_of(engine: Engine) -> str:
     if engine.config.architecture in TEMPLATES:
         return TEMPLATES[engine.config.architecture]
     raise ValueError(
-        f"{engine.path.name} has no {RERANK_TEMPLATE_KEY}, and no template is known for "
+        f"{engine.name} has no {RERANK_TEMPLATE_KEY}, and no template is known for "
         f"{engine.config.architecture}: a template is required"
     )
 
@@ -370,7 +370,7 @@ def scored_class(engine: Engine, label: str | None) -> int:
     Without a label, it is that of an affirmative class, by convention the second of two.
     """
     labels = engine.head.labels
-    listed = f"{engine.path.name} has a head of {len(labels)} classes ({', '.join(labels[:5])})"
+    listed = f"{engine.name} has a head of {len(labels)} classes ({', '.join(labels[:5])})"
     if label is not None:
         if not isinstance(label, str):
             raise TypeError(f"label must be a string, got {type(label).__name__}")
@@ -408,7 +408,7 @@ def _scorer(engine: Engine, label: str | None = None) -> _Scorer:
     head = engine.head
     if not head.labels:
         if label is not None:
-            raise ValueError(f"label is {label!r}, but {engine.path.name} has no classification head")
+            raise ValueError(f"label is {label!r}, but {engine.name} has no classification head")
         return _answers(engine)
     chosen = scored_class(engine, label)
 
@@ -430,7 +430,7 @@ def _answers(engine: Engine) -> _Scorer:
         ids = engine.tokenizer.encode(answer, add_bos=False)
         if len(ids) != 1:
             raise ValueError(
-                f"{engine.path.name} has no classification head, and {answer!r} is {len(ids)} tokens: "
+                f"{engine.name} has no classification head, and {answer!r} is {len(ids)} tokens: "
                 "it is not a reranker"
             )
         rows.append(dequantized(engine.gguf, tensor, slice(ids[0], ids[0] + 1))[0])

@@ -93,7 +93,7 @@ def embed_sparse(
 def check_sparse(engine: Engine) -> None:
     """Raise ValueError if a model has no head for vectors over the vocabulary."""
     if engine.head.vocabulary_pooling is None and not engine.head.weighs_tokens:
-        raise ValueError(f"{engine.path.name} has no head for vectors over the vocabulary: use embed")
+        raise ValueError(f"{engine.name} has no head for vectors over the vocabulary: use embed")
 
 
 def sparse_role(engine: Engine, instruction: str | None) -> TextRole:

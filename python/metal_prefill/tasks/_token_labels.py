@@ -147,13 +147,13 @@ def check_labels(engine: Engine) -> None:
     """Raise ValueError if a file has no labels for tokens."""
     head = engine.head
     if head.entities is not None:
-        raise ValueError(f"{engine.path.name} finds entities of labels that a call names: use find_entities")
+        raise ValueError(f"{engine.name} finds entities of labels that a call names: use find_entities")
     if not head.labels:
         raise ValueError(
-            f"{engine.path.name} has no labels for tokens: it has no classification head (cls.output.weight)"
+            f"{engine.name} has no labels for tokens: it has no classification head (cls.output.weight)"
         )
     if head.pooling not in (None, "none"):
-        raise ValueError(f"{engine.path.name} has labels for whole texts: use classify")
+        raise ValueError(f"{engine.name} has labels for whole texts: use classify")
 
 
 class Decoding(NamedTuple):
@@ -173,7 +173,7 @@ def decoding_of(
         strategy = "viterbi" if stray is None else "simple"
     if strategy == "viterbi" and stray is not None:
         found = f"the label {stray!r}" if stray else "no label O, or none with E- or S-"
-        raise ValueError(f"strategy 'viterbi' needs BIOES tags: {engine.path.name} has {found}")
+        raise ValueError(f"strategy 'viterbi' needs BIOES tags: {engine.name} has {found}")
     if transitions is None:
         return Decoding(strategy, head.transitions)
     if strategy != "viterbi":

@@ -156,6 +156,19 @@ def test_a_text_benchmark_names_the_embedding_benchmark(
     assert capsys.readouterr().err == expected
 
 
+@pytest.mark.usefixtures("own_cache")
+def test_errors_name_the_folder_of_a_model(tmp_path: Path) -> None:
+    folder = model_folders.bert(tmp_path / "my-model").write()
+    with (
+        Model(folder, device="cpu") as model,
+        pytest.raises(ValueError, match=r"^my-model has no classification head"),
+    ):
+        model.classify(["a"])
+    path = convert(folder, tmp_path / "m.gguf")
+    with Model(path, device="cpu") as model, pytest.raises(ValueError, match=r"^m\.gguf has no class"):
+        model.classify(["a"])
+
+
 def test_a_damaged_vocabulary_is_an_error_of_the_file(file_of: FileOf, tmp_path: Path) -> None:
     path = Path(shutil.copy(file_of(model_folders.bert), tmp_path))
     parts = take_apart(path)
