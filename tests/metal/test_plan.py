@@ -377,6 +377,7 @@ SHORT = {
     ),
     "narrow": replace(small_models.MODELS["gqa 1"], context=300),
     "encoder": replace(small_models.ENCODERS["bert"], context=300),
+    "encoder of short texts": replace(small_models.ENCODERS["bert"], context=20),
 }
 
 
@@ -397,7 +398,8 @@ def test_no_pass_of_any_length_dispatches_a_kernel_that_was_not_built(tmp_path: 
             built = model.stats()["pipelines"]
         # The engine builds the kernels for a few lengths, which are among these: the sets must be equal. A
         # bidirectional text is not divided.
-        lengths = range(1, (min(chunk_tokens, 300) if shape.config.causal else 300) + 1)
+        longest = shape.config.context_length
+        lengths = range(1, (min(chunk_tokens, longest) if shape.config.causal else longest) + 1)
         found = kernels_of(shape, lengths, chunk_tokens, family=family, gpu=chip, **options)
         assert len(found) == built, (chip, chunk_tokens, options)
 
