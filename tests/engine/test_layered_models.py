@@ -1,13 +1,14 @@
 """Models whose layers have different heads, share keys and values, and have inputs of their own."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 from support.reference import ReferenceModel
-from support.small_models import MODELS
+from support.small_models import MODELS, write
 
 from metal_prefill import Model, Session
 
@@ -58,6 +59,18 @@ def test_every_position_matches_the_reference(name: str, model_path: Callable[[s
     assert len(rows) == len(wanted)
     for row, part in zip(rows, wanted, strict=True):
         np.testing.assert_allclose(row.view(np.float32).reshape(part.shape), part, atol=1e-3)
+
+
+def test_all_layers_can_have_windows(tmp_path: Path) -> None:
+    """Their heads then differ from those of the model, not from one another."""
+    whole = MODELS["gemma4"]
+    assert whole.layered is not None
+    model = replace(whole, layers=2, layered=replace(whole.layered, window_period=3, shared=0))
+    path, ids = write(tmp_path / "m.gguf", model), tokens(40)
+    expected = ReferenceModel(path).forward(ids).logits[-1]
+    with Model(path, device="cpu", compute="f32", kv_dtype="f32") as opened:
+        logits = opened.session().forward_prompt_logits(ids)
+    np.testing.assert_allclose(logits, expected, atol=1e-4 * np.abs(expected).max())
 
 
 def test_a_page_has_room_for_layers_with_keys_of_their_own(

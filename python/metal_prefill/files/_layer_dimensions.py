@@ -1,5 +1,6 @@
 """Read the dimensions in which the layers of a model differ, and which of them share keys and values."""
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 from metal_prefill.files._metadata_keys import Keys
@@ -38,10 +39,14 @@ def with_layer_dimensions(config: ModelConfig, keys: Keys) -> ModelConfig:
     return replace(
         config,
         layer_rope_freqs=tuple(not w for w in windowed) if any(windowed) else (),
-        layer_head_dim=_where_they_differ([head_dim if w else config.key_dim for w in windowed]),
-        layer_rope_dim=_where_they_differ([rope_dim if w else config.rope_dim for w in windowed]),
-        layer_kv_heads=_where_they_differ(kv_heads),
-        layer_ffn_dim=_where_they_differ(keys.list_each_layer("feed_forward_length", n)),
+        layer_head_dim=_where_they_differ(
+            config.key_dim, (head_dim if w else config.key_dim for w in windowed)
+        ),
+        layer_rope_dim=_where_they_differ(
+            config.rope_dim, (rope_dim if w else config.rope_dim for w in windowed)
+        ),
+        layer_kv_heads=_where_they_differ(config.n_kv_heads, kv_heads),
+        layer_ffn_dim=_where_they_differ(config.ffn_dim, keys.list_each_layer("feed_forward_length", n)),
         layer_cache=_shared_caches(keys, windowed, kv_heads),
     )
 
@@ -53,8 +58,10 @@ def _of_windows(keys: Keys, suffix: str, most: int) -> int:
     return stated
 
 
-def _where_they_differ(values: list[int] | tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(values) if len(set(values)) > 1 else ()
+def _where_they_differ(common: int, values: Iterable[int]) -> tuple[int, ...]:
+    """Return the value of each layer; nothing if it is that of the model in all."""
+    listed = tuple(values)
+    return listed if set(listed) != {common} else ()
 
 
 def _shared_caches(keys: Keys, windowed: list[bool], kv_heads: tuple[int, ...]) -> tuple[int, ...]:
