@@ -4,6 +4,7 @@ import io
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -274,39 +275,22 @@ def test_synth_writes_a_model_that_runs(tmp_path: Path, capsys: pytest.CaptureFi
     assert cli.main(["run", "-m", str(path), "-p", "ab", "-n", "3"]) == 0
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["fly"],
-        ["run"],
-        ["run", "-p", "a", "-f", "b"],
-        ["run", "-p", "a", "-n", "-1"],
-        ["run", "-p", "a", "-n", "many"],
-        ["run", "-p", "a", "-t", "0"],
-        ["run", "-p", "a", "--device", "cuda"],
-        ["run", "-p", "a", "--temperature", "-1"],
-        ["run", "-p", "a", "--top-p", "2"],
-        ["run", "-p", "a", "--stop", ""],
-        ["run", "-p", "a", "--stop-token", "5000"],
-        ["run", "-p", "a", "--logit-bias", "5"],
-        ["run", "-p", "a", "--logit-bias", "5000=1"],
-        ["run", "-p", "a", "--max-context", "100000"],
-        ["run", "-p", "a", "--answers", "0"],
-        ["synth"],
-        ["bench", "-p", "0"],
-        ["bench", "-p", "32,32", "--demo"],
-        ["bench", "-p", "5000", "--demo"],
-        ["bench", "-p", "", "-n", "0", "--demo"],
-        ["bench", "--demo", "-m", "model.gguf"],
-        ["bench", "--demo", "--compare", "nobody"],
-        ["perplexity"],
-    ],
+USAGE_ERRORS = (
+    *("fly", "run", "run -p a -f b", "run -p a -n -1", "run -p a -n many", "run -p a -t 0"),
+    *("run -p a --device cuda", "run -p a --temperature -1", "run -p a --top-p 2", "run -p a --stop ''"),
+    *("run -p a --stop-token 5000", "run -p a --logit-bias 5", "run -p a --logit-bias 5000=1"),
+    *("run -p a --max-context 100000", "run -p a --answers 0", "synth", "bench -p 0", "perplexity"),
+    *("bench -p 32,32 --demo", "bench -p 5000 --demo", "bench -p '' -n 0 --demo"),
+    *("bench --demo -m model.gguf", "bench --demo --compare nobody"),
 )
-def test_usage_errors_exit_with_two(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(arguments) == 2
-    captured = capsys.readouterr()
-    assert "error: " in captured.err
-    assert "Traceback" not in captured.err
+
+
+def test_usage_errors_exit_with_two(capsys: pytest.CaptureFixture[str]) -> None:
+    for line in USAGE_ERRORS:
+        assert cli.main(shlex.split(line)) == 2, line
+        printed = capsys.readouterr().err
+        assert "error: " in printed, line
+        assert "Traceback" not in printed, line
 
 
 def test_a_missing_file_exits_with_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
