@@ -4,6 +4,7 @@
 #include <array>
 #include <cstddef>
 #include <memory>
+#include <set>
 #include <span>
 #include <string>
 #include <vector>
@@ -48,7 +49,7 @@ struct PipelineInfo {
 
 struct Trace {
   std::vector<Dispatch> dispatches;
-  bool keeps_contents = false;  // of the buffers, around the layers and in the first one
+  std::set<std::size_t> kept;  // dispatches whose buffers are copied, by their numbers
 };
 
 // Access to the passes of an engine.

@@ -1,6 +1,7 @@
 #include <nanobind/stl/function.h>
 #include <nanobind/stl/map.h>
 #include <nanobind/stl/pair.h>
+#include <nanobind/stl/set.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/unique_ptr.h>
@@ -10,6 +11,7 @@
 #include <cstdint>
 #include <cstring>
 #include <memory>
+#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -80,23 +82,25 @@ void bind_sessions(nb::module_& m) {
       .def("plan", &SessionInspector::plan, "tokens"_a, nb::call_guard<GilRelease>())
       .def(
           "trace",
-          [](SessionInspector& self, TokenArray tokens, nb::object progress, bool contents) {
+          [](SessionInspector& self, TokenArray tokens, nb::object progress, std::set<std::size_t> contents) {
             ProgressGuard guard(std::move(progress));
-            Trace trace = {.dispatches = {}, .keeps_contents = contents};
+            Trace trace = {.dispatches = {}, .kept = std::move(contents)};
             const TokenId token = without_gil([&] {
               try {
                 return self.trace(view(tokens), trace, guard.function()).token;
               } catch (const NumericalError&) {
-                if (!contents) throw;
+                if (trace.kept.empty()) throw;
                 return TokenId(-1);
               }
             });
             guard.raise_pending();
             return std::pair(token, std::move(trace.dispatches));
           },
-          "tokens"_a, "progress"_a = nb::none(), "contents"_a = false,
-          "Run a prompt, each dispatch alone; return the greedy next token and the dispatches. With their "
-          "contents, which show the cause, results that are NaN are no error, and the token is -1.")
+          "tokens"_a, "progress"_a = nb::none(), "contents"_a = std::set<std::size_t>(),
+          "Run a prompt, each dispatch alone; return the greedy next token and the dispatches. `contents` "
+          "are "
+          "the numbers of those whose buffers are kept. With any, which show the cause, results that are NaN "
+          "are no error, and the token is -1.")
       .def("pipelines", &SessionInspector::pipelines)
       .def_prop_ro("shaders_were_compiled", &SessionInspector::shaders_were_compiled,
                    "When the package was built; else when the model was opened.")

@@ -14,6 +14,7 @@ from typing import Any
 import metal_kernels
 import numpy as np
 import pytest
+from support import small_models
 from support.emulated_gpu import open_with, require_emulator, set_matrix_layout
 
 from metal_prefill import DeviceError, KVMemoryError, Model, _core, synth
@@ -214,6 +215,25 @@ def test_a_driver_that_ignores_barriers_fails_first_contact(
         open_with(path, barriers=False)
     monkeypatch.setenv("METAL_PREFILL_CACHE", str(tmp_path / "other"))
     open_with(path).close()
+
+
+@pytest.mark.parametrize(
+    ("name", "kernel"),
+    [
+        ("gemma4, wide heads", "attention_decode_f16_512"),
+        ("gemma4, wide heads", "rope_attention_decode_f16_512"),
+        ("lfm2moe", "add_experts"),
+        ("granitehybrid", "attention_prefill_f16_64"),
+    ],
+)
+def test_kernels_that_only_later_layers_need_are_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, kernel: str
+) -> None:
+    path = small_models.write(tmp_path / "m.gguf", (small_models.MODELS | small_models.EXPERTS)[name])
+    monkeypatch.setenv("METAL_PREFILL_CACHE", str(tmp_path))
+    monkeypatch.setenv("METAL_PREFILL_CHECK", "1")
+    with pytest.raises(DeviceError, match=f"computes wrong results: {kernel}: value"):
+        open_with(path, wrong_kernels={kernel})
 
 
 @pytest.mark.parametrize(

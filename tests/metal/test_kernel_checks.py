@@ -1,12 +1,16 @@
 """The comparison of kernels with float64 at first contact, on models of every kind."""
 
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from support.emulated_gpu import open_metal, require_emulator
 from support.small_models import ENCODERS, MODELS, write
 
+from metal_prefill import _core
+from metal_prefill.gpu import _self_test
+from metal_prefill.gpu._kernel_checks.captured import Captured
 from metal_prefill.gpu._self_test import QUICK, kernel_differences
 
 pytestmark = [pytest.mark.emulator, pytest.mark.usefixtures("own_cache", "own_device")]
@@ -25,6 +29,22 @@ def test_no_kernel_of_a_correct_gpu_is_reported(architecture: str, tmp_path: Pat
             path = write(tmp_path / "m.gguf", shape)
             with open_metal(path) as model, model.session() as session, warnings.catch_warnings():
                 warnings.simplefilter("error")
+                needed = {d.kernel for n in QUICK for d in session.plan(n)}
                 checked, wrong = kernel_differences(session.native, model.config, QUICK)
             assert wrong == [], name
-            assert checked, name
+            assert checked == needed, name
+
+
+def test_each_kind_of_layer_is_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers with and without windows have other arguments for the same kernel."""
+    compared: list[Captured] = []
+
+    def note(dispatch: _core.Dispatch) -> None:
+        compared.append(Captured(dispatch))
+
+    monkeypatch.setattr(_self_test, "difference", note)
+    path = write(tmp_path / "m.gguf", replace(MODELS["olmo2, windows"], layers=8))
+    with open_metal(path) as model, model.session() as session:
+        kernel_differences(session.native, model.config, (9,))
+    windows = [d.args["window"] for d in compared if d.kernel.startswith("attention_prefill")]
+    assert sorted(windows) == [0, 16]

@@ -134,7 +134,7 @@ TracingEncoder::TracingEncoder(const Device& device, const Kernels& kernels, Tra
 void TracingEncoder::encode(const Step& step) {
   const AutoreleasePool pool;
   Dispatch noted = describe(step, cache());
-  const bool keeps = trace_.keeps_contents && step.layer <= 0;
+  const bool keeps = trace_.kept.contains(trace_.dispatches.size());
   if (keeps) noted.before = contents_of(device_, step.buffers);
   id<MTLCommandBuffer> commands = device_.command_buffer(noted.kernel, References::kUnretained);
   id<MTLComputeCommandEncoder> encoder = encoder_of(commands);

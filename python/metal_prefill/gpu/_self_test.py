@@ -1,9 +1,9 @@
 """Self-test of a GPU, which runs once for each combination of device, OS and package version.
 
-When a model is opened on a GPU, it processes a few tokens, and each kernel of the first layer is compared
-with float64. Then whole passes are compared with their dispatches run one by one. The result is stored in
-the user's cache folder by device, OS build, package version, required kernels and size class of the model
-file, because some GPUs misread large files only.
+When a model is opened on a GPU, it processes a few tokens, and one dispatch of each kernel and each set of
+its arguments is compared with float64. Then whole passes are compared with their dispatches run one by one.
+The result is stored in the user's cache folder by device, OS build, package version, required kernels and
+size class of the model file, because some GPUs misread large files only.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from metal_prefill import _core
 from metal_prefill.errors import DeviceError, NumericalError
 from metal_prefill.gpu import _fastest_decode
+from metal_prefill.gpu._dispatches import from_core
 from metal_prefill.gpu._kernel_checks import Difference, difference
 from metal_prefill.storage._cache_folder import cache_folder, cache_key, read_known, write_known
 
@@ -57,6 +58,7 @@ def kernel_differences(
     inspector = session.inspector()
     assert inspector is not None, "requires an engine with dispatches"
     checked: set[str] = set()
+    kinds: set[str] = set()  # of dispatches: layers of one kind have the same
     found: dict[str, Difference] = {}
     for n in lengths:
         if not config.causal:
@@ -64,9 +66,17 @@ def kernel_differences(
         if session.position + n > session.max_context:
             continue
         tokens = known_tokens(n, config.vocab_size, session.position)
-        for dispatch in inspector.trace(tokens, contents=True)[1]:
-            # Only the first layer has contents.
-            if dispatch.layer > 0 or dispatch.kernel in found:
+        new: set[int] = set()
+        for i, d in enumerate(from_core(inspector.plan(n))):
+            kind = f"{d.kernel} {d.args} {d.grid} {d.runs}"
+            if kind not in kinds:
+                kinds.add(kind)
+                new.add(i)
+        if not new:  # the same length again, of an encoder
+            continue
+        dispatches = inspector.trace(tokens, contents=new)[1]
+        for dispatch in (dispatches[i] for i in sorted(new)):
+            if dispatch.kernel in found:
                 continue
             checked.add(dispatch.kernel)
             if (wrong := difference(dispatch)) is not None:
@@ -87,7 +97,9 @@ def order_differences(engine: _core.Engine, config: ModelConfig) -> list[str]:
     def run(tokens: NDArray[np.int32], continues: bool = False) -> bool:
         """Return whether both choose the same token, or have the same state of the last."""
         nonlocal token
-        token, dispatches = inspector.trace(tokens, contents=not config.has_head)
+        # Of an encoder the last dispatch has the result.
+        kept: set[int] = set() if config.has_head else {len(inspector.plan(len(tokens))) - 1}
+        token, dispatches = inspector.trace(tokens, contents=kept)
         if config.has_head:
             return bool(_core.Request.greedy(session, tokens, continues=continues).run() == [token])
         last = dispatches[-1]
