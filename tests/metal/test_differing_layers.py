@@ -140,3 +140,13 @@ def test_the_embedding_of_inputs_stays_in_the_file(tmp_path: Path) -> None:
         logits = model.session().forward_prompt_logits([29999, 0, 12345])
     expected = ReferenceModel(path).forward(np.array([29999, 0, 12345])).logits[-1]
     assert np.square(logits - expected).sum() <= 5e-6 * np.square(expected).sum()
+
+
+def test_feed_forwards_of_several_widths_may_have_gate_and_up_of_two_types(tmp_path: Path) -> None:
+    """The activation is then a dispatch of its own, with the width of the layer."""
+    mixed = replace(MODELS["gemma4"], types={"*": "Q4_0", "*.ffn_up.*": "Q8_0"})
+    path, ids = write(tmp_path / "m.gguf", mixed), tokens(20)
+    expected = ReferenceModel(path).forward(ids).logits[-1]
+    with Model(path, device="metal", kv_dtype="f32") as model:
+        logits = model.session().forward_prompt_logits(ids)
+    assert np.square(logits - expected).sum() <= 5e-6 * np.square(expected).sum()
