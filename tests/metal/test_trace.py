@@ -2,12 +2,14 @@
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from support.small_models import ENCODERS, write
 
 from metal_prefill import ContextOverflowError, DeviceError, Model, _core, cli, synth
 from metal_prefill.gpu._cost_model import COUNTED, work_of
@@ -138,6 +140,20 @@ def test_the_cost_model_predicts_the_counted_bytes(path: Path, metal: None, opti
         if not counts_work(model.device):
             pytest.skip("only the emulator's CPU executor counts, and only without a sanitizer")
         assert_bytes_predicted(counted(trace(model, DECODED)), 0.02)
+
+
+@pytest.mark.emulator
+def test_the_cost_model_counts_the_biases_of_experts(metal: None, tmp_path: Path) -> None:
+    """Every expert has rows."""
+    with Model(write(tmp_path / "m.gguf", ENCODERS["privacy-filter, all experts"]), device="metal") as model:
+        if not counts_work(model.device):
+            pytest.skip("only the emulator's CPU executor counts, and only without a sanitizer")
+        found = [(d, b) for d, b in counted(trace(model)) if "matmul_experts" in d.kernel]
+    assert {"swiglu" in d.kernel for d, _ in found} == {False, True}
+    for d, bindings in found:
+        without = work_of(replace(d, args={**d.args, "has_bias": 0}))
+        assert work_of(d).dram_bytes - without.dram_bytes == bindings["bias"]["unique_bytes_read"] > 0
+        assert work_of(d).ops.memory > without.ops.memory
 
 
 def events_of(file: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:

@@ -20,22 +20,27 @@ from metal_prefill.gpu._dispatches import Dispatch
 _CONSTANTS = _core.shader_constants
 
 
+def _matrices(d: Dispatch) -> int:
+    """Return the number of matrices of a product: two for SwiGLU, except of experts without gates."""
+    return 2 if "swiglu" in d.kernel and d.args["rows"][1] > 0 else 1
+
+
 def matvec(d: Dispatch) -> Work:
     """Return the work of products in float32: of one token, or of tiles of tokens that share the weights."""
     a = d.args
     _, dequantize = item_of(d.kernel)
     lanes, items, tokens = a["lanes_per_row"], a["in_dim"] // 8, a["tokens"]
     norm = d.kernel.startswith("rmsnorm")
-    matrices = 2 if "swiglu" in d.kernel else 1
+    products = 2 if "swiglu" in d.kernel else 1  # without gates, both of the same rows
     # Outputs of a group of lanes, for each token of a tile.
     together, tile, tiles = int(d.kernel[-1]) if "_rows" in d.kernel else 1, 1, 1
     if norm:
         together = _CONSTANTS["NORMED_MATVEC_ROWS"]
     if d.kernel.startswith("multi_token"):
         many, tiles = tokens > _CONSTANTS["MULTI_TOKEN_TILE"], d.grid[0]
-        together = _CONSTANTS["MANY_TOKEN_ROWS" if many else "FEW_TOKEN_ROWS"] // matrices
+        together = _CONSTANTS["MANY_TOKEN_ROWS" if many else "FEW_TOKEN_ROWS"] // products
         tile = _CONSTANTS["MANY_TOKEN_TILE"] if many else next(n for n in (2, 4, 8) if n >= tokens)
-    rows = together * matrices  # of weights that a lane has
+    rows = together * products  # of weights that a lane has
     # Rounds that are loaded at once, including those beyond the end.
     ahead = 1 if rows == 4 else {1: 3, 2: 3, 4: 2, 8: 1}[tile]
     rounds = ceil(ceil(items / lanes) / ahead) * ahead
@@ -50,9 +55,9 @@ def matvec(d: Dispatch) -> Work:
     # Sums of each token, then of half as many tokens from one step to the next.
     steps = rows * (tile * log2(lanes / tile) + tile - 1)
     ops += round_ops * rounds + Ops(alu=6) * (rows * tile) + Ops(alu=1 if tile == 1 else 3, shuffle=1) * steps
-    if matrices == 2:
+    if products == 2:
         ops += Ops(alu=6, slow=2.5) * together
-    weights = matrices * a["out_dim"] * a["row_bytes"]
+    weights = _matrices(d) * a["out_dim"] * a["row_bytes"]
     tile_x = tile * x_row + shared
     out = tokens * a["out_dim"] * FLOAT * (2 if a["accumulate"] else 1)
     return dispatch_work(
@@ -73,12 +78,15 @@ def experts(d: Dispatch) -> Work:
     grid = d.grid if in_tiles else (d.grid[0], 1, 1)
     work, times = (matmul, 1) if in_tiles else (matvec, routes)
     one = work(replace(d, grid=grid, args=args))
+    biases = _matrices(d) * a["out_dim"] * FLOAT if a["has_bias"] else 0
+    sums = _CONSTANTS["MATMUL_NARROW_TILE"] ** 2 // d.threads if in_tiles else _matrices(d)  # of a thread
     return replace(
         one,
+        ops=one.ops + Ops(alu=1, memory=1) * sums if biases else one.ops,
         groups=d.groups,
-        dram_bytes=min(routes, a["rows"][0] // a["out_dim"]) * one.dram_bytes,
+        dram_bytes=min(routes, a["rows"][0] // a["out_dim"]) * (one.dram_bytes + biases),
         cached_bytes=times * one.cached_bytes,
-        fetched_bytes=times * one.fetched_bytes,
+        fetched_bytes=times * one.fetched_bytes + routes * biases,
         core_bytes=times * one.core_bytes,
     )
 
@@ -104,9 +112,10 @@ def matmul(d: Dispatch) -> Work:
         ops = (step + Ops(mma=4 * sums, memory=4 * operands)) * steps + Ops(memory=2 * sums, alu=4 * sums)
     if split:  # the sums of the parts, through threadgroup memory
         ops += (Ops(alu=parts + 6, memory=parts + 2) + LOOP) * (rows * tokens // d.threads)
+    matrices = _matrices(d)
     if swiglu:
-        ops += (Ops(alu=6, slow=2.5, memory=3) + LOOP) * sums
-    weights = a["out_dim"] * (2 if swiglu else 1) * a["row_bytes"]
+        ops += (Ops(alu=6, slow=2.5, memory=3) + LOOP) * (2 * sums / matrices)
+    weights = a["out_dim"] * matrices * a["row_bytes"]
     x = a["tokens"] * a["in_dim"] * HALF
     out = a["tokens"] * a["out_dim"] * (HALF if swiglu else FLOAT) * (2 if a["accumulate"] else 1)
     # Bytes of a step: stored once by the group, and loaded by its four simdgroups; of tall tiles, activations
