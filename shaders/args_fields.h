@@ -44,12 +44,13 @@ ARGS_END(RmsnormAddArgs, 20)
 // y[t] = (x[t] - mean(x[t])) / sqrt(variance(x[t]) + eps) * weight + bias
 ARGS_STRUCT(LayernormArgs)
   ARGS_FIELD(u32_t, dim)
+  ARGS_FIELD(u32_t, width)   // columns of mean and variance; those after them are zeros
   ARGS_FIELD(u32_t, stride)  // from one token of x, and of y, to the next
   ARGS_FIELD(u32_t, has_bias)
   ARGS_FIELD(u32_t, has_addend)       // if bound, x[t] + addend replaces x[t]
   ARGS_FIELD(u32_t, has_second_bias)  // layernorm_twice
   ARGS_FIELD(float, eps)
-ARGS_END(LayernormArgs, 24)
+ARGS_END(LayernormArgs, 28)
 
 // x[t] += bias
 ARGS_STRUCT(AddBiasArgs)
@@ -289,7 +290,8 @@ ARGS_STRUCT(ExpertTile)
   ARGS_FIELD(u32_t, count)   // 0: there are fewer tiles
 ARGS_END(ExpertTile, 12)
 
-// The `used` experts with the best scores of rmsnorm(x[t]); scores are the softmax or sigmoids of products.
+// The `used` experts with the best scores of rmsnorm(x[t]), or of x[t]; scores are the softmax or sigmoids of
+// products.
 ARGS_STRUCT(ChooseExpertsArgs)
   ARGS_FIELD(u32_t, dim)
   ARGS_FIELD(u32_t, row_bytes)     // of the router
@@ -299,10 +301,11 @@ ARGS_STRUCT(ChooseExpertsArgs)
   ARGS_FIELD(u32_t, has_bias)      // added to scores for the choice alone
   ARGS_FIELD(u32_t, has_offset)    // added to products
   ARGS_FIELD(u32_t, normalize)     // the factors are divided by their sum
+  ARGS_FIELD(u32_t, has_norm)
   ARGS_FIELD(float, scale)         // multiplies the factors
   ARGS_FIELD(float, eps)
   ARGS_FIELD(u32_t, norm_threads)  // of a threadgroup of rmsnorm_f32
-ARGS_END(ChooseExpertsArgs, 44)
+ARGS_END(ChooseExpertsArgs, 48)
 
 // Sorts routes by expert.
 ARGS_STRUCT(SortRoutesArgs)
@@ -314,7 +317,7 @@ ARGS_END(SortRoutesArgs, 16)
 
 // y[place][row] = w[expert][row] . x + bias[expert][row] of each route.
 ARGS_STRUCT(ExpertsArgs)
-  ARGS_FIELD(StackedWeights, weights)  // rows of all experts
+  ARGS_FIELD(StackedWeights, weights)  // rows of all experts; of gate and up for SwiGLU, or of up alone
   ARGS_FIELD(u32_t, in_dim)
   ARGS_FIELD(u32_t, out_dim)           // rows of an expert; of one of the two matrices for SwiGLU
   ARGS_FIELD(u32_t, used)              // matvec, SwiGLU: routes of a row of x

@@ -11,6 +11,17 @@
 
 using namespace metal;
 
+// The values that a router reads: normalized as a NormedToken's, or without weights as they are.
+struct RoutedToken {
+  device const float* x;
+  device const float* weight;
+  float scale;
+  float4 values(uint column) const {
+    const float4 value = *(device const float4*)(x + column);
+    return weight ? value * scale * *(device const float4*)(weight + column) : value;
+  }
+};
+
 // By its bits: comparisons may be compiled under the assumption that there is no NaN.
 static inline bool is_nan(float value) {
   return (as_type<uint>(value) & 0x7fffffffu) > 0x7f800000u;
@@ -35,12 +46,13 @@ kernel void choose_experts(device const uchar* router [[buffer(0)]],  // [expert
   threadgroup float scores[MOST_EXPERTS], keys[MOST_EXPERTS];
   threadgroup uint chosen[MOST_EXPERTS];
   x += token * args.dim;
-  const float norm_scale =
-      norm_scale_of((device const float4*)x, args.dim, args.eps, args.norm_threads, lane);
+  const RoutedToken routed = {
+      x, args.has_norm ? norm : nullptr,
+      norm_scale_of((device const float4*)x, args.dim, args.eps, args.norm_threads, lane)};
   for (uint expert = simdgroup; expert < args.experts; expert += simdgroups) {
-    Products<W, 1, 1, NormedToken> products;
+    Products<W, 1, 1, RoutedToken> products;
     products.row[0] = router + ulong(expert) * args.row_bytes;
-    products.token[0] = {x, norm, norm_scale};
+    products.token[0] = routed;
     products.multiply(args.dim, lane, 32);
     const float product = products.total(0, 0, 32);
     if (lane == 0) scores[expert] = args.has_offset ? product + offset[expert] : product;
@@ -174,7 +186,8 @@ kernel void matvec_experts(device const uchar* w [[buffer(0)]],       // [expert
 }
 
 // y[route][row] = activation(gate[expert][row] . x) * (up[expert][row] . x), with the row of x of the route,
-// and biases added to both products.
+// and biases added to both products; without gates activation(up[expert][row] . x), of which both products
+// are then the same.
 template <typename W>
 kernel void matvec_experts_swiglu(device const uchar* w [[buffer(0)]],       // [2][experts][out_dim][in_dim]
                                   device const float* bias [[buffer(1)]],    // [2][experts][out_dim]
@@ -191,14 +204,16 @@ kernel void matvec_experts_swiglu(device const uchar* w [[buffer(0)]],       // 
   const uint of_expert = routes[group.y].expert * args.out_dim + min(row, last);
   Products<W, 2, 1> products;
   products.row[0] = half_row(w, args.weights, 0, of_expert);
-  products.row[1] = half_row(w, args.weights, 1, of_expert);
+  products.row[1] = half_row(w, args.weights, has_gates(args.weights) ? 1 : 0, of_expert);
   products.token[0] = {x + group.y / args.used * args.in_dim};
   products.multiply(args.in_dim, lane, lanes);
   const float gate = products.total(0, 0, lanes), up = products.total(1, 0, lanes);
   if (lane % lanes != 0 || row > last) return;
-  const float2 biases =
-      args.has_bias ? float2(bias[of_expert], bias[args.weights.rows[0] + of_expert]) : float2(0.0f);
-  y[group.y * args.out_dim + row] = activate_gated(gate + biases[0], up + biases[1], args.activation);
+  const float first = args.has_bias ? gate + bias[of_expert] : gate;
+  const float second =
+      args.has_bias && has_gates(args.weights) ? up + bias[args.weights.rows[0] + of_expert] : up;
+  y[group.y * args.out_dim + row] = has_gates(args.weights) ? activate_gated(first, second, args.activation)
+                                                            : activate(first, args.activation);
 }
 
 typedef decltype(choose_experts<F32>) choose_experts_t;

@@ -1,5 +1,5 @@
 // LayerNorm of each token: y = (x - mean(x)) / sqrt(variance(x) + eps) * weight + bias. One threadgroup per
-// token.
+// token. Columns from args.width on are padding: x, weight and bias are 0 there.
 #include <metal_stdlib>
 
 #include "args.h"
@@ -46,14 +46,15 @@ static inline NormedRow norm(Row row, device const float4* weight, device const 
   const uint columns = args.dim / 4;
   float sum = 0;
   for (uint i = group.thread_index; i < columns; i += group.threads) sum += dot(row(i), float4(1.0f));
-  const float mean = group.sum(sum) / float(args.dim);
+  const float mean = group.sum(sum) / float(args.width);
   threadgroup_barrier(mem_flags::mem_threadgroup);  // partial is written again
   sum = 0;
   for (uint i = group.thread_index; i < columns; i += group.threads) {
     const float4 d = row(i) - mean;
-    sum += dot(d, d);
+#pragma unroll
+    for (ushort k = 0; k < 4; ++k) sum += 4 * i + k < args.width ? d[k] * d[k] : 0.0f;
   }
-  return {row, weight, bias, mean, precise::rsqrt(group.sum(sum) / float(args.dim) + args.eps)};
+  return {row, weight, bias, mean, precise::rsqrt(group.sum(sum) / float(args.width) + args.eps)};
 }
 
 // Built-in arguments of the kernels below: one threadgroup per token.

@@ -102,6 +102,21 @@ struct GatedProducts {
   }
 };
 
+// activation(up), of models without gates.
+struct ActivatedProducts {
+  GatedProducts of;
+
+  template <ushort kColumns>
+  void store(threadgroup const float* strip, ushort first, ushort lane) const {
+    for (ushort e = lane; e < 8 * kColumns; e += 32) {
+      const ushort t = first + e / kColumns, r = e % kColumns;
+      if (t >= of.tokens || r >= of.rows) continue;
+      const float sum = of.bias ? strip[e] + of.bias[r] : strip[e];
+      of.y[t * of.stride + r] = finite_half(activate(sum, of.activation));
+    }
+  }
+};
+
 // Stores the sums through threadgroup memory, of which each simdgroup uses 8 * kRowBlocks * 8 floats.
 template <ushort kTokenBlocks, ushort kRowBlocks, typename Output>
 static inline void store(thread simdgroup_float8x8 (&sum)[kTokenBlocks][kRowBlocks], Output output,

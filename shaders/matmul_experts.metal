@@ -64,7 +64,8 @@ template <typename W>
 }
 
 // y[place][row] = activation(gate[expert][row] . x) * (up[expert][row] . x), with x[rows[place]], and biases
-// added to both products. Grid: (rows / (kTile / 2), tiles), rounded up.
+// added to both products; without gates activation(up[expert][row] . x). Grid: (rows / (kTile / 2), tiles),
+// or (rows / kTile, tiles) without gates, rounded up.
 template <typename W>
 [[max_total_threads_per_threadgroup(MATMUL_THREADS)]] kernel void matmul_experts_swiglu(
     device const uchar* w [[buffer(0)]],           // [2][experts][out_dim][in_dim]
@@ -80,12 +81,16 @@ template <typename W>
   const ExpertTile tile = tiles[group.y];
   if (tile.count == 0) return;
   const Place<kTile, kTile> place(simdgroup);
-  const uint row = (group.x * kTile + place.row) / 2;
+  const bool gated = has_gates(args.weights);
+  const uint first_row = group.x * kTile / (gated ? 2 : 1), row = first_row + place.row / (gated ? 2 : 1);
 
   Stage<W, kTile, kTile, kStagedRow> stage;
   stage.in_dim = args.in_dim;
   stage.thread_index = thread_index;
-  stage.weights.begin_gated(w, args, group.x * (kTile / 2), thread_index, tile.expert * args.out_dim);
+  if (gated)
+    stage.weights.begin_gated(w, args, first_row, thread_index, tile.expert * args.out_dim);
+  else
+    stage.weights.begin(w, args, first_row, thread_index, tile.expert * args.out_dim);
   begin_tokens(stage.tokens, x, rows, tile, args.in_dim, thread_index);
   simdgroup_float8x8 sum[kBlocks][kBlocks];
   clear(sum);
@@ -100,7 +105,10 @@ template <typename W>
                              args.activation,
                              args.has_bias ? bias + tile.expert * args.out_dim + row : nullptr,
                              args.weights.rows[0]};
-  store(sum, out, (threadgroup float*)stage.next, simdgroup, lane);
+  if (gated)
+    store(sum, out, (threadgroup float*)stage.next, simdgroup, lane);
+  else
+    store(sum, ActivatedProducts{out}, (threadgroup float*)stage.next, simdgroup, lane);
 }
 
 typedef decltype(matmul_experts<F32>) matmul_experts_t;

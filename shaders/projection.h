@@ -12,6 +12,11 @@ using namespace metal;
 // divides the number of rounds at 576 columns with 32 lanes (3), at 1536 with 32 (6) and at 576 with 8 (9).
 constant constexpr ushort kAhead = 3;
 
+// Whether experts have gates: the matrices are then gate and up, otherwise up alone.
+static inline bool has_gates(constant StackedWeights& stack) {
+  return stack.rows[1] > 0;
+}
+
 // Start of row `row` of the stacked matrices.
 static inline device const uchar* stacked_row(device const uchar* weights, constant StackedWeights& stack,
                                               uint row) {

@@ -75,7 +75,7 @@ struct Config {
   int per_layer_dim = 0;   // of the input that each layer has from the token itself; 0: there is none
   NormKind norm_kind = NormKind::kRms;
   float norm_eps = 1e-5f;
-  float dim_filled = 1.0f;  // part of `dim` that is not padding, whose zeros count in means of squares
+  int padding = 0;  // of the values of `dim`, at their end: zeros, which count in means of squares
 
   int rope_dim = 0;  // rotated leading dimensions of a head
   float rope_base = 10000.0f;
@@ -192,7 +192,9 @@ struct Config {
   // factor, and RMSNorm of the stream with stream_eps() equals RMSNorm of the undivided one with norm_eps.
   float stream_embedding_scale() const { return embedding_scale / residual_scale; }
   float stream_eps() const { return block_eps() / (residual_scale * residual_scale); }
-  float block_eps() const { return norm_eps * dim_filled; }  // of norms of a block's output
+  float block_eps() const {  // of norms of a block's output
+    return norm_kind == NormKind::kLayer ? norm_eps : norm_eps * float(dim - padding) / float(dim);
+  }
 
   float score_scale() const {  // multiplies q.k
     return attention_scale != 0.0f ? attention_scale : 1.0f / std::sqrt(float(key_dim));

@@ -59,14 +59,14 @@ def test_states_are_those_of_transformers(device: str, tmp_path: Path, name: str
 def test_states_of_experts_without_gates_are_those_in_float64(device: str, tmp_path: Path, name: str) -> None:
     folder = NOMIC_MOE[name](tmp_path / "m")
     path = convert(folder.write(), tmp_path / "m.gguf")
-    if device == "metal":
-        with pytest.raises(UnsupportedModelError, match="Metal engine has neither experts without gates"):
-            Model(path, device=device)
-        return
     with Model(path, device=device, compute="f32", kv_dtype="f32") as model:
         for ids in texts():
-            expected = nomic_moe_states(folder.config, folder.tensors, ids)
+            expected, margins = nomic_moe_states(folder.config, folder.tensors, ids)
             (found,) = _states(model, [ids])
+            if device == "metal":
+                decided = margins >= LEAST_MARGIN
+                assert decided.mean() > 0.5
+                found, expected = found[decided], expected[decided]
             assert np.square(found - expected).sum() <= NMSE[device] * np.square(expected).sum()
 
 

@@ -238,7 +238,9 @@ def test_heads_that_are_not_whole_blocks_are_rejected_by_name(
 
 
 def test_metal_rejects_it_by_name(metal: None, demo_path: Path) -> None:
-    with pytest.raises(UnsupportedModelError, match="Metal engine has no KV cache in q8_0"):
+    with pytest.raises(
+        UnsupportedModelError, match="Metal engine does not support a KV cache in q8_0; it takes f16 and f32"
+    ):
         opened(demo_path, device="metal")
 
 

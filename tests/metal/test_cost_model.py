@@ -218,8 +218,6 @@ def test_plans_reject_invalid_arguments(smollm: Shape) -> None:
         UnsupportedModelError, match="a plan needs dimensions that are multiples of 8, got dim 572"
     ):
         plan(odd, 1)
-    with pytest.raises(UnsupportedModelError, match=r"attention heads of 520 dimensions: .* at most 512"):
-        plan(uniform_shape(replace(SMOLLM, key_dim=520), "q4_0", "q8_0"), 1)
     with pytest.raises(ValueError, match="unknown chip 'm9'; known are m1, "):
         find_chip("m9")
 

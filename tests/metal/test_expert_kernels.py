@@ -1,5 +1,7 @@
 """Kernels of feed-forwards with experts."""
 
+import math
+
 import numpy as np
 import pytest
 from support.kernel_harness import (
@@ -19,6 +21,7 @@ from support.small_models import TYPES
 
 ROUTE, TILE = STRUCTS["Route"], STRUCTS["ExpertTile"]
 SILU, CLAMPED_SILU = CONSTANTS["ACTIVATION_SILU"], CONSTANTS["ACTIVATION_CLAMPED"]
+GELU_ERF = CONSTANTS["ACTIVATION_GELU_ERF"]
 PLACES = CONSTANTS["MATMUL_NARROW_TILE"]
 
 
@@ -31,6 +34,7 @@ def chosen(
     offset: Array | None = None,
     sigmoid: bool = False,
     scale: float = 1,
+    normed: bool = True,
 ) -> Array:
     """Choose experts by a router whose products with a row are given, as float32 ``[tokens, experts]``."""
     tokens, experts = scores.shape
@@ -39,7 +43,7 @@ def chosen(
     # A row is a unit vector, of which the norm is sqrt(32) times as long.
     for token in range(tokens):
         rows[token, token] = 1
-        router[:, token] = scores[token] / np.sqrt(32)
+        router[:, token] = scores[token] / (np.sqrt(32) if normed else 1)
     routes = Output([tokens, used], ROUTE)
     args = make_args(
         "ChooseExpertsArgs",
@@ -51,13 +55,14 @@ def chosen(
         has_bias=bias is not None,
         has_offset=offset is not None,
         normalize=1,
+        has_norm=normed,
         scale=scale,
         eps=0,
         norm_threads=32,
     )
     absent = np.full(experts, np.nan)
     added, added_first = ((absent if x is None else x).astype(np.float32) for x in (bias, offset))
-    norm = np.ones(32, np.float32)
+    norm = np.full(32, 1 if normed else np.nan, np.float32)
     run(
         "choose_experts_f32", router, norm, added, added_first, rows, routes.buffer, args,
         groups=(tokens, 1), threads=(64, 1),
@@ -65,13 +70,13 @@ def chosen(
     return routes.check()
 
 
-@pytest.mark.parametrize("sigmoid", [False, True])
+@pytest.mark.parametrize(("sigmoid", "normed"), [(False, True), (True, True), (False, False)])
 @pytest.mark.parametrize(("experts", "used"), [(3, 1), (5, 5), (64, 8), (100, 3)])
-def test_choose_experts(run: Run, experts: int, used: int, sigmoid: bool) -> None:
+def test_choose_experts(run: Run, experts: int, used: int, sigmoid: bool, normed: bool) -> None:
     rng = np.random.default_rng(experts)
     products = 2 * rng.standard_normal((4, experts))
     bias, offset = rng.standard_normal((2, experts))
-    found = chosen(run, products, used, bias=bias, offset=offset, sigmoid=sigmoid, scale=2.5)
+    found = chosen(run, products, used, bias=bias, offset=offset, sigmoid=sigmoid, scale=2.5, normed=normed)
     powers = np.exp(products + offset)
     scores = 1 / (1 + 1 / powers) if sigmoid else powers / powers.sum(axis=1, keepdims=True)
     order = np.argsort(-(scores + bias), axis=1)[:, :used]
@@ -154,8 +159,13 @@ def experts_args(
     )
 
 
-def activated(gate: Array, up: Array, limited: bool) -> Array:
-    if limited:  # as in gpt-oss
+def activated(products: Array, form: str) -> Array:
+    """Activate ``[matrices, rows, columns]``."""
+    if form == "without gates":
+        exact: Array = products[0] / 2 * (1 + np.vectorize(math.erf)(products[0] / math.sqrt(2)))
+        return exact
+    gate, up = products
+    if form == "limited":  # as in gpt-oss
         gate, up = np.minimum(gate, 7), np.clip(up, -7, 7)
         clamped: Array = gate / (1 + np.exp(-1.702 * gate)) * (up + 1)
         return clamped
@@ -169,43 +179,44 @@ def random_biases(rng: np.random.Generator, rows: int, present: bool) -> tuple[A
     return (biases, biases) if present else (np.full(rows, np.nan, np.float32), np.zeros(rows))
 
 
-# Every type, and some with biases and limits of gates, which most gates and ups exceed.
+# Every type, and some with biases: with limits of gates, which most gates and ups exceed, and without gates.
+BIASED = ("limited", "without gates")
 kinds = pytest.mark.parametrize(
-    ("kind", "limited"), [*((kind, False) for kind in TYPES), ("F32", True), ("Q4_0", True)]
+    ("kind", "form"),
+    [*((kind, "gated") for kind in TYPES), *((kind, form) for kind in ("F32", "Q4_0") for form in BIASED)],
 )
+ACTIVATIONS = {"gated": SILU, "limited": CLAMPED_SILU, "without gates": GELU_ERF}
 
 
 @kinds
-def test_matvec_experts(run: Run, kind: str, limited: bool) -> None:
+def test_matvec_experts(run: Run, kind: str, form: str) -> None:
+    biased, matrices = form in BIASED, 1 if form == "without gates" else 2
     rng = np.random.default_rng(2)
     experts, out_dim, tokens, used = 4, 40, 3, 2
     in_dim = ceil_div(72, block_columns(kind)) * block_columns(kind)
     routes = np.zeros((tokens, used), ROUTE)
     routes["expert"] = [[3, 0], [1, 3], [2, 1]]
     flat = routes["expert"].ravel()
-    pair = Weights(rng, kind, [experts * out_dim] * 2, in_dim)
-    bias, added = random_biases(rng, 2 * experts * out_dim, limited)
-    x = rng.standard_normal((tokens, in_dim)).astype(np.float32) * (5 if limited else 1)
+    first = Weights(rng, kind, [experts * out_dim] * matrices, in_dim)
+    bias, added = random_biases(rng, matrices * experts * out_dim, biased)
+    x = rng.standard_normal((tokens, in_dim)).astype(np.float32) * (5 if form == "limited" else 1)
     h = Output([tokens * used, out_dim])
     groups = (ceil_div(out_dim, 2), tokens * used)
-    args = experts_args(pair, in_dim, out_dim, used, 32, CLAMPED_SILU if limited else SILU, limited)
+    args = experts_args(first, in_dim, out_dim, used, 32, ACTIVATIONS[form], biased)
     name = kind.lower()
     run(
-        f"matvec_experts_swiglu_{name}", pair.bytes, bias, x, routes, h.buffer, args,
+        f"matvec_experts_swiglu_{name}", first.bytes, bias, x, routes, h.buffer, args,
         groups=groups, threads=(64, 1),
     )  # fmt: skip
-    gate, up = pair.values.reshape(2, experts, out_dim, in_dim)[:, flat]
-    gate_bias, up_bias = added.reshape(2, experts, out_dim)[:, flat]
     rows = np.repeat(x.astype(np.float64), used, axis=0)[:, :, None]
-    close(
-        h.check(), activated((gate @ rows)[..., 0] + gate_bias, (up @ rows)[..., 0] + up_bias, limited), 2e-4
-    )
+    products = (first.values.reshape(matrices, experts, out_dim, in_dim)[:, flat] @ rows)[..., 0]
+    close(h.check(), activated(products + added.reshape(matrices, experts, out_dim)[:, flat], form), 2e-4)
 
     down = Weights(rng, kind, [experts * out_dim], in_dim)
     inputs = rng.standard_normal((tokens * used, in_dim)).astype(np.float32)
     y = Output([tokens * used, out_dim])
-    bias, added = random_biases(rng, experts * out_dim, limited)
-    args = experts_args(down, in_dim, out_dim, used, 32, has_bias=limited)
+    bias, added = random_biases(rng, experts * out_dim, biased)
+    args = experts_args(down, in_dim, out_dim, used, 32, has_bias=biased)
     run(
         f"matvec_experts_{name}", down.bytes, bias, inputs, routes, y.buffer, args,
         groups=groups, threads=(64, 1),
@@ -216,7 +227,8 @@ def test_matvec_experts(run: Run, kind: str, limited: bool) -> None:
 
 
 @kinds
-def test_matmul_experts(run: Run, kind: str, limited: bool) -> None:
+def test_matmul_experts(run: Run, kind: str, form: str) -> None:
+    biased, matrices = form in BIASED, 1 if form == "without gates" else 2
     rng = np.random.default_rng(3)
     experts, out_dim, tokens = 3, 40, 50
     in_dim = ceil_div(72, block_columns(kind)) * block_columns(kind)
@@ -224,26 +236,25 @@ def test_matmul_experts(run: Run, kind: str, limited: bool) -> None:
     tiles["expert"], tiles["first"], tiles["count"] = [0, 0, 2, 2, 0], [0, 32, 37, 69, 0], [32, 5, 32, 7, 0]
     of_places = np.concatenate([np.full(tile["count"], tile["expert"]) for tile in tiles])
     by_place = rng.integers(0, tokens, len(of_places)).astype(np.uint32)
-    pair = Weights(rng, kind, [experts * out_dim] * 2, in_dim)
-    bias, added = random_biases(rng, 2 * experts * out_dim, limited)
-    x = rng.standard_normal((tokens, in_dim)).astype(np.float16) * np.float16(5 if limited else 1)
+    first = Weights(rng, kind, [experts * out_dim] * matrices, in_dim)
+    bias, added = random_biases(rng, matrices * experts * out_dim, biased)
+    x = rng.standard_normal((tokens, in_dim)).astype(np.float16) * np.float16(5 if form == "limited" else 1)
     h = Output([len(of_places), out_dim], np.float16)
-    args = experts_args(pair, in_dim, out_dim, 1, 0, CLAMPED_SILU if limited else SILU, limited)
+    args = experts_args(first, in_dim, out_dim, 1, 0, ACTIVATIONS[form], biased)
     name = kind.lower()
     run(
-        f"matmul_experts_swiglu_{name}", pair.bytes, bias, x, by_place, tiles, h.buffer, args,
-        groups=(ceil_div(out_dim, 16), len(tiles)), threads=(128, 1),
+        f"matmul_experts_swiglu_{name}", first.bytes, bias, x, by_place, tiles, h.buffer, args,
+        groups=(ceil_div(out_dim, 32 // matrices), len(tiles)), threads=(128, 1),
     )  # fmt: skip
-    gate, up = pair.values.reshape(2, experts, out_dim, in_dim)[:, of_places]
-    gate_bias, up_bias = added.reshape(2, experts, out_dim)[:, of_places]
     rows = x.astype(np.float64)[by_place][:, :, None]
-    near(h.check(), activated((gate @ rows)[..., 0] + gate_bias, (up @ rows)[..., 0] + up_bias, limited))
+    products = (first.values.reshape(matrices, experts, out_dim, in_dim)[:, of_places] @ rows)[..., 0]
+    near(h.check(), activated(products + added.reshape(matrices, experts, out_dim)[:, of_places], form))
 
     down = Weights(rng, kind, [experts * out_dim], in_dim)
     inputs = rng.standard_normal((len(of_places), in_dim)).astype(np.float16)
     y = Output([len(of_places), out_dim])
-    bias, added = random_biases(rng, experts * out_dim, limited)
-    args = experts_args(down, in_dim, out_dim, 1, 0, has_bias=limited)
+    bias, added = random_biases(rng, experts * out_dim, biased)
+    args = experts_args(down, in_dim, out_dim, 1, 0, has_bias=biased)
     run(
         f"matmul_experts_{name}", down.bytes, bias, inputs, tiles, y.buffer, args,
         groups=(ceil_div(out_dim, 32), len(tiles)), threads=(128, 1),

@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 from gguf import GGMLQuantizationType
 from metal_kernels import KernelLibrary
-from support import small_models
-from support.cost_tables import with_cores
+from support import encoder_folders, small_models
+from support.cost_tables import SMOLLM, with_cores
 from support.emulated_gpu import require_emulator
 from support.small_models import TYPES
 from support.uniform_shape import uniform_shape
 
-from metal_prefill import DeviceError, Model, _core, synth
+from metal_prefill import DeviceError, Model, UnsupportedModelError, _core, synth
+from metal_prefill.conversion import convert
 from metal_prefill.files import GGUFFile, ModelConfig
 from metal_prefill.gpu._cost_model import CHIPS, find_chip, plan, shape_of, time_of, work_of
 from metal_prefill.gpu._cost_model.shapes import Shape, TensorShape
@@ -177,6 +178,68 @@ def test_an_encoder_with_experts_takes_twelve_dispatches_a_layer(tmp_path: Path)
             ("matmul_exp", "has_bias"),
         ):
             assert {d.args[field] for d in dispatches if d.kernel.startswith(start)} == {1}
+
+
+_RECURRENT = {
+    "architecture": "qwen35",
+    "layer_kinds": ("gated_delta", "attention"),
+    "n_layers": 2,
+    "conv_taps": 4,
+    "query_gate": True,
+    "scan_heads": 4,
+    "scan_groups": 2,
+    "scan_key_dim": 32,
+    "scan_value_dim": 32,
+}
+_ENCODER = {
+    "architecture": "bert",
+    "causal": False,
+    "norm_kind": "layer",
+    "has_head": False,
+    "token_types": 2,
+}
+_EXPERTS = {
+    "architecture": "qwen3moe",
+    "layer_feed_forwards": ("experts",) * 30,
+    "experts_used": 2,
+    "expert_dim": 64,
+}
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"key_dim": 520}, "attention heads of 520 dimensions; it takes at most 512"),
+        (
+            {"architecture": "qwen3", "key_dim": 60, "rope_dim": 60},
+            "normalized or differing heads of 60 dimensions; it takes multiples of 8",
+        ),
+        ({**_ENCODER, "causal": True, "token_types": 0}, "norms of embeddings in decoders"),
+        ({**_ENCODER, "norm_kind": "rms"}, "norms of embeddings in decoders, or other than LayerNorm"),
+        ({"max_alibi_bias": 8.0}, "ALiBi in decoders"),
+        ({**_RECURRENT, "scan_key_dim": 264}, "states of 264 rows; it takes at most 256"),
+        ({**_RECURRENT, "scan_value_dim": 33}, "a recurrence of 132 values; it takes multiples of 8"),
+        ({**_EXPERTS, "n_experts": 513}, "513 experts; it takes at most 512"),
+        ({**_EXPERTS, "n_experts": 4, "norm_kind": "layer"}, "experts after a LayerNorm; it takes RMSNorm"),
+    ],
+)
+def test_models_that_the_kernels_do_not_suit_are_refused(fields: dict[str, Any], message: str) -> None:
+    shape = uniform_shape(replace(SMOLLM, **fields), "f32", "f32")
+    with pytest.raises(
+        UnsupportedModelError, match=f"the Metal engine does not support {message}.*device='cpu'"
+    ):
+        plan(shape, 1)
+
+
+def test_experts_before_a_norm_of_the_stream_take_eleven_dispatches(tmp_path: Path) -> None:
+    for count in (8, 24):
+        folder = encoder_folders.nomic_moe(
+            tmp_path / str(count), 1, dim=32, heads=4, ffn=64, layers=4, experts=count, used=2
+        )
+        shape = shape_in(convert(folder.write(), tmp_path / f"{count}.gguf"))
+        for tokens in (1, 9, 300):
+            per_layer = Counter(d.layer for d in plan(shape, tokens, output="hidden"))
+            assert [per_layer[layer] for layer in (1, 3)] == [11, 11]
 
 
 @pytest.mark.parametrize("name", small_models.EXPERTS)

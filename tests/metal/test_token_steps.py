@@ -291,7 +291,7 @@ def layer_norm(x: Array, weight: Array, bias: Array | float, eps: float) -> Arra
 
 
 def layernorm_args(dim: int, **fields: int) -> Array:
-    chosen = {"stride": dim, "has_bias": 0, "has_addend": 0, "has_second_bias": 0, **fields}
+    chosen = {"width": dim, "stride": dim, "has_bias": 0, "has_addend": 0, "has_second_bias": 0, **fields}
     return make_args("LayernormArgs", dim=dim, eps=1e-5, **chosen)
 
 
@@ -359,6 +359,43 @@ def test_layernorm_twice(run: Run, dim: int, threads: int) -> None:
         expected = layer_norm(x + first, second, second_bias * present, 1e-5)
         close(stream.check(), expected)
         near(copy.check(), expected)
+
+
+def padded(rows: Array, width: int, dim: int) -> Array:
+    """Return rows of which the columns from `width` on are zeros."""
+    wide = np.zeros((*rows.shape[:-1], dim), np.float32)
+    wide[..., :width] = rows[..., :width]
+    return wide
+
+
+@pytest.mark.parametrize(("dim", "width"), [(8, 1), (80, 74), (104, 101), (64, 60)])
+def test_padding_is_no_part_of_means_and_variances(run: Run, dim: int, width: int) -> None:
+    rng = np.random.default_rng(dim)
+    x, attended = padded(5 + rng.standard_normal((2, 9, dim)), width, dim)
+    weight, bias, addend, second, second_bias = padded(rng.uniform(-1.5, 1.5, (5, dim)), width, dim)
+    threads: dict[str, Any] = {"groups": (9,), "threads": (32,)}
+    args = layernorm_args(dim, width=width, has_bias=1, has_addend=1, has_second_bias=1)
+
+    def normed(rows: Array, by: Array, plus: Array) -> Array:
+        return padded(layer_norm(rows[:, :width], by[:width], plus[:width], 1e-5), width, dim)
+
+    y = Output([9, dim])
+    run("layernorm_f32", weight, bias, x, y.buffer, args, **threads)
+    close(y.check(), normed(x, weight, bias))
+    stream, copy = Output([9, dim], initial=x), Output([9, dim], np.float16)
+    run("layernorm_stream", weight, bias, addend, stream.buffer, copy.buffer, args, **threads)
+    close(stream.check(), normed(x + addend, weight, bias))
+    stream, copy, block = (
+        Output([9, dim], initial=x),
+        Output([9, dim], np.float16),
+        Output([9, dim], initial=attended),
+    )
+    run(
+        *("layernorm_twice", weight, bias, addend, second, second_bias),
+        *(block.buffer, stream.buffer, copy.buffer, args),
+        **threads,
+    )
+    close(stream.check(), normed(x + normed(x + attended + addend, weight, bias), second, second_bias))
 
 
 def test_add_bias(run: Run) -> None:

@@ -80,9 +80,10 @@ def rotated(x: Array, heads: int, base: float) -> Array:
 
 def nomic_moe_states(
     config: Mapping[str, Any], tensors: Mapping[str, npt.NDArray[Any]], ids: npt.NDArray[np.int64]
-) -> Array:
-    """Return the states of nomic-embed-text-v2-moe after the last layer.
+) -> tuple[Array, Array]:
+    """Return the states of nomic-embed-text-v2-moe after the last layer, and the router's least margins.
 
+    A margin is the difference of a row's products for its last expert and the next one.
     The router's scores are a softmax over all experts. The factors of the chosen experts are not normalized,
     and one bias is added to the sum.
     """
@@ -90,6 +91,7 @@ def nomic_moe_states(
     heads, experts, used = config["n_head"], config["num_experts"], config["moe_top_k"]
     x = t["embeddings.word_embeddings.weight"][ids] + t["embeddings.token_type_embeddings.weight"][0]
     x = t.normed("emb_ln", x)
+    margins = np.full(len(x), np.inf)
     for layer in range(config["n_layer"]):
         at = f"encoder.layers.{layer}."
         q, k, v = np.split(t.linear(f"{at}attn.Wqkv", x), 3, axis=1)
@@ -99,10 +101,13 @@ def nomic_moe_states(
             x = t.normed(f"{at}norm2", x + t.linear(f"{at}mlp.fc2", gelu(t.linear(f"{at}mlp.fc1", x))))
             continue
         first, second = (np.split(t[f"{at}mlp.experts.mlp.{name}"], experts) for name in ("w1", "w2"))
-        scores = np.exp(t.linear(f"{at}mlp.router.layer", x))
+        products = t.linear(f"{at}mlp.router.layer", x)
+        last, following = -np.sort(-products, axis=1)[:, used - 1 : used + 1].T
+        margins = np.minimum(margins, last - following)
+        scores = np.exp(products)
         scores /= scores.sum(axis=1, keepdims=True)
         read = np.tile(t[f"{at}mlp.experts.bias"], (len(x), 1))
         for row, expert in np.argwhere(np.argsort(np.argsort(-scores, axis=1), axis=1) < used):
             read[row] += scores[row, expert] * (gelu(first[expert] @ x[row]) @ second[expert])
         x = t.normed(f"{at}norm2", x + read)
-    return x
+    return x, margins

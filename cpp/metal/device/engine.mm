@@ -1,6 +1,7 @@
 #include <algorithm>
 
 #include "../plan/padding.h"
+#include "../plan/supported.h"
 #include "libraries.h"
 #include "metal_cache.h"
 #include "metal_engine.h"
@@ -82,6 +83,7 @@ std::unique_ptr<Cache> MetalEngine::make_cache(int max_context) {
 }  // namespace metal
 
 std::shared_ptr<Engine> make_metal_engine(Model model, const EngineOptions& options) {
+  metal::check_supported(model, options);
   const metal::AutoreleasePool pool;
   const auto make = [&model](const EngineOptions& chosen) {
     return std::shared_ptr<Engine>(new metal::MetalEngine(model, chosen), [](metal::MetalEngine* engine) {

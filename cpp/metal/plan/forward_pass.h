@@ -127,10 +127,11 @@ class ForwardPass {
     ops::DeltaWeights delta;               // of a layer with a delta rule
     Dense dense;                           // the feed-forward, or its expert for all rows
     ops::Router router;
-    ops::ExpertWeights experts_gate_up, experts_down;
-    BlockOutput attn_output;               // also of a short convolution
-    BlockOutput scan_output;               // of a layer whose state has matrices
-    std::optional<Projection> input_gate;  // of its input from the token itself; none: it has none
+    ops::ExpertWeights experts_up, experts_down;  // of gate and up, or of up alone
+    BlockOutput experts_output;                   // without its weights, which are experts_down
+    BlockOutput attn_output;                      // also of a short convolution
+    BlockOutput scan_output;                      // of a layer whose state has matrices
+    std::optional<Projection> input_gate;         // of its input from the token itself; none: it has none
     BlockOutput input_output;
   };
   // The rows of a pass that a step works on.
@@ -170,8 +171,12 @@ class ForwardPass {
   };
 
   Norm norm_of(const Tensor& weight, const Tensor& bias, float eps, const WeightViews& weights) const;
+  // Of the residual stream.
+  Norm stream_norm(const Tensor& weight, const Tensor& bias, const WeightViews& weights) const;
   // Leaves rows of the stream as they are, in another place.
-  Norm no_norm() const { return {.weight = {}, .bias = {}, .dim = config_.dim, .eps = 0.0f}; }
+  Norm no_norm() const {
+    return {.weight = {}, .bias = {}, .dim = config_.dim, .width = config_.dim, .eps = 0.0f};
+  }
   Layer layer_of(int layer, const LayerWeights& w, WeightViews& weights) const;
   ProjectedRow projected_row(int layer) const;
   // Most columns of a layer's projections.
@@ -222,6 +227,8 @@ class ForwardPass {
                           const View& input, const StridedRows& y, const Rows& rows) const;
   void project(Encoder& e, const Projection& w, const View& x, const StridedRows& y, const Rows& rows,
                Write write) const;
+  // What follows the addition of a block's output: its bias and the norm of the stream.
+  void end_block(const Pass& pass, const BlockOutput& output, const View& residual, const Rows& rows) const;
   // Adds a block's output to the residual stream.
   void add_residual(const Pass& pass, const BlockOutput& output, const View& x, const View& residual,
                     const Rows& rows) const;

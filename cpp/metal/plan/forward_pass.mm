@@ -348,15 +348,16 @@ void ForwardPass::experts(const Pass& pass, const Layer& w, const View& input, c
   ops::choose_experts(e, w.router, w.ffn_norm, x, a.routes, n, config_.router_score == RouterScore::kSigmoid,
                       config_.normalize_routes, config_.route_scale);
   if (rows.path == Path::kFewTokens) {
-    ops::matvec_experts_swiglu(e, w.experts_gate_up, input, a.routes, a.expert_ffn, n, activation_);
+    ops::matvec_experts_swiglu(e, w.experts_up, input, a.routes, a.expert_ffn, n, activation_);
     ops::matvec_experts(e, w.experts_down, a.expert_ffn, a.routes, a.expert_out, n);
   } else {
     ops::sort_routes(e, a.routes, n);
-    ops::matmul_experts_swiglu(e, w.experts_gate_up, input, a.routes, a.expert_ffn, n, activation_);
+    ops::matmul_experts_swiglu(e, w.experts_up, input, a.routes, a.expert_ffn, n, activation_);
     ops::matmul_experts(e, w.experts_down, a.expert_ffn, a.routes, a.expert_out, n);
   }
   if (!w.dense.gate_up.empty()) dense(pass, w.dense, {}, input, x, rows);
   ops::add_experts(e, a.routes, a.expert_out, x, config_.dim, n);
+  end_block(pass, w.experts_output, x, rows);
 }
 
 View ForwardPass::normalized(Encoder& e, const Norm& norm, const View& x, const View& normed,
@@ -416,6 +417,11 @@ void ForwardPass::add_residual(const Pass& pass, const BlockOutput& output, cons
     return;
   }
   project(pass.e, output.w, x, {residual, config_.dim}, rows, Write::kAccumulate);
+  end_block(pass, output, residual, rows);
+}
+
+void ForwardPass::end_block(const Pass& pass, const BlockOutput& output, const View& residual,
+                            const Rows& rows) const {
   if (output.residual_norm.weight)
     ops::layernorm_stream(pass.e, output.residual_norm, output.bias, residual, pass.a.normed, rows.count);
   else if (output.bias)

@@ -95,36 +95,14 @@ ForwardPass::ForwardPass(const Tuning& tuning, const Model& model, const EngineO
       state_layout_(model.config),
       embedding_(projection(model.token_embedding, weights)),
       embedding_norm_(
-          norm_of(model.embedding_norm, model.embedding_norm_bias, config_.stream_eps(), weights)),
-      output_norm_(norm_of(model.output_norm, model.output_norm_bias, config_.stream_eps(), weights)),
+          config_.embedding_dim > 0
+              ? norm_of(model.embedding_norm, model.embedding_norm_bias, config_.stream_eps(), weights)
+              : stream_norm(model.embedding_norm, model.embedding_norm_bias, weights)),
+      output_norm_(stream_norm(model.output_norm, model.output_norm_bias, weights)),
       head_norm_(output_norm_),
       norms_stream_(!model.layers.empty() && model.layers[0].attn_residual_norm),
       att_dim_(config_.n_heads * config_.value_dim),
       activation_(activation_of(config_.activation)) {
-  if (options.kv_type == KvType::kQ8_0)
-    throw UnsupportedModelError(
-        "the Metal engine has no KV cache in q8_0: use kv_dtype='f16', or device='cpu'");
-  static_cast<void>(decode_size(std::max(config_.key_dim, config_.value_dim)));  // throws for larger ones
-  if (embedding_norm_.weight && (config_.causal || config_.norm_kind != NormKind::kLayer))
-    throw UnsupportedModelError("the Metal engine norms embeddings with LayerNorm, in encoders alone");
-  if (config_.scan_key_dim > ops::kMostScanRows)
-    throw UnsupportedModelError("states of " + std::to_string(config_.scan_key_dim) +
-                                " rows: the Metal engine takes up to " + std::to_string(ops::kMostScanRows) +
-                                ", use device='cpu'");
-  if (config_.n_experts > MOST_EXPERTS)
-    throw UnsupportedModelError(std::to_string(config_.n_experts) +
-                                " experts: the Metal engine takes up to " + std::to_string(MOST_EXPERTS) +
-                                ", use device='cpu'");
-  if (config_.max_alibi_bias > 0 && config_.causal)
-    throw UnsupportedModelError("the Metal engine has ALiBi in encoders alone: use device='cpu'");
-  const auto has_sinks = [](const LayerWeights& layer) { return bool(layer.sinks); };
-  if (config_.causal && std::any_of(model.layers.begin(), model.layers.end(), has_sinks))
-    throw UnsupportedModelError("the Metal engine has attention sinks in encoders alone: use device='cpu'");
-  for (const LayerWeights& layer : model.layers)
-    if (layer.experts_bias || (layer.router && (!layer.gate_experts || layer.attn_residual_norm)))
-      throw UnsupportedModelError("the Metal engine has neither experts without gates, nor a bias of their "
-                                  "sum, nor experts in layers that norm the residual stream: use "
-                                  "device='cpu'");
   if (model.output) output_.push_back(projection(model.output, weights));
   if (model.output_bias) output_bias_ = weights.view(model.output_bias);
   if (model.position_embedding) position_embedding_ = projection(model.position_embedding, weights);
@@ -162,12 +140,19 @@ ForwardPass::ForwardPass(const Tuning& tuning, const Model& model, const EngineO
 Norm ForwardPass::norm_of(const Tensor& weight, const Tensor& bias, float eps,
                           const WeightViews& weights) const {
   const auto view = [&](const Tensor& t) { return t ? weights.view(t) : View{}; };
-  return {view(weight), view(bias), weight ? weight.cols : config_.dim, eps, config_.norm_kind};
+  const int dim = weight ? weight.cols : config_.dim;
+  return {view(weight), view(bias), dim, dim, eps, config_.norm_kind};
+}
+
+Norm ForwardPass::stream_norm(const Tensor& weight, const Tensor& bias, const WeightViews& weights) const {
+  Norm norm = norm_of(weight, bias, config_.stream_eps(), weights);
+  norm.width -= config_.padding;
+  return norm;
 }
 
 ForwardPass::Layer ForwardPass::layer_of(int index, const LayerWeights& w, WeightViews& weights) const {
   const LayerKind kind = config_.kind(index);
-  const float eps = config_.norm_eps, stream_eps = config_.stream_eps();
+  const float eps = config_.norm_eps;
   const auto view = [&](const Tensor& t) { return t ? weights.view(t) : View{}; };
   const auto norm = [&](const Tensor& weight, float e) { return norm_of(weight, {}, e, weights); };
   const auto output = [&](const Tensor& weight, const Tensor& bias, const Tensor& block_norm,
@@ -176,7 +161,7 @@ ForwardPass::Layer ForwardPass::layer_of(int index, const LayerWeights& w, Weigh
     return BlockOutput{.w = projection(weight, weights),
                        .bias = bias ? weights.view(bias) : View{},
                        .norm = norm(block_norm, config_.block_eps()),
-                       .residual_norm = norm_of(residual_norm, residual_bias, stream_eps, weights)};
+                       .residual_norm = stream_norm(residual_norm, residual_bias, weights)};
   };
   const bool gated = bool(w.w_gate), attention = has_attention(kind);
   const auto dense = [&] {
@@ -195,8 +180,8 @@ ForwardPass::Layer ForwardPass::layer_of(int index, const LayerWeights& w, Weigh
                                    &w.delta_qkv, &w.delta_alpha, &w.delta_beta};
   const std::array<const Tensor*, 3> qkv = {&w.wq, &w.wk, &w.wv};
   in.insert(projected_row(index).qkv > 0 ? in.end() : in.begin(), qkv.begin(), qkv.end());
-  Layer layer = {.attn_norm = norm_of(w.attn_norm, w.attn_norm_bias, stream_eps, weights),
-                 .ffn_norm = norm_of(w.ffn_norm, w.ffn_norm_bias, stream_eps, weights),
+  Layer layer = {.attn_norm = stream_norm(w.attn_norm, w.attn_norm_bias, weights),
+                 .ffn_norm = stream_norm(w.ffn_norm, w.ffn_norm_bias, weights),
                  .q_norm = norm_of(w.q_norm, w.q_norm_bias, eps, weights),
                  .k_norm = norm_of(w.k_norm, w.k_norm_bias, eps, weights),
                  .q_bias = {},
@@ -212,8 +197,9 @@ ForwardPass::Layer ForwardPass::layer_of(int index, const LayerWeights& w, Weigh
                  .delta = {},
                  .dense = dense(),
                  .router = {},
-                 .experts_gate_up = {},
+                 .experts_up = {},
                  .experts_down = {},
+                 .experts_output = {},
                  .attn_output = output(attention ? w.wo : w.conv_out, w.bo, w.post_attn_norm,
                                        w.attn_residual_norm, w.attn_residual_norm_bias),
                  .scan_output = output(w.scan_out, {}, w.post_attn_norm, {}, {}),
@@ -226,9 +212,6 @@ ForwardPass::Layer ForwardPass::layer_of(int index, const LayerWeights& w, Weigh
   if (layer.dense.output.norm.weight && layer.input_gate) layer.dense.output.next = no_norm();
   if (w.layer_scale) {
     BlockOutput& last = layer.input_gate ? layer.input_output : layer.dense.output;
-    if (!last.norm.weight || config_.parallel)
-      throw UnsupportedModelError(
-          "the Metal engine scales the outputs of layers only after norms of their blocks: use device='cpu'");
     last.scale = view(w.layer_scale);
   }
   if (has_state_space(kind)) {
@@ -243,19 +226,22 @@ ForwardPass::Layer ForwardPass::layer_of(int index, const LayerWeights& w, Weigh
   if (w.router) {
     const std::vector<Projection> gate_up = merge({&w.gate_experts, &w.up_experts}, weights);
     if (gate_up.size() > 1)
-      throw UnsupportedModelError(
-          "gate and up of experts are of different types: the Metal engine takes one, use device='cpu'");
+      throw DeviceError("the tensors '" + w.gate_experts.name + "' and '" + w.up_experts.name +
+                        "' are not in one buffer of this GPU: use device='cpu'");
     layer.router = {projection(w.router, weights), view(w.router_bias), view(w.router_offset)};
-    layer.experts_gate_up = {gate_up[0], {}};
+    layer.experts_up = {gate_up[0], {}};
     layer.experts_down = {projection(w.down_experts, weights), view(w.down_experts_bias)};
+    layer.experts_output.bias = view(w.experts_bias);
+    layer.experts_output.residual_norm = stream_norm(w.ffn_residual_norm, w.ffn_residual_norm_bias, weights);
     if (w.up_experts_bias)
-      layer.experts_gate_up.bias = weights.concatenate(
-          BufferName::kExpertsBias,
-          {{{&w.gate_experts_bias, w.gate_experts.rows}, {&w.up_experts_bias, w.up_experts.rows}}}, 1.0f);
+      layer.experts_up.bias =
+          weights.concatenate(BufferName::kExpertsBias,
+                              {{{&w.gate_experts_bias, w.gate_experts ? w.gate_experts.rows : 0},
+                                {&w.up_experts_bias, w.up_experts.rows}}},
+                              1.0f);
   }
   if (w.second_residual_norm)
-    layer.attn_output.second_norm =
-        norm_of(w.second_residual_norm, w.second_residual_norm_bias, stream_eps, weights);
+    layer.attn_output.second_norm = stream_norm(w.second_residual_norm, w.second_residual_norm_bias, weights);
   // The biases of q and k come before a norm of their rows, and after other ones.
   const Tensor none;
   const auto before = [&](const Norm& n) { return config_.qk_norm_place == QkNormPlace::kRows && n.weight; };

@@ -10,14 +10,11 @@ namespace {
 
 constexpr std::array kDecodeSizes = {32, 64, 96, 128, 256, 512};
 constexpr std::array kPrefillSizes = {64, 128, 256, 512};
+static_assert(kDecodeSizes.back() == kMostHeadDim && kPrefillSizes.back() == kMostHeadDim);
 
 template <std::size_t N>
 int smallest_holding(const std::array<int, N>& sizes, int head_dim) {
-  const auto size = std::find_if(sizes.begin(), sizes.end(), [&](int s) { return s >= head_dim; });
-  if (size == sizes.end())
-    throw UnsupportedModelError("attention heads of " + std::to_string(head_dim) +
-                                " dimensions: the Metal engine does at most " + std::to_string(sizes.back()));
-  return *size;
+  return *std::find_if(sizes.begin(), sizes.end() - 1, [&](int s) { return s >= head_dim; });
 }
 
 std::string suffix_of(TensorType type) {

@@ -112,8 +112,9 @@ struct KernelKey {
   auto operator<=>(const KernelKey&) const = default;
 };
 
+inline constexpr int kMostHeadDim = 512;  // of attention
 // Largest head of the variant of a kernel that holds heads of `head_dim`, the larger one of key_dim and
-// value_dim. Throws UnsupportedModelError above 512.
+// value_dim, at most kMostHeadDim.
 int decode_size(int head_dim);
 int prefill_size(int head_dim);
 

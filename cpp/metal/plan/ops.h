@@ -34,6 +34,7 @@ struct Norm {
   View weight;
   View bias;  // null: there is none
   int dim;
+  int width;  // of these, those that are not padding, for LayerNorm; the weights of RMSNorm contain the ratio
   float eps;
   NormKind kind = NormKind::kRms;
 };
@@ -116,17 +117,22 @@ struct Router {
   Projection w;
   View bias, offset;
 };
-// Matrices of all experts of a layer, and the biases of their rows; null: there are none.
+// Matrices of all experts of a layer, one stack or gate and up, and the biases of their rows; null: there are
+// none.
 struct ExpertWeights {
   Projection w;
   View bias;
+
+  int matrices() const { return w.stack.rows[1] > 0 ? 2 : 1; }
 };
+// Without a norm the router reads x itself.
 void choose_experts(Encoder& e, const Router& router, const Norm& norm, const View& x, const Routes& routes,
                     int tokens, bool sigmoid, bool normalize, float scale);
 // Sorts routes by expert, for matmul_experts.
 void sort_routes(Encoder& e, const Routes& routes, int tokens);
-// Products of each route with the weights of its expert; x has rows of tokens for those with SwiGLU,
-// otherwise of routes. Those of matvec are bit-identical for any number of tokens.
+// Products of each route with the weights of its expert; x has rows of tokens for those with SwiGLU, which
+// activate up alone without a gate, otherwise of routes. Those of matvec are bit-identical for any number of
+// tokens.
 void matvec_experts_swiglu(Encoder& e, const ExpertWeights& experts, const View& x, const Routes& routes,
                            const View& y, int tokens, u32_t activation);
 void matvec_experts(Encoder& e, const ExpertWeights& experts, const View& x, const Routes& routes,

@@ -28,6 +28,7 @@ namespace {
 
 LayernormArgs layernorm_args(const Norm& norm, const View& addend, int stride) {
   return {.dim = u32_t(norm.dim),
+          .width = u32_t(norm.width),
           .stride = u32_t(stride),
           .has_bias = bool(norm.bias),
           .has_addend = bool(addend),

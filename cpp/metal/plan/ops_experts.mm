@@ -9,15 +9,11 @@ namespace {
 
 constexpr std::size_t kTile = MATMUL_NARROW_TILE;
 
-// Rows of one expert; those of gate and up count once.
-int rows_of_expert(const Projection& w, const Routes& routes, int matrices) {
-  return w.out_dim / matrices / routes.experts;
-}
-
-ExpertsArgs args_of(const ExpertWeights& experts, const Routes& routes, int out_dim, u32_t activation) {
+// Products with the rows of one expert; those of gate and up count once.
+ExpertsArgs args_of(const ExpertWeights& experts, const Routes& routes, u32_t activation) {
   return {.weights = experts.w.stack,
           .in_dim = u32_t(experts.w.in_dim),
-          .out_dim = u32_t(out_dim),
+          .out_dim = experts.w.stack.rows[0] / u32_t(routes.experts),
           .used = u32_t(routes.used),
           .lanes_per_row = 0,
           .activation = activation,
@@ -58,8 +54,8 @@ void choose_experts(Encoder& e, const Router& router, const Norm& norm, const Vi
                     int tokens, bool sigmoid, bool normalize, float scale) {
   const KernelKey kernel = {Kernel::kChooseExperts, router.w.type};
   e.dispatch(kernel,
-             {router.w.weights, norm.weight, router.bias ? router.bias : norm.weight,
-              router.offset ? router.offset : norm.weight, x, routes.routes},
+             {router.w.weights, norm.weight ? norm.weight : x, router.bias ? router.bias : x,
+              router.offset ? router.offset : x, x, routes.routes},
              ChooseExpertsArgs{.dim = u32_t(router.w.in_dim),
                                .row_bytes = router.w.stack.row_bytes,
                                .experts = u32_t(routes.experts),
@@ -68,6 +64,7 @@ void choose_experts(Encoder& e, const Router& router, const Norm& norm, const Vi
                                .has_bias = bool(router.bias),
                                .has_offset = bool(router.offset),
                                .normalize = normalize,
+                               .has_norm = bool(norm.weight),
                                .scale = scale,
                                .eps = norm.eps,
                                .norm_threads = u32_t(norm_threads(e, Kernel::kRmsnormF32, norm.dim))},
@@ -86,23 +83,21 @@ void sort_routes(Encoder& e, const Routes& routes, int tokens) {
 void matvec_experts_swiglu(Encoder& e, const ExpertWeights& experts, const View& x, const Routes& routes,
                            const View& y, int tokens, u32_t activation) {
   dispatch_matvec(e, Kernel::kMatvecExpertsSwiglu, experts, x, routes, y, tokens,
-                  args_of(experts, routes, rows_of_expert(experts.w, routes, 2), activation));
+                  args_of(experts, routes, activation));
 }
 
 void matvec_experts(Encoder& e, const ExpertWeights& experts, const View& x, const Routes& routes,
                     const View& y, int tokens) {
-  dispatch_matvec(e, Kernel::kMatvecExperts, experts, x, routes, y, tokens,
-                  args_of(experts, routes, rows_of_expert(experts.w, routes, 1), 0));
+  dispatch_matvec(e, Kernel::kMatvecExperts, experts, x, routes, y, tokens, args_of(experts, routes, 0));
 }
 
 void matmul_experts_swiglu(Encoder& e, const ExpertWeights& experts, const View& x, const Routes& routes,
                            const View& y, int tokens, u32_t activation) {
   const Projection& w = experts.w;
-  const int rows = rows_of_expert(w, routes, 2);
+  const ExpertsArgs args = args_of(experts, routes, activation);
   e.dispatch({Kernel::kMatmulExpertsSwiglu, w.type},
-             {w.weights, bias_of(experts), x, routes.rows, routes.tiles, y},
-             args_of(experts, routes, rows, activation),
-             {.x = ceil_div(std::size_t(rows), kTile / 2),
+             {w.weights, bias_of(experts), x, routes.rows, routes.tiles, y}, args,
+             {.x = ceil_div(std::size_t(args.out_dim), kTile / std::size_t(experts.matrices())),
               .y = routes.most_tiles(tokens),
               .threads = MATMUL_THREADS,
               .work = work_of(w, routes, tokens)});
@@ -111,10 +106,9 @@ void matmul_experts_swiglu(Encoder& e, const ExpertWeights& experts, const View&
 void matmul_experts(Encoder& e, const ExpertWeights& experts, const View& x, const Routes& routes,
                     const View& y, int tokens) {
   const Projection& w = experts.w;
-  const int rows = rows_of_expert(w, routes, 1);
-  e.dispatch({Kernel::kMatmulExperts, w.type}, {w.weights, bias_of(experts), x, routes.tiles, y},
-             args_of(experts, routes, rows, 0),
-             {.x = ceil_div(std::size_t(rows), kTile),
+  const ExpertsArgs args = args_of(experts, routes, 0);
+  e.dispatch({Kernel::kMatmulExperts, w.type}, {w.weights, bias_of(experts), x, routes.tiles, y}, args,
+             {.x = ceil_div(std::size_t(args.out_dim), kTile),
               .y = routes.most_tiles(tokens),
               .threads = MATMUL_THREADS,
               .work = work_of(w, routes, tokens)});

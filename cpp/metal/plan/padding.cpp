@@ -11,14 +11,12 @@
 #include <utility>
 
 #include "../../base/rounding.h"
-#include "../../engine/engine.h"
 #include "../../model/tensors.h"
 
 namespace metal_prefill::metal {
 
 namespace {
 
-constexpr int kItem = 8;
 constexpr std::size_t kTensorAlignment = 32;
 
 // The rows or the columns of a tensor: `count` groups of `size`, which become groups of `wide`.
@@ -103,25 +101,13 @@ bool fits_kernels(const Config& c) {
 Model pad_model(const Model& original) {
   Model model = original;
   const Config& own = original.config;
-  if (own.norm_kind == NormKind::kLayer)
-    throw UnsupportedModelError("LayerNorm over " + std::to_string(own.dim) +
-                                " values, or heads and a feed-forward that are not multiples of 8: the Metal "
-                                "engine pads dimensions with zeros, which would change means");
-  if (own.scan_dim() % kItem != 0)
-    throw UnsupportedModelError("a recurrence of " + std::to_string(own.scan_dim()) +
-                                " values: the Metal engine needs a multiple of 8");
-  for (int layer = 0; layer < own.n_layers; ++layer)
-    if (const int dim = own.of_layer(layer).key_dim; dim % kItem != 0)
-      if (own.value_norm || !own.layer_head_dim.empty())
-        throw UnsupportedModelError("normalized or differing heads of " + std::to_string(dim) +
-                                    " dimensions: the Metal engine needs a multiple of 8");
   Config& c = model.config;
   for (int Config::* dimension : {&Config::dim, &Config::ffn_dim, &Config::expert_dim, &Config::shared_dim,
                                   &Config::key_dim, &Config::value_dim, &Config::per_layer_dim})
     c.*dimension = round_up(own.*dimension, kItem);
   for (int& dimension : c.layer_ffn_dim) dimension = round_up(dimension, kItem);
   if (own.layer_head_dim.empty()) c.attention_scale = own.score_scale();  // by the heads as they were
-  c.dim_filled = float(own.dim) / float(c.dim);
+  c.padding = c.dim - own.dim;
 
   const auto widening = [&](Extent extent, int layer) {
     const Groups from = groups_of(extent, layer < 0 ? own : own.of_layer(layer)),
@@ -133,12 +119,10 @@ Model pad_model(const Model& original) {
   for_each_tensor(model, [&](const TensorRow& row, Tensor& t, int layer) {
     if (!t || (tied && &t == &model.output) || &t == &model.per_layer_embedding) return;
     const Widening rows = widening(row.rows, layer), cols = widening(row.cols, layer);
-    // The mean of the norm of layers' inputs is that of the values alone.
-    if (row.kind != TensorKind::kNorm || row.cols == Extent::kLayerInput) return arena.add(t, rows, cols);
-    if (row.cols != Extent::kDim && !cols.unchanged())
-      throw UnsupportedModelError("normalized heads of " + std::to_string(own.key_dim) +
-                                  " dimensions: the Metal engine needs a multiple of 8");
-    arena.add_norm(t, rows, cols);
+    // Means of LayerNorm, and of the norm of layers' inputs, are those of the values alone.
+    const bool counts_padding = own.norm_kind == NormKind::kRms && row.cols != Extent::kLayerInput;
+    if (row.kind == TensorKind::kNorm && counts_padding) return arena.add_norm(t, rows, cols);
+    arena.add(t, rows, cols);
   });
   model.mapping = arena.finish();
   if (tied) model.output = model.token_embedding;

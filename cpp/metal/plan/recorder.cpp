@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "padding.h"
+#include "supported.h"
 
 namespace metal_prefill::metal {
 
@@ -60,6 +61,7 @@ std::vector<Dispatch> plan(const Model& shape, int tokens, int position, RowOutp
   Tuning tuning = tuned_by(options.metal, tuned_for(tuning_of(family), gpu));
   tuning.matmul_tensor = tuning.matmul_tensor && options.metal.no_matmul_tensor.empty();
   validate(shape);
+  check_supported(shape, options);
   const Config& c = shape.config;
   if (!fits_kernels(c))
     throw UnsupportedModelError("a plan needs dimensions that are multiples of 8, got dim " +

@@ -10,6 +10,7 @@ from metal_prefill.gpu._kernel_checks.captured import (
     Captured,
     Expected,
     Values,
+    activate,
     activate_gated,
     rms_normed,
     some_of,
@@ -33,7 +34,7 @@ def choose_experts(d: Captured) -> Expected:
     router = Matrix(d, columns=dim, rows=[experts], offsets=[0]).rows(np.arange(experts))
     for token in some_of(d.grid[0], SAMPLED_TOKENS):
         x = d.before(4, np.float32)[token * dim : (token + 1) * dim].astype(np.float64)
-        products = router @ rms_normed(x, norm, args["eps"]) + offset
+        products = router @ (rms_normed(x, norm, args["eps"]) if args["has_norm"] else x) + offset
         if args["sigmoid"]:
             scores = 1 / (1 + np.exp(-products))
         else:
@@ -80,13 +81,15 @@ def add_experts(d: Captured) -> Expected:
 
 def _of_experts(d: Captured, expert: int, x: Values, rows: Values) -> Values:
     """Return products of rows of an expert, activated where the kernel does."""
-    first, both = expert * d.args["out_dim"] + rows, "swiglu" in d.kernel
+    first, gated = expert * d.args["out_dim"] + rows, d.args["rows"][1] > 0
     matrix = Matrix(d)
-    products = [matrix.rows_of(np.full(len(rows), which), first) @ x for which in range(1 + both)]
+    products = [matrix.rows_of(np.full(len(rows), which), first) @ x for which in range(1 + gated)]
     if d.args["has_bias"]:
         bias = d.before(1, np.float32).astype(np.float64)
         products = [y + bias[i * d.args["rows"][0] + first] for i, y in enumerate(products)]
-    return activate_gated(products[0], products[1], d.args["activation"]) if both else products[0]
+    if gated:
+        return activate_gated(products[0], products[1], d.args["activation"])
+    return activate(products[0], d.args["activation"]) if "swiglu" in d.kernel else products[0]
 
 
 def matvec_experts(d: Captured) -> Expected:

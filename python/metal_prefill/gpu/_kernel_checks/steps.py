@@ -7,6 +7,7 @@ from metal_prefill.gpu._kernel_checks.captured import (
     SAMPLED_TOKENS,
     Captured,
     Expected,
+    Values,
     activate,
     activate_gated,
     rms_normed,
@@ -44,6 +45,13 @@ def rmsnorm_add(d: Captured) -> Expected:
             yield d.after(4, out)[row], rms_normed(y, second, a["next_eps"]) if a["has_next"] else y
 
 
+def _layer_normed(x: Values, width: int, weight: Values, eps: float) -> Values:
+    """Return the norm of the first `width` values; those after them are zeros, as are their weights."""
+    normed = np.zeros_like(x)
+    normed[:width] = rms_normed(x[:width] - x[:width].mean(), weight[:width], eps)
+    return normed
+
+
 def layernorm(d: Captured) -> Expected:
     dim, stride, stream = d.args["dim"], d.args["stride"], d.kernel == "layernorm_stream"
     in_place = stream or d.kernel == "layernorm_in_place"
@@ -56,7 +64,7 @@ def layernorm(d: Captured) -> Expected:
         first = token * stride
         row = slice(first, first + dim)
         values = x[row].astype(np.float64) + addend
-        expected = rms_normed(values - values.mean(), weight, d.args["eps"])
+        expected = _layer_normed(values, d.args["width"], weight, d.args["eps"])
         expected = expected + (bias if d.args["has_bias"] else 0.0)
         yield d.after(y_binding, out)[row], expected
         if stream:
@@ -64,17 +72,15 @@ def layernorm(d: Captured) -> Expected:
 
 
 def layernorm_twice(d: Captured) -> Expected:
-    dim, eps = d.args["dim"], d.args["eps"]
+    dim, width, eps = d.args["dim"], d.args["width"], d.args["eps"]
     vectors = [d.before(binding, np.float32)[:dim].astype(np.float64) for binding in range(5)]
     weight, bias, addend, second_weight, second_bias = vectors
     for token in some_of(d.grid[0], SAMPLED_TOKENS):
         row = slice(token * dim, (token + 1) * dim)
         attended, x = (d.before(binding, np.float32)[row].astype(np.float64) for binding in (5, 6))
         attended = x + attended + (addend if d.args["has_addend"] else 0.0)
-        stream = (
-            x + rms_normed(attended - attended.mean(), weight, eps) + (bias if d.args["has_bias"] else 0.0)
-        )
-        expected = rms_normed(stream - stream.mean(), second_weight, eps)
+        stream = x + _layer_normed(attended, width, weight, eps) + (bias if d.args["has_bias"] else 0.0)
+        expected = _layer_normed(stream, width, second_weight, eps)
         expected = expected + (second_bias if d.args["has_second_bias"] else 0.0)
         yield d.after(5, np.float32)[row], stream
         yield d.after(6, np.float32)[row], expected
