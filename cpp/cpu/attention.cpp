@@ -99,6 +99,7 @@ double visible_pairs(const Config& config, int window, const QueryTile& tile) {
 // Norms and rotates the queries of an item, in rows of `q`.
 void prepare_queries(const Context& c, const AttentionStep& step, const AttentionItem& item,
                      const FloatRows& q) {
+  if (!query_norm(step).weight && !step.rotations) return;
   const QueryTile& tile = item.tile;
   for (int i = 0; i < tile.count; ++i)
     for (int h = item.first_head; h < item.first_head + item.heads; ++h)

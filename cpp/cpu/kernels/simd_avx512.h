@@ -57,13 +57,20 @@ struct Simd {
     const __m128i largest = reduce4(a, [](I x, I y) { return _mm512_max_epi32(x, y); });
     return _mm512_zextps128_ps512(_mm_castsi128_ps(largest));
   }
-  static void reduce_add4(const F (&a)[4], float* out) {
+  template <typename Op>
+  static void reduce_floats4(const F (&a)[4], float* out, Op op) {
     const I bits[4] = {_mm512_castps_si512(a[0]), _mm512_castps_si512(a[1]), _mm512_castps_si512(a[2]),
                        _mm512_castps_si512(a[3])};
-    const __m128i sum = reduce4(bits, [](I x, I y) {
-      return _mm512_castps_si512(_mm512_add_ps(_mm512_castsi512_ps(x), _mm512_castsi512_ps(y)));
+    const __m128i result = reduce4(bits, [&](I x, I y) {
+      return _mm512_castps_si512(op(_mm512_castsi512_ps(x), _mm512_castsi512_ps(y)));
     });
-    _mm_storeu_ps(out, _mm_castsi128_ps(sum));
+    _mm_storeu_ps(out, _mm_castsi128_ps(result));
+  }
+  static void reduce_add4(const F (&a)[4], float* out) {
+    reduce_floats4(a, out, [](F x, F y) { return add(x, y); });
+  }
+  static void reduce_max4(const F (&a)[4], float* out) {
+    reduce_floats4(a, out, [](F x, F y) { return max(x, y); });
   }
   static void reduce_add4(const I (&a)[4], std::int32_t (&out)[4]) {
     const __m128i sum = reduce4(a, [](I x, I y) { return _mm512_add_epi32(x, y); });
@@ -111,6 +118,13 @@ struct Simd {
   static void store_int8(std::int8_t* p, I a) {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(a));
   }
+  // Four vectors of codes as bytes, in order.
+  static I pack_codes(const I (&a)[4]) {
+    const I bytes = _mm512_packs_epi16(_mm512_packs_epi32(a[0], a[1]), _mm512_packs_epi32(a[2], a[3]));
+    return _mm512_permutexvar_epi32(_mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15),
+                                    bytes);
+  }
+  static void store_bytes(std::int8_t* p, I a) { _mm512_storeu_si512(p, a); }
   static void store_int16(std::int16_t* p, I a) {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(a));
   }

@@ -15,18 +15,27 @@ namespace {
 constexpr int kAmxRows = 16;
 constexpr int kAmxDepth = 32;  // dimensions or positions in a row of a tile
 
-// out = A * B over `steps` of the depth, for `blocks` blocks of 16 columns, `b_block` elements from one to
-// the next. A's rows are `a_stride` elements apart, B's rows, pairs of the depth, `b_stride`. Two blocks at a
-// time: with four, more tiles are in use than the processor keeps at full speed if two threads share a core.
+// out = A * B over `steps` of the depth, or += with kAdd, for `blocks` blocks of 16 columns, `b_block`
+// elements from one to the next. A's rows are `a_stride` elements apart, B's rows, pairs of the depth,
+// `b_stride`, rows of out `out_stride`. Two blocks at a time: with four, more tiles are in use than the
+// processor keeps at full speed if two threads share a core.
+template <bool kAdd>
 inline void multiply_blocks(int steps, int blocks, const std::uint16_t* a, int a_stride,
-                            const std::uint16_t* b, int b_stride, int b_block, float (&out)[kAmxRows][64]) {
+                            const std::uint16_t* b, int b_stride, int b_block, float* out, int out_stride) {
+  const std::size_t out_bytes = std::size_t(out_stride) * sizeof *out;
   const std::size_t a_bytes = std::size_t(a_stride) * sizeof *a, b_bytes = std::size_t(b_stride) * sizeof *b;
   const std::size_t b_step = std::size_t(b_stride) * (kAmxDepth / 2);
   for (int block = 0; block < blocks; block += 2) {
     const bool pair = block + 1 < blocks;
     const std::uint16_t* from = b + std::size_t(block) * std::size_t(b_block);
-    zero_tile<0>();
-    zero_tile<1>();
+    float* first = out + block * 16;
+    if constexpr (kAdd) {
+      load_tile_rows<0>(first, out_bytes);
+      if (pair) load_tile_rows<1>(first + 16, out_bytes);
+    } else {
+      zero_tile<0>();
+      zero_tile<1>();
+    }
     for (int step = 0; step < steps; ++step, from += b_step) {
       load_tile_rows<4>(a + step * kAmxDepth, a_bytes);
       load_tile_rows<6>(from, b_bytes);
@@ -35,32 +44,25 @@ inline void multiply_blocks(int steps, int blocks, const std::uint16_t* a, int a
       load_tile_rows<7>(from + b_block, b_bytes);
       multiply_pair_tiles<1, 4, 7>();
     }
-    store_tile_rows<0>(out[0] + block * 16, sizeof out[0]);
-    if (pair) store_tile_rows<1>(out[0] + (block + 1) * 16, sizeof out[0]);
+    store_tile_rows<0>(first, out_bytes);
+    if (pair) store_tile_rows<1>(first + 16, out_bytes);
   }
 }
 
 // Rows [row, row + rows) of the strip, at most kAmxRows; other rows of the tiles are computed and dropped.
-inline void amx_tile(const AttentionHead& head, int span, int row, int rows, AttentionStrip& strip) {
+inline void amx_tile(const AttentionHead& head, int span, int row, int rows, const std::uint16_t* values,
+                     AttentionStrip& strip) {
   const int n = seen_positions(strip, row, rows, span);
   if (n == 0) return;
-  alignas(64) float products[kAmxRows][kKeySpan];
+  alignas(64) float scores[kAmxRows][kKeySpan];
   alignas(64) std::uint16_t p[kAmxRows][kKeySpan];
   const int key_blocks = ceil_div(n, kKeyBlock);
-  multiply_blocks(head.key_stride / kAmxDepth, key_blocks, strip.q + row * head.key_stride, head.key_stride,
-                  strip.keys, kKeyPairStep, 2 * kKeyBlock, products);
+  multiply_blocks<false>(head.key_stride / kAmxDepth, key_blocks, strip.q + row * head.key_stride,
+                         head.key_stride, strip.keys, kKeyPairStep, 2 * kKeyBlock, scores[0], kKeySpan);
   const int stride = head.value_stride;
-  bf16_weights(strip, row, rows, span, n, stride, products, p);
-  for (int column = 0; column < stride; column += 64) {
-    const int blocks = std::min(4, (stride - column) / 16);
-    multiply_blocks(ceil_div(n, kAmxDepth), blocks, p[0], kKeySpan, strip.values + column * 2, stride * 2,
-                    kAmxDepth, products);
-    for (int r = 0; r < rows; ++r) {
-      float* out = strip.acc + (row + r) * stride + column;
-      for (int i = 0; i < blocks * 16; i += Simd::kLanes)
-        Simd::store(out + i, Simd::add(Simd::load(out + i), Simd::load(products[r] + i)));
-    }
-  }
+  bf16_weights(strip, row, rows, span, n, stride, scores, p);
+  multiply_blocks<true>(ceil_div(n, kAmxDepth), stride / 16, p[0], kKeySpan, values, stride * 2, kAmxDepth,
+                        strip.acc + row * stride, stride);
 }
 
 // The first `n` positions of values, then zeros up to a whole step: memory that was not stored may hold NaN.
@@ -80,9 +82,11 @@ struct MatrixTiles {
 
   static void span(const AttentionHead& head, int span, int stored, int rows, AttentionStrip& strip) {
     alignas(64) std::uint16_t values[kKeySpan * kMaxHeadDim];  // [pairs][value_stride][2]
-    if (stored % kAmxDepth != 0)
-      strip.values = filled_up(strip.values, head.value_stride * 2, stored, values);
-    for (int r = 0; r < rows; r += kAmxRows) amx_tile(head, span, r, std::min(kAmxRows, rows - r), strip);
+    const std::uint16_t* whole = stored % kAmxDepth == 0
+                                     ? strip.values
+                                     : filled_up(strip.values, head.value_stride * 2, stored, values);
+    for (int r = 0; r < rows; r += kAmxRows)
+      amx_tile(head, span, r, std::min(kAmxRows, rows - r), whole, strip);
   }
 };
 

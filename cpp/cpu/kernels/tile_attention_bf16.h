@@ -83,6 +83,14 @@ inline F weight_exp2(F x) {
   return _mm512_scalef_ps(p, x);  // by 2^floor(x)
 }
 
+// Reduces vector(i) of up to four rows together: of more than `rows`, the last one instead.
+template <typename Vector, typename Reduce>
+inline __attribute__((always_inline)) void reduce4(int rows, Vector&& vector, Reduce&& reduce, float* out) {
+  const auto of_row = [&](int i) { return vector(std::min(i, rows - 1)); };
+  const F vectors[4] = {of_row(0), of_row(1), of_row(2), of_row(3)};
+  reduce(vectors, out);
+}
+
 // The positions of a span that a row sees, a bit for each.
 inline std::uint64_t visible(const AttentionStrip& strip, int row, int span) {
   const auto below = [&](int position) {
@@ -133,10 +141,13 @@ inline __attribute__((always_inline)) void bf16_softmax(AttentionStrip& strip, i
   unsigned above = 0;
   for (int r = 0; r < rows; ++r)
     above |= _mm512_cmp_ps_mask(largest(r), Simd::set(strip.limit[row + r]), _CMP_GT_OQ);
-  if (above) {
-    for (int r = 0; r < rows; ++r)
-      if (const float most = Simd::reduce_max(largest(r)); most > strip.limit[row + r])
-        raise_shift(strip, row + r, most, stride);
+  for (int r = 0; above && r < rows; r += 4) {
+    float most[4];
+    reduce4(
+        rows - r, [&](int i) { return largest(r + i); },
+        [](const F(&of_rows)[4], float* out) { Simd::reduce_max4(of_rows, out); }, most);
+    for (int i = 0; i < std::min(4, rows - r); ++i)
+      if (most[i] > strip.limit[row + r + i]) raise_shift(strip, row + r + i, most[i], stride);
   }
   const __m512i ones = _mm512_set1_epi32(0x3f803f80);
   for (int r = 0; r < rows; ++r) {
@@ -281,10 +292,12 @@ void bf16_strip(const AttentionHead& head, int row, int rows, AttentionStrip& st
       Tiles::span(head, span, std::min(kKeySpan, split.end - span * kKeySpan), rows, strip);
     }
     float sums[kStripRows] = {};
-    for (int r = 0; r < rows; ++r) {
-      sums[r] = Simd::reduce_add(Simd::load(strip.sum[r]));
+    for (int r = 0; r < rows; r += 4)
+      reduce4(
+          rows - r, [&](int i) { return Simd::load(strip.sum[r + i]); },
+          [](const F(&of_rows)[4], float* out) { Simd::reduce_add4(of_rows, out); }, sums + r);
+    for (int r = 0; r < rows; ++r)
       if (strip.limit[r] == kNoScore) strip.shift[r] = kNoScore;
-    }
     if (one)
       divide_split(head, row, rows, sums, strip.acc, head.value_stride);
     else

@@ -111,10 +111,12 @@ void add_split(const AttentionHead& head, int row, int rows, const float* shift,
 // The rows of an item that has one split only, with the bits of begin_rows() and add_split().
 inline void divide_split(const AttentionHead& head, int row, int rows, const float* sum, const float* acc,
                          int acc_stride) {
+  float scales[Simd::kLanes];
   for (int r = 0; r < rows; ++r, acc += acc_stride) {
+    if (r % Simd::kLanes == 0) Simd::store(scales, inverse_sum(load_part(sum + r, rows - r)));
     const auto [token, h] = token_and_head(head, row + r);
     float* out = head.out + token * head.out_stride + h * std::size_t(head.value_dim);
-    const F scale = inverse_sum(Simd::set(sum[r]));
+    const F scale = Simd::set(scales[r % Simd::kLanes]);
     for (int d = 0; d < head.value_dim; d += Simd::kLanes) {
       const int left = head.value_dim - d;
       store_part(out + d, Simd::mul(Simd::add(load_part(acc + d, left), Simd::set(0)), scale), left);
