@@ -218,14 +218,14 @@ void ForwardPass::add_layer_input(const Context& c, int layer, const StreamRows&
 // for few rows as for many, or if rows are sorted by expert.
 int ForwardPass::rows_at_once(const CpuLayer& w, const BlockOutput& mixed, int rows) const {
   constexpr int kLeast = 32;
-  constexpr std::size_t kBytes = 384 << 10;  // of a feed-forward block in float32
   for (const Linear* linear :
        {&mixed.weight, &w.w_gate, &w.w_up, &w.w_down, &w.per_layer_gate, &w.per_layer_out})
     if (linear->tensor && !linear->ready_panels()) return rows;
   if (w.router.tensor) return rows;
   const int threads = team_.size();
   if (rows < kLeast * threads) return rows;
-  const int most = std::max(kLeast, int(kBytes / sizeof(float) / std::size_t(std::max(config_.ffn_dim, 1))));
+  const std::size_t columns = std::size_t(std::max(config_.ffn_dim, 1));
+  const int most = std::max(kLeast, int(kernels_.cached_bytes / sizeof(float) / columns));
   const int blocks = round_up(ceil_div(rows, most), threads);
   return rows / blocks / kTileTokens * kTileTokens;  // not more: all threads together use `rows` rows of ffn
 }

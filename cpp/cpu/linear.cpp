@@ -25,7 +25,7 @@ constexpr int kFewTokens = 3;  // for which expanding 16-bit weights to float32 
 
 constexpr int kNarrowTokens = 2;  // for which widening a group first costs more than it saves
 
-constexpr int kItemsOfThread = 4;  // of experts at least: the last ones end together
+constexpr int kItemsOfThread = 4;  // at least: the last ones end together
 // Groups of an expert in an item at most. They follow each other in memory: a group arrives while the one
 // before it is multiplied.
 constexpr int kGroupsOfItem = 16;
@@ -129,8 +129,9 @@ PrefetchRange next_group(const Tensor& tensor, int group) {
   return {tensor.row(begin), tensor.bytes / std::size_t(tensor.rows) * std::size_t(end - begin)};
 }
 
-void count_products(const Context& c, const Linear& linear, int group, int tokens) {
-  const int n_rows = std::min(kGroupRows, linear.packed.rows - group * kGroupRows);
+void count_products(const Context& c, const Linear& linear, GroupRange groups, int tokens) {
+  const int row = groups.first * kGroupRows,
+            n_rows = std::min(groups.count * kGroupRows, linear.packed.rows - row);
   c.scratch.multiply_adds += double(n_rows) * linear.packed.cols * tokens;
 }
 
@@ -139,14 +140,15 @@ const PairBlock* panels_of(const Context& c, const Linear& linear, int group) {
   if (!linear.pairs) return nullptr;
   return pairs_of_group(c.kernels, linear.packed, group, c.scratch.weights.data());
 }
-void multiply_panels(const Context& c, const Linear& linear, int group, const PairBlock* pairs,
+// Several groups only if rows are rotated.
+void multiply_panels(const Context& c, const Linear& linear, GroupRange groups, const PairBlock* pairs,
                      const Activations& x, RowRange range, const ProductOutput& out,
                      const PrefetchRange& next) {
   if (pairs)
     c.kernels.multiply_pairs(pairs, ceil_div(linear.packed.cols, kBlockCols), x.bfloat16, range.first,
                              range.count, out, next);
   else
-    c.kernels.multiply_rotated(linear.packed, group, x.rotated, range.first, range.count, out, next);
+    c.kernels.multiply_rotated(linear.packed, groups, x.rotated, range.first, range.count, out, next);
 }
 
 // The products of a group of rows with the tokens of a range, the first of which are those of out.row(0). Of
@@ -154,9 +156,9 @@ void multiply_panels(const Context& c, const Linear& linear, int group, const Pa
 void multiply_group(const Context& c, const Linear& linear, int group, const Activations& x, RowRange range,
                     const ProductOutput& out, int columns = kGroupRows) {
   const bool whole = columns == kGroupRows;
-  count_products(c, linear, group, range.count);
+  count_products(c, linear, {group, 1}, range.count);
   if (linear.in_panels() && whole)
-    return multiply_panels(c, linear, group, panels_of(c, linear, group), x, range, out,
+    return multiply_panels(c, linear, {group, 1}, panels_of(c, linear, group), x, range, out,
                            next_group(linear.packed, group));
   alignas(64) Tile tile;
   const bool in_place = whole && !out.add && (!out.bias || out.stride == kGroupRows);
@@ -168,7 +170,7 @@ void multiply_group(const Context& c, const Linear& linear, int group, const Act
   } else if (linear.super) {
     c.kernels.multiply_super(linear.packed, group, x.super, range.first, range.count, to, stride);
   } else if (linear.in_panels()) {
-    multiply_panels(c, linear, group, panels_of(c, linear, group), x, range, {to, stride},
+    multiply_panels(c, linear, {group, 1}, panels_of(c, linear, group), x, range, {to, stride},
                     next_group(linear.packed, group));
   } else if (range.count <= kFewTokens && lies_ready(linear.tensor, group)) {
     c.kernels.multiply_half(reinterpret_cast<const std::uint16_t*>(linear.tensor.row(group * kGroupRows)),
@@ -184,23 +186,24 @@ void multiply_group(const Context& c, const Linear& linear, int group, const Act
 }
 
 // Calls body(part, products) for parts of `range`, with their products plus a bias, rows of kGroupRows in
-// `tile`. Panels are multiplied part by part; other weights are unpacked for all tokens of a call.
+// `tile`. Panels are multiplied part by part; other weights are unpacked for all tokens of a call, and have
+// no activation.
 template <typename Body>
 void multiply_parts(const Context& c, const Linear& linear, int group, const Activations& x, RowRange range,
-                    const float* bias, Tile& tile, Body&& body) {
-  const ProductOutput out = {tile[0], kGroupRows, bias};
+                    const float* bias, const Activation* activation, Tile& tile, Body&& body) {
+  const ProductOutput out = {tile[0], kGroupRows, bias, false, activation};
   if (!linear.in_panels()) {
     multiply_group(c, linear, group, x, range, out);
     return body(range, tile[0]);
   }
-  count_products(c, linear, group, range.count);
+  count_products(c, linear, {group, 1}, range.count);
   const PairBlock* pairs = panels_of(c, linear, group);
   const PrefetchRange next = next_group(linear.packed, group);
   const int parts = ceil_div(range.count, kPartTokens);
   for (int i = 0; i < parts; ++i) {
     const int first = i * kPartTokens;
     const RowRange part = {range.first + first, std::min(kPartTokens, range.count - first)};
-    multiply_panels(c, linear, group, pairs, x, part, out, lines_of(next, i, parts));
+    multiply_panels(c, linear, {group, 1}, pairs, x, part, out, lines_of(next, i, parts));
     body(part, tile[0]);
   }
 }
@@ -218,16 +221,50 @@ class GroupBias {
   alignas(64) float values_[kGroupRows] = {};
 };
 
+// Groups that an item multiplies. Several leave the matrix unit no pause between them.
+int groups_at_once(const Linear& linear, int blocks, int threads) {
+  if (!linear.rotated()) return 1;
+  const int groups = linear.packed.groups(), items = threads == 1 ? 1 : kItemsOfThread * threads;
+  return std::clamp(groups * blocks / items, 1, groups);
+}
+
+// The products of groups that an item takes together, the first of which go to `out`.
+void multiply_groups(const Context& c, const Linear& linear, GroupRange groups, const Activations& x,
+                     RowRange range, const ProductOutput& out) {
+  const int whole =
+      linear.rotated() ? std::min(groups.count, linear.packed.rows / kGroupRows - groups.first) : 0;
+  if (whole > 0) {
+    const GroupRange together = {groups.first, whole};
+    count_products(c, linear, together, range.count);
+    multiply_panels(c, linear, together, nullptr, x, range, out,
+                    next_group(linear.packed, groups.first + whole - 1));
+  }
+  for (int i = whole; i < groups.count; ++i) {
+    const int group = groups.first + i, row = i * kGroupRows,
+              n_rows = std::min(kGroupRows, linear.packed.rows - group * kGroupRows);
+    const GroupBias bias(out.bias, row, n_rows);
+    multiply_group(c, linear, group, x, range, {out.data + row, out.stride, bias.values(), out.add}, n_rows);
+    if (out.activation)
+      c.kernels.activate(out.data + row, out.stride, *out.activation, range.count, n_rows, out.data + row,
+                         out.stride);
+  }
+}
+
 // Whether the results of a group are rounded as they are computed: h has no block with columns of several.
 bool rounds_groups(const Activations& h) {
   return kGroupRows % h.forms.block_cols() == 0;
 }
 
-// A group of columns of h for a block of tokens.
-void gate_group(const Context& c, const GateAndUp& w, int group, const Activations& x, RowRange range,
-                const Activations& h) {
+// Columns of h for a block of tokens: of one group, or of several if h has blocks with columns of several.
+void gate_groups(const Context& c, const GateAndUp& w, GroupRange groups, const Activations& x,
+                 RowRange range, const Activations& h) {
   const bool whole_blocks = rounds_groups(h), in_f32 = h.forms.f32 || !whole_blocks;
-  const int row = group * kGroupRows, n_rows = std::min(kGroupRows, w.up.packed.rows - row);
+  const int group = groups.first, row = group * kGroupRows;
+  if (!w.gate.tensor && !whole_blocks)
+    return multiply_groups(c, w.up, groups, x, range,
+                           {h.f32.row(range.first) + row, h.f32.stride, w.up_bias ? w.up_bias + row : nullptr,
+                            false, &w.activation});
+  const int n_rows = std::min(kGroupRows, w.up.packed.rows - row);
   const GroupBias gate_bias(w.gate_bias, row, n_rows), up_bias(w.up_bias, row, n_rows);
   alignas(64) Tile gates, ups;
   // Stores results of some tokens in the other forms of h.
@@ -242,21 +279,26 @@ void gate_group(const Context& c, const GateAndUp& w, int group, const Activatio
       c.kernels.round_to_bfloat16(from, stride, part.count, n_rows, h.bfloat16.row(part.first) + row,
                                   h.bfloat16.stride);
   };
+  const auto copy = [&](RowRange part, const float* from) {
+    c.kernels.add_products(from, nullptr, part.count, n_rows, false, h.f32.row(part.first) + row,
+                           h.f32.stride);
+  };
   if (w.gate.tensor) {
     multiply_group(c, w.gate, group, x, range, {gates[0], kGroupRows, gate_bias.values()});
     multiply_group(c, w.up, group, x, range, {ups[0], kGroupRows, up_bias.values()});
     c.kernels.gated(gates[0], ups[0], w.activation, range.count * kGroupRows, gates[0]);
-    if (in_f32)
-      c.kernels.add_products(gates[0], nullptr, range.count, n_rows, false, h.f32.row(range.first) + row,
-                             h.f32.stride);
+    if (in_f32) copy(range, gates[0]);
     store(range, gates[0], kGroupRows);
   } else {
-    multiply_parts(c, w.up, group, x, range, up_bias.values(), ups, [&](RowRange part, float* products) {
-      float* to = in_f32 ? h.f32.row(part.first) + row : products;
-      const std::size_t stride = in_f32 ? h.f32.stride : kGroupRows;
-      c.kernels.activate(products, kGroupRows, w.activation, part.count, n_rows, to, stride);
-      store(part, to, stride);
-    });
+    const bool activates = w.up.in_panels();
+    multiply_parts(c, w.up, group, x, range, up_bias.values(), activates ? &w.activation : nullptr, ups,
+                   [&](RowRange part, float* products) {
+                     if (!activates)
+                       c.kernels.activate(products, kGroupRows, w.activation, part.count, n_rows, products,
+                                          kGroupRows);
+                     if (in_f32) copy(part, products);
+                     store(part, products, kGroupRows);
+                   });
   }
 }
 
@@ -310,26 +352,40 @@ void multiply(const Context& c, std::initializer_list<Product> products, const N
     in_panels = in_panels && p.weight.in_panels();
   }
   const TokenBlocks blocks = blocks_of(rows, groups, c.worker.count(), unpacking);
-  for_each_of(c, groups * blocks.count, x, [&](int item) {
-    if (fetch) fetch->fetch_share(item, groups * blocks.count);
+  // Items are runs of groups of a product; the cache takes single groups.
+  const auto length_of_runs = [&](const Product& p) {
+    return p.part == CachePart::kNone && in_panels ? groups_at_once(p.weight, blocks.count, c.worker.count())
+                                                   : 1;
+  };
+  const auto runs_of = [&](const Product& p) {
+    return ceil_div(p.weight.packed.groups(), length_of_runs(p));
+  };
+  int runs = 0;
+  for (const Product& p : products) runs += runs_of(p);
+  for_each_of(c, runs * blocks.count, x, [&](int item) {
+    if (fetch) fetch->fetch_share(item, runs * blocks.count);
     // Panels wait for activations: all groups pass a block of tokens, which stays in the L2 cache. For others
     // a group is unpacked, which is then in the cache for its next block.
-    const int block = in_panels ? item / groups : item % blocks.count;
-    int group = in_panels ? item % groups : item / blocks.count;
+    const int block = in_panels ? item / runs : item % blocks.count;
+    int run = in_panels ? item % runs : item / blocks.count;
     const Product* p = products.begin();
-    for (; group >= p->weight.packed.groups(); ++p) group -= p->weight.packed.groups();
+    for (; run >= runs_of(*p); ++p) run -= runs_of(*p);
+    const int length = length_of_runs(*p), group = run * length;
+    const GroupRange of_run = {group, std::min(length, p->weight.packed.groups() - group)};
     const RowRange range = blocks.range(block);
-    const int row = group * kGroupRows, n_rows = std::min(kGroupRows, p->weight.packed.rows - row);
-    const GroupBias bias(p->bias ? floats(*p->bias) : nullptr, row, n_rows);
+    const int row = group * kGroupRows,
+              n_rows = std::min(of_run.count * kGroupRows, p->weight.packed.rows - row);
+    const float* bias = p->bias && *p->bias ? floats(*p->bias) + row : nullptr;
     if (cache && cache->takes_columns(p->part)) {
+      const GroupBias padded(bias, 0, n_rows);
       alignas(64) Tile tile;
-      multiply_parts(c, p->weight, group, x.rows(), range, bias.values(), tile,
+      multiply_parts(c, p->weight, group, x.rows(), range, padded.values(), nullptr, tile,
                      [&](RowRange part, const float* products) {
                        cache->store_columns(c, p->part, row, n_rows, part, products);
                      });
     } else {
-      multiply_group(c, p->weight, group, x.rows(), range,
-                     {p->out.row(range.first) + row, p->out.stride, bias.values(), p->add}, n_rows);
+      multiply_groups(c, p->weight, of_run, x.rows(), range,
+                      {p->out.row(range.first) + row, p->out.stride, bias, p->add});
     }
     if (cache) cache->computed(c, p->part, row, n_rows);
   });
@@ -340,9 +396,13 @@ void multiply_gated(const Context& c, const GateAndUp& w, const NormedRows& x, i
   const int groups = w.up.packed.groups();
   const TokenBlocks blocks = blocks_of(rows, groups, c.worker.count(), unpacking_tokens(w.up));
   const bool in_panels = w.up.in_panels();
-  for_each_of(c, groups * blocks.count, x, [&](int item) {
-    const int group = in_panels ? item % groups : item / blocks.count;
-    gate_group(c, w, group, x.rows(), blocks.range(in_panels ? item / groups : item % blocks.count), h);
+  const int length =
+      w.gate.tensor || rounds_groups(h) ? 1 : groups_at_once(w.up, blocks.count, c.worker.count());
+  const int runs = ceil_div(groups, length);
+  for_each_of(c, runs * blocks.count, x, [&](int item) {
+    const int run = in_panels ? item % runs : item / blocks.count, first = run * length;
+    gate_groups(c, w, {first, std::min(length, groups - first)}, x.rows(),
+                blocks.range(in_panels ? item / runs : item % blocks.count), h);
   });
   // A block with columns of several groups is rounded once all of them are computed.
   if (!rounds_groups(h)) c.worker.for_each(rows, [&](int row) { round_row(c, h, row, 0, w.up.packed.rows); });
@@ -365,7 +425,7 @@ void multiply_gated_experts(const Context& c, const GatedExperts& w, const Route
       const GateAndUp of_expert = {w.gate.empty() ? no_gate : w.gate[i], w.up[i], row_of(w.gate_bias, expert),
                                    row_of(w.up_bias, expert), w.activation};
       for_each_group(item % ranges, ranges, groups,
-                     [&](int group) { gate_group(c, of_expert, group, x, range, h); });
+                     [&](int group) { gate_groups(c, of_expert, {group, 1}, x, range, h); });
     });
   });
   if (!rounds_groups(h))
@@ -399,7 +459,7 @@ void add_experts(const Context& c, const DownOfExperts& w, const Routes& routes,
           }
         };
         const GroupBias own(row_of(w.biases, expert), columns.first, columns.count);
-        multiply_parts(c, w.down[std::size_t(expert)], group, h, range, own.values(), tile, add);
+        multiply_parts(c, w.down[std::size_t(expert)], group, h, range, own.values(), nullptr, tile, add);
       });
     });
   });

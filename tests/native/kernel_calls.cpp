@@ -184,7 +184,7 @@ void multiply_pairs(const std::string& set, std::uint32_t type, const Bytes& wei
 }
 
 void multiply_rotated(const std::string& set, std::uint32_t type, const Bytes& weight, int rows,
-                      const Matrix& x, int first, bool wide, OutMatrix out) {
+                      const Matrix& x, int first, bool wide, int activation, OutMatrix out) {
   const Kernels& kernels = kernels_named(set);
   const std::size_t cols = x.shape(1), tokens = x.shape(0);
   const Tensor tensor{
@@ -210,9 +210,10 @@ void multiply_rotated(const std::string& set, std::uint32_t type, const Bytes& w
     (wide ? kernels.rotate_wide : kernels.rotate)(x.data() + t * cols, int(cols), scratch.as<float>(),
                                                   activations.row(first + int(t)),
                                                   activations.terms[std::size_t(first) + t]);
-  for (int group = 0; group < packed.groups(); ++group)
-    kernels.multiply_rotated(packed, group, activations, first, int(tokens),
-                             {out.data() + group * kGroupRows, out.shape(1)}, {});
+  require(activation >= -1 && activation <= int(Activation::kClampedSilu), "no such activation");
+  const auto kind = Activation(activation);
+  kernels.multiply_rotated(packed, {0, packed.groups()}, activations, first, int(tokens),
+                           {out.data(), out.shape(1), nullptr, false, activation < 0 ? nullptr : &kind}, {});
   if (kernels.end_phase) kernels.end_phase();
 }
 

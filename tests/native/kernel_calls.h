@@ -56,7 +56,7 @@ void multiply_pairs(const std::string& set, std::uint32_t type, const Bytes& wei
                     const Matrix& x, int first, OutMatrix out);
 // multiply_int8 in w8a8, or with `wide` in int16, with weights of any type.
 void multiply_rotated(const std::string& set, std::uint32_t type, const Bytes& weight, int rows,
-                      const Matrix& x, int first, bool wide, OutMatrix out);
+                      const Matrix& x, int first, bool wide, int activation, OutMatrix out);
 // The codes of rows of x as products take them, filled up with zeros, and their scales.
 void rotate(const std::string& set, const Matrix& x, bool wide, OutBytes codes, OutVector scales);
 void add_products(const std::string& set, const Matrix& products, const Vector& bias, int columns, bool add,

@@ -107,14 +107,27 @@ struct PrefetchRange {
   std::size_t bytes = 0;
 };
 
-// Where the products of a group of rows with tokens go: out[token][row] = product + bias[row], or += that.
+// Consecutive groups of a matrix.
+struct GroupRange {
+  int first, count;
+};
+
+// Where the products of groups of rows with tokens go: out[token][row] = activation(product + bias[row]), or
+// += that.
 struct ProductOutput {
   float* data;
   std::size_t stride;           // from one token to the next
-  const float* bias = nullptr;  // [kGroupRows]; null: none
+  const float* bias = nullptr;  // [rows]; null: none
   bool add = false;
+  const Activation* activation = nullptr;  // null: none
 
   float* row(int token) const { return data + std::size_t(token) * stride; }
+  // The columns of one group.
+  ProductOutput group(int i) const {
+    return {data + i * kGroupRows, stride, bias ? bias + i * kGroupRows : nullptr, add, activation};
+  }
+  // Whether only products are stored.
+  bool is_plain() const { return !bias && !add && !activation; }
 };
 
 constexpr int kKeyBlock = 16;  // positions in a transposed block of keys
@@ -291,9 +304,11 @@ struct Kernels {
   // weights in float32.
   void (*multiply_pairs)(const PairBlock* blocks, int n_blocks, const PairRows& x, int first, int count,
                          const ProductOutput& out, const PrefetchRange& next) = nullptr;
-  // multiply_int8 with rotated rows. The codes of weights count from `rotated_zero`.
-  void (*multiply_rotated)(const PackedMatrix& weight, int group, const RotatedRows& x, int first, int count,
-                           const ProductOutput& out, const PrefetchRange& next);
+  // Bytes of a feed-forward block in float32 that one thread computes at a time: part of the L2 cache.
+  std::size_t cached_bytes = 384 << 10;
+  // multiply_int8 of groups with rotated rows. The codes of weights count from `rotated_zero`.
+  void (*multiply_rotated)(const PackedMatrix& weight, GroupRange groups, const RotatedRows& x, int first,
+                           int count, const ProductOutput& out, const PrefetchRange& next);
   int rotated_zero;
   // Rotates and rounds a row of n values. `memory` has room for them, filled up to a multiple of
   // kRotatedCols.

@@ -233,15 +233,18 @@ void multiply_rotated_pairs(const RotatedProduct<>& product, const PanelOperands
     }
 }
 
-void multiply_rotated_matrix(const PackedMatrix& weight, int group, const RotatedRows& x, int first,
+void multiply_rotated_matrix(const PackedMatrix& weight, GroupRange groups, const RotatedRows& x, int first,
                              int count, const ProductOutput& out, const PrefetchRange& next) {
   constexpr int kPairs = 4;
-  if (count == 1) return kernels_neon_dotprod().multiply_rotated(weight, group, x, first, count, out, next);
-  const RotatedProduct<> product = {weight.scales(group), x.terms + first};
-  const PanelOperands from = {weight.group(group), weight.blocks_per_row(), x.row(first), x.stride};
-  for (int token = 0; token < count; token += 2 * kPairs)
-    for (int quad = 0; quad < kGroupQuads; quad += 2)
-      multiply_rotated_pairs<kPairs>(product, from, quad, token, std::min(count - token, 2 * kPairs), out);
+  if (count == 1) return kernels_neon_dotprod().multiply_rotated(weight, groups, x, first, count, out, next);
+  each_group(weight, groups, out, next, [&](int group, const ProductOutput& own, const PrefetchRange&) {
+    const RotatedProduct<> product = {weight.scales(group), x.terms + first};
+    const PanelOperands from = {weight.group(group), weight.blocks_per_row(), x.row(first), x.stride};
+    for (int token = 0; token < count; token += 2 * kPairs)
+      for (int quad = 0; quad < kGroupQuads; quad += 2)
+        multiply_rotated_pairs<kPairs>(product, from, quad, token, std::min(count - token, 2 * kPairs), own);
+    activate_products(own, count);
+  });
 }
 
 Kernels matrix_table() {

@@ -6,7 +6,7 @@
 #include <cstddef>
 
 #include "prefetch.h"
-#include "row_ops.h"
+#include "row_activations.h"
 
 namespace metal_prefill::cpu {
 namespace {
@@ -26,12 +26,47 @@ struct PanelOperands {
   std::size_t x_stride;
 };
 
+struct NoActivation {
+  static F apply(F x) { return x; }
+};
+template <Activation kActivation>
+struct Activated {
+  static F apply(F x) { return activated<kActivation>(x); }
+};
+// Calls body with the type of an activation; null: none.
+template <typename Body>
+inline void with_activation(const Activation* activation, Body&& body) {
+  if (!activation) return body(NoActivation());
+  with_activation(*activation, [&](auto kind) { body(Activated<kind()>()); });
+}
+
 // Stores the products of a vector of rows, from row `row` of the group, with a token.
-inline void deliver(const ProductOutput& out, int token, int row, F products) {
+template <typename Activate>
+inline void deliver(const ProductOutput& out, int token, int row, F products, Activate) {
   float* to = out.row(token) + row;
   if (out.bias) products = Simd::add(products, Simd::load(out.bias + row));
+  products = Activate::apply(products);
   if (out.add) products = Simd::add(Simd::load(to), products);
   Simd::store(to, products);
+}
+// The same without an activation, which activate_products() adds.
+inline void deliver(const ProductOutput& out, int token, int row, F products) {
+  deliver(out, token, row, products, NoActivation());
+}
+inline void activate_products(const ProductOutput& out, int count) {
+  if (out.activation)
+    activate(out.data, out.stride, *out.activation, count, kGroupRows, out.data, out.stride);
+}
+
+// Calls body(group, out, next) for each group, with where its products go and what is read after them.
+template <typename Body>
+inline void each_group(const PackedMatrix& weight, GroupRange groups, const ProductOutput& out,
+                       const PrefetchRange& next, Body&& body) {
+  for (int i = 0; i < groups.count; ++i) {
+    const int group = groups.first + i;
+    body(group, out.group(i),
+         i + 1 < groups.count ? PrefetchRange{weight.group(group + 1), weight.group_bytes()} : next);
+  }
 }
 
 // kVectors vectors of rows, from vector `v` of the group, by kTokens tokens. Of a Product, `first` is where
@@ -108,6 +143,7 @@ void multiply_panels(const Product& product, const PanelOperands& from, int coun
     share = ceil_div(count - token, tiles);  // as even as can be: few tokens make poor use of a weight
     panel_tiles<Product, Simd::kPanelTokens>(share, product, from, token, out, lines);
   }
+  activate_products(out, count);
 }
 
 }  // namespace

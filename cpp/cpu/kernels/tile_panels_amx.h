@@ -9,7 +9,8 @@
 // tiles of tokens.
 //
 // Scale, bias and residual of the sums take the vector units about as long as the matrix unit takes for 384
-// columns. So the sums of one pair of tiles are finished while the unit multiplies the next.
+// columns, an activation longer. So the sums of one pair of tiles are finished while the unit multiplies the
+// next, of the same group or of the following one.
 #pragma once
 
 #include "amx_tiles.h"
@@ -33,7 +34,7 @@ struct PairTiles {
 };
 struct RotatedTiles {
   static constexpr bool kFinal = false;
-  const RotatedProduct<> product;
+  RotatedProduct<> product;
 
   template <int kC, int kA, int kB>
   static void multiply() {
@@ -44,10 +45,23 @@ struct RotatedTiles {
   }
 };
 
+// Finishes the sums of tokens [first, end), `sums` from the first one on. Not inlined, since loops over tiles
+// have no registers left.
+template <class Product, typename Activate>
+__attribute__((noinline)) void finish_rows(const Product& product, const ProductOutput& out,
+                                           const float (*sums)[kGroupRows], int first, int end) {
+  const Product of =
+      product;  // copies, which stay in registers: stores of floats may alias what a reference names
+  const ProductOutput to = out;
+  for (int token = first; token < end; ++token, ++sums)
+    for (int row = 0; row < kGroupRows; row += Simd::kLanes)
+      deliver(to, token, row, of.finish(*sums + row, token, row), Activate());
+}
+
 // Sums of some tokens that are finished and stored row by row, a share with each step of the next tiles.
 template <class Product>
 struct PendingRows {
-  Product product;  // copies, which stay in registers: stores of floats may alias what a reference names
+  Product product;
   ProductOutput out;
   const float (*sums)[kGroupRows] = nullptr;
   int token = 0, end = 0;
@@ -56,9 +70,12 @@ struct PendingRows {
   void begin_tile(int steps) { of_step = ceil_div(end - token, steps); }
   void step() { finish(std::min(token + of_step, end)); }
   void finish(int until) {
-    for (; token < until; ++token, ++sums)
-      for (int row = 0; row < kGroupRows; row += Simd::kLanes)
-        deliver(out, token, row, product.finish(*sums + row, token, row));
+    if (token == until) return;
+    with_activation(out.activation, [&]<typename Activate>(Activate) {
+      finish_rows<Product, Activate>(product, out, sums, token, until);
+    });
+    sums += until - token;
+    token = until;
   }
 };
 
@@ -106,57 +123,71 @@ void multiply_panel_tiles(const PairBlock* block, int n_blocks, const std::byte*
   }
 }
 
+// Multiplies groups with the same tokens, one after the other. The last sums of a group are finished during
+// the first products of the next.
 template <class Product>
-void multiply_panels_amx(const Product& product, const PairBlock* blocks, int n_blocks, const void* x,
-                         std::size_t x_bytes, int count, const ProductOutput& out,
-                         const PrefetchRange& next) {
-  keep_tile_config<kTileRowBytes>();
-  const bool direct = Product::kFinal && !out.bias && !out.add;
-  const int rest = count % kTileTokens,
-            full = count - rest;  // tokens in a tile that is not full, in full ones
-  NextLines lines(next, ceil_div(full, kTokenTiles * kTileTokens));
-  alignas(64) float sums[2][kTokenTiles * kTileTokens][kGroupRows];
-  int current = 0;  // the sums that tiles are stored in; the other ones are pending
-  PendingRows<Product> pending{product, out};
-  const auto multiply_tiles = [&](auto tiles, int token, int n, NextLines& meanwhile) {
-    const auto* from = static_cast<const std::byte*>(x) + std::size_t(token) * x_bytes;
-    if (direct && n == tiles * kTileTokens)
-      return multiply_panel_tiles<Product, tiles>(blocks, n_blocks, from, x_bytes, out.row(token), out.stride,
-                                                  meanwhile, pending);
-    multiply_panel_tiles<Product, tiles>(blocks, n_blocks, from, x_bytes, sums[current][0], kGroupRows,
-                                         meanwhile, pending);
-    pending.sums = sums[current];
-    pending.token = token;
-    pending.end = token + n;
-    current = 1 - current;
-  };
-  constexpr std::integral_constant<int, kTokenTiles> kTwo;
-  constexpr std::integral_constant<int, 1> kOne;
-  int t = 0;
-  for (; t + kTokenTiles * kTileTokens <= full; t += kTokenTiles * kTileTokens)
-    multiply_tiles(kTwo, t, kTokenTiles * kTileTokens, lines);
-  if (t < full) multiply_tiles(kOne, t, kTileTokens, lines);
-  if (rest > 0) {
-    // Few tokens wait for memory: their weights are prefetched further ahead than the processor does.
-    const auto* ahead = reinterpret_cast<const std::byte*>(blocks) + kTokenAhead;
-    NextLines own({ahead, full > 0 ? 0 : std::size_t(n_blocks) * sizeof(PairBlock)}, 1);
-    multiply_tiles(kOne, full, rest, own);
+class GroupProducts {
+ public:
+  GroupProducts(const void* x, std::size_t x_bytes, int count)
+      : x_(static_cast<const std::byte*>(x)), x_bytes_(x_bytes), count_(count) {
+    keep_tile_config<kTileRowBytes>();
   }
-  pending.finish(pending.end);
-}
+  ~GroupProducts() { pending_.finish(pending_.end); }
+
+  void multiply(const Product& product, const PairBlock* blocks, int n_blocks, const ProductOutput& out,
+                const PrefetchRange& next) {
+    const int rest = count_ % kTileTokens,
+              full = count_ - rest;  // tokens in a tile that is not full, in full ones
+    NextLines lines(next, ceil_div(full, kTokenTiles * kTileTokens));
+    const auto multiply_tiles = [&](auto tiles, int token, int n, NextLines& meanwhile) {
+      const std::byte* from = x_ + std::size_t(token) * x_bytes_;
+      if (Product::kFinal && out.is_plain() && n == tiles * kTileTokens)
+        return multiply_panel_tiles<Product, tiles>(blocks, n_blocks, from, x_bytes_, out.row(token),
+                                                    out.stride, meanwhile, pending_);
+      multiply_panel_tiles<Product, tiles>(blocks, n_blocks, from, x_bytes_, sums_[current_][0], kGroupRows,
+                                           meanwhile, pending_);
+      pending_ = {product, out, sums_[current_], token, token + n};
+      current_ = 1 - current_;
+    };
+    constexpr std::integral_constant<int, kTokenTiles> kTwo;
+    constexpr std::integral_constant<int, 1> kOne;
+    int t = 0;
+    for (; t + kTokenTiles * kTileTokens <= full; t += kTokenTiles * kTileTokens)
+      multiply_tiles(kTwo, t, kTokenTiles * kTileTokens, lines);
+    if (t < full) multiply_tiles(kOne, t, kTileTokens, lines);
+    if (rest > 0) {
+      // Few tokens wait for memory: their weights are prefetched further ahead than the processor does.
+      const auto* ahead = reinterpret_cast<const std::byte*>(blocks) + kTokenAhead;
+      NextLines own({ahead, full > 0 ? 0 : std::size_t(n_blocks) * sizeof(PairBlock)}, 1);
+      multiply_tiles(kOne, full, rest, own);
+    }
+  }
+
+ private:
+  alignas(64) float sums_[2][kTokenTiles * kTileTokens][kGroupRows];
+  const std::byte* const x_;
+  const std::size_t x_bytes_;
+  const int count_;
+  int current_ = 0;  // the sums that tiles are stored in; the other ones are pending
+  PendingRows<Product> pending_{};
+};
 
 void multiply_pairs_amx(const PairBlock* blocks, int n_blocks, const PairRows& x, int first, int count,
                         const ProductOutput& out, const PrefetchRange& next) {
-  multiply_panels_amx(PairTiles(), blocks, n_blocks, x.row(first), x.stride * sizeof *x.data, count, out,
-                      next);
+  GroupProducts<PairTiles>(x.row(first), x.stride * sizeof *x.data, count)
+      .multiply(PairTiles(), blocks, n_blocks, out, next);
 }
 
-void multiply_rotated_amx(const PackedMatrix& weight, int group, const RotatedRows& x, int first, int count,
-                          const ProductOutput& out, const PrefetchRange& next) {
+void multiply_rotated_amx(const PackedMatrix& weight, GroupRange groups, const RotatedRows& x, int first,
+                          int count, const ProductOutput& out, const PrefetchRange& next) {
   if (weight.packing == Packing::kRotatedWide)
-    return kernels_avx512vnni().multiply_rotated(weight, group, x, first, count, out, next);
-  multiply_panels_amx(RotatedTiles{{weight.scales(group), x.terms + first}}, weight.pairs(group),
-                      weight.blocks_per_row(), x.row(first), x.stride, count, out, next);
+    return kernels_avx512vnni().multiply_rotated(weight, groups, x, first, count, out, next);
+  GroupProducts<RotatedTiles> products(x.row(first), x.stride, count);
+  each_group(weight, groups, out, next,
+             [&](int group, const ProductOutput& own, const PrefetchRange& following) {
+               products.multiply(RotatedTiles{{weight.scales(group), x.terms + first}}, weight.pairs(group),
+                                 weight.blocks_per_row(), own, following);
+             });
 }
 
 }  // namespace

@@ -27,8 +27,8 @@ alignas(64) constexpr float kLaneSigns[4][16] = {
     {1, 1, 1, 1, 1, 1, 1, 1, -1, -1, -1, -1, -1, -1, -1, -1},
 };
 
-// 64 columns. The products with signs are exact.
-inline void rotate_block(const float* x, float* out) {
+// 64 columns. The products with signs are exact. Returns the largest magnitudes, at least `largest`.
+inline I rotate_block(const float* x, float* out, I largest) {
   constexpr int kVectors = kRotatedCols / Simd::kLanes;
   F v[kVectors];
   unrolled<kVectors>([&](auto i) __attribute__((always_inline)) {
@@ -46,8 +46,11 @@ inline void rotate_block(const float* x, float* out) {
       }
     });
   });
-  unrolled<kVectors>([&](auto i)
-                         __attribute__((always_inline)) { Simd::store(out + i * Simd::kLanes, v[i]); });
+  unrolled<kVectors>([&](auto i) __attribute__((always_inline)) {
+    Simd::store(out + i * Simd::kLanes, v[i]);
+    largest = Simd::max_int(largest, Simd::magnitude_bits(v[i]));
+  });
+  return largest;
 }
 
 // Fewer than 64 columns, filled up with zeros.
@@ -71,12 +74,26 @@ inline void rotate_rest(const float* x, int n, float* out) {
 template <class S>
 concept MultipliesHalfwords = requires(typename S::I a) { S::dot_halfwords(a, a, a); };
 
+// Sets that pack four vectors of codes into one of bytes.
+template <class S>
+concept PacksCodes = requires(const typename S::I (&a)[4]) { S::pack_codes(a); };
+
 // `count` values that were rotated, a multiple of kRotatedCols. Returns the sum of their codes.
 template <class S>
 inline std::uint32_t round_rotated(const float* x, int count, F inverse, std::byte* out) {
   auto* q = reinterpret_cast<std::int8_t*>(out);
   const auto rounded = [&](int i) { return S::round(S::mul(S::load(x + i), inverse)); };
-  if constexpr (StoresBlocks<S>) {
+  if constexpr (PacksCodes<S>) {
+    I sum = S::set_int(0);
+    for (int i = 0; i < count; i += 4 * S::kLanes) {
+      const I codes[] = {rounded(i), rounded(i + S::kLanes), rounded(i + 2 * S::kLanes),
+                         rounded(i + 3 * S::kLanes)};
+      const I bytes = S::pack_codes(codes);
+      S::store_bytes(q + i, bytes);
+      sum = S::template dot<0>(sum, S::set_int(0x01010101), bytes);
+    }
+    return std::uint32_t(S::reduce_add(sum));
+  } else if constexpr (StoresBlocks<S>) {
     std::uint32_t sum = 0, halves[2];
     for (int i = 0; i < count; i += kBlockCols) {
       const I codes[] = {rounded(i), rounded(i + 8), rounded(i + 16), rounded(i + 24)};
@@ -108,10 +125,10 @@ template <typename Round>
 inline void rotate_row(const float* x, int n, int most, float* memory, RotatedRows::Terms& terms,
                        Round&& round) {
   const int whole = n / kRotatedCols * kRotatedCols, padded = round_up(n, kRotatedCols);
-  for (int i = 0; i < whole; i += kRotatedCols) rotate_block(x + i, memory + i);
-  if (whole < n) rotate_rest(x + whole, n - whole, memory + whole);
   I largest = Simd::set_int(0);
-  for (int i = 0; i < padded; i += Simd::kLanes)
+  for (int i = 0; i < whole; i += kRotatedCols) largest = rotate_block(x + i, memory + i, largest);
+  if (whole < n) rotate_rest(x + whole, n - whole, memory + whole);
+  for (int i = whole; i < padded; i += Simd::kLanes)
     largest = Simd::max_int(largest, Simd::magnitude_bits(Simd::load(memory + i)));
   const float magnitude = std::bit_cast<float>(Simd::reduce_max(largest)), code = float(most);
   const bool vanishes = magnitude < code * std::numeric_limits<float>::min();
@@ -162,19 +179,23 @@ struct RotatedProduct {
 };
 
 template <class S, bool kWide>
-void multiply_rotated_as(const PackedMatrix& weight, int group, const RotatedRows& x, int first, int count,
-                         const ProductOutput& out, const PrefetchRange& next) {
-  multiply_panels(RotatedProduct<S, kWide>{weight.scales(group), x.terms + first},
-                  {weight.group(group), weight.blocks_per_row(), x.row(first), x.stride}, count, out, next);
+void multiply_rotated_as(const PackedMatrix& weight, GroupRange groups, const RotatedRows& x, int first,
+                         int count, const ProductOutput& out, const PrefetchRange& next) {
+  each_group(weight, groups, out, next,
+             [&](int group, const ProductOutput& own, const PrefetchRange& following) {
+               multiply_panels(RotatedProduct<S, kWide>{weight.scales(group), x.terms + first},
+                               {weight.group(group), weight.blocks_per_row(), x.row(first), x.stride}, count,
+                               own, following);
+             });
 }
 
 template <class S>
-void multiply_rotated(const PackedMatrix& weight, int group, const RotatedRows& x, int first, int count,
-                      const ProductOutput& out, const PrefetchRange& next) {
+void multiply_rotated(const PackedMatrix& weight, GroupRange groups, const RotatedRows& x, int first,
+                      int count, const ProductOutput& out, const PrefetchRange& next) {
   if constexpr (MultipliesHalfwords<S>)
     if (weight.packing == Packing::kRotatedWide)
-      return multiply_rotated_as<S, true>(weight, group, x, first, count, out, next);
-  multiply_rotated_as<S, false>(weight, group, x, first, count, out, next);
+      return multiply_rotated_as<S, true>(weight, groups, x, first, count, out, next);
+  multiply_rotated_as<S, false>(weight, groups, x, first, count, out, next);
 }
 
 constexpr int kCodeZero = std::max(Simd::kRotatedZero, 0);  // signed codes count from 0

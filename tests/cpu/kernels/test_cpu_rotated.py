@@ -103,7 +103,7 @@ def test_tiny_rows_vanish_and_bad_values_reach_every_result(isa: str) -> None:
         assert not np.isfinite(scales[1:3]).any(), wide
         weight = normal(32, 64)
         out = guarded(4, 32)
-        cpu.multiply_rotated(isa, int(Type.F32), weight.view(np.uint8).reshape(-1), 32, x, 0, wide, out)
+        cpu.multiply_rotated(isa, int(Type.F32), weight.view(np.uint8).reshape(-1), 32, x, 0, wide, -1, out)
         assert np.all(out[0, :32] == 0), wide
         assert not np.isfinite(out[1:3, :32]).any(), wide
         assert np.isfinite(out[3, :32]).all(), wide
@@ -144,11 +144,28 @@ def test_the_product_of_rotated_rows_is_exact_and_the_same_for_any_tile(isa: str
             for batch in [n for n in BATCHES if n <= 33] + [70]:
                 for first in (0, 3):
                     out = guarded(batch, 96)
-                    cpu.multiply_rotated(isa, int(kind), raw, rows, x[:batch], first, wide, out)
+                    cpu.multiply_rotated(isa, int(kind), raw, rows, x[:batch], first, wide, -1, out)
                     actual = inside(out, batch, 96)
                     case = f"wide: {wide}, {kind.name}, {cols} columns, batch {batch} at {first}"
                     np.testing.assert_array_equal(actual[:, :rows], expected[:batch], err_msg=case)
                     np.testing.assert_array_equal(actual[:, rows:], 0, err_msg=case)
+
+
+@each_set
+def test_the_activation_of_a_product_is_that_of_its_values(isa: str) -> None:
+    rows, cols = 128, 128
+    raw, x = normal(rows, cols).view(np.uint8).reshape(-1), normal(70, cols, seed=1)
+    for wide, kind in product(forms(isa), range(5)):
+        outs = []
+        for activation in (-1, kind):
+            out = guarded(70, rows)
+            cpu.multiply_rotated(isa, int(Type.F32), raw, rows, x, 0, wide, activation, out)
+            outs.append(np.ascontiguousarray(inside(out, 70, rows)))
+        expected = np.empty(70 * rows, np.float32)
+        factor = 0 if kind == 4 else 1  # the clamped one adds 1
+        cpu.gated(isa, outs[0].reshape(-1), np.full_like(expected, factor), kind, expected)
+        case = f"wide: {wide}, activation {kind}"
+        np.testing.assert_array_equal(outs[1].reshape(-1), expected, err_msg=case)
 
 
 @each_set
@@ -159,7 +176,9 @@ def test_the_largest_sums_do_not_overflow(isa: str) -> None:
             x[:, ::64] = 1  # all columns of a block are equal after the rotation
             weight = np.ascontiguousarray(x[:1]) * np.float32(sign)
             out = guarded(20, 32)
-            cpu.multiply_rotated(isa, int(Type.F32), weight.view(np.uint8).reshape(-1), 1, x, 0, wide, out)
+            cpu.multiply_rotated(
+                isa, int(Type.F32), weight.view(np.uint8).reshape(-1), 1, x, 0, wide, -1, out
+            )
             np.testing.assert_allclose(
                 inside(out, 20, 32)[:, 0], sign * cols / 64, rtol=1e-6, err_msg=f"wide: {wide}"
             )
