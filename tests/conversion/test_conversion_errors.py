@@ -47,6 +47,7 @@ LOST = "model.layers.1.mlp.down_proj.weight"
 WRONG = [
     (lose(LOST), BAD, "tensor blk.1.ffn_down.weight is missing"),
     (lose("model.embed_tokens.weight"), BAD, "tensor token_embd.weight is missing"),
+    (lambda folder: folder.tensors.clear(), BAD, "block_count is 2, but the file has only 0 tensors"),
     (put(LOST, DIM, FFN + 1), BAD, r"ffn_down.weight has shape \(32, 65\), .* requires \(32, 64\)"),
     (put("extra.weight", 3, 3), NOT, "tensor extra.weight is not part of a llama model"),
     (put("model.layers.2.mlp.up_proj.weight", FFN, DIM), NOT, "model.layers.2.mlp.up_proj"),

@@ -363,11 +363,11 @@ def _check(writer: GGUFWriter, part: Path, folder: Path, tensors: list[_Tensor])
     os.truncate(part, end)
     try:
         with GGUFFile(part) as opened:
-            for model in (opened.inner(LABEL_ENCODER), opened):
-                if model.tensors:
-                    config = read_config(model)
-                    collect_tensors(model, config)
-                    read_head(model, config.architecture, config.dim)
+            labels = opened.inner(LABEL_ENCODER)
+            for model in (labels, opened) if labels.tensors else (opened,):
+                config = read_config(model)
+                collect_tensors(model, config)
+                read_head(model, config.architecture, config.dim)
     except (GGUFError, UnsupportedModelError) as error:
         message = str(error).removeprefix(f"{part}: ")
         raise type(error)(f"{folder}: {message}{ignored_index(folder)}") from None
