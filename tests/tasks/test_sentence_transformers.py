@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import pickle
 import sys
 from pathlib import Path
 from typing import Any
@@ -267,6 +268,7 @@ def test_similarities_match_float64() -> None:
         np.testing.assert_allclose(getattr(util, f"pairwise_{name}")(a, b), expected.diagonal(), rtol=1e-9)
         np.testing.assert_allclose(getattr(util, name)(a[0].tolist(), b), expected[:1], rtol=1e-9)
     assert util.pytorch_cos_sim is util.cos_sim
+    assert pickle.loads(pickle.dumps(util.cos_sim)) is util.cos_sim  # as for processes of an evaluation
     assert util.semantic_search(a, b, top_k=0) == [[]] * 5
     assert [len(found) for found in util.semantic_search(a, b[:2])] == [2] * 5
     assert util.community_detection(np.empty((0, 3))) == []

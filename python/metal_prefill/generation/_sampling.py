@@ -154,16 +154,16 @@ class Sampler:
         self.options = options
         self._core = core_sampler(options, seed, recent)
 
-    def __call__(
-        self,
-        # ``[vocab_size]``, converted to float32, not modified. ``-inf`` excludes a token; if some are
-        # ``+inf``, the choice is among those.
-        logits: npt.ArrayLike,
-        *,
-        # Whether each token may be chosen, bool ``[vocab_size]``; None allows all.
-        allowed: npt.ArrayLike | None = None,
-    ) -> int:
+    def __call__(self, logits: npt.ArrayLike, *, allowed: npt.ArrayLike | None = None) -> int:
         """Choose a token.
+
+        Parameters
+        ----------
+        logits
+            ``[vocab_size]``, converted to float32, not modified. ``-inf`` excludes a token; if some are
+            ``+inf``, the choice is among those.
+        allowed
+            Whether each token may be chosen, bool ``[vocab_size]``; None allows all.
 
         Returns
         -------

@@ -6,6 +6,7 @@ Tensors of PyTorch are accepted, and then the results are tensors.
 import sys
 from collections.abc import Sequence
 from enum import Enum
+from functools import wraps
 from typing import Any
 
 import numpy as np
@@ -70,35 +71,76 @@ class SimilarityFunction(Enum):
     MANHATTAN = "manhattan"
 
 
-def _of_rows(*functions: Similarity) -> list[Similarity]:
-    """Return functions of arrays or tensors, given those of their rows."""
+def _of_rows(compare: Similarity) -> Similarity:
+    """Return a function of arrays or tensors, given the one of their rows."""
 
-    def of_rows(compare: Similarity) -> Similarity:
-        return lambda a, b: _result(compare(_rows(a), _rows(b)), a, b)
+    @wraps(compare)
+    def of_inputs(a: Any, b: Any) -> Any:
+        return _result(compare(_rows(a), _rows(b)), a, b)
 
-    return list(map(of_rows, functions))
-
-
-def _distances(order: int) -> list[Similarity]:
-    return _of_rows(
-        lambda a, b: np.stack([-np.linalg.norm(b - row, order, axis=1) for row in a]),
-        lambda a, b: -np.linalg.norm(a - b, order, axis=-1),
-    )
+    return of_inputs
 
 
-# Functions of two arrays that compare all vectors with all others, ``[a, b]``, and those in the same place,
-# ``[a]``. Distances are negative.
-SIMILARITIES: dict[SimilarityFunction, list[Similarity]] = {
-    SimilarityFunction.COSINE: _of_rows(cosines, lambda a, b: (normalized(a) * normalized(b)).sum(axis=-1)),
-    SimilarityFunction.DOT_PRODUCT: _of_rows(lambda a, b: a @ b.T, lambda a, b: (a * b).sum(axis=-1)),
-    SimilarityFunction.EUCLIDEAN: _distances(2),
-    SimilarityFunction.MANHATTAN: _distances(1),
-}
-cos_sim, pairwise_cos_sim = SIMILARITIES[SimilarityFunction.COSINE]
+def _distances(a: Array, b: Array, order: int) -> Array:
+    return np.stack([-np.linalg.norm(b - row, order, axis=1) for row in a])
+
+
+@_of_rows
+def cos_sim(a: Any, b: Any) -> Any:
+    """Return the cosine of each vector of `a` with each of `b`, ``[a, b]``."""
+    return cosines(a, b)
+
+
+@_of_rows
+def dot_score(a: Any, b: Any) -> Any:
+    """Return the inner product of each vector of `a` with each of `b`, ``[a, b]``."""
+    return a @ b.T
+
+
+@_of_rows
+def euclidean_sim(a: Any, b: Any) -> Any:
+    """Return the negative Euclidean distance of each vector of `a` to each of `b`, ``[a, b]``."""
+    return _distances(a, b, 2)
+
+
+@_of_rows
+def manhattan_sim(a: Any, b: Any) -> Any:
+    """Return the negative Manhattan distance of each vector of `a` to each of `b`, ``[a, b]``."""
+    return _distances(a, b, 1)
+
+
+@_of_rows
+def pairwise_cos_sim(a: Any, b: Any) -> Any:
+    """Return the cosine of vectors in the same place, ``[a]``."""
+    return (normalized(a) * normalized(b)).sum(axis=-1)
+
+
+@_of_rows
+def pairwise_dot_score(a: Any, b: Any) -> Any:
+    """Return the inner product of vectors in the same place, ``[a]``."""
+    return (a * b).sum(axis=-1)
+
+
+@_of_rows
+def pairwise_euclidean_sim(a: Any, b: Any) -> Any:
+    """Return the negative Euclidean distance of vectors in the same place, ``[a]``."""
+    return -np.linalg.norm(a - b, axis=-1)
+
+
+@_of_rows
+def pairwise_manhattan_sim(a: Any, b: Any) -> Any:
+    """Return the negative Manhattan distance of vectors in the same place, ``[a]``."""
+    return -np.linalg.norm(a - b, 1, axis=-1)
+
+
 pytorch_cos_sim = cos_sim
-dot_score, pairwise_dot_score = SIMILARITIES[SimilarityFunction.DOT_PRODUCT]
-euclidean_sim, pairwise_euclidean_sim = SIMILARITIES[SimilarityFunction.EUCLIDEAN]
-manhattan_sim, pairwise_manhattan_sim = SIMILARITIES[SimilarityFunction.MANHATTAN]
+# Functions that compare all vectors with all others, and those in the same place.
+SIMILARITIES: dict[SimilarityFunction, tuple[Similarity, Similarity]] = {
+    SimilarityFunction.COSINE: (cos_sim, pairwise_cos_sim),
+    SimilarityFunction.DOT_PRODUCT: (dot_score, pairwise_dot_score),
+    SimilarityFunction.EUCLIDEAN: (euclidean_sim, pairwise_euclidean_sim),
+    SimilarityFunction.MANHATTAN: (manhattan_sim, pairwise_manhattan_sim),
+}
 
 
 def normalize_embeddings(embeddings: Any) -> Any:
