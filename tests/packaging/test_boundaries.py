@@ -197,7 +197,6 @@ def imports(sources: Sources) -> dict[str, set[str]]:
                     home(f"{node.module}.{alias.name}" if within_package else str(node.module))
                     for alias in node.names
                 }
-        found[name].discard(name)
     return found
 
 
@@ -350,6 +349,7 @@ PLANTED: dict[Rule, list[tuple[str, str]]] = {
         ("python/metal_prefill/session.py", "if TYPE_CHECKING:\n    from metal_prefill.model import Model"),
         ("python/metal_prefill/_support/arguments.py", "def f():\n    import metal_prefill.session"),
         ("python/metal_prefill/bench/_rows.py", "from metal_prefill.bench._report import BenchResults"),
+        ("python/metal_prefill/bench/_report.py", "from metal_prefill.bench import _report"),
     ],
     dependencies_point_in_one_direction: [
         ("python/metal_prefill/model.py", "from metal_prefill import cli"),

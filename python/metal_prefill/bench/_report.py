@@ -12,7 +12,6 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from metal_prefill.bench import _report
 from metal_prefill.bench._cases import (
     COMPARED,
     LONGEST_TEXT,
@@ -208,7 +207,7 @@ class BenchResults(Rows):
         return cls([Row(**(row | {"ratio": None})) for row in rows])
 
     def __rich__(self) -> Any:
-        return _report.render(self)
+        return render(self)
 
     def _repr_html_(self) -> str:
-        return _report.to_html(self)
+        return to_html(self)
