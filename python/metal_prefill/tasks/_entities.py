@@ -31,7 +31,7 @@ class _Words(NamedTuple):
     """A text in words."""
 
     text: str
-    ids: Ids  # token ids of labels and text
+    ids: Ids  # token ids of labels and text, int32 ``[n]``
     places: list[tuple[int, int]]  # first character of each word, and the one after its last
     tokens: list[int]  # index in `ids` of the first token of each word
 

@@ -22,10 +22,10 @@ _Array = npt.NDArray[np.float64]
 class Transitions(NamedTuple):
     """Scores of tags by those next to them; ``-inf`` if a sequence may not have them."""
 
-    # Scores of the first and of the last tag of a text.
+    # Scores of the first and of the last tag of a text, ``[tags]``.
     first: _Array
     last: _Array
-    between: _Array  # scores of a tag, the columns, after another one
+    between: _Array  # scores of a tag, the columns, after another one, ``[tags, tags]``
 
 
 def stray_tag(labels: Sequence[str]) -> str | None:
@@ -61,7 +61,7 @@ def transitions_of(labels: tuple[str, ...], biases: TransitionBiases) -> Transit
 
 
 def best_path(
-    logits: npt.NDArray[np.floating[Any]],  # of each token
+    logits: npt.NDArray[np.floating[Any]],  # ``[n, tags]``
     transitions: Transitions,
 ) -> list[int]:
     """Return the tags with the largest sum of log probabilities and transitions; of equal ones the first.

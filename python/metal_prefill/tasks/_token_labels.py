@@ -53,7 +53,7 @@ class SpannedText(NamedTuple):
     """A text in tokens."""
 
     text: str
-    ids: Ids  # token ids, including the special tokens at both ends
+    ids: Ids  # token ids, int32 ``[n]``, including the special tokens at both ends
     spans: list[TokenSpan]  # tokens of the text alone
 
 
