@@ -12,7 +12,6 @@ import argparse
 import re
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
@@ -142,23 +141,23 @@ def main(arguments: list[str] | None = None) -> int:
         if options.output.suffix == ".cpp":
             options.output.write_text(text, encoding="utf-8")
             return 0
-        with tempfile.TemporaryDirectory() as folder:
-            cpp = Path(folder) / (options.source.stem + ".cpp")
-            cpp.write_text(text, encoding="utf-8")
-            if options.ptx:
-                modules = compile_ptx(cpp, options.metal_version, options.flags, options.source.name)
-                if options.output.suffix == ".ptx":
-                    options.output.write_text("".join(modules.values()), encoding="utf-8")
-                else:
-                    embed_ptx(modules, options.source, options.output)
-                return 0
-            compile_unit(
-                cpp,
-                options.output,
-                options.metal_version,
-                options.checked,
-                [*sanitizer_flags(options.sanitize), *options.flags],
-            )
+        # Compiled where it stays: compilers' caches compare paths.
+        cpp = options.output.with_name(f"{options.output.name}.cpp")
+        cpp.write_text(text, encoding="utf-8")
+        if options.ptx:
+            modules = compile_ptx(cpp, options.metal_version, options.flags, options.source.name)
+            if options.output.suffix == ".ptx":
+                options.output.write_text("".join(modules.values()), encoding="utf-8")
+            else:
+                embed_ptx(modules, options.source, options.output)
+            return 0
+        compile_unit(
+            cpp,
+            options.output,
+            options.metal_version,
+            options.checked,
+            [*sanitizer_flags(options.sanitize), *options.flags],
+        )
     except SourceError as error:
         print(error, file=sys.stderr)
         return 1
