@@ -219,19 +219,20 @@ class Engine:
 
     def check_generates(self) -> None:
         """Raise ValueError if the model does not predict text, as encoders do not."""
-        if self.config.generates:
-            return
+        if not self.config.generates:
+            kind = "an encoder, which does not generate or score text"
+            raise ValueError(f"{self.name} is {kind}: use {self.encoder_methods}")
+
+    @property
+    def encoder_methods(self) -> str:
+        """Methods that suit an encoder, for messages."""
         if self.head.vocabulary_pooling is not None:
-            methods = "embed_sparse, or embed"
-        elif self.head.entities is not None:
-            methods = "find_entities"
-        elif not self.head.labels:
-            methods = "embed, or rerank" if self.head.per_token else "embed"
-        elif self.head.pooling == "none":
-            methods = "label_tokens"
-        else:
-            methods = "rerank or classify"
-        raise ValueError(f"{self.name} is an encoder, which does not generate or score text: use {methods}")
+            return "embed_sparse, or embed"
+        if self.head.entities is not None:
+            return "find_entities"
+        if not self.head.labels:
+            return "embed, or rerank" if self.head.per_token else "embed"
+        return "label_tokens" if self.head.pooling == "none" else "rerank or classify"
 
     def close(self) -> None:
         """Free weights and pools once calls in flight have finished."""

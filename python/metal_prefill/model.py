@@ -418,4 +418,4 @@ class Model:
             state = self.device
         except ClosedError:
             state = "closed"
-        return f"<metal_prefill.Model {self.path.name!r} on {state}>"
+        return f"<metal_prefill.Model {self.engine.name!r} on {state}>"

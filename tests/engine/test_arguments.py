@@ -56,7 +56,9 @@ REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
     "a NumPy boolean among integers": ((1, BOOL), TypeError, "must be integers, got bool"),
     "an array of booleans": (np.array([True]), TypeError, "must be integers, got bool"),
     "floats": ([1.0, 2.0], TypeError, "must be integers, got float64"),
-    "text": (["1"], TypeError, "must be integers, got <U1"),
+    "text": ("1" * 2000, TypeError, "^tokens must be a sequence of token ids, got str: encode text"),
+    "None": (None, TypeError, "^tokens must be a sequence of token ids, got NoneType"),
+    "a list of texts": (["1"], TypeError, "must be integers, got str"),
     "objects that are floats": (
         np.array([1, 2.5], object),
         TypeError,
@@ -235,6 +237,7 @@ def test_numbers_of_answers_have_limits(demo_path: Path, number: int) -> None:
         ({"logit_bias": {1: "2"}}, TypeError, "logit_bias of token 1 must be a number, got str"),
         ({"logit_bias": {1.5: 2}}, TypeError, "a token id of logit_bias must be an integer, got float"),
         ({"logit_bias": {1024: 2}}, ValueError, "token id 1024 is outside the vocabulary of 1024"),
+        ({"temprature": 1}, TypeError, "'temprature' is not an option .* temperature,"),
         ({"seed": "3", "temperature": 1}, TypeError, "seed must be an integer, got str"),
         ({"stop": 5.5}, TypeError, "stop must be a str, a token id or a sequence of them, got float"),
         ({"stop": [5.5]}, TypeError, "a token id must be an integer, got float"),

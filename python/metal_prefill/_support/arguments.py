@@ -133,12 +133,15 @@ def token_array(
     Raises
     ------
     TypeError
-        If the elements are not integers; booleans are rejected.
+        If `tokens` is a text, or the elements are not integers; booleans are rejected.
     ValueError
         If `tokens` is empty, not one-dimensional, or contains an id outside the vocabulary.
     ContextOverflowError
         If the tokens exceed the context.
     """
+    if isinstance(tokens, (str, bytes)) or tokens is None:
+        kind = type(tokens).__name__
+        raise TypeError(f"tokens must be a sequence of token ids, got {kind}: encode text with the tokenizer")
     if context is not None and (count := length_of(tokens) - unread) > context:
         raise ContextOverflowError(f"position {position} + {count} tokens exceeds the context of {context}")
     masked = sys.modules.get("numpy.ma")  # importing it takes 10 ms
@@ -166,7 +169,8 @@ def token_array(
                 raise ValueError(f"token id {token} at index {i} is outside the vocabulary of {vocab_size}")
         array = np.array(ids, np.int64)
     if array.dtype.kind not in "iu":
-        raise TypeError(f"token ids must be integers, got {array.dtype}")
+        kind = "str" if array.dtype.kind == "U" else str(array.dtype)
+        raise TypeError(f"token ids must be integers, got {kind}")
     bad: Sequence[int] | npt.NDArray[np.intp]
     if array.size <= FEW_TOKENS:
         bad = [i for i, token in enumerate(array.tolist()) if not 0 <= token < vocab_size]

@@ -82,6 +82,8 @@ def stream_many(
     """
     if errors not in ("raise", "return"):
         raise ValueError(f"errors must be 'raise' or 'return', got {errors!r}")
+    if isinstance(prompts, (str, bytes)):
+        raise TypeError(f"prompts must be a sequence of prompts, got one {type(prompts).__name__}")
     n = integer("n", n, 1, MOST_ANSWERS)
     scheduler = Scheduler(model, max_streams=max_streams)
     return _stream_many(scheduler, iter(prompts), n, {"max_tokens": max_tokens, **options}, errors, progress)

@@ -108,6 +108,9 @@ def _divided(options: TextOptions) -> tuple[_Rules, _sampling.Options]:
     rules = _Rules(**{field.name: given.pop(field.name) for field in fields(_Rules) if field.name in given})
     if given.get("logit_bias") is None:
         given.pop("logit_bias", None)
+    if unknown := given.keys() - SamplingOptions.__annotations__.keys():
+        known = ", ".join(sorted(TextOptions.__annotations__))
+        raise TypeError(f"{min(unknown)!r} is not an option of a text; options are {known}")
     return rules, _sampling.Options(**given)
 
 

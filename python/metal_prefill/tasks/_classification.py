@@ -101,10 +101,10 @@ def classify(
     if labels is None:
         return _by_head(engine, texts, rules)
     if not engine.config.has_head:
-        raise ValueError(
-            f"{engine.name} is an encoder, which predicts no text: leave labels out to use the classes "
-            "of its classification head"
-        )
+        instead = "leave labels out to use the classes of its classification head"
+        if not engine.head.labels:
+            instead = f"use {engine.encoder_methods}"
+        raise ValueError(f"{engine.name} is an encoder, which predicts no text: {instead}")
     labels = checked_texts(labels, "label")
     if not labels:
         raise TypeError("labels must be a sequence of strings, at least one")
@@ -188,7 +188,8 @@ def encode_for_head(
     For errors see :meth:`metal_prefill.Model.classify`.
     """
     if not engine.head.labels:
-        raise ValueError(f"{engine.name} has no classification head (cls.output.weight): labels are required")
+        instead = "labels are required" if engine.config.has_head else f"use {engine.encoder_methods}"
+        raise ValueError(f"{engine.name} has no classification head (cls.output.weight): {instead}")
     if engine.head.pooling == "none":
         raise ValueError(f"{engine.name} has labels for tokens: use label_tokens")
     prompts, pairs, cut = [], [], []

@@ -71,6 +71,8 @@ def test_errors_of_single_prompts_are_raised_or_returned(cpu: Model) -> None:
     assert {index for index, item in results if isinstance(item, str)} == {0, 3}
     with pytest.raises(ValueError, match="errors must be"):
         cpu.generate_many([], errors="ignore")
+    with pytest.raises(TypeError, match="prompts must be a sequence of prompts, got one str"):
+        cpu.generate_many("one prompt")
 
 
 def test_progress_counts_prompts_that_ended(cpu: Model) -> None:

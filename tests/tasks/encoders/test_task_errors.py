@@ -94,6 +94,10 @@ def test_options_unsupported_by_the_model_are_rejected(file_of: FileOf) -> None:
             tagger.classify(TEXTS)
         with pytest.raises(ValueError, match="has no classification head"):
             projecting.label_tokens(TEXTS)
+        with pytest.raises(ValueError, match=r"no classification head .*: use embed, or rerank$"):
+            projecting.classify(TEXTS)
+        with pytest.raises(ValueError, match=r"predicts no text: use embed, or rerank$"):
+            projecting.classify(TEXTS, ["a", "b"])
         with pytest.raises(ValueError, match="is an encoder, which predicts no text: leave labels out"):
             ranker.classify(TEXTS, ["a", "b"])
         with pytest.raises(TypeError, match="text 0 must be a string or a pair of strings, got tuple"):
@@ -159,11 +163,10 @@ def test_a_text_benchmark_names_the_embedding_benchmark(
 @pytest.mark.usefixtures("own_cache")
 def test_errors_name_the_folder_of_a_model(tmp_path: Path) -> None:
     folder = model_folders.bert(tmp_path / "my-model").write()
-    with (
-        Model(folder, device="cpu") as model,
-        pytest.raises(ValueError, match=r"^my-model has no classification head"),
-    ):
-        model.classify(["a"])
+    with Model(folder, device="cpu") as model:
+        assert repr(model).startswith("<metal_prefill.Model 'my-model' on CPU")
+        with pytest.raises(ValueError, match=r"^my-model has no classification head"):
+            model.classify(["a"])
     path = convert(folder, tmp_path / "m.gguf")
     with Model(path, device="cpu") as model, pytest.raises(ValueError, match=r"^m\.gguf has no class"):
         model.classify(["a"])
