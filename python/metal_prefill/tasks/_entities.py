@@ -45,6 +45,11 @@ class EntityTexts(NamedTuple):
     texts: list[_Words]
     cut: list[int]  # indices of texts that lost their ends
 
+    @property
+    def with_labels(self) -> str:
+        """Words for messages about the length of a text, which labels add to if it follows them."""
+        return " with the labels" if self.places else ""
+
 
 class Choice(NamedTuple):
     """Which parts of a text are entities; see :meth:`metal_prefill.Model.find_entities`."""
@@ -91,8 +96,9 @@ def find_entities(
     multi_label
         Whether the same words may be entities of several labels.
     truncate
-        ``"error"``: a text with more words than the model reads, or that does not fit the context together
-        with the labels, is an error. ``"end"``: its end is cut off, and a ``UserWarning`` names such texts.
+        ``"error"``: a text with more words than the model reads, or that does not fit the context, is an
+        error. ``"end"``: its end is cut off, and a ``UserWarning`` names such texts. In the context, a text
+        follows the labels, unless the model has an encoder of labels.
     progress
         Called with the number of texts done and their total.
 
@@ -105,7 +111,7 @@ def find_entities(
     ------
     TypeError, ValueError, ContextOverflowError
         A text or label is not a string, cannot be encoded or does not fit; the message has its index. Or
-        there are no labels, or the file is not a model of GLiNER.
+        there are no labels, one has no tokens, or the file is not a model of GLiNER.
 
     Examples
     --------
@@ -124,8 +130,8 @@ def cut_note(engine: Engine, encoded: EntityTexts) -> str:
     """Return a message that counts and names the texts that lost their ends."""
     words = _head_of(engine).most_words
     return (
-        f"{len(encoded.cut)} of {len(encoded.texts)} texts exceeded {words} words, or with the labels the "
-        f"context of {engine.max_context} tokens, and lost their ends: {named(encoded.cut, 'text')}"
+        f"{len(encoded.cut)} of {len(encoded.texts)} texts exceeded {words} words, or{encoded.with_labels} "
+        f"the context of {engine.max_context} tokens, and lost their ends: {named(encoded.cut, 'text')}"
     )
 
 
@@ -155,13 +161,15 @@ def encode_entities(
         raise ValueError("labels must name at least one kind of entity")
     encoded = EntityTexts(names, [], [], [], [])
     prompt = list(tokenizer.frame.begin)
+    ids_of_labels = list((engine.label_encoder or engine).tokenizer.encode_all(names))
+    for name, ids in zip(names, ids_of_labels, strict=True):
+        if not ids:
+            raise ValueError(f"label {name!r} has no tokens")
     if engine.label_encoder is not None:
         encoded.prompts.extend(encode_texts(engine.label_encoder, names, noun="label").prompts)
     if head.label_tokens is not None:
         before, separator = head.label_tokens
-        for name, ids in zip(names, tokenizer.encode_all(names), strict=True):
-            if not ids:
-                raise ValueError(f"label {name!r} has no tokens")
+        for ids in ids_of_labels:
             encoded.places.append(len(prompt) + head.reads_names)
             prompt += [before, *ids]
         prompt.append(separator)
@@ -191,7 +199,7 @@ def encode_entities(
             raise ContextOverflowError(
                 f"text {i}: {len(item.places)} words exceed the {head.most_words} that the model reads"
             )
-        check_length(engine, len(ids) + len(end), f"text {i}{' with the labels' * bool(encoded.places)}")
+        check_length(engine, len(ids) + len(end), f"text {i}{encoded.with_labels}")
         encoded.texts.append(item._replace(ids=np.array([*ids, *end], np.int32)))
     return encoded
 

@@ -115,7 +115,8 @@ def test_texts_and_labels_that_do_not_fit_are_named(file_of: FileOf) -> None:
     with opened(file_of(RECORDED["bert"])) as model:
         with pytest.raises(ContextOverflowError, match="text 1: 32 words exceed the 30 that the model reads"):
             model.find_entities(["a", long], LABELS)
-        with pytest.warns(UserWarning, match="1 of 2 texts exceeded 30 words, .* lost their ends: text 1"):
+        cut = "1 of 2 texts exceeded 30 words, or with the labels the context .* lost their ends: text 1"
+        with pytest.warns(UserWarning, match=cut):
             found = model.find_entities(["a", long], LABELS, truncate="end", threshold=0.0)
         assert found == model.find_entities(["a", long[: 9 * 15 - 1]], LABELS, threshold=0.0)
         with pytest.raises(
@@ -129,8 +130,9 @@ def test_texts_and_labels_that_do_not_fit_are_named(file_of: FileOf) -> None:
             assert model.find_entities(["king " * 29], LABELS, truncate="end", threshold=0.0)[0]
 
 
-def test_arguments_that_are_not_valid_are_refused(file_of: FileOf) -> None:
-    with opened(file_of(RECORDED["bert"])) as model:
+@pytest.mark.parametrize("name", ["bert", "modernbert and bert"])
+def test_arguments_that_are_not_valid_are_refused(file_of: FileOf, name: str) -> None:
+    with opened(file_of(RECORDED[name])) as model:
         assert model.find_entities([], LABELS) == []
         for labels, error, message in (
             ([], ValueError, "labels must name at least one"),
