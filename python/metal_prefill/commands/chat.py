@@ -57,12 +57,12 @@ def execute(arguments: argparse.Namespace) -> None:
                 conversation.load(arguments.load)
             if model.tokenizer.chat_template is None:
                 _say(
-                    f"note: {model.path.name} has no chat template, so it continues texts rather than "
+                    f"note: {model.engine.name} has no chat template, so it continues texts rather than "
                     "answers. Models for chat are called instruct or chat, such as -m smollm2."
                 )
             chat = _Chat(conversation, arguments)
             if stdin.isatty():
-                _say(f"{model.path.name} on {model.device}. /help lists the commands.")
+                _say(f"{model.engine.name} on {model.device}. /help lists the commands.")
                 _talk(chat)
             else:
                 for line in stdin:

@@ -81,7 +81,7 @@ def execute(arguments: argparse.Namespace) -> None:
         # Encode all texts first, so that errors are raised early and number the texts as in the file.
         if check_pooling(model.engine, arguments.pooling) == "none":
             raise common.UsageError(
-                f"{model.path.name} has a vector for each token, not for each text: set --pooling"
+                f"{model.engine.name} has a vector for each token, not for each text: set --pooling"
             )
         form = prompt_form(model.engine, arguments.instruction)
         rules = prompt_rules(arguments)

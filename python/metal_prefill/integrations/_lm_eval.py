@@ -116,7 +116,8 @@ class MetalPrefillLM(LM):  # type: ignore[misc]
                 f"--apply_chat_template takes no name, got {chat_template!r}: a file has one template"
             )
         if (source := self.model.tokenizer.chat_template) is None:
-            raise ValueError(f"{self.model.path.name} has no chat template: leave out --apply_chat_template")
+            name = self.model.engine.name
+            raise ValueError(f"{name} has no chat template: leave out --apply_chat_template")
         return source
 
     @property

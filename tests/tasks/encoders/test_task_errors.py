@@ -161,7 +161,7 @@ def test_a_text_benchmark_names_the_embedding_benchmark(
 
 
 @pytest.mark.usefixtures("own_cache")
-def test_errors_name_the_folder_of_a_model(tmp_path: Path) -> None:
+def test_errors_name_the_folder_of_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = model_folders.bert(tmp_path / "my-model").write()
     with Model(folder, device="cpu") as model:
         assert repr(model).startswith("<metal_prefill.Model 'my-model' on CPU")
@@ -170,6 +170,11 @@ def test_errors_name_the_folder_of_a_model(tmp_path: Path) -> None:
     path = convert(folder, tmp_path / "m.gguf")
     with Model(path, device="cpu") as model, pytest.raises(ValueError, match=r"^m\.gguf has no class"):
         model.classify(["a"])
+    late = task_folders.late_interaction(tmp_path / "late").write()
+    texts = tmp_path / "texts"
+    texts.write_text("a\n")
+    assert main(["embed", "-m", str(late), "-f", str(texts), "-o", str(tmp_path / "v.npy")]) == 2
+    assert "error: late has a vector for each token" in capsys.readouterr().err
 
 
 def test_a_damaged_vocabulary_is_an_error_of_the_file(file_of: FileOf, tmp_path: Path) -> None:
