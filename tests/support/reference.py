@@ -56,14 +56,18 @@ def _of_length_1(heads: Array) -> Array:
 class Result:
     """Results of a forward pass."""
 
-    logits: Array
-    # After the last layer, before and after the output norm.
+    logits: Array  # ``[n, vocab]``
+    # After the last layer, before and after the output norm, ``[n, dim]``.
     residual: Array
     hidden: Array
-    keys: list[Array]  # contents of the KV cache of each layer with keys of its own, after rotation
-    values: list[Array]  # likewise
-    products: dict[int, Array]  # inputs of the filter for each token, per layer with a convolution
-    states: dict[int, Array]  # state after the last token, per layer with a recurrence
+    # Contents of the KV cache of each layer with keys of its own, after rotation, ``[n, kv_heads, key_dim]``
+    # and ``[n, kv_heads, value_dim]``.
+    keys: list[Array]
+    values: list[Array]
+    # Inputs of the filter for each token, per layer with a convolution, ``[n, channels]``.
+    products: dict[int, Array]
+    # State after the last token, per layer with a recurrence, ``[heads, key_dim, value_dim]``.
+    states: dict[int, Array]
 
     def log_probs(self, tokens: npt.ArrayLike) -> Array:
         """Log probability of each token given the previous ones, ``[n - 1]``."""

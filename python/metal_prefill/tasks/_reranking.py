@@ -79,7 +79,8 @@ class Ranking:
     """Documents to rank, in tokens."""
 
     documents: Sequence[str]
-    prompts: list[Ids]  # prompt of each document: with the query, or for late interaction alone
+    # Prompt of each document, int32 ``[n]``: with the query, or for late interaction alone.
+    prompts: list[Ids]
     cut: list[int]  # indices of documents that lost their ends
     limit: int  # maximum number of tokens of a prompt
     query: EncodedText | None = None  # the query, for late interaction
