@@ -12,6 +12,7 @@ from pathlib import Path
 from threading import Thread
 
 import pytest
+from support import model_folders
 from support.places import ROOT
 from support.programs import finished
 
@@ -102,6 +103,21 @@ def test_a_file_of_another_format_is_named(
     line = run_error(capsys, path)
     assert line.startswith(f"error: {path}: ")
     assert message in line
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json"])
+def test_a_file_of_a_folder_that_was_not_downloaded_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    folder = model_folders.bert(tmp_path / "folder").write()
+    for content, message in (
+        (POINTER, "but a Git LFS pointer to the file of 98,123,456 bytes: run `git lfs pull`"),
+        (b"<!DOCTYPE html><html>Sign in</html>", "but a web page: download the file itself"),
+    ):
+        (folder / name).write_bytes(content)
+        line = run_error(capsys, folder)
+        assert line.startswith(f"error: {folder / name}: is not ")
+        assert message in line
 
 
 def test_an_mlx_folder_is_rejected_with_an_alternative(

@@ -18,6 +18,7 @@ import numpy as np
 from metal_prefill._support.messages import shortened
 from metal_prefill.errors import GGUFError, UnsupportedModelError
 from metal_prefill.files._metadata_keys import MAX_INT
+from metal_prefill.files._other_formats import RECOGNIZED_BYTES, in_place_of_file
 
 MAX_TEXT = 256 << 20  # bytes of a file of text; the largest tokenizers have about 35 MB
 MAX_FLOAT = float(np.finfo(np.float32).max)
@@ -48,7 +49,9 @@ def read_json(path: Path) -> Any:
         if _SURROGATE.search(text.encode()):  # halves of characters, which no file may contain alone
             json.dumps(values, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
-        raise GGUFError(shortened(f"{path}: is not valid JSON: {error}")) from None
+        found = in_place_of_file(text[:RECOGNIZED_BYTES].encode())
+        kind = f"JSON, but {found}" if found else f"valid JSON: {error}"
+        raise GGUFError(shortened(f"{path}: is not {kind}")) from None
     return values
 
 

@@ -22,6 +22,7 @@ from metal_prefill._support.messages import shortened
 from metal_prefill.conversion._body import GLINER
 from metal_prefill.conversion._fields import MAX_FILE_NAME, Fields
 from metal_prefill.errors import GGUFError, UnsupportedModelError
+from metal_prefill.files._other_formats import RECOGNIZED_BYTES, in_place_of_file
 
 FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -311,7 +312,10 @@ def listed_tensors(file: Path) -> Iterator[Weight]:
         with safe_open(file, "np") as opened:
             names = list(opened.keys())
     except SafetensorError as error:
-        raise GGUFError(shortened(f"{file}: is not a valid safetensors file: {error}")) from None
+        with open(file, "rb") as stream:
+            found = in_place_of_file(stream.read(RECOGNIZED_BYTES))
+        kind = f"a safetensors file, but {found}" if found else f"a valid safetensors file: {error}"
+        raise GGUFError(shortened(f"{file}: is not {kind}")) from None
     except MemoryError:
         raise GGUFError(f"{file}: has {file.stat().st_size} bytes, which cannot be mapped") from None
     with open(file, "rb") as stream:
