@@ -100,15 +100,22 @@ class Weight:
         UnsupportedModelError
             The tensor does not contain floating-point numbers.
         """
-        return self._finite(self._floats(self._mapped(_DTYPES)[index]))
+        wanted = np.arange(self.shape[0])[index]
+        if wanted.size == 0:
+            return np.empty((0, *self.shape[1:]), np.float32)
+        first = int(wanted.min())
+        raw = self._read(_DTYPES, first, int(wanted.max()) + 1)
+        return self._finite(self._floats(raw[wanted - first]))
 
     def columns(self, index: Index) -> FloatArray:
-        """Read columns of a matrix as rows; see `rows`."""
-        return self._finite(self._floats(self._mapped(_DTYPES).T[index]))
+        """Read a whole matrix, and return columns as rows; see `rows`."""
+        return self._finite(self._floats(self._read(_DTYPES, 0, self.shape[0]).T[index]))
 
     def integers(self) -> npt.NDArray[np.int64]:
         """Read a tensor of integers."""
-        return self._mapped(_INTEGERS).astype(np.int64)
+        return (
+            self._read(_INTEGERS, 0, self.shape[0] if self.shape else 1).astype(np.int64).reshape(self.shape)
+        )
 
     def _finite(self, values: FloatArray) -> FloatArray:
         if not np.isfinite(values).all():
@@ -121,18 +128,22 @@ class Weight:
         with np.errstate(over="ignore"):  # float64 beyond the range becomes infinite
             return raw.astype(np.float32)
 
-    def _mapped(self, dtypes: Mapping[str, str]) -> npt.NDArray[Any]:
-        """Map the file until the array is released: what was read does not stay in memory."""
+    def _read(self, dtypes: Mapping[str, str], first: int, last: int) -> npt.NDArray[Any]:
+        """Read the rows from `first` to before `last` as numbers of the file's type."""
         if self.dtype not in dtypes:
             raise UnsupportedModelError(
                 f"{self.file}: tensor {self.name} has type {self.dtype}; supported are {', '.join(dtypes)}"
             )
-        dtype = np.dtype(dtypes[self.dtype])
-        if self.start == self.end:  # which cannot be mapped
-            return np.empty(self.shape, dtype)
-        if self.file.stat().st_size < self.end:
+        dtype, shape = np.dtype(dtypes[self.dtype]), (last - first, *self.shape[1:])
+        offset = self.start + first * math.prod(self.shape[1:]) * dtype.itemsize
+        try:
+            raw = np.fromfile(self.file, dtype, math.prod(shape), offset=offset)
+        except MemoryError:
+            where = f"{self.file}: tensor {self.name}"
+            raise GGUFError(f"{where} has {self.end - self.start} bytes, which cannot be allocated") from None
+        if raw.size != math.prod(shape):
             raise GGUFError(f"{self.file}: was truncated; tensor {self.name} ends at byte {self.end}")
-        return np.asarray(np.memmap(self.file, dtype, "r", self.start, self.shape))
+        return raw.reshape(shape)
 
 
 @dataclass(frozen=True)
