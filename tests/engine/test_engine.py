@@ -453,7 +453,7 @@ def test_only_metal_rejects_normed_heads_that_need_padding(metal: None, tmp_path
     """The mean square of a padded head would be taken over dimensions that the model does not have."""
     model = SmallModel("qwen3", key_dim=12, embedding="F32", types={"*": "F32"})
     path = write(tmp_path / "m.gguf", model)
-    with pytest.raises(UnsupportedModelError, match="normalized heads of 12 dimensions"):
+    with pytest.raises(UnsupportedModelError, match="normalized or differing heads of 12 dimensions"):
         Model(path, device="metal")
     ids = prompt(5, model.vocab)
     with Model(path, device="cpu", compute="f32", kv_dtype="f32") as cpu:

@@ -17,7 +17,7 @@ from metal_prefill.generation._sampling import Options
 if os.name == "posix":
     import fcntl
 
-_NUMBERS: Mapping[object, tuple[type, ...]] = {"int": (int,), "float": (int, float)}
+_NUMBERS: Mapping[object, tuple[type, ...]] = {int: (int,), float: (int, float)}
 # Options of a line of prompts, and their types in JSON.
 OPTIONS: Mapping[str, tuple[type, ...]] = {
     "max_tokens": (int,),
