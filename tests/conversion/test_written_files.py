@@ -51,7 +51,7 @@ def vectors_of(path: Path, prompts: list[Any]) -> Any:
     engine = llama_cpp.load(
         Options(path=str(path), max_context=512, max_prompt=1, threads=1, device="cpu", compute="int8")
     )
-    return engine.embed(prompts)  # type: ignore[attr-defined]  # an engine of texts
+    return engine.embed(prompts)
 
 
 def least_cosine(made: Any, expected: Any) -> float:
