@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support import model_folders, recurrent_folders
+from support import gpt_folders, model_folders, recurrent_folders
 from support.model_folders import Folder
 
 from metal_prefill import GGUFError, UnsupportedModelError
@@ -57,6 +57,13 @@ def test_hostile_values_are_named(tmp_path: Path, change: Change, message: str) 
         convert(folder.write(), tmp_path / "m.gguf")
     assert len(str(caught.value)) <= MOST_CHARACTERS + 5
     assert not (tmp_path / "m.gguf").exists()
+
+
+def test_a_long_value_that_its_reader_refuses_is_cut(tmp_path: Path) -> None:
+    folder = gpt_folders.gpt_neox(tmp_path / "m", hidden_act="x" * 5000)
+    with pytest.raises(UnsupportedModelError, match=r"gptneox\.hidden_activation is xxx") as caught:
+        convert(folder.write(), tmp_path / "m.gguf")
+    assert len(str(caught.value)) <= 2 * MOST_CHARACTERS
 
 
 def test_long_tokens_are_named(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from metal_prefill._support.messages import shortened
 from metal_prefill.errors import GGUFError, UnsupportedModelError
 from metal_prefill.files._gguf_file import GGUFFile
 
@@ -57,11 +58,11 @@ class Keys:
 
     def error(self, message: str) -> GGUFError:
         """Return, without raising it, an error whose message starts with the path."""
-        return GGUFError(f"{self.gguf.path}: {message}")
+        return GGUFError(shortened(f"{self.gguf.path}: {message}"))
 
     def unsupported(self, message: str) -> UnsupportedModelError:
         """Return, without raising it, an error whose message starts with the path."""
-        return UnsupportedModelError(f"{self.gguf.path}: {message}")
+        return UnsupportedModelError(shortened(f"{self.gguf.path}: {message}"))
 
     def has(self, suffix: str) -> bool:
         """Return whether the file has this key."""
