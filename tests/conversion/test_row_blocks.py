@@ -20,26 +20,30 @@ from support.model_folders import Folder
 
 from metal_prefill.conversion import _weights, convert
 
-FOLDERS: dict[str, Callable[..., Folder]] = {
-    **decoder_folders.RECORDED,
-    **encoder_folders.RECORDED,
-    **encoder_folders.NOMIC_MOE,
-    **expert_folders.RECORDED,
-    **gpt_folders.RECORDED,
-    **layered_folders.RECORDED,
-    **recurrent_folders.RECORDED,
+FOLDERS: dict[str, dict[str, Callable[..., Folder]]] = {
+    "decoders": decoder_folders.RECORDED,
+    "encoders": encoder_folders.RECORDED | encoder_folders.NOMIC_MOE,
+    "experts": expert_folders.RECORDED,
+    "GPT": gpt_folders.RECORDED,
+    "differing layers": layered_folders.RECORDED,
+    "recurrent": recurrent_folders.RECORDED,
 }
 LARGE: dict[str, Any] = {"hidden_size_per_layer_input": 2048}  # 3 million values, 10 MB in bfloat16
 
 
-@pytest.mark.parametrize("name", FOLDERS)
+@pytest.mark.parametrize("kind", FOLDERS)
 def test_blocks_of_rows_make_the_same_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    path = FOLDERS[name](tmp_path / "m").write()
-    whole = convert(path, tmp_path / "whole.gguf", tensor_type="Q8_0").read_bytes()
-    monkeypatch.setattr(_weights, "BLOCK", 100)
-    assert convert(path, tmp_path / "blocks.gguf", tensor_type="Q8_0").read_bytes() == whole
+    def converted(name: str, folder: Path) -> bytes:
+        return convert(folder, tmp_path / f"{name}.gguf", tensor_type="Q8_0").read_bytes()
+
+    for i, (name, make) in enumerate(FOLDERS[kind].items()):
+        folder = make(tmp_path / str(i)).write()
+        with monkeypatch.context() as patch:
+            whole = converted(f"{i} whole", folder)
+            patch.setattr(_weights, "BLOCK", 500)
+            assert converted(f"{i} blocks", folder) == whole, name
 
 
 @pytest.mark.parametrize("tensor_type", ["auto", "Q8_0"])
