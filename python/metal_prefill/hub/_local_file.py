@@ -63,7 +63,7 @@ def local_file(
         See :func:`metal_prefill.conversion.convert`.
     """
     path, name = model_folder(spec)
-    if not path.exists():
+    if not os.fspath(spec) or not path.exists():  # Path("") is the current folder
         names = ", ".join(PACKAGED)
         what = (
             f"a model is a GGUF file, a folder, owner/repo or owner/repo:file on the Hub, or one of {names}"
