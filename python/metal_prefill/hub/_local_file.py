@@ -68,7 +68,7 @@ def local_file(
         what = (
             f"a model is a GGUF file, a folder, owner/repo or owner/repo:file on the Hub, or one of {names}"
         )
-        raise FileNotFoundError(errno.ENOENT, f"{os.strerror(errno.ENOENT)}; {what}", os.fspath(path))
+        raise FileNotFoundError(errno.ENOENT, f"{os.strerror(errno.ENOENT)}; {what}", os.fspath(spec) or "''")
     if path.is_dir():
         return converted(path, name, None if adapter is None else Path(adapter), progress)
     if adapter is not None:
