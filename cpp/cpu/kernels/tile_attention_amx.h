@@ -16,9 +16,9 @@ constexpr int kAmxRows = 16;
 constexpr int kAmxDepth = 32;  // dimensions or positions in a row of a tile
 
 // out = A * B over `steps` of the depth, or += with kAdd, for `blocks` blocks of 16 columns, `b_block`
-// elements from one to the next. A's rows are `a_stride` elements apart, B's rows, pairs of the depth,
-// `b_stride`, rows of out `out_stride`. Two blocks at a time: with four, more tiles are in use than the
-// processor keeps at full speed if two threads share a core.
+// elements from one to the next. Strides are in elements: `a_stride` between rows of A, `b_stride` between
+// rows of B, which hold pairs of the depth, and `out_stride` between rows of out. Two blocks at a time: with
+// four, more tiles are in use than the processor keeps at full speed if two threads share a core.
 template <bool kAdd>
 inline void multiply_blocks(int steps, int blocks, const std::uint16_t* a, int a_stride,
                             const std::uint16_t* b, int b_stride, int b_block, float* out, int out_stride) {

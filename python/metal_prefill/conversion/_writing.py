@@ -311,7 +311,8 @@ def _blocks(
     source: Source, config: Fields, name: str, weight: Weight | Stack
 ) -> Iterable[npt.NDArray[np.float32]]:
     for pattern, change in source.changes.items():
-        if isinstance(weight, Weight) and re.fullmatch(pattern, name):
+        if re.fullmatch(pattern, name):
+            assert isinstance(weight, Weight), f"{name}: no change applies to matrices of experts"
             weight = change(config, name, weight)
     return weight.blocks()
 
