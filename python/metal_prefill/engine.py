@@ -23,7 +23,7 @@ from metal_prefill.files._hyperparameters import read_config
 from metal_prefill.files._metadata_keys import LABEL_ENCODER
 from metal_prefill.files._model_config import ModelConfig, core_config
 from metal_prefill.files._model_tensors import collect_tensors
-from metal_prefill.files._task_config import PooledHead, TextLengths, read_head
+from metal_prefill.files._task_config import PooledHead, Prompts, TextLengths, read_head
 from metal_prefill.hub import default_model_path
 from metal_prefill.hub._local_file import local_file, source_name
 from metal_prefill.storage import _pack_cache, _session_file
@@ -195,6 +195,11 @@ class Engine:
         from metal_prefill.text._tokenizer import Tokenizer
 
         return Tokenizer.from_gguf(self.gguf)
+
+    @cached_property
+    def prompts(self) -> Prompts:
+        """Prompts of the file, read on first use."""
+        return Prompts.read(self.gguf)
 
     @cached_property
     def state_owner(self) -> _session_file.Owner:

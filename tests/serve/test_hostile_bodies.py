@@ -19,7 +19,7 @@ from metal_prefill.serve._completions import CompletionChoice, prompts_of
 from metal_prefill.serve._errors import ApiError
 from metal_prefill.serve._forms import MOST_VALUES, ChatForm, CompletionForm, RerankForm, decode
 from metal_prefill.serve._service import MOST_TEXT
-from metal_prefill.tasks._prompt_rules import PromptRules
+from metal_prefill.tasks._prompts import PromptRules
 from metal_prefill.text import ChatTemplate
 from metal_prefill.text._chat_template import _MARKERS, PLAIN_TEMPLATE
 

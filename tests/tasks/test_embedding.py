@@ -14,8 +14,7 @@ from support.small_models import EMBEDDERS, SmallModel, write
 
 from metal_prefill import ContextOverflowError, GGUFError, Model, UnsupportedModelError, synth
 from metal_prefill.tasks._embedding import encode_text, encode_texts
-from metal_prefill.tasks._prompt_rules import PromptRules
-from metal_prefill.tasks._prompts import PromptForm
+from metal_prefill.tasks._prompts import PromptForm, PromptRules
 
 TEXTS = ["To be, or not to be", "a", "that is the question. " * 12, "Whether 'tis nobler", "\x00 and on", "a"]
 # Cosine with the float64 reference. Metal multiplies in half precision.

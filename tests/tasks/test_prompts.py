@@ -11,8 +11,7 @@ from support.model_folders import Folder
 from metal_prefill import GGUFError, Model
 from metal_prefill.conversion import convert
 from metal_prefill.tasks import prompt_names
-from metal_prefill.tasks._prompt_rules import PromptRules
-from metal_prefill.tasks._prompts import prompt_form
+from metal_prefill.tasks._prompts import PromptRules, prompt_form
 
 SEARCH = "Represent this sentence for searching relevant passages: "
 

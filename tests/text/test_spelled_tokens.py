@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from metal_prefill.text._spelled_tokens import Finder
+from metal_prefill.text._segmentation import Finder
 
 
 def test_the_longest_spelling_is_found_at_each_place() -> None:

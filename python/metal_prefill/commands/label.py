@@ -102,7 +102,7 @@ def _check_positions(arguments: argparse.Namespace) -> None:
 
 
 def _label_parts(model: Model, texts: list[str], arguments: argparse.Namespace) -> None:
-    from metal_prefill.tasks._prompt_rules import cut_message
+    from metal_prefill.tasks._prompts import cut_message
     from metal_prefill.tasks._text_passes import TextPasses
     from metal_prefill.tasks._token_labels import decoding_of, encode_spans, entities_of
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TextIO
 from metal_prefill.commands.common import UsageError, read_input, standard_input
 
 if TYPE_CHECKING:
-    from metal_prefill.tasks._prompt_rules import PromptRules
+    from metal_prefill.tasks._prompts import PromptRules
 
 DEFAULT_COLUMN = "text"
 _LONGEST_FIELD = 2**31 - 1  # of csv, in which a long is 32 bits on some systems
@@ -62,7 +62,7 @@ def add_prompt_arguments(parser: argparse.ArgumentParser, what: str) -> None:
 
 def prompt_rules(arguments: argparse.Namespace) -> PromptRules:
     """Return the rules that the options of `add_prompt_arguments` set."""
-    from metal_prefill.tasks._prompt_rules import PromptRules  # imports tokenizers
+    from metal_prefill.tasks._prompts import PromptRules  # imports tokenizers
 
     return PromptRules(arguments.truncate, arguments.unicode, arguments.split_special_tokens)
 

@@ -1,4 +1,4 @@
-"""Settings of a file for tasks: pooling, the heads after the last layer, and lengths of texts."""
+"""Settings of a file for tasks: pooling, the heads after the last layer, prompts, and lengths of texts."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ from metal_prefill.errors import GGUFError, UnsupportedModelError
 from metal_prefill.files._entity_head import ENTITY_TENSORS, EntityHead, read_entity_head
 from metal_prefill.files._gguf_file import FloatArray, GGUFFile, dequantized
 from metal_prefill.files._metadata_keys import (
+    DEFAULT_PROMPT_KEY,
     LABEL_ENCODER,
     LENGTH_KEYS,
     MAX_INT,
     POOLING_KEY,
     POOLS_PROMPT_KEY,
+    PROMPT_KEYS,
     TRUNCATE_KEY,
     Keys,
 )
@@ -467,6 +469,27 @@ def _check_vector(keys: Keys, name: str, length: int) -> None:
             f"tensor {name} has shape {tensor.shape} and type {tensor.type_name}, "
             f"expected ({length},) and F32"
         )
+
+
+class Prompts(NamedTuple):
+    """Prompts of a file."""
+
+    by_name: Mapping[str, str]
+    default: str | None  # name of the prompt of texts without an instruction
+
+    @classmethod
+    def read(cls, gguf: GGUFFile) -> Prompts:
+        """Read the prompts that a file states; raises GGUFError if one is not a string."""
+        prompts: dict[str, str] = {}
+        for key in gguf.metadata:
+            if key.startswith(PROMPT_KEYS):
+                value = gguf.metadata[key]
+                if not isinstance(value, str):
+                    kind = gguf.metadata.type_name(key)
+                    raise GGUFError(f"{gguf.path}: {key} has type {kind}, expected string")
+                prompts[key.removeprefix(PROMPT_KEYS)] = value
+        default = gguf.metadata.get(DEFAULT_PROMPT_KEY)
+        return cls(prompts, default if isinstance(default, str) else None)
 
 
 class TextLengths(NamedTuple):

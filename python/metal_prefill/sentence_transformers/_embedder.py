@@ -13,8 +13,8 @@ from metal_prefill.sentence_transformers.util import SIMILARITIES, SimilarityFun
 from metal_prefill.sentence_transformers.util import normalize_embeddings as normalized
 from metal_prefill.tasks._embedding import EncodedTexts, embed_prompts, encode_texts
 from metal_prefill.tasks._late_interaction import maxsim
+from metal_prefill.tasks._prompts import role_of
 from metal_prefill.tasks._text_passes import Ids, TextPasses
-from metal_prefill.tasks._text_roles import role_of
 from metal_prefill.tasks._vectors import Array, quantize_embeddings
 
 

@@ -17,9 +17,7 @@ from metal_prefill.hub._download import REPOSITORY, fetch_folder
 from metal_prefill.model import Model
 from metal_prefill.sentence_transformers.util import UnsupportedName, as_tensor
 from metal_prefill.tasks._embedding import EncodedTexts, encode_texts
-from metal_prefill.tasks._prompt_rules import PromptRules
-from metal_prefill.tasks._prompts import PromptForm, default_prompt, file_prompts
-from metal_prefill.tasks._text_roles import TextRole
+from metal_prefill.tasks._prompts import PromptForm, PromptRules, TextRole
 from metal_prefill.tasks._vectors import Array
 
 CUT = PromptRules(truncate="end")  # in silence, as sentence-transformers does
@@ -96,8 +94,8 @@ class Encoder:
         self._model = Model(**self._options)
         if max_length is not None:
             self.max_seq_length = max_length
-        self.prompts = {"query": "", "document": "", **file_prompts(self.engine), **(prompts or {})}
-        self.default_prompt_name = default_prompt_name or default_prompt(self.engine)
+        self.prompts = {"query": "", "document": "", **self.engine.prompts.by_name, **(prompts or {})}
+        self.default_prompt_name = default_prompt_name or self.engine.prompts.default
         self._prompt(None, None)  # raises an error for an unknown name
         names = {"model_name": os.fspath(model_name_or_path), "base_model": None, "base_model_revision": None}
         self.model_card_data = SimpleNamespace(**names)  # which other libraries, such as mteb, read

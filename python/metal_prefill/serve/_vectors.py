@@ -28,10 +28,8 @@ from metal_prefill.tasks._embedding import (
     vector_width,
 )
 from metal_prefill.tasks._pooled_head import probabilities_of
-from metal_prefill.tasks._prompt_rules import PromptRules, errors_of
-from metal_prefill.tasks._prompts import prompt_form
+from metal_prefill.tasks._prompts import PromptRules, TextRole, errors_of, prompt_form, role_of
 from metal_prefill.tasks._reranking import Options, Ranked, encode_documents, kind_of, template_of
-from metal_prefill.tasks._text_roles import TextRole, role_of
 
 _NUMBER = 25  # bytes of a number and a comma in JSON, at most
 _LABELED = 64  # bytes of a score and the names of its fields in JSON, at most

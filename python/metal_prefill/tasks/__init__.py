@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 from metal_prefill._support.lazy import lazy_names
 
 if TYPE_CHECKING:
+    from metal_prefill.tasks._cards import PROMPTS
     from metal_prefill.tasks._classification import Classification
-    from metal_prefill.tasks._embedding import PROMPTS, embed
+    from metal_prefill.tasks._embedding import embed
     from metal_prefill.tasks._hybrid import HybridVectors
     from metal_prefill.tasks._late_interaction import maxsim
     from metal_prefill.tasks._prompts import prompt_names
@@ -27,7 +28,7 @@ __getattr__ = lazy_names(
         "Classification": "_classification",
         "Entity": "_token_labels",
         "HybridVectors": "_hybrid",
-        "PROMPTS": "_embedding",
+        "PROMPTS": "_cards",
         "Ranked": "_reranking",
         "SparseVector": "_sparse",
         "embed": "_embedding",

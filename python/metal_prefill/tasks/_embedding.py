@@ -15,13 +15,23 @@ from metal_prefill._support.arguments import Progress, integer, items_of
 from metal_prefill.engine import Engine, EngineOwner
 from metal_prefill.errors import ContextOverflowError, KVMemoryError
 from metal_prefill.files._task_config import POOLINGS, Pooling, TextPooling
-from metal_prefill.tasks._pooled_head import embedding_of, finite
-from metal_prefill.tasks._prompt_rules import PromptRules, cut_message, errors_of, named, numbered, shortened
-from metal_prefill.tasks._prompts import PLAIN, PROMPTS, PromptForm, prompt_form, unpooled_tokens
-from metal_prefill.tasks._text_passes import Block, TextPasses, pooled_blocks
-from metal_prefill.tasks._text_roles import TextRole, role_of, text_role
-
-__all__ = ["PROMPTS", "embed"]
+from metal_prefill.tasks._pooled_head import embedding_of
+from metal_prefill.tasks._prompts import (
+    PLAIN,
+    PromptForm,
+    PromptRules,
+    TextRole,
+    cut_message,
+    errors_of,
+    named,
+    numbered,
+    prompt_form,
+    role_of,
+    shortened,
+    text_role,
+    unpooled_tokens,
+)
+from metal_prefill.tasks._text_passes import Block, TextPasses, finite, pooled_blocks
 
 Vectors = npt.NDArray[np.float32]
 DEFAULT_RULES = PromptRules()

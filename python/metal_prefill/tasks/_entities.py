@@ -17,7 +17,7 @@ from metal_prefill.files._entity_head import EntityHead
 from metal_prefill.tasks._embedding import Vectors, check_length, checked_texts, embed_prompts, encode_texts
 from metal_prefill.tasks._entity_scores import projected, span_scores, word_scores
 from metal_prefill.tasks._pooled_head import sigmoid
-from metal_prefill.tasks._prompt_rules import PromptRules, errors_of, named
+from metal_prefill.tasks._prompts import PromptRules, errors_of, named
 from metal_prefill.tasks._text_passes import Ids, TextPasses, pooled_states
 from metal_prefill.tasks._token_labels import Entity
 

@@ -11,7 +11,8 @@ import numpy.typing as npt
 from metal_prefill.files._entity_head import DIRECTIONS, PROJECTION, EntityHead
 from metal_prefill.files._gguf_file import FloatArray
 from metal_prefill.files._task_config import PooledHead
-from metal_prefill.tasks._pooled_head import affine, finite
+from metal_prefill.tasks._pooled_head import affine
+from metal_prefill.tasks._text_passes import finite
 
 
 def projected(head: PooledHead, states: FloatArray) -> FloatArray:

@@ -12,7 +12,7 @@ from metal_prefill._support.arguments import Progress
 from metal_prefill.engine import EngineOwner
 from metal_prefill.tasks._embedding import check_pooling, encode_texts, vector_width
 from metal_prefill.tasks._pooled_head import embedding_of, token_vectors
-from metal_prefill.tasks._prompt_rules import PromptRules, warn_of_cut
+from metal_prefill.tasks._prompts import PromptRules, warn_of_cut
 from metal_prefill.tasks._sparse import SparseVector, token_weights
 from metal_prefill.tasks._text_passes import TextPasses, pooled, pooled_states
 

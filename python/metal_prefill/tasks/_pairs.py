@@ -7,7 +7,7 @@ import numpy as np
 from metal_prefill.engine import Engine
 from metal_prefill.errors import ContextOverflowError
 from metal_prefill.tasks._embedding import check_length
-from metal_prefill.tasks._prompt_rules import PromptRules, errors_of
+from metal_prefill.tasks._prompts import PromptRules, errors_of
 from metal_prefill.tasks._text_passes import Ids
 
 

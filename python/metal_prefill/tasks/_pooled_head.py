@@ -5,12 +5,11 @@ that the result of a text does not depend on the others.
 """
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from metal_prefill.errors import NumericalError
 from metal_prefill.files._gguf_file import FloatArray
 from metal_prefill.files._task_config import (
     NORM,
@@ -22,8 +21,8 @@ from metal_prefill.files._task_config import (
     HeadActivation,
     PooledHead,
 )
+from metal_prefill.tasks._text_passes import finite
 
-_Array = TypeVar("_Array", bound=npt.NDArray[Any])
 # Of the modules LayerNorm and Normalize: added to the variance, and the least length that divides a vector.
 _NORM_EPS, _TINY = 1e-5, 1e-12
 
@@ -91,13 +90,6 @@ def affine(head: PooledHead, name: str, x: FloatArray, weight: str = "") -> Floa
     """Apply a layer: a matrix, by default of the same name, and its bias if it has one."""
     y = _product(head.matrix(weight or f"{name}.weight"), x)
     return y + head.matrix(f"{name}.bias") if f"{name}.bias" in head.gguf.tensors else y
-
-
-def finite(values: _Array, what: str) -> _Array:
-    """Return values; raise NumericalError, in which `what` names one, if one is infinite or NaN."""
-    if not np.isfinite(values).all():
-        raise NumericalError(f"{what} is {values[~np.isfinite(values)][0]}")
-    return values
 
 
 def softmax(x: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:

@@ -1,73 +1,125 @@
-"""Prompts that models expect around queries and documents, as their files or cards define them."""
+"""Prompts of texts: the text around them, limits of their length, and queries that tokens expand.
+
+Models for late interaction add tokens to queries (ColBERT, arXiv:2004.12832, section 3.2).
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, NamedTuple
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar
 
+import numpy as np
+import numpy.typing as npt
+from tokenizers import normalizers
+
+from metal_prefill._support.arguments import one_of
 from metal_prefill.engine import Engine, EngineOwner
-from metal_prefill.errors import GGUFError
-from metal_prefill.files._metadata_keys import DEFAULT_PROMPT_KEY, PROMPT_KEYS
-from metal_prefill.tasks._prompt_rules import PromptRules
+from metal_prefill.errors import GGUFError, UnsupportedModelError
+from metal_prefill.files._metadata_keys import EXPANSION_KEYS, MAX_INT, SKIPPED_KEY
+from metal_prefill.files._task_config import Pooling
+from metal_prefill.tasks._cards import PLAIN_CARD, card_of
+from metal_prefill.text._metadata import boolean, integer
 
 if TYPE_CHECKING:
     from metal_prefill.text._tokenizer import Tokenizer
 
+Item = TypeVar("Item")
+
 # Names under which sentence-transformers looks for the prompt of a document, in order.
 DOCUMENT_NAMES = ("document", "passage", "corpus")
-
-# Prompts as the cards of the models define them, by architecture. Qwen3-Embedding: documents stay as they
-# are. EmbeddingGemma: the title of a document that has none is "none".
-PROMPTS: dict[str, dict[str, str]] = {
-    "qwen3": {
-        "query": "Instruct: Given a web search query, retrieve relevant passages that answer the query\n"
-        "Query:{text}",
-        "document": "{text}",
-        "": "Instruct: {instruction}\nQuery:{text}",
-    },
-    "gemma-embedding": {
-        "query": "task: search result | query: {text}",
-        "document": "title: none | text: {text}",
-        "classification": "task: classification | query: {text}",
-        "clustering": "task: clustering | query: {text}",
-        "": "task: {instruction} | query: {text}",
-    },
-    "nomic-bert": {
-        "query": "search_query: {text}",
-        "document": "search_document: {text}",
-        "classification": "classification: {text}",
-        "clustering": "clustering: {text}",
-        "": "{instruction}{text}",
-    },
-}
-
-_SEARCH = "Represent this sentence for searching relevant passages: {text}"
-_PLAIN = {"query": "{text}", "document": "{text}", "": "{instruction}{text}"}
-
-# The same for models whose architecture does not identify them: a pattern of ``general.name`` in lower case
-# with hyphens, and the prompts. The first pattern that occurs in the name counts.
-CARDS: tuple[tuple[str, Mapping[str, str]], ...] = (
-    (
-        r"\be5-.*instruct",
-        {**_PLAIN, "query": PROMPTS["qwen3"]["query"], "": "Instruct: {instruction}\nQuery: {text}"},
-    ),
-    (r"\be5-", {**_PLAIN, "query": "query: {text}", "document": "passage: {text}"}),
-    (r"\bbge-m3|\bbge-multilingual", _PLAIN),
-    (r"\bbge-.*\bzh\b", {**_PLAIN, "query": "为这个句子生成表示以用于检索相关文章：{text}"}),  # noqa: RUF001
-    (r"\bbge-", {**_PLAIN, "query": _SEARCH}),
-    (r"\bmxbai-embed", {**_PLAIN, "query": _SEARCH}),
-    (r"\barctic-embed-.*v2\b", {**_PLAIN, "query": "query: {text}"}),
-    (r"\barctic-embed", {**_PLAIN, "query": _SEARCH}),
-    (r"\bnomic-embed-text|\bmodernbert-embed", PROMPTS["nomic-bert"]),
-    (
-        r"\ball-(minilm|mpnet|distilroberta)|\bparaphrase-|\bgte-(small|base|large|multilingual|modernbert)|\bgranite-embedding|\bjina-embeddings-v2|\bpplx-embed",
-        _PLAIN,
-    ),
-)
+# As in the tokenizers of models that normalize. `unicodedata.normalize` takes quadratic time for a sequence
+# of combining marks.
+_NFC = normalizers.NFC()
 
 
-_LONGEST_NAME = 200  # characters of a name that are compared; the patterns take quadratic time
+class errors_of:
+    """Context that puts the name of a text before the message of a ValueError about it."""
+
+    __slots__ = ("_name",)
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        # A GGUFError is one of the vocabulary, which is read for the first text.
+        if isinstance(error, ValueError) and not isinstance(error, GGUFError):
+            raise ValueError(f"{self._name}: {error}") from None
+
+
+def numbered(items: Iterable[Item], noun: str) -> Iterator[Item]:
+    """Yield items; the message of a ValueError about the next one begins with `noun` and its number."""
+    done = 0
+    try:
+        for item in items:
+            yield item
+            done += 1
+    except ValueError:
+        with errors_of(f"{noun} {done}"):
+            raise
+
+
+class PromptRules(NamedTuple):
+    """Options of how texts become prompts; see :meth:`metal_prefill.Model.embed`."""
+
+    truncate: str = "error"
+    unicode: str | None = None
+    split_special_tokens: bool | None = None
+
+    def checked(self) -> PromptRules:
+        """Return the rules; raises ValueError for an unknown one."""
+        one_of("truncate", self.truncate, {"error": None, "end": None})
+        if self.unicode is not None:
+            one_of("unicode", self.unicode, {"NFC": None})
+        if self.split_special_tokens not in (True, False, None):
+            kind = type(self.split_special_tokens).__name__
+            raise TypeError(f"split_special_tokens must be a bool or None, got {kind}")
+        return self
+
+    def parses(self, tokenizer: Tokenizer) -> bool:
+        """Return whether texts spell special tokens: by default those of encoders, as in transformers."""
+        return not (tokenizer.causal if self.split_special_tokens is None else self.split_special_tokens)
+
+    def normalized(self, text: str) -> str:
+        """Return a text in the Unicode form asked for."""
+        return text if self.unicode is None else _NFC.normalize_str(text)
+
+
+def shortened(
+    tokenizer: Tokenizer,
+    text: str,
+    excess_of: Callable[[str], int],  # returns by how many tokens the prompt of a text exceeds the context
+) -> str:
+    """Cut off the end of a text, so that the prompt that contains it fits."""
+    while text and (excess := excess_of(text)) > 0:
+        spans = tokenizer.encode_spans(text)
+        # The tokens at the cut may change, and some are no whole characters: what is left is counted again.
+        end = spans[max(len(spans) - excess, 0)].start if spans else 0
+        text = text[: min(end, len(text) - 1)]
+    return text
+
+
+def cut_message(cut: Sequence[int], count: int, context: int, noun: str) -> str:
+    """Return a message that counts and names the texts that lost their ends."""
+    return (
+        f"{len(cut)} of {count} {noun}s did not fit the context of {context} tokens and "
+        f"lost their ends: {named(cut, noun)}"
+    )
+
+
+def warn_of_cut(cut: Sequence[int], count: int, context: int, noun: str) -> None:
+    """Warn the caller of a model's method of the texts that lost their ends."""
+    if cut:
+        warnings.warn(cut_message(cut, count, context, noun), stacklevel=3)
+
+
+def named(indices: Sequence[int], noun: str) -> str:
+    """Name texts in a message: all of a few, the first ones of many."""
+    return f"{noun} {', '.join(map(str, indices[:10]))}{', ...' if len(indices) > 10 else ''}"
 
 
 class PromptForm(NamedTuple):
@@ -123,7 +175,7 @@ def prompt_form(
 ) -> PromptForm:
     """Return the form of an instruction."""
     if instruction is None:
-        prompt = file_prompts(engine).get(default_prompt(engine) or "")
+        prompt = engine.prompts.by_name.get(engine.prompts.default or "")
         return PLAIN if prompt is None else PromptForm(prompt, spells_tokens=True)
     if not isinstance(instruction, str):
         raise TypeError(f"instruction must be a string, got {type(instruction).__name__}")
@@ -143,14 +195,14 @@ def unpooled_tokens(engine: Engine, form: PromptForm) -> int:
 
 def _named_form(engine: Engine, name: str) -> PromptForm | None:
     """Return a prompt of the model by its name; None if it has none of this name."""
-    stated = file_prompts(engine)
+    stated = engine.prompts.by_name
     if name in stated:
         return PromptForm(stated[name], spells_tokens=True)
     if stated and name in ("query", *DOCUMENT_NAMES):
         names = DOCUMENT_NAMES if name in DOCUMENT_NAMES else ("query",)
         return PromptForm(next((stated[n] for n in names if n in stated), ""), spells_tokens=True)
     name = "document" if name == "passage" else name
-    card = _card(engine)
+    card = card_of(engine)
     if name and name in card:
         before, _, after = card[name].partition("{text}")
         return PromptForm(before, after)
@@ -172,13 +224,15 @@ def _described_form(engine: Engine, task: str) -> PromptForm:
             "A task has several words; a text to put before each one is a template, such as "
             f"'{task}: {{text}}'"
         )
-    before, _, after = _card(engine).get("", _PLAIN[""]).replace("{instruction}", task).partition("{text}")
+    before, _, after = (
+        card_of(engine).get("", PLAIN_CARD[""]).replace("{instruction}", task).partition("{text}")
+    )
     return PromptForm(before, after)
 
 
 def has_prompts(engine: Engine) -> bool:
     """Return whether prompts of queries and documents are known for a model."""
-    return bool(file_prompts(engine) or _card(engine))
+    return bool(engine.prompts.by_name or card_of(engine))
 
 
 def prompt_names(model: EngineOwner) -> list[str]:
@@ -191,33 +245,109 @@ def prompt_names(model: EngineOwner) -> list[str]:
 
 def prompt_names_of(engine: Engine) -> list[str]:
     """Return what `prompt_names` does, of an engine."""
-    stated = file_prompts(engine)
-    return sorted({*stated, "query", "document"} if stated else filter(None, _card(engine)))
+    stated = engine.prompts.by_name
+    return sorted({*stated, "query", "document"} if stated else filter(None, card_of(engine)))
 
 
-def default_prompt(engine: Engine) -> str | None:
-    """Return the name of the prompt of texts without an instruction; None if the file has none."""
-    name = engine.gguf.metadata.get(DEFAULT_PROMPT_KEY)
-    return name if isinstance(name, str) else None
+class QueryExpansion(NamedTuple):
+    """How a model expands queries."""
+
+    length: int  # number of tokens of an expanded query
+    token: int  # token that fills it
+    # Whether tokens attend to those of the expansion. Otherwise all tokens attend to the text alone.
+    seen: bool
+    fixed: bool  # whether `length` is also the limit of longer queries
+
+    def added(self, tokens: int) -> int:
+        """Return how many tokens are added to a query of `tokens`."""
+        return max(self.length - tokens, 0) if tokens else 0
+
+    def expand(self, ids: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
+        """Return the tokens of an expanded query."""
+        added = self.added(len(ids))
+        return np.append(ids, np.full(added, self.token, np.int32)) if added else ids
 
 
-def file_prompts(engine: Engine) -> dict[str, str]:
-    """Return the prompts of a file by name."""
-    prompts: dict[str, str] = {}
-    for key in engine.gguf.metadata:
-        if key.startswith(PROMPT_KEYS):
-            value = engine.gguf.metadata[key]
-            if not isinstance(value, str):
-                kind = engine.gguf.metadata.type_name(key)
-                raise GGUFError(f"{engine.path}: {key} has type {kind}, expected string")
-            prompts[key.removeprefix(PROMPT_KEYS)] = value
-    return prompts
+def query_expansion(engine: Engine) -> QueryExpansion | None:
+    """Return how a model expands queries; None if it does not."""
+    if f"{EXPANSION_KEYS}length" not in engine.gguf.metadata:
+        return None
+    found = QueryExpansion(
+        _integer(engine, "length", 1, MAX_INT),
+        _integer(engine, "token", 0, engine.config.vocab_size - 1),
+        boolean(engine.gguf, f"{EXPANSION_KEYS}seen"),
+        boolean(engine.gguf, f"{EXPANSION_KEYS}fixed"),
+    )
+    if engine.config.causal and not found.seen:
+        raise UnsupportedModelError(
+            f"{engine.path}: {EXPANSION_KEYS}seen is false, which is not supported if attention is causal"
+        )
+    return found
 
 
-def _card(engine: Engine) -> Mapping[str, str]:
-    name = engine.gguf.metadata.get("general.name")
-    name = re.sub(r"[^a-z0-9]+", "-", name[:_LONGEST_NAME].lower()) if isinstance(name, str) else ""
-    for pattern, prompts in CARDS:
-        if re.search(pattern, name):
-            return prompts
-    return PROMPTS.get(engine.config.architecture, {})
+def _integer(engine: Engine, name: str, least: int, most: int) -> int:
+    key = f"{EXPANSION_KEYS}{name}"
+    value = integer(engine.gguf, key)
+    if not least <= value <= most:
+        raise GGUFError(f"{engine.path}: {key} is {value}, must be between {least} and {most}")
+    return value
+
+
+class TextRole(NamedTuple):
+    """Limits of texts."""
+
+    kind: Literal["text", "query", "document"]
+    limit: int  # most tokens, with those that begin and end every text
+    expansion: QueryExpansion | None = None  # how texts are expanded
+    skipped: tuple[int, ...] = ()  # ids of tokens without vectors in late interaction
+    framed: bool = True  # whether texts have the tokens that the file adds at their ends
+
+    @property
+    def plural(self) -> str:
+        """Name of such texts in messages."""
+        return "queries" if self.kind == "query" else f"{self.kind}s"
+
+
+def role_of(engine: Engine, pooling: Pooling, instruction: str | None) -> TextRole:
+    """Return the role of texts that are embedded with an instruction."""
+    if instruction == "query":
+        return query_role(engine, expanded=pooling == "none")
+    if instruction in DOCUMENT_NAMES:
+        return document_role(engine)
+    return text_role(engine)
+
+
+def text_role(engine: Engine) -> TextRole:
+    """Return the role of texts that are neither queries nor documents."""
+    return TextRole("text", _limit(engine, engine.lengths.text))
+
+
+def query_role(engine: Engine, *, expanded: bool = True) -> TextRole:
+    """Return the role of queries, expanded as in late interaction or not."""
+    expansion = query_expansion(engine) if expanded else None
+    if expansion is not None and expansion.fixed:
+        return TextRole("query", _limit(engine, expansion.length), expansion)
+    return TextRole("query", _limit(engine, engine.lengths.query, engine.lengths.text), expansion)
+
+
+def document_role(engine: Engine) -> TextRole:
+    """Return the role of documents."""
+    limit = _limit(engine, engine.lengths.document, engine.lengths.text)
+    return TextRole("document", limit, skipped=_skipped_tokens(engine))
+
+
+def _skipped_tokens(engine: Engine) -> tuple[int, ...]:
+    """Return the ids of tokens of documents that are not compared."""
+    metadata = engine.gguf.metadata
+    if SKIPPED_KEY not in metadata:
+        return ()
+    ids = metadata[SKIPPED_KEY]
+    if not isinstance(ids, np.ndarray) or not np.issubdtype(ids.dtype, np.integer):
+        kind = metadata.type_name(SKIPPED_KEY)
+        raise GGUFError(f"{engine.path}: {SKIPPED_KEY} has type {kind}, expected an array of integers")
+    return tuple(map(int, ids))
+
+
+def _limit(engine: Engine, *lengths: int | None) -> int:
+    """Return the first length that is known, at most the context."""
+    return min(next((length for length in lengths if length), engine.max_context), engine.max_context)

@@ -24,11 +24,19 @@ from metal_prefill.tasks._embedding import (
 )
 from metal_prefill.tasks._late_interaction import late_scores
 from metal_prefill.tasks._pairs import encode_pair, encode_part
-from metal_prefill.tasks._pooled_head import finite, logits_of, sigmoid
-from metal_prefill.tasks._prompt_rules import PromptRules, cut_message, errors_of, numbered, shortened
-from metal_prefill.tasks._prompts import has_prompts, prompt_form
-from metal_prefill.tasks._text_passes import Ids, TextPasses, pooled_states
-from metal_prefill.tasks._text_roles import document_role, query_role
+from metal_prefill.tasks._pooled_head import logits_of, sigmoid
+from metal_prefill.tasks._prompts import (
+    PromptRules,
+    cut_message,
+    document_role,
+    errors_of,
+    has_prompts,
+    numbered,
+    prompt_form,
+    query_role,
+    shortened,
+)
+from metal_prefill.tasks._text_passes import Ids, TextPasses, finite, pooled_states
 
 # As the card of Qwen3-Reranker defines it, for files that do not carry it.
 TEMPLATES = {

@@ -12,9 +12,8 @@ from metal_prefill.engine import Engine, EngineOwner
 from metal_prefill.files._task_config import QUERY_WEIGHTS
 from metal_prefill.tasks._embedding import encode_texts
 from metal_prefill.tasks._pooled_head import positive_weights, vocabulary_vector
-from metal_prefill.tasks._prompt_rules import PromptRules, warn_of_cut
+from metal_prefill.tasks._prompts import PromptRules, TextRole, text_role, warn_of_cut
 from metal_prefill.tasks._text_passes import Ids, TextPasses, pooled_states
-from metal_prefill.tasks._text_roles import TextRole, text_role
 
 
 @dataclass(frozen=True)

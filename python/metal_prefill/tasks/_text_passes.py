@@ -2,7 +2,7 @@
 
 from collections.abc import Container, Iterator, Sequence
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -12,11 +12,12 @@ from metal_prefill._support.arguments import Progress
 from metal_prefill.engine import Engine
 from metal_prefill.errors import NumericalError
 from metal_prefill.files._task_config import Pooling
-from metal_prefill.tasks._text_roles import query_expansion
+from metal_prefill.tasks._prompts import query_expansion
 
 Ids = npt.NDArray[np.int32]
 # Vectors of several texts, [texts, dim], or an array for each text.
 Block: TypeAlias = npt.NDArray[np.float32] | list[npt.NDArray[np.float32]]
+Array = TypeVar("Array", bound=npt.NDArray[Any])
 
 # Poolings of a text that the engine computes.
 _ENGINE_POOLINGS = ("none", "mean", "cls", "last")
@@ -62,6 +63,13 @@ class TextPasses:
                 too_narrow = isinstance(result, NumericalError) and self.engine.kv_dtype == "f16"
                 hint = "; if keys or values exceed 65504, kv_dtype='f32' stores them" if too_narrow else ""
                 raise type(result)(f"{name}: {result}{hint}") from result
+
+
+def finite(values: Array, what: str) -> Array:
+    """Return values; raise NumericalError, in which `what` names one, if one is infinite or NaN."""
+    if not np.isfinite(values).all():
+        raise NumericalError(f"{what} is {values[~np.isfinite(values)][0]}")
+    return values
 
 
 def _report(progress: Progress, some: Sequence[_core.Request], before: int, total: int, *_: int) -> None:

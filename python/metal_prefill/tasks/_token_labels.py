@@ -14,7 +14,7 @@ from metal_prefill.engine import Engine, EngineOwner
 from metal_prefill.files._task_config import TransitionBiases
 from metal_prefill.tasks._embedding import check_length, checked_texts
 from metal_prefill.tasks._pooled_head import logits_of, probabilities_of
-from metal_prefill.tasks._prompt_rules import PromptRules, cut_message, errors_of
+from metal_prefill.tasks._prompts import PromptRules, cut_message, errors_of
 from metal_prefill.tasks._tag_path import OUTSIDE, best_path, stray_tag, transitions_of
 from metal_prefill.tasks._text_passes import Ids, TextPasses, pooled_states
 from metal_prefill.text._tokenizer import TokenSpan

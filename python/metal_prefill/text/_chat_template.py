@@ -22,7 +22,7 @@ from jinja2.parser import Parser
 
 from metal_prefill._support.cached_property import cached_property
 from metal_prefill.errors import ChatTemplateError
-from metal_prefill.text._spelled_tokens import Finder
+from metal_prefill.text._segmentation import Finder
 from metal_prefill.text._template_budget import TemplateLimitError
 from metal_prefill.text._template_limits import MAX_SOURCE, LimitedEnvironment, render
 from metal_prefill.text._tool_calls import parse_arguments, tool_names

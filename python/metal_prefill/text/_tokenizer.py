@@ -17,9 +17,8 @@ from metal_prefill.text._encoder_vocabulary import SPACE
 from metal_prefill.text._file_templates import FileTemplates
 from metal_prefill.text._metadata import boolean, flag, special_id
 from metal_prefill.text._reasoning import LAST_TOKENS, Tags, begins_in, tags_in
-from metal_prefill.text._segmentation import WordTokens, segmented, segmented_ids
+from metal_prefill.text._segmentation import SpelledTokens, WordTokens, segmented, segmented_ids
 from metal_prefill.text._special_tokens import SpecialTokens, TokenPair
-from metal_prefill.text._spelled_tokens import SpelledTokens
 from metal_prefill.text._token_bytes import TokenBytes, TokenDecoder
 from metal_prefill.text._tool_calls import MARKS
 from metal_prefill.text._vocabulary import ENCODER_KINDS, Vocabulary

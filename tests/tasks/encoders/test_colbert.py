@@ -21,8 +21,7 @@ from metal_prefill.conversion._colbert import colbert_metadata
 from metal_prefill.conversion._fields import Fields
 from metal_prefill.conversion._vocabulary import read_vocabulary
 from metal_prefill.files._metadata_keys import PROMPT_KEYS
-from metal_prefill.tasks._prompt_rules import PromptRules
-from metal_prefill.tasks._prompts import PromptForm
+from metal_prefill.tasks._prompts import PromptForm, PromptRules
 
 QUERY_TOKENS = 32
 

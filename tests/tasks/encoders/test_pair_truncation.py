@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 
 from metal_prefill import ContextOverflowError, Model
 from metal_prefill.tasks._pairs import encode_pair, kept_lengths
-from metal_prefill.tasks._prompt_rules import PromptRules
+from metal_prefill.tasks._prompts import PromptRules
 from metal_prefill.tasks._reranking import Options, encode_documents
 
 CONTEXT = 40

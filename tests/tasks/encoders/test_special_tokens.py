@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 from metal_prefill import Model
 from metal_prefill.conversion import convert
 from metal_prefill.tasks._embedding import encode_texts
-from metal_prefill.tasks._prompt_rules import PromptRules
+from metal_prefill.tasks._prompts import PromptRules
 
 TOKENIZERS = {name: RANKERS[name] for name in ("bert", "xlm-roberta", "modernbert")}
 
