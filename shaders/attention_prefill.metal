@@ -151,7 +151,7 @@ static inline void attend(device const float* q, AttentionTile tile, device cons
                          v_keys + j * 8 * v_stride + kv_head * args.value_dim + b * 8, v_stride);
     }
 
-    // Softmax: maximum, weights, sum, and the factor for what was summed before. As few branches as possible,
+    // Softmax: maximum, weights, sum, and the factor of the earlier sums. As few branches as possible,
     // so that the rows of a lane do not wait for each other.
     float2 lane_scores[kRowBlocks][kBlocks];
 #pragma unroll

@@ -49,7 +49,7 @@ template <ushort kDims>
   matmul2d<value_descriptor, execution_simdgroups<kSimdgroups>> value_product;
   threadgroup half queries[kRows * kDims];  // in the last step, the values
   threadgroup float scores[kRows * kKeys];  // then the weights, halves at the beginning of each row
-  threadgroup float of_row[kRows];          // factor for what was summed before, then the sum of weights
+  threadgroup float of_row[kRows];          // factor of the earlier sums, then the sum of weights
   threadgroup float changed[kSimdgroups];   // 1: a factor is not 1
   static_assert(kRows >= kKeys, "values take the place of the queries");
 
@@ -97,7 +97,7 @@ template <ushort kDims>
     score.store(target);
     threadgroup_barrier(mem_flags::mem_threadgroup);
 
-    // Softmax: maximum, weights, sum, and the factor for what was summed before.
+    // Softmax: maximum, weights, sum, and the factor of the earlier sums.
     float4 lane_scores[kKeys / 8];
     float new_best = best;
 #pragma unroll

@@ -37,7 +37,7 @@ static inline threadgroup const float* multiply(thread Stage<W, kTokens, kRows, 
     if (more) stage.store_next();
   }
 
-  // The results take the place of what was staged.
+  // The results overwrite the staged operands.
   static_assert(kTokens * kRows * sizeof(float) <= 2 * (kTokens + kRows) * MATMUL_K * sizeof(half),
                 "the results of a tile lie in the memory of two steps");
   threadgroup_barrier(mem_flags::mem_threadgroup);

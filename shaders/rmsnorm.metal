@@ -97,8 +97,8 @@ kernel void rmsnorm_add(device const float4* weight [[buffer(0)]],  // [dim]
     y[i] = (y[i] + x[i] * row.scale * weight[i]) * factor;
 }
 
-// The same, then what the next products read: the norm of the stream, or the stream itself. As many threads
-// as rmsnorm_f32 has lead to the same bits.
+// The same, then the input of the next products: the norm of the stream, or the stream itself. With as many
+// threads as rmsnorm_f32, the results are bit-identical to its.
 template <typename T>
 kernel void rmsnorm_add_norm(device const float4* weight [[buffer(0)]],       // [dim]
                              device const float4* next_weight [[buffer(1)]],  // [dim]

@@ -52,7 +52,7 @@ std::string PagePool::beyond_limit(std::size_t bytes) const {
 
 void PagePool::check_fits(int positions) const {
   if (pages_of(positions) <= max_pages_) return;
-  const std::size_t reserved = budget_ ? budget_->limit() - limit_bytes() : 0;  // for what is not pages
+  const std::size_t reserved = budget_ ? budget_->limit() - limit_bytes() : 0;  // for memory other than pages
   throw KvMemoryError(std::to_string(positions) +
                       " tokens do not fit: " + beyond_limit(pages_of(positions) * page_bytes_ + reserved) +
                       "; shorten the text or raise the limit");

@@ -353,7 +353,7 @@ void ForwardPass::project_qkv(const Context& c, const CpuLayer& w, const Attenti
   const int n = all.count(), n_wanted = wanted.count();
   if (!config_.caches(step.layer)) return multiply(c, {q}, normed(n), n, &items);
   const CacheWriter cache(step, all.rows, key_blocks_, work_.cache_done);
-  // Where the stream itself was normed, that left what the products read.
+  // A norm of the stream itself has filled work_.normed already.
   const bool ready = step.layer > 0 && m.attn_residual_norm;
   const NormedRows input = ready ? NormedRows(work_.normed) : normed(n);
   if (n_wanted == n)
@@ -401,7 +401,7 @@ void ForwardPass::gate_and_up(const Context& c, const CpuLayer& w, const LayerWe
 }
 
 NormedRows ForwardPass::feed_forward_input(const Context& c, const LayerWeights& m, const StreamRows& rows) {
-  // Where the stream itself was normed, that left what the products read.
+  // A norm of the stream itself has filled rows.normed already.
   if (m.attn_residual_norm) return NormedRows(rows.normed);
   return normalize(c, rows.x, stream_norm(m.ffn_norm, m.ffn_norm_bias), 0, rows.count, rows.normed);
 }

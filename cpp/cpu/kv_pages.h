@@ -15,14 +15,13 @@
 
 namespace metal_prefill::cpu {
 
-// A page holds, for each layer and key-value head, its keys, then its values. Pages lie in slabs, so that
-// they can lie on huge pages of the system, and in groups: what the pages of a group hold of a head lies
-// together, in their order. A token reads one head after the other, and the processor reads ahead in
-// stretches of memory only:
+// A page holds, for each layer and key-value head, its keys, then its values. Pages are allocated in slabs,
+// which can be huge pages of the system, and in groups: the parts of a head in the pages of a group are
+// contiguous. A token reads one head after the other, and the processor prefetches contiguous memory only:
 //
 //   group  | layer 0, head 0: page 0, page 1, ... | layer 0, head 1: page 0, page 1, ... | ...
 //
-// Where heads differ between layers, groups have one page.
+// If heads differ between layers, groups have one page.
 class KvPages final : public PageStore {
  public:
   // With `poison`, pages are filled with NaN whenever they are taken, which reveals reads of unwritten rows.

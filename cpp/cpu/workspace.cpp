@@ -47,7 +47,7 @@ class Layout {
     }
     return a;
   }
-  // Of what is taken from now on.
+  // Rows of the buffers that are taken from now on.
   void set_rows(std::size_t rows) { rows_ = rows; }
   std::size_t bytes() const { return bytes_; }
 

@@ -103,7 +103,7 @@ void BatchRequest::check_unchanged() const {
     throw SessionBusyError("another call changed the session between two passes of a request");
 }
 
-// Updates what the planner knows.
+// Updates the fields that the planner reads.
 void BatchRequest::plan() {
   const int again = to_recompute();
   tokens = request_.tokens;

@@ -1,4 +1,4 @@
-// One request of a batch: its checks, its part of each pass, and what it takes from the results.
+// One request of a batch: its checks, its part of each pass, and its results.
 #pragma once
 
 #include <exception>

@@ -90,7 +90,7 @@ struct Config {
 
   Activation activation = Activation::kSilu;
   float embedding_scale = 1.0f;
-  float residual_scale = 1.0f;  // of what a block adds to the residual stream
+  float residual_scale = 1.0f;  // factor of the outputs that blocks add to the residual stream
   float logit_scale = 1.0f;
   bool parallel = false;        // attention and feed-forward of a layer read the same stream
   bool causal = true;           // false: a token sees also those after it

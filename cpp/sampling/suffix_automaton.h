@@ -16,19 +16,19 @@ class SuffixAutomaton {
   void append(TokenId token);
   TokenId token(int number) const { return tokens_[std::size_t(number)]; }
 
-  // Number of the last tokens that occurred before, as one string.
+  // Length of the longest suffix that occurred before.
   int matched() const { return matched_; }
-  // Number of the token that followed them there.
+  // Index of the token after that occurrence.
   int place() const { return states_[std::size_t(match_)].end; }
-  // At most `count` tokens, from a number on. At the end of the text, they are assumed to repeat.
+  // At most `count` tokens, from an index on. After the end of the text, its tokens are repeated.
   std::vector<TokenId> copy(int place, int count) const;
 
  private:
   struct State {
     std::map<TokenId, int> next;
-    int link = -1;   // state of the longest suffix that occurs at more places
-    int length = 0;  // of its longest string
-    int end = 0;     // tokens of the text up to the end of a place where it occurs
+    int link = -1;   // state of the longest suffix that has more occurrences
+    int length = 0;  // of the longest string of the state
+    int end = 0;     // end of one of its occurrences
   };
 
   void grow(TokenId token);
@@ -36,7 +36,7 @@ class SuffixAutomaton {
   std::vector<TokenId> tokens_;
   std::vector<State> states_ = std::vector<State>(1);
   int last_ = 0;     // state of the whole text
-  int match_ = 0;    // state of the match
+  int match_ = 0;    // state of the longest suffix that occurred before
   int matched_ = 0;  // its length
 };
 

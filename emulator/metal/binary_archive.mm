@@ -1,4 +1,4 @@
-// Archives of compiled pipelines. A file only lists what was compiled.
+// Archives of compiled pipelines. A file only lists compiled pipelines.
 #include <unistd.h>
 
 #include <fstream>

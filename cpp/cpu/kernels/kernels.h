@@ -91,7 +91,7 @@ constexpr int kPairPad = 32;
 struct RotatedRows {
   struct Terms {
     float scale;
-    std::int32_t start;  // where the integer sum begins: less what the zero of the weights' codes adds
+    std::int32_t start;  // of the integer sum: minus the contribution of the zero of the weights' codes
   };
 
   std::byte* data = nullptr;

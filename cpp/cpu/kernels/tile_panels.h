@@ -58,7 +58,7 @@ inline void activate_products(const ProductOutput& out, int count) {
     activate(out.data, out.stride, *out.activation, count, kGroupRows, out.data, out.stride);
 }
 
-// Calls body(group, out, next) for each group, with where its products go and what is read after them.
+// Calls body(group, out, next) for each group, with the place of its products and the next memory to read.
 template <typename Body>
 inline void each_group(const PackedMatrix& weight, GroupRange groups, const ProductOutput& out,
                        const PrefetchRange& next, Body&& body) {
@@ -110,7 +110,7 @@ void panel_tile(const Product& product, const PanelOperands& from, int v, int to
     }
   }
   next = lines;
-  // Copies stay in registers: stores of floats may alias what a reference names.
+  // Copies stay in registers: stores of floats may alias the object of a reference.
   const Product of = product;
   const ProductOutput to = out;
 #pragma GCC unroll 16

@@ -51,7 +51,7 @@ template <class Product, typename Activate>
 __attribute__((noinline)) void finish_rows(const Product& product, const ProductOutput& out,
                                            const float (*sums)[kGroupRows], int first, int end) {
   const Product of =
-      product;  // copies, which stay in registers: stores of floats may alias what a reference names
+      product;  // copies, which stay in registers: stores of floats may alias the object of a reference
   const ProductOutput to = out;
   for (int token = first; token < end; ++token, ++sums)
     for (int row = 0; row < kGroupRows; row += Simd::kLanes)

@@ -12,8 +12,8 @@ namespace {
 // Chains of products that do not wait for each other: more than latency x pipes, and they fit the registers.
 constexpr int kPeakChains = Simd::kLanes == 16 ? 12 : Simd::kLanes == 8 ? 10 : 20;
 
-// Makes the compiler forget what a register holds: without sums inside the instruction (AVX2), the product
-// itself would be the same for all chains.
+// Hides the value of a register from the compiler: without sums inside the instruction (AVX2), all chains
+// would share one product.
 template <typename T>
 inline __attribute__((always_inline)) void forget(T& x) {
   if constexpr (std::is_class_v<T>) {

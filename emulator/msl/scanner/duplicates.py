@@ -47,7 +47,7 @@ def _scope_numbers(found: list[Declaration]) -> dict[int, int]:
 
 
 def _normalized(tokens: TokenList, begin: int, end: int) -> str:
-    """Return the text of a range without address spaces, with ``const`` ahead of what it qualifies."""
+    """Return the text of a range without address spaces, with ``const`` before the type."""
     words: list[str] = []
     const = False
     index = begin

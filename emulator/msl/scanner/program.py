@@ -33,7 +33,7 @@ def translate(
     Raises
     ------
     SourceError
-        The source is not Metal, or uses what is not modelled; the text has file and line.
+        The source is not Metal, or uses unsupported constructs; the message has file and line.
     """
     tokens, directives = tokenize(preprocess(str(path), metal_version, flags), str(path))
     check_directives(path, directives)
@@ -53,7 +53,7 @@ def translate(
 
 
 def lints(path: Path, metal_version: int, flags: list[str]) -> list[SourceError]:
-    """Return what a source has that Metal has not; see :mod:`scanner.lint`."""
+    """Return the constructs of a source that Metal does not support; see :mod:`scanner.lint`."""
     tokens, _ = tokenize(preprocess(str(path), metal_version, flags), str(path))
     return lint(tokens, list(declarations(tokens)))
 

@@ -14,7 +14,7 @@ from metal_prefill.bench._samples import Sample, Selection, is_clean, select
 
 ATTEMPTS = 4  # samples taken at most, as a multiple of those wanted
 WAIT_S = 1.0  # how long one sample waits for a degraded machine to recover
-PATIENCE_S = 60.0  # what a degraded machine may cost in all
+PATIENCE_S = 60.0  # extra time for a degraded machine, in all
 
 Progress = Callable[[str, int, int], object]  # what is done now, samples that count so far, samples wanted
 

@@ -79,7 +79,7 @@ def _model(name: str | None) -> tuple[str | None, str]:
 
 
 def _check_server(port: int) -> None:
-    """Raise what the server would raise after the measurement."""
+    """Raise the errors that the server would otherwise raise after the measurement."""
     for package in SERVER_PACKAGES:
         if importlib.util.find_spec(package) is None:
             raise MissingExtraError("--serve requires an extra: pip install 'metal_prefill[serve]'")

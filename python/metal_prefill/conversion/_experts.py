@@ -1,8 +1,8 @@
-"""Experts whose matrices a folder has as one tensor, and how files divide it.
+"""Division of tensors that hold the matrices of all experts.
 
-Of gpt-oss and its relatives the tensor is ``[experts, inputs, outputs]``. The outputs of one of them are the
-gates, then the ups. Of nomic-embed-text-v2-moe the rows of all experts follow one another; the second matrix
-of an expert is the transpose of the one that files have.
+gpt-oss and related models store ``[experts, inputs, outputs]``, with the gates before the ups. In
+nomic-embed-text-v2-moe, the rows of all experts follow one another, and the second matrix of each is
+transposed.
 """
 
 import re

@@ -72,7 +72,7 @@ def _between(begin: list[int], end: list[int], pair: list[int]) -> list[int] | N
 
 
 def _problem(found: FolderVocabulary, end: list[int], between: list[int] | None) -> str:
-    """Return what a file cannot describe of pairs; empty if it can."""
+    """Return the property of pairs that a file cannot describe; empty if there is none."""
     if between is None:
         return "adds other tokens at the ends of pairs than at those of texts"
     if found.model == "bert":

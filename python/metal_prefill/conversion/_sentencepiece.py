@@ -10,7 +10,7 @@ from metal_prefill.conversion._folder_vocabulary import FolderVocabulary, steps
 from metal_prefill.text._encoder_vocabulary import CHARSMAP, SPACE, SPACE_STEPS, STEPS_KEY
 from metal_prefill.text._vocabulary import PREPEND_SCHEMES, TokenType
 
-# Steps of normalizers, by their types, or by what they replace: a regular expression or a text.
+# Steps of normalizers, by type, or by the regular expression or text that they replace.
 _NORMALIZERS = {"NFC": "nfc", "NFKD": "nfkd", "StripAccents": "strip_accents", "Lowercase": "lowercase"}
 _REPLACED = {
     (" {2,}", None, " "): "join_spaces",

@@ -25,7 +25,7 @@ Change: TypeAlias = Callable[[Fields, str, Weight], Weight]
 Shape: TypeAlias = tuple[int, ...]
 Combined: TypeAlias = Callable[[Fields, Mapping[str, Weight]], Mapping[str, Weight]]
 
-# Ends of the names of model classes, and what the head after the body is for.
+# Suffixes of model classes, with the purpose of their heads.
 TASKS: dict[str, Task] = {
     "ForSequenceClassification": "sequence",
     "ForTokenClassification": "tokens",

@@ -151,7 +151,7 @@ def _unpickled(path: Path, data: bytes) -> Any:
 
 
 def _called(path: Path, function: Any, arguments: tuple[Any, ...]) -> Any:
-    """Return what a name makes of its arguments: a dictionary, or a tensor."""
+    """Call the constructor of a name: it makes a dictionary or a tensor."""
     if function == _Name(_ORDERED) and not arguments:
         return {}
     if function != _Name(_REBUILD):

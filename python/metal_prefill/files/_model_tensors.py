@@ -44,7 +44,7 @@ def collect_tensors(gguf: GGUFFile, config: ModelConfig) -> list[tuple[str, int,
 
 
 def ignored_tensors(gguf: GGUFFile, config: ModelConfig) -> dict[str, str]:
-    """Return the tensors of a file that the text model does not use, and what each of them is for."""
+    """Return the tensors of a file that the text model does not use, with the purpose of each."""
     patterns = dict(ARCHITECTURES[config.architecture].ignored)
     for layer, other in enumerate(config.layer_cache):
         if other != layer:

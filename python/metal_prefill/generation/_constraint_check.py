@@ -146,7 +146,8 @@ def resolve(whole: Any, reference: str) -> Any:
 def _depth(graph: Mapping[str, list[str]], first: str) -> int:
     """Return the length of the longest chain of names in a depth-first search, which visits each name once.
 
-    A compiler that recurses goes the same way. Where it does not, a worker finds what is too deep.
+    A recursive compiler visits names in the same order. If it does not, a worker finds sources that are too
+    deep.
     """
     deepest, seen = 0, set[str]()
     for start in (first, *graph):

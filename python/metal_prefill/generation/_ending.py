@@ -91,7 +91,7 @@ class StopFilter:
         return self.stop is not None
 
     def step(self, piece: str) -> str:
-        """Take a piece and return what is certain to come before a stop string."""
+        """Add a piece; return the text that cannot belong to a stop string."""
         if not self._stops:
             return piece
         before = len(self._pending)
@@ -110,7 +110,7 @@ class StopFilter:
         return self._take(len(self._pending) - max(self._matched, default=0))
 
     def flush(self) -> str:
-        """Return what was held back: it did not become a stop string."""
+        """Return the pending text, which did not become a stop string."""
         self._matched = [0] * len(self._stops)
         return self._take(len(self._pending))
 

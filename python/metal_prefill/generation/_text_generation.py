@@ -333,7 +333,7 @@ class Continuation:
         return Piece(token, text, logprob, tuple(best), self.ended)
 
     def send(self, chosen: Sequence[int]) -> None:
-        """Send what a pass chose to the constraint, whose answer :meth:`take` waits for."""
+        """Send the tokens that a pass chose to the constraint; :meth:`take` waits for its answer."""
         self._choosing.send(chosen, *self._free(chosen))
 
     def wait_until(self, deadline: float) -> None:

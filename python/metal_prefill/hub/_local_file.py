@@ -125,7 +125,7 @@ def converted(folder: Path, name: str, adapter: Path | None = None, progress: Pr
 
 
 def encoder_folders(folder: Path) -> dict[str, Path]:
-    """Return the folders with what a folder of GLiNER lacks of its encoders, downloading them if necessary.
+    """Return folders with the missing files of the encoders of a GLiNER folder; download them if necessary.
 
     They are `encoders` of :func:`metal_prefill.conversion.convert`, without those that lack nothing, or that
     are neither a folder nor in a repository.
@@ -183,7 +183,7 @@ def _cache() -> Path:
 
 
 def _key(folder: Path, adapter: Path | None, encoders: Mapping[str, Path], *, whole: bool = False) -> str:
-    """Return a hash of what a conversion depends on: all bytes, or samples and modification times."""
+    """Return a hash of the inputs of a conversion: all bytes, or samples and modification times."""
     # Imported here, as files need no conversion.
     from metal_prefill.conversion._adapter import FILE as ADAPTER_FILE
     from metal_prefill.conversion._body import (

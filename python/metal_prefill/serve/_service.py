@@ -191,7 +191,7 @@ class Service:
             scope.cancel()
 
     async def streams(self, work: Callable[[], list[Stream]]) -> list[Stream]:
-        """Make streams in a thread, with what is stored of their prompts in the cache.
+        """Make streams in a thread, and load the stored prefixes of their prompts into the cache.
 
         Work with a constraint that must be compiled first is done again among the few that may compile.
         """
@@ -219,7 +219,7 @@ class Service:
                 self._store.note(stream.prompt, stream.prefix_namespace)
 
     def close(self) -> None:
-        """Finish what is being stored."""
+        """Wait until pending prefixes are stored."""
         if self._store is not None:
             self._store.close()
 

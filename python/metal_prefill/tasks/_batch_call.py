@@ -84,7 +84,7 @@ class BatchCall:
         return requests
 
     def results(self, computed: list[Any], *, return_errors: bool) -> list[Any]:
-        """Return what the engine computed, in the form that was asked for."""
+        """Return the results of the engine in the requested form."""
         results = list(computed)
         for i, result in enumerate(results):
             if isinstance(result, list):

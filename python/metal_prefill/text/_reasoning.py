@@ -60,7 +60,7 @@ class ReasoningParser:
         self._tail = ""  # text that may be the start of the next tag
 
     def step(self, piece: str, *, last: bool = False) -> Parsed:
-        """Add a piece of the text; return what is now decided of both parts, all if it is the `last`."""
+        """Add a piece; return the new text of both parts, with all pending text if it is the `last` piece."""
         reasoning = ""
         text = self._tail + piece
         if not self._is_answer and self._tag == self.tags.begin:
@@ -121,7 +121,7 @@ class ReasoningGate:
         self._seen = ""  # text that may begin with the tag; within reasoning, its last characters
 
     def step(self, piece: str) -> tuple[str, str]:
-        """Add a piece; return what it adds to the reasoning and to the answer."""
+        """Add a piece; return the new text of the reasoning and of the answer."""
         if self._is_answer:
             return "", piece
         if not self._begun:
@@ -144,7 +144,7 @@ class ReasoningGate:
         return piece[:cut], piece[cut:]
 
     def flush(self) -> str:
-        """End the text, and return what was held back, which belongs to the answer."""
+        """End the text, and return the pending text, which belongs to the answer."""
         return "" if self._begun or self._is_answer else self._seen
 
 

@@ -334,7 +334,7 @@ class ToolCallParser:
         return True
 
     def _begin(self, value: _Value | _Written) -> None:
-        """Scan what has arrived of a value."""
+        """Scan the part of a value that has arrived."""
         if isinstance(value, _Written):
             value.scan(self._text[value.start - self._position :])
         else:

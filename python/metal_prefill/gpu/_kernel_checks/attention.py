@@ -143,7 +143,7 @@ def _attend(
 
 
 def _added(d: Captured, token: int, seen: range, distances: Values) -> Values | float:
-    """Return what is added to the scores of the positions that a row sees, ``[head][position]``."""
+    """Return the bias of the scores of the positions that a row sees, ``[head][position]``."""
     a, additions = d.args, d.before(5, np.float32)
     if a["position_bias"]:
         buckets = np.searchsorted(_BIAS_STEPS, np.abs(distances), "right") + 16 * (distances > 0)
