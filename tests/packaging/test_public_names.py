@@ -29,7 +29,7 @@ PUBLIC = {
     "metal_prefill.lm_eval": ["MetalPrefillLM"],
     "metal_prefill.model": ["Model"],
     "metal_prefill.sentence_transformers": [
-        *("CrossEncoder", "MultiVectorEncoder", "SentenceTransformer", "SimilarityFunction"),
+        *("CrossEncoder", "Encoder", "MultiVectorEncoder", "SentenceTransformer", "SimilarityFunction"),
         *("SparseEncoder", "quantize_embeddings"),
     ],
     "metal_prefill.sentence_transformers.cross_encoder": ["CrossEncoder"],
@@ -38,6 +38,7 @@ PUBLIC = {
         *("cos_sim", "dot_score", "euclidean_sim", "manhattan_sim", "pairwise_cos_sim", "pairwise_dot_score"),
         *("pairwise_euclidean_sim", "pairwise_manhattan_sim", "normalize_embeddings", "truncate_embeddings"),
         *("community_detection", "paraphrase_mining", "paraphrase_mining_embeddings", "semantic_search"),
+        "quantize_embeddings",
     ],
     "metal_prefill.serve": ["Settings", "app"],
     "metal_prefill.session": ["Logits", "Piece", "Progress", "Session", "TokenIds"],

@@ -41,6 +41,7 @@ REFERENCE = {
     "index": ("Models and sessions", "metal_prefill"),
     "errors": ("Errors", "metal_prefill"),
     **{name: (name.capitalize(), f"metal_prefill.{name}") for name in PACKAGES},
+    "sentence_transformers": ("sentence-transformers", "metal_prefill.sentence_transformers"),
 }
 LINK = re.compile(r"(\]\()([^)#\s]+)([^)]*\))")
 FENCE = re.compile(r"^(```\w+) \w+$", re.MULTILINE)  # the tag determines which test runs the snippet

@@ -17,12 +17,15 @@ from metal_prefill._support.lazy import lazy_names
 if TYPE_CHECKING:
     from metal_prefill.sentence_transformers import util
     from metal_prefill.sentence_transformers._embedder import MultiVectorEncoder, SentenceTransformer
+    from metal_prefill.sentence_transformers._shared import Encoder
     from metal_prefill.sentence_transformers.cross_encoder import CrossEncoder
     from metal_prefill.sentence_transformers.sparse_encoder import SparseEncoder
-    from metal_prefill.sentence_transformers.util import SimilarityFunction, quantize_embeddings
+    from metal_prefill.sentence_transformers.util import quantize_embeddings
+    from metal_prefill.tasks._similarity import SimilarityFunction
 
 __all__ = [
     "CrossEncoder",
+    "Encoder",
     "MultiVectorEncoder",
     "SentenceTransformer",
     "SimilarityFunction",
@@ -40,9 +43,10 @@ _find = lazy_names(
     __name__,
     {
         "CrossEncoder": "cross_encoder",
+        "Encoder": "_shared",
         "MultiVectorEncoder": "_embedder",
         "SentenceTransformer": "_embedder",
-        "SimilarityFunction": "util",
+        "SimilarityFunction": "_embedder",
         "SparseEncoder": "sparse_encoder",
         "quantize_embeddings": "util",
     },

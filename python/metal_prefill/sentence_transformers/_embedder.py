@@ -7,15 +7,15 @@ from typing import Any
 import numpy as np
 
 from metal_prefill._support.arguments import integer, one_of
+from metal_prefill._support.tensors import as_array
 from metal_prefill.files._metadata_keys import SIMILARITY_KEY, TRUNCATE_KEY
 from metal_prefill.sentence_transformers._shared import CUT, Encoder, ModelName, returned
-from metal_prefill.sentence_transformers.util import SIMILARITIES, SimilarityFunction, as_array
-from metal_prefill.sentence_transformers.util import normalize_embeddings as normalized
 from metal_prefill.tasks._embedding import EncodedTexts, embed_prompts, encode_texts
 from metal_prefill.tasks._late_interaction import maxsim
 from metal_prefill.tasks._prompts import role_of
+from metal_prefill.tasks._similarity import SIMILARITIES, Array, SimilarityFunction, normalized
 from metal_prefill.tasks._text_passes import Ids, TextPasses
-from metal_prefill.tasks._vectors import Array, quantize_embeddings
+from metal_prefill.tasks._vectors import quantize_embeddings
 
 
 class VectorEncoder(Encoder):

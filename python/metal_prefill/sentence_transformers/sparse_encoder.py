@@ -5,9 +5,9 @@ from typing import Any
 import numpy as np
 
 from metal_prefill._support.arguments import integer
+from metal_prefill._support.tensors import as_array
 from metal_prefill.sentence_transformers._embedder import VectorEncoder
 from metal_prefill.sentence_transformers._shared import ModelName, returned
-from metal_prefill.sentence_transformers.util import as_array
 from metal_prefill.tasks._sparse import SparseVector, check_sparse, sparse_role, sparse_vectors
 from metal_prefill.text._encoder_vocabulary import SPACE
 

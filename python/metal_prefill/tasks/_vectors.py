@@ -1,28 +1,13 @@
 """Work on vectors: nearest ones, similar pairs, groups, and numbers of fewer bits."""
 
-from collections.abc import Callable
 from heapq import nlargest
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from metal_prefill._support.arguments import one_of
-
-Array: TypeAlias = npt.NDArray[Any]
-Similarity: TypeAlias = Callable[[Any, Any], Any]
-_TINY = 1e-12  # least norm by which vectors are divided, as in torch.nn.functional.normalize
-
-
-def normalized(rows: Array) -> Array:
-    """Divide vectors by their lengths; those of length 0 stay."""
-    return np.asarray(rows / np.maximum(np.linalg.norm(rows, axis=-1, keepdims=True), _TINY))
-
-
-def cosines(a: Array, b: Array) -> Array:
-    """Return the cosine of each vector of `a` with each of `b`, ``[a, b]``."""
-    scores: Array = normalized(a) @ normalized(b).T
-    return scores
+from metal_prefill._support.tensors import as_array
+from metal_prefill.tasks._similarity import Array, Similarity, cos_sim, normalized
 
 
 def quantize_embeddings(
@@ -37,7 +22,7 @@ def quantize_embeddings(
     256 steps. ``"binary"`` and ``"ubinary"`` keep the sign of each value, eight to a byte.
     """
     one_of("precision", precision, dict.fromkeys(("float32", "int8", "uint8", "binary", "ubinary")))
-    array = np.asarray(embeddings)
+    array = as_array(embeddings)
     if array.dtype.kind in "iu":
         raise TypeError(f"embeddings to quantize must be floating point, got {array.dtype}")
     if precision == "float32":
@@ -62,15 +47,15 @@ def semantic_search(
     query_chunk_size: int = 100,
     corpus_chunk_size: int = 500000,
     top_k: int = 10,
-    score_function: Similarity = cosines,
+    score_function: Similarity = cos_sim,
 ) -> list[list[dict[str, int | float]]]:
     """Return dicts of ``corpus_id`` and ``score`` of the most similar vectors to each query, best first.
 
     A chunk of queries is compared with the whole corpus: `corpus_chunk_size` has no effect.
     """
-    queries, found = np.atleast_2d(query_embeddings), []
+    queries, corpus, found = np.atleast_2d(as_array(query_embeddings)), as_array(corpus_embeddings), []
     for start in range(0, len(queries), query_chunk_size):
-        scores = score_function(queries[start : start + query_chunk_size], np.asarray(corpus_embeddings))
+        scores = score_function(queries[start : start + query_chunk_size], corpus)
         found += [_best(row, top_k) for row in np.asarray(scores)]
     return found
 
@@ -87,7 +72,7 @@ def paraphrase_mining_embeddings(
     corpus_chunk_size: int = 100000,
     max_pairs: int = 500000,
     top_k: int = 100,
-    score_function: Similarity = cosines,
+    score_function: Similarity = cos_sim,
 ) -> list[list[float | int]]:
     """Return lists of a score and two indices of the most similar pairs of vectors, best first.
 
@@ -114,7 +99,7 @@ def community_detection(
 
     The largest group is first. A vector is in one group only.
     """
-    vectors = normalized(np.asarray(embeddings)) if len(embeddings) else np.empty((0, 1))
+    vectors = normalized(as_array(embeddings)) if len(embeddings) else np.empty((0, 1))
     groups: list[tuple[int, Array]] = []
     for start in range(0, len(vectors), batch_size):
         scores = vectors[start : start + batch_size] @ vectors.T
