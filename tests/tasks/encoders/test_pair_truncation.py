@@ -45,14 +45,6 @@ def test_pairs_are_cut_as_by_tokenizers(folder: Path) -> None:
         check_pairs(model, lambda query, document: theirs.encode(query, document).ids)
 
 
-def test_pairs_are_cut_as_by_the_installed_transformers(folder: Path) -> None:
-    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-    theirs = transformers.AutoTokenizer.from_pretrained(folder)
-    with opened(folder) as model:
-        most = model.max_context
-        check_pairs(model, lambda *pair: theirs(*pair, truncation=True, max_length=most)["input_ids"])
-
-
 def test_the_longer_text_is_cut_first() -> None:
     assert kept_lengths(3, 4, 7) == (3, 4)
     assert kept_lengths(3, 9, 8) == (3, 5)
