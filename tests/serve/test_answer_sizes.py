@@ -12,9 +12,9 @@ from support.running_server import Running, running
 from support.small_models import CLASSIFIERS, EMBEDDERS, write
 
 from metal_prefill import Model, serve
-from metal_prefill.serve import _reply, _vectors
-from metal_prefill.serve._bodies import MOST_ANSWER, MOST_ESCAPED, MOST_SCORED
+from metal_prefill.serve import _endpoint, _vectors
 from metal_prefill.serve._completions import MOST_ECHOED
+from metal_prefill.serve._limits import MOST_ANSWER, MOST_ESCAPED, MOST_SCORED
 from metal_prefill.serve._service import Service
 from metal_prefill.serve._vectors import MOST_NUMBERS
 
@@ -106,7 +106,7 @@ def test_vectors_are_sent_in_pieces(
     token_vectors: tuple[Running, Model], monkeypatch: pytest.MonkeyPatch, piece: int
 ) -> None:
     server, model = token_vectors
-    monkeypatch.setattr(_reply, "_PIECE", piece)
+    monkeypatch.setattr(_endpoint, "_PIECE", piece)
     texts = ["a text", "a longer text"]
     answer = server.post("/v1/embeddings", {"input": texts})
     assert ("content-length" in answer.headers) == (piece == 1 << 30)

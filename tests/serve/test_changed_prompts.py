@@ -7,7 +7,7 @@ import pytest
 from support.running_server import running, wait_until
 
 from metal_prefill import Model
-from metal_prefill.serve._changed_prompts import Change, change_of
+from metal_prefill.serve._activity import Change, change_of
 
 WORDS = np.random.default_rng(3).integers(10, 5000, 400).astype(np.int32)
 OTHERS = np.random.default_rng(4).integers(10, 5000, 400).astype(np.int32)

@@ -14,10 +14,10 @@ from support.running_server import POST, Running, read_all
 from metal_prefill import Model
 from metal_prefill._support.messages import MOST_CHARACTERS
 from metal_prefill.serve import Settings, _connections, _endpoint, _service
-from metal_prefill.serve._bodies import LARGE, Bodies
 from metal_prefill.serve._completions import CompletionChoice, prompts_of
 from metal_prefill.serve._errors import ApiError
 from metal_prefill.serve._forms import MOST_VALUES, ChatForm, CompletionForm, RerankForm, decode
+from metal_prefill.serve._limits import LARGE, Bodies
 from metal_prefill.serve._service import MOST_TEXT
 from metal_prefill.tasks._prompts import PromptRules
 from metal_prefill.text import ChatTemplate

@@ -6,11 +6,11 @@ import pytest
 from support.running_server import Running, events, running
 
 from metal_prefill import Model
-from metal_prefill.serve import _scores
-from metal_prefill.serve._bodies import MOST_SCORED
+from metal_prefill.serve import _limits
 from metal_prefill.serve._chat import ChatChoice
 from metal_prefill.serve._completions import CompletionChoice
 from metal_prefill.serve._generation import Choice
+from metal_prefill.serve._limits import MOST_SCORED
 
 BODY = {"prompt": "ROMEO:\n", "max_tokens": 4, "temperature": 0}
 SCORED = {"max_tokens": 0, "echo": True}
@@ -18,7 +18,7 @@ CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "a"}]}
 
 
 def test_those_of_prompts_are_limited_in_one_request(cpu_model: Model) -> None:
-    most = _scores.MOST_SCORES // 21
+    most = _limits.MOST_SCORES // 21
     prompts = [[1] * (most // 100 + 1)] * 100  # the first token of each has none
     count = 21 * (100 * (most // 100) + 99)
     with running(cpu_model) as server:
@@ -32,7 +32,7 @@ def test_those_of_prompts_are_limited_in_one_request(cpu_model: Model) -> None:
 
 
 def test_a_request_may_have_as_many_as_the_limit(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_scores, "MOST_SCORES", 3 * 2 * 4)
+    monkeypatch.setattr(_limits, "MOST_SCORES", 3 * 2 * 4)
     body = {**SCORED, "logprobs": 3}
     assert server.post("/v1/completions", {**body, "prompt": [[1, 2, 3, 4]] * 2}).status_code == 200
     assert server.post("/v1/completions", {**body, "prompt": [[1, 2, 3, 4]] * 3}).status_code == 400
@@ -58,22 +58,22 @@ def test_the_context_limits_the_number_of_an_answer(
 ) -> None:
     length = cpu_model.max_context - 4
     body = {"prompt": [1] * length, "max_tokens": 1 << 20, "logprobs": 1, "temperature": 0}
-    monkeypatch.setattr(_scores, "MOST_SCORES", 2 * 5)  # four fit the context, and one needs no room
+    monkeypatch.setattr(_limits, "MOST_SCORES", 2 * 5)  # four fit the context, and one needs no room
     (choice,) = server.post("/v1/completions", body).json()["choices"]
     assert len(choice["logprobs"]["tokens"]) == 5
-    monkeypatch.setattr(_scores, "MOST_SCORES", 2 * 5 - 1)
+    monkeypatch.setattr(_limits, "MOST_SCORES", 2 * 5 - 1)
     assert server.post("/v1/completions", body).status_code == 400
     scored = {**body, "echo": True, "max_tokens": 1}
-    monkeypatch.setattr(_scores, "MOST_SCORES", 2 * length)  # all but the first of the prompt, and one more
+    monkeypatch.setattr(_limits, "MOST_SCORES", 2 * length)  # all but the first of the prompt, and one more
     assert server.post("/v1/completions", scored).status_code == 200
-    monkeypatch.setattr(_scores, "MOST_SCORES", 2 * length - 1)
+    monkeypatch.setattr(_limits, "MOST_SCORES", 2 * length - 1)
     assert server.post("/v1/completions", scored).status_code == 400
 
 
 def test_an_answer_without_max_tokens_ends_at_the_limit(
     server: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_scores, "MOST_SCORES", 3 * 4 * 2 + 7)
+    monkeypatch.setattr(_limits, "MOST_SCORES", 3 * 4 * 2 + 7)
     body = {**CHAT, "n": 2, "logprobs": True, "top_logprobs": 3, "min_tokens": 100}
     for choice in server.post("/v1/chat/completions", body).json()["choices"]:
         assert len(choice["logprobs"]["content"]) == 3

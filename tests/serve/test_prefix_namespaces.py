@@ -15,7 +15,7 @@ from support.running_server import Gate, Running, running, wait_until
 
 from metal_prefill import Model
 from metal_prefill.serve import Settings
-from metal_prefill.serve._keys import prefix_key, prefix_namespace
+from metal_prefill.serve._access import prefix_key, prefix_namespace
 from metal_prefill.storage._prefix_store import RECENT_PROMPTS, PrefixStore
 
 PROMPT = [7 * i % 250 for i in range(200)]

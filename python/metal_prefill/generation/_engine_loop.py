@@ -11,9 +11,8 @@ from weakref import WeakSet
 
 from metal_prefill import _core
 from metal_prefill.engine import EngineOwner
-from metal_prefill.generation._pending_calls import PendingCall
 from metal_prefill.generation._scheduler import Scheduler
-from metal_prefill.generation._stream import Stream, make_streams
+from metal_prefill.generation._stream import PendingCall, Stream, make_streams
 from metal_prefill.generation._text_generation import Piece
 
 if TYPE_CHECKING:

@@ -19,9 +19,8 @@ from metal_prefill._support.arguments import TokenIds, integer
 from metal_prefill.engine import EngineOwner
 from metal_prefill.errors import ConstraintError, KVMemoryError, SessionBusyError
 from metal_prefill.generation._constraint import BATCH_PATIENCE, ConstraintPending
-from metal_prefill.generation._pending_calls import PendingCall, PendingCalls
 from metal_prefill.generation._run_ahead import RunAhead
-from metal_prefill.generation._stream import Stream, make_streams
+from metal_prefill.generation._stream import PendingCall, PendingCalls, Stream, make_streams
 from metal_prefill.generation._text_generation import NextTokens, Piece, TextOptions
 
 if TYPE_CHECKING:

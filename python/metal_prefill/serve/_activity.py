@@ -13,13 +13,13 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 from starlette.requests import Request
 
 from metal_prefill import _core
 from metal_prefill.generation._scheduler import Scheduler
 from metal_prefill.generation._stream import Stream
 from metal_prefill.model import Model
-from metal_prefill.serve._changed_prompts import Change, Ids, change_of
 from metal_prefill.serve._errors import ApiError
 from metal_prefill.storage._prefix_store import PAGE
 
@@ -31,6 +31,10 @@ MOST_TEXTS = 32  # texts in an answer
 MOST_DIGITS = 18  # of the number of a pass in a query
 COMPARED_PROMPTS = 8  # latest ones of a namespace, in which changes of the next one are looked for
 COMPARED_TOKENS = 8192  # tokens of a prompt that are compared with others; what follows is left out
+LEAST_TOKENS = 64  # repeated after a change; fewer cost little
+_MOST_SHIFT = 16  # tokens by which a change lengthens or shortens a prompt
+
+Ids = npt.NDArray[np.int32]
 
 
 def pass_number(request: Request) -> int:
@@ -45,6 +49,44 @@ def pass_number(request: Request) -> int:
                 code="invalid_value",
             )
     return int(request.query_params.get("since", -1))
+
+
+class Change(NamedTuple):
+    """The first difference of a prompt from one that it repeats, such as the time in a system message.
+
+    Everything after it is computed again, because the states of a token depend on all tokens before it.
+    """
+
+    position: int  # number of tokens before it
+    tokens: int  # tokens after it that an earlier prompt has, too, and that are computed again
+
+
+def change_of(prompt: Ids, earlier: Sequence[Ids]) -> Change | None:
+    """Return the change with which a prompt repeats one of the earlier ones; None if it repeats none.
+
+    At least half of what follows the longest prefix that it shares with any must be the same, at places that
+    differ by up to 16.
+    """
+    shared = [_core.common_prefix(prompt, other) for other in earlier]
+    position = max(shared, default=0)
+    rest = prompt[position:]
+    repeated = 0
+    for other, begin in zip(earlier, shared, strict=True):
+        if begin == position < len(other):
+            after = other[position:]
+            repeated = max(
+                repeated,
+                *(_equal(rest[shift:], after) for shift in range(_MOST_SHIFT + 1)),
+                *(_equal(rest, after[shift:]) for shift in range(1, _MOST_SHIFT + 1)),
+            )
+    if repeated < max(LEAST_TOKENS, len(rest) / 2):
+        return None
+    return Change(position, repeated)
+
+
+def _equal(a: Ids, b: Ids) -> int:
+    n = min(len(a), len(b))
+    return int(np.count_nonzero(a[:n] == b[:n]))
 
 
 @dataclass(eq=False)

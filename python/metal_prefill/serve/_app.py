@@ -12,6 +12,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from metal_prefill.model import Model
+from metal_prefill.serve._access import OPEN_PATHS, RefuseForeign, RequireKey, prefix_key, prefix_namespace
 from metal_prefill.serve._activity import pass_number
 from metal_prefill.serve._chat import chat
 from metal_prefill.serve._completions import complete
@@ -27,10 +28,8 @@ from metal_prefill.serve._forms import (
     RerankForm,
     TokenizeForm,
 )
-from metal_prefill.serve._keys import OPEN_PATHS, RequireKey, prefix_key, prefix_namespace
 from metal_prefill.serve._messages import STYLE as MESSAGES
 from metal_prefill.serve._messages import CountForm, MessagesForm, count_tokens, messages
-from metal_prefill.serve._origins import RefuseForeign
 from metal_prefill.serve._page import page_routes
 from metal_prefill.serve._responses import STYLE as RESPONSES
 from metal_prefill.serve._responses import ResponsesForm, responses

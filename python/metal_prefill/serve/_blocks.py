@@ -6,11 +6,11 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
-from metal_prefill.serve._bodies import Sender
 from metal_prefill.serve._chat import ChatChoice, conversation
+from metal_prefill.serve._endpoint import Reply
 from metal_prefill.serve._forms import ChatForm
 from metal_prefill.serve._generation import generate, usage_of
-from metal_prefill.serve._reply import Reply
+from metal_prefill.serve._limits import Sender
 from metal_prefill.serve._service import Service
 
 Kind = Literal["reasoning", "text", "call"]

@@ -12,7 +12,7 @@ import msgspec
 
 from metal_prefill.errors import ChatTemplateError, ContextOverflowError
 from metal_prefill.generation._stream import Stream, check_size, make_streams
-from metal_prefill.serve._bodies import Sender
+from metal_prefill.serve._endpoint import Reply
 from metal_prefill.serve._errors import ApiError, missing
 from metal_prefill.serve._forms import ChatForm, Message
 from metal_prefill.serve._generation import (
@@ -25,8 +25,7 @@ from metal_prefill.serve._generation import (
     send_choices,
     spelling,
 )
-from metal_prefill.serve._reply import Reply
-from metal_prefill.serve._scores import most_tokens, scores_of
+from metal_prefill.serve._limits import Sender, most_tokens, scores_of
 from metal_prefill.serve._service import Service
 from metal_prefill.serve._tools import (
     RequiredCalls,

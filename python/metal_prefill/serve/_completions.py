@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any, cast
 
 from metal_prefill.generation._stream import Stream, check_size, make_streams
-from metal_prefill.serve._bodies import MOST_ANSWER, MOST_ESCAPED, Sender
+from metal_prefill.serve._endpoint import Reply
 from metal_prefill.serve._errors import ApiError
 from metal_prefill.serve._forms import CompletionForm, TokenOrText
 from metal_prefill.serve._generation import (
@@ -22,8 +22,7 @@ from metal_prefill.serve._generation import (
     send_choices,
     spelling,
 )
-from metal_prefill.serve._reply import Reply
-from metal_prefill.serve._scores import scores_of
+from metal_prefill.serve._limits import MOST_ANSWER, MOST_ESCAPED, Sender, scores_of
 from metal_prefill.serve._service import Service
 from metal_prefill.session import Piece
 from metal_prefill.text._token_bytes import TokenDecoder

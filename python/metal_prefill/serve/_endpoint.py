@@ -1,25 +1,161 @@
-"""Request handling: read and validate the body, then answer until done or the client disconnects."""
+"""Request handling: read and validate the body, then answer until done or the client disconnects.
+
+An answer is one JSON body, or a stream of server-sent events.
+"""
 
 import time
-from collections.abc import Awaitable, Callable
-from contextlib import suppress
-from typing import Generic, TypeVar
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import AbstractContextManager, suppress
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import anyio
+import anyio.lowlevel
+import msgspec
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive, Scope, Send
 
 from metal_prefill.errors import ClosedError, ContextOverflowError
-from metal_prefill.serve._bodies import LARGE, Sender
-from metal_prefill.serve._errors import ApiError, log
+from metal_prefill.serve._access import prefix_key, prefix_namespace
+from metal_prefill.serve._errors import NO_RETRY, ApiError, api_error, log
 from metal_prefill.serve._forms import Form, decode
-from metal_prefill.serve._keys import prefix_key, prefix_namespace
-from metal_prefill.serve._reply import OPENAI, Reply, StalledClientError, Style, timeout_error
+from metal_prefill.serve._limits import LARGE, Sender
 from metal_prefill.serve._service import Service
 
+_PIECE = 1 << 18  # bytes of an answer that are sent at a time
 CLOSING_SECONDS = 2  # time limit for a client to receive the end of an answer when the server closes
 
 _Form = TypeVar("_Form", bound=Form)
+
+
+class StalledClientError(Exception):
+    """Client that takes too long to receive a piece of an answer."""
+
+
+class Style(NamedTuple):
+    """Format of errors and events."""
+
+    error: Callable[[ApiError], dict[str, Any]] = ApiError.body  # returns the body of an error
+    # Returns the event of an error that ends a stream.
+    event_error: Callable[[ApiError], dict[str, Any]] = ApiError.body
+    named: bool = False  # whether each event has its type as a name, and the last one ends the stream
+
+
+OPENAI = Style()
+
+
+class Reply:
+    """Sender of one answer."""
+
+    def __init__(
+        self,
+        send: Send,  # ASGI's send function
+        send_seconds: float,  # time limit in seconds for the client to receive a piece
+        # Returns a context in which so many bytes of an answer count as not received.
+        sending: Callable[[int], AbstractContextManager[None]],
+        style: Style,  # format of errors and events
+    ) -> None:
+        self._style = style
+        self._send = send
+        self._sending = sending
+        self._seconds = send_seconds
+        self._begun = self._events = self._complete = False
+        # HTTP status of the answer; until one is sent, 499, which nginx logs for clients that disconnect.
+        self.status = 499
+
+    async def json(self, content: Any) -> None:
+        """Send a complete JSON answer."""
+        await self.encoded(msgspec.json.encode(content))
+
+    async def encoded(self, body: bytes) -> None:
+        """Send a complete answer that is JSON already."""
+        await self._whole(200, body, {})
+
+    async def pieces(
+        self,
+        parts: Iterator[bytes],
+        size: int,
+        prepare: Callable[[Callable[[], bytes]], Awaitable[bytes]],
+    ) -> None:
+        """Send a JSON answer that is made while it is sent, by calls of `prepare`.
+
+        `size` is the number of bytes that it is made of, which count as not received until its end.
+        """
+
+        def piece() -> bytes:
+            made = bytearray()
+            for part in parts:
+                made += part
+                if len(made) >= _PIECE:
+                    break
+            return bytes(made)
+
+        made = await prepare(piece)
+        if len(made) < _PIECE:
+            await self.encoded(made)
+            return
+        with self._sending(size):
+            await self._begin(200, {"content-type": "application/json"})
+            while made:
+                await self._body(made, more=True)
+                made = await prepare(piece)
+            await self._body(b"", more=False)
+
+    async def events(self, *contents: Any) -> None:
+        """Send events in one piece; the first ones start the stream."""
+        if not self._events:
+            await self._begin(200, {"content-type": "text/event-stream", "cache-control": "no-cache"})
+            self._events = True
+        pieces = []
+        for content in contents:
+            name = f"event: {content['type']}\n" if self._style.named else ""
+            pieces.append(b"%bdata: %b\n\n" % (name.encode(), msgspec.json.encode(content)))
+        await self._body(b"".join(pieces), more=True)
+
+    async def end_of_events(self) -> None:
+        """End the stream, as clients expect with the event ``[DONE]`` if events have no names."""
+        await self._body(b"" if self._style.named else b"data: [DONE]\n\n", more=False)
+
+    async def error(self, error: Exception) -> None:
+        """Send an error as the answer, or as the last event of a stream that has started.
+
+        If part of a JSON answer was sent, nothing more is sent and the connection is closed.
+        """
+        answer = api_error(error)
+        if not self._begun:
+            await self._whole(answer.status, msgspec.json.encode(self._style.error(answer)), answer.headers)
+        elif self._events and not self._complete:
+            await self.events(self._style.event_error(answer))
+            await self.end_of_events()
+
+    async def _whole(self, status: int, body: bytes, headers: dict[str, str]) -> None:
+        await self._begin(
+            status, {"content-type": "application/json", "content-length": str(len(body)), **headers}
+        )
+        with self._sending(len(body)):
+            # A server keeps what its client has not received: it gets the next piece once it has sent most.
+            for end in range(_PIECE, len(body) + _PIECE, _PIECE):
+                await self._body(body[end - _PIECE : end], more=end < len(body))
+
+    async def _begin(self, status: int, headers: dict[str, str]) -> None:
+        self.status = status
+        raw = [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
+        await self._send({"type": "http.response.start", "status": status, "headers": raw})
+        self._begun = True
+
+    async def _body(self, body: bytes, more: bool) -> None:
+        self._complete = not more
+        with anyio.move_on_after(self._seconds) as scope:
+            await self._send({"type": "http.response.body", "body": body, "more_body": more})
+            await anyio.lowlevel.checkpoint()  # uvicorn learns that the client has gone before the next piece
+        if scope.cancelled_caught:
+            raise StalledClientError
+
+
+def timeout_error(seconds: float) -> ApiError:
+    """Return the error for an answer that took too long, marked as not worth retrying."""
+    return ApiError(
+        f"the answer took longer than {seconds:g} s", status=504, code="timeout", headers=NO_RETRY
+    )
 
 
 class Endpoint(Generic[_Form]):

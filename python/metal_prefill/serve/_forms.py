@@ -13,8 +13,8 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
-from metal_prefill.serve._bodies import LARGE
 from metal_prefill.serve._errors import ApiError
+from metal_prefill.serve._limits import LARGE
 
 _Form = TypeVar("_Form", bound=msgspec.Struct)
 

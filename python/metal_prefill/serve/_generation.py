@@ -16,10 +16,10 @@ from metal_prefill.generation._constraint_process import NoWorkerError
 from metal_prefill.generation._engine_loop import Made
 from metal_prefill.generation._stream import Stream
 from metal_prefill.generation._text_generation import SamplingOptions
+from metal_prefill.serve._endpoint import Reply
 from metal_prefill.serve._errors import ApiError
 from metal_prefill.serve._forms import StructuredOutputs, TextForm
-from metal_prefill.serve._reply import Reply
-from metal_prefill.serve._scores import Scores
+from metal_prefill.serve._limits import Scores
 from metal_prefill.serve._service import Service
 from metal_prefill.session import Piece
 from metal_prefill.text._tokenizer import Tokenizer

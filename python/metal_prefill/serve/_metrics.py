@@ -11,7 +11,7 @@ from metal_prefill.errors import ClosedError
 from metal_prefill.generation._scheduler import Scheduler
 from metal_prefill.generation._stream import Stream
 from metal_prefill.model import Model
-from metal_prefill.serve._changed_prompts import Change
+from metal_prefill.serve._activity import Change
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 _BATCH = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)

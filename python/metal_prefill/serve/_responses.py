@@ -9,8 +9,8 @@ import msgspec
 from msgspec import Meta
 
 from metal_prefill.serve._blocks import Block, answer_in_blocks
-from metal_prefill.serve._bodies import Sender
 from metal_prefill.serve._chat import ChatChoice, required, text_of
+from metal_prefill.serve._endpoint import Reply, Style
 from metal_prefill.serve._errors import ApiError
 from metal_prefill.serve._forms import (
     ChatForm,
@@ -23,7 +23,7 @@ from metal_prefill.serve._forms import (
     ResponseFormat,
     ToolChoice,
 )
-from metal_prefill.serve._reply import Reply, Style
+from metal_prefill.serve._limits import Sender
 from metal_prefill.serve._service import Service
 from metal_prefill.serve._tools import written_call
 

@@ -25,9 +25,9 @@ from metal_prefill.generation._stream import Stream
 from metal_prefill.hub._local_file import model_name
 from metal_prefill.model import Model
 from metal_prefill.serve._activity import Activity
-from metal_prefill.serve._bodies import Bodies
 from metal_prefill.serve._errors import ApiError, log
 from metal_prefill.serve._kept import KeptConversations
+from metal_prefill.serve._limits import Bodies
 from metal_prefill.serve._metrics import Metrics
 from metal_prefill.serve._settings import Settings
 from metal_prefill.storage._prefix_store import PrefixStore

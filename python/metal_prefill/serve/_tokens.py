@@ -1,10 +1,10 @@
 """Endpoints ``/tokenize`` and ``/detokenize``."""
 
-from metal_prefill.serve._bodies import Sender
 from metal_prefill.serve._chat import chat_tokens
+from metal_prefill.serve._endpoint import Reply
 from metal_prefill.serve._errors import ApiError
 from metal_prefill.serve._forms import ChatForm, DetokenizeForm, TokenizeForm
-from metal_prefill.serve._reply import Reply
+from metal_prefill.serve._limits import Sender
 from metal_prefill.serve._service import Service
 
 

@@ -11,11 +11,11 @@ import numpy.typing as npt
 
 from metal_prefill._support.arguments import token_array
 from metal_prefill.errors import GGUFError
-from metal_prefill.serve._bodies import MOST_ANSWER, MOST_ESCAPED, Sender
 from metal_prefill.serve._completions import prompts_of
+from metal_prefill.serve._endpoint import Reply
 from metal_prefill.serve._errors import ApiError, missing
 from metal_prefill.serve._forms import EmbeddingForm, EmbedForm, PredictForm, RerankForm
-from metal_prefill.serve._reply import Reply
+from metal_prefill.serve._limits import MOST_ANSWER, MOST_ESCAPED, Sender
 from metal_prefill.serve._service import Service, SharedPasses
 from metal_prefill.tasks._classification import encode_for_head, head_logits
 from metal_prefill.tasks._embedding import (

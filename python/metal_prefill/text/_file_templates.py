@@ -26,7 +26,7 @@ class FileTemplates:
         self._gguf = gguf
         self._special = special
 
-    @property
+    @cached_property
     def source(self) -> str | None:
         """Jinja source of the template without tools, or None."""
         return self._source("tokenizer.chat_template")
@@ -54,7 +54,7 @@ class FileTemplates:
         source = self._source("tokenizer.chat_template.tool_use")
         return self.plain if source is None else ChatTemplate(source, self._special)
 
-    @property
+    @cached_property
     def stop(self) -> tuple[str, ...]:
         """Strings that end an answer; empty if the file has a template, whose control tokens end it."""
         from metal_prefill.text._chat_template import PLAIN_STOP

@@ -483,7 +483,7 @@ class Tokenizer:
         ends: list[int] = (np.flatnonzero(np.isin(ids[1:], list(self.stop_ids))) + 2).tolist()
         return ends
 
-    @property
+    @cached_property
     def reasoning_tags(self) -> Tags | None:
         """Texts around the reasoning in answers; None if the chat template knows none."""
         return tags_in(self.chat_template or "")
