@@ -43,6 +43,11 @@ def assert_recorded(path: Path, model: SmallModel, recorded: Path, name: str, wi
     assert logits.argmax() == expected.argmax()
 
 
+def test_a_small_model_without_an_architecture_in_its_name_is_an_error() -> None:
+    with pytest.raises(ValueError, match="model 'qwen33, mean' has no architecture"):
+        small_models._named({"qwen33, mean": SmallModel()})
+
+
 @pytest.mark.parametrize("name", COMPARED)
 def test_logits_match_llama_cpp(tmp_path: Path, name: str) -> None:
     assert_recorded(tmp_path / "model.gguf", COMPARED[name], comparison.LOGITS, name, tolerance(name))

@@ -110,8 +110,11 @@ _GEMMA4 = SmallModel(
 
 
 def _named(models: Mapping[str, SmallModel]) -> dict[str, SmallModel]:
-    """Set the architecture of models whose names begin with one."""
+    """Set the architecture with which the name of each model begins, unless the model has another one."""
     found = {name: name.partition(",")[0] for name in models}
+    for name, model in models.items():
+        if found[name] not in ARCHITECTURES and model.architecture == SmallModel.architecture:
+            raise ValueError(f"model {name!r} has no architecture: its name must begin with one")
     return {
         name: replace(model, architecture=found[name]) if found[name] in ARCHITECTURES else model
         for name, model in models.items()
@@ -196,56 +199,58 @@ EXPERTS = _named(
     }
 )
 
-MODELS = _named(
+_LLAMAS = {
+    **{f"type {kind}": _of_type(kind) for kind in TYPES},
+    "mixed types": SmallModel(
+        dim=256,
+        key_dim=64,
+        ffn=512,
+        embedding="Q6_K",
+        types={
+            "*": "Q4_K",
+            "*.attn_v.*": "Q6_K",
+            "*.attn_k.*": "Q5_0",
+            "*.ffn_down.*": "Q8_0",
+            "blk.1.*": "Q4_1",
+        },
+    ),
+    "mixed K-quants": SmallModel(
+        dim=256,
+        key_dim=64,
+        ffn=512,
+        embedding="Q6_K",
+        types={"*": "Q4_K", "*.attn_v.*": "Q6_K", "*.ffn_down.*": "Q6_K", "blk.1.attn_k.*": "Q8_0"},
+    ),
+    "16-bit floats": SmallModel(types={"*": "F16", "*.ffn_down.*": "BF16"}),
+    "dimensions that fit no block": SmallModel(
+        dim=50, heads=6, kv_heads=2, key_dim=10, value_dim=14, ffn=70, embedding="F16", types={"*": "F32"}
+    ),
+    "gqa 1": SmallModel(heads=3, kv_heads=3, dim=96),
+    "gqa 3": SmallModel(heads=9, kv_heads=3, dim=288),
+    "gqa 8": SmallModel(heads=8, kv_heads=1, dim=256),
+    **{f"head_dim {n}": SmallModel(heads=4, dim=4 * n, key_dim=n) for n in (32, 64, 80, 128)},
+    "head_dim 16": SmallModel(heads=4, dim=64, key_dim=16),
+    "narrower than its heads": SmallModel(heads=4, dim=96, key_dim=64),
+    "values wider than keys": SmallModel(key_dim=32, value_dim=64),
+    "values narrower than keys": SmallModel(key_dim=64, value_dim=32),
+    "separate output": SmallModel(output="Q6_K", dim=256, key_dim=64),
+    "vocabulary of 301": SmallModel(vocab=301),
+    "vocabulary of 1021, separate": SmallModel(vocab=1021, output="Q8_0"),
+    "sentencepiece": SmallModel(tokenizer="llama", vocab=400),
+    "rope base": SmallModel(rope_base=500000.0),
+    "rope of half the head": SmallModel(rope_dim=16),
+    "linear rope scaling": SmallModel(rope_scaling="linear"),
+    "yarn rope scaling": SmallModel(rope_scaling="yarn"),
+    "rope frequency factors": SmallModel(rope_scaling="freqs", rope_base=500000.0),
+    "large norm epsilon": SmallModel(norm_eps=0.1),
+    "biases": SmallModel(qkv_bias=True),
+    "all biases": SmallModel(qkv_bias=True, all_biases=True),
+    "long context": SmallModel(layers=1, context=4096),
+    "smollm shape": SmallModel(dim=576, heads=9, kv_heads=3, key_dim=64, ffn=1536, vocab=512),
+    "wide feed-forward": SmallModel(dim=64, ffn=2048),
+}
+_OTHERS = _named(
     {
-        **{f"type {kind}": _of_type(kind) for kind in TYPES},
-        "mixed types": SmallModel(
-            dim=256,
-            key_dim=64,
-            ffn=512,
-            embedding="Q6_K",
-            types={
-                "*": "Q4_K",
-                "*.attn_v.*": "Q6_K",
-                "*.attn_k.*": "Q5_0",
-                "*.ffn_down.*": "Q8_0",
-                "blk.1.*": "Q4_1",
-            },
-        ),
-        "mixed K-quants": SmallModel(
-            dim=256,
-            key_dim=64,
-            ffn=512,
-            embedding="Q6_K",
-            types={"*": "Q4_K", "*.attn_v.*": "Q6_K", "*.ffn_down.*": "Q6_K", "blk.1.attn_k.*": "Q8_0"},
-        ),
-        "16-bit floats": SmallModel(types={"*": "F16", "*.ffn_down.*": "BF16"}),
-        "dimensions that fit no block": SmallModel(
-            dim=50, heads=6, kv_heads=2, key_dim=10, value_dim=14, ffn=70, embedding="F16", types={"*": "F32"}
-        ),
-        "gqa 1": SmallModel(heads=3, kv_heads=3, dim=96),
-        "gqa 3": SmallModel(heads=9, kv_heads=3, dim=288),
-        "gqa 8": SmallModel(heads=8, kv_heads=1, dim=256),
-        **{f"head_dim {n}": SmallModel(heads=4, dim=4 * n, key_dim=n) for n in (32, 64, 80, 128)},
-        "head_dim 16": SmallModel(heads=4, dim=64, key_dim=16),
-        "narrower than its heads": SmallModel(heads=4, dim=96, key_dim=64),
-        "values wider than keys": SmallModel(key_dim=32, value_dim=64),
-        "values narrower than keys": SmallModel(key_dim=64, value_dim=32),
-        "separate output": SmallModel(output="Q6_K", dim=256, key_dim=64),
-        "vocabulary of 301": SmallModel(vocab=301),
-        "vocabulary of 1021, separate": SmallModel(vocab=1021, output="Q8_0"),
-        "sentencepiece": SmallModel(tokenizer="llama", vocab=400),
-        "rope base": SmallModel(rope_base=500000.0),
-        "rope of half the head": SmallModel(rope_dim=16),
-        "linear rope scaling": SmallModel(rope_scaling="linear"),
-        "yarn rope scaling": SmallModel(rope_scaling="yarn"),
-        "rope frequency factors": SmallModel(rope_scaling="freqs", rope_base=500000.0),
-        "large norm epsilon": SmallModel(norm_eps=0.1),
-        "biases": SmallModel(qkv_bias=True),
-        "all biases": SmallModel(qkv_bias=True, all_biases=True),
-        "long context": SmallModel(layers=1, context=4096),
-        "smollm shape": SmallModel(dim=576, heads=9, kv_heads=3, key_dim=64, ffn=1536, vocab=512),
-        "wide feed-forward": SmallModel(dim=64, ffn=2048),
         "qwen2": SmallModel(dim=128, qkv_bias=True),
         "qwen3": SmallModel(key_dim=64),
         "smollm3": SmallModel(layers=5),
@@ -399,6 +404,7 @@ MODELS = _named(
         **EXPERTS,
     }
 )
+MODELS = {**_LLAMAS, **_OTHERS}
 
 # Models for embeddings and classes. All matrices are in float32, and the peers take them.
 _IN_FLOAT32 = SmallModel(types={"*": "F32"}, embedding="F32")
