@@ -75,6 +75,18 @@ def test_an_invalid_input_is_reported(vector_server: Running) -> None:
         assert message in refused.json()["error"]["message"]
 
 
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/embed"])
+def test_too_many_dimensions_are_the_parameter_at_fault(
+    vector_server: Running, vector_model: Model, path: str
+) -> None:
+    width = vector_model.engine.head.width
+    body = {"input" if path.startswith("/v1") else "inputs": "a", "dimensions": width + 1}
+    answer = vector_server.post(path, body)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, "dimensions")
+    assert error["message"] == f"dimensions must be between 1 and {width}, got {width + 1}"
+
+
 def test_truncated_texts_are_counted(vector_server: Running, vector_model: Model) -> None:
     long, ids = "a b " * 2000, [1, 2] * 2000
     body = {"input": [long, "a"], "truncate": "end"}

@@ -130,6 +130,10 @@ async def _embedded(
                 param="encoding_format",
                 code="unsupported",
             )
+        try:
+            width = vector_width(engine, pooling, form.dimensions)
+        except ValueError as error:
+            raise ApiError(str(error), param="dimensions") from None
         service.check_text(form.instruction or "", "instruction")
         role = role_of(engine, pooling, form.instruction)
         prompt = prompt_form(engine, form.instruction)
@@ -156,7 +160,6 @@ async def _embedded(
                 service.note_foreign_ids(ids.tolist())
                 encoded.add(EncodedText(ids, cut))
         count = sum(map(len, encoded.prompts)) if pooling == "none" else len(inputs)
-        width = vector_width(engine, pooling, form.dimensions)
         if count * width > MOST_NUMBERS:
             raise ApiError(
                 f"input: {count} vectors of {width} numbers; an answer may have {MOST_NUMBERS} numbers",
