@@ -75,13 +75,19 @@ def test_a_transformer_in_a_folder_of_its_own_is_found(folder: Folder) -> None:
 
 
 @pytest.mark.parametrize("whole", [True, False], ids=["next to weights", "alone"])
-def test_an_adapter_is_refused_with_the_name_of_its_base(folder: Folder, whole: bool) -> None:
+@pytest.mark.parametrize("base", ["owner/base", None])
+def test_an_adapter_is_refused_with_the_name_of_its_base(
+    folder: Folder, whole: bool, base: str | None
+) -> None:
     folder.write()
-    folder.json("adapter_config.json", ADAPTER)
+    folder.json("adapter_config.json", {**ADAPTER, "base_model_name_or_path": base})
     if not whole:
         (folder.path / "config.json").unlink()
         (folder.path / "model.safetensors").unlink()
-    message = r"has an adapter \(adapter_config.json\) of owner/base; to apply it, open that model and name"
+    of, model = (" of owner/base", "that model") if base else ("", "its base model")
+    message = (
+        rf"{folder.path}: has an adapter \(adapter_config.json\){of}; to apply it, open {model} and name"
+    )
     with pytest.raises(UnsupportedModelError, match=message):
         Model(folder.path, device="cpu")
     with pytest.raises(UnsupportedModelError, match=message):

@@ -43,10 +43,11 @@ def refuse_adapter(folder: Path) -> None:
     if not (folder / ADAPTER).is_file():
         return
     base = Fields.read(folder / ADAPTER).values.get("base_model_name_or_path")
+    of, model = (f" of {base}", "that model") if base else ("", "its base model")
     raise UnsupportedModelError(
         shortened(
-            f"{folder}: has an adapter ({ADAPTER}) of {base}; to apply it, open that model and name this "
-            "folder as adapter= or --adapter"
+            f"{folder}: has an adapter ({ADAPTER}){of}; to apply it, open {model} and name this folder as "
+            "adapter= or --adapter"
         )
     )
 
