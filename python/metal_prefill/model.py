@@ -348,9 +348,12 @@ class Model:
         """Return sizes in bytes and settings of the engine.
 
         ``kv_pool_bytes`` is the size of all KV caches, ``prefix_bytes`` of those kept for later prompts.
-        :meth:`Session.stats` adds counters of the last call.
+        Names of values of an encoder of labels start with ``label_encoder_``. :meth:`Session.stats` adds
+        counters of the last call.
         """
-        return self.engine.core.stats()
+        labels = self.engine.label_encoder
+        added = {} if labels is None else labels.core.stats()
+        return self.engine.core.stats() | {f"label_encoder_{name}": value for name, value in added.items()}
 
     @property
     def position(self) -> int:

@@ -13,7 +13,8 @@ from support.task_folders import TAGGERS
 
 from metal_prefill import ClosedError, ContextOverflowError, Model, NumericalError
 from metal_prefill.cli import main
-from metal_prefill.tasks import Entity
+from metal_prefill.tasks import Entity, _embedding, _entities
+from metal_prefill.tasks._text_passes import Ids, TextPasses
 
 CALLS = [(name, call) for name in RECORDED for call in calls_of(name)]
 
@@ -90,6 +91,44 @@ def test_labels_of_an_encoder_of_their_own_are_independent_of_others(file_of: Fi
     assert labels is not None
     with pytest.raises(ClosedError):
         _ = labels.core
+
+
+def test_vectors_of_labels_are_kept_up_to_a_limit(file_of: FileOf, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_entities, "_KEPT_LABELS", 3)
+    path, computed = file_of(RECORDED["modernbert and bert"]), []
+
+    def embed_prompts(passes: TextPasses, prompts: list[Ids], **options: Any) -> Any:
+        computed.append(len(prompts))
+        return _embedding.embed_prompts(passes, prompts, **options)
+
+    def found(model: Model, labels: list[str]) -> list[Entity]:
+        return model.find_entities(["The king lives in London"], labels, threshold=0.0)[0]
+
+    calls = [["person", "city"], ["city", "Year"], ["a", "b", "c", "d"], ["city"]]
+    modes: list[dict[str, Any]] = [{"compute": "f32"}, {"compute": "int8"}]
+    expected = []
+    for labels in calls:
+        for options in modes:
+            with Model(path, device="cpu", **options) as alone:
+                expected.append(found(alone, labels))
+    monkeypatch.setattr(_entities, "embed_prompts", embed_prompts)
+    with Model(path, device="cpu", **modes[0]) as one, Model(path, device="cpu", **modes[1]) as other:
+        for i, labels in enumerate(calls):
+            assert [found(model, labels) for model in (one, other)] == expected[2 * i : 2 * i + 2]
+            assert max(len(model.engine.label_vectors) for model in (one, other)) <= 3
+    assert computed == [2, 2, 1, 1, 4, 4, 1, 1]
+
+
+def test_sizes_of_an_encoder_of_labels_have_names_of_their_own(file_of: FileOf) -> None:
+    with opened(file_of(RECORDED["bert"])) as model:
+        single = model.stats()
+    with opened(file_of(RECORDED["modernbert and bert"])) as model:
+        both = model.stats()
+        labels = model.engine.label_encoder
+        assert labels is not None
+        page = labels.core.stats()["kv_page_bytes"]
+    assert both.keys() == single.keys() | {f"label_encoder_{name}" for name in single}
+    assert both["label_encoder_kv_page_bytes"] == page > 0
 
 
 def test_weights_of_torch_save_are_those_of_safetensors(tmp_path: Path, own_cache: None) -> None:
