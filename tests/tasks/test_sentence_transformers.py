@@ -153,6 +153,48 @@ def test_activations_of_cross_encoders(made: Paths) -> None:
         st.CrossEncoder(made.pairs, num_labels=2)
 
 
+def test_the_limit_of_a_cross_encoder_has_its_earlier_name(made: Paths) -> None:
+    model = st.CrossEncoder(made.pairs, max_length=20)
+    assert model.max_length == 20
+    model.max_length = 12
+    assert model.max_length == model.max_seq_length == 12
+    long = ("the king " * 20, "x")
+    np.testing.assert_array_equal(
+        model.predict([long]), st.CrossEncoder(made.pairs, max_length=12).predict([long])
+    )
+
+
+def test_modules_are_in_their_order(tmp_path: Path, made: Paths, model: st.SentenceTransformer) -> None:
+    # Those of the library, which adds a pooling to a folder without modules.
+    assert [len(model), *map(repr, model)] == [2, "Transformer()", "Pooling()"]
+    static = st.SentenceTransformer(task_folders.static(tmp_path / "static").write())
+    assert list(map(repr, static)) == ["StaticEmbedding()", "Normalize()"]
+    assert repr(model[-1]) == "Pooling()"
+    assert model[0].max_seq_length == model.max_seq_length
+    assert model[0].tokenizer is model.tokenizer
+    model[0].max_seq_length = 9
+    assert model.max_seq_length == 9
+    with pytest.raises(IndexError):
+        _ = model[2]
+    for module, name in ((model[0], "auto_model"), (model[1], "pooling_mode"), (model[1], "tokenizer")):
+        assert not hasattr(module, name)
+        with pytest.raises(NotImplementedError, match=rf"the attribute {name} of a {module!r}"[:-2]):
+            setattr(module, name, None)
+
+
+def test_an_unknown_similarity_names_the_known_ones(made: Paths, model: st.SentenceTransformer) -> None:
+    message = "similarity_fn_name must be one of cosine, dot, euclidean, manhattan; got 'foo'"
+    with pytest.raises(ValueError, match=message):
+        st.SentenceTransformer(made.minilm, similarity_fn_name="foo")
+    with pytest.raises(ValueError, match=message):
+        model.similarity_fn_name = "foo"
+    model.similarity_fn_name = st.SimilarityFunction.EUCLIDEAN
+    assert model.similarity_fn_name == "euclidean"
+    late = st.MultiVectorEncoder(made.late)
+    with pytest.raises(ValueError, match="similarity_fn_name must be one of maxsim, meanmaxsim; got 'foo'"):
+        late.similarity_fn_name = "foo"
+
+
 def test_a_mean_of_similarities(made: Paths) -> None:
     model = st.MultiVectorEncoder(made.late, similarity_fn_name="meanmaxsim", device="cpu")
     (query,), documents = model.encode_query([QUERY]), model.encode_document(DOCUMENTS)
@@ -267,6 +309,10 @@ def test_similarities_match_float64() -> None:
         np.testing.assert_allclose(getattr(util, name)(a, b), expected, rtol=1e-9)
         np.testing.assert_allclose(getattr(util, f"pairwise_{name}")(a, b), expected.diagonal(), rtol=1e-9)
         np.testing.assert_allclose(getattr(util, name)(a[0].tolist(), b), expected[:1], rtol=1e-9)
+        one = getattr(util, f"pairwise_{name}")(a[0], b[0])
+        assert one.shape == ()
+        np.testing.assert_allclose(one, expected[0, 0], rtol=1e-9)
+        assert getattr(util, name)(a[:0], b).shape == (0, 5)
     assert util.pytorch_cos_sim is util.cos_sim
     assert pickle.loads(pickle.dumps(util.cos_sim)) is util.cos_sim  # as for processes of an evaluation
     assert util.semantic_search(a, b, top_k=0) == [[]] * 5

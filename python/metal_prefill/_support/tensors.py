@@ -22,7 +22,7 @@ def as_tensor(value: Any) -> Any:
         import torch
     except ImportError as error:
         raise MissingExtraError(f"tensors need PyTorch: pip install torch ({error})") from error
-    return torch.from_numpy(np.ascontiguousarray(value))
+    return torch.from_numpy(np.asarray(value, order="C"))
 
 
 def as_array(value: Any) -> npt.NDArray[Any]:

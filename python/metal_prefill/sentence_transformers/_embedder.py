@@ -7,15 +7,20 @@ from typing import Any
 import numpy as np
 
 from metal_prefill._support.arguments import integer, one_of
-from metal_prefill._support.tensors import as_array
 from metal_prefill.files._metadata_keys import SIMILARITY_KEY, TRUNCATE_KEY
+from metal_prefill.files._task_config import NORM, NORMALIZE, TANH_INT8
 from metal_prefill.sentence_transformers._shared import CUT, Encoder, ModelName, returned
+from metal_prefill.sentence_transformers.util import UnsupportedName
 from metal_prefill.tasks._embedding import EncodedTexts, embed_prompts, encode_texts
-from metal_prefill.tasks._late_interaction import maxsim
+from metal_prefill.tasks._late_interaction import pair_scores, query_scores
 from metal_prefill.tasks._prompts import role_of
 from metal_prefill.tasks._similarity import SIMILARITIES, Array, SimilarityFunction, normalized
 from metal_prefill.tasks._text_passes import Ids, TextPasses
 from metal_prefill.tasks._vectors import quantize_embeddings
+
+BODY = "Transformer"  # class of the module that computes hidden states
+_OF_BODY = ("max_seq_length", "tokenizer", "tokenize")  # its attributes that a model has, too
+_KINDS = {NORMALIZE: "Normalize", NORM: "LayerNorm", TANH_INT8: "FlexibleQuantizer"}  # of steps, but dense
 
 
 class VectorEncoder(Encoder):
@@ -28,7 +33,9 @@ class VectorEncoder(Encoder):
 
     @similarity_fn_name.setter
     def similarity_fn_name(self, name: str | SimilarityFunction) -> None:
-        self._similarity = SimilarityFunction(name)
+        stated = name.value if isinstance(name, SimilarityFunction) else name
+        known = {item.value: item for item in SIMILARITIES}
+        self._similarity: SimilarityFunction = one_of("similarity_fn_name", stated, known)
 
     def similarity(self, embeddings1: Any, embeddings2: Any) -> Any:
         """Return the similarity of each vector of the first array with each of the second."""
@@ -39,8 +46,30 @@ class VectorEncoder(Encoder):
         return SIMILARITIES[self._similarity][1](embeddings1, embeddings2)
 
 
+class Module:
+    """A module of a model; that of the transformer has the limit of texts and the tokenizer."""
+
+    def __init__(self, model: Encoder, kind: str) -> None:
+        vars(self).update(_model=model, _kind=kind)
+
+    def __repr__(self) -> str:
+        return f"{self._kind}()"
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name not in _OF_BODY or self._kind != BODY:
+            raise UnsupportedName(f"the attribute {name} of a {vars(self).get('_kind')} is not supported")
+        return getattr(self._model, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        getattr(self, name)  # raises an error for names that are not supported
+        setattr(self._model, name, value)
+
+
 class SentenceTransformer(VectorEncoder):
     """A model that computes a vector for each text; :class:`Encoder` describes further arguments.
+
+    Indices select its modules. ``model[0]`` has `max_seq_length` and `tokenizer`; other attributes of modules
+    raise NotImplementedError.
 
     Parameters
     ----------
@@ -61,6 +90,15 @@ class SentenceTransformer(VectorEncoder):
         super().__init__(model_name_or_path, **options)
         self.similarity_fn_name = similarity_fn_name or self._stated(SIMILARITY_KEY, "cosine")
         self.truncate_dim = truncate_dim or self._stated(TRUNCATE_KEY, None)
+
+    def __len__(self) -> int:
+        return len(self._kinds())
+
+    def __iter__(self) -> Iterator[Module]:
+        return (Module(self, kind) for kind in self._kinds())
+
+    def __getitem__(self, index: int) -> Module:
+        return list(self)[integer("the index of a module", index)]
 
     def encode(
         self,
@@ -143,9 +181,17 @@ class SentenceTransformer(VectorEncoder):
     def _stated(self, key: str, default: Any) -> Any:
         return self.engine.gguf.metadata.get(key, default)
 
+    def _normalizes(self) -> bool:
+        return bool(self._stated(f"{self.engine.config.architecture}.embedding_normalize", False))
+
+    def _kinds(self) -> list[str]:
+        """Return the class of each module."""
+        body = [BODY, "Pooling"] if self.engine.config.n_layers else ["StaticEmbedding"]
+        steps = [*self.engine.head.steps, *([NORMALIZE] if self._normalizes() else [])]
+        return body + [_KINDS.get(step, "Dense") for step in steps]
+
     def _vectors(self, encoded: EncodedTexts) -> Any:
-        head, config = self.engine.head, self.engine.config
-        normalize = bool(self._stated(f"{config.architecture}.embedding_normalize", False))
+        head, config, normalize = self.engine.head, self.engine.config, self._normalizes()
         pooling = head.pooling or ("last" if config.causal else "mean")
         passes, prompts, unpooled = TextPasses(self.engine), encoded.prompts, encoded.unpooled
         return embed_prompts(
@@ -169,8 +215,17 @@ class MultiVectorEncoder(Encoder):
         self, model_name_or_path: ModelName = None, *, similarity_fn_name: str = "maxsim", **options: Any
     ) -> None:
         super().__init__(model_name_or_path, **options)
-        one_of("similarity_fn_name", similarity_fn_name, {"maxsim": None, "meanmaxsim": None})
         self.similarity_fn_name = similarity_fn_name
+
+    @property
+    def similarity_fn_name(self) -> str:
+        """Name of the similarity of texts."""
+        return self._similarity
+
+    @similarity_fn_name.setter
+    def similarity_fn_name(self, name: str) -> None:
+        one_of("similarity_fn_name", name, {"maxsim": None, "meanmaxsim": None})
+        self._similarity = name
 
     def encode(
         self,
@@ -211,19 +266,8 @@ class MultiVectorEncoder(Encoder):
 
     def similarity(self, embeddings1: Any, embeddings2: Any) -> Array:
         """Return the score of each query with each document, float64 ``[queries, documents]``."""
-        documents = _matrices(embeddings2)
-        return np.stack([self._scores(query, documents) for query in _matrices(embeddings1)])
+        return query_scores(embeddings1, embeddings2, mean=self._similarity != "maxsim")
 
     def similarity_pairwise(self, embeddings1: Any, embeddings2: Any) -> Array:
         """Return the score of each query with the document in the same place, float64 ``[queries]``."""
-        pairs = zip(_matrices(embeddings1), _matrices(embeddings2), strict=True)
-        return np.array([self._scores(query, [document])[0] for query, document in pairs])
-
-    def _scores(self, query: Array, documents: Sequence[Array]) -> Array:
-        return maxsim(query, documents) / (len(query) if self.similarity_fn_name == "meanmaxsim" else 1)
-
-
-def _matrices(embeddings: Any) -> list[Array]:
-    """Return the matrix of each text, of a list or of one text."""
-    whole = [embeddings] if getattr(embeddings, "ndim", 0) == 2 else embeddings
-    return [as_array(matrix) for matrix in whole]
+        return pair_scores(embeddings1, embeddings2, mean=self._similarity != "maxsim")

@@ -61,6 +61,15 @@ class CrossEncoder(Encoder):
         self.activation_fn = activation_fn
 
     @property
+    def max_length(self) -> int:
+        """Name of :attr:`max_seq_length` in earlier versions."""
+        return self.max_seq_length
+
+    @max_length.setter
+    def max_length(self, value: int) -> None:
+        self.max_seq_length = value
+
+    @property
     def num_labels(self) -> int:
         """Number of outputs."""
         return len(self.engine.head.labels) or 1

@@ -1,10 +1,12 @@
 """Late interaction: texts are compared by the vectors of their tokens."""
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from metal_prefill._support.tensors import as_array
 from metal_prefill.tasks._embedding import EncodedText, vectors_of
 from metal_prefill.tasks._text_passes import Ids, TextPasses
 
@@ -43,6 +45,32 @@ def maxsim(
         largest = (query @ tokens.T).max(axis=1) if len(tokens) else np.zeros(1, np.float32)
         scores.append(largest.sum(dtype=np.float64))
     return np.array(scores, np.float64)
+
+
+def query_scores(queries: Any, documents: Any, *, mean: bool = False) -> npt.NDArray[np.float64]:
+    """Return the score of each query with each document, ``[queries, documents]``.
+
+    Each argument is a list of matrices, or one matrix. Scores are those of :func:`maxsim`, or with `mean`
+    divided by the number of tokens of the query.
+    """
+    found = [_scores(query, _matrices(documents), mean) for query in _matrices(queries)]
+    return np.array(found).reshape(len(found), -1)
+
+
+def pair_scores(queries: Any, documents: Any, *, mean: bool = False) -> npt.NDArray[np.float64]:
+    """Return the score of each query with the document in the same place; see :func:`query_scores`."""
+    pairs = zip(_matrices(queries), _matrices(documents), strict=True)
+    return np.array([_scores(query, [document], mean)[0] for query, document in pairs])
+
+
+def _scores(query: Any, documents: Sequence[Any], mean: bool) -> npt.NDArray[np.float64]:
+    return maxsim(query, documents) / (len(query) if mean else 1)
+
+
+def _matrices(vectors: Any) -> list[npt.NDArray[np.float32]]:
+    """Return the matrix of each text, of a list or of one text."""
+    whole = [vectors] if getattr(vectors, "ndim", 0) == 2 else vectors
+    return [as_array(matrix) for matrix in whole]
 
 
 def late_scores(

@@ -20,23 +20,29 @@ def normalized(rows: Array) -> Array:
     return np.asarray(rows / np.maximum(np.linalg.norm(rows, axis=-1, keepdims=True), _TINY))
 
 
-def _rows(value: Any) -> Array:
-    array = np.atleast_2d(as_array(value))
+def _floats(value: Any) -> Array:
+    array = as_array(value)
     return array if array.dtype.kind == "f" else array.astype(np.float32)
 
 
-def _of_rows(compare: Similarity) -> Similarity:
-    """Return a function of arrays or tensors, given the one of their rows."""
+def _of_pairs(compare: Similarity) -> Similarity:
+    """Return a function of arrays or tensors, given the one of arrays."""
 
     @wraps(compare)
     def of_inputs(a: Any, b: Any) -> Any:
-        return like(compare(_rows(a), _rows(b)), a, b)
+        return like(compare(_floats(a), _floats(b)), a, b)
 
     return of_inputs
 
 
+def _of_rows(compare: Similarity) -> Similarity:
+    """Return a function of arrays or tensors, given the one of matrices; vectors are matrices of one row."""
+    return _of_pairs(wraps(compare)(lambda a, b: compare(np.atleast_2d(a), np.atleast_2d(b))))
+
+
 def _distances(a: Array, b: Array, order: int) -> Array:
-    return np.stack([-np.linalg.norm(b - row, order, axis=1) for row in a])
+    rows = [-np.linalg.norm(b - row, order, axis=1) for row in a]
+    return np.array(rows, b.dtype).reshape(len(a), len(b))
 
 
 @_of_rows
@@ -63,25 +69,25 @@ def manhattan_sim(a: Any, b: Any) -> Any:
     return _distances(a, b, 1)
 
 
-@_of_rows
+@_of_pairs
 def pairwise_cos_sim(a: Any, b: Any) -> Any:
     """Return the cosine of vectors in the same place, ``[a]``."""
     return (normalized(a) * normalized(b)).sum(axis=-1)
 
 
-@_of_rows
+@_of_pairs
 def pairwise_dot_score(a: Any, b: Any) -> Any:
     """Return the inner product of vectors in the same place, ``[a]``."""
     return (a * b).sum(axis=-1)
 
 
-@_of_rows
+@_of_pairs
 def pairwise_euclidean_sim(a: Any, b: Any) -> Any:
     """Return the negative Euclidean distance of vectors in the same place, ``[a]``."""
     return -np.linalg.norm(a - b, axis=-1)
 
 
-@_of_rows
+@_of_pairs
 def pairwise_manhattan_sim(a: Any, b: Any) -> Any:
     """Return the negative Manhattan distance of vectors in the same place, ``[a]``."""
     return -np.linalg.norm(a - b, 1, axis=-1)
