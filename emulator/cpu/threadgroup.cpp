@@ -97,13 +97,8 @@ ThreadgroupRunner& ThreadgroupRunner::of(abi::Worker& worker) {
 
 void ThreadgroupRunner::reset_fibers() {
   for (abi::Fiber& fiber : header_->worker.fibers) fiber.stack_pointer = nullptr;
-  free_fibers_.resize(abi::kMaxThreads);
-  order_fibers(abi::kMaxThreads);
-}
-
-// Puts the first of the free fibers in order, so that adjacent threads get adjacent ones.
-void ThreadgroupRunner::order_fibers(unsigned count) {
-  for (unsigned i = 0; i < count; i++) free_fibers_[abi::kMaxThreads - 1 - i] = static_cast<abi::u16>(i);
+  std::fill(std::begin(free_fibers_), std::end(free_fibers_), ~std::uint64_t{0});
+  free_words_ = (1u << std::size(free_fibers_)) - 1;
 }
 
 // Destroys the sanitizer's fibers: those of suspended threads never end, so the next threadgroup could not
@@ -227,8 +222,6 @@ std::string ThreadgroupRunner::run(Dim3 position) {
   }
   place_threadgroup_memory();
   place_threads();
-  order_fibers(taken_);
-  taken_ = count_;
 #if METAL_EMULATOR_TSAN
   reset_fibers();  // a separate fiber for each thread, so that unordered accesses are not ordered by accident
   // All are made here: a fiber made by another one would be ordered after all its earlier actions. Later
@@ -262,8 +255,11 @@ abi::Fiber& ThreadgroupRunner::bind_fiber(unsigned thread) {
   const u32 bit = 1u << thread % abi::kLanes;
   if (!(simdgroup.fresh & bit)) return header_->worker.fibers[threads_[thread].fiber];
   simdgroup.fresh &= ~bit;
-  const abi::u16 index = free_fibers_.back();
-  free_fibers_.pop_back();
+  const auto word = static_cast<unsigned>(std::countr_zero(free_words_));
+  const auto index =
+      static_cast<abi::u16>(word * 64 + static_cast<unsigned>(std::countr_zero(free_fibers_[word])));
+  free_fibers_[word] &= free_fibers_[word] - 1;
+  if (!free_fibers_[word]) free_words_ &= ~(1u << word);
   abi::Fiber& fiber = header_->worker.fibers[index];
   if (!fiber.stack_pointer) {
     fiber.stack_pointer = region_.prepare(index, &enter);
@@ -341,23 +337,19 @@ void ThreadgroupRunner::retire(abi::Fiber& fiber) {
   if (at_barrier_ > 0) fail_waiting("a thread returned while others wait at a threadgroup_barrier");
   // A lane that has returned is inactive: the others no longer wait for it.
   if (simdgroup.waiting && simdgroup.waiting == simdgroup.active) complete(simdgroup, simdgroup.waiting);
+#if !METAL_EMULATOR_TSAN
+  const auto index = static_cast<unsigned>(&fiber - header_->worker.fibers);
+  free_fibers_[index / 64] |= std::uint64_t{1} << index % 64;
+  free_words_ |= 1u << index / 64;
+#endif
+  if (abi::Fiber* adjacent = next_lane(fiber)) return switch_to(&fiber, adjacent);
   if (!simdgroup.ready) ready_simdgroups_ &= ~(1u << group);
-  const auto index = static_cast<abi::u16>(&fiber - header_->worker.fibers);
   const int next = pick(fiber.thread);
   if (next < 0 && returned_ < count_) fail_waiting(kDeadlock);
-#if METAL_EMULATOR_TSAN
-  switch_to(&fiber, next < 0 ? nullptr : &bind_fiber(static_cast<unsigned>(next)));
-#else
-  free_fibers_.push_back(index);
-  if (next < 0) {
-    switch_to(&fiber, nullptr);
-    return;  // a later threadgroup took this fiber
-  }
-  // The next thread begins on this fiber if it is a new one.
-  abi::Fiber& chosen = bind_fiber(static_cast<unsigned>(next));
-  if (&chosen != &fiber) switch_to(&fiber, &chosen);
-#endif
-  static_cast<void>(index);
+  abi::Fiber* chosen = next < 0 ? nullptr : &bind_fiber(static_cast<unsigned>(next));
+  // If this fiber is the first free one, a new thread begins on it. After the last one of a threadgroup, a
+  // later threadgroup takes it.
+  if (chosen != &fiber) switch_to(&fiber, chosen);
 }
 
 // Scheduling.
@@ -399,13 +391,21 @@ int ThreadgroupRunner::pick(unsigned after) {
   return static_cast<int>(group * abi::kLanes + next_member(simdgroups_[group].ready, after % abi::kLanes));
 }
 
-void ThreadgroupRunner::suspend(abi::Fiber& self) {
-  // Usually the next lane follows, on the next fiber. That is found by branches, which processors predict,
-  // rather than by loads, for which they would have to wait.
-  const u32 after = 2u << self.lane;  // 0 for the last lane
-  if (!rng_ && self.simdgroup->ready & ~self.simdgroup->fresh & after &&
-      threads_[self.thread + 1].fiber == &self + 1 - header_->worker.fibers)
-    return switch_to(&self, &self + 1);
+// The next lane's fiber if that lane follows and has the adjacent one, as usual; else null. This is found by
+// branches, which processors predict, rather than by loads, for which they would have to wait.
+inline abi::Fiber* ThreadgroupRunner::next_lane(abi::Fiber& self) const {
+  const u32 next = 2u << self.lane;  // 0 for the last lane
+  const bool adjacent = !rng_ && self.simdgroup->ready & ~self.simdgroup->fresh & next &&
+                        threads_[self.thread + 1].fiber == &self + 1 - header_->worker.fibers;
+  return adjacent ? &self + 1 : nullptr;
+}
+
+inline void ThreadgroupRunner::suspend(abi::Fiber& self) {
+  if (abi::Fiber* adjacent = next_lane(self)) return switch_to(&self, adjacent);
+  suspend_for_any(self);
+}
+
+[[gnu::noinline]] void ThreadgroupRunner::suspend_for_any(abi::Fiber& self) {
   if (!self.simdgroup->ready) ready_simdgroups_ &= ~(1u << (self.thread / abi::kLanes));
   const int next = pick(self.thread);
   if (next < 0) fail_waiting(kDeadlock);
@@ -414,16 +414,7 @@ void ThreadgroupRunner::suspend(abi::Fiber& self) {
 
 void ThreadgroupRunner::transfer(abi::Fiber& self, unsigned thread) {
   if (thread == self.thread) return;
-  abi::Fiber& chosen = bind_fiber(thread);
-  // Usually the next two threads follow, whose stacks have left the L1 cache since they ran.
-  const auto fiber_of = [&](unsigned later) -> const abi::Fiber& {
-    return header_->worker.fibers[threads_[std::min(later, count_ - 1)].fiber];
-  };
-  __builtin_prefetch(&fiber_of(thread + 2));
-  const auto* top = static_cast<const std::byte*>(fiber_of(thread + 1).stack_pointer);
-  __builtin_prefetch(top);
-  __builtin_prefetch(top + 64);
-  switch_to(&self, &chosen);
+  switch_to(&self, &bind_fiber(thread));
 }
 
 // Simdgroup operations and barriers.
@@ -446,12 +437,19 @@ void ThreadgroupRunner::wait_for(abi::Fiber& fiber, const abi::Operation& operat
   simdgroup.ready &= ~bit;
   if (peers) {
     const Thread& peer = threads_[(fiber.thread & ~31u) + static_cast<u32>(std::countr_zero(peers))];
-    if (peer.operation != &operation || peer.line != line)
-      fail_waiting("divergence: lanes of a simdgroup execute different operations");
+    if (peer.operation != &operation || peer.line != line) fail_divergent();
   }
   if (simdgroup.waiting != simdgroup.active) return suspend(fiber);
-  complete(simdgroup, simdgroup.waiting);
+  complete_for(fiber);
+}
+
+[[gnu::noinline]] void ThreadgroupRunner::complete_for(abi::Fiber& fiber) {
+  complete(*fiber.simdgroup, fiber.simdgroup->waiting);
   if (rng_ && (random() & 3) == 0) transfer(fiber, static_cast<unsigned>(pick(fiber.thread)));
+}
+
+[[gnu::noinline]] void ThreadgroupRunner::fail_divergent() {
+  fail_waiting("divergence: lanes of a simdgroup execute different operations");
 }
 
 // Computes the matrix products that lanes have requested. It is an error if their requests differ: some took

@@ -66,6 +66,7 @@ class ThreadgroupRunner {
   static void report_access(void* runner, std::string message);
 
   void wait_for(abi::Fiber& fiber, const abi::Operation& operation, const char* file, abi::u32 line);
+  void complete_for(abi::Fiber& last);  // the last of a simdgroup to arrive
   void wait_at_barrier(abi::Fiber& fiber, const char* file, abi::u32 line);
   void complete(abi::Simdgroup& simdgroup, abi::u32 lanes);
   static int run_queue(abi::Simdgroup& simdgroup);
@@ -74,7 +75,9 @@ class ThreadgroupRunner {
   void retire(abi::Fiber& fiber);  // the fiber's thread has returned
 
   int pick(unsigned after);  // a thread that can run, -1: none
+  abi::Fiber* next_lane(abi::Fiber& self) const;
   void suspend(abi::Fiber& self);
+  void suspend_for_any(abi::Fiber& self);
   void transfer(abi::Fiber& self, unsigned thread);
   void switch_to(abi::Fiber* from, abi::Fiber* to);
   abi::Fiber& bind_fiber(unsigned thread);
@@ -82,6 +85,7 @@ class ThreadgroupRunner {
 
   [[noreturn]] void fail(std::string message);
   [[noreturn]] void fail_waiting(std::string problem);
+  [[noreturn]] void fail_divergent();
   std::string describe_simdgroup(unsigned simdgroup) const;
   std::string describe_product(unsigned group, int number) const;
   // How simdgroups differ in the operations that the whole threadgroup executes; empty: they do not.
@@ -90,15 +94,16 @@ class ThreadgroupRunner {
   void place_threadgroup_memory();
   void place_threads();
   void reset_fibers();
-  void order_fibers(unsigned count);
   void forget();
 
   Region region_;
   Header* header_;
   abi::Simdgroup* simdgroups_;
   std::unique_ptr<Thread[]> threads_;
-  std::vector<abi::u16> free_fibers_;
-  unsigned taken_ = 0;  // by the last threadgroup, at the most: the others are in order
+  // Sets of free fibers, and of the words that are not 0. A new thread takes the first, so that adjacent
+  // threads have adjacent fibers.
+  std::uint64_t free_fibers_[abi::kMaxThreads / 64];
+  std::uint32_t free_words_;
   const Work* work_ = nullptr;
   std::byte* arena_ = nullptr;  // threadgroup memory, kArenaBytes
 
