@@ -129,7 +129,7 @@ class Model:
         deletes them.
     adapter
         Folder of a LoRA adapter, as peft saves it, for a model that is a folder; or the name of an adapter
-        that the folder itself has, such as ``"retrieval.query"`` of jina-embeddings-v3. Its product is added
+        that the folder itself has, such as ``"retrieval"`` of jina-embeddings-v5. Its product is added
         to the weights when the folder is converted.
     fused_norm
         Metal only: compute the norm of a single token within the projections that follow it. Results are the

@@ -1,7 +1,7 @@
 """LoRA adapters merged into the weights of a folder, next to a folder with the sums."""
 
-import json
 import math
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,44 +9,20 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
-from support import model_folders
+from support import adapter_folders, model_folders
+from support.adapter_folders import RANK, TASKS, WORDS, adapter
 from support.bert_relatives import gte
 from support.encoder_folders import RECORDED
-from support.model_folders import DIM, Folder, Values, read, values
+from support.model_folders import DIM, Folder, read, values
 from support.task_folders import TEXTS
 
 from metal_prefill import GGUFError, Model, UnsupportedModelError
 from metal_prefill.cli import main
 from metal_prefill.conversion import convert
+from metal_prefill.sentence_transformers import SentenceTransformer
 
-RANK = 4
-CONFIG = {
-    "peft_type": "LORA",
-    "r": RANK,
-    "lora_alpha": 8,
-    "bias": "none",
-    "base_model_name_or_path": "owner/base",
-}
 deberta = RECORDED["deberta"]
 QUERY = "encoder.layer.0.attention.self.query"
-WORDS = "embeddings.word_embeddings"
-
-
-def adapter(path: Path, shapes: dict[str, tuple[int, int]], **config: Any) -> Path:
-    """Write an adapter of matrices ``[out, in]`` of modules; of embeddings, ``[tokens, dim]``."""
-    path.mkdir(parents=True, exist_ok=True)
-    (path / "adapter_config.json").write_text(json.dumps({**CONFIG, **config}))
-    tensors: dict[str, Values] = {}
-    for i, (module, (rows, columns)) in enumerate(shapes.items()):
-        name = f"base_model.model.{module}."
-        if module.endswith(WORDS):
-            tensors |= {f"{name}lora_embedding_A": values((RANK, rows), i)}
-            tensors |= {f"{name}lora_embedding_B": values((columns, RANK), i)}
-        else:
-            tensors |= {f"{name}lora_A.weight": values((RANK, columns), i)}
-            tensors |= {f"{name}lora_B.weight": values((rows, RANK), i)}
-    save_file(tensors, path / "adapter_model.safetensors")
-    return path
 
 
 def summed(folder: Folder, shapes: dict[str, tuple[int, int]], scale: float, prefix: str = "") -> Folder:
@@ -188,3 +164,73 @@ def test_other_adapters_are_refused_by_name(tmp_path: Path, name: str) -> None:
     change(added)
     with pytest.raises((GGUFError, UnsupportedModelError), match=message):
         convert(bert(tmp_path / "m").write(), tmp_path / "m.gguf", adapter=added)
+
+
+EXACT: dict[str, Any] = {"compute": "f32", "kv_dtype": "f32"}
+
+
+@pytest.mark.parametrize("name", adapter_folders.RECORDED)
+def test_vectors_of_each_task_are_those_of_peft(
+    tmp_path: Path, own_cache: Path, device: str, name: str
+) -> None:
+    folder = adapter_folders.RECORDED[name](tmp_path / "m").write()
+    options = EXACT if device == "cpu" else {"kv_dtype": "f32"}
+    with np.load(adapter_folders.RECORD) as record:
+        expected = record[name]
+    for task, wanted in zip(TASKS, expected, strict=True):
+        with Model(folder, adapter=task, device=device, **options) as model:
+            found = model.embed(adapter_folders.TEXTS, instruction="document")
+            assert model.engine.config.causal == (name == "small")
+        assert (found * wanted).sum(axis=1).min() >= {"cpu": 0.999999, "metal": 0.9999}[device]
+    # Adapters have an effect that no error of the engine reaches.
+    assert (expected[:-1] * expected[1:]).sum(axis=2).max() < 0.99
+
+
+def test_a_folder_with_adapters_needs_the_name_of_one(
+    tmp_path: Path, own_cache: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = adapter_folders.nano(tmp_path / "m").write()
+    names = ", ".join(sorted(TASKS))
+    with pytest.raises(UnsupportedModelError, match=f"m: has the adapters {names}; name one of them as"):
+        Model(folder)
+    with pytest.raises(GGUFError, match=f"adapter query is neither a folder nor one of {names}"):
+        Model(folder, adapter="query")
+    with pytest.raises(GGUFError, match="adapter query is not a folder"):
+        Model(bert(tmp_path / "b").write(), adapter="query")
+    assert main(["embed", "-m", str(folder), "--adapter", "retrieval", "a rose"]) == 0
+    assert main(["convert", str(folder), str(tmp_path / "m.gguf"), "--adapter", "clustering"]) == 0
+
+
+def test_the_class_pools_without_a_list_of_modules(tmp_path: Path, own_cache: Path) -> None:
+    folder = adapter_folders.nano(tmp_path / "m").write()
+    found = []
+    for listed in (True, False):
+        if not listed:
+            (folder / "modules.json").unlink()
+        with Model(folder, adapter=TASKS[0], device="cpu") as model:
+            found.append(model.embed(adapter_folders.TEXTS))
+    np.testing.assert_array_equal(*found)
+
+
+def test_a_folder_with_a_merged_adapter_opens_without_a_name(tmp_path: Path, own_cache: Path) -> None:
+    folder = adapter_folders.small(tmp_path / "m").write()
+    whole = convert(folder, tmp_path / "a.gguf", adapter=folder / "adapters" / TASKS[1])
+    assert convert(folder, tmp_path / "b.gguf", adapter=TASKS[1]).read_bytes() == whole.read_bytes()
+    shutil.rmtree(folder / "adapters")
+    with Model(folder, device="cpu") as model:
+        assert model.engine.head.pooling == "last"
+
+
+def test_sentence_transformers_choose_an_adapter_when_a_model_is_opened(
+    tmp_path: Path, own_cache: Path
+) -> None:
+    folder = adapter_folders.small(tmp_path / "m").write()
+    kwargs = {"default_task": "retrieval", "dtype": "float32"}
+    model = SentenceTransformer(folder, device="cpu", model_kwargs=kwargs)
+    with np.load(adapter_folders.RECORD) as record:
+        expected = record["small"][TASKS.index("retrieval")]
+    for found in (model.encode(adapter_folders.TEXTS, task="retrieval"), model.encode(adapter_folders.TEXTS)):
+        assert (found * expected).sum(axis=1).min() >= 0.999999
+    message = r"task 'clustering' is not .*: open one with model_kwargs=\{'default_task': 'clustering'\}"
+    with pytest.raises(NotImplementedError, match=message):
+        model.encode(adapter_folders.TEXTS, task="clustering")

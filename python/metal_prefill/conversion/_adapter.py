@@ -1,7 +1,8 @@
 """LoRA adapters (arXiv:2106.09685), merged into the weights of a folder.
 
-An adapter is a folder as peft saves it, or one of several within the weights, as jina-embeddings-v3 has them
-(arXiv:2409.10173): next to a matrix, ``lora_A`` and ``lora_B`` have one matrix for each adapter.
+An adapter is a folder as peft saves it, which may be in that of the model, as those of jina-embeddings-v5
+(arXiv:2602.15547); or one of several within the weights, as jina-embeddings-v3 has them (arXiv:2409.10173):
+next to a matrix, ``lora_A`` and ``lora_B`` have one matrix for each adapter.
 """
 
 import math
@@ -10,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from metal_prefill.conversion._body import ADAPTER
+from metal_prefill.conversion._body import ADAPTER, adapters_of
 from metal_prefill.conversion._fields import Fields
 from metal_prefill.conversion._weights import FloatArray, Index, Weight, listed_tensors
 from metal_prefill.errors import GGUFError
@@ -33,10 +34,12 @@ def adapted(
 ) -> Mapping[str, Weight]:
     """Return the weights of a folder with those of an adapter added, if there is one."""
     own = [str(name) for name in config.sequence("lora_adaptations")]
+    index = own.index(str(adapter)) if str(adapter) in own else None
+    if index is None and adapter is not None and not adapter.is_dir():
+        known = ", ".join(own or adapters_of(config.path.parent))
+        problem = f"is neither a folder nor one of {known}" if known else "is not a folder"
+        raise config.error(f"adapter {adapter} {problem}")
     if own:
-        index = own.index(str(adapter)) if str(adapter) in own else None
-        if index is None and adapter is not None and not adapter.is_dir():
-            raise config.error(f"adapter {adapter} is neither a folder nor one of {', '.join(own)}")
         weights = _with_own(config, weights, len(own), index)
         adapter = adapter if index is None else None
     return weights if adapter is None else merged(weights, adapter, prefixes)

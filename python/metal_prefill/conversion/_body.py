@@ -38,8 +38,32 @@ def body_folder(folder: Path) -> Path:
     raise GGUFError(f"{folder}: has no config.json, which a model folder contains{hint}")
 
 
+def adapters_of(folder: Path) -> dict[str, Path]:
+    """Return the folders of adapters in a model folder by their names, as jina-embeddings-v5 has them."""
+    return {path.parent.name: path.parent for path in sorted(folder.glob(f"adapters/*/{ADAPTER}"))}
+
+
+def adapter_folder(folder: Path, adapter: Path | None) -> Path | None:
+    """Return the folder of an adapter that a caller names; the name itself if no folder has it.
+
+    Raises
+    ------
+    UnsupportedModelError
+        The caller names none, but the folder has some.
+    """
+    if adapter is None:
+        refuse_adapter(folder)
+        return None
+    return adapters_of(folder).get(str(adapter), adapter)
+
+
 def refuse_adapter(folder: Path) -> None:
-    """Raise an UnsupportedModelError if a folder has an adapter, which a caller must name to apply it."""
+    """Raise an UnsupportedModelError if a folder has adapters, of which a caller must name one."""
+    if known := adapters_of(folder):
+        names = ", ".join(known)
+        raise UnsupportedModelError(
+            shortened(f"{folder}: has the adapters {names}; name one of them as adapter= or --adapter")
+        )
     if not (folder / ADAPTER).is_file():
         return
     base = Fields.read(folder / ADAPTER).values.get("base_model_name_or_path")

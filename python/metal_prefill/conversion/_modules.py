@@ -14,7 +14,7 @@ from metal_prefill.conversion._body import (
     token_heads,
 )
 from metal_prefill.conversion._fields import Fields, is_number
-from metal_prefill.conversion._sources import Task
+from metal_prefill.conversion._sources import JINA_V5, Task
 from metal_prefill.conversion._static import CLASS
 from metal_prefill.conversion._torch_file import read_torch_file
 from metal_prefill.conversion._weights import Weight, read_module
@@ -57,7 +57,9 @@ _OF_CLASSES: dict[Any, NumberedPooling] = {"avg": "mean", "cls": "cls", "last": 
 # Classes of modules: in their order without a pooling, and those that may follow one in any order.
 _OF_TOKENS = ("Transformer", "Dense", "Normalize", "MultiVectorMask")
 _QUANTIZER = "FlexibleQuantizer"  # of pplx-embed's own code
-_CHOOSES_ADAPTER = "custom_st.Transformer"  # of jina-embeddings-v3, whose adapter is chosen when it is opened
+# Module of jina-embeddings, whose adapter is chosen when a model is opened. That of version 5 also pools.
+_CHOOSES_ADAPTER = "custom_st.Transformer"
+_POOLS = ["task", "truncate_dim"]  # its arguments in version 5
 _AFTER_POOLING = ("Dense", "LayerNorm", "Normalize", "Dropout", _QUANTIZER)
 KINDS = (
     *_OF_TOKENS,
@@ -127,6 +129,10 @@ def read_modules(folder: Path, config: Fields, task: Task) -> Modules:
     if static:
         found.set_pooling("mean")
     path = folder / "modules.json"
+    if config.values.get("architectures") == [f"{JINA_V5}Model"] and _pools_itself(folder):
+        found.set_pooling("last")
+        found.metadata["embedding_normalize"] = True
+        return found
     if not path.is_file():
         if static and config.boolean("normalize"):
             found.metadata["embedding_normalize"] = True
@@ -178,6 +184,12 @@ def read_modules(folder: Path, config: Fields, task: Task) -> Modules:
         found.set_pooling("none")
         _check_normalized(folder, listing, kinds)
     return found
+
+
+def _pools_itself(folder: Path) -> bool:
+    """Return whether a folder of jina-embeddings-v5 leaves pooling to its class."""
+    listed = modules_of(folder) if (folder / "modules.json").is_file() else []
+    return all(m.string("type") == _CHOOSES_ADAPTER and m.sequence("kwargs") == _POOLS for m in listed)
 
 
 def _add_token_heads(found: Modules, folder: Path) -> None:

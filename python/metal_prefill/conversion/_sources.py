@@ -92,6 +92,7 @@ _BODIES = {"bert": "Bert", "roberta": "Roberta", "xlm-roberta": "XLMRoberta"}
 # Families of folders that name the class of another, whose positions they do not have.
 _WITH_POSITIONS = {"alibi": "JinaBert", "rotary": "JinaEmbeddingsV3"}
 _QKV = ("query", "key", "value")
+JINA_V5 = "JinaEmbeddingsV5"  # family of two backbones, a decoder and an encoder
 BIDIRECTIONAL = "Bidirectional"  # ends the names of decoders whose tokens see those after them
 
 
@@ -712,6 +713,7 @@ SOURCES: dict[str, Source] = {
     "Mistral": replace(_LLAMA, more=_settings.mistral),
     "Qwen2": replace(_QWEN, architecture="qwen2", biases={}),  # always some in attention
     "Qwen3": replace(_QWEN, architecture="qwen3"),
+    JINA_V5: replace(_QWEN, architecture="qwen3"),  # unless it states that it is an encoder
     "PPLXQwen3": replace(_QWEN, architecture="qwen3", constants={"attention.causal": False}),
     "Qwen3Moe": _llama_like(
         "qwen3moe",
@@ -901,6 +903,8 @@ def find_source(config: Fields) -> tuple[Source, Task]:
         known = ", ".join((*SOURCES, COLBERT))
         raise config.unsupported(f"model class {name} is not supported; supported families are {known}")
     source, task = SOURCES[family], TASKS[match[2]]
+    if family == JINA_V5 and not config.boolean("is_decoder", default=True):
+        source = SOURCES["EuroBert"]
     if ARCHITECTURES[source.architecture].causal and (
         family != match[1] or _is_bidirectional(source, config)
     ):

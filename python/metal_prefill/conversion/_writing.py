@@ -20,7 +20,7 @@ from metal_prefill._support.atomic_write import replacing
 from metal_prefill._support.interruptions import whole_interruptions
 from metal_prefill._support.messages import shortened
 from metal_prefill.conversion._adapter import adapted
-from metal_prefill.conversion._body import GLINER, body_folder, refuse_adapter
+from metal_prefill.conversion._body import GLINER, adapter_folder, body_folder
 from metal_prefill.conversion._colbert import colbert_heads, colbert_metadata
 from metal_prefill.conversion._fields import Fields, is_number
 from metal_prefill.conversion._folder_vocabulary import FolderVocabulary
@@ -99,7 +99,7 @@ def convert(
         Name of the model in the file; by default that of the folder.
     adapter
         Folder of a LoRA adapter (``adapter_config.json``, ``adapter_model.safetensors``) to merge into the
-        weights, or the name of an adapter within the weights, such as ``"retrieval.query"``.
+        weights, or the name of an adapter in the folder or within its weights, such as ``"retrieval"``.
     encoders
         Folders with the configuration and the tokenizer of an encoder, which a folder of GLiNER may lack:
         of that of ``"texts"``, and of that of ``"labels"`` in models with two encoders.
@@ -130,8 +130,7 @@ def convert(
     if not folder.is_dir():
         problem = "is a file, not a model folder" if folder.exists() else "no such folder"
         raise GGUFError(f"{folder}: {problem}")
-    if adapter is None:
-        refuse_adapter(folder)
+    adapter = adapter_folder(folder, None if adapter is None else Path(adapter))
     body = body_folder(folder)
     entities = None
     if (folder / GLINER).is_file():
@@ -150,7 +149,7 @@ def convert(
     metadata |= modules.metadata
     task = "masked" if modules.masked else task
     weights: Mapping[str, Weight] = read_weights(body) if entities is None else entities.texts.weights
-    weights = adapted(whole, weights, None if adapter is None else Path(adapter), source.prefixes)
+    weights = adapted(whole, weights, adapter, (*source.prefixes, source.added_prefix))
     weights = source.combined(config, weights)
     found = _by_role(source, config, task, metadata, weights, modules)
     tied = whole if whole.has("tie_word_embeddings") else config

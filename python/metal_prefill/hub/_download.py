@@ -33,6 +33,7 @@ _FOLDER_FILES = (
     *("added_tokens.json", "vocab.txt", "spm.model", "chat_template.jinja", "modules.json"),
     *("config_sentence_transformers.json", "sentence_*_config.json", "artifact.metadata"),
     *("sparse_linear.pt", "colbert_linear.pt", "adapter_config.json", "viterbi_calibration.json"),
+    *("adapters/*/adapter_config.json", "adapters/*/adapter_model.safetensors"),
     # Folders of modules, such as 1_Pooling or query_0_SparseStaticEmbedding.
     "*[0-9]_[A-Z]*/*.json",
     "*[0-9]_[A-Z]*/model.safetensors",

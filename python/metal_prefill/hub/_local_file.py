@@ -188,16 +188,15 @@ def _key(folder: Path, adapter: Path | None, encoders: Mapping[str, Path], *, wh
     from metal_prefill.conversion._adapter import FILE as ADAPTER_FILE
     from metal_prefill.conversion._body import (
         ADAPTER,
+        adapter_folder,
         body_folder,
         module_folders,
-        refuse_adapter,
         token_heads,
     )
     from metal_prefill.conversion._gliner import tokenizer_folders
     from metal_prefill.conversion._weights import FILE, source_files
 
-    if adapter is None:
-        refuse_adapter(folder)
+    adapter = adapter_folder(folder, adapter)
     weights = source_files(body_folder(folder))
     digest = hashlib.sha256(f"{version()} {LAYOUT}\n".encode())
     if adapter is not None and not adapter.is_dir():  # the name of one within the weights

@@ -22,7 +22,6 @@ from metal_prefill.tasks._prompts import PromptForm, PromptRules, TextRole
 from metal_prefill.tasks._similarity import Array
 
 CUT = PromptRules(truncate="end")  # in silence, as sentence-transformers does
-
 ModelName: TypeAlias = "str | os.PathLike[str] | None"
 
 _log = logging.getLogger("metal_prefill")
@@ -44,8 +43,9 @@ class Encoder:
     """A model of sentence-transformers, opened by :class:`metal_prefill.Model`.
 
     Arguments are those of sentence-transformers. A name without an owner belongs to the organization of the
-    class. ``dtype`` in `model_kwargs` selects `compute` and `kv_dtype` of :class:`metal_prefill.Model`. Code
-    of repositories is never executed; `backend`, `config_kwargs` and `model_card_data` have no effect.
+    class. ``dtype`` in `model_kwargs` selects `compute` and `kv_dtype` of :class:`metal_prefill.Model`, and
+    ``default_task`` its `adapter`. Code of repositories is never executed; `backend`, `config_kwargs` and
+    `model_card_data` have no effect.
 
     Raises
     ------
@@ -85,13 +85,14 @@ class Encoder:
         options = {**(model_kwargs or {}), **(tokenizer_kwargs or {}), **(processor_kwargs or {})}
         dtype = str(options.pop("dtype", options.pop("torch_dtype", "auto"))).removeprefix("torch.")
         max_length = options.pop("model_max_length", None)
+        adapter = options.pop("default_task", None)  # as jina-embeddings name it
         for key in {**options, **(config_kwargs or {})}:
             if key not in _WITHOUT_EFFECT:
                 raise NotImplementedError(f"the argument {key!r} of models and tokenizers is not supported")
         source = {"revision": revision, "token": token, "cache_dir": cache_folder}
         path = _path_of(os.fspath(model_name_or_path), self.organization, source)
         device = one_of("device", "auto" if device is None else str(device), _DEVICES)
-        self._options = {"path": path, "device": device, **one_of("dtype", dtype, _TYPES)}
+        self._options = {"path": path, "device": device, "adapter": adapter, **one_of("dtype", dtype, _TYPES)}
         self._model = Model(**self._options)
         if max_length is not None:
             self.max_seq_length = max_length
@@ -191,6 +192,9 @@ class Encoder:
         """Raise NotImplementedError for options and devices of a call that are not supported."""
         if unknown := options.keys() - {"task", "pool", "chunk_size"}:
             raise NotImplementedError(f"{type(self).__name__} does not support {', '.join(sorted(unknown))}")
+        if (task := options.get("task")) not in (None, "query", "document", self._options["adapter"]):
+            hint = f"model_kwargs={ {'default_task': task} }"
+            raise NotImplementedError(f"task {task!r} is not that of the model: open one with {hint}")
         for name in device if isinstance(device, (list, tuple)) else [device or "auto"]:
             if one_of("device", str(name), _DEVICES) not in ("auto", _DEVICES[self.device]):
                 raise NotImplementedError(f"a model on {self.device} does not move to {name}: open it there")
