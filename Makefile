@@ -173,14 +173,15 @@ release-check: wheels
 	$(MAKE) test-wheels
 	$(BIN)/python tools/check/release.py
 
-# The server's page in a browser.
+# The server's page in a browser; PAGE_PICTURE=1 also renews the picture of the README.
 $(VENV)/.page: pyproject.toml $(VENV)/.ready
 	$(PIP) install --group page
 	@touch $@
 
 test-page: build/.emulator $(VENV)/.page $(VENV)/.model
 	@tools/build/setup_packages.sh browser
-	$(BIN)/python -m pytest tests/serve/test_page.py tests/serve/test_activity.py tests/serve/test_page_in_browser.py
+	$(BIN)/python -m pytest tests/serve/test_page.py tests/serve/test_activity.py tests/serve/test_page_in_browser.py \
+	  tests/serve/test_page_picture.py
 
 bench: build/.plain
 	$(BIN)/python -m metal_prefill.bench

@@ -10,14 +10,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from support.page import CONTRASTS, NAMELESS, NARROW, WIDE, Pages, ask, facts
 from support.running_server import Running, running, wait_until
 
 from metal_prefill import Model
 
-PARTS = ("chat", "compare", "vectors", "batch")
+PARTS = ("chat", "compare", "batch")
 # The lowest contrast of WCAG 2.2, level AA.
 LEAST_CONTRAST = 4.5
 
@@ -150,46 +149,6 @@ def test_two_prompts_are_compared(pages: Pages, demo_path: Path) -> None:
     assert f"{100 * shared / len(ids[1]):.1f}%" in page.locator(".headline").inner_text()
 
 
-def test_vectors_are_projected_on_their_principal_components(
-    pages: Pages, vector_model: Model, vector_server: Running
-) -> None:
-    texts = ["to be", "or not to be", "that is", "the question", "whether 'tis nobler", "in the mind"]
-    page = pages.open(vector_server)
-    page.get_by_role("tab", name="Vectors").click()
-    page.fill("#vectors-input", "\n".join(texts))
-    page.get_by_role("button", name="Show").click()
-    page.locator(".scatter").wait_for()
-    vectors = vector_model.embed(texts).astype(np.float64)
-    left, sizes, _ = np.linalg.svd(vectors - vectors.mean(0), full_matrices=False)
-    explained = sizes**2 / (sizes**2).sum()
-    labels = page.locator(".scatter .axis").all_text_contents()
-    assert [int(re.findall(r"(\d+)%", label)[0]) for label in labels] == np.round(
-        100 * explained[:2]
-    ).tolist()
-    places = [
-        re.findall(r"[\d.]+", dot.get_attribute("transform")) for dot in page.locator(".scatter .dot").all()
-    ]
-    found = np.array(places, np.float64)
-    for axis in range(2):  # up to its sign, and to the scale of the picture
-        expected = left[:, axis] * sizes[axis]
-        assert abs(np.corrcoef(found[:, axis], expected)[0, 1]) > 0.9999
-    similar = vectors @ vectors.T
-    for i in (0, 1):
-        assert page.locator(".chosen-text").inner_text() == texts[i]
-        nearest = sorted((j for j in range(len(texts)) if j != i), key=lambda j: -similar[i, j])[:3]
-        items = page.locator(".neighbours li").all_inner_texts()
-        assert [item.split(" ", 1)[1].strip() for item in items] == [texts[j] for j in nearest]
-        page.locator(".scatter .dot").nth(i).focus()
-        page.keyboard.press("ArrowRight")
-
-
-def test_a_model_without_vectors_is_reported(pages: Pages, server: Running) -> None:
-    page = pages.open(server)
-    page.get_by_role("tab", name="Vectors").click()
-    assert "--pooling mean" in page.locator("#vectors .empty").inner_text()
-    assert page.get_by_role("button", name="Show").is_disabled()
-
-
 def test_the_key_is_requested_and_kept_in_the_tab(pages: Pages, cpu_model: Model) -> None:
     key = "schlüssel ✓"
     with running(cpu_model, api_keys=[key]) as server:
@@ -239,7 +198,7 @@ def test_everything_is_reachable_by_keyboard(pages: Pages, server: Running) -> N
     page = pages.open(server)
     assert page.evaluate("() => document.activeElement.id") == "chat-input"
     page.locator("#tab-chat").focus()
-    for name in ("compare", "vectors", "chat"):
+    for name in ("compare", "chat"):
         page.keyboard.press("ArrowRight")
         assert page.evaluate("() => document.activeElement.id") == f"tab-{name}"
         assert page.locator(f"#{name}").is_visible()

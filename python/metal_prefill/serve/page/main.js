@@ -6,9 +6,8 @@ import { Chat } from "./chat.js";
 import { Compare } from "./compare.js";
 import { byId, el } from "./dom.js";
 import { count } from "./format.js";
-import { Vectors } from "./vectors.js";
 
-const PARTS = ["chat", "compare", "vectors", "batch"];
+const PARTS = ["chat", "compare", "batch"];
 const THEMES = { system: ["◐", "as the system"], light: ["☀", "light"], dark: ["☾", "dark"] };
 const wide = matchMedia("(min-width: 1180px)"); // the batch is next to the other parts
 
@@ -91,7 +90,6 @@ async function start() {
     describe(model);
     new Chat(byId("chat"), model);
     new Compare(byId("compare"), model);
-    new Vectors(byId("vectors"), model);
     new Batch(byId("batch"));
     byId("chat-input").focus();
     document.body.dataset.ready = "true";
