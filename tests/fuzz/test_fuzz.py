@@ -21,7 +21,7 @@ from support.template_writer import write_template
 from support.tiny_models import TINY_ENCODERS, TINY_EXPERTS, TINY_MODELS
 
 from metal_prefill import ChatTemplateError, MetalPrefillError, Model
-from metal_prefill._support.arguments import token_array
+from metal_prefill.session import token_array
 from metal_prefill.text import ChatTemplate
 
 pytestmark = [
