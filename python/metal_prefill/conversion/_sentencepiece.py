@@ -4,9 +4,8 @@ import base64
 import binascii
 from collections.abc import Mapping, Sequence
 
-from metal_prefill.conversion._added_tokens import ListedTokens, listed_tokens
 from metal_prefill.conversion._fields import Fields, is_number
-from metal_prefill.conversion._folder_vocabulary import FolderVocabulary, steps
+from metal_prefill.conversion._folder_vocabulary import FolderVocabulary, ListedTokens, listed_tokens, steps
 from metal_prefill.text._encoder_vocabulary import CHARSMAP, SPACE, SPACE_STEPS, STEPS_KEY
 from metal_prefill.text._vocabulary import PREPEND_SCHEMES, TokenType
 

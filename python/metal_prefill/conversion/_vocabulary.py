@@ -5,16 +5,16 @@ from pathlib import Path
 from typing import Any
 
 from metal_prefill._support.messages import shortened
-from metal_prefill.conversion._added_tokens import listed_tokens
 from metal_prefill.conversion._fields import Fields, read_text
 from metal_prefill.conversion._folder_vocabulary import (
     FolderVocabulary,
     fill,
+    listed_tokens,
+    set_frame,
     set_special_tokens,
     set_stops,
     steps,
 )
-from metal_prefill.conversion._frame import set_frame
 from metal_prefill.conversion._sentencepiece import byte_fallback_bpe, unigram
 from metal_prefill.conversion._spm_model import FILE as SPM_FILE
 from metal_prefill.conversion._spm_model import tokenizer_of_spm

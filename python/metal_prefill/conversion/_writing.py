@@ -21,17 +21,20 @@ from metal_prefill._support.interruptions import whole_interruptions
 from metal_prefill._support.messages import shortened
 from metal_prefill.conversion._adapter import adapted
 from metal_prefill.conversion._body import GLINER, adapter_folder, body_folder
-from metal_prefill.conversion._colbert import colbert_heads, colbert_metadata
 from metal_prefill.conversion._fields import Fields, is_number
 from metal_prefill.conversion._folder_vocabulary import FolderVocabulary
 from metal_prefill.conversion._gliner import Encoder, read_gliner
-from metal_prefill.conversion._logit_score import rerank_metadata
-from metal_prefill.conversion._max_tokens import max_tokens
 from metal_prefill.conversion._modules import Modules, read_modules
-from metal_prefill.conversion._prompts import prompt_metadata
 from metal_prefill.conversion._settings import position_offset
 from metal_prefill.conversion._sources import Source, Task, find_source, gguf_name, metadata_of, text_fields
 from metal_prefill.conversion._static import static_configuration, static_lengths
+from metal_prefill.conversion._text_settings import (
+    colbert_heads,
+    colbert_metadata,
+    max_tokens,
+    prompt_metadata,
+    rerank_metadata,
+)
 from metal_prefill.conversion._vocabulary import read_vocabulary
 from metal_prefill.conversion._weights import Stack, Weight, divided, ignored_index, read_weights
 from metal_prefill.errors import GGUFError, UnsupportedModelError

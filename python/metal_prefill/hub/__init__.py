@@ -7,15 +7,14 @@ from typing import TYPE_CHECKING
 from metal_prefill._support.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from metal_prefill.hub._bundled_models import default_model_path
-    from metal_prefill.hub._download import fetch, fetch_folder, resolve_model
+    from metal_prefill.hub._download import default_model_path, fetch, fetch_folder, resolve_model
 
 __all__ = ["default_model_path", "fetch", "fetch_folder", "resolve_model"]
 
 __getattr__ = lazy_names(
     __name__,
     {
-        "default_model_path": "_bundled_models",
+        "default_model_path": "_download",
         "fetch": "_download",
         "fetch_folder": "_download",
         "resolve_model": "_download",

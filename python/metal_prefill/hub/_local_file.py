@@ -19,8 +19,7 @@ from pathlib import Path
 from metal_prefill._support.arguments import Progress
 from metal_prefill._support.atomic_write import replacing
 from metal_prefill.errors import GGUFError
-from metal_prefill.hub._bundled_models import PACKAGED
-from metal_prefill.hub._download import REPOSITORY, fetch_folder, resolve_model
+from metal_prefill.hub._download import PACKAGED, REPOSITORY, fetch_folder, resolve_model
 from metal_prefill.storage._cache_folder import beyond_limit, cache_folder, version
 from metal_prefill.storage._session_file import sample_starts
 
