@@ -150,3 +150,65 @@ def test_a_choice_that_fails_or_is_not_accepted_changes_nothing() -> None:
         sampler.accept(token)
         other.accept(token)
     assert sampler.position == 7
+
+
+def test_the_last_mask_applies_to_all_later_tokens() -> None:
+    sampler, logits = core_sampler(Options(), 1, []), np.array([3, 2, 1], np.float32)
+    sampler.allow_bits([bytes([0b100]), bytes([0b010])])
+    chosen = []
+    for _ in range(3):
+        chosen.append(sampler.choose(logits))
+        sampler.accept(chosen[-1])
+    assert chosen == [2, 1, 1]
+
+
+def test_a_mask_excludes_tokens_beyond_its_end() -> None:
+    """A vocabulary may be padded beyond the tokens that a constraint knows."""
+    logits = np.arange(100, dtype=np.float32)
+    for words in (1, 2, 3):
+        sampler = core_sampler(Options(), 1, [])
+        sampler.allow_bits([b"\xff" * 4 * words])
+        assert sampler.choose(logits) == 32 * words - 1
+
+
+def test_a_given_token_outside_the_vocabulary_is_an_error() -> None:
+    for token in (-1, 3):
+        sampler = core_sampler(Options(), 1, [])
+        sampler.report(0)
+        sampler.follow([token])
+        with pytest.raises(ValueError, match=f"token id {token} is outside the vocabulary of 3"):
+            sampler.choose(np.zeros(3, np.float32))
+
+
+def test_a_top_p_just_below_one_ends_although_sums_are_rounded() -> None:
+    """The sum of all probabilities may be below it, depending on the order of additions."""
+    rng = np.random.default_rng(1)
+    for _ in range(50):
+        sampler = core_sampler(Options(1.0, top_p=math.nextafter(1, 0)), 1, [])
+        assert 0 <= sampler.choose(rng.normal(0, 1, 1000).astype(np.float32)) < 1000
+
+
+@pytest.mark.parametrize(
+    ("logits", "options", "expected"),
+    [
+        # A token with a bias is compared with the others by id if scores are equal, else in float64.
+        ([1, 1], {"logit_bias": {0: 0.0}}, 0),
+        ([1, 1], {"logit_bias": {1: 1e-9}}, 1),
+        # The most probable token is kept, with and without a bias.
+        ([1, 2], {"temperature": 1.0, "min_p": 1.0}, 1),
+        ([1, 2], {"temperature": 1.0, "min_p": 1.0, "logit_bias": {1: 0.0}}, 1),
+        # A bias does not make a finite logit one of the infinite ones.
+        ([math.inf, 1, 2], {"temperature": 4.0, "logit_bias": {1: 1.0, 2: 1.0}}, 0),
+        # The least temperature is that of the argmax.
+        ([1, 3, 2], {"temperature": math.nextafter(0, 1)}, 1),
+        # Of fewer tokens than top-k allows, one is excluded.
+        (
+            [3, 2, *[-math.inf] * 9],
+            {"temperature": 1.0, "top_k": 5, "typical_p": 1e-9, "logit_bias": {1: -math.inf}},
+            0,
+        ),
+    ],
+)
+def test_choices_at_the_edges_of_filters(logits: list[float], options: dict[str, Any], expected: int) -> None:
+    for seed in range(10):
+        assert Sampler(Options(**options), seed=seed)(logits) == expected

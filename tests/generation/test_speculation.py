@@ -137,10 +137,11 @@ def test_every_engine_and_drafter_generates_the_same(
     device: str, tiny: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     always(monkeypatch)
-    n, prompt = (8, [5, 6, 7, 8, 5, 6, 7]) if device == "metal" else (40, [5, 6, 7, 8] * 5)
+    # On the CPU, the first tokens leave the window of penalties.
+    n, prompt = (8, [5, 6, 7, 8, 5, 6, 7]) if device == "metal" else (40, [5, 6, 7, 8] * 12)
     drafters: list[Any] = ["lookup", tiny, lambda tokens: [1, 2, 3], lambda tokens: []]
     with Model(tiny.path, device=device) as model:
-        for options in ({}, SAMPLED):
+        for options in ({}, {**SAMPLED, "frequency_penalty": 0.3}):
             expected = [p.token for p in model.session().stream(prompt, n, speculate="off", **options)]
             for speculate in drafters:
                 with model.session() as session:
