@@ -257,6 +257,7 @@ const std::map<std::string, Call> kCalls = {
     {"rotate", on_values(cpu::calls::rotate)},
     {"multiply_half", on_values(cpu::calls::multiply_half)},
     {"rms_norm", on_values(cpu::calls::rms_norm)},
+    {"layer_norm", on_values(cpu::calls::layer_norm)},
     {"rope", on_values(cpu::calls::rope)},
     {"add_products", on_values(cpu::calls::add_products)},
     {"gated", on_values(cpu::calls::gated)},

@@ -112,6 +112,8 @@ void bind_kernels(nb::module_& m) {
         "The form of activations in products of pairs.");
   m.def("rms_norm", on_arrays(calls::rms_norm), "set"_a, "x"_a, "weight"_a, "eps"_a, "out"_a,
         "RMSNorm of a row.");
+  m.def("layer_norm", on_arrays(calls::layer_norm), "set"_a, "x"_a, "weight"_a, "bias"_a, "eps"_a, "out"_a,
+        "LayerNorm of a row, without a bias if that is empty.");
   m.def("rope", on_arrays(calls::rope), "set"_a, "head"_a, "cos_sin"_a, "neox"_a,
         "Rotation of a head, in place.");
   m.def("gated", on_arrays(calls::gated), "set"_a, "gate"_a, "up"_a, "activation"_a, "out"_a,

@@ -116,19 +116,28 @@ void multiply_int8(const std::string& set, std::uint32_t type, const Bytes& weig
   require(int(out.shape(0)) >= tokens && int(out.shape(1)) >= packed.groups() * kGroupRows,
           "out is too small");
   for (int group = 0; group < packed.groups(); ++group) pack_group(tensor, group, packed.group(group));
+  // Kernels that compute whole tiles must leave the rows before the first one unchanged.
+  constexpr float kGuard = -54321.0f;
+  const std::size_t stride = out.shape(1), before = kTileTokens * stride, size = out.shape(0) * stride;
+  std::vector<float> memory(before + size, kGuard);
+  float* results = memory.data() + before;
+  std::copy_n(out.data(), size, results);
   if (linear.super) {
     const SuperTiles tiles(kernels, x, first);
     for (int group = 0; group < packed.groups(); ++group)
-      kernels.multiply_super(packed, group, tiles.rows, first, tokens, out.data() + group * kGroupRows,
-                             out.shape(1));
+      kernels.multiply_super(packed, group, tiles.rows, first, tokens, results + group * kGroupRows, stride);
   } else {
     const Tiles tiles(kernels, x, first);
     const Buffer scratch(scratch_bytes_of(linear), "scratch");
     for (int group = 0; group < packed.groups(); ++group)
-      multiply_packed(kernels, packed, group, tiles.rows, first, tokens, out.data() + group * kGroupRows,
-                      out.shape(1), scratch.data());
+      multiply_packed(kernels, packed, group, tiles.rows, first, tokens, results + group * kGroupRows, stride,
+                      scratch.data());
   }
   if (kernels.end_phase) kernels.end_phase();
+  require(
+      std::count(memory.begin(), memory.begin() + std::ptrdiff_t(before), kGuard) == std::ptrdiff_t(before),
+      "wrote before the first row");
+  std::copy_n(results, size, out.data());
 }
 
 void multiply_float(const std::string& set, const Matrix& weight, int cols, const Matrix& x, OutMatrix out) {
@@ -225,6 +234,7 @@ void rotate(const std::string& set, const Matrix& x, bool wide, OutBytes codes, 
   const Buffer memory(padded * sizeof(float), "a row");
   for (std::size_t t = 0; t < x.shape(0); ++t) {
     RotatedRows::Terms terms;
+    std::fill_n(memory.as<float>(), padded, std::numeric_limits<float>::quiet_NaN());
     (wide ? kernels.rotate_wide : kernels.rotate)(x.data() + t * cols, int(cols), memory.as<float>(),
                                                   reinterpret_cast<std::byte*>(codes.data() + t * bytes),
                                                   terms);
@@ -235,6 +245,15 @@ void rotate(const std::string& set, const Matrix& x, bool wide, OutBytes codes, 
 void rms_norm(const std::string& set, const Vector& x, const Vector& weight, float eps, OutVector out) {
   require(weight.shape(0) == x.shape(0) && out.shape(0) >= x.shape(0), "wrong shape");
   kernels_named(set).rms_norm(x.data(), weight.data(), eps, int(x.shape(0)), out.data());
+}
+
+void layer_norm(const std::string& set, const Vector& x, const Vector& weight, const Vector& bias, float eps,
+                OutVector out) {
+  const std::size_t n = x.shape(0);
+  require(weight.shape(0) == n && (bias.shape(0) == 0 || bias.shape(0) == n) && out.shape(0) >= n,
+          "wrong shape");
+  kernels_named(set).layer_norm(x.data(), weight.data(), bias.shape(0) == 0 ? nullptr : bias.data(), eps,
+                                int(n), out.data());
 }
 
 void rope(const std::string& set, OutVector head, const Vector& cos_sin, bool neox) {

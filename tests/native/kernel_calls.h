@@ -63,6 +63,9 @@ void add_products(const std::string& set, const Matrix& products, const Vector& 
                   OutMatrix out);
 void round_to_bfloat16(const std::string& set, const Vector& x, OutHalves out);
 void rms_norm(const std::string& set, const Vector& x, const Vector& weight, float eps, OutVector out);
+// An empty bias: there is none.
+void layer_norm(const std::string& set, const Vector& x, const Vector& weight, const Vector& bias, float eps,
+                OutVector out);
 void rope(const std::string& set, OutVector head, const Vector& cos_sin, bool neox);
 void gated(const std::string& set, const Vector& gate, const Vector& up, int activation, OutVector out);
 // A head of a state-space layer: x [tokens, dim], b and c [tokens, rows], dt [tokens], `factors` [3] are a,

@@ -67,9 +67,9 @@ def exactly_rotated(x: Floats) -> npt.NDArray[np.float64]:
 @each_set
 def test_rows_are_rotated_and_rounded(isa: str) -> None:
     for wide in forms(isa):
-        for cols in (1, 7, 80, 100, 576):
+        for cols in (1, 7, 80, 100, 127, 576):
             x = normal(5, cols)
-            x[1, cols // 2] = 30  # as some channels of real models
+            x[1, cols // 2] = x[3, -1] = 30  # as some channels of real models
             x[2] = 0
             codes, scales = rotated(isa, x, wide)
             exact, largest = exactly_rotated(x), most(cols, wide)

@@ -1,6 +1,7 @@
 """Steps between the products of the CPU kernels: norms, rotation, recurrences, activations."""
 
 import math
+from itertools import product
 
 import numpy as np
 import pytest
@@ -16,6 +17,24 @@ def test_rms_norm(isa: str) -> None:
         cpu.rms_norm(isa, x, weight, 1e-5, out)
         expected = x / np.sqrt(np.square(x.astype(np.float64)).mean() + 1e-5) * weight
         np.testing.assert_allclose(out[:n], expected, rtol=1e-5, atol=1e-6)
+        assert np.all(out[n:] == SENTINEL)
+
+
+@each_set
+def test_layer_norm(isa: str) -> None:
+    """The mean is far from 0 or not, the variance near epsilon or not; columns end within a vector or not."""
+    for n, (offset, size), has_bias in product(
+        (1, 5, 64, 80, 577), ((0, 1), (1000, 1), (0, 3e-3)), (True, False)
+    ):
+        x = np.float32(offset) + np.float32(size) * normal(n)
+        weight, bias = normal(n, seed=1), normal(n if has_bias else 0, seed=2)
+        out = np.full(n + 4, SENTINEL, np.float32)
+        out[:n] = np.nan
+        cpu.layer_norm(isa, x, weight, bias, 1e-5, out)
+        d = x - x.astype(np.float64).mean()
+        expected = d / np.sqrt(np.square(d).mean() + 1e-5) * weight + (bias if has_bias else 0)
+        # A mean of 1000 is rounded to 2^-14 of the deviation.
+        np.testing.assert_allclose(out[:n], expected, rtol=1e-5, atol=1e-3 if offset else 1e-5)
         assert np.all(out[n:] == SENTINEL)
 
 
@@ -161,7 +180,7 @@ def test_the_clamped_activation_limits_gate_and_factor(isa: str) -> None:
 
 @each_set
 def test_activations_are_exact_to_a_few_roundings_for_numbers_of_every_size(isa: str) -> None:
-    for activation in ("silu", "gelu", "gelu_erf"):
+    for kind, activation in enumerate(("silu", "gelu", "gelu_erf")):
         sizes = np.concatenate([np.linspace(0, 30, 4001), np.geomspace(1e-9, 1e30, 400)])
         x = np.concatenate([sizes, -sizes]).astype(np.float32)
         wide = x.astype(np.float64)
@@ -173,15 +192,15 @@ def test_activations_are_exact_to_a_few_roundings_for_numbers_of_every_size(isa:
             else:
                 share = 0.5 * np.array([math.erfc(-value / math.sqrt(2)) for value in wide])
         out = np.empty_like(x)
-        cpu.gated(isa, x, np.ones_like(x), ["silu", "gelu", "gelu_erf"].index(activation), out)
+        cpu.gated(isa, x, np.ones_like(x), kind, out)
         # 7.1.26 of Abramowitz and Stegun, which most sets take for erf, is within 1.5e-7.
         assert np.all(np.abs(out - wide * share) <= 4e-7 * np.maximum(1, np.abs(wide * share)))
-    bad = np.array([np.nan, np.inf, 1.0], np.float32)
-    result = np.empty_like(bad)
-    cpu.gated(isa, bad, np.ones_like(bad), 0, result)
-    assert np.isnan(result[0])
-    assert result[1] == np.inf
-    assert np.isfinite(result[2])
+        bad = np.array([np.nan, np.inf, 1.0], np.float32)
+        result = np.empty_like(bad)
+        cpu.gated(isa, bad, np.ones_like(bad), kind, result)
+        assert np.isnan(result[0]), activation
+        assert not np.isfinite(result[1]), activation
+        assert np.isfinite(result[2]), activation
 
 
 @each_set
