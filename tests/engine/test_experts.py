@@ -107,6 +107,22 @@ def test_ties_go_to_the_first_experts(tmp_path: Path) -> None:
     assert least_correlation(all_logits(path, ids), ReferenceModel(path).forward(ids).logits) > 0.99999
 
 
+@pytest.mark.parametrize("extreme", ["a score is NaN", "scores are 0 or 1"])
+def test_extreme_scores_leave_states_finite(device: str, tmp_path: Path, extreme: str) -> None:
+    """An expert whose score is NaN is not chosen; the scores of those that are chosen may all be 0."""
+    plain = write(tmp_path / "plain.gguf", LFM2)
+    router = [name for name in GGUFFile(plain).tensors if name.endswith("ffn_gate_inp.weight")][-1]
+
+    def change(values: npt.NDArray[np.float32]) -> None:
+        if extreme == "a score is NaN":
+            values[: LFM2.dim] = np.nan
+        else:
+            values *= 1e6
+
+    path = with_tensor(tmp_path / "m.gguf", plain, router, change)
+    assert np.all(np.isfinite(all_states(path, prompt(200), device=device)))
+
+
 @pytest.mark.parametrize("compute", ["int8", "w8a8", "bf16", "f32"])
 @pytest.mark.parametrize("name", ["granitemoe, mixed types", "olmoe", "lfm2moe", "granitehybrid, experts"])
 def test_results_do_not_depend_on_how_a_text_is_divided(

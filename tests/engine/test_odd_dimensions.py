@@ -5,12 +5,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from support.gguf_bytes import U32, u32
+from support.gguf_mutator import with_key
 from support.reference import ReferenceModel
 from support.small_models import ENCODERS, MODELS, SmallModel, write
 
 from metal_prefill import Model, UnsupportedModelError
 
-NMSE = {"cpu": 1e-9, "metal": 5e-6}  # as in test_encoders.py
+NMSE, LOWEST_COSINE = {"cpu": 1e-9, "metal": 5e-6}, 0.9995  # as in test_encoders.py
 
 
 def odd(model: SmallModel) -> SmallModel:
@@ -31,6 +33,24 @@ def test_states_of_encoders_match_the_reference(device: str, tmp_path: Path, nam
                 (states,) = model.forward_batch([session], [ids], output="hidden", rows="all")
             expected = reference.forward(ids).hidden
             assert np.square(states - expected).sum() <= NMSE[device] * np.square(expected).sum()
+
+
+@pytest.mark.parametrize("key_dim", [13, 26])
+def test_fewer_bits_stay_near_the_reference(tmp_path: Path, key_dim: int) -> None:
+    """Heads begin within the groups of rows of a product, or within a pair of dimensions."""
+    heads = 78 // key_dim
+    shape = replace(odd(ENCODERS["bert"]), heads=heads, kv_heads=heads, key_dim=key_dim)
+    # Rotation, which this model has not, would be of an even number of dimensions.
+    path = with_key(
+        tmp_path / "m.gguf", write(tmp_path / "plain.gguf", shape), "rope.dimension_count", U32, u32(12)
+    )
+    ids = np.random.default_rng(1).integers(5, 300, 130)
+    expected = ReferenceModel(path).forward(ids).hidden
+    for compute in ("int8", "w8a8", "int16", "bf16"):
+        with Model(path, device="cpu", compute=compute) as model, model.session() as session:
+            (states,) = model.forward_batch([session], [ids], output="hidden", rows="all")
+        norms = np.linalg.norm(states, axis=1) * np.linalg.norm(expected, axis=1)
+        assert ((states * expected).sum(axis=1) / norms).min() >= LOWEST_COSINE, compute
 
 
 @pytest.mark.parametrize("name", ["gpt2", "phi2"])
