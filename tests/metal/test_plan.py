@@ -210,6 +210,7 @@ _EXPERTS = {
     ("fields", "message"),
     [
         ({"key_dim": 520}, "attention heads of 520 dimensions; it takes at most 512"),
+        ({"value_dim": 520}, "attention heads of 520 dimensions; it takes at most 512"),
         (
             {"architecture": "qwen3", "key_dim": 60, "rope_dim": 60},
             "normalized or differing heads of 60 dimensions; it takes multiples of 8",
@@ -217,6 +218,10 @@ _EXPERTS = {
         ({**_ENCODER, "causal": True, "token_types": 0}, "norms of embeddings in decoders"),
         ({**_ENCODER, "norm_kind": "rms"}, "norms of embeddings in decoders, or other than LayerNorm"),
         ({"max_alibi_bias": 8.0}, "ALiBi in decoders"),
+        (
+            {**_EXPERTS, "architecture": "privacy-filter", "n_experts": 4, "has_head": False},
+            "attention sinks",
+        ),
         ({**_RECURRENT, "scan_key_dim": 264}, "states of 264 rows; it takes at most 256"),
         ({**_RECURRENT, "scan_value_dim": 33}, "a recurrence of 132 values; it takes multiples of 8"),
         ({**_EXPERTS, "n_experts": 513}, "513 experts; it takes at most 512"),
