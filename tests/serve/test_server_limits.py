@@ -1,6 +1,7 @@
 """Limits of a server: its queue, time, memory, keys."""
 
 import json
+import math
 import os
 import threading
 from pathlib import Path
@@ -187,6 +188,7 @@ def test_metrics_count_completed_work(cpu_model: Model) -> None:
         ({"max_streams": 0}, "max_streams must be at least 1"),
         ({"max_queue": -1}, "max_queue must not be negative"),
         ({"max_seconds": 0}, "max_seconds must be positive"),
+        ({"send_seconds": math.inf}, "send_seconds must be positive and finite"),
         ({"api_keys": [""]}, "an API key is empty"),
         ({"api_keys": ["\udcff"]}, "an API key is not UTF-8"),
         ({"names": ["\udcff"]}, r"a name of the model must be UTF-8, got '\\udcff'"),
