@@ -56,6 +56,7 @@ export ASAN_OPTIONS=$common:detect_leaks=1:allocator_may_return_null=1:detect_st
 export LSAN_OPTIONS=suppressions=$PWD/tools/check/sanitize/leaks.txt:print_suppressions=0
 export UBSAN_OPTIONS=$common:halt_on_error=1:print_stacktrace=1
 export TSAN_OPTIONS=$common:halt_on_error=1:second_deadlock_stack=1:history_size=4:die_after_fork=0
+TSAN_OPTIONS+=:suppressions=$PWD/tools/check/sanitize/races.txt
 # The threads of NumPy's matrix products meet in ways that ThreadSanitizer, which does not see them, takes for races.
 export OPENBLAS_NUM_THREADS=1
 export METAL_PREFILL_REQUIRE_EMULATOR=1 METAL_EMULATOR_REQUIRED=1
