@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -38,6 +39,10 @@ _FILL_FORMS = (
 
 _BLOCK = 1 << 14  # characters of texts that are encoded together
 _MOST_UNCHECKED = 1 << 14  # characters of a text that is encoded even if it cannot fit
+_PART = 1 << 16  # characters that the segmenter gets at once, in some 0.1 s
+_LETTERS = "A-Za-z\u0410-\u044f"
+_BORDER = re.compile(f"(?<=[{_LETTERS}]) (?=[{_LETTERS}])")
+_BORDER_IN_TOKEN = re.compile(f"[{_LETTERS}]{SPACE}")
 
 
 class TokenSpan(NamedTuple):
@@ -229,8 +234,35 @@ class Tokenizer:
         """Return the tokens of text without spelled tokens."""
         ids = None if self._words is None else self._words.encode(piece)
         if ids is None:
-            ids = segmented_ids(self._segmenter, self._plain(piece))
+            ids = []
+            for part in self._parts(piece):
+                ids += segmented_ids(self._segmenter, self._plain(part))
         return ids
+
+    def _parts(self, piece: str) -> Iterator[str]:
+        """Divide a long text so that Ctrl-C takes effect between its parts, whose tokens are its own.
+
+        A part begins with a space between two letters, where every pattern of `PRE_TOKENIZERS`, WordPiece and
+        Unigram begin a word. SentencePiece merges nothing across it if no token has a space after a letter.
+        """
+        start = 0
+        while len(piece) - start > _PART and self._divisible:
+            border = _BORDER.search(piece, start + _PART)
+            if border is None:
+                break
+            yield piece[start : border.start()]
+            start = border.start()
+        yield piece[start:]
+
+    @cached_property
+    def _divisible(self) -> bool:
+        """Whether words at spaces between letters are independent of each other."""
+        kind = self._vocabulary.kind
+        if kind == "llama":
+            return not any(map(_BORDER_IN_TOKEN.search, self._vocabulary.tokens))
+        if kind == "bert":
+            return not self._vocabulary.added_tokens(self._gguf)
+        return kind == "gpt2" or flag(self._gguf, "add_space_prefix", default=True)
 
     def encode_spans(self, text: str, *, parse_special: bool = False) -> list[TokenSpan]:
         """Convert text to tokens with their places in the text.
@@ -258,9 +290,11 @@ class Tokenizer:
                 length = len(original)
                 before = self._prefix(piece, first=i == 0) if piece else ""
                 shift = at + original.find(piece) - len(before)
-                made = segmented(self._segmenter, self._plain(before + piece))
-                for token, (start, end) in zip(made.ids, made.offsets, strict=True):
-                    spans.append(TokenSpan(token, max(shift + start, at), max(shift + end, at)))
+                for part in self._parts(before + piece):
+                    made = segmented(self._segmenter, self._plain(part))
+                    for token, (start, end) in zip(made.ids, made.offsets, strict=True):
+                        spans.append(TokenSpan(token, max(shift + start, at), max(shift + end, at)))
+                    shift += len(part)
             at += length
         return spans
 

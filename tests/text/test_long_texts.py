@@ -1,0 +1,110 @@
+"""Long texts, which are encoded in parts: the tokens of the whole, and an end by Ctrl-C."""
+
+import json
+import re
+import signal
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support import comparison, encoder_tokenizers
+from support.hostile_texts import hostile_texts
+
+from metal_prefill.files import GGUFFile
+from metal_prefill.text import Tokenizer, _segmentation, _tokenizer
+
+RECORD: dict[str, Any] = json.loads(comparison.TOKENS.read_text())
+WHOLE = 1 << 40  # characters of a part, which no text has
+TEXTS = [*RECORD["texts"], *hostile_texts(600, seed=5), "И был вечер и было утро", "a  b c\n d"]
+TEXT = " and  the King's \u2581x ".join(TEXTS)
+
+
+@pytest.fixture(params=[*comparison.TOKENIZERS, *encoder_tokenizers.VARIANTS])
+def tokenizer(request: pytest.FixtureRequest, tmp_path: Path) -> Tokenizer:
+    if request.param in encoder_tokenizers.VARIANTS:
+        record = encoder_tokenizers.recorded()
+        folder = encoder_tokenizers.write_recorded(tmp_path, request.param, record)
+        return encoder_tokenizers.open_folder(folder)
+    variant = comparison.TOKENIZERS[request.param]
+    vocabulary = RECORD["vocabularies"][variant.kind]
+    return Tokenizer.from_gguf(
+        GGUFFile(comparison.write_vocabulary(tmp_path / "v.gguf", vocabulary, variant))
+    )
+
+
+def made(monkeypatch: pytest.MonkeyPatch, length: int, encode: Callable[[], Any]) -> tuple[Any, int]:
+    """Return the result of a call whose parts have this length, and their number."""
+    parts = []
+
+    def counted(name: str) -> None:
+        real = getattr(_tokenizer, name)
+
+        def call(segmenter: Any, text: str) -> Any:
+            parts.append(text)
+            return real(segmenter, text)
+
+        context.setattr(_tokenizer, name, call)
+
+    with monkeypatch.context() as context:
+        context.setattr(_tokenizer, "_PART", length)
+        counted("segmented_ids")
+        counted("segmented")
+        return encode(), len(parts)
+
+
+def test_tokens_are_those_of_the_whole_text(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    for encode in (
+        lambda: tokenizer.encode(TEXT, parse_special=True),
+        lambda: tokenizer.encode_spans(TEXT),
+    ):
+        whole, few = made(monkeypatch, WHOLE, encode)
+        for length in (1, 100):
+            found, many = made(monkeypatch, length, encode)
+            assert found == whole
+            assert many > few + 50 or not tokenizer._divisible
+
+
+def test_only_vocabularies_with_spaces_after_letters_are_not_divided(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    variant = comparison.TOKENIZERS["sentencepiece"]
+    vocabulary = dict(RECORD["vocabularies"][variant.kind])
+    place = next(i for i, token in enumerate(vocabulary["tokens"]) if re.fullmatch("\u2581[a-z]{2,}", token))
+    for token, divisible in (("th\u2581", False), ("\u2581th", True)):
+        vocabulary["tokens"] = [token if i == place else t for i, t in enumerate(vocabulary["tokens"])]
+        path = comparison.write_vocabulary(tmp_path / "v.gguf", vocabulary, variant)
+        encode = partial(Tokenizer.from_gguf(GGUFFile(path)).encode, "with the king")
+        found, parts = made(monkeypatch, 1, encode)
+        assert (parts == 3) == divisible
+        assert found == made(monkeypatch, WHOLE, encode)[0]
+
+
+def test_a_text_without_words_is_one_part(smollm: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert made(monkeypatch, 10, lambda: smollm.encode("x" * 1000))[1] == 1
+    assert made(monkeypatch, 10, lambda: smollm.encode("x" * 1000 + " y " + "z" * 30))[1] == 2
+
+
+@pytest.fixture
+def smollm(tmp_path: Path) -> Tokenizer:
+    variant = comparison.TOKENIZERS["smollm"]
+    path = comparison.write_vocabulary(tmp_path / "s.gguf", RECORD["vocabularies"][variant.kind], variant)
+    return Tokenizer.from_gguf(GGUFFile(path))
+
+
+def test_ctrl_c_ends_the_encoding_of_a_long_text(smollm: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    text, done = "the king is dead " * 100_000, 0
+    real = _segmentation.segmented_ids
+
+    def interrupted(segmenter: Any, part: str) -> list[int]:
+        nonlocal done
+        done += len(part)
+        ids = real(segmenter, part)
+        signal.raise_signal(signal.SIGINT)
+        return ids
+
+    monkeypatch.setattr(_tokenizer, "segmented_ids", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        smollm.encode(text)
+    assert 0 < done < len(text) / 10
