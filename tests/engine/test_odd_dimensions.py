@@ -1,6 +1,7 @@
 """LayerNorm over dimensions that are no multiples of what the Metal engine reads at a time."""
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -35,8 +36,8 @@ def test_states_of_encoders_match_the_reference(device: str, tmp_path: Path, nam
             assert np.square(states - expected).sum() <= NMSE[device] * np.square(expected).sum()
 
 
-@pytest.mark.parametrize("key_dim", [13, 26])
-def test_fewer_bits_stay_near_the_reference(tmp_path: Path, key_dim: int) -> None:
+@pytest.mark.parametrize("key_dim", [13, 39])
+def test_fewer_bits_stay_near_the_reference_in_any_batch(tmp_path: Path, key_dim: int) -> None:
     """Heads begin within the groups of rows of a product, or within a pair of dimensions."""
     heads = 78 // key_dim
     shape = replace(odd(ENCODERS["bert"]), heads=heads, kv_heads=heads, key_dim=key_dim)
@@ -44,11 +45,14 @@ def test_fewer_bits_stay_near_the_reference(tmp_path: Path, key_dim: int) -> Non
     path = with_key(
         tmp_path / "m.gguf", write(tmp_path / "plain.gguf", shape), "rope.dimension_count", U32, u32(12)
     )
-    ids = np.random.default_rng(1).integers(5, 300, 130)
-    expected = ReferenceModel(path).forward(ids).hidden
+    short, long = (np.random.default_rng(n).integers(5, 300, n) for n in (9, 130))
+    expected = ReferenceModel(path).forward(long).hidden
     for compute in ("int8", "w8a8", "int16", "bf16"):
-        with Model(path, device="cpu", compute=compute) as model, model.session() as session:
-            (states,) = model.forward_batch([session], [ids], output="hidden", rows="all")
+        with Model(path, device="cpu", compute=compute) as model:
+            hidden = partial(model.forward_batch, output="hidden", rows="all")
+            # The keys of many rows are stored as they are computed, a group of columns at a time.
+            states, other = hidden([model.session(), model.session()], [long, short])
+            np.testing.assert_array_equal(other, hidden([model.session()], [short])[0], err_msg=compute)
         norms = np.linalg.norm(states, axis=1) * np.linalg.norm(expected, axis=1)
         assert ((states * expected).sum(axis=1) / norms).min() >= LOWEST_COSINE, compute
 
