@@ -15,8 +15,6 @@ constant constexpr ushort kStagedRow = MATMUL_K + 8;
 // The part of the tile that a thread's simdgroup computes: 2 x 2 simdgroups, (tokens, rows).
 template <ushort kTokens, ushort kRows>
 struct Place {
-  static constant constexpr ushort kTokenBlocks = kTokens / 16;  // 8x8 blocks of a simdgroup
-  static constant constexpr ushort kRowBlocks = kRows / 16;
   ushort token, row;  // first of the simdgroup in the tile
 
   Place(ushort simdgroup) : token(simdgroup / 2 * (kTokens / 2)), row(simdgroup % 2 * (kRows / 2)) {}
@@ -28,7 +26,7 @@ static inline void multiply(thread Stage<W, kTokens, kRows, kStagedRow, kParts>&
                             thread simdgroup_float8x8 (&sum)[kTokens / 16][kRows / 16],
                             threadgroup half* staged, thread const Place<kTokens, kRows>& place,
                             bool active) {
-  constexpr ushort kTokenBlocks = kTokens / 16, kRowBlocks = kRows / 16;
+  constexpr ushort kTokenBlocks = kTokens / 16, kRowBlocks = kRows / 16;  // 8x8 blocks of a simdgroup
   stage.begin(staged);
   for (uint k = 0; k < stage.in_dim; k += stage.kStep) {
     const bool more = stage.load_after(k);
