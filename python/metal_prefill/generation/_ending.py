@@ -110,8 +110,7 @@ class StopFilter:
         return self._take(len(self._pending) - max(self._matched, default=0))
 
     def flush(self) -> str:
-        """Return the pending text, which did not become a stop string."""
-        self._matched = [0] * len(self._stops)
+        """Return the pending text at the end, which did not become a stop string."""
         return self._take(len(self._pending))
 
     def _take(self, count: int) -> str:

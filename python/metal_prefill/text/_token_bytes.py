@@ -115,12 +115,6 @@ class TokenDecoder:
         self._shown = shown
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
-    def copy(self) -> TokenDecoder:
-        """Return an independent decoder in the same state."""
-        other = TokenDecoder(self._piece_of, self._skip_special, self._first, self._shown)
-        other._utf8.setstate(self._utf8.getstate())
-        return other
-
     def step(self, token_id: int) -> str:
         """Add one token and return the text that it completes, which may be empty."""
         raw, special = self._piece_of(token_id)
