@@ -1,11 +1,13 @@
 """Model folders that cannot be converted: the error names the file, the value and the supported ones."""
 
 import json
+import math
 import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from support import model_folders
 from support.model_folders import DIM, FFN, Folder
@@ -76,6 +78,7 @@ WRONG = [
         BAD,
         r"added_tokens\[0\].content is 'x', but token 5 is",
     ),
+    (tokenizer_with(added_tokens=[{"id": 10**9, "content": "x"}]), BAD, "have the ids 0 to 1000000000"),
 ]  # fmt: skip
 
 
@@ -206,3 +209,13 @@ def test_unsupported_modules_are_named(
     bert.json(file, content)
     with pytest.raises((GGUFError, UnsupportedModelError), match=message):
         convert(bert.write(), tmp_path / "m.gguf")
+
+
+@pytest.mark.parametrize(("dtype", "value"), [("f4", math.nan), ("f2", -math.inf), ("f8", 1e300)])
+def test_a_weight_that_is_not_finite_in_float32_is_named(tmp_path: Path, dtype: str, value: float) -> None:
+    folder = model_folders.llama(tmp_path / "m")
+    name = next(name for name in folder.tensors if name.endswith("down_proj.weight"))
+    folder.tensors[name] = np.zeros(folder.tensors[name].shape, dtype)
+    folder.tensors[name][-1, -1] = value
+    with pytest.raises(GGUFError, match=f"tensor {name} contains a value that is not finite"):
+        convert(folder.write(), tmp_path / "m.gguf")

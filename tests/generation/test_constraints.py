@@ -313,6 +313,7 @@ def test_a_stop_string_may_end_a_constrained_text(model: Model) -> None:
         ({"json_schema": {"properties": {"default": {"minimum": 2**53 + 1}}}}, "the number 9007199254740993"),
         ({"json_schema": {"anyOf": [{"exclusiveMaximum": 10**18 + 1}]}}, "the number 1000000000000000001"),
         ({"json_schema": {"const": 10**400}}, "the number 1000"),
+        ({"json_schema": {"minimum": 2**63}}, "the number 9223372036854775808"),
         ({"json_schema": {"a": {1, 2}}}, "json_schema: .*set is not JSON serializable"),
         ({"regex": "("}, "regex: .*unclosed group"),
         ({"regex": r"[^\s\S]"}, "regex: no text satisfies it"),

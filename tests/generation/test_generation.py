@@ -156,6 +156,12 @@ def test_stop_strings_before_min_tokens_are_text(cpu: Model) -> None:
     assert "".join(cpu.generate(PROMPT, 30, stop=early)) == whole[: whole.index(early)]
     text = "".join(cpu.generate(PROMPT, 30, stop=early, min_tokens=29))
     assert text.startswith(whole[: whole.index(early) + 2])
+    pieces = [piece.text for piece in cpu.session().stream(PROMPT, 9)]
+    at = next(i for i in range(1, 9) if pieces[i] not in "".join(pieces[:i]))
+    ends = [
+        len(tokens_of(cpu.session().stream(PROMPT, 9, stop=pieces[at], min_tokens=at + i))) for i in (0, 1)
+    ]
+    assert ends[0] == at + 1 < ends[1]
 
 
 def test_min_tokens_suppresses_the_end_of_text(cpu: Model) -> None:
