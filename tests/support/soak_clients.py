@@ -30,7 +30,8 @@ Others = Callable[[Running, int, Counter[str]], list[Call]]
 GREEDY: dict[str, Any] = {"stream": True, "temperature": 0}
 # Clients that share a loaded machine are slow themselves. Other tests hold the limits on time.
 PATIENT = dict.fromkeys(("header_seconds", "body_seconds", "send_seconds", "max_seconds"), 3600.0)
-REFUSED = (200, 400, 500)  # 500: the constraint exceeded a limit while it was matched
+# 500: the constraint exceeded a limit while it was matched. 503: on a busy machine, its worker ran too late.
+ANSWERED = (200, 400, 500, 503)
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,7 @@ def grammar_bombs(server: Running, n: int, sent: Counter[str]) -> list[Call]:
         kind = "grammar" if "grammar" in body else "regex"
         source = body[kind] + (f"\n// {new}" if kind == "grammar" else f"z{new}")
         answer = httpx.post(f"{server.url}/v1/completions", json={**body, kind: source}, timeout=3600)
-        assert answer.status_code in REFUSED, answer.text
+        assert answer.status_code in ANSWERED, answer.text
 
     return [partial(send, body) for body in hostile_requests(server.service.model)]
 
