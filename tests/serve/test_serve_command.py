@@ -34,8 +34,11 @@ def command(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
 
 def test_sigterm_lets_answers_in_flight_finish(tmp_path: Path) -> None:
     keys = tmp_path / "keys"
-    keys.write_text("first key\nsecond-key\n")
+    keys.write_text("\ufefffirst key\n# second\nsecond-key\n", encoding="utf-8")
     with command("--api-key-file", str(keys), "--alias", "bard") as (process, url):
+        for key, status in (("first key", 200), ("# second", 401)):
+            headers = {"authorization": f"Bearer {key}"}
+            assert httpx.get(f"{url}/v1/models", headers=headers, **LOCAL).status_code == status
         body = json.dumps({"model": "bard", "prompt": "ROMEO:", "max_tokens": 300, "stream": True})
         # A client that is not Python's, for once.
         argv: list[str] = [

@@ -13,7 +13,7 @@ import pytest
 from support.running_server import Gate, events, running, wait_until
 from support.small_models import EMBEDDERS, write
 
-from metal_prefill import ChatTemplateError, Model, serve
+from metal_prefill import ChatTemplateError, DeviceError, Model, serve
 
 BODY = {"prompt": "ROMEO:\n", "max_tokens": 4, "temperature": 0}
 
@@ -215,3 +215,20 @@ def test_an_app_may_be_mounted_elsewhere(cpu_model: Model) -> None:
             "/models/demo/v1/completions", json=BODY, headers={"authorization": "Bearer key"}
         )
         assert answer.status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [(DeviceError("out of memory"), 503), (MemoryError(), 503), (RuntimeError("a defect"), 500)],
+)
+def test_a_lack_of_memory_is_a_temporary_error(
+    cpu_model: Model, monkeypatch: pytest.MonkeyPatch, error: Exception, status: int
+) -> None:
+    def fail(*arguments: Any, **options: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(cpu_model.tokenizer, "encode", fail)
+    with running(cpu_model) as server:
+        answer = server.post("/v1/completions", BODY)
+    assert answer.status_code == status
+    assert ("retry-after" in answer.headers) == (status == 503)

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -96,6 +97,15 @@ def test_whole_texts_are_split_into_windows(model: Model, demo_path: Path, refer
         last = ids[-11:]
         expected += float(reference.forward(last).log_probs(last)[-(n % 10) :].sum())
         assert loglikelihood_rolling(short, [text, text]) == pytest.approx([expected, expected], abs=1e-2)
+
+
+@pytest.mark.parametrize(("bos", "eos", "start"), [(7, 9, 7), (None, 9, 9), (7, None, 7)])
+def test_the_first_token_follows_the_one_that_begins_or_else_ends_texts(
+    bos: int | None, eos: int | None, start: int
+) -> None:
+    tokenizer = SimpleNamespace(bos_id=bos, eos_id=eos, encode=lambda text, add_bos: [1, 2])
+    model: Any = SimpleNamespace(tokenizer=tokenizer, max_context=10)
+    assert [(a.tolist(), b.tolist()) for a, b in rolling_windows(model, "text")] == [([start], [1, 2])]
 
 
 @pytest.mark.parametrize("tokens", [1, 9, 10, 11, 19, 20, 21, 34])
