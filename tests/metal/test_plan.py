@@ -412,9 +412,11 @@ SMALL = ModelConfig(
 
 
 def kernels_of(shape: Shape, lengths: range, chunk_tokens: int, **options: Any) -> set[str]:
-    """Return every kernel of passes of these lengths, with each output, at the first and last positions.
+    """Return every kernel of passes of these lengths, at the first and last positions.
 
-    Single tokens are tried at each position with the longest chunks, and at some positions with others.
+    Steps after the layers do not depend on the position: each output is tried at the first, and at the others
+    only none and the greedy token. Single tokens are tried at each position with the longest chunks, and at
+    some positions with others.
     """
     context = shape.config.context_length
     outputs = [
@@ -429,7 +431,7 @@ def kernels_of(shape: Shape, lengths: range, chunk_tokens: int, **options: Any) 
     for tokens in lengths:
         positions = of_a_token if tokens == 1 else (0, context - tokens)
         for position in positions:
-            for output in outputs:
+            for output in outputs if position == 0 else outputs[:2]:
                 passes = shape.core.plan(tokens, position, output, options["family"], options["gpu"], engine)
                 found.update(map(attrgetter("kernel"), passes))
     return found
