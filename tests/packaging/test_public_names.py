@@ -38,7 +38,7 @@ PUBLIC = {
         *("cos_sim", "dot_score", "euclidean_sim", "manhattan_sim", "pairwise_cos_sim", "pairwise_dot_score"),
         *("pairwise_euclidean_sim", "pairwise_manhattan_sim", "normalize_embeddings", "truncate_embeddings"),
         *("community_detection", "paraphrase_mining", "paraphrase_mining_embeddings", "semantic_search"),
-        "quantize_embeddings",
+        *("SimilarityFunction", "maxsim", "maxsim_pairwise", "quantize_embeddings"),
     ],
     "metal_prefill.serve": ["Settings", "app"],
     "metal_prefill.session": ["Logits", "Piece", "Progress", "Session", "TokenIds"],

@@ -190,6 +190,10 @@ def test_an_unknown_similarity_names_the_known_ones(made: Paths, model: st.Sente
         model.similarity_fn_name = "foo"
     model.similarity_fn_name = st.SimilarityFunction.EUCLIDEAN
     assert model.similarity_fn_name == "euclidean"
+    assert st.SimilarityFunction.possible_values() == ["cosine", "dot", "euclidean", "manhattan"]
+    assert st.SimilarityFunction.to_similarity_fn("dot") is util.dot_score
+    pairwise = st.SimilarityFunction.to_similarity_pairwise_fn(st.SimilarityFunction.MANHATTAN)
+    assert pairwise is util.pairwise_manhattan_sim
     late = st.MultiVectorEncoder(made.late)
     with pytest.raises(ValueError, match="similarity_fn_name must be one of maxsim, meanmaxsim; got 'foo'"):
         late.similarity_fn_name = "foo"
@@ -200,6 +204,9 @@ def test_a_mean_of_similarities(made: Paths) -> None:
     (query,), documents = model.encode_query([QUERY]), model.encode_document(DOCUMENTS)
     whole = st.MultiVectorEncoder(made.late, device="cpu").similarity(query, documents)
     np.testing.assert_allclose(model.similarity([query], documents), whole / len(query))
+    np.testing.assert_allclose(util.maxsim(query, documents), whole)
+    mean = util.maxsim_pairwise([query], documents[:1], length_normalize=True)
+    np.testing.assert_allclose(mean, whole[:, 0] / len(query))
     with pytest.raises(NotImplementedError, match="MultiVectorEncoder does not support token_pooling"):
         model.encode(DOCUMENTS, token_pooling=object())
 

@@ -20,8 +20,7 @@ if TYPE_CHECKING:
     from metal_prefill.sentence_transformers._shared import Encoder
     from metal_prefill.sentence_transformers.cross_encoder import CrossEncoder
     from metal_prefill.sentence_transformers.sparse_encoder import SparseEncoder
-    from metal_prefill.sentence_transformers.util import quantize_embeddings
-    from metal_prefill.tasks._similarity import SimilarityFunction
+    from metal_prefill.sentence_transformers.util import SimilarityFunction, quantize_embeddings
 
 __all__ = [
     "CrossEncoder",
@@ -46,7 +45,7 @@ _find = lazy_names(
         "Encoder": "_shared",
         "MultiVectorEncoder": "_embedder",
         "SentenceTransformer": "_embedder",
-        "SimilarityFunction": "_embedder",
+        "SimilarityFunction": "util",
         "SparseEncoder": "sparse_encoder",
         "quantize_embeddings": "util",
     },

@@ -266,8 +266,8 @@ class MultiVectorEncoder(Encoder):
 
     def similarity(self, embeddings1: Any, embeddings2: Any) -> Array:
         """Return the score of each query with each document, float64 ``[queries, documents]``."""
-        return query_scores(embeddings1, embeddings2, mean=self._similarity != "maxsim")
+        return query_scores(embeddings1, embeddings2, length_normalize=self._similarity != "maxsim")
 
     def similarity_pairwise(self, embeddings1: Any, embeddings2: Any) -> Array:
         """Return the score of each query with the document in the same place, float64 ``[queries]``."""
-        return pair_scores(embeddings1, embeddings2, mean=self._similarity != "maxsim")
+        return pair_scores(embeddings1, embeddings2, length_normalize=self._similarity != "maxsim")

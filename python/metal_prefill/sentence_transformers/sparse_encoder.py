@@ -8,8 +8,8 @@ from metal_prefill._support.arguments import integer
 from metal_prefill._support.tensors import as_array
 from metal_prefill.sentence_transformers._embedder import VectorEncoder
 from metal_prefill.sentence_transformers._shared import ModelName, returned
+from metal_prefill.tasks import _sparse
 from metal_prefill.tasks._sparse import SparseVector, check_sparse, sparse_role, sparse_vectors
-from metal_prefill.text._encoder_vocabulary import SPACE
 
 
 class SparseEncoder(VectorEncoder):
@@ -22,12 +22,17 @@ class SparseEncoder(VectorEncoder):
     """
 
     def __init__(
-        self, model_name_or_path: ModelName = None, *, max_active_dims: int | None = None, **options: Any
+        self,
+        model_name_or_path: ModelName = None,
+        *,
+        similarity_fn_name: str = "dot",
+        max_active_dims: int | None = None,
+        **options: Any,
     ) -> None:
         super().__init__(model_name_or_path, **options)
         check_sparse(self.engine)
         self.max_active_dims = max_active_dims
-        self.similarity_fn_name = "dot"
+        self.similarity_fn_name = similarity_fn_name
 
     def encode(
         self,
@@ -71,14 +76,17 @@ class SparseEncoder(VectorEncoder):
         if matrix.ndim == 2:
             return [self.decode(row, top_k) for row in matrix]
         order = np.argsort(-matrix, kind="stable")[: np.count_nonzero(matrix > 0)][:top_k]
-        return [(self._spelled(int(i)), float(matrix[i])) for i in order]
+        return [(_sparse.spelled(self.engine, int(i)), float(matrix[i])) for i in order]
 
-    def _spelled(self, token: int) -> str:
-        """Return a token as ``vocab.txt`` of WordPiece spells it, where GGUF files mark the other ones."""
-        text: str = self.tokenizer.token(token)
-        if self.engine.gguf.metadata["tokenizer.ggml.model"] != "bert" or self.tokenizer.is_special(token):
-            return text
-        return text.removeprefix(SPACE) if text.startswith(SPACE) else f"##{text}"
+    @staticmethod
+    def sparsity(embeddings: Any) -> dict[str, float]:
+        """Return the mean number of values that are not 0 in vectors, and the share of those that are 0."""
+        return _sparse.sparsity(embeddings)
+
+    @staticmethod
+    def intersection(embeddings_1: Any, embeddings_2: Any) -> Any:
+        """Return the products of a vector with one or several others: the tokens that they share."""
+        return _sparse.intersection(embeddings_1, embeddings_2)
 
     def get_embedding_dimension(self) -> int:
         """Return the size of the vocabulary."""

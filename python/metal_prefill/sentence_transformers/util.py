@@ -7,7 +7,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from metal_prefill._support.tensors import as_array, like
+from metal_prefill.tasks._late_interaction import pair_scores as maxsim_pairwise
+from metal_prefill.tasks._late_interaction import query_scores as maxsim
 from metal_prefill.tasks._similarity import (
+    SimilarityFunction,
     cos_sim,
     dot_score,
     euclidean_sim,
@@ -26,22 +29,11 @@ from metal_prefill.tasks._vectors import (
 )
 
 __all__ = [
-    "community_detection",
-    "cos_sim",
-    "dot_score",
-    "euclidean_sim",
-    "manhattan_sim",
-    "normalize_embeddings",
-    "pairwise_cos_sim",
-    "pairwise_dot_score",
-    "pairwise_euclidean_sim",
-    "pairwise_manhattan_sim",
-    "paraphrase_mining",
-    "paraphrase_mining_embeddings",
-    "quantize_embeddings",
-    "semantic_search",
-    "truncate_embeddings",
-]
+    "SimilarityFunction", "community_detection", "cos_sim", "dot_score", "euclidean_sim", "manhattan_sim",
+    "maxsim", "maxsim_pairwise", "normalize_embeddings", "pairwise_cos_sim", "pairwise_dot_score",
+    "pairwise_euclidean_sim", "pairwise_manhattan_sim", "paraphrase_mining", "paraphrase_mining_embeddings",
+    "quantize_embeddings", "semantic_search", "truncate_embeddings",
+]  # fmt: skip
 
 pytorch_cos_sim = cos_sim
 

@@ -47,20 +47,20 @@ def maxsim(
     return np.array(scores, np.float64)
 
 
-def query_scores(queries: Any, documents: Any, *, mean: bool = False) -> npt.NDArray[np.float64]:
-    """Return the score of each query with each document, ``[queries, documents]``.
+def query_scores(queries: Any, documents: Any, *, length_normalize: bool = False) -> npt.NDArray[np.float64]:
+    """Return the MaxSim score of each query with each document, ``[queries, documents]``.
 
-    Each argument is a list of matrices, or one matrix. Scores are those of :func:`maxsim`, or with `mean`
-    divided by the number of tokens of the query.
+    Each argument is a list of matrices, or one matrix. With `length_normalize`, scores are divided by the
+    number of tokens of the query.
     """
-    found = [_scores(query, _matrices(documents), mean) for query in _matrices(queries)]
+    found = [_scores(query, _matrices(documents), length_normalize) for query in _matrices(queries)]
     return np.array(found).reshape(len(found), -1)
 
 
-def pair_scores(queries: Any, documents: Any, *, mean: bool = False) -> npt.NDArray[np.float64]:
-    """Return the score of each query with the document in the same place; see :func:`query_scores`."""
+def pair_scores(queries: Any, documents: Any, *, length_normalize: bool = False) -> npt.NDArray[np.float64]:
+    """Return the MaxSim score of each query with the document in the same place, ``[queries]``."""
     pairs = zip(_matrices(queries), _matrices(documents), strict=True)
-    return np.array([_scores(query, [document], mean)[0] for query, document in pairs])
+    return np.array([_scores(query, [document], length_normalize)[0] for query, document in pairs])
 
 
 def _scores(query: Any, documents: Sequence[Any], mean: bool) -> npt.NDArray[np.float64]:

@@ -1,5 +1,7 @@
 """Similarities of vectors, which are arrays or tensors of PyTorch; of tensors, the results are tensors."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from enum import Enum
 from functools import wraps
@@ -100,6 +102,21 @@ class SimilarityFunction(Enum):
     DOT_PRODUCT = "dot"
     EUCLIDEAN = "euclidean"
     MANHATTAN = "manhattan"
+
+    @staticmethod
+    def possible_values() -> list[str]:
+        """Return the names."""
+        return [item.value for item in SimilarityFunction]
+
+    @staticmethod
+    def to_similarity_fn(similarity_function: str | SimilarityFunction) -> Similarity:
+        """Return the function that compares all vectors with all others."""
+        return SIMILARITIES[SimilarityFunction(similarity_function)][0]
+
+    @staticmethod
+    def to_similarity_pairwise_fn(similarity_function: str | SimilarityFunction) -> Similarity:
+        """Return the function that compares vectors in the same place."""
+        return SIMILARITIES[SimilarityFunction(similarity_function)][1]
 
 
 # Functions that compare all vectors with all others, and those in the same place.

@@ -95,6 +95,22 @@ def test_sparse_encoder_has_the_interface_of_sentence_transformers(folder: Folde
     np.testing.assert_allclose([value for _, value in decoded], wanted[0][order], atol=1e-4)
 
 
+def test_sparsity_and_shared_tokens_of_sparse_vectors(folder: Folder) -> None:
+    encoder = SparseEncoder(folder.path, device="cpu", similarity_fn_name="cosine", max_active_dims=5)
+    one, *others = found = encoder.encode([TEXTS[0], TEXTS[2], "a rose"])
+    size = encoder.get_embedding_dimension()
+    expected = {"active_dims": 5.0, "sparsity_ratio": 1 - 5 / size}
+    assert encoder.sparsity(found) == SparseEncoder.sparsity(one) == pytest.approx(expected)
+    assert encoder.sparsity(found[:0]) == {"active_dims": 0.0, "sparsity_ratio": 1.0}
+    shared = encoder.intersection(one, np.stack(others))
+    np.testing.assert_array_equal(shared, [one * other for other in others])
+    np.testing.assert_array_equal(encoder.intersection(one, others[0]), shared[0])
+    np.testing.assert_allclose(np.diag(encoder.similarity(found, found)), 1, rtol=1e-5)
+    for wrong in ((found, one), (one, one[1:])):
+        with pytest.raises(ValueError, match=r"embeddings of shapes .* must be vectors of one length"):
+            encoder.intersection(*wrong)
+
+
 def test_queries_of_a_router_match_sentence_transformers(tmp_path: Path, device: str) -> None:
     path = convert(routed(tmp_path / "folder").write(), tmp_path / "m.gguf")
     encoder = SparseEncoder(path, model_kwargs={"dtype": "float32"}, device=device)
